@@ -1,0 +1,64 @@
+"""Checks of arguments. Each reads Python values or avals, never the values of arrays."""
+
+import math
+import numbers
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def finite_number(call: str, name: str, value: Any) -> float:
+    """Returns ``value`` as a finite Python float, or raises an error that names it."""
+    given = f"`{call}({name}=...)` must be a finite number, got {value!r}"
+    if isinstance(value, bool):  # a bool is an int to Python, and would pass for 1.0
+        raise ValueError(f"{given}. Pass a number such as 2.0**15.")
+    if not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"{given} of type {type(value).__name__}. Pass a Python or NumPy scalar; "
+            "what a policy is made of is fixed before anything is traced."
+        )
+    if not math.isfinite(value):
+        raise ValueError(f"{given}.")
+    return float(value)
+
+
+def normal_float32(call: str, name: str, value: Any) -> float:
+    """Returns ``value`` as a positive float that float32 holds as a normal number."""
+    value = finite_number(call, name, value)
+    info = jnp.finfo(jnp.float32)
+    low, high = float(info.smallest_normal), float(info.max)
+    if not low <= value <= high:
+        raise ValueError(
+            f"`{call}({name}=...)` must lie in float32's normal range, {low} to {high}, "
+            f"got {value}. Outside of it a scale would turn into 0 or inf."
+        )
+    return value
+
+
+def positive_int32(call: str, name: str, value: Any) -> int:
+    """Returns ``value`` as a Python int that is at least 1 and fits in an int32."""
+    given = f"`{call}({name}=...)` must be an integer, at least 1, got {value!r}"
+    if isinstance(value, bool):
+        raise ValueError(f"{given}. It counts steps.")
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{given}. It counts steps: pass an int.") from None
+    if not 1 <= value <= jnp.iinfo(jnp.int32).max:
+        raise ValueError(f"{given}. It is counted in an int32.")
+    return value
+
+
+def scalar_bool(call: str, name: str, value: Any) -> jax.Array:
+    """Returns ``value`` as a ``bool[]`` array, or raises a ``TypeError``."""
+    if getattr(value, "dtype", type(value)) not in (bool, jnp.bool_) or jnp.shape(value):
+        got = type(value).__name__
+        if hasattr(value, "dtype"):
+            got = f"{value.dtype}{list(jnp.shape(value))}"
+        raise TypeError(
+            f"`{call}({name}=...)` must be a scalar bool, got {got}. "
+            "To reduce a tree of gradients to one, use `jaxscale.all_finite(grads)`."
+        )
+    return jnp.asarray(value, jnp.bool_)

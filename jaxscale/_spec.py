@@ -1,0 +1,45 @@
+"""What may stand for a policy in an argument."""
+
+import numbers
+from typing import Any
+
+from ._dynamic import DynamicLossScale
+from ._fixed import FixedLossScale, NoOpLossScale
+from ._loss_scale import LossScale
+
+
+def as_loss_scale(spec: Any) -> LossScale:
+    """Returns the policy that a short form stands for.
+
+    Args:
+      spec: ``None`` for :class:`jaxscale.NoOpLossScale`, a number such as 8 (NumPy scalars
+        too) for :class:`jaxscale.FixedLossScale`, ``"dynamic"`` for
+        :class:`jaxscale.DynamicLossScale` with its defaults, or a
+        :class:`jaxscale.LossScale`, which is returned as it is.
+
+    Returns:
+      A :class:`jaxscale.LossScale`.
+
+    Raises:
+      TypeError: if ``spec`` is none of these, a bool or an array for example.
+      ValueError: if it is another string, or a number that is no valid scale.
+
+    Example:
+      >>> import jaxscale
+      >>> jaxscale.as_loss_scale(8)
+      FixedLossScale(loss_scale=8.0)
+    """
+    if spec is None:
+        return NoOpLossScale()
+    if isinstance(spec, LossScale):
+        return spec
+    if isinstance(spec, str) and spec == "dynamic":
+        return DynamicLossScale()
+    if isinstance(spec, numbers.Real) and not isinstance(spec, bool):
+        return FixedLossScale(spec)  # pyright: ignore[reportArgumentType]
+    error = ValueError if isinstance(spec, str) else TypeError
+    raise error(
+        f"`as_loss_scale` got {spec!r} of type {type(spec).__name__}. A loss scale is "
+        'given as None (no scaling), a number of at least 1 (fixed), "dynamic", or a '
+        "`jaxscale.LossScale` such as `jaxscale.DynamicLossScale(growth_interval=500)`."
+    )

@@ -1,0 +1,180 @@
+"""Which leaves of a tree are gradients, whether they are finite, and which tree to keep.
+
+Nothing here knows of loss scales. The leaf rules stand here once: only inexact leaves
+(floating and complex) are gradients; ``None``, ``float0``, integers, bools, typed PRNG
+keys and whatever is no array at all pass through.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._checks import scalar_bool
+
+# The collection in which Flax keeps FP8 statistics. Its "gradients" are new values that
+# replace the old ones: scaled by nothing, so never to be unscaled, and checked by no one.
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return _is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def _is_gradient(path: tuple[Any, ...], leaf: Any) -> bool:
+    names = (getattr(key, "key", getattr(key, "name", None)) for key in path)
+    return _is_inexact(leaf) and OVERWRITE_WITH_GRADIENT not in names
+
+
+def map_gradients(fun: Callable[[Any], Any], tree: Any) -> Any:
+    """Returns ``tree`` with ``fun`` applied to the leaves that are gradients."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: fun(leaf) if _is_gradient(path, leaf) else leaf, tree
+    )
+
+
+def widen(leaf: Any) -> jax.Array:
+    """Returns an inexact leaf in float32, or in its own dtype where that is as wide."""
+    dtype = jnp.result_type(leaf)
+    return cast(leaf, dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
+
+
+def cast(leaf: Any, dtype: Any) -> Any:
+    """Returns a leaf as a strongly typed array of a dtype.
+
+    Leaves of dtypes that hold no numbers, typed keys and ``float0``, stay as they are.
+    """
+    if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return leaf
+    return jax.lax.convert_element_type(leaf, dtype)
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+    """Returns a tree with the dtypes of another tree of the same structure."""
+
+    def cast_leaf(leaf: Any, other: Any) -> Any:
+        return cast(leaf, jnp.result_type(other)) if _is_array(other) else leaf
+
+    return jax.tree.map(cast_leaf, tree, like)
+
+
+def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
+    """Returns ``finite`` where it holds on every device along ``axis_name``."""
+    if axis_name is None:
+        return finite
+    return jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+
+
+def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
+    """Returns whether every gradient in a tree is finite.
+
+    Args:
+      tree: a pytree. Only floating and complex leaves are looked at, and nothing under a
+        key ``_overwrite_with_gradient``. A tree without any such leaf is finite.
+      axis_name: a mesh or ``pmap`` axis name, or a tuple of them, inside ``shard_map``
+        and ``pmap``: all devices along it get one verdict. Under plain ``jit`` leave it
+        out, the answer covers all shards as it is.
+
+    Returns:
+      A ``bool[]``: ``False`` if any element of any leaf is inf or NaN. Each leaf is
+      tested element by element. A sum or a norm would overflow on finite gradients.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> jaxscale.all_finite({"w": jnp.array([1.0, jnp.inf]), "b": None})
+      Array(False, dtype=bool)
+      >>> jaxscale.all_finite({"w": jnp.array([3e38, 3e38]), "b": None})
+      Array(True, dtype=bool)
+    """
+    finite = jnp.array(True)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if _is_gradient(path, leaf):
+            finite = finite & jnp.all(jnp.isfinite(leaf))
+    return agree(finite, axis_name)
+
+
+def tree_where(pred: Any, on_true: Any, on_false: Any) -> Any:
+    """Returns ``on_true`` if ``pred`` holds, else ``on_false``, leaf by leaf.
+
+    This is how a step is skipped: by selection, as ``0 * inf`` would be NaN.
+
+    Args:
+      pred: a ``bool[]``.
+      on_true: a pytree. Besides arrays of any dtype it may hold typed PRNG keys,
+        ``None``, ``float0`` arrays, and leaves that are no arrays, if they are equal in
+        both trees.
+      on_false: a pytree of the same structure, with leaves of the same shapes and dtypes.
+
+    Returns:
+      A pytree of that structure. Shapes and dtypes are those of both trees; a Python
+      scalar takes the dtype of the array it meets.
+
+    Raises:
+      TypeError: if ``pred`` is not a scalar bool, if the dtypes of two leaves differ, or
+        if two leaves that are no arrays do.
+      ValueError: if the structures, or the shapes of two leaves, differ.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> new, old = {"w": jnp.array(jnp.nan), "b": None}, {"w": jnp.array(1.0), "b": None}
+      >>> jaxscale.tree_where(jaxscale.all_finite(new), new, old)
+      {'b': None, 'w': Array(1., dtype=float32)}
+    """
+    pred = scalar_bool("tree_where", "pred", pred)
+    check_same_structure("`tree_where(on_true, on_false)`", on_true, on_false)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, a, b: _where(pred, path, a, b), on_true, on_false
+    )
+
+
+def _where(pred: jax.Array, path: tuple[Any, ...], a: Any, b: Any) -> Any:
+    at = f"the leaves at {jax.tree_util.keystr(path) or 'the root'}"
+    if not (_is_array(a) and _is_array(b)):
+        if a is b or (type(a) is type(b) and a == b):
+            return a
+        raise TypeError(
+            "`tree_where` cannot select between two different leaves that are no arrays: "
+            f"{at} are {a!r} and {b!r}."
+        )
+    if jnp.shape(a) != jnp.shape(b):
+        raise ValueError(
+            f"`tree_where` needs leaves of equal shapes: {at} have {jnp.shape(a)} and "
+            f"{jnp.shape(b)}."
+        )
+    dtypes = {jnp.result_type(a), jnp.result_type(b)}
+    if len(dtypes) > 1 and not (jax.typeof(a).weak_type or jax.typeof(b).weak_type):
+        raise TypeError(
+            f"`tree_where` needs leaves of equal dtypes: {at} have {jnp.result_type(a)} and "
+            f"{jnp.result_type(b)}. Cast one of them: a state that changes its dtype from "
+            "step to step compiles anew."
+        )
+    dtype = dtypes.pop() if len(dtypes) == 1 else jnp.result_type(a, b)
+    if dtype == jax.dtypes.float0:  # holds no values, and XLA knows no such type
+        return a
+    return jax.lax.select(pred, cast(a, dtype), cast(b, dtype))
+
+
+def check_same_structure(what: str, first: Any, second: Any) -> None:
+    """Raises a ``ValueError`` that says where two trees differ, if they do."""
+    if jax.tree.structure(first) == jax.tree.structure(second):
+        return
+    first_paths, second_paths = (
+        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (first, second)
+    )
+    only_first = [path for path in first_paths if path not in second_paths]
+    only_second = [path for path in second_paths if path not in first_paths]
+    raise ValueError(
+        f"{what} must be two trees of one structure. Leaves only in the first: "
+        f"{', '.join(only_first) or 'none'}; only in the second: "
+        f"{', '.join(only_second) or 'none'}. The structures are "
+        f"{jax.tree.structure(first)} and {jax.tree.structure(second)}."
+    )

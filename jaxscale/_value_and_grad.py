@@ -1,0 +1,180 @@
+"""Gradients that are scaled on their way back, and unscaled where they come out."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._state import UnitLossScaleState, divide, find_scaling
+from ._tree import map_gradients, widen
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """Returns a function that evaluates a loss and its gradients, scaling on the way.
+
+    What flows backward is scaled, not the loss: the cotangent starts at the loss scale
+    instead of 1. So the loss comes back exact and cannot overflow, and the gradients are
+    divided by the very number that scaled them. Call this inside the training step, with
+    the state of that step.
+
+    Args:
+      fun: a function that returns a floating scalar, in float32 preferably; with
+        ``has_aux`` a pair of it and anything.
+      scaling: a :class:`jaxscale.LossScaleState`, or a tree that holds exactly one, such
+        as the state of a :func:`jaxscale.loss_scaled` optimizer or a ``TrainState``.
+      transform: what differentiates: ``jax.value_and_grad``,
+        ``equinox.filter_value_and_grad``, ``flax.nnx.value_and_grad`` or the like.
+      has_aux: whether ``fun`` returns a pair.
+      **kwargs: passed to ``transform``: ``argnums``, ``allow_int`` and so on.
+
+    Returns:
+      A function with the arguments of ``fun``. It returns what ``transform`` would:
+      ``(loss, grads)``, or ``((loss, aux), grads)``. The gradients are unscaled, float32
+      where they would be float16 or bfloat16, and may hold inf or NaN, for the optimizer
+      to skip. A float16 loss cannot carry a scale above 2**15, the largest power of two
+      of its dtype: then the cotangent is capped there, and unscaled by that.
+
+    Raises:
+      ValueError: if ``scaling`` holds no loss scale, or several.
+      TypeError: when called, if the loss is not a floating scalar.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxscale
+      >>> scaling = jaxscale.DynamicLossScale().init()
+      >>> loss_fn = lambda w: ((w * 2.0**-13) ** 2).astype(jnp.float32)
+      >>> w = jnp.ones((), jnp.float16)
+      >>> jax.value_and_grad(loss_fn)(w)  # the true gradient is 2**-25
+      (Array(0., dtype=float32), Array(0., dtype=float16))
+      >>> jaxscale.value_and_grad(loss_fn, scaling)(w)
+      (Array(0., dtype=float32), Array(2.9802322e-08, dtype=float32))
+    """
+    seeded, unseed = _seed("value_and_grad", fun, scaling, has_aux)
+    differentiated = transform(seeded, has_aux=True, **kwargs)
+
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        (loss, (aux, seed)), grads = differentiated(*args, **kwargs)
+        return ((loss, aux) if has_aux else loss), unseed(grads, seed)
+
+    return value_and_grad_fun
+
+
+def grad(
+    fun: Callable[..., Any],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.grad,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """Returns a function that evaluates the gradients of a loss, scaling on the way.
+
+    Args:
+      fun: as in :func:`value_and_grad`.
+      scaling: as there.
+      transform: what differentiates: ``jax.grad``, ``equinox.filter_grad``,
+        ``flax.nnx.grad`` or the like.
+      has_aux: whether ``fun`` returns a pair.
+      **kwargs: passed to ``transform``.
+
+    Returns:
+      A function with the arguments of ``fun``, which returns the gradients, unscaled and
+      in float32 or wider, or ``(grads, aux)``.
+
+    Raises:
+      ValueError: if ``scaling`` holds no loss scale, or several.
+      TypeError: when called, if the loss is not a floating scalar.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> scaling = jaxscale.FixedLossScale(2.0**10).init()
+      >>> jaxscale.grad(lambda w: jnp.sum(w**2), scaling)(jnp.array(3.0))
+      Array(6., dtype=float32)
+    """
+    seeded, unseed = _seed("grad", fun, scaling, has_aux)
+    differentiated = transform(seeded, has_aux=True, **kwargs)
+
+    @functools.wraps(fun)
+    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+        grads, (aux, seed) = differentiated(*args, **kwargs)
+        grads = unseed(grads, seed)
+        return (grads, aux) if has_aux else grads
+
+    return grad_fun
+
+
+def _seed(
+    call: str, fun: Callable[..., Any], scaling: Any, has_aux: bool
+) -> tuple[Callable[..., Any], Callable[[Any, Any], Any]]:
+    """Returns ``fun`` with a scaled cotangent, and what undoes it to the gradients."""
+    state = find_scaling(call, scaling)
+    is_unit = isinstance(state, UnitLossScaleState)
+
+    @functools.wraps(fun)
+    def seeded(*args: Any, **kwargs: Any) -> Any:
+        loss, aux = _split(call, fun(*args, **kwargs), has_aux)
+        if is_unit:
+            return loss, (aux, None)
+        # Only here is the dtype of the loss known, and with it what number a cotangent of
+        # that dtype can be. It leaves as an auxiliary output, so that the gradients are
+        # divided by just that number, whatever `transform` does in between.
+        seed = _representable(jax.lax.stop_gradient(state.loss_scale), loss.dtype)
+        return _with_cotangent(loss, seed), (aux, seed)
+
+    def unseed(grads: Any, seed: Any) -> Any:
+        return map_gradients(widen, grads) if is_unit else divide(grads, seed)
+
+    return seeded, unseed
+
+
+def _split(call: str, output: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+    aux = None
+    if has_aux:
+        if not (isinstance(output, tuple) and len(output) == 2):
+            raise TypeError(
+                f"`{call}(fun, has_aux=True)`: `fun` must return a pair (loss, aux), got "
+                f"{type(output).__name__}."
+            )
+        output, aux = output
+    shape, dtype = getattr(output, "shape", ()), getattr(output, "dtype", type(output))
+    if shape != () or not (dtype is float or jnp.issubdtype(dtype, jnp.floating)):
+        hint = " With an auxiliary output, pass has_aux=True." * isinstance(output, tuple)
+        raise TypeError(
+            f"`{call}(fun)`: `fun` must return a floating scalar, got "
+            f"{getattr(dtype, '__name__', dtype)}{list(shape)}. Reduce the loss to one "
+            f"number, for example with `.mean()`.{hint}"
+        )
+    return jnp.asarray(output), aux
+
+
+def _representable(loss_scale: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the loss scale as a positive, normal and finite number of a dtype."""
+    info = jnp.finfo(dtype)
+    # The largest power of two, and not the largest number, so that scaling stays exact.
+    largest = 2.0 ** (info.maxexp - 1)
+    return jnp.clip(loss_scale, float(info.smallest_normal), largest).astype(dtype)
+
+
+@jax.custom_jvp
+def _with_cotangent(loss: jax.Array, seed: jax.Array) -> jax.Array:
+    """Returns ``loss``, whose derivative is ``seed`` instead of 1."""
+    del seed
+    return loss
+
+
+@_with_cotangent.defjvp
+def _with_cotangent_jvp(primals: Any, tangents: Any) -> Any:
+    # A JVP rule, as JAX derives the reverse from it: both modes, and their nestings, work.
+    (loss, seed), (tangent, _) = primals, tangents
+    return _with_cotangent(loss, seed), tangent * seed
