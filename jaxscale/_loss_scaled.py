@@ -13,6 +13,7 @@ from ._state import LossScaleState
 from ._tree import (
     agree,
     all_finite,
+    cast,
     cast_like,
     check_same_structure,
     map_gradients,
@@ -133,7 +134,7 @@ def loss_scaled(
         value: Any,
         extra_args: dict[str, Any],
         finish: Callable[[optax.Updates], Any],
-        skipped: Callable[[Any], Any],
+        skipped: Callable[[Any, optax.Updates], Any],
     ) -> tuple[Any, LossScaledState]:
         """Returns ``finish`` of the inner updates, or ``skipped``, and the next state."""
         grads = map_gradients(widen, grads)
@@ -150,7 +151,7 @@ def loss_scaled(
                 grads, state.inner_state, map_gradients(widen, params), **extra_args
             )
             check_same_structure(
-                "The states of `inner` after and before its `update`",
+                "`loss_scaled`, whose `inner.update` must keep the structure of its state,",
                 inner_state,
                 state.inner_state,
             )
@@ -160,7 +161,7 @@ def loss_scaled(
             should_apply,
             inner_step,
             grads,
-            lambda avals: (skipped(avals[0]), state.inner_state),
+            lambda avals: (skipped(avals[0], grads), state.inner_state),
         )
         scaling = policy.adjust(state.scaling, grads_finite)
         return outcome, LossScaledState(
@@ -201,7 +202,7 @@ def loss_scaled(
             wide = optax.apply_updates(map_gradients(widen, params), updates)
             return cast_like(wide, params)
 
-        return advance(grads, state, params, value, extra_args, finish, lambda _: params)
+        return advance(grads, state, params, value, extra_args, finish, lambda *_: params)
 
     return _LossScaledTransformation(init_fn, update_fn, apply_fn)
 
@@ -293,6 +294,12 @@ def _count(event: jax.Array, counter: jax.Array) -> jax.Array:
     return jnp.where(event, optax.safe_increment(counter), counter)
 
 
-def _no_updates(avals: optax.Updates) -> optax.Updates:
-    # Minus zero: adding it keeps the bits of every number, whereas -0.0 + 0.0 is 0.0.
-    return jax.tree.map(lambda aval: jnp.full(aval.shape, -0.0, aval.dtype), avals)
+def _no_updates(avals: optax.Updates, grads: optax.Updates) -> optax.Updates:
+    def no_update(aval: Any, grad: Any) -> jax.Array:
+        # Minus zero: adding it keeps the bits of every number, whereas -0.0 + 0.0 is 0.0.
+        # The selection folds to that constant, with the type that an update has on a mesh:
+        # that of its gradient. A bare constant varies along no axis of a `shard_map`.
+        like = cast(grad, aval.dtype)
+        return jax.lax.select(jnp.zeros((), jnp.bool_), like, jax.lax.full_like(like, -0.0))
+
+    return jax.tree.map(no_update, avals, grads)

@@ -109,7 +109,8 @@ def check(tree: Any, *, max_consecutive: int = 50) -> None:
     raise LossScaleStuckError(
         "{notfinite_count} steps in a row were skipped ({total_notfinite} of {total_steps} "
         "in all, {total_notfinite_loss} of them with a non-finite loss); the loss scale is "
-        "{loss_scale}. ".format_map(counters) + _likely_cause(counters)
+        "{loss_scale}. ".format_map(counters)
+        + _likely_cause(counters)
     )
 
 

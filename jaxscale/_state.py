@@ -118,7 +118,9 @@ def _by_parts(
     leaf = widen(leaf)
     if jnp.iscomplexobj(leaf):
         # Real and imaginary part one by one: a complex product would make inf into NaN.
-        return jax.lax.complex(_by_parts(op, leaf.real, number), _by_parts(op, leaf.imag, number))
+        return jax.lax.complex(
+            _by_parts(op, leaf.real, number), _by_parts(op, leaf.imag, number)
+        )
     return op(leaf, number.astype(leaf.dtype))
 
 

@@ -128,53 +128,51 @@ def tree_where(pred: Any, on_true: Any, on_false: Any) -> Any:
       >>> jaxscale.tree_where(jaxscale.all_finite(new), new, old)
       {'b': None, 'w': Array(1., dtype=float32)}
     """
-    pred = scalar_bool("tree_where", "pred", pred)
-    check_same_structure("`tree_where(on_true, on_false)`", on_true, on_false)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, a, b: _where(pred, path, a, b), on_true, on_false
-    )
+    return select("tree_where", pred, on_true, on_false)
 
 
-def _where(pred: jax.Array, path: tuple[Any, ...], a: Any, b: Any) -> Any:
-    at = f"the leaves at {jax.tree_util.keystr(path) or 'the root'}"
-    if not (_is_array(a) and _is_array(b)):
-        if a is b or (type(a) is type(b) and a == b):
+def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
+    """Returns what :func:`tree_where` does, with errors in the name of ``call``."""
+    pred = scalar_bool(call, "pred", pred)
+    check_same_structure(f"`{call}`", on_true, on_false)
+
+    def select_leaf(path: tuple[Any, ...], a: Any, b: Any) -> Any:
+        if not (_is_array(a) and _is_array(b)):
+            if a is b or (type(a) is type(b) and a == b):
+                return a
+            raise TypeError(_unequal(call, path, "values, as they are no arrays", a, b))
+        if jnp.shape(a) != jnp.shape(b):
+            raise ValueError(_unequal(call, path, "shapes", jnp.shape(a), jnp.shape(b)))
+        dtypes = jnp.result_type(a), jnp.result_type(b)
+        if dtypes[0] == jax.dtypes.float0:  # holds no values, and XLA knows no such type
             return a
-        raise TypeError(
-            "`tree_where` cannot select between two different leaves that are no arrays: "
-            f"{at} are {a!r} and {b!r}."
-        )
-    if jnp.shape(a) != jnp.shape(b):
-        raise ValueError(
-            f"`tree_where` needs leaves of equal shapes: {at} have {jnp.shape(a)} and "
-            f"{jnp.shape(b)}."
-        )
-    dtypes = {jnp.result_type(a), jnp.result_type(b)}
-    if len(dtypes) > 1 and not (jax.typeof(a).weak_type or jax.typeof(b).weak_type):
-        raise TypeError(
-            f"`tree_where` needs leaves of equal dtypes: {at} have {jnp.result_type(a)} and "
-            f"{jnp.result_type(b)}. Cast one of them: a state that changes its dtype from "
-            "step to step compiles anew."
-        )
-    dtype = dtypes.pop() if len(dtypes) == 1 else jnp.result_type(a, b)
-    if dtype == jax.dtypes.float0:  # holds no values, and XLA knows no such type
-        return a
-    return jax.lax.select(pred, cast(a, dtype), cast(b, dtype))
+        if dtypes[0] == dtypes[1]:
+            return jax.lax.select(pred, cast(a, dtypes[0]), cast(b, dtypes[0]))
+        if not (jax.typeof(a).weak_type or jax.typeof(b).weak_type):
+            raise TypeError(_unequal(call, path, "dtypes, or it compiles anew", *dtypes))
+        dtype = jnp.result_type(a, b)
+        return jax.lax.select(pred, cast(a, dtype), cast(b, dtype))
+
+    return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
 
 
-def check_same_structure(what: str, first: Any, second: Any) -> None:
+def _unequal(call: str, path: tuple[Any, ...], what: str, a: Any, b: Any) -> str:
+    where = jax.tree_util.keystr(path) or "the root"
+    return f"`{call}` needs leaves of equal {what}: those at {where} have {a} and {b}."
+
+
+def check_same_structure(call: str, first: Any, second: Any) -> None:
     """Raises a ``ValueError`` that says where two trees differ, if they do."""
-    if jax.tree.structure(first) == jax.tree.structure(second):
+    structures = jax.tree.structure(first), jax.tree.structure(second)
+    if structures[0] == structures[1]:
         return
-    first_paths, second_paths = (
+    paths = [
         [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for tree in (first, second)
-    )
-    only_first = [path for path in first_paths if path not in second_paths]
-    only_second = [path for path in second_paths if path not in first_paths]
+    ]
+    only_first = ", ".join(path for path in paths[0] if path not in paths[1]) or "none"
+    only_second = ", ".join(path for path in paths[1] if path not in paths[0]) or "none"
     raise ValueError(
-        f"{what} must be two trees of one structure. Leaves only in the first: "
-        f"{', '.join(only_first) or 'none'}; only in the second: "
-        f"{', '.join(only_second) or 'none'}. The structures are "
-        f"{jax.tree.structure(first)} and {jax.tree.structure(second)}."
+        f"{call} needs two trees of one structure. Leaves only in the first: {only_first}; "
+        f"only in the second: {only_second}. They are {structures[0]} and {structures[1]}."
     )

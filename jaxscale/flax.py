@@ -1,0 +1,151 @@
+"""A Flax ``TrainState`` that keeps everything on a skipped step. Needs ``flax``."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Self
+
+import jax.numpy as jnp
+from flax.training import train_state
+
+from ._loss_scaled import LossScaledState, apply_gradients
+from ._state import find
+from ._tree import OVERWRITE_WITH_GRADIENT, select
+
+
+class TrainState(train_state.TrainState):
+    """A Flax ``TrainState`` on which a non-finite step leaves no trace but in the scale.
+
+    The same as ``flax.training.train_state.TrainState``, except that
+
+    - ``tx`` is a :func:`jaxscale.loss_scaled` optimizer, and its verdict holds for all
+      fields: on a skipped step batch statistics, moving averages and every other field
+      given to :meth:`apply_gradients` keep their old values;
+    - ``step`` counts the steps that were applied, as optax's schedules and moments do.
+      The steps that were tried are ``jaxscale.metrics(state)["total_steps"]``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale, jaxscale.flax
+      >>> state = jaxscale.flax.TrainState.create(
+      ...     apply_fn=None,
+      ...     params={"w": jnp.array(1.0)},
+      ...     tx=jaxscale.loss_scaled(optax.sgd(0.5)),
+      ... )
+      >>> for grad in [1.0, jnp.inf]:
+      ...     state = state.apply_gradients(grads={"w": jnp.array(grad)})
+      ...     print(state.params["w"], state.step)
+      0.5 1
+      0.5 1
+    """
+
+    @classmethod
+    def create(
+        cls, *, apply_fn: Callable[..., Any] | None, params: Any, tx: Any, **kwargs: Any
+    ) -> Self:
+        """Returns a state before the first step.
+
+        Args:
+          apply_fn: the model's function, kept for convenience.
+          params: a pytree of parameters. Under a key ``_overwrite_with_gradient`` beside
+            ``params`` there may be values that their gradients replace.
+          tx: a :func:`jaxscale.loss_scaled` or :func:`jaxscale.skip_nonfinite` optimizer.
+          **kwargs: the further fields of a subclass.
+
+        Returns:
+          A state with ``step`` 0, an ``i32[]``.
+
+        Raises:
+          ValueError: if the state of ``tx`` holds no ``LossScaledState``, or several.
+        """
+        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        _find_verdict("TrainState.create(tx=...)", state.opt_state)
+        # Flax starts from a Python 0, weakly typed: a second compilation.
+        return state.replace(step=jnp.zeros((), jnp.int32))
+
+    def apply_gradients(
+        self,
+        *,
+        grads: Any,
+        value: Any = None,
+        always_replace: Collection[str] = (),
+        extra_args: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Returns the state after one step, or, but for scale and counters, the same one.
+
+        Args:
+          grads: unscaled gradients with the structure of ``params``.
+          value: the loss; if it is not finite the step is skipped and the scale stays.
+          always_replace: names of fields among ``kwargs`` to replace on a skipped step
+            too, such as a PRNG key.
+          extra_args: further arguments for ``tx.update``.
+          **kwargs: fields to replace: ``batch_stats=...`` and so on. Each new value has
+            the structure, shapes and dtypes of the old one.
+
+        Returns:
+          The new state, with the avals of this one.
+
+        Raises:
+          ValueError: if a field is unknown, or changes its structure or shapes.
+          TypeError: if it changes its dtypes.
+
+        Example:
+          >>> import jax.numpy as jnp, optax
+          >>> import jaxscale, jaxscale.flax
+          >>> class State(jaxscale.flax.TrainState):
+          ...     batch_stats: dict
+          >>> state = State.create(
+          ...     apply_fn=None,
+          ...     params={"w": jnp.array(1.0)},
+          ...     tx=jaxscale.loss_scaled(optax.sgd(0.5)),
+          ...     batch_stats={"mean": jnp.array(0.0)},
+          ... )
+          >>> state = state.apply_gradients(
+          ...     grads={"w": jnp.array(jnp.inf)}, batch_stats={"mean": jnp.array(7.0)}
+          ... )
+          >>> print(state.batch_stats["mean"])
+          0.0
+        """
+        call = "TrainState.apply_gradients"
+        self._check_names(call, kwargs, always_replace)
+        overwrites = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
+        params, opt_state = apply_gradients(
+            self.tx,
+            grads["params"] if overwrites else grads,
+            self.opt_state,
+            self.params["params"] if overwrites else self.params,
+            value=value,
+            **(extra_args or {}),
+        )
+        verdict = _find_verdict(call, opt_state).grads_finite
+
+        def keep(name: str, new: Any, old: Any) -> Any:
+            return select(f"{call}({name}=...)", verdict, new, old)
+
+        if overwrites:
+            new, old = (tree[OVERWRITE_WITH_GRADIENT] for tree in (grads, self.params))
+            new = keep(f"grads[{OVERWRITE_WITH_GRADIENT!r}]", new, old)
+            params = type(self.params)({"params": params, OVERWRITE_WITH_GRADIENT: new})
+        for name in kwargs.keys() - always_replace:
+            kwargs[name] = keep(name, kwargs[name], getattr(self, name))
+        step = keep("step", self.step + 1, self.step)
+        return self.replace(step=step, params=params, opt_state=opt_state, **kwargs)
+
+    def _check_names(
+        self, call: str, kwargs: Mapping[str, Any], always_replace: Collection[str]
+    ) -> None:
+        fields = set(self.__dataclass_fields__) - {"step", "params", "tx", "opt_state"}
+        for given, names in (("**kwargs", set(kwargs)), ("always_replace=...", always_replace)):
+            known = fields if given == "**kwargs" else set(kwargs)
+            unknown = sorted(set(names) - known)
+            if unknown:
+                raise ValueError(
+                    f"`{call}({given})` got {', '.join(unknown)}, but what can be replaced "
+                    f"is {', '.join(sorted(known)) or 'nothing'}. Arguments for the optimizer "
+                    "go into `extra_args`."
+                )
+
+
+def _find_verdict(call: str, opt_state: Any) -> LossScaledState:
+    return find(
+        call, opt_state, lambda node: isinstance(node, LossScaledState), "`LossScaledState`"
+    )
