@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._tree import tree_where
+from ._tree import map_gradients, tree_where
 
 
 def step_if(
@@ -31,7 +31,7 @@ def step_if(
     def select(step: Callable[[Any], Any]) -> Any:
         # `step` runs in any case, as a selection evaluates both sides. Zeros go in where
         # it will not count, so that no inf or NaN reaches its arithmetic.
-        finite = tree_where(pred, operand, jax.tree.map(jnp.zeros_like, operand))
+        finite = tree_where(pred, operand, map_gradients(jnp.zeros_like, operand))
         taken = step(finite)
         return tree_where(pred, taken, skipped(taken))
 

@@ -73,7 +73,7 @@ def scale(state: Any, tree: Any) -> Any:
     state = find_scaling("scale", state)
     if isinstance(state, UnitLossScaleState):
         return map_gradients(widen, tree)
-    return map_gradients(lambda leaf: _by_parts(jnp.multiply, leaf, state.loss_scale), tree)
+    return _apply(jnp.multiply, tree, state.loss_scale)
 
 
 def unscale(state: Any, tree: Any) -> Any:
@@ -108,20 +108,29 @@ def unscale(state: Any, tree: Any) -> Any:
 
 
 def divide(tree: Any, divisor: jax.Array) -> Any:
-    """Returns a tree with its gradients divided by a scalar, in float32 or wider."""
-    return map_gradients(lambda leaf: _by_parts(jnp.divide, leaf, divisor), tree)
+    """Returns a tree with its gradients divided by a scale, in float32 or wider."""
+    return _apply(jnp.divide, tree, divisor)
 
 
-def _by_parts(
-    op: Callable[[jax.Array, jax.Array], jax.Array], leaf: Any, number: jax.Array
-) -> jax.Array:
-    leaf = widen(leaf)
-    if jnp.iscomplexobj(leaf):
-        # Real and imaginary part one by one: a complex product would make inf into NaN.
-        return jax.lax.complex(
-            _by_parts(op, leaf.real, number), _by_parts(op, leaf.imag, number)
-        )
-    return op(leaf, number.astype(leaf.dtype))
+def _apply(op: Callable[[Any, Any], jax.Array], tree: Any, number: jax.Array) -> Any:
+    def apply_to_leaf(leaf: Any) -> jax.Array:
+        leaf = widen(leaf)
+        if jnp.iscomplexobj(leaf):
+            # By parts, as a complex product makes inf * 0 of the parts, which is NaN.
+            return jax.lax.complex(apply_to_leaf(leaf.real), apply_to_leaf(leaf.imag))
+        return op(leaf, representable(number, leaf.dtype))
+
+    return map_gradients(apply_to_leaf, tree)
+
+
+def representable(loss_scale: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a loss scale as a number of a dtype by which one can multiply and divide."""
+    info = jnp.finfo(dtype)
+    # At most the largest power of two, and not the largest number: scaling stays exact. And
+    # at most 2**126: XLA divides by multiplying with the reciprocal, and that of 2**127 is
+    # subnormal, which flushes to zero, and with it would all gradients, finite as they are.
+    largest = 2.0 ** min(info.maxexp - 1, 126)
+    return jnp.clip(loss_scale, float(info.smallest_normal), largest).astype(dtype)
 
 
 def _is_scaling(node: Any) -> bool:

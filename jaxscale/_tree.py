@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ._checks import scalar_bool
 
@@ -20,7 +19,7 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+    return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
 
 
 def _is_inexact(leaf: Any) -> bool:

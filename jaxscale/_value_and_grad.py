@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._state import UnitLossScaleState, divide, find_scaling
+from ._state import UnitLossScaleState, divide, find_scaling, representable
 from ._tree import map_gradients, widen
 
 
@@ -129,7 +129,7 @@ def _seed(
         # Only here is the dtype of the loss known, and with it what number a cotangent of
         # that dtype can be. It leaves as an auxiliary output, so that the gradients are
         # divided by just that number, whatever `transform` does in between.
-        seed = _representable(jax.lax.stop_gradient(state.loss_scale), loss.dtype)
+        seed = representable(jax.lax.stop_gradient(state.loss_scale), loss.dtype)
         return _with_cotangent(loss, seed), (aux, seed)
 
     def unseed(grads: Any, seed: Any) -> Any:
@@ -156,14 +156,6 @@ def _split(call: str, output: Any, has_aux: bool) -> tuple[jax.Array, Any]:
             f"number, for example with `.mean()`.{hint}"
         )
     return jnp.asarray(output), aux
-
-
-def _representable(loss_scale: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the loss scale as a positive, normal and finite number of a dtype."""
-    info = jnp.finfo(dtype)
-    # The largest power of two, and not the largest number, so that scaling stays exact.
-    largest = 2.0 ** (info.maxexp - 1)
-    return jnp.clip(loss_scale, float(info.smallest_normal), largest).astype(dtype)
 
 
 @jax.custom_jvp

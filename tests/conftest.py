@@ -1,0 +1,39 @@
+"""The environment of all tests: eight CPU devices, true float16, strict promotion."""
+
+import os
+
+# Before JAX is imported. Without the second flag XLA on CPU keeps float32 between two
+# float16 operations, and nothing would underflow.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_allow_excess_precision=false",
+    ]
+)
+
+import hypothesis
+import jax
+import pytest
+
+hypothesis.settings.register_profile(
+    "jaxscale", deadline=None, max_examples=60, derandomize=True
+)
+hypothesis.settings.load_profile("jaxscale")
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "standard_promotion: dtypes promote as users have it; optax's Adam needs it"
+    )
+
+
+@pytest.fixture(autouse=True)
+def promotion(request):
+    """Strict promotion of dtypes and ranks, so that no cast in the package is implicit."""
+    standard = request.node.get_closest_marker("standard_promotion")
+    with (
+        jax.numpy_dtype_promotion("standard" if standard else "strict"),
+        jax.numpy_rank_promotion("allow" if standard else "raise"),
+    ):
+        yield

@@ -1,0 +1,146 @@
+"""What the laws range over: policies, inner optimizers, gradients, and ways to run."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxscale
+
+POLICIES = {
+    "noop": jaxscale.NoOpLossScale(),
+    "fixed": jaxscale.FixedLossScale(8),
+    "dynamic": jaxscale.DynamicLossScale(growth_interval=2, max_scale=2.0**17),
+    "hysteresis": jaxscale.DynamicLossScale(growth_interval=3, hysteresis=2, min_scale=2.0**14),
+}
+
+INNERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(0.1),
+    "adamw_clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+    "lion_clipped": optax.chain(optax.clip(1.0), optax.lion(0.01)),
+    "schedule": optax.sgd(optax.linear_schedule(0.1, 0.0, 5)),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "masked": optax.chain(
+        optax.masked(optax.adam(0.1), {"w": True, "half": False, "b": True}),
+        optax.masked(optax.set_to_zero(), {"w": False, "half": True, "b": False}),
+    ),
+    "multi_transform": optax.multi_transform(
+        {"a": optax.adam(0.1), "s": optax.sgd(0.1)}, {"w": "a", "half": "s", "b": "s"}
+    ),
+    "multi_steps": optax.MultiSteps(optax.adam(0.1), every_k_schedule=2),
+    "noisy": optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+}
+
+BAD = {"inf": jnp.inf, "-inf": -jnp.inf, "nan": jnp.nan}
+
+PARAMS = {
+    "w": jnp.array([1.0, -2.0, 0.5], jnp.float32),
+    "half": jnp.array([0.25, -1.5], jnp.bfloat16),
+    "b": jnp.array(0.5, jnp.float32),
+}
+
+policies = pytest.mark.parametrize("policy", POLICIES)
+inners = pytest.mark.parametrize("inner", INNERS)
+bads = pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
+modes = pytest.mark.parametrize("mode", ["eager", "jit", "scan"])
+
+
+def gradients(seed, number):
+    """Gradients of ordinary size, a bfloat16 leaf among them."""
+    keys = jax.random.split(jax.random.key(seed), number)
+    shapes = jax.tree.map(lambda p: (p.shape, p.dtype), PARAMS)
+    return [
+        {
+            name: jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
+            for i, (name, (shape, dtype)) in enumerate(shapes.items())
+        }
+        for key in keys
+    ]
+
+
+def spoiled(grads, bad):
+    """The same gradients with one bad element."""
+    return grads | {"w": grads["w"].at[1].set(bad)}
+
+
+def wide(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+@functools.cache
+def optimizer(policy, inner):
+    return jaxscale.loss_scaled(INNERS[inner], POLICIES[policy])
+
+
+def step(tx, params, opt_state, grads):
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+@functools.cache
+def jitted_step(tx):
+    return jax.jit(functools.partial(step, tx))
+
+
+@functools.cache
+def _scanned(tx):
+    def run(params, opt_state, stacked):
+        def body(carry, grads):
+            return step(tx, *carry, grads), None
+
+        return jax.lax.scan(body, (params, opt_state), stacked)[0]
+
+    return jax.jit(run)
+
+
+def run(tx, grads, mode, params=PARAMS):
+    """Parameters and optimizer state after a list of gradients."""
+    opt_state = tx.init(params)
+    if mode == "scan":
+        return _scanned(tx)(params, opt_state, jax.tree.map(lambda *xs: jnp.stack(xs), *grads))
+    one_step = jitted_step(tx) if mode == "jit" else functools.partial(step, tx)
+    for g in grads:
+        params, opt_state = one_step(params, opt_state, g)
+    return params, opt_state
+
+
+def _numbers(leaf):
+    is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def assert_same_bits(actual, expected):
+    """Two trees have one structure, and their leaves the same dtypes and bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        a, b = _numbers(a), _numbers(b)
+        where = jax.tree_util.keystr(path)
+        assert a.dtype == b.dtype, where
+        assert a.shape == b.shape, where
+        assert a.tobytes() == b.tobytes(), f"{where}: {a} != {b}"
+
+
+def assert_close(actual, expected):
+    """Equal to rounding: two compiled programs may contract products and sums differently."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            _numbers(a).astype(np.float64), _numbers(b).astype(np.float64), rtol=2e-5, atol=1e-7
+        ),
+        actual,
+        expected,
+    )
+
+
+def avals(tree):
+    return jax.tree.map(lambda x: str(jax.typeof(x)) + "weak" * jax.typeof(x).weak_type, tree)
+
+
+def counters(state):
+    return {name: value.item() for name, value in jaxscale.metrics(state).items()}
