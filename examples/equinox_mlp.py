@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 
 import jaxscale
 
-BATCH_SIZE = 128
+BATCH_SIZE, NUM_TEST = 128, 360
 
 tx = jaxscale.loss_scaled(optax.adam(1e-3))
 
@@ -47,26 +47,24 @@ def train_step(model, opt_state, images, labels):
 
 
 def main(num_steps: int = 300) -> float:
-    """Trains for a number of steps and returns the accuracy on images held out."""
-    digits = load_digits()
+    """Trains for a number of steps and returns the accuracy on the images left out."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    num_train = len(images) - NUM_TEST
     rng = np.random.default_rng(0)
-    order = rng.permutation(len(digits.target))
-    train, test = order[:-360], order[-360:]
-    images, labels = (digits.data / 16).astype(np.float32), digits.target
 
     model = eqx.nn.MLP(64, 10, width_size=128, depth=2, key=jax.random.key(0))
     opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
     for step in range(1, num_steps + 1):
-        chosen = rng.choice(train, BATCH_SIZE, replace=False)
+        chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
         model, opt_state, loss = train_step(model, opt_state, images[chosen], labels[chosen])
         if step % 50 == 0:
-            metrics = jaxscale.metrics(opt_state)
-            print(
-                f"step {step:4d}  loss {loss:.4f}  loss scale {metrics['loss_scale']:.0f}  "
-                f"skipped {metrics['total_notfinite']}"
-            )
+            line = "step {}: loss {:.4f}, scale {loss_scale:.0f}, skipped {total_notfinite}"
+            print(line.format(step, loss, **jaxscale.metrics(opt_state)))
 
-    accuracy = float(np.mean(predict(model, images[test]).argmax(-1) == labels[test]))
+    accuracy = float(
+        np.mean(predict(model, images[num_train:]).argmax(-1) == labels[num_train:])
+    )
     print(f"equinox_mlp: accuracy {accuracy:.3f} after {num_steps} steps")
     return accuracy
 

@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 import jaxscale
 import jaxscale.flax
 
-BATCH_SIZE = 64
+BATCH_SIZE, NUM_TEST = 64, 360
 
 
 class TrainState(jaxscale.flax.TrainState):
@@ -35,10 +35,8 @@ class ConvNet(nn.Module):
         activations = images
         for features in (16, 32):
             activations = nn.Conv(features, (3, 3), dtype=jnp.float16)(activations)
-            activations = nn.BatchNorm(
-                use_running_average=not train, momentum=0.9, dtype=jnp.float16
-            )(activations)
-            activations = nn.max_pool(nn.relu(activations), (2, 2), (2, 2))
+            norm = nn.BatchNorm(not train, momentum=0.9, dtype=jnp.float16)
+            activations = nn.max_pool(nn.relu(norm(activations)), (2, 2), (2, 2))
         activations = activations.reshape(len(activations), -1)
         return nn.Dense(10, dtype=jnp.float16)(activations).astype(jnp.float32)
 
@@ -48,48 +46,39 @@ def train_step(state, images, labels):
     """Returns the state after one step, and the loss."""
 
     def loss_fn(params):
-        logits, mutated = state.apply_fn(
-            {"params": params, "batch_stats": state.batch_stats},
-            images,
-            train=True,
-            mutable=["batch_stats"],
-        )
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        logits, mutated = state.apply_fn(variables, images, train=True, mutable="batch_stats")
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean(), mutated["batch_stats"]
 
-    (loss, batch_stats), grads = jaxscale.value_and_grad(loss_fn, state, has_aux=True)(
-        state.params
-    )
+    value_and_grad = jaxscale.value_and_grad(loss_fn, state, has_aux=True)
+    (loss, batch_stats), grads = value_and_grad(state.params)
     return state.apply_gradients(grads=grads, value=loss, batch_stats=batch_stats), loss
 
 
 def main(num_steps: int = 150) -> float:
-    """Trains for a number of steps and returns the accuracy on images held out."""
-    digits = load_digits()
+    """Trains for a number of steps and returns the accuracy on the images left out."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
+    num_train = len(images) - NUM_TEST
     rng = np.random.default_rng(0)
-    order = rng.permutation(len(digits.target))
-    train, test = order[:-360], order[-360:]
-    images = (digits.images[..., None] / 16).astype(np.float32)
-    labels = digits.target
 
     model = ConvNet()
     variables = model.init(jax.random.key(0), images[:1], train=False)
-    state = TrainState.create(
-        apply_fn=model.apply, tx=jaxscale.loss_scaled(optax.adam(3e-3)), **variables
-    )
+    # Grows early, so that even a run as short as this one meets overflows.
+    loss_scale = jaxscale.DynamicLossScale(growth_interval=10)
+    tx = jaxscale.loss_scaled(optax.adam(3e-3), loss_scale)
+    state = TrainState.create(apply_fn=model.apply, tx=tx, **variables)
     for step in range(1, num_steps + 1):
-        chosen = rng.choice(train, BATCH_SIZE, replace=False)
+        chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
         state, loss = train_step(state, images[chosen], labels[chosen])
         if step % 25 == 0:
-            metrics = jaxscale.metrics(state)
-            print(
-                f"step {step:4d}  loss {loss:.4f}  loss scale {metrics['loss_scale']:.0f}  "
-                f"skipped {metrics['total_notfinite']}"
-            )
+            line = "step {}: loss {:.4f}, scale {loss_scale:.0f}, skipped {total_notfinite}"
+            print(line.format(step, loss, **jaxscale.metrics(state)))
 
     variables = {"params": state.params, "batch_stats": state.batch_stats}
-    logits = state.apply_fn(variables, images[test], train=False)
-    accuracy = float(np.mean(logits.argmax(-1) == labels[test]))
+    logits = state.apply_fn(variables, images[num_train:], train=False)
+    accuracy = float(np.mean(logits.argmax(-1) == labels[num_train:]))
     print(f"flax_linen: accuracy {accuracy:.3f} after {num_steps} steps")
     return accuracy
 

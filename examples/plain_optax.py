@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 import jaxscale
 
 LAYER_SIZES = [64, 256, 128, 10]
-BATCH_SIZE = 128
+BATCH_SIZE, NUM_TEST = 128, 360
 
 tx = jaxscale.loss_scaled(optax.adamw(1e-3))  # 1
 
@@ -54,31 +54,27 @@ def train_step(params, opt_state, batch):
 
 
 def main(num_steps: int = 300) -> float:
-    """Trains for a number of steps and returns the accuracy on images held out."""
-    digits = load_digits()
+    """Trains for a number of steps and returns the accuracy on the images left out."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    num_train = len(images) - NUM_TEST
     rng = np.random.default_rng(0)
-    order = rng.permutation(len(digits.target))
-    train, test = order[:-360], order[-360:]
-    images, labels = (digits.data / 16).astype(np.float32), digits.target
 
     params = init_params(jax.random.key(0))
     opt_state = tx.init(params)
     for step in range(1, num_steps + 1):
-        chosen = rng.choice(train, BATCH_SIZE, replace=False)
+        chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
         params, opt_state, loss = train_step(
             params, opt_state, (images[chosen], labels[chosen])
         )
         if step % 50 == 0:
-            # Raises an error if steps are only skipped. It waits for the device, so it
-            # stands where the loop waits anyway.
-            jaxscale.check(opt_state)
-            metrics = jaxscale.metrics(opt_state)
-            print(
-                f"step {step:4d}  loss {loss:.4f}  loss scale {metrics['loss_scale']:.0f}  "
-                f"skipped {metrics['total_notfinite']}"
-            )
+            jaxscale.check(opt_state)  # waits for the device, as the printing does
+            line = "step {}: loss {:.4f}, scale {loss_scale:.0f}, skipped {total_notfinite}"
+            print(line.format(step, loss, **jaxscale.metrics(opt_state)))
 
-    accuracy = float(np.mean(predict(params, images[test]).argmax(-1) == labels[test]))
+    accuracy = float(
+        np.mean(predict(params, images[num_train:]).argmax(-1) == labels[num_train:])
+    )
     print(f"plain_optax: accuracy {accuracy:.3f} after {num_steps} steps")
     return accuracy
 

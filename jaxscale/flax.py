@@ -8,7 +8,7 @@ from flax.training import train_state
 
 from ._loss_scaled import LossScaledState, apply_gradients
 from ._state import find
-from ._tree import OVERWRITE_WITH_GRADIENT, select
+from ._tree import OVERWRITE_WITH_GRADIENT, cast_like, select
 
 
 class TrainState(train_state.TrainState):
@@ -58,8 +58,8 @@ class TrainState(train_state.TrainState):
         """
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         _find_verdict("TrainState.create(tx=...)", state.opt_state)
-        # Flax starts from a Python 0, weakly typed: a second compilation.
-        return state.replace(step=jnp.zeros((), jnp.int32))
+        # Strongly typed, the Python 0 of Flax too: else the second step compiles anew.
+        return cast_like(state.replace(step=jnp.zeros((), jnp.int32)), state)
 
     def apply_gradients(
         self,

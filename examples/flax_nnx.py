@@ -1,0 +1,96 @@
+"""Float16 training in Flax NNX, where a skipped step keeps the batch statistics too.
+
+A convolutional network with batch normalization reads digits. NNX changes the model in
+place, so the step copies its statistics before the forward pass and chooses afterwards.
+"""
+
+import argparse
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from sklearn.datasets import load_digits
+
+import jaxscale
+
+BATCH_SIZE, NUM_TEST = 64, 360
+
+
+class ConvNet(nnx.Module):
+    """A convolutional network with float32 parameters and float16 arithmetic."""
+
+    def __init__(self, rngs):
+        half = {"dtype": jnp.float16, "rngs": rngs}
+        self.conv1 = nnx.Conv(1, 16, (3, 3), **half)
+        self.norm1 = nnx.BatchNorm(16, momentum=0.9, **half)
+        self.conv2 = nnx.Conv(16, 32, (3, 3), **half)
+        self.norm2 = nnx.BatchNorm(32, momentum=0.9, **half)
+        self.linear = nnx.Linear(128, 10, **half)
+
+    def __call__(self, images):
+        """Returns logits, in float32 so that the loss is."""
+        activations = nnx.relu(self.norm1(self.conv1(images)))
+        activations = nnx.max_pool(activations, (2, 2), (2, 2))
+        activations = nnx.relu(self.norm2(self.conv2(activations)))
+        activations = nnx.max_pool(activations, (2, 2), (2, 2))
+        return self.linear(activations.reshape(len(images), -1)).astype(jnp.float32)
+
+
+def loss_fn(model, images, labels):
+    """Returns the mean cross-entropy of a batch, in float32."""
+    return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
+
+
+def batch_statistics(model):
+    """Returns a copy: `nnx.state` alone may hold the model's own, changing variables."""
+    return nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+
+@nnx.jit
+def train_step(model, optimizer, images, labels):
+    """Changes the model and the optimizer by one step and returns the loss."""
+    old_statistics = batch_statistics(model)
+    value_and_grad = jaxscale.value_and_grad(
+        loss_fn, optimizer.opt_state, transform=nnx.value_and_grad
+    )
+    loss, grads = value_and_grad(model, images, labels)
+    if hasattr(nnx, "ModelAndOptimizer"):
+        optimizer.update(model, grads, value=loss)
+    else:  # before Flax 0.11 the optimizer holds the model
+        optimizer.update(grads, value=loss)
+    grads_finite = jaxscale.metrics(optimizer.opt_state)["grads_finite"]
+    new_statistics = batch_statistics(model)
+    nnx.update(model, jaxscale.tree_where(grads_finite, new_statistics, old_statistics))
+    return loss
+
+
+def main(num_steps: int = 150) -> float:
+    """Trains for a number of steps and returns the accuracy on the images left out."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
+    num_train = len(images) - NUM_TEST
+    rng = np.random.default_rng(0)
+
+    model = ConvNet(nnx.Rngs(0))
+    # Grows early, so that even a run as short as this one meets overflows.
+    loss_scale = jaxscale.DynamicLossScale(growth_interval=10)
+    tx = jaxscale.loss_scaled(optax.adam(3e-3), loss_scale)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for step in range(1, num_steps + 1):
+        chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
+        loss = train_step(model, optimizer, images[chosen], labels[chosen])
+        if step % 25 == 0:
+            line = "step {}: loss {:.4f}, scale {loss_scale:.0f}, skipped {total_notfinite}"
+            print(line.format(step, loss, **jaxscale.metrics(optimizer.opt_state)))
+
+    model.eval()
+    accuracy = float(np.mean(model(images[num_train:]).argmax(-1) == labels[num_train:]))
+    print(f"flax_nnx: accuracy {accuracy:.3f} after {num_steps} steps")
+    return accuracy
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=150, help="training steps")
+    main(parser.parse_args().steps)

@@ -1,0 +1,149 @@
+"""Many devices, one verdict."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tables import assert_same_bits
+
+import jaxscale
+
+pytestmark = pytest.mark.standard_promotion
+
+DEVICES = jax.devices("cpu")
+MESH = Mesh(np.array(DEVICES), ("data",))
+REPLICATED, SHARDED = PartitionSpec(), PartitionSpec("data")
+CHECK = "check_vma" if "check_vma" in jax.shard_map.__kwdefaults__ else "check_rep"
+PARAMS = {"w": jnp.ones(16), "b": jnp.zeros(())}
+X = jnp.linspace(0.1, 1.0, 16 * 8).reshape(16, 8)
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"][:8] + params["b"] - 1) ** 2)
+
+
+def step(tx, params, opt_state, x, mean=lambda tree: tree):
+    loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, x)
+    updates, opt_state = tx.update(mean(grads), opt_state, params, value=mean(loss))
+    return optax.apply_updates(params, updates), opt_state
+
+
+def shards(array):
+    return [np.asarray(shard.data).tolist() for shard in array.addressable_shards]
+
+
+def assert_agreed_skip(params, state):
+    assert_same_bits(jax.tree.map(np.asarray, params), jax.tree.map(np.asarray, PARAMS))
+    for value in (state.total_notfinite, state.scaling.loss_scale, state.grads_finite):
+        assert len({str(shard) for shard in shards(value)}) == 1
+    assert state.total_notfinite == 1
+
+
+def test_there_are_eight_devices():
+    assert len(DEVICES) == 8
+
+
+@pytest.mark.parametrize("spec", [REPLICATED, SHARDED], ids=["replicated", "sharded"])
+def test_jit_over_shards_gives_one_verdict(spec):
+    tx = jaxscale.loss_scaled(optax.adam(0.1))
+    place = {"w": NamedSharding(MESH, spec), "b": NamedSharding(MESH, REPLICATED)}
+    params = jax.device_put(PARAMS, place)
+    x = jax.device_put(X, NamedSharding(MESH, SHARDED))
+    with jax.default_device(DEVICES[0]):
+        state = tx.init(params)
+        run = jax.jit(lambda p, s, x: step(tx, p, s, x))
+        new_params, _ = run(params, state, x)
+        np.testing.assert_allclose(
+            new_params["w"], step(tx, PARAMS, tx.init(PARAMS), X)[0]["w"], rtol=1e-5
+        )
+        assert_agreed_skip(*run(params, state, x.at[13, 2].set(jnp.inf)))
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("axis_name", ["data", ("data",)])
+def test_shard_map_agrees(check, axis_name):
+    tx = jaxscale.loss_scaled(optax.adam(0.1), axis_name=axis_name)
+
+    def one_device(params, state, x):
+        # Where replication is checked, gradients of replicated parameters are summed.
+        return step(tx, params, state, x, lambda tree: jax.lax.pmean(tree, "data"))
+
+    run = jax.jit(
+        jax.shard_map(
+            one_device,
+            mesh=MESH,
+            in_specs=(REPLICATED, REPLICATED, SHARDED),
+            out_specs=REPLICATED,
+            **{CHECK: check},
+        )
+    )
+    state = tx.init(PARAMS)
+    assert run(PARAMS, state, X)[1].grads_finite
+    assert_agreed_skip(*run(PARAMS, state, X.at[13, 2].set(jnp.inf)))
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_shard_map_over_sharded_parameters_agrees(check, fused):
+    tx = jaxscale.loss_scaled(optax.adam(0.1), axis_name="data")
+    params = PARAMS["w"]
+    state = tx.init(params)
+    specs = jax.tree.map(lambda leaf: SHARDED if leaf.ndim else REPLICATED, state)
+
+    def one_device(params, state, x):
+        grads = jaxscale.grad(lambda w: jnp.sum(w * x), state)(params)
+        if fused:
+            return jaxscale.apply_gradients(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    run = jax.jit(
+        jax.shard_map(
+            one_device,
+            mesh=MESH,
+            in_specs=(SHARDED, specs, SHARDED),
+            out_specs=(SHARDED, specs),
+            **{CHECK: check},
+        )
+    )
+    x = jnp.ones(16)
+    new_params, new_state = run(params, state, x)
+    np.testing.assert_allclose(new_params, 0.9, rtol=1e-5)
+    new_params, new_state = run(params, state, x.at[5].set(jnp.nan))
+    assert_same_bits(np.asarray(new_params), np.asarray(params))
+    assert set(shards(new_state.scaling.loss_scale)) == {2.0**14}
+
+
+def test_without_an_axis_name_devices_would_disagree():
+    verdicts = jax.shard_map(
+        lambda x: jaxscale.all_finite(x)[None], mesh=MESH, in_specs=SHARDED, out_specs=SHARDED
+    )(jnp.ones(8).at[3].set(jnp.nan))
+    assert verdicts.tolist() == [True, True, True, False, True, True, True, True]
+
+
+def test_explicit_meshes():
+    if not hasattr(jax.sharding, "AxisType"):
+        return  # JAX had none yet
+    mesh = jax.make_mesh(
+        (8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,), devices=DEVICES
+    )
+    use_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
+    tx = jaxscale.loss_scaled(optax.adam(0.1))
+    with use_mesh(mesh):
+        params = {
+            "w": jax.device_put(PARAMS["w"], NamedSharding(mesh, SHARDED)),
+            "b": jax.device_put(PARAMS["b"], NamedSharding(mesh, REPLICATED)),
+        }
+        x = jax.device_put(jnp.ones(16), NamedSharding(mesh, SHARDED))
+
+        @jax.jit
+        def run(params, state, x):
+            grads = jaxscale.grad(lambda p: jnp.sum(p["w"] * x) + p["b"], state)(params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = tx.init(params)
+        np.testing.assert_allclose(run(params, state, x)[0]["w"], 0.9, rtol=1e-5)
+        assert_agreed_skip(*run(params, state, x * jnp.inf))

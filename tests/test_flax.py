@@ -1,0 +1,190 @@
+"""TrainState: every field is kept on a skipped step, or named as an exception."""
+
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import serialization
+from flax.core import FrozenDict
+from flax.training import train_state
+from tables import INNERS, PARAMS, assert_same_bits, avals, bads, gradients, spoiled
+
+import jaxscale
+import jaxscale.flax
+
+pytestmark = pytest.mark.standard_promotion
+
+GOOD = gradients(0, 4)
+OWG = "_overwrite_with_gradient"
+
+
+class State(jaxscale.flax.TrainState):
+    batch_stats: Any
+    ema: Any
+    key: jax.Array
+
+
+def create(cls=State, params=PARAMS, inner="adam", **kwargs):
+    params = jax.tree.map(jnp.copy, params)  # as tests donate them
+    if cls is State:
+        kwargs = {
+            "batch_stats": {"mean": jnp.zeros(2), "count": jnp.array(3)},
+            "ema": jax.tree.map(jnp.copy, params),
+            "key": jax.random.key(0),
+        } | kwargs
+    tx = jaxscale.loss_scaled(INNERS[inner])
+    return cls.create(apply_fn=None, params=params, tx=tx, **kwargs)
+
+
+def advance(state, grads, **kwargs):
+    return state.apply_gradients(
+        grads=grads,
+        batch_stats={"mean": state.batch_stats["mean"] + jnp.nan, "count": jnp.array(4)},
+        ema=optax.incremental_update(state.params, state.ema, 0.1),
+        key=jax.random.split(state.key, 1)[0],
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+@bads
+def test_a_skipped_step_keeps_every_replaced_field(transform, bad):
+    state = create()
+    state = transform(advance)(state, GOOD[0])
+    assert (state.step, state.batch_stats["count"]) == (1, 4)
+    kept = transform(advance)(state, spoiled(GOOD[1], bad))
+    assert_same_bits(
+        (kept.params, kept.batch_stats, kept.ema, kept.key, kept.step, kept.opt_state.inner_state),
+        (
+            state.params,
+            state.batch_stats,
+            state.ema,
+            state.key,
+            state.step,
+            state.opt_state.inner_state,
+        ),
+    )
+    assert (kept.opt_state.total_notfinite, kept.opt_state.total_steps) == (1, 2)
+
+
+def test_a_field_can_be_opted_out():
+    state = create()
+    kept = advance(state, spoiled(GOOD[0], jnp.inf), always_replace=("key",))
+    assert kept.key == jax.random.split(state.key, 1)[0]
+    assert_same_bits((kept.ema, kept.batch_stats), (state.ema, state.batch_stats))
+
+
+def test_step_counts_what_optax_counts():
+    state = create(jaxscale.flax.TrainState)
+    for grads in [GOOD[0], spoiled(GOOD[1], jnp.nan), GOOD[2]]:
+        state = state.apply_gradients(grads=grads)
+    count = optax.tree_utils.tree_get(state.opt_state.inner_state, "count")
+    assert (state.step, count, jaxscale.metrics(state)["total_steps"]) == (2, 2, 3)
+
+
+def test_avals_and_compilations_never_change():
+    state = create()
+    step = jax.jit(advance, donate_argnums=0)
+    expected = avals(state)
+    for grads in [GOOD[0], spoiled(GOOD[1], jnp.inf), GOOD[2]]:
+        state = step(state, grads)
+        assert avals(state) == expected
+    assert step._cache_size() == 1
+
+
+def test_it_applies_what_flax_applies():
+    ours, theirs = create(jaxscale.flax.TrainState), create(train_state.TrainState)
+    for grads in GOOD:
+        ours = ours.apply_gradients(grads=grads)
+        theirs = theirs.apply_gradients(grads=grads)
+    assert_same_bits(ours.params, theirs.params)
+    assert ours.step == theirs.step == 4
+
+
+def test_the_unmodified_train_state_works_and_its_step_counts_attempts():
+    state = create(train_state.TrainState)
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    state = step(state, GOOD[0])
+    kept = step(state, spoiled(GOOD[1], jnp.inf))
+    assert_same_bits(kept.params, state.params)
+    assert (kept.step, jaxscale.metrics(kept)["total_notfinite"]) == (2, 1)
+
+
+@pytest.mark.parametrize("container", [dict, FrozenDict])
+def test_overwrites_replace_and_are_kept(container):
+    params = container({"params": {"w": jnp.ones(2)}, OWG: {"amax": jnp.ones(3)}})
+    state = jaxscale.flax.TrainState.create(
+        apply_fn=None, params=params, tx=jaxscale.loss_scaled(optax.sgd(1.0), 2.0**10)
+    )
+
+    def grads(w):
+        return container({"params": {"w": jnp.full(2, w)}, OWG: {"amax": jnp.full(3, 7.0)}})
+
+    new = state.apply_gradients(grads=grads(0.5))
+    assert new.params["params"]["w"].tolist() == [0.5, 0.5]
+    assert new.params[OWG]["amax"].tolist() == [7, 7, 7]
+    kept = jax.jit(lambda s: s.apply_gradients(grads=grads(jnp.inf)))(new)
+    assert_same_bits(kept.params, new.params)
+
+
+def test_value_and_extra_arguments_are_forwarded():
+    seen = {}
+
+    def update(updates, state, params=None, **extra_args):
+        seen.update(extra_args)
+        return updates, state
+
+    tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    state = jaxscale.flax.TrainState.create(
+        apply_fn=None, params=jnp.ones(2), tx=jaxscale.loss_scaled(tx)
+    )
+    state = state.apply_gradients(
+        grads=jnp.ones(2), value=jnp.array(jnp.nan), extra_args={"value_fn": jnp.sum}
+    )
+    assert jnp.isnan(seen["value"])
+    assert seen["value_fn"] is jnp.sum
+    assert (state.step, state.opt_state.total_notfinite_loss) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("batch_stats", {"mean": jnp.zeros(2)}, ValueError),
+        ("batch_stats", {"mean": jnp.zeros(3), "count": jnp.array(0)}, ValueError),
+        ("batch_stats", {"mean": jnp.zeros(2, jnp.float16), "count": jnp.array(0)}, TypeError),
+        ("ema", None, ValueError),
+    ],
+)
+def test_a_field_that_changes_its_shape_is_named(field, value, error):
+    with pytest.raises(error, match=rf"TrainState.apply_gradients\({field}=\.\.\.\)"):
+        create().apply_gradients(grads=GOOD[0], **{field: value})
+
+
+def test_gradients_of_a_state_that_holds_its_own_scale():
+    state = create(jaxscale.flax.TrainState)
+    grads = jaxscale.grad(lambda p: jnp.sum(p["w"] ** 2), state)(state.params)
+    assert_same_bits(grads["w"], 2 * PARAMS["w"])
+
+
+@pytest.mark.parametrize("cls", [jaxscale.flax.TrainState, train_state.TrainState])
+def test_bytes_round_trip(cls):
+    state = create(cls).apply_gradients(grads=spoiled(GOOD[0], jnp.inf))
+    restored = serialization.from_bytes(create(cls), serialization.to_bytes(state))
+    assert_same_bits(jax.tree.leaves(restored), jax.tree.leaves(state))
+    assert restored.opt_state.scaling.loss_scale == 2.0**14
+
+
+def test_the_core_does_not_import_flax():
+    code = (
+        "import sys, jaxscale; "
+        "sys.exit(any(m.split('.')[0] in ('flax', 'chex', 'equinox') for m in sys.modules))"
+    )
+    # optax itself may import chex, so only what jaxscale adds counts.
+    code = "import sys, optax; before = set(sys.modules); " + code.replace(
+        "in sys.modules)", "in set(sys.modules) - before)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,265 @@
+"""Gradients: exact, unscaled by what scaled them, whatever differentiates."""
+
+import inspect
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tables import assert_same_bits, avals
+
+import jaxscale
+
+X = jax.random.normal(jax.random.key(0), (8, 5))
+Y = jax.random.normal(jax.random.key(1), (8, 2))
+MODEL = {
+    "w": jax.random.normal(jax.random.key(2), (5, 16)),
+    "v": jax.random.normal(jax.random.key(3), (16, 2)),
+}
+
+
+def at(exponent):
+    return jaxscale.DynamicLossScale().init()._replace(
+        loss_scale=jnp.array(2.0**exponent, jnp.float32)
+    )
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
+
+
+def half_loss_fn(params, x, y):
+    params, x = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), (params, x))
+    output = jnp.tanh(x @ params["w"]) @ params["v"]
+    return jnp.mean((output.astype(jnp.float32) - y) ** 2)
+
+
+@jax.jit
+def scaled(state, params):
+    return jaxscale.value_and_grad(loss_fn, state)(params, X, Y)
+
+
+@pytest.mark.parametrize("exponent", [-60, -1, 1, 15, 24, 60])
+def test_power_of_two_scaling_is_exact(exponent):
+    expected = scaled(at(0), MODEL)
+    assert_same_bits(scaled(at(exponent), MODEL), expected)
+    eagerly = jaxscale.value_and_grad(loss_fn, at(exponent))(MODEL, X, Y)
+    assert_same_bits(eagerly, jax.value_and_grad(loss_fn)(MODEL, X, Y))
+
+
+@pytest.mark.standard_promotion
+def test_parameters_after_200_steps_are_those_of_a_scale_of_1():
+    tx = jaxscale.loss_scaled(
+        optax.adamw(1e-2), jaxscale.DynamicLossScale(init_scale=1, growth_interval=1)
+    )
+
+    @jax.jit
+    def train_step(params, opt_state):
+        loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, X, Y)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state
+
+    grown = held = MODEL, tx.init(MODEL)
+    for _ in range(200):  # growth on every step, up to 2**24; one program for both
+        grown = train_step(*grown)
+        held = train_step(held[0], optax.tree_utils.tree_set(held[1], loss_scale=jnp.float32(1)))
+    assert grown[1].scaling.loss_scale == 2.0**24
+    assert_same_bits(grown[0], held[0])
+    assert_same_bits(grown[1].inner_state, held[1].inner_state)
+
+
+def test_the_loss_is_exact_and_cannot_overflow():
+    for transform in (lambda f: f, jax.jit):
+        step = transform(lambda s: jaxscale.value_and_grad(lambda w: 1e34 * w, s)(jnp.array(1.0)))
+        assert_same_bits(step(at(12)), (jnp.float32(1e34), jnp.float32(1e34)))
+
+
+def test_gradients_of_half_precision_come_back_float32_and_do_not_underflow():
+    w = jnp.ones((), jnp.float16)
+
+    def tiny(w):
+        return (w * 2.0**-20).astype(jnp.float32) * 2.0**-10
+
+    assert jax.grad(tiny)(w) == 0
+    assert_same_bits(jaxscale.grad(tiny, at(15))(w), jnp.float32(2.0**-30))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("loss_scale", [2.0**24, 2.0**15, 3.0, 40000.7, 2.0**-30, 2.0**-126])
+def test_the_seed_is_a_number_of_the_dtype_of_the_loss(dtype, loss_scale):
+    state = at(0)._replace(loss_scale=jnp.array(loss_scale, jnp.float32))
+    loss, grad = jaxscale.value_and_grad(lambda w: w * 1, state)(jnp.array(0.5, dtype))
+    assert loss.dtype == dtype
+    assert_same_bits(grad, jnp.float32(1))  # neither inf nor 0, and divided by the same
+
+
+def test_float64_and_complex_gradients_keep_their_dtype_and_their_parts():
+    w = jnp.array(1.0 + 2.0j)
+    grad = jaxscale.grad(lambda w: jnp.real(w * jnp.conj(w)), at(10))(w)
+    assert_same_bits(grad, jax.grad(lambda w: jnp.real(w * jnp.conj(w)))(w))
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        loss, grad = jaxscale.value_and_grad(lambda w: w * 3, at(10))(jnp.array(1.0))
+        assert (loss.dtype, grad.dtype) == (jnp.float64, jnp.float64)
+
+
+def test_signature_and_keyword_arguments_are_those_of_the_function():
+    def keyword_loss(params, *, batch, power=2):
+        """My loss."""
+        return jnp.mean((params["w"] - batch) ** power)
+
+    for differentiate in (jaxscale.value_and_grad, jaxscale.grad):
+        differentiated = differentiate(keyword_loss, at(3))
+        assert inspect.signature(differentiated) == inspect.signature(keyword_loss)
+        assert differentiated.__doc__ == "My loss."
+    loss, grads = jaxscale.value_and_grad(keyword_loss, at(3))(MODEL, batch=1.0, power=3)
+    expected = jax.value_and_grad(keyword_loss)(MODEL, batch=1.0, power=3)
+    assert_same_bits((loss, grads), expected)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("argnums", [0, 1, (0, 2)])
+def test_it_mirrors_jax(has_aux, argnums):
+    def fun(a, b, c):
+        loss = jnp.sum(a["w"]) * jnp.sum(b) * c
+        return (loss, {"aux": (b, None, "text")}) if has_aux else loss
+
+    args = ({"w": jnp.arange(3.0)}, jnp.ones(2), jnp.array(2.0))
+    kwargs = {"has_aux": has_aux, "argnums": argnums}
+    expected = jax.value_and_grad(fun, **kwargs)(*args)
+    result = jaxscale.value_and_grad(fun, at(5), **kwargs)(*args)
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    assert_same_bits(result[1], expected[1])
+    grads = jaxscale.grad(fun, at(5), **kwargs)(*args)
+    assert_same_bits(grads[0] if has_aux else grads, expected[1])
+
+
+def test_integer_parameters_with_allow_int():
+    params = {"w": jnp.ones(2), "n": jnp.arange(2)}
+    grads = jaxscale.grad(
+        lambda p: jnp.sum(p["w"] * p["n"].astype(jnp.float32)), at(5), allow_int=True
+    )(params)
+    assert grads["n"].dtype == jax.dtypes.float0
+    assert grads["w"].tolist() == [0, 1]
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_equinox_transform(has_aux):
+    model = eqx.nn.MLP(5, 2, 4, 1, key=jax.random.key(0))
+
+    def fun(model, x):
+        loss = jnp.mean(jax.vmap(model)(x) ** 2)
+        return (loss, x) if has_aux else loss
+
+    expected = eqx.filter_value_and_grad(fun, has_aux=has_aux)(model, X)
+    result = jaxscale.value_and_grad(
+        fun, at(5), transform=eqx.filter_value_and_grad, has_aux=has_aux
+    )(model, X)
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    assert_same_bits(result, expected)
+    grads = jaxscale.grad(fun, at(5), transform=eqx.filter_grad, has_aux=has_aux)(model, X)
+    assert_same_bits(grads[0] if has_aux else grads, expected[1])
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_nnx_transform_and_optimizer(has_aux):
+    model = nnx.Linear(5, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jaxscale.loss_scaled(optax.adam(0.1)), wrt=nnx.Param)
+
+    def fun(model, x):
+        loss = jnp.mean(model(x) ** 2)
+        return (loss, x) if has_aux else loss
+
+    def plain(tree):
+        return jax.tree.map(jnp.asarray, jax.tree.leaves(tree))
+
+    expected = nnx.value_and_grad(fun, has_aux=has_aux)(model, X)
+    result = jaxscale.value_and_grad(
+        fun, optimizer.opt_state, transform=nnx.value_and_grad, has_aux=has_aux
+    )(model, X)
+    assert_same_bits(plain(result), plain(expected))
+    grads = jaxscale.grad(fun, optimizer.opt_state, transform=nnx.grad, has_aux=has_aux)(model, X)
+    assert_same_bits(plain(grads[0] if has_aux else grads), plain(expected[1]))
+
+    @nnx.jit
+    def train_step(model, optimizer, x):
+        _, grads = jaxscale.value_and_grad(
+            fun, optimizer.opt_state, transform=nnx.value_and_grad, has_aux=has_aux
+        )(model, x)
+        optimizer.update(model, grads)
+        return jaxscale.metrics(optimizer.opt_state)
+
+    before = plain(nnx.state(model, nnx.Param))
+    metrics = train_step(model, optimizer, X * jnp.inf)
+    assert (metrics["total_notfinite"], metrics["loss_scale"]) == (1, 2.0**14)
+    assert_same_bits(plain(nnx.state(model, nnx.Param)), before)
+    assert train_step(model, optimizer, X)["grads_finite"]
+    assert train_step._cache_size() == 1 if hasattr(train_step, "_cache_size") else True
+
+
+def test_both_modes_and_their_nestings():
+    def fun(w):
+        return jnp.sum(w**3)
+
+    w = jnp.array([1.0, 2.0])
+    grad = jaxscale.grad(fun, at(10))
+    assert_same_bits(jax.jacfwd(grad)(w), jax.hessian(fun)(w))
+    assert_same_bits(jax.jacrev(grad)(w), jax.hessian(fun)(w))
+    assert_same_bits(jax.jvp(grad, (w,), (w,)), jax.jvp(jax.grad(fun), (w,), (w,)))
+    remat = jaxscale.grad(jax.checkpoint(fun), at(10))
+    assert_same_bits(jax.jit(remat)(w), jax.grad(fun)(w))
+    assert_same_bits(jax.vmap(jaxscale.grad(jnp.sin, at(10)))(w), jnp.cos(w))
+
+
+def test_a_scale_per_member_of_a_population():
+    states = jax.vmap(lambda e: at(0)._replace(loss_scale=e))(jnp.array([4.0, 2.0**10]))
+    grads = jax.vmap(lambda s, w: jaxscale.grad(jnp.sin, s)(w))(states, jnp.ones(2))
+    assert_same_bits(grads, jnp.cos(jnp.ones(2)))
+
+
+def test_gradients_are_finite_if_and_only_if_nothing_overflowed():
+    finite = jaxscale.grad(half_loss_fn, at(10))(MODEL, X, Y)
+    assert jaxscale.all_finite(finite)
+    assert avals(finite) == avals(MODEL)
+    overflown = jaxscale.grad(half_loss_fn, at(24))(MODEL, X, Y)
+    assert not jaxscale.all_finite(overflown)
+
+
+def test_noop_adds_no_operation():
+    noop = jaxscale.NoOpLossScale().init()
+    ours = jax.make_jaxpr(lambda s, p: jaxscale.value_and_grad(loss_fn, s)(p, X, Y))(noop, MODEL)
+    bare = jax.make_jaxpr(lambda s, p: jax.value_and_grad(loss_fn)(p, X, Y))(noop, MODEL)
+    assert str(ours) == str(bare)
+    scaled_grads = {"w": jnp.ones(2), "b": jnp.ones(2, jnp.complex64)}
+    for function in (jaxscale.scale, jaxscale.unscale):
+        assert not jax.make_jaxpr(function)(noop, scaled_grads).eqns
+
+
+def test_no_multiply_of_the_loss():
+    def linear(w):
+        return w * 3.0
+
+    jaxpr = jax.make_jaxpr(lambda s, w: jaxscale.value_and_grad(linear, s)(w)[0])(
+        at(5), jnp.array(1.0)
+    )
+    loss = jax.jit(lambda s, w: jaxscale.value_and_grad(linear, s)(w)[0])
+    text = loss.lower(at(5), jnp.array(1.0)).compile().as_text()
+    assert text.count(" multiply(") == 1, text
+    assert jaxpr.out_avals[0].shape == ()
+
+
+def test_overwrites_of_fp8_are_neither_divided_nor_checked():
+    params = {"params": jnp.ones(2), "_overwrite_with_gradient": jnp.ones(2)}
+    grads = jaxscale.grad(lambda p: sum(jnp.sum(v) for v in p.values()), at(4))(params)
+    assert grads["params"].tolist() == [1, 1]
+    assert grads["_overwrite_with_gradient"].tolist() == [16, 16]  # as it came
+
+
+def test_a_numpy_scalar_and_a_python_float_are_losses():
+    for loss in (1.5, np.float32(1.5)):
+        value, grad = jaxscale.value_and_grad(lambda w, loss=loss: loss, at(4))(jnp.ones(2))
+        assert (value, grad.tolist()) == (1.5, [0, 0])
