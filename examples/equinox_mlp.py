@@ -62,9 +62,8 @@ def main(num_steps: int = 300) -> float:
             line = "step {}: loss {:.4f}, scale {loss_scale:.0f}, skipped {total_notfinite}"
             print(line.format(step, loss, **jaxscale.metrics(opt_state)))
 
-    accuracy = float(
-        np.mean(predict(model, images[num_train:]).argmax(-1) == labels[num_train:])
-    )
+    guesses = predict(model, images[num_train:]).argmax(-1)
+    accuracy = float(np.mean(guesses == labels[num_train:]))
     print(f"equinox_mlp: accuracy {accuracy:.3f} after {num_steps} steps")
     return accuracy
 

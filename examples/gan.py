@@ -5,6 +5,7 @@ moves its own scale.
 """
 
 import argparse
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +15,27 @@ from sklearn.datasets import load_digits
 
 import jaxscale
 
-BATCH_SIZE, NOISE_SIZE, HIDDEN_SIZE, IMAGE_SIZE = 128, 16, 128, 64
+BATCH_SIZE, NOISE_SIZE = 128, 16
+GENERATOR_SIZES, DISCRIMINATOR_SIZES = (NOISE_SIZE, 128, 128, 64), (64, 128, 128, 1)
 
 gen_tx = jaxscale.loss_scaled(optax.adam(1e-3, b1=0.5))
 disc_tx = jaxscale.loss_scaled(optax.adam(1e-3, b1=0.5))
 
 
-def init_params(key, *sizes):
+def init_params(key, sizes):
     """Returns float32 weights and biases, one pair per layer."""
     init = jax.nn.initializers.he_normal()
-    shapes = zip(sizes[:-1], sizes[1:], strict=True)
-    return [(init(jax.random.fold_in(key, n), (n, m)), jnp.zeros(m)) for n, m in shapes]
+    keys = iter(jax.random.split(key, len(sizes) - 1))
+    return [(init(next(keys), shape), jnp.zeros(shape[1])) for shape in pairwise(sizes)]
 
 
 def perceptron(params, activations):
-    """Returns the outputs of the last layer, computed in float16."""
-    params, activations = optax.tree.cast((params, activations), jnp.float16)
-    *hidden, (last_weight, last_bias) = params
-    for weight, bias in hidden:
+    """Returns the outputs of the last layer, computed in float16, handed on in float32."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
+    activations = activations.astype(jnp.float16)
+    for weight, bias in params[:-1]:
         activations = jax.nn.leaky_relu(activations @ weight + bias, 0.2)
-    return activations @ last_weight + last_bias
+    return (activations @ params[-1][0] + params[-1][1]).astype(jnp.float32)
 
 
 def generate(gen_params, noise):
@@ -41,21 +43,17 @@ def generate(gen_params, noise):
     return jax.nn.sigmoid(perceptron(gen_params, noise))
 
 
-def adversarial_loss(disc_params, images, label):
-    """Returns how far the discriminator is from the label 1, real, or 0, generated."""
-    logits = perceptron(disc_params, images).astype(jnp.float32)
-    return optax.sigmoid_binary_cross_entropy(logits, jnp.full_like(logits, label)).mean()
-
-
 def generator_loss(gen_params, disc_params, noise):
     """Returns a loss that is low if generated images are taken for real ones."""
-    return adversarial_loss(disc_params, generate(gen_params, noise), 1)
+    logits = perceptron(disc_params, generate(gen_params, noise))
+    return jax.nn.softplus(-logits).mean()
 
 
 def discriminator_loss(disc_params, gen_params, images, noise):
     """Returns a loss that is low if images are told from generated ones."""
-    on_generated = adversarial_loss(disc_params, generate(gen_params, noise), 0)
-    return adversarial_loss(disc_params, images, 1) + on_generated
+    on_images = perceptron(disc_params, images)
+    on_generated = perceptron(disc_params, generate(gen_params, noise))
+    return jax.nn.softplus(-on_images).mean() + jax.nn.softplus(on_generated).mean()
 
 
 @jax.jit
@@ -74,22 +72,20 @@ def train_step(gen, disc, images, noise):
 
 def main(num_steps: int = 1000) -> float:
     """Trains for a number of steps and returns the generator's loss on fresh noise."""
-    images = (load_digits(return_X_y=True)[0] / 16).astype(np.float32)
+    images, _ = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
     rng = np.random.default_rng(0)
-    gen_params = init_params(
-        jax.random.key(0), NOISE_SIZE, HIDDEN_SIZE, HIDDEN_SIZE, IMAGE_SIZE
-    )
-    disc_params = init_params(jax.random.key(1), IMAGE_SIZE, HIDDEN_SIZE, HIDDEN_SIZE, 1)
+    gen_params = init_params(jax.random.key(0), GENERATOR_SIZES)
+    disc_params = init_params(jax.random.key(1), DISCRIMINATOR_SIZES)
     gen, disc = (gen_params, gen_tx.init(gen_params)), (disc_params, disc_tx.init(disc_params))
     for step in range(1, num_steps + 1):
         noise = rng.normal(size=(BATCH_SIZE, NOISE_SIZE)).astype(np.float32)
         chosen = rng.choice(len(images), BATCH_SIZE, replace=False)
         gen, disc, gen_loss, disc_loss = train_step(gen, disc, images[chosen], noise)
         if step % 200 == 0:
-            print(f"step {step}:")
-            line = "  {} loss {:.3f}, scale {loss_scale:.0f}, skipped {total_notfinite}"
-            print(line.format("generator    ", gen_loss, **jaxscale.metrics(gen)))
-            print(line.format("discriminator", disc_loss, **jaxscale.metrics(disc)))
+            line = "step {}: {} loss {:.4f}, scale {loss_scale:.0f}, skipped {total_notfinite}"
+            print(line.format(step, "generator", gen_loss, **jaxscale.metrics(gen)))
+            print(line.format(step, "discriminator", disc_loss, **jaxscale.metrics(disc)))
 
     noise = rng.normal(size=(BATCH_SIZE, NOISE_SIZE)).astype(np.float32)
     loss = float(generator_loss(gen[0], disc[0], noise))

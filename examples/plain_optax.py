@@ -5,6 +5,7 @@ float16, and its loss is float32 again.
 """
 
 import argparse
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +23,18 @@ tx = jaxscale.loss_scaled(optax.adamw(1e-3))  # 1
 
 def init_params(key):
     """Returns float32 weights and biases, one pair per layer."""
-    keys = jax.random.split(key, len(LAYER_SIZES) - 1)
-    return [
-        {"weight": jax.nn.initializers.he_normal()(key, shape), "bias": jnp.zeros(shape[1])}
-        for key, *shape in zip(keys, LAYER_SIZES[:-1], LAYER_SIZES[1:], strict=True)
-    ]
+    init = jax.nn.initializers.he_normal()
+    keys = iter(jax.random.split(key, len(LAYER_SIZES) - 1))
+    return [(init(next(keys), shape), jnp.zeros(shape[1])) for shape in pairwise(LAYER_SIZES)]
 
 
 def predict(params, images):
     """Returns logits, computed in float16 and handed on in float32."""
-    *hidden, last = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
     activations = images.astype(jnp.float16)
-    for layer in hidden:
-        activations = jax.nn.relu(activations @ layer["weight"] + layer["bias"])
-    return (activations @ last["weight"] + last["bias"]).astype(jnp.float32)
+    for weight, bias in params[:-1]:
+        activations = jax.nn.relu(activations @ weight + bias)
+    return (activations @ params[-1][0] + params[-1][1]).astype(jnp.float32)
 
 
 def loss_fn(params, batch):
@@ -64,17 +63,15 @@ def main(num_steps: int = 300) -> float:
     opt_state = tx.init(params)
     for step in range(1, num_steps + 1):
         chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
-        params, opt_state, loss = train_step(
-            params, opt_state, (images[chosen], labels[chosen])
-        )
+        batch = images[chosen], labels[chosen]
+        params, opt_state, loss = train_step(params, opt_state, batch)
         if step % 50 == 0:
-            jaxscale.check(opt_state)  # waits for the device, as the printing does
+            jaxscale.check(opt_state)  # raises an error if all steps are skipped
             line = "step {}: loss {:.4f}, scale {loss_scale:.0f}, skipped {total_notfinite}"
             print(line.format(step, loss, **jaxscale.metrics(opt_state)))
 
-    accuracy = float(
-        np.mean(predict(params, images[num_train:]).argmax(-1) == labels[num_train:])
-    )
+    guesses = predict(params, images[num_train:]).argmax(-1)
+    accuracy = float(np.mean(guesses == labels[num_train:]))
     print(f"plain_optax: accuracy {accuracy:.3f} after {num_steps} steps")
     return accuracy
 

@@ -1,11 +1,11 @@
 """Loss scaling for JAX and Optax: train in float16, and never apply a bad step."""
 
+from ._apply_gradients import apply_gradients as apply_gradients
 from ._dynamic import DynamicLossScale as DynamicLossScale
 from ._fixed import FixedLossScale as FixedLossScale
 from ._fixed import NoOpLossScale as NoOpLossScale
 from ._loss_scale import LossScale as LossScale
 from ._loss_scaled import LossScaledState as LossScaledState
-from ._loss_scaled import apply_gradients as apply_gradients
 from ._loss_scaled import loss_scaled as loss_scaled
 from ._loss_scaled import skip_nonfinite as skip_nonfinite
 from ._report import LossScaleStuckError as LossScaleStuckError

@@ -119,7 +119,7 @@ class DynamicLossScale(LossScale):
         usable = jnp.isfinite(state.loss_scale) & (state.loss_scale > 0)
         scale = jnp.where(usable, state.loss_scale, self.init_scale)
 
-        streak = optax.safe_increment(state.growth_tracker)
+        streak = jnp.asarray(optax.safe_increment(state.growth_tracker))
         grow = streak >= self.growth_interval
         grown = jnp.maximum(scale, jnp.minimum(scale * self.growth_factor, self.max_scale))
         after_finite = LossScaleState(

@@ -54,12 +54,12 @@ class LossScaledState(NamedTuple):
     nonfinite_leaves: Any = None
 
 
-class _LossScaledTransformation(optax.GradientTransformationExtraArgs):
+class LossScaledTransformation(optax.GradientTransformationExtraArgs):
     """An ``init`` and an ``update``, and ``apply``: update and apply in one skip."""
 
     apply: Callable[..., Any]
 
-    def __new__(cls, init: Any, update: Any, apply: Any) -> "_LossScaledTransformation":
+    def __new__(cls, init: Any, update: Any, apply: Any) -> "LossScaledTransformation":
         self = super().__new__(cls, init, update)
         self.apply = apply
         return self
@@ -168,12 +168,10 @@ def loss_scaled(
             scaling=tree_where(loss_finite, scaling, state.scaling),
             inner_state=inner_state,
             grads_finite=should_apply,
-            notfinite_count=jnp.where(
-                should_apply, 0, optax.safe_increment(state.notfinite_count)
-            ),
+            notfinite_count=jnp.where(should_apply, 0, optax.safe_increment(state.notfinite_count)),
             total_notfinite=_count(~should_apply, state.total_notfinite),
             total_notfinite_loss=_count(~loss_finite, state.total_notfinite_loss),
-            total_steps=optax.safe_increment(state.total_steps),
+            total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
         )
 
     def update_fn(
@@ -204,7 +202,7 @@ def loss_scaled(
 
         return advance(grads, state, params, value, extra_args, finish, lambda *_: params)
 
-    return _LossScaledTransformation(init_fn, update_fn, apply_fn)
+    return LossScaledTransformation(init_fn, update_fn, apply_fn)
 
 
 def skip_nonfinite(
@@ -235,48 +233,6 @@ def skip_nonfinite(
       1.0 1
     """
     return loss_scaled(inner, None, axis_name=axis_name)
-
-
-def apply_gradients(
-    tx: optax.GradientTransformation,
-    grads: optax.Updates,
-    opt_state: optax.OptState,
-    params: optax.Params,
-    **extra_args: Any,
-) -> tuple[optax.Params, optax.OptState]:
-    """Returns the parameters and the optimizer state after one step.
-
-    The same as ``tx.update`` followed by ``optax.apply_updates``. Where ``tx`` is a
-    :func:`loss_scaled` optimizer, both are skipped as one, which is the fastest form: no
-    updates are stored.
-
-    Args:
-      tx: the optimizer.
-      grads: the gradients, with the structure of ``params``.
-      opt_state: the state of ``tx``.
-      params: the parameters.
-      **extra_args: passed to ``tx.update``: ``value=loss`` and so on.
-
-    Returns:
-      The new parameters, with the avals of ``params``, and the new state. After a
-      non-finite step the parameters are the old ones, bit for bit.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> import jaxscale
-      >>> tx = jaxscale.loss_scaled(optax.sgd(0.5))
-      >>> params = jnp.array(1.0)
-      >>> params, opt_state = jaxscale.apply_gradients(
-      ...     tx, jnp.array(1.0), tx.init(params), params
-      ... )
-      >>> params
-      Array(0.5, dtype=float32)
-    """
-    if isinstance(tx, _LossScaledTransformation):
-        return tx.apply(grads, opt_state, params, **extra_args)
-    tx = optax.with_extra_args_support(tx)
-    updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-    return optax.apply_updates(params, updates), opt_state
 
 
 def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ._loss_scaled import LossScaledState
 from ._state import find, find_scaling
@@ -96,7 +97,7 @@ def check(tree: Any, *, max_consecutive: int = 50) -> None:
       jaxscale.LossScaleStuckError: 3 steps in a row were skipped (3 of 3 in all, ...)
     """
     state = metrics(find("check", tree, _is_loss_scaled, "`LossScaledState`"))
-    if isinstance(state["notfinite_count"], jax.core.Tracer):
+    if isinstance(state["notfinite_count"], Tracer):
         raise TypeError(
             "`check` reads values, so it cannot run inside `jit`. Call it on the state that "
             "the step returns; inside, use `jaxscale.metrics`."

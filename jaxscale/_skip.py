@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from ._tree import map_gradients, tree_where
 
@@ -35,7 +36,7 @@ def step_if(
         taken = step(finite)
         return tree_where(pred, taken, skipped(taken))
 
-    if not isinstance(pred, jax.core.Tracer):
+    if not isinstance(pred, Tracer):
         # Op by op, `step` rounds as it does when called alone. A `cond` would compile it.
         return select(step)
 

@@ -6,7 +6,8 @@ from typing import Any, Self
 import jax.numpy as jnp
 from flax.training import train_state
 
-from ._loss_scaled import LossScaledState, apply_gradients
+from ._apply_gradients import apply_gradients
+from ._loss_scaled import LossScaledState
 from ._state import find
 from ._tree import OVERWRITE_WITH_GRADIENT, cast_like, select
 
@@ -59,7 +60,8 @@ class TrainState(train_state.TrainState):
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         _find_verdict("TrainState.create(tx=...)", state.opt_state)
         # Strongly typed, the Python 0 of Flax too: else the second step compiles anew.
-        return cast_like(state.replace(step=jnp.zeros((), jnp.int32)), state)
+        state = state.replace(step=jnp.zeros((), jnp.int32))
+        return cast_like(state, state)
 
     def apply_gradients(
         self,

@@ -16,9 +16,7 @@ import hypothesis
 import jax
 import pytest
 
-hypothesis.settings.register_profile(
-    "jaxscale", deadline=None, max_examples=60, derandomize=True
-)
+hypothesis.settings.register_profile("jaxscale", deadline=None, max_examples=60, derandomize=True)
 hypothesis.settings.load_profile("jaxscale")
 
 

@@ -58,7 +58,14 @@ def test_a_skipped_step_keeps_every_replaced_field(transform, bad):
     assert (state.step, state.batch_stats["count"]) == (1, 4)
     kept = transform(advance)(state, spoiled(GOOD[1], bad))
     assert_same_bits(
-        (kept.params, kept.batch_stats, kept.ema, kept.key, kept.step, kept.opt_state.inner_state),
+        (
+            kept.params,
+            kept.batch_stats,
+            kept.ema,
+            kept.key,
+            kept.step,
+            kept.opt_state.inner_state,
+        ),
         (
             state.params,
             state.batch_stats,

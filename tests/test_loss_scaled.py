@@ -62,9 +62,7 @@ def test_finite_step_is_inner_step_to_rounding_when_compiled(policy, inner):
     tx = optimizer(policy, inner)
     state, inner_state = tx.init(PARAMS), INNERS[inner].init(wide(PARAMS))
     updates, state = jax.jit(tx.update)(GOOD[0], state, PARAMS)
-    expected, inner_state = jax.jit(functools.partial(inner_update, inner))(
-        GOOD[0], inner_state
-    )
+    expected, inner_state = jax.jit(functools.partial(inner_update, inner))(GOOD[0], inner_state)
     assert_close(updates, expected)
     assert_close(jax.tree.leaves(state.inner_state), jax.tree.leaves(inner_state))
 

@@ -164,7 +164,7 @@ def test_every_scale_is_a_power_of_two_where_every_factor_is():
         state = policy.adjust(state, finite)
         return state, state.loss_scale
 
-    finite = jax.random.bernoulli(jax.random.key(0), 0.55, (500,))
+    finite = jax.random.bernoulli(jax.random.key(0), 0.5, (1000,))
     _, scales = jax.lax.scan(body, policy.init(), finite)
     mantissas, exponents = jnp.frexp(scales)
     assert set(mantissas.tolist()) == {0.5}

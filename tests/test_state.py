@@ -54,8 +54,7 @@ def test_no_scale_is_so_extreme_that_gradients_vanish(exponent):
     leaf = jnp.array(1.5 * 2.0 ** (-exponent // 2), jnp.float32)
     for transform in (lambda f: f, jax.jit):
         assert (
-            transform(lambda s, x: jaxscale.unscale(s, jaxscale.scale(s, x)))(state, leaf)
-            == leaf
+            transform(lambda s, x: jaxscale.unscale(s, jaxscale.scale(s, x)))(state, leaf) == leaf
         )
         grad = transform(lambda s: jaxscale.grad(lambda x: x * 3.0, s)(leaf))(state)
         assert grad == 3.0
@@ -72,9 +71,7 @@ def test_other_leaves_and_overwrites_pass_through(function):
     tree = PASSIVE | {"_overwrite_with_gradient": {"amax": jnp.array(0.5)}}
     result = function(STATE, tree)
     assert jax.tree.structure(result) == jax.tree.structure(tree)
-    assert all(
-        a is b for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(tree), strict=True)
-    )
+    assert all(a is b for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(tree), strict=True))
 
 
 def test_a_state_is_found_wherever_it_is():

@@ -64,9 +64,7 @@ def test_only_gradients_are_looked_at():
 def test_tree_where_selects_bits(transform):
     new = {dtype: jnp.array([1.5, -0.0], dtype) for dtype in DTYPES}
     # Not for float8: XLA on CPU selects it by way of float16, and NaN has many forms.
-    old = {
-        dtype: jnp.array([2.0 if "float8" in dtype else np.nan, 0.0], dtype) for dtype in DTYPES
-    }
+    old = {dtype: jnp.array([2.0 if "float8" in dtype else np.nan, 0.0], dtype) for dtype in DTYPES}
     tree_where = transform(jaxscale.tree_where)
     assert_same_bits(tree_where(jnp.array(True), new, old), new)
     assert_same_bits(tree_where(jnp.array(False), new, old), old)

@@ -275,7 +275,7 @@ def test_norm_overflow_not_overflow():
 
 
 def test_empty_grads():
-    """"No inf checks were recorded for this optimizer": huggingface/transformers#24003."""
+    """ "No inf checks were recorded for this optimizer": huggingface/transformers#24003."""
     tx = jaxscale.loss_scaled(optax.adam(0.1))
     for tree in ({}, None, [], {"w": None}):
         updates, state = tx.update(tree, tx.init(tree), tree)
@@ -316,8 +316,6 @@ def test_equinox_gradients_with_none():
     """patrick-kidger/equinox#221: gradients hold None where nothing is differentiated."""
     model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
     state = DYNAMIC().init()
-    grads = jaxscale.grad(
-        lambda m: jnp.sum(m(W)), state, transform=eqx.filter_grad
-    )(model)
+    grads = jaxscale.grad(lambda m: jnp.sum(m(W)), state, transform=eqx.filter_grad)(model)
     assert grads.activation is None
     assert jaxscale.all_finite(grads)

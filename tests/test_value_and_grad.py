@@ -22,8 +22,10 @@ MODEL = {
 
 
 def at(exponent):
-    return jaxscale.DynamicLossScale().init()._replace(
-        loss_scale=jnp.array(2.0**exponent, jnp.float32)
+    return (
+        jaxscale.DynamicLossScale()
+        .init()
+        ._replace(loss_scale=jnp.array(2.0**exponent, jnp.float32))
     )
 
 

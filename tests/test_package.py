@@ -1,0 +1,178 @@
+"""The package's own promises: its layers, its names, and docstrings that are true."""
+
+import ast
+import dataclasses
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import jaxscale
+import jaxscale.flax
+
+# A file imports only from lower floors; `__init__` and `flax` are imported by none.
+FLOORS = [
+    {"_checks"},
+    {"_tree"},
+    {"_state", "_skip"},
+    {"_loss_scale", "_value_and_grad"},
+    {"_fixed", "_dynamic"},
+    {"_spec"},
+    {"_loss_scaled"},
+    {"_apply_gradients", "_report"},
+    {"__init__", "flax"},
+]
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = pathlib.Path(jaxscale.__file__).parent
+FILES = sorted(PACKAGE.glob("*.py"))
+PUBLIC = {
+    name: value
+    for name, value in vars(jaxscale).items()
+    if not name.startswith("_") and not inspect.ismodule(value)
+} | {"flax.TrainState": jaxscale.flax.TrainState}
+METHODS = {
+    f"{name}.{method}": function
+    for name, cls in PUBLIC.items()
+    if inspect.isclass(cls) and not hasattr(cls, "_fields")
+    for method, function in vars(cls).items()
+    if method in ("create", "apply_gradients", "update")
+    or method in ("init", "adjust", "get_config", "from_config")
+}
+
+
+def floor(stem):
+    return next(i for i, stems in enumerate(FLOORS) if stem in stems)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_imports_point_down(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert floor(node.module) < floor(file.stem)
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module]
+        third_party = {name.split(".")[0] for name in names} - sys.stdlib_module_names
+        allowed = {"jax", "numpy", "optax"} | ({"flax"} if file.stem == "flax" else set())
+        assert third_party <= allowed
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_files_are_small_and_errors_are_no_asserts(file):
+    tree = ast.parse(file.read_text())
+    assert len(file.read_text().splitlines()) <= 300
+    assert ast.get_docstring(tree)
+    assert not any(isinstance(node, ast.Assert) for node in ast.walk(tree))
+
+
+def test_public_names_are_those_of_the_contract():
+    assert set(PUBLIC) == {
+        "DynamicLossScale",
+        "FixedLossScale",
+        "LossScale",
+        "LossScaleState",
+        "LossScaleStuckError",
+        "LossScaledState",
+        "NoOpLossScale",
+        "all_finite",
+        "apply_gradients",
+        "as_loss_scale",
+        "check",
+        "flax.TrainState",
+        "grad",
+        "loss_scaled",
+        "metrics",
+        "scale",
+        "skip_nonfinite",
+        "tree_where",
+        "unscale",
+        "value_and_grad",
+    }
+    assert jaxscale.LossScaleState._fields == (
+        "loss_scale",
+        "growth_tracker",
+        "hysteresis_tracker",
+    )
+    assert jaxscale.LossScaledState._fields == (
+        "scaling",
+        "inner_state",
+        "grads_finite",
+        "notfinite_count",
+        "total_notfinite",
+        "total_notfinite_loss",
+        "total_steps",
+        "nonfinite_leaves",
+    )
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_objects_have_an_example_that_runs(name):
+    doc = inspect.getdoc(PUBLIC[name])
+    assert "Example:" in doc
+    assert ">>> import jaxscale" in doc or ">>> import jaxscale, jaxscale.flax" in doc
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
+def test_first_line_says_what_comes_back(name):
+    obj = PUBLIC.get(name) or METHODS[name]
+    first, *rest = (inspect.getdoc(getattr(obj, "__func__", obj)) or "").splitlines()
+    assert first.endswith(".")
+    assert not rest or rest[0] == ""
+    assert inspect.isclass(obj) or first.startswith("Returns "), first
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstring_names_every_argument(name):
+    obj = PUBLIC[name]
+    if name in ("LossScale", "LossScaleStuckError", "NoOpLossScale", "flax.TrainState"):
+        return
+    doc = inspect.getdoc(obj)
+    section = "Attributes" if hasattr(obj, "_fields") else "Args"
+    body = re.search(rf"\n{section}:\n((?:  .*\n|\n)*)", doc + "\n").group(1)
+    documented = re.findall(r"^  \*{0,2}(\w+):", body, flags=re.MULTILINE)
+    fields = dataclasses.fields(obj) if dataclasses.is_dataclass(obj) else None
+    expected = [f.name for f in fields] if fields else list(inspect.signature(obj).parameters)
+    assert documented == expected
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_options_are_keyword_only(name):
+    if name == "LossScaleStuckError":  # has the signature of all exceptions: none
+        return
+    for parameter in inspect.signature(PUBLIC[name]).parameters.values():
+        # `loss_scaled(inner, 128)` and the last field of a NamedTuple are the exceptions.
+        if parameter.default is not parameter.empty and parameter.name not in (
+            "loss_scale",
+            "nonfinite_leaves",
+        ):
+            assert parameter.kind is parameter.KEYWORD_ONLY
+
+
+def test_update_takes_the_arguments_of_the_contract():
+    import optax
+
+    update = inspect.signature(jaxscale.loss_scaled(optax.sgd(0.1)).update)
+    assert str(list(update.parameters)) == str(
+        ["updates", "state", "params", "value", "extra_args"]
+    )
+
+
+def test_it_imports_with_its_core_dependencies_alone():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert sorted(re.match(r"\w+", line).group() for line in declared) == [
+        "jax",
+        "jaxlib",
+        "optax",
+    ]
+    code = """
+import sys, optax
+before = set(sys.modules)
+import jaxscale
+added = {name.split(".")[0] for name in set(sys.modules) - before} - {"jaxscale"}
+sys.exit(" ".join(added - set(sys.stdlib_module_names)))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
