@@ -1,0 +1,156 @@
+"""Plants bugs in a copy of the package, one at a time, and checks that the suite goes red.
+
+Run by hand, from the top of the project (about 20 minutes on two cores):
+
+    python tests/mutations.py            # all of them
+    python tests/mutations.py cap scale  # those with one of these words in their name
+
+It prints which test caught each, and exits with 1 if one was not caught.
+"""
+
+import concurrent.futures
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parent.parent
+# The quickest first: a run ends with the first failure.
+TESTS = [
+    f"tests/test_{name}.py"
+    for name in (
+        "policies state tree never user_reports value_and_grad errors report flax compiled"
+        " devices package loss_scaled"
+    ).split()
+]
+
+_KEPT = "lambda avals: (skipped(avals[0], grads), state.inner_state)"
+_INNER = "inner.update(grads, state.inner_state, map_gradients(widen, params), **extra_args)"
+
+# name: (file, what stands there, what is planted instead)
+MUTATIONS = {
+    # how the scale moves
+    "growth one step late": ("_dynamic", "grow = streak >= ", "grow = streak > "),
+    "growth by equality": ("_dynamic", "grow = streak >= ", "grow = streak == "),
+    "no cap": ("_dynamic", "jnp.minimum(scale * self.growth_factor, self.max_scale)", "scale * self.growth_factor"),
+    "no floor": ("_dynamic", "jnp.maximum(scale * self.backoff_factor, self.min_scale)", "scale * self.backoff_factor"),
+    "growth lowers a scale above the cap": ("_dynamic", "grown = jnp.maximum(scale, ", "grown = jnp.maximum(0, "),
+    "backoff raises a scale below the floor": ("_dynamic", "lower = jnp.minimum(scale, ", "lower = jnp.minimum(jnp.inf, "),
+    "backoff does not clear the streak": ("_dynamic", "growth_tracker=jnp.zeros_like(state.growth_tracker)", "growth_tracker=state.growth_tracker"),
+    "growth does not clear the streak": ("_dynamic", "growth_tracker=jnp.where(grow, 0, streak)", "growth_tracker=streak"),
+    "hysteresis never refilled": ("_dynamic", "jnp.where(grow, self.hysteresis, state.hysteresis_tracker)", "state.hysteresis_tracker"),
+    "hysteresis refilled by any finite step": ("_dynamic", "jnp.where(grow, self.hysteresis, state.hysteresis_tracker)", "jnp.full_like(state.hysteresis_tracker, self.hysteresis)"),
+    "hysteresis tolerates one too many": ("_dynamic", "jnp.where(left == 0, lower, scale)", "jnp.where(state.hysteresis_tracker == 0, lower, scale)"),
+    "a ruined scale stays ruined": ("_dynamic", "jnp.where(usable, state.loss_scale, self.init_scale)", "state.loss_scale"),
+    "streak wraps around": ("_dynamic", "jnp.asarray(optax.safe_increment(state.growth_tracker))", "state.growth_tracker + 1"),
+    "growth factor of 1 accepted": ("_dynamic", "if not self.growth_factor > 1", "if not self.growth_factor >= 1"),
+    "backoff factor of 1 accepted": ("_dynamic", "if not 0 < self.backoff_factor < 1", "if not 0 < self.backoff_factor <= 1"),
+    "bounds unchecked": ("_dynamic", "if not self.min_scale <= self.init_scale <= self.max_scale", "if False"),
+    "fixed scale reacts": ("_fixed", "return state, jnp.array(True)", "return state, jnp.array(False)"),
+    "fixed scale below 1 accepted": ("_fixed", "if value < 1", "if value < 0"),
+    "bool passes for a number": ("_checks", "if isinstance(value, bool):  # a bool", "if False:  # a bool"),
+    # states
+    "weakly typed state": ("_state", "loss_scale=jnp.asarray(loss_scale, jnp.float32)", "loss_scale=jnp.asarray(loss_scale)"),
+    "no-op multiplies": ("_value_and_grad", "is_unit = isinstance(state, UnitLossScaleState)", "is_unit = False"),
+    "first of several scales taken": ("_state", "if len(found) == 1:", "if found:"),
+    # gradients
+    "unscaled by another scale": ("_value_and_grad", "else divide(grads, seed)", "else divide(grads, seed * 2)"),
+    "unscaled by the uncapped scale": ("_value_and_grad", "_with_cotangent(loss, seed), (aux, seed)", "_with_cotangent(loss, seed), (aux, state.loss_scale)"),
+    "loss multiplied": ("_value_and_grad", "return _with_cotangent(loss, seed), (aux, seed)", "return loss * seed, (aux, seed)"),
+    "no upcast": ("_tree", "if jnp.finfo(dtype).bits >= 32", "if jnp.finfo(dtype).bits >= 16"),
+    "float64 cut to float32": ("_tree", "if jnp.finfo(dtype).bits >= 32", "if jnp.finfo(dtype).bits == 32"),
+    "no cap for float16": ("_state", "min(info.maxexp - 1, 126)", "126"),
+    "cap at the largest number": ("_state", "2.0 ** min(info.maxexp - 1, 126)", "min(float(info.max), 2.0**126)"),
+    "reciprocal flushes to zero": ("_state", "min(info.maxexp - 1, 126)", "min(info.maxexp - 1, 127)"),
+    "imaginary part dropped": ("_state", "apply_to_leaf(leaf.real), apply_to_leaf(leaf.imag)", "apply_to_leaf(leaf.real), leaf.imag * 0"),
+    "overwrites divided": ("_tree", "_is_inexact(leaf) and OVERWRITE_WITH_GRADIENT not in names", "_is_inexact(leaf)"),
+    "integers scaled": ("_tree", "jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)", "jnp.issubdtype(jnp.result_type(leaf), jnp.number)"),
+    "signature lost": ("_value_and_grad", "    @functools.wraps(fun)\n    def grad_fun", "    def grad_fun"),
+    "keyword arguments lost": ("_value_and_grad", "(loss, (aux, seed)), grads = differentiated(*args, **kwargs)", "(loss, (aux, seed)), grads = differentiated(*args)"),
+    "loss of any shape": ("_value_and_grad", "if shape != () or not", "if not"),
+    # the verdict
+    "verdict from a sum": ("_tree", "jnp.all(jnp.isfinite(leaf))", "jnp.isfinite(jnp.sum(leaf))"),
+    "verdict blind to inf": ("_tree", "jnp.all(jnp.isfinite(leaf))", "~jnp.any(jnp.isnan(leaf))"),
+    "verdict on the first leaf": ("_tree", "finite = finite & jnp.all(jnp.isfinite(leaf))", "return agree(jnp.all(jnp.isfinite(leaf)), axis_name)"),
+    "verdict on the updates": ("_loss_scaled", "jnp.stack([all_finite(grads), ", f"jnp.stack([all_finite({_INNER}[0]), "),
+    "devices do not agree": ("_tree", "if axis_name is None:", "if True:"),
+    "bad loss applied": ("_loss_scaled", "should_apply = grads_finite & loss_finite", "should_apply = grads_finite"),
+    "bad loss lowers the scale": ("_loss_scaled", "scaling=tree_where(loss_finite, scaling, state.scaling)", "scaling=scaling"),
+    "scale does not move": ("_loss_scaled", "scaling=tree_where(loss_finite, scaling, state.scaling)", "scaling=state.scaling"),
+    # the skip
+    "multiply instead of select": ("_tree", "return jax.lax.select(pred, cast(a, dtypes[0]), cast(b, dtypes[0]))", "return (a * pred + b * (1 - pred)).astype(dtypes[0]) if jnp.issubdtype(dtypes[0], jnp.floating) else jax.lax.select(pred, cast(a, dtypes[0]), cast(b, dtypes[0]))"),
+    "selection reversed": ("_tree", "return jax.lax.select(pred, cast(a, dtypes[0]), cast(b, dtypes[0]))", "return jax.lax.select(pred, cast(b, dtypes[0]), cast(a, dtypes[0]))"),
+    "branch reversed": ("_skip", "lambda: step(operand), lambda: kept", "lambda: kept, lambda: step(operand)"),
+    "inner state moves on a skip": ("_loss_scaled", "            inner_state=inner_state,\n            grads_finite", f"            inner_state={_INNER}[1],\n            grads_finite"),
+    "updates of a skip are plus zero": ("_loss_scaled", "jax.lax.full_like(like, -0.0)", "jax.lax.full_like(like, 0.0)"),
+    "raw infs reach the inner step": ("_skip", "taken = step(finite)", "taken = step(operand)"),
+    "compiled when eager": ("_skip", "if not isinstance(pred, Tracer):", "if False:"),
+    "selection on CPU": ("_skip", "cpu=lambda: jax.lax.cond(pred, lambda: step(operand), lambda: kept)", "cpu=lambda: select(step)"),
+    "inner traced twice": ("_skip", "step = jax.jit(step, inline=True)  # traced", "pass  # traced"),
+    "gives up": ("_loss_scaled", "should_apply = grads_finite & loss_finite", "should_apply = (grads_finite & loss_finite) | (state.notfinite_count > 100)"),
+    # the wrapper
+    "moments in half precision": ("_loss_scaled", "inner.init(map_gradients(widen, params))", "inner.init(params)"),
+    "parameters shown in half precision": ("_loss_scaled", "grads, state.inner_state, map_gradients(widen, params), **extra_args\n            )", "grads, state.inner_state, params, **extra_args\n            )"),
+    "weak types kept": ("_loss_scaled", "inner_state=cast_like(inner_state, inner_state)", "inner_state=inner_state"),
+    "extra arguments dropped": ("_loss_scaled", "map_gradients(widen, params), **extra_args\n            )", "map_gradients(widen, params)\n            )"),
+    "value not forwarded": ("_loss_scaled", 'extra_args = {"value": value, **extra_args}', "pass"),
+    "counter wraps around": ("_loss_scaled", "optax.safe_increment(state.notfinite_count)", "state.notfinite_count + 1"),
+    "counter not cleared": ("_loss_scaled", "jnp.where(should_apply, 0, ", "jnp.where(should_apply, state.notfinite_count, "),
+    "total of bad losses lost": ("_loss_scaled", "_count(~loss_finite, state.total_notfinite_loss)", "state.total_notfinite_loss"),
+    "parameters change their dtype": ("_loss_scaled", "return cast_like(wide, params)", "return wide"),
+    # reports and Flax
+    "check one step late": ("_report", 'if counters["notfinite_count"] <= max_consecutive', 'if counters["notfinite_count"] <= max_consecutive + 1'),
+    "check blames the wrong pass": ("_report", 'if counters["total_notfinite_loss"] >= counters["notfinite_count"]', 'if counters["total_notfinite_loss"] < counters["notfinite_count"]'),
+    "step counts attempts": ("flax", 'step = keep("step", self.step + 1, self.step)', "step = self.step + 1"),
+    "replaced fields not kept": ("flax", "for name in kwargs.keys() - always_replace:", "for name in ():"),
+    "no field opted out": ("flax", "for name in kwargs.keys() - always_replace:", "for name in kwargs.keys():"),
+    "overwrites replaced on a skip": ("flax", 'new = keep(f"grads[{OVERWRITE_WITH_GRADIENT!r}]", new, old)', "pass"),
+    "Flax imported by the core": ("__init__", "from ._spec import", "from . import flax as _flax\nfrom ._spec import"),
+}  # fmt: skip
+
+
+def run_suite(folder):
+    """The exit status of the suite in a copy of the project, and the first failure."""
+    command = [sys.executable, "-m", "pytest", "-xqn0", "-p", "no:cacheprovider", *TESTS]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    failures = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return result.returncode, (failures or [result.stdout[-300:]])[0][:110]
+
+
+def copy_project(folder):
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "dist")
+    shutil.copytree(ROOT, folder, ignore=ignored)
+    return folder
+
+
+def try_mutation(name):
+    file, old, new = MUTATIONS[name]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = copy_project(pathlib.Path(temporary) / "copy")
+        path = folder / "jaxscale" / f"{file}.py"
+        text = path.read_text()
+        if text.count(old) != 1:
+            return name, False, f"not planted: {text.count(old)} places in {file}.py match"
+        path.write_text(text.replace(old, new))
+        status, failure = run_suite(folder)
+        return name, status == 1, failure
+
+
+def main(words):
+    names = [name for name in MUTATIONS if not words or any(word in name for word in words)]
+    with tempfile.TemporaryDirectory() as temporary:
+        status, failure = run_suite(copy_project(pathlib.Path(temporary) / "copy"))
+    if status:
+        sys.exit(f"The suite is red before anything is planted: {failure}")
+    caught = 0
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for name, red, failure in pool.map(try_mutation, names):
+            caught += red
+            print(f"{'caught' if red else 'MISSED':7} {name:42} {failure}", flush=True)
+    print(f"{caught} of {len(names)} planted bugs were caught")
+    sys.exit(caught != len(names))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
