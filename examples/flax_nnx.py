@@ -55,10 +55,7 @@ def train_step(model, optimizer, images, labels):
         loss_fn, optimizer.opt_state, transform=nnx.value_and_grad
     )
     loss, grads = value_and_grad(model, images, labels)
-    if hasattr(nnx, "ModelAndOptimizer"):
-        optimizer.update(model, grads, value=loss)
-    else:  # before Flax 0.11 the optimizer holds the model
-        optimizer.update(grads, value=loss)
+    optimizer.update(model, grads, value=loss)
     grads_finite = jaxscale.metrics(optimizer.opt_state)["grads_finite"]
     new_statistics = batch_statistics(model)
     nnx.update(model, jaxscale.tree_where(grads_finite, new_statistics, old_statistics))

@@ -4,7 +4,7 @@ from typing import Any
 
 import optax
 
-from ._loss_scaled import LossScaledTransformation
+from ._loss_scaled import LossScaled
 
 
 def apply_gradients(
@@ -42,8 +42,9 @@ def apply_gradients(
       >>> params
       Array(0.5, dtype=float32)
     """
-    if isinstance(tx, LossScaledTransformation):
-        return tx.apply(grads, opt_state, params, **extra_args)
+    rule = getattr(tx.update, "__self__", None)
+    if isinstance(rule, LossScaled):
+        return rule.apply(grads, opt_state, params, **extra_args)
     tx = optax.with_extra_args_support(tx)
     updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
     return optax.apply_updates(params, updates), opt_state

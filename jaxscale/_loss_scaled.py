@@ -1,5 +1,6 @@
 """The optax wrapper: it never lets a non-finite gradient through, and moves the scale."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ._loss_scale import LossScale
 from ._skip import step_if
 from ._spec import as_loss_scale
 from ._state import LossScaleState
@@ -54,17 +56,6 @@ class LossScaledState(NamedTuple):
     nonfinite_leaves: Any = None
 
 
-class LossScaledTransformation(optax.GradientTransformationExtraArgs):
-    """An ``init`` and an ``update``, and ``apply``: update and apply in one skip."""
-
-    apply: Callable[..., Any]
-
-    def __new__(cls, init: Any, update: Any, apply: Any) -> "LossScaledTransformation":
-        self = super().__new__(cls, init, update)
-        self.apply = apply
-        return self
-
-
 def loss_scaled(
     inner: optax.GradientTransformation,
     loss_scale: Any = "dynamic",
@@ -110,99 +101,8 @@ def loss_scaled(
       >>> print(optax.apply_updates(params, updates)["w"], state.total_notfinite)
       0.5 1
     """
-    inner = _as_transformation(inner)
-    policy = as_loss_scale(loss_scale)
-
-    def init_fn(params: optax.Params) -> LossScaledState:
-        # Of float32 views, as `update` will show them, so that moments keep their dtype;
-        # and strongly typed, as what starts from a Python number is not.
-        inner_state = inner.init(map_gradients(widen, params))
-        return LossScaledState(
-            scaling=policy.init(),
-            inner_state=cast_like(inner_state, inner_state),
-            grads_finite=jnp.array(True),
-            notfinite_count=jnp.array(0, jnp.int32),
-            total_notfinite=jnp.array(0, jnp.int32),
-            total_notfinite_loss=jnp.array(0, jnp.int32),
-            total_steps=jnp.array(0, jnp.int32),
-        )
-
-    def advance(
-        grads: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params | None,
-        value: Any,
-        extra_args: dict[str, Any],
-        finish: Callable[[optax.Updates], Any],
-        skipped: Callable[[Any, optax.Updates], Any],
-    ) -> tuple[Any, LossScaledState]:
-        """Returns ``finish`` of the inner updates, or ``skipped``, and the next state."""
-        grads = map_gradients(widen, grads)
-        # The verdict is on the gradients: inner transformations may hide an inf, as
-        # clipping by value and sign-based updates do. No value at all counts as finite.
-        local = jnp.stack([all_finite(grads), all_finite(value)])
-        grads_finite, loss_finite = agree(local, axis_name)
-        should_apply = grads_finite & loss_finite
-        if value is not None:
-            extra_args = {"value": value, **extra_args}
-
-        def inner_step(grads: optax.Updates) -> tuple[Any, optax.OptState]:
-            updates, inner_state = inner.update(
-                grads, state.inner_state, map_gradients(widen, params), **extra_args
-            )
-            check_same_structure(
-                "`loss_scaled`, whose `inner.update` must keep the structure of its state,",
-                inner_state,
-                state.inner_state,
-            )
-            return finish(updates), cast_like(inner_state, state.inner_state)
-
-        outcome, inner_state = step_if(
-            should_apply,
-            inner_step,
-            grads,
-            lambda avals: (skipped(avals[0], grads), state.inner_state),
-        )
-        scaling = policy.adjust(state.scaling, grads_finite)
-        return outcome, LossScaledState(
-            scaling=tree_where(loss_finite, scaling, state.scaling),
-            inner_state=inner_state,
-            grads_finite=should_apply,
-            notfinite_count=jnp.where(should_apply, 0, optax.safe_increment(state.notfinite_count)),
-            total_notfinite=_count(~should_apply, state.total_notfinite),
-            total_notfinite_loss=_count(~loss_finite, state.total_notfinite_loss),
-            total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
-        )
-
-    def update_fn(
-        updates: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params | None = None,
-        *,
-        value: Any = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, LossScaledState]:
-        def finish(updates: optax.Updates) -> optax.Updates:
-            return updates
-
-        return advance(updates, state, params, value, extra_args, finish, _no_updates)
-
-    def apply_fn(
-        grads: optax.Updates,
-        state: LossScaledState,
-        params: optax.Params,
-        *,
-        value: Any = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Params, LossScaledState]:
-        def finish(updates: optax.Updates) -> optax.Params:
-            # In float32, as promotion has it, then rounded once to the parameters' dtype.
-            wide = optax.apply_updates(map_gradients(widen, params), updates)
-            return cast_like(wide, params)
-
-        return advance(grads, state, params, value, extra_args, finish, lambda *_: params)
-
-    return LossScaledTransformation(init_fn, update_fn, apply_fn)
+    rule = LossScaled(_as_transformation(inner), as_loss_scale(loss_scale), axis_name)
+    return optax.GradientTransformationExtraArgs(rule.init, rule.update)
 
 
 def skip_nonfinite(
@@ -233,6 +133,122 @@ def skip_nonfinite(
       1.0 1
     """
     return loss_scaled(inner, None, axis_name=axis_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaled:
+    """The two functions of :func:`loss_scaled`, and ``apply``: update and apply in one skip."""
+
+    inner: optax.GradientTransformationExtraArgs
+    policy: LossScale
+    axis_name: Any
+
+    def init(self, params: optax.Params) -> LossScaledState:
+        # Of float32 views, as `update` will show them, so that moments keep their dtype;
+        # and strongly typed, as what starts from a Python number is not.
+        inner_state = self.inner.init(map_gradients(widen, params))
+        return LossScaledState(
+            scaling=self.policy.init(),
+            inner_state=cast_like(inner_state, inner_state),
+            grads_finite=jnp.array(True),
+            notfinite_count=jnp.array(0, jnp.int32),
+            total_notfinite=jnp.array(0, jnp.int32),
+            total_notfinite_loss=jnp.array(0, jnp.int32),
+            total_steps=jnp.array(0, jnp.int32),
+        )
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        value: Any = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LossScaledState]:
+        def finish(updates: optax.Updates) -> optax.Updates:
+            return updates
+
+        return self._advance(updates, state, params, value, extra_args, finish, _no_updates)
+
+    def apply(
+        self,
+        grads: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
+        *,
+        value: Any = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Params, LossScaledState]:
+        def finish(updates: optax.Updates) -> optax.Params:
+            # In float32, as promotion has it, then rounded once to the parameters' dtype.
+            return cast_like(optax.apply_updates(map_gradients(widen, params), updates), params)
+
+        def skipped(avals: Any, grads: Any) -> optax.Params:
+            del avals, grads
+            return params
+
+        return self._advance(grads, state, params, value, extra_args, finish, skipped)
+
+    def _advance(
+        self,
+        grads: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        value: Any,
+        extra_args: dict[str, Any],
+        finish: Callable[[optax.Updates], Any],
+        skipped: Callable[[Any, optax.Updates], Any],
+    ) -> tuple[Any, LossScaledState]:
+        """Returns ``finish`` of the inner updates, or ``skipped``, and the next state."""
+        if not isinstance(state, LossScaledState):
+            raise TypeError(
+                "`loss_scaled(...).update(state=...)` must be the `LossScaledState` that `init` "
+                f"or the last step returned, got {type(state).__name__}. The order of arguments "
+                "is (grads, opt_state, params)."
+            )
+        if value is not None and jax.tree.map(jnp.shape, value) != ():
+            raise TypeError(
+                "`loss_scaled(...).update(value=...)` must be the loss, one number, got "
+                f"{jax.tree.map(jnp.shape, value)}. With has_aux=True, pass only the loss."
+            )
+        grads = map_gradients(widen, grads)
+        # The verdict is on the gradients: inner transformations may hide an inf, as
+        # clipping by value and sign-based updates do. No value at all counts as finite.
+        local = jnp.stack([all_finite(grads), all_finite(value)])
+        grads_finite, loss_finite = agree(local, self.axis_name)
+        should_apply = grads_finite & loss_finite
+        if value is not None:
+            extra_args = {"value": value, **extra_args}
+
+        def inner_step(grads: optax.Updates) -> tuple[Any, optax.OptState]:
+            updates, inner_state = self.inner.update(
+                grads, state.inner_state, map_gradients(widen, params), **extra_args
+            )
+            check_same_structure(
+                "`loss_scaled`, whose `inner.update` must keep the structure of its state,",
+                inner_state,
+                state.inner_state,
+            )
+            return finish(updates), cast_like(inner_state, state.inner_state)
+
+        outcome, inner_state = step_if(
+            should_apply,
+            inner_step,
+            grads,
+            lambda avals: (skipped(avals[0], grads), state.inner_state),
+        )
+        scaling = self.policy.adjust(state.scaling, grads_finite)
+        return outcome, LossScaledState(
+            # If the loss is to blame, the scale is not.
+            scaling=tree_where(loss_finite, scaling, state.scaling),
+            inner_state=inner_state,
+            grads_finite=should_apply,
+            notfinite_count=jnp.where(should_apply, 0, optax.safe_increment(state.notfinite_count)),
+            total_notfinite=_count(~should_apply, state.total_notfinite),
+            total_notfinite_loss=_count(~loss_finite, state.total_notfinite_loss),
+            total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
+        )
 
 
 def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:

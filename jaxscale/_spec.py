@@ -38,8 +38,10 @@ def as_loss_scale(spec: Any) -> LossScale:
     if isinstance(spec, numbers.Real) and not isinstance(spec, bool):
         return FixedLossScale(spec)  # pyright: ignore[reportArgumentType]
     error = ValueError if isinstance(spec, str) else TypeError
+    instance = f" Did you mean `{spec.__name__}()`?" if isinstance(spec, type) else ""
     raise error(
         f"`as_loss_scale` got {spec!r} of type {type(spec).__name__}. A loss scale is "
         'given as None (no scaling), a number of at least 1 (fixed), "dynamic", or a '
         "`jaxscale.LossScale` such as `jaxscale.DynamicLossScale(growth_interval=500)`."
+        f"{instance}"
     )

@@ -163,8 +163,20 @@ def find(call: str, tree: Any, matches: Callable[[Any], bool], what: str) -> Any
         )
     raise ValueError(
         f"`{call}` needs a tree with exactly one {what}, got none in {_contents(tree)}. "
-        "Wrap the optimizer, `tx = jaxscale.loss_scaled(tx)`, and pass its state, or pass "
-        "the state of a policy, `jaxscale.DynamicLossScale().init()`."
+        + _way_out(tree)
+    )
+
+
+def _way_out(tree: Any) -> str:
+    if hasattr(tree, "init"):
+        return "It makes states and is none itself: pass what its `init` returned."
+    if hasattr(tree, "opt_state"):
+        return "Pass its `opt_state`."
+    if callable(tree):
+        return "The function to differentiate comes first, the state second."
+    return (
+        "Wrap the optimizer, `tx = jaxscale.loss_scaled(tx)`, and pass the state that "
+        "`tx.init(params)` returned."
     )
 
 
@@ -176,7 +188,7 @@ def _contents(tree: Any, most: int = 8) -> str:
     names = [
         f"{type(node).__name__} at {jax.tree_util.keystr(path)}"
         if path
-        else f"a {type(node).__name__}"
+        else f"the {type(node).__name__}"
         for path, node in nodes
     ]
     more = [f"and {len(names) - most} more"] if len(names) > most else []

@@ -124,7 +124,11 @@ CASES = {
         r"'static'.*\"dynamic\"",
     ),
     "spec array": (lambda: jaxscale.as_loss_scale(jnp.ones(())), TypeError, r"Array.*number"),
-    "spec class": (lambda: jaxscale.as_loss_scale(DYNAMIC), TypeError, r"DynamicLossScale"),
+    "spec class": (
+        lambda: jaxscale.as_loss_scale(DYNAMIC),
+        TypeError,
+        r"mean `DynamicLossScale\(\)`",
+    ),
     "spec in the wrapper": (
         lambda: jaxscale.loss_scaled(optax.sgd(0.1), -1),
         ValueError,
@@ -189,18 +193,28 @@ CASES = {
     "no scale at all": (
         lambda: jaxscale.grad(jnp.sum, None),
         ValueError,
-        r"grad.*none in a NoneType",
+        r"grad.*none in the NoneType",
     ),
     "empty tree": (lambda: jaxscale.grad(jnp.sum, ()), ValueError, r"an empty tree"),
     "a policy": (
         lambda: jaxscale.grad(jnp.sum, DYNAMIC()),
         ValueError,
-        r"none in a DynamicLossScale.*init\(\)",
+        r"none in the DynamicLossScale.*`init`",
     ),
     "several scales": (
         lambda: jaxscale.value_and_grad(jnp.sum, [STATE, {"g": OPT_STATE}]),
         ValueError,
         r"exactly one.*got 2, at \[0\], \[1\]\['g'\]\.scaling",
+    ),
+    "the optimizer": (
+        lambda: jaxscale.value_and_grad(jnp.sum, jaxscale.loss_scaled(optax.sgd(0.1))),
+        ValueError,
+        r"GradientTransformationExtraArgs.*`init`",
+    ),
+    "swapped": (
+        lambda: jaxscale.value_and_grad(STATE, jnp.sum),
+        ValueError,
+        r"function to differentiate comes first",
     ),
     "metrics of nothing": (lambda: jaxscale.metrics(W), ValueError, r"metrics.*none"),
     "check of nothing": (
@@ -254,6 +268,23 @@ CASES = {
         lambda: jaxscale.loss_scaled(optax.adam),
         TypeError,
         r"inner.*optax\.adam",
+    ),
+    "arguments swapped": (
+        lambda: jaxscale.apply_gradients(
+            jaxscale.loss_scaled(optax.sgd(0.1)), W, {"w": W}, OPT_STATE
+        ),
+        TypeError,
+        r"state=.*LossScaledState.*dict.*\(grads, opt_state, params\)",
+    ),
+    "value with aux": (
+        lambda: jaxscale.loss_scaled(optax.sgd(0.1)).update(W, OPT_STATE, W, value=(W[0], W)),
+        TypeError,
+        r"value=.*one number.*\(\(\), \(2,\)\).*has_aux",
+    ),
+    "value is a batch": (
+        lambda: jaxscale.loss_scaled(optax.sgd(0.1)).update(W, OPT_STATE, W, value=W),
+        TypeError,
+        r"value=.*one number.*\(2,\)",
     ),
     # the TrainState
     "unknown field": (

@@ -1,5 +1,6 @@
 """Laws of the optax wrapper, over every policy, every inner optimizer and every way to run."""
 
+import copy
 import functools
 
 import jax
@@ -342,3 +343,21 @@ def test_disable_jit_and_debug_nans_find_nothing_to_complain_of():
     with jax.debug_nans(True):
         tx.update(inf, state, PARAMS)
         jax.block_until_ready(jax.jit(tx.update)(inf, state, PARAMS))
+
+
+def test_the_optimizer_is_an_ordinary_value():
+    # A GradientTransformation is a NamedTuple, so a tree: Flax NNX takes it apart, too.
+    tx = jaxscale.loss_scaled(optax.sgd(0.5))
+    for same in (jax.tree.map(lambda leaf: leaf, tx), copy.deepcopy(tx), tx._replace()):
+        params, _ = jaxscale.apply_gradients(same, jnp.ones(2), same.init(jnp.ones(2)), jnp.ones(2))
+        assert params.tolist() == [0.5, 0.5]
+        assert type(same) is optax.GradientTransformationExtraArgs
+
+
+def test_weakly_typed_parameters_are_stepped_and_kept():
+    tx = jaxscale.loss_scaled(optax.sgd(0.5))
+    params = jnp.asarray(1.0)
+    for transform in (lambda f: f, jax.jit):
+        apply = transform(lambda g, s, p: jaxscale.apply_gradients(tx, g, s, p))
+        assert apply(jnp.asarray(1.0), tx.init(params), params)[0] == 0.5
+        assert apply(jnp.asarray(jnp.nan), tx.init(params), params)[0] == 1

@@ -173,6 +173,6 @@ import sys, optax
 before = set(sys.modules)
 import jaxscale
 added = {name.split(".")[0] for name in set(sys.modules) - before} - {"jaxscale"}
-sys.exit(" ".join(added - set(sys.stdlib_module_names)))
+sys.exit(" ".join(added - set(sys.stdlib_module_names)) or 0)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
