@@ -117,7 +117,7 @@ class DynamicLossScale(LossScale):
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
         # A state may come from elsewhere: a checkpoint of a scaler that had run away.
         usable = jnp.isfinite(state.loss_scale) & (state.loss_scale > 0)
-        scale = jnp.where(usable, state.loss_scale, self.init_scale)
+        scale = jnp.where(usable, state.loss_scale, self.init_scale).astype(jnp.float32)
 
         streak = jnp.asarray(optax.safe_increment(state.growth_tracker))
         grow = streak >= self.growth_interval

@@ -192,6 +192,12 @@ def test_a_policy_of_ones_own():
         jaxscale.LossScale()  # pyright: ignore[reportAbstractUsage]
 
 
+def test_a_scale_set_from_a_python_number_is_strongly_typed_again():
+    policy = jaxscale.DynamicLossScale()
+    state = policy.init()._replace(loss_scale=8.0)
+    assert avals(policy.adjust(state, True)) == avals(policy.init())
+
+
 def test_adjust_is_vmapped_over_states_and_verdicts():
     policy = jaxscale.DynamicLossScale(growth_interval=1)
     states = jax.vmap(lambda _: policy.init())(jnp.arange(2))
