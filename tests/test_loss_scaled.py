@@ -307,6 +307,18 @@ def test_weakly_typed_inner_state_does_not_compile_twice():
     assert update._cache_size() == 1
 
 
+def test_avals_never_change_with_64_bit_numbers_on():
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        params = PARAMS | {"b": jnp.array(0.5, jnp.float64)}
+        for policy in POLICIES.values():
+            tx = jaxscale.loss_scaled(optax.adam(0.1), policy)
+            state = tx.init(params)
+            for grads in (params, spoiled(params, jnp.nan), params):
+                _, new_state = jax.jit(tx.update)(grads, state, params, value=grads["b"])
+                assert avals(new_state) == avals(state)
+                state = new_state
+
+
 def test_chained_link_after_it_is_kept_still():
     tx = optax.chain(jaxscale.loss_scaled(optax.adam(0.1)), optax.scale(0.5))
     state = tx.init(PARAMS)

@@ -174,8 +174,11 @@ def test_every_scale_is_a_power_of_two_where_every_factor_is():
 def test_a_float16_loss_caps_the_scale_where_it_would_always_overflow():
     # The cotangent of a float16 loss is float16: 2**16 is inf on every step.
     state = jaxscale.FixedLossScale(2.0**16).init()
-    loss, grad = jaxscale.value_and_grad(lambda w: w + 0.5, state)(jnp.array(1.5, jnp.float16))
-    assert_same_bits((loss, grad), (jnp.float16(2.0), jnp.float32(1.0)))
+    for slope in (1.0, 1.5):  # 1.5 times the largest float16 would be inf: the cap is 2**15
+        loss, grad = jaxscale.value_and_grad(lambda w, slope=slope: w * slope, state)(
+            jnp.array(2.0, jnp.float16)
+        )
+        assert_same_bits((loss, grad), (jnp.float16(2 * slope), jnp.float32(slope)))
 
 
 def test_equinox_models_with_static_leaves_are_skipped_whole():

@@ -156,9 +156,7 @@ def test_update_takes_the_arguments_of_the_contract():
     import optax
 
     update = inspect.signature(jaxscale.loss_scaled(optax.sgd(0.1)).update)
-    assert str(list(update.parameters)) == str(
-        ["updates", "state", "params", "value", "extra_args"]
-    )
+    assert str(list(update.parameters)) == str(["grads", "state", "params", "value", "extra_args"])
 
 
 def test_it_imports_with_its_core_dependencies_alone():
