@@ -3,6 +3,7 @@
 import copy
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,17 +118,16 @@ def test_init_and_update_agree_on_every_aval(policy, inner):
 @policies
 def test_step_compiles_once_over_growth_and_skip(policy, inner):
     tx = optimizer(policy, inner)
-    traces = []
+    chex.clear_trace_counter()
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def counted_step(params, state, grads):
-        traces.append(None)
         return step(tx, params, state, grads)
 
     params, state = PARAMS, tx.init(PARAMS)
     for grads in MIXED:
         params, state = counted_step(params, state, grads)
-    assert len(traces) == 1
     assert counted_step._cache_size() == 1
 
 

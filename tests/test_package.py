@@ -9,6 +9,9 @@ import subprocess
 import sys
 import tomllib
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import jaxscale
@@ -153,10 +156,31 @@ def test_options_are_keyword_only(name):
 
 
 def test_update_takes_the_arguments_of_the_contract():
-    import optax
-
     update = inspect.signature(jaxscale.loss_scaled(optax.sgd(0.1)).update)
     assert str(list(update.parameters)) == str(["grads", "state", "params", "value", "extra_args"])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+def test_own_code_promotes_nothing_implicitly(dtype):
+    # Under strict promotion, as all tests that do not ask for the other. Of optax' optimizers
+    # few run so; this one does.
+    params = {"w": jnp.ones(3, dtype), "n": jnp.arange(3)}
+    tx = jaxscale.loss_scaled(optax.identity())
+    state = jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    def loss_fn(params):
+        return jnp.sum(jnp.abs(params["w"])).astype(jnp.float32)
+
+    for transform in (lambda f: f, jax.jit):
+        grads = transform(lambda s: jaxscale.grad(loss_fn, s, allow_int=True)(s.params))(state)
+        grads["n"] = jnp.zeros(3, jnp.int32)
+        for factor in (1.0, jnp.nan):
+            bad = grads | {"w": grads["w"] * jnp.asarray(factor, grads["w"].dtype)}
+            updates, _ = transform(tx.update)(bad, state.opt_state, params, value=jnp.float32(1))
+            new = transform(lambda s, g: s.apply_gradients(grads=g))(state, bad)
+            assert new.params["w"].tolist() == ([2] * 3 if factor == 1 else [1] * 3)
+            assert updates["w"].dtype == ("complex64" if dtype == "complex64" else "float32")
+            assert jaxscale.metrics(new)["grads_finite"] == (factor == 1)
 
 
 def test_it_imports_with_its_core_dependencies_alone():
