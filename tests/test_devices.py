@@ -116,6 +116,22 @@ def test_shard_map_over_sharded_parameters_agrees(check, fused):
     assert set(shards(new_state.scaling.loss_scale)) == {2.0**14}
 
 
+def test_pmap_agrees():
+    tx = jaxscale.loss_scaled(optax.adam(0.1), axis_name="data")
+
+    def one_device(params, state, x):
+        return step(tx, params, state, x, lambda tree: jax.lax.pmean(tree, "data"))
+
+    run = jax.pmap(one_device, axis_name="data", devices=DEVICES)
+    params, state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), (PARAMS, tx.init(PARAMS)))
+    x = X.reshape(8, 2, 8)
+    assert run(params, state, x)[1].grads_finite.tolist() == [True] * 8
+    kept, state = run(params, state, x.at[5, 1, 2].set(jnp.inf))
+    assert_same_bits(jax.tree.map(np.asarray, kept), jax.tree.map(np.asarray, params))
+    assert state.total_notfinite.tolist() == [1] * 8
+    assert len(set(state.scaling.loss_scale.tolist())) == 1
+
+
 def test_without_an_axis_name_devices_would_disagree():
     verdicts = jax.shard_map(
         lambda x: jaxscale.all_finite(x)[None], mesh=MESH, in_specs=SHARDED, out_specs=SHARDED
