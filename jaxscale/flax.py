@@ -127,16 +127,19 @@ class TrainState(train_state.TrainState):
             new, old = (tree[OVERWRITE_WITH_GRADIENT] for tree in (grads, self.params))
             new = keep(f"grads[{OVERWRITE_WITH_GRADIENT!r}]", new, old)
             params = type(self.params)({"params": params, OVERWRITE_WITH_GRADIENT: new})
-        for name in kwargs.keys() - always_replace:
-            kwargs[name] = keep(name, kwargs[name], getattr(self, name))
+        # In the order of the call, and not of a set: all hosts must trace one program.
+        replaced = {
+            name: new if name in always_replace else keep(name, new, getattr(self, name))
+            for name, new in kwargs.items()
+        }
         step = keep("step", self.step + 1, self.step)
-        return self.replace(step=step, params=params, opt_state=opt_state, **kwargs)
+        return self.replace(step=step, params=params, opt_state=opt_state, **replaced)
 
     def _check_names(
         self, call: str, kwargs: Mapping[str, Any], always_replace: Collection[str]
     ) -> None:
         fields = set(self.__dataclass_fields__) - {"step", "params", "tx", "opt_state"}
-        for given, names in (("**kwargs", set(kwargs)), ("always_replace=...", always_replace)):
+        for given, names in (("**kwargs", kwargs), ("always_replace=...", always_replace)):
             known = fields if given == "**kwargs" else set(kwargs)
             unknown = sorted(set(names) - known)
             if unknown:

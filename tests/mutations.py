@@ -110,8 +110,8 @@ MUTATIONS = {
     "check one step late": ("_report", 'if counters["notfinite_count"] <= max_consecutive', 'if counters["notfinite_count"] <= max_consecutive + 1'),
     "check blames the wrong pass": ("_report", 'if counters["total_notfinite_loss"] >= counters["notfinite_count"]', 'if counters["total_notfinite_loss"] < counters["notfinite_count"]'),
     "step counts attempts": ("flax", 'step = keep("step", self.step + 1, self.step)', "step = self.step + 1"),
-    "replaced fields not kept": ("flax", "for name in kwargs.keys() - always_replace:", "for name in ():"),
-    "no field opted out": ("flax", "for name in kwargs.keys() - always_replace:", "for name in kwargs.keys():"),
+    "replaced fields not kept": ("flax", "new if name in always_replace else", "new if True else"),
+    "no field opted out": ("flax", "new if name in always_replace else", "new if False else"),
     "overwrites replaced on a skip": ("flax", 'new = keep(f"grads[{OVERWRITE_WITH_GRADIENT!r}]", new, old)', "pass"),
     "Flax imported by the core": ("__init__", "from ._spec import", "from . import flax as _flax\nfrom ._spec import"),
 }  # fmt: skip
