@@ -126,13 +126,13 @@ def test_overwrites_replace_and_are_kept(container):
         apply_fn=None, params=params, tx=jaxscale.loss_scaled(optax.sgd(1.0), 2.0**10)
     )
 
-    def grads(w):
-        return container({"params": {"w": jnp.full(2, w)}, OWG: {"amax": jnp.full(3, 7.0)}})
+    def grads(w, amax):
+        return container({"params": {"w": jnp.full(2, w)}, OWG: {"amax": jnp.full(3, amax)}})
 
-    new = state.apply_gradients(grads=grads(0.5))
+    new = state.apply_gradients(grads=grads(0.5, 7.0))
     assert new.params["params"]["w"].tolist() == [0.5, 0.5]
     assert new.params[OWG]["amax"].tolist() == [7, 7, 7]
-    kept = jax.jit(lambda s: s.apply_gradients(grads=grads(jnp.inf)))(new)
+    kept = jax.jit(lambda s: s.apply_gradients(grads=grads(jnp.inf, 9.0)))(new)
     assert_same_bits(kept.params, new.params)
 
 
