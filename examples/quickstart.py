@@ -129,9 +129,9 @@ def train(dtype, loss_scale, photo, num_steps, show):
         key = jax.random.fold_in(jax.random.key(1), step)
         if step in measured:
             flushed.append(measure(params, opt_state, random_crops(key, photo)))
-        scale = opt_state.scaling.loss_scale
+        scale = jaxscale.metrics(opt_state)["loss_scale"]
         params, opt_state, loss = train_step(params, opt_state, key)
-        history.append((loss, scale, opt_state.grads_finite))
+        history.append((loss, scale, jaxscale.metrics(opt_state)["grads_finite"]))
         show(loss=float(loss))  # waits for the device, which a real loop would rarely do
     losses, scales, applied = (np.array(values) for values in zip(*history, strict=True))
     result = {"params": params, "losses": losses, "scales": scales, "applied": applied}
@@ -146,19 +146,22 @@ def psnr(image, truth):
 def draw(results, images, truth, path):
     """Writes the losses, the scales and the errors of every image to a file."""
     figure = plt.figure(figsize=(12, 7.6), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=[1, 0.95])
-    left, right = upper.subplots(1, 2)
+    rows = figure.add_gridspec(2, 1, height_ratios=[1, 1.05])
+    upper, lower = rows[0].subgridspec(1, 2), rows[1].subgridspec(1, len(images) + 1)
+    left, right = figure.add_subplot(upper[0]), figure.add_subplot(upper[1])
+    scaled = list(results.values())[-1]
+    num_steps = len(scaled["losses"])
+    window = max(1, num_steps // 10)
     styles = [("black", "-", 4), ("#d55e00", "--", 2), ("#56b4e9", "-", 1.6)]  # differ in grey too
     for (name, result), (color, line, width) in zip(results.items(), styles, strict=True):
-        window = max(1, len(result["losses"]) // 10)
         smooth = np.convolve(result["losses"], np.ones(window) / window, "valid")
-        steps = np.arange(window, window + len(smooth))
-        left.plot(steps, smooth, line, color=color, linewidth=width, label=name)
+        left.plot(
+            np.arange(window, num_steps + 1), smooth, line, color=color, linewidth=width, label=name
+        )
     left.set(xlabel="step", ylabel=f"loss, mean of {window} steps", title="Training loss")
     left.legend()
 
-    scaled = list(results.values())[-1]
-    steps = np.arange(1, len(scaled["scales"]) + 1)
+    steps = np.arange(1, num_steps + 1)
     right.step(steps, scaled["scales"], where="mid", color="black", label="loss scale")
     skipped = ~scaled["applied"]
     label = f"skipped step ({skipped.sum()})"
@@ -167,8 +170,8 @@ def draw(results, images, truth, path):
     right.set(xlabel="step", ylabel="loss scale", title=f"Loss scale of {list(results)[-1]}")
     right.legend(loc="lower right")
 
-    lower.suptitle("The test half, and its errors: black is 0, white is 0.06 and more")
-    axes = lower.subplots(1, len(images) + 1)
+    figure.supxlabel("The test half, and the errors: black is 0, white is 0.06 and more")
+    axes = [figure.add_subplot(lower[column]) for column in range(len(images) + 1)]
     axes[0].imshow(truth[0])
     axes[0].set_title("truth", fontsize=9)
     for axis, (name, image) in zip(axes[1:], images.items(), strict=True):
@@ -197,9 +200,9 @@ def main(num_steps=100, picture="quickstart.png"):
 
     images = {"cubic interpolation": interpolate(small)}
     table = Table("run", "final loss", "test PSNR", "flushed to 0", "skipped", "scale")
-    table.add_row(
-        "cubic interpolation", "", f"{psnr(images['cubic interpolation'], held_out):.2f} dB"
-    )
+    cubic = psnr(images["cubic interpolation"], held_out)
+    table.add_row("(cubic alone)", "", f"{cubic:.2f} dB")
+    decibels = float("nan")
     for name, result in results.items():
         images[name] = upscale(result["params"], small)  # in float32, for all three
         loss = np.mean(result["losses"][-max(1, num_steps // 10) :])

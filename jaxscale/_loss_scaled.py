@@ -159,7 +159,7 @@ class LossScaled:
 
     def update(
         self,
-        grads: optax.Updates,
+        updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
         *,
@@ -169,7 +169,7 @@ class LossScaled:
         def finish(updates: optax.Updates) -> optax.Updates:
             return updates
 
-        return self._advance(grads, state, params, value, extra_args, finish, _no_updates)
+        return self._advance(updates, state, params, value, extra_args, finish, _no_updates)
 
     def apply(
         self,

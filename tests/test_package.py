@@ -157,7 +157,9 @@ def test_options_are_keyword_only(name):
 
 def test_update_takes_the_arguments_of_the_contract():
     update = inspect.signature(jaxscale.loss_scaled(optax.sgd(0.1)).update)
-    assert str(list(update.parameters)) == str(["grads", "state", "params", "value", "extra_args"])
+    assert str(list(update.parameters)) == str(
+        ["updates", "state", "params", "value", "extra_args"]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
