@@ -68,7 +68,7 @@ MUTATIONS = {
     "zero gradients poison LogMax": ("_logmax", "tree_where(~grads_finite | (amax > 0), moved, state)", "moved"),
     "LogMax counts overflows in other units": ("_logmax", "jnp.log2(amax), self.log_max)", "jnp.log2(amax), 2.0**self.log_max)"),
     "LogMax sees one device": ("_tree", "return largest if axis_name is None else jax.lax.pmax(largest, axis_name)", "return largest"),
-    "gradients not shown to the policy": ("_loss_scaled", "self.policy.observe(\n            state.scaling, grads, grads_finite, axis_name=self.axis_name\n        )", "self.policy.adjust(state.scaling, grads_finite)"),
+    "gradients not shown to the policy": ("_loss_scaled", "self.policy.observe(state.scaling, grads, grads_finite, axis_name=self.axis_name)", "self.policy.adjust(state.scaling, grads_finite)"),
     "Flax grows one step early": ("_peers_jax", "growth_interval, least=0) + 1", "growth_interval, least=0)"),
     "reciprocal rounded up": ("_peers", "if float(reciprocal) * float(np.float32(value)) > 1", "if False"),
     "tracker not restored": ("_peer_states", "    if tracker:", "    if False:"),
