@@ -49,9 +49,11 @@ def pytest_terminal_summary(terminalreporter):
     if not rows:
         return
     terminalreporter.section("traces replayed")
-    terminalreporter.line(f"{'system':42} {'cases':>6} {'steps':>7}  cases left out or cut short")
+    terminalreporter.line(f"{'system':42} {'cases':>6} {'steps':>7}  left out")
     for system, cases, steps, left_out in sorted(rows):
-        reasons = "; ".join(f"{count}: {reason}" for reason, count in sorted(left_out.items()))
+        reasons = "; ".join(
+            f"{some} cases ({n} steps): {reason}" for reason, (some, n) in sorted(left_out.items())
+        )
         terminalreporter.line(f"{system:42} {cases:6} {steps:7}  {reasons}".rstrip())
     cases, steps = (sum(row[i] for row in rows) for i in (1, 2))
     terminalreporter.line(f"{'all':42} {cases:6} {steps:7}")

@@ -3,21 +3,17 @@
 import collections
 import dataclasses
 import functools
-import gzip
-import json
-import pathlib
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from peers import FIXED_BUT_SKIPPING, FOLDER, SYSTEMS, first_state, load, policy_of
 
 import jaxscale
 from jaxscale import presets
 
-FOLDER = pathlib.Path(__file__).parent / "traces"
 INFO = np.finfo(np.float32)
 
 # Why a case, or what is left of it, is not replayed.
@@ -30,189 +26,12 @@ UNITS = "LogMax after a non-finite step: it counts as 2**log_max"
 GAVE_UP = "optax applied a non-finite gradient"
 
 
-def renamed(**names):
-    """Makes a configuration fit a preset: the names in the traces, and what a peer calls them."""
+class LeftOut(dict):
+    """How many cases, and how many of their steps, are left out for which reason."""
 
-    def rename(config):
-        config = {names.get(name, name): value for name, value in config.items()}
-        return {k: v for k, v in config.items() if k and not k.startswith("start_")}
-
-    return rename
-
-
-def jmp(config):
-    if "kind" in config:
-        return {"loss_scale": config.get("loss_scale")}
-    config = dict(config)
-    # Under `jit` jmp loses its minimum, and 1 takes its place.
-    minimum = 1.0 if config["mode"] == "jit" else config["min"]
-    scale = np.asarray(config.pop("init"), config["scale_dtype"])[()]
-    return {
-        "loss_scale": scale,
-        "min_loss_scale": minimum,
-        "period": config["period"],
-        "factor": config["factor"],
-    }
-
-
-def mpx(config):
-    return {
-        "loss_scaling": np.asarray(config["init"], config["scale_dtype"])[()],
-        "min_loss_scaling": config["min"],
-        "factor": config["factor"],
-        "period": config["period"],
-    }
-
-
-def direct(growth, hysteresis=None, of=lambda count, policy: np.maximum(count, 0)):
-    """The counters of a peer that has the same ones as `LossScaleState`."""
-
-    def expected(counters, policy):
-        yield "growth_tracker", counters[growth]
-        if hysteresis:
-            yield "hysteresis_tracker", of(counters[hysteresis], policy)
-
-    return expected
-
-
-def left(count, policy):
-    """What is left of the tolerated steps where a peer counts those that were."""
-    return np.maximum(policy.hysteresis - count, 0)
-
-
-def since(iteration, last, late=0):
-    """The growth tracker of a peer that remembers the step of its last overflow."""
-
-    def expected(counters, policy):
-        finite = counters[iteration] - counters[last] - 1 - late
-        yield "growth_tracker", np.where(finite < 0, finite, finite % policy.growth_interval)
-
-    return expected
-
-
-def deepspeed(counters, policy):
-    yield from since("cur_iter", "last_overflow_iter", late=1)(counters, policy)
-    # Used up, it stays at 1 there and goes to 0 here; both back off on every such step.
-    used_up = counters["cur_hysteresis"]
-    yield "hysteresis_tracker", lambda tracker: np.maximum(tracker, 1) == used_up
-
-
-def fairseq(counters, policy):
-    yield from since("iter", "last_overflow_iter")(counters, policy)
-    yield "steps_since_change", counters["iter"] - counters["last_rescale_iter"] - 1
-    yield "overflows_since_backoff", counters["overflows_since_rescale"]
-
-
-def backoff(counters, policy):
-    finite = counters["iteration"] - counters["last_overflow_iteration"]
-    # At first it counts from another step, which shows nowhere: the scale is at its maximum.
-    started = counters["last_overflow_iteration"] >= 0
-    growth = finite % policy.growth_interval
-    yield "growth_tracker", lambda tracker: (tracker == growth) | ~started
-
-
-# system: (preset, from the traces' configuration to its arguments, counters)
-SYSTEMS = {
-    "apex_amp_loss_scaler": (presets.apex, renamed(), direct("unskipped")),
-    "apex_fp16_utils_dynamic_loss_scaler": (
-        presets.apex_fp16_utils,
-        renamed(),
-        since("cur_iter", "last_overflow_iter"),
-    ),
-    "apex_update_scale_hysteresis": (
-        presets.apex_hysteresis,
-        renamed(),
-        direct("growth_tracker", "hysteresis_tracker"),
-    ),
-    "colossalai_dynamic_grad_scaler": (
-        presets.colossalai,
-        renamed(),
-        direct("growth_step", "hysteresis_step", left),
-    ),
-    "deepspeed_dynamic_loss_scaler": (presets.deepspeed, renamed(), deepspeed),
-    "fairseq_dynamic_loss_scaler": (presets.fairseq, renamed(), fairseq),
-    "flax_dynamic_scale": (presets.flax, renamed(init="scale"), direct("fin_steps")),
-    "jmp_dynamic_loss_scale": (presets.jmp, jmp, direct("counter")),
-    "keras3_loss_scale_optimizer_jax": (presets.keras, renamed(), direct("step_counter")),
-    "keras3_loss_scale_optimizer_tensorflow": (presets.keras, renamed(), direct("step_counter")),
-    "megatron_dynamic_grad_scaler": (
-        presets.megatron,
-        renamed(),
-        direct("growth_tracker", "hysteresis_tracker"),
-    ),
-    "mindspore_dynamic_loss_scale_manager": (
-        presets.mindspore_manager,
-        renamed(),
-        since("cur_iter", "last_overflow_iter"),
-    ),
-    "mindspore_dynamic_loss_scale_update_cell": (
-        presets.mindspore_cell,
-        renamed(),
-        since("cur_iter", "last_overflow_iter"),
-    ),
-    "mindspore_dynamic_loss_scaler": (presets.mindspore, renamed(), direct("counter")),
-    "mpx_dynamic_loss_scaling": (presets.mpx, mpx, direct("counter")),
-    "openseq2seq_backoff": (presets.openseq2seq_backoff, renamed(), backoff),
-    "paddle_grad_scaler": (
-        presets.paddle,
-        renamed(),
-        direct("incr_count", "decr_count", left),
-    ),
-    "paddle_update_loss_scaling_op": (
-        presets.paddle_op,
-        renamed(),
-        direct("num_good_steps", "num_bad_steps", left),
-    ),
-    "tf1_contrib_exponential_update": (
-        presets.tensorflow_contrib,
-        renamed(kind=None),
-        direct("good_steps", "bad_steps", left),
-    ),
-    "tf_compat_v1_dynamic_loss_scale": (
-        presets.tensorflow,
-        renamed(kind=None),
-        direct("num_good_steps"),
-    ),
-    "tf_keras_loss_scale_optimizer": (presets.tf_keras, renamed(), direct("dynamic_counter")),
-    "torch_grad_scaler": (
-        presets.torch,
-        renamed(unscale_first=None),
-        direct("growth_tracker"),
-    ),
-    "torch_grad_scaler_two_optimizers": (
-        presets.torch,
-        renamed(optimizers=None),
-        direct("growth_tracker"),
-    ),
-}
-# A fixed scale skips nothing by itself, as in TensorFlow; these skip, as `loss_scaled` does.
-FIXED_BUT_SKIPPING = {"tf1_contrib_exponential_update", "jmp_dynamic_loss_scale"}
-
-
-@functools.cache
-def load(system):
-    with gzip.open(FOLDER / f"{system}.json.gz") as file:
-        trace = json.load(file)
-    assert trace["version"]
-    return trace["cases"]
-
-
-def policy_of(system, case):
-    config = case["config"]
-    if "kind" in config:
-        return jaxscale.as_loss_scale(config.get("loss_scale"))
-    make, arguments, _ = SYSTEMS[system]
-    return make(**arguments(config))
-
-
-def first_state(system, case, policy):
-    state = policy.init()
-    start = [value for name, value in case["config"].items() if name.startswith("start_")]
-    if any(start) and isinstance(policy, jaxscale.DynamicLossScale):
-        # What starts counting late has counted so many steps fewer.
-        tracker = jnp.array(start[0] - policy.growth_delay, jnp.int32)
-        state = state._replace(growth_tracker=tracker)
-    return state
+    def add(self, reason, steps):
+        cases, total = self.get(reason, (0, 0))
+        self[reason] = cases + 1, total + steps
 
 
 def normal(scale):
@@ -276,19 +95,19 @@ def gradients(case, steps):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_scale_and_counters_are_those_of_the_peer(system, record_property):
-    cases, left_out = [], collections.Counter()
+    cases, left_out = [], LeftOut()
     for case in load(system):
         policy = policy_of(system, case)
         state = first_state(system, case, policy)
         if state.growth_tracker >= getattr(policy, "growth_interval", 1) and "tf" not in system:
-            left_out[BEYOND] += 1
+            left_out.add(BEYOND, len(case["finite"]))
             continue
         steps = len(case["finite"])
         if "raised" in case["tags"]:
-            left_out[RAISED] += 1
+            left_out.add(RAISED, 0)  # after these steps
         if normal(case["scale"]) <= steps:
-            left_out[NOT_NORMAL] += 1
             steps = normal(case["scale"]) - 1
+            left_out.add(NOT_NORMAL, len(case["finite"]) - steps)
         cases.append((case, policy, state, gradients(case, steps)))
     outcome = replay(*zip(*(case[1:] for case in cases), strict=True))
     for (case, policy, _, grads), (states, applied) in zip(cases, outcome, strict=True):
@@ -312,7 +131,7 @@ def test_scale_and_counters_are_those_of_the_peer(system, record_property):
 
 
 def test_logmax_follows_the_peer_up_to_its_defects(record_property):
-    system, left_out, steps, cases = "openseq2seq_logmax", collections.Counter(), 0, load(LOGMAX)
+    system, left_out, steps, cases = LOGMAX, LeftOut(), 0, load(LOGMAX)
     policies, grads = [], []
     for case in cases:
         config, amax = dict(case["config"]), np.array(case["amax"], np.float32)
@@ -326,7 +145,7 @@ def test_logmax_follows_the_peer_up_to_its_defects(record_property):
         first = {reason: where[0] for reason, where in stops.items() if len(where)}
         if first:
             reason = min(first, key=first.get)
-            left_out[reason] += 1
+            left_out.add(reason, len(amax) - int(first[reason]))
             amax = amax[: first[reason]]
         policies.append(presets.openseq2seq_logmax(**config))
         grads.append(amax)
@@ -346,7 +165,7 @@ def test_logmax_follows_the_peer_up_to_its_defects(record_property):
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("system", ["optax_apply_if_finite", "optax_multisteps_skip_not_finite"])
 def test_steps_are_skipped_as_in_optax(system, record_property):
-    cases, left_out, steps = load(system), collections.Counter(), 0
+    cases, left_out, steps = load(system), LeftOut(), 0
     is_multi = "multisteps" in system
     for every_k in sorted({case["config"].get("every_k", 0) for case in cases}):
         inner = optax.MultiSteps(optax.sgd(-1.0), every_k) if is_multi else optax.scale(1.0)
@@ -368,13 +187,14 @@ def test_steps_are_skipped_as_in_optax(system, record_property):
             n = len(case["finite"])
             want = np.array(case["applied"]) == 1
             gave_up = want & (np.array(case["finite"]) == 0)
-            left_out[GAVE_UP] += int(gave_up.any())
+            if gave_up.any():
+                left_out.add(GAVE_UP, int(gave_up.sum()))
             assert applied[i, :n].tolist() == (want & ~gave_up).tolist(), case["id"]
             for name, counter in case["counters"].items():
                 name = "grads_finite" if name == "last_finite" else name
                 assert getattr(source, name)[i, :n].tolist() == counter[1:], (case["id"], name)
             steps += n - int(gave_up.sum())
-    record_property("replayed", (system, len(cases), steps, dict(+left_out)))
+    record_property("replayed", (system, len(cases), steps, dict(left_out)))
 
 
 def test_every_file_is_replayed():
