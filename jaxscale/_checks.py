@@ -37,18 +37,50 @@ def normal_float32(call: str, name: str, value: Any) -> float:
     return value
 
 
-def positive_int32(call: str, name: str, value: Any) -> int:
-    """Returns ``value`` as a Python int that is at least 1 and fits in an int32."""
-    given = f"`{call}({name}=...)` must be an integer, at least 1, got {value!r}"
+def growth_factor(call: str, name: str, value: Any) -> float:
+    """Returns ``value`` as a float above 1."""
+    value = finite_number(call, name, value)
+    if not value > 1:
+        raise ValueError(
+            f"`{call}({name}=...)` must be above 1, got {value}. It multiplies the scale: "
+            "pass 2.0 to double it, or use `FixedLossScale` for a scale that does not grow."
+        )
+    return value
+
+
+def backoff_factor(call: str, name: str, value: Any) -> float:
+    """Returns ``value`` as a float between 0 and 1."""
+    value = finite_number(call, name, value)
+    if not 0 < value < 1:
+        raise ValueError(
+            f"`{call}({name}=...)` must lie between 0 and 1, got {value}. It multiplies the "
+            "scale: pass 0.5 to halve it."
+        )
+    return value
+
+
+def int32(call: str, name: str, value: Any, least: int = 1) -> int:
+    """Returns ``value`` as a Python int that is at least ``least`` and fits in an int32."""
+    given = f"`{call}({name}=...)` must be an integer, at least {least}, got {value!r}"
     if isinstance(value, bool):
         raise ValueError(f"{given}. It counts steps.")
     try:
         value = operator.index(value)
     except TypeError:
         raise TypeError(f"{given}. It counts steps: pass an int.") from None
-    if not 1 <= value <= jnp.iinfo(jnp.int32).max:
+    if not least <= value <= jnp.iinfo(jnp.int32).max:
         raise ValueError(f"{given}. It is counted in an int32.")
     return value
+
+
+def one_of(call: str, name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """Returns ``value`` if it is one of a few values, of the same type."""
+    for choice in choices:
+        if type(value) is type(choice) and value == choice:
+            return choice
+    raise ValueError(
+        f"`{call}({name}=...)` must be one of {', '.join(map(repr, choices))}, got {value!r}."
+    )
 
 
 def scalar_bool(call: str, name: str, value: Any) -> jax.Array:

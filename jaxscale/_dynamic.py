@@ -1,14 +1,16 @@
 """The policy that moves."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ._checks import finite_number, normal_float32, positive_int32, scalar_bool
+from ._checks import backoff_factor, growth_factor, int32, normal_float32, one_of, scalar_bool
 from ._loss_scale import LossScale
-from ._state import LossScaleState, init_state
+from ._state import LossScaleState, healed, init_state
 from ._tree import tree_where
 
 
@@ -28,6 +30,9 @@ class DynamicLossScale(LossScale):
     scale lies outside of the bounds. The scale is never 0, inf or NaN. As the trackers
     are compared with ``>=``, one restored beyond the interval grows at once.
 
+    The last five arguments change one thing each, for :mod:`jaxscale.presets`, where
+    every loss scaler there is has its own.
+
     Args:
       init_scale: the scale of the first step. The default, 2**15, is the largest power of
         two that float16 holds.
@@ -37,13 +42,24 @@ class DynamicLossScale(LossScale):
       hysteresis: how many non-finite steps it takes to back off.
       min_scale: the scale never backs off below this.
       max_scale: the scale never grows above this.
+      growth_delay: how many finite steps do not count towards growth, at the start and
+        after each non-finite step: the tracker starts from minus this.
+      refill_on_finite: whether each finite step, not only a growth, tolerates
+        ``hysteresis`` non-finite steps anew, so that only those in a row back off.
+      refill_on_backoff: whether a backoff does, so that each takes that many.
+      clip_growth: whether a growth beyond ``max_scale`` ends there. Otherwise the scale
+        stays, which keeps it a power of two below a bound that is none.
+      clamp: when a scale outside of the bounds is brought back. ``"never"``: it moves
+        as said above. ``"moves"``: a growth ends at most at ``max_scale`` and a backoff
+        at least at ``min_scale``, also if that lowers or raises it. ``"steps"``: every
+        step ends between the bounds. With the last two, ``init_scale`` may lie outside.
 
     Keep the three scales and both factors powers of two, as the defaults are: scaling and
     unscaling are then exact.
 
     Raises:
       ValueError: if an argument is out of range, or not
-        ``min_scale <= init_scale <= max_scale``.
+        ``min_scale <= init_scale <= max_scale`` (see ``clamp``).
       TypeError: if an argument is no number, or a count no integer.
 
     Example:
@@ -70,27 +86,30 @@ class DynamicLossScale(LossScale):
     hysteresis: int = 1
     min_scale: float = 1.0
     max_scale: float = 2.0**24
+    growth_delay: int = 0
+    refill_on_finite: bool = False
+    refill_on_backoff: bool = False
+    clip_growth: bool = True
+    clamp: str = "never"
 
     def __post_init__(self) -> None:
         call = type(self).__name__
-        for name in ("init_scale", "min_scale", "max_scale"):
-            object.__setattr__(self, name, normal_float32(call, name, getattr(self, name)))
-        for name in ("growth_factor", "backoff_factor"):
-            object.__setattr__(self, name, finite_number(call, name, getattr(self, name)))
-        for name in ("growth_interval", "hysteresis"):
-            object.__setattr__(self, name, positive_int32(call, name, getattr(self, name)))
-        if not self.growth_factor > 1:
-            raise ValueError(
-                f"`{call}(growth_factor=...)` must be above 1, got {self.growth_factor}. It "
-                "multiplies the scale: pass 2.0 to double it, or use `FixedLossScale` for "
-                "a scale that does not grow."
-            )
-        if not 0 < self.backoff_factor < 1:
-            raise ValueError(
-                f"`{call}(backoff_factor=...)` must lie between 0 and 1, got "
-                f"{self.backoff_factor}. It multiplies the scale: pass 0.5 to halve it."
-            )
-        if not self.min_scale <= self.init_scale <= self.max_scale:
+
+        def check(checked: Callable[..., Any], *names: str, **kwargs: Any) -> None:
+            for name in names:
+                value = checked(call, name, getattr(self, name), **kwargs)
+                object.__setattr__(self, name, value)
+
+        check(normal_float32, "init_scale", "min_scale", "max_scale")
+        check(growth_factor, "growth_factor")
+        check(backoff_factor, "backoff_factor")
+        check(int32, "growth_interval", "hysteresis")
+        check(int32, "growth_delay", least=0)
+        switches = ("refill_on_finite", "refill_on_backoff", "clip_growth")
+        check(one_of, *switches, choices=(False, True))
+        check(one_of, "clamp", choices=("never", "moves", "steps"))
+        inside = self.min_scale <= self.init_scale <= self.max_scale
+        if not (inside or (self.clamp != "never" and self.min_scale <= self.max_scale)):
             raise ValueError(
                 f"`{call}` needs min_scale <= init_scale <= max_scale, got "
                 f"{self.min_scale}, {self.init_scale} and {self.max_scale}."
@@ -98,7 +117,7 @@ class DynamicLossScale(LossScale):
 
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""
-        return init_state(self.init_scale, self.hysteresis)
+        return init_state(self.init_scale, self.hysteresis, -self.growth_delay)
 
     def adjust(self, state: LossScaleState, grads_finite: jax.Array) -> LossScaleState:
         """Returns the state of the next step, for who has the verdict already.
@@ -115,25 +134,32 @@ class DynamicLossScale(LossScale):
         """
         call = f"{type(self).__name__}.adjust"
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
-        # A state may come from elsewhere: a checkpoint of a scaler that had run away.
-        usable = jnp.isfinite(state.loss_scale) & (state.loss_scale > 0)
-        scale = jnp.where(usable, state.loss_scale, self.init_scale).astype(jnp.float32)
+        scale = healed(state.loss_scale, self.init_scale)
 
         streak = jnp.asarray(optax.safe_increment(state.growth_tracker))
         grow = streak >= self.growth_interval
-        grown = jnp.maximum(scale, jnp.minimum(scale * self.growth_factor, self.max_scale))
+        grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
+        if not self.clip_growth:
+            grown = jnp.where(scale * self.growth_factor > self.max_scale, scale, grown)
+        left = jnp.maximum(state.hysteresis_tracker, 1) - 1
+        lower = jnp.maximum(scale * self.backoff_factor, self.min_scale)
+        if self.clamp == "never":
+            grown, lower = jnp.maximum(scale, grown), jnp.minimum(scale, lower)
+
+        refill = grow | self.refill_on_finite
         after_finite = LossScaleState(
             loss_scale=jnp.where(grow, grown, scale),
             growth_tracker=jnp.where(grow, 0, streak),
-            hysteresis_tracker=jnp.where(grow, self.hysteresis, state.hysteresis_tracker),
+            hysteresis_tracker=jnp.where(refill, self.hysteresis, state.hysteresis_tracker),
         )
-
-        left = jnp.maximum(state.hysteresis_tracker, 1) - 1
-        lower = jnp.minimum(scale, jnp.maximum(scale * self.backoff_factor, self.min_scale))
+        refill = (left == 0) & self.refill_on_backoff
         after_nonfinite = LossScaleState(
             loss_scale=jnp.where(left == 0, lower, scale),
-            growth_tracker=jnp.zeros_like(state.growth_tracker),
-            hysteresis_tracker=left,
+            growth_tracker=jnp.full_like(state.growth_tracker, -self.growth_delay),
+            hysteresis_tracker=jnp.where(refill, self.hysteresis, left),
         )
-
-        return tree_where(grads_finite, after_finite, after_nonfinite)
+        after = tree_where(grads_finite, after_finite, after_nonfinite)
+        if self.clamp == "steps":
+            scale = jnp.clip(after.loss_scale, self.min_scale, self.max_scale)
+            after = after._replace(loss_scale=scale)
+        return after

@@ -58,6 +58,26 @@ class LossScale(abc.ABC):
           TypeError: if ``grads_finite`` is not a scalar bool.
         """
 
+    def observe(
+        self, state: Any, grads: Any, grads_finite: jax.Array, *, axis_name: Any = None
+    ) -> Any:
+        """Returns the state of the next step, from the gradients and their verdict.
+
+        What :func:`jaxscale.loss_scaled` calls. A policy that looks at more than the
+        verdict overrides this; for all others it is :meth:`adjust`.
+
+        Args:
+          state: the state of this step.
+          grads: the gradients of this step, unscaled.
+          grads_finite: a ``bool[]``, whether they were finite, on all devices.
+          axis_name: as in :func:`jaxscale.all_finite`.
+
+        Returns:
+          The next state, with the avals of ``state``.
+        """
+        del grads, axis_name
+        return self.adjust(state, grads_finite)
+
     def update(
         self, state: LossScaleState, grads: Any, *, axis_name: Any = None
     ) -> tuple[LossScaleState, jax.Array]:
@@ -73,7 +93,7 @@ class LossScale(abc.ABC):
           ``False``, the gradients are not finite and the step must be skipped.
         """
         grads_finite = all_finite(grads, axis_name=axis_name)
-        return self.adjust(state, grads_finite), grads_finite
+        return self.observe(state, grads, grads_finite, axis_name=axis_name), grads_finite
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments that make this policy again, as JSON types."""

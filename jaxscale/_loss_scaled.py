@@ -238,7 +238,7 @@ class LossScaled:
             grads,
             lambda avals: (skipped(avals[0], grads), state.inner_state),
         )
-        scaling = self.policy.adjust(state.scaling, grads_finite)
+        scaling = self.policy.observe(state.scaling, grads, grads_finite, axis_name=self.axis_name)
         return outcome, LossScaledState(
             # If the loss is to blame, the scale is not.
             scaling=tree_where(loss_finite, scaling, state.scaling),

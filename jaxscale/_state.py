@@ -19,7 +19,8 @@ class LossScaleState(NamedTuple):
 
     Attributes:
       loss_scale: ``f32[]``, what the next loss is scaled by.
-      growth_tracker: ``i32[]``, finite steps in a row that count towards growth.
+      growth_tracker: ``i32[]``, finite steps in a row that count towards growth. Below 0
+        while a policy lets some pass uncounted.
       hysteresis_tracker: ``i32[]``, non-finite steps still tolerated before a backoff.
 
     Example:
@@ -39,13 +40,22 @@ class UnitLossScaleState(LossScaleState):
     __slots__ = ()
 
 
-def init_state(loss_scale: float, hysteresis: int = 0) -> LossScaleState:
+def init_state(loss_scale: float, hysteresis: int = 0, streak: int = 0) -> LossScaleState:
     """Returns a first state, strongly typed so that a step keeps its avals."""
     return LossScaleState(
         loss_scale=jnp.asarray(loss_scale, jnp.float32),
-        growth_tracker=jnp.asarray(0, jnp.int32),
+        growth_tracker=jnp.asarray(streak, jnp.int32),
         hysteresis_tracker=jnp.asarray(hysteresis, jnp.int32),
     )
+
+
+def healed(loss_scale: jax.Array, init_scale: float) -> jax.Array:
+    """Returns a loss scale, or a first one if it is 0, inf or NaN.
+
+    A state may come from elsewhere: a checkpoint of a scaler that had run away.
+    """
+    usable = jnp.isfinite(loss_scale) & (loss_scale > 0)
+    return jnp.where(usable, loss_scale, init_scale).astype(jnp.float32)
 
 
 def scale(state: Any, tree: Any) -> Any:

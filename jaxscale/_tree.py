@@ -99,6 +99,15 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
     return agree(finite, axis_name)
 
 
+def largest(tree: Any, axis_name: Any) -> jax.Array:
+    """Returns the largest magnitude among the gradients in a tree, an ``f32[]``."""
+    largest = jnp.zeros((), jnp.float32)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if _is_gradient(path, leaf) and jnp.size(leaf):
+            largest = jnp.maximum(largest, cast(jnp.max(jnp.abs(leaf)), jnp.float32))
+    return largest if axis_name is None else jax.lax.pmax(largest, axis_name)
+
+
 def tree_where(pred: Any, on_true: Any, on_false: Any) -> Any:
     """Returns ``on_true`` if ``pred`` holds, else ``on_false``, leaf by leaf.
 

@@ -35,3 +35,25 @@ def promotion(request):
         jax.numpy_rank_promotion("allow" if standard else "raise"),
     ):
         yield
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What of the traces was replayed. Under xdist, too: properties travel with the reports."""
+    rows = [
+        value
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if name == "replayed" and report.when == "call"
+    ]
+    if not rows:
+        return
+    terminalreporter.section("traces replayed")
+    terminalreporter.line(f"{'system':42} {'cases':>6} {'steps':>7}  left out")
+    for system, cases, steps, left_out in sorted(rows):
+        reasons = "; ".join(
+            f"{some} cases ({n} steps): {reason}" for reason, (some, n) in sorted(left_out.items())
+        )
+        terminalreporter.line(f"{system:42} {cases:6} {steps:7}  {reasons}".rstrip())
+    cases, steps = (sum(row[i] for row in rows) for i in (1, 2))
+    terminalreporter.line(f"{'all':42} {cases:6} {steps:7}")

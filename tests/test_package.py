@@ -16,18 +16,22 @@ import pytest
 
 import jaxscale
 import jaxscale.flax
+import jaxscale.presets
 
-# A file imports only from lower floors; `__init__` and `flax` are imported by none.
+# A file imports only from lower floors; the last ones are imported by none.
 FLOORS = [
     {"_checks"},
     {"_tree"},
     {"_state", "_skip"},
     {"_loss_scale", "_value_and_grad"},
-    {"_fixed", "_dynamic"},
-    {"_spec"},
+    {"_fixed", "_dynamic", "_tolerance", "_logmax"},
+    {"_spec", "_peers"},
     {"_loss_scaled"},
     {"_apply_gradients", "_report"},
-    {"__init__", "flax"},
+    {"_peers_engines", "_peers_jax", "_peers_mindspore", "_peers_paddle"}
+    | {"_peers_tensorflow", "_peers_torch"},
+    {"_peer_states"},
+    {"__init__", "flax", "presets"},
 ]
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = pathlib.Path(jaxscale.__file__).parent
@@ -37,13 +41,19 @@ PUBLIC = {
     for name, value in vars(jaxscale).items()
     if not name.startswith("_") and not inspect.ismodule(value)
 } | {"flax.TrainState": jaxscale.flax.TrainState}
+PRESETS = {
+    f"presets.{name}": value
+    for name, value in vars(jaxscale.presets).items()
+    if not name.startswith("_")
+}
+ALL = PUBLIC | PRESETS
 METHODS = {
     f"{name}.{method}": function
-    for name, cls in PUBLIC.items()
+    for name, cls in ALL.items()
     if inspect.isclass(cls) and not hasattr(cls, "_fields")
     for method, function in vars(cls).items()
     if method in ("create", "apply_gradients", "update")
-    or method in ("init", "adjust", "get_config", "from_config")
+    or method in ("init", "adjust", "observe", "get_config", "from_config")
 }
 
 
@@ -112,25 +122,25 @@ def test_public_names_are_those_of_the_contract():
     )
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", ALL)
 def test_public_objects_have_an_example_that_runs(name):
-    doc = inspect.getdoc(PUBLIC[name])
+    doc = inspect.getdoc(ALL[name])
     assert "Example:" in doc
-    assert ">>> import jaxscale" in doc or ">>> import jaxscale, jaxscale.flax" in doc
+    assert ">>> import jaxscale" in doc or ">>> from jaxscale import presets" in doc
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
+@pytest.mark.parametrize("name", [*ALL, *METHODS])
 def test_first_line_says_what_comes_back(name):
-    obj = PUBLIC.get(name) or METHODS[name]
+    obj = ALL.get(name) or METHODS[name]
     first, *rest = (inspect.getdoc(getattr(obj, "__func__", obj)) or "").splitlines()
     assert first.endswith(".")
     assert not rest or rest[0] == ""
     assert inspect.isclass(obj) or first.startswith("Returns "), first
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", ALL)
 def test_docstring_names_every_argument(name):
-    obj = PUBLIC[name]
+    obj = ALL[name]
     if name in ("LossScale", "LossScaleStuckError", "NoOpLossScale", "flax.TrainState"):
         return
     doc = inspect.getdoc(obj)
@@ -142,11 +152,11 @@ def test_docstring_names_every_argument(name):
     assert documented == expected
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", ALL)
 def test_options_are_keyword_only(name):
     if name == "LossScaleStuckError":  # has the signature of all exceptions: none
         return
-    for parameter in inspect.signature(PUBLIC[name]).parameters.values():
+    for parameter in inspect.signature(ALL[name]).parameters.values():
         # `loss_scaled(inner, 128)` and the last field of a NamedTuple are the exceptions.
         if parameter.default is not parameter.empty and parameter.name not in (
             "loss_scale",
@@ -196,6 +206,7 @@ def test_it_imports_with_its_core_dependencies_alone():
 import sys, optax
 before = set(sys.modules)
 import jaxscale
+assert "jaxscale.presets" not in sys.modules
 added = {name.split(".")[0] for name in set(sys.modules) - before} - {"jaxscale"}
 sys.exit(" ".join(added - set(sys.stdlib_module_names)) or 0)
 """

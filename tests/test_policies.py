@@ -19,18 +19,27 @@ F32 = np.float32
 def reference(policy, start, steps):
     """The rule of `DynamicLossScale`, as its docstring has it."""
     scale, streak, left = start
-    scale = F32(scale)
+    scale, low, high = F32(scale), F32(policy.min_scale), F32(policy.max_scale)
     for finite in steps:
         if finite:
             streak += 1
+            if policy.refill_on_finite:
+                left = policy.hysteresis
             if streak >= policy.growth_interval:
-                grown = min(scale * F32(policy.growth_factor), F32(policy.max_scale))
-                scale, streak, left = max(scale, grown), 0, policy.hysteresis
+                streak, left = 0, policy.hysteresis
+                grown = scale * F32(policy.growth_factor)
+                if grown > high:
+                    grown = high if policy.clip_growth else scale
+                scale = max(scale, grown) if policy.clamp == "never" else grown
         else:
-            streak, left = 0, max(left - 1, 0)
+            streak, left = -policy.growth_delay, max(left - 1, 0)
             if left == 0:
-                lower = max(scale * F32(policy.backoff_factor), F32(policy.min_scale))
-                scale = min(scale, lower)
+                lower = max(scale * F32(policy.backoff_factor), low)
+                scale = min(scale, lower) if policy.clamp == "never" else lower
+                if policy.refill_on_backoff:
+                    left = policy.hysteresis
+        if policy.clamp == "steps":
+            scale = min(max(scale, low), high)
     return [float(scale), streak, left]
 
 
@@ -41,6 +50,9 @@ def powers(low, high):
 @st.composite
 def dynamic_policies(draw):
     min_scale, init_scale, max_scale = sorted(draw(powers(-20, 30)) for _ in range(3))
+    clamp = draw(st.sampled_from(["never", "moves", "steps"]))
+    if clamp != "never":
+        init_scale = draw(powers(-30, 40))
     return jaxscale.DynamicLossScale(
         init_scale=init_scale,
         growth_factor=draw(st.sampled_from([2.0, 4.0, 2.0**40, 1.5, 3.0])),
@@ -49,6 +61,11 @@ def dynamic_policies(draw):
         hysteresis=draw(st.integers(1, 3)),
         min_scale=min_scale,
         max_scale=max_scale,
+        growth_delay=draw(st.integers(0, 2)),
+        refill_on_finite=draw(st.booleans()),
+        refill_on_backoff=draw(st.booleans()),
+        clip_growth=draw(st.booleans()),
+        clamp=clamp,
     )
 
 
@@ -62,7 +79,7 @@ def replay(policy, state, steps):
 
 @hypothesis.given(dynamic_policies(), st.lists(st.booleans(), min_size=24, max_size=24))
 def test_update_follows_reference(policy, steps):
-    start = policy.init_scale, 0, policy.hysteresis
+    start = policy.init_scale, -policy.growth_delay, policy.hysteresis
     assert replay(policy, policy.init(), steps) == reference(policy, start, steps)
 
 
@@ -80,6 +97,7 @@ def test_update_follows_reference_from_any_restored_state(policy, start, steps):
 
 @hypothesis.given(dynamic_policies(), st.booleans(), powers(-30, 40))
 def test_a_backoff_never_raises_and_a_growth_never_lowers(policy, finite, scale):
+    policy = dataclasses.replace(policy, init_scale=policy.min_scale, clamp="never")
     state = policy.init()._replace(loss_scale=jnp.array(scale, jnp.float32))
     moved = policy.adjust(state, finite).loss_scale
     assert moved >= scale if finite else moved <= scale
@@ -152,7 +170,7 @@ def test_policies_are_plain_values():
     policy = jaxscale.DynamicLossScale(init_scale=np.float32(8), growth_interval=np.int64(3))
     assert policy == jaxscale.DynamicLossScale(init_scale=8, growth_interval=3)
     assert hash(policy) == hash(jaxscale.DynamicLossScale(init_scale=8, growth_interval=3))
-    assert {type(value) for value in policy.get_config().values()} == {float, int}
+    assert {type(value) for value in policy.get_config().values()} == {float, int, bool, str}
     assert jax.tree.leaves(policy) == [policy]
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.init_scale = 1.0  # pyright: ignore[reportAttributeAccessIssue]

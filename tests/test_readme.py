@@ -13,6 +13,7 @@ import pytest
 
 import jaxscale
 import jaxscale.flax
+import jaxscale.presets
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -1,0 +1,75 @@
+"""Every peer's rule under its own argument names, and what the peers saved.
+
+Who comes from another loss scaler keeps the behaviour their run was tuned with:
+``jaxscale.loss_scaled(optimizer, jaxscale.presets.torch(growth_interval=500))``. Each
+function takes the arguments of one peer and returns a policy; its docstring says where
+the rule is from and what differs. The tests replay what the peers did, step by step,
+from the files in ``tests/traces``:
+
+=========================================  ==========================================
+file                                       preset
+=========================================  ==========================================
+apex_amp_loss_scaler                       :func:`apex`
+apex_fp16_utils_dynamic_loss_scaler        :func:`apex_fp16_utils`
+apex_update_scale_hysteresis               :func:`apex_hysteresis`
+colossalai_dynamic_grad_scaler             :func:`colossalai`
+deepspeed_dynamic_loss_scaler              :func:`deepspeed`
+fairseq_dynamic_loss_scaler                :func:`fairseq`
+flax_dynamic_scale                         :func:`flax`
+jmp_dynamic_loss_scale                     :func:`jmp`
+keras3_loss_scale_optimizer_jax            :func:`keras`
+keras3_loss_scale_optimizer_tensorflow     :func:`keras`
+megatron_dynamic_grad_scaler               :func:`megatron`
+mindspore_dynamic_loss_scale_manager       :func:`mindspore_manager`
+mindspore_dynamic_loss_scale_update_cell   :func:`mindspore_cell`
+mindspore_dynamic_loss_scaler              :func:`mindspore`
+mpx_dynamic_loss_scaling                   :func:`mpx`
+openseq2seq_backoff                        :func:`openseq2seq_backoff`
+openseq2seq_logmax                         :func:`openseq2seq_logmax`
+optax_apply_if_finite                      ``jaxscale.skip_nonfinite``
+optax_multisteps_skip_not_finite           ``jaxscale.skip_nonfinite`` of ``MultiSteps``
+paddle_grad_scaler                         :func:`paddle`
+paddle_update_loss_scaling_op              :func:`paddle_op`
+tf1_contrib_exponential_update             :func:`tensorflow_contrib`
+tf_compat_v1_dynamic_loss_scale            :func:`tensorflow`
+tf_keras_loss_scale_optimizer              :func:`tf_keras`
+torch_grad_scaler                          :func:`torch`
+torch_grad_scaler_two_optimizers           :func:`torch`
+=========================================  ==========================================
+
+The functions ``from_...`` read what a peer saved, or a live object of it, and return a
+policy and a state; put the state into ``opt_state._replace(scaling=state)``.
+"""
+
+from ._logmax import LogMaxLossScale as LogMaxLossScale
+from ._logmax import LogMaxState as LogMaxState
+from ._peer_states import from_flax as from_flax
+from ._peer_states import from_jmp as from_jmp
+from ._peer_states import from_keras as from_keras
+from ._peer_states import from_tensorflow as from_tensorflow
+from ._peer_states import from_torch as from_torch
+from ._peer_states import to_torch as to_torch
+from ._peers_engines import colossalai as colossalai
+from ._peers_engines import deepspeed as deepspeed
+from ._peers_engines import fairseq as fairseq
+from ._peers_jax import flax as flax
+from ._peers_jax import jmp as jmp
+from ._peers_jax import mpx as mpx
+from ._peers_mindspore import mindspore as mindspore
+from ._peers_mindspore import mindspore_cell as mindspore_cell
+from ._peers_mindspore import mindspore_manager as mindspore_manager
+from ._peers_paddle import paddle as paddle
+from ._peers_paddle import paddle_op as paddle_op
+from ._peers_tensorflow import keras as keras
+from ._peers_tensorflow import openseq2seq_backoff as openseq2seq_backoff
+from ._peers_tensorflow import openseq2seq_logmax as openseq2seq_logmax
+from ._peers_tensorflow import tensorflow as tensorflow
+from ._peers_tensorflow import tensorflow_contrib as tensorflow_contrib
+from ._peers_tensorflow import tf_keras as tf_keras
+from ._peers_torch import apex as apex
+from ._peers_torch import apex_fp16_utils as apex_fp16_utils
+from ._peers_torch import apex_hysteresis as apex_hysteresis
+from ._peers_torch import megatron as megatron
+from ._peers_torch import torch as torch
+from ._tolerance import ToleranceLossScale as ToleranceLossScale
+from ._tolerance import ToleranceState as ToleranceState

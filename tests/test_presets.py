@@ -1,0 +1,326 @@
+"""The presets: the peers' defaults, what they reject, and what the peers saved."""
+
+import functools
+import inspect
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from tables import avals
+
+import jaxscale
+from jaxscale import presets
+
+# What a peer cannot do without, and what it takes if nothing else is said, as documented.
+REQUIRED = {
+    "tensorflow_contrib": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 1000},
+    "jmp": {"loss_scale": 2.0**15},
+    "mpx": {"loss_scaling": 2.0**15, "min_loss_scaling": 1.0},
+    "mindspore": {"scale_value": 2.0**10, "scale_factor": 2, "scale_window": 50},
+    "mindspore_cell": {"loss_scale_value": 2.0**12, "scale_factor": 2, "scale_window": 1000},
+}
+DEFAULTS = {  # init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale
+    "tensorflow": (2.0**15, 2, 0.5, 2000, 1, 1),
+    "tensorflow_contrib": (2.0**15, 2, 0.8, 1000, 2, 1),
+    "tf_keras": (2.0**15, 2, 0.5, 2000, 1, 1),
+    "keras": (2.0**15, 2, 0.5, 2000, 1, 2.0**-126),
+    "torch": (2.0**16, 2, 0.5, 2000, 1, 2.0**-126),
+    "flax": (2.0**16, 2, 0.5, 2001, 1, 2.0**-126),
+    "jmp": (2.0**15, 2, 0.5, 2000, 1, 1),
+    "mpx": (2.0**15, 2, 0.5, 2000, 1, 1),
+    "apex": (2.0**16, 2, 0.5, 2000, 1, 2.0**-126),
+    "apex_fp16_utils": (2.0**32, 2, 0.5, 1000, 1, 1),
+    "apex_hysteresis": (2.0**16, 2, 0.5, 2000, 1, 2.0**-126),
+    "megatron": (2.0**32, 2, 0.5, 1000, 2, 1),
+    "deepspeed": (2.0**32, 2, 0.5, 1000, 1, 1),
+    "colossalai": (2.0**16, 2, 0.5, 1000, 2, 2.0**-126),
+    "fairseq": (2.0**15, 2, 0.5, 2000, None, 1e-4),
+    "paddle": (2.0**16, 2, 0.5, 2000, 1, 2.0**-126),
+    "paddle_op": (2.0**15, 2, 0.8, 1000, 2, 1),
+    "mindspore": (2.0**10, 2, 0.5, 50, 1, 1),
+    "mindspore_cell": (2.0**12, 2, 0.5, 1000, 1, 1),
+    "mindspore_manager": (2.0**24, 2, 0.5, 2000, 1, 1),
+    "openseq2seq_backoff": (2.0**24, 2, 0.5, 2000, 1, 1),
+    "openseq2seq_logmax": (1, None, None, None, None, 1),
+}
+FIELDS = [
+    "init_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+    "min_scale",
+]
+MAX_SCALES = {"apex": 2.0**24, "mpx": 65504, "openseq2seq_backoff": 2.0**24} | {
+    "openseq2seq_logmax": 2.0**24
+}
+every_preset = pytest.mark.parametrize("name", DEFAULTS)
+
+
+@functools.cache
+def policy_of(name):
+    return getattr(presets, name)(**REQUIRED.get(name, {}))
+
+
+def test_the_presets_are_these():
+    functions = {name for name, value in vars(presets).items() if inspect.isfunction(value)}
+    read_and_written = {"from_torch", "to_torch", "from_tensorflow", "from_keras"}
+    assert functions == {*DEFAULTS, *read_and_written, "from_flax", "from_jmp"}
+
+
+@every_preset
+def test_defaults_are_those_of_the_peer(name):
+    policy = policy_of(name)
+    assert tuple(getattr(policy, field, None) for field in FIELDS) == DEFAULTS[name]
+    assert policy.max_scale == MAX_SCALES.get(name, jnp.finfo(jnp.float32).max)
+
+
+@every_preset
+def test_policies_round_trip_through_json(name):
+    policy = policy_of(name)
+    assert type(policy).from_config(json.loads(json.dumps(policy.get_config()))) == policy
+    assert hash(policy) == hash(policy_of(name))
+
+
+@every_preset
+def test_presets_work_in_a_compiled_step(name):
+    policy = policy_of(name)
+    tx = jaxscale.loss_scaled(optax.sgd(0.5), policy)
+
+    @jax.jit
+    def step(params, state, factor):
+        def loss_fn(params):
+            return jnp.sum(params * factor)
+
+        loss, grads = jaxscale.value_and_grad(loss_fn, state)(params)
+        return jaxscale.apply_gradients(tx, grads, state, params, value=loss)
+
+    params = jnp.ones(2)
+    state = first = tx.init(params)
+    params, state = step(params, state, jnp.float32(2.0**-14))
+    assert params.tolist() == [1 - 2.0**-15] * 2
+    after, state = step(params, state, jnp.float32(jnp.inf))
+    assert after.tolist() == params.tolist()
+    assert avals(state) == avals(first)
+    assert jaxscale.metrics(state)["total_notfinite_loss"] == 1
+    lower = policy.adjust(state.scaling, False).loss_scale
+    assert 0 < lower <= state.scaling.loss_scale
+    assert not policy.update(state.scaling, {"w": jnp.array(jnp.nan)})[1]
+
+
+def test_there_are_scalers_that_do_not_move():
+    assert presets.torch(enabled=False) == jaxscale.NoOpLossScale()
+    assert presets.paddle(enable=False) == jaxscale.NoOpLossScale()
+    assert presets.paddle(
+        init_loss_scaling=8, use_dynamic_loss_scaling=False
+    ) == jaxscale.FixedLossScale(8)
+    assert presets.tf_keras(dynamic=False, initial_scale=8) == jaxscale.FixedLossScale(8)
+
+
+def test_the_dtype_of_a_scale_says_how_far_it_grows():
+    assert presets.jmp(jnp.float16(8)).max_scale == 65504
+    assert presets.jmp(jnp.asarray(8, jnp.bfloat16)).max_scale == float(jnp.finfo("bfloat16").max)
+    assert presets.mpx(jnp.asarray(8, jnp.bfloat16), jnp.float32(1)).max_scale == 65536
+
+
+REJECTED = {
+    "backoff negative": (lambda: presets.torch(backoff_factor=-1), r"presets\.torch\(backoff_factor"),
+    "growth shrinks": (lambda: presets.torch(growth_factor=0.5), r"growth_factor.*above 1.*0\.5"),
+    "interval of 0": (lambda: presets.torch(growth_interval=0), r"presets\.torch\(growth_interval"),
+    "scale of 0": (lambda: presets.torch(init_scale=0.0), r"presets\.torch\(init_scale.*turn into 0"),
+    "multiplier": (lambda: presets.tensorflow(multiplier=0.5), r"tensorflow\(multiplier.*above 1"),
+    "scale inf": (lambda: presets.tensorflow(initial_loss_scale=np.inf), r"initial_loss_scale.*inf"),
+    "period": (lambda: presets.tensorflow(increment_period=-1), r"increment_period.*at least 0"),
+    "steps": (lambda: presets.keras(dynamic_growth_steps=0), r"keras\(dynamic_growth_steps"),
+    "scale NaN": (lambda: presets.keras(initial_scale=np.nan), r"keras\(initial_scale.*nan"),
+    "no dynamic": (lambda: presets.tf_keras(dynamic=False), r"dynamic=False.*initial_scale"),
+    "jmp factor": (lambda: presets.jmp(8, factor=1), r"presets\.jmp\(factor.*above 1"),
+    "jmp minimum": (lambda: presets.jmp(8, min_loss_scale=-1), r"min_loss_scale.*-1"),
+    "mpx scale": (lambda: presets.mpx(0, 1), r"presets\.mpx\(loss_scaling"),
+    "flax backoff": (lambda: presets.flax(backoff_factor=2), r"flax\(backoff_factor.*2\.0"),
+    "paddle ratio": (lambda: presets.paddle(decr_ratio=1.5), r"paddle\(decr_ratio.*1\.5"),
+    "contrib count": (
+        lambda: presets.tensorflow_contrib(
+            init_loss_scale=8, incr_every_n_steps=1, decr_every_n_nan_or_inf=0
+        ),
+        r"decr_every_n_nan_or_inf",
+    ),
+    "megatron hysteresis": (lambda: presets.megatron(hysteresis=0), r"megatron\(hysteresis"),
+    "deepspeed shift": (lambda: presets.deepspeed(delayed_shift=0), r"deepspeed\(delayed_shift"),
+    "fairseq tolerance": (lambda: presets.fairseq(tolerance=2), r"tolerance.*2\.0.*never"),
+    "logmax beta": (lambda: presets.openseq2seq_logmax(beta1=1), r"beta1.*1\.0.*learn nothing"),
+    "bounds": (lambda: presets.openseq2seq_backoff(scale_min=2.0**25), r"min_scale <= init_scale"),
+    "no clamp": (lambda: jaxscale.DynamicLossScale(clamp="always"), r"clamp.*'moves'.*'always'"),
+    "no bool": (lambda: jaxscale.DynamicLossScale(clip_growth=1), r"clip_growth.*True.*got 1"),
+    "no delay": (lambda: jaxscale.DynamicLossScale(growth_delay=-1), r"growth_delay.*least 0.*-1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), REJECTED.values(), ids=REJECTED)
+def test_what_cannot_train_is_rejected(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+TORCH = {
+    "scale": 4096.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 50,
+    "_growth_tracker": 7,
+}
+
+
+def test_a_torch_state_dict_round_trips_and_goes_on():
+    policy, state = presets.from_torch(json.loads(json.dumps(TORCH)))
+    assert policy == presets.torch(init_scale=4096, backoff_factor=0.25, growth_interval=50)
+    assert presets.to_torch(policy, state) == TORCH
+    assert list(presets.to_torch(policy, state)) == list(TORCH)
+    state = policy.adjust(state, True)
+    assert presets.to_torch(policy, state) == TORCH | {"_growth_tracker": 8}
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), policy)
+    opt_state = tx.init(jnp.ones(2))._replace(scaling=state)
+    assert avals(opt_state) == avals(tx.init(jnp.ones(2)))
+
+
+def test_a_disabled_torch_scaler_round_trips():
+    policy, state = presets.from_torch({})
+    assert policy == jaxscale.NoOpLossScale()
+    assert presets.to_torch(policy, state) == {}
+
+
+def test_tensorflow_configs_are_read():
+    config = presets.tensorflow(multiplier=4.0), 2.0**15
+    read = presets.from_tensorflow(
+        {"initial_loss_scale": 2.0**15, "increment_period": 2000, "multiplier": 4.0}
+    )
+    assert (read[0], read[1].loss_scale) == config
+    fixed, state = presets.from_tensorflow({"loss_scale_value": 8.0})
+    assert (fixed, state.loss_scale) == (jaxscale.FixedLossScale(8), 8)
+
+
+def test_keras_configs_are_read():
+    keras_3 = {"name": "loss_scale_optimizer", "learning_rate": 0.0, "inner_optimizer": {}}
+    numbers = {"initial_scale": 16.0, "dynamic_growth_steps": 5}
+    assert presets.from_keras(keras_3 | numbers)[0] == presets.keras(**numbers)
+    tf_keras = {"inner_optimizer": {}, "dynamic": True} | numbers
+    assert presets.from_keras(tf_keras)[0] == presets.tf_keras(**numbers)
+    fixed = {"inner_optimizer": {}, "dynamic": False, "initial_scale": 16.0}
+    assert presets.from_keras(fixed | {"dynamic_growth_steps": None})[0] == jaxscale.FixedLossScale(
+        16
+    )
+    inside = {"initial_loss_scale": 4.0, "increment_period": 3, "multiplier": 2.0}
+    old = {"optimizer": {}, "loss_scale": {"class_name": "DynamicLossScale", "config": inside}}
+    assert presets.from_keras(old)[0] == presets.tensorflow(**inside)
+
+
+@pytest.mark.standard_promotion
+def test_a_live_flax_scaler_is_read():
+    dynamic_scale = pytest.importorskip("flax.training.dynamic_scale")
+    live = dynamic_scale.DynamicScale(growth_interval=2, scale=64.0, minimum_scale=None)
+    for _ in range(2):
+        live, _, _, _ = live.value_and_grad(jnp.square)(jnp.float32(1))
+    policy, state = presets.from_flax(live)
+    assert policy == presets.flax(growth_interval=2, scale=64.0, minimum_scale=None)
+    assert (state.loss_scale, state.growth_tracker) == (64, 2)
+    assert avals(state) == avals(policy.init())
+    assert policy.adjust(state, True).loss_scale == 128
+
+
+@pytest.mark.standard_promotion
+def test_a_live_jmp_scaler_is_read():
+    jmp = pytest.importorskip("jmp")
+    live = jmp.DynamicLossScale(jnp.float32(64), period=3, factor=4, min_loss_scale=jnp.float32(2))
+    policy, state = presets.from_jmp(live.adjust(jnp.array(True)))
+    assert policy == presets.jmp(64.0, period=3, factor=4, min_loss_scale=2.0)
+    assert (state.loss_scale, state.growth_tracker) == (64, 1)
+    fixed, _ = presets.from_jmp(jmp.StaticLossScale(jnp.float32(8)))
+    assert fixed == jaxscale.FixedLossScale(8)
+    assert presets.from_jmp(jmp.NoOpLossScale())[0] == jaxscale.NoOpLossScale()
+
+
+UNREADABLE = {
+    "torch keys": (lambda: presets.from_torch({"scale": 1.0}), ValueError, r"_growth_tracker"),
+    "torch scale 0": (lambda: presets.from_torch(TORCH | {"scale": 0.0}), ValueError, r"init_scale"),
+    "torch hysteresis": (
+        lambda: presets.to_torch(presets.megatron(), presets.megatron().init()),
+        ValueError,
+        r"hysteresis=2",
+    ),
+    "torch logmax": (
+        lambda: presets.to_torch(presets.openseq2seq_logmax(), None),
+        TypeError,
+        r"LogMaxLossScale",
+    ),
+    "torch traced": (
+        lambda: jax.jit(lambda s: presets.to_torch(presets.torch(), s))(presets.torch().init()),
+        TypeError,
+        r"inside `jit`",
+    ),
+    "tensorflow keys": (lambda: presets.from_tensorflow({"period": 3}), ValueError, r"period"),
+    "keras keys": (lambda: presets.from_keras({"dynamic": True}), ValueError, r"initial_scale"),
+    "no flax": (lambda: presets.from_flax(types.SimpleNamespace()), TypeError, r"no growth_factor"),
+    "no jmp": (lambda: presets.from_jmp(3), TypeError, r"no period"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("read", "error", "message"), UNREADABLE.values(), ids=UNREADABLE)
+def test_what_cannot_be_read_says_so(read, error, message):
+    with pytest.raises(error, match=message):
+        read()
+
+
+def test_logmax_learns_from_the_gradients_inside_the_optimizer():
+    policy = presets.openseq2seq_logmax(beta1=0.5)
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), policy)
+    state = tx.init(jnp.zeros(3))
+    for size in (2.0**-4, 2.0**-6):
+        grads = jnp.array([0.0, -size, size / 2], jnp.float32)
+        _, state = tx.update(grads, state)
+    np.testing.assert_allclose(state.scaling.x_hat, -4 * 0.25 - 6 * 0.5, rtol=1e-6)
+    before = state.scaling
+    _, state = tx.update(jnp.zeros(3), state)  # of which there is no logarithm
+    assert state.scaling == before
+    _, state = tx.update(jnp.full(3, jnp.inf), state)
+    np.testing.assert_allclose(state.scaling.x_hat, before.x_hat / 2 + 8, rtol=1e-6)
+    assert 1 <= state.scaling.loss_scale <= 2.0**24
+
+
+def test_logmax_keeps_a_first_scale_through_zeros_and_heals():
+    policy = presets.openseq2seq_logmax()
+    state, _ = policy.update(policy.init(), {"w": jnp.zeros(2)})
+    assert state == policy.init()
+    for bad in (0.0, jnp.nan, jnp.inf):
+        ruined = policy.init()._replace(loss_scale=jnp.array(bad, jnp.float32))
+        for grads in (jnp.zeros(2), jnp.ones(2), jnp.full(2, jnp.nan)):
+            healed, _ = policy.update(ruined, grads)
+            assert 1 <= healed.loss_scale <= 2.0**24
+
+
+def test_devices_agree_on_the_statistics():
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")), ("data",))
+    policy = presets.openseq2seq_logmax(beta1=0.0)
+
+    def update(grads):
+        return policy.update(policy.init(), grads, axis_name="data")[0]
+
+    agreed = jax.shard_map(update, mesh=mesh, in_specs=P("data"), out_specs=P())
+    state = jax.jit(agreed)(2.0 ** -jnp.arange(8.0)[::-1])
+    assert state.x_hat == 0
+
+
+def test_a_rate_tolerates_overflows():
+    policy = presets.fairseq(init_scale=8.0, tolerance=0.5, scale_window=2)
+    state = policy.init()
+    scales = []
+    for finite in [True, False, True, False, False, True, True]:
+        state = policy.adjust(state, finite)
+        scales.append(state.loss_scale.item())
+    assert scales == [8, 4, 4, 2, 1, 1, 2]
+    ruined = state._replace(loss_scale=jnp.array(jnp.nan, jnp.float32))
+    assert policy.adjust(ruined, True).loss_scale == 8

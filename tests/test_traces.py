@@ -1,0 +1,206 @@
+"""What 26 real loss scalers did, step by step, replayed: `traces/FORMAT.md` explains the files."""
+
+import collections
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from peers import FIXED_BUT_SKIPPING, FOLDER, SYSTEMS, first_state, load, policy_of
+
+import jaxscale
+from jaxscale import presets
+
+INFO = np.finfo(np.float32)
+
+# Why a case, or what is left of it, is not replayed.
+NOT_NORMAL = "the peer's scale left the normal float32 numbers"
+RAISED = "the peer raised an error"
+BEYOND = "a counter restored beyond the interval, which grows at once here"
+ZEROS = "LogMax after an all-zero gradient: its scale is NaN for good"
+LOGMAX = "openseq2seq_logmax"
+UNITS = "LogMax after a non-finite step: it counts as 2**log_max"
+GAVE_UP = "optax applied a non-finite gradient"
+
+
+class LeftOut(dict):
+    """How many cases, and how many of their steps, are left out for which reason."""
+
+    def add(self, reason, steps):
+        cases, total = self.get(reason, (0, 0))
+        self[reason] = cases + 1, total + steps
+
+
+def normal(scale):
+    """How many scales are normal float32 numbers, before the first that is none."""
+    scale = np.array(scale, np.float64)
+    good = (scale >= INFO.smallest_normal) & (scale <= INFO.max)
+    return len(scale) if good.all() else int(np.argmin(good))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def scan(signature, numbers, states, grads):
+    """All steps of many policies that differ in their numbers only."""
+    cls, switches, names = signature
+
+    def run(numbers, state, grads):
+        # Past the checks, which want Python numbers: so that many share one program.
+        policy = object.__new__(cls)
+        for name, value in (*switches, *zip(names, numbers, strict=True)):
+            object.__setattr__(policy, name, value)
+
+        def step(state, grad):
+            state, applied = policy.update(state, {"w": grad})
+            return state, (state, applied)
+
+        return jax.lax.scan(step, state, grads)[1]
+
+    return jax.vmap(run)(numbers, states, grads)
+
+
+def replay(policies, states, grads):
+    """Every state and verdict of every case, in few programs."""
+    groups = collections.defaultdict(list)
+    for i, policy in enumerate(policies):
+        fields = dataclasses.asdict(policy)
+        is_switch = {name: isinstance(value, (bool, str)) for name, value in fields.items()}
+        switches = tuple((name, fields[name]) for name in fields if is_switch[name])
+        names = tuple(name for name in fields if not is_switch[name])
+        groups[type(policy), switches, names].append(i)
+    longest = max(map(len, grads))
+    outcome = {}
+    for signature, members in groups.items():
+        numbers = [np.array([getattr(policies[i], name) for i in members]) for name in signature[2]]
+        numbers = [n.astype(np.float32 if n.dtype.kind == "f" else np.int32) for n in numbers]
+        first = jax.tree.map(lambda *leaves: np.stack(leaves), *(states[i] for i in members))
+        padded = np.ones((len(members), longest), np.float32)
+        for row, i in zip(padded, members, strict=True):
+            row[: len(grads[i])] = grads[i]
+        after, applied = jax.tree.map(np.asarray, scan(signature, numbers, first, padded))
+        whole = jax.tree.map(lambda a, b: np.concatenate([a[:, None], b], axis=1), first, after)
+        for row, i in enumerate(members):
+            steps = len(grads[i])
+            states_of_one = jax.tree.map(lambda x, row=row, n=steps: x[row, : n + 1], whole)
+            outcome[i] = states_of_one, applied[row, :steps]
+    return [outcome[i] for i in range(len(policies))]
+
+
+def gradients(case, steps):
+    bad = np.resize([np.inf, -np.inf, np.nan], steps)
+    return np.where(np.array(case["finite"][:steps]) == 1, 1.0, bad).astype(np.float32)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_scale_and_counters_are_those_of_the_peer(system, record_property):
+    cases, left_out = [], LeftOut()
+    for case in load(system):
+        policy = policy_of(system, case)
+        state = first_state(system, case, policy)
+        if state.growth_tracker >= getattr(policy, "growth_interval", 1) and "tf" not in system:
+            left_out.add(BEYOND, len(case["finite"]))
+            continue
+        steps = len(case["finite"])
+        if "raised" in case["tags"]:
+            left_out.add(RAISED, 0)  # after these steps
+        if normal(case["scale"]) <= steps:
+            steps = normal(case["scale"]) - 1
+            left_out.add(NOT_NORMAL, len(case["finite"]) - steps)
+        cases.append((case, policy, state, gradients(case, steps)))
+    outcome = replay(*zip(*(case[1:] for case in cases), strict=True))
+    for (case, policy, _, grads), (states, applied) in zip(cases, outcome, strict=True):
+        steps, where = len(grads), f"{system} {case['id']}"
+        want = np.array(case["scale"][: steps + 1], np.float64).astype(np.float32)
+        changes = np.cumsum(np.diff(want, prepend=want[:1]) != 0)
+        ulps = 2 * changes * ("inexact" in case["tags"])
+        error = np.abs(states.loss_scale - want)
+        assert (error <= ulps * np.spacing(np.minimum(want, 2.0**127))).all(), where
+        skips = case["config"].get("kind") and system in FIXED_BUT_SKIPPING
+        verdict = np.isfinite(grads) if skips else applied
+        assert verdict.tolist() == [bool(a) for a in case["applied"][:steps]], where
+        if not isinstance(policy, (jaxscale.FixedLossScale, jaxscale.NoOpLossScale)):
+            counters = {name: np.array(v[: steps + 1]) for name, v in case["counters"].items()}
+            for name, expected in SYSTEMS[system][2](counters, policy):
+                got = getattr(states, name)
+                same = expected(got) if callable(expected) else got == expected
+                assert np.all(same), f"{where}: {name} {got}"
+    steps = sum(len(grads) for *_, grads in cases)
+    record_property("replayed", (system, len(cases), steps, dict(left_out)))
+
+
+def test_logmax_follows_the_peer_up_to_its_defects(record_property):
+    system, left_out, steps, cases = LOGMAX, LeftOut(), 0, load(LOGMAX)
+    policies, grads = [], []
+    for case in cases:
+        config, amax = dict(case["config"]), np.array(case["amax"], np.float32)
+        amax[np.array(case["has_nan"]) == 1] = np.nan
+        stops = {ZEROS: np.flatnonzero(amax == 0)}
+        if config["log_max"] == 4:
+            # It counts a non-finite step as 2**log_max. That is what 16 means here.
+            config["log_max"] = 16.0
+        else:
+            stops[UNITS] = np.flatnonzero(~np.isfinite(amax))
+        first = {reason: where[0] for reason, where in stops.items() if len(where)}
+        if first:
+            reason = min(first, key=first.get)
+            left_out.add(reason, len(amax) - int(first[reason]))
+            amax = amax[: first[reason]]
+        policies.append(presets.openseq2seq_logmax(**config))
+        grads.append(amax)
+    outcome = replay(policies, [policy.init() for policy in policies], grads)
+    for case, amax, (states, applied) in zip(cases, grads, outcome, strict=True):
+        steps += len(amax)
+        want = np.array(case["scale"][: len(amax) + 1])
+        np.testing.assert_allclose(states.loss_scale, want, rtol=0.02, err_msg=case["id"])
+        assert applied.tolist() == [bool(a) for a in case["applied"][: len(amax)]]
+        for name in states._fields[1:]:
+            want = np.array(case["counters"][name][: len(amax) + 1])
+            got = getattr(states, name)
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=case["id"])
+    record_property("replayed", (system, len(cases), steps, dict(left_out)))
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("system", ["optax_apply_if_finite", "optax_multisteps_skip_not_finite"])
+def test_steps_are_skipped_as_in_optax(system, record_property):
+    cases, left_out, steps = load(system), LeftOut(), 0
+    is_multi = "multisteps" in system
+    for every_k in sorted({case["config"].get("every_k", 0) for case in cases}):
+        inner = optax.MultiSteps(optax.sgd(-1.0), every_k) if is_multi else optax.scale(1.0)
+        tx = jaxscale.skip_nonfinite(inner)
+
+        def step(state, grad, tx=tx):
+            updates, state = tx.update(grad, state)
+            return state, (state, updates != 0)
+
+        group = [case for case in cases if case["config"].get("every_k", 0) == every_k]
+        grads = [gradients(case, len(case["finite"])) for case in group]
+        padded = np.ones((len(group), max(map(len, grads))), np.float32)
+        for row, values in zip(padded, grads, strict=True):
+            row[: len(values)] = values
+        run = jax.vmap(lambda g, tx=tx, step=step: jax.lax.scan(step, tx.init(g[0]), g)[1])
+        states, applied = jax.tree.map(np.asarray, jax.jit(run)(padded))
+        source = states.inner_state if is_multi else states
+        for i, case in enumerate(group):
+            n = len(case["finite"])
+            want = np.array(case["applied"]) == 1
+            gave_up = want & (np.array(case["finite"]) == 0)
+            if gave_up.any():
+                left_out.add(GAVE_UP, int(gave_up.sum()))
+            assert applied[i, :n].tolist() == (want & ~gave_up).tolist(), case["id"]
+            for name, counter in case["counters"].items():
+                name = "grads_finite" if name == "last_finite" else name
+                assert getattr(source, name)[i, :n].tolist() == counter[1:], (case["id"], name)
+            steps += n - int(gave_up.sum())
+    record_property("replayed", (system, len(cases), steps, dict(left_out)))
+
+
+def test_every_file_is_replayed():
+    optax_systems = {"optax_apply_if_finite", "optax_multisteps_skip_not_finite"}
+    files = {path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.json.gz")}
+    assert files == {*SYSTEMS, LOGMAX, *optax_systems}
+    assert len(files) == 26
+    table = set(re.findall(r"^(\w+)  +(?::func|``)", presets.__doc__, flags=re.MULTILINE))
+    assert files == table
