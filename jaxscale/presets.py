@@ -37,6 +37,32 @@ torch_grad_scaler                          :func:`torch`
 torch_grad_scaler_two_optimizers           :func:`torch`
 =========================================  ==========================================
 
+The rule is the peer's; its defects are not. What is not reproduced, each seen in its
+traces or in a test of ``tests/test_never.py`` or ``tests/test_user_reports.py``:
+
+===================================  ==================================================
+peer                                 defect, and where it shows
+===================================  ==================================================
+PyTorch, Keras 3, Paddle             no floor: the scale reaches 0 (tag
+                                     ``subnormal_or_zero``), and NaN is applied
+Keras 3, Megatron-LM, Paddle         no cap: the scale becomes inf and stays (tag
+                                     ``nonfinite_scale``)
+Flax, MPX                            the cap is no power of two: unscaling rounds for ever
+                                     after (``test_every_scale_is_a_power_of_two...``)
+Flax, PyTorch, Keras 3, Apex         a counter restored beyond the interval never grows
+                                     (``test_a_tracker_restored_beyond_the_interval...``)
+jmp                                  the minimum is lost in any ``jit``
+                                     (``test_min_scale_survives_jit``)
+MPX                                  gradients are unscaled by the next scale
+                                     (``test_unscale_uses_forward_scale``)
+DeepSpeed, fairseq, MindSpore        raise at the floor or after many skips, where
+                                     ``jaxscale.check`` does, if it is called
+OpenSeq2Seq's LogMax                 the units of a non-finite step, and NaN after an
+                                     all-zero gradient (see :func:`openseq2seq_logmax`)
+``optax.apply_if_finite``            applies the NaN in the end
+                                     (``test_no_update_is_nan_inf_or_scaled``)
+===================================  ==================================================
+
 The functions ``from_...`` read what a peer saved, or a live object of it, and return a
 policy and a state; put the state into ``opt_state._replace(scaling=state)``.
 """
