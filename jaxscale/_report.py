@@ -123,8 +123,9 @@ def _likely_cause(counters: dict[str, Any]) -> str:
             "the range of its dtype; compute norms, softmax and the loss in float32."
         )
     return (
-        "Either the backward pass makes NaN or inf at any scale (a division by zero, the "
-        "square root of 0, a mask of -inf: run once with `jax_debug_nans`), or the forward "
-        "pass does (pass `value=loss` to `update`, and such steps are told apart), or the "
-        "scale is still on its way down from far too high a start."
+        "If the loss was passed as `value`, it is finite, and the backward pass overflows: at any "
+        "scale (a division by zero, the square root of 0, a mask of -inf: run one step under "
+        "`with jax.disable_jit(), jax.debug_infs(True)`), or because the scale is fixed and too "
+        "high, or still on its way down, or never moves, as `jaxscale.value_and_grad` was called "
+        "outside of the step. If it was not, pass it: a bad forward pass is told apart then."
     )

@@ -364,17 +364,7 @@ def test_optax_multi_steps_mixed_precision(params_dtype, grads_dtype):
 
 def test_keras_serialization():
     """A configuration has the arguments and no more."""
-    assert list(DYNAMIC().get_config()) == [
-        "init_scale",
-        "growth_factor",
-        "backoff_factor",
-        "growth_interval",
-        "hysteresis",
-        "min_scale",
-        "max_scale",
-    ]
-    assert jaxscale.FixedLossScale(8).get_config() == {"loss_scale": 8.0}
-    assert jaxscale.NoOpLossScale().get_config() == {}
+    assert set(DYNAMIC().get_config()) == {field.name for field in dataclasses.fields(DYNAMIC)}
 
 
 def test_keras_deserialization_of_an_older_configuration():

@@ -52,7 +52,7 @@ def test_check_gives_the_numbers_and_blames_the_backward_pass():
     message = str(error.value)
     assert "4 steps in a row were skipped (4 of 4 in all, 0 of them" in message
     assert "the loss scale is 2048.0" in message
-    assert "jax_debug_nans" in message
+    assert "jax.debug_infs(True)" in message
 
 
 def test_check_blames_the_forward_pass_where_the_loss_is_not_finite():
