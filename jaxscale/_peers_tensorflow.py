@@ -171,7 +171,7 @@ def keras(*, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000) -> 
 def openseq2seq_backoff(
     *,
     scale_min: Any = 1.0,
-    scale_max: Any = 2.0**24,
+    scale_max: Any = 2.0**14,
     step_factor: Any = 2.0,
     step_window: int = 2000,
 ) -> DynamicLossScale:
@@ -179,7 +179,8 @@ def openseq2seq_backoff(
 
     It starts at ``scale_max``; after ``step_window`` finite steps in a row it is
     multiplied by ``step_factor``, and a non-finite step divides it, both within the
-    bounds. Source: NVIDIA/OpenSeq2Seq, ``optimizers/automatic_loss_scaler.py``. What
+    bounds. Source: NVIDIA/OpenSeq2Seq at 8681d38,
+    ``optimizers/automatic_loss_scaler.py``; other revisions start at 2**24. What
     differs: there, nothing orders the step counter and its readers, so that a growth may
     come one step late.
 
@@ -197,7 +198,7 @@ def openseq2seq_backoff(
     Example:
       >>> from jaxscale import presets
       >>> presets.openseq2seq_backoff().init_scale
-      16777216.0
+      16384.0
     """
     call = "presets.openseq2seq_backoff"
     return dynamic(
@@ -215,7 +216,7 @@ def openseq2seq_backoff(
 def openseq2seq_logmax(
     *,
     scale_min: Any = 1.0,
-    scale_max: Any = 2.0**24,
+    scale_max: Any = 2.0**14,
     log_max: Any = 16.0,
     beta1: Any = 0.99,
     beta2: Any = 0.999,
@@ -224,7 +225,7 @@ def openseq2seq_logmax(
     """Returns the rule of OpenSeq2Seq's ``LogMaxScaler``.
 
     The scale keeps the largest gradient some standard deviations below 2**16, from moving
-    averages of its logarithm. Source: NVIDIA/OpenSeq2Seq,
+    averages of its logarithm. Source: NVIDIA/OpenSeq2Seq at 8681d38,
     ``optimizers/automatic_loss_scaler.py``. What differs are two defects. There, a non-
     finite step counts as 2**``log_max`` where a binary logarithm is meant, which holds
     the scale at its minimum for many steps; here it counts as ``log_max``. There, one

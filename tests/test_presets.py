@@ -45,7 +45,7 @@ DEFAULTS = {  # init_scale, growth_factor, backoff_factor, growth_interval, hyst
     "mindspore": (2.0**10, 2, 0.5, 50, 1, 1),
     "mindspore_cell": (2.0**12, 2, 0.5, 1000, 1, 1),
     "mindspore_manager": (2.0**24, 2, 0.5, 2000, 1, 1),
-    "openseq2seq_backoff": (2.0**24, 2, 0.5, 2000, 1, 1),
+    "openseq2seq_backoff": (2.0**14, 2, 0.5, 2000, 1, 1),
     "openseq2seq_logmax": (1, None, None, None, None, 1),
 }
 FIELDS = [
@@ -56,8 +56,8 @@ FIELDS = [
     "hysteresis",
     "min_scale",
 ]
-MAX_SCALES = {"apex": 2.0**24, "mpx": 65504, "openseq2seq_backoff": 2.0**24} | {
-    "openseq2seq_logmax": 2.0**24
+MAX_SCALES = {"apex": 2.0**24, "mpx": 65504, "openseq2seq_backoff": 2.0**14} | {
+    "openseq2seq_logmax": 2.0**14
 }
 every_preset = pytest.mark.parametrize("name", DEFAULTS)
 
