@@ -97,7 +97,8 @@ class LossScale(abc.ABC):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments that make this policy again, as JSON types."""
-        return dataclasses.asdict(self)  # pyright: ignore[reportArgumentType]
+        policy: Any = self  # of a subclass, and those are dataclasses
+        return dataclasses.asdict(policy)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:

@@ -36,7 +36,7 @@ def as_loss_scale(spec: Any) -> LossScale:
     if isinstance(spec, str) and spec == "dynamic":
         return DynamicLossScale()
     if isinstance(spec, numbers.Real) and not isinstance(spec, bool):
-        return FixedLossScale(spec)  # pyright: ignore[reportArgumentType]
+        return FixedLossScale(float(spec))
     error = ValueError if isinstance(spec, str) else TypeError
     instance = f" Did you mean `{spec.__name__}()`?" if isinstance(spec, type) else ""
     raise error(

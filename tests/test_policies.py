@@ -173,7 +173,7 @@ def test_policies_are_plain_values():
     assert {type(value) for value in policy.get_config().values()} == {float, int, bool, str}
     assert jax.tree.leaves(policy) == [policy]
     with pytest.raises(dataclasses.FrozenInstanceError):
-        policy.init_scale = 1.0  # pyright: ignore[reportAttributeAccessIssue]
+        policy.init_scale = 1.0
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_policy_of_ones_own():
     assert (state.loss_scale, should_apply) == (32, True)
     assert Halving.from_config(Halving(8.0).get_config()) == Halving(8.0)
     with pytest.raises(TypeError, match="abstract"):
-        jaxscale.LossScale()  # pyright: ignore[reportAbstractUsage]
+        jaxscale.LossScale()
 
 
 def test_a_scale_set_from_a_python_number_is_strongly_typed_again():
