@@ -79,3 +79,22 @@ def test_check_reads_numpy_states_of_a_checkpoint():
     state = jax.tree.map(np.asarray, after(7))
     with pytest.raises(jaxscale.LossScaleStuckError, match="7 steps"):
         jaxscale.check(state, max_consecutive=5)
+
+
+def test_the_advice_finds_where_an_overflow_is_born():
+    @jax.jit
+    def step(w, state):
+        grads = jaxscale.grad(lambda w: jnp.sum(jnp.sqrt(w)), state)(w)
+        updates, state = TX.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    for w in (jnp.ones(3), jnp.zeros(3)):
+        _, state = step(w, TX.init(w))
+        with jax.debug_infs(True):  # inside `jit` the skip hides it
+            step(w, TX.init(w))
+        with jax.disable_jit(), jax.debug_infs(True):
+            if state.grads_finite:
+                step(w, TX.init(w))
+            else:
+                with pytest.raises(FloatingPointError):
+                    step(w, TX.init(w))
