@@ -373,3 +373,27 @@ def test_weakly_typed_parameters_are_stepped_and_kept():
         apply = transform(lambda g, s, p: jaxscale.apply_gradients(tx, g, s, p))
         assert apply(jnp.asarray(1.0), tx.init(params), params)[0] == 0.5
         assert apply(jnp.asarray(jnp.nan), tx.init(params), params)[0] == 1
+
+
+@inners
+def test_the_form_for_accelerators_leaves_no_trace_either(inner, monkeypatch):
+    # Compiled here for the CPU, which otherwise takes the other form.
+    chosen = []
+
+    def platform_dependent(*, cpu, default):
+        del cpu
+        chosen.append(default)
+        return default()
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", platform_dependent)
+    tx = jaxscale.loss_scaled(INNERS[inner], POLICIES["dynamic"])
+    one_step = jax.jit(functools.partial(step, tx))
+    outcomes = []
+    for sequence in (MIXED, GOOD):
+        params, state = PARAMS, tx.init(PARAMS)
+        for grads in sequence:
+            params, state = one_step(params, state, grads)
+        outcomes.append((params, state.inner_state))
+    assert_same_bits(*outcomes)
+    assert avals(state) == avals(tx.init(PARAMS))
+    assert len(chosen) == 1
