@@ -1,12 +1,13 @@
 """Loss scaling for JAX and Optax: train in float16, and never apply a bad step."""
 
+from ._accumulate import MultiStepsState as MultiStepsState
 from ._apply_gradients import apply_gradients as apply_gradients
 from ._dynamic import DynamicLossScale as DynamicLossScale
 from ._fixed import FixedLossScale as FixedLossScale
 from ._fixed import NoOpLossScale as NoOpLossScale
 from ._loss_scale import LossScale as LossScale
-from ._loss_scaled import LossScaledState as LossScaledState
 from ._loss_scaled import loss_scaled as loss_scaled
+from ._loss_scaled import multi_steps as multi_steps
 from ._loss_scaled import skip_nonfinite as skip_nonfinite
 from ._report import LossScaleStuckError as LossScaleStuckError
 from ._report import check as check
@@ -15,6 +16,7 @@ from ._spec import as_loss_scale as as_loss_scale
 from ._state import LossScaleState as LossScaleState
 from ._state import scale as scale
 from ._state import unscale as unscale
+from ._step import LossScaledState as LossScaledState
 from ._tree import all_finite as all_finite
 from ._tree import tree_where as tree_where
 from ._value_and_grad import grad as grad

@@ -4,7 +4,7 @@ from typing import Any
 
 import optax
 
-from ._loss_scaled import LossScaled
+from ._step import LossScaled
 
 
 def apply_gradients(

@@ -1,59 +1,18 @@
-"""The optax wrapper: it never lets a non-finite gradient through, and moves the scale."""
+"""The optax wrappers: they never let a non-finite gradient through."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from ._loss_scale import LossScale
-from ._skip import step_if
+from ._accumulate import NoWindow, Window
+from ._checks import int32, one_of
+from ._fixed import NoOpLossScale
 from ._spec import as_loss_scale
-from ._state import LossScaleState
-from ._tree import (
-    agree,
-    all_finite,
-    cast,
-    cast_like,
-    check_same_structure,
-    map_gradients,
-    tree_where,
-    widen,
-)
-
-
-class LossScaledState(NamedTuple):
-    """What :func:`loss_scaled` carries from one step to the next.
-
-    Attributes:
-      scaling: the state of the loss scale.
-      inner_state: the state of the wrapped transformation.
-      grads_finite: ``bool[]``, whether the last step was applied.
-      notfinite_count: ``i32[]``, steps skipped in a row, up to now.
-      total_notfinite: ``i32[]``, steps skipped since ``init``.
-      total_notfinite_loss: ``i32[]``, those of them whose loss itself was not finite.
-      total_steps: ``i32[]``, steps since ``init``, skipped or not.
-      nonfinite_leaves: ``None``; kept for which leaves the last overflow was in.
-
-    Counters stay at their largest value instead of wrapping around.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> import jaxscale
-      >>> jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.zeros(2)).total_steps
-      Array(0, dtype=int32)
-    """
-
-    scaling: LossScaleState
-    inner_state: optax.OptState
-    grads_finite: jax.Array  # bool[]
-    notfinite_count: jax.Array  # i32[]
-    total_notfinite: jax.Array  # i32[]
-    total_notfinite_loss: jax.Array  # i32[]
-    total_steps: jax.Array  # i32[]
-    nonfinite_leaves: Any = None
+from ._step import LossScaled
 
 
 def loss_scaled(
@@ -101,8 +60,16 @@ def loss_scaled(
       >>> print(optax.apply_updates(params, updates)["w"], state.total_notfinite)
       0.5 1
     """
-    rule = LossScaled(_as_transformation(inner), as_loss_scale(loss_scale), axis_name)
-    return optax.GradientTransformationExtraArgs(rule.init, rule.update)
+    rule = _rule(inner)
+    if rule.policy != NoOpLossScale():
+        raise TypeError(
+            f"`loss_scaled(inner)`: `inner` is one already, with a {type(rule.policy).__name__}. "
+            "Two skips of one step cannot agree: wrap once, outermost."
+        )
+    axis_name = rule.axis_name if axis_name is None else axis_name
+    return _transformation(
+        dataclasses.replace(rule, policy=as_loss_scale(loss_scale), axis_name=axis_name)
+    )
 
 
 def skip_nonfinite(
@@ -135,123 +102,89 @@ def skip_nonfinite(
     return loss_scaled(inner, None, axis_name=axis_name)
 
 
-@dataclasses.dataclass(frozen=True)
-class LossScaled:
-    """The two functions of :func:`loss_scaled`, and ``apply``: update and apply in one skip."""
+def multi_steps(
+    inner: optax.GradientTransformation,
+    every_k_schedule: int | Callable[[jax.Array], Any],
+    *,
+    drop: str = "micro_batch",
+    growth_unit: str = "optimizer_step",
+) -> optax.GradientTransformationExtraArgs:
+    """Returns a transformation that steps once for several micro-batches.
 
-    inner: optax.GradientTransformationExtraArgs
-    policy: LossScale
-    axis_name: Any
+    What ``optax.MultiSteps`` does, but so that a non-finite micro-batch cannot ruin it:
+    gradients are summed in float32 or wider, and only those that are finite. It goes inside
+    of :func:`loss_scaled` or around it, which is the same; on its own it skips as
+    :func:`skip_nonfinite` does. (An ``optax.MultiSteps`` goes inside only: around, its
+    accumulator never recovers from an overflow.)
 
-    def init(self, params: optax.Params) -> LossScaledState:
-        # Of float32 views, as `update` will show them, so that moments keep their dtype;
-        # and strongly typed, as what starts from a Python number is not.
-        inner_state = self.inner.init(map_gradients(widen, params))
-        return LossScaledState(
-            scaling=self.policy.init(),
-            inner_state=cast_like(inner_state, inner_state),
-            grads_finite=jnp.array(True),
-            notfinite_count=jnp.array(0, jnp.int32),
-            total_notfinite=jnp.array(0, jnp.int32),
-            total_notfinite_loss=jnp.array(0, jnp.int32),
-            total_steps=jnp.array(0, jnp.int32),
+    Each micro-batch takes one ``update``, with its own loss as ``value``. Until the window
+    is full the updates are zero; then ``inner`` sees the mean gradients, and as ``value``
+    the mean loss, of those that counted. A non-finite micro-batch lowers the loss scale at
+    once, so that the rest of its window has a chance.
+
+    Args:
+      inner: the transformation to wrap, or a :func:`loss_scaled` one.
+      every_k_schedule: how many micro-batches make a window: an integer, or a function of
+        the number of steps made so far, an ``i32[]``, as a schedule.
+      drop: what a non-finite micro-batch costs. ``"micro_batch"``: itself; the step is
+        made from those that are left, if there are any. ``"window"``: all of its window;
+        the optimizer makes no step.
+      growth_unit: what the loss scale counts towards its growth: ``"optimizer_step"`` or
+        ``"micro_batch"``.
+
+    Returns:
+      A :class:`optax.GradientTransformationExtraArgs` as :func:`loss_scaled` returns it.
+      The ``inner_state`` of its state is a :class:`jaxscale.MultiStepsState`, and its
+      counters count micro-batches.
+
+    Raises:
+      TypeError: if ``inner`` is no gradient transformation or has a window already, or if
+        ``every_k_schedule`` is neither an integer nor a function.
+      ValueError: if an argument is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.sgd(1.0)), 3)
+      >>> params = jnp.array(0.0)
+      >>> state = tx.init(params)
+      >>> for grad in [1.0, jnp.inf, 3.0]:  # the mean of those that count is 2
+      ...     updates, state = tx.update(jnp.array(grad), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> print(params, state.total_notfinite, state.scaling.loss_scale)
+      -2.0 1 16384.0
+    """
+    rule = _rule(inner)
+    if isinstance(rule.window, Window):
+        raise TypeError(
+            "`multi_steps(inner)`: `inner` has a window already. For windows of windows make "
+            "one that is longer."
         )
-
-    def update(
-        self,
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        *,
-        value: Any = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, LossScaledState]:
-        def finish(updates: optax.Updates) -> optax.Updates:
-            return updates
-
-        return self._advance(updates, state, params, value, extra_args, finish, _no_updates)
-
-    def apply(
-        self,
-        grads: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params,
-        *,
-        value: Any = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Params, LossScaledState]:
-        def finish(updates: optax.Updates) -> optax.Params:
-            # In float32, as promotion has it, then rounded once to the parameters' dtype.
-            return cast_like(optax.apply_updates(map_gradients(widen, params), updates), params)
-
-        def skipped(avals: Any, grads: Any) -> optax.Params:
-            del avals, grads
-            return params
-
-        return self._advance(grads, state, params, value, extra_args, finish, skipped)
-
-    def _advance(
-        self,
-        grads: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None,
-        value: Any,
-        extra_args: dict[str, Any],
-        finish: Callable[[optax.Updates], Any],
-        skipped: Callable[[Any, optax.Updates], Any],
-    ) -> tuple[Any, LossScaledState]:
-        """Returns ``finish`` of the inner updates, or ``skipped``, and the next state."""
-        if not isinstance(state, LossScaledState):
-            raise TypeError(
-                "`loss_scaled(...).update(state=...)` must be the `LossScaledState` that `init` "
-                f"or the last step returned, got {type(state).__name__}. The order of arguments "
-                "is (grads, opt_state, params)."
-            )
-        if value is not None and jax.tree.map(jnp.shape, value) != ():
-            raise TypeError(
-                "`loss_scaled(...).update(value=...)` must be the loss, one number, got "
-                f"{jax.tree.map(jnp.shape, value)}. With has_aux=True, pass only the loss."
-            )
-        grads = map_gradients(widen, grads)
-        # The verdict is on the gradients: inner transformations may hide an inf, as
-        # clipping by value and sign-based updates do. No value at all counts as finite.
-        local = jnp.stack([all_finite(grads), all_finite(value)])
-        grads_finite, loss_finite = agree(local, self.axis_name)
-        should_apply = grads_finite & loss_finite
-        if value is not None:
-            extra_args = {"value": value, **extra_args}
-
-        def inner_step(grads: optax.Updates) -> tuple[Any, optax.OptState]:
-            updates, inner_state = self.inner.update(
-                grads, state.inner_state, map_gradients(widen, params), **extra_args
-            )
-            check_same_structure(
-                "`loss_scaled`, whose `inner.update` must keep the structure of its state,",
-                inner_state,
-                state.inner_state,
-            )
-            return finish(updates), cast_like(inner_state, state.inner_state)
-
-        outcome, inner_state = step_if(
-            should_apply,
-            inner_step,
-            grads,
-            lambda avals: (skipped(avals[0], grads), state.inner_state),
-        )
-        scaling = self.policy.observe(state.scaling, grads, grads_finite, axis_name=self.axis_name)
-        return outcome, LossScaledState(
-            # If the loss is to blame, the scale is not.
-            scaling=tree_where(loss_finite, scaling, state.scaling),
-            inner_state=inner_state,
-            grads_finite=should_apply,
-            notfinite_count=jnp.where(should_apply, 0, optax.safe_increment(state.notfinite_count)),
-            total_notfinite=_count(~should_apply, state.total_notfinite),
-            total_notfinite_loss=_count(~loss_finite, state.total_notfinite_loss),
-            total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
-        )
+    if not callable(every_k_schedule):
+        length = int32("multi_steps", "every_k_schedule", every_k_schedule)
+        every_k_schedule = functools.partial(_constant, length)
+    window = Window(
+        every_k_schedule,
+        one_of("multi_steps", "drop", drop, ("micro_batch", "window")),
+        one_of("multi_steps", "growth_unit", growth_unit, ("optimizer_step", "micro_batch")),
+    )
+    return _transformation(dataclasses.replace(rule, window=window))
 
 
-def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+def _constant(length: int, step: jax.Array) -> int:
+    del step
+    return length
+
+
+def _transformation(rule: LossScaled) -> optax.GradientTransformationExtraArgs:
+    return optax.GradientTransformationExtraArgs(rule.init, rule.update)
+
+
+def _rule(inner: Any) -> LossScaled:
+    """Returns the rule of a transformation that a wrapper made, or a first one."""
+    rule = getattr(getattr(inner, "update", None), "__self__", None)
+    if isinstance(rule, LossScaled):
+        return rule
     if isinstance(inner, optax.MultiSteps):  # has `init` and `update`, but is none itself
         inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):
@@ -259,19 +192,4 @@ def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
             "`loss_scaled(inner)` must be an `optax.GradientTransformation`, got "
             f"{inner!r}. Pass an optimizer such as `optax.adam(1e-3)`."
         )
-    return optax.with_extra_args_support(inner)
-
-
-def _count(event: jax.Array, counter: jax.Array) -> jax.Array:
-    return jnp.where(event, optax.safe_increment(counter), counter)
-
-
-def _no_updates(avals: optax.Updates, grads: optax.Updates) -> optax.Updates:
-    def no_update(aval: Any, grad: Any) -> jax.Array:
-        # Minus zero: adding it keeps the bits of every number, whereas -0.0 + 0.0 is 0.0.
-        # The selection folds to that constant, with the type that an update has on a mesh:
-        # that of its gradient. A bare constant varies along no axis of a `shard_map`.
-        like = cast(grad, aval.dtype)
-        return jax.lax.select(jnp.zeros((), jnp.bool_), like, jax.lax.full_like(like, -0.0))
-
-    return jax.tree.map(no_update, avals, grads)
+    return LossScaled(optax.with_extra_args_support(inner), NoOpLossScale(), None, NoWindow())

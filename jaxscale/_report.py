@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._loss_scaled import LossScaledState
+from ._accumulate import MultiStepsState
 from ._state import find, find_scaling
+from ._step import LossScaledState
 
 
 class LossScaleStuckError(RuntimeError):
@@ -31,6 +32,10 @@ _COUNTERS = (
 )
 
 
+# What `multi_steps` counts besides.
+_WINDOW_COUNTERS = ("mini_step", "gradient_step")
+
+
 def _is_loss_scaled(node: Any) -> bool:
     return isinstance(node, LossScaledState)
 
@@ -48,7 +53,8 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
       A dictionary of scalar arrays: ``loss_scale`` and the trackers of the policy and, if
       there is an optimizer state, ``grads_finite``, ``notfinite_count``,
       ``total_notfinite``, ``total_notfinite_loss`` and ``total_steps``, as explained in
-      :class:`jaxscale.LossScaledState`.
+      :class:`jaxscale.LossScaledState`. Under :func:`jaxscale.multi_steps` these count
+      micro-batches, and ``mini_step`` and ``gradient_step`` come with them.
 
     Raises:
       ValueError: if ``tree`` holds no such state, or several.
@@ -64,6 +70,9 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
     for node in jax.tree.leaves(tree, is_leaf=_is_loss_scaled):
         if _is_loss_scaled(node):
             values |= {name: jnp.asarray(getattr(node, name)) for name in _COUNTERS}
+            if isinstance(node.inner_state, MultiStepsState):
+                window = node.inner_state
+                values |= {name: jnp.asarray(getattr(window, name)) for name in _WINDOW_COUNTERS}
     return values
 
 

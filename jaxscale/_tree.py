@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from ._checks import scalar_bool
 
@@ -35,6 +36,13 @@ def map_gradients(fun: Callable[[Any], Any], tree: Any) -> Any:
     """Returns ``tree`` with ``fun`` applied to the leaves that are gradients."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: fun(leaf) if _is_gradient(path, leaf) else leaf, tree
+    )
+
+
+def only_gradients(tree: Any) -> Any:
+    """Returns a tree with ``optax.MaskedNode()`` in place of leaves that are no gradients."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if _is_gradient(path, leaf) else optax.MaskedNode(), tree
     )
 
 

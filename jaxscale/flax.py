@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax.training import train_state
 
 from ._apply_gradients import apply_gradients
-from ._loss_scaled import LossScaledState
 from ._state import find
+from ._step import LossScaledState, stepped
 from ._tree import OVERWRITE_WITH_GRADIENT, cast_like, select
 
 
@@ -20,7 +20,8 @@ class TrainState(train_state.TrainState):
     - ``tx`` is a :func:`jaxscale.loss_scaled` optimizer, and its verdict holds for all
       fields: on a skipped step batch statistics, moving averages and every other field
       given to :meth:`apply_gradients` keep their old values;
-    - ``step`` counts the steps that were applied, as optax's schedules and moments do.
+    - ``step`` counts the steps that were applied, as optax's schedules and moments do:
+      under :func:`jaxscale.multi_steps` not the micro-batches, but the optimizer's steps.
       The steps that were tried are ``jaxscale.metrics(state)["total_steps"]``.
 
     Example:
@@ -118,7 +119,8 @@ class TrainState(train_state.TrainState):
             value=value,
             **(extra_args or {}),
         )
-        verdict = _find_verdict(call, opt_state).grads_finite
+        before, after = (_find_verdict(call, tree) for tree in (self.opt_state, opt_state))
+        verdict = after.grads_finite
 
         def keep(name: str, new: Any, old: Any) -> Any:
             return select(f"{call}({name}=...)", verdict, new, old)
@@ -132,7 +134,7 @@ class TrainState(train_state.TrainState):
             name: new if name in always_replace else keep(name, new, getattr(self, name))
             for name, new in kwargs.items()
         }
-        step = keep("step", self.step + 1, self.step)
+        step = select(call, stepped(before, after), self.step + 1, self.step)
         return self.replace(step=step, params=params, opt_state=opt_state, **replaced)
 
     def _check_names(

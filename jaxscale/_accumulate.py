@@ -1,0 +1,160 @@
+"""The mean of the gradients of several micro-batches, of those that count."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ._tree import cast, only_gradients
+
+
+class MultiStepsState(NamedTuple):
+    """What :func:`jaxscale.multi_steps` carries from one micro-batch to the next.
+
+    The names are those of ``optax.MultiStepsState``.
+
+    Attributes:
+      mini_step: ``i32[]``, micro-batches of this window so far, dropped ones included.
+      gradient_step: ``i32[]``, optimizer steps made so far.
+      counted: ``i32[]``, micro-batches of this window that are in ``acc_grads``.
+      acc_grads: the sum of their gradients, divided by the length of the window; in
+        float32 or wider, with the structure of the parameters.
+      acc_value: ``f32[]``, the same of their losses, 0 if none was passed as ``value``.
+      inner_opt_state: the state of the wrapped transformation.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> tx = jaxscale.multi_steps(optax.sgd(0.1), 4)
+      >>> tx.init(jnp.zeros(2)).inner_state.mini_step
+      Array(0, dtype=int32)
+    """
+
+    mini_step: jax.Array  # i32[]
+    gradient_step: jax.Array  # i32[]
+    counted: jax.Array  # i32[]
+    acc_grads: Any
+    acc_value: jax.Array  # f32[]
+    inner_opt_state: optax.OptState
+
+
+@dataclasses.dataclass(frozen=True)
+class NoWindow:
+    """Each batch is a step of the optimizer. The null object of :class:`Window`."""
+
+    growth_unit: str = "micro_batch"
+
+    def init(self, params: Any, inner_state: optax.OptState) -> Any:
+        del params
+        return inner_state
+
+    def add(self, state: Any, grads: Any, value: Any, counts: jax.Array) -> tuple[Any, jax.Array]:
+        del grads, value
+        return state, counts
+
+    def operand(self, state: Any, grads: Any) -> tuple[optax.OptState, Any]:
+        return state, grads
+
+    def mean(self, state: Any, operand: Any, grads: Any, value: Any) -> tuple[Any, Any]:
+        del state, grads
+        return operand, value
+
+    def turn(self, state: Any, inner_state: optax.OptState, stepped: jax.Array) -> Any:
+        del state, stepped
+        return inner_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """How many micro-batches make a step of the optimizer, and what a bad one costs."""
+
+    length: Callable[[jax.Array], Any]  # of the steps made so far
+    drop: str  # "micro_batch" or "window"
+    growth_unit: str  # "optimizer_step" or "micro_batch"
+
+    def init(self, params: Any, inner_state: optax.OptState) -> MultiStepsState:
+        """Returns an empty window."""
+        zero = jnp.zeros((), jnp.int32)
+        acc_grads = jax.tree.map(jnp.zeros_like, only_gradients(params))
+        acc_value = jnp.zeros((), jnp.float32)
+        return MultiStepsState(zero, zero, zero, acc_grads, acc_value, inner_state)
+
+    def add(
+        self, state: Any, grads: Any, value: Any, counts: jax.Array
+    ) -> tuple[MultiStepsState, jax.Array]:
+        """Returns the window with one more micro-batch, and whether a step is due."""
+        if not isinstance(state, MultiStepsState):
+            raise TypeError(
+                "`multi_steps(...).update(state=...)` must be a state that its `init` or the last "
+                f"step returned, got one with a {type(state).__name__} for its window. Call "
+                "`init` of the optimizer that `multi_steps` returned."
+            )
+        length = self._length(state)
+
+        def add_leaf(acc: Any, leaf: Any) -> Any:
+            if _is_absent(acc):
+                return acc
+            # Divided first, so that no sum of finite numbers overflows; exact where the
+            # length is a power of two. Selected, as what does not count may be NaN.
+            return jnp.where(counts, acc + cast(leaf, acc.dtype) / length.astype(acc.dtype), acc)
+
+        state = state._replace(
+            mini_step=jnp.asarray(optax.safe_increment(state.mini_step)),
+            counted=state.counted + counts.astype(jnp.int32),
+            acc_grads=jax.tree.map(add_leaf, state.acc_grads, grads, is_leaf=_is_absent),
+            acc_value=add_leaf(state.acc_value, 0.0 if value is None else value),
+        )
+        whole = state.counted == state.mini_step if self.drop == "window" else state.counted > 0
+        return state, (state.mini_step >= length) & whole
+
+    def operand(self, state: MultiStepsState, grads: Any) -> tuple[optax.OptState, Any]:
+        """Returns the optimizer's state, and what its gradients are made of."""
+        del grads
+        return state.inner_opt_state, state.acc_grads
+
+    def mean(
+        self, state: MultiStepsState, operand: Any, grads: Any, value: Any
+    ) -> tuple[Any, jax.Array]:
+        """Returns the mean gradients and loss of the micro-batches that counted.
+
+        Leaves that are no gradients have no mean: they are those of ``grads``.
+        """
+        del value
+        counted = jnp.maximum(state.counted, 1).astype(jnp.float32)
+        ratio = self._length(state).astype(jnp.float32) / counted
+
+        def mean_leaf(acc: Any, grad: Any) -> Any:
+            return grad if _is_absent(acc) else acc * ratio.astype(acc.dtype)
+
+        return (
+            jax.tree.map(mean_leaf, operand, grads, is_leaf=_is_absent),
+            state.acc_value * ratio,
+        )
+
+    def turn(
+        self, state: MultiStepsState, inner_state: optax.OptState, stepped: jax.Array
+    ) -> MultiStepsState:
+        """Returns the window after a step of the optimizer or none, emptied if it is full."""
+        full = state.mini_step >= self._length(state)
+        return MultiStepsState(
+            mini_step=jnp.where(full, 0, state.mini_step),
+            gradient_step=jnp.where(
+                stepped, optax.safe_increment(state.gradient_step), state.gradient_step
+            ),
+            counted=jnp.where(full, 0, state.counted),
+            acc_grads=jax.tree.map(
+                lambda acc: jnp.where(full, jnp.zeros_like(acc), acc), state.acc_grads
+            ),
+            acc_value=jnp.where(full, 0.0, state.acc_value),
+            inner_opt_state=inner_state,
+        )
+
+    def _length(self, state: MultiStepsState) -> jax.Array:
+        return jnp.asarray(self.length(state.gradient_step), jnp.int32)
+
+
+def _is_absent(leaf: Any) -> bool:
+    return isinstance(leaf, optax.MaskedNode)

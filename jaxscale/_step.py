@@ -1,0 +1,215 @@
+"""One step of an optimizer under a loss scale: what it keeps, and how it advances."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ._accumulate import MultiStepsState, NoWindow, Window
+from ._loss_scale import LossScale
+from ._skip import step_if
+from ._state import LossScaleState
+from ._tree import (
+    agree,
+    all_finite,
+    cast,
+    cast_like,
+    check_same_structure,
+    map_gradients,
+    tree_where,
+    widen,
+)
+
+
+class LossScaledState(NamedTuple):
+    """What :func:`loss_scaled` carries from one step to the next.
+
+    Attributes:
+      scaling: the state of the loss scale.
+      inner_state: the state of the wrapped transformation; inside a ``MultiStepsState``
+        if gradients are accumulated by :func:`multi_steps`.
+      grads_finite: ``bool[]``, whether the last step was applied, or the last
+        micro-batch counted.
+      notfinite_count: ``i32[]``, steps skipped in a row, up to now.
+      total_notfinite: ``i32[]``, steps skipped since ``init``.
+      total_notfinite_loss: ``i32[]``, those of them whose loss itself was not finite.
+      total_steps: ``i32[]``, steps since ``init``, skipped or not.
+      nonfinite_leaves: ``None``; kept for which leaves the last overflow was in.
+
+    Counters stay at their largest value instead of wrapping around.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.zeros(2)).total_steps
+      Array(0, dtype=int32)
+    """
+
+    scaling: LossScaleState
+    inner_state: optax.OptState
+    grads_finite: jax.Array  # bool[]
+    notfinite_count: jax.Array  # i32[]
+    total_notfinite: jax.Array  # i32[]
+    total_notfinite_loss: jax.Array  # i32[]
+    total_steps: jax.Array  # i32[]
+    nonfinite_leaves: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaled:
+    """The two functions of the wrappers, and ``apply``: update and apply in one skip."""
+
+    inner: optax.GradientTransformationExtraArgs
+    policy: LossScale
+    axis_name: Any
+    window: NoWindow | Window
+
+    def init(self, params: optax.Params) -> LossScaledState:
+        # Of float32 views, as `update` will show them, so that moments keep their dtype;
+        # and strongly typed, as what starts from a Python number is not.
+        params = map_gradients(widen, params)
+        inner_state = self.inner.init(params)
+        _check_not_nested(inner_state)
+        inner_state = self.window.init(params, cast_like(inner_state, inner_state))
+        return LossScaledState(
+            scaling=self.policy.init(),
+            inner_state=inner_state,
+            grads_finite=jnp.array(True),
+            notfinite_count=jnp.array(0, jnp.int32),
+            total_notfinite=jnp.array(0, jnp.int32),
+            total_notfinite_loss=jnp.array(0, jnp.int32),
+            total_steps=jnp.array(0, jnp.int32),
+        )
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        value: Any = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LossScaledState]:
+        def finish(updates: optax.Updates) -> optax.Updates:
+            return updates
+
+        return self._advance(updates, state, params, value, extra_args, finish, _no_updates)
+
+    def apply(
+        self,
+        grads: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
+        *,
+        value: Any = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Params, LossScaledState]:
+        def finish(updates: optax.Updates) -> optax.Params:
+            # In float32, as promotion has it, then rounded once to the parameters' dtype.
+            return cast_like(optax.apply_updates(map_gradients(widen, params), updates), params)
+
+        def skipped(avals: Any, grads: Any) -> optax.Params:
+            del avals, grads
+            return params
+
+        return self._advance(grads, state, params, value, extra_args, finish, skipped)
+
+    def _advance(
+        self,
+        grads: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None,
+        value: Any,
+        extra_args: dict[str, Any],
+        finish: Callable[[optax.Updates], Any],
+        skipped: Callable[[Any, optax.Updates], Any],
+    ) -> tuple[Any, LossScaledState]:
+        """Returns ``finish`` of the inner updates, or ``skipped``, and the next state."""
+        if not isinstance(state, LossScaledState):
+            raise TypeError(
+                "`loss_scaled(...).update(state=...)` must be the `LossScaledState` that `init` "
+                f"or the last step returned, got {type(state).__name__}. The order of arguments "
+                "is (grads, opt_state, params)."
+            )
+        if value is not None and jax.tree.map(jnp.shape, value) != ():
+            raise TypeError(
+                "`loss_scaled(...).update(value=...)` must be the loss, one number, got "
+                f"{jax.tree.map(jnp.shape, value)}. With has_aux=True, pass only the loss."
+            )
+        grads = map_gradients(widen, grads)
+        # The verdict is on the gradients: inner transformations may hide an inf, as
+        # clipping by value and sign-based updates do. No value at all counts as finite.
+        local = jnp.stack([all_finite(grads), all_finite(value)])
+        grads_finite, loss_finite = agree(local, self.axis_name)
+        should_apply = grads_finite & loss_finite
+        window, due = self.window.add(state.inner_state, grads, value, should_apply)
+        opt_state, operand = self.window.operand(window, grads)
+
+        def inner_step(operand: Any) -> tuple[Any, optax.OptState]:
+            mean, mean_value = self.window.mean(window, operand, grads, value)
+            given = {} if value is None else {"value": mean_value}
+            updates, new_state = self.inner.update(
+                mean, opt_state, map_gradients(widen, params), **given, **extra_args
+            )
+            check_same_structure(
+                "`loss_scaled`, whose `inner.update` must keep the structure of its state,",
+                new_state,
+                opt_state,
+            )
+            return finish(updates), cast_like(new_state, opt_state)
+
+        outcome, new_state = step_if(
+            due, inner_step, operand, lambda avals: (skipped(avals[0], grads), opt_state)
+        )
+        scaling = self.policy.observe(state.scaling, grads, grads_finite, axis_name=self.axis_name)
+        # If the loss is to blame, the scale is not.
+        observed = loss_finite
+        if self.window.growth_unit == "optimizer_step":
+            observed &= due | ~grads_finite
+        return outcome, LossScaledState(
+            scaling=tree_where(observed, scaling, state.scaling),
+            inner_state=self.window.turn(window, new_state, due),
+            grads_finite=should_apply,
+            notfinite_count=jnp.where(should_apply, 0, optax.safe_increment(state.notfinite_count)),
+            total_notfinite=_count(~should_apply, state.total_notfinite),
+            total_notfinite_loss=_count(~loss_finite, state.total_notfinite_loss),
+            total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
+        )
+
+
+def stepped(before: LossScaledState, after: LossScaledState) -> jax.Array:
+    """Returns whether the optimizer made a step, which a micro-batch need not be."""
+    if isinstance(after.inner_state, MultiStepsState):
+        return after.inner_state.gradient_step != before.inner_state.gradient_step
+    return after.grads_finite
+
+
+def _check_not_nested(inner_state: optax.OptState) -> None:
+    nodes = jax.tree_util.tree_leaves_with_path(
+        inner_state, is_leaf=lambda node: isinstance(node, LossScaledState)
+    )
+    for path, node in nodes:
+        if isinstance(node, LossScaledState):
+            raise ValueError(
+                "`loss_scaled(inner).init`: `inner` already holds a `LossScaledState`, at "
+                f"{jax.tree_util.keystr(path)} of its state. Two skips of one step cannot agree: "
+                "wrap once, outermost, with `inner` as it was before."
+            )
+
+
+def _count(event: jax.Array, counter: jax.Array) -> jax.Array:
+    return jnp.where(event, optax.safe_increment(counter), counter)
+
+
+def _no_updates(avals: optax.Updates, grads: optax.Updates) -> optax.Updates:
+    def no_update(aval: Any, grad: Any) -> jax.Array:
+        # Minus zero: adding it keeps the bits of every number, whereas -0.0 + 0.0 is 0.0.
+        # The selection folds to that constant, with the type that an update has on a mesh:
+        # that of its gradient. A bare constant varies along no axis of a `shard_map`.
+        like = cast(grad, aval.dtype)
+        return jax.lax.select(jnp.zeros((), jnp.bool_), like, jax.lax.full_like(like, -0.0))
+
+    return jax.tree.map(no_update, avals, grads)
