@@ -2,6 +2,8 @@
 
 from ._accumulate import MultiStepsState as MultiStepsState
 from ._apply_gradients import apply_gradients as apply_gradients
+from ._check import LossScaleStuckError as LossScaleStuckError
+from ._check import check as check
 from ._dynamic import DynamicLossScale as DynamicLossScale
 from ._fixed import FixedLossScale as FixedLossScale
 from ._fixed import NoOpLossScale as NoOpLossScale
@@ -9,8 +11,6 @@ from ._loss_scale import LossScale as LossScale
 from ._loss_scaled import loss_scaled as loss_scaled
 from ._loss_scaled import multi_steps as multi_steps
 from ._loss_scaled import skip_nonfinite as skip_nonfinite
-from ._report import LossScaleStuckError as LossScaleStuckError
-from ._report import check as check
 from ._report import metrics as metrics
 from ._spec import as_loss_scale as as_loss_scale
 from ._state import LossScaleState as LossScaleState

@@ -182,8 +182,9 @@ class LossScaled:
 
 def stepped(before: LossScaledState, after: LossScaledState) -> jax.Array:
     """Returns whether the optimizer made a step, which a micro-batch need not be."""
-    if isinstance(after.inner_state, MultiStepsState):
-        return after.inner_state.gradient_step != before.inner_state.gradient_step
+    windows: Any = before.inner_state, after.inner_state
+    if isinstance(windows[0], MultiStepsState):
+        return windows[0].gradient_step != windows[1].gradient_step
     return after.grads_finite
 
 

@@ -26,7 +26,7 @@ FLOORS = [
     {"_loss_scale", "_value_and_grad"},
     {"_fixed", "_dynamic", "_tolerance", "_logmax", "_step"},
     {"_spec", "_peers", "_apply_gradients", "_report"},
-    {"_loss_scaled"},
+    {"_loss_scaled", "_check"},
     {"_peers_engines", "_peers_jax", "_peers_mindspore", "_peers_paddle"}
     | {"_peers_tensorflow", "_peers_torch"},
     {"_peer_states"},

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxscale
+import jaxscale.flax
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -46,20 +47,130 @@ def test_check_is_silent_while_training_makes_progress():
     jaxscale.check(recovered, max_consecutive=0)
 
 
-def test_check_gives_the_numbers_and_blames_the_backward_pass():
-    with pytest.raises(jaxscale.LossScaleStuckError) as error:
-        jaxscale.check(after(4, value=jnp.array(1.0)), max_consecutive=3)
-    message = str(error.value)
-    assert "4 steps in a row were skipped (4 of 4 in all, 0 of them" in message
-    assert "the loss scale is 2048.0" in message
-    assert "jax.debug_infs(True)" in message
+# What is to blame when training is stuck: each cause, made on purpose, and what `check` says.
+
+W = jnp.full(3, 0.5)
+FIXED = jaxscale.loss_scaled(optax.sgd(0.1), 2.0**12)
+FLOORED = jaxscale.loss_scaled(
+    optax.sgd(0.1), jaxscale.DynamicLossScale(init_scale=2.0**12, min_scale=2.0**10)
+)
+SLOW = jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale(backoff_factor=0.99))
 
 
-def test_check_blames_the_forward_pass_where_the_loss_is_not_finite():
+def half_loss(w, x):
+    """Finite, with gradients that overflow float16 at a scale of more than about 100."""
+    return jnp.sum((w * x).astype(jnp.float16).astype(jnp.float32) * 500)
+
+
+def root_loss(w, x):
+    """Finite, with gradients of inf at any scale where x is 0."""
+    return jnp.sum(jnp.sqrt(jnp.abs(w * x)))
+
+
+def domain_loss(w, x):
+    """NaN where x is negative."""
+    return -jnp.sum(jnp.sqrt(w * x))
+
+
+def trained(tx, loss_fn, batches, pass_value=True):
+    @jax.jit
+    def step(w, state, x):
+        loss, grads = jaxscale.value_and_grad(loss_fn, state)(w, x)
+        value = {"value": loss} if pass_value else {}
+        updates, state = tx.update(grads, state, w, **value)
+        return optax.apply_updates(w, updates), state
+
+    w, state = W, tx.init(W)
+    for x in batches:
+        w, state = step(w, state, jnp.full(3, x))
+    return state
+
+
+HOPELESS = {
+    # name: (optimizer, loss, batches, is the loss passed, is the optimizer passed, says, says not)
+    "the forward pass never worked": (
+        (TX, domain_loss, [-1.0] * 51, True, True),
+        ["51 of them with a non-finite loss", "is 32768.0", "no loss scale can help", "never was"],
+        ["backward", "were fine"],
+    ),
+    "a shard of bad data": (
+        (TX, domain_loss, [1.0] * 20 + [-1.0] * 60, True, True),
+        ["60 steps in a row", "60 of 80 in all", "20 steps were fine", "stretch of bad data"],
+        ["backward", "range of its dtype"],
+    ),
+    "no scale is low enough": (
+        (TX, root_loss, [1.0] * 5 + [0.0] * 60, True, True),
+        ["0 of them with a non-finite loss", "scale is 1.0", "square root of 0", "debug_infs"],
+        ["no loss scale can help", "fixed", "floor"],
+    ),
+    "the loss is not passed": (
+        (TX, domain_loss, [-1.0] * 60, False, True),
+        ["scale is 1.0", "if not, pass it"],
+        ["no loss scale can help"],
+    ),
+    "a floor that is too high": (
+        (FLOORED, half_loss, [400.0] * 60, True, True),
+        ["scale is 1024.0", "at its floor", "min_scale", "at any scale"],
+        ["is fixed", "on its way down"],
+    ),
+    "a fixed scale that is too high": (
+        (FIXED, half_loss, [400.0] * 60, True, True),
+        ["scale is 4096.0", "The scale is fixed, and too high"],
+        ["floor", "on its way down"],
+    ),
+    "a scale that comes down slowly": (
+        (SLOW, half_loss, [400.0] * 60, True, True),
+        ["still on its way down, to 1:", "start lower"],
+        ["floor", "is fixed", "square root"],
+    ),
+    "an optimizer that is not known": (
+        (FLOORED, half_loss, [400.0] * 60, True, False),
+        ["fixed and too high, or still on its way down", "Pass `tx`"],
+        ["floor"],
+    ),
+    "no scaling at all": (
+        (jaxscale.skip_nonfinite(optax.sgd(0.1)), root_loss, [0.0] * 60, True, True),
+        ["scale is 1.0", "A scale of 1 scales nothing", "square root of 0"],
+        ["no loss scale can help", "floor"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOPELESS)
+def test_the_right_cause_is_named(case):
+    (tx, loss_fn, batches, pass_value, pass_tx), says, says_not = HOPELESS[case]
+    state = trained(tx, loss_fn, batches, pass_value)
     with pytest.raises(jaxscale.LossScaleStuckError) as error:
-        jaxscale.check(after(4, value=jnp.array(jnp.nan)), max_consecutive=3)
-    assert "4 of them with a non-finite loss" in str(error.value)
-    assert "no loss scale can help" in str(error.value)
+        jaxscale.check(state, tx=tx if pass_tx else None)
+    for words in says:
+        assert words in str(error.value)
+    for words in says_not:
+        assert words not in str(error.value)
+
+
+def test_a_train_state_brings_its_optimizer():
+    state = jaxscale.flax.TrainState.create(apply_fn=None, params=W, tx=FIXED)
+    for _ in range(4):
+        state = state.apply_gradients(grads=BAD)
+    with pytest.raises(jaxscale.LossScaleStuckError, match="The scale is fixed"):
+        jaxscale.check(state, max_consecutive=3)
+
+
+def test_one_bad_shard_among_many_is_counted_and_stops_nothing():
+    state = trained(TX, domain_loss, [1.0, 1.0, 1.0, -1.0] * 20)
+    got = jaxscale.metrics(state)
+    assert (got["total_notfinite_loss"], got["total_notfinite"], got["total_steps"]) == (20, 20, 80)
+    assert got["loss_scale"] == 2.0**15
+    jaxscale.check(state, tx=TX)
+
+
+def test_a_scale_at_its_ceiling_is_no_trouble():
+    policy = jaxscale.DynamicLossScale(init_scale=16.0, max_scale=64.0, growth_interval=1)
+    tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
+    state = trained(tx, half_loss, [1.0] * 60)
+    got = jaxscale.metrics(state)
+    assert (got["loss_scale"], got["total_notfinite"]) == (64, 0)
+    jaxscale.check(state, tx=tx, max_consecutive=0)
 
 
 def test_check_reports_the_worst_of_a_population():

@@ -1,0 +1,141 @@
+"""Whether training makes progress, and if not, why: read on the host."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from ._fixed import FixedLossScale
+from ._loss_scale import LossScale
+from ._report import is_loss_scaled, metrics
+from ._state import find
+from ._step import LossScaled
+
+
+class LossScaleStuckError(RuntimeError):
+    """Training makes no progress: too many steps in a row were skipped.
+
+    Example:
+      >>> import jaxscale
+      >>> issubclass(jaxscale.LossScaleStuckError, RuntimeError)
+      True
+    """
+
+
+def check(
+    tree: Any, *, tx: optax.GradientTransformation | None = None, max_consecutive: int = 50
+) -> None:
+    """Returns ``None`` if training makes progress, and raises an error if it is stuck.
+
+    For the host, outside of ``jit``: it waits for the device, so call it as often as you
+    log. A step skipped now and then is the normal working of a dynamic loss scale.
+
+    Args:
+      tree: a :class:`jaxscale.LossScaledState`, or a tree that holds exactly one.
+      tx: the optimizer, which knows how far the scale can fall: with it the message tells
+        a scale at its floor from one that is fixed or still falling. A ``TrainState``
+        brings its own.
+      max_consecutive: how many steps skipped in a row are still accepted. From 2**24
+        down to 1, halving takes 24.
+
+    Raises:
+      LossScaleStuckError: if more steps than that were skipped in a row. The message has
+        the numbers and the likely cause.
+      ValueError: if ``tree`` holds no such state, or several.
+      TypeError: if called inside ``jit``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> tx = jaxscale.loss_scaled(optax.adam(0.1))
+      >>> state = tx.init(jnp.zeros(3))
+      >>> jaxscale.check(state)
+      >>> for _ in range(3):
+      ...     _, state = tx.update(jnp.full(3, jnp.nan), state)
+      >>> jaxscale.check(state, max_consecutive=2)  # doctest: +IGNORE_EXCEPTION_DETAIL
+      Traceback (most recent call last):
+      jaxscale.LossScaleStuckError: 3 steps in a row were skipped (3 of 3 in all, ...)
+    """
+    state = find("check", tree, is_loss_scaled, "`LossScaledState`")
+    state = jax.tree.map(_on_host, state._replace(inner_state=None))
+    # A population has states with a leading axis: report its worst member.
+    worst = np.argmax(state.notfinite_count)
+    state = jax.tree.map(lambda leaf: np.ravel(leaf)[worst], state)
+    if state.notfinite_count <= max_consecutive:
+        return
+    counters = metrics(state)
+    rule = getattr(getattr(tx or getattr(tree, "tx", None), "update", None), "__self__", None)
+    policy = rule.policy if isinstance(rule, LossScaled) else None
+    raise LossScaleStuckError(
+        "{notfinite_count} steps in a row were skipped ({total_notfinite} of {total_steps} "
+        "in all, {total_notfinite_loss} of them with a non-finite loss); the loss scale is "
+        "{loss_scale}. ".format_map(counters)
+        + _likely_cause(state, policy)
+    )
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, Tracer):
+        raise TypeError(
+            "`check` reads values, so it cannot run inside `jit`. Call it on the state that "
+            "the step returns; inside, use `jaxscale.metrics`."
+        )
+    return np.asarray(leaf)
+
+
+def _likely_cause(state: Any, policy: LossScale | None) -> str:
+    if state.total_notfinite_loss < state.notfinite_count:
+        return (
+            "If the loss was passed as `value`, it is finite, and the backward pass overflows; if "
+            f"not, pass it, so that a bad forward pass is told apart. {_backward(state, policy)}"
+        )
+    applied = state.total_steps - state.total_notfinite
+    since = (
+        f"{applied} steps were fine: look for a stretch of bad data, or for parameters that have "
+        "diverged."
+        if applied
+        else "It never was: look for NaN in the data, and for an operation in the forward pass "
+        "that leaves the range of its dtype; compute norms, softmax and the loss in float32."
+    )
+    return f"The loss itself is not finite, so no loss scale can help. {since}"
+
+
+def _backward(state: Any, policy: LossScale | None) -> str:
+    """Returns what can be said of the scale when the backward pass overflows."""
+    unscaled = (
+        "at any scale: a division by zero, the square root of 0, a mask of -inf (run one step "
+        "under `with jax.disable_jit(), jax.debug_infs(True)`)"
+    )
+    stale = "`jaxscale.value_and_grad` was called outside of the step and uses an older scale"
+    if state.scaling.loss_scale <= 1:
+        return f"A scale of 1 scales nothing: it overflows {unscaled}, or {stale}."
+    if policy is None:
+        return (
+            f"It does so {unscaled}, or because the scale is fixed and too high, or still on its "
+            f"way down, or {stale}. Pass `tx` to `check` to have these told apart."
+        )
+    if isinstance(policy, FixedLossScale):
+        return f"The scale is fixed, and too high. Or it overflows {unscaled}."
+    lowest = _lowest(state.scaling, policy)
+    if lowest < state.scaling.loss_scale:
+        return (
+            f"The scale is still on its way down, to {lowest:g}: start lower, or accept more "
+            f"skipped steps in a row. Or {stale}."
+        )
+    return (
+        "The scale is at its floor, and too high: lower `min_scale`. Or it overflows "
+        f"{unscaled}, or {stale}."
+    )
+
+
+def _lowest(scaling: Any, policy: LossScale) -> float:
+    """Returns where a scale ends if all further steps are bad."""
+
+    def backoff(_: Any, state: Any) -> Any:
+        return policy.adjust(state, jnp.array(False))
+
+    scaling = jax.tree.map(jnp.asarray, scaling)
+    return float(jax.lax.fori_loop(0, 10_000, backoff, scaling).loss_scale)

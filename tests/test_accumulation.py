@@ -1,0 +1,461 @@
+"""Several micro-batches a step: what a bad one costs, in every nesting."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+from tables import (
+    INNERS,
+    PARAMS,
+    assert_close,
+    assert_same_bits,
+    avals,
+    counters,
+    gradients,
+    inners,
+    run,
+    spoiled,
+    wide,
+)
+
+import jaxscale
+import jaxscale.flax
+
+pytestmark = pytest.mark.standard_promotion
+
+GOOD = gradients(2, 8)
+DROPS = ["micro_batch", "window"]
+UNITS = ["optimizer_step", "micro_batch"]
+POLICY = jaxscale.DynamicLossScale(growth_interval=2, init_scale=2.0**10, max_scale=2.0**13)
+
+drops = pytest.mark.parametrize("drop", DROPS)
+units = pytest.mark.parametrize("unit", UNITS)
+
+
+def windowed(inner, length, policy=POLICY, **options):
+    return jaxscale.multi_steps(jaxscale.loss_scaled(inner, policy), length, **options)
+
+
+def reference(kinds, length, drop, unit):
+    """Plain Python: the parameter, the loss scale and the counters after some micro-batches.
+
+    A kind is "good", "grads" (an overflow on the way back) or "loss" (a bad forward pass);
+    the i-th gradient is i + 1, the optimizer is SGD with a learning rate of 1.
+    """
+    param, scale, streak, steps, window = 0.0, POLICY.init_scale, 0, 0, []
+    for i, kind in enumerate(kinds):
+        window.append(i + 1.0 if kind == "good" else None)
+        counted = [grad for grad in window if grad is not None]
+        stepped = False
+        if len(window) == length:
+            stepped = bool(counted) and (drop == "micro_batch" or len(counted) == length)
+            if stepped:
+                param -= math.fsum(counted) / len(counted)
+                steps += 1
+            window = []
+        if kind == "grads":
+            scale, streak = max(scale / 2, POLICY.min_scale), 0
+        elif kind == "good" and (stepped or unit == "micro_batch"):
+            streak += 1
+            if streak == POLICY.growth_interval:
+                scale, streak = min(scale * 2, POLICY.max_scale), 0
+    return param, scale, streak, steps, len(window), sum(kind != "good" for kind in kinds)
+
+
+@functools.cache
+def scanned(length, drop, unit):
+    tx = windowed(optax.sgd(1.0), length, drop=drop, growth_unit=unit)
+
+    def body(carry, kind_and_grad):
+        kind, grad = kind_and_grad
+        grad = jnp.where(kind == 0, grad, jnp.inf)
+        value = jnp.where(kind == 2, jnp.nan, 1.0)
+        updates, state = tx.update(grad, carry[1], carry[0], value=value)
+        return (carry[0] + updates, state), None
+
+    def train(kinds, grads):
+        param = jnp.zeros(())
+        return jax.lax.scan(body, (param, tx.init(param)), (kinds, grads))[0]
+
+    return jax.jit(train)
+
+
+@units
+@drops
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+@given(kinds=st.lists(st.sampled_from(["good", "good", "grads", "loss"]), min_size=24, max_size=24))
+def test_it_does_what_the_rule_says(length, drop, unit, kinds):
+    numbers = jnp.array([["good", "grads", "loss"].index(kind) for kind in kinds])
+    param, state = scanned(length, drop, unit)(numbers, jnp.arange(1.0, 25.0))
+    got = jaxscale.metrics(state)
+    expected = reference(kinds, length, drop, unit)
+    np.testing.assert_allclose(param, expected[0], rtol=1e-5)  # means of 3 are rounded
+    names = ("loss_scale", "growth_tracker", "gradient_step", "mini_step", "total_notfinite")
+    assert tuple(got[name] for name in names) == expected[1:]
+    assert (got["total_steps"], got["total_notfinite_loss"]) == (24, kinds.count("loss"))
+
+
+@drops
+@inners
+def test_inside_and_outside_are_the_same(inner, drop):
+    inner = INNERS[inner]
+    sequence = [GOOD[0], spoiled(GOOD[1], jnp.nan), *GOOD[2:5], spoiled(GOOD[5], jnp.inf)]
+    outcomes = [
+        run(tx, sequence, "jit")
+        for tx in (
+            windowed(inner, 2, drop=drop),
+            jaxscale.loss_scaled(jaxscale.multi_steps(inner, 2, drop=drop), POLICY),
+        )
+    ]
+    assert_same_bits(*outcomes)
+
+
+def test_every_way_to_skip_without_scaling_is_the_same():
+    inner = INNERS["adam"]
+    sequence = [GOOD[0], spoiled(GOOD[1], jnp.nan), GOOD[2]]
+    outcomes = [
+        run(tx, sequence, "jit")
+        for tx in (
+            jaxscale.multi_steps(inner, 3),
+            jaxscale.multi_steps(jaxscale.skip_nonfinite(inner), 3),
+            jaxscale.skip_nonfinite(jaxscale.multi_steps(inner, 3)),
+            jaxscale.loss_scaled(jaxscale.multi_steps(inner, 3), None),
+        )
+    ]
+    for outcome in outcomes[1:]:
+        assert_same_bits(outcome, outcomes[0])
+    assert counters(outcomes[0][1])["gradient_step"] == 1
+
+
+@inners
+def test_a_step_is_that_of_the_mean_gradient_bit_for_bit_eagerly(inner):
+    tx, inner = windowed(INNERS[inner], 4), INNERS[inner]
+    state = tx.init(PARAMS)
+    for grads in GOOD[:4]:
+        updates, state = tx.update(grads, state, PARAMS)
+    # The length is a power of two, so to divide by it is exact, before a sum or after.
+    mean = jax.tree.map(lambda a, b, c, d: (((a + b) + c) + d) / 4, *map(wide, GOOD[:4]))
+    expected, expected_state = inner.update(mean, inner.init(wide(PARAMS)), wide(PARAMS))
+    assert_same_bits(updates, expected)
+    opt_state = state.inner_state.inner_opt_state
+    assert_same_bits(jax.tree.leaves(opt_state), jax.tree.leaves(expected_state))
+
+
+@inners
+def test_bad_windows_thrown_in_leave_no_trace(inner):
+    tx = windowed(INNERS[inner], 2, drop="window")
+    first, last = [spoiled(GOOD[6], jnp.nan), GOOD[7]], [GOOD[7], spoiled(GOOD[6], jnp.inf)]
+    both = [spoiled(GOOD[6], -jnp.inf), spoiled(GOOD[7], jnp.nan)]
+    params, state = run(tx, [*first, *GOOD[:2], *last, *both, *GOOD[2:4]], "jit")
+    expected, expected_state = run(tx, GOOD[:4], "jit")
+    assert_same_bits(params, expected)
+    assert_same_bits(state.inner_state, expected_state.inner_state)
+    assert (state.total_notfinite, state.total_steps) == (4, 10)
+
+
+@inners
+def test_bad_micro_batches_thrown_in_leave_no_trace(inner):
+    # Two of four are bad: then the mean is exactly that of a window of the other two.
+    lost = [
+        spoiled(grads, bad)
+        for grads, bad in zip(GOOD[4:], [jnp.nan, jnp.inf, -jnp.inf, jnp.nan], strict=True)
+    ]
+    orders = [
+        [GOOD[0], lost[0], lost[1], GOOD[1], lost[2], GOOD[2], GOOD[3], lost[3]],
+        [lost[0], lost[1], GOOD[0], GOOD[1], GOOD[2], lost[2], lost[3], GOOD[3]],
+    ]
+    expected, expected_state = run(windowed(INNERS[inner], 2), GOOD[:4], "eager")
+    for order in orders:
+        params, state = run(windowed(INNERS[inner], 4), order, "eager")
+        assert_same_bits(params, expected)
+        assert_same_bits(state.inner_state, expected_state.inner_state)
+
+
+def test_nothing_is_left_of_a_window_without_a_good_micro_batch():
+    params, state = run(windowed(INNERS["adam"], 2), [spoiled(g, jnp.inf) for g in GOOD[:4]], "jit")
+    assert_same_bits(params, PARAMS)
+    assert_same_bits(state.inner_state, windowed(INNERS["adam"], 2).init(PARAMS).inner_state)
+
+
+@pytest.mark.parametrize("mode", ["eager", "jit"])
+def test_updates_before_the_window_is_full_change_no_bit(mode):
+    tx = windowed(optax.adam(0.1), 3)
+    params = jnp.array([-0.0, 0.0, 1.0])
+    update = jax.jit(tx.update) if mode == "jit" else tx.update
+    state = tx.init(params)
+    for grads in (jnp.ones(3), jnp.full(3, jnp.nan)):
+        updates, state = update(grads, state, params)
+        assert_same_bits(optax.apply_updates(params, updates), params)
+
+
+def test_the_accumulator_is_float32_or_wider_and_holds_nothing_but_gradients():
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        params = {
+            "half": jnp.ones(2, jnp.float16),
+            "brain": jnp.ones(2, jnp.bfloat16),
+            "double": jnp.ones(2, jnp.float64),
+            "complex": jnp.ones(2, jnp.complex64),
+            "integer": jnp.ones(2, jnp.int32),
+            "key": jax.random.key(0),
+            "none": None,
+            "_overwrite_with_gradient": jnp.ones(2, jnp.float32),
+        }
+        inner = optax.GradientTransformation(lambda _: (), lambda u, s, p=None: (u, s))
+        tx = windowed(inner, 2)
+        state = tx.init(params)
+        acc = state.inner_state.acc_grads
+        assert {name: getattr(leaf, "dtype", None) for name, leaf in acc.items()} == {
+            "half": jnp.float32,
+            "brain": jnp.float32,
+            "double": jnp.float64,
+            "complex": jnp.complex64,
+            "integer": None,
+            "key": None,
+            "none": None,
+            "_overwrite_with_gradient": None,
+        }
+        grads = params | {"complex": jnp.array([1 + 2j, 3 - 4j], jnp.complex64)}
+        for i in range(2):
+            grads["_overwrite_with_gradient"] = jnp.full(2, float(i), jnp.float32)
+            updates, new_state = tx.update(grads, state, params)
+            assert avals(new_state) == avals(state)
+            state = new_state
+    assert updates["complex"].tolist() == grads["complex"].tolist()
+    assert updates["_overwrite_with_gradient"].tolist() == [1, 1]  # of the last, never a mean
+
+
+def test_small_float16_gradients_add_up():
+    tiny = jnp.float16(2.0**-24)  # the smallest; in float16 its quarter would be 0
+    tx = windowed(optax.sgd(1.0), 4)
+    state = tx.init(jnp.zeros((), jnp.float16))
+    for _ in range(4):
+        updates, state = tx.update(tiny, state)
+    assert updates == -(2.0**-24)
+
+
+def test_no_sum_of_finite_gradients_overflows():
+    largest = jnp.finfo(jnp.float32).max
+    tx = windowed(optax.sgd(1.0), 4)
+    state = tx.init(jnp.zeros(()))
+    for _ in range(4):
+        updates, state = tx.update(largest, state)
+    assert updates == -largest
+
+
+@units
+@drops
+def test_avals_never_change_and_it_compiles_once(drop, unit):
+    tx = windowed(INNERS["adam"], 2, drop=drop, growth_unit=unit)
+    params, state = PARAMS, tx.init(PARAMS)
+    step = jax.jit(lambda p, s, g, v: jaxscale.apply_gradients(tx, g, s, p, value=v))
+    for i, grads in enumerate([*GOOD[:3], spoiled(GOOD[3], jnp.nan), *GOOD[4:]]):
+        params, new_state = step(params, state, grads, jnp.float16(i))
+        assert avals(new_state) == avals(state)
+        state = new_state
+    assert step._cache_size() == 1
+
+
+def test_the_length_may_follow_a_schedule():
+    tx = windowed(optax.sgd(1.0), lambda step: jnp.where(step < 2, 1, 3))
+    state = tx.init(jnp.zeros(()))
+    lengths = []
+    for _ in range(8):
+        _, state = tx.update(jnp.ones(()), state)
+        lengths.append(int(state.inner_state.gradient_step))
+    assert lengths == [1, 2, 2, 2, 3, 3, 3, 4]
+
+
+def test_inner_is_given_the_mean_loss_of_what_counted():
+    seen = []
+
+    def update(updates, state, params=None, *, value, other):
+        seen.append((float(value), other))
+        return updates, state
+
+    tx = windowed(optax.GradientTransformationExtraArgs(lambda _: (), update), 4)
+    state = tx.init(jnp.zeros(()))
+    for value in [1.0, jnp.nan, 5.0, jnp.inf]:
+        _, state = tx.update(jnp.ones(()), state, value=jnp.float16(value), other="text")
+    assert seen[-1] == (3.0, "text")
+    assert state.total_notfinite_loss == 2
+    assert state.inner_state.acc_value == 0
+
+
+def test_apply_gradients_is_update_then_apply():
+    tx = windowed(INNERS["adamw_clipped"], 2)
+    sequence = [*GOOD[:3], spoiled(GOOD[3], jnp.inf), *GOOD[4:]]
+    expected = run(tx, sequence, "eager")
+    actual = PARAMS, tx.init(PARAMS)
+    compiled = jax.tree.map(jnp.copy, actual)
+    fused = jax.jit(lambda p, s, g: jaxscale.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+    for grads in sequence:
+        actual = jaxscale.apply_gradients(tx, grads, actual[1], actual[0])
+        compiled = fused(*compiled, grads)
+    assert_same_bits(actual, expected)
+    assert_close(compiled[0], expected[0])
+    assert counters(compiled[1]) == counters(expected[1])
+
+
+def test_train_state_counts_steps_of_the_optimizer_and_keeps_good_statistics():
+    class State(jaxscale.flax.TrainState):
+        batch_stats: jax.Array
+
+    state = State.create(
+        apply_fn=None,
+        params=jnp.zeros(2),
+        tx=windowed(optax.sgd(1.0), 3),
+        batch_stats=jnp.array(-1.0),
+    )
+    history = []
+    for i, grad in enumerate([1.0, 3.0, jnp.nan, 1.0, 1.0, 1.0, jnp.inf]):
+        state = state.apply_gradients(grads=jnp.full(2, grad), batch_stats=jnp.array(float(i)))
+        history.append((int(state.step), float(state.params[0]), float(state.batch_stats)))
+    assert history == [
+        (0, 0, 0),
+        (0, 0, 1),
+        (1, -2, 1),  # the mean of 1 and 3; the statistics of the bad micro-batch are not kept
+        (1, -2, 3),
+        (1, -2, 4),
+        (2, -3, 5),
+        (2, -3, 5),
+    ]
+
+
+def test_devices_agree_on_the_window():
+    mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
+    inner = jaxscale.loss_scaled(optax.sgd(1.0), POLICY, axis_name="data")
+    tx = jaxscale.multi_steps(inner, 2)
+
+    def one_device(state, grads):
+        updates, state = tx.update(grads, state)
+        return jax.lax.pmean(updates, "data"), state
+
+    state = tx.init(jnp.zeros(8))
+    specs = jax.tree.map(
+        lambda leaf: PartitionSpec("data") if leaf.ndim else PartitionSpec(), state
+    )
+    step = jax.jit(
+        jax.shard_map(
+            one_device,
+            mesh=mesh,
+            in_specs=(specs, PartitionSpec("data")),
+            out_specs=(PartitionSpec(), specs),
+        )
+    )
+    updates, state = step(state, jnp.arange(8.0))
+    assert updates == 0
+    updates, state = step(state, jnp.ones(8).at[3].set(jnp.nan))
+    assert updates == -3.5
+    assert state.inner_state.gradient_step == state.total_notfinite == 1
+
+
+# A whole window inside of one jitted step.
+
+
+def loss_fn(params, x):
+    return jnp.sum((x.astype(jnp.float16) @ params.astype(jnp.float16)).astype(jnp.float32) ** 2)
+
+
+MICRO_BATCHES = jnp.stack([jnp.full((2, 3), v) for v in (0.5, 1e4, 0.25, 0.75)])
+WEIGHTS = jnp.array([1.0, -0.5, 0.25])
+
+
+def expected_mean():
+    """The gradient in float64 of the micro-batches that do not overflow float16."""
+    x = np.asarray(MICRO_BATCHES, np.float64)[[0, 2, 3]]
+    grads = [2 * batch.T @ (batch @ np.asarray(WEIGHTS, np.float64)) for batch in x]
+    return np.mean(grads, axis=0)
+
+
+def test_a_window_within_one_step_by_scan_over_updates():
+    tx = windowed(optax.sgd(1.0), 4)
+
+    @jax.jit
+    def train_step(params, opt_state, micro_batches):
+        def body(carry, batch):
+            params, opt_state = carry
+            loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, batch)
+            return jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss), loss
+
+        return jax.lax.scan(body, (params, opt_state), micro_batches)
+
+    (params, state), losses = train_step(WEIGHTS, tx.init(WEIGHTS), MICRO_BATCHES)
+    np.testing.assert_allclose(WEIGHTS - params, expected_mean(), rtol=1e-3)  # float16
+    assert jnp.all(jnp.isfinite(losses))  # it overflows on the way back only
+    assert counters(state)["gradient_step"] == counters(state)["total_notfinite"] == 1
+
+
+def test_a_window_within_one_step_by_a_sum_is_dropped_as_a_whole():
+    tx = jaxscale.loss_scaled(optax.sgd(1.0), POLICY)
+
+    @jax.jit
+    def train_step(params, opt_state, micro_batches):
+        def body(total, batch):
+            grads = jaxscale.grad(loss_fn, opt_state)(params, batch)
+            return total + grads / len(micro_batches), None
+
+        grads, _ = jax.lax.scan(body, jnp.zeros_like(params), micro_batches)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, state = train_step(WEIGHTS, tx.init(WEIGHTS), MICRO_BATCHES)
+    assert_same_bits(params, WEIGHTS)
+    assert state.scaling.loss_scale == POLICY.init_scale / 2
+    good = MICRO_BATCHES[jnp.array([0, 2, 3])]
+    params, state = train_step(params, state, good)
+    np.testing.assert_allclose(WEIGHTS - params, expected_mean(), rtol=1e-3)
+
+
+# What happens in the nestings that optax's own accumulator allows.
+
+
+def micro_batches(tx, kinds):
+    """Parameter, and where it went, after gradients of 1, or inf where a kind is False."""
+    params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
+    update = jax.jit(tx.update)
+    for finite in kinds:
+        updates, state = update(jnp.array(1.0 if finite else jnp.inf), state, params)
+        params = optax.apply_updates(params, updates)
+    return float(params), state
+
+
+ONE_BAD = [True, False, *[True] * 8]
+
+
+@pytest.mark.parametrize("skip", [None, optax.skip_not_finite])
+def test_optax_multi_steps_inside_replaces_the_bad_micro_batch(skip):
+    options = {} if skip is None else {"should_skip_update_fn": skip}
+    tx = jaxscale.loss_scaled(optax.MultiSteps(optax.sgd(1.0), 2, **options), POLICY)
+    params, state = micro_batches(tx, ONE_BAD)
+    assert (params, state.total_notfinite) == (-4, 1)  # nine good ones make four windows
+    assert state.inner_state.mini_step == 1
+
+
+@pytest.mark.parametrize("wrap", [jaxscale.loss_scaled, jaxscale.skip_nonfinite])
+def test_optax_multi_steps_outside_never_recovers(wrap):
+    params, state = micro_batches(optax.MultiSteps(wrap(optax.sgd(1.0)), 2), ONE_BAD)
+    assert jnp.isnan(state.acc_grads)
+    assert state.inner_opt_state.total_notfinite == state.inner_opt_state.total_steps == 5
+    assert not params < 0
+
+
+def test_optax_multi_steps_outside_that_skips_keeps_the_scale_from_falling():
+    tx = optax.MultiSteps(
+        jaxscale.loss_scaled(optax.sgd(1.0)), 2, should_skip_update_fn=optax.skip_not_finite
+    )
+    params, state = micro_batches(tx, [False] * 10)
+    assert state.inner_opt_state.scaling.loss_scale == 2.0**15
+    assert state.inner_opt_state.total_notfinite == params == 0
+
+
+def test_windows_of_windows():
+    tx = windowed(optax.MultiSteps(optax.sgd(1.0), 2), 2)
+    params, state = micro_batches(tx, ONE_BAD)
+    assert (params, state.inner_state.gradient_step) == (-2, 5)
