@@ -1,0 +1,251 @@
+"""Parameters laid out over eight devices by ``jit``: one verdict, and what it costs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from flax.training import dynamic_scale
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tables import assert_same_bits
+
+import jaxscale
+
+pytestmark = pytest.mark.standard_promotion
+
+DEVICES = np.array(jax.devices("cpu")).reshape(2, 4)
+MESH = Mesh(DEVICES, ("data", "model"))
+CHECK = "check_vma" if "check_vma" in jax.shard_map.__kwdefaults__ else "check_rep"
+PARAMS = {
+    "in": jnp.linspace(-1.0, 1.0, 16 * 32).reshape(16, 32),
+    "bias": jnp.zeros(32),
+    "out": jnp.linspace(1.0, -1.0, 32 * 8).reshape(32, 8),
+}
+X = jnp.linspace(0.1, 1.0, 16 * 16).reshape(16, 16)
+P = PartitionSpec
+BOTH = ("data", "model")
+LAYOUTS = {
+    # name: the layout of the batch, and of the parameters
+    "data parallel": (P(BOTH), {"in": P(), "bias": P(), "out": P()}),
+    "fully sharded": (P(BOTH), {"in": P(BOTH), "bias": P(BOTH), "out": P(BOTH)}),
+    "tensor parallel": (P(), {"in": P(None, BOTH), "bias": P(BOTH), "out": P(BOTH)}),
+    "sharded twice": (
+        P("data"),
+        {"in": P("data", "model"), "bias": P("model"), "out": P("model", "data")},
+    ),
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+TX = jaxscale.loss_scaled(optax.adamw(1e-2))
+
+
+def loss_fn(params, x):
+    hidden = x.astype(jnp.float16) @ params["in"].astype(jnp.float16)
+    hidden = jax.nn.relu(hidden + params["bias"].astype(jnp.float16))
+    return jnp.mean((hidden @ params["out"].astype(jnp.float16)).astype(jnp.float32) ** 2)
+
+
+@jax.jit
+def train_step(params, opt_state, x, push):
+    loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, x)
+    grads = jax.tree.map(jnp.add, grads, push)
+    updates, opt_state = TX.update(grads, opt_state, params, value=loss)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def placed(tree, specs):
+    return jax.device_put(tree, jax.tree.map(lambda spec: NamedSharding(MESH, spec), specs))
+
+
+def start(layout):
+    batch, specs = LAYOUTS[layout]
+    params = placed(PARAMS, specs)
+    everywhere = NamedSharding(MESH, P())
+    state = jax.tree.map(  # the scalars on all devices, the moments as they lie
+        lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, everywhere), TX.init(params)
+    )
+    push = placed(jax.tree.map(jnp.zeros_like, PARAMS), specs)
+    return params, state, placed(X, batch), push
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def assert_devices_agree(state):
+    for value in jax.tree.leaves(state._replace(inner_state=None)):
+        assert len({str(np.asarray(shard.data)) for shard in value.addressable_shards}) == 1
+        assert len(value.sharding.device_set) == 8
+
+
+@layouts
+def test_a_step_over_devices_is_the_step_on_one(layout):
+    params, state, x, push = start(layout)
+    expected, expected_state = train_step(
+        PARAMS, TX.init(PARAMS), X, jax.tree.map(jnp.zeros_like, PARAMS)
+    )
+    new_params, new_state = train_step(params, state, x, push)
+    # To rounding: sums over devices have another order.
+    for name, value in new_params.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-4)
+    assert_same_bits(on_host(new_state.scaling), on_host(expected_state.scaling))
+    assert_devices_agree(new_state)
+
+
+@layouts
+@pytest.mark.parametrize(("leaf", "index"), [("in", (3, 17)), ("bias", (9,)), ("out", (31, 5))])
+def test_an_inf_on_one_device_makes_all_skip(layout, leaf, index):
+    params, state, x, push = start(layout)
+    push[leaf] = push[leaf].at[index].set(jnp.inf)
+    new_params, new_state = train_step(params, state, x, push)
+    assert_same_bits(on_host(new_params), on_host(params))
+    assert_same_bits(on_host(new_state.inner_state), on_host(state.inner_state))
+    assert_devices_agree(new_state)
+    assert (new_state.scaling.loss_scale, new_state.total_notfinite) == (2.0**14, 1)
+    assert new_state.total_notfinite_loss == 0
+
+
+@layouts
+def test_a_nan_in_one_example_makes_all_skip_and_leaves_the_scale(layout):
+    params, state, x, push = start(layout)
+    new_params, new_state = train_step(params, state, x.at[11, 2].set(jnp.nan), push)
+    assert_same_bits(on_host(new_params), on_host(params))
+    assert_devices_agree(new_state)
+    assert (new_state.scaling.loss_scale, new_state.total_notfinite_loss) == (2.0**15, 1)
+
+
+@layouts
+def test_layouts_are_kept_and_nothing_compiles_twice(layout):
+    params, state, x, push = jax.tree.map(jnp.copy, start(layout))
+    step = jax.jit(lambda *args: train_step.__wrapped__(*args), donate_argnums=(0, 1))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    bad = jax.tree.map(lambda leaf: leaf * jnp.nan, push)
+    for added in (push, bad, push):
+        params, state = step(params, state, x, added)
+    assert step._cache_size() == 1
+    for name, leaf in params.items():
+        assert leaf.sharding.is_equivalent_to(shardings[name], leaf.ndim)
+
+
+# How many all-reduces the verdict costs, counted in the compiled program.
+
+LEAVES = {f"w{i}": jnp.ones((8 * (1 + i % 3), 16)) for i in range(12)}
+
+
+def all_reduces(fun, specs, *args):
+    """The operands of each all-reduce of a program whose arguments are laid out."""
+    text = jax.jit(fun).lower(*placed(args, specs)).compile().as_text()
+    found = re.findall(r" all-reduce(?:-start)?\((.*?)\), ", text)
+    return [operands.count("%") for operands in found]
+
+
+def optimizer_step(tx):
+    """A step of an optimizer from gradients, all of it laid out over the devices."""
+    state = tx.init(LEAVES)
+    specs = jax.tree.map(lambda leaf: P(BOTH) if jnp.ndim(leaf) else P(), (LEAVES, state, LEAVES))
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return all_reduces(step, specs, LEAVES, state, LEAVES)
+
+
+def combines():
+    """Whether this XLA makes one all-reduce of two that do not depend on each other."""
+    found = all_reduces(lambda x, y: (x.sum(), y.sum()), (P(BOTH), P(BOTH)), X, X + 1)
+    return len(found) == 1
+
+
+def test_the_verdict_costs_one_all_reduce():
+    tx = optax.adamw(1e-3)
+    assert optimizer_step(tx) == []
+    found = optimizer_step(jaxscale.loss_scaled(tx))
+    # One flag a leaf travels in it. XLA for GPUs and TPUs makes them one before, and older
+    # versions for CPUs join nothing at all, be it sums of gradients or flags.
+    assert sum(found) == len(LEAVES)
+    assert len(found) == (1 if combines() else len(LEAVES))
+
+
+def verdict_of(value_and_grad):
+    """What a verdict adds to the all-reduces of a loss and its gradients: flags, operations."""
+
+    def loss_fn(params):
+        return sum(jnp.sum(leaf**2) for leaf in params.values())
+
+    def chosen(params):
+        finite, loss, grads = value_and_grad(loss_fn, params)
+        return loss, jax.tree.map(lambda g: jnp.where(finite, g, 0.0), grads)
+
+    specs = jax.tree.map(lambda _: P(BOTH), (LEAVES,))
+    bare = all_reduces(lambda params: jax.value_and_grad(loss_fn)(params), specs, LEAVES)
+    found = all_reduces(chosen, specs, LEAVES)
+    return sum(found) - sum(bare), len(found) - len(bare)
+
+
+def test_what_the_peers_cost():
+    scaling = jaxscale.DynamicLossScale().init()
+
+    def ours(loss_fn, params):
+        loss, grads = jaxscale.value_and_grad(loss_fn, scaling)(params)
+        return jaxscale.all_finite(grads), loss, grads
+
+    def of_flax(loss_fn, params):
+        _, finite, loss, grads = dynamic_scale.DynamicScale().value_and_grad(loss_fn)(params)
+        return finite, loss, grads
+
+    def of_jmp(loss_fn, params):
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jmp.all_finite(grads), loss, grads
+
+    costs = {function.__name__: verdict_of(function) for function in (ours, of_flax, of_jmp)}
+    assert len(set(costs.values())) == 1, costs
+    tx = optax.adamw(1e-3)
+    expected = optimizer_step(jaxscale.loss_scaled(tx))
+    assert optimizer_step(optax.apply_if_finite(tx, 10**6)) == expected
+
+
+def test_in_shard_map_peers_cost_nothing_and_devices_part():
+    # No peer but Flax knows of axes, and Flax takes the mean of all gradients over them.
+    tx = optax.apply_if_finite(optax.sgd(1.0), 10**6)
+
+    def one_device(params, grads):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    grads = jnp.ones(8).at[3].set(jnp.nan)
+    run = shard_mapped(one_device, check=False)
+    assert all_reduces(run, (P(BOTH), P(BOTH)), jnp.zeros(8), grads) == []
+    assert run(jnp.zeros(8), grads).tolist() == [-1, -1, -1, 0, -1, -1, -1, -1]
+
+
+def shard_mapped(fun, check=True):
+    specs = P(BOTH)
+    return jax.shard_map(fun, mesh=MESH, in_specs=specs, out_specs=specs, **{CHECK: check})
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_in_shard_map_the_verdict_is_one_number(count):
+    leaves = dict(list(LEAVES.items())[:count])
+
+    def verdict(grads):
+        finite = jaxscale.all_finite(grads, axis_name=BOTH)
+        return jax.tree.map(lambda g: jnp.where(finite, g, 0.0), grads)
+
+    specs = jax.tree.map(lambda _: P(BOTH), (leaves,))
+    assert all_reduces(shard_mapped(verdict), specs, leaves) == [1]
+
+
+def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags():
+    tx = jaxscale.loss_scaled(optax.adamw(1e-3), axis_name=BOTH)
+    state = tx.init(LEAVES)
+    specs = jax.tree.map(lambda leaf: P(BOTH) if jnp.ndim(leaf) else P(), (LEAVES, state))
+
+    def step(params, state):
+        updates, state = tx.update(params, state, params, value=jnp.array(1.0))
+        return optax.apply_updates(params, updates), state
+
+    run = jax.shard_map(step, mesh=MESH, in_specs=specs, out_specs=specs)
+    assert all_reduces(run, specs, LEAVES, state) == [1]  # the gradients', and the loss's
