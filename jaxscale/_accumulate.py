@@ -77,10 +77,15 @@ class Window:
 
     def init(self, params: Any, inner_state: optax.OptState) -> MultiStepsState:
         """Returns an empty window."""
-        zero = jnp.zeros((), jnp.int32)
-        acc_grads = jax.tree.map(jnp.zeros_like, only_gradients(params))
-        acc_value = jnp.zeros((), jnp.float32)
-        return MultiStepsState(zero, zero, zero, acc_grads, acc_value, inner_state)
+        # Each in a buffer of its own: no state is donated that holds one twice.
+        return MultiStepsState(
+            mini_step=jnp.zeros((), jnp.int32),
+            gradient_step=jnp.zeros((), jnp.int32),
+            counted=jnp.zeros((), jnp.int32),
+            acc_grads=jax.tree.map(jnp.zeros_like, only_gradients(params)),
+            acc_value=jnp.zeros((), jnp.float32),
+            inner_opt_state=inner_state,
+        )
 
     def add(
         self, state: Any, grads: Any, value: Any, counts: jax.Array

@@ -109,8 +109,9 @@ class LogMaxLossScale(LossScale):
 
     def init(self) -> Any:
         """Returns the :class:`LogMaxState` before the first step."""
-        zero, one = jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
-        return LogMaxState(one * self.init_scale, zero, zero, zero, one, one)
+        # Each in a buffer of its own: no state is donated that holds one twice.
+        numbers = (self.init_scale, 0, 0, 0, 1, 1)
+        return LogMaxState(*(jnp.array(number, jnp.float32) for number in numbers))
 
     def adjust(self, state: Any, grads_finite: jax.Array) -> Any:
         """Returns the state of the next step, where the gradients are not at hand.

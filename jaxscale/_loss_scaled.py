@@ -60,7 +60,7 @@ def loss_scaled(
       >>> print(optax.apply_updates(params, updates)["w"], state.total_notfinite)
       0.5 1
     """
-    rule = _rule(inner)
+    rule = _rule("loss_scaled", inner)
     if rule.policy != NoOpLossScale():
         raise TypeError(
             f"`loss_scaled(inner)`: `inner` is one already, with a {type(rule.policy).__name__}. "
@@ -154,7 +154,7 @@ def multi_steps(
       >>> print(params, state.total_notfinite, state.scaling.loss_scale)
       -2.0 1 16384.0
     """
-    rule = _rule(inner)
+    rule = _rule("multi_steps", inner)
     if isinstance(rule.window, Window):
         raise TypeError(
             "`multi_steps(inner)`: `inner` has a window already. For windows of windows make "
@@ -180,7 +180,7 @@ def _transformation(rule: LossScaled) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(rule.init, rule.update)
 
 
-def _rule(inner: Any) -> LossScaled:
+def _rule(call: str, inner: Any) -> LossScaled:
     """Returns the rule of a transformation that a wrapper made, or a first one."""
     rule = getattr(getattr(inner, "update", None), "__self__", None)
     if isinstance(rule, LossScaled):
@@ -189,7 +189,7 @@ def _rule(inner: Any) -> LossScaled:
         inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
-            "`loss_scaled(inner)` must be an `optax.GradientTransformation`, got "
+            f"`{call}(inner)` must be an `optax.GradientTransformation`, got "
             f"{inner!r}. Pass an optimizer such as `optax.adam(1e-3)`."
         )
     return LossScaled(optax.with_extra_args_support(inner), NoOpLossScale(), None, NoWindow())

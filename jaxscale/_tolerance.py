@@ -121,8 +121,9 @@ class ToleranceLossScale(LossScale):
 
     def init(self) -> Any:
         """Returns the :class:`ToleranceState` before the first step."""
-        state, zero = init_state(self.init_scale), jnp.zeros((), jnp.int32)
-        return ToleranceState(state.loss_scale, state.growth_tracker, zero, zero)
+        # Each in a buffer of its own: no state is donated that holds one twice.
+        zeros = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return ToleranceState(init_state(self.init_scale).loss_scale, *zeros)
 
     def adjust(self, state: Any, grads_finite: jax.Array) -> Any:
         """Returns the state of the next step, for who has the verdict already.

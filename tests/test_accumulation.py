@@ -249,6 +249,12 @@ def test_no_sum_of_finite_gradients_overflows():
     assert updates == -largest
 
 
+def test_a_first_state_can_be_donated_beside_the_parameters():
+    tx = windowed(INNERS["adam"], 2)
+    params = jax.tree.map(jnp.copy, PARAMS)
+    jax.jit(lambda *args: args, donate_argnums=(0, 1))(params, tx.init(params))
+
+
 @units
 @drops
 def test_avals_never_change_and_it_compiles_once(drop, unit):

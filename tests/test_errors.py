@@ -286,6 +286,52 @@ CASES = {
         TypeError,
         r"value=.*one number.*\(2,\)",
     ),
+    "wrapped twice": (
+        lambda: jaxscale.loss_scaled(jaxscale.loss_scaled(optax.sgd(0.1))),
+        TypeError,
+        r"loss_scaled\(inner\).*DynamicLossScale.*wrap once",
+    ),
+    "wrapped deeper": (
+        lambda: jaxscale.loss_scaled(optax.chain(jaxscale.skip_nonfinite(optax.sgd(0.1)))).init(W),
+        ValueError,
+        r"LossScaledState.*at \[0\].*wrap once",
+    ),
+    # accumulation
+    "no window": (
+        lambda: jaxscale.multi_steps(optax.sgd(0.1), 0),
+        ValueError,
+        r"multi_steps\(every_k_schedule=.*at least 1.*0",
+    ),
+    "half a window": (
+        lambda: jaxscale.multi_steps(optax.sgd(0.1), 2.5),
+        TypeError,
+        r"every_k_schedule=.*2\.5",
+    ),
+    "drop what": (
+        lambda: jaxscale.multi_steps(optax.sgd(0.1), 2, drop="batch"),
+        ValueError,
+        r"drop=.*'micro_batch', 'window'.*'batch'",
+    ),
+    "count what": (
+        lambda: jaxscale.multi_steps(optax.sgd(0.1), 2, growth_unit="step"),
+        ValueError,
+        r"growth_unit=.*'optimizer_step', 'micro_batch'.*'step'",
+    ),
+    "accumulate a number": (
+        lambda: jaxscale.multi_steps(0.1, 2),
+        TypeError,
+        r"multi_steps\(inner\).*0\.1.*optax\.adam",
+    ),
+    "two windows": (
+        lambda: jaxscale.multi_steps(jaxscale.multi_steps(optax.sgd(0.1), 2), 2),
+        TypeError,
+        r"multi_steps\(inner\).*window already",
+    ),
+    "a state without a window": (
+        lambda: jaxscale.multi_steps(optax.sgd(0.1), 2).update(W, OPT_STATE, W),
+        TypeError,
+        r"multi_steps.*state=.*init",
+    ),
     # the TrainState
     "unknown field": (
         lambda: flax_state().apply_gradients(grads={"w": W}, batch_stat=1),

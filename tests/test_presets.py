@@ -113,6 +113,12 @@ def test_presets_work_in_a_compiled_step(name):
     assert not policy.update(state.scaling, {"w": jnp.array(jnp.nan)})[1]
 
 
+@every_preset
+def test_a_first_state_can_be_donated(name):
+    state = jaxscale.loss_scaled(optax.sgd(0.1), policy_of(name)).init(jnp.ones(2))
+    jax.jit(lambda state: state, donate_argnums=0)(state)
+
+
 def test_there_are_scalers_that_do_not_move():
     assert presets.torch(enabled=False) == jaxscale.NoOpLossScale()
     assert presets.paddle(enable=False) == jaxscale.NoOpLossScale()

@@ -1,0 +1,104 @@
+"""Float16 training in small memory: one step of the optimizer for several micro-batches.
+
+A multilayer perceptron reads digits, a fourth of each batch at a time. Now and then a
+micro-batch is corrupt; its gradients are NaN, and the step is made from the other three.
+Two ways to write the loop are the same to the optimizer: a call for each micro-batch, or
+all micro-batches of a step inside one jitted call.
+"""
+
+import argparse
+from functools import partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import jaxscale
+
+LAYER_SIZES = [64, 256, 128, 10]
+MICRO_BATCH_SIZE, MICRO_BATCHES, NUM_TEST = 32, 4, 360
+
+# The other way round, `loss_scaled(multi_steps(...))`, is the same.
+tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.adamw(1e-3)), MICRO_BATCHES)
+
+
+def init_params(key):
+    """Returns float32 weights and biases, one pair per layer."""
+    init = jax.nn.initializers.he_normal()
+    keys = iter(jax.random.split(key, len(LAYER_SIZES) - 1))
+    return [(init(next(keys), shape), jnp.zeros(shape[1])) for shape in pairwise(LAYER_SIZES)]
+
+
+def predict(params, images):
+    """Returns logits, computed in float16 and handed on in float32."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
+    activations = images.astype(jnp.float16)
+    for weight, bias in params[:-1]:
+        activations = jax.nn.relu(activations @ weight + bias)
+    return (activations @ params[-1][0] + params[-1][1]).astype(jnp.float32)
+
+
+def loss_fn(params, batch):
+    """Returns the mean cross-entropy of a batch, in float32."""
+    images, labels = batch
+    logits = predict(params, images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@partial(jax.jit, donate_argnums=0)
+def micro_step(state, batch):
+    """Returns the state after one micro-batch, and its loss."""
+    params, opt_state = state
+    loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, batch)
+    return jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss), loss
+
+
+@partial(jax.jit, donate_argnums=0)
+def train_step(state, batches):
+    """Returns the state after all micro-batches of a step, stacked, and their losses."""
+    return jax.lax.scan(micro_step, state, batches)
+
+
+def make_batches(images, labels, num_steps):
+    """Yields the micro-batches of each step, stacked; one in 50 is corrupt."""
+    rng = np.random.default_rng(0)
+    for _ in range(num_steps):
+        chosen = rng.choice(len(images), (MICRO_BATCHES, MICRO_BATCH_SIZE), replace=False)
+        corrupt = rng.random(MICRO_BATCHES) < 0.02
+        yield np.where(corrupt[:, None, None], np.nan, images[chosen]), labels[chosen]
+
+
+def main(num_steps: int = 300) -> float:
+    """Trains for a number of steps, in two ways, and returns the accuracy of the second."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    train, test = (images[:-NUM_TEST], labels[:-NUM_TEST]), (images[-NUM_TEST:], labels[-NUM_TEST:])
+
+    accuracy = 0.0
+    for name in ("a call for each micro-batch", "a call for each step"):
+        params = init_params(jax.random.key(0))
+        state = params, tx.init(params)
+        for batches in make_batches(*train, num_steps):
+            if name == "a call for each step":
+                state, _ = train_step(state, batches)
+            else:
+                for batch in zip(*batches, strict=True):
+                    state, _ = micro_step(state, batch)
+        params, opt_state = state
+        jaxscale.check(opt_state, tx=tx)
+        accuracy = float(np.mean(predict(params, test[0]).argmax(-1) == test[1]))
+        line = (
+            "{}: accuracy {:.3f} after {gradient_step} steps, "
+            "{total_notfinite} of {total_steps} micro-batches dropped"
+        )
+        print(line.format(name, accuracy, **jaxscale.metrics(opt_state)))
+    return accuracy
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300, help="training steps")
+    main(parser.parse_args().steps)
