@@ -22,6 +22,7 @@ TESTS = [
     "test_traces",
     "test_presets",
     "test_state",
+    "test_state_dict",
     "test_tree",
     "test_never",
     "test_user_reports",
@@ -33,6 +34,7 @@ TESTS = [
     "test_devices",
     "test_package",
     "test_loss_scaled",
+    "test_checkpoints",
 ]
 
 _INNER = "self.inner.update(grads, state.inner_state, map_gradients(widen, params), **extra_args)"
@@ -131,6 +133,31 @@ MUTATIONS = {
     "replaced fields not kept": ("flax", "new if name in always_replace else", "new if True else"),
     "no field opted out": ("flax", "new if name in always_replace else", "new if False else"),
     "overwrites replaced on a skip": ("flax", 'new = keep(f"grads[{OVERWRITE_WITH_GRADIENT!r}]", new, old)', "pass"),
+    # the state dictionary
+    "dictionary shares its arrays": ("_state_dict", 'return np.array(_data(_at("tree"', 'return np.asarray(_data(_at("tree"'),
+    "dictionary lives on in the tree": ("_state_dict", "np.array(_data(given, leaf))", "np.asarray(_data(given, leaf))"),
+    "None written as empty": ("_state_dict", "return None if node is None else nodes", "return nodes"),
+    "no version written": ("_state_dict", '{"version": _VERSION} | save', "{} | save"),
+    "later versions read": ("_state_dict", "range(1, _VERSION + 1):", "range(1, 99):"),
+    "version overwritten": ("_state_dict", ' or "version" in children', ""),
+    "unit scale overwritten": ("_state_dict", "if isinstance(node, UnitLossScaleState)", "if False"),
+    "another's dictionary read": ("_state_dict", "if values and values.keys().isdisjoint(children)", "if False"),
+    "inner state takes a default": ("_state_dict", 'if not own or name == "inner_state":', "if not own:"),
+    "any named tuple takes defaults": ("_state_dict", "package == __name__.partition", "True or __name__.partition"),
+    "TrainState takes defaults": ("_state_dict", 'hasattr(node, "_fields") and package', "package"),
+    "earlier states not read": ("_state_dict", "own = _is_own(node)", "own = False"),
+    "unknown keys ignored": ("_state_dict", "if not own:\n            surplus", "if False:\n            surplus"),
+    "shapes unchecked": ("_state_dict", "if values.shape != np.shape(like)", "if False"),
+    "numbers rounded": ("_state_dict", "if not exact.all()", "if False"),
+    "numbers of another kind": ("_state_dict", "if kinds[0] != kinds[1] or", "if"),
+    "numbers wrapped": ("_state_dict", "exact &= (cast < 0) == (values < 0)", "pass"),
+    "NaN refused": ("_state_dict", " | (values != values)", ""),
+    "weak type lost": ("_state_dict", "elif jax.typeof(target).weak_type", "elif False"),
+    "sharding lost": ("_state_dict", "target.sharding if target.committed else None", "None"),
+    "committed to a device": ("_state_dict", "target.sharding if target.committed else None", "target.sharding"),
+    "kind of key lost": ("_state_dict", "impl = jax.random.key_impl(target)", "impl = None"),
+    "read inside jit": ("_state_dict", " or isinstance(leaf, Tracer)", ""),
+    "Python number becomes an array": ("_state_dict", "return type(target)(values[()])", "return values"),
     "Flax imported by the core": ("__init__", "from ._spec import", "from . import flax as _flax\nfrom ._spec import"),
 }  # fmt: skip
 
