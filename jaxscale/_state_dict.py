@@ -11,6 +11,9 @@ from ._state import UnitLossScaleState
 
 # For dictionaries that these rules cannot read; a new field needs no new version.
 _VERSION = 1
+# Fields of our own states that have no default: what is the optimizer's, and the number of
+# micro-batches in an accumulator, which means nothing without it.
+_REQUIRED = ("inner_state", "inner_opt_state", "counted")
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
@@ -61,9 +64,10 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
       those of its arrays that are committed to devices, so that no step compiles anew. In
       jaxscale's own states, a field that ``state_dict`` lacks, or has as ``None``, keeps
       the value of ``target``, and a field that ``target`` lacks is ignored, so that
-      states of other versions and of other policies can be read. ``inner_state``, which
-      is the optimizer's, must match, as all else must. A saved loss scale wins over the
-      policy's; ``opt_state._replace(scaling=policy.init())`` starts it anew.
+      states of other versions and of other policies can be read. ``inner_state``,
+      ``inner_opt_state`` and ``counted`` have no default; they, and all that is not
+      jaxscale's own, must match. A saved loss scale wins over the policy's;
+      ``opt_state._replace(scaling=policy.init())`` starts it anew.
 
     Raises:
       ValueError: if keys are missing or unknown, with their paths; if a shape differs, or
@@ -102,7 +106,7 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
             where, value = f"{path}/{name}", values.pop(name, None)
             if not (_is_empty(child) or _is_empty(value)):
                 return restore(where, child, value)
-            if not own or name == "inner_state":
+            if not own or name in _REQUIRED:
                 if not _is_empty(child):
                     missing.append(where)
                 if not _is_empty(value):

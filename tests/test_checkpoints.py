@@ -32,6 +32,8 @@ OPTIMIZERS = (
         "fairseq": jaxscale.loss_scaled(ADAM, presets.fairseq(scale_window=3)),
         "logmax": jaxscale.loss_scaled(ADAM, presets.openseq2seq_logmax()),
         "skip_nonfinite": jaxscale.skip_nonfinite(ADAM),
+        "accumulated": jaxscale.multi_steps(jaxscale.loss_scaled(ADAM), 2),
+        "windows dropped": jaxscale.multi_steps(ADAM, 2, drop="window"),
     }
     | {
         name: jaxscale.loss_scaled(INNERS[name])
