@@ -16,6 +16,8 @@ from ._spec import as_loss_scale as as_loss_scale
 from ._state import LossScaleState as LossScaleState
 from ._state import scale as scale
 from ._state import unscale as unscale
+from ._state_dict import from_state_dict as from_state_dict
+from ._state_dict import to_state_dict as to_state_dict
 from ._step import LossScaledState as LossScaledState
 from ._tree import all_finite as all_finite
 from ._tree import tree_where as tree_where

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import serialization
 from flax.core import FrozenDict
 from flax.training import train_state
 from tables import INNERS, PARAMS, assert_same_bits, avals, bads, gradients, spoiled
@@ -173,11 +172,3 @@ def test_gradients_of_a_state_that_holds_its_own_scale():
     state = create(jaxscale.flax.TrainState)
     grads = jaxscale.grad(lambda p: jnp.sum(p["w"] ** 2), state)(state.params)
     assert_same_bits(grads["w"], 2 * PARAMS["w"])
-
-
-@pytest.mark.parametrize("cls", [jaxscale.flax.TrainState, train_state.TrainState])
-def test_bytes_round_trip(cls):
-    state = create(cls).apply_gradients(grads=spoiled(GOOD[0], jnp.inf))
-    restored = serialization.from_bytes(create(cls), serialization.to_bytes(state))
-    assert_same_bits(jax.tree.leaves(restored), jax.tree.leaves(state))
-    assert restored.opt_state.scaling.loss_scale == 2.0**14

@@ -1,0 +1,228 @@
+"""A training state as nested dicts of NumPy arrays, which later versions read, too."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ._state import UnitLossScaleState
+
+# For dictionaries that these rules cannot read; a new field needs no new version.
+_VERSION = 1
+# Fields of our own states that have no default: what is the optimizer's, and the number of
+# micro-batches in an accumulator, which means nothing without it.
+_REQUIRED = ("inner_state", "inner_opt_state", "counted")
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+
+def to_state_dict(tree: Any) -> dict[str, Any]:
+    """Returns a tree as nested dicts of NumPy arrays, with a version. Waits for the device.
+
+    Args:
+      tree: an ``opt_state``, a ``TrainState``, a dict of such, or another container, of
+        numbers and arrays, typed keys included, that this process can read whole.
+
+    Returns:
+      ``{"version": 1, ...}``: fields by their names, dicts by their keys as strings,
+      tuples and lists by ``"0"``, ``"1"`` and so on. Arrays are copies, typed keys are
+      their key data, ``None`` stays, and what else is empty is ``{}``.
+
+    Raises:
+      TypeError: if a leaf is no array or number, or is traced.
+      ValueError: if the outermost container is none, or has a child named ``version``.
+
+    Example:
+      >>> import jaxscale
+      >>> list(jaxscale.to_state_dict(jaxscale.FixedLossScale(8).init()))
+      ['version', 'loss_scale', 'growth_tracker', 'hysteresis_tracker']
+    """
+
+    def save(path: str, node: Any) -> Any:
+        children, _ = _flatten(node)
+        if children is None:
+            return np.array(_data(_at("tree", path), node))
+        nodes = {name: save(f"{path}/{name}", child) for name, child in children.items()}
+        return None if node is None else nodes
+
+    _check_root("to_state_dict(tree)", tree)
+    return {"version": _VERSION} | save("", tree)
+
+
+def from_state_dict(target: Any, state_dict: Any) -> Any:
+    """Returns a tree like ``target`` with the numbers of a dictionary.
+
+    Args:
+      target: a tree of the structure to come back, such as a fresh ``tx.init(params)``.
+      state_dict: what :func:`to_state_dict` returned, in this or an earlier version; or
+        what ``flax.serialization.to_state_dict`` returned, or orbax restored without a
+        target. Without ``"version"`` it is taken for version 1.
+
+    Returns:
+      A tree with the structure, avals and weak types of ``target`` and the shardings of
+      those of its arrays that are committed to devices, so that no step compiles anew. In
+      jaxscale's own states, a field that ``state_dict`` lacks, or has as ``None``, keeps
+      the value of ``target``, and a field that ``target`` lacks is ignored, so that
+      states of other versions and of other policies can be read. ``inner_state``,
+      ``inner_opt_state`` and ``counted`` have no default; they, and all that is not
+      jaxscale's own, must match. A saved loss scale wins over the policy's;
+      ``opt_state._replace(scaling=policy.init())`` starts it anew.
+
+    Raises:
+      ValueError: if keys are missing or unknown, with their paths; if a shape differs, or
+        a number has no equal in the dtype of ``target``; or if a later version wrote it.
+      TypeError: if a leaf is no array or number, or is traced; or if it is of another
+        kind than that of ``target``, as a float is for an integer.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> tx = jaxscale.loss_scaled(optax.sgd(0.1, momentum=0.9), 8)
+      >>> saved = jaxscale.to_state_dict(tx.init(jnp.ones(2)))
+      >>> del saved["total_steps"]  # as if saved before there was such a counter
+      >>> jaxscale.from_state_dict(tx.init(jnp.ones(2)), saved).total_steps
+      Array(0, dtype=int32)
+    """
+    missing: list[str] = []
+    surplus: list[str] = []
+
+    def restore(path: str, node: Any, saved: Any) -> Any:
+        (children, rebuild), (values, _) = _flatten(node), _flatten(saved)
+        if children is None and values is None:
+            return _like(path, node, saved)
+        if children is None or values is None:
+            raise TypeError(
+                f"{_at('state_dict', path)} must have what the target has there, "
+                f"{type(node).__name__}, got {type(saved).__name__}."
+            )
+        if isinstance(node, UnitLossScaleState):
+            return node  # of scale 1 by its type, whatever the policy before it had
+        own = _is_own(node)
+        if values and values.keys().isdisjoint(children):
+            own = False  # no state of another version: the dictionary of something else
+
+        def restore_child(name: str, child: Any) -> Any:
+            where, value = f"{path}/{name}", values.pop(name, None)
+            if not (_is_empty(child) or _is_empty(value)):
+                return restore(where, child, value)
+            if not own or name in _REQUIRED:
+                if not _is_empty(child):
+                    missing.append(where)
+                if not _is_empty(value):
+                    surplus.append(where)
+            return child
+
+        restored = rebuild([restore_child(name, child) for name, child in children.items()])
+        if not own:
+            surplus.extend(f"{path}/{name}" for name in values if not _is_empty(values[name]))
+        return restored
+
+    _check_root("from_state_dict(target)", target)
+    saved, _ = _flatten(state_dict)
+    if saved is None:
+        raise TypeError(
+            f"`from_state_dict(state_dict)` must be a dict, got {type(state_dict).__name__}."
+        )
+    version = saved.pop("version", 1)
+    if version not in range(1, _VERSION + 1):
+        raise ValueError(
+            f"`from_state_dict(state_dict)` must be of a version from 1 to {_VERSION}, got "
+            f"{version!r}. If a later jaxscale wrote it, upgrade jaxscale to read it."
+        )
+    restored = restore("", target, saved)
+    if missing or surplus:
+        raise ValueError(
+            "`from_state_dict(target, state_dict)` needs the same keys in both, but for fields "
+            f"of jaxscale's own states. Only in the target: {', '.join(missing) or 'none'}; only "
+            f"in the dictionary: {', '.join(surplus) or 'none'}. Make the target of the model "
+            "and the optimizer that were saved, or rename the keys of the dictionary."
+        )
+    return restored
+
+
+def _flatten(node: Any) -> tuple[dict[str, Any] | None, Any]:
+    """Returns the children of a node by name, ``None`` for a leaf, and how to rebuild it."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda child: child is not node
+    )
+    children = {jax.tree_util.keystr(path, simple=True): child for path, child in pairs}
+    return None if jax.tree_util.all_leaves([node]) else children, treedef.unflatten
+
+
+def _is_empty(node: Any) -> bool:
+    return not jax.tree.leaves(node)
+
+
+def _is_own(node: Any) -> bool:
+    # Named tuples alone: a `TrainState` is one's own as well, but nothing in it has a default.
+    package = type(node).__module__.partition(".")[0]
+    return hasattr(node, "_fields") and package == __name__.partition(".")[0]
+
+
+def _at(argument: str, path: str) -> str:
+    call = "to_state_dict" if argument == "tree" else "from_state_dict"
+    return f"`{call}({argument})` at {path or '/'}"
+
+
+def _check_root(given: str, tree: Any) -> None:
+    children, _ = _flatten(tree)
+    if children is None or "version" in children:
+        raise ValueError(
+            f"`{given}` must be a container without a child named version, the key of the "
+            f'format\'s own, got {type(tree).__name__}. Pass {{"state": ...}}.'
+        )
+
+
+def _is_key(array: jax.Array) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _data(given: str, leaf: Any) -> Any:
+    """Returns a leaf that is an array or a number; for a typed key its data."""
+    accepted = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    if not isinstance(leaf, accepted) or isinstance(leaf, Tracer):
+        raise TypeError(
+            f"{given} must be an array or a number, outside of `jit`, got {leaf!r}. Of a model "
+            "that holds functions, pass the arrays alone."
+        )
+    return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) and _is_key(leaf) else leaf
+
+
+def _like(path: str, target: Any, leaf: Any) -> Any:
+    """Returns the numbers of a leaf as ``target`` has its own: type, aval and sharding."""
+    given = _at("state_dict", path)
+    like, values = _data(_at("target", path), target), np.array(_data(given, leaf))
+    if values.shape != np.shape(like):
+        raise ValueError(f"{given} must be of shape {np.shape(like)}, got {values.shape}.")
+    values = _exactly(given, values, np.dtype(getattr(like, "dtype", type(like))))
+    if isinstance(target, np.ndarray):
+        return values
+    if not isinstance(target, jax.Array):
+        return type(target)(values[()])
+    if _is_key(target):
+        impl = jax.random.key_impl(target)
+        values = jax.random.wrap_key_data(jnp.asarray(values), impl=impl)
+    elif jax.typeof(target).weak_type:
+        values = target.at[...].set(values)  # keeps the weak type, as a copy does not
+    return jax.device_put(values, target.sharding if target.committed else None)
+
+
+def _exactly(given: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Returns numbers in a dtype of their kind, where each of them has an equal."""
+    if values.dtype == dtype:
+        return values
+    kinds = [[kind for kind in _KINDS if jnp.issubdtype(d, kind)] for d in (values.dtype, dtype)]
+    if kinds[0] != kinds[1] or not kinds[0]:
+        raise TypeError(f"{given} must be {dtype}, got {values.dtype}: {values.ravel()[:1]}.")
+    with np.errstate(all="ignore"):
+        cast = values.astype(dtype)
+        exact = (cast.astype(values.dtype) == values) | (values != values)
+    if kinds[0] == [jnp.integer]:  # a wrapped number wraps back, with another sign between
+        exact &= (cast < 0) == (values < 0)
+    if not exact.all():
+        raise ValueError(
+            f"{given} must be {dtype}, got {values.dtype}: {values[~exact][0]} would become "
+            f"{cast[~exact][0]}. Cast it in the dictionary, if that is meant."
+        )
+    return cast

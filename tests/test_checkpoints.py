@@ -1,0 +1,309 @@
+"""A run that is saved and restored goes on with the same bits, as if it had never stopped."""
+
+import functools
+import io
+import pickle
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx, serialization
+from flax.training import train_state
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tables import INNERS, PARAMS, POLICIES, assert_same_bits, avals, gradients, spoiled
+
+import jaxscale
+import jaxscale.flax
+from jaxscale import presets
+
+pytestmark = pytest.mark.standard_promotion
+
+ADAM = INNERS["adam"]
+OPTIMIZERS = (
+    {name: jaxscale.loss_scaled(ADAM, policy) for name, policy in POLICIES.items()}
+    | {
+        "torch": jaxscale.loss_scaled(ADAM, presets.torch(growth_interval=2)),
+        "deepspeed": jaxscale.loss_scaled(ADAM, presets.deepspeed(delayed_shift=2)),
+        "fairseq": jaxscale.loss_scaled(ADAM, presets.fairseq(scale_window=3)),
+        "logmax": jaxscale.loss_scaled(ADAM, presets.openseq2seq_logmax()),
+        "skip_nonfinite": jaxscale.skip_nonfinite(ADAM),
+        "accumulated": jaxscale.multi_steps(jaxscale.loss_scaled(ADAM), 2),
+        "windows dropped": jaxscale.multi_steps(ADAM, 2, drop="window"),
+    }
+    | {
+        name: jaxscale.loss_scaled(INNERS[name])
+        for name in ("multi_steps", "inject_hyperparams", "masked", "multi_transform", "noisy")
+    }
+)
+NOISY = "noisy"  # its state holds a typed PRNG key
+CASES = [*OPTIMIZERS, "policy_alone", "train_state"]
+
+GRADS = [
+    spoiled(grads, jnp.inf) if i in (2, 5, 6) else grads for i, grads in enumerate(gradients(5, 8))
+]
+STOP = 4  # amid a streak of finite steps, and amid the window of `MultiSteps`
+
+COMPILED = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, duration, **_: COMPILED.append(event) if "backend_compile" in event else None
+)
+
+
+class State(jaxscale.flax.TrainState):
+    batch_stats: Any
+
+
+@functools.cache
+def training(case):
+    """What makes a fresh state, and the compiled step that moves it."""
+    if case == "policy_alone":
+        policy = POLICIES["dynamic"]
+        return policy.init, jax.jit(lambda state, grads: policy.update(state, grads)[0])
+    if case == "train_state":
+
+        def create():
+            return State.create(
+                apply_fn=None,
+                params=PARAMS,
+                tx=OPTIMIZERS["dynamic"],
+                batch_stats={"mean": jnp.zeros(3)},
+            )
+
+        return create, jax.jit(
+            lambda state, grads: state.apply_gradients(
+                grads=grads, batch_stats={"mean": 0.9 * state.batch_stats["mean"] + grads["w"]}
+            )
+        )
+    tx = OPTIMIZERS[case]
+
+    def step(tree, grads):
+        updates, opt_state = tx.update(grads, tree["opt_state"], tree["params"])
+        return {"params": optax.apply_updates(tree["params"], updates), "opt_state": opt_state}
+
+    return lambda: {"params": PARAMS, "opt_state": tx.init(PARAMS)}, jax.jit(step)
+
+
+@functools.cache
+def uninterrupted(case, place):
+    """The states in the middle and at the end of a run."""
+    fresh, step = training(case)
+    tree, stopped = place(fresh()), None
+    for i, grads in enumerate(GRADS):
+        stopped = tree if i == STOP else stopped
+        tree = step(tree, grads)
+    return stopped, tree
+
+
+def committed(tree):
+    return jax.device_put(tree, jax.devices()[0])
+
+
+def uncommitted(tree):
+    return tree
+
+
+def save_with_orbax(tree, path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "saved", tree)
+    return path / "saved"
+
+
+def orbax(tree, fresh, path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(save_with_orbax(tree, path), fresh)
+
+
+def raw_orbax(tree, fresh, path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        raw = checkpointer.restore(save_with_orbax(tree, path))
+    return jaxscale.from_state_dict(fresh, raw)
+
+
+def dict_in_orbax(tree, fresh, path):
+    return raw_orbax(jaxscale.to_state_dict(tree), fresh, path)
+
+
+def dict_in_msgpack(tree, fresh, path):
+    data = serialization.msgpack_serialize(jaxscale.to_state_dict(tree))
+    return jaxscale.from_state_dict(fresh, serialization.msgpack_restore(data))
+
+
+def flax_bytes(tree, fresh, path):
+    return serialization.from_bytes(fresh, serialization.to_bytes(tree))
+
+
+def flax_dict(tree, fresh, path):
+    return jaxscale.from_state_dict(fresh, serialization.to_state_dict(tree))
+
+
+def equinox(tree, fresh, path):
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, tree)
+    file.seek(0)
+    return eqx.tree_deserialise_leaves(file, fresh)
+
+
+def pickled(tree, fresh, path):
+    # Of the leaves, as the functions in a TrainState cannot be pickled.
+    leaves = pickle.loads(pickle.dumps(jax.tree.leaves(tree)))
+    return jax.tree.unflatten(jax.tree.structure(fresh), leaves)
+
+
+WAYS = (dict_in_msgpack, dict_in_orbax, equinox, flax_bytes, flax_dict, orbax, pickled, raw_orbax)
+LACK_KEYS = (equinox, flax_bytes)  # refuse typed PRNG keys
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
+    if case == NOISY and way in LACK_KEYS:
+        with pytest.raises(Exception, match=r"key|leaf"):
+            way(training(case)[0](), training(case)[0](), tmp_path)
+        return
+    # Orbax commits all that it restores to a device: so are the arrays in its run, then.
+    place = committed if way is orbax else uncommitted
+    fresh, step = training(case)
+    saved, expected = uninterrupted(case, place)
+    restored = way(saved, place(fresh()), tmp_path)
+    assert_same_bits(restored, saved)
+    assert avals(restored) == avals(saved)
+    before = len(COMPILED)
+    for grads in GRADS[STOP:]:
+        restored = step(restored, grads)
+    assert len(COMPILED) == before
+    assert_same_bits(restored, expected)
+
+
+def test_compilations_are_counted():
+    before = len(COMPILED)
+    jax.jit(lambda x: x * 3)(jnp.ones(3))
+    assert len(COMPILED) > before
+
+
+@pytest.mark.parametrize("way", [flax_bytes, flax_dict, raw_orbax])
+def test_the_train_state_of_flax_is_restored(way, tmp_path):
+    def create():
+        return train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=OPTIMIZERS["dynamic"])
+
+    state = create()
+    for grads in GRADS[:3]:
+        state = state.apply_gradients(grads=grads)
+    restored = way(state, create(), tmp_path)
+    assert_same_bits(restored, state)
+    assert (restored.step, restored.opt_state.scaling.loss_scale) == (3, 2.0**15)
+
+
+def test_the_optimizer_of_flax_nnx_is_restored():
+    def create():
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, OPTIMIZERS["dynamic"], wrt=nnx.Param)
+
+    model, optimizer = create()
+    for bad in (1.0, jnp.inf):
+        grads = nnx.grad(lambda model, bad=bad: jnp.sum(model(jnp.ones((1, 2)))) * bad)(model)
+        optimizer.update(model, grads)
+    restored = jaxscale.from_state_dict(
+        create()[1].opt_state, jaxscale.to_state_dict(optimizer.opt_state)
+    )
+    assert_same_bits(restored, optimizer.opt_state)
+    assert jaxscale.metrics(restored)["total_notfinite"] == 1
+
+
+# Many devices. The arithmetic of this run is exact, and so independent of the mesh.
+
+DEVICES = np.array(jax.devices("cpu"))
+FLAT, GRID = Mesh(DEVICES, ("data",)), Mesh(DEVICES.reshape(4, 2), ("data", "model"))
+SHARDED = NamedSharding(FLAT, PartitionSpec("data"))
+PLACES = {
+    "the same mesh": SHARDED,
+    "4x2": NamedSharding(GRID, PartitionSpec("model", "data")),
+    "4x2, in part": NamedSharding(GRID, PartitionSpec("model")),
+    "replicated": NamedSharding(FLAT, PartitionSpec()),
+    "one device": jax.sharding.SingleDeviceSharding(DEVICES[3]),
+}
+EXACT = jaxscale.loss_scaled(optax.sgd(0.5, momentum=0.5), POLICIES["dynamic"])
+STEPS = [jnp.full((8, 8), value) for value in (1.0, jnp.nan, 4.0, -2.0, jnp.inf, 1.0)]
+
+
+def placed(sharding):
+    """A fresh state of which each matrix has a sharding, and the scalars are everywhere."""
+    params = jnp.arange(64.0).reshape(8, 8)
+    everywhere = (
+        NamedSharding(sharding.mesh, PartitionSpec())
+        if isinstance(sharding, NamedSharding)
+        else sharding
+    )
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, sharding if leaf.ndim else everywhere),
+        {"params": params, "opt_state": EXACT.init(params)},
+    )
+
+
+@jax.jit
+def exact_step(tree, grads):
+    updates, opt_state = EXACT.update(grads, tree["opt_state"], tree["params"])
+    return {"params": optax.apply_updates(tree["params"], updates), "opt_state": opt_state}
+
+
+def exact_run(tree, steps):
+    for grads in steps:
+        tree = exact_step(tree, grads)
+    return tree
+
+
+def numbers(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def shardings(tree):
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def abstract(tree):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
+    )
+
+
+def orbax_with_an_abstract_target(tree, fresh, path):
+    return orbax(tree, abstract(fresh), path)
+
+
+@pytest.mark.parametrize("way", [orbax_with_an_abstract_target, raw_orbax, dict_in_msgpack])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_goes_on_on_another_mesh(place, way, tmp_path):
+    saved = exact_run(placed(SHARDED), STEPS[:3])
+    assert jaxscale.metrics(saved)["total_notfinite"] == 1
+    fresh = placed(PLACES[place])
+    exact_step(fresh, STEPS[0])  # compiled for that mesh
+    restored = way(saved, fresh, tmp_path)
+    assert_same_bits(numbers(restored), numbers(saved))
+    assert avals(restored) == avals(saved)
+    assert shardings(restored) == shardings(fresh)
+    before = len(COMPILED)
+    end = exact_run(restored, STEPS[3:])
+    assert len(COMPILED) == before
+    assert shardings(end) == shardings(fresh)
+    assert_same_bits(numbers(end), numbers(exact_run(saved, STEPS[3:])))
+
+
+def test_the_latest_of_several_checkpoints_is_that_of_its_step(tmp_path):
+    tree, states = placed(SHARDED), {}
+    with ocp.CheckpointManager(
+        tmp_path, options=ocp.CheckpointManagerOptions(max_to_keep=2)
+    ) as manager:
+        for i, grads in enumerate(STEPS):
+            tree = states[i] = exact_step(tree, grads)
+            manager.save(i, args=ocp.args.StandardSave(tree))
+        manager.wait_until_finished()
+        for i in manager.all_steps():
+            restored = manager.restore(
+                i, args=ocp.args.StandardRestore(abstract(placed(PLACES["4x2"])))
+            )
+            assert_same_bits(numbers(restored), numbers(states[i]))
+        assert (manager.all_steps(), manager.latest_step()) == ([4, 5], 5)

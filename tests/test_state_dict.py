@@ -1,0 +1,404 @@
+"""The state dictionary: what is in it, and what is read from those of other versions."""
+
+import copy
+from typing import NamedTuple
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tables import POLICIES, assert_same_bits, avals
+
+import jaxscale
+import jaxscale.flax
+from jaxscale import presets
+from jaxscale._state_dict import _REQUIRED
+
+PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5, jnp.bfloat16)}
+TX = jaxscale.loss_scaled(optax.sgd(0.5, momentum=0.5), POLICIES["dynamic"])
+FRESH = TX.init(PARAMS)
+
+f32, i32 = np.float32, np.int32
+# What version 1 wrote after a good step, an overflow, a good step, and one of a loss of inf:
+# no number is that of `FRESH`. A later version reads it as it stands here.
+VERSION_1 = {
+    "version": 1,
+    "scaling": {
+        "loss_scale": f32(16384.0),
+        "growth_tracker": i32(1),
+        "hysteresis_tracker": i32(0),
+    },
+    "inner_state": {
+        "0": {"trace": {"b": f32(-1.5), "w": np.array([2.0, 3.0], f32)}},
+        "1": {},
+    },
+    "grads_finite": np.bool_(False),
+    "notfinite_count": i32(1),
+    "total_notfinite": i32(2),
+    "total_notfinite_loss": i32(1),
+    "total_steps": i32(4),
+    "nonfinite_leaves": None,
+}
+
+
+def saved(**changes):
+    return copy.deepcopy(VERSION_1) | changes
+
+
+def trained():
+    state = FRESH
+    for value, w, b in [
+        (1.0, [2.0, 4.0], 1.0),
+        (1.0, [jnp.inf, 0.0], 1.0),
+        (1.0, [1.0, 1.0], -2.0),
+        (jnp.inf, [1.0, 1.0], 1.0),
+    ]:
+        grads = {"w": jnp.array(w), "b": jnp.array(b, jnp.bfloat16)}
+        _, state = TX.update(grads, state, PARAMS, value=jnp.array(value))
+    return state
+
+
+def test_version_1_is_written():
+    state_dict = jaxscale.to_state_dict(trained())
+    assert_same_bits(state_dict, VERSION_1)
+    arrays = jax.tree.leaves({name: node for name, node in state_dict.items() if name != "version"})
+    assert {type(leaf) for leaf in arrays} == {np.ndarray}
+
+
+def test_version_1_is_read():
+    for state_dict in (VERSION_1, {k: v for k, v in VERSION_1.items() if k != "version"}):
+        restored = jaxscale.from_state_dict(FRESH, state_dict)
+        assert_same_bits(restored, trained())
+        assert avals(restored) == avals(FRESH)
+
+
+SCALING = ("loss_scale", "growth_tracker", "hysteresis_tracker")
+NAMES = {  # as they are in checkpoints: for good
+    "noop": SCALING,
+    "fixed": SCALING,
+    "dynamic": SCALING,
+    "fairseq": ("loss_scale", "growth_tracker", "steps_since_change", "overflows_since_backoff"),
+    "logmax": (
+        *("loss_scale", "x_hat", "slow_x_hat", "xsquared_hat"),
+        *("b1_correction", "b2_correction"),
+    ),
+}
+OWN = POLICIES | {"fairseq": presets.fairseq(), "logmax": presets.openseq2seq_logmax()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_policys_state_is_written_by_the_names_of_version_1(name):
+    state = OWN[name].init()
+    assert tuple(jaxscale.to_state_dict(state)) == ("version", *NAMES[name])
+    numbers = {
+        field: np.full((), i, leaf.dtype)
+        for i, (field, leaf) in enumerate(zip(NAMES[name], state, strict=True), 1)
+    }
+    restored = jaxscale.from_state_dict(state, numbers)
+    # The type of `NoOpLossScale`'s state says that its scale is 1.
+    assert list(map(float, restored)) == ([1, 0, 0] if name == "noop" else [*numbers.values()])
+
+
+def test_containers_by_key_and_index():
+    tree = {"l": [jnp.ones(1), (None, 2.5)], "none": None, "empty": optax.EmptyState(), "t": ()}
+    tree |= {"ints": {3: jnp.ones(1, jnp.bfloat16)}, "key": jax.random.key(7)}
+    expected = {
+        "version": 1,
+        "l": {"0": np.ones(1, f32), "1": {"0": None, "1": np.float64(2.5)}},
+        "none": None,
+        "empty": {},
+        "t": {},
+        "ints": {"3": np.ones(1, jnp.bfloat16)},
+        "key": np.array([0, 7], np.uint32),
+    }
+    assert_same_bits(jaxscale.to_state_dict(tree), expected)
+    fresh = jax.tree.map(lambda x: x * 0, tree | {"key": None}) | {"key": jax.random.key(0)}
+    # Orbax has lists where there were lists and tuples, and None for what is empty.
+    as_orbax = expected | {"l": [np.ones(1, f32), [None, 2.5]], "empty": None, "key": tree["key"]}
+    for state_dict in (expected, as_orbax):
+        assert_same_bits(jaxscale.from_state_dict(fresh, state_dict), tree)
+
+
+# States of earlier and later versions.
+
+COUNTERS = tuple(
+    name for name in jaxscale.LossScaledState._fields if name not in ("scaling", "inner_state")
+)
+
+
+@hypothesis.given(
+    lost=st.sets(st.sampled_from(["scaling", *COUNTERS])),
+    lost_inside=st.sets(st.sampled_from(SCALING)),
+    as_none=st.booleans(),
+    new=st.booleans(),
+)
+def test_what_is_missing_takes_its_default_and_nothing_else_is_lost(
+    lost, lost_inside, as_none, new
+):
+    state_dict = saved()
+    for node, names in ((state_dict["scaling"], lost_inside), (state_dict, lost)):
+        for name in names:
+            node[name] = None
+            if not as_none:
+                del node[name]
+    if new:
+        state_dict |= {"born_later": np.ones(3), "nested": {"later": np.ones(3)}}
+        if len(lost_inside) < 3 and "scaling" not in lost:
+            state_dict["scaling"]["born_later"] = np.ones(3)
+    restored = jaxscale.from_state_dict(FRESH, state_dict)
+
+    everything = trained()
+    scaling = everything.scaling._replace(
+        **{name: getattr(FRESH.scaling, name) for name in lost_inside}
+    )
+    expected = everything._replace(
+        scaling=scaling, **{name: getattr(FRESH, name) for name in lost - {"scaling"}}
+    )
+    if "scaling" in lost:
+        expected = expected._replace(scaling=FRESH.scaling)
+    assert_same_bits(restored, expected)
+    assert avals(restored) == avals(FRESH)
+
+
+def test_a_state_can_begin_or_cease_to_track_leaves():
+    tracked = {"w": jnp.array(True), "b": jnp.array(False)}
+    tracking = FRESH._replace(nonfinite_leaves=jax.tree.map(jnp.zeros_like, tracked))
+    restored = jaxscale.from_state_dict(tracking, saved())
+    assert_same_bits(restored, trained()._replace(nonfinite_leaves=tracking.nonfinite_leaves))
+    later = jaxscale.to_state_dict(trained()._replace(nonfinite_leaves=tracked))
+    assert_same_bits(jaxscale.from_state_dict(FRESH, later), trained())
+    assert_same_bits(jaxscale.from_state_dict(tracking, later).nonfinite_leaves, tracked)
+
+
+@pytest.mark.parametrize("to", OWN)
+@pytest.mark.parametrize("origin", OWN)
+def test_a_run_can_change_its_policy(origin, to):
+    before = OWN[origin].init()
+    before = type(before)(*(leaf + 1 for leaf in before))
+    after = jaxscale.from_state_dict(OWN[to].init(), jaxscale.to_state_dict(before))
+    expected = OWN[to].init()
+    if to != "noop":
+        expected = expected._replace(
+            **{name: value for name, value in before._asdict().items() if hasattr(expected, name)}
+        )
+    assert_same_bits(after, expected)
+
+
+class Foreign(NamedTuple):
+    scaling: jaxscale.LossScaleState
+    extra: jax.Array
+
+
+def parted(tree, path):
+    *parents, last = path
+    for name in parents:
+        tree = tree[name]
+    return tree.pop(last)
+
+
+# In what is not ours, and in the optimizer's state, nothing is missing unnoticed.
+TREES = {
+    "params": ({"params": PARAMS, "opt_state": FRESH}, ("params", "w")),
+    "opt_state": ({"params": PARAMS, "opt_state": FRESH}, ("opt_state",)),
+    "inner_state": (FRESH, ("inner_state",)),
+    "a moment": (FRESH, ("inner_state", "0", "trace", "w")),
+    "a state in a window": (
+        jaxscale.multi_steps(optax.adam(0.1), 2).init(PARAMS),
+        ("inner_state", "inner_opt_state"),
+    ),
+    "a window's count": (
+        jaxscale.multi_steps(optax.adam(0.1), 2).init(PARAMS),
+        ("inner_state", "counted"),
+    ),
+    "a field": (Foreign(POLICIES["dynamic"].init(), jnp.ones(2)), ("extra",)),
+    "a TrainState's": (
+        jaxscale.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=TX),
+        ("params",),
+    ),
+    "its step": (
+        jaxscale.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=TX),
+        ("step",),
+    ),
+}
+
+
+@pytest.mark.parametrize(("tree", "path"), TREES.values(), ids=TREES.keys())
+def test_elsewhere_missing_and_unknown_keys_are_named(tree, path):
+    state_dict = jaxscale.to_state_dict(tree)
+    where = "/" + "/".join(path)
+    node = parted(state_dict, path)
+    with pytest.raises(ValueError, match=rf"Only in the target: {where}; .* dictionary: none\."):
+        jaxscale.from_state_dict(tree, state_dict)
+    if path[0] == "inner_state" and len(path) < 3:
+        return  # beside it an unknown key is one of a later version
+    parent = state_dict
+    for name in path[:-1]:
+        parent = parent[name]
+    parent["renamed"] = node
+    renamed = "/".join([*where.split("/")[:-1], "renamed"])
+    with pytest.raises(ValueError, match=rf"target: {where}; only in the dictionary: {renamed}\."):
+        jaxscale.from_state_dict(tree, state_dict)
+    parent[path[-1]] = node
+    with pytest.raises(ValueError, match=rf"target: none; only in the dictionary: {renamed}\."):
+        jaxscale.from_state_dict(tree, state_dict)
+
+
+def test_every_optimizers_state_in_one_of_ours_is_required():
+    ours = [cls for cls in vars(jaxscale).values() if hasattr(cls, "_fields")]
+    optimizers = {
+        name
+        for cls in ours
+        for name, annotation in cls.__annotations__.items()
+        if annotation == optax.OptState
+    }
+    assert optimizers == set(_REQUIRED) - {"counted"}
+
+
+def test_a_window_of_optax_is_not_taken_for_ours():
+    # Its accumulator is a mean where ours is a part of a sum; no count says of how many.
+    saved_by_optax = jaxscale.loss_scaled(optax.MultiSteps(optax.sgd(0.5), 2)).init(PARAMS)
+    ours = jaxscale.loss_scaled(jaxscale.multi_steps(optax.sgd(0.5), 2)).init(PARAMS)
+    with pytest.raises(ValueError, match=r"Only in the target: /inner_state/counted; .*: none\."):
+        jaxscale.from_state_dict(ours, jaxscale.to_state_dict(saved_by_optax))
+
+
+ERRORS = [
+    (FRESH, saved(version=2), ValueError, "from 1 to 1, got 2. If a later .* upgrade jaxscale"),
+    (FRESH, saved(version="1"), ValueError, "got '1'"),
+    (FRESH, saved(version=0), ValueError, "from 1 to 1, got 0"),
+    (FRESH, {}, ValueError, "Only in the target: /inner_state;"),
+    (FRESH, {"opt_state": {"w": np.ones(2)}}, ValueError, "dictionary: /opt_state"),
+    (FRESH.scaling, VERSION_1, ValueError, "target: /loss_scale, /growth_tracker, .* /inner_state"),
+    (FRESH, saved(inner_state=None), ValueError, "Only in the target: /inner_state;"),
+    (TX.init({}), VERSION_1, ValueError, "target: none; only in the dictionary: /inner_state."),
+    (FRESH, saved(total_steps=i32([4, 4])), ValueError, r"/total_steps must be .* \(\), got \(2,"),
+    (FRESH, saved(total_steps=f32(4)), TypeError, "/total_steps must be int32, got float32: .4"),
+    (FRESH, saved(total_steps=2**40), ValueError, "int32, got int64: 1099511627776 would become 0"),
+    (FRESH, saved(total_steps={"a": 4}), TypeError, "at /total_steps must have .* Array.*got dict"),
+    (FRESH, saved(scaling=f32(4)), TypeError, "at /scaling must have .*LossScaleState, got float"),
+    (FRESH, saved(total_steps="4"), TypeError, r"\(state_dict\)` at /total_steps must .* got '4'"),
+    (FRESH, 4, TypeError, "must be a dict, got int"),
+    ({"f": jnp.sin}, {"f": 1}, TypeError, r"\(target\)` at /f must be an array.*pass the arrays"),
+    ({"version": 1}, {"version": 1}, ValueError, r"\(target\)` must be .*, got dict"),
+    (jnp.ones(2), {}, ValueError, r"\(target\)` must be a container.*, got ArrayImpl"),
+    ({"w": f32(1)}, {"w": 0.1}, ValueError, "float32, got float64: 0.1 would become 0.1000"),
+]
+
+
+@pytest.mark.parametrize(("target", "state_dict", "error", "message"), ERRORS)
+def test_errors_of_from_state_dict(target, state_dict, error, message):
+    with pytest.raises(error, match=f"^`from_state_dict.*{message}"):
+        jaxscale.from_state_dict(target, state_dict)
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "message"),
+    [
+        (jnp.ones(2), ValueError, "a container .*, got ArrayImpl"),
+        ({"version": 3}, ValueError, 'version.* Pass {"state": ...}'),
+        ({"a": ["text"]}, TypeError, "at /a/0 must be an array or a number, .*got 'text'"),
+    ],
+)
+def test_errors_of_to_state_dict(tree, error, message):
+    with pytest.raises(error, match=rf"^`to_state_dict\(tree\)`.*{message}"):
+        jaxscale.to_state_dict(tree)
+
+
+def test_values_are_read_outside_of_jit_alone():
+    for function in (
+        jaxscale.to_state_dict,
+        lambda state: jaxscale.from_state_dict(FRESH, {"inner_state": state.inner_state}),
+        lambda state: jaxscale.from_state_dict(state, VERSION_1),
+    ):
+        with pytest.raises(TypeError, match=r"outside of `jit`"):
+            jax.jit(function)(FRESH)
+
+
+# Numbers: as the target has them, and exactly so.
+
+DTYPES = ["bool", "int8", "uint8", "int32", "uint32", "float16", "bfloat16", "float32", "complex64"]
+WIDE = [*DTYPES, "int64", "uint64", "float64", "complex128"]
+INTERESTING = [0.0, -0.0, 1.0, -1.0, 0.5, 0.1, 200.0, 2.0**24 + 1, 2.0**31, 2.0**63, 1e-8, 7e4]
+INTERESTING += [3e38, 1e300, np.inf, -np.inf, np.nan]
+KINDS = {"b": bool, "i": int, "u": int, "f": float, "V": float, "c": complex}
+
+
+def kind(dtype):
+    """The type of Python that holds each number of a dtype; NumPy calls bfloat16 void."""
+    return KINDS[np.dtype(dtype).kind]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_number_is_cast_if_one_of_its_kind_is_equal(dtype):
+    target = {"x": jnp.zeros((), dtype)}
+    dtype = target["x"].dtype
+    for origin in map(np.dtype, WIDE):
+        for number in INTERESTING:
+            with np.errstate(all="ignore"):
+                value = np.array(number).astype(origin)
+                cast = value.astype(dtype) if kind(origin) is kind(dtype) else None
+            if cast is None:
+                with pytest.raises(TypeError, match=f"at /x must be {dtype}, got {origin}"):
+                    jaxscale.from_state_dict(target, {"x": value})
+            elif kind(dtype)(cast[()]) == kind(dtype)(value[()]) or np.isnan(value):
+                assert_same_bits(jaxscale.from_state_dict(target, {"x": value})["x"], cast)
+            else:
+                with pytest.raises(ValueError, match=f"at /x must be {dtype}, got {origin}.*would"):
+                    jaxscale.from_state_dict(target, {"x": value})
+
+
+MESH = Mesh(np.array(jax.devices("cpu")), ("data",))
+SPLIT, WHOLE = (NamedSharding(MESH, PartitionSpec(*spec)) for spec in (("data",), ()))
+LEAVES = {  # each of a number
+    "uncommitted": lambda n: jnp.full(3, n, jnp.float32),
+    "on a device": lambda n: jax.device_put(jnp.full(3, n), jax.devices("cpu")[5]),
+    "sharded": lambda n: jax.device_put(jnp.full(16, n, jnp.float32), SPLIT),
+    "replicated": lambda n: jax.device_put(jnp.full(3, n, jnp.int8), WHOLE),
+    "weak scalar": lambda n: jnp.asarray(float(n)),
+    "weak array": lambda n: jnp.broadcast_to(jnp.asarray(n), (3,)),
+    "weak and sharded": lambda n: jax.device_put(jnp.broadcast_to(jnp.asarray(n), (8,)), SPLIT),
+    "key": lambda n: jax.random.key(n),
+    "another key": lambda n: jax.random.key(n, impl="rbg"),
+    "sharded keys": lambda n: jax.device_put(jax.random.split(jax.random.key(n), 8), SPLIT),
+    "raw key": lambda n: jax.random.PRNGKey(n),
+    "float8": lambda n: jnp.full(3, n, jnp.float8_e4m3fn),
+    "complex": lambda n: jnp.array([n - 2j]),
+    "empty": lambda n: jnp.zeros((0, 3)),
+    "NumPy": lambda n: np.full(3, n, np.float64),
+    "NumPy scalar": lambda n: np.float32(n),
+    "bool": lambda n: bool(n),
+    "int": lambda n: n,
+    "float": lambda n: n + 0.1,
+    "complex number": lambda n: n + 0.1j,
+}
+
+
+@pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES.keys())
+def test_a_leaf_comes_back_as_the_targets(make):
+    leaf = make(7)
+    restored = jaxscale.from_state_dict([make(0)], jaxscale.to_state_dict([leaf]))[0]
+    assert type(restored) is type(leaf)
+    assert_same_bits(restored, leaf)
+    if isinstance(leaf, jax.Array):
+        assert avals(restored) == avals(leaf)
+        assert (restored.committed, restored.sharding) == (leaf.committed, leaf.sharding)
+
+
+def test_a_dictionary_is_a_copy():
+    # What steps donate, and what is done to a dictionary, does not reach the other.
+    state = jax.tree.map(jnp.copy, trained())
+    state_dict = jaxscale.to_state_dict(state)
+    restored = jaxscale.from_state_dict(FRESH, state_dict)
+    donated = jax.jit(
+        lambda state: jax.tree.map(lambda x: ~x if x.dtype == bool else -x, state), donate_argnums=0
+    )(state)
+    assert state.total_steps.is_deleted()
+    assert donated.total_steps == -4
+    assert_same_bits(state_dict, VERSION_1)
+    for leaf in jax.tree.leaves(state_dict["inner_state"]):
+        leaf[...] = 0
+    assert_same_bits(restored, trained())
