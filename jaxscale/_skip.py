@@ -40,7 +40,7 @@ def step_if(
         # Op by op, `step` rounds as it does when called alone. A `cond` would compile it.
         return select(step)
 
-    step = jax.jit(step, inline=True)  # traced once for the two forms
+    step = jax.jit(step)  # traced once for the two forms
     kept = skipped(jax.eval_shape(step, operand))
     # On a GPU or TPU a selection fuses into the step's own kernels and reads nothing
     # twice. On a CPU it keeps XLA from updating buffers in place and takes minutes to

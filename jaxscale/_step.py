@@ -139,7 +139,6 @@ class LossScaled:
                 "`loss_scaled(...).update(value=...)` must be the loss, one number, got "
                 f"{jax.tree.map(jnp.shape, value)}. With has_aux=True, pass only the loss."
             )
-        grads = map_gradients(widen, grads)
         # The verdict is on the gradients: inner transformations may hide an inf, as
         # clipping by value and sign-based updates do. No value at all counts as finite.
         local = jnp.stack([all_finite(grads), all_finite(value)])
@@ -152,7 +151,11 @@ class LossScaled:
             mean, mean_value = self.window.mean(window, operand, grads, value)
             given = {} if value is None else {"value": mean_value}
             updates, new_state = self.inner.update(
-                mean, opt_state, map_gradients(widen, params), **given, **extra_args
+                map_gradients(widen, mean),
+                opt_state,
+                map_gradients(widen, params),
+                **given,
+                **extra_args,
             )
             check_same_structure(
                 "`loss_scaled`, whose `inner.update` must keep the structure of its state,",
