@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ._state import divided_again
 from ._tree import cast, only_gradients
 
 
@@ -41,6 +42,14 @@ class MultiStepsState(NamedTuple):
     inner_opt_state: optax.OptState
 
 
+class Step(NamedTuple):
+    """What a step of the optimizer is made from."""
+
+    opt_state: optax.OptState
+    operand: Any  # what is stored of the gradients
+    gradients: Callable[[Any], tuple[Any, Any]]  # of the operand: those to step with, and a loss
+
+
 @dataclasses.dataclass(frozen=True)
 class NoWindow:
     """Each batch is a step of the optimizer. The null object of :class:`Window`."""
@@ -55,12 +64,9 @@ class NoWindow:
         del grads, value
         return state, counts
 
-    def operand(self, state: Any, grads: Any) -> tuple[optax.OptState, Any]:
-        return state, grads
-
-    def mean(self, state: Any, operand: Any, grads: Any, value: Any) -> tuple[Any, Any]:
-        del state, grads
-        return operand, value
+    def step(self, state: Any, grads: Any, value: Any) -> Step:
+        operand, unscaled = divided_again(grads)
+        return Step(state, operand, lambda operand: (unscaled(operand), value))
 
     def turn(self, state: Any, inner_state: optax.OptState, stepped: jax.Array) -> Any:
         del state, stepped
@@ -115,15 +121,8 @@ class Window:
         whole = state.counted == state.mini_step if self.drop == "window" else state.counted > 0
         return state, (state.mini_step >= length) & whole
 
-    def operand(self, state: MultiStepsState, grads: Any) -> tuple[optax.OptState, Any]:
-        """Returns the optimizer's state, and what its gradients are made of."""
-        del grads
-        return state.inner_opt_state, state.acc_grads
-
-    def mean(
-        self, state: MultiStepsState, operand: Any, grads: Any, value: Any
-    ) -> tuple[Any, jax.Array]:
-        """Returns the mean gradients and loss of the micro-batches that counted.
+    def step(self, state: MultiStepsState, grads: Any, value: Any) -> Step:
+        """Returns the step from the mean gradients and loss of what counted.
 
         Leaves that are no gradients have no mean: they are those of ``grads``.
         """
@@ -134,10 +133,11 @@ class Window:
         def mean_leaf(acc: Any, grad: Any) -> Any:
             return grad if _is_absent(acc) else acc * ratio.astype(acc.dtype)
 
-        return (
-            jax.tree.map(mean_leaf, operand, grads, is_leaf=_is_absent),
-            state.acc_value * ratio,
-        )
+        def mean(acc_grads: Any) -> tuple[Any, jax.Array]:
+            grads_of_step = jax.tree.map(mean_leaf, acc_grads, grads, is_leaf=_is_absent)
+            return grads_of_step, state.acc_value * ratio
+
+        return Step(state.inner_opt_state, state.acc_grads, mean)
 
     def turn(
         self, state: MultiStepsState, inner_state: optax.OptState, stepped: jax.Array

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ._quotient import recall, remember
 from ._tree import map_gradients, widen
 
 
@@ -83,7 +84,7 @@ def scale(state: Any, tree: Any) -> Any:
     state = find_scaling("scale", state)
     if isinstance(state, UnitLossScaleState):
         return map_gradients(widen, tree)
-    return _apply(jnp.multiply, tree, state.loss_scale)
+    return map_gradients(lambda leaf: _apply(jnp.multiply, leaf, state.loss_scale), tree)
 
 
 def unscale(state: Any, tree: Any) -> Any:
@@ -119,18 +120,39 @@ def unscale(state: Any, tree: Any) -> Any:
 
 def divide(tree: Any, divisor: jax.Array) -> Any:
     """Returns a tree with its gradients divided by a scale, in float32 or wider."""
-    return _apply(jnp.divide, tree, divisor)
+
+    def divide_leaf(leaf: Any) -> jax.Array:
+        quotient = _apply(jnp.divide, leaf, divisor)
+        remember(quotient, leaf, divisor)
+        return quotient
+
+    return map_gradients(divide_leaf, tree)
 
 
-def _apply(op: Callable[[Any, Any], jax.Array], tree: Any, number: jax.Array) -> Any:
-    def apply_to_leaf(leaf: Any) -> jax.Array:
-        leaf = widen(leaf)
-        if jnp.iscomplexobj(leaf):
-            # By parts, as a complex product makes inf * 0 of the parts, which is NaN.
-            return jax.lax.complex(apply_to_leaf(leaf.real), apply_to_leaf(leaf.imag))
-        return op(leaf, representable(number, leaf.dtype))
+def divided_again(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Returns a tree with scaled gradients where they are known, and what unscales it."""
+    leaves, treedef = jax.tree.flatten(tree)
+    quotients = [recall(leaf) for leaf in leaves]
+    dividends = [
+        leaf if quotient is None else quotient.dividend
+        for leaf, quotient in zip(leaves, quotients, strict=True)
+    ]
 
-    return map_gradients(apply_to_leaf, tree)
+    def unscaled(tree: Any) -> Any:
+        return treedef.unflatten(
+            leaf if quotient is None else _apply(jnp.divide, leaf, quotient.divisor)
+            for leaf, quotient in zip(jax.tree.leaves(tree), quotients, strict=True)
+        )
+
+    return treedef.unflatten(dividends), unscaled
+
+
+def _apply(op: Callable[[Any, Any], jax.Array], leaf: Any, number: jax.Array) -> jax.Array:
+    leaf = widen(leaf)
+    if jnp.iscomplexobj(leaf):
+        # By parts, as a complex product makes inf * 0 of the parts, which is NaN.
+        return jax.lax.complex(_apply(op, leaf.real, number), _apply(op, leaf.imag, number))
+    return op(leaf, representable(number, leaf.dtype))
 
 
 def representable(loss_scale: jax.Array, dtype: Any) -> jax.Array:

@@ -145,13 +145,13 @@ class LossScaled:
         grads_finite, loss_finite = agree(local, self.axis_name)
         should_apply = grads_finite & loss_finite
         window, due = self.window.add(state.inner_state, grads, value, should_apply)
-        opt_state, operand = self.window.operand(window, grads)
+        opt_state, operand, gradients = self.window.step(window, grads, value)
 
         def inner_step(operand: Any) -> tuple[Any, optax.OptState]:
-            mean, mean_value = self.window.mean(window, operand, grads, value)
-            given = {} if value is None else {"value": mean_value}
+            step_grads, step_value = gradients(operand)
+            given = {} if value is None else {"value": step_value}
             updates, new_state = self.inner.update(
-                map_gradients(widen, mean),
+                map_gradients(widen, step_grads),
                 opt_state,
                 map_gradients(widen, params),
                 **given,

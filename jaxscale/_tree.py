@@ -14,6 +14,7 @@ import optax
 from jax.core import Tracer
 
 from ._checks import scalar_bool
+from ._quotient import recall
 
 # The collection in which Flax keeps FP8 statistics. Its "gradients" are new values that
 # replace the old ones: scaled by nothing, so never to be unscaled, and checked by no one.
@@ -110,7 +111,9 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not _is_gradient(path, leaf):
             continue
-        if isinstance(leaf, Tracer) and jnp.result_type(leaf) in _SUMMED:
+        quotient = recall(leaf)
+        source = leaf if quotient is None else quotient.dividend
+        if isinstance(leaf, Tracer) and jnp.result_type(source) in _SUMMED:
             # x - x is 0, and NaN for inf and NaN: a sum that no finite number makes
             # overflow. XLA computes it where it reads x; of `isfinite` it stores a mask.
             differences += cast(jnp.sum(leaf - leaf), jnp.float32)

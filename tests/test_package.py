@@ -20,10 +20,10 @@ import jaxscale.presets
 
 # A file imports only from lower floors; the last ones are imported by none.
 FLOORS = [
-    {"_checks"},
+    {"_checks", "_quotient"},
     {"_tree"},
-    {"_state", "_skip", "_accumulate"},
-    {"_loss_scale", "_state_dict", "_value_and_grad"},
+    {"_state", "_skip"},
+    {"_loss_scale", "_state_dict", "_value_and_grad", "_accumulate"},
     {"_fixed", "_dynamic", "_tolerance", "_logmax", "_step"},
     {"_spec", "_peers", "_apply_gradients", "_report"},
     {"_loss_scaled", "_check"},
