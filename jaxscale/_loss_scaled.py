@@ -268,10 +268,13 @@ def _count(event: jax.Array, counter: jax.Array) -> jax.Array:
 
 def _no_updates(avals: optax.Updates, grads: optax.Updates) -> optax.Updates:
     def no_update(aval: Any, grad: Any) -> jax.Array:
-        # Minus zero: adding it keeps the bits of every number, whereas -0.0 + 0.0 is 0.0.
+        # Minus zero: adding it keeps the bits of every number, whereas -0.0 + 0.0 is 0.0. Of
+        # a complex number, both parts.
+        is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
+        zero = complex(-0.0, -0.0) if is_complex else -0.0
         # The selection folds to that constant, with the type that an update has on a mesh:
         # that of its gradient. A bare constant varies along no axis of a `shard_map`.
         like = cast(grad, aval.dtype)
-        return jax.lax.select(jnp.zeros((), jnp.bool_), like, jax.lax.full_like(like, -0.0))
+        return jax.lax.select(jnp.zeros((), jnp.bool_), like, jax.lax.full_like(like, zero))
 
     return jax.tree.map(no_update, avals, grads)
