@@ -15,6 +15,7 @@ from ._state import LossScaleState
 from ._tree import (
     agree,
     all_finite,
+    apply_updates,
     cast,
     cast_like,
     check_same_structure,
@@ -181,8 +182,7 @@ class LossScaled:
         **extra_args: Any,
     ) -> tuple[optax.Params, LossScaledState]:
         def finish(updates: optax.Updates) -> optax.Params:
-            # In float32, as promotion has it, then rounded once to the parameters' dtype.
-            return cast_like(optax.apply_updates(map_gradients(widen, params), updates), params)
+            return apply_updates(params, updates)
 
         def skipped(avals: Any, grads: Any) -> optax.Params:
             del avals, grads

@@ -128,7 +128,8 @@ MUTATIONS = {
     "counter wraps around": ("_loss_scaled", "optax.safe_increment(state.notfinite_count)", "state.notfinite_count + 1"),
     "counter not cleared": ("_loss_scaled", "jnp.where(should_apply, 0, ", "jnp.where(should_apply, state.notfinite_count, "),
     "total of bad losses lost": ("_loss_scaled", "_count(~loss_finite, state.total_notfinite_loss)", "state.total_notfinite_loss"),
-    "parameters change their dtype": ("_loss_scaled", "return cast_like(optax.apply_updates(map_gradients(widen, params), updates), params)", "return optax.apply_updates(map_gradients(widen, params), updates)"),
+    "sum rounded twice": ("_tree", "(widen(param) if _is_inexact(param) else param) + update", "param + cast(update, jnp.result_type(param))"),
+    "parameters change their dtype": ("_loss_scaled", "return apply_updates(params, updates)", "return optax.apply_updates(map_gradients(widen, params), updates)"),
     # reports and Flax
     "check one step late": ("_report", 'if counters["notfinite_count"] <= max_consecutive', 'if counters["notfinite_count"] <= max_consecutive + 1'),
     "check blames the wrong pass": ("_report", 'if counters["total_notfinite_loss"] >= counters["notfinite_count"]', 'if counters["total_notfinite_loss"] < counters["notfinite_count"]'),
