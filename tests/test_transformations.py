@@ -30,6 +30,18 @@ def exact_loss(params, batch):
     return amplified(jnp.sum(params["w"] * x) + params["b"] * x[0], factor)
 
 
+def exact_training(params, xs, factors):
+    """The same in NumPy: momentum, on the good steps only."""
+    params = {name: np.asarray(leaf) for name, leaf in params.items()}
+    trace = {name: np.zeros_like(leaf) for name, leaf in params.items()}
+    for x, factor in zip(np.asarray(xs), factors, strict=True):
+        if np.isfinite(factor):
+            grads = {"w": x, "b": x[0]}
+            trace = {name: grads[name] + np.float32(0.5) * trace[name] for name in params}
+            params = {name: params[name] - np.float32(0.25) * trace[name] for name in params}
+    return params
+
+
 def small_integers(*shape):
     return jnp.round(2 * jax.random.normal(jax.random.key(len(shape)), shape))
 
@@ -69,6 +81,7 @@ def test_each_member_of_a_population_trains_as_if_it_were_alone(fused):
         for step in range(steps):
             one = alone(one, jax.tree.map(lambda b, i=step, m=member: b[i, m], batches))
         assert_same_bits(jax.tree.map(lambda leaf, m=member: leaf[m], population), one)
+        assert_same_bits(one[0], exact_training(params, *(b[:, member] for b in batches)))
     metrics = jaxscale.metrics(population[1])
     skipped = np.sum(~np.isfinite(POPULATION), axis=0)
     assert metrics["total_notfinite"].tolist() == skipped.tolist() == [3, 0, 8, 1]
@@ -160,6 +173,7 @@ def test_scan_is_the_loop(fused):
     scan = jax.jit(scanned(train_step))
     carry = scan((EXACT, EXACT_TX.init(EXACT)), batches)
     assert_same_bits(carry, loop)
+    assert_same_bits(carry[0], exact_training(EXACT, *batches))
     assert avals(carry) == avals((EXACT, EXACT_TX.init(EXACT)))
     scan(carry, batches)
     assert scan._cache_size() == 1
@@ -173,6 +187,9 @@ def test_scan_and_vmap_may_be_nested_either_way():
     inside = jax.jit(scanned(jax.vmap(train_step)))(carry, batches)
     outside = jax.jit(jax.vmap(scanned(train_step), in_axes=(0, 1)))(carry, batches)
     assert_same_bits(inside, outside)
+    for member in range(4):
+        expected = exact_training(EXACT, *(batch[:, member] for batch in batches))
+        assert_same_bits({name: leaf[member] for name, leaf in inside[0].items()}, expected)
     assert inside[1].total_notfinite.tolist() == [3, 0, 8, 1]
 
 
