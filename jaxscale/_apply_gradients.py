@@ -5,6 +5,7 @@ from typing import Any
 import optax
 
 from ._step import LossScaled
+from ._tree import apply_updates
 
 
 def apply_gradients(
@@ -18,7 +19,8 @@ def apply_gradients(
 
     The same as ``tx.update`` followed by ``optax.apply_updates``. Where ``tx`` is a
     :func:`loss_scaled` optimizer, both are skipped as one, which is the fastest form: no
-    updates are stored.
+    updates are stored. Leaves without a gradient, integers and typed keys among them, stay as
+    they are if the optimizer passes their ``float0`` gradients on, as ``optax.masked`` does.
 
     Args:
       tx: the optimizer.
@@ -47,4 +49,4 @@ def apply_gradients(
         return rule.apply(grads, opt_state, params, **extra_args)
     tx = optax.with_extra_args_support(tx)
     updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-    return optax.apply_updates(params, updates), opt_state
+    return apply_updates(params, updates), opt_state

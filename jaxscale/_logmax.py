@@ -150,7 +150,8 @@ class LogMaxLossScale(LossScale):
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
         state = state._replace(loss_scale=healed(state.loss_scale, self.init_scale))
         amax = largest(grads, axis_name)
-        x = jnp.where(grads_finite, jnp.log2(amax), self.log_max)
+        x = jnp.log2(jnp.where(amax > 0, amax, 1.0))  # zeros do not count, see below
+        x = jnp.where(grads_finite, x, self.log_max)
 
         def average(old: jax.Array, new: jax.Array | float, beta: float) -> jax.Array:
             return old * beta + new * (1 - beta)

@@ -15,6 +15,7 @@ from ._state import LossScaleState
 from ._tree import (
     agree,
     all_finite,
+    apply_updates,
     cast,
     cast_like,
     check_same_structure,
@@ -108,8 +109,7 @@ class LossScaled:
         **extra_args: Any,
     ) -> tuple[optax.Params, LossScaledState]:
         def finish(updates: optax.Updates) -> optax.Params:
-            # In float32, as promotion has it, then rounded once to the parameters' dtype.
-            return cast_like(optax.apply_updates(map_gradients(widen, params), updates), params)
+            return apply_updates(params, updates)
 
         def skipped(avals: Any, grads: Any) -> optax.Params:
             del avals, grads
@@ -210,10 +210,13 @@ def _count(event: jax.Array, counter: jax.Array) -> jax.Array:
 
 def _no_updates(avals: optax.Updates, grads: optax.Updates) -> optax.Updates:
     def no_update(aval: Any, grad: Any) -> jax.Array:
-        # Minus zero: adding it keeps the bits of every number, whereas -0.0 + 0.0 is 0.0.
+        # Minus zero: adding it keeps the bits of every number, whereas -0.0 + 0.0 is 0.0. Of
+        # a complex number, both parts.
+        is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
+        zero = complex(-0.0, -0.0) if is_complex else -0.0
         # The selection folds to that constant, with the type that an update has on a mesh:
         # that of its gradient. A bare constant varies along no axis of a `shard_map`.
         like = cast(grad, aval.dtype)
-        return jax.lax.select(jnp.zeros((), jnp.bool_), like, jax.lax.full_like(like, -0.0))
+        return jax.lax.select(jnp.zeros((), jnp.bool_), like, jax.lax.full_like(like, zero))
 
     return jax.tree.map(no_update, avals, grads)

@@ -78,6 +78,22 @@ def cast_like(tree: Any, like: Any) -> Any:
     return jax.tree.map(cast_leaf, tree, like)
 
 
+def apply_updates(params: Any, updates: Any) -> Any:
+    """Returns ``optax.apply_updates(params, updates)``, for every kind of leaf.
+
+    The sum is taken in float32 or wider and rounded once. What has no gradient, and so a
+    ``float0`` as its update, stays as it is: integers, bools, typed keys.
+    """
+
+    def add(param: Any, update: Any) -> Any:
+        if param is None or jnp.result_type(update) == jax.dtypes.float0:
+            return param
+        total = (widen(param) if _is_inexact(param) else param) + update
+        return cast(total, jnp.result_type(param))
+
+    return jax.tree.map(add, params, updates, is_leaf=lambda leaf: leaf is None)
+
+
 def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
     """Returns ``finite`` where it holds on every device along ``axis_name``."""
     if axis_name is None:

@@ -64,6 +64,8 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         (loss, (aux, seed)), grads = differentiated(*args, **kwargs)
+        if seed is not None:  # the loss may be differentiated once more, and by its own rule
+            loss = _with_tangent(jnp.divide, loss, seed)
         return ((loss, aux) if has_aux else loss), unseed(grads, seed)
 
     return value_and_grad_fun
@@ -130,7 +132,7 @@ def _seed(
         # that dtype can be. It leaves as an auxiliary output, so that the gradients are
         # divided by just that number, whatever `transform` does in between.
         seed = representable(jax.lax.stop_gradient(state.loss_scale), loss.dtype)
-        return _with_cotangent(loss, seed), (aux, seed)
+        return _with_tangent(jnp.multiply, loss, seed), (aux, seed)
 
     def unseed(grads: Any, seed: Any) -> Any:
         return map_gradients(widen, grads) if is_unit else divide(grads, seed)
@@ -158,15 +160,15 @@ def _split(call: str, output: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     return jnp.asarray(output), aux
 
 
-@jax.custom_jvp
-def _with_cotangent(loss: jax.Array, seed: jax.Array) -> jax.Array:
-    """Returns ``loss``, whose derivative is ``seed`` instead of 1."""
-    del seed
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_tangent(op: Callable[[Any, Any], Any], loss: jax.Array, seed: jax.Array) -> jax.Array:
+    """Returns ``loss``, whose tangents are ``op(tangent, seed)``: so are its cotangents."""
+    del op, seed
     return loss
 
 
-@_with_cotangent.defjvp
-def _with_cotangent_jvp(primals: Any, tangents: Any) -> Any:
+@_with_tangent.defjvp
+def _with_tangent_jvp(op: Callable[[Any, Any], Any], primals: Any, tangents: Any) -> Any:
     # A JVP rule, as JAX derives the reverse from it: both modes, and their nestings, work.
     (loss, seed), (tangent, _) = primals, tangents
-    return _with_cotangent(loss, seed), tangent * seed
+    return _with_tangent(op, loss, seed), op(tangent, seed)

@@ -1,0 +1,361 @@
+"""Every kind of parameter and of optimizer, through whole training steps."""
+
+import contextlib
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.linen import fp8_ops
+from tables import POLICIES, assert_close, assert_same_bits, avals
+from training import (
+    FACTORS,
+    INF,
+    MLP,
+    X,
+    amplified,
+    assert_bad_steps_leave_no_trace,
+    mlp_loss,
+    trainer,
+    x64,
+)
+
+import jaxscale
+import jaxscale.flax
+
+pytestmark = pytest.mark.standard_promotion
+
+DYNAMIC = POLICIES["dynamic"]
+OWG = "_overwrite_with_gradient"
+HALVES = ["bfloat16", "float16"]
+halves = pytest.mark.parametrize("dtype", HALVES)
+fuseds = pytest.mark.parametrize("fused", [True, False], ids=["apply", "update"])
+
+INNERS = {
+    "adamw": optax.adamw(1e-2),
+    "half_moments": optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "masked": optax.chain(
+        optax.masked(optax.adam(1e-2), {"w": True, "v": False}),
+        optax.masked(optax.set_to_zero(), {"w": False, "v": True}),
+    ),
+    "multi_transform": optax.multi_transform(
+        {"a": optax.adam(1e-2), "s": optax.sgd(1e-2, momentum=0.9)}, {"w": "a", "v": "s"}
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(
+        learning_rate=optax.linear_schedule(1e-2, 0.0, 8), b1=0.8
+    ),
+    "lbfgs": optax.lbfgs(),
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
+    "reduce_on_plateau": optax.chain(
+        optax.adam(1e-2), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=1)
+    ),
+    "ema": optax.chain(optax.sgd(1e-2), optax.ema(0.9)),
+}
+
+
+def mlp(dtype):
+    """Parameters of a dtype; a complex one has imaginary parts."""
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), MLP)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        params = jax.tree.map(lambda leaf: leaf * (1 + 0.5j), params)
+    return params
+
+
+def step_of(inner, dtype, fused):
+    """A training step and its first carry."""
+    # What float16 rounds to 0, or to few bits, depends on the scale; nothing else does.
+    tx = jaxscale.loss_scaled(INNERS[inner], 2.0**8 if dtype == "float16" else DYNAMIC)
+
+    def extra(batch, grads):
+        return {"grad": grads, "value_fn": lambda params: mlp_loss(params, batch)}
+
+    params = mlp(dtype)
+    train_step = trainer(tx, mlp_loss, fused, extra=extra if "lbfgs" in inner else None)
+    return train_step, (params, tx.init(params))
+
+
+@pytest.mark.parametrize(
+    ("inner", "dtype"),
+    [(inner, "bfloat16") for inner in INNERS if inner != "schedule_free"]  # which is below
+    + [(inner, "float16") for inner in ("adamw", "half_moments", "lbfgs")]
+    + [(inner, "complex64") for inner in ("adamw", "schedule_free")]
+    + [(inner, "float64") for inner in ("adamw", "lbfgs")],
+)
+def test_bad_steps_leave_no_trace_in_any_dtype_or_optimizer(inner, dtype):
+    with x64() if dtype == "float64" else contextlib.nullcontext():
+        train_step, start = step_of(inner, dtype, fused=inner in list(INNERS)[::2])
+        params, state = assert_bad_steps_leave_no_trace(train_step, start)
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+        moved = [not jnp.array_equal(params[name], start[0][name]) for name in ("w", "v")]
+        assert moved == [True, inner != "masked"]
+        if inner != "half_moments":  # narrow at the user's own wish
+            for leaf in jax.tree.leaves(state.inner_state):
+                floating = jnp.issubdtype(leaf.dtype, jnp.inexact)
+                assert not floating or jnp.finfo(leaf.dtype).bits >= max(32, jnp.finfo(dtype).bits)
+
+
+@pytest.mark.parametrize("inner", ["lbfgs", "schedule_free", "reduce_on_plateau"])
+def test_bad_steps_leave_no_trace_in_the_form_for_accelerators(inner, monkeypatch):
+    # There both sides of the selection are computed: a line search runs on a skipped step.
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
+    assert_bad_steps_leave_no_trace(*step_of(inner, "float32", fused=True))
+
+
+@halves
+@fuseds
+def test_the_sum_of_parameter_and_update_is_rounded_once(dtype, fused):
+    keys = jax.random.split(jax.random.key(0))
+    params = jax.random.normal(keys[0], (4096,)).astype(dtype)
+    grads = jax.random.normal(keys[1], (4096,)) * 2.0**-9
+    tx = jaxscale.loss_scaled(optax.scale(-1.0))
+    if fused:
+        moved, _ = jaxscale.apply_gradients(tx, grads, tx.init(params), params)
+    else:
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert updates.dtype == jnp.float32
+        moved = optax.apply_updates(params, updates)
+    # NumPy's, in float32, of which no product is taken.
+    p, u = np.asarray(params), -np.asarray(grads)
+    once = (p.astype(np.float32) + u).astype(p.dtype)
+    twice = (p.astype(np.float32) + u.astype(p.dtype).astype(np.float32)).astype(p.dtype)
+    assert np.any(once != twice)
+    assert_same_bits(moved, once)
+
+
+def test_adam_of_float16_parameters_does_not_divide_0_by_0():
+    params, grads = jnp.ones(3, jnp.float16), jnp.array([0.0, 2.0**-10, 1.0], jnp.float16)
+    bare = optax.adam(0.1)  # whose epsilon of 1e-8 is 0 in float16
+    assert jnp.isnan(bare.update(grads, bare.init(params), params)[0][0])
+    tx = jaxscale.loss_scaled(bare)
+    params, state = jaxscale.apply_gradients(tx, grads, tx.init(params), params)
+    assert_same_bits(params, jnp.array([1.0, 0.9, 0.9], jnp.float16))
+    assert state.grads_finite
+
+
+class Fp8(nn.Module):
+    """Two layers whose products are taken in FP8."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.tanh(nn.Dense(8, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)(x))
+        return nn.Dense(1, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)(x)
+
+
+@pytest.mark.parametrize("loop", ["optax", "flax"])
+def test_fp8_statistics_are_replaced_on_good_steps_and_kept_on_bad_ones(loop):
+    model = Fp8()
+    variables = jax.jit(model.init)(jax.random.key(0), X[0])
+    # A fixed scale: the statistics of what flows backward are those of scaled cotangents.
+    tx = jaxscale.loss_scaled(optax.adam(1e-2), 2.0**8)
+
+    def loss_fn(variables, batch):
+        output = model.apply(variables, batch[0])
+        return amplified(jnp.mean((output - 1) ** 2), batch[1])
+
+    def differentiate(state, variables, batch):
+        return jaxscale.value_and_grad(loss_fn, state)(variables, batch)
+
+    def optax_step(carry, batch):
+        variables, state = carry
+        loss, grads = differentiate(state, variables, batch)
+        params, state = jaxscale.apply_gradients(
+            tx, grads["params"], state, variables["params"], value=loss
+        )
+        new = jaxscale.tree_where(state.grads_finite, grads[OWG], variables[OWG])
+        return {"params": params, OWG: new}, state
+
+    def flax_step(state, batch):
+        loss, grads = differentiate(state, state.params, batch)
+        return state.apply_gradients(grads=grads, value=loss)
+
+    if loop == "optax":
+        train_step, start = optax_step, (variables, tx.init(variables["params"]))
+    else:
+        train_step = flax_step
+        start = jaxscale.flax.TrainState.create(apply_fn=None, params=variables, tx=tx)
+    last = assert_bad_steps_leave_no_trace(train_step, start)
+    (statistics,) = (last.params if loop == "flax" else last[0])[OWG]["Dense_0"].values()
+    # The maxima of the inputs of the good steps, and of no other.
+    seen = [float(jnp.max(jnp.abs(x))) for x in X[jnp.isfinite(FACTORS)]]
+    history = statistics["input_amax_history"]
+    assert sorted(history[history > 0].tolist()) == sorted(seen)
+
+
+@fuseds
+def test_leaves_that_are_no_numbers_pass_through_a_whole_step(fused):
+    params = MLP | {
+        "count": jnp.array([3, 2**24 + 1], jnp.int32),
+        "flag": jnp.array(True),
+        "key": jax.random.key(7),
+        "none": None,
+    }
+
+    def loss_fn(params, batch):
+        x, factor = batch
+        noise = 0.01 * jax.random.normal(params["key"], x.shape) * params["count"][0]
+        return mlp_loss(params, (x + jnp.where(params["flag"], noise, 0.0), factor))
+
+    mask = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact), params)
+    tx = jaxscale.loss_scaled(optax.masked(optax.adam(1e-2), mask), DYNAMIC)
+
+    def train_step(carry, batch):
+        params, state = carry
+        loss, grads = jaxscale.value_and_grad(loss_fn, state, allow_int=True)(params, batch)
+        assert {name for name in grads if grads[name] is None} == {"none"}
+        if fused:
+            return jaxscale.apply_gradients(tx, grads, state, params, value=loss)
+        updates, state = tx.update(grads, state, params, value=loss)
+        for name in ("count", "flag", "key"):  # optax adds to numbers only
+            assert updates[name].dtype == jax.dtypes.float0
+        numbers = optax.apply_updates(*({n: t[n] for n in MLP} for t in (params, updates)))
+        return params | numbers, state
+
+    carry, _ = assert_bad_steps_leave_no_trace(train_step, (params, tx.init(params)))
+    unmoved = ("count", "flag", "key", "none")
+    assert_same_bits([carry[name] for name in unmoved], [params[name] for name in unmoved])
+    assert not jnp.array_equal(carry["w"], params["w"])
+
+
+def test_a_typed_key_in_the_optimizer_is_split_on_good_steps_only():
+    def update(updates, key, params=None):
+        del params
+        key, subkey = jax.random.split(key)
+        keys = optax.tree_utils.tree_split_key_like(subkey, updates)
+        noise = jax.tree.map(lambda u, k: 0.01 * jax.random.normal(k, u.shape), updates, keys)
+        return jax.tree.map(lambda u, n: -0.01 * (u + n), updates, noise), key
+
+    noisy = optax.GradientTransformation(lambda _: jax.random.key(3), update)
+    tx = jaxscale.loss_scaled(noisy, DYNAMIC)
+    _, state = assert_bad_steps_leave_no_trace(trainer(tx, mlp_loss), (MLP, tx.init(MLP)))
+    key = jax.random.key(3)
+    for _ in range(5):
+        key = jax.random.split(key)[0]
+    assert state.inner_state == key
+
+
+def test_a_hyperparameter_set_by_hand_stays_set():
+    tx = jaxscale.loss_scaled(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
+    params = jnp.array([1.0, -2.0], jnp.bfloat16)
+    state = tx.init(params)
+    step = jax.jit(lambda g, s, p: jaxscale.apply_gradients(tx, g, s, p))
+    for grad, learning_rate, expected in [
+        (1.0, None, [0.5, -2.5]),
+        (INF, 0.25, [0.5, -2.5]),
+        (1.0, None, [0.25, -2.75]),
+    ]:
+        if learning_rate is not None:
+            number = jnp.array(learning_rate, jnp.float32)
+            state = optax.tree_utils.tree_set(state, learning_rate=number)
+        params, state = step(jnp.full(2, grad, jnp.bfloat16), state, params)
+        assert params.tolist() == expected
+    assert optax.tree_utils.tree_get(state, "learning_rate") == 0.25
+    assert step._cache_size() == 1
+
+
+def test_what_lbfgs_remembers_of_its_line_search_belongs_to_the_parameters():
+    def loss_fn(w):
+        return jnp.sum((w - jnp.arange(3.0)) ** 4)
+
+    tx = jaxscale.loss_scaled(optax.lbfgs(), DYNAMIC)
+    remembered = optax.value_and_grad_from_state(loss_fn)
+
+    @jax.jit
+    def step(w, state, factor):
+        value, grad = remembered(w, state=state)
+        grad = grad * factor
+        return jaxscale.apply_gradients(
+            tx, grad, state, w, value=value, grad=grad, value_fn=loss_fn
+        )
+
+    w, state = jnp.full(3, 5.0), tx.init(jnp.zeros(3))
+    losses = [loss_fn(w)]
+    for factor in [1.0, INF, 1.0, jnp.nan, 1.0]:
+        w, state = step(w, state, factor)
+        losses.append(loss_fn(w))
+        value, grad = remembered(w, state=state)
+        assert_close((value, grad), jax.value_and_grad(loss_fn)(w))
+    assert losses[0] > losses[1] == losses[2] > losses[3] == losses[4] > losses[5]
+    assert state.total_notfinite == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+def test_the_parameters_to_evaluate_of_schedule_free(dtype):
+    train_step, start = step_of("schedule_free", dtype, fused=True)
+    params, state = assert_bad_steps_leave_no_trace(train_step, start)
+    evaluated = optax.contrib.schedule_free_eval_params(state.inner_state, params)
+    assert avals(evaluated) == avals(MLP)  # float32, as the averages are
+    y, z = np.asarray(params["w"], np.float64), np.asarray(state.inner_state.z["w"], np.float64)
+    b1 = float(state.inner_state.b1)
+    np.testing.assert_allclose(evaluated["w"], (y - (1 - b1) * z) / b1, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plateau_is_one_of_good_losses():
+    inner = optax.contrib.reduce_on_plateau(factor=0.5, patience=2, cooldown=0)
+    tx = jaxscale.loss_scaled(optax.chain(optax.sgd(1.0), inner))
+    update = jax.jit(tx.update)
+
+    def scales(losses):
+        state, outcome = tx.init(MLP), []
+        for loss in losses:
+            _, state = update(MLP, state, MLP, value=jnp.array(loss, jnp.float32))
+            outcome.append(float(optax.tree_utils.tree_get(state.inner_state, "scale")))
+        return outcome, state.inner_state
+
+    nan = float("nan")
+    alone, expected = scales([1.0, 1.0, 1.0, 1.0])
+    mixed, inner_state = scales([1.0, nan, 1.0, INF, nan, 1.0, nan, 1.0])
+    assert alone == [1.0, 1.0, 0.5, 0.5]
+    assert mixed == [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5]
+    assert_same_bits(inner_state, expected)
+
+
+class WithAverage(jaxscale.flax.TrainState):
+    """A state with a moving average of its parameters."""
+
+    average: Any
+
+
+@pytest.mark.parametrize("loop", ["optax", "flax"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_moving_average_of_parameters_stands_still_on_a_skipped_step(loop, dtype):
+    tx = jaxscale.loss_scaled(optax.adam(1e-2), DYNAMIC)
+    params = mlp(dtype)
+    average = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    step_of_two = trainer(tx, mlp_loss)
+
+    def averaged(params, average):
+        return jax.tree.map(lambda p, a: 0.9 * a + 0.1 * p.astype(a.dtype), params, average)
+
+    def optax_step(carry, batch):
+        params, state, average = carry
+        params, state = step_of_two((params, state), batch)
+        new = averaged(params, average)
+        return params, state, jaxscale.tree_where(state.grads_finite, new, average)
+
+    def flax_step(state, batch):
+        loss, grads = jaxscale.value_and_grad(mlp_loss, state)(state.params, batch)
+        new = averaged(state.params, state.average)
+        return state.apply_gradients(grads=grads, value=loss, average=new)
+
+    if loop == "optax":
+        train_step, start = optax_step, (params, tx.init(params), average)
+    else:
+        train_step = flax_step
+        start = WithAverage.create(apply_fn=None, params=params, tx=tx, average=average)
+    last = assert_bad_steps_leave_no_trace(train_step, start)
+    assert not jnp.array_equal((last.average if loop == "flax" else last[2])["w"], average["w"])
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, "float32", "complex64"])
+def test_a_skipped_step_keeps_the_signs_of_zeros(dtype):
+    # Of both parts of a complex number.
+    signs = np.array([complex(a, b) for a in (0.0, -0.0, 1.0) for b in (0.0, -0.0, 1.0)])
+    params = jnp.asarray(signs if "complex" in dtype else signs.real, dtype)
+    tx = jaxscale.loss_scaled(optax.sgd(1.0))
+    for transform in (lambda f: f, jax.jit):
+        grads = jnp.full_like(params, jnp.inf)
+        updates, _ = transform(tx.update)(grads, tx.init(params), params)
+        assert_same_bits(optax.apply_updates(params, updates), params)

@@ -1,0 +1,327 @@
+"""What JAX does to functions, done to whole training steps: `vmap`, `scan`, donation, no `jit`."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tables import POLICIES, assert_close, assert_same_bits, avals
+from training import FACTORS, INF, MLP, NAN, amplified, mlp_loss, trainer, x64
+
+import jaxscale
+from jaxscale import presets
+
+pytestmark = pytest.mark.standard_promotion
+
+DYNAMIC = POLICIES["dynamic"]
+# All numbers of this model are short binary fractions, so that its arithmetic is exact, and
+# two different compiled programs must agree on every bit. `MLP` rounds, as real ones do.
+EXACT = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(4.0, jnp.float32)}
+EXACT_TX = jaxscale.loss_scaled(optax.sgd(0.25, momentum=0.5), DYNAMIC)
+MLP_TX = jaxscale.loss_scaled(optax.adamw(1e-2), DYNAMIC)
+
+fuseds = pytest.mark.parametrize("fused", [True, False], ids=["apply", "update"])
+
+
+def exact_loss(params, batch):
+    x, factor = batch
+    return amplified(jnp.sum(params["w"] * x) + params["b"] * x[0], factor)
+
+
+def exact_training(params, xs, factors):
+    """The same in NumPy: momentum, on the good steps only."""
+    params = {name: np.asarray(leaf) for name, leaf in params.items()}
+    trace = {name: np.zeros_like(leaf) for name, leaf in params.items()}
+    for x, factor in zip(np.asarray(xs), factors, strict=True):
+        if np.isfinite(factor):
+            grads = {"w": x, "b": x[0]}
+            trace = {name: grads[name] + np.float32(0.5) * trace[name] for name in params}
+            params = {name: params[name] - np.float32(0.25) * trace[name] for name in params}
+    return params
+
+
+def small_integers(*shape):
+    return jnp.round(2 * jax.random.normal(jax.random.key(len(shape)), shape))
+
+
+def moved_to_the_end(factors):
+    """The same factors, the bad ones last, and the places of all of them."""
+    order = np.argsort(~np.isfinite(factors), kind="stable")
+    return factors[order], order
+
+
+def scanned(train_step):
+    return lambda carry, batches: jax.lax.scan(
+        lambda c, b: (train_step(c, b), None), carry, batches
+    )[0]
+
+
+# Of a population, by steps and members: what each member's gradients are multiplied by.
+POPULATION = jnp.stack([FACTORS, jnp.ones(8), jnp.full(8, NAN), jnp.ones(8).at[6].set(INF)], axis=1)
+
+
+@fuseds
+def test_each_member_of_a_population_trains_as_if_it_were_alone(fused):
+    alone = jax.jit(trainer(EXACT_TX, exact_loss, fused))
+    together = jax.jit(jax.vmap(trainer(EXACT_TX, exact_loss, fused)))
+    steps, members = POPULATION.shape
+    batches = small_integers(steps, members, 3), POPULATION
+    start = jax.tree.map(lambda p: p + jnp.arange(members).reshape(-1, *[1] * p.ndim), EXACT)
+    population = start, jax.vmap(EXACT_TX.init)(start)
+    expected_avals = avals(population)
+    for step in range(steps):
+        population = together(population, jax.tree.map(lambda b, i=step: b[i], batches))
+        assert avals(population) == expected_avals
+    assert together._cache_size() == 1
+    for member in range(members):
+        params = jax.tree.map(lambda p, m=member: p[m], start)
+        one = params, EXACT_TX.init(params)
+        for step in range(steps):
+            one = alone(one, jax.tree.map(lambda b, i=step, m=member: b[i, m], batches))
+        assert_same_bits(jax.tree.map(lambda leaf, m=member: leaf[m], population), one)
+        assert_same_bits(one[0], exact_training(params, *(b[:, member] for b in batches)))
+    metrics = jaxscale.metrics(population[1])
+    skipped = np.sum(~np.isfinite(POPULATION), axis=0)
+    assert metrics["total_notfinite"].tolist() == skipped.tolist() == [3, 0, 8, 1]
+    assert len(set(metrics["loss_scale"].tolist())) == members
+
+
+def test_a_member_feels_neither_its_bad_steps_nor_its_neighbours():
+    together = jax.jit(jax.vmap(trainer(MLP_TX, mlp_loss)))
+    x = jax.random.normal(jax.random.key(2), (*POPULATION.shape, 5, 3))
+    sorted_x, sorted_factors = [], []
+    for member in range(POPULATION.shape[1]):
+        factors, order = moved_to_the_end(POPULATION[:, member])
+        sorted_factors.append(factors)
+        sorted_x.append(x[order, member])
+    outcomes = []
+    for xs, factors in (
+        (x, POPULATION),
+        (jnp.stack(sorted_x, axis=1), jnp.stack(sorted_factors, axis=1)),
+    ):
+        params = jax.tree.map(lambda p: jnp.stack([p] * 4), MLP)
+        population = params, jax.vmap(MLP_TX.init)(params)
+        for batch in zip(xs, factors, strict=True):
+            population = together(population, batch)
+        outcomes.append((population[0], population[1].inner_state))
+    assert_same_bits(*outcomes)
+
+
+def test_one_state_for_the_gradients_of_many_examples():
+    state = EXACT_TX.init(EXACT)
+    x, factors = small_integers(4, 3), jnp.array([1.0, INF, 1.0, NAN])
+
+    @jax.jit
+    def train_step(carry, batch):
+        params, state = carry
+        per_example = jaxscale.value_and_grad(exact_loss, state)
+        losses, grads = jax.vmap(per_example, (None, 0))(params, batch)
+        finite = jax.vmap(jaxscale.all_finite)(grads)
+        weights = finite / jnp.sum(finite)
+
+        def drop(grad):
+            kept = jnp.where(finite.reshape(-1, *[1] * (grad.ndim - 1)), grad, 0)
+            return jnp.tensordot(weights, kept, 1)
+
+        means = jax.tree.map(lambda g: jnp.mean(g, 0), grads), jax.tree.map(drop, grads)
+        carries = [jaxscale.apply_gradients(EXACT_TX, g, state, params) for g in means]
+        return carries, finite, losses
+
+    (whole, dropped), finite, losses = train_step((EXACT, state), (x, factors))
+    assert finite.tolist() == [True, False, True, False]
+    assert_same_bits(losses, jnp.stack([exact_loss(EXACT, (row, 1.0)) for row in x]))
+    # One bad example and the mean is bad: the step is skipped, once.
+    assert_same_bits(whole[0], EXACT)
+    assert (whole[1].total_notfinite, whole[1].scaling.loss_scale) == (1, 2.0**14)
+    # Or the bad examples are dropped by their own verdicts: the mean of the two others.
+    grad = (x[0] + x[2]) / 2
+    assert_same_bits(dropped[0]["w"], EXACT["w"] - 0.25 * grad)
+    assert avals(whole[1]) == avals(dropped[1]) == avals(state)
+
+
+def test_the_axis_of_a_vmap_can_agree_on_one_verdict():
+    tx = jaxscale.loss_scaled(optax.sgd(0.25), DYNAMIC, axis_name="members")
+    members = jax.tree.map(lambda p: jnp.stack([p, p + 1, p + 2]), EXACT)
+    # Each member has parameters of its own; the state is one for all, and comes back as one.
+    together = jax.jit(
+        jax.vmap(
+            trainer(tx, exact_loss),
+            in_axes=((0, None), 0),
+            out_axes=(0, None),
+            axis_name="members",
+        )
+    )
+    x = small_integers(3, 3)
+    moved, state = together((members, tx.init(EXACT)), (x, jnp.ones(3)))
+    assert_same_bits(moved["w"], members["w"] - 0.25 * x)
+    for factors in ([1.0, 1.0, INF], [NAN, 1.0, 1.0]):
+        kept, skipped = together((moved, state), (x, jnp.array(factors)))
+        assert_same_bits(kept, moved)
+        assert avals(skipped) == avals(state)
+        assert (skipped.total_notfinite, skipped.scaling.loss_scale) == (1, 2.0**14)
+
+
+@fuseds
+def test_scan_is_the_loop(fused):
+    train_step = trainer(EXACT_TX, exact_loss, fused)
+    batches = small_integers(8, 3), FACTORS
+    loop, jitted = (EXACT, EXACT_TX.init(EXACT)), jax.jit(train_step)
+    for batch in zip(*batches, strict=True):
+        loop = jitted(loop, batch)
+    scan = jax.jit(scanned(train_step))
+    carry = scan((EXACT, EXACT_TX.init(EXACT)), batches)
+    assert_same_bits(carry, loop)
+    assert_same_bits(carry[0], exact_training(EXACT, *batches))
+    assert avals(carry) == avals((EXACT, EXACT_TX.init(EXACT)))
+    scan(carry, batches)
+    assert scan._cache_size() == 1
+
+
+def test_scan_and_vmap_may_be_nested_either_way():
+    train_step = trainer(EXACT_TX, exact_loss)
+    start = jax.tree.map(lambda p: jnp.stack([p] * 4), EXACT)
+    carry = start, jax.vmap(EXACT_TX.init)(start)
+    batches = small_integers(*POPULATION.shape, 3), POPULATION
+    inside = jax.jit(scanned(jax.vmap(train_step)))(carry, batches)
+    outside = jax.jit(jax.vmap(scanned(train_step), in_axes=(0, 1)))(carry, batches)
+    assert_same_bits(inside, outside)
+    for member in range(4):
+        expected = exact_training(EXACT, *(batch[:, member] for batch in batches))
+        assert_same_bits({name: leaf[member] for name, leaf in inside[0].items()}, expected)
+    assert inside[1].total_notfinite.tolist() == [3, 0, 8, 1]
+
+
+def test_a_donated_scan_copies_no_more_than_bare_optax():
+    params = {"w": jnp.ones((24, 24)), "v": jnp.ones((24, 24))}
+    batches = jnp.ones((4, 5, 24)), jnp.array([1, INF, NAN, 1])
+
+    def loss_fn(params, batch):
+        return amplified(jnp.mean((jnp.tanh(batch[0] @ params["w"]) @ params["v"]) ** 2), batch[1])
+
+    bare = optax.adamw(1e-2)
+    tx = jaxscale.loss_scaled(bare, DYNAMIC)
+    compiled, copies = {}, {}
+    for name, optimizer, differentiate in (
+        ("ours", tx, jaxscale.value_and_grad),
+        ("bare", bare, lambda fun, _: jax.value_and_grad(fun)),
+    ):
+        run = jax.jit(
+            scanned(trainer(optimizer, loss_fn, differentiate=differentiate)), donate_argnums=0
+        )
+        compiled[name] = run.lower((params, optimizer.init(params)), batches).compile()
+        copies[name] = len(re.findall(r"f32\[24,24\]\S* copy\(", compiled[name].as_text()))
+    assert copies["ours"] <= copies["bare"]
+    carry = jax.tree.map(jnp.copy, (params, tx.init(params)))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(carry))
+    assert compiled["ours"].memory_analysis().alias_size_in_bytes == size  # to the last counter
+    trained, state = compiled["ours"](carry, batches)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(carry))
+    assert (state.total_notfinite, state.total_steps) == (2, 4)
+    assert not jnp.array_equal(trained["w"], params["w"])
+
+
+def ways_to_train(tx, loss_fn):
+    """Functions from carry and batches to carry."""
+    train_step = trainer(tx, loss_fn)
+
+    def loop(carry, batches):
+        for batch in zip(*batches, strict=True):
+            carry = train_step(carry, batch)
+        return carry
+
+    def population(carry, batches):
+        carry, batches = jax.tree.map(lambda leaf: leaf[None], (carry, batches))
+        carry = jax.vmap(loop)(carry, batches)
+        return jax.tree.map(lambda leaf: leaf[0], carry)
+
+    return {"loop": loop, "scan": scanned(train_step), "vmap": population}
+
+
+@pytest.mark.parametrize("way", ["scan", "vmap"])  # a scan is a loop then
+def test_without_jit_every_way_gives_the_same(way):
+    batches = small_integers(3, 3), FACTORS[:3]
+    start = EXACT, EXACT_TX.init(EXACT)
+    run = ways_to_train(EXACT_TX, exact_loss)[way]
+    with jax.disable_jit():
+        carry = run(start, batches)
+    assert_same_bits(carry, jax.jit(run)(start, batches))
+    assert avals(carry) == avals(start)
+    assert carry[1].total_notfinite == 1
+
+
+ALL_POLICIES = POLICIES | {
+    "tolerance": presets.ToleranceLossScale(),
+    "logmax": presets.LogMaxLossScale(),
+}
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_64_bit_numbers_change_nothing_of_32_bit_training(policy):
+    tx = jaxscale.loss_scaled(optax.sgd(0.25, momentum=0.5), ALL_POLICIES[policy])
+    batches = small_integers(8, 3), FACTORS
+    start = EXACT, tx.init(EXACT)
+    run = jax.jit(scanned(trainer(tx, exact_loss)))
+    expected = run(start, batches)
+    with x64():
+        assert jnp.zeros(()).dtype == jnp.float64
+        assert_same_bits((EXACT, tx.init(EXACT)), start)
+        carry = run(start, batches)
+    assert avals(carry) == avals(start)
+    # LogMax takes logarithms, which may come out differently in another program.
+    assert_close(carry[1].scaling, expected[1].scaling)
+    assert_same_bits(carry[0], expected[0])
+    assert_same_bits(carry[1]._replace(scaling=None), expected[1]._replace(scaling=None))
+
+
+@pytest.mark.parametrize(
+    ("policy", "transform", "way"),
+    [(policy, lambda f: f, "loop") for policy in ("dynamic", "fixed", "tolerance", "logmax")]
+    + [("dynamic", lambda f: f, way) for way in ("scan", "vmap")]
+    + [("dynamic", jax.jit, way) for way in ("loop", "scan", "vmap")],
+)
+def test_a_skipped_step_raises_nothing_where_nans_are_errors(policy, transform, way):
+    # Infinite gradients are what an overflow is. What makes NaNs of them, inf / inf in Adam
+    # or inf - inf, must not see them; bare optax does.
+    tx = jaxscale.loss_scaled(optax.adam(0.1), ALL_POLICIES[policy])
+    x = 1 + jnp.abs(small_integers(2, 3))  # no 0, as 0 * inf would be a NaN of the model
+    batches = x, jnp.array([INF, 1])
+    run = transform(ways_to_train(tx, exact_loss)[way])
+    with jax.debug_nans(True):
+        params, state = run((EXACT, tx.init(EXACT)), batches)
+        jax.block_until_ready(params)
+    assert (state.total_notfinite, state.total_steps) == (1, 2)
+    assert jaxscale.all_finite(params)
+
+
+def test_where_nans_are_errors_bare_optax_raises_and_a_hidden_nan_does_not():
+    bare = optax.adam(0.1)
+    batch = jnp.array([1.0, 2.0, 3.0]), jnp.array(INF)
+
+    def differentiate(fun, _):
+        return jax.value_and_grad(fun)
+
+    with jax.debug_nans(True):
+        for transform in (lambda f: f, jax.jit):
+            train_step = transform(trainer(bare, exact_loss, differentiate=differentiate))
+            with pytest.raises(FloatingPointError):
+                train_step((EXACT, bare.init(EXACT)), batch)
+        # NaN gradients, too, inside a compiled step whose outputs are finite.
+        tx = jaxscale.skip_nonfinite(bare)
+
+        @jax.jit
+        def train_step(carry, x):
+            return trainer(tx, mlp_loss)(carry, (x, x[0, 0] / x[0, 0]))
+
+        params, state = train_step((MLP, tx.init(MLP)), jnp.zeros((5, 3)))
+    assert_same_bits(params, MLP)
+    assert state.total_notfinite == 1
+
+
+def test_gradients_of_zero_are_no_nans_to_any_policy():
+    for policy in ALL_POLICIES.values():
+        tx = jaxscale.loss_scaled(optax.adam(0.1), policy)
+        with jax.debug_nans(True):
+            _, state = tx.update(jax.tree.map(jnp.zeros_like, EXACT), tx.init(EXACT), EXACT)
+        assert state.grads_finite
