@@ -81,8 +81,8 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
     def place(leaf):
-        by_rows = leaf.ndim == 2 and leaf.shape[0] % mesh.size == 0
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split if by_rows else whole)
+        divides = leaf.ndim > 0 and leaf.shape[0] % mesh.size == 0
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split if divides else whole)
 
     avals = jax.tree.map(place, jax.eval_shape(init, jax.random.key(0)))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, avals)
