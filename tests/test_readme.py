@@ -63,7 +63,8 @@ def test_readme_has_two_commands():
     "path", [path for path in EXAMPLES if path.stem != "quickstart"], ids=lambda path: path.stem
 )
 def test_example_runs_and_is_short(path):
-    assert len(path.read_text().splitlines()) < 100
+    # The one for many hosts has faults to show, and starts processes on one computer.
+    assert len(path.read_text().splitlines()) < (180 if path.stem == "multi_host" else 100)
     result = runpy.run_path(str(path))["main"](3)
     assert np.isfinite(result)
     assert not jax.config.jax_enable_x64

@@ -1,0 +1,171 @@
+"""Float16 training on many hosts: one program, which every host runs.
+
+On a cluster that JAX knows (Slurm, Kubernetes, Open MPI, Cloud TPU) the processes find each other:
+`srun python multi_host.py --checkpoints /shared/run`. On one computer, `--local 2` starts two.
+Batches and weights are split over all devices. The step does not mention it: if one device sees a
+NaN, all skip that step. Started again, training goes on from the last checkpoint.
+"""
+
+import argparse
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sklearn.datasets import load_digits
+
+import jaxscale
+
+LAYER_SIZES = [64, 256, 10]
+BATCH_PER_DEVICE, NUM_TEST, LOG_EVERY = 32, 360, 10
+
+# Starts high and grows early, so that even a run as short as this one meets overflows.
+loss_scale = jaxscale.DynamicLossScale(init_scale=2.0**20, growth_interval=10)
+tx = jaxscale.loss_scaled(optax.adamw(1e-3), loss_scale)
+
+
+def init(key):
+    """Returns the state of training: float32 weights and biases, and that of the optimizer."""
+    normal = jax.nn.initializers.he_normal()
+    keys = iter(jax.random.split(key, len(LAYER_SIZES) - 1))
+    params = [(normal(next(keys), shape), jnp.zeros(shape[1])) for shape in pairwise(LAYER_SIZES)]
+    return params, tx.init(params)
+
+
+def predict(params, images):
+    """Returns logits, computed in float16 and handed on in float32."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
+    activations = images.astype(jnp.float16)
+    for weight, bias in params[:-1]:
+        activations = jax.nn.relu(activations @ weight + bias)
+    return (activations @ params[-1][0] + params[-1][1]).astype(jnp.float32)
+
+
+def loss_fn(params, images, labels):
+    """Returns the mean cross-entropy of a batch, that of all hosts, in float32."""
+    logits = predict(params, images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def train_step(state, images, labels):
+    """Returns the state after one step, and the loss."""
+    params, opt_state = state
+    loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, images, labels)
+    return jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss), loss
+
+
+def local_batch(images, labels, step):
+    """Returns the rows of this process, the same ones if the step is run again."""
+    rng = np.random.default_rng([step, jax.process_index()])
+    rows = rng.integers(len(images), size=BATCH_PER_DEVICE * jax.local_device_count())
+    return images[rows], labels[rows]
+
+
+def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) -> float:
+    """Trains up to a step and returns the accuracy on the images left out."""
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    num_train, process = len(images) - NUM_TEST, jax.process_index()
+
+    mesh = Mesh(jax.devices(), "data")  # all devices of all processes
+    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+
+    def place(leaf):
+        divides = leaf.ndim > 0 and leaf.shape[0] % mesh.size == 0
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split if divides else whole)
+
+    avals = jax.tree.map(place, jax.eval_shape(init, jax.random.key(0)))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, avals)
+    one_step = jax.jit(train_step, out_shardings=(shardings, whole), donate_argnums=0)
+
+    manager = ocp.CheckpointManager(checkpoints) if checkpoints else None
+    last_step = manager.latest_step() or 0 if manager else 0
+    if manager and last_step:
+        state = manager.restore(last_step, args=ocp.args.StandardRestore(avals))
+    else:
+        state = jax.jit(init, out_shardings=shardings)(jax.random.key(0))
+    if process == 0:
+        print(f"{jax.process_count()} processes, {mesh.size} devices, from step {last_step}")
+
+    for step in range(last_step + 1, num_steps + 1):
+        batch = local_batch(images[:num_train], labels[:num_train], step)
+        if nan == [step, process]:
+            batch[0][0, 0] = np.nan
+        if kill == [step, process]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        batch = [jax.make_array_from_process_local_data(split, rows) for rows in batch]
+        state, loss = one_step(state, *batch)
+        if manager and step % save_every == 0:
+            manager.save(step, args=ocp.args.StandardSave(state))
+        if step % LOG_EVERY == 0:
+            jaxscale.check(state, tx=tx)  # on all hosts, so that all stop if it raises an error
+            if process == 0:
+                line = "step {}: loss {:.4f}, scale {loss_scale:.0f}, skipped {total_notfinite}"
+                print(line.format(step, loss, **jaxscale.metrics(state)), flush=True)
+    if manager:
+        manager.close()  # waits until the last checkpoint is written
+
+    # Whole on every host, which reads its own copy: they must not differ.
+    state = jax.jit(lambda state: state, out_shardings=whole)(state)
+    digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)))
+    logits = np.asarray(jax.jit(predict)(state[0], images[num_train:]))
+    accuracy = float(np.mean(logits.argmax(-1) == labels[num_train:]))
+    line = "process {}: scale {loss_scale:.0f}, skipped {total_notfinite}, state {}"
+    print(line.format(process, digest.hexdigest(), **jaxscale.metrics(state)), flush=True)
+    if process == 0:
+        print(f"multi_host: accuracy {accuracy:.3f} after {num_steps} steps")
+    return accuracy
+
+
+def launch(number):
+    """Runs this command in several processes on this computer and returns an exit code.
+
+    As the launcher of a cluster does, it stops all if one fails: they would wait for it.
+    """
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"  # a port that is free
+    command = [sys.executable, *sys.argv, "--coordinator", address, "--num-processes", str(number)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Terminated."))  # by way of `finally`
+    processes = [subprocess.Popen([*command, "--process-id", str(i)]) for i in range(number)]
+    try:
+        while not any(codes := [process.poll() for process in processes]) and None in codes:
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return f"A process failed, so all were stopped. Exit codes: {codes}" if any(codes) else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--steps", type=int, default=100, help="train up to this step")
+    path = {"type": lambda path: path if "://" in path else os.path.abspath(path)}
+    add("--checkpoints", **path, help="where all hosts write; training goes on from what is there")
+    add("--save-every", type=int, default=20, help="steps from one checkpoint to the next")
+    add("--local", type=int, metavar="N", help="start N processes on this computer")
+    add("--coordinator", help="where JAX knows no cluster: HOST:PORT of process 0")
+    add("--num-processes", type=int, help="where JAX knows no cluster: how many there are")
+    add("--process-id", type=int, help="where JAX knows no cluster: which one this is")
+    fault = {"type": int, "nargs": 2, "metavar": ("STEP", "PROCESS")}
+    add("--nan", **fault, help="a fault, for show: one process gets a NaN in its batch")
+    add("--kill", **fault, help="a fault, for show: one process is killed before that step")
+    args = parser.parse_args()
+    if args.local and args.process_id is None:
+        sys.exit(launch(args.local))
+    try:
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    except ValueError as error:
+        parser.error(f"{error} JAX knows no cluster here: try --local 2")
+    main(args.steps, args.checkpoints, args.save_every, args.nan, args.kill)
