@@ -50,7 +50,8 @@ class State(jaxscale.flax.TrainState):
 
 def create(tx):
     """The state before the first step."""
-    variables = Net().init(jax.random.key(0), digits()[0][:1], Fault(*[jnp.int32(0)] * 6))
+    nowhere = Fault(*[jnp.int32(0)] * 6)
+    variables = jax.jit(Net().init)(jax.random.key(0), digits()[0][:1], nowhere)
     return State.create(apply_fn=Net().apply, tx=tx, ema=variables["params"], **variables)
 
 
