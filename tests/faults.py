@@ -99,14 +99,39 @@ def finite(tree):
     return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in inexact]).all()
 
 
-def expected(faults, policy):
+class Trace(NamedTuple):
+    """Of which batches there must be a trace, given the bad ones: each a bool a step."""
+
+    clean: np.ndarray  # which batches a run without faults has
+    compared: np.ndarray  # after which steps that run must be where this one is
+    grows: np.ndarray  # which steps count towards the growth of the scale
+
+
+def one_by_one(bad):
+    """Every bad batch is skipped, and that is all."""
+    return Trace(clean=~bad, compared=np.ones_like(bad), grows=~bad)
+
+
+def in_windows(bad, length, drop):
+    """What `jaxscale.multi_steps` says: one step for so many micro-batches."""
+    unfinished = np.ones(-len(bad) % length, bool)
+    windows = np.concatenate([bad, unfinished]).reshape(-1, length)
+    steps = ~(windows.any(1) if drop == "window" else windows.all(1))[:, None]
+    clean = ~windows & steps
+    last = np.arange(length) == length - 1
+    # Elsewhere the window of this run has seen more micro-batches than that of the other.
+    compared = (clean & (drop == "window")) | last
+    return Trace(*(x.ravel()[: len(bad)] for x in (clean, compared, clean & last)))
+
+
+def expected(faults, policy, grows):
     """What `jaxscale.metrics` must say after every step, by name."""
     bad, bad_loss = faults.bad, faults.bad_loss
     steps = np.arange(1, len(bad) + 1)
     last_good = np.maximum.accumulate(np.where(bad, 0, steps))
     start = policy.init()
-    # If the loss is to blame, the scale is not.
-    verdicts = [None if loss else not step for step, loss in zip(bad, bad_loss, strict=True)]
+    # If the loss is to blame, the scale is not; within a window there is nothing to count.
+    verdicts = np.where(grows, True, np.where(bad & ~bad_loss, False, None))
     states = trajectory(policy, tuple(leaf.item() for leaf in start), verdicts)
     return {
         "grads_finite": ~bad,
@@ -118,13 +143,14 @@ def expected(faults, policy):
     }
 
 
-def wrong_steps(seen, faults, policy):
+def wrong_steps(seen, faults, policy, grows):
     """What is not as it must be, with the first step where: lines of text, none if all is well.
 
     `seen` has an array of one value a step by name, or of one a step and device.
     """
     wrong = []
-    for name, want in (expected(faults, policy) | {"finite": np.ones(len(faults.bad))}).items():
+    wanted = expected(faults, policy, grows) | {"finite": np.ones(len(faults.bad), bool)}
+    for name, want in wanted.items():
         got = np.reshape(seen[name], (len(want), -1))
         steps = np.flatnonzero((got != want[:, None]).any(1))
         if len(steps):

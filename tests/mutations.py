@@ -35,6 +35,7 @@ TESTS = [
     "test_sharding",
     "test_package",
     "test_loss_scaled",
+    "test_soak",
 ]
 
 _INNER = "self.inner.update(grads, state.inner_state, map_gradients(widen, params), **extra_args)"

@@ -57,7 +57,12 @@ def create(tx):
 
 def kept(state):
     """What a bad batch must leave no trace in: all but the scale and the counters."""
-    return state.params, state.opt_state.inner_state, state.batch_stats, state.ema, state.step
+    return *trained(state), state.batch_stats, state.ema
+
+
+def trained(state):
+    """What a good micro-batch must leave no trace in, either, if its window is dropped."""
+    return state.params, state.opt_state.inner_state, state.step
 
 
 def train_step(state, images, labels, fault, *, micro_batches=1, axis_name=None):
@@ -100,7 +105,7 @@ def train_step(state, images, labels, fault, *, micro_batches=1, axis_name=None)
     return state, {"finite": finite(state), "loss": loss, **jaxscale.metrics(state)}
 
 
-def same_bits(first, second):
+def same_bits(first, second, *, kept):
     """Whether two states are the same in what must not change."""
 
     def bits(leaf):
@@ -111,10 +116,10 @@ def same_bits(first, second):
     return jnp.stack(jax.tree.leaves(same)).all()
 
 
-# Each of these compiles a step and `same_bits`, and places the first state.
+# Each of these compiles a step and a comparison of states, and places the first state.
 
 
-def on_one_device(step, state):
+def on_one_device(step, same_bits, state):
     return jax.jit(step), jax.jit(same_bits), state
 
 
@@ -133,7 +138,7 @@ def in_eighths(leaf):
     return PartitionSpec(*[None] * axes[-1], AXIS) if axes else REPLICATED
 
 
-def under_jit(step, state, spec_of=replicated):
+def under_jit(step, same_bits, state, spec_of=replicated):
     """With the batch in shards and, where `spec_of` says so, what is trained."""
     of_state = jax.tree.map(lambda leaf: NamedSharding(mesh(), spec_of(leaf)), state)
     batch, rest = (NamedSharding(mesh(), spec) for spec in (SHARDED, REPLICATED))
@@ -143,7 +148,7 @@ def under_jit(step, state, spec_of=replicated):
     return step, jax.jit(same_bits), jax.device_put(state, of_state)
 
 
-def on_each_device(step, state):
+def on_each_device(step, same_bits, state):
     """In `shard_map`: each device has its own parameters, and sees its own part of the batch."""
 
     def mapped(fun, in_specs, out_specs):

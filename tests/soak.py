@@ -7,8 +7,9 @@ Run by hand, from the top of the project:
     python tests/soak.py --rates 0.02 --seeds 1 2 3
 
 Each run trains twice with one compiled step: once with the faults, once on the good batches
-only. After each good batch the two must have the same bits in everything that is trained; and
-after each step, good or bad, every counter must be what the faults say, and every number finite.
+only. After each batch the two must have the same bits in everything that is trained (inside of
+a window of micro-batches, at its end), every counter must be what the faults say, and every
+number finite.
 A run that ends otherwise says how, and the exit status is 1. `test_soak.py` has a short form.
 """
 
@@ -45,8 +46,11 @@ from faults import (
     PLACES,
     VALUES,
     Fault,
+    Trace,
     draw,
     finite,
+    in_windows,
+    one_by_one,
     passed_back,
     spoil,
     wrong_steps,
@@ -61,16 +65,38 @@ STRETCH = 20  # where a run has several rates, how many steps each holds before 
 BATCH_SIZE, MICRO_BATCHES = 64, 4
 
 
-def multi_steps_inside(inner, policy, **kwargs):
+@dataclasses.dataclass(frozen=True)
+class Wrapper:
+    """What is around, or inside of, the loss scale; and what must be left of bad batches."""
+
+    make: Callable[..., Any]  # of an optimizer, a policy, and how many micro-batches make a step
+    trace: Callable[[np.ndarray], Trace] = one_by_one
+    length: int = 1
+
+
+def loss_scaled(inner, policy, every_k, **kwargs):
+    del every_k
+    return jaxscale.loss_scaled(inner, policy, **kwargs)
+
+
+def multi_steps_inside(inner, policy, every_k, **kwargs):
+    del every_k  # a bad micro-batch is replaced by the next, so all windows are as long
     return jaxscale.loss_scaled(optax.MultiSteps(inner, MICRO_BATCHES), policy, **kwargs)
 
 
-# What wraps the optimizer; and of which steps, given the bad ones, there must be a trace. The
-# clean run has just those, and is compared after each of them.
-WRAPPERS = {
-    "loss_scaled": (jaxscale.loss_scaled, np.logical_not),
-    "MultiSteps inside": (multi_steps_inside, np.logical_not),
-}
+def dropping(drop, length):
+    def make(inner, policy, every_k, **kwargs):
+        scaled = jaxscale.loss_scaled(inner, policy, **kwargs)
+        return jaxscale.multi_steps(scaled, every_k, drop=drop)
+
+    return Wrapper(make, functools.partial(in_windows, length=length, drop=drop), length)
+
+
+LOSS_SCALED = Wrapper(loss_scaled)
+MULTI_STEPS_INSIDE = Wrapper(multi_steps_inside)
+# Of two, so that the mean over those that are left is exact, as in a window that is shorter.
+DROP_MICRO_BATCH = dropping("micro_batch", 2)
+DROP_WINDOW = dropping("window", MICRO_BATCHES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +105,7 @@ class Scalars:
 
     policy: Any  # with bounds within which float32 gradients neither overflow nor underflow
     inner: Any
-    wrapper: str = "loss_scaled"
+    wrapper: Wrapper = LOSS_SCALED
 
 
 SCALARS = {
@@ -98,8 +124,12 @@ SCALARS = {
         presets.ToleranceLossScale(growth_interval=5, tolerance=0.25, max_scale=2.0**20),
         INNERS["lion_clipped"],
     ),
-    "dynamic, MultiSteps of adam": Scalars(
-        POLICIES["dynamic"], INNERS["adam"], "MultiSteps inside"
+    "dynamic, MultiSteps of adam": Scalars(POLICIES["dynamic"], INNERS["adam"], MULTI_STEPS_INSIDE),
+    "dynamic, micro-batches dropped": Scalars(
+        POLICIES["dynamic"], INNERS["adam"], DROP_MICRO_BATCH
+    ),
+    "hysteresis, windows dropped": Scalars(
+        POLICIES["hysteresis"], INNERS["adamw_clipped"], DROP_WINDOW
     ),
 }
 
@@ -110,10 +140,11 @@ class Model:
 
     policy: Any
     place: Callable[..., Any] = network.on_one_device
-    wrapper: str = "loss_scaled"
+    wrapper: Wrapper = LOSS_SCALED
     micro_batches: int = 1
     axis_name: str | None = None
     faults: tuple[str, ...] = ("input", "cotangent", "gradient")
+    kept: Callable[..., Any] = network.kept
 
 
 # At these scales nothing of the network overflows: a step is skipped for a fault or not at all.
@@ -122,7 +153,8 @@ TOLERANT = dataclasses.replace(MOVING, hysteresis=2)
 MODELS = {
     "network, fixed scale": Model(jaxscale.FixedLossScale(2.0**8)),
     "network, dynamic": Model(MOVING),
-    "network, MultiSteps": Model(MOVING, wrapper="MultiSteps inside"),
+    "network, MultiSteps": Model(MOVING, wrapper=MULTI_STEPS_INSIDE),
+    "network, windows dropped": Model(MOVING, wrapper=DROP_WINDOW, kept=network.trained),
     "network, micro-batches in the step": Model(MOVING, micro_batches=MICRO_BATCHES),
     # A fault in the batch or in a cotangent, which are in shards, is one on one device.
     "8 devices, jit, data parallel": Model(
@@ -132,6 +164,13 @@ MODELS = {
         TOLERANT, functools.partial(network.under_jit, spec_of=network.in_eighths)
     ),
     "8 devices, shard_map": Model(TOLERANT, network.on_each_device, axis_name="data"),
+    "8 devices, shard_map, windows dropped": Model(
+        MOVING,
+        network.on_each_device,
+        wrapper=DROP_WINDOW,
+        axis_name="data",
+        kept=network.trained,
+    ),
 }
 
 
@@ -189,11 +228,13 @@ def raw(leaf):
 
 @functools.cache
 def scalar_scan(name):
-    """The optimizer of a run, and all its steps, compiled: what was kept and seen after each."""
+    """All steps of a run, compiled: what is kept before and after each, and what is seen after."""
     run = SCALARS[name]
-    tx = WRAPPERS[run.wrapper][0](run.inner, run.policy)
 
-    def step(carry, batch):
+    def optimizer(lengths):
+        return run.wrapper.make(run.inner, run.policy, lambda step: lengths[step])
+
+    def step(tx, carry, batch):
         params, opt_state = carry
         target, fault = batch
         target = spoil(target, fault, INPUT)
@@ -206,42 +247,63 @@ def scalar_scan(name):
         kept = jax.tree.map(raw, (params, opt_state.inner_state))
         return (params, opt_state), (kept, seen)
 
-    return tx, jax.jit(lambda *args: jax.lax.scan(step, *args)[1])
+    def scan(lengths, batches):
+        tx = optimizer(lengths)
+        before = PARAMS, tx.init(PARAMS)
+        _, (kept, seen) = jax.lax.scan(functools.partial(step, tx), before, batches)
+        first = jax.tree.map(raw, (PARAMS, before[1].inner_state))
+        return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, kept), seen
+
+    return jax.jit(scan)
 
 
 def run_scalars(name, seed, steps, rate):
     """The outcome of a run on a handful of numbers, all steps in one `scan`."""
     run = SCALARS[name]
-    tx, scan = scalar_scan(name)
+    scan = scalar_scan(name)
     rng = generator(seed, name, rate)
     faults = draw(rng, np.full(steps, rate), PLACES)
     targets = {
         key: rng.normal(size=(steps, *leaf.shape)).astype(np.float32)
         for key, leaf in PARAMS.items()
     }
+    trace = run.wrapper.trace(faults.bad)
     # The clean batches, then some of them again: as many steps, so one program for both.
-    counts = np.flatnonzero(WRAPPERS[run.wrapper][1](faults.bad))
-    clean_batches = jax.tree.map(lambda x: x[np.resize(counts, steps)], (targets, faults))
+    clean_batches = jax.tree.map(
+        lambda x: x[np.resize(np.flatnonzero(trace.clean), steps)], (targets, faults)
+    )
 
     start = time.perf_counter()
-    kept, seen = jax.device_get(scan((PARAMS, tx.init(PARAMS)), (targets, faults)))
-    clean, _ = jax.device_get(scan((PARAMS, tx.init(PARAMS)), clean_batches))
+    lengths = np.full(steps, run.wrapper.length, np.int32)
+    kept, seen = jax.device_get(scan(lengths, (targets, faults)))
+    lengths = clean_lengths(trace.clean, run.wrapper.length)
+    clean, _ = jax.device_get(scan(lengths, clean_batches))
     seconds = time.perf_counter() - start
 
-    wrong = wrong_steps(seen, faults, run.policy)
+    wrong = wrong_steps(seen, faults, run.policy, trace.grows)
+    compared = np.flatnonzero(trace.compared)
     for (path, ours), theirs in zip(
         jax.tree_util.tree_leaves_with_path(kept), jax.tree.leaves(clean), strict=True
     ):
         # Byte by byte, a step a row.
         rows = [
-            np.ascontiguousarray(x).view(np.uint8).reshape(len(counts), -1)
-            for x in (ours[counts], theirs[: len(counts)])
+            np.ascontiguousarray(x).view(np.uint8).reshape(len(compared), -1)
+            for x in (ours[compared + 1], theirs[np.cumsum(trace.clean)[compared]])
         ]
-        differs = counts[(rows[0] != rows[1]).any(1)]
+        differs = compared[(rows[0] != rows[1]).any(1)]
         if len(differs):
             where = jax.tree_util.keystr(path)
             wrong.append(f"{where} is not that of the clean run after step {differs[0]}")
     return Outcome(name, f"{rate:.1%}", faults, seen, seconds, wrong + recompiled(scan))
+
+
+def clean_lengths(clean, length):
+    """How many micro-batches each step of the clean run is made from, for as many as there are."""
+    padded = np.concatenate([clean, np.zeros(-len(clean) % length, bool)])
+    counted = padded.reshape(-1, length).sum(1)
+    lengths = np.full(len(clean), length, np.int32)
+    lengths[: np.count_nonzero(counted)] = counted[counted > 0]
+    return lengths
 
 
 def first_state(run):
@@ -250,20 +312,21 @@ def first_state(run):
         optax.clip_by_global_norm(1.0),
         optax.adam(optax.warmup_cosine_decay_schedule(0.0, 3e-3, 50, 10_000, 1e-4)),
     )
-    tx = WRAPPERS[run.wrapper][0](inner, run.policy, axis_name=run.axis_name)
-    return network.create(tx)
+    wrapper = run.wrapper
+    return network.create(wrapper.make(inner, run.policy, wrapper.length, axis_name=run.axis_name))
 
 
 def run_model(name, seed, steps, rates):
     """The outcome of a run of the network, at each of the rates for stretches of steps."""
     run = MODELS[name]
     step = functools.partial(network.train_step, micro_batches=run.micro_batches)
-    step, same_bits, state = run.place(step, first_state(run))
+    same_bits = functools.partial(network.same_bits, kept=run.kept)
+    step, same_bits, state = run.place(step, same_bits, first_state(run))
     images, labels = network.digits()
     rng = generator(seed, name)
     rates = np.repeat(rng.choice(rates, -(-steps // STRETCH)), STRETCH)[:steps]
     faults = draw(rng, rates, run.faults, run.micro_batches, devices=8)
-    counts = WRAPPERS[run.wrapper][1](faults.bad)
+    trace = run.wrapper.trace(faults.bad)
 
     start = time.perf_counter()
     clean, history, differs = state, [], []
@@ -273,16 +336,16 @@ def run_model(name, seed, steps, rates):
         scaling = state.opt_state.scaling
         state, seen = step(state, *batch)
         history.append(jax.device_get(seen))
-        if counts[i]:
+        if trace.clean[i]:
             # At the same scale, as float16 rounds by it; whether that is right is seen apart.
             clean = clean.replace(opt_state=clean.opt_state._replace(scaling=scaling))
             clean, _ = step(clean, *batch)
-            if not np.all(same_bits(state, clean)):
-                differs.append(i)
+        if trace.compared[i] and not np.all(same_bits(state, clean)):
+            differs.append(i)
     seconds = time.perf_counter() - start
 
     seen = {key: np.array([one[key] for one in history]) for key in history[0]}
-    wrong = wrong_steps(seen, faults, run.policy)
+    wrong = wrong_steps(seen, faults, run.policy, trace.grows)
     if differs:
         wrong.append(f"the state is not that of the clean run after step {differs[0]}")
     wrong += network.disagreements(state) + recompiled(step)
