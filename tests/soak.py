@@ -196,14 +196,14 @@ class Outcome:
         counts = " ".join(f"{count:9}" for count in self.counts().values())
         last = {name: np.ravel(values[-1])[0] for name, values in self.seen.items()}
         return (
-            f"{self.name:35} {self.rate:>6} {len(self.faults.bad):7} {counts} "
+            f"{self.name:37} {self.rate:>6} {len(self.faults.bad):7} {counts} "
             f"{last['total_notfinite']:8} {np.log2(last['loss_scale']):11.1f} {last['loss']:9.2e} "
             f"{self.seconds:7.1f}  " + ("; ".join(self.wrong) or "ok")
         )
 
 
 HEADER = (
-    f"{'run':35} {'rate':>6} {'steps':>7} "
+    f"{'run':37} {'rate':>6} {'steps':>7} "
     + " ".join(f"{name:>9}" for name in (*VALUES, *PLACES))
     + f" {'skipped':>8} {'log2(scale)':>11} {'last loss':>9} {'seconds':>7}"
 )
@@ -231,9 +231,6 @@ def scalar_scan(name):
     """All steps of a run, compiled: what is kept before and after each, and what is seen after."""
     run = SCALARS[name]
 
-    def optimizer(lengths):
-        return run.wrapper.make(run.inner, run.policy, lambda step: lengths[step])
-
     def step(tx, carry, batch):
         params, opt_state = carry
         target, fault = batch
@@ -248,7 +245,7 @@ def scalar_scan(name):
         return (params, opt_state), (kept, seen)
 
     def scan(lengths, batches):
-        tx = optimizer(lengths)
+        tx = run.wrapper.make(run.inner, run.policy, lambda step: lengths[step])
         before = PARAMS, tx.init(PARAMS)
         _, (kept, seen) = jax.lax.scan(functools.partial(step, tx), before, batches)
         first = jax.tree.map(raw, (PARAMS, before[1].inner_state))
