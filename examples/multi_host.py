@@ -88,6 +88,8 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
     shardings = jax.tree.map(lambda leaf: leaf.sharding, avals)
     one_step = jax.jit(train_step, out_shardings=(shardings, whole), donate_argnums=0)
 
+    if checkpoints and "://" not in checkpoints:
+        checkpoints = os.path.abspath(checkpoints)
     manager = ocp.CheckpointManager(checkpoints) if checkpoints else None
     last_step = manager.latest_step() or 0 if manager else 0
     if manager and last_step:
@@ -151,16 +153,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--steps", type=int, default=100, help="train up to this step")
-    path = {"type": lambda path: path if "://" in path else os.path.abspath(path)}
-    add("--checkpoints", **path, help="where all hosts write; training goes on from what is there")
+    add("--checkpoints", help="where all hosts write; training goes on from what is there")
     add("--save-every", type=int, default=20, help="steps from one checkpoint to the next")
     add("--local", type=int, metavar="N", help="start N processes on this computer")
     add("--coordinator", help="where JAX knows no cluster: HOST:PORT of process 0")
     add("--num-processes", type=int, help="where JAX knows no cluster: how many there are")
     add("--process-id", type=int, help="where JAX knows no cluster: which one this is")
-    fault = {"type": int, "nargs": 2, "metavar": ("STEP", "PROCESS")}
-    add("--nan", **fault, help="a fault, for show: one process gets a NaN in its batch")
-    add("--kill", **fault, help="a fault, for show: one process is killed before that step")
+    for fault, what in (("--nan", "gets a NaN in its batch"), ("--kill", "is killed before")):
+        names = ("STEP", "PROCESS")
+        add(fault, type=int, nargs=2, metavar=names, help=f"a fault, for show: a process {what}")
     args = parser.parse_args()
     if args.local and args.process_id is None:
         sys.exit(launch(args.local))

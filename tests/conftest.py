@@ -11,6 +11,9 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_allow_excess_precision=false",
     ]
 )
+# On CPU each all-reduce that waits holds a thread, and there are as many as cores or devices:
+# several at once in one program, and it may wait for ever. XLA takes their number from here.
+os.environ.setdefault("NPROC", "128")
 
 import hypothesis
 import jax

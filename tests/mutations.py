@@ -41,6 +41,7 @@ TESTS = [
     "test_kinds",
     "test_loss_scaled",
     "test_checkpoints",
+    "test_soak",
 ]
 
 _INNER = "self.inner.update(grads, state.inner_state, map_gradients(widen, params), **extra_args)"
