@@ -64,6 +64,7 @@ from jaxscale import presets
 RATES = (0.001, 0.01, 0.1, 0.5)
 STRETCH = 20  # where a run has several rates, how many steps each holds before another does
 BATCH_SIZE, MICRO_BATCHES = 64, 4
+CHUNK = 500  # steps in one `scan`: on CPU the time of each grows with their number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,16 +222,23 @@ def distance(params, target, fault):
     return sum(squares.values())
 
 
-def raw(leaf):
-    """The numbers of a PRNG key, or the leaf itself."""
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+def kept_of_scalars(params, opt_state):
+    """What a bad batch must leave no trace in, a PRNG key as numbers."""
+
+    def raw(leaf):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(leaf) if is_key else leaf
+
+    return jax.tree.map(raw, (params, opt_state.inner_state))
 
 
 @functools.cache
 def scalar_scan(name):
-    """All steps of a run, compiled: what is kept before and after each, and what is seen after."""
+    """Many steps of a run, compiled, and what they start from."""
     run = SCALARS[name]
+
+    def optimizer(lengths):
+        return run.wrapper.make(run.inner, run.policy, lambda step: lengths[step])
 
     def step(tx, carry, batch):
         params, opt_state = carry
@@ -242,23 +250,34 @@ def scalar_scan(name):
         params = optax.apply_updates(params, updates)
         seen = {"finite": finite((updates, params, opt_state)), "loss": loss}
         seen |= jaxscale.metrics(opt_state)
-        kept = jax.tree.map(raw, (params, opt_state.inner_state))
-        return (params, opt_state), (kept, seen)
+        return (params, opt_state), (kept_of_scalars(params, opt_state), seen)
 
-    def scan(lengths, batches):
-        tx = run.wrapper.make(run.inner, run.policy, lambda step: lengths[step])
-        before = PARAMS, tx.init(PARAMS)
-        _, (kept, seen) = jax.lax.scan(functools.partial(step, tx), before, batches)
-        first = jax.tree.map(raw, (PARAMS, before[1].inner_state))
-        return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, kept), seen
+    @jax.jit
+    def scan(lengths, carry, batches):
+        return jax.lax.scan(functools.partial(step, optimizer(lengths)), carry, batches)
 
-    return jax.jit(scan)
+    return scan, (PARAMS, optimizer(None).init(PARAMS))
+
+
+def train_scalars(name, lengths, batches):
+    """What a run keeps before and after each step, and what is seen after each."""
+    scan, carry = scalar_scan(name)
+    steps = len(lengths)
+    kept, seen = [jax.tree.map(lambda leaf: leaf[None], kept_of_scalars(*carry))], []
+    for start in range(0, steps, CHUNK):
+        # The last one is filled up, so that all are as long.
+        chosen = np.resize(np.arange(start, steps)[:CHUNK], min(CHUNK, steps))
+        chunk = jax.tree.map(lambda x, chosen=chosen: x[chosen], batches)
+        carry, outcome = scan(lengths, carry, chunk)
+        for history, part in zip((kept, seen), jax.device_get(outcome), strict=True):
+            history.append(part)
+    kept, seen = (jax.tree.map(lambda *xs: np.concatenate(xs), *x) for x in (kept, seen))
+    return kept, {key: values[:steps] for key, values in seen.items()}
 
 
 def run_scalars(name, seed, steps, rate):
-    """The outcome of a run on a handful of numbers, all steps in one `scan`."""
+    """The outcome of a run on a handful of numbers."""
     run = SCALARS[name]
-    scan = scalar_scan(name)
     rng = generator(seed, name, rate)
     faults = draw(rng, np.full(steps, rate), PLACES)
     targets = {
@@ -273,9 +292,9 @@ def run_scalars(name, seed, steps, rate):
 
     start = time.perf_counter()
     lengths = np.full(steps, run.wrapper.length, np.int32)
-    kept, seen = jax.device_get(scan(lengths, (targets, faults)))
+    kept, seen = train_scalars(name, lengths, (targets, faults))
     lengths = clean_lengths(trace.clean, run.wrapper.length)
-    clean, _ = jax.device_get(scan(lengths, clean_batches))
+    clean, _ = train_scalars(name, lengths, clean_batches)
     seconds = time.perf_counter() - start
 
     wrong = wrong_steps(seen, faults, run.policy, trace.grows)
@@ -292,7 +311,9 @@ def run_scalars(name, seed, steps, rate):
         if len(differs):
             where = jax.tree_util.keystr(path)
             wrong.append(f"{where} is not that of the clean run after step {differs[0]}")
-    return Outcome(name, f"{rate:.1%}", faults, seen, seconds, wrong + recompiled(scan))
+    return Outcome(
+        name, f"{rate:.1%}", faults, seen, seconds, wrong + recompiled(scalar_scan(name)[0])
+    )
 
 
 def clean_lengths(clean, length):
