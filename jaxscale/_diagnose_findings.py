@@ -1,6 +1,7 @@
 """What a trace found: plain Python values, and how they read."""
 
 import dataclasses
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Nonfinite(Place):
       visits: how many times this equation was run.
       share: the share of the elements of its output that are inf or NaN by its own doing,
         the first time.
-      count: how many elements those are.
+      elements: how many those are.
       cause: ``"range"``: the inputs are finite, and so is the output in float32.
         ``"value"``: the inputs are finite, and the output is not, in float32 either.
         ``"infinities"``: a NaN made of infinities that were there on purpose.
@@ -92,7 +93,7 @@ class Nonfinite(Place):
       'Place'
     """
 
-    count: int
+    elements: int
     cause: str
     reaches: tuple[str, ...]
 
@@ -109,10 +110,10 @@ class Nonfinite(Place):
             return (
                 "became finite before the loss and the gradients: fine for a mask, not for a norm"
             )
-        grads = sum(name.startswith("grads") for name in self.reaches)
-        names = [name for name in self.reaches if not name.startswith("grads")]
-        names += [f"{grads} of the gradients"] if grads > 3 else self.reaches[len(names) :]
-        return f"reaches {', '.join(names)}"
+        grads = [name for name in self.reaches if name.startswith("grads")]
+        others = [name for name in self.reaches if name not in grads]
+        named = grads if len(grads) < 4 else [f"{len(grads)} of the gradients"]
+        return f"reaches {', '.join(others + named)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,9 +170,10 @@ class TraceReport:
       loss: the loss.
       loss_scale: the loss scale it was traced with.
       equations: how many equations were run, each time in a loop counted.
-      nonfinite: where inf and NaN were born, in the order of execution; in the end places
-        of cause ``"given"`` that reach the loss or the gradients.
-      underflows: where most nonzero values were lost, those with most of them first.
+      nonfinite: where inf and NaN were born, in the order of execution. Places of cause
+        ``"given"`` come last, and only if nothing else explains what they reach.
+      underflows: where most nonzero values were lost, in the order of execution: the first
+        is the likely cause of those after it.
       nonfinite_arguments: the arguments that held inf or NaN before anything ran, such as
         ``"args[1]['x']"``.
       nonfinite_outputs: which of the loss, the auxiliary output and the gradients do so.
@@ -204,22 +206,29 @@ class TraceReport:
     @property
     def found(self) -> bool:
         """Whether there is anything to report."""
-        return bool(self.nonfinite or self.underflows or self.nonfinite_arguments)
+        return bool(self.nonfinite or self.underflows or self.nonfinite_outputs)
 
     def __str__(self) -> str:
         summary = f"{self.equations} equations, loss {self.loss:g}, loss scale {self.loss_scale:g}"
-        lines = [summary if self.found else f"nothing found: {summary}"]
+        if not self.found:
+            return f"nothing found: {summary}"
+        lines = [summary]
         if self.nonfinite_arguments:
             lines.append(f"inf or NaN in the arguments: {', '.join(self.nonfinite_arguments)}")
         first = self.first_nonfinite
         if first is not None:
             kind = "overflow" if first.cause == "range" else "inf or NaN"
             lines.append(f"first {kind}: {first}")
-        lines += [f"also inf or NaN: {place}" for place in self.nonfinite if place is not first]
-        lines += [f"underflow: {place}" for place in self.underflows]
+        others = [place for place in self.nonfinite if place is not first]
+        lines += _first_few("also inf or NaN", others) + _first_few("underflow", self.underflows)
         if self.not_compared:
             lines.append(f"not compared with float32: {', '.join(self.not_compared)}")
         return "\n".join(lines)
+
+
+def _first_few(what: str, places: Sequence[Place], most: int = 5) -> list[str]:
+    more = [f"and {len(places) - most} more places: {what}"] if len(places) > most else []
+    return [f"{what}: {place}" for place in places[:most]] + more
 
 
 def _percent(share: float) -> str:

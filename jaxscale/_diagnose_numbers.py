@@ -45,13 +45,18 @@ class Loss(NamedTuple):
     zeros: int
     subnormals: int
 
+    @property
+    def share(self) -> float:
+        """The share of the nonzero values that was lost."""
+        return (self.zeros + self.subnormals) / max(self.nonzero, 1)
+
 
 def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None) -> Any:
     """Returns the outputs of an equation, as a list of arrays."""
     bound: Any = eqn.primitive.get_bind_params(eqn.params if params is None else params)
-    # Until JAX 0.8 a pair of functions and parameters.
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    outputs = eqn.primitive.bind(*functions, *inputs, **params)
+    # In older versions of JAX a pair of functions and parameters.
+    functions, bound = bound if isinstance(bound, tuple) else ((), bound)
+    outputs = eqn.primitive.bind(*functions, *inputs, **bound)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 

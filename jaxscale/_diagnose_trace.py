@@ -1,12 +1,12 @@
 """The scaled backward pass, run equation by equation to see where numbers get lost."""
 
 import collections
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from ._diagnose_findings import Nonfinite, TraceReport, Underflow
@@ -179,9 +179,9 @@ class _Findings:
         except IncomparableError:
             self.not_compared.add(visit.eqn.primitive.name)
             return
-        if lost is not None and _share(lost) > _MOST:
+        if lost is not None and lost.share > _MOST:
             self.times["loss", place] += 1
-            if place not in self.losses or _share(lost) > _share(self.losses[place][1]):
+            if place not in self.losses or lost.share > self.losses[place][1].share:
                 self.losses[place] = visit, lost
 
     def report(
@@ -192,20 +192,22 @@ class _Findings:
         for name, value in outputs.items():
             for origin in value.origins:
                 reached[origin].append(name)
-        made, given = [], []
-        for place, (visit, born) in self.births.items():
-            size = max(np.size(visit.outputs[born.output]), 1)
-            common = self._place("birth", place, visit, born.output, born.elements / size)
-            found = Nonfinite(
-                **common, count=born.elements, cause=born.cause, reaches=tuple(reached[place])
+        births = [
+            Nonfinite(
+                **self._place("birth", place, visit, born.output, _share(visit, born)),
+                elements=born.elements,
+                cause=born.cause,
+                reaches=tuple(reached[place]),
             )
-            if born.cause != "given":
-                made.append(found)
-            elif found.reaches:
-                given.append(found)
+            for place, (visit, born) in self.births.items()
+        ]
+        made = [birth for birth in births if birth.cause != "given"]
+        # What was there on purpose is of interest if a NaN was made of it, or nothing else.
+        explained = any(birth.reaches and birth.cause != "infinities" for birth in made)
+        given = [birth for birth in births if birth.cause == "given" and birth.reaches]
         underflows = [
             Underflow(
-                **self._place("loss", place, visit, lost.output, _share(lost)),
+                **self._place("loss", place, visit, lost.output, lost.share),
                 nonzero=lost.nonzero,
                 zeros=lost.zeros,
                 subnormals=lost.subnormals,
@@ -216,8 +218,8 @@ class _Findings:
             loss=float(outputs["loss"].array),
             loss_scale=float(loss_scale),
             equations=self.visits.total(),
-            nonfinite=(*made, *given),
-            underflows=tuple(sorted(underflows, key=lambda u: -(u.zeros + u.subnormals))),
+            nonfinite=_without_repeats(made if explained else made + given),
+            underflows=_without_repeats(underflows),
             nonfinite_arguments=_nonfinite_names(arguments),
             nonfinite_outputs=_nonfinite_names({k: v.array for k, v in outputs.items()}),
             not_compared=tuple(sorted(self.not_compared)),
@@ -248,8 +250,22 @@ class _Findings:
         }
 
 
-def _share(lost: Loss) -> float:
-    return (lost.zeros + lost.subnormals) / max(lost.nonzero, 1)
+def _share(visit: Visit, born: Birth) -> float:
+    return born.elements / visit.outputs[born.output].size
+
+
+def _without_repeats(places: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns places without those that ``remat`` runs again, which lose what they lost."""
+    kept: dict[Any, Any] = {}
+    for place in places:
+        key = place.primitive, place.dtype, place.shape, place.file, place.line, place.share
+        first = kept.get(key)
+        if first is None or place.scaled or first.direction == place.direction:
+            kept[(*key, len(kept)) if first else key] = place
+        elif isinstance(place, Nonfinite):
+            reaches = tuple(dict.fromkeys(first.reaches + place.reaches))
+            kept[key] = dataclasses.replace(first, reaches=reaches)
+    return tuple(kept.values())
 
 
 def _nonfinite_names(leaves: dict[str, Any]) -> tuple[str, ...]:
