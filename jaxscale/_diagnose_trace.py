@@ -38,7 +38,9 @@ def trace(
     thousand times as long as a training step.
 
     Underflow is looked for in float16 and narrower formats: bfloat16 has the range of
-    float32. What ``shard_map``, ``pmap`` and kernels contain counts as one equation.
+    float32. What ``shard_map``, ``pmap`` and kernels contain counts as one equation. A
+    Python number is rounded before anything is run: ``x * 1e-9`` is ``x * 0`` in float16,
+    and no equation can tell.
 
     Args:
       fun: a function that returns a floating scalar, as for
@@ -153,8 +155,9 @@ class _Findings:
         """Returns where the inf and NaN of each output are from, and notes what is new."""
         place = tuple(map(id, (*visit.around, visit.eqn)))
         self.visits[place] += 1
-        if visit.need != EFFECT:  # what is only printed is nobody's loss
-            self._note_loss(place, visit)
+        if visit.need == EFFECT:  # what is only printed reaches nothing
+            return [frozenset()] * len(visit.outputs)
+        self._note_loss(place, visit)
         bad = [nonfinite(output) for output in visit.outputs]
         if not any(mask.any() for mask in bad):
             return [frozenset()] * len(bad)

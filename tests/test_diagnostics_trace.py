@@ -194,8 +194,10 @@ def _undifferentiated(x, factor):
 
 HOLDERS = {
     f.__name__.removeprefix("_"): f
-    for f in (_while, _cond, _remat, _nested_jit, _vmap, _nested_scan)
-    + (_custom_jvp, _custom_vjp, _undifferentiated)
+    for f in (
+        *(_while, _cond, _remat, _nested_jit, _vmap, _nested_scan),
+        *(_custom_jvp, _custom_vjp, _undifferentiated),
+    )
 }
 ITERATIONS = {"while": (2,), "nested_scan": (1, 2)}
 
@@ -240,16 +242,25 @@ def test_functions_of_the_library_have_the_lines_of_their_own_calls():
     def fun(x, keep):
         return jnp.sum(jnp.where(keep, mask(x, keep), 0).astype(jnp.float32))
 
-    report = trace(fun, jnp.ones(4, HALF), jnp.arange(4) > 1)
+    report = trace(fun, jnp.ones(4, HALF), jnp.arange(4) > 1, loss_scale=1)
     assert [p.line for p in report.nonfinite] == [line("first call"), line("second call")]
     assert all(place.reaches == () for place in report.nonfinite)
     assert "became finite" in str(report)
 
 
-@pytest.mark.parametrize("model", MODELS)
+def _held(x):
+    for name, holder in HOLDERS.items():
+        x = holder(x, HALF(1.25 if len(name) % 2 else 0.75))
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize("model", ["convnet", "rnn", "held"])
 def test_what_it_computes_is_what_eager_evaluation_computes(model):
-    args = getattr(planted, f"{model}_case")()
-    graded = jaxscale.value_and_grad(getattr(planted, model), scaling(), has_aux=model == "convnet")
+    has_aux = model == "convnet"
+    fun, args = _held, (jnp.linspace(1, 3, 8, dtype=HALF),)
+    if model != "held":
+        fun, args = getattr(planted, model), getattr(planted, f"{model}_case")()
+    graded = jaxscale.value_and_grad(fun, scaling(8), has_aux=has_aux)
     closed, shapes = jax.make_jaxpr(graded, return_shape=True)(*args)
     interpreter = Interpreter(lambda visit: [frozenset()] * len(visit.outputs))
     needs = (FORWARD,) * len(closed.jaxpr.outvars)
@@ -258,8 +269,8 @@ def test_what_it_computes_is_what_eager_evaluation_computes(model):
     with jax.disable_jit():
         expected = graded(*args)
     assert_same_bits(actual, expected)
-    loss = expected[0][0] if model == "convnet" else expected[0]
-    assert trace_model(model, None, 2.0**15).loss == float(loss)
+    loss = expected[0][0] if has_aux else expected[0]
+    assert trace(fun, *args, loss_scale=8, has_aux=has_aux).loss == float(loss)
 
 
 @st.composite
@@ -295,11 +306,11 @@ def test_an_underflow_counts_what_numpy_counts(x, y):
 
 def test_a_value_is_lost_once_where_it_is_lost():
     def fun(w):
-        tiny = w * 1e-9  # plant: lost
+        tiny = w * 1e-4  # plant: lost
         again = jnp.concatenate([-tiny, tiny + 0]).reshape(2, -1).T[::-1]
         return jnp.sum(jnp.where(again > 1, again, again * 2 + again).astype(jnp.float32))
 
-    report = trace(fun, jnp.linspace(1, 2, 8, dtype=HALF), loss_scale=2.0**24)
+    report = trace(fun, jnp.linspace(1e-4, 2e-4, 8, dtype=HALF), loss_scale=2.0**12)
     assert [(u.line, u.direction) for u in report.underflows] == [(line("lost"), "forward")]
     assert (report.underflows[0].zeros, report.underflows[0].nonzero) == (8, 8)
 
@@ -370,8 +381,9 @@ def _empty_scan(w):
     return jax.lax.scan(lambda c, x: (c, x), w, jnp.zeros((0, 3)))[0]
 
 
-HARMLESS = [_relu, _dropout, _dropout_in_a_scan, _padding, _causal_mask, _large_mask] + [
-    *(_argmax, _dead_code, _printed, _cancelled, _empty_scan)
+HARMLESS = [
+    *(_relu, _dropout, _dropout_in_a_scan, _padding, _causal_mask, _large_mask),
+    *(_argmax, _dead_code, _printed, _cancelled, _empty_scan),
 ]
 
 
@@ -380,7 +392,8 @@ def test_nothing_is_found_where_zeros_and_infinities_are_meant(harmless):
     def fun(w):
         return jnp.sum(harmless(w).astype(jnp.float32))
 
-    assert str(trace(fun, jnp.linspace(1, 2, 8, dtype=HALF))).startswith("nothing found")
+    report = trace(fun, jnp.linspace(1, 2, 8, dtype=HALF), loss_scale=2.0**10)
+    assert str(report).startswith("nothing found")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -405,7 +418,7 @@ def test_what_reaches_the_gradients_comes_before_what_reaches_nothing():
     report = trace(fun, jnp.array([0.0, 1.0, 2.0]))
     first = report.first_nonfinite
     assert (first.line, first.direction, first.cause) == (line("log"), "backward", "value")
-    assert (first.reaches, first.elements, first.scaled) == (("grads",), 1, False)
+    assert (first.reaches, first.elements) == (("grads",), 1)
     (hidden,) = [place for place in report.nonfinite if place is not first]
     assert (hidden.primitive, hidden.direction, hidden.reaches) == ("log", "forward", ())
     assert report.nonfinite_outputs == ("grads",)
@@ -466,7 +479,7 @@ def test_the_seed_itself_can_be_too_large():
 
 def test_other_transforms_and_their_arguments_pass():
     def fun(w, b, *, offset):
-        return jnp.sum(w * b + offset).astype(jnp.float32), {"aux": w * HALF(1e5)}
+        return jnp.sum(w * b + offset).astype(jnp.float32), {"aux": w * 300 * 300}
 
     trace_fun = diagnostics.trace(fun, scaling(1), has_aux=True, argnums=(0, 1))
     report = trace_fun(jnp.ones(2, HALF), jnp.full(2, jnp.inf, HALF), offset=1.0)
@@ -540,5 +553,5 @@ def test_bad_input_gets_one_clear_sentence(case):
 
 
 def test_it_says_that_it_cannot_run_inside_jit():
-    with pytest.raises(TypeError, match="^`trace` reads values"):
+    with pytest.raises(TypeError, match=r"^`trace` reads values"):
         jax.jit(lambda w: diagnostics.trace(jnp.sum, scaling())(w).loss)(X)
