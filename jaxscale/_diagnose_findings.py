@@ -184,8 +184,9 @@ class TraceReport:
       >>> import jaxscale
       >>> from jaxscale import diagnostics
       >>> scaling = jaxscale.FixedLossScale(2.0**10).init()
-      >>> print(diagnostics.trace(lambda w: jnp.sum(w**2), scaling)(jnp.ones(3)))
-      nothing found: 9 equations, loss 3, loss scale 1024
+      >>> report = diagnostics.trace(lambda w: jnp.sum(w**2), scaling)(jnp.ones(3))
+      >>> report.found, report.loss, report.loss_scale
+      (False, 3.0, 1024.0)
     """
 
     loss: float
