@@ -125,6 +125,15 @@ def _dead_code(w):
     return w
 
 
+def _dead_code_in_a_call(w):
+    return jax.jit(lambda a, b: (a * 2, b * 2))(w, jnp.log(w * 0))[0]
+
+
+def _difference(w):
+    # 2**-24 is subnormal, and exact: nothing is lost.
+    return w + (jnp.full(8, 2.0**-14 + 2.0**-24, HALF) - jnp.full(8, 2.0**-14, HALF))
+
+
 def _printed(w):
     jax.debug.callback(lambda _: None, jnp.log(w * 0))
     return w
@@ -142,7 +151,7 @@ def _empty_scan(w):
 
 HARMLESS = [
     *(_relu, _dropout, _dropout_in_a_scan, _padding, _causal_mask, _large_mask),
-    *(_argmax, _dead_code, _printed, _cancelled, _empty_scan),
+    *(_argmax, _dead_code, _dead_code_in_a_call, _printed, _cancelled, _difference, _empty_scan),
 ]
 
 
@@ -181,6 +190,16 @@ def test_what_reaches_the_gradients_comes_before_what_reaches_nothing():
     (hidden,) = [place for place in report.nonfinite if place is not first]
     assert (hidden.primitive, hidden.direction, hidden.reaches) == ("log", "forward", ())
     assert report.nonfinite_outputs == ("grads",)
+
+
+def test_an_overflow_is_followed_through_what_a_scan_collects():
+    def fun(w):
+        _, xs = jax.lax.scan(lambda carry, x: (carry, x * 60000), 0, w)  # plant: collected
+        return jnp.sum(xs.astype(jnp.float32)), xs
+
+    first = trace(fun, jnp.full(4, 2, HALF), loss_scale=1, has_aux=True).first_nonfinite
+    assert (first.line, first.times, first.iteration) == (line("collected"), 4, (0,))
+    assert first.reaches == ("aux", "loss")
 
 
 def test_two_overflows_of_one_array_are_told_apart_from_what_follows():
