@@ -87,10 +87,14 @@ class Nonfinite(Place):
         for a mask, wrong for a norm.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> import jaxscale
       >>> from jaxscale import diagnostics
-      >>> diagnostics.Nonfinite.__bases__[0].__name__
-      'Place'
+      >>> scaling = jaxscale.NoOpLossScale().init()
+      >>> report = diagnostics.trace(lambda w: 1 / w, scaling)(jnp.float32(0))
+      >>> first = report.nonfinite[0]
+      >>> first.primitive, first.cause, first.reaches
+      ('div', 'value', ('loss',))
     """
 
     elements: int
@@ -142,10 +146,15 @@ class Underflow(Place):
       subnormals: how many became subnormal.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> import jaxscale
       >>> from jaxscale import diagnostics
-      >>> diagnostics.Underflow.__bases__[0].__name__
-      'Place'
+      >>> scaling = jaxscale.DynamicLossScale().init()
+      >>> loss_fn = lambda w: jnp.mean(jnp.square(w).astype(jnp.float32))
+      >>> report = diagnostics.trace(loss_fn, scaling)(jnp.full(4, 1e-4, jnp.float16))
+      >>> place = report.underflows[0]
+      >>> place.direction, place.zeros, place.subnormals
+      ('forward', 4, 0)
     """
 
     nonzero: int

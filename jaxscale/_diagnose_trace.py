@@ -34,8 +34,8 @@ def trace(
     It runs what :func:`jaxscale.value_and_grad` would, one equation at a time, also those
     in ``jit``, loops, ``cond``, ``remat`` and custom derivatives. It looks at every number,
     computes again in float32 what may have been lost, and gives the lines of the model
-    where that happened. For the host, outside of ``jit``, and for one batch: it takes a
-    thousand times as long as a training step.
+    where that happened. For the host, outside of ``jit``, and for one small batch: every
+    equation is compiled and looked at by itself, which is slow.
 
     Underflow is looked for in float16 and narrower formats: bfloat16 has the range of
     float32. What ``shard_map``, ``pmap`` and kernels contain counts as one equation. A
