@@ -58,7 +58,7 @@ def value_and_grad(
       >>> jaxscale.value_and_grad(loss_fn, scaling)(w)
       (Array(0., dtype=float32), Array(2.9802322e-08, dtype=float32))
     """
-    seeded, unseed = _seed("value_and_grad", fun, scaling, has_aux)
+    seeded, unseed = seeding("value_and_grad", fun, scaling, has_aux)
     differentiated = transform(seeded, has_aux=True, **kwargs)
 
     @functools.wraps(fun)
@@ -104,7 +104,7 @@ def grad(
       >>> jaxscale.grad(lambda w: jnp.sum(w**2), scaling)(jnp.array(3.0))
       Array(6., dtype=float32)
     """
-    seeded, unseed = _seed("grad", fun, scaling, has_aux)
+    seeded, unseed = seeding("grad", fun, scaling, has_aux)
     differentiated = transform(seeded, has_aux=True, **kwargs)
 
     @functools.wraps(fun)
@@ -116,10 +116,10 @@ def grad(
     return grad_fun
 
 
-def _seed(
+def seeding(
     call: str, fun: Callable[..., Any], scaling: Any, has_aux: bool
 ) -> tuple[Callable[..., Any], Callable[[Any, Any], Any]]:
-    """Returns ``fun`` with a scaled cotangent, and what undoes it to the gradients."""
+    """Returns ``fun`` with a scaled cotangent, and what undoes that to the gradients."""
     state = find_scaling(call, scaling)
     is_unit = isinstance(state, UnitLossScaleState)
 

@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import jaxscale
+import jaxscale.diagnostics
 import jaxscale.flax
 import jaxscale.presets
 
@@ -30,7 +31,10 @@ FLOORS = [
     {"_peers_engines", "_peers_jax", "_peers_mindspore", "_peers_paddle"}
     | {"_peers_tensorflow", "_peers_torch"},
     {"_peer_states"},
-    {"__init__", "flax", "presets"},
+    {"_diagnose_jaxpr", "_diagnose_numbers", "_diagnose_places", "_diagnose_findings"},
+    {"_diagnose_interpret"},
+    {"_diagnose_trace"},
+    {"__init__", "flax", "presets", "diagnostics"},
 ]
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = pathlib.Path(jaxscale.__file__).parent
@@ -45,7 +49,12 @@ PRESETS = {
     for name, value in vars(jaxscale.presets).items()
     if not name.startswith("_")
 }
-ALL = PUBLIC | PRESETS
+DIAGNOSTICS = {
+    f"diagnostics.{name}": value
+    for name, value in vars(jaxscale.diagnostics).items()
+    if not name.startswith("_")
+}
+ALL = PUBLIC | PRESETS | DIAGNOSTICS
 METHODS = {
     f"{name}.{method}": function
     for name, cls in ALL.items()
@@ -147,7 +156,8 @@ def test_docstring_names_every_argument(name):
     if name in ("LossScale", "LossScaleStuckError", "NoOpLossScale", "flax.TrainState"):
         return
     doc = inspect.getdoc(obj)
-    section = "Attributes" if hasattr(obj, "_fields") else "Args"
+    is_report = name in DIAGNOSTICS and inspect.isclass(obj)
+    section = "Attributes" if is_report or hasattr(obj, "_fields") else "Args"
     body = re.search(rf"\n{section}:\n((?:  .*\n|\n)*)", doc + "\n").group(1)
     documented = re.findall(r"^  \*{0,2}(\w+):", body, flags=re.MULTILINE)
     fields = dataclasses.fields(obj) if dataclasses.is_dataclass(obj) else None

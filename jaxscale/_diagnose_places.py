@@ -1,0 +1,74 @@
+"""The lines of the user's source that an equation comes from."""
+
+import linecache
+import os
+import re
+import sys
+import sysconfig
+from typing import NamedTuple
+
+from jax.extend.core import JaxprEqn
+
+# Packages whose frames are passed over: what called them is the user's model.
+_LIBRARIES = (
+    *("jax", "jaxlib", "jaxscale", "flax", "optax", "equinox", "haiku", "keras", "penzai"),
+    *("chex", "jmp", "einops", "jaxtyping", "beartype", "typeguard", "numpy"),
+)
+# Where JAX begins to trace a function. What such a function is traced to is kept for later
+# calls: the frames outside of it are those of the first call, wherever that was.
+_TRACING = {"trace_to_jaxpr_dynamic", "trace_to_jaxpr"}
+
+
+class Line(NamedTuple):
+    """A line of a source file."""
+
+    file: str
+    number: int
+    function: str
+
+    @property
+    def text(self) -> str:
+        """The text of the line, or nothing where there is no file."""
+        return linecache.getline(self.file, self.number).strip()
+
+    def __str__(self) -> str:
+        inside = os.path.abspath(self.file).startswith(os.getcwd() + os.sep)
+        return f"{os.path.relpath(self.file) if inside else self.file}:{self.number}"
+
+
+def lines(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> list[Line]:
+    """Returns the user's lines of an equation and of the calls around it, innermost first."""
+    return [line for inner in (eqn, *reversed(around)) for line in _lines(inner)]
+
+
+def layer(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> str:
+    """Returns the names of the scopes that an equation is in, as modules of Flax set them."""
+    stacks = [str(outer.source_info.name_stack) for outer in (*around, eqn)]
+    # Transformations wrap a name: `transpose(jvp(Net))/Dense_0`.
+    names = re.sub(r"\w+\(|\)", "", "/".join(stacks)).split("/")
+    return "/".join(name for name in names if name and name != "rematted_computation")
+
+
+def _lines(eqn: JaxprEqn) -> list[Line]:
+    found, libraries = [], _library_folders()
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if frame.function_name.split(".")[-1] in _TRACING:
+            break
+        if _is_users(frame.file_name, libraries):
+            name = frame.function_name.split(".")[-1]
+            found.append(Line(frame.file_name, frame.line_num, name))
+    return found
+
+
+def _is_users(file: str, libraries: tuple[str, ...]) -> bool:
+    if file.startswith(("<frozen ", *libraries)):
+        return False
+    is_installed = "site-packages" in file or "dist-packages" in file
+    return is_installed or not file.startswith(os.path.join(sysconfig.get_path("stdlib"), ""))
+
+
+def _library_folders() -> tuple[str, ...]:
+    # Of what is imported: what is not has no frames.
+    modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
+    return tuple(os.path.join(path, "") for module in modules for path in module.__path__)

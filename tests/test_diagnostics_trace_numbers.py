@@ -1,0 +1,335 @@
+"""What a trace counts as lost or not finite, what it leaves alone, and how it says so."""
+
+import dataclasses
+import json
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import planted
+import pytest
+
+import jaxscale
+from jaxscale import diagnostics
+
+pytestmark = pytest.mark.standard_promotion
+
+HALF = jnp.float16
+SUBNORMAL = 2.0**-14  # numbers of float16 below this are
+
+
+def scaling(loss_scale=2.0**15):
+    return jaxscale.FixedLossScale(loss_scale).init()
+
+
+def trace(fun, *args, loss_scale=2.0**15, **kwargs):
+    return diagnostics.trace(fun, scaling(loss_scale), **kwargs)(*args)
+
+
+def line(name):
+    return planted.marked(name, __file__)
+
+
+@st.composite
+def half_floats(draw):
+    """Numbers of float16 around the lower end of its range, zeros included."""
+    exponents = draw(st.lists(st.integers(-12, 2), min_size=8, max_size=8))
+    digits = draw(st.lists(st.integers(-2047, 2047), min_size=8, max_size=8))
+    return (np.ldexp(np.array(digits) / 2048, exponents)).astype(np.float16)
+
+
+@hypothesis.given(half_floats(), half_floats())
+def test_an_underflow_counts_what_numpy_counts(x, y):
+    # The product of two numbers of float16 is exact in float64.
+    exact = x.astype(np.float64) * y.astype(np.float64)
+    rounded = exact.astype(np.float16)
+    tiny = (exact != 0) & (np.abs(exact) < SUBNORMAL)
+    zeros = tiny & (rounded == 0)
+    subnormals = tiny & (rounded != 0) & (np.abs(rounded.astype(np.float64)) < SUBNORMAL)
+    if ((x != 0) & (np.abs(x) < SUBNORMAL)).any() or ((y != 0) & (np.abs(y) < SUBNORMAL)).any():
+        subnormals &= rounded != exact  # what was subnormal before did not become so here
+    counts = [int(mask.sum()) for mask in (exact != 0, zeros, subnormals)]
+
+    def fun(w):
+        return jnp.sum((w * y).astype(jnp.float32))
+
+    found = [u for u in trace(fun, jnp.asarray(x)).underflows if u.direction == "forward"]
+    if counts[1] + counts[2] > counts[0] / 2:
+        assert [(u.nonzero, u.zeros, u.subnormals) for u in found] == [tuple(counts)]
+        assert found[0].share == (counts[1] + counts[2]) / counts[0]
+    else:
+        assert not found
+
+
+def test_a_value_is_lost_once_where_it_is_lost():
+    def fun(w):
+        tiny = w * 1e-4  # plant: lost
+        again = jnp.concatenate([-tiny, tiny + 0]).reshape(2, -1).T[::-1]
+        return jnp.sum(jnp.where(again > 1, again, again * 2 + again).astype(jnp.float32))
+
+    report = trace(fun, jnp.linspace(1e-4, 2e-4, 8, dtype=HALF), loss_scale=2.0**12)
+    assert [(u.line, u.direction) for u in report.underflows] == [(line("lost"), "forward")]
+    assert (report.underflows[0].zeros, report.underflows[0].nonzero) == (8, 8)
+
+
+def test_a_cast_loses_values_as_other_equations_do():
+    def fun(w):
+        return jnp.mean(w.astype(HALF).astype(jnp.float32) ** 2)  # plant: cast
+
+    small = trace(fun, jnp.full(4, 1e-8)).underflows[0]
+    assert (small.line, small.primitive) == (line("cast"), "convert_element_type")
+    assert (small.inputs, small.dtype, small.zeros) == (("float32[4]",), "float16", 4)
+    large = trace(fun, jnp.full(4, 1e5)).first_nonfinite
+    assert (large.line, large.primitive, large.cause) == (
+        line("cast"),
+        "convert_element_type",
+        "range",
+    )
+
+
+def _relu(w):
+    return jax.nn.relu(w - 100)
+
+
+def _dropout(w):
+    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.1, w.shape), w / 0.1, 0)
+
+
+def _dropout_in_a_scan(w):
+    def body(carry, key):
+        return carry, jnp.where(jax.random.bernoulli(key, 0.1, w.shape), w, 0)
+
+    return jax.lax.scan(body, 0, jax.random.split(jax.random.key(0), 3))[1]
+
+
+def _padding(w):
+    return jnp.pad(w, (0, 100)) * jnp.ones(108, HALF)
+
+
+def _causal_mask(w):
+    return jax.nn.softmax(jnp.where(jnp.tri(8, dtype=bool), w, -jnp.inf))
+
+
+def _large_mask(w):
+    return jax.nn.softmax(jnp.where(jnp.tri(8, dtype=bool), w, -1e4))
+
+
+def _argmax(w):
+    return w * jnp.argmax(jnp.where(w > 1.5, w, -jnp.inf))
+
+
+def _dead_code(w):
+    jnp.log(w * 0)
+    return w
+
+
+def _dead_code_in_a_call(w):
+    return jax.jit(lambda a, b: (a * 2, b * 2))(w, jnp.log(w * 0))[0]
+
+
+def _difference(w):
+    # 2**-24 is subnormal, and exact: nothing is lost.
+    return w + (jnp.full(8, 2.0**-14 + 2.0**-24, HALF) - jnp.full(8, 2.0**-14, HALF))
+
+
+def _printed(w):
+    jax.debug.callback(lambda _: None, jnp.log(w * 0))
+    return w
+
+
+def _cancelled(w):
+    # In float32 the sum has a rounding error of 2**-25; the truth is 0.
+    a, b = jnp.array([[1, 3 * 2.0**-13, 1, 3 * 2.0**-13], [1, 2.0**-12, -1, -(2.0**-12)]], HALF)
+    return w + a @ b
+
+
+def _empty_scan(w):
+    return jax.lax.scan(lambda c, x: (c, x), w, jnp.zeros((0, 3)))[0]
+
+
+HARMLESS = [
+    *(_relu, _dropout, _dropout_in_a_scan, _padding, _causal_mask, _large_mask),
+    *(_argmax, _dead_code, _dead_code_in_a_call, _printed, _cancelled, _difference, _empty_scan),
+]
+
+
+@pytest.mark.parametrize("harmless", HARMLESS, ids=lambda f: f.__name__.removeprefix("_"))
+def test_nothing_is_found_where_zeros_and_infinities_are_meant(harmless):
+    def fun(w):
+        return jnp.sum(harmless(w).astype(jnp.float32))
+
+    report = trace(fun, jnp.linspace(1, 2, 8, dtype=HALF), loss_scale=2.0**10)
+    assert str(report).startswith("nothing found")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_formats_of_the_range_of_float32_do_not_underflow(dtype):
+    assert not trace(lambda w: jnp.sum(w * 1e-30).astype(jnp.float32), jnp.ones(8, dtype)).found
+
+
+def test_float8_is_looked_at():
+    def fun(w):
+        return jnp.mean(w.astype(jnp.float8_e4m3fn).astype(jnp.float32))  # plant: float8
+
+    report = trace(fun, jnp.full(8, 2.0**-12, HALF))
+    place = report.underflows[0]
+    assert (place.line, place.dtype, place.zeros) == (line("float8"), "float8_e4m3fn", 8)
+
+
+def test_what_reaches_the_gradients_comes_before_what_reaches_nothing():
+    def fun(w):
+        safe = jnp.where(w > 0, jnp.log(w), 0)  # plant: log
+        return jnp.sum(safe)
+
+    report = trace(fun, jnp.array([0.0, 1.0, 2.0]))
+    first = report.first_nonfinite
+    assert (first.line, first.direction, first.cause) == (line("log"), "backward", "value")
+    assert (first.reaches, first.elements) == (("grads",), 1)
+    (hidden,) = [place for place in report.nonfinite if place is not first]
+    assert (hidden.primitive, hidden.direction, hidden.reaches) == ("log", "forward", ())
+    assert report.nonfinite_outputs == ("grads",)
+
+
+def test_an_overflow_is_followed_through_what_a_scan_collects():
+    def fun(w):
+        _, xs = jax.lax.scan(lambda carry, x: (carry, x * 60000), 0, w)  # plant: collected
+        return jnp.sum(xs.astype(jnp.float32)), xs
+
+    first = trace(fun, jnp.full(4, 2, HALF), loss_scale=1, has_aux=True).first_nonfinite
+    assert (first.line, first.times, first.iteration) == (line("collected"), 4, (0,))
+    assert first.reaches == ("aux", "loss")
+
+
+def test_two_overflows_of_one_array_are_told_apart_from_what_follows():
+    def fun(w):
+        x = w * jnp.array([1, 1, 60000, 1], HALF)  # plant: one
+        x = x * jnp.array([60000, 1, 1, 1], HALF)  # plant: two
+        x = x + x.sum() - 1
+        return jnp.sum(x.astype(jnp.float32))
+
+    report = trace(fun, jnp.full(4, 2, HALF), loss_scale=1)
+    assert [p.line for p in report.nonfinite if p.direction == "forward"] == [
+        line("one"),
+        line("two"),
+    ]
+    assert [p.elements for p in report.nonfinite if p.direction == "forward"] == [1, 1]
+
+
+def test_what_was_in_the_arguments_is_named():
+    def fun(w, batch):
+        return jnp.mean(w * batch["x"])  # plant: argument
+
+    batch = {"x": jnp.array([1.0, jnp.nan]), "mask": jnp.array([0.0, -jnp.inf])}
+    report = trace(fun, jnp.ones(2), batch)
+    assert set(report.nonfinite_arguments) == {"args[1]['mask']", "args[1]['x']"}
+    first = report.first_nonfinite
+    assert (first.line, first.cause) == (line("argument"), "given")
+    assert "inf or NaN in the arguments: args[1]['mask'], args[1]['x']" in str(report)
+
+
+def test_a_mask_of_infinities_in_the_arguments_is_nothing():
+    def fun(w, mask):
+        return jnp.sum(jax.nn.softmax(w + mask) ** 2)
+
+    assert not trace(fun, jnp.ones(2), jnp.array([0.0, -jnp.inf])).found
+
+
+def test_a_scale_of_one_and_none_has_a_backward_pass_too():
+    def fun(w):
+        return jnp.sum(jnp.sqrt(w))  # plant: root
+
+    report = diagnostics.trace(fun, jaxscale.NoOpLossScale().init())(jnp.zeros(2))
+    assert report.loss_scale == 1
+    assert report.first_nonfinite.direction == "backward"
+    assert report.first_nonfinite.line == line("root")
+
+
+def test_the_seed_itself_can_be_too_large():
+    def fun(w):
+        return jnp.sum((w * 1).astype(jnp.float32))  # plant: seed
+
+    first = trace(fun, jnp.ones(4, HALF), loss_scale=2.0**17).first_nonfinite
+    assert (first.line, first.primitive) == (line("seed"), "convert_element_type")
+    assert (first.direction, first.scaled) == ("backward", True)
+
+
+def test_other_transforms_and_their_arguments_pass():
+    def fun(w, b, *, offset):
+        return jnp.sum(w * b + offset).astype(jnp.float32), {"aux": w * 300 * 300}
+
+    trace_fun = diagnostics.trace(fun, scaling(1), has_aux=True, argnums=(0, 1))
+    report = trace_fun(jnp.ones(2, HALF), jnp.full(2, jnp.inf, HALF), offset=1.0)
+    assert set(report.nonfinite_outputs) == {"loss", "grads[0]", "aux['aux']"}
+
+
+def test_modules_of_equinox_and_flax_nnx_can_be_parameters():
+    eqx = pytest.importorskip("equinox")
+    from flax import nnx
+
+    def fun(model, x):
+        return jnp.mean(jax.vmap(model)(x).astype(HALF) * 65000)  # plant: module
+
+    x = jnp.full((2, 3), 9.0)
+    linear = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    dense = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    for model, transform in ((linear, eqx.filter_value_and_grad), (dense, nnx.value_and_grad)):
+        first = trace(fun, model, x, transform=transform).first_nonfinite
+        assert (first.line, first.direction) == (line("module"), "forward")
+
+
+def test_the_report_is_plain_values_that_read_well():
+    def fun(w):
+        return jnp.sum((w * 40000).astype(jnp.float32))  # plant: report
+
+    report = trace(fun, jnp.array([1, 1, 1, 2], HALF), loss_scale=1)
+    again = json.loads(json.dumps(dataclasses.asdict(report)))
+    assert again["nonfinite"][0]["line"] == line("report")
+    assert again["loss_scale"] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.loss = 0.0
+    assert hash(report) == hash(trace(fun, jnp.array([1, 1, 1, 2], HALF), loss_scale=1))
+    text = str(report).splitlines()
+    assert text[0].endswith("equations, loss inf, loss scale 1")
+    assert text[1].startswith("first overflow: forward, mul, float16[4], 25 % of the elements, ")
+    assert text[1].endswith(
+        f"test_diagnostics_trace_numbers.py:{line('report')}: "
+        "`return jnp.sum((w * 40000).astype(jnp.float32))  # plant: report`"
+    )
+    assert "float32 would hold it; a lower loss scale cannot help; reaches loss" in text[2]
+
+
+X = jnp.ones(3)
+BAD_INPUT = {
+    "not a scalar": (lambda w: w, scaling(), (X,), TypeError, "must return a floating scalar"),
+    "not a float": (lambda w: 1, scaling(), (X,), TypeError, "must return a floating scalar"),
+    "a pair": (lambda w: (w, w), scaling(), (X,), TypeError, "pass has_aux=True"),
+    "integers": (
+        lambda p: jnp.sum(p["w"]),
+        scaling(),
+        ({"w": jnp.arange(3)},),
+        TypeError,
+        r"floating parameters, got int32\[3\] at args\[0\]\['w'\]\.",
+    ),
+    "no scaling": (jnp.sum, {"a": X}, (X,), ValueError, "exactly one loss scale state"),
+    "a population": (
+        jnp.sum,
+        jax.vmap(lambda _: scaling())(X),
+        (X,),
+        ValueError,
+        r"needs one loss scale, got an array of shape \(3,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_gets_one_clear_sentence(case):
+    fun, state, args, error, message = BAD_INPUT[case]
+    with pytest.raises(error, match=f"(?s)^`trace.*{message}"):
+        diagnostics.trace(fun, state)(*args)
+
+
+def test_it_says_that_it_cannot_run_inside_jit():
+    with pytest.raises(TypeError, match=r"^`trace` reads values"):
+        jax.jit(lambda w: diagnostics.trace(jnp.sum, scaling())(w).loss)(X)
