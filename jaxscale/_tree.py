@@ -38,6 +38,13 @@ def map_gradients(fun: Callable[[Any], Any], tree: Any) -> Any:
     )
 
 
+def only_gradients(tree: Any) -> Any:
+    """Returns ``tree`` with ``None`` for every leaf that is no gradient."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if _is_gradient(path, leaf) else None, tree
+    )
+
+
 def widen(leaf: Any) -> jax.Array:
     """Returns an inexact leaf in float32, or in its own dtype where that is as wide."""
     dtype = jnp.result_type(leaf)
@@ -93,17 +100,16 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
       Array(True, dtype=bool)
     """
     finite = jnp.array(True)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if _is_gradient(path, leaf):
-            finite = finite & jnp.all(jnp.isfinite(leaf))
+    for leaf in jax.tree.leaves(only_gradients(tree)):
+        finite = finite & jnp.all(jnp.isfinite(leaf))
     return agree(finite, axis_name)
 
 
 def largest(tree: Any, axis_name: Any) -> jax.Array:
     """Returns the largest magnitude among the gradients in a tree, an ``f32[]``."""
     largest = jnp.zeros((), jnp.float32)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if _is_gradient(path, leaf) and jnp.size(leaf):
+    for leaf in jax.tree.leaves(only_gradients(tree)):
+        if jnp.size(leaf):
             largest = jnp.maximum(largest, cast(jnp.max(jnp.abs(leaf)), jnp.float32))
     return largest if axis_name is None else jax.lax.pmax(largest, axis_name)
 

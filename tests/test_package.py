@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import jaxscale
+import jaxscale.diagnostics
 import jaxscale.flax
 import jaxscale.presets
 
@@ -31,7 +32,12 @@ FLOORS = [
     {"_peers_engines", "_peers_jax", "_peers_mindspore", "_peers_paddle"}
     | {"_peers_tensorflow", "_peers_torch"},
     {"_peer_states"},
-    {"__init__", "flax", "presets"},
+    {"_diagnose_bits", "_diagnose_formats", "_diagnose_words", "_nonfinite_leaves"},
+    {"_diagnose_leaves", "_diagnose_histogram", "_diagnose_calibrate"},
+    {"_diagnose_suggest", "_diagnose_text"},
+    {"_diagnose_pictures"},
+    {"_diagnose_history"},
+    {"__init__", "diagnostics", "flax", "presets"},
 ]
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = pathlib.Path(jaxscale.__file__).parent
@@ -46,7 +52,12 @@ PRESETS = {
     for name, value in vars(jaxscale.presets).items()
     if not name.startswith("_")
 }
-ALL = PUBLIC | PRESETS
+DIAGNOSTICS = {
+    f"diagnostics.{name}": value
+    for name, value in vars(jaxscale.diagnostics).items()
+    if not name.startswith("_")
+}
+ALL = PUBLIC | PRESETS | DIAGNOSTICS
 METHODS = {
     f"{name}.{method}": function
     for name, cls in ALL.items()
@@ -70,8 +81,8 @@ def test_imports_point_down(file):
         if isinstance(node, ast.ImportFrom) and not node.level:
             names = [node.module]
         third_party = {name.split(".")[0] for name in names} - sys.stdlib_module_names
-        allowed = {"jax", "numpy", "optax"} | ({"flax"} if file.stem == "flax" else set())
-        assert third_party <= allowed
+        extras = {"flax": {"flax"}, "_diagnose_pictures": {"matplotlib"}}
+        assert third_party <= {"jax", "numpy", "optax"} | extras.get(file.stem, set())
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -126,7 +137,7 @@ def test_public_names_are_those_of_the_contract():
 def test_public_objects_have_an_example_that_runs(name):
     doc = inspect.getdoc(ALL[name])
     assert "Example:" in doc
-    assert ">>> import jaxscale" in doc or ">>> from jaxscale import presets" in doc
+    assert re.search(">>> (import jaxscale|from jaxscale import (presets|diagnostics))", doc)
 
 
 @pytest.mark.parametrize("name", [*ALL, *METHODS])
@@ -206,7 +217,7 @@ def test_it_imports_with_its_core_dependencies_alone():
 import sys, optax
 before = set(sys.modules)
 import jaxscale
-assert "jaxscale.presets" not in sys.modules
+assert not {"jaxscale.presets", "jaxscale.diagnostics"} & set(sys.modules)
 added = {name.split(".")[0] for name in set(sys.modules) - before} - {"jaxscale"}
 sys.exit(" ".join(added - set(sys.stdlib_module_names)) or 0)
 """

@@ -1,0 +1,18 @@
+"""See what happened: where gradients overflow, what underflows, which loss scale would do."""
+
+from ._diagnose_calibrate import Calibration as Calibration
+from ._diagnose_calibrate import calibrate as calibrate
+from ._diagnose_histogram import Histogram as Histogram
+from ._diagnose_histogram import Shares as Shares
+from ._diagnose_histogram import histogram as histogram
+from ._diagnose_histogram import leaf_histograms as leaf_histograms
+from ._diagnose_histogram import shares as shares
+from ._diagnose_histogram import underflow as underflow
+from ._diagnose_leaves import LeafCounts as LeafCounts
+from ._diagnose_leaves import LeafRow as LeafRow
+from ._diagnose_leaves import LeafTable as LeafTable
+from ._diagnose_leaves import nonfinite as nonfinite
+from ._diagnose_leaves import table as table
+from ._diagnose_suggest import Suggestion as Suggestion
+from ._diagnose_suggest import suggest_scale as suggest_scale
+from ._diagnose_words import to_json as to_json
