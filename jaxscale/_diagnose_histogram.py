@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import int32, power_of_two
+from ._checks import power_of_two
 from ._diagnose_bits import INFINITY, exponent_and_mantissa, gradient_leaves, magnitude_bits
 from ._diagnose_formats import CUTS, FORMAT, FORMATS, Boundary
-from ._diagnose_words import leaf_name
 
 MIN_EXPONENT, MAX_EXPONENT = -149, 127  # of float32's numbers
 EXPONENTS = np.arange(MIN_EXPONENT, MAX_EXPONENT + 1)
@@ -97,7 +96,8 @@ def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
         scale: what float16 flushed to zero on the way is counted as 0, as true zeros are.
       axis_name: a mesh or ``pmap`` axis name, or a tuple of them, along which devices hold
         different parts of the gradients: counts are summed. If they hold equal gradients,
-        leave it out, as under plain ``jit``.
+        leave it out, as under plain ``jit``. In a mesh of explicit axes, wrap the call in
+        ``jax.sharding.auto_axes``.
 
     Returns:
       A :class:`Histogram`. Exponents are exact, those of subnormal numbers too. Counts
@@ -227,58 +227,13 @@ def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares
       1.0
     """
     exponent = power_of_two("shares", "loss_scale", loss_scale)
-    return _shares(read("shares", histogram).counts, exponent)
+    return shares_of(read("shares", histogram).counts, exponent)
 
 
-def _shares(counts: np.ndarray, exponent: int) -> dict[str, Shares]:
+def shares_of(counts: np.ndarray, exponent: int) -> dict[str, Shares]:
+    """Returns what each format makes of some counts at scale 2**exponent."""
     total = max(float(counts.sum()), 1.0)
     return {
         name: Shares(*(float(number) / total for number in outcomes(counts, name, exponent)))
         for name in FORMATS
     }
-
-
-def underflow(
-    histograms: Any, *, loss_scale: float = 1.0, depth: int | None = None
-) -> dict[str, dict[str, Shares]]:
-    """Returns what each small format would lose of each layer at a loss scale.
-
-    For the host: it waits for the device.
-
-    Args:
-      histograms: what :func:`leaf_histograms` returned.
-      loss_scale: a power of two.
-      depth: how many keys of a leaf's path make a layer: with 2, ``params/Dense_0/kernel``
-        and ``params/Dense_0/bias`` count as one. ``None`` keeps each leaf apart.
-
-    Returns:
-      :func:`shares` for each layer, under its path, in the order of the leaves.
-
-    Raises:
-      TypeError: if ``histograms`` holds something else, or is still traced.
-      ValueError: if it is empty, ``loss_scale`` is no power of two, or ``depth`` below 1.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import diagnostics
-      >>> grads = {"dense": {"w": jnp.full(3, 1e-9), "b": jnp.ones(1)}, "out": jnp.ones(2)}
-      >>> layers = diagnostics.underflow(diagnostics.leaf_histograms(grads), depth=1)
-      >>> print(layers["dense"]["float16"].flushed, layers["out"]["float16"].flushed)
-      0.75 0.0
-    """
-    exponent = power_of_two("underflow", "loss_scale", loss_scale)
-    if depth is not None:
-        depth = int32("underflow", "depth", depth, unit="keys of a path")
-    layers: dict[str, np.ndarray] = {}
-    nodes = jax.tree_util.tree_leaves_with_path(
-        histograms, is_leaf=lambda node: isinstance(node, Histogram)
-    )
-    for path, node in nodes:
-        layer = leaf_name(path[:depth])
-        layers[layer] = layers.get(layer, 0) + read("underflow", node).counts
-    if not layers:
-        raise ValueError(
-            "`underflow(histograms=...)` got a tree without any leaf. Pass what "
-            "`jaxscale.diagnostics.leaf_histograms` returned."
-        )
-    return {layer: _shares(counts, exponent) for layer, counts in layers.items()}

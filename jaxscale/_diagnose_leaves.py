@@ -113,19 +113,17 @@ class LeafTable(NamedTuple):
             ("leaf", "numbers", "NaN", "inf", "zero", "flushed", "subnormal", "overflow", "max |g|")
         ]
         for row in self.rows[:_MOST_ROWS]:
-            size = max(row.size, 1)
             rest = max(row.size - row.nan - row.inf - row.zero, 1)
-            shares = (row.flushed / rest, row.subnormal / rest, row.overflowed / rest)
-            lines.append(
-                (row.path, f"{row.size:,}", f"{row.nan:,}", f"{row.inf:,}")
-                + (percent(row.zero / size), *map(percent, shares), f"{row.largest:.3g}")
-            )
+            shares = [row.zero / max(row.size, 1)]
+            shares += [n / rest for n in (row.flushed, row.subnormal, row.overflowed)]
+            counts = (f"{n:,}" for n in (row.size, row.nan, row.inf))
+            lines.append((row.path, *counts, *map(percent, shares), f"{row.largest:.3g}"))
         more = f"\nand {total - _MOST_ROWS} more" if total > _MOST_ROWS else ""
         return f"{head} In float16 at loss scale {power(self.loss_scale)}:\n{aligned(lines)}{more}"
 
 
 def nonfinite(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> LeafCounts:
-    """Returns, for each leaf of a tree of gradients, how many numbers are inf, NaN or tiny.
+    """Returns how many numbers are inf, NaN or tiny in each leaf of a tree of gradients.
 
     Works inside ``jit``, ``vmap``, ``scan`` and ``shard_map``, reads each leaf once and
     never waits for the device. Read the result with :func:`table`.
@@ -195,9 +193,21 @@ def _count(leaf: Any, loss_scale: jax.Array) -> jax.Array:
         (bits >= nonzero) & (bits < normal),
         is_finite & (bits >= overflow),
     ]
-    counts = [jnp.sum(mask, dtype=jnp.uint32).astype(jnp.float32) for mask in masks]
-    largest = jnp.max(jnp.where(is_finite, bits, 0), initial=0).astype(jnp.uint32)
-    return jnp.stack([*counts, jax.lax.bitcast_convert_type(largest, jnp.float32)])
+    # All of them in one reduction: a loop for each takes XLA on CPU a hundred times as long.
+    zero = jnp.uint32(0)
+    *counts, largest = jax.lax.reduce(
+        (*(mask.astype(jnp.uint32) for mask in masks), jnp.where(is_finite, bits, zero)),
+        (zero,) * (len(masks) + 1),
+        _add_and_max,
+        tuple(range(bits.ndim)),
+    )
+    largest = jax.lax.bitcast_convert_type(largest, jnp.float32)
+    return jnp.stack([*(count.astype(jnp.float32) for count in counts), largest])
+
+
+def _add_and_max(first: Any, second: Any) -> Any:
+    *sums, largest = zip(first, second, strict=True)
+    return *(a + b for a, b in sums), jnp.maximum(*largest)
 
 
 def _bits(boundary: Boundary, loss_scale: jax.Array) -> jax.Array:

@@ -103,9 +103,7 @@ zero. 2**6 to 2**15 lose nothing.
     lossless = [k for k in best if not lost[k].flushed]
     needed = 0 not in best
     middle = (best[0] + best[-1]) // 2 if needed else 0
-    unscaled, scaled = (
-        Shares(*(float(number) / total for number in lost[k])) for k in (0, middle)
-    )
+    unscaled, scaled = (Shares(*(float(number) / total for number in lost[k])) for k in (0, middle))
     words = _words(dtype, needed, unscaled) + _range(best, lossless, lost, total, needed)
     return Suggestion(
         dtype,
@@ -121,9 +119,7 @@ zero. 2**6 to 2**15 lose nothing.
 def _nothing(dtype: str, numbers: Numbers) -> Suggestion:
     none = Shares(0.0, 0.0, 0.0, 0.0)
     words = "No gradient is finite and nonzero, so no loss scale can be suggested."
-    return Suggestion(
-        dtype, None, None, None, None, None, none, none, words + _left_out(numbers)
-    )
+    return Suggestion(dtype, None, None, None, None, None, none, none, words + _left_out(numbers))
 
 
 def _words(dtype: str, needed: bool, unscaled: Shares) -> str:
@@ -154,8 +150,11 @@ def _range(
 
     if lossless == best:
         return f" {span(best)} {verb(best, 'lose')} nothing."
-    flushed = percent(lost[best[0]].flushed / total)
-    words = f" {span(best)} {verb(best, 'flush', 'es')} at most {flushed} and overflow nothing."
+    share = lost[best[0]].flushed / total
+    flushed = "less than 0.1%" if share < 0.001 else f"at most {percent(share)}"
+    words = (
+        f" {span(best)} {verb(best, 'flush', 'es')} {flushed} and {verb(best, 'overflow')} nothing."
+    )
     if lossless:
         return f"{words} {span(lossless)} {verb(lossless, 'lose')} nothing."
     return f"{words} No scale keeps them all."

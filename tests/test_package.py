@@ -34,7 +34,7 @@ FLOORS = [
     {"_peer_states"},
     {"_diagnose_bits", "_diagnose_formats", "_diagnose_words", "_nonfinite_leaves"},
     {"_diagnose_leaves", "_diagnose_histogram", "_diagnose_calibrate"},
-    {"_diagnose_suggest", "_diagnose_text"},
+    {"_diagnose_suggest", "_diagnose_text", "_diagnose_underflow"},
     {"_diagnose_pictures"},
     {"_diagnose_history"},
     {"__init__", "diagnostics", "flax", "presets"},
