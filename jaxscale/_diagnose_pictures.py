@@ -7,7 +7,7 @@ import numpy as np
 
 from ._checks import one_of, power_of_two
 from ._diagnose_formats import FORMAT, FORMATS
-from ._diagnose_histogram import EXPONENTS, Histogram, Shares, read, shares_of
+from ._diagnose_histogram import EXPONENTS, Histogram, Shares, outcomes, read, shares_of
 from ._diagnose_suggest import suggest_scale
 from ._diagnose_text import head, span
 from ._diagnose_underflow import Underflow
@@ -89,26 +89,26 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
 
 def _bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
     """Draws the share of each exponent, stacked by what becomes of it."""
-    total = max(float(counts.sum()), 1.0)
-    parts = []
-    for row in range(len(EXPONENTS)):
+    filled = np.flatnonzero(counts.sum(axis=1))
+    parts = np.zeros((3, len(filled)))
+    for i, row in enumerate(filled):
         only = np.zeros_like(counts)
         only[row] = counts[row]
-        flushed, subnormal, normal, overflowed = shares_of(only, exponent)[dtype]
-        share = 100 * counts[row].sum() / total
-        parts.append((normal * share, subnormal * share, (flushed + overflowed) * share))
-    bottom = np.zeros(len(EXPONENTS))
+        flushed, subnormal, normal, overflowed = outcomes(only, dtype, exponent)
+        parts[:, i] = normal, subnormal, flushed + overflowed
+    parts *= 100 / max(counts.sum(), 1.0)
+    bottom = np.zeros(len(filled))
     words = (f"kept by {dtype}", "kept as subnormal", "flushed to 0, or overflow")
     for height, color, hatch, word in zip(
-        np.transpose(parts), (_NORMAL, _SUBNORMAL, _LOST), ("", "", "////"), words, strict=True
+        parts, (_NORMAL, _SUBNORMAL, _LOST), ("", "", "////"), words, strict=True
     ):
         ax.bar(
-            EXPONENTS + 0.5, height, width=1, bottom=bottom, color=color, hatch=hatch,
+            EXPONENTS[filled] + 0.5, height, width=1, bottom=bottom, color=color, hatch=hatch,
             edgecolor="black", linewidth=0.4, label=f"{word}: {percent(height.sum() / 100)}",
         )  # fmt: skip
-        bottom += height
+        bottom = bottom + height
     ax.set_ylabel("share of the nonzero\ngradients (%)")
-    ax.set_ylim(0, 1.1 * bottom.max() or 1)
+    ax.set_ylim(0, 1.1 * bottom.max(initial=0) or 1)
     ax.legend(
         title=f"at loss scale {power(2.0**exponent)}", fontsize=8, title_fontsize=8, loc="best"
     )

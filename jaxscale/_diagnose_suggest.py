@@ -15,8 +15,8 @@ class Suggestion(NamedTuple):
 
     Attributes:
       dtype: the name of the format.
-      needed: whether the format loses more than it may at scale 1; ``None`` if all
-        gradients are zero, and nothing can be said.
+      needed: whether another scale than 1 is called for; ``None`` if no gradient is
+        nonzero and finite, and nothing can be said.
       lowest: the least scale that loses as little as it may, or as little as any.
       highest: the largest such scale. At twice that, something overflows.
       suggested: one scale between these: 1 if none is needed, else the middle one, which
@@ -104,7 +104,7 @@ zero. 2**6 to 2**15 lose nothing.
     needed = 0 not in best
     middle = (best[0] + best[-1]) // 2 if needed else 0
     unscaled, scaled = (Shares(*(float(number) / total for number in lost[k])) for k in (0, middle))
-    words = _words(dtype, needed, unscaled) + _range(best, lossless, lost, total, needed)
+    words = _words(dtype, needed, unscaled, tolerance) + _range(best, lossless, lost, total, needed)
     return Suggestion(
         dtype,
         needed,
@@ -122,7 +122,7 @@ def _nothing(dtype: str, numbers: Numbers) -> Suggestion:
     return Suggestion(dtype, None, None, None, None, None, none, none, words + _left_out(numbers))
 
 
-def _words(dtype: str, needed: bool, unscaled: Shares) -> str:
+def _words(dtype: str, needed: bool, unscaled: Shares, tolerance: float) -> str:
     losses = [
         f"it {verb} {percent(share)} of the nonzero gradients{what}"
         for verb, share, what in (
@@ -131,8 +131,10 @@ def _words(dtype: str, needed: bool, unscaled: Shares) -> str:
         )
         if share
     ]
-    need = "needs a loss scale" if needed else "needs no loss scale"
-    return f"{dtype} {need}: without one {' and '.join(losses) or 'it loses nothing'}."
+    what = " and ".join(losses) or "it loses nothing"
+    if needed or unscaled.lost <= tolerance:
+        return f"{dtype} needs {'a' if needed else 'no'} loss scale: without one {what}."
+    return f"{dtype} gains nothing from a loss scale: without one {what}, and no scale loses less."
 
 
 def _range(

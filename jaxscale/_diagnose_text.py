@@ -36,7 +36,8 @@ def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
       >>> from jaxscale import diagnostics
       >>> histogram = diagnostics.histogram(jnp.array([0.0, 2.0**-26, 2.0**-24, 2.0**-24]))
       >>> print(diagnostics.text_histogram(histogram))
-      4 gradients: 25.0% are exactly 0, 0 inf, 0 NaN. The others, and formats at loss scale 2**0:
+      4 gradients: 25.0% are exactly 0, 0 inf, 0 NaN.
+      The others, and what formats make of them at loss scale 2**0:
       |gradient|    share                            float16  bfloat16  e4m3fn  e5m2
       2**-24        66.7%  ########################        s         .       0     0
       2**-25           0%
@@ -60,9 +61,8 @@ def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
     for sign, outcome in (("0", "flushed"), ("s", "subnormal"), ("!", "overflowed")):
         cells = (percent(getattr(whole[name], outcome)) for name in FORMATS)
         rows.append((f"{sign} {outcome}", "", "", *cells))
-    return f"{head(numbers)} The others, and formats at loss scale {power(loss_scale)}:\n" + (
-        aligned(rows)
-    )
+    others = f"The others, and what formats make of them at loss scale {power(loss_scale)}:"
+    return f"{head(numbers)}\n{others}\n{aligned(rows)}"
 
 
 def head(numbers: Numbers) -> str:

@@ -48,7 +48,7 @@ def every(dtype):
 
 LEAVES = {
     "float32": lambda: np.concatenate([float32_bits(20_000), around_float16()]),
-    "complex64": lambda: (float32_bits(4000) + 1j * float32_bits(4000, 1)).astype(np.complex64),
+    "complex64": lambda: float32_bits(4001).view(np.complex64),
     **{
         dtype: lambda dtype=dtype: every(dtype)
         for dtype in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
@@ -74,6 +74,9 @@ def reference(leaf, loss_scale):
         np.isinf(half).sum(),
     )
     return dict(zip(FIELDS, [*map(int, counts), float(finite.max(initial=0))], strict=True))
+
+
+nonfinite = jax.jit(diagnostics.nonfinite)
 
 
 def row_of(counts):
@@ -127,7 +130,7 @@ def test_worst_first_and_readable():
         "tiny": jnp.full(4, 1e-9),
         "small": jnp.full(4, 1e-6),
     }
-    found = diagnostics.table(diagnostics.nonfinite(grads))
+    found = diagnostics.table(nonfinite(grads))
     assert [row.path for row in found.rows] == ["many/0", "few/kernel", "tiny", "small", "fine"]
     assert [row.path for row in found.nonfinite] == ["many/0", "few/kernel"]
     lines = str(found).splitlines()
@@ -139,14 +142,14 @@ def test_worst_first_and_readable():
 
 
 def test_a_long_table_is_cut_only_where_it_is_printed():
-    found = diagnostics.table(diagnostics.nonfinite([jnp.ones(2)] * 100))
-    assert len(found.rows) == 100
-    assert str(found).endswith("and 76 more")
+    found = diagnostics.table(nonfinite([jnp.ones(2)] * 40))
+    assert len(found.rows) == 40
+    assert str(found).endswith("and 16 more")
 
 
 def test_population_and_time_are_summed_up():
     x = jnp.array([[1.0, jnp.inf], [jnp.nan, 8.0], [0.0, 2.0]])
-    expected = row_of(diagnostics.nonfinite(x))
+    expected = row_of(nonfinite(x))
     assert row_of(jax.vmap(diagnostics.nonfinite)(x)) == expected
     _, stacked = jax.lax.scan(lambda carry, row: (carry, diagnostics.nonfinite(row)), 0, x)
     assert row_of(stacked) == expected
@@ -165,15 +168,15 @@ def test_devices_are_summed_up(check, axis_name):
             **{CHECK: check},
         )
     )
-    assert row_of(run(x)) == row_of(diagnostics.nonfinite(x))
+    assert row_of(run(x)) == row_of(nonfinite(x))
     sharded = jax.device_put(x, jax.sharding.NamedSharding(MESH, PartitionSpec("data")))
-    assert row_of(jax.jit(diagnostics.nonfinite)(sharded)) == row_of(diagnostics.nonfinite(x))
+    assert row_of(jax.jit(diagnostics.nonfinite)(sharded)) == row_of(nonfinite(x))
 
 
 def test_it_says_the_same_as_the_verdict_of_the_step():
     for bad in (1.0, jnp.inf, -jnp.inf, jnp.nan):
         grads = {"a": jnp.ones(3), "b": jnp.array([1.0, bad], jnp.bfloat16)}
-        found = diagnostics.table(diagnostics.nonfinite(grads)).nonfinite
+        found = diagnostics.table(nonfinite(grads)).nonfinite
         assert bool(jaxscale.all_finite(grads)) == (not found)
 
 
