@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ._checks import power_of_two
 from ._diagnose_bits import INFINITY, exponent_and_mantissa, gradient_leaves, magnitude_bits
@@ -143,6 +144,7 @@ def leaf_histograms(tree: Any, *, axis_name: Any = None) -> Any:
     return jax.tree.map(lambda leaf: _histogram(_cells(leaf), axis_name), gradients)
 
 
+@jax.jit  # one program a leaf, also where the caller compiles none
 def _cells(leaf: Any) -> jax.Array:
     """Returns the counts of a leaf: all cells of the histogram, zeros, infs, NaNs."""
     bits = magnitude_bits(leaf).reshape(-1)
@@ -175,7 +177,7 @@ class Numbers(NamedTuple):
 
 def read(call: str, histogram: Any) -> Numbers:
     """Returns the numbers of a histogram, or raises a ``TypeError``."""
-    if not isinstance(histogram, Histogram) or isinstance(histogram.zero, jax.core.Tracer):
+    if not isinstance(histogram, Histogram) or isinstance(histogram.zero, Tracer):
         raise TypeError(
             f"`{call}(histogram=...)` must be what `jaxscale.diagnostics.histogram` returned, "
             f"outside of `jit`, got {type(histogram).__name__}."

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ._diagnose_pictures import plot_run
 from ._diagnose_words import aligned, power
@@ -78,7 +79,7 @@ class History:
         """
         is_metrics = isinstance(tree, Mapping) and "loss_scale" in tree
         values = dict(tree) if is_metrics else metrics(tree)
-        if isinstance(values["loss_scale"], jax.core.Tracer):
+        if isinstance(values["loss_scale"], Tracer):
             raise TypeError(
                 "`History.append` keeps arrays, so it cannot run inside `jit`. Call it on the "
                 "state, or on the `jaxscale.metrics`, that the step returns."

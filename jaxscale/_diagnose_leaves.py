@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ._checks import normal_float32
 from ._diagnose_bits import INFINITY, gradient_leaves, magnitude_bits
@@ -12,6 +13,7 @@ from ._diagnose_formats import FORMAT, Boundary
 from ._diagnose_words import aligned, leaf_name, percent, power
 
 _MOST_ROWS = 24  # of a table that is printed
+_COLUMNS = ("leaf", "numbers", "NaN", "inf", "zero", "flushed", "subnormal", "overflow", "max |g|")
 
 
 class LeafCounts(NamedTuple):
@@ -109,15 +111,13 @@ class LeafTable(NamedTuple):
     def __str__(self) -> str:
         bad, total = len(self.nonfinite), len(self.rows)
         head = f"{bad} of {total} leaves {'holds' if bad == 1 else 'hold'} inf or NaN."
-        lines = [
-            ("leaf", "numbers", "NaN", "inf", "zero", "flushed", "subnormal", "overflow", "max |g|")
-        ]
+        lines: list[Any] = [_COLUMNS]
         for row in self.rows[:_MOST_ROWS]:
             rest = max(row.size - row.nan - row.inf - row.zero, 1)
             shares = [row.zero / max(row.size, 1)]
             shares += [n / rest for n in (row.flushed, row.subnormal, row.overflowed)]
-            counts = (f"{n:,}" for n in (row.size, row.nan, row.inf))
-            lines.append((row.path, *counts, *map(percent, shares), f"{row.largest:.3g}"))
+            counts = [f"{n:,}" for n in (row.size, row.nan, row.inf)]
+            lines.append([row.path, *counts, *map(percent, shares), f"{row.largest:.3g}"])
         more = f"\nand {total - _MOST_ROWS} more" if total > _MOST_ROWS else ""
         return f"{head} In float16 at loss scale {power(self.loss_scale)}:\n{aligned(lines)}{more}"
 
@@ -176,6 +176,7 @@ def _scalar(loss_scale: Any) -> jax.Array:
     return jax.lax.convert_element_type(loss_scale, jnp.float32)
 
 
+@jax.jit  # one program a leaf, also where the caller compiles none
 def _count(leaf: Any, loss_scale: jax.Array) -> jax.Array:
     bits = magnitude_bits(leaf)
     float16 = FORMAT["float16"]
@@ -241,7 +242,7 @@ def table(counts: LeafCounts) -> LeafTable:
       >>> [row.path for row in diagnostics.table(diagnostics.nonfinite(grads)).nonfinite]
       ['b']
     """
-    if not isinstance(counts, LeafCounts) or isinstance(counts.loss_scale, jax.core.Tracer):
+    if not isinstance(counts, LeafCounts) or isinstance(counts.loss_scale, Tracer):
         raise TypeError(
             "`table(counts=...)` must be what `jaxscale.diagnostics.nonfinite` returned, outside "
             f"of `jit`, got {type(counts).__name__}."
@@ -250,8 +251,11 @@ def table(counts: LeafCounts) -> LeafTable:
     rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(counts.leaves):
         leaf = np.asarray(leaf, np.float64).reshape(-1, leaf.shape[-1])
-        numbers = [int(number) for number in leaf[:, :-1].sum(axis=0)]
-        rows.append(LeafRow(leaf_name(path), *numbers, float(leaf[:, -1].max())))
+        size, nan, inf, zero, flushed, subnormal, overflowed = map(int, leaf[:, :-1].sum(axis=0))
+        largest = float(leaf[:, -1].max())
+        rows.append(
+            LeafRow(leaf_name(path), size, nan, inf, zero, flushed, subnormal, overflowed, largest)
+        )
 
     def badness(row: LeafRow) -> tuple[float, ...]:
         size = max(row.size, 1)

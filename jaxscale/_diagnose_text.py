@@ -76,7 +76,9 @@ def head(numbers: Numbers) -> str:
 def span(numbers: Numbers) -> tuple[int, int]:
     """Returns the first and the last row that is not empty, or those of 1.0."""
     filled = np.flatnonzero(numbers.counts.sum(axis=1))
-    return (int(filled[0]), int(filled[-1])) if filled.size else (-int(EXPONENTS[0]),) * 2
+    if not filled.size:
+        return -int(EXPONENTS[0]), -int(EXPONENTS[0])
+    return int(filled[0]), int(filled[-1])
 
 
 def _bars(numbers: Numbers, exponent: int) -> list[tuple[str, ...]]:

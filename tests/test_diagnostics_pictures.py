@@ -21,7 +21,8 @@ GRADS = {
     "dense": {"kernel": np.exp2(RNG.normal(-22, 4, 4000)).astype(np.float32), "bias": np.ones(3)},
     "out": np.array([0.0, np.inf, 1e-3], np.float32),
 }
-HISTOGRAM = jax.jit(diagnostics.histogram)(GRADS)
+histogram = jax.jit(diagnostics.histogram)
+HISTOGRAM = histogram(GRADS)
 LEAVES = jax.jit(diagnostics.leaf_histograms)(GRADS)
 TX = jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale(growth_interval=3))
 PARAMS = jnp.ones(2)
@@ -69,25 +70,24 @@ def test_the_bars_are_the_shares(loss_scale, dtype):
 
 def test_the_histogram_of_nothing_and_of_one_number():
     for grads in (jnp.zeros(3), jnp.ones(1)):
-        histogram = diagnostics.histogram(grads)
-        figure = drawn(diagnostics.plot_histogram(histogram))
+        figure = drawn(diagnostics.plot_histogram(histogram(grads)))
         assert len(figure.axes) == (2 if grads[0] == 0 else 3)
-        assert len(diagnostics.text_histogram(histogram).splitlines()) == 7
+        assert len(diagnostics.text_histogram(histogram(grads)).splitlines()) == 7
 
 
 @pytest.mark.parametrize("loss_scale", [2.0**-9, 1.0, 2.0**10])
 def test_the_histogram_as_text(loss_scale):
     exponents = range(10, -22, -1)
-    histogram = diagnostics.histogram(1.5 * np.exp2(np.array(exponents, np.float32)))
-    lines = diagnostics.text_histogram(histogram, loss_scale=loss_scale).splitlines()
+    found = histogram(1.5 * np.exp2(np.array(exponents, np.float32)))
+    lines = diagnostics.text_histogram(found, loss_scale=loss_scale).splitlines()
     assert max(map(len, lines)) <= 80
     # Each row says of each format what happens to the numbers of that row.
     for line, exponent in zip(lines[3:-3], exponents, strict=True):
-        one = diagnostics.histogram(np.array(1.5 * 2.0**exponent, np.float32))
+        one = histogram(np.array(1.5 * 2.0**exponent, np.float32))
         shares = diagnostics.shares(one, loss_scale=loss_scale).values()
         signs = ["0s.!"[list(each).index(1)] for each in shares]
         assert line.split() == [f"2**{exponent}", "3.1%", "#" * 24, *signs]
-    shares = diagnostics.shares(histogram, loss_scale=loss_scale).values()
+    shares = diagnostics.shares(found, loss_scale=loss_scale).values()
     for line, outcome in zip(lines[-3:], ("flushed", "subnormal", "overflowed"), strict=True):
         numbers = [float(word.removesuffix("%")) for word in line.split()[-4:]]
         expected = [100 * getattr(each, outcome) for each in shares]
