@@ -63,7 +63,7 @@ METHODS = {
     for name, cls in ALL.items()
     if inspect.isclass(cls) and not hasattr(cls, "_fields")
     for method, function in vars(cls).items()
-    if method in ("create", "apply_gradients", "update")
+    if method in ("create", "apply_gradients", "update", "append", "columns", "plot")
     or method in ("init", "adjust", "observe", "get_config", "from_config")
 }
 
@@ -153,6 +153,8 @@ def test_first_line_says_what_comes_back(name):
 def test_docstring_names_every_argument(name):
     obj = ALL[name]
     if name in ("LossScale", "LossScaleStuckError", "NoOpLossScale", "flax.TrainState"):
+        return
+    if name == "diagnostics.History":  # has none
         return
     doc = inspect.getdoc(obj)
     section = "Attributes" if hasattr(obj, "_fields") else "Args"
