@@ -161,7 +161,7 @@ MUTATIONS = {
     "diagnosis: one scale too high": ("_diagnose_calibrate", "good = min(exponent, self.high)", "good = min(exponent + 1, self.high)"),
     "diagnosis: later batches not tried": ("_diagnose_calibrate", "        search.look_at(batch)\n", "        search.look_at(batch)\n        break\n"),
     "diagnosis: too many passes": ("_diagnose_calibrate", "while bad - good > 1 and self.passes < self.max_passes:", "while bad - good > 1:"),
-    "diagnosis: compiled for each scale": ("_diagnose_calibrate", "backward(init_state(2.0**exponent), params, batch)", "jax.clear_caches() or backward(init_state(2.0**exponent), params, batch)"),
+    "diagnosis: traced for each scale": ("_diagnose_calibrate", "    @jit\n", "    @(lambda fun: fun)\n"),
     "diagnosis: a bad loss is accepted": ("_diagnose_calibrate", "if not jnp.isfinite(loss):", "if False:"),
     "diagnosis: what a float16 loss carries": ("_diagnose_calibrate", "self.high = min(self.high, math.frexp(largest)[1] - 1)", "pass"),
     "diagnosis: unsure, and does not say so": ("_diagnose_calibrate", "self.is_largest = bad - good == 1", "self.is_largest = True"),
