@@ -162,4 +162,4 @@ class Window:
 
 
 def _is_absent(leaf: Any) -> bool:
-    return isinstance(leaf, optax.MaskedNode)
+    return leaf is None

@@ -37,6 +37,18 @@ def normal_float32(call: str, name: str, value: Any) -> float:
     return value
 
 
+def power_of_two(call: str, name: str, value: Any) -> int:
+    """Returns the exponent of ``value``, a power of two that float32 holds."""
+    value = normal_float32(call, name, value)
+    mantissa, exponent = math.frexp(value)
+    if mantissa != 0.5:
+        raise ValueError(
+            f"`{call}({name}=...)` must be a power of two, got {value}. Between two of them "
+            f"what is lost is not known exactly: pass 2.0**{exponent - 1}."
+        )
+    return exponent - 1
+
+
 def growth_factor(call: str, name: str, value: Any) -> float:
     """Returns ``value`` as a float above 1."""
     value = finite_number(call, name, value)
@@ -59,15 +71,15 @@ def backoff_factor(call: str, name: str, value: Any) -> float:
     return value
 
 
-def int32(call: str, name: str, value: Any, least: int = 1) -> int:
+def int32(call: str, name: str, value: Any, least: int = 1, unit: str = "steps") -> int:
     """Returns ``value`` as a Python int that is at least ``least`` and fits in an int32."""
     given = f"`{call}({name}=...)` must be an integer, at least {least}, got {value!r}"
     if isinstance(value, bool):
-        raise ValueError(f"{given}. It counts steps.")
+        raise ValueError(f"{given}. It counts {unit}.")
     try:
         value = operator.index(value)
     except TypeError:
-        raise TypeError(f"{given}. It counts steps: pass an int.") from None
+        raise TypeError(f"{given}. It counts {unit}: pass an int.") from None
     if not least <= value <= jnp.iinfo(jnp.int32).max:
         raise ValueError(f"{given}. It is counted in an int32.")
     return value

@@ -53,7 +53,7 @@ _CAUSES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Nonfinite(Place):
+class TracedNonfinite(Place):
     """A place where an inf or a NaN was born.
 
     Attributes:
@@ -121,11 +121,11 @@ class Nonfinite(Place):
 
 
 @dataclasses.dataclass(frozen=True)
-class Underflow(Place):
+class TracedUnderflow(Place):
     """A place where most nonzero values became zero or subnormal.
 
     Attributes:
-      primitive: as in :class:`Nonfinite`, and so are the others up to ``layer``.
+      primitive: as in :class:`TracedNonfinite`, and so are the others up to ``layer``.
       dtype: the dtype of its output, in which they are zero or subnormal.
       shape: the shape of its output.
       inputs: dtypes and shapes of its inputs.
@@ -201,14 +201,14 @@ class TraceReport:
     loss: float
     loss_scale: float
     equations: int
-    nonfinite: tuple[Nonfinite, ...]
-    underflows: tuple[Underflow, ...]
+    nonfinite: tuple[TracedNonfinite, ...]
+    underflows: tuple[TracedUnderflow, ...]
     nonfinite_arguments: tuple[str, ...]
     nonfinite_outputs: tuple[str, ...]
     not_compared: tuple[str, ...]
 
     @property
-    def first_nonfinite(self) -> Nonfinite | None:
+    def first_nonfinite(self) -> TracedNonfinite | None:
         """The first place whose inf or NaN reaches an output; if none does, the first."""
         reaching = [place for place in self.nonfinite if place.reaches]
         return next(iter(reaching or self.nonfinite), None)

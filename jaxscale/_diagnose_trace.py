@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from ._diagnose_findings import Nonfinite, TraceReport, Underflow
+from ._diagnose_findings import TracedNonfinite, TracedUnderflow, TraceReport
 from ._diagnose_interpret import Interpreter, Value, Visit
 from ._diagnose_jaxpr import BACKWARD, EFFECT, FORWARD
 from ._diagnose_numbers import Birth, IncomparableError, Loss, birth, loss, nonfinite
@@ -196,7 +196,7 @@ class _Findings:
             for origin in value.origins:
                 reached[origin].append(name)
         births = [
-            Nonfinite(
+            TracedNonfinite(
                 **self._place("birth", place, visit, born.output, _share(visit, born)),
                 elements=born.elements,
                 cause=born.cause,
@@ -209,7 +209,7 @@ class _Findings:
         explained = any(birth.reaches and birth.cause != "infinities" for birth in made)
         given = [birth for birth in births if birth.cause == "given" and birth.reaches]
         underflows = [
-            Underflow(
+            TracedUnderflow(
                 **self._place("loss", place, visit, lost.output, lost.share),
                 nonzero=lost.nonzero,
                 zeros=lost.zeros,
@@ -265,7 +265,7 @@ def _without_repeats(places: Sequence[Any]) -> tuple[Any, ...]:
         first = kept.get(key)
         if first is None or place.scaled or first.direction == place.direction:
             kept[(*key, len(kept)) if first else key] = place
-        elif isinstance(place, Nonfinite):
+        elif isinstance(place, TracedNonfinite):
             reaches = tuple(dict.fromkeys(first.reaches + place.reaches))
             kept[key] = dataclasses.replace(first, reaches=reaches)
     return tuple(kept.values())

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from ._checks import scalar_bool
 from ._quotient import recall
@@ -45,9 +44,9 @@ def map_gradients(fun: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def only_gradients(tree: Any) -> Any:
-    """Returns a tree with ``optax.MaskedNode()`` in place of leaves that are no gradients."""
+    """Returns ``tree`` with ``None`` for every leaf that is no gradient."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf if _is_gradient(path, leaf) else optax.MaskedNode(), tree
+        lambda path, leaf: leaf if _is_gradient(path, leaf) else None, tree
     )
 
 
@@ -140,8 +139,8 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
 def largest(tree: Any, axis_name: Any) -> jax.Array:
     """Returns the largest magnitude among the gradients in a tree, an ``f32[]``."""
     largest = jnp.zeros((), jnp.float32)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if _is_gradient(path, leaf) and jnp.size(leaf):
+    for leaf in jax.tree.leaves(only_gradients(tree)):
+        if jnp.size(leaf):
             largest = jnp.maximum(largest, cast(jnp.max(jnp.abs(leaf)), jnp.float32))
     return largest if axis_name is None else jax.lax.pmax(largest, axis_name)
 

@@ -1,0 +1,87 @@
+"""Gradients as integers, so that nothing is lost while it is looked at.
+
+XLA on CPU flushes subnormal float32 numbers in arithmetic and comparisons, inside ``jit``
+at least: there ``1e-40 == 0`` holds, and ``jnp.frexp`` is wrong. Integers it leaves alone.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._tree import only_gradients
+
+INFINITY = 0x7F800000  # the bits of float32's inf; those of a NaN are larger
+_LARGEST_FINITE = INFINITY - 1
+_MANTISSA = 23  # bits of float32's mantissa, less the leading one
+_SMALLEST_EXPONENT = -149  # of float32's smallest subnormal
+
+
+def gradient_leaves(call: str, name: str, tree: Any) -> Any:
+    """Returns the gradients in a tree, ``None`` elsewhere, or raises a ``ValueError``."""
+    gradients = only_gradients(tree)
+    leaves = jax.tree_util.tree_leaves_with_path(gradients)
+    if not leaves:
+        others = sorted({str(getattr(leaf, "dtype", type(leaf))) for leaf in jax.tree.leaves(tree)})
+        raise ValueError(
+            f"`{call}({name}=...)` must hold floating or complex arrays, got "
+            + (f"only {', '.join(others)}." if others else "a tree without any leaf.")
+            + " Pass what `jaxscale.grad` returned."
+        )
+    for path, leaf in leaves:
+        if jnp.size(leaf) >= 2**31:  # twice as many numbers, if complex
+            raise ValueError(
+                f"`{call}({name}=...)` counts up to 2**32 numbers a leaf, got "
+                f"{jnp.size(leaf)} elements at {jax.tree_util.keystr(path) or 'the root'}. "
+                "Pass the leaf in parts."
+            )
+    return gradients
+
+
+def magnitude_bits(leaf: Any) -> jax.Array:
+    """Returns the bits of ``|leaf|`` in float32, as integers in the order of the numbers.
+
+    A complex leaf becomes its real and imaginary parts. A float64 number is cut to 24
+    bits, the last of which is set if any was cut off, so that no comparison with a number
+    of fewer bits changes; beyond float32's range it becomes the nearest end of it.
+    """
+    leaf = jnp.asarray(leaf)
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    if leaf.dtype == jnp.float64:
+        return _cut(jax.lax.bitcast_convert_type(leaf, jnp.uint64))
+    if leaf.dtype == jnp.bfloat16:  # the upper half of a float32
+        bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16).astype(jnp.uint32) << 16
+    else:  # the subnormal numbers of float16 and FP8 are normal ones in float32
+        bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
+    return bits & jnp.uint32(0x7FFFFFFF)
+
+
+def _cut(bits: jax.Array) -> jax.Array:
+    """Returns the bits of a float64 magnitude as those of a float32."""
+    bits = bits & jnp.uint64(2**63 - 1)
+    exponent = (bits >> 52).astype(jnp.int32) - 1023
+    mantissa = (bits & jnp.uint64(2**52 - 1)) | jnp.uint64(2**52)
+    # Below float32's normal range there is less room for the mantissa, at last none.
+    shift = jnp.clip(29 + jnp.maximum(-126 - exponent, 0), 29, 63).astype(jnp.uint64)
+    kept = mantissa >> shift
+    rest = (kept << shift) != mantissa
+    # The leading one of a normal number is what adds one to its exponent field.
+    field = jnp.maximum(exponent + 126, 0).astype(jnp.uint64) << 23
+    finite = ((field + kept) | rest.astype(jnp.uint64)).astype(jnp.uint32)
+    finite = jnp.where(exponent > 127, jnp.uint32(_LARGEST_FINITE), finite)
+    special = jnp.uint32(INFINITY) + (mantissa != 2**52).astype(jnp.uint32)
+    return jnp.where(bits == 0, jnp.uint32(0), jnp.where(exponent == 1024, special, finite))
+
+
+def exponent_and_mantissa(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns ``e`` and ``m`` of finite nonzero numbers ``2**e * (1 + m / 2**23)``."""
+    field = (bits >> _MANTISSA).astype(jnp.int32)
+    mantissa = bits & jnp.uint32(2**_MANTISSA - 1)
+    leading = 31 - jax.lax.clz(bits).astype(jnp.int32)  # of a subnormal number
+    shift = jnp.clip(_MANTISSA - leading, 0, 31).astype(jnp.uint32)
+    subnormal = (bits << shift) & jnp.uint32(2**_MANTISSA - 1)
+    return (
+        jnp.where(field == 0, leading + _SMALLEST_EXPONENT, field - 127),
+        jnp.where(field == 0, subnormal, mantissa),
+    )

@@ -1,0 +1,334 @@
+"""Exponents and formats against NumPy and really casting; scales against trying them all."""
+
+import json
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from tables import assert_same_bits
+from test_diagnostics_leaves import CHECK, LEAVES, MESH, float32_bits, x64
+
+from jaxscale import diagnostics
+
+FORMATS = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+histogram, leaf_histograms = map(jax.jit, (diagnostics.histogram, diagnostics.leaf_histograms))
+
+
+def numbers(leaf):
+    x = np.asarray(leaf)
+    x = np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x
+    with np.errstate(invalid="ignore"):  # of signaling NaNs
+        return x.astype(np.float64)
+
+
+def nonzero(leaf):
+    x = np.abs(numbers(leaf))
+    return x[np.isfinite(x) & (x > 0)]
+
+
+def really_cast(leaf, dtype, loss_scale):
+    """What becomes of each number: it is cast, and looked at."""
+    # Powers of two keep float32's bits in float64; from float32 on it is one rounding.
+    scaled = nonzero(leaf) * loss_scale
+    with np.errstate(all="ignore"):
+        x = scaled.astype(np.float32).astype(dtype).astype(np.float64)
+    normal = float(ml_dtypes.finfo(dtype).smallest_normal)
+    masks = x == 0, (x > 0) & (x < normal), np.isfinite(x) & (x >= normal), ~np.isfinite(x)
+    return [int(mask.sum()) for mask in masks]
+
+
+def boundaries():
+    """Where a format changes its mind, and the neighbours: of all formats, at scale 1."""
+    values = []
+    for dtype in FORMATS:
+        info = ml_dtypes.finfo(dtype)
+        low, normal, most = map(float, (info.smallest_subnormal, info.smallest_normal, info.max))
+        ulp = 2.0 ** (np.floor(np.log2(most)) - info.nmant)
+        values += [low / 2, low, 1.5 * low, normal - low / 2, normal, most, most + ulp / 2]
+    values = np.array(values, np.float32)
+    return np.concatenate([values, np.nextafter(values, np.float32(0)), np.nextafter(values, 3e38)])
+
+
+def counted(found, dtype, loss_scale=1.0):
+    total = float(np.sum(found.counts))
+    return [
+        round(share * total) for share in diagnostics.shares(found, loss_scale=loss_scale)[dtype]
+    ]
+
+
+@pytest.mark.parametrize("dtype", LEAVES)
+def test_exponents_are_those_of_numpy(dtype):
+    leaf = LEAVES[dtype]()
+    expected = np.zeros(277)
+    np.add.at(expected, np.frexp(nonzero(leaf))[1] - 1 + 149, 1)
+    for found in (diagnostics.histogram({"w": leaf}), histogram(leaf)):
+        np.testing.assert_array_equal(np.sum(found.counts, axis=1), expected)
+        x = numbers(leaf)
+        others = (np.sum(x == 0), np.sum(np.isinf(x)), np.sum(np.isnan(x)))
+        assert tuple(map(int, (found.zero, found.inf, found.nan))) == others
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("exponent", [0, 1, 7, 15, 24, 60])
+def test_shares_are_those_of_a_real_cast(dtype, exponent):
+    # At the boundaries of that scale, and all over the range.
+    near = np.ldexp(boundaries().astype(np.float64), -exponent).astype(np.float32)
+    leaf = np.concatenate([near, -boundaries(), float32_bits(20_000)])
+    found = histogram(leaf)
+    scale = 2.0**exponent
+    assert counted(found, dtype, scale) == really_cast(leaf, dtype, scale)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_shares_at_scales_below_one(dtype):
+    # Not of bfloat16: NumPy would round its subnormal numbers twice, in float32 too.
+    near = boundaries()
+    leaf = np.concatenate([np.ldexp(near[near < 1e30], 9), float32_bits(20_000)])
+    assert counted(histogram(leaf), dtype, 2.0**-9) == really_cast(leaf, dtype, 2.0**-9)
+
+
+def test_float64_ends_where_float32_does():
+    with x64():
+        leaf = np.array([1e300, 5e-324, 2.0**-149, 1 + 2.0**-40, np.inf, 0.0])
+        found = histogram(leaf)
+        assert counted(found, "bfloat16") == [2, 0, 1, 1]
+        above = np.nextafter(np.float64(2.0**-25), 1)  # its float32 is the tie, 2**-25
+        assert counted(histogram(np.array([above, 2.0**-25])), "float16") == [1, 1, 0, 0]
+
+
+@hypothesis.given(st.lists(st.integers(0, 2**32 - 1), min_size=64, max_size=64), st.integers(0, 40))
+def test_any_numbers_any_scale(bits, exponent):
+    leaf = np.array(bits, np.uint32).view(np.float32)
+    found = histogram(leaf)
+    assert float(np.sum(found.counts) + found.zero + found.inf + found.nan) == 64
+    for dtype in FORMATS:
+        assert counted(found, dtype, 2.0**exponent) == really_cast(leaf, dtype, 2.0**exponent)
+
+
+def test_histograms_add_up():
+    parts = [float32_bits(100, seed) for seed in range(3)]
+    both = histogram(np.concatenate(parts))
+    assert_same_bits(sum(map(histogram, parts)), both)
+    assert_same_bits(jax.jit(lambda a, b, c: a + b + c)(*map(histogram, parts)), both)
+    assert_same_bits(histogram({"a": parts[0], "b": [parts[1], None, parts[2]]}), both)
+    leaves = leaf_histograms({"a": parts[0], "b": parts[1], "c": parts[2]})
+    assert_same_bits(leaves["a"] + leaves["b"] + leaves["c"], both)
+    total, _ = jax.lax.scan(
+        lambda total, x: (total + diagnostics.histogram(x), None),
+        histogram(np.zeros(0, np.float32)),
+        np.stack(parts),
+    )
+    assert_same_bits(total, both)
+    with pytest.raises(TypeError):
+        both + 1
+    # Stacked by `vmap`, they are summed up where they are read.
+    stacked = jax.vmap(diagnostics.histogram)(np.stack(parts))
+    assert diagnostics.shares(stacked) == diagnostics.shares(both)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_devices_are_summed_up(check):
+    x = jnp.asarray(float32_bits(57))
+    run = jax.jit(
+        jax.shard_map(
+            lambda x: diagnostics.histogram({"w": x}, axis_name="data"),
+            mesh=MESH,
+            in_specs=PartitionSpec("data"),
+            out_specs=PartitionSpec(),
+            **{CHECK: check},
+        )
+    )
+    expected = jax.tree.map(np.asarray, histogram(x))
+    assert_same_bits(jax.tree.map(np.asarray, run(x)), expected)
+    sharded = jax.device_put(x, NamedSharding(MESH, PartitionSpec("data")))
+    assert_same_bits(jax.tree.map(np.asarray, histogram(sharded)), expected)
+
+
+def test_explicit_meshes():
+    if not hasattr(jax.sharding, "auto_axes"):
+        return  # JAX had it elsewhere
+    types = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=types, devices=jax.devices("cpu"))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec("data")))
+        auto = jax.sharding.auto_axes(diagnostics.histogram, out_sharding=PartitionSpec())
+        assert np.asarray(jax.jit(auto)(x).counts).sum() == 64
+        (row,) = diagnostics.table(jax.jit(diagnostics.nonfinite)(x)).rows
+        assert row.size == 64
+
+
+def test_layers_are_grouped_by_depth():
+    grads = {
+        "a": {"w": jnp.full(3, 1e-9), "b": jnp.ones(1)},
+        "c": [jnp.array([1.0, 1e6]), None, jnp.zeros(2)],
+    }
+    leaves = leaf_histograms(grads)
+    lost = {
+        depth: {
+            layer: shares["float16"].lost
+            for layer, shares in diagnostics.underflow(leaves, depth=depth).layers.items()
+        }
+        for depth in (None, 2, 1)
+    }
+    assert lost[None] == lost[2] == {"a/b": 0, "a/w": 1, "c/0": 0.5, "c/2": 0}
+    assert lost[1] == {"a": 0.75, "c": 0.5}
+    scaled = diagnostics.underflow(leaves, depth=1, loss_scale=2.0**10)
+    assert scaled.layers["a"]["float16"] == (0, 0.75, 0.25, 0)
+    assert "at loss scale 2**10" in str(scaled)
+    json.dumps(diagnostics.to_json(scaled))
+
+
+def by_trying(leaf, dtype, tolerance):
+    """The scales in range, found by casting at each of them."""
+    lost = {k: really_cast(leaf, dtype, 2.0**k) for k in range(-60, 61)}
+    fits = [k for k in lost if not lost[k][3]]
+    most = max(tolerance * len(nonzero(leaf)), min(lost[k][0] for k in fits))
+    best = [k for k in fits if lost[k][0] <= most]
+    return best, [k for k in best if not lost[k][0]]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("tolerance", [0.0, 0.01])
+@pytest.mark.parametrize("center", [-30, -12, 4, 25])
+@pytest.mark.parametrize("spread", [2, 9])
+def test_suggestions_are_the_best_of_all_scales(dtype, tolerance, center, spread):
+    rng = np.random.default_rng(0)
+    leaf = np.ldexp(rng.standard_normal(500), center + (rng.normal(0, spread, 500)).astype(int))
+    leaf = leaf.astype(np.float32)
+    best, lossless = by_trying(leaf, dtype, tolerance)
+    found = diagnostics.suggest_scale(histogram(leaf), dtype=dtype, tolerance=tolerance)
+    assert (found.lowest, found.highest) == (2.0 ** best[0], 2.0 ** best[-1])
+    assert found.lossless == ((2.0 ** lossless[0], 2.0 ** lossless[-1]) if lossless else None)
+    assert found.needed == (0 not in best)
+    assert best[0] <= np.log2(found.suggested) <= best[-1]
+    assert found.needed or found.suggested == 1
+    shares = diagnostics.shares(histogram(leaf), loss_scale=found.suggested)[dtype]
+    assert found.scaled == shares
+    words = "needs a loss scale" if found.needed else "needs no loss scale|gains nothing"
+    assert re.match(f"{dtype} ({words})", found.sentence)
+    assert ("nothing" in found.sentence) or not lossless
+    json.dumps(diagnostics.to_json(found))
+
+
+SENTENCES = {
+    "not needed": ([1.0, 2.0], {}, "float16 needs no loss scale: without one it loses nothing."),
+    "wide": (
+        [2.0**-40, 2.0**12],
+        {},
+        "float16 gains nothing from a loss scale: without one it flushes 50.0% of the nonzero "
+        "gradients to zero, and no scale loses less.",
+    ),
+    "only one": (
+        [2.0**-30, 2.0**-28, 2.0**9, 2.0**9],
+        {},
+        "float16 needs a loss scale: without one it flushes 50.0% of the nonzero gradients to "
+        "zero. Only 2**6 loses nothing.",
+    ),
+    "no scale keeps all": (
+        [2.0**-33, 2.0**-28, 2.0**9, 2.0**9],
+        {},
+        "float16 needs a loss scale: without one it flushes 50.0% of the nonzero gradients to "
+        "zero. 2**4 to 2**6 flush at most 25.0% and overflow nothing. No scale keeps them all.",
+    ),
+    "nearly lossless": (
+        [2.0**-30, *[1.0] * 2000, 2.0**8],
+        {},
+        "float16 needs no loss scale: without one it flushes <0.1% of the nonzero gradients to "
+        "zero.",
+    ),
+    "nearly lossless, and needed": (
+        [2.0**-40, *[2.0**-28] * 2000],
+        {},
+        "float16 needs a loss scale: without one it flushes 100% of the nonzero gradients to "
+        "zero. 2**4 to 2**43 flush less than 0.1% and overflow nothing. 2**16 to 2**43 lose "
+        "nothing.",
+    ),
+    "too large": (
+        [2.0**17],
+        {},
+        "float16 needs a loss scale: without one it overflows on 100% of the nonzero gradients. "
+        "2**-41 to 2**-2 lose nothing.",
+    ),
+    "zeros": (
+        [0.0, 1.0, np.inf, np.nan],
+        {},
+        "float16 needs no loss scale: without one it loses nothing. 25.0% of all gradients are "
+        "exactly 0: true zeros, or flushed before they were counted. To tell, compute them in "
+        "float32 or at a high scale. 2 are inf or NaN and were left out.",
+    ),
+    "all zero": (
+        [0.0],
+        {},
+        "No gradient is finite and nonzero, so no loss scale can be suggested. 100% of all "
+        "gradients are exactly 0: true zeros, or flushed before they were counted. To tell, "
+        "compute them in float32 or at a high scale.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_suggestions_in_words(name):
+    values, options, expected = SENTENCES[name]
+    leaf = np.array(values, np.float32)
+    found = diagnostics.suggest_scale(histogram(leaf), **options)
+    assert str(found) == expected
+    assert json.loads(json.dumps(diagnostics.to_json(found)))["sentence"] == expected
+
+
+W = jnp.ones(2)
+H = histogram(W)
+
+
+ERRORS = {
+    "no power of two": (
+        lambda: diagnostics.shares(H, loss_scale=3.0),
+        ValueError,
+        r"power of two, got 3\.0.*2\.0\*\*1",
+    ),
+    "no histogram": (lambda: diagnostics.shares(W), TypeError, r"`shares\(histogram=.*Array"),
+    "unknown format": (
+        lambda: diagnostics.suggest_scale(H, dtype="float32"),
+        ValueError,
+        r"dtype=.*'float16'.*'float32'",
+    ),
+    "no share": (
+        lambda: diagnostics.suggest_scale(H, tolerance=2),
+        ValueError,
+        r"tolerance=.*between 0 and 1, got 2",
+    ),
+    "text": (
+        lambda: diagnostics.text_histogram(H, loss_scale=0.3),
+        ValueError,
+        r"`text_histogram\(loss_scale",
+    ),
+    "no layers": (
+        lambda: diagnostics.underflow({}),
+        ValueError,
+        r"underflow.*without any leaf.*leaf_histograms",
+    ),
+    "no histograms": (lambda: diagnostics.underflow({"w": 1.0}), TypeError, r"underflow.*float"),
+    "depth is 0": (
+        lambda: diagnostics.underflow(H, depth=0),
+        ValueError,
+        r"depth=.*at least 1, got 0",
+    ),
+    "traced": (lambda: jax.jit(diagnostics.shares)(H), TypeError, r"outside of `jit`"),
+    "empty": (
+        lambda: diagnostics.leaf_histograms({}),
+        ValueError,
+        r"`leaf_histograms\(tree=.*without any leaf",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    call, error, message = ERRORS[name]
+    with pytest.raises(error, match=message):
+        call()

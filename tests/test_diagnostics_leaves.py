@@ -1,0 +1,229 @@
+"""Counts a leaf, against NumPy's float64, over every dtype and every way to run."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from tables import avals
+
+import jaxscale
+from jaxscale import diagnostics
+
+MESH = Mesh(np.array(jax.devices("cpu")), ("data",))
+CHECK = "check_vma" if "check_vma" in jax.shard_map.__kwdefaults__ else "check_rep"
+SCALES = [1.0, 2.0**-3, 2.0**15, 2.0**40]
+FIELDS = ("size", "nan", "inf", "zero", "flushed", "subnormal", "overflowed", "largest")
+
+
+def x64():
+    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64()
+
+
+def float32_bits(number, seed=0):
+    """Float32 numbers of random bits: all sizes, subnormal ones too, inf and NaN."""
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 2**32, number, np.uint32)
+    bits[::5] &= np.uint32(0x807FFFFF)  # subnormal
+    bits[::7] |= np.uint32(0x7F800000)  # NaN
+    special = [0.0, -0.0, np.inf, -np.inf, 2.0**-149, 2.0**-126, np.finfo(np.float32).max]
+    return np.concatenate([np.array(special, np.float32), bits.view(np.float32)])
+
+
+def around_float16():
+    """Numbers where float16 changes its mind, and their neighbours, at some of the scales."""
+    edges = [2.0**-25, 2.0**-24, 2.0**-14 - 2.0**-25, 2.0**-14, 65504.0, 65520.0, 65536.0]
+    values = np.array([e / s for e in edges for s in SCALES], np.float32)
+    return np.concatenate([f(values, np.float32(t)) for t in (0, np.inf) for f in (np.nextafter,)])
+
+
+def every(dtype):
+    """Every number that a format of 8 or 16 bits has."""
+    bits = jnp.finfo(dtype).bits
+    return np.arange(2**bits, dtype=f"uint{bits}").view(jnp.dtype(dtype))
+
+
+LEAVES = {
+    "float32": lambda: np.concatenate([float32_bits(20_000), around_float16()]),
+    "complex64": lambda: float32_bits(4001).view(np.complex64),
+    **{
+        dtype: lambda dtype=dtype: every(dtype)
+        for dtype in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
+    },
+}
+
+
+def reference(leaf, loss_scale):
+    """The same counts, by really casting to float16."""
+    with np.errstate(all="ignore"):
+        x = np.asarray(leaf)
+        x = np.abs(np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x.astype(np.float64))
+        x = x.astype(np.float64)
+        finite = x[np.isfinite(x)]
+        half = (finite * loss_scale).astype(np.float16)
+    counts = (
+        x.size,
+        np.isnan(x).sum(),
+        np.isinf(x).sum(),
+        (x == 0).sum(),
+        ((half == 0) & (finite != 0)).sum(),
+        ((half != 0) & (half < 2.0**-14)).sum(),
+        np.isinf(half).sum(),
+    )
+    return dict(zip(FIELDS, [*map(int, counts), float(finite.max(initial=0))], strict=True))
+
+
+nonfinite = jax.jit(diagnostics.nonfinite)
+
+
+def row_of(counts):
+    (row,) = diagnostics.table(counts).rows
+    return {name: getattr(row, name) for name in FIELDS}
+
+
+@pytest.mark.parametrize("loss_scale", SCALES)
+@pytest.mark.parametrize("dtype", LEAVES)
+def test_counts_are_those_of_a_real_cast(dtype, loss_scale):
+    leaf = LEAVES[dtype]()
+    expected = reference(leaf, loss_scale)
+    assert row_of(diagnostics.nonfinite({"w": leaf}, loss_scale=loss_scale)) == expected
+    # In one compiled program, too, where XLA on CPU takes subnormal numbers for zeros.
+    run = jax.jit(lambda leaf, s: diagnostics.nonfinite(leaf, loss_scale=s))
+    assert row_of(run(leaf, jnp.float32(loss_scale))) == expected
+
+
+@pytest.mark.parametrize("loss_scale", SCALES)
+def test_float64_keeps_its_precision_and_ends_where_float32_does(loss_scale):
+    leaf = np.concatenate([around_float16().astype(np.float64), [1e300, -1e-300, np.nan, np.inf]])
+    leaf = np.concatenate([leaf, np.nextafter(leaf[:-4], 0), np.nextafter(leaf[:-4], np.inf)])
+    expected = reference(leaf, loss_scale) | {"largest": float(np.finfo(np.float32).max)}
+    with x64():
+        assert row_of(jax.jit(diagnostics.nonfinite)(leaf, loss_scale=loss_scale)) == expected
+
+
+def test_what_is_no_gradient_is_left_out():
+    tree = {
+        "w": jnp.ones((2, 3)),
+        "int": jnp.arange(3),
+        "none": None,
+        "masked": optax.MaskedNode(),
+        "key": jax.random.key(0),
+        "float0": np.zeros(2, jax.dtypes.float0),
+        "_overwrite_with_gradient": {"amax": jnp.array(jnp.nan)},
+        "scalar": 3.0,
+        "empty": jnp.zeros((0, 4)),
+    }
+    rows = {row.path: row for row in diagnostics.table(diagnostics.nonfinite(tree)).rows}
+    assert set(rows) == {"w", "scalar", "empty"}
+    assert (rows["w"].size, rows["scalar"].size, rows["empty"].size) == (6, 1, 0)
+    assert rows["empty"].largest == 0
+
+
+def test_worst_first_and_readable():
+    grads = {
+        "fine": jnp.ones(4),
+        "few": {"kernel": jnp.ones(100).at[3].set(jnp.nan)},
+        "many": [jnp.array([jnp.inf, -jnp.inf, 1.0])],
+        "tiny": jnp.full(4, 1e-9),
+        "small": jnp.full(4, 1e-6),
+    }
+    found = diagnostics.table(nonfinite(grads))
+    assert [row.path for row in found.rows] == ["many/0", "few/kernel", "tiny", "small", "fine"]
+    assert [row.path for row in found.nonfinite] == ["many/0", "few/kernel"]
+    lines = str(found).splitlines()
+    assert lines[0] == "2 of 5 leaves hold inf or NaN. In float16 at loss scale 2**0:"
+    assert [line.split()[0] for line in lines[2:]] == [row.path for row in found.rows]
+    assert max(map(len, lines)) <= 80
+    as_json = json.loads(json.dumps(diagnostics.to_json(found)))
+    assert as_json["rows"][0] | {"inf": 2, "size": 3} == as_json["rows"][0]
+
+
+def test_a_long_table_is_cut_only_where_it_is_printed():
+    found = diagnostics.table(nonfinite([jnp.ones(2)] * 40))
+    assert len(found.rows) == 40
+    assert str(found).endswith("and 16 more")
+
+
+def test_population_and_time_are_summed_up():
+    x = jnp.array([[1.0, jnp.inf], [jnp.nan, 8.0], [0.0, 2.0]])
+    expected = row_of(nonfinite(x))
+    assert row_of(jax.vmap(diagnostics.nonfinite)(x)) == expected
+    _, stacked = jax.lax.scan(lambda carry, row: (carry, diagnostics.nonfinite(row)), 0, x)
+    assert row_of(stacked) == expected
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("axis_name", ["data", ("data",)])
+def test_devices_are_summed_up(check, axis_name):
+    x = jnp.arange(16.0).at[3].set(jnp.nan).at[12].set(1e-9)
+    run = jax.jit(
+        jax.shard_map(
+            lambda x: diagnostics.nonfinite({"w": x}, axis_name=axis_name),
+            mesh=MESH,
+            in_specs=PartitionSpec("data"),
+            out_specs=PartitionSpec(),
+            **{CHECK: check},
+        )
+    )
+    assert row_of(run(x)) == row_of(nonfinite(x))
+    sharded = jax.device_put(x, jax.sharding.NamedSharding(MESH, PartitionSpec("data")))
+    assert row_of(jax.jit(diagnostics.nonfinite)(sharded)) == row_of(nonfinite(x))
+
+
+def test_it_says_the_same_as_the_verdict_of_the_step():
+    for bad in (1.0, jnp.inf, -jnp.inf, jnp.nan):
+        grads = {"a": jnp.ones(3), "b": jnp.array([1.0, bad], jnp.bfloat16)}
+        found = diagnostics.table(nonfinite(grads)).nonfinite
+        assert bool(jaxscale.all_finite(grads)) == (not found)
+
+
+def test_it_is_carried_through_a_scan():
+    def body(carry, x):
+        return diagnostics.nonfinite(x), None
+
+    first = diagnostics.nonfinite({"w": jnp.ones(3)})
+    last, _ = jax.lax.scan(body, first, {"w": jnp.full((2, 3), jnp.nan)})
+    assert avals(last) == avals(first)
+    assert row_of(last)["nan"] == 3
+
+
+@pytest.mark.parametrize("call", [diagnostics.nonfinite, diagnostics.histogram])
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({}, r"must hold floating or complex arrays, got a tree without any leaf"),
+        ({"a": jnp.arange(3), "b": True}, r"got only .*bool.*int32"),
+        (jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32), r"got 2147483648 elements at the root"),
+    ],
+    ids=["empty", "integers", "huge"],
+)
+def test_errors_of_trees(call, tree, message):
+    with pytest.raises(ValueError, match=rf"`{call.__name__}\(.*=\.\.\.\)`.*{message}.*Pass"):
+        jax.eval_shape(call, tree) if isinstance(tree, jax.ShapeDtypeStruct) else call(tree)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda g: diagnostics.nonfinite(g, loss_scale=0), ValueError, r"loss_scale=.*got 0\.0"),
+        (lambda g: diagnostics.nonfinite(g, loss_scale="x"), TypeError, r"loss_scale=.*'x'"),
+        (lambda g: diagnostics.nonfinite(g, loss_scale=g), TypeError, r"one number.*\(2,\)"),
+        (diagnostics.table, TypeError, r"`table\(counts=.*nonfinite.*got Array"),
+        (
+            jax.jit(lambda g: diagnostics.table(diagnostics.nonfinite(g)).loss_scale),
+            TypeError,
+            r"outside of `jit`",
+        ),
+        (diagnostics.to_json, None, ""),
+        (lambda g: diagnostics.to_json(object()), TypeError, r"to_json.*object"),
+    ],
+)
+def test_errors(call, error, message):
+    if error is None:
+        assert call(jnp.array([1.0, jnp.nan])) == [1.0, None]
+        return
+    with pytest.raises(error, match=message):
+        call(jnp.ones(2))

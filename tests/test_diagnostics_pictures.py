@@ -1,0 +1,265 @@
+"""What the pictures and their text forms show, and the history that draws itself."""
+
+import io
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+import jaxscale
+from jaxscale import _diagnose_history, diagnostics
+
+pytestmark = pytest.mark.standard_promotion
+
+RNG = np.random.default_rng(0)
+GRADS = {
+    "dense": {"kernel": np.exp2(RNG.normal(-22, 4, 4000)).astype(np.float32), "bias": np.ones(3)},
+    "out": np.array([0.0, np.inf, 1e-3], np.float32),
+}
+histogram = jax.jit(diagnostics.histogram)
+HISTOGRAM = histogram(GRADS)
+LEAVES = jax.jit(diagnostics.leaf_histograms)(GRADS)
+TX = jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale(growth_interval=3))
+PARAMS = jnp.ones(2)
+STEP = jax.jit(lambda state, grad, loss: TX.update(grad * PARAMS, state, PARAMS, value=loss)[1])
+
+
+def drawn(figure):
+    """The figure, saved, with every text inside of it and none over another of its axes."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.print_png(io.BytesIO())
+    renderer = canvas.get_renderer()
+    inside = figure.bbox.padded(1)
+    for ax in figure.axes:
+        texts = [*ax.texts, ax.xaxis.label, ax.yaxis.label]
+        for i, labels in enumerate((ax.get_xticklabels(), ax.get_yticklabels())):
+            low, high = sorted(ax.axis()[2 * i : 2 * i + 2])
+            texts += [label for label in labels if low <= label.get_position()[i] <= high]
+        boxes = [text.get_window_extent(renderer) for text in texts if text.get_text()]
+        for i, box in enumerate(boxes):
+            assert all(inside.contains(*corner) for corner in box.corners())
+            assert not any(box.overlaps(other) for other in boxes[:i])
+    return figure
+
+
+@pytest.mark.parametrize("loss_scale", [2.0**-10, 1.0, 2.0**12, 2.0**100])
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_the_bars_are_the_shares(loss_scale, dtype):
+    figure = drawn(diagnostics.plot_histogram(HISTOGRAM, loss_scale=loss_scale, dtype=dtype))
+    flushed, subnormal, normal, overflowed = diagnostics.shares(HISTOGRAM, loss_scale=loss_scale)[
+        dtype
+    ]
+    sums = [sum(bar.get_height() for bar in bars) for bars in figure.axes[0].containers]
+    np.testing.assert_allclose(
+        sums, [100 * normal, 100 * subnormal, 100 * (flushed + overflowed)], rtol=1e-9, atol=1e-9
+    )
+    assert figure.axes[0].get_title(loc="left").startswith("4,006 gradients: <0.1% are exactly 0")
+    suggested = diagnostics.suggest_scale(HISTOGRAM, dtype=dtype).suggested
+    # float16 holds 2**-24 to 2**16, divided by the scale; below, by the suggested scale.
+    for ax, scale in zip(figure.axes[1:], (loss_scale, suggested), strict=True):
+        low, high = ax.containers[0][0], ax.containers[1][0]
+        ends = low.get_x(), high.get_x(), high.get_x() + high.get_width()
+        limits = ax.get_xlim()
+        assert ends == tuple(np.clip(np.array([-24, -14, 16]) - np.log2(scale), *limits).tolist())
+
+
+def test_the_histogram_of_nothing_and_of_one_number():
+    for grads in (jnp.zeros(3), jnp.ones(1)):
+        figure = drawn(diagnostics.plot_histogram(histogram(grads)))
+        assert len(figure.axes) == (2 if grads[0] == 0 else 3)
+        assert len(diagnostics.text_histogram(histogram(grads)).splitlines()) == 7
+
+
+@pytest.mark.parametrize("loss_scale", [2.0**-9, 1.0, 2.0**10])
+def test_the_histogram_as_text(loss_scale):
+    exponents = range(10, -22, -1)
+    found = histogram(1.5 * np.exp2(np.array(exponents, np.float32)))
+    lines = diagnostics.text_histogram(found, loss_scale=loss_scale).splitlines()
+    assert max(map(len, lines)) <= 80
+    # Each row says of each format what happens to the numbers of that row.
+    for line, exponent in zip(lines[3:-3], exponents, strict=True):
+        one = histogram(np.array(1.5 * 2.0**exponent, np.float32))
+        shares = diagnostics.shares(one, loss_scale=loss_scale).values()
+        signs = ["0s.!"[list(each).index(1)] for each in shares]
+        assert line.split() == [f"2**{exponent}", "3.1%", "#" * 24, *signs]
+    shares = diagnostics.shares(found, loss_scale=loss_scale).values()
+    for line, outcome in zip(lines[-3:], ("flushed", "subnormal", "overflowed"), strict=True):
+        numbers = [float(word.removesuffix("%")) for word in line.split()[-4:]]
+        expected = [100 * getattr(each, outcome) for each in shares]
+        np.testing.assert_allclose(numbers, expected, atol=0.051)
+
+
+def test_the_histogram_as_text_fits_a_terminal():
+    lines = diagnostics.text_histogram(HISTOGRAM).splitlines()
+    assert len(lines) <= 38
+    assert max(map(len, lines)) <= 80
+    filled = [line for line in lines[3:-3] if "#" in line]
+    shares = [float(line.split()[1].strip("<%")) for line in filled]
+    assert 99 < sum(shares) < 101  # those of several powers of two are added up
+
+
+def test_the_underflow_map():
+    layers = diagnostics.underflow(LEAVES)
+    figure = drawn(diagnostics.plot_underflow(layers))
+    (image,) = figure.axes[0].images
+    lost = [[s.lost for s in shares.values()] for shares in layers.layers.values()]
+    np.testing.assert_array_equal(image.get_array(), 100 * np.array(lost))
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(layers.layers)
+    many = diagnostics.underflow({f"layers/{i}": LEAVES["out"] for i in range(60)})
+    drawn(diagnostics.plot_underflow(many))
+
+
+def run(steps, bad=(), nan=()):
+    """A history, and the metrics of each step, read at once."""
+    history, state, seen = diagnostics.History(), TX.init(PARAMS), []
+    for step in range(steps):
+        loss = jnp.float32(np.nan if step in nan else 2.0 / (step + 1))
+        state = STEP(state, jnp.float32(np.inf if step in bad else 1), loss)
+        history.append(state, loss=loss)
+        seen.append({"loss": loss} | jaxscale.metrics(state))
+    return history, {name: np.array([step[name] for step in seen]) for name in seen[0]}
+
+
+def test_a_history_is_what_the_metrics_were():
+    history, seen = run(12, bad=(3, 4), nan=(7,))
+    columns = history.columns()
+    assert set(columns) == set(seen)
+    for name, column in columns.items():
+        np.testing.assert_array_equal(column, seen[name])
+    assert len(history) == 12
+    assert jax.tree.leaves(diagnostics.to_json(columns))[0] in (0, 1)
+    json.dumps(diagnostics.to_json(columns), allow_nan=False)
+    figure = drawn(history.plot())
+    loss, scale, skipped = figure.axes
+    np.testing.assert_array_equal(scale.lines[0].get_ydata(), np.log2(seen["loss_scale"]))
+    np.testing.assert_array_equal(skipped.lines[0].get_ydata(), seen["total_notfinite"])
+    np.testing.assert_array_equal(skipped.lines[1].get_xdata(), [4, 5, 8])
+    np.testing.assert_array_equal(loss.lines[1].get_xdata(), [8])
+    lines = str(history).splitlines()
+    assert lines[0].startswith("steps 1 to 12: 3 skipped, the loss scale from 2**")
+    assert [line.split()[-1] for line in lines[2:]] == list("000110010000")
+
+
+def test_a_long_history_is_fetched_in_parts_and_summed_up(monkeypatch):
+    monkeypatch.setattr(_diagnose_history, "_CHUNK", 4)
+    fetched = []
+    device_get = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda x: fetched.append(len(x)) or device_get(x))
+    history, seen = run(47, bad=(0, 20, 21))
+    assert fetched == [4] * 10  # never the youngest
+    assert len(history) == 47
+    np.testing.assert_array_equal(history.columns()["total_steps"], np.arange(1, 48))
+    np.testing.assert_array_equal(history.columns()["loss"], seen["loss"])
+    lines = str(history).splitlines()
+    assert len(lines) == 22
+    assert sum(int(line.split()[-1]) for line in lines[2:]) == 3
+    drawn(history.plot())
+
+
+def test_append_does_not_wait_for_the_device():
+    history, _ = run(1)  # compiled by now
+
+    @jax.jit
+    def slow(state, x):
+        x = jax.lax.fori_loop(0, 400, lambda i, x: jnp.tanh(x @ x), x)
+        return STEP(state, jnp.sum(x) * 0 + 1, jnp.float32(1))
+
+    state = TX.init(PARAMS)
+    x = jnp.ones((400, 400))
+    slow(state, x).total_steps.block_until_ready()
+    state = slow(state, x)
+    history.append(state, loss=state.scaling.loss_scale)
+    assert not state.total_steps.is_ready()
+    assert history.columns()["total_steps"].tolist() == [1, 1]
+
+
+def test_a_state_may_be_donated_to_the_next_step():
+    step = jax.jit(lambda state: TX.update(PARAMS, state, PARAMS)[1], donate_argnums=0)
+    history, state = diagnostics.History(), TX.init(PARAMS)
+    for _ in range(4):
+        state = step(state)
+        history.append(state)
+    assert history.columns()["total_steps"].tolist() == [1, 2, 3, 4]
+
+
+def test_metrics_of_the_step_itself_and_other_numbers():
+    history = diagnostics.History()
+    state = jaxscale.DynamicLossScale().init()
+    assert str(history) == "no steps"
+    for i in range(2):
+        history.append(jax.jit(jaxscale.metrics)(state), learning_rate=0.5**i, norm=i)
+    assert str(history).splitlines()[0] == "steps 1 to 2: the loss scale 2**15"
+    assert history.columns()["learning_rate"].tolist() == [1.0, 0.5]
+    assert len(drawn(history.plot()).axes) == 1
+    # Noted from the middle of a run on: what was skipped before does not count.
+    state = TX.init(PARAMS)._replace(total_notfinite=jnp.array(40), total_steps=jnp.array(90))
+    history = diagnostics.History()
+    for grad in (1.0, jnp.inf):
+        state = STEP(state, jnp.float32(grad), jnp.float32(1))
+        history.append(state)
+    assert str(history).startswith("steps 91 to 92: 1 skipped")
+
+
+def test_without_matplotlib_there_is_still_text(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    history, _ = run(2)
+    layers = diagnostics.underflow(LEAVES)
+    for call, plot in {
+        "plot_histogram": lambda: diagnostics.plot_histogram(HISTOGRAM),
+        "plot_underflow": lambda: diagnostics.plot_underflow(layers),
+        "History.plot": history.plot,
+    }.items():
+        with pytest.raises(ImportError, match=rf"`{call}`.*pip install.*jaxscale\[pictures\]"):
+            plot()
+    assert str(history)
+    assert str(layers)
+    assert diagnostics.text_histogram(HISTOGRAM)
+
+
+STATE = TX.init(PARAMS)
+ERRORS = {
+    "no state": (
+        lambda: diagnostics.History().append(PARAMS),
+        ValueError,
+        "exactly one loss scale",
+    ),
+    "population": (
+        lambda: diagnostics.History().append(jax.tree.map(lambda x: jnp.stack([x, x]), STATE)),
+        ValueError,
+        r"notes scalars, got `loss_scale` of shape \(2,\)",
+    ),
+    "loss is no scalar": (
+        lambda: diagnostics.History().append(STATE, loss=PARAMS),
+        ValueError,
+        r"got `loss` of shape \(2,\)",
+    ),
+    "traced": (
+        lambda: jax.jit(lambda state: diagnostics.History().append(state))(STATE),
+        TypeError,
+        r"cannot run inside `jit`",
+    ),
+    "other names": (
+        lambda: run(1)[0].append(STATE, norm=1.0),
+        ValueError,
+        r"only some steps had loss, norm",
+    ),
+    "nothing to draw": (diagnostics.History().plot, ValueError, r"nothing to draw"),
+    "no map": (lambda: diagnostics.plot_underflow(LEAVES), TypeError, r"`plot_underflow.*dict"),
+    "format": (
+        lambda: diagnostics.plot_histogram(HISTOGRAM, dtype="float64"),
+        ValueError,
+        r"`plot_histogram\(dtype=.*'float64'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    call, error, message = ERRORS[name]
+    with pytest.raises(error, match=message):
+        call()
