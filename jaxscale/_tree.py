@@ -22,6 +22,8 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 # Not float16, whose sums XLA on CPU computes from a copy in float32.
 _SUMMED = (jnp.float32, jnp.bfloat16, jnp.float64)
 
+_CONFIG: Any = jax.config  # whose attributes no type checker knows
+
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
@@ -126,7 +128,7 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
             continue
         quotient = recall(leaf)
         source = leaf if quotient is None else quotient.dividend
-        if jnp.result_type(source) in _SUMMED and not jax.config.jax_debug_nans:
+        if jnp.result_type(source) in _SUMMED and not _CONFIG.jax_debug_nans:
             # x - x is 0, and NaN for inf and NaN: a sum that no finite number makes
             # overflow. XLA computes it where it reads x; of `isfinite` it stores a mask.
             # (Where NaNs are errors, this one would be taken for a fault.)
