@@ -55,9 +55,7 @@ def kernels(text):
     def count(name):
         total = collections.Counter()
         for opcode, rest in found[name]:
-            names = {
-                kind: re.findall(r"[\w.\-]+", value) for kind, value in CALLED.findall(rest)
-            }
+            names = {kind: re.findall(r"[\w.\-]+", value) for kind, value in CALLED.findall(rest)}
             if opcode == "conditional":
                 branches = [count(branch) for called in names.values() for branch in called]
                 total += max(branches, key=lambda branch: branch.total())

@@ -126,9 +126,7 @@ def flax_dynamic_scale(tx, growth_interval):
         params, state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
         return params, (state, scaler)
 
-    return Method(
-        init, step, _first, lambda carry: carry[1][0], lambda carry: carry[1][1].scale
-    )
+    return Method(init, step, _first, lambda carry: carry[1][0], lambda carry: carry[1][1].scale)
 
 
 def jmp(tx, growth_interval):

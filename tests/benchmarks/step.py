@@ -135,15 +135,6 @@ def _cells(report):
     ]
 
 
-def check(names, dtype, clip, options, show):
-    """Returns the report of the checks over every leaf of a small tree, for each method."""
-    reports = {}
-    for name in names:
-        show(f"{name}: check, {dtype} gradients, {'clipped' if clip else 'unclipped'}")
-        reports[name] = processes.call(checks.small, name, dtype, clip, limit=options.limit)
-    return {"gradients": dtype, "clipped": clip, "methods": reports}
-
-
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -151,7 +142,9 @@ def arguments():
     add("--trees", nargs="+", choices=trees.TREES["laptop"], default=list(trees.TREES["laptop"]))
     add("--gradients", nargs="+", choices=trees.DTYPES, default=list(trees.DTYPES))
     add("--clip", nargs="+", choices=CLIPS, default=list(CLIPS))
-    add("--only", nargs="+", choices=methods.METHODS, metavar="METHOD", help=str([*methods.METHODS]))
+    add(
+        "--only", nargs="+", choices=methods.METHODS, metavar="METHOD", help=str([*methods.METHODS])
+    )
     add("--rounds", type=int, default=15, help="turns of each method")
     add("--seconds", type=float, default=0.3, help="length of a turn")
     add("--limit", type=float, default=300, help="seconds to trace, compile and check a method")
@@ -169,9 +162,11 @@ def main():
     console.print(machine.line(result["machine"]))
     with console.status("") as status:
         for dtype, clip in kinds:
-            checked = check(names, dtype, CLIPS[clip], options, status.update)
+            status.update(f"checks of every leaf: {dtype} gradients, {clip}")
+            reports = processes.call(checks.small, names, dtype, CLIPS[clip])
+            checked = {"gradients": dtype, "clipped": CLIPS[clip], "methods": reports}
             result["checks"].append(checked)
-            for name, report in checked["methods"].items():
+            for name, report in reports.items():
                 for fault in [report["error"]] if "error" in report else report["faults"]:
                     console.print(f"{dtype}, {clip}: {name}: {fault}")
         for tree, (dtype, clip) in itertools.product(options.trees, kinds):
