@@ -25,8 +25,6 @@ import trees
 from rich.console import Console
 from rich.table import Table
 
-CLIPS = {"unclipped": False, "clipped": True}
-
 
 def prepare(name, shapes, dtype, clip):
     """Returns the report of one method's compiled step, checked, and what runs it."""
@@ -141,7 +139,7 @@ def arguments():
     add("--size", choices=trees.TREES, default="laptop")
     add("--trees", nargs="+", choices=trees.TREES["laptop"], default=list(trees.TREES["laptop"]))
     add("--gradients", nargs="+", choices=trees.DTYPES, default=list(trees.DTYPES))
-    add("--clip", nargs="+", choices=CLIPS, default=list(CLIPS))
+    add("--clip", nargs="+", choices=trees.CLIPS, default=list(trees.CLIPS))
     add(
         "--only", nargs="+", choices=methods.METHODS, metavar="METHOD", help=str([*methods.METHODS])
     )
@@ -163,15 +161,15 @@ def main():
     with console.status("") as status:
         for dtype, clip in kinds:
             status.update(f"checks of every leaf: {dtype} gradients, {clip}")
-            reports = processes.call(checks.small, names, dtype, CLIPS[clip])
-            checked = {"gradients": dtype, "clipped": CLIPS[clip], "methods": reports}
+            reports = processes.call(checks.small, names, dtype, trees.CLIPS[clip])
+            checked = {"gradients": dtype, "clipped": trees.CLIPS[clip], "methods": reports}
             result["checks"].append(checked)
             for name, report in reports.items():
                 for fault in [report["error"]] if "error" in report else report["faults"]:
                     console.print(f"{dtype}, {clip}: {name}: {fault}")
         for tree, (dtype, clip) in itertools.product(options.trees, kinds):
             shapes = trees.TREES[options.size][tree]
-            row = measure(tree, shapes, dtype, CLIPS[clip], names, options, status.update)
+            row = measure(tree, shapes, dtype, trees.CLIPS[clip], names, options, status.update)
             result["rows"].append(row)
             console.print(table(row))
             if options.json:  # after each row: a long run that is stopped leaves what it has

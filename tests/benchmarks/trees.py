@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 DTYPES = ("float32", "float16", "bfloat16")
+CLIPS = {"unclipped": False, "clipped": True}
 GRADIENT = 1e-3  # the standard deviation of unscaled gradients
 
 
