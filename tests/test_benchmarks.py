@@ -47,20 +47,21 @@ def test_checks_see_what_is_wrong():
         bad = ~jnp.isfinite(jnp.sum(grads["w"]))
         return sound.step(carry, {"w": jnp.where(bad, jnp.nan, grads["w"])})
 
-    def signed(carry, grads):
+    def times_zero(carry, grads):
         params, state = sound.step(carry, grads)
         return jax.tree.map(lambda p: p + 0 * grads["w"][0], params), state
 
-    def counted(carry, grads):
+    def by_a_bit(carry, grads):
         params, state = sound.step(carry, grads)
-        mu = jax.tree.map(lambda m: m + 1e-30, optax.tree_utils.tree_get(state, "mu"))
+        mu = optax.tree_utils.tree_get(state, "mu")
+        mu = jax.tree.map(lambda m: jnp.nextafter(m, jnp.inf), mu)
         return params, optax.tree_utils.tree_set(state, mu=mu)
 
     assert not faults(sound)
     assert any("first moments" in fault for fault in faults(sound, step=twice))
     assert any("skipped finite" in fault for fault in faults(sound, step=by_the_sum))
-    assert any("left a trace" in fault for fault in faults(sound, step=signed))
-    assert any("left a trace" in fault for fault in faults(sound, step=counted))
+    assert any("left a trace" in fault for fault in faults(sound, step=times_zero))
+    assert any("left a trace" in fault for fault in faults(sound, step=by_a_bit))
     bare = methods.make(methods.BARE, clip=False)
     assert any("was not skipped" in fault for fault in faults(bare, skips=True))
 
@@ -92,7 +93,7 @@ ENTRY %main (x: f32[8,4], y: f32[100], ok: pred[]) -> f32[8,4] {
   %start = pred[] all-reduce-start(%ok), channel_id=1, to_apply=%and
   %agreed = pred[] all-reduce-done(%start)
   %both = (f32[8,4]{1,0}, f32[100]{0}) tuple(%x, %y)
-  ROOT %out = f32[8,4]{1,0} conditional(%agreed, %both, %both), branch_computations={%skipped, %applied}
+  ROOT %out = f32[8,4] conditional(%agreed, %both, %both), branch_computations={%skipped, %applied}
 }
 """
 
@@ -118,21 +119,10 @@ def test_bytes_are_those_that_xla_counts():
 def test_the_command_prints_and_writes_its_figures(tmp_path):
     path = tmp_path / "step.json"
     names = [methods.BARE, "jaxscale.apply_gradients"]
-    options = [
-        "--size",
-        "tiny",
-        "--trees",
-        "huge",
-        "--gradients",
-        "float16",
-        "--clip",
-        "clipped",
-        "--rounds",
-        "2",
-    ]
+    command = [sys.executable, FOLDER / "step.py", "--size=tiny", "--trees=huge", "--clip=clipped"]
+    options = ["--gradients=float16", "--rounds=2", "--seconds=0.001", f"--json={path}"]
     done = subprocess.run(
-        [sys.executable, FOLDER / "step.py", *options, "--seconds=0.001", f"--json={path}"]
-        + ["--only", *names],
+        [*command, *options, "--only", *names],
         env=os.environ | {"XLA_FLAGS": ""},
         capture_output=True,
         text=True,
@@ -148,5 +138,6 @@ def test_the_command_prints_and_writes_its_figures(tmp_path):
     assert list(row["methods"]) == names
     for name, report in row["methods"].items():
         assert report["faults"] == []
-        assert report["to_bare"]["median"] > 0 and report["to_limit"]["median"] > 0
-        assert report["kernels"] >= 1 and report["bytes_per_parameter"] >= 26, name
+        assert min(report["to_bare"]["median"], report["to_limit"]["median"]) > 0
+        assert report["bytes_per_parameter"] > row["limit_bytes_per_parameter"] - 2, name
+        assert report["kernels"] == sum(report["kernels_by_kind"].values()) > 0
