@@ -29,8 +29,7 @@ def run(method, step, shapes, dtype, clip, leaves, rtol, steps):
       steps: how many steps to compare.
     """
     faults = []
-    grads = trees.gradients(shapes, "float32")
-    scaled = functools.cache(lambda scale: _scaled(grads, scale, dtype))
+    scaled = functools.cache(functools.partial(trees.gradients, shapes, dtype))
     carry = method.init(trees.params(shapes))
     reference = Reference(trees.params(shapes), clip)
     for i in range(steps):
@@ -43,7 +42,7 @@ def run(method, step, shapes, dtype, clip, leaves, rtol, steps):
     finite = scaled(scale)
     largest = jnp.finfo(dtype).max
     for name in leaves:
-        grads = finite | {name: jnp.full_like(finite[name], largest)}
+        grads = finite | {name: jnp.array(np.full_like(finite[name], largest))}
         if _count(method, step(_copy(carry), grads)) != _count(method, carry) + 1:
             faults.append(f"skipped finite gradients of {float(largest):.3g} in {name}")
     for i, name in enumerate(leaves if method.skips else ()):
@@ -124,13 +123,10 @@ def _sample(leaf):
     return np.asarray(small).ravel()[:SAMPLE].astype(np.float64)
 
 
-def _scaled(grads, scale, dtype):
-    return {name: (grad * scale).astype(dtype) for name, grad in grads.items()}
-
-
 def _spoiled(leaf, bad, index):
-    flat = leaf.ravel()
-    return flat.at[index].set(bad).reshape(leaf.shape)
+    spoiled = np.array(leaf)
+    spoiled.flat[index] = bad
+    return jnp.asarray(spoiled)
 
 
 def _kept(method, carry):

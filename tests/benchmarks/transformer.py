@@ -40,11 +40,9 @@ SIZES = {  # width, layers, batch, length
 }
 
 
-def init_params(key, width, layers, length):
+def init_params(rng, width, layers, length):
     def normal(*shape):
-        nonlocal key
-        key, subkey = jax.random.split(key)
-        return 0.02 * jax.random.normal(subkey, shape)
+        return jnp.array(0.02 * rng.standard_normal(shape, np.float32))
 
     blocks = [
         {
@@ -163,8 +161,9 @@ def prepare(name, size, clip):
     """Returns the report of a compiled training step, checked, and what runs it."""
     jax.config.update("jax_enable_compilation_cache", False)
     width, layers, batch, length = SIZES[size]
-    params = init_params(jax.random.key(0), width, layers, length)
-    tokens = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, VOCABULARY)
+    rng = np.random.default_rng(0)
+    params = init_params(rng, width, layers, length)
+    tokens = jnp.array(rng.integers(0, VOCABULARY, (batch, length + 1), np.int32))
     method, steps = methods.make(name, clip), train_steps(methods.optimizer(clip))
     start = time.perf_counter()
     traced = jax.jit(steps[name], donate_argnums=0).trace(method.init(params), tokens)
