@@ -362,6 +362,25 @@ def test_devices_agree_on_the_window():
     assert state.inner_state.gradient_step == state.total_notfinite == 1
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: jaxscale.loss_scaled(jaxscale.skip_nonfinite(tx, axis_name="data"), POLICY),
+        lambda tx: jaxscale.loss_scaled(jaxscale.multi_steps(tx, 1), POLICY, axis_name="data"),
+    ],
+    ids=["inside", "outside"],
+)
+def test_the_axis_name_may_be_given_to_either_wrapper(wrap):
+    tx = wrap(optax.sgd(1.0))
+    state = tx.init(jnp.zeros(2))
+
+    def member(grads):
+        return tx.update(grads, state)[1].grads_finite
+
+    grads = jnp.ones((3, 2)).at[1, 0].set(jnp.nan)
+    assert jax.vmap(member, axis_name="data")(grads).tolist() == [False] * 3
+
+
 # A whole window inside of one jitted step.
 
 
