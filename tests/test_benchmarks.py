@@ -90,6 +90,9 @@ ENTRY %main (x: f32[8,4], y: f32[100], ok: pred[]) -> f32[8,4] {
   %x = f32[8,4]{1,0} parameter(0)
   %y = f32[100]{0} parameter(1)
   %ok = pred[] parameter(2)
+  %fetch = (f32[8,4]{1,0:S(1)}, f32[8,4]{1,0}, u32[]{:S(2)}) copy-start(%x)
+  %near = f32[8,4]{1,0:S(1)} copy-done(%fetch)
+  %twice = f32[8,4]{1,0:S(1)} add(%near, %near)
   %start = pred[] all-reduce-start(%ok), channel_id=1, to_apply=%and
   %agreed = pred[] all-reduce-done(%start)
   %both = (f32[8,4]{1,0}, f32[100]{0}) tuple(%x, %y)
@@ -100,9 +103,10 @@ ENTRY %main (x: f32[8,4], y: f32[100], ok: pred[]) -> f32[8,4] {
 
 def test_kernels_and_bytes_are_those_of_the_text():
     kernels, moved = hlo.cost(PROGRAM)
-    assert kernels == {"fusion": 1, "all-reduce": 1}
-    # One pred in and out; 32 numbers in and out, and of 100 the ten that are taken.
-    assert moved == 2 + 4 * (32 + 32 + 10)
+    assert kernels == {"fusion": 1, "all-reduce": 1, "add": 1}
+    # One pred in and out; 32 numbers in and out, and of 100 the ten that are taken; 32 more that
+    # are fetched from main memory, but not what becomes of them on the chip.
+    assert moved == 2 + 4 * (32 + 32 + 10) + 4 * 32
 
 
 def test_bytes_are_those_that_xla_counts():

@@ -14,12 +14,17 @@ from typing import NamedTuple
 FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
     *("opt-barrier", "add-dependency", "partition-id", "replica-id", "get-dimension-size"),
+    *("AllocateBuffer", "ConcatBitcast"),
 }
+# From one memory to another in the background, while kernels run: launched by no one.
+TRANSFERS = {"copy-done", "slice-done"}
 CALLS = {"call", "while", "async-start"}
 CALLED = re.compile(
     r"(?:to_apply|calls|body|condition|(?:branch|called)_computations|\w+_computation)="
     r"(\{[^}]*\}|%[\w.\-]+)"
 )
+
+ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\](\{[^}]*\})?")
 
 
 class Instruction(NamedTuple):
@@ -49,10 +54,11 @@ def _instruction(line):
     opcode, rest = text[end:].lstrip().split("(", 1)
     close = _closing("(" + rest) - 1
     called = " ".join(CALLED.findall(rest[close:]))
+    target = re.search(r'custom_call_target="(\w+)"', rest[close:])
     return Instruction(
         name.lstrip("%"),
         text[:end],
-        opcode,
+        target.group(1) if target and target.group(1) in FREE else opcode,
         re.findall(r"%([\w.\-]+)", rest[:close]),
         re.findall(r"[\w.\-]+", called),
     )
@@ -64,17 +70,25 @@ def _closing(text):
     return next(i for i, depth in enumerate(depths) if depth == 0)
 
 
-def _bytes(type_):
-    """The bytes of an array, or of a tuple of arrays."""
+def _bytes(type_, anywhere=False):
+    """The bytes of an array, or of a tuple of arrays, that are in the device's main memory.
+
+    Layouts of a TPU's arrays that are elsewhere, as on the chip, end in ``S(1)`` and so on.
+    """
     return sum(
         math.prod(map(int, filter(None, shape.split(","))))
         * (1 if dtype == "pred" else int(re.search(r"\d+", dtype).group()) / 8)
-        for dtype, shape in re.findall(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\]", type_)
+        for dtype, shape, layout in ARRAY.findall(type_)
+        if not re.search(r"S\([1-9]\d*\)", layout) or anywhere
     )
 
 
+def _begins_transfer(instruction):
+    return instruction.opcode.replace("-start", "-done") in TRANSFERS - {instruction.opcode}
+
+
 class Cost(NamedTuple):
-    """Kernels by kind, and the bytes that they read and write."""
+    """Kernels by kind, and the bytes of main memory that are read and written."""
 
     kernels: collections.Counter
     bytes: float
@@ -92,6 +106,7 @@ def cost(text):
 
     def count(name):
         types = {instruction.name: instruction.type for instruction in found[name]}
+        sources = {i.name: i.operands[0] for i in found[name] if _begins_transfer(i)}
         kernels, moved = collections.Counter(), 0.0
         for instruction in found[name]:
             parts = []
@@ -100,6 +115,12 @@ def cost(text):
                 parts = [max(branches, key=lambda branch: branch.kernels.total())]
             elif instruction.opcode in CALLS:
                 parts = [count(called) for called in instruction.called]
+            elif instruction.opcode in TRANSFERS:
+                size = _bytes(instruction.type, anywhere=True)
+                read = size if _bytes(types[sources[instruction.operands[0]]]) else 0
+                moved += read + _bytes(instruction.type)
+            elif _begins_transfer(instruction):
+                continue  # counted where it is done
             elif instruction.opcode not in FREE and not instruction.opcode.endswith("-done"):
                 kernels[instruction.opcode.removesuffix("-start")] += 1
                 moved += _bytes(instruction.type) + _read(instruction, types)

@@ -7,12 +7,14 @@ import platform
 
 import jax
 
-PACKAGES = ["jax", "jaxlib", "optax", "jaxscale", "flax", "jmp", "mixed-precision-for-jax"]
+import jaxscale
+
+PACKAGES = ["jax", "jaxlib", "optax", "flax", "jmp", "mixed-precision-for-jax"]
 
 
 def describe():
     """Returns what this runs on as JSON types, and nothing to run: see `processes.call`."""
-    versions = {}
+    versions = {"jaxscale": jaxscale.__version__}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)

@@ -125,5 +125,7 @@ def timed(call, carry, block):
 def ratio(turns, others, key="step_s"):
     """Returns median and quartiles of a ratio, taken round by round."""
     ratios = sorted(a[key] / b[key] for a, b in zip(turns, others, strict=True))
-    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    low, _, high = (
+        statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    )
     return {"median": statistics.median(ratios), "low": low, "high": high}
