@@ -87,7 +87,7 @@ def combined(numbers: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     They are added up before they are compared: devices have one number to agree on.
     """
     sums = [number for number in numbers if number.dtype != jnp.bool_]
-    dtype = functools.reduce(jnp.promote_types, (each.dtype for each in sums), jnp.float32)
+    dtype = max((each.dtype for each in sums), key=lambda d: d.itemsize, default=jnp.float32)
     total = functools.reduce(jnp.add, (cast(each, dtype) for each in sums), jnp.zeros((), dtype))
     bools = (number for number in numbers if number.dtype == jnp.bool_)
     return functools.reduce(jnp.bitwise_and, bools, is_finite(total)), total
