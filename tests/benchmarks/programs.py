@@ -1,4 +1,4 @@
-"""What the programs for a GPU and a TPU hold, compiled on a machine that need have neither.
+"""What the programs for a CPU, a GPU and a TPU hold, on a machine that need have neither of these.
 
     pip install jax-cuda12-plugin[with-cuda] libtpu   # the compilers; no driver, no device
     python tests/benchmarks/programs.py [--json FILE] [--devices 1 8] [--only NAME ...]
@@ -66,12 +66,16 @@ TARGETS = {
         "topology": "1x1x8",
     },
     "TPU v5e": {"platform": "tpu", "topology_name": "v5e:2x4"},
+    "CPU": None,  # the one that this runs on
 }
 
 
 def compile_step(target, devices, name, shapes, dtype, clip):
     """Returns the report of a program, and nothing to run."""
-    described = topologies.get_topology_desc(**TARGETS[target]).devices
+    # Those that the program is traced on are as many, as what can be added up depends on it.
+    jax.config.update("jax_num_cpu_devices", devices)
+    topology = TARGETS[target]
+    described = topologies.get_topology_desc(**topology).devices if topology else jax.devices("cpu")
     mesh = Mesh(np.array(described[:devices]), ("data",))
 
     def placed(aval):
@@ -124,7 +128,7 @@ def table(row):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    add("--targets", nargs="+", choices=TARGETS, default=["H100", "TPU v5e"])
     add("--devices", nargs="+", type=int, default=[1, 8])
     add("--size", choices=trees.TREES, default="gpu", help="of the trees")
     add("--trees", nargs="+", choices=trees.TREES["gpu"], default=["gpt2"])

@@ -1,0 +1,159 @@
+"""The verdict: of every element of every leaf, from one pass, however leaves are put together."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxscale
+from jaxscale._finite import combined, evidence, is_finite
+
+DTYPES = ["float32", "float16", "bfloat16", "float8_e5m2", "complex64"]
+# More of one shape than are put together, and some of another.
+SHAPES = {f"{i:02}": (3,) for i in range(34)} | {"a": (2, 2), "b": (2, 2), "c": (), "d": (0,)}
+BAD = {"inf": np.inf, "-inf": -np.inf, "NaN": np.nan}
+
+
+def finite(tree, **how):
+    return combined(evidence(tree, **how))[0]
+
+
+def of_quotients(tree, **how):
+    state = jaxscale.DynamicLossScale(init_scale=2.0**4).init()
+    return finite(jaxscale.unscale(state, tree), **how)
+
+
+VERDICTS = {
+    "public": jaxscale.all_finite,
+    "with squares": functools.partial(finite, squares=True),
+    "by leaf": functools.partial(finite, by_leaf=True),
+    "of quotients": of_quotients,
+    "of quotients with squares": functools.partial(of_quotients, squares=True),
+}
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """Leaves are put together where nothing has to be sent around for it."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+def filled(dtype, value=1.0):
+    return {name: np.full(shape, value, jnp.dtype(dtype)) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("placed", ["one device", "several"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", VERDICTS)
+def test_no_element_of_any_leaf_is_overlooked(name, dtype, placed, request):
+    if placed == "one device":
+        request.getfixturevalue("one_device")
+    verdict = jax.jit(lambda tree: VERDICTS[name](tree))
+    tree = filled(dtype)
+    assert verdict(tree)
+    for leaf, shape in SHAPES.items():
+        for i in range(int(np.prod(shape))):
+            bad = list(BAD.values())[i % 3]
+            spoiled = tree[leaf].copy()
+            spoiled.flat[i] = complex(1, bad) if dtype == "complex64" else bad
+            assert not verdict(tree | {leaf: spoiled}), (leaf, i)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", VERDICTS)
+def test_no_finite_number_is_too_large(name, dtype, one_device):
+    largest = float(jnp.finfo(dtype).max)
+    for value in (largest, -largest):
+        assert jax.jit(lambda tree: VERDICTS[name](tree))(filled(dtype, value))
+
+
+def reductions(fun, *args):
+    """How many reductions are in a program, and how many numbers they take in."""
+    equations = list(jax.make_jaxpr(fun)(*args).eqns)
+    found = [eqn for eqn in equations if eqn.primitive.name.startswith("reduce_")]
+    return len(found), sum(eqn.invars[0].aval.size for eqn in found)
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_leaves_of_one_type_are_reduced_as_one(squares, one_device):
+    tree = {f"w{i}": jnp.ones((4, 2)) for i in range(70)}
+    tree |= {"b": jnp.ones(8), "half": jnp.ones((4, 2), jnp.bfloat16)}
+    together = functools.partial(finite, squares=squares)
+    assert reductions(together, tree) == (3 + 1 + 1, 5 * 8)  # 32 + 32 + 6, and two more
+    assert reductions(functools.partial(together, by_leaf=True), tree) == (72, 72 * 8)
+
+
+def test_quotients_go_by_the_dtype_of_what_was_divided(one_device):
+    tree = {"a": jnp.ones(4), "b": jnp.ones(4), "c": jnp.ones(4, jnp.float16)}
+    assert reductions(of_quotients, tree)[0] == 2
+
+
+def test_the_sum_of_squares_is_that_of_all(one_device):
+    rng = np.random.default_rng(0)
+    for dtype in ("float32", "float16", "bfloat16", "complex64"):
+        tree = filled(dtype)
+        for name, leaf in tree.items():
+            tree[name] = rng.standard_normal(leaf.shape).astype(leaf.dtype)
+        expected = sum(np.sum(np.abs(leaf.astype(np.complex128)) ** 2) for leaf in tree.values())
+        verdict, total = combined(evidence(tree, squares=True))
+        assert verdict
+        assert total.dtype == jnp.float32
+        np.testing.assert_allclose(total, expected, rtol=1e-6)  # a float32 sum of 110 numbers
+    verdict, total = combined(evidence({"w": jnp.full(4, 3e38)}, squares=True))
+    assert (bool(verdict), float(total)) == (True, np.inf)
+
+
+def test_of_wider_numbers_the_sum_is_as_wide():
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        verdict, total = combined(
+            evidence({"a": jnp.full(2, 1e200), "b": jnp.ones(2, jnp.float32)})
+        )
+        assert verdict
+        assert total.dtype == jnp.float64
+        total = combined(evidence({"a": jnp.full(2, 1e100)}, squares=True))[1]
+        np.testing.assert_allclose(total, 2e200, rtol=1e-15)
+
+
+def test_by_leaf_says_which(one_device):
+    tree = filled("float32") | {"a": np.array([[1, np.nan], [1, 1]], np.float32)}
+    flags = [bool(is_finite(number)) for number in evidence(tree, by_leaf=True)]
+    assert flags == [name != "a" for name in sorted(tree)]
+
+
+def test_where_leaves_lie_is_known_or_they_stay_apart():
+    # Of one shape, but divided differently: to add them up would send one of them around.
+    tree = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8)), "c": jnp.ones((8, 8))}
+    specs = {"a": PartitionSpec("x"), "b": PartitionSpec(None, "x"), "c": PartitionSpec("x")}
+
+    def placed(axis_type):
+        mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+        return {
+            name: jax.device_put(leaf, NamedSharding(mesh, specs[name]))
+            for name, leaf in tree.items()
+        }
+
+    assert reductions(jaxscale.all_finite, placed(AxisType.Auto))[0] == 3
+    assert reductions(jaxscale.all_finite, placed(AxisType.Explicit))[0] == 2
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        compiled = jax.jit(jaxscale.all_finite).lower(placed(axis_type)).compile().as_text()
+        assert not any(name in compiled for name in ("all-gather", "all-to-all", "permute"))
+        assert jax.jit(jaxscale.all_finite)(placed(axis_type))
+
+
+def test_inside_of_shard_map_they_are_put_together():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    counts = []
+
+    def verdict(tree):
+        counts.append(reductions(jaxscale.all_finite, tree)[0])
+        return jaxscale.all_finite(tree, axis_name="x")
+
+    data = PartitionSpec("x")
+    tree = {name: jnp.ones(16) for name in "abcd"}
+    fun = jax.jit(jax.shard_map(verdict, mesh=mesh, in_specs=data, out_specs=PartitionSpec()))
+    assert fun(tree)
+    assert not fun(tree | {"c": tree["c"].at[13].set(jnp.inf)})
+    assert set(counts) == {1}

@@ -1,0 +1,193 @@
+"""Clipping by the global norm: optax's rule, from the pass that gives the verdict."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tables import assert_same_bits, avals
+
+import jaxscale
+import jaxscale.flax
+
+pytestmark = pytest.mark.standard_promotion
+
+PARAMS = {
+    "w": jnp.linspace(-1.0, 1.0, 12).reshape(3, 4),
+    "half": jnp.ones(5, jnp.bfloat16),
+    "phase": jnp.ones(2, jnp.complex64),
+    "none": None,
+}
+INNER = optax.sgd(1.0)
+MAX_NORM = 0.5
+
+
+def norm_of(tree):
+    leaves = (np.asarray(leaf, np.complex128) for leaf in jax.tree.leaves(tree))
+    return np.sqrt(sum(np.sum(np.abs(leaf) ** 2) for leaf in leaves))
+
+
+def gradients(seed, norm):
+    """Gradients of a norm, with the shapes of PARAMS, in float32."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    grads = {
+        "w": jax.random.normal(keys[0], (3, 4)),
+        "half": jax.random.normal(keys[1], (5,)),
+        "phase": jax.random.normal(keys[2], (2,), jnp.complex64),
+        "none": None,
+    }
+    scale = float(norm / norm_of(grads))
+    return jax.tree.map(lambda g: g * scale, grads)
+
+
+def by_update(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return updates, state
+
+
+def by_jit(tx, grads, state, params):
+    return jax.jit(tx.update)(grads, state, params)
+
+
+def by_apply(tx, grads, state, params):
+    new, state = jax.jit(jaxscale.apply_gradients, static_argnums=0)(tx, grads, state, params)
+    wide = jax.tree.map(lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), new)
+    return jax.tree.map(lambda a, b: a - b, wide, params), state
+
+
+WAYS = {"eager": by_update, "jit": by_jit}
+ways = pytest.mark.parametrize("way", WAYS)
+forms = pytest.mark.parametrize("form", ["cpu", "accelerator"])
+
+
+def take_form(form, monkeypatch):
+    if form == "accelerator":
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
+
+
+def assert_close(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        # Two roundings more or less: one product by max_norm / norm here, there two operations.
+        np.testing.assert_allclose(x, y, rtol=3e-7)
+
+
+@ways
+@forms
+@pytest.mark.parametrize("debug_nans", [False, True])
+@pytest.mark.parametrize("norm", [0.0, 0.1, 0.5, 3.0, 1e10])
+def test_it_is_what_optax_does(norm, debug_nans, form, way, monkeypatch):
+    take_form(form, monkeypatch)
+    grads = gradients(0, norm) if norm else jax.tree.map(jnp.zeros_like, gradients(0, 1.0))
+    tx = jaxscale.loss_scaled(INNER, max_norm=MAX_NORM)
+    with jax.debug_nans(debug_nans):
+        updates, state = WAYS[way](tx, grads, tx.init(PARAMS), PARAMS)
+    bare = optax.chain(optax.clip_by_global_norm(MAX_NORM), INNER)
+    expected, _ = bare.update(grads, bare.init(PARAMS), PARAMS)
+    assert_close(updates, expected)
+    assert state.grads_finite
+    if norm < MAX_NORM:  # by a factor that is 1
+        assert_same_bits(updates, INNER.update(grads, INNER.init(PARAMS), PARAMS)[0])
+
+
+@forms
+@pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
+@pytest.mark.parametrize("debug_nans", [False, True])
+def test_a_bad_step_leaves_no_trace(debug_nans, bad, form, monkeypatch):
+    take_form(form, monkeypatch)
+    tx = jaxscale.skip_nonfinite(optax.adam(0.1), max_norm=MAX_NORM)
+    step = jax.jit(lambda *args: jaxscale.apply_gradients(tx, *args))
+    good = gradients(1, 2.0)
+    params, state = step(good, tx.init(PARAMS), PARAMS)
+    for name in ("w", "half", "phase"):
+        spoiled = good | {name: good[name].at[-1].set(bad)}
+        with jax.debug_nans(debug_nans and not jnp.isnan(bad)):  # else the gradient is the fault
+            after, skipped = step(spoiled, state, params)
+        assert_same_bits((after, skipped.inner_state), (params, state.inner_state))
+        assert skipped.total_notfinite == state.total_notfinite + 1
+
+
+def test_the_norm_is_that_of_a_window():
+    # Two micro-batches that cancel but for a part: what is clipped is their mean.
+    first, second = gradients(2, 40.0), gradients(3, 30.0)
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
+    clipped = jaxscale.loss_scaled(INNER, max_norm=MAX_NORM)
+    for tx in (
+        jaxscale.multi_steps(clipped, 2),
+        jaxscale.loss_scaled(jaxscale.multi_steps(INNER, 2), max_norm=MAX_NORM),
+    ):
+        state = tx.init(PARAMS)
+        update = jax.jit(tx.update)
+        _, state = update(first, state, PARAMS)
+        updates, _ = update(second, state, PARAMS)
+        expected, _ = WAYS["jit"](clipped, mean, clipped.init(PARAMS), PARAMS)
+        assert_close(updates, expected)
+
+
+def test_of_the_scaled_gradients_it_sees_the_unscaled():
+    tx = jaxscale.loss_scaled(INNER, 2.0**10, max_norm=MAX_NORM)
+    grads = gradients(4, 1.0)
+
+    @jax.jit
+    def step(scaled, state):
+        return tx.update(jaxscale.unscale(state, scaled), state, PARAMS)[0]
+
+    updates = step(jax.tree.map(lambda g: g * 2.0**10, grads), tx.init(PARAMS))
+    np.testing.assert_allclose(norm_of(updates), MAX_NORM, rtol=1e-6)
+
+
+def reductions(tx):
+    """How many numbers are reduced, in the step and in what it calls."""
+
+    def count(jaxpr):
+        total = 0
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name.startswith("reduce_"):
+                total += eqn.invars[0].aval.size
+            for param in jax.tree.leaves(tuple(eqn.params.values())):
+                inner = getattr(param, "jaxpr", param)
+                total += count(inner) if hasattr(inner, "eqns") else 0
+        return total
+
+    return count(jax.make_jaxpr(tx.update)(gradients(0, 1.0), tx.init(PARAMS), PARAMS).jaxpr)
+
+
+def test_gradients_are_read_no_more_often():
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(PARAMS))
+    assert reductions(jaxscale.loss_scaled(INNER)) == numbers
+    for track_leaves in (False, True):
+        tx = jaxscale.loss_scaled(INNER, max_norm=1.0, track_leaves=track_leaves)
+        assert reductions(tx) == numbers
+    chained = optax.chain(optax.clip_by_global_norm(1.0), INNER)
+    assert reductions(jaxscale.loss_scaled(chained)) == 2 * numbers  # the count counts
+
+
+def test_it_is_kept_by_every_wrapper():
+    grads = gradients(5, 10.0)
+    for tx in (
+        jaxscale.skip_nonfinite(INNER, max_norm=MAX_NORM),
+        jaxscale.loss_scaled(jaxscale.skip_nonfinite(INNER, max_norm=MAX_NORM)),
+        jaxscale.loss_scaled(jaxscale.skip_nonfinite(INNER, max_norm=7.0), max_norm=MAX_NORM),
+        jaxscale.loss_scaled(INNER, None, max_norm=MAX_NORM, skip_nonfinite=False),
+    ):
+        updates, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+        np.testing.assert_allclose(norm_of(updates), MAX_NORM, rtol=1e-6)
+        assert avals(state) == avals(tx.init(PARAMS))
+    state = jaxscale.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    moved = state.apply_gradients(grads=grads).params["w"] - PARAMS["w"]
+    np.testing.assert_allclose(moved, updates["w"], atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "error", "message"),
+    [
+        (0, ValueError, r"max_norm=.*above 0, got 0"),
+        (-1.0, ValueError, r"max_norm=.*above 0, got -1"),
+        (float("nan"), ValueError, r"max_norm=.*finite number, got nan"),
+        (True, ValueError, r"max_norm=.*finite number, got True"),
+        ("1", TypeError, r"max_norm=.*finite number, got '1'"),
+    ],
+)
+def test_what_is_no_norm(max_norm, error, message):
+    for call in (jaxscale.loss_scaled, jaxscale.skip_nonfinite):
+        with pytest.raises(error, match=message):
+            call(INNER, max_norm=max_norm)
