@@ -1,7 +1,13 @@
 """What does not vary from machine to machine: traces, and what the compiled program holds."""
 
+import json
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
+import counts as counted
 import jax
 import jax.numpy as jnp
 import optax
@@ -68,12 +74,82 @@ def test_the_model_is_traced_once_and_inner_once():
     assert traces == {"model": 1, "inner": 1}
 
 
-def test_one_program_serves_two_platforms():
-    # Traced once; the branch for CPU and the selection for others part at lowering.
+def test_one_program_serves_all_platforms():
+    # Traced once; of branch and selection, which one it is are constants when it is lowered.
     traced = jax.jit(train_step).trace(PARAMS, TX.init(PARAMS), jnp.ones((8, 64), jnp.float16))
-    programs = {
-        platform: traced.lower(lowering_platforms=(platform,)).as_text()
+    cpu, *others = (
+        traced.lower(lowering_platforms=(platform,)).as_text().splitlines()
         for platform in ("cpu", "cuda", "tpu")
-    }
-    selects = {platform: text.count("stablehlo.select") for platform, text in programs.items()}
-    assert selects["cpu"] < selects["cuda"] == selects["tpu"]
+    )
+    for other in others:
+        differing = [pair for pair in zip(cpu, other, strict=True) if pair[0] != pair[1]]
+        assert 0 < len(differing) <= 2
+        assert all("stablehlo.constant" in line for pair in differing for line in pair)
+
+
+def test_a_cpu_branches_and_nothing_else_does(compiled, monkeypatch):
+    assert compiled.as_text().count(" conditional(") == 1
+    # As for accelerators, but compiled here: XLA takes the branch out, as it is a constant's.
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
+    x = jnp.ones((8, 64), jnp.float16)
+    step = jax.jit(lambda *args: train_step(*args), donate_argnums=(0, 1))
+    selecting = step.lower(PARAMS, TX.init(PARAMS), x).compile().as_text()
+    assert " conditional(" not in selecting
+
+
+@pytest.fixture(scope="module")
+def counts():
+    """What the benchmarks' steps hold, compiled for one device, of one layer and of three."""
+    script = pathlib.Path(__file__).parent / "counts.py"
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+BARE, APPLY, WRAPPER = counted.NAMES
+LEAVES = {layers: len(counted.shapes(layers)) for layers in (1, 3)}
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_kernels_do_not_grow_with_leaves(counts, clip):
+    def kernels(name, layers, clip):
+        return counts[f"{name}, {layers}, float32, {clip}"]["kernels"]
+
+    # Of the wrapper's updates, each is applied outside of the branch.
+    for name, each in ((APPLY, 0), (WRAPPER, 1)):
+        extra = {
+            layers: kernels(name, layers, clip) - kernels(BARE, layers, False) - each * leaves
+            for layers, leaves in LEAVES.items()
+        }
+        assert extra[1] == extra[3] < 48
+    # Optax's norm has a kernel for each leaf.
+    assert kernels(APPLY, 3, True) < kernels(BARE, 3, True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_no_byte_is_moved_but_for_the_verdict(counts, dtype):
+    rows = [counts[f"{name}, 1, {dtype}, False"] for name in counted.NAMES]
+    bare, apply, wrapper = (row["bytes_per_parameter"] for row in rows)
+    # XLA stores what it reduces, or not: that depends on dtype and version, and is the same for
+    # one leaf alone. The scalars of the state are some bytes in a thousand.
+    verdict = counts[f"verdict, {dtype}"]
+    assert apply <= bare + verdict["bytes_per_parameter"] + 0.1
+    stored = rows[1]["temporary_bytes_per_parameter"]
+    assert stored <= verdict["temporary_bytes_per_parameter"] + 0.1
+    # And the updates, in float32, are written, and read to apply them to parameters, which are
+    # read and written once more.
+    assert wrapper <= apply + 12.1
+    assert [row["conditionals"] for row in rows] == [0, 1, 1]
+
+
+def test_a_norm_costs_no_byte(counts):
+    for name in (APPLY, WRAPPER):
+        for layers in LEAVES:
+            plain, clipped = (
+                counts[f"{name}, {layers}, float32, {clip}"]["bytes_per_parameter"]
+                for clip in (False, True)
+            )
+            assert clipped <= plain + 0.1

@@ -1,0 +1,50 @@
+"""Prints what the compiled steps of the benchmarks hold on one device, as JSON; runs none.
+
+The tests have eight devices, where leaves are not put together: so this is a process of its own.
+"""
+
+import json
+
+import hlo
+import jax
+import methods
+import trees
+
+import jaxscale
+
+NAMES = (methods.BARE, "jaxscale.apply_gradients", "jaxscale optax wrapper")
+
+
+def shapes(layers):
+    return trees.gpt2(64, layers, positions=64)
+
+
+def count(name, layers, dtype, clip):
+    tree, method = shapes(layers), methods.make(name, clip)
+    carry = jax.eval_shape(method.init, trees.avals(tree, "float32"))
+    step = jax.jit(method.step, donate_argnums=0)
+    compiled = step.lower(carry, trees.avals(tree, dtype)).compile()
+    conditionals = compiled.as_text().count(" conditional(")
+    return hlo.program(compiled, trees.size(tree)) | {"conditionals": conditionals}
+
+
+def count_verdict(dtype, size=2**20):
+    aval = jax.ShapeDtypeStruct((size,), dtype)
+    return hlo.program(jax.jit(jaxscale.all_finite).lower(aval).compile(), size)
+
+
+def main():
+    counted = {}
+    for name in NAMES:
+        for layers in (1, 3):
+            for clip in (False, True):
+                counted[f"{name}, {layers}, float32, {clip}"] = count(name, layers, "float32", clip)
+        for dtype in ("float16", "bfloat16"):
+            counted[f"{name}, 1, {dtype}, False"] = count(name, 1, dtype, False)
+    for dtype in trees.DTYPES:
+        counted[f"verdict, {dtype}"] = count_verdict(dtype)
+    print(json.dumps(counted))
+
+
+if __name__ == "__main__":
+    main()
