@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from ._quotient import recall
 from ._tree import cast, only_gradients, widen
 
-# Not float16, whose sums XLA on CPU computes from a copy in float32.
-_SUMMED = (jnp.float32, jnp.bfloat16, jnp.float64)
-
-# More operands than that make no kernel faster, and XLA slower.
+# So many leaves in one kernel; more make none faster, and XLA slower.
 _MOST = 32
+
+# So many parts make a kernel for a leaf that has it to itself, if it has so many numbers: what
+# XLA on a CPU then stores to reduce it is an eighth, and all cores take part.
+_PARTS, _LARGE = 8, 2**16
 
 _CONFIG: Any = jax.config  # whose attributes no type checker knows
 
@@ -60,15 +60,15 @@ def evidence(tree: Any, *, by_leaf: bool = False, squares: bool = False) -> list
     Args:
       tree: a pytree, of which each gradient is read once.
       by_leaf: whether there is one number for each gradient. If not, there is one for
-        each group of them that can be added up element by element before they are reduced.
-        A reduction is a kernel of its own, and hundreds of them are what a verdict costs.
+        each group of them that can be put together element by element before they are
+        reduced. A reduction is a kernel of its own: hundreds of them are what a verdict costs.
       squares: whether what is reduced is to be the sum of squares, as a norm needs it.
     """
     groups: dict[Any, list[Any]] = {}
     for i, leaf in enumerate(jax.tree.leaves(only_gradients(tree))):
         aval = jax.typeof(leaf)
-        key = i if by_leaf or not _is_placed(aval) else (aval, _source_dtype(leaf))
-        groups.setdefault(key, []).append(leaf)
+        alone = by_leaf or not _is_placed(aval)
+        groups.setdefault((aval, i if alone else None), []).append(leaf)
     return [
         _reduced(leaves[i : i + _MOST], squares)
         for leaves in groups.values()
@@ -101,29 +101,47 @@ def nans_are_errors() -> bool:
 def _is_placed(aval: Any) -> bool:
     """Returns whether arrays of one type lie on the same devices in the same way.
 
-    Elsewhere only XLA knows, and to add them up might be to send them around.
+    Elsewhere only XLA knows, and to put them together might be to send them around.
     """
-    types = aval.sharding.mesh.axis_types
-    return jax.device_count() == 1 or (bool(types) and AxisType.Auto not in types)
+    mesh = aval.sharding.mesh
+    if mesh.empty:
+        return jax.device_count() == 1
+    return mesh.size == 1 or AxisType.Auto not in mesh.axis_types
 
 
-def _source_dtype(leaf: Any) -> Any:
-    quotient = recall(leaf)
-    return jnp.result_type(leaf if quotient is None else quotient.dividend)
+def _is_whole(aval: Any) -> bool:
+    """Returns whether arrays of a type that is placed lie on one device each."""
+    mesh = aval.sharding.mesh
+    return mesh.size <= 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
 def _reduced(leaves: list[Any], squares: bool) -> jax.Array:
     """Returns a sum over leaves of one type, which is NaN, or a bool, if one is not finite."""
-    if not squares and (nans_are_errors() or _source_dtype(leaves[0]) not in _SUMMED):
-        return jnp.all(functools.reduce(jnp.bitwise_and, map(jnp.isfinite, leaves)))
-    terms = map(_squares if squares else _differences, map(jnp.asarray, leaves))
-    return widen(jnp.sum(functools.reduce(jax.lax.add, terms)))
+    leaves, aval = list(map(jnp.asarray, leaves)), jax.typeof(leaves[0])
+    if squares:
+        return widen(jnp.sum(functools.reduce(jax.lax.add, map(_squares, leaves))))
+    if _is_placed(aval):
+        number = _PARTS // len(leaves) if _is_whole(aval) and leaves[0].size >= _LARGE else 1
+        parts = [part for leaf in leaves for part in _parts(leaf, number)]
+        return jnp.all(functools.reduce(jnp.bitwise_and, map(_is_finite, parts)))
+    (leaf,) = map(widen, leaves)
+    if nans_are_errors():
+        return jnp.all(jnp.isfinite(leaf))
+    # x - x is 0, and NaN for inf and NaN: a sum that no finite number makes overflow. XLA adds
+    # up what is reduced over several devices, of the loss, too, before they exchange it.
+    return jnp.sum(leaf - leaf)
 
 
-def _differences(leaf: jax.Array) -> jax.Array:
-    # x - x is 0, and NaN for inf and NaN: a sum that no finite number makes overflow. XLA
-    # computes it where it reads x; of `isfinite`, on a CPU, it stores a mask.
-    return jax.lax.sub(leaf, leaf)
+def _is_finite(part: jax.Array) -> jax.Array:
+    return jnp.isfinite(widen(part))
+
+
+def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:
+    """Returns a leaf in so many parts of one type, or in fewer where no axis can be divided."""
+    for axis, size in enumerate(leaf.shape):
+        if number > 1 and size % number == 0:
+            return jnp.split(leaf, number, axis)
+    return _parts(leaf, number // 2) if number > 1 else [leaf]
 
 
 def _squares(leaf: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import json
 
 import hlo
 import jax
+import jax.numpy as jnp
 import methods
 import trees
 
@@ -16,7 +17,7 @@ NAMES = (methods.BARE, "jaxscale.apply_gradients", "jaxscale optax wrapper")
 
 
 def shapes(layers):
-    return trees.gpt2(64, layers, positions=64)
+    return trees.gpt2(768, layers)
 
 
 def count(name, layers, dtype, clip):
@@ -28,9 +29,9 @@ def count(name, layers, dtype, clip):
     return hlo.program(compiled, trees.size(tree)) | {"conditionals": conditionals}
 
 
-def count_verdict(dtype, size=2**20):
+def count_alone(fun, dtype, size=2**20):
     aval = jax.ShapeDtypeStruct((size,), dtype)
-    return hlo.program(jax.jit(jaxscale.all_finite).lower(aval).compile(), size)
+    return hlo.program(jax.jit(fun).lower(aval).compile(), size)
 
 
 def main():
@@ -42,7 +43,8 @@ def main():
         for dtype in ("float16", "bfloat16"):
             counted[f"{name}, 1, {dtype}, False"] = count(name, 1, dtype, False)
     for dtype in trees.DTYPES:
-        counted[f"verdict, {dtype}"] = count_verdict(dtype)
+        counted[f"verdict, {dtype}"] = count_alone(jaxscale.all_finite, dtype)
+    counted["norm, float32"] = count_alone(lambda x: jnp.sqrt(jnp.sum(x * x)), "float32")
     print(json.dumps(counted))
 
 

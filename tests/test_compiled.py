@@ -124,7 +124,8 @@ def test_kernels_do_not_grow_with_leaves(counts, clip):
             layers: kernels(name, layers, clip) - kernels(BARE, layers, False) - each * leaves
             for layers, leaves in LEAVES.items()
         }
-        assert extra[1] == extra[3] < 48
+        assert extra[3] - extra[1] < 3
+        assert extra[1] < 60
     # Optax's norm has a kernel for each leaf.
     assert kernels(APPLY, 3, True) < kernels(BARE, 3, True)
 
@@ -145,11 +146,9 @@ def test_no_byte_is_moved_but_for_the_verdict(counts, dtype):
     assert [row["conditionals"] for row in rows] == [0, 1, 1]
 
 
-def test_a_norm_costs_no_byte(counts):
-    for name in (APPLY, WRAPPER):
-        for layers in LEAVES:
-            plain, clipped = (
-                counts[f"{name}, {layers}, float32, {clip}"]["bytes_per_parameter"]
-                for clip in (False, True)
-            )
-            assert clipped <= plain + 0.1
+def test_norm_and_verdict_are_one_pass(counts):
+    norm = counts["norm, float32"]["bytes_per_parameter"]
+    for layers in LEAVES:
+        bare = counts[f"{BARE}, {layers}, float32, False"]["bytes_per_parameter"]
+        clipped = counts[f"{APPLY}, {layers}, float32, True"]["bytes_per_parameter"]
+        assert clipped <= bare + norm + 0.1

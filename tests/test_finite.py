@@ -86,9 +86,16 @@ def test_leaves_of_one_type_are_reduced_as_one(squares, one_device):
     assert reductions(functools.partial(together, by_leaf=True), tree) == (72, 72 * 8)
 
 
-def test_quotients_go_by_the_dtype_of_what_was_divided(one_device):
-    tree = {"a": jnp.ones(4), "b": jnp.ones(4), "c": jnp.ones(4, jnp.float16)}
-    assert reductions(of_quotients, tree)[0] == 2
+def test_a_large_leaf_is_taken_in_parts(one_device):
+    # Of an axis that can be divided, the rest stays whole.
+    shapes = {(2**16,): 8, (9, 2**13): 8, (2**14 + 2, 6): 2, (2**16 + 1,): 1, (2**15,): 1}
+    for shape, parts in shapes.items():
+        assert reductions(jaxscale.all_finite, jnp.ones(shape)) == (1, np.prod(shape) // parts)
+        verdict = jax.jit(jaxscale.all_finite)
+        for i in np.random.default_rng(0).integers(0, np.prod(shape), 16):
+            leaf = np.ones(shape, np.float32)
+            leaf.flat[i] = np.nan
+            assert not verdict(leaf)
 
 
 def test_the_sum_of_squares_is_that_of_all(one_device):
