@@ -10,6 +10,7 @@ from jax.core import Tracer
 
 from ._fixed import FixedLossScale
 from ._loss_scale import LossScale
+from ._nonfinite_leaves import flagged_paths
 from ._report import is_loss_scaled, metrics
 from ._state import find
 from ._step import LossScaled
@@ -43,7 +44,8 @@ def check(
 
     Raises:
       LossScaleStuckError: if more steps than that were skipped in a row. The message has
-        the numbers and the likely cause.
+        the numbers and the likely cause and, if ``tx`` was made with ``track_leaves=True``,
+        the leaves that the last overflow was in.
       ValueError: if ``tree`` holds no such state, or several.
       TypeError: if called inside ``jit``.
 
@@ -74,6 +76,7 @@ def check(
         "in all, {total_notfinite_loss} of them with a non-finite loss); the loss scale is "
         "{loss_scale}. ".format_map(counters)
         + _likely_cause(state, policy)
+        + _leaves(state.nonfinite_leaves)
     )
 
 
@@ -84,6 +87,18 @@ def _on_host(leaf: Any) -> np.ndarray:
             "the step returns; inside, use `jaxscale.metrics`."
         )
     return np.asarray(leaf)
+
+
+def _leaves(flags: Any, most: int = 5) -> str:
+    """Returns which gradients overflowed last, if that was tracked."""
+    bad, number = flagged_paths(flags), len(jax.tree.leaves(flags))
+    if not bad:
+        return ""
+    more = f" and {len(bad) - most} more" if len(bad) > most else ""
+    return (
+        f" The last gradients that were not finite: {', '.join(bad[:most])}{more} "
+        f"({len(bad)} of {number} leaves)."
+    )
 
 
 def _likely_cause(state: Any, policy: LossScale | None) -> str:

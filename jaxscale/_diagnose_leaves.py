@@ -10,7 +10,8 @@ from jax.core import Tracer
 from ._checks import normal_float32
 from ._diagnose_bits import INFINITY, gradient_leaves, magnitude_bits
 from ._diagnose_formats import FORMAT, Boundary
-from ._diagnose_words import aligned, leaf_name, percent, power
+from ._diagnose_words import aligned, percent, power
+from ._tree import leaf_name
 
 _MOST_ROWS = 24  # of a table that is printed
 _COLUMNS = ("leaf", "numbers", "NaN", "inf", "zero", "flushed", "subnormal", "overflow", "max |g|")

@@ -8,7 +8,8 @@ import numpy as np
 from ._checks import int32, power_of_two
 from ._diagnose_formats import FORMATS
 from ._diagnose_histogram import Histogram, Shares, read, shares_of
-from ._diagnose_words import aligned, leaf_name, percent, power
+from ._diagnose_words import aligned, percent, power
+from ._tree import leaf_name
 
 
 class Underflow(NamedTuple):

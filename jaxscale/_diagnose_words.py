@@ -23,11 +23,6 @@ def power(loss_scale: float) -> str:
     return f"2**{exponent - 1}" if mantissa == 0.5 else f"{loss_scale:g}"
 
 
-def leaf_name(path: tuple[Any, ...]) -> str:
-    """Returns the path of a leaf as ``params/Dense_0/kernel``."""
-    return jax.tree_util.keystr(path, simple=True, separator="/") or "the root"
-
-
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Returns a table for a terminal: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -20,6 +20,7 @@ def loss_scaled(
     loss_scale: Any = "dynamic",
     *,
     axis_name: Any = None,
+    track_leaves: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that skips non-finite steps and moves the loss scale.
 
@@ -35,6 +36,9 @@ def loss_scaled(
         parameters are float16 or bfloat16, float32 views of them.
       loss_scale: a policy, or what :func:`jaxscale.as_loss_scale` accepts for one.
       axis_name: as in :func:`jaxscale.all_finite`, inside ``shard_map`` and ``pmap``.
+      track_leaves: whether the state keeps which leaves the last overflow was in, as
+        ``nonfinite_leaves``, for :func:`jaxscale.metrics` and :func:`jaxscale.check` to name
+        them. The gradients are read no more often for it.
 
     Returns:
       A :class:`optax.GradientTransformationExtraArgs` whose state is a
@@ -46,6 +50,7 @@ def loss_scaled(
 
     Raises:
       TypeError: if ``inner`` is no gradient transformation or ``loss_scale`` no policy.
+      ValueError: if ``track_leaves`` is no bool.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -68,12 +73,18 @@ def loss_scaled(
         )
     axis_name = rule.axis_name if axis_name is None else axis_name
     return _transformation(
-        dataclasses.replace(rule, policy=as_loss_scale(loss_scale), axis_name=axis_name)
+        dataclasses.replace(
+            rule,
+            policy=as_loss_scale(loss_scale),
+            axis_name=axis_name,
+            track_leaves=one_of("loss_scaled", "track_leaves", track_leaves, (False, True))
+            or rule.track_leaves,
+        )
     )
 
 
 def skip_nonfinite(
-    inner: optax.GradientTransformation, *, axis_name: Any = None
+    inner: optax.GradientTransformation, *, axis_name: Any = None, track_leaves: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that skips non-finite steps, without any scaling.
 
@@ -83,6 +94,7 @@ def skip_nonfinite(
     Args:
       inner: the transformation to wrap, as in :func:`loss_scaled`.
       axis_name: as there.
+      track_leaves: as there.
 
     Returns:
       ``loss_scaled(inner, None)``.
@@ -99,7 +111,7 @@ def skip_nonfinite(
       >>> print(params + updates, state.total_notfinite)
       1.0 1
     """
-    return loss_scaled(inner, None, axis_name=axis_name)
+    return loss_scaled(inner, None, axis_name=axis_name, track_leaves=track_leaves)
 
 
 def multi_steps(

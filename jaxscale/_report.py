@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ._accumulate import MultiStepsState
+from ._nonfinite_leaves import named_flags
 from ._state import find_scaling
 from ._step import LossScaledState
 
@@ -42,7 +43,9 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
       there is an optimizer state, ``grads_finite``, ``notfinite_count``,
       ``total_notfinite``, ``total_notfinite_loss`` and ``total_steps``, as explained in
       :class:`jaxscale.LossScaledState`. Under :func:`jaxscale.multi_steps` these count
-      micro-batches, and ``mini_step`` and ``gradient_step`` come with them.
+      micro-batches, and ``mini_step`` and ``gradient_step`` come with them. Under
+      ``track_leaves=True`` there is a ``bool[]`` for each gradient, under names such as
+      ``nonfinite_leaves/params/Dense_0/kernel``: whether the last overflow was in it.
 
     Raises:
       ValueError: if ``tree`` holds no such state, or several.
@@ -61,4 +64,8 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
             if isinstance(node.inner_state, MultiStepsState):
                 window: Any = node.inner_state
                 values |= {name: jnp.asarray(getattr(window, name)) for name in _WINDOW_COUNTERS}
+            values |= {
+                f"nonfinite_leaves/{name}": jnp.asarray(flag)
+                for name, flag in named_flags(node.nonfinite_leaves).items()
+            }
     return values

@@ -10,6 +10,7 @@ import optax
 
 from ._accumulate import MultiStepsState, NoWindow, Window
 from ._loss_scale import LossScale
+from ._nonfinite_leaves import flags_by_leaf, last_flags
 from ._skip import step_if
 from ._state import LossScaleState
 from ._tree import (
@@ -19,6 +20,9 @@ from ._tree import (
     cast,
     cast_like,
     check_same_structure,
+    is_finite,
+    joined,
+    leaf_verdicts,
     map_gradients,
     tree_where,
     widen,
@@ -38,7 +42,9 @@ class LossScaledState(NamedTuple):
       total_notfinite: ``i32[]``, steps skipped since ``init``.
       total_notfinite_loss: ``i32[]``, those of them whose loss itself was not finite.
       total_steps: ``i32[]``, steps since ``init``, skipped or not.
-      nonfinite_leaves: ``None``; kept for which leaves the last overflow was in.
+      nonfinite_leaves: ``None``, or with ``track_leaves=True`` which leaves the last
+        overflow was in: a tree with the structure of the parameters, a ``bool[]`` for each
+        gradient. :func:`jaxscale.metrics` and :func:`jaxscale.check` name them.
 
     Counters stay at their largest value instead of wrapping around.
 
@@ -67,6 +73,7 @@ class LossScaled:
     policy: LossScale
     axis_name: Any
     window: NoWindow | Window
+    track_leaves: bool = False
 
     def init(self, params: optax.Params) -> LossScaledState:
         # Of float32 views, as `update` will show them, so that moments keep their dtype;
@@ -83,6 +90,7 @@ class LossScaled:
             total_notfinite=jnp.array(0, jnp.int32),
             total_notfinite_loss=jnp.array(0, jnp.int32),
             total_steps=jnp.array(0, jnp.int32),
+            nonfinite_leaves=flags_by_leaf(params) if self.track_leaves else None,
         )
 
     def update(
@@ -141,8 +149,12 @@ class LossScaled:
             )
         # The verdict is on the gradients: inner transformations may hide an inf, as
         # clipping by value and sign-based updates do. No value at all counts as finite.
-        local = jnp.stack([all_finite(grads), all_finite(value)])
-        grads_finite, loss_finite = agree(local, self.axis_name)
+        # A state of an optimizer that tracks keeps its structure, whatever the optimizer.
+        tracks = state.nonfinite_leaves is not None
+        leaves = list(leaf_verdicts(grads)) if tracks else []
+        verdict = joined(leaves) if tracks else all_finite(grads)
+        local = jnp.stack([verdict, all_finite(value), *map(is_finite, leaves)])
+        grads_finite, loss_finite, *leaves_finite = agree(local, self.axis_name)
         should_apply = grads_finite & loss_finite
         window, due = self.window.add(state.inner_state, grads, value, should_apply)
         opt_state, operand, gradients = self.window.step(window, grads, value)
@@ -180,6 +192,11 @@ class LossScaled:
             total_notfinite=_count(~should_apply, state.total_notfinite),
             total_notfinite_loss=_count(~loss_finite, state.total_notfinite_loss),
             total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
+            nonfinite_leaves=last_flags(
+                state.nonfinite_leaves, flags_by_leaf(grads, leaves_finite), grads_finite
+            )
+            if tracks
+            else None,
         )
 
 

@@ -5,7 +5,7 @@ Nothing here knows of loss scales. The leaf rules stand here once: only inexact 
 keys and whatever is no array at all pass through.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -36,6 +36,11 @@ def _is_inexact(leaf: Any) -> bool:
 def _is_gradient(path: tuple[Any, ...], leaf: Any) -> bool:
     names = (getattr(key, "key", getattr(key, "name", None)) for key in path)
     return _is_inexact(leaf) and OVERWRITE_WITH_GRADIENT not in names
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """Returns the path of a leaf as ``params/Dense_0/kernel``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "the root"
 
 
 def map_gradients(fun: Callable[[Any], Any], tree: Any) -> Any:
@@ -122,7 +127,11 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
       >>> jaxscale.all_finite({"w": jnp.array([3e38, 3e38]), "b": None})
       Array(True, dtype=bool)
     """
-    finite, differences = jnp.array(True), jnp.zeros((), jnp.float32)
+    return agree(joined(leaf_verdicts(tree)), axis_name)
+
+
+def leaf_verdicts(tree: Any) -> Iterator[jax.Array]:
+    """Returns one number a gradient, in one reduction each: see :func:`is_finite`."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not _is_gradient(path, leaf):
             continue
@@ -131,10 +140,25 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
         if isinstance(leaf, Tracer) and jnp.result_type(source) in _SUMMED:
             # x - x is 0, and NaN for inf and NaN: a sum that no finite number makes
             # overflow. XLA computes it where it reads x; of `isfinite` it stores a mask.
-            differences += cast(jnp.sum(leaf - leaf), jnp.float32)
+            yield cast(jnp.sum(leaf - leaf), jnp.float32)
         else:
-            finite &= jnp.all(jnp.isfinite(leaf))
-    return agree(finite & (differences == 0), axis_name)
+            yield jnp.all(jnp.isfinite(leaf))
+
+
+def is_finite(verdict: jax.Array) -> jax.Array:
+    """Returns as a ``bool[]`` what is one already, or an ``f32[]`` that is 0 if it holds."""
+    return verdict if verdict.dtype == jnp.bool_ else verdict == 0
+
+
+def joined(verdicts: Iterable[jax.Array]) -> jax.Array:
+    """Returns whether all of the gradients are finite, of the verdicts on each."""
+    finite, differences = jnp.array(True), jnp.zeros((), jnp.float32)
+    for verdict in verdicts:
+        if verdict.dtype == jnp.bool_:
+            finite &= verdict
+        else:  # summed up before they are compared: one comparison for them all
+            differences += verdict
+    return finite & (differences == 0)
 
 
 def largest(tree: Any, axis_name: Any) -> jax.Array:

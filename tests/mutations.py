@@ -32,7 +32,7 @@ TESTS = [
     "test_quotient",
     "test_report",
     "test_diagnostics_calibrate",
-    "test_diagnostics_overflow",
+    "test_track_leaves",
     "test_diagnostics_histogram",
     "test_diagnostics_leaves",
     "test_diagnostics_pictures",

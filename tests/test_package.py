@@ -23,7 +23,7 @@ import jaxscale.presets
 FLOORS = [
     {"_checks", "_quotient"},
     {"_tree"},
-    {"_state", "_skip"},
+    {"_state", "_skip", "_nonfinite_leaves"},
     {"_loss_scale", "_state_dict", "_value_and_grad", "_accumulate"},
     {"_fixed", "_dynamic", "_tolerance", "_logmax", "_step"},
     {"_spec", "_peers", "_apply_gradients", "_report"},
@@ -32,7 +32,7 @@ FLOORS = [
     | {"_peers_tensorflow", "_peers_torch"},
     {"_peer_states"},
     {"_diagnose_jaxpr", "_diagnose_numbers", "_diagnose_places", "_diagnose_findings"}
-    | {"_diagnose_bits", "_diagnose_formats", "_diagnose_words", "_nonfinite_leaves"},
+    | {"_diagnose_bits", "_diagnose_formats", "_diagnose_words"},
     {"_diagnose_interpret", "_diagnose_leaves", "_diagnose_histogram", "_diagnose_calibrate"},
     {"_diagnose_trace", "_diagnose_suggest", "_diagnose_text", "_diagnose_underflow"},
     {"_diagnose_pictures"},
