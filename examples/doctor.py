@@ -19,9 +19,8 @@ from sklearn.datasets import load_digits
 import jaxscale
 
 WIDTH, HEADS, BATCH_SIZE = 32, 4, 64
-SHAPES = {"embed": (8, WIDTH), "qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH)} | {
-    **{"up": (WIDTH, 64), "down": (64, WIDTH), "head": (WIDTH, 10)}
-}
+SHAPES = {"embed": (8, WIDTH), "position": (8, WIDTH), "qkv": (WIDTH, 3 * WIDTH)}
+SHAPES |= {"out": (WIDTH, WIDTH), "up": (WIDTH, 64), "down": (64, WIDTH), "head": (WIDTH, 10)}
 
 
 def attention(params, x, is_token, mask_value):
@@ -47,9 +46,9 @@ def loss_fn(params, batch, mask_value):
 
 def make_params():
     """Returns float32 parameters."""
-    init, keys = jax.nn.initializers.lecun_normal(), jax.random.split(jax.random.key(0), 6)
-    params = {name: init(key, SHAPES[name]) for name, key in zip(SHAPES, keys, strict=True)}
-    return params | {"position": jnp.zeros((8, WIDTH))}
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=n) / n[0] ** 0.5 for name, n in SHAPES.items()}
+    return {name: jnp.asarray(leaf, jnp.float32) for name, leaf in params.items()}
 
 
 def make_batch(seed=0):

@@ -50,7 +50,10 @@ def verdict(found: Sequence[Finding]) -> str:
 def _nonfinite(exam: Exam) -> Iterator[Finding]:
     report = exam.trace
     if report.nonfinite_arguments:
-        names = [name.replace("args[0]", "params").replace("args[1]", "batch") for name in report.nonfinite_arguments]  # fmt: skip
+        names = [
+            name.replace("args[0]", "params").replace("args[1]", "batch")
+            for name in report.nonfinite_arguments
+        ]
         yield Finding(
             True,
             f"There is inf or NaN in what comes in: {_few(names)}.",
@@ -185,9 +188,7 @@ def _scales(exam: Exam) -> Iterator[Finding]:
         yield Finding(
             False,
             f"The largest loss scale that does not overflow on this batch is {scale}.",
-            (
-                f"Start there, to skip no steps: DynamicLossScale(init_scale={calibration.init_scale:g}).",
-            ),
+            (f"To skip no steps, start there: `DynamicLossScale(init_scale={scale})`.",),
         )
     else:
         yield Finding(False, calibration.sentence)

@@ -22,9 +22,9 @@ p { margin: 0.3rem 0; }
 article { border: 1px solid #999; border-left-width: 0.3rem; padding: 0.6rem 0.8rem;
   margin: 0.8rem 0; }
 article.problem { border-color: #111; border-left-width: 0.7rem; }
-.kind { font-weight: bold; text-transform: uppercase; font-size: 0.75rem; letter-spacing: 0.05em; }
+.kind { font-weight: bold; text-transform: uppercase; font-size: 0.75rem; }
 .verdict { font-size: 1.25rem; font-weight: bold; }
-pre { background: #f2f2f2; padding: 0.5rem; overflow-x: auto; font-size: 0.85rem; margin: 0.5rem 0; }
+pre { background: #f2f2f2; padding: 0.5rem; overflow-x: auto; font-size: 0.85rem; }
 pre b { background: #ffe08a; outline: 1px solid #111; }
 .wide { overflow-x: auto; }
 img { display: block; max-width: 100%; min-width: 34rem; height: auto; }
