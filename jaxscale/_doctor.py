@@ -32,6 +32,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         with quiet:
             loss_scale = _loss_scale(options.loss_scale)
+            for path in (options.output, options.json_file or "."):  # before it takes time
+                _check_folder(path)
             exam = _examined(load(options.target), loss_scale)
             found = findings(exam)
             text, has_pictures = page(exam, found)
@@ -113,6 +115,12 @@ def _examined(target: Target, loss_scale: float | None) -> Exam:
         ) from error
 
 
+def _check_folder(path: str) -> None:
+    folder = pathlib.Path(path).parent
+    if not folder.is_dir():
+        raise TargetError(f"Cannot write {path}: there is no folder {folder}.")
+
+
 def _write(path: str, text: str) -> None:
     try:
         pathlib.Path(path).write_text(text, encoding="utf-8")
@@ -121,14 +129,24 @@ def _write(path: str, text: str) -> None:
 
 
 def _summary(exam: Exam, found: Sequence[Finding]) -> str:
-    lines = [verdict(found), *textwrap.wrap(setting(exam), 88)]
+    lines = [verdict(found), *_wrapped(setting(exam), "")]
     for finding in found:
-        mark = "!" if finding.is_problem else "-"
-        lines += ["", *textwrap.wrap(f"{mark} {finding.title}", 88, subsequent_indent="  ")]
+        lines += ["", *_wrapped(finding.title, "! " if finding.is_problem else "- ")]
         lines += [f"      {text.strip()}" for i, text in finding.source if i == finding.line]
         for detail in finding.details if finding.is_problem else ():
-            lines += textwrap.wrap(detail, 84, initial_indent="  ", subsequent_indent="  ")
+            lines += _wrapped(detail, "  ")
     return "\n".join(lines)
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        88,
+        initial_indent=indent,
+        subsequent_indent=" " * len(indent),
+        break_long_words=False,  # paths
+        break_on_hyphens=False,
+    )
 
 
 def _record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:

@@ -102,13 +102,9 @@ def _layers(histograms: Any, loss_scale: float) -> Underflow:
 
 def _dtypes(closed: ClosedJaxpr) -> set[str]:
     """Returns the floating dtypes in which a program computes."""
-    return {
-        str(var.aval.dtype)
-        for jaxpr in _jaxprs(closed.jaxpr)
-        for eqn in jaxpr.eqns
-        for var in eqn.outvars
-        if hasattr(var.aval, "dtype") and jnp.issubdtype(var.aval.dtype, jnp.floating)
-    }
+    inner = (var for jaxpr in _jaxprs(closed.jaxpr) for eqn in jaxpr.eqns for var in eqn.outvars)
+    dtypes = {getattr(var.aval, "dtype", None) for var in (*inner, *closed.jaxpr.outvars)}
+    return {str(dtype) for dtype in dtypes if dtype and jnp.issubdtype(dtype, jnp.floating)}
 
 
 def _jaxprs(jaxpr: Jaxpr) -> Iterator[Jaxpr]:

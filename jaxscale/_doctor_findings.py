@@ -177,6 +177,8 @@ def _scales(exam: Exam) -> Iterator[Finding]:
             "the nonzero gradients to zero.",
             (suggestion.sentence,),
         )
+    elif exam.leaves.nonfinite:
+        yield Finding(False, "Which loss scale it needs can be said once the gradients are finite.")
     elif suggestion.needed is not None:
         yield Finding(False, suggestion.sentence)
     if calibration is None:

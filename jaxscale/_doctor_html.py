@@ -101,13 +101,12 @@ def _finding(kind: str, finding: Finding) -> str:
         f"<b>{i:5}  {html.escape(text)}</b>" if i == finding.line else f"{i:5}  {html.escape(text)}"
         for i, text in finding.source
     ]
-    first, *rest = finding.details or ("",)
     return "\n".join(
         [
             f'<article class="{kind}"><span class="kind">{kind}</span>',
             f"<h3>{html.escape(finding.title)}</h3>",
             "<pre>" + "\n".join(lines) + "</pre>" if lines else "",
-            *(_paragraph(text) for text in (first, *rest) if text),
+            *map(_paragraph, finding.details),
             "</article>",
         ]
     )

@@ -90,7 +90,7 @@ def _imported(place: str, run: Callable[[], ModuleType]) -> ModuleType:
 
 def _no_such_function(module: ModuleType, place: str, name: str) -> str:
     if hasattr(module, name):
-        return f"`{name}` in {place} is no function, but a {type(getattr(module, name)).__name__}."
+        return f"`{name}` in {place} is no function, but {_kind(getattr(module, name))}."
     functions = [
         other
         for other, value in vars(module).items()
@@ -119,9 +119,9 @@ def _checked(name: str, call: str, returned: Any) -> Target:
         loss = jax.eval_shape(lambda params: loss_fn(params, target.batch), target.params)
     except Exception as error:
         raise TargetError(f"The loss function of {call} failed: {told(error)}") from error
-    shape, dtype = getattr(loss, "shape", None), getattr(loss, "dtype", None)
-    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
-        what = f"{dtype}{list(shape)}" if shape is not None else _kind(loss)
+    is_array = isinstance(loss, jax.ShapeDtypeStruct)
+    if not is_array or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        what = f"{loss.dtype}{list(loss.shape)}" if is_array else _kind(loss)
         raise TargetError(
             f"The loss function of {call} must return one floating number, got {what}. Reduce it, "
             "for example with `.mean()`, and leave out auxiliary outputs."
@@ -131,7 +131,7 @@ def _checked(name: str, call: str, returned: Any) -> Target:
 
 def _kind(value: Any) -> str:
     dtype = getattr(value, "dtype", None)
-    return f"an array of {dtype}" if dtype is not None else f"a {type(value).__name__}"
+    return f"`{type(value).__name__}`" if dtype is None else f"an array of {dtype}"
 
 
 def is_numbers(leaf: Any) -> bool:

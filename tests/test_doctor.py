@@ -27,7 +27,7 @@ def half(scale=1.0, after=1.0):
     """A loss of x * w in float16, of which the product or its gradient is too large or small."""
     def loss_fn(params, batch):
         y = (batch["x"] * params["w"]).astype(jnp.float16)
-        y = y * jnp.float16(scale)  # the line
+        y = y * jnp.float16(scale) * jnp.float16(scale)  # the line
         return jnp.mean(y.astype(jnp.float32)) * after
     return loss_fn, W, X
 
@@ -39,7 +39,7 @@ def overflow():
     return half(60000.0)
 
 def underflow():
-    return half(6e-8)
+    return half(2.0**-14)
 
 def tiny():  # gradients that float16 flushes without a loss scale, and keeps with one
     return half(1.0, 2.0**-28)
@@ -87,7 +87,10 @@ def run(capsys, target, *options):
     return status, written.out, written.err
 
 
-LINE = MODELS.splitlines().index("        y = y * jnp.float16(scale)  # the line") + 1
+LINE = (
+    MODELS.splitlines().index("        y = y * jnp.float16(scale) * jnp.float16(scale)  # the line")
+    + 1
+)
 
 # name: (options, exit status, what the text says, what it does not)
 CASES = {
@@ -191,15 +194,15 @@ BAD_USE = {
     "no file": ("nowhere.py:f", None, "There is no file nowhere.py."),
     "no module": ("nowhere.at.all:f", None, "There is no module nowhere"),
     "no function": ("doctored:typo", None, "no function `typo` in doctored; it has half, fine"),
-    "no function but a value": ("doctored:W", None, "`W` in doctored is no function, but a dict"),
+    "no function but a value": ("doctored:W", None, "`W` in doctored is no function, but `dict`"),
     "does not parse": ("f.py:f", "def f(:", "f.py does not import: SyntaxError"),
     "does not import": ("f.py:f", "import nowhere", "f.py does not import: ModuleNotFoundError"),
     "exits": ("f.py:f", "raise SystemExit(3)", "f.py does not import: SystemExit: 3"),
     "needs arguments": ("f.py:f", "def f(x): pass", "callable without arguments"),
     "fails": ("f.py:f", "def f():\n    return 1 / 0", "`f()` failed: ZeroDivisionError: division by"),
-    "returns one value": ("f.py:f", "def f(): return 3", "`f()` returned a int. It must return (loss"),
+    "returns one value": ("f.py:f", "def f(): return 3", "`f()` returned `int`. It must return (loss"),
     "returns a pair": ("f.py:f", "def f(): return 3, 4", "`f()` returned 2 values. It must return"),
-    "no loss": ("f.py:f", "def f(): return None, 1.0, 2", "returned a NoneType in the place of the loss"),
+    "no loss": ("f.py:f", "def f(): return None, 1.0, 2", "returned `NoneType` in the place of the loss"),
     "empty tree": ("f.py:f", "def f(): return len, {}, 2", "without any floating array: an empty tree"),
     "integers": (
         "f.py:f",
@@ -213,7 +216,7 @@ BAD_USE = {
         "must return one floating number, got float32[3]",
     ),
     "a loss and something": (
-        "f.py:f", "def f(): return (lambda p, b: (p, b)), 1.0, 2", "got a tuple. Reduce it"
+        "f.py:f", "def f(): return (lambda p, b: (p, b)), 1.0, 2", "got `tuple`. Reduce it"
     ),
     "an integer loss": (
         "f.py:f",
