@@ -98,13 +98,18 @@ def _bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
         parts[:, i] = normal, subnormal, flushed + overflowed
     parts *= 100 / max(counts.sum(), 1.0)
     bottom = np.zeros(len(filled))
-    words = (f"kept by {dtype}", "kept as subnormal", "flushed to 0, or overflow")
-    for height, color, hatch, word in zip(
-        parts, (_NORMAL, _SUBNORMAL, _LOST), ("", "", "////"), words, strict=True
+    whole = shares_of(counts, exponent)[dtype]  # of the counts: the heights are rounded
+    words = {
+        f"kept by {dtype}": whole.normal,
+        "kept as subnormal": whole.subnormal,
+        "flushed to 0, or overflow": whole.lost,
+    }
+    for height, color, hatch, (word, share) in zip(
+        parts, (_NORMAL, _SUBNORMAL, _LOST), ("", "", "////"), words.items(), strict=True
     ):
         ax.bar(
             EXPONENTS[filled] + 0.5, height, width=1, bottom=bottom, color=color, hatch=hatch,
-            edgecolor="black", linewidth=0.4, label=f"{word}: {percent(height.sum() / 100)}",
+            edgecolor="black", linewidth=0.4, label=f"{word}: {percent(share)}",
         )  # fmt: skip
         bottom = bottom + height
     ax.set_ylabel("share of the nonzero\ngradients (%)")
@@ -165,12 +170,13 @@ def plot_underflow(underflow: Underflow) -> Any:
         )
     layers = underflow.layers
     lost = np.array([[shares[name].lost for name in FORMATS] for shares in layers.values()])
+    texts = [text for _, *row in underflow.rows() for text in row]
     figure = _figure("plot_underflow", 8, 1.5 + 0.26 * len(layers))
     ax = figure.subplots()
     image = ax.imshow(100 * lost, cmap="Greys", vmin=0, vmax=100, aspect="auto")
-    for (row, column), share in np.ndenumerate(lost):
+    for ((row, column), share), text in zip(np.ndenumerate(lost), texts, strict=True):
         color = "white" if share > 0.5 else "black"
-        ax.text(column, row, percent(share), ha="center", va="center", color=color, fontsize=8)
+        ax.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
     ax.set_xticks(range(len(FORMATS)), FORMATS, fontsize=8)
     ax.set_yticks(range(len(layers)), layers, fontsize=8)
     ax.set_title(underflow.title.replace(" at loss", "\nat loss"), loc="left", fontsize=10)

@@ -55,12 +55,13 @@ def page(exam: Exam, found: Sequence[Finding]) -> tuple[str, bool]:
         "<h2>How large the gradients are</h2>",
         _paragraph(
             "A format keeps what lies in its range. Scaling the loss moves the range to the left, "
-            "towards smaller gradients."
+            "towards smaller gradients. What is inf or NaN has no size, and is not drawn."
         ),
         pictures[0] if pictures else f"<pre>{html.escape(_text(exam))}</pre>",
         "<h2>Which layers lose what</h2>",
         _paragraph(
-            "If the gradients of each layer, multiplied by the loss scale, were stored in a format."
+            "If the gradients of each layer, multiplied by the loss scale, were stored in a "
+            "format. A dash: none of them is finite and nonzero."
         ),
         pictures[1] if pictures else f"<pre>{html.escape(str(exam.layers))}</pre>",
         "" if pictures else _paragraph(WITHOUT_PICTURES),

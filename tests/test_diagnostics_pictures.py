@@ -205,6 +205,23 @@ def test_metrics_of_the_step_itself_and_other_numbers():
     assert str(history).startswith("steps 91 to 92: 1 skipped")
 
 
+def test_layers_without_numbers_are_not_said_to_lose_nothing():
+    grads = {"a": jnp.array([1.0, 1e-9]), "b": jnp.full(2, jnp.nan), "c": jnp.zeros(2)}
+    found = diagnostics.underflow(diagnostics.leaf_histograms(grads))
+    assert [line.split()[1:] for line in str(found).splitlines()[3:]] == [["-"] * 4] * 2
+    texts = [text.get_text() for text in drawn(diagnostics.plot_underflow(found)).axes[0].texts]
+    assert texts[0] == "50.0%"
+    assert texts[4:] == ["-"] * 8
+
+
+def test_the_legend_counts_and_does_not_round():
+    # Of 49 numbers each its own share: these do not add up to 1 in floating point.
+    grads = 2.0 ** jnp.arange(-7.0, 7.0)[:, None] * jnp.ones((14, 7))
+    figure = drawn(diagnostics.plot_histogram(diagnostics.histogram(grads)))
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels[0] == "kept by float16: 100%"
+
+
 def test_without_matplotlib_there_is_still_text(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     history, _ = run(2)
