@@ -33,6 +33,7 @@ TESTS = [
     "test_report",
     "test_diagnostics_calibrate",
     "test_track_leaves",
+    "test_doctor",
     "test_diagnostics_histogram",
     "test_diagnostics_leaves",
     "test_diagnostics_pictures",
@@ -238,6 +239,13 @@ MUTATIONS = {
     "diagnosis: history fetches the youngest": ("_diagnose_history", "if len(self._on_device) >= 2 * _CHUNK:", "if len(self._on_device) >= _CHUNK:"),
     "diagnosis: skips before the first step counted": ("_diagnose_history", "return total - total[0] + bad[0]", "return total"),
     "diagnosis: flags name the finite leaves": ("_nonfinite_leaves", "if np.any(flag)", "if not np.any(flag)"),
+    "tracking: a finite step clears it": ("_nonfinite_leaves", "jnp.where(grads_finite, flag, ", "jnp.where(grads_finite, False, "),
+    "tracking: only the first overflow": ("_nonfinite_leaves", "else new)", "else new | flag)"),
+    "tracking: each device its own": ("_step", "= agree(local, self.axis_name)", "= (*agree(local[:2], self.axis_name), *local[2:])"),
+    "tracking: a second pass": ("_step", "verdict = joined(leaves) if tracks else all_finite(grads)", "verdict = all_finite(grads)"),
+    "doctor: an underflow is no problem": ("_doctor_findings", "return place.zeros >= _FLUSHED * place.nonzero", "return False"),
+    "doctor: always content": ("_doctor", "return int(any(finding.is_problem for finding in found))", "return 0"),
+    "doctor: what the model prints is in the JSON": ("_doctor", "redirect_stdout(sys.stderr) if options.json", "redirect_stdout(stdout) if options.json"),
 }  # fmt: skip
 
 
