@@ -1,9 +1,8 @@
 """Float16 training in small memory: one step of the optimizer for several micro-batches.
 
-A multilayer perceptron reads digits, a fourth of each batch at a time. Now and then a
-micro-batch is corrupt; its gradients are NaN, and the step is made from the other three.
-Two ways to write the loop are the same to the optimizer: a call for each micro-batch, or
-all micro-batches of a step inside one jitted call.
+A multilayer perceptron reads digits, a fourth of each batch at a time. Where a micro-batch
+is corrupt its gradients are NaN, and the step is made from the other three. To call the step
+for each micro-batch, or once for all of them, is the same to the optimizer.
 """
 
 import argparse
@@ -18,8 +17,7 @@ from sklearn.datasets import load_digits
 
 import jaxscale
 
-LAYER_SIZES = [64, 256, 128, 10]
-MICRO_BATCH_SIZE, MICRO_BATCHES, NUM_TEST = 32, 4, 360
+LAYER_SIZES, MICRO_BATCH_SIZE, MICRO_BATCHES, NUM_TEST = [64, 256, 128, 10], 32, 4, 360
 
 # The other way round, `loss_scaled(multi_steps(...))`, is the same.
 tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.adamw(1e-3)), MICRO_BATCHES)
@@ -63,7 +61,7 @@ def train_step(state, batches):
 
 
 def make_batches(images, labels, num_steps):
-    """Yields the micro-batches of each step, stacked; one in 50 is corrupt."""
+    """Yields the micro-batches of each step, stacked. One in 50 is corrupt."""
     rng = np.random.default_rng(0)
     for _ in range(num_steps):
         chosen = rng.choice(len(images), (MICRO_BATCHES, MICRO_BATCH_SIZE), replace=False)
@@ -75,8 +73,7 @@ def main(num_steps: int = 300) -> float:
     """Trains for a number of steps, in two ways, and returns the accuracy of the second."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
-    train, test = (images[:-NUM_TEST], labels[:-NUM_TEST]), (images[-NUM_TEST:], labels[-NUM_TEST:])
-
+    train = images[:-NUM_TEST], labels[:-NUM_TEST]
     accuracy = 0.0
     for name in ("a call for each micro-batch", "a call for each step"):
         params = init_params(jax.random.key(0))
@@ -89,12 +86,10 @@ def main(num_steps: int = 300) -> float:
                     state, _ = micro_step(state, batch)
         params, opt_state = state
         jaxscale.check(opt_state, tx=tx)
-        accuracy = float(np.mean(predict(params, test[0]).argmax(-1) == test[1]))
-        line = (
-            "{}: accuracy {:.3f} after {gradient_step} steps, "
-            "{total_notfinite} of {total_steps} micro-batches dropped"
-        )
-        print(line.format(name, accuracy, **jaxscale.metrics(opt_state)))
+        guesses = predict(params, images[-NUM_TEST:]).argmax(-1)
+        accuracy = float(np.mean(guesses == labels[-NUM_TEST:]))
+        line = "{}: accuracy {:.3f} after {gradient_step} steps, {total_notfinite} of {total_steps}"
+        print(line.format(name, accuracy, **jaxscale.metrics(opt_state)), "micro-batches dropped")
     return accuracy
 
 

@@ -140,7 +140,8 @@ def multi_steps(
         the number of steps made so far, an ``i32[]``, as a schedule.
       drop: what a non-finite micro-batch costs. ``"micro_batch"``: itself; the step is
         made from those that are left, if there are any. ``"window"``: all of its window;
-        the optimizer makes no step.
+        the optimizer makes no step. (What a training loop keeps besides, batch statistics
+        for example, goes by ``grads_finite``, that is, by the micro-batch.)
       growth_unit: what the loss scale counts towards its growth: ``"optimizer_step"`` or
         ``"micro_batch"``.
 

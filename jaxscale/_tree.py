@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from ._checks import scalar_bool
 from ._quotient import recall
@@ -20,9 +19,10 @@ from ._quotient import recall
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 
-# Not float16, whose sums XLA on CPU computes from a copy in float32. Not without tracing,
-# either, where `jax.debug_nans` would take the NaN for a fault.
+# Not float16, whose sums XLA on CPU computes from a copy in float32.
 _SUMMED = (jnp.float32, jnp.bfloat16, jnp.float64)
+
+_CONFIG: Any = jax.config  # whose attributes no type checker knows
 
 
 def _is_array(leaf: Any) -> bool:
@@ -137,9 +137,10 @@ def leaf_verdicts(tree: Any) -> Iterator[jax.Array]:
             continue
         quotient = recall(leaf)
         source = leaf if quotient is None else quotient.dividend
-        if isinstance(leaf, Tracer) and jnp.result_type(source) in _SUMMED:
+        if jnp.result_type(source) in _SUMMED and not _CONFIG.jax_debug_nans:
             # x - x is 0, and NaN for inf and NaN: a sum that no finite number makes
             # overflow. XLA computes it where it reads x; of `isfinite` it stores a mask.
+            # (Where NaNs are errors, this one would be taken for a fault.)
             yield cast(jnp.sum(leaf - leaf), jnp.float32)
         else:
             yield jnp.all(jnp.isfinite(leaf))

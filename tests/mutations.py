@@ -156,7 +156,6 @@ MUTATIONS = {
     "window never dropped": ("_accumulate", 'if self.drop == "window" else', 'if self.drop == "never" else'),
     "empty window stepped": ("_accumulate", "else state.counted > 0", "else state.counted >= 0"),
     "window not emptied": ("_accumulate", "jnp.where(full, jnp.zeros_like(acc), acc)", "acc"),
-    "window emptied by a product": ("_accumulate", "jnp.where(full, jnp.zeros_like(acc), acc)", "(1 - full.astype(acc.dtype)) * acc"),
     "mean loss not emptied": ("_accumulate", "jnp.where(full, 0.0, state.acc_value)", "state.acc_value"),
     "a sum for a mean": ("_accumulate", "acc + cast(leaf, acc.dtype) / length.astype(acc.dtype)", "acc + cast(leaf, acc.dtype)"),
     "accumulator holds parameters": ("_accumulate", "jax.tree.map(jnp.zeros_like, only_gradients(params))", "jax.tree.map(jnp.zeros_like, params)"),

@@ -103,7 +103,7 @@ def test_it_does_what_the_rule_says(length, drop, unit, kinds):
 
 
 @drops
-@inners
+@pytest.mark.parametrize("inner", ["adamw_clipped", "noisy", "multi_transform"])
 def test_inside_and_outside_are_the_same(inner, drop):
     inner = INNERS[inner]
     sequence = [GOOD[0], spoiled(GOOD[1], jnp.nan), *GOOD[2:5], spoiled(GOOD[5], jnp.inf)]
@@ -360,6 +360,25 @@ def test_devices_agree_on_the_window():
     updates, state = step(state, jnp.ones(8).at[3].set(jnp.nan))
     assert updates == -3.5
     assert state.inner_state.gradient_step == state.total_notfinite == 1
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: jaxscale.loss_scaled(jaxscale.skip_nonfinite(tx, axis_name="data"), POLICY),
+        lambda tx: jaxscale.loss_scaled(jaxscale.multi_steps(tx, 1), POLICY, axis_name="data"),
+    ],
+    ids=["inside", "outside"],
+)
+def test_the_axis_name_may_be_given_to_either_wrapper(wrap):
+    tx = wrap(optax.sgd(1.0))
+    state = tx.init(jnp.zeros(2))
+
+    def member(grads):
+        return tx.update(grads, state)[1].grads_finite
+
+    grads = jnp.ones((3, 2)).at[1, 0].set(jnp.nan)
+    assert jax.vmap(member, axis_name="data")(grads).tolist() == [False] * 3
 
 
 # A whole window inside of one jitted step.

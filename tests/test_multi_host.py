@@ -165,7 +165,7 @@ def test_a_lost_process_costs_nothing_but_the_steps_since_the_checkpoint(uninter
 
 
 def test_the_launcher_takes_its_processes_with_it():
-    with started(2, "--steps", 1_000_000) as launcher:
+    with started(2, "--steps", 20_000) as launcher:
         assert "2 processes" in next(line for line in launcher.stdout if "from step" in line)
         launcher.terminate()
         launcher.communicate(timeout=60)

@@ -93,3 +93,13 @@ def test_tree_where_lets_a_python_scalar_take_the_dtype_of_its_array():
 def test_tree_where_under_vmap():
     chosen = jax.vmap(jaxscale.tree_where)(jnp.array([True, False]), jnp.ones(2), jnp.zeros(2))
     assert chosen.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_all_finite_looks_at_every_leaf(dtype, compiled):
+    all_finite = jax.jit(jaxscale.all_finite) if compiled else jaxscale.all_finite
+    tree = {name: jnp.ones(3, dtype) for name in "abc"}
+    assert all_finite(tree)
+    for name in tree:
+        assert not all_finite(tree | {name: tree[name].at[1].set(jnp.inf)})

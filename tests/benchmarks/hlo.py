@@ -1,0 +1,161 @@
+"""What a compiled program holds: kernels, the bytes that they move, all-reduces.
+
+Counted in the program's text, in the same way for each machine and method. XLA's own figure for
+bytes is reported beside ours; programs for a GPU that is not there have none.
+"""
+
+import collections
+import itertools
+import math
+import re
+from typing import NamedTuple
+
+# These move nothing: they name buffers, or their work is in the computations that they call.
+FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
+    *("opt-barrier", "add-dependency", "partition-id", "replica-id", "get-dimension-size"),
+    *("AllocateBuffer", "ConcatBitcast"),
+}
+# From one memory to another in the background, while kernels run: launched by no one.
+TRANSFERS = {"copy-done", "slice-done"}
+CALLS = {"call", "while", "async-start"}
+CALLED = re.compile(
+    r"(?:to_apply|calls|body|condition|(?:branch|called)_computations|\w+_computation)="
+    r"(\{[^}]*\}|%[\w.\-]+)"
+)
+
+ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\](\{[^}]*\})?")
+
+
+class Instruction(NamedTuple):
+    name: str
+    type: str
+    opcode: str
+    operands: list[str]
+    called: list[str]  # names of computations
+
+
+def computations(text):
+    """Returns the instructions of each computation by name, those of the entry first."""
+    found, entry, instructions = {}, None, None
+    for line in text.splitlines():
+        if line.endswith("{") and line.startswith(("%", "ENTRY ")):
+            name = line.removeprefix("ENTRY ").split()[0].lstrip("%")
+            instructions = found[name] = []
+            entry = name if line.startswith("ENTRY ") else entry
+        elif instructions is not None and line.startswith("  ") and " = " in line:
+            instructions.append(_instruction(line))
+    return {entry: found.pop(entry)} | found
+
+
+def _instruction(line):
+    name, text = line.strip().removeprefix("ROOT ").split(" = ", 1)
+    end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
+    opcode, rest = text[end:].lstrip().split("(", 1)
+    close = _closing("(" + rest) - 1
+    called = " ".join(CALLED.findall(rest[close:]))
+    target = re.search(r'custom_call_target="(\w+)"', rest[close:])
+    return Instruction(
+        name.lstrip("%"),
+        text[:end],
+        target.group(1) if target and target.group(1) in FREE else opcode,
+        re.findall(r"%([\w.\-]+)", rest[:close]),
+        re.findall(r"[\w.\-]+", called),
+    )
+
+
+def _closing(text):
+    """The place of the parenthesis that closes the first one."""
+    depths = itertools.accumulate((c == "(") - (c == ")") for c in text)
+    return next(i for i, depth in enumerate(depths) if depth == 0)
+
+
+def _bytes(type_, anywhere=False):
+    """The bytes of an array, or of a tuple of arrays, that are in the device's main memory.
+
+    Layouts of a TPU's arrays that are elsewhere, as on the chip, end in ``S(1)`` and so on.
+    """
+    return sum(
+        math.prod(map(int, filter(None, shape.split(","))))
+        * (1 if dtype == "pred" else int(re.search(r"\d+", dtype).group()) / 8)
+        for dtype, shape, layout in ARRAY.findall(type_)
+        if not re.search(r"S\([1-9]\d*\)", layout) or anywhere
+    )
+
+
+def _begins_transfer(instruction):
+    return instruction.opcode.replace("-start", "-done") in TRANSFERS - {instruction.opcode}
+
+
+class Cost(NamedTuple):
+    """Kernels by kind, and the bytes of main memory that are read and written."""
+
+    kernels: collections.Counter
+    bytes: float
+
+
+def cost(text):
+    """Returns the :class:`Cost` of one run of a program.
+
+    A kernel is an instruction that does work of its own: a fusion, a copy, a reduction, a call
+    of a library. It reads its operands, or the slices of them that it takes, and writes its
+    result. Of a conditional the larger branch counts, of a loop one turn; what stands in a
+    computation that is merely called counts as if it stood where it is called.
+    """
+    found = computations(text)
+
+    def count(name):
+        types = {instruction.name: instruction.type for instruction in found[name]}
+        sources = {i.name: i.operands[0] for i in found[name] if _begins_transfer(i)}
+        kernels, moved = collections.Counter(), 0.0
+        for instruction in found[name]:
+            parts = []
+            if instruction.opcode == "conditional":
+                branches = [count(branch) for branch in instruction.called]
+                parts = [max(branches, key=lambda branch: branch.kernels.total())]
+            elif instruction.opcode in CALLS:
+                parts = [count(called) for called in instruction.called]
+            elif instruction.opcode in TRANSFERS:
+                size = _bytes(instruction.type, anywhere=True)
+                read = size if _bytes(types[sources[instruction.operands[0]]]) else 0
+                moved += read + _bytes(instruction.type)
+            elif _begins_transfer(instruction):
+                continue  # counted where it is done
+            elif instruction.opcode not in FREE and not instruction.opcode.endswith("-done"):
+                kernels[instruction.opcode.removesuffix("-start")] += 1
+                moved += _bytes(instruction.type) + _read(instruction, types)
+            for part in parts:
+                kernels += part.kernels
+                moved += part.bytes
+        return Cost(kernels, moved)
+
+    def _read(instruction, types):
+        sizes = {name: _bytes(types[name]) for name in instruction.operands}
+        if instruction.opcode == "fusion":
+            body = found[instruction.called[0]]
+            parameters = [i.name for i in body if i.opcode == "parameter"]
+            for operand, parameter in zip(instruction.operands, parameters, strict=False):
+                users = [i for i in body if parameter in i.operands]
+                if users and all(i.opcode in ("slice", "dynamic-slice") for i in users):
+                    sliced = sum(_bytes(user.type) for user in users)
+                    sizes[operand] = min(sizes[operand], sliced)
+        return sum(sizes.values())
+
+    return count(next(iter(found)))
+
+
+def program(compiled, parameters):
+    """Returns what a compiled program moves and launches, as JSON types."""
+    analysis = compiled.cost_analysis()
+    analysis = analysis[0] if isinstance(analysis, list) else analysis
+    kernels, moved = cost(compiled.as_text())
+    return {
+        "bytes_per_parameter": moved / parameters,
+        "xla_bytes_per_parameter": analysis and analysis["bytes accessed"] / parameters,
+        "temporary_bytes_per_parameter": (
+            compiled.memory_analysis().temp_size_in_bytes / parameters
+        ),
+        "kernels": kernels.total(),
+        "kernels_by_kind": dict(kernels.most_common()),
+        "all_reduces": kernels["all-reduce"],
+    }

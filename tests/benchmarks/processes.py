@@ -1,0 +1,131 @@
+"""One process for each method: they take turns, and one that does not come back is stopped.
+
+A compilation cannot be interrupted, only a process can. All of them live through all rounds, so
+that what the machine does meanwhile falls on all methods alike; while one has its turn the others
+wait. Their times for tracing and compiling are those of a process that did nothing before.
+"""
+
+import multiprocessing
+import os
+import statistics
+import time
+
+# Its imports are made once, in the process that the others are forked from.
+PRELOAD = ["jax", "optax", "jaxscale", "jaxscale.flax", "flax.training.dynamic_scale", "jmp", "mpx"]
+# Several processes share one GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+class Process:
+    """A process that makes something ready, and then runs it as often as it is asked to."""
+
+    def __init__(self, make, *args):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._pipe, end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(end, make, args), daemon=True)
+        self._process.start()
+        end.close()
+
+    def answer(self, limit=None):
+        """Returns what it sent, or ``{"error": ...}`` after ``limit`` seconds or its death."""
+        try:
+            if self._pipe.poll(limit):
+                return self._pipe.recv()
+            self.stop()
+            return {"error": f"> {limit:g} s", "limit": limit}
+        except EOFError:
+            self.stop()
+            return {"error": f"died with exit code {self._process.exitcode}"}
+
+    def run(self, *args):
+        self._pipe.send(args)
+        return self.answer()
+
+    def stop(self):
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(pipe, make, args):
+    try:
+        report, run = make(*args)
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        kind = "not installed" if isinstance(error, ImportError) else type(error).__name__
+        return pipe.send({"error": f"{kind}: {lines[0][:200]}"})
+    pipe.send(report)
+    while True:
+        pipe.send(run(*pipe.recv()))
+
+
+def call(make, *args, limit=None):
+    """Returns the report of ``make``, made in a process of its own."""
+    process = Process(make, *args)
+    report = process.answer(limit)
+    process.stop()
+    return report
+
+
+def prepare(jobs, limit, show=lambda name: None):
+    """Starts one process after another. ``jobs``: name -> (make, *args).
+
+    Returns the processes that came up, and the reports of all.
+    """
+    processes, reports = {}, {}
+    for name, job in jobs.items():
+        show(name)
+        process = Process(*job)
+        reports[name] = process.answer(limit)
+        if "error" in reports[name]:
+            process.stop()
+        else:
+            processes[name] = process
+    return processes, reports
+
+
+def take_turns(processes, rounds, seconds, show=lambda name: None):
+    """Returns for each process a list of what ``run(seconds)`` said, one for each round."""
+    names, turns = list(processes), {name: [] for name in processes}
+    for i in range(rounds):
+        show(f"round {i + 1} of {rounds}")
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            turns[name].append(processes[name].run(seconds))
+    for process in processes.values():
+        process.stop()
+    return turns
+
+
+def timed(call, carry, block):
+    """Returns a ``run(seconds)`` that repeats ``carry = call(carry)`` and times it.
+
+    It returns the seconds of a step, of many that were queued; and the seconds until an idle
+    machine's call returned, which is what Python and the runtime need to start a step.
+    """
+
+    def run(seconds):
+        nonlocal carry
+        dispatch, alone = [], []
+        for _ in range(3):
+            start = time.perf_counter()
+            carry = call(carry)
+            dispatch.append(time.perf_counter() - start)
+            block(carry)
+            alone.append(time.perf_counter() - start)
+        number = max(1, min(200, int(seconds / min(alone))))
+        start = time.perf_counter()
+        for _ in range(number):
+            carry = call(carry)
+        block(carry)
+        return {"step_s": (time.perf_counter() - start) / number, "dispatch_s": min(dispatch)}
+
+    return run
+
+
+def ratio(turns, others, key="step_s"):
+    """Returns median and quartiles of a ratio, taken round by round."""
+    ratios = sorted(a[key] / b[key] for a, b in zip(turns, others, strict=True))
+    low, _, high = (
+        statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    )
+    return {"median": statistics.median(ratios), "low": low, "high": high}

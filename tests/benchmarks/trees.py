@@ -1,0 +1,91 @@
+"""The trees that are stepped: shapes of parameters, and gradients for them."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES = ("float32", "float16", "bfloat16")
+CLIPS = {"unclipped": False, "clipped": True}
+GRADIENT = 1e-3  # the standard deviation of unscaled gradients
+
+
+def gpt2(width, layers=12, positions=1024):
+    """The shapes of GPT-2: 148 leaves at 12 layers, 124 million parameters at a width of 768.
+
+    The vocabulary shrinks with the width, so that its share of the parameters stays.
+    """
+    block = {
+        "norm_1/scale": (width,),
+        "norm_1/bias": (width,),
+        "attention/in/kernel": (width, 3 * width),
+        "attention/in/bias": (3 * width,),
+        "attention/out/kernel": (width, width),
+        "attention/out/bias": (width,),
+        "norm_2/scale": (width,),
+        "norm_2/bias": (width,),
+        "mlp/in/kernel": (width, 4 * width),
+        "mlp/in/bias": (4 * width,),
+        "mlp/out/kernel": (4 * width, width),
+        "mlp/out/bias": (width,),
+    }
+    shapes = {"tokens": (50257 * width // 768, width), "positions": (positions, width)}
+    shapes |= {f"{i:02}/{name}": shape for i in range(layers) for name, shape in block.items()}
+    return shapes | {"norm/scale": (width,), "norm/bias": (width,)}
+
+
+def small(leaves, elements=4096):
+    """Many small leaves, of three shapes in turn, and of one size."""
+    shapes = [(elements,), (elements // 32, 32), (elements // 128, 128)]
+    return {f"{i:04}": shapes[i % 3] for i in range(leaves)}
+
+
+TREES = {
+    "tiny": {
+        "gpt2": gpt2(16, layers=1, positions=16),
+        "huge": {"leaf": (4096,)},
+        "small": small(12, 128),
+    },
+    "laptop": {"gpt2": gpt2(192), "huge": {"leaf": (2**23,)}, "small": small(1200)},
+    "gpu": {"gpt2": gpt2(768), "huge": {"leaf": (2**28,)}, "small": small(1200)},
+}
+
+
+def size(shapes):
+    """The number of parameters."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def avals(shapes, dtype):
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+
+
+def params(shapes):
+    """Parameters of order one, in float32."""
+    return _normal(shapes, 0, 1.0, "float32")
+
+
+def gradients(shapes, dtype, scale=1.0, seed=1):
+    """Gradients times a loss scale, in the dtype that a backward pass gave them."""
+    return _normal(shapes, seed, GRADIENT * scale, dtype)
+
+
+def _normal(shapes, seed, deviation, dtype):
+    # Of one pool of numbers, begun at another place for each leaf: nothing is compiled for it.
+    pool = deviation * np.random.default_rng(seed).standard_normal(2**18, np.float32)
+    pool = np.concatenate([pool, pool]).astype(jnp.dtype(dtype))
+    starts = np.arange(len(shapes)) * 7919 % 2**18
+    return {
+        name: jnp.array(np.resize(pool[start : start + 2**18], shape))
+        for start, (name, shape) in zip(starts, shapes.items(), strict=True)
+    }
+
+
+def limit_bytes(shapes, dtype):
+    """The least that a safe step of AdamW moves: gradients read twice, all else once.
+
+    Twice, as nothing may be written before the last gradient has been seen. Parameters and
+    two moments, in float32, are read once and written once.
+    """
+    return size(shapes) * (2 * jnp.dtype(dtype).itemsize + 2 * 3 * np.float32().itemsize)
