@@ -44,6 +44,7 @@ class Loss(NamedTuple):
     nonzero: int
     zeros: int
     subnormals: int
+    lost_sum: float
 
     @property
     def share(self) -> float:
@@ -135,8 +136,15 @@ def loss(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Loss |
         subnormals = tiny & ~zeros & _subnormal(outputs[i])
         if subnormal_inputs:
             subnormals &= actual != exact
-        losses.append(Loss(i, *(int(mask.sum()) for mask in (exact != 0, zeros, subnormals))))
+        counts = (int(mask.sum()) for mask in (exact != 0, zeros, subnormals))
+        losses.append(Loss(i, *counts, _share_of_sum(exact, zeros)))
     return max(losses, key=lambda lost: lost.zeros + lost.subnormals)
+
+
+def _share_of_sum(numbers: np.ndarray, mask: np.ndarray) -> float:
+    magnitudes = np.where(np.isfinite(numbers), np.abs(numbers), 0.0)
+    total = float(magnitudes.sum())
+    return float(magnitudes[mask].sum()) / total if total else 0.0
 
 
 def _noise(eqn: JaxprEqn, inputs: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:

@@ -7,6 +7,7 @@ import json
 import pathlib
 import sys
 import textwrap
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
             if options.json_file:
                 _write(options.json_file, record)
     except TargetError as error:
+        if options.traceback:
+            traceback.print_exception(error)
         print(f"jaxscale doctor: {error}", file=sys.stderr)
         return 2
     if options.json:
@@ -89,6 +92,9 @@ def _parser() -> argparse.ArgumentParser:
         "--json", action="store_true", help="print all results as JSON, and the text to stderr"
     )
     doctor.add_argument("--json-file", metavar="FILE", help="write the JSON to a file")
+    doctor.add_argument(
+        "--traceback", action="store_true", help="for bad use, print the Python traceback too"
+    )
     return parser
 
 
@@ -111,7 +117,7 @@ def _examined(target: Target, loss_scale: float | None) -> Exam:
         return examine(target, loss_scale)
     except Exception as error:
         raise TargetError(
-            f"The loss of {target.name} cannot be differentiated: {told(error)}"
+            f"{target.name} failed when it was run on its batch: {told(error)}"
         ) from error
 
 
@@ -129,7 +135,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _summary(exam: Exam, found: Sequence[Finding]) -> str:
-    lines = [verdict(found), *_wrapped(setting(exam), "")]
+    lines = [verdict(exam, found), *_wrapped(setting(exam), "")]
     for finding in found:
         lines += ["", *_wrapped(finding.title, "! " if finding.is_problem else "- ")]
         lines += [f"      {text.strip()}" for i, text in finding.source if i == finding.line]
@@ -158,6 +164,6 @@ def _record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:
     results = exam._asdict() | {"histogram": histogram, "trace": dataclasses.asdict(exam.trace)}
     problems = any(finding.is_problem for finding in found)
     return to_json(
-        {"version": _VERSION, "found": problems, "verdict": verdict(found), "findings": list(found)}
+        {"version": _VERSION, "found": problems, "verdict": verdict(exam, found), "findings": list(found)}
         | results
     )

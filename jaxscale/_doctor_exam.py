@@ -1,10 +1,11 @@
 """All diagnostics of one loss, its parameters and a batch, at the scale that it would train at."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from ._diagnose_calibrate import Calibration, calibrate
@@ -16,20 +17,62 @@ from ._diagnose_trace import trace
 from ._diagnose_underflow import Underflow, underflow
 from ._doctor_target import Target, is_numbers
 from ._state import init_state
+from ._tree import leaf_name
 from ._value_and_grad import grad
 
 MOST_LAYERS = 40  # in the map of layers
 
 
+class Comparison(NamedTuple):
+    """What a lower loss scale does to the gradients: any bit they lose is an underflow.
+
+    A power of two moves no other bit.
+
+    Attributes:
+      loss_scale: the scale in question.
+      reference: the scale that they are compared with.
+      flushed: the share of the gradients that are not 0 there, and are here.
+      error: the norm of the difference as a share of the norm of the gradients.
+      worst: the leaf with the largest share flushed, or ``""``.
+      worst_flushed: that share.
+    """
+
+    loss_scale: float
+    reference: float
+    flushed: float
+    error: float
+    worst: str
+    worst_flushed: float
+
+
 class Exam(NamedTuple):
-    """What was measured. All of it is on the host, but for the histogram."""
+    """What was measured. All of it is on the host, but for the histogram.
+
+    Attributes:
+      target: what was examined, as it was called.
+      loss: the loss.
+      loss_scale: the scale of the trace and the table of leaves.
+      is_dynamic: whether that is the largest that does not overflow, and was not given.
+      shown_scale: the scale at which formats are judged: that which was given, or none.
+      dtypes: in which formats the loss is computed.
+      calibration: ``None`` if no scale is called for, or the loss itself is not finite.
+      comparison: of the shown scale with the largest; ``None`` if it is not lower.
+      leaves: the gradients, leaf by leaf.
+      histogram: of the gradients at the largest scale, where the least is flushed.
+      shares: what formats keep of them at the shown scale.
+      layers: the same for each layer.
+      suggestion: the scale at which float16 would store them.
+      trace: where numbers get lost.
+    """
 
     target: str
     loss: float
     loss_scale: float
     is_dynamic: bool
+    shown_scale: float
     dtypes: tuple[str, ...]
-    calibration: Calibration | None  # None if the loss itself is not finite
+    calibration: Calibration | None
+    comparison: Comparison | None
     leaves: LeafTable
     histogram: Histogram
     shares: dict[str, Shares]
@@ -40,52 +83,95 @@ class Exam(NamedTuple):
     @property
     def is_half(self) -> bool:
         """Whether anything is computed in a format whose range is too small for gradients."""
-        return any(jnp.finfo(dtype).nexp < 8 for dtype in self.dtypes)
+        return is_half(self.dtypes)
+
+    @property
+    def fits(self) -> float | None:
+        """The largest loss scale that does not overflow, if there is one."""
+        return self.calibration.init_scale if self.calibration else None
+
+
+def is_half(dtypes: tuple[str, ...]) -> bool:
+    """Returns whether the range of any of the formats is too small for gradients."""
+    return any(jnp.finfo(dtype).nexp < 8 for dtype in dtypes)
 
 
 def examine(target: Target, loss_scale: float | None) -> Exam:
     """Returns the results of all diagnostics at a loss scale, or at that which fits."""
-    name, loss_fn, params, batch = target
-    leaves, structure = jax.tree.flatten(batch)
-    arrays = [leaf for leaf in leaves if is_numbers(leaf)]
-
-    def of_arrays(params: Any, arrays: list[Any]) -> Any:
-        # Compiled programs take arrays; what else is in a batch stays as it is.
-        given = iter(arrays)
-        return loss_fn(
-            params,
-            jax.tree.unflatten(
-                structure, [next(given) if is_numbers(leaf) else leaf for leaf in leaves]
-            ),
-        )
-
-    loss = float(jax.jit(of_arrays)(params, arrays))
+    loss_of, arrays = _of_arrays(target)
+    params = target.params
+    dtypes = tuple(sorted(_dtypes(jax.make_jaxpr(loss_of)(params, arrays))))
+    loss = float(jax.jit(loss_of)(params, arrays))
     calibration = None
-    if jnp.isfinite(loss):
-        calibration = calibrate(of_arrays, params, [arrays], allow_int=True)
+    if np.isfinite(loss) and is_half(dtypes):
+        calibration = calibrate(loss_of, params, [arrays])
     # A dynamic scale ends near the largest that does not overflow, wherever it started.
     fits = calibration.init_scale if calibration else None
-    used = loss_scale if loss_scale is not None else (fits or 1.0)
-    compiled = jax.jit(
-        lambda state, params, arrays: grad(of_arrays, state, allow_int=True)(params, arrays)
-    )
-    grads = compiled(init_state(used), params, arrays)
+    used = loss_scale or fits or 1.0
+    shown = loss_scale or 1.0
+    compiled = jax.jit(lambda state, params, arrays: grad(loss_of, state)(params, arrays))
+    grads = {
+        scale: compiled(init_state(scale), params, arrays) for scale in {used, shown, fits or used}
+    }
     # What the gradients are is best seen at the largest scale: little is flushed on the way.
-    seen = grads if used == (fits or used) else compiled(init_state(fits or used), params, arrays)
+    seen = grads[fits or used]
     counted = histogram(seen)
     return Exam(
-        target=name,
+        target=target.name,
         loss=loss,
         loss_scale=used,
         is_dynamic=loss_scale is None,
-        dtypes=tuple(sorted(_dtypes(jax.make_jaxpr(of_arrays)(params, arrays)))),
+        shown_scale=shown,
+        dtypes=dtypes,
         calibration=calibration,
-        leaves=table(nonfinite(grads, loss_scale=used)),
+        comparison=_compared(grads, shown, fits) if fits and shown < fits else None,
+        leaves=table(nonfinite(grads[used], loss_scale=used)),
         histogram=counted,
-        shares=shares(counted, loss_scale=used),
-        layers=_layers(leaf_histograms(seen), used),
+        shares=shares(counted, loss_scale=shown),
+        layers=_layers(leaf_histograms(seen), shown),
         suggestion=suggest_scale(counted),
-        trace=trace(loss_fn, init_state(used), allow_int=True)(params, batch),
+        trace=trace(target.loss_fn, init_state(used), has_aux=target.has_aux)(params, target.batch),
+    )
+
+
+def _of_arrays(target: Target) -> tuple[Callable[[Any, Any], Any], list[Any]]:
+    """Returns the loss as a function that can be compiled, and the arrays of the batch."""
+    leaves, structure = jax.tree.flatten(target.batch)
+
+    def loss_of(params: Any, arrays: list[Any]) -> Any:
+        # Compiled programs take arrays; what else is in a batch stays as it is.
+        given = iter(arrays)
+        batch = [next(given) if is_numbers(leaf) else leaf for leaf in leaves]
+        output = target.loss_fn(params, jax.tree.unflatten(structure, batch))
+        return output[0] if target.has_aux else output
+
+    return loss_of, [leaf for leaf in leaves if is_numbers(leaf)]
+
+
+def _compared(grads: dict[float, Any], loss_scale: float, reference: float) -> Comparison:
+    pairs = {
+        leaf_name(path): (np.asarray(lower, np.float64), np.asarray(leaf, np.float64))
+        for (path, leaf), lower in zip(
+            jax.tree_util.tree_leaves_with_path(grads[reference]),
+            jax.tree.leaves(grads[loss_scale]),
+            strict=True,
+        )
+    }
+    lost = {name: int(np.sum((a == 0) & (b != 0))) for name, (a, b) in pairs.items()}
+    nonzero = {name: int(np.sum(b != 0)) for name, (_, b) in pairs.items()}
+    flushed = {name: lost[name] / max(nonzero[name], 1) for name in pairs}
+    worst = max(flushed, key=lambda name: flushed[name])
+    difference, norm = (
+        float(np.sqrt(sum(np.sum(np.square(each)) for each in leaves)))
+        for leaves in ([a - b for a, b in pairs.values()], [b for _, b in pairs.values()])
+    )
+    return Comparison(
+        loss_scale,
+        reference,
+        flushed=sum(lost.values()) / max(sum(nonzero.values()), 1),
+        error=difference / norm if norm else 0.0,
+        worst=worst if flushed[worst] else "",
+        worst_flushed=flushed[worst],
     )
 
 

@@ -6,11 +6,15 @@ from typing import NamedTuple
 
 from ._diagnose_findings import Place, TracedNonfinite, TracedUnderflow
 from ._diagnose_words import percent, power
+from ._doctor_advice import for_nonfinite, for_underflow
 from ._doctor_exam import Exam
 
 _AROUND = 2  # lines of source before and after the one that is meant
-_MOST = 5  # places of a kind
-_FLUSHED = 0.5  # from what share of zeros on an underflow is a problem
+_MOST = 5  # places of a kind, and names in a list
+_FLUSHED = 0.5  # an underflow is a problem if so many of the nonzero values become 0,
+_LOST_SUM = 0.01  # and these had that share of the sum of their magnitudes
+_NEEDED = 0.01  # a loss scale is needed if without it that share of the gradients is lost
+_DEFAULT_SCALE = 2.0**15  # where a dynamic scale starts
 
 
 class Finding(NamedTuple):
@@ -35,46 +39,42 @@ class Finding(NamedTuple):
 
 def findings(exam: Exam) -> list[Finding]:
     """Returns what was found, the problems first, each kind in the order of execution."""
-    found = [*_nonfinite(exam), *_underflows(exam), *_scales(exam), *_leaves(exam)]
+    found = [*_nonfinite(exam), *_underflows(exam), *_scales(exam), *_zeros(exam)]
     return sorted(found, key=lambda finding: not finding.is_problem)
 
 
-def verdict(found: Sequence[Finding]) -> str:
+def verdict(exam: Exam, found: Sequence[Finding]) -> str:
     """Returns whether anything is wrong, in one sentence."""
     problems = sum(finding.is_problem for finding in found)
-    if not problems:
-        return "Nothing is wrong."
-    return f"{problems} problem{'s' * (problems > 1)} found."
+    if problems:
+        return f"{problems} problem{'s' * (problems > 1)} found."
+    return f"Nothing is wrong{' with a loss scale, which it needs' * _is_needed(exam)}."
 
 
 def _nonfinite(exam: Exam) -> Iterator[Finding]:
     report = exam.trace
+    bad = report.nonfinite_outputs
+    reaching = [place for place in report.nonfinite if place.reaches]
+    made = [place for place in reaching if place.cause != "given"]
+    begins = f"{_outputs(exam)}. It begins at "
     if report.nonfinite_arguments:
-        names = [
-            name.replace("args[0]", "params").replace("args[1]", "batch")
-            for name in report.nonfinite_arguments
-        ]
+        yield from _of_arguments(exam, [place for place in reaching if place not in made])
+        begins, reaching = "Inf or NaN is also made at ", made
+    elif bad and not reaching:
+        yield Finding(True, f"{_outputs(exam)}, and no line explains it.", _leaves(exam))
+    for place in reaching[:_MOST]:
+        details = (_birth(place), for_nonfinite(place, exam))
+        if place is report.first_nonfinite:
+            details += _leaves(exam)
+        yield _located(place, True, f"{begins}{_line(place)}.", details)
+        begins = "Inf or NaN is also made at "
+    if not bad and exam.leaves.nonfinite:
         yield Finding(
             True,
-            f"There is inf or NaN in what comes in: {_few(names)}.",
-            ("Look at the data, and at the parameters: what follows may come of it.",),
+            "Compiled as one program it gives gradients that are not finite, but not if its "
+            "operations are run one by one.",
+            _leaves(exam),
         )
-    first = report.first_nonfinite
-    bad = exam.trace.nonfinite_outputs
-    grads = [name for name in bad if name.startswith("grads")]
-    if bad and (first is None or not first.reaches):
-        yield Finding(True, f"{_outputs(exam, grads)}, and no line explains it.")
-    reaching = [place for place in report.nonfinite if place.reaches]
-    for place in reaching[:_MOST]:
-        if place is first:
-            yield _located(
-                place,
-                True,
-                f"{_outputs(exam, grads)}. It begins at {_line(place)}.",
-                (_birth(place), _birth_advice(place, exam)),
-            )
-        else:
-            yield _located(place, True, f"More of it is made at {_line(place)}.", (_birth(place),))
     for place in [place for place in report.nonfinite if not place.reaches][:_MOST]:
         yield _located(
             place,
@@ -84,19 +84,47 @@ def _nonfinite(exam: Exam) -> Iterator[Finding]:
         )
 
 
-def _outputs(exam: Exam, grads: list[str]) -> str:
-    is_bad = "loss" in exam.trace.nonfinite_outputs
+def _of_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Iterator[Finding]:
+    names = [
+        name.replace("args[0]", "params").replace("args[1]", "batch")
+        for name in exam.trace.nonfinite_arguments
+    ]
+    if not exam.trace.nonfinite_outputs:
+        title = f"There is inf or NaN in {_few(names)}, but none in the loss and the gradients."
+        yield Finding(False, title)
+        return
+    title = f"There is inf or NaN in {_few(names)}, before anything is computed."
+    advice = "No loss scale and no other format helps: look where these numbers come from."
+    details = (f"{_outputs(exam)}.", advice, *_leaves(exam))
+    if not entries:
+        yield Finding(True, title, details)
+        return
+    first = f"It comes in at {_line(entries[0])}."
+    yield _located(entries[0], True, title, (first, *details))
+
+
+def _outputs(exam: Exam) -> str:
+    bad = exam.trace.nonfinite_outputs
+    grads = sum(name.startswith("grads") for name in bad)
     number = len(exam.leaves.rows)
-    share = "all gradients" if len(grads) == number else f"{len(grads)} of {number} gradients"
+    some = f"{grads} of {number}" if grads < number else f"all {number}" if number > 1 else "the"
+    share = f"{some} gradient{'s' * (number > 1)} hold{'s' * (grads == 1)} inf or NaN"
+    if "loss" in bad:
+        return f"The loss is {exam.loss:g}" + f", and {share}" * (grads > 0)
     if not grads:
-        return f"The loss is {exam.loss:g}" if is_bad else "An output is not finite"
-    verb = "are" if len(grads) > 1 or len(grads) == number else "is"
-    if is_bad:
-        return f"The loss is {exam.loss:g}, and {share} {verb} not finite"
-    return (
-        f"The loss is finite, {exam.loss:.4g}, but {share} {verb} not, at loss scale "
-        f"{power(exam.loss_scale)}"
+        others = [name for name in bad if name.startswith("aux")]
+        return f"The loss and the gradients are finite, but {_few(others)} is not"
+    scale = (
+        "even without a loss scale"
+        if exam.loss_scale == 1
+        else f"at loss scale {power(exam.loss_scale)}"
     )
+    return f"The loss is finite, {exam.loss:.4g}, but {share}, {scale}"
+
+
+def _leaves(exam: Exam) -> tuple[str, ...]:
+    names = [row.path for row in exam.leaves.nonfinite]
+    return (f"Gradients with inf or NaN, worst first: {_few(names)}.",) if names else ()
 
 
 def _birth(place: TracedNonfinite) -> str:
@@ -111,98 +139,91 @@ def _birth(place: TracedNonfinite) -> str:
     }[place.cause]
 
 
-def _birth_advice(place: TracedNonfinite, exam: Exam) -> str:
-    if place.cause == "range" and place.scaled and exam.loss_scale > 1:
-        return "A lower loss scale may help. Or compute this line in float32."
-    if place.cause == "range":
-        return (
-            "No loss scale can help. Compute this line in float32, or keep its numbers within "
-            f"{place.dtype}: a mask of -1e4 instead of -1e9, a mean instead of a sum."
-        )
-    if place.cause == "infinities":
-        return "No loss scale can help. Mask with a number that the format holds, such as -1e4."
-    if place.cause == "value":
-        return "No loss scale can help. Keep the operand away from where it has no finite result."
-    return "No loss scale can help. Look where this number comes from."
-
-
 def _underflows(exam: Exam) -> Iterator[Finding]:
     places = exam.trace.underflows
-
-    def is_problem(place: TracedUnderflow) -> bool:
-        return place.zeros >= _FLUSHED * place.nonzero
-
-    worst_first = sorted(places, key=lambda place: not is_problem(place))
+    worst_first = sorted(places, key=lambda place: not _is_harm(place))
     for place in worst_first[:_MOST]:
         zeros, subnormals = place.zeros / place.nonzero, place.subnormals / place.nonzero
-        if place.scaled:
-            advice = "A higher loss scale would keep them"
-            fits = exam.calibration and exam.calibration.init_scale
-            beyond = fits and exam.loss_scale >= fits
-            advice += ", but overflows elsewhere: compute this line in float32." * bool(beyond)
-            advice += "." * (not beyond)
+        where = f"In the {place.direction} pass, "
+        if place.zeros > place.subnormals:
+            title = f"{where}{percent(zeros)} of the nonzero values become 0 at {_line(place)}."
         else:
-            advice = "No loss scale can help. Compute this line in float32, if they matter."
-        where = f"In the {place.direction} pass, {percent(zeros)} of the nonzero values become 0"
-        title = f"{where} at {_line(place)}."
-        if not is_problem(place):
             title = (
-                f"In the {place.direction} pass, {percent(zeros + subnormals)} of the nonzero "
-                f"values lose bits or become 0 at {_line(place)}."
+                f"{where}{percent(zeros + subnormals)} of the nonzero values lose bits or become 0 "
+                f"at {_line(place)}."
             )
-        detail = (
+        details = [
             f"`{place.primitive}` leaves {percent(zeros)} of {place.dtype}{list(place.shape)} "
-            f"zero, and {percent(subnormals)} subnormal, with fewer bits."
-        )
-        yield _located(place, is_problem(place), title, (detail, advice))
+            f"zero, and {percent(subnormals)} subnormal, with fewer bits. Those that become zero "
+            f"had {percent(place.lost_sum)} of the sum of all magnitudes."
+        ]
+        if _is_harm(place):
+            details.append(for_underflow(place, exam))
+        elif place.zeros:
+            details.append("They are the smallest: no harm in a sum, but in a logarithm or below.")
+        yield _located(place, _is_harm(place), title, tuple(details))
     if len(places) > _MOST:
         rest = len(places) - _MOST
         yield Finding(False, f"{rest} more places where numbers get lost are in the --json.")
 
 
+def _is_harm(place: TracedUnderflow) -> bool:
+    return place.zeros >= _FLUSHED * place.nonzero and place.lost_sum >= _LOST_SUM
+
+
+def _is_needed(exam: Exam) -> bool:
+    compared = exam.comparison
+    return compared is not None and max(compared.flushed, compared.error) > _NEEDED
+
+
 def _scales(exam: Exam) -> Iterator[Finding]:
-    calibration, suggestion = exam.calibration, exam.suggestion
+    fits, compared = exam.fits, exam.comparison
     if not exam.is_half:
         yield Finding(
             False,
             f"The model computes in {' and '.join(exam.dtypes)}, and needs no loss scale.",
             ("`jaxscale.skip_nonfinite(optimizer)` keeps a bad batch from ruining the run.",),
         )
-        return
-    lost = exam.shares["float16"]
-    if not exam.is_dynamic and lost.flushed > 0.001:
-        yield Finding(
-            True,
-            f"At loss scale {power(exam.loss_scale)} float16 flushes {percent(lost.flushed)} of "
-            "the nonzero gradients to zero.",
-            (suggestion.sentence,),
-        )
-    elif exam.leaves.nonfinite:
-        yield Finding(False, "Which loss scale it needs can be said once the gradients are finite.")
-    elif suggestion.needed is not None:
-        yield Finding(False, suggestion.sentence)
-    if calibration is None:
-        return
-    if calibration.init_scale is None:
-        yield Finding(False, "No loss scale is low enough: the gradients overflow even at 1.")
-    elif calibration.init_scale < 2.0**15 and exam.is_dynamic:
-        scale = power(calibration.init_scale)
-        yield Finding(
-            False,
-            f"The largest loss scale that does not overflow on this batch is {scale}.",
-            (f"To skip no steps, start there: `DynamicLossScale(init_scale={scale})`.",),
-        )
+    elif fits is None:
+        yield Finding(False, "Whether it needs a loss scale can be said once all is finite.")
+    elif compared is None:
+        yield Finding(False, f"The largest loss scale that does not overflow is {power(fits)}.")
     else:
-        yield Finding(False, calibration.sentence)
-
-
-def _leaves(exam: Exam) -> Iterator[Finding]:
-    zero = [row.path for row in exam.leaves.rows if row.size and row.zero == row.size]
-    if zero:
+        where = "Without a loss scale"
+        if exam.shown_scale > 1:
+            where = f"At loss scale {power(exam.shown_scale)}"
+        start = f"`jaxscale.loss_scaled(optimizer)` finds one by itself, from 2**15 to {power(fits)}"
+        if fits < _DEFAULT_SCALE:
+            start = (
+                f"To skip no steps, start at {power(fits)}: "
+                f"`jaxscale.DynamicLossScale(init_scale={power(fits)})`"
+            )
+        range_ = f"The largest that does not overflow on this batch is {power(fits)}."
         yield Finding(
-            False,
-            f"The gradient is exactly 0 everywhere in {len(zero)} of {len(exam.leaves.rows)} "
-            f"leaves: {_few(zero)}.",
+            _is_needed(exam) and not exam.is_dynamic,
+            f"{where} {_lost(exam)}.",
+            (f"{range_} {start}.",),
+        )
+
+
+def _lost(exam: Exam) -> str:
+    compared = exam.comparison
+    if compared is None or not compared.error:
+        return "the gradients are the same, to the last bit, as at the largest that fits"
+    share = f"{percent(compared.flushed)} of the nonzero gradients become 0"
+    if compared.worst:
+        share += f", most in {compared.worst}, {percent(compared.worst_flushed)}"
+    return f"{share}; all of them together are off by {percent(min(compared.error, 1.0))}"
+
+
+def _zeros(exam: Exam) -> Iterator[Finding]:
+    rows = exam.leaves.rows
+    zero = [row.path for row in rows if row.size and row.zero == row.size]
+    if zero and not exam.trace.nonfinite_outputs:
+        yield Finding(
+            len(zero) == len(rows),
+            f"The gradient is exactly 0 everywhere in {len(zero)} of {len(rows)} leaves: "
+            f"{_few(zero)}.",
             ("Either the loss does not depend on them, or all of it was flushed on the way.",),
         )
 
@@ -218,8 +239,9 @@ def _line(place: Place) -> str:
 
 def _located(place: Place, is_problem: bool, title: str, details: tuple[str, ...]) -> Finding:
     extra = [f"It is in {place.layer}."] if place.layer else []
-    if place.called_from:
-        extra.append(f"Called from {_few(place.called_from)}.")
+    callers = [caller for caller in place.called_from if caller != place.where]
+    if callers:
+        extra.append(f"Called from {_few(callers)}.")
     if place.iteration:
         extra.append(f"In iteration {', '.join(map(str, place.iteration))}.")
     number = len(linecache.getlines(place.file)) if place.file else 0

@@ -47,7 +47,7 @@ def page(exam: Exam, found: Sequence[Finding]) -> tuple[str, bool]:
     parts = [
         "<h1>jaxscale doctor</h1>",
         f"<p><code>{html.escape(exam.target)}</code></p>",
-        f'<p class="verdict">{verdict(found)}</p>',
+        f'<p class="verdict">{verdict(exam, found)}</p>',
         _paragraph(setting(exam)),
         *(_finding("problem", finding) for finding in problems),
         "<h2>Worth knowing</h2>" if notes else "",
@@ -81,12 +81,14 @@ def page(exam: Exam, found: Sequence[Finding]) -> tuple[str, bool]:
 
 def setting(exam: Exam) -> str:
     """Returns at which scale, in which formats, and what the loss is."""
-    chosen = "the largest that does not overflow" if exam.is_dynamic else "as given"
-    if exam.is_dynamic and not (exam.calibration and exam.calibration.init_scale):
-        chosen = "as none fits"
+    scale = f"at loss scale {power(exam.loss_scale)}, as given"
+    if exam.is_dynamic:
+        scale = f"at loss scale {power(exam.loss_scale)}, the largest that does not overflow"
+        if exam.fits is None:
+            scale = "without a loss scale"
     return (
         f"The loss is {exam.loss:.4g}. The model computes in {' and '.join(exam.dtypes)}; it was "
-        f"examined on one batch at loss scale {power(exam.loss_scale)}, {chosen}."
+        f"examined on one batch {scale}."
     )
 
 
@@ -114,7 +116,7 @@ def _finding(kind: str, finding: Finding) -> str:
 
 
 def _pictures(exam: Exam) -> list[str]:
-    scale = exam.loss_scale
+    scale = exam.shown_scale
     drawings: list[tuple[str, Callable[[], Any]]] = [
         ("Histogram of the gradients by powers of two, and the ranges of four formats",
          lambda: plot_histogram(exam.histogram, loss_scale=scale)),
@@ -135,7 +137,7 @@ def _picture(words: str, figure: Any) -> str:
 
 
 def _text(exam: Exam) -> str:
-    return text_histogram(exam.histogram, loss_scale=exam.loss_scale)
+    return text_histogram(exam.histogram, loss_scale=exam.shown_scale)
 
 
 def _table(exam: Exam) -> str:

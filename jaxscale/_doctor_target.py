@@ -15,7 +15,10 @@ import jax.numpy as jnp
 
 from ._tree import only_gradients
 
-_SHAPE = "It must return (loss_fn, params, batch), where loss_fn(params, batch) is the loss."
+_SHAPE = (
+    "It must return (loss_fn, params, batch), where loss_fn(params, batch) is the loss, or a pair "
+    "of the loss and something else."
+)
 
 
 class TargetError(ValueError):
@@ -23,12 +26,21 @@ class TargetError(ValueError):
 
 
 class Target(NamedTuple):
-    """What to examine: a loss, its parameters and a batch, arrays of both on the device."""
+    """What to examine.
+
+    Attributes:
+      name: what was given on the command line.
+      loss_fn: takes ``params`` and ``batch``, and returns the loss, or a pair with it.
+      params: floating arrays on the device, and ``None`` for whatever else there was.
+      batch: arrays on the device, and whatever else there was.
+      has_aux: whether ``loss_fn`` returns a pair.
+    """
 
     name: str
     loss_fn: Callable[[Any, Any], Any]
     params: Any
     batch: Any
+    has_aux: bool
 
 
 def load(name: str) -> Target:
@@ -114,19 +126,57 @@ def _checked(name: str, call: str, returned: Any) -> Target:
             f"{call} returned parameters without any floating array: "
             f"{', '.join(others) or 'an empty tree'}."
         )
-    target = Target(name, loss_fn, *(jax.tree.map(_on_device, tree) for tree in (params, batch)))
-    try:
-        loss = jax.eval_shape(lambda params: loss_fn(params, target.batch), target.params)
-    except Exception as error:
-        raise TargetError(f"The loss function of {call} failed: {told(error)}") from error
-    is_array = isinstance(loss, jax.ShapeDtypeStruct)
-    if not is_array or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-        what = f"{loss.dtype}{list(loss.shape)}" if is_array else _kind(loss)
-        raise TargetError(
-            f"The loss function of {call} must return one floating number, got {what}. Reduce it, "
-            "for example with `.mean()`, and leave out auxiliary outputs."
-        )
-    return target
+    params, batch = (jax.tree.map(_on_device, tree) for tree in (params, batch))
+
+    def of_gradients(trained: Any, batch: Any) -> Any:
+        # Modules hold functions and counters too, of which there is no derivative.
+        return loss_fn(_filled(trained, params), batch)
+
+    trained = only_gradients(params)
+    has_aux = False
+
+    def loss_alone(trained: Any) -> Any:
+        nonlocal has_aux
+        output = of_gradients(trained, batch)
+        has_aux = isinstance(output, tuple) and len(output) == 2 and _is_loss(output[0])
+        loss = output[0] if has_aux else output
+        if not _is_loss(loss):
+            raise TargetError(
+                f"The loss function of {call} must return one floating number, or a pair that "
+                f"begins with one, got {_shape(loss)}. Reduce it, for example with `.mean()`."
+            )
+        return loss
+
+    for what, function in (
+        (f"The loss function of {call} failed", loss_alone),
+        (f"The loss function of {call} cannot be differentiated", jax.grad(loss_alone)),
+    ):
+        try:
+            jax.eval_shape(function, trained)
+        except TargetError:
+            raise
+        except Exception as error:
+            raise TargetError(f"{what}: {told(error)}") from error
+    return Target(name, of_gradients, trained, batch, has_aux)
+
+
+def _filled(trained: Any, params: Any) -> Any:
+    """Returns parameters with those of which there are gradients taken from another tree."""
+    return jax.tree.map(
+        lambda first, second: second if first is None else first,
+        trained,
+        params,
+        is_leaf=lambda node: node is None,
+    )
+
+
+def _is_loss(value: Any) -> bool:
+    is_number = hasattr(value, "dtype") or isinstance(value, float)
+    return is_number and not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
+
+
+def _shape(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else _kind(value)
 
 
 def _kind(value: Any) -> str:
