@@ -139,7 +139,7 @@ def _summary(exam: Exam, found: Sequence[Finding]) -> str:
     for finding in found:
         lines += ["", *_wrapped(finding.title, "! " if finding.is_problem else "- ")]
         lines += [f"      {text.strip()}" for i, text in finding.source if i == finding.line]
-        for detail in finding.details if finding.is_problem else ():
+        for detail in finding.details if finding.is_problem or not finding.where else ():
             lines += _wrapped(detail, "  ")
     return "\n".join(lines)
 

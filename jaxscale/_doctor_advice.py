@@ -24,7 +24,7 @@ _RANGE = {
     "pow": _SQUARE,
 }
 
-_EPSILON = "an epsilon, which in float16 must be 1e-7 at least, as 1e-8 is 0"
+_EPSILON = "an epsilon, in float16 1e-4 or so: 1e-8 is 0 there"
 # How to stay away from where a function has no finite value, or its derivative none.
 _VALUE = {
     "div": f"The divisor is 0: add {_EPSILON}, or choose another with `jnp.where` before.",

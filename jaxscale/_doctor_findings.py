@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ._diagnose_findings import Place, TracedNonfinite, TracedUnderflow
 from ._diagnose_words import percent, power
 from ._doctor_advice import for_nonfinite, for_underflow
-from ._doctor_exam import Exam
+from ._doctor_exam import Comparison, Exam
 
 _AROUND = 2  # lines of source before and after the one that is meant
 _MOST = 5  # places of a kind, and names in a list
@@ -48,7 +48,8 @@ def verdict(exam: Exam, found: Sequence[Finding]) -> str:
     problems = sum(finding.is_problem for finding in found)
     if problems:
         return f"{problems} problem{'s' * (problems > 1)} found."
-    return f"Nothing is wrong{' with a loss scale, which it needs' * _is_needed(exam)}."
+    needs = ", with a loss scale: it needs one" * (_is_needed(exam) and exam.is_dynamic)
+    return f"Nothing is wrong{needs}."
 
 
 def _nonfinite(exam: Exam) -> Iterator[Finding]:
@@ -62,11 +63,11 @@ def _nonfinite(exam: Exam) -> Iterator[Finding]:
         begins, reaching = "Inf or NaN is also made at ", made
     elif bad and not reaching:
         yield Finding(True, f"{_outputs(exam)}, and no line explains it.", _leaves(exam))
-    for place in reaching[:_MOST]:
-        details = (_birth(place), for_nonfinite(place, exam))
-        if place is report.first_nonfinite:
+    for place, others in _by_line(reaching)[:_MOST]:
+        details = [_birth(place), *_there_too(others), for_nonfinite(place, exam)]
+        if begins.startswith(_outputs(exam)):
             details += _leaves(exam)
-        yield _located(place, True, f"{begins}{_line(place)}.", details)
+        yield _located(place, True, f"{begins}{_line(place)}.", tuple(details))
         begins = "Inf or NaN is also made at "
     if not bad and exam.leaves.nonfinite:
         yield Finding(
@@ -82,6 +83,24 @@ def _nonfinite(exam: Exam) -> Iterator[Finding]:
             f"At {_line(place)} inf or NaN is made, and gone before the loss and the gradients.",
             (_birth(place), "For a mask that is fine. For a norm or a sum it is not."),
         )
+
+
+def _by_line(
+    places: Sequence[TracedNonfinite],
+) -> list[tuple[TracedNonfinite, list[TracedNonfinite]]]:
+    """Returns, for each line of the model, the place to speak of and the others there.
+
+    The forward pass comes first: what is wrong there is wrong in the backward pass too.
+    """
+    of_line: dict[tuple[str, int], list[TracedNonfinite]] = {}
+    for place in sorted(places, key=lambda place: place.direction != "forward"):
+        of_line.setdefault((place.file, place.line), []).append(place)
+    return [(first, others) for first, *others in of_line.values()]
+
+
+def _there_too(places: Sequence[TracedNonfinite]) -> list[str]:
+    words = dict.fromkeys(f"`{p.primitive}` in the {p.direction} pass" for p in places)
+    return [f"So does {_few(list(words))}, at this line too."] if words else []
 
 
 def _of_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Iterator[Finding]:
@@ -141,8 +160,12 @@ def _birth(place: TracedNonfinite) -> str:
 
 def _underflows(exam: Exam) -> Iterator[Finding]:
     places = exam.trace.underflows
-    worst_first = sorted(places, key=lambda place: not _is_harm(place))
-    for place in worst_first[:_MOST]:
+    if exam.trace.nonfinite_outputs:  # there, smaller matters only confuse
+        places = tuple(filter(_is_harm, places))
+    worst_first = sorted(places, key=lambda place: (not _is_harm(place), -place.lost_sum))
+    of_lines = {(place.file, place.line): place for place in reversed(worst_first)}
+    shown = [place for place in worst_first if place in of_lines.values()]
+    for place in shown[:_MOST]:
         zeros, subnormals = place.zeros / place.nonzero, place.subnormals / place.nonzero
         where = f"In the {place.direction} pass, "
         if place.zeros > place.subnormals:
@@ -162,9 +185,9 @@ def _underflows(exam: Exam) -> Iterator[Finding]:
         elif place.zeros:
             details.append("They are the smallest: no harm in a sum, but in a logarithm or below.")
         yield _located(place, _is_harm(place), title, tuple(details))
-    if len(places) > _MOST:
-        rest = len(places) - _MOST
-        yield Finding(False, f"{rest} more places where numbers get lost are in the --json.")
+    if len(shown) > _MOST:
+        rest = len(shown) - _MOST
+        yield Finding(False, f"{rest} more lines where numbers get lost are in the --json.")
 
 
 def _is_harm(place: TracedUnderflow) -> bool:
@@ -187,33 +210,49 @@ def _scales(exam: Exam) -> Iterator[Finding]:
     elif fits is None:
         yield Finding(False, "Whether it needs a loss scale can be said once all is finite.")
     elif compared is None:
-        yield Finding(False, f"The largest loss scale that does not overflow is {power(fits)}.")
+        yield Finding(False, _largest(exam))
     else:
-        where = "Without a loss scale"
-        if exam.shown_scale > 1:
-            where = f"At loss scale {power(exam.shown_scale)}"
-        start = f"`jaxscale.loss_scaled(optimizer)` finds one by itself, from 2**15 to {power(fits)}"
-        if fits < _DEFAULT_SCALE:
-            start = (
-                f"To skip no steps, start at {power(fits)}: "
-                f"`jaxscale.DynamicLossScale(init_scale={power(fits)})`"
-            )
-        range_ = f"The largest that does not overflow on this batch is {power(fits)}."
         yield Finding(
             _is_needed(exam) and not exam.is_dynamic,
-            f"{where} {_lost(exam)}.",
-            (f"{range_} {start}.",),
+            f"{_judged(exam)} {_lost(compared)}.",
+            (_largest(exam), _advice(exam, fits)),
         )
 
 
-def _lost(exam: Exam) -> str:
-    compared = exam.comparison
-    if compared is None or not compared.error:
-        return "the gradients are the same, to the last bit, as at the largest that fits"
+def _largest(exam: Exam) -> str:
+    calibration = exam.calibration
+    if calibration is None or calibration.init_scale is None:
+        return ""
+    fits = power(calibration.init_scale)
+    if calibration.overflows_at is None:
+        return f"On this batch no loss scale overflows up to {fits}, the largest that was tried."
+    return f"The largest loss scale that does not overflow on this batch is {fits}."
+
+
+def _judged(exam: Exam) -> str:
+    if exam.shown_scale == 1:
+        needs = "It needs a loss scale" if _is_needed(exam) else "This batch needs no loss scale"
+        return f"{needs}: without one"
+    given = f"Loss scale {power(exam.shown_scale)}"
+    return f"{given} is too low: there" if _is_needed(exam) else f"{given} will do: there"
+
+
+def _lost(compared: Comparison) -> str:
+    if not compared.error:
+        return "the gradients are the same to the last bit"
     share = f"{percent(compared.flushed)} of the nonzero gradients become 0"
-    if compared.worst:
-        share += f", most in {compared.worst}, {percent(compared.worst_flushed)}"
-    return f"{share}; all of them together are off by {percent(min(compared.error, 1.0))}"
+    if 0 < compared.flushed < compared.worst_flushed:
+        share += f" ({percent(compared.worst_flushed)} in {compared.worst})"
+    return f"{share}, and all together are off by {percent(min(compared.error, 1.0))}"
+
+
+def _advice(exam: Exam, fits: float) -> str:
+    if not _is_needed(exam):
+        return "Gradients shrink as a model learns, and a loss scale costs next to nothing."
+    if fits < _DEFAULT_SCALE:
+        policy = f"jaxscale.DynamicLossScale(init_scale={power(fits)})"
+        return f"To skip no steps, start there: `jaxscale.loss_scaled(optimizer, {policy})`."
+    return "`jaxscale.loss_scaled(optimizer)` finds a good one by itself."
 
 
 def _zeros(exam: Exam) -> Iterator[Finding]:
