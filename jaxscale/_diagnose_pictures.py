@@ -34,7 +34,8 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
 
     Above, the gradients by their size, shaded by what ``dtype`` makes of them at the given
     loss scale. Below, the numbers that each format holds, at that scale and at the one
-    that :func:`suggest_scale` suggests for ``dtype``: a larger scale moves them to the left.
+    that :func:`suggest_scale` suggests for ``dtype``, if that is another: a larger scale
+    moves them to the left.
 
     Args:
       histogram: what :func:`histogram` returned; leading axes are summed up.
@@ -61,9 +62,14 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
     one_of("plot_histogram", "dtype", dtype, FORMATS)
     numbers = read("plot_histogram", histogram)
     suggestion = suggest_scale(histogram, dtype=dtype)
-    scales = [exponent]
+    titles = {exponent: "what formats hold at loss scale {}"}
     if suggestion.suggested is not None:
-        scales.append(round(np.log2(suggestion.suggested)))
+        words = "at the suggested loss scale, {}"
+        if not suggestion.needed:
+            words = f"at loss scale {{}}, where {dtype} keeps these as well as anywhere"
+        suggested = round(np.log2(suggestion.suggested))
+        titles[suggested] = f"what formats hold {words}" if suggested == exponent else words
+    scales = list(titles)
     figure = _figure("plot_histogram", 9, 3.2 + 1.6 * len(scales))
     axes = figure.subplots(
         1 + len(scales), 1, sharex=True, squeeze=False, height_ratios=[3] + [1.6] * len(scales)
@@ -75,10 +81,7 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
     _bars(axes[0], numbers.counts, exponent, dtype)
     axes[0].set_title(head(numbers), loc="left", fontsize=10)
     axes[0].set_xlim(limits)
-    titles = ["what formats hold at loss scale {}", "at the suggested loss scale, {}"]
-    if not suggestion.needed:
-        titles[1] = f"at loss scale {{}}, which will do: {dtype} needs no other"
-    for ax, k, title in zip(axes[1:], scales, titles, strict=False):
+    for ax, (k, title) in zip(axes[1:], titles.items(), strict=True):
         _ranges(ax, k, shares_of(numbers.counts, k), limits)
         ax.set_title(title.format(power(2.0**k)), loc="left", fontsize=10)
     axes[-1].set_xlabel("|gradient|, unscaled")
@@ -135,7 +138,7 @@ def _ranges(ax: Any, exponent: int, shares: Mapping[str, Shares], limits: Any) -
         )
         lost = shares[name]
         ax.text(
-            1.01, row, f"0: {percent(lost.flushed)}   overflow: {percent(lost.overflowed)}",
+            1.01, row, f"to 0: {percent(lost.flushed)}   overflow: {percent(lost.overflowed)}",
             transform=ax.get_yaxis_transform(), va="center", fontsize=8,
         )  # fmt: skip
     ax.set_yticks(range(len(FORMATS)), FORMATS, fontsize=8)

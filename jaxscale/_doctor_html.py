@@ -54,14 +54,16 @@ def page(exam: Exam, found: Sequence[Finding]) -> tuple[str, bool]:
         *(_finding("note", finding) for finding in notes),
         "<h2>How large the gradients are</h2>",
         _paragraph(
-            "A format keeps what lies in its range. Scaling the loss moves the range to the left, "
-            "towards smaller gradients. What is inf or NaN has no size, and is not drawn."
+            f"Above, what float16 would keep {_where(exam)}. Below, the range of each format there "
+            "and at the scale that suits the gradients best: a larger scale moves it to the left, "
+            "towards smaller gradients. What is inf or NaN has no size, and is not drawn; nor is what "
+            "was computed on the way to these gradients, and may be smaller."
         ),
         pictures[0] if pictures else f"<pre>{html.escape(_text(exam))}</pre>",
         "<h2>Which layers lose what</h2>",
         _paragraph(
-            "If the gradients of each layer, multiplied by the loss scale, were stored in a "
-            "format. A dash: none of them is finite and nonzero."
+            f"If the gradients of each layer were stored in a format {_where(exam)}. A dash: none "
+            "of them is finite and nonzero."
         ),
         pictures[1] if pictures else f"<pre>{html.escape(str(exam.layers))}</pre>",
         "" if pictures else _paragraph(WITHOUT_PICTURES),
@@ -90,6 +92,12 @@ def setting(exam: Exam) -> str:
         f"The loss is {exam.loss:.4g}. The model computes in {' and '.join(exam.dtypes)}; it was "
         f"examined on one batch {scale}."
     )
+
+
+def _where(exam: Exam) -> str:
+    if exam.shown_scale == 1:
+        return "without a loss scale"
+    return f"at loss scale {power(exam.shown_scale)}"
 
 
 def _paragraph(text: str) -> str:
