@@ -164,6 +164,11 @@ def _record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:
     results = exam._asdict() | {"histogram": histogram, "trace": dataclasses.asdict(exam.trace)}
     problems = any(finding.is_problem for finding in found)
     return to_json(
-        {"version": _VERSION, "found": problems, "verdict": verdict(exam, found), "findings": list(found)}
+        {
+            "version": _VERSION,
+            "found": problems,
+            "verdict": verdict(exam, found),
+            "findings": list(found),
+        }
         | results
     )

@@ -207,8 +207,9 @@ def _scales(exam: Exam) -> Iterator[Finding]:
             f"The model computes in {' and '.join(exam.dtypes)}, and needs no loss scale.",
             ("`jaxscale.skip_nonfinite(optimizer)` keeps a bad batch from ruining the run.",),
         )
-    elif fits is None:
-        yield Finding(False, "Whether it needs a loss scale can be said once all is finite.")
+    elif fits is None or _all_zero(exam):
+        reason = "some gradient is not 0" if fits else "all is finite"
+        yield Finding(False, f"Whether it needs a loss scale can be said once {reason}.")
     elif compared is None:
         yield Finding(False, _largest(exam))
     else:
@@ -260,11 +261,16 @@ def _zeros(exam: Exam) -> Iterator[Finding]:
     zero = [row.path for row in rows if row.size and row.zero == row.size]
     if zero and not exam.trace.nonfinite_outputs:
         yield Finding(
-            len(zero) == len(rows),
+            _all_zero(exam) and not any(map(_is_harm, exam.trace.underflows)),
             f"The gradient is exactly 0 everywhere in {len(zero)} of {len(rows)} leaves: "
             f"{_few(zero)}.",
             ("Either the loss does not depend on them, or all of it was flushed on the way.",),
         )
+
+
+def _all_zero(exam: Exam) -> bool:
+    # At the largest scale, at which they were counted.
+    return exam.suggestion.needed is None and not exam.leaves.nonfinite
 
 
 def _few(names: Sequence[str]) -> str:

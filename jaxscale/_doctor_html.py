@@ -56,8 +56,8 @@ def page(exam: Exam, found: Sequence[Finding]) -> tuple[str, bool]:
         _paragraph(
             f"Above, what float16 would keep {_where(exam)}. Below, the range of each format there "
             "and at the scale that suits the gradients best: a larger scale moves it to the left, "
-            "towards smaller gradients. What is inf or NaN has no size, and is not drawn; nor is what "
-            "was computed on the way to these gradients, and may be smaller."
+            "towards smaller gradients. What is inf or NaN has no size, and is not drawn; nor is "
+            "what was computed on the way to these gradients, and may be smaller."
         ),
         pictures[0] if pictures else f"<pre>{html.escape(_text(exam))}</pre>",
         "<h2>Which layers lose what</h2>",

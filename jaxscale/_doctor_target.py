@@ -172,7 +172,9 @@ def _filled(trained: Any, params: Any) -> Any:
 
 def _is_loss(value: Any) -> bool:
     is_number = hasattr(value, "dtype") or isinstance(value, float)
-    return is_number and not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
+    return (
+        is_number and not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
+    )
 
 
 def _shape(value: Any) -> str:

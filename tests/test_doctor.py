@@ -18,6 +18,7 @@ pytestmark = pytest.mark.standard_promotion
 ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "doctor.py"
 MODELS = '''
+import jax
 import jax.numpy as jnp
 
 W = {"w": jnp.array([1.0, 2.0]), "unused": jnp.ones(2), "count": jnp.arange(2)}
@@ -49,6 +50,42 @@ def wide():
 
 def bad_batch():
     return half()[0], W, X | {"x": jnp.array([1.0, jnp.nan])}
+
+def on_the_way():  # each number of the batch sends back less than float16 holds, their sum does not
+    def loss_fn(params, x):
+        return jnp.sum((x @ params["w"].astype(jnp.float16)).astype(jnp.float32)) * 2.0**-30
+    return loss_fn, {"w": jnp.ones(2)}, jnp.full((2**12, 2), 100, jnp.float16)
+
+def sure():  # a softmax that flushes nearly all of its numbers to zero, which is as it should be
+    def loss_fn(params, batch):
+        weights = jax.nn.softmax(params["logits"].astype(jnp.float16))  # the softmax
+        return jnp.sum((weights * params["values"].astype(jnp.float16)).astype(jnp.float32))
+    return loss_fn, {"logits": jnp.zeros(1000).at[0].set(18.0), "values": jnp.ones(1000)}, None
+
+def masked(hidden=-jnp.inf):  # an additive mask in the batch, of infinities on purpose
+    def loss_fn(params, mask):
+        return jnp.mean(jax.nn.softmax(params["w"].astype(jnp.float16) + mask).astype(jnp.float32)[:1])
+    return loss_fn, {"w": jnp.ones(3)}, jnp.array([0.0, 0.0, hidden], jnp.float16)
+
+def epsilon():
+    def loss_fn(params, x):
+        y = x.astype(jnp.float16) * params["w"].astype(jnp.float16)
+        return jnp.mean((y / jnp.sqrt(jnp.mean(y * y, axis=1, keepdims=True) + 1e-9)).astype(jnp.float32))  # divides
+    return loss_fn, W, jnp.array([[1.0, 2.0], [0.0, 0.0]])
+
+def pair(bad=0.0):
+    loss_fn, params, batch = half()
+    return (lambda params, batch: (loss_fn(params, batch), {"name": "x", "ratio": 1 / (1 - bad * batch["x"])})), params, batch
+
+def bad_pair():
+    return pair(1.0)
+
+def module():  # as in Equinox: a function is a leaf of it, and it has a counter
+    loss_fn, params, batch = half()
+    return (lambda params, batch: params["act"](loss_fn(params, batch))), params | {"act": jnp.tanh}, batch
+
+def disconnected():
+    return (lambda params, batch: jnp.sum(batch["x"]) + 0 * params["w"][0]), W, X
 
 def no_scale_fits():  # finite, and its gradient at 0 is not
     return (lambda params, batch: jnp.sum(jnp.sqrt(params["w"] * 0).astype(jnp.float16) * 1.0).astype(jnp.float32)), W, X
@@ -87,21 +124,52 @@ def run(capsys, target, *options):
     return status, written.out, written.err
 
 
-LINE = (
-    MODELS.splitlines().index("        y = y * jnp.float16(scale) * jnp.float16(scale)  # the line")
-    + 1
-)
+def line(words):
+    return next(i for i, text in enumerate(MODELS.splitlines(), 1) if text.endswith(words))
+
+
+LINE = line("# the line")
 
 # name: (options, exit status, what the text says, what it does not)
 CASES = {
     "fine": ([], 0, ["Nothing is wrong.", "the largest that does not overflow"], ["problem"]),
-    "overflow": ([], 1, [f"doctored.py:{LINE}", "y = y * jnp.float16(scale)", "The loss is inf"], []),
-    "underflow": ([], 1, [f"doctored.py:{LINE}", "become 0", "No loss scale can help"], ["nan"]),
-    "tiny": ([], 0, ["Nothing is wrong.", "float16 needs a loss scale"], ["problem"]),
-    "tiny at 1": (["--loss-scale", "1"], 1, ["At loss scale 2**0", "flushes 100%"], ["Nothing"]),
-    "wide": ([], 0, ["Nothing is wrong.", "float32, and needs no loss scale"], ["float16"]),
-    "bad_batch": ([], 1, ["inf or NaN in what comes in: batch['x']"], ["Nothing"]),
-    "no_scale_fits": ([], 1, ["The loss is finite, 0, but", "overflow even at 1"], ["Nothing"]),
+    "overflow": (
+        [], 1,
+        [f"It begins at doctored.py:{LINE}", "y = y * jnp.float16(scale)", "1 problem", "The loss is inf"],
+        ["needs no", "lower"],
+    ),
+    "underflow": ([], 1, [f"doctored.py:{LINE}", "become 0", "No loss scale helps", "1 problem"], ["nan"]),
+    "tiny": (
+        [], 0,
+        ["Nothing is wrong, with a loss scale: it needs one.", "without one 100% of the nonzero"],
+        ["problem"],
+    ),
+    "tiny at 1": (["--loss-scale", "1"], 1, ["It needs a loss scale: without one 100%"], ["Nothing"]),
+    "tiny at 8": (["--loss-scale", "8"], 1, ["Loss scale 2**3 is too low: there"], ["Nothing"]),
+    "tiny at 2**20": (["--loss-scale", str(2**20)], 0, ["Loss scale 2**20 will do", "to the last bit"], []),
+    "fine at 2**20": (
+        ["--loss-scale", str(2**20)], 1,
+        ["1 of 2 gradients holds inf or NaN, at loss scale 2**20", "Loss scale 2**16 is the largest",
+         "worst first: w."],
+        ["even", "Even"],
+    ),
+    "on_the_way": ([], 0, ["it needs one", "without one 100% of the nonzero gradients become 0"], ["problem"]),
+    "sure": ([], 0, ["Nothing is wrong.", "99.9% of the nonzero values become 0", "the softmax"], ["problem"]),
+    "masked": ([], 0, ["Nothing is wrong.", "inf or NaN in batch, but none in the loss"], ["problem"]),
+    "epsilon": (
+        [], 1, ["1 problem", f"It begins at doctored.py:{line('# divides')}", "in the forward pass", "1e-8 is 0"], []
+    ),
+    "pair": ([], 0, ["Nothing is wrong."], ["problem"]),
+    "bad_pair": ([], 1, ["The loss and the gradients are finite, but aux['ratio'] is not"], ["Nothing"]),
+    "module": ([], 0, ["Nothing is wrong.", "1 of 2 leaves: unused"], ["problem"]),
+    "disconnected": ([], 1, ["exactly 0 everywhere in 2 of 2 leaves"], ["Nothing"]),
+    "wide": (
+        [], 0, ["Nothing is wrong.", "without a loss scale.", "float32, and needs no loss scale"], ["float16"]
+    ),
+    "bad_batch": (
+        [], 1, ["1 problem", "inf or NaN in batch['x'], before anything is computed", "The loss is nan"], ["Nothing"]
+    ),
+    "no_scale_fits": ([], 1, ["The loss is finite, 0, but", "even without a loss scale"], ["Nothing"]),
 }  # fmt: skip
 
 
@@ -159,6 +227,7 @@ def test_json_goes_to_standard_output_alone_or_to_a_file(models, capsys):
     assert {row["path"] for row in results["leaves"]["rows"]} == {"w", "unused"}
     assert sum(results["histogram"]["counts"].values()) == 2
     assert results["trace"]["nonfinite"] == []
+    assert results["comparison"]["reference"] == results["loss_scale"]
 
 
 def test_without_matplotlib_there_is_text(models, capsys, monkeypatch):
@@ -181,6 +250,8 @@ def test_the_example_and_its_fix(models, capsys):
         i for i, line in enumerate(EXAMPLE.read_text().splitlines(), 1) if "mask_value)." in line
     )
     assert f"doctor.py:{number}." in flowing
+    assert "6 of 7 gradients hold inf or NaN, even without a loss scale" in flowing
+    assert "worst first: down, embed" in flowing
     assert "float16 does not hold, and float32 would" in flowing
     assert "-1e4 instead of -1e9" in flowing
     status, out, _ = run(capsys, f"{EXAMPLE}:fixed")
@@ -213,10 +284,20 @@ BAD_USE = {
     "a loss for each example": (
         "f.py:f",
         "import jax.numpy as jnp\ndef f(): return (lambda p, b: p * jnp.ones(3)), 1.0, 2",
-        "must return one floating number, got float32[3]",
+        "must return one floating number, or a pair that begins with one, got float32[3]",
     ),
-    "a loss and something": (
-        "f.py:f", "def f(): return (lambda p, b: (p, b)), 1.0, 2", "got `tuple`. Reduce it"
+    "a loss and two others": (
+        "f.py:f", "def f(): return (lambda p, b: (p, b, b)), 1.0, 2", "got `tuple`. Reduce it"
+    ),
+    "a pair without a loss": (
+        "f.py:f", "def f(): return (lambda p, b: (b, p)), 1.0, 2", "got `tuple`. Reduce it"
+    ),
+    "no result": ("f.py:f", "def f(): return (lambda p, b: None), 1.0, 2", "got `NoneType`. Reduce"),
+    "fails only when it is run": (
+        "f.py:f",
+        "import jax, jax.numpy as jnp\ndef f():\n    def look(p): raise ZeroDivisionError('now')\n"
+        "    return (lambda p, b: (jax.debug.callback(look, p), p * 1.0)[1]), 1.0, 2",
+        "f.py:f failed when it was run on its batch: ",
     ),
     "an integer loss": (
         "f.py:f",
@@ -248,6 +329,14 @@ def test_bad_use_is_told_in_a_sentence(name, models, capsys):
     assert err.startswith("jaxscale doctor: ")
     assert err.count("\n") == 1
     assert says in err
+
+
+def test_a_traceback_for_who_asks(models, capsys):
+    pathlib.Path("f.py").write_text("def f():\n    return 1 / 0")
+    status, out, err = run(capsys, "f.py:f", "--traceback")
+    assert (status, out) == (2, "")
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("jaxscale doctor: `f()` failed: ZeroDivisionError")
 
 
 def test_from_a_shell(tmp_path):
