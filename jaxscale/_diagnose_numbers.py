@@ -136,8 +136,8 @@ def loss(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Loss |
         subnormals = tiny & ~zeros & _subnormal(outputs[i])
         if subnormal_inputs:
             subnormals &= actual != exact
-        counts = (int(mask.sum()) for mask in (exact != 0, zeros, subnormals))
-        losses.append(Loss(i, *counts, _share_of_sum(exact, zeros)))
+        nonzero, flushed, rounded = (int(mask.sum()) for mask in (exact != 0, zeros, subnormals))
+        losses.append(Loss(i, nonzero, flushed, rounded, _share_of_sum(exact, zeros)))
     return max(losses, key=lambda lost: lost.zeros + lost.subnormals)
 
 

@@ -7,14 +7,13 @@ from typing import NamedTuple
 from ._diagnose_findings import Place, TracedNonfinite, TracedUnderflow
 from ._diagnose_words import percent, power
 from ._doctor_advice import for_nonfinite, for_underflow
-from ._doctor_exam import Comparison, Exam
+from ._doctor_exam import Exam
+from ._doctor_scales import advice, is_needed, judged, largest
 
 _AROUND = 2  # lines of source before and after the one that is meant
 _MOST = 5  # places of a kind, and names in a list
 _FLUSHED = 0.5  # an underflow is a problem if so many of the nonzero values become 0,
 _LOST_SUM = 0.01  # and these had that share of the sum of their magnitudes
-_NEEDED = 0.01  # a loss scale is needed if without it that share of the gradients is lost
-_DEFAULT_SCALE = 2.0**15  # where a dynamic scale starts
 
 
 class Finding(NamedTuple):
@@ -48,7 +47,7 @@ def verdict(exam: Exam, found: Sequence[Finding]) -> str:
     problems = sum(finding.is_problem for finding in found)
     if problems:
         return f"{problems} problem{'s' * (problems > 1)} found."
-    needs = ", with a loss scale: it needs one" * (_is_needed(exam) and exam.is_dynamic)
+    needs = ", with a loss scale: it needs one" * (is_needed(exam) and exam.is_dynamic)
     return f"Nothing is wrong{needs}."
 
 
@@ -194,13 +193,8 @@ def _is_harm(place: TracedUnderflow) -> bool:
     return place.zeros >= _FLUSHED * place.nonzero and place.lost_sum >= _LOST_SUM
 
 
-def _is_needed(exam: Exam) -> bool:
-    compared = exam.comparison
-    return compared is not None and max(compared.flushed, compared.error) > _NEEDED
-
-
 def _scales(exam: Exam) -> Iterator[Finding]:
-    fits, compared = exam.fits, exam.comparison
+    fits = exam.fits
     if not exam.is_half:
         yield Finding(
             False,
@@ -210,50 +204,11 @@ def _scales(exam: Exam) -> Iterator[Finding]:
     elif fits is None or _all_zero(exam):
         reason = "some gradient is not 0" if fits else "all is finite"
         yield Finding(False, f"Whether it needs a loss scale can be said once {reason}.")
-    elif compared is None:
-        yield Finding(False, _largest(exam))
+    elif exam.comparison is None:
+        yield Finding(False, largest(exam.calibration))
     else:
-        yield Finding(
-            _is_needed(exam) and not exam.is_dynamic,
-            f"{_judged(exam)} {_lost(compared)}.",
-            (_largest(exam), _advice(exam, fits)),
-        )
-
-
-def _largest(exam: Exam) -> str:
-    calibration = exam.calibration
-    if calibration is None or calibration.init_scale is None:
-        return ""
-    fits = power(calibration.init_scale)
-    if calibration.overflows_at is None:
-        return f"On this batch no loss scale overflows up to {fits}, the largest that was tried."
-    return f"The largest loss scale that does not overflow on this batch is {fits}."
-
-
-def _judged(exam: Exam) -> str:
-    if exam.shown_scale == 1:
-        needs = "It needs a loss scale" if _is_needed(exam) else "This batch needs no loss scale"
-        return f"{needs}: without one"
-    given = f"Loss scale {power(exam.shown_scale)}"
-    return f"{given} is too low: there" if _is_needed(exam) else f"{given} will do: there"
-
-
-def _lost(compared: Comparison) -> str:
-    if not compared.error:
-        return "the gradients are the same to the last bit"
-    share = f"{percent(compared.flushed)} of the nonzero gradients become 0"
-    if 0 < compared.flushed < compared.worst_flushed:
-        share += f" ({percent(compared.worst_flushed)} in {compared.worst})"
-    return f"{share}, and all together are off by {percent(min(compared.error, 1.0))}"
-
-
-def _advice(exam: Exam, fits: float) -> str:
-    if not _is_needed(exam):
-        return "Gradients shrink as a model learns, and a loss scale costs next to nothing."
-    if fits < _DEFAULT_SCALE:
-        policy = f"jaxscale.DynamicLossScale(init_scale={power(fits)})"
-        return f"To skip no steps, start there: `jaxscale.loss_scaled(optimizer, {policy})`."
-    return "`jaxscale.loss_scaled(optimizer)` finds a good one by itself."
+        is_problem = is_needed(exam) and not exam.is_dynamic
+        yield Finding(is_problem, judged(exam), (largest(exam.calibration), advice(exam)))
 
 
 def _zeros(exam: Exam) -> Iterator[Finding]:

@@ -39,7 +39,7 @@ FLOORS = [
     {"_diagnose_history"},
     {"_doctor_target"},
     {"_doctor_exam"},
-    {"_doctor_advice"},
+    {"_doctor_advice", "_doctor_scales"},
     {"_doctor_findings"},
     {"_doctor_html"},
     {"_doctor"},
