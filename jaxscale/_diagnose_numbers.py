@@ -104,7 +104,7 @@ def birth(
 
 def _fits_float32(eqn: JaxprEqn, inputs: Sequence[Any], output: int, mask: np.ndarray) -> bool:
     try:
-        return not nonfinite(_in_float32(eqn, inputs)[output])[mask].any()
+        return not nonfinite(in_float32(eqn, inputs)[output])[mask].any()
     except IncomparableError:
         return False
 
@@ -125,7 +125,7 @@ def loss(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Loss |
     suspects = [i for i, output in enumerate(outputs) if _has_tiny(output)]
     if not suspects:
         return None
-    wide = _in_float32(eqn, inputs)
+    wide = in_float32(eqn, inputs)
     subnormal_inputs = any(_subnormal(value).any() for value in inputs)
     losses = []
     for i in suspects:
@@ -151,12 +151,16 @@ def _noise(eqn: JaxprEqn, inputs: Sequence[Any], shape: tuple[int, ...]) -> np.n
     """Returns what of a sum of products in float32 is rounding, where all of it cancels."""
     if eqn.primitive.name not in _CONTRACTIONS:
         return np.zeros(shape)
-    magnitudes = _in_float32(eqn, [jnp.abs(value) for value in inputs])
+    magnitudes = in_float32(eqn, [jnp.abs(value) for value in inputs])
     return _numbers(magnitudes[0]) * 2.0**-20
 
 
-def _in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of an equation computed in float32."""
+def in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of an equation computed in float32.
+
+    Raises:
+      IncomparableError: if there is no such thing.
+    """
     params = {
         name: np.dtype(np.float32) if _is_narrow(value) else value
         for name, value in eqn.params.items()

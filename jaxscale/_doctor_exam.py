@@ -9,40 +9,20 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from ._diagnose_calibrate import Calibration, calibrate
-from ._diagnose_findings import TraceReport
+from ._diagnose_findings import TracedUnderflow, TraceReport
 from ._diagnose_histogram import Histogram, Shares, histogram, leaf_histograms, shares
 from ._diagnose_leaves import LeafTable, nonfinite, table
 from ._diagnose_suggest import Suggestion, suggest_scale
 from ._diagnose_trace import trace
 from ._diagnose_underflow import Underflow, underflow
+from ._doctor_compare import Comparison, compared, float32_gradients
 from ._doctor_target import Target, is_numbers
 from ._state import init_state
-from ._tree import leaf_name
 from ._value_and_grad import grad
 
 MOST_LAYERS = 40  # in the map of layers
-
-
-class Comparison(NamedTuple):
-    """What a lower loss scale does to the gradients: any bit they lose is an underflow.
-
-    A power of two moves no other bit.
-
-    Attributes:
-      loss_scale: the scale in question.
-      reference: the scale that they are compared with.
-      flushed: the share of the gradients that are not 0 there, and are here.
-      error: the norm of the difference as a share of the norm of the gradients.
-      worst: the leaf with the largest share flushed, or ``""``.
-      worst_flushed: that share.
-    """
-
-    loss_scale: float
-    reference: float
-    flushed: float
-    error: float
-    worst: str
-    worst_flushed: float
+_FLUSHED = 0.5  # an underflow may matter if so many of the nonzero values become 0,
+_LOST_SUM = 0.01  # and these had that share of the sum of their magnitudes
 
 
 class Exam(NamedTuple):
@@ -57,6 +37,8 @@ class Exam(NamedTuple):
       dtypes: in which formats the loss is computed.
       calibration: ``None`` if no scale is called for, or the loss itself is not finite.
       comparison: of the shown scale with the largest; ``None`` if it is not lower.
+      float32: of the gradients with those of float32; ``None`` if nothing that may matter
+        was seen to underflow, or that cannot be computed in float32.
       leaves: the gradients, leaf by leaf.
       histogram: of the gradients at the largest scale, where the least is flushed.
       shares: what formats keep of them at the shown scale.
@@ -73,6 +55,7 @@ class Exam(NamedTuple):
     dtypes: tuple[str, ...]
     calibration: Calibration | None
     comparison: Comparison | None
+    float32: Comparison | None
     leaves: LeafTable
     histogram: Histogram
     shares: dict[str, Shares]
@@ -96,6 +79,11 @@ def is_half(dtypes: tuple[str, ...]) -> bool:
     return any(jnp.finfo(dtype).nexp < 8 for dtype in dtypes)
 
 
+def may_matter(place: TracedUnderflow) -> bool:
+    """Returns whether most values became zero, and they were not just the smallest."""
+    return place.zeros >= _FLUSHED * place.nonzero and place.lost_sum >= _LOST_SUM
+
+
 def examine(target: Target, loss_scale: float | None) -> Exam:
     """Returns the results of all diagnostics at a loss scale, or at that which fits."""
     loss_of, arrays = _of_arrays(target)
@@ -116,6 +104,10 @@ def examine(target: Target, loss_scale: float | None) -> Exam:
     # What the gradients are is best seen at the largest scale: little is flushed on the way.
     seen = grads[fits or used]
     counted = histogram(seen)
+    report = trace(target.loss_fn, init_state(used), has_aux=target.has_aux)(params, target.batch)
+    exact = None
+    if any(map(may_matter, report.underflows)) and not report.nonfinite_outputs:
+        exact = float32_gradients(loss_of, params, arrays)
     return Exam(
         target=target.name,
         loss=loss,
@@ -124,13 +116,14 @@ def examine(target: Target, loss_scale: float | None) -> Exam:
         shown_scale=shown,
         dtypes=dtypes,
         calibration=calibration,
-        comparison=_compared(grads, shown, fits) if fits and shown < fits else None,
+        comparison=compared(grads[shown], seen) if fits and shown < fits else None,
+        float32=compared(grads[used], exact) if exact is not None else None,
         leaves=table(nonfinite(grads[used], loss_scale=used)),
         histogram=counted,
         shares=shares(counted, loss_scale=shown),
         layers=_layers(leaf_histograms(seen), shown),
         suggestion=suggest_scale(counted),
-        trace=trace(target.loss_fn, init_state(used), has_aux=target.has_aux)(params, target.batch),
+        trace=report,
     )
 
 
@@ -146,33 +139,6 @@ def _of_arrays(target: Target) -> tuple[Callable[[Any, Any], Any], list[Any]]:
         return output[0] if target.has_aux else output
 
     return loss_of, [leaf for leaf in leaves if is_numbers(leaf)]
-
-
-def _compared(grads: dict[float, Any], loss_scale: float, reference: float) -> Comparison:
-    pairs = {
-        leaf_name(path): (np.asarray(lower, np.float64), np.asarray(leaf, np.float64))
-        for (path, leaf), lower in zip(
-            jax.tree_util.tree_leaves_with_path(grads[reference]),
-            jax.tree.leaves(grads[loss_scale]),
-            strict=True,
-        )
-    }
-    lost = {name: int(np.sum((a == 0) & (b != 0))) for name, (a, b) in pairs.items()}
-    nonzero = {name: int(np.sum(b != 0)) for name, (_, b) in pairs.items()}
-    flushed = {name: lost[name] / max(nonzero[name], 1) for name in pairs}
-    worst = max(flushed, key=lambda name: flushed[name])
-    difference, norm = (
-        float(np.sqrt(sum(np.sum(np.square(each)) for each in leaves)))
-        for leaves in ([a - b for a, b in pairs.values()], [b for _, b in pairs.values()])
-    )
-    return Comparison(
-        loss_scale,
-        reference,
-        flushed=sum(lost.values()) / max(sum(nonzero.values()), 1),
-        error=difference / norm if norm else 0.0,
-        worst=worst if flushed[worst] else "",
-        worst_flushed=flushed[worst],
-    )
 
 
 def _layers(histograms: Any, loss_scale: float) -> Underflow:

@@ -7,13 +7,12 @@ from typing import NamedTuple
 from ._diagnose_findings import Place, TracedNonfinite, TracedUnderflow
 from ._diagnose_words import percent, power
 from ._doctor_advice import for_nonfinite, for_underflow
-from ._doctor_exam import Exam
+from ._doctor_exam import Exam, may_matter
 from ._doctor_scales import advice, is_needed, judged, largest
 
 _AROUND = 2  # lines of source before and after the one that is meant
 _MOST = 5  # places of a kind, and names in a list
-_FLUSHED = 0.5  # an underflow is a problem if so many of the nonzero values become 0,
-_LOST_SUM = 0.01  # and these had that share of the sum of their magnitudes
+_CLOSE = 0.1  # gradients are fine that lose, and are off by, no larger share than that
 
 
 class Finding(NamedTuple):
@@ -160,8 +159,8 @@ def _birth(place: TracedNonfinite) -> str:
 def _underflows(exam: Exam) -> Iterator[Finding]:
     places = exam.trace.underflows
     if exam.trace.nonfinite_outputs:  # there, smaller matters only confuse
-        places = tuple(filter(_is_harm, places))
-    worst_first = sorted(places, key=lambda place: (not _is_harm(place), -place.lost_sum))
+        places = tuple(filter(may_matter, places))
+    worst_first = sorted(places, key=lambda place: (not may_matter(place), -place.lost_sum))
     of_lines = {(place.file, place.line): place for place in reversed(worst_first)}
     shown = [place for place in worst_first if place in of_lines.values()]
     for place in shown[:_MOST]:
@@ -179,18 +178,26 @@ def _underflows(exam: Exam) -> Iterator[Finding]:
             f"zero, and {percent(subnormals)} subnormal, with fewer bits. Those that become zero "
             f"had {percent(place.lost_sum)} of the sum of all magnitudes."
         ]
-        if _is_harm(place):
+        if _is_harm(place, exam):
             details.append(for_underflow(place, exam))
+        elif exam.float32 and may_matter(place):
+            error = percent(min(exam.float32.error, 1.0))
+            details.append(f"No harm: in float32 the gradients are the same, but for {error}.")
         elif place.zeros:
             details.append("They are the smallest: no harm in a sum, but in a logarithm or below.")
-        yield _located(place, _is_harm(place), title, tuple(details))
+        yield _located(place, _is_harm(place, exam), title, tuple(details))
     if len(shown) > _MOST:
         rest = len(shown) - _MOST
         yield Finding(False, f"{rest} more lines where numbers get lost are in the --json.")
 
 
-def _is_harm(place: TracedUnderflow) -> bool:
-    return place.zeros >= _FLUSHED * place.nonzero and place.lost_sum >= _LOST_SUM
+def _is_harm(place: TracedUnderflow, exam: Exam) -> bool:
+    return may_matter(place) and not _is_close(exam)
+
+
+def _is_close(exam: Exam) -> bool:
+    exact = exam.float32
+    return exact is not None and exact.flushed < _CLOSE and exact.error < _CLOSE
 
 
 def _scales(exam: Exam) -> Iterator[Finding]:
@@ -216,7 +223,7 @@ def _zeros(exam: Exam) -> Iterator[Finding]:
     zero = [row.path for row in rows if row.size and row.zero == row.size]
     if zero and not exam.trace.nonfinite_outputs:
         yield Finding(
-            _all_zero(exam) and not any(map(_is_harm, exam.trace.underflows)),
+            _all_zero(exam) and not any(_is_harm(place, exam) for place in exam.trace.underflows),
             f"The gradient is exactly 0 everywhere in {len(zero)} of {len(rows)} leaves: "
             f"{_few(zero)}.",
             ("Either the loss does not depend on them, or all of it was flushed on the way.",),

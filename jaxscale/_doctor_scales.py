@@ -2,7 +2,8 @@
 
 from ._diagnose_calibrate import Calibration
 from ._diagnose_words import percent, power
-from ._doctor_exam import Comparison, Exam
+from ._doctor_compare import Comparison
+from ._doctor_exam import Exam
 
 _NEEDED = 0.01  # a loss scale is needed if without it that share of the gradients is lost
 _DEFAULT_SCALE = 2.0**15  # where a dynamic scale starts

@@ -62,6 +62,12 @@ def sure():  # a softmax that flushes nearly all of its numbers to zero, which i
         return jnp.sum((weights * params["values"].astype(jnp.float16)).astype(jnp.float32))
     return loss_fn, {"logits": jnp.zeros(1000).at[0].set(18.0), "values": jnp.ones(1000)}, None
 
+def small():  # the cube in a GELU of small numbers becomes zero, and does not matter
+    def loss_fn(params, batch):
+        x = params["w"].astype(jnp.float16)
+        return jnp.sum((x + x * x * x).astype(jnp.float32))  # a cube
+    return loss_fn, {"w": jnp.full(9, 2.0**-9)}, None
+
 def masked(hidden=-jnp.inf):  # an additive mask in the batch, of infinities on purpose
     def loss_fn(params, mask):
         return jnp.mean(jax.nn.softmax(params["w"].astype(jnp.float16) + mask).astype(jnp.float32)[:1])
@@ -155,6 +161,7 @@ CASES = {
     ),
     "on_the_way": ([], 0, ["it needs one", "without one 100% of the nonzero gradients become 0"], ["problem"]),
     "sure": ([], 0, ["Nothing is wrong.", "99.9% of the nonzero values become 0", "the softmax"], ["problem"]),
+    "small": ([], 0, ["Nothing is wrong.", "100% of the nonzero values become 0", "# a cube"], ["problem"]),
     "masked": ([], 0, ["Nothing is wrong.", "inf or NaN in batch, but none in the loss"], ["problem"]),
     "epsilon": (
         [], 1, ["1 problem", f"It begins at doctored.py:{line('# divides')}", "in the forward pass", "1e-8 is 0"], []
@@ -228,7 +235,8 @@ def test_json_goes_to_standard_output_alone_or_to_a_file(models, capsys):
     assert {row["path"] for row in results["leaves"]["rows"]} == {"w", "unused"}
     assert sum(results["histogram"]["counts"].values()) == 2
     assert results["trace"]["nonfinite"] == []
-    assert results["comparison"]["reference"] == results["loss_scale"]
+    assert results["comparison"]["error"] == 0
+    assert results["float32"] is None
 
 
 def test_without_matplotlib_there_is_text(models, capsys, monkeypatch):

@@ -37,7 +37,7 @@ FLOORS = [
     {"_diagnose_trace", "_diagnose_suggest", "_diagnose_text", "_diagnose_underflow"},
     {"_diagnose_pictures"},
     {"_diagnose_history"},
-    {"_doctor_target"},
+    {"_doctor_target", "_doctor_compare"},
     {"_doctor_exam"},
     {"_doctor_advice", "_doctor_scales"},
     {"_doctor_findings"},
