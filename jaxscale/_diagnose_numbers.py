@@ -4,7 +4,7 @@ Everything is judged from the actual inputs of that one equation, so that a valu
 where it is lost, and not again in each equation after it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,22 @@ _NEVER_LOSE = {
     *("reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "bitcast_convert_type"),
 }
 _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
+
+
+def _scatter(function: Callable[..., Any]) -> Callable[..., Any]:
+    def scatter(*inputs: Any, update_jaxpr: Any, update_consts: Any, **params: Any) -> Any:
+        # Which are for the dtype of before, and made again.
+        del update_jaxpr, update_consts
+        return function(*inputs, **params)
+
+    return scatter
+
+
+_SCATTERS = {
+    "scatter": _scatter(jax.lax.scatter),
+    "scatter-add": _scatter(jax.lax.scatter_add),
+    "scatter_add": _scatter(jax.lax.scatter_add),
+}
 
 
 class IncomparableError(Exception):
@@ -170,7 +186,8 @@ def in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
         for value in inputs
     ]
     try:
-        outputs = evaluate(eqn, inputs, params)
+        scatter = _SCATTERS.get(eqn.primitive.name)
+        outputs = evaluate(eqn, inputs, params) if scatter is None else [scatter(*inputs, **params)]
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise IncomparableError(eqn.primitive.name) from error
     if any(_is_narrow(_dtype(output)) for output in outputs):

@@ -254,6 +254,14 @@ def test_a_float16_loss_is_unscaled_without_a_trace():
     assert not trace(lambda w: jnp.sum(w), jnp.ones(3, HALF)).found
 
 
+def test_the_gradient_of_an_embedding_overflows_in_float16_only():
+    def fun(embedding):
+        return jnp.sum(embedding[jnp.zeros(3, int)].astype(jnp.float32))
+
+    (place,) = trace(fun, jnp.ones((2, 1), HALF)).nonfinite
+    assert (place.primitive, place.cause, place.elements) == ("scatter-add", "range", 1)
+
+
 def test_the_seed_itself_can_be_too_large():
     def fun(w):
         return jnp.sum((w * 1).astype(jnp.float32))  # plant: seed
