@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 def findings(exam: Exam) -> list[Finding]:
     """Returns what was found, the problems first, each kind in the order of execution."""
-    found = [*_nonfinite(exam), *_underflows(exam), *_scales(exam), *_zeros(exam)]
+    found = [*_nonfinite(exam), *_scales(exam), *_underflows(exam), *_zeros(exam)]
     return sorted(found, key=lambda finding: not finding.is_problem)
 
 
@@ -175,16 +175,20 @@ def _underflows(exam: Exam) -> Iterator[Finding]:
             )
         details = [
             f"`{place.primitive}` leaves {percent(zeros)} of {place.dtype}{list(place.shape)} "
-            f"zero, and {percent(subnormals)} subnormal, with fewer bits. Those that become zero "
-            f"had {percent(place.lost_sum)} of the sum of all magnitudes."
+            f"zero, and {percent(subnormals)} subnormal, with fewer bits."
         ]
+        if place.zeros:
+            share = percent(place.lost_sum)
+            details.append(f"Those that become zero had {share} of the sum of all magnitudes.")
         if _is_harm(place, exam):
             details.append(for_underflow(place, exam))
         elif exam.float32 and may_matter(place):
             error = percent(min(exam.float32.error, 1.0))
             details.append(f"No harm: in float32 the gradients are the same, but for {error}.")
         elif place.zeros:
-            details.append("They are the smallest: no harm in a sum, but in a logarithm or below.")
+            details.append(
+                "They are the smallest: no harm in a sum, but as a divisor or in a logarithm."
+            )
         yield _located(place, _is_harm(place, exam), title, tuple(details))
     if len(shown) > _MOST:
         rest = len(shown) - _MOST

@@ -164,7 +164,7 @@ CASES = {
     "small": ([], 0, ["Nothing is wrong.", "100% of the nonzero values become 0", "# a cube"], ["problem"]),
     "masked": ([], 0, ["Nothing is wrong.", "inf or NaN in batch, but none in the loss"], ["problem"]),
     "epsilon": (
-        [], 1, ["1 problem", f"It begins at doctored.py:{line('# divides')}", "in the forward pass", "1e-8 is 0"], []
+        [], 1, ["1 problem", f"It begins at doctored.py:{line('# divides')}", "`div`, in the forward pass", "1e-8 is 0"], []
     ),
     "pair": ([], 0, ["Nothing is wrong."], ["problem"]),
     "bad_pair": ([], 1, ["The loss and the gradients are finite, but aux['ratio'] is not"], ["Nothing"]),
