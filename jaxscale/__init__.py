@@ -5,6 +5,7 @@ from ._apply_gradients import apply_gradients as apply_gradients
 from ._check import LossScaleStuckError as LossScaleStuckError
 from ._check import check as check
 from ._dynamic import DynamicLossScale as DynamicLossScale
+from ._finite import all_finite as all_finite
 from ._fixed import FixedLossScale as FixedLossScale
 from ._fixed import NoOpLossScale as NoOpLossScale
 from ._loss_scale import LossScale as LossScale
@@ -19,7 +20,6 @@ from ._state import unscale as unscale
 from ._state_dict import from_state_dict as from_state_dict
 from ._state_dict import to_state_dict as to_state_dict
 from ._step import LossScaledState as LossScaledState
-from ._tree import all_finite as all_finite
 from ._tree import tree_where as tree_where
 from ._value_and_grad import grad as grad
 from ._value_and_grad import value_and_grad as value_and_grad

@@ -24,6 +24,14 @@ def finite_number(call: str, name: str, value: Any) -> float:
     return float(value)
 
 
+def positive(call: str, name: str, value: Any) -> float:
+    """Returns ``value`` as a finite Python float above 0."""
+    value = finite_number(call, name, value)
+    if not value > 0:
+        raise ValueError(f"`{call}({name}=...)` must be above 0, got {value}.")
+    return value
+
+
 def normal_float32(call: str, name: str, value: Any) -> float:
     """Returns ``value`` as a positive float that float32 holds as a normal number."""
     value = finite_number(call, name, value)

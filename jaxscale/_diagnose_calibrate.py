@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from ._checks import int32, power_of_two
 from ._diagnose_words import power
+from ._finite import all_finite
 from ._state import init_state, representable
-from ._tree import all_finite
 from ._value_and_grad import value_and_grad
 
 

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 import jax
 
+from ._finite import all_finite
 from ._state import LossScaleState
-from ._tree import all_finite
 
 
 class LossScale(abc.ABC):

@@ -9,10 +9,12 @@ import jax
 import optax
 
 from ._accumulate import NoWindow, Window
-from ._checks import int32, one_of
-from ._fixed import NoOpLossScale
+from ._checks import int32, one_of, positive
+from ._fixed import FixedLossScale, NoOpLossScale
 from ._spec import as_loss_scale
 from ._step import LossScaled
+
+_NEVER_MOVE = (NoOpLossScale, FixedLossScale)
 
 
 def loss_scaled(
@@ -20,6 +22,8 @@ def loss_scaled(
     loss_scale: Any = "dynamic",
     *,
     axis_name: Any = None,
+    max_norm: float | None = None,
+    skip_nonfinite: bool = True,
     track_leaves: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that skips non-finite steps and moves the loss scale.
@@ -36,6 +40,13 @@ def loss_scaled(
         parameters are float16 or bfloat16, float32 views of them.
       loss_scale: a policy, or what :func:`jaxscale.as_loss_scale` accepts for one.
       axis_name: as in :func:`jaxscale.all_finite`, inside ``shard_map`` and ``pmap``.
+      max_norm: the largest global norm of the gradients, which are clipped to it first, by
+        the rule of ``optax.clip_by_global_norm``. Here it costs no pass over the gradients:
+        norm and verdict come from one. (Where the squares overflow, beyond a norm of
+        1.8e19, the gradients are clipped to 0, as by optax.)
+      skip_nonfinite: whether to skip at all. ``False`` is for scales that never move, and
+        switches everything off: no verdict, no counters, and with ``None`` for a scale the
+        program is that of ``inner`` alone, while the state keeps its structure.
       track_leaves: whether the state keeps which leaves the last overflow was in, as
         ``nonfinite_leaves``, for :func:`jaxscale.metrics` and :func:`jaxscale.check` to name
         them. The gradients are read no more often for it.
@@ -50,7 +61,9 @@ def loss_scaled(
 
     Raises:
       TypeError: if ``inner`` is no gradient transformation or ``loss_scale`` no policy.
-      ValueError: if ``track_leaves`` is no bool.
+      ValueError: if ``max_norm`` is not above 0, if a flag is no bool, or if what needs a
+        verdict is to do without: a dynamic scale, ``track_leaves``, a window of
+        :func:`multi_steps`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -71,20 +84,30 @@ def loss_scaled(
             f"`loss_scaled(inner)`: `inner` is one already, with a {type(rule.policy).__name__}. "
             "Two skips of one step cannot agree: wrap once, outermost."
         )
-    axis_name = rule.axis_name if axis_name is None else axis_name
-    return _transformation(
-        dataclasses.replace(
-            rule,
-            policy=as_loss_scale(loss_scale),
-            axis_name=axis_name,
-            track_leaves=one_of("loss_scaled", "track_leaves", track_leaves, (False, True))
-            or rule.track_leaves,
-        )
+    tracks = one_of("loss_scaled", "track_leaves", track_leaves, (False, True))
+    if max_norm is not None:
+        max_norm = positive("loss_scaled", "max_norm", max_norm)
+    rule = dataclasses.replace(
+        rule,
+        policy=as_loss_scale(loss_scale),
+        axis_name=rule.axis_name if axis_name is None else axis_name,
+        max_norm=rule.max_norm
+        if max_norm is None
+        else positive("loss_scaled", "max_norm", max_norm),
+        skips=one_of("loss_scaled", "skip_nonfinite", skip_nonfinite, (False, True)),
+        track_leaves=tracks or rule.track_leaves,
     )
+    if not rule.skips:
+        _check_needs_no_verdict(rule)
+    return _transformation(rule)
 
 
 def skip_nonfinite(
-    inner: optax.GradientTransformation, *, axis_name: Any = None, track_leaves: bool = False
+    inner: optax.GradientTransformation,
+    *,
+    axis_name: Any = None,
+    max_norm: float | None = None,
+    track_leaves: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that skips non-finite steps, without any scaling.
 
@@ -94,6 +117,7 @@ def skip_nonfinite(
     Args:
       inner: the transformation to wrap, as in :func:`loss_scaled`.
       axis_name: as there.
+      max_norm: as there.
       track_leaves: as there.
 
     Returns:
@@ -111,7 +135,9 @@ def skip_nonfinite(
       >>> print(params + updates, state.total_notfinite)
       1.0 1
     """
-    return loss_scaled(inner, None, axis_name=axis_name, track_leaves=track_leaves)
+    return loss_scaled(
+        inner, None, axis_name=axis_name, max_norm=max_norm, track_leaves=track_leaves
+    )
 
 
 def multi_steps(
@@ -176,6 +202,11 @@ def multi_steps(
     if not callable(every_k_schedule):
         length = int32("multi_steps", "every_k_schedule", every_k_schedule)
         every_k_schedule = functools.partial(_constant, length)
+    if not rule.skips:
+        raise ValueError(
+            "`multi_steps(inner)`: `inner` has skip_nonfinite=False, but which micro-batches count "
+            "is a matter of the verdict. Leave it out."
+        )
     window = Window(
         every_k_schedule,
         one_of("multi_steps", "drop", drop, ("micro_batch", "window")),
@@ -187,6 +218,24 @@ def multi_steps(
 def _constant(length: int, step: jax.Array) -> int:
     del step
     return length
+
+
+def _check_needs_no_verdict(rule: LossScaled) -> None:
+    needs = [
+        what
+        for what, needed in {
+            f"a {type(rule.policy).__name__}": not isinstance(rule.policy, _NEVER_MOVE),
+            "track_leaves=True": rule.track_leaves,
+            "a window of `multi_steps`": isinstance(rule.window, Window),
+        }.items()
+        if needed
+    ]
+    if needs:
+        raise ValueError(
+            f"`loss_scaled(skip_nonfinite=False)` with {', '.join(needs)}: that goes by which "
+            "steps are finite, which nothing tells then. It is for scales that never move: pass "
+            "None or a number, or leave it out."
+        )
 
 
 def _transformation(rule: LossScaled) -> optax.GradientTransformationExtraArgs:

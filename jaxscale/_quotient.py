@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 
 class Quotient(NamedTuple):
-    """A scaled gradient, as it came, and the loss scale that it was divided by."""
+    """A scaled gradient, as it came, and the number that it was divided by."""
 
     dividend: Any
     divisor: Any

@@ -29,23 +29,42 @@ def step_if(
       A tree of arrays with the avals of ``step(operand)``.
     """
 
-    def select(step: Callable[[Any], Any]) -> Any:
+    def select(branches: jax.Array, step: Callable[[Any], Any]) -> Any:
         # `step` runs in any case, as a selection evaluates both sides. Zeros go in where
         # it will not count, so that no inf or NaN reaches its arithmetic.
-        finite = tree_where(pred, operand, map_gradients(jnp.zeros_like, operand))
+        choose = pred | branches
+        finite = tree_where(choose, operand, _zeros(operand))
         taken = step(finite)
-        return tree_where(pred, taken, skipped(taken))
+        return tree_where(choose, taken, skipped(taken))
 
     if not isinstance(pred, Tracer):
         # Op by op, `step` rounds as it does when called alone. A `cond` would compile it.
-        return select(step)
+        return select(jnp.array(False), step)
 
-    step = jax.jit(step)  # traced once for the two forms
-    kept = skipped(jax.eval_shape(step, operand))
     # On a GPU or TPU a selection fuses into the step's own kernels and reads nothing
     # twice. On a CPU it keeps XLA from updating buffers in place and takes minutes to
-    # compile over hundreds of leaves; a branch does neither.
-    return jax.lax.platform_dependent(
-        cpu=lambda: jax.lax.cond(pred, lambda: step(operand), lambda: kept),
-        default=lambda: select(step),
+    # compile over hundreds of leaves; a branch does neither. Both are written down, and
+    # which one it is, is a constant once the platform is known: XLA folds the other away.
+    branches = jax.lax.platform_dependent(
+        cpu=lambda: jnp.array(True), default=lambda: jnp.array(False)
     )
+    step = jax.jit(step)  # traced once, for its avals and for the branch
+    kept = skipped(jax.eval_shape(step, operand))
+
+    def branch(operand: Any) -> Any:
+        return jax.lax.cond(pred | ~branches, lambda: step(operand), lambda: kept)
+
+    return select(branches, branch)
+
+
+def _zeros(tree: Any) -> Any:
+    """Returns a tree with zeros for gradients, one array for all that are of one type."""
+    zeros: dict[Any, jax.Array] = {}
+
+    def zeros_like(leaf: Any) -> jax.Array:
+        aval = jax.typeof(leaf)
+        if aval not in zeros:
+            zeros[aval] = jnp.zeros_like(leaf)
+        return zeros[aval]
+
+    return map_gradients(zeros_like, tree)

@@ -1,5 +1,6 @@
 """The state of a loss scale, what is multiplied and divided by it, and how it is found."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,7 +85,8 @@ def scale(state: Any, tree: Any) -> Any:
     state = find_scaling("scale", state)
     if isinstance(state, UnitLossScaleState):
         return map_gradients(widen, tree)
-    return map_gradients(lambda leaf: _apply(jnp.multiply, leaf, state.loss_scale), tree)
+    number = _by_dtype(state.loss_scale)
+    return map_gradients(lambda leaf: _apply(jax.lax.mul, leaf, number(leaf)), tree)
 
 
 def unscale(state: Any, tree: Any) -> Any:
@@ -120,10 +122,11 @@ def unscale(state: Any, tree: Any) -> Any:
 
 def divide(tree: Any, divisor: jax.Array) -> Any:
     """Returns a tree with its gradients divided by a scale, in float32 or wider."""
+    number = _by_dtype(divisor)
 
     def divide_leaf(leaf: Any) -> jax.Array:
-        quotient = _apply(jnp.divide, leaf, divisor)
-        remember(quotient, leaf, divisor)
+        quotient = _apply(jax.lax.div, leaf, number(leaf))
+        remember(quotient, leaf, number(leaf))
         return quotient
 
     return map_gradients(divide_leaf, tree)
@@ -138,9 +141,13 @@ def divided_again(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
         for leaf, quotient in zip(leaves, quotients, strict=True)
     ]
 
+    # What XLA makes of a division by one number. Written down, it is no division for which
+    # XLA, as it takes that to be expensive, would store what two moments are computed from.
+    factors = {id(each.divisor): 1 / each.divisor for each in quotients if each is not None}
+
     def unscaled(tree: Any) -> Any:
         return treedef.unflatten(
-            leaf if quotient is None else _apply(jnp.divide, leaf, quotient.divisor)
+            leaf if quotient is None else _apply(jax.lax.mul, leaf, factors[id(quotient.divisor)])
             for leaf, quotient in zip(jax.tree.leaves(tree), quotients, strict=True)
         )
 
@@ -152,17 +159,26 @@ def _apply(op: Callable[[Any, Any], jax.Array], leaf: Any, number: jax.Array) ->
     if jnp.iscomplexobj(leaf):
         # By parts, as a complex product makes inf * 0 of the parts, which is NaN.
         return jax.lax.complex(_apply(op, leaf.real, number), _apply(op, leaf.imag, number))
-    return op(leaf, representable(number, leaf.dtype))
+    return op(leaf, number)
+
+
+def _by_dtype(loss_scale: jax.Array) -> Callable[[Any], jax.Array]:
+    """Returns what gives the number that a leaf is multiplied with or divided by."""
+    by_dtype = functools.cache(functools.partial(representable, loss_scale))
+    return lambda leaf: by_dtype(widen(leaf).dtype)
 
 
 def representable(loss_scale: jax.Array, dtype: Any) -> jax.Array:
-    """Returns a loss scale as a number of a dtype by which one can multiply and divide."""
+    """Returns a loss scale as a number of a dtype by which one can multiply and divide.
+
+    Of a complex dtype, as one of its parts.
+    """
     info = jnp.finfo(dtype)
     # At most the largest power of two, and not the largest number: scaling stays exact. And
     # at most 2**126: XLA divides by multiplying with the reciprocal, and that of 2**127 is
     # subnormal, which flushes to zero, and with it would all gradients, finite as they are.
     largest = 2.0 ** min(info.maxexp - 1, 126)
-    return jnp.clip(loss_scale, float(info.smallest_normal), largest).astype(dtype)
+    return jnp.clip(loss_scale, float(info.smallest_normal), largest).astype(info.dtype)
 
 
 def _is_scaling(node: Any) -> bool:

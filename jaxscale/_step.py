@@ -9,20 +9,17 @@ import jax.numpy as jnp
 import optax
 
 from ._accumulate import MultiStepsState, NoWindow, Window
+from ._clip import clip_by_global_norm, global_norm
+from ._finite import agree, all_finite, combined, evidence, is_finite, nans_are_errors
 from ._loss_scale import LossScale
 from ._nonfinite_leaves import flags_by_leaf, last_flags
 from ._skip import step_if
 from ._state import LossScaleState
 from ._tree import (
-    agree,
-    all_finite,
     apply_updates,
     cast,
     cast_like,
     check_same_structure,
-    is_finite,
-    joined,
-    leaf_verdicts,
     map_gradients,
     tree_where,
     widen,
@@ -74,6 +71,8 @@ class LossScaled:
     axis_name: Any
     window: NoWindow | Window
     track_leaves: bool = False
+    max_norm: float | None = None
+    skips: bool = True
 
     def init(self, params: optax.Params) -> LossScaledState:
         # Of float32 views, as `update` will show them, so that moments keep their dtype;
@@ -147,43 +146,39 @@ class LossScaled:
                 "`loss_scaled(...).update(value=...)` must be the loss, one number, got "
                 f"{jax.tree.map(jnp.shape, value)}. With has_aux=True, pass only the loss."
             )
+        if not self.skips:
+            outcome, inner_state = self._step(
+                grads, None, value, state.inner_state, params, extra_args, finish
+            )
+            return outcome, state._replace(inner_state=inner_state)
+
         # The verdict is on the gradients: inner transformations may hide an inf, as
         # clipping by value and sign-based updates do. No value at all counts as finite.
         # A state of an optimizer that tracks keeps its structure, whatever the optimizer.
         tracks = state.nonfinite_leaves is not None
-        leaves = list(leaf_verdicts(grads)) if tracks else []
-        verdict = joined(leaves) if tracks else all_finite(grads)
-        local = jnp.stack([verdict, all_finite(value), *map(is_finite, leaves)])
-        grads_finite, loss_finite, *leaves_finite = agree(local, self.axis_name)
+        numbers = evidence(grads, by_leaf=tracks, squares=self._shares_norm)
+        verdict, squares = combined(numbers)
+        local = [verdict, all_finite(value), *(map(is_finite, numbers) if tracks else ())]
+        grads_finite, loss_finite, *leaves_finite = agree(jnp.stack(local), self.axis_name)
         should_apply = grads_finite & loss_finite
         window, due = self.window.add(state.inner_state, grads, value, should_apply)
         opt_state, operand, gradients = self.window.step(window, grads, value)
+        norm = jnp.sqrt(squares) if self._shares_norm else None
 
-        def inner_step(operand: Any) -> tuple[Any, optax.OptState]:
-            step_grads, step_value = gradients(operand)
-            given = {} if value is None else {"value": step_value}
-            updates, new_state = self.inner.update(
-                map_gradients(widen, step_grads),
-                opt_state,
-                map_gradients(widen, params),
-                **given,
-                **extra_args,
-            )
-            check_same_structure(
-                "`loss_scaled`, whose `inner.update` must keep the structure of its state,",
-                new_state,
-                opt_state,
-            )
-            return finish(updates), cast_like(new_state, opt_state)
+        def step(operand: Any) -> tuple[Any, optax.OptState]:
+            stored, norm = operand
+            step_grads, step_value = gradients(stored)
+            return self._step(step_grads, norm, step_value, opt_state, params, extra_args, finish)
 
         outcome, new_state = step_if(
-            due, inner_step, operand, lambda avals: (skipped(avals[0], grads), opt_state)
+            due, step, (operand, norm), lambda avals: (skipped(avals[0], grads), opt_state)
         )
         scaling = self.policy.observe(state.scaling, grads, grads_finite, axis_name=self.axis_name)
         # If the loss is to blame, the scale is not.
         observed = loss_finite
         if self.window.growth_unit == "optimizer_step":
             observed &= due | ~grads_finite
+        flags = flags_by_leaf(grads, leaves_finite) if tracks else None
         return outcome, LossScaledState(
             scaling=tree_where(observed, scaling, state.scaling),
             inner_state=self.window.turn(window, new_state, due),
@@ -192,12 +187,43 @@ class LossScaled:
             total_notfinite=_count(~should_apply, state.total_notfinite),
             total_notfinite_loss=_count(~loss_finite, state.total_notfinite_loss),
             total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
-            nonfinite_leaves=last_flags(
-                state.nonfinite_leaves, flags_by_leaf(grads, leaves_finite), grads_finite
-            )
-            if tracks
-            else None,
+            nonfinite_leaves=last_flags(state.nonfinite_leaves, flags, grads_finite),
         )
+
+    @property
+    def _shares_norm(self) -> bool:
+        """Whether the norm comes from the pass that gives the verdict.
+
+        Not where it is the norm of a mean of several gradients.
+        """
+        one_batch = isinstance(self.window, NoWindow)
+        return self.max_norm is not None and one_batch and not nans_are_errors()
+
+    def _step(
+        self,
+        grads: optax.Updates,
+        norm: jax.Array | None,
+        value: Any,
+        opt_state: optax.OptState,
+        params: optax.Params | None,
+        extra_args: dict[str, Any],
+        finish: Callable[[optax.Updates], Any],
+    ) -> tuple[Any, optax.OptState]:
+        """Returns ``finish`` of the inner updates, and the next inner state."""
+        grads = map_gradients(widen, grads)
+        if self.max_norm is not None:
+            norm = global_norm(grads) if norm is None else norm
+            grads = clip_by_global_norm(grads, norm, self.max_norm)
+        given = {} if value is None else {"value": value}
+        updates, new_state = self.inner.update(
+            grads, opt_state, map_gradients(widen, params), **given, **extra_args
+        )
+        check_same_structure(
+            "`loss_scaled`, whose `inner.update` must keep the structure of its state,",
+            new_state,
+            opt_state,
+        )
+        return finish(updates), cast_like(new_state, opt_state)
 
 
 def stepped(before: LossScaledState, after: LossScaledState) -> jax.Array:

@@ -1,28 +1,21 @@
-"""Which leaves of a tree are gradients, whether they are finite, and which tree to keep.
+"""Which leaves of a tree are gradients, their dtypes, and which of two trees to keep.
 
 Nothing here knows of loss scales. The leaf rules stand here once: only inexact leaves
 (floating and complex) are gradients; ``None``, ``float0``, integers, bools, typed PRNG
 keys and whatever is no array at all pass through.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ._checks import scalar_bool
-from ._quotient import recall
 
 # The collection in which Flax keeps FP8 statistics. Its "gradients" are new values that
 # replace the old ones: scaled by nothing, so never to be unscaled, and checked by no one.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-
-
-# Not float16, whose sums XLA on CPU computes from a copy in float32.
-_SUMMED = (jnp.float32, jnp.bfloat16, jnp.float64)
-
-_CONFIG: Any = jax.config  # whose attributes no type checker knows
 
 
 def _is_array(leaf: Any) -> bool:
@@ -30,7 +23,19 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _is_inexact(leaf: Any) -> bool:
-    return _is_array(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    return _is_array(leaf) and jnp.issubdtype(_dtype(leaf), jnp.inexact)
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
+
+
+def _has_dtype(leaf: Any, dtype: Any) -> bool:
+    """Returns whether a leaf is a strongly typed array of a dtype already.
+
+    Most are, and to convert them to what they are takes longer than to trace a product.
+    """
+    return isinstance(leaf, jax.Array) and leaf.dtype == dtype and not jax.typeof(leaf).weak_type
 
 
 def _is_gradient(path: tuple[Any, ...], leaf: Any) -> bool:
@@ -59,6 +64,8 @@ def only_gradients(tree: Any) -> Any:
 
 def widen(leaf: Any) -> jax.Array:
     """Returns an inexact leaf in float32, or in its own dtype where that is as wide."""
+    if _has_dtype(leaf, jnp.float32):
+        return leaf
     dtype = jnp.result_type(leaf)
     return cast(leaf, dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
 
@@ -68,6 +75,8 @@ def cast(leaf: Any, dtype: Any) -> Any:
 
     Leaves of dtypes that hold no numbers, typed keys and ``float0``, stay as they are.
     """
+    if _has_dtype(leaf, dtype):
+        return leaf
     if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
         return leaf
     return jax.lax.convert_element_type(leaf, dtype)
@@ -77,7 +86,7 @@ def cast_like(tree: Any, like: Any) -> Any:
     """Returns a tree with the dtypes of another tree of the same structure."""
 
     def cast_leaf(leaf: Any, other: Any) -> Any:
-        return cast(leaf, jnp.result_type(other)) if _is_array(other) else leaf
+        return cast(leaf, _dtype(other)) if _is_array(other) else leaf
 
     return jax.tree.map(cast_leaf, tree, like)
 
@@ -90,76 +99,12 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """
 
     def add(param: Any, update: Any) -> Any:
-        if param is None or jnp.result_type(update) == jax.dtypes.float0:
+        if param is None or _dtype(update) == jax.dtypes.float0:
             return param
         total = (widen(param) if _is_inexact(param) else param) + update
-        return cast(total, jnp.result_type(param))
+        return cast(total, _dtype(param))
 
     return jax.tree.map(add, params, updates, is_leaf=lambda leaf: leaf is None)
-
-
-def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
-    """Returns ``finite`` where it holds on every device along ``axis_name``."""
-    if axis_name is None:
-        return finite
-    return jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
-
-
-def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
-    """Returns whether every gradient in a tree is finite.
-
-    Args:
-      tree: a pytree. Only floating and complex leaves are looked at, and nothing under a
-        key ``_overwrite_with_gradient``. A tree without any such leaf is finite.
-      axis_name: a mesh or ``pmap`` axis name, or a tuple of them, inside ``shard_map``
-        and ``pmap``: all devices along it get one verdict. Under plain ``jit`` leave it
-        out, the answer covers all shards as it is.
-
-    Returns:
-      A ``bool[]``: ``False`` if any element of any leaf is inf or NaN. No finite gradient
-      is too large: it is not their sum or norm that is looked at.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxscale
-      >>> jaxscale.all_finite({"w": jnp.array([1.0, jnp.inf]), "b": None})
-      Array(False, dtype=bool)
-      >>> jaxscale.all_finite({"w": jnp.array([3e38, 3e38]), "b": None})
-      Array(True, dtype=bool)
-    """
-    return agree(joined(leaf_verdicts(tree)), axis_name)
-
-
-def leaf_verdicts(tree: Any) -> Iterator[jax.Array]:
-    """Returns one number a gradient, in one reduction each: see :func:`is_finite`."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not _is_gradient(path, leaf):
-            continue
-        quotient = recall(leaf)
-        source = leaf if quotient is None else quotient.dividend
-        if jnp.result_type(source) in _SUMMED and not _CONFIG.jax_debug_nans:
-            # x - x is 0, and NaN for inf and NaN: a sum that no finite number makes
-            # overflow. XLA computes it where it reads x; of `isfinite` it stores a mask.
-            # (Where NaNs are errors, this one would be taken for a fault.)
-            yield cast(jnp.sum(leaf - leaf), jnp.float32)
-        else:
-            yield jnp.all(jnp.isfinite(leaf))
-
-
-def is_finite(verdict: jax.Array) -> jax.Array:
-    """Returns as a ``bool[]`` what is one already, or an ``f32[]`` that is 0 if it holds."""
-    return verdict if verdict.dtype == jnp.bool_ else verdict == 0
-
-
-def joined(verdicts: Iterable[jax.Array]) -> jax.Array:
-    """Returns whether all of the gradients are finite, of the verdicts on each."""
-    finite, differences = jnp.array(True), jnp.zeros((), jnp.float32)
-    for verdict in verdicts:
-        if verdict.dtype == jnp.bool_:
-            finite &= verdict
-        else:  # summed up before they are compared: one comparison for them all
-            differences += verdict
-    return finite & (differences == 0)
 
 
 def largest(tree: Any, axis_name: Any) -> jax.Array:
@@ -214,7 +159,7 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
             raise TypeError(_unequal(call, path, "values, as they are no arrays", a, b))
         if jnp.shape(a) != jnp.shape(b):
             raise ValueError(_unequal(call, path, "shapes", jnp.shape(a), jnp.shape(b)))
-        dtypes = jnp.result_type(a), jnp.result_type(b)
+        dtypes = _dtype(a), _dtype(b)
         if dtypes[0] == jax.dtypes.float0:  # holds no values, and XLA knows no such type
             return a
         if dtypes[0] == dtypes[1]:

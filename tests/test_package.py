@@ -23,8 +23,8 @@ import jaxscale.presets
 FLOORS = [
     {"_checks", "_quotient"},
     {"_tree"},
-    {"_state", "_skip", "_nonfinite_leaves"},
-    {"_loss_scale", "_state_dict", "_value_and_grad", "_accumulate"},
+    {"_finite", "_state", "_skip", "_nonfinite_leaves"},
+    {"_clip", "_loss_scale", "_state_dict", "_value_and_grad", "_accumulate"},
     {"_fixed", "_dynamic", "_tolerance", "_logmax", "_step"},
     {"_spec", "_peers", "_apply_gradients", "_report"},
     {"_loss_scaled", "_check"},

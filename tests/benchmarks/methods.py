@@ -41,12 +41,19 @@ def optimizer(clip):
     return optax.chain(optax.clip_by_global_norm(CLIP), adamw) if clip else adamw
 
 
+def ours(clip, growth_interval=2000):
+    """The same optimizer; clipped, as jaxscale offers it, from the pass of the verdict."""
+    policy = jaxscale.DynamicLossScale(init_scale=INIT_SCALE, growth_interval=growth_interval)
+    return jaxscale.loss_scaled(optimizer(False), policy, max_norm=CLIP if clip else None)
+
+
 def to_float32(grads):
     return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
 
-def bare(tx, growth_interval):
+def bare(clip, growth_interval):
     """Optax alone: no scale, no verdict, no skip. The floor."""
+    tx = optimizer(clip)
 
     def step(carry, grads):
         params, state = carry
@@ -56,9 +63,9 @@ def bare(tx, growth_interval):
     return Method(_init(tx), step, _first, _second, skips=False)
 
 
-def apply_gradients(tx, growth_interval):
+def apply_gradients(clip, growth_interval):
     """`jaxscale.unscale` and `jaxscale.apply_gradients`."""
-    tx = jaxscale.loss_scaled(tx, _policy(growth_interval))
+    tx = ours(clip, growth_interval)
 
     def step(carry, grads):
         params, state = carry
@@ -68,9 +75,9 @@ def apply_gradients(tx, growth_interval):
     return Method(_init(tx), step, _first, _inner, _scale)
 
 
-def wrapper(tx, growth_interval):
+def wrapper(clip, growth_interval):
     """`jaxscale.unscale`, `tx.update` and `optax.apply_updates`: the plain optax loop."""
-    tx = jaxscale.loss_scaled(tx, _policy(growth_interval))
+    tx = ours(clip, growth_interval)
 
     def step(carry, grads):
         params, state = carry
@@ -80,11 +87,11 @@ def wrapper(tx, growth_interval):
     return Method(_init(tx), step, _first, _inner, _scale)
 
 
-def train_state(tx, growth_interval):
+def train_state(clip, growth_interval):
     """`jaxscale.unscale` and `jaxscale.flax.TrainState.apply_gradients`."""
     import jaxscale.flax
 
-    tx = jaxscale.loss_scaled(tx, _policy(growth_interval))
+    tx = ours(clip, growth_interval)
 
     def init(params):
         return jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
@@ -101,7 +108,7 @@ def train_state(tx, growth_interval):
     )
 
 
-def flax_dynamic_scale(tx, growth_interval):
+def flax_dynamic_scale(clip, growth_interval):
     """Flax `DynamicScale.value_and_grad`, and the `where` over state and parameters.
 
     Its arithmetic is inside of its `value_and_grad`; so that is given a function without a
@@ -109,6 +116,8 @@ def flax_dynamic_scale(tx, growth_interval):
     ImageNet example.
     """
     from flax.training.dynamic_scale import DynamicScale
+
+    tx = optimizer(clip)
 
     def init(params):
         scaler = DynamicScale(
@@ -129,9 +138,11 @@ def flax_dynamic_scale(tx, growth_interval):
     return Method(init, step, _first, lambda carry: carry[1][0], lambda carry: carry[1][1].scale)
 
 
-def jmp(tx, growth_interval):
+def jmp(clip, growth_interval):
     """jmp `DynamicLossScale`, `all_finite`, and `select_tree` over parameters and state."""
     import jmp
+
+    tx = optimizer(clip)
 
     # Of the carry are its numbers alone: made of anything but numbers, it cannot be.
     def init(params):
@@ -151,13 +162,15 @@ def jmp(tx, growth_interval):
     return Method(init, step, _first, lambda carry: carry[1][0], lambda carry: carry[1][1])
 
 
-def mpx(tx, growth_interval):
+def mpx(clip, growth_interval):
     """MPX: the lines of its `filter_value_and_grad` after the gradient, `optimizer_update`.
 
     Those lines, and not the function, as it casts all arguments to half precision and so has
     no float32 gradients.
     """
     import mpx
+
+    tx = optimizer(clip)
 
     def scaler(scale, counter):
         return mpx.DynamicLossScaling(
@@ -178,9 +191,9 @@ def mpx(tx, growth_interval):
     return Method(init, step, _first, lambda carry: carry[1][0], lambda carry: carry[1][1])
 
 
-def apply_if_finite(tx, growth_interval):
+def apply_if_finite(clip, growth_interval):
     """`optax.apply_if_finite`, which has no scale: the verdict and the skip alone."""
-    tx = optax.apply_if_finite(tx, 1_000_000)
+    tx = optax.apply_if_finite(optimizer(clip), 1_000_000)
 
     def step(carry, grads):
         params, state = carry
@@ -206,11 +219,7 @@ OURS = tuple(name for name in METHODS if name.startswith("jaxscale"))
 
 def make(name, clip, growth_interval=2000):
     """Returns a :class:`Method`; raises ``ImportError`` where its package is missing."""
-    return METHODS[name](optimizer(clip), growth_interval)
-
-
-def _policy(growth_interval):
-    return jaxscale.DynamicLossScale(init_scale=INIT_SCALE, growth_interval=growth_interval)
+    return METHODS[name](clip, growth_interval)
 
 
 def _init(tx):

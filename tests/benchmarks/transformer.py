@@ -86,9 +86,9 @@ def loss_fn(params, tokens, dtype=jnp.float16):
     return jnp.mean(losses)
 
 
-def train_steps(tx):
+def train_steps(clip):
     """Returns each method's ``(carry, tokens) -> (carry, loss)``; carries are `methods.py`'s."""
-    ours = jaxscale.loss_scaled(tx)
+    tx, ours = methods.optimizer(clip), methods.ours(clip)
 
     def bare(carry, tokens, dtype=jnp.float16, tx=tx):
         params, state = carry
@@ -164,7 +164,7 @@ def prepare(name, size, clip):
     rng = np.random.default_rng(0)
     params = init_params(rng, width, layers, length)
     tokens = jnp.array(rng.integers(0, VOCABULARY, (batch, length + 1), np.int32))
-    method, steps = methods.make(name, clip), train_steps(methods.optimizer(clip))
+    method, steps = methods.make(name, clip), train_steps(clip)
     start = time.perf_counter()
     traced = jax.jit(steps[name], donate_argnums=0).trace(method.init(params), tokens)
     trace_s = time.perf_counter() - start
