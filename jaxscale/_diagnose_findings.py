@@ -144,6 +144,8 @@ class TracedUnderflow(Place):
       nonzero: how many values are not zero in float32 then.
       zeros: how many of them became zero.
       subnormals: how many became subnormal.
+      lost_sum: what share of the sum of all magnitudes those had that became zero. Little
+        if these were only the smallest, as in a softmax that is sure of itself.
 
     Example:
       >>> import jax.numpy as jnp
@@ -160,6 +162,7 @@ class TracedUnderflow(Place):
     nonzero: int
     zeros: int
     subnormals: int
+    lost_sum: float
 
     def __str__(self) -> str:
         zeros, subnormals = (_percent(n / self.nonzero) for n in (self.zeros, self.subnormals))

@@ -49,10 +49,13 @@ _UNUSED = Value(None)
 
 
 class Interpreter:
-    """Evaluates jaxprs, and shows each equation to ``watch``."""
+    """Evaluates jaxprs, and shows each equation to ``watch``.
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    What else evaluates an equation, such as :func:`in_float32`, can be passed.
+    """
+
+    def __init__(self, watch: Watch, evaluate: Callable[..., Any] = evaluate) -> None:
+        self._watch, self._evaluate = watch, evaluate
         self._analysis = Analysis()
 
     def run(
@@ -114,7 +117,7 @@ class Interpreter:
                 return self._while(inputs, eqn, needs, inside, iteration)
             case "scan" if eqn.params["length"]:
                 return self._scan(inputs, eqn, needs, inside, iteration)
-        outputs = evaluate(eqn, [value.array for value in inputs])
+        outputs = self._evaluate(eqn, [value.array for value in inputs])
         need = union(eqn, needs)
         origins = self._watch(Visit(eqn, inputs, outputs, around, iteration, need))
         scaled = any(value.scaled for value in inputs)

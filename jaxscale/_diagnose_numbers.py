@@ -4,7 +4,7 @@ Everything is judged from the actual inputs of that one equation, so that a valu
 where it is lost, and not again in each equation after it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,22 @@ _NEVER_LOSE = {
     *("reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "bitcast_convert_type"),
 }
 _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
+
+
+def _scatter(function: Callable[..., Any]) -> Callable[..., Any]:
+    def scatter(*inputs: Any, update_jaxpr: Any, update_consts: Any, **params: Any) -> Any:
+        # Which are for the dtype of before, and made again.
+        del update_jaxpr, update_consts
+        return function(*inputs, **params)
+
+    return scatter
+
+
+_SCATTERS = {
+    "scatter": _scatter(jax.lax.scatter),
+    "scatter-add": _scatter(jax.lax.scatter_add),
+    "scatter_add": _scatter(jax.lax.scatter_add),
+}
 
 
 class IncomparableError(Exception):
@@ -44,6 +60,7 @@ class Loss(NamedTuple):
     nonzero: int
     zeros: int
     subnormals: int
+    lost_sum: float
 
     @property
     def share(self) -> float:
@@ -103,7 +120,7 @@ def birth(
 
 def _fits_float32(eqn: JaxprEqn, inputs: Sequence[Any], output: int, mask: np.ndarray) -> bool:
     try:
-        return not nonfinite(_in_float32(eqn, inputs)[output])[mask].any()
+        return not nonfinite(in_float32(eqn, inputs)[output])[mask].any()
     except IncomparableError:
         return False
 
@@ -124,7 +141,7 @@ def loss(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Loss |
     suspects = [i for i, output in enumerate(outputs) if _has_tiny(output)]
     if not suspects:
         return None
-    wide = _in_float32(eqn, inputs)
+    wide = in_float32(eqn, inputs)
     subnormal_inputs = any(_subnormal(value).any() for value in inputs)
     losses = []
     for i in suspects:
@@ -135,20 +152,31 @@ def loss(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Loss |
         subnormals = tiny & ~zeros & _subnormal(outputs[i])
         if subnormal_inputs:
             subnormals &= actual != exact
-        losses.append(Loss(i, *(int(mask.sum()) for mask in (exact != 0, zeros, subnormals))))
+        nonzero, flushed, rounded = (int(mask.sum()) for mask in (exact != 0, zeros, subnormals))
+        losses.append(Loss(i, nonzero, flushed, rounded, _share_of_sum(exact, zeros)))
     return max(losses, key=lambda lost: lost.zeros + lost.subnormals)
+
+
+def _share_of_sum(numbers: np.ndarray, mask: np.ndarray) -> float:
+    magnitudes = np.where(np.isfinite(numbers), np.abs(numbers), 0.0)
+    total = float(magnitudes.sum())
+    return float(magnitudes[mask].sum()) / total if total else 0.0
 
 
 def _noise(eqn: JaxprEqn, inputs: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
     """Returns what of a sum of products in float32 is rounding, where all of it cancels."""
     if eqn.primitive.name not in _CONTRACTIONS:
         return np.zeros(shape)
-    magnitudes = _in_float32(eqn, [jnp.abs(value) for value in inputs])
+    magnitudes = in_float32(eqn, [jnp.abs(value) for value in inputs])
     return _numbers(magnitudes[0]) * 2.0**-20
 
 
-def _in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of an equation computed in float32."""
+def in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of an equation computed in float32.
+
+    Raises:
+      IncomparableError: if there is no such thing.
+    """
     params = {
         name: np.dtype(np.float32) if _is_narrow(value) else value
         for name, value in eqn.params.items()
@@ -158,7 +186,8 @@ def _in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
         for value in inputs
     ]
     try:
-        outputs = evaluate(eqn, inputs, params)
+        scatter = _SCATTERS.get(eqn.primitive.name)
+        outputs = evaluate(eqn, inputs, params) if scatter is None else [scatter(*inputs, **params)]
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise IncomparableError(eqn.primitive.name) from error
     if any(_is_narrow(_dtype(output)) for output in outputs):

@@ -34,7 +34,8 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
 
     Above, the gradients by their size, shaded by what ``dtype`` makes of them at the given
     loss scale. Below, the numbers that each format holds, at that scale and at the one
-    that :func:`suggest_scale` suggests for ``dtype``: a larger scale moves them to the left.
+    that :func:`suggest_scale` suggests for ``dtype``, if that is another: a larger scale
+    moves them to the left.
 
     Args:
       histogram: what :func:`histogram` returned; leading axes are summed up.
@@ -61,9 +62,14 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
     one_of("plot_histogram", "dtype", dtype, FORMATS)
     numbers = read("plot_histogram", histogram)
     suggestion = suggest_scale(histogram, dtype=dtype)
-    scales = [exponent]
+    titles = {exponent: "what formats hold at loss scale {}"}
     if suggestion.suggested is not None:
-        scales.append(round(np.log2(suggestion.suggested)))
+        words = "at the suggested loss scale, {}"
+        if not suggestion.needed:
+            words = f"at loss scale {{}}, where {dtype} keeps these as well as anywhere"
+        suggested = round(np.log2(suggestion.suggested))
+        titles[suggested] = f"what formats hold {words}" if suggested == exponent else words
+    scales = list(titles)
     figure = _figure("plot_histogram", 9, 3.2 + 1.6 * len(scales))
     axes = figure.subplots(
         1 + len(scales), 1, sharex=True, squeeze=False, height_ratios=[3] + [1.6] * len(scales)
@@ -75,10 +81,7 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
     _bars(axes[0], numbers.counts, exponent, dtype)
     axes[0].set_title(head(numbers), loc="left", fontsize=10)
     axes[0].set_xlim(limits)
-    titles = ["what formats hold at loss scale {}", "at the suggested loss scale, {}"]
-    if not suggestion.needed:
-        titles[1] = f"at loss scale {{}}, which will do: {dtype} needs no other"
-    for ax, k, title in zip(axes[1:], scales, titles, strict=False):
+    for ax, (k, title) in zip(axes[1:], titles.items(), strict=True):
         _ranges(ax, k, shares_of(numbers.counts, k), limits)
         ax.set_title(title.format(power(2.0**k)), loc="left", fontsize=10)
     axes[-1].set_xlabel("|gradient|, unscaled")
@@ -98,13 +101,18 @@ def _bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
         parts[:, i] = normal, subnormal, flushed + overflowed
     parts *= 100 / max(counts.sum(), 1.0)
     bottom = np.zeros(len(filled))
-    words = (f"kept by {dtype}", "kept as subnormal", "flushed to 0, or overflow")
-    for height, color, hatch, word in zip(
-        parts, (_NORMAL, _SUBNORMAL, _LOST), ("", "", "////"), words, strict=True
+    whole = shares_of(counts, exponent)[dtype]  # of the counts: the heights are rounded
+    words = {
+        f"kept by {dtype}": whole.normal,
+        "kept as subnormal": whole.subnormal,
+        "flushed to 0, or overflow": whole.lost,
+    }
+    for height, color, hatch, (word, share) in zip(
+        parts, (_NORMAL, _SUBNORMAL, _LOST), ("", "", "////"), words.items(), strict=True
     ):
         ax.bar(
             EXPONENTS[filled] + 0.5, height, width=1, bottom=bottom, color=color, hatch=hatch,
-            edgecolor="black", linewidth=0.4, label=f"{word}: {percent(height.sum() / 100)}",
+            edgecolor="black", linewidth=0.4, label=f"{word}: {percent(share)}",
         )  # fmt: skip
         bottom = bottom + height
     ax.set_ylabel("share of the nonzero\ngradients (%)")
@@ -130,7 +138,7 @@ def _ranges(ax: Any, exponent: int, shares: Mapping[str, Shares], limits: Any) -
         )
         lost = shares[name]
         ax.text(
-            1.01, row, f"0: {percent(lost.flushed)}   overflow: {percent(lost.overflowed)}",
+            1.01, row, f"to 0: {percent(lost.flushed)}   overflow: {percent(lost.overflowed)}",
             transform=ax.get_yaxis_transform(), va="center", fontsize=8,
         )  # fmt: skip
     ax.set_yticks(range(len(FORMATS)), FORMATS, fontsize=8)
@@ -165,12 +173,13 @@ def plot_underflow(underflow: Underflow) -> Any:
         )
     layers = underflow.layers
     lost = np.array([[shares[name].lost for name in FORMATS] for shares in layers.values()])
+    texts = [text for _, *row in underflow.rows() for text in row]
     figure = _figure("plot_underflow", 8, 1.5 + 0.26 * len(layers))
     ax = figure.subplots()
     image = ax.imshow(100 * lost, cmap="Greys", vmin=0, vmax=100, aspect="auto")
-    for (row, column), share in np.ndenumerate(lost):
+    for ((row, column), share), text in zip(np.ndenumerate(lost), texts, strict=True):
         color = "white" if share > 0.5 else "black"
-        ax.text(column, row, percent(share), ha="center", va="center", color=color, fontsize=8)
+        ax.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
     ax.set_xticks(range(len(FORMATS)), FORMATS, fontsize=8)
     ax.set_yticks(range(len(layers)), layers, fontsize=8)
     ax.set_title(underflow.title.replace(" at loss", "\nat loss"), loc="left", fontsize=10)

@@ -15,6 +15,7 @@ from ._diagnose_jaxpr import BACKWARD, EFFECT, FORWARD
 from ._diagnose_numbers import Birth, IncomparableError, Loss, birth, loss, nonfinite
 from ._diagnose_places import layer, lines
 from ._state import LossScaleState, find_scaling
+from ._tree import widen
 from ._value_and_grad import seeding
 
 # From what share of the nonzero values on a loss is reported.
@@ -95,7 +96,8 @@ def trace(
             # A copy made inside: modules of Flax NNX insist on it, and may change.
             copies, copied_kwargs = jax.tree.map(lambda leaf: leaf, (args, fun_kwargs))
             (loss, (aux, seed)), grads = differentiated(*copies, **copied_kwargs)
-            grads = unseed(grads, seed)
+            # In float32: the limits that a float32 divisor has are 0 and inf in float16.
+            grads = unseed(grads, widen(seed))
             return {"loss": loss} | _inexact("aux", aux) | _inexact("grads", grads)
 
         # The arguments are constants of it, so that whatever is no array stays what it is.
@@ -214,6 +216,7 @@ class _Findings:
                 nonzero=lost.nonzero,
                 zeros=lost.zeros,
                 subnormals=lost.subnormals,
+                lost_sum=lost.lost_sum,
             )
             for place, (visit, lost) in self.losses.items()
         ]

@@ -35,11 +35,17 @@ class Underflow(NamedTuple):
     loss_scale: float
 
     def __str__(self) -> str:
-        rows = [("", *FORMATS)] + [
-            (layer, *(percent(shares[name].lost) for name in FORMATS))
+        return f"{self.title}\n{aligned([('', *FORMATS), *self.rows()])}"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Returns, for each layer, its name and what is lost, a dash where it has no numbers.
+
+        Such are layers whose gradients are all zero, inf or NaN.
+        """
+        return [
+            (layer, *(percent(shares[name].lost) if any(shares[name]) else "-" for name in FORMATS))
             for layer, shares in self.layers.items()
         ]
-        return f"{self.title}\n{aligned(rows)}"
 
     @property
     def title(self) -> str:

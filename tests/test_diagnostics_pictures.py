@@ -61,7 +61,8 @@ def test_the_bars_are_the_shares(loss_scale, dtype):
     assert figure.axes[0].get_title(loc="left").startswith("4,006 gradients: <0.1% are exactly 0")
     suggested = diagnostics.suggest_scale(HISTOGRAM, dtype=dtype).suggested
     # float16 holds 2**-24 to 2**16, divided by the scale; below, by the suggested scale.
-    for ax, scale in zip(figure.axes[1:], (loss_scale, suggested), strict=True):
+    for ax, scale in zip(figure.axes[1:], dict.fromkeys((loss_scale, suggested)), strict=True):
+        assert f"2**{np.log2(scale):.0f}" in ax.get_title(loc="left")
         low, high = ax.containers[0][0], ax.containers[1][0]
         ends = low.get_x(), high.get_x(), high.get_x() + high.get_width()
         limits = ax.get_xlim()
@@ -71,8 +72,15 @@ def test_the_bars_are_the_shares(loss_scale, dtype):
 def test_the_histogram_of_nothing_and_of_one_number():
     for grads in (jnp.zeros(3), jnp.ones(1)):
         figure = drawn(diagnostics.plot_histogram(histogram(grads)))
-        assert len(figure.axes) == (2 if grads[0] == 0 else 3)
+        assert len(figure.axes) == 2
         assert len(diagnostics.text_histogram(histogram(grads)).splitlines()) == 7
+
+
+def test_the_suggested_scale_is_not_drawn_twice():
+    suggested = diagnostics.suggest_scale(HISTOGRAM).suggested
+    figure = drawn(diagnostics.plot_histogram(HISTOGRAM, loss_scale=suggested))
+    titles = [ax.get_title(loc="left") for ax in figure.axes[1:]]
+    assert titles == [f"what formats hold at the suggested loss scale, 2**{np.log2(suggested):.0f}"]
 
 
 @pytest.mark.parametrize("loss_scale", [2.0**-9, 1.0, 2.0**10])
@@ -203,6 +211,23 @@ def test_metrics_of_the_step_itself_and_other_numbers():
         state = STEP(state, jnp.float32(grad), jnp.float32(1))
         history.append(state)
     assert str(history).startswith("steps 91 to 92: 1 skipped")
+
+
+def test_layers_without_numbers_are_not_said_to_lose_nothing():
+    grads = {"a": jnp.array([1.0, 1e-9]), "b": jnp.full(2, jnp.nan), "c": jnp.zeros(2)}
+    found = diagnostics.underflow(diagnostics.leaf_histograms(grads))
+    assert [line.split()[1:] for line in str(found).splitlines()[3:]] == [["-"] * 4] * 2
+    texts = [text.get_text() for text in drawn(diagnostics.plot_underflow(found)).axes[0].texts]
+    assert texts[0] == "50.0%"
+    assert texts[4:] == ["-"] * 8
+
+
+def test_the_legend_counts_and_does_not_round():
+    # Of 49 numbers each its own share: these do not add up to 1 in floating point.
+    grads = 2.0 ** jnp.arange(-7.0, 7.0)[:, None] * jnp.ones((14, 7))
+    figure = drawn(diagnostics.plot_histogram(diagnostics.histogram(grads)))
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels[0] == "kept by float16: 100%"
 
 
 def test_without_matplotlib_there_is_still_text(monkeypatch):

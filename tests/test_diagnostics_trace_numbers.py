@@ -58,6 +58,9 @@ def test_an_underflow_counts_what_numpy_counts(x, y):
     found = [u for u in trace(fun, jnp.asarray(x)).underflows if u.direction == "forward"]
     if counts[1] + counts[2] > counts[0] / 2:
         assert [(u.nonzero, u.zeros, u.subnormals) for u in found] == [tuple(counts)]
+        magnitudes = np.abs(exact)
+        share = magnitudes[zeros].sum() / magnitudes.sum()
+        assert found[0].lost_sum == pytest.approx(share, rel=1e-12)  # sums, in some order
         assert found[0].share == (counts[1] + counts[2]) / counts[0]
     else:
         assert not found
@@ -244,6 +247,19 @@ def test_a_scale_of_one_and_none_has_a_backward_pass_too():
     assert report.loss_scale == 1
     assert report.first_nonfinite.direction == "backward"
     assert report.first_nonfinite.line == line("root")
+
+
+def test_a_float16_loss_is_unscaled_without_a_trace():
+    # In float16 the limits of a float32 divisor are 0 and inf, which is no business of the model.
+    assert not trace(lambda w: jnp.sum(w), jnp.ones(3, HALF)).found
+
+
+def test_the_gradient_of_an_embedding_overflows_in_float16_only():
+    def fun(embedding):
+        return jnp.sum(embedding[jnp.zeros(3, int)].astype(jnp.float32))
+
+    (place,) = trace(fun, jnp.ones((2, 1), HALF)).nonfinite
+    assert (place.primitive, place.cause, place.elements) == ("scatter-add", "range", 1)
 
 
 def test_the_seed_itself_can_be_too_large():

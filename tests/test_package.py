@@ -37,7 +37,13 @@ FLOORS = [
     {"_diagnose_trace", "_diagnose_suggest", "_diagnose_text", "_diagnose_underflow"},
     {"_diagnose_pictures"},
     {"_diagnose_history"},
-    {"__init__", "diagnostics", "flax", "presets"},
+    {"_doctor_target", "_doctor_compare"},
+    {"_doctor_exam"},
+    {"_doctor_advice", "_doctor_scales"},
+    {"_doctor_findings"},
+    {"_doctor_html"},
+    {"_doctor"},
+    {"__init__", "__main__", "diagnostics", "flax", "presets"},
 ]
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = pathlib.Path(jaxscale.__file__).parent

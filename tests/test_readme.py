@@ -94,4 +94,5 @@ def test_example_has_help(path):
     result = subprocess.run(
         [sys.executable, str(path), "--help"], capture_output=True, text=True, check=True
     )
-    assert "--steps" in result.stdout
+    option = "--picture" if path.stem == "gradients" else "--steps"  # the one trains nothing
+    assert option in result.stdout
