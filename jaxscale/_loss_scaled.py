@@ -91,9 +91,7 @@ def loss_scaled(
         rule,
         policy=as_loss_scale(loss_scale),
         axis_name=rule.axis_name if axis_name is None else axis_name,
-        max_norm=rule.max_norm
-        if max_norm is None
-        else positive("loss_scaled", "max_norm", max_norm),
+        max_norm=rule.max_norm if max_norm is None else max_norm,
         skips=one_of("loss_scaled", "skip_nonfinite", skip_nonfinite, (False, True)),
         track_leaves=tracks or rule.track_leaves,
     )
