@@ -13,7 +13,7 @@ from jaxscale._finite import combined, evidence, is_finite
 
 DTYPES = ["float32", "float16", "bfloat16", "float8_e5m2", "complex64"]
 # More of one shape than are put together, and some of another.
-SHAPES = {f"{i:02}": (3,) for i in range(34)} | {"a": (2, 2), "b": (2, 2), "c": (), "d": (0,)}
+SHAPES = {f"{i:02}": (3,) for i in range(66)} | {"a": (2, 2), "b": (2, 2), "c": (), "d": (0,)}
 BAD = {"inf": np.inf, "-inf": -np.inf, "NaN": np.nan}
 
 
@@ -82,8 +82,10 @@ def test_leaves_of_one_type_are_reduced_as_one(squares, one_device):
     tree = {f"w{i}": jnp.ones((4, 2)) for i in range(70)}
     tree |= {"b": jnp.ones(8), "half": jnp.ones((4, 2), jnp.bfloat16)}
     together = functools.partial(finite, squares=squares)
-    assert reductions(together, tree) == (3 + 1 + 1, 5 * 8)  # 32 + 32 + 6, and two more
+    assert reductions(together, tree) == (2 + 1 + 1, 4 * 8)  # 64 + 6, and two more
     assert reductions(functools.partial(together, by_leaf=True), tree) == (72, 72 * 8)
+    large = {f"w{i}": jax.ShapeDtypeStruct((2**16,), jnp.float32) for i in range(20)}
+    assert reductions(together, large)[0] == 2  # 16 + 4
 
 
 def test_a_large_leaf_is_taken_in_parts(one_device):

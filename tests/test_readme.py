@@ -1,5 +1,6 @@
 """README and examples do what they say."""
 
+import json
 import os
 import pathlib
 import re
@@ -96,3 +97,30 @@ def test_example_has_help(path):
     )
     option = "--picture" if path.stem == "gradients" else "--steps"  # the one trains nothing
     assert option in result.stdout
+
+
+def test_readme_states_the_costs_that_were_measured():
+    results = ROOT / "tests" / "benchmarks" / "results"
+    rows = {
+        (row["tree"], row["gradients"], row["clipped"]): row["methods"]
+        for name in ("step-cpu", "step-clipped-cpu")
+        for row in json.loads((results / f"{name}.json").read_text())["rows"]
+    }
+    (programs,) = json.loads((results / "programs.json").read_text())["rows"][:1]
+    assert (programs["target"], programs["devices"], programs["clipped"]) == ("H100", 1, False)
+    kernels = {name: report["kernels"] for name, report in programs["methods"].items()}
+    table = re.search(r"\| \| float32 \| float16 .*\n\|---.*\n((?:\|.*\n)+)", README).group(1)
+    names = ["jaxscale.apply_gradients", "jaxscale optax wrapper", "Flax DynamicScale"]
+    names += ["jmp", "MPX", "optax.apply_if_finite"]
+    for name, line in zip(names, table.splitlines(), strict=True):
+        ratios = [
+            rows["gpt2", dtype, clipped][name]["to_bare"]["median"]
+            for dtype, clipped in (
+                *((dtype, False) for dtype in ("float32", "float16", "bfloat16")),
+                ("float32", True),
+            )
+        ] + [kernels[name] / kernels["bare optax"]]
+        assert line.strip("| ").split(" | ")[1:] == [f"{ratio:.2f}" for ratio in ratios], name
+    transformer = json.loads((results / "transformer-cpu.json").read_text())["rows"][0]["methods"]
+    shares = [f"{transformer[name]['to_bare']['median']:.2f}" for name in names[:2]]
+    assert f"transformer: {shares[0]} and {shares[1]}.)" in README
