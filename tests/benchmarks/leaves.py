@@ -79,19 +79,27 @@ def draw(rows, described, path):
     """Writes the picture: time to compile and time of a step, along both axes."""
     figure, axes = plt.subplots(2, 2, figsize=(11, 8), sharex="col", layout="constrained")
     quantities = {"compile_s": "seconds to compile", "step_s": "seconds of a step"}
-    colors = dict(zip(methods.METHODS, plt.color_sequences["tab10"], strict=False))
+    # A marker for each, too: they can be told apart in grey.
+    styles = dict(
+        zip(
+            methods.METHODS,
+            zip(plt.color_sequences["tab10"], "os^vDPX*", strict=False),
+            strict=True,
+        )
+    )
     for column, axis in zip(axes.T, AXES, strict=True):
         along = [row for row in rows if row["axis"] == axis]
         for panel, (key, label) in zip(column, quantities.items(), strict=True):
-            for name, color in colors.items():
-                _line(panel, along, name, key, color)
+            for name, (color, marker) in styles.items():
+                _line(panel, along, name, key, color, marker)
             panel.set(xscale="log", yscale="log", ylabel=label)
             panel.grid(alpha=0.3)
         if along:
             size = "of 256 elements" if axis == "leaves" else "in 16 leaves"
             column[1].set_xlabel(f"{axis} {size}")
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper")
+    axes[0, 1].sharey(axes[0, 0])
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
     figure.suptitle(
         f"AdamW, {rows[0]['gradients']} gradients: {described['device']}, "
         f"JAX {described['versions']['jax']}, {described['date'][:10]}. A cross: stopped there."
@@ -99,12 +107,13 @@ def draw(rows, described, path):
     figure.savefig(path, dpi=120)
 
 
-def _line(panel, rows, name, key, color):
+def _line(panel, rows, name, key, color, marker):
     points = [(row["number"], row["methods"].get(name, {})) for row in rows]
     measured = [(number, report[key]) for number, report in points if key in report]
     style = {"color": color, "linewidth": 2.5 if name in (methods.BARE, *methods.OURS) else 1.2}
     if measured:
-        panel.plot(*zip(*measured, strict=True), "o-", markersize=4, label=name, **style)
+        line = {"marker": marker, "markersize": 5, "label": name}
+        panel.plot(*zip(*measured, strict=True), **line, **style)
     stopped = [(number, report["limit"]) for number, report in points if "limit" in report]
     if stopped and key == "compile_s":
         panel.plot(*stopped[0], "x", markersize=9, markeredgewidth=2, color=color)
