@@ -8,6 +8,7 @@ dtype of gradients, and with and without clipping of the global norm. What a row
 """
 
 import argparse
+import gc
 import itertools
 import json
 import pathlib
@@ -35,6 +36,7 @@ def prepare(name, shapes, dtype, clip):
     trace_s = []
     for _ in range(3):
         jax.clear_caches()
+        gc.collect()  # of what is left of the last one, nothing is freed while this is timed
         step = jax.jit(lambda carry, grads: method.step(carry, grads), donate_argnums=0)
         start = time.perf_counter()
         traced = step.trace(carry, grads)
