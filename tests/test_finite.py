@@ -133,8 +133,9 @@ def test_by_leaf_says_which(one_device):
 
 
 def test_where_leaves_lie_is_known_or_they_stay_apart():
-    # Of one shape, but divided differently: to add them up would send one of them around.
-    tree = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8)), "c": jnp.ones((8, 8))}
+    # Of one shape, but divided differently: to put them together would send one of them around.
+    # So would it to take them in parts, large as they are.
+    tree = {name: jnp.ones((512, 512)) for name in "abc"}
     specs = {"a": PartitionSpec("x"), "b": PartitionSpec(None, "x"), "c": PartitionSpec("x")}
 
     def placed(axis_type):
