@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._state import divided_again
-from ._tree import cast, only_gradients
+from ._tree import cast, leaf_name, only_gradients
 
 
 class MultiStepsState(NamedTuple):
@@ -42,37 +41,6 @@ class MultiStepsState(NamedTuple):
     inner_opt_state: optax.OptState
 
 
-class Step(NamedTuple):
-    """What a step of the optimizer is made from."""
-
-    opt_state: optax.OptState
-    operand: Any  # what is stored of the gradients
-    gradients: Callable[[Any], tuple[Any, Any]]  # of the operand: those to step with, and a loss
-
-
-@dataclasses.dataclass(frozen=True)
-class NoWindow:
-    """Each batch is a step of the optimizer. The null object of :class:`Window`."""
-
-    growth_unit: str = "micro_batch"
-
-    def init(self, params: Any, inner_state: optax.OptState) -> Any:
-        del params
-        return inner_state
-
-    def add(self, state: Any, grads: Any, value: Any, counts: jax.Array) -> tuple[Any, jax.Array]:
-        del grads, value
-        return state, counts
-
-    def step(self, state: Any, grads: Any, value: Any) -> Step:
-        operand, unscaled = divided_again(grads)
-        return Step(state, operand, lambda operand: (unscaled(operand), value))
-
-    def turn(self, state: Any, inner_state: optax.OptState, stepped: jax.Array) -> Any:
-        del state, stepped
-        return inner_state
-
-
 @dataclasses.dataclass(frozen=True)
 class Window:
     """How many micro-batches make a step of the optimizer, and what a bad one costs."""
@@ -81,7 +49,7 @@ class Window:
     drop: str  # "micro_batch" or "window"
     growth_unit: str  # "optimizer_step" or "micro_batch"
 
-    def init(self, params: Any, inner_state: optax.OptState) -> MultiStepsState:
+    def open(self, params: Any, inner_state: optax.OptState) -> MultiStepsState:
         """Returns an empty window."""
         # Each in a buffer of its own: no state is donated that holds one twice.
         return MultiStepsState(
@@ -97,49 +65,47 @@ class Window:
         self, state: Any, grads: Any, value: Any, counts: jax.Array
     ) -> tuple[MultiStepsState, jax.Array]:
         """Returns the window with one more micro-batch, and whether a step is due."""
-        if not isinstance(state, MultiStepsState):
-            raise TypeError(
-                "`multi_steps(...).update(state=...)` must be a state that its `init` or the last "
-                f"step returned, got one with a {type(state).__name__} for its window. Call "
-                "`init` of the optimizer that `multi_steps` returned."
-            )
+        _check_window(state)
+        _check_gradients(state.acc_grads, grads)
         length = self._length(state)
 
         def add_leaf(acc: Any, leaf: Any) -> Any:
             if _is_absent(acc):
                 return acc
-            # Divided first, so that no sum of finite numbers overflows; exact where the
-            # length is a power of two. Selected, as what does not count may be NaN.
-            return jnp.where(counts, acc + cast(leaf, acc.dtype) / length.astype(acc.dtype), acc)
+            # Divided first, so that no sum overflows but by rounding; exact where the length
+            # is a power of two. Selected, as what does not count may be NaN.
+            share = saturated(cast(leaf, acc.dtype)) / length.astype(acc.dtype)
+            return jnp.where(counts, saturated(acc + share), acc)
 
         state = state._replace(
             mini_step=jnp.asarray(optax.safe_increment(state.mini_step)),
             counted=state.counted + counts.astype(jnp.int32),
             acc_grads=jax.tree.map(add_leaf, state.acc_grads, grads, is_leaf=_is_absent),
-            acc_value=add_leaf(state.acc_value, 0.0 if value is None else value),
+            acc_value=state.acc_value if value is None else add_leaf(state.acc_value, value),
         )
         whole = state.counted == state.mini_step if self.drop == "window" else state.counted > 0
         return state, (state.mini_step >= length) & whole
 
-    def step(self, state: MultiStepsState, grads: Any, value: Any) -> Step:
-        """Returns the step from the mean gradients and loss of what counted.
+    def mean(self, state: MultiStepsState, grads: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """Returns what is stored of the window, and what makes of it the mean gradients.
 
-        Leaves that are no gradients have no mean: they are those of ``grads``.
+        Leaves that are not gradients have no mean: they are those of ``grads``.
         """
-        del value
-        counted = jnp.maximum(state.counted, 1).astype(jnp.float32)
-        ratio = self._length(state).astype(jnp.float32) / counted
+        ratio = self._ratio(state)
 
         def mean_leaf(acc: Any, grad: Any) -> Any:
-            return grad if _is_absent(acc) else acc * ratio.astype(acc.dtype)
+            return grad if _is_absent(acc) else saturated(acc * ratio.astype(acc.dtype))
 
-        def mean(acc_grads: Any) -> tuple[Any, jax.Array]:
-            grads_of_step = jax.tree.map(mean_leaf, acc_grads, grads, is_leaf=_is_absent)
-            return grads_of_step, state.acc_value * ratio
+        def mean(acc_grads: Any) -> Any:
+            return jax.tree.map(mean_leaf, acc_grads, grads, is_leaf=_is_absent)
 
-        return Step(state.inner_opt_state, state.acc_grads, mean)
+        return state.acc_grads, mean
 
-    def turn(
+    def mean_value(self, state: MultiStepsState) -> jax.Array:
+        """Returns the mean loss of the micro-batches that counted, an ``f32[]``."""
+        return saturated(state.acc_value * self._ratio(state))
+
+    def close(
         self, state: MultiStepsState, inner_state: optax.OptState, stepped: jax.Array
     ) -> MultiStepsState:
         """Returns the window after a step of the optimizer or none, emptied if it is full."""
@@ -160,6 +126,45 @@ class Window:
     def _length(self, state: MultiStepsState) -> jax.Array:
         return jnp.asarray(self.length(state.gradient_step), jnp.int32)
 
+    def _ratio(self, state: MultiStepsState) -> jax.Array:
+        """Returns by how much the mean of what counted is more than its sum over the length."""
+        counted = jnp.maximum(state.counted, 1).astype(jnp.float32)
+        return self._length(state).astype(jnp.float32) / counted
+
+
+def saturated(x: jax.Array) -> jax.Array:
+    """Returns finite numbers as they are, and the largest of the dtype where they overflowed.
+
+    For a mean, which cannot be larger than what it is the mean of, but by rounding.
+    """
+    if jnp.iscomplexobj(x):
+        return jax.lax.complex(saturated(x.real), saturated(x.imag))
+    largest = jnp.finfo(x.dtype).max
+    return jnp.clip(x, -largest, largest)
+
 
 def _is_absent(leaf: Any) -> bool:
     return leaf is None
+
+
+def _check_window(state: Any) -> None:
+    if not isinstance(state, MultiStepsState):
+        raise TypeError(
+            "`multi_steps(...).update(state=...)` must be a state that its `init` or the last "
+            f"step returned, got one with a {type(state).__name__} for its window. Call "
+            "`init` of the optimizer that `multi_steps` returned."
+        )
+
+
+def _check_gradients(acc_grads: Any, grads: Any) -> None:
+    """Raises an error if a parameter that is summed up for has no gradient."""
+
+    def check(path: tuple[Any, ...], acc: Any, grad: Any) -> None:
+        if not _is_absent(acc) and _is_absent(grad):
+            raise ValueError(
+                "`multi_steps(...).update(updates=...)` needs a gradient for each parameter that "
+                f"`init` was called with, got None at {leaf_name(path)}. Call `init` with the "
+                "parameters that are trained alone, or pass zeros."
+            )
+
+    jax.tree_util.tree_map_with_path(check, acc_grads, grads, is_leaf=_is_absent)

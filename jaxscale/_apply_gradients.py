@@ -4,7 +4,7 @@ from typing import Any
 
 import optax
 
-from ._step import LossScaled
+from ._step import LossScaledState, wrapper_of
 from ._tree import apply_updates
 
 
@@ -33,6 +33,10 @@ def apply_gradients(
       The new parameters, with the avals of ``params``, and the new state. After a
       non-finite step the parameters are the old ones, bit for bit.
 
+    Raises:
+      TypeError: if ``tx`` is not a gradient transformation, or if ``opt_state`` is not a state
+        of it.
+
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import jaxscale
@@ -44,9 +48,21 @@ def apply_gradients(
       >>> params
       Array(0.5, dtype=float32)
     """
-    rule = getattr(tx.update, "__self__", None)
-    if isinstance(rule, LossScaled):
-        return rule.apply(grads, opt_state, params, **extra_args)
+    wrapper = wrapper_of(tx)
+    if wrapper is not None:
+        return wrapper.apply(grads, opt_state, params, **extra_args)
+    if isinstance(opt_state, LossScaledState):
+        raise TypeError(
+            "`apply_gradients(tx, grads, opt_state, params)`: `opt_state` is a `LossScaledState`, "
+            "but `tx` is a bare optimizer. Pass the one that `loss_scaled` returned."
+        )
+    if isinstance(tx, optax.MultiSteps):  # has `init` and `update`, but is not a transformation
+        tx = tx.gradient_transformation()
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            "`apply_gradients(tx, ...)`: `tx` must be an `optax.GradientTransformation`, got "
+            f"{tx!r}. Call the function that makes it, as in `optax.adamw(1e-3)`."
+        )
     tx = optax.with_extra_args_support(tx)
     updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
     return apply_updates(params, updates), opt_state

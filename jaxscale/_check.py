@@ -13,7 +13,7 @@ from ._loss_scale import LossScale
 from ._nonfinite_leaves import flagged_paths
 from ._report import is_loss_scaled, metrics
 from ._state import find
-from ._step import LossScaled
+from ._step import wrapper_of
 
 
 class LossScaleStuckError(RuntimeError):
@@ -69,8 +69,8 @@ def check(
     if state.notfinite_count <= max_consecutive:
         return
     counters = metrics(state)
-    rule = getattr(getattr(tx or getattr(tree, "tx", None), "update", None), "__self__", None)
-    policy = rule.policy if isinstance(rule, LossScaled) else None
+    wrapper = wrapper_of(tx or getattr(tree, "tx", None))
+    policy = None if wrapper is None else wrapper.policy
     raise LossScaleStuckError(
         "{notfinite_count} steps in a row were skipped ({total_notfinite} of {total_steps} "
         "in all, {total_notfinite_loss} of them with a non-finite loss); the loss scale is "

@@ -6,7 +6,7 @@ It is not their sum or norm that is looked at, which overflow on finite numbers.
 # What is done to each leaf is written with `jax.lax`: `jax.numpy` takes thrice as long to trace.
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
       >>> jaxscale.all_finite({"w": jnp.array([3e38, 3e38]), "b": None})
       Array(True, dtype=bool)
     """
-    return agree(combined(evidence(tree))[0], axis_name)
+    return agree(read(tree).finite(), axis_name)
 
 
 def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
@@ -59,48 +59,58 @@ def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
     return jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
 
 
-def evidence(tree: Any, *, by_leaf: bool = False, squares: bool = False) -> list[jax.Array]:
-    """Returns numbers that tell whether the gradients are finite: see :func:`is_finite`.
+class Evidence(NamedTuple):
+    """What was read of the gradients: a number for each group of leaves that was reduced.
+
+    A bool says whether the group is finite. A float is its sum of squares, and NaN if the group
+    is not finite; of finite numbers it may overflow to inf, which is not NaN.
+    """
+
+    numbers: list[jax.Array]
+
+    def finite_groups(self) -> list[jax.Array]:
+        """Returns whether each group is finite, as a ``bool[]``."""
+        return [number if number.dtype == jnp.bool_ else _holds(number) for number in self.numbers]
+
+    def finite(self) -> jax.Array:
+        """Returns whether all groups are finite, a ``bool[]``."""
+        # Sums are added up before they are compared: devices have one number to agree on.
+        bools = (number for number in self.numbers if number.dtype == jnp.bool_)
+        return functools.reduce(jnp.bitwise_and, bools, _holds(self.squares()))
+
+    def squares(self) -> jax.Array:
+        """Returns the sum of the sums of squares, an ``f32[]`` or wider."""
+        sums = [number for number in self.numbers if number.dtype != jnp.bool_]
+        dtype = max((each.dtype for each in sums), key=lambda d: d.itemsize, default=jnp.float32)
+        return functools.reduce(jnp.add, (cast(each, dtype) for each in sums), jnp.zeros((), dtype))
+
+
+def read(tree: Any, *, by_leaf: bool = False, squares: bool = False) -> Evidence:
+    """Returns the evidence on which a verdict on the gradients rests.
 
     Args:
-      tree: a pytree, of which each gradient is read once.
-      by_leaf: whether there is one number for each gradient. If not, there is one for
-        each group of them that can be put together element by element before they are
-        reduced. A reduction is a kernel of its own: hundreds of them are what a verdict costs.
-      squares: whether what is reduced is to be the sum of squares, as a norm needs it.
+      tree: a pytree. Each gradient in it is read once.
+      by_leaf: whether each gradient is a group of its own. Otherwise a group is what can be
+        put together element by element before it is reduced. Each reduction is a kernel, and
+        hundreds of kernels are what a verdict costs.
+      squares: whether to reduce to the sum of squares, which a norm needs.
     """
     groups: dict[Any, list[Any]] = {}
     for i, leaf in enumerate(jax.tree.leaves(only_gradients(tree))):
         aval = jax.typeof(leaf)
         alone = by_leaf or not _is_placed(aval)
         groups.setdefault((aval, i if alone else None), []).append(leaf)
-    return [_reduced(chunk, squares) for leaves in groups.values() for chunk in _chunks(leaves)]
-
-
-def is_finite(number: jax.Array) -> jax.Array:
-    """Returns as a ``bool[]`` what is one already, or a sum, which is NaN if it does not hold."""
-    return number if number.dtype == jnp.bool_ else number == number
-
-
-def combined(numbers: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns whether all of some evidence is finite, a ``bool[]``, and the sum of its sums.
-
-    They are added up before they are compared: devices have one number to agree on.
-    """
-    sums = [number for number in numbers if number.dtype != jnp.bool_]
-    dtype = max((each.dtype for each in sums), key=lambda d: d.itemsize, default=jnp.float32)
-    total = functools.reduce(jnp.add, (cast(each, dtype) for each in sums), jnp.zeros((), dtype))
-    bools = (number for number in numbers if number.dtype == jnp.bool_)
-    return functools.reduce(jnp.bitwise_and, bools, is_finite(total)), total
+    chunks = [chunk for leaves in groups.values() for chunk in _chunks(leaves)]
+    return Evidence([_reduced(chunk, squares) for chunk in chunks])
 
 
 def nans_are_errors() -> bool:
-    """Returns whether JAX takes a NaN for a fault: then evidence is no sum, but of squares."""
+    """Returns whether JAX takes a NaN for a fault: then no sum of squares may be one."""
     return _CONFIG.jax_debug_nans
 
 
 def _chunks(leaves: list[Any]) -> list[list[Any]]:
-    most = _MOST if jnp.size(leaves[0]) < _LARGE else _MOST_LARGE
+    most = _MOST_LARGE if _is_large(leaves[0]) else _MOST
     return [leaves[i : i + most] for i in range(0, len(leaves), most)]
 
 
@@ -121,24 +131,29 @@ def _is_whole(aval: Any) -> bool:
     return mesh.size <= 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
+def _is_large(leaf: Any) -> bool:
+    size = jnp.size(leaf)
+    return isinstance(size, int) and size >= _LARGE  # of `jax.export` it may be a symbol
+
+
 def _reduced(leaves: list[Any], squares: bool) -> jax.Array:
-    """Returns a sum over leaves of one type, which is NaN, or a bool, if one is not finite."""
+    """Returns the number of a group of leaves of one type, as :class:`Evidence` has it."""
     leaves, aval = list(map(jnp.asarray, leaves)), jax.typeof(leaves[0])
-    if squares:
-        return widen(jnp.sum(functools.reduce(jax.lax.add, map(_squares, leaves))))
-    if _is_placed(aval):
-        number = _PARTS // len(leaves) if _is_whole(aval) and leaves[0].size >= _LARGE else 1
+    if not squares and (_is_placed(aval) or nans_are_errors()):
+        number = _PARTS // len(leaves) if _is_whole(aval) and _is_large(leaves[0]) else 1
         parts = [part for leaf in leaves for part in _parts(leaf, number)]
         return jnp.all(functools.reduce(jax.lax.bitwise_and, map(_is_finite, parts)))
-    (leaf,) = map(widen, leaves)
-    if nans_are_errors():
-        return jnp.all(jnp.isfinite(leaf))
-    # x - x is 0, and NaN for inf and NaN: a sum that no finite number makes overflow. XLA adds
-    # up what is reduced over several devices, of the loss, too, before they exchange it.
-    return jnp.sum(leaf - leaf)
+    # A sum also where only the verdict is asked for, as XLA adds up what is reduced over several
+    # devices, the loss, too, before they exchange it.
+    return widen(jnp.sum(functools.reduce(jax.lax.add, map(_squares, leaves))))
+
+
+def _holds(number: jax.Array) -> jax.Array:
+    return number == number
 
 
 def _is_finite(part: jax.Array) -> jax.Array:
+    """Returns which elements are finite."""
     if jnp.iscomplexobj(part):
         return _is_finite(part.real) & _is_finite(part.imag)
     return jax.lax.is_finite(widen(part))
@@ -153,8 +168,15 @@ def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:
 
 
 def _squares(leaf: jax.Array) -> jax.Array:
-    # Where squares of finite numbers overflow, their sum is inf and no NaN.
+    """Returns the squares of the elements, or NaN where one is not finite."""
     if jnp.iscomplexobj(leaf):
         return _squares(leaf.real) + _squares(leaf.imag)
     leaf = widen(leaf)
-    return jax.lax.add(jax.lax.mul(leaf, leaf), jax.lax.sub(leaf, leaf))
+    # What an element exceeds the largest number by is 0, and inf for inf, whose square is inf:
+    # inf - inf is NaN. A plain x - x would do, but compilers remove it where they may reorder
+    # arithmetic (XLA's fast math); and a selection would be stored, as XLA on a CPU fuses
+    # nothing but arithmetic into a sum.
+    largest = float(jnp.finfo(leaf.dtype).max)
+    excess = jax.lax.sub(jax.lax.abs(leaf), jax.lax.full_like(leaf, largest))
+    excess = jax.lax.max(excess, jax.lax.full_like(leaf, 0))
+    return jax.lax.sub(jax.lax.mul(leaf, leaf), excess)

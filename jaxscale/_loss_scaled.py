@@ -2,17 +2,18 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
-from ._accumulate import NoWindow, Window
+from ._accumulate import Window
 from ._checks import int32, one_of, positive
 from ._fixed import FixedLossScale, NoOpLossScale
 from ._spec import as_loss_scale
-from ._step import LossScaled
+from ._step import Wrapper, wrapper_of
 
 _NEVER_MOVE = (NoOpLossScale, FixedLossScale)
 
@@ -24,6 +25,7 @@ def loss_scaled(
     axis_name: Any = None,
     max_norm: float | None = None,
     skip_nonfinite: bool = True,
+    check_updates: bool = False,
     track_leaves: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that skips non-finite steps and moves the loss scale.
@@ -39,14 +41,20 @@ def loss_scaled(
       inner: the transformation to wrap. It sees float32 (or wider) gradients and, where
         parameters are float16 or bfloat16, float32 views of them.
       loss_scale: a policy, or what :func:`jaxscale.as_loss_scale` accepts for one.
-      axis_name: as in :func:`jaxscale.all_finite`, inside ``shard_map`` and ``pmap``.
+      axis_name: as in :func:`jaxscale.all_finite`, inside ``shard_map`` and ``pmap``: needed
+        where devices may hold different gradients, or different losses as ``value``.
       max_norm: the largest global norm of the gradients, which are clipped to it first, by
-        the rule of ``optax.clip_by_global_norm``. Here it costs no pass over the gradients:
-        norm and verdict come from one. (Where the squares overflow, beyond a norm of
+        the rule of ``optax.clip_by_global_norm``. Any number above 0; one that the dtype of
+        the gradients cannot hold, such as ``math.inf``, clips nothing. This takes no extra
+        pass: norm and verdict come from one. (Where the squares overflow, beyond a norm of
         1.8e19, the gradients are clipped to 0, as by optax.)
       skip_nonfinite: whether to skip at all. ``False`` is for scales that never move, and
         switches everything off: no verdict, no counters, and with ``None`` for a scale the
         program is that of ``inner`` alone, while the state keeps its structure.
+      check_updates: whether the verdict is on the updates that ``inner`` returns, too. For
+        transformations that compute gradients of their own inside of ``update``, which the
+        verdict cannot see otherwise: ``optax.contrib.sam`` with ``opaque_mode=True``, or a
+        line search. It takes one more pass, over the updates.
       track_leaves: whether the state keeps which leaves the last overflow was in, as
         ``nonfinite_leaves``, for :func:`jaxscale.metrics` and :func:`jaxscale.check` to name
         them. The gradients are read no more often for it.
@@ -57,13 +65,15 @@ def loss_scaled(
       value=None, **extra_args)`` hands extra arguments to ``inner`` untouched. Pass the
       loss as ``value``, and a step whose loss itself is not finite is skipped and counted
       without lowering the scale, which is not to blame then. Update and state have the
-      same avals after each step.
+      same avals after each step. The updates of a skipped step are -0.0, and adding them
+      keeps the bits of every parameter but one kind: a CPU flushes subnormal numbers to 0
+      as it adds. :func:`jaxscale.apply_gradients` keeps those, too.
 
     Raises:
       TypeError: if ``inner`` is no gradient transformation or ``loss_scale`` no policy.
       ValueError: if ``max_norm`` is not above 0, if a flag is no bool, or if what needs a
-        verdict is to do without: a dynamic scale, ``track_leaves``, a window of
-        :func:`multi_steps`.
+        verdict is to do without: a dynamic scale, ``check_updates``, ``track_leaves``, a
+        window of :func:`multi_steps`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -78,26 +88,29 @@ def loss_scaled(
       >>> print(optax.apply_updates(params, updates)["w"], state.total_notfinite)
       0.5 1
     """
-    rule = _rule("loss_scaled", inner)
-    if rule.policy != NoOpLossScale():
+    wrapper = _wrapper("loss_scaled", inner)
+    if wrapper.policy != NoOpLossScale():
         raise TypeError(
-            f"`loss_scaled(inner)`: `inner` is one already, with a {type(rule.policy).__name__}. "
-            "Two skips of one step cannot agree: wrap once, outermost."
+            "`loss_scaled(inner)`: `inner` is one already, with a "
+            f"{type(wrapper.policy).__name__}. Two skips of one step cannot agree: wrap "
+            "once, outermost."
         )
+    checks = one_of("loss_scaled", "check_updates", check_updates, (False, True))
     tracks = one_of("loss_scaled", "track_leaves", track_leaves, (False, True))
-    if max_norm is not None:
+    if max_norm is not None and max_norm != math.inf:
         max_norm = positive("loss_scaled", "max_norm", max_norm)
-    rule = dataclasses.replace(
-        rule,
+    wrapper = dataclasses.replace(
+        wrapper,
         policy=as_loss_scale(loss_scale),
-        axis_name=rule.axis_name if axis_name is None else axis_name,
-        max_norm=rule.max_norm if max_norm is None else max_norm,
+        axis_name=wrapper.axis_name if axis_name is None else axis_name,
+        max_norm=wrapper.max_norm if max_norm is None else max_norm,
         skips=one_of("loss_scaled", "skip_nonfinite", skip_nonfinite, (False, True)),
-        track_leaves=tracks or rule.track_leaves,
+        check_updates=checks or wrapper.check_updates,
+        track_leaves=tracks or wrapper.track_leaves,
     )
-    if not rule.skips:
-        _check_needs_no_verdict(rule)
-    return _transformation(rule)
+    if not wrapper.skips:
+        _check_needs_no_verdict(wrapper)
+    return _transformation(wrapper)
 
 
 def skip_nonfinite(
@@ -105,6 +118,7 @@ def skip_nonfinite(
     *,
     axis_name: Any = None,
     max_norm: float | None = None,
+    check_updates: bool = False,
     track_leaves: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that skips non-finite steps, without any scaling.
@@ -116,6 +130,7 @@ def skip_nonfinite(
       inner: the transformation to wrap, as in :func:`loss_scaled`.
       axis_name: as there.
       max_norm: as there.
+      check_updates: as there.
       track_leaves: as there.
 
     Returns:
@@ -134,7 +149,12 @@ def skip_nonfinite(
       1.0 1
     """
     return loss_scaled(
-        inner, None, axis_name=axis_name, max_norm=max_norm, track_leaves=track_leaves
+        inner,
+        None,
+        axis_name=axis_name,
+        max_norm=max_norm,
+        check_updates=check_updates,
+        track_leaves=track_leaves,
     )
 
 
@@ -191,8 +211,8 @@ def multi_steps(
       >>> print(params, state.total_notfinite, state.scaling.loss_scale)
       -2.0 1 16384.0
     """
-    rule = _rule("multi_steps", inner)
-    if isinstance(rule.window, Window):
+    wrapper = _wrapper("multi_steps", inner)
+    if wrapper.window is not None:
         raise TypeError(
             "`multi_steps(inner)`: `inner` has a window already. For windows of windows make "
             "one that is longer."
@@ -200,7 +220,7 @@ def multi_steps(
     if not callable(every_k_schedule):
         length = int32("multi_steps", "every_k_schedule", every_k_schedule)
         every_k_schedule = functools.partial(_constant, length)
-    if not rule.skips:
+    if not wrapper.skips:
         raise ValueError(
             "`multi_steps(inner)`: `inner` has skip_nonfinite=False, but which micro-batches count "
             "is a matter of the verdict. Leave it out."
@@ -210,7 +230,7 @@ def multi_steps(
         one_of("multi_steps", "drop", drop, ("micro_batch", "window")),
         one_of("multi_steps", "growth_unit", growth_unit, ("optimizer_step", "micro_batch")),
     )
-    return _transformation(dataclasses.replace(rule, window=window))
+    return _transformation(dataclasses.replace(wrapper, window=window))
 
 
 def _constant(length: int, step: jax.Array) -> int:
@@ -218,13 +238,14 @@ def _constant(length: int, step: jax.Array) -> int:
     return length
 
 
-def _check_needs_no_verdict(rule: LossScaled) -> None:
+def _check_needs_no_verdict(wrapper: Wrapper) -> None:
     needs = [
         what
         for what, needed in {
-            f"a {type(rule.policy).__name__}": not isinstance(rule.policy, _NEVER_MOVE),
-            "track_leaves=True": rule.track_leaves,
-            "a window of `multi_steps`": isinstance(rule.window, Window),
+            f"a {type(wrapper.policy).__name__}": not isinstance(wrapper.policy, _NEVER_MOVE),
+            "check_updates=True": wrapper.check_updates,
+            "track_leaves=True": wrapper.track_leaves,
+            "a window of `multi_steps`": wrapper.window is not None,
         }.items()
         if needed
     ]
@@ -236,15 +257,15 @@ def _check_needs_no_verdict(rule: LossScaled) -> None:
         )
 
 
-def _transformation(rule: LossScaled) -> optax.GradientTransformationExtraArgs:
-    return optax.GradientTransformationExtraArgs(rule.init, rule.update)
+def _transformation(wrapper: Wrapper) -> optax.GradientTransformationExtraArgs:
+    return optax.GradientTransformationExtraArgs(wrapper.init, wrapper.update)
 
 
-def _rule(call: str, inner: Any) -> LossScaled:
-    """Returns the rule of a transformation that a wrapper made, or a first one."""
-    rule = getattr(getattr(inner, "update", None), "__self__", None)
-    if isinstance(rule, LossScaled):
-        return rule
+def _wrapper(call: str, inner: Any) -> Wrapper:
+    """Returns the wrapper that made a transformation, or a first one around another."""
+    wrapper = wrapper_of(inner)
+    if wrapper is not None:
+        return wrapper
     if isinstance(inner, optax.MultiSteps):  # has `init` and `update`, but is none itself
         inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):
@@ -252,4 +273,4 @@ def _rule(call: str, inner: Any) -> LossScaled:
             f"`{call}(inner)` must be an `optax.GradientTransformation`, got "
             f"{inner!r}. Pass an optimizer such as `optax.adam(1e-3)`."
         )
-    return LossScaled(optax.with_extra_args_support(inner), NoOpLossScale(), None, NoWindow())
+    return Wrapper(optax.with_extra_args_support(inner), NoOpLossScale())

@@ -17,6 +17,10 @@ def flags_by_leaf(tree: Any, finite: Sequence[jax.Array] | None = None) -> Any:
     the leaves, and has the avals of any other such tree of these parameters.
     """
     gradients, structure = jax.tree.flatten(only_gradients(tree))
+    if not gradients:
+        # One flag that is never set. `optax.tree_map_params` takes what has the structure of
+        # the parameters for parameters, and tells it by calling `init` with such a tree.
+        return jnp.array(False)
     if finite is None:  # each in a buffer of its own: no state is donated that holds one twice
         return jax.tree.unflatten(structure, [jnp.array(False) for _ in gradients])
     return jax.tree.unflatten(structure, [~each for each in finite])

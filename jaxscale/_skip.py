@@ -37,10 +37,6 @@ def step_if(
         taken = step(finite)
         return tree_where(choose, taken, skipped(taken))
 
-    if not isinstance(pred, Tracer):
-        # Op by op, `step` rounds as it does when called alone. A `cond` would compile it.
-        return select(jnp.array(False), step)
-
     # On a GPU or TPU a selection fuses into the step's own kernels and reads nothing
     # twice. On a CPU it keeps XLA from updating buffers in place and takes minutes to
     # compile over hundreds of leaves; a branch does neither. Both are written down, and
@@ -48,6 +44,10 @@ def step_if(
     branches = jax.lax.platform_dependent(
         cpu=lambda: jnp.array(True), default=lambda: jnp.array(False)
     )
+    if not isinstance(branches, Tracer):
+        # No program is being made: each operation runs by itself, under a `vmap`, too. So
+        # `step` rounds as it does when called alone, and nothing is compiled for one call.
+        return select(jnp.array(False), step)
     step = jax.jit(step)  # traced once, for its avals and for the branch
     kept = skipped(jax.eval_shape(step, operand))
 

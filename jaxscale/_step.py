@@ -1,27 +1,44 @@
-"""One step of an optimizer under a loss scale: what it keeps, and how it advances."""
+"""One step of an optimizer under a loss scale.
+
+:func:`jaxscale.loss_scaled` and the other wrappers of an optimizer are a :class:`Wrapper` each,
+which says what they were called with. Its ``update`` and ``apply`` make one step, in this order:
+
+1. *Verdict.* Whether all gradients are finite, and the loss, if it was passed: one pass over the
+   gradients, and all devices agree. It is on the gradients and not on the updates, as clipping by
+   value and sign-based optimizers hide an inf.
+2. *Window.* Where gradients are accumulated over several micro-batches, those that are finite
+   are added up. A step is due when the window is full; without a window, whenever the verdict is
+   good.
+3. *Skip.* If a step is due, the wrapped optimizer makes it. If not, its state and the parameters
+   stay as they are: by a branch on a CPU, by a selection elsewhere.
+4. *Scale.* The policy hears the verdict and moves the loss scale, unless the loss is to blame.
+5. *Counters.* What happened is counted in the state, as nothing here may wait for the host.
+"""
 
 import dataclasses
-from collections.abc import Callable
+import inspect
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ._accumulate import MultiStepsState, NoWindow, Window
+from ._accumulate import MultiStepsState, Window
 from ._clip import clip_by_global_norm, global_norm
-from ._finite import agree, all_finite, combined, evidence, is_finite, nans_are_errors
+from ._finite import agree, all_finite, nans_are_errors, read
 from ._loss_scale import LossScale
 from ._nonfinite_leaves import flags_by_leaf, last_flags
 from ._skip import step_if
-from ._state import LossScaleState
+from ._state import LossScaleState, divided_again
 from ._tree import (
+    addable,
     apply_updates,
     cast,
     cast_like,
-    check_same_structure,
     map_gradients,
+    only_gradients,
     tree_where,
+    varying_axes,
     widen,
 )
 
@@ -63,16 +80,17 @@ class LossScaledState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LossScaled:
-    """The two functions of the wrappers, and ``apply``: update and apply in one skip."""
+class Wrapper:
+    """What a wrapper was called with, and the functions of the optimizer that it returned."""
 
     inner: optax.GradientTransformationExtraArgs
     policy: LossScale
-    axis_name: Any
-    window: NoWindow | Window
-    track_leaves: bool = False
+    axis_name: Any = None
+    window: Window | None = None
     max_norm: float | None = None
     skips: bool = True
+    check_updates: bool = False
+    track_leaves: bool = False
 
     def init(self, params: optax.Params) -> LossScaledState:
         # Of float32 views, as `update` will show them, so that moments keep their dtype;
@@ -80,7 +98,9 @@ class LossScaled:
         params = map_gradients(widen, params)
         inner_state = self.inner.init(params)
         _check_not_nested(inner_state)
-        inner_state = self.window.init(params, cast_like(inner_state, inner_state))
+        inner_state = cast_like(inner_state, inner_state)
+        if self.window is not None:
+            inner_state = self.window.open(params, inner_state)
         return LossScaledState(
             scaling=self.policy.init(),
             inner_state=inner_state,
@@ -101,10 +121,7 @@ class LossScaled:
         value: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
-        def finish(updates: optax.Updates) -> optax.Updates:
-            return updates
-
-        return self._advance(updates, state, params, value, extra_args, finish, _no_updates)
+        return self._advance(updates, state, params, value, extra_args, applies=False)
 
     def apply(
         self,
@@ -115,14 +132,7 @@ class LossScaled:
         value: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Params, LossScaledState]:
-        def finish(updates: optax.Updates) -> optax.Params:
-            return apply_updates(params, updates)
-
-        def skipped(avals: Any, grads: Any) -> optax.Params:
-            del avals, grads
-            return params
-
-        return self._advance(grads, state, params, value, extra_args, finish, skipped)
+        return self._advance(grads, state, params, value, extra_args, applies=True)
 
     def _advance(
         self,
@@ -131,75 +141,91 @@ class LossScaled:
         params: optax.Params | None,
         value: Any,
         extra_args: dict[str, Any],
-        finish: Callable[[optax.Updates], Any],
-        skipped: Callable[[Any, optax.Updates], Any],
+        *,
+        applies: bool,
     ) -> tuple[Any, LossScaledState]:
-        """Returns ``finish`` of the inner updates, or ``skipped``, and the next state."""
-        if not isinstance(state, LossScaledState):
-            raise TypeError(
-                "`loss_scaled(...).update(state=...)` must be the `LossScaledState` that `init` "
-                f"or the last step returned, got {type(state).__name__}. The order of arguments "
-                "is (grads, opt_state, params)."
-            )
-        if value is not None and jax.tree.map(jnp.shape, value) != ():
-            raise TypeError(
-                "`loss_scaled(...).update(value=...)` must be the loss, one number, got "
-                f"{jax.tree.map(jnp.shape, value)}. With has_aux=True, pass only the loss."
-            )
+        """Returns the updates, or with ``applies`` the parameters, and the next state."""
+        state = _checked_state(state)
+        _check_loss(value)
         if not self.skips:
-            outcome, inner_state = self._step(
-                grads, None, value, state.inner_state, params, extra_args, finish
+            updates, inner_state = self._inner_update(
+                grads, None, value, state.inner_state, params, extra_args
             )
+            outcome = apply_updates(params, updates) if applies else addable(updates, params)
             return outcome, state._replace(inner_state=inner_state)
 
-        # The verdict is on the gradients: inner transformations may hide an inf, as
-        # clipping by value and sign-based updates do. No value at all counts as finite.
         # A state of an optimizer that tracks keeps its structure, whatever the optimizer.
         tracks = state.nonfinite_leaves is not None
-        numbers = evidence(grads, by_leaf=tracks, squares=self._shares_norm)
-        verdict, squares = combined(numbers)
-        local = [verdict, all_finite(value), *(map(is_finite, numbers) if tracks else ())]
-        grads_finite, loss_finite, *leaves_finite = agree(jnp.stack(local), self.axis_name)
-        should_apply = grads_finite & loss_finite
-        window, due = self.window.add(state.inner_state, grads, value, should_apply)
-        opt_state, operand, gradients = self.window.step(window, grads, value)
-        norm = jnp.sqrt(squares) if self._shares_norm else None
+        evidence = read(grads, by_leaf=tracks, squares=self._shares_norm)
+        by_leaf = evidence.finite_groups() if tracks else []
+        _check_devices_agree(grads, value, self.axis_name)
+        local = jnp.stack([evidence.finite(), all_finite(value), *by_leaf])
+        grads_finite, loss_finite, *leaves_finite = agree(local, self.axis_name)
+        counts = grads_finite & loss_finite
 
-        def step(operand: Any) -> tuple[Any, optax.OptState]:
+        if self.window is None:
+            window, due, opt_state = None, counts, state.inner_state
+            stored, gradients_of = divided_again(grads)
+        else:
+            window, due = self.window.add(state.inner_state, grads, value, counts)
+            opt_state = window.inner_opt_state
+            stored, gradients_of = self.window.mean(window, grads)
+            value = None if value is None else self.window.mean_value(window)
+        norm = jnp.sqrt(evidence.squares()) if self._shares_norm else None
+
+        def unchanged(like: Any) -> tuple[Any, optax.OptState]:
+            return (params if applies else _no_updates(like, grads)), opt_state
+
+        def step(operand: Any) -> tuple[Any, optax.OptState, Any]:
             stored, norm = operand
-            step_grads, step_value = gradients(stored)
-            return self._step(step_grads, norm, step_value, opt_state, params, extra_args, finish)
+            updates, new_state = self._inner_update(
+                gradients_of(stored), norm, value, opt_state, params, extra_args
+            )
+            outcome = apply_updates(params, updates) if applies else addable(updates, params)
+            if not self.check_updates:
+                return outcome, new_state, None
+            finite = all_finite(updates, axis_name=self.axis_name)
+            return *tree_where(finite, (outcome, new_state), unchanged(updates)), finite
 
-        outcome, new_state = step_if(
-            due, step, (operand, norm), lambda avals: (skipped(avals[0], grads), opt_state)
-        )
+        def skipped(like: Any) -> tuple[Any, optax.OptState, Any]:
+            return *unchanged(like[0]), due | ~due if self.check_updates else None
+
+        outcome, new_state, updates_finite = step_if(due, step, (stored, norm), skipped)
+        if updates_finite is not None:
+            due, grads_finite = due & updates_finite, grads_finite & updates_finite
+        applied = grads_finite & loss_finite
         scaling = self.policy.observe(state.scaling, grads, grads_finite, axis_name=self.axis_name)
+        _check_scaling_kept(scaling, state.scaling, self.policy)
         # If the loss is to blame, the scale is not.
         observed = loss_finite
-        if self.window.growth_unit == "optimizer_step":
-            observed &= due | ~grads_finite
-        flags = flags_by_leaf(grads, leaves_finite) if tracks else None
+        if self.window is not None:
+            new_state = self.window.close(window, new_state, due)
+            if self.window.growth_unit == "optimizer_step":
+                observed &= due | ~grads_finite
+        flags = state.nonfinite_leaves
+        if tracks:
+            flags = last_flags(flags, flags_by_leaf(grads, leaves_finite), grads_finite)
         return outcome, LossScaledState(
             scaling=tree_where(observed, scaling, state.scaling),
-            inner_state=self.window.turn(window, new_state, due),
-            grads_finite=should_apply,
-            notfinite_count=jnp.where(should_apply, 0, optax.safe_increment(state.notfinite_count)),
-            total_notfinite=_count(~should_apply, state.total_notfinite),
+            inner_state=new_state,
+            grads_finite=applied,
+            notfinite_count=jnp.where(applied, 0, optax.safe_increment(state.notfinite_count)),
+            total_notfinite=_count(~applied, state.total_notfinite),
             total_notfinite_loss=_count(~loss_finite, state.total_notfinite_loss),
             total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
-            nonfinite_leaves=last_flags(state.nonfinite_leaves, flags, grads_finite),
+            nonfinite_leaves=flags,
         )
 
     @property
     def _shares_norm(self) -> bool:
         """Whether the norm comes from the pass that gives the verdict.
 
-        Not where it is the norm of a mean of several gradients.
+        Not where it is the norm of a mean of several gradients, and not where NaNs are errors:
+        there the evidence may not be a NaN.
         """
-        one_batch = isinstance(self.window, NoWindow)
-        return self.max_norm is not None and one_batch and not nans_are_errors()
+        return self.max_norm is not None and self.window is None and not nans_are_errors()
 
-    def _step(
+    def _inner_update(
         self,
         grads: optax.Updates,
         norm: jax.Array | None,
@@ -207,23 +233,29 @@ class LossScaled:
         opt_state: optax.OptState,
         params: optax.Params | None,
         extra_args: dict[str, Any],
-        finish: Callable[[optax.Updates], Any],
-    ) -> tuple[Any, optax.OptState]:
-        """Returns ``finish`` of the inner updates, and the next inner state."""
+    ) -> tuple[optax.Updates, optax.OptState]:
+        """Returns the updates of the wrapped optimizer and its next state."""
         grads = map_gradients(widen, grads)
         if self.max_norm is not None:
             norm = global_norm(grads) if norm is None else norm
             grads = clip_by_global_norm(grads, norm, self.max_norm)
-        given = {} if value is None else {"value": value}
+        if value is not None and _takes_value(self.inner.update):
+            extra_args = extra_args | {"value": value}
         updates, new_state = self.inner.update(
-            grads, opt_state, map_gradients(widen, params), **given, **extra_args
+            grads, opt_state, map_gradients(widen, params), **extra_args
         )
-        check_same_structure(
-            "`loss_scaled`, whose `inner.update` must keep the structure of its state,",
-            new_state,
-            opt_state,
-        )
-        return finish(updates), cast_like(new_state, opt_state)
+        if self.skips:
+            _check_state_kept(new_state, opt_state)
+        elif jax.tree.structure(new_state) != jax.tree.structure(opt_state):
+            return updates, new_state
+        return updates, cast_like(new_state, opt_state)
+
+
+def wrapper_of(tx: Any) -> Wrapper | None:
+    """Returns what made a transformation, if it was one of the wrappers here."""
+    # By the function that does the work, which a copy of the named tuple still has.
+    made_by = getattr(getattr(tx, "update", None), "__self__", None)
+    return made_by if isinstance(made_by, Wrapper) else None
 
 
 def stepped(before: LossScaledState, after: LossScaledState) -> jax.Array:
@@ -232,6 +264,73 @@ def stepped(before: LossScaledState, after: LossScaledState) -> jax.Array:
     if isinstance(windows[0], MultiStepsState):
         return windows[0].gradient_step != windows[1].gradient_step
     return after.grads_finite
+
+
+def _takes_value(update: Any) -> bool:
+    """Returns whether an inner update has a use for the loss, by its signature.
+
+    Most pass on what they do not know. A few take only the arguments that they name, and would
+    raise an error at the one that is meant for us.
+    """
+    parameters = inspect.signature(update).parameters.values()
+    return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _checked_state(state: Any) -> LossScaledState:
+    if not isinstance(state, LossScaledState):
+        raise TypeError(
+            "`loss_scaled(...).update(state=...)` must be the `LossScaledState` that `init` or the "
+            f"last step returned, got {type(state).__name__}. The order of arguments "
+            "is (grads, opt_state, params). To go on with the state of an optimizer that was not "
+            "wrapped: `tx.init(params)._replace(inner_state=state)`."
+        )
+    return state
+
+
+def _check_loss(value: Any) -> None:
+    if value is None:
+        return
+    given = "`loss_scaled(...).update(value=...)` must be the loss, one number, got "
+    if callable(value):
+        name = getattr(value, "__name__", type(value).__name__)
+        raise TypeError(f"{given}the function {name}. Pass what it returned.")
+    shapes = jax.tree.map(jnp.shape, value)
+    if shapes != ():
+        raise TypeError(f"{given}{shapes}. With has_aux=True, pass only the loss.")
+
+
+def _check_devices_agree(grads: Any, value: Any, axis_name: Any) -> None:
+    """Raises an error if the loss differs among devices whose gradients are the same."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    apart = varying_axes(value) - varying_axes(grads) - set(names)
+    if apart:
+        axes = ", ".join(map(repr, sorted(apart)))
+        raise ValueError(
+            f"`loss_scaled(...).update(value=...)` varies along {axes}, where the gradients do "
+            "not. A loss that is bad on one device alone would make the loss scales of the "
+            f"devices differ: pass `axis_name={axes}` to `loss_scaled`, or the mean loss."
+        )
+
+
+def _check_state_kept(new_state: Any, opt_state: Any) -> None:
+    structures = jax.tree.structure(new_state), jax.tree.structure(opt_state)
+    if structures[0] != structures[1]:
+        raise ValueError(
+            "`loss_scaled(inner)`: `inner.update` must keep the structure of its state, or a "
+            "skipped step could not keep the state. Here it fills it at the first update, as "
+            "`optax.monitor` does: put that part outside, `optax.chain(loss_scaled(...), "
+            f"optax.monitor(...))`. The structures are {structures[1]} and then {structures[0]}."
+        )
+
+
+def _check_scaling_kept(new: Any, old: Any, policy: LossScale) -> None:
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise TypeError(
+            "`loss_scaled(...).update(state=...)` got the state of another optimizer: its scaling "
+            f"is a {type(old).__name__}, and that of a {type(policy).__name__} is a "
+            f"{type(new).__name__}. Pass the state that `init` of this optimizer returned; to go "
+            "on from another one, `tx.init(params)._replace(inner_state=state.inner_state)`."
+        )
 
 
 def _check_not_nested(inner_state: optax.OptState) -> None:
@@ -251,15 +350,33 @@ def _count(event: jax.Array, counter: jax.Array) -> jax.Array:
     return jnp.where(event, optax.safe_increment(counter), counter)
 
 
-def _no_updates(avals: optax.Updates, grads: optax.Updates) -> optax.Updates:
-    def no_update(aval: Any, grad: Any) -> jax.Array:
+def _no_updates(like: optax.Updates, grads: optax.Updates) -> optax.Updates:
+    """Returns updates that change nothing, with the types of ``like``.
+
+    Args:
+      like: updates, or their shapes and dtypes.
+      grads: gradients, which varied along the same mesh axes as the updates do.
+    """
+    gradients = jax.tree.leaves(only_gradients(grads))
+
+    def no_update(leaf: Any) -> jax.Array:
         # Minus zero: adding it keeps the bits of every number, whereas -0.0 + 0.0 is 0.0. Of
         # a complex number, both parts.
-        is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
+        is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
         zero = complex(-0.0, -0.0) if is_complex else -0.0
-        # The selection folds to that constant, with the type that an update has on a mesh:
-        # that of its gradient. A bare constant varies along no axis of a `shard_map`.
-        like = cast(grad, aval.dtype)
-        return jax.lax.select(jnp.zeros((), jnp.bool_), like, jax.lax.full_like(like, zero))
+        if isinstance(leaf, jax.Array):
+            return jax.lax.full_like(leaf, zero)
+        # On a mesh an update has a type that its shape and dtype do not tell, and that a bare
+        # constant has not: along which axes it varies. A selection from a gradient has it, and
+        # folds to the constant.
+        alike = [grad for grad in gradients if jnp.shape(grad) == leaf.shape]
+        if not gradients:
+            return jnp.full(leaf.shape, zero, leaf.dtype)
+        source = alike[0] if alike else jnp.sum(gradients[0])
+        return jnp.broadcast_to(_constant_like(cast(source, leaf.dtype), zero), leaf.shape)
 
-    return jax.tree.map(no_update, avals, grads)
+    return jax.tree.map(no_update, like)
+
+
+def _constant_like(leaf: jax.Array, value: complex) -> jax.Array:
+    return jax.lax.select(jnp.zeros((), jnp.bool_), leaf, jax.lax.full_like(leaf, value))

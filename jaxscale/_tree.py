@@ -107,6 +107,35 @@ def apply_updates(params: Any, updates: Any) -> Any:
     return jax.tree.map(add, params, updates, is_leaf=lambda leaf: leaf is None)
 
 
+def addable(updates: Any, params: Any) -> Any:
+    """Returns updates in dtypes that ``optax.apply_updates`` can add to the parameters.
+
+    Numbers of 8 bits and less promote to nothing else: their updates take their dtype.
+    """
+
+    def addable_leaf(update: Any, param: Any) -> Any:
+        if update is None or not _is_inexact(param) or jnp.finfo(_dtype(param)).bits > 8:
+            return update
+        return cast(update, _dtype(param))
+
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        return updates
+    return jax.tree.map(addable_leaf, updates, params)
+
+
+def varying_axes(tree: Any) -> set[Any]:
+    """Returns the mesh axes along which gradients in a tree may differ, inside ``shard_map``.
+
+    Nothing where JAX does not know: in ``pmap``, and with ``check_vma=False``.
+    """
+    axes: set[Any] = set()
+    for leaf in jax.tree.leaves(only_gradients(tree)):
+        aval = jax.typeof(leaf)
+        manual = getattr(aval, "manual_axis_type", None)  # of JAX 0.10, before it `vma`
+        axes |= getattr(aval, "vma", None) or getattr(manual, "varying", frozenset())
+    return axes
+
+
 def largest(tree: Any, axis_name: Any) -> jax.Array:
     """Returns the largest magnitude among the gradients in a tree, an ``f32[]``."""
     largest = jnp.zeros((), jnp.float32)

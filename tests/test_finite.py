@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxscale
-from jaxscale._finite import combined, evidence, is_finite
+from jaxscale._finite import read
 
 DTYPES = ["float32", "float16", "bfloat16", "float8_e5m2", "complex64"]
 # More of one shape than are put together, and some of another.
@@ -18,7 +18,7 @@ BAD = {"inf": np.inf, "-inf": -np.inf, "NaN": np.nan}
 
 
 def finite(tree, **how):
-    return combined(evidence(tree, **how))[0]
+    return read(tree, **how).finite()
 
 
 def of_quotients(tree, **how):
@@ -107,28 +107,27 @@ def test_the_sum_of_squares_is_that_of_all(one_device):
         for name, leaf in tree.items():
             tree[name] = rng.standard_normal(leaf.shape).astype(leaf.dtype)
         expected = sum(np.sum(np.abs(leaf.astype(np.complex128)) ** 2) for leaf in tree.values())
-        verdict, total = combined(evidence(tree, squares=True))
-        assert verdict
+        evidence = read(tree, squares=True)
+        assert evidence.finite()
+        total = evidence.squares()
         assert total.dtype == jnp.float32
         np.testing.assert_allclose(total, expected, rtol=1e-6)  # a float32 sum of 110 numbers
-    verdict, total = combined(evidence({"w": jnp.full(4, 3e38)}, squares=True))
-    assert (bool(verdict), float(total)) == (True, np.inf)
+    evidence = read({"w": jnp.full(4, 3e38)}, squares=True)
+    assert (bool(evidence.finite()), float(evidence.squares())) == (True, np.inf)
 
 
 def test_of_wider_numbers_the_sum_is_as_wide():
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-        verdict, total = combined(
-            evidence({"a": jnp.full(2, 1e200), "b": jnp.ones(2, jnp.float32)})
-        )
-        assert verdict
-        assert total.dtype == jnp.float64
-        total = combined(evidence({"a": jnp.full(2, 1e100)}, squares=True))[1]
+        wide = {"a": jnp.full(2, 1e200), "b": jnp.ones(2, jnp.float32)}
+        assert read(wide).finite()
+        assert read(wide, squares=True).squares().dtype == jnp.float64
+        total = read({"a": jnp.full(2, 1e100)}, squares=True).squares()
         np.testing.assert_allclose(total, 2e200, rtol=1e-15)
 
 
 def test_by_leaf_says_which(one_device):
     tree = filled("float32") | {"a": np.array([[1, np.nan], [1, 1]], np.float32)}
-    flags = [bool(is_finite(number)) for number in evidence(tree, by_leaf=True)]
+    flags = [bool(flag) for flag in read(tree, by_leaf=True).finite_groups()]
     assert flags == [name != "a" for name in sorted(tree)]
 
 
