@@ -21,7 +21,7 @@ def clip_by_global_norm(grads: Any, norm: jax.Array, max_norm: float) -> Any:
     is stored where it is used twice, as XLA takes it to be expensive, and optimizers do.
     """
     info = jnp.finfo(norm.dtype)
-    if max_norm > info.max:
+    if max_norm > float(info.max):
         return grads  # "no clipping": as a number of the norm's dtype it would be inf
     max_norm = max(max_norm, float(info.smallest_normal))  # below it, 0 / 0
     factor = max_norm / jnp.maximum(norm, max_norm)  # exactly 1 if the norm is less

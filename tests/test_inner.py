@@ -1,0 +1,321 @@
+"""What the wrapped transformation may be: it returns what it likes, and knows what it knows."""
+
+import logging
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+from tables import assert_same_bits
+
+import jaxscale
+
+pytestmark = pytest.mark.standard_promotion
+
+PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.5)}
+GRADS = {"w": jnp.array([0.3, -0.1, 0.2]), "b": jnp.array(1.0)}
+
+
+def ones_like(tree):
+    return jax.tree.map(jnp.ones_like, tree)
+
+
+def forgetful():
+    """A transformation that has no update for one of the parameters."""
+
+    def update(updates, state, params=None):
+        del params
+        return updates | {"b": None}, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def reshaping():
+    """A transformation whose updates have another structure than the gradients."""
+
+    def update(updates, state, params=None):
+        del params
+        return (updates["w"], {"bias": jnp.stack([updates["b"]] * 2)}), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+SLOW_AND_FAST = optax.LookaheadParams(PARAMS, ones_like(PARAMS))
+# An optimizer, its parameters and its gradients, unlike which its updates are.
+OTHER_UPDATES = {
+    "lookahead": (optax.lookahead(optax.sgd(0.1), 2, 0.5), SLOW_AND_FAST, GRADS),
+    "a gradient per example": (
+        optax.contrib.differentially_private_aggregate(1.0, 0.1, 0),
+        PARAMS,
+        jax.tree.map(lambda g: jnp.stack([g, 2 * g]), GRADS),
+    ),
+    "no update for a leaf": (forgetful(), PARAMS, GRADS),
+    "another structure": (reshaping(), PARAMS, GRADS),
+}
+
+
+@pytest.mark.parametrize("mode", ["eager", "jit", "accelerator", "shard_map"])
+@pytest.mark.parametrize("name", OTHER_UPDATES)
+def test_a_skipped_step_is_no_update_of_what_the_inner_returns(name, mode, monkeypatch):
+    inner, params, grads = OTHER_UPDATES[name]
+    tx = jaxscale.loss_scaled(inner)
+    if mode == "accelerator":
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
+    update = tx.update
+    if mode == "shard_map":
+        mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        update = jax.shard_map(
+            lambda g, s, p: tx.update(g, s, p),
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+        )
+    if mode != "eager":
+        update = jax.jit(update)
+    state = tx.init(params)
+    expected, _ = inner.update(grads, inner.init(params), params)
+    updates, new = update(grads, state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, expected)
+    assert new.grads_finite
+    bad = grads | {"w": grads["w"] * jnp.nan}
+    none, after = update(bad, new, params)
+    minus_zeros = jax.tree.map(lambda u: jnp.full_like(u, -0.0), expected)
+    assert_same_bits(none, minus_zeros)
+    assert_same_bits(after.inner_state, new.inner_state)
+    assert not after.grads_finite
+
+
+def test_what_fills_its_state_later_is_told_where_to_go():
+    if not hasattr(optax, "monitor"):
+        pytest.skip("optax.monitor came with optax 0.2.7")
+    monitor = optax.monitor({"norm": optax.tree.norm})
+    tx = jaxscale.loss_scaled(optax.chain(optax.sgd(0.1), monitor))
+    with pytest.raises(ValueError, match=r"optax.chain\(loss_scaled\(...\), optax.monitor"):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS)
+    outside = optax.chain(jaxscale.loss_scaled(optax.sgd(0.1)), monitor)
+    _, state = outside.update(GRADS, outside.init(PARAMS), PARAMS)
+    assert optax.tree.get(state, "norm") > 0
+    jaxscale.check(state)
+    # Switched off, the program is that of the inner transformation alone, whatever it does.
+    inner = optax.chain(optax.sgd(0.1), monitor)
+    off = jaxscale.loss_scaled(inner, None, skip_nonfinite=False)
+    updates, state = off.update(GRADS, off.init(PARAMS), PARAMS)
+    expected, inner_state = inner.update(GRADS, inner.init(PARAMS), PARAMS)
+    assert_same_bits((updates, state.inner_state), (expected, inner_state))
+
+
+def sam(**options):
+    return optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True, **options)
+
+
+def cliff(params):
+    """Finite where the parameters are, infinite a small step uphill from there."""
+    return jnp.sum(jnp.where(params["w"] < 1.01, params["w"], jnp.inf)) + params["b"]
+
+
+@pytest.mark.parametrize("mode", ["eager", "jit", "accelerator"])
+@pytest.mark.parametrize("way", ["update", "apply"])
+def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(way, mode, monkeypatch):
+    if mode == "accelerator":
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
+
+    def gradient(params, _):
+        return jax.tree.map(lambda g: jnp.where(params["w"][0] > 1.001, jnp.nan, g), GRADS)
+
+    def run(tx, grads):
+        def step(state, params):
+            if way == "apply":
+                return jaxscale.apply_gradients(
+                    tx, grads, state, params, value=jnp.float32(1), grad_fn=gradient
+                )
+            updates, state = tx.update(grads, state, params, value=jnp.float32(1), grad_fn=gradient)
+            return optax.apply_updates(params, updates), state
+
+        return (step if mode == "eager" else jax.jit(step))(tx.init(PARAMS), PARAMS)
+
+    params, state = run(jaxscale.loss_scaled(sam()), GRADS)
+    assert state.grads_finite  # the verdict cannot see it
+    assert jnp.isnan(params["b"])
+    tx = jaxscale.loss_scaled(sam(), check_updates=True)
+    params, state = run(tx, GRADS)
+    assert_same_bits(params, PARAMS)
+    assert_same_bits(state.inner_state, tx.init(PARAMS).inner_state)
+    assert not state.grads_finite
+    assert (state.total_notfinite, state.total_notfinite_loss) == (1, 0)
+    assert state.scaling.loss_scale == 2.0**14  # as by any overflow that the loss is not part of
+    params, state = run(tx, jax.tree.map(jnp.negative, GRADS))  # uphill is the other way
+    assert state.grads_finite
+    assert jaxscale.all_finite(params)
+    assert not jnp.array_equal(params["w"], PARAMS["w"])
+
+
+def test_checked_updates_cost_a_window_its_step_and_no_more():
+    inner = optax.stateless(lambda updates, _: jax.tree.map(lambda u: 1 / (u - 1), updates))
+    tx = jaxscale.multi_steps(jaxscale.loss_scaled(inner, 8, check_updates=True), 2)
+    params, update = jnp.zeros(2), jax.jit(tx.update)
+    state = tx.init(params)
+    for grads, finite, steps in [(1, True, 0), (1, False, 0), (3, True, 0), (3, True, 1)]:
+        updates, state = update(jnp.full(2, grads, jnp.float32), state, params)
+        assert state.grads_finite == finite
+        assert state.inner_state.gradient_step == steps
+        assert jnp.all(jnp.isfinite(updates))
+    assert updates.tolist() == [0.5, 0.5]
+
+
+def test_the_loss_is_handed_to_who_takes_it():
+    seen = []
+
+    def update(updates, state, params=None, *, value=None, **extra):
+        seen.append((value, extra))
+        return updates, state
+
+    def init(params):
+        return optax.EmptyState()
+
+    takes = optax.GradientTransformationExtraArgs(init, update)
+    refuses = optax.GradientTransformationExtraArgs(
+        init, lambda updates, state, params=None, *, other=None: (updates, state)
+    )
+    for inner in (takes, refuses):
+        tx = jaxscale.loss_scaled(inner)
+        tx.update(GRADS, tx.init(PARAMS), PARAMS, value=2.0, other=3)
+    assert seen == [(2.0, {"other": 3})]
+
+
+# What `multi_steps` must not make up: with a loss of 0 the first two stand still.
+NEED_A_LOSS = {
+    "polyak_sgd": optax.polyak_sgd(),
+    "momo": optax.contrib.momo(),
+    "reduce_on_plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+}
+
+
+@pytest.mark.parametrize("name", NEED_A_LOSS)
+def test_no_loss_in_is_no_loss_out(name):
+    inner = NEED_A_LOSS[name]
+    for wrap in (jaxscale.loss_scaled, lambda tx: jaxscale.multi_steps(tx, 1)):
+        tx = wrap(inner)
+        with pytest.raises(TypeError, match="value"):
+            tx.update(GRADS, tx.init(PARAMS), PARAMS)
+        updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS, value=jnp.float32(2))
+        expected, _ = inner.update(GRADS, inner.init(PARAMS), PARAMS, value=jnp.float32(2))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, expected)
+    transparent = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))  # whose update takes none
+    tx = jaxscale.multi_steps(transparent, 1)
+    _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS, value=jnp.float32(2))
+    assert state.grads_finite
+
+
+@pytest.mark.parametrize("max_norm", [1e39, sys.float_info.max, math.inf, 3.4e38, 1e-40, 1e-300])
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("size", [1.0, 1e30, 0.0])
+def test_any_largest_norm_is_a_number_to_clip_to(max_norm, window, size):
+    tx = jaxscale.loss_scaled(optax.sgd(1.0), max_norm=max_norm)
+    tx = jaxscale.multi_steps(tx, 1) if window else tx
+    grads = jax.tree.map(lambda g: g * size, GRADS)
+    updates, state = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
+    assert state.grads_finite
+    assert jaxscale.all_finite(updates)
+    if max_norm > 3.5e38:
+        assert jax.tree.all(jax.tree.map(lambda u, g: jnp.array_equal(u, -g), updates, grads))
+    norm = np.sqrt(sum(np.sum(np.float64(u) ** 2) for u in jax.tree.leaves(updates)))
+    assert norm <= max(max_norm * (1 + 1e-6), 2e-38)  # float32's smallest normal number at least
+
+
+@pytest.mark.parametrize("length", [6, 10, 22])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+def test_a_mean_of_the_largest_numbers_is_finite(dtype, length):
+    largest = float(jnp.finfo(dtype).max)
+    number = complex(largest, -largest) if dtype == jnp.complex64 else -largest
+    for bad in (0, 1):  # of the window so many do not count
+        tx = jaxscale.multi_steps(optax.identity(), length)
+        update = jax.jit(tx.update)
+        params = {"w": jnp.zeros(2, dtype)}
+        state = tx.init(params)
+        for i in range(length):
+            grads = {"w": jnp.full(2, jnp.nan if i < bad else number, dtype)}
+            updates, state = update(grads, state, params, value=jnp.float32(3e38))
+        assert state.inner_state.gradient_step == 1
+        wide = np.asarray(updates["w"], np.complex128)  # XLA cannot divide by so large a number
+        np.testing.assert_allclose(wide / largest, np.full(2, number) / largest, rtol=1e-5)
+
+
+def test_a_step_that_is_not_compiled_compiles_nothing_under_vmap(caplog):
+    tx = jaxscale.loss_scaled(optax.adam(0.1), track_leaves=True, max_norm=1.0)
+    params, grads = (jax.tree.map(lambda x: jnp.stack([x] * 3), tree) for tree in (PARAMS, GRADS))
+    grads["w"] = grads["w"].at[1, 1].set(jnp.inf)
+    state = jax.vmap(tx.init)(params)
+
+    def step(params, state, grads):
+        params, state = jaxscale.apply_gradients(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    eager = jax.vmap(step)(params, state, grads)
+    with jax.log_compiles(True), caplog.at_level(logging.WARNING):
+        jax.vmap(step)(params, state, grads)
+    assert not [record for record in caplog.records if "Compiling" in record.message]
+    assert eager[1].total_notfinite.tolist() == [0, 2, 0]
+    assert_same_bits(eager[0]["w"][1], params["w"][1])
+    compiled = jax.jit(jax.vmap(step))(params, state, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), eager, compiled)
+
+
+def test_optax_can_tell_parameters_from_flags():
+    tx = jaxscale.loss_scaled(optax.adam(0.1), track_leaves=True)
+    state = tx.init(PARAMS)
+    mapped = optax.tree_map_params(tx, lambda leaf: "a parameter", state)
+    assert mapped.inner_state[0].mu == {"w": "a parameter", "b": "a parameter"}
+    assert_same_bits(mapped.nonfinite_leaves, state.nonfinite_leaves)
+    assert_same_bits(mapped.scaling, state.scaling)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float4_e2m1fn"]
+)
+def test_updates_of_narrow_parameters_can_be_added(dtype):
+    if not hasattr(jnp, dtype):
+        pytest.skip(f"this JAX has no {dtype}")
+    params = {"w": jnp.array([1.0, -2.0, 0.0], dtype), "b": jnp.array(0.5)}
+    tx = jaxscale.loss_scaled(optax.sgd(1.0))
+
+    @jax.jit
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    grads = {"w": jnp.array([-1.0, 1.0, 0.0], dtype), "b": jnp.array(1.0)}
+    new, state = step(grads, tx.init(params), params)
+    assert new["w"].dtype == params["w"].dtype
+    assert new["w"].astype(jnp.float32).tolist() == [2, -3, 0]
+    same, _ = step(grads | {"b": jnp.array(jnp.nan)}, state, new)
+    assert_same_bits(same, new)
+
+
+def axis_case(axis_name):
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), axis_name=axis_name)
+
+    def step(state, params, grads, loss):
+        grads = jax.lax.pmean(grads, "x")
+        updates, state = tx.update(grads, state, params, value=loss[0])
+        return optax.apply_updates(params, updates), state
+
+    rep, data = PartitionSpec(), PartitionSpec("x")
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    step = jax.shard_map(step, mesh=mesh, in_specs=(rep, rep, data, data), out_specs=rep)
+    grads = {"w": jnp.ones((8, 3)), "b": jnp.ones(8)}
+    params = {"w": jnp.ones((1, 3)), "b": jnp.ones(1)}
+    losses = jnp.ones(8).at[3].set(jnp.inf)
+    return jax.jit(step)(tx.init(params), params, grads, losses)[1]
+
+
+def test_a_loss_that_differs_among_devices_needs_the_axis():
+    with pytest.raises(ValueError, match=r"pass `axis_name='x'`"):
+        axis_case(None)
+    state = axis_case("x")
+    assert (state.total_notfinite_loss, state.scaling.loss_scale) == (1, 2.0**15)
