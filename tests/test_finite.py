@@ -1,12 +1,18 @@
 """The verdict: of every element of every leaf, from one pass, however leaves are put together."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from training import x64
 
 import jaxscale
 from jaxscale._finite import read
@@ -117,7 +123,7 @@ def test_the_sum_of_squares_is_that_of_all(one_device):
 
 
 def test_of_wider_numbers_the_sum_is_as_wide():
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+    with x64():
         wide = {"a": jnp.full(2, 1e200), "b": jnp.ones(2, jnp.float32)}
         assert read(wide).finite()
         assert read(wide, squares=True).squares().dtype == jnp.float64
@@ -166,3 +172,105 @@ def test_inside_of_shard_map_they_are_put_together():
     assert fun(tree)
     assert not fun(tree | {"c": tree["c"].at[13].set(jnp.inf)})
     assert set(counts) == {1}
+
+
+KINDS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+KINDS += ["float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2fnuz"]
+KINDS = [kind for kind in KINDS if kind.startswith("complex") or hasattr(jnp, kind)]
+
+
+def random_tree(rng):
+    """A tree of several dtypes, with at most one part of one element that is not finite."""
+    leaves = []
+    for kind in rng.choice(KINDS, rng.integers(1, 5)):
+        shape = [(), (3,), (2, 2), (0,)][rng.integers(4)]
+        leaf = rng.standard_normal(shape)
+        if kind.startswith("complex"):
+            leaf = leaf + 1j * rng.standard_normal(shape)
+        leaves.append(np.asarray(leaf).astype(jnp.dtype(kind)))
+    i = rng.integers(len(leaves))
+    if leaves[i].size and rng.random() < 0.8:
+        parts = leaves[i].reshape(-1).copy()
+        bad = [np.inf, -np.inf, np.nan][rng.integers(3)]
+        if np.iscomplexobj(parts):
+            bad = complex(bad, 1) if rng.random() < 0.5 else complex(1, bad)
+        with np.errstate(invalid="ignore"):
+            parts[rng.integers(parts.size)] = bad  # float8 without an inf has a NaN for it
+        leaves[i] = parts.reshape(leaves[i].shape)
+    return {str(i): leaf for i, leaf in enumerate(leaves)}
+
+
+def numpy_says(leaf):
+    is_complex = np.iscomplexobj(leaf)
+    return bool(np.all(np.isfinite(leaf if is_complex else leaf.astype(np.float64))))
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("placed", ["one device", "several"])
+def test_the_verdict_is_that_of_numpy(placed, request):
+    if placed == "one device":
+        request.getfixturevalue("one_device")
+    rng = np.random.default_rng(0)
+    optimizers = {
+        "": jaxscale.skip_nonfinite(optax.identity()),
+        "tracked": jaxscale.skip_nonfinite(optax.identity(), track_leaves=True),
+        "clipped": jaxscale.skip_nonfinite(optax.identity(), max_norm=1.0),
+        "both": jaxscale.skip_nonfinite(optax.identity(), max_norm=1.0, track_leaves=True),
+    }
+    with x64():
+        for seed in range(48):
+            host = random_tree(rng)
+            expected = {name: numpy_says(leaf) for name, leaf in host.items()}
+            tree = jax.tree.map(jnp.asarray, host)
+            name, tx = list(optimizers.items())[seed % 4]
+            verdict = jaxscale.all_finite
+            assert verdict(tree) == all(expected.values()), expected
+            if seed % 2:  # of all that is compiled here a half, as that takes the time
+                verdict = jax.jit(verdict)
+                assert verdict(tree) == all(expected.values()), expected
+            updates, state = tx.update(tree, tx.init(tree))
+            assert state.grads_finite == all(expected.values()), (name, expected)
+            assert jaxscale.all_finite(updates)
+            if name in ("tracked", "both"):
+                assert {k: not bad for k, bad in state.nonfinite_leaves.items()} == expected
+
+
+FAST = "--xla_cpu_enable_fast_math=true --xla_force_host_platform_device_count="
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_fast_math_removes_no_verdict(devices):
+    # A compiler that may reorder arithmetic makes 0 of x - x. In a process of its own: such
+    # options hold for all that a process compiles.
+    code = """
+import jax, jax.numpy as jnp, numpy as np, optax, jaxscale
+tree = {"f": np.ones(1000, np.float32), "h": np.ones((2, 3), np.float16),
+        "c": np.ones(7, np.complex64), "l": np.ones(2**17, np.float32)}
+txs = [jaxscale.skip_nonfinite(optax.identity(), max_norm=norm) for norm in (None, 1.0)]
+@jax.jit
+def verdicts(tree):
+    states = [tx.update(tree, tx.init(tree))[1] for tx in txs]
+    return [jaxscale.all_finite(tree), *(state.grads_finite for state in states)]
+assert all(verdicts(tree))
+for name, leaf in tree.items():
+    for bad in (np.inf, -np.inf, np.nan):
+        spoiled = leaf.copy()
+        spoiled.flat[-1] = complex(1, bad) if name == "c" else bad
+        assert not any(verdicts(tree | {name: spoiled})), (name, bad)
+"""
+    environment = os.environ | {"XLA_FLAGS": FAST + str(devices)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_of_symbolic_shapes_there_is_a_verdict():
+    shapes = jax.export.symbolic_shape("n, m")
+    tree = {
+        "a": jax.ShapeDtypeStruct((2 * shapes[0],), jnp.float32),
+        "b": jax.ShapeDtypeStruct(shapes, jnp.float16),
+        "c": jax.ShapeDtypeStruct((2**17,), jnp.float32),
+    }
+    exported = jax.export.export(jax.jit(jaxscale.all_finite))(tree)
+    good = {"a": jnp.ones(6), "b": jnp.ones((3, 2), jnp.float16), "c": jnp.ones(2**17)}
+    assert exported.call(good)
+    for name, leaf in good.items():
+        assert not exported.call(good | {name: leaf.at[..., -1].set(jnp.inf)})
