@@ -62,8 +62,8 @@ def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
 class Evidence(NamedTuple):
     """What was read of the gradients: a number for each group of leaves that was reduced.
 
-    A bool says whether the group is finite. A float is its sum of squares, and NaN if the group
-    is not finite; of finite numbers it may overflow to inf, which is not NaN.
+    A bool says whether the group is finite. A float is its sum of squares, which may overflow to
+    inf; if the group is not finite, it is NaN or below 0.
     """
 
     numbers: list[jax.Array]
@@ -145,11 +145,12 @@ def _reduced(leaves: list[Any], squares: bool) -> jax.Array:
         return jnp.all(functools.reduce(jax.lax.bitwise_and, map(_is_finite, parts)))
     # A sum also where only the verdict is asked for, as XLA adds up what is reduced over several
     # devices, the loss, too, before they exchange it.
-    return widen(jnp.sum(functools.reduce(jax.lax.add, map(_squares, leaves))))
+    squared = (_squares(leaf, _is_placed(aval)) for leaf in leaves)
+    return widen(jnp.sum(functools.reduce(jax.lax.add, squared)))
 
 
-def _holds(number: jax.Array) -> jax.Array:
-    return number == number
+def _holds(total: jax.Array) -> jax.Array:
+    return total >= 0
 
 
 def _is_finite(part: jax.Array) -> jax.Array:
@@ -167,16 +168,22 @@ def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:
     return _parts(leaf, number // 2) if number > 1 else [leaf]
 
 
-def _squares(leaf: jax.Array) -> jax.Array:
-    """Returns the squares of the elements, or NaN where one is not finite."""
+def _squares(leaf: jax.Array, placed: bool) -> jax.Array:
+    """Returns the squares of the elements, and something below 0 or NaN for one not finite.
+
+    A plain x - x would tell the same, but compilers remove it where they may reorder arithmetic,
+    as in XLA's fast math.
+    """
     if jnp.iscomplexobj(leaf):
-        return _squares(leaf.real) + _squares(leaf.imag)
+        return _squares(leaf.real, placed) + _squares(leaf.imag, placed)
     leaf = widen(leaf)
-    # What an element exceeds the largest number by is 0, and inf for inf, whose square is inf:
-    # inf - inf is NaN. A plain x - x would do, but compilers remove it where they may reorder
-    # arithmetic (XLA's fast math); and a selection would be stored, as XLA on a CPU fuses
-    # nothing but arithmetic into a sum.
+    square, magnitude = jax.lax.mul(leaf, leaf), jax.lax.abs(leaf)
+    if not placed:
+        # Without constants of the shape of the leaf: leaves that are divided differently would
+        # share them, and XLA would send one of them around for that.
+        return jax.lax.select(jax.lax.is_finite(leaf), square, jax.lax.neg(magnitude))
+    # Without a selection: XLA on a CPU fuses nothing but arithmetic into a sum, and would store
+    # it. What an element exceeds the largest number by is 0, and inf for inf: inf - inf is NaN.
     largest = float(jnp.finfo(leaf.dtype).max)
-    excess = jax.lax.sub(jax.lax.abs(leaf), jax.lax.full_like(leaf, largest))
-    excess = jax.lax.max(excess, jax.lax.full_like(leaf, 0))
-    return jax.lax.sub(jax.lax.mul(leaf, leaf), excess)
+    excess = jax.lax.sub(magnitude, jax.lax.full_like(leaf, largest))
+    return jax.lax.sub(square, jax.lax.max(excess, jax.lax.full_like(leaf, 0)))
