@@ -189,6 +189,27 @@ def test_a_scale_is_put_back_by_itself(policy):
         assert jaxscale.metrics(optimizer.opt_state)["loss_scale"] == expected
 
 
+class Opaque:
+    """A variable that is a leaf, as those of Flax in its `hijax` mode and of Keras are."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __jax_array__(self):
+        return self.array
+
+
+def test_a_variable_may_be_a_leaf():
+    state = OWN["dynamic"].init()
+    opaque = jax.tree.map(Opaque, state)
+    moved = OWN["dynamic"].update(opaque, GRADS)
+    assert_same_bits(moved, OWN["dynamic"].update(state, GRADS))
+    assert_same_bits(jaxscale.metrics({"a": opaque}), jaxscale.metrics(state))
+    assert_same_bits(jaxscale.to_state_dict(opaque), jaxscale.to_state_dict(state))
+    # What is in it goes into an optimizer by `nnx.update`, as without a variable.
+    assert_same_bits(jaxscale.from_state_dict(opaque, jaxscale.to_state_dict(opaque)), state)
+
+
 def test_a_variable_may_hold_a_tree():
     # One that has the name by which a variable is written, too.
     for held in ({"a": W, "b": W}, {"value": W}):
