@@ -13,10 +13,10 @@ from ._loss_scaled import loss_scaled as loss_scaled
 from ._loss_scaled import multi_steps as multi_steps
 from ._loss_scaled import skip_nonfinite as skip_nonfinite
 from ._report import metrics as metrics
+from ._scaling import scale as scale
+from ._scaling import unscale as unscale
 from ._spec import as_loss_scale as as_loss_scale
 from ._state import LossScaleState as LossScaleState
-from ._state import scale as scale
-from ._state import unscale as unscale
 from ._state_dict import from_state_dict as from_state_dict
 from ._state_dict import to_state_dict as to_state_dict
 from ._step import LossScaledState as LossScaledState

@@ -11,8 +11,9 @@ from jax.core import Tracer
 from ._fixed import FixedLossScale
 from ._loss_scale import LossScale
 from ._nonfinite_leaves import flagged_paths
-from ._report import is_loss_scaled, metrics
-from ._state import find
+from ._report import metrics
+from ._scaling import is_loss_scaled
+from ._state import find, unwrapped
 from ._step import wrapper_of
 
 
@@ -62,10 +63,10 @@ def check(
       jaxscale.LossScaleStuckError: 3 steps in a row were skipped (3 of 3 in all, ...)
     """
     state = find("check", tree, is_loss_scaled, "`LossScaledState`")
-    state = jax.tree.map(_on_host, state._replace(inner_state=None))
-    # A population has states with a leading axis: report its worst member.
-    worst = np.argmax(state.notfinite_count)
-    state = jax.tree.map(lambda leaf: np.ravel(leaf)[worst], state)
+    state = jax.tree.map(_on_host, unwrapped(state._replace(inner_state=None)))
+    # A population has states with leading axes: report its worst member.
+    axes, worst = np.ndim(state.notfinite_count), np.argmax(state.notfinite_count)
+    state = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes:])[worst], state)
     if state.notfinite_count <= max_consecutive:
         return
     counters = metrics(state)

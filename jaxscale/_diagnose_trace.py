@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from ._diagnose_findings import TracedNonfinite, TracedUnderflow, TraceReport
@@ -14,9 +15,10 @@ from ._diagnose_interpret import Interpreter, Value, Visit
 from ._diagnose_jaxpr import BACKWARD, EFFECT, FORWARD
 from ._diagnose_numbers import Birth, IncomparableError, Loss, birth, loss, nonfinite
 from ._diagnose_places import layer, lines
-from ._state import LossScaleState, find_scaling
+from ._scaling import find_scaling
+from ._state import LossScaleState
 from ._tree import widen
-from ._value_and_grad import seeding
+from ._value_and_grad import seeding, unseed, with_loss
 
 # From what share of the nonzero values on a loss is reported.
 _MOST = 0.5
@@ -48,7 +50,8 @@ def trace(
         :func:`jaxscale.value_and_grad`. Not jitted itself, it is seen either way.
       scaling: a :class:`jaxscale.LossScaleState`, or a tree that holds exactly one. The
         scale in it is the one to trace with.
-      transform: what differentiates, as there.
+      transform: what differentiates, as there. Of several losses, under a ``vmap``, the
+        report has the mean.
       has_aux: whether ``fun`` returns a pair.
       **kwargs: passed to ``transform``: ``argnums``, ``allow_int`` and so on.
 
@@ -91,13 +94,14 @@ def trace(
         def backward(loss_scale: jax.Array) -> dict[str, Any]:
             # Not the state itself: that of a `NoOpLossScale` has no cotangent to follow.
             state = LossScaleState(loss_scale, jnp.zeros(()), jnp.zeros(()))
-            seeded, unseed = seeding("trace", fun, state, has_aux)
+            seeded, one_seed = seeding("trace", fun, state, has_aux)
             differentiated = transform(seeded, has_aux=True, **kwargs)
             # A copy made inside: modules of Flax NNX insist on it, and may change.
             copies, copied_kwargs = jax.tree.map(lambda leaf: leaf, (args, fun_kwargs))
-            (loss, (aux, seed)), grads = differentiated(*copies, **copied_kwargs)
+            output = differentiated(*copies, **copied_kwargs)
+            loss, (aux, seed), grads = with_loss("trace", output)
             # In float32: the limits that a float32 divisor has are 0 and inf in float16.
-            grads = unseed(grads, widen(seed))
+            grads = unseed(grads, widen(one_seed(seed)))
             return {"loss": loss} | _inexact("aux", aux) | _inexact("grads", grads)
 
         # The arguments are constants of it, so that whatever is no array stays what it is.
@@ -221,7 +225,7 @@ class _Findings:
             for place, (visit, lost) in self.losses.items()
         ]
         return TraceReport(
-            loss=float(outputs["loss"].array),
+            loss=float(np.mean(np.asarray(outputs["loss"].array), dtype=np.float64)),
             loss_scale=float(loss_scale),
             equations=self.visits.total(),
             nonfinite=_without_repeats(made if explained else made + given),

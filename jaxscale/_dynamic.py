@@ -10,7 +10,7 @@ import optax
 
 from ._checks import backoff_factor, growth_factor, int32, normal_float32, one_of, scalar_bool
 from ._loss_scale import LossScale
-from ._state import LossScaleState, healed, init_state
+from ._state import LossScaleState, healed, init_state, policy_state
 from ._tree import tree_where
 
 
@@ -130,10 +130,12 @@ class DynamicLossScale(LossScale):
           The next state, with the avals of ``state``.
 
         Raises:
-          TypeError: if ``grads_finite`` is not a scalar bool.
+          TypeError: if ``grads_finite`` is not a scalar bool, or ``state`` another's.
+          ValueError: if ``state`` is that of a population: call this under ``jax.vmap``.
         """
         call = f"{type(self).__name__}.adjust"
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
+        state = policy_state(call, state, LossScaleState)
         scale = healed(state.loss_scale, self.init_scale)
 
         streak = jnp.asarray(optax.safe_increment(state.growth_tracker))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ._checks import normal_float32, scalar_bool
 from ._loss_scale import LossScale
-from ._state import LossScaleState, UnitLossScaleState, init_state
+from ._state import LossScaleState, UnitLossScaleState, init_state, policy_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +52,16 @@ class FixedLossScale(LossScale):
 
     def adjust(self, state: LossScaleState, grads_finite: jax.Array) -> LossScaleState:
         """Returns ``state`` as it is."""
-        scalar_bool(f"{type(self).__name__}.adjust", "grads_finite", grads_finite)
-        return state
+        call = f"{type(self).__name__}.adjust"
+        scalar_bool(call, "grads_finite", grads_finite)
+        return policy_state(call, state, LossScaleState)
 
     def update(
         self, state: LossScaleState, grads: Any, *, axis_name: Any = None
     ) -> tuple[LossScaleState, jax.Array]:
         """Returns ``state`` as it is, and ``True``: always apply the gradients."""
-        del grads, axis_name
+        del axis_name
+        state = policy_state(f"{type(self).__name__}.update", state, LossScaleState, grads)
         return state, jnp.array(True)
 
 

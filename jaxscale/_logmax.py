@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ._checks import finite_number, normal_float32, scalar_bool
 from ._loss_scale import LossScale
-from ._state import healed
+from ._state import healed, policy_state
 from ._tree import largest, tree_where
 
 # What the scaled gradients are to stay below, as a power of two: the range of float16.
@@ -33,6 +33,8 @@ class LogMaxState(NamedTuple):
       >>> presets.openseq2seq_logmax().init().x_hat
       Array(0., dtype=float32)
     """
+
+    is_loss_scale_state = True  # not a field: by this it is told from other named tuples
 
     loss_scale: jax.Array  # f32[]
     x_hat: jax.Array  # f32[]
@@ -125,7 +127,8 @@ class LogMaxLossScale(LossScale):
           The next state, with the avals of ``state``.
 
         Raises:
-          TypeError: if ``grads_finite`` is not a scalar bool.
+          TypeError: if ``grads_finite`` is not a scalar bool, or ``state`` another's.
+          ValueError: if ``state`` is that of a population: call this under ``jax.vmap``.
         """
         return self.observe(state, None, grads_finite)
 
@@ -144,10 +147,12 @@ class LogMaxLossScale(LossScale):
           The next state, with the avals of ``state``.
 
         Raises:
-          TypeError: if ``grads_finite`` is not a scalar bool.
+          TypeError: if ``grads_finite`` is not a scalar bool, or ``state`` another's.
+          ValueError: if ``state`` is that of a population: call this under ``jax.vmap``.
         """
         call = f"{type(self).__name__}.adjust"
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
+        state = policy_state(call, state, LogMaxState)
         state = state._replace(loss_scale=healed(state.loss_scale, self.init_scale))
         amax = largest(grads, axis_name)
         x = jnp.log2(jnp.where(amax > 0, amax, 1.0))  # zeros do not count, see below

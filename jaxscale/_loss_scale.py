@@ -8,7 +8,7 @@ from typing import Any, Self
 import jax
 
 from ._finite import all_finite
-from ._state import LossScaleState
+from ._state import LossScaleState, policy_state
 
 
 class LossScale(abc.ABC):
@@ -22,7 +22,9 @@ class LossScale(abc.ABC):
     hashable and no pytree; what changes from step to step is in the
     :class:`jaxscale.LossScaleState` that :meth:`init` returns. A policy of your own is a
     frozen dataclass that derives from this class and defines :meth:`init` and
-    :meth:`adjust`.
+    :meth:`adjust`. If its state is of a type of its own, that is a ``NamedTuple`` with a
+    field ``loss_scale``, marked as such by a line in its body, without an annotation:
+    ``is_loss_scale_state = True``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -91,7 +93,12 @@ class LossScale(abc.ABC):
         Returns:
           The next state, with the avals of ``state``, and a ``bool[]``: if it is
           ``False``, the gradients are not finite and the step must be skipped.
+
+        Raises:
+          TypeError: if ``state`` is that of an optimizer, or comes second.
+          ValueError: if it is that of a population: call this under ``jax.vmap``.
         """
+        state = policy_state(f"{type(self).__name__}.update", state, grads=grads)
         grads_finite = all_finite(grads, axis_name=axis_name)
         return self.observe(state, grads, grads_finite, axis_name=axis_name), grads_finite
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from ._accumulate import MultiStepsState
 from ._nonfinite_leaves import named_flags
-from ._state import find_scaling
-from ._step import LossScaledState
+from ._scaling import find_scaling, is_loss_scaled
+from ._state import unwrapped
 
 # What a `LossScaledState` counts, besides the state of the policy itself.
 _COUNTERS = (
@@ -22,11 +22,6 @@ _COUNTERS = (
 
 # What `multi_steps` counts besides.
 _WINDOW_COUNTERS = ("mini_step", "gradient_step")
-
-
-def is_loss_scaled(node: Any) -> bool:
-    """Returns whether a node of a tree is a ``LossScaledState``."""
-    return isinstance(node, LossScaledState)
 
 
 def metrics(tree: Any) -> dict[str, jax.Array]:
@@ -66,6 +61,6 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
                 values |= {name: jnp.asarray(getattr(window, name)) for name in _WINDOW_COUNTERS}
             values |= {
                 f"nonfinite_leaves/{name}": jnp.asarray(flag)
-                for name, flag in named_flags(node.nonfinite_leaves).items()
+                for name, flag in named_flags(unwrapped(node.nonfinite_leaves)).items()
             }
     return values

@@ -1,4 +1,4 @@
-"""The state of a loss scale, what is multiplied and divided by it, and how it is found."""
+"""The state of a loss scale, how it is found and checked, and what is divided by the scale."""
 
 import functools
 from collections.abc import Callable
@@ -31,6 +31,8 @@ class LossScaleState(NamedTuple):
       Array(32768., dtype=float32)
     """
 
+    is_loss_scale_state = True  # not a field: `is_policy_state` goes by it
+
     loss_scale: jax.Array  # f32[]
     growth_tracker: jax.Array  # i32[]
     hysteresis_tracker: jax.Array  # i32[]
@@ -60,64 +62,78 @@ def healed(loss_scale: jax.Array, init_scale: float) -> jax.Array:
     return jnp.where(usable, loss_scale, init_scale).astype(jnp.float32)
 
 
-def scale(state: Any, tree: Any) -> Any:
-    """Returns a tree multiplied by the loss scale.
+def is_policy_state(node: Any) -> bool:
+    """Returns whether a node of a tree is the state of a policy, which its type says.
 
-    To scale a loss by hand; :func:`jaxscale.value_and_grad` needs no such call.
+    A field called ``loss_scale`` says nothing: parameters, carries and logs have them too.
+    """
+    marked = getattr(type(node), "is_loss_scale_state", False) is True
+    return marked and hasattr(node, "_fields")
+
+
+def is_wrapped(node: Any) -> bool:
+    """Returns whether a node is a variable around an array, as an optimizer of Flax NNX has."""
+    return hasattr(type(node), "__jax_array__") and not isinstance(node, jax.Array)
+
+
+def unwrapped(tree: Any) -> Any:
+    """Returns a tree with arrays in the place of the variables around them."""
+    return jax.tree.map(
+        lambda leaf: leaf.__jax_array__() if is_wrapped(leaf) else leaf, tree, is_leaf=is_wrapped
+    )
+
+
+def policy_state(call: str, state: Any, kind: type = object, grads: Any = None) -> Any:
+    """Returns the state that a policy was given, as arrays, or raises what to give instead.
 
     Args:
-      state: a :class:`LossScaleState`, or a tree that holds exactly one.
-      tree: a pytree, such as a loss.
-
-    Returns:
-      The tree with its floating and complex leaves multiplied, in float32 or wider:
-      float16 and bfloat16 leaves come back as float32. Other leaves are untouched.
-
-    Raises:
-      ValueError: if ``state`` holds no loss scale, or several.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxscale
-      >>> jaxscale.scale(jaxscale.FixedLossScale(8).init(), jnp.float16(3.0))
-      Array(24., dtype=float32)
+      call: the method, such as ``DynamicLossScale.update``.
+      state: what it was given for a state.
+      kind: the type that it must have.
+      grads: what it was given for gradients.
     """
-    state = find_scaling("scale", state)
-    if isinstance(state, UnitLossScaleState):
-        return map_gradients(widen, tree)
-    number = _by_dtype(state.loss_scale)
+    if _is_state(grads) and not _is_state(state):
+        hint = "The order of the arguments is (state, grads)."
+    elif _is_optimizers(state) or hasattr(state, "opt_state"):
+        hint = "Pass `opt_state.scaling`, or call `tx.update`, which moves the scale too."
+    elif isinstance(state, kind):
+        state = unwrapped(state)
+        check_alone(f"{call}(state=...)", state)
+        return state
+    elif is_policy_state(state):
+        hint = (
+            "That of another policy is taken over by `jaxscale.from_state_dict(policy.init(), "
+            "jaxscale.to_state_dict(state))`."
+        )
+    else:
+        hint = "Pass what the policy's `init`, or its last step, returned."
+    what = "the state of a policy" if kind is object else f"a `{kind.__name__}`"
+    raise TypeError(f"`{call}(state=...)` must be {what}, got {type(state).__name__}. {hint}")
+
+
+def check_alone(given: str, state: Any) -> None:
+    """Raises a ``ValueError`` if a state is that of several members of a population."""
+    shape = jnp.shape(getattr(state, "loss_scale", 0.0))
+    if shape != ():
+        raise ValueError(
+            f"`{given}` must hold the one scale of one training run, got a `loss_scale` that has "
+            f"shape {shape}: call it under `jax.vmap`, which gives each member its own."
+        )
+
+
+def _is_state(node: Any) -> bool:
+    return is_policy_state(node) or _is_optimizers(node)
+
+
+def _is_optimizers(node: Any) -> bool:
+    # A `LossScaledState`, which is defined further up.
+    return hasattr(node, "scaling") and hasattr(node, "inner_state")
+
+
+def multiply(tree: Any, factor: jax.Array) -> Any:
+    """Returns a tree with its gradients multiplied by a scale, in float32 or wider."""
+    number = _by_dtype(factor)
     return map_gradients(lambda leaf: _apply(jax.lax.mul, leaf, number(leaf)), tree)
-
-
-def unscale(state: Any, tree: Any) -> Any:
-    """Returns a tree divided by the loss scale.
-
-    Pass the state that the gradients were scaled with, not the updated one.
-
-    Args:
-      state: a :class:`LossScaleState`, or a tree that holds exactly one.
-      tree: a pytree of scaled gradients.
-
-    Returns:
-      The tree with its floating and complex leaves divided, in float32 or wider: float16
-      and bfloat16 leaves come back as float32, where small gradients do not underflow
-      again; float32, float64 and complex ones keep their dtype. Other leaves, and
-      whatever is under a key ``_overwrite_with_gradient``, are untouched.
-
-    Raises:
-      ValueError: if ``state`` holds no loss scale, or several.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxscale
-      >>> state = jaxscale.DynamicLossScale(init_scale=2.0**15).init()
-      >>> jaxscale.unscale(state, {"w": jnp.float16(1.0), "b": None})
-      {'b': None, 'w': Array(3.0517578e-05, dtype=float32)}
-    """
-    state = find_scaling("unscale", state)
-    if isinstance(state, UnitLossScaleState):
-        return map_gradients(widen, tree)
-    return divide(tree, state.loss_scale)
 
 
 def divide(tree: Any, divisor: jax.Array) -> Any:
@@ -181,19 +197,6 @@ def representable(loss_scale: jax.Array, dtype: Any) -> jax.Array:
     return jnp.clip(loss_scale, float(info.smallest_normal), largest).astype(info.dtype)
 
 
-def _is_scaling(node: Any) -> bool:
-    # Any NamedTuple with a number of that name, so that a policy may bring its own state.
-    number = getattr(node, "loss_scale", None) if hasattr(node, "_fields") else None
-    return len(jax.tree.leaves(number)) == 1 and not hasattr(number, "_fields")
-
-
-def find_scaling(call: str, tree: Any) -> Any:
-    """Returns the one loss scale state in a tree, as arrays."""
-    state = find(call, tree, _is_scaling, "loss scale state")
-    # In the optimizers of Flax NNX each array is wrapped in a variable.
-    return type(state)(*map(jnp.asarray, state))
-
-
 def find(call: str, tree: Any, matches: Callable[[Any], bool], what: str) -> Any:
     """Returns the one node of a tree that ``matches``, or raises what was found where."""
     found = [
@@ -222,6 +225,11 @@ def _way_out(tree: Any) -> str:
         return "Pass its `opt_state`."
     if callable(tree):
         return "The function to differentiate comes first, the state second."
+    if "loss_scale" in getattr(tree, "_fields", ()):
+        return (
+            "If it is the state of a policy of your own, mark it as one: in `class "
+            f"{type(tree).__name__}`, write `is_loss_scale_state = True`, without an annotation."
+        )
     return (
         "Wrap the optimizer, `tx = jaxscale.loss_scaled(tx)`, and pass the state that "
         "`tx.init(params)` returned."

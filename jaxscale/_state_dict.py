@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._state import UnitLossScaleState
+from ._state import UnitLossScaleState, is_wrapped, unwrapped
 
 # For dictionaries that these rules cannot read; a new field needs no new version.
 _VERSION = 1
@@ -27,7 +27,8 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
     Returns:
       ``{"version": 1, ...}``: fields by their names, dicts by their keys as strings,
       tuples and lists by ``"0"``, ``"1"`` and so on. Arrays are copies, typed keys are
-      their key data, ``None`` stays, and what else is empty is ``{}``.
+      their key data, ``None`` stays, and what else is empty is ``{}``. An array in a
+      variable of Flax NNX is written as one without.
 
     Raises:
       TypeError: if a leaf is no array or number, or is traced.
@@ -41,8 +42,10 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
 
     def save(path: str, node: Any) -> Any:
         children, _ = _flatten(node)
+        if children is not None and _is_variable(node, children):
+            return save(path, *children.values())
         if children is None:
-            return np.array(_data(_at("tree", path), node))
+            return np.array(_data(_at("tree", path), unwrapped(node)))
         nodes = {name: save(f"{path}/{name}", child) for name, child in children.items()}
         return None if node is None else nodes
 
@@ -69,6 +72,13 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
       jaxscale's own, must match. A saved loss scale wins over the policy's;
       ``opt_state._replace(scaling=policy.init())`` starts it anew.
 
+      Where ``target`` has variables of Flax NNX, so has the tree, and where it has arrays, it
+      has arrays, whichever were saved. Into an optimizer ``nnx.update`` puts either::
+
+          fresh = optimizer.opt_state  # of an nnx.Optimizer(model, tx, wrt=nnx.Param)
+          nnx.update(fresh, nnx.state(jaxscale.from_state_dict(fresh, saved)))
+          nnx.update(fresh.scaling, nnx.state(policy.init()))  # starts the scale anew
+
     Raises:
       ValueError: if keys are missing or unknown, with their paths; if a shape differs, or
         a number has no equal in the dtype of ``target``; or if a later version wrote it.
@@ -88,9 +98,14 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
     surplus: list[str] = []
 
     def restore(path: str, node: Any, saved: Any) -> Any:
-        (children, rebuild), (values, _) = _flatten(node), _flatten(saved)
+        children, rebuild = _flatten(node)
+        if children is not None and _is_variable(node, children):
+            (child,) = children.values()
+            return rebuild([restore(path, child, _held(saved, child))])
+        saved = _held(saved, node) if children is None else saved
+        values, _ = _flatten(saved)
         if children is None and values is None:
-            return _like(path, node, saved)
+            return _like(path, unwrapped(node), saved)
         if children is None or values is None:
             raise TypeError(
                 f"{_at('state_dict', path)} must have what the target has there, "
@@ -148,6 +163,19 @@ def _flatten(node: Any) -> tuple[dict[str, Any] | None, Any]:
     )
     children = {jax.tree_util.keystr(path, simple=True): child for path, child in pairs}
     return None if jax.tree_util.all_leaves([node]) else children, treedef.unflatten
+
+
+def _is_variable(node: Any, children: dict[str, Any]) -> bool:
+    """Returns whether a node is a variable of Flax NNX, which stands for what it holds."""
+    return len(children) == 1 and is_wrapped(node)
+
+
+def _held(saved: Any, target: Any) -> Any:
+    """Returns what was in a variable, if a dictionary is one as Flax and Orbax write them."""
+    (values, _), (children, _) = _flatten(saved), _flatten(target)
+    if values is None or values.keys() != {"value"} or "value" in (children or ()):
+        return saved
+    return values["value"]
 
 
 def _is_empty(node: Any) -> bool:

@@ -16,7 +16,7 @@ from ._checks import (
     scalar_bool,
 )
 from ._loss_scale import LossScale
-from ._state import healed, init_state
+from ._state import healed, init_state, policy_state
 from ._tree import tree_where
 
 
@@ -34,6 +34,8 @@ class ToleranceState(NamedTuple):
       >>> presets.fairseq().init().steps_since_change
       Array(0, dtype=int32)
     """
+
+    is_loss_scale_state = True  # not a field: by this it is told from other named tuples
 
     loss_scale: jax.Array  # f32[]
     growth_tracker: jax.Array  # i32[]
@@ -136,10 +138,12 @@ class ToleranceLossScale(LossScale):
           The next state, with the avals of ``state``.
 
         Raises:
-          TypeError: if ``grads_finite`` is not a scalar bool.
+          TypeError: if ``grads_finite`` is not a scalar bool, or ``state`` another's.
+          ValueError: if ``state`` is that of a population: call this under ``jax.vmap``.
         """
         call = f"{type(self).__name__}.adjust"
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
+        state = policy_state(call, state, ToleranceState)
         scale = healed(state.loss_scale, self.init_scale)
         steps = jnp.asarray(optax.safe_increment(state.steps_since_change))
 

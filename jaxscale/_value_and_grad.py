@@ -2,13 +2,21 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ._state import UnitLossScaleState, divide, find_scaling, representable
+from ._scaling import find_one
+from ._state import UnitLossScaleState, divide, representable
 from ._tree import map_gradients, widen
+
+
+class Seeded(NamedTuple):
+    """What comes out of a seeded function besides its loss."""
+
+    aux: Any
+    seed: Any  # what its cotangent was scaled by, ``None`` at a scale of 1
 
 
 def value_and_grad(
@@ -32,7 +40,8 @@ def value_and_grad(
       scaling: a :class:`jaxscale.LossScaleState`, or a tree that holds exactly one, such
         as the state of a :func:`jaxscale.loss_scaled` optimizer or a ``TrainState``.
       transform: what differentiates: ``jax.value_and_grad``,
-        ``equinox.filter_value_and_grad``, ``flax.nnx.value_and_grad`` or the like.
+        ``equinox.filter_value_and_grad``, ``flax.nnx.value_and_grad`` or the like, also
+        under a ``vmap``, for gradients by example.
       has_aux: whether ``fun`` returns a pair.
       **kwargs: passed to ``transform``: ``argnums``, ``allow_int`` and so on.
 
@@ -44,8 +53,9 @@ def value_and_grad(
       of its dtype: then the cotangent is capped there, and unscaled by that.
 
     Raises:
-      ValueError: if ``scaling`` holds no loss scale, or several.
-      TypeError: when called, if the loss is not a floating scalar.
+      ValueError: if ``scaling`` holds no loss scale, or several, or those of a population.
+      TypeError: when called, if the loss is not a floating scalar, or if ``transform``
+        does not return the loss and the gradients.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -58,12 +68,13 @@ def value_and_grad(
       >>> jaxscale.value_and_grad(loss_fn, scaling)(w)
       (Array(0., dtype=float32), Array(2.9802322e-08, dtype=float32))
     """
-    seeded, unseed = seeding("value_and_grad", fun, scaling, has_aux)
+    seeded, one_seed = seeding("value_and_grad", fun, scaling, has_aux)
     differentiated = transform(seeded, has_aux=True, **kwargs)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        (loss, (aux, seed)), grads = differentiated(*args, **kwargs)
+        loss, (aux, seed), grads = with_loss("value_and_grad", differentiated(*args, **kwargs))
+        seed = one_seed(seed)
         if seed is not None:  # the loss may be differentiated once more, and by its own rule
             loss = _with_tangent(jnp.divide, loss, seed)
         return ((loss, aux) if has_aux else loss), unseed(grads, seed)
@@ -94,8 +105,9 @@ def grad(
       in float32 or wider, or ``(grads, aux)``.
 
     Raises:
-      ValueError: if ``scaling`` holds no loss scale, or several.
-      TypeError: when called, if the loss is not a floating scalar.
+      ValueError: if ``scaling`` holds no loss scale, or several, or those of a population.
+      TypeError: when called, if the loss is not a floating scalar, or if ``transform``
+        does not return the gradients alone.
 
     Example:
       >>> import jax.numpy as jnp
@@ -104,13 +116,13 @@ def grad(
       >>> jaxscale.grad(lambda w: jnp.sum(w**2), scaling)(jnp.array(3.0))
       Array(6., dtype=float32)
     """
-    seeded, unseed = seeding("grad", fun, scaling, has_aux)
+    seeded, one_seed = seeding("grad", fun, scaling, has_aux)
     differentiated = transform(seeded, has_aux=True, **kwargs)
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        grads, (aux, seed) = differentiated(*args, **kwargs)
-        grads = unseed(grads, seed)
+        grads, (aux, seed) = without_loss("grad", differentiated(*args, **kwargs))
+        grads = unseed(grads, one_seed(seed))
         return (grads, aux) if has_aux else grads
 
     return grad_fun
@@ -118,26 +130,65 @@ def grad(
 
 def seeding(
     call: str, fun: Callable[..., Any], scaling: Any, has_aux: bool
-) -> tuple[Callable[..., Any], Callable[[Any, Any], Any]]:
-    """Returns ``fun`` with a scaled cotangent, and what undoes that to the gradients."""
-    state = find_scaling(call, scaling)
+) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    """Returns ``fun`` with a scaled cotangent, and what makes one number of the seed of it."""
+    state = find_one(call, "scaling", scaling)
     is_unit = isinstance(state, UnitLossScaleState)
 
     @functools.wraps(fun)
     def seeded(*args: Any, **kwargs: Any) -> Any:
         loss, aux = _split(call, fun(*args, **kwargs), has_aux)
         if is_unit:
-            return loss, (aux, None)
+            return loss, Seeded(aux, None)
         # Only here is the dtype of the loss known, and with it what number a cotangent of
         # that dtype can be. It leaves as an auxiliary output, so that the gradients are
         # divided by just that number, whatever `transform` does in between.
-        seed = representable(jax.lax.stop_gradient(state.loss_scale), loss.dtype)
-        return _with_tangent(jnp.multiply, loss, seed), (aux, seed)
+        seed = seed_of(loss.dtype)
+        return _with_tangent(jnp.multiply, loss, seed), Seeded(aux, seed)
 
-    def unseed(grads: Any, seed: Any) -> Any:
-        return map_gradients(widen, grads) if is_unit else divide(grads, seed)
+    def seed_of(dtype: Any) -> jax.Array:
+        return representable(jax.lax.stop_gradient(state.loss_scale), dtype)
 
-    return seeded, unseed
+    def one_seed(seed: Any) -> Any:
+        # A `vmap` in `transform` gives the seed axes, in an order of its own, or of no length.
+        return seed if seed is None or not seed.ndim else seed_of(seed.dtype)
+
+    return seeded, one_seed
+
+
+def unseed(grads: Any, seed: Any) -> Any:
+    """Returns gradients without what their cotangent was scaled by."""
+    return map_gradients(widen, grads) if seed is None else divide(grads, seed)
+
+
+def with_loss(call: str, output: Any) -> tuple[Any, Seeded, Any]:
+    """Returns loss, what came with it, and gradients, if a transform returned just these."""
+    match output:
+        case ((loss, Seeded() as seeded), grads):
+            return loss, seeded, grads
+        case (_, Seeded()):
+            got = "gradients alone. Pass `jax.value_and_grad`, or call `jaxscale.grad`."
+        case _:
+            got = f"{type(output).__name__}."
+    raise TypeError(
+        f"`{call}(transform=...)` must differentiate as `jax.value_and_grad` does, which returns "
+        f"(loss, grads), and with has_aux=True ((loss, aux), grads), got {got}"
+    )
+
+
+def without_loss(call: str, output: Any) -> tuple[Any, Seeded]:
+    """Returns gradients and what came with them, if a transform returned just these."""
+    match output:
+        case (grads, Seeded() as seeded):
+            return grads, seeded
+        case ((_, Seeded()), _):
+            got = "the loss as well. Pass `jax.grad`, or call `jaxscale.value_and_grad`."
+        case _:
+            got = f"{type(output).__name__}."
+    raise TypeError(
+        f"`{call}(transform=...)` must differentiate as `jax.grad` does, which returns the "
+        f"gradients, and with has_aux=True (grads, aux), got {got}"
+    )
 
 
 def _split(call: str, output: Any, has_aux: bool) -> tuple[jax.Array, Any]:

@@ -280,6 +280,22 @@ def test_other_transforms_and_their_arguments_pass():
     assert set(report.nonfinite_outputs) == {"loss", "grads[0]", "aux['aux']"}
 
 
+def test_gradients_by_example_are_followed_as_well():
+    def by_example(fun, **kwargs):
+        return jax.vmap(jax.value_and_grad(fun, **kwargs), (None, 0))
+
+    def fun(w, x):
+        return jnp.sum(w * x)
+
+    x = jnp.array([[1, 2], [3, 4], [1, 300]], HALF)
+    w = jnp.array([1, 2], HALF)
+    report = trace(fun, w, x, transform=by_example, loss_scale=2.0**24)  # which float16 caps
+    assert report.loss == (5 + 11 + 601) / 3
+    first = report.first_nonfinite
+    assert (first.primitive, first.direction, first.share) == ("mul", "backward", 4 / 6)
+    assert report.nonfinite_outputs == ("grads",)
+
+
 def test_modules_of_equinox_and_flax_nnx_can_be_parameters():
     eqx = pytest.importorskip("equinox")
     from flax import nnx

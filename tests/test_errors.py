@@ -9,9 +9,11 @@ import pytest
 
 import jaxscale
 import jaxscale.flax
+from jaxscale import diagnostics, presets
 
 DYNAMIC = jaxscale.DynamicLossScale
 STATE = DYNAMIC().init()
+NOOP = jaxscale.NoOpLossScale().init()
 OPT_STATE = jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
 W = jnp.ones(2)
 
@@ -204,7 +206,7 @@ CASES = {
     "several scales": (
         lambda: jaxscale.value_and_grad(jnp.sum, [STATE, {"g": OPT_STATE}]),
         ValueError,
-        r"exactly one.*got 2, at \[0\], \[1\]\['g'\]\.scaling",
+        r"exactly one.*got 2, at \[0\], \[1\]\['g'\]\. Pass the one",
     ),
     "the optimizer": (
         lambda: jaxscale.value_and_grad(jnp.sum, jaxscale.loss_scaled(optax.sgd(0.1))),
@@ -226,6 +228,63 @@ CASES = {
         lambda: jax.jit(lambda s: jaxscale.check(s))(OPT_STATE),
         TypeError,
         r"check.*jit.*metrics",
+    ),
+    "metrics of optax's state": (
+        lambda: jaxscale.metrics(optax.adam(0.1).init(W)),
+        ValueError,
+        r"metrics.*none in ScaleByAdamState at \[0\].*loss_scaled",
+    ),
+    "check of optax's state": (
+        lambda: jaxscale.check(optax.adam(0.1).init(W)),
+        ValueError,
+        r"check.*none in ScaleByAdamState at \[0\].*loss_scaled",
+    ),
+    # what differentiates
+    "gradients alone": (
+        lambda: jaxscale.value_and_grad(jnp.sum, STATE, transform=jax.grad)(W),
+        TypeError,
+        r"value_and_grad\(transform=.*\(loss, grads\).*got gradients alone.*Pass `jax.value_and_grad`",
+    ),
+    "gradients of a pair alone": (
+        lambda: jaxscale.value_and_grad(
+            lambda w: jnp.sum(w[0] * w[1][0] * w[1][1]), STATE, transform=jax.grad
+        )((W, (W, W))),
+        TypeError,
+        r"value_and_grad\(transform=.*got gradients alone",
+    ),
+    "gradients alone, at a scale of 1": (
+        lambda: jaxscale.value_and_grad(jnp.sum, NOOP, transform=jax.grad)(W),
+        TypeError,
+        r"value_and_grad\(transform=.*got gradients alone",
+    ),
+    "gradients with the loss": (
+        lambda: jaxscale.grad(jnp.sum, STATE, transform=jax.value_and_grad)(W),
+        TypeError,
+        r"`grad\(transform=.*got the loss as well.*Pass `jax.grad`, or call `jaxscale.value_and_grad`",
+    ),
+    "gradients with the loss, and an output": (
+        lambda: jaxscale.grad(
+            lambda w: (jnp.sum(w), W), NOOP, transform=jax.value_and_grad, has_aux=True
+        )(W),
+        TypeError,
+        r"`grad\(transform=.*got the loss as well",
+    ),
+    "another transform": (
+        lambda: jaxscale.grad(jnp.sum, STATE, transform=lambda f, has_aux: lambda w: W)(W),
+        TypeError,
+        r"`grad\(transform=.*differentiate as `jax.grad`.*got ArrayImpl",
+    ),
+    "another transform, with the loss": (
+        lambda: jaxscale.value_and_grad(jnp.sum, STATE, transform=lambda f, has_aux: lambda w: W)(
+            W
+        ),
+        TypeError,
+        r"value_and_grad\(transform=.*got ArrayImpl",
+    ),
+    "traced gradients alone": (
+        lambda: diagnostics.trace(jnp.sum, STATE, transform=jax.grad)(W),
+        TypeError,
+        r"trace\(transform=.*got gradients alone",
     ),
     # losses
     "loss is no scalar": (
@@ -357,6 +416,67 @@ def test_bad_input(case):
     call, error, message = CASES[case]
     with pytest.raises(error, match=f"(?s){message}"):
         call()
+
+
+# What a policy may be given for a state, and what the message says then.
+
+OWN = {
+    "fixed": jaxscale.FixedLossScale(8),
+    "noop": jaxscale.NoOpLossScale(),
+    "dynamic": DYNAMIC(),
+    "tolerance": presets.fairseq(),
+    "logmax": presets.openseq2seq_logmax(),
+}
+TYPES = {"tolerance": "ToleranceState", "logmax": "LogMaxState"}
+GRADS = {"w": W}
+TRUE = jnp.array(True)
+
+
+def of(policy):
+    return rf"state=.*must be a `{TYPES.get(policy, 'LossScaleState')}`, got"
+
+
+@pytest.mark.parametrize("policy", OWN)
+def test_a_policy_says_what_its_state_is(policy):
+    name, expected, policy = policy, of(policy), OWN[policy]
+    state, kind = policy.init(), type(policy).__name__
+    other = OWN["dynamic" if name in TYPES else "tolerance"].init()
+    taken_over = r"from_state_dict\(policy\.init\(\), jaxscale\.to_state_dict\(state\)\)"
+    members = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), state)
+    alone = rf"`{kind}\.\w+\(state=.*has shape \(4,\): call it under `jax\.vmap`"
+    with_scaling = r"got LossScaledState.*Pass `opt_state\.scaling`, or call `tx\.update`"
+    swapped = rf"`{kind}\.update\(state=.*, got dict\. The order .* is \(state, grads\)"
+    for call, error, message in [
+        (lambda: policy.update(OPT_STATE, GRADS), TypeError, rf"{kind}\.update.*{with_scaling}"),
+        (lambda: policy.adjust(OPT_STATE, TRUE), TypeError, rf"{kind}\.adjust.*{with_scaling}"),
+        (lambda: policy.update(GRADS, state), TypeError, swapped),
+        (lambda: policy.update(GRADS, OPT_STATE), TypeError, swapped),
+        (lambda: policy.update(other, GRADS), TypeError, rf"{expected} {type(other).__name__}.*"),
+        (lambda: policy.adjust(other, TRUE), TypeError, rf"{expected}.*{taken_over}"),
+        (lambda: policy.adjust(None, TRUE), TypeError, rf"{expected} NoneType.*`init`"),
+        (lambda: policy.adjust(flax_state(), TRUE), TypeError, r"TrainState.*opt_state\.scaling"),
+        (lambda: policy.update(members, GRADS), ValueError, alone),
+        (lambda: policy.adjust(members, TRUE), ValueError, alone),
+        (lambda: jax.jit(policy.adjust)(members, TRUE), ValueError, alone),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
+    several = jax.vmap(policy.update, (0, None))(members, GRADS)[0]
+    assert jax.tree.structure(several) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("call", ["value_and_grad", "grad", "scale", "unscale"])
+def test_a_population_is_scaled_under_vmap_alone(call):
+    members = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), (OPT_STATE, W))
+    calls = {
+        "value_and_grad": lambda state, w: jaxscale.value_and_grad(jnp.sum, state)(w)[1],
+        "grad": lambda state, w: jaxscale.grad(jnp.sum, state)(w),
+        "scale": jaxscale.scale,
+        "unscale": jaxscale.unscale,
+    }
+    with pytest.raises(ValueError, match=rf"`{call}\(.*shape \(4,\): call it under `jax\.vmap`"):
+        calls[call](*members)
+    assert jax.vmap(calls[call])(*members).shape == (4, 2)
 
 
 @pytest.mark.standard_promotion

@@ -24,11 +24,11 @@ FLOORS = [
     {"_checks", "_quotient"},
     {"_tree"},
     {"_finite", "_state", "_skip", "_nonfinite_leaves"},
-    {"_clip", "_loss_scale", "_state_dict", "_value_and_grad", "_accumulate"},
+    {"_clip", "_loss_scale", "_state_dict", "_accumulate"},
     {"_fixed", "_dynamic", "_tolerance", "_logmax", "_step"},
-    {"_spec", "_peers", "_apply_gradients", "_report"},
-    {"_loss_scaled", "_check"},
-    {"_peers_engines", "_peers_jax", "_peers_mindspore", "_peers_paddle"}
+    {"_spec", "_peers", "_apply_gradients", "_scaling"},
+    {"_loss_scaled", "_report", "_value_and_grad"},
+    {"_check", "_peers_engines", "_peers_jax", "_peers_mindspore", "_peers_paddle"}
     | {"_peers_tensorflow", "_peers_torch"},
     {"_peer_states"},
     {"_diagnose_jaxpr", "_diagnose_numbers", "_diagnose_places", "_diagnose_findings"}

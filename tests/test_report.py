@@ -1,5 +1,8 @@
 """What the counters say, on the device and on the host."""
 
+import dataclasses
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,6 +180,34 @@ def test_check_reports_the_worst_of_a_population():
     states = jax.tree.map(lambda *xs: jnp.stack(xs), after(1), after(7), after(3))
     with pytest.raises(jaxscale.LossScaleStuckError, match="7 steps in a row"):
         jaxscale.check(states, max_consecutive=5)
+
+
+class Tracked(NamedTuple):
+    is_loss_scale_state = True
+
+    loss_scale: jax.Array
+    last: jax.Array  # f32[3]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tracking(jaxscale.LossScale):
+    """A policy of one's own, whose state holds more than scalars."""
+
+    def init(self):
+        return Tracked(jnp.array(2.0**20), jnp.zeros(3))
+
+    def adjust(self, state, grads_finite):
+        last = jnp.roll(state.last, 1).at[0].set(state.loss_scale)
+        return Tracked(jnp.maximum(state.loss_scale / 2, 4.0), last)
+
+
+def test_check_reads_states_that_hold_more_than_scalars():
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), Tracking())
+    alone = after(7, tx=tx)
+    states = jax.tree.map(lambda *xs: jnp.stack(xs), after(1, tx=tx), alone)
+    for state in (alone, states):
+        with pytest.raises(jaxscale.LossScaleStuckError, match=r"7 steps.*on its way down, to 4:"):
+            jaxscale.check(state, tx=tx, max_consecutive=5)
 
 
 def test_check_by_default_lets_a_scale_come_down_all_the_way():

@@ -1,6 +1,7 @@
 """Multiplying and dividing by a scale, and finding it in a tree."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from tables import assert_same_bits, avals
 from test_tree import PASSIVE
 
 import jaxscale
+import jaxscale.flax
+from jaxscale import presets
 
 STATE = jaxscale.FixedLossScale(2.0**10).init()
 WIDE = {
@@ -74,20 +77,153 @@ def test_other_leaves_and_overwrites_pass_through(function):
     assert all(a is b for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(tree), strict=True))
 
 
-def test_a_state_is_found_wherever_it_is():
-    tx = optax.chain(optax.identity(), jaxscale.loss_scaled(optax.adam(0.1), 4))
-    opt_state = tx.init(jnp.ones(2))
-    for tree in (opt_state, {"model": jnp.ones(2), "opt": [opt_state]}, opt_state[1].scaling):
-        assert jaxscale.scale(tree, jnp.array(1.0)) == 4
-        assert jaxscale.metrics(tree)["loss_scale"] == 4
+# What a loss scale is looked for in: by type, as a name says nothing.
 
 
-def test_a_field_of_that_name_that_holds_a_state_is_looked_into():
-    class Mine(NamedTuple):
-        params: jax.Array
-        loss_scale: jaxscale.LossScaleState
+class Weights(NamedTuple):
+    """Parameters, of which a learned one has the name, and so have its moments."""
 
-    assert jaxscale.scale(Mine(jnp.ones(2), STATE), jnp.array(1.0)) == 2.0**10
+    w: jax.Array
+    loss_scale: jax.Array
+
+
+class Model(NamedTuple):
+    """Parameters that all are arrays of that name."""
+
+    loss_scale: jax.Array
+
+
+class Carry(NamedTuple):
+    """What a training loop carries, with a log in it."""
+
+    opt_state: Any
+    loss_scale: Any
+    growth_tracker: jax.Array
+    hysteresis_tracker: jax.Array
+
+
+class OwnState(NamedTuple):
+    """The state of a policy of one's own."""
+
+    is_loss_scale_state = True
+
+    loss_scale: jax.Array
+    steps: tuple[jax.Array, jax.Array]
+
+
+class UnmarkedState(NamedTuple):
+    """One that does not say what it is."""
+
+    loss_scale: jax.Array
+
+
+class DerivedState(jaxscale.LossScaleState):
+    """One of a type that is derived."""
+
+    __slots__ = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Halving(jaxscale.LossScale):
+    """A policy of one's own, with a state of a type of its own."""
+
+    start: Any
+
+    def init(self):
+        return self.start
+
+    def adjust(self, state, grads_finite):
+        return state._replace(loss_scale=state.loss_scale / 2)
+
+
+FOUR = jnp.array(4.0)
+PARAMS = {
+    "a learned weight": Weights(jnp.ones(3), jnp.array(2.0)),
+    "an array": Model(jnp.ones((2, 3))),
+    "several": [Model(jnp.array(2.0)), {"head": Weights(jnp.ones(3), jnp.ones(1))}],
+}
+SCALINGS = {
+    "fixed": jaxscale.FixedLossScale(4),
+    "dynamic": jaxscale.DynamicLossScale(init_scale=4.0),
+    "tolerance": presets.fairseq(init_scale=4.0),
+    "logmax": presets.LogMaxLossScale(init_scale=4.0),
+    "derived": Halving(DerivedState(FOUR, FOUR, FOUR)),
+    "marked": Halving(OwnState(FOUR, (FOUR, FOUR))),
+    "unmarked": Halving(UnmarkedState(FOUR)),
+}
+CALLS = {
+    "scale": lambda tree: jaxscale.scale(tree, jnp.ones(2)),
+    "unscale": lambda tree: jaxscale.unscale(tree, jnp.ones(2)),
+    "value_and_grad": lambda tree: jaxscale.value_and_grad(jnp.sum, tree)(jnp.ones(2)),
+    "grad": lambda tree: jaxscale.grad(jnp.sum, tree)(jnp.ones(2)),
+    "metrics": jaxscale.metrics,
+}
+
+
+def train_state(opt_state, params):
+    state = jaxscale.flax.TrainState.create(
+        apply_fn=None, params=params, tx=jaxscale.loss_scaled(optax.identity())
+    )
+    return state.replace(opt_state=opt_state)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("params", PARAMS)
+def test_a_state_is_found_by_its_type_wherever_it_is(params, scaling):
+    params, policy = PARAMS[params], SCALINGS[scaling]
+    tx = jaxscale.loss_scaled(optax.adam(0.1), policy)
+    opt_state = tx.init(params)
+    trees = [
+        (params, opt_state, {"log": Model(jnp.ones(9))}),
+        {"model": params, "opt": [optax.chain(optax.identity(), tx).init(params)]},
+        optax.MultiSteps(tx, 2).init(params),
+        Carry(opt_state, jnp.array(99.0), jnp.array(1), jnp.array(2)),
+        Carry((params, opt_state), params, jnp.array(1), jnp.array(2)),
+        train_state(opt_state, params),
+    ]
+    # One that is not marked is known by its place alone.
+    bare = [opt_state.scaling, Carry(params, opt_state.scaling, FOUR, FOUR)]
+    for call, function in CALLS.items():
+        expected = function(opt_state)
+        for tree in trees:
+            assert_same_bits(function(tree), expected)
+        for tree in [opt_state] + bare * (scaling != "unmarked"):
+            if call == "metrics":
+                assert function(tree)["loss_scale"] == 4
+            else:
+                assert_same_bits(function(tree), function(STATE._replace(loss_scale=FOUR)))
+    for tree in trees:
+        jaxscale.check(tree)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("params", PARAMS)
+def test_a_field_of_that_name_is_not_a_state(params, call):
+    params = PARAMS[params]
+    for tree in (params, optax.adam(0.1).init(params), Carry(params, FOUR, FOUR, FOUR)):
+        with pytest.raises(ValueError, match=rf"`{call}` needs .* exactly one .* got none in"):
+            CALLS[call](tree)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_where_there_are_several_their_places_are_named(call):
+    opt_state = jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
+    for tree, places in (
+        ([opt_state, {"d": opt_state}], r"2, at \[0\], \[1\]\['d'\]"),
+        (Carry((opt_state, STATE), STATE, FOUR, FOUR), r"3, at .*\[0\], .*\[1\], \.loss_scale"),
+        ({"a": SCALINGS["marked"].init(), "b": STATE}, r"2, at \['a'\], \['b'\]"),
+    ):
+        with pytest.raises(ValueError, match=rf"`{call}` .* exactly one .*, got {places}\. Pass"):
+            CALLS[call](tree)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_unmarked_state_is_told_how_to_be_marked(call):
+    with pytest.raises(
+        ValueError, match=r"none in .*in `class UnmarkedState`, write `is_loss_scale_state = True`"
+    ):
+        CALLS[call](UnmarkedState(FOUR))
 
 
 def test_a_state_is_a_tree_of_strongly_typed_scalars():

@@ -223,6 +223,102 @@ def test_a_scale_per_member_of_a_population():
     assert_same_bits(grads, jnp.cos(jnp.ones(2)))
 
 
+# What a `transform` may map `jax.value_and_grad` or `jax.grad` over, for gradients by example.
+
+DOUBLES = jnp.arange(1.0, 25.0).reshape(2, 4, 3) / 8
+
+
+def vmapped(d, kind, axes=(0, 0)):
+    """A `vmap` over examples, with the axes that losses and gradients come out along."""
+    loss, grads = axes
+    return jax.vmap(d, (None, 0), (loss, grads) if kind is jax.value_and_grad else (grads, loss))
+
+
+MAPS = {
+    # name: (the examples, what maps a function over them, axes of the losses, and of gradients)
+    "examples": (DOUBLES[0], vmapped, (0,), (0,)),
+    "gradients last": (DOUBLES[0], lambda d, k: vmapped(d, k, (0, -1)), (0,), (-1,)),
+    "no examples": (DOUBLES[0, :0], vmapped, (0,), (0,)),
+    "one": (DOUBLES[0, :1], vmapped, (0,), (0,)),
+    "nested": (DOUBLES, lambda d, k: vmapped(vmapped(d, k), k), (0, 1), (0, 1)),
+    "nested, losses transposed": (
+        DOUBLES,
+        lambda d, k: vmapped(vmapped(d, k), k, (1, 0)),
+        (1, 0),
+        (0, 1),
+    ),
+    "nested, gradients transposed": (
+        DOUBLES,
+        lambda d, k: vmapped(vmapped(d, k), k, (0, 1)),
+        (0, 1),
+        (1, 0),
+    ),
+    "a loop": (
+        DOUBLES[0],
+        lambda d, k: lambda w, xs: jax.lax.map(lambda x: d(w, x), xs),
+        (0,),
+        (0,),
+    ),
+}
+
+
+@pytest.mark.parametrize(("dtype", "has_aux"), [("float32", False), ("float16", True)])
+@pytest.mark.parametrize("name", MAPS)
+def test_gradients_by_example_are_those_of_a_loop(name, dtype, has_aux):
+    examples, mapped, loss_axes, grad_axes = MAPS[name]
+    examples = examples.astype(dtype)
+    batch = examples.shape[: len(loss_axes)]
+    w = jnp.array([1.0, -2.0, 0.5], dtype)
+
+    def fun(w, x):
+        loss = jnp.sum(w * x) / 8
+        return (loss, jnp.sum(x)) if has_aux else loss
+
+    def by_example(kind):
+        return lambda fun, **kwargs: mapped(kind(fun, **kwargs), kind)
+
+    @jax.jit
+    def both(state, w, xs):
+        return [
+            ours(fun, state, transform=by_example(kind), has_aux=has_aux)(w, xs)
+            for ours, kind in [
+                (jaxscale.value_and_grad, jax.value_and_grad),
+                (jaxscale.grad, jax.grad),
+            ]
+        ]
+
+    def stacked(leaves, like, axes):
+        array = np.array(leaves, like.dtype).reshape(*batch, *like.shape)
+        return jnp.moveaxis(array, range(len(batch)), axes)
+
+    for state in (at(24), jaxscale.NoOpLossScale().init()):  # a float16 loss caps the first
+        of_one = jaxscale.value_and_grad(fun, state, has_aux=has_aux)
+        loop = [of_one(w, x) for x in examples.reshape(-1, 3)]
+        like = of_one(w, jnp.ones(3, dtype))
+        losses = jax.tree.map(
+            lambda leaf, *leaves: stacked(leaves, leaf, loss_axes), like[0], *(o[0] for o in loop)
+        )
+        grads = stacked([output[1] for output in loop], like[1], grad_axes)
+        alone = (grads, losses[1]) if has_aux else grads
+        assert jnp.isfinite(grads).all()
+        assert_same_bits(both(state, w, examples), [(losses, grads), alone])
+
+
+def test_losses_by_example_are_differentiated_by_their_own_rule():
+    def fun(w, x):
+        return jnp.sum(w * x) ** 2
+
+    def by_example(fun, **kwargs):
+        return vmapped(jax.value_and_grad(fun, **kwargs), jax.value_and_grad)
+
+    w = jnp.array([1.0, -2.0, 0.5])
+    scaled = jaxscale.value_and_grad(fun, at(10), transform=by_example)
+    results = [
+        jax.jvp(lambda w, f=f: f(w, DOUBLES[0]), (w,), (w,)) for f in (scaled, by_example(fun))
+    ]
+    assert_same_bits(*results)
+
+
 def test_gradients_are_finite_if_and_only_if_nothing_overflowed():
     finite = jaxscale.grad(half_loss_fn, at(10))(MODEL, X, Y)
     assert jaxscale.all_finite(finite)

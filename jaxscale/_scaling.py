@@ -1,0 +1,103 @@
+"""Where in a training state the loss scale is, and scaling by hand."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._state import (
+    UnitLossScaleState,
+    check_alone,
+    divide,
+    find,
+    is_policy_state,
+    multiply,
+    unwrapped,
+)
+from ._step import LossScaledState
+from ._tree import map_gradients, widen
+
+
+def is_loss_scaled(node: Any) -> bool:
+    """Returns whether a node of a tree is a ``LossScaledState``."""
+    return isinstance(node, LossScaledState)
+
+
+def find_scaling(call: str, tree: Any) -> Any:
+    """Returns the one loss scale state in a tree, as arrays.
+
+    That in a ``LossScaledState`` is one whatever its type, any other one by its type.
+    """
+
+    def is_scaling(node: Any) -> bool:
+        return is_loss_scaled(node) or is_policy_state(node)
+
+    state = find(call, tree, is_scaling, "loss scale state")
+    scaling = state.scaling if is_loss_scaled(state) else state
+    return jax.tree.map(jnp.asarray, unwrapped(scaling))
+
+
+def find_one(call: str, argument: str, tree: Any) -> Any:
+    """Returns the one loss scale state in a tree, of one training run, as arrays."""
+    state = find_scaling(call, tree)
+    check_alone(f"{call}({argument})", state)
+    return state
+
+
+def scale(state: Any, tree: Any) -> Any:
+    """Returns a tree multiplied by the loss scale.
+
+    To scale a loss by hand; :func:`jaxscale.value_and_grad` needs no such call.
+
+    Args:
+      state: a :class:`LossScaleState`, or a tree that holds exactly one.
+      tree: a pytree, such as a loss.
+
+    Returns:
+      The tree with its floating and complex leaves multiplied, in float32 or wider:
+      float16 and bfloat16 leaves come back as float32. Other leaves are untouched.
+
+    Raises:
+      ValueError: if ``state`` holds no loss scale, or several, or those of a population.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> jaxscale.scale(jaxscale.FixedLossScale(8).init(), jnp.float16(3.0))
+      Array(24., dtype=float32)
+    """
+    state = find_one("scale", "state", state)
+    if isinstance(state, UnitLossScaleState):
+        return map_gradients(widen, tree)
+    return multiply(tree, state.loss_scale)
+
+
+def unscale(state: Any, tree: Any) -> Any:
+    """Returns a tree divided by the loss scale.
+
+    Pass the state that the gradients were scaled with, not the updated one.
+
+    Args:
+      state: a :class:`LossScaleState`, or a tree that holds exactly one.
+      tree: a pytree of scaled gradients.
+
+    Returns:
+      The tree with its floating and complex leaves divided, in float32 or wider: float16
+      and bfloat16 leaves come back as float32, where small gradients do not underflow
+      again; float32, float64 and complex ones keep their dtype. Other leaves, and
+      whatever is under a key ``_overwrite_with_gradient``, are untouched.
+
+    Raises:
+      ValueError: if ``state`` holds no loss scale, or several, or those of a population.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> state = jaxscale.DynamicLossScale(init_scale=2.0**15).init()
+      >>> jaxscale.unscale(state, {"w": jnp.float16(1.0), "b": None})
+      {'b': None, 'w': Array(3.0517578e-05, dtype=float32)}
+    """
+    state = find_one("unscale", "state", state)
+    if isinstance(state, UnitLossScaleState):
+        return map_gradients(widen, tree)
+    return divide(tree, state.loss_scale)
