@@ -8,9 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
+
+from ._diagnose_jaxpr import is_ref, results
+
+# What runs on refs outside of `jit`, under its name in any version.
+_ON_REFS = {"new_ref", "mutable_array", "get", "swap", "addupdate", "freeze", "free_ref"}
 
 # In the range below the smallest normal number these give an exact result or a copy: a sum
 # of floating-point numbers is a multiple of the smallest subnormal, however small it is.
@@ -21,6 +27,8 @@ _NEVER_LOSE = {
     *("scatter", "scatter-add", "sort", "stop_gradient", "optimization_barrier", "name"),
     *("reduce_sum", "reduce_max", "reduce_min", "cumsum", "cummax", "cummin"),
     *("reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "bitcast_convert_type"),
+    *_ON_REFS,
+    "empty_ref",
 }
 _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 
@@ -39,6 +47,10 @@ _SCATTERS = {
     "scatter-add": _scatter(jax.lax.scatter_add),
     "scatter_add": _scatter(jax.lax.scatter_add),
 }
+
+
+# Under its name in older versions of JAX, too.
+_new_ref: Any = getattr(jax, "new_ref", None) or getattr(jax.experimental, "mutable_array", None)
 
 
 class IncomparableError(Exception):
@@ -69,12 +81,30 @@ class Loss(NamedTuple):
 
 
 def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None) -> Any:
-    """Returns the outputs of an equation, as a list of arrays."""
+    """Returns the results of an equation, as a list of arrays.
+
+    A ref is given and returned as the array that it holds: the equation works on a copy.
+    """
     bound: Any = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     # In older versions of JAX a pair of functions and parameters.
     functions, bound = bound if isinstance(bound, tuple) else ((), bound)
-    outputs = eqn.primitive.bind(*functions, *inputs, **bound)
-    return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+    def bind(*inputs: Any) -> list[Any]:
+        given = [
+            _new_ref(jnp.asarray(value)) if is_ref(atom) else value
+            for atom, value in zip(eqn.invars, inputs, strict=True)
+        ]
+        outputs = eqn.primitive.bind(*functions, *given, **bound)
+        outputs = list(outputs) if eqn.primitive.multiple_results else [outputs]
+        refs = [value for atom, value in zip(eqn.invars, given, strict=True) if is_ref(atom)]
+        return [
+            value[...] if is_ref(atom) else value
+            for atom, value in zip(results(eqn), [*outputs, *refs], strict=True)
+        ]
+
+    if eqn.primitive.name in _ON_REFS or not any(map(is_ref, results(eqn))):
+        return bind(*inputs)
+    return jax.jit(bind)(*inputs)  # others, such as a `shard_map`, take refs in `jit` alone
 
 
 def nonfinite(value: Any) -> np.ndarray:

@@ -39,9 +39,10 @@ def trace(
     equation is compiled and looked at by itself, which is slow.
 
     Underflow is looked for in float16 and narrower formats: bfloat16 has the range of
-    float32. What ``shard_map``, ``pmap`` and kernels contain counts as one equation. A
-    Python number is rounded before anything is run: ``x * 1e-9`` is ``x * 0`` in float16,
-    and no equation can tell.
+    float32. What ``shard_map``, ``pmap`` and kernels contain counts as one equation. A ref
+    from outside of ``fun`` keeps what it holds, as ``fun`` is run on a copy. A Python number
+    is rounded before anything is run: ``x * 1e-9`` is ``x * 0`` in float16, and no equation
+    can tell.
 
     Args:
       fun: a function that returns a floating scalar, as for
