@@ -175,7 +175,7 @@ class TracedUnderflow(Place):
 class TraceReport:
     """What :func:`trace` found.
 
-    All of it is plain Python values: ``dataclasses.asdict(report)`` is for JSON, and
+    All of it is plain Python values: :func:`to_json` of it is for programs, and
     ``str(report)`` for people.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import pathlib
 import sys
@@ -161,7 +160,6 @@ def _record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:
     histogram = exam.histogram._asdict() | {
         "counts": {str(k): n for k, n in zip(EXPONENTS, counts, strict=True) if n}
     }
-    results = exam._asdict() | {"histogram": histogram, "trace": dataclasses.asdict(exam.trace)}
     problems = any(finding.is_problem for finding in found)
     return to_json(
         {
@@ -170,5 +168,6 @@ def _record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:
             "verdict": verdict(exam, found),
             "findings": list(found),
         }
-        | results
+        | exam._asdict()
+        | {"histogram": histogram}
     )
