@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._checks import normal_float32
-from ._diagnose_bits import INFINITY, gradient_leaves, magnitude_bits
+from ._diagnose_bits import INFINITY, gradient_leaves, is_array, magnitude_bits
 from ._diagnose_formats import FORMAT, Boundary
 from ._diagnose_words import aligned, percent, power
 from ._tree import leaf_name
@@ -168,7 +168,7 @@ def nonfinite(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> Le
 
 
 def _scalar(loss_scale: Any) -> jax.Array:
-    if not hasattr(loss_scale, "dtype"):
+    if not is_array(loss_scale):
         loss_scale = normal_float32("nonfinite", "loss_scale", loss_scale)
     if jnp.shape(loss_scale):
         raise TypeError(

@@ -2,6 +2,8 @@
 
 import json
 
+import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,6 +124,52 @@ def test_what_is_no_gradient_is_left_out():
     assert rows["empty"].largest == 0
 
 
+# Leaves that are not arrays, and have a dtype.
+ODD = {
+    "type": jnp.float16,
+    "type of NumPy": np.float32,
+    "dtype": np.dtype(np.float16),
+    "aval": jax.ShapeDtypeStruct((2,), jnp.float32),
+    "module": nn.Dense(2, dtype=jnp.float16),
+    "class": nn.Dense,
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_only_has_a_dtype_is_not_a_gradient(name):
+    grads = {"w": jnp.array([1.0, jnp.inf]), "odd": ODD[name]}
+    assert avals(diagnostics.nonfinite(grads).leaves) == {"w": "float32[8]", "odd": None}
+    assert diagnostics.leaf_histograms(grads)["odd"] is None
+    assert float(diagnostics.histogram(grads).counts.sum()) == 1
+    with pytest.raises(ValueError, match=rf"got only `{type(ODD[name]).__name__}`\. Pass"):
+        diagnostics.histogram({"odd": ODD[name]})
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_only_has_a_dtype_reaches_the_loss_as_it_is(name):
+    odd = ODD[name]
+    seen = []
+
+    def fun(params, batch, *, more=None):
+        seen.extend([params["odd"], batch["odd"], *jax.tree.leaves(more)])
+        return jnp.sum(params["w"] * batch["x"]).astype(jnp.float16), {"odd": odd}
+
+    params, batch = {"w": jnp.ones(2), "odd": odd}, {"x": jnp.array([1.0, 2.0]), "odd": odd}
+    scaling, transform = jaxscale.FixedLossScale(8.0).init(), eqx.filter_value_and_grad
+    traced = diagnostics.trace(fun, scaling, transform=transform, has_aux=True)
+    assert not traced(params, batch, more=[odd]).found
+    bad = batch | {"x": jnp.array([1.0, jnp.inf])}
+    assert traced(params, bad).nonfinite_arguments == ("args[1]['x']",)
+    found = diagnostics.calibrate(
+        fun, params, [batch], transform=transform, jit=eqx.filter_jit, has_aux=True
+    )
+    assert found.init_scale == 2.0**15
+    assert len(seen) >= 7
+    assert all(each is odd for each in seen)
+    with pytest.raises(TypeError, match=r"floating parameters, got `.*` at args\[0\]\['odd'\]"):
+        diagnostics.trace(fun, scaling, has_aux=True)(params, batch)
+
+
 def test_worst_first_and_readable():
     grads = {
         "fine": jnp.ones(4),
@@ -211,6 +259,11 @@ def test_errors_of_trees(call, tree, message):
         (lambda g: diagnostics.nonfinite(g, loss_scale=0), ValueError, r"loss_scale=.*got 0\.0"),
         (lambda g: diagnostics.nonfinite(g, loss_scale="x"), TypeError, r"loss_scale=.*'x'"),
         (lambda g: diagnostics.nonfinite(g, loss_scale=g), TypeError, r"one number.*\(2,\)"),
+        (
+            lambda g: diagnostics.nonfinite(g, loss_scale=jnp.float16),
+            TypeError,
+            r"loss_scale=.*got",
+        ),
         (diagnostics.table, TypeError, r"`table\(counts=.*nonfinite.*got Array"),
         (
             jax.jit(lambda g: diagnostics.table(diagnostics.nonfinite(g)).loss_scale),

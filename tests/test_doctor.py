@@ -90,6 +90,14 @@ def module():  # as in Equinox: a function is a leaf of it, and it has a counter
     loss_fn, params, batch = half()
     return (lambda params, batch: params["act"](loss_fn(params, batch))), params | {"act": jnp.tanh}, batch
 
+def odd():  # leaves that are not arrays, and have a dtype
+    import flax.linen as nn
+    import numpy as np
+    loss_fn, params, batch = half()
+    odd = {"type": jnp.float16, "numpy": np.float32, "aval": jax.ShapeDtypeStruct((2,), jnp.float16),
+           "module": nn.Dense(2, dtype=jnp.float16)}
+    return (lambda p, b: loss_fn(p, b).astype(p["aval"].dtype)), params | odd, batch | {"layers": odd}
+
 def disconnected():
     return (lambda params, batch: jnp.sum(batch["x"]) + 0 * params["w"][0]), W, X
 
@@ -169,6 +177,7 @@ CASES = {
     "pair": ([], 0, ["Nothing is wrong."], ["problem"]),
     "bad_pair": ([], 1, ["The loss and the gradients are finite, but aux['ratio'] is not"], ["Nothing"]),
     "module": ([], 0, ["Nothing is wrong.", "1 of 2 leaves: unused"], ["problem"]),
+    "odd": ([], 0, ["Nothing is wrong.", "1 of 2 leaves: unused"], ["problem"]),
     "disconnected": ([], 1, ["exactly 0 everywhere in 2 of 2 leaves"], ["Nothing"]),
     "wide": (
         [], 0, ["Nothing is wrong.", "without a loss scale.", "float32, and needs no loss scale"], ["float16"]
@@ -287,7 +296,7 @@ BAD_USE = {
     "integers": (
         "f.py:f",
         "import numpy as np\ndef f(): return len, {'n': np.arange(3)}, 2",
-        "without any floating array: an array of int64",
+        "without any floating array: int64[3].",
     ),
     "the loss fails": ("f.py:f", "def f(): return (lambda p, b: p[b]), {'w': 1.0}, 'v'", "failed: KeyError: 'v'"),
     "a loss for each example": (
