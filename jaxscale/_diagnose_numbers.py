@@ -65,7 +65,7 @@ class Birth(NamedTuple):
     cause: str
 
 
-class Loss(NamedTuple):
+class Lost(NamedTuple):
     """Nonzero values that an equation flushed to zero, or rounded to a subnormal number."""
 
     output: int
@@ -107,7 +107,7 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None
     return jax.jit(bind)(*inputs)  # others, such as a `shard_map`, take refs in `jit` alone
 
 
-def nonfinite(value: Any) -> np.ndarray:
+def nonfinite_mask(value: Any) -> np.ndarray:
     """Returns where a value is inf or NaN: nowhere, unless it is of an inexact dtype."""
     if not _is(value, jnp.inexact):
         return np.zeros(np.shape(value), bool)
@@ -126,14 +126,14 @@ def birth(
       explained: whether an inf or NaN among the inputs was made by an equation before, and
         not put there by the user.
     """
-    bad = [nonfinite(output) for output in outputs]
+    bad = [nonfinite_mask(output) for output in outputs]
     if not any(mask.any() for mask in bad):
         return None
     fresh, cause = bad, None
-    if any(nonfinite(value).any() for value in inputs):
+    if any(nonfinite_mask(value).any() for value in inputs):
         # What stays non-finite without the non-finite inputs is not their doing.
         repaired = [_repaired(value) for value in inputs]
-        fresh = [a & nonfinite(b) for a, b in zip(bad, evaluate(eqn, repaired), strict=True)]
+        fresh = [a & nonfinite_mask(b) for a, b in zip(bad, evaluate(eqn, repaired), strict=True)]
         if not explained and not any(mask.any() for mask in fresh):
             if any(_is_nan(value).any() for value in inputs):
                 return None
@@ -150,12 +150,12 @@ def birth(
 
 def _fits_float32(eqn: JaxprEqn, inputs: Sequence[Any], output: int, mask: np.ndarray) -> bool:
     try:
-        return not nonfinite(in_float32(eqn, inputs)[output])[mask].any()
+        return not nonfinite_mask(in_float32(eqn, inputs)[output])[mask].any()
     except IncomparableError:
         return False
 
 
-def loss(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Loss | None:
+def lost_values(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Lost | None:
     """Returns what an equation lost in the output that lost most, or ``None``.
 
     A value is lost if the equation gives zero or a subnormal number in the dtype of its
@@ -173,7 +173,7 @@ def loss(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Loss |
         return None
     wide = in_float32(eqn, inputs)
     subnormal_inputs = any(_subnormal(value).any() for value in inputs)
-    losses = []
+    found = []
     for i in suspects:
         actual, exact = _numbers(outputs[i]), _numbers(wide[i])
         exact = np.where(np.abs(exact) > _noise(eqn, inputs, np.shape(exact)), exact, 0.0)
@@ -183,8 +183,8 @@ def loss(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Loss |
         if subnormal_inputs:
             subnormals &= actual != exact
         nonzero, flushed, rounded = (int(mask.sum()) for mask in (exact != 0, zeros, subnormals))
-        losses.append(Loss(i, nonzero, flushed, rounded, _share_of_sum(exact, zeros)))
-    return max(losses, key=lambda lost: lost.zeros + lost.subnormals)
+        found.append(Lost(i, nonzero, flushed, rounded, _share_of_sum(exact, zeros)))
+    return max(found, key=lambda lost: lost.zeros + lost.subnormals)
 
 
 def _share_of_sum(numbers: np.ndarray, mask: np.ndarray) -> float:
@@ -227,7 +227,7 @@ def in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
 
 def _repaired(value: Any) -> Any:
     # One half is in the domain of nearly every function, and no product of it overflows.
-    bad = nonfinite(value)
+    bad = nonfinite_mask(value)
     return jnp.asarray(np.where(bad, np.asarray(0.5, _dtype(value)), value)) if bad.any() else value
 
 

@@ -13,14 +13,14 @@ from ._diagnose_bits import is_array, kind
 from ._diagnose_findings import TracedNonfinite, TracedUnderflow, TraceReport
 from ._diagnose_interpret import Interpreter, Value, Visit
 from ._diagnose_jaxpr import BACKWARD, EFFECT, FORWARD
-from ._diagnose_numbers import Birth, IncomparableError, Loss, birth, loss, nonfinite
+from ._diagnose_numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
 from ._diagnose_places import layer, lines
 from ._state import LossScaleState, find_scaling
 from ._tree import widen
 from ._value_and_grad import seeding
 
-# From what share of the nonzero values on a loss is reported.
-_MOST = 0.5
+# A place is reported if it loses a larger share of the nonzero values.
+_LOST_SHARE = 0.5
 
 
 def trace(
@@ -151,7 +151,7 @@ class _Findings:
         self.visits: collections.Counter[Any] = collections.Counter()
         self.times: collections.Counter[Any] = collections.Counter()
         self.births: dict[Any, tuple[Visit, Birth]] = {}
-        self.losses: dict[Any, tuple[Visit, Loss]] = {}
+        self.lost: dict[Any, tuple[Visit, Lost]] = {}
         self.not_compared: set[str] = set()
 
     def watch(self, visit: Visit) -> list[frozenset[Any]]:
@@ -160,8 +160,8 @@ class _Findings:
         self.visits[place] += 1
         if visit.need == EFFECT:  # what is only printed reaches nothing
             return [frozenset()] * len(visit.outputs)
-        self._note_loss(place, visit)
-        bad = [nonfinite(output) for output in visit.outputs]
+        self._note_lost(place, visit)
+        bad = [nonfinite_mask(output) for output in visit.outputs]
         if not any(mask.any() for mask in bad):
             return [frozenset()] * len(bad)
         origins = frozenset().union(*(value.origins for value in visit.inputs))
@@ -179,16 +179,16 @@ class _Findings:
             origins |= {place}
         return [origins if mask.any() else frozenset() for mask in bad]
 
-    def _note_loss(self, place: Any, visit: Visit) -> None:
+    def _note_lost(self, place: Any, visit: Visit) -> None:
         try:
-            lost = loss(visit.eqn, [value.array for value in visit.inputs], visit.outputs)
+            lost = lost_values(visit.eqn, [value.array for value in visit.inputs], visit.outputs)
         except IncomparableError:
             self.not_compared.add(visit.eqn.primitive.name)
             return
-        if lost is not None and lost.share > _MOST:
-            self.times["loss", place] += 1
-            if place not in self.losses or lost.share > self.losses[place][1].share:
-                self.losses[place] = visit, lost
+        if lost is not None and lost.share > _LOST_SHARE:
+            self.times["lost", place] += 1
+            if place not in self.lost or lost.share > self.lost[place][1].share:
+                self.lost[place] = visit, lost
 
     def report(
         self, outputs: dict[str, Value], arguments: dict[str, Any], loss_scale: jax.Array
@@ -213,13 +213,13 @@ class _Findings:
         given = [birth for birth in births if birth.cause == "given" and birth.reaches]
         underflows = [
             TracedUnderflow(
-                **self._place("loss", place, visit, lost.output, lost.share),
+                **self._place("lost", place, visit, lost.output, lost.share),
                 nonzero=lost.nonzero,
                 zeros=lost.zeros,
                 subnormals=lost.subnormals,
                 lost_sum=lost.lost_sum,
             )
-            for place, (visit, lost) in self.losses.items()
+            for place, (visit, lost) in self.lost.items()
         ]
         return TraceReport(
             loss=float(outputs["loss"].array),
@@ -276,4 +276,4 @@ def _without_repeats(places: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _nonfinite_names(leaves: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(name for name, leaf in leaves.items() if nonfinite(leaf).any())
+    return tuple(name for name, leaf in leaves.items() if nonfinite_mask(leaf).any())

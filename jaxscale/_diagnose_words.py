@@ -54,7 +54,7 @@ def to_json(result: Any) -> Any:
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics
-      >>> counts = diagnostics.nonfinite({"w": jnp.array([1.0, jnp.nan])})
+      >>> counts = diagnostics.leaf_counts({"w": jnp.array([1.0, jnp.nan])})
       >>> diagnostics.to_json(diagnostics.table(counts))["rows"][0]["nan"]
       1
       >>> diagnostics.to_json(jnp.array([1.0, -jnp.inf]))

@@ -48,9 +48,9 @@ REPORTS = {
     "Calibration": [_calibrated(0), _calibrated(1)],
     "Histogram": [diagnostics.histogram(GRADS), LEAVES],
     "History": [_history()],
-    "LeafCounts": [diagnostics.nonfinite(GRADS, loss_scale=2.0**7)],
-    "LeafTable": [diagnostics.table(diagnostics.nonfinite(GRADS))],
-    "LeafRow": [diagnostics.table(diagnostics.nonfinite(GRADS)).rows[0]],
+    "LeafCounts": [diagnostics.leaf_counts(GRADS, loss_scale=2.0**7)],
+    "LeafTable": [diagnostics.table(diagnostics.leaf_counts(GRADS))],
+    "LeafRow": [diagnostics.table(diagnostics.leaf_counts(GRADS)).rows[0]],
     "Shares": [diagnostics.shares(LEAVES["w"])],
     "Suggestion": [
         diagnostics.suggest_scale(LEAVES["w"]),

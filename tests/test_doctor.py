@@ -147,6 +147,7 @@ LINE = line("# the line")
 # name: (options, exit status, what the text says, what it does not)
 CASES = {
     "fine": ([], 0, ["Nothing is wrong.", "the largest that does not overflow"], ["problem"]),
+    "fine at auto": (["--loss-scale", "auto"], 0, ["the largest that does not overflow"], ["problem"]),
     "overflow": (
         [], 1,
         [f"It begins at doctored.py:{LINE}", "y = y * jnp.float16(scale)", "1 problem", "The loss is inf"],
@@ -220,6 +221,8 @@ def test_the_page_holds_everything_and_asks_for_nothing(models, capsys):
         "meta",
         {"name": "viewport", "content": "width=device-width, initial-scale=1"},
     ) in page.tags
+    tags = [tag for tag, _ in page.tags]  # nine cells of a heading, and of each of two leaves
+    assert (tags.count("th"), tags.count("td")) == (9, 18)
     # The finding comes before the pictures and quotes its line.
     assert page.text.index("It begins at") < page.text.index("How large the gradients are")
     assert f"{LINE:5}          y = y * jnp.float16(scale)" in page.text
@@ -330,7 +333,7 @@ BAD_USE = {
     ),
     "a scale that is no power of two": ("doctored:fine --loss-scale 1000", None, "power of two, at least 1"),
     "a scale below 1": ("doctored:fine --loss-scale 0.5", None, "got '0.5'"),
-    "a scale in words": ("doctored:fine --loss-scale high", None, "got 'high'"),
+    "a scale in words": ("doctored:fine --loss-scale dynamic", None, "1, or \"auto\", got 'dynamic'"),
     "a folder that is not there": ("doctored:wide --output no/where.html", None, "Cannot write no/where"),
 }  # fmt: skip
 
