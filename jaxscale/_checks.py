@@ -3,6 +3,7 @@
 import math
 import numbers
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -101,6 +102,11 @@ def one_of(call: str, name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     raise ValueError(
         f"`{call}({name}=...)` must be one of {', '.join(map(repr, choices))}, got {value!r}."
     )
+
+
+def and_more(items: Sequence[Any], most: int) -> list[str]:
+    """Returns what a list ends with that shows only its first ``most`` items, or nothing."""
+    return [f"and {len(items) - most} more"] if len(items) > most else []
 
 
 def scalar_bool(call: str, name: str, value: Any) -> jax.Array:

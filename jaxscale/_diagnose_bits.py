@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._tree import only_gradients
 
@@ -17,12 +18,24 @@ _MANTISSA = 23  # bits of float32's mantissa, less the leading one
 _SMALLEST_EXPONENT = -149  # of float32's smallest subnormal
 
 
+def is_array(leaf: Any) -> bool:
+    """Returns whether a leaf is an array. Types, modules and avals are not, but have a dtype."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def kind(leaf: Any) -> str:
+    """Returns the dtype and the shape of an array, or the type of what is not one."""
+    if is_array(leaf):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    return f"`{type(leaf).__name__}`"
+
+
 def gradient_leaves(call: str, name: str, tree: Any) -> Any:
     """Returns the gradients in a tree, ``None`` elsewhere, or raises a ``ValueError``."""
     gradients = only_gradients(tree)
     leaves = jax.tree_util.tree_leaves_with_path(gradients)
     if not leaves:
-        others = sorted({str(getattr(leaf, "dtype", type(leaf))) for leaf in jax.tree.leaves(tree)})
+        others = sorted(set(map(kind, jax.tree.leaves(tree))))
         raise ValueError(
             f"`{call}({name}=...)` must hold floating or complex arrays, got "
             + (f"only {', '.join(others)}." if others else "a tree without any leaf.")

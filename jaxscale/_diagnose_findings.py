@@ -3,6 +3,11 @@
 import dataclasses
 from collections.abc import Sequence
 
+from ._checks import and_more
+from ._diagnose_words import percent
+
+_MOST_PLACES = 5  # of a kind that are printed
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -30,7 +35,7 @@ class Place:
         shape = ",".join(map(str, self.shape))
         where = f"{self.where}: `{self.source}`" if self.file else "no line of the model"
         operation = f"{self.direction}, {self.primitive}, {self.dtype}[{shape}]"
-        return f"{operation}, {_percent(self.share)} {what}, {where}"
+        return f"{operation}, {percent(self.share)} {what}, {where}"
 
     def _details(self) -> list[str]:
         details = [f"in {self.layer}"] if self.layer else []
@@ -165,7 +170,7 @@ class TracedUnderflow(Place):
     lost_sum: float
 
     def __str__(self) -> str:
-        zeros, subnormals = (_percent(n / self.nonzero) for n in (self.zeros, self.subnormals))
+        zeros, subnormals = (percent(n / self.nonzero) for n in (self.zeros, self.subnormals))
         first = self._line(f"of the nonzero values lost ({zeros} zero, {subnormals} subnormal)")
         advice = "a higher loss scale helps" if self.scaled else "no loss scale can help"
         return f"{first}\n    {'; '.join([*self._details(), advice])}"
@@ -175,7 +180,7 @@ class TracedUnderflow(Place):
 class TraceReport:
     """What :func:`trace` found.
 
-    All of it is plain Python values: ``dataclasses.asdict(report)`` is for JSON, and
+    All of it is plain Python values: :func:`to_json` of it is for programs, and
     ``str(report)`` for people.
 
     Attributes:
@@ -239,10 +244,6 @@ class TraceReport:
         return "\n".join(lines)
 
 
-def _first_few(what: str, places: Sequence[Place], most: int = 5) -> list[str]:
-    more = [f"and {len(places) - most} more places: {what}"] if len(places) > most else []
-    return [f"{what}: {place}" for place in places[:most]] + more
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+def _first_few(what: str, places: Sequence[Place]) -> list[str]:
+    more = [f"{words} places: {what}" for words in and_more(places, _MOST_PLACES)]
+    return [f"{what}: {place}" for place in places[:_MOST_PLACES]] + more

@@ -92,7 +92,7 @@ class History:
                     "Of several runs, or devices, pass one at a time."
                 )
         values = {name: value for name, value in values.items() if jnp.shape(value) == ()}
-        ints = {n: v for n, v in values.items() if not jnp.issubdtype(v.dtype, jnp.floating)}
+        ints = {n: v for n, v in values.items() if not _is_float(v)}
         floats = {n: v for n, v in values.items() if n not in ints} | given
         names = sorted(floats), sorted(ints)
         if self._names not in (None, names):
@@ -166,6 +166,10 @@ class History:
         head += f"the loss scale {'' if np.all(scales == scales[0]) else 'from '}"
         head += _scales(scales, " to ")
         return f"{head}\n{aligned([list(rows[0]), *(list(row.values()) for row in rows)])}"
+
+
+def _is_float(value: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(value), jnp.floating)
 
 
 def _steps(columns: dict[str, np.ndarray]) -> np.ndarray:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from ._diagnose_jaxpr import Analysis, Needs, callee, union
+from ._diagnose_jaxpr import Analysis, Needs, callee, is_ref, results, union
 from ._diagnose_numbers import evaluate
 
 
@@ -20,13 +20,20 @@ class Value(NamedTuple):
     origins: frozenset[Any] = frozenset()
 
 
+class Cell:
+    """What a ref holds at the moment. All equations that are given the ref share it."""
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+
+
 class Visit(NamedTuple):
     """One evaluation of an equation that holds no others.
 
     Attributes:
       eqn: the equation.
-      inputs: the values that went in.
-      outputs: the arrays that came out.
+      inputs: the values that went in; for a ref that which it held.
+      outputs: the arrays that came out, and then what the refs hold now.
       around: the equations that hold it, outermost first.
       iteration: at what index each loop around it was; for a scan that of the slice, also
         where it runs in reverse.
@@ -57,11 +64,12 @@ class Interpreter:
     def __init__(self, watch: Watch, evaluate: Callable[..., Any] = evaluate) -> None:
         self._watch, self._evaluate = watch, evaluate
         self._analysis = Analysis()
+        self._cells: dict[int, Cell] = {}  # of refs from outside, which stay as they are
 
     def run(
         self,
         closed: ClosedJaxpr,
-        inputs: Sequence[Value],
+        inputs: Sequence[Value | Cell],
         needs: Needs,
         around: tuple[JaxprEqn, ...] = (),
         iteration: tuple[int, ...] = (),
@@ -70,18 +78,19 @@ class Interpreter:
 
         Args:
           closed: a jaxpr and its constants.
-          inputs: a value for each of its inputs.
-          needs: what each of its outputs is needed for, as bits.
+          inputs: a value for each of its inputs, or the cell of a ref.
+          needs: what each of its results is needed for, as bits.
           around: the equations that hold this jaxpr.
           iteration: at what index each loop around it is.
         """
         jaxpr = closed.jaxpr
-        values: dict[Any, Value] = {
-            var: Value(const) for var, const in zip(jaxpr.constvars, closed.consts, strict=True)
+        values: dict[Any, Any] = {
+            var: self._cell(const) if is_ref(var) else Value(const)
+            for var, const in zip(jaxpr.constvars, closed.consts, strict=True)
         }
         values.update(zip(jaxpr.invars, inputs, strict=True))
 
-        def read(atom: Any) -> Value:
+        def read(atom: Any) -> Any:
             return Value(atom.val) if isinstance(atom, Literal) else values.get(atom, _UNUSED)
 
         all_needs = self._analysis.outputs(jaxpr, needs)
@@ -96,14 +105,17 @@ class Interpreter:
                 values.pop(var, None)
         return [read(atom) for atom in jaxpr.outvars]
 
+    def _cell(self, ref: Any) -> Cell:
+        return self._cells.setdefault(id(ref), Cell(Value(ref[...])))
+
     def _equation(
         self,
-        inputs: list[Value],
+        inputs: list[Any],
         eqn: JaxprEqn,
         needs: Needs,
         around: tuple[JaxprEqn, ...],
         iteration: tuple[int, ...],
-    ) -> list[Value]:
+    ) -> Sequence[Value | Cell]:
         called, inside = callee(eqn), (*around, eqn)
         if called is not None:
             return self.run(called, inputs, needs, inside, iteration)
@@ -115,17 +127,25 @@ class Interpreter:
                 return self.run(branch, inputs, needs, inside, iteration)
             case "while":
                 return self._while(inputs, eqn, needs, inside, iteration)
-            case "scan" if eqn.params["length"]:
+            case "scan":
                 return self._scan(inputs, eqn, needs, inside, iteration)
-        outputs = self._evaluate(eqn, [value.array for value in inputs])
+        given = [each.value if isinstance(each, Cell) else each for each in inputs]
+        arrays = self._evaluate(eqn, [value.array for value in given])
         need = union(eqn, needs)
-        origins = self._watch(Visit(eqn, inputs, outputs, around, iteration, need))
-        scaled = any(value.scaled for value in inputs)
-        return [Value(a, scaled, of) for a, of in zip(outputs, origins, strict=True)]
+        origins = self._watch(Visit(eqn, given, arrays, around, iteration, need))
+        scaled = any(value.scaled for value in given)
+        values = [Value(a, scaled, of) for a, of in zip(arrays, origins, strict=True)]
+        outputs, held = values[: len(eqn.outvars)], values[len(eqn.outvars) :]
+        for cell, value in zip((c for c in inputs if isinstance(c, Cell)), held, strict=True):
+            cell.value = value
+        return [
+            Cell(value) if is_ref(var) else value
+            for var, value in zip(eqn.outvars, outputs, strict=True)
+        ]
 
     def _while(
         self,
-        inputs: list[Value],
+        inputs: list[Any],
         eqn: JaxprEqn,
         needs: Needs,
         inside: tuple[JaxprEqn, ...],
@@ -135,18 +155,19 @@ class Interpreter:
         carry, index = inputs[tested + done :], 0
         need = union(eqn, needs)
 
-        def call(name: str, consts: list[Value], needs: Needs) -> list[Value]:
-            at = (*iteration, index)
-            return self.run(eqn.params[name], [*consts, *carry], needs, inside, at)
+        def call(name: str, consts: list[Any]) -> list[Value]:
+            closed, at = eqn.params[name], (*iteration, index)
+            needs = (need,) * len(results(closed.jaxpr))
+            return self.run(closed, [*consts, *carry], needs, inside, at)
 
-        while call("cond_jaxpr", inputs[:tested], (need,))[0].array:
-            carry = call("body_jaxpr", inputs[tested : tested + done], (need,) * len(carry))
+        while call("cond_jaxpr", inputs[:tested])[0].array:
+            carry = call("body_jaxpr", inputs[tested : tested + done])
             index += 1
         return carry
 
     def _scan(
         self,
-        inputs: list[Value],
+        inputs: list[Any],
         eqn: JaxprEqn,
         needs: Needs,
         inside: tuple[JaxprEqn, ...],
@@ -158,7 +179,7 @@ class Interpreter:
         carry, scanned = inputs[consts : consts + size], inputs[consts + size :]
         stacked: list[Any] = [None] * length
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            slices = [_slice(value, i) for value in scanned]
+            slices = [_slice(each, i) for each in scanned]
             outputs = self.run(
                 eqn.params["jaxpr"],
                 [*inputs[:consts], *carry, *slices],
@@ -167,6 +188,11 @@ class Interpreter:
                 (*iteration, i),
             )
             carry, stacked[i] = outputs[:size], outputs[size:]
+            for each, part in zip(scanned, slices, strict=True):
+                if isinstance(each, Cell):
+                    each.value = _with_slice(each.value, i, part.value)
+        if not length:
+            return [*carry, *(_empty(var.aval) for var in eqn.outvars[size:])]
         return [*carry, *map(_stack, zip(*stacked, strict=True))]
 
 
@@ -187,12 +213,26 @@ def _is_extended(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jax.dtypes.extended)
 
 
-def _slice(value: Value, index: int) -> Value:
+def _slice(value: Any, index: int) -> Any:
+    if isinstance(value, Cell):
+        return Cell(_slice(value.value, index))
     if value is _UNUSED:
         return value
     # By NumPy where it can: JAX would compile a program for each shape.
     array = value.array if _is_extended(value.array) else np.asarray(value.array)
     return value._replace(array=jnp.asarray(array[index]))
+
+
+def _with_slice(value: Value, index: int, part: Value) -> Value:
+    return Value(
+        jnp.asarray(value.array).at[index].set(part.array),
+        value.scaled or part.scaled,
+        value.origins | part.origins,
+    )
+
+
+def _empty(aval: Any) -> Value:
+    return Value(jax.lax.full(aval.shape, 0, aval.dtype))
 
 
 def _stack(values: Sequence[Value]) -> Value:

@@ -8,6 +8,7 @@ the derivatives that JAX computes ahead of time.
 
 import collections
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 # What an equation is needed for, as bits. An equation with none of them is dead code.
 FORWARD, BACKWARD, EFFECT = 1, 2, 4
 
-# The needs of several values or outputs, in their order.
+# The needs of several values or results, in their order.
 Needs = tuple[int, ...]
 
 # Primitives that call one jaxpr with their own inputs, under their names in any version.
@@ -40,6 +41,16 @@ def callee(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return None
 
 
+def is_ref(atom: Any) -> bool:
+    """Returns whether a variable is a mutable array, such as `jax.new_ref` makes."""
+    return hasattr(atom.aval, "inner_aval")
+
+
+def results(of: Jaxpr | JaxprEqn) -> list[Any]:
+    """Returns the outputs of a jaxpr or an equation, and the refs that it may write to."""
+    return [*of.outvars, *filter(is_ref, of.invars)]
+
+
 class Analysis:
     """What the equations of jaxprs are needed for, remembered for a jaxpr met again."""
 
@@ -47,20 +58,22 @@ class Analysis:
         self._known: dict[tuple[Jaxpr, Needs], tuple[list[Needs], Needs]] = {}
 
     def outputs(self, jaxpr: Jaxpr, needs: Needs) -> list[Needs]:
-        """Returns for each equation what its outputs are needed for, given the jaxpr's own."""
+        """Returns for each equation what its results are needed for, given the jaxpr's own."""
         return self._analyse(jaxpr, needs)[0]
 
     def inputs(self, jaxpr: Jaxpr, needs: Needs) -> Needs:
-        """Returns what the inputs of a jaxpr are needed for, given its outputs."""
+        """Returns what the inputs of a jaxpr are needed for, given its results."""
         return self._analyse(jaxpr, needs)[1]
 
     def scanned(self, eqn: JaxprEqn, needs: Needs) -> Needs:
-        """Returns what the outputs of the body of a ``scan`` are needed for."""
+        """Returns what the results of the body of a ``scan`` are needed for."""
         body, consts, size = (eqn.params[k] for k in ("jaxpr", "num_consts", "num_carry"))
         while True:
-            # A carry is also needed for what the next iteration makes of it.
-            carry = self.inputs(body.jaxpr, needs)[consts : consts + size]
-            wider = (*map(operator.or_, needs, carry), *needs[size:])
+            # A carry or a ref is also needed for what the next iteration makes of it.
+            inputs = self.inputs(body.jaxpr, needs)
+            carry, stacked = inputs[consts : consts + size], (0,) * (len(eqn.outvars) - size)
+            refs = itertools.compress(inputs, map(is_ref, body.jaxpr.invars))
+            wider = tuple(map(operator.or_, needs, (*carry, *stacked, *refs)))
             if wider == needs:
                 return needs
             needs = wider
@@ -76,9 +89,10 @@ class Analysis:
                     if not isinstance(atom, Literal):
                         found[atom] |= need
 
-            need_for(jaxpr.outvars, needs)
+            need_for(results(jaxpr), needs)
             for eqn in reversed(jaxpr.eqns):
-                outputs.append(tuple(found[var] for var in eqn.outvars))
+                # What is written to a ref is needed for what it is read for from then on.
+                outputs.append(tuple(found[var] for var in results(eqn)))
                 need_for(eqn.invars, self._of_inputs(eqn, outputs[-1]))
             self._known[key] = outputs[::-1], tuple(found[var] for var in jaxpr.invars)
         return self._known[key]
@@ -104,5 +118,5 @@ class Analysis:
 
 
 def union(eqn: JaxprEqn, needs: Needs) -> int:
-    """Returns what an equation as a whole is needed for, given its outputs."""
+    """Returns what an equation as a whole is needed for, given its results."""
     return functools.reduce(operator.or_, needs, EFFECT if eqn.effects else 0)

@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._checks import normal_float32
-from ._diagnose_bits import INFINITY, gradient_leaves, magnitude_bits
+from ._checks import and_more, normal_float32
+from ._diagnose_bits import INFINITY, gradient_leaves, is_array, magnitude_bits
 from ._diagnose_formats import FORMAT, Boundary
 from ._diagnose_words import aligned, percent, power
 from ._tree import leaf_name
 
-_MOST_ROWS = 24  # of a table that is printed
-_COLUMNS = ("leaf", "numbers", "NaN", "inf", "zero", "flushed", "subnormal", "overflow", "max |g|")
+_PRINTED_ROWS = 24
+_HEADINGS = ("leaf", "numbers", "NaN", "inf", "zero", "flushed", "subnormal", "overflow", "max |g|")
 
 
 class LeafCounts(NamedTuple):
-    """What :func:`nonfinite` counted, on the device; :func:`table` reads it.
+    """What :func:`leaf_counts` counted, on the device; :func:`table` reads it.
 
     Attributes:
       leaves: a tree with the structure of the gradients: an ``f32[8]`` for each of them,
@@ -30,7 +30,7 @@ class LeafCounts(NamedTuple):
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics
-      >>> diagnostics.nonfinite({"w": jnp.array([1.0, jnp.inf])}).leaves["w"]
+      >>> diagnostics.leaf_counts({"w": jnp.array([1.0, jnp.inf])}).leaves["w"]
       Array([2., 0., 1., 0., 0., 0., 0., 1.], dtype=float32)
     """
 
@@ -55,7 +55,7 @@ class LeafRow(NamedTuple):
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics
-      >>> diagnostics.table(diagnostics.nonfinite({"w": jnp.array([1.0, jnp.inf])})).rows[0].inf
+      >>> diagnostics.table(diagnostics.leaf_counts({"w": jnp.array([1.0, jnp.inf])})).rows[0].inf
       1
     """
 
@@ -94,7 +94,7 @@ class LeafTable(NamedTuple):
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics
       >>> grads = {"w": jnp.array([1.0, jnp.inf, 0.0]), "b": jnp.array([1e-9, 2e-5])}
-      >>> print(diagnostics.table(diagnostics.nonfinite(grads)))
+      >>> print(diagnostics.table(diagnostics.leaf_counts(grads)))
       1 of 2 leaves holds inf or NaN. In float16 at loss scale 2**0:
       leaf  numbers  NaN  inf   zero  flushed  subnormal  overflow  max |g|
       w           3    0    1  33.3%       0%         0%        0%        1
@@ -105,25 +105,31 @@ class LeafTable(NamedTuple):
     loss_scale: float
 
     @property
-    def nonfinite(self) -> tuple[LeafRow, ...]:
+    def nonfinite_rows(self) -> tuple[LeafRow, ...]:
         """The rows of leaves that hold inf or NaN."""
         return tuple(row for row in self.rows if not row.is_finite)
 
+    def cells(self) -> list[tuple[str, ...]]:
+        """Returns the table as text: a row of headings, then one for each leaf."""
+        return [_HEADINGS, *map(_cells, self.rows)]
+
     def __str__(self) -> str:
-        bad, total = len(self.nonfinite), len(self.rows)
+        bad, total = len(self.nonfinite_rows), len(self.rows)
         head = f"{bad} of {total} leaves {'holds' if bad == 1 else 'hold'} inf or NaN."
-        lines: list[Any] = [_COLUMNS]
-        for row in self.rows[:_MOST_ROWS]:
-            rest = max(row.size - row.nan - row.inf - row.zero, 1)
-            shares = [row.zero / max(row.size, 1)]
-            shares += [n / rest for n in (row.flushed, row.subnormal, row.overflowed)]
-            counts = [f"{n:,}" for n in (row.size, row.nan, row.inf)]
-            lines.append([row.path, *counts, *map(percent, shares), f"{row.largest:.3g}"])
-        more = f"\nand {total - _MOST_ROWS} more" if total > _MOST_ROWS else ""
-        return f"{head} In float16 at loss scale {power(self.loss_scale)}:\n{aligned(lines)}{more}"
+        head += f" In float16 at loss scale {power(self.loss_scale)}:"
+        shown = aligned(self.cells()[: 1 + _PRINTED_ROWS])
+        return "\n".join([head, shown, *and_more(self.rows, _PRINTED_ROWS)])
 
 
-def nonfinite(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> LeafCounts:
+def _cells(row: LeafRow) -> tuple[str, ...]:
+    rest = max(row.size - row.nan - row.inf - row.zero, 1)
+    shares = [n / rest for n in (row.flushed, row.subnormal, row.overflowed)]
+    counts = [f"{n:,}" for n in (row.size, row.nan, row.inf)]
+    zero = percent(row.zero / max(row.size, 1))
+    return row.path, *counts, zero, *map(percent, shares), f"{row.largest:.3g}"
+
+
+def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> LeafCounts:
     """Returns how many numbers are inf, NaN or tiny in each leaf of a tree of gradients.
 
     Works inside ``jit``, ``vmap``, ``scan`` and ``shard_map``, reads each leaf once and
@@ -152,12 +158,12 @@ def nonfinite(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> Le
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jaxscale import diagnostics
-      >>> counts = jax.jit(diagnostics.nonfinite)({"w": jnp.array([1e-6, 1e-9, jnp.nan])})
+      >>> counts = jax.jit(diagnostics.leaf_counts)({"w": jnp.array([1e-6, 1e-9, jnp.nan])})
       >>> row = diagnostics.table(counts).rows[0]
       >>> print(row.path, row.nan, row.flushed, row.subnormal)
       w 1 1 1
     """
-    gradients = gradient_leaves("nonfinite", "grads", grads)
+    gradients = gradient_leaves("leaf_counts", "grads", grads)
     loss_scale = _scalar(loss_scale)
     leaves, structure = jax.tree.flatten(gradients)
     counts = jnp.stack([_count(leaf, loss_scale) for leaf in leaves])
@@ -168,11 +174,11 @@ def nonfinite(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> Le
 
 
 def _scalar(loss_scale: Any) -> jax.Array:
-    if not hasattr(loss_scale, "dtype"):
-        loss_scale = normal_float32("nonfinite", "loss_scale", loss_scale)
+    if not is_array(loss_scale):
+        loss_scale = normal_float32("leaf_counts", "loss_scale", loss_scale)
     if jnp.shape(loss_scale):
         raise TypeError(
-            f"`nonfinite(loss_scale=...)` must be one number, got shape {jnp.shape(loss_scale)}."
+            f"`leaf_counts(loss_scale=...)` must be one number, got shape {jnp.shape(loss_scale)}."
         )
     return jax.lax.convert_element_type(loss_scale, jnp.float32)
 
@@ -222,12 +228,12 @@ def _bits(boundary: Boundary, loss_scale: jax.Array) -> jax.Array:
 
 
 def table(counts: LeafCounts) -> LeafTable:
-    """Returns what :func:`nonfinite` counted as a table of the leaves, worst first.
+    """Returns what :func:`leaf_counts` counted as a table of the leaves, worst first.
 
     For the host: it waits for the device.
 
     Args:
-      counts: what :func:`nonfinite` returned. Leading axes, of ``vmap`` or ``scan``, are
+      counts: what :func:`leaf_counts` returned. Leading axes, of ``vmap`` or ``scan``, are
         summed up, and the largest magnitude is that of them all.
 
     Returns:
@@ -240,12 +246,12 @@ def table(counts: LeafCounts) -> LeafTable:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics
       >>> grads = {"w": jnp.ones(3), "b": jnp.array([jnp.inf])}
-      >>> [row.path for row in diagnostics.table(diagnostics.nonfinite(grads)).nonfinite]
+      >>> [row.path for row in diagnostics.table(diagnostics.leaf_counts(grads)).nonfinite_rows]
       ['b']
     """
     if not isinstance(counts, LeafCounts) or isinstance(counts.loss_scale, Tracer):
         raise TypeError(
-            "`table(counts=...)` must be what `jaxscale.diagnostics.nonfinite` returned, outside "
+            "`table(counts=...)` must be what `jaxscale.diagnostics.leaf_counts` returned, outside "
             f"of `jit`, got {type(counts).__name__}."
         )
     counts = jax.device_get(counts)

@@ -8,9 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
+
+from ._diagnose_jaxpr import is_ref, results
+
+# What runs on refs outside of `jit`, under its name in any version.
+_ON_REFS = {"new_ref", "mutable_array", "get", "swap", "addupdate", "freeze", "free_ref"}
 
 # In the range below the smallest normal number these give an exact result or a copy: a sum
 # of floating-point numbers is a multiple of the smallest subnormal, however small it is.
@@ -21,6 +27,8 @@ _NEVER_LOSE = {
     *("scatter", "scatter-add", "sort", "stop_gradient", "optimization_barrier", "name"),
     *("reduce_sum", "reduce_max", "reduce_min", "cumsum", "cummax", "cummin"),
     *("reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "bitcast_convert_type"),
+    *_ON_REFS,
+    "empty_ref",
 }
 _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 
@@ -41,6 +49,10 @@ _SCATTERS = {
 }
 
 
+# Under its name in older versions of JAX, too.
+_new_ref: Any = getattr(jax, "new_ref", None) or getattr(jax.experimental, "mutable_array", None)
+
+
 class IncomparableError(Exception):
     """An equation that cannot be computed in float32, such as a kernel for one dtype."""
 
@@ -53,7 +65,7 @@ class Birth(NamedTuple):
     cause: str
 
 
-class Loss(NamedTuple):
+class Lost(NamedTuple):
     """Nonzero values that an equation flushed to zero, or rounded to a subnormal number."""
 
     output: int
@@ -69,15 +81,33 @@ class Loss(NamedTuple):
 
 
 def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None) -> Any:
-    """Returns the outputs of an equation, as a list of arrays."""
+    """Returns the results of an equation, as a list of arrays.
+
+    A ref is given and returned as the array that it holds: the equation works on a copy.
+    """
     bound: Any = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     # In older versions of JAX a pair of functions and parameters.
     functions, bound = bound if isinstance(bound, tuple) else ((), bound)
-    outputs = eqn.primitive.bind(*functions, *inputs, **bound)
-    return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+    def bind(*inputs: Any) -> list[Any]:
+        given = [
+            _new_ref(jnp.asarray(value)) if is_ref(atom) else value
+            for atom, value in zip(eqn.invars, inputs, strict=True)
+        ]
+        outputs = eqn.primitive.bind(*functions, *given, **bound)
+        outputs = list(outputs) if eqn.primitive.multiple_results else [outputs]
+        refs = [value for atom, value in zip(eqn.invars, given, strict=True) if is_ref(atom)]
+        return [
+            value[...] if is_ref(atom) else value
+            for atom, value in zip(results(eqn), [*outputs, *refs], strict=True)
+        ]
+
+    if eqn.primitive.name in _ON_REFS or not any(map(is_ref, results(eqn))):
+        return bind(*inputs)
+    return jax.jit(bind)(*inputs)  # others, such as a `shard_map`, take refs in `jit` alone
 
 
-def nonfinite(value: Any) -> np.ndarray:
+def nonfinite_mask(value: Any) -> np.ndarray:
     """Returns where a value is inf or NaN: nowhere, unless it is of an inexact dtype."""
     if not _is(value, jnp.inexact):
         return np.zeros(np.shape(value), bool)
@@ -96,14 +126,14 @@ def birth(
       explained: whether an inf or NaN among the inputs was made by an equation before, and
         not put there by the user.
     """
-    bad = [nonfinite(output) for output in outputs]
+    bad = [nonfinite_mask(output) for output in outputs]
     if not any(mask.any() for mask in bad):
         return None
     fresh, cause = bad, None
-    if any(nonfinite(value).any() for value in inputs):
+    if any(nonfinite_mask(value).any() for value in inputs):
         # What stays non-finite without the non-finite inputs is not their doing.
         repaired = [_repaired(value) for value in inputs]
-        fresh = [a & nonfinite(b) for a, b in zip(bad, evaluate(eqn, repaired), strict=True)]
+        fresh = [a & nonfinite_mask(b) for a, b in zip(bad, evaluate(eqn, repaired), strict=True)]
         if not explained and not any(mask.any() for mask in fresh):
             if any(_is_nan(value).any() for value in inputs):
                 return None
@@ -120,12 +150,12 @@ def birth(
 
 def _fits_float32(eqn: JaxprEqn, inputs: Sequence[Any], output: int, mask: np.ndarray) -> bool:
     try:
-        return not nonfinite(in_float32(eqn, inputs)[output])[mask].any()
+        return not nonfinite_mask(in_float32(eqn, inputs)[output])[mask].any()
     except IncomparableError:
         return False
 
 
-def loss(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Loss | None:
+def lost_values(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Lost | None:
     """Returns what an equation lost in the output that lost most, or ``None``.
 
     A value is lost if the equation gives zero or a subnormal number in the dtype of its
@@ -143,7 +173,7 @@ def loss(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Loss |
         return None
     wide = in_float32(eqn, inputs)
     subnormal_inputs = any(_subnormal(value).any() for value in inputs)
-    losses = []
+    found = []
     for i in suspects:
         actual, exact = _numbers(outputs[i]), _numbers(wide[i])
         exact = np.where(np.abs(exact) > _noise(eqn, inputs, np.shape(exact)), exact, 0.0)
@@ -153,8 +183,8 @@ def loss(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Loss |
         if subnormal_inputs:
             subnormals &= actual != exact
         nonzero, flushed, rounded = (int(mask.sum()) for mask in (exact != 0, zeros, subnormals))
-        losses.append(Loss(i, nonzero, flushed, rounded, _share_of_sum(exact, zeros)))
-    return max(losses, key=lambda lost: lost.zeros + lost.subnormals)
+        found.append(Lost(i, nonzero, flushed, rounded, _share_of_sum(exact, zeros)))
+    return max(found, key=lambda lost: lost.zeros + lost.subnormals)
 
 
 def _share_of_sum(numbers: np.ndarray, mask: np.ndarray) -> float:
@@ -197,7 +227,7 @@ def in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
 
 def _repaired(value: Any) -> Any:
     # One half is in the domain of nearly every function, and no product of it overflows.
-    bad = nonfinite(value)
+    bad = nonfinite_mask(value)
     return jnp.asarray(np.where(bad, np.asarray(0.5, _dtype(value)), value)) if bad.any() else value
 
 

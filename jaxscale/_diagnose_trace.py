@@ -10,18 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ._diagnose_bits import is_array, kind
 from ._diagnose_findings import TracedNonfinite, TracedUnderflow, TraceReport
 from ._diagnose_interpret import Interpreter, Value, Visit
 from ._diagnose_jaxpr import BACKWARD, EFFECT, FORWARD
-from ._diagnose_numbers import Birth, IncomparableError, Loss, birth, loss, nonfinite
+from ._diagnose_numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
 from ._diagnose_places import layer, lines
 from ._scaling import find_scaling
 from ._state import LossScaleState
 from ._tree import widen
 from ._value_and_grad import seeding, unseed, with_loss
 
-# From what share of the nonzero values on a loss is reported.
-_MOST = 0.5
+# A place is reported if it loses a larger share of the nonzero values.
+_LOST_SHARE = 0.5
 
 
 def trace(
@@ -41,9 +42,10 @@ def trace(
     equation is compiled and looked at by itself, which is slow.
 
     Underflow is looked for in float16 and narrower formats: bfloat16 has the range of
-    float32. What ``shard_map``, ``pmap`` and kernels contain counts as one equation. A
-    Python number is rounded before anything is run: ``x * 1e-9`` is ``x * 0`` in float16,
-    and no equation can tell.
+    float32. What ``shard_map``, ``pmap`` and kernels contain counts as one equation. A ref
+    from outside of ``fun`` keeps what it holds, as ``fun`` is run on a copy. A Python number
+    is rounded before anything is run: ``x * 1e-9`` is ``x * 0`` in float16, and no equation
+    can tell.
 
     Args:
       fun: a function that returns a floating scalar, as for
@@ -128,13 +130,12 @@ def _check(args: Any, kwargs: Any, loss_scale: Any) -> None:
 def _check_floating(args: tuple[Any, ...], argnums: Any) -> None:
     for i in argnums if isinstance(argnums, Sequence) else [argnums]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(args[i : i + 1 or None]):
-            dtype = jnp.result_type(leaf)
-            if not jnp.issubdtype(dtype, jnp.inexact):
+            is_number = is_array(leaf) or isinstance(leaf, (float, complex))
+            if not (is_number and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)):
                 raise TypeError(
-                    f"`trace(fun)` differentiates floating parameters, got "
-                    f"{dtype}{list(jnp.shape(leaf))} at args[{i}]"
-                    f"{jax.tree_util.keystr(path[1:])}. Take it out of the parameters, or pass "
-                    "allow_int=True or another argnums=...."
+                    f"`trace(fun)` differentiates floating parameters, got {kind(leaf)} at "
+                    f"args[{i}]{jax.tree_util.keystr(path[1:])}. Take it out of the parameters, "
+                    "or pass allow_int=True or another argnums=...."
                 )
 
 
@@ -143,7 +144,7 @@ def _inexact(name: str, tree: Any) -> dict[str, Any]:
     return {
         name + jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
 
 
@@ -154,7 +155,7 @@ class _Findings:
         self.visits: collections.Counter[Any] = collections.Counter()
         self.times: collections.Counter[Any] = collections.Counter()
         self.births: dict[Any, tuple[Visit, Birth]] = {}
-        self.losses: dict[Any, tuple[Visit, Loss]] = {}
+        self.lost: dict[Any, tuple[Visit, Lost]] = {}
         self.not_compared: set[str] = set()
 
     def watch(self, visit: Visit) -> list[frozenset[Any]]:
@@ -163,8 +164,8 @@ class _Findings:
         self.visits[place] += 1
         if visit.need == EFFECT:  # what is only printed reaches nothing
             return [frozenset()] * len(visit.outputs)
-        self._note_loss(place, visit)
-        bad = [nonfinite(output) for output in visit.outputs]
+        self._note_lost(place, visit)
+        bad = [nonfinite_mask(output) for output in visit.outputs]
         if not any(mask.any() for mask in bad):
             return [frozenset()] * len(bad)
         origins = frozenset().union(*(value.origins for value in visit.inputs))
@@ -182,16 +183,16 @@ class _Findings:
             origins |= {place}
         return [origins if mask.any() else frozenset() for mask in bad]
 
-    def _note_loss(self, place: Any, visit: Visit) -> None:
+    def _note_lost(self, place: Any, visit: Visit) -> None:
         try:
-            lost = loss(visit.eqn, [value.array for value in visit.inputs], visit.outputs)
+            lost = lost_values(visit.eqn, [value.array for value in visit.inputs], visit.outputs)
         except IncomparableError:
             self.not_compared.add(visit.eqn.primitive.name)
             return
-        if lost is not None and lost.share > _MOST:
-            self.times["loss", place] += 1
-            if place not in self.losses or lost.share > self.losses[place][1].share:
-                self.losses[place] = visit, lost
+        if lost is not None and lost.share > _LOST_SHARE:
+            self.times["lost", place] += 1
+            if place not in self.lost or lost.share > self.lost[place][1].share:
+                self.lost[place] = visit, lost
 
     def report(
         self, outputs: dict[str, Value], arguments: dict[str, Any], loss_scale: jax.Array
@@ -216,13 +217,13 @@ class _Findings:
         given = [birth for birth in births if birth.cause == "given" and birth.reaches]
         underflows = [
             TracedUnderflow(
-                **self._place("loss", place, visit, lost.output, lost.share),
+                **self._place("lost", place, visit, lost.output, lost.share),
                 nonzero=lost.nonzero,
                 zeros=lost.zeros,
                 subnormals=lost.subnormals,
                 lost_sum=lost.lost_sum,
             )
-            for place, (visit, lost) in self.losses.items()
+            for place, (visit, lost) in self.lost.items()
         ]
         return TraceReport(
             loss=float(np.mean(np.asarray(outputs["loss"].array), dtype=np.float64)),
@@ -279,4 +280,4 @@ def _without_repeats(places: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _nonfinite_names(leaves: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(name for name, leaf in leaves.items() if nonfinite(leaf).any())
+    return tuple(name for name, leaf in leaves.items() if nonfinite_mask(leaf).any())

@@ -1,5 +1,6 @@
 """How numbers, tables and results are written, for people and for programs."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,11 +40,13 @@ def to_json(result: Any) -> Any:
     """Returns a result of this module as what ``json.dumps`` accepts.
 
     Args:
-      result: what any function of this module returned for the host, or a container of it.
+      result: what any function of this module returned, outside of ``jit``, or a container
+        of it. Of a :class:`History` pass ``history.columns()``.
 
     Returns:
-      Named tuples as dictionaries; arrays and other sequences as lists; NaN and the
-      infinities, which JSON lacks, as ``None``.
+      Named tuples and dataclasses as dictionaries; arrays and other sequences as lists;
+      NaN and the infinities, which JSON lacks, as the texts ``"NaN"``, ``"Infinity"`` and
+      ``"-Infinity"``, of which ``float`` makes the numbers again. No number is rounded.
 
     Raises:
       TypeError: if it holds something that is neither a number, a text nor a container.
@@ -51,12 +54,16 @@ def to_json(result: Any) -> Any:
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics
-      >>> counts = diagnostics.nonfinite({"w": jnp.array([1.0, jnp.nan])})
+      >>> counts = diagnostics.leaf_counts({"w": jnp.array([1.0, jnp.nan])})
       >>> diagnostics.to_json(diagnostics.table(counts))["rows"][0]["nan"]
       1
+      >>> diagnostics.to_json(jnp.array([1.0, -jnp.inf]))
+      [1.0, '-Infinity']
     """
     if hasattr(result, "_asdict"):
         result = result._asdict()
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        result = {each.name: getattr(result, each.name) for each in dataclasses.fields(result)}
     if isinstance(result, Mapping):
         return {str(key): to_json(value) for key, value in result.items()}
     if isinstance(result, (np.ndarray, np.generic, jax.Array)):
@@ -64,7 +71,7 @@ def to_json(result: Any) -> Any:
     if isinstance(result, (list, tuple)):
         return [to_json(value) for value in result]
     if isinstance(result, float) and not math.isfinite(result):
-        return None
+        return "NaN" if math.isnan(result) else "Infinity" if result > 0 else "-Infinity"
     if result is None or isinstance(result, (bool, int, float, str)):
         return result
     raise TypeError(

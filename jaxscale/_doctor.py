@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import pathlib
 import sys
@@ -77,10 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument(
         "--loss-scale",
-        default="dynamic",
+        default="auto",
         metavar="SCALE",
-        help='a power of two, 1 for none, or "dynamic", the largest that does not overflow '
-        "(default: dynamic)",
+        help='a power of two, 1 for none, or "auto", the largest that does not overflow on the '
+        "batch (default: auto)",
     )
     doctor.add_argument(
         "--output",
@@ -99,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _loss_scale(given: str) -> float | None:
-    if given == "dynamic":
+    if given == "auto":
         return None
     try:
         exponent = power_of_two("doctor", "loss_scale", float(given))
@@ -107,7 +106,7 @@ def _loss_scale(given: str) -> float | None:
         exponent = -1
     if exponent < 0:
         raise TargetError(
-            f'--loss-scale must be a power of two, at least 1, or "dynamic", got {given!r}.'
+            f'--loss-scale must be a power of two, at least 1, or "auto", got {given!r}.'
         )
     return 2.0**exponent
 
@@ -161,7 +160,6 @@ def _record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:
     histogram = exam.histogram._asdict() | {
         "counts": {str(k): n for k, n in zip(EXPONENTS, counts, strict=True) if n}
     }
-    results = exam._asdict() | {"histogram": histogram, "trace": dataclasses.asdict(exam.trace)}
     problems = any(finding.is_problem for finding in found)
     return to_json(
         {
@@ -170,5 +168,6 @@ def _record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:
             "verdict": verdict(exam, found),
             "findings": list(found),
         }
-        | results
+        | exam._asdict()
+        | {"histogram": histogram}
     )

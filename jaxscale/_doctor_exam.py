@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from ._diagnose_calibrate import Calibration, calibrate
 from ._diagnose_findings import TracedUnderflow, TraceReport
 from ._diagnose_histogram import Histogram, Shares, histogram, leaf_histograms, shares
-from ._diagnose_leaves import LeafTable, nonfinite, table
+from ._diagnose_leaves import LeafTable, leaf_counts, table
 from ._diagnose_suggest import Suggestion, suggest_scale
 from ._diagnose_trace import trace
 from ._diagnose_underflow import Underflow, underflow
@@ -32,7 +32,7 @@ class Exam(NamedTuple):
       target: what was examined, as it was called.
       loss: the loss.
       loss_scale: the scale of the trace and the table of leaves.
-      is_dynamic: whether that is the largest that does not overflow, and was not given.
+      is_auto: whether that is the largest that does not overflow, and was not given.
       shown_scale: the scale at which formats are judged: that which was given, or none.
       dtypes: in which formats the loss is computed.
       calibration: ``None`` if no scale is called for, or the loss itself is not finite.
@@ -50,7 +50,7 @@ class Exam(NamedTuple):
     target: str
     loss: float
     loss_scale: float
-    is_dynamic: bool
+    is_auto: bool
     shown_scale: float
     dtypes: tuple[str, ...]
     calibration: Calibration | None
@@ -112,13 +112,13 @@ def examine(target: Target, loss_scale: float | None) -> Exam:
         target=target.name,
         loss=loss,
         loss_scale=used,
-        is_dynamic=loss_scale is None,
+        is_auto=loss_scale is None,
         shown_scale=shown,
         dtypes=dtypes,
         calibration=calibration,
         comparison=compared(grads[shown], seen) if fits and shown < fits else None,
         float32=compared(grads[used], exact) if exact is not None else None,
-        leaves=table(nonfinite(grads[used], loss_scale=used)),
+        leaves=table(leaf_counts(grads[used], loss_scale=used)),
         histogram=counted,
         shares=shares(counted, loss_scale=shown),
         layers=_layers(leaf_histograms(seen), shown),

@@ -4,6 +4,7 @@ import linecache
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ._checks import and_more
 from ._diagnose_findings import Place, TracedNonfinite, TracedUnderflow
 from ._diagnose_words import percent, power
 from ._doctor_advice import for_nonfinite, for_underflow
@@ -11,7 +12,8 @@ from ._doctor_exam import Exam, may_matter
 from ._doctor_scales import advice, is_needed, judged, largest
 
 _AROUND = 2  # lines of source before and after the one that is meant
-_MOST = 5  # places of a kind, and names in a list
+_MOST_PLACES = 5  # of a kind
+_MOST_NAMES = 5  # in a list
 _CLOSE = 0.1  # gradients are fine that lose, and are off by, no larger share than that
 
 
@@ -46,7 +48,7 @@ def verdict(exam: Exam, found: Sequence[Finding]) -> str:
     problems = sum(finding.is_problem for finding in found)
     if problems:
         return f"{problems} problem{'s' * (problems > 1)} found."
-    needs = ", with a loss scale: it needs one" * (is_needed(exam) and exam.is_dynamic)
+    needs = ", with a loss scale: it needs one" * (is_needed(exam) and exam.is_auto)
     return f"Nothing is wrong{needs}."
 
 
@@ -61,20 +63,20 @@ def _nonfinite(exam: Exam) -> Iterator[Finding]:
         begins, reaching = "Inf or NaN is also made at ", made
     elif bad and not reaching:
         yield Finding(True, f"{_outputs(exam)}, and no line explains it.", _leaves(exam))
-    for place, others in _by_line(reaching)[:_MOST]:
+    for place, others in _by_line(reaching)[:_MOST_PLACES]:
         details = [_birth(place), *_there_too(others), for_nonfinite(place, exam)]
         if begins.startswith(_outputs(exam)):
             details += _leaves(exam)
         yield _located(place, True, f"{begins}{_line(place)}.", tuple(details))
         begins = "Inf or NaN is also made at "
-    if not bad and exam.leaves.nonfinite:
+    if not bad and exam.leaves.nonfinite_rows:
         yield Finding(
             True,
             "Compiled as one program it gives gradients that are not finite, but not if its "
             "operations are run one by one.",
             _leaves(exam),
         )
-    for place in [place for place in report.nonfinite if not place.reaches][:_MOST]:
+    for place in [place for place in report.nonfinite if not place.reaches][:_MOST_PLACES]:
         yield _located(
             place,
             False,
@@ -140,7 +142,7 @@ def _outputs(exam: Exam) -> str:
 
 
 def _leaves(exam: Exam) -> tuple[str, ...]:
-    names = [row.path for row in exam.leaves.nonfinite]
+    names = [row.path for row in exam.leaves.nonfinite_rows]
     return (f"Gradients with inf or NaN, worst first: {_few(names)}.",) if names else ()
 
 
@@ -163,7 +165,7 @@ def _underflows(exam: Exam) -> Iterator[Finding]:
     worst_first = sorted(places, key=lambda place: (not may_matter(place), -place.lost_sum))
     of_lines = {(place.file, place.line): place for place in reversed(worst_first)}
     shown = [place for place in worst_first if place in of_lines.values()]
-    for place in shown[:_MOST]:
+    for place in shown[:_MOST_PLACES]:
         zeros, subnormals = place.zeros / place.nonzero, place.subnormals / place.nonzero
         where = f"In the {place.direction} pass, "
         if place.zeros > place.subnormals:
@@ -190,8 +192,8 @@ def _underflows(exam: Exam) -> Iterator[Finding]:
                 "They are the smallest: no harm in a sum, but as a divisor or in a logarithm."
             )
         yield _located(place, _is_harm(place, exam), title, tuple(details))
-    if len(shown) > _MOST:
-        rest = len(shown) - _MOST
+    if len(shown) > _MOST_PLACES:
+        rest = len(shown) - _MOST_PLACES
         yield Finding(False, f"{rest} more lines where numbers get lost are in the --json.")
 
 
@@ -218,7 +220,7 @@ def _scales(exam: Exam) -> Iterator[Finding]:
     elif exam.comparison is None:
         yield Finding(False, largest(exam.calibration))
     else:
-        is_problem = is_needed(exam) and not exam.is_dynamic
+        is_problem = is_needed(exam) and not exam.is_auto
         yield Finding(is_problem, judged(exam), (largest(exam.calibration), advice(exam)))
 
 
@@ -236,12 +238,11 @@ def _zeros(exam: Exam) -> Iterator[Finding]:
 
 def _all_zero(exam: Exam) -> bool:
     # At the largest scale, at which they were counted.
-    return exam.suggestion.needed is None and not exam.leaves.nonfinite
+    return exam.suggestion.needed is None and not exam.leaves.nonfinite_rows
 
 
 def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(names[:_MOST]) + more
+    return " ".join([", ".join(names[:_MOST_NAMES]), *and_more(names, _MOST_NAMES)])
 
 
 def _line(place: Place) -> str:

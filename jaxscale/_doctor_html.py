@@ -8,7 +8,7 @@ from typing import Any
 
 from ._diagnose_pictures import plot_histogram, plot_underflow
 from ._diagnose_text import text_histogram
-from ._diagnose_words import percent, power
+from ._diagnose_words import power
 from ._doctor_exam import Exam
 from ._doctor_findings import Finding, verdict
 
@@ -84,7 +84,7 @@ def page(exam: Exam, found: Sequence[Finding]) -> tuple[str, bool]:
 def setting(exam: Exam) -> str:
     """Returns at which scale, in which formats, and what the loss is."""
     scale = f"at loss scale {power(exam.loss_scale)}, as given"
-    if exam.is_dynamic:
+    if exam.is_auto:
         scale = f"at loss scale {power(exam.loss_scale)}, the largest that does not overflow"
         if exam.fits is None:
             scale = "without a loss scale"
@@ -149,14 +149,9 @@ def _text(exam: Exam) -> str:
 
 
 def _table(exam: Exam) -> str:
-    names = ("leaf", "numbers", "NaN", "inf", "zero", "flushed", "subnormal", "overflow", "max |g|")
-    head = "".join(f"<th>{name}</th>" for name in names)
     rows = []
-    for row in exam.leaves.rows:
-        rest = max(row.size - row.nan - row.inf - row.zero, 1)
-        cells = [html.escape(row.path), f"{row.size:,}", f"{row.nan:,}", f"{row.inf:,}"]
-        cells.append(percent(row.zero / max(row.size, 1)))
-        cells += [percent(n / rest) for n in (row.flushed, row.subnormal, row.overflowed)]
-        cells.append(f"{row.largest:.3g}")
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return f'<div class="wide"><table><tr>{head}</tr>\n' + "\n".join(rows) + "</table></div>"
+    for cells in exam.leaves.cells():
+        tag = "td" if rows else "th"
+        rows.append("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells))
+    lines = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<div class="wide"><table>{lines}</table></div>'

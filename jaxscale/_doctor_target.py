@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ._diagnose_bits import is_array, kind
 from ._tree import only_gradients
 
 _SHAPE = (
@@ -102,7 +103,7 @@ def _imported(place: str, run: Callable[[], ModuleType]) -> ModuleType:
 
 def _no_such_function(module: ModuleType, place: str, name: str) -> str:
     if hasattr(module, name):
-        return f"`{name}` in {place} is no function, but {_kind(getattr(module, name))}."
+        return f"`{name}` in {place} is no function, but {kind(getattr(module, name))}."
     functions = [
         other
         for other, value in vars(module).items()
@@ -115,13 +116,13 @@ def _no_such_function(module: ModuleType, place: str, name: str) -> str:
 
 def _checked(name: str, call: str, returned: Any) -> Target:
     if not (isinstance(returned, tuple) and len(returned) == 3):
-        what = f"{len(returned)} values" if isinstance(returned, tuple) else _kind(returned)
+        what = f"{len(returned)} values" if isinstance(returned, tuple) else kind(returned)
         raise TargetError(f"{call} returned {what}. {_SHAPE}")
     loss_fn, params, batch = returned
     if not callable(loss_fn):
-        raise TargetError(f"{call} returned {_kind(loss_fn)} in the place of the loss. {_SHAPE}")
+        raise TargetError(f"{call} returned {kind(loss_fn)} in the place of the loss. {_SHAPE}")
     if not jax.tree.leaves(only_gradients(params)):
-        others = sorted({_kind(leaf) for leaf in jax.tree.leaves(params)})
+        others = sorted({kind(leaf) for leaf in jax.tree.leaves(params)})
         raise TargetError(
             f"{call} returned parameters without any floating array: "
             f"{', '.join(others) or 'an empty tree'}."
@@ -143,7 +144,7 @@ def _checked(name: str, call: str, returned: Any) -> Target:
         if not _is_loss(loss):
             raise TargetError(
                 f"The loss function of {call} must return one floating number, or a pair that "
-                f"begins with one, got {_shape(loss)}. Reduce it, for example with `.mean()`."
+                f"begins with one, got {kind(loss)}. Reduce it, for example with `.mean()`."
             )
         return loss
 
@@ -171,28 +172,16 @@ def _filled(trained: Any, params: Any) -> Any:
 
 
 def _is_loss(value: Any) -> bool:
-    is_number = hasattr(value, "dtype") or isinstance(value, float)
+    is_number = is_array(value) or isinstance(value, float)
     return (
         is_number and not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
     )
 
 
-def _shape(value: Any) -> str:
-    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else _kind(value)
-
-
-def _kind(value: Any) -> str:
-    dtype = getattr(value, "dtype", None)
-    return f"`{type(value).__name__}`" if dtype is None else f"an array of {dtype}"
-
-
 def is_numbers(leaf: Any) -> bool:
     """Returns whether a leaf is an array that JAX computes with, and not text or a function."""
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and (
-        isinstance(leaf, jax.Array)
-        or jnp.issubdtype(dtype, jnp.number)
-        or jnp.issubdtype(dtype, jnp.bool_)
+    return isinstance(leaf, jax.Array) or (
+        is_array(leaf) and any(jnp.issubdtype(leaf.dtype, of) for of in (jnp.number, jnp.bool_))
     )
 
 

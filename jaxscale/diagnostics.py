@@ -14,7 +14,7 @@ from ._diagnose_history import History as History
 from ._diagnose_leaves import LeafCounts as LeafCounts
 from ._diagnose_leaves import LeafRow as LeafRow
 from ._diagnose_leaves import LeafTable as LeafTable
-from ._diagnose_leaves import nonfinite as nonfinite
+from ._diagnose_leaves import leaf_counts as leaf_counts
 from ._diagnose_leaves import table as table
 from ._diagnose_pictures import plot_histogram as plot_histogram
 from ._diagnose_pictures import plot_underflow as plot_underflow

@@ -2,6 +2,8 @@
 
 import json
 
+import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,7 +78,7 @@ def reference(leaf, loss_scale):
     return dict(zip(FIELDS, [*map(int, counts), float(finite.max(initial=0))], strict=True))
 
 
-nonfinite = jax.jit(diagnostics.nonfinite)
+leaf_counts = jax.jit(diagnostics.leaf_counts)
 
 
 def row_of(counts):
@@ -89,9 +91,9 @@ def row_of(counts):
 def test_counts_are_those_of_a_real_cast(dtype, loss_scale):
     leaf = LEAVES[dtype]()
     expected = reference(leaf, loss_scale)
-    assert row_of(diagnostics.nonfinite({"w": leaf}, loss_scale=loss_scale)) == expected
+    assert row_of(diagnostics.leaf_counts({"w": leaf}, loss_scale=loss_scale)) == expected
     # In one compiled program, too, where XLA on CPU takes subnormal numbers for zeros.
-    run = jax.jit(lambda leaf, s: diagnostics.nonfinite(leaf, loss_scale=s))
+    run = jax.jit(lambda leaf, s: diagnostics.leaf_counts(leaf, loss_scale=s))
     assert row_of(run(leaf, jnp.float32(loss_scale))) == expected
 
 
@@ -101,7 +103,7 @@ def test_float64_keeps_its_precision_and_ends_where_float32_does(loss_scale):
     leaf = np.concatenate([leaf, np.nextafter(leaf[:-4], 0), np.nextafter(leaf[:-4], np.inf)])
     expected = reference(leaf, loss_scale) | {"largest": float(np.finfo(np.float32).max)}
     with x64():
-        assert row_of(jax.jit(diagnostics.nonfinite)(leaf, loss_scale=loss_scale)) == expected
+        assert row_of(jax.jit(diagnostics.leaf_counts)(leaf, loss_scale=loss_scale)) == expected
 
 
 def test_what_is_no_gradient_is_left_out():
@@ -116,10 +118,56 @@ def test_what_is_no_gradient_is_left_out():
         "scalar": 3.0,
         "empty": jnp.zeros((0, 4)),
     }
-    rows = {row.path: row for row in diagnostics.table(diagnostics.nonfinite(tree)).rows}
+    rows = {row.path: row for row in diagnostics.table(diagnostics.leaf_counts(tree)).rows}
     assert set(rows) == {"w", "scalar", "empty"}
     assert (rows["w"].size, rows["scalar"].size, rows["empty"].size) == (6, 1, 0)
     assert rows["empty"].largest == 0
+
+
+# Leaves that are not arrays, and have a dtype.
+ODD = {
+    "type": jnp.float16,
+    "type of NumPy": np.float32,
+    "dtype": np.dtype(np.float16),
+    "aval": jax.ShapeDtypeStruct((2,), jnp.float32),
+    "module": nn.Dense(2, dtype=jnp.float16),
+    "class": nn.Dense,
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_only_has_a_dtype_is_not_a_gradient(name):
+    grads = {"w": jnp.array([1.0, jnp.inf]), "odd": ODD[name]}
+    assert avals(diagnostics.leaf_counts(grads).leaves) == {"w": "float32[8]", "odd": None}
+    assert diagnostics.leaf_histograms(grads)["odd"] is None
+    assert float(diagnostics.histogram(grads).counts.sum()) == 1
+    with pytest.raises(ValueError, match=rf"got only `{type(ODD[name]).__name__}`\. Pass"):
+        diagnostics.histogram({"odd": ODD[name]})
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_only_has_a_dtype_reaches_the_loss_as_it_is(name):
+    odd = ODD[name]
+    seen = []
+
+    def fun(params, batch, *, more=None):
+        seen.extend([params["odd"], batch["odd"], *jax.tree.leaves(more)])
+        return jnp.sum(params["w"] * batch["x"]).astype(jnp.float16), {"odd": odd}
+
+    params, batch = {"w": jnp.ones(2), "odd": odd}, {"x": jnp.array([1.0, 2.0]), "odd": odd}
+    scaling, transform = jaxscale.FixedLossScale(8.0).init(), eqx.filter_value_and_grad
+    traced = diagnostics.trace(fun, scaling, transform=transform, has_aux=True)
+    assert not traced(params, batch, more=[odd]).found
+    bad = batch | {"x": jnp.array([1.0, jnp.inf])}
+    assert traced(params, bad).nonfinite_arguments == ("args[1]['x']",)
+    found = diagnostics.calibrate(
+        fun, params, [batch], transform=transform, jit=eqx.filter_jit, has_aux=True
+    )
+    assert found.init_scale == 2.0**15
+    assert len(seen) >= 7
+    assert all(each is odd for each in seen)
+    with pytest.raises(TypeError, match=r"floating parameters, got `.*` at args\[0\]\['odd'\]"):
+        diagnostics.trace(fun, scaling, has_aux=True)(params, batch)
 
 
 def test_worst_first_and_readable():
@@ -130,28 +178,29 @@ def test_worst_first_and_readable():
         "tiny": jnp.full(4, 1e-9),
         "small": jnp.full(4, 1e-6),
     }
-    found = diagnostics.table(nonfinite(grads))
+    found = diagnostics.table(leaf_counts(grads))
     assert [row.path for row in found.rows] == ["many/0", "few/kernel", "tiny", "small", "fine"]
-    assert [row.path for row in found.nonfinite] == ["many/0", "few/kernel"]
+    assert [row.path for row in found.nonfinite_rows] == ["many/0", "few/kernel"]
     lines = str(found).splitlines()
     assert lines[0] == "2 of 5 leaves hold inf or NaN. In float16 at loss scale 2**0:"
     assert [line.split()[0] for line in lines[2:]] == [row.path for row in found.rows]
     assert max(map(len, lines)) <= 80
+    assert [list(cells) for cells in found.cells()[1:]] == [line.split() for line in lines[2:]]
     as_json = json.loads(json.dumps(diagnostics.to_json(found)))
     assert as_json["rows"][0] | {"inf": 2, "size": 3} == as_json["rows"][0]
 
 
 def test_a_long_table_is_cut_only_where_it_is_printed():
-    found = diagnostics.table(nonfinite([jnp.ones(2)] * 40))
+    found = diagnostics.table(leaf_counts([jnp.ones(2)] * 40))
     assert len(found.rows) == 40
     assert str(found).endswith("and 16 more")
 
 
 def test_population_and_time_are_summed_up():
     x = jnp.array([[1.0, jnp.inf], [jnp.nan, 8.0], [0.0, 2.0]])
-    expected = row_of(nonfinite(x))
-    assert row_of(jax.vmap(diagnostics.nonfinite)(x)) == expected
-    _, stacked = jax.lax.scan(lambda carry, row: (carry, diagnostics.nonfinite(row)), 0, x)
+    expected = row_of(leaf_counts(x))
+    assert row_of(jax.vmap(diagnostics.leaf_counts)(x)) == expected
+    _, stacked = jax.lax.scan(lambda carry, row: (carry, diagnostics.leaf_counts(row)), 0, x)
     assert row_of(stacked) == expected
 
 
@@ -161,36 +210,36 @@ def test_devices_are_summed_up(check, axis_name):
     x = jnp.arange(16.0).at[3].set(jnp.nan).at[12].set(1e-9)
     run = jax.jit(
         jax.shard_map(
-            lambda x: diagnostics.nonfinite({"w": x}, axis_name=axis_name),
+            lambda x: diagnostics.leaf_counts({"w": x}, axis_name=axis_name),
             mesh=MESH,
             in_specs=PartitionSpec("data"),
             out_specs=PartitionSpec(),
             **{CHECK: check},
         )
     )
-    assert row_of(run(x)) == row_of(nonfinite(x))
+    assert row_of(run(x)) == row_of(leaf_counts(x))
     sharded = jax.device_put(x, jax.sharding.NamedSharding(MESH, PartitionSpec("data")))
-    assert row_of(jax.jit(diagnostics.nonfinite)(sharded)) == row_of(nonfinite(x))
+    assert row_of(jax.jit(diagnostics.leaf_counts)(sharded)) == row_of(leaf_counts(x))
 
 
 def test_it_says_the_same_as_the_verdict_of_the_step():
     for bad in (1.0, jnp.inf, -jnp.inf, jnp.nan):
         grads = {"a": jnp.ones(3), "b": jnp.array([1.0, bad], jnp.bfloat16)}
-        found = diagnostics.table(nonfinite(grads)).nonfinite
+        found = diagnostics.table(leaf_counts(grads)).nonfinite_rows
         assert bool(jaxscale.all_finite(grads)) == (not found)
 
 
 def test_it_is_carried_through_a_scan():
     def body(carry, x):
-        return diagnostics.nonfinite(x), None
+        return diagnostics.leaf_counts(x), None
 
-    first = diagnostics.nonfinite({"w": jnp.ones(3)})
+    first = diagnostics.leaf_counts({"w": jnp.ones(3)})
     last, _ = jax.lax.scan(body, first, {"w": jnp.full((2, 3), jnp.nan)})
     assert avals(last) == avals(first)
     assert row_of(last)["nan"] == 3
 
 
-@pytest.mark.parametrize("call", [diagnostics.nonfinite, diagnostics.histogram])
+@pytest.mark.parametrize("call", [diagnostics.leaf_counts, diagnostics.histogram])
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
@@ -208,12 +257,17 @@ def test_errors_of_trees(call, tree, message):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda g: diagnostics.nonfinite(g, loss_scale=0), ValueError, r"loss_scale=.*got 0\.0"),
-        (lambda g: diagnostics.nonfinite(g, loss_scale="x"), TypeError, r"loss_scale=.*'x'"),
-        (lambda g: diagnostics.nonfinite(g, loss_scale=g), TypeError, r"one number.*\(2,\)"),
-        (diagnostics.table, TypeError, r"`table\(counts=.*nonfinite.*got Array"),
+        (lambda g: diagnostics.leaf_counts(g, loss_scale=0), ValueError, r"loss_scale=.*got 0\.0"),
+        (lambda g: diagnostics.leaf_counts(g, loss_scale="x"), TypeError, r"loss_scale=.*'x'"),
+        (lambda g: diagnostics.leaf_counts(g, loss_scale=g), TypeError, r"one number.*\(2,\)"),
         (
-            jax.jit(lambda g: diagnostics.table(diagnostics.nonfinite(g)).loss_scale),
+            lambda g: diagnostics.leaf_counts(g, loss_scale=jnp.float16),
+            TypeError,
+            r"loss_scale=.*got",
+        ),
+        (diagnostics.table, TypeError, r"`table\(counts=.*leaf_counts.*got Array"),
+        (
+            jax.jit(lambda g: diagnostics.table(diagnostics.leaf_counts(g)).loss_scale),
             TypeError,
             r"outside of `jit`",
         ),
@@ -223,7 +277,7 @@ def test_errors_of_trees(call, tree, message):
 )
 def test_errors(call, error, message):
     if error is None:
-        assert call(jnp.array([1.0, jnp.nan])) == [1.0, None]
+        assert call(jnp.array([1.0, jnp.nan])) == [1.0, "NaN"]
         return
     with pytest.raises(error, match=message):
         call(jnp.ones(2))

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from tables import assert_same_bits
 
 import jaxscale
 from jaxscale import _diagnose_history, diagnostics
@@ -213,6 +214,18 @@ def test_metrics_of_the_step_itself_and_other_numbers():
         state = STEP(state, jnp.float32(grad), jnp.float32(1))
         history.append(state)
     assert str(history).startswith("steps 91 to 92: 1 skipped")
+
+
+def test_metrics_as_python_numbers_are_the_same():
+    numbers = {"loss_scale": 2.0**15, "grads_finite": True, "total_steps": 3}
+    columns = []
+    for values in (numbers, jax.tree.map(jnp.asarray, numbers), jax.tree.map(np.asarray, numbers)):
+        history = diagnostics.History()
+        history.append(values)
+        columns.append(history.columns())
+    assert_same_bits(columns[0], columns[1])
+    assert_same_bits(columns[0], columns[2])
+    assert columns[0]["total_steps"].dtype == np.int32
 
 
 def test_layers_without_numbers_are_not_said_to_lose_nothing():

@@ -77,6 +77,17 @@ def test_a_value_is_lost_once_where_it_is_lost():
     assert (report.underflows[0].zeros, report.underflows[0].nonzero) == (8, 8)
 
 
+def test_only_the_first_places_are_printed():
+    def fun(w):
+        return sum(jnp.sum((w * 1e-4).astype(jnp.float32)) for _ in range(8))
+
+    report = trace(fun, jnp.full(4, 1e-4, HALF), loss_scale=2.0**12)
+    assert len(report.underflows) == 8
+    lines = str(report).splitlines()
+    assert sum(line.startswith("underflow: ") for line in lines) == 5
+    assert lines[-1] == "and 3 more places: underflow"
+
+
 def test_a_cast_loses_values_as_other_equations_do():
     def fun(w):
         return jnp.mean(w.astype(HALF).astype(jnp.float32) ** 2)  # plant: cast
@@ -324,7 +335,7 @@ def test_the_report_is_plain_values_that_read_well():
     assert hash(report) == hash(trace(fun, jnp.array([1, 1, 1, 2], HALF), loss_scale=1))
     text = str(report).splitlines()
     assert text[0].endswith("equations, loss inf, loss scale 1")
-    assert text[1].startswith("first overflow: forward, mul, float16[4], 25 % of the elements, ")
+    assert text[1].startswith("first overflow: forward, mul, float16[4], 25.0% of the elements, ")
     assert text[1].endswith(
         f"test_diagnostics_trace_numbers.py:{line('report')}: "
         "`return jnp.sum((w * 40000).astype(jnp.float32))  # plant: report`"

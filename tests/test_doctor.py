@@ -90,6 +90,14 @@ def module():  # as in Equinox: a function is a leaf of it, and it has a counter
     loss_fn, params, batch = half()
     return (lambda params, batch: params["act"](loss_fn(params, batch))), params | {"act": jnp.tanh}, batch
 
+def odd():  # leaves that are not arrays, and have a dtype
+    import flax.linen as nn
+    import numpy as np
+    loss_fn, params, batch = half()
+    odd = {"type": jnp.float16, "numpy": np.float32, "aval": jax.ShapeDtypeStruct((2,), jnp.float16),
+           "module": nn.Dense(2, dtype=jnp.float16)}
+    return (lambda p, b: loss_fn(p, b).astype(p["aval"].dtype)), params | odd, batch | {"layers": odd}
+
 def disconnected():
     return (lambda params, batch: jnp.sum(batch["x"]) + 0 * params["w"][0]), W, X
 
@@ -139,6 +147,7 @@ LINE = line("# the line")
 # name: (options, exit status, what the text says, what it does not)
 CASES = {
     "fine": ([], 0, ["Nothing is wrong.", "the largest that does not overflow"], ["problem"]),
+    "fine at auto": (["--loss-scale", "auto"], 0, ["the largest that does not overflow"], ["problem"]),
     "overflow": (
         [], 1,
         [f"It begins at doctored.py:{LINE}", "y = y * jnp.float16(scale)", "1 problem", "The loss is inf"],
@@ -169,6 +178,7 @@ CASES = {
     "pair": ([], 0, ["Nothing is wrong."], ["problem"]),
     "bad_pair": ([], 1, ["The loss and the gradients are finite, but aux['ratio'] is not"], ["Nothing"]),
     "module": ([], 0, ["Nothing is wrong.", "1 of 2 leaves: unused"], ["problem"]),
+    "odd": ([], 0, ["Nothing is wrong.", "1 of 2 leaves: unused"], ["problem"]),
     "disconnected": ([], 1, ["exactly 0 everywhere in 2 of 2 leaves"], ["Nothing"]),
     "wide": (
         [], 0, ["Nothing is wrong.", "without a loss scale.", "float32, and needs no loss scale"], ["float16"]
@@ -211,6 +221,8 @@ def test_the_page_holds_everything_and_asks_for_nothing(models, capsys):
         "meta",
         {"name": "viewport", "content": "width=device-width, initial-scale=1"},
     ) in page.tags
+    tags = [tag for tag, _ in page.tags]  # nine cells of a heading, and of each of two leaves
+    assert (tags.count("th"), tags.count("td")) == (9, 18)
     # The finding comes before the pictures and quotes its line.
     assert page.text.index("It begins at") < page.text.index("How large the gradients are")
     assert f"{LINE:5}          y = y * jnp.float16(scale)" in page.text
@@ -287,7 +299,7 @@ BAD_USE = {
     "integers": (
         "f.py:f",
         "import numpy as np\ndef f(): return len, {'n': np.arange(3)}, 2",
-        "without any floating array: an array of int64",
+        "without any floating array: int64[3].",
     ),
     "the loss fails": ("f.py:f", "def f(): return (lambda p, b: p[b]), {'w': 1.0}, 'v'", "failed: KeyError: 'v'"),
     "a loss for each example": (
@@ -321,7 +333,7 @@ BAD_USE = {
     ),
     "a scale that is no power of two": ("doctored:fine --loss-scale 1000", None, "power of two, at least 1"),
     "a scale below 1": ("doctored:fine --loss-scale 0.5", None, "got '0.5'"),
-    "a scale in words": ("doctored:fine --loss-scale high", None, "got 'high'"),
+    "a scale in words": ("doctored:fine --loss-scale dynamic", None, "1, or \"auto\", got 'dynamic'"),
     "a folder that is not there": ("doctored:wide --output no/where.html", None, "Cannot write no/where"),
 }  # fmt: skip
 

@@ -1,0 +1,105 @@
+"""Every report, through JSON and back: the same numbers, to the last bit."""
+
+import dataclasses
+import json
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxscale
+from jaxscale import diagnostics
+
+pytestmark = pytest.mark.standard_promotion
+
+W = jnp.array([1e-9, 2e-5, 1.0, jnp.inf, jnp.nan, -0.0], jnp.float32)
+GRADS = {"w": W, "b": [jnp.ones(2, jnp.float16), None]}
+LEAVES = diagnostics.leaf_histograms(GRADS)
+
+
+def _traced(scale, after):
+    """Two products in float16, of which the second overflows or underflows."""
+
+    def fun(w):
+        return jnp.sum((w * jnp.float16(scale) * jnp.float16(scale)).astype(jnp.float32)) * after
+
+    return diagnostics.trace(fun, jaxscale.FixedLossScale(1.0).init())(jnp.ones(3, jnp.float16))
+
+
+def _calibrated(factor):
+    loss_fn = lambda w, x: jnp.sqrt(w * x).astype(jnp.float32)  # noqa: E731
+    return diagnostics.calibrate(loss_fn, jnp.float16(1), [jnp.float16(factor)], max_passes=5)
+
+
+def _history():
+    tx = jaxscale.loss_scaled(optax.sgd(0.1))
+    state, history = tx.init(W), diagnostics.History()
+    for loss in (1.5, jnp.inf, -jnp.inf, jnp.nan, 1 / 3):
+        history.append(state, loss=loss)
+    return history.columns()
+
+
+OVERFLOW, UNDERFLOW = _traced(60000, 1.0), _traced(2.0**-11, 1.0)
+# Of each class that is public in `diagnostics`, reports with all kinds of values.
+REPORTS = {
+    "Calibration": [_calibrated(0), _calibrated(1)],
+    "Histogram": [diagnostics.histogram(GRADS), LEAVES],
+    "History": [_history()],
+    "LeafCounts": [diagnostics.leaf_counts(GRADS, loss_scale=2.0**7)],
+    "LeafTable": [diagnostics.table(diagnostics.leaf_counts(GRADS))],
+    "LeafRow": [diagnostics.table(diagnostics.leaf_counts(GRADS)).rows[0]],
+    "Shares": [diagnostics.shares(LEAVES["w"])],
+    "Suggestion": [
+        diagnostics.suggest_scale(LEAVES["w"]),
+        diagnostics.suggest_scale(diagnostics.histogram(jnp.zeros(1))),
+    ],
+    "TraceReport": [OVERFLOW, UNDERFLOW, _traced(60000, 0.0), _traced(60000, -1.0)],
+    "TracedNonfinite": [OVERFLOW.nonfinite],
+    "TracedUnderflow": [UNDERFLOW.underflows],
+    "Underflow": [diagnostics.underflow(LEAVES, loss_scale=2.0**9)],
+}
+
+
+def plain(value):
+    """The values in a report, in dictionaries and lists: of floats the bits, but all NaN as one."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(each) for each in value]
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return plain(np.asarray(value).tolist())
+    if isinstance(value, float):
+        return "NaN" if np.isnan(value) else struct.pack("d", value)
+    return value
+
+
+def read(value):
+    """What was read of JSON, with the numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return {name: read(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [read(each) for each in value]
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_report_goes_through_json_and_back(name):
+    for report in REPORTS[name]:
+        text = json.dumps(diagnostics.to_json(report), allow_nan=False)
+        assert plain(read(json.loads(text))) == plain(report)
+
+
+def test_all_reports_are_there():
+    classes = {name for name, value in vars(diagnostics).items() if isinstance(value, type)}
+    assert set(REPORTS) == classes
+    losses = [report.loss for report in REPORTS["TraceReport"]]
+    assert (losses[0], losses[3], np.isnan(losses[2])) == (np.inf, -np.inf, True)
+    assert OVERFLOW.nonfinite
+    assert UNDERFLOW.underflows
