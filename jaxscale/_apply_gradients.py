@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from ._step import LossScaled
-from ._tree import apply_updates
+from ._tree import apply_updates, joined, split
 
 
 def apply_gradients(
@@ -19,19 +19,28 @@ def apply_gradients(
 
     The same as ``tx.update`` followed by ``optax.apply_updates``. Where ``tx`` is a
     :func:`loss_scaled` optimizer, both are skipped as one, which is the fastest form: no
-    updates are stored. Leaves without a gradient, integers and typed keys among them, stay as
-    they are if the optimizer passes their ``float0`` gradients on, as ``optax.masked`` does.
+    updates are stored.
+
+    Leaves without a gradient stay as they are. Where the gradient is ``None``, as those of
+    ``equinox.filter_grad`` are for functions, text and integers, the leaf may be anything, and
+    the optimizer is shown ``None`` for it. Integers and typed keys with ``float0`` gradients
+    stay if the optimizer passes these on, as ``optax.masked`` does. A leaf whose update is
+    ``None`` stays, too.
 
     Args:
       tx: the optimizer.
-      grads: the gradients, with the structure of ``params``.
-      opt_state: the state of ``tx``.
+      grads: the gradients, with the structure of ``params``, or ``None`` for a leaf.
+      opt_state: the state of ``tx``. For an Equinox module ``model`` it is made by
+        ``tx.init(equinox.filter(model, equinox.is_inexact_array))``.
       params: the parameters.
       **extra_args: passed to ``tx.update``: ``value=loss`` and so on.
 
     Returns:
       The new parameters, with the avals of ``params``, and the new state. After a
       non-finite step the parameters are the old ones, bit for bit.
+
+    Raises:
+      ValueError: if ``grads`` has another structure than ``params``.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -44,9 +53,13 @@ def apply_gradients(
       >>> params
       Array(0.5, dtype=float32)
     """
+    # What has no gradient goes around the step, as only arrays can be selected and compiled.
+    trained, rest = split(params, grads)
     rule = getattr(tx.update, "__self__", None)
     if isinstance(rule, LossScaled):
-        return rule.apply(grads, opt_state, params, **extra_args)
-    tx = optax.with_extra_args_support(tx)
-    updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-    return apply_updates(params, updates), opt_state
+        trained, opt_state = rule.apply(grads, opt_state, trained, **extra_args)
+    else:
+        tx = optax.with_extra_args_support(tx)
+        updates, opt_state = tx.update(grads, opt_state, trained, **extra_args)
+        trained = apply_updates(trained, updates)
+    return joined(trained, rest), opt_state

@@ -2,14 +2,17 @@
 
 Nothing here knows of loss scales. The leaf rules stand here once: only inexact leaves
 (floating and complex) are gradients; ``None``, ``float0``, integers, bools, typed PRNG
-keys and whatever is no array at all pass through.
+keys and whatever is not an array at all pass through.
 """
 
+import enum
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._checks import scalar_bool
 
@@ -17,9 +20,35 @@ from ._checks import scalar_bool
 # replace the old ones: scaled by nothing, so never to be unscaled, and checked by no one.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
+# From the lowest to the highest, as JAX promotes them.
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
 
 def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
+    """Returns whether a leaf is an array to JAX, or a number.
+
+    It is decided by type, as much else has a ``dtype``: scalar types, modules, avals. An array
+    of numbers that JAX does not hold counts as one, so that JAX refuses it.
+    """
+    if isinstance(leaf, jax.Array):
+        return True
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        dtype = leaf.dtype
+        # NumPy counts differences in time among the integers.
+        return dtype == jax.dtypes.float0 or (_kind(dtype) is not None and dtype.kind != "m")
+    return _is_python_number(leaf)
+
+
+def _is_python_number(leaf: Any) -> bool:
+    # A member of an enumeration is a choice, even where it is an int to Python. NumPy's float64
+    # is a Python float, but it has a dtype.
+    number = isinstance(leaf, (bool, int, float, complex))
+    return number and not isinstance(leaf, (enum.Enum, np.generic))
+
+
+def _kind(dtype: Any) -> int | None:
+    """Returns the rank of a kind of numbers, or ``None`` of a dtype that holds none."""
+    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
 
 
 def _is_inexact(leaf: Any) -> bool:
@@ -56,7 +85,7 @@ def map_gradients(fun: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def only_gradients(tree: Any) -> Any:
-    """Returns ``tree`` with ``None`` for every leaf that is no gradient."""
+    """Returns ``tree`` with ``None`` for every leaf that is not a gradient."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if _is_gradient(path, leaf) else None, tree
     )
@@ -91,28 +120,68 @@ def cast_like(tree: Any, like: Any) -> Any:
     return jax.tree.map(cast_leaf, tree, like)
 
 
+def split(params: Any, grads: Any) -> tuple[Any, Any]:
+    """Returns the parameters that have a gradient, and the others, each with ``None`` elsewhere.
+
+    What has none may be a function or a text, which cannot be selected or compiled.
+    """
+
+    def having(gradient: bool) -> Any:
+        def keep(param: Any, grad: Any) -> Any:
+            return param if (grad is not None) == gradient else None
+
+        return jax.tree.map(keep, params, grads, is_leaf=_is_none)
+
+    try:
+        return having(True), having(False)
+    except ValueError as error:
+        raise ValueError(
+            "`apply_gradients(grads=...)` must have the structure of `params`, with `None` where "
+            "there is no gradient. The order of arguments is (tx, grads, opt_state, params). In "
+            f"the words of JAX, for whom `params` are the prefix: {error}"
+        ) from error
+
+
+def joined(trained: Any, rest: Any) -> Any:
+    """Returns the tree that was :func:`split`."""
+    return jax.tree.map(
+        lambda param, other: other if param is None else param, trained, rest, is_leaf=_is_none
+    )
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
 def apply_updates(params: Any, updates: Any) -> Any:
     """Returns ``optax.apply_updates(params, updates)``, for every kind of leaf.
 
-    The sum is taken in float32 or wider and rounded once. What has no gradient, and so a
-    ``float0`` as its update, stays as it is: integers, bools, typed keys.
+    The sum is taken in float32 or wider and rounded once. A leaf stays as it is if it is
+    not an array, or if its update is ``None`` or a ``float0``, as it is of what has no
+    gradient: integers, bools, typed keys.
     """
 
     def add(param: Any, update: Any) -> Any:
-        if param is None or _dtype(update) == jax.dtypes.float0:
+        if update is None or not _is_array(param) or _dtype(update) == jax.dtypes.float0:
             return param
         total = (widen(param) if _is_inexact(param) else param) + update
         return cast(total, _dtype(param))
 
-    return jax.tree.map(add, params, updates, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(add, params, updates, is_leaf=_is_none)
 
 
 def largest(tree: Any, axis_name: Any) -> jax.Array:
-    """Returns the largest magnitude among the gradients in a tree, an ``f32[]``."""
+    """Returns the largest magnitude among the gradients in a tree, an ``f32[]``.
+
+    At most float32's largest number: that of a float64 or complex number may lie beyond.
+    """
+    most = float(jnp.finfo(jnp.float32).max)
     largest = jnp.zeros((), jnp.float32)
     for leaf in jax.tree.leaves(only_gradients(tree)):
-        if jnp.size(leaf):
-            largest = jnp.maximum(largest, cast(jnp.max(jnp.abs(leaf)), jnp.float32))
+        # The initial value is for leaves of no elements. Whether there are any is not asked,
+        # as the size may be a symbol.
+        magnitude = jnp.max(jnp.abs(widen(leaf)), initial=0.0)
+        largest = jnp.maximum(largest, cast(jnp.minimum(magnitude, most), jnp.float32))
     return largest if axis_name is None else jax.lax.pmax(largest, axis_name)
 
 
@@ -124,17 +193,20 @@ def tree_where(pred: Any, on_true: Any, on_false: Any) -> Any:
     Args:
       pred: a ``bool[]``.
       on_true: a pytree. Besides arrays of any dtype it may hold typed PRNG keys,
-        ``None``, ``float0`` arrays, and leaves that are no arrays, if they are equal in
-        both trees.
+        ``None``, ``float0`` arrays, and leaves that are not arrays, if they are equal in
+        both trees: text, functions, types, members of an enumeration.
       on_false: a pytree of the same structure, with leaves of the same shapes and dtypes.
 
     Returns:
-      A pytree of that structure. Shapes and dtypes are those of both trees; a Python
-      scalar takes the dtype of the array it meets.
+      A pytree of that structure. Shapes and dtypes are those of both trees. A Python number
+      takes the dtype of the array it meets, and so does a weakly typed array of the same or a
+      lower kind (bool, integer, floating, complex) that meets a strongly typed one. Two
+      Python numbers, or two weakly typed arrays, become what JAX promotes them to.
 
     Raises:
-      TypeError: if ``pred`` is not a scalar bool, if the dtypes of two leaves differ, or
-        if two leaves that are no arrays do.
+      TypeError: if ``pred`` is not a scalar bool, if the dtypes of two leaves differ, if a
+        dtype does not hold the Python number it meets (1.5 for an ``int32``, 300 for an
+        ``int8``), or if two leaves that are not arrays differ.
       ValueError: if the structures, or the shapes of two leaves, differ.
 
     Example:
@@ -154,22 +226,90 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
 
     def select_leaf(path: tuple[Any, ...], a: Any, b: Any) -> Any:
         if not (_is_array(a) and _is_array(b)):
-            if a is b or (type(a) is type(b) and a == b):
+            if _is_equal(a, b):
                 return a
-            raise TypeError(_unequal(call, path, "values, as they are no arrays", a, b))
+            raise TypeError(_unequal(call, path, "values, as they are not arrays", a, b))
         if jnp.shape(a) != jnp.shape(b):
             raise ValueError(_unequal(call, path, "shapes", jnp.shape(a), jnp.shape(b)))
-        dtypes = _dtype(a), _dtype(b)
-        if dtypes[0] == jax.dtypes.float0:  # holds no values, and XLA knows no such type
+        dtype = _common_dtype(call, path, a, b)
+        if dtype == jax.dtypes.float0:  # holds no values, and XLA knows no such type
             return a
-        if dtypes[0] == dtypes[1]:
-            return jax.lax.select(pred, cast(a, dtypes[0]), cast(b, dtypes[0]))
-        if not (jax.typeof(a).weak_type or jax.typeof(b).weak_type):
-            raise TypeError(_unequal(call, path, "dtypes, or it compiles anew", *dtypes))
-        dtype = jnp.result_type(a, b)
-        return jax.lax.select(pred, cast(a, dtype), cast(b, dtype))
+        return jax.lax.select(pred, _as(a, dtype), _as(b, dtype))
 
     return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Returns whether two leaves that are not arrays are the same, or of one type and equal."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    try:
+        if isinstance(a, np.ndarray):  # of text or objects
+            return a.dtype == b.dtype and np.array_equal(a, b)
+        return bool(a == b)
+    except Exception:  # what compares element by element, or not at all
+        return False
+
+
+def _common_dtype(call: str, path: tuple[Any, ...], a: Any, b: Any) -> Any:
+    """Returns the dtype of what is selected from two leaves: that of the more strongly typed."""
+    dtypes = _dtype(a), _dtype(b)
+    if dtypes[0] == dtypes[1] and isinstance(a, jax.Array) and isinstance(b, jax.Array):
+        return dtypes[0]  # as nearly all are, in less time
+    strengths = _strength(a), _strength(b)
+    if strengths[0] == strengths[1] < 2:
+        dtype = jnp.result_type(a, b)
+    else:
+        dtype = dtypes[0] if strengths[0] > strengths[1] else dtypes[1]
+    for leaf, strength, own in zip((a, b), strengths, dtypes, strict=True):
+        if strength == 0 and not _holds(dtype, leaf):
+            where = jax.tree_util.keystr(path) or "the root"
+            raise TypeError(
+                f"`{call}` needs leaves of equal dtypes: that at {where} is {leaf!r} in one tree "
+                f"and {dtype} in the other, which does not hold that number. Pass a number that "
+                f"{dtype} holds, or arrays of one dtype."
+            )
+        if (strength == 2 and own != dtype) or (strength == 1 and not _fits(own, dtype)):
+            raise TypeError(_unequal(call, path, "dtypes, or it compiles anew", *dtypes))
+    return dtype
+
+
+def _strength(leaf: Any) -> int:
+    """Returns 0 for a Python number, 1 for a weakly typed array, and 2 for any other."""
+    if _is_python_number(leaf):
+        return 0
+    return 1 if isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type else 2
+
+
+def _fits(own: Any, dtype: Any) -> bool:
+    """Returns whether a dtype is of the same or a higher kind."""
+    kind = _kind(dtype)
+    return own == dtype or (kind is not None and kind >= (_kind(own) or 0))
+
+
+def _holds(dtype: Any, number: Any) -> bool:
+    """Returns whether a dtype holds a Python number: exactly, or of floating dtypes rounded."""
+    kind = _kind(dtype)
+    if kind is None or (kind < 3 and number.imag != 0):
+        return False
+    if kind < 2:
+        least, most = (0, 1) if kind == 0 else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+        return least <= number.real <= most and number.real == int(number.real)
+    most, eps = float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).eps)
+    overflow = most + eps / 2 * 2.0 ** (math.frexp(most)[1] - 1)  # from here on it rounds to inf
+    return not any(overflow <= abs(part) < math.inf for part in (number.real, number.imag))
+
+
+def _as(leaf: Any, dtype: Any) -> Any:
+    """Returns a leaf as a strongly typed array of a dtype that holds it."""
+    if not _is_python_number(leaf):
+        return cast(leaf, dtype)
+    kind = _kind(dtype) or 0
+    number = (bool, int, float, complex)[kind](leaf if kind == 3 else leaf.real)
+    # By NumPy, as JAX takes a Python number for an int32 or a float32 first.
+    return cast(np.asarray(number, dtype), dtype)
 
 
 def _unequal(call: str, path: tuple[Any, ...], what: str, a: Any, b: Any) -> str:
