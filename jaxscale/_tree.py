@@ -1,62 +1,33 @@
-"""Which leaves of a tree are gradients, their dtypes, and which of two trees to keep.
+"""Which leaves of a tree are gradients, and which of two trees to keep.
 
 Nothing here knows of loss scales. The leaf rules stand here once: only inexact leaves
 (floating and complex) are gradients; ``None``, ``float0``, integers, bools, typed PRNG
 keys and whatever is not an array at all pass through.
 """
 
-import enum
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ._checks import scalar_bool
+from ._leaf import (
+    STRONG,
+    as_array,
+    dtype_of,
+    holds,
+    is_array,
+    is_equal,
+    is_inexact,
+    is_python_number,
+    strength,
+    takes,
+)
 
 # The collection in which Flax keeps FP8 statistics. Its "gradients" are new values that
 # replace the old ones: scaled by nothing, so never to be unscaled, and checked by no one.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-
-# From the lowest to the highest, as JAX promotes them.
-_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-
-
-def _is_array(leaf: Any) -> bool:
-    """Returns whether a leaf is an array to JAX, or a number.
-
-    It is decided by type, as much else has a ``dtype``: scalar types, modules, avals. An array
-    of numbers that JAX does not hold counts as one, so that JAX refuses it.
-    """
-    if isinstance(leaf, jax.Array):
-        return True
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        dtype = leaf.dtype
-        # NumPy counts differences in time among the integers.
-        return dtype == jax.dtypes.float0 or (_kind(dtype) is not None and dtype.kind != "m")
-    return _is_python_number(leaf)
-
-
-def _is_python_number(leaf: Any) -> bool:
-    # A member of an enumeration is a choice, even where it is an int to Python. NumPy's float64
-    # is a Python float, but it has a dtype.
-    number = isinstance(leaf, (bool, int, float, complex))
-    return number and not isinstance(leaf, (enum.Enum, np.generic))
-
-
-def _kind(dtype: Any) -> int | None:
-    """Returns the rank of a kind of numbers, or ``None`` of a dtype that holds none."""
-    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return _is_array(leaf) and jnp.issubdtype(_dtype(leaf), jnp.inexact)
-
-
-def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
 
 
 def _has_dtype(leaf: Any, dtype: Any) -> bool:
@@ -69,7 +40,7 @@ def _has_dtype(leaf: Any, dtype: Any) -> bool:
 
 def _is_gradient(path: tuple[Any, ...], leaf: Any) -> bool:
     names = (getattr(key, "key", getattr(key, "name", None)) for key in path)
-    return _is_inexact(leaf) and OVERWRITE_WITH_GRADIENT not in names
+    return is_inexact(leaf) and OVERWRITE_WITH_GRADIENT not in names
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
@@ -115,7 +86,7 @@ def cast_like(tree: Any, like: Any) -> Any:
     """Returns a tree with the dtypes of another tree of the same structure."""
 
     def cast_leaf(leaf: Any, other: Any) -> Any:
-        return cast(leaf, _dtype(other)) if _is_array(other) else leaf
+        return cast(leaf, dtype_of(other)) if is_array(other) else leaf
 
     return jax.tree.map(cast_leaf, tree, like)
 
@@ -162,10 +133,10 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """
 
     def add(param: Any, update: Any) -> Any:
-        if update is None or not _is_array(param) or _dtype(update) == jax.dtypes.float0:
+        if update is None or not is_array(param) or dtype_of(update) == jax.dtypes.float0:
             return param
-        total = (widen(param) if _is_inexact(param) else param) + update
-        return cast(total, _dtype(param))
+        total = (widen(param) if is_inexact(param) else param) + update
+        return cast(total, dtype_of(param))
 
     return jax.tree.map(add, params, updates, is_leaf=_is_none)
 
@@ -225,8 +196,8 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
     check_same_structure(f"`{call}`", on_true, on_false)
 
     def select_leaf(path: tuple[Any, ...], a: Any, b: Any) -> Any:
-        if not (_is_array(a) and _is_array(b)):
-            if _is_equal(a, b):
+        if not (is_array(a) and is_array(b)):
+            if is_equal(a, b):
                 return a
             raise TypeError(_unequal(call, path, "values, as they are not arrays", a, b))
         if jnp.shape(a) != jnp.shape(b):
@@ -234,82 +205,36 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
         dtype = _common_dtype(call, path, a, b)
         if dtype == jax.dtypes.float0:  # holds no values, and XLA knows no such type
             return a
-        return jax.lax.select(pred, _as(a, dtype), _as(b, dtype))
+
+        def strong(leaf: Any) -> Any:
+            return cast(as_array(leaf, dtype) if is_python_number(leaf) else leaf, dtype)
+
+        return jax.lax.select(pred, strong(a), strong(b))
 
     return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
 
 
-def _is_equal(a: Any, b: Any) -> bool:
-    """Returns whether two leaves that are not arrays are the same, or of one type and equal."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    try:
-        if isinstance(a, np.ndarray):  # of text or objects
-            return a.dtype == b.dtype and np.array_equal(a, b)
-        return bool(a == b)
-    except Exception:  # what compares element by element, or not at all
-        return False
-
-
 def _common_dtype(call: str, path: tuple[Any, ...], a: Any, b: Any) -> Any:
     """Returns the dtype of what is selected from two leaves: that of the more strongly typed."""
-    dtypes = _dtype(a), _dtype(b)
+    dtypes = dtype_of(a), dtype_of(b)
     if dtypes[0] == dtypes[1] and isinstance(a, jax.Array) and isinstance(b, jax.Array):
         return dtypes[0]  # as nearly all are, in less time
-    strengths = _strength(a), _strength(b)
-    if strengths[0] == strengths[1] < 2:
+    strengths = strength(a), strength(b)
+    if strengths[0] == strengths[1] < STRONG:
         dtype = jnp.result_type(a, b)
     else:
         dtype = dtypes[0] if strengths[0] > strengths[1] else dtypes[1]
-    for leaf, strength, own in zip((a, b), strengths, dtypes, strict=True):
-        if strength == 0 and not _holds(dtype, leaf):
+    for leaf in (a, b):
+        if is_python_number(leaf) and not holds(dtype, leaf):
             where = jax.tree_util.keystr(path) or "the root"
             raise TypeError(
                 f"`{call}` needs leaves of equal dtypes: that at {where} is {leaf!r} in one tree "
                 f"and {dtype} in the other, which does not hold that number. Pass a number that "
                 f"{dtype} holds, or arrays of one dtype."
             )
-        if (strength == 2 and own != dtype) or (strength == 1 and not _fits(own, dtype)):
+        if not (is_python_number(leaf) or takes(leaf, dtype)):
             raise TypeError(_unequal(call, path, "dtypes, or it compiles anew", *dtypes))
     return dtype
-
-
-def _strength(leaf: Any) -> int:
-    """Returns 0 for a Python number, 1 for a weakly typed array, and 2 for any other."""
-    if _is_python_number(leaf):
-        return 0
-    return 1 if isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type else 2
-
-
-def _fits(own: Any, dtype: Any) -> bool:
-    """Returns whether a dtype is of the same or a higher kind."""
-    kind = _kind(dtype)
-    return own == dtype or (kind is not None and kind >= (_kind(own) or 0))
-
-
-def _holds(dtype: Any, number: Any) -> bool:
-    """Returns whether a dtype holds a Python number: exactly, or of floating dtypes rounded."""
-    kind = _kind(dtype)
-    if kind is None or (kind < 3 and number.imag != 0):
-        return False
-    if kind < 2:
-        least, most = (0, 1) if kind == 0 else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-        return least <= number.real <= most and number.real == int(number.real)
-    most, eps = float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).eps)
-    overflow = most + eps / 2 * 2.0 ** (math.frexp(most)[1] - 1)  # from here on it rounds to inf
-    return not any(overflow <= abs(part) < math.inf for part in (number.real, number.imag))
-
-
-def _as(leaf: Any, dtype: Any) -> Any:
-    """Returns a leaf as a strongly typed array of a dtype that holds it."""
-    if not _is_python_number(leaf):
-        return cast(leaf, dtype)
-    kind = _kind(dtype) or 0
-    number = (bool, int, float, complex)[kind](leaf if kind == 3 else leaf.real)
-    # By NumPy, as JAX takes a Python number for an int32 or a float32 first.
-    return cast(np.asarray(number, dtype), dtype)
 
 
 def _unequal(call: str, path: tuple[Any, ...], what: str, a: Any, b: Any) -> str:
