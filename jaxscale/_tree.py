@@ -1,8 +1,8 @@
-"""Which leaves of a tree are gradients, their dtypes, and which of two trees to keep.
+"""Which leaves of a tree are gradients, and which of two trees to keep.
 
 Nothing here knows of loss scales. The leaf rules stand here once: only inexact leaves
 (floating and complex) are gradients; ``None``, ``float0``, integers, bools, typed PRNG
-keys and whatever is no array at all pass through.
+keys and whatever is not an array at all pass through.
 """
 
 from collections.abc import Callable
@@ -12,22 +12,22 @@ import jax
 import jax.numpy as jnp
 
 from ._checks import scalar_bool
+from ._leaf import (
+    STRONG,
+    as_array,
+    dtype_of,
+    holds,
+    is_array,
+    is_equal,
+    is_inexact,
+    is_python_number,
+    strength,
+    takes,
+)
 
 # The collection in which Flax keeps FP8 statistics. Its "gradients" are new values that
 # replace the old ones: scaled by nothing, so never to be unscaled, and checked by no one.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return _is_array(leaf) and jnp.issubdtype(_dtype(leaf), jnp.inexact)
-
-
-def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
 
 
 def _has_dtype(leaf: Any, dtype: Any) -> bool:
@@ -40,7 +40,7 @@ def _has_dtype(leaf: Any, dtype: Any) -> bool:
 
 def _is_gradient(path: tuple[Any, ...], leaf: Any) -> bool:
     names = (getattr(key, "key", getattr(key, "name", None)) for key in path)
-    return _is_inexact(leaf) and OVERWRITE_WITH_GRADIENT not in names
+    return is_inexact(leaf) and OVERWRITE_WITH_GRADIENT not in names
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
@@ -56,7 +56,7 @@ def map_gradients(fun: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def only_gradients(tree: Any) -> Any:
-    """Returns ``tree`` with ``None`` for every leaf that is no gradient."""
+    """Returns ``tree`` with ``None`` for every leaf that is not a gradient."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if _is_gradient(path, leaf) else None, tree
     )
@@ -86,25 +86,62 @@ def cast_like(tree: Any, like: Any) -> Any:
     """Returns a tree with the dtypes of another tree of the same structure."""
 
     def cast_leaf(leaf: Any, other: Any) -> Any:
-        return cast(leaf, _dtype(other)) if _is_array(other) else leaf
+        return cast(leaf, dtype_of(other)) if is_array(other) else leaf
 
     return jax.tree.map(cast_leaf, tree, like)
+
+
+def split(params: Any, grads: Any) -> tuple[Any, Any]:
+    """Returns the parameters that have a gradient, and the others, each with ``None`` elsewhere.
+
+    What has none may be a function or a text, which cannot be selected or compiled. Gradients
+    of another structure, as ``optax.lookahead`` takes them, are for parameters that are arrays.
+    """
+
+    def having(gradient: bool) -> Any:
+        def keep(param: Any, grad: Any) -> Any:
+            return param if (grad is not None) == gradient else None
+
+        return jax.tree.map(keep, params, grads, is_leaf=_is_none)
+
+    try:
+        return having(True), having(False)
+    except ValueError as error:
+        if all(map(is_array, jax.tree.leaves(params))):
+            return params, jax.tree.map(lambda _: None, params)
+        raise ValueError(
+            "`apply_gradients(grads=...)` must have the structure of `params`, with `None` where "
+            "there is no gradient. The order of arguments is (tx, grads, opt_state, params). In "
+            f"the words of JAX, for whom `params` are the prefix: {error}"
+        ) from error
+
+
+def joined(trained: Any, rest: Any) -> Any:
+    """Returns the tree that was :func:`split`."""
+    return jax.tree.map(
+        lambda param, other: other if param is None else param, trained, rest, is_leaf=_is_none
+    )
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
     """Returns ``optax.apply_updates(params, updates)``, for every kind of leaf.
 
-    The sum is taken in float32 or wider and rounded once. What has no gradient, and so a
-    ``float0`` as its update, stays as it is: integers, bools, typed keys.
+    The sum is taken in float32 or wider and rounded once. A leaf stays as it is if it is
+    not an array, or if its update is ``None`` or a ``float0``, as it is of what has no
+    gradient: integers, bools, typed keys.
     """
 
     def add(param: Any, update: Any) -> Any:
-        if param is None or _dtype(update) == jax.dtypes.float0:
+        if update is None or not is_array(param) or dtype_of(update) == jax.dtypes.float0:
             return param
-        total = (widen(param) if _is_inexact(param) else param) + update
-        return cast(total, _dtype(param))
+        total = (widen(param) if is_inexact(param) else param) + update
+        return cast(total, dtype_of(param))
 
-    return jax.tree.map(add, params, updates, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(add, params, updates, is_leaf=_is_none)
 
 
 def addable(updates: Any, params: Any) -> Any:
@@ -114,9 +151,9 @@ def addable(updates: Any, params: Any) -> Any:
     """
 
     def addable_leaf(update: Any, param: Any) -> Any:
-        if update is None or not _is_inexact(param) or jnp.finfo(_dtype(param)).bits > 8:
+        if update is None or not is_inexact(param) or jnp.finfo(dtype_of(param)).bits > 8:
             return update
-        return cast(update, _dtype(param))
+        return cast(update, dtype_of(param))
 
     if jax.tree.structure(updates) != jax.tree.structure(params):
         return updates
@@ -137,11 +174,17 @@ def varying_axes(tree: Any) -> set[Any]:
 
 
 def largest(tree: Any, axis_name: Any) -> jax.Array:
-    """Returns the largest magnitude among the gradients in a tree, an ``f32[]``."""
+    """Returns the largest magnitude among the gradients in a tree, an ``f32[]``.
+
+    At most float32's largest number: that of a float64 or complex number may lie beyond.
+    """
+    most = float(jnp.finfo(jnp.float32).max)
     largest = jnp.zeros((), jnp.float32)
     for leaf in jax.tree.leaves(only_gradients(tree)):
-        if jnp.size(leaf):
-            largest = jnp.maximum(largest, cast(jnp.max(jnp.abs(leaf)), jnp.float32))
+        # The initial value is for leaves of no elements. Whether there are any is not asked,
+        # as the size may be a symbol.
+        magnitude = jnp.max(jnp.abs(widen(leaf)), initial=0.0)
+        largest = jnp.maximum(largest, cast(jnp.minimum(magnitude, most), jnp.float32))
     return largest if axis_name is None else jax.lax.pmax(largest, axis_name)
 
 
@@ -153,17 +196,20 @@ def tree_where(pred: Any, on_true: Any, on_false: Any) -> Any:
     Args:
       pred: a ``bool[]``.
       on_true: a pytree. Besides arrays of any dtype it may hold typed PRNG keys,
-        ``None``, ``float0`` arrays, and leaves that are no arrays, if they are equal in
-        both trees.
+        ``None``, ``float0`` arrays, and leaves that are not arrays, if they are equal in
+        both trees: text, functions, types, members of an enumeration.
       on_false: a pytree of the same structure, with leaves of the same shapes and dtypes.
 
     Returns:
-      A pytree of that structure. Shapes and dtypes are those of both trees; a Python
-      scalar takes the dtype of the array it meets.
+      A pytree of that structure. Shapes and dtypes are those of both trees. A Python number
+      takes the dtype of the array it meets, and so does a weakly typed array of the same or a
+      lower kind (bool, integer, floating, complex) that meets a strongly typed one. Two
+      Python numbers, or two weakly typed arrays, become what JAX promotes them to.
 
     Raises:
-      TypeError: if ``pred`` is not a scalar bool, if the dtypes of two leaves differ, or
-        if two leaves that are no arrays do.
+      TypeError: if ``pred`` is not a scalar bool, if the dtypes of two leaves differ, if a
+        dtype does not hold the Python number it meets (1.5 for an ``int32``, 300 for an
+        ``int8``), or if two leaves that are not arrays differ.
       ValueError: if the structures, or the shapes of two leaves, differ.
 
     Example:
@@ -182,23 +228,45 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
     check_same_structure(f"`{call}`", on_true, on_false)
 
     def select_leaf(path: tuple[Any, ...], a: Any, b: Any) -> Any:
-        if not (_is_array(a) and _is_array(b)):
-            if a is b or (type(a) is type(b) and a == b):
+        if not (is_array(a) and is_array(b)):
+            if is_equal(a, b):
                 return a
-            raise TypeError(_unequal(call, path, "values, as they are no arrays", a, b))
+            raise TypeError(_unequal(call, path, "values, as they are not arrays", a, b))
         if jnp.shape(a) != jnp.shape(b):
             raise ValueError(_unequal(call, path, "shapes", jnp.shape(a), jnp.shape(b)))
-        dtypes = _dtype(a), _dtype(b)
-        if dtypes[0] == jax.dtypes.float0:  # holds no values, and XLA knows no such type
+        dtype = _common_dtype(call, path, a, b)
+        if dtype == jax.dtypes.float0:  # holds no values, and XLA knows no such type
             return a
-        if dtypes[0] == dtypes[1]:
-            return jax.lax.select(pred, cast(a, dtypes[0]), cast(b, dtypes[0]))
-        if not (jax.typeof(a).weak_type or jax.typeof(b).weak_type):
-            raise TypeError(_unequal(call, path, "dtypes, or it compiles anew", *dtypes))
-        dtype = jnp.result_type(a, b)
-        return jax.lax.select(pred, cast(a, dtype), cast(b, dtype))
+
+        def strong(leaf: Any) -> Any:
+            return cast(as_array(leaf, dtype) if is_python_number(leaf) else leaf, dtype)
+
+        return jax.lax.select(pred, strong(a), strong(b))
 
     return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
+
+
+def _common_dtype(call: str, path: tuple[Any, ...], a: Any, b: Any) -> Any:
+    """Returns the dtype of what is selected from two leaves: that of the more strongly typed."""
+    dtypes = dtype_of(a), dtype_of(b)
+    if dtypes[0] == dtypes[1] and isinstance(a, jax.Array) and isinstance(b, jax.Array):
+        return dtypes[0]  # as nearly all are, in less time
+    strengths = strength(a), strength(b)
+    if strengths[0] == strengths[1] < STRONG:
+        dtype = jnp.result_type(a, b)
+    else:
+        dtype = dtypes[0] if strengths[0] > strengths[1] else dtypes[1]
+    for leaf in (a, b):
+        if is_python_number(leaf) and not holds(dtype, leaf):
+            where = jax.tree_util.keystr(path) or "the root"
+            raise TypeError(
+                f"`{call}` needs leaves of equal dtypes: that at {where} is {leaf!r} in one tree "
+                f"and {dtype} in the other, which does not hold that number. Pass a number that "
+                f"{dtype} holds, or arrays of one dtype."
+            )
+        if not (is_python_number(leaf) or takes(leaf, dtype)):
+            raise TypeError(_unequal(call, path, "dtypes, or it compiles anew", *dtypes))
+    return dtype
 
 
 def _unequal(call: str, path: tuple[Any, ...], what: str, a: Any, b: Any) -> str:

@@ -1,6 +1,6 @@
 """A Flax ``TrainState`` that keeps everything on a skipped step. Needs ``flax``."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -89,7 +89,8 @@ class TrainState(train_state.TrainState):
 
         Raises:
           ValueError: if a field is unknown, or changes its structure or shapes.
-          TypeError: if it changes its dtypes.
+          TypeError: if it changes its dtypes, or if ``always_replace`` is one string: pass
+            ``("key",)``.
 
         Example:
           >>> import jax.numpy as jnp, optax
@@ -109,6 +110,7 @@ class TrainState(train_state.TrainState):
           0.0
         """
         call = "TrainState.apply_gradients"
+        always_replace = _names(call, always_replace)
         self._check_names(call, kwargs, always_replace)
         overwrites = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
         params, opt_state = apply_gradients(
@@ -150,6 +152,20 @@ class TrainState(train_state.TrainState):
                     f"is {', '.join(sorted(known)) or 'nothing'}. Arguments for the optimizer "
                     "go into `extra_args`."
                 )
+
+
+def _names(call: str, always_replace: Any) -> tuple[str, ...]:
+    """Returns names as a tuple, as they are read more than once."""
+    # A string is a collection of strings, too: of its letters.
+    if not isinstance(always_replace, str) and isinstance(always_replace, Iterable):
+        names = tuple(always_replace)
+        if all(isinstance(name, str) for name in names):
+            return names
+    name = always_replace if isinstance(always_replace, str) else "key"
+    raise TypeError(
+        f"`{call}(always_replace=...)` must be a collection of names of fields, got "
+        f"{always_replace!r}. Pass a tuple, also for one: ({name!r},)."
+    )
 
 
 def _find_verdict(call: str, opt_state: Any) -> LossScaledState:

@@ -185,6 +185,26 @@ CASES = {
         TypeError,
         r"dtypes.*float32.*float16",
     ),
+    "a number that is not an integer": (
+        lambda: jaxscale.tree_where(True, {"x": [1.5]}, {"x": [jnp.int32(3)]}),
+        TypeError,
+        r"tree_where.*\['x'\]\[0\] is 1\.5.*int32.*does not hold.*Pass",
+    ),
+    "a number that would wrap": (
+        lambda: jaxscale.tree_where(True, jnp.uint8(3), -1),
+        TypeError,
+        r"tree_where.*the root is -1.*uint8",
+    ),
+    "a weak float for an integer": (
+        lambda: jaxscale.tree_where(True, jnp.asarray(2.0), jnp.int32(3)),
+        TypeError,
+        r"dtypes.*the root.*float32.*int32",
+    ),
+    "other type": (
+        lambda: jaxscale.tree_where(True, {"d": jnp.float16}, {"d": jnp.float32}),
+        TypeError,
+        r"not arrays.*\['d'\].*float16.*float32",
+    ),
     "other text": (lambda: jaxscale.tree_where(True, ["a"], ["b"]), TypeError, r"\[0\].*a.*b"),
     # what a scale is looked for in
     "no scale": (
@@ -332,8 +352,18 @@ CASES = {
         lambda: jaxscale.apply_gradients(
             jaxscale.loss_scaled(optax.sgd(0.1)), W, {"w": W}, OPT_STATE
         ),
+        ValueError,
+        r"apply_gradients\(grads=.*structure of `params`.*\(tx, grads, opt_state, params\)",
+    ),
+    "arguments of update swapped": (
+        lambda: jaxscale.loss_scaled(optax.sgd(0.1)).update(W, {"w": W}, OPT_STATE),
         TypeError,
         r"state=.*LossScaledState.*dict.*\(grads, opt_state, params\)",
+    ),
+    "parameters for a state": (
+        lambda: jaxscale.apply_gradients(jaxscale.loss_scaled(optax.sgd(0.1)), W, W, W),
+        TypeError,
+        r"state=.*LossScaledState.*Array.*\(grads, opt_state, params\)",
     ),
     "value with aux": (
         lambda: jaxscale.loss_scaled(optax.sgd(0.1)).update(W, OPT_STATE, W, value=(W[0], W)),
@@ -401,6 +431,16 @@ CASES = {
         lambda: flax_state().apply_gradients(grads={"w": W}, always_replace=["rng"]),
         ValueError,
         r"always_replace.*rng",
+    ),
+    "one name for several": (
+        lambda: flax_state().apply_gradients(grads={"w": W}, always_replace="rng"),
+        TypeError,
+        r"always_replace=.*'rng'.*Pass a tuple.*\('rng',\)",
+    ),
+    "no names": (
+        lambda: flax_state().apply_gradients(grads={"w": W}, always_replace=[3]),
+        TypeError,
+        r"always_replace=.*\[3\].*Pass a tuple",
     ),
     "no verdict": (
         lambda: jaxscale.flax.TrainState.create(apply_fn=None, params=W, tx=optax.sgd(0.1)),

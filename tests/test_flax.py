@@ -75,11 +75,21 @@ def test_a_skipped_step_keeps_every_replaced_field(transform, bad):
     assert (kept.opt_state.total_notfinite, kept.opt_state.total_steps) == (1, 2)
 
 
-def test_a_field_can_be_opted_out():
+@pytest.mark.parametrize("names", [tuple, list, set, dict.fromkeys, iter])
+def test_a_field_can_be_opted_out(names):
     state = create()
-    kept = advance(state, spoiled(GOOD[0], jnp.inf), always_replace=("key",))
+    kept = advance(state, spoiled(GOOD[0], jnp.inf), always_replace=names(["key"]))
     assert kept.key == jax.random.split(state.key, 1)[0]
     assert_same_bits((kept.ema, kept.batch_stats), (state.ema, state.batch_stats))
+
+
+def test_a_string_is_not_taken_for_the_names_of_its_letters():
+    class Letters(jaxscale.flax.TrainState):
+        k: jax.Array
+
+    state = create(Letters, k=jnp.zeros(2))
+    with pytest.raises(TypeError, match=r"always_replace.*'k'.*\('k',\)"):
+        state.apply_gradients(grads=GOOD[0], k=jnp.ones(2), always_replace="k")
 
 
 def test_step_counts_what_optax_counts():

@@ -1,8 +1,12 @@
 """Every kind of parameter and of optimizer, through whole training steps."""
 
 import contextlib
+import dataclasses
+import enum
+from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -359,3 +363,118 @@ def test_a_skipped_step_keeps_the_signs_of_zeros(dtype):
         grads = jnp.full_like(params, jnp.inf)
         updates, _ = transform(tx.update)(grads, tx.init(params), params)
         assert_same_bits(optax.apply_updates(params, updates), params)
+
+
+class Mode(enum.IntEnum):
+    TRAIN = 1
+
+
+class Everything(eqx.Module):
+    """A model with leaves of all sorts that are not gradients."""
+
+    w: jax.Array
+    v: jax.Array
+    half: jax.Array
+    activation: Callable[..., Any]
+    name: str
+    dtype: Any
+    mode: Mode
+    rate: float
+    steps: jax.Array
+    key: jax.Array
+    table: np.ndarray
+    nothing: None
+
+    def __call__(self, x):
+        return self.activation(x @ self.w) @ self.v * self.half.astype(jnp.float32)
+
+
+MODEL = Everything(
+    w=MLP["w"],
+    v=MLP["v"],
+    half=jnp.array(0.5, jnp.float16),
+    activation=jnp.tanh,
+    name="all of it",
+    dtype=jnp.float16,
+    mode=Mode.TRAIN,
+    rate=0.5,
+    steps=jnp.array(3),
+    key=jax.random.key(0),
+    table=np.array(["a", "b"]),
+    nothing=None,
+)
+WRAPPERS = {
+    "bare": lambda tx: tx,
+    "loss_scaled": lambda tx: jaxscale.loss_scaled(tx, DYNAMIC),
+    "tracking": lambda tx: jaxscale.loss_scaled(tx, DYNAMIC, track_leaves=True),
+    "unskipped": lambda tx: jaxscale.loss_scaled(tx, None, skip_nonfinite=False),
+    "skip_nonfinite": jaxscale.skip_nonfinite,
+    "multi_steps": lambda tx: jaxscale.multi_steps(jaxscale.loss_scaled(tx, DYNAMIC), 1),
+    "outermost but one": lambda tx: optax.chain(jaxscale.loss_scaled(tx), optax.identity()),
+}
+
+
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "bare, compiled", "loss_scaled, compiled"])
+def test_leaves_of_all_sorts_go_around_a_whole_step(wrapper):
+    wrapper, _, compiled = wrapper.partition(", ")
+    jit = eqx.filter_jit if compiled else lambda f: f
+    tx = WRAPPERS[wrapper](optax.adamw(1e-2))
+    # Equinox takes text of NumPy for an array, and JAX compiles none.
+    model = dataclasses.replace(MODEL, table="a, b") if compiled else MODEL
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    state = tx.init(arrays)
+
+    def loss_fn(model, batch):
+        return amplified(jnp.mean((jax.vmap(model)(batch[0]) - 1) ** 2), batch[1])
+
+    @jit
+    def step(model, state, batch):
+        grads = eqx.filter_grad(loss_fn)(model, batch)
+        return jaxscale.apply_gradients(tx, grads, state, model)
+
+    @jit
+    def steps_of_arrays(arrays, state, batch):
+        grads = eqx.filter_grad(loss_fn)(eqx.combine(arrays, rest), batch)
+        return jaxscale.apply_gradients(tx, grads, state, arrays)
+
+    def same_rest(model):
+        left = eqx.partition(model, eqx.is_inexact_array)[1]
+        assert jax.tree.structure(left) == jax.tree.structure(rest)
+        for new, old in zip(jax.tree.leaves(left), jax.tree.leaves(rest), strict=True):
+            # What `filter_jit` traces comes back as another array.
+            assert new is old or (isinstance(old, jax.Array) and new == old)
+
+    moved, new_state = step(model, state, (X[0], jnp.float32(1)))
+    same_rest(moved)
+    alone, state_alone = steps_of_arrays(arrays, state, (X[0], jnp.float32(1)))
+    assert_same_bits((eqx.filter(moved, eqx.is_inexact_array), new_state), (alone, state_alone))
+    for old, new in ((MODEL.w, moved.w), (MODEL.v, moved.v), (MODEL.half, moved.half)):
+        assert avals(new) == avals(old)
+        assert not jnp.array_equal(new, old)
+    if wrapper in ("bare", "unskipped"):
+        return
+    kept, _ = step(moved, new_state, (X[0], INF))
+    same_rest(kept)
+    assert_same_bits(*(eqx.filter(model, eqx.is_inexact_array) for model in (kept, moved)))
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("wrapper", ["bare", "loss_scaled", "skip_nonfinite", "multi_steps"])
+def test_a_leaf_whose_update_is_none_stays(wrapper, jit):
+    def update(updates, state, params=None):
+        del params
+        return updates | {"frozen": None, "nested": [None, -updates["nested"][1]]}, state
+
+    tx = WRAPPERS[wrapper](optax.GradientTransformation(lambda _: optax.EmptyState(), update))
+    params = {
+        "w": jnp.ones(2),
+        "frozen": jnp.ones(2, jnp.bfloat16),
+        "nested": [jnp.ones(()), jnp.ones(())],
+    }
+    grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.25), params)
+    step = jit(lambda grads, state, params: jaxscale.apply_gradients(tx, grads, state, params))
+    moved, state = step(grads, tx.init(params), params)
+    stays = {"w": jnp.full(2, 1.25), "frozen": params["frozen"]}
+    assert_same_bits(moved, stays | {"nested": [jnp.ones(()), jnp.float32(0.75)]})
+    if wrapper != "bare":
+        assert_same_bits(step(grads | {"w": grads["w"] * INF}, state, moved)[0], moved)

@@ -21,7 +21,7 @@ import jaxscale.presets
 
 # A file imports only from lower floors; the last ones are imported by none.
 FLOORS = [
-    {"_checks", "_quotient"},
+    {"_checks", "_leaf", "_quotient"},
     {"_tree"},
     {"_finite", "_state", "_skip", "_nonfinite_leaves"},
     {"_clip", "_loss_scale", "_state_dict", "_accumulate"},

@@ -1,13 +1,24 @@
 """Finiteness and selection, over every kind of leaf."""
 
+import enum
+import itertools
+import warnings
+from typing import Any, NamedTuple
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from jax import export
 from tables import BAD, assert_same_bits, avals, bads
+from training import x64
 
 import jaxscale
+from jaxscale import presets
+from jaxscale._tree import apply_updates, cast_like, largest, map_gradients, only_gradients
 
 DTYPES = ["float16", "bfloat16", "float32", "complex64", "float8_e5m2", "float8_e4m3fn"]
 PASSIVE = {
@@ -20,6 +31,146 @@ PASSIVE = {
     "text": "no array",
     "python_int": 3,
 }
+
+
+class Choice(enum.IntEnum):
+    FIRST = 1
+    SECOND = 2
+
+
+class Rate(float):
+    """A float of somebody's own, which JAX takes for one."""
+
+
+class Constant(float, enum.Enum):
+    NOTHING = float("nan")
+
+
+class Awkward:
+    """What has a dtype, and cannot be compared."""
+
+    dtype = np.dtype(np.float32)
+
+    def __eq__(self, other):
+        raise ValueError("no")
+
+    __hash__ = None
+
+
+class Elementwise(Awkward):
+    def __eq__(self, other):
+        return np.array([True, True])
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+# Leaves that are not arrays, in twos: whatever they have by the name of a dtype.
+NOT_ARRAYS = {
+    "scalar type": (jnp.float16, jnp.bfloat16),
+    "type of NumPy": (np.float32, np.float64),
+    "type of Python": (float, int),
+    "dtype": (np.dtype("float32"), jnp.dtype("bfloat16")),
+    "aval": (jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)),
+    "Linen module": (nn.Dense(2, dtype=jnp.float16), nn.Dense(3, dtype=jnp.float16)),
+    "text": ("a", "b"),
+    "text of NumPy": (np.str_("a"), np.str_("b")),
+    "bytes of NumPy": (np.bytes_(b"a"), np.bytes_(b"b")),
+    "array of text": (np.array(["a", "b"]), np.array(["a", "c"])),
+    "array of objects": (np.array([None, print]), np.array([None])),
+    "times": (np.array([1, 2], "M8[s]"), np.array([1, 3], "M8[s]")),
+    "differences in time": (np.array([1, 2], "m8[s]"), np.array([1, 2], "m8[ms]")),
+    "time": (np.datetime64("2020"), np.datetime64("2021")),
+    "record": (np.zeros(2, [("x", "f4")]), np.ones(2, [("x", "f4")])),
+    "choice": (Choice.FIRST, Choice.SECOND),
+    "constant": (Constant.NOTHING, Choice.FIRST),
+    "function": (jax.nn.relu, jnp.tanh),
+    "awkward": (Awkward(), Awkward()),
+    "elementwise": (Elementwise(), Elementwise()),
+}
+# What is one: with a NaN in it, a verdict sees it.
+NUMBERS = {
+    "Python": float("nan"),
+    "Python, complex": complex(0, float("nan")),
+    "Python, one's own": Rate("nan"),
+    "NumPy": np.full(2, np.nan, np.float16),
+    "NumPy's float64": np.float64("nan"),
+    "NumPy's float16": np.float16("nan"),
+    "NumPy's complex": np.complex64(complex(0, float("nan"))),
+    "bfloat16": ml_dtypes.bfloat16(float("nan")),
+    "float8": ml_dtypes.float8_e4m3fn(float("nan")),
+    "array of bfloat16": np.full(2, np.nan, ml_dtypes.bfloat16),
+    "weakly typed": jnp.asarray(float("nan")),
+}
+
+
+def of_itself(tree, function):
+    """A tree as each function gives it back that leaves alone what is not a gradient."""
+    if function in ("scale", "unscale"):
+        return getattr(jaxscale, function)(jaxscale.FixedLossScale(8).init(), tree)
+    if function == "noop":
+        return jaxscale.unscale(jaxscale.NoOpLossScale().init(), tree)
+    if function == "apply_updates":
+        return apply_updates(tree, jax.tree.map(lambda _: None, tree))
+    if function == "apply_gradients":
+        tx = jaxscale.loss_scaled(optax.sgd(1.0))
+        gradients = only_gradients(tree)
+        return jaxscale.apply_gradients(tx, gradients, tx.init(gradients), tree)[0]
+    return {
+        "map_gradients": lambda: map_gradients(lambda leaf: leaf * 2, tree),
+        "cast_like": lambda: cast_like(tree, tree),
+        "tree_where": lambda: jaxscale.tree_where(True, tree, tree),
+        "or else": lambda: jaxscale.tree_where(jnp.array(False), tree, tree),
+    }[function]()
+
+
+FUNCTIONS = ["scale", "unscale", "noop", "apply_updates", "apply_gradients", "map_gradients"]
+FUNCTIONS += ["cast_like", "tree_where", "or else"]
+
+
+@pytest.mark.parametrize("leaf", NOT_ARRAYS)
+def test_what_is_not_an_array_passes_through_everything(leaf):
+    leaf, other = NOT_ARRAYS[leaf]
+    tree = Pair(first={"w": jnp.ones(2), "leaf": leaf}, second=[leaf, None])
+    for function in FUNCTIONS:
+        passed = of_itself(tree, function)
+        assert type(passed) is Pair
+        assert passed.first["leaf"] is leaf, function
+        assert passed.second[0] is leaf, function
+        assert passed.first["w"].shape == (2,)
+    assert jax.tree.leaves(only_gradients(tree)) == [tree.first["w"]]
+    assert largest(tree, None) == 1
+    assert jaxscale.all_finite(tree)
+    assert not jaxscale.all_finite(tree._replace(second=[leaf, jnp.nan]))
+    for pred in (True, False):
+        with pytest.raises(TypeError, match=r"not arrays.*\.first\['leaf'\]"):
+            jaxscale.tree_where(pred, tree, Pair({"w": jnp.ones(2), "leaf": other}, [leaf, None]))
+
+
+@pytest.mark.parametrize("leaf", [np.array(["a", "b"]), np.array([None, 1]), np.str_("a"), (1, 2)])
+def test_what_is_not_an_array_is_compared_by_its_value(leaf):
+    def box(leaf):
+        return jax.tree_util.Partial(print, leaf) if isinstance(leaf, tuple) else leaf.copy()
+
+    if isinstance(leaf, np.str_):
+        first, second = np.str_("ab"[:1]), np.str_("a")
+    else:
+        first, second = box(leaf), box(leaf)
+    assert first is not second
+    chosen = jaxscale.tree_where(True, {"leaf": first}, {"leaf": second})["leaf"]
+    assert chosen is first or isinstance(leaf, tuple)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_of_every_type_are_gradients(number):
+    number = NUMBERS[number]
+    assert not jaxscale.all_finite({"w": jnp.ones(2), "number": number})
+    assert only_gradients([number])[0] is number
+    unscaled = jaxscale.unscale(jaxscale.FixedLossScale(8).init(), number)
+    assert isinstance(unscaled, jax.Array)
+    assert not jnp.isfinite(unscaled).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,11 +234,155 @@ def test_tree_where_takes_every_kind_of_leaf():
         assert chosen["float0"].dtype == jax.dtypes.float0
 
 
-def test_tree_where_lets_a_python_scalar_take_the_dtype_of_its_array():
-    chosen = jaxscale.tree_where(
-        True, {"step": 1, "x": 1.5}, {"step": jnp.int32(0), "x": jnp.bfloat16(0)}
-    )
-    assert avals(chosen) == {"step": "int32[]", "x": "bfloat16[]"}
+MEETING = ["bool", "int8", "uint8", "int32", "uint32", "float8_e5m2", "float16", "bfloat16"]
+MEETING += ["float32", "complex64"]
+# At the ends of the ranges, and beyond.
+PYTHON = [True, False, 0, 1, -1, 2, 127, 128, -128, -129, 255, 256, 2**31 - 1, 2**31, -(2**31)]
+PYTHON += [-(2**31) - 1, 2**32 - 1, 2**32, 2**40, 10**30, 10**400, 0.0, -0.0, 1.0, 2.0, 1.5, -1.0]
+PYTHON += [0.1, 127.5, 3e9, 61439.0, 61440.0, 65519.99, 65520.0, -65520.0, 1e10, 3.4028235e38, 1e39]
+PYTHON += [-1e300, float("inf"), float("-inf"), float("nan"), 1 + 0j, 1.5 + 0j, 1 + 2j]
+PYTHON += [complex(0, float("nan")), complex(1e39, 0)]
+
+
+def converted(number, dtype):
+    """What NumPy makes of a Python number, or ``None`` where that is another number."""
+    if isinstance(number, complex) and dtype.kind != "c":
+        if number.imag != 0:
+            return None
+        number = number.real
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if inexact and isinstance(number, int):
+                number = float(number)
+            there = np.asarray(number).astype(dtype)
+        except OverflowError:
+            return None
+        # Integers and bools are exact, and what rounds stays as finite as it was.
+        same = np.isfinite(there) == np.isfinite(number) if inexact else there.item() == number
+    return there if same else None
+
+
+@pytest.mark.parametrize("dtype", MEETING)
+def test_a_python_number_takes_the_dtype_of_the_array_it_meets(dtype):
+    array, dtype = jnp.ones((), dtype), jnp.dtype(dtype)
+    for number in PYTHON:
+        expected = converted(number, dtype)
+        for pred, (a, b) in itertools.product(
+            (True, False), ((number, array), (array, number), (np.asarray(array), number))
+        ):
+            if expected is None:
+                with pytest.raises(TypeError, match=r"\['x'\].*does not hold"):
+                    jaxscale.tree_where(pred, {"x": a}, {"x": b})
+                continue
+            chosen = jaxscale.tree_where(pred, {"x": a}, {"x": b})["x"]
+            assert avals(chosen) == avals(array)
+            right = expected if (a if pred else b) is number else np.asarray(array)
+            if right == right:
+                assert_same_bits(chosen, right)
+            else:  # of which there are several in float8
+                assert chosen != chosen
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_a_weakly_typed_array_takes_the_dtype_of_a_strongly_typed_one(transform):
+    weak = {"int32": jnp.asarray(3), "float32": jnp.asarray(3.0), "complex64": jnp.asarray(3 + 0j)}
+    kinds = [jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating]
+
+    def rank(dtype):
+        return [jnp.issubdtype(dtype, kind) for kind in kinds].index(True)
+
+    for (own, leaf), dtype in itertools.product(weak.items(), MEETING):
+        strong = jnp.ones((), dtype)
+        assert jax.typeof(leaf).weak_type
+        tree_where = transform(lambda pred, a, b, one=jaxscale.tree_where: one(pred, a, b))
+        for pred, (a, b) in itertools.product((True, False), ((leaf, strong), (strong, leaf))):
+            if rank(own) > rank(jnp.dtype(dtype)):
+                with pytest.raises(TypeError, match=r"dtypes.*the root"):
+                    tree_where(pred, a, b)
+                continue
+            chosen = tree_where(pred, a, b)
+            assert avals(chosen) == avals(strong)
+            assert chosen == jnp.asarray(3 if (a if pred else b) is leaf else 1, dtype)
+
+
+@pytest.mark.standard_promotion
+def test_two_python_numbers_become_what_jax_makes_of_them():
+    for a, b in itertools.product((True, 2, 1.5, 2j), repeat=2):
+        dtype = jnp.result_type(a, b)
+        for pred, expected in ((True, a), (False, b)):
+            assert_same_bits(jaxscale.tree_where(pred, a, b), jnp.asarray(expected, dtype))
+    for large in (2**31, 1e39):
+        with pytest.raises(TypeError, match="does not hold"):
+            jaxscale.tree_where(True, large, large)
+    with x64():
+        assert jaxscale.tree_where(True, 2**40, 1).item() == 2**40
+        assert avals(jaxscale.tree_where(True, 2**20, jnp.int32(1))) == "int32[]"
+
+
+@pytest.mark.parametrize("other", [1, 1.5, jnp.asarray(1), jnp.int32(1)])
+@pytest.mark.parametrize("leaf", [np.zeros((), jax.dtypes.float0), jax.random.key(0)])
+def test_what_holds_no_numbers_meets_none(leaf, other):
+    for a, b in ((leaf, other), (other, leaf)):
+        with pytest.raises(TypeError, match="dtypes"):
+            jaxscale.tree_where(True, a, b)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "float64", "complex128"])
+def test_the_largest_of_finite_numbers_is_finite(dtype):
+    most = np.finfo(np.float32).max
+    with x64():
+        info = np.finfo(dtype)
+        for number in (info.max, info.max / 4, 1.5, info.smallest_normal):
+            number = np.asarray(number, dtype) * (1 + 1j if "complex" in dtype else -1)
+            leaves = [np.asarray([number, 0 * number]), np.zeros((0, 2), dtype)]
+            assert jaxscale.all_finite(leaves)
+            expected = np.float32(min(np.hypot(number.real / 2, number.imag / 2), most / 2)) * 2
+            for find in (largest, jax.jit(largest, static_argnums=1)):
+                np.testing.assert_allclose(find(leaves, None), expected, rtol=1e-6)
+                assert avals(find(leaves, None)) == "float32[]"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "float64", "complex128"])
+@pytest.mark.parametrize("policy", ["preset", "quick", "class"])
+def test_no_finite_gradient_ruins_logmax_for_good(policy, dtype):
+    policy = {
+        "preset": presets.openseq2seq_logmax(),
+        "quick": presets.openseq2seq_logmax(beta1=0.0, beta2=0.0),
+        "class": presets.LogMaxLossScale(beta1=0.5),
+    }[policy]
+    with x64():
+        info = np.finfo(dtype)
+        extremes = [info.max, info.max, info.smallest_normal, info.smallest_subnormal, 0, 1.0]
+        numbers = [n * (1 + 1j) if "complex" in dtype else n for n in extremes]
+        update, state = jax.jit(policy.update), policy.init()
+        for number in [*numbers, np.inf, *numbers, *[0.25] * 3]:
+            state, _ = update(state, {"w": jnp.asarray([0.125, number], dtype)})
+            assert all(jnp.isfinite(field) for field in state)
+            assert avals(state) == avals(policy.init())
+
+
+def test_shapes_may_be_symbols():
+    policy = presets.openseq2seq_logmax()
+    (rows,) = export.symbolic_shape("rows")
+
+    def step(pred, params, grads):
+        state = policy.observe(policy.init(), grads, pred)
+        unscaled = jaxscale.unscale(jaxscale.FixedLossScale(8).init(), grads)
+        moved = apply_updates(params, unscaled)
+        return state, cast_like(jaxscale.tree_where(pred, moved, params), params)
+
+    def sizes(rows):
+        return rows, rows - 1, 2 * rows  # of which the second may be 0
+
+    shapes = [jax.ShapeDtypeStruct((size, 2), jnp.float32) for size in sizes(rows)]
+    exported = export.export(jax.jit(step))(jax.ShapeDtypeStruct((), jnp.bool_), shapes, shapes)
+    for number in (1, 3):
+        params = [jnp.ones((size, 2)) for size in sizes(number)]
+        state, moved = exported.call(jnp.array(True), params, [-16 * leaf for leaf in params])
+        assert all((leaf == -1).all() for leaf in moved)
+        np.testing.assert_allclose(state.x_hat, 4 * (1 - policy.beta1), rtol=1e-5)
 
 
 def test_tree_where_under_vmap():

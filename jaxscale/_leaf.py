@@ -1,0 +1,103 @@
+"""What a leaf of a tree is, an array, a number or neither, and which dtype holds it."""
+
+import enum
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# From the lowest to the highest, as JAX promotes them.
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+# How strongly an array is typed that is neither a Python number nor weakly typed.
+STRONG = 2
+
+
+def is_array(leaf: Any) -> bool:
+    """Returns whether a leaf is an array to JAX, or a number.
+
+    It is decided by type, as much else has a ``dtype``: scalar types, modules, avals. An array
+    of numbers that JAX does not hold counts as one, so that JAX refuses it.
+    """
+    if isinstance(leaf, jax.Array):
+        return True
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        dtype = leaf.dtype
+        # NumPy counts differences in time among the integers.
+        return dtype == jax.dtypes.float0 or (_kind(dtype) is not None and dtype.kind != "m")
+    return is_python_number(leaf)
+
+
+def is_python_number(leaf: Any) -> bool:
+    """Returns whether a leaf is a number without a dtype."""
+    # A member of an enumeration is a choice, even where it is an int to Python. NumPy's float64
+    # is a Python float, but it has a dtype.
+    number = isinstance(leaf, (bool, int, float, complex))
+    return number and not isinstance(leaf, (enum.Enum, np.generic))
+
+
+def _kind(dtype: Any) -> int | None:
+    """Returns the rank of a kind of numbers, or ``None`` of a dtype that holds none."""
+    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Returns whether a leaf is a floating or complex array or number."""
+    return is_array(leaf) and jnp.issubdtype(dtype_of(leaf), jnp.inexact)
+
+
+def dtype_of(leaf: Any) -> Any:
+    """Returns the dtype that an array or number has in JAX."""
+    return leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Returns whether two leaves that are not arrays are the same, or of one type and equal."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    try:
+        if isinstance(a, np.ndarray):  # of text or objects
+            return a.dtype == b.dtype and np.array_equal(a, b)
+        return bool(a == b)
+    except Exception:  # what compares element by element, or not at all
+        return False
+
+
+def strength(leaf: Any) -> int:
+    """Returns how strongly an array is typed: a Python number least, ``STRONG`` most."""
+    if is_python_number(leaf):
+        return 0
+    return 1 if isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type else STRONG
+
+
+def takes(leaf: Any, dtype: Any) -> bool:
+    """Returns whether an array may take a dtype: its own, or if weakly typed one not lower."""
+    own, kind = dtype_of(leaf), _kind(dtype)
+    if own == dtype or strength(leaf) == STRONG or kind is None:
+        return own == dtype
+    return kind >= (_kind(own) or 0)
+
+
+def holds(dtype: Any, number: Any) -> bool:
+    """Returns whether a dtype holds a Python number: exactly, or of floating dtypes rounded."""
+    kind = _kind(dtype)
+    if kind is None or (kind < 3 and number.imag != 0):
+        return False
+    if kind < 2:
+        least, most = (0, 1) if kind == 0 else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+        return least <= number.real <= most and number.real == int(number.real)
+    most, eps = float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).eps)
+    overflow = most + eps / 2 * 2.0 ** (math.frexp(most)[1] - 1)  # from here on it rounds to inf
+    return not any(overflow <= abs(part) < math.inf for part in (number.real, number.imag))
+
+
+def as_array(number: Any, dtype: Any) -> np.ndarray:
+    """Returns a Python number as an array of a dtype that holds it."""
+    # By NumPy, as JAX takes a Python number for an int32 or a float32 first.
+    kind = _kind(dtype) or 0
+    number = (bool, int, float, complex)[kind](number if kind == 3 else number.real)
+    return np.asarray(number, dtype)
