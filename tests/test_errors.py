@@ -352,8 +352,8 @@ CASES = {
         lambda: jaxscale.apply_gradients(
             jaxscale.loss_scaled(optax.sgd(0.1)), W, {"w": W}, OPT_STATE
         ),
-        ValueError,
-        r"apply_gradients\(grads=.*structure of `params`.*\(tx, grads, opt_state, params\)",
+        TypeError,
+        r"update\(state=.*got dict.*order of arguments is \(grads, opt_state, params\)",
     ),
     "arguments of update swapped": (
         lambda: jaxscale.loss_scaled(optax.sgd(0.1)).update(W, {"w": W}, OPT_STATE),
