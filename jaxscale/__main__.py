@@ -1,9 +1,9 @@
-"""``python -m jaxscale doctor package.module:function``."""
+"""`python -m jaxscale doctor package.module:function`."""
 
 import os
 import sys
 
-from ._doctor import main
+from ._doctor.cli import main
 
 _EXCESS = "--xla_allow_excess_precision"
 

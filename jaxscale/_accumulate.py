@@ -12,17 +12,17 @@ from ._tree import cast, leaf_name, only_gradients
 
 
 class MultiStepsState(NamedTuple):
-    """What :func:`jaxscale.multi_steps` carries from one micro-batch to the next.
+    """What `jaxscale.multi_steps` carries from one micro-batch to the next.
 
-    The names are those of ``optax.MultiStepsState``.
+    The names are those of `optax.MultiStepsState`.
 
     Attributes:
-      mini_step: ``i32[]``, micro-batches of this window so far, dropped ones included.
-      gradient_step: ``i32[]``, optimizer steps made so far.
-      counted: ``i32[]``, micro-batches of this window that are in ``acc_grads``.
+      mini_step: `i32[]`, micro-batches of this window so far, dropped ones included.
+      gradient_step: `i32[]`, optimizer steps made so far.
+      counted: `i32[]`, micro-batches of this window that are in `acc_grads`.
       acc_grads: the sum of their gradients, divided by the length of the window; in
         float32 or wider, with the structure of the parameters.
-      acc_value: ``f32[]``, the same of their losses, 0 if none was passed as ``value``.
+      acc_value: `f32[]`, the same of their losses, 0 if none was passed as `value`.
       inner_opt_state: the state of the wrapped transformation.
 
     Example:
@@ -89,7 +89,7 @@ class Window:
     def mean(self, state: MultiStepsState, grads: Any) -> tuple[Any, Callable[[Any], Any]]:
         """Returns what is stored of the window, and what makes of it the mean gradients.
 
-        Leaves that are not gradients have no mean: they are those of ``grads``.
+        Leaves that are not gradients have no mean: they are those of `grads`.
         """
         ratio = self._ratio(state)
 
@@ -102,7 +102,7 @@ class Window:
         return state.acc_grads, mean
 
     def mean_value(self, state: MultiStepsState) -> jax.Array:
-        """Returns the mean loss of the micro-batches that counted, an ``f32[]``."""
+        """Returns the mean loss of the micro-batches that counted, an `f32[]`."""
         return saturated(state.acc_value * self._ratio(state))
 
     def close(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 def finite_number(call: str, name: str, value: Any) -> float:
-    """Returns ``value`` as a finite Python float, or raises an error that names it."""
+    """Returns `value` as a finite Python float, or raises an error that names it."""
     given = f"`{call}({name}=...)` must be a finite number, got {value!r}"
     if isinstance(value, bool):  # a bool is an int to Python, and would pass for 1.0
         raise ValueError(f"{given}. Pass a number such as 2.0**15.")
@@ -26,7 +26,7 @@ def finite_number(call: str, name: str, value: Any) -> float:
 
 
 def positive(call: str, name: str, value: Any) -> float:
-    """Returns ``value`` as a finite Python float above 0."""
+    """Returns `value` as a finite Python float above 0."""
     value = finite_number(call, name, value)
     if not value > 0:
         raise ValueError(f"`{call}({name}=...)` must be above 0, got {value}.")
@@ -34,7 +34,7 @@ def positive(call: str, name: str, value: Any) -> float:
 
 
 def normal_float32(call: str, name: str, value: Any) -> float:
-    """Returns ``value`` as a positive float that float32 holds as a normal number."""
+    """Returns `value` as a positive float that float32 holds as a normal number."""
     value = finite_number(call, name, value)
     info = jnp.finfo(jnp.float32)
     low, high = float(info.smallest_normal), float(info.max)
@@ -47,7 +47,7 @@ def normal_float32(call: str, name: str, value: Any) -> float:
 
 
 def power_of_two(call: str, name: str, value: Any) -> int:
-    """Returns the exponent of ``value``, a power of two that float32 holds."""
+    """Returns the exponent of `value`, a power of two that float32 holds."""
     value = normal_float32(call, name, value)
     mantissa, exponent = math.frexp(value)
     if mantissa != 0.5:
@@ -59,7 +59,7 @@ def power_of_two(call: str, name: str, value: Any) -> int:
 
 
 def growth_factor(call: str, name: str, value: Any) -> float:
-    """Returns ``value`` as a float above 1."""
+    """Returns `value` as a float above 1."""
     value = finite_number(call, name, value)
     if not value > 1:
         raise ValueError(
@@ -70,7 +70,7 @@ def growth_factor(call: str, name: str, value: Any) -> float:
 
 
 def backoff_factor(call: str, name: str, value: Any) -> float:
-    """Returns ``value`` as a float between 0 and 1."""
+    """Returns `value` as a float between 0 and 1."""
     value = finite_number(call, name, value)
     if not 0 < value < 1:
         raise ValueError(
@@ -81,7 +81,7 @@ def backoff_factor(call: str, name: str, value: Any) -> float:
 
 
 def int32(call: str, name: str, value: Any, least: int = 1, unit: str = "steps") -> int:
-    """Returns ``value`` as a Python int that is at least ``least`` and fits in an int32."""
+    """Returns `value` as a Python int that is at least `least` and fits in an int32."""
     given = f"`{call}({name}=...)` must be an integer, at least {least}, got {value!r}"
     if isinstance(value, bool):
         raise ValueError(f"{given}. It counts {unit}.")
@@ -95,7 +95,7 @@ def int32(call: str, name: str, value: Any, least: int = 1, unit: str = "steps")
 
 
 def one_of(call: str, name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    """Returns ``value`` if it is one of a few values, of the same type."""
+    """Returns `value` if it is one of a few values, of the same type."""
     for choice in choices:
         if type(value) is type(choice) and value == choice:
             return choice
@@ -105,12 +105,12 @@ def one_of(call: str, name: str, value: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def and_more(items: Sequence[Any], most: int) -> list[str]:
-    """Returns what a list ends with that shows only its first ``most`` items, or nothing."""
+    """Returns what a list ends with that shows only its first `most` items, or nothing."""
     return [f"and {len(items) - most} more"] if len(items) > most else []
 
 
 def scalar_bool(call: str, name: str, value: Any) -> jax.Array:
-    """Returns ``value`` as a ``bool[]`` array, or raises a ``TypeError``."""
+    """Returns `value` as a `bool[]` array, or raises a `TypeError`."""
     if getattr(value, "dtype", type(value)) not in (bool, jnp.bool_) or jnp.shape(value):
         got = type(value).__name__
         if hasattr(value, "dtype"):

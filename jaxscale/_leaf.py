@@ -18,7 +18,7 @@ STRONG = 2
 def is_array(leaf: Any) -> bool:
     """Returns whether a leaf is an array to JAX, or a number.
 
-    It is decided by type, as much else has a ``dtype``: scalar types, modules, avals. An array
+    It is decided by type, as much else has a `dtype`: scalar types, modules, avals. An array
     of numbers that JAX does not hold counts as one, so that JAX refuses it.
     """
     if isinstance(leaf, jax.Array):
@@ -39,7 +39,7 @@ def is_python_number(leaf: Any) -> bool:
 
 
 def _kind(dtype: Any) -> int | None:
-    """Returns the rank of a kind of numbers, or ``None`` of a dtype that holds none."""
+    """Returns the rank of a kind of numbers, or `None` of a dtype that holds none."""
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
 
 
@@ -68,7 +68,7 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 def strength(leaf: Any) -> int:
-    """Returns how strongly an array is typed: a Python number least, ``STRONG`` most."""
+    """Returns how strongly an array is typed: a Python number least, `STRONG` most."""
     if is_python_number(leaf):
         return 0
     return 1 if isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type else STRONG

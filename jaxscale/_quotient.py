@@ -25,7 +25,7 @@ _QUOTIENTS: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], weakref.ref[Any]
 
 
 def remember(leaf: Any, dividend: Any, divisor: Any) -> None:
-    """Notes that ``leaf`` is ``dividend`` divided by ``divisor``, if all are traced."""
+    """Notes that `leaf` is `dividend` divided by `divisor`, if all are traced."""
     if all(isinstance(each, Tracer) for each in (leaf, dividend, divisor)):
         key = id(leaf)
         own = weakref.ref(leaf, lambda _: _QUOTIENTS.pop(key, None))
@@ -33,7 +33,7 @@ def remember(leaf: Any, dividend: Any, divisor: Any) -> None:
 
 
 def recall(leaf: Any) -> Quotient | None:
-    """Returns what ``leaf`` is a quotient of, or ``None`` if that is not known."""
+    """Returns what `leaf` is a quotient of, or `None` if that is not known."""
     found = [each() for each in _QUOTIENTS.get(id(leaf), ())]
     if not found or found[0] is not leaf or any(each is None for each in found):
         return None

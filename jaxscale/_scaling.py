@@ -19,14 +19,14 @@ from ._tree import map_gradients, widen
 
 
 def is_loss_scaled(node: Any) -> bool:
-    """Returns whether a node of a tree is a ``LossScaledState``."""
+    """Returns whether a node of a tree is a `LossScaledState`."""
     return isinstance(node, LossScaledState)
 
 
 def find_scaling(call: str, tree: Any) -> Any:
     """Returns the one loss scale state in a tree, as arrays.
 
-    That in a ``LossScaledState`` is one whatever its type, any other one by its type.
+    That in a `LossScaledState` is one whatever its type, any other one by its type.
     """
 
     def is_scaling(node: Any) -> bool:
@@ -47,10 +47,10 @@ def find_one(call: str, argument: str, tree: Any) -> Any:
 def scale(state: Any, tree: Any) -> Any:
     """Returns a tree multiplied by the loss scale.
 
-    To scale a loss by hand; :func:`jaxscale.value_and_grad` needs no such call.
+    To scale a loss by hand; `jaxscale.value_and_grad` needs no such call.
 
     Args:
-      state: a :class:`LossScaleState`, or a tree that holds exactly one.
+      state: a `LossScaleState`, or a tree that holds exactly one.
       tree: a pytree, such as a loss.
 
     Returns:
@@ -58,7 +58,7 @@ def scale(state: Any, tree: Any) -> Any:
       float16 and bfloat16 leaves come back as float32. Other leaves are untouched.
 
     Raises:
-      ValueError: if ``state`` holds no loss scale, or several, or those of a population.
+      ValueError: if `state` holds no loss scale, or several, or those of a population.
 
     Example:
       >>> import jax.numpy as jnp
@@ -78,17 +78,17 @@ def unscale(state: Any, tree: Any) -> Any:
     Pass the state that the gradients were scaled with, not the updated one.
 
     Args:
-      state: a :class:`LossScaleState`, or a tree that holds exactly one.
+      state: a `LossScaleState`, or a tree that holds exactly one.
       tree: a pytree of scaled gradients.
 
     Returns:
       The tree with its floating and complex leaves divided, in float32 or wider: float16
       and bfloat16 leaves come back as float32, where small gradients do not underflow
       again; float32, float64 and complex ones keep their dtype. Other leaves, and
-      whatever is under a key ``_overwrite_with_gradient``, are untouched.
+      whatever is under a key `_overwrite_with_gradient`, are untouched.
 
     Raises:
-      ValueError: if ``state`` holds no loss scale, or several, or those of a population.
+      ValueError: if `state` holds no loss scale, or several, or those of a population.
 
     Example:
       >>> import jax.numpy as jnp

@@ -16,17 +16,17 @@ def step_if(
     operand: Any,
     skipped: Callable[[Any], Any],
 ) -> Any:
-    """Returns ``step(operand)`` where ``pred`` holds, and what ``skipped`` says elsewhere.
+    """Returns `step(operand)` where `pred` holds, and what `skipped` says elsewhere.
 
     Args:
-      pred: a ``bool[]``.
+      pred: a `bool[]`.
       step: the computation to select; it is traced once.
-      operand: a tree of arrays that may be non-finite where ``pred`` does not hold.
-      skipped: called with a tree of the shapes and dtypes of ``step(operand)``, returns
+      operand: a tree of arrays that may be non-finite where `pred` does not hold.
+      skipped: called with a tree of the shapes and dtypes of `step(operand)`, returns
         the values to take instead.
 
     Returns:
-      A tree of arrays with the avals of ``step(operand)``.
+      A tree of arrays with the avals of `step(operand)`.
     """
 
     def select(branches: jax.Array, step: Callable[[Any], Any]) -> Any:

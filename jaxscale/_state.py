@@ -14,16 +14,16 @@ from ._tree import map_gradients, widen
 class LossScaleState(NamedTuple):
     """What a loss scale carries from one step to the next.
 
-    A ``NamedTuple`` of arrays and nothing else, so that ``jit``, ``scan``, ``vmap``,
-    donation, checkpoints, ``optax.tree.get(state, "loss_scale")`` and ``optax.tree.set``
+    A `NamedTuple` of arrays and nothing else, so that `jit`, `scan`, `vmap`,
+    donation, checkpoints, `optax.tree.get(state, "loss_scale")` and `optax.tree.set`
     work with no code of their own. How it moves is the business of a
-    :class:`jaxscale.LossScale`, which also makes the first one: ``loss_scale.init()``.
+    `jaxscale.LossScale`, which also makes the first one: `loss_scale.init()`.
 
     Attributes:
-      loss_scale: ``f32[]``, what the next loss is scaled by.
-      growth_tracker: ``i32[]``, finite steps in a row that count towards growth. Below 0
+      loss_scale: `f32[]`, what the next loss is scaled by.
+      growth_tracker: `i32[]`, finite steps in a row that count towards growth. Below 0
         while a policy lets some pass uncounted.
-      hysteresis_tracker: ``i32[]``, non-finite steps still tolerated before a backoff.
+      hysteresis_tracker: `i32[]`, non-finite steps still tolerated before a backoff.
 
     Example:
       >>> import jaxscale
@@ -65,7 +65,7 @@ def healed(loss_scale: jax.Array, init_scale: float) -> jax.Array:
 def is_policy_state(node: Any) -> bool:
     """Returns whether a node of a tree is the state of a policy, which its type says.
 
-    A field called ``loss_scale`` says nothing: parameters, carries and logs have them too.
+    A field called `loss_scale` says nothing: parameters, carries and logs have them too.
     """
     marked = getattr(type(node), "is_loss_scale_state", False) is True
     return marked and hasattr(node, "_fields")
@@ -87,7 +87,7 @@ def policy_state(call: str, state: Any, kind: type = object, grads: Any = None) 
     """Returns the state that a policy was given, as arrays, or raises what to give instead.
 
     Args:
-      call: the method, such as ``DynamicLossScale.update``.
+      call: the method, such as `DynamicLossScale.update`.
       state: what it was given for a state.
       kind: the type that it must have.
       grads: what it was given for gradients.
@@ -112,7 +112,7 @@ def policy_state(call: str, state: Any, kind: type = object, grads: Any = None) 
 
 
 def check_alone(given: str, state: Any) -> None:
-    """Raises a ``ValueError`` if a state is that of several members of a population."""
+    """Raises a `ValueError` if a state is that of several members of a population."""
     shape = jnp.shape(getattr(state, "loss_scale", 0.0))
     if shape != ():
         raise ValueError(
@@ -198,7 +198,7 @@ def representable(loss_scale: jax.Array, dtype: Any) -> jax.Array:
 
 
 def find(call: str, tree: Any, matches: Callable[[Any], bool], what: str) -> Any:
-    """Returns the one node of a tree that ``matches``, or raises what was found where."""
+    """Returns the one node of a tree that `matches`, or raises what was found where."""
     found = [
         (jax.tree_util.keystr(path) or "the tree itself", node)
         for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches)

@@ -21,18 +21,18 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
     """Returns a tree as nested dicts of NumPy arrays, with a version. Waits for the device.
 
     Args:
-      tree: an ``opt_state``, a ``TrainState``, a dict of such, or another container, of
+      tree: an `opt_state`, a `TrainState`, a dict of such, or another container, of
         numbers and arrays, typed keys included, that this process can read whole.
 
     Returns:
-      ``{"version": 1, ...}``: fields by their names, dicts by their keys as strings,
-      tuples and lists by ``"0"``, ``"1"`` and so on. Arrays are copies, typed keys are
-      their key data, ``None`` stays, and what else is empty is ``{}``. An array in a
+      `{"version": 1, ...}`: fields by their names, dicts by their keys as strings,
+      tuples and lists by `"0"`, `"1"` and so on. Arrays are copies, typed keys are
+      their key data, `None` stays, and what else is empty is `{}`. An array in a
       variable of Flax NNX is written as one without.
 
     Raises:
       TypeError: if a leaf is no array or number, or is traced.
-      ValueError: if the outermost container is none, or has a child named ``version``.
+      ValueError: if the outermost container is none, or has a child named `version`.
 
     Example:
       >>> import jaxscale
@@ -54,26 +54,26 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
 
 
 def from_state_dict(target: Any, state_dict: Any) -> Any:
-    """Returns a tree like ``target`` with the numbers of a dictionary.
+    """Returns a tree like `target` with the numbers of a dictionary.
 
     Args:
-      target: a tree of the structure to come back, such as a fresh ``tx.init(params)``.
-      state_dict: what :func:`to_state_dict` returned, in this or an earlier version; or
-        what ``flax.serialization.to_state_dict`` returned, or orbax restored without a
-        target. Without ``"version"`` it is taken for version 1.
+      target: a tree of the structure to come back, such as a fresh `tx.init(params)`.
+      state_dict: what `to_state_dict` returned, in this or an earlier version; or
+        what `flax.serialization.to_state_dict` returned, or orbax restored without a
+        target. Without `"version"` it is taken for version 1.
 
     Returns:
-      A tree with the structure, avals and weak types of ``target`` and the shardings of
+      A tree with the structure, avals and weak types of `target` and the shardings of
       those of its arrays that are committed to devices, so that no step compiles anew. In
-      jaxscale's own states, a field that ``state_dict`` lacks, or has as ``None``, keeps
-      the value of ``target``, and a field that ``target`` lacks is ignored, so that
-      states of other versions and of other policies can be read. ``inner_state``,
-      ``inner_opt_state`` and ``counted`` have no default; they, and all that is not
+      jaxscale's own states, a field that `state_dict` lacks, or has as `None`, keeps
+      the value of `target`, and a field that `target` lacks is ignored, so that
+      states of other versions and of other policies can be read. `inner_state`,
+      `inner_opt_state` and `counted` have no default; they, and all that is not
       jaxscale's own, must match. A saved loss scale wins over the policy's;
-      ``opt_state._replace(scaling=policy.init())`` starts it anew.
+      `opt_state._replace(scaling=policy.init())` starts it anew.
 
-      Where ``target`` has variables of Flax NNX, so has the tree, and where it has arrays, it
-      has arrays, whichever were saved. Into an optimizer ``nnx.update`` puts either::
+      Where `target` has variables of Flax NNX, so has the tree, and where it has arrays, it
+      has arrays, whichever were saved. Into an optimizer `nnx.update` puts either::
 
           fresh = optimizer.opt_state  # of an nnx.Optimizer(model, tx, wrt=nnx.Param)
           nnx.update(fresh, nnx.state(jaxscale.from_state_dict(fresh, saved)))
@@ -81,9 +81,9 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
 
     Raises:
       ValueError: if keys are missing or unknown, with their paths; if a shape differs, or
-        a number has no equal in the dtype of ``target``; or if a later version wrote it.
+        a number has no equal in the dtype of `target`; or if a later version wrote it.
       TypeError: if a leaf is no array or number, or is traced; or if it is of another
-        kind than that of ``target``, as a float is for an integer.
+        kind than that of `target`, as a float is for an integer.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -157,7 +157,7 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
 
 
 def _flatten(node: Any) -> tuple[dict[str, Any] | None, Any]:
-    """Returns the children of a node by name, ``None`` for a leaf, and how to rebuild it."""
+    """Returns the children of a node by name, `None` for a leaf, and how to rebuild it."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda child: child is not node
     )
@@ -218,7 +218,7 @@ def _data(given: str, leaf: Any) -> Any:
 
 
 def _like(path: str, target: Any, leaf: Any) -> Any:
-    """Returns the numbers of a leaf as ``target`` has its own: type, aval and sharding."""
+    """Returns the numbers of a leaf as `target` has its own: type, aval and sharding."""
     given = _at("state_dict", path)
     like, values = _data(_at("target", path), target), np.array(_data(given, leaf))
     if values.shape != np.shape(like):

@@ -1,7 +1,7 @@
 """One step of an optimizer under a loss scale.
 
-:func:`jaxscale.loss_scaled` and the other wrappers of an optimizer are a :class:`Wrapper` each,
-which says what they were called with. Its ``update`` and ``apply`` make one step, in this order:
+`jaxscale.loss_scaled` and the other wrappers of an optimizer are a `Wrapper` each,
+which says what they were called with. Its `update` and `apply` make one step, in this order:
 
 1. *Verdict.* Whether all gradients are finite, and the loss, if it was passed: one pass over the
    gradients, and all devices agree. It is on the gradients and not on the updates, as clipping by
@@ -24,10 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from ._accumulate import MultiStepsState, Window
-from ._clip import clip_by_global_norm, global_norm
-from ._finite import agree, all_finite, nans_are_errors, read
-from ._loss_scale import LossScale
-from ._nonfinite_leaves import flags_by_leaf, last_flags
+from ._policies.base import LossScale
 from ._skip import step_if
 from ._state import LossScaleState, divided_again
 from ._tree import (
@@ -36,29 +33,38 @@ from ._tree import (
     cast,
     cast_like,
     map_gradients,
-    only_gradients,
     tree_where,
     varying_axes,
     widen,
 )
+from ._verdict import (
+    agree,
+    all_finite,
+    clip_by_global_norm,
+    flags_by_leaf,
+    global_norm,
+    last_flags,
+    nans_are_errors,
+    read,
+)
 
 
 class LossScaledState(NamedTuple):
-    """What :func:`loss_scaled` carries from one step to the next.
+    """What `loss_scaled` carries from one step to the next.
 
     Attributes:
       scaling: the state of the loss scale.
-      inner_state: the state of the wrapped transformation; inside a ``MultiStepsState``
-        if gradients are accumulated by :func:`multi_steps`.
-      grads_finite: ``bool[]``, whether the last step was applied, or the last
+      inner_state: the state of the wrapped transformation; inside a `MultiStepsState`
+        if gradients are accumulated by `multi_steps`.
+      grads_finite: `bool[]`, whether the last step was applied, or the last
         micro-batch counted.
-      notfinite_count: ``i32[]``, steps skipped in a row, up to now.
-      total_notfinite: ``i32[]``, steps skipped since ``init``.
-      total_notfinite_loss: ``i32[]``, those of them whose loss itself was not finite.
-      total_steps: ``i32[]``, steps since ``init``, skipped or not.
-      nonfinite_leaves: ``None``, or with ``track_leaves=True`` which leaves the last
-        overflow was in: a tree with the structure of the parameters, a ``bool[]`` for each
-        gradient. :func:`jaxscale.metrics` and :func:`jaxscale.check` name them.
+      notfinite_count: `i32[]`, steps skipped in a row, up to now.
+      total_notfinite: `i32[]`, steps skipped since `init`.
+      total_notfinite_loss: `i32[]`, those of them whose loss itself was not finite.
+      total_steps: `i32[]`, steps since `init`, skipped or not.
+      nonfinite_leaves: `None`, or with `track_leaves=True` which leaves the last
+        overflow was in: a tree with the structure of the parameters, a `bool[]` for each
+        gradient. `jaxscale.metrics` and `jaxscale.check` name them.
 
     Counters stay at their largest value instead of wrapping around.
 
@@ -144,7 +150,7 @@ class Wrapper:
         *,
         applies: bool,
     ) -> tuple[Any, LossScaledState]:
-        """Returns the updates, or with ``applies`` the parameters, and the next state."""
+        """Returns the updates, or with `applies` the parameters, and the next state."""
         state = _checked_state(state)
         _check_loss(value)
         if not self.skips:
@@ -351,31 +357,37 @@ def _count(event: jax.Array, counter: jax.Array) -> jax.Array:
 
 
 def _no_updates(like: optax.Updates, grads: optax.Updates) -> optax.Updates:
-    """Returns updates that change nothing, with the types of ``like``.
+    """Returns updates that change nothing, with the types of `like`.
 
     Args:
       like: updates, or their shapes and dtypes.
       grads: gradients, which varied along the same mesh axes as the updates do.
     """
-    gradients = jax.tree.leaves(only_gradients(grads))
+    sources = jax.tree.leaves(grads)
+    if jax.tree.structure(like) == jax.tree.structure(grads):
+        pairs = zip(jax.tree.leaves(like), sources, strict=True)
+    else:
+        pairs = ((leaf, None) for leaf in jax.tree.leaves(like))
+    return jax.tree.unflatten(
+        jax.tree.structure(like), [_no_update(leaf, grad, sources) for leaf, grad in pairs]
+    )
 
-    def no_update(leaf: Any) -> jax.Array:
-        # Minus zero: adding it keeps the bits of every number, whereas -0.0 + 0.0 is 0.0. Of
-        # a complex number, both parts.
-        is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-        zero = complex(-0.0, -0.0) if is_complex else -0.0
-        if isinstance(leaf, jax.Array):
-            return jax.lax.full_like(leaf, zero)
-        # On a mesh an update has a type that its shape and dtype do not tell, and that a bare
-        # constant has not: along which axes it varies. A selection from a gradient has it, and
-        # folds to the constant.
-        alike = [grad for grad in gradients if jnp.shape(grad) == leaf.shape]
-        if not gradients:
-            return jnp.full(leaf.shape, zero, leaf.dtype)
-        source = alike[0] if alike else jnp.sum(gradients[0])
-        return jnp.broadcast_to(_constant_like(cast(source, leaf.dtype), zero), leaf.shape)
 
-    return jax.tree.map(no_update, like)
+def _no_update(leaf: Any, grad: Any, grads: list[Any]) -> jax.Array:
+    # Minus zero: adding it keeps the bits of every number, whereas -0.0 + 0.0 is 0.0. Of
+    # a complex number, both parts.
+    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+    zero = complex(-0.0, -0.0) if is_complex else -0.0
+    if isinstance(leaf, jax.Array):
+        return jax.lax.full_like(leaf, zero)
+    # On a mesh an update has a type that its shape and dtype do not tell, and that a bare
+    # constant has not: along which axes it varies. A selection from a gradient has it, and
+    # folds to the constant. Its own gradient has it for sure; one of its shape, or else any.
+    known = [each for each in (grad, *grads) if each is not None]
+    alike = [each for each in known if jnp.shape(each) == leaf.shape]
+    source = alike[0] if alike else jnp.sum(known[0])
+    source = source.real if jnp.iscomplexobj(source) and not is_complex else source
+    return jnp.broadcast_to(_constant_like(cast(source, leaf.dtype), zero), leaf.shape)
 
 
 def _constant_like(leaf: jax.Array, value: complex) -> jax.Array:

@@ -1,7 +1,7 @@
 """Which leaves of a tree are gradients, and which of two trees to keep.
 
 Nothing here knows of loss scales. The leaf rules stand here once: only inexact leaves
-(floating and complex) are gradients; ``None``, ``float0``, integers, bools, typed PRNG
+(floating and complex) are gradients; `None`, `float0`, integers, bools, typed PRNG
 keys and whatever is not an array at all pass through.
 """
 
@@ -44,19 +44,19 @@ def _is_gradient(path: tuple[Any, ...], leaf: Any) -> bool:
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """Returns the path of a leaf as ``params/Dense_0/kernel``."""
+    """Returns the path of a leaf as `params/Dense_0/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "the root"
 
 
 def map_gradients(fun: Callable[[Any], Any], tree: Any) -> Any:
-    """Returns ``tree`` with ``fun`` applied to the leaves that are gradients."""
+    """Returns `tree` with `fun` applied to the leaves that are gradients."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: fun(leaf) if _is_gradient(path, leaf) else leaf, tree
     )
 
 
 def only_gradients(tree: Any) -> Any:
-    """Returns ``tree`` with ``None`` for every leaf that is not a gradient."""
+    """Returns `tree` with `None` for every leaf that is not a gradient."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if _is_gradient(path, leaf) else None, tree
     )
@@ -73,7 +73,7 @@ def widen(leaf: Any) -> jax.Array:
 def cast(leaf: Any, dtype: Any) -> Any:
     """Returns a leaf as a strongly typed array of a dtype.
 
-    Leaves of dtypes that hold no numbers, typed keys and ``float0``, stay as they are.
+    Leaves of dtypes that hold no numbers, typed keys and `float0`, stay as they are.
     """
     if _has_dtype(leaf, dtype):
         return leaf
@@ -92,10 +92,10 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 
 def split(params: Any, grads: Any) -> tuple[Any, Any]:
-    """Returns the parameters that have a gradient, and the others, each with ``None`` elsewhere.
+    """Returns the parameters that have a gradient, and the others, each with `None` elsewhere.
 
     What has none may be a function or a text, which cannot be selected or compiled. Gradients
-    of another structure, as ``optax.lookahead`` takes them, are for parameters that are arrays.
+    of another structure, as `optax.lookahead` takes them, are for parameters that are arrays.
     """
 
     def having(gradient: bool) -> Any:
@@ -117,7 +117,7 @@ def split(params: Any, grads: Any) -> tuple[Any, Any]:
 
 
 def joined(trained: Any, rest: Any) -> Any:
-    """Returns the tree that was :func:`split`."""
+    """Returns the tree that was `split`."""
     return jax.tree.map(
         lambda param, other: other if param is None else param, trained, rest, is_leaf=_is_none
     )
@@ -128,10 +128,10 @@ def _is_none(leaf: Any) -> bool:
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-    """Returns ``optax.apply_updates(params, updates)``, for every kind of leaf.
+    """Returns `optax.apply_updates(params, updates)`, for every kind of leaf.
 
     The sum is taken in float32 or wider and rounded once. A leaf stays as it is if it is
-    not an array, or if its update is ``None`` or a ``float0``, as it is of what has no
+    not an array, or if its update is `None` or a `float0`, as it is of what has no
     gradient: integers, bools, typed keys.
     """
 
@@ -145,7 +145,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 
 def addable(updates: Any, params: Any) -> Any:
-    """Returns updates in dtypes that ``optax.apply_updates`` can add to the parameters.
+    """Returns updates in dtypes that `optax.apply_updates` can add to the parameters.
 
     Numbers of 8 bits and less promote to nothing else: their updates take their dtype.
     """
@@ -161,9 +161,9 @@ def addable(updates: Any, params: Any) -> Any:
 
 
 def varying_axes(tree: Any) -> set[Any]:
-    """Returns the mesh axes along which gradients in a tree may differ, inside ``shard_map``.
+    """Returns the mesh axes along which gradients in a tree may differ, inside `shard_map`.
 
-    Nothing where JAX does not know: in ``pmap``, and with ``check_vma=False``.
+    Nothing where JAX does not know: in `pmap`, and with `check_vma=False`.
     """
     axes: set[Any] = set()
     for leaf in jax.tree.leaves(only_gradients(tree)):
@@ -174,7 +174,7 @@ def varying_axes(tree: Any) -> set[Any]:
 
 
 def largest(tree: Any, axis_name: Any) -> jax.Array:
-    """Returns the largest magnitude among the gradients in a tree, an ``f32[]``.
+    """Returns the largest magnitude among the gradients in a tree, an `f32[]`.
 
     At most float32's largest number: that of a float64 or complex number may lie beyond.
     """
@@ -189,14 +189,14 @@ def largest(tree: Any, axis_name: Any) -> jax.Array:
 
 
 def tree_where(pred: Any, on_true: Any, on_false: Any) -> Any:
-    """Returns ``on_true`` if ``pred`` holds, else ``on_false``, leaf by leaf.
+    """Returns `on_true` if `pred` holds, else `on_false`, leaf by leaf.
 
-    This is how a step is skipped: by selection, as ``0 * inf`` would be NaN.
+    This is how a step is skipped: by selection, as `0 * inf` would be NaN.
 
     Args:
-      pred: a ``bool[]``.
+      pred: a `bool[]`.
       on_true: a pytree. Besides arrays of any dtype it may hold typed PRNG keys,
-        ``None``, ``float0`` arrays, and leaves that are not arrays, if they are equal in
+        `None`, `float0` arrays, and leaves that are not arrays, if they are equal in
         both trees: text, functions, types, members of an enumeration.
       on_false: a pytree of the same structure, with leaves of the same shapes and dtypes.
 
@@ -207,9 +207,9 @@ def tree_where(pred: Any, on_true: Any, on_false: Any) -> Any:
       Python numbers, or two weakly typed arrays, become what JAX promotes them to.
 
     Raises:
-      TypeError: if ``pred`` is not a scalar bool, if the dtypes of two leaves differ, if a
-        dtype does not hold the Python number it meets (1.5 for an ``int32``, 300 for an
-        ``int8``), or if two leaves that are not arrays differ.
+      TypeError: if `pred` is not a scalar bool, if the dtypes of two leaves differ, if a
+        dtype does not hold the Python number it meets (1.5 for an `int32`, 300 for an
+        `int8`), or if two leaves that are not arrays differ.
       ValueError: if the structures, or the shapes of two leaves, differ.
 
     Example:
@@ -223,7 +223,7 @@ def tree_where(pred: Any, on_true: Any, on_false: Any) -> Any:
 
 
 def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
-    """Returns what :func:`tree_where` does, with errors in the name of ``call``."""
+    """Returns what `tree_where` does, with errors in the name of `call`."""
     pred = scalar_bool(call, "pred", pred)
     check_same_structure(f"`{call}`", on_true, on_false)
 
@@ -275,7 +275,7 @@ def _unequal(call: str, path: tuple[Any, ...], what: str, a: Any, b: Any) -> str
 
 
 def check_same_structure(call: str, first: Any, second: Any) -> None:
-    """Raises a ``ValueError`` that says where two trees differ, if they do."""
+    """Raises a `ValueError` that says where two trees differ, if they do."""
     structures = jax.tree.structure(first), jax.tree.structure(second)
     if structures[0] == structures[1]:
         return

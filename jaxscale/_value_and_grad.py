@@ -16,7 +16,7 @@ class Seeded(NamedTuple):
     """What comes out of a seeded function besides its loss."""
 
     aux: Any
-    seed: Any  # what its cotangent was scaled by, ``None`` at a scale of 1
+    seed: Any  # what its cotangent was scaled by, `None` at a scale of 1
 
 
 def value_and_grad(
@@ -36,25 +36,25 @@ def value_and_grad(
 
     Args:
       fun: a function that returns a floating scalar, in float32 preferably; with
-        ``has_aux`` a pair of it and anything.
-      scaling: a :class:`jaxscale.LossScaleState`, or a tree that holds exactly one, such
-        as the state of a :func:`jaxscale.loss_scaled` optimizer or a ``TrainState``.
-      transform: what differentiates: ``jax.value_and_grad``,
-        ``equinox.filter_value_and_grad``, ``flax.nnx.value_and_grad`` or the like, also
-        under a ``vmap``, for gradients by example.
-      has_aux: whether ``fun`` returns a pair.
-      **kwargs: passed to ``transform``: ``argnums``, ``allow_int`` and so on.
+        `has_aux` a pair of it and anything.
+      scaling: a `jaxscale.LossScaleState`, or a tree that holds exactly one, such
+        as the state of a `jaxscale.loss_scaled` optimizer or a `TrainState`.
+      transform: what differentiates: `jax.value_and_grad`,
+        `equinox.filter_value_and_grad`, `flax.nnx.value_and_grad` or the like, also
+        under a `vmap`, for gradients by example.
+      has_aux: whether `fun` returns a pair.
+      **kwargs: passed to `transform`: `argnums`, `allow_int` and so on.
 
     Returns:
-      A function with the arguments of ``fun``. It returns what ``transform`` would:
-      ``(loss, grads)``, or ``((loss, aux), grads)``. The gradients are unscaled, float32
+      A function with the arguments of `fun`. It returns what `transform` would:
+      `(loss, grads)`, or `((loss, aux), grads)`. The gradients are unscaled, float32
       where they would be float16 or bfloat16, and may hold inf or NaN, for the optimizer
       to skip. A float16 loss cannot carry a scale above 2**15, the largest power of two
       of its dtype: then the cotangent is capped there, and unscaled by that.
 
     Raises:
-      ValueError: if ``scaling`` holds no loss scale, or several, or those of a population.
-      TypeError: when called, if the loss is not a floating scalar, or if ``transform``
+      ValueError: if `scaling` holds no loss scale, or several, or those of a population.
+      TypeError: when called, if the loss is not a floating scalar, or if `transform`
         does not return the loss and the gradients.
 
     Example:
@@ -93,20 +93,20 @@ def grad(
     """Returns a function that evaluates the gradients of a loss, scaling on the way.
 
     Args:
-      fun: as in :func:`value_and_grad`.
+      fun: as in `value_and_grad`.
       scaling: as there.
-      transform: what differentiates: ``jax.grad``, ``equinox.filter_grad``,
-        ``flax.nnx.grad`` or the like.
-      has_aux: whether ``fun`` returns a pair.
-      **kwargs: passed to ``transform``.
+      transform: what differentiates: `jax.grad`, `equinox.filter_grad`,
+        `flax.nnx.grad` or the like.
+      has_aux: whether `fun` returns a pair.
+      **kwargs: passed to `transform`.
 
     Returns:
-      A function with the arguments of ``fun``, which returns the gradients, unscaled and
-      in float32 or wider, or ``(grads, aux)``.
+      A function with the arguments of `fun`, which returns the gradients, unscaled and
+      in float32 or wider, or `(grads, aux)`.
 
     Raises:
-      ValueError: if ``scaling`` holds no loss scale, or several, or those of a population.
-      TypeError: when called, if the loss is not a floating scalar, or if ``transform``
+      ValueError: if `scaling` holds no loss scale, or several, or those of a population.
+      TypeError: when called, if the loss is not a floating scalar, or if `transform`
         does not return the gradients alone.
 
     Example:
@@ -131,7 +131,7 @@ def grad(
 def seeding(
     call: str, fun: Callable[..., Any], scaling: Any, has_aux: bool
 ) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-    """Returns ``fun`` with a scaled cotangent, and what makes one number of the seed of it."""
+    """Returns `fun` with a scaled cotangent, and what makes one number of the seed of it."""
     state = find_one(call, "scaling", scaling)
     is_unit = isinstance(state, UnitLossScaleState)
 
@@ -213,7 +213,7 @@ def _split(call: str, output: Any, has_aux: bool) -> tuple[jax.Array, Any]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _with_tangent(op: Callable[[Any, Any], Any], loss: jax.Array, seed: jax.Array) -> jax.Array:
-    """Returns ``loss``, whose tangents are ``op(tangent, seed)``: so are its cotangents."""
+    """Returns `loss`, whose tangents are `op(tangent, seed)`: so are its cotangents."""
     del op, seed
     return loss
 

@@ -1,4 +1,4 @@
-"""A Flax ``TrainState`` that keeps everything on a skipped step. Needs ``flax``."""
+"""A Flax `TrainState` that keeps everything on a skipped step. Needs `flax`."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Self
@@ -6,23 +6,23 @@ from typing import Any, Self
 import jax.numpy as jnp
 from flax.training import train_state
 
-from ._apply_gradients import apply_gradients
+from ._optimizer import apply_gradients
 from ._state import find
 from ._step import LossScaledState, stepped
 from ._tree import OVERWRITE_WITH_GRADIENT, cast_like, select
 
 
 class TrainState(train_state.TrainState):
-    """A Flax ``TrainState`` on which a non-finite step leaves no trace but in the scale.
+    """A Flax `TrainState` on which a non-finite step leaves no trace but in the scale.
 
-    The same as ``flax.training.train_state.TrainState``, except that
+    The same as `flax.training.train_state.TrainState`, except that
 
-    - ``tx`` is a :func:`jaxscale.loss_scaled` optimizer, and its verdict holds for all
+    - `tx` is a `jaxscale.loss_scaled` optimizer, and its verdict holds for all
       fields: on a skipped step batch statistics, moving averages and every other field
-      given to :meth:`apply_gradients` keep their old values;
-    - ``step`` counts the steps that were applied, as optax's schedules and moments do:
-      under :func:`jaxscale.multi_steps` not the micro-batches, but the optimizer's steps.
-      The steps that were tried are ``jaxscale.metrics(state)["total_steps"]``.
+      given to `apply_gradients` keep their old values;
+    - `step` counts the steps that were applied, as optax's schedules and moments do:
+      under `jaxscale.multi_steps` not the micro-batches, but the optimizer's steps.
+      The steps that were tried are `jaxscale.metrics(state)["total_steps"]`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -47,16 +47,16 @@ class TrainState(train_state.TrainState):
 
         Args:
           apply_fn: the model's function, kept for convenience.
-          params: a pytree of parameters. Under a key ``_overwrite_with_gradient`` beside
-            ``params`` there may be values that their gradients replace.
-          tx: a :func:`jaxscale.loss_scaled` or :func:`jaxscale.skip_nonfinite` optimizer.
+          params: a pytree of parameters. Under a key `_overwrite_with_gradient` beside
+            `params` there may be values that their gradients replace.
+          tx: a `jaxscale.loss_scaled` or `jaxscale.skip_nonfinite` optimizer.
           **kwargs: the further fields of a subclass.
 
         Returns:
-          A state with ``step`` 0, an ``i32[]``.
+          A state with `step` 0, an `i32[]`.
 
         Raises:
-          ValueError: if the state of ``tx`` holds no ``LossScaledState``, or several.
+          ValueError: if the state of `tx` holds no `LossScaledState`, or several.
         """
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         _find_verdict("TrainState.create(tx=...)", state.opt_state)
@@ -76,12 +76,12 @@ class TrainState(train_state.TrainState):
         """Returns the state after one step, or, but for scale and counters, the same one.
 
         Args:
-          grads: unscaled gradients with the structure of ``params``.
+          grads: unscaled gradients with the structure of `params`.
           value: the loss; if it is not finite the step is skipped and the scale stays.
-          always_replace: names of fields among ``kwargs`` to replace on a skipped step
+          always_replace: names of fields among `kwargs` to replace on a skipped step
             too, such as a PRNG key.
-          extra_args: further arguments for ``tx.update``.
-          **kwargs: fields to replace: ``batch_stats=...`` and so on. Each new value has
+          extra_args: further arguments for `tx.update`.
+          **kwargs: fields to replace: `batch_stats=...` and so on. Each new value has
             the structure, shapes and dtypes of the old one.
 
         Returns:
@@ -89,8 +89,8 @@ class TrainState(train_state.TrainState):
 
         Raises:
           ValueError: if a field is unknown, or changes its structure or shapes.
-          TypeError: if it changes its dtypes, or if ``always_replace`` is one string: pass
-            ``("key",)``.
+          TypeError: if it changes its dtypes, or if `always_replace` is one string: pass
+            `("key",)`.
 
         Example:
           >>> import jax.numpy as jnp, optax

@@ -1,0 +1,116 @@
+"""What to do about a place where numbers get lost."""
+
+from ..diagnostics._calibrate import Calibration
+from ..diagnostics._text import percent, power
+from ..diagnostics._trace.report import TracedNonfinite, TracedUnderflow
+from .exam import Comparison, Exam
+
+_IN_FLOAT32 = "Compute this line in float32, and cast back what comes of it"
+_PRODUCT = (
+    "Scale the factors down before, such as the queries by 1/sqrt(width), or compute this line in "
+    "float32: `preferred_element_type=jnp.float32` keeps a matrix product from overflowing."
+)
+_SQUARE = "Take squares and their sums, as in a norm or a variance, in float32: `.astype` before."
+
+# How to keep numbers in the range of a half-precision format, by primitive.
+_RANGE = {
+    "convert_element_type": "This is where float32 becomes {dtype}. For a mask, take -1e4 instead "
+    "of -1e9; for a sum or a mean, stay in float32: `x.astype(jnp.float32).sum()`.",
+    "exp": "Subtract the maximum first, as `jax.nn.softmax` does, or take it in float32.",
+    "div": "The divisor is small, perhaps a temperature or an epsilon. Divide in float32.",
+    "dot_general": _PRODUCT,
+    "conv_general_dilated": _PRODUCT,
+    "square": _SQUARE,
+    "integer_pow": _SQUARE,
+    "pow": _SQUARE,
+}
+
+_EPSILON = "an epsilon, in float16 1e-4 or so: 1e-8 is 0 there"
+# How to stay away from where a function has no finite value, or its derivative none.
+_VALUE = {
+    "div": f"The divisor is 0: add {_EPSILON}, or choose another with `jnp.where` before.",
+    "log": f"The logarithm of 0 is -inf: add {_EPSILON}, or use `jax.nn.log_softmax`.",
+    "rsqrt": f"The operand is 0: add {_EPSILON}.",
+    "sqrt": "The operand is negative, or its derivative at 0 is inf: keep it positive before.",
+    "pow": "The derivative at 0 is inf: keep the base away from it, before.",
+    "exp": "Not even float32 holds the exponential: subtract the maximum first.",
+}
+
+
+def for_nonfinite(place: TracedNonfinite, exam: Exam) -> str:
+    """Returns what keeps an inf or a NaN from being made."""
+    if place.cause == "range":
+        fits = exam.fits
+        if place.scaled and fits and fits < exam.loss_scale:
+            return f"Loss scale {power(fits)} is the largest that does not overflow here."
+        help_ = "Even a loss scale of 1 overflows here." if place.scaled else "No loss scale helps."
+        known = _RANGE.get(place.primitive, f"{_IN_FLOAT32}.")
+        return f"{help_} {known.format(dtype=place.dtype)}"
+    known = {
+        "value": _VALUE.get(
+            place.primitive, "Keep the operand away from where there is no finite result."
+        ),
+        "infinities": f"Mask with a number that {place.dtype} holds, such as -1e4.",
+        "given": "Look where this number comes from.",
+    }[place.cause]
+    return f"No loss scale helps. {known}"
+
+
+def for_underflow(place: TracedUnderflow, exam: Exam) -> str:
+    """Returns what keeps numbers from becoming zero."""
+    if not place.scaled:
+        return f"No loss scale helps. {_IN_FLOAT32}, if they matter."
+    if exam.fits and exam.loss_scale >= exam.fits:
+        return f"A larger loss scale would keep them, but overflows elsewhere. {_IN_FLOAT32}."
+    if exam.fits:
+        return f"A larger loss scale keeps them: {power(exam.fits)} does not overflow."
+    return f"A larger loss scale would keep them, but none was seen to do. {_IN_FLOAT32}."
+
+
+_NEEDED = 0.01  # a loss scale is needed if without it that share of the gradients is lost
+_DEFAULT_SCALE = 2.0**15  # where a dynamic scale starts
+
+
+def is_needed(exam: Exam) -> bool:
+    """Returns whether gradients are lost at the scale that was given, or without one."""
+    compared = exam.comparison
+    return compared is not None and max(compared.flushed, compared.error) > _NEEDED
+
+
+def judged(exam: Exam) -> str:
+    """Returns what becomes of the gradients at the scale that was given, or without one."""
+    needed = is_needed(exam)
+    if exam.shown_scale == 1:
+        needs = "It needs a loss scale" if needed else "This batch needs no loss scale"
+        return f"{needs}: without one {_lost(exam.comparison)}."
+    verdict = "is too low" if needed else "will do"
+    return f"Loss scale {power(exam.shown_scale)} {verdict}: there {_lost(exam.comparison)}."
+
+
+def largest(calibration: Calibration | None) -> str:
+    """Returns which scale is the largest that does not overflow."""
+    if calibration is None or calibration.init_scale is None:
+        return "No loss scale was found that does not overflow."
+    fits = power(calibration.init_scale)
+    if calibration.overflows_at is None:
+        return f"On this batch no loss scale overflows up to {fits}, the largest that was tried."
+    return f"The largest loss scale that does not overflow on this batch is {fits}."
+
+
+def advice(exam: Exam) -> str:
+    """Returns which scale to take."""
+    if not is_needed(exam):
+        return "Gradients shrink as a model learns, and a loss scale costs next to nothing."
+    if exam.fits and exam.fits < _DEFAULT_SCALE:
+        policy = f"jaxscale.DynamicLossScale(init_scale={power(exam.fits)})"
+        return f"To skip no steps, start there: `jaxscale.loss_scaled(optimizer, {policy})`."
+    return "`jaxscale.loss_scaled(optimizer)` finds a good one by itself."
+
+
+def _lost(compared: Comparison | None) -> str:
+    if compared is None or not compared.error:
+        return "the gradients are the same to the last bit"
+    share = f"{percent(compared.flushed)} of the nonzero gradients become 0"
+    if 0 < compared.flushed < compared.worst_flushed:
+        share += f" ({percent(compared.worst_flushed)} in {compared.worst})"
+    return f"{share}, and all together are off by {percent(min(compared.error, 1.0))}"

@@ -1,0 +1,173 @@
+"""The command `doctor`: its arguments, what it writes where, and its exit status."""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import sys
+import textwrap
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .._checks import power_of_two
+from ..diagnostics._histogram import EXPONENTS
+from ..diagnostics._text import to_json
+from .exam import Exam, examine
+from .findings import Finding, findings, verdict
+from .html import WITHOUT_PICTURES, page, setting
+from .target import Target, TargetError, load, told
+
+_VERSION = 1  # of the JSON
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status: 0 if nothing is wrong, 1 if something is, 2 for bad use."""
+    options = _parser().parse_args(argv)
+    stdout = sys.stdout
+    # Where the JSON goes to standard output, nothing else does, nor what the model prints.
+    quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
+    try:
+        with quiet:
+            loss_scale = _loss_scale(options.loss_scale)
+            for path in (options.output, options.json_file or "."):  # before it takes time
+                _check_folder(path)
+            exam = _examined(load(options.target), loss_scale)
+            found = findings(exam)
+            text, has_pictures = page(exam, found)
+            _write(options.output, text)
+            print(_summary(exam, found))
+            print(f"\nThe report is in {options.output}.")
+            if not has_pictures:
+                print(WITHOUT_PICTURES)
+            record = json.dumps(_record(exam, found), indent=1, allow_nan=False) + "\n"
+            if options.json_file:
+                _write(options.json_file, record)
+    except TargetError as error:
+        if options.traceback:
+            traceback.print_exception(error)
+        print(f"jaxscale doctor: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        stdout.write(record)
+    return int(any(finding.is_problem for finding in found))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxscale", description="Loss scaling for JAX and Optax."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    doctor = commands.add_parser(
+        "doctor",
+        help="find out where a model overflows or underflows",
+        description="Runs one backward pass of a model in many ways, and writes a report of where "
+        "it overflows, what underflows, and which loss scale would do.",
+        epilog="Exit status: 0 if nothing is wrong, 1 if something is, 2 for bad use. Every "
+        "operation is run by itself, which is slow: take a small model and a small batch.",
+    )
+    doctor.add_argument(
+        "target",
+        metavar="module:function",
+        help="or path/to/file.py:function; called without arguments, it returns (loss_fn, params, "
+        "batch), where loss_fn(params, batch) is the loss",
+    )
+    doctor.add_argument(
+        "--loss-scale",
+        default="auto",
+        metavar="SCALE",
+        help='a power of two, 1 for none, or "auto", the largest that does not overflow on the '
+        "batch (default: auto)",
+    )
+    doctor.add_argument(
+        "--output",
+        default="jaxscale-doctor.html",
+        metavar="FILE",
+        help="the report, one HTML file (default: jaxscale-doctor.html)",
+    )
+    doctor.add_argument(
+        "--json", action="store_true", help="print all results as JSON, and the text to stderr"
+    )
+    doctor.add_argument("--json-file", metavar="FILE", help="write the JSON to a file")
+    doctor.add_argument(
+        "--traceback", action="store_true", help="for bad use, print the Python traceback too"
+    )
+    return parser
+
+
+def _loss_scale(given: str) -> float | None:
+    if given == "auto":
+        return None
+    try:
+        exponent = power_of_two("doctor", "loss_scale", float(given))
+    except ValueError:
+        exponent = -1
+    if exponent < 0:
+        raise TargetError(
+            f'--loss-scale must be a power of two, at least 1, or "auto", got {given!r}.'
+        )
+    return 2.0**exponent
+
+
+def _examined(target: Target, loss_scale: float | None) -> Exam:
+    try:
+        return examine(target, loss_scale)
+    except Exception as error:
+        raise TargetError(
+            f"{target.name} failed when it was run on its batch: {told(error)}"
+        ) from error
+
+
+def _check_folder(path: str) -> None:
+    folder = pathlib.Path(path).parent
+    if not folder.is_dir():
+        raise TargetError(f"Cannot write {path}: there is no folder {folder}.")
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TargetError(f"Cannot write {path}: {error.strerror}.") from error
+
+
+def _summary(exam: Exam, found: Sequence[Finding]) -> str:
+    lines = [verdict(exam, found), *_wrapped(setting(exam), "")]
+    for finding in found:
+        lines += ["", *_wrapped(finding.title, "! " if finding.is_problem else "- ")]
+        lines += [f"      {text.strip()}" for i, text in finding.source if i == finding.line]
+        for detail in finding.details if finding.is_problem or not finding.where else ():
+            lines += _wrapped(detail, "  ")
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        88,
+        initial_indent=indent,
+        subsequent_indent=" " * len(indent),
+        break_long_words=False,  # paths
+        break_on_hyphens=False,
+    )
+
+
+def _record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:
+    """Returns all results as what `json.dumps` accepts."""
+    counts = np.asarray(exam.histogram.counts, np.float64).sum(axis=1)
+    histogram = exam.histogram._asdict() | {
+        "counts": {str(k): n for k, n in zip(EXPONENTS, counts, strict=True) if n}
+    }
+    problems = any(finding.is_problem for finding in found)
+    return to_json(
+        {
+            "version": _VERSION,
+            "found": problems,
+            "verdict": verdict(exam, found),
+            "findings": list(found),
+        }
+        | exam._asdict()
+        | {"histogram": histogram}
+    )

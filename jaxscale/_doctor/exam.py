@@ -1,0 +1,230 @@
+"""All diagnostics of one loss, its parameters and a batch, at the scale that it would train at."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from .._state import init_state
+from .._tree import leaf_name
+from .._value_and_grad import grad
+from ..diagnostics._calibrate import Calibration, calibrate
+from ..diagnostics._histogram import Histogram, Shares, histogram, leaf_histograms, shares
+from ..diagnostics._leaves import LeafTable, leaf_counts, table
+from ..diagnostics._suggest import Suggestion, suggest_scale
+from ..diagnostics._trace.interpreter import Interpreter, Value
+from ..diagnostics._trace.jaxpr import BACKWARD
+from ..diagnostics._trace.numbers import IncomparableError, in_float32
+from ..diagnostics._trace.report import TracedUnderflow, TraceReport
+from ..diagnostics._trace.trace import trace
+from ..diagnostics._underflow import Underflow, underflow
+from .target import Target, is_numbers
+
+
+class Comparison(NamedTuple):
+    """What was lost of gradients, by the same gradients with less or nothing lost.
+
+    Attributes:
+      flushed: the share of those that should not be 0, and are.
+      error: the norm of the difference as a share of the norm of what they should be.
+      worst: the leaf with the largest share flushed, or `""`.
+      worst_flushed: that share.
+    """
+
+    flushed: float
+    error: float
+    worst: str
+    worst_flushed: float
+
+
+def compared(grads: Any, exact: Any) -> Comparison:
+    """Returns what gradients have lost."""
+    pairs = {
+        leaf_name(path): (np.asarray(grad, np.float64), np.asarray(leaf, np.float64))
+        for (path, leaf), grad in zip(
+            jax.tree_util.tree_leaves_with_path(exact), jax.tree.leaves(grads), strict=True
+        )
+    }
+    lost = {name: int(np.sum((a == 0) & (b != 0))) for name, (a, b) in pairs.items()}
+    nonzero = {name: int(np.sum(b != 0)) for name, (_, b) in pairs.items()}
+    flushed = {name: lost[name] / max(nonzero[name], 1) for name in pairs}
+    worst = max(flushed, key=lambda name: flushed[name])
+    difference, norm = (
+        float(np.sqrt(sum(np.sum(np.square(each)) for each in leaves)))
+        for leaves in ([a - b for a, b in pairs.values()], [b for _, b in pairs.values()])
+    )
+    return Comparison(
+        flushed=sum(lost.values()) / max(sum(nonzero.values()), 1),
+        error=difference / norm if norm else 0.0,
+        worst=worst if flushed[worst] else "",
+        worst_flushed=flushed[worst],
+    )
+
+
+def float32_gradients(
+    loss_of: Callable[[Any, Any], Any], params: Any, arrays: list[Any]
+) -> Any | None:
+    """Returns the gradients with all that is narrower computed in float32, if that can be."""
+    closed, shapes = jax.make_jaxpr(jax.grad(loss_of), return_shape=True)(params, arrays)
+    structure = jax.tree.structure(shapes)
+    interpreter = Interpreter(lambda visit: [frozenset()] * len(visit.outputs), in_float32)
+    inputs = [Value(leaf) for leaf in jax.tree.leaves((params, arrays))]
+    try:
+        outputs = interpreter.run(closed, inputs, (BACKWARD,) * structure.num_leaves)
+    except IncomparableError:
+        return None
+    return structure.unflatten(value.array for value in outputs)
+
+
+MOST_LAYERS = 40  # in the map of layers
+_FLUSHED = 0.5  # an underflow may matter if so many of the nonzero values become 0,
+_LOST_SUM = 0.01  # and these had that share of the sum of their magnitudes
+
+
+class Exam(NamedTuple):
+    """What was measured. All of it is on the host, but for the histogram.
+
+    Attributes:
+      target: what was examined, as it was called.
+      loss: the loss.
+      loss_scale: the scale of the trace and the table of leaves.
+      is_auto: whether that is the largest that does not overflow, and was not given.
+      shown_scale: the scale at which formats are judged: that which was given, or none.
+      dtypes: in which formats the loss is computed.
+      calibration: `None` if no scale is called for, or the loss itself is not finite.
+      comparison: of the shown scale with the largest; `None` if it is not lower.
+      float32: of the gradients with those of float32; `None` if nothing that may matter
+        was seen to underflow, or that cannot be computed in float32.
+      leaves: the gradients, leaf by leaf.
+      histogram: of the gradients at the largest scale, where the least is flushed.
+      shares: what formats keep of them at the shown scale.
+      layers: the same for each layer.
+      suggestion: the scale at which float16 would store them.
+      trace: where numbers get lost.
+    """
+
+    target: str
+    loss: float
+    loss_scale: float
+    is_auto: bool
+    shown_scale: float
+    dtypes: tuple[str, ...]
+    calibration: Calibration | None
+    comparison: Comparison | None
+    float32: Comparison | None
+    leaves: LeafTable
+    histogram: Histogram
+    shares: dict[str, Shares]
+    layers: Underflow
+    suggestion: Suggestion
+    trace: TraceReport
+
+    @property
+    def is_half(self) -> bool:
+        """Whether anything is computed in a format whose range is too small for gradients."""
+        return is_half(self.dtypes)
+
+    @property
+    def fits(self) -> float | None:
+        """The largest loss scale that does not overflow, if there is one."""
+        return self.calibration.init_scale if self.calibration else None
+
+
+def is_half(dtypes: tuple[str, ...]) -> bool:
+    """Returns whether the range of any of the formats is too small for gradients."""
+    return any(jnp.finfo(dtype).nexp < 8 for dtype in dtypes)
+
+
+def may_matter(place: TracedUnderflow) -> bool:
+    """Returns whether most values became zero, and they were not just the smallest."""
+    return place.zeros >= _FLUSHED * place.nonzero and place.lost_sum >= _LOST_SUM
+
+
+def examine(target: Target, loss_scale: float | None) -> Exam:
+    """Returns the results of all diagnostics at a loss scale, or at that which fits."""
+    loss_of, arrays = _of_arrays(target)
+    params = target.params
+    dtypes = tuple(sorted(_dtypes(jax.make_jaxpr(loss_of)(params, arrays))))
+    loss = float(jax.jit(loss_of)(params, arrays))
+    calibration = None
+    if np.isfinite(loss) and is_half(dtypes):
+        calibration = calibrate(loss_of, params, [arrays])
+    # A dynamic scale ends near the largest that does not overflow, wherever it started.
+    fits = calibration.init_scale if calibration else None
+    used = loss_scale or fits or 1.0
+    shown = loss_scale or 1.0
+    compiled = jax.jit(lambda state, params, arrays: grad(loss_of, state)(params, arrays))
+    grads = {
+        scale: compiled(init_state(scale), params, arrays) for scale in {used, shown, fits or used}
+    }
+    # What the gradients are is best seen at the largest scale: little is flushed on the way.
+    seen = grads[fits or used]
+    counted = histogram(seen)
+    report = trace(target.loss_fn, init_state(used), has_aux=target.has_aux)(params, target.batch)
+    exact = None
+    if any(map(may_matter, report.underflows)) and not report.nonfinite_outputs:
+        exact = float32_gradients(loss_of, params, arrays)
+    return Exam(
+        target=target.name,
+        loss=loss,
+        loss_scale=used,
+        is_auto=loss_scale is None,
+        shown_scale=shown,
+        dtypes=dtypes,
+        calibration=calibration,
+        comparison=compared(grads[shown], seen) if fits and shown < fits else None,
+        float32=compared(grads[used], exact) if exact is not None else None,
+        leaves=table(leaf_counts(grads[used], loss_scale=used)),
+        histogram=counted,
+        shares=shares(counted, loss_scale=shown),
+        layers=_layers(leaf_histograms(seen), shown),
+        suggestion=suggest_scale(counted),
+        trace=report,
+    )
+
+
+def _of_arrays(target: Target) -> tuple[Callable[[Any, Any], Any], list[Any]]:
+    """Returns the loss as a function that can be compiled, and the arrays of the batch."""
+    leaves, structure = jax.tree.flatten(target.batch)
+
+    def loss_of(params: Any, arrays: list[Any]) -> Any:
+        # Compiled programs take arrays; what else is in a batch stays as it is.
+        given = iter(arrays)
+        batch = [next(given) if is_numbers(leaf) else leaf for leaf in leaves]
+        output = target.loss_fn(params, jax.tree.unflatten(structure, batch))
+        return output[0] if target.has_aux else output
+
+    return loss_of, [leaf for leaf in leaves if is_numbers(leaf)]
+
+
+def _layers(histograms: Any, loss_scale: float) -> Underflow:
+    """Returns the losses of each leaf, or of as deep a level of the tree as fits a picture."""
+    found = underflow(histograms, loss_scale=loss_scale)
+    deepest = max(name.count("/") for name in found.layers)
+    for depth in range(deepest, 0, -1):
+        if len(found.layers) <= MOST_LAYERS:
+            break
+        found = underflow(histograms, loss_scale=loss_scale, depth=depth)
+    return found
+
+
+def _dtypes(closed: ClosedJaxpr) -> set[str]:
+    """Returns the floating dtypes in which a program computes."""
+    inner = (var for jaxpr in _jaxprs(closed.jaxpr) for eqn in jaxpr.eqns for var in eqn.outvars)
+    dtypes = {getattr(var.aval, "dtype", None) for var in (*inner, *closed.jaxpr.outvars)}
+    return {str(dtype) for dtype in dtypes if dtype and jnp.issubdtype(dtype, jnp.floating)}
+
+
+def _jaxprs(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        for param in jax.tree.leaves(
+            eqn.params, is_leaf=lambda node: isinstance(node, (Jaxpr, ClosedJaxpr))
+        ):
+            if isinstance(param, ClosedJaxpr):
+                yield from _jaxprs(param.jaxpr)
+            elif isinstance(param, Jaxpr):
+                yield from _jaxprs(param)

@@ -1,0 +1,261 @@
+"""What the results mean, in plain sentences: what is wrong, and what is worth knowing."""
+
+import linecache
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .._checks import and_more
+from ..diagnostics._text import percent, power
+from ..diagnostics._trace.report import Place, TracedNonfinite, TracedUnderflow
+from .advice import advice, for_nonfinite, for_underflow, is_needed, judged, largest
+from .exam import Exam, may_matter
+
+_AROUND = 2  # lines of source before and after the one that is meant
+_MOST_PLACES = 5  # of a kind
+_MOST_NAMES = 5  # in a list
+_CLOSE = 0.1  # gradients are fine that lose, and are off by, no larger share than that
+
+
+class Finding(NamedTuple):
+    """Something that was found.
+
+    Attributes:
+      is_problem: whether it is wrong, or only worth knowing.
+      title: a sentence.
+      details: more sentences.
+      where: file and line, or `""`.
+      source: numbered lines of source around it.
+      line: the number of the line that is meant, or 0.
+    """
+
+    is_problem: bool
+    title: str
+    details: tuple[str, ...] = ()
+    where: str = ""
+    source: tuple[tuple[int, str], ...] = ()
+    line: int = 0
+
+
+def findings(exam: Exam) -> list[Finding]:
+    """Returns what was found, the problems first, each kind in the order of execution."""
+    found = [*_nonfinite(exam), *_scales(exam), *_underflows(exam), *_zeros(exam)]
+    return sorted(found, key=lambda finding: not finding.is_problem)
+
+
+def verdict(exam: Exam, found: Sequence[Finding]) -> str:
+    """Returns whether anything is wrong, in one sentence."""
+    problems = sum(finding.is_problem for finding in found)
+    if problems:
+        return f"{problems} problem{'s' * (problems > 1)} found."
+    needs = ", with a loss scale: it needs one" * (is_needed(exam) and exam.is_auto)
+    return f"Nothing is wrong{needs}."
+
+
+def _nonfinite(exam: Exam) -> Iterator[Finding]:
+    report = exam.trace
+    bad = report.nonfinite_outputs
+    reaching = [place for place in report.nonfinite if place.reaches]
+    made = [place for place in reaching if place.cause != "given"]
+    begins = f"{_outputs(exam)}. It begins at "
+    if report.nonfinite_arguments:
+        yield from _of_arguments(exam, [place for place in reaching if place not in made])
+        begins, reaching = "Inf or NaN is also made at ", made
+    elif bad and not reaching:
+        yield Finding(True, f"{_outputs(exam)}, and no line explains it.", _leaves(exam))
+    for place, others in _by_line(reaching)[:_MOST_PLACES]:
+        details = [_birth(place), *_there_too(others), for_nonfinite(place, exam)]
+        if begins.startswith(_outputs(exam)):
+            details += _leaves(exam)
+        yield _located(place, True, f"{begins}{_line(place)}.", tuple(details))
+        begins = "Inf or NaN is also made at "
+    if not bad and exam.leaves.nonfinite_rows:
+        yield Finding(
+            True,
+            "Compiled as one program it gives gradients that are not finite, but not if its "
+            "operations are run one by one.",
+            _leaves(exam),
+        )
+    for place in [place for place in report.nonfinite if not place.reaches][:_MOST_PLACES]:
+        yield _located(
+            place,
+            False,
+            f"At {_line(place)} inf or NaN is made, and gone before the loss and the gradients.",
+            (_birth(place), "For a mask that is fine. For a norm or a sum it is not."),
+        )
+
+
+def _by_line(
+    places: Sequence[TracedNonfinite],
+) -> list[tuple[TracedNonfinite, list[TracedNonfinite]]]:
+    """Returns, for each line of the model, the place to speak of and the others there.
+
+    The forward pass comes first: what is wrong there is wrong in the backward pass too.
+    """
+    of_line: dict[tuple[str, int], list[TracedNonfinite]] = {}
+    for place in sorted(places, key=lambda place: place.direction != "forward"):
+        of_line.setdefault((place.file, place.line), []).append(place)
+    return [(first, others) for first, *others in of_line.values()]
+
+
+def _there_too(places: Sequence[TracedNonfinite]) -> list[str]:
+    words = dict.fromkeys(f"`{p.primitive}` in the {p.direction} pass" for p in places)
+    return [f"So does {_few(list(words))}, at this line too."] if words else []
+
+
+def _of_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Iterator[Finding]:
+    names = [
+        name.replace("args[0]", "params").replace("args[1]", "batch")
+        for name in exam.trace.nonfinite_arguments
+    ]
+    if not exam.trace.nonfinite_outputs:
+        title = f"There is inf or NaN in {_few(names)}, but none in the loss and the gradients."
+        yield Finding(False, title)
+        return
+    title = f"There is inf or NaN in {_few(names)}, before anything is computed."
+    advice = "No loss scale and no other format helps: look where these numbers come from."
+    details = (f"{_outputs(exam)}.", advice, *_leaves(exam))
+    if not entries:
+        yield Finding(True, title, details)
+        return
+    first = f"It comes in at {_line(entries[0])}."
+    yield _located(entries[0], True, title, (first, *details))
+
+
+def _outputs(exam: Exam) -> str:
+    bad = exam.trace.nonfinite_outputs
+    grads = sum(name.startswith("grads") for name in bad)
+    number = len(exam.leaves.rows)
+    some = f"{grads} of {number}" if grads < number else f"all {number}" if number > 1 else "the"
+    share = f"{some} gradient{'s' * (number > 1)} hold{'s' * (grads == 1)} inf or NaN"
+    if "loss" in bad:
+        return f"The loss is {exam.loss:g}" + f", and {share}" * (grads > 0)
+    if not grads:
+        others = [name for name in bad if name.startswith("aux")]
+        return f"The loss and the gradients are finite, but {_few(others)} is not"
+    scale = (
+        "even without a loss scale"
+        if exam.loss_scale == 1
+        else f"at loss scale {power(exam.loss_scale)}"
+    )
+    return f"The loss is finite, {exam.loss:.4g}, but {share}, {scale}"
+
+
+def _leaves(exam: Exam) -> tuple[str, ...]:
+    names = [row.path for row in exam.leaves.nonfinite_rows]
+    return (f"Gradients with inf or NaN, worst first: {_few(names)}.",) if names else ()
+
+
+def _birth(place: TracedNonfinite) -> str:
+    made = f"`{place.primitive}`, in the {place.direction} pass, makes inf or NaN of "
+    made += f"{percent(place.share)} of {place.dtype}{list(place.shape)}"
+    return {
+        "range": f"{made}: numbers that {place.dtype} does not hold, and float32 would.",
+        "value": f"{made}, and would in float32: a division by zero, log(0), or far too large.",
+        "infinities": f"{made} out of infinities: the difference of two, or 0 times one. A row "
+        "that is masked throughout has no other numbers.",
+        "given": f"{made}: it was there before, in a constant or in what comes in.",
+    }[place.cause]
+
+
+def _underflows(exam: Exam) -> Iterator[Finding]:
+    places = exam.trace.underflows
+    if exam.trace.nonfinite_outputs:  # there, smaller matters only confuse
+        places = tuple(filter(may_matter, places))
+    worst_first = sorted(places, key=lambda place: (not may_matter(place), -place.lost_sum))
+    of_lines = {(place.file, place.line): place for place in reversed(worst_first)}
+    shown = [place for place in worst_first if place in of_lines.values()]
+    for place in shown[:_MOST_PLACES]:
+        zeros, subnormals = place.zeros / place.nonzero, place.subnormals / place.nonzero
+        where = f"In the {place.direction} pass, "
+        if place.zeros > place.subnormals:
+            title = f"{where}{percent(zeros)} of the nonzero values become 0 at {_line(place)}."
+        else:
+            title = (
+                f"{where}{percent(zeros + subnormals)} of the nonzero values lose bits or become 0 "
+                f"at {_line(place)}."
+            )
+        details = [
+            f"`{place.primitive}` leaves {percent(zeros)} of {place.dtype}{list(place.shape)} "
+            f"zero, and {percent(subnormals)} subnormal, with fewer bits."
+        ]
+        if place.zeros:
+            share = percent(place.lost_sum)
+            details.append(f"Those that become zero had {share} of the sum of all magnitudes.")
+        if _is_harm(place, exam):
+            details.append(for_underflow(place, exam))
+        elif exam.float32 and may_matter(place):
+            error = percent(min(exam.float32.error, 1.0))
+            details.append(f"No harm: in float32 the gradients are the same, but for {error}.")
+        elif place.zeros:
+            details.append(
+                "They are the smallest: no harm in a sum, but as a divisor or in a logarithm."
+            )
+        yield _located(place, _is_harm(place, exam), title, tuple(details))
+    if len(shown) > _MOST_PLACES:
+        rest = len(shown) - _MOST_PLACES
+        yield Finding(False, f"{rest} more lines where numbers get lost are in the --json.")
+
+
+def _is_harm(place: TracedUnderflow, exam: Exam) -> bool:
+    return may_matter(place) and not _is_close(exam)
+
+
+def _is_close(exam: Exam) -> bool:
+    exact = exam.float32
+    return exact is not None and exact.flushed < _CLOSE and exact.error < _CLOSE
+
+
+def _scales(exam: Exam) -> Iterator[Finding]:
+    fits = exam.fits
+    if not exam.is_half:
+        yield Finding(
+            False,
+            f"The model computes in {' and '.join(exam.dtypes)}, and needs no loss scale.",
+            ("`jaxscale.skip_nonfinite(optimizer)` keeps a bad batch from ruining the run.",),
+        )
+    elif fits is None or _all_zero(exam):
+        reason = "some gradient is not 0" if fits else "all is finite"
+        yield Finding(False, f"Whether it needs a loss scale can be said once {reason}.")
+    elif exam.comparison is None:
+        yield Finding(False, largest(exam.calibration))
+    else:
+        is_problem = is_needed(exam) and not exam.is_auto
+        yield Finding(is_problem, judged(exam), (largest(exam.calibration), advice(exam)))
+
+
+def _zeros(exam: Exam) -> Iterator[Finding]:
+    rows = exam.leaves.rows
+    zero = [row.path for row in rows if row.size and row.zero == row.size]
+    if zero and not exam.trace.nonfinite_outputs:
+        yield Finding(
+            _all_zero(exam) and not any(_is_harm(place, exam) for place in exam.trace.underflows),
+            f"The gradient is exactly 0 everywhere in {len(zero)} of {len(rows)} leaves: "
+            f"{_few(zero)}.",
+            ("Either the loss does not depend on them, or all of it was flushed on the way.",),
+        )
+
+
+def _all_zero(exam: Exam) -> bool:
+    # At the largest scale, at which they were counted.
+    return exam.suggestion.needed is None and not exam.leaves.nonfinite_rows
+
+
+def _few(names: Sequence[str]) -> str:
+    return " ".join([", ".join(names[:_MOST_NAMES]), *and_more(names, _MOST_NAMES)])
+
+
+def _line(place: Place) -> str:
+    return place.where or "no line of the model"
+
+
+def _located(place: Place, is_problem: bool, title: str, details: tuple[str, ...]) -> Finding:
+    extra = [f"It is in {place.layer}."] if place.layer else []
+    callers = [caller for caller in place.called_from if caller != place.where]
+    if callers:
+        extra.append(f"Called from {_few(callers)}.")
+    if place.iteration:
+        extra.append(f"In iteration {', '.join(map(str, place.iteration))}.")
+    number = len(linecache.getlines(place.file)) if place.file else 0
+    lines = range(max(place.line - _AROUND, 1), min(place.line + _AROUND, number) + 1)
+    source = tuple((i, linecache.getline(place.file, i).rstrip("\n")) for i in lines)
+    return Finding(is_problem, title, (*details, *extra), place.where, source, place.line)

@@ -1,0 +1,207 @@
+"""The function that the doctor was given: found, imported, called, and what it returned."""
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._tree import only_gradients
+from ..diagnostics._formats import is_array, kind
+
+_SHAPE = (
+    "It must return (loss_fn, params, batch), where loss_fn(params, batch) is the loss, or a pair "
+    "of the loss and something else."
+)
+
+
+class TargetError(ValueError):
+    """Bad use of the command. Its message is one sentence or two for the terminal."""
+
+
+class Target(NamedTuple):
+    """What to examine.
+
+    Attributes:
+      name: what was given on the command line.
+      loss_fn: takes `params` and `batch`, and returns the loss, or a pair with it.
+      params: floating arrays on the device, and `None` for whatever else there was.
+      batch: arrays on the device, and whatever else there was.
+      has_aux: whether `loss_fn` returns a pair.
+    """
+
+    name: str
+    loss_fn: Callable[[Any, Any], Any]
+    params: Any
+    batch: Any
+    has_aux: bool
+
+
+def load(name: str) -> Target:
+    """Returns what the function at `module:function` or `file.py:function` returned."""
+    place, colon, function_name = name.rpartition(":")
+    if not (place and colon and function_name.isidentifier()):
+        raise TargetError(
+            f"What to examine must be module:function or path/to/file.py:function, got {name!r}."
+        )
+    module = _from_file(place) if place.endswith(".py") else _from_name(place)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise TargetError(_no_such_function(module, place, function_name))
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        raise TargetError(
+            f"`{function_name}` in {place} must be callable without arguments. {_SHAPE}"
+        ) from None
+    try:
+        returned = function()
+    except Exception as error:
+        raise TargetError(f"`{function_name}()` failed: {told(error)}") from error
+    return _checked(name, f"`{function_name}()`", returned)
+
+
+def _from_file(path: str) -> ModuleType:
+    if not os.path.isfile(path):
+        raise TargetError(f"There is no file {path}.")
+    # As Python does with a script: its own folder comes first.
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    stem = os.path.basename(path).removesuffix(".py")
+    spec = importlib.util.spec_from_file_location(stem, os.path.abspath(path))
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{path} does not import: it is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(stem, module)  # for classes that look for their module
+    loader = spec.loader
+    return _imported(path, lambda: (loader.exec_module(module), module)[1])
+
+
+def _from_name(name: str) -> ModuleType:
+    sys.path.insert(0, os.getcwd())
+    return _imported(name, lambda: importlib.import_module(name))
+
+
+def _imported(place: str, run: Callable[[], ModuleType]) -> ModuleType:
+    try:
+        return run()
+    except (Exception, SystemExit) as error:
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if missing and (place == missing or place.startswith(f"{missing}.")):
+            raise TargetError(
+                f"There is no module {missing} in {os.getcwd()} or among what is installed. For a "
+                "file, write path/to/file.py:function."
+            ) from error
+        raise TargetError(f"{place} does not import: {told(error)}") from error
+
+
+def _no_such_function(module: ModuleType, place: str, name: str) -> str:
+    if hasattr(module, name):
+        return f"`{name}` in {place} is no function, but {kind(getattr(module, name))}."
+    functions = [
+        other
+        for other, value in vars(module).items()
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not other.startswith("_")
+    ]
+    return f"There is no function `{name}` in {place}; it has {', '.join(functions) or 'none'}."
+
+
+def _checked(name: str, call: str, returned: Any) -> Target:
+    if not (isinstance(returned, tuple) and len(returned) == 3):
+        what = f"{len(returned)} values" if isinstance(returned, tuple) else kind(returned)
+        raise TargetError(f"{call} returned {what}. {_SHAPE}")
+    loss_fn, params, batch = returned
+    if not callable(loss_fn):
+        raise TargetError(f"{call} returned {kind(loss_fn)} in the place of the loss. {_SHAPE}")
+    if not jax.tree.leaves(only_gradients(params)):
+        others = sorted({kind(leaf) for leaf in jax.tree.leaves(params)})
+        raise TargetError(
+            f"{call} returned parameters without any floating array: "
+            f"{', '.join(others) or 'an empty tree'}."
+        )
+    params, batch = (jax.tree.map(_on_device, tree) for tree in (params, batch))
+
+    def of_gradients(trained: Any, batch: Any) -> Any:
+        # Modules hold functions and counters too, of which there is no derivative.
+        return loss_fn(_filled(trained, params), batch)
+
+    trained = only_gradients(params)
+    has_aux = False
+
+    def loss_alone(trained: Any) -> Any:
+        nonlocal has_aux
+        output = of_gradients(trained, batch)
+        has_aux = isinstance(output, tuple) and len(output) == 2 and _is_loss(output[0])
+        loss = output[0] if has_aux else output
+        if not _is_loss(loss):
+            raise TargetError(
+                f"The loss function of {call} must return one floating number, or a pair that "
+                f"begins with one, got {kind(loss)}. Reduce it, for example with `.mean()`."
+            )
+        return loss
+
+    for what, function in (
+        (f"The loss function of {call} failed", loss_alone),
+        (f"The loss function of {call} cannot be differentiated", jax.grad(loss_alone)),
+    ):
+        try:
+            jax.eval_shape(function, trained)
+        except TargetError:
+            raise
+        except Exception as error:
+            raise TargetError(f"{what}: {told(error)}") from error
+    return Target(name, of_gradients, trained, batch, has_aux)
+
+
+def _filled(trained: Any, params: Any) -> Any:
+    """Returns parameters with those of which there are gradients taken from another tree."""
+    return jax.tree.map(
+        lambda first, second: second if first is None else first,
+        trained,
+        params,
+        is_leaf=lambda node: node is None,
+    )
+
+
+def _is_loss(value: Any) -> bool:
+    is_number = is_array(value) or isinstance(value, float)
+    return (
+        is_number and not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
+    )
+
+
+def is_numbers(leaf: Any) -> bool:
+    """Returns whether a leaf is an array that JAX computes with, and not text or a function."""
+    return isinstance(leaf, jax.Array) or (
+        is_array(leaf) and any(jnp.issubdtype(leaf.dtype, of) for of in (jnp.number, jnp.bool_))
+    )
+
+
+def _on_device(leaf: Any) -> Any:
+    # As in a compiled step: on NumPy arrays NumPy would compute, and nothing could be traced.
+    return jnp.asarray(leaf) if is_numbers(leaf) else leaf
+
+
+def told(error: BaseException) -> str:
+    """Returns an error in a line, with the last line of source that is not of a library."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    what = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    if isinstance(error, SyntaxError):  # says itself where
+        return what
+    here = os.path.dirname(os.path.abspath(__file__))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((here, "<frozen "))
+        and "site-packages" not in frame.filename
+        and os.path.dirname(importlib.__file__) not in frame.filename
+    ]
+    return f"{what} ({frames[-1].filename}:{frames[-1].lineno})" if frames else what

@@ -1,0 +1,1 @@
+"""How a loss scale starts and moves: the policies."""

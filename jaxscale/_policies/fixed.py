@@ -1,0 +1,86 @@
+"""The policies that never move."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._checks import normal_float32, scalar_bool
+from .._state import LossScaleState, UnitLossScaleState, init_state, policy_state
+from .base import LossScale
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale(LossScale):
+    """A loss scale that stays what it is.
+
+    Its ideal value depends on the model: too small, and gradients underflow; too large,
+    and they overflow. A power of two keeps scaling exact.
+
+    `update` always says that the gradients should be applied, as TensorFlow's
+    `FixedLossScale` does, since this scale cannot react to an overflow. Inside
+    `jaxscale.loss_scaled` a non-finite step is skipped all the same.
+
+    Args:
+      loss_scale: the scale, at least 1.
+
+    Raises:
+      ValueError: if `loss_scale` is below 1, NaN, inf or a bool.
+      TypeError: if it is no Python or NumPy scalar.
+
+    Example:
+      >>> import jaxscale
+      >>> jaxscale.FixedLossScale(128).init().loss_scale
+      Array(128., dtype=float32)
+    """
+
+    loss_scale: float
+
+    def __post_init__(self) -> None:
+        value = normal_float32(type(self).__name__, "loss_scale", self.loss_scale)
+        if value < 1:
+            raise ValueError(
+                f"`{type(self).__name__}(loss_scale=...)` must be at least 1, got {value}. "
+                "A smaller one makes underflow worse; scale the loss itself if it is huge."
+            )
+        object.__setattr__(self, "loss_scale", value)
+
+    def init(self) -> LossScaleState:
+        """Returns the state before the first step, and of every later one."""
+        return init_state(self.loss_scale)
+
+    def adjust(self, state: LossScaleState, grads_finite: jax.Array) -> LossScaleState:
+        """Returns `state` as it is."""
+        call = f"{type(self).__name__}.adjust"
+        scalar_bool(call, "grads_finite", grads_finite)
+        return policy_state(call, state, LossScaleState)
+
+    def update(
+        self, state: LossScaleState, grads: Any, *, axis_name: Any = None
+    ) -> tuple[LossScaleState, jax.Array]:
+        """Returns `state` as it is, and `True`: always apply the gradients."""
+        del axis_name
+        state = policy_state(f"{type(self).__name__}.update", state, LossScaleState, grads)
+        return state, jnp.array(True)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOpLossScale(LossScale):
+    """A loss scale of 1, for bfloat16 and float32: scaling, switched off.
+
+    It adds no operation to the program: `jaxscale.value_and_grad` sees from the
+    type of its state that there is nothing to multiply or divide.
+
+    Example:
+      >>> import jaxscale
+      >>> jaxscale.NoOpLossScale().init().loss_scale
+      Array(1., dtype=float32)
+    """
+
+    def init(self) -> LossScaleState:
+        """Returns the state before the first step, and of every later one."""
+        return UnitLossScaleState(*init_state(1.0))
+
+    adjust = FixedLossScale.adjust
+    update = FixedLossScale.update

@@ -1,0 +1,181 @@
+"""The policy that follows the statistics of the largest gradients."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._checks import finite_number, normal_float32, scalar_bool
+from .._state import healed, policy_state
+from .._tree import largest, tree_where
+from .base import LossScale
+
+# What the scaled gradients are to stay below, as a power of two: the range of float16.
+_TARGET = 16.0
+
+
+class LogMaxState(NamedTuple):
+    """What a `LogMaxLossScale` carries from one step to the next.
+
+    With `x` the binary logarithm of the largest magnitude among a step's gradients:
+
+    Attributes:
+      loss_scale: `f32[]`, what the next loss is scaled by.
+      x_hat: `f32[]`, the fast moving average of `x`, starting from 0.
+      slow_x_hat: `f32[]`, the slow one.
+      xsquared_hat: `f32[]`, the slow moving average of the square of `x`.
+      b1_correction: `f32[]`, how much of `x_hat` is still the 0 that it started from.
+      b2_correction: `f32[]`, the same of the slow averages.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.openseq2seq_logmax().init().x_hat
+      Array(0., dtype=float32)
+    """
+
+    is_loss_scale_state = True  # not a field: by this it is told from other named tuples
+
+    loss_scale: jax.Array  # f32[]
+    x_hat: jax.Array  # f32[]
+    slow_x_hat: jax.Array  # f32[]
+    xsquared_hat: jax.Array  # f32[]
+    b1_correction: jax.Array  # f32[]
+    b2_correction: jax.Array  # f32[]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogMaxLossScale(LossScale):
+    """A loss scale that expects overflows from statistics, rather than meeting them.
+
+    With `x` the binary logarithm of the largest magnitude among the unscaled gradients
+    of a step, `mu` its moving average and `sigma` its standard deviation, both
+    corrected for their start from 0: `s <- 2**(16 - mu - overflow_std_dev * sigma)`,
+    between `min_scale` and `max_scale`. The largest scaled gradient would then pass
+    2**16, the range of float16, in one of a thousand steps by default.
+
+    A non-finite step counts as one with `x = log_max`. If all gradients are 0 there is
+    no logarithm, and the state stays as it is. The scale is never 0, inf or NaN, but it
+    is no power of two: scaling and unscaling round.
+
+    Args:
+      init_scale: the scale of the first step.
+      min_scale: the scale is never below this afterwards.
+      max_scale: the scale is never above this afterwards.
+      log_max: what a non-finite step counts as, a binary logarithm.
+      beta1: how much of the fast average is kept in a step, from 0 to below 1.
+      beta2: how much of the slow averages, which the deviation is from.
+      overflow_std_dev: how many standard deviations to stay away from an overflow.
+
+    Raises:
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import presets
+      >>> policy = presets.LogMaxLossScale(max_scale=2.0**14)
+      >>> state, should_apply = policy.update(policy.init(), {"w": jnp.array(2.0**-4)})
+      >>> state.loss_scale, should_apply  # 2**20 would do, but for the maximum
+      (Array(16384., dtype=float32), Array(True, dtype=bool))
+
+    References:
+      The `LogMaxScaler` of NVIDIA's OpenSeq2Seq.
+    """
+
+    init_scale: float = 1.0
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+    log_max: float = 16.0
+    beta1: float = 0.99
+    beta2: float = 0.999
+    overflow_std_dev: float = 3.09
+
+    def __post_init__(self) -> None:
+        call = type(self).__name__
+        for name in ("init_scale", "min_scale", "max_scale"):
+            object.__setattr__(self, name, normal_float32(call, name, getattr(self, name)))
+        for name in ("log_max", "beta1", "beta2", "overflow_std_dev"):
+            object.__setattr__(self, name, finite_number(call, name, getattr(self, name)))
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"`{call}({name}=...)` must be at least 0 and below 1, got "
+                    f"{getattr(self, name)}. It is how much a moving average keeps in a "
+                    "step: at 1 it would learn nothing."
+                )
+        if not self.min_scale <= self.max_scale:
+            raise ValueError(
+                f"`{call}` needs min_scale <= max_scale, got {self.min_scale} and {self.max_scale}."
+            )
+
+    def init(self) -> Any:
+        """Returns the `LogMaxState` before the first step."""
+        # Each in a buffer of its own: no state is donated that holds one twice.
+        numbers = (self.init_scale, 0, 0, 0, 1, 1)
+        return LogMaxState(*(jnp.array(number, jnp.float32) for number in numbers))
+
+    def adjust(self, state: Any, grads_finite: jax.Array) -> Any:
+        """Returns the state of the next step, where the gradients are not at hand.
+
+        Args:
+          state: the `LogMaxState` of this step.
+          grads_finite: a `bool[]`, whether the gradients of this step were finite. If
+            they were, nothing is known of their size, and the state stays as it is.
+
+        Returns:
+          The next state, with the avals of `state`.
+
+        Raises:
+          TypeError: if `grads_finite` is not a scalar bool, or `state` another's.
+          ValueError: if `state` is that of a population: call this under `jax.vmap`.
+        """
+        return self.observe(state, None, grads_finite)
+
+    def observe(
+        self, state: Any, grads: Any, grads_finite: jax.Array, *, axis_name: Any = None
+    ) -> Any:
+        """Returns the state of the next step, from the gradients and their verdict.
+
+        Args:
+          state: the `LogMaxState` of this step.
+          grads: the gradients of this step, unscaled.
+          grads_finite: a `bool[]`, whether they were finite, on all devices.
+          axis_name: as in `jaxscale.all_finite`.
+
+        Returns:
+          The next state, with the avals of `state`.
+
+        Raises:
+          TypeError: if `grads_finite` is not a scalar bool, or `state` another's.
+          ValueError: if `state` is that of a population: call this under `jax.vmap`.
+        """
+        call = f"{type(self).__name__}.adjust"
+        grads_finite = scalar_bool(call, "grads_finite", grads_finite)
+        state = policy_state(call, state, LogMaxState)
+        state = state._replace(loss_scale=healed(state.loss_scale, self.init_scale))
+        amax = largest(grads, axis_name)
+        x = jnp.log2(jnp.where(amax > 0, amax, 1.0))  # zeros do not count, see below
+        x = jnp.where(grads_finite, x, self.log_max)
+
+        def average(old: jax.Array, new: jax.Array | float, beta: float) -> jax.Array:
+            return old * beta + new * (1 - beta)
+
+        moved = LogMaxState(
+            loss_scale=state.loss_scale,
+            x_hat=average(state.x_hat, x, self.beta1),
+            slow_x_hat=average(state.slow_x_hat, x, self.beta2),
+            xsquared_hat=average(state.xsquared_hat, x * x, self.beta2),
+            b1_correction=state.b1_correction * self.beta1,
+            b2_correction=state.b2_correction * self.beta2,
+        )
+        mean = moved.x_hat / (1 - moved.b1_correction)
+        slow_mean = moved.slow_x_hat / (1 - moved.b2_correction)
+        variance = moved.xsquared_hat / (1 - moved.b2_correction) - slow_mean * slow_mean
+        # Of a constant it is 0, and may come out below by rounding.
+        deviation = jnp.sqrt(jnp.maximum(variance, 0.0))
+        proposed = jnp.exp2(_TARGET - (deviation * self.overflow_std_dev + mean))
+        scale = jnp.clip(proposed, self.min_scale, self.max_scale)
+        moved = moved._replace(loss_scale=jnp.where(jnp.isnan(scale), state.loss_scale, scale))
+        # The logarithm of 0 is -inf: it would stay in the averages for good.
+        return tree_where(~grads_finite | (amax > 0), moved, state)

@@ -1,0 +1,47 @@
+"""What may stand for a policy in an argument."""
+
+import numbers
+from typing import Any
+
+from .base import LossScale
+from .dynamic import DynamicLossScale
+from .fixed import FixedLossScale, NoOpLossScale
+
+
+def as_loss_scale(spec: Any) -> LossScale:
+    """Returns the policy that a short form stands for.
+
+    Args:
+      spec: `None` for `jaxscale.NoOpLossScale`, a number such as 8 (NumPy scalars
+        too) for `jaxscale.FixedLossScale`, `"dynamic"` for
+        `jaxscale.DynamicLossScale` with its defaults, or a
+        `jaxscale.LossScale`, which is returned as it is.
+
+    Returns:
+      A `jaxscale.LossScale`.
+
+    Raises:
+      TypeError: if `spec` is none of these, a bool or an array for example.
+      ValueError: if it is another string, or a number that is no valid scale.
+
+    Example:
+      >>> import jaxscale
+      >>> jaxscale.as_loss_scale(8)
+      FixedLossScale(loss_scale=8.0)
+    """
+    if spec is None:
+        return NoOpLossScale()
+    if isinstance(spec, LossScale):
+        return spec
+    if isinstance(spec, str) and spec == "dynamic":
+        return DynamicLossScale()
+    if isinstance(spec, numbers.Real) and not isinstance(spec, bool):
+        return FixedLossScale(float(spec))
+    error = ValueError if isinstance(spec, str) else TypeError
+    instance = f" Did you mean `{spec.__name__}()`?" if isinstance(spec, type) else ""
+    raise error(
+        f"`as_loss_scale` got {spec!r} of type {type(spec).__name__}. A loss scale is "
+        'given as None (no scaling), a number of at least 1 (fixed), "dynamic", or a '
+        "`jaxscale.LossScale` such as `jaxscale.DynamicLossScale(growth_interval=500)`."
+        f"{instance}"
+    )

@@ -1,0 +1,171 @@
+"""The policy that backs off by the rate of overflows."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._checks import (
+    backoff_factor,
+    finite_number,
+    growth_factor,
+    int32,
+    normal_float32,
+    scalar_bool,
+)
+from .._state import healed, init_state, policy_state
+from .._tree import tree_where
+from .base import LossScale
+
+
+class ToleranceState(NamedTuple):
+    """What a `ToleranceLossScale` carries from one step to the next.
+
+    Attributes:
+      loss_scale: `f32[]`, what the next loss is scaled by.
+      growth_tracker: `i32[]`, finite steps in a row that count towards growth.
+      steps_since_change: `i32[]`, steps since the scale last moved.
+      overflows_since_backoff: `i32[]`, non-finite steps since it last backed off.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.fairseq().init().steps_since_change
+      Array(0, dtype=int32)
+    """
+
+    is_loss_scale_state = True  # not a field: by this it is told from other named tuples
+
+    loss_scale: jax.Array  # f32[]
+    growth_tracker: jax.Array  # i32[]
+    steps_since_change: jax.Array  # i32[]
+    overflows_since_backoff: jax.Array  # i32[]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToleranceLossScale(LossScale):
+    """A loss scale that backs off when a rate of the steps was not finite.
+
+    With `s` the scale:
+
+    - after `growth_interval` finite steps in a row,
+      `s <- min(s * growth_factor, max_scale)`;
+    - on a non-finite step, if `overflows / steps >= tolerance`,
+      `s <- max(s * backoff_factor, min_scale)`, where `steps` counts those since
+      the scale moved and `overflows` the non-finite ones since it backed off;
+    - a non-finite step clears the growth tracker, whether it backs off or not.
+
+    The scale is never 0, inf or NaN.
+
+    Args:
+      init_scale: the scale of the first step.
+      growth_factor: what the scale is multiplied by when it grows, above 1.
+      backoff_factor: what it is multiplied by when it backs off, between 0 and 1.
+      growth_interval: how many finite steps in a row it takes to grow.
+      tolerance: the rate, from 0 (each non-finite step backs off) to 1.
+      min_scale: a backoff ends at least here. `init_scale` may lie below.
+      max_scale: a growth ends at most here.
+
+    Raises:
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is no number, or `growth_interval` no integer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import presets
+      >>> policy = presets.ToleranceLossScale(init_scale=8.0, tolerance=0.5)
+      >>> state = policy.init()
+      >>> for grads_finite in [True, True, False, False]:
+      ...     state = policy.adjust(state, jnp.array(grads_finite))
+      ...     print(state.loss_scale)
+      8.0
+      8.0
+      8.0
+      4.0
+
+    References:
+      fairseq's `DynamicLossScaler`.
+    """
+
+    init_scale: float = 2.0**15
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    tolerance: float = 0.0
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        call = type(self).__name__
+        checks = {
+            "init_scale": normal_float32,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": int32,
+            "tolerance": finite_number,
+            "min_scale": normal_float32,
+            "max_scale": normal_float32,
+        }
+        for name, check in checks.items():
+            object.__setattr__(self, name, check(call, name, getattr(self, name)))
+        if not 0 <= self.tolerance <= 1:
+            raise ValueError(
+                f"`{call}(tolerance=...)` must lie between 0 and 1, got {self.tolerance}. It "
+                "is the rate of non-finite steps at which the scale backs off: above 1 it "
+                "never would."
+            )
+        if not max(self.init_scale, self.min_scale) <= self.max_scale:
+            raise ValueError(
+                f"`{call}` needs init_scale and min_scale of at most max_scale, got "
+                f"{self.init_scale}, {self.min_scale} and {self.max_scale}."
+            )
+
+    def init(self) -> Any:
+        """Returns the `ToleranceState` before the first step."""
+        # Each in a buffer of its own: no state is donated that holds one twice.
+        zeros = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return ToleranceState(init_state(self.init_scale).loss_scale, *zeros)
+
+    def adjust(self, state: Any, grads_finite: jax.Array) -> Any:
+        """Returns the state of the next step, for who has the verdict already.
+
+        Args:
+          state: the `ToleranceState` of this step.
+          grads_finite: a `bool[]`, whether the gradients of this step were finite.
+
+        Returns:
+          The next state, with the avals of `state`.
+
+        Raises:
+          TypeError: if `grads_finite` is not a scalar bool, or `state` another's.
+          ValueError: if `state` is that of a population: call this under `jax.vmap`.
+        """
+        call = f"{type(self).__name__}.adjust"
+        grads_finite = scalar_bool(call, "grads_finite", grads_finite)
+        state = policy_state(call, state, ToleranceState)
+        scale = healed(state.loss_scale, self.init_scale)
+        steps = jnp.asarray(optax.safe_increment(state.steps_since_change))
+
+        streak = jnp.asarray(optax.safe_increment(state.growth_tracker))
+        grow = streak >= self.growth_interval
+        grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
+        after_finite = ToleranceState(
+            loss_scale=jnp.where(grow, jnp.maximum(scale, grown), scale),
+            growth_tracker=jnp.where(grow, 0, streak),
+            steps_since_change=jnp.where(grow, 0, steps),
+            overflows_since_backoff=state.overflows_since_backoff,
+        )
+
+        overflows = jnp.asarray(optax.safe_increment(state.overflows_since_backoff))
+        rate = overflows.astype(jnp.float32) / steps.astype(jnp.float32)
+        back_off = rate >= self.tolerance
+        lower = jnp.maximum(scale * self.backoff_factor, self.min_scale)
+        after_nonfinite = ToleranceState(
+            loss_scale=jnp.where(back_off, lower, scale),
+            growth_tracker=jnp.zeros_like(state.growth_tracker),
+            steps_since_change=jnp.where(back_off, 0, steps),
+            overflows_since_backoff=jnp.where(back_off, 0, overflows),
+        )
+
+        return tree_where(grads_finite, after_finite, after_nonfinite)

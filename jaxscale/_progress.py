@@ -1,0 +1,212 @@
+"""What happened, as numbers on the device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from ._accumulate import MultiStepsState
+from ._policies.base import LossScale
+from ._policies.fixed import FixedLossScale
+from ._scaling import find_scaling, is_loss_scaled
+from ._state import find, unwrapped
+from ._step import wrapper_of
+from ._verdict import flagged_paths, named_flags
+
+# What a `LossScaledState` counts, besides the state of the policy itself.
+_COUNTERS = (
+    "grads_finite",
+    "notfinite_count",
+    "total_notfinite",
+    "total_notfinite_loss",
+    "total_steps",
+)
+
+
+# What `multi_steps` counts besides.
+_WINDOW_COUNTERS = ("mini_step", "gradient_step")
+
+
+def metrics(tree: Any) -> dict[str, jax.Array]:
+    """Returns the loss scale and the counters of a training state, for logging.
+
+    Works inside `jit` and never waits for the device.
+
+    Args:
+      tree: a `jaxscale.LossScaledState` or `jaxscale.LossScaleState`, or a
+        tree that holds exactly one, such as `opt_state` or a `TrainState`.
+
+    Returns:
+      A dictionary of scalar arrays: `loss_scale` and the trackers of the policy and, if
+      there is an optimizer state, `grads_finite`, `notfinite_count`,
+      `total_notfinite`, `total_notfinite_loss` and `total_steps`, as explained in
+      `jaxscale.LossScaledState`. Under `jaxscale.multi_steps` these count
+      micro-batches, and `mini_step` and `gradient_step` come with them. Under
+      `track_leaves=True` there is a `bool[]` for each gradient, under names such as
+      `nonfinite_leaves/params/Dense_0/kernel`: whether the last overflow was in it.
+
+    Raises:
+      ValueError: if `tree` holds no such state, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> opt_state = jaxscale.loss_scaled(optax.adam(0.1)).init(jnp.zeros(3))
+      >>> jaxscale.metrics(opt_state)["loss_scale"]
+      Array(32768., dtype=float32)
+    """
+    values = find_scaling("metrics", tree)._asdict()
+    for node in jax.tree.leaves(tree, is_leaf=is_loss_scaled):
+        if is_loss_scaled(node):
+            values |= {name: jnp.asarray(getattr(node, name)) for name in _COUNTERS}
+            if isinstance(node.inner_state, MultiStepsState):
+                window: Any = node.inner_state
+                values |= {name: jnp.asarray(getattr(window, name)) for name in _WINDOW_COUNTERS}
+            values |= {
+                f"nonfinite_leaves/{name}": jnp.asarray(flag)
+                for name, flag in named_flags(unwrapped(node.nonfinite_leaves)).items()
+            }
+    return values
+
+
+class LossScaleStuckError(RuntimeError):
+    """Training makes no progress: too many steps in a row were skipped.
+
+    Example:
+      >>> import jaxscale
+      >>> issubclass(jaxscale.LossScaleStuckError, RuntimeError)
+      True
+    """
+
+
+def check(
+    tree: Any, *, tx: optax.GradientTransformation | None = None, max_consecutive: int = 50
+) -> None:
+    """Returns `None` if training makes progress, and raises an error if it is stuck.
+
+    For the host, outside of `jit`: it waits for the device, so call it as often as you
+    log. A step skipped now and then is the normal working of a dynamic loss scale.
+
+    Args:
+      tree: a `jaxscale.LossScaledState`, or a tree that holds exactly one.
+      tx: the optimizer, which knows how far the scale can fall: with it the message tells
+        a scale at its floor from one that is fixed or still falling. A `TrainState`
+        brings its own.
+      max_consecutive: how many steps skipped in a row are still accepted. From 2**24
+        down to 1, halving takes 24.
+
+    Raises:
+      LossScaleStuckError: if more steps than that were skipped in a row. The message has
+        the numbers and the likely cause and, if `tx` was made with `track_leaves=True`,
+        the leaves that the last overflow was in.
+      ValueError: if `tree` holds no such state, or several.
+      TypeError: if called inside `jit`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> tx = jaxscale.loss_scaled(optax.adam(0.1))
+      >>> state = tx.init(jnp.zeros(3))
+      >>> jaxscale.check(state)
+      >>> for _ in range(3):
+      ...     _, state = tx.update(jnp.full(3, jnp.nan), state)
+      >>> jaxscale.check(state, max_consecutive=2)  # doctest: +IGNORE_EXCEPTION_DETAIL
+      Traceback (most recent call last):
+      jaxscale.LossScaleStuckError: 3 steps in a row were skipped (3 of 3 in all, ...)
+    """
+    state = find("check", tree, is_loss_scaled, "`LossScaledState`")
+    state = jax.tree.map(_on_host, unwrapped(state._replace(inner_state=None)))
+    # A population has states with leading axes: report its worst member.
+    axes, worst = np.ndim(state.notfinite_count), np.argmax(state.notfinite_count)
+    state = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes:])[worst], state)
+    if state.notfinite_count <= max_consecutive:
+        return
+    counters = metrics(state)
+    wrapper = wrapper_of(tx or getattr(tree, "tx", None))
+    policy = None if wrapper is None else wrapper.policy
+    raise LossScaleStuckError(
+        "{notfinite_count} steps in a row were skipped ({total_notfinite} of {total_steps} "
+        "in all, {total_notfinite_loss} of them with a non-finite loss); the loss scale is "
+        "{loss_scale}. ".format_map(counters)
+        + _likely_cause(state, policy)
+        + _leaves(state.nonfinite_leaves)
+    )
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, Tracer):
+        raise TypeError(
+            "`check` reads values, so it cannot run inside `jit`. Call it on the state that "
+            "the step returns; inside, use `jaxscale.metrics`."
+        )
+    return np.asarray(leaf)
+
+
+def _leaves(flags: Any, most: int = 5) -> str:
+    """Returns which gradients overflowed last, if that was tracked."""
+    bad, number = flagged_paths(flags), len(jax.tree.leaves(flags))
+    if not bad:
+        return ""
+    more = f" and {len(bad) - most} more" if len(bad) > most else ""
+    return (
+        f" The last gradients that were not finite: {', '.join(bad[:most])}{more} "
+        f"({len(bad)} of {number} leaves)."
+    )
+
+
+def _likely_cause(state: Any, policy: LossScale | None) -> str:
+    if state.total_notfinite_loss < state.notfinite_count:
+        return (
+            "If the loss was passed as `value`, it is finite, and the backward pass overflows; if "
+            f"not, pass it, so that a bad forward pass is told apart. {_backward(state, policy)}"
+        )
+    applied = state.total_steps - state.total_notfinite
+    since = (
+        f"{applied} steps were fine: look for a stretch of bad data, or for parameters that have "
+        "diverged."
+        if applied
+        else "It never was: look for NaN in the data, and for an operation in the forward pass "
+        "that leaves the range of its dtype; compute norms, softmax and the loss in float32."
+    )
+    return f"The loss itself is not finite, so no loss scale can help. {since}"
+
+
+def _backward(state: Any, policy: LossScale | None) -> str:
+    """Returns what can be said of the scale when the backward pass overflows."""
+    unscaled = (
+        "at any scale: a division by zero, the square root of 0, a mask of -inf (run one step "
+        "under `with jax.disable_jit(), jax.debug_infs(True)`)"
+    )
+    stale = "`jaxscale.value_and_grad` was called outside of the step and uses an older scale"
+    if state.scaling.loss_scale <= 1:
+        return f"A scale of 1 scales nothing: it overflows {unscaled}, or {stale}."
+    if policy is None:
+        return (
+            f"It does so {unscaled}, or because the scale is fixed and too high, or still on its "
+            f"way down, or {stale}. Pass `tx` to `check` to have these told apart."
+        )
+    if isinstance(policy, FixedLossScale):
+        return f"The scale is fixed, and too high. Or it overflows {unscaled}."
+    lowest = _lowest(state.scaling, policy)
+    if lowest < state.scaling.loss_scale:
+        return (
+            f"The scale is still on its way down, to {lowest:g}: start lower, or accept more "
+            f"skipped steps in a row. Or {stale}."
+        )
+    return (
+        "The scale is at its floor, and too high: lower `min_scale`. Or it overflows "
+        f"{unscaled}, or {stale}."
+    )
+
+
+def _lowest(scaling: Any, policy: LossScale) -> float:
+    """Returns where a scale ends if all further steps are bad."""
+
+    def backoff(_: Any, state: Any) -> Any:
+        return policy.adjust(state, jnp.array(False))
+
+    scaling = jax.tree.map(jnp.asarray, scaling)
+    return float(jax.lax.fori_loop(0, 10_000, backoff, scaling).loss_scale)

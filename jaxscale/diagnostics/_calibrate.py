@@ -1,0 +1,212 @@
+"""The loss scale to start with: found by trying, in a few backward passes."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._checks import int32, power_of_two
+from .._state import init_state, representable
+from .._value_and_grad import value_and_grad
+from .._verdict import all_finite
+from ._text import power
+
+
+class Calibration(NamedTuple):
+    """What `calibrate` found; `print` it for the sentence.
+
+    Attributes:
+      init_scale: the largest power-of-two scale that was seen not to overflow, or `None`
+        if none was.
+      overflows_at: the least scale that was seen to overflow, or `None` if none was.
+      passes: how many backward passes it took.
+      batches: how many batches `init_scale` was tried on.
+      is_largest: whether twice `init_scale` overflows, or lies above `max_scale`.
+      sentence: all that in words.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> loss_fn = lambda w, x: (w * x).astype(jnp.float32)
+      >>> w, x = jnp.float16(1.0), jnp.float16(8.0)  # the gradient is 8, times the scale
+      >>> diagnostics.calibrate(loss_fn, w, [x]).init_scale
+      4096.0
+    """
+
+    init_scale: float | None
+    overflows_at: float | None
+    passes: int
+    batches: int
+    is_largest: bool
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def calibrate(
+    fun: Callable[..., Any],
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    min_scale: float = 1.0,
+    max_scale: float = 2.0**24,
+    max_passes: int = 10,
+    has_aux: bool = False,
+    jit: Callable[..., Any] = jax.jit,
+    **kwargs: Any,
+) -> Calibration:
+    """Returns the largest power-of-two loss scale that does not overflow on some batches.
+
+    As `init_scale` of a `jaxscale.DynamicLossScale` it spares a run the skipped
+    steps with which it would come down. The scale is found by bisection on the first
+    batch; each further one takes one pass, or a few where it overflows earlier. All passes
+    run one compiled program, if the batches have one shape.
+
+    Args:
+      fun: the loss, `fun(params, batch)`, as for `jaxscale.value_and_grad`.
+      params: what to differentiate with respect to.
+      batches: a list or another iterable of batches, of which as many are taken as there
+        are passes for. For one batch, `[batch]`.
+      min_scale: the least scale to try, a power of two.
+      max_scale: the largest scale to try, a power of two. If the loss is float16, 2**15 at
+        most, as its cotangent holds no larger one.
+      max_passes: how many backward passes to make at most. One batch takes 5 of them.
+      has_aux: whether `fun` returns a pair of the loss and something else.
+      jit: what compiles: `jax.jit`, `equinox.filter_jit`, `flax.nnx.jit`.
+      **kwargs: passed to `jaxscale.value_and_grad`: `transform` and so on.
+
+    Returns:
+      A `Calibration`. If even `min_scale` overflows, its `init_scale` is `None`.
+
+    Raises:
+      ValueError: if the loss itself is not finite on a batch, which no scale can mend; if
+        there is no batch, or a number is out of range.
+      TypeError: if `batches` is a single batch, or `fun` returns no floating scalar.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> from jaxscale import diagnostics
+      >>> loss_fn = lambda w, x: jnp.mean((x @ w).astype(jnp.float32) ** 2)
+      >>> w = jnp.ones(2, jnp.float16)
+      >>> found = diagnostics.calibrate(loss_fn, w, [jnp.ones((4, 2), jnp.float16)])
+      >>> print(found)
+      The largest loss scale that does not overflow is 2**13, on 1 batch in 5 backward passes.
+      >>> policy = jaxscale.DynamicLossScale(init_scale=found.init_scale)
+    """
+    low = power_of_two("calibrate", "min_scale", min_scale)
+    high = power_of_two("calibrate", "max_scale", max_scale)
+    if low > high:
+        raise ValueError(
+            f"`calibrate` needs min_scale <= max_scale, got {min_scale} and {max_scale}."
+        )
+    enough = (high - low + 1).bit_length()  # for bisection on one batch
+    max_passes = int32("calibrate", "max_passes", max_passes, enough, "backward passes")
+    if isinstance(batches, Mapping) or hasattr(batches, "shape"):
+        raise TypeError(
+            "`calibrate(batches=...)` must be a list of batches, got one "
+            f"{type(batches).__name__}. Pass [batch]."
+        )
+
+    @jit
+    def backward(state: Any, params: Any, batch: Any) -> tuple[Any, Any]:
+        value, grads = value_and_grad(fun, state, has_aux=has_aux, **kwargs)(params, batch)
+        return (value[0] if has_aux else value), all_finite(grads)
+
+    def try_scale(exponent: int, batch: Any) -> tuple[Any, bool]:
+        loss, finite = backward(init_state(2.0**exponent), params, batch)
+        return loss, bool(finite)
+
+    search = _Search(try_scale, low, high, max_passes)
+    for batch in batches:
+        if search.is_over:
+            break
+        search.look_at(batch)
+    return search.result()
+
+
+class _Search:
+    """The largest exponent at which no batch looked at so far overflows."""
+
+    def __init__(
+        self, try_scale: Callable[[int, Any], tuple[Any, bool]], low: int, high: int, passes: int
+    ):
+        self.try_scale = try_scale
+        self.low, self.high = low, high
+        self.good = high  # the largest exponent that no batch has ruled out
+        self.bad: int | None = None  # the least one that overflowed
+        self.passes, self.max_passes = 0, passes
+        self.batches = 0  # that `good` was tried on, or a larger one
+        self.is_largest = True
+
+    @property
+    def is_over(self) -> bool:
+        return self.passes == self.max_passes or self.good < self.low
+
+    def look_at(self, batch: Any) -> None:
+        good, bad = self.low - 1, self.good + 1
+        step = 0
+        while bad - good > 1 and self.passes < self.max_passes:
+            if not self.batches:  # nothing known yet
+                exponent = (good + bad) // 2
+            elif good < self.low:  # probably as good as the others: further and further down
+                exponent, step = max(bad - 1 - step, self.low), 2 * step + 1
+            else:
+                exponent = (good + bad) // 2
+            if self._is_finite(exponent, batch):
+                good = min(exponent, self.high)
+            else:
+                bad = min(exponent, self.high)
+            # Where the loss is float16, the first pass has moved both ends down.
+            bad = min(bad, self.high + 1)
+            good = min(good, bad - 1)
+        if bad <= self.high:
+            self.bad = bad
+        self.is_largest = bad - good == 1
+        if good < self.low and not self.is_largest:  # out of passes, and none seen to do
+            self.good = bad - 1
+            return
+        self.good = good
+        self.batches += 1
+
+    def _is_finite(self, exponent: int, batch: Any) -> bool:
+        loss, finite = self.try_scale(exponent, batch)
+        self.passes += 1
+        if not jnp.isfinite(loss):
+            raise ValueError(
+                f"`calibrate`: the loss on batches[{self.batches}] is {loss}, whatever the loss "
+                "scale, which only moves gradients. Look for bad data or parameters, or for an "
+                "operation of the forward pass that leaves the range of its dtype."
+            )
+        # The cotangent of a float16 loss cannot be larger, so nor was this scale.
+        largest = float(representable(jnp.float32(2.0**126), loss.dtype))
+        self.high = min(self.high, math.frexp(largest)[1] - 1)
+        self.low = min(self.low, self.high)
+        return finite
+
+    def result(self) -> Calibration:
+        if not self.passes:
+            raise ValueError("`calibrate(batches=...)` must hold at least one batch, got none.")
+        found = 2.0**self.good if self.good >= self.low else None
+        bad = None if self.bad is None else 2.0**self.bad
+        many = "es" * (self.batches != 1)
+        where = f"on {self.batches} batch{many} in {self.passes} backward passes"
+        if found is None:
+            words = (
+                f"Even loss scale {power(2.0**self.low)} overflows on batches[{self.batches - 1}], "
+                "so no larger one does. `jaxscale.diagnostics.trace` finds where; compute that in "
+                "float32."
+            )
+        elif not self.is_largest:
+            words = (
+                f"Loss scale {power(found)} does not overflow {where}. That many were too few to "
+                f"find the largest: pass max_passes={2 * self.max_passes}."
+            )
+        elif bad is None:
+            words = f"No loss scale overflows up to {power(found)}, the largest to try, {where}."
+        else:
+            words = f"The largest loss scale that does not overflow is {power(found)}, {where}."
+        return Calibration(found, bad, self.passes, self.batches, self.is_largest, words)

@@ -1,0 +1,249 @@
+"""How large gradients are, by powers of two, and what smaller formats make of them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._checks import power_of_two
+from ._formats import (
+    CUTS,
+    FORMAT,
+    FORMATS,
+    INFINITY,
+    Boundary,
+    exponent_and_mantissa,
+    gradient_leaves,
+    magnitude_bits,
+)
+
+MIN_EXPONENT, MAX_EXPONENT = -149, 127  # of float32's numbers
+EXPONENTS = np.arange(MIN_EXPONENT, MAX_EXPONENT + 1)
+_SHAPE = (len(EXPONENTS), len(CUTS) + 1)
+_CELLS = _SHAPE[0] * _SHAPE[1]
+
+
+class Histogram(NamedTuple):
+    """How many gradients lie between one power of two and the next.
+
+    A `NamedTuple` of arrays. Histograms add up: `first + second` is that of both, in
+    `jit` too, so a run may carry their sum along.
+
+    Attributes:
+      counts: `f32[277, 9]`, the finite nonzero numbers `g`. The rows are
+        `floor(log2(abs(g)))` from -149, float32's smallest subnormal, to 127. Columns
+        tell mantissas apart where the formats round differently.
+      zero: `f32[]`, how many numbers are exactly 0.
+      inf: `f32[]`, how many are inf or -inf.
+      nan: `f32[]`, how many are NaN.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> first = diagnostics.histogram({"w": jnp.array([1.0, 0.0])})
+      >>> (first + first).zero
+      Array(2., dtype=float32)
+    """
+
+    counts: jax.Array  # f32[277, 9]
+    zero: jax.Array  # f32[]
+    inf: jax.Array  # f32[]
+    nan: jax.Array  # f32[]
+
+    def __add__(self, other: Any) -> Any:
+        """Returns the histogram of both, and not the eight arrays of two tuples."""
+        if not isinstance(other, Histogram):
+            return NotImplemented
+        return Histogram(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __radd__(self, other: Any) -> Any:
+        """Returns the same histogram, for the 0 that `sum` starts with."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
+
+class Shares(NamedTuple):
+    """What a format makes of gradients: shares of those that are finite and not 0.
+
+    Attributes:
+      flushed: the share that it makes 0.
+      subnormal: the share that it keeps with fewer bits than a normal number has.
+      normal: the share that it keeps with all its bits.
+      overflowed: the share that it makes inf, or NaN where the format has no inf.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> histogram = diagnostics.histogram(jnp.array([1e-9, 1.0]))
+      >>> diagnostics.shares(histogram)["float16"].flushed
+      0.5
+    """
+
+    flushed: float
+    subnormal: float
+    normal: float
+    overflowed: float
+
+    @property
+    def lost(self) -> float:
+        """The share that becomes 0, inf or NaN."""
+        return self.flushed + self.overflowed
+
+
+def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
+    """Returns the base-2 exponent histogram of all gradients in a tree.
+
+    Works inside `jit`, `vmap`, `scan` and `shard_map`, and never waits for the
+    device. What it holds is read by `shares`, `suggest_scale` and
+    `plot_histogram`.
+
+    Args:
+      tree: a pytree of gradients, unscaled, of any floating or complex dtypes; other
+        leaves, `None`, and whatever is under a key `_overwrite_with_gradient` are left
+        out. Pass gradients computed in float32, or by `jaxscale.grad` at a high
+        scale: what float16 flushed to zero on the way is counted as 0, as true zeros are.
+      axis_name: a mesh or `pmap` axis name, or a tuple of them, along which devices hold
+        different parts of the gradients: counts are summed. If they hold equal gradients,
+        leave it out, as under plain `jit`. In a mesh of explicit axes, wrap the call in
+        `jax.sharding.auto_axes`.
+
+    Returns:
+      A `Histogram`. Exponents are exact, those of subnormal numbers too. Counts
+      are exact up to 2**24 and rounded to 24 bits beyond. A complex element counts as two
+      numbers, and a float64 number out of float32's range as the nearest end of it.
+
+    Raises:
+      ValueError: if no leaf is floating or complex, or a leaf has 2**31 elements or more.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> histogram = jax.jit(diagnostics.histogram)({"w": jnp.array([1.5, 1.0, 2.0**-149])})
+      >>> print(histogram.counts.sum(axis=1)[149], histogram.counts.sum(axis=1)[0])
+      2.0 1.0
+    """
+    leaves = jax.tree.leaves(gradient_leaves("histogram", "tree", tree))
+    cells = sum((_cells(leaf) for leaf in leaves), jnp.zeros(_CELLS + 3, jnp.float32))
+    return _histogram(cells, axis_name)
+
+
+def leaf_histograms(tree: Any, *, axis_name: Any = None) -> Any:
+    """Returns the base-2 exponent histogram of each gradient in a tree.
+
+    Args:
+      tree: as in `histogram`.
+      axis_name: as there.
+
+    Returns:
+      A tree of the same structure, with a `Histogram` of 10 kB for each gradient and
+      `None` for other leaves. `underflow` reads it.
+
+    Raises:
+      ValueError: as there.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> diagnostics.leaf_histograms({"w": jnp.zeros(3), "b": jnp.ones(2)})["w"].zero
+      Array(3., dtype=float32)
+    """
+    gradients = gradient_leaves("leaf_histograms", "tree", tree)
+    return jax.tree.map(lambda leaf: _histogram(_cells(leaf), axis_name), gradients)
+
+
+@jax.jit  # one program a leaf, also where the caller compiles none
+def _cells(leaf: Any) -> jax.Array:
+    """Returns the counts of a leaf: all cells of the histogram, zeros, infs, NaNs."""
+    bits = magnitude_bits(leaf).reshape(-1)
+    exponent, mantissa = exponent_and_mantissa(bits)
+    column = sum((mantissa >= cut).astype(jnp.int32) for cut in CUTS)
+    cell = (exponent - MIN_EXPONENT) * _SHAPE[1] + column
+    cell = jnp.where(bits == 0, _CELLS, cell)
+    cell = jnp.where(bits == INFINITY, _CELLS + 1, cell)
+    cell = jnp.where(bits > INFINITY, _CELLS + 2, cell)
+    counts = jnp.zeros(_CELLS + 3, jnp.uint32).at[cell].add(jnp.uint32(1))
+    return counts.astype(jnp.float32)
+
+
+def _histogram(cells: jax.Array, axis_name: Any) -> Histogram:
+    if axis_name is not None:
+        cells = jax.lax.psum(cells, axis_name)
+    return Histogram(
+        cells[:_CELLS].reshape(_SHAPE), cells[_CELLS], cells[_CELLS + 1], cells[_CELLS + 2]
+    )
+
+
+class Numbers(NamedTuple):
+    """A histogram on the host, its leading axes summed up."""
+
+    counts: np.ndarray
+    zero: float
+    inf: float
+    nan: float
+
+
+def read(call: str, histogram: Any) -> Numbers:
+    """Returns the numbers of a histogram, or raises a `TypeError`."""
+    if not isinstance(histogram, Histogram) or isinstance(histogram.zero, Tracer):
+        raise TypeError(
+            f"`{call}(histogram=...)` must be what `jaxscale.diagnostics.histogram` returned, "
+            f"outside of `jit`, got {type(histogram).__name__}."
+        )
+    arrays = [np.asarray(array, np.float64) for array in jax.device_get(histogram)]
+    zero, inf, nan = (float(array.sum()) for array in arrays[1:])
+    return Numbers(arrays[0].reshape(-1, *_SHAPE).sum(axis=0), zero, inf, nan)
+
+
+def outcomes(counts: np.ndarray, name: str, exponent: int) -> Shares:
+    """Returns how many numbers a format flushes, keeps and loses at scale 2**exponent."""
+
+    def beyond(boundary: Boundary) -> float:
+        row = boundary.exponent - exponent - MIN_EXPONENT
+        if row < 0:
+            return counts.sum()
+        column = CUTS.index(boundary.mantissa) + 1 if boundary.mantissa else 0
+        return counts[row + 1 :].sum() + counts[row : row + 1, column:].sum()
+
+    nonzero, normal, overflow = map(beyond, FORMAT[name][:3])
+    return Shares(counts.sum() - nonzero, nonzero - normal, normal - overflow, overflow)
+
+
+def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares]:
+    """Returns which shares of gradients each small format would lose at a loss scale.
+
+    As if each gradient, multiplied by the loss scale, were rounded to the format, to
+    nearest with ties to even. For the host: it waits for the device.
+
+    Args:
+      histogram: what `histogram` returned; leading axes are summed up.
+      loss_scale: a power of two.
+
+    Returns:
+      A `Shares` for each of `"float16"`, `"bfloat16"`, `"float8_e4m3fn"` and
+      `"float8_e5m2"`, exact where the counts are; all zero if no number is finite and nonzero.
+
+    Raises:
+      TypeError: if `histogram` is something else, or still traced.
+      ValueError: if `loss_scale` is no power of two in float32's normal range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> histogram = diagnostics.histogram({"w": jnp.array([2.0**-26, 2.0**-10, 1.0, 0.0])})
+      >>> print(round(diagnostics.shares(histogram)["float16"].flushed, 3))
+      0.333
+      >>> diagnostics.shares(histogram, loss_scale=2.0**12)["float16"].normal
+      1.0
+    """
+    exponent = power_of_two("shares", "loss_scale", loss_scale)
+    return shares_of(read("shares", histogram).counts, exponent)
+
+
+def shares_of(counts: np.ndarray, exponent: int) -> dict[str, Shares]:
+    """Returns what each format makes of some counts at scale 2**exponent."""
+    total = max(float(counts.sum()), 1.0)
+    return {
+        name: Shares(*(float(number) / total for number in outcomes(counts, name, exponent)))
+        for name in FORMATS
+    }

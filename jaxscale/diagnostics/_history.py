@@ -1,0 +1,194 @@
+"""What a run's metrics were: kept on the device, read when someone looks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._progress import metrics
+from ._pictures import plot_run
+from ._text import aligned, power
+
+_CHUNK = 512  # steps that are fetched together, once as many others have come after them
+_ROWS = 20  # of the text form
+
+
+@jax.jit
+def _pack(floats: dict[str, Any], ints: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """Returns the numbers of a step as two new arrays, in the order of their names.
+
+    New ones, as those of a state that is donated to the next step are gone after it.
+    """
+
+    def stack(values: dict[str, Any], dtype: Any) -> jax.Array:
+        column = [jax.lax.convert_element_type(values[name], dtype) for name in sorted(values)]
+        return jnp.stack(column) if column else jnp.zeros(0, dtype)
+
+    return stack(floats, jnp.float32), stack(ints, jnp.int32)
+
+
+class History:
+    """The metrics of a run, step by step: `append` them, then `print` or `plot`.
+
+    `append` leaves the numbers on the device and does not wait for it, so it may be
+    called at each step. What shows them waits.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> from jaxscale import diagnostics
+      >>> tx = jaxscale.loss_scaled(optax.sgd(0.1))
+      >>> params = jnp.ones(2)
+      >>> opt_state, history = tx.init(params), diagnostics.History()
+      >>> for grad, loss in [(1.0, 3.0), (jnp.inf, 2.5), (1.0, 2.0)]:
+      ...     _, opt_state = tx.update(jnp.full(2, grad), opt_state, params)
+      ...     history.append(opt_state, loss=loss)
+      >>> print(history)
+      steps 1 to 3: 1 skipped, the loss scale from 2**14 to 2**15
+      steps  loss  loss scale  skipped
+      1         3       2**15        0
+      2       2.5       2**14        1
+      3         2       2**14        0
+    """
+
+    def __init__(self) -> None:
+        self._names: tuple[list[str], list[str]] | None = None
+        self._on_device: list[tuple[jax.Array, jax.Array]] = []
+        self._on_host: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def __len__(self) -> int:
+        return sum(len(floats) for floats, _ in self._on_host) + len(self._on_device)
+
+    def append(self, tree: Any, *, loss: Any = None, **extra: Any) -> None:
+        """Returns `None`, after one more step was noted down.
+
+        Args:
+          tree: what `jaxscale.metrics` accepts, such as the `opt_state` that the
+            step returned, or the dictionary that it returns. The arrays are copied, so
+            the state may be donated to the next step.
+          loss: the loss of that step, a scalar.
+          **extra: further scalars under names of their own, such as the learning rate.
+
+        Raises:
+          ValueError: if `tree` holds no loss scale, or several, or those of several runs;
+            if the names are not those of the first step.
+          TypeError: if called inside `jit`.
+        """
+        is_metrics = isinstance(tree, Mapping) and "loss_scale" in tree
+        values = dict(tree) if is_metrics else metrics(tree)
+        if isinstance(values["loss_scale"], Tracer):
+            raise TypeError(
+                "`History.append` keeps arrays, so it cannot run inside `jit`. Call it on the "
+                "state, or on the `jaxscale.metrics`, that the step returns."
+            )
+        given = extra if loss is None else {"loss": loss, **extra}
+        for name, value in {"loss_scale": values["loss_scale"], **given}.items():
+            if jnp.shape(value):
+                raise ValueError(
+                    f"`History.append` notes scalars, got `{name}` of shape {jnp.shape(value)}. "
+                    "Of several runs, or devices, pass one at a time."
+                )
+        values = {name: value for name, value in values.items() if jnp.shape(value) == ()}
+        ints = {n: v for n, v in values.items() if not _is_float(v)}
+        floats = {n: v for n, v in values.items() if n not in ints} | given
+        names = sorted(floats), sorted(ints)
+        if self._names not in (None, names):
+            known = sorted(set().union(*self._names or ()) ^ set().union(*names))
+            raise ValueError(
+                "`History.append` must be given the same names at each step; only some steps had "
+                f"{', '.join(known)}."
+            )
+        self._names = names
+        self._on_device.append(_pack(floats, ints))
+        if len(self._on_device) >= 2 * _CHUNK:
+            # So old that the device is done with them: thousands of small arrays are not kept.
+            self._fetch(_CHUNK)
+
+    def _fetch(self, steps: int) -> None:
+        some, self._on_device = self._on_device[:steps], self._on_device[steps:]
+        floats, ints = zip(*jax.device_get(some), strict=True)
+        self._on_host.append((np.stack(floats), np.stack(ints)))
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Returns what was appended: an array under each name, with an element a step.
+
+        Counters are integers. It waits for the device.
+        """
+        if self._names is None:
+            return {}
+        if self._on_device:
+            self._fetch(len(self._on_device))
+        return {
+            name: np.concatenate([part[kind][:, i] for part in self._on_host])
+            for kind in (0, 1)
+            for i, name in enumerate(self._names[kind])
+        }
+
+    def plot(self) -> Any:
+        """Returns a figure of loss, loss scale and skipped steps over time.
+
+        Returns:
+          A `matplotlib.figure.Figure`: `history.plot().savefig("run.png")`.
+
+        Raises:
+          ImportError: if matplotlib is not installed.
+          ValueError: if nothing was appended.
+        """
+        columns = self.columns()
+        if not columns:
+            raise ValueError("`History.plot` has nothing to draw: `append` was not called.")
+        return plot_run(
+            _steps(columns), columns.get("loss"), columns["loss_scale"], _skipped(columns)
+        )
+
+    def __str__(self) -> str:
+        columns = self.columns()
+        if not columns:
+            return "no steps"
+        steps, skipped, scales = _steps(columns), _skipped(columns), columns["loss_scale"]
+        rows = []
+        for part in np.array_split(np.arange(len(steps)), min(_ROWS, len(steps))):
+            first, last = part[0], part[-1]
+            row = {"steps": _span(str(steps[first]), str(steps[last]), "-")}
+            if "loss" in columns:
+                finite = columns["loss"][part][np.isfinite(columns["loss"][part])]
+                row["loss"] = f"{finite.mean():.4g}" if finite.size else "not finite"
+            row["loss scale"] = _scales(scales[part], "-")
+            if skipped is not None:
+                row["skipped"] = f"{skipped[last] - (skipped[first - 1] if first else 0)}"
+            rows.append(row)
+        head = f"steps {steps[0]} to {steps[-1]}: "
+        if skipped is not None:
+            head += f"{skipped[-1]} skipped, "
+        head += f"the loss scale {'' if np.all(scales == scales[0]) else 'from '}"
+        head += _scales(scales, " to ")
+        return f"{head}\n{aligned([list(rows[0]), *(list(row.values()) for row in rows)])}"
+
+
+def _is_float(value: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(value), jnp.floating)
+
+
+def _steps(columns: dict[str, np.ndarray]) -> np.ndarray:
+    """Returns the number of each step, from 1, also where not every one was appended."""
+    return columns.get("total_steps", np.arange(1, len(columns["loss_scale"]) + 1))
+
+
+def _skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
+    """Returns how many steps were skipped up to each step, since before the first of them."""
+    if "grads_finite" not in columns:
+        return None
+    bad = 1 - columns["grads_finite"]
+    total = columns.get("total_notfinite", np.cumsum(bad))
+    return total - total[0] + bad[0]
+
+
+def _scales(scales: np.ndarray, between: str) -> str:
+    return _span(power(float(scales.min())), power(float(scales.max())), between)
+
+
+def _span(first: str, last: str, between: str) -> str:
+    return first if first == last else f"{first}{between}{last}"

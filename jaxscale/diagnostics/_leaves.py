@@ -1,0 +1,272 @@
+"""Which parameters' gradients are inf, NaN or too small: counted on the device, leaf by leaf."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._checks import and_more, normal_float32
+from .._tree import leaf_name
+from ._formats import FORMAT, INFINITY, Boundary, gradient_leaves, is_array, magnitude_bits
+from ._text import aligned, percent, power
+
+_PRINTED_ROWS = 24
+_HEADINGS = ("leaf", "numbers", "NaN", "inf", "zero", "flushed", "subnormal", "overflow", "max |g|")
+
+
+class LeafCounts(NamedTuple):
+    """What `leaf_counts` counted, on the device; `table` reads it.
+
+    Attributes:
+      leaves: a tree with the structure of the gradients: an `f32[8]` for each of them,
+        `None` for other leaves. They are the number of elements; those that are NaN;
+        inf; zero; those that float16 would, at the loss scale, flush to zero; keep as
+        subnormal; not hold; and the largest finite magnitude.
+      loss_scale: `f32[]`, the loss scale that float16 is judged at.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> diagnostics.leaf_counts({"w": jnp.array([1.0, jnp.inf])}).leaves["w"]
+      Array([2., 0., 1., 0., 0., 0., 0., 1.], dtype=float32)
+    """
+
+    leaves: Any  # f32[8] each
+    loss_scale: jax.Array  # f32[]
+
+
+class LeafRow(NamedTuple):
+    """What is known of one leaf, in Python numbers.
+
+    Attributes:
+      path: where it is: `params/Dense_0/kernel`.
+      size: how many numbers it holds; a complex element holds two.
+      nan: how many of them are NaN.
+      inf: how many are inf or -inf.
+      zero: how many are exactly 0.
+      flushed: how many nonzero ones float16 would make 0, at the loss scale.
+      subnormal: how many it would keep with fewer than 11 bits.
+      overflowed: how many finite ones it would make inf.
+      largest: the largest finite magnitude, not scaled.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> diagnostics.table(diagnostics.leaf_counts({"w": jnp.array([1.0, jnp.inf])})).rows[0].inf
+      1
+    """
+
+    path: str
+    size: int
+    nan: int
+    inf: int
+    zero: int
+    flushed: int
+    subnormal: int
+    overflowed: int
+    largest: float
+
+    @property
+    def is_finite(self) -> bool:
+        return not self.nan + self.inf
+
+    @property
+    def lost(self) -> float:
+        """The share of the nonzero finite numbers that float16 would make 0 or inf."""
+        rest = self.size - self.nan - self.inf - self.zero
+        return (self.flushed + self.overflowed) / max(rest, 1)
+
+
+class LeafTable(NamedTuple):
+    """The leaves of a tree of gradients, worst first; `print` it.
+
+    First come those with the largest share of inf and NaN, then those of which float16
+    loses most.
+
+    Attributes:
+      rows: one `LeafRow` a leaf.
+      loss_scale: the loss scale that float16 is judged at.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> grads = {"w": jnp.array([1.0, jnp.inf, 0.0]), "b": jnp.array([1e-9, 2e-5])}
+      >>> print(diagnostics.table(diagnostics.leaf_counts(grads)))
+      1 of 2 leaves holds inf or NaN. In float16 at loss scale 2**0:
+      leaf  numbers  NaN  inf   zero  flushed  subnormal  overflow  max |g|
+      w           3    0    1  33.3%       0%         0%        0%        1
+      b           2    0    0     0%    50.0%      50.0%        0%    2e-05
+    """
+
+    rows: tuple[LeafRow, ...]
+    loss_scale: float
+
+    @property
+    def nonfinite_rows(self) -> tuple[LeafRow, ...]:
+        """The rows of leaves that hold inf or NaN."""
+        return tuple(row for row in self.rows if not row.is_finite)
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Returns the table as text: a row of headings, then one for each leaf."""
+        return [_HEADINGS, *map(_cells, self.rows)]
+
+    def __str__(self) -> str:
+        bad, total = len(self.nonfinite_rows), len(self.rows)
+        head = f"{bad} of {total} leaves {'holds' if bad == 1 else 'hold'} inf or NaN."
+        head += f" In float16 at loss scale {power(self.loss_scale)}:"
+        shown = aligned(self.cells()[: 1 + _PRINTED_ROWS])
+        return "\n".join([head, shown, *and_more(self.rows, _PRINTED_ROWS)])
+
+
+def _cells(row: LeafRow) -> tuple[str, ...]:
+    rest = max(row.size - row.nan - row.inf - row.zero, 1)
+    shares = [n / rest for n in (row.flushed, row.subnormal, row.overflowed)]
+    counts = [f"{n:,}" for n in (row.size, row.nan, row.inf)]
+    zero = percent(row.zero / max(row.size, 1))
+    return row.path, *counts, zero, *map(percent, shares), f"{row.largest:.3g}"
+
+
+def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> LeafCounts:
+    """Returns how many numbers are inf, NaN or tiny in each leaf of a tree of gradients.
+
+    Works inside `jit`, `vmap`, `scan` and `shard_map`, reads each leaf once and
+    never waits for the device. Read the result with `table`.
+
+    Args:
+      grads: a pytree of gradients, unscaled, as `jaxscale.grad` returns them. Leaves
+        may have any floating or complex dtype; others, `None`, and whatever is under a
+        key `_overwrite_with_gradient` are left out.
+      loss_scale: a number or an `f32[]`, such as `jaxscale.metrics(opt_state)["loss_scale"]`:
+        the scale at which to say what float16 would lose of these numbers. Exact if it is
+        a power of two. What float16 has lost before they came here cannot be seen: such
+        gradients are zero already. Pass gradients computed in float32 or at a high scale.
+      axis_name: a mesh or `pmap` axis name, or a tuple of them, along which devices hold
+        different parts of the gradients: counts are summed. If they hold equal gradients,
+        leave it out, as under plain `jit`.
+
+    Returns:
+      A `LeafCounts`. Counts are exact up to 2**24 and rounded to 24 bits beyond.
+
+    Raises:
+      ValueError: if no leaf is floating or complex, or a leaf has 2**31 elements or more;
+        if `loss_scale` is a Python number that is not positive.
+      TypeError: if `loss_scale` is no scalar.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> counts = jax.jit(diagnostics.leaf_counts)({"w": jnp.array([1e-6, 1e-9, jnp.nan])})
+      >>> row = diagnostics.table(counts).rows[0]
+      >>> print(row.path, row.nan, row.flushed, row.subnormal)
+      w 1 1 1
+    """
+    gradients = gradient_leaves("leaf_counts", "grads", grads)
+    loss_scale = _scalar(loss_scale)
+    leaves, structure = jax.tree.flatten(gradients)
+    counts = jnp.stack([_count(leaf, loss_scale) for leaf in leaves])
+    if axis_name is not None:  # one collective for all leaves, and one for the magnitudes
+        summed = jax.lax.psum(counts[:, :-1], axis_name)
+        counts = jnp.concatenate([summed, jax.lax.pmax(counts[:, -1:], axis_name)], axis=1)
+    return LeafCounts(jax.tree.unflatten(structure, list(counts)), loss_scale)
+
+
+def _scalar(loss_scale: Any) -> jax.Array:
+    if not is_array(loss_scale):
+        loss_scale = normal_float32("leaf_counts", "loss_scale", loss_scale)
+    if jnp.shape(loss_scale):
+        raise TypeError(
+            f"`leaf_counts(loss_scale=...)` must be one number, got shape {jnp.shape(loss_scale)}."
+        )
+    return jax.lax.convert_element_type(loss_scale, jnp.float32)
+
+
+@jax.jit  # one program a leaf, also where the caller compiles none
+def _count(leaf: Any, loss_scale: jax.Array) -> jax.Array:
+    bits = magnitude_bits(leaf)
+    float16 = FORMAT["float16"]
+    nonzero, normal, overflow = (
+        _bits(boundary, loss_scale)
+        for boundary in (float16.nonzero, float16.normal, float16.overflow)
+    )
+    is_finite, is_zero = bits < INFINITY, bits == 0
+    masks = [
+        jnp.ones_like(is_zero),
+        bits > INFINITY,
+        bits == INFINITY,
+        is_zero,
+        ~is_zero & (bits < nonzero),
+        (bits >= nonzero) & (bits < normal),
+        is_finite & (bits >= overflow),
+    ]
+    # All of them in one reduction: a loop for each takes XLA on CPU a hundred times as long.
+    zero = jnp.uint32(0)
+    *counts, largest = jax.lax.reduce(
+        (*(mask.astype(jnp.uint32) for mask in masks), jnp.where(is_finite, bits, zero)),
+        (zero,) * (len(masks) + 1),
+        _add_and_max,
+        tuple(range(bits.ndim)),
+    )
+    largest = jax.lax.bitcast_convert_type(largest, jnp.float32)
+    return jnp.stack([*(count.astype(jnp.float32) for count in counts), largest])
+
+
+def _add_and_max(first: Any, second: Any) -> Any:
+    *sums, largest = zip(first, second, strict=True)
+    return *(a + b for a, b in sums), jnp.maximum(*largest)
+
+
+def _bits(boundary: Boundary, loss_scale: jax.Array) -> jax.Array:
+    """Returns the bits of the least number that, scaled, is beyond a boundary."""
+    # Divided without its last bit, which marks "more than": powers of two stay exact.
+    exact = boundary.mantissa // 2 * 2
+    value = 2.0**boundary.exponent * (1 + exact / 2**23)
+    bits = jax.lax.bitcast_convert_type(jnp.float32(value) / loss_scale, jnp.uint32)
+    return bits + jnp.uint32(boundary.mantissa - exact)
+
+
+def table(counts: LeafCounts) -> LeafTable:
+    """Returns what `leaf_counts` counted as a table of the leaves, worst first.
+
+    For the host: it waits for the device.
+
+    Args:
+      counts: what `leaf_counts` returned. Leading axes, of `vmap` or `scan`, are
+        summed up, and the largest magnitude is that of them all.
+
+    Returns:
+      A `LeafTable` of Python numbers.
+
+    Raises:
+      TypeError: if `counts` is something else, or still traced.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> grads = {"w": jnp.ones(3), "b": jnp.array([jnp.inf])}
+      >>> [row.path for row in diagnostics.table(diagnostics.leaf_counts(grads)).nonfinite_rows]
+      ['b']
+    """
+    if not isinstance(counts, LeafCounts) or isinstance(counts.loss_scale, Tracer):
+        raise TypeError(
+            "`table(counts=...)` must be what `jaxscale.diagnostics.leaf_counts` returned, outside "
+            f"of `jit`, got {type(counts).__name__}."
+        )
+    counts = jax.device_get(counts)
+    rows = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(counts.leaves):
+        leaf = np.asarray(leaf, np.float64).reshape(-1, leaf.shape[-1])
+        size, nan, inf, zero, flushed, subnormal, overflowed = map(int, leaf[:, :-1].sum(axis=0))
+        largest = float(leaf[:, -1].max())
+        rows.append(
+            LeafRow(leaf_name(path), size, nan, inf, zero, flushed, subnormal, overflowed, largest)
+        )
+
+    def badness(row: LeafRow) -> tuple[float, ...]:
+        size = max(row.size, 1)
+        return (row.nan + row.inf) / size, row.lost, row.subnormal / size, row.largest
+
+    return LeafTable(
+        tuple(sorted(rows, key=badness, reverse=True)), float(np.max(counts.loss_scale))
+    )

@@ -1,0 +1,227 @@
+"""The pictures of the diagnostics. They need matplotlib, an extra of the package."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .._checks import one_of, power_of_two
+from ._formats import FORMAT, FORMATS
+from ._histogram import EXPONENTS, Histogram, Shares, outcomes, read, shares_of
+from ._suggest import suggest_scale
+from ._text import head, percent, power, span
+from ._underflow import Underflow
+
+# From light to dark, to be told apart in grey: what is lost, kept in part, and kept.
+_LOST, _SUBNORMAL, _NORMAL = "#fde0c5", "#eb7f5e", "#3f3b7a"
+
+
+def _figure(call: str, width: float, height: float) -> Any:
+    """Returns an empty figure that no window and no global state knows of."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"`{call}` draws with matplotlib, which is not installed: "
+            'pip install "jaxscale[pictures]". In a terminal, use the text form.'
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str = "float16") -> Any:
+    """Returns a figure of the exponent histogram and of what the formats hold of it.
+
+    Above, the gradients by their size, shaded by what `dtype` makes of them at the given
+    loss scale. Below, the numbers that each format holds, at that scale and at the one
+    that `suggest_scale` suggests for `dtype`, if that is another: a larger scale
+    moves them to the left.
+
+    Args:
+      histogram: what `histogram` returned; leading axes are summed up.
+      loss_scale: a power of two.
+      dtype: `"float16"`, `"bfloat16"`, `"float8_e4m3fn"` or `"float8_e5m2"`.
+
+    Returns:
+      A `matplotlib.figure.Figure`: `figure.savefig("gradients.png")`.
+
+    Raises:
+      ImportError: if matplotlib is not installed.
+      TypeError: if `histogram` is something else, or still traced.
+      ValueError: if `loss_scale` is no power of two, or `dtype` no such name.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> histogram = diagnostics.histogram({"w": jnp.array([1e-9, 1e-3])})
+      >>> figure = diagnostics.plot_histogram(histogram, loss_scale=2.0**10)
+      >>> [axes.get_title(loc="left") for axes in figure.axes][1:]
+      ['what formats hold at loss scale 2**10', 'at the suggested loss scale, 2**15']
+    """
+    exponent = power_of_two("plot_histogram", "loss_scale", loss_scale)
+    one_of("plot_histogram", "dtype", dtype, FORMATS)
+    numbers = read("plot_histogram", histogram)
+    suggestion = suggest_scale(histogram, dtype=dtype)
+    titles = {exponent: "what formats hold at loss scale {}"}
+    if suggestion.suggested is not None:
+        words = "at the suggested loss scale, {}"
+        if not suggestion.needed:
+            words = f"at loss scale {{}}, where {dtype} keeps these as well as anywhere"
+        suggested = round(np.log2(suggestion.suggested))
+        titles[suggested] = f"what formats hold {words}" if suggested == exponent else words
+    scales = list(titles)
+    figure = _figure("plot_histogram", 9, 3.2 + 1.6 * len(scales))
+    axes = figure.subplots(
+        1 + len(scales), 1, sharex=True, squeeze=False, height_ratios=[3] + [1.6] * len(scales)
+    )[:, 0]
+    first, last = (int(EXPONENTS[row]) for row in span(numbers))
+    edges = FORMAT[dtype]
+    ends = [f - k for k in scales for f in (edges.least_exponent, edges.largest_exponent)]
+    limits = min(first, *ends) - 2, max(last, *ends) + 3
+    _bars(axes[0], numbers.counts, exponent, dtype)
+    axes[0].set_title(head(numbers), loc="left", fontsize=10)
+    axes[0].set_xlim(limits)
+    for ax, (k, title) in zip(axes[1:], titles.items(), strict=True):
+        _ranges(ax, k, shares_of(numbers.counts, k), limits)
+        ax.set_title(title.format(power(2.0**k)), loc="left", fontsize=10)
+    axes[-1].set_xlabel("|gradient|, unscaled")
+    axes[-1].xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:.0f}}}$")
+    axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def _bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
+    """Draws the share of each exponent, stacked by what becomes of it."""
+    filled = np.flatnonzero(counts.sum(axis=1))
+    parts = np.zeros((3, len(filled)))
+    for i, row in enumerate(filled):
+        only = np.zeros_like(counts)
+        only[row] = counts[row]
+        flushed, subnormal, normal, overflowed = outcomes(only, dtype, exponent)
+        parts[:, i] = normal, subnormal, flushed + overflowed
+    parts *= 100 / max(counts.sum(), 1.0)
+    bottom = np.zeros(len(filled))
+    whole = shares_of(counts, exponent)[dtype]  # of the counts: the heights are rounded
+    words = {
+        f"kept by {dtype}": whole.normal,
+        "kept as subnormal": whole.subnormal,
+        "flushed to 0, or overflow": whole.lost,
+    }
+    for height, color, hatch, (word, share) in zip(
+        parts, (_NORMAL, _SUBNORMAL, _LOST), ("", "", "////"), words.items(), strict=True
+    ):
+        ax.bar(
+            EXPONENTS[filled] + 0.5, height, width=1, bottom=bottom, color=color, hatch=hatch,
+            edgecolor="black", linewidth=0.4, label=f"{word}: {percent(share)}",
+        )  # fmt: skip
+        bottom = bottom + height
+    ax.set_ylabel("share of the nonzero\ngradients (%)")
+    ax.set_ylim(0, 1.1 * bottom.max(initial=0) or 1)
+    ax.legend(
+        title=f"at loss scale {power(2.0**exponent)}", fontsize=8, title_fontsize=8, loc="best"
+    )
+
+
+def _ranges(ax: Any, exponent: int, shares: Mapping[str, Shares], limits: Any) -> None:
+    """Draws, for each format, the numbers that it holds once they are scaled."""
+    for row, name in enumerate(FORMATS):
+        edges = FORMAT[name]
+        low, normal, high = (
+            max(min(end - exponent, limits[1]), limits[0])
+            for end in (*edges[3:5], edges.largest_exponent + 1)
+        )
+        ax.barh(
+            row, normal - low, left=low, height=0.6, color=_SUBNORMAL, edgecolor="black", lw=0.4
+        )
+        ax.barh(
+            row, high - normal, left=normal, height=0.6, color=_NORMAL, edgecolor="black", lw=0.4
+        )
+        lost = shares[name]
+        ax.text(
+            1.01, row, f"to 0: {percent(lost.flushed)}   overflow: {percent(lost.overflowed)}",
+            transform=ax.get_yaxis_transform(), va="center", fontsize=8,
+        )  # fmt: skip
+    ax.set_yticks(range(len(FORMATS)), FORMATS, fontsize=8)
+    ax.invert_yaxis()
+
+
+def plot_underflow(underflow: Underflow) -> Any:
+    """Returns a figure of the share that each format would lose of each layer.
+
+    Args:
+      underflow: what `underflow` returned.
+
+    Returns:
+      A `matplotlib.figure.Figure` with a row a layer and a column a format.
+
+    Raises:
+      ImportError: if matplotlib is not installed.
+      TypeError: if `underflow` is something else.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> histograms = diagnostics.leaf_histograms({"w": jnp.array([1e-9, 1.0])})
+      >>> figure = diagnostics.plot_underflow(diagnostics.underflow(histograms))
+      >>> [text.get_text() for text in figure.axes[0].texts]
+      ['50.0%', '0%', '50.0%', '50.0%']
+    """
+    if not isinstance(underflow, Underflow):
+        raise TypeError(
+            "`plot_underflow(underflow=...)` must be what `jaxscale.diagnostics.underflow` "
+            f"returned, got {type(underflow).__name__}."
+        )
+    layers = underflow.layers
+    lost = np.array([[shares[name].lost for name in FORMATS] for shares in layers.values()])
+    texts = [text for _, *row in underflow.rows() for text in row]
+    figure = _figure("plot_underflow", 8, 1.5 + 0.26 * len(layers))
+    ax = figure.subplots()
+    image = ax.imshow(100 * lost, cmap="Greys", vmin=0, vmax=100, aspect="auto")
+    for ((row, column), share), text in zip(np.ndenumerate(lost), texts, strict=True):
+        color = "white" if share > 0.5 else "black"
+        ax.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
+    ax.set_xticks(range(len(FORMATS)), FORMATS, fontsize=8)
+    ax.set_yticks(range(len(layers)), layers, fontsize=8)
+    ax.set_title(underflow.title.replace(" at loss", "\nat loss"), loc="left", fontsize=10)
+    figure.colorbar(image, ax=ax, label="lost (%)")
+    return figure
+
+
+def plot_run(
+    steps: np.ndarray, loss: np.ndarray | None, loss_scale: np.ndarray, skipped: np.ndarray | None
+) -> Any:
+    """Returns a figure of a run's loss, loss scale and skipped steps over time."""
+    rows = 1 + (loss is not None) + (skipped is not None)
+    figure = _figure("History.plot", 8, 1 + 1.7 * rows)
+    axes = iter(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
+    if loss is not None:
+        _loss(next(axes), steps, loss)
+    ax = next(axes)
+    ax.step(steps, np.log2(loss_scale), where="post", color=_NORMAL)
+    ax.yaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
+    ax.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    ax.margins(y=0.15)
+    ax.set_ylabel("loss scale")
+    if skipped is not None:
+        ax = next(axes)
+        ax.step(steps, skipped, where="post", color=_NORMAL, lw=1)
+        more = np.diff(skipped, prepend=skipped[0]) > 0
+        ax.plot(steps[more], skipped[more], "o", color=_SUBNORMAL, mec="black", mew=0.4, ms=4)
+        ax.set_ylabel("steps skipped,\nin all")
+        ax.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+        ax.set_ylim(min(skipped[0], 0), 1.1 * skipped.max() + 0.5)
+    figure.axes[-1].set_xlabel("step")
+    figure.axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def _loss(ax: Any, steps: np.ndarray, loss: np.ndarray) -> None:
+    finite = np.isfinite(loss)
+    ax.plot(steps, np.where(finite, loss, np.nan), color=_NORMAL, lw=1)
+    if finite.any() and np.all(loss[finite] > 0):
+        ax.set_yscale("log")
+    ax.set_ylabel("loss")
+    if not finite.all():
+        bad = steps[~finite]
+        place = ax.get_xaxis_transform()  # at the top, as they have no height of their own
+        ax.plot(bad, np.full(bad.shape, 0.93), "kx", ms=5, transform=place, label="inf or NaN")
+        ax.legend(fontsize=8, loc="best")

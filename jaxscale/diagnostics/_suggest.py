@@ -1,0 +1,175 @@
+"""Which loss scales would do, and whether any is needed."""
+
+from typing import NamedTuple
+
+from .._checks import finite_number, one_of
+from ._formats import FORMATS
+from ._histogram import Histogram, Numbers, Shares, outcomes, read
+from ._text import percent, power
+
+_SCALES = range(-126, 127)  # exponents of the loss scales by which one can divide
+
+
+class Suggestion(NamedTuple):
+    """What `suggest_scale` found; `print` it for the sentence.
+
+    Attributes:
+      dtype: the name of the format.
+      needed: whether another scale than 1 is called for; `None` if no gradient is
+        nonzero and finite, and nothing can be said.
+      lowest: the least scale that loses as little as it may, or as little as any.
+      highest: the largest such scale. At twice that, something overflows.
+      suggested: one scale between these: 1 if none is needed, else the middle one, which
+        leaves as much room on both sides.
+      lossless: the least and the largest scale that lose nothing at all, or `None`.
+      unscaled: what the format makes of the gradients at scale 1, a `Shares`.
+      scaled: what it makes of them at the suggested scale.
+      sentence: all that in words.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> grads = {"w": jnp.array([1e-9, 1e-3])}
+      >>> suggestion = diagnostics.suggest_scale(diagnostics.histogram(grads))
+      >>> print(suggestion.needed, suggestion.lossless)
+      True (32.0, 33554432.0)
+    """
+
+    dtype: str
+    needed: bool | None
+    lowest: float | None
+    highest: float | None
+    suggested: float | None
+    lossless: tuple[float, float] | None
+    unscaled: Shares
+    scaled: Shares
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def suggest_scale(
+    histogram: Histogram, *, dtype: str = "float16", tolerance: float = 0.001
+) -> Suggestion:
+    """Returns the range of power-of-two loss scales that lose nothing, or least.
+
+    A scale is in the range if no gradient overflows at it and the share that is flushed to
+    zero is at most `tolerance`; if there is no such scale, those that flush the fewest
+    without an overflow. It is judged by the gradients in the histogram alone; those of
+    activations, on the way to them, may be larger. `calibrate` tries the whole
+    backward pass. For the host: it waits for the device.
+
+    Args:
+      histogram: what `histogram` returned; leading axes are summed up. If gradients
+        were computed in float16 at a low scale, what was flushed on the way counts as 0
+        and is not known: compute them in float32 or at a high scale.
+      dtype: `"float16"`, `"bfloat16"`, `"float8_e4m3fn"` or `"float8_e5m2"`.
+      tolerance: the share of nonzero gradients that may be flushed to zero, from 0 to 1.
+
+    Returns:
+      A `Suggestion`.
+
+    Raises:
+      TypeError: if `histogram` is something else, or still traced.
+      ValueError: if `dtype` or `tolerance` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> histogram = diagnostics.histogram({"w": jnp.array([2.0**-30, 1.0])})
+      >>> print(diagnostics.suggest_scale(histogram))
+      float16 needs a loss scale: without one it flushes 50.0% of the nonzero gradients to \
+zero. 2**6 to 2**15 lose nothing.
+      >>> print(diagnostics.suggest_scale(histogram, dtype="bfloat16"))
+      bfloat16 needs no loss scale: without one it loses nothing.
+    """
+    one_of("suggest_scale", "dtype", dtype, FORMATS)
+    tolerance = finite_number("suggest_scale", "tolerance", tolerance)
+    if not 0 <= tolerance <= 1:
+        raise ValueError(
+            f"`suggest_scale(tolerance=...)` must lie between 0 and 1, got {tolerance}. It is "
+            "the share of gradients that may be flushed to zero."
+        )
+    numbers = read("suggest_scale", histogram)
+    total = float(numbers.counts.sum())
+    if not total:
+        return _nothing(dtype, numbers)
+    lost = {k: outcomes(numbers.counts, dtype, k) for k in _SCALES}
+    fits = [k for k in _SCALES if not lost[k].overflowed]
+    # More scale never flushes more, so the last of them flushes the fewest.
+    most = max(tolerance * total, lost[fits[-1]].flushed)
+    best = [k for k in fits if lost[k].flushed <= most]
+    lossless = [k for k in best if not lost[k].flushed]
+    needed = 0 not in best
+    middle = (best[0] + best[-1]) // 2 if needed else 0
+    unscaled, scaled = (Shares(*(float(number) / total for number in lost[k])) for k in (0, middle))
+    words = _words(dtype, needed, unscaled, tolerance) + _range(best, lossless, lost, total, needed)
+    return Suggestion(
+        dtype,
+        needed,
+        *(2.0**k for k in (best[0], best[-1], middle)),
+        lossless=(2.0 ** lossless[0], 2.0 ** lossless[-1]) if lossless else None,
+        unscaled=unscaled,
+        scaled=scaled,
+        sentence=words + _left_out(numbers),
+    )
+
+
+def _nothing(dtype: str, numbers: Numbers) -> Suggestion:
+    none = Shares(0.0, 0.0, 0.0, 0.0)
+    words = "No gradient is finite and nonzero, so no loss scale can be suggested."
+    return Suggestion(dtype, None, None, None, None, None, none, none, words + _left_out(numbers))
+
+
+def _words(dtype: str, needed: bool, unscaled: Shares, tolerance: float) -> str:
+    losses = [
+        f"it {verb} {percent(share)} of the nonzero gradients{what}"
+        for verb, share, what in (
+            ("flushes", unscaled.flushed, " to zero"),
+            ("overflows on", unscaled.overflowed, ""),
+        )
+        if share
+    ]
+    what = " and ".join(losses) or "it loses nothing"
+    if needed or unscaled.lost <= tolerance:
+        return f"{dtype} needs {'a' if needed else 'no'} loss scale: without one {what}."
+    return f"{dtype} gains nothing from a loss scale: without one {what}, and no scale loses less."
+
+
+def _range(
+    best: list[int], lossless: list[int], lost: dict[int, Shares], total: float, needed: bool
+) -> str:
+    if not needed:
+        return ""
+
+    def span(exponents: list[int]) -> str:
+        ends = [power(2.0**k) for k in (exponents[0], exponents[-1])]
+        return f"Only {ends[0]}" if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+
+    def verb(exponents: list[int], stem: str, ending: str = "s") -> str:
+        return stem + (ending if len(exponents) == 1 else "")
+
+    if lossless == best:
+        return f" {span(best)} {verb(best, 'lose')} nothing."
+    share = lost[best[0]].flushed / total
+    flushed = "less than 0.1%" if share < 0.001 else f"at most {percent(share)}"
+    words = (
+        f" {span(best)} {verb(best, 'flush', 'es')} {flushed} and {verb(best, 'overflow')} nothing."
+    )
+    if lossless:
+        return f"{words} {span(lossless)} {verb(lossless, 'lose')} nothing."
+    return f"{words} No scale keeps them all."
+
+
+def _left_out(numbers: Numbers) -> str:
+    words = ""
+    everything = float(numbers.counts.sum()) + numbers.zero + numbers.inf + numbers.nan
+    if numbers.zero:
+        words += (
+            f" {percent(numbers.zero / everything)} of all gradients are exactly 0: true zeros, or "
+            "flushed before they were counted. To tell, compute them in float32 or at a high scale."
+        )
+    if numbers.inf + numbers.nan:
+        words += f" {numbers.inf + numbers.nan:.0f} are inf or NaN and were left out."
+    return words

@@ -1,0 +1,176 @@
+"""The exponent histogram as text, for a terminal."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._checks import power_of_two
+from ._formats import FORMATS
+from ._histogram import EXPONENTS, Histogram, Numbers, outcomes, read, shares_of
+
+
+def percent(share: float) -> str:
+    """Returns a share in percent: `0%` only if it is 0, and `100%` only if it is 1."""
+    if share in (0, 1):
+        return f"{share:.0%}"
+    if share < 0.001:
+        return "<0.1%"
+    return ">99.9%" if share >= 0.9995 else f"{share:.1%}"
+
+
+def power(loss_scale: float) -> str:
+    """Returns a loss scale as `2**k`, or as a decimal if it is no power of two."""
+    mantissa, exponent = math.frexp(loss_scale)
+    return f"2**{exponent - 1}" if mantissa == 0.5 else f"{loss_scale:g}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table for a terminal: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        ).rstrip()
+        for row in rows
+    )
+
+
+def to_json(result: Any) -> Any:
+    """Returns a result of this module as what `json.dumps` accepts.
+
+    Args:
+      result: what any function of this module returned, outside of `jit`, or a container
+        of it. Of a `History` pass `history.columns()`.
+
+    Returns:
+      Named tuples and dataclasses as dictionaries; arrays and other sequences as lists;
+      NaN and the infinities, which JSON lacks, as the texts `"NaN"`, `"Infinity"` and
+      `"-Infinity"`, of which `float` makes the numbers again. No number is rounded.
+
+    Raises:
+      TypeError: if it holds something that is neither a number, a text nor a container.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> counts = diagnostics.leaf_counts({"w": jnp.array([1.0, jnp.nan])})
+      >>> diagnostics.to_json(diagnostics.table(counts))["rows"][0]["nan"]
+      1
+      >>> diagnostics.to_json(jnp.array([1.0, -jnp.inf]))
+      [1.0, '-Infinity']
+    """
+    if hasattr(result, "_asdict"):
+        result = result._asdict()
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        result = {each.name: getattr(result, each.name) for each in dataclasses.fields(result)}
+    if isinstance(result, Mapping):
+        return {str(key): to_json(value) for key, value in result.items()}
+    if isinstance(result, (np.ndarray, np.generic, jax.Array)):
+        result = np.asarray(result).tolist()
+    if isinstance(result, (list, tuple)):
+        return [to_json(value) for value in result]
+    if isinstance(result, float) and not math.isfinite(result):
+        return "NaN" if math.isnan(result) else "Infinity" if result > 0 else "-Infinity"
+    if result is None or isinstance(result, (bool, int, float, str)):
+        return result
+    raise TypeError(
+        f"`to_json(result=...)` got a {type(result).__name__}. Pass what `jaxscale.diagnostics` "
+        "returns, or numbers, texts, lists and dictionaries."
+    )
+
+
+_SIGNS = "0s.!"  # what a format makes of most of a row, in the order of `Shares`
+_WIDTH = 24  # of the longest bar
+_ROWS = 32  # at most
+
+
+def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
+    """Returns the exponent histogram as text, with what each format makes of each row.
+
+    The same as a picture: `plot_histogram`. For the host: it waits for the device.
+
+    Args:
+      histogram: what `histogram` returned; leading axes are summed up.
+      loss_scale: a power of two, at which the formats are judged.
+
+    Returns:
+      Lines of text. A row is named by its least number, and its share is that of the
+      finite nonzero gradients. Behind its bar stands, for each format, `0` if most of it
+      is flushed to zero, `s` if kept as subnormal, `.` if kept in full, `!` if it
+      overflows. The last lines sum that up.
+
+    Raises:
+      TypeError: if `histogram` is something else, or still traced.
+      ValueError: if `loss_scale` is no power of two in float32's normal range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> histogram = diagnostics.histogram(jnp.array([0.0, 2.0**-26, 2.0**-24, 2.0**-24]))
+      >>> print(diagnostics.text_histogram(histogram))
+      4 gradients: 25.0% are exactly 0, 0 inf, 0 NaN.
+      The others, and what formats make of them at loss scale 2**0:
+      |gradient|    share                            float16  bfloat16  e4m3fn  e5m2
+      2**-24        66.7%  ########################        s         .       0     0
+      2**-25           0%
+      2**-26        33.3%  ############                    0         .       0     0
+      0 flushed                                        33.3%        0%    100%  100%
+      s subnormal                                      66.7%        0%      0%    0%
+      ! overflowed                                        0%        0%      0%    0%
+    """
+    exponent = power_of_two("text_histogram", "loss_scale", loss_scale)
+    numbers = read("text_histogram", histogram)
+    rows = [
+        (
+            "|gradient|",
+            "share",
+            "".ljust(_WIDTH),
+            *(name.removeprefix("float8_") for name in FORMATS),
+        ),
+        *_bars(numbers, exponent),
+    ]
+    whole = shares_of(numbers.counts, exponent)
+    for sign, outcome in (("0", "flushed"), ("s", "subnormal"), ("!", "overflowed")):
+        cells = (percent(getattr(whole[name], outcome)) for name in FORMATS)
+        rows.append((f"{sign} {outcome}", "", "", *cells))
+    others = f"The others, and what formats make of them at loss scale {power(loss_scale)}:"
+    return f"{head(numbers)}\n{others}\n{aligned(rows)}"
+
+
+def head(numbers: Numbers) -> str:
+    """Returns how many gradients there are, and how many are in no bar."""
+    everything = float(numbers.counts.sum()) + numbers.zero + numbers.inf + numbers.nan
+    zero = percent(numbers.zero / max(everything, 1.0))
+    rest = f"{numbers.inf:,.0f} inf, {numbers.nan:,.0f} NaN."
+    return f"{everything:,.0f} gradients: {zero} are exactly 0, {rest}"
+
+
+def span(numbers: Numbers) -> tuple[int, int]:
+    """Returns the first and the last row that is not empty, or those of 1.0."""
+    filled = np.flatnonzero(numbers.counts.sum(axis=1))
+    if not filled.size:
+        return -int(EXPONENTS[0]), -int(EXPONENTS[0])
+    return int(filled[0]), int(filled[-1])
+
+
+def _bars(numbers: Numbers, exponent: int) -> list[tuple[str, ...]]:
+    first, last = span(numbers)
+    step = -(-(last - first + 1) // _ROWS)
+    starts = range(first, last + 1, step)
+    sums = [float(numbers.counts[start : start + step].sum()) for start in starts]
+    rows = []
+    for start, number in zip(reversed(starts), reversed(sums), strict=True):
+        only = np.zeros_like(numbers.counts)
+        only[start : start + step] = numbers.counts[start : start + step]
+        signs = [_SIGNS[int(np.argmax(outcomes(only, name, exponent)))] for name in FORMATS]
+        bar = "#" * max(round(_WIDTH * number / max(*sums, 1.0)), 1) if number else ""
+        rows.append(
+            (f"2**{EXPONENTS[start]}", percent(number / max(sum(sums), 1.0)), bar.ljust(_WIDTH))
+            + (tuple(signs) if number else ("",) * len(FORMATS))
+        )
+    return rows

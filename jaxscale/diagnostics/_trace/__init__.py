@@ -1,0 +1,1 @@
+"""Where numbers die in a program, operation by operation."""

@@ -1,0 +1,122 @@
+"""Which equations hold other equations, and what each equation is needed for.
+
+Nothing here looks at values. The jaxpr of `value_and_grad` has the equations of both
+passes in one list, and some that nobody needs. What the loss needs is the forward pass;
+what only the gradients need is the backward pass, with what `remat` computes again and
+the derivatives that JAX computes ahead of time.
+"""
+
+import collections
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+# What an equation is needed for, as bits. An equation with none of them is dead code.
+FORWARD, BACKWARD, EFFECT = 1, 2, 4
+
+# The needs of several values or results, in their order.
+Needs = tuple[int, ...]
+
+# Primitives that call one jaxpr with their own inputs, under their names in any version.
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"} | {
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+}
+
+
+def callee(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Returns the jaxpr that an equation calls with its own inputs, if it does just that."""
+    if eqn.primitive.name in _CALLS:
+        for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            jaxpr = eqn.params.get(name)
+            if isinstance(jaxpr, Jaxpr):
+                return ClosedJaxpr(jaxpr, ())
+            if isinstance(jaxpr, ClosedJaxpr):
+                return jaxpr
+    return None
+
+
+def is_ref(atom: Any) -> bool:
+    """Returns whether a variable is a mutable array, such as `jax.new_ref` makes."""
+    return hasattr(atom.aval, "inner_aval")
+
+
+def results(of: Jaxpr | JaxprEqn) -> list[Any]:
+    """Returns the outputs of a jaxpr or an equation, and the refs that it may write to."""
+    return [*of.outvars, *filter(is_ref, of.invars)]
+
+
+class Analysis:
+    """What the equations of jaxprs are needed for, remembered for a jaxpr met again."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Jaxpr, Needs], tuple[list[Needs], Needs]] = {}
+
+    def outputs(self, jaxpr: Jaxpr, needs: Needs) -> list[Needs]:
+        """Returns for each equation what its results are needed for, given the jaxpr's own."""
+        return self._analyse(jaxpr, needs)[0]
+
+    def inputs(self, jaxpr: Jaxpr, needs: Needs) -> Needs:
+        """Returns what the inputs of a jaxpr are needed for, given its results."""
+        return self._analyse(jaxpr, needs)[1]
+
+    def scanned(self, eqn: JaxprEqn, needs: Needs) -> Needs:
+        """Returns what the results of the body of a `scan` are needed for."""
+        body, consts, size = (eqn.params[k] for k in ("jaxpr", "num_consts", "num_carry"))
+        while True:
+            # A carry or a ref is also needed for what the next iteration makes of it.
+            inputs = self.inputs(body.jaxpr, needs)
+            carry, stacked = inputs[consts : consts + size], (0,) * (len(eqn.outvars) - size)
+            refs = itertools.compress(inputs, map(is_ref, body.jaxpr.invars))
+            wider = tuple(map(operator.or_, needs, (*carry, *stacked, *refs)))
+            if wider == needs:
+                return needs
+            needs = wider
+
+    def _analyse(self, jaxpr: Jaxpr, needs: Needs) -> tuple[list[Needs], Needs]:
+        key = (jaxpr, needs)
+        if key not in self._known:
+            found: dict[Any, int] = collections.defaultdict(int)
+            outputs = []
+
+            def need_for(atoms: Sequence[Any], needs: Needs) -> None:
+                for atom, need in zip(atoms, needs, strict=True):
+                    if not isinstance(atom, Literal):
+                        found[atom] |= need
+
+            need_for(results(jaxpr), needs)
+            for eqn in reversed(jaxpr.eqns):
+                # What is written to a ref is needed for what it is read for from then on.
+                outputs.append(tuple(found[var] for var in results(eqn)))
+                need_for(eqn.invars, self._of_inputs(eqn, outputs[-1]))
+            self._known[key] = outputs[::-1], tuple(found[var] for var in jaxpr.invars)
+        return self._known[key]
+
+    def _of_inputs(self, eqn: JaxprEqn, needs: Needs) -> Needs:
+        called, name = callee(eqn), eqn.primitive.name
+        if called is not None:
+            return self.inputs(called.jaxpr, needs)
+        if name == "scan":
+            body, consts, size = (eqn.params[k] for k in ("jaxpr", "num_consts", "num_carry"))
+            needs = self.scanned(eqn, needs)
+            inputs = self.inputs(body.jaxpr, needs)
+            return (*inputs[:consts], *needs[:size], *inputs[consts + size :])
+        every = union(eqn, needs)
+        if name == "cond":
+            branches = [self.inputs(branch.jaxpr, needs) for branch in eqn.params["branches"]]
+            return (
+                every,
+                *(functools.reduce(operator.or_, of) for of in zip(*branches, strict=True)),
+            )
+        # What a `while` carries decides how often it runs, so that all of it is needed alike.
+        return (every,) * len(eqn.invars)
+
+
+def union(eqn: JaxprEqn, needs: Needs) -> int:
+    """Returns what an equation as a whole is needed for, given its results."""
+    return functools.reduce(operator.or_, needs, EFFECT if eqn.effects else 0)

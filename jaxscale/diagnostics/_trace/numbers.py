@@ -1,0 +1,276 @@
+"""What one equation did to its numbers: whether it made an inf or a NaN, and what it lost.
+
+Everything is judged from the actual inputs of that one equation, so that a value is lost
+where it is lost, and not again in each equation after it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from .jaxpr import is_ref, results
+
+# What runs on refs outside of `jit`, under its name in any version.
+_ON_REFS = {"new_ref", "mutable_array", "get", "swap", "addupdate", "freeze", "free_ref"}
+
+# In the range below the smallest normal number these give an exact result or a copy: a sum
+# of floating-point numbers is a multiple of the smallest subnormal, however small it is.
+_NEVER_LOSE = {
+    *("add", "add_any", "sub", "neg", "abs", "max", "min", "select_n", "clamp", "copy", "iota"),
+    *("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "pad"),
+    *("slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "split", "gather"),
+    *("scatter", "scatter-add", "sort", "stop_gradient", "optimization_barrier", "name"),
+    *("reduce_sum", "reduce_max", "reduce_min", "cumsum", "cummax", "cummin"),
+    *("reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "bitcast_convert_type"),
+    *_ON_REFS,
+    "empty_ref",
+}
+_CONTRACTIONS = {"dot_general", "conv_general_dilated"}
+
+
+def _scatter(function: Callable[..., Any]) -> Callable[..., Any]:
+    def scatter(*inputs: Any, update_jaxpr: Any, update_consts: Any, **params: Any) -> Any:
+        # Which are for the dtype of before, and made again.
+        del update_jaxpr, update_consts
+        return function(*inputs, **params)
+
+    return scatter
+
+
+_SCATTERS = {
+    "scatter": _scatter(jax.lax.scatter),
+    "scatter-add": _scatter(jax.lax.scatter_add),
+    "scatter_add": _scatter(jax.lax.scatter_add),
+}
+
+
+# Under its name in older versions of JAX, too.
+_new_ref: Any = getattr(jax, "new_ref", None) or getattr(jax.experimental, "mutable_array", None)
+
+
+class IncomparableError(Exception):
+    """An equation that cannot be computed in float32, such as a kernel for one dtype."""
+
+
+class Birth(NamedTuple):
+    """An inf or a NaN that an equation made."""
+
+    output: int
+    elements: int
+    cause: str
+
+
+class Lost(NamedTuple):
+    """Nonzero values that an equation flushed to zero, or rounded to a subnormal number."""
+
+    output: int
+    nonzero: int
+    zeros: int
+    subnormals: int
+    lost_sum: float
+
+    @property
+    def share(self) -> float:
+        """The share of the nonzero values that was lost."""
+        return (self.zeros + self.subnormals) / max(self.nonzero, 1)
+
+
+def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None) -> Any:
+    """Returns the results of an equation, as a list of arrays.
+
+    A ref is given and returned as the array that it holds: the equation works on a copy.
+    """
+    bound: Any = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+    # In older versions of JAX a pair of functions and parameters.
+    functions, bound = bound if isinstance(bound, tuple) else ((), bound)
+
+    def bind(*inputs: Any) -> list[Any]:
+        given = [
+            _new_ref(jnp.asarray(value)) if is_ref(atom) else value
+            for atom, value in zip(eqn.invars, inputs, strict=True)
+        ]
+        outputs = eqn.primitive.bind(*functions, *given, **bound)
+        outputs = list(outputs) if eqn.primitive.multiple_results else [outputs]
+        refs = [value for atom, value in zip(eqn.invars, given, strict=True) if is_ref(atom)]
+        return [
+            value[...] if is_ref(atom) else value
+            for atom, value in zip(results(eqn), [*outputs, *refs], strict=True)
+        ]
+
+    if eqn.primitive.name in _ON_REFS or not any(map(is_ref, results(eqn))):
+        return bind(*inputs)
+    return jax.jit(bind)(*inputs)  # others, such as a `shard_map`, take refs in `jit` alone
+
+
+def nonfinite_mask(value: Any) -> np.ndarray:
+    """Returns where a value is inf or NaN: nowhere, unless it is of an inexact dtype."""
+    if not _is(value, jnp.inexact):
+        return np.zeros(np.shape(value), bool)
+    return ~np.isfinite(np.asarray(value))
+
+
+def birth(
+    eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any], *, explained: bool
+) -> Birth | None:
+    """Returns the first inf or NaN that an equation made itself, if it did.
+
+    Args:
+      eqn: an equation.
+      inputs: its actual inputs.
+      outputs: what it made of them.
+      explained: whether an inf or NaN among the inputs was made by an equation before, and
+        not put there by the user.
+    """
+    bad = [nonfinite_mask(output) for output in outputs]
+    if not any(mask.any() for mask in bad):
+        return None
+    fresh, cause = bad, None
+    if any(nonfinite_mask(value).any() for value in inputs):
+        # What stays non-finite without the non-finite inputs is not their doing.
+        repaired = [_repaired(value) for value in inputs]
+        fresh = [a & nonfinite_mask(b) for a, b in zip(bad, evaluate(eqn, repaired), strict=True)]
+        if not explained and not any(mask.any() for mask in fresh):
+            if any(_is_nan(value).any() for value in inputs):
+                return None
+            # Infinities on purpose, such as a mask of -inf, and a row that has nothing else.
+            fresh, cause = [_is_nan(output) for output in outputs], "infinities"
+        inputs = repaired if cause is None else inputs
+    for output, mask in enumerate(fresh):
+        if mask.any():
+            if cause is None:
+                cause = "range" if _fits_float32(eqn, inputs, output, mask) else "value"
+            return Birth(output, int(mask.sum()), cause)
+    return None
+
+
+def _fits_float32(eqn: JaxprEqn, inputs: Sequence[Any], output: int, mask: np.ndarray) -> bool:
+    try:
+        return not nonfinite_mask(in_float32(eqn, inputs)[output])[mask].any()
+    except IncomparableError:
+        return False
+
+
+def lost_values(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Lost | None:
+    """Returns what an equation lost in the output that lost most, or `None`.
+
+    A value is lost if the equation gives zero or a subnormal number in the dtype of its
+    output, and the same equation on the same inputs gives another number in float32. A
+    zero of a mask, a ReLU or a padding is zero in float32 too. A subnormal number that is
+    exact counts if no input was subnormal: only then did it become so here.
+
+    Raises:
+      IncomparableError: if there may be something lost, and no telling.
+    """
+    if eqn.primitive.name in _NEVER_LOSE:
+        return None
+    suspects = [i for i, output in enumerate(outputs) if _has_tiny(output)]
+    if not suspects:
+        return None
+    wide = in_float32(eqn, inputs)
+    subnormal_inputs = any(_subnormal(value).any() for value in inputs)
+    found = []
+    for i in suspects:
+        actual, exact = _numbers(outputs[i]), _numbers(wide[i])
+        exact = np.where(np.abs(exact) > _noise(eqn, inputs, np.shape(exact)), exact, 0.0)
+        tiny = (exact != 0) & (np.abs(exact) < _smallest_normal(outputs[i]))
+        zeros = tiny & (actual == 0)
+        subnormals = tiny & ~zeros & _subnormal(outputs[i])
+        if subnormal_inputs:
+            subnormals &= actual != exact
+        nonzero, flushed, rounded = (int(mask.sum()) for mask in (exact != 0, zeros, subnormals))
+        found.append(Lost(i, nonzero, flushed, rounded, _share_of_sum(exact, zeros)))
+    return max(found, key=lambda lost: lost.zeros + lost.subnormals)
+
+
+def _share_of_sum(numbers: np.ndarray, mask: np.ndarray) -> float:
+    magnitudes = np.where(np.isfinite(numbers), np.abs(numbers), 0.0)
+    total = float(magnitudes.sum())
+    return float(magnitudes[mask].sum()) / total if total else 0.0
+
+
+def _noise(eqn: JaxprEqn, inputs: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """Returns what of a sum of products in float32 is rounding, where all of it cancels."""
+    if eqn.primitive.name not in _CONTRACTIONS:
+        return np.zeros(shape)
+    magnitudes = in_float32(eqn, [jnp.abs(value) for value in inputs])
+    return _numbers(magnitudes[0]) * 2.0**-20
+
+
+def in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of an equation computed in float32.
+
+    Raises:
+      IncomparableError: if there is no such thing.
+    """
+    params = {
+        name: np.dtype(np.float32) if _is_narrow(value) else value
+        for name, value in eqn.params.items()
+    }
+    inputs = [
+        jax.lax.convert_element_type(value, jnp.float32) if _is_narrow(_dtype(value)) else value
+        for value in inputs
+    ]
+    try:
+        scatter = _SCATTERS.get(eqn.primitive.name)
+        outputs = evaluate(eqn, inputs, params) if scatter is None else [scatter(*inputs, **params)]
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise IncomparableError(eqn.primitive.name) from error
+    if any(_is_narrow(_dtype(output)) for output in outputs):
+        raise IncomparableError(eqn.primitive.name)
+    return outputs
+
+
+def _repaired(value: Any) -> Any:
+    # One half is in the domain of nearly every function, and no product of it overflows.
+    bad = nonfinite_mask(value)
+    return jnp.asarray(np.where(bad, np.asarray(0.5, _dtype(value)), value)) if bad.any() else value
+
+
+def _dtype(value: Any) -> Any:
+    return value.dtype if hasattr(value, "dtype") else np.result_type(value)
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return jnp.issubdtype(_dtype(value), kind)
+
+
+def _is_narrow(dtype: Any) -> bool:
+    if not isinstance(dtype, np.dtype) or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return jnp.finfo(dtype).bits < 32
+
+
+def _is_nan(value: Any) -> np.ndarray:
+    if not _is(value, jnp.inexact):
+        return np.zeros(np.shape(value), bool)
+    return np.isnan(np.asarray(value))
+
+
+def _numbers(value: Any) -> np.ndarray:
+    return np.asarray(value).astype(np.float64)
+
+
+def _smallest_normal(value: Any) -> float:
+    return float(jnp.finfo(_dtype(value)).smallest_normal)
+
+
+def _subnormal(value: Any) -> np.ndarray:
+    if not _is(value, jnp.floating):
+        return np.zeros(np.shape(value), bool)
+    magnitude = np.abs(_numbers(value))
+    return (magnitude > 0) & (magnitude < _smallest_normal(value))
+
+
+def _has_tiny(value: Any) -> bool:
+    """Returns whether a value is of a range smaller than float32's, and at its lower end."""
+    if not _is_narrow(_dtype(value)):
+        return False
+    smallest = _smallest_normal(value)
+    # bfloat16 has the range of float32, which therefore sees no more than it does.
+    in_range = smallest > float(jnp.finfo(jnp.float32).smallest_normal)
+    return in_range and bool((np.abs(_numbers(value)) < smallest).any())

@@ -1,0 +1,249 @@
+"""What a trace found: plain Python values, and how they read."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from ..._checks import and_more
+from .._text import percent
+
+_MOST_PLACES = 5  # of a kind that are printed
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """An equation of the backward pass, and the line of the model it comes from."""
+
+    primitive: str
+    dtype: str
+    shape: tuple[int, ...]
+    inputs: tuple[str, ...]
+    direction: str
+    scaled: bool
+    where: str
+    file: str
+    line: int
+    source: str
+    called_from: tuple[str, ...]
+    layer: str
+    iteration: tuple[int, ...]
+    times: int
+    visits: int
+    share: float
+
+    def _line(self, what: str) -> str:
+        """Returns the line of a report: where it was, and what happened there."""
+        shape = ",".join(map(str, self.shape))
+        where = f"{self.where}: `{self.source}`" if self.file else "no line of the model"
+        operation = f"{self.direction}, {self.primitive}, {self.dtype}[{shape}]"
+        return f"{operation}, {percent(self.share)} {what}, {where}"
+
+    def _details(self) -> list[str]:
+        details = [f"in {self.layer}"] if self.layer else []
+        if self.called_from:
+            details.append(f"called from {', '.join(self.called_from[:3])}")
+        if self.iteration:
+            details.append(f"iteration {', '.join(map(str, self.iteration))}")
+        if self.visits > 1:
+            details.append(f"{self.times} of {self.visits} times")
+        return details
+
+
+# What it means, and what can be done about it.
+_CAUSES = {
+    "range": "beyond {dtype}: float32 would hold it",
+    "value": "not finite in float32 either: a division by zero, log(0), or far too large",
+    "infinities": "a NaN of infinities on purpose: a row that is masked throughout?",
+    "given": "the inf or NaN was there before, in a constant or an argument",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedNonfinite(Place):
+    """A place where an inf or a NaN was born.
+
+    Attributes:
+      primitive: the operation, as JAX calls it.
+      dtype: the dtype of its output.
+      shape: the shape of its output.
+      inputs: dtypes and shapes of its inputs, such as `"float16[8,128]"`.
+      direction: `"forward"` if the loss or the auxiliary output needs it, else
+        `"backward"`.
+      scaled: whether it depends on the loss scale. If not, no other scale can help.
+      where: file and line, relative to the working directory, or `""`.
+      file: the file of the innermost frame outside of JAX and libraries of layers, or
+        `""`. For an operation of a custom backward rule it is that of the call.
+      line: its line, or 0.
+      source: the text of that line.
+      called_from: files and lines that called it, innermost first.
+      layer: the scopes it is in, as modules of Flax and `jax.named_scope` set them.
+      iteration: the index of each loop around it, outermost first, at the first time. In a
+        scan it is that of the slice, in the backward pass too.
+      times: how many times that happened in this place.
+      visits: how many times this equation was run.
+      share: the share of the elements of its output that are inf or NaN by its own doing,
+        the first time.
+      elements: how many those are.
+      cause: `"range"`: the inputs are finite, and so is the output in float32.
+        `"value"`: the inputs are finite, and the output is not, in float32 either.
+        `"infinities"`: a NaN made of infinities that were there on purpose.
+        `"given"`: an inf or NaN of a constant or an argument got in here.
+      reaches: where the inf or NaN got to: `"loss"`, `"grads['w']"`,
+        `"aux['stats']"`. Empty if it was turned into finite numbers on the way: right
+        for a mask, wrong for a norm.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> from jaxscale import diagnostics
+      >>> scaling = jaxscale.NoOpLossScale().init()
+      >>> report = diagnostics.trace(lambda w: 1 / w, scaling)(jnp.float32(0))
+      >>> first = report.nonfinite[0]
+      >>> first.primitive, first.cause, first.reaches
+      ('div', 'value', ('loss',))
+    """
+
+    elements: int
+    cause: str
+    reaches: tuple[str, ...]
+
+    def __str__(self) -> str:
+        first = self._line("of the elements")
+        details = [*self._details(), _CAUSES[self.cause].format(dtype=self.dtype)]
+        if self.cause == "range":
+            details.append(f"a lower loss scale {'may help' if self.scaled else 'cannot help'}")
+        details.append(self._reach())
+        return f"{first}\n    {'; '.join(details)}"
+
+    def _reach(self) -> str:
+        if not self.reaches:
+            return (
+                "became finite before the loss and the gradients: fine for a mask, not for a norm"
+            )
+        grads = [name for name in self.reaches if name.startswith("grads")]
+        others = [name for name in self.reaches if name not in grads]
+        named = grads if len(grads) < 4 else [f"{len(grads)} of the gradients"]
+        return f"reaches {', '.join(others + named)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedUnderflow(Place):
+    """A place where most nonzero values became zero or subnormal.
+
+    Attributes:
+      primitive: as in `TracedNonfinite`, and so are the others up to `layer`.
+      dtype: the dtype of its output, in which they are zero or subnormal.
+      shape: the shape of its output.
+      inputs: dtypes and shapes of its inputs.
+      direction: `"forward"` or `"backward"`.
+      scaled: whether it depends on the loss scale. If so, a higher one helps.
+      where: file and line.
+      file: the file.
+      line: its line.
+      source: the text of that line.
+      called_from: files and lines that called it.
+      layer: the scopes it is in.
+      iteration: the index of each loop around it, at the worst time.
+      times: how many times most values were lost.
+      visits: how many times this equation was run.
+      share: the share of the nonzero values that was lost, the worst time.
+      nonzero: how many values are not zero in float32 then.
+      zeros: how many of them became zero.
+      subnormals: how many became subnormal.
+      lost_sum: what share of the sum of all magnitudes those had that became zero. Little
+        if these were only the smallest, as in a softmax that is sure of itself.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> from jaxscale import diagnostics
+      >>> scaling = jaxscale.DynamicLossScale().init()
+      >>> loss_fn = lambda w: jnp.mean(jnp.square(w).astype(jnp.float32))
+      >>> report = diagnostics.trace(loss_fn, scaling)(jnp.full(4, 1e-4, jnp.float16))
+      >>> place = report.underflows[0]
+      >>> place.direction, place.zeros, place.subnormals
+      ('forward', 4, 0)
+    """
+
+    nonzero: int
+    zeros: int
+    subnormals: int
+    lost_sum: float
+
+    def __str__(self) -> str:
+        zeros, subnormals = (percent(n / self.nonzero) for n in (self.zeros, self.subnormals))
+        first = self._line(f"of the nonzero values lost ({zeros} zero, {subnormals} subnormal)")
+        advice = "a higher loss scale helps" if self.scaled else "no loss scale can help"
+        return f"{first}\n    {'; '.join([*self._details(), advice])}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceReport:
+    """What `trace` found.
+
+    All of it is plain Python values: `to_json` of it is for programs, and
+    `str(report)` for people.
+
+    Attributes:
+      loss: the loss.
+      loss_scale: the loss scale it was traced with.
+      equations: how many equations were run, each time in a loop counted.
+      nonfinite: where inf and NaN were born, in the order of execution. Places of cause
+        `"given"` come last, and only if nothing else explains what they reach.
+      underflows: where most nonzero values were lost, in the order of execution: the first
+        is the likely cause of those after it.
+      nonfinite_arguments: the arguments that held inf or NaN before anything ran, such as
+        `"args[1]['x']"`.
+      nonfinite_outputs: which of the loss, the auxiliary output and the gradients do so.
+      not_compared: primitives that may have lost values, and cannot be run in float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> from jaxscale import diagnostics
+      >>> scaling = jaxscale.FixedLossScale(2.0**10).init()
+      >>> report = diagnostics.trace(lambda w: jnp.sum(w**2), scaling)(jnp.ones(3))
+      >>> report.found, report.loss, report.loss_scale
+      (False, 3.0, 1024.0)
+    """
+
+    loss: float
+    loss_scale: float
+    equations: int
+    nonfinite: tuple[TracedNonfinite, ...]
+    underflows: tuple[TracedUnderflow, ...]
+    nonfinite_arguments: tuple[str, ...]
+    nonfinite_outputs: tuple[str, ...]
+    not_compared: tuple[str, ...]
+
+    @property
+    def first_nonfinite(self) -> TracedNonfinite | None:
+        """The first place whose inf or NaN reaches an output; if none does, the first."""
+        reaching = [place for place in self.nonfinite if place.reaches]
+        return next(iter(reaching or self.nonfinite), None)
+
+    @property
+    def found(self) -> bool:
+        """Whether there is anything to report."""
+        return bool(self.nonfinite or self.underflows or self.nonfinite_outputs)
+
+    def __str__(self) -> str:
+        summary = f"{self.equations} equations, loss {self.loss:g}, loss scale {self.loss_scale:g}"
+        if not self.found:
+            return f"nothing found: {summary}"
+        lines = [summary]
+        if self.nonfinite_arguments:
+            lines.append(f"inf or NaN in the arguments: {', '.join(self.nonfinite_arguments)}")
+        first = self.first_nonfinite
+        if first is not None:
+            kind = "overflow" if first.cause == "range" else "inf or NaN"
+            lines.append(f"first {kind}: {first}")
+        others = [place for place in self.nonfinite if place is not first]
+        lines += _first_few("also inf or NaN", others) + _first_few("underflow", self.underflows)
+        if self.not_compared:
+            lines.append(f"not compared with float32: {', '.join(self.not_compared)}")
+        return "\n".join(lines)
+
+
+def _first_few(what: str, places: Sequence[Place]) -> list[str]:
+    more = [f"{words} places: {what}" for words in and_more(places, _MOST_PLACES)]
+    return [f"{what}: {place}" for place in places[:_MOST_PLACES]] + more

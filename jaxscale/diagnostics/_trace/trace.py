@@ -1,0 +1,283 @@
+"""The scaled backward pass, run equation by equation to see where numbers get lost."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ..._scaling import find_scaling
+from ..._state import LossScaleState
+from ..._tree import widen
+from ..._value_and_grad import seeding, unseed, with_loss
+from .._formats import is_array, kind
+from .interpreter import Interpreter, Value, Visit
+from .jaxpr import BACKWARD, EFFECT, FORWARD
+from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
+from .places import layer, lines
+from .report import TracedNonfinite, TracedUnderflow, TraceReport
+
+# A place is reported if it loses a larger share of the nonzero values.
+_LOST_SHARE = 0.5
+
+
+def trace(
+    fun: Callable[..., Any],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> Callable[..., TraceReport]:
+    """Returns a function that finds where a backward pass overflows or underflows.
+
+    It runs what `jaxscale.value_and_grad` would, one equation at a time, also those
+    in `jit`, loops, `cond`, `remat` and custom derivatives. It looks at every number,
+    computes again in float32 what may have been lost, and gives the lines of the model
+    where that happened. For the host, outside of `jit`, and for one small batch: every
+    equation is compiled and looked at by itself, which is slow.
+
+    Underflow is looked for in float16 and narrower formats: bfloat16 has the range of
+    float32. What `shard_map`, `pmap` and kernels contain counts as one equation. A ref
+    from outside of `fun` keeps what it holds, as `fun` is run on a copy. A Python number
+    is rounded before anything is run: `x * 1e-9` is `x * 0` in float16, and no equation
+    can tell.
+
+    Args:
+      fun: a function that returns a floating scalar, as for
+        `jaxscale.value_and_grad`. Not jitted itself, it is seen either way.
+      scaling: a `jaxscale.LossScaleState`, or a tree that holds exactly one. The
+        scale in it is the one to trace with.
+      transform: what differentiates, as there. Of several losses, under a `vmap`, the
+        report has the mean.
+      has_aux: whether `fun` returns a pair.
+      **kwargs: passed to `transform`: `argnums`, `allow_int` and so on.
+
+    Returns:
+      A function with the arguments of `fun` that returns a `TraceReport`: print it.
+
+    Raises:
+      ValueError: if `scaling` holds no loss scale, or several, or one of several members.
+      TypeError: when called, if the loss is not a floating scalar, if parameters are not
+        floating, or inside `jit`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> from jaxscale import diagnostics
+      >>> scaling = jaxscale.DynamicLossScale().init()
+      >>> def loss_fn(w, x):
+      ...     scores = x * w
+      ...     return jnp.mean((scores * scores).astype(jnp.float32))
+      >>> x = jnp.array([1.0, 2.0, 3.0, 400.0], jnp.float16)
+      >>> report = diagnostics.trace(loss_fn, scaling)(jnp.float16(1.0), x)
+      >>> first = report.first_nonfinite
+      >>> first.direction, first.primitive, first.dtype, first.share
+      ('forward', 'mul', 'float16', 0.25)
+      >>> first.source
+      'return jnp.mean((scores * scores).astype(jnp.float32))'
+    """
+    loss_scale = find_scaling("trace", scaling).loss_scale
+    if loss_scale.shape:
+        raise ValueError(
+            f"`trace(scaling)` needs one loss scale, got an array of shape {loss_scale.shape}. "
+            "Pass the state of one member of the population."
+        )
+
+    def trace_fun(*args: Any, **fun_kwargs: Any) -> TraceReport:
+        _check(args, fun_kwargs, loss_scale)
+        if transform is jax.value_and_grad and not kwargs.get("allow_int"):
+            _check_floating(args, kwargs.get("argnums", 0))
+
+        def backward(loss_scale: jax.Array) -> dict[str, Any]:
+            # Not the state itself: that of a `NoOpLossScale` has no cotangent to follow.
+            state = LossScaleState(loss_scale, jnp.zeros(()), jnp.zeros(()))
+            seeded, one_seed = seeding("trace", fun, state, has_aux)
+            differentiated = transform(seeded, has_aux=True, **kwargs)
+            # A copy made inside: modules of Flax NNX insist on it, and may change.
+            copies, copied_kwargs = jax.tree.map(lambda leaf: leaf, (args, fun_kwargs))
+            output = differentiated(*copies, **copied_kwargs)
+            loss, (aux, seed), grads = with_loss("trace", output)
+            # In float32: the limits that a float32 divisor has are 0 and inf in float16.
+            grads = unseed(grads, widen(one_seed(seed)))
+            return {"loss": loss} | _inexact("aux", aux) | _inexact("grads", grads)
+
+        # The arguments are constants of it, so that whatever is no array stays what it is.
+        closed, shapes = jax.make_jaxpr(backward, return_shape=True)(loss_scale)
+        names = sorted(shapes)  # as a dictionary is flattened
+        needs = tuple(BACKWARD if name.startswith("grads") else FORWARD for name in names)
+        findings = _Findings()
+        with jax.debug_nans(False), jax.debug_infs(False):
+            outputs = Interpreter(findings.watch).run(closed, [Value(loss_scale, True)], needs)
+        arguments = _inexact("args", args) | _inexact("kwargs", fun_kwargs)
+        return findings.report(dict(zip(names, outputs, strict=True)), arguments, loss_scale)
+
+    return trace_fun
+
+
+def _check(args: Any, kwargs: Any, loss_scale: Any) -> None:
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs, loss_scale))):
+        raise TypeError(
+            "`trace` reads values, so it cannot run inside `jit` or another transformation. "
+            "Call it where the training step is called, with the same arguments."
+        )
+
+
+def _check_floating(args: tuple[Any, ...], argnums: Any) -> None:
+    for i in argnums if isinstance(argnums, Sequence) else [argnums]:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[i : i + 1 or None]):
+            is_number = is_array(leaf) or isinstance(leaf, (float, complex))
+            if not (is_number and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)):
+                raise TypeError(
+                    f"`trace(fun)` differentiates floating parameters, got {kind(leaf)} at "
+                    f"args[{i}]{jax.tree_util.keystr(path[1:])}. Take it out of the parameters, "
+                    "or pass allow_int=True or another argnums=...."
+                )
+
+
+def _inexact(name: str, tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree that are arrays of numbers with a point, by their paths."""
+    return {
+        name + jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    }
+
+
+class _Findings:
+    """What was seen at each place, which is an equation and the equations that hold it."""
+
+    def __init__(self) -> None:
+        self.visits: collections.Counter[Any] = collections.Counter()
+        self.times: collections.Counter[Any] = collections.Counter()
+        self.births: dict[Any, tuple[Visit, Birth]] = {}
+        self.lost: dict[Any, tuple[Visit, Lost]] = {}
+        self.not_compared: set[str] = set()
+
+    def watch(self, visit: Visit) -> list[frozenset[Any]]:
+        """Returns where the inf and NaN of each output are from, and notes what is new."""
+        place = tuple(map(id, (*visit.around, visit.eqn)))
+        self.visits[place] += 1
+        if visit.need == EFFECT:  # what is only printed reaches nothing
+            return [frozenset()] * len(visit.outputs)
+        self._note_lost(place, visit)
+        bad = [nonfinite_mask(output) for output in visit.outputs]
+        if not any(mask.any() for mask in bad):
+            return [frozenset()] * len(bad)
+        origins = frozenset().union(*(value.origins for value in visit.inputs))
+        explained = any(self.births[origin][1].cause != "given" for origin in origins)
+        arrays = [value.array for value in visit.inputs]
+        born = birth(visit.eqn, arrays, visit.outputs, explained=explained)
+        if born is None and not origins:
+            output = next(i for i, mask in enumerate(bad) if mask.any())
+            born = Birth(output, int(bad[output].sum()), "given")
+        if born is not None:
+            self.times["birth", place] += 1
+            if place not in self.births or self.births[place][1].cause == "given" != born.cause:
+                self.births.pop(place, None)  # in the order of execution
+                self.births[place] = visit, born
+            origins |= {place}
+        return [origins if mask.any() else frozenset() for mask in bad]
+
+    def _note_lost(self, place: Any, visit: Visit) -> None:
+        try:
+            lost = lost_values(visit.eqn, [value.array for value in visit.inputs], visit.outputs)
+        except IncomparableError:
+            self.not_compared.add(visit.eqn.primitive.name)
+            return
+        if lost is not None and lost.share > _LOST_SHARE:
+            self.times["lost", place] += 1
+            if place not in self.lost or lost.share > self.lost[place][1].share:
+                self.lost[place] = visit, lost
+
+    def report(
+        self, outputs: dict[str, Value], arguments: dict[str, Any], loss_scale: jax.Array
+    ) -> TraceReport:
+        """Returns all that was seen, as Python values."""
+        reached = collections.defaultdict(list)
+        for name, value in outputs.items():
+            for origin in value.origins:
+                reached[origin].append(name)
+        births = [
+            TracedNonfinite(
+                **self._place("birth", place, visit, born.output, _share(visit, born)),
+                elements=born.elements,
+                cause=born.cause,
+                reaches=tuple(reached[place]),
+            )
+            for place, (visit, born) in self.births.items()
+        ]
+        made = [birth for birth in births if birth.cause != "given"]
+        # What was there on purpose is of interest if a NaN was made of it, or nothing else.
+        explained = any(birth.reaches and birth.cause != "infinities" for birth in made)
+        given = [birth for birth in births if birth.cause == "given" and birth.reaches]
+        underflows = [
+            TracedUnderflow(
+                **self._place("lost", place, visit, lost.output, lost.share),
+                nonzero=lost.nonzero,
+                zeros=lost.zeros,
+                subnormals=lost.subnormals,
+                lost_sum=lost.lost_sum,
+            )
+            for place, (visit, lost) in self.lost.items()
+        ]
+        return TraceReport(
+            loss=float(np.mean(np.asarray(outputs["loss"].array), dtype=np.float64)),
+            loss_scale=float(loss_scale),
+            equations=self.visits.total(),
+            nonfinite=_without_repeats(made if explained else made + given),
+            underflows=_without_repeats(underflows),
+            nonfinite_arguments=_nonfinite_names(arguments),
+            nonfinite_outputs=_nonfinite_names({k: v.array for k, v in outputs.items()}),
+            not_compared=tuple(sorted(self.not_compared)),
+        )
+
+    def _place(
+        self, kind: str, place: Any, visit: Visit, output: int, share: float
+    ) -> dict[str, Any]:
+        eqn = visit.eqn
+        line, *callers = lines(eqn, visit.around) or [None]
+        return {
+            "primitive": eqn.primitive.name,
+            "dtype": str(visit.outputs[output].dtype),
+            "shape": tuple(map(int, visit.outputs[output].shape)),
+            "inputs": tuple(atom.aval.str_short() for atom in eqn.invars),
+            "direction": "forward" if visit.need & FORWARD else "backward",
+            "scaled": any(value.scaled for value in visit.inputs),
+            "where": str(line) if line else "",
+            "file": line.file if line else "",
+            "line": line.number if line else 0,
+            "source": line.text if line else "",
+            "called_from": tuple(map(str, callers)),
+            "layer": layer(eqn, visit.around),
+            "iteration": visit.iteration,
+            "times": self.times[kind, place],
+            "visits": self.visits[place],
+            "share": share,
+        }
+
+
+def _share(visit: Visit, born: Birth) -> float:
+    return born.elements / visit.outputs[born.output].size
+
+
+def _without_repeats(places: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns places without those that `remat` runs again, which lose what they lost."""
+    kept: dict[Any, Any] = {}
+    for place in places:
+        key = place.primitive, place.dtype, place.shape, place.file, place.line, place.share
+        first = kept.get(key)
+        if first is None or place.scaled or first.direction == place.direction:
+            kept[(*key, len(kept)) if first else key] = place
+        elif isinstance(place, TracedNonfinite):
+            reaches = tuple(dict.fromkeys(first.reaches + place.reaches))
+            kept[key] = dataclasses.replace(first, reaches=reaches)
+    return tuple(kept.values())
+
+
+def _nonfinite_names(leaves: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name, leaf in leaves.items() if nonfinite_mask(leaf).any())

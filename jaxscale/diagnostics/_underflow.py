@@ -1,0 +1,100 @@
+"""What smaller formats would lose of each layer."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .._checks import int32, power_of_two
+from .._tree import leaf_name
+from ._formats import FORMATS
+from ._histogram import Histogram, Shares, read, shares_of
+from ._text import aligned, percent, power
+
+
+class Underflow(NamedTuple):
+    """What `underflow` found; `print` it, or draw it with `plot_underflow`.
+
+    Attributes:
+      layers: for each layer, under its path and in the order of the leaves, what
+        `shares` returns.
+      loss_scale: the loss scale that the formats are judged at.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> grads = {"w": jnp.array([1e-9, 1.0]), "b": jnp.array([1.0, 1e3])}
+      >>> print(diagnostics.underflow(diagnostics.leaf_histograms(grads)))
+      share of the nonzero gradients that becomes 0, inf or NaN at loss scale 2**0
+         float16  bfloat16  float8_e4m3fn  float8_e5m2
+      b       0%        0%          50.0%           0%
+      w    50.0%        0%          50.0%        50.0%
+    """
+
+    layers: dict[str, dict[str, Shares]]
+    loss_scale: float
+
+    def __str__(self) -> str:
+        return f"{self.title}\n{aligned([('', *FORMATS), *self.rows()])}"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Returns, for each layer, its name and what is lost, a dash where it has no numbers.
+
+        Such are layers whose gradients are all zero, inf or NaN.
+        """
+        return [
+            (layer, *(percent(shares[name].lost) if any(shares[name]) else "-" for name in FORMATS))
+            for layer, shares in self.layers.items()
+        ]
+
+    @property
+    def title(self) -> str:
+        """What the numbers are."""
+        what = "share of the nonzero gradients that becomes 0, inf or NaN"
+        return f"{what} at loss scale {power(self.loss_scale)}"
+
+
+def underflow(histograms: Any, *, loss_scale: float = 1.0, depth: int | None = None) -> Underflow:
+    """Returns what each small format would lose of each layer at a loss scale.
+
+    For the host: it waits for the device.
+
+    Args:
+      histograms: what `leaf_histograms` returned.
+      loss_scale: a power of two.
+      depth: how many keys of a leaf's path make a layer: with 2, `params/Dense_0/kernel`
+        and `params/Dense_0/bias` count as one. `None` keeps each leaf apart.
+
+    Returns:
+      An `Underflow`.
+
+    Raises:
+      TypeError: if `histograms` holds something else, or is still traced.
+      ValueError: if it is empty, `loss_scale` is no power of two, or `depth` below 1.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> grads = {"dense": {"w": jnp.full(3, 1e-9), "b": jnp.ones(1)}, "out": jnp.ones(2)}
+      >>> histograms = diagnostics.leaf_histograms(grads)
+      >>> layers = diagnostics.underflow(histograms, depth=1).layers
+      >>> print(layers["dense"]["float16"].flushed, layers["out"]["float16"].flushed)
+      0.75 0.0
+    """
+    exponent = power_of_two("underflow", "loss_scale", loss_scale)
+    if depth is not None:
+        depth = int32("underflow", "depth", depth, unit="keys of a path")
+    layers: dict[str, np.ndarray] = {}
+    nodes = jax.tree_util.tree_leaves_with_path(
+        histograms, is_leaf=lambda node: isinstance(node, Histogram)
+    )
+    for path, node in nodes:
+        layer = leaf_name(path[:depth])
+        layers[layer] = layers.get(layer, 0) + read("underflow", node).counts
+    if not layers:
+        raise ValueError(
+            "`underflow(histograms=...)` got a tree without any leaf. Pass what "
+            "`jaxscale.diagnostics.leaf_histograms` returned."
+        )
+    shares = {layer: shares_of(counts, exponent) for layer, counts in layers.items()}
+    return Underflow(shares, 2.0**exponent)

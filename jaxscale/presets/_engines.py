@@ -1,0 +1,157 @@
+"""The rules of the training engines on top of PyTorch."""
+
+from typing import Any
+
+from .._checks import finite_number
+from .._policies.dynamic import DynamicLossScale
+from .._policies.tolerance import ToleranceLossScale
+from ._common import NO_MAX, dynamic, factors, floor, steps
+
+
+def deepspeed(
+    *,
+    init_scale: Any = 2.0**32,
+    scale_window: int = 1000,
+    min_scale: Any = 1.0,
+    delayed_shift: int = 1,
+    consecutive_hysteresis: bool = False,
+    raise_error_at_min_scale: bool = True,
+) -> DynamicLossScale:
+    """Returns the rule of DeepSpeed's `DynamicLossScaler`.
+
+    After `scale_window` finite steps in a row, one more at the start and after each
+    non-finite step, the scale doubles. The `delayed_shift`-th non-finite step since the
+    last growth (or, with `consecutive_hysteresis`, in a row), and each one after it,
+    halves it, down to `min_scale`. Source: DeepSpeed, `runtime/fp16/loss_scaler.py`,
+    whose factor is fixed. What differs: there it is a Python float and passes float32's
+    range, and by default it raises at the minimum, which a compiled step cannot: call
+    `jaxscale.check`.
+
+    Args:
+      init_scale: the scale of the first step.
+      scale_window: how many finite steps in a row it takes to grow.
+      min_scale: a backoff ends at least here.
+      delayed_shift: how many non-finite steps it takes to back off.
+      consecutive_hysteresis: whether a finite step gives them back.
+      raise_error_at_min_scale: ignored: `jaxscale.check` raises where training is
+        stuck.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.deepspeed(delayed_shift=2).growth_delay
+      1
+    """
+    del raise_error_at_min_scale
+    return dynamic(
+        "presets.deepspeed",
+        {"growth_interval": "scale_window", "hysteresis": "delayed_shift"},
+        init_scale=init_scale,
+        growth_interval=scale_window,
+        min_scale=min_scale,
+        hysteresis=delayed_shift,
+        refill_on_finite=bool(consecutive_hysteresis),
+        growth_delay=1,
+        clamp="moves",
+    )
+
+
+def colossalai(
+    *,
+    initial_scale: Any = 2.0**16,
+    growth_factor: Any = 2.0,
+    backoff_factor: Any = 0.5,
+    growth_interval: int = 1000,
+    min_scale: Any = None,
+    max_scale: Any = None,
+    hysteresis: int = 2,
+) -> DynamicLossScale:
+    """Returns the rule of ColossalAI's `DynamicGradScaler`.
+
+    That of `megatron` with optional bounds. Source: hpcaitech/ColossalAI,
+    `amp/naive_amp/grad_scaler`. What differs: there, without a maximum, a growth may
+    end at inf for good; here the scale stays.
+
+    Args:
+      initial_scale: the scale of the first step.
+      growth_factor: what the scale is multiplied by when it grows.
+      backoff_factor: what it is multiplied by when it backs off.
+      growth_interval: how many finite steps in a row it takes to grow.
+      min_scale: a backoff ends at least here; `None` is none.
+      max_scale: a growth ends at most here; `None` is none.
+      hysteresis: how many non-finite steps it takes to back off; 0 is 1.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.colossalai(min_scale=1.0).min_scale
+      1.0
+    """
+    call = "presets.colossalai"
+    return dynamic(
+        call,
+        {"init_scale": "initial_scale"},
+        init_scale=initial_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=floor(call, "min_scale", min_scale),
+        max_scale=max_scale or NO_MAX,
+        clip_growth=bool(max_scale),
+        hysteresis=steps(call, "hysteresis", hysteresis),
+        clamp="moves",
+    )
+
+
+def fairseq(
+    *,
+    init_scale: Any = 2.0**15,
+    scale_factor: Any = 2.0,
+    scale_window: int = 2000,
+    tolerance: Any = 0.0,
+    threshold: Any = None,
+    min_loss_scale: Any = 1e-4,
+) -> ToleranceLossScale:
+    """Returns the rule of fairseq's `DynamicLossScaler`.
+
+    After `scale_window` finite steps in a row the scale is multiplied; a non-finite
+    step divides it, down to `threshold`, if the rate of such steps has reached
+    `tolerance`. Source: facebookresearch/fairseq, `optim/dynamic_loss_scaler.py`.
+    What differs: there it is a Python float and passes float32's range, and a scale that
+    reaches `min_loss_scale` raises; here that is a floor: call `jaxscale.check`.
+
+    Args:
+      init_scale: the scale of the first step.
+      scale_factor: what the scale is multiplied by when it grows and divided by when it
+        backs off.
+      scale_window: how many finite steps in a row it takes to grow.
+      tolerance: the rate of non-finite steps at which it backs off.
+      threshold: a backoff ends at least here, if it is given.
+      min_loss_scale: the same, where it is larger.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.fairseq(tolerance=0.05).tolerance
+      0.05
+    """
+    call = "presets.fairseq"
+    for name, value in {"threshold": threshold, "min_loss_scale": min_loss_scale}.items():
+        finite_number(call, name, value or 0.0)
+    return ToleranceLossScale(
+        init_scale=init_scale,
+        growth_interval=scale_window,
+        tolerance=tolerance,
+        min_scale=floor(call, "min_loss_scale", max(threshold or 0.0, min_loss_scale)),
+        max_scale=NO_MAX,
+        **factors(call, "scale_factor", scale_factor),
+    )

@@ -1,0 +1,161 @@
+"""The rules of the scalers for JAX."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._checks import int32
+from .._policies.dynamic import DynamicLossScale
+from ._common import NO_MAX, NO_MIN, dynamic, factors, floor
+
+
+def flax(
+    *,
+    growth_factor: Any = 2.0,
+    backoff_factor: Any = 0.5,
+    growth_interval: int = 2000,
+    scale: Any = 2.0**16,
+    minimum_scale: Any = NO_MIN,
+) -> DynamicLossScale:
+    """Returns the rule of `flax.training.dynamic_scale.DynamicScale`.
+
+    After `growth_interval + 1` finite steps in a row (so it counts) the scale grows, up
+    to float32's largest number, which is no power of two; a non-finite step backs off,
+    down to `minimum_scale`. Source: Flax 0.12, `flax/training/dynamic_scale.py`. What
+    differs: without a minimum it stops at float32's smallest normal number, where there
+    it becomes 0.
+
+    Args:
+      growth_factor: what the scale is multiplied by when it grows.
+      backoff_factor: what it is multiplied by when it backs off.
+      growth_interval: one less than the finite steps in a row that it takes to grow.
+      scale: the scale of the first step.
+      minimum_scale: a backoff ends at least here; `None` is none.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.flax(growth_interval=2000).growth_interval
+      2001
+    """
+    call = "presets.flax"
+    return dynamic(
+        call,
+        {"init_scale": "scale"},
+        init_scale=scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=int32(call, "growth_interval", growth_interval, least=0) + 1,
+        min_scale=floor(call, "minimum_scale", minimum_scale),
+        clip_growth=True,
+        clamp="moves",
+    )
+
+
+def jmp(
+    loss_scale: Any,
+    *,
+    period: int = 2000,
+    factor: Any = 2,
+    min_loss_scale: Any = 1.0,
+) -> DynamicLossScale:
+    """Returns the rule of `jmp.DynamicLossScale`.
+
+    After `period` finite steps in a row the scale is multiplied, and stays if the
+    product is not finite in its dtype; a non-finite step divides it, down to
+    `min_loss_scale`. Source: jmp 0.0.4, `jmp/_src/loss_scale.py`. What differs: there
+    `jit` and every tree map put the minimum back to 1; here it is what you say. The
+    scale is a float32 here, and a float16 or bfloat16 `loss_scale` sets its maximum
+    only.
+
+    Args:
+      loss_scale: the scale of the first step.
+      period: how many finite steps in a row it takes to grow.
+      factor: what the scale is multiplied by when it grows and divided by when it backs
+        off.
+      min_loss_scale: a backoff ends at least here; 0 is none.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.jmp(2.0**15).growth_factor
+      2.0
+    """
+    call = "presets.jmp"
+    return dynamic(
+        call,
+        {"init_scale": "loss_scale", "growth_interval": "period"},
+        init_scale=_number(loss_scale),
+        growth_interval=period,
+        min_scale=floor(call, "min_loss_scale", _number(min_loss_scale)),
+        max_scale=_largest(loss_scale),
+        clamp="moves",
+        **factors(call, "factor", factor),
+    )
+
+
+def mpx(
+    loss_scaling: Any,
+    min_loss_scaling: Any,
+    *,
+    factor: Any = 2,
+    period: int = 2000,
+) -> DynamicLossScale:
+    """Returns the rule of `mpx.DynamicLossScaling`.
+
+    That of `jmp`, but each step ends between `min_loss_scaling` and 65504,
+    float16's largest number, which is no power of two. Source: mixed-precision-for-JAX
+    0.1.8, `mpx/_loss_scaling.py`. Nothing differs. The scale is a float32 here; of a
+    bfloat16 `loss_scaling` the maximum is 65536, as that rounds it, and a float16 one
+    stays where it would overflow.
+
+    Args:
+      loss_scaling: the scale of the first step.
+      min_loss_scaling: each step ends at least here.
+      factor: what the scale is multiplied by when it grows and divided by when it backs
+        off.
+      period: how many finite steps in a row it takes to grow.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.mpx(2.0**15, 1.0).max_scale
+      65504.0
+    """
+    call = "presets.mpx"
+    dtype = getattr(loss_scaling, "dtype", jnp.float32)
+    return dynamic(
+        call,
+        {
+            "init_scale": "loss_scaling",
+            "min_scale": "min_loss_scaling",
+            "growth_interval": "period",
+        },
+        init_scale=_number(loss_scaling),
+        growth_interval=period,
+        min_scale=_number(min_loss_scaling),
+        max_scale=float(jnp.asarray(65504.0, dtype)),
+        clip_growth=dtype != jnp.float16,
+        clamp="steps",
+        **factors(call, "factor", factor),
+    )
+
+
+def _number(value: Any) -> Any:
+    """Returns a Python number for what may be an array of no dimensions, as these peers take."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def _largest(loss_scale: Any) -> float:
+    """Returns the largest number of the dtype of a loss scale, at most that of float32."""
+    dtype = getattr(loss_scale, "dtype", jnp.float32)
+    return min(float(jnp.finfo(dtype).max), NO_MAX)

@@ -1,0 +1,280 @@
+"""What the peers saved, read into a policy and a state, and PyTorch's written back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.core
+import jax.numpy as jnp
+
+from .._policies.base import LossScale
+from .._policies.dynamic import DynamicLossScale
+from .._policies.fixed import FixedLossScale, NoOpLossScale
+from .._state import LossScaleState
+from ._jax import flax, jmp
+from ._tensorflow import keras, tensorflow, tf_keras
+from ._torch import torch
+
+_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
+    """Returns the policy and the state of a PyTorch `GradScaler.state_dict()`.
+
+    Args:
+      state_dict: the dictionary; an empty one is that of a disabled scaler.
+
+    Returns:
+      A policy as of `torch`, whose `init_scale` is the saved scale, and a state
+      with the saved tracker.
+
+    Raises:
+      ValueError: if a key is missing or unknown, or a value is one to train nothing with.
+      TypeError: if a value is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> policy, state = presets.from_torch(
+      ...     {
+      ...         "scale": 1024.0,
+      ...         "growth_factor": 2.0,
+      ...         "backoff_factor": 0.5,
+      ...         "growth_interval": 2000,
+      ...         "_growth_tracker": 7,
+      ...     }
+      ... )
+      >>> state.loss_scale, state.growth_tracker
+      (Array(1024., dtype=float32), Array(7, dtype=int32))
+    """
+    if not state_dict:
+        policy = NoOpLossScale()
+        return policy, policy.init()
+    if set(state_dict) != set(_TORCH):
+        raise ValueError(
+            "`presets.from_torch(state_dict)` must have the keys of PyTorch's "
+            f"`GradScaler.state_dict()`, {', '.join(_TORCH)}, got {', '.join(state_dict)}."
+        )
+    scale, *_, tracker = (_number(state_dict[name]) for name in _TORCH)
+    arguments = {name: _number(state_dict[name]) for name in _TORCH[1:-1]}
+    return _resumed(torch(init_scale=scale, **arguments), tracker)
+
+
+def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
+    """Returns what PyTorch's `GradScaler.load_state_dict` takes. Waits for the device.
+
+    Args:
+      policy: a `DynamicLossScale`, or the `NoOpLossScale` of a disabled scaler. Its
+        bounds are lost, as PyTorch has none.
+      state: its state, outside of `jit`.
+
+    Returns:
+      The dictionary, of Python numbers.
+
+    Raises:
+      ValueError: if `policy` does what PyTorch cannot: hysteresis, or a delay.
+      TypeError: if it is no such policy, or `state` is traced.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> policy = presets.torch(growth_interval=500)
+      >>> presets.to_torch(policy, policy.init())["growth_interval"]
+      500
+    """
+    if isinstance(policy, NoOpLossScale):
+        return {}
+    if not isinstance(policy, DynamicLossScale):
+        raise TypeError(
+            f"`presets.to_torch(policy=...)` must be a `DynamicLossScale`, got {policy!r}. "
+            "PyTorch's scaler has no other rule."
+        )
+    if policy.hysteresis != 1 or policy.growth_delay:
+        raise ValueError(
+            "`presets.to_torch(policy=...)` must back off on each non-finite step and count "
+            f"each finite one, as PyTorch does, got hysteresis={policy.hysteresis} and "
+            f"growth_delay={policy.growth_delay}."
+        )
+    if isinstance(state.loss_scale, jax.core.Tracer):
+        raise TypeError(
+            "`presets.to_torch` reads values, so it cannot run inside `jit`. Call it on the "
+            "state that the step returns."
+        )
+    values = (
+        float(state.loss_scale),
+        policy.growth_factor,
+        policy.backoff_factor,
+        policy.growth_interval,
+        int(state.growth_tracker),
+    )
+    return dict(zip(_TORCH, values, strict=True))
+
+
+def from_tensorflow(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
+    """Returns the policy and a first state of a TensorFlow `LossScale.get_config()`.
+
+    Args:
+      config: that of a `DynamicLossScale` or of a `FixedLossScale`, or what
+        `tf.keras` serializes of one: `{"class_name": ..., "config": ...}`.
+
+    Returns:
+      A policy as of `tensorflow`, or a `FixedLossScale`, and its first state:
+      TensorFlow keeps the scale itself in its checkpoints.
+
+    Raises:
+      ValueError: if a key is unknown, or a value is one to train nothing with.
+      TypeError: if a value is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> config = {"initial_loss_scale": 8.0, "increment_period": 9, "multiplier": 2.0}
+      >>> presets.from_tensorflow(config)[1].loss_scale
+      Array(8., dtype=float32)
+    """
+    call = "presets.from_tensorflow"
+    config = config.get("config", config)
+    if set(config) == {"loss_scale_value"}:
+        return _resumed(FixedLossScale(config["loss_scale_value"]))
+    names = {"initial_loss_scale", "increment_period", "multiplier"}
+    return _resumed(tensorflow(**_only(call, config, names)))
+
+
+def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
+    """Returns the policy and a first state of a Keras `LossScaleOptimizer.get_config()`.
+
+    Args:
+      config: that of Keras 3, of tf_keras (which has a key `dynamic`), or of Keras
+        before TensorFlow 2.4 (which has `loss_scale`). What it says of the optimizer
+        inside is not looked at.
+
+    Returns:
+      A policy as of `keras` or `tf_keras`, and its first state: Keras keeps
+      the scale itself with the weights.
+
+    Raises:
+      ValueError: if it is no such configuration, or a value is one to train nothing with.
+      TypeError: if a value is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> policy, state = presets.from_keras({"initial_scale": 8.0, "dynamic_growth_steps": 9})
+      >>> policy.growth_interval, state.loss_scale
+      (9, Array(8., dtype=float32))
+    """
+    call = "presets.from_keras"
+    if "loss_scale" in config and isinstance(config["loss_scale"], Mapping):
+        return from_tensorflow(config["loss_scale"])
+    names = {"initial_scale", "dynamic_growth_steps"}
+    missing = names - set(config)
+    if missing:
+        raise ValueError(
+            f"`{call}(config)` must have the keys {' and '.join(sorted(names))} of a "
+            f"`LossScaleOptimizer`, got {', '.join(config) or 'none'}."
+        )
+    arguments = {name: config[name] for name in names}
+    if "dynamic" in config:
+        return _resumed(tf_keras(dynamic=config["dynamic"], **arguments))
+    return _resumed(keras(**arguments))
+
+
+def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
+    """Returns the policy and the state of a `flax.training.dynamic_scale.DynamicScale`.
+
+    Args:
+      dynamic_scale: the object, outside of `jit`; Flax itself is not imported.
+
+    Returns:
+      A policy as of `flax`, and a state with the scale and the counter as they are.
+
+    Raises:
+      TypeError: if it is no such object, or it is traced.
+      ValueError: if a value is one to train nothing with.
+
+    Example:
+      >>> import types
+      >>> from jaxscale import presets
+      >>> dynamic_scale = types.SimpleNamespace(
+      ...     growth_factor=2.0,
+      ...     backoff_factor=0.5,
+      ...     growth_interval=9,
+      ...     fin_steps=3,
+      ...     scale=8.0,
+      ...     minimum_scale=1.0,
+      ... )
+      >>> presets.from_flax(dynamic_scale)[1].growth_tracker
+      Array(3, dtype=int32)
+    """
+    names = ("growth_factor", "backoff_factor", "growth_interval", "scale", "minimum_scale")
+    values = _attributes("from_flax", dynamic_scale, (*names, "fin_steps"))
+    tracker = values.pop("fin_steps")
+    return _resumed(flax(**values), tracker)
+
+
+def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
+    """Returns the policy and the state of a `jmp.DynamicLossScale`, or a fixed one.
+
+    Args:
+      loss_scale: the object, outside of `jit`; jmp itself is not imported. Under
+        `jit` jmp forgets its minimum: the one read is that which the object has now.
+
+    Returns:
+      A policy as of `jmp`, and a state with the scale and the counter as they are;
+      for a `StaticLossScale` a `FixedLossScale`, for a `NoOpLossScale` that.
+
+    Raises:
+      TypeError: if it is no such object, or it is traced.
+      ValueError: if a value is one to train nothing with.
+
+    Example:
+      >>> import types
+      >>> from jaxscale import presets
+      >>> loss_scale = types.SimpleNamespace(
+      ...     loss_scale=8.0, counter=3, period=9, factor=2, min_loss_scale=1.0
+      ... )
+      >>> presets.from_jmp(loss_scale)[1].growth_tracker
+      Array(3, dtype=int32)
+    """
+    if type(loss_scale).__name__ == "NoOpLossScale":
+        return _resumed(NoOpLossScale())
+    if type(loss_scale).__name__ == "StaticLossScale":
+        return _resumed(FixedLossScale(**_attributes("from_jmp", loss_scale, ("loss_scale",))))
+    names = ("period", "factor", "min_loss_scale", "loss_scale", "counter")
+    values = _attributes("from_jmp", loss_scale, names)
+    tracker = values.pop("counter")
+    # The array itself: its dtype says how far it grows.
+    return _resumed(jmp(**values | {"loss_scale": loss_scale.loss_scale}), tracker)
+
+
+def _resumed(policy: LossScale, tracker: Any = 0) -> tuple[LossScale, LossScaleState]:
+    state = policy.init()
+    if tracker:
+        state = state._replace(growth_tracker=jnp.asarray(tracker, jnp.int32))
+    return policy, state
+
+
+def _only(call: str, config: Mapping[str, Any], names: set[str]) -> Mapping[str, Any]:
+    if set(config) - names or not config:
+        raise ValueError(
+            f"`{call}(config)` takes the keys {', '.join(sorted(names))}, or loss_scale_value "
+            f"alone, got {', '.join(config) or 'none'}."
+        )
+    return config
+
+
+def _attributes(call: str, instance: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    missing = [name for name in names if not hasattr(instance, name)]
+    if missing:
+        raise TypeError(
+            f"`presets.{call}` got {instance!r}, which has no {' and no '.join(missing)}. "
+            "Pass the live object of that library."
+        )
+    values = {name: getattr(instance, name) for name in names}
+    traced = [name for name, value in values.items() if isinstance(value, jax.core.Tracer)]
+    if traced:
+        raise TypeError(
+            f"`presets.{call}` reads values, so it cannot run inside `jit`: {traced[0]} is "
+            "traced. Call it once, before training goes on."
+        )
+    return {name: _number(value) for name, value in values.items()}
+
+
+def _number(value: Any) -> Any:
+    """Returns a Python number for what may be an array or a tensor of no dimensions."""
+    return value.item() if hasattr(value, "item") else value

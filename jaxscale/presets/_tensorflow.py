@@ -1,0 +1,265 @@
+"""The rules of TensorFlow and of what was built on it."""
+
+from typing import Any
+
+from .._checks import int32
+from .._policies.base import LossScale
+from .._policies.dynamic import DynamicLossScale
+from .._policies.fixed import FixedLossScale
+from .._policies.logmax import LogMaxLossScale
+from ._common import dynamic, factors, steps
+
+
+def tensorflow(
+    *, initial_loss_scale: Any = 2.0**15, increment_period: int = 2000, multiplier: Any = 2.0
+) -> DynamicLossScale:
+    """Returns the rule of `tf.mixed_precision.experimental.DynamicLossScale`.
+
+    After `increment_period` finite steps in a row the scale is multiplied, and stays if
+    the product is not finite; a non-finite step divides it, down to 1. Also
+    `tf.compat.v1.mixed_precision`. Source: TensorFlow 2.21,
+    `python/training/experimental/loss_scale.py`. Nothing differs.
+
+    Args:
+      initial_loss_scale: the scale of the first step.
+      increment_period: how many finite steps in a row it takes to grow; 0 is 1.
+      multiplier: what the scale is multiplied by when it grows and divided by when it
+        backs off.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.tensorflow(increment_period=500).growth_interval
+      500
+    """
+    call = "presets.tensorflow"
+    return dynamic(
+        call,
+        {"init_scale": "initial_loss_scale"},
+        init_scale=initial_loss_scale,
+        growth_interval=steps(call, "increment_period", increment_period),
+        min_scale=1.0,
+        clamp="moves",
+        **factors(call, "multiplier", multiplier),
+    )
+
+
+def tensorflow_contrib(
+    *,
+    init_loss_scale: Any,
+    incr_every_n_steps: int,
+    decr_every_n_nan_or_inf: int = 2,
+    incr_ratio: Any = 2,
+    decr_ratio: Any = 0.8,
+) -> DynamicLossScale:
+    """Returns the rule of TensorFlow 1's `ExponentialUpdateLossScaleManager`.
+
+    After `incr_every_n_steps` finite steps in a row the scale grows, and stays if the
+    product is not finite. On every `decr_every_n_nan_or_inf`-th non-finite step since
+    it last moved, in a row or not, it backs off, down to 1. Source: TensorFlow 1.15,
+    `contrib/mixed_precision`. Its documentation says that a scale below 1 is not taken;
+    the code takes 1. Nothing differs; its `FixedLossScaleManager` is `FixedLossScale`
+    in a `loss_scaled` optimizer.
+
+    Args:
+      init_loss_scale: the scale of the first step.
+      incr_every_n_steps: how many finite steps in a row it takes to grow.
+      decr_every_n_nan_or_inf: how many non-finite steps it takes to back off.
+      incr_ratio: what the scale is multiplied by when it grows.
+      decr_ratio: what it is multiplied by when it backs off.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.tensorflow_contrib(init_loss_scale=8, incr_every_n_steps=9).hysteresis
+      2
+    """
+    return dynamic(
+        "presets.tensorflow_contrib",
+        {
+            "init_scale": "init_loss_scale",
+            "growth_interval": "incr_every_n_steps",
+            "hysteresis": "decr_every_n_nan_or_inf",
+            "growth_factor": "incr_ratio",
+            "backoff_factor": "decr_ratio",
+        },
+        init_scale=init_loss_scale,
+        growth_interval=incr_every_n_steps,
+        hysteresis=decr_every_n_nan_or_inf,
+        growth_factor=incr_ratio,
+        backoff_factor=decr_ratio,
+        refill_on_backoff=True,
+        min_scale=1.0,
+        clamp="moves",
+    )
+
+
+def tf_keras(
+    *,
+    dynamic: bool = True,
+    initial_scale: Any = None,
+    dynamic_growth_steps: int | None = None,
+) -> LossScale:
+    """Returns the rule of `tf_keras.mixed_precision.LossScaleOptimizer`.
+
+    That of `tensorflow` with a multiplier of 2. Source: tf_keras 2.21,
+    `mixed_precision/loss_scale_optimizer.py`. What differs: without `dynamic` the
+    peer applies non-finite gradients; a `loss_scaled` optimizer never does.
+
+    Args:
+      dynamic: whether the scale moves.
+      initial_scale: the scale of the first step, 2**15 if `None`; without `dynamic`
+        it must be given.
+      dynamic_growth_steps: how many finite steps in a row it takes to grow, 2000 if
+        `None`.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.tf_keras(dynamic=False, initial_scale=128)
+      FixedLossScale(loss_scale=128.0)
+    """
+    if not dynamic:
+        if initial_scale is None or dynamic_growth_steps is not None:
+            raise ValueError(
+                "`presets.tf_keras(dynamic=False)` needs `initial_scale`, the scale that stays, "
+                f"and no `dynamic_growth_steps`, got {initial_scale} and {dynamic_growth_steps}."
+            )
+        return FixedLossScale(initial_scale)
+    return _doubling(
+        "presets.tf_keras",
+        2.0**15 if initial_scale is None else initial_scale,
+        2000 if dynamic_growth_steps is None else dynamic_growth_steps,
+        min_scale=1.0,
+        clamp="moves",
+    )
+
+
+def keras(*, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000) -> DynamicLossScale:
+    """Returns the rule of Keras 3's `LossScaleOptimizer`.
+
+    After `dynamic_growth_steps` finite steps in a row the scale doubles; a non-finite
+    step halves it. Source: Keras 3.15, `optimizers/loss_scale_optimizer.py`. What
+    differs: there it has no bounds, and is lost for good at inf and at 0; here it stays
+    within float32's normal numbers.
+
+    Args:
+      initial_scale: the scale of the first step.
+      dynamic_growth_steps: how many finite steps in a row it takes to grow.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.keras(dynamic_growth_steps=500).growth_interval
+      500
+    """
+    return _doubling("presets.keras", initial_scale, dynamic_growth_steps)
+
+
+def openseq2seq_backoff(
+    *,
+    scale_min: Any = 1.0,
+    scale_max: Any = 2.0**14,
+    step_factor: Any = 2.0,
+    step_window: int = 2000,
+) -> DynamicLossScale:
+    """Returns the rule of OpenSeq2Seq's `BackoffScaler`.
+
+    It starts at `scale_max`; after `step_window` finite steps in a row it is
+    multiplied by `step_factor`, and a non-finite step divides it, both within the
+    bounds. Source: NVIDIA/OpenSeq2Seq at 8681d38,
+    `optimizers/automatic_loss_scaler.py`; other revisions start at 2**24. What
+    differs: there, nothing orders the step counter and its readers, so that a growth may
+    come one step late.
+
+    Args:
+      scale_min: the scale never backs off below this.
+      scale_max: the scale of the first step, and the largest.
+      step_factor: what the scale is multiplied by when it grows and divided by when it
+        backs off.
+      step_window: how many finite steps in a row it takes to grow.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.openseq2seq_backoff().init_scale
+      16384.0
+    """
+    call = "presets.openseq2seq_backoff"
+    return dynamic(
+        call,
+        {"init_scale": "scale_max", "min_scale": "scale_min", "growth_interval": "step_window"},
+        init_scale=scale_max,
+        min_scale=scale_min,
+        max_scale=scale_max,
+        growth_interval=step_window,
+        clip_growth=True,
+        **factors(call, "step_factor", step_factor),
+    )
+
+
+def openseq2seq_logmax(
+    *,
+    scale_min: Any = 1.0,
+    scale_max: Any = 2.0**14,
+    log_max: Any = 16.0,
+    beta1: Any = 0.99,
+    beta2: Any = 0.999,
+    overflow_std_dev: Any = 3.09,
+) -> LogMaxLossScale:
+    """Returns the rule of OpenSeq2Seq's `LogMaxScaler`.
+
+    The scale keeps the largest gradient some standard deviations below 2**16, from moving
+    averages of its logarithm. Source: NVIDIA/OpenSeq2Seq at 8681d38,
+    `optimizers/automatic_loss_scaler.py`. What differs are two defects. There, a non-
+    finite step counts as 2**`log_max` where a binary logarithm is meant, which holds
+    the scale at its minimum for many steps; here it counts as `log_max`. There, one
+    all-zero gradient makes the scale NaN for good; here it is passed over.
+
+    Args:
+      scale_min: the smallest scale.
+      scale_max: the largest scale.
+      log_max: what a non-finite step counts as.
+      beta1: how much of the average is kept in a step.
+      beta2: how much of what the standard deviation is from.
+      overflow_std_dev: how many standard deviations to keep away.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.openseq2seq_logmax(beta1=0.9).beta1
+      0.9
+    """
+    return LogMaxLossScale(
+        min_scale=scale_min,
+        max_scale=scale_max,
+        log_max=log_max,
+        beta1=beta1,
+        beta2=beta2,
+        overflow_std_dev=overflow_std_dev,
+    )
+
+
+def _doubling(call: str, initial_scale: Any, steps: Any, **kwargs: Any) -> DynamicLossScale:
+    """Returns what the two of Keras share: it doubles, and it halves."""
+    int32(call, "dynamic_growth_steps", steps)
+    names = {"init_scale": "initial_scale"}
+    return dynamic(call, names, init_scale=initial_scale, growth_interval=steps, **kwargs)

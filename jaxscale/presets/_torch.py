@@ -1,0 +1,229 @@
+"""The rules of PyTorch, and of the kernel that adds hysteresis to it."""
+
+from typing import Any
+
+from .._checks import normal_float32
+from .._policies.base import LossScale
+from .._policies.dynamic import DynamicLossScale
+from .._policies.fixed import NoOpLossScale
+from ._common import dynamic, factors, floor
+
+
+def torch(
+    *,
+    init_scale: Any = 2.0**16,
+    growth_factor: Any = 2.0,
+    backoff_factor: Any = 0.5,
+    growth_interval: int = 2000,
+    enabled: bool = True,
+) -> LossScale:
+    """Returns the rule of PyTorch's `GradScaler`.
+
+    After `growth_interval` finite steps in a row the scale grows, and stays if the
+    product is not finite; a non-finite step backs off. Source: PyTorch 2.13,
+    `torch/amp/grad_scaler.py`. What differs: there it has no floor, and at 0 the
+    parameters become NaN; here it stops at float32's smallest normal number. A tracker
+    restored beyond the interval grows at once, there never.
+
+    Args:
+      init_scale: the scale of the first step.
+      growth_factor: what the scale is multiplied by when it grows.
+      backoff_factor: what it is multiplied by when it backs off.
+      growth_interval: how many finite steps in a row it takes to grow.
+      enabled: if it is `False`, nothing is scaled.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.torch().init_scale
+      65536.0
+    """
+    if not enabled:
+        return NoOpLossScale()
+    return dynamic(
+        "presets.torch",
+        {},
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+    )
+
+
+def apex(
+    *,
+    init_scale: Any = 2.0**16,
+    scale_factor: Any = 2.0,
+    scale_window: int = 2000,
+    min_loss_scale: Any = None,
+    max_loss_scale: Any = 2.0**24,
+) -> DynamicLossScale:
+    """Returns the rule of NVIDIA Apex' `amp.scaler.LossScaler`.
+
+    After `scale_window` finite steps in a row the scale doubles, up to
+    `max_loss_scale`; a non-finite step halves it, down to `min_loss_scale`. Source:
+    NVIDIA/apex, `apex/amp/scaler.py`, before it was removed. As there, `scale_factor`
+    is not looked at, and a start above the maximum is cut. Nothing differs.
+
+    Args:
+      init_scale: the scale of the first step.
+      scale_factor: ignored, as in the peer, where it is always 2.
+      scale_window: how many finite steps in a row it takes to grow.
+      min_loss_scale: a backoff ends at least here; `None` and 0 are none.
+      max_loss_scale: a growth ends at most here.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.apex(min_loss_scale=128.0).min_scale
+      128.0
+    """
+    call = "presets.apex"
+    del scale_factor
+    normal_float32(call, "init_scale", init_scale)
+    normal_float32(call, "max_loss_scale", max_loss_scale)
+    return dynamic(
+        call,
+        {"growth_interval": "scale_window"},
+        init_scale=min(init_scale, max_loss_scale),
+        growth_interval=scale_window,
+        min_scale=floor(call, "min_loss_scale", min_loss_scale),
+        max_scale=max_loss_scale,
+        clip_growth=True,
+        clamp="moves",
+    )
+
+
+def apex_fp16_utils(
+    *, init_scale: Any = 2.0**32, scale_factor: Any = 2.0, scale_window: int = 1000
+) -> DynamicLossScale:
+    """Returns the rule of Apex' `fp16_utils.DynamicLossScaler`.
+
+    After `scale_window` finite steps in a row the scale is multiplied; a non-finite
+    step divides it, down to 1. Also its ancestors in Megatron-LM and FP16_Optimizer.
+    Source: NVIDIA/apex, `apex/fp16_utils/loss_scaler.py`. What differs: there it is a
+    Python float and passes float32's range; here it stays within.
+
+    Args:
+      init_scale: the scale of the first step.
+      scale_factor: what the scale is multiplied by when it grows and divided by when it
+        backs off.
+      scale_window: how many finite steps in a row it takes to grow.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.apex_fp16_utils().init_scale
+      4294967296.0
+    """
+    call = "presets.apex_fp16_utils"
+    return dynamic(
+        call,
+        {"growth_interval": "scale_window"},
+        init_scale=init_scale,
+        growth_interval=scale_window,
+        min_scale=1.0,
+        clamp="moves",
+        **factors(call, "scale_factor", scale_factor),
+    )
+
+
+def apex_hysteresis(
+    *,
+    init_scale: Any = 2.0**16,
+    growth_factor: Any = 2.0,
+    backoff_factor: Any = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+) -> DynamicLossScale:
+    """Returns the rule of Apex' `update_scale_hysteresis` kernel.
+
+    That of `torch`, but only the `hysteresis`-th non-finite step in a row, and
+    each one after it, backs off. Source: NVIDIA/apex,
+    `csrc/update_scale_hysteresis.cu`, as used in NeMo, whose defaults these are. What
+    differs: as with `torch`; and the tracker stops at 0, where there it goes on
+    below.
+
+    Args:
+      init_scale: the scale of the first step.
+      growth_factor: what the scale is multiplied by when it grows.
+      backoff_factor: what it is multiplied by when it backs off.
+      growth_interval: how many finite steps in a row it takes to grow.
+      hysteresis: how many non-finite steps in a row it takes to back off.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.apex_hysteresis(hysteresis=2).refill_on_finite
+      True
+    """
+    return dynamic(
+        "presets.apex_hysteresis",
+        {},
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+        refill_on_finite=True,
+    )
+
+
+def megatron(
+    *,
+    initial_scale: Any = 2.0**32,
+    min_scale: Any = 1.0,
+    growth_factor: Any = 2.0,
+    backoff_factor: Any = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+) -> DynamicLossScale:
+    """Returns the rule of Megatron-LM's `DynamicGradScaler`.
+
+    After `growth_interval` finite steps in a row the scale grows; the `hysteresis`-th
+    non-finite step since the last growth, and each one after it, backs off, down to
+    `min_scale`. Source: NVIDIA/Megatron-LM, `core/optimizer/grad_scaler.py`; the
+    class has no defaults, these are those of its command line. What differs: there a
+    growth may end at inf for good; here the scale stays. The tracker stops at 0.
+
+    Args:
+      initial_scale: the scale of the first step.
+      min_scale: a backoff ends at least here.
+      growth_factor: what the scale is multiplied by when it grows.
+      backoff_factor: what it is multiplied by when it backs off.
+      growth_interval: how many finite steps in a row it takes to grow.
+      hysteresis: how many non-finite steps it takes to back off; only growth gives them
+        back.
+
+    Raises:
+      ValueError: if an argument is one with which nothing can be trained.
+      TypeError: if an argument is no number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.megatron().hysteresis
+      2
+    """
+    return dynamic(
+        "presets.megatron",
+        {"init_scale": "initial_scale"},
+        init_scale=initial_scale,
+        min_scale=min_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+        clamp="moves",
+    )

@@ -1,0 +1,276 @@
+"""Which leaves the last overflow was in: kept in the state, from the pass of the verdict."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from tables import assert_same_bits, avals
+
+import jaxscale
+import jaxscale.flax
+from jaxscale import diagnostics
+from jaxscale._verdict import flagged_paths
+
+pytestmark = pytest.mark.standard_promotion
+
+MESH = Mesh(np.array(jax.devices("cpu")), ("data",))
+CHECK = "check_vma" if "check_vma" in jax.shard_map.__kwdefaults__ else "check_rep"
+PARAMS = {
+    "dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3, jnp.bfloat16)},
+    "phase": jnp.ones(2, jnp.complex64),
+    "none": None,
+    "_overwrite_with_gradient": {"amax": jnp.array(1.0)},
+}
+NAMES = ["dense/bias", "dense/kernel", "phase"]
+TRACKING = jaxscale.loss_scaled(optax.sgd(0.1), track_leaves=True)
+PLAIN = jaxscale.loss_scaled(optax.sgd(0.1))
+
+
+def gradients(**bad):
+    """Gradients of PARAMS with one bad element in each leaf that is named."""
+    return {
+        "dense": {
+            "kernel": jnp.ones((2, 3)).at[1, 1].set(bad.get("kernel", 1.0)),
+            "bias": jnp.ones(3).at[0].set(bad.get("bias", 1.0)),
+        },
+        "phase": jnp.ones(2, jnp.complex64).at[1].set(bad.get("phase", 1.0)),
+        "none": None,
+        "_overwrite_with_gradient": {"amax": jnp.array(jnp.nan)},  # no gradient, so no overflow
+    }
+
+
+# Gradients of some steps, and the leaves that the last overflow was in after each of them.
+STEPS = [
+    ({}, []),
+    ({"kernel": jnp.nan}, ["dense/kernel"]),
+    ({}, ["dense/kernel"]),
+    ({"bias": -jnp.inf, "phase": complex(0, jnp.inf)}, ["dense/bias", "phase"]),
+    ({}, ["dense/bias", "phase"]),
+    ({"kernel": 3e38, "bias": -3e38}, ["dense/bias", "phase"]),  # large, and finite
+    ({"kernel": jnp.inf, "bias": jnp.nan, "phase": jnp.nan}, NAMES),
+]
+
+
+def by_update(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def by_apply(tx, grads, state, params):
+    return jaxscale.apply_gradients(tx, grads, state, params)
+
+
+WAYS = {
+    # name: (an optimizer that tracks, one that does not, how a step is made)
+    "eager": (TRACKING, PLAIN, by_update),
+    "update": (TRACKING, PLAIN, jax.jit(by_update, static_argnums=0)),
+    "apply_gradients": (TRACKING, PLAIN, jax.jit(by_apply, static_argnums=0)),
+    "multi_steps": (
+        jaxscale.multi_steps(TRACKING, 2),
+        jaxscale.multi_steps(PLAIN, 2),
+        jax.jit(by_update, static_argnums=0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_last_overflow_is_kept_and_nothing_else_is_different(name):
+    tracking, plain, one_step = WAYS[name]
+    (params, state), (plain_params, plain_state) = (
+        (PARAMS, tx.init(PARAMS)) for tx in WAYS[name][:2]
+    )
+    first = avals(state)
+    for bad, names in STEPS:
+        params, state = one_step(tracking, gradients(**bad), state, params)
+        plain_params, plain_state = one_step(plain, gradients(**bad), plain_state, plain_params)
+        assert flagged_paths(state.nonfinite_leaves) == names
+        assert plain_state.nonfinite_leaves is None
+        assert_same_bits(state._replace(nonfinite_leaves=None), plain_state)
+        assert_same_bits(params, plain_params)
+        assert avals(state) == first
+
+
+def test_every_wrapper_passes_it_on():
+    for tx in (
+        jaxscale.skip_nonfinite(optax.sgd(0.1), track_leaves=True),
+        jaxscale.loss_scaled(jaxscale.skip_nonfinite(optax.sgd(0.1), track_leaves=True)),
+        jaxscale.loss_scaled(jaxscale.multi_steps(optax.sgd(0.1), 2), track_leaves=True),
+        jaxscale.multi_steps(TRACKING, 2),
+    ):
+        flags = tx.init(PARAMS).nonfinite_leaves
+        assert [flag.item() for flag in jax.tree.leaves(flags)] == [False] * 3
+    for tx in (PLAIN, jaxscale.skip_nonfinite(optax.sgd(0.1)), jaxscale.multi_steps(PLAIN, 2)):
+        assert tx.init(PARAMS).nonfinite_leaves is None
+        assert not any("leaves" in name for name in jaxscale.metrics(tx.init(PARAMS)))
+
+
+def sizes_read(tx, state):
+    """How many numbers the equations of a step take in, for each primitive."""
+    jaxpr = jax.make_jaxpr(tx.update)(gradients(), state, PARAMS)
+    read = {}
+    for eqn in jaxpr.eqns:
+        size = sum(v.aval.size for v in eqn.invars if v.aval.shape)
+        read[eqn.primitive.name] = read.get(eqn.primitive.name, 0) + size
+    return read
+
+
+def test_gradients_are_read_no_more_often():
+    # All that is more: flags of one number, among which the verdicts of all devices are shared.
+    on = sizes_read(TRACKING, TRACKING.init(PARAMS))
+    off = sizes_read(PLAIN, PLAIN.init(PARAMS))
+    for name in ("reduce_sum", "sub", "is_finite", "reduce_and", "convert_element_type", "cond"):
+        assert on.get(name, 0) == off.get(name, 0), name
+
+
+def test_a_bad_loss_is_no_overflow():
+    _, state = TRACKING.update(gradients(bias=jnp.inf), TRACKING.init(PARAMS), PARAMS)
+    _, state = TRACKING.update(gradients(), state, PARAMS, value=jnp.float32(jnp.nan))
+    assert not state.grads_finite
+    assert flagged_paths(state.nonfinite_leaves) == ["dense/bias"]
+
+
+def test_metrics_name_the_leaves_and_stay_scalars():
+    _, state = TRACKING.update(gradients(phase=jnp.nan), TRACKING.init(PARAMS), PARAMS)
+    for tree in (state, {"opt": (state, PARAMS)}):
+        found = jax.jit(jaxscale.metrics)(tree)
+        flags = {name: bool(x) for name, x in found.items() if name.startswith("nonfinite_leaves/")}
+        assert flags == {f"nonfinite_leaves/{name}": name == "phase" for name in NAMES}
+        assert all(value.shape == () for value in found.values())
+    history = diagnostics.History()
+    for grads in (gradients(), gradients(kernel=jnp.inf)):
+        _, state = TRACKING.update(grads, state, PARAMS)
+        history.append(state)
+    assert history.columns()["nonfinite_leaves/phase"].tolist() == [1, 0]
+    assert history.columns()["nonfinite_leaves/dense/kernel"].tolist() == [0, 1]
+
+
+def test_check_names_them():
+    def stuck(bad, steps=3, params=PARAMS, tx=TRACKING):
+        state = tx.init(params)
+        for _ in range(steps):
+            _, state = tx.update(bad, state, params)
+        return state
+
+    with pytest.raises(jaxscale.LossScaleStuckError) as error:
+        jaxscale.check(stuck(gradients(kernel=jnp.nan, phase=jnp.nan)), max_consecutive=2)
+    message = str(error.value)
+    assert message.endswith("not finite: dense/kernel, phase (2 of 3 leaves).")
+    with pytest.raises(jaxscale.LossScaleStuckError) as error:
+        jaxscale.check(stuck(gradients(kernel=jnp.nan), tx=PLAIN), max_consecutive=2)
+    assert "leaves" not in str(error.value)
+    many = {f"w{i}": jnp.full(1, jnp.inf) for i in range(9)}
+    with pytest.raises(jaxscale.LossScaleStuckError, match=r"w0, w1, w2, w3, w4 and 4 more \(9 of"):
+        jaxscale.check(stuck(many, params=many), max_consecutive=2)
+    # Of a population, the leaves of its worst member.
+    states = [stuck(gradients(kernel=jnp.nan), 1), stuck(gradients(bias=jnp.nan), 4)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    with pytest.raises(jaxscale.LossScaleStuckError, match="dense/bias \\(1 of 3"):
+        jaxscale.check(stacked, max_consecutive=2)
+
+
+def test_it_is_carried_through_a_scan_and_a_population():
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(gradients(**bad) for bad, _ in STEPS))
+
+    def one(state, grads):
+        state = TRACKING.update(grads, state, PARAMS)[1]
+        return state, state.nonfinite_leaves
+
+    _, flags = jax.jit(lambda s, g: jax.lax.scan(one, s, g))(TRACKING.init(PARAMS), stacked)
+    for i, (_, names) in enumerate(STEPS):
+        assert flagged_paths(jax.tree.map(lambda flag, i=i: flag[i], flags)) == names
+    states = jax.vmap(lambda g: one(TRACKING.init(PARAMS), g)[1])(stacked)
+    for i, (bad, _) in enumerate(STEPS):
+        _, alone = one(TRACKING.init(PARAMS), gradients(**bad))
+        assert_same_bits(jax.tree.map(lambda flag, i=i: flag[i], states), alone)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_all_devices_agree(check):
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), track_leaves=True, axis_name="data")
+    params = {"a": jnp.ones(8), "b": jnp.ones(8), "c": jnp.ones(8)}
+    # The overflow of `a` is on device 3, that of `b` on device 5.
+    grads = params | {"a": params["a"].at[3].set(jnp.inf), "b": params["b"].at[5].set(jnp.nan)}
+    state = tx.init(params)
+
+    def step(grads, state, params):
+        return tx.update(grads, state, params)[1].nonfinite_leaves
+
+    data, everywhere = PartitionSpec("data"), PartitionSpec()
+    sharded = jax.shard_map(
+        step, mesh=MESH, in_specs=(data, everywhere, data), out_specs=everywhere, **{CHECK: check}
+    )
+    flags = jax.jit(sharded)(grads, state, params)
+    assert flagged_paths(flags) == ["a", "b"]
+    for flag in jax.tree.leaves(flags):
+        assert len({bool(shard.data) for shard in flag.addressable_shards}) == 1
+    text = str(jax.make_jaxpr(sharded)(grads, state, params))
+    assert text.count("pmin") == 1  # one collective for the verdict and for all flags
+
+
+def test_a_state_dict_holds_it_and_the_optimizer_need_not():
+    _, state = TRACKING.update(gradients(bias=jnp.inf), TRACKING.init(PARAMS), PARAMS)
+    saved = jaxscale.to_state_dict(state)
+    assert_same_bits(jaxscale.from_state_dict(TRACKING.init(PARAMS), saved), state)
+    assert jaxscale.from_state_dict(PLAIN.init(PARAMS), saved).nonfinite_leaves is None
+    # A state keeps its structure, and so one compiled step, under either optimizer.
+    for tx, given in ((PLAIN, state), (TRACKING, PLAIN.init(PARAMS))):
+        assert avals(tx.update(gradients(phase=jnp.inf), given, PARAMS)[1]) == avals(given)
+    _, state = PLAIN.update(gradients(phase=jnp.inf), state, PARAMS)
+    assert flagged_paths(state.nonfinite_leaves) == ["phase"]
+
+
+def test_a_train_state_tracks_and_donates():
+    state = jaxscale.flax.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=TRACKING)
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads), donate_argnums=0)
+    state = step(state, {"w": jnp.array([1.0, jnp.nan])})
+    state = step(state, {"w": jnp.ones(2)})
+    assert flagged_paths(state.opt_state.nonfinite_leaves) == ["w"]
+    assert jaxscale.metrics(state)["nonfinite_leaves/w"]
+
+
+def test_parameters_of_flax_nnx():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TRACKING, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        def loss_fn(model):
+            return jnp.sum(jnp.sqrt(model(x)))
+
+        grads = jaxscale.grad(loss_fn, optimizer.opt_state, transform=nnx.grad)(model)
+        optimizer.update(model, grads)
+
+    step(model, optimizer, jnp.full((1, 2), jnp.nan))
+    found = jaxscale.metrics(optimizer.opt_state)
+    flags = {name: bool(found[name]) for name in found if "leaves/" in name}
+    assert flags == {"nonfinite_leaves/kernel": True, "nonfinite_leaves/bias": True}
+
+
+FROZEN = {"w": jnp.ones(1), "frozen": jnp.ones(1)}
+
+
+@pytest.mark.parametrize(
+    ("params", "grads", "names"),
+    [
+        ({}, {}, []),
+        ({"n": jnp.arange(3)}, {"n": np.zeros(3, jax.dtypes.float0)}, []),
+        (jnp.ones(2), jnp.array([1.0, jnp.inf]), ["the root"]),
+        (FROZEN, {"w": jnp.array([jnp.nan]), "frozen": None}, ["w"]),
+    ],
+    ids=["empty", "integers", "the root", "a parameter without a gradient"],
+)
+def test_trees_of_all_kinds(params, grads, names):
+    tx = jaxscale.skip_nonfinite(optax.identity(), track_leaves=True)
+    state = tx.init(params)
+    _, new = tx.update(grads, state, params)
+    assert flagged_paths(new.nonfinite_leaves) == names
+    assert avals(new) == avals(state)
+
+
+def test_the_argument_is_a_bool():
+    for call in (jaxscale.loss_scaled, jaxscale.skip_nonfinite):
+        with pytest.raises(ValueError, match=r"track_leaves=.*one of False, True, got 1"):
+            call(optax.sgd(0.1), track_leaves=1)

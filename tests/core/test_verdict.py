@@ -1,0 +1,276 @@
+"""The verdict: of every element of every leaf, from one pass, however leaves are put together."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from training import x64
+
+import jaxscale
+from jaxscale._verdict import read
+
+DTYPES = ["float32", "float16", "bfloat16", "float8_e5m2", "complex64"]
+# More of one shape than are put together, and some of another.
+SHAPES = {f"{i:02}": (3,) for i in range(66)} | {"a": (2, 2), "b": (2, 2), "c": (), "d": (0,)}
+BAD = {"inf": np.inf, "-inf": -np.inf, "NaN": np.nan}
+
+
+def finite(tree, **how):
+    return read(tree, **how).finite()
+
+
+def of_quotients(tree, **how):
+    state = jaxscale.DynamicLossScale(init_scale=2.0**4).init()
+    return finite(jaxscale.unscale(state, tree), **how)
+
+
+VERDICTS = {
+    "public": jaxscale.all_finite,
+    "with squares": functools.partial(finite, squares=True),
+    "by leaf": functools.partial(finite, by_leaf=True),
+    "of quotients": of_quotients,
+    "of quotients with squares": functools.partial(of_quotients, squares=True),
+}
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """Leaves are put together where nothing has to be sent around for it."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+def filled(dtype, value=1.0):
+    return {name: np.full(shape, value, jnp.dtype(dtype)) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("placed", ["one device", "several"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", VERDICTS)
+def test_no_element_of_any_leaf_is_overlooked(name, dtype, placed, request):
+    if placed == "one device":
+        request.getfixturevalue("one_device")
+    verdict = jax.jit(lambda tree: VERDICTS[name](tree))
+    tree = filled(dtype)
+    assert verdict(tree)
+    for leaf, shape in SHAPES.items():
+        for i in range(int(np.prod(shape))):
+            bad = list(BAD.values())[i % 3]
+            spoiled = tree[leaf].copy()
+            spoiled.flat[i] = complex(1, bad) if dtype == "complex64" else bad
+            assert not verdict(tree | {leaf: spoiled}), (leaf, i)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", VERDICTS)
+def test_no_finite_number_is_too_large(name, dtype, one_device):
+    largest = float(jnp.finfo(dtype).max)
+    for value in (largest, -largest):
+        assert jax.jit(lambda tree: VERDICTS[name](tree))(filled(dtype, value))
+
+
+def reductions(fun, *args):
+    """How many reductions are in a program, and how many numbers they take in."""
+    equations = list(jax.make_jaxpr(fun)(*args).eqns)
+    found = [eqn for eqn in equations if eqn.primitive.name.startswith("reduce_")]
+    return len(found), sum(eqn.invars[0].aval.size for eqn in found)
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_leaves_of_one_type_are_reduced_as_one(squares, one_device):
+    tree = {f"w{i}": jnp.ones((4, 2)) for i in range(70)}
+    tree |= {"b": jnp.ones(8), "half": jnp.ones((4, 2), jnp.bfloat16)}
+    together = functools.partial(finite, squares=squares)
+    assert reductions(together, tree) == (2 + 1 + 1, 4 * 8)  # 64 + 6, and two more
+    assert reductions(functools.partial(together, by_leaf=True), tree) == (72, 72 * 8)
+    large = {f"w{i}": jax.ShapeDtypeStruct((2**16,), jnp.float32) for i in range(20)}
+    assert reductions(together, large)[0] == 2  # 16 + 4
+
+
+def test_a_large_leaf_is_taken_in_parts(one_device):
+    # Of an axis that can be divided, the rest stays whole.
+    shapes = {(2**16,): 8, (9, 2**13): 8, (2**14 + 2, 6): 2, (2**16 + 1,): 1, (2**15,): 1}
+    for shape, parts in shapes.items():
+        assert reductions(jaxscale.all_finite, jnp.ones(shape)) == (1, np.prod(shape) // parts)
+        verdict = jax.jit(jaxscale.all_finite)
+        for i in np.random.default_rng(0).integers(0, np.prod(shape), 16):
+            leaf = np.ones(shape, np.float32)
+            leaf.flat[i] = np.nan
+            assert not verdict(leaf)
+
+
+def test_the_sum_of_squares_is_that_of_all(one_device):
+    rng = np.random.default_rng(0)
+    for dtype in ("float32", "float16", "bfloat16", "complex64"):
+        tree = filled(dtype)
+        for name, leaf in tree.items():
+            tree[name] = rng.standard_normal(leaf.shape).astype(leaf.dtype)
+        expected = sum(np.sum(np.abs(leaf.astype(np.complex128)) ** 2) for leaf in tree.values())
+        evidence = read(tree, squares=True)
+        assert evidence.finite()
+        total = evidence.squares()
+        assert total.dtype == jnp.float32
+        np.testing.assert_allclose(total, expected, rtol=1e-6)  # a float32 sum of 110 numbers
+    evidence = read({"w": jnp.full(4, 3e38)}, squares=True)
+    assert (bool(evidence.finite()), float(evidence.squares())) == (True, np.inf)
+
+
+def test_of_wider_numbers_the_sum_is_as_wide():
+    with x64():
+        wide = {"a": jnp.full(2, 1e200), "b": jnp.ones(2, jnp.float32)}
+        assert read(wide).finite()
+        assert read(wide, squares=True).squares().dtype == jnp.float64
+        total = read({"a": jnp.full(2, 1e100)}, squares=True).squares()
+        np.testing.assert_allclose(total, 2e200, rtol=1e-15)
+
+
+def test_by_leaf_says_which(one_device):
+    tree = filled("float32") | {"a": np.array([[1, np.nan], [1, 1]], np.float32)}
+    flags = [bool(flag) for flag in read(tree, by_leaf=True).finite_groups()]
+    assert flags == [name != "a" for name in sorted(tree)]
+
+
+def test_where_leaves_lie_is_known_or_they_stay_apart():
+    # Of one shape, but divided differently: to put them together would send one of them around.
+    # So would it to take them in parts, large as they are.
+    tree = {name: jnp.ones((512, 512)) for name in "abc"}
+    specs = {"a": PartitionSpec("x"), "b": PartitionSpec(None, "x"), "c": PartitionSpec("x")}
+
+    def placed(axis_type):
+        mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+        return {
+            name: jax.device_put(leaf, NamedSharding(mesh, specs[name]))
+            for name, leaf in tree.items()
+        }
+
+    assert reductions(jaxscale.all_finite, placed(AxisType.Auto))[0] == 3
+    assert reductions(jaxscale.all_finite, placed(AxisType.Explicit))[0] == 2
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        compiled = jax.jit(jaxscale.all_finite).lower(placed(axis_type)).compile().as_text()
+        assert not any(name in compiled for name in ("all-gather", "all-to-all", "permute"))
+        assert jax.jit(jaxscale.all_finite)(placed(axis_type))
+
+
+def test_inside_of_shard_map_they_are_put_together():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    counts = []
+
+    def verdict(tree):
+        counts.append(reductions(jaxscale.all_finite, tree)[0])
+        return jaxscale.all_finite(tree, axis_name="x")
+
+    data = PartitionSpec("x")
+    tree = {name: jnp.ones(16) for name in "abcd"}
+    fun = jax.jit(jax.shard_map(verdict, mesh=mesh, in_specs=data, out_specs=PartitionSpec()))
+    assert fun(tree)
+    assert not fun(tree | {"c": tree["c"].at[13].set(jnp.inf)})
+    assert set(counts) == {1}
+
+
+KINDS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+KINDS += ["float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2fnuz"]
+KINDS = [kind for kind in KINDS if kind.startswith("complex") or hasattr(jnp, kind)]
+
+
+def random_tree(rng):
+    """A tree of several dtypes, with at most one part of one element that is not finite."""
+    leaves = []
+    for kind in rng.choice(KINDS, rng.integers(1, 5)):
+        shape = [(), (3,), (2, 2), (0,)][rng.integers(4)]
+        leaf = rng.standard_normal(shape)
+        if kind.startswith("complex"):
+            leaf = leaf + 1j * rng.standard_normal(shape)
+        leaves.append(np.asarray(leaf).astype(jnp.dtype(kind)))
+    i = rng.integers(len(leaves))
+    if leaves[i].size and rng.random() < 0.8:
+        parts = leaves[i].reshape(-1).copy()
+        bad = [np.inf, -np.inf, np.nan][rng.integers(3)]
+        if np.iscomplexobj(parts):
+            bad = complex(bad, 1) if rng.random() < 0.5 else complex(1, bad)
+        with np.errstate(invalid="ignore"):
+            parts[rng.integers(parts.size)] = bad  # float8 without an inf has a NaN for it
+        leaves[i] = parts.reshape(leaves[i].shape)
+    return {str(i): leaf for i, leaf in enumerate(leaves)}
+
+
+def numpy_says(leaf):
+    is_complex = np.iscomplexobj(leaf)
+    return bool(np.all(np.isfinite(leaf if is_complex else leaf.astype(np.float64))))
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("placed", ["one device", "several"])
+def test_the_verdict_is_that_of_numpy(placed, request):
+    if placed == "one device":
+        request.getfixturevalue("one_device")
+    rng = np.random.default_rng(0)
+    optimizers = {
+        "": jaxscale.skip_nonfinite(optax.identity()),
+        "tracked": jaxscale.skip_nonfinite(optax.identity(), track_leaves=True),
+        "clipped": jaxscale.skip_nonfinite(optax.identity(), max_norm=1.0),
+        "both": jaxscale.skip_nonfinite(optax.identity(), max_norm=1.0, track_leaves=True),
+    }
+    with x64():
+        for seed in range(48):
+            host = random_tree(rng)
+            expected = {name: numpy_says(leaf) for name, leaf in host.items()}
+            tree = jax.tree.map(jnp.asarray, host)
+            name, tx = list(optimizers.items())[seed % 4]
+            verdict = jaxscale.all_finite
+            assert verdict(tree) == all(expected.values()), expected
+            if seed % 2:  # of all that is compiled here a half, as that takes the time
+                verdict = jax.jit(verdict)
+                assert verdict(tree) == all(expected.values()), expected
+            updates, state = tx.update(tree, tx.init(tree))
+            assert state.grads_finite == all(expected.values()), (name, expected)
+            assert jaxscale.all_finite(updates)
+            if name in ("tracked", "both"):
+                assert {k: not bad for k, bad in state.nonfinite_leaves.items()} == expected
+
+
+FAST = "--xla_cpu_enable_fast_math=true --xla_force_host_platform_device_count="
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_fast_math_removes_no_verdict(devices):
+    # A compiler that may reorder arithmetic makes 0 of x - x. In a process of its own: such
+    # options hold for all that a process compiles.
+    code = """
+import jax, jax.numpy as jnp, numpy as np, optax, jaxscale
+tree = {"f": np.ones(1000, np.float32), "h": np.ones((2, 3), np.float16),
+        "c": np.ones(7, np.complex64), "l": np.ones(2**17, np.float32)}
+txs = [jaxscale.skip_nonfinite(optax.identity(), max_norm=norm) for norm in (None, 1.0)]
+@jax.jit
+def verdicts(tree):
+    states = [tx.update(tree, tx.init(tree))[1] for tx in txs]
+    return [jaxscale.all_finite(tree), *(state.grads_finite for state in states)]
+assert all(verdicts(tree))
+for name, leaf in tree.items():
+    for bad in (np.inf, -np.inf, np.nan):
+        spoiled = leaf.copy()
+        spoiled.flat[-1] = complex(1, bad) if name == "c" else bad
+        assert not any(verdicts(tree | {name: spoiled})), (name, bad)
+"""
+    environment = os.environ | {"XLA_FLAGS": FAST + str(devices)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_of_symbolic_shapes_there_is_a_verdict():
+    shapes = jax.export.symbolic_shape("n, m")
+    tree = {
+        "a": jax.ShapeDtypeStruct((2 * shapes[0],), jnp.float32),
+        "b": jax.ShapeDtypeStruct(shapes, jnp.float16),
+        "c": jax.ShapeDtypeStruct((2**17,), jnp.float32),
+    }
+    exported = jax.export.export(jax.jit(jaxscale.all_finite))(tree)
+    good = {"a": jnp.ones(6), "b": jnp.ones((3, 2), jnp.float16), "c": jnp.ones(2**17)}
+    assert exported.call(good)
+    for name, leaf in good.items():
+        assert not exported.call(good | {name: leaf.at[..., -1].set(jnp.inf)})

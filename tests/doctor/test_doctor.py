@@ -1,0 +1,370 @@
+"""The command: what it finds, what it writes where, and what it says of bad use."""
+
+import base64
+import functools
+import html.parser
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale import _doctor
+
+pytestmark = pytest.mark.standard_promotion
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+EXAMPLE = ROOT / "examples" / "doctor.py"
+MODELS = '''
+import jax
+import jax.numpy as jnp
+
+W = {"w": jnp.array([1.0, 2.0]), "unused": jnp.ones(2), "count": jnp.arange(2)}
+X = {"x": jnp.array([1.0, 3.0]), "name": "a batch"}
+
+def half(scale=1.0, after=1.0):
+    """A loss of x * w in float16, of which the product or its gradient is too large or small."""
+    def loss_fn(params, batch):
+        y = (batch["x"] * params["w"]).astype(jnp.float16)
+        y = y * jnp.float16(scale) * jnp.float16(scale)  # the line
+        return jnp.mean(y.astype(jnp.float32)) * after
+    return loss_fn, W, X
+
+def fine():
+    print("the model prints")
+    return half()
+
+def overflow():
+    return half(60000.0)
+
+def underflow():
+    return half(2.0**-14)
+
+def tiny():  # gradients that float16 flushes without a loss scale, and keeps with one
+    return half(1.0, 2.0**-28)
+
+def wide():
+    return (lambda params, batch: jnp.mean((batch["x"] * params["w"]) ** 2)), W, X
+
+def bad_batch():
+    return half()[0], W, X | {"x": jnp.array([1.0, jnp.nan])}
+
+def on_the_way():  # each number of the batch sends back less than float16 holds, their sum does not
+    def loss_fn(params, x):
+        return jnp.sum((x @ params["w"].astype(jnp.float16)).astype(jnp.float32)) * 2.0**-30
+    return loss_fn, {"w": jnp.ones(2)}, jnp.full((2**12, 2), 100, jnp.float16)
+
+def sure():  # a softmax that flushes nearly all of its numbers to zero, which is as it should be
+    def loss_fn(params, batch):
+        weights = jax.nn.softmax(params["logits"].astype(jnp.float16))  # the softmax
+        return jnp.sum((weights * params["values"].astype(jnp.float16)).astype(jnp.float32))
+    return loss_fn, {"logits": jnp.zeros(1000).at[0].set(18.0), "values": jnp.ones(1000)}, None
+
+def small():  # the cube in a GELU of small numbers becomes zero, and does not matter
+    def loss_fn(params, batch):
+        x = params["w"].astype(jnp.float16)
+        return jnp.sum((x + x * x * x).astype(jnp.float32))  # a cube
+    return loss_fn, {"w": jnp.full(9, 2.0**-9)}, None
+
+def masked(hidden=-jnp.inf):  # an additive mask in the batch, of infinities on purpose
+    def loss_fn(params, mask):
+        return jnp.mean(jax.nn.softmax(params["w"].astype(jnp.float16) + mask).astype(jnp.float32)[:1])
+    return loss_fn, {"w": jnp.ones(3)}, jnp.array([0.0, 0.0, hidden], jnp.float16)
+
+def epsilon():
+    def loss_fn(params, x):
+        y = x.astype(jnp.float16) * params["w"].astype(jnp.float16)
+        return jnp.mean((y / jnp.sqrt(jnp.mean(y * y, axis=1, keepdims=True) + 1e-9)).astype(jnp.float32))  # divides
+    return loss_fn, W, jnp.array([[1.0, 2.0], [0.0, 0.0]])
+
+def pair(bad=0.0):
+    loss_fn, params, batch = half()
+    return (lambda params, batch: (loss_fn(params, batch), {"name": "x", "ratio": 1 / (1 - bad * batch["x"])})), params, batch
+
+def bad_pair():
+    return pair(1.0)
+
+def module():  # as in Equinox: a function is a leaf of it, and it has a counter
+    loss_fn, params, batch = half()
+    return (lambda params, batch: params["act"](loss_fn(params, batch))), params | {"act": jnp.tanh}, batch
+
+def odd():  # leaves that are not arrays, and have a dtype
+    import flax.linen as nn
+    import numpy as np
+    loss_fn, params, batch = half()
+    odd = {"type": jnp.float16, "numpy": np.float32, "aval": jax.ShapeDtypeStruct((2,), jnp.float16),
+           "module": nn.Dense(2, dtype=jnp.float16)}
+    return (lambda p, b: loss_fn(p, b).astype(p["aval"].dtype)), params | odd, batch | {"layers": odd}
+
+def disconnected():
+    return (lambda params, batch: jnp.sum(batch["x"]) + 0 * params["w"][0]), W, X
+
+def no_scale_fits():  # finite, and its gradient at 0 is not
+    return (lambda params, batch: jnp.sum(jnp.sqrt(params["w"] * 0).astype(jnp.float16) * 1.0).astype(jnp.float32)), W, X
+'''
+
+
+class Page(html.parser.HTMLParser):
+    """The elements of a page: their tags and attributes, and its text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text = [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "doctored.py"
+    path.write_text(MODELS)
+    monkeypatch.delitem(sys.modules, "doctored", raising=False)
+    yield path
+    sys.modules.pop("doctored", None)
+
+
+def run(capsys, target, *options):
+    status = _doctor.main(["doctor", str(target), *options])
+    written = capsys.readouterr()
+    return status, written.out, written.err
+
+
+def line(words):
+    return next(i for i, text in enumerate(MODELS.splitlines(), 1) if text.endswith(words))
+
+
+LINE = line("# the line")
+
+# name: (options, exit status, what the text says, what it does not)
+CASES = {
+    "fine": ([], 0, ["Nothing is wrong.", "the largest that does not overflow"], ["problem"]),
+    "fine at auto": (["--loss-scale", "auto"], 0, ["the largest that does not overflow"], ["problem"]),
+    "overflow": (
+        [], 1,
+        [f"It begins at doctored.py:{LINE}", "y = y * jnp.float16(scale)", "1 problem", "The loss is inf"],
+        ["needs no", "lower"],
+    ),
+    "underflow": ([], 1, [f"doctored.py:{LINE}", "become 0", "No loss scale helps", "1 problem"], ["nan"]),
+    "tiny": (
+        [], 0,
+        ["Nothing is wrong, with a loss scale: it needs one.", "without one 100% of the nonzero"],
+        ["problem"],
+    ),
+    "tiny at 1": (["--loss-scale", "1"], 1, ["It needs a loss scale: without one 100%"], ["Nothing"]),
+    "tiny at 8": (["--loss-scale", "8"], 1, ["Loss scale 2**3 is too low: there"], ["Nothing"]),
+    "tiny at 2**20": (["--loss-scale", str(2**20)], 0, ["Loss scale 2**20 will do", "to the last bit"], []),
+    "fine at 2**20": (
+        ["--loss-scale", str(2**20)], 1,
+        ["1 of 2 gradients holds inf or NaN, at loss scale 2**20", "Loss scale 2**16 is the largest",
+         "worst first: w."],
+        ["even", "Even"],
+    ),
+    "on_the_way": ([], 0, ["it needs one", "without one 100% of the nonzero gradients become 0"], ["problem"]),
+    "sure": ([], 0, ["Nothing is wrong.", "99.9% of the nonzero values become 0", "the softmax"], ["problem"]),
+    "small": ([], 0, ["Nothing is wrong.", "100% of the nonzero values become 0", "# a cube"], ["problem"]),
+    "masked": ([], 0, ["Nothing is wrong.", "inf or NaN in batch, but none in the loss"], ["problem"]),
+    "epsilon": (
+        [], 1, ["1 problem", f"It begins at doctored.py:{line('# divides')}", "`div`, in the forward pass", "1e-8 is 0"], []
+    ),
+    "pair": ([], 0, ["Nothing is wrong."], ["problem"]),
+    "bad_pair": ([], 1, ["The loss and the gradients are finite, but aux['ratio'] is not"], ["Nothing"]),
+    "module": ([], 0, ["Nothing is wrong.", "1 of 2 leaves: unused"], ["problem"]),
+    "odd": ([], 0, ["Nothing is wrong.", "1 of 2 leaves: unused"], ["problem"]),
+    "disconnected": ([], 1, ["exactly 0 everywhere in 2 of 2 leaves"], ["Nothing"]),
+    "wide": (
+        [], 0, ["Nothing is wrong.", "without a loss scale.", "float32, and needs no loss scale"], ["float16"]
+    ),
+    "bad_batch": (
+        [], 1, ["1 problem", "inf or NaN in batch['x'], before anything is computed", "The loss is nan"], ["Nothing"]
+    ),
+    "no_scale_fits": ([], 1, ["The loss is finite, 0, but", "even without a loss scale"], ["Nothing"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_says_what_is_wrong_and_where(name, models, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take time
+    options, expected, says, says_not = CASES[name]
+    status, out, err = run(capsys, f"doctored:{name.split()[0]}", *options)
+    assert (status, err) == (expected, "")
+    flowing = re.sub(r"\s+", " ", out)
+    for words in says:
+        assert words in flowing
+    for words in says_not:
+        assert words not in flowing
+
+
+def test_the_page_holds_everything_and_asks_for_nothing(models, capsys):
+    status, _, _ = run(capsys, "doctored:overflow", "--output", "report.html")
+    assert status == 1
+    text = pathlib.Path("report.html").read_text()
+    page = Page(text)
+    assert not {"script", "link", "iframe"} & {tag for tag, _ in page.tags}
+    assert not re.search(r"https?://|@import|url\(", text)
+    pictures = [attrs for tag, attrs in page.tags if tag == "img"]
+    assert len(pictures) == 2
+    for attrs in pictures:
+        kind, data = attrs["src"].split(",")
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(data).startswith(b"\x89PNG")
+        assert attrs["alt"]
+    assert (
+        "meta",
+        {"name": "viewport", "content": "width=device-width, initial-scale=1"},
+    ) in page.tags
+    tags = [tag for tag, _ in page.tags]  # nine cells of a heading, and of each of two leaves
+    assert (tags.count("th"), tags.count("td")) == (9, 18)
+    # The finding comes before the pictures and quotes its line.
+    assert page.text.index("It begins at") < page.text.index("How large the gradients are")
+    assert f"{LINE:5}          y = y * jnp.float16(scale)" in page.text
+    assert "unused" in page.text
+
+
+def test_json_goes_to_standard_output_alone_or_to_a_file(models, capsys):
+    status, out, err = run(capsys, "doctored:fine", "--json", "--json-file", "results.json")
+    assert status == 0
+    results = json.loads(out)
+    assert results == json.loads(pathlib.Path("results.json").read_text())
+    assert "the model prints" in err
+    assert "Nothing is wrong." in err
+    assert (results["version"], results["found"], results["verdict"]) == (
+        1,
+        False,
+        "Nothing is wrong.",
+    )
+    assert results["loss"] == 3.5
+    assert results["dtypes"] == ["float16", "float32"]
+    assert results["calibration"]["init_scale"] == results["loss_scale"]
+    assert {row["path"] for row in results["leaves"]["rows"]} == {"w", "unused"}
+    assert sum(results["histogram"]["counts"].values()) == 2
+    assert results["trace"]["nonfinite"] == []
+    assert results["comparison"]["error"] == 0
+    assert results["float32"] is None
+
+
+def test_without_matplotlib_there_is_text(models, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    status, out, _ = run(capsys, "doctored:fine")
+    assert status == 0
+    text = pathlib.Path("jaxscale-doctor.html").read_text()
+    assert "<img" not in text
+    assert "4 gradients:" in text
+    assert "share of the nonzero gradients" in text
+    for place in (out, Page(text).text):
+        assert 'pip install "jaxscale[pictures]"' in place
+
+
+def test_the_example_and_its_fix(models, capsys):
+    status, out, _ = run(capsys, f"{EXAMPLE}:broken")
+    assert status == 1
+    flowing = re.sub(r"\s+", " ", out)
+    number = next(
+        i for i, line in enumerate(EXAMPLE.read_text().splitlines(), 1) if "mask_value)." in line
+    )
+    assert f"doctor.py:{number}." in flowing
+    assert "6 of 7 gradients hold inf or NaN, even without a loss scale" in flowing
+    assert "worst first: down, embed" in flowing
+    assert "float16 does not hold, and float32 would" in flowing
+    assert "-1e4 instead of -1e9" in flowing
+    status, out, _ = run(capsys, f"{EXAMPLE}:fixed")
+    assert status == 0, out
+    assert "Nothing is wrong." in out
+
+
+BAD_USE = {
+    # name: (target, a file to write, what is said)
+    "no colon": ("doctored", None, "must be module:function or path/to/file.py:function, got"),
+    "no file": ("nowhere.py:f", None, "There is no file nowhere.py."),
+    "no module": ("nowhere.at.all:f", None, "There is no module nowhere"),
+    "no function": ("doctored:typo", None, "no function `typo` in doctored; it has half, fine"),
+    "no function but a value": ("doctored:W", None, "`W` in doctored is no function, but `dict`"),
+    "does not parse": ("f.py:f", "def f(:", "f.py does not import: SyntaxError"),
+    "does not import": ("f.py:f", "import nowhere", "f.py does not import: ModuleNotFoundError"),
+    "exits": ("f.py:f", "raise SystemExit(3)", "f.py does not import: SystemExit: 3"),
+    "needs arguments": ("f.py:f", "def f(x): pass", "callable without arguments"),
+    "fails": ("f.py:f", "def f():\n    return 1 / 0", "`f()` failed: ZeroDivisionError: division by"),
+    "returns one value": ("f.py:f", "def f(): return 3", "`f()` returned `int`. It must return (loss"),
+    "returns a pair": ("f.py:f", "def f(): return 3, 4", "`f()` returned 2 values. It must return"),
+    "no loss": ("f.py:f", "def f(): return None, 1.0, 2", "returned `NoneType` in the place of the loss"),
+    "empty tree": ("f.py:f", "def f(): return len, {}, 2", "without any floating array: an empty tree"),
+    "integers": (
+        "f.py:f",
+        "import numpy as np\ndef f(): return len, {'n': np.arange(3)}, 2",
+        "without any floating array: int64[3].",
+    ),
+    "the loss fails": ("f.py:f", "def f(): return (lambda p, b: p[b]), {'w': 1.0}, 'v'", "failed: KeyError: 'v'"),
+    "a loss for each example": (
+        "f.py:f",
+        "import jax.numpy as jnp\ndef f(): return (lambda p, b: p * jnp.ones(3)), 1.0, 2",
+        "must return one floating number, or a pair that begins with one, got float32[3]",
+    ),
+    "a loss and two others": (
+        "f.py:f", "def f(): return (lambda p, b: (p, b, b)), 1.0, 2", "got `tuple`. Reduce it"
+    ),
+    "a pair without a loss": (
+        "f.py:f", "def f(): return (lambda p, b: (b, p)), 1.0, 2", "got `tuple`. Reduce it"
+    ),
+    "no result": ("f.py:f", "def f(): return (lambda p, b: None), 1.0, 2", "got `NoneType`. Reduce"),
+    "fails only when it is run": (
+        "f.py:f",
+        "import jax, jax.numpy as jnp\ndef f():\n    def look(p): raise ZeroDivisionError('now')\n"
+        "    return (lambda p, b: (jax.debug.callback(look, p), p * 1.0)[1]), 1.0, 2",
+        "f.py:f failed when it was run on its batch: ",
+    ),
+    "an integer loss": (
+        "f.py:f",
+        "import jax.numpy as jnp\ndef f(): return (lambda p, b: jnp.int32(1)), 1.0, 2",
+        "got int32[]",
+    ),
+    "no derivative": (
+        "f.py:f",
+        "import jax, jax.numpy as jnp\ndef f():\n    return (lambda p, b: jax.lax.while_loop("
+        "lambda c: c < 9, lambda c: c * 2, p)), 1.0, 2",
+        "cannot be differentiated: ValueError",
+    ),
+    "a scale that is no power of two": ("doctored:fine --loss-scale 1000", None, "power of two, at least 1"),
+    "a scale below 1": ("doctored:fine --loss-scale 0.5", None, "got '0.5'"),
+    "a scale in words": ("doctored:fine --loss-scale dynamic", None, "1, or \"auto\", got 'dynamic'"),
+    "a folder that is not there": ("doctored:wide --output no/where.html", None, "Cannot write no/where"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_USE)
+def test_bad_use_is_told_in_a_sentence(name, models, capsys):
+    target, source, says = BAD_USE[name]
+    if source is not None:
+        pathlib.Path("f.py").write_text(source)
+        sys.modules.pop("f", None)
+    status, out, err = run(capsys, *target.split())
+    sys.modules.pop("f", None)
+    assert (status, out) == (2, "")
+    assert err.startswith("jaxscale doctor: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_a_traceback_for_who_asks(models, capsys):
+    pathlib.Path("f.py").write_text("def f():\n    return 1 / 0")
+    status, out, err = run(capsys, "f.py:f", "--traceback")
+    assert (status, out) == (2, "")
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("jaxscale doctor: `f()` failed: ZeroDivisionError")
+
+
+def test_from_a_shell(tmp_path):
+    command = [sys.executable, "-m", "jaxscale"]
+    shell = functools.partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)
+    bad = shell([*command, "doctor", "nowhere:f"], check=False)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert "Traceback" not in bad.stderr
+    assert shell(command, check=False).returncode == 2
+    assert "Exit status: 0 if" in shell([*command, "doctor", "--help"], check=True).stdout

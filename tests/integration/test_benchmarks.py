@@ -1,0 +1,147 @@
+"""The benchmarks run, every method that they time is right, and they count what they say."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import checks
+import hlo
+import jax
+import jax.numpy as jnp
+import methods
+import optax
+import pytest
+import trees
+
+pytestmark = pytest.mark.standard_promotion
+
+FOLDER = pathlib.Path(__file__).parent.parent / "benchmarks"
+PACKAGES = {"Flax DynamicScale": "flax", "jmp": "jmp", "MPX": "mpx"}
+INSTALLED = [
+    name for name in methods.METHODS if importlib.util.find_spec(PACKAGES.get(name, "optax"))
+]
+
+
+def test_every_method_is_right():
+    for name, report in checks.small(INSTALLED, "float16", clip=True)[0].items():
+        # A step on which the scale grows, and all that follow: it unscales by the new scale.
+        wrong = {"step 2", "step 3", "step 4", "step 5"} if name == "MPX" else set()
+        assert {fault.split(":")[0] for fault in report["faults"]} == wrong, name
+
+
+def test_checks_see_what_is_wrong():
+    sound = methods.make("jaxscale.apply_gradients", clip=False, growth_interval=2)
+
+    def faults(method, **plant):
+        method = method._replace(**plant)
+        step = jax.jit(method.step)
+        return checks.run(method, step, {"w": (3,)}, "float32", False, ["w"], 1e-5, steps=3)
+
+    def twice(carry, grads):
+        return sound.step(carry, jax.tree.map(lambda g: 2 * g, grads))
+
+    def by_the_sum(carry, grads):
+        bad = ~jnp.isfinite(jnp.sum(grads["w"]))
+        return sound.step(carry, {"w": jnp.where(bad, jnp.nan, grads["w"])})
+
+    def times_zero(carry, grads):
+        params, state = sound.step(carry, grads)
+        return jax.tree.map(lambda p: p + 0 * grads["w"][0], params), state
+
+    def by_a_bit(carry, grads):
+        params, state = sound.step(carry, grads)
+        mu = optax.tree_utils.tree_get(state, "mu")
+        mu = jax.tree.map(lambda m: jnp.nextafter(m, jnp.inf), mu)
+        return params, optax.tree_utils.tree_set(state, mu=mu)
+
+    assert not faults(sound)
+    assert any("first moments" in fault for fault in faults(sound, step=twice))
+    assert any("skipped finite" in fault for fault in faults(sound, step=by_the_sum))
+    assert any("left a trace" in fault for fault in faults(sound, step=times_zero))
+    assert any("left a trace" in fault for fault in faults(sound, step=by_a_bit))
+    bare = methods.make(methods.BARE, clip=False)
+    assert any("was not skipped" in fault for fault in faults(bare, skips=True))
+
+
+PROGRAM = """
+%fused (a: f32[8,4], b: f32[100]) -> f32[8,4] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %b = f32[100]{0} parameter(1)
+  %part = f32[10]{0} slice(%b), slice={[0:10]}
+  ROOT %sum = f32[8,4]{1,0} custom-call(%a, %part), custom_call_target="x"
+}
+
+%applied (p: (f32[8,4], f32[100])) -> f32[8,4] {
+  %p = (f32[8,4]{1,0}, /*index=1*/f32[100]{0}) parameter(0)
+  %x = f32[8,4]{1,0:T(8,128)} get-tuple-element(%p), index=0
+  %y = f32[100]{0} get-tuple-element(%p), index=1
+  ROOT %step = f32[8,4]{1,0} fusion(%x, %y), kind=kLoop, calls=%fused
+}
+
+%skipped (q: (f32[8,4], f32[100])) -> f32[8,4] {
+  %q = (f32[8,4]{1,0}, f32[100]{0}) parameter(0)
+  ROOT %same = f32[8,4]{1,0} get-tuple-element(%q), index=0
+}
+
+ENTRY %main (x: f32[8,4], y: f32[100], ok: pred[]) -> f32[8,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %y = f32[100]{0} parameter(1)
+  %ok = pred[] parameter(2)
+  %fetch = (f32[8,4]{1,0:S(1)}, f32[8,4]{1,0}, u32[]{:S(2)}) copy-start(%x)
+  %near = f32[8,4]{1,0:S(1)} copy-done(%fetch)
+  %twice = f32[8,4]{1,0:S(1)} add(%near, %near)
+  %start = pred[] all-reduce-start(%ok), channel_id=1, to_apply=%and
+  %agreed = pred[] all-reduce-done(%start)
+  %both = (f32[8,4]{1,0}, f32[100]{0}) tuple(%x, %y)
+  ROOT %out = f32[8,4] conditional(%agreed, %both, %both), branch_computations={%skipped, %applied}
+}
+"""
+
+
+def test_kernels_and_bytes_are_those_of_the_text():
+    kernels, moved = hlo.cost(PROGRAM)
+    assert kernels == {"fusion": 1, "all-reduce": 1, "add": 1}
+    # One pred in and out; 32 numbers in and out, and of 100 the ten that are taken; 32 more that
+    # are fetched from main memory, but not what becomes of them on the chip.
+    assert moved == 2 + 4 * (32 + 32 + 10) + 4 * 32
+
+
+def test_bytes_are_those_that_xla_counts():
+    # On programs with neither branches nor slices, which one may count in several ways.
+    method = methods.make(methods.BARE, clip=False)
+    avals = trees.avals(trees.gpt2(64, layers=1), "float32")
+    compiled = jax.jit(method.step).lower(jax.eval_shape(method.init, avals), avals).compile()
+    program = hlo.program(compiled, trees.size(trees.gpt2(64, layers=1)))
+    assert program["bytes_per_parameter"] == pytest.approx(
+        program["xla_bytes_per_parameter"], rel=1e-3
+    )
+
+
+def test_the_command_prints_and_writes_its_figures(tmp_path):
+    path = tmp_path / "step.json"
+    names = [methods.BARE, "jaxscale.apply_gradients"]
+    command = [sys.executable, FOLDER / "step.py", "--size=tiny", "--trees=huge", "--clip=clipped"]
+    options = ["--gradients=float16", "--rounds=2", "--seconds=0.001", f"--json={path}"]
+    done = subprocess.run(
+        [*command, *options, "--only", *names],
+        env=os.environ | {"XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in names)
+    result = json.loads(path.read_text())
+    assert result["machine"]["versions"]["jax"] == jax.__version__
+    (row,) = result["rows"]
+    assert (row["tree"], row["leaves"], row["parameters"]) == ("huge", 1, 4096)
+    assert row["limit_bytes_per_parameter"] == 2 * 2 + 2 * 3 * 4
+    assert list(row["methods"]) == names
+    for name, report in row["methods"].items():
+        assert report["faults"] == []
+        assert min(report["to_bare"]["median"], report["to_limit"]["median"]) > 0
+        assert report["bytes_per_parameter"] > row["limit_bytes_per_parameter"] - 2, name
+        assert report["kernels"] == sum(report["kernels_by_kind"].values()) > 0

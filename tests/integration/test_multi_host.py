@@ -1,0 +1,178 @@
+"""Many hosts: processes that JAX joins on loopback. A NaN reaches one of them; one is lost.
+
+They run ``examples/multi_host.py`` as a user does. What they computed is read from their
+checkpoints, in this process, which is none of them.
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from tables import assert_same_bits
+
+pytestmark = pytest.mark.standard_promotion
+
+EXAMPLE = pathlib.Path(__file__).parent.parent.parent / "examples" / "multi_host.py"
+MODULE = runpy.run_path(str(EXAMPLE))
+STEPS, SAVE_EVERY = 14, 4
+NAN_STEP, KILL_STEP = 7, 11
+DEVICES = 4  # of all processes together
+# How many processes there are, and which one has the fault. Process 0 is the coordinator.
+HOSTS = {"two": (2, 1), "four": (4, 0)}
+
+
+@contextlib.contextmanager
+def started(number, *options):
+    """The launcher of some processes. When it is left, whatever happened, none of them lives."""
+    flags = f"--xla_force_host_platform_device_count={DEVICES // number}"
+    # What takes long here is compilation; and without the second flag float16 might be float32.
+    flags += " --xla_backend_optimization_level=0 --xla_allow_excess_precision=false"
+    with subprocess.Popen(
+        [sys.executable, str(EXAMPLE), "--local", str(number), *map(str, options)],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_LOG_COMPILES": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as launcher:
+        try:
+            yield launcher
+        finally:
+            kill_group(launcher)
+
+
+def kill_group(launcher):
+    """Whether there was anything to kill."""
+    try:
+        os.killpg(launcher.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def run(number, *options):
+    """The exit code and the output, of all processes, of a run that leaves no process behind."""
+    with started(number, *options) as launcher:
+        output, _ = launcher.communicate(timeout=300)
+        assert not kill_group(launcher), output
+    return launcher.returncode, output
+
+
+def train(number, directory, *options):
+    """The output of a run that reaches its last step, and the digest on which processes agree."""
+    code, output = run(number, "--steps", STEPS, "--checkpoints", directory, *options)
+    assert code == 0, output
+    ends = re.findall(r"process (\d): scale (\d+), skipped (\d+), state ([0-9a-f]{64})", output)
+    assert sorted(int(process) for process, *_ in ends) == list(range(number)), output
+    (agreed,) = {tuple(end) for _, *end in ends}
+    # Each process compiles the step, and it does so once, restored or not. (The times tell two
+    # compilations from one that is logged twice, as it is by JAX 0.6.)
+    times = re.findall(r"Finished XLA compilation of jit\(train_step\) in ([\d.]+) sec", output)
+    assert len(set(times)) == number
+    return output, agreed
+
+
+def restore(directory, step):
+    """Parameters and optimizer state as a process restores them that saw no other one."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    avals = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(MODULE["init"], jax.random.key(0)),
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(directory / str(step) / "default", avals)
+
+
+@pytest.fixture(scope="module", params=HOSTS.values(), ids=HOSTS.keys())
+def uninterrupted(request, tmp_path_factory):
+    """A run in which one process has a NaN in one step, with a checkpoint of every step."""
+    number, victim = request.param
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    _, agreed = train(number, directory, "--save-every", 1, "--nan", NAN_STEP, victim)
+    return number, victim, directory, agreed
+
+
+def test_a_nan_in_one_process_is_skipped_by_all(uninterrupted):
+    _, _, directory, agreed = uninterrupted
+    policy = MODULE["loss_scale"]
+    scale, tracker, bad_loss, bad_grads = policy.init_scale, 0, [], []
+    params_before = inner_before = None
+    for step in range(1, STEPS + 1):
+        params, opt_state = restore(directory, step)
+        if opt_state.grads_finite:
+            tracker += 1
+            if tracker == policy.growth_interval:
+                scale, tracker = scale * 2, 0
+            assert not np.array_equal(params[0][0], params_before[0][0])
+        else:
+            if int(opt_state.total_notfinite_loss) > len(bad_loss):
+                bad_loss.append(step)
+            else:
+                bad_grads.append(step)
+                scale, tracker = scale / 2, 0
+            if step > 1:
+                assert_same_bits(params, params_before)
+                assert_same_bits(opt_state.inner_state, inner_before)
+        assert opt_state.scaling.loss_scale == scale
+        assert opt_state.total_steps == step
+        assert opt_state.total_notfinite == len(bad_loss) + len(bad_grads)
+        params_before, inner_before = params, opt_state.inner_state
+    assert bad_loss == [NAN_STEP]
+    assert bad_grads, "no real overflow was met"
+    assert agreed[:2] == (f"{scale:.0f}", str(len(bad_loss) + len(bad_grads)))
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("uninterrupted", [HOSTS["two"]], ids=["two"], indirect=True)
+def test_a_step_with_a_nan_might_as_well_not_have_been(uninterrupted, tmp_path):
+    number, _, directory, _ = uninterrupted
+    # The bad batch left out: on from the step before it, as if that were the one after.
+    shutil.copytree(directory / str(NAN_STEP - 1), tmp_path / str(NAN_STEP))
+    train(number, tmp_path, "--save-every", STEPS)
+    (params, opt_state), (other, other_state) = (restore(d, STEPS) for d in (directory, tmp_path))
+    assert_same_bits(params, other)
+    assert_same_bits(opt_state.inner_state, other_state.inner_state)
+    assert_same_bits(opt_state.scaling, other_state.scaling)
+    assert (other_state.total_steps, other_state.total_notfinite_loss) == (STEPS - 1, 0)
+
+
+def test_a_lost_process_costs_nothing_but_the_steps_since_the_checkpoint(uninterrupted, tmp_path):
+    number, victim, _, agreed = uninterrupted
+    # Another process has the NaN than in the other run, which must not matter.
+    options = "--save-every", SAVE_EVERY, "--nan", NAN_STEP, (victim + 1) % number
+    code, output = run(
+        number, "--steps", STEPS, "--checkpoints", tmp_path, *options, "--kill", KILL_STEP, victim
+    )
+    (codes,) = re.findall(r"Exit codes: \[(.*)\]", output)
+    assert code == 1
+    assert codes.split(", ")[victim] == str(-signal.SIGKILL)
+    assert not re.search(r"state [0-9a-f]{64}", output)  # which says that a process has finished
+    output, resumed = train(number, tmp_path, *options)
+    # The last one may not have been complete when the process was lost.
+    assert int(re.search(r"from step (\d+)", output).group(1)) in (SAVE_EVERY, 2 * SAVE_EVERY)
+    assert resumed == agreed
+
+
+def test_the_launcher_takes_its_processes_with_it():
+    with started(2, "--steps", 20_000) as launcher:
+        assert "2 processes" in next(line for line in launcher.stdout if "from step" in line)
+        launcher.terminate()
+        launcher.communicate(timeout=60)
+        assert not kill_group(launcher)
+
+
+def test_where_there_is_no_cluster_it_says_what_to_do():
+    result = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "--local 2" in result.stderr

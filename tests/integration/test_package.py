@@ -1,0 +1,265 @@
+"""The package's own promises: its layers, its names, and docstrings that are true."""
+
+import ast
+import dataclasses
+import graphlib
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxscale
+import jaxscale.diagnostics
+import jaxscale.flax
+import jaxscale.presets
+
+# A module imports from its own row and from the rows above it in this list; never in a circle.
+ROWS = [
+    {"_checks", "_leaf", "_tree"},
+    {"_accumulate", "_policies", "_quotient", "_skip", "_state", "_state_dict", "_verdict"},
+    {"_step", "_scaling", "_value_and_grad"},
+    {"_optimizer", "_progress"},
+    {"diagnostics", "flax", "presets"},
+    {"_doctor"},
+]
+ROOT = pathlib.Path(__file__).parent.parent.parent
+PACKAGE = pathlib.Path(jaxscale.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+PUBLIC = {
+    name: value
+    for name, value in vars(jaxscale).items()
+    if not name.startswith("_") and not inspect.ismodule(value)
+} | {"flax.TrainState": jaxscale.flax.TrainState}
+PRESETS = {
+    f"presets.{name}": value
+    for name, value in vars(jaxscale.presets).items()
+    if not name.startswith("_")
+}
+DIAGNOSTICS = {
+    f"diagnostics.{name}": value
+    for name, value in vars(jaxscale.diagnostics).items()
+    if not name.startswith("_")
+}
+ALL = PUBLIC | PRESETS | DIAGNOSTICS
+METHODS = {
+    f"{name}.{method}": function
+    for name, cls in ALL.items()
+    if inspect.isclass(cls) and not hasattr(cls, "_fields")
+    for method, function in vars(cls).items()
+    if method in ("create", "apply_gradients", "update", "append", "columns", "plot")
+    or method in ("init", "adjust", "observe", "get_config", "from_config")
+}
+
+
+def module_of(file):
+    """A file as `diagnostics._trace.places`; a folder's `__init__` as the folder."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def imports(file):
+    """The modules of the package that a file imports, and the packages of others."""
+    own, others = set(), set()
+    package = file.parent.relative_to(PACKAGE).parts
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            others |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            others.add(node.module.split(".")[0])
+        if isinstance(node, ast.ImportFrom) and node.level:
+            start = package[: len(package) - node.level + 1]
+            base = ".".join([*start, *([node.module] if node.module else [])])
+            for alias in node.names:
+                below = f"{base}.{alias.name}".lstrip(".")
+                own.add(below if below in MODULES else base)
+    return own - {""}, others - sys.stdlib_module_names
+
+
+MODULES = {module_of(file): file for file in FILES}
+IMPORTS = {module: imports(file) for module, file in MODULES.items()}
+
+
+def row(module):
+    top = module.split(".")[0]
+    return next((i for i, tops in enumerate(ROWS) if top in tops), None)
+
+
+def test_imports_run_one_way():
+    up = [
+        f"{module} imports {other}"
+        for module, (own, _) in IMPORTS.items()
+        if module not in ("__init__", "__main__")
+        for other in own
+        if row(other) > row(module)
+    ]
+    assert not up
+
+
+def test_no_modules_import_each_other():
+    graph = {module: own for module, (own, _) in IMPORTS.items() if module != "__init__"}
+    graphlib.TopologicalSorter(graph).prepare()  # raises an error that names the circle
+
+
+def test_nothing_else_is_imported():
+    extras = {"flax": {"flax"}, "diagnostics._pictures": {"matplotlib"}}
+    foreign = {
+        module: others - {"jax", "numpy", "optax"} - extras.get(module, set())
+        for module, (_, others) in IMPORTS.items()
+    }
+    assert not {module: others for module, others in foreign.items() if others}
+
+
+def test_every_file_says_what_it_is_for_and_asserts_nothing():
+    trees = {module: ast.parse(file.read_text()) for module, file in MODULES.items()}
+    assert not [module for module, tree in trees.items() if not ast.get_docstring(tree)]
+    assert not [
+        f"{module}:{node.lineno}"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+    ]
+
+
+def test_public_names_are_those_of_the_contract():
+    assert set(PUBLIC) == {
+        "DynamicLossScale",
+        "FixedLossScale",
+        "LossScale",
+        "LossScaleState",
+        "LossScaleStuckError",
+        "LossScaledState",
+        "MultiStepsState",
+        "NoOpLossScale",
+        "all_finite",
+        "apply_gradients",
+        "as_loss_scale",
+        "check",
+        "flax.TrainState",
+        "from_state_dict",
+        "grad",
+        "loss_scaled",
+        "metrics",
+        "multi_steps",
+        "scale",
+        "skip_nonfinite",
+        "to_state_dict",
+        "tree_where",
+        "unscale",
+        "value_and_grad",
+    }
+    assert jaxscale.LossScaleState._fields == (
+        "loss_scale",
+        "growth_tracker",
+        "hysteresis_tracker",
+    )
+    assert jaxscale.LossScaledState._fields == (
+        "scaling",
+        "inner_state",
+        "grads_finite",
+        "notfinite_count",
+        "total_notfinite",
+        "total_notfinite_loss",
+        "total_steps",
+        "nonfinite_leaves",
+    )
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_public_objects_have_an_example_that_runs(name):
+    doc = inspect.getdoc(ALL[name])
+    assert "Example:" in doc
+    assert re.search(">>> (import jaxscale|from jaxscale import (presets|diagnostics))", doc)
+
+
+@pytest.mark.parametrize("name", [*ALL, *METHODS])
+def test_first_line_says_what_comes_back(name):
+    obj = ALL.get(name) or METHODS[name]
+    first, *rest = (inspect.getdoc(getattr(obj, "__func__", obj)) or "").splitlines()
+    assert first.endswith(".")
+    assert not rest or rest[0] == ""
+    assert inspect.isclass(obj) or first.startswith("Returns "), first
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_docstring_names_every_argument(name):
+    obj = ALL[name]
+    if name in ("LossScale", "LossScaleStuckError", "NoOpLossScale", "flax.TrainState"):
+        return
+    if name == "diagnostics.History":  # has none
+        return
+    doc = inspect.getdoc(obj)
+    is_report = name in DIAGNOSTICS and inspect.isclass(obj)
+    section = "Attributes" if is_report or hasattr(obj, "_fields") else "Args"
+    body = re.search(rf"\n{section}:\n((?:  .*\n|\n)*)", doc + "\n").group(1)
+    documented = re.findall(r"^  \*{0,2}(\w+):", body, flags=re.MULTILINE)
+    fields = dataclasses.fields(obj) if dataclasses.is_dataclass(obj) else None
+    expected = [f.name for f in fields] if fields else list(inspect.signature(obj).parameters)
+    assert documented == expected
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_options_are_keyword_only(name):
+    if name == "LossScaleStuckError":  # has the signature of all exceptions: none
+        return
+    for parameter in inspect.signature(ALL[name]).parameters.values():
+        # `loss_scaled(inner, 128)` and the last field of a NamedTuple are the exceptions.
+        if parameter.default is not parameter.empty and parameter.name not in (
+            "loss_scale",
+            "nonfinite_leaves",
+        ):
+            assert parameter.kind is parameter.KEYWORD_ONLY
+
+
+def test_update_takes_the_arguments_of_the_contract():
+    update = inspect.signature(jaxscale.loss_scaled(optax.sgd(0.1)).update)
+    assert str(list(update.parameters)) == str(
+        ["updates", "state", "params", "value", "extra_args"]
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+def test_own_code_promotes_nothing_implicitly(dtype):
+    # Under strict promotion, as all tests that do not ask for the other. Of optax' optimizers
+    # few run so; this one does.
+    params = {"w": jnp.ones(3, dtype), "n": jnp.arange(3)}
+    tx = jaxscale.loss_scaled(optax.identity())
+    state = jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    def loss_fn(params):
+        return jnp.sum(jnp.abs(params["w"])).astype(jnp.float32)
+
+    for transform in (lambda f: f, jax.jit):
+        grads = transform(lambda s: jaxscale.grad(loss_fn, s, allow_int=True)(s.params))(state)
+        grads["n"] = jnp.zeros(3, jnp.int32)
+        for factor in (1.0, jnp.nan):
+            bad = grads | {"w": grads["w"] * jnp.asarray(factor, grads["w"].dtype)}
+            updates, _ = transform(tx.update)(bad, state.opt_state, params, value=jnp.float32(1))
+            new = transform(lambda s, g: s.apply_gradients(grads=g))(state, bad)
+            assert new.params["w"].tolist() == ([2] * 3 if factor == 1 else [1] * 3)
+            assert updates["w"].dtype == ("complex64" if dtype == "complex64" else "float32")
+            assert jaxscale.metrics(new)["grads_finite"] == (factor == 1)
+
+
+def test_it_imports_with_its_core_dependencies_alone():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert sorted(re.match(r"\w+", line).group() for line in declared) == [
+        "jax",
+        "jaxlib",
+        "optax",
+    ]
+    code = """
+import sys, optax
+before = set(sys.modules)
+import jaxscale
+assert not {"jaxscale.presets", "jaxscale.diagnostics"} & set(sys.modules)
+added = {name.split(".")[0] for name in set(sys.modules) - before} - {"jaxscale"}
+sys.exit(" ".join(added - set(sys.stdlib_module_names)) or 0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

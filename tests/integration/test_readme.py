@@ -1,0 +1,126 @@
+"""README and examples do what they say."""
+
+import json
+import os
+import pathlib
+import re
+import runpy
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jaxscale
+import jaxscale.flax
+import jaxscale.presets
+
+pytestmark = pytest.mark.standard_promotion
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py"))
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_readme_runs(block):
+    exec(compile(block, "README.md", "exec"), {})
+
+
+def test_readme_names_what_is_there():
+    for name in set(re.findall(r"jaxscale\.([a-zA-Z_]+(?:\.\w+)?)", README)) - {"py"}:
+        owner = jaxscale
+        for part in name.split("."):
+            owner = getattr(owner, part)
+    for path in re.findall(r"`((?:examples|tests|jaxscale)/[\w./]+)`", README):
+        assert (ROOT / path).exists(), path
+    mentioned = re.findall(r"examples/(\w+)\.py", README)
+    assert {path.stem for path in EXAMPLES} == set(mentioned)
+
+
+def test_readme_states_the_defaults():
+    policy = jaxscale.DynamicLossScale()
+    assert (policy.init_scale, policy.max_scale) == (2.0**15, 2.0**24)
+    assert (policy.growth_interval, policy.min_scale) == (2000, 1)
+    for figure in ("2**15", "(2000)", "2**24", "down to 1"):
+        assert figure in README
+
+
+def test_readme_has_two_commands():
+    (block,) = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    commands = block.strip().splitlines()
+    assert len(commands) == 2
+    assert "examples/quickstart.py" in commands[0]
+    assert commands[1].endswith("pytest")
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in EXAMPLES if path.stem != "quickstart"], ids=lambda path: path.stem
+)
+def test_example_runs_and_is_short(path):
+    # The one for many hosts has faults to show, and starts processes on one computer.
+    assert len(path.read_text().splitlines()) < (180 if path.stem == "multi_host" else 100)
+    result = runpy.run_path(str(path))["main"](3)
+    assert np.isfinite(result)
+    assert not jax.config.jax_enable_x64
+
+
+def test_quickstart_runs_end_to_end(tmp_path):
+    # As a user runs it: it sets XLA flags of its own, before JAX is imported.
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    picture = tmp_path / "picture.png"
+    command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--steps", "3"]
+    result = subprocess.run(
+        [*command, "--picture", str(picture)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for word in ("float32", "float16", "jaxscale", "skipped", "flushed"):
+        assert word in result.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_has_help(path):
+    result = subprocess.run(
+        [sys.executable, str(path), "--help"], capture_output=True, text=True, check=True
+    )
+    option = "--picture" if path.stem == "gradients" else "--steps"  # the one trains nothing
+    assert option in result.stdout
+
+
+def test_readme_states_the_costs_that_were_measured():
+    results = ROOT / "tests" / "benchmarks" / "results"
+    rows = {
+        (row["tree"], row["gradients"], row["clipped"]): row["methods"]
+        for name in ("step-cpu", "step-clipped-cpu")
+        for row in json.loads((results / f"{name}.json").read_text())["rows"]
+    }
+    (programs,) = json.loads((results / "programs.json").read_text())["rows"][:1]
+    assert (programs["target"], programs["devices"], programs["clipped"]) == ("H100", 1, False)
+    kernels = {name: report["kernels"] for name, report in programs["methods"].items()}
+    table = re.search(r"\| \| float32 \| float16 .*\n\|---.*\n((?:\|.*\n)+)", README).group(1)
+    names = ["jaxscale.apply_gradients", "jaxscale optax wrapper", "Flax DynamicScale"]
+    names += ["jmp", "MPX", "optax.apply_if_finite"]
+    for name, line in zip(names, table.splitlines(), strict=True):
+        ratios = [
+            rows["gpt2", dtype, clipped][name]["to_bare"]["median"]
+            for dtype, clipped in (
+                *((dtype, False) for dtype in ("float32", "float16", "bfloat16")),
+                ("float32", True),
+            )
+        ] + [kernels[name] / kernels["bare optax"]]
+        assert line.strip("| ").split(" | ")[1:] == [f"{ratio:.2f}" for ratio in ratios], name
+    transformer = json.loads((results / "transformer-cpu.json").read_text())["rows"][0]["methods"]
+    shares = [f"{transformer[name]['to_bare']['median']:.2f}" for name in names[:2]]
+    assert f"transformer: {shares[0]} and {shares[1]}.)" in README
