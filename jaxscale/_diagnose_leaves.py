@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._checks import and_more, normal_float32
-from ._diagnose_bits import INFINITY, gradient_leaves, is_array, magnitude_bits
+from ._diagnose_bits import INFINITY, gradient_leaves, is_ndarray, magnitude_bits
 from ._diagnose_formats import FORMAT, Boundary
 from ._diagnose_words import aligned, percent, power
 from ._tree import leaf_name
@@ -174,7 +174,7 @@ def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> 
 
 
 def _scalar(loss_scale: Any) -> jax.Array:
-    if not is_array(loss_scale):
+    if not is_ndarray(loss_scale):
         loss_scale = normal_float32("leaf_counts", "loss_scale", loss_scale)
     if jnp.shape(loss_scale):
         raise TypeError(

@@ -281,7 +281,7 @@ MUTATIONS = {
     "diagnosis: NaN and the infinities are None in JSON": ("_diagnose_words", 'return "NaN" if math.isnan(result) else "Infinity" if result > 0 else "-Infinity"', "return None"),
     "diagnosis: -inf is inf in JSON": ("_diagnose_words", '"Infinity" if result > 0 else "-Infinity"', '"Infinity"'),
     "diagnosis: what has a dtype is an array": ("_diagnose_bits", "return isinstance(leaf, (jax.Array, np.ndarray, np.generic))", 'return hasattr(leaf, "dtype")'),
-    "diagnosis: whatever has a dtype is differentiated": ("_diagnose_trace", "is_number = is_array(leaf) or isinstance(leaf, (float, complex))", "is_number = True"),
+    "diagnosis: whatever has a dtype is differentiated": ("_diagnose_trace", "is_number = is_ndarray(leaf) or isinstance(leaf, (float, complex))", "is_number = True"),
     "diagnosis: history takes arrays only": ("_diagnose_history", "jnp.result_type(value)", "value.dtype"),
     "doctor: an underflow is no problem": ("_doctor_findings", "return may_matter(place) and not _is_close(exam)", "return False"),
     "doctor: float32 is not asked": ("_doctor_findings", "return may_matter(place) and not _is_close(exam)", "return may_matter(place)"),

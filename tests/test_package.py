@@ -31,8 +31,9 @@ FLOORS = [
     {"_peers_engines", "_peers_jax", "_peers_mindspore", "_peers_paddle"}
     | {"_peers_tensorflow", "_peers_torch"},
     {"_peer_states"},
-    {"_diagnose_jaxpr", "_diagnose_numbers", "_diagnose_places", "_diagnose_findings"}
-    | {"_diagnose_bits", "_diagnose_formats", "_diagnose_words"},
+    {"_diagnose_jaxpr", "_diagnose_places", "_diagnose_bits", "_diagnose_formats"}
+    | {"_diagnose_words"},
+    {"_diagnose_numbers", "_diagnose_findings"},
     {"_diagnose_interpret", "_diagnose_leaves", "_diagnose_histogram", "_diagnose_calibrate"},
     {"_diagnose_trace", "_diagnose_suggest", "_diagnose_text", "_diagnose_underflow"},
     {"_diagnose_pictures"},
