@@ -328,7 +328,7 @@ MUTATIONS = {
     "diagnosis: NaN and the infinities are None in JSON": ("diagnostics/_text", 'return "NaN" if math.isnan(result) else "Infinity" if result > 0 else "-Infinity"', "return None"),
     "diagnosis: -inf is inf in JSON": ("diagnostics/_text", '"Infinity" if result > 0 else "-Infinity"', '"Infinity"'),
     "diagnosis: what has a dtype is an array": ("diagnostics/_formats", "return isinstance(leaf, (jax.Array, np.ndarray, np.generic))", 'return hasattr(leaf, "dtype")'),
-    "diagnosis: whatever has a dtype is differentiated": ("diagnostics/_trace/trace", "is_number = is_array(leaf) or isinstance(leaf, (float, complex))", "is_number = True"),
+    "diagnosis: whatever has a dtype is differentiated": ("diagnostics/_trace/trace", "is_number = is_ndarray(leaf) or isinstance(leaf, (float, complex))", "is_number = True"),
     "diagnosis: history takes arrays only": ("diagnostics/_history", "jnp.result_type(value)", "value.dtype"),
     "doctor: an underflow is no problem": ("_doctor/findings", "return may_matter(place) and not _is_close(exam)", "return False"),
     "doctor: float32 is not asked": ("_doctor/findings", "return may_matter(place) and not _is_close(exam)", "return may_matter(place)"),

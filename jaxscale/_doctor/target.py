@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .._tree import only_gradients
-from ..diagnostics._formats import is_array, kind
+from ..diagnostics._formats import is_ndarray, kind
 
 _SHAPE = (
     "It must return (loss_fn, params, batch), where loss_fn(params, batch) is the loss, or a pair "
@@ -172,7 +172,7 @@ def _filled(trained: Any, params: Any) -> Any:
 
 
 def _is_loss(value: Any) -> bool:
-    is_number = is_array(value) or isinstance(value, float)
+    is_number = is_ndarray(value) or isinstance(value, float)
     return (
         is_number and not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
     )
@@ -181,7 +181,7 @@ def _is_loss(value: Any) -> bool:
 def is_numbers(leaf: Any) -> bool:
     """Returns whether a leaf is an array that JAX computes with, and not text or a function."""
     return isinstance(leaf, jax.Array) or (
-        is_array(leaf) and any(jnp.issubdtype(leaf.dtype, of) for of in (jnp.number, jnp.bool_))
+        is_ndarray(leaf) and any(jnp.issubdtype(leaf.dtype, of) for of in (jnp.number, jnp.bool_))
     )
 
 

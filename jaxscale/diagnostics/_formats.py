@@ -20,14 +20,14 @@ _MANTISSA = 23  # bits of float32's mantissa, less the leading one
 _SMALLEST_EXPONENT = -149  # of float32's smallest subnormal
 
 
-def is_array(leaf: Any) -> bool:
+def is_ndarray(leaf: Any) -> bool:
     """Returns whether a leaf is an array. Types, modules and avals are not, but have a dtype."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
 def kind(leaf: Any) -> str:
     """Returns the dtype and the shape of an array, or the type of what is not one."""
-    if is_array(leaf):
+    if is_ndarray(leaf):
         return f"{leaf.dtype}{list(leaf.shape)}"
     return f"`{type(leaf).__name__}`"
 

@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from .._checks import and_more, normal_float32
 from .._tree import leaf_name
-from ._formats import FORMAT, INFINITY, Boundary, gradient_leaves, is_array, magnitude_bits
+from ._formats import FORMAT, INFINITY, Boundary, gradient_leaves, is_ndarray, magnitude_bits
 from ._text import aligned, percent, power
 
 _PRINTED_ROWS = 24
@@ -173,7 +173,7 @@ def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> 
 
 
 def _scalar(loss_scale: Any) -> jax.Array:
-    if not is_array(loss_scale):
+    if not is_ndarray(loss_scale):
         loss_scale = normal_float32("leaf_counts", "loss_scale", loss_scale)
     if jnp.shape(loss_scale):
         raise TypeError(

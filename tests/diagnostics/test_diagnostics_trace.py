@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import planted
 import pytest
+from jax.experimental import pallas
 from tables import assert_same_bits
 
 import jaxscale
@@ -447,6 +448,16 @@ def _ref_that_held_nothing(x):
 
 
 @_identity_derivative
+def _run_state(x):
+    def double(refs):
+        refs[1][...] = refs[0][...] * 2
+        refs[0][0] = refs[0][1]
+
+    x, doubled = pallas.run_state(double)((x, jnp.zeros(8, HALF)))
+    return doubled - x.at[0].add(-1)
+
+
+@_identity_derivative
 def _shape_of_symbols(x):
     (size,) = jax.export.symbolic_shape("size")
     doubled = jax.export.export(jax.jit(lambda x: x * 2))
@@ -469,6 +480,7 @@ IDENTITIES = {
     "ref that held NaN": _ref_that_held_nan,
     "ref from outside": _ref_from_outside,
     **({"ref that held nothing": _ref_that_held_nothing} if hasattr(jax, "empty_ref") else {}),
+    "run_state": _run_state,
     "shape of symbols": _shape_of_symbols,
 }
 

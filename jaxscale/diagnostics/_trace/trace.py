@@ -14,7 +14,7 @@ from ..._scaling import find_scaling
 from ..._state import LossScaleState
 from ..._tree import widen
 from ..._value_and_grad import seeding, unseed, with_loss
-from .._formats import is_array, kind
+from .._formats import is_ndarray, kind
 from .interpreter import Interpreter, Value, Visit
 from .jaxpr import BACKWARD, EFFECT, FORWARD
 from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
@@ -130,7 +130,7 @@ def _check(args: Any, kwargs: Any, loss_scale: Any) -> None:
 def _check_floating(args: tuple[Any, ...], argnums: Any) -> None:
     for i in argnums if isinstance(argnums, Sequence) else [argnums]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(args[i : i + 1 or None]):
-            is_number = is_array(leaf) or isinstance(leaf, (float, complex))
+            is_number = is_ndarray(leaf) or isinstance(leaf, (float, complex))
             if not (is_number and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)):
                 raise TypeError(
                     f"`trace(fun)` differentiates floating parameters, got {kind(leaf)} at "
@@ -144,7 +144,7 @@ def _inexact(name: str, tree: Any) -> dict[str, Any]:
     return {
         name + jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        if is_ndarray(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
 
 
