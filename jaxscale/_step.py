@@ -308,8 +308,8 @@ def _check_loss(value: Any) -> None:
 def _check_devices_agree(grads: Any, value: Any, axis_name: Any) -> None:
     """Raises an error if the loss differs among devices whose gradients are the same."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    apart = varying_axes(value) - varying_axes(grads) - set(names)
-    if apart:
+    apart = varying_axes(value) - set(names)
+    if apart and (apart := apart - varying_axes(grads)):
         axes = ", ".join(map(repr, sorted(apart)))
         raise ValueError(
             f"`loss_scaled(...).update(value=...)` varies along {axes}, where the gradients do "

@@ -355,7 +355,7 @@ MUTATIONS = {
     "promise: a mean rounds to inf": ("_accumulate", "else saturated(acc * ratio.astype(acc.dtype))", "else acc * ratio.astype(acc.dtype)"),
     "promise: updates unchecked": ("_step", "finite = all_finite(updates, axis_name=self.axis_name)", "finite = jnp.array(True)"),
     "promise: a bad update counted as a step": ("_step", "due, grads_finite = due & updates_finite, grads_finite & updates_finite", "grads_finite = grads_finite & updates_finite"),
-    "promise: devices part": ("_step", "apart = varying_axes(value) -", "apart = set() -"),
+    "promise: devices part": ("_step", "apart = varying_axes(value) - set(names)", "apart = set()"),
     "promise: flags taken for parameters": ("_verdict", "if not gradients:", "if False:"),
     "promise: narrow numbers cannot be added": ("_tree", "jnp.finfo(dtype_of(param)).bits > 8", "True"),
 }  # fmt: skip

@@ -319,3 +319,18 @@ def test_a_loss_that_differs_among_devices_needs_the_axis():
         axis_case(None)
     state = axis_case("x")
     assert (state.total_notfinite_loss, state.scaling.loss_scale) == (1, 2.0**15)
+
+
+def test_subnormal_parameters_are_kept_by_apply_gradients_alone():
+    # The sum that `optax.apply_updates` takes is outside of any skip, and XLA on a CPU flushes
+    # what is below the normal numbers as it adds, even -0.0.
+    params = {"w": jnp.array([1e-40, -1e-45, 1.0], jnp.float32)}
+    tx = jaxscale.loss_scaled(optax.sgd(0.1))
+    bad = {"w": jnp.array([jnp.nan, 1.0, 1.0])}
+    kept, _ = jax.jit(jaxscale.apply_gradients, static_argnums=0)(tx, bad, tx.init(params), params)
+    assert_same_bits(kept, params)
+    updates, _ = tx.update(bad, tx.init(params), params)
+    assert_same_bits(updates, {"w": jnp.full(3, -0.0)})
+    flushed = optax.apply_updates(params, updates)["w"]
+    assert flushed[2] == 1
+    assert np.all(np.abs(np.asarray(flushed[:2])) <= 1e-40)
