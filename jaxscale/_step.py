@@ -200,7 +200,9 @@ class Wrapper:
         if updates_finite is not None:
             due, grads_finite = due & updates_finite, grads_finite & updates_finite
         applied = grads_finite & loss_finite
-        scaling = self.policy.observe(state.scaling, grads, grads_finite, axis_name=self.axis_name)
+        scaling = self.policy.adjust(
+            state.scaling, grads_finite, grads=grads, axis_name=self.axis_name
+        )
         _check_scaling_kept(scaling, state.scaling, self.policy)
         # If the loss is to blame, the scale is not.
         observed = loss_finite

@@ -1,1 +1,1 @@
-"""How a loss scale starts and moves: the policies."""
+"""The policies: how a loss scale starts, and how it moves."""

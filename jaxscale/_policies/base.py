@@ -1,4 +1,9 @@
-"""The base class of all policies: how a loss scale starts, and how it moves."""
+"""The base class of all policies: how a loss scale starts, and how it moves.
+
+`LossScale.update` is what a training step calls: it decides whether the gradients are
+finite and leaves the rest to `adjust`, which each policy defines. `get_config` and
+`from_config` come from the fields of the dataclass.
+"""
 
 import abc
 import dataclasses
@@ -14,17 +19,16 @@ from .._verdict import all_finite
 class LossScale(abc.ABC):
     """How a loss scale starts and how it moves: a policy.
 
-    Loss scaling multiplies what flows backward through a network by a number, the loss
-    scale, and divides the gradients by it again. In exact arithmetic that changes
-    nothing; in float16 it keeps small gradients from becoming zero.
+    Loss scaling multiplies the backward pass of a network by a number, the loss scale,
+    and divides the gradients by it again. In exact arithmetic that changes nothing; in
+    float16 it keeps small gradients from becoming zero.
 
     A policy is a frozen dataclass of Python values, checked once when it is made. It is
-    hashable and no pytree; what changes from step to step is in the
-    `jaxscale.LossScaleState` that `init` returns. A policy of your own is a
-    frozen dataclass that derives from this class and defines `init` and
-    `adjust`. If its state is of a type of its own, that is a `NamedTuple` with a
-    field `loss_scale`, marked as such by a line in its body, without an annotation:
-    `is_loss_scale_state = True`.
+    hashable and not a pytree; what changes from step to step is in the
+    `jaxscale.LossScaleState` that `init` returns. To write your own, derive a frozen
+    dataclass from this class and define `init` and `adjust`. If its state needs other
+    fields, write a `NamedTuple` with a field `loss_scale`, and mark it by a line in its
+    body, without an annotation: `is_loss_scale_state = True`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -43,42 +47,37 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def init(self) -> LossScaleState:
-        """Returns the state before the first step."""
+        """Returns the initial state."""
 
     @abc.abstractmethod
-    def adjust(self, state: LossScaleState, grads_finite: jax.Array) -> LossScaleState:
-        """Returns the state of the next step, for who has the verdict already.
+    def adjust(
+        self,
+        state: LossScaleState,
+        grads_finite: jax.Array,
+        *,
+        grads: Any = None,
+        axis_name: Any = None,
+    ) -> LossScaleState:
+        """Returns the state of the next step, given whether the gradients were finite.
+
+        Call this instead of `update` if you already know whether they were. `update` and
+        `jaxscale.loss_scaled` pass all four arguments; a policy that needs only the first
+        two may take the others as `**_`.
 
         Args:
           state: the state of this step.
-          grads_finite: a `bool[]`, whether the gradients of this step were finite.
+          grads_finite: a `bool[]`, whether the gradients of this step were finite, on
+            all devices.
+          grads: the gradients, unscaled, for a policy that looks at the gradients
+            themselves.
+          axis_name: as in `jaxscale.all_finite`, for such a policy.
 
         Returns:
-          The next state, with the avals of `state`.
+          The next state, with the shapes and dtypes of `state`.
 
         Raises:
           TypeError: if `grads_finite` is not a scalar bool.
         """
-
-    def observe(
-        self, state: Any, grads: Any, grads_finite: jax.Array, *, axis_name: Any = None
-    ) -> Any:
-        """Returns the state of the next step, from the gradients and their verdict.
-
-        What `jaxscale.loss_scaled` calls. A policy that looks at more than the
-        verdict overrides this; for all others it is `adjust`.
-
-        Args:
-          state: the state of this step.
-          grads: the gradients of this step, unscaled.
-          grads_finite: a `bool[]`, whether they were finite, on all devices.
-          axis_name: as in `jaxscale.all_finite`.
-
-        Returns:
-          The next state, with the avals of `state`.
-        """
-        del grads, axis_name
-        return self.adjust(state, grads_finite)
 
     def update(
         self, state: LossScaleState, grads: Any, *, axis_name: Any = None
@@ -86,25 +85,26 @@ class LossScale(abc.ABC):
         """Returns the state of the next step, and whether to apply the gradients.
 
         Args:
-          state: the state of this step, which the gradients were scaled with.
+          state: the state of this step, with which the gradients were scaled.
           grads: a pytree of gradients, unscaled. `None` is accepted and ignored.
           axis_name: as in `jaxscale.all_finite`.
 
         Returns:
-          The next state, with the avals of `state`, and a `bool[]`: if it is
+          The next state, with the shapes and dtypes of `state`, and a `bool[]`: if it is
           `False`, the gradients are not finite and the step must be skipped.
 
         Raises:
-          TypeError: if `state` is that of an optimizer, or comes second.
-          ValueError: if it is that of a population: call this under `jax.vmap`.
+          TypeError: if `state` is the state of an optimizer, or was passed second.
+          ValueError: if it is the state of a population: call this under `jax.vmap`.
         """
         state = policy_state(f"{type(self).__name__}.update", state, grads=grads)
         grads_finite = all_finite(grads, axis_name=axis_name)
-        return self.observe(state, grads, grads_finite, axis_name=axis_name), grads_finite
+        state = self.adjust(state, grads_finite, grads=grads, axis_name=axis_name)
+        return state, grads_finite
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments that make this policy again, as JSON types."""
-        policy: Any = self  # of a subclass, and those are dataclasses
+        policy: Any = self  # every subclass is a dataclass, which the type does not say
         return dataclasses.asdict(policy)
 
     @classmethod
@@ -112,14 +112,15 @@ class LossScale(abc.ABC):
         """Returns the policy that `get_config` describes.
 
         Args:
-          config: a mapping from argument names to values; what is left out takes its
+          config: a mapping from argument names to values; a missing argument takes its
             default.
 
         Returns:
-          A policy of the class that this is called on.
+          A policy of the class on which this is called.
 
         Raises:
-          TypeError: if a key is no argument of the class, or if it is the base class.
+          TypeError: if a key is not an argument of the class, or if the class is the
+            abstract base class.
           ValueError: if a value is out of range.
         """
         if not dataclasses.is_dataclass(cls):

@@ -1,4 +1,9 @@
-"""The policy that moves."""
+"""The default policy: a scale that grows after finite steps and backs off on overflows.
+
+`DynamicLossScale.adjust` computes the state after a finite step and the state after a
+non-finite one, and selects: both are a few scalars. Each is a method of its own, so that
+`jaxscale.presets.PresetLossScale` can state what other libraries do differently.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import backoff_factor, growth_factor, int32, normal_float32, one_of, scalar_bool
+from .._checks import backoff_factor, growth_factor, int32, normal_float32, scalar_bool
 from .._state import LossScaleState, healed, init_state, policy_state
 from .._tree import tree_where
 from .base import LossScale
@@ -26,41 +31,27 @@ class DynamicLossScale(LossScale):
       after it, `s <- max(s * backoff_factor, min_scale)`;
     - a non-finite step clears the growth tracker.
 
-    A growth never lowers the scale and a backoff never raises it, also if a restored
-    scale lies outside of the bounds. The scale is never 0, inf or NaN. As the trackers
-    are compared with `>=`, one restored beyond the interval grows at once.
-
-    The last five arguments change one thing each, for `jaxscale.presets`, where
-    every loss scaler there is has its own.
+    A growth never lowers the scale and a backoff never raises it, even if a restored
+    scale lies outside of the bounds. The scale is never 0, inf or NaN. The growth tracker
+    is compared with `>=`, so one restored beyond the interval grows at once.
 
     Args:
       init_scale: the scale of the first step. The default, 2**15, is the largest power of
         two that float16 holds.
-      growth_factor: what the scale is multiplied by when it grows, above 1.
-      backoff_factor: what it is multiplied by when it backs off, between 0 and 1.
+      growth_factor: the scale is multiplied by this when it grows, above 1.
+      backoff_factor: the scale is multiplied by this when it backs off, between 0 and 1.
       growth_interval: how many finite steps in a row it takes to grow.
       hysteresis: how many non-finite steps it takes to back off.
       min_scale: the scale never backs off below this.
       max_scale: the scale never grows above this.
-      growth_delay: how many finite steps do not count towards growth, at the start and
-        after each non-finite step: the tracker starts from minus this.
-      refill_on_finite: whether each finite step, not only a growth, tolerates
-        `hysteresis` non-finite steps anew, so that only those in a row back off.
-      refill_on_backoff: whether a backoff does, so that each takes that many.
-      clip_growth: whether a growth beyond `max_scale` ends there. Otherwise the scale
-        stays, which keeps it a power of two below a bound that is none.
-      clamp: when a scale outside of the bounds is brought back. `"never"`: it moves
-        as said above. `"moves"`: a growth ends at most at `max_scale` and a backoff
-        at least at `min_scale`, also if that lowers or raises it. `"steps"`: every
-        step ends between the bounds. With the last two, `init_scale` may lie outside.
 
     Keep the three scales and both factors powers of two, as the defaults are: scaling and
     unscaling are then exact.
 
     Raises:
       ValueError: if an argument is out of range, or not
-        `min_scale <= init_scale <= max_scale` (see `clamp`).
-      TypeError: if an argument is no number, or a count no integer.
+        `min_scale <= init_scale <= max_scale`.
+      TypeError: if an argument is not a number, or a count not an integer.
 
     Example:
       >>> import jax.numpy as jnp
@@ -86,82 +77,83 @@ class DynamicLossScale(LossScale):
     hysteresis: int = 1
     min_scale: float = 1.0
     max_scale: float = 2.0**24
-    growth_delay: int = 0
-    refill_on_finite: bool = False
-    refill_on_backoff: bool = False
-    clip_growth: bool = True
-    clamp: str = "never"
 
     def __post_init__(self) -> None:
-        call = type(self).__name__
-
-        def check(checked: Callable[..., Any], *names: str, **kwargs: Any) -> None:
-            for name in names:
-                value = checked(call, name, getattr(self, name), **kwargs)
-                object.__setattr__(self, name, value)
-
-        check(normal_float32, "init_scale", "min_scale", "max_scale")
-        check(growth_factor, "growth_factor")
-        check(backoff_factor, "backoff_factor")
-        check(int32, "growth_interval", "hysteresis")
-        check(int32, "growth_delay", least=0)
-        switches = ("refill_on_finite", "refill_on_backoff", "clip_growth")
-        check(one_of, *switches, choices=(False, True))
-        check(one_of, "clamp", choices=("never", "moves", "steps"))
-        inside = self.min_scale <= self.init_scale <= self.max_scale
-        if not (inside or (self.clamp != "never" and self.min_scale <= self.max_scale)):
+        self._check(normal_float32, "init_scale", "min_scale", "max_scale")
+        self._check(growth_factor, "growth_factor")
+        self._check(backoff_factor, "backoff_factor")
+        self._check(int32, "growth_interval", "hysteresis")
+        if not self._in_bounds():
             raise ValueError(
-                f"`{call}` needs min_scale <= init_scale <= max_scale, got "
+                f"`{type(self).__name__}` needs min_scale <= init_scale <= max_scale, got "
                 f"{self.min_scale}, {self.init_scale} and {self.max_scale}."
             )
 
-    def init(self) -> LossScaleState:
-        """Returns the state before the first step."""
-        return init_state(self.init_scale, self.hysteresis, -self.growth_delay)
+    def _check(self, checked: Callable[..., Any], *names: str, **kwargs: Any) -> None:
+        """Replaces arguments by what a check returns, which raises if one is out of range."""
+        for name in names:
+            value = checked(type(self).__name__, name, getattr(self, name), **kwargs)
+            object.__setattr__(self, name, value)
 
-    def adjust(self, state: LossScaleState, grads_finite: jax.Array) -> LossScaleState:
-        """Returns the state of the next step, for who has the verdict already.
+    def _in_bounds(self) -> bool:
+        return self.min_scale <= self.init_scale <= self.max_scale
+
+    def init(self) -> LossScaleState:
+        """Returns the initial state."""
+        return init_state(self.init_scale, self.hysteresis)
+
+    def adjust(
+        self,
+        state: LossScaleState,
+        grads_finite: jax.Array,
+        *,
+        grads: Any = None,
+        axis_name: Any = None,
+    ) -> LossScaleState:
+        """Returns the state of the next step, given whether the gradients were finite.
 
         Args:
           state: the state of this step.
           grads_finite: a `bool[]`, whether the gradients of this step were finite.
+          grads: ignored.
+          axis_name: ignored.
 
         Returns:
-          The next state, with the avals of `state`.
+          The next state, with the shapes and dtypes of `state`.
 
         Raises:
-          TypeError: if `grads_finite` is not a scalar bool, or `state` another's.
-          ValueError: if `state` is that of a population: call this under `jax.vmap`.
+          TypeError: if `grads_finite` is not a scalar bool, or `state` is the state of
+            another policy.
+          ValueError: if `state` is the state of a population: call this under `jax.vmap`.
         """
+        del grads, axis_name
         call = f"{type(self).__name__}.adjust"
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
         state = policy_state(call, state, LossScaleState)
-        scale = healed(state.loss_scale, self.init_scale)
+        state = state._replace(loss_scale=healed(state.loss_scale, self.init_scale))
+        return tree_where(grads_finite, self._after_finite(state), self._after_nonfinite(state))
 
+    def _after_finite(self, state: LossScaleState) -> LossScaleState:
         streak = jnp.asarray(optax.safe_increment(state.growth_tracker))
         grow = streak >= self.growth_interval
-        grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
-        if not self.clip_growth:
-            grown = jnp.where(scale * self.growth_factor > self.max_scale, scale, grown)
-        left = jnp.maximum(state.hysteresis_tracker, 1) - 1
-        lower = jnp.maximum(scale * self.backoff_factor, self.min_scale)
-        if self.clamp == "never":
-            grown, lower = jnp.maximum(scale, grown), jnp.minimum(scale, lower)
-
-        refill = grow | self.refill_on_finite
-        after_finite = LossScaleState(
-            loss_scale=jnp.where(grow, grown, scale),
+        return LossScaleState(
+            loss_scale=jnp.where(grow, self._grown(state.loss_scale), state.loss_scale),
             growth_tracker=jnp.where(grow, 0, streak),
-            hysteresis_tracker=jnp.where(refill, self.hysteresis, state.hysteresis_tracker),
+            hysteresis_tracker=jnp.where(grow, self.hysteresis, state.hysteresis_tracker),
         )
-        refill = (left == 0) & self.refill_on_backoff
-        after_nonfinite = LossScaleState(
-            loss_scale=jnp.where(left == 0, lower, scale),
-            growth_tracker=jnp.full_like(state.growth_tracker, -self.growth_delay),
-            hysteresis_tracker=jnp.where(refill, self.hysteresis, left),
+
+    def _after_nonfinite(self, state: LossScaleState) -> LossScaleState:
+        left = jnp.maximum(state.hysteresis_tracker, 1) - 1
+        return LossScaleState(
+            loss_scale=jnp.where(left == 0, self._lowered(state.loss_scale), state.loss_scale),
+            growth_tracker=jnp.zeros_like(state.growth_tracker),
+            hysteresis_tracker=left,
         )
-        after = tree_where(grads_finite, after_finite, after_nonfinite)
-        if self.clamp == "steps":
-            scale = jnp.clip(after.loss_scale, self.min_scale, self.max_scale)
-            after = after._replace(loss_scale=scale)
-        return after
+
+    def _grown(self, scale: jax.Array) -> jax.Array:
+        grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
+        return jnp.maximum(scale, grown)  # a restored scale may lie above the maximum
+
+    def _lowered(self, scale: jax.Array) -> jax.Array:
+        lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
+        return jnp.minimum(scale, lowered)  # a restored scale may lie below the minimum

@@ -1,4 +1,4 @@
-"""The policies that never move."""
+"""The policies whose scale never moves: a fixed one, and none at all."""
 
 import dataclasses
 from typing import Any
@@ -13,21 +13,21 @@ from .base import LossScale
 
 @dataclasses.dataclass(frozen=True)
 class FixedLossScale(LossScale):
-    """A loss scale that stays what it is.
+    """A loss scale that stays the same.
 
     Its ideal value depends on the model: too small, and gradients underflow; too large,
     and they overflow. A power of two keeps scaling exact.
 
     `update` always says that the gradients should be applied, as TensorFlow's
     `FixedLossScale` does, since this scale cannot react to an overflow. Inside
-    `jaxscale.loss_scaled` a non-finite step is skipped all the same.
+    `jaxscale.loss_scaled` a non-finite step is still skipped.
 
     Args:
       loss_scale: the scale, at least 1.
 
     Raises:
       ValueError: if `loss_scale` is below 1, NaN, inf or a bool.
-      TypeError: if it is no Python or NumPy scalar.
+      TypeError: if it is not a Python or NumPy scalar.
 
     Example:
       >>> import jaxscale
@@ -47,11 +47,19 @@ class FixedLossScale(LossScale):
         object.__setattr__(self, "loss_scale", value)
 
     def init(self) -> LossScaleState:
-        """Returns the state before the first step, and of every later one."""
+        """Returns the state of every step."""
         return init_state(self.loss_scale)
 
-    def adjust(self, state: LossScaleState, grads_finite: jax.Array) -> LossScaleState:
+    def adjust(
+        self,
+        state: LossScaleState,
+        grads_finite: jax.Array,
+        *,
+        grads: Any = None,
+        axis_name: Any = None,
+    ) -> LossScaleState:
         """Returns `state` as it is."""
+        del grads, axis_name
         call = f"{type(self).__name__}.adjust"
         scalar_bool(call, "grads_finite", grads_finite)
         return policy_state(call, state, LossScaleState)
@@ -67,7 +75,7 @@ class FixedLossScale(LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class NoOpLossScale(LossScale):
-    """A loss scale of 1, for bfloat16 and float32: scaling, switched off.
+    """A loss scale of 1, for bfloat16 and float32: it switches scaling off.
 
     It adds no operation to the program: `jaxscale.value_and_grad` sees from the
     type of its state that there is nothing to multiply or divide.
@@ -79,7 +87,7 @@ class NoOpLossScale(LossScale):
     """
 
     def init(self) -> LossScaleState:
-        """Returns the state before the first step, and of every later one."""
+        """Returns the state of every step."""
         return UnitLossScaleState(*init_state(1.0))
 
     adjust = FixedLossScale.adjust

@@ -1,4 +1,9 @@
-"""The policy that follows the statistics of the largest gradients."""
+"""The policy that follows the statistics of the largest gradients.
+
+It is the rule of OpenSeq2Seq's `LogMaxScaler`, public as
+`jaxscale.presets.LogMaxLossScale`, and the only policy that reads the gradients
+themselves and not only whether they were finite.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -11,7 +16,7 @@ from .._state import healed, policy_state
 from .._tree import largest, tree_where
 from .base import LossScale
 
-# What the scaled gradients are to stay below, as a power of two: the range of float16.
+# The scaled gradients are to stay below 2**16, where the range of float16 ends.
 _TARGET = 16.0
 
 
@@ -34,7 +39,7 @@ class LogMaxState(NamedTuple):
       Array(0., dtype=float32)
     """
 
-    is_loss_scale_state = True  # not a field: by this it is told from other named tuples
+    is_loss_scale_state = True  # not a field: it tells this type from other named tuples
 
     loss_scale: jax.Array  # f32[]
     x_hat: jax.Array  # f32[]
@@ -46,7 +51,7 @@ class LogMaxState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogMaxLossScale(LossScale):
-    """A loss scale that expects overflows from statistics, rather than meeting them.
+    """A loss scale that predicts overflows from statistics, to avoid them.
 
     With `x` the binary logarithm of the largest magnitude among the unscaled gradients
     of a step, `mu` its moving average and `sigma` its standard deviation, both
@@ -56,7 +61,7 @@ class LogMaxLossScale(LossScale):
 
     A non-finite step counts as one with `x = log_max`. If all gradients are 0 there is
     no logarithm, and the state stays as it is. The scale is never 0, inf or NaN, but it
-    is no power of two: scaling and unscaling round.
+    is not a power of two: scaling and unscaling round.
 
     Args:
       init_scale: the scale of the first step.
@@ -64,19 +69,19 @@ class LogMaxLossScale(LossScale):
       max_scale: the scale is never above this afterwards.
       log_max: what a non-finite step counts as, a binary logarithm.
       beta1: how much of the fast average is kept in a step, from 0 to below 1.
-      beta2: how much of the slow averages, which the deviation is from.
+      beta2: the same for the slow averages, from which the deviation is computed.
       overflow_std_dev: how many standard deviations to stay away from an overflow.
 
     Raises:
       ValueError: if an argument is out of range.
-      TypeError: if an argument is no number.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import presets
       >>> policy = presets.LogMaxLossScale(max_scale=2.0**14)
       >>> state, should_apply = policy.update(policy.init(), {"w": jnp.array(2.0**-4)})
-      >>> state.loss_scale, should_apply  # 2**20 would do, but for the maximum
+      >>> state.loss_scale, should_apply  # 2**20, but for the maximum
       (Array(16384., dtype=float32), Array(True, dtype=bool))
 
     References:
@@ -110,52 +115,37 @@ class LogMaxLossScale(LossScale):
             )
 
     def init(self) -> Any:
-        """Returns the `LogMaxState` before the first step."""
-        # Each in a buffer of its own: no state is donated that holds one twice.
+        """Returns the initial `LogMaxState`."""
+        # Each in a buffer of its own: a state that holds one twice cannot be donated.
         numbers = (self.init_scale, 0, 0, 0, 1, 1)
         return LogMaxState(*(jnp.array(number, jnp.float32) for number in numbers))
 
-    def adjust(self, state: Any, grads_finite: jax.Array) -> Any:
-        """Returns the state of the next step, where the gradients are not at hand.
-
-        Args:
-          state: the `LogMaxState` of this step.
-          grads_finite: a `bool[]`, whether the gradients of this step were finite. If
-            they were, nothing is known of their size, and the state stays as it is.
-
-        Returns:
-          The next state, with the avals of `state`.
-
-        Raises:
-          TypeError: if `grads_finite` is not a scalar bool, or `state` another's.
-          ValueError: if `state` is that of a population: call this under `jax.vmap`.
-        """
-        return self.observe(state, None, grads_finite)
-
-    def observe(
-        self, state: Any, grads: Any, grads_finite: jax.Array, *, axis_name: Any = None
+    def adjust(
+        self, state: Any, grads_finite: jax.Array, *, grads: Any = None, axis_name: Any = None
     ) -> Any:
-        """Returns the state of the next step, from the gradients and their verdict.
+        """Returns the state of the next step, from the gradients and whether they were finite.
 
         Args:
           state: the `LogMaxState` of this step.
-          grads: the gradients of this step, unscaled.
-          grads_finite: a `bool[]`, whether they were finite, on all devices.
+          grads_finite: a `bool[]`, whether the gradients were finite, on all devices.
+          grads: the gradients of this step, unscaled. Without them a finite step says
+            nothing about their size, and the state stays as it is.
           axis_name: as in `jaxscale.all_finite`.
 
         Returns:
-          The next state, with the avals of `state`.
+          The next state, with the shapes and dtypes of `state`.
 
         Raises:
-          TypeError: if `grads_finite` is not a scalar bool, or `state` another's.
-          ValueError: if `state` is that of a population: call this under `jax.vmap`.
+          TypeError: if `grads_finite` is not a scalar bool, or `state` is the state of
+            another policy.
+          ValueError: if `state` is the state of a population: call this under `jax.vmap`.
         """
         call = f"{type(self).__name__}.adjust"
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
         state = policy_state(call, state, LogMaxState)
         state = state._replace(loss_scale=healed(state.loss_scale, self.init_scale))
         amax = largest(grads, axis_name)
-        x = jnp.log2(jnp.where(amax > 0, amax, 1.0))  # zeros do not count, see below
+        x = jnp.log2(jnp.where(amax > 0, amax, 1.0))  # all zeros do not count, see below
         x = jnp.where(grads_finite, x, self.log_max)
 
         def average(old: jax.Array, new: jax.Array | float, beta: float) -> jax.Array:
@@ -172,7 +162,7 @@ class LogMaxLossScale(LossScale):
         mean = moved.x_hat / (1 - moved.b1_correction)
         slow_mean = moved.slow_x_hat / (1 - moved.b2_correction)
         variance = moved.xsquared_hat / (1 - moved.b2_correction) - slow_mean * slow_mean
-        # Of a constant it is 0, and may come out below by rounding.
+        # The variance of a constant is 0, and rounding may take it below.
         deviation = jnp.sqrt(jnp.maximum(variance, 0.0))
         proposed = jnp.exp2(_TARGET - (deviation * self.overflow_std_dev + mean))
         scale = jnp.clip(proposed, self.min_scale, self.max_scale)

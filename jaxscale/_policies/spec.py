@@ -1,4 +1,4 @@
-"""What may stand for a policy in an argument."""
+"""The short forms of a policy: what an argument `loss_scale` accepts."""
 
 import numbers
 from typing import Any
@@ -12,17 +12,16 @@ def as_loss_scale(spec: Any) -> LossScale:
     """Returns the policy that a short form stands for.
 
     Args:
-      spec: `None` for `jaxscale.NoOpLossScale`, a number such as 8 (NumPy scalars
-        too) for `jaxscale.FixedLossScale`, `"dynamic"` for
-        `jaxscale.DynamicLossScale` with its defaults, or a
-        `jaxscale.LossScale`, which is returned as it is.
+      spec: `None` for `jaxscale.NoOpLossScale`, a Python or NumPy number such as 8 for
+        `jaxscale.FixedLossScale`, `"dynamic"` for `jaxscale.DynamicLossScale` with its
+        defaults, or a `jaxscale.LossScale`, which is returned as it is.
 
     Returns:
       A `jaxscale.LossScale`.
 
     Raises:
-      TypeError: if `spec` is none of these, a bool or an array for example.
-      ValueError: if it is another string, or a number that is no valid scale.
+      TypeError: if `spec` is anything else, such as a bool or an array.
+      ValueError: if it is another string, or a number that is not a valid scale.
 
     Example:
       >>> import jaxscale

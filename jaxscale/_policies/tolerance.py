@@ -1,4 +1,8 @@
-"""The policy that backs off by the rate of overflows."""
+"""The policy that backs off when the rate of overflows is too high.
+
+It is the rule of fairseq, public as `jaxscale.presets.ToleranceLossScale`. It has a state
+of its own, as a rate takes two more counters than `DynamicLossScale` has.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -35,7 +39,7 @@ class ToleranceState(NamedTuple):
       Array(0, dtype=int32)
     """
 
-    is_loss_scale_state = True  # not a field: by this it is told from other named tuples
+    is_loss_scale_state = True  # not a field: it tells this type from other named tuples
 
     loss_scale: jax.Array  # f32[]
     growth_tracker: jax.Array  # i32[]
@@ -45,15 +49,16 @@ class ToleranceState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToleranceLossScale(LossScale):
-    """A loss scale that backs off when a rate of the steps was not finite.
+    """A loss scale that backs off when a given rate of steps was not finite.
 
     With `s` the scale:
 
     - after `growth_interval` finite steps in a row,
       `s <- min(s * growth_factor, max_scale)`;
     - on a non-finite step, if `overflows / steps >= tolerance`,
-      `s <- max(s * backoff_factor, min_scale)`, where `steps` counts those since
-      the scale moved and `overflows` the non-finite ones since it backed off;
+      `s <- max(s * backoff_factor, min_scale)`, where `steps` is the number of steps
+      since the scale last moved, and `overflows` the number of non-finite ones since it
+      last backed off;
     - a non-finite step clears the growth tracker, whether it backs off or not.
 
     The scale is never 0, inf or NaN.
@@ -69,7 +74,7 @@ class ToleranceLossScale(LossScale):
 
     Raises:
       ValueError: if an argument is out of range.
-      TypeError: if an argument is no number, or `growth_interval` no integer.
+      TypeError: if an argument is not a number, or `growth_interval` not an integer.
 
     Example:
       >>> import jax.numpy as jnp
@@ -122,25 +127,31 @@ class ToleranceLossScale(LossScale):
             )
 
     def init(self) -> Any:
-        """Returns the `ToleranceState` before the first step."""
-        # Each in a buffer of its own: no state is donated that holds one twice.
+        """Returns the initial `ToleranceState`."""
+        # Each in a buffer of its own: a state that holds one twice cannot be donated.
         zeros = (jnp.zeros((), jnp.int32) for _ in range(3))
         return ToleranceState(init_state(self.init_scale).loss_scale, *zeros)
 
-    def adjust(self, state: Any, grads_finite: jax.Array) -> Any:
-        """Returns the state of the next step, for who has the verdict already.
+    def adjust(
+        self, state: Any, grads_finite: jax.Array, *, grads: Any = None, axis_name: Any = None
+    ) -> Any:
+        """Returns the state of the next step, given whether the gradients were finite.
 
         Args:
           state: the `ToleranceState` of this step.
           grads_finite: a `bool[]`, whether the gradients of this step were finite.
+          grads: ignored.
+          axis_name: ignored.
 
         Returns:
-          The next state, with the avals of `state`.
+          The next state, with the shapes and dtypes of `state`.
 
         Raises:
-          TypeError: if `grads_finite` is not a scalar bool, or `state` another's.
-          ValueError: if `state` is that of a population: call this under `jax.vmap`.
+          TypeError: if `grads_finite` is not a scalar bool, or `state` is the state of
+            another policy.
+          ValueError: if `state` is the state of a population: call this under `jax.vmap`.
         """
+        del grads, axis_name
         call = f"{type(self).__name__}.adjust"
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
         state = policy_state(call, state, ToleranceState)

@@ -1,10 +1,11 @@
-"""Every peer's rule under its own argument names, and what the peers saved.
+"""The rules of other loss scalers under their own argument names, and what they saved.
 
-Who comes from another loss scaler keeps the behaviour their run was tuned with:
+If you come from another loss scaler, keep the behaviour with which your run was tuned:
 `jaxscale.loss_scaled(optimizer, jaxscale.presets.torch(growth_interval=500))`. Each
-function takes the arguments of one peer and returns a policy; its docstring says where
-the rule is from and what differs. The tests replay what the peers did, step by step,
-from the files in `tests/traces`:
+function takes the arguments of one library and returns a policy; its docstring says where
+the rule comes from and what differs. Most return a `PresetLossScale`, a
+`jaxscale.DynamicLossScale` with switches. The tests replay what each library did, step by
+step, from the files in `tests/presets/traces`:
 
 =========================================  ==========================================
 file                                       preset
@@ -37,17 +38,18 @@ torch_grad_scaler                          `torch`
 torch_grad_scaler_two_optimizers           `torch`
 =========================================  ==========================================
 
-The rule is the peer's; its defects are not. What is not reproduced, each seen in its
-traces or in a test of `test_never.py` or `test_user_reports.py`:
+A preset has the rule of its library, but not its defects. The following are not
+reproduced; each shows in the traces, or in a test of `test_never.py` or
+`test_user_reports.py`:
 
 ===================================  ==================================================
-peer                                 defect, and where it shows
+library                              defect, and where it shows
 ===================================  ==================================================
 PyTorch, Keras 3, Paddle             no floor: the scale reaches 0 (tag
                                      `subnormal_or_zero`), and NaN is applied
 Keras 3, Megatron-LM, Paddle         no cap: the scale becomes inf and stays (tag
                                      `nonfinite_scale`)
-Flax, MPX                            the cap is no power of two: unscaling rounds for ever
+Flax, MPX                            the cap is not a power of two: unscaling rounds for ever
                                      after (`test_every_scale_is_a_power_of_two...`)
 Flax, PyTorch, Keras 3, Apex         a counter restored beyond the interval never grows
                                      (`test_a_tracker_restored_beyond_the_interval...`)
@@ -55,16 +57,16 @@ jmp                                  the minimum is lost in any `jit`
                                      (`test_min_scale_survives_jit`)
 MPX                                  gradients are unscaled by the next scale
                                      (`test_unscale_uses_forward_scale`)
-DeepSpeed, fairseq, MindSpore        raise at the floor or after many skips, where
+DeepSpeed, fairseq, MindSpore        raise at the floor or after many skips; here
                                      `jaxscale.check` does, if it is called
 OpenSeq2Seq's LogMax                 the units of a non-finite step, and NaN after an
                                      all-zero gradient (see `openseq2seq_logmax`)
-`optax.apply_if_finite`            applies the NaN in the end
+`optax.apply_if_finite`              applies the NaN in the end
                                      (`test_no_update_is_nan_inf_or_scaled`)
 ===================================  ==================================================
 
-The functions `from_...` read what a peer saved, or a live object of it, and return a
-policy and a state; put the state into `opt_state._replace(scaling=state)`.
+The functions `from_...` read what a library saved, or its scaler object, and return a
+policy and a state; pass the state on with `opt_state._replace(scaling=state)`.
 """
 
 from .._policies.logmax import LogMaxLossScale as LogMaxLossScale
@@ -82,6 +84,7 @@ from ._mindspore import mindspore_cell as mindspore_cell
 from ._mindspore import mindspore_manager as mindspore_manager
 from ._paddle import paddle as paddle
 from ._paddle import paddle_op as paddle_op
+from ._rule import PresetLossScale as PresetLossScale
 from ._saved import from_flax as from_flax
 from ._saved import from_jmp as from_jmp
 from ._saved import from_keras as from_keras

@@ -1,4 +1,4 @@
-"""What the presets share: how a policy is made under the argument names of a peer."""
+"""Helpers that the presets share: a policy under the argument names of another library."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._checks import backoff_factor, growth_factor, int32, normal_float32
-from .._policies.dynamic import DynamicLossScale
+from ._rule import PresetLossScale
 
-# Where a peer has no floor or no cap, the bounds are the end of the normal numbers.
+# Where a library has no minimum or maximum, the scale stays within float32's normal numbers.
 NO_MIN = float(jnp.finfo(jnp.float32).smallest_normal)
 NO_MAX = float(jnp.finfo(jnp.float32).max)
 
@@ -23,29 +23,28 @@ _CHECKS = {
 }
 
 
-def dynamic(call: str, names: dict[str, str], **arguments: Any) -> DynamicLossScale:
-    """Returns a policy, or raises an error in the peer's own names.
+def dynamic(call: str, names: dict[str, str], **arguments: Any) -> PresetLossScale:
+    """Returns a policy, or raises an error that names the arguments of the preset.
 
     Args:
       call: the preset, for errors.
-      names: for an argument of `DynamicLossScale`, what the peer calls it, where that
-        is something else.
-      **arguments: those of `DynamicLossScale`. Here a growth that would leave float32
-        keeps the scale if nothing else is said, as in most peers.
+      names: what the preset calls an argument of `PresetLossScale`, if the names differ.
+      **arguments: arguments of `PresetLossScale`. The defaults here are those of most
+        libraries: no bounds, and a growth that would leave float32 keeps the scale.
     """
     for name, value in arguments.items():
         if name in _CHECKS:
             _CHECKS[name](call, names.get(name, name), value)
     unbounded = {"min_scale": NO_MIN, "max_scale": NO_MAX, "clip_growth": False}
-    return DynamicLossScale(**(unbounded | arguments))
+    return PresetLossScale(**(unbounded | arguments))
 
 
 def factors(call: str, name: str, value: Any) -> dict[str, float]:
-    """Returns both factors of a peer that multiplies and divides by the same number."""
+    """Returns both factors of a library that multiplies and divides by the same number."""
     value = growth_factor(call, name, value)
-    # A reciprocal that float32 rounds up would take a scale at the cap down to where the
-    # next growth passes the cap and is refused, which a division never does. Of a power of
-    # two it is exact.
+    # Round the reciprocal down. Rounded up, it would back off from the maximum to a scale
+    # whose next growth passes the maximum and is refused, which a division never does. The
+    # reciprocal of a power of two is exact.
     reciprocal = np.float32(1 / value)
     if float(reciprocal) * float(np.float32(value)) > 1:
         reciprocal = np.nextafter(reciprocal, np.float32(0))
@@ -53,10 +52,15 @@ def factors(call: str, name: str, value: Any) -> dict[str, float]:
 
 
 def floor(call: str, name: str, value: Any) -> float:
-    """Returns a floor, at least that of float32, of which 0 and `None` mean none."""
+    """Returns a minimum of the scale; 0 and `None` mean none but that of float32."""
     return normal_float32(call, name, value) if value else NO_MIN
 
 
 def steps(call: str, name: str, value: Any) -> int:
-    """Returns a number of steps of which 0 means 1, as where a counter is compared late."""
+    """Returns a number of steps; 0 means 1, as in libraries that count before they compare."""
     return max(1, int32(call, name, value, least=0))
+
+
+def number(value: Any) -> Any:
+    """Returns a Python number for an array or a tensor without dimensions, or else `value`."""
+    return value.item() if hasattr(value, "item") else value

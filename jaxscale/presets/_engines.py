@@ -1,11 +1,11 @@
-"""The rules of the training engines on top of PyTorch."""
+"""The presets for the training engines on top of PyTorch."""
 
 from typing import Any
 
 from .._checks import finite_number
-from .._policies.dynamic import DynamicLossScale
 from .._policies.tolerance import ToleranceLossScale
 from ._common import NO_MAX, dynamic, factors, floor, steps
+from ._rule import PresetLossScale
 
 
 def deepspeed(
@@ -16,29 +16,28 @@ def deepspeed(
     delayed_shift: int = 1,
     consecutive_hysteresis: bool = False,
     raise_error_at_min_scale: bool = True,
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of DeepSpeed's `DynamicLossScaler`.
 
     After `scale_window` finite steps in a row, one more at the start and after each
     non-finite step, the scale doubles. The `delayed_shift`-th non-finite step since the
     last growth (or, with `consecutive_hysteresis`, in a row), and each one after it,
     halves it, down to `min_scale`. Source: DeepSpeed, `runtime/fp16/loss_scaler.py`,
-    whose factor is fixed. What differs: there it is a Python float and passes float32's
-    range, and by default it raises at the minimum, which a compiled step cannot: call
-    `jaxscale.check`.
+    whose factor is fixed. What differs: DeepSpeed's scale is a Python float that can
+    leave float32's range, and by default DeepSpeed raises an error at the minimum. A
+    compiled step cannot: call `jaxscale.check`.
 
     Args:
       init_scale: the scale of the first step.
       scale_window: how many finite steps in a row it takes to grow.
       min_scale: a backoff ends at least here.
       delayed_shift: how many non-finite steps it takes to back off.
-      consecutive_hysteresis: whether a finite step gives them back.
-      raise_error_at_min_scale: ignored: `jaxscale.check` raises where training is
-        stuck.
+      consecutive_hysteresis: whether a finite step restores these tolerated steps.
+      raise_error_at_min_scale: ignored: `jaxscale.check` raises if training is stuck.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -68,25 +67,25 @@ def colossalai(
     min_scale: Any = None,
     max_scale: Any = None,
     hysteresis: int = 2,
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of ColossalAI's `DynamicGradScaler`.
 
-    That of `megatron` with optional bounds. Source: hpcaitech/ColossalAI,
-    `amp/naive_amp/grad_scaler`. What differs: there, without a maximum, a growth may
-    end at inf for good; here the scale stays.
+    The rule of `megatron` with optional bounds. Source: hpcaitech/ColossalAI,
+    `amp/naive_amp/grad_scaler`. What differs: in ColossalAI, without a maximum, a growth
+    may end at inf for good; here the scale stays.
 
     Args:
       initial_scale: the scale of the first step.
-      growth_factor: what the scale is multiplied by when it grows.
-      backoff_factor: what it is multiplied by when it backs off.
+      growth_factor: the scale is multiplied by this when it grows.
+      backoff_factor: the scale is multiplied by this when it backs off.
       growth_interval: how many finite steps in a row it takes to grow.
-      min_scale: a backoff ends at least here; `None` is none.
-      max_scale: a growth ends at most here; `None` is none.
-      hysteresis: how many non-finite steps it takes to back off; 0 is 1.
+      min_scale: a backoff ends at least here; `None` means no minimum.
+      max_scale: a growth ends at most here; `None` means no maximum.
+      hysteresis: how many non-finite steps it takes to back off; 0 means 1.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -123,21 +122,22 @@ def fairseq(
     After `scale_window` finite steps in a row the scale is multiplied; a non-finite
     step divides it, down to `threshold`, if the rate of such steps has reached
     `tolerance`. Source: facebookresearch/fairseq, `optim/dynamic_loss_scaler.py`.
-    What differs: there it is a Python float and passes float32's range, and a scale that
-    reaches `min_loss_scale` raises; here that is a floor: call `jaxscale.check`.
+    What differs: fairseq's scale is a Python float that can leave float32's range, and
+    fairseq raises an error when it reaches `min_loss_scale`. Here that is a floor: call
+    `jaxscale.check`.
 
     Args:
       init_scale: the scale of the first step.
-      scale_factor: what the scale is multiplied by when it grows and divided by when it
+      scale_factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       scale_window: how many finite steps in a row it takes to grow.
       tolerance: the rate of non-finite steps at which it backs off.
       threshold: a backoff ends at least here, if it is given.
-      min_loss_scale: the same, where it is larger.
+      min_loss_scale: the same; the larger of the two counts.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets

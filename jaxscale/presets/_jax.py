@@ -1,12 +1,12 @@
-"""The rules of the scalers for JAX."""
+"""The presets for the scalers of JAX: Flax, jmp and MPX."""
 
 from typing import Any
 
 import jax.numpy as jnp
 
 from .._checks import int32
-from .._policies.dynamic import DynamicLossScale
-from ._common import NO_MAX, NO_MIN, dynamic, factors, floor
+from ._common import NO_MAX, NO_MIN, dynamic, factors, floor, number
+from ._rule import PresetLossScale
 
 
 def flax(
@@ -16,25 +16,25 @@ def flax(
     growth_interval: int = 2000,
     scale: Any = 2.0**16,
     minimum_scale: Any = NO_MIN,
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of `flax.training.dynamic_scale.DynamicScale`.
 
-    After `growth_interval + 1` finite steps in a row (so it counts) the scale grows, up
-    to float32's largest number, which is no power of two; a non-finite step backs off,
-    down to `minimum_scale`. Source: Flax 0.12, `flax/training/dynamic_scale.py`. What
-    differs: without a minimum it stops at float32's smallest normal number, where there
-    it becomes 0.
+    After `growth_interval + 1` finite steps in a row (that is how Flax counts) the scale
+    grows, up to float32's largest number, which is not a power of two; a non-finite step
+    backs off, down to `minimum_scale`. Source: Flax 0.12,
+    `flax/training/dynamic_scale.py`. What differs: without a minimum the scale stops at
+    float32's smallest normal number; in Flax it becomes 0.
 
     Args:
-      growth_factor: what the scale is multiplied by when it grows.
-      backoff_factor: what it is multiplied by when it backs off.
+      growth_factor: the scale is multiplied by this when it grows.
+      backoff_factor: the scale is multiplied by this when it backs off.
       growth_interval: one less than the finite steps in a row that it takes to grow.
       scale: the scale of the first step.
-      minimum_scale: a backoff ends at least here; `None` is none.
+      minimum_scale: a backoff ends at least here; `None` means no minimum.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -61,26 +61,25 @@ def jmp(
     period: int = 2000,
     factor: Any = 2,
     min_loss_scale: Any = 1.0,
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of `jmp.DynamicLossScale`.
 
     After `period` finite steps in a row the scale is multiplied, and stays if the
     product is not finite in its dtype; a non-finite step divides it, down to
-    `min_loss_scale`. Source: jmp 0.0.4, `jmp/_src/loss_scale.py`. What differs: there
-    `jit` and every tree map put the minimum back to 1; here it is what you say. The
-    scale is a float32 here, and a float16 or bfloat16 `loss_scale` sets its maximum
-    only.
+    `min_loss_scale`. Source: jmp 0.0.4, `jmp/_src/loss_scale.py`. What differs: in jmp
+    `jit` and every tree map reset the minimum to 1; here it keeps its value. The scale is
+    a float32 here, and a float16 or bfloat16 `loss_scale` sets its maximum only.
 
     Args:
       loss_scale: the scale of the first step.
       period: how many finite steps in a row it takes to grow.
-      factor: what the scale is multiplied by when it grows and divided by when it backs
-        off.
-      min_loss_scale: a backoff ends at least here; 0 is none.
+      factor: the scale is multiplied by this when it grows, and divided by it when it
+        backs off.
+      min_loss_scale: a backoff ends at least here; 0 means no minimum.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -91,9 +90,9 @@ def jmp(
     return dynamic(
         call,
         {"init_scale": "loss_scale", "growth_interval": "period"},
-        init_scale=_number(loss_scale),
+        init_scale=number(loss_scale),
         growth_interval=period,
-        min_scale=floor(call, "min_loss_scale", _number(min_loss_scale)),
+        min_scale=floor(call, "min_loss_scale", number(min_loss_scale)),
         max_scale=_largest(loss_scale),
         clamp="moves",
         **factors(call, "factor", factor),
@@ -106,25 +105,25 @@ def mpx(
     *,
     factor: Any = 2,
     period: int = 2000,
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of `mpx.DynamicLossScaling`.
 
-    That of `jmp`, but each step ends between `min_loss_scaling` and 65504,
-    float16's largest number, which is no power of two. Source: mixed-precision-for-JAX
-    0.1.8, `mpx/_loss_scaling.py`. Nothing differs. The scale is a float32 here; of a
-    bfloat16 `loss_scaling` the maximum is 65536, as that rounds it, and a float16 one
-    stays where it would overflow.
+    The rule of `jmp`, but each step ends between `min_loss_scaling` and 65504, float16's
+    largest number, which is not a power of two. Source: mixed-precision-for-JAX 0.1.8,
+    `mpx/_loss_scaling.py`. Nothing differs. The scale is a float32 here; if
+    `loss_scaling` is a bfloat16 the maximum is 65536, to which bfloat16 rounds 65504, and
+    if it is a float16 the scale stays where a growth would overflow.
 
     Args:
       loss_scaling: the scale of the first step.
       min_loss_scaling: each step ends at least here.
-      factor: what the scale is multiplied by when it grows and divided by when it backs
-        off.
+      factor: the scale is multiplied by this when it grows, and divided by it when it
+        backs off.
       period: how many finite steps in a row it takes to grow.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -140,19 +139,14 @@ def mpx(
             "min_scale": "min_loss_scaling",
             "growth_interval": "period",
         },
-        init_scale=_number(loss_scaling),
+        init_scale=number(loss_scaling),
         growth_interval=period,
-        min_scale=_number(min_loss_scaling),
+        min_scale=number(min_loss_scaling),
         max_scale=float(jnp.asarray(65504.0, dtype)),
         clip_growth=dtype != jnp.float16,
         clamp="steps",
         **factors(call, "factor", factor),
     )
-
-
-def _number(value: Any) -> Any:
-    """Returns a Python number for what may be an array of no dimensions, as these peers take."""
-    return value.item() if hasattr(value, "item") else value
 
 
 def _largest(loss_scale: Any) -> float:

@@ -1,26 +1,26 @@
-"""The three rules of MindSpore."""
+"""The presets for the three scalers of MindSpore."""
 
 from typing import Any
 
-from .._policies.dynamic import DynamicLossScale
 from ._common import dynamic, factors
+from ._rule import PresetLossScale
 
 
-def mindspore(*, scale_value: Any, scale_factor: Any, scale_window: int) -> DynamicLossScale:
+def mindspore(*, scale_value: Any, scale_factor: Any, scale_window: int) -> PresetLossScale:
     """Returns the rule of `mindspore.amp.DynamicLossScaler`.
 
-    That of `jmp` down to 1. Source: MindSpore 2.10, `mindspore/amp.py`. Nothing
-    differs.
+    The rule of `jmp`, with a minimum of 1. Source: MindSpore 2.10, `mindspore/amp.py`.
+    Nothing differs.
 
     Args:
       scale_value: the scale of the first step.
-      scale_factor: what the scale is multiplied by when it grows and divided by when it
+      scale_factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       scale_window: how many finite steps in a row it takes to grow.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -32,22 +32,22 @@ def mindspore(*, scale_value: Any, scale_factor: Any, scale_window: int) -> Dyna
 
 def mindspore_cell(
     *, loss_scale_value: Any, scale_factor: Any, scale_window: int
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of `mindspore.nn.DynamicLossScaleUpdateCell`.
 
-    That of `mindspore`. Source: MindSpore 2.10,
-    `mindspore/nn/wrap/loss_scale.py`. What differs: there a growth may end at inf for
-    good; here the scale stays.
+    The rule of `mindspore`. Source: MindSpore 2.10,
+    `mindspore/nn/wrap/loss_scale.py`. What differs: in MindSpore a growth may end at inf
+    for good; here the scale stays.
 
     Args:
       loss_scale_value: the scale of the first step.
-      scale_factor: what the scale is multiplied by when it grows and divided by when it
+      scale_factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       scale_window: how many finite steps in a row it takes to grow.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -61,23 +61,23 @@ def mindspore_cell(
 
 def mindspore_manager(
     *, init_loss_scale: Any = 2.0**24, scale_factor: Any = 2, scale_window: int = 2000
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of MindSpore's `DynamicLossScaleManager`.
 
-    That of `mindspore`. Source: MindSpore 2.10,
-    `mindspore/train/loss_scale_manager.py`. What differs: there it is a Python float
-    and passes float32's range, and it raises after more than 1000 non-finite steps in a
-    row: call `jaxscale.check`.
+    The rule of `mindspore`. Source: MindSpore 2.10,
+    `mindspore/train/loss_scale_manager.py`. What differs: the manager's scale is a Python
+    float that can leave float32's range, and the manager raises an error after more than
+    1000 non-finite steps in a row. A compiled step cannot: call `jaxscale.check`.
 
     Args:
       init_loss_scale: the scale of the first step.
-      scale_factor: what the scale is multiplied by when it grows and divided by when it
+      scale_factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       scale_window: how many finite steps in a row it takes to grow.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -89,8 +89,8 @@ def mindspore_manager(
     )
 
 
-def _mindspore(call: str, name: str, init: Any, factor: Any, window: Any) -> DynamicLossScale:
-    """Returns what the three of MindSpore share."""
+def _mindspore(call: str, name: str, init: Any, factor: Any, window: Any) -> PresetLossScale:
+    """Returns the rule that the three scalers of MindSpore share."""
     return dynamic(
         call,
         {"init_scale": name, "growth_interval": "scale_window"},

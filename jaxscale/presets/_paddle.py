@@ -1,11 +1,11 @@
-"""The two rules of Paddle, which differ."""
+"""The presets for the two scalers of Paddle, which differ."""
 
 from typing import Any
 
 from .._policies.base import LossScale
-from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from ._common import dynamic
+from ._rule import PresetLossScale
 
 _PADDLE = {
     "init_scale": "init_loss_scaling",
@@ -29,24 +29,24 @@ def paddle(
     """Returns the rule of `paddle.amp.GradScaler`.
 
     After `incr_every_n_steps` finite steps in a row the scale grows; after
-    `decr_every_n_nan_or_inf` non-finite steps in a row (its documentation has it
-    otherwise) it backs off. Source: PaddlePaddle 3.3, `paddle/amp/grad_scaler.py`. What
-    differs: there it has no bounds, and is lost for good at inf and at 0; here it stays
-    within float32's normal numbers.
+    `decr_every_n_nan_or_inf` non-finite steps in a row (Paddle's documentation says
+    something else) it backs off. Source: PaddlePaddle 3.3, `paddle/amp/grad_scaler.py`.
+    What differs: in Paddle the scale has no bounds, and is lost for good at inf and at 0;
+    here it stays within float32's normal numbers.
 
     Args:
       enable: if it is `False`, nothing is scaled.
       init_loss_scaling: the scale of the first step.
-      incr_ratio: what the scale is multiplied by when it grows.
-      decr_ratio: what it is multiplied by when it backs off.
+      incr_ratio: the scale is multiplied by this when it grows.
+      decr_ratio: the scale is multiplied by this when it backs off.
       incr_every_n_steps: how many finite steps in a row it takes to grow.
       decr_every_n_nan_or_inf: how many non-finite steps in a row it takes to back off,
         each time.
       use_dynamic_loss_scaling: if it is `False`, the scale stays.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -77,10 +77,10 @@ def paddle_op(
     decr_every_n_nan_or_inf: int = 2,
     incr_ratio: Any = 2.0,
     decr_ratio: Any = 0.8,
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of Paddle's `update_loss_scaling` operation.
 
-    That of `paddle`, down to 1, and a growth that is not finite leaves the scale.
+    The rule of `paddle`, with a minimum of 1; a growth that is not finite leaves the scale.
     Source: the CPU kernel of PaddlePaddle 3.3; the defaults are those of
     `paddle.static.amp.decorate`. Nothing differs.
 
@@ -89,12 +89,12 @@ def paddle_op(
       incr_every_n_steps: how many finite steps in a row it takes to grow.
       decr_every_n_nan_or_inf: how many non-finite steps in a row it takes to back off,
         each time.
-      incr_ratio: what the scale is multiplied by when it grows.
-      decr_ratio: what it is multiplied by when it backs off.
+      incr_ratio: the scale is multiplied by this when it grows.
+      decr_ratio: the scale is multiplied by this when it backs off.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets

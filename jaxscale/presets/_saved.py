@@ -1,4 +1,8 @@
-"""What the peers saved, read into a policy and a state, and PyTorch's written back."""
+"""Reads what another library saved into a policy and a state, and writes PyTorch's back.
+
+Each `from_...` calls the preset of that library with the saved arguments, and puts the
+saved counter into the state that the policy's `init` returns.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +14,9 @@ from .._policies.base import LossScale
 from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._state import LossScaleState
+from ._common import number
 from ._jax import flax, jmp
+from ._rule import PresetLossScale
 from ._tensorflow import keras, tensorflow, tf_keras
 from ._torch import torch
 
@@ -21,15 +27,15 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
     """Returns the policy and the state of a PyTorch `GradScaler.state_dict()`.
 
     Args:
-      state_dict: the dictionary; an empty one is that of a disabled scaler.
+      state_dict: the dictionary; a disabled scaler has an empty one.
 
     Returns:
-      A policy as of `torch`, whose `init_scale` is the saved scale, and a state
+      A policy as `presets.torch` returns it, whose `init_scale` is the saved scale, and a state
       with the saved tracker.
 
     Raises:
-      ValueError: if a key is missing or unknown, or a value is one to train nothing with.
-      TypeError: if a value is no number.
+      ValueError: if a key is missing or unknown, or a value is out of range.
+      TypeError: if a value is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -53,13 +59,13 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
             "`presets.from_torch(state_dict)` must have the keys of PyTorch's "
             f"`GradScaler.state_dict()`, {', '.join(_TORCH)}, got {', '.join(state_dict)}."
         )
-    scale, *_, tracker = (_number(state_dict[name]) for name in _TORCH)
-    arguments = {name: _number(state_dict[name]) for name in _TORCH[1:-1]}
+    scale, *_, tracker = (number(state_dict[name]) for name in _TORCH)
+    arguments = {name: number(state_dict[name]) for name in _TORCH[1:-1]}
     return _resumed(torch(init_scale=scale, **arguments), tracker)
 
 
 def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
-    """Returns what PyTorch's `GradScaler.load_state_dict` takes. Waits for the device.
+    """Returns a dictionary for PyTorch's `GradScaler.load_state_dict`. Waits for the device.
 
     Args:
       policy: a `DynamicLossScale`, or the `NoOpLossScale` of a disabled scaler. Its
@@ -70,8 +76,8 @@ def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
       The dictionary, of Python numbers.
 
     Raises:
-      ValueError: if `policy` does what PyTorch cannot: hysteresis, or a delay.
-      TypeError: if it is no such policy, or `state` is traced.
+      ValueError: if `policy` has what PyTorch has not: hysteresis, or a growth delay.
+      TypeError: if it is another policy, or `state` is traced.
 
     Example:
       >>> from jaxscale import presets
@@ -86,11 +92,12 @@ def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
             f"`presets.to_torch(policy=...)` must be a `DynamicLossScale`, got {policy!r}. "
             "PyTorch's scaler has no other rule."
         )
-    if policy.hysteresis != 1 or policy.growth_delay:
+    growth_delay = policy.growth_delay if isinstance(policy, PresetLossScale) else 0
+    if policy.hysteresis != 1 or growth_delay:
         raise ValueError(
             "`presets.to_torch(policy=...)` must back off on each non-finite step and count "
             f"each finite one, as PyTorch does, got hysteresis={policy.hysteresis} and "
-            f"growth_delay={policy.growth_delay}."
+            f"growth_delay={growth_delay}."
         )
     if isinstance(state.loss_scale, jax.core.Tracer):
         raise TypeError(
@@ -108,19 +115,19 @@ def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
 
 
 def from_tensorflow(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
-    """Returns the policy and a first state of a TensorFlow `LossScale.get_config()`.
+    """Returns the policy and its initial state from a TensorFlow `LossScale.get_config()`.
 
     Args:
-      config: that of a `DynamicLossScale` or of a `FixedLossScale`, or what
-        `tf.keras` serializes of one: `{"class_name": ..., "config": ...}`.
+      config: the configuration of a `DynamicLossScale` or of a `FixedLossScale`, or the
+        form in which `tf.keras` stores it: `{"class_name": ..., "config": ...}`.
 
     Returns:
-      A policy as of `tensorflow`, or a `FixedLossScale`, and its first state:
-      TensorFlow keeps the scale itself in its checkpoints.
+      A policy as `presets.tensorflow` returns it, or a `FixedLossScale`, and its initial
+      state: TensorFlow keeps the scale itself in its checkpoints.
 
     Raises:
-      ValueError: if a key is unknown, or a value is one to train nothing with.
-      TypeError: if a value is no number.
+      ValueError: if a key is unknown, or a value is out of range.
+      TypeError: if a value is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -137,20 +144,20 @@ def from_tensorflow(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleStat
 
 
 def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
-    """Returns the policy and a first state of a Keras `LossScaleOptimizer.get_config()`.
+    """Returns the policy and its initial state from a Keras `LossScaleOptimizer.get_config()`.
 
     Args:
-      config: that of Keras 3, of tf_keras (which has a key `dynamic`), or of Keras
-        before TensorFlow 2.4 (which has `loss_scale`). What it says of the optimizer
-        inside is not looked at.
+      config: the configuration of Keras 3, of tf_keras (which has a key `dynamic`), or of
+        Keras before TensorFlow 2.4 (which has `loss_scale`). Its entries for the inner
+        optimizer are ignored.
 
     Returns:
-      A policy as of `keras` or `tf_keras`, and its first state: Keras keeps
-      the scale itself with the weights.
+      A policy as `presets.keras` or `presets.tf_keras` returns it, and its initial state:
+      Keras keeps the scale itself with the weights.
 
     Raises:
-      ValueError: if it is no such configuration, or a value is one to train nothing with.
-      TypeError: if a value is no number.
+      ValueError: if it is another configuration, or a value is out of range.
+      TypeError: if a value is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -181,11 +188,12 @@ def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
       dynamic_scale: the object, outside of `jit`; Flax itself is not imported.
 
     Returns:
-      A policy as of `flax`, and a state with the scale and the counter as they are.
+      A policy as `presets.flax` returns it, and a state with the scale and the counter
+      as they are.
 
     Raises:
-      TypeError: if it is no such object, or it is traced.
-      ValueError: if a value is one to train nothing with.
+      TypeError: if it is another object, or it is traced.
+      ValueError: if a value is out of range.
 
     Example:
       >>> import types
@@ -212,15 +220,16 @@ def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
 
     Args:
       loss_scale: the object, outside of `jit`; jmp itself is not imported. Under
-        `jit` jmp forgets its minimum: the one read is that which the object has now.
+        `jit` jmp forgets its minimum: what is read is the minimum that the object has now.
 
     Returns:
-      A policy as of `jmp`, and a state with the scale and the counter as they are;
-      for a `StaticLossScale` a `FixedLossScale`, for a `NoOpLossScale` that.
+      A policy as `presets.jmp` returns it, and a state with the scale and the counter as
+      they are. A `StaticLossScale` becomes a `FixedLossScale`, and a `NoOpLossScale` the
+      one of this library.
 
     Raises:
-      TypeError: if it is no such object, or it is traced.
-      ValueError: if a value is one to train nothing with.
+      TypeError: if it is another object, or it is traced.
+      ValueError: if a value is out of range.
 
     Example:
       >>> import types
@@ -238,7 +247,7 @@ def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
     names = ("period", "factor", "min_loss_scale", "loss_scale", "counter")
     values = _attributes("from_jmp", loss_scale, names)
     tracker = values.pop("counter")
-    # The array itself: its dtype says how far it grows.
+    # The array itself: its dtype says how far the scale grows.
     return _resumed(jmp(**values | {"loss_scale": loss_scale.loss_scale}), tracker)
 
 
@@ -263,7 +272,7 @@ def _attributes(call: str, instance: Any, names: tuple[str, ...]) -> dict[str, A
     if missing:
         raise TypeError(
             f"`presets.{call}` got {instance!r}, which has no {' and no '.join(missing)}. "
-            "Pass the live object of that library."
+            "Pass the scaler object of that library."
         )
     values = {name: getattr(instance, name) for name in names}
     traced = [name for name, value in values.items() if isinstance(value, jax.core.Tracer)]
@@ -272,9 +281,4 @@ def _attributes(call: str, instance: Any, names: tuple[str, ...]) -> dict[str, A
             f"`presets.{call}` reads values, so it cannot run inside `jit`: {traced[0]} is "
             "traced. Call it once, before training goes on."
         )
-    return {name: _number(value) for name, value in values.items()}
-
-
-def _number(value: Any) -> Any:
-    """Returns a Python number for what may be an array or a tensor of no dimensions."""
-    return value.item() if hasattr(value, "item") else value
+    return {name: number(value) for name, value in values.items()}

@@ -1,18 +1,18 @@
-"""The rules of TensorFlow and of what was built on it."""
+"""The presets for TensorFlow and the libraries built on it: Keras and OpenSeq2Seq."""
 
 from typing import Any
 
 from .._checks import int32
 from .._policies.base import LossScale
-from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import FixedLossScale
 from .._policies.logmax import LogMaxLossScale
 from ._common import dynamic, factors, steps
+from ._rule import PresetLossScale
 
 
 def tensorflow(
     *, initial_loss_scale: Any = 2.0**15, increment_period: int = 2000, multiplier: Any = 2.0
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of `tf.mixed_precision.experimental.DynamicLossScale`.
 
     After `increment_period` finite steps in a row the scale is multiplied, and stays if
@@ -22,13 +22,13 @@ def tensorflow(
 
     Args:
       initial_loss_scale: the scale of the first step.
-      increment_period: how many finite steps in a row it takes to grow; 0 is 1.
-      multiplier: what the scale is multiplied by when it grows and divided by when it
+      increment_period: how many finite steps in a row it takes to grow; 0 means 1.
+      multiplier: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -54,26 +54,26 @@ def tensorflow_contrib(
     decr_every_n_nan_or_inf: int = 2,
     incr_ratio: Any = 2,
     decr_ratio: Any = 0.8,
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of TensorFlow 1's `ExponentialUpdateLossScaleManager`.
 
     After `incr_every_n_steps` finite steps in a row the scale grows, and stays if the
     product is not finite. On every `decr_every_n_nan_or_inf`-th non-finite step since
     it last moved, in a row or not, it backs off, down to 1. Source: TensorFlow 1.15,
-    `contrib/mixed_precision`. Its documentation says that a scale below 1 is not taken;
-    the code takes 1. Nothing differs; its `FixedLossScaleManager` is `FixedLossScale`
-    in a `loss_scaled` optimizer.
+    `contrib/mixed_precision`. Its documentation says that a backoff below 1 is refused;
+    the code backs off to 1. Nothing differs. For its `FixedLossScaleManager`, use
+    `FixedLossScale` in a `loss_scaled` optimizer.
 
     Args:
       init_loss_scale: the scale of the first step.
       incr_every_n_steps: how many finite steps in a row it takes to grow.
       decr_every_n_nan_or_inf: how many non-finite steps it takes to back off.
-      incr_ratio: what the scale is multiplied by when it grows.
-      decr_ratio: what it is multiplied by when it backs off.
+      incr_ratio: the scale is multiplied by this when it grows.
+      decr_ratio: the scale is multiplied by this when it backs off.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -108,9 +108,9 @@ def tf_keras(
 ) -> LossScale:
     """Returns the rule of `tf_keras.mixed_precision.LossScaleOptimizer`.
 
-    That of `tensorflow` with a multiplier of 2. Source: tf_keras 2.21,
-    `mixed_precision/loss_scale_optimizer.py`. What differs: without `dynamic` the
-    peer applies non-finite gradients; a `loss_scaled` optimizer never does.
+    The rule of `tensorflow` with a multiplier of 2. Source: tf_keras 2.21,
+    `mixed_precision/loss_scale_optimizer.py`. What differs: without `dynamic`, tf_keras
+    applies non-finite gradients; a `loss_scaled` optimizer never does.
 
     Args:
       dynamic: whether the scale moves.
@@ -120,8 +120,8 @@ def tf_keras(
         `None`.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -144,21 +144,21 @@ def tf_keras(
     )
 
 
-def keras(*, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000) -> DynamicLossScale:
+def keras(*, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000) -> PresetLossScale:
     """Returns the rule of Keras 3's `LossScaleOptimizer`.
 
     After `dynamic_growth_steps` finite steps in a row the scale doubles; a non-finite
     step halves it. Source: Keras 3.15, `optimizers/loss_scale_optimizer.py`. What
-    differs: there it has no bounds, and is lost for good at inf and at 0; here it stays
-    within float32's normal numbers.
+    differs: in Keras the scale has no bounds, and is lost for good at inf and at 0; here
+    it stays within float32's normal numbers.
 
     Args:
       initial_scale: the scale of the first step.
       dynamic_growth_steps: how many finite steps in a row it takes to grow.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -174,26 +174,26 @@ def openseq2seq_backoff(
     scale_max: Any = 2.0**14,
     step_factor: Any = 2.0,
     step_window: int = 2000,
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of OpenSeq2Seq's `BackoffScaler`.
 
     It starts at `scale_max`; after `step_window` finite steps in a row it is
     multiplied by `step_factor`, and a non-finite step divides it, both within the
     bounds. Source: NVIDIA/OpenSeq2Seq at 8681d38,
-    `optimizers/automatic_loss_scaler.py`; other revisions start at 2**24. What
-    differs: there, nothing orders the step counter and its readers, so that a growth may
-    come one step late.
+    `optimizers/automatic_loss_scaler.py`; other revisions start at 2**24. What differs:
+    OpenSeq2Seq does not order the step counter and its readers, so that a growth may come
+    one step late.
 
     Args:
       scale_min: the scale never backs off below this.
       scale_max: the scale of the first step, and the largest.
-      step_factor: what the scale is multiplied by when it grows and divided by when it
+      step_factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       step_window: how many finite steps in a row it takes to grow.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -226,22 +226,23 @@ def openseq2seq_logmax(
 
     The scale keeps the largest gradient some standard deviations below 2**16, from moving
     averages of its logarithm. Source: NVIDIA/OpenSeq2Seq at 8681d38,
-    `optimizers/automatic_loss_scaler.py`. What differs are two defects. There, a non-
-    finite step counts as 2**`log_max` where a binary logarithm is meant, which holds
-    the scale at its minimum for many steps; here it counts as `log_max`. There, one
-    all-zero gradient makes the scale NaN for good; here it is passed over.
+    `optimizers/automatic_loss_scaler.py`. What differs: two defects are not reproduced. In
+    OpenSeq2Seq a non-finite step counts as 2**`log_max`, although a binary logarithm is
+    meant, which holds the scale at its minimum for many steps; here it counts as
+    `log_max`. In OpenSeq2Seq one all-zero gradient makes the scale NaN for good; here such
+    a step does not count.
 
     Args:
       scale_min: the smallest scale.
       scale_max: the largest scale.
       log_max: what a non-finite step counts as.
       beta1: how much of the average is kept in a step.
-      beta2: how much of what the standard deviation is from.
+      beta2: the same for the averages from which the standard deviation is computed.
       overflow_std_dev: how many standard deviations to keep away.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -258,8 +259,8 @@ def openseq2seq_logmax(
     )
 
 
-def _doubling(call: str, initial_scale: Any, steps: Any, **kwargs: Any) -> DynamicLossScale:
-    """Returns what the two of Keras share: it doubles, and it halves."""
+def _doubling(call: str, initial_scale: Any, steps: Any, **kwargs: Any) -> PresetLossScale:
+    """Returns the rule that both Keras presets share: the scale doubles and halves."""
     int32(call, "dynamic_growth_steps", steps)
     names = {"init_scale": "initial_scale"}
     return dynamic(call, names, init_scale=initial_scale, growth_interval=steps, **kwargs)

@@ -1,12 +1,12 @@
-"""The rules of PyTorch, and of the kernel that adds hysteresis to it."""
+"""The presets for PyTorch, NVIDIA Apex and Megatron-LM."""
 
 from typing import Any
 
 from .._checks import normal_float32
 from .._policies.base import LossScale
-from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import NoOpLossScale
 from ._common import dynamic, factors, floor
+from ._rule import PresetLossScale
 
 
 def torch(
@@ -21,20 +21,20 @@ def torch(
 
     After `growth_interval` finite steps in a row the scale grows, and stays if the
     product is not finite; a non-finite step backs off. Source: PyTorch 2.13,
-    `torch/amp/grad_scaler.py`. What differs: there it has no floor, and at 0 the
-    parameters become NaN; here it stops at float32's smallest normal number. A tracker
-    restored beyond the interval grows at once, there never.
+    `torch/amp/grad_scaler.py`. What differs: in PyTorch the scale has no floor, and at 0
+    the parameters become NaN; here it stops at float32's smallest normal number. A
+    tracker restored beyond the interval grows at once; in PyTorch it never grows.
 
     Args:
       init_scale: the scale of the first step.
-      growth_factor: what the scale is multiplied by when it grows.
-      backoff_factor: what it is multiplied by when it backs off.
+      growth_factor: the scale is multiplied by this when it grows.
+      backoff_factor: the scale is multiplied by this when it backs off.
       growth_interval: how many finite steps in a row it takes to grow.
       enabled: if it is `False`, nothing is scaled.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -60,24 +60,24 @@ def apex(
     scale_window: int = 2000,
     min_loss_scale: Any = None,
     max_loss_scale: Any = 2.0**24,
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of NVIDIA Apex' `amp.scaler.LossScaler`.
 
     After `scale_window` finite steps in a row the scale doubles, up to
     `max_loss_scale`; a non-finite step halves it, down to `min_loss_scale`. Source:
-    NVIDIA/apex, `apex/amp/scaler.py`, before it was removed. As there, `scale_factor`
-    is not looked at, and a start above the maximum is cut. Nothing differs.
+    NVIDIA/apex, `apex/amp/scaler.py`, before it was removed. As in Apex, `scale_factor`
+    is ignored, and a start above the maximum is lowered to it. Nothing differs.
 
     Args:
       init_scale: the scale of the first step.
-      scale_factor: ignored, as in the peer, where it is always 2.
+      scale_factor: ignored: as in Apex, the factor is always 2.
       scale_window: how many finite steps in a row it takes to grow.
-      min_loss_scale: a backoff ends at least here; `None` and 0 are none.
+      min_loss_scale: a backoff ends at least here; `None` and 0 mean no minimum.
       max_loss_scale: a growth ends at most here.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -102,23 +102,23 @@ def apex(
 
 def apex_fp16_utils(
     *, init_scale: Any = 2.0**32, scale_factor: Any = 2.0, scale_window: int = 1000
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of Apex' `fp16_utils.DynamicLossScaler`.
 
     After `scale_window` finite steps in a row the scale is multiplied; a non-finite
-    step divides it, down to 1. Also its ancestors in Megatron-LM and FP16_Optimizer.
-    Source: NVIDIA/apex, `apex/fp16_utils/loss_scaler.py`. What differs: there it is a
-    Python float and passes float32's range; here it stays within.
+    step divides it, down to 1. Its ancestors in Megatron-LM and FP16_Optimizer have the
+    same rule. Source: NVIDIA/apex, `apex/fp16_utils/loss_scaler.py`. What differs: Apex's
+    scale is a Python float that can leave float32's range; here it stays within.
 
     Args:
       init_scale: the scale of the first step.
-      scale_factor: what the scale is multiplied by when it grows and divided by when it
+      scale_factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       scale_window: how many finite steps in a row it takes to grow.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -144,25 +144,24 @@ def apex_hysteresis(
     backoff_factor: Any = 0.5,
     growth_interval: int = 2000,
     hysteresis: int = 1,
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of Apex' `update_scale_hysteresis` kernel.
 
-    That of `torch`, but only the `hysteresis`-th non-finite step in a row, and
-    each one after it, backs off. Source: NVIDIA/apex,
-    `csrc/update_scale_hysteresis.cu`, as used in NeMo, whose defaults these are. What
-    differs: as with `torch`; and the tracker stops at 0, where there it goes on
-    below.
+    The rule of `torch`, but only the `hysteresis`-th non-finite step in a row, and each
+    one after it, backs off. Source: NVIDIA/apex, `csrc/update_scale_hysteresis.cu`, as
+    used in NeMo, whose defaults these are. What differs: the same as in `torch`; and the
+    hysteresis tracker stops at 0, where Apex counts on below it.
 
     Args:
       init_scale: the scale of the first step.
-      growth_factor: what the scale is multiplied by when it grows.
-      backoff_factor: what it is multiplied by when it backs off.
+      growth_factor: the scale is multiplied by this when it grows.
+      backoff_factor: the scale is multiplied by this when it backs off.
       growth_interval: how many finite steps in a row it takes to grow.
       hysteresis: how many non-finite steps in a row it takes to back off.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -189,27 +188,28 @@ def megatron(
     backoff_factor: Any = 0.5,
     growth_interval: int = 1000,
     hysteresis: int = 2,
-) -> DynamicLossScale:
+) -> PresetLossScale:
     """Returns the rule of Megatron-LM's `DynamicGradScaler`.
 
     After `growth_interval` finite steps in a row the scale grows; the `hysteresis`-th
     non-finite step since the last growth, and each one after it, backs off, down to
-    `min_scale`. Source: NVIDIA/Megatron-LM, `core/optimizer/grad_scaler.py`; the
-    class has no defaults, these are those of its command line. What differs: there a
-    growth may end at inf for good; here the scale stays. The tracker stops at 0.
+    `min_scale`. Source: NVIDIA/Megatron-LM, `core/optimizer/grad_scaler.py`; the class
+    has no defaults, these are the defaults of its command line. What differs: in Megatron
+    a growth may end at inf for good; here the scale stays. The hysteresis tracker stops
+    at 0.
 
     Args:
       initial_scale: the scale of the first step.
       min_scale: a backoff ends at least here.
-      growth_factor: what the scale is multiplied by when it grows.
-      backoff_factor: what it is multiplied by when it backs off.
+      growth_factor: the scale is multiplied by this when it grows.
+      backoff_factor: the scale is multiplied by this when it backs off.
       growth_interval: how many finite steps in a row it takes to grow.
-      hysteresis: how many non-finite steps it takes to back off; only growth gives them
-        back.
+      hysteresis: how many non-finite steps it takes to back off; only a growth restores
+        these tolerated steps.
 
     Raises:
-      ValueError: if an argument is one with which nothing can be trained.
-      TypeError: if an argument is no number.
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
 
     Example:
       >>> from jaxscale import presets

@@ -132,7 +132,7 @@ class Halving(jaxscale.LossScale):
     def init(self):
         return self.start
 
-    def adjust(self, state, grads_finite):
+    def adjust(self, state, grads_finite, **_):
         return state._replace(loss_scale=state.loss_scale / 2)
 
 

@@ -106,7 +106,7 @@ CALLS = {
     "check, with the optimizer": lambda p, s: complaint(s, tx=transformation(p)),
     "update": lambda p, s: OWN[p].update(s.scaling, GRADS),
     "update, overflown": lambda p, s: OWN[p].update(s.scaling, BAD),
-    "observe": lambda p, s: OWN[p].observe(s.scaling, GRADS, jnp.array(True)),
+    "adjust, with gradients": lambda p, s: OWN[p].adjust(s.scaling, jnp.array(True), grads=GRADS),
     "adjust": lambda p, s: OWN[p].adjust(s.scaling, jnp.array(True)),
     "adjust, overflown": lambda p, s: OWN[p].adjust(s.scaling, jnp.array(False)),
     "to_state_dict": lambda p, s: jaxscale.to_state_dict(s),

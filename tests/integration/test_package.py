@@ -54,7 +54,7 @@ METHODS = {
     if inspect.isclass(cls) and not hasattr(cls, "_fields")
     for method, function in vars(cls).items()
     if method in ("create", "apply_gradients", "update", "append", "columns", "plot")
-    or method in ("init", "adjust", "observe", "get_config", "from_config")
+    or method in ("init", "adjust", "get_config", "from_config")
 }
 
 

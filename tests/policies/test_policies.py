@@ -1,4 +1,4 @@
-"""How a loss scale moves: the documented rule, of `references.py`, beside the real one."""
+"""How a loss scale moves: the real rule against the documented one in `references.py`."""
 
 import dataclasses
 import json
@@ -13,6 +13,7 @@ from references import trajectory
 from tables import POLICIES, assert_same_bits, avals, policies
 
 import jaxscale
+from jaxscale import presets
 
 
 def powers(low, high):
@@ -22,22 +23,27 @@ def powers(low, high):
 @st.composite
 def dynamic_policies(draw):
     min_scale, init_scale, max_scale = sorted(draw(powers(-20, 30)) for _ in range(3))
+    arguments = {
+        "growth_factor": draw(st.sampled_from([2.0, 4.0, 2.0**40, 1.5, 3.0])),
+        "backoff_factor": draw(st.sampled_from([0.5, 0.25, 2.0**-40, 0.8])),
+        "growth_interval": draw(st.integers(1, 5)),
+        "hysteresis": draw(st.integers(1, 3)),
+        "min_scale": min_scale,
+        "max_scale": max_scale,
+    }
+    if draw(st.booleans()):
+        return jaxscale.DynamicLossScale(init_scale=init_scale, **arguments)
     clamp = draw(st.sampled_from(["never", "moves", "steps"]))
     if clamp != "never":
         init_scale = draw(powers(-30, 40))
-    return jaxscale.DynamicLossScale(
+    return presets.PresetLossScale(
         init_scale=init_scale,
-        growth_factor=draw(st.sampled_from([2.0, 4.0, 2.0**40, 1.5, 3.0])),
-        backoff_factor=draw(st.sampled_from([0.5, 0.25, 2.0**-40, 0.8])),
-        growth_interval=draw(st.integers(1, 5)),
-        hysteresis=draw(st.integers(1, 3)),
-        min_scale=min_scale,
-        max_scale=max_scale,
         growth_delay=draw(st.integers(0, 2)),
         refill_on_finite=draw(st.booleans()),
         refill_on_backoff=draw(st.booleans()),
         clip_growth=draw(st.booleans()),
         clamp=clamp,
+        **arguments,
     )
 
 
@@ -51,7 +57,7 @@ def replay(policy, state, steps):
 
 @hypothesis.given(dynamic_policies(), st.lists(st.booleans(), min_size=24, max_size=24))
 def test_update_follows_reference(policy, steps):
-    start = policy.init_scale, -policy.growth_delay, policy.hysteresis
+    start = policy.init_scale, -getattr(policy, "growth_delay", 0), policy.hysteresis
     assert replay(policy, policy.init(), steps) == list(trajectory(policy, start, steps)[-1])
 
 
@@ -69,7 +75,8 @@ def test_update_follows_reference_from_any_restored_state(policy, start, steps):
 
 @hypothesis.given(dynamic_policies(), st.booleans(), powers(-30, 40))
 def test_a_backoff_never_raises_and_a_growth_never_lowers(policy, finite, scale):
-    policy = dataclasses.replace(policy, init_scale=policy.min_scale, clamp="never")
+    policy = dataclasses.replace(policy, init_scale=policy.min_scale)
+    hypothesis.assume(getattr(policy, "clamp", "never") == "never")
     state = policy.init()._replace(loss_scale=jnp.array(scale, jnp.float32))
     moved = policy.adjust(state, finite).loss_scale
     assert moved >= scale if finite else moved <= scale
@@ -142,7 +149,11 @@ def test_policies_are_plain_values():
     policy = jaxscale.DynamicLossScale(init_scale=np.float32(8), growth_interval=np.int64(3))
     assert policy == jaxscale.DynamicLossScale(init_scale=8, growth_interval=3)
     assert hash(policy) == hash(jaxscale.DynamicLossScale(init_scale=8, growth_interval=3))
-    assert {type(value) for value in policy.get_config().values()} == {float, int, bool, str}
+    assert {type(value) for value in policy.get_config().values()} == {float, int}
+    config = presets.PresetLossScale(
+        init_scale=np.float32(8), growth_delay=np.int64(3)
+    ).get_config()
+    assert {type(value) for value in config.values()} == {float, int, bool, str}
     assert jax.tree.leaves(policy) == [policy]
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.init_scale = 1.0
@@ -172,7 +183,7 @@ def test_a_policy_of_ones_own():
         def init(self):
             return jaxscale.FixedLossScale(self.start).init()
 
-        def adjust(self, state, grads_finite):
+        def adjust(self, state, grads_finite, **_):
             return state._replace(loss_scale=state.loss_scale / 2)
 
     state, should_apply = Halving().update(Halving().init(), None)
@@ -180,6 +191,30 @@ def test_a_policy_of_ones_own():
     assert Halving.from_config(Halving(8.0).get_config()) == Halving(8.0)
     with pytest.raises(TypeError, match="abstract"):
         jaxscale.LossScale()
+
+
+LIBRARIES = {
+    "preset": presets.deepspeed(delayed_shift=2),
+    "tolerance": presets.fairseq(),
+    "logmax": presets.openseq2seq_logmax(),
+}
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *LIBRARIES])
+def test_adjust_takes_gradients_and_only_logmax_reads_them(policy):
+    policy = (POLICIES | LIBRARIES)[policy]
+    state, grads, axis = policy.init(), jnp.array([2.0**-4, 0.0]), "data"
+    without = policy.adjust(state, True)
+
+    def with_gradients(shard):
+        return policy.adjust(state, True, grads=shard, axis_name=axis)
+
+    moved = jax.vmap(with_gradients, axis_name=axis)(grads)
+    if isinstance(policy, presets.LogMaxLossScale):
+        assert_same_bits(without, state)  # nothing is known about the size of the gradients
+        assert (moved.x_hat != 0).all()  # on each device: the largest gradient is that of all
+    else:
+        assert_same_bits(moved, jax.tree.map(lambda x: jnp.stack([x, x]), without))
 
 
 def test_a_scale_set_from_a_python_number_is_strongly_typed_again():

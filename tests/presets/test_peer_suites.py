@@ -1,15 +1,15 @@
-"""What the peers' own test suites assert of a loss scale, asserted of this one.
+"""Asserts of this library what the test suites of other libraries assert of a loss scale.
 
-First sequences of good (G) and bad (B) steps, then single behaviours, then the peers
-themselves, run beside ours: jmp, Flax, optax, Keras.
+First come sequences of good (G) and bad (B) steps, then single behaviours, then jmp, Flax,
+optax and Keras themselves, run beside ours.
 
-Covered by other files, as ours before we read theirs:
+Covered by other files, which had these tests before we read theirs:
 
 - test_tree: all_finite over None, {}, every leaf and dtype (jmp, MPX, PyTorch found_inf,
   optax skip_not_finite); select_tree (jmp, MPX); None trees.
-- test_errors: predicates and verdicts that are no scalar bool (jmp, there assertions); scales,
+- test_errors: predicates and verdicts that are not a scalar bool (jmp, there assertions); scales,
   factors and counts out of range (DeepSpeed, Keras); a minimum of 0 (jmp takes it); unknown
-  arguments (Keras); an optimizer that is none (tf_keras).
+  arguments (Keras); an optimizer that is not one (tf_keras).
 - test_policies: FixedLossScale always applies (TensorFlow, contrib); configurations round-trip
   (TensorFlow, Keras); [None] gradients and "dynamic" for the defaults (TensorFlow, where None
   is an error: here it is no scaling); integer scales become floats (jmp warns); a restored
@@ -180,7 +180,7 @@ SEQUENCES = {
 
 @pytest.mark.parametrize("case", SEQUENCES)
 def test_sequence_of(case):
-    """The scale after each step, as the suite of that peer has it."""
+    """The scale after each step, as the test suite of that library has it."""
     policy, steps, scales = SEQUENCES[case]
     assert replay(policy, steps)[0] == [F32(scale) for scale in scales]
 
@@ -600,7 +600,7 @@ def test_openseq2seq_regularization():
     assert_same_bits(updates, jnp.float32(2.0**-27))
 
 
-# The peers themselves, side by side with ours, on random steps.
+# The libraries themselves, side by side with ours, on random steps.
 
 SEEDS = range(4)
 

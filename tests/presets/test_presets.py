@@ -1,4 +1,4 @@
-"""The presets: the peers' defaults, what they reject, and what the peers saved."""
+"""The presets: the defaults of each library, what is rejected, and what a library saved."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ from tables import avals
 import jaxscale
 from jaxscale import presets
 
-# What a peer cannot do without, and what it takes if nothing else is said, as documented.
+# The arguments that a library requires, and the defaults that it documents for the others.
 REQUIRED = {
     "tensorflow_contrib": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 1000},
     "jmp": {"loss_scale": 2.0**15},
@@ -74,7 +74,7 @@ def test_the_presets_are_these():
 
 
 @every_preset
-def test_defaults_are_those_of_the_peer(name):
+def test_defaults_are_those_of_the_library(name):
     policy = policy_of(name)
     assert tuple(getattr(policy, field, None) for field in FIELDS) == DEFAULTS[name]
     assert policy.max_scale == MAX_SCALES.get(name, jnp.finfo(jnp.float32).max)
@@ -161,9 +161,9 @@ REJECTED = {
     "fairseq tolerance": (lambda: presets.fairseq(tolerance=2), r"tolerance.*2\.0.*never"),
     "logmax beta": (lambda: presets.openseq2seq_logmax(beta1=1), r"beta1.*1\.0.*learn nothing"),
     "bounds": (lambda: presets.openseq2seq_backoff(scale_min=2.0**25), r"min_scale <= init_scale"),
-    "no clamp": (lambda: jaxscale.DynamicLossScale(clamp="always"), r"clamp.*'moves'.*'always'"),
-    "no bool": (lambda: jaxscale.DynamicLossScale(clip_growth=1), r"clip_growth.*True.*got 1"),
-    "no delay": (lambda: jaxscale.DynamicLossScale(growth_delay=-1), r"growth_delay.*least 0.*-1"),
+    "no clamp": (lambda: presets.PresetLossScale(clamp="always"), r"clamp.*'moves'.*'always'"),
+    "no bool": (lambda: presets.PresetLossScale(clip_growth=1), r"clip_growth.*True.*got 1"),
+    "no delay": (lambda: presets.PresetLossScale(growth_delay=-1), r"growth_delay.*least 0.*-1"),
 }  # fmt: skip
 
 
@@ -192,6 +192,20 @@ def test_a_torch_state_dict_round_trips_and_goes_on():
     tx = jaxscale.loss_scaled(optax.sgd(0.1), policy)
     opt_state = tx.init(jnp.ones(2))._replace(scaling=state)
     assert avals(opt_state) == avals(tx.init(jnp.ones(2)))
+
+
+def test_to_torch_takes_a_policy_that_is_not_a_preset():
+    policy = jaxscale.DynamicLossScale(growth_interval=50)
+    written = presets.to_torch(policy, policy.init())
+    assert written == TORCH | {"scale": 2.0**15, "backoff_factor": 0.5, "_growth_tracker": 0}
+
+
+def test_switches_belong_to_presets_alone():
+    config = presets.deepspeed().get_config()
+    with pytest.raises(TypeError, match=r"unknown keys 'clamp', 'clip_growth', 'growth_delay'"):
+        jaxscale.DynamicLossScale.from_config(config)
+    plain = jaxscale.DynamicLossScale(init_scale=8.0, hysteresis=2)
+    assert presets.PresetLossScale.from_config(plain.get_config()).hysteresis == 2
 
 
 def test_a_disabled_torch_scaler_round_trips():
@@ -257,6 +271,11 @@ UNREADABLE = {
         lambda: presets.to_torch(presets.megatron(), presets.megatron().init()),
         ValueError,
         r"hysteresis=2",
+    ),
+    "torch delay": (
+        lambda: presets.to_torch(presets.deepspeed(), presets.deepspeed().init()),
+        ValueError,
+        r"growth_delay=1",
     ),
     "torch logmax": (
         lambda: presets.to_torch(presets.openseq2seq_logmax(), None),

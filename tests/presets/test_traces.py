@@ -1,4 +1,4 @@
-"""What 26 real loss scalers did, step by step, replayed: `traces/FORMAT.md` explains the files."""
+"""Replays, step by step, what 26 real loss scalers did. `traces/FORMAT.md` explains the files."""
 
 import collections
 import dataclasses
@@ -16,9 +16,9 @@ from jaxscale import presets
 
 INFO = np.finfo(np.float32)
 
-# Why a case, or what is left of it, is not replayed.
-NOT_NORMAL = "the peer's scale left the normal float32 numbers"
-RAISED = "the peer raised an error"
+# Why a case, or the rest of it, is not replayed.
+NOT_NORMAL = "the library's scale left the normal float32 numbers"
+RAISED = "the library raised an error"
 BEYOND = "a counter restored beyond the interval, which grows at once here"
 ZEROS = "LogMax after an all-zero gradient: its scale is NaN for good"
 LOGMAX = "openseq2seq_logmax"
@@ -35,7 +35,7 @@ class LeftOut(dict):
 
 
 def normal(scale):
-    """How many scales are normal float32 numbers, before the first that is none."""
+    """How many scales are normal float32 numbers, before the first that is not."""
     scale = np.array(scale, np.float64)
     good = (scale >= INFO.smallest_normal) & (scale <= INFO.max)
     return len(scale) if good.all() else int(np.argmin(good))
@@ -94,7 +94,7 @@ def gradients(case, steps):
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_scale_and_counters_are_those_of_the_peer(system, record_property):
+def test_scale_and_counters_are_those_of_the_library(system, record_property):
     cases, left_out = [], LeftOut()
     for case in load(system):
         policy = policy_of(system, case)
@@ -130,7 +130,7 @@ def test_scale_and_counters_are_those_of_the_peer(system, record_property):
     record_property("replayed", (system, len(cases), steps, dict(left_out)))
 
 
-def test_logmax_follows_the_peer_up_to_its_defects(record_property):
+def test_logmax_follows_openseq2seq_up_to_its_defects(record_property):
     system, left_out, steps, cases = LOGMAX, LeftOut(), 0, load(LOGMAX)
     policies, grads = [], []
     for case in cases:
@@ -202,5 +202,5 @@ def test_every_file_is_replayed():
     files = {path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.json.gz")}
     assert files == {*SYSTEMS, LOGMAX, *optax_systems}
     assert len(files) == 26
-    table = set(re.findall(r"^(\w+)  +(?::func|``)", presets.__doc__, flags=re.MULTILINE))
+    table = set(re.findall(r"^(\w+)  +`", presets.__doc__, flags=re.MULTILINE))
     assert files == table

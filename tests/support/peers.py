@@ -1,4 +1,4 @@
-"""What stands for a peer in its traces: the preset, its arguments, and its counters."""
+"""The preset for each library in the traces, its arguments, and its counters."""
 
 import functools
 import gzip
@@ -15,7 +15,7 @@ FOLDER = pathlib.Path(__file__).parent.parent / "presets" / "traces"
 
 
 def renamed(**names):
-    """Makes a configuration fit a preset: the names in the traces, and what a peer calls them."""
+    """Returns what renames the configuration of a trace to the arguments of its preset."""
 
     def rename(config):
         config = {names.get(name, name): value for name, value in config.items()}
@@ -44,7 +44,7 @@ def mpx(config):
 
 
 def direct(growth, hysteresis=None, of=lambda count, policy: np.maximum(count, 0)):
-    """The counters of a peer that has the same ones as `LossScaleState`."""
+    """The counters of a library that has the same ones as `LossScaleState`."""
 
     def expected(counters, policy):
         yield "growth_tracker", counters[growth]
@@ -55,12 +55,12 @@ def direct(growth, hysteresis=None, of=lambda count, policy: np.maximum(count, 0
 
 
 def left(count, policy):
-    """What is left of the tolerated steps where a peer counts those that were."""
+    """The tolerated steps that are left, where a library counts those already used."""
     return np.maximum(policy.hysteresis - count, 0)
 
 
 def since(iteration, last, late=0):
-    """The growth tracker of a peer that remembers the step of its last overflow."""
+    """The growth tracker of a library that remembers the step of its last overflow."""
 
     def expected(counters, policy):
         finite = counters[iteration] - counters[last] - 1 - late
@@ -187,8 +187,8 @@ def policy_of(system, case):
 def first_state(system, case, policy):
     state = policy.init()
     start = [value for name, value in case["config"].items() if name.startswith("start_")]
-    if any(start) and isinstance(policy, jaxscale.DynamicLossScale):
-        # What starts counting late has counted so many steps fewer.
+    if any(start) and isinstance(policy, presets.PresetLossScale):
+        # With a growth delay, the tracker has counted that many steps fewer.
         tracker = jnp.array(start[0] - policy.growth_delay, jnp.int32)
         state = state._replace(growth_tracker=tracker)
     return state

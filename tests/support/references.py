@@ -1,4 +1,4 @@
-"""How the scale of a policy moves, in plain Python: what the real ones are held against."""
+"""How the scale of a policy moves, in plain Python, as a reference for the real policies."""
 
 import numpy as np
 
@@ -10,6 +10,23 @@ F32 = np.float32
 
 def dynamic(policy, state, finite):
     """One step of the rule of `DynamicLossScale`, as its docstring has it."""
+    scale, streak, left = state
+    scale = F32(scale)
+    if finite:
+        streak += 1
+        if streak >= policy.growth_interval:
+            grown = min(scale * F32(policy.growth_factor), F32(policy.max_scale))
+            scale, streak, left = max(scale, grown), 0, policy.hysteresis
+    else:
+        streak, left = 0, max(left - 1, 0)
+        if left == 0:
+            lower = max(scale * F32(policy.backoff_factor), F32(policy.min_scale))
+            scale = min(scale, lower)
+    return float(scale), streak, left
+
+
+def preset(policy, state, finite):
+    """One step of the rule of `PresetLossScale`, as its docstring has it."""
     scale, streak, left = state
     scale, low, high = F32(scale), F32(policy.min_scale), F32(policy.max_scale)
     if finite:
@@ -59,6 +76,7 @@ def still(policy, state, finite):
 
 RULES = {
     jaxscale.DynamicLossScale: dynamic,
+    presets.PresetLossScale: preset,
     presets.ToleranceLossScale: tolerance,
     jaxscale.FixedLossScale: still,
     jaxscale.NoOpLossScale: still,

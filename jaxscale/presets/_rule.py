@@ -1,0 +1,126 @@
+"""The policy behind most presets: `DynamicLossScale` with a switch for each difference.
+
+Other libraries have the same rule with small differences: which steps count, which
+non-finite steps are tolerated, and what happens at a bound. Each method below calls or
+replaces one of `DynamicLossScale` and states one such difference.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._checks import int32, one_of
+from .._policies.dynamic import DynamicLossScale
+from .._state import LossScaleState, init_state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PresetLossScale(DynamicLossScale):
+    """A `DynamicLossScale` that does what another library does differently.
+
+    The functions of `jaxscale.presets` return it. Use it directly for a rule that none of
+    them has. The first seven arguments are those of `DynamicLossScale`; with the defaults
+    of the others the rule is that of `DynamicLossScale` too.
+
+    Args:
+      init_scale: the scale of the first step.
+      growth_factor: the scale is multiplied by this when it grows, above 1.
+      backoff_factor: the scale is multiplied by this when it backs off, between 0 and 1.
+      growth_interval: how many finite steps in a row it takes to grow.
+      hysteresis: how many non-finite steps it takes to back off.
+      min_scale: the lower bound of the scale.
+      max_scale: the upper bound of the scale.
+      growth_delay: how many finite steps do not count towards growth, at the start and
+        after each non-finite step: the growth tracker starts from minus this.
+      refill_on_finite: whether each finite step, not only a growth, restores the
+        `hysteresis` tolerated steps, so that only non-finite steps in a row back off.
+      refill_on_backoff: whether a backoff restores them too, so that each backoff takes
+        `hysteresis` non-finite steps.
+      clip_growth: whether a growth beyond `max_scale` ends there. Otherwise the scale
+        stays, which keeps it a power of two even if `max_scale` is not one.
+      clamp: when a scale outside of the bounds is brought back. `"never"`: a growth never
+        lowers it and a backoff never raises it. `"moves"`: a growth ends at most at
+        `max_scale` and a backoff at least at `min_scale`, even if that lowers or raises
+        it. `"steps"`: every step ends between the bounds. With the last two,
+        `init_scale` may lie outside.
+
+    Raises:
+      ValueError: if an argument is out of range, or not
+        `min_scale <= init_scale <= max_scale` (see `clamp`).
+      TypeError: if an argument is not a number, or a count not an integer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import presets
+      >>> policy = presets.PresetLossScale(init_scale=4.0, hysteresis=2, refill_on_backoff=True)
+      >>> state = policy.init()
+      >>> for grads_finite in [False, False, False]:
+      ...     state = policy.adjust(state, jnp.array(grads_finite))
+      ...     print(state.loss_scale)
+      4.0
+      2.0
+      2.0
+    """
+
+    growth_delay: int = 0
+    refill_on_finite: bool = False
+    refill_on_backoff: bool = False
+    clip_growth: bool = True
+    clamp: str = "never"
+
+    def __post_init__(self) -> None:
+        self._check(int32, "growth_delay", least=0)
+        switches = ("refill_on_finite", "refill_on_backoff", "clip_growth")
+        self._check(one_of, *switches, choices=(False, True))
+        self._check(one_of, "clamp", choices=("never", "moves", "steps"))
+        super().__post_init__()
+
+    def _in_bounds(self) -> bool:
+        brought_back = self.clamp != "never" and self.min_scale <= self.max_scale
+        return brought_back or super()._in_bounds()
+
+    def init(self) -> LossScaleState:
+        """Returns the initial state."""
+        return init_state(self.init_scale, self.hysteresis, -self.growth_delay)
+
+    def adjust(
+        self,
+        state: LossScaleState,
+        grads_finite: jax.Array,
+        *,
+        grads: Any = None,
+        axis_name: Any = None,
+    ) -> LossScaleState:
+        """Returns the state of the next step, as `DynamicLossScale.adjust` does."""
+        after = super().adjust(state, grads_finite, grads=grads, axis_name=axis_name)
+        if self.clamp == "steps":
+            scale = jnp.clip(after.loss_scale, self.min_scale, self.max_scale)
+            after = after._replace(loss_scale=scale)
+        return after
+
+    def _after_finite(self, state: LossScaleState) -> LossScaleState:
+        after = super()._after_finite(state)
+        if self.refill_on_finite:
+            full = jnp.full_like(after.hysteresis_tracker, self.hysteresis)
+            after = after._replace(hysteresis_tracker=full)
+        return after
+
+    def _after_nonfinite(self, state: LossScaleState) -> LossScaleState:
+        after = super()._after_nonfinite(state)
+        left = after.hysteresis_tracker
+        if self.refill_on_backoff:
+            left = jnp.where(left == 0, self.hysteresis, left)
+        delayed = jnp.full_like(after.growth_tracker, -self.growth_delay)
+        return after._replace(growth_tracker=delayed, hysteresis_tracker=left)
+
+    def _grown(self, scale: jax.Array) -> jax.Array:
+        grown = scale * self.growth_factor
+        at_bound = self.max_scale if self.clip_growth else scale
+        grown = jnp.where(grown > self.max_scale, at_bound, grown)
+        return jnp.maximum(scale, grown) if self.clamp == "never" else grown
+
+    def _lowered(self, scale: jax.Array) -> jax.Array:
+        lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
+        return jnp.minimum(scale, lowered) if self.clamp == "never" else lowered
