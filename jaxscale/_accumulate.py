@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class MultiStepsState(NamedTuple):
     counted: jax.Array  # i32[]
     acc_grads: Any
     acc_value: jax.Array  # f32[]
-    inner_opt_state: optax.OptState
+    inner_opt_state: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Window:
     """How many micro-batches make a step of the optimizer, and what a bad one costs."""
 
     length: Callable[[jax.Array], Any]  # of the steps made so far
-    drop: str  # "micro_batch" or "window"
-    growth_unit: str  # "optimizer_step" or "micro_batch"
+    drop: Literal["micro_batch", "window"]
+    growth_unit: Literal["optimizer_step", "micro_batch"]
 
-    def open(self, params: Any, inner_state: optax.OptState) -> MultiStepsState:
+    def open(self, params: Any, inner_state: Any) -> MultiStepsState:
         """Returns an empty window."""
         # Each in a buffer of its own: no state is donated that holds one twice.
         return MultiStepsState(
@@ -106,7 +106,7 @@ class Window:
         return saturated(state.acc_value * self._ratio(state))
 
     def close(
-        self, state: MultiStepsState, inner_state: optax.OptState, stepped: jax.Array
+        self, state: MultiStepsState, inner_state: Any, stepped: jax.Array
     ) -> MultiStepsState:
         """Returns the window after a step of the optimizer or none, emptied if it is full."""
         full = state.mini_step >= self._length(state)

@@ -4,24 +4,28 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import optax
 
 from ._accumulate import Window
 from ._checks import int32, one_of, positive
+from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale
 from ._policies.spec import as_loss_scale
 from ._step import LossScaledState, Wrapper, wrapper_of
 from ._tree import apply_updates, joined, split
+
+_Params = TypeVar("_Params")
+_State = TypeVar("_State")
 
 _NEVER_MOVE = (NoOpLossScale, FixedLossScale)
 
 
 def loss_scaled(
     inner: optax.GradientTransformation,
-    loss_scale: Any = "dynamic",
+    loss_scale: LossScale | float | Literal["dynamic"] | None = "dynamic",
     *,
     axis_name: Any = None,
     max_norm: float | None = None,
@@ -163,8 +167,8 @@ def multi_steps(
     inner: optax.GradientTransformation,
     every_k_schedule: int | Callable[[jax.Array], Any],
     *,
-    drop: str = "micro_batch",
-    growth_unit: str = "optimizer_step",
+    drop: Literal["micro_batch", "window"] = "micro_batch",
+    growth_unit: Literal["optimizer_step", "micro_batch"] = "optimizer_step",
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that steps once for several micro-batches.
 
@@ -279,11 +283,11 @@ def _wrapper(call: str, inner: Any) -> Wrapper:
 
 def apply_gradients(
     tx: optax.GradientTransformation,
-    grads: optax.Updates,
-    opt_state: optax.OptState,
-    params: optax.Params,
+    grads: Any,
+    opt_state: _State,
+    params: _Params,
     **extra_args: Any,
-) -> tuple[optax.Params, optax.OptState]:
+) -> tuple[_Params, _State]:
     """Returns the parameters and the optimizer state after one step.
 
     The same as `tx.update` followed by `optax.apply_updates`. Where `tx` is a
@@ -329,8 +333,8 @@ def apply_gradients(
     trained, rest = split(params, grads)
     wrapper = wrapper_of(tx)
     if wrapper is not None:
-        trained, opt_state = wrapper.apply(grads, opt_state, trained, **extra_args)
-        return joined(trained, rest), opt_state
+        trained, state = wrapper.apply(grads, opt_state, trained, **extra_args)
+        return joined(trained, rest), cast("_State", state)
     if isinstance(opt_state, LossScaledState):
         raise TypeError(
             "`apply_gradients(tx, grads, opt_state, params)`: `opt_state` is a `LossScaledState`, "
@@ -344,5 +348,5 @@ def apply_gradients(
             f"{tx!r}. Call the function that makes it, as in `optax.adamw(1e-3)`."
         )
     tx = optax.with_extra_args_support(tx)
-    updates, opt_state = tx.update(grads, opt_state, trained, **extra_args)
-    return joined(apply_updates(trained, updates), rest), opt_state
+    updates, state = tx.update(grads, cast("Any", opt_state), trained, **extra_args)
+    return joined(apply_updates(trained, updates), rest), cast("_State", state)

@@ -9,6 +9,7 @@ import optax
 from jax.core import Tracer
 
 from ._accumulate import MultiStepsState
+from ._checks import and_more
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale
 from ._scaling import find_scaling, is_loss_scaled
@@ -150,11 +151,8 @@ def _leaves(flags: Any, most: int = 5) -> str:
     bad, number = flagged_paths(flags), len(jax.tree.leaves(flags))
     if not bad:
         return ""
-    more = f" and {len(bad) - most} more" if len(bad) > most else ""
-    return (
-        f" The last gradients that were not finite: {', '.join(bad[:most])}{more} "
-        f"({len(bad)} of {number} leaves)."
-    )
+    shown = " ".join([", ".join(bad[:most]), *and_more(bad, most)])
+    return f" The last gradients that were not finite: {shown} ({len(bad)} of {number} leaves)."
 
 
 def _likely_cause(state: Any, policy: LossScale | None) -> str:

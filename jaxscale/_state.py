@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ._checks import and_more
 from ._quotient import recall, remember
 from ._tree import map_gradients, widen
 
@@ -247,5 +248,4 @@ def _contents(tree: Any, most: int = 8) -> str:
         else f"the {type(node).__name__}"
         for path, node in nodes
     ]
-    more = [f"and {len(names) - most} more"] if len(names) > most else []
-    return ", ".join(names[:most] + more) or "an empty tree"
+    return ", ".join(names[:most] + and_more(names, most)) or "an empty tree"

@@ -26,7 +26,7 @@ import optax
 from ._accumulate import MultiStepsState, Window
 from ._policies.base import LossScale
 from ._skip import step_if
-from ._state import LossScaleState, divided_again
+from ._state import LossScaleState, divided_again, is_wrapped, unwrapped
 from ._tree import (
     addable,
     apply_updates,
@@ -76,7 +76,7 @@ class LossScaledState(NamedTuple):
     """
 
     scaling: LossScaleState
-    inner_state: optax.OptState
+    inner_state: Any
     grads_finite: jax.Array  # bool[]
     notfinite_count: jax.Array  # i32[]
     total_notfinite: jax.Array  # i32[]
@@ -98,7 +98,7 @@ class Wrapper:
     check_updates: bool = False
     track_leaves: bool = False
 
-    def init(self, params: optax.Params) -> LossScaledState:
+    def init(self, params: Any) -> LossScaledState:
         # Of float32 views, as `update` will show them, so that moments keep their dtype;
         # and strongly typed, as what starts from a Python number is not.
         params = map_gradients(widen, params)
@@ -120,31 +120,31 @@ class Wrapper:
 
     def update(
         self,
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
+        updates: Any,
+        state: Any,
+        params: Any = None,
         *,
         value: Any = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, LossScaledState]:
+    ) -> tuple[Any, LossScaledState]:
         return self._advance(updates, state, params, value, extra_args, applies=False)
 
     def apply(
         self,
-        grads: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params,
+        grads: Any,
+        state: Any,
+        params: Any,
         *,
         value: Any = None,
         **extra_args: Any,
-    ) -> tuple[optax.Params, LossScaledState]:
+    ) -> tuple[Any, LossScaledState]:
         return self._advance(grads, state, params, value, extra_args, applies=True)
 
     def _advance(
         self,
-        grads: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None,
+        grads: Any,
+        state: Any,
+        params: Any,
         value: Any,
         extra_args: dict[str, Any],
         *,
@@ -179,10 +179,10 @@ class Wrapper:
             value = None if value is None else self.window.mean_value(window)
         norm = jnp.sqrt(evidence.squares()) if self._shares_norm else None
 
-        def unchanged(like: Any) -> tuple[Any, optax.OptState]:
+        def unchanged(like: Any) -> tuple[Any, Any]:
             return (params if applies else _no_updates(like, grads)), opt_state
 
-        def step(operand: Any) -> tuple[Any, optax.OptState, Any]:
+        def step(operand: Any) -> tuple[Any, Any, Any]:
             stored, norm = operand
             updates, new_state = self._inner_update(
                 gradients_of(stored), norm, value, opt_state, params, extra_args
@@ -193,7 +193,7 @@ class Wrapper:
             finite = all_finite(updates, axis_name=self.axis_name)
             return *tree_where(finite, (outcome, new_state), unchanged(updates)), finite
 
-        def skipped(like: Any) -> tuple[Any, optax.OptState, Any]:
+        def skipped(like: Any) -> tuple[Any, Any, Any]:
             return *unchanged(like[0]), due | ~due if self.check_updates else None
 
         outcome, new_state, updates_finite = step_if(due, step, (stored, norm), skipped)
@@ -204,7 +204,7 @@ class Wrapper:
         _check_scaling_kept(scaling, state.scaling, self.policy)
         # If the loss is to blame, the scale is not.
         observed = loss_finite
-        if self.window is not None:
+        if self.window is not None and window is not None:  # both, or neither
             new_state = self.window.close(window, new_state, due)
             if self.window.growth_unit == "optimizer_step":
                 observed &= due | ~grads_finite
@@ -233,13 +233,13 @@ class Wrapper:
 
     def _inner_update(
         self,
-        grads: optax.Updates,
+        grads: Any,
         norm: jax.Array | None,
         value: Any,
-        opt_state: optax.OptState,
-        params: optax.Params | None,
+        opt_state: Any,
+        params: Any,
         extra_args: dict[str, Any],
-    ) -> tuple[optax.Updates, optax.OptState]:
+    ) -> tuple[Any, Any]:
         """Returns the updates of the wrapped optimizer and its next state."""
         grads = map_gradients(widen, grads)
         if self.max_norm is not None:
@@ -290,7 +290,9 @@ def _checked_state(state: Any) -> LossScaledState:
             "is (grads, opt_state, params). To go on with the state of an optimizer that was not "
             "wrapped: `tx.init(params)._replace(inner_state=state)`."
         )
-    return state
+    # An `nnx.Optimizer` holds each array in a variable, so one field tells for all. In other
+    # states only the parameters' own variables occur, and those have to stay.
+    return unwrapped(state) if is_wrapped(state.grads_finite) else state
 
 
 def _check_loss(value: Any) -> None:
@@ -339,7 +341,7 @@ def _check_scaling_kept(new: Any, old: Any, policy: LossScale) -> None:
         )
 
 
-def _check_not_nested(inner_state: optax.OptState) -> None:
+def _check_not_nested(inner_state: Any) -> None:
     nodes = jax.tree_util.tree_leaves_with_path(
         inner_state, is_leaf=lambda node: isinstance(node, LossScaledState)
     )
@@ -356,7 +358,7 @@ def _count(event: jax.Array, counter: jax.Array) -> jax.Array:
     return jnp.where(event, optax.safe_increment(counter), counter)
 
 
-def _no_updates(like: optax.Updates, grads: optax.Updates) -> optax.Updates:
+def _no_updates(like: Any, grads: Any) -> Any:
     """Returns updates that change nothing, with the types of `like`.
 
     Args:

@@ -6,7 +6,7 @@ keys and whatever is not an array at all pass through.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from ._leaf import (
 # The collection in which Flax keeps FP8 statistics. Its "gradients" are new values that
 # replace the old ones: scaled by nothing, so never to be unscaled, and checked by no one.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+
+
+_Tree = TypeVar("_Tree")
 
 
 def _has_dtype(leaf: Any, dtype: Any) -> bool:
@@ -188,7 +191,7 @@ def largest(tree: Any, axis_name: Any) -> jax.Array:
     return largest if axis_name is None else jax.lax.pmax(largest, axis_name)
 
 
-def tree_where(pred: Any, on_true: Any, on_false: Any) -> Any:
+def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
     """Returns `on_true` if `pred` holds, else `on_false`, leaf by leaf.
 
     This is how a step is skipped: by selection, as `0 * inf` would be NaN.
@@ -225,7 +228,7 @@ def tree_where(pred: Any, on_true: Any, on_false: Any) -> Any:
 def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
     """Returns what `tree_where` does, with errors in the name of `call`."""
     pred = scalar_bool(call, "pred", pred)
-    check_same_structure(f"`{call}`", on_true, on_false)
+    _check_same_structure(call, on_true, on_false)
 
     def select_leaf(path: tuple[Any, ...], a: Any, b: Any) -> Any:
         if not (is_array(a) and is_array(b)):
@@ -274,7 +277,7 @@ def _unequal(call: str, path: tuple[Any, ...], what: str, a: Any, b: Any) -> str
     return f"`{call}` needs leaves of equal {what}: those at {where} have {a} and {b}."
 
 
-def check_same_structure(call: str, first: Any, second: Any) -> None:
+def _check_same_structure(call: str, first: Any, second: Any) -> None:
     """Raises a `ValueError` that says where two trees differ, if they do."""
     structures = jax.tree.structure(first), jax.tree.structure(second)
     if structures[0] == structures[1]:
@@ -286,6 +289,6 @@ def check_same_structure(call: str, first: Any, second: Any) -> None:
     only_first = ", ".join(path for path in paths[0] if path not in paths[1]) or "none"
     only_second = ", ".join(path for path in paths[1] if path not in paths[0]) or "none"
     raise ValueError(
-        f"{call} needs two trees of one structure. Leaves only in the first: {only_first}; "
+        f"`{call}` needs two trees of one structure. Leaves only in the first: {only_first}; "
         f"only in the second: {only_second}. They are {structures[0]} and {structures[1]}."
     )

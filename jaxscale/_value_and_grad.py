@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from ._scaling import find_one
 from ._state import UnitLossScaleState, divide, representable
 from ._tree import map_gradients, widen
+
+_Args = ParamSpec("_Args")
+_Aux = TypeVar("_Aux")
 
 
 class Seeded(NamedTuple):
@@ -19,6 +22,33 @@ class Seeded(NamedTuple):
     seed: Any  # what its cotangent was scaled by, `None` at a scale of 1
 
 
+@overload
+def value_and_grad(
+    fun: Callable[_Args, Any],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_aux: Literal[False] = False,
+    **kwargs: Any,
+) -> Callable[_Args, tuple[jax.Array, Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[_Args, tuple[Any, _Aux]],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_aux: Literal[True],
+    **kwargs: Any,
+) -> Callable[_Args, tuple[tuple[jax.Array, _Aux], Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[_Args, Any],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_aux: bool,
+    **kwargs: Any,
+) -> Callable[_Args, tuple[Any, Any]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
     scaling: Any,
@@ -82,6 +112,33 @@ def value_and_grad(
     return value_and_grad_fun
 
 
+@overload
+def grad(
+    fun: Callable[_Args, Any],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.grad,
+    has_aux: Literal[False] = False,
+    **kwargs: Any,
+) -> Callable[_Args, Any]: ...
+@overload
+def grad(
+    fun: Callable[_Args, tuple[Any, _Aux]],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.grad,
+    has_aux: Literal[True],
+    **kwargs: Any,
+) -> Callable[_Args, tuple[Any, _Aux]]: ...
+@overload
+def grad(
+    fun: Callable[_Args, Any],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.grad,
+    has_aux: bool,
+    **kwargs: Any,
+) -> Callable[_Args, Any]: ...
 def grad(
     fun: Callable[..., Any],
     scaling: Any,
