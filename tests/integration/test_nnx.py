@@ -95,7 +95,7 @@ def columns(state):
 
 def plain_step(policy, state):
     """The arguments of a step that is made by hand: the state as it is, the others as arrays."""
-    params = nnx.pure(nnx.state(created(policy)[0], nnx.Param))
+    params = plain(nnx.state(created(policy)[0], nnx.Param))
     return jax.tree.map(jnp.ones_like, params), state, params
 
 
