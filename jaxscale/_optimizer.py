@@ -238,49 +238,6 @@ def multi_steps(
     return _transformation(dataclasses.replace(wrapper, window=window))
 
 
-def _constant(length: int, step: jax.Array) -> int:
-    del step
-    return length
-
-
-def _check_needs_no_verdict(wrapper: Wrapper) -> None:
-    needs = [
-        what
-        for what, needed in {
-            f"a {type(wrapper.policy).__name__}": not isinstance(wrapper.policy, _NEVER_MOVE),
-            "check_updates=True": wrapper.check_updates,
-            "track_leaves=True": wrapper.track_leaves,
-            "a window of `multi_steps`": wrapper.window is not None,
-        }.items()
-        if needed
-    ]
-    if needs:
-        raise ValueError(
-            f"`loss_scaled(skip_nonfinite=False)` with {', '.join(needs)}: that goes by which "
-            "steps are finite, which nothing tells then. It is for scales that never move: pass "
-            "None or a number, or leave it out."
-        )
-
-
-def _transformation(wrapper: Wrapper) -> optax.GradientTransformationExtraArgs:
-    return optax.GradientTransformationExtraArgs(wrapper.init, wrapper.update)
-
-
-def _wrapper(call: str, inner: Any) -> Wrapper:
-    """Returns the wrapper that made a transformation, or a first one around another."""
-    wrapper = wrapper_of(inner)
-    if wrapper is not None:
-        return wrapper
-    if isinstance(inner, optax.MultiSteps):  # has `init` and `update`, but is none itself
-        inner = inner.gradient_transformation()
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            f"`{call}(inner)` must be an `optax.GradientTransformation`, got "
-            f"{inner!r}. Pass an optimizer such as `optax.adam(1e-3)`."
-        )
-    return Wrapper(optax.with_extra_args_support(inner), NoOpLossScale())
-
-
 def apply_gradients(
     tx: optax.GradientTransformation,
     grads: Any,
@@ -350,3 +307,46 @@ def apply_gradients(
     tx = optax.with_extra_args_support(tx)
     updates, state = tx.update(grads, cast("Any", opt_state), trained, **extra_args)
     return joined(apply_updates(trained, updates), rest), cast("_State", state)
+
+
+def _constant(length: int, step: jax.Array) -> int:
+    del step
+    return length
+
+
+def _check_needs_no_verdict(wrapper: Wrapper) -> None:
+    needs = [
+        what
+        for what, needed in {
+            f"a {type(wrapper.policy).__name__}": not isinstance(wrapper.policy, _NEVER_MOVE),
+            "check_updates=True": wrapper.check_updates,
+            "track_leaves=True": wrapper.track_leaves,
+            "a window of `multi_steps`": wrapper.window is not None,
+        }.items()
+        if needed
+    ]
+    if needs:
+        raise ValueError(
+            f"`loss_scaled(skip_nonfinite=False)` with {', '.join(needs)}: that goes by which "
+            "steps are finite, which nothing tells then. It is for scales that never move: pass "
+            "None or a number, or leave it out."
+        )
+
+
+def _transformation(wrapper: Wrapper) -> optax.GradientTransformationExtraArgs:
+    return optax.GradientTransformationExtraArgs(wrapper.init, wrapper.update)
+
+
+def _wrapper(call: str, inner: Any) -> Wrapper:
+    """Returns the wrapper that made a transformation, or a first one around another."""
+    wrapper = wrapper_of(inner)
+    if wrapper is not None:
+        return wrapper
+    if isinstance(inner, optax.MultiSteps):  # has `init` and `update`, but is none itself
+        inner = inner.gradient_transformation()
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            f"`{call}(inner)` must be an `optax.GradientTransformation`, got "
+            f"{inner!r}. Pass an optimizer such as `optax.adam(1e-3)`."
+        )
+    return Wrapper(optax.with_extra_args_support(inner), NoOpLossScale())
