@@ -92,7 +92,7 @@ def test_the_numbers_are_those_of_the_bare_optimizer(way):
     assert_same_bits(actual[1].inner_state, expected[1])
 
 
-def test_the_state_keeps_its_structure_and_its_counters():
+def test_a_scale_of_none_has_one_state_on_and_off():
     state = OFF.init(PARAMS)
     assert avals(state) == avals(ON.init(PARAMS))
     assert jax.tree.structure(state) == jax.tree.structure(ON.init(PARAMS))
