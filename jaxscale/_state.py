@@ -111,7 +111,7 @@ def policy_state(call: str, state: Any, kind: type = object, grads: Any = None) 
         return state
     elif is_policy_state(state):
         hint = (
-            "To take over the state of another policy, use `jaxscale.from_state_dict(policy.init(), "
+            "To take over that of another policy, use `jaxscale.from_state_dict(policy.init(), "
             "jaxscale.to_state_dict(state))`."
         )
     else:
