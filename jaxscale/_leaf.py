@@ -63,12 +63,12 @@ def is_equal(a: Any, b: Any) -> bool:
         if isinstance(a, np.ndarray):  # of text or objects
             return a.dtype == b.dtype and np.array_equal(a, b)
         return bool(a == b)
-    except Exception:  # what compares by element, or raises an error, is not known to be equal
+    except Exception:  # a comparison by element, or an error of its own
         return False
 
 
 def strength(leaf: Any) -> int:
-    """Returns how strongly a leaf is typed: 0 for a Python number, 1 if weakly, otherwise `STRONG`."""
+    """Returns how strongly a leaf is typed: 0 for a Python number, 1 if weakly, or `STRONG`."""
     if is_python_number(leaf):
         return 0
     return 1 if isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type else STRONG

@@ -110,7 +110,7 @@ def value_and_grad(
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         loss, (aux, seed), grads = with_loss("value_and_grad", differentiated(*args, **kwargs))
         seed = one_seed(seed)
-        if seed is not None:  # whoever differentiates the loss once more gets its true derivative
+        if seed is not None:  # an outer derivative of the loss must not be scaled
             loss = _with_tangent(jnp.divide, loss, seed)
         return ((loss, aux) if has_aux else loss), unseed(grads, seed)
 

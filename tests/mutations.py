@@ -201,7 +201,7 @@ MUTATIONS = {
     "choices are numbers": ("_leaf", "(enum.Enum, np.generic)", "np.generic"),
     "functions compared by identity alone": ("_leaf", "        return bool(a == b)\n", "        return False\n"),
     "text compared element by element": ("_leaf", "        if isinstance(a, np.ndarray):  # of text or objects", "        if False:"),
-    "what cannot be compared raises": ("_leaf", "    except Exception:  # what compares", "    except KeyError:  # what compares"),
+    "what cannot be compared raises": ("_leaf", "    except Exception:  # a comparison", "    except KeyError:  # a comparison"),
     "Python numbers promote": ("_tree", "    if strengths[0] == strengths[1] < STRONG:", "    if True:"),
     "Python numbers wrap": ("_tree", "if is_python_number(leaf) and not holds(dtype, leaf)", "if False"),
     "Python numbers cut": ("_leaf", " and number.real == int(number.real)", ""),
