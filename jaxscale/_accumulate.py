@@ -1,8 +1,12 @@
-"""The mean of the gradients of several micro-batches, of those that count."""
+"""The window of `multi_steps`: the mean gradients of the micro-batches that count.
+
+A step of the wrapper calls `Window.add` with each micro-batch. If that makes a step of the
+optimizer due, it is made from `Window.mean`; `Window.close` empties a window that is full.
+"""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +16,9 @@ from ._tree import cast, leaf_name, only_gradients
 
 
 class MultiStepsState(NamedTuple):
-    """What `jaxscale.multi_steps` carries from one micro-batch to the next.
+    """The state that `jaxscale.multi_steps` carries from one micro-batch to the next.
 
-    The names are those of `optax.MultiStepsState`.
+    Its fields are named as in `optax.MultiStepsState`.
 
     Attributes:
       mini_step: `i32[]`, micro-batches of this window so far, dropped ones included.
@@ -22,7 +26,7 @@ class MultiStepsState(NamedTuple):
       counted: `i32[]`, micro-batches of this window that are in `acc_grads`.
       acc_grads: the sum of their gradients, divided by the length of the window; in
         float32 or wider, with the structure of the parameters.
-      acc_value: `f32[]`, the same of their losses, 0 if none was passed as `value`.
+      acc_value: `f32[]`, the same for their losses, 0 if none was passed as `value`.
       inner_opt_state: the state of the wrapped transformation.
 
     Example:
@@ -38,7 +42,7 @@ class MultiStepsState(NamedTuple):
     counted: jax.Array  # i32[]
     acc_grads: Any
     acc_value: jax.Array  # f32[]
-    inner_opt_state: optax.OptState
+    inner_opt_state: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +50,12 @@ class Window:
     """How many micro-batches make a step of the optimizer, and what a bad one costs."""
 
     length: Callable[[jax.Array], Any]  # of the steps made so far
-    drop: str  # "micro_batch" or "window"
-    growth_unit: str  # "optimizer_step" or "micro_batch"
+    drop: Literal["micro_batch", "window"]
+    growth_unit: Literal["optimizer_step", "micro_batch"]
 
-    def open(self, params: Any, inner_state: optax.OptState) -> MultiStepsState:
+    def open(self, params: Any, inner_state: Any) -> MultiStepsState:
         """Returns an empty window."""
-        # Each in a buffer of its own: no state is donated that holds one twice.
+        # Each in a buffer of its own, as a donated state may hold none twice.
         return MultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=jnp.zeros((), jnp.int32),
@@ -72,8 +76,8 @@ class Window:
         def add_leaf(acc: Any, leaf: Any) -> Any:
             if _is_absent(acc):
                 return acc
-            # Divided first, so that no sum overflows but by rounding; exact where the length
-            # is a power of two. Selected, as what does not count may be NaN.
+            # Divide first, so that a sum overflows only by rounding; this is exact if the length
+            # is a power of two. Select, as a gradient that does not count may be NaN.
             share = saturated(cast(leaf, acc.dtype)) / length.astype(acc.dtype)
             return jnp.where(counts, saturated(acc + share), acc)
 
@@ -87,9 +91,9 @@ class Window:
         return state, (state.mini_step >= length) & whole
 
     def mean(self, state: MultiStepsState, grads: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """Returns what is stored of the window, and what makes of it the mean gradients.
+        """Returns the accumulated gradients, and a function from them to the mean gradients.
 
-        Leaves that are not gradients have no mean: they are those of `grads`.
+        Leaves that are not gradients have no mean and are those of `grads`.
         """
         ratio = self._ratio(state)
 
@@ -106,9 +110,9 @@ class Window:
         return saturated(state.acc_value * self._ratio(state))
 
     def close(
-        self, state: MultiStepsState, inner_state: optax.OptState, stepped: jax.Array
+        self, state: MultiStepsState, inner_state: Any, stepped: jax.Array
     ) -> MultiStepsState:
-        """Returns the window after a step of the optimizer or none, emptied if it is full."""
+        """Returns the next window, emptied if this one is full. `stepped` may be `False`."""
         full = state.mini_step >= self._length(state)
         return MultiStepsState(
             mini_step=jnp.where(full, 0, state.mini_step),
@@ -127,15 +131,15 @@ class Window:
         return jnp.asarray(self.length(state.gradient_step), jnp.int32)
 
     def _ratio(self, state: MultiStepsState) -> jax.Array:
-        """Returns by how much the mean of what counted is more than its sum over the length."""
+        """Returns the factor from `acc_grads` to the mean of those that counted."""
         counted = jnp.maximum(state.counted, 1).astype(jnp.float32)
         return self._length(state).astype(jnp.float32) / counted
 
 
 def saturated(x: jax.Array) -> jax.Array:
-    """Returns finite numbers as they are, and the largest of the dtype where they overflowed.
+    """Returns numbers with an inf replaced by the largest finite number of that sign.
 
-    For a mean, which cannot be larger than what it is the mean of, but by rounding.
+    A mean is at most the largest of its numbers, so it can overflow only by rounding.
     """
     if jnp.iscomplexobj(x):
         return jax.lax.complex(saturated(x.real), saturated(x.imag))

@@ -1,4 +1,8 @@
-"""Checks of arguments. Each reads Python values or avals, never the values of arrays."""
+"""Checks of arguments, and the errors they raise.
+
+Each reads Python values or shapes and dtypes, never the values of arrays. `call` and `name` say
+in a message which argument of which function is wrong.
+"""
 
 import math
 import numbers
@@ -18,7 +22,7 @@ def finite_number(call: str, name: str, value: Any) -> float:
     if not isinstance(value, numbers.Real):
         raise TypeError(
             f"{given} of type {type(value).__name__}. Pass a Python or NumPy scalar; "
-            "what a policy is made of is fixed before anything is traced."
+            "the arguments of a policy are fixed before anything is traced."
         )
     if not math.isfinite(value):
         raise ValueError(f"{given}.")
@@ -52,8 +56,8 @@ def power_of_two(call: str, name: str, value: Any) -> int:
     mantissa, exponent = math.frexp(value)
     if mantissa != 0.5:
         raise ValueError(
-            f"`{call}({name}=...)` must be a power of two, got {value}. Between two of them "
-            f"what is lost is not known exactly: pass 2.0**{exponent - 1}."
+            f"`{call}({name}=...)` must be a power of two, got {value}. For other scales it is "
+            f"not known exactly what is lost: pass 2.0**{exponent - 1}."
         )
     return exponent - 1
 
@@ -95,7 +99,7 @@ def int32(call: str, name: str, value: Any, least: int = 1, unit: str = "steps")
 
 
 def one_of(call: str, name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    """Returns `value` if it is one of a few values, of the same type."""
+    """Returns `value` if it equals one of `choices` and has the same type."""
     for choice in choices:
         if type(value) is type(choice) and value == choice:
             return choice
@@ -105,7 +109,7 @@ def one_of(call: str, name: str, value: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def and_more(items: Sequence[Any], most: int) -> list[str]:
-    """Returns what a list ends with that shows only its first `most` items, or nothing."""
+    """Returns the last word of a list that shows only `most` items: "and 3 more", or nothing."""
     return [f"and {len(items) - most} more"] if len(items) > most else []
 
 

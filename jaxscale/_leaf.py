@@ -1,4 +1,4 @@
-"""What a leaf of a tree is, an array, a number or neither, and which dtype holds it."""
+"""Whether a leaf of a tree is an array, a number or neither, and which dtype holds it."""
 
 import enum
 import math
@@ -11,21 +11,21 @@ import numpy as np
 # From the lowest to the highest, as JAX promotes them.
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
-# How strongly an array is typed that is neither a Python number nor weakly typed.
+# The strength of an array that is neither a Python number nor weakly typed.
 STRONG = 2
 
 
 def is_array(leaf: Any) -> bool:
     """Returns whether a leaf is an array to JAX, or a number.
 
-    It is decided by type, as much else has a `dtype`: scalar types, modules, avals. An array
-    of numbers that JAX does not hold counts as one, so that JAX refuses it.
+    The type decides, as many other objects have a `dtype`: scalar types, modules, abstract values.
+    A NumPy array of numbers counts even if JAX does not support its dtype, so that JAX refuses it.
     """
     if isinstance(leaf, jax.Array):
         return True
     if isinstance(leaf, (np.ndarray, np.generic)):
         dtype = leaf.dtype
-        # NumPy counts differences in time among the integers.
+        # NumPy counts time differences among the integers.
         return dtype == jax.dtypes.float0 or (_kind(dtype) is not None and dtype.kind != "m")
     return is_python_number(leaf)
 
@@ -39,12 +39,12 @@ def is_python_number(leaf: Any) -> bool:
 
 
 def _kind(dtype: Any) -> int | None:
-    """Returns the rank of a kind of numbers, or `None` of a dtype that holds none."""
+    """Returns the rank of a dtype's kind of numbers, or `None` if it does not hold numbers."""
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Returns whether a leaf is a floating or complex array or number."""
+    """Returns whether a leaf is a floating-point or complex array or number."""
     return is_array(leaf) and jnp.issubdtype(dtype_of(leaf), jnp.inexact)
 
 
@@ -63,19 +63,19 @@ def is_equal(a: Any, b: Any) -> bool:
         if isinstance(a, np.ndarray):  # of text or objects
             return a.dtype == b.dtype and np.array_equal(a, b)
         return bool(a == b)
-    except Exception:  # what compares element by element, or not at all
+    except Exception:  # a comparison by element, or an error of its own
         return False
 
 
 def strength(leaf: Any) -> int:
-    """Returns how strongly an array is typed: a Python number least, `STRONG` most."""
+    """Returns how strongly a leaf is typed: 0 for a Python number, 1 if weakly, or `STRONG`."""
     if is_python_number(leaf):
         return 0
     return 1 if isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type else STRONG
 
 
 def takes(leaf: Any, dtype: Any) -> bool:
-    """Returns whether an array may take a dtype: its own, or if weakly typed one not lower."""
+    """Returns whether an array may take a dtype: its own; if weakly typed, any not lower."""
     own, kind = dtype_of(leaf), _kind(dtype)
     if own == dtype or strength(leaf) == STRONG or kind is None:
         return own == dtype
@@ -83,7 +83,7 @@ def takes(leaf: Any, dtype: Any) -> bool:
 
 
 def holds(dtype: Any, number: Any) -> bool:
-    """Returns whether a dtype holds a Python number: exactly, or of floating dtypes rounded."""
+    """Returns whether a dtype holds a Python number: exactly, or rounded if it is inexact."""
     kind = _kind(dtype)
     if kind is None or (kind < 3 and number.imag != 0):
         return False
@@ -97,7 +97,7 @@ def holds(dtype: Any, number: Any) -> bool:
 
 def as_array(number: Any, dtype: Any) -> np.ndarray:
     """Returns a Python number as an array of a dtype that holds it."""
-    # By NumPy, as JAX takes a Python number for an int32 or a float32 first.
+    # With NumPy, as JAX makes a Python number an int32 or a float32 first.
     kind = _kind(dtype) or 0
     number = (bool, int, float, complex)[kind](number if kind == 3 else number.real)
     return np.asarray(number, dtype)

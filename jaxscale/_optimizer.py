@@ -1,27 +1,36 @@
-"""The optax wrappers: they never let a non-finite gradient through."""
+"""The public wrappers of an optimizer, and the step that applies its updates.
+
+`loss_scaled`, `skip_nonfinite` and `multi_steps` check their arguments and put them into one
+`Wrapper`, whichever is called first; `_step.py` has the step itself. `apply_gradients` makes the
+step and applies it in one, for wrapped optimizers and bare ones.
+"""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import optax
 
 from ._accumulate import Window
 from ._checks import int32, one_of, positive
+from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale
 from ._policies.spec import as_loss_scale
 from ._step import LossScaledState, Wrapper, wrapper_of
 from ._tree import apply_updates, joined, split
+
+_Params = TypeVar("_Params")
+_State = TypeVar("_State")
 
 _NEVER_MOVE = (NoOpLossScale, FixedLossScale)
 
 
 def loss_scaled(
     inner: optax.GradientTransformation,
-    loss_scale: Any = "dynamic",
+    loss_scale: LossScale | float | Literal["dynamic"] | None = "dynamic",
     *,
     axis_name: Any = None,
     max_norm: float | None = None,
@@ -40,41 +49,42 @@ def loss_scaled(
 
     Args:
       inner: the transformation to wrap. It sees float32 (or wider) gradients and, where
-        parameters are float16 or bfloat16, float32 views of them.
-      loss_scale: a policy, or what `jaxscale.as_loss_scale` accepts for one.
+        parameters are float16 or bfloat16, float32 copies of them.
+      loss_scale: a policy, or a short form of one, as `jaxscale.as_loss_scale` takes it.
       axis_name: as in `jaxscale.all_finite`, inside `shard_map` and `pmap`: needed
         where devices may hold different gradients, or different losses as `value`.
       max_norm: the largest global norm of the gradients, which are clipped to it first, by
         the rule of `optax.clip_by_global_norm`. Any number above 0; one that the dtype of
         the gradients cannot hold, such as `math.inf`, clips nothing. This takes no extra
-        pass: norm and verdict come from one. (Where the squares overflow, beyond a norm of
-        1.8e19, the gradients are clipped to 0, as by optax.)
+        pass. (If the squares overflow, beyond a norm of 1.8e19, the gradients are clipped
+        to 0, as by optax.)
       skip_nonfinite: whether to skip at all. `False` is for scales that never move, and
-        switches everything off: no verdict, no counters, and with `None` for a scale the
-        program is that of `inner` alone, while the state keeps its structure.
-      check_updates: whether the verdict is on the updates that `inner` returns, too. For
-        transformations that compute gradients of their own inside of `update`, which the
-        verdict cannot see otherwise: `optax.contrib.sam` with `opaque_mode=True`, or a
-        line search. It takes one more pass, over the updates.
-      track_leaves: whether the state keeps which leaves the last overflow was in, as
-        `nonfinite_leaves`, for `jaxscale.metrics` and `jaxscale.check` to name
-        them. The gradients are read no more often for it.
+        switches everything off: no verdict, no counters, and if `loss_scale` is `None`, the
+        program is that of `inner` alone. The state keeps its fields. (Its `scaling` has a type of
+        its own if `loss_scale` is `None`, skips or not; `jaxscale.to_state_dict` and
+        `jaxscale.from_state_dict` move a run from one to the other.)
+      check_updates: whether the verdict also covers the updates that `inner` returns. Some
+        transformations compute gradients inside of `update`, where the verdict does not see
+        them: `optax.contrib.sam` with `opaque_mode=True`, or a line search. It takes one more
+        pass, over the updates.
+      track_leaves: whether the state records in `nonfinite_leaves` which leaves the last
+        overflow was in, so that `jaxscale.metrics` and `jaxscale.check` can name them. This
+        takes no extra pass over the gradients.
 
     Returns:
-      A `optax.GradientTransformationExtraArgs` whose state is a
-      `jaxscale.LossScaledState`. Its `update(grads, state, params=None, *,
-      value=None, **extra_args)` hands extra arguments to `inner` untouched. Pass the
-      loss as `value`, and a step whose loss itself is not finite is skipped and counted
-      without lowering the scale, which is not to blame then. Update and state have the
-      same avals after each step. The updates of a skipped step are -0.0, and adding them
-      keeps the bits of every parameter but one kind: a CPU flushes subnormal numbers to 0
-      as it adds. `jaxscale.apply_gradients` keeps those, too.
+      An `optax.GradientTransformationExtraArgs` whose state is a `jaxscale.LossScaledState`.
+      Its `update(grads, state, params=None, *, value=None, **extra_args)` passes extra
+      arguments to `inner` unchanged. Pass the loss as `value`, and a step whose loss itself is
+      not finite is skipped and counted without lowering the scale, which is not to blame then.
+      Updates and state have the same shapes and dtypes after each step. The updates of a skipped
+      step are -0.0. Adding them keeps the bits of every parameter except subnormal numbers, which
+      a CPU flushes to 0 as it adds; `jaxscale.apply_gradients` keeps those, too.
 
     Raises:
-      TypeError: if `inner` is no gradient transformation or `loss_scale` no policy.
-      ValueError: if `max_norm` is not above 0, if a flag is no bool, or if what needs a
-        verdict is to do without: a dynamic scale, `check_updates`, `track_leaves`, a
-        window of `multi_steps`.
+      TypeError: if `inner` is not a gradient transformation, or `loss_scale` is not a policy.
+      ValueError: if `max_norm` is not above 0, if a flag is not a bool, or if
+        `skip_nonfinite=False` comes with something that needs a verdict: a dynamic scale,
+        `check_updates`, `track_leaves`, a window of `multi_steps`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -92,7 +102,7 @@ def loss_scaled(
     wrapper = _wrapper("loss_scaled", inner)
     if wrapper.policy != NoOpLossScale():
         raise TypeError(
-            "`loss_scaled(inner)`: `inner` is one already, with a "
+            "`loss_scaled(inner)`: `inner` is wrapped already, with a "
             f"{type(wrapper.policy).__name__}. Two skips of one step cannot agree: wrap "
             "once, outermost."
         )
@@ -129,16 +139,17 @@ def skip_nonfinite(
 
     Args:
       inner: the transformation to wrap, as in `loss_scaled`.
-      axis_name: as there.
-      max_norm: as there.
-      check_updates: as there.
-      track_leaves: as there.
+      axis_name: as in `loss_scaled`.
+      max_norm: as in `loss_scaled`.
+      check_updates: as in `loss_scaled`.
+      track_leaves: as in `loss_scaled`.
 
     Returns:
       `loss_scaled(inner, None)`.
 
     Raises:
-      TypeError: if `inner` is no gradient transformation.
+      TypeError: if `inner` is not a gradient transformation.
+      ValueError: if `max_norm` is not above 0, or if a flag is not a bool.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -163,40 +174,40 @@ def multi_steps(
     inner: optax.GradientTransformation,
     every_k_schedule: int | Callable[[jax.Array], Any],
     *,
-    drop: str = "micro_batch",
-    growth_unit: str = "optimizer_step",
+    drop: Literal["micro_batch", "window"] = "micro_batch",
+    growth_unit: Literal["optimizer_step", "micro_batch"] = "optimizer_step",
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that steps once for several micro-batches.
 
-    What `optax.MultiSteps` does, but so that a non-finite micro-batch cannot ruin it:
-    gradients are summed in float32 or wider, and only those that are finite. It goes inside
-    of `loss_scaled` or around it, which is the same; on its own it skips as
-    `skip_nonfinite` does. (An `optax.MultiSteps` goes inside only: around, its
-    accumulator never recovers from an overflow.)
+    It does what `optax.MultiSteps` does, but a non-finite micro-batch cannot ruin the sum:
+    gradients are added in float32 or wider, and only if they are finite. Put it inside or
+    outside of `loss_scaled`, which is the same; on its own it skips as `skip_nonfinite` does.
+    (Put an `optax.MultiSteps` inside only: outside, its accumulator never recovers from an
+    overflow.)
 
-    Each micro-batch takes one `update`, with its own loss as `value`. Until the window
-    is full the updates are zero; then `inner` sees the mean gradients, and as `value`
-    the mean loss, of those that counted. A non-finite micro-batch lowers the loss scale at
-    once, so that the rest of its window has a chance.
+    Each micro-batch takes one `update`, with its own loss as `value`. Until the window is full
+    the updates are zero. Then `inner` sees the mean gradients of the micro-batches that counted,
+    and as `value` their mean loss. A non-finite micro-batch lowers the loss scale at once, so
+    that the rest of its window has a chance.
 
     Args:
       inner: the transformation to wrap, or a `loss_scaled` one.
-      every_k_schedule: how many micro-batches make a window: an integer, or a function of
-        the number of steps made so far, an `i32[]`, as a schedule.
-      drop: what a non-finite micro-batch costs. `"micro_batch"`: itself; the step is
-        made from those that are left, if there are any. `"window"`: all of its window;
-        the optimizer makes no step. (What a training loop keeps besides, batch statistics
-        for example, goes by `grads_finite`, that is, by the micro-batch.)
+      every_k_schedule: how many micro-batches make a window: an integer, or a schedule, which is
+        a function of the number of steps made so far, an `i32[]`.
+      drop: what a non-finite micro-batch costs. `"micro_batch"`: only itself; the step is
+        made from the others, if there are any. `"window"`: its whole window; the optimizer
+        makes no step. (Other state of a training loop, such as batch statistics, goes by
+        `grads_finite`, which is about the micro-batch.)
       growth_unit: what the loss scale counts towards its growth: `"optimizer_step"` or
         `"micro_batch"`.
 
     Returns:
-      A `optax.GradientTransformationExtraArgs` as `loss_scaled` returns it.
+      An `optax.GradientTransformationExtraArgs` as `loss_scaled` returns it.
       The `inner_state` of its state is a `jaxscale.MultiStepsState`, and its
       counters count micro-batches.
 
     Raises:
-      TypeError: if `inner` is no gradient transformation or has a window already, or if
+      TypeError: if `inner` is not a gradient transformation or has a window already, or if
         `every_k_schedule` is neither an integer nor a function.
       ValueError: if an argument is out of range.
 
@@ -215,16 +226,15 @@ def multi_steps(
     wrapper = _wrapper("multi_steps", inner)
     if wrapper.window is not None:
         raise TypeError(
-            "`multi_steps(inner)`: `inner` has a window already. For windows of windows make "
-            "one that is longer."
+            "`multi_steps(inner)`: `inner` has a window already. Make that one longer instead."
         )
     if not callable(every_k_schedule):
         length = int32("multi_steps", "every_k_schedule", every_k_schedule)
         every_k_schedule = functools.partial(_constant, length)
     if not wrapper.skips:
         raise ValueError(
-            "`multi_steps(inner)`: `inner` has skip_nonfinite=False, but which micro-batches count "
-            "is a matter of the verdict. Leave it out."
+            "`multi_steps(inner)`: `inner` has skip_nonfinite=False, but the verdict decides which "
+            "micro-batches count. Leave it out."
         )
     window = Window(
         every_k_schedule,
@@ -232,6 +242,75 @@ def multi_steps(
         one_of("multi_steps", "growth_unit", growth_unit, ("optimizer_step", "micro_batch")),
     )
     return _transformation(dataclasses.replace(wrapper, window=window))
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation,
+    grads: Any,
+    opt_state: _State,
+    params: _Params,
+    **extra_args: Any,
+) -> tuple[_Params, _State]:
+    """Returns the parameters and the optimizer state after one step.
+
+    The same as `tx.update` followed by `optax.apply_updates`. If `tx` is a `loss_scaled`
+    optimizer, both are skipped together, which is the fastest form: no updates are stored.
+
+    Leaves without a gradient stay as they are. If a gradient is `None`, as
+    `equinox.filter_grad` returns it for functions, text and integers, the leaf may be anything,
+    and the optimizer sees `None` for it. Integers and typed keys with `float0` gradients
+    stay if the optimizer passes these on, as `optax.masked` does. A leaf whose update is
+    `None` stays, too.
+
+    Args:
+      tx: the optimizer.
+      grads: the gradients, with the structure of `params`, or `None` for a leaf.
+      opt_state: the state of `tx`. For an Equinox module `model` it is made by
+        `tx.init(equinox.filter(model, equinox.is_inexact_array))`.
+      params: the parameters.
+      **extra_args: passed to `tx.update`: `value=loss` and so on.
+
+    Returns:
+      The new parameters, with the shapes and dtypes of `params`, and the new state. After a
+      non-finite step the parameters are the old ones, bit for bit.
+
+    Raises:
+      TypeError: if `tx` is not a gradient transformation, or if `opt_state` is not its state.
+      ValueError: if `grads` has another structure than `params`, and `params` hold leaves
+        that are not arrays.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> tx = jaxscale.loss_scaled(optax.sgd(0.5))
+      >>> params = jnp.array(1.0)
+      >>> params, opt_state = jaxscale.apply_gradients(
+      ...     tx, jnp.array(1.0), tx.init(params), params
+      ... )
+      >>> params
+      Array(0.5, dtype=float32)
+    """
+    # Leaves without a gradient go around the step, as only arrays can be selected and compiled.
+    trained, rest = split(params, grads)
+    wrapper = wrapper_of(tx)
+    if wrapper is not None:
+        trained, state = wrapper.apply(grads, opt_state, trained, **extra_args)
+        return joined(trained, rest), cast("_State", state)
+    if isinstance(opt_state, LossScaledState):
+        raise TypeError(
+            "`apply_gradients(tx, grads, opt_state, params)`: `opt_state` is a `LossScaledState`, "
+            "but `tx` is a bare optimizer. Pass the one that `loss_scaled` returned."
+        )
+    if isinstance(tx, optax.MultiSteps):  # has `init` and `update`, but is not a transformation
+        tx = tx.gradient_transformation()
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            "`apply_gradients(tx, ...)`: `tx` must be an `optax.GradientTransformation`, got "
+            f"{tx!r}. Call the function that makes it, as in `optax.adamw(1e-3)`."
+        )
+    tx = optax.with_extra_args_support(tx)
+    updates, state = tx.update(grads, cast("Any", opt_state), trained, **extra_args)
+    return joined(apply_updates(trained, updates), rest), cast("_State", state)
 
 
 def _constant(length: int, step: jax.Array) -> int:
@@ -252,9 +331,9 @@ def _check_needs_no_verdict(wrapper: Wrapper) -> None:
     ]
     if needs:
         raise ValueError(
-            f"`loss_scaled(skip_nonfinite=False)` with {', '.join(needs)}: that goes by which "
-            "steps are finite, which nothing tells then. It is for scales that never move: pass "
-            "None or a number, or leave it out."
+            f"`loss_scaled(skip_nonfinite=False)` with {', '.join(needs)}: this needs to know "
+            "which steps are finite, and nothing checks that then. `skip_nonfinite=False` is for "
+            "scales that never move: pass None or a number, or leave it out."
         )
 
 
@@ -263,11 +342,11 @@ def _transformation(wrapper: Wrapper) -> optax.GradientTransformationExtraArgs:
 
 
 def _wrapper(call: str, inner: Any) -> Wrapper:
-    """Returns the wrapper that made a transformation, or a first one around another."""
+    """Returns the wrapper that made a transformation, or a new one around it."""
     wrapper = wrapper_of(inner)
     if wrapper is not None:
         return wrapper
-    if isinstance(inner, optax.MultiSteps):  # has `init` and `update`, but is none itself
+    if isinstance(inner, optax.MultiSteps):  # has `init` and `update`, but is not one itself
         inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
@@ -275,74 +354,3 @@ def _wrapper(call: str, inner: Any) -> Wrapper:
             f"{inner!r}. Pass an optimizer such as `optax.adam(1e-3)`."
         )
     return Wrapper(optax.with_extra_args_support(inner), NoOpLossScale())
-
-
-def apply_gradients(
-    tx: optax.GradientTransformation,
-    grads: optax.Updates,
-    opt_state: optax.OptState,
-    params: optax.Params,
-    **extra_args: Any,
-) -> tuple[optax.Params, optax.OptState]:
-    """Returns the parameters and the optimizer state after one step.
-
-    The same as `tx.update` followed by `optax.apply_updates`. Where `tx` is a
-    `loss_scaled` optimizer, both are skipped as one, which is the fastest form: no
-    updates are stored.
-
-    Leaves without a gradient stay as they are. Where the gradient is `None`, as those of
-    `equinox.filter_grad` are for functions, text and integers, the leaf may be anything, and
-    the optimizer is shown `None` for it. Integers and typed keys with `float0` gradients
-    stay if the optimizer passes these on, as `optax.masked` does. A leaf whose update is
-    `None` stays, too.
-
-    Args:
-      tx: the optimizer.
-      grads: the gradients, with the structure of `params`, or `None` for a leaf.
-      opt_state: the state of `tx`. For an Equinox module `model` it is made by
-        `tx.init(equinox.filter(model, equinox.is_inexact_array))`.
-      params: the parameters.
-      **extra_args: passed to `tx.update`: `value=loss` and so on.
-
-    Returns:
-      The new parameters, with the avals of `params`, and the new state. After a
-      non-finite step the parameters are the old ones, bit for bit.
-
-    Raises:
-      TypeError: if `tx` is not a gradient transformation, or if `opt_state` is not a state
-        of it.
-      ValueError: if `grads` has another structure than `params`, where these hold leaves
-        that are not arrays.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> import jaxscale
-      >>> tx = jaxscale.loss_scaled(optax.sgd(0.5))
-      >>> params = jnp.array(1.0)
-      >>> params, opt_state = jaxscale.apply_gradients(
-      ...     tx, jnp.array(1.0), tx.init(params), params
-      ... )
-      >>> params
-      Array(0.5, dtype=float32)
-    """
-    # What has no gradient goes around the step, as only arrays can be selected and compiled.
-    trained, rest = split(params, grads)
-    wrapper = wrapper_of(tx)
-    if wrapper is not None:
-        trained, opt_state = wrapper.apply(grads, opt_state, trained, **extra_args)
-        return joined(trained, rest), opt_state
-    if isinstance(opt_state, LossScaledState):
-        raise TypeError(
-            "`apply_gradients(tx, grads, opt_state, params)`: `opt_state` is a `LossScaledState`, "
-            "but `tx` is a bare optimizer. Pass the one that `loss_scaled` returned."
-        )
-    if isinstance(tx, optax.MultiSteps):  # has `init` and `update`, but is not a transformation
-        tx = tx.gradient_transformation()
-    if not isinstance(tx, optax.GradientTransformation):
-        raise TypeError(
-            "`apply_gradients(tx, ...)`: `tx` must be an `optax.GradientTransformation`, got "
-            f"{tx!r}. Call the function that makes it, as in `optax.adamw(1e-3)`."
-        )
-    tx = optax.with_extra_args_support(tx)
-    updates, opt_state = tx.update(grads, opt_state, trained, **extra_args)
-    return joined(apply_updates(trained, updates), rest), opt_state

@@ -1,4 +1,9 @@
-"""What happened, as numbers on the device."""
+"""What happened in training: as numbers for a log, and as an error if nothing moves.
+
+`metrics` collects the scale and the counters of a state, inside `jit` or outside. `check` reads
+the same counters on the host, and if too many steps in a row were skipped, it derives the likely
+cause from them, from the policy, and from the leaves that were tracked.
+"""
 
 from typing import Any
 
@@ -9,6 +14,7 @@ import optax
 from jax.core import Tracer
 
 from ._accumulate import MultiStepsState
+from ._checks import and_more
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale
 from ._scaling import find_scaling, is_loss_scaled
@@ -16,7 +22,7 @@ from ._state import find, unwrapped
 from ._step import wrapper_of
 from ._verdict import flagged_paths, named_flags
 
-# What a `LossScaledState` counts, besides the state of the policy itself.
+# The counters of a `LossScaledState`, besides the state of its policy.
 _COUNTERS = (
     "grads_finite",
     "notfinite_count",
@@ -26,7 +32,7 @@ _COUNTERS = (
 )
 
 
-# What `multi_steps` counts besides.
+# The counters that `multi_steps` adds.
 _WINDOW_COUNTERS = ("mini_step", "gradient_step")
 
 
@@ -43,10 +49,10 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
       A dictionary of scalar arrays: `loss_scale` and the trackers of the policy and, if
       there is an optimizer state, `grads_finite`, `notfinite_count`,
       `total_notfinite`, `total_notfinite_loss` and `total_steps`, as explained in
-      `jaxscale.LossScaledState`. Under `jaxscale.multi_steps` these count
-      micro-batches, and `mini_step` and `gradient_step` come with them. Under
-      `track_leaves=True` there is a `bool[]` for each gradient, under names such as
-      `nonfinite_leaves/params/Dense_0/kernel`: whether the last overflow was in it.
+      `jaxscale.LossScaledState`. With `jaxscale.multi_steps` these count micro-batches, and
+      `mini_step` and `gradient_step` are added. With `track_leaves=True` there is also a
+      `bool[]` for each gradient, whether the last overflow was in it, under a name such as
+      `nonfinite_leaves/params/Dense_0/kernel`.
 
     Raises:
       ValueError: if `tree` holds no such state, or several.
@@ -87,21 +93,21 @@ def check(
 ) -> None:
     """Returns `None` if training makes progress, and raises an error if it is stuck.
 
-    For the host, outside of `jit`: it waits for the device, so call it as often as you
-    log. A step skipped now and then is the normal working of a dynamic loss scale.
+    Call it on the host, outside of `jit`, and as often as you log, as it waits for the device.
+    A dynamic loss scale skips a step now and then; that is normal.
 
     Args:
       tree: a `jaxscale.LossScaledState`, or a tree that holds exactly one.
-      tx: the optimizer, which knows how far the scale can fall: with it the message tells
-        a scale at its floor from one that is fixed or still falling. A `TrainState`
-        brings its own.
-      max_consecutive: how many steps skipped in a row are still accepted. From 2**24
-        down to 1, halving takes 24.
+      tx: the optimizer, which knows how far the scale can fall. With it the message tells
+        a scale at its floor from one that is fixed or still falling. A `TrainState` has its
+        own.
+      max_consecutive: how many steps skipped in a row are still accepted. Halving takes 24
+        of them from 2**24 down to 1.
 
     Raises:
-      LossScaleStuckError: if more steps than that were skipped in a row. The message has
-        the numbers and the likely cause and, if `tx` was made with `track_leaves=True`,
-        the leaves that the last overflow was in.
+      LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped. The
+        message has the numbers and the likely cause and, if `tx` was made with
+        `track_leaves=True`, the leaves that the last overflow was in.
       ValueError: if `tree` holds no such state, or several.
       TypeError: if called inside `jit`.
 
@@ -119,7 +125,7 @@ def check(
     """
     state = find("check", tree, is_loss_scaled, "`LossScaledState`")
     state = jax.tree.map(_on_host, unwrapped(state._replace(inner_state=None)))
-    # A population has states with leading axes: report its worst member.
+    # The state of a population has leading axes: report the worst member.
     axes, worst = np.ndim(state.notfinite_count), np.argmax(state.notfinite_count)
     state = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes:])[worst], state)
     if state.notfinite_count <= max_consecutive:
@@ -150,11 +156,8 @@ def _leaves(flags: Any, most: int = 5) -> str:
     bad, number = flagged_paths(flags), len(jax.tree.leaves(flags))
     if not bad:
         return ""
-    more = f" and {len(bad) - most} more" if len(bad) > most else ""
-    return (
-        f" The last gradients that were not finite: {', '.join(bad[:most])}{more} "
-        f"({len(bad)} of {number} leaves)."
-    )
+    shown = " ".join([", ".join(bad[:most]), *and_more(bad, most)])
+    return f" The last gradients that were not finite: {shown} ({len(bad)} of {number} leaves)."
 
 
 def _likely_cause(state: Any, policy: LossScale | None) -> str:
@@ -175,7 +178,7 @@ def _likely_cause(state: Any, policy: LossScale | None) -> str:
 
 
 def _backward(state: Any, policy: LossScale | None) -> str:
-    """Returns what can be said of the scale when the backward pass overflows."""
+    """Returns the likely cause if the backward pass overflows."""
     unscaled = (
         "at any scale: a division by zero, the square root of 0, a mask of -inf (run one step "
         "under `with jax.disable_jit(), jax.debug_infs(True)`)"

@@ -1,9 +1,9 @@
-"""Of which scaled gradients the unscaled ones are quotients, while a program is traced.
+"""Which unscaled gradients are quotients of which scaled ones, while a program is traced.
 
-Unscaled gradients are float32 and, on a CPU, where a step is skipped by a branch, would
-be stored before it: eight bytes a parameter, written and read. But to divide again is
-cheaper, inside of the branch, where it costs nothing. For that the branch has to know
-what was divided by what. It makes no difference to the numbers.
+On a CPU a step is skipped by a branch, and the unscaled gradients, which are float32, would be
+stored before it: eight bytes for each parameter, written and read. Dividing again inside of the
+branch is cheaper, as it fuses into the step. For this the branch has to know what was divided by
+what. The numbers stay the same.
 """
 
 import weakref
@@ -13,14 +13,14 @@ from jax.core import Tracer
 
 
 class Quotient(NamedTuple):
-    """A scaled gradient, as it came, and the number that it was divided by."""
+    """A scaled gradient, before it was widened, and the number that it was divided by."""
 
     dividend: Any
     divisor: Any
 
 
-# By identity, as tracers are compared like arrays. Weak on all sides: what is traced lives
-# as long as its trace and no longer.
+# By identity, as `==` compares tracers like arrays. All references are weak, so that tracers live
+# no longer than their trace.
 _QUOTIENTS: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
@@ -33,7 +33,7 @@ def remember(leaf: Any, dividend: Any, divisor: Any) -> None:
 
 
 def recall(leaf: Any) -> Quotient | None:
-    """Returns what `leaf` is a quotient of, or `None` if that is not known."""
+    """Returns the division that `leaf` is the result of, or `None` if that is not known."""
     found = [each() for each in _QUOTIENTS.get(id(leaf), ())]
     if not found or found[0] is not leaf or any(each is None for each in found):
         return None

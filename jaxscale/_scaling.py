@@ -1,4 +1,8 @@
-"""Where in a training state the loss scale is, and scaling by hand."""
+"""How the loss scale in a training state is found, and scaling by hand.
+
+Public functions take any tree that holds exactly one loss scale: the state of a policy, of an
+optimizer, or a `TrainState`.
+"""
 
 from typing import Any
 
@@ -26,7 +30,8 @@ def is_loss_scaled(node: Any) -> bool:
 def find_scaling(call: str, tree: Any) -> Any:
     """Returns the one loss scale state in a tree, as arrays.
 
-    That in a `LossScaledState` is one whatever its type, any other one by its type.
+    The `scaling` of a `LossScaledState` may be of any type; other states need a mark (see
+    `is_policy_state`).
     """
 
     def is_scaling(node: Any) -> bool:
@@ -47,15 +52,16 @@ def find_one(call: str, argument: str, tree: Any) -> Any:
 def scale(state: Any, tree: Any) -> Any:
     """Returns a tree multiplied by the loss scale.
 
-    To scale a loss by hand; `jaxscale.value_and_grad` needs no such call.
+    This is for scaling a loss by hand; `jaxscale.value_and_grad` does it for you.
 
     Args:
       state: a `LossScaleState`, or a tree that holds exactly one.
       tree: a pytree, such as a loss.
 
     Returns:
-      The tree with its floating and complex leaves multiplied, in float32 or wider:
-      float16 and bfloat16 leaves come back as float32. Other leaves are untouched.
+      The tree with its floating-point and complex leaves multiplied, in float32 or wider:
+      float16 and bfloat16 leaves come back as float32. Other leaves, and everything under a key
+      `_overwrite_with_gradient`, are unchanged.
 
     Raises:
       ValueError: if `state` holds no loss scale, or several, or those of a population.
@@ -75,17 +81,17 @@ def scale(state: Any, tree: Any) -> Any:
 def unscale(state: Any, tree: Any) -> Any:
     """Returns a tree divided by the loss scale.
 
-    Pass the state that the gradients were scaled with, not the updated one.
+    Pass the state by which the gradients were scaled, not the updated one.
 
     Args:
       state: a `LossScaleState`, or a tree that holds exactly one.
       tree: a pytree of scaled gradients.
 
     Returns:
-      The tree with its floating and complex leaves divided, in float32 or wider: float16
+      The tree with its floating-point and complex leaves divided, in float32 or wider: float16
       and bfloat16 leaves come back as float32, where small gradients do not underflow
       again; float32, float64 and complex ones keep their dtype. Other leaves, and
-      whatever is under a key `_overwrite_with_gradient`, are untouched.
+      everything under a key `_overwrite_with_gradient`, are unchanged.
 
     Raises:
       ValueError: if `state` holds no loss scale, or several, or those of a population.

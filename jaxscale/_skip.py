@@ -1,4 +1,9 @@
-"""How a step is skipped: one selection, in the form that suits the machine."""
+"""How a step is skipped: by a branch on a CPU, by a selection on other machines.
+
+On a GPU or TPU a selection fuses into the step's own kernels and reads nothing twice. On a CPU it
+would keep XLA from updating buffers in place and take minutes to compile over hundreds of leaves;
+a branch does neither. The program holds both, as one program may be lowered for any platform.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,37 +21,38 @@ def step_if(
     operand: Any,
     skipped: Callable[[Any], Any],
 ) -> Any:
-    """Returns `step(operand)` where `pred` holds, and what `skipped` says elsewhere.
+    """Returns `step(operand)` if `pred` holds, and otherwise what `skipped` returns.
 
     Args:
       pred: a `bool[]`.
       step: the computation to select; it is traced once.
-      operand: a tree of arrays that may be non-finite where `pred` does not hold.
-      skipped: called with a tree of the shapes and dtypes of `step(operand)`, returns
-        the values to take instead.
+      operand: a tree of arrays, which may be non-finite if `pred` does not hold.
+      skipped: a function that is called with a tree of the shapes and dtypes of
+        `step(operand)`, and returns the values to take instead.
 
     Returns:
-      A tree of arrays with the avals of `step(operand)`.
+      A tree of arrays with the shapes and dtypes of `step(operand)`.
     """
 
     def select(branches: jax.Array, step: Callable[[Any], Any]) -> Any:
-        # `step` runs in any case, as a selection evaluates both sides. Zeros go in where
-        # it will not count, so that no inf or NaN reaches its arithmetic.
+        # A selection evaluates both sides, so `step` runs in any case. It gets zeros if its
+        # result does not count, so that no inf or NaN reaches its arithmetic.
         choose = pred | branches
         finite = tree_where(choose, operand, _zeros(operand))
         taken = step(finite)
         return tree_where(choose, taken, skipped(taken))
 
-    # On a GPU or TPU a selection fuses into the step's own kernels and reads nothing
-    # twice. On a CPU it keeps XLA from updating buffers in place and takes minutes to
-    # compile over hundreds of leaves; a branch does neither. Both are written down, and
-    # which one it is, is a constant once the platform is known: XLA folds the other away.
+    # A constant that is known once the platform is: XLA folds the other form away. JAX's idiom,
+    # `platform_dependent(pred, operand, cpu=branch, default=select)`, compiles to the same, but
+    # writes the step down twice. For AdamW on 30 leaves the jaxpr of a train step then has 1840
+    # equations instead of 1260, under `vmap` 3189 instead of 2518, under `grad` 5282 instead of
+    # 3676 (JAX 0.10); the step is traced once either way.
     branches = jax.lax.platform_dependent(
         cpu=lambda: jnp.array(True), default=lambda: jnp.array(False)
     )
     if not isinstance(branches, Tracer):
-        # No program is being made: each operation runs by itself, under a `vmap`, too. So
-        # `step` rounds as it does when called alone, and nothing is compiled for one call.
+        # Nothing is traced: each operation runs by itself, under `vmap` too. So `step` rounds as
+        # it does when called alone, and nothing is compiled for a single call.
         return select(jnp.array(False), step)
     step = jax.jit(step)  # traced once, for its avals and for the branch
     kept = skipped(jax.eval_shape(step, operand))
@@ -58,7 +64,7 @@ def step_if(
 
 
 def _zeros(tree: Any) -> Any:
-    """Returns a tree with zeros for gradients, one array for all that are of one type."""
+    """Returns a tree with zeros in place of the gradients, one array for each type."""
     zeros: dict[Any, jax.Array] = {}
 
     def zeros_like(leaf: Any) -> jax.Array:

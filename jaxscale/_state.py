@@ -1,4 +1,8 @@
-"""The state of a loss scale, how it is found and checked, and what is divided by the scale."""
+"""The state of a loss scale: its type, how it is found and checked, and scaling by it.
+
+The types come first, then the checks of a state that a user passed, then multiplication and
+division of a tree by the scale, and last the search for the one state in a larger tree.
+"""
 
 import functools
 from collections.abc import Callable
@@ -7,20 +11,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ._checks import and_more
 from ._quotient import recall, remember
 from ._tree import map_gradients, widen
 
 
 class LossScaleState(NamedTuple):
-    """What a loss scale carries from one step to the next.
+    """The state that a loss scale carries from one step to the next.
 
-    A `NamedTuple` of arrays and nothing else, so that `jit`, `scan`, `vmap`,
+    It is a `NamedTuple` of arrays and nothing else, so that `jit`, `scan`, `vmap`,
     donation, checkpoints, `optax.tree.get(state, "loss_scale")` and `optax.tree.set`
-    work with no code of their own. How it moves is the business of a
-    `jaxscale.LossScale`, which also makes the first one: `loss_scale.init()`.
+    work without code of their own. A `jaxscale.LossScale` moves it, and also makes the
+    initial state: `loss_scale.init()`.
 
     Attributes:
-      loss_scale: `f32[]`, what the next loss is scaled by.
+      loss_scale: `f32[]`, the number by which the next loss is scaled.
       growth_tracker: `i32[]`, finite steps in a row that count towards growth. Below 0
         while a policy lets some pass uncounted.
       hysteresis_tracker: `i32[]`, non-finite steps still tolerated before a backoff.
@@ -31,7 +36,7 @@ class LossScaleState(NamedTuple):
       Array(32768., dtype=float32)
     """
 
-    is_loss_scale_state = True  # not a field: `is_policy_state` goes by it
+    is_loss_scale_state = True  # the mark that `is_policy_state` looks for, not a field
 
     loss_scale: jax.Array  # f32[]
     growth_tracker: jax.Array  # i32[]
@@ -45,7 +50,7 @@ class UnitLossScaleState(LossScaleState):
 
 
 def init_state(loss_scale: float, hysteresis: int = 0, streak: int = 0) -> LossScaleState:
-    """Returns a first state, strongly typed so that a step keeps its avals."""
+    """Returns an initial state, strongly typed so that a step keeps its types."""
     return LossScaleState(
         loss_scale=jnp.asarray(loss_scale, jnp.float32),
         growth_tracker=jnp.asarray(streak, jnp.int32),
@@ -54,25 +59,25 @@ def init_state(loss_scale: float, hysteresis: int = 0, streak: int = 0) -> LossS
 
 
 def healed(loss_scale: jax.Array, init_scale: float) -> jax.Array:
-    """Returns a loss scale, or a first one if it is 0, inf or NaN.
+    """Returns a loss scale, or the initial one if it is 0, inf or NaN.
 
-    A state may come from elsewhere: a checkpoint of a scaler that had run away.
+    A state may come from a checkpoint of another scaler, whose scale had run away.
     """
     usable = jnp.isfinite(loss_scale) & (loss_scale > 0)
     return jnp.where(usable, loss_scale, init_scale).astype(jnp.float32)
 
 
 def is_policy_state(node: Any) -> bool:
-    """Returns whether a node of a tree is the state of a policy, which its type says.
+    """Returns whether a node of a tree is the state of a policy, by the mark of its type.
 
-    A field called `loss_scale` says nothing: parameters, carries and logs have them too.
+    A field called `loss_scale` proves nothing: parameters, carries and logs have them too.
     """
     marked = getattr(type(node), "is_loss_scale_state", False) is True
     return marked and hasattr(node, "_fields")
 
 
 def is_wrapped(node: Any) -> bool:
-    """Returns whether a node is a variable around an array, as an optimizer of Flax NNX has."""
+    """Returns whether a node is a variable around an array, as in an optimizer of Flax NNX."""
     return hasattr(type(node), "__jax_array__") and not isinstance(node, jax.Array)
 
 
@@ -84,13 +89,17 @@ def unwrapped(tree: Any) -> Any:
 
 
 def policy_state(call: str, state: Any, kind: type = object, grads: Any = None) -> Any:
-    """Returns the state that a policy was given, as arrays, or raises what to give instead.
+    """Returns the state that a policy was given, as arrays.
 
     Args:
       call: the method, such as `DynamicLossScale.update`.
-      state: what it was given for a state.
-      kind: the type that it must have.
-      grads: what it was given for gradients.
+      state: its argument `state`.
+      kind: the type that the state must have.
+      grads: its argument `grads`, to tell swapped arguments.
+
+    Raises:
+      TypeError: if it is not such a state. The message says what to pass.
+      ValueError: if it is the state of a population.
     """
     if _is_state(grads) and not _is_state(state):
         hint = "The order of the arguments is (state, grads)."
@@ -102,7 +111,7 @@ def policy_state(call: str, state: Any, kind: type = object, grads: Any = None) 
         return state
     elif is_policy_state(state):
         hint = (
-            "That of another policy is taken over by `jaxscale.from_state_dict(policy.init(), "
+            "To take over that of another policy, use `jaxscale.from_state_dict(policy.init(), "
             "jaxscale.to_state_dict(state))`."
         )
     else:
@@ -126,7 +135,7 @@ def _is_state(node: Any) -> bool:
 
 
 def _is_optimizers(node: Any) -> bool:
-    # A `LossScaledState`, which is defined further up.
+    # Known by its fields, as `LossScaledState` is defined in a module that imports this one.
     return hasattr(node, "scaling") and hasattr(node, "inner_state")
 
 
@@ -149,7 +158,7 @@ def divide(tree: Any, divisor: jax.Array) -> Any:
 
 
 def divided_again(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns a tree with scaled gradients where they are known, and what unscales it."""
+    """Returns a tree with the scaled gradients that are known, and a function that unscales it."""
     leaves, treedef = jax.tree.flatten(tree)
     quotients = [recall(leaf) for leaf in leaves]
     dividends = [
@@ -157,8 +166,8 @@ def divided_again(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
         for leaf, quotient in zip(leaves, quotients, strict=True)
     ]
 
-    # What XLA makes of a division by one number. Written down, it is no division for which
-    # XLA, as it takes that to be expensive, would store what two moments are computed from.
+    # Multiply by the reciprocal, as XLA itself does for a division by one number. XLA treats a
+    # written division as expensive, and would store the result, which two moments use.
     factors = {id(each.divisor): 1 / each.divisor for each in quotients if each is not None}
 
     def unscaled(tree: Any) -> Any:
@@ -173,32 +182,32 @@ def divided_again(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 def _apply(op: Callable[[Any, Any], jax.Array], leaf: Any, number: jax.Array) -> jax.Array:
     leaf = widen(leaf)
     if jnp.iscomplexobj(leaf):
-        # By parts, as a complex product makes inf * 0 of the parts, which is NaN.
+        # By parts: the product of two complex numbers also has terms such as inf * 0, a NaN.
         return jax.lax.complex(_apply(op, leaf.real, number), _apply(op, leaf.imag, number))
     return op(leaf, number)
 
 
 def _by_dtype(loss_scale: jax.Array) -> Callable[[Any], jax.Array]:
-    """Returns what gives the number that a leaf is multiplied with or divided by."""
+    """Returns a function from a leaf to the number that it is multiplied or divided by."""
     by_dtype = functools.cache(functools.partial(representable, loss_scale))
     return lambda leaf: by_dtype(widen(leaf).dtype)
 
 
 def representable(loss_scale: jax.Array, dtype: Any) -> jax.Array:
-    """Returns a loss scale as a number of a dtype by which one can multiply and divide.
+    """Returns a loss scale as a number of a dtype, safe to multiply and to divide by.
 
-    Of a complex dtype, as one of its parts.
+    For a complex dtype the number has the dtype of its parts.
     """
     info = jnp.finfo(dtype)
-    # At most the largest power of two, and not the largest number: scaling stays exact. And
-    # at most 2**126: XLA divides by multiplying with the reciprocal, and that of 2**127 is
-    # subnormal, which flushes to zero, and with it would all gradients, finite as they are.
+    # At most the largest power of two, rather than the largest number, so that scaling stays
+    # exact. And at most 2**126: XLA divides by multiplying with the reciprocal, and that of 2**127
+    # is subnormal. It would be flushed to zero, and all gradients with it, though they are finite.
     largest = 2.0 ** min(info.maxexp - 1, 126)
     return jnp.clip(loss_scale, float(info.smallest_normal), largest).astype(info.dtype)
 
 
 def find(call: str, tree: Any, matches: Callable[[Any], bool], what: str) -> Any:
-    """Returns the one node of a tree that `matches`, or raises what was found where."""
+    """Returns the one node of a tree that `matches`, or raises a `ValueError` if it is not one."""
     found = [
         (jax.tree_util.keystr(path) or "the tree itself", node)
         for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches)
@@ -220,7 +229,7 @@ def find(call: str, tree: Any, matches: Callable[[Any], bool], what: str) -> Any
 
 def _way_out(tree: Any) -> str:
     if hasattr(tree, "init"):
-        return "It makes states and is none itself: pass what its `init` returned."
+        return "It makes states and is not one itself: pass what its `init` returned."
     if hasattr(tree, "opt_state"):
         return "Pass its `opt_state`."
     if callable(tree):
@@ -237,7 +246,7 @@ def _way_out(tree: Any) -> str:
 
 
 def _contents(tree: Any, most: int = 8) -> str:
-    """Returns the types of the outermost named tuples and leaves of a tree, and where."""
+    """Returns the types and places of the outermost named tuples and leaves of a tree."""
     nodes = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: node is None or hasattr(node, "_fields")
     )
@@ -247,5 +256,4 @@ def _contents(tree: Any, most: int = 8) -> str:
         else f"the {type(node).__name__}"
         for path, node in nodes
     ]
-    more = [f"and {len(names) - most} more"] if len(names) > most else []
-    return ", ".join(names[:most] + more) or "an empty tree"
+    return ", ".join(names[:most] + and_more(names, most)) or "an empty tree"

@@ -1,4 +1,9 @@
-"""A training state as nested dicts of NumPy arrays, which later versions read, too."""
+"""A training state as nested dicts of NumPy arrays, which later versions can read, too.
+
+`to_state_dict` writes any tree by the names of its fields. `from_state_dict` reads it back into
+the structure of a target: fields of jaxscale's own states may come and go between versions, while
+everything else must match, as a default would hide a lost number.
+"""
 
 from typing import Any
 
@@ -9,10 +14,10 @@ from jax.core import Tracer
 
 from ._state import UnitLossScaleState, is_wrapped, unwrapped
 
-# For dictionaries that these rules cannot read; a new field needs no new version.
+# Raise it if older code could not read a dictionary by its rules; a new field is not such a case.
 _VERSION = 1
-# Fields of our own states that have no default: what is the optimizer's, and the number of
-# micro-batches in an accumulator, which means nothing without it.
+# Fields of our own states that have no default: the optimizer's states, and the number of
+# micro-batches in an accumulator, which cannot be read without it.
 _REQUIRED = ("inner_state", "inner_opt_state", "counted")
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
@@ -21,18 +26,18 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
     """Returns a tree as nested dicts of NumPy arrays, with a version. Waits for the device.
 
     Args:
-      tree: an `opt_state`, a `TrainState`, a dict of such, or another container, of
-        numbers and arrays, typed keys included, that this process can read whole.
+      tree: an `opt_state`, a `TrainState`, a dict of them, or another container of numbers
+        and arrays, typed keys included. This process must be able to read all of each array.
 
     Returns:
       `{"version": 1, ...}`: fields by their names, dicts by their keys as strings,
-      tuples and lists by `"0"`, `"1"` and so on. Arrays are copies, typed keys are
-      their key data, `None` stays, and what else is empty is `{}`. An array in a
-      variable of Flax NNX is written as one without.
+      tuples and lists by `"0"`, `"1"` and so on. Arrays are copied, typed keys become their
+      key data, `None` stays, and other empty containers become `{}`. An array in a variable
+      of Flax NNX is written without the variable.
 
     Raises:
-      TypeError: if a leaf is no array or number, or is traced.
-      ValueError: if the outermost container is none, or has a child named `version`.
+      TypeError: if a leaf is not an array or a number, or is traced.
+      ValueError: if `tree` is not a container, or has a child named `version`.
 
     Example:
       >>> import jaxscale
@@ -57,23 +62,22 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
     """Returns a tree like `target` with the numbers of a dictionary.
 
     Args:
-      target: a tree of the structure to come back, such as a fresh `tx.init(params)`.
-      state_dict: what `to_state_dict` returned, in this or an earlier version; or
-        what `flax.serialization.to_state_dict` returned, or orbax restored without a
-        target. Without `"version"` it is taken for version 1.
+      target: a tree with the structure of the result, such as a fresh `tx.init(params)`.
+      state_dict: a dictionary that `to_state_dict` returned, in this or an earlier version, or
+        `flax.serialization.to_state_dict`, or that orbax restored without a target. Without
+        `"version"` it is read as version 1.
 
     Returns:
-      A tree with the structure, avals and weak types of `target` and the shardings of
+      A tree with the structure, shapes, dtypes and weak types of `target`, and the shardings of
       those of its arrays that are committed to devices, so that no step compiles anew. In
-      jaxscale's own states, a field that `state_dict` lacks, or has as `None`, keeps
-      the value of `target`, and a field that `target` lacks is ignored, so that
-      states of other versions and of other policies can be read. `inner_state`,
-      `inner_opt_state` and `counted` have no default; they, and all that is not
-      jaxscale's own, must match. A saved loss scale wins over the policy's;
-      `opt_state._replace(scaling=policy.init())` starts it anew.
+      jaxscale's own states, a field that `state_dict` lacks, or has as `None`, keeps the value
+      of `target`, and a field that `target` lacks is ignored, so that states of other versions
+      and of other policies can be read. `inner_state`, `inner_opt_state` and `counted` have no
+      default; they, and everything that is not jaxscale's own, must match. A saved loss scale
+      replaces the policy's own; `opt_state._replace(scaling=policy.init())` starts it anew.
 
-      Where `target` has variables of Flax NNX, so has the tree, and where it has arrays, it
-      has arrays, whichever were saved. Into an optimizer `nnx.update` puts either::
+      The tree has variables of Flax NNX where `target` has them, and arrays where `target` has
+      arrays, whichever were saved. `nnx.update` puts either into an optimizer::
 
           fresh = optimizer.opt_state  # of an nnx.Optimizer(model, tx, wrt=nnx.Param)
           nnx.update(fresh, nnx.state(jaxscale.from_state_dict(fresh, saved)))
@@ -81,9 +85,10 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
 
     Raises:
       ValueError: if keys are missing or unknown, with their paths; if a shape differs, or
-        a number has no equal in the dtype of `target`; or if a later version wrote it.
-      TypeError: if a leaf is no array or number, or is traced; or if it is of another
-        kind than that of `target`, as a float is for an integer.
+        a number has no equal in the dtype of `target`; or if a later version wrote the
+        dictionary.
+      TypeError: if a leaf is not an array or a number, or is traced; or if it is of another
+        kind than that of `target`, such as a float for an integer.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -112,10 +117,10 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
                 f"{type(node).__name__}, got {type(saved).__name__}."
             )
         if isinstance(node, UnitLossScaleState):
-            return node  # of scale 1 by its type, whatever the policy before it had
+            return node  # its type says that the scale is 1, whatever was saved
         own = _is_own(node)
         if values and values.keys().isdisjoint(children):
-            own = False  # no state of another version: the dictionary of something else
+            own = False  # not another version of this state, but something else
 
         def restore_child(name: str, child: Any) -> Any:
             where, value = f"{path}/{name}", values.pop(name, None)
@@ -142,15 +147,15 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
     version = saved.pop("version", 1)
     if version not in range(1, _VERSION + 1):
         raise ValueError(
-            f"`from_state_dict(state_dict)` must be of a version from 1 to {_VERSION}, got "
+            f"`from_state_dict(state_dict)` must have a version from 1 to {_VERSION}, got "
             f"{version!r}. If a later jaxscale wrote it, upgrade jaxscale to read it."
         )
     restored = restore("", target, saved)
     if missing or surplus:
         raise ValueError(
-            "`from_state_dict(target, state_dict)` needs the same keys in both, but for fields "
+            "`from_state_dict(target, state_dict)` needs the same keys in both, except for fields "
             f"of jaxscale's own states. Only in the target: {', '.join(missing) or 'none'}; only "
-            f"in the dictionary: {', '.join(surplus) or 'none'}. Make the target of the model "
+            f"in the dictionary: {', '.join(surplus) or 'none'}. Make the target from the model "
             "and the optimizer that were saved, or rename the keys of the dictionary."
         )
     return restored
@@ -166,12 +171,12 @@ def _flatten(node: Any) -> tuple[dict[str, Any] | None, Any]:
 
 
 def _is_variable(node: Any, children: dict[str, Any]) -> bool:
-    """Returns whether a node is a variable of Flax NNX, which stands for what it holds."""
+    """Returns whether a node is a variable of Flax NNX, which is written as its content."""
     return len(children) == 1 and is_wrapped(node)
 
 
 def _held(saved: Any, target: Any) -> Any:
-    """Returns what was in a variable, if a dictionary is one as Flax and Orbax write them."""
+    """Returns the content of a variable, if a dictionary is one as Flax and Orbax write it."""
     (values, _), (children, _) = _flatten(saved), _flatten(target)
     if values is None or values.keys() != {"value"} or "value" in (children or ()):
         return saved
@@ -183,7 +188,7 @@ def _is_empty(node: Any) -> bool:
 
 
 def _is_own(node: Any) -> bool:
-    # Named tuples alone: a `TrainState` is one's own as well, but nothing in it has a default.
+    # Only named tuples: a `TrainState` is jaxscale's own, too, but its fields have no defaults.
     package = type(node).__module__.partition(".")[0]
     return hasattr(node, "_fields") and package == __name__.partition(".")[0]
 
@@ -197,8 +202,8 @@ def _check_root(given: str, tree: Any) -> None:
     children, _ = _flatten(tree)
     if children is None or "version" in children:
         raise ValueError(
-            f"`{given}` must be a container without a child named version, the key of the "
-            f'format\'s own, got {type(tree).__name__}. Pass {{"state": ...}}.'
+            f"`{given}` must be a container without a child named version, a key that the format "
+            f'needs, got {type(tree).__name__}. Pass {{"state": ...}}.'
         )
 
 
@@ -211,14 +216,14 @@ def _data(given: str, leaf: Any) -> Any:
     accepted = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     if not isinstance(leaf, accepted) or isinstance(leaf, Tracer):
         raise TypeError(
-            f"{given} must be an array or a number, outside of `jit`, got {leaf!r}. Of a model "
-            "that holds functions, pass the arrays alone."
+            f"{given} must be an array or a number, outside of `jit`, got {leaf!r}. If a model "
+            "holds functions, pass only its arrays."
         )
     return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) and _is_key(leaf) else leaf
 
 
 def _like(path: str, target: Any, leaf: Any) -> Any:
-    """Returns the numbers of a leaf as `target` has its own: type, aval and sharding."""
+    """Returns the numbers of a leaf with the type, shape, dtype and sharding of `target`."""
     given = _at("state_dict", path)
     like, values = _data(_at("target", path), target), np.array(_data(given, leaf))
     if values.shape != np.shape(like):
@@ -237,7 +242,7 @@ def _like(path: str, target: Any, leaf: Any) -> Any:
 
 
 def _exactly(given: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns numbers in a dtype of their kind, where each of them has an equal."""
+    """Returns numbers in a dtype of their kind, in which each of them must have an equal."""
     if values.dtype == dtype:
         return values
     kinds = [[kind for kind in _KINDS if jnp.issubdtype(d, kind)] for d in (values.dtype, dtype)]

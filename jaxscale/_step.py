@@ -1,18 +1,22 @@
 """One step of an optimizer under a loss scale.
 
-`jaxscale.loss_scaled` and the other wrappers of an optimizer are a `Wrapper` each,
-which says what they were called with. Its `update` and `apply` make one step, in this order:
+`jaxscale.loss_scaled` and the other wrappers of an optimizer make a `Wrapper`, which holds their
+arguments. Its `update` and `apply` make one step, in this order:
 
-1. *Verdict.* Whether all gradients are finite, and the loss, if it was passed: one pass over the
-   gradients, and all devices agree. It is on the gradients and not on the updates, as clipping by
-   value and sign-based optimizers hide an inf.
-2. *Window.* Where gradients are accumulated over several micro-batches, those that are finite
-   are added up. A step is due when the window is full; without a window, whenever the verdict is
-   good.
+1. *Verdict.* It says whether all gradients are finite, and the loss, if it was passed. It takes
+   one pass over the gradients, and all devices agree on it. It covers the gradients rather than
+   the updates, as clipping by value and sign-based optimizers hide an inf; with `check_updates`
+   it covers the updates, too.
+2. *Window.* If gradients are accumulated over several micro-batches, those of finite
+   micro-batches are added up. A step is due when the window is full; without a window, whenever
+   the verdict is good.
 3. *Skip.* If a step is due, the wrapped optimizer makes it. If not, its state and the parameters
-   stay as they are: by a branch on a CPU, by a selection elsewhere.
-4. *Scale.* The policy hears the verdict and moves the loss scale, unless the loss is to blame.
-5. *Counters.* What happened is counted in the state, as nothing here may wait for the host.
+   stay as they are: by a branch on a CPU, by a selection on other machines.
+4. *Scale.* The policy gets the verdict and moves the loss scale, unless the loss is to blame.
+   Good micro-batches count towards growth as `growth_unit` says.
+5. *Counters.* The state counts what happened, so that nothing has to wait for the host.
+
+With `skip_nonfinite=False` none of this happens: the step is that of the wrapped optimizer.
 """
 
 import dataclasses
@@ -26,7 +30,7 @@ import optax
 from ._accumulate import MultiStepsState, Window
 from ._policies.base import LossScale
 from ._skip import step_if
-from ._state import LossScaleState, divided_again
+from ._state import LossScaleState, divided_again, is_wrapped, unwrapped
 from ._tree import (
     addable,
     apply_updates,
@@ -50,7 +54,7 @@ from ._verdict import (
 
 
 class LossScaledState(NamedTuple):
-    """What `loss_scaled` carries from one step to the next.
+    """The state that `loss_scaled` carries from one step to the next.
 
     Attributes:
       scaling: the state of the loss scale.
@@ -62,9 +66,9 @@ class LossScaledState(NamedTuple):
       total_notfinite: `i32[]`, steps skipped since `init`.
       total_notfinite_loss: `i32[]`, those of them whose loss itself was not finite.
       total_steps: `i32[]`, steps since `init`, skipped or not.
-      nonfinite_leaves: `None`, or with `track_leaves=True` which leaves the last
-        overflow was in: a tree with the structure of the parameters, a `bool[]` for each
-        gradient. `jaxscale.metrics` and `jaxscale.check` name them.
+      nonfinite_leaves: with `track_leaves=True` the leaves that the last overflow was in: a
+        tree with the structure of the parameters and a `bool[]` for each gradient, which
+        `jaxscale.metrics` and `jaxscale.check` name. Otherwise `None`.
 
     Counters stay at their largest value instead of wrapping around.
 
@@ -76,7 +80,7 @@ class LossScaledState(NamedTuple):
     """
 
     scaling: LossScaleState
-    inner_state: optax.OptState
+    inner_state: Any
     grads_finite: jax.Array  # bool[]
     notfinite_count: jax.Array  # i32[]
     total_notfinite: jax.Array  # i32[]
@@ -87,7 +91,7 @@ class LossScaledState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper:
-    """What a wrapper was called with, and the functions of the optimizer that it returned."""
+    """The arguments of a wrapper, and the functions of the optimizer that it returned."""
 
     inner: optax.GradientTransformationExtraArgs
     policy: LossScale
@@ -98,9 +102,9 @@ class Wrapper:
     check_updates: bool = False
     track_leaves: bool = False
 
-    def init(self, params: optax.Params) -> LossScaledState:
-        # Of float32 views, as `update` will show them, so that moments keep their dtype;
-        # and strongly typed, as what starts from a Python number is not.
+    def init(self, params: Any) -> LossScaledState:
+        # `update` passes the parameters in float32, so `init` does too, and moments keep their
+        # dtype. The cast makes all leaves strongly typed; one made from a Python number is not.
         params = map_gradients(widen, params)
         inner_state = self.inner.init(params)
         _check_not_nested(inner_state)
@@ -120,31 +124,31 @@ class Wrapper:
 
     def update(
         self,
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
+        updates: Any,
+        state: Any,
+        params: Any = None,
         *,
         value: Any = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, LossScaledState]:
+    ) -> tuple[Any, LossScaledState]:
         return self._advance(updates, state, params, value, extra_args, applies=False)
 
     def apply(
         self,
-        grads: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params,
+        grads: Any,
+        state: Any,
+        params: Any,
         *,
         value: Any = None,
         **extra_args: Any,
-    ) -> tuple[optax.Params, LossScaledState]:
+    ) -> tuple[Any, LossScaledState]:
         return self._advance(grads, state, params, value, extra_args, applies=True)
 
     def _advance(
         self,
-        grads: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None,
+        grads: Any,
+        state: Any,
+        params: Any,
         value: Any,
         extra_args: dict[str, Any],
         *,
@@ -160,7 +164,7 @@ class Wrapper:
             outcome = apply_updates(params, updates) if applies else addable(updates, params)
             return outcome, state._replace(inner_state=inner_state)
 
-        # A state of an optimizer that tracks keeps its structure, whatever the optimizer.
+        # The state decides, not `track_leaves`: its structure must not change.
         tracks = state.nonfinite_leaves is not None
         evidence = read(grads, by_leaf=tracks, squares=self._shares_norm)
         by_leaf = evidence.finite_groups() if tracks else []
@@ -179,10 +183,10 @@ class Wrapper:
             value = None if value is None else self.window.mean_value(window)
         norm = jnp.sqrt(evidence.squares()) if self._shares_norm else None
 
-        def unchanged(like: Any) -> tuple[Any, optax.OptState]:
+        def unchanged(like: Any) -> tuple[Any, Any]:
             return (params if applies else _no_updates(like, grads)), opt_state
 
-        def step(operand: Any) -> tuple[Any, optax.OptState, Any]:
+        def step(operand: Any) -> tuple[Any, Any, Any]:
             stored, norm = operand
             updates, new_state = self._inner_update(
                 gradients_of(stored), norm, value, opt_state, params, extra_args
@@ -193,7 +197,7 @@ class Wrapper:
             finite = all_finite(updates, axis_name=self.axis_name)
             return *tree_where(finite, (outcome, new_state), unchanged(updates)), finite
 
-        def skipped(like: Any) -> tuple[Any, optax.OptState, Any]:
+        def skipped(like: Any) -> tuple[Any, Any, Any]:
             return *unchanged(like[0]), due | ~due if self.check_updates else None
 
         outcome, new_state, updates_finite = step_if(due, step, (stored, norm), skipped)
@@ -204,9 +208,9 @@ class Wrapper:
             state.scaling, grads_finite, grads=grads, axis_name=self.axis_name
         )
         _check_scaling_kept(scaling, state.scaling, self.policy)
-        # If the loss is to blame, the scale is not.
+        # A bad loss says nothing about the scale, which then stays.
         observed = loss_finite
-        if self.window is not None:
+        if self.window is not None and window is not None:  # both, or neither
             new_state = self.window.close(window, new_state, due)
             if self.window.growth_unit == "optimizer_step":
                 observed &= due | ~grads_finite
@@ -228,20 +232,20 @@ class Wrapper:
     def _shares_norm(self) -> bool:
         """Whether the norm comes from the pass that gives the verdict.
 
-        Not where it is the norm of a mean of several gradients, and not where NaNs are errors:
-        there the evidence may not be a NaN.
+        It does not if it is the norm of a mean of several gradients, or if JAX raises an error
+        at a NaN, which the sums of squares of a bad step are.
         """
         return self.max_norm is not None and self.window is None and not nans_are_errors()
 
     def _inner_update(
         self,
-        grads: optax.Updates,
+        grads: Any,
         norm: jax.Array | None,
         value: Any,
-        opt_state: optax.OptState,
-        params: optax.Params | None,
+        opt_state: Any,
+        params: Any,
         extra_args: dict[str, Any],
-    ) -> tuple[optax.Updates, optax.OptState]:
+    ) -> tuple[Any, Any]:
         """Returns the updates of the wrapped optimizer and its next state."""
         grads = map_gradients(widen, grads)
         if self.max_norm is not None:
@@ -260,14 +264,14 @@ class Wrapper:
 
 
 def wrapper_of(tx: Any) -> Wrapper | None:
-    """Returns what made a transformation, if it was one of the wrappers here."""
-    # By the function that does the work, which a copy of the named tuple still has.
+    """Returns the `Wrapper` that made a transformation, or `None` for any other."""
+    # Its method is the `update` of the transformation, and of each copy of that named tuple.
     made_by = getattr(getattr(tx, "update", None), "__self__", None)
     return made_by if isinstance(made_by, Wrapper) else None
 
 
 def stepped(before: LossScaledState, after: LossScaledState) -> jax.Array:
-    """Returns whether the optimizer made a step, which a micro-batch need not be."""
+    """Returns whether the optimizer made a step, which not every micro-batch leads to."""
     windows: Any = before.inner_state, after.inner_state
     if isinstance(windows[0], MultiStepsState):
         return windows[0].gradient_step != windows[1].gradient_step
@@ -275,10 +279,10 @@ def stepped(before: LossScaledState, after: LossScaledState) -> jax.Array:
 
 
 def _takes_value(update: Any) -> bool:
-    """Returns whether an inner update has a use for the loss, by its signature.
+    """Returns whether the signature of an inner update takes the loss.
 
-    Most pass on what they do not know. A few take only the arguments that they name, and would
-    raise an error at the one that is meant for us.
+    Most updates accept arguments that they do not know. A few take only those that they name, and
+    would raise an error at `value`, which was meant for the wrapper.
     """
     parameters = inspect.signature(update).parameters.values()
     return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
@@ -290,9 +294,11 @@ def _checked_state(state: Any) -> LossScaledState:
             "`loss_scaled(...).update(state=...)` must be the `LossScaledState` that `init` or the "
             f"last step returned, got {type(state).__name__}. The order of arguments "
             "is (grads, opt_state, params). To go on with the state of an optimizer that was not "
-            "wrapped: `tx.init(params)._replace(inner_state=state)`."
+            "wrapped, pass `tx.init(params)._replace(inner_state=state)`."
         )
-    return state
+    # An `nnx.Optimizer` keeps each array in a variable, so one field tells for all. Any other
+    # state holds only variables that the parameters have, too, and they have to stay.
+    return unwrapped(state) if is_wrapped(state.grads_finite) else state
 
 
 def _check_loss(value: Any) -> None:
@@ -325,8 +331,8 @@ def _check_state_kept(new_state: Any, opt_state: Any) -> None:
     if structures[0] != structures[1]:
         raise ValueError(
             "`loss_scaled(inner)`: `inner.update` must keep the structure of its state, or a "
-            "skipped step could not keep the state. Here it fills it at the first update, as "
-            "`optax.monitor` does: put that part outside, `optax.chain(loss_scaled(...), "
+            "skipped step could not keep the state. If a part fills its state at the first update, "
+            "as `optax.monitor` does, put it outside: `optax.chain(loss_scaled(...), "
             f"optax.monitor(...))`. The structures are {structures[1]} and then {structures[0]}."
         )
 
@@ -336,12 +342,12 @@ def _check_scaling_kept(new: Any, old: Any, policy: LossScale) -> None:
         raise TypeError(
             "`loss_scaled(...).update(state=...)` got the state of another optimizer: its scaling "
             f"is a {type(old).__name__}, and that of a {type(policy).__name__} is a "
-            f"{type(new).__name__}. Pass the state that `init` of this optimizer returned; to go "
-            "on from another one, `tx.init(params)._replace(inner_state=state.inner_state)`."
+            f"{type(new).__name__}. Pass the state that `init` of this optimizer returned. To go "
+            "on from another one, pass `tx.init(params)._replace(inner_state=state.inner_state)`."
         )
 
 
-def _check_not_nested(inner_state: optax.OptState) -> None:
+def _check_not_nested(inner_state: Any) -> None:
     nodes = jax.tree_util.tree_leaves_with_path(
         inner_state, is_leaf=lambda node: isinstance(node, LossScaledState)
     )
@@ -358,12 +364,12 @@ def _count(event: jax.Array, counter: jax.Array) -> jax.Array:
     return jnp.where(event, optax.safe_increment(counter), counter)
 
 
-def _no_updates(like: optax.Updates, grads: optax.Updates) -> optax.Updates:
+def _no_updates(like: Any, grads: Any) -> Any:
     """Returns updates that change nothing, with the types of `like`.
 
     Args:
       like: updates, or their shapes and dtypes.
-      grads: gradients, which varied along the same mesh axes as the updates do.
+      grads: gradients, which vary along the same mesh axes as the updates.
     """
     sources = jax.tree.leaves(grads)
     if jax.tree.structure(like) == jax.tree.structure(grads):
@@ -376,15 +382,15 @@ def _no_updates(like: optax.Updates, grads: optax.Updates) -> optax.Updates:
 
 
 def _no_update(leaf: Any, grad: Any, grads: list[Any]) -> jax.Array:
-    # Minus zero: adding it keeps the bits of every number, whereas -0.0 + 0.0 is 0.0. Of
-    # a complex number, both parts.
+    # Minus zero, in both parts of a complex number: adding it keeps the bits of every number,
+    # whereas -0.0 + 0.0 is 0.0.
     is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
     zero = complex(-0.0, -0.0) if is_complex else -0.0
     if isinstance(leaf, jax.Array):
         return jax.lax.full_like(leaf, zero)
-    # On a mesh an update has a type that its shape and dtype do not tell, and that a bare
-    # constant has not: along which axes it varies. A selection from a gradient has it, and
-    # folds to the constant. Its own gradient has it for sure; one of its shape, or else any.
+    # On a mesh the type of an update also says along which axes it varies, and a bare constant
+    # varies along none. A selection from a gradient varies as that does, and folds to the
+    # constant. Best is the gradient of the same leaf, then one of its shape, then any.
     known = [each for each in (grad, *grads) if each is not None]
     alike = [each for each in known if jnp.shape(each) == leaf.shape]
     source = alike[0] if alike else jnp.sum(known[0])

@@ -1,12 +1,12 @@
-"""Which leaves of a tree are gradients, and which of two trees to keep.
+"""Operations on trees: on their gradients, on parameters and updates, and a selection.
 
-Nothing here knows of loss scales. The leaf rules stand here once: only inexact leaves
-(floating and complex) are gradients; `None`, `float0`, integers, bools, typed PRNG
-keys and whatever is not an array at all pass through.
+Nothing here knows of loss scales. The rule for leaves is written here and nowhere else: only
+floating-point and complex leaves are gradients; `None`, `float0`, integers, bools, typed PRNG
+keys and leaves that are not arrays pass through.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +25,18 @@ from ._leaf import (
     takes,
 )
 
-# The collection in which Flax keeps FP8 statistics. Its "gradients" are new values that
-# replace the old ones: scaled by nothing, so never to be unscaled, and checked by no one.
+# The collection in which Flax keeps FP8 statistics. Its "gradients" are new values that replace
+# the old ones. They are not scaled, so they must not be unscaled; nor are they checked.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+
+
+_Tree = TypeVar("_Tree")
 
 
 def _has_dtype(leaf: Any, dtype: Any) -> bool:
     """Returns whether a leaf is a strongly typed array of a dtype already.
 
-    Most are, and to convert them to what they are takes longer than to trace a product.
+    Most are, and tracing a conversion to the same dtype takes longer than tracing a product.
     """
     return isinstance(leaf, jax.Array) and leaf.dtype == dtype and not jax.typeof(leaf).weak_type
 
@@ -63,7 +66,7 @@ def only_gradients(tree: Any) -> Any:
 
 
 def widen(leaf: Any) -> jax.Array:
-    """Returns an inexact leaf in float32, or in its own dtype where that is as wide."""
+    """Returns an inexact leaf in float32, or in its own dtype if that is as wide or wider."""
     if _has_dtype(leaf, jnp.float32):
         return leaf
     dtype = jnp.result_type(leaf)
@@ -73,7 +76,7 @@ def widen(leaf: Any) -> jax.Array:
 def cast(leaf: Any, dtype: Any) -> Any:
     """Returns a leaf as a strongly typed array of a dtype.
 
-    Leaves of dtypes that hold no numbers, typed keys and `float0`, stay as they are.
+    Typed keys and `float0`, whose dtypes do not hold numbers, stay as they are.
     """
     if _has_dtype(leaf, dtype):
         return leaf
@@ -94,8 +97,9 @@ def cast_like(tree: Any, like: Any) -> Any:
 def split(params: Any, grads: Any) -> tuple[Any, Any]:
     """Returns the parameters that have a gradient, and the others, each with `None` elsewhere.
 
-    What has none may be a function or a text, which cannot be selected or compiled. Gradients
-    of another structure, as `optax.lookahead` takes them, are for parameters that are arrays.
+    Parameters without a gradient may be functions or text, which cannot be selected or compiled.
+    Gradients of another structure, as `optax.lookahead` takes them, need parameters that are all
+    arrays.
     """
 
     def having(gradient: bool) -> Any:
@@ -111,13 +115,13 @@ def split(params: Any, grads: Any) -> tuple[Any, Any]:
             return params, jax.tree.map(lambda _: None, params)
         raise ValueError(
             "`apply_gradients(grads=...)` must have the structure of `params`, with `None` where "
-            "there is no gradient. The order of arguments is (tx, grads, opt_state, params). In "
-            f"the words of JAX, for whom `params` are the prefix: {error}"
+            "there is no gradient. The order of arguments is (tx, grads, opt_state, params). JAX "
+            f"says, and calls `params` the prefix: {error}"
         ) from error
 
 
 def joined(trained: Any, rest: Any) -> Any:
-    """Returns the tree that was `split`."""
+    """Returns the one tree that `split` made two of."""
     return jax.tree.map(
         lambda param, other: other if param is None else param, trained, rest, is_leaf=_is_none
     )
@@ -130,9 +134,9 @@ def _is_none(leaf: Any) -> bool:
 def apply_updates(params: Any, updates: Any) -> Any:
     """Returns `optax.apply_updates(params, updates)`, for every kind of leaf.
 
-    The sum is taken in float32 or wider and rounded once. A leaf stays as it is if it is
-    not an array, or if its update is `None` or a `float0`, as it is of what has no
-    gradient: integers, bools, typed keys.
+    The sum is taken in float32 or wider and rounded once. A leaf stays as it is if it is not an
+    array, or if its update is `None` or a `float0`, as for integers, bools and typed keys, which
+    have no gradient.
     """
 
     def add(param: Any, update: Any) -> Any:
@@ -147,7 +151,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
 def addable(updates: Any, params: Any) -> Any:
     """Returns updates in dtypes that `optax.apply_updates` can add to the parameters.
 
-    Numbers of 8 bits and less promote to nothing else: their updates take their dtype.
+    JAX does not promote floating-point numbers of 8 bits or less, so their updates take their
+    dtype.
     """
 
     def addable_leaf(update: Any, param: Any) -> Any:
@@ -163,7 +168,7 @@ def addable(updates: Any, params: Any) -> Any:
 def varying_axes(tree: Any) -> set[Any]:
     """Returns the mesh axes along which gradients in a tree may differ, inside `shard_map`.
 
-    Nothing where JAX does not know: in `pmap`, and with `check_vma=False`.
+    The set is empty where JAX does not know: in `pmap`, and with `check_vma=False`.
     """
     axes: set[Any] = set()
     for leaf in jax.tree.leaves(only_gradients(tree)):
@@ -176,32 +181,31 @@ def varying_axes(tree: Any) -> set[Any]:
 def largest(tree: Any, axis_name: Any) -> jax.Array:
     """Returns the largest magnitude among the gradients in a tree, an `f32[]`.
 
-    At most float32's largest number: that of a float64 or complex number may lie beyond.
+    It is capped at float32's largest number, which float64 and complex magnitudes may exceed.
     """
     most = float(jnp.finfo(jnp.float32).max)
     largest = jnp.zeros((), jnp.float32)
     for leaf in jax.tree.leaves(only_gradients(tree)):
-        # The initial value is for leaves of no elements. Whether there are any is not asked,
-        # as the size may be a symbol.
+        # The initial value is for empty leaves. The size is not compared, as it may be a symbol.
         magnitude = jnp.max(jnp.abs(widen(leaf)), initial=0.0)
         largest = jnp.maximum(largest, cast(jnp.minimum(magnitude, most), jnp.float32))
     return largest if axis_name is None else jax.lax.pmax(largest, axis_name)
 
 
-def tree_where(pred: Any, on_true: Any, on_false: Any) -> Any:
-    """Returns `on_true` if `pred` holds, else `on_false`, leaf by leaf.
+def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
+    """Returns `on_true` if `pred` holds, otherwise `on_false`, leaf by leaf.
 
-    This is how a step is skipped: by selection, as `0 * inf` would be NaN.
+    Use it to skip a step: a selection drops an inf, whereas `0 * inf` is NaN.
 
     Args:
       pred: a `bool[]`.
-      on_true: a pytree. Besides arrays of any dtype it may hold typed PRNG keys,
-        `None`, `float0` arrays, and leaves that are not arrays, if they are equal in
-        both trees: text, functions, types, members of an enumeration.
+      on_true: a pytree. Besides arrays of any dtype it may hold typed PRNG keys, `None`,
+        `float0` arrays, and leaves that are not arrays, such as text, functions, types and
+        members of an enumeration, if they are equal in both trees.
       on_false: a pytree of the same structure, with leaves of the same shapes and dtypes.
 
     Returns:
-      A pytree of that structure. Shapes and dtypes are those of both trees. A Python number
+      A pytree of that structure, with the shapes and dtypes of both trees. A Python number
       takes the dtype of the array it meets, and so does a weakly typed array of the same or a
       lower kind (bool, integer, floating, complex) that meets a strongly typed one. Two
       Python numbers, or two weakly typed arrays, become what JAX promotes them to.
@@ -225,7 +229,7 @@ def tree_where(pred: Any, on_true: Any, on_false: Any) -> Any:
 def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
     """Returns what `tree_where` does, with errors in the name of `call`."""
     pred = scalar_bool(call, "pred", pred)
-    check_same_structure(f"`{call}`", on_true, on_false)
+    _check_same_structure(call, on_true, on_false)
 
     def select_leaf(path: tuple[Any, ...], a: Any, b: Any) -> Any:
         if not (is_array(a) and is_array(b)):
@@ -247,10 +251,10 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
 
 
 def _common_dtype(call: str, path: tuple[Any, ...], a: Any, b: Any) -> Any:
-    """Returns the dtype of what is selected from two leaves: that of the more strongly typed."""
+    """Returns the dtype of a selection from two leaves: that of the more strongly typed one."""
     dtypes = dtype_of(a), dtype_of(b)
     if dtypes[0] == dtypes[1] and isinstance(a, jax.Array) and isinstance(b, jax.Array):
-        return dtypes[0]  # as nearly all are, in less time
+        return dtypes[0]  # the usual case, first because it is fast
     strengths = strength(a), strength(b)
     if strengths[0] == strengths[1] < STRONG:
         dtype = jnp.result_type(a, b)
@@ -274,7 +278,7 @@ def _unequal(call: str, path: tuple[Any, ...], what: str, a: Any, b: Any) -> str
     return f"`{call}` needs leaves of equal {what}: those at {where} have {a} and {b}."
 
 
-def check_same_structure(call: str, first: Any, second: Any) -> None:
+def _check_same_structure(call: str, first: Any, second: Any) -> None:
     """Raises a `ValueError` that says where two trees differ, if they do."""
     structures = jax.tree.structure(first), jax.tree.structure(second)
     if structures[0] == structures[1]:
@@ -286,6 +290,6 @@ def check_same_structure(call: str, first: Any, second: Any) -> None:
     only_first = ", ".join(path for path in paths[0] if path not in paths[1]) or "none"
     only_second = ", ".join(path for path in paths[1] if path not in paths[0]) or "none"
     raise ValueError(
-        f"{call} needs two trees of one structure. Leaves only in the first: {only_first}; "
+        f"`{call}` needs two trees of one structure. Leaves only in the first: {only_first}; "
         f"only in the second: {only_second}. They are {structures[0]} and {structures[1]}."
     )

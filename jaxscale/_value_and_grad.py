@@ -1,8 +1,13 @@
-"""Gradients that are scaled on their way back, and unscaled where they come out."""
+"""Gradients of a loss that are scaled in the backward pass and unscaled after it.
+
+`seeding` wraps the loss function: the loss keeps its value, but its cotangent is multiplied by the
+loss scale, the *seed*. The seed leaves as an auxiliary output, so that `unseed` divides the
+gradients by the very number that scaled them, whatever differentiates in between.
+"""
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +16,44 @@ from ._scaling import find_one
 from ._state import UnitLossScaleState, divide, representable
 from ._tree import map_gradients, widen
 
+_Args = ParamSpec("_Args")
+_Aux = TypeVar("_Aux")
+
 
 class Seeded(NamedTuple):
-    """What comes out of a seeded function besides its loss."""
+    """The auxiliary output of a seeded function."""
 
     aux: Any
-    seed: Any  # what its cotangent was scaled by, `None` at a scale of 1
+    seed: Any  # the factor of the cotangent, `None` at a scale of 1
 
 
+@overload
+def value_and_grad(
+    fun: Callable[_Args, Any],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_aux: Literal[False] = False,
+    **kwargs: Any,
+) -> Callable[_Args, tuple[jax.Array, Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[_Args, tuple[Any, _Aux]],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_aux: Literal[True],
+    **kwargs: Any,
+) -> Callable[_Args, tuple[tuple[jax.Array, _Aux], Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[_Args, Any],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_aux: bool,
+    **kwargs: Any,
+) -> Callable[_Args, tuple[Any, Any]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
     scaling: Any,
@@ -27,34 +62,34 @@ def value_and_grad(
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Callable[..., Any]:
-    """Returns a function that evaluates a loss and its gradients, scaling on the way.
+    """Returns a function that evaluates a loss and its gradients, with a scaled backward pass.
 
-    What flows backward is scaled, not the loss: the cotangent starts at the loss scale
-    instead of 1. So the loss comes back exact and cannot overflow, and the gradients are
-    divided by the very number that scaled them. Call this inside the training step, with
-    the state of that step.
+    The backward pass is scaled, not the loss: the cotangent starts at the loss scale instead
+    of 1. So the loss is exact and scaling cannot make it overflow, and the gradients are divided
+    by the very number that scaled them. Call this inside the training step, with the state of
+    that step.
 
     Args:
-      fun: a function that returns a floating scalar, in float32 preferably; with
-        `has_aux` a pair of it and anything.
+      fun: a function that returns a floating-point scalar, preferably in float32; with
+        `has_aux` a pair of that and anything.
       scaling: a `jaxscale.LossScaleState`, or a tree that holds exactly one, such
         as the state of a `jaxscale.loss_scaled` optimizer or a `TrainState`.
-      transform: what differentiates: `jax.value_and_grad`,
+      transform: the function that differentiates: `jax.value_and_grad`,
         `equinox.filter_value_and_grad`, `flax.nnx.value_and_grad` or the like, also
-        under a `vmap`, for gradients by example.
+        inside a `vmap`, for gradients by example.
       has_aux: whether `fun` returns a pair.
       **kwargs: passed to `transform`: `argnums`, `allow_int` and so on.
 
     Returns:
       A function with the arguments of `fun`. It returns what `transform` would:
-      `(loss, grads)`, or `((loss, aux), grads)`. The gradients are unscaled, float32
-      where they would be float16 or bfloat16, and may hold inf or NaN, for the optimizer
-      to skip. A float16 loss cannot carry a scale above 2**15, the largest power of two
-      of its dtype: then the cotangent is capped there, and unscaled by that.
+      `(loss, grads)`, or `((loss, aux), grads)`. The gradients are unscaled, in float32
+      if they would be float16 or bfloat16, and may hold inf or NaN, for the optimizer to
+      skip. The cotangent of a float16 loss is capped at 2**15, the largest power of two of
+      its dtype, and the gradients are then divided by that.
 
     Raises:
       ValueError: if `scaling` holds no loss scale, or several, or those of a population.
-      TypeError: when called, if the loss is not a floating scalar, or if `transform`
+      TypeError: when called, if the loss is not a floating-point scalar, or if `transform`
         does not return the loss and the gradients.
 
     Example:
@@ -75,13 +110,40 @@ def value_and_grad(
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         loss, (aux, seed), grads = with_loss("value_and_grad", differentiated(*args, **kwargs))
         seed = one_seed(seed)
-        if seed is not None:  # the loss may be differentiated once more, and by its own rule
+        if seed is not None:  # an outer derivative of the loss must not be scaled
             loss = _with_tangent(jnp.divide, loss, seed)
         return ((loss, aux) if has_aux else loss), unseed(grads, seed)
 
     return value_and_grad_fun
 
 
+@overload
+def grad(
+    fun: Callable[_Args, Any],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.grad,
+    has_aux: Literal[False] = False,
+    **kwargs: Any,
+) -> Callable[_Args, Any]: ...
+@overload
+def grad(
+    fun: Callable[_Args, tuple[Any, _Aux]],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.grad,
+    has_aux: Literal[True],
+    **kwargs: Any,
+) -> Callable[_Args, tuple[Any, _Aux]]: ...
+@overload
+def grad(
+    fun: Callable[_Args, Any],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.grad,
+    has_aux: bool,
+    **kwargs: Any,
+) -> Callable[_Args, Any]: ...
 def grad(
     fun: Callable[..., Any],
     scaling: Any,
@@ -90,12 +152,12 @@ def grad(
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Callable[..., Any]:
-    """Returns a function that evaluates the gradients of a loss, scaling on the way.
+    """Returns a function that evaluates the gradients of a loss, with a scaled backward pass.
 
     Args:
       fun: as in `value_and_grad`.
-      scaling: as there.
-      transform: what differentiates: `jax.grad`, `equinox.filter_grad`,
+      scaling: as in `value_and_grad`.
+      transform: the function that differentiates: `jax.grad`, `equinox.filter_grad`,
         `flax.nnx.grad` or the like.
       has_aux: whether `fun` returns a pair.
       **kwargs: passed to `transform`.
@@ -106,7 +168,7 @@ def grad(
 
     Raises:
       ValueError: if `scaling` holds no loss scale, or several, or those of a population.
-      TypeError: when called, if the loss is not a floating scalar, or if `transform`
+      TypeError: when called, if the loss is not a floating-point scalar, or if `transform`
         does not return the gradients alone.
 
     Example:
@@ -131,7 +193,7 @@ def grad(
 def seeding(
     call: str, fun: Callable[..., Any], scaling: Any, has_aux: bool
 ) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-    """Returns `fun` with a scaled cotangent, and what makes one number of the seed of it."""
+    """Returns `fun` with a scaled cotangent, and a function that makes its seed one number."""
     state = find_one(call, "scaling", scaling)
     is_unit = isinstance(state, UnitLossScaleState)
 
@@ -140,9 +202,9 @@ def seeding(
         loss, aux = _split(call, fun(*args, **kwargs), has_aux)
         if is_unit:
             return loss, Seeded(aux, None)
-        # Only here is the dtype of the loss known, and with it what number a cotangent of
-        # that dtype can be. It leaves as an auxiliary output, so that the gradients are
-        # divided by just that number, whatever `transform` does in between.
+        # The largest seed depends on the dtype of the loss, which is known only here. The seed
+        # leaves as an auxiliary output, so that the gradients are divided by just that number,
+        # whatever `transform` does in between.
         seed = seed_of(loss.dtype)
         return _with_tangent(jnp.multiply, loss, seed), Seeded(aux, seed)
 
@@ -150,19 +212,19 @@ def seeding(
         return representable(jax.lax.stop_gradient(state.loss_scale), dtype)
 
     def one_seed(seed: Any) -> Any:
-        # A `vmap` in `transform` gives the seed axes, in an order of its own, or of no length.
+        # A `vmap` in `transform` gives the seed axes, in any order, and maybe of length 0.
         return seed if seed is None or not seed.ndim else seed_of(seed.dtype)
 
     return seeded, one_seed
 
 
 def unseed(grads: Any, seed: Any) -> Any:
-    """Returns gradients without what their cotangent was scaled by."""
+    """Returns gradients divided by the seed of their cotangent."""
     return map_gradients(widen, grads) if seed is None else divide(grads, seed)
 
 
 def with_loss(call: str, output: Any) -> tuple[Any, Seeded, Any]:
-    """Returns loss, what came with it, and gradients, if a transform returned just these."""
+    """Returns the loss, its auxiliary output and the gradients, if a transform returned these."""
     match output:
         case ((loss, Seeded() as seeded), grads):
             return loss, seeded, grads
@@ -177,7 +239,7 @@ def with_loss(call: str, output: Any) -> tuple[Any, Seeded, Any]:
 
 
 def without_loss(call: str, output: Any) -> tuple[Any, Seeded]:
-    """Returns gradients and what came with them, if a transform returned just these."""
+    """Returns the gradients and the auxiliary output, if a transform returned just these."""
     match output:
         case (grads, Seeded() as seeded):
             return grads, seeded
@@ -213,13 +275,13 @@ def _split(call: str, output: Any, has_aux: bool) -> tuple[jax.Array, Any]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _with_tangent(op: Callable[[Any, Any], Any], loss: jax.Array, seed: jax.Array) -> jax.Array:
-    """Returns `loss`, whose tangents are `op(tangent, seed)`: so are its cotangents."""
+    """Returns `loss`, with tangents `op(tangent, seed)`, and hence such cotangents."""
     del op, seed
     return loss
 
 
 @_with_tangent.defjvp
 def _with_tangent_jvp(op: Callable[[Any, Any], Any], primals: Any, tangents: Any) -> Any:
-    # A JVP rule, as JAX derives the reverse from it: both modes, and their nestings, work.
+    # A JVP rule, as JAX derives the reverse mode from it: both modes and their nestings work.
     (loss, seed), (tangent, _) = primals, tangents
     return _with_tangent(op, loss, seed), op(tangent, seed)

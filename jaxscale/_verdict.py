@@ -1,9 +1,16 @@
-"""Whether all gradients are finite: one verdict, from one pass over them.
+"""What one pass over the gradients tells: the verdict, flags for each leaf, and the norm.
 
-It is not their sum or norm that is looked at, which overflow on finite numbers.
+From top to bottom:
+
+- *The verdict*, `all_finite`: whether all gradients are finite. A sum or a norm of finite
+  numbers may overflow, so neither can decide this. `read` reduces the leaves in groups, as each
+  reduction is a kernel of its own, and `Evidence` holds one number for each group.
+- *Flags by leaf*: which gradients the last overflow was in, for `track_leaves=True`.
+- *Clipping*: the global norm comes from the same numbers as the verdict, if these are sums of
+  squares.
 """
 
-# What is done to each leaf is written with `jax.lax`: `jax.numpy` takes thrice as long to trace.
+# The work on each leaf is written in `jax.lax`: `jax.numpy` takes three times as long to trace.
 
 import functools
 from collections.abc import Sequence
@@ -16,32 +23,32 @@ from jax.sharding import AxisType
 
 from ._tree import cast, leaf_name, map_gradients, only_gradients, widen
 
-# So many numbers make a leaf large: then it is its bytes that take time, and not its kernel.
+# From this many elements on, a leaf is large: reading it takes longer than starting its kernel.
 _LARGE = 2**16
 
-# So many leaves are put together. Of large ones fewer: a CPU reads no more at once without pain.
+# Up to 64 small or 16 large leaves share one reduction; a CPU slows down beyond that.
 _MOST, _MOST_LARGE = 64, 16
 
-# In so many parts is a large leaf taken that would have a kernel to itself: what XLA on a CPU
-# then stores to reduce it is an eighth, and all cores take part.
+# Split a lone large leaf into 8 parts, so that XLA on a CPU stores an eighth of it and uses all
+# cores.
 _PARTS = 8
 
-_CONFIG: Any = jax.config  # whose attributes no type checker knows
+_CONFIG: Any = jax.config  # type checkers do not know its attributes
 
 
 def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
     """Returns whether every gradient in a tree is finite.
 
     Args:
-      tree: a pytree. Only floating and complex leaves are looked at, and nothing under a
+      tree: a pytree. Only its floating-point and complex leaves are read, and nothing under a
         key `_overwrite_with_gradient`. A tree without any such leaf is finite.
       axis_name: a mesh or `pmap` axis name, or a tuple of them, inside `shard_map`
-        and `pmap`: all devices along it get one verdict. Under plain `jit` leave it
-        out, the answer covers all shards as it is.
+        and `pmap`: all devices along it get one verdict. Leave it out under plain `jit`,
+        where the answer covers all shards already.
 
     Returns:
-      A `bool[]`: `False` if any element of any leaf is inf or NaN. No finite gradient
-      is too large: it is not their sum or norm that is looked at.
+      A `bool[]`: `False` if any element of any leaf is inf or NaN. Finite gradients of any
+      size pass: no sum or norm decides, which could overflow.
 
     Example:
       >>> import jax.numpy as jnp
@@ -62,10 +69,10 @@ def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
 
 
 class Evidence(NamedTuple):
-    """What was read of the gradients: a number for each group of leaves that was reduced.
+    """The result of one pass over the gradients: a number for each group of leaves.
 
-    A bool says whether the group is finite. A float is its sum of squares, which may overflow to
-    inf; if the group is not finite, it is NaN or below 0.
+    A bool says whether the group is finite. A float is the sum of its squares, which may overflow
+    to inf; it is NaN or below 0 if the group is not finite.
     """
 
     numbers: list[jax.Array]
@@ -76,7 +83,7 @@ class Evidence(NamedTuple):
 
     def finite(self) -> jax.Array:
         """Returns whether all groups are finite, a `bool[]`."""
-        # Sums are added up before they are compared: devices have one number to agree on.
+        # Add the sums up before comparing, so that devices exchange a single number.
         bools = (number for number in self.numbers if number.dtype == jnp.bool_)
         return functools.reduce(jnp.bitwise_and, bools, _holds(self.squares()))
 
@@ -92,9 +99,9 @@ def read(tree: Any, *, by_leaf: bool = False, squares: bool = False) -> Evidence
 
     Args:
       tree: a pytree. Each gradient in it is read once.
-      by_leaf: whether each gradient is a group of its own. Otherwise a group is what can be
-        put together element by element before it is reduced. Each reduction is a kernel, and
-        hundreds of kernels are what a verdict costs.
+      by_leaf: whether each gradient is a group of its own. Otherwise leaves of one type form
+        groups and are combined element by element before the reduction. Each reduction is a
+        kernel, and hundreds of kernels are the cost of a verdict.
       squares: whether to reduce to the sum of squares, which a norm needs.
     """
     groups: dict[Any, list[Any]] = {}
@@ -107,7 +114,7 @@ def read(tree: Any, *, by_leaf: bool = False, squares: bool = False) -> Evidence
 
 
 def nans_are_errors() -> bool:
-    """Returns whether JAX takes a NaN for a fault: then no sum of squares may be one."""
+    """Returns whether JAX raises an error at a NaN, so that no sum of squares may be NaN."""
     return _CONFIG.jax_debug_nans
 
 
@@ -117,9 +124,9 @@ def _chunks(leaves: list[Any]) -> list[list[Any]]:
 
 
 def _is_placed(aval: Any) -> bool:
-    """Returns whether arrays of one type lie on the same devices in the same way.
+    """Returns whether arrays of one type are known to lie on the same devices in the same way.
 
-    Elsewhere only XLA knows, and to put them together might be to send them around.
+    Otherwise only XLA knows, and combining two of them might send one between devices.
     """
     mesh = aval.sharding.mesh
     if mesh.empty:
@@ -128,25 +135,25 @@ def _is_placed(aval: Any) -> bool:
 
 
 def _is_whole(aval: Any) -> bool:
-    """Returns whether arrays of a type that is placed lie on one device each."""
+    """Returns whether arrays of a placed type lie on one device each."""
     mesh = aval.sharding.mesh
     return mesh.size <= 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
 def _is_large(leaf: Any) -> bool:
     size = jnp.size(leaf)
-    return isinstance(size, int) and size >= _LARGE  # of `jax.export` it may be a symbol
+    return isinstance(size, int) and size >= _LARGE  # a symbol in `jax.export`
 
 
 def _reduced(leaves: list[Any], squares: bool) -> jax.Array:
-    """Returns the number of a group of leaves of one type, as `Evidence` has it."""
+    """Returns the number that `Evidence` holds for a group of leaves of one type."""
     leaves, aval = list(map(jnp.asarray, leaves)), jax.typeof(leaves[0])
     if not squares and (_is_placed(aval) or nans_are_errors()):
         number = _PARTS // len(leaves) if _is_whole(aval) and _is_large(leaves[0]) else 1
         parts = [part for leaf in leaves for part in _parts(leaf, number)]
         return jnp.all(functools.reduce(jax.lax.bitwise_and, map(_is_finite, parts)))
-    # A sum also where only the verdict is asked for, as XLA adds up what is reduced over several
-    # devices, the loss, too, before they exchange it.
+    # A sum even if only the verdict is asked for: XLA merges the sums that devices exchange, that
+    # of the loss included, into one exchange.
     squared = (_squares(leaf, _is_placed(aval)) for leaf in leaves)
     return widen(jnp.sum(functools.reduce(jax.lax.add, squared)))
 
@@ -163,7 +170,7 @@ def _is_finite(part: jax.Array) -> jax.Array:
 
 
 def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:
-    """Returns a leaf in so many parts of one type, or in fewer where no axis can be divided."""
+    """Returns a leaf in `number` parts of one type, or in fewer if no axis can be divided."""
     for axis, size in enumerate(leaf.shape):
         if number > 1 and size % number == 0:
             return jnp.split(leaf, number, axis)
@@ -171,49 +178,50 @@ def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:
 
 
 def _squares(leaf: jax.Array, placed: bool) -> jax.Array:
-    """Returns the squares of the elements, and something below 0 or NaN for one not finite.
+    """Returns the squares of finite elements, and NaN or a number below 0 for the others.
 
-    A plain x - x would tell the same, but compilers remove it where they may reorder arithmetic,
-    as in XLA's fast math.
+    Adding x - x would do the same, but compilers remove it if they may reorder arithmetic, as in
+    XLA's fast math.
     """
     if jnp.iscomplexobj(leaf):
         return _squares(leaf.real, placed) + _squares(leaf.imag, placed)
     leaf = widen(leaf)
     square, magnitude = jax.lax.mul(leaf, leaf), jax.lax.abs(leaf)
     if not placed:
-        # Without constants of the shape of the leaf: leaves that are divided differently would
-        # share them, and XLA would send one of them around for that.
+        # Without constants in the shape of the leaf: leaves that are sharded differently would
+        # share one, and XLA would send a leaf between devices to match it.
         return jax.lax.select(jax.lax.is_finite(leaf), square, jax.lax.neg(magnitude))
-    # Without a selection: XLA on a CPU fuses nothing but arithmetic into a sum, and would store
-    # it. What an element exceeds the largest number by is 0, and inf for inf: inf - inf is NaN.
+    # Without a selection: XLA on a CPU fuses only arithmetic into a sum and would store the
+    # selection. The excess of an element over the largest number is 0 if it is finite, and inf
+    # for an inf, whose square is inf, too: inf - inf is NaN.
     largest = float(jnp.finfo(leaf.dtype).max)
     excess = jax.lax.sub(magnitude, jax.lax.full_like(leaf, largest))
     return jax.lax.sub(square, jax.lax.max(excess, jax.lax.full_like(leaf, 0)))
 
 
 def flags_by_leaf(tree: Any, finite: Sequence[jax.Array] | None = None) -> Any:
-    """Returns a tree like `tree`: a `bool[]` for each gradient, `None` elsewhere.
+    """Returns a tree like `tree` with a `bool[]` for each gradient and `None` elsewhere.
 
-    Set where a leaf is not `finite`; without that, nowhere. So it carries the paths of
-    the leaves, and has the avals of any other such tree of these parameters.
+    A flag is set if its leaf is not `finite`; without `finite`, none is. The tree has the paths of
+    the gradients, and the same structure and types for any gradients of these parameters.
     """
     gradients, structure = jax.tree.flatten(only_gradients(tree))
     if not gradients:
-        # One flag that is never set. `optax.tree_map_params` takes what has the structure of
-        # the parameters for parameters, and tells it by calling `init` with such a tree.
+        # One flag that is never set. `optax.tree_map_params` finds the parameters in a state by
+        # calling `init` with placeholders, and would take an empty tree of flags for parameters.
         return jnp.array(False)
-    if finite is None:  # each in a buffer of its own: no state is donated that holds one twice
+    if finite is None:  # each in a buffer of its own, as a donated state may hold none twice
         return jax.tree.unflatten(structure, [jnp.array(False) for _ in gradients])
     return jax.tree.unflatten(structure, [~each for each in finite])
 
 
 def last_flags(flags: Any, new: Any, grads_finite: jax.Array) -> Any:
-    """Returns the new flags if the gradients overflowed, else those that were there."""
+    """Returns the new flags if the gradients overflowed, otherwise the old ones."""
 
     def choose(flag: Any, new: Any) -> Any:
         if flag is None:
             return None
-        # A parameter without a gradient has none that is bad.
+        # A parameter without a gradient has no gradient that could overflow.
         return jnp.where(grads_finite, flag, jnp.array(False) if new is None else new)
 
     return jax.tree.map(choose, flags, new, is_leaf=lambda flag: flag is None)
@@ -225,9 +233,9 @@ def named_flags(flags: Any) -> dict[str, Any]:
 
 
 def flagged_paths(flags: Any) -> list[str]:
-    """Returns the paths of the leaves that are set, on the host.
+    """Returns the paths of the flags that are set, on the host.
 
-    Of a population, whose flags have leading axes, those that are set in any member.
+    The flags of a population have leading axes; one counts as set if it is in any member.
     """
     named = named_flags(jax.device_get(flags))
     return [name for name, flag in named.items() if np.any(flag)]
@@ -241,12 +249,12 @@ def global_norm(grads: Any) -> jax.Array:
 def clip_by_global_norm(grads: Any, norm: jax.Array, max_norm: float) -> Any:
     """Returns gradients of a known norm, scaled down to `max_norm` if that is less.
 
-    The rule of `optax.clip_by_global_norm`, but by one product: a division of each gradient
-    is stored where it is used twice, as XLA takes it to be expensive, and optimizers do.
+    The rule is that of `optax.clip_by_global_norm`, but each gradient is multiplied by one factor.
+    Optimizers use a gradient twice, and XLA treats a division as expensive and would store it.
     """
     info = jnp.finfo(norm.dtype)
     if max_norm > float(info.max):
-        return grads  # "no clipping": as a number of the norm's dtype it would be inf
+        return grads  # nothing is clipped; in the norm's dtype the number would be inf
     max_norm = max(max_norm, float(info.smallest_normal))  # below it, 0 / 0
     factor = max_norm / jnp.maximum(norm, max_norm)  # exactly 1 if the norm is less
     return map_gradients(lambda leaf: leaf * cast(factor, jnp.finfo(leaf.dtype).dtype), grads)

@@ -1,4 +1,8 @@
-"""A Flax `TrainState` that keeps everything on a skipped step. Needs `flax`."""
+"""A Flax `TrainState` that keeps all its fields on a skipped step. Needs `flax`.
+
+Flax's own would replace batch statistics and other fields on a step that the optimizer skipped.
+This one selects each field by the verdict that the state of the optimizer holds.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Self
@@ -13,16 +17,16 @@ from ._tree import OVERWRITE_WITH_GRADIENT, cast_like, select
 
 
 class TrainState(train_state.TrainState):
-    """A Flax `TrainState` on which a non-finite step leaves no trace but in the scale.
+    """A Flax `TrainState` in which a skipped step changes only the scale and the counters.
 
     The same as `flax.training.train_state.TrainState`, except that
 
     - `tx` is a `jaxscale.loss_scaled` optimizer, and its verdict holds for all
       fields: on a skipped step batch statistics, moving averages and every other field
       given to `apply_gradients` keep their old values;
-    - `step` counts the steps that were applied, as optax's schedules and moments do:
-      under `jaxscale.multi_steps` not the micro-batches, but the optimizer's steps.
-      The steps that were tried are `jaxscale.metrics(state)["total_steps"]`.
+    - `step` counts the steps that were applied, as optax's schedules and moments do. With
+      `jaxscale.multi_steps` it counts the optimizer's steps rather than the micro-batches.
+      `jaxscale.metrics(state)["total_steps"]` has the number of steps that were tried.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -43,12 +47,12 @@ class TrainState(train_state.TrainState):
     def create(
         cls, *, apply_fn: Callable[..., Any] | None, params: Any, tx: Any, **kwargs: Any
     ) -> Self:
-        """Returns a state before the first step.
+        """Returns the initial state.
 
         Args:
           apply_fn: the model's function, kept for convenience.
-          params: a pytree of parameters. Under a key `_overwrite_with_gradient` beside
-            `params` there may be values that their gradients replace.
+          params: a pytree of parameters. It may have a key `_overwrite_with_gradient` beside
+            `params`, for values that their gradients replace.
           tx: a `jaxscale.loss_scaled` or `jaxscale.skip_nonfinite` optimizer.
           **kwargs: the further fields of a subclass.
 
@@ -60,7 +64,7 @@ class TrainState(train_state.TrainState):
         """
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         _find_verdict("TrainState.create(tx=...)", state.opt_state)
-        # Strongly typed, the Python 0 of Flax too: else the second step compiles anew.
+        # Strongly typed, unlike the Python 0 of Flax, or the second step would compile anew.
         state = state.replace(step=jnp.zeros((), jnp.int32))
         return cast_like(state, state)
 
@@ -73,24 +77,24 @@ class TrainState(train_state.TrainState):
         extra_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Returns the state after one step, or, but for scale and counters, the same one.
+        """Returns the state after one step; a skipped one changes only scale and counters.
 
         Args:
           grads: unscaled gradients with the structure of `params`.
-          value: the loss; if it is not finite the step is skipped and the scale stays.
-          always_replace: names of fields among `kwargs` to replace on a skipped step
-            too, such as a PRNG key.
+          value: the loss; if it is not finite, the step is skipped and the scale stays.
+          always_replace: names of fields among `kwargs` that a skipped step replaces, too,
+            such as a PRNG key.
           extra_args: further arguments for `tx.update`.
           **kwargs: fields to replace: `batch_stats=...` and so on. Each new value has
             the structure, shapes and dtypes of the old one.
 
         Returns:
-          The new state, with the avals of this one.
+          The new state, with the shapes and dtypes of this one.
 
         Raises:
           ValueError: if a field is unknown, or changes its structure or shapes.
-          TypeError: if it changes its dtypes, or if `always_replace` is one string: pass
-            `("key",)`.
+          TypeError: if a field changes its dtypes, or if `always_replace` is a single string:
+            pass `("key",)`.
 
         Example:
           >>> import jax.numpy as jnp, optax
@@ -131,7 +135,7 @@ class TrainState(train_state.TrainState):
             new, old = (tree[OVERWRITE_WITH_GRADIENT] for tree in (grads, self.params))
             new = keep(f"grads[{OVERWRITE_WITH_GRADIENT!r}]", new, old)
             params = type(self.params)({"params": params, OVERWRITE_WITH_GRADIENT: new})
-        # In the order of the call, and not of a set: all hosts must trace one program.
+        # In the order of the call, which is the same on all hosts: they must trace one program.
         replaced = {
             name: new if name in always_replace else keep(name, new, getattr(self, name))
             for name, new in kwargs.items()
@@ -148,15 +152,15 @@ class TrainState(train_state.TrainState):
             unknown = sorted(set(names) - known)
             if unknown:
                 raise ValueError(
-                    f"`{call}({given})` got {', '.join(unknown)}, but what can be replaced "
-                    f"is {', '.join(sorted(known)) or 'nothing'}. Arguments for the optimizer "
-                    "go into `extra_args`."
+                    f"`{call}({given})` got {', '.join(unknown)}, but the fields that can be "
+                    f"replaced are: {', '.join(sorted(known)) or 'none'}. Arguments for the "
+                    "optimizer go into `extra_args`."
                 )
 
 
 def _names(call: str, always_replace: Any) -> tuple[str, ...]:
-    """Returns names as a tuple, as they are read more than once."""
-    # A string is a collection of strings, too: of its letters.
+    """Returns the names as a tuple, which can be read more than once."""
+    # A string is refused: it is a collection of strings, too, of its letters.
     if not isinstance(always_replace, str) and isinstance(always_replace, Iterable):
         names = tuple(always_replace)
         if all(isinstance(name, str) for name in names):

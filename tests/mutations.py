@@ -55,6 +55,7 @@ TESTS = [
     "core/test_optimizer",
     "integration/test_checkpoints",
     "integration/test_soak",
+    "core/test_types",
 ]
 
 _INNER = "self.inner.update(grads, state.inner_state, map_gradients(widen, params), **extra_args)"
@@ -204,7 +205,7 @@ MUTATIONS = {
     "choices are numbers": ("_leaf", "(enum.Enum, np.generic)", "np.generic"),
     "functions compared by identity alone": ("_leaf", "        return bool(a == b)\n", "        return False\n"),
     "text compared element by element": ("_leaf", "        if isinstance(a, np.ndarray):  # of text or objects", "        if False:"),
-    "what cannot be compared raises": ("_leaf", "    except Exception:  # what compares", "    except KeyError:  # what compares"),
+    "what cannot be compared raises": ("_leaf", "    except Exception:  # a comparison", "    except KeyError:  # a comparison"),
     "Python numbers promote": ("_tree", "    if strengths[0] == strengths[1] < STRONG:", "    if True:"),
     "Python numbers wrap": ("_tree", "if is_python_number(leaf) and not holds(dtype, leaf)", "if False"),
     "Python numbers cut": ("_leaf", " and number.real == int(number.real)", ""),
@@ -217,7 +218,7 @@ MUTATIONS = {
     "largest asks for a size": ("_tree", "        magnitude = jnp.max(jnp.abs(widen(leaf)), initial=0.0)", "        if not jnp.size(leaf):\n            continue\n        magnitude = jnp.max(jnp.abs(widen(leaf)))"),
     "no update of None": ("_tree", "if update is None or not is_array(param) or", "if"),
     "leaves without gradients compiled": ("_optimizer", "trained, rest = split(params, grads)", "trained, rest = params, params"),
-    "leaves without gradients lost": ("_optimizer", "return joined(trained, rest), opt_state", "return trained, opt_state"),
+    "leaves without gradients lost": ("_optimizer", "return joined(trained, rest), cast(", "return trained, cast("),
     # accumulation
     "bad micro-batch summed": ("_accumulate", "jnp.where(counts, saturated(acc + share), acc)", "saturated(acc + share)"),
     "bad micro-batch counted": ("_accumulate", "state.counted + counts.astype(jnp.int32)", "state.counted + 1"),
@@ -361,6 +362,16 @@ MUTATIONS = {
     "promise: a bad update counted as a step": ("_step", "due, grads_finite = due & updates_finite, grads_finite & updates_finite", "grads_finite = grads_finite & updates_finite"),
     "promise: devices part": ("_step", "apart = varying_axes(value) - set(names)", "apart = set()"),
     "promise: flags taken for parameters": ("_verdict", "if not gradients:", "if False:"),
+    # types, and what was told too late or not at all
+    "types: any string drops": ("_optimizer", 'drop: Literal["micro_batch", "window"] = "micro_batch"', 'drop: str = "micro_batch"'),
+    "types: the loss function's arguments lost": ("_value_and_grad", ") -> Callable[_Args, tuple[jax.Array, Any]]: ...", ") -> Callable[..., tuple[jax.Array, Any]]: ..."),
+    "state of a step in variables": ("_step", "return unwrapped(state) if is_wrapped(state.grads_finite) else state", "return state"),
+    "variables of parameters lost": ("_step", "return unwrapped(state) if is_wrapped(state.grads_finite) else state", "return unwrapped(state)"),
+    "state of another scale not told": ("_step", "        _check_scaling_kept(scaling, state.scaling, self.policy)\n", ""),
+    "gradients of a window unchecked": ("_accumulate", "        _check_gradients(state.acc_grads, grads)\n", ""),
+    "loss function for a loss": ("_step", "    if callable(value):", "    if False:"),
+    "wrapped state of a bare optimizer": ("_optimizer", "    if isinstance(opt_state, LossScaledState):", "    if False:"),
+    "optimizer not called": ("_optimizer", "    if not isinstance(tx, optax.GradientTransformation):", "    if False:"),
     "promise: narrow numbers cannot be added": ("_tree", "jnp.finfo(dtype_of(param)).bits > 8", "True"),
 }  # fmt: skip
 

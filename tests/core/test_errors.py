@@ -385,7 +385,49 @@ CASES = {
         ValueError,
         r"LossScaledState.*at \[0\].*wrap once",
     ),
+    # states and values of something else
+    "state of another scale": (
+        lambda: jaxscale.loss_scaled(optax.sgd(0.1)).update(
+            W, jaxscale.skip_nonfinite(optax.sgd(0.1)).init(W), W
+        ),
+        TypeError,
+        r"update\(state=.*UnitLossScaleState.*DynamicLossScale is a LossScaleState.*_replace\(inner_state=",
+    ),
+    "state of another scale, with a window": (
+        lambda: jaxscale.multi_steps(jaxscale.loss_scaled(optax.sgd(0.1)), 2).update(
+            W, jaxscale.multi_steps(optax.sgd(0.1), 2).init(W), W
+        ),
+        TypeError,
+        r"update\(state=.*UnitLossScaleState.*DynamicLossScale is a LossScaleState",
+    ),
+    "state of optax": (
+        lambda: jaxscale.loss_scaled(optax.adam(0.1)).update(W, optax.adam(0.1).init(W), W),
+        TypeError,
+        r"update\(state=.*got tuple.*`tx\.init\(params\)\._replace\(inner_state=state\)`",
+    ),
+    "wrapped state of a bare optimizer": (
+        lambda: jaxscale.apply_gradients(optax.sgd(0.1), W, OPT_STATE, W),
+        TypeError,
+        r"apply_gradients.*`opt_state` is a `LossScaledState`.*bare.*Pass.*loss_scaled",
+    ),
+    "optimizer is not called": (
+        lambda: jaxscale.apply_gradients(optax.adamw, W, optax.adamw(0.1).init(W), W),
+        TypeError,
+        r"apply_gradients\(tx.*got <function adamw.*as in `optax\.adamw\(1e-3\)`",
+    ),
+    "value is a function": (
+        lambda: jaxscale.loss_scaled(optax.sgd(0.1)).update(W, OPT_STATE, W, value=jnp.mean),
+        TypeError,
+        r"value=.*got the function mean\. Pass what it returned",
+    ),
     # accumulation
+    "a gradient is None": (
+        lambda: jaxscale.multi_steps(optax.sgd(0.1), 2).update(
+            {"a": W, "b": None}, jaxscale.multi_steps(optax.sgd(0.1), 2).init({"a": W, "b": W})
+        ),
+        ValueError,
+        r"multi_steps.*updates=.*got None at b\. Call `init`.*or pass zeros",
+    ),
     "no window": (
         lambda: jaxscale.multi_steps(optax.sgd(0.1), 0),
         ValueError,

@@ -92,7 +92,7 @@ def test_the_numbers_are_those_of_the_bare_optimizer(way):
     assert_same_bits(actual[1].inner_state, expected[1])
 
 
-def test_the_state_keeps_its_structure_and_its_counters():
+def test_a_scale_of_none_has_one_state_on_and_off():
     state = OFF.init(PARAMS)
     assert avals(state) == avals(ON.init(PARAMS))
     assert jax.tree.structure(state) == jax.tree.structure(ON.init(PARAMS))
@@ -102,6 +102,24 @@ def test_the_state_keeps_its_structure_and_its_counters():
     assert_same_bits(after._replace(inner_state=None), state._replace(inner_state=None))
     jaxscale.check(after)
     assert jaxscale.metrics(after)["total_steps"] == 0
+
+
+def test_the_state_of_a_scale_has_the_same_fields_and_another_type():
+    off, on = OFF.init(PARAMS), jaxscale.loss_scaled(INNER).init(PARAMS)
+    assert jax.tree.structure(off) != jax.tree.structure(on)
+    assert off._fields == on._fields
+    assert off.scaling._fields == on.scaling._fields
+    assert avals(off) == avals(on)
+    assert jax.tree.structure(off._replace(scaling=on.scaling)) == jax.tree.structure(on)
+    # A dictionary of either is read into the other.
+    moved = on._replace(total_steps=jnp.int32(7))
+    there = jaxscale.from_state_dict(off, jaxscale.to_state_dict(moved))
+    assert_same_bits(there, moved._replace(scaling=off.scaling))
+    assert jax.tree.structure(there) == jax.tree.structure(off)
+    back = jaxscale.from_state_dict(on, jaxscale.to_state_dict(there))
+    assert jax.tree.structure(back) == jax.tree.structure(on)
+    assert back.scaling.loss_scale == 1  # as saved
+    assert_same_bits(back._replace(scaling=on.scaling), moved)
 
 
 def test_a_scale_that_never_moves_still_scales():

@@ -93,6 +93,12 @@ def columns(state):
     return history.columns()
 
 
+def plain_step(policy, state):
+    """The arguments of a step that is made by hand: the state as it is, the others as arrays."""
+    params = plain(nnx.state(created(policy)[0], nnx.Param))
+    return jax.tree.map(jnp.ones_like, params), state, params
+
+
 CALLS = {
     # name: of the name of a policy, and of the state of an optimizer with it
     "scale": lambda p, s: jaxscale.scale(s, W),
@@ -115,6 +121,10 @@ CALLS = {
         plain(created(p)[1].opt_state), jaxscale.to_state_dict(s)
     ),
     "to_torch": lambda p, s: presets.to_torch(OWN[p], s.scaling),
+    "tx.update": lambda p, s: transformation(p).update(*plain_step(p, s)),
+    "apply_gradients": lambda p, s: jaxscale.apply_gradients(
+        transformation(p), *plain_step(p, s), value=jnp.float32(1)
+    ),
     "trace": lambda p, s: {str(diagnostics.trace(loss_fn, s)(W)): 0},
 }
 
@@ -187,6 +197,17 @@ def test_a_scale_is_put_back_by_itself(policy):
     expected = OWN[policy].adjust(first, jnp.array(True)).loss_scale
     if policy != "logmax":  # which looks at the gradients
         assert jaxscale.metrics(optimizer.opt_state)["loss_scale"] == expected
+
+
+def test_variables_of_the_parameters_stay():
+    # As one has them without an `nnx.Optimizer`: in parameters, gradients and moments alike.
+    params, tx = nnx.state(created()[0], nnx.Param), transformation("dynamic")
+    grads = jax.tree.map(jnp.ones_like, params)
+    state = tx.init(params)
+    updates, after = tx.update(grads, state, params)
+    assert jax.tree.structure((updates, after)) == jax.tree.structure((params, state))
+    expected = tx.update(*map(plain, (grads, state, params)))
+    assert_same_bits(plain((updates, after)), expected)
 
 
 class Opaque:

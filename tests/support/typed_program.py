@@ -1,0 +1,51 @@
+"""A user's program in which pyright, in its strict mode, finds no error. `test_types` runs it."""
+
+from typing import NamedTuple
+
+import jax
+import optax
+
+import jaxscale
+
+
+class Params(NamedTuple):
+    w: jax.Array
+    b: jax.Array
+
+
+def loss_fn(params: Params, x: jax.Array, *, noise: float = 0.0) -> jax.Array:
+    return ((x @ params.w + params.b + noise) ** 2).mean()
+
+
+def loss_with_output(params: Params, x: jax.Array) -> tuple[jax.Array, dict[str, int]]:
+    return loss_fn(params, x), {"size": x.size}
+
+
+tx = jaxscale.loss_scaled(optax.adamw(1e-3), "dynamic", max_norm=1.0)
+others = [
+    jaxscale.loss_scaled(optax.sgd(0.1), 128),
+    jaxscale.loss_scaled(optax.sgd(0.1), None, skip_nonfinite=False),
+    jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale(growth_interval=500)),
+    jaxscale.multi_steps(optax.sgd(0.1), 4, drop="window", growth_unit="micro_batch"),
+    jaxscale.skip_nonfinite(optax.sgd(0.1), track_leaves=True),
+]
+
+
+def step(
+    params: Params, state: jaxscale.LossScaledState, x: jax.Array
+) -> tuple[Params, jaxscale.LossScaledState, jax.Array]:
+    loss, grads = jaxscale.value_and_grad(loss_fn, state)(params, x, noise=0.5)
+    params, state = jaxscale.apply_gradients(tx, grads, state, params, value=loss)
+    return params, state, loss
+
+
+def step_with_output(params: Params, state: jaxscale.LossScaledState, x: jax.Array) -> int:
+    (loss, output), _ = jaxscale.value_and_grad(loss_with_output, state, has_aux=True)(params, x)
+    _, again = jaxscale.grad(loss_with_output, state, has_aux=True)(params, x)
+    print(loss.dtype)
+    return output["size"] + again["size"]
+
+
+def keep(old: Params, new: Params, state: jaxscale.LossScaledState) -> jax.Array:
+    kept = jaxscale.tree_where(jaxscale.metrics(state)["grads_finite"], new, old)
+    return kept.w
