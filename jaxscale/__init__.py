@@ -45,8 +45,7 @@ from ._tree import tree_where
 from ._value_and_grad import grad, value_and_grad
 from ._verdict import all_finite
 
-# In the order of the docstring, which is that of the API reference, too. Without the modules
-# below: `from jaxscale import *` would need flax.
+# In the order of the docstring, which is that of the API reference, too.
 __all__ = [  # noqa: RUF022
     "loss_scaled",
     "value_and_grad",
@@ -71,7 +70,11 @@ __all__ = [  # noqa: RUF022
     "LossScaleState",
     "MultiStepsState",
     "LossScaleStuckError",
+    "diagnostics",
+    "presets",
 ]
+if _util.find_spec("flax") is not None:  # `from jaxscale import *` and `help` read each of them
+    __all__ += ["flax"]
 
 __version__ = "0.1.0"
 
@@ -95,6 +98,5 @@ else:  # hidden from type checkers, which would take any name for one that `__ge
             ) from error
 
     def __dir__():
-        """Returns all names, `flax` only if it can be imported: `help` reads each of them."""
-        modules = {"diagnostics", "presets"} | ({"flax"} if _util.find_spec("flax") else set())
-        return sorted(globals() | dict.fromkeys(modules))
+        """Returns all names, those of modules that are not imported yet among them."""
+        return sorted({*globals(), *__all__})
