@@ -62,7 +62,8 @@ def test_readme_states_the_oldest_versions():
     (python,) = re.findall(r"[\d.]+", project["requires-python"])
     jax_, _, optax_ = (each.partition(">=")[2] for each in project["dependencies"])
     (flax_,) = (each.partition(">=")[2] for each in project["optional-dependencies"]["flax"])
-    assert re.findall(r"(\d[\d.]*\d)[,;]", line) == [python, jax_, optax_, flax_]
+    _, versions = line.split("Oldest versions:")
+    assert re.findall(r"\d+(?:\.\d+)+", versions) == [python, jax_, optax_, flax_]
     assert any(line[8:12] in each.lower() for each in project["classifiers"])
 
 
