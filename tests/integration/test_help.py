@@ -62,6 +62,10 @@ OTHERS = {
 }
 
 
+TESTS = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+TESTS_TEXT = "".join(TESTS.values())
+
+
 def known_names():
     names = {name.rpartition(".")[2] for name in ALL} | set(dir(builtins)) | set(keyword.kwlist)
     for value in (ALL | METHODS).values():
@@ -98,10 +102,8 @@ def unresolved(doc):
     missing = []
     for name in NAME.findall(doc):
         first, *rest = name.split(".")
-        if re.fullmatch(r"test_\w+", first):  # of the project's own tests
-            found = any(
-                f"def {first}(" in path.read_text() for path in (ROOT / "tests").rglob("test_*.py")
-            )
+        if first.startswith("test_"):  # a file of tests, or a test in one
+            found = f"{first}.py" in TESTS if rest else f"def {first}(" in TESTS_TEXT
         elif not rest:
             found = name in KNOWN | OTHERS or not SEVERAL_WORDS.fullmatch(name)
         elif first == "jaxscale" or first in PACKAGES:
@@ -153,6 +155,7 @@ def test_names_in_docstrings_resolve(name):
         ("`LossScaledState`, `LossScalerState`", ["LossScalerState"]),
         ("`x`, `vmap`, `x + 1`, `tx.init(params)`, `f(x_0)`", []),
         ("`test_readme_runs`, `test_readme_sings`", ["test_readme_sings"]),
+        ("`test_readme.py`, `test_write.py`", ["test_write.py"]),
     ],
 )
 def test_unresolved_names_are_found(doc, missing):
