@@ -1,27 +1,102 @@
-"""Loss scaling for JAX and Optax: train in float16, and never apply a bad step."""
+"""Loss scaling for JAX and Optax: train in float16, and never apply a bad step.
 
-from ._accumulate import MultiStepsState as MultiStepsState
-from ._optimizer import apply_gradients as apply_gradients
-from ._optimizer import loss_scaled as loss_scaled
-from ._optimizer import multi_steps as multi_steps
-from ._optimizer import skip_nonfinite as skip_nonfinite
-from ._policies.base import LossScale as LossScale
-from ._policies.dynamic import DynamicLossScale as DynamicLossScale
-from ._policies.fixed import FixedLossScale as FixedLossScale
-from ._policies.fixed import NoOpLossScale as NoOpLossScale
-from ._policies.spec import as_loss_scale as as_loss_scale
-from ._progress import LossScaleStuckError as LossScaleStuckError
-from ._progress import check as check
-from ._progress import metrics as metrics
-from ._scaling import scale as scale
-from ._scaling import unscale as unscale
-from ._state import LossScaleState as LossScaleState
-from ._state_dict import from_state_dict as from_state_dict
-from ._state_dict import to_state_dict as to_state_dict
-from ._step import LossScaledState as LossScaledState
-from ._tree import tree_where as tree_where
-from ._value_and_grad import grad as grad
-from ._value_and_grad import value_and_grad as value_and_grad
-from ._verdict import all_finite as all_finite
+Most people need five functions, in this order:
+
+- `loss_scaled(optimizer)` wraps an optimizer, so that it skips bad steps and moves the loss scale.
+- `value_and_grad(loss_fn, opt_state)` computes the loss and its gradients, scaled on the way.
+- `apply_gradients(tx, grads, opt_state, params)` makes one step, or skips it.
+- `metrics(opt_state)` reads the loss scale and the counters, for logging.
+- `check(opt_state)` raises an error with the likely cause if training is stuck.
+
+The rest, by group:
+
+- Optimizers: `skip_nonfinite` skips bad steps without scaling, for bfloat16 and float32.
+  `multi_steps` accumulates several micro-batches for each step.
+- Gradients: `grad` is `value_and_grad` without the loss.
+- Policies, the rules by which the scale moves: `DynamicLossScale`, `FixedLossScale`,
+  `NoOpLossScale`, their base class `LossScale`, and `as_loss_scale`, which reads short forms such
+  as `"dynamic"` or 128. `jaxscale.presets` has the rules of other libraries.
+- Pure functions for your own loop: `scale`, `unscale`, `all_finite`, `tree_where`.
+- Saving: `to_state_dict` and `from_state_dict`.
+- States: `LossScaledState` is that of an optimizer, `LossScaleState` that of a policy, and
+  `MultiStepsState` that of an accumulator.
+- Errors: `LossScaleStuckError`, which `check` raises.
+- Front ends: `jaxscale.flax.TrainState`. Optax, Flax NNX and Equinox need none.
+- Diagnostics: `jaxscale.diagnostics` shows where gradients overflow and what underflows. The
+  command `jaxscale doctor` runs all of it on a model and writes a report.
+"""
+
+import importlib as _importlib
+import importlib.util as _util
+import typing as _typing
+
+from ._accumulate import MultiStepsState
+from ._optimizer import apply_gradients, loss_scaled, multi_steps, skip_nonfinite
+from ._policies.base import LossScale
+from ._policies.dynamic import DynamicLossScale
+from ._policies.fixed import FixedLossScale, NoOpLossScale
+from ._policies.spec import as_loss_scale
+from ._progress import LossScaleStuckError, check, metrics
+from ._scaling import scale, unscale
+from ._state import LossScaleState
+from ._state_dict import from_state_dict, to_state_dict
+from ._step import LossScaledState
+from ._tree import tree_where
+from ._value_and_grad import grad, value_and_grad
+from ._verdict import all_finite
+
+# In the order of the docstring, which is that of the API reference, too.
+__all__ = [  # noqa: RUF022
+    "loss_scaled",
+    "value_and_grad",
+    "apply_gradients",
+    "metrics",
+    "check",
+    "skip_nonfinite",
+    "multi_steps",
+    "grad",
+    "DynamicLossScale",
+    "FixedLossScale",
+    "NoOpLossScale",
+    "LossScale",
+    "as_loss_scale",
+    "scale",
+    "unscale",
+    "all_finite",
+    "tree_where",
+    "to_state_dict",
+    "from_state_dict",
+    "LossScaledState",
+    "LossScaleState",
+    "MultiStepsState",
+    "LossScaleStuckError",
+    "diagnostics",
+    "presets",
+]
+if _util.find_spec("flax") is not None:  # `from jaxscale import *` and `help` read each of them
+    __all__ += ["flax"]
 
 __version__ = "0.1.0"
+
+if _typing.TYPE_CHECKING:
+    from . import diagnostics as diagnostics
+    from . import flax as flax
+    from . import presets as presets
+else:  # hidden from type checkers, which would take any name for one that `__getattr__` knows
+
+    def __getattr__(name):
+        """Returns a module that is imported when it is first used, so that the core stays light."""
+        if name not in ("diagnostics", "flax", "presets"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return _importlib.import_module(f".{name}", __name__)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "flax":
+                raise
+            raise ImportError(
+                '`jaxscale.flax` needs Flax, which is not installed: pip install "jaxscale[flax]"'
+            ) from error
+
+    def __dir__():
+        """Returns all names, those of modules that are not imported yet among them."""
+        return sorted({*globals(), *__all__})

@@ -49,6 +49,7 @@ TESTS = [
     "integration/test_devices",
     "integration/test_sharding",
     "integration/test_package",
+    "integration/test_help",
     "integration/test_differentiation",
     "integration/test_transformations",
     "core/test_kinds",
@@ -373,6 +374,14 @@ MUTATIONS = {
     "wrapped state of a bare optimizer": ("_optimizer", "    if isinstance(opt_state, LossScaledState):", "    if False:"),
     "optimizer not called": ("_optimizer", "    if not isinstance(tx, optax.GradientTransformation):", "    if False:"),
     "promise: narrow numbers cannot be added": ("_tree", "jnp.finfo(dtype_of(param)).bits > 8", "True"),
+    # what users read first
+    "command: no flag": ("__main__", 'os.environ["XLA_FLAGS"] = f"{flags} {_EXCESS}=false"', "pass"),
+    "command: no help": ("__main__", 'sys.argv[1:] or ["--help"]', "sys.argv[1:]"),
+    "help: the core imports flax": ("__init__", "import typing as _typing\n", "import typing as _typing\nfrom . import flax as flax\n"),
+    "help: missing flax not told": ("__init__", 'if (error.name or "").partition(".")[0] != "flax":', "if True:"),
+    "help: flax promised without flax": ("__init__", 'if _util.find_spec("flax") is not None:', "if True:"),
+    "help: modules not listed": ("__init__", "sorted({*globals(), *__all__})", "sorted(globals())"),
+    "help: a name that does not resolve": ("_optimizer", "Feed it the gradients of `jaxscale.value_and_grad`", "Feed it the gradients of `jaxscale.value_and_grads`"),
 }  # fmt: skip
 
 

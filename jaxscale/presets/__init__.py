@@ -69,36 +69,56 @@ The functions `from_...` read what a library saved, or its scaler object, and re
 policy and a state; pass the state on with `opt_state._replace(scaling=state)`.
 """
 
-from .._policies.logmax import LogMaxLossScale as LogMaxLossScale
-from .._policies.logmax import LogMaxState as LogMaxState
-from .._policies.tolerance import ToleranceLossScale as ToleranceLossScale
-from .._policies.tolerance import ToleranceState as ToleranceState
-from ._engines import colossalai as colossalai
-from ._engines import deepspeed as deepspeed
-from ._engines import fairseq as fairseq
-from ._jax import flax as flax
-from ._jax import jmp as jmp
-from ._jax import mpx as mpx
-from ._mindspore import mindspore as mindspore
-from ._mindspore import mindspore_cell as mindspore_cell
-from ._mindspore import mindspore_manager as mindspore_manager
-from ._paddle import paddle as paddle
-from ._paddle import paddle_op as paddle_op
-from ._rule import PresetLossScale as PresetLossScale
-from ._saved import from_flax as from_flax
-from ._saved import from_jmp as from_jmp
-from ._saved import from_keras as from_keras
-from ._saved import from_tensorflow as from_tensorflow
-from ._saved import from_torch as from_torch
-from ._saved import to_torch as to_torch
-from ._tensorflow import keras as keras
-from ._tensorflow import openseq2seq_backoff as openseq2seq_backoff
-from ._tensorflow import openseq2seq_logmax as openseq2seq_logmax
-from ._tensorflow import tensorflow as tensorflow
-from ._tensorflow import tensorflow_contrib as tensorflow_contrib
-from ._tensorflow import tf_keras as tf_keras
-from ._torch import apex as apex
-from ._torch import apex_fp16_utils as apex_fp16_utils
-from ._torch import apex_hysteresis as apex_hysteresis
-from ._torch import megatron as megatron
-from ._torch import torch as torch
+from .._policies.logmax import LogMaxLossScale, LogMaxState
+from .._policies.tolerance import ToleranceLossScale, ToleranceState
+from ._engines import colossalai, deepspeed, fairseq
+from ._jax import flax, jmp, mpx
+from ._mindspore import mindspore, mindspore_cell, mindspore_manager
+from ._paddle import paddle, paddle_op
+from ._rule import PresetLossScale
+from ._saved import from_flax, from_jmp, from_keras, from_tensorflow, from_torch, to_torch
+from ._tensorflow import (
+    keras,
+    openseq2seq_backoff,
+    openseq2seq_logmax,
+    tensorflow,
+    tensorflow_contrib,
+    tf_keras,
+)
+from ._torch import apex, apex_fp16_utils, apex_hysteresis, megatron, torch
+
+__all__ = [
+    "LogMaxLossScale",
+    "LogMaxState",
+    "PresetLossScale",
+    "ToleranceLossScale",
+    "ToleranceState",
+    "apex",
+    "apex_fp16_utils",
+    "apex_hysteresis",
+    "colossalai",
+    "deepspeed",
+    "fairseq",
+    "flax",
+    "from_flax",
+    "from_jmp",
+    "from_keras",
+    "from_tensorflow",
+    "from_torch",
+    "jmp",
+    "keras",
+    "megatron",
+    "mindspore",
+    "mindspore_cell",
+    "mindspore_manager",
+    "mpx",
+    "openseq2seq_backoff",
+    "openseq2seq_logmax",
+    "paddle",
+    "paddle_op",
+    "tensorflow",
+    "tensorflow_contrib",
+    "tf_keras",
+    "to_torch",
+    "torch",
+]

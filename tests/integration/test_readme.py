@@ -7,9 +7,12 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxscale
@@ -25,7 +28,7 @@ EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py"))
 
 
 def test_readme_is_short():
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 170
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
@@ -50,6 +53,49 @@ def test_readme_states_the_defaults():
     assert (policy.growth_interval, policy.min_scale) == (2000, 1)
     for figure in ("2**15", "(2000)", "2**24", "down to 1"):
         assert figure in README
+
+
+def test_readme_states_the_oldest_versions():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (line,) = (line for line in README.splitlines() if line.startswith("Status: "))
+    assert f"License: {project['license']}." in line
+    (python,) = re.findall(r"[\d.]+", project["requires-python"])
+    jax_, _, optax_ = (each.partition(">=")[2] for each in project["dependencies"])
+    (flax_,) = (each.partition(">=")[2] for each in project["optional-dependencies"]["flax"])
+    _, versions = line.split("Oldest versions:")
+    assert re.findall(r"\d+(?:\.\d+)+", versions) == [python, jax_, optax_, flax_]
+    assert any(line[8:12] in each.lower() for each in project["classifiers"])
+
+
+def test_readme_states_the_rule_of_the_quickstart():
+    source = (ROOT / "examples" / "quickstart.py").read_text()
+    assert "DynamicLossScale(growth_interval=5, max_scale=2.0**40)" in source
+    assert "`growth_interval=5` and `max_scale=2**40`" in README
+
+
+def test_a_run_begun_with_plain_optax_goes_on_and_back():
+    (code,) = re.findall(r"`opt_state = (tx\.init\(params\)\._replace\(.*?\))`; back", README)
+    assert "back: `opt_state.inner_state`" in README
+    bare = optax.adam(0.1)
+    tx = jaxscale.loss_scaled(bare)
+    start = jnp.arange(1.0, 4.0)
+    runs = []
+    for is_scaled in ([False] * 6, [False, False, True, True, True, False]):
+        params, opt_state = start, bare.init(start)
+        for step, now in enumerate(is_scaled):
+            before = step > 0 and is_scaled[step - 1]
+            if now and not before:
+                opt_state = eval(code, {"tx": tx, "params": params, "old_state": opt_state})
+            if before and not now:
+                opt_state = opt_state.inner_state
+            grads = params * jnp.float32(step + 1)
+            updates, opt_state = (tx if now else bare).update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+        runs.append((params, opt_state))
+    assert jax.tree.structure(runs[0]) == jax.tree.structure(runs[1])
+    assert [leaf.tolist() for leaf in jax.tree.leaves(runs[0])] == [
+        leaf.tolist() for leaf in jax.tree.leaves(runs[1])
+    ]
 
 
 def test_readme_has_two_commands():
