@@ -1,4 +1,4 @@
-"""See what happened: where gradients overflow, what underflows, which loss scale would do."""
+"""See what happened: where gradients overflow, what underflows, which loss scale would work."""
 
 from ._calibrate import Calibration as Calibration
 from ._calibrate import calibrate as calibrate

@@ -271,7 +271,7 @@ ERRORS = {
     "population": (
         lambda: diagnostics.History().append(jax.tree.map(lambda x: jnp.stack([x, x]), STATE)),
         ValueError,
-        r"notes scalars, got `loss_scale` of shape \(2,\)",
+        r"takes scalars, got `loss_scale` of shape \(2,\)",
     ),
     "loss is no scalar": (
         lambda: diagnostics.History().append(STATE, loss=PARAMS),
