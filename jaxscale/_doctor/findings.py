@@ -251,7 +251,7 @@ def _zeros(exam: Exam) -> Iterator[Finding]:
             _all_zero(exam) and not any(_is_harm(place, exam) for place in exam.trace.underflows),
             f"The gradient is exactly 0 everywhere in {len(zero)} of {len(rows)} leaves: "
             f"{_few(zero)}.",
-            ("Either the loss does not depend on these leaves, or all of it was flushed on the way.",),
+            ("Either the loss does not depend on them, or they were flushed on the way.",),
         )
 
 
