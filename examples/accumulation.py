@@ -1,8 +1,8 @@
-"""Float16 training in small memory: one step of the optimizer for several micro-batches.
+"""Float16 training with little memory: one optimizer step for several micro-batches.
 
-A multilayer perceptron reads digits, a fourth of each batch at a time. Where a micro-batch
-is corrupt its gradients are NaN, and the step is made from the other three. To call the step
-for each micro-batch, or once for all of them, is the same to the optimizer.
+A multilayer perceptron reads digits, a quarter of each batch at a time. The gradients of a
+corrupt micro-batch are NaN, and the step is made from the other three. The optimizer gives the
+same result whether it is called once for each micro-batch or once, with `scan`, for all.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import jaxscale
 
 LAYER_SIZES, MICRO_BATCH_SIZE, MICRO_BATCHES, NUM_TEST = [64, 256, 128, 10], 32, 4, 360
 
-# The other way round, `loss_scaled(multi_steps(...))`, is the same.
+# `loss_scaled(multi_steps(...))` does the same.
 tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.adamw(1e-3)), MICRO_BATCHES)
 
 
@@ -31,7 +31,7 @@ def init_params(key):
 
 
 def predict(params, images):
-    """Returns logits, computed in float16 and handed on in float32."""
+    """Returns float32 logits, computed in float16."""
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
     activations = images.astype(jnp.float16)
     for weight, bias in params[:-1]:
@@ -61,7 +61,7 @@ def train_step(state, batches):
 
 
 def make_batches(images, labels, num_steps):
-    """Yields the micro-batches of each step, stacked. One in 50 is corrupt."""
+    """Yields the stacked micro-batches of each step. One in 50 is corrupt."""
     rng = np.random.default_rng(0)
     for _ in range(num_steps):
         chosen = rng.choice(len(images), (MICRO_BATCHES, MICRO_BATCH_SIZE), replace=False)
@@ -70,7 +70,7 @@ def make_batches(images, labels, num_steps):
 
 
 def main(num_steps: int = 300) -> float:
-    """Trains for a number of steps, in two ways, and returns the accuracy of the second."""
+    """Trains for a number of steps in two ways and returns the accuracy of the second."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     train = images[:-NUM_TEST], labels[:-NUM_TEST]

@@ -1,7 +1,7 @@
 """A Transformer that trains in float32 but not in float16, and how to find out why.
 
-Sequences are padded, and a mask of -1e9 keeps attention from the padding, as in many models.
-Each of these writes a report, `jaxscale-doctor.html`, and sums it up in the terminal:
+Sequences are padded, and a mask of -1e9 keeps attention off the padding, as in many models.
+Each of these commands writes a report, `jaxscale-doctor.html`, and prints a summary:
 
     python -m jaxscale doctor examples/doctor.py:broken
     python -m jaxscale doctor examples/doctor.py:fixed
@@ -24,7 +24,7 @@ SHAPES |= {"out": (WIDTH, WIDTH), "up": (WIDTH, 64), "down": (64, WIDTH), "head"
 
 
 def attention(params, x, is_token, mask_value):
-    """Returns what each row of an image learns of the others."""
+    """Returns what each row of an image learns from the others."""
     q, k, v = jnp.split((x @ params["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
     is_pair = is_token[:, None, :, None] & is_token[:, None, None, :]
@@ -52,7 +52,7 @@ def make_params():
 
 
 def make_batch(seed=0):
-    """Returns images as sequences of rows, of which up to the last three are missing."""
+    """Returns images as sequences of rows, with up to three rows missing at the end."""
     rng = np.random.default_rng(seed)
     images, labels = load_digits(return_X_y=True)
     chosen = rng.choice(len(images), BATCH_SIZE, replace=False)
@@ -62,17 +62,17 @@ def make_batch(seed=0):
 
 
 def broken():
-    """Returns a loss, parameters and a batch for the doctor."""
+    """Returns a loss function, parameters and a batch for the doctor."""
     return functools.partial(loss_fn, mask_value=-1e9), make_params(), make_batch()
 
 
 def fixed():
-    """Returns the same with a mask that float16 holds."""
+    """Returns the same with a mask value that float16 can hold."""
     return functools.partial(loss_fn, mask_value=-1e4), make_params(), make_batch()
 
 
 def main(num_steps: int = 300) -> float:
-    """Trains both for a number of steps, and returns the last loss of the one that learns."""
+    """Trains both for a number of steps and returns the last loss of the fixed one."""
     tx, loss = jaxscale.loss_scaled(optax.adam(3e-3), track_leaves=True), jnp.inf
     for make in (broken, fixed):
         loss_fn, params, _ = make()

@@ -1,7 +1,7 @@
-"""Float16 training in Equinox: gradients by `eqx.filter_value_and_grad`, scaled.
+"""Float16 training in Equinox: scaled gradients by `eqx.filter_value_and_grad`.
 
-A multilayer perceptron reads digits. The optimizer sees the arrays of the model only,
-as `eqx.filter` picks them, and the activation functions stay out of it.
+A multilayer perceptron reads digits. The optimizer only sees the arrays of the model, which
+`eqx.filter` picks out, and not its activation functions.
 """
 
 import argparse
@@ -21,7 +21,7 @@ tx = jaxscale.loss_scaled(optax.adam(1e-3))
 
 
 def predict(model, images):
-    """Returns logits, computed in float16 and handed on in float32."""
+    """Returns float32 logits, computed in float16."""
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     arrays = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), arrays)
     half_model = eqx.combine(arrays, rest)
@@ -47,7 +47,7 @@ def train_step(model, opt_state, images, labels):
 
 
 def main(num_steps: int = 300) -> float:
-    """Trains for a number of steps and returns the accuracy on the images left out."""
+    """Trains for a number of steps and returns the accuracy on the held-out images."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     num_train = len(images) - NUM_TEST

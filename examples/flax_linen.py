@@ -1,4 +1,4 @@
-"""Float16 training in Flax Linen, where a skipped step keeps the batch statistics too.
+"""Float16 training in Flax Linen, where a skipped step also keeps the old batch statistics.
 
 A small convolutional network with batch normalization reads digits, in a `TrainState`
 of `jaxscale.flax`.
@@ -31,7 +31,7 @@ class ConvNet(nn.Module):
 
     @nn.compact
     def __call__(self, images, train):
-        """Returns logits, in float32 so that the loss is."""
+        """Returns logits in float32, so that the loss is float32 too."""
         activations = images
         for features in (16, 32):
             activations = nn.Conv(features, (3, 3), dtype=jnp.float16)(activations)
@@ -57,7 +57,7 @@ def train_step(state, images, labels):
 
 
 def main(num_steps: int = 150) -> float:
-    """Trains for a number of steps and returns the accuracy on the images left out."""
+    """Trains for a number of steps and returns the accuracy on the held-out images."""
     images, labels = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
     num_train = len(images) - NUM_TEST
@@ -65,7 +65,7 @@ def main(num_steps: int = 150) -> float:
 
     model = ConvNet()
     variables = model.init(jax.random.key(0), images[:1], train=False)
-    # Grows early, so that even a run as short as this one meets overflows.
+    # The scale grows early, so that even a short run sees overflows.
     loss_scale = jaxscale.DynamicLossScale(growth_interval=10)
     tx = jaxscale.loss_scaled(optax.adam(3e-3), loss_scale)
     state = TrainState.create(apply_fn=model.apply, tx=tx, **variables)

@@ -1,7 +1,8 @@
-"""Float16 training in Flax NNX, where a skipped step keeps the batch statistics too.
+"""Float16 training in Flax NNX, where a skipped step also keeps the old batch statistics.
 
 A convolutional network with batch normalization reads digits. NNX changes the model in
-place, so the step copies its statistics before the forward pass and chooses afterwards.
+place, so the step copies the statistics before the forward pass, and puts them back if the
+step is skipped.
 """
 
 import argparse
@@ -29,7 +30,7 @@ class ConvNet(nnx.Module):
         self.linear = nnx.Linear(128, 10, **half)
 
     def __call__(self, images):
-        """Returns logits, in float32 so that the loss is."""
+        """Returns logits in float32, so that the loss is float32 too."""
         activations = nnx.relu(self.norm1(self.conv1(images)))
         activations = nnx.max_pool(activations, (2, 2), (2, 2))
         activations = nnx.relu(self.norm2(self.conv2(activations)))
@@ -43,13 +44,13 @@ def loss_fn(model, images, labels):
 
 
 def batch_statistics(model):
-    """Returns a copy: `nnx.state` alone may hold the model's own, changing variables."""
+    """Returns a copy: `nnx.state` alone may hold the model's own variables, which change."""
     return nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
 
 @nnx.jit
 def train_step(model, optimizer, images, labels):
-    """Changes the model and the optimizer by one step and returns the loss."""
+    """Updates the model and the optimizer in place and returns the loss."""
     old_statistics = batch_statistics(model)
     value_and_grad = jaxscale.value_and_grad(
         loss_fn, optimizer.opt_state, transform=nnx.value_and_grad
@@ -63,14 +64,14 @@ def train_step(model, optimizer, images, labels):
 
 
 def main(num_steps: int = 150) -> float:
-    """Trains for a number of steps and returns the accuracy on the images left out."""
+    """Trains for a number of steps and returns the accuracy on the held-out images."""
     images, labels = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
     num_train = len(images) - NUM_TEST
     rng = np.random.default_rng(0)
 
     model = ConvNet(nnx.Rngs(0))
-    # Grows early, so that even a run as short as this one meets overflows.
+    # The scale grows early, so that even a short run sees overflows.
     loss_scale = jaxscale.DynamicLossScale(growth_interval=10)
     tx = jaxscale.loss_scaled(optax.adam(3e-3), loss_scale)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)

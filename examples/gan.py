@@ -1,6 +1,7 @@
 """A GAN in float16: two losses, two optimizers, and a loss scale for each.
 
-Each overflows on its own, so each skips its own steps and moves its own scale.
+The two losses overflow at different times, so each optimizer skips its own steps and adjusts
+its own scale.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import jaxscale
 BATCH_SIZE, NOISE_SIZE = 128, 16
 GENERATOR_SIZES, DISCRIMINATOR_SIZES = (NOISE_SIZE, 128, 128, 64), (64, 128, 128, 1)
 
-# Grows early, so that even a run as short as this one meets overflows.
+# The scale grows early, so that even a short run sees overflows.
 loss_scale = jaxscale.DynamicLossScale(growth_interval=50)
 gen_tx = jaxscale.loss_scaled(optax.adam(1e-3, b1=0.5), loss_scale)
 disc_tx = jaxscale.loss_scaled(optax.adam(1e-3, b1=0.5), loss_scale)
@@ -31,7 +32,7 @@ def init_params(key, sizes):
 
 
 def perceptron(params, activations):
-    """Returns the outputs of the last layer, computed in float16, handed on in float32."""
+    """Returns the float32 outputs of the last layer, computed in float16."""
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
     activations = activations.astype(jnp.float16)
     for weight, bias in params[:-1]:
@@ -45,13 +46,13 @@ def generate(gen_params, noise):
 
 
 def generator_loss(gen_params, disc_params, noise):
-    """Returns a loss that is low if generated images are taken for real ones."""
+    """Returns a loss that is low if the discriminator takes generated images for real ones."""
     logits = perceptron(disc_params, generate(gen_params, noise))
     return jax.nn.softplus(-logits).mean()
 
 
 def discriminator_loss(disc_params, gen_params, images, noise):
-    """Returns a loss that is low if images are told from generated ones."""
+    """Returns a loss that is low if the discriminator tells real images from generated ones."""
     on_images = perceptron(disc_params, images)
     on_generated = perceptron(disc_params, generate(gen_params, noise))
     return jax.nn.softplus(-on_images).mean() + jax.nn.softplus(on_generated).mean()
@@ -59,7 +60,7 @@ def discriminator_loss(disc_params, gen_params, images, noise):
 
 @jax.jit
 def train_step(gen, disc, images, noise):
-    """Returns both players, parameters and optimizer state, after one step; and losses."""
+    """Returns the parameters and optimizer state of both players after a step, and both losses."""
     (gen_params, gen_state), (disc_params, disc_state) = gen, disc
     value_and_grad = jaxscale.value_and_grad(generator_loss, gen_state)
     gen_loss, gen_grads = value_and_grad(gen_params, disc_params, noise)

@@ -1,9 +1,10 @@
 """Why float16 needs loss scaling, in one picture: the gradients of a mean over many pixels.
 
-A network doubles the size of photographs, and its loss is the mean squared error of a batch. What
-the loss sends back into it, before any layer, is 2 * error / 3.1 million for each number. Here
-they are for the error that cubic interpolation makes: how large they are, what float16 keeps of
-them, and at which loss scale it keeps them all. With matplotlib, it writes that as a picture.
+A network doubles the size of photographs, and its loss is the mean squared error of a batch. The
+gradient that the loss sends back into the network is 2 * error / 3.1 million for each number of
+its output. This program computes these gradients for the error of cubic interpolation. It prints
+how large they are, what float16 keeps of them, and at which loss scales it keeps them all. With
+matplotlib, it also writes a picture.
 """
 
 import argparse
@@ -23,7 +24,7 @@ def mean_squared_error(prediction, truth):
 
 
 def gradients(batch_size):
-    """Returns the gradients of the loss at what is predicted, in float32: nothing is lost yet."""
+    """Returns the gradients of the loss at the prediction, in float32, where none is lost."""
     flower = jnp.asarray(load_sample_images().images[1], jnp.float32) / 255
     corners = jax.random.randint(jax.random.key(0), (batch_size, 2), 0, 427 - CROP)
     crops = jnp.stack([flower[y : y + CROP, x : x + CROP] for y, x in corners.tolist()])
@@ -33,7 +34,7 @@ def gradients(batch_size):
 
 
 def main(batch_size=64, picture=None):
-    """Prints the histogram and what follows of it; returns what share float16 flushes to zero."""
+    """Prints the histogram and a loss scale; returns the share that float16 flushes to zero."""
     histogram = diagnostics.histogram(gradients(batch_size))
     print(diagnostics.text_histogram(histogram))
     print(diagnostics.suggest_scale(histogram))

@@ -1,9 +1,9 @@
-"""Float16 training on many hosts: one program, which every host runs.
+"""Float16 training on many hosts: every host runs this same program.
 
 On a cluster that JAX knows (Slurm, Kubernetes, Open MPI, Cloud TPU) the processes find each other:
 `srun python multi_host.py --checkpoints /shared/run`. On one computer, `--local 2` starts two.
-Batches and weights are split over all devices. The step does not mention it: if one device sees a
-NaN, all skip that step. Started again, training goes on from the last checkpoint.
+Batches and weights are split over all devices, without a word about it in the training step: if
+one device sees a NaN, all skip that step. A restarted run continues from the last checkpoint.
 """
 
 import argparse
@@ -29,13 +29,13 @@ import jaxscale
 LAYER_SIZES = [64, 256, 10]
 BATCH_PER_DEVICE, NUM_TEST, LOG_EVERY = 32, 360, 10
 
-# Starts high and grows early, so that even a run as short as this one meets overflows.
+# The scale starts high and grows early, so that even a short run sees overflows.
 loss_scale = jaxscale.DynamicLossScale(init_scale=2.0**20, growth_interval=10)
 tx = jaxscale.loss_scaled(optax.adamw(1e-3), loss_scale)
 
 
 def init(key):
-    """Returns the state of training: float32 weights and biases, and that of the optimizer."""
+    """Returns the training state: float32 weights and biases, and the optimizer state."""
     normal = jax.nn.initializers.he_normal()
     keys = iter(jax.random.split(key, len(LAYER_SIZES) - 1))
     params = [(normal(next(keys), shape), jnp.zeros(shape[1])) for shape in pairwise(LAYER_SIZES)]
@@ -43,7 +43,7 @@ def init(key):
 
 
 def predict(params, images):
-    """Returns logits, computed in float16 and handed on in float32."""
+    """Returns float32 logits, computed in float16."""
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
     activations = images.astype(jnp.float16)
     for weight, bias in params[:-1]:
@@ -52,7 +52,7 @@ def predict(params, images):
 
 
 def loss_fn(params, images, labels):
-    """Returns the mean cross-entropy of a batch, that of all hosts, in float32."""
+    """Returns the mean cross-entropy over the batches of all hosts, in float32."""
     logits = predict(params, images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -65,14 +65,14 @@ def train_step(state, images, labels):
 
 
 def local_batch(images, labels, step):
-    """Returns the rows of this process, the same ones if the step is run again."""
+    """Returns the rows of this process: the same ones if the step is run again."""
     rng = np.random.default_rng([step, jax.process_index()])
     rows = rng.integers(len(images), size=BATCH_PER_DEVICE * jax.local_device_count())
     return images[rows], labels[rows]
 
 
 def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) -> float:
-    """Trains up to a step and returns the accuracy on the images left out."""
+    """Trains up to a step and returns the accuracy on the held-out images."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     num_train, process = len(images) - NUM_TEST, jax.process_index()
@@ -110,14 +110,14 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
         if manager and step % save_every == 0:
             manager.save(step, args=ocp.args.StandardSave(state))
         if step % LOG_EVERY == 0:
-            jaxscale.check(state, tx=tx)  # on all hosts, so that all stop if it raises an error
+            jaxscale.check(state, tx=tx)  # on all hosts, so that all of them stop on an error
             if process == 0:
                 line = "step {}: loss {:.4f}, scale {loss_scale:.0f}, skipped {total_notfinite}"
                 print(line.format(step, loss, **jaxscale.metrics(state)), flush=True)
     if manager:
         manager.close()  # waits until the last checkpoint is written
 
-    # Whole on every host, which reads its own copy: they must not differ.
+    # A whole copy on every host. The printed digests show that the copies are equal.
     state = jax.jit(lambda state: state, out_shardings=whole)(state)
     digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)))
     logits = np.asarray(jax.jit(predict)(state[0], images[num_train:]))
@@ -132,12 +132,12 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
 def launch(number):
     """Runs this command in several processes on this computer and returns an exit code.
 
-    As the launcher of a cluster does, it stops all if one fails: they would wait for it.
+    Like the launcher of a cluster, it stops all processes if one fails: they would wait for it.
     """
     with socket.create_server(("localhost", 0)) as server:
-        address = f"localhost:{server.getsockname()[1]}"  # a port that is free
+        address = f"localhost:{server.getsockname()[1]}"  # a free port
     command = [sys.executable, *sys.argv, "--coordinator", address, "--num-processes", str(number)]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Terminated."))  # by way of `finally`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Terminated."))  # so that `finally` runs
     processes = [subprocess.Popen([*command, "--process-id", str(i)]) for i in range(number)]
     try:
         while not any(codes := [process.poll() for process in processes]) and None in codes:
@@ -153,20 +153,23 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--steps", type=int, default=100, help="train up to this step")
-    add("--checkpoints", help="where all hosts write; training goes on from what is there")
+    add(
+        "--checkpoints",
+        help="folder that all hosts write to; training continues from what is there",
+    )
     add("--save-every", type=int, default=20, help="steps from one checkpoint to the next")
     add("--local", type=int, metavar="N", help="start N processes on this computer")
-    add("--coordinator", help="where JAX knows no cluster: HOST:PORT of process 0")
-    add("--num-processes", type=int, help="where JAX knows no cluster: how many there are")
-    add("--process-id", type=int, help="where JAX knows no cluster: which one this is")
-    for fault, what in (("--nan", "gets a NaN in its batch"), ("--kill", "is killed before")):
+    add("--coordinator", help="if JAX finds no cluster: HOST:PORT of process 0")
+    add("--num-processes", type=int, help="if JAX finds no cluster: the number of processes")
+    add("--process-id", type=int, help="if JAX finds no cluster: the number of this one")
+    for fault, what in (("--nan", "gets a NaN in its batch"), ("--kill", "is killed before it")):
         names = ("STEP", "PROCESS")
-        add(fault, type=int, nargs=2, metavar=names, help=f"a fault, for show: a process {what}")
+        add(fault, type=int, nargs=2, metavar=names, help=f"a fault to watch: a process {what}")
     args = parser.parse_args()
     if args.local and args.process_id is None:
         sys.exit(launch(args.local))
     try:
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
     except ValueError as error:
-        parser.error(f"{error} JAX knows no cluster here: try --local 2")
+        parser.error(f"{error} JAX finds no cluster here: try --local 2")
     main(args.steps, args.checkpoints, args.save_every, args.nan, args.kill)

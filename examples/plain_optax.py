@@ -1,7 +1,7 @@
 """Float16 training in an ordinary Optax loop: the three lines that jaxscale changes.
 
-A multilayer perceptron reads digits. Its parameters are float32, its arithmetic is
-float16, and its loss is float32 again.
+A multilayer perceptron reads digits. Its parameters are float32, its arithmetic is float16, and
+its loss is float32 again.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def init_params(key):
 
 
 def predict(params, images):
-    """Returns logits, computed in float16 and handed on in float32."""
+    """Returns float32 logits, computed in float16."""
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
     activations = images.astype(jnp.float16)
     for weight, bias in params[:-1]:
@@ -53,7 +53,7 @@ def train_step(params, opt_state, batch):
 
 
 def main(num_steps: int = 300) -> float:
-    """Trains for a number of steps and returns the accuracy on the images left out."""
+    """Trains for a number of steps and returns the accuracy on the held-out images."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     num_train = len(images) - NUM_TEST

@@ -1,17 +1,17 @@
-"""Trains one network three ways: float32, float16, and float16 with jaxscale.
+"""Trains one network three ways: in float32, in float16, and in float16 with jaxscale.
 
-A small convolutional network learns to double the size of a photograph, scikit-learn's flower:
-trained on its left half, tested on its right. The loss is the plain mean squared error of a batch
-of crops, over 3.1 million numbers. So each of them sends back 2 * error / 3.1 million, which is
-1.3e-8 for an error of 0.02, and float16's smallest number is 6e-8: without loss scaling the network
-hears of its largest errors only. Prints a table and writes a picture.
+A small convolutional network learns to double the size of a photograph, scikit-learn's flower. It
+is trained on the left half and tested on the right. The loss is the mean squared error of a batch
+of crops, over 3.1 million numbers, so the gradient of each is 2 * error / 3.1 million. For an error
+of 0.02 that is 1.3e-8, and the smallest number of float16 is 6e-8: without loss scaling the network
+learns from its largest errors only. The program prints a table and writes a picture.
 """
 
 import argparse
 import os
 import pathlib
 
-# For XLA on CPU, which may keep float32 between float16 operations. To be set before JAX starts.
+# Set before JAX starts. Otherwise XLA on CPU may keep float32 between float16 operations.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
 
 import functools
@@ -30,8 +30,8 @@ from sklearn.datasets import load_sample_images
 import jaxscale
 
 BATCH_SIZE, CROP, WIDTH, LEARNING_RATE = 64, 128, 16, 1e-3
-# A scale that grows every 5 steps instead of every 2000, and further than to 2**24, so that a
-# hundred steps show what thousands would: it climbs until something overflows, and backs off.
+# The scale grows every 5 steps instead of every 2000, and beyond 2**24, so that a hundred steps
+# show what thousands would: it climbs until something overflows, and backs off.
 LOSS_SCALE = jaxscale.DynamicLossScale(growth_interval=5, max_scale=2.0**40)
 RUNS = {
     "float32": (jnp.float32, None),
@@ -63,13 +63,13 @@ def halve(images):
 
 
 def interpolate(images):
-    """Returns images of twice the size by cubic interpolation, which is to be improved on."""
+    """Returns images of twice the size by cubic interpolation, the baseline to improve on."""
     number, height, width, channels = images.shape
     return jax.image.resize(images, (number, 2 * height, 2 * width, channels), "cubic")
 
 
 def init_params(key):
-    """Returns float32 parameters of three layers, the last of them zero: it starts from cubic."""
+    """Returns float32 parameters of three layers. The last is zero, so training starts at cubic."""
     params = []
     for inputs, outputs in [(3, WIDTH), (WIDTH, WIDTH), (WIDTH, 12)]:
         key, subkey = jax.random.split(key)
@@ -80,7 +80,7 @@ def init_params(key):
 
 
 def upscale(params, images):
-    """Returns images of twice the size: cubic interpolation, and detail that is learned."""
+    """Returns images of twice the size: cubic interpolation plus learned detail."""
     hidden = images - 0.5
     for layer, (weights, bias) in enumerate((p["weights"], p["bias"]) for p in params):
         hidden = jax.nn.relu(hidden) if layer else hidden
@@ -95,13 +95,13 @@ def upscale(params, images):
 
 
 def loss_fn(params, crops, dtype):
-    """Returns the mean squared error, taken in float32 of what is computed in ``dtype``."""
+    """Returns the float32 mean squared error of images computed in `dtype`."""
     params, small = jax.tree.map(lambda leaf: leaf.astype(dtype), (params, halve(crops)))
     return jnp.mean((upscale(params, small).astype(jnp.float32) - crops) ** 2)
 
 
 def flushed_share(params, opt_state, crops, dtype):
-    """Returns the share of the gradients' elements that are zero, and in float32 are not."""
+    """Returns the share of the gradients that are zero, among those nonzero in float32."""
     grads = jaxscale.grad(loss_fn, opt_state)(params, crops, dtype)
     exact = jax.grad(loss_fn)(params, crops, jnp.float32)
     pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True))
@@ -132,7 +132,7 @@ def train(dtype, loss_scale, photo, num_steps, show):
         scale = jaxscale.metrics(opt_state)["loss_scale"]
         params, opt_state, loss = train_step(params, opt_state, key)
         history.append((loss, scale, jaxscale.metrics(opt_state)["grads_finite"]))
-        show(loss=float(loss))  # waits for the device, which a real loop would rarely do
+        show(loss=float(loss))  # waits for the device: a real loop would do so rarely
     losses, scales, applied = (np.array(values) for values in zip(*history, strict=True))
     result = {"params": params, "losses": losses, "scales": scales, "applied": applied}
     return result | {"flushed": np.mean(flushed)} | jax.device_get(jaxscale.metrics(opt_state))
@@ -144,7 +144,7 @@ def psnr(image, truth):
 
 
 def draw(results, images, truth, path):
-    """Writes the losses, the scales and the errors of every image to a file."""
+    """Draws the losses, the loss scale and the errors of each image into a file."""
     figure = plt.figure(figsize=(12, 7.6), layout="constrained")
     rows = figure.add_gridspec(2, 1, height_ratios=[1, 1.05])
     upper, lower = rows[0].subgridspec(1, 2), rows[1].subgridspec(1, len(images) + 1)
@@ -170,7 +170,7 @@ def draw(results, images, truth, path):
     right.set(xlabel="step", ylabel="loss scale", title=f"Loss scale of {list(results)[-1]}")
     right.legend(loc="lower right")
 
-    figure.supxlabel("The test half, and the errors: black is 0, white is 0.06 and more")
+    figure.supxlabel("The test half, and the errors: black is 0, white is 0.06 or more")
     axes = [figure.add_subplot(lower[column]) for column in range(len(images) + 1)]
     axes[0].imshow(truth[0])
     axes[0].set_title("truth", fontsize=9)
@@ -183,9 +183,9 @@ def draw(results, images, truth, path):
 
 
 def main(num_steps=100, picture="quickstart.png"):
-    """Trains three times, prints a table, writes a picture; returns the dB of the last run."""
+    """Trains three times, prints a table, writes a picture; returns the PSNR of the last run."""
     console = Console()
-    matplotlib.use("agg")  # draws to a file, on machines without a screen too
+    matplotlib.use("agg")  # draws into a file, on machines without a screen too
     photo, held_out = load_photo()
     small = halve(held_out)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -210,7 +210,7 @@ def main(num_steps=100, picture="quickstart.png"):
         row = f"{loss:.6f}", f"{decibels:.2f} dB", f"{result['flushed']:.1%}"
         scale = f"2**{np.log2(result['loss_scale']):.0f}"
         table.add_row(name, *row, f"{result['total_notfinite']} steps", scale)
-    table.caption = "flushed to 0: gradient elements that are 0, and in float32 are not"
+    table.caption = "flushed to 0: gradient elements that are 0, but not in float32"
     console.print(table)
     draw(results, images, held_out, picture)
     console.print(f"The picture is in {pathlib.Path(picture).resolve()}", soft_wrap=True)

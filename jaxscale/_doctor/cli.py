@@ -1,4 +1,8 @@
-"""The command `doctor`: its arguments, what it writes where, and its exit status."""
+"""The command `doctor`: its arguments, what it writes where, and its exit status.
+
+The text goes to standard output and the report to a file. With `--json` standard output holds the
+JSON alone, and the text goes to standard error.
+"""
 
 import argparse
 import contextlib
@@ -18,7 +22,7 @@ from ..diagnostics._text import to_json
 from .exam import Exam, examine
 from .findings import Finding, findings, verdict
 from .html import WITHOUT_PICTURES, page, setting
-from .target import Target, TargetError, load, told
+from .target import Target, TargetError, error_line, load
 
 _VERSION = 1  # of the JSON
 
@@ -27,12 +31,12 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0 if nothing is wrong, 1 if something is, 2 for bad use."""
     options = _parser().parse_args(argv)
     stdout = sys.stdout
-    # Where the JSON goes to standard output, nothing else does, nor what the model prints.
+    # With --json nothing else may go to standard output, not even what the model prints.
     quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
     try:
         with quiet:
             loss_scale = _loss_scale(options.loss_scale)
-            for path in (options.output, options.json_file or "."):  # before it takes time
+            for path in (options.output, options.json_file or "."):  # before the exam
                 _check_folder(path)
             exam = _examined(load(options.target), loss_scale)
             found = findings(exam)
@@ -64,9 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         "doctor",
         help="find out where a model overflows or underflows",
         description="Runs one backward pass of a model in many ways, and writes a report of where "
-        "it overflows, what underflows, and which loss scale would do.",
-        epilog="Exit status: 0 if nothing is wrong, 1 if something is, 2 for bad use. Every "
-        "operation is run by itself, which is slow: take a small model and a small batch.",
+        "it overflows, what underflows, and which loss scale would work.",
+        epilog="Exit status: 0 if nothing is wrong, 1 if something is, 2 for bad use. Each "
+        "operation runs by itself, which is slow: use a small model and a small batch.",
     )
     doctor.add_argument(
         "target",
@@ -88,9 +92,9 @@ def _parser() -> argparse.ArgumentParser:
         help="the report, one HTML file (default: jaxscale-doctor.html)",
     )
     doctor.add_argument(
-        "--json", action="store_true", help="print all results as JSON, and the text to stderr"
+        "--json", action="store_true", help="print all results as JSON, and the text on stderr"
     )
-    doctor.add_argument("--json-file", metavar="FILE", help="write the JSON to a file")
+    doctor.add_argument("--json-file", metavar="FILE", help="also write the JSON to this file")
     doctor.add_argument(
         "--traceback", action="store_true", help="for bad use, print the Python traceback too"
     )
@@ -116,14 +120,14 @@ def _examined(target: Target, loss_scale: float | None) -> Exam:
         return examine(target, loss_scale)
     except Exception as error:
         raise TargetError(
-            f"{target.name} failed when it was run on its batch: {told(error)}"
+            f"{target.name} failed when it was run on its batch: {error_line(error)}"
         ) from error
 
 
 def _check_folder(path: str) -> None:
     folder = pathlib.Path(path).parent
     if not folder.is_dir():
-        raise TargetError(f"Cannot write {path}: there is no folder {folder}.")
+        raise TargetError(f"Cannot write {path}: the folder {folder} does not exist.")
 
 
 def _write(path: str, text: str) -> None:

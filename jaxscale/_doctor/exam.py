@@ -1,4 +1,10 @@
-"""All diagnostics of one loss, its parameters and a batch, at the scale that it would train at."""
+"""The exam: all diagnostics of one loss on its parameters and one batch.
+
+`examine` first finds the largest loss scale that fits, near which a dynamic scale would train.
+It takes gradients at that scale, at the one that was asked for, and if need be in float32, runs
+every diagnostic, and returns the results as an `Exam`. A `Comparison` says what one set of
+gradients lost against another. Nothing is judged here: `findings` does that.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,6 +18,7 @@ from .._state import init_state
 from .._tree import leaf_name
 from .._value_and_grad import grad
 from ..diagnostics._calibrate import Calibration, calibrate
+from ..diagnostics._formats import is_ndarray
 from ..diagnostics._histogram import Histogram, Shares, histogram, leaf_histograms, shares
 from ..diagnostics._leaves import LeafTable, leaf_counts, table
 from ..diagnostics._suggest import Suggestion, suggest_scale
@@ -21,17 +28,21 @@ from ..diagnostics._trace.numbers import IncomparableError, in_float32
 from ..diagnostics._trace.report import TracedUnderflow, TraceReport
 from ..diagnostics._trace.trace import trace
 from ..diagnostics._underflow import Underflow, underflow
-from .target import Target, is_numbers
+from .target import Target
+
+_MOST_LAYERS = 40  # in the map of layers
+_FLUSHED = 0.5  # an underflow may matter if at least this share of the nonzero values becomes 0,
+_LOST_SUM = 0.01  # and these values had at least this share of the sum of all magnitudes
 
 
 class Comparison(NamedTuple):
-    """What was lost of gradients, by the same gradients with less or nothing lost.
+    """What gradients lost, compared with the same gradients with less or nothing lost.
 
     Attributes:
-      flushed: the share of those that should not be 0, and are.
-      error: the norm of the difference as a share of the norm of what they should be.
-      worst: the leaf with the largest share flushed, or `""`.
-      worst_flushed: that share.
+      flushed: the share of the nonzero numbers that became 0.
+      error: the norm of the difference, divided by the norm of what the gradients should be.
+      worst: the leaf with the largest share flushed, or `""` if nothing was.
+      worst_flushed: the share flushed in that leaf.
     """
 
     flushed: float
@@ -40,8 +51,132 @@ class Comparison(NamedTuple):
     worst_flushed: float
 
 
-def compared(grads: Any, exact: Any) -> Comparison:
-    """Returns what gradients have lost."""
+class Exam(NamedTuple):
+    """What was measured. All of it is on the host, except for the histogram.
+
+    Attributes:
+      target: what was examined, as named on the command line.
+      loss: the loss.
+      loss_scale: the scale of the trace and the table of leaves.
+      is_auto: whether no scale was given, so that `loss_scale` is the largest that does not
+        overflow.
+      shown_scale: the scale at which formats are judged: the one given, or 1.
+      dtypes: the formats in which the loss is computed.
+      calibration: the largest scale that does not overflow. `None` if none of the
+        model's dtypes needs one, or the loss itself is not finite.
+      comparison: the gradients at the shown scale against those at the largest. `None` if the
+        shown scale is not lower.
+      float32: the gradients against those computed in float32. `None` if no underflow that
+        may matter was seen, or they cannot be computed in float32.
+      leaves: the gradients, leaf by leaf.
+      histogram: the gradients at the largest scale, where the fewest are flushed.
+      shares: what each format keeps of these at the shown scale.
+      layers: the same for each layer.
+      suggestion: the scale at which float16 would store these gradients best.
+      trace: where numbers get lost.
+    """
+
+    target: str
+    loss: float
+    loss_scale: float
+    is_auto: bool
+    shown_scale: float
+    dtypes: tuple[str, ...]
+    calibration: Calibration | None
+    comparison: Comparison | None
+    float32: Comparison | None
+    leaves: LeafTable
+    histogram: Histogram
+    shares: dict[str, Shares]
+    layers: Underflow
+    suggestion: Suggestion
+    trace: TraceReport
+
+    @property
+    def is_half(self) -> bool:
+        """Whether anything is computed in a format with a smaller range than float32."""
+        return _is_half(self.dtypes)
+
+    @property
+    def fits(self) -> float | None:
+        """The largest loss scale that does not overflow, if there is one."""
+        return self.calibration.init_scale if self.calibration else None
+
+
+def _is_half(dtypes: tuple[str, ...]) -> bool:
+    # With fewer than float32's 8 bits of exponent: gradients may leave their range.
+    return any(jnp.finfo(dtype).nexp < 8 for dtype in dtypes)
+
+
+def may_matter(place: TracedUnderflow) -> bool:
+    """Returns whether most values became zero, and not only the smallest of them."""
+    return place.zeros >= _FLUSHED * place.nonzero and place.lost_sum >= _LOST_SUM
+
+
+def examine(target: Target, loss_scale: float | None) -> Exam:
+    """Returns the results of all diagnostics.
+
+    Args:
+      target: the loss, its parameters and a batch.
+      loss_scale: the scale to examine at, or `None` for the largest that does not overflow.
+    """
+    loss_of, arrays = _of_arrays(target)
+    params = target.params
+    dtypes = tuple(sorted(_dtypes(jax.make_jaxpr(loss_of)(params, arrays))))
+    loss = float(jax.jit(loss_of)(params, arrays))
+    calibration = None
+    if np.isfinite(loss) and _is_half(dtypes):
+        calibration = calibrate(loss_of, params, [arrays])
+    # The largest that does not overflow: a dynamic scale ends near it, wherever it started.
+    fits = calibration.init_scale if calibration else None
+    used = loss_scale or fits or 1.0
+    shown = loss_scale or 1.0
+    compiled = jax.jit(lambda state, params, arrays: grad(loss_of, state)(params, arrays))
+    grads = {
+        scale: compiled(init_state(scale), params, arrays) for scale in {used, shown, fits or used}
+    }
+    # The gradients are most exact at the largest scale, where the fewest are flushed on the way.
+    seen = grads[fits or used]
+    counted = histogram(seen)
+    report = trace(target.loss_fn, init_state(used), has_aux=target.has_aux)(params, target.batch)
+    exact = None
+    if any(map(may_matter, report.underflows)) and not report.nonfinite_outputs:
+        exact = _float32_gradients(loss_of, params, arrays)
+    return Exam(
+        target=target.name,
+        loss=loss,
+        loss_scale=used,
+        is_auto=loss_scale is None,
+        shown_scale=shown,
+        dtypes=dtypes,
+        calibration=calibration,
+        comparison=_compared(grads[shown], seen) if fits and shown < fits else None,
+        float32=_compared(grads[used], exact) if exact is not None else None,
+        leaves=table(leaf_counts(grads[used], loss_scale=used)),
+        histogram=counted,
+        shares=shares(counted, loss_scale=shown),
+        layers=_layers(leaf_histograms(seen), shown),
+        suggestion=suggest_scale(counted),
+        trace=report,
+    )
+
+
+def _of_arrays(target: Target) -> tuple[Callable[[Any, Any], Any], list[Any]]:
+    """Returns the loss as a function that can be compiled, and the arrays of the batch."""
+    leaves, structure = jax.tree.flatten(target.batch)
+
+    def loss_of(params: Any, arrays: list[Any]) -> Any:
+        # Compiled programs take arrays. Everything else in a batch stays as it is.
+        given = iter(arrays)
+        batch = [next(given) if is_ndarray(leaf) else leaf for leaf in leaves]
+        output = target.loss_fn(params, jax.tree.unflatten(structure, batch))
+        return output[0] if target.has_aux else output
+
+    return loss_of, [leaf for leaf in leaves if is_ndarray(leaf)]
+
+
+def _compared(grads: Any, exact: Any) -> Comparison:
+    """Returns what `grads` lost, compared with `exact`."""
     pairs = {
         leaf_name(path): (np.asarray(grad, np.float64), np.asarray(leaf, np.float64))
         for (path, leaf), grad in zip(
@@ -64,10 +199,10 @@ def compared(grads: Any, exact: Any) -> Comparison:
     )
 
 
-def float32_gradients(
+def _float32_gradients(
     loss_of: Callable[[Any, Any], Any], params: Any, arrays: list[Any]
 ) -> Any | None:
-    """Returns the gradients with all that is narrower computed in float32, if that can be."""
+    """Returns the gradients with all narrower operations in float32, or `None` if they cannot."""
     closed, shapes = jax.make_jaxpr(jax.grad(loss_of), return_shape=True)(params, arrays)
     structure = jax.tree.structure(shapes)
     interpreter = Interpreter(lambda visit: [frozenset()] * len(visit.outputs), in_float32)
@@ -79,133 +214,12 @@ def float32_gradients(
     return structure.unflatten(value.array for value in outputs)
 
 
-MOST_LAYERS = 40  # in the map of layers
-_FLUSHED = 0.5  # an underflow may matter if so many of the nonzero values become 0,
-_LOST_SUM = 0.01  # and these had that share of the sum of their magnitudes
-
-
-class Exam(NamedTuple):
-    """What was measured. All of it is on the host, but for the histogram.
-
-    Attributes:
-      target: what was examined, as it was called.
-      loss: the loss.
-      loss_scale: the scale of the trace and the table of leaves.
-      is_auto: whether that is the largest that does not overflow, and was not given.
-      shown_scale: the scale at which formats are judged: that which was given, or none.
-      dtypes: in which formats the loss is computed.
-      calibration: `None` if no scale is called for, or the loss itself is not finite.
-      comparison: of the shown scale with the largest; `None` if it is not lower.
-      float32: of the gradients with those of float32; `None` if nothing that may matter
-        was seen to underflow, or that cannot be computed in float32.
-      leaves: the gradients, leaf by leaf.
-      histogram: of the gradients at the largest scale, where the least is flushed.
-      shares: what formats keep of them at the shown scale.
-      layers: the same for each layer.
-      suggestion: the scale at which float16 would store them.
-      trace: where numbers get lost.
-    """
-
-    target: str
-    loss: float
-    loss_scale: float
-    is_auto: bool
-    shown_scale: float
-    dtypes: tuple[str, ...]
-    calibration: Calibration | None
-    comparison: Comparison | None
-    float32: Comparison | None
-    leaves: LeafTable
-    histogram: Histogram
-    shares: dict[str, Shares]
-    layers: Underflow
-    suggestion: Suggestion
-    trace: TraceReport
-
-    @property
-    def is_half(self) -> bool:
-        """Whether anything is computed in a format whose range is too small for gradients."""
-        return is_half(self.dtypes)
-
-    @property
-    def fits(self) -> float | None:
-        """The largest loss scale that does not overflow, if there is one."""
-        return self.calibration.init_scale if self.calibration else None
-
-
-def is_half(dtypes: tuple[str, ...]) -> bool:
-    """Returns whether the range of any of the formats is too small for gradients."""
-    return any(jnp.finfo(dtype).nexp < 8 for dtype in dtypes)
-
-
-def may_matter(place: TracedUnderflow) -> bool:
-    """Returns whether most values became zero, and they were not just the smallest."""
-    return place.zeros >= _FLUSHED * place.nonzero and place.lost_sum >= _LOST_SUM
-
-
-def examine(target: Target, loss_scale: float | None) -> Exam:
-    """Returns the results of all diagnostics at a loss scale, or at that which fits."""
-    loss_of, arrays = _of_arrays(target)
-    params = target.params
-    dtypes = tuple(sorted(_dtypes(jax.make_jaxpr(loss_of)(params, arrays))))
-    loss = float(jax.jit(loss_of)(params, arrays))
-    calibration = None
-    if np.isfinite(loss) and is_half(dtypes):
-        calibration = calibrate(loss_of, params, [arrays])
-    # A dynamic scale ends near the largest that does not overflow, wherever it started.
-    fits = calibration.init_scale if calibration else None
-    used = loss_scale or fits or 1.0
-    shown = loss_scale or 1.0
-    compiled = jax.jit(lambda state, params, arrays: grad(loss_of, state)(params, arrays))
-    grads = {
-        scale: compiled(init_state(scale), params, arrays) for scale in {used, shown, fits or used}
-    }
-    # What the gradients are is best seen at the largest scale: little is flushed on the way.
-    seen = grads[fits or used]
-    counted = histogram(seen)
-    report = trace(target.loss_fn, init_state(used), has_aux=target.has_aux)(params, target.batch)
-    exact = None
-    if any(map(may_matter, report.underflows)) and not report.nonfinite_outputs:
-        exact = float32_gradients(loss_of, params, arrays)
-    return Exam(
-        target=target.name,
-        loss=loss,
-        loss_scale=used,
-        is_auto=loss_scale is None,
-        shown_scale=shown,
-        dtypes=dtypes,
-        calibration=calibration,
-        comparison=compared(grads[shown], seen) if fits and shown < fits else None,
-        float32=compared(grads[used], exact) if exact is not None else None,
-        leaves=table(leaf_counts(grads[used], loss_scale=used)),
-        histogram=counted,
-        shares=shares(counted, loss_scale=shown),
-        layers=_layers(leaf_histograms(seen), shown),
-        suggestion=suggest_scale(counted),
-        trace=report,
-    )
-
-
-def _of_arrays(target: Target) -> tuple[Callable[[Any, Any], Any], list[Any]]:
-    """Returns the loss as a function that can be compiled, and the arrays of the batch."""
-    leaves, structure = jax.tree.flatten(target.batch)
-
-    def loss_of(params: Any, arrays: list[Any]) -> Any:
-        # Compiled programs take arrays; what else is in a batch stays as it is.
-        given = iter(arrays)
-        batch = [next(given) if is_numbers(leaf) else leaf for leaf in leaves]
-        output = target.loss_fn(params, jax.tree.unflatten(structure, batch))
-        return output[0] if target.has_aux else output
-
-    return loss_of, [leaf for leaf in leaves if is_numbers(leaf)]
-
-
 def _layers(histograms: Any, loss_scale: float) -> Underflow:
-    """Returns the losses of each leaf, or of as deep a level of the tree as fits a picture."""
+    """Returns what formats lose of each leaf, or of the deepest layers that fit in a picture."""
     found = underflow(histograms, loss_scale=loss_scale)
     deepest = max(name.count("/") for name in found.layers)
     for depth in range(deepest, 0, -1):
-        if len(found.layers) <= MOST_LAYERS:
+        if len(found.layers) <= _MOST_LAYERS:
             break
         found = underflow(histograms, loss_scale=loss_scale, depth=depth)
     return found

@@ -1,31 +1,46 @@
-"""What the results mean, in plain sentences: what is wrong, and what is worth knowing."""
+"""What the results of an exam mean, in plain sentences.
+
+Here the doctor decides what is a problem and what is only worth knowing. A problem is
+
+- inf or NaN in the loss, the auxiliary output or the gradients (`_nonfinite`);
+- a loss scale that was asked for and loses too much of the gradients (`_scales`);
+- an underflow that may matter, unless the gradients are close to those in float32 (`_is_harm`);
+- gradients that are all exactly 0, if no such underflow explains it (`_zeros`).
+"""
 
 import linecache
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .._checks import and_more
-from ..diagnostics._text import percent, power
+from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import Place, TracedNonfinite, TracedUnderflow
-from .advice import advice, for_nonfinite, for_underflow, is_needed, judged, largest
+from .advice import (
+    about_largest_scale,
+    about_shown_scale,
+    for_nonfinite,
+    for_underflow,
+    needs_scale,
+    which_scale,
+)
 from .exam import Exam, may_matter
 
-_AROUND = 2  # lines of source before and after the one that is meant
-_MOST_PLACES = 5  # of a kind
+_AROUND = 2  # lines of source shown before and after the line of a finding
+_MOST_PLACES = 5  # of each kind
 _MOST_NAMES = 5  # in a list
-_CLOSE = 0.1  # gradients are fine that lose, and are off by, no larger share than that
+_CLOSE = 0.1  # gradients are fine if they lose, and are off by, a smaller share than this
 
 
 class Finding(NamedTuple):
     """Something that was found.
 
     Attributes:
-      is_problem: whether it is wrong, or only worth knowing.
-      title: a sentence.
-      details: more sentences.
+      is_problem: whether something is wrong, and not only worth knowing.
+      title: a sentence that says what was found.
+      details: more sentences: why, and what to do.
       where: file and line, or `""`.
-      source: numbered lines of source around it.
-      line: the number of the line that is meant, or 0.
+      source: lines of source around that line, with their numbers.
+      line: the number of that line, or 0.
     """
 
     is_problem: bool
@@ -37,7 +52,7 @@ class Finding(NamedTuple):
 
 
 def findings(exam: Exam) -> list[Finding]:
-    """Returns what was found, the problems first, each kind in the order of execution."""
+    """Returns all findings: the problems first, and each kind in the order of execution."""
     found = [*_nonfinite(exam), *_scales(exam), *_underflows(exam), *_zeros(exam)]
     return sorted(found, key=lambda finding: not finding.is_problem)
 
@@ -47,7 +62,7 @@ def verdict(exam: Exam, found: Sequence[Finding]) -> str:
     problems = sum(finding.is_problem for finding in found)
     if problems:
         return f"{problems} problem{'s' * (problems > 1)} found."
-    needs = ", with a loss scale: it needs one" * (is_needed(exam) and exam.is_auto)
+    needs = ", with a loss scale: it needs one" * (needs_scale(exam) and exam.is_auto)
     return f"Nothing is wrong{needs}."
 
 
@@ -61,7 +76,7 @@ def _nonfinite(exam: Exam) -> Iterator[Finding]:
         yield from _of_arguments(exam, [place for place in reaching if place not in made])
         begins, reaching = "Inf or NaN is also made at ", made
     elif bad and not reaching:
-        yield Finding(True, f"{_outputs(exam)}, and no line explains it.", _leaves(exam))
+        yield Finding(True, f"{_outputs(exam)}, and no line explains why.", _leaves(exam))
     for place, others in _by_line(reaching)[:_MOST_PLACES]:
         details = [_birth(place), *_there_too(others), for_nonfinite(place, exam)]
         if begins.startswith(_outputs(exam)):
@@ -71,25 +86,25 @@ def _nonfinite(exam: Exam) -> Iterator[Finding]:
     if not bad and exam.leaves.nonfinite_rows:
         yield Finding(
             True,
-            "Compiled as one program it gives gradients that are not finite, but not if its "
-            "operations are run one by one.",
+            "Compiled as one program, the model gives gradients with inf or NaN. Run operation by "
+            "operation, it does not.",
             _leaves(exam),
         )
     for place in [place for place in report.nonfinite if not place.reaches][:_MOST_PLACES]:
         yield _located(
             place,
             False,
-            f"At {_line(place)} inf or NaN is made, and gone before the loss and the gradients.",
-            (_birth(place), "For a mask that is fine. For a norm or a sum it is not."),
+            f"Inf or NaN made at {_line(place)} does not reach the loss or the gradients.",
+            (_birth(place), "This is fine for a mask, but not for a norm or a sum."),
         )
 
 
 def _by_line(
     places: Sequence[TracedNonfinite],
 ) -> list[tuple[TracedNonfinite, list[TracedNonfinite]]]:
-    """Returns, for each line of the model, the place to speak of and the others there.
+    """Returns, for each line of the model, the place to report and the other places there.
 
-    The forward pass comes first: what is wrong there is wrong in the backward pass too.
+    The forward pass comes first: its inf or NaN explains those of the backward pass.
     """
     of_line: dict[tuple[str, int], list[TracedNonfinite]] = {}
     for place in sorted(places, key=lambda place: place.direction != "forward"):
@@ -99,7 +114,7 @@ def _by_line(
 
 def _there_too(places: Sequence[TracedNonfinite]) -> list[str]:
     words = dict.fromkeys(f"`{p.primitive}` in the {p.direction} pass" for p in places)
-    return [f"So does {_few(list(words))}, at this line too."] if words else []
+    return [f"So does {_few(list(words))} at this line."] if words else []
 
 
 def _of_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Iterator[Finding]:
@@ -108,11 +123,11 @@ def _of_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Iterator[Fi
         for name in exam.trace.nonfinite_arguments
     ]
     if not exam.trace.nonfinite_outputs:
-        title = f"There is inf or NaN in {_few(names)}, but none in the loss and the gradients."
+        title = f"There is inf or NaN in {_few(names)}, but none in the loss or the gradients."
         yield Finding(False, title)
         return
     title = f"There is inf or NaN in {_few(names)}, before anything is computed."
-    advice = "No loss scale and no other format helps: look where these numbers come from."
+    advice = "No loss scale or format helps: look where these numbers come from."
     details = (f"{_outputs(exam)}.", advice, *_leaves(exam))
     if not entries:
         yield Finding(True, title, details)
@@ -124,11 +139,11 @@ def _of_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Iterator[Fi
 def _outputs(exam: Exam) -> str:
     bad = exam.trace.nonfinite_outputs
     grads = sum(name.startswith("grads") for name in bad)
-    number = len(exam.leaves.rows)
-    some = f"{grads} of {number}" if grads < number else f"all {number}" if number > 1 else "the"
-    share = f"{some} gradient{'s' * (number > 1)} hold{'s' * (grads == 1)} inf or NaN"
+    rows = len(exam.leaves.rows)
+    some = f"{grads} of {rows}" if grads < rows else f"all {rows}" if rows > 1 else "the"
+    share = f"{some} gradient{'s' * (rows > 1)} hold{'s' * (grads == 1)} inf or NaN"
     if "loss" in bad:
-        return f"The loss is {exam.loss:g}" + f", and {share}" * (grads > 0)
+        return f"The loss is {number(exam.loss)}" + f", and {share}" * (grads > 0)
     if not grads:
         others = [name for name in bad if name.startswith("aux")]
         return f"The loss and the gradients are finite, but {_few(others)} is not"
@@ -137,7 +152,7 @@ def _outputs(exam: Exam) -> str:
         if exam.loss_scale == 1
         else f"at loss scale {power(exam.loss_scale)}"
     )
-    return f"The loss is finite, {exam.loss:.4g}, but {share}, {scale}"
+    return f"The loss is finite, {number(exam.loss, 4)}, but {share}, {scale}"
 
 
 def _leaves(exam: Exam) -> tuple[str, ...]:
@@ -149,17 +164,17 @@ def _birth(place: TracedNonfinite) -> str:
     made = f"`{place.primitive}`, in the {place.direction} pass, makes inf or NaN of "
     made += f"{percent(place.share)} of {place.dtype}{list(place.shape)}"
     return {
-        "range": f"{made}: numbers that {place.dtype} does not hold, and float32 would.",
-        "value": f"{made}, and would in float32: a division by zero, log(0), or far too large.",
-        "infinities": f"{made} out of infinities: the difference of two, or 0 times one. A row "
-        "that is masked throughout has no other numbers.",
-        "given": f"{made}: it was there before, in a constant or in what comes in.",
+        "range": f"{made}: {place.dtype} cannot hold these numbers, but float32 could.",
+        "value": f"{made}, and would in float32 too: a division by zero, log(0), or far too large.",
+        "infinities": f"{made} from infinities: one minus another, or 0 times one. A row that is "
+        "masked everywhere has only infinities.",
+        "given": f"{made}: it was there before, in a constant or an input.",
     }[place.cause]
 
 
 def _underflows(exam: Exam) -> Iterator[Finding]:
     places = exam.trace.underflows
-    if exam.trace.nonfinite_outputs:  # there, smaller matters only confuse
+    if exam.trace.nonfinite_outputs:  # beside inf and NaN, small losses only distract
         places = tuple(filter(may_matter, places))
     worst_first = sorted(places, key=lambda place: (not may_matter(place), -place.lost_sum))
     of_lines = {(place.file, place.line): place for place in reversed(worst_first)}
@@ -180,20 +195,21 @@ def _underflows(exam: Exam) -> Iterator[Finding]:
         ]
         if place.zeros:
             share = percent(place.lost_sum)
-            details.append(f"Those that become zero had {share} of the sum of all magnitudes.")
+            details.append(f"Those that become 0 made up {share} of the sum of all magnitudes.")
         if _is_harm(place, exam):
             details.append(for_underflow(place, exam))
         elif exam.float32 and may_matter(place):
             error = percent(min(exam.float32.error, 1.0))
-            details.append(f"No harm: in float32 the gradients are the same, but for {error}.")
+            details.append(f"This does no harm: float32 gives the same gradients within {error}.")
         elif place.zeros:
             details.append(
-                "They are the smallest: no harm in a sum, but as a divisor or in a logarithm."
+                "They are the smallest values. This does no harm in a sum, but it does as a "
+                "divisor or in a logarithm."
             )
         yield _located(place, _is_harm(place, exam), title, tuple(details))
     if len(shown) > _MOST_PLACES:
         rest = len(shown) - _MOST_PLACES
-        yield Finding(False, f"{rest} more lines where numbers get lost are in the --json.")
+        yield Finding(False, f"The --json lists {rest} more lines where numbers get lost.")
 
 
 def _is_harm(place: TracedUnderflow, exam: Exam) -> bool:
@@ -214,13 +230,17 @@ def _scales(exam: Exam) -> Iterator[Finding]:
             ("`jaxscale.skip_nonfinite(optimizer)` keeps a bad batch from ruining the run.",),
         )
     elif fits is None or _all_zero(exam):
-        reason = "some gradient is not 0" if fits else "all is finite"
-        yield Finding(False, f"Whether it needs a loss scale can be said once {reason}.")
+        reason = "some gradient is not 0" if fits else "everything is finite"
+        yield Finding(False, f"Whether it needs a loss scale can only be said once {reason}.")
     elif exam.comparison is None:
-        yield Finding(False, largest(exam.calibration))
+        yield Finding(False, about_largest_scale(exam.calibration))
     else:
-        is_problem = is_needed(exam) and not exam.is_auto
-        yield Finding(is_problem, judged(exam), (largest(exam.calibration), advice(exam)))
+        is_problem = needs_scale(exam) and not exam.is_auto
+        yield Finding(
+            is_problem,
+            about_shown_scale(exam),
+            (about_largest_scale(exam.calibration), which_scale(exam)),
+        )
 
 
 def _zeros(exam: Exam) -> Iterator[Finding]:
@@ -231,12 +251,12 @@ def _zeros(exam: Exam) -> Iterator[Finding]:
             _all_zero(exam) and not any(_is_harm(place, exam) for place in exam.trace.underflows),
             f"The gradient is exactly 0 everywhere in {len(zero)} of {len(rows)} leaves: "
             f"{_few(zero)}.",
-            ("Either the loss does not depend on them, or all of it was flushed on the way.",),
+            ("Either the loss does not depend on them, or they were flushed on the way.",),
         )
 
 
 def _all_zero(exam: Exam) -> bool:
-    # At the largest scale, at which they were counted.
+    # In the histogram, which is taken at the largest scale.
     return exam.suggestion.needed is None and not exam.leaves.nonfinite_rows
 
 
@@ -255,7 +275,7 @@ def _located(place: Place, is_problem: bool, title: str, details: tuple[str, ...
         extra.append(f"Called from {_few(callers)}.")
     if place.iteration:
         extra.append(f"In iteration {', '.join(map(str, place.iteration))}.")
-    number = len(linecache.getlines(place.file)) if place.file else 0
-    lines = range(max(place.line - _AROUND, 1), min(place.line + _AROUND, number) + 1)
+    length = len(linecache.getlines(place.file)) if place.file else 0
+    lines = range(max(place.line - _AROUND, 1), min(place.line + _AROUND, length) + 1)
     source = tuple((i, linecache.getline(place.file, i).rstrip("\n")) for i in lines)
     return Finding(is_problem, title, (*details, *extra), place.where, source, place.line)

@@ -1,4 +1,4 @@
-"""The report as one page: no script, no network, the pictures inside of it."""
+"""The report as one HTML page, with the pictures inside: it needs no script and no network."""
 
 import base64
 import html
@@ -39,7 +39,7 @@ WITHOUT_PICTURES = (
 
 
 def page(exam: Exam, found: Sequence[Finding]) -> tuple[str, bool]:
-    """Returns the report as HTML, and whether there are pictures in it."""
+    """Returns the report as HTML, and whether it has pictures."""
     problems = [finding for finding in found if finding.is_problem]
     notes = [finding for finding in found if not finding.is_problem]
     pictures = _pictures(exam)
@@ -53,22 +53,23 @@ def page(exam: Exam, found: Sequence[Finding]) -> tuple[str, bool]:
         *(_finding("note", finding) for finding in notes),
         "<h2>How large the gradients are</h2>",
         _paragraph(
-            f"Above, what float16 would keep {_where(exam)}. Below, the range of each format there "
-            "and at the scale that suits the gradients best: a larger scale moves it to the left, "
-            "towards smaller gradients. What is inf or NaN has no size, and is not drawn; nor is "
-            "what was computed on the way to these gradients, and may be smaller."
+            f"The upper part shows what float16 would keep {_where(exam)}. The lower part shows "
+            "the range of each format there, and at the scale that suits the gradients best: a "
+            "larger scale moves the range to the left, towards smaller gradients. Inf and NaN "
+            "have no size and are not drawn. Numbers computed on the way to these gradients are "
+            "not drawn either, and may be smaller."
         ),
         pictures[0] if pictures else f"<pre>{html.escape(_text(exam))}</pre>",
         "<h2>Which layers lose what</h2>",
         _paragraph(
-            f"If the gradients of each layer were stored in a format {_where(exam)}. A dash: none "
-            "of them is finite and nonzero."
+            "The share of each layer's gradients that would be lost if they were stored in a "
+            f"format {_where(exam)}. A dash means that none of them is finite and nonzero."
         ),
         pictures[1] if pictures else f"<pre>{html.escape(str(exam.layers))}</pre>",
         "" if pictures else _paragraph(WITHOUT_PICTURES),
         "<h2>Gradients, leaf by leaf</h2>",
-        _paragraph(f"Worst first, as they are at loss scale {power(exam.leaves.loss_scale)}; "
-                   "what float16 makes of them there."),
+        _paragraph("The gradients, and what float16 makes of them, at loss scale "
+                   f"{power(exam.leaves.loss_scale)}, worst first."),
         _table(exam),
     ]  # fmt: skip
     body = "\n".join(part for part in parts if part)

@@ -1,4 +1,8 @@
-"""The function that the doctor was given: found, imported, called, and what it returned."""
+"""The target of the doctor: a function that is found, imported and called.
+
+It returns a loss function, parameters and a batch. These are checked here without running the
+loss, so that bad use ends in one sentence instead of a traceback (`TargetError`).
+"""
 
 import importlib
 import importlib.util
@@ -13,27 +17,28 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._leaf import dtype_of, is_array
 from .._tree import only_gradients
 from ..diagnostics._formats import is_ndarray, kind
 
 _SHAPE = (
     "It must return (loss_fn, params, batch), where loss_fn(params, batch) is the loss, or a pair "
-    "of the loss and something else."
+    "of the loss and an auxiliary output."
 )
 
 
 class TargetError(ValueError):
-    """Bad use of the command. Its message is one sentence or two for the terminal."""
+    """Raised for bad use of the command. Its message is a sentence or two for the terminal."""
 
 
 class Target(NamedTuple):
     """What to examine.
 
     Attributes:
-      name: what was given on the command line.
-      loss_fn: takes `params` and `batch`, and returns the loss, or a pair with it.
-      params: floating arrays on the device, and `None` for whatever else there was.
-      batch: arrays on the device, and whatever else there was.
+      name: the target, as named on the command line.
+      loss_fn: takes `params` and `batch`, and returns the loss, or a pair that begins with it.
+      params: the floating and complex arrays, on the device, with `None` for other leaves.
+      batch: arrays on the device, and other leaves as they are.
       has_aux: whether `loss_fn` returns a pair.
     """
 
@@ -49,7 +54,7 @@ def load(name: str) -> Target:
     place, colon, function_name = name.rpartition(":")
     if not (place and colon and function_name.isidentifier()):
         raise TargetError(
-            f"What to examine must be module:function or path/to/file.py:function, got {name!r}."
+            f"The target must be module:function or path/to/file.py:function, got {name!r}."
         )
     module = _from_file(place) if place.endswith(".py") else _from_name(place)
     function = getattr(module, function_name, None)
@@ -64,19 +69,19 @@ def load(name: str) -> Target:
     try:
         returned = function()
     except Exception as error:
-        raise TargetError(f"`{function_name}()` failed: {told(error)}") from error
+        raise TargetError(f"`{function_name}()` failed: {error_line(error)}") from error
     return _checked(name, f"`{function_name}()`", returned)
 
 
 def _from_file(path: str) -> ModuleType:
     if not os.path.isfile(path):
-        raise TargetError(f"There is no file {path}.")
-    # As Python does with a script: its own folder comes first.
+        raise TargetError(f"The file {path} does not exist.")
+    # Its own folder comes first, as when Python runs a script.
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     stem = os.path.basename(path).removesuffix(".py")
     spec = importlib.util.spec_from_file_location(stem, os.path.abspath(path))
     if spec is None or spec.loader is None:
-        raise TargetError(f"{path} does not import: it is no Python file.")
+        raise TargetError(f"{path} does not import: it is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(stem, module)  # for classes that look for their module
     loader = spec.loader
@@ -95,15 +100,15 @@ def _imported(place: str, run: Callable[[], ModuleType]) -> ModuleType:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if missing and (place == missing or place.startswith(f"{missing}.")):
             raise TargetError(
-                f"There is no module {missing} in {os.getcwd()} or among what is installed. For a "
-                "file, write path/to/file.py:function."
+                f"There is no module {missing} in {os.getcwd()} or among the installed packages. "
+                "For a file, write path/to/file.py:function."
             ) from error
-        raise TargetError(f"{place} does not import: {told(error)}") from error
+        raise TargetError(f"{place} does not import: {error_line(error)}") from error
 
 
 def _no_such_function(module: ModuleType, place: str, name: str) -> str:
     if hasattr(module, name):
-        return f"`{name}` in {place} is no function, but {kind(getattr(module, name))}."
+        return f"`{name}` in {place} is not a function, but {kind(getattr(module, name))}."
     functions = [
         other
         for other, value in vars(module).items()
@@ -120,7 +125,7 @@ def _checked(name: str, call: str, returned: Any) -> Target:
         raise TargetError(f"{call} returned {what}. {_SHAPE}")
     loss_fn, params, batch = returned
     if not callable(loss_fn):
-        raise TargetError(f"{call} returned {kind(loss_fn)} in the place of the loss. {_SHAPE}")
+        raise TargetError(f"{call} returned {kind(loss_fn)} instead of a loss function. {_SHAPE}")
     if not jax.tree.leaves(only_gradients(params)):
         others = sorted({kind(leaf) for leaf in jax.tree.leaves(params)})
         raise TargetError(
@@ -130,7 +135,7 @@ def _checked(name: str, call: str, returned: Any) -> Target:
     params, batch = (jax.tree.map(_on_device, tree) for tree in (params, batch))
 
     def of_gradients(trained: Any, batch: Any) -> Any:
-        # Modules hold functions and counters too, of which there is no derivative.
+        # Modules hold functions and counters too, which have no derivative.
         return loss_fn(_filled(trained, params), batch)
 
     trained = only_gradients(params)
@@ -157,12 +162,12 @@ def _checked(name: str, call: str, returned: Any) -> Target:
         except TargetError:
             raise
         except Exception as error:
-            raise TargetError(f"{what}: {told(error)}") from error
+            raise TargetError(f"{what}: {error_line(error)}") from error
     return Target(name, of_gradients, trained, batch, has_aux)
 
 
 def _filled(trained: Any, params: Any) -> Any:
-    """Returns parameters with those of which there are gradients taken from another tree."""
+    """Returns `trained` with its `None` leaves filled from `params`."""
     return jax.tree.map(
         lambda first, second: second if first is None else first,
         trained,
@@ -172,29 +177,20 @@ def _filled(trained: Any, params: Any) -> Any:
 
 
 def _is_loss(value: Any) -> bool:
-    is_number = is_ndarray(value) or isinstance(value, float)
-    return (
-        is_number and not jnp.shape(value) and jnp.issubdtype(jnp.result_type(value), jnp.floating)
-    )
-
-
-def is_numbers(leaf: Any) -> bool:
-    """Returns whether a leaf is an array that JAX computes with, and not text or a function."""
-    return isinstance(leaf, jax.Array) or (
-        is_ndarray(leaf) and any(jnp.issubdtype(leaf.dtype, of) for of in (jnp.number, jnp.bool_))
-    )
+    is_scalar = is_array(value) and not jnp.shape(value)
+    return is_scalar and jnp.issubdtype(dtype_of(value), jnp.floating)
 
 
 def _on_device(leaf: Any) -> Any:
-    # As in a compiled step: on NumPy arrays NumPy would compute, and nothing could be traced.
-    return jnp.asarray(leaf) if is_numbers(leaf) else leaf
+    # As in a compiled step. NumPy would compute with NumPy arrays, and nothing could be traced.
+    return jnp.asarray(leaf) if is_ndarray(leaf) else leaf
 
 
-def told(error: BaseException) -> str:
-    """Returns an error in a line, with the last line of source that is not of a library."""
+def error_line(error: BaseException) -> str:
+    """Returns an error in one line, with the innermost place in the user's own source."""
     first = next(iter(str(error).strip().splitlines()), "")
     what = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    if isinstance(error, SyntaxError):  # says itself where
+    if isinstance(error, SyntaxError):  # its message names the place
         return what
     here = os.path.dirname(os.path.abspath(__file__))
     frames = [

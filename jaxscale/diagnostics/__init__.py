@@ -1,4 +1,4 @@
-"""See what happened: where gradients overflow, what underflows, which loss scale would do."""
+"""See what happened: where gradients overflow, what underflows, which loss scale would work."""
 
 from ._calibrate import Calibration, calibrate
 from ._histogram import Histogram, Shares, histogram, leaf_histograms, shares

@@ -1,4 +1,9 @@
-"""The loss scale to start with: found by trying, in a few backward passes."""
+"""The largest loss scale that does not overflow, found by a few backward passes.
+
+`calibrate` runs one compiled backward pass for each scale it tries. `_Search` decides which: it
+bisects the exponents on the first batch. Each further batch is tried at the scale found so
+far, and only if it overflows there, at lower ones.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -11,20 +16,20 @@ from .._checks import int32, power_of_two
 from .._state import init_state, representable
 from .._value_and_grad import value_and_grad
 from .._verdict import all_finite
-from ._text import power
+from ._text import number, power
 
 
 class Calibration(NamedTuple):
     """What `calibrate` found; `print` it for the sentence.
 
     Attributes:
-      init_scale: the largest power-of-two scale that was seen not to overflow, or `None`
-        if none was.
+      init_scale: the largest power-of-two scale that did not overflow on any batch tried,
+        or `None` if each one tried did.
       overflows_at: the least scale that was seen to overflow, or `None` if none was.
       passes: how many backward passes it took.
       batches: how many batches `init_scale` was tried on.
-      is_largest: whether twice `init_scale` overflows, or lies above `max_scale`.
-      sentence: all that in words.
+      is_largest: whether twice `init_scale` overflows, or is above `max_scale`.
+      sentence: the result in words.
 
     Example:
       >>> import jax.numpy as jnp
@@ -60,31 +65,31 @@ def calibrate(
 ) -> Calibration:
     """Returns the largest power-of-two loss scale that does not overflow on some batches.
 
-    As `init_scale` of a `jaxscale.DynamicLossScale` it spares a run the skipped
-    steps with which it would come down. The scale is found by bisection on the first
-    batch; each further one takes one pass, or a few where it overflows earlier. All passes
-    run one compiled program, if the batches have one shape.
+    As `init_scale` of a `jaxscale.DynamicLossScale` it saves a run the steps that it would
+    skip while a higher scale comes down. The scale is found by bisection on the first batch.
+    Each further batch takes one pass, or a few if it overflows at that scale. All passes run
+    one compiled program, if the batches have the same shapes.
 
     Args:
       fun: the loss, `fun(params, batch)`, as for `jaxscale.value_and_grad`.
       params: what to differentiate with respect to.
-      batches: a list or another iterable of batches, of which as many are taken as there
-        are passes for. For one batch, `[batch]`.
+      batches: a list or another iterable of batches. Batches are taken from it until the
+        passes are used up. For one batch, pass `[batch]`.
       min_scale: the least scale to try, a power of two.
-      max_scale: the largest scale to try, a power of two. If the loss is float16, 2**15 at
-        most, as its cotangent holds no larger one.
-      max_passes: how many backward passes to make at most. One batch takes 5 of them.
-      has_aux: whether `fun` returns a pair of the loss and something else.
-      jit: what compiles: `jax.jit`, `equinox.filter_jit`, `flax.nnx.jit`.
-      **kwargs: passed to `jaxscale.value_and_grad`: `transform` and so on.
+      max_scale: the largest scale to try, a power of two. With a float16 loss no scale
+        above 2**15 is tried, because its cotangent cannot hold one.
+      max_passes: the most backward passes to make. By default one batch takes up to 5.
+      has_aux: whether `fun` returns a pair of the loss and an auxiliary output.
+      jit: what compiles: `jax.jit`, `equinox.filter_jit` or `flax.nnx.jit`.
+      **kwargs: passed to `jaxscale.value_and_grad`, such as `transform`.
 
     Returns:
       A `Calibration`. If even `min_scale` overflows, its `init_scale` is `None`.
 
     Raises:
-      ValueError: if the loss itself is not finite on a batch, which no scale can mend; if
+      ValueError: if the loss itself is not finite on a batch, which no scale can change; if
         there is no batch, or a number is out of range.
-      TypeError: if `batches` is a single batch, or `fun` returns no floating scalar.
+      TypeError: if `batches` is a single batch, or `fun` does not return a floating scalar.
 
     Example:
       >>> import jax.numpy as jnp
@@ -129,7 +134,7 @@ def calibrate(
 
 
 class _Search:
-    """The largest exponent at which no batch looked at so far overflows."""
+    """The search for the largest exponent at which none of the batches so far overflows."""
 
     def __init__(
         self, try_scale: Callable[[int, Any], tuple[Any, bool]], low: int, high: int, passes: int
@@ -137,9 +142,9 @@ class _Search:
         self.try_scale = try_scale
         self.low, self.high = low, high
         self.good = high  # the largest exponent that no batch has ruled out
-        self.bad: int | None = None  # the least one that overflowed
+        self.bad: int | None = None  # the least exponent that overflowed
         self.passes, self.max_passes = 0, passes
-        self.batches = 0  # that `good` was tried on, or a larger one
+        self.batches = 0  # how many batches `good`, or a larger exponent, was tried on
         self.is_largest = True
 
     @property
@@ -150,9 +155,9 @@ class _Search:
         good, bad = self.low - 1, self.good + 1
         step = 0
         while bad - good > 1 and self.passes < self.max_passes:
-            if not self.batches:  # nothing known yet
+            if not self.batches:  # nothing is known yet
                 exponent = (good + bad) // 2
-            elif good < self.low:  # probably as good as the others: further and further down
+            elif good < self.low:  # probably fits like the others: step down faster and faster
                 exponent, step = max(bad - 1 - step, self.low), 2 * step + 1
             else:
                 exponent = (good + bad) // 2
@@ -160,13 +165,13 @@ class _Search:
                 good = min(exponent, self.high)
             else:
                 bad = min(exponent, self.high)
-            # Where the loss is float16, the first pass has moved both ends down.
+            # The first pass moves both ends down if the loss is float16.
             bad = min(bad, self.high + 1)
             good = min(good, bad - 1)
         if bad <= self.high:
             self.bad = bad
         self.is_largest = bad - good == 1
-        if good < self.low and not self.is_largest:  # out of passes, and none seen to do
+        if good < self.low and not self.is_largest:  # out of passes, and no exponent fitted yet
             self.good = bad - 1
             return
         self.good = good
@@ -177,11 +182,12 @@ class _Search:
         self.passes += 1
         if not jnp.isfinite(loss):
             raise ValueError(
-                f"`calibrate`: the loss on batches[{self.batches}] is {loss}, whatever the loss "
-                "scale, which only moves gradients. Look for bad data or parameters, or for an "
-                "operation of the forward pass that leaves the range of its dtype."
+                f"`calibrate`: the loss on batches[{self.batches}] is {number(float(loss))} at any "
+                "loss scale, because a loss scale changes gradients only. Look for bad data or "
+                "parameters, or for an operation of the forward pass that leaves the range of its "
+                "dtype: `jaxscale.diagnostics.trace` finds it."
             )
-        # The cotangent of a float16 loss cannot be larger, so nor was this scale.
+        # The cotangent of a float16 loss holds no larger scale, so none was tried.
         largest = float(representable(jnp.float32(2.0**126), loss.dtype))
         self.high = min(self.high, math.frexp(largest)[1] - 1)
         self.low = min(self.low, self.high)
@@ -202,11 +208,11 @@ class _Search:
             )
         elif not self.is_largest:
             words = (
-                f"Loss scale {power(found)} does not overflow {where}. That many were too few to "
-                f"find the largest: pass max_passes={2 * self.max_passes}."
+                f"Loss scale {power(found)} does not overflow {where}. These were too few passes "
+                f"to find the largest: pass max_passes={2 * self.max_passes}."
             )
         elif bad is None:
-            words = f"No loss scale overflows up to {power(found)}, the largest to try, {where}."
+            words = f"No loss scale up to {power(found)}, the largest to try, overflows {where}."
         else:
             words = f"The largest loss scale that does not overflow is {power(found)}, {where}."
         return Calibration(found, bad, self.passes, self.batches, self.is_largest, words)

@@ -1,8 +1,12 @@
-"""What a number becomes in a smaller format: 0, a subnormal number, a normal one, inf.
+"""Gradients as the bits of float32 magnitudes, and where smaller formats round them to what.
 
-Rounding is to nearest, ties to even. Each boundary between two outcomes has a mantissa of
-few bits, so a histogram need tell apart only the mantissas between them, and what it
-says is exact at every scale that is a power of two.
+A gradient's size is read from its bits, as integers: XLA on CPU may take subnormal numbers
+for zeros, but it does not touch integers. The second half of the module says from which
+number on a format rounds to a subnormal number instead of 0, to a normal one, and to inf.
+
+Formats round to nearest, ties to even. The mantissa of each boundary therefore has only a few
+nonzero bits, and all formats together have few different ones (`CUTS`). A histogram that
+splits each power of two at these cuts is exact at every loss scale that is a power of two.
 """
 
 import math
@@ -12,28 +16,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._leaf import is_array, is_python_number
 from .._tree import only_gradients
 
+FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 INFINITY = 0x7F800000  # the bits of float32's inf; those of a NaN are larger
 _LARGEST_FINITE = INFINITY - 1
-_MANTISSA = 23  # bits of float32's mantissa, less the leading one
+_MANTISSA = 23  # bits of float32's mantissa, without the implicit leading one
 _SMALLEST_EXPONENT = -149  # of float32's smallest subnormal
 
 
 def is_ndarray(leaf: Any) -> bool:
-    """Returns whether a leaf is an array. Types, modules and avals are not, but have a dtype."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    """Returns whether a leaf is an array of numbers, and not a Python number."""
+    # `is_array` counts Python numbers as arrays. Here they are not: one in a batch stays static,
+    # and one given as a loss scale is checked first.
+    return is_array(leaf) and not is_python_number(leaf)
 
 
 def kind(leaf: Any) -> str:
-    """Returns the dtype and the shape of an array, or the type of what is not one."""
-    if is_ndarray(leaf):
+    """Returns what an error message calls a leaf: the dtype and shape of an array, or its type."""
+    # By type, because modules and scalar types have a `dtype` too. Arrays of text are arrays here.
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return f"{leaf.dtype}{list(leaf.shape)}"
     return f"`{type(leaf).__name__}`"
 
 
 def gradient_leaves(call: str, name: str, tree: Any) -> Any:
-    """Returns the gradients in a tree, `None` elsewhere, or raises a `ValueError`."""
+    """Returns the gradients in a tree, with `None` for other leaves, or raises a `ValueError`."""
     gradients = only_gradients(tree)
     leaves = jax.tree_util.tree_leaves_with_path(gradients)
     if not leaves:
@@ -56,9 +65,9 @@ def gradient_leaves(call: str, name: str, tree: Any) -> Any:
 def magnitude_bits(leaf: Any) -> jax.Array:
     """Returns the bits of `|leaf|` in float32, as integers in the order of the numbers.
 
-    A complex leaf becomes its real and imaginary parts. A float64 number is cut to 24
-    bits, the last of which is set if any was cut off, so that no comparison with a number
-    of fewer bits changes; beyond float32's range it becomes the nearest end of it.
+    A complex leaf becomes its real and imaginary parts. A float64 number is cut to 24 bits.
+    The last of them is set if any nonzero bit was cut off, so that it compares with numbers
+    of fewer bits as before. Outside float32's range it becomes the nearest end of the range.
     """
     leaf = jnp.asarray(leaf)
     if jnp.iscomplexobj(leaf):
@@ -67,7 +76,7 @@ def magnitude_bits(leaf: Any) -> jax.Array:
         return _cut(jax.lax.bitcast_convert_type(leaf, jnp.uint64))
     if leaf.dtype == jnp.bfloat16:  # the upper half of a float32
         bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16).astype(jnp.uint32) << 16
-    else:  # the subnormal numbers of float16 and FP8 are normal ones in float32
+    else:  # the subnormal numbers of float16 and FP8 are normal numbers in float32
         bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
     return bits & jnp.uint32(0x7FFFFFFF)
 
@@ -77,11 +86,11 @@ def _cut(bits: jax.Array) -> jax.Array:
     bits = bits & jnp.uint64(2**63 - 1)
     exponent = (bits >> 52).astype(jnp.int32) - 1023
     mantissa = (bits & jnp.uint64(2**52 - 1)) | jnp.uint64(2**52)
-    # Below float32's normal range there is less room for the mantissa, at last none.
+    # Below float32's normal range fewer and fewer bits of the mantissa fit, and in the end none.
     shift = jnp.clip(29 + jnp.maximum(-126 - exponent, 0), 29, 63).astype(jnp.uint64)
     kept = mantissa >> shift
     rest = (kept << shift) != mantissa
-    # The leading one of a normal number is what adds one to its exponent field.
+    # The leading one of a normal number adds the missing one to its exponent field.
     field = jnp.maximum(exponent + 126, 0).astype(jnp.uint64) << 23
     finite = ((field + kept) | rest.astype(jnp.uint64)).astype(jnp.uint32)
     finite = jnp.where(exponent > 127, jnp.uint32(_LARGEST_FINITE), finite)
@@ -102,18 +111,22 @@ def exponent_and_mantissa(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     )
 
 
-FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-
-
 class Boundary(NamedTuple):
-    """The least number beyond a boundary, `2**exponent * (1 + mantissa / 2**23)`."""
+    """The least number beyond a boundary, `2**exponent * (1 + mantissa / 2**23)`.
+
+    No boundary needs the last bit of the mantissa. It is set if a number exactly at the
+    boundary is not beyond it, and then stands for "more than".
+    """
 
     exponent: int
     mantissa: int
 
 
 class Format(NamedTuple):
-    """Where outcomes begin, and the exponents of the numbers that a format holds."""
+    """The least numbers that a format does not make 0, keeps in full, and makes inf or NaN.
+
+    Then the exponents of its smallest subnormal, its smallest normal and its largest number.
+    """
 
     nonzero: Boundary
     normal: Boundary
@@ -134,9 +147,10 @@ def _format(name: str) -> Format:
     subnormal = float(info.smallest_subnormal)
     exponents = [math.frexp(value)[1] - 1 for value in (subnormal, normal, largest)]
     spacing = 2.0 ** (exponents[2] - info.nmant)  # of the largest numbers
-    # A tie goes to the even neighbour: halfway to the smallest subnormal, that is 0; below
-    # the smallest normal, the normal; above the largest number, what would come next if
-    # its last bit is 1, and itself in e4m3fn, where all ones mean NaN.
+    # A tie goes to the even neighbour. Between 0 and the smallest subnormal that is 0. Just
+    # below the smallest normal number it is that number. Above the largest number it is the
+    # next one, which overflows, if the last bit of the largest is 1. In e4m3fn it is 0, as all
+    # ones mean NaN there, and the tie stays finite.
     return Format(
         _boundary(subnormal / 2, inclusive=False),
         _boundary(normal - subnormal / 2, inclusive=True),
@@ -147,7 +161,7 @@ def _format(name: str) -> Format:
 
 FORMAT = {name: _format(name) for name in FORMATS}
 
-# Classes of mantissas: class `i` holds those that are at least `i` of these.
+# The mantissas of all boundaries. Class `i` holds the mantissas that are at least `i` of these.
 CUTS = sorted(
     {
         boundary.mantissa

@@ -1,4 +1,10 @@
-"""How large gradients are, by powers of two, and what smaller formats make of them."""
+"""Exponent histograms: how large gradients are, by powers of two, and what formats make of them.
+
+`histogram` and `leaf_histograms` count on the device, also inside `jit`. Rows are powers of
+two. Columns split them at the few mantissas at which a format rounds differently (`CUTS` in
+`_formats`). A loss scale that is a power of two only moves the rows, so that one histogram
+tells exactly what each format loses at every such scale: see `outcomes` and `shares`.
+"""
 
 from typing import Any, NamedTuple
 
@@ -28,8 +34,8 @@ _CELLS = _SHAPE[0] * _SHAPE[1]
 class Histogram(NamedTuple):
     """How many gradients lie between one power of two and the next.
 
-    A `NamedTuple` of arrays. Histograms add up: `first + second` is that of both, in
-    `jit` too, so a run may carry their sum along.
+    A `NamedTuple` of arrays. Histograms add up, in `jit` too: `first + second` is the
+    histogram of both, so a run may carry their sum along.
 
     Attributes:
       counts: `f32[277, 9]`, the finite nonzero numbers `g`. The rows are
@@ -53,18 +59,18 @@ class Histogram(NamedTuple):
     nan: jax.Array  # f32[]
 
     def __add__(self, other: Any) -> Any:
-        """Returns the histogram of both, and not the eight arrays of two tuples."""
+        """Returns the histogram of both. Tuples alone would be concatenated."""
         if not isinstance(other, Histogram):
             return NotImplemented
         return Histogram(*(a + b for a, b in zip(self, other, strict=True)))
 
     def __radd__(self, other: Any) -> Any:
-        """Returns the same histogram, for the 0 that `sum` starts with."""
+        """Returns the same histogram if the other summand is 0, with which `sum` starts."""
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
 
 class Shares(NamedTuple):
-    """What a format makes of gradients: shares of those that are finite and not 0.
+    """What a format makes of gradients, as shares of those that are finite and not 0.
 
     Attributes:
       flushed: the share that it makes 0.
@@ -95,14 +101,13 @@ def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
     """Returns the base-2 exponent histogram of all gradients in a tree.
 
     Works inside `jit`, `vmap`, `scan` and `shard_map`, and never waits for the
-    device. What it holds is read by `shares`, `suggest_scale` and
-    `plot_histogram`.
+    device. `shares`, `suggest_scale`, `text_histogram` and `plot_histogram` read it.
 
     Args:
-      tree: a pytree of gradients, unscaled, of any floating or complex dtypes; other
-        leaves, `None`, and whatever is under a key `_overwrite_with_gradient` are left
+      tree: a pytree of gradients, unscaled, of any floating or complex dtypes. Other
+        leaves, `None`, and everything under a key `_overwrite_with_gradient` are left
         out. Pass gradients computed in float32, or by `jaxscale.grad` at a high
-        scale: what float16 flushed to zero on the way is counted as 0, as true zeros are.
+        scale: a gradient that float16 flushed on the way counts as 0, as a true zero does.
       axis_name: a mesh or `pmap` axis name, or a tuple of them, along which devices hold
         different parts of the gradients: counts are summed. If they hold equal gradients,
         leave it out, as under plain `jit`. In a mesh of explicit axes, wrap the call in
@@ -111,7 +116,7 @@ def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
     Returns:
       A `Histogram`. Exponents are exact, those of subnormal numbers too. Counts
       are exact up to 2**24 and rounded to 24 bits beyond. A complex element counts as two
-      numbers, and a float64 number out of float32's range as the nearest end of it.
+      numbers. A float64 number outside float32's range counts as the nearest end of the range.
 
     Raises:
       ValueError: if no leaf is floating or complex, or a leaf has 2**31 elements or more.
@@ -132,15 +137,15 @@ def leaf_histograms(tree: Any, *, axis_name: Any = None) -> Any:
     """Returns the base-2 exponent histogram of each gradient in a tree.
 
     Args:
-      tree: as in `histogram`.
-      axis_name: as there.
+      tree: a pytree of gradients, as for `histogram`.
+      axis_name: the axes along which to sum the counts, as for `histogram`.
 
     Returns:
       A tree of the same structure, with a `Histogram` of 10 kB for each gradient and
       `None` for other leaves. `underflow` reads it.
 
     Raises:
-      ValueError: as there.
+      ValueError: if no leaf is floating or complex, or a leaf has 2**31 elements or more.
 
     Example:
       >>> import jax.numpy as jnp
@@ -152,9 +157,9 @@ def leaf_histograms(tree: Any, *, axis_name: Any = None) -> Any:
     return jax.tree.map(lambda leaf: _histogram(_cells(leaf), axis_name), gradients)
 
 
-@jax.jit  # one program a leaf, also where the caller compiles none
+@jax.jit  # one program for each leaf, even if the caller does not compile
 def _cells(leaf: Any) -> jax.Array:
-    """Returns the counts of a leaf: all cells of the histogram, zeros, infs, NaNs."""
+    """Returns the counts of a leaf: the cells of the histogram, then zeros, infs and NaNs."""
     bits = magnitude_bits(leaf).reshape(-1)
     exponent, mantissa = exponent_and_mantissa(bits)
     column = sum((mantissa >= cut).astype(jnp.int32) for cut in CUTS)
@@ -175,7 +180,7 @@ def _histogram(cells: jax.Array, axis_name: Any) -> Histogram:
 
 
 class Numbers(NamedTuple):
-    """A histogram on the host, its leading axes summed up."""
+    """A histogram on the host, with its leading axes summed up."""
 
     counts: np.ndarray
     zero: float
@@ -212,7 +217,7 @@ def outcomes(counts: np.ndarray, name: str, exponent: int) -> Shares:
 def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares]:
     """Returns which shares of gradients each small format would lose at a loss scale.
 
-    As if each gradient, multiplied by the loss scale, were rounded to the format, to
+    Each gradient is taken as multiplied by the loss scale and then rounded to the format, to
     nearest with ties to even. For the host: it waits for the device.
 
     Args:
@@ -225,7 +230,7 @@ def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares
 
     Raises:
       TypeError: if `histogram` is something else, or still traced.
-      ValueError: if `loss_scale` is no power of two in float32's normal range.
+      ValueError: if `loss_scale` is not a power of two in float32's normal range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -241,7 +246,7 @@ def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares
 
 
 def shares_of(counts: np.ndarray, exponent: int) -> dict[str, Shares]:
-    """Returns what each format makes of some counts at scale 2**exponent."""
+    """Returns the shares of some counts that each format flushes, keeps and loses."""
     total = max(float(counts.sum()), 1.0)
     return {
         name: Shares(*(float(number) / total for number in outcomes(counts, name, exponent)))

@@ -1,4 +1,9 @@
-"""What a run's metrics were: kept on the device, read when someone looks."""
+"""The metrics of a run, kept on the device and fetched when they are shown.
+
+`append` must not wait for the device, or each step would wait for the one before it. It copies
+the metrics of a step into two small arrays on the device. Once many steps have gone by,
+`History` fetches the oldest, which are long done, so that not too many arrays are kept.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +17,7 @@ from .._progress import metrics
 from ._pictures import plot_run
 from ._text import aligned, power
 
-_CHUNK = 512  # steps that are fetched together, once as many others have come after them
+_CHUNK = 512  # steps that are fetched together, once there are that many later ones
 _ROWS = 20  # of the text form
 
 
@@ -20,7 +25,7 @@ _ROWS = 20  # of the text form
 def _pack(floats: dict[str, Any], ints: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
     """Returns the numbers of a step as two new arrays, in the order of their names.
 
-    New ones, as those of a state that is donated to the next step are gone after it.
+    The arrays are new, because those of a donated state are gone after the next step.
     """
 
     def stack(values: dict[str, Any], dtype: Any) -> jax.Array:
@@ -34,7 +39,7 @@ class History:
     """The metrics of a run, step by step: `append` them, then `print` or `plot`.
 
     `append` leaves the numbers on the device and does not wait for it, so it may be
-    called at each step. What shows them waits.
+    called at each step. `print`, `plot` and `columns` wait.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -63,19 +68,19 @@ class History:
         return sum(len(floats) for floats, _ in self._on_host) + len(self._on_device)
 
     def append(self, tree: Any, *, loss: Any = None, **extra: Any) -> None:
-        """Returns `None`, after one more step was noted down.
+        """Returns `None`, after recording one more step.
 
         Args:
-          tree: what `jaxscale.metrics` accepts, such as the `opt_state` that the
-            step returned, or the dictionary that it returns. The arrays are copied, so
-            the state may be donated to the next step.
+          tree: what `jaxscale.metrics` accepts, such as the `opt_state` that the step
+            returned, or the dictionary that `jaxscale.metrics` returned. The arrays are
+            copied, so the state may be donated to the next step.
           loss: the loss of that step, a scalar.
-          **extra: further scalars under names of their own, such as the learning rate.
+          **extra: other scalars under their own names, such as the learning rate.
 
         Raises:
           ValueError: if `tree` holds no loss scale, or several, or those of several runs;
             if the names are not those of the first step.
-          TypeError: if called inside `jit`.
+          TypeError: if it is called inside `jit`.
         """
         is_metrics = isinstance(tree, Mapping) and "loss_scale" in tree
         values = dict(tree) if is_metrics else metrics(tree)
@@ -88,8 +93,8 @@ class History:
         for name, value in {"loss_scale": values["loss_scale"], **given}.items():
             if jnp.shape(value):
                 raise ValueError(
-                    f"`History.append` notes scalars, got `{name}` of shape {jnp.shape(value)}. "
-                    "Of several runs, or devices, pass one at a time."
+                    f"`History.append` takes scalars, got `{name}` of shape {jnp.shape(value)}. "
+                    "Keep one `History` for each run or device."
                 )
         values = {name: value for name, value in values.items() if jnp.shape(value) == ()}
         ints = {n: v for n, v in values.items() if not _is_float(v)}
@@ -104,7 +109,7 @@ class History:
         self._names = names
         self._on_device.append(_pack(floats, ints))
         if len(self._on_device) >= 2 * _CHUNK:
-            # So old that the device is done with them: thousands of small arrays are not kept.
+            # The oldest: the device is done with them. Thousands of small arrays would pile up.
             self._fetch(_CHUNK)
 
     def _fetch(self, steps: int) -> None:
@@ -113,7 +118,7 @@ class History:
         self._on_host.append((np.stack(floats), np.stack(ints)))
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Returns what was appended: an array under each name, with an element a step.
+        """Returns what was appended: an array under each name, with an element for each step.
 
         Counters are integers. It waits for the device.
         """
@@ -173,12 +178,12 @@ def _is_float(value: Any) -> bool:
 
 
 def _steps(columns: dict[str, np.ndarray]) -> np.ndarray:
-    """Returns the number of each step, from 1, also where not every one was appended."""
+    """Returns the number of each step, counted from 1, even if not every step was appended."""
     return columns.get("total_steps", np.arange(1, len(columns["loss_scale"]) + 1))
 
 
 def _skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
-    """Returns how many steps were skipped up to each step, since before the first of them."""
+    """Returns how many steps were skipped up to each recorded step, from the first one on."""
     if "grads_finite" not in columns:
         return None
     bad = 1 - columns["grads_finite"]

@@ -1,4 +1,9 @@
-"""Which parameters' gradients are inf, NaN or too small: counted on the device, leaf by leaf."""
+"""Which leaves of the gradients hold inf, NaN or numbers too small for float16.
+
+`leaf_counts` counts on the device, also inside `jit`, and reads each leaf once: it compares the
+bits of float32 magnitudes (see `_formats`) with float16's boundaries, divided by the loss
+scale. `table` fetches the counts and sorts the leaves, worst first.
+"""
 
 from typing import Any, NamedTuple
 
@@ -21,9 +26,10 @@ class LeafCounts(NamedTuple):
 
     Attributes:
       leaves: a tree with the structure of the gradients: an `f32[8]` for each of them,
-        `None` for other leaves. They are the number of elements; those that are NaN;
-        inf; zero; those that float16 would, at the loss scale, flush to zero; keep as
-        subnormal; not hold; and the largest finite magnitude.
+        `None` for other leaves. The first four numbers count all elements, and those that
+        are NaN, inf and zero. The next three count those that float16, at the loss scale,
+        would flush to zero, keep as subnormal, and make inf. The last is the largest finite
+        magnitude, without the scale.
       loss_scale: `f32[]`, the loss scale that float16 is judged at.
 
     Example:
@@ -38,10 +44,10 @@ class LeafCounts(NamedTuple):
 
 
 class LeafRow(NamedTuple):
-    """What is known of one leaf, in Python numbers.
+    """The counts of one leaf, as Python numbers.
 
     Attributes:
-      path: where it is: `params/Dense_0/kernel`.
+      path: where it is, such as `params/Dense_0/kernel`.
       size: how many numbers it holds; a complex element holds two.
       nan: how many of them are NaN.
       inf: how many are inf or -inf.
@@ -82,11 +88,11 @@ class LeafRow(NamedTuple):
 class LeafTable(NamedTuple):
     """The leaves of a tree of gradients, worst first; `print` it.
 
-    First come those with the largest share of inf and NaN, then those of which float16
-    loses most.
+    Leaves with the largest share of inf and NaN come first, then those of which float16
+    loses the largest share.
 
     Attributes:
-      rows: one `LeafRow` a leaf.
+      rows: one `LeafRow` for each leaf.
       loss_scale: the loss scale that float16 is judged at.
 
     Example:
@@ -109,7 +115,7 @@ class LeafTable(NamedTuple):
         return tuple(row for row in self.rows if not row.is_finite)
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Returns the table as text: a row of headings, then one for each leaf."""
+        """Returns the cells of the table as text: a row of headings, then a row for each leaf."""
         return [_HEADINGS, *map(_cells, self.rows)]
 
     def __str__(self) -> str:
@@ -136,12 +142,12 @@ def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> 
 
     Args:
       grads: a pytree of gradients, unscaled, as `jaxscale.grad` returns them. Leaves
-        may have any floating or complex dtype; others, `None`, and whatever is under a
-        key `_overwrite_with_gradient` are left out.
+        may have any floating or complex dtype. Other leaves, `None`, and everything under
+        a key `_overwrite_with_gradient` are left out.
       loss_scale: a number or an `f32[]`, such as `jaxscale.metrics(opt_state)["loss_scale"]`:
-        the scale at which to say what float16 would lose of these numbers. Exact if it is
-        a power of two. What float16 has lost before they came here cannot be seen: such
-        gradients are zero already. Pass gradients computed in float32 or at a high scale.
+        the scale at which float16 is judged. The counts are exact if it is a power of two.
+        Gradients that float16 flushed before they came here are zero already, and count as
+        zeros. Pass gradients computed in float32 or at a high scale.
       axis_name: a mesh or `pmap` axis name, or a tuple of them, along which devices hold
         different parts of the gradients: counts are summed. If they hold equal gradients,
         leave it out, as under plain `jit`.
@@ -152,7 +158,7 @@ def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> 
     Raises:
       ValueError: if no leaf is floating or complex, or a leaf has 2**31 elements or more;
         if `loss_scale` is a Python number that is not positive.
-      TypeError: if `loss_scale` is no scalar.
+      TypeError: if `loss_scale` is not a scalar.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -182,7 +188,7 @@ def _scalar(loss_scale: Any) -> jax.Array:
     return jax.lax.convert_element_type(loss_scale, jnp.float32)
 
 
-@jax.jit  # one program a leaf, also where the caller compiles none
+@jax.jit  # one program for each leaf, even if the caller does not compile
 def _count(leaf: Any, loss_scale: jax.Array) -> jax.Array:
     bits = magnitude_bits(leaf)
     float16 = FORMAT["float16"]
@@ -200,7 +206,7 @@ def _count(leaf: Any, loss_scale: jax.Array) -> jax.Array:
         (bits >= nonzero) & (bits < normal),
         is_finite & (bits >= overflow),
     ]
-    # All of them in one reduction: a loop for each takes XLA on CPU a hundred times as long.
+    # One reduction for all: with a loop for each, XLA on CPU takes a hundred times as long.
     zero = jnp.uint32(0)
     *counts, largest = jax.lax.reduce(
         (*(mask.astype(jnp.uint32) for mask in masks), jnp.where(is_finite, bits, zero)),
@@ -218,8 +224,9 @@ def _add_and_max(first: Any, second: Any) -> Any:
 
 
 def _bits(boundary: Boundary, loss_scale: jax.Array) -> jax.Array:
-    """Returns the bits of the least number that, scaled, is beyond a boundary."""
-    # Divided without its last bit, which marks "more than": powers of two stay exact.
+    """Returns the bits of the least number that is beyond a boundary once it is scaled."""
+    # The last bit only says "more than". It is left out of the division, so that the quotient
+    # by a power of two is exact, and added again.
     exact = boundary.mantissa // 2 * 2
     value = 2.0**boundary.exponent * (1 + exact / 2**23)
     bits = jax.lax.bitcast_convert_type(jnp.float32(value) / loss_scale, jnp.uint32)
@@ -233,7 +240,7 @@ def table(counts: LeafCounts) -> LeafTable:
 
     Args:
       counts: what `leaf_counts` returned. Leading axes, of `vmap` or `scan`, are
-        summed up, and the largest magnitude is that of them all.
+        summed up. The largest magnitude is the largest along them.
 
     Returns:
       A `LeafTable` of Python numbers.

@@ -1,4 +1,8 @@
-"""The pictures of the diagnostics. They need matplotlib, an extra of the package."""
+"""The pictures: of a histogram, of what each layer loses, and of a run.
+
+They need matplotlib, an optional dependency, which is imported only when one is drawn. Each
+returns a figure that no window and no global state of matplotlib knows of.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +16,12 @@ from ._suggest import suggest_scale
 from ._text import head, percent, power, span
 from ._underflow import Underflow
 
-# From light to dark, to be told apart in grey: what is lost, kept in part, and kept.
+# Lost, kept in part, kept: from light to dark, so that they differ in grey too.
 _LOST, _SUBNORMAL, _NORMAL = "#fde0c5", "#eb7f5e", "#3f3b7a"
 
 
 def _figure(call: str, width: float, height: float) -> Any:
-    """Returns an empty figure that no window and no global state knows of."""
+    """Returns an empty figure, or raises an `ImportError` without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -29,12 +33,12 @@ def _figure(call: str, width: float, height: float) -> Any:
 
 
 def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str = "float16") -> Any:
-    """Returns a figure of the exponent histogram and of what the formats hold of it.
+    """Returns a figure of the exponent histogram and of the range of each format.
 
-    Above, the gradients by their size, shaded by what `dtype` makes of them at the given
-    loss scale. Below, the numbers that each format holds, at that scale and at the one
-    that `suggest_scale` suggests for `dtype`, if that is another: a larger scale
-    moves them to the left.
+    The upper part shows the gradients by their size, shaded by what `dtype` makes of them at
+    the given loss scale. The lower part shows the gradients that each format holds, at that
+    scale and at the scale that `suggest_scale` suggests for `dtype`, if it is another one: a
+    larger scale moves these ranges to the left.
 
     Args:
       histogram: what `histogram` returned; leading axes are summed up.
@@ -47,7 +51,7 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
     Raises:
       ImportError: if matplotlib is not installed.
       TypeError: if `histogram` is something else, or still traced.
-      ValueError: if `loss_scale` is no power of two, or `dtype` no such name.
+      ValueError: if `loss_scale` is not a power of two, or `dtype` is not one of the names.
 
     Example:
       >>> import jax.numpy as jnp
@@ -100,7 +104,7 @@ def _bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
         parts[:, i] = normal, subnormal, flushed + overflowed
     parts *= 100 / max(counts.sum(), 1.0)
     bottom = np.zeros(len(filled))
-    whole = shares_of(counts, exponent)[dtype]  # of the counts: the heights are rounded
+    whole = shares_of(counts, exponent)[dtype]  # not from the heights, which are rounded
     words = {
         f"kept by {dtype}": whole.normal,
         "kept as subnormal": whole.subnormal,
@@ -122,7 +126,7 @@ def _bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
 
 
 def _ranges(ax: Any, exponent: int, shares: Mapping[str, Shares], limits: Any) -> None:
-    """Draws, for each format, the numbers that it holds once they are scaled."""
+    """Draws, for each format, the range of gradients that it holds once they are scaled."""
     for row, name in enumerate(FORMATS):
         edges = FORMAT[name]
         low, normal, high = (
@@ -151,7 +155,7 @@ def plot_underflow(underflow: Underflow) -> Any:
       underflow: what `underflow` returned.
 
     Returns:
-      A `matplotlib.figure.Figure` with a row a layer and a column a format.
+      A `matplotlib.figure.Figure` with a row for each layer and a column for each format.
 
     Raises:
       ImportError: if matplotlib is not installed.
@@ -222,6 +226,6 @@ def _loss(ax: Any, steps: np.ndarray, loss: np.ndarray) -> None:
     ax.set_ylabel("loss")
     if not finite.all():
         bad = steps[~finite]
-        place = ax.get_xaxis_transform()  # at the top, as they have no height of their own
+        place = ax.get_xaxis_transform()  # at the top, because they have no height
         ax.plot(bad, np.full(bad.shape, 0.93), "kx", ms=5, transform=place, label="inf or NaN")
         ax.legend(fontsize=8, loc="best")

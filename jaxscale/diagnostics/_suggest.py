@@ -1,4 +1,8 @@
-"""Which loss scales would do, and whether any is needed."""
+"""Which loss scales suit the gradients in a histogram, and whether one is needed at all.
+
+`suggest_scale` tries every power of two: a histogram tells exactly what a format would lose at
+each. The rest of the module puts the result into words.
+"""
 
 from typing import NamedTuple
 
@@ -7,7 +11,7 @@ from ._formats import FORMATS
 from ._histogram import Histogram, Numbers, Shares, outcomes, read
 from ._text import percent, power
 
-_SCALES = range(-126, 127)  # exponents of the loss scales by which one can divide
+_SCALES = range(-126, 127)  # exponents of the loss scales whose reciprocals are normal numbers
 
 
 class Suggestion(NamedTuple):
@@ -15,16 +19,16 @@ class Suggestion(NamedTuple):
 
     Attributes:
       dtype: the name of the format.
-      needed: whether another scale than 1 is called for; `None` if no gradient is
-        nonzero and finite, and nothing can be said.
-      lowest: the least scale that loses as little as it may, or as little as any.
-      highest: the largest such scale. At twice that, something overflows.
-      suggested: one scale between these: 1 if none is needed, else the middle one, which
-        leaves as much room on both sides.
+      needed: whether a scale other than 1 is needed. `None` if no gradient is nonzero and
+        finite, because nothing can be said then.
+      lowest: the least scale in the range that `suggest_scale` returns.
+      highest: the largest scale in it. At twice that, something overflows.
+      suggested: one scale in the range: 1 if none is needed, otherwise the middle one, which
+        leaves equal room on both sides.
       lossless: the least and the largest scale that lose nothing at all, or `None`.
       unscaled: what the format makes of the gradients at scale 1, a `Shares`.
       scaled: what it makes of them at the suggested scale.
-      sentence: all that in words.
+      sentence: the result in words.
 
     Example:
       >>> import jax.numpy as jnp
@@ -55,15 +59,15 @@ def suggest_scale(
     """Returns the range of power-of-two loss scales that lose nothing, or least.
 
     A scale is in the range if no gradient overflows at it and the share that is flushed to
-    zero is at most `tolerance`; if there is no such scale, those that flush the fewest
-    without an overflow. It is judged by the gradients in the histogram alone; those of
-    activations, on the way to them, may be larger. `calibrate` tries the whole
-    backward pass. For the host: it waits for the device.
+    zero is at most `tolerance`. If there is no such scale, the range is that of the scales
+    that flush the fewest without an overflow. Only the gradients in the histogram are
+    judged. Those of activations, computed on the way, may be larger: `calibrate` tries the
+    whole backward pass. For the host: it waits for the device.
 
     Args:
-      histogram: what `histogram` returned; leading axes are summed up. If gradients
-        were computed in float16 at a low scale, what was flushed on the way counts as 0
-        and is not known: compute them in float32 or at a high scale.
+      histogram: what `histogram` returned; leading axes are summed up. Compute the
+        gradients in float32 or at a high scale: those that float16 flushed on the way
+        count as 0, and their size is not known.
       dtype: `"float16"`, `"bfloat16"`, `"float8_e4m3fn"` or `"float8_e5m2"`.
       tolerance: the share of nonzero gradients that may be flushed to zero, from 0 to 1.
 

@@ -1,4 +1,9 @@
-"""The exponent histogram as text, for a terminal."""
+"""How results are written: numbers in words, tables, the histogram as text, and JSON.
+
+All results print through the small functions at the top, so that a share, a loss scale or a
+NaN reads the same everywhere. `text_histogram` is the form of `plot_histogram` for a terminal;
+`to_json` is for programs.
+"""
 
 import dataclasses
 import math
@@ -12,6 +17,10 @@ from .._checks import power_of_two
 from ._formats import FORMATS
 from ._histogram import EXPONENTS, Histogram, Numbers, outcomes, read, shares_of
 
+_SIGNS = "0s.!"  # what a format makes of most of a row, in the order of `Shares`
+_WIDTH = 24  # of the longest bar
+_ROWS = 32  # at most
+
 
 def percent(share: float) -> str:
     """Returns a share in percent: `0%` only if it is 0, and `100%` only if it is 1."""
@@ -22,14 +31,19 @@ def percent(share: float) -> str:
     return ">99.9%" if share >= 0.9995 else f"{share:.1%}"
 
 
+def number(value: float, digits: int = 6) -> str:
+    """Returns a number with a few significant digits: `NaN`, where Python prints `nan`."""
+    return "NaN" if math.isnan(value) else f"{value:.{digits}g}"
+
+
 def power(loss_scale: float) -> str:
-    """Returns a loss scale as `2**k`, or as a decimal if it is no power of two."""
+    """Returns a loss scale as `2**k`, or as a decimal if it is not a power of two."""
     mantissa, exponent = math.frexp(loss_scale)
     return f"2**{exponent - 1}" if mantissa == 0.5 else f"{loss_scale:g}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table for a terminal: the first column to the left, the others to the right."""
+    """Returns a table for a terminal, its first column aligned left and the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -40,73 +54,24 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def to_json(result: Any) -> Any:
-    """Returns a result of this module as what `json.dumps` accepts.
-
-    Args:
-      result: what any function of this module returned, outside of `jit`, or a container
-        of it. Of a `History` pass `history.columns()`.
-
-    Returns:
-      Named tuples and dataclasses as dictionaries; arrays and other sequences as lists;
-      NaN and the infinities, which JSON lacks, as the texts `"NaN"`, `"Infinity"` and
-      `"-Infinity"`, of which `float` makes the numbers again. No number is rounded.
-
-    Raises:
-      TypeError: if it holds something that is neither a number, a text nor a container.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import diagnostics
-      >>> counts = diagnostics.leaf_counts({"w": jnp.array([1.0, jnp.nan])})
-      >>> diagnostics.to_json(diagnostics.table(counts))["rows"][0]["nan"]
-      1
-      >>> diagnostics.to_json(jnp.array([1.0, -jnp.inf]))
-      [1.0, '-Infinity']
-    """
-    if hasattr(result, "_asdict"):
-        result = result._asdict()
-    if dataclasses.is_dataclass(result) and not isinstance(result, type):
-        result = {each.name: getattr(result, each.name) for each in dataclasses.fields(result)}
-    if isinstance(result, Mapping):
-        return {str(key): to_json(value) for key, value in result.items()}
-    if isinstance(result, (np.ndarray, np.generic, jax.Array)):
-        result = np.asarray(result).tolist()
-    if isinstance(result, (list, tuple)):
-        return [to_json(value) for value in result]
-    if isinstance(result, float) and not math.isfinite(result):
-        return "NaN" if math.isnan(result) else "Infinity" if result > 0 else "-Infinity"
-    if result is None or isinstance(result, (bool, int, float, str)):
-        return result
-    raise TypeError(
-        f"`to_json(result=...)` got a {type(result).__name__}. Pass what `jaxscale.diagnostics` "
-        "returns, or numbers, texts, lists and dictionaries."
-    )
-
-
-_SIGNS = "0s.!"  # what a format makes of most of a row, in the order of `Shares`
-_WIDTH = 24  # of the longest bar
-_ROWS = 32  # at most
-
-
 def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
     """Returns the exponent histogram as text, with what each format makes of each row.
 
-    The same as a picture: `plot_histogram`. For the host: it waits for the device.
+    `plot_histogram` draws the same as a picture. For the host: it waits for the device.
 
     Args:
       histogram: what `histogram` returned; leading axes are summed up.
       loss_scale: a power of two, at which the formats are judged.
 
     Returns:
-      Lines of text. A row is named by its least number, and its share is that of the
-      finite nonzero gradients. Behind its bar stands, for each format, `0` if most of it
-      is flushed to zero, `s` if kept as subnormal, `.` if kept in full, `!` if it
-      overflows. The last lines sum that up.
+      Lines of text. Each row is named by its least number, and shows its share of the
+      finite nonzero gradients as a number and a bar. Then comes a sign for each format:
+      `0` if it flushes most of the row to zero, `s` if it keeps most of it as subnormal, `.`
+      if it keeps most in full, `!` if most overflows. The last lines give the totals.
 
     Raises:
       TypeError: if `histogram` is something else, or still traced.
-      ValueError: if `loss_scale` is no power of two in float32's normal range.
+      ValueError: if `loss_scale` is not a power of two in float32's normal range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -143,7 +108,7 @@ def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
 
 
 def head(numbers: Numbers) -> str:
-    """Returns how many gradients there are, and how many are in no bar."""
+    """Returns how many gradients there are, and how many of them no bar shows."""
     everything = float(numbers.counts.sum()) + numbers.zero + numbers.inf + numbers.nan
     zero = percent(numbers.zero / max(everything, 1.0))
     rest = f"{numbers.inf:,.0f} inf, {numbers.nan:,.0f} NaN."
@@ -151,7 +116,7 @@ def head(numbers: Numbers) -> str:
 
 
 def span(numbers: Numbers) -> tuple[int, int]:
-    """Returns the first and the last row that is not empty, or those of 1.0."""
+    """Returns the first and the last row that is not empty, or the row of 1.0 if all are."""
     filled = np.flatnonzero(numbers.counts.sum(axis=1))
     if not filled.size:
         return -int(EXPONENTS[0]), -int(EXPONENTS[0])
@@ -174,3 +139,47 @@ def _bars(numbers: Numbers, exponent: int) -> list[tuple[str, ...]]:
             + (tuple(signs) if number else ("",) * len(FORMATS))
         )
     return rows
+
+
+def to_json(result: Any) -> Any:
+    """Returns a result of this module as what `json.dumps` accepts.
+
+    Args:
+      result: what any function of this module returned, outside of `jit`, or a container
+        of such results. For a `History`, pass `history.columns()`.
+
+    Returns:
+      Named tuples and dataclasses as dictionaries, arrays and other sequences as lists.
+      JSON has no NaN and no infinities: they become the strings `"NaN"`, `"Infinity"` and
+      `"-Infinity"`, which `float` turns back into numbers. No number is rounded.
+
+    Raises:
+      TypeError: if it holds something that is not a number, a string or a container.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import diagnostics
+      >>> counts = diagnostics.leaf_counts({"w": jnp.array([1.0, jnp.nan])})
+      >>> diagnostics.to_json(diagnostics.table(counts))["rows"][0]["nan"]
+      1
+      >>> diagnostics.to_json(jnp.array([1.0, -jnp.inf]))
+      [1.0, '-Infinity']
+    """
+    if hasattr(result, "_asdict"):
+        result = result._asdict()
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        result = {each.name: getattr(result, each.name) for each in dataclasses.fields(result)}
+    if isinstance(result, Mapping):
+        return {str(key): to_json(value) for key, value in result.items()}
+    if isinstance(result, (np.ndarray, np.generic, jax.Array)):
+        result = np.asarray(result).tolist()
+    if isinstance(result, (list, tuple)):
+        return [to_json(value) for value in result]
+    if isinstance(result, float) and not math.isfinite(result):
+        return "NaN" if math.isnan(result) else "Infinity" if result > 0 else "-Infinity"
+    if result is None or isinstance(result, (bool, int, float, str)):
+        return result
+    raise TypeError(
+        f"`to_json(result=...)` got a {type(result).__name__}. Pass what `jaxscale.diagnostics` "
+        "returns, or numbers, strings, lists and dictionaries."
+    )

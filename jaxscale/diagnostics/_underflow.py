@@ -1,4 +1,8 @@
-"""What smaller formats would lose of each layer."""
+"""What smaller formats would lose of each layer.
+
+`underflow` sums the histograms of a layer's leaves and asks each format what it loses of them.
+`plot_underflow` draws the result.
+"""
 
 from typing import Any, NamedTuple
 
@@ -16,8 +20,8 @@ class Underflow(NamedTuple):
     """What `underflow` found; `print` it, or draw it with `plot_underflow`.
 
     Attributes:
-      layers: for each layer, under its path and in the order of the leaves, what
-        `shares` returns.
+      layers: what `shares` returns for each layer, under its path, in the order of the
+        leaves.
       loss_scale: the loss scale that the formats are judged at.
 
     Example:
@@ -38,9 +42,9 @@ class Underflow(NamedTuple):
         return f"{self.title}\n{aligned([('', *FORMATS), *self.rows()])}"
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns, for each layer, its name and what is lost, a dash where it has no numbers.
+        """Returns the name of each layer and what each format loses of it.
 
-        Such are layers whose gradients are all zero, inf or NaN.
+        A dash stands for a layer whose gradients are all zero, inf or NaN.
         """
         return [
             (layer, *(percent(shares[name].lost) if any(shares[name]) else "-" for name in FORMATS))
@@ -49,7 +53,7 @@ class Underflow(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What the numbers are."""
+        """What the numbers mean, as a heading."""
         what = "share of the nonzero gradients that becomes 0, inf or NaN"
         return f"{what} at loss scale {power(self.loss_scale)}"
 
@@ -62,15 +66,16 @@ def underflow(histograms: Any, *, loss_scale: float = 1.0, depth: int | None = N
     Args:
       histograms: what `leaf_histograms` returned.
       loss_scale: a power of two.
-      depth: how many keys of a leaf's path make a layer: with 2, `params/Dense_0/kernel`
-        and `params/Dense_0/bias` count as one. `None` keeps each leaf apart.
+      depth: how many keys of a leaf's path make a layer. With 2, `params/Dense_0/kernel`
+        and `params/Dense_0/bias` are one layer. With `None`, each leaf is a layer.
 
     Returns:
       An `Underflow`.
 
     Raises:
       TypeError: if `histograms` holds something else, or is still traced.
-      ValueError: if it is empty, `loss_scale` is no power of two, or `depth` below 1.
+      ValueError: if `histograms` is empty, `loss_scale` is not a power of two, or `depth` is
+        below 1.
 
     Example:
       >>> import jax.numpy as jnp

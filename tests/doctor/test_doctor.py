@@ -1,4 +1,4 @@
-"""The command: what it finds, what it writes where, and what it says of bad use."""
+"""The command: what it finds, what it writes where, and what it says about bad use."""
 
 import base64
 import functools
@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from jaxscale import _doctor
+from jaxscale._doctor import cli
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -25,7 +25,7 @@ W = {"w": jnp.array([1.0, 2.0]), "unused": jnp.ones(2), "count": jnp.arange(2)}
 X = {"x": jnp.array([1.0, 3.0]), "name": "a batch"}
 
 def half(scale=1.0, after=1.0):
-    """A loss of x * w in float16, of which the product or its gradient is too large or small."""
+    """A loss of x * w in float16, whose product or gradient is too large or too small."""
     def loss_fn(params, batch):
         y = (batch["x"] * params["w"]).astype(jnp.float16)
         y = y * jnp.float16(scale) * jnp.float16(scale)  # the line
@@ -51,12 +51,12 @@ def wide():
 def bad_batch():
     return half()[0], W, X | {"x": jnp.array([1.0, jnp.nan])}
 
-def on_the_way():  # each number of the batch sends back less than float16 holds, their sum does not
+def on_the_way():  # the gradient of each number is less than float16 holds, but their sum is not
     def loss_fn(params, x):
         return jnp.sum((x @ params["w"].astype(jnp.float16)).astype(jnp.float32)) * 2.0**-30
     return loss_fn, {"w": jnp.ones(2)}, jnp.full((2**12, 2), 100, jnp.float16)
 
-def sure():  # a softmax that flushes nearly all of its numbers to zero, which is as it should be
+def sure():  # a softmax that flushes nearly all of its numbers to zero, as it should
     def loss_fn(params, batch):
         weights = jax.nn.softmax(params["logits"].astype(jnp.float16))  # the softmax
         return jnp.sum((weights * params["values"].astype(jnp.float16)).astype(jnp.float32))
@@ -68,7 +68,7 @@ def small():  # the cube in a GELU of small numbers becomes zero, and does not m
         return jnp.sum((x + x * x * x).astype(jnp.float32))  # a cube
     return loss_fn, {"w": jnp.full(9, 2.0**-9)}, None
 
-def masked(hidden=-jnp.inf):  # an additive mask in the batch, of infinities on purpose
+def masked(hidden=-jnp.inf):  # an additive mask in the batch, with infinities on purpose
     def loss_fn(params, mask):
         return jnp.mean(jax.nn.softmax(params["w"].astype(jnp.float16) + mask).astype(jnp.float32)[:1])
     return loss_fn, {"w": jnp.ones(3)}, jnp.array([0.0, 0.0, hidden], jnp.float16)
@@ -86,11 +86,11 @@ def pair(bad=0.0):
 def bad_pair():
     return pair(1.0)
 
-def module():  # as in Equinox: a function is a leaf of it, and it has a counter
+def module():  # as in Equinox: a function and a counter are leaves of it
     loss_fn, params, batch = half()
     return (lambda params, batch: params["act"](loss_fn(params, batch))), params | {"act": jnp.tanh}, batch
 
-def odd():  # leaves that are not arrays, and have a dtype
+def odd():  # leaves that have a dtype but are not arrays
     import flax.linen as nn
     import numpy as np
     loss_fn, params, batch = half()
@@ -101,13 +101,13 @@ def odd():  # leaves that are not arrays, and have a dtype
 def disconnected():
     return (lambda params, batch: jnp.sum(batch["x"]) + 0 * params["w"][0]), W, X
 
-def no_scale_fits():  # finite, and its gradient at 0 is not
+def no_scale_fits():  # the loss is finite, but its gradient at 0 is not
     return (lambda params, batch: jnp.sum(jnp.sqrt(params["w"] * 0).astype(jnp.float16) * 1.0).astype(jnp.float32)), W, X
 '''
 
 
 class Page(html.parser.HTMLParser):
-    """The elements of a page: their tags and attributes, and its text."""
+    """A page as its elements, with tags and attributes, and its text."""
 
     def __init__(self, text):
         super().__init__()
@@ -133,7 +133,7 @@ def models(tmp_path, monkeypatch):
 
 
 def run(capsys, target, *options):
-    status = _doctor.main(["doctor", str(target), *options])
+    status = cli.main(["doctor", str(target), *options])
     written = capsys.readouterr()
     return status, written.out, written.err
 
@@ -161,7 +161,7 @@ CASES = {
     ),
     "tiny at 1": (["--loss-scale", "1"], 1, ["It needs a loss scale: without one 100%"], ["Nothing"]),
     "tiny at 8": (["--loss-scale", "8"], 1, ["Loss scale 2**3 is too low: there"], ["Nothing"]),
-    "tiny at 2**20": (["--loss-scale", str(2**20)], 0, ["Loss scale 2**20 will do", "to the last bit"], []),
+    "tiny at 2**20": (["--loss-scale", str(2**20)], 0, ["Loss scale 2**20 is high enough", "to the last bit"], []),
     "fine at 2**20": (
         ["--loss-scale", str(2**20)], 1,
         ["1 of 2 gradients holds inf or NaN, at loss scale 2**20", "Loss scale 2**16 is the largest",
@@ -171,7 +171,7 @@ CASES = {
     "on_the_way": ([], 0, ["it needs one", "without one 100% of the nonzero gradients become 0"], ["problem"]),
     "sure": ([], 0, ["Nothing is wrong.", "99.9% of the nonzero values become 0", "the softmax"], ["problem"]),
     "small": ([], 0, ["Nothing is wrong.", "100% of the nonzero values become 0", "# a cube"], ["problem"]),
-    "masked": ([], 0, ["Nothing is wrong.", "inf or NaN in batch, but none in the loss"], ["problem"]),
+    "masked": ([], 0, ["Nothing is wrong.", "inf or NaN in batch, but none in the loss or the gradients"], ["problem"]),
     "epsilon": (
         [], 1, ["1 problem", f"It begins at doctored.py:{line('# divides')}", "`div`, in the forward pass", "1e-8 is 0"], []
     ),
@@ -184,7 +184,7 @@ CASES = {
         [], 0, ["Nothing is wrong.", "without a loss scale.", "float32, and needs no loss scale"], ["float16"]
     ),
     "bad_batch": (
-        [], 1, ["1 problem", "inf or NaN in batch['x'], before anything is computed", "The loss is nan"], ["Nothing"]
+        [], 1, ["1 problem", "inf or NaN in batch['x'], before anything is computed", "The loss is NaN"], ["Nothing"]
     ),
     "no_scale_fits": ([], 1, ["The loss is finite, 0, but", "even without a loss scale"], ["Nothing"]),
 }  # fmt: skip
@@ -273,7 +273,7 @@ def test_the_example_and_its_fix(models, capsys):
     assert f"doctor.py:{number}." in flowing
     assert "6 of 7 gradients hold inf or NaN, even without a loss scale" in flowing
     assert "worst first: down, embed" in flowing
-    assert "float16 does not hold, and float32 would" in flowing
+    assert "float16 cannot hold these numbers, but float32 could" in flowing
     assert "-1e4 instead of -1e9" in flowing
     status, out, _ = run(capsys, f"{EXAMPLE}:fixed")
     assert status == 0, out
@@ -282,11 +282,11 @@ def test_the_example_and_its_fix(models, capsys):
 
 BAD_USE = {
     # name: (target, a file to write, what is said)
-    "no colon": ("doctored", None, "must be module:function or path/to/file.py:function, got"),
-    "no file": ("nowhere.py:f", None, "There is no file nowhere.py."),
+    "no colon": ("doctored", None, "The target must be module:function or path/to/file.py:function, got"),
+    "no file": ("nowhere.py:f", None, "The file nowhere.py does not exist."),
     "no module": ("nowhere.at.all:f", None, "There is no module nowhere"),
     "no function": ("doctored:typo", None, "no function `typo` in doctored; it has half, fine"),
-    "no function but a value": ("doctored:W", None, "`W` in doctored is no function, but `dict`"),
+    "no function but a value": ("doctored:W", None, "`W` in doctored is not a function, but `dict`"),
     "does not parse": ("f.py:f", "def f(:", "f.py does not import: SyntaxError"),
     "does not import": ("f.py:f", "import nowhere", "f.py does not import: ModuleNotFoundError"),
     "exits": ("f.py:f", "raise SystemExit(3)", "f.py does not import: SystemExit: 3"),
@@ -294,7 +294,7 @@ BAD_USE = {
     "fails": ("f.py:f", "def f():\n    return 1 / 0", "`f()` failed: ZeroDivisionError: division by"),
     "returns one value": ("f.py:f", "def f(): return 3", "`f()` returned `int`. It must return (loss"),
     "returns a pair": ("f.py:f", "def f(): return 3, 4", "`f()` returned 2 values. It must return"),
-    "no loss": ("f.py:f", "def f(): return None, 1.0, 2", "returned `NoneType` in the place of the loss"),
+    "no loss": ("f.py:f", "def f(): return None, 1.0, 2", "returned `NoneType` instead of a loss function"),
     "empty tree": ("f.py:f", "def f(): return len, {}, 2", "without any floating array: an empty tree"),
     "integers": (
         "f.py:f",
@@ -352,7 +352,7 @@ def test_bad_use_is_told_in_a_sentence(name, models, capsys):
     assert says in err
 
 
-def test_a_traceback_for_who_asks(models, capsys):
+def test_a_traceback_if_asked_for(models, capsys):
     pathlib.Path("f.py").write_text("def f():\n    return 1 / 0")
     status, out, err = run(capsys, "f.py:f", "--traceback")
     assert (status, out) == (2, "")

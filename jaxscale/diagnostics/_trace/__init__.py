@@ -1,1 +1,1 @@
-"""Where numbers die in a program, operation by operation."""
+"""Where numbers get lost in a program, operation by operation: see `../README.md`."""

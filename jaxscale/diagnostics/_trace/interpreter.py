@@ -1,4 +1,10 @@
-"""A jaxpr run equation by equation, in the loops and calls inside of it too."""
+"""A jaxpr run equation by equation, including those in its loops and calls.
+
+The interpreter evaluates each equation that something needs (see `jaxpr`) on its actual
+inputs, and shows it to a `watch` function. Calls, `cond`, `while` and `scan` are opened, so that
+`watch` only sees equations that hold no others. With each value it carries whether the value
+depends on the loss scale, and where its inf and NaN come from.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +19,7 @@ from .numbers import evaluate
 
 
 class Value(NamedTuple):
-    """A value, whether it depends on the loss scale, and where its inf and NaN are from."""
+    """A value, whether it depends on the loss scale, and where its inf and NaN come from."""
 
     array: Any
     scaled: bool = False
@@ -21,7 +27,7 @@ class Value(NamedTuple):
 
 
 class Cell:
-    """What a ref holds at the moment. All equations that are given the ref share it."""
+    """What a ref holds at the moment. All equations that take the ref share one cell."""
 
     def __init__(self, value: Value) -> None:
         self.value = value
@@ -32,11 +38,11 @@ class Visit(NamedTuple):
 
     Attributes:
       eqn: the equation.
-      inputs: the values that went in; for a ref that which it held.
-      outputs: the arrays that came out, and then what the refs hold now.
+      inputs: its input values. For a ref, the value that it held.
+      outputs: its output arrays, followed by what its refs hold now.
       around: the equations that hold it, outermost first.
-      iteration: at what index each loop around it was; for a scan that of the slice, also
-        where it runs in reverse.
+      iteration: the index of each loop around it. For a scan it is the index of the slice,
+        also if the scan runs in reverse.
       need: what it is needed for, as bits.
     """
 
@@ -48,23 +54,23 @@ class Visit(NamedTuple):
     need: int
 
 
-# Says where the inf and NaN of each output are from.
+# Returns where the inf and NaN of each output come from.
 Watch = Callable[[Visit], Sequence[frozenset[Any]]]
 
-# Stands for values that nothing needs: their equations are not run.
+# Stands for a value that nothing needs. The equations that compute it are not run.
 _UNUSED = Value(None)
 
 
 class Interpreter:
     """Evaluates jaxprs, and shows each equation to `watch`.
 
-    What else evaluates an equation, such as `in_float32`, can be passed.
+    Pass another `evaluate`, such as `in_float32`, to compute the equations differently.
     """
 
     def __init__(self, watch: Watch, evaluate: Callable[..., Any] = evaluate) -> None:
         self._watch, self._evaluate = watch, evaluate
         self._analysis = Analysis()
-        self._cells: dict[int, Cell] = {}  # of refs from outside, which stay as they are
+        self._cells: dict[int, Cell] = {}  # of refs from outside: these are not changed
 
     def run(
         self,
@@ -81,7 +87,7 @@ class Interpreter:
           inputs: a value for each of its inputs, or the cell of a ref.
           needs: what each of its results is needed for, as bits.
           around: the equations that hold this jaxpr.
-          iteration: at what index each loop around it is.
+          iteration: the index of each loop around it.
         """
         jaxpr = closed.jaxpr
         values: dict[Any, Any] = {
@@ -218,7 +224,7 @@ def _slice(value: Any, index: int) -> Any:
         return Cell(_slice(value.value, index))
     if value is _UNUSED:
         return value
-    # By NumPy where it can: JAX would compile a program for each shape.
+    # NumPy slices what it can: JAX would compile a program for each shape.
     array = value.array if _is_extended(value.array) else np.asarray(value.array)
     return value._replace(array=jnp.asarray(array[index]))
 

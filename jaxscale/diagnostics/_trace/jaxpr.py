@@ -1,9 +1,9 @@
 """Which equations hold other equations, and what each equation is needed for.
 
 Nothing here looks at values. The jaxpr of `value_and_grad` has the equations of both
-passes in one list, and some that nobody needs. What the loss needs is the forward pass;
-what only the gradients need is the backward pass, with what `remat` computes again and
-the derivatives that JAX computes ahead of time.
+passes in one list, and some that no output needs. The equations that the loss needs are the
+forward pass. Those that only the gradients need are the backward pass: it includes what
+`remat` computes again, and the derivatives that JAX computes ahead of time.
 """
 
 import collections
@@ -21,7 +21,7 @@ FORWARD, BACKWARD, EFFECT = 1, 2, 4
 # The needs of several values or results, in their order.
 Needs = tuple[int, ...]
 
-# Primitives that call one jaxpr with their own inputs, under their names in any version.
+# Primitives that call one jaxpr with their own inputs, under their names in any version of JAX.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"} | {
     "custom_jvp_call",
     "custom_vjp_call",
@@ -42,7 +42,7 @@ def callee(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def is_ref(atom: Any) -> bool:
-    """Returns whether a variable is a mutable array, such as `jax.new_ref` makes."""
+    """Returns whether a variable is a ref, a mutable array such as `jax.new_ref` makes."""
     return hasattr(atom.aval, "inner_aval")
 
 
@@ -52,24 +52,29 @@ def results(of: Jaxpr | JaxprEqn) -> list[Any]:
 
 
 class Analysis:
-    """What the equations of jaxprs are needed for, remembered for a jaxpr met again."""
+    """What the equations of jaxprs are needed for. It remembers jaxprs it has analysed."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Jaxpr, Needs], tuple[list[Needs], Needs]] = {}
 
     def outputs(self, jaxpr: Jaxpr, needs: Needs) -> list[Needs]:
-        """Returns for each equation what its results are needed for, given the jaxpr's own."""
+        """Returns what the results of each equation are needed for.
+
+        Args:
+          jaxpr: the jaxpr that holds the equations.
+          needs: what each result of the jaxpr is needed for.
+        """
         return self._analyse(jaxpr, needs)[0]
 
     def inputs(self, jaxpr: Jaxpr, needs: Needs) -> Needs:
-        """Returns what the inputs of a jaxpr are needed for, given its results."""
+        """Returns what the inputs of a jaxpr are needed for, given the needs of its results."""
         return self._analyse(jaxpr, needs)[1]
 
     def scanned(self, eqn: JaxprEqn, needs: Needs) -> Needs:
         """Returns what the results of the body of a `scan` are needed for."""
         body, consts, size = (eqn.params[k] for k in ("jaxpr", "num_consts", "num_carry"))
         while True:
-            # A carry or a ref is also needed for what the next iteration makes of it.
+            # A carry or a ref is also needed for what the next iteration computes from it.
             inputs = self.inputs(body.jaxpr, needs)
             carry, stacked = inputs[consts : consts + size], (0,) * (len(eqn.outvars) - size)
             refs = itertools.compress(inputs, map(is_ref, body.jaxpr.invars))
@@ -91,7 +96,7 @@ class Analysis:
 
             need_for(results(jaxpr), needs)
             for eqn in reversed(jaxpr.eqns):
-                # What is written to a ref is needed for what it is read for from then on.
+                # A value written to a ref is needed for all that later reads of the ref are.
                 outputs.append(tuple(found[var] for var in results(eqn)))
                 need_for(eqn.invars, self._of_inputs(eqn, outputs[-1]))
             self._known[key] = outputs[::-1], tuple(found[var] for var in jaxpr.invars)
@@ -113,10 +118,10 @@ class Analysis:
                 every,
                 *(functools.reduce(operator.or_, of) for of in zip(*branches, strict=True)),
             )
-        # What a `while` carries decides how often it runs, so that all of it is needed alike.
+        # The carry of a `while` decides how often it runs, so all inputs are needed alike.
         return (every,) * len(eqn.invars)
 
 
 def union(eqn: JaxprEqn, needs: Needs) -> int:
-    """Returns what an equation as a whole is needed for, given its results."""
+    """Returns what an equation as a whole is needed for, given the needs of its results."""
     return functools.reduce(operator.or_, needs, EFFECT if eqn.effects else 0)

@@ -1,7 +1,9 @@
 """What one equation did to its numbers: whether it made an inf or a NaN, and what it lost.
 
-Everything is judged from the actual inputs of that one equation, so that a value is lost
-where it is lost, and not again in each equation after it.
+Each equation is judged by its own inputs. A value that was lost earlier is a zero here, in
+float32 too, so it counts once, where it was lost. `birth` runs the equation again without the
+inf and NaN among its inputs, to see which of those in its outputs it makes itself.
+`lost_values` runs it again in float32, to see which zeros and subnormal numbers should not be.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +17,11 @@ from jax.extend.core import JaxprEqn
 
 from .jaxpr import is_ref, results
 
-# What runs on refs outside of `jit`, under its name in any version.
+# Primitives that take refs outside of `jit`, under their names in any version of JAX.
 _ON_REFS = {"new_ref", "mutable_array", "get", "swap", "addupdate", "freeze", "free_ref"}
 
-# In the range below the smallest normal number these give an exact result or a copy: a sum
-# of floating-point numbers is a multiple of the smallest subnormal, however small it is.
+# These give an exact result or a copy if it is below the smallest normal number: a sum of
+# floating-point numbers is a multiple of the smallest subnormal, so a tiny one is not rounded.
 _NEVER_LOSE = {
     *("add", "add_any", "sub", "neg", "abs", "max", "min", "select_n", "clamp", "copy", "iota"),
     *("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "pad"),
@@ -35,7 +37,7 @@ _CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 
 def _scatter(function: Callable[..., Any]) -> Callable[..., Any]:
     def scatter(*inputs: Any, update_jaxpr: Any, update_consts: Any, **params: Any) -> Any:
-        # Which are for the dtype of before, and made again.
+        # These two are made for the narrow dtype. The function makes its own.
         del update_jaxpr, update_consts
         return function(*inputs, **params)
 
@@ -49,12 +51,12 @@ _SCATTERS = {
 }
 
 
-# Under its name in older versions of JAX, too.
+# Older versions of JAX call it `mutable_array`.
 _new_ref: Any = getattr(jax, "new_ref", None) or getattr(jax.experimental, "mutable_array", None)
 
 
 class IncomparableError(Exception):
-    """An equation that cannot be computed in float32, such as a kernel for one dtype."""
+    """Raised for an equation that float32 cannot replace, such as a kernel for one dtype."""
 
 
 class Birth(NamedTuple):
@@ -86,7 +88,7 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None
     A ref is given and returned as the array that it holds: the equation works on a copy.
     """
     bound: Any = eqn.primitive.get_bind_params(eqn.params if params is None else params)
-    # In older versions of JAX a pair of functions and parameters.
+    # In older versions of JAX it is a pair of functions and parameters.
     functions, bound = bound if isinstance(bound, tuple) else ((), bound)
 
     def bind(*inputs: Any) -> list[Any]:
@@ -104,11 +106,11 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None
 
     if eqn.primitive.name in _ON_REFS or not any(map(is_ref, results(eqn))):
         return bind(*inputs)
-    return jax.jit(bind)(*inputs)  # others, such as a `shard_map`, take refs in `jit` alone
+    return jax.jit(bind)(*inputs)  # others, such as a `shard_map`, take refs only in `jit`
 
 
 def nonfinite_mask(value: Any) -> np.ndarray:
-    """Returns where a value is inf or NaN: nowhere, unless it is of an inexact dtype."""
+    """Returns where a value is inf or NaN: nowhere, unless it is floating-point or complex."""
     if not _is(value, jnp.inexact):
         return np.zeros(np.shape(value), bool)
     return ~np.isfinite(np.asarray(value))
@@ -117,27 +119,27 @@ def nonfinite_mask(value: Any) -> np.ndarray:
 def birth(
     eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any], *, explained: bool
 ) -> Birth | None:
-    """Returns the first inf or NaN that an equation made itself, if it did.
+    """Returns the first output in which an equation made inf or NaN itself, or `None`.
 
     Args:
       eqn: an equation.
       inputs: its actual inputs.
-      outputs: what it made of them.
-      explained: whether an inf or NaN among the inputs was made by an equation before, and
-        not put there by the user.
+      outputs: its outputs on these inputs.
+      explained: whether an earlier equation made an inf or NaN among the inputs, so that not
+        all of them were put there by the user.
     """
     bad = [nonfinite_mask(output) for output in outputs]
     if not any(mask.any() for mask in bad):
         return None
     fresh, cause = bad, None
     if any(nonfinite_mask(value).any() for value in inputs):
-        # What stays non-finite without the non-finite inputs is not their doing.
+        # An output that stays inf or NaN when these inputs are replaced was made here.
         repaired = [_repaired(value) for value in inputs]
         fresh = [a & nonfinite_mask(b) for a, b in zip(bad, evaluate(eqn, repaired), strict=True)]
         if not explained and not any(mask.any() for mask in fresh):
             if any(_is_nan(value).any() for value in inputs):
                 return None
-            # Infinities on purpose, such as a mask of -inf, and a row that has nothing else.
+            # Infinities put there on purpose, such as a mask of -inf, and a row of nothing else.
             fresh, cause = [_is_nan(output) for output in outputs], "infinities"
         inputs = repaired if cause is None else inputs
     for output, mask in enumerate(fresh):
@@ -159,12 +161,12 @@ def lost_values(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) ->
     """Returns what an equation lost in the output that lost most, or `None`.
 
     A value is lost if the equation gives zero or a subnormal number in the dtype of its
-    output, and the same equation on the same inputs gives another number in float32. A
-    zero of a mask, a ReLU or a padding is zero in float32 too. A subnormal number that is
-    exact counts if no input was subnormal: only then did it become so here.
+    output, and the same equation on the same inputs gives another number in float32. The
+    zeros of a mask, a ReLU or a padding are zeros in float32 too. An exact subnormal number
+    counts only if no input was subnormal: otherwise it may have been subnormal before.
 
     Raises:
-      IncomparableError: if there may be something lost, and no telling.
+      IncomparableError: if values may be lost, but the equation cannot be run in float32.
     """
     if eqn.primitive.name in _NEVER_LOSE:
         return None
@@ -194,7 +196,7 @@ def _share_of_sum(numbers: np.ndarray, mask: np.ndarray) -> float:
 
 
 def _noise(eqn: JaxprEqn, inputs: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
-    """Returns what of a sum of products in float32 is rounding, where all of it cancels."""
+    """Returns how much of a float32 sum of products may be rounding, if its terms cancel."""
     if eqn.primitive.name not in _CONTRACTIONS:
         return np.zeros(shape)
     magnitudes = in_float32(eqn, [jnp.abs(value) for value in inputs])
@@ -205,7 +207,7 @@ def in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Returns the outputs of an equation computed in float32.
 
     Raises:
-      IncomparableError: if there is no such thing.
+      IncomparableError: if the equation cannot be computed in float32.
     """
     params = {
         name: np.dtype(np.float32) if _is_narrow(value) else value
@@ -226,7 +228,7 @@ def in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _repaired(value: Any) -> Any:
-    # One half is in the domain of nearly every function, and no product of it overflows.
+    # One half is in the domain of nearly every function, and a product with it cannot overflow.
     bad = nonfinite_mask(value)
     return jnp.asarray(np.where(bad, np.asarray(0.5, _dtype(value)), value)) if bad.any() else value
 
@@ -267,10 +269,10 @@ def _subnormal(value: Any) -> np.ndarray:
 
 
 def _has_tiny(value: Any) -> bool:
-    """Returns whether a value is of a range smaller than float32's, and at its lower end."""
+    """Returns whether a value has numbers below its normal range, which float32 would hold."""
     if not _is_narrow(_dtype(value)):
         return False
     smallest = _smallest_normal(value)
-    # bfloat16 has the range of float32, which therefore sees no more than it does.
+    # bfloat16 has the range of float32, so a comparison with float32 would show nothing.
     in_range = smallest > float(jnp.finfo(jnp.float32).smallest_normal)
     return in_range and bool((np.abs(_numbers(value)) < smallest).any())

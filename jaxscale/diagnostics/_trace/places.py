@@ -1,4 +1,8 @@
-"""The lines of the user's source that an equation comes from."""
+"""The lines of the user's source that an equation comes from, and the layer it is in.
+
+JAX keeps a traceback with each equation. Frames of JAX, of libraries of layers and of the
+standard library are left out, so that the innermost one left is a line of the model.
+"""
 
 import linecache
 import os
@@ -9,13 +13,13 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-# Packages whose frames are passed over: what called them is the user's model.
+# Packages whose frames are left out: the user's model called them.
 _LIBRARIES = (
     *("jax", "jaxlib", "jaxscale", "flax", "optax", "equinox", "haiku", "keras", "penzai"),
     *("chex", "jmp", "einops", "jaxtyping", "beartype", "typeguard", "numpy"),
 )
-# Where JAX begins to trace a function. What such a function is traced to is kept for later
-# calls: the frames outside of it are those of the first call, wherever that was.
+# The functions in which JAX begins to trace a function. JAX caches the result for later calls,
+# so the frames outside of these are those of the first call, wherever that was.
 _TRACING = {"trace_to_jaxpr_dynamic", "trace_to_jaxpr"}
 
 
@@ -28,7 +32,7 @@ class Line(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The text of the line, or nothing where there is no file."""
+        """The text of the line, or `""` if there is no such file."""
         return linecache.getline(self.file, self.number).strip()
 
     def __str__(self) -> str:
@@ -37,7 +41,7 @@ class Line(NamedTuple):
 
 
 def lines(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> list[Line]:
-    """Returns the user's lines of an equation and of the calls around it, innermost first."""
+    """Returns the user's lines for an equation and the calls around it, innermost first."""
     return [line for inner in (eqn, *reversed(around)) for line in _lines(inner)]
 
 
@@ -69,6 +73,6 @@ def _is_users(file: str, libraries: tuple[str, ...]) -> bool:
 
 
 def _library_folders() -> tuple[str, ...]:
-    # Of what is imported: what is not has no frames.
+    # Only of imported packages: others have no frames.
     modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
     return tuple(os.path.join(path, "") for module in modules for path in module.__path__)

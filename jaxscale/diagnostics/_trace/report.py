@@ -1,12 +1,17 @@
-"""What a trace found: plain Python values, and how they read."""
+"""What a trace found, as plain Python values, and how it prints.
+
+A `TraceReport` holds a `Place` for each equation at which something went wrong: a
+`TracedNonfinite` where an inf or a NaN was made, a `TracedUnderflow` where most nonzero values
+were lost.
+"""
 
 import dataclasses
 from collections.abc import Sequence
 
 from ..._checks import and_more
-from .._text import percent
+from .._text import number, percent
 
-_MOST_PLACES = 5  # of a kind that are printed
+_MOST_PLACES = 5  # of each kind that are printed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,25 +53,25 @@ class Place:
         return details
 
 
-# What it means, and what can be done about it.
+# What each cause means.
 _CAUSES = {
     "range": "beyond {dtype}: float32 would hold it",
     "value": "not finite in float32 either: a division by zero, log(0), or far too large",
-    "infinities": "a NaN of infinities on purpose: a row that is masked throughout?",
+    "infinities": "a NaN made of infinities put there on purpose: is a whole row masked?",
     "given": "the inf or NaN was there before, in a constant or an argument",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedNonfinite(Place):
-    """A place where an inf or a NaN was born.
+    """A place where an inf or a NaN was made.
 
     Attributes:
       primitive: the operation, as JAX calls it.
       dtype: the dtype of its output.
       shape: the shape of its output.
       inputs: dtypes and shapes of its inputs, such as `"float16[8,128]"`.
-      direction: `"forward"` if the loss or the auxiliary output needs it, else
+      direction: `"forward"` if the loss or the auxiliary output needs it, otherwise
         `"backward"`.
       scaled: whether it depends on the loss scale. If not, no other scale can help.
       where: file and line, relative to the working directory, or `""`.
@@ -76,20 +81,20 @@ class TracedNonfinite(Place):
       source: the text of that line.
       called_from: files and lines that called it, innermost first.
       layer: the scopes it is in, as modules of Flax and `jax.named_scope` set them.
-      iteration: the index of each loop around it, outermost first, at the first time. In a
-        scan it is that of the slice, in the backward pass too.
-      times: how many times that happened in this place.
+      iteration: the index of each loop around it, outermost first, when it first happened.
+        In a scan it is the index of the slice, in the backward pass too.
+      times: how many times it happened at this place.
       visits: how many times this equation was run.
-      share: the share of the elements of its output that are inf or NaN by its own doing,
-        the first time.
-      elements: how many those are.
+      share: the share of the elements of its output that it made inf or NaN itself, when it
+        first happened.
+      elements: the number of these elements.
       cause: `"range"`: the inputs are finite, and so is the output in float32.
         `"value"`: the inputs are finite, and the output is not, in float32 either.
-        `"infinities"`: a NaN made of infinities that were there on purpose.
-        `"given"`: an inf or NaN of a constant or an argument got in here.
-      reaches: where the inf or NaN got to: `"loss"`, `"grads['w']"`,
-        `"aux['stats']"`. Empty if it was turned into finite numbers on the way: right
-        for a mask, wrong for a norm.
+        `"infinities"`: a NaN made of infinities that were put there on purpose.
+        `"given"`: an inf or NaN of a constant or an argument is first used here.
+      reaches: the outputs that the inf or NaN got to, such as `"loss"`, `"grads['w']"` or
+        `"aux['stats']"`. Empty if it was turned into finite numbers on the way, which is
+        right for a mask and wrong for a norm.
 
     Example:
       >>> import jax.numpy as jnp
@@ -130,8 +135,9 @@ class TracedUnderflow(Place):
     """A place where most nonzero values became zero or subnormal.
 
     Attributes:
-      primitive: as in `TracedNonfinite`, and so are the others up to `layer`.
-      dtype: the dtype of its output, in which they are zero or subnormal.
+      primitive: the operation, as JAX calls it. The attributes up to `layer` are those of
+        `TracedNonfinite`.
+      dtype: the dtype of its output, in which the values are zero or subnormal.
       shape: the shape of its output.
       inputs: dtypes and shapes of its inputs.
       direction: `"forward"` or `"backward"`.
@@ -142,15 +148,15 @@ class TracedUnderflow(Place):
       source: the text of that line.
       called_from: files and lines that called it.
       layer: the scopes it is in.
-      iteration: the index of each loop around it, at the worst time.
-      times: how many times most values were lost.
+      iteration: the index of each loop around it, on the visit that lost most.
+      times: on how many visits most nonzero values were lost.
       visits: how many times this equation was run.
-      share: the share of the nonzero values that was lost, the worst time.
-      nonzero: how many values are not zero in float32 then.
+      share: the share of the nonzero values that was lost, on the visit that lost most.
+      nonzero: how many values are not zero in float32 on that visit.
       zeros: how many of them became zero.
-      subnormals: how many became subnormal.
-      lost_sum: what share of the sum of all magnitudes those had that became zero. Little
-        if these were only the smallest, as in a softmax that is sure of itself.
+      subnormals: how many of them became subnormal.
+      lost_sum: the share of the sum of all magnitudes that the values that became zero had.
+        It is small if only the smallest values were lost, as in a confident softmax.
 
     Example:
       >>> import jax.numpy as jnp
@@ -180,21 +186,20 @@ class TracedUnderflow(Place):
 class TraceReport:
     """What `trace` found.
 
-    All of it is plain Python values: `to_json` of it is for programs, and
-    `str(report)` for people.
+    It holds plain Python values. `str(report)` is for people, `to_json(report)` for programs.
 
     Attributes:
       loss: the loss.
       loss_scale: the loss scale it was traced with.
-      equations: how many equations were run, each time in a loop counted.
-      nonfinite: where inf and NaN were born, in the order of execution. Places of cause
-        `"given"` come last, and only if nothing else explains what they reach.
-      underflows: where most nonzero values were lost, in the order of execution: the first
-        is the likely cause of those after it.
+      equations: how many equations were run. Each iteration of a loop counts.
+      nonfinite: where inf and NaN were made, in the order of execution. Places of cause
+        `"given"` come last, and only if no other place explains the outputs they reach.
+      underflows: where most nonzero values were lost, in the order of execution. The first
+        place is the likely cause of the others.
       nonfinite_arguments: the arguments that held inf or NaN before anything ran, such as
         `"args[1]['x']"`.
-      nonfinite_outputs: which of the loss, the auxiliary output and the gradients do so.
-      not_compared: primitives that may have lost values, and cannot be run in float32.
+      nonfinite_outputs: which of the loss, the auxiliary output and the gradients hold them.
+      not_compared: primitives that may have lost values but cannot be run in float32.
 
     Example:
       >>> import jax.numpy as jnp
@@ -227,7 +232,8 @@ class TraceReport:
         return bool(self.nonfinite or self.underflows or self.nonfinite_outputs)
 
     def __str__(self) -> str:
-        summary = f"{self.equations} equations, loss {self.loss:g}, loss scale {self.loss_scale:g}"
+        loss, loss_scale = number(self.loss), number(self.loss_scale)
+        summary = f"{self.equations} equations, loss {loss}, loss scale {loss_scale}"
         if not self.found:
             return f"nothing found: {summary}"
         lines = [summary]

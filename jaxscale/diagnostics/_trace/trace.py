@@ -1,4 +1,10 @@
-"""The scaled backward pass, run equation by equation to see where numbers get lost."""
+"""The scaled backward pass, run equation by equation to see where numbers get lost.
+
+`trace` builds the jaxpr of the loss and its scaled gradients, and hands it to the
+`Interpreter`. After each equation the interpreter calls `_Findings.watch`, which asks `numbers`
+whether the equation made an inf or a NaN, or lost small values. `_Findings.report` turns what
+was noted into a `TraceReport`: there `places` finds the lines of the model.
+"""
 
 import collections
 import dataclasses
@@ -10,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ..._leaf import is_inexact
 from ..._scaling import find_scaling
 from ..._state import LossScaleState
 from ..._tree import widen
@@ -35,25 +42,24 @@ def trace(
 ) -> Callable[..., TraceReport]:
     """Returns a function that finds where a backward pass overflows or underflows.
 
-    It runs what `jaxscale.value_and_grad` would, one equation at a time, also those
-    in `jit`, loops, `cond`, `remat` and custom derivatives. It looks at every number,
-    computes again in float32 what may have been lost, and gives the lines of the model
-    where that happened. For the host, outside of `jit`, and for one small batch: every
-    equation is compiled and looked at by itself, which is slow.
+    The function runs the operations of `jaxscale.value_and_grad` one equation at a time,
+    also those in `jit`, loops, `cond`, `remat` and custom derivatives. It looks at every
+    number, computes again in float32 where numbers may have been lost, and gives the lines
+    of the model where that happened. For the host, outside of `jit`, and for one small
+    batch: each equation is compiled and checked by itself, which is slow.
 
     Underflow is looked for in float16 and narrower formats: bfloat16 has the range of
-    float32. What `shard_map`, `pmap` and kernels contain counts as one equation. A ref
-    from outside of `fun` keeps what it holds, as `fun` is run on a copy. A Python number
-    is rounded before anything is run: `x * 1e-9` is `x * 0` in float16, and no equation
-    can tell.
+    float32. A `shard_map`, a `pmap` or a kernel counts as one equation. A ref from outside
+    `fun` keeps what it holds, because `fun` runs on a copy. A Python number is rounded
+    before anything runs: in float16 `x * 1e-9` is `x * 0`, and no equation shows that.
 
     Args:
-      fun: a function that returns a floating scalar, as for
-        `jaxscale.value_and_grad`. Not jitted itself, it is seen either way.
+      fun: a function that returns a floating scalar, as for `jaxscale.value_and_grad`. It
+        may be jitted or not: the trace sees inside either way.
       scaling: a `jaxscale.LossScaleState`, or a tree that holds exactly one. The
         scale in it is the one to trace with.
-      transform: what differentiates, as there. Of several losses, under a `vmap`, the
-        report has the mean.
+      transform: what differentiates, as for `jaxscale.value_and_grad`. Under a `vmap`, which
+        gives several losses, the report has their mean.
       has_aux: whether `fun` returns a pair.
       **kwargs: passed to `transform`: `argnums`, `allow_int` and so on.
 
@@ -61,7 +67,7 @@ def trace(
       A function with the arguments of `fun` that returns a `TraceReport`: print it.
 
     Raises:
-      ValueError: if `scaling` holds no loss scale, or several, or one of several members.
+      ValueError: if `scaling` holds no loss scale, or several, or that of a population.
       TypeError: when called, if the loss is not a floating scalar, if parameters are not
         floating, or inside `jit`.
 
@@ -94,21 +100,23 @@ def trace(
             _check_floating(args, kwargs.get("argnums", 0))
 
         def backward(loss_scale: jax.Array) -> dict[str, Any]:
-            # Not the state itself: that of a `NoOpLossScale` has no cotangent to follow.
+            # Not the state itself: with that of a `NoOpLossScale` no cotangent is scaled, and
+            # there would be none to follow.
             state = LossScaleState(loss_scale, jnp.zeros(()), jnp.zeros(()))
             seeded, one_seed = seeding("trace", fun, state, has_aux)
             differentiated = transform(seeded, has_aux=True, **kwargs)
-            # A copy made inside: modules of Flax NNX insist on it, and may change.
+            # Copied inside the traced function: modules of Flax NNX may only change there.
             copies, copied_kwargs = jax.tree.map(lambda leaf: leaf, (args, fun_kwargs))
             output = differentiated(*copies, **copied_kwargs)
             loss, (aux, seed), grads = with_loss("trace", output)
-            # In float32: the limits that a float32 divisor has are 0 and inf in float16.
+            # In float32: the bounds of the divisor would be 0 and inf in float16, and the trace
+            # would report them.
             grads = unseed(grads, widen(one_seed(seed)))
             return {"loss": loss} | _inexact("aux", aux) | _inexact("grads", grads)
 
-        # The arguments are constants of it, so that whatever is no array stays what it is.
+        # The arguments are constants of the jaxpr, so that a leaf that is not an array is kept.
         closed, shapes = jax.make_jaxpr(backward, return_shape=True)(loss_scale)
-        names = sorted(shapes)  # as a dictionary is flattened
+        names = sorted(shapes)  # in the order in which a dictionary is flattened
         needs = tuple(BACKWARD if name.startswith("grads") else FORWARD for name in names)
         findings = _Findings()
         with jax.debug_nans(False), jax.debug_infs(False):
@@ -130,8 +138,7 @@ def _check(args: Any, kwargs: Any, loss_scale: Any) -> None:
 def _check_floating(args: tuple[Any, ...], argnums: Any) -> None:
     for i in argnums if isinstance(argnums, Sequence) else [argnums]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(args[i : i + 1 or None]):
-            is_number = is_ndarray(leaf) or isinstance(leaf, (float, complex))
-            if not (is_number and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)):
+            if not is_inexact(leaf):
                 raise TypeError(
                     f"`trace(fun)` differentiates floating parameters, got {kind(leaf)} at "
                     f"args[{i}]{jax.tree_util.keystr(path[1:])}. Take it out of the parameters, "
@@ -140,16 +147,16 @@ def _check_floating(args: tuple[Any, ...], argnums: Any) -> None:
 
 
 def _inexact(name: str, tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a tree that are arrays of numbers with a point, by their paths."""
+    """Returns the floating-point and complex arrays of a tree, by their paths."""
     return {
         name + jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if is_ndarray(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        if is_ndarray(leaf) and is_inexact(leaf)
     }
 
 
 class _Findings:
-    """What was seen at each place, which is an equation and the equations that hold it."""
+    """What was seen at each place. A place is an equation and the equations that hold it."""
 
     def __init__(self) -> None:
         self.visits: collections.Counter[Any] = collections.Counter()
@@ -159,10 +166,10 @@ class _Findings:
         self.not_compared: set[str] = set()
 
     def watch(self, visit: Visit) -> list[frozenset[Any]]:
-        """Returns where the inf and NaN of each output are from, and notes what is new."""
+        """Returns where the inf and NaN of each output come from, and notes new ones."""
         place = tuple(map(id, (*visit.around, visit.eqn)))
         self.visits[place] += 1
-        if visit.need == EFFECT:  # what is only printed reaches nothing
+        if visit.need == EFFECT:  # only printed: it reaches no output
             return [frozenset()] * len(visit.outputs)
         self._note_lost(place, visit)
         bad = [nonfinite_mask(output) for output in visit.outputs]
@@ -178,7 +185,7 @@ class _Findings:
         if born is not None:
             self.times["birth", place] += 1
             if place not in self.births or self.births[place][1].cause == "given" != born.cause:
-                self.births.pop(place, None)  # in the order of execution
+                self.births.pop(place, None)  # so that it moves to the end: order of execution
                 self.births[place] = visit, born
             origins |= {place}
         return [origins if mask.any() else frozenset() for mask in bad]
@@ -212,7 +219,8 @@ class _Findings:
             for place, (visit, born) in self.births.items()
         ]
         made = [birth for birth in births if birth.cause != "given"]
-        # What was there on purpose is of interest if a NaN was made of it, or nothing else.
+        # A given inf or NaN is of interest if a NaN was made of infinities, or if no place that
+        # made one explains the outputs.
         explained = any(birth.reaches and birth.cause != "infinities" for birth in made)
         given = [birth for birth in births if birth.cause == "given" and birth.reaches]
         underflows = [
@@ -266,7 +274,7 @@ def _share(visit: Visit, born: Birth) -> float:
 
 
 def _without_repeats(places: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns places without those that `remat` runs again, which lose what they lost."""
+    """Returns places without the repeats that `remat` runs in the backward pass."""
     kept: dict[Any, Any] = {}
     for place in places:
         key = place.primitive, place.dtype, place.shape, place.file, place.line, place.share

@@ -337,7 +337,7 @@ def test_the_report_is_plain_values_that_read_well():
     assert text[0].endswith("equations, loss inf, loss scale 1")
     assert text[1].startswith("first overflow: forward, mul, float16[4], 25.0% of the elements, ")
     assert text[1].endswith(
-        f"test_diagnostics_trace_numbers.py:{line('report')}: "
+        f"test_trace_numbers.py:{line('report')}: "
         "`return jnp.sum((w * 40000).astype(jnp.float32))  # plant: report`"
     )
     assert "float32 would hold it; a lower loss scale cannot help; reaches loss" in text[2]

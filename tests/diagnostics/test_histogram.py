@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tables import assert_same_bits
-from test_diagnostics_leaves import CHECK, LEAVES, MESH, float32_bits, x64
+from test_leaves import CHECK, LEAVES, MESH, float32_bits, x64
 
 from jaxscale import diagnostics
 

@@ -13,7 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from tables import assert_same_bits
 
 import jaxscale
-from jaxscale import _diagnose_history, diagnostics
+from jaxscale import diagnostics
+from jaxscale.diagnostics import _history
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -155,7 +156,7 @@ def test_a_history_is_what_the_metrics_were():
 
 
 def test_a_long_history_is_fetched_in_parts_and_summed_up(monkeypatch):
-    monkeypatch.setattr(_diagnose_history, "_CHUNK", 4)
+    monkeypatch.setattr(_history, "_CHUNK", 4)
     fetched = []
     device_get = jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: fetched.append(len(x)) or device_get(x))
@@ -271,7 +272,7 @@ ERRORS = {
     "population": (
         lambda: diagnostics.History().append(jax.tree.map(lambda x: jnp.stack([x, x]), STATE)),
         ValueError,
-        r"notes scalars, got `loss_scale` of shape \(2,\)",
+        r"takes scalars, got `loss_scale` of shape \(2,\)",
     ),
     "loss is no scalar": (
         lambda: diagnostics.History().append(STATE, loss=PARAMS),

@@ -1,4 +1,4 @@
-"""The largest scale that does not overflow, against trying every one of them."""
+"""The largest scale that does not overflow, against trying every scale."""
 
 import json
 import math
@@ -16,13 +16,13 @@ W = jnp.float16(1.0)
 
 
 def loss_fn(w, batch):
-    """A loss whose gradient with respect to ``w``, in float16, is the product of both."""
+    """A loss whose gradient with respect to `w`, in float16, is the product of both."""
     x, factor = batch
     return (w * x).astype(jnp.float32) * factor
 
 
 def batch(exponent):
-    """One whose gradient is 2**exponent, and whose cotangents are no larger than that."""
+    """A batch with gradient 2**exponent, whose cotangents are no larger than that."""
     return jnp.float16(2.0 ** max(exponent, 0)), jnp.float32(2.0 ** min(exponent, 0))
 
 
@@ -38,7 +38,7 @@ def test_it_is_the_largest_that_does_not_overflow(size):
     assert (found.init_scale, found.batches, found.is_largest) == (2.0**largest, 1, True)
     assert found.overflows_at == (None if largest == 24 else 2.0 ** (largest + 1))
     assert found.passes <= 5
-    # Tried as a training step would, and one power of two further up.
+    # As a training step computes it, and at one power of two more.
     for k, finite in ((largest, True), (largest + 1, fits(size, largest + 1))):
         grads = jaxscale.grad(loss_fn, jaxscale.FixedLossScale(2.0**k).init())(W, batch(size))
         assert jaxscale.all_finite(grads) == finite
@@ -53,7 +53,7 @@ def test_several_batches_are_all_served(seed):
     assert (found.batches, found.is_largest) == (len(sizes), True)
     few = diagnostics.calibrate(loss_fn, W, map(batch, sizes), jit=lambda fun: fun)
     assert few.passes <= 10
-    # With fewer passes it says of how many batches it knows, and is right about those.
+    # With fewer passes it says how many batches it knows of, and is right about those.
     least = min(15 - size for size in sizes[: few.batches])
     assert few.init_scale == 2.0**least if few.is_largest else few.init_scale <= 2.0**least
     assert ("too few" in str(few)) == (not few.is_largest)
@@ -69,7 +69,7 @@ def test_one_program_for_all_passes():
     batches = iter([batch(2), batch(1), batch(4), batch(4), batch(0), batch(1), batch(2), batch(3)])
     found = diagnostics.calibrate(counting, W, batches)
     assert (found.passes, found.batches, len(traces)) == (10, 4, 1)
-    assert len(list(batches)) == 3  # taken only as they are looked at
+    assert len(list(batches)) == 3  # each is taken only when its turn comes
 
 
 def test_a_run_that_starts_with_it_skips_nothing():
@@ -110,7 +110,7 @@ def test_even_the_least_scale_overflows():
 def test_none_overflows():
     found = diagnostics.calibrate(lambda w, x: w * x, jnp.float32(1), [jnp.float32(1)])
     assert (found.init_scale, found.overflows_at, found.is_largest) == (2.0**24, None, True)
-    assert "No loss scale overflows up to 2**24" in str(found)
+    assert "No loss scale up to 2**24, the largest to try, overflows on 1 batch" in str(found)
 
 
 @pytest.mark.parametrize("size", [-14, -3, 0, 4, 15])
@@ -148,7 +148,7 @@ ERRORS = {
         [batch(0), (jnp.float16(jnp.nan), jnp.float32(1))],
         {},
         ValueError,
-        r"the loss on batches\[1\] is nan, whatever the loss scale",
+        r"the loss on batches\[1\] is NaN at any loss scale",
     ),
     "loss is inf": ([(jnp.float16(jnp.inf), 1.0)], {}, ValueError, r"batches\[0\] is inf"),
     "no power": ([batch(0)], {"max_scale": 1e3}, ValueError, r"max_scale.*power of two"),
