@@ -115,9 +115,10 @@ def and_more(items: Sequence[Any], most: int) -> list[str]:
 
 def scalar_bool(call: str, name: str, value: Any) -> jax.Array:
     """Returns `value` as a `bool[]` array, or raises a `TypeError`."""
-    if getattr(value, "dtype", type(value)) not in (bool, jnp.bool_) or jnp.shape(value):
+    is_bool = getattr(value, "dtype", type(value)) in (bool, jnp.bool_)
+    if isinstance(value, type) or not is_bool or jnp.shape(value):
         got = type(value).__name__
-        if hasattr(value, "dtype"):
+        if hasattr(value, "dtype") and not isinstance(value, type):
             got = f"{value.dtype}{list(jnp.shape(value))}"
         raise TypeError(
             f"`{call}({name}=...)` must be a scalar bool, got {got}. "

@@ -296,17 +296,17 @@ def apply_gradients(
     if wrapper is not None:
         trained, state = wrapper.apply(grads, opt_state, trained, **extra_args)
         return joined(trained, rest), cast("_State", state)
-    if isinstance(opt_state, LossScaledState):
-        raise TypeError(
-            "`apply_gradients(tx, grads, opt_state, params)`: `opt_state` is a `LossScaledState`, "
-            "but `tx` is a bare optimizer. Pass the one that `loss_scaled` returned."
-        )
     if isinstance(tx, optax.MultiSteps):  # has `init` and `update`, but is not a transformation
         tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
             "`apply_gradients(tx, ...)`: `tx` must be an `optax.GradientTransformation`, got "
             f"{tx!r}. Call the function that makes it, as in `optax.adamw(1e-3)`."
+        )
+    if isinstance(opt_state, LossScaledState):
+        raise TypeError(
+            "`apply_gradients(tx, grads, opt_state, params)`: `opt_state` is a `LossScaledState`, "
+            "but `tx` is a bare optimizer. Pass the one that `loss_scaled` returned."
         )
     tx = optax.with_extra_args_support(tx)
     updates, state = tx.update(grads, cast("Any", opt_state), trained, **extra_args)

@@ -28,9 +28,10 @@ import jax.numpy as jnp
 import optax
 
 from ._accumulate import MultiStepsState, Window
+from ._leaf import is_array
 from ._policies.base import LossScale
 from ._skip import step_if
-from ._state import LossScaleState, divided_again, is_wrapped, unwrapped
+from ._state import LossScaleState, check_alone, divided_again, is_wrapped, unwrapped
 from ._tree import (
     addable,
     apply_updates,
@@ -298,7 +299,9 @@ def _checked_state(state: Any) -> LossScaledState:
         )
     # An `nnx.Optimizer` keeps each array in a variable, so one field tells for all. Any other
     # state holds only variables that the parameters have, too, and they have to stay.
-    return unwrapped(state) if is_wrapped(state.grads_finite) else state
+    state = unwrapped(state) if is_wrapped(state.grads_finite) else state
+    check_alone("loss_scaled(...).update(state=...)", state.scaling)
+    return state
 
 
 def _check_loss(value: Any) -> None:
@@ -308,6 +311,8 @@ def _check_loss(value: Any) -> None:
     if callable(value):
         name = getattr(value, "__name__", type(value).__name__)
         raise TypeError(f"{given}the function {name}. Pass what it returned.")
+    if not all(map(is_array, jax.tree.leaves(value))):
+        raise TypeError(f"{given}{value!r}.")
     shapes = jax.tree.map(jnp.shape, value)
     if shapes != ():
         raise TypeError(f"{given}{shapes}. With has_aux=True, pass only the loss.")

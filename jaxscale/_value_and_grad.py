@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
+from ._leaf import is_array
 from ._scaling import find_one
 from ._state import UnitLossScaleState, divide, representable
 from ._tree import map_gradients, widen
@@ -263,7 +264,8 @@ def _split(call: str, output: Any, has_aux: bool) -> tuple[jax.Array, Any]:
             )
         output, aux = output
     shape, dtype = getattr(output, "shape", ()), getattr(output, "dtype", type(output))
-    if shape != () or not (dtype is float or jnp.issubdtype(dtype, jnp.floating)):
+    is_floating = dtype is float or jnp.issubdtype(dtype, jnp.floating)
+    if not is_array(output) or shape != () or not is_floating:
         hint = " With an auxiliary output, pass has_aux=True." * isinstance(output, tuple)
         raise TypeError(
             f"`{call}(fun)`: `fun` must return a floating scalar, got "

@@ -140,7 +140,7 @@ MUTATIONS = {
     "integers scaled": ("_leaf", "jnp.issubdtype(dtype_of(leaf), jnp.inexact)", "jnp.issubdtype(dtype_of(leaf), jnp.number)"),
     "signature lost": ("_value_and_grad", "    @functools.wraps(fun)\n    def grad_fun", "    def grad_fun"),
     "keyword arguments lost": ("_value_and_grad", 'with_loss("value_and_grad", differentiated(*args, **kwargs))', 'with_loss("value_and_grad", differentiated(*args))'),
-    "loss of any shape": ("_value_and_grad", "if shape != () or not", "if not"),
+    "loss of any shape": ("_value_and_grad", "shape != () or not is_floating", "not is_floating"),
     # the verdict
     "verdict from a sum": ("_verdict", "return jax.lax.is_finite(widen(part))", "return jax.lax.is_finite(jnp.sum(widen(part)))"),
     "verdict blind to inf": ("_verdict", "return jax.lax.is_finite(widen(part))", "return ~jnp.isnan(widen(part))"),
@@ -369,8 +369,8 @@ MUTATIONS = {
     # types, and what was told too late or not at all
     "types: any string drops": ("_optimizer", 'drop: Literal["micro_batch", "window"] = "micro_batch"', 'drop: str = "micro_batch"'),
     "types: the loss function's arguments lost": ("_value_and_grad", ") -> Callable[_Args, tuple[jax.Array, Any]]: ...", ") -> Callable[..., tuple[jax.Array, Any]]: ..."),
-    "state of a step in variables": ("_step", "return unwrapped(state) if is_wrapped(state.grads_finite) else state", "return state"),
-    "variables of parameters lost": ("_step", "return unwrapped(state) if is_wrapped(state.grads_finite) else state", "return unwrapped(state)"),
+    "state of a step in variables": ("_step", "state = unwrapped(state) if is_wrapped(state.grads_finite) else state", "return state"),
+    "variables of parameters lost": ("_step", "state = unwrapped(state) if is_wrapped(state.grads_finite) else state", "return unwrapped(state)"),
     "state of another scale not told": ("_step", "        _check_scaling_kept(scaling, state.scaling, self.policy)\n", ""),
     "gradients of a window unchecked": ("_accumulate", "        _check_gradients(state.acc_grads, grads)\n", ""),
     "loss function for a loss": ("_step", "    if callable(value):", "    if False:"),

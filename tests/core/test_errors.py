@@ -348,6 +348,33 @@ CASES = {
         TypeError,
         r"inner.*optax\.adam",
     ),
+    "a population without vmap": (
+        lambda: jaxscale.loss_scaled(optax.sgd(0.1)).update(
+            {"w": jnp.ones((4, 2))}, jax.vmap(lambda _: OPT_STATE)(jnp.arange(4)), {"w": W}
+        ),
+        ValueError,
+        r"update\(state=.*shape \(4,\): call it under `jax.vmap`",
+    ),
+    "a text as the loss": (
+        lambda: jaxscale.loss_scaled(optax.sgd(0.1)).update({"w": W}, OPT_STATE, value="1.0"),
+        TypeError,
+        r"value=.*one number, got '1.0'",
+    ),
+    "a type as the loss": (
+        lambda: jaxscale.loss_scaled(optax.sgd(0.1)).update({"w": W}, OPT_STATE, value=np.float32),
+        TypeError,
+        r"value=.*one number, got",
+    ),
+    "a type as a verdict": (
+        lambda: jaxscale.tree_where(np.bool_, W, W),
+        TypeError,
+        r"tree_where\(pred=.*scalar bool, got type",
+    ),
+    "a function that returns a type": (
+        lambda: jaxscale.grad(lambda w: jnp.float32, OPT_STATE)(W),
+        TypeError,
+        r"must return a floating scalar",
+    ),
     "arguments swapped": (
         lambda: jaxscale.apply_gradients(
             jaxscale.loss_scaled(optax.sgd(0.1)), W, {"w": W}, OPT_STATE
