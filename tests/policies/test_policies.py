@@ -82,6 +82,31 @@ def test_a_backoff_never_raises_and_a_growth_never_lowers(policy, finite, scale)
     assert moved >= scale if finite else moved <= scale
 
 
+# With bounds of 4 and 12: the switches, a scale, and what a growth and a backoff make of it.
+AT_BOUNDS = [
+    ({}, 8, 12, 4),
+    ({}, 1, 2, 1),
+    ({}, 64, 64, 32),
+    ({"clip_growth": False}, 8, 8, 4),
+    ({"clamp": "moves"}, 1, 2, 4),
+    ({"clamp": "moves"}, 64, 12, 32),
+    ({"clamp": "moves", "clip_growth": False}, 64, 64, 32),
+    ({"clamp": "steps"}, 1, 4, 4),
+    ({"clamp": "steps"}, 64, 12, 12),
+]
+
+
+@pytest.mark.parametrize(("switches", "scale", "grown", "lowered"), AT_BOUNDS)
+def test_moves_at_the_bounds(switches, scale, grown, lowered):
+    numbers = {"init_scale": 8, "min_scale": 4, "max_scale": 12, "growth_interval": 1}
+    policies = [presets.PresetLossScale(**numbers, **switches)]
+    policies += [] if switches else [jaxscale.DynamicLossScale(**numbers)]
+    for policy in policies:
+        state = policy.init()._replace(loss_scale=jnp.array(scale, jnp.float32))
+        assert policy.adjust(state, True).loss_scale == grown
+        assert policy.adjust(state, False).loss_scale == lowered
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, np.inf, np.nan])
 @pytest.mark.parametrize("finite", [True, False])
 def test_an_unusable_restored_scale_heals(scale, finite):
@@ -150,10 +175,8 @@ def test_policies_are_plain_values():
     assert policy == jaxscale.DynamicLossScale(init_scale=8, growth_interval=3)
     assert hash(policy) == hash(jaxscale.DynamicLossScale(init_scale=8, growth_interval=3))
     assert {type(value) for value in policy.get_config().values()} == {float, int}
-    config = presets.PresetLossScale(
-        init_scale=np.float32(8), growth_delay=np.int64(3)
-    ).get_config()
-    assert {type(value) for value in config.values()} == {float, int, bool, str}
+    preset = presets.PresetLossScale(init_scale=np.float32(8), growth_delay=np.int64(3))
+    assert {type(value) for value in preset.get_config().values()} == {float, int, bool, str}
     assert jax.tree.leaves(policy) == [policy]
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.init_scale = 1.0
