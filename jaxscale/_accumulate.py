@@ -167,8 +167,8 @@ def _check_gradients(acc_grads: Any, grads: Any) -> None:
         if not _is_absent(acc) and _is_absent(grad):
             raise ValueError(
                 "`multi_steps(...).update(updates=...)` needs a gradient for each parameter that "
-                f"`init` was called with, got None at {leaf_name(path)}. Call `init` with the "
-                "parameters that are trained alone, or pass zeros."
+                f"`init` was called with, got None at {leaf_name(path)}. Call `init` with "
+                "only the parameters that are trained, or pass zeros."
             )
 
     jax.tree_util.tree_map_with_path(check, acc_grads, grads, is_leaf=_is_absent)
