@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..diagnostics._pictures import plot_histogram, plot_underflow
-from ..diagnostics._text import power, text_histogram
+from ..diagnostics._text import number, power, text_histogram
 from .exam import Exam
 from .findings import Finding, verdict
 
@@ -82,15 +82,15 @@ def page(exam: Exam, found: Sequence[Finding]) -> tuple[str, bool]:
 
 
 def setting(exam: Exam) -> str:
-    """Returns at which scale, in which formats, and what the loss is."""
+    """Returns the loss, the dtypes of the model, and the scale of the exam, in words."""
     scale = f"at loss scale {power(exam.loss_scale)}, as given"
     if exam.is_auto:
         scale = f"at loss scale {power(exam.loss_scale)}, the largest that does not overflow"
         if exam.fits is None:
             scale = "without a loss scale"
     return (
-        f"The loss is {exam.loss:.4g}. The model computes in {' and '.join(exam.dtypes)}; it was "
-        f"examined on one batch {scale}."
+        f"The loss is {number(exam.loss, 4)}. The model computes in {' and '.join(exam.dtypes)}. "
+        f"It was examined on one batch {scale}."
     )
 
 

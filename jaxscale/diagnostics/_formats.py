@@ -55,9 +55,9 @@ def gradient_leaves(call: str, name: str, tree: Any) -> Any:
     for path, leaf in leaves:
         if jnp.size(leaf) >= 2**31:  # twice as many numbers, if complex
             raise ValueError(
-                f"`{call}({name}=...)` counts up to 2**32 numbers a leaf, got "
+                f"`{call}({name}=...)` counts up to 2**32 numbers in a leaf, got "
                 f"{jnp.size(leaf)} elements at {jax.tree_util.keystr(path) or 'the root'}. "
-                "Pass the leaf in parts."
+                "Pass the leaf in several parts."
             )
     return gradients
 

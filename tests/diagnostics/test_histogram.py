@@ -1,4 +1,4 @@
-"""Exponents and formats against NumPy and really casting; scales against trying them all."""
+"""Exponents and formats against NumPy and real casts; scales against trying every one."""
 
 import json
 import re
@@ -33,8 +33,8 @@ def nonzero(leaf):
 
 
 def really_cast(leaf, dtype, loss_scale):
-    """What becomes of each number: it is cast, and looked at."""
-    # Powers of two keep float32's bits in float64; from float32 on it is one rounding.
+    """What becomes of each number, found by casting it."""
+    # In float64, multiplying by a power of two is exact, so that the cast is the only rounding.
     scaled = nonzero(leaf) * loss_scale
     with np.errstate(all="ignore"):
         x = scaled.astype(np.float32).astype(dtype).astype(np.float64)
@@ -44,7 +44,7 @@ def really_cast(leaf, dtype, loss_scale):
 
 
 def boundaries():
-    """Where a format changes its mind, and the neighbours: of all formats, at scale 1."""
+    """Numbers at which any format rounds differently at scale 1, and their neighbours."""
     values = []
     for dtype in FORMATS:
         info = ml_dtypes.finfo(dtype)
@@ -77,7 +77,7 @@ def test_exponents_are_those_of_numpy(dtype):
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("exponent", [0, 1, 7, 15, 24, 60])
 def test_shares_are_those_of_a_real_cast(dtype, exponent):
-    # At the boundaries of that scale, and all over the range.
+    # At the boundaries of that scale, and over the whole range.
     near = np.ldexp(boundaries().astype(np.float64), -exponent).astype(np.float32)
     leaf = np.concatenate([near, -boundaries(), float32_bits(20_000)])
     found = histogram(leaf)
@@ -87,7 +87,7 @@ def test_shares_are_those_of_a_real_cast(dtype, exponent):
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
 def test_shares_at_scales_below_one(dtype):
-    # Not of bfloat16: NumPy would round its subnormal numbers twice, in float32 too.
+    # Not for bfloat16: NumPy would round its subnormal numbers twice, first to float32.
     near = boundaries()
     leaf = np.concatenate([np.ldexp(near[near < 1e30], 9), float32_bits(20_000)])
     assert counted(histogram(leaf), dtype, 2.0**-9) == really_cast(leaf, dtype, 2.0**-9)
@@ -127,7 +127,7 @@ def test_histograms_add_up():
     assert_same_bits(total, both)
     with pytest.raises(TypeError):
         both + 1
-    # Stacked by `vmap`, they are summed up where they are read.
+    # Histograms stacked by `vmap` are summed when they are read.
     stacked = jax.vmap(diagnostics.histogram)(np.stack(parts))
     assert diagnostics.shares(stacked) == diagnostics.shares(both)
 
@@ -152,7 +152,7 @@ def test_devices_are_summed_up(check):
 
 def test_explicit_meshes():
     if not hasattr(jax.sharding, "auto_axes"):
-        return  # JAX had it elsewhere
+        return  # older versions of JAX have it elsewhere
     types = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((8,), ("data",), axis_types=types, devices=jax.devices("cpu"))
     with jax.set_mesh(mesh):
@@ -185,7 +185,7 @@ def test_layers_are_grouped_by_depth():
 
 
 def by_trying(leaf, dtype, tolerance):
-    """The scales in range, found by casting at each of them."""
+    """The scales in the range, found by casting at every scale."""
     lost = {k: really_cast(leaf, dtype, 2.0**k) for k in range(-60, 61)}
     fits = [k for k in lost if not lost[k][3]]
     most = max(tolerance * len(nonzero(leaf)), min(lost[k][0] for k in fits))

@@ -21,7 +21,7 @@ LEAVES = diagnostics.leaf_histograms(GRADS)
 
 
 def _traced(scale, after):
-    """Two products in float16, of which the second overflows or underflows."""
+    """The trace of two float16 products, the second of which overflows or underflows."""
 
     def fun(w):
         return jnp.sum((w * jnp.float16(scale) * jnp.float16(scale)).astype(jnp.float32)) * after
@@ -43,7 +43,7 @@ def _history():
 
 
 OVERFLOW, UNDERFLOW = _traced(60000, 1.0), _traced(2.0**-11, 1.0)
-# Of each class that is public in `diagnostics`, reports with all kinds of values.
+# For each public class of `diagnostics`, reports with all kinds of values.
 REPORTS = {
     "Calibration": [_calibrated(0), _calibrated(1)],
     "Histogram": [diagnostics.histogram(GRADS), LEAVES],
@@ -64,7 +64,7 @@ REPORTS = {
 
 
 def plain(value):
-    """The values in a report, in dictionaries and lists: of floats the bits, but all NaN as one."""
+    """The values of a report in dictionaries and lists: floats as bits, and all NaN as one."""
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if hasattr(value, "_asdict"):
@@ -81,7 +81,7 @@ def plain(value):
 
 
 def read(value):
-    """What was read of JSON, with the numbers that JSON lacks."""
+    """What was read from JSON, with the numbers that JSON lacks put back."""
     if isinstance(value, dict):
         return {name: read(each) for name, each in value.items()}
     if isinstance(value, list):

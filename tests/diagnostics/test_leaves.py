@@ -1,4 +1,4 @@
-"""Counts a leaf, against NumPy's float64, over every dtype and every way to run."""
+"""The counts of a leaf against NumPy in float64, for every dtype and every way to run."""
 
 import json
 
@@ -26,7 +26,7 @@ def x64():
 
 
 def float32_bits(number, seed=0):
-    """Float32 numbers of random bits: all sizes, subnormal ones too, inf and NaN."""
+    """Float32 numbers with random bits: all sizes, subnormal numbers, inf and NaN."""
     rng = np.random.default_rng(seed)
     bits = rng.integers(0, 2**32, number, np.uint32)
     bits[::5] &= np.uint32(0x807FFFFF)  # subnormal
@@ -36,14 +36,14 @@ def float32_bits(number, seed=0):
 
 
 def around_float16():
-    """Numbers where float16 changes its mind, and their neighbours, at some of the scales."""
+    """Numbers at which float16 rounds differently at some scale, and their neighbours."""
     edges = [2.0**-25, 2.0**-24, 2.0**-14 - 2.0**-25, 2.0**-14, 65504.0, 65520.0, 65536.0]
     values = np.array([e / s for e in edges for s in SCALES], np.float32)
     return np.concatenate([f(values, np.float32(t)) for t in (0, np.inf) for f in (np.nextafter,)])
 
 
 def every(dtype):
-    """Every number that a format of 8 or 16 bits has."""
+    """Every number of a format of 8 or 16 bits."""
     bits = jnp.finfo(dtype).bits
     return np.arange(2**bits, dtype=f"uint{bits}").view(jnp.dtype(dtype))
 
@@ -59,7 +59,7 @@ LEAVES = {
 
 
 def reference(leaf, loss_scale):
-    """The same counts, by really casting to float16."""
+    """The same counts, found by casting to float16."""
     with np.errstate(all="ignore"):
         x = np.asarray(leaf)
         x = np.abs(np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x.astype(np.float64))
@@ -92,7 +92,7 @@ def test_counts_are_those_of_a_real_cast(dtype, loss_scale):
     leaf = LEAVES[dtype]()
     expected = reference(leaf, loss_scale)
     assert row_of(diagnostics.leaf_counts({"w": leaf}, loss_scale=loss_scale)) == expected
-    # In one compiled program, too, where XLA on CPU takes subnormal numbers for zeros.
+    # Also in one compiled program, where XLA on CPU takes subnormal numbers for zeros.
     run = jax.jit(lambda leaf, s: diagnostics.leaf_counts(leaf, loss_scale=s))
     assert row_of(run(leaf, jnp.float32(loss_scale))) == expected
 
@@ -124,7 +124,7 @@ def test_what_is_no_gradient_is_left_out():
     assert rows["empty"].largest == 0
 
 
-# Leaves that are not arrays, and have a dtype.
+# Leaves that have a dtype but are not arrays.
 ODD = {
     "type": jnp.float16,
     "type of NumPy": np.float32,

@@ -32,7 +32,7 @@ STEP = jax.jit(lambda state, grad, loss: TX.update(grad * PARAMS, state, PARAMS,
 
 
 def drawn(figure):
-    """The figure, saved, with every text inside of it and none over another of its axes."""
+    """Saves a figure, with every text inside it and none over another in the same axes."""
     canvas = FigureCanvasAgg(figure)
     canvas.print_png(io.BytesIO())
     renderer = canvas.get_renderer()
@@ -91,7 +91,7 @@ def test_the_histogram_as_text(loss_scale):
     found = histogram(1.5 * np.exp2(np.array(exponents, np.float32)))
     lines = diagnostics.text_histogram(found, loss_scale=loss_scale).splitlines()
     assert max(map(len, lines)) <= 80
-    # Each row says of each format what happens to the numbers of that row.
+    # Each row says what each format makes of its numbers.
     for line, exponent in zip(lines[3:-3], exponents, strict=True):
         one = histogram(np.array(1.5 * 2.0**exponent, np.float32))
         shares = diagnostics.shares(one, loss_scale=loss_scale).values()
@@ -110,7 +110,7 @@ def test_the_histogram_as_text_fits_a_terminal():
     assert max(map(len, lines)) <= 80
     filled = [line for line in lines[3:-3] if "#" in line]
     shares = [float(line.split()[1].strip("<%")) for line in filled]
-    assert 99 < sum(shares) < 101  # those of several powers of two are added up
+    assert 99 < sum(shares) < 101  # a row adds up several powers of two
 
 
 def test_the_underflow_map():
@@ -125,7 +125,7 @@ def test_the_underflow_map():
 
 
 def run(steps, bad=(), nan=()):
-    """A history, and the metrics of each step, read at once."""
+    """A history, and the metrics of each step, fetched at once."""
     history, state, seen = diagnostics.History(), TX.init(PARAMS), []
     for step in range(steps):
         loss = jnp.float32(np.nan if step in nan else 2.0 / (step + 1))
@@ -161,7 +161,7 @@ def test_a_long_history_is_fetched_in_parts_and_summed_up(monkeypatch):
     device_get = jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: fetched.append(len(x)) or device_get(x))
     history, seen = run(47, bad=(0, 20, 21))
-    assert fetched == [4] * 10  # never the youngest
+    assert fetched == [4] * 10  # never the latest
     assert len(history) == 47
     np.testing.assert_array_equal(history.columns()["total_steps"], np.arange(1, 48))
     np.testing.assert_array_equal(history.columns()["loss"], seen["loss"])
@@ -181,7 +181,7 @@ def test_append_does_not_wait_for_the_device():
 
     state = TX.init(PARAMS)
     x = jnp.ones((400, 400))
-    for ready in (True, False):  # the first time all is compiled, and nothing waits the second
+    for ready in (True, False):  # the first run compiles everything; in the second nothing waits
         state = slow(state, x)
         if ready:
             state.total_steps.block_until_ready()
@@ -208,7 +208,7 @@ def test_metrics_of_the_step_itself_and_other_numbers():
     assert str(history).splitlines()[0] == "steps 1 to 2: the loss scale 2**15"
     assert history.columns()["learning_rate"].tolist() == [1.0, 0.5]
     assert len(drawn(history.plot()).axes) == 1
-    # Noted from the middle of a run on: what was skipped before does not count.
+    # Recorded from the middle of a run on: steps skipped before do not count.
     state = TX.init(PARAMS)._replace(total_notfinite=jnp.array(40), total_steps=jnp.array(90))
     history = diagnostics.History()
     for grad in (1.0, jnp.inf):
@@ -239,7 +239,7 @@ def test_layers_without_numbers_are_not_said_to_lose_nothing():
 
 
 def test_the_legend_counts_and_does_not_round():
-    # Of 49 numbers each its own share: these do not add up to 1 in floating point.
+    # 49 equal shares, which do not add up to 1 in floating point.
     grads = 2.0 ** jnp.arange(-7.0, 7.0)[:, None] * jnp.ones((14, 7))
     figure = drawn(diagnostics.plot_histogram(diagnostics.histogram(grads)))
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]

@@ -20,7 +20,7 @@ from jaxscale.diagnostics._trace.jaxpr import FORWARD
 pytestmark = pytest.mark.standard_promotion
 
 HALF = jnp.float16
-DIFFERENTIATED = hasattr(jax, "new_ref")  # refs are, in newer versions of JAX
+DIFFERENTIATED = hasattr(jax, "new_ref")  # newer versions of JAX differentiate refs
 new_ref = jax.new_ref if DIFFERENTIATED else jax.experimental.mutable_array
 
 
@@ -62,7 +62,7 @@ def test_an_overflow_of_the_forward_pass_is_found_at_its_line(model):
     assert first.source.endswith(f"# plant: {model}, overflow")
     assert (first.direction, first.scaled, first.cause) == ("forward", False, "range")
     assert (first.dtype, first.elements) == ("float16", first.share * np.prod(first.shape))
-    # The hyperbolic tangent of inf is 1: what went wrong in the RNN is in finite numbers.
+    # The hyperbolic tangent of inf is 1: in the RNN the inf becomes a finite, wrong number.
     assert ("loss" in first.reaches) == (model != "rnn")
     # The causal mask, of -inf on purpose, is in the loss too, and not to blame.
     assert "given" not in {place.cause for place in report.nonfinite}
@@ -86,7 +86,7 @@ def test_an_underflow_is_found_at_its_line_in_both_passes(model):
     assert {(u.direction, u.scaled) for u in here} == {("forward", False), ("backward", True)}
     assert all(u.share > 0.5 and u.file == planted.__file__ for u in here)
     assert not report.nonfinite
-    # A higher scale helps what flows backward, and nothing else.
+    # A higher scale helps the backward pass, and nothing else.
     scaled = trace_model(model, "underflow", 2.0**15)
     here = [u for u in scaled.underflows if u.line == planted.marked(f"{model}, underflow")]
     assert "forward" in {u.direction for u in here}
@@ -114,7 +114,7 @@ def test_a_row_that_is_masked_throughout_is_found_and_other_masks_are_not():
     assert {place.cause for place in report.nonfinite} == {"infinities", "given"}
 
 
-# One way of each to hold an equation: all of them multiply by a number at a marked line.
+# One function for each way to hold an equation. Each multiplies by a number at a marked line.
 
 
 def _while(x, factor):
@@ -300,7 +300,7 @@ def test_a_custom_backward_rule_is_found_at_the_line_of_the_call():
 
 
 def test_functions_of_the_library_have_the_lines_of_their_own_calls():
-    # What `jnp.where` is traced to is kept, with the line of its first call.
+    # JAX caches the trace of `jnp.where`, with the line of its first call.
     def mask(x, keep):
         x = jnp.where(keep, x, -1e9)  # plant: first call
         return jnp.where(keep, jnp.exp(x), -1e9)  # plant: second call
@@ -339,7 +339,7 @@ def test_what_it_computes_is_what_eager_evaluation_computes(fun, args):
     assert trace(fun, *args, loss_scale=8).loss == float(expected[0])
 
 
-# Programs that run nothing in places or keep something in refs, and what they make of x.
+# Programs with parts that never run, or with refs. Each returns x.
 
 
 def _identity_derivative(fun):
@@ -347,7 +347,7 @@ def _identity_derivative(fun):
 
 
 def _scan_of_nothing(x):
-    # Nothing needs what it stacks, nor what it scans.
+    # Nothing needs what it stacks or scans.
     return jax.lax.scan(lambda c, t: (c * 2, t + c.sum()), x, jnp.zeros((0, 3), HALF))[0]
 
 
@@ -521,7 +521,7 @@ def test_a_ref_has_a_backward_pass():
     assert (first.line, first.direction) == (line("backward of a ref"), "backward")
     assert (first.iteration, first.times, first.visits) == ((2,), 1, 8)
     assert (first.scaled, first.reaches, first.primitive) == (True, ("grads",), "mul")
-    # A sum in a ref overflows as any other.
+    # A sum in a ref overflows like any other.
     first = trace(fun, x * 5000, loss_scale=1).first_nonfinite
     assert (first.line, first.primitive) == (line("sum in a ref"), "addupdate")
     assert (first.direction, first.cause) == ("forward", "range")

@@ -1,4 +1,4 @@
-"""What a trace counts as lost or not finite, what it leaves alone, and how it says so."""
+"""What a trace counts as lost or not finite, what it leaves alone, and how it prints."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from jaxscale import diagnostics
 pytestmark = pytest.mark.standard_promotion
 
 HALF = jnp.float16
-SUBNORMAL = 2.0**-14  # numbers of float16 below this are
+SUBNORMAL = 2.0**-14  # float16 numbers below this are subnormal
 
 
 def scaling(loss_scale=2.0**15):
@@ -34,7 +34,7 @@ def line(name):
 
 @st.composite
 def half_floats(draw):
-    """Numbers of float16 around the lower end of its range, zeros included."""
+    """Float16 numbers around the lower end of its range, zeros included."""
     exponents = draw(st.lists(st.integers(-12, 2), min_size=8, max_size=8))
     digits = draw(st.lists(st.integers(-2047, 2047), min_size=8, max_size=8))
     return (np.ldexp(np.array(digits) / 2048, exponents)).astype(np.float16)
@@ -42,7 +42,7 @@ def half_floats(draw):
 
 @hypothesis.given(half_floats(), half_floats())
 def test_an_underflow_counts_what_numpy_counts(x, y):
-    # The product of two numbers of float16 is exact in float64.
+    # The product of two float16 numbers is exact in float64.
     exact = x.astype(np.float64) * y.astype(np.float64)
     rounded = exact.astype(np.float16)
     tiny = (exact != 0) & (np.abs(exact) < SUBNORMAL)
@@ -241,6 +241,7 @@ def test_what_was_in_the_arguments_is_named():
     first = report.first_nonfinite
     assert (first.line, first.cause) == (line("argument"), "given")
     assert "inf or NaN in the arguments: args[1]['mask'], args[1]['x']" in str(report)
+    assert "equations, loss NaN, loss scale 32768" in str(report)
 
 
 def test_a_mask_of_infinities_in_the_arguments_is_nothing():
@@ -261,7 +262,7 @@ def test_a_scale_of_one_and_none_has_a_backward_pass_too():
 
 
 def test_a_float16_loss_is_unscaled_without_a_trace():
-    # In float16 the limits of a float32 divisor are 0 and inf, which is no business of the model.
+    # In float16 the bounds of a float32 divisor are 0 and inf. That is not the model's doing.
     assert not trace(lambda w: jnp.sum(w), jnp.ones(3, HALF)).found
 
 
@@ -300,7 +301,7 @@ def test_gradients_by_example_are_followed_as_well():
 
     x = jnp.array([[1, 2], [3, 4], [1, 300]], HALF)
     w = jnp.array([1, 2], HALF)
-    report = trace(fun, w, x, transform=by_example, loss_scale=2.0**24)  # which float16 caps
+    report = trace(fun, w, x, transform=by_example, loss_scale=2.0**24)  # float16 caps it
     assert report.loss == (5 + 11 + 601) / 3
     first = report.first_nonfinite
     assert (first.primitive, first.direction, first.share) == ("mul", "backward", 4 / 6)

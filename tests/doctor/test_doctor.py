@@ -184,7 +184,7 @@ CASES = {
         [], 0, ["Nothing is wrong.", "without a loss scale.", "float32, and needs no loss scale"], ["float16"]
     ),
     "bad_batch": (
-        [], 1, ["1 problem", "inf or NaN in batch['x'], before anything is computed", "The loss is NaN"], ["Nothing"]
+        [], 1, ["1 problem", "inf or NaN in batch['x'], before anything is computed", "The loss is NaN"], ["Nothing", "nan"]
     ),
     "no_scale_fits": ([], 1, ["The loss is finite, 0, but", "even without a loss scale"], ["Nothing"]),
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Three small float16 models, each with faults that can be planted at marked lines.
 
-A fault is named by the ``plant`` argument; its line ends in ``# plant: <model>, <fault>``.
+The `plant` argument names a fault, and its line ends in `# plant: <model>, <fault>`.
 """
 
 import pathlib
