@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tables import crossed
 from training import x64
 
 import jaxscale
@@ -51,9 +52,10 @@ def filled(dtype, value=1.0):
     return {name: np.full(shape, value, jnp.dtype(dtype)) for name, shape in SHAPES.items()}
 
 
-@pytest.mark.parametrize("placed", ["one device", "several"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", VERDICTS)
+PLACED = ["one device", "several"]
+
+
+@crossed(("public", "float32", "one device"), name=VERDICTS, dtype=DTYPES, placed=PLACED)
 def test_no_element_of_any_leaf_is_overlooked(name, dtype, placed, request):
     if placed == "one device":
         request.getfixturevalue("one_device")
@@ -68,8 +70,7 @@ def test_no_element_of_any_leaf_is_overlooked(name, dtype, placed, request):
             assert not verdict(tree | {leaf: spoiled}), (leaf, i)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", VERDICTS)
+@crossed(("public", "float32"), name=VERDICTS, dtype=DTYPES)
 def test_no_finite_number_is_too_large(name, dtype, one_device):
     largest = float(jnp.finfo(dtype).max)
     for value in (largest, -largest):

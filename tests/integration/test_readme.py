@@ -57,7 +57,7 @@ def test_readme_has_two_commands():
     commands = block.strip().splitlines()
     assert len(commands) == 2
     assert "examples/quickstart.py" in commands[0]
-    assert commands[1].endswith("pytest")
+    assert commands[1].endswith("pytest -n2")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,7 @@ def test_quickstart_runs_end_to_end(tmp_path):
         assert word in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_has_help(path):
     result = subprocess.run(
