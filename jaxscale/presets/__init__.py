@@ -38,7 +38,7 @@ torch_grad_scaler_two_optimizers           `torch`
 =========================================  ==========================================
 
 The rule is the peer's; its defects are not. What is not reproduced, each seen in its
-traces or in a test of `test_never.py` or `test_user_reports.py`:
+traces or in a test of `test_user_reports.py`:
 
 ===================================  ==================================================
 peer                                 defect, and where it shows
