@@ -71,6 +71,7 @@ def test_example_runs_and_is_short(path):
     assert not jax.config.jax_enable_x64
 
 
+@pytest.mark.slow  # the README's first command
 def test_quickstart_runs_end_to_end(tmp_path):
     # As a user runs it: it sets XLA flags of its own, before JAX is imported.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -48,7 +48,12 @@ PARAMS = {
 
 def rows(table, fast):
     """The rows of a table to parametrize by. All but those named are slow."""
-    return [row if row in fast else pytest.param(row, marks=pytest.mark.slow) for row in table]
+    return [
+        row
+        if row in fast
+        else pytest.param(*(row if isinstance(row, tuple) else [row]), marks=pytest.mark.slow)
+        for row in table
+    ]
 
 
 def crossed(around, **tables):
@@ -61,7 +66,7 @@ def crossed(around, **tables):
     for names in itertools.product(*tables.values()):
         differing = sum(name != center for name, center in zip(names, around, strict=True))
         marks = [pytest.mark.slow] if differing > 1 else []
-        combinations.append(pytest.param(*names, marks=marks, id="-".join(names)))
+        combinations.append(pytest.param(*names, marks=marks, id="-".join(map(str, names))))
     return pytest.mark.parametrize(tuple(tables), combinations)
 
 
@@ -70,7 +75,6 @@ pairs = crossed(("dynamic", "adam"), policy=POLICIES, inner=INNERS)
 policies = pytest.mark.parametrize("policy", POLICIES)
 inners = pytest.mark.parametrize("inner", INNERS)
 bads = pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
-modes = pytest.mark.parametrize("mode", MODES)
 
 
 def gradients(seed, number):
