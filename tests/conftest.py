@@ -15,6 +15,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 # several at once in one program, and it may wait for ever. XLA takes their number from here.
 os.environ.setdefault("NPROC", "128")
 
+import shutil
+import tempfile
+
 import hypothesis
 import jax
 import pytest
@@ -22,11 +25,52 @@ import pytest
 hypothesis.settings.register_profile("jaxscale", deadline=None, max_examples=60, derandomize=True)
 hypothesis.settings.load_profile("jaxscale")
 
+SKIPPED = pytest.StashKey[int]()  # how many slow tests were deselected
+CACHE = pytest.StashKey[str]()  # the folder of programs that were compiled
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
+
 
 def pytest_configure(config):
     config.addinivalue_line(
         "markers", "standard_promotion: dtypes promote as users have it; optax's Adam needs it"
     )
+    config.addinivalue_line("markers", "slow: runs only with --slow")
+    # Most of the time goes into compilation, and many tests compile the same program. What one
+    # has compiled, the others load, in both workers, until this run ends.
+    worker_input = getattr(config, "workerinput", None)
+    config.stash[CACHE] = worker_input["cache"] if worker_input else tempfile.mkdtemp()
+    jax.config.update("jax_compilation_cache_dir", config.stash[CACHE])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["cache"] = node.config.stash[CACHE]
+
+
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(config.stash[CACHE], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.slow:
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    config.stash[SKIPPED] = len(slow)
+    if hasattr(config, "workerinput"):
+        config.workeroutput["skipped"] = len(slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    # Each worker collects all tests, and the terminal is not theirs.
+    node.config.stash[SKIPPED] = getattr(node, "workeroutput", {}).get("skipped", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +84,11 @@ def promotion(request):
         yield
 
 
-def pytest_terminal_summary(terminalreporter):
-    """What of the traces was replayed. Under xdist, too: properties travel with the reports."""
+def pytest_terminal_summary(terminalreporter, config):
+    """How many slow tests were left out, and what of the traces was replayed."""
+    if skipped := config.stash.get(SKIPPED, 0):
+        terminalreporter.line(f"{skipped} slow tests were left out; --slow runs them, too.")
+    # Under xdist, too: properties travel with the reports.
     rows = [
         value
         for reports in terminalreporter.stats.values()

@@ -24,7 +24,6 @@ TESTS = [
     "core/test_state",
     "core/test_state_dict",
     "core/test_tree",
-    "integration/test_never",
     "integration/test_user_reports",
     "core/test_value_and_grad",
     "core/test_errors",

@@ -39,8 +39,7 @@ torch_grad_scaler_two_optimizers           `torch`
 =========================================  ==========================================
 
 A preset has the rule of its library, but not its defects. The following are not
-reproduced; each shows in the traces, or in a test of `test_never.py` or
-`test_user_reports.py`:
+reproduced; each shows in the traces, or in a test of `test_user_reports.py`:
 
 ===================================  ==================================================
 library                              defect, and where it shows

@@ -18,8 +18,9 @@ from tables import (
     assert_same_bits,
     avals,
     counters,
+    crossed,
     gradients,
-    inners,
+    rows,
     run,
     spoiled,
     wide,
@@ -35,8 +36,8 @@ DROPS = ["micro_batch", "window"]
 UNITS = ["optimizer_step", "micro_batch"]
 POLICY = jaxscale.DynamicLossScale(growth_interval=2, init_scale=2.0**10, max_scale=2.0**13)
 
-drops = pytest.mark.parametrize("drop", DROPS)
-units = pytest.mark.parametrize("unit", UNITS)
+# `test_optimizer.py` has all of them.
+some_inners = pytest.mark.parametrize("inner", rows(INNERS, fast=["adamw_clipped", "noisy"]))
 
 
 def windowed(inner, length, policy=POLICY, **options):
@@ -87,9 +88,7 @@ def scanned(length, drop, unit):
     return jax.jit(train)
 
 
-@units
-@drops
-@pytest.mark.parametrize("length", [1, 2, 3, 4])
+@crossed((3, "micro_batch", "optimizer_step"), length=[1, 2, 3, 4], drop=DROPS, unit=UNITS)
 @given(kinds=st.lists(st.sampled_from(["good", "good", "grads", "loss"]), min_size=24, max_size=24))
 def test_it_does_what_the_rule_says(length, drop, unit, kinds):
     numbers = jnp.array([["good", "grads", "loss"].index(kind) for kind in kinds])
@@ -102,8 +101,9 @@ def test_it_does_what_the_rule_says(length, drop, unit, kinds):
     assert (got["total_steps"], got["total_notfinite_loss"]) == (24, kinds.count("loss"))
 
 
-@drops
-@pytest.mark.parametrize("inner", ["adamw_clipped", "noisy", "multi_transform"])
+@crossed(
+    ("adamw_clipped", "window"), inner=["adamw_clipped", "noisy", "multi_transform"], drop=DROPS
+)
 def test_inside_and_outside_are_the_same(inner, drop):
     inner = INNERS[inner]
     sequence = [GOOD[0], spoiled(GOOD[1], jnp.nan), *GOOD[2:5], spoiled(GOOD[5], jnp.inf)]
@@ -134,7 +134,7 @@ def test_every_way_to_skip_without_scaling_is_the_same():
     assert counters(outcomes[0][1])["gradient_step"] == 1
 
 
-@inners
+@some_inners
 def test_a_step_is_that_of_the_mean_gradient_bit_for_bit_eagerly(inner):
     tx, inner = windowed(INNERS[inner], 4), INNERS[inner]
     state = tx.init(PARAMS)
@@ -148,7 +148,7 @@ def test_a_step_is_that_of_the_mean_gradient_bit_for_bit_eagerly(inner):
     assert_same_bits(jax.tree.leaves(opt_state), jax.tree.leaves(expected_state))
 
 
-@inners
+@some_inners
 def test_bad_windows_thrown_in_leave_no_trace(inner):
     tx = windowed(INNERS[inner], 2, drop="window")
     first, last = [spoiled(GOOD[6], jnp.nan), GOOD[7]], [GOOD[7], spoiled(GOOD[6], jnp.inf)]
@@ -160,7 +160,7 @@ def test_bad_windows_thrown_in_leave_no_trace(inner):
     assert (state.total_notfinite, state.total_steps) == (4, 10)
 
 
-@inners
+@some_inners
 def test_bad_micro_batches_thrown_in_leave_no_trace(inner):
     # Two of four are bad: then the mean is exactly that of a window of the other two.
     lost = [
@@ -255,8 +255,7 @@ def test_a_first_state_can_be_donated_beside_the_parameters():
     jax.jit(lambda *args: args, donate_argnums=(0, 1))(params, tx.init(params))
 
 
-@units
-@drops
+@crossed(("window", "micro_batch"), drop=DROPS, unit=UNITS)
 def test_avals_never_change_and_it_compiles_once(drop, unit):
     tx = windowed(INNERS["adam"], 2, drop=drop, growth_unit=unit)
     params, state = PARAMS, tx.init(PARAMS)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from tables import assert_same_bits
+from tables import assert_same_bits, crossed
 
 import jaxscale
 
@@ -58,8 +58,11 @@ OTHER_UPDATES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["eager", "jit", "accelerator", "shard_map"])
-@pytest.mark.parametrize("name", OTHER_UPDATES)
+@crossed(
+    ("another structure", "jit"),
+    name=OTHER_UPDATES,
+    mode=["eager", "jit", "accelerator", "shard_map"],
+)
 def test_a_skipped_step_is_no_update_of_what_the_inner_returns(name, mode, monkeypatch):
     inner, params, grads = OTHER_UPDATES[name]
     tx = jaxscale.loss_scaled(inner)
@@ -118,8 +121,7 @@ def cliff(params):
     return jnp.sum(jnp.where(params["w"] < 1.01, params["w"], jnp.inf)) + params["b"]
 
 
-@pytest.mark.parametrize("mode", ["eager", "jit", "accelerator"])
-@pytest.mark.parametrize("way", ["update", "apply"])
+@crossed(("update", "jit"), way=["update", "apply"], mode=["eager", "jit", "accelerator"])
 def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(way, mode, monkeypatch):
     if mode == "accelerator":
         monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
@@ -211,9 +213,12 @@ def test_no_loss_in_is_no_loss_out(name):
     assert state.grads_finite
 
 
-@pytest.mark.parametrize("max_norm", [1e39, sys.float_info.max, math.inf, 3.4e38, 1e-40, 1e-300])
-@pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize("size", [1.0, 1e30, 0.0])
+@crossed(
+    (math.inf, False, 1.0),
+    max_norm=[1e39, sys.float_info.max, math.inf, 3.4e38, 1e-40, 1e-300],
+    window=[False, True],
+    size=[1.0, 1e30, 0.0],
+)
 def test_any_largest_norm_is_a_number_to_clip_to(max_norm, window, size):
     tx = jaxscale.loss_scaled(optax.sgd(1.0), max_norm=max_norm)
     tx = jaxscale.multi_steps(tx, 1) if window else tx
@@ -227,11 +232,10 @@ def test_any_largest_norm_is_a_number_to_clip_to(max_norm, window, size):
     assert norm <= max(max_norm * (1 + 1e-6), 2e-38)  # float32's smallest normal number at least
 
 
-@pytest.mark.parametrize("length", [6, 10, 22])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+@crossed((10, "float32"), length=[6, 10, 22], dtype=["float32", "bfloat16", "complex64"])
 def test_a_mean_of_the_largest_numbers_is_finite(dtype, length):
     largest = float(jnp.finfo(dtype).max)
-    number = complex(largest, -largest) if dtype == jnp.complex64 else -largest
+    number = complex(largest, -largest) if dtype == "complex64" else -largest
     for bad in (0, 1):  # of the window so many do not count
         tx = jaxscale.multi_steps(optax.identity(), length)
         update = jax.jit(tx.update)

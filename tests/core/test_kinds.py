@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax.linen import fp8_ops
-from tables import POLICIES, assert_close, assert_same_bits, avals
+from tables import POLICIES, assert_close, assert_same_bits, avals, crossed, rows
 from training import (
     FACTORS,
     INF,
@@ -83,10 +83,18 @@ def step_of(inner, dtype, fused):
 
 @pytest.mark.parametrize(
     ("inner", "dtype"),
-    [(inner, "bfloat16") for inner in INNERS if inner != "schedule_free"]  # which is below
-    + [(inner, "float16") for inner in ("adamw", "half_moments", "lbfgs")]
-    + [(inner, "complex64") for inner in ("adamw", "schedule_free")]
-    + [(inner, "float64") for inner in ("adamw", "lbfgs")],
+    rows(
+        [(inner, "bfloat16") for inner in INNERS if inner != "schedule_free"]  # which is below
+        + [(inner, "float16") for inner in ("adamw", "half_moments", "lbfgs")]
+        + [(inner, "complex64") for inner in ("adamw", "schedule_free")]
+        + [(inner, "float64") for inner in ("adamw", "lbfgs")],
+        fast=[
+            ("half_moments", "bfloat16"),
+            ("adamw", "float16"),
+            ("schedule_free", "complex64"),
+            ("lbfgs", "float64"),
+        ],
+    ),
 )
 def test_bad_steps_leave_no_trace_in_any_dtype_or_optimizer(inner, dtype):
     with x64() if dtype == "float64" else contextlib.nullcontext():
@@ -101,7 +109,9 @@ def test_bad_steps_leave_no_trace_in_any_dtype_or_optimizer(inner, dtype):
                 assert not floating or jnp.finfo(leaf.dtype).bits >= max(32, jnp.finfo(dtype).bits)
 
 
-@pytest.mark.parametrize("inner", ["lbfgs", "schedule_free", "reduce_on_plateau"])
+@pytest.mark.parametrize(
+    "inner", rows(["lbfgs", "schedule_free", "reduce_on_plateau"], fast=["lbfgs"])
+)
 def test_bad_steps_leave_no_trace_in_the_form_for_accelerators(inner, monkeypatch):
     # There both sides of the selection are computed: a line search runs on a skipped step.
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
@@ -285,7 +295,7 @@ def test_what_lbfgs_remembers_of_its_line_search_belongs_to_the_parameters():
     assert state.total_notfinite == 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+@pytest.mark.parametrize("dtype", rows(["float32", *HALVES], fast=["float16"]))
 def test_the_parameters_to_evaluate_of_schedule_free(dtype):
     train_step, start = step_of("schedule_free", dtype, fused=True)
     params, state = assert_bad_steps_leave_no_trace(train_step, start)
@@ -322,8 +332,7 @@ class WithAverage(jaxscale.flax.TrainState):
     average: Any
 
 
-@pytest.mark.parametrize("loop", ["optax", "flax"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@crossed(("optax", "bfloat16"), loop=["optax", "flax"], dtype=["float32", "bfloat16"])
 def test_a_moving_average_of_parameters_stands_still_on_a_skipped_step(loop, dtype):
     tx = jaxscale.loss_scaled(optax.adam(1e-2), DYNAMIC)
     params = mlp(dtype)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tables import assert_same_bits, avals
+from tables import assert_same_bits, avals, crossed
 
 import jaxscale
 import jaxscale.flax
@@ -56,8 +56,7 @@ def by_apply(tx, grads, state, params):
 
 
 WAYS = {"eager": by_update, "jit": by_jit}
-ways = pytest.mark.parametrize("way", WAYS)
-forms = pytest.mark.parametrize("form", ["cpu", "accelerator"])
+FORMS = ["cpu", "accelerator"]
 
 
 def take_form(form, monkeypatch):
@@ -71,10 +70,13 @@ def assert_close(a, b):
         np.testing.assert_allclose(x, y, rtol=3e-7)
 
 
-@ways
-@forms
-@pytest.mark.parametrize("debug_nans", [False, True])
-@pytest.mark.parametrize("norm", [0.0, 0.1, 0.5, 3.0, 1e10])
+@crossed(
+    (3.0, False, "cpu", "jit"),
+    norm=[0.0, 0.1, 0.5, 3.0, 1e10],
+    debug_nans=[False, True],
+    form=FORMS,
+    way=WAYS,
+)
 def test_it_is_what_optax_does(norm, debug_nans, form, way, monkeypatch):
     take_form(form, monkeypatch)
     grads = gradients(0, norm) if norm else jax.tree.map(jnp.zeros_like, gradients(0, 1.0))
@@ -89,9 +91,12 @@ def test_it_is_what_optax_does(norm, debug_nans, form, way, monkeypatch):
         assert_same_bits(updates, INNER.update(grads, INNER.init(PARAMS), PARAMS)[0])
 
 
-@forms
-@pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
-@pytest.mark.parametrize("debug_nans", [False, True])
+@crossed(
+    (False, jnp.inf, "cpu"),
+    debug_nans=[False, True],
+    bad=[jnp.inf, -jnp.inf, jnp.nan],
+    form=FORMS,
+)
 def test_a_bad_step_leaves_no_trace(debug_nans, bad, form, monkeypatch):
     take_form(form, monkeypatch)
     tx = jaxscale.skip_nonfinite(optax.adam(0.1), max_norm=MAX_NORM)

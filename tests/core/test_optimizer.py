@@ -12,19 +12,19 @@ import pytest
 from tables import (
     BAD,
     INNERS,
+    MODES,
     PARAMS,
     POLICIES,
     assert_close,
     assert_same_bits,
     avals,
-    bads,
     counters,
+    crossed,
     gradients,
     inners,
     jitted_step,
-    modes,
     optimizer,
-    policies,
+    pairs,
     run,
     spoiled,
     step,
@@ -46,8 +46,7 @@ def inner_update(inner, grads, state):
     return inner.update(wide(grads), state, wide(PARAMS))
 
 
-@inners
-@policies
+@pairs
 def test_finite_step_is_inner_step_bit_for_bit_eagerly(policy, inner):
     tx = optimizer(policy, inner)
     state, inner_state = tx.init(PARAMS), INNERS[inner].init(wide(PARAMS))
@@ -58,8 +57,7 @@ def test_finite_step_is_inner_step_bit_for_bit_eagerly(policy, inner):
         assert_same_bits(jax.tree.leaves(state.inner_state), jax.tree.leaves(inner_state))
 
 
-@inners
-@policies
+@pairs
 def test_finite_step_is_inner_step_to_rounding_when_compiled(policy, inner):
     tx = optimizer(policy, inner)
     state, inner_state = tx.init(PARAMS), INNERS[inner].init(wide(PARAMS))
@@ -69,9 +67,7 @@ def test_finite_step_is_inner_step_to_rounding_when_compiled(policy, inner):
     assert_close(jax.tree.leaves(state.inner_state), jax.tree.leaves(inner_state))
 
 
-@modes
-@inners
-@policies
+@crossed(("dynamic", "adam", "jit"), policy=POLICIES, inner=INNERS, mode=MODES)
 def test_bad_steps_thrown_in_leave_no_trace(policy, inner, mode):
     tx = optimizer(policy, inner)
     params, state = run(tx, MIXED, mode)
@@ -83,10 +79,9 @@ def test_bad_steps_thrown_in_leave_no_trace(policy, inner, mode):
     assert state.total_steps == len(MIXED)
 
 
-@bads
-@inners
-@policies
+@crossed(("dynamic", "adam", "nan"), policy=POLICIES, inner=INNERS, bad=BAD)
 def test_nonfinite_step_changes_only_scale_and_counters(policy, inner, bad):
+    bad = BAD[bad]
     tx = optimizer(policy, inner)
     params, state = jitted_step(tx)(PARAMS, tx.init(PARAMS), GOOD[0])
     for one_step in (functools.partial(step, tx), jitted_step(tx)):
@@ -101,8 +96,7 @@ def test_nonfinite_step_changes_only_scale_and_counters(policy, inner, bad):
         }
 
 
-@inners
-@policies
+@pairs
 def test_init_and_update_agree_on_every_aval(policy, inner):
     tx = optimizer(policy, inner)
     state = tx.init(PARAMS)
@@ -114,8 +108,7 @@ def test_init_and_update_agree_on_every_aval(policy, inner):
             assert avals(updates) == avals(wide(PARAMS))
 
 
-@inners
-@policies
+@pairs
 def test_step_compiles_once_over_growth_and_skip(policy, inner):
     tx = optimizer(policy, inner)
     chex.clear_trace_counter()
@@ -131,8 +124,7 @@ def test_step_compiles_once_over_growth_and_skip(policy, inner):
     assert counted_step._cache_size() == 1
 
 
-@inners
-@policies
+@pairs
 def test_apply_gradients_is_update_then_apply(policy, inner):
     tx = optimizer(policy, inner)
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tables import POLICIES, assert_same_bits, avals
+from tables import POLICIES, assert_same_bits, avals, crossed
 
 import jaxscale
 import jaxscale.flax
@@ -174,8 +174,7 @@ def test_a_state_can_begin_or_cease_to_track_leaves():
     assert_same_bits(jaxscale.from_state_dict(tracking, later).nonfinite_leaves, tracked)
 
 
-@pytest.mark.parametrize("to", OWN)
-@pytest.mark.parametrize("origin", OWN)
+@crossed(("dynamic", "dynamic"), origin=OWN, to=OWN)
 def test_a_run_can_change_its_policy(origin, to):
     before = OWN[origin].init()
     before = type(before)(*(leaf + 1 for leaf in before))

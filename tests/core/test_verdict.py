@@ -12,12 +12,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tables import crossed, rows
 from training import x64
 
 import jaxscale
 from jaxscale._verdict import read
 
-DTYPES = ["float32", "float16", "bfloat16", "float8_e5m2", "complex64"]
+DTYPES = ["float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "complex64"]
 # More of one shape than are put together, and some of another.
 SHAPES = {f"{i:02}": (3,) for i in range(66)} | {"a": (2, 2), "b": (2, 2), "c": (), "d": (0,)}
 BAD = {"inf": np.inf, "-inf": -np.inf, "NaN": np.nan}
@@ -51,9 +52,10 @@ def filled(dtype, value=1.0):
     return {name: np.full(shape, value, jnp.dtype(dtype)) for name, shape in SHAPES.items()}
 
 
-@pytest.mark.parametrize("placed", ["one device", "several"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", VERDICTS)
+PLACED = ["one device", "several"]
+
+
+@crossed(("public", "float32", "one device"), name=VERDICTS, dtype=DTYPES, placed=PLACED)
 def test_no_element_of_any_leaf_is_overlooked(name, dtype, placed, request):
     if placed == "one device":
         request.getfixturevalue("one_device")
@@ -68,8 +70,7 @@ def test_no_element_of_any_leaf_is_overlooked(name, dtype, placed, request):
             assert not verdict(tree | {leaf: spoiled}), (leaf, i)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", VERDICTS)
+@crossed(("public", "float32"), name=VERDICTS, dtype=DTYPES)
 def test_no_finite_number_is_too_large(name, dtype, one_device):
     largest = float(jnp.finfo(dtype).max)
     for value in (largest, -largest):
@@ -238,7 +239,7 @@ def test_the_verdict_is_that_of_numpy(placed, request):
 FAST = "--xla_cpu_enable_fast_math=true --xla_force_host_platform_device_count="
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", rows([1, 8], fast=[8]))
 def test_fast_math_removes_no_verdict(devices):
     # A compiler that may reorder arithmetic makes 0 of x - x. In a process of its own: such
     # options hold for all that a process compiles.

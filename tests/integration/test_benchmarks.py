@@ -25,6 +25,7 @@ INSTALLED = [
 ]
 
 
+@pytest.mark.slow
 def test_every_method_is_right():
     for name, report in checks.small(INSTALLED, "float16", clip=True)[0].items():
         # A step on which the scale grows, and all that follow: it unscales by the new scale.
@@ -120,6 +121,7 @@ def test_bytes_are_those_that_xla_counts():
     )
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_writes_its_figures(tmp_path):
     path = tmp_path / "step.json"
     names = [methods.BARE, "jaxscale.apply_gradients"]

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx, serialization
 from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tables import INNERS, PARAMS, POLICIES, assert_same_bits, avals, gradients, spoiled
+from tables import INNERS, PARAMS, POLICIES, assert_same_bits, avals, crossed, gradients, spoiled
 
 import jaxscale
 import jaxscale.flax
@@ -154,13 +154,25 @@ def pickled(tree, fresh, path):
     return jax.tree.unflatten(jax.tree.structure(fresh), leaves)
 
 
-WAYS = (dict_in_msgpack, dict_in_orbax, equinox, flax_bytes, flax_dict, orbax, pickled, raw_orbax)
+WAYS = {
+    way.__name__: way
+    for way in (
+        dict_in_msgpack,
+        dict_in_orbax,
+        equinox,
+        flax_bytes,
+        flax_dict,
+        orbax,
+        pickled,
+        raw_orbax,
+    )
+}
 LACK_KEYS = (equinox, flax_bytes)  # refuse typed PRNG keys
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", CASES)
+@crossed(("dynamic", "raw_orbax"), case=CASES, way=WAYS)
 def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
+    way = WAYS[way]
     if case == NOISY and way in LACK_KEYS:
         with pytest.raises(Exception, match=r"key|leaf"):
             way(training(case)[0](), training(case)[0](), tmp_path)
@@ -274,9 +286,14 @@ def orbax_with_an_abstract_target(tree, fresh, path):
     return orbax(tree, abstract(fresh), path)
 
 
-@pytest.mark.parametrize("way", [orbax_with_an_abstract_target, raw_orbax, dict_in_msgpack])
-@pytest.mark.parametrize("place", PLACES)
+MESH_WAYS = {
+    way.__name__: way for way in (orbax_with_an_abstract_target, raw_orbax, dict_in_msgpack)
+}
+
+
+@crossed(("4x2", "raw_orbax"), place=PLACES, way=MESH_WAYS)
 def test_a_run_goes_on_on_another_mesh(place, way, tmp_path):
+    way = MESH_WAYS[way]
     saved = exact_run(placed(SHARDED), STEPS[:3])
     assert jaxscale.metrics(saved)["total_notfinite"] == 1
     fresh = placed(PLACES[place])

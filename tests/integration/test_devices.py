@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tables import assert_same_bits
+from tables import assert_same_bits, crossed
 
 import jaxscale
 
@@ -61,8 +61,7 @@ def test_jit_over_shards_gives_one_verdict(spec):
         assert_agreed_skip(*run(params, state, x.at[13, 2].set(jnp.inf)))
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("axis_name", ["data", ("data",)])
+@crossed((True, "data"), check=[True, False], axis_name=["data", ("data",)])
 def test_shard_map_agrees(check, axis_name):
     tx = jaxscale.loss_scaled(optax.adam(0.1), axis_name=axis_name)
 
@@ -84,8 +83,7 @@ def test_shard_map_agrees(check, axis_name):
     assert_agreed_skip(*run(PARAMS, state, X.at[13, 2].set(jnp.inf)))
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("fused", [True, False])
+@crossed((True, True), check=[True, False], fused=[True, False])
 def test_shard_map_over_sharded_parameters_agrees(check, fused):
     tx = jaxscale.loss_scaled(optax.adam(0.1), axis_name="data")
     params = PARAMS["w"]

@@ -5,6 +5,7 @@ checkpoints, in this process, which is none of them.
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import re
@@ -21,15 +22,19 @@ import orbax.checkpoint as ocp
 import pytest
 from tables import assert_same_bits
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.slow]
 
 EXAMPLE = pathlib.Path(__file__).parent.parent.parent / "examples" / "multi_host.py"
-MODULE = runpy.run_path(str(EXAMPLE))
 STEPS, SAVE_EVERY = 14, 4
 NAN_STEP, KILL_STEP = 7, 11
 DEVICES = 4  # of all processes together
 # How many processes there are, and which one has the fault. Process 0 is the coordinator.
 HOSTS = {"two": (2, 1), "four": (4, 0)}
+
+
+@functools.cache
+def example():
+    return runpy.run_path(str(EXAMPLE))
 
 
 @contextlib.contextmanager
@@ -88,7 +93,7 @@ def restore(directory, step):
     sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     avals = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(MODULE["init"], jax.random.key(0)),
+        jax.eval_shape(example()["init"], jax.random.key(0)),
     )
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(directory / str(step) / "default", avals)
@@ -105,7 +110,7 @@ def uninterrupted(request, tmp_path_factory):
 
 def test_a_nan_in_one_process_is_skipped_by_all(uninterrupted):
     _, _, directory, agreed = uninterrupted
-    policy = MODULE["loss_scale"]
+    policy = example()["loss_scale"]
     scale, tracker, bad_loss, bad_grads = policy.init_scale, 0, [], []
     params_before = inner_before = None
     for step in range(1, STEPS + 1):

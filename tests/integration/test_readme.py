@@ -103,7 +103,7 @@ def test_readme_has_two_commands():
     commands = block.strip().splitlines()
     assert len(commands) == 2
     assert "examples/quickstart.py" in commands[0]
-    assert commands[1].endswith("pytest")
+    assert commands[1].endswith("pytest -n2")
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,7 @@ def test_example_runs_and_is_short(path):
     assert not jax.config.jax_enable_x64
 
 
+@pytest.mark.slow  # the README's first command
 def test_quickstart_runs_end_to_end(tmp_path):
     # As a user runs it: it sets XLA flags of its own, before JAX is imported.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
@@ -136,6 +137,7 @@ def test_quickstart_runs_end_to_end(tmp_path):
         assert word in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_has_help(path):
     result = subprocess.run(

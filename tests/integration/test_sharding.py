@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax.training import dynamic_scale
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tables import assert_same_bits
+from tables import assert_same_bits, crossed, rows
 
 import jaxscale
 
@@ -94,11 +94,13 @@ def test_a_step_over_devices_is_the_step_on_one(layout):
     assert_devices_agree(new_state)
 
 
-@layouts
-@pytest.mark.parametrize(("leaf", "index"), [("in", (3, 17)), ("bias", (9,)), ("out", (31, 5))])
-def test_an_inf_on_one_device_makes_all_skip(layout, leaf, index):
+PLACES = {"in": (3, 17), "bias": (9,), "out": (31, 5)}
+
+
+@crossed(("sharded twice", "in"), layout=LAYOUTS, leaf=PLACES)
+def test_an_inf_on_one_device_makes_all_skip(layout, leaf):
     params, state, x, push = start(layout)
-    push[leaf] = push[leaf].at[index].set(jnp.inf)
+    push[leaf] = push[leaf].at[PLACES[leaf]].set(jnp.inf)
     new_params, new_state = train_step(params, state, x, push)
     assert_same_bits(on_host(new_params), on_host(params))
     assert_same_bits(on_host(new_state.inner_state), on_host(state.inner_state))
@@ -116,7 +118,7 @@ def test_a_nan_in_one_example_makes_all_skip_and_leaves_the_scale(layout):
     assert (new_state.scaling.loss_scale, new_state.total_notfinite_loss) == (2.0**15, 1)
 
 
-@layouts
+@pytest.mark.parametrize("layout", rows(LAYOUTS, fast=["sharded twice"]))
 def test_layouts_are_kept_and_nothing_compiles_twice(layout):
     params, state, x, push = jax.tree.map(jnp.copy, start(layout))
     step = jax.jit(lambda *args: train_step.__wrapped__(*args), donate_argnums=(0, 1))

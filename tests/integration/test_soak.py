@@ -3,6 +3,7 @@
 import pytest
 import soak
 from faults import VALUES
+from tables import rows
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -22,13 +23,13 @@ def assert_no_trace(outcome, places):
     assert outcome.seen["total_notfinite"][-1].max() == outcome.faults.bad.sum()
 
 
-@pytest.mark.parametrize("name", soak.SCALARS)
+@pytest.mark.parametrize("name", rows(soak.SCALARS, fast=["dynamic, clipped adamw"]))
 def test_faults_leave_no_trace_in_scalars(name):
     for rate in (0.02, 0.1, 0.5):
         assert_no_trace(soak.run_scalars(name, 0, 1000, rate), soak.PLACES)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", rows(MODELS, fast=["network, MultiSteps"]))
 def test_faults_leave_no_trace_in_a_network(name):
     outcome = soak.run_model(name, 0, 60, (0.1, 0.5))
     assert_no_trace(outcome, soak.MODELS[name].faults)

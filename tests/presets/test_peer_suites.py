@@ -60,7 +60,7 @@ import optax
 import pytest
 from flax import serialization
 from flax.training import dynamic_scale
-from tables import assert_same_bits
+from tables import assert_same_bits, crossed, rows
 
 import jaxscale
 
@@ -222,9 +222,7 @@ def test_torch_growth_tracker():
         assert state.growth_tracker == tracker
 
 
-@pytest.mark.parametrize("start", [1.0, 1024.0, 65536.0])
-@pytest.mark.parametrize("growth", [2.0, 4.0])
-@pytest.mark.parametrize("backoff", [0.5, 0.25])
+@crossed((65536.0, 2.0, 0.5), start=[1.0, 1024.0, 65536.0], growth=[2.0, 4.0], backoff=[0.5, 0.25])
 def test_apex_update_scale_hysteresis(start, growth, backoff):
     """10 of hysteresis: 9 infs do nothing, 10 + n back off 1 + n times; growth is by interval."""
     policy = DYNAMIC(
@@ -350,8 +348,11 @@ def test_optax_zero_nans_inside():
     assert state.total_notfinite == 1
 
 
-@pytest.mark.parametrize("grads_dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("params_dtype", ["float32", "float16", "bfloat16"])
+@crossed(
+    ("float32", "float16"),
+    params_dtype=["float32", "float16", "bfloat16"],
+    grads_dtype=["float32", "float16", "bfloat16"],
+)
 def test_optax_multi_steps_mixed_precision(params_dtype, grads_dtype):
     """Parameters keep their dtype for every pair of dtypes; updates are float32 here."""
     params, grads = W.astype(params_dtype), G.astype(grads_dtype)
@@ -602,7 +603,7 @@ def test_openseq2seq_regularization():
 
 # The libraries themselves, side by side with ours, on random steps.
 
-SEEDS = range(4)
+SEEDS = rows(range(4), fast=[0])
 
 
 def random_steps(seed, number=300):

@@ -1,6 +1,7 @@
 """What the laws range over: policies, inner optimizers, gradients, and ways to run."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -44,22 +45,47 @@ PARAMS = {
     "b": jnp.array(0.5, jnp.float32),
 }
 
+
+def rows(table, fast):
+    """The rows of a table to parametrize by. All but those named are slow."""
+    return [
+        row
+        if row in fast
+        else pytest.param(*(row if isinstance(row, tuple) else [row]), marks=pytest.mark.slow)
+        for row in table
+    ]
+
+
+def crossed(around, **tables):
+    """Parametrizes by every combination of the rows of some tables.
+
+    The fast loop has each row of each table once, beside the rows named by `around` of the other
+    tables. The other combinations are slow.
+    """
+    combinations = []
+    for names in itertools.product(*tables.values()):
+        differing = sum(name != center for name, center in zip(names, around, strict=True))
+        marks = [pytest.mark.slow] if differing > 1 else []
+        combinations.append(pytest.param(*names, marks=marks, id="-".join(map(str, names))))
+    return pytest.mark.parametrize(tuple(tables), combinations)
+
+
+MODES = ["eager", "jit", "scan"]
+pairs = crossed(("dynamic", "adam"), policy=POLICIES, inner=INNERS)
 policies = pytest.mark.parametrize("policy", POLICIES)
 inners = pytest.mark.parametrize("inner", INNERS)
 bads = pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
-modes = pytest.mark.parametrize("mode", ["eager", "jit", "scan"])
 
 
 def gradients(seed, number):
     """Gradients of ordinary size, a bfloat16 leaf among them."""
-    keys = jax.random.split(jax.random.key(seed), number)
-    shapes = jax.tree.map(lambda p: (p.shape, p.dtype), PARAMS)
+    rng = np.random.default_rng(seed)  # NumPy's: with JAX's, whoever imports this would compile
     return [
         {
-            name: jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
-            for i, (name, (shape, dtype)) in enumerate(shapes.items())
+            name: jnp.asarray(rng.standard_normal(p.shape).astype(p.dtype))
+            for name, p in PARAMS.items()
         }
-        for key in keys
+        for _ in range(number)
     ]
 
 
