@@ -29,7 +29,7 @@ import optax
 
 from ._accumulate import MultiStepsState, Window
 from ._leaf import is_array
-from ._policies.base import LossScale
+from ._policies.base import LossScale, moved
 from ._skip import step_if
 from ._state import LossScaleState, check_alone, divided_again, is_wrapped, unwrapped
 from ._tree import (
@@ -156,7 +156,7 @@ class Wrapper:
         applies: bool,
     ) -> tuple[Any, LossScaledState]:
         """Returns the updates, or with `applies` the parameters, and the next state."""
-        state = _checked_state(state)
+        state = _checked_state(state, self.policy)
         _check_loss(value)
         if not self.skips:
             updates, inner_state = self._inner_update(
@@ -205,10 +205,7 @@ class Wrapper:
         if updates_finite is not None:
             due, grads_finite = due & updates_finite, grads_finite & updates_finite
         applied = grads_finite & loss_finite
-        scaling = self.policy.adjust(
-            state.scaling, grads_finite, grads=grads, axis_name=self.axis_name
-        )
-        _check_scaling_kept(scaling, state.scaling, self.policy)
+        scaling = moved(self.policy, state.scaling, grads_finite, grads, self.axis_name)
         # A bad loss says nothing about the scale, which then stays.
         observed = loss_finite
         if self.window is not None and window is not None:  # both, or neither
@@ -289,7 +286,7 @@ def _takes_value(update: Any) -> bool:
     return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _checked_state(state: Any) -> LossScaledState:
+def _checked_state(state: Any, policy: LossScale) -> LossScaledState:
     if not isinstance(state, LossScaledState):
         raise TypeError(
             "`loss_scaled(...).update(state=...)` must be the `LossScaledState` that `init` or the "
@@ -301,6 +298,14 @@ def _checked_state(state: Any) -> LossScaledState:
     # state holds only variables that the parameters have, too, and they have to stay.
     state = unwrapped(state) if is_wrapped(state.grads_finite) else state
     check_alone("loss_scaled(...).update(state=...)", state.scaling)
+    expected = type(jax.eval_shape(policy.init))
+    if type(state.scaling) is not expected:
+        raise TypeError(
+            "`loss_scaled(...).update(state=...)` got the state of another optimizer: its scaling "
+            f"is a {type(state.scaling).__name__}, and that of a {type(policy).__name__} is a "
+            f"{expected.__name__}. Pass the state that `init` of this optimizer returned. To go "
+            "on from another one, pass `tx.init(params)._replace(inner_state=state.inner_state)`."
+        )
     return state
 
 
@@ -339,16 +344,6 @@ def _check_state_kept(new_state: Any, opt_state: Any) -> None:
             "skipped step could not keep the state. If a part fills its state at the first update, "
             "as `optax.monitor` does, put it outside: `optax.chain(loss_scaled(...), "
             f"optax.monitor(...))`. The structures are {structures[1]} and then {structures[0]}."
-        )
-
-
-def _check_scaling_kept(new: Any, old: Any, policy: LossScale) -> None:
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        raise TypeError(
-            "`loss_scaled(...).update(state=...)` got the state of another optimizer: its scaling "
-            f"is a {type(old).__name__}, and that of a {type(policy).__name__} is a "
-            f"{type(new).__name__}. Pass the state that `init` of this optimizer returned. To go "
-            "on from another one, pass `tx.init(params)._replace(inner_state=state.inner_state)`."
         )
 
 

@@ -7,6 +7,7 @@ finite and leaves the rest to `adjust`, which each policy defines. `get_config` 
 
 import abc
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -60,9 +61,8 @@ class LossScale(abc.ABC):
     ) -> LossScaleState:
         """Returns the state of the next step, given whether the gradients were finite.
 
-        Call this instead of `update` if you already know whether they were. `update` and
-        `jaxscale.loss_scaled` pass all four arguments; a policy that needs only the first
-        two may take the others as `**_`.
+        Call this instead of `update` if you already know whether they were. A policy of
+        your own may leave out `grads` and `axis_name` if it does not look at the gradients.
 
         Args:
           state: the state of this step.
@@ -99,8 +99,7 @@ class LossScale(abc.ABC):
         """
         state = policy_state(f"{type(self).__name__}.update", state, grads=grads)
         grads_finite = all_finite(grads, axis_name=axis_name)
-        state = self.adjust(state, grads_finite, grads=grads, axis_name=axis_name)
-        return state, grads_finite
+        return moved(self, state, grads_finite, grads, axis_name), grads_finite
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments that make this policy again, as JSON types."""
@@ -136,3 +135,13 @@ class LossScale(abc.ABC):
                 f"{', '.join(map(repr, unknown))}. It takes {', '.join(known)}."
             )
         return cls(**config)
+
+
+def moved(
+    policy: LossScale, state: Any, grads_finite: jax.Array, grads: Any, axis_name: Any
+) -> Any:
+    """Returns what `policy.adjust` does, with the gradients if it takes them."""
+    parameters = inspect.signature(policy.adjust).parameters.values()
+    if any(p.name == "grads" or p.kind is p.VAR_KEYWORD for p in parameters):
+        return policy.adjust(state, grads_finite, grads=grads, axis_name=axis_name)
+    return policy.adjust(state, grads_finite)

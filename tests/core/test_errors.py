@@ -348,6 +348,18 @@ CASES = {
         TypeError,
         r"inner.*optax\.adam",
     ),
+    "a state without a scale under a fixed one": (
+        lambda: jaxscale.loss_scaled(optax.sgd(0.1), 8).update(
+            W, jaxscale.skip_nonfinite(optax.sgd(0.1)).init(W), W
+        ),
+        TypeError,
+        r"another optimizer: its scaling is a UnitLossScaleState.*FixedLossScale",
+    ),
+    "a state with a scale where there is none": (
+        lambda: jaxscale.skip_nonfinite(optax.sgd(0.1)).update(W, OPT_STATE, W),
+        TypeError,
+        r"another optimizer: its scaling is a LossScaleState.*NoOpLossScale",
+    ),
     "a population without vmap": (
         lambda: jaxscale.loss_scaled(optax.sgd(0.1)).update(
             {"w": jnp.ones((4, 2))}, jax.vmap(lambda _: OPT_STATE)(jnp.arange(4)), {"w": W}
@@ -486,7 +498,7 @@ CASES = {
         r"multi_steps\(inner\).*window already",
     ),
     "a state without a window": (
-        lambda: jaxscale.multi_steps(optax.sgd(0.1), 2).update(W, OPT_STATE, W),
+        lambda: jaxscale.multi_steps(jaxscale.loss_scaled(optax.sgd(0.1)), 2).update(W, OPT_STATE, W),
         TypeError,
         r"multi_steps.*state=.*init",
     ),

@@ -196,7 +196,7 @@ class Tracking(jaxscale.LossScale):
     def init(self):
         return Tracked(jnp.array(2.0**20), jnp.zeros(3))
 
-    def adjust(self, state, grads_finite, **_):
+    def adjust(self, state, grads_finite):
         last = jnp.roll(state.last, 1).at[0].set(state.loss_scale)
         return Tracked(jnp.maximum(state.loss_scale / 2, 4.0), last)
 

@@ -206,7 +206,7 @@ def test_a_policy_of_ones_own():
         def init(self):
             return jaxscale.FixedLossScale(self.start).init()
 
-        def adjust(self, state, grads_finite, **_):
+        def adjust(self, state, grads_finite):
             return state._replace(loss_scale=state.loss_scale / 2)
 
     state, should_apply = Halving().update(Halving().init(), None)
