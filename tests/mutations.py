@@ -389,7 +389,7 @@ MUTATIONS = {
 
 def run_suite(folder):
     """The exit status of the suite in a copy of the project, and the first failure."""
-    command = [sys.executable, "-m", "pytest", "-xq", "-n0", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-xq", "--slow", "-p", "no:cacheprovider"]
     command += [f"tests/{test}.py" for test in TESTS]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     failures = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
