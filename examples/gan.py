@@ -1,7 +1,6 @@
 """A GAN in float16: two losses, two optimizers, and a loss scale for each.
 
-The two losses overflow at different times, so each optimizer skips its own steps and adjusts
-its own scale.
+The losses overflow at different times: each optimizer skips its own steps, with its own scale.
 """
 
 import argparse

@@ -53,9 +53,9 @@ Flax, MPX                            the cap is not a power of two: unscaling ro
 Flax, PyTorch, Keras 3, Apex         a counter restored beyond the interval never grows
                                      (`test_a_tracker_restored_beyond_the_interval...`)
 jmp                                  the minimum is lost in any `jit`
-                                     (`test_min_scale_survives_jit`)
+                                     (`test_no_hyperparameter_is_lost_in_a_tree_map`)
 MPX                                  gradients are unscaled by the next scale
-                                     (`test_unscale_uses_forward_scale`)
+                                     (`test_gradients_are_unscaled_by_the_scale_that_seeded_them`)
 DeepSpeed, fairseq, MindSpore        raise at the floor or after many skips; here
                                      `jaxscale.check` does, if it is called
 OpenSeq2Seq's LogMax                 the units of a non-finite step, and NaN after an

@@ -29,7 +29,7 @@ from tables import (
 import jaxscale
 import jaxscale.flax
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
 
 GOOD = gradients(2, 8)
 DROPS = ["micro_batch", "window"]

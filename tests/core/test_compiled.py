@@ -15,7 +15,7 @@ import pytest
 
 import jaxscale
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.slow]
 
 PARAMS = {f"w{i}": jnp.ones((64, 64)) for i in range(6)}
 TX = jaxscale.loss_scaled(optax.adamw(1e-3))

@@ -498,7 +498,9 @@ CASES = {
         r"multi_steps\(inner\).*window already",
     ),
     "a state without a window": (
-        lambda: jaxscale.multi_steps(jaxscale.loss_scaled(optax.sgd(0.1)), 2).update(W, OPT_STATE, W),
+        lambda: jaxscale.multi_steps(jaxscale.loss_scaled(optax.sgd(0.1)), 2).update(
+            W, OPT_STATE, W
+        ),
         TypeError,
         r"multi_steps.*state=.*init",
     ),

@@ -14,7 +14,7 @@ from tables import assert_same_bits, crossed
 
 import jaxscale
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
 
 PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.5)}
 GRADS = {"w": jnp.array([0.3, -0.1, 0.2]), "b": jnp.array(1.0)}

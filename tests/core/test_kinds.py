@@ -30,7 +30,7 @@ from training import (
 import jaxscale
 import jaxscale.flax
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
 
 DYNAMIC = POLICIES["dynamic"]
 OWG = "_overwrite_with_gradient"

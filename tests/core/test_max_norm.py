@@ -10,7 +10,7 @@ from tables import assert_same_bits, avals, crossed
 import jaxscale
 import jaxscale.flax
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
 
 PARAMS = {
     "w": jnp.linspace(-1.0, 1.0, 12).reshape(3, 4),

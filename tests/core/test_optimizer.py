@@ -33,7 +33,7 @@ from tables import (
 
 import jaxscale
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
 
 GOOD = gradients(0, 5)
 BADS = [spoiled(g, bad) for g, bad in zip(gradients(1, 3), BAD.values(), strict=True)]

@@ -12,7 +12,7 @@ import pytest
 import jaxscale
 import jaxscale.flax
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(4)]
 
 TX = jaxscale.loss_scaled(optax.adam(0.1))
 BAD = jnp.full(3, jnp.nan)

@@ -12,7 +12,7 @@ from tables import assert_same_bits, avals
 import jaxscale
 from jaxscale import _quotient
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
 
 PARAMS = {f"w{i}": jnp.linspace(-1.0, 1.0, 128 * 128).reshape(128, 128) for i in range(4)}
 SIZE = sum(leaf.size for leaf in PARAMS.values())

@@ -18,6 +18,8 @@ import jaxscale.flax
 from jaxscale import presets
 from jaxscale._state_dict import _REQUIRED
 
+pytestmark = pytest.mark.sampled(4)
+
 PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5, jnp.bfloat16)}
 TX = jaxscale.loss_scaled(optax.sgd(0.5, momentum=0.5), POLICIES["dynamic"])
 FRESH = TX.init(PARAMS)

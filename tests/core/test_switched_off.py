@@ -9,7 +9,7 @@ from tables import assert_same_bits, avals
 import jaxscale
 import jaxscale.flax
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
 
 PARAMS = {"w": jnp.linspace(-1.0, 1.0, 12).reshape(3, 4), "b": jnp.zeros(4)}
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))

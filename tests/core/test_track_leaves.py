@@ -14,7 +14,7 @@ import jaxscale.flax
 from jaxscale import diagnostics
 from jaxscale._verdict import flagged_paths
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
 
 MESH = Mesh(np.array(jax.devices("cpu")), ("data",))
 CHECK = "check_vma" if "check_vma" in jax.shard_map.__kwdefaults__ else "check_rep"

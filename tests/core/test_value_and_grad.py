@@ -13,6 +13,8 @@ from tables import assert_same_bits, avals
 
 import jaxscale
 
+pytestmark = pytest.mark.sampled(1)
+
 X = jax.random.normal(jax.random.key(0), (8, 5))
 Y = jax.random.normal(jax.random.key(1), (8, 2))
 MODEL = {

@@ -13,6 +13,8 @@ from tables import rows
 import jaxscale
 from jaxscale import diagnostics
 
+pytestmark = pytest.mark.sampled(2)
+
 W = jnp.float16(1.0)
 
 

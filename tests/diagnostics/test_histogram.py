@@ -16,6 +16,8 @@ from test_leaves import CHECK, LEAVES, MESH, float32_bits, x64
 
 from jaxscale import diagnostics
 
+pytestmark = pytest.mark.sampled(3)
+
 FORMATS = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 histogram, leaf_histograms = map(jax.jit, (diagnostics.histogram, diagnostics.leaf_histograms))
 

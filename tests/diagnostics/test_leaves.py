@@ -15,6 +15,8 @@ from tables import avals
 import jaxscale
 from jaxscale import diagnostics
 
+pytestmark = pytest.mark.sampled(4)
+
 MESH = Mesh(np.array(jax.devices("cpu")), ("data",))
 CHECK = "check_vma" if "check_vma" in jax.shard_map.__kwdefaults__ else "check_rep"
 SCALES = [1.0, 2.0**-3, 2.0**15, 2.0**40]

@@ -16,7 +16,7 @@ import jaxscale
 from jaxscale import diagnostics
 from jaxscale.diagnostics import _history
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
 
 RNG = np.random.default_rng(0)
 GRADS = {

@@ -17,7 +17,7 @@ from jaxscale import diagnostics
 from jaxscale.diagnostics._trace.interpreter import Interpreter, Value
 from jaxscale.diagnostics._trace.jaxpr import FORWARD
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
 
 HALF = jnp.float16
 DIFFERENTIATED = hasattr(jax, "new_ref")  # newer versions of JAX differentiate refs
@@ -45,6 +45,7 @@ def trace_model(model, plant, loss_scale):
 MODELS = ["transformer", "convnet", "rnn"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_scale", [1, 2.0**15])
 @pytest.mark.parametrize("model", MODELS)
 def test_nothing_is_found_in_a_healthy_model(model, loss_scale):
@@ -93,6 +94,7 @@ def test_an_underflow_is_found_at_its_line_in_both_passes(model):
     assert sum(u.scaled for u in scaled.underflows) < sum(u.scaled for u in report.underflows)
 
 
+@pytest.mark.slow
 def test_a_place_in_a_layer_of_flax_has_its_line_in_the_model_and_its_name():
     first = trace_model("convnet", "layer", 1).first_nonfinite
     assert (first.file, first.line) == (planted.__file__, planted.marked("convnet, layer"))

@@ -14,7 +14,7 @@ import pytest
 import jaxscale
 from jaxscale import diagnostics
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
 
 HALF = jnp.float16
 SUBNORMAL = 2.0**-14  # float16 numbers below this are subnormal

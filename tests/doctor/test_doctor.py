@@ -13,7 +13,7 @@ import pytest
 
 from jaxscale._doctor import cli
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(3)]
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "examples" / "doctor.py"
@@ -263,6 +263,7 @@ def test_without_matplotlib_there_is_text(models, capsys, monkeypatch):
         assert 'pip install "jaxscale[pictures]"' in place
 
 
+@pytest.mark.slow
 def test_the_example_and_its_fix(models, capsys):
     status, out, _ = run(capsys, f"{EXAMPLE}:broken")
     assert status == 1

@@ -21,7 +21,7 @@ import jaxscale
 import jaxscale.flax
 from jaxscale import presets
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
 
 ADAM = INNERS["adam"]
 OPTIMIZERS = (

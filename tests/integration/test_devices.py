@@ -10,7 +10,7 @@ from tables import assert_same_bits, crossed
 
 import jaxscale
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
 
 DEVICES = jax.devices("cpu")
 MESH = Mesh(np.array(DEVICES), ("data",))

@@ -11,7 +11,7 @@ from training import MLP, X, amplified, assert_bad_steps_leave_no_trace, mlp_los
 
 import jaxscale
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
 
 DYNAMIC = POLICIES["dynamic"]
 TX = jaxscale.loss_scaled(optax.adamw(1e-2), DYNAMIC)

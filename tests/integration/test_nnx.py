@@ -13,7 +13,7 @@ from tables import POLICIES, assert_same_bits
 import jaxscale
 from jaxscale import diagnostics, presets
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(3)]
 
 OWN = {name: POLICIES[name] for name in ("noop", "fixed", "dynamic")} | {
     "fairseq": presets.fairseq(),

@@ -14,7 +14,7 @@ from tables import assert_same_bits, crossed, rows
 
 import jaxscale
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
 
 DEVICES = np.array(jax.devices("cpu")).reshape(2, 4)
 MESH = Mesh(DEVICES, ("data", "model"))
@@ -187,6 +187,7 @@ def verdict_of(value_and_grad):
     return sum(found) - sum(bare), len(found) - len(bare)
 
 
+@pytest.mark.slow
 def test_what_the_peers_cost():
     scaling = jaxscale.DynamicLossScale().init()
 
@@ -212,6 +213,7 @@ def test_what_the_peers_cost():
     assert optimizer_step(optax.apply_if_finite(tx, 10**6)) == expected
 
 
+@pytest.mark.slow
 def test_in_shard_map_peers_cost_nothing_and_devices_part():
     # No peer but Flax knows of axes, and Flax takes the mean of all gradients over them.
     tx = optax.apply_if_finite(optax.sgd(1.0), 10**6)

@@ -5,7 +5,7 @@ import soak
 from faults import VALUES
 from tables import rows
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
 
 # What the others have is in these, too: a loss scale that moves, one device, a batch in shards.
 MODELS = [
@@ -29,7 +29,7 @@ def test_faults_leave_no_trace_in_scalars(name):
         assert_no_trace(soak.run_scalars(name, 0, 1000, rate), soak.PLACES)
 
 
-@pytest.mark.parametrize("name", rows(MODELS, fast=["network, MultiSteps"]))
+@pytest.mark.parametrize("name", rows(MODELS, fast=[]))
 def test_faults_leave_no_trace_in_a_network(name):
     outcome = soak.run_model(name, 0, 60, (0.1, 0.5))
     assert_no_trace(outcome, soak.MODELS[name].faults)

@@ -13,7 +13,7 @@ from training import FACTORS, INF, MLP, NAN, amplified, mlp_loss, trainer, x64
 import jaxscale
 from jaxscale import presets
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
 
 DYNAMIC = POLICIES["dynamic"]
 # All numbers of this model are short binary fractions, so that its arithmetic is exact, and

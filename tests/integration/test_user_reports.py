@@ -239,6 +239,7 @@ def test_batch_stats_guarded():
     assert_same_bits(kept.batch_stats, moved.batch_stats)
 
 
+@pytest.mark.slow
 @answers("facebookresearch/fairseq2#1374: scales apart under tensor parallelism")
 def test_devices_agree():
     # `test_devices.py` has the other ways to shard.
@@ -434,6 +435,7 @@ def test_orbax_roundtrip_no_retrace(tmp_path):
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 @answers("AI-Hypercomputer/maxtext#5021, Flax `DynamicScale`: FP8 statistics divided by the scale")
 def test_owg_untouched():
     model = nn.Dense(4, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)

@@ -16,6 +16,8 @@ from tables import avals
 import jaxscale
 from jaxscale import presets
 
+pytestmark = pytest.mark.sampled(6)
+
 # The arguments that a library requires, and the defaults that it documents for the others.
 REQUIRED = {
     "tensorflow_contrib": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 1000},
