@@ -3,6 +3,8 @@
 On a GPU or TPU a selection fuses into the step's own kernels and reads nothing twice. On a CPU it
 would keep XLA from updating buffers in place and take minutes to compile over hundreds of leaves;
 a branch does neither. The program holds both, as one program may be lowered for any platform.
+
+`_step.py` calls `step_if`: it says what a step computes, and what to return if it is skipped.
 """
 
 from collections.abc import Callable
@@ -36,7 +38,8 @@ def step_if(
 
     def select(branches: jax.Array, step: Callable[[Any], Any]) -> Any:
         # A selection evaluates both sides, so `step` runs in any case. It gets zeros if its
-        # result does not count, so that no inf or NaN reaches its arithmetic.
+        # result does not count, so that no inf or NaN reaches its arithmetic. If `step` branches
+        # itself, nothing is left to select: XLA removes both calls of `tree_where`.
         choose = pred | branches
         finite = tree_where(choose, operand, _zeros(operand))
         taken = step(finite)

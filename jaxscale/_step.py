@@ -61,8 +61,8 @@ class LossScaledState(NamedTuple):
       scaling: the state of the loss scale.
       inner_state: the state of the wrapped transformation; inside a `MultiStepsState`
         if gradients are accumulated by `multi_steps`.
-      grads_finite: `bool[]`, whether the last step was applied, or the last
-        micro-batch counted.
+      grads_finite: `bool[]`, whether the last step was applied; with accumulation, whether
+        the last micro-batch counted. `False` if the gradients or the loss were not finite.
       notfinite_count: `i32[]`, steps skipped in a row, up to now.
       total_notfinite: `i32[]`, steps skipped since `init`.
       total_notfinite_loss: `i32[]`, those of them whose loss itself was not finite.
@@ -105,10 +105,12 @@ class Wrapper:
 
     def init(self, params: Any) -> LossScaledState:
         # `update` passes the parameters in float32, so `init` does too, and moments keep their
-        # dtype. The cast makes all leaves strongly typed; one made from a Python number is not.
+        # dtype.
         params = map_gradients(widen, params)
         inner_state = self.inner.init(params)
         _check_not_nested(inner_state)
+        # Leaves that an optimizer makes from Python numbers are weakly typed, and after a step
+        # they would not be: the second step would compile anew.
         inner_state = cast_like(inner_state, inner_state)
         if self.window is not None:
             inner_state = self.window.open(params, inner_state)
@@ -199,6 +201,7 @@ class Wrapper:
             return *tree_where(finite, (outcome, new_state), unchanged(updates)), finite
 
         def skipped(like: Any) -> tuple[Any, Any, Any]:
+            # True, with the type that `finite` has on a mesh, which a constant does not have.
             return *unchanged(like[0]), due | ~due if self.check_updates else None
 
         outcome, new_state, updates_finite = step_if(due, step, (stored, norm), skipped)
@@ -294,8 +297,8 @@ def _checked_state(state: Any, policy: LossScale) -> LossScaledState:
             "is (grads, opt_state, params). To go on with the state of an optimizer that was not "
             "wrapped, pass `tx.init(params)._replace(inner_state=state)`."
         )
-    # An `nnx.Optimizer` keeps each array in a variable, so one field tells for all. Any other
-    # state holds only variables that the parameters have, too, and they have to stay.
+    # An `nnx.Optimizer` wraps every array in a variable, so it is enough to look at one field. In
+    # any other state, the only variables are those of the parameters: they stay wrapped.
     state = unwrapped(state) if is_wrapped(state.grads_finite) else state
     check_alone("loss_scaled(...).update(state=...)", state.scaling)
     expected = type(jax.eval_shape(policy.init))

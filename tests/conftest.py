@@ -22,8 +22,10 @@ import hypothesis
 import jax
 import pytest
 
-hypothesis.settings.register_profile("jaxscale", deadline=None, max_examples=60, derandomize=True)
-hypothesis.settings.load_profile("jaxscale")
+for name, examples in {"fast": 20, "slow": 60}.items():
+    hypothesis.settings.register_profile(
+        name, deadline=None, max_examples=examples, derandomize=True
+    )
 
 SKIPPED = pytest.StashKey[int]()  # how many slow tests were deselected
 CACHE = pytest.StashKey[str]()  # the folder of programs that were compiled
@@ -39,6 +41,7 @@ def pytest_configure(config):
     )
     config.addinivalue_line("markers", "slow: runs only with --slow")
     config.addinivalue_line("markers", "sampled(n): without --slow, n rows of each law's table")
+    hypothesis.settings.load_profile("slow" if config.option.slow else "fast")
     # Most of the time goes into compilation, and many tests compile the same program. What one
     # has compiled, the others load, in both workers, until this run ends.
     worker_input = getattr(config, "workerinput", None)

@@ -3,7 +3,8 @@
 `examine` first finds the largest loss scale that fits, near which a dynamic scale would train.
 It takes gradients at that scale, at the one that was asked for, and if need be in float32, runs
 every diagnostic, and returns the results as an `Exam`. A `Comparison` says what one set of
-gradients lost against another. Nothing is judged here: `findings` does that.
+gradients lost against another. `findings` decides what is a problem; it asks `may_matter`, which
+is here, as it needs nothing but these measurements.
 """
 
 from collections.abc import Callable, Iterator

@@ -27,8 +27,8 @@ class DynamicLossScale(LossScale):
 
     - after `growth_interval` finite steps in a row,
       `s <- min(s * growth_factor, max_scale)`;
-    - on the `hysteresis`-th non-finite step since the last growth, and on each one
-      after it, `s <- max(s * backoff_factor, min_scale)`;
+    - on the `hysteresis`-th non-finite step since the last growth or the start, and on
+      each one after it, `s <- max(s * backoff_factor, min_scale)`;
     - a non-finite step clears the growth tracker.
 
     A growth never lowers the scale and a backoff never raises it, even if a restored

@@ -18,7 +18,7 @@ from .._state import LossScaleState, init_state
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PresetLossScale(DynamicLossScale):
-    """A `DynamicLossScale` that does what another library does differently.
+    """A `DynamicLossScale` with options for how the rules of other libraries differ.
 
     The functions of `jaxscale.presets` return it. Use it directly for a rule that none of
     them has. The first seven arguments are those of `DynamicLossScale`; with the defaults
@@ -34,9 +34,9 @@ class PresetLossScale(DynamicLossScale):
       max_scale: the upper bound of the scale.
       growth_delay: how many finite steps do not count towards growth, at the start and
         after each non-finite step: the growth tracker starts from minus this.
-      refill_on_finite: whether each finite step, not only a growth, restores the
-        `hysteresis` tolerated steps, so that only non-finite steps in a row back off.
-      refill_on_backoff: whether a backoff restores them too, so that each backoff takes
+      refill_on_finite: whether each finite step, not only a growth, resets the hysteresis
+        counter, so that only non-finite steps in a row lead to a backoff.
+      refill_on_backoff: whether a backoff resets it too, so that each backoff takes
         `hysteresis` non-finite steps.
       clip_growth: whether a growth beyond `max_scale` ends there. Otherwise the scale
         stays, which keeps it a power of two even if `max_scale` is not one.

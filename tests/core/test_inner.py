@@ -249,6 +249,7 @@ def test_a_mean_of_the_largest_numbers_is_finite(dtype, length):
         np.testing.assert_allclose(wide / largest, np.full(2, number) / largest, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_compiled_compiles_nothing_under_vmap(caplog):
     tx = jaxscale.loss_scaled(optax.adam(0.1), track_leaves=True, max_norm=1.0)
     params, grads = (jax.tree.map(lambda x: jnp.stack([x] * 3), tree) for tree in (PARAMS, GRADS))

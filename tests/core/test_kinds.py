@@ -109,6 +109,7 @@ def test_bad_steps_leave_no_trace_in_any_dtype_or_optimizer(inner, dtype):
                 assert not floating or jnp.finfo(leaf.dtype).bits >= max(32, jnp.finfo(dtype).bits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inner", rows(["lbfgs", "schedule_free", "reduce_on_plateau"], fast=["lbfgs"])
 )
@@ -269,6 +270,7 @@ def test_a_hyperparameter_set_by_hand_stays_set():
     assert step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_what_lbfgs_remembers_of_its_line_search_belongs_to_the_parameters():
     def loss_fn(w):
         return jnp.sum((w - jnp.arange(3.0)) ** 4)

@@ -299,6 +299,7 @@ def test_weakly_typed_inner_state_does_not_compile_twice():
     assert update._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_avals_never_change_with_64_bit_numbers_on():
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         params = PARAMS | {"b": jnp.array(0.5, jnp.float64)}
@@ -337,6 +338,7 @@ def test_vmap_over_a_population_skips_each_alone():
         assert new_state.scaling.loss_scale.tolist() == [2.0**15, 2.0**14, 2.0**15]
 
 
+@pytest.mark.slow
 def test_disable_jit_and_debug_nans_find_nothing_to_complain_of():
     tx = jaxscale.loss_scaled(optax.adam(0.1))
     state = tx.init(PARAMS)

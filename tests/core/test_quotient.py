@@ -87,6 +87,7 @@ def test_an_overflow_in_the_division_is_seen():
     assert state.total_notfinite == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_remembered_outside_of_a_trace_or_after_it():
     gc.collect()
     before = len(_quotient._QUOTIENTS)

@@ -15,6 +15,8 @@ import jaxscale
 import jaxscale.flax
 from jaxscale import presets
 
+pytestmark = pytest.mark.sampled(6)
+
 STATE = jaxscale.FixedLossScale(2.0**10).init()
 WIDE = {
     "float16": "float32",

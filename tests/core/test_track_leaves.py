@@ -171,6 +171,7 @@ def test_check_names_them():
         jaxscale.check(stacked, max_consecutive=2)
 
 
+@pytest.mark.slow
 def test_it_is_carried_through_a_scan_and_a_population():
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(gradients(**bad) for bad, _ in STEPS))
 

@@ -20,6 +20,8 @@ import jaxscale
 from jaxscale import presets
 from jaxscale._tree import apply_updates, cast_like, largest, map_gradients, only_gradients
 
+pytestmark = pytest.mark.sampled(4)
+
 DTYPES = ["float16", "bfloat16", "float32", "complex64", "float8_e5m2", "float8_e4m3fn"]
 PASSIVE = {
     "int": jnp.arange(3),

@@ -75,6 +75,7 @@ def test_one_program_for_all_passes():
     assert len(list(batches)) == 3  # each is taken only when its turn comes
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_with_it_skips_nothing():
     keys = jax.random.split(jax.random.key(0), 4)
     params = {

@@ -13,7 +13,7 @@ import pytest
 
 from jaxscale._doctor import cli
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(3)]
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "examples" / "doctor.py"
@@ -361,6 +361,7 @@ def test_a_traceback_if_asked_for(models, capsys):
     assert err.splitlines()[-1].startswith("jaxscale doctor: `f()` failed: ZeroDivisionError")
 
 
+@pytest.mark.slow
 def test_from_a_shell(tmp_path):
     command = [sys.executable, "-m", "jaxscale"]
     shell = functools.partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)

@@ -33,6 +33,7 @@ def test_every_method_is_right():
         assert {fault.split(":")[0] for fault in report["faults"]} == wrong, name
 
 
+@pytest.mark.slow
 def test_checks_see_what_is_wrong():
     sound = methods.make("jaxscale.apply_gradients", clip=False, growth_interval=2)
 

@@ -20,6 +20,8 @@ import jaxscale.diagnostics
 import jaxscale.flax
 import jaxscale.presets
 
+pytestmark = pytest.mark.sampled(1)
+
 # A module imports from its own row and from the rows above it in this list; never in a circle.
 ROWS = [
     {"_checks", "_leaf", "_tree"},

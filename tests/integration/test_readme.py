@@ -106,14 +106,9 @@ def test_readme_has_two_commands():
     assert commands[1].endswith("pytest -n2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[pytest.mark.slow] if path.stem != "plain_optax" else [])
-        for path in EXAMPLES
-        if path.stem != "quickstart"
-    ],
-    ids=lambda path: path.stem,
+    "path", [path for path in EXAMPLES if path.stem != "quickstart"], ids=lambda path: path.stem
 )
 def test_example_runs_and_is_short(path):
     # The one for many hosts has faults to show, and starts processes on one computer.

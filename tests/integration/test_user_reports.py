@@ -335,6 +335,7 @@ def test_first_step_f16_loss_finite_at_default():
     assert_same_bits((loss, grads), (jnp.float16(1.5), jnp.ones(2)))
 
 
+@pytest.mark.slow
 @answers("Equinox: a model has leaves that are not arrays")
 def test_equinox_models_with_static_leaves_are_skipped_whole():
     model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
@@ -392,6 +393,7 @@ def test_f16_readme_recipe():
     assert policy.adjust(state, False).loss_scale == 2.0**14
 
 
+@pytest.mark.slow
 @answers("google/flax#4114: a scale with an axis is an unrelated TypeError")
 def test_vmap_state():
     tx = jaxscale.loss_scaled(optax.sgd(1.0))
@@ -503,6 +505,7 @@ def test_tree_get_loss_scale():
     assert jax.tree.structure(shapes) == jax.tree.structure(state)
 
 
+@pytest.mark.slow
 @answers("patrick-kidger/equinox#221: gradients hold None where nothing is differentiated")
 def test_equinox_gradients_with_none():
     model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))

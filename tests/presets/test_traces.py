@@ -14,6 +14,8 @@ from peers import FIXED_BUT_SKIPPING, FOLDER, SYSTEMS, first_state, load, policy
 import jaxscale
 from jaxscale import presets
 
+pytestmark = pytest.mark.sampled(8)
+
 INFO = np.finfo(np.float32)
 
 # Why a case, or the rest of it, is not replayed.
