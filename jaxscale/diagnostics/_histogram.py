@@ -111,7 +111,7 @@ def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
       axis_name: a mesh or `pmap` axis name, or a tuple of them, along which devices hold
         different parts of the gradients: counts are summed. If they hold equal gradients,
         leave it out, as under plain `jit`. In a mesh of explicit axes, wrap the call in
-        `jax.sharding.auto_axes`.
+        JAX's auto_axes (from jax.sharding, in newer versions of JAX).
 
     Returns:
       A `Histogram`. Exponents are exact, those of subnormal numbers too. Counts
