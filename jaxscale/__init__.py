@@ -41,6 +41,7 @@ from ._scaling import scale, unscale
 from ._state import LossScaleState
 from ._state_dict import from_state_dict, to_state_dict
 from ._step import LossScaledState
+from ._train_step import train_step
 from ._tree import tree_where
 from ._value_and_grad import grad, value_and_grad
 from ._verdict import all_finite
@@ -48,6 +49,7 @@ from ._verdict import all_finite
 # In the order of the docstring, which is that of the API reference, too.
 __all__ = [  # noqa: RUF022
     "loss_scaled",
+    "train_step",
     "value_and_grad",
     "apply_gradients",
     "metrics",

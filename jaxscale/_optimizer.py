@@ -8,8 +8,9 @@ step and applies it in one, for wrapped optimizers and bare ones.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import optax
@@ -19,13 +20,17 @@ from ._checks import int32, one_of, positive
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale
 from ._policies.spec import as_loss_scale
-from ._step import LossScaledState, Wrapper, wrapper_of
-from ._tree import apply_updates, joined, split
+from ._scaling import is_loss_scaled
+from ._state import Scaled, find
+from ._step import LossScaledState, Verdict, Wrapper, checked_state, takes_value, wrapper_of
+from ._tree import apply_updates, joined, select, split
 
 _Params = TypeVar("_Params")
 _State = TypeVar("_State")
+_Kept = TypeVar("_Kept")
 
-_NEVER_MOVE = (NoOpLossScale, FixedLossScale)
+# Policies whose scale stays as it is.
+NEVER_MOVE = (NoOpLossScale, FixedLossScale)
 
 
 def loss_scaled(
@@ -244,17 +249,39 @@ def multi_steps(
     return _transformation(dataclasses.replace(wrapper, window=window))
 
 
+@overload
 def apply_gradients(
     tx: optax.GradientTransformation,
     grads: Any,
     opt_state: _State,
     params: _Params,
+    *,
+    keep: None = None,
     **extra_args: Any,
-) -> tuple[_Params, _State]:
+) -> tuple[_Params, _State]: ...
+@overload
+def apply_gradients(
+    tx: optax.GradientTransformation,
+    grads: Any,
+    opt_state: _State,
+    params: _Params,
+    *,
+    keep: tuple[_Kept, _Kept],
+    **extra_args: Any,
+) -> tuple[_Params, _State, _Kept]: ...
+def apply_gradients(
+    tx: optax.GradientTransformation,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    *,
+    keep: tuple[Any, Any] | None = None,
+    **extra_args: Any,
+) -> Any:
     """Returns the parameters and the optimizer state after one step.
 
     The same as `tx.update` followed by `optax.apply_updates`. If `tx` is a `loss_scaled`
-    optimizer, both are skipped together, which is the fastest form: no updates are stored.
+    optimizer, both are skipped together, so no updates are stored.
 
     Leaves without a gradient stay as they are. If a gradient is `None`, as
     `equinox.filter_grad` returns it for functions, text and integers, the leaf may be anything,
@@ -268,49 +295,117 @@ def apply_gradients(
       opt_state: the state of `tx`. For an Equinox module `model` it is made by
         `tx.init(equinox.filter(model, equinox.is_inexact_array))`.
       params: the parameters.
+      keep: a pair `(new, old)` of any other state, as `jaxscale.tree_where` takes them: batch
+        statistics, target networks, loss weights. A skipped step keeps the old one.
       **extra_args: passed to `tx.update`: `value=loss` and so on.
 
     Returns:
-      The new parameters, with the shapes and dtypes of `params`, and the new state. After a
-      non-finite step the parameters are the old ones, bit for bit.
+      The new parameters, with the shapes and dtypes of `params`, and the new state; with `keep`
+      also what was chosen of the pair. After a non-finite step the parameters are the old ones,
+      bit for bit.
 
     Raises:
-      TypeError: if `tx` is not a gradient transformation, or if `opt_state` is not its state.
+      TypeError: if `tx` is not a gradient transformation, if `opt_state` is not its state, or if
+        `keep` is not a pair.
       ValueError: if `grads` has another structure than `params`, and `params` hold leaves
-        that are not arrays.
+        that are not arrays; or if the trees in `keep` differ in structure or shapes.
 
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import jaxscale
       >>> tx = jaxscale.loss_scaled(optax.sgd(0.5))
-      >>> params = jnp.array(1.0)
-      >>> params, opt_state = jaxscale.apply_gradients(
-      ...     tx, jnp.array(1.0), tx.init(params), params
-      ... )
-      >>> params
-      Array(0.5, dtype=float32)
+      >>> params, mean = jnp.array(1.0), jnp.array(0.0)
+      >>> opt_state = tx.init(params)
+      >>> for grad in [jnp.array(1.0), jnp.array(jnp.inf)]:
+      ...     params, opt_state, mean = jaxscale.apply_gradients(
+      ...         tx, grad, opt_state, params, keep=(mean + 1, mean)
+      ...     )
+      ...     print(params, mean)
+      0.5 1.0
+      0.5 1.0
     """
-    # Leaves without a gradient go around the step, as only arrays can be selected and compiled.
-    trained, rest = split(params, grads)
-    wrapper = wrapper_of(tx)
-    if wrapper is not None:
-        trained, state = wrapper.apply(grads, opt_state, trained, **extra_args)
-        return joined(trained, rest), cast("_State", state)
-    if isinstance(tx, optax.MultiSteps):  # has `init` and `update`, but is not a transformation
-        tx = tx.gradient_transformation()
-    if not isinstance(tx, optax.GradientTransformation):
+    if keep is not None and not (isinstance(keep, tuple) and len(keep) == 2):
         raise TypeError(
-            "`apply_gradients(tx, ...)`: `tx` must be an `optax.GradientTransformation`, got "
-            f"{tx!r}. Call the function that makes it, as in `optax.adamw(1e-3)`."
+            f"`apply_gradients(keep=...)` must be a pair (new, old), got {type(keep).__name__}."
         )
+    value = extra_args.pop("value", None)
+    order = "(tx, grads, opt_state, params)"
+    opt_state = check_optimizer("apply_gradients", tx, opt_state, order)
+    params, opt_state = applied(tx, Scaled(grads), opt_state, params, value, extra_args)
+    if keep is None:
+        return params, opt_state
+    return params, opt_state, chosen("apply_gradients(keep=...)", tx, opt_state, *keep)
+
+
+def check_optimizer(call: str, tx: Any, opt_state: Any, order: str) -> Any:
+    """Returns the state that a step with `tx` was given, or raises an error.
+
+    Args:
+      call: the step, for the message.
+      tx: the optimizer, wrapped or not.
+      opt_state: what was passed as its state.
+      order: the order of the step's arguments.
+    """
+    check_transformation(call, tx)
+    given, wrapper = f"{call}(opt_state=...)", wrapper_of(tx)
+    if wrapper is not None:
+        return checked_state(given, opt_state, wrapper.policy, order)
     if isinstance(opt_state, LossScaledState):
         raise TypeError(
-            "`apply_gradients(tx, grads, opt_state, params)`: `opt_state` is a `LossScaledState`, "
-            "but `tx` is a bare optimizer. Pass the one that `loss_scaled` returned."
+            f"`{given}` is a `LossScaledState`, but `tx` is a bare optimizer. Pass the one that "
+            "`loss_scaled` returned, or `opt_state.inner_state` to go on without it."
         )
-    tx = optax.with_extra_args_support(tx)
-    updates, state = tx.update(grads, cast("Any", opt_state), trained, **extra_args)
-    return joined(apply_updates(trained, updates), rest), cast("_State", state)
+    return opt_state
+
+
+def check_transformation(call: str, tx: Any) -> None:
+    """Raises a `TypeError` if `tx` is not an optimizer."""
+    # An `optax.MultiSteps` has `init` and `update`, but is not a transformation.
+    if not isinstance(tx, (optax.GradientTransformation, optax.MultiSteps)):
+        raise TypeError(
+            f"`{call}(tx, ...)`: `tx` must be an `optax.GradientTransformation`, got "
+            f"{tx!r}. Call the function that makes it, as in `optax.adamw(1e-3)`."
+        )
+
+
+def applied(
+    tx: Any,
+    grads: Scaled,
+    opt_state: Any,
+    params: Any,
+    value: Any,
+    extra_args: Mapping[str, Any] = MappingProxyType({}),
+    verdict: Verdict | None = None,
+) -> tuple[Any, Any]:
+    """Returns the parameters and the state of an optimizer, wrapped or not, after one step.
+
+    See `Wrapper.apply` for the arguments.
+    """
+    # Leaves without a gradient go around the step, as only arrays can be selected and compiled.
+    trained, rest = split(params, grads.grads)
+    wrapper = wrapper_of(tx)
+    if wrapper is not None:
+        trained, state = wrapper.apply(grads, opt_state, trained, value, extra_args, verdict)
+        return joined(trained, rest), state
+    tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+    update = optax.with_extra_args_support(tx).update
+    if value is not None and takes_value(update):
+        extra_args = {**extra_args, "value": value}
+    updates, state = update(grads.unscaled, opt_state, trained, **extra_args)
+    return joined(apply_updates(trained, updates), rest), state
+
+
+def chosen(call: str, tx: Any, opt_state: Any, new: Any, old: Any) -> Any:
+    """Returns `new` if the step that led to `opt_state` was applied, otherwise `old`.
+
+    An optimizer without a verdict applies every step.
+    """
+    wrapper = wrapper_of(tx)
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_loss_scaled)
+    if (wrapper is not None and not wrapper.skips) or not any(map(is_loss_scaled, nodes)):
+        return new
+    state = find(call, opt_state, is_loss_scaled, "`LossScaledState`")
+    return select(call, state.grads_finite, new, old)
 
 
 def _constant(length: int, step: jax.Array) -> int:
@@ -322,7 +417,7 @@ def _check_needs_no_verdict(wrapper: Wrapper) -> None:
     needs = [
         what
         for what, needed in {
-            f"a {type(wrapper.policy).__name__}": not isinstance(wrapper.policy, _NEVER_MOVE),
+            f"a {type(wrapper.policy).__name__}": not isinstance(wrapper.policy, NEVER_MOVE),
             "check_updates=True": wrapper.check_updates,
             "track_leaves=True": wrapper.track_leaves,
             "a window of `multi_steps`": wrapper.window is not None,

@@ -29,6 +29,7 @@ _COUNTERS = (
     "total_notfinite",
     "total_notfinite_loss",
     "total_steps",
+    "total_retries",
 )
 
 
@@ -48,8 +49,8 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
     Returns:
       A dictionary of scalar arrays: `loss_scale` and the trackers of the policy and, if
       there is an optimizer state, `grads_finite`, `notfinite_count`,
-      `total_notfinite`, `total_notfinite_loss` and `total_steps`, as explained in
-      `jaxscale.LossScaledState`. With `jaxscale.multi_steps` these count micro-batches, and
+      `total_notfinite`, `total_notfinite_loss`, `total_steps` and `total_retries`, as explained
+      in `jaxscale.LossScaledState`. With `jaxscale.multi_steps` these count micro-batches, and
       `mini_step` and `gradient_step` are added. With `track_leaves=True` there is also a
       `bool[]` for each gradient, whether the last overflow was in it, under a name such as
       `nonfinite_leaves/params/Dense_0/kernel`.

@@ -27,19 +27,25 @@ def is_loss_scaled(node: Any) -> bool:
     return isinstance(node, LossScaledState)
 
 
+def _is_scaling(node: Any) -> bool:
+    return is_loss_scaled(node) or is_policy_state(node)
+
+
 def find_scaling(call: str, tree: Any) -> Any:
     """Returns the one loss scale state in a tree, as arrays.
 
     The `scaling` of a `LossScaledState` may be of any type; other states need a mark (see
     `is_policy_state`).
     """
-
-    def is_scaling(node: Any) -> bool:
-        return is_loss_scaled(node) or is_policy_state(node)
-
-    state = find(call, tree, is_scaling, "loss scale state")
+    state = find(call, tree, _is_scaling, "loss scale state")
     scaling = state.scaling if is_loss_scaled(state) else state
     return jax.tree.map(jnp.asarray, unwrapped(scaling))
+
+
+def find_any(call: str, tree: Any) -> Any:
+    """Returns the one loss scale state in a tree, as `find_one` does, or `None` without one."""
+    nodes = jax.tree.leaves(tree, is_leaf=_is_scaling)
+    return find_one(call, "opt_state", tree) if any(map(_is_scaling, nodes)) else None
 
 
 def find_one(call: str, argument: str, tree: Any) -> Any:

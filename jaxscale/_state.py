@@ -4,6 +4,7 @@ The types come first, then the checks of a state that a user passed, then multip
 division of a tree by the scale, and last the search for the one state in a larger tree.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ._checks import and_more
-from ._quotient import recall, remember
-from ._tree import map_gradients, widen
+from ._tree import map_gradients, widen, widened
 
 
 class LossScaleState(NamedTuple):
@@ -148,35 +148,40 @@ def multiply(tree: Any, factor: jax.Array) -> Any:
 def divide(tree: Any, divisor: jax.Array) -> Any:
     """Returns a tree with its gradients divided by a scale, in float32 or wider."""
     number = _by_dtype(divisor)
-
-    def divide_leaf(leaf: Any) -> jax.Array:
-        quotient = _apply(jax.lax.div, leaf, number(leaf))
-        remember(quotient, leaf, number(leaf))
-        return quotient
-
-    return map_gradients(divide_leaf, tree)
+    return map_gradients(lambda leaf: _apply(jax.lax.div, leaf, number(leaf)), tree)
 
 
-def divided_again(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns a tree with the scaled gradients that are known, and a function that unscales it."""
-    leaves, treedef = jax.tree.flatten(tree)
-    quotients = [recall(leaf) for leaf in leaves]
-    dividends = [
-        leaf if quotient is None else quotient.dividend
-        for leaf, quotient in zip(leaves, quotients, strict=True)
-    ]
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("grads", "divisor"), meta_fields=()
+)
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """Gradients as a backward pass left them, and the number that they are to be divided by.
 
-    # Multiply by the reciprocal, as XLA itself does for a division by one number. XLA treats a
-    # written division as expensive, and would store the result, which two moments use.
-    factors = {id(each.divisor): 1 / each.divisor for each in quotients if each is not None}
+    On a CPU a step is skipped by a branch. Gradients that are divided before it would be stored,
+    eight bytes for each parameter, written and read. Divided inside of the branch they fuse into
+    the step. So the gradients and their divisor travel separately, and each reader divides.
+    """
 
-    def unscaled(tree: Any) -> Any:
-        return treedef.unflatten(
-            leaf if quotient is None else _apply(jax.lax.mul, leaf, factors[id(quotient.divisor)])
-            for leaf, quotient in zip(jax.tree.leaves(tree), quotients, strict=True)
-        )
+    grads: Any
+    divisor: jax.Array | None = None  # `None` if they are unscaled already
 
-    return treedef.unflatten(dividends), unscaled
+    @functools.cached_property
+    def unscaled(self) -> Any:
+        """The gradients divided, in float32 or wider."""
+        return self.grads if self.divisor is None else divide(self.grads, self.divisor)
+
+    def unscale(self, grads: Any) -> Any:
+        """Returns `grads`, which may be zeros in the place of these, times the reciprocal.
+
+        XLA itself divides by one number in this way. But it treats a written division as
+        expensive, and would store the result if two moments use it. Both give the same numbers
+        if the divisor is a power of two.
+        """
+        if self.divisor is None:
+            return grads
+        number = _by_dtype(self.divisor, lambda divisor: 1 / divisor)
+        return map_gradients(lambda leaf: _apply(jax.lax.mul, leaf, number(leaf)), grads)
 
 
 def _apply(op: Callable[[Any, Any], jax.Array], leaf: Any, number: jax.Array) -> jax.Array:
@@ -187,10 +192,12 @@ def _apply(op: Callable[[Any, Any], jax.Array], leaf: Any, number: jax.Array) ->
     return op(leaf, number)
 
 
-def _by_dtype(loss_scale: jax.Array) -> Callable[[Any], jax.Array]:
+def _by_dtype(
+    loss_scale: jax.Array, of: Callable[[jax.Array], jax.Array] = lambda number: number
+) -> Callable[[Any], jax.Array]:
     """Returns a function from a leaf to the number that it is multiplied or divided by."""
-    by_dtype = functools.cache(functools.partial(representable, loss_scale))
-    return lambda leaf: by_dtype(widen(leaf).dtype)
+    by_dtype = functools.cache(lambda dtype: of(representable(loss_scale, dtype)))
+    return lambda leaf: by_dtype(widened(leaf))
 
 
 def representable(loss_scale: jax.Array, dtype: Any) -> jax.Array:

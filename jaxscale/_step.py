@@ -21,6 +21,8 @@ With `skip_nonfinite=False` none of this happens: the step is that of the wrappe
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +33,7 @@ from ._accumulate import MultiStepsState, Window
 from ._leaf import is_array
 from ._policies.base import LossScale, moved
 from ._skip import step_if
-from ._state import LossScaleState, check_alone, divided_again, is_wrapped, unwrapped
+from ._state import LossScaleState, Scaled, check_alone, is_wrapped, unwrapped
 from ._tree import (
     addable,
     apply_updates,
@@ -67,6 +69,8 @@ class LossScaledState(NamedTuple):
       total_notfinite: `i32[]`, steps skipped since `init`.
       total_notfinite_loss: `i32[]`, those of them whose loss itself was not finite.
       total_steps: `i32[]`, steps since `init`, skipped or not.
+      total_retries: `i32[]`, backward passes that `jaxscale.train_step` repeated inside of a
+        step, at a lower scale.
       nonfinite_leaves: with `track_leaves=True` the leaves that the last overflow was in: a
         tree with the structure of the parameters and a `bool[]` for each gradient, which
         `jaxscale.metrics` and `jaxscale.check` name. Otherwise `None`.
@@ -87,7 +91,17 @@ class LossScaledState(NamedTuple):
     total_notfinite: jax.Array  # i32[]
     total_notfinite_loss: jax.Array  # i32[]
     total_steps: jax.Array  # i32[]
+    total_retries: jax.Array  # i32[]
     nonfinite_leaves: Any = None
+
+
+class Verdict(NamedTuple):
+    """What one pass over the gradients of a step says. All devices along `axis_name` agree."""
+
+    grads_finite: jax.Array  # bool[]
+    loss_finite: jax.Array  # bool[], true if no loss was passed
+    leaves_finite: list[jax.Array]  # a bool[] for each gradient, if leaves are tracked
+    squares: jax.Array | None  # the sum of all squares, if the norm comes from the same pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +136,7 @@ class Wrapper:
             total_notfinite=jnp.array(0, jnp.int32),
             total_notfinite_loss=jnp.array(0, jnp.int32),
             total_steps=jnp.array(0, jnp.int32),
+            total_retries=jnp.array(0, jnp.int32),
             nonfinite_leaves=flags_by_leaf(params) if self.track_leaves else None,
         )
 
@@ -134,57 +149,80 @@ class Wrapper:
         value: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, LossScaledState]:
-        return self._advance(updates, state, params, value, extra_args, applies=False)
+        state = checked_state("loss_scaled(...).update(state=...)", state, self.policy)
+        grads = Scaled(updates)
+        verdict = self.judge(grads, state, value)
+        return self._advance(grads, verdict, state, params, value, extra_args, applies=False)
 
     def apply(
         self,
-        grads: Any,
-        state: Any,
+        grads: Scaled,
+        state: LossScaledState,
         params: Any,
-        *,
         value: Any = None,
-        **extra_args: Any,
+        extra_args: Mapping[str, Any] = MappingProxyType({}),
+        verdict: Verdict | None = None,
     ) -> tuple[Any, LossScaledState]:
-        return self._advance(grads, state, params, value, extra_args, applies=True)
+        """Returns the parameters after one step, and the next state.
+
+        Args:
+          grads: the gradients, scaled or not.
+          state: the state of this optimizer, checked.
+          params: the parameters, each with its gradient.
+          value: the loss, if it is known.
+          extra_args: further arguments of the wrapped optimizer.
+          verdict: what `judge` returned, if it was called already.
+        """
+        verdict = self.judge(grads, state, value) if verdict is None else verdict
+        return self._advance(grads, verdict, state, params, value, extra_args, applies=True)
+
+    def judge(self, grads: Scaled, state: LossScaledState, value: Any) -> Verdict | None:
+        """Returns the verdict on the gradients and the loss of one step, if it may be skipped."""
+        _check_loss(value)
+        if not self.skips:
+            return None
+        unscaled = grads.unscaled
+        # The state decides, not `track_leaves`: its structure must not change.
+        tracks = state.nonfinite_leaves is not None
+        evidence = read(unscaled, by_leaf=tracks, squares=self._shares_norm)
+        by_leaf = evidence.finite_groups() if tracks else []
+        _check_devices_agree(unscaled, value, self.axis_name)
+        local = jnp.stack([evidence.finite(), all_finite(value), *by_leaf])
+        grads_finite, loss_finite, *leaves_finite = agree(local, self.axis_name)
+        squares = evidence.squares() if self._shares_norm else None
+        return Verdict(grads_finite, loss_finite, leaves_finite, squares)
 
     def _advance(
         self,
-        grads: Any,
-        state: Any,
+        scaled: Scaled,
+        verdict: Verdict | None,
+        state: LossScaledState,
         params: Any,
         value: Any,
-        extra_args: dict[str, Any],
+        extra_args: Mapping[str, Any],
         *,
         applies: bool,
     ) -> tuple[Any, LossScaledState]:
         """Returns the updates, or with `applies` the parameters, and the next state."""
-        state = _checked_state(state, self.policy)
-        _check_loss(value)
-        if not self.skips:
+        grads = scaled.unscaled
+        if verdict is None:
             updates, inner_state = self._inner_update(
                 grads, None, value, state.inner_state, params, extra_args
             )
             outcome = apply_updates(params, updates) if applies else addable(updates, params)
             return outcome, state._replace(inner_state=inner_state)
 
-        # The state decides, not `track_leaves`: its structure must not change.
-        tracks = state.nonfinite_leaves is not None
-        evidence = read(grads, by_leaf=tracks, squares=self._shares_norm)
-        by_leaf = evidence.finite_groups() if tracks else []
-        _check_devices_agree(grads, value, self.axis_name)
-        local = jnp.stack([evidence.finite(), all_finite(value), *by_leaf])
-        grads_finite, loss_finite, *leaves_finite = agree(local, self.axis_name)
+        grads_finite, loss_finite = verdict.grads_finite, verdict.loss_finite
         counts = grads_finite & loss_finite
-
         if self.window is None:
             window, due, opt_state = None, counts, state.inner_state
-            stored, gradients_of = divided_again(grads)
+            stored, gradients_of = scaled.grads, scaled.unscale
         else:
             window, due = self.window.add(state.inner_state, grads, value, counts)
             opt_state = window.inner_opt_state
             stored, gradients_of = self.window.mean(window, grads)
             value = None if value is None else self.window.mean_value(window)
-        norm = jnp.sqrt(evidence.squares()) if self._shares_norm else None
+        norm = None if verdict.squares is None else jnp.sqrt(verdict.squares)
 
         def unchanged(like: Any) -> tuple[Any, Any]:
             return (params if applies else _no_updates(like, grads)), opt_state
@@ -216,8 +254,8 @@ class Wrapper:
             if self.window.growth_unit == "optimizer_step":
                 observed &= due | ~grads_finite
         flags = state.nonfinite_leaves
-        if tracks:
-            flags = last_flags(flags, flags_by_leaf(grads, leaves_finite), grads_finite)
+        if flags is not None:
+            flags = last_flags(flags, flags_by_leaf(grads, verdict.leaves_finite), grads_finite)
         return outcome, LossScaledState(
             scaling=tree_where(observed, scaling, state.scaling),
             inner_state=new_state,
@@ -226,6 +264,7 @@ class Wrapper:
             total_notfinite=_count(~applied, state.total_notfinite),
             total_notfinite_loss=_count(~loss_finite, state.total_notfinite_loss),
             total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
+            total_retries=state.total_retries,
             nonfinite_leaves=flags,
         )
 
@@ -245,15 +284,15 @@ class Wrapper:
         value: Any,
         opt_state: Any,
         params: Any,
-        extra_args: dict[str, Any],
+        extra_args: Mapping[str, Any],
     ) -> tuple[Any, Any]:
         """Returns the updates of the wrapped optimizer and its next state."""
         grads = map_gradients(widen, grads)
         if self.max_norm is not None:
             norm = global_norm(grads) if norm is None else norm
             grads = clip_by_global_norm(grads, norm, self.max_norm)
-        if value is not None and _takes_value(self.inner.update):
-            extra_args = extra_args | {"value": value}
+        if value is not None and takes_value(self.inner.update):
+            extra_args = {**extra_args, "value": value}
         updates, new_state = self.inner.update(
             grads, opt_state, map_gradients(widen, params), **extra_args
         )
@@ -279,7 +318,7 @@ def stepped(before: LossScaledState, after: LossScaledState) -> jax.Array:
     return after.grads_finite
 
 
-def _takes_value(update: Any) -> bool:
+def takes_value(update: Any) -> bool:
     """Returns whether the signature of an inner update takes the loss.
 
     Most updates accept arguments that they do not know. A few take only those that they name, and
@@ -289,22 +328,36 @@ def _takes_value(update: Any) -> bool:
     return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _checked_state(state: Any, policy: LossScale) -> LossScaledState:
+def checked_state(
+    call: str, state: Any, policy: LossScale, order: str = "(grads, opt_state, params)"
+) -> LossScaledState:
+    """Returns the state that a step was given, as arrays, or raises an error.
+
+    Args:
+      call: the step and its argument, for the message.
+      state: what was passed.
+      policy: that of the optimizer.
+      order: the order of the step's arguments.
+    """
     if not isinstance(state, LossScaledState):
+        hint = (
+            "Pass its `opt_state`, or use `jaxscale.flax`."
+            if hasattr(state, "opt_state")
+            else f"The order of arguments is {order}. To go on with the state of an optimizer that "
+            "was not wrapped, pass `tx.init(params)._replace(inner_state=state)`."
+        )
         raise TypeError(
-            "`loss_scaled(...).update(state=...)` must be the `LossScaledState` that `init` or the "
-            f"last step returned, got {type(state).__name__}. The order of arguments "
-            "is (grads, opt_state, params). To go on with the state of an optimizer that was not "
-            "wrapped, pass `tx.init(params)._replace(inner_state=state)`."
+            f"`{call}` must be the `LossScaledState` that `init` or the last step returned, got "
+            f"{type(state).__name__}. {hint}"
         )
     # An `nnx.Optimizer` wraps every array in a variable, so it is enough to look at one field. In
     # any other state, the only variables are those of the parameters: they stay wrapped.
     state = unwrapped(state) if is_wrapped(state.grads_finite) else state
-    check_alone("loss_scaled(...).update(state=...)", state.scaling)
+    check_alone(call, state.scaling)
     expected = type(jax.eval_shape(policy.init))
     if type(state.scaling) is not expected:
         raise TypeError(
-            "`loss_scaled(...).update(state=...)` got the state of another optimizer: its scaling "
+            f"`{call}` got the state of another optimizer: its scaling "
             f"is a {type(state.scaling).__name__}, and that of a {type(policy).__name__} is a "
             f"{expected.__name__}. Pass the state that `init` of this optimizer returned. To go "
             "on from another one, pass `tx.init(params)._replace(inner_state=state.inner_state)`."

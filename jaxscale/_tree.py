@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from ._checks import scalar_bool
 from ._leaf import (
@@ -67,10 +68,13 @@ def only_gradients(tree: Any) -> Any:
 
 def widen(leaf: Any) -> jax.Array:
     """Returns an inexact leaf in float32, or in its own dtype if that is as wide or wider."""
-    if _has_dtype(leaf, jnp.float32):
-        return leaf
+    return leaf if _has_dtype(leaf, jnp.float32) else cast(leaf, widened(leaf))
+
+
+def widened(leaf: Any) -> Any:
+    """Returns the dtype that `widen` gives an inexact leaf."""
     dtype = jnp.result_type(leaf)
-    return cast(leaf, dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
 def cast(leaf: Any, dtype: Any) -> Any:
@@ -170,12 +174,27 @@ def varying_axes(tree: Any) -> set[Any]:
 
     The set is empty where JAX does not know: in `pmap`, and with `check_vma=False`.
     """
-    axes: set[Any] = set()
-    for leaf in jax.tree.leaves(only_gradients(tree)):
-        aval = jax.typeof(leaf)
-        manual = getattr(aval, "manual_axis_type", None)  # of JAX 0.10, before it `vma`
-        axes |= getattr(aval, "vma", None) or getattr(manual, "varying", frozenset())
-    return axes
+    gradients = jax.tree.leaves(only_gradients(tree))
+    return set().union(*(varying(jax.typeof(leaf)) for leaf in gradients))
+
+
+def varying(aval: Any) -> frozenset[Any]:
+    """Returns the mesh axes along which arrays of a type may differ, as `varying_axes` does."""
+    manual = getattr(aval, "manual_axis_type", None)  # of JAX 0.10, before it `vma`
+    return getattr(aval, "vma", None) or getattr(manual, "varying", frozenset())
+
+
+def blank(aval: Any) -> jax.Array:
+    """Returns zeros of a type, with its sharding and the mesh axes along which it varies."""
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)  # `full` of keys takes no sharding
+    explicit = not is_key and AxisType.Explicit in aval.sharding.mesh.axis_types
+    sharding = {"sharding": aval.sharding} if explicit else {}
+    zeros = jax.lax.full(aval.shape, 0, aval.dtype, **sharding)
+    axes = tuple(varying(aval))
+    if not axes:
+        return zeros
+    lax: Any = jax.lax  # JAX 0.6 calls it `pvary`
+    return lax.pcast(zeros, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(zeros, axes)
 
 
 def largest(tree: Any, axis_name: Any) -> jax.Array:

@@ -6,7 +6,7 @@ gradients by the very number that scaled them, whatever differentiates in betwee
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ._leaf import is_array
 from ._scaling import find_one
-from ._state import UnitLossScaleState, divide, representable
+from ._state import Scaled, UnitLossScaleState, divide, representable
 from ._tree import map_gradients, widen
 
 _Args = ParamSpec("_Args")
@@ -104,16 +104,13 @@ def value_and_grad(
       >>> jaxscale.value_and_grad(loss_fn, scaling)(w)
       (Array(0., dtype=float32), Array(2.9802322e-08, dtype=float32))
     """
-    seeded, one_seed = seeding("value_and_grad", fun, scaling, has_aux)
-    differentiated = transform(seeded, has_aux=True, **kwargs)
+    state = find_one("value_and_grad", "scaling", scaling)
+    backward = backward_pass("value_and_grad", fun, state, has_aux, transform, kwargs)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        loss, (aux, seed), grads = with_loss("value_and_grad", differentiated(*args, **kwargs))
-        seed = one_seed(seed)
-        if seed is not None:  # an outer derivative of the loss must not be scaled
-            loss = _with_tangent(jnp.divide, loss, seed)
-        return ((loss, aux) if has_aux else loss), unseed(grads, seed)
+        loss, aux, grads = backward(*args, **kwargs)
+        return ((loss, aux) if has_aux else loss), map_gradients(widen, grads.unscaled)
 
     return value_and_grad_fun
 
@@ -179,7 +176,8 @@ def grad(
       >>> jaxscale.grad(lambda w: jnp.sum(w**2), scaling)(jnp.array(3.0))
       Array(6., dtype=float32)
     """
-    seeded, one_seed = seeding("grad", fun, scaling, has_aux)
+    state = find_one("grad", "scaling", scaling)
+    seeded, one_seed = seeding("grad", fun, state, has_aux)
     differentiated = transform(seeded, has_aux=True, **kwargs)
 
     @functools.wraps(fun)
@@ -191,17 +189,50 @@ def grad(
     return grad_fun
 
 
+def backward_pass(
+    call: str,
+    fun: Callable[..., Any],
+    state: Any,
+    has_aux: bool,
+    transform: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    name: str = "fun",
+) -> Callable[..., tuple[jax.Array, Any, Scaled]]:
+    """Returns a function that evaluates a loss, its auxiliary output and its scaled gradients.
+
+    Args:
+      call: the public function, for messages.
+      fun: the loss function.
+      state: the loss scale state, or `None` for a scale of 1.
+      has_aux: whether `fun` returns a pair.
+      transform: the function that differentiates.
+      kwargs: its further arguments.
+      name: the name of the argument `fun` in `call`.
+    """
+    seeded, one_seed = seeding(call, fun, state, has_aux, name)
+    differentiated = transform(seeded, has_aux=True, **kwargs)
+
+    def backward(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any, Scaled]:
+        loss, (aux, seed), grads = with_loss(call, differentiated(*args, **kwargs))
+        seed = one_seed(seed)
+        if seed is not None:  # an outer derivative of the loss must not be scaled
+            loss = _with_tangent(jnp.divide, loss, seed)
+        return loss, aux, Scaled(grads, seed)
+
+    return backward
+
+
 def seeding(
-    call: str, fun: Callable[..., Any], scaling: Any, has_aux: bool
+    call: str, fun: Callable[..., Any], state: Any, has_aux: bool, name: str = "fun"
 ) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
     """Returns `fun` with a scaled cotangent, and a function that makes its seed one number."""
-    state = find_one(call, "scaling", scaling)
-    is_unit = isinstance(state, UnitLossScaleState)
+    is_unit = state is None or isinstance(state, UnitLossScaleState)
+    scale: Any = None if is_unit else state.loss_scale
 
     @functools.wraps(fun)
     def seeded(*args: Any, **kwargs: Any) -> Any:
-        loss, aux = _split(call, fun(*args, **kwargs), has_aux)
-        if is_unit:
+        loss, aux = _split(call, name, fun(*args, **kwargs), has_aux)
+        if scale is None:
             return loss, Seeded(aux, None)
         # The largest seed depends on the dtype of the loss, which is known only here. The seed
         # leaves as an auxiliary output, so that the gradients are divided by just that number,
@@ -210,7 +241,7 @@ def seeding(
         return _with_tangent(jnp.multiply, loss, seed), Seeded(aux, seed)
 
     def seed_of(dtype: Any) -> jax.Array:
-        return representable(jax.lax.stop_gradient(state.loss_scale), dtype)
+        return representable(jax.lax.stop_gradient(scale), dtype)
 
     def one_seed(seed: Any) -> Any:
         # A `vmap` in `transform` gives the seed axes, in any order, and maybe of length 0.
@@ -254,12 +285,12 @@ def without_loss(call: str, output: Any) -> tuple[Any, Seeded]:
     )
 
 
-def _split(call: str, output: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+def _split(call: str, name: str, output: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     aux = None
     if has_aux:
         if not (isinstance(output, tuple) and len(output) == 2):
             raise TypeError(
-                f"`{call}(fun, has_aux=True)`: `fun` must return a pair (loss, aux), got "
+                f"`{call}({name}, has_aux=True)`: `{name}` must return a pair (loss, aux), got "
                 f"{type(output).__name__}."
             )
         output, aux = output
@@ -268,7 +299,7 @@ def _split(call: str, output: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     if not is_array(output) or shape != () or not is_floating:
         hint = " With an auxiliary output, pass has_aux=True." * isinstance(output, tuple)
         raise TypeError(
-            f"`{call}(fun)`: `fun` must return a floating scalar, got "
+            f"`{call}({name})`: `{name}` must return a floating scalar, got "
             f"{getattr(dtype, '__name__', dtype)}{list(shape)}. Reduce the loss to one "
             f"number, for example with `.mean()`.{hint}"
         )

@@ -392,7 +392,7 @@ CASES = {
             jaxscale.loss_scaled(optax.sgd(0.1)), W, {"w": W}, OPT_STATE
         ),
         TypeError,
-        r"update\(state=.*got dict.*order of arguments is \(grads, opt_state, params\)",
+        r"apply_gradients\(opt_state=.*got dict.*order of arguments is \(tx, grads, opt_state, par",
     ),
     "arguments of update swapped": (
         lambda: jaxscale.loss_scaled(optax.sgd(0.1)).update(W, {"w": W}, OPT_STATE),
@@ -402,7 +402,7 @@ CASES = {
     "parameters for a state": (
         lambda: jaxscale.apply_gradients(jaxscale.loss_scaled(optax.sgd(0.1)), W, W, W),
         TypeError,
-        r"state=.*LossScaledState.*Array.*\(grads, opt_state, params\)",
+        r"apply_gradients\(opt_state=.*LossScaledState.*Array.*\(tx, grads, opt_state, params\)",
     ),
     "value with aux": (
         lambda: jaxscale.loss_scaled(optax.sgd(0.1)).update(W, OPT_STATE, W, value=(W[0], W)),
@@ -447,7 +447,7 @@ CASES = {
     "wrapped state of a bare optimizer": (
         lambda: jaxscale.apply_gradients(optax.sgd(0.1), W, OPT_STATE, W),
         TypeError,
-        r"apply_gradients.*`opt_state` is a `LossScaledState`.*bare.*Pass.*loss_scaled",
+        r"apply_gradients\(opt_state=.*is a `LossScaledState`.*bare.*Pass.*loss_scaled.*inner_state",
     ),
     "optimizer is not called": (
         lambda: jaxscale.apply_gradients(optax.adamw, W, optax.adamw(0.1).init(W), W),

@@ -1,0 +1,158 @@
+"""Backward passes that are repeated at a lower scale, inside of one training step.
+
+Without retries, a step whose gradients overflow is skipped, and its batch is lost. `repeated` lets
+the policy back off and makes the pass again, a few times at most, so that a batch is lost only if
+no scale helps. The model is in the program once: its pass is the body of a loop that runs at least
+once, and a step that does not overflow runs it exactly once.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from ._leaf import dtype_of, is_array
+from ._policies.base import LossScale, moved
+from ._state import Scaled
+from ._step import Verdict
+from ._tree import blank, tree_where, varying
+
+# How often a policy is told of one overflow. A policy with hysteresis lowers its scale only after
+# several; one that tolerates more than this is left alone, and the step is skipped.
+_PATIENCE = 100
+
+_CARRIED = object()  # stands where a tree has an array that the loop carries
+
+
+class Pass(NamedTuple):
+    """What one forward and backward pass gave."""
+
+    loss: jax.Array
+    state: Any  # what the loss function carries beside the parameters, if it does
+    aux: Any
+    grads: Scaled
+    verdict: Verdict | None = None
+
+
+def repeated(
+    call: str,
+    policy: LossScale,
+    axis_name: Any,
+    backward: Callable[[Any], Pass],
+    scaling: Any,
+    retries: int,
+    *,
+    traced: bool,
+) -> tuple[Pass, Any, jax.Array]:
+    """Returns the last pass, the scale state it used, and how many came before it.
+
+    A pass is made again if its loss is finite and its gradients are not, unless the policy does
+    not lower the scale. A bad loss says nothing about the scale.
+
+    Args:
+      call: the public function, for messages.
+      policy: the policy, which backs off between passes.
+      axis_name: the axes along which the devices agreed on the verdict.
+      backward: makes a pass with a scale state.
+      scaling: the scale state of the first pass.
+      retries: how many passes may follow the first.
+      traced: whether the step is traced, so that values are not known.
+    """
+
+    def one_pass(scaling: Any, number: Any) -> tuple[Pass, Any, jax.Array]:
+        """Returns a pass, the scale state of the next one, and whether to make that."""
+        made = backward(scaling)
+        verdict: Any = made.verdict  # known for every optimizer whose scale moves
+        overflow = verdict.loss_finite & ~verdict.grads_finite & (number < retries)
+        lower = _lowered(policy, scaling, overflow, made.grads.unscaled, axis_name, traced)
+        return made, lower, overflow & _is_lower(lower, scaling)
+
+    number = jnp.zeros((), jnp.int32)
+    if not traced:
+        made, lower, again = one_pass(scaling, number)
+        while again:
+            scaling, number = lower, number + 1
+            made, lower, again = one_pass(scaling, number)
+        return made, scaling, number
+
+    unflatten: list[Callable[[list[Any]], Pass]] = []
+
+    @jax.jit  # traced once, for its types and for the loop
+    def arrays_of_pass(scaling: Any, number: Any) -> Any:
+        made, lower, again = one_pass(scaling, number)
+        arrays, unflatten[:] = _split(made)
+        return arrays, lower, again
+
+    types = jax.make_jaxpr(arrays_of_pass)(scaling, number).out_avals
+    if apart := varying(types[-1]):
+        axes = ", ".join(map(repr, sorted(apart)))
+        raise ValueError(
+            f"`{call}(retries={retries})`: the devices along {axes} may disagree on whether to go "
+            f"round again. Pass `axis_name={axes}` to `loss_scaled`."
+        )
+
+    def body(carry: Any) -> Any:
+        scaling, number, *_ = carry
+        arrays, lower, again = arrays_of_pass(scaling, number)
+        return tree_where(again, lower, scaling), number + again, again, arrays
+
+    arrays = [blank(aval) for aval in types[: -1 - len(jax.tree.leaves(scaling))]]
+    carry = scaling, number, jnp.array(True), arrays
+    scaling, number, _, arrays = jax.lax.while_loop(lambda carry: carry[2], body, carry)
+    return unflatten[0](arrays), scaling, number
+
+
+def is_traced(*inputs: Any) -> bool:
+    """Returns whether a step with these inputs is traced, so that their values are not known."""
+    # Under `jit` even a sum of constants is traced; under `vmap` alone only what is mapped is.
+    leaves = [jax.lax.add(1, 1), *jax.tree.leaves(inputs)]
+    return any(isinstance(leaf, Tracer) for leaf in leaves)
+
+
+def _lowered(
+    policy: LossScale, scaling: Any, overflow: jax.Array, grads: Any, axis_name: Any, traced: bool
+) -> Any:
+    """Returns a scale state after an overflow, with a lower scale if the policy ever lowers it."""
+
+    def goes_on(carry: Any) -> jax.Array:
+        state, moves, number = carry
+        return overflow & moves & ~_is_lower(state, scaling) & (number < _PATIENCE)
+
+    def back_off(carry: Any) -> Any:
+        state, _, number = carry
+        new = moved(policy, state, jnp.array(False), grads, axis_name)
+        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True)
+        # At its floor a scale stays, and so does everything else in its state.
+        moves = functools.reduce(jnp.logical_or, (jnp.any(a != b) for a, b in pairs))
+        return new, moves, number + 1
+
+    carry = scaling, jnp.array(True), jnp.zeros((), jnp.int32)
+    if traced:
+        return jax.lax.while_loop(goes_on, back_off, carry)[0]
+    while goes_on(carry):
+        carry = back_off(carry)
+    return carry[0]
+
+
+def _is_lower(state: Any, than: Any) -> jax.Array:
+    # So that a scale which is NaN, as a checkpoint of another scaler may have it, is higher.
+    return ~(state.loss_scale >= than.loss_scale)
+
+
+def _split(tree: Any) -> tuple[list[jax.Array], list[Callable[[list[Any]], Any]]]:
+    """Returns the arrays of a tree, which a loop can carry, and how to put them back."""
+    leaves, treedef = jax.tree.flatten(tree)
+    rest = [_CARRIED if _is_carried(leaf) else leaf for leaf in leaves]
+
+    def unflatten(arrays: list[Any]) -> Any:
+        carried = iter(arrays)
+        return treedef.unflatten(next(carried) if leaf is _CARRIED else leaf for leaf in rest)
+
+    return [jnp.asarray(leaf) for leaf in leaves if _is_carried(leaf)], [unflatten]
+
+
+def _is_carried(leaf: Any) -> bool:
+    return is_array(leaf) and dtype_of(leaf) != jax.dtypes.float0

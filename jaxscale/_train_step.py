@@ -1,0 +1,256 @@
+"""The whole training step in one function: loss, gradients, retries, skip.
+
+`train_step` is for plain functions and for Equinox; `jaxscale.flax.train_step` and
+`jaxscale.nnx.train_step` are made of the same parts:
+
+1. `Plan` holds the arguments of a step, checked before anything is traced. `Plan.backward` makes
+   one pass with a loss scale: the loss, the state that the model carries, and scaled gradients.
+2. `Plan.passes` makes that pass, and with `retries` makes it again at lower scales.
+3. `applied` and `chosen`, of `_optimizer.py`, make the step of the optimizer, which divides the
+   gradients, and choose between new and old state.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._checks import int32, one_of
+from ._leaf import is_array
+from ._optimizer import NEVER_MOVE, applied, check_optimizer, check_transformation, chosen
+from ._retry import Pass, is_traced, repeated
+from ._scaling import find_any
+from ._step import wrapper_of
+from ._value_and_grad import backward_pass
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: Any,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_state: bool = False,
+    has_aux: bool = False,
+    retries: int = 0,
+    **kwargs: Any,
+) -> Callable[..., tuple[Any, ...]]:
+    """Returns a training step: a function from parameters and a batch to the next parameters.
+
+    The step is the loop of `value_and_grad` and `apply_gradients` in one function. It is not
+    compiled: use it in `jax.jit`, with `donate_argnums=(0, 1)` to update in place, or in
+    `jax.lax.scan`, `jax.vmap`, `jax.shard_map`.
+
+    Args:
+      loss_fn: the loss, `loss_fn(params, *args)`, a floating-point scalar, preferably in float32.
+      tx: the optimizer: a `jaxscale.loss_scaled` one, or any other of Optax, which applies every
+        step. It gets the loss as `value`. If its `update` needs more arguments, write the loop.
+      transform: the function that differentiates: `jax.value_and_grad`,
+        `equinox.filter_value_and_grad` or the like.
+      has_state: whether `loss_fn` carries state beside the parameters, such as batch statistics
+        or an `equinox.nn.State`. It then is `loss_fn(params, state, *args)` and returns
+        `(loss, state)`. A skipped step keeps the old state.
+      has_aux: whether `loss_fn` returns `(loss, aux)`; with `has_state`, `(loss, (state, aux))`.
+      retries: how many times a step may repeat the backward pass at a lower scale if its loss is
+        finite and its gradients are not, so that no batch is lost to the search for a scale. The
+        model is still traced and compiled once. `total_retries` in the state counts them.
+      **kwargs: passed to `transform`.
+
+    Returns:
+      `step(params, opt_state, *args) -> (params, opt_state, loss)`; with `has_state`
+      `step(params, opt_state, state, *args) -> (params, opt_state, state, loss)`. With `has_aux`
+      the last output is `(loss, aux)`. Keyword arguments go to `loss_fn`. The loss is not scaled.
+      Parameters, optimizer state and state keep their shapes and dtypes, so that the step
+      compiles once.
+
+    Raises:
+      TypeError: if `loss_fn` is not callable, or `tx` is not an optimizer; when called, if
+        `opt_state` is not the state of `tx`, or if `loss_fn` returns something else.
+      ValueError: if `retries` is below 0, or above 0 without a loss scale that moves; when
+        called, if `loss_fn` changes the structure or the shapes of its state.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean((w.astype(jnp.float16) * x - 1).astype(jnp.float32) ** 2)
+      >>> tx = jaxscale.loss_scaled(optax.sgd(0.1))
+      >>> step = jax.jit(jaxscale.train_step(loss_fn, tx, retries=10))
+      >>> w = jnp.zeros(())
+      >>> w, opt_state, loss = step(w, tx.init(w), jnp.ones(4, jnp.float16))
+      >>> print(w, loss, opt_state.total_retries)
+      0.2 1.0 1
+    """
+    plan = Plan("train_step", loss_fn, transform, has_state, has_aux, retries, kwargs)
+    if kwargs.get("argnums", 0) != 0:
+        raise ValueError(
+            f"`train_step(argnums={kwargs['argnums']!r})`: the parameters are the first argument. "
+            "Put all that is trained into them, as one tree."
+        )
+    check_transformation("train_step", tx)
+    plan.check_retries(tx)
+    order = "(params, opt_state, state, ...)" if has_state else "(params, opt_state, ...)"
+
+    def step(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        opt_state = check_optimizer("train_step(...)", tx, opt_state, order)
+        _check_same_optimizer(tx, opt_state, params)
+        if has_state and not args:
+            raise TypeError(f"`train_step(has_state=True)` returns a step that takes {order}.")
+        state, args = (args[:1], args[1:]) if has_state else ((), args)
+        # Equinox invalidates a state that was replaced, so each reader gets a copy.
+        leaves, treedef = jax.tree.flatten(state)
+
+        def backward(scaling: Any) -> Pass:
+            return plan.backward(scaling, params, *treedef.unflatten(leaves), *args, **kwargs)
+
+        traced = is_traced(params, opt_state, leaves, args, kwargs)
+        made, opt_state = plan.passes(tx, opt_state, backward, traced)
+        params, opt_state = applied(
+            tx, made.grads, opt_state, params, made.loss, verdict=made.verdict
+        )
+        if has_state:
+            (old,) = treedef.unflatten(leaves)
+            state = (chosen("train_step(has_state=True)", tx, opt_state, made.state, old),)
+        return params, opt_state, *state, (made.loss, made.aux) if has_aux else made.loss
+
+    return step
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The arguments of a training step, whichever front end it is for."""
+
+    call: str
+    loss_fn: Callable[..., Any]
+    transform: Callable[..., Any]
+    has_state: bool
+    has_aux: bool
+    retries: int
+    kwargs: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss_fn):
+            raise TypeError(
+                f"`{self.call}(loss_fn)` must be a function that returns the loss, got "
+                f"{type(self.loss_fn).__name__}."
+            )
+        for name in ("has_state", "has_aux"):
+            one_of(self.call, name, getattr(self, name), (False, True))
+        int32(self.call, "retries", self.retries, 0, "passes")
+
+    def check_retries(self, tx: Any) -> None:
+        """Raises a `ValueError` if retries are asked for and no scale could be lowered."""
+        wrapper = wrapper_of(tx)
+        if not self.retries or (wrapper and not isinstance(wrapper.policy, NEVER_MOVE)):
+            return
+        got = f"one with a {type(wrapper.policy).__name__}" if wrapper else "another optimizer"
+        raise ValueError(
+            f"`{self.call}(retries={self.retries})` needs a loss scale that can be lowered, got "
+            f"{got}. Wrap the optimizer outermost, `tx = jaxscale.loss_scaled(tx)`, or leave "
+            "`retries` out."
+        )
+
+    def backward(self, scaling: Any, *args: Any, **kwargs: Any) -> Pass:
+        """Returns one pass with a loss scale state; `None` is a scale of 1."""
+        differentiated = backward_pass(
+            self.call,
+            self._checked_loss_fn(),
+            scaling,
+            self.has_state or self.has_aux,
+            self.transform,
+            self.kwargs,
+            "loss_fn",
+        )
+        loss, aux, grads = differentiated(*args, **kwargs)
+        state, aux = aux if self.has_state and self.has_aux else (aux, aux)
+        return Pass(loss, state, aux, grads)
+
+    def passes(
+        self, tx: Any, opt_state: Any, backward: Callable[[Any], Pass], traced: bool
+    ) -> tuple[Pass, Any]:
+        """Returns the pass whose gradients are to be applied, and the state to apply them with.
+
+        Args:
+          tx: the optimizer.
+          opt_state: its state, checked.
+          backward: makes a pass with a loss scale state.
+          traced: whether the step is traced, so that values are not known.
+        """
+        wrapper = wrapper_of(tx)
+        if wrapper is None:
+            return backward(find_any(self.call, opt_state)), opt_state
+
+        def judged(scaling: Any) -> Pass:
+            made = backward(scaling)
+            return made._replace(verdict=wrapper.judge(made.grads, opt_state, made.loss))
+
+        if not self.retries:
+            return judged(opt_state.scaling), opt_state
+        made, scaling, number = repeated(
+            self.call,
+            wrapper.policy,
+            wrapper.axis_name,
+            judged,
+            opt_state.scaling,
+            self.retries,
+            traced=traced,
+        )
+        total = opt_state.total_retries
+        room = jnp.iinfo(total.dtype).max - total
+        total += jnp.minimum(number, room)
+        return made, opt_state._replace(scaling=scaling, total_retries=total)
+
+    def _checked_loss_fn(self) -> Callable[..., Any]:
+        """Returns the loss function with a check of what it returns."""
+        parts = ["state"] * self.has_state + ["aux"] * self.has_aux
+        expected = {0: "a loss", 1: "(loss, {})", 2: "(loss, ({}, {}))"}[len(parts)].format(*parts)
+        flags = "".join(f", has_{part}=True" for part in parts)
+
+        @functools.wraps(self.loss_fn)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            output = self.loss_fn(*args, **kwargs)
+            got, is_pair = output, _is_pair(output)
+            fits = not isinstance(output, tuple) if not parts else is_pair
+            if fits and len(parts) == 2:
+                fits = _is_pair(output[1])
+            if not fits:
+                raise TypeError(
+                    f"`{self.call}(loss_fn{flags})`: `loss_fn` must return {expected}, got "
+                    f"{_described(got)}. Pass has_state=True if it returns state that a skipped "
+                    "step keeps, and has_aux=True if it returns anything else beside the loss."
+                )
+            return output
+
+        return checked
+
+
+def _is_pair(output: Any) -> bool:
+    return isinstance(output, tuple) and len(output) == 2
+
+
+def _described(output: Any) -> str:
+    """Returns the types in an output, as deep as tuples go."""
+    if not isinstance(output, tuple) or hasattr(output, "_fields"):
+        return type(output).__name__ if not is_array(output) else "an array"
+    return f"({', '.join(map(_described, output))})"
+
+
+def _check_same_optimizer(tx: Any, opt_state: Any, params: Any) -> None:
+    """Raises a `ValueError` if a state has not the structure that `tx.init(params)` makes."""
+    if not all(map(is_array, jax.tree.leaves(params))):
+        return  # for such parameters `init` saw only a part of them, and which is not known
+    try:
+        expected = jax.eval_shape(tx.init, params)
+    except Exception:  # an `init` that needs values cannot be asked here
+        return
+    wrapped = wrapper_of(tx) is not None
+    states = [tree.inner_state if wrapped else tree for tree in (expected, opt_state)]
+    structures = list(map(jax.tree.structure, states))
+    if structures[0] != structures[1]:
+        raise ValueError(
+            "`train_step(...)(opt_state=...)` is the state of another optimizer or of other "
+            f"parameters. `tx.init(params)` makes {structures[0]}, got {structures[1]}. Pass the "
+            "state that `init` of this optimizer returned."
+        )
