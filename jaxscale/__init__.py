@@ -1,18 +1,19 @@
 """Loss scaling for JAX and Optax: train in float16, and never apply a bad step.
 
-Most people need five functions, in this order:
+Most people need four functions, in this order:
 
 - `loss_scaled(optimizer)` wraps an optimizer, so that it skips bad steps and moves the loss scale.
-- `value_and_grad(loss_fn, opt_state)` computes the loss and its gradients, scaled on the way.
-- `apply_gradients(tx, grads, opt_state, params)` makes one step, or skips it.
+- `train_step(loss_fn, optimizer)` is the whole step: loss, gradients, update or skip.
 - `metrics(opt_state)` reads the loss scale and the counters, for logging.
 - `check(opt_state)` raises an error with the likely cause if training is stuck.
 
 The rest, by group:
 
+- In a step of your own: `value_and_grad(loss_fn, opt_state)` computes the loss and its gradients,
+  scaled on the way, and `apply_gradients(tx, grads, opt_state, params)` updates or skips. `grad` is
+  `value_and_grad` without the loss.
 - Optimizers: `skip_nonfinite` skips bad steps without scaling, for bfloat16 and float32.
   `multi_steps` accumulates several micro-batches for each step.
-- Gradients: `grad` is `value_and_grad` without the loss.
 - Policies, the rules by which the scale moves: `DynamicLossScale`, `FixedLossScale`,
   `NoOpLossScale`, their base class `LossScale`, and `as_loss_scale`, which reads short forms such
   as `"dynamic"` or 128. `jaxscale.presets` has the rules of other libraries.
@@ -21,7 +22,8 @@ The rest, by group:
 - States: `LossScaledState` is that of an optimizer, `LossScaleState` that of a policy, and
   `MultiStepsState` that of an accumulator.
 - Errors: `LossScaleStuckError`, which `check` raises.
-- Front ends: `jaxscale.flax.TrainState`. Optax, Flax NNX and Equinox need none.
+- Front ends: `jaxscale.flax` has a `TrainState` and a `train_step` for Linen, and `jaxscale.nnx` a
+  `train_step` for NNX. Equinox needs none.
 - Diagnostics: `jaxscale.diagnostics` shows where gradients overflow and what underflows. The
   command `jaxscale doctor` runs all of it on a model and writes a report.
 """
@@ -50,13 +52,13 @@ from ._verdict import all_finite
 __all__ = [  # noqa: RUF022
     "loss_scaled",
     "train_step",
-    "value_and_grad",
-    "apply_gradients",
     "metrics",
     "check",
+    "value_and_grad",
+    "apply_gradients",
+    "grad",
     "skip_nonfinite",
     "multi_steps",
-    "grad",
     "DynamicLossScale",
     "FixedLossScale",
     "NoOpLossScale",
@@ -76,19 +78,20 @@ __all__ = [  # noqa: RUF022
     "presets",
 ]
 if _util.find_spec("flax") is not None:  # `from jaxscale import *` and `help` read each of them
-    __all__ += ["flax"]
+    __all__ += ["flax", "nnx"]
 
 __version__ = "0.1.0"
 
 if _typing.TYPE_CHECKING:
     from . import diagnostics as diagnostics
     from . import flax as flax
+    from . import nnx as nnx
     from . import presets as presets
 else:  # hidden from type checkers, which would take any name for one that `__getattr__` knows
 
     def __getattr__(name):
         """Returns a module that is imported when it is first used, so that the core stays light."""
-        if name not in ("diagnostics", "flax", "presets"):
+        if name not in ("diagnostics", "flax", "nnx", "presets"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
             return _importlib.import_module(f".{name}", __name__)
@@ -96,7 +99,8 @@ else:  # hidden from type checkers, which would take any name for one that `__ge
             if (error.name or "").partition(".")[0] != "flax":
                 raise
             raise ImportError(
-                '`jaxscale.flax` needs Flax, which is not installed: pip install "jaxscale[flax]"'
+                f"`jaxscale.{name}` needs Flax, which is not installed: "
+                'pip install "jaxscale[flax]"'
             ) from error
 
     def __dir__():

@@ -226,8 +226,9 @@ def seeding(
     call: str, fun: Callable[..., Any], state: Any, has_aux: bool, name: str = "fun"
 ) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
     """Returns `fun` with a scaled cotangent, and a function that makes its seed one number."""
-    is_unit = state is None or isinstance(state, UnitLossScaleState)
-    scale: Any = None if is_unit else state.loss_scale
+    scale: Any = None
+    if state is not None and not isinstance(state, UnitLossScaleState):
+        scale = state.loss_scale
 
     @functools.wraps(fun)
     def seeded(*args: Any, **kwargs: Any) -> Any:

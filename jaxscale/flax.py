@@ -1,19 +1,26 @@
-"""A Flax `TrainState` that keeps all its fields on a skipped step. Needs `flax`.
+"""The front end for Flax Linen: a `TrainState` and a training step. Needs `flax`.
 
-Flax's own would replace batch statistics and other fields on a step that the optimizer skipped.
-This one selects each field by the verdict that the state of the optimizer holds.
+Flax's own `TrainState` would replace batch statistics and other fields on a step that the
+optimizer skipped. This one selects each field by the verdict that the state of the optimizer
+holds. `train_step` is the whole step for it, in one function.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 from flax.training import train_state
 
-from ._optimizer import apply_gradients
-from ._state import find
-from ._step import LossScaledState, stepped
+from ._optimizer import applied, check_optimizer
+from ._retry import Pass, is_traced
+from ._state import Scaled, find
+from ._step import LossScaledState, Verdict, stepped
+from ._train_step import Plan
 from ._tree import OVERWRITE_WITH_GRADIENT, cast_like, select
+
+_OWN_FIELDS = {"step", "apply_fn", "params", "tx", "opt_state"}
 
 
 class TrainState(train_state.TrainState):
@@ -114,39 +121,64 @@ class TrainState(train_state.TrainState):
           0.0
         """
         call = "TrainState.apply_gradients"
+        return self._stepped(call, Scaled(grads), value, always_replace, kwargs, extra_args or {})
+
+    def _stepped(
+        self,
+        call: str,
+        grads: Scaled,
+        value: Any,
+        always_replace: Any,
+        replaced: Mapping[str, Any],
+        extra_args: Mapping[str, Any] = MappingProxyType({}),
+        verdict: Verdict | None = None,
+    ) -> Self:
+        """Returns the state after one step.
+
+        Args:
+          call: the public function, for messages.
+          grads: the gradients, scaled or not.
+          value: as in `apply_gradients`.
+          always_replace: as in `apply_gradients`.
+          replaced: new values of fields, by name.
+          extra_args: as in `apply_gradients`.
+          verdict: the verdict on the gradients, if it is known.
+        """
         always_replace = _names(call, always_replace)
-        self._check_names(call, kwargs, always_replace)
-        overwrites = isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads
-        params, opt_state = apply_gradients(
-            self.tx,
-            grads["params"] if overwrites else grads,
-            self.opt_state,
-            self.params["params"] if overwrites else self.params,
-            value=value,
-            **(extra_args or {}),
+        self._check_names(call, replaced, always_replace)
+        tree, params = grads.grads, self.params
+        overwrites = isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree
+        if overwrites:
+            grads, params = Scaled(tree["params"], grads.divisor), params["params"]
+        opt_state = check_optimizer(call, self.tx, self.opt_state, "")
+        params, opt_state = applied(
+            self.tx, grads, opt_state, params, value, extra_args, verdict=verdict
         )
-        before, after = (_find_verdict(call, tree) for tree in (self.opt_state, opt_state))
-        verdict = after.grads_finite
+        before, after = (_find_verdict(call, state) for state in (self.opt_state, opt_state))
 
         def keep(name: str, new: Any, old: Any) -> Any:
-            return select(f"{call}({name}=...)", verdict, new, old)
+            return select(f"{call}({name}=...)", after.grads_finite, new, old)
 
         if overwrites:
-            new, old = (tree[OVERWRITE_WITH_GRADIENT] for tree in (grads, self.params))
+            new, old = (each[OVERWRITE_WITH_GRADIENT] for each in (tree, self.params))
             new = keep(f"grads[{OVERWRITE_WITH_GRADIENT!r}]", new, old)
             params = type(self.params)({"params": params, OVERWRITE_WITH_GRADIENT: new})
         # In the order of the call, which is the same on all hosts: they must trace one program.
         replaced = {
             name: new if name in always_replace else keep(name, new, getattr(self, name))
-            for name, new in kwargs.items()
+            for name, new in replaced.items()
         }
         step = select(call, stepped(before, after), self.step + 1, self.step)
         return self.replace(step=step, params=params, opt_state=opt_state, **replaced)
 
+    def _others(self) -> list[str]:
+        """Returns the names of the fields that a subclass adds."""
+        return sorted(set(self.__dataclass_fields__) - _OWN_FIELDS)
+
     def _check_names(
         self, call: str, kwargs: Mapping[str, Any], always_replace: Collection[str]
     ) -> None:
-        fields = set(self.__dataclass_fields__) - {"step", "params", "tx", "opt_state"}
+        fields = {"apply_fn", *self._others()}
         for given, names in (("**kwargs", kwargs), ("always_replace=...", always_replace)):
             known = fields if given == "**kwargs" else set(kwargs)
             unknown = sorted(set(names) - known)
@@ -156,6 +188,93 @@ class TrainState(train_state.TrainState):
                     f"replaced are: {', '.join(sorted(known)) or 'none'}. Arguments for the "
                     "optimizer go into `extra_args`."
                 )
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_state: bool = False,
+    has_aux: bool = False,
+    retries: int = 0,
+    always_replace: Collection[str] = (),
+    **kwargs: Any,
+) -> Callable[..., tuple[Any, Any]]:
+    """Returns a training step for a `TrainState`.
+
+    The step is not compiled: write `jax.jit(jaxscale.flax.train_step(loss_fn), donate_argnums=0)`.
+
+    Args:
+      loss_fn: the loss, `loss_fn(params, *args)`, a floating-point scalar, preferably in float32.
+      transform: as in `jaxscale.train_step`.
+      has_state: whether `loss_fn` reads and replaces other fields of the `TrainState`, such as
+        batch statistics. It then is `loss_fn(params, fields, *args)`, where `fields` is a dict of
+        all fields that the subclass adds, and returns `(loss, fields)` with those that it
+        replaces. If each of them is a collection, `model.apply({"params": params, **fields}, ...,
+        mutable=list(fields))` returns just that. A skipped step keeps the old ones.
+      has_aux: whether `loss_fn` returns `(loss, aux)`; with `has_state`, `(loss, (fields, aux))`.
+      retries: as in `jaxscale.train_step`.
+      always_replace: names of fields that a skipped step replaces, too, such as a PRNG key.
+      **kwargs: passed to `transform`.
+
+    Returns:
+      `step(state, *args) -> (state, loss)`; with `has_aux` it returns `(state, (loss, aux))`.
+      Keyword arguments go to `loss_fn`.
+
+    Raises:
+      TypeError: if `loss_fn` is not callable; when called, if the first argument is not a
+        `jaxscale.flax.TrainState`, or if `loss_fn` returns something else.
+      ValueError: if `retries` is below 0; when called, if it is above 0 and the optimizer has no
+        loss scale that moves, or if `loss_fn` returns a field that is unknown or changes it.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
+      >>> import jaxscale, jaxscale.flax
+      >>> class State(jaxscale.flax.TrainState):
+      ...     batch_stats: dict
+      >>> model = nn.BatchNorm(use_running_average=False, momentum=0.5)
+      >>> def loss_fn(params, fields, x):
+      ...     y, fields = model.apply({"params": params, **fields}, x, mutable=list(fields))
+      ...     return jnp.mean(y**2), fields
+      >>> state = State.create(
+      ...     apply_fn=model.apply,
+      ...     tx=jaxscale.loss_scaled(optax.sgd(0.1)),
+      ...     **model.init(jax.random.key(0), jnp.ones((4, 2))),
+      ... )
+      >>> step = jax.jit(jaxscale.flax.train_step(loss_fn, has_state=True))
+      >>> for size in [1.0, jnp.inf]:
+      ...     state, loss = step(state, jnp.full((4, 2), size))
+      ...     print(state.batch_stats["mean"], state.step)
+      [0.5 0.5] 1
+      [0.5 0.5] 1
+    """
+    call = "flax.train_step"
+    plan = Plan(call, loss_fn, transform, has_state, has_aux, retries, kwargs)
+    always_replace = _names(call, always_replace)
+
+    def step(state: TrainState, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"`{call}(...)(state, ...)` must be a `jaxscale.flax.TrainState`, got "
+                f"{type(state).__name__}. Flax's own keeps no field on a skipped step."
+            )
+        plan.check_retries(state.tx)
+        fields = {name: getattr(state, name) for name in state._others()}
+
+        def backward(scaling: Any) -> Pass:
+            given = (dict(fields),) if has_state else ()
+            return plan.backward(scaling, state.params, *given, *args, **kwargs)
+
+        opt_state = check_optimizer(call, state.tx, state.opt_state, "(state, ...)")
+        traced = is_traced(state, args, kwargs)
+        made, opt_state = plan.passes(state.tx, opt_state, backward, traced)
+        replaced = dict(made.state) if has_state else {}
+        state = state.replace(opt_state=opt_state)._stepped(
+            call, made.grads, made.loss, always_replace, replaced, verdict=made.verdict
+        )
+        return state, (made.loss, made.aux) if has_aux else made.loss
+
+    return step
 
 
 def _names(call: str, always_replace: Any) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ import pytest
 import jaxscale
 import jaxscale.diagnostics
 import jaxscale.flax
+import jaxscale.nnx
 import jaxscale.presets
 
 pytestmark = pytest.mark.sampled(1)
@@ -25,10 +26,10 @@ pytestmark = pytest.mark.sampled(1)
 # A module imports from its own row and from the rows above it in this list; never in a circle.
 ROWS = [
     {"_checks", "_leaf", "_tree"},
-    {"_accumulate", "_policies", "_quotient", "_skip", "_state", "_state_dict", "_verdict"},
+    {"_accumulate", "_policies", "_skip", "_state", "_state_dict", "_verdict"},
     {"_step", "_scaling", "_value_and_grad"},
-    {"_optimizer", "_progress"},
-    {"diagnostics", "flax", "presets"},
+    {"_optimizer", "_progress", "_retry", "_train_step"},
+    {"diagnostics", "flax", "nnx", "presets"},
     {"_doctor"},
 ]
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -38,7 +39,11 @@ PUBLIC = {
     name: value
     for name, value in vars(jaxscale).items()
     if not name.startswith("_") and not inspect.ismodule(value)
-} | {"flax.TrainState": jaxscale.flax.TrainState}
+} | {
+    "flax.TrainState": jaxscale.flax.TrainState,
+    "flax.train_step": jaxscale.flax.train_step,
+    "nnx.train_step": jaxscale.nnx.train_step,
+}
 PRESETS = {
     f"presets.{name}": value
     for name, value in vars(jaxscale.presets).items()
@@ -110,7 +115,7 @@ def test_no_modules_import_each_other():
 
 
 def test_nothing_else_is_imported():
-    extras = {"flax": {"flax"}, "diagnostics._pictures": {"matplotlib"}}
+    extras = {"flax": {"flax"}, "nnx": {"flax"}, "diagnostics._pictures": {"matplotlib"}}
     foreign = {
         module: others - {"jax", "numpy", "optax"} - extras.get(module, set())
         for module, (_, others) in IMPORTS.items()
@@ -144,14 +149,17 @@ def test_public_names_are_those_of_the_contract():
         "as_loss_scale",
         "check",
         "flax.TrainState",
+        "flax.train_step",
         "from_state_dict",
         "grad",
         "loss_scaled",
         "metrics",
         "multi_steps",
+        "nnx.train_step",
         "scale",
         "skip_nonfinite",
         "to_state_dict",
+        "train_step",
         "tree_where",
         "unscale",
         "value_and_grad",
@@ -169,6 +177,7 @@ def test_public_names_are_those_of_the_contract():
         "total_notfinite",
         "total_notfinite_loss",
         "total_steps",
+        "total_retries",
         "nonfinite_leaves",
     )
 

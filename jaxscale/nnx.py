@@ -1,0 +1,144 @@
+"""A training step for Flax NNX, in which a skipped step leaves no trace in the model. Needs `flax`.
+
+NNX changes a model in place: a forward pass with an inf leaves it in the batch statistics, whether
+the optimizer skips the step or not. `train_step` runs the passes on a copy of the model, and then
+puts into the model what the verdict chooses.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ._optimizer import applied, check_optimizer, check_transformation, chosen
+from ._retry import Pass, is_traced
+from ._state import Scaled, unwrapped
+from ._train_step import Plan
+
+# Streams of random numbers go on, or the next step would repeat the noise of a skipped one.
+# Intermediates are outputs of the forward pass, not its state.
+_STATE = nnx.Not(nnx.Any(nnx.RngState, nnx.Intermediate))
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    retries: int = 0,
+    keep: Any = _STATE,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """Returns a training step that updates a model and its optimizer in place.
+
+    A skipped step puts back whatever the forward pass changed: batch statistics, caches and
+    counters, in the model and in other NNX objects among the arguments. Streams of random numbers
+    go on. The step is not compiled: write `nnx.jit(jaxscale.nnx.train_step(loss_fn))`.
+
+    Args:
+      loss_fn: the loss, `loss_fn(model, *args)`, a floating-point scalar, preferably in float32.
+      has_aux: as in `jaxscale.train_step`.
+      retries: as in `jaxscale.train_step`. Each pass starts from the model as it was.
+      keep: which variables a skipped step keeps, as a filter of NNX. By default all but streams of
+        random numbers and intermediates.
+      **kwargs: passed to `nnx.value_and_grad`.
+
+    Returns:
+      `step(model, optimizer, *args) -> loss`; with `has_aux` it returns `(loss, aux)`. The
+      optimizer is an `nnx.Optimizer(model, tx, wrt=...)`; what it trains is differentiated. Its
+      `step` counts all calls, also those that were skipped. Keyword arguments go to `loss_fn`.
+      Changes that `loss_fn` itself makes to trained variables are dropped.
+
+    Raises:
+      TypeError: if `loss_fn` is not callable; when called, if the second argument is not an
+        `nnx.Optimizer`, or if `loss_fn` returns something else.
+      ValueError: if `retries` is below 0; when called, if it is above 0 and the optimizer has no
+        loss scale that moves, or if a variable that a skipped step keeps changed its shape.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> import jaxscale, jaxscale.nnx
+      >>> model = nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
+      >>> tx = jaxscale.loss_scaled(optax.sgd(0.1))
+      >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+      >>> step = nnx.jit(jaxscale.nnx.train_step(lambda model, x: jnp.mean(model(x) ** 2)))
+      >>> for size in [1.0, jnp.inf]:
+      ...     loss = step(model, optimizer, jnp.full((4, 2), size))
+      ...     print(model.mean[...], jaxscale.metrics(optimizer)["grads_finite"])
+      [0.5 0.5] True
+      [0.5 0.5] False
+    """
+    call = "nnx.train_step"
+    plan = Plan(call, loss_fn, nnx.value_and_grad, False, has_aux, retries, kwargs)
+    is_kept = nnx.filterlib.to_predicate(keep)
+
+    def step(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        tx, wrt, opt_state = _parts(f"{call}(...)", optimizer)
+        plan.check_retries(tx)
+        graph, put_together = _taken_apart(model, args, kwargs)
+        graphdef, before = nnx.split(graph)
+        params = unwrapped(nnx.state(model, wrt))
+        differentiated = dataclasses.replace(
+            plan, kwargs={"argnums": nnx.DiffState(0, wrt), **plan.kwargs}
+        )
+        leaves, treedef = jax.tree.flatten(before)
+
+        def backward(scaling: Any) -> Pass:
+            # A copy, made where the pass is traced: NNX lets a variable change only there.
+            copy = nnx.merge(graphdef, treedef.unflatten(leaves))
+            model, args, kwargs = put_together(copy)
+            made = differentiated.backward(scaling, model, *args, **kwargs)
+            grads = unwrapped(nnx.state(made.grads.grads, wrt))
+            after = nnx.split(copy)[1]
+            return made._replace(state=after, grads=Scaled(grads, made.grads.divisor))
+
+        traced = is_traced(leaves, opt_state, args, kwargs)
+        made, opt_state = plan.passes(tx, opt_state, backward, traced)
+        params, opt_state = applied(
+            tx, made.grads, opt_state, params, made.loss, verdict=made.verdict
+        )
+        keeping = functools.partial(chosen, f"{call}(loss_fn)", tx, opt_state)
+        trained = nnx.filterlib.to_predicate(wrt)
+        after = dict(nnx.to_flat_state(made.state))
+        for path, old in nnx.to_flat_state(before):
+            if trained(path, old):
+                del after[path]
+            elif is_kept(path, old):
+                name = ".".join(map(str, path))
+                after[path] = keeping({name: unwrapped(after[path])}, {name: unwrapped(old)})[name]
+        nnx.update(graph, nnx.from_flat_state(after))
+        nnx.update(model, params)
+        nnx.update(optimizer.opt_state, nnx.state(opt_state))
+        optimizer.step[...] += 1
+        return (made.loss, made.aux) if has_aux else made.loss
+
+    return step
+
+
+def _parts(call: str, optimizer: Any) -> tuple[Any, Any, Any]:
+    """Returns the transformation of an optimizer, what it trains, and its state as arrays."""
+    if not isinstance(optimizer, nnx.Optimizer):
+        raise TypeError(
+            f"`{call}(model, optimizer, ...)`: `optimizer` must be an `nnx.Optimizer`, got "
+            f"{type(optimizer).__name__}. Make it by `nnx.Optimizer(model, tx, wrt=nnx.Param)`."
+        )
+    check_transformation(call, optimizer.tx)
+    opt_state = check_optimizer(call, optimizer.tx, optimizer.opt_state, "(model, optimizer, ...)")
+    return optimizer.tx, optimizer.wrt, unwrapped(opt_state)
+
+
+def _taken_apart(model: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Returns the NNX objects among the arguments, and how a copy of them is put back."""
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=nnx.graph.is_graph_node)
+    places = [i for i, leaf in enumerate(leaves) if nnx.graph.is_graph_node(leaf)]
+
+    def put_together(graph: Any) -> Any:
+        model, objects = graph
+        copies = dict(zip(places, objects, strict=True))
+        args, kwargs = treedef.unflatten(copies.get(i, leaf) for i, leaf in enumerate(leaves))
+        return model, args, kwargs
+
+    return (model, [leaves[i] for i in places]), put_together
