@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from ._leaf import dtype_of, is_array
@@ -145,7 +146,7 @@ def _is_lower(state: Any, than: Any) -> jax.Array:
 def _split(tree: Any) -> tuple[list[jax.Array], list[Callable[[list[Any]], Any]]]:
     """Returns the arrays of a tree, which a loop can carry, and how to put them back."""
     leaves, treedef = jax.tree.flatten(tree)
-    rest = [_CARRIED if _is_carried(leaf) else leaf for leaf in leaves]
+    rest = [_CARRIED if _is_carried(leaf) else _known(leaf) for leaf in leaves]
 
     def unflatten(arrays: list[Any]) -> Any:
         carried = iter(arrays)
@@ -156,3 +157,8 @@ def _split(tree: Any) -> tuple[list[jax.Array], list[Callable[[list[Any]], Any]]
 
 def _is_carried(leaf: Any) -> bool:
     return is_array(leaf) and dtype_of(leaf) != jax.dtypes.float0
+
+
+def _known(leaf: Any) -> Any:
+    """Returns a leaf that no loop can carry: text, a function, or a `float0`, maybe traced."""
+    return np.zeros(jnp.shape(leaf), jax.dtypes.float0) if is_array(leaf) else leaf

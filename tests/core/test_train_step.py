@@ -1,0 +1,444 @@
+"""The whole step in one function is the loop of three lines; with retries no batch is lost."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tables import BAD, INNERS, PARAMS, POLICIES, assert_close, assert_same_bits, avals, crossed
+
+import jaxscale
+
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
+
+
+def loss_fn(params, x):
+    """A mean over float16 numbers. With x = 8 the gradients overflow at a scale of 2**15."""
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
+    outputs = (half["w"] * x.astype(jnp.float16) + half["b"]) * half["half"].sum()
+    return jnp.mean(outputs.astype(jnp.float32) ** 2)
+
+
+# Finite; an overflow of the gradients alone; a loss that is not finite.
+GOOD, OVERFLOW = jnp.full(3, 0.5), jnp.full(3, 8.0)
+BATCHES = [GOOD, GOOD * 2, OVERFLOW, GOOD, jnp.full(3, jnp.nan), GOOD, GOOD * 3]
+
+
+def three_lines(loss_fn, tx):
+    def step(params, opt_state, *args):
+        loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, *args)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+def run(step, opt_state, batches=BATCHES, params=PARAMS):
+    losses = []
+    for batch in batches:
+        params, opt_state, loss = step(params, opt_state, batch)
+        losses.append(loss)
+    return params, opt_state, losses
+
+
+@crossed(("dynamic", "adam"), policy=POLICIES, inner=INNERS)
+def test_it_is_the_loop_of_three_lines(policy, inner):
+    tx = jaxscale.loss_scaled(INNERS[inner], POLICIES[policy])
+    steps = [jaxscale.train_step(loss_fn, tx), three_lines(loss_fn, tx)]
+    params, opt_state, losses = run(steps[0], tx.init(PARAMS))
+    # Bit for bit where each operation runs by itself.
+    assert_same_bits((params, opt_state, losses), run(steps[1], tx.init(PARAMS)))
+    overflows = opt_state.total_notfinite - opt_state.total_notfinite_loss
+    assert (overflows > 0) == (POLICIES[policy].init().loss_scale > 2**10)
+    assert opt_state.total_notfinite_loss == 1
+    # Compiled they are two programs.
+    compiled = [run(jax.jit(step), tx.init(PARAMS)) for step in steps]
+    assert_same_bits(*(jaxscale.metrics(opt_state) for _, opt_state, _ in compiled))
+    assert_close(*(tree[0] for tree in compiled))
+
+
+WINDOWS = {
+    "inside": lambda tx, policy: jaxscale.loss_scaled(jaxscale.multi_steps(tx, 2), policy),
+    "outside": lambda tx, policy: jaxscale.multi_steps(jaxscale.loss_scaled(tx, policy), 2),
+    "of optax": lambda tx, policy: jaxscale.loss_scaled(optax.MultiSteps(tx, 2), policy),
+}
+OPTIONS = {
+    "axis": {"axis_name": "devices"},
+    "norm": {"max_norm": 0.1},
+    "checked": {"check_updates": True},
+    "tracked": {"track_leaves": True},
+    "switched off": {"skip_nonfinite": False},
+}
+
+
+def optimizer(name):
+    """An optimizer with one thing that is not the default."""
+    if name in WINDOWS:
+        return WINDOWS[name](INNERS["adam"], POLICIES["dynamic"])
+    policy = None if name == "switched off" else POLICIES["dynamic"]
+    return jaxscale.loss_scaled(INNERS["adam"], policy, **OPTIONS[name])
+
+
+@pytest.mark.parametrize("name", [*WINDOWS, *OPTIONS])
+def test_it_is_the_loop_for_every_option(name):
+    tx = optimizer(name)
+    batches = BATCHES[:2] if name == "switched off" else BATCHES
+
+    def both(step):
+        if name != "axis":
+            return run(step, tx.init(PARAMS), batches)
+        mapped = jax.vmap(step, (None, None, 0), axis_name="devices", axis_size=2)
+        return run(lambda *args: jax.tree.map(lambda leaf: leaf[0], mapped(*args)),
+                   tx.init(PARAMS), [jnp.stack([batch, GOOD]) for batch in batches])  # fmt: skip
+
+    assert_same_bits(*(both(make(loss_fn, tx)) for make in (jaxscale.train_step, three_lines)))
+
+
+@pytest.mark.parametrize("inner", ["adam", "schedule", "multi_steps"])
+def test_an_optimizer_without_a_verdict_applies_every_step(inner):
+    tx = INNERS[inner]
+    tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+
+    def plain(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    for optimizer in (tx, INNERS[inner]):
+        ours = run(jaxscale.train_step(loss_fn, optimizer), optimizer.init(PARAMS))
+        assert_same_bits(ours, run(plain, tx.init(PARAMS)))
+    assert not jaxscale.all_finite(ours[0])
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(jaxscale.loss_scaled(optax.sgd(0.1)), optax.identity()),
+        optax.named_chain(("scaled", jaxscale.skip_nonfinite(optax.adam(0.1)))),
+    ],
+)
+def test_a_loss_scale_is_found_wherever_it_is(tx):
+    with_state = jaxscale.train_step(counting, tx, has_state=True)
+    params, opt_state, seen = PARAMS, tx.init(PARAMS), jnp.zeros(())
+    for batch in BATCHES:
+        params, opt_state, seen, _ = with_state(params, opt_state, seen, batch)
+    expected = run(three_lines(loss_fn, tx), tx.init(PARAMS))
+    assert_same_bits((params, opt_state), expected[:2])
+    skipped = jaxscale.metrics(opt_state)["total_notfinite"]
+    assert skipped >= 1
+    assert seen == len(BATCHES) - skipped
+
+
+def counting(params, state, x):
+    """A loss with state, which counts the forward passes and is NaN where the loss is."""
+    loss = loss_fn(params, x)
+    return loss, state + 1 + 0 * loss
+
+
+OUTPUTS = {
+    # (has_state, has_aux): a loss function, and what a step returns beside parameters and state
+    (False, True): (lambda p, x: (loss_fn(p, x), {"x": x, "text": "aux", "none": None}), "x"),
+    (True, False): (counting, None),
+    (True, True): (
+        lambda p, s, x: (lambda loss, s: (loss, (s, {"x": x})))(*counting(p, s, x)),
+        "x",
+    ),
+}
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+@pytest.mark.parametrize("has", OUTPUTS)
+def test_state_is_kept_and_outputs_are_returned(has, retries):
+    has_state, has_aux = has
+    fun, name = OUTPUTS[has]
+    tx = jaxscale.loss_scaled(optax.adam(0.1))
+    step = jaxscale.train_step(fun, tx, has_state=has_state, has_aux=has_aux, retries=retries)
+    params, opt_state, state = PARAMS, tx.init(PARAMS), (jnp.zeros(()),) * has_state
+    expected = run(jaxscale.train_step(loss_fn, tx, retries=retries), tx.init(PARAMS))
+    for batch, loss in zip(BATCHES, expected[2], strict=True):
+        params, opt_state, *state, output = step(params, opt_state, *state, batch)
+        assert_same_bits(output[0] if has_aux else output, loss)
+        if has_aux:
+            assert_same_bits(output[1][name], batch)
+    assert_same_bits((params, opt_state), expected[:2])
+    if has_state:
+        assert state == [opt_state.total_steps - opt_state.total_notfinite]
+
+
+def test_keyword_arguments_and_trees_of_state():
+    keys = jax.random.split(jax.random.key(0))
+    state = {"key": keys[0], "n": jnp.array(0), "none": None, "text": "as it is"}
+
+    def fun(params, state, *, x):
+        return loss_fn(params, x), state | {"key": keys[1], "n": state["n"] + 1}
+
+    tx = jaxscale.loss_scaled(optax.adam(0.1))
+    for retries in (0, 2):
+        step = jaxscale.train_step(fun, tx, has_state=True, retries=retries)
+        kept = step(PARAMS, tx.init(PARAMS), state, x=jnp.full(3, jnp.inf))[2]
+        assert_same_bits(arrays(kept), arrays(state))
+        new = step(PARAMS, tx.init(PARAMS), state, x=GOOD)[2]
+        assert_same_bits(arrays(new), arrays(state | {"key": keys[1], "n": jnp.array(1)}))
+
+
+def arrays(tree):
+    return eqx.filter(tree, eqx.is_array)
+
+
+# Retries
+
+
+def hot(scale=2.0**24, **kwargs):
+    """An optimizer that starts at a scale at which every batch overflows."""
+    policy = jaxscale.DynamicLossScale(init_scale=scale, growth_interval=4, **kwargs)
+    return jaxscale.loss_scaled(optax.adam(0.1), policy)
+
+
+FINITE = [GOOD, OVERFLOW, GOOD * 2, GOOD, GOOD, GOOD, GOOD * 3, GOOD]
+
+
+@functools.cache
+def compiled(retries):
+    return jax.jit(jaxscale.train_step(loss_fn, hot(), retries=retries))
+
+
+def fitting(batch):
+    """The largest power of two at which the gradients of a batch are finite."""
+    for exponent in range(24, 0, -1):
+        scaling = jaxscale.FixedLossScale(2.0**exponent).init()
+        if jaxscale.all_finite(jaxscale.grad(loss_fn, scaling)(PARAMS, batch)):
+            return 2.0**exponent
+    raise AssertionError
+
+
+@pytest.mark.parametrize("first", [GOOD, OVERFLOW], ids=["good", "overflow"])
+def test_the_search_for_a_scale_costs_no_batch(first):
+    batches = [first, *FINITE]
+    scale = fitting(first)
+    lost = run(compiled(0), hot().init(PARAMS), batches)[1]
+    assert lost.total_notfinite > 3
+    searched = run(compiled(30), hot().init(PARAMS), batches)
+    assert searched[1].total_notfinite == 0
+    # The same program, from the scale that fits: the same bits.
+    found = run(compiled(30), hot(scale).init(PARAMS), batches)
+    passes = searched[1].total_retries - found[1].total_retries
+    assert scale == 2.0 ** (24 - passes)
+    assert_same_bits(
+        (searched[0], searched[1]._replace(total_retries=0), searched[2]),
+        (found[0], found[1]._replace(total_retries=0), found[2]),
+    )
+
+
+def test_no_more_passes_than_are_allowed():
+    for retries in (1, 3):
+        opt_state = run(compiled(retries), hot().init(PARAMS), [OVERFLOW])[1]
+        # One backoff between two passes, and one after the last.
+        assert opt_state.total_retries == retries
+        assert opt_state.scaling.loss_scale == 2.0 ** (24 - retries - 1)
+        assert (opt_state.total_notfinite, opt_state.total_steps) == (1, 1)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_loss_is_not_repeated(bad):
+    opt_state = run(compiled(5), hot().init(PARAMS), [jnp.full(3, BAD[bad])])[1]
+    assert opt_state.total_retries == 0
+    assert opt_state.scaling.loss_scale == 2.0**24
+    assert opt_state.total_notfinite_loss == 1
+
+
+def always_nan(params, x):
+    """A finite loss whose gradients are NaN at every scale, that of the square root at 0."""
+    return jnp.sum(jnp.sqrt(params["w"] * 0)) + loss_fn(params, x)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda step: step], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    ("policy", "passes"),
+    [
+        # A scale at its floor, or one that comes there, is not tried twice.
+        (jaxscale.DynamicLossScale(init_scale=4.0), 2),
+        (jaxscale.DynamicLossScale(init_scale=1.0), 0),
+        # Hysteresis that is left does not spare the scale: the same scale would overflow again.
+        (jaxscale.DynamicLossScale(init_scale=4.0, hysteresis=7), 2),
+        # A policy that tolerates this and more is left alone.
+        (jaxscale.DynamicLossScale(init_scale=4.0, hysteresis=1000), 0),
+    ],
+)
+def test_a_scale_that_cannot_be_lowered_is_not_tried_again(policy, passes, wrap):
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), policy)
+    step = wrap(jaxscale.train_step(always_nan, tx, retries=20))
+    params, opt_state, _ = step(PARAMS, tx.init(PARAMS), GOOD)
+    assert opt_state.total_retries == passes
+    assert opt_state.total_notfinite == 1
+    assert_same_bits(params, PARAMS)
+
+
+def test_it_counts_the_passes_and_traces_and_compiles_the_model_once():
+    traces, passes = [], []
+
+    def counted(params, x):
+        traces.append(x)
+        jax.debug.callback(lambda: passes.append(1))
+        return loss_fn(params, x)
+
+    for retries in (0, 30):
+        traces.clear()
+        passes.clear()
+        step = jax.jit(jaxscale.train_step(counted, hot(), retries=retries))
+        _, opt_state, _ = run(step, hot().init(PARAMS), FINITE)
+        jax.effects_barrier()
+        assert len(traces) == 1
+        assert step._cache_size() == 1
+        assert len(passes) == len(FINITE) + opt_state.total_retries
+    assert opt_state.total_retries > 0
+
+
+def test_the_model_is_in_the_program_once():
+    def product(params, x):
+        return jnp.sum(jnp.tanh(params["w"] @ x.astype(params["w"].dtype)) ** 2)
+
+    def program(**retries):
+        tx, params = hot(), {"w": jnp.ones((4, 3))}
+        step = jax.jit(jaxscale.train_step(product, tx, **retries))
+        return step.lower(params, tx.init(params), jnp.ones((3, 2))).as_text()
+
+    without, with_them = program(retries=0), program(retries=5)
+    assert without == program()
+    assert "stablehlo.while" not in without
+    assert "stablehlo.while" in with_them
+    for operation in ("dot_general", "tanh"):
+        assert with_them.count(f"stablehlo.{operation}") == without.count(f"stablehlo.{operation}")
+
+
+def test_it_runs_in_a_scan_and_updates_in_place():
+    tx = hot()
+    step = jaxscale.train_step(loss_fn, tx, retries=30)
+
+    def body(carry, batch):
+        params, opt_state, loss = step(*carry, batch)
+        return (params, opt_state), loss
+
+    scanned = jax.jit(lambda *carry: jax.lax.scan(body, carry, jnp.stack(FINITE)), donate_argnums=0)
+    (params, opt_state), losses = scanned(jax.tree.map(jnp.copy, PARAMS), tx.init(PARAMS))
+    expected = run(compiled(30), tx.init(PARAMS), FINITE)
+    assert_same_bits(opt_state.scaling, expected[1].scaling)
+    assert opt_state.total_retries == expected[1].total_retries
+    assert_close((params, list(losses)), (expected[0], expected[2]))
+
+    donated = jax.jit(step, donate_argnums=(0, 1))
+    first = jax.tree.map(jnp.copy, PARAMS), tx.init(PARAMS)
+    kept = run(donated, first[1], FINITE, first[0])
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((first[0], first[1].inner_state)))
+    assert_same_bits(kept, expected)
+
+
+def test_a_member_of_a_population_does_not_feel_the_others():
+    tx = hot()
+    members = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (PARAMS, tx.init(PARAMS)))
+    step = jax.jit(jax.vmap(jaxscale.train_step(loss_fn, tx, retries=30)))
+    fine = 2.0**10
+    scales = members[1].scaling._replace(loss_scale=jnp.array([fine, fine]))
+    calm = step(members[0], members[1]._replace(scaling=scales), jnp.stack([GOOD, GOOD]))
+    scales = scales._replace(loss_scale=jnp.array([fine, 2.0**24]))
+    mixed = step(members[0], members[1]._replace(scaling=scales), jnp.stack([GOOD, OVERFLOW]))
+    first = [jax.tree.map(lambda leaf: leaf[0], outputs) for outputs in (calm, mixed)]
+    assert_same_bits(*first)
+    assert mixed[1].total_retries[0] == 0
+    assert mixed[1].total_retries[1] > 0
+    assert mixed[1].grads_finite.all()
+
+
+@pytest.mark.parametrize("window", ["inside", "outside"])
+def test_no_micro_batch_is_lost(window):
+    policy = jaxscale.DynamicLossScale(init_scale=2.0**24)
+    tx = WINDOWS[window](INNERS["adam"], policy)
+    step = jax.jit(jaxscale.train_step(loss_fn, tx, retries=30))
+    _, opt_state, _ = run(step, tx.init(PARAMS), FINITE)
+    assert opt_state.total_notfinite == 0
+    assert opt_state.inner_state.gradient_step == len(FINITE) // 2
+    assert opt_state.total_retries > 0
+
+
+def test_outputs_of_any_type_go_round():
+    def fun(params, x):
+        aux = {"key": jax.random.key(1), "int": x.astype(jnp.int8), "text": "t", "complex": x * 1j}
+        aux |= {"number": 3, "none": None, "function": jnp.sin, "empty": jnp.zeros((0, 2))}
+        return loss_fn(params, x), aux
+
+    for wrap in (eqx.filter_jit, lambda step: step):
+        steps = [wrap(jaxscale.train_step(fun, hot(), has_aux=True, retries=r)) for r in (0, 30)]
+        aux = [step(PARAMS, hot(2.0**4).init(PARAMS), GOOD)[2][1] for step in steps]
+        assert aux[1].pop("text") == "t"
+        assert aux[1].pop("function") is jnp.sin
+        assert int(aux[1].pop("number")) == 3
+        assert_same_bits(aux[1], {name: aux[0][name] for name in aux[1]})
+
+
+def test_integers_among_the_parameters_go_round():
+    params = PARAMS | {"n": jnp.arange(3), "none": None}
+    trained = {name: name in PARAMS for name in params}
+    policy = jaxscale.DynamicLossScale(init_scale=2.0**24)
+    tx = jaxscale.loss_scaled(optax.masked(optax.sgd(0.1), trained), policy)
+    step = jax.jit(jaxscale.train_step(loss_fn, tx, retries=30, allow_int=True))
+    new, opt_state, _ = step(params, tx.init(params), GOOD)
+    assert_same_bits(new["n"], params["n"])
+    assert opt_state.grads_finite
+    assert opt_state.total_retries > 0
+    assert avals(new) == avals(params)
+
+
+def test_the_count_saturates():
+    tx = hot()
+    most = np.iinfo(np.int32).max
+    opt_state = tx.init(PARAMS)._replace(total_retries=jnp.array(most - 1, jnp.int32))
+    assert compiled(30)(PARAMS, opt_state, OVERFLOW)[1].total_retries == most
+
+
+# Equinox
+
+
+class Net(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    activation: object = jax.nn.relu
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(3, 4, key=key)
+        self.norm = eqx.nn.BatchNorm(4, "batch", mode="ema")
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.linear(x), state)
+        return self.activation(x), state
+
+
+def equinox_loss(model, state, x):
+    outputs, state = jax.vmap(model, (0, None), (0, None), axis_name="batch")(x, state)
+    return jnp.mean(outputs**2) * 1e3, state
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+def test_equinox_with_state(retries):
+    model, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
+    tx = hot(2.0**10)
+    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    step = eqx.filter_jit(
+        jaxscale.train_step(
+            equinox_loss,
+            tx,
+            transform=eqx.filter_value_and_grad,
+            has_state=True,
+            retries=retries,
+        )
+    )
+    x = jax.random.normal(jax.random.key(1), (8, 3))
+    for _ in range(3):
+        model, opt_state, state, loss = step(model, opt_state, state, x)
+    before = jax.tree.leaves(eqx.filter((model, state), eqx.is_array))
+    model, opt_state, state, loss = step(model, opt_state, state, x.at[0, 0].set(jnp.inf))
+    assert not jnp.isfinite(loss)
+    assert_same_bits(jax.tree.leaves(eqx.filter((model, state), eqx.is_array)), before)
+    assert opt_state.total_notfinite == 1
+    assert step(model, opt_state, state, x)[1].grads_finite
