@@ -11,8 +11,8 @@ import numpy as np
 # From the lowest to the highest, as JAX promotes them.
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
-# The strength of an array that is neither a Python number nor weakly typed.
-STRONG = 2
+# The strengths of arrays; a Python number has 0.
+WEAK, STRONG = 1, 2
 
 
 def is_array(leaf: Any) -> bool:
@@ -68,10 +68,10 @@ def is_equal(a: Any, b: Any) -> bool:
 
 
 def strength(leaf: Any) -> int:
-    """Returns how strongly a leaf is typed: 0 for a Python number, 1 if weakly, or `STRONG`."""
+    """Returns how strongly a leaf is typed: 0 for a Python number, `WEAK` or `STRONG`."""
     if is_python_number(leaf):
         return 0
-    return 1 if isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type else STRONG
+    return WEAK if isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type else STRONG
 
 
 def takes(leaf: Any, dtype: Any) -> bool:

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from ._checks import scalar_bool
 from ._leaf import (
     STRONG,
+    WEAK,
     as_array,
     dtype_of,
     holds,
@@ -227,7 +228,8 @@ def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
       A pytree of that structure, with the shapes and dtypes of both trees. A Python number
       takes the dtype of the array it meets, and so does a weakly typed array of the same or a
       lower kind (bool, integer, floating, complex) that meets a strongly typed one. Two
-      Python numbers, or two weakly typed arrays, become what JAX promotes them to.
+      Python numbers, or two weakly typed arrays, become what JAX promotes them to; of one dtype,
+      weakly typed arrays stay so.
 
     Raises:
       TypeError: if `pred` is not a scalar bool, if the dtypes of two leaves differ, if a
@@ -260,6 +262,9 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
         dtype = _common_dtype(call, path, a, b)
         if dtype == jax.dtypes.float0:  # holds no values, and XLA knows no such type
             return a
+
+        if strength(a) == strength(b) == WEAK and dtype_of(a) == dtype_of(b):
+            return jax.lax.select(pred, a, b)  # stays weakly typed, or a step would compile anew
 
         def strong(leaf: Any) -> Any:
             return cast(as_array(leaf, dtype) if is_python_number(leaf) else leaf, dtype)

@@ -73,6 +73,11 @@ def train_step(
     """
     call = "nnx.train_step"
     plan = Plan(call, loss_fn, nnx.value_and_grad, False, has_aux, retries, kwargs)
+
+    # As `nnx.value_and_grad` accepts no keyword-only arguments.
+    def positional(model: Any, args: Any, kwargs: Any) -> Any:
+        return loss_fn(model, *args, **kwargs)
+
     is_kept = nnx.filterlib.to_predicate(keep)
 
     def step(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +87,7 @@ def train_step(
         graphdef, before = nnx.split(graph)
         params = unwrapped(nnx.state(model, wrt))
         differentiated = dataclasses.replace(
-            plan, kwargs={"argnums": nnx.DiffState(0, wrt), **plan.kwargs}
+            plan, loss_fn=positional, kwargs={"argnums": nnx.DiffState(0, wrt), **plan.kwargs}
         )
         leaves, treedef = jax.tree.flatten(before)
 
@@ -90,7 +95,7 @@ def train_step(
             # A copy, made where the pass is traced: NNX lets a variable change only there.
             copy = nnx.merge(graphdef, treedef.unflatten(leaves))
             model, args, kwargs = put_together(copy)
-            made = differentiated.backward(scaling, model, *args, **kwargs)
+            made = differentiated.backward(scaling, model, args, kwargs)
             grads = unwrapped(nnx.state(made.grads.grads, wrt))
             after = nnx.split(copy)[1]
             return made._replace(state=after, grads=Scaled(grads, made.grads.divisor))

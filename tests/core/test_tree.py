@@ -290,6 +290,14 @@ def test_a_weakly_typed_array_takes_the_dtype_of_a_strongly_typed_one(transform)
             assert chosen == jnp.asarray(3 if (a if pred else b) is leaf else 1, dtype)
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_two_weakly_typed_arrays_stay_so(transform):
+    tree_where = transform(lambda pred, a, b: jaxscale.tree_where(pred, a, b))
+    for number in (3, 3.0, 3 + 0j):
+        weak = jnp.asarray(number)
+        assert avals(tree_where(jnp.array(True), weak, weak + 1)) == avals(weak)
+
+
 @pytest.mark.standard_promotion
 def test_two_python_numbers_become_what_jax_makes_of_them():
     for a, b in itertools.product((True, 2, 1.5, 2j), repeat=2):

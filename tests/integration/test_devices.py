@@ -161,3 +161,109 @@ def test_explicit_meshes():
         state = tx.init(params)
         np.testing.assert_allclose(run(params, state, x)[0]["w"], 0.9, rtol=1e-5)
         assert_agreed_skip(*run(params, state, x * jnp.inf))
+
+
+# Retries: one device overflows, and all go round together.
+
+HOT_X = X.at[13].multiply(64.0)  # of one device alone
+
+
+def half_loss(params, x):
+    outputs = x.astype(jnp.float16) @ params["w"][:8].astype(jnp.float16)
+    return jnp.mean((outputs.astype(jnp.float32) + params["b"] - 1) ** 2)
+
+
+def hot(scale=2.0**24, **kwargs):
+    policy = jaxscale.DynamicLossScale(init_scale=scale, growth_interval=3)
+    return jaxscale.loss_scaled(optax.adam(0.1), policy, **kwargs)
+
+
+def averaged(fun, **kwargs):
+    """Differentiates on each device, and averages over all."""
+    differentiated = jax.value_and_grad(fun, **kwargs)
+
+    def value_and_grad(*args):
+        value, grads = differentiated(*args)
+        return value, jax.lax.pmean(grads, "data")
+
+    return value_and_grad
+
+
+def by_jit(retries):
+    step = jax.jit(jaxscale.train_step(half_loss, hot(), retries=retries))
+    place = NamedSharding(MESH, SHARDED)
+    return lambda params, state, x: step(params, state, jax.device_put(x, place))[:2]
+
+
+def by_shard_map(retries, **check):
+    tx = hot(axis_name="data")
+    step = jaxscale.train_step(half_loss, tx, transform=averaged, retries=retries)
+    specs = {"in_specs": (REPLICATED, REPLICATED, SHARDED), "out_specs": REPLICATED}
+    return jax.jit(jax.shard_map(lambda *args: step(*args)[:2], mesh=MESH, **specs, **check))
+
+
+def by_pmap(retries):
+    tx = hot(axis_name="data")
+    step = jaxscale.train_step(half_loss, tx, transform=averaged, retries=retries)
+    mapped = jax.pmap(step, axis_name="data", devices=DEVICES, in_axes=(None, None, 0))
+
+    def run(params, state, x):
+        outputs = mapped(params, state, x.reshape(8, 2, 8))[:2]
+        for leaf in jax.tree.leaves(outputs):
+            assert len({np.asarray(part).tobytes() for part in leaf}) == 1
+        return jax.tree.map(lambda leaf: leaf[0], outputs)
+
+    return run
+
+
+def by_explicit_mesh(retries):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    step = jax.jit(jaxscale.train_step(half_loss, hot(), retries=retries))
+
+    def run(params, state, x):
+        with jax.sharding.use_mesh(mesh) if CHECK == "check_rep" else jax.set_mesh(mesh):
+            x = jax.device_put(x, NamedSharding(mesh, SHARDED))
+            return jax.device_get(step(params, state, x)[:2])
+
+    return run
+
+
+WAYS = {
+    "jit": by_jit,
+    "shard_map": by_shard_map,
+    "shard_map, unchecked": lambda retries: by_shard_map(retries, **{CHECK: False}),
+    "pmap": by_pmap,
+    "explicit mesh": by_explicit_mesh,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_go_round_together(way):
+    once, again = WAYS[way](0), WAYS[way](30)
+    assert once(PARAMS, hot().init(PARAMS), HOT_X)[1].total_notfinite == 1
+    params, state = again(PARAMS, hot().init(PARAMS), HOT_X)
+    assert (state.total_notfinite, state.total_notfinite_loss) == (0, 0)
+    assert state.total_retries > 0
+    scale = 2.0 ** (24 - int(state.total_retries))
+    expected, fitting = again(PARAMS, hot(scale).init(PARAMS), HOT_X)
+    assert fitting.total_retries == 0
+    assert_same_bits(*(jax.tree.map(np.asarray, tree) for tree in (params, expected)))
+    # But for the hysteresis tracker, which the search has spent.
+    assert_same_bits(*(jax.device_get(each.scaling[:2]) for each in (state, fitting)))
+    # A bad loss on one device is not repeated on any.
+    kept, state = again(PARAMS, hot().init(PARAMS), X.at[13, 2].set(jnp.inf))
+    assert (state.total_retries, state.total_notfinite_loss) == (0, 1)
+    assert_same_bits(jax.tree.map(np.asarray, kept), jax.tree.map(np.asarray, PARAMS))
+
+
+def test_devices_that_might_part_are_told_so():
+    step = jaxscale.train_step(half_loss, hot(), transform=averaged, retries=3)
+
+    def one_device(params, state, w, x):
+        # Parameters that differ among devices, and no axis name.
+        return step(params | {"w": w}, state, x)[2][None]
+
+    specs = {"in_specs": (REPLICATED, REPLICATED, SHARDED, SHARDED), "out_specs": SHARDED}
+    run = jax.shard_map(one_device, mesh=MESH, **specs)
+    with pytest.raises(ValueError, match=r"'data'.*axis_name='data'"):
+        run(PARAMS, hot().init(PARAMS), jnp.ones(64), X)

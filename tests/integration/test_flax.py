@@ -182,3 +182,151 @@ def test_gradients_of_a_state_that_holds_its_own_scale():
     state = create(jaxscale.flax.TrainState)
     grads = jaxscale.grad(lambda p: jnp.sum(p["w"] ** 2), state)(state.params)
     assert_same_bits(grads["w"], 2 * PARAMS["w"])
+
+
+# The whole step
+
+
+def train_loss(params, fields, x):
+    """The mean of float16 numbers, with statistics that are NaN where the loss is."""
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
+    outputs = (half["w"] * x.astype(jnp.float16) + half["b"]) * half["half"].sum()
+    loss = jnp.mean(outputs.astype(jnp.float32) ** 2)
+    stats = fields["batch_stats"]
+    stats = {"mean": stats["mean"] + 0 * loss, "count": stats["count"] + 1}
+    return loss, {"batch_stats": stats, "key": jax.random.split(fields["key"], 1)[0]}
+
+
+FINE, HOT = jnp.full(3, 0.5), jnp.full(3, 8.0)  # at 2**15 the gradients of `HOT` overflow
+BATCHES = [FINE, HOT, FINE, jnp.full(3, jnp.inf), FINE]
+
+
+def step_by_hand(state, x):
+    def loss_fn(params):
+        fields = {"batch_stats": state.batch_stats, "key": state.key}
+        return train_loss(params, fields, x)
+
+    (loss, fields), grads = jaxscale.value_and_grad(loss_fn, state, has_aux=True)(state.params)
+    return state.apply_gradients(grads=grads, value=loss, always_replace=("key",), **fields), loss
+
+
+@pytest.mark.parametrize("inner", ["adam", "multi_steps"])
+def test_a_training_step_is_the_step_by_hand(inner):
+    step = jaxscale.flax.train_step(train_loss, has_state=True, always_replace=("key",))
+    ours, hand = create(inner=inner), create(inner=inner)
+    for batch in BATCHES:
+        # Bit for bit: each operation runs by itself.
+        (ours, loss), (hand, expected) = step(ours, batch), step_by_hand(hand, batch)
+        assert_same_bits((ours, loss), (hand, expected))
+    assert ours.batch_stats["count"] == 3 + 3
+    assert (ours.opt_state.total_notfinite, ours.opt_state.total_notfinite_loss) == (2, 1)
+    keys = jax.random.key(0)
+    for _ in BATCHES:
+        keys = jax.random.split(keys, 1)[0]
+    assert_same_bits(ours.key, keys)
+
+
+def test_a_compiled_step_keeps_its_types_and_loses_no_batch():
+    traces = []
+
+    def counted(params, fields, x):
+        traces.append(x)
+        loss, fields = train_loss(params, fields, x)
+        return loss, (fields, {"traced": x})
+
+    step = jax.jit(
+        jaxscale.flax.train_step(counted, has_state=True, has_aux=True, retries=9),
+        donate_argnums=0,
+    )
+    state = create()
+    types = avals(state)
+    for batch in BATCHES:
+        state, (loss, aux) = step(state, batch)
+        assert avals(state) == types
+        assert_same_bits(aux["traced"], batch)
+        assert jnp.isfinite(loss) == jnp.isfinite(batch[0])
+    assert len(traces) == 1
+    assert (state.step, state.opt_state.total_notfinite) == (4, 1)
+    assert state.opt_state.total_retries > 0
+    assert state.batch_stats["count"] == 3 + 4
+
+
+@pytest.mark.parametrize("container", [dict, FrozenDict])
+def test_a_training_step_overwrites_with_gradients(container):
+    params = container({"params": {"w": jnp.array([1.0, 2.0])}, OWG: {"scale": jnp.array(3.0)}})
+
+    @jax.custom_vjp
+    def statistic(scale, x):
+        return x
+
+    statistic.defvjp(lambda scale, x: (x, x), lambda x, ct: (jnp.max(x), ct))
+
+    def loss_fn(params, x):
+        return jnp.sum(params["params"]["w"] * statistic(params[OWG]["scale"], x))
+
+    state = create(jaxscale.flax.TrainState, params, "sgd")
+    step = jax.jit(jaxscale.flax.train_step(loss_fn))
+    new, _ = step(state, jnp.array([4.0, 5.0]))
+    assert new.params[OWG]["scale"] == 5  # neither scaled nor unscaled
+    assert_same_bits(new.params["params"]["w"], jnp.array([1.0, 2.0]) - 0.1 * jnp.array([4.0, 5]))
+    kept, _ = step(new, jnp.array([4.0, jnp.inf]))
+    assert_same_bits(kept.params, new.params)
+
+
+STEP_ERRORS = {
+    "Flax's own": (
+        lambda: jaxscale.flax.train_step(train_loss)(
+            train_state.TrainState.create(
+                apply_fn=None, params=PARAMS, tx=jaxscale.loss_scaled(optax.sgd(0.1))
+            ),
+            FINE,
+        ),
+        TypeError,
+        r"flax\.train_step.*`jaxscale\.flax\.TrainState`, got TrainState.*Flax's own",
+    ),
+    "a state of an optimizer": (
+        lambda: jaxscale.flax.train_step(train_loss)(create().opt_state, FINE),
+        TypeError,
+        r"flax\.train_step.*got LossScaledState",
+    ),
+    "an unknown field": (
+        lambda: jaxscale.flax.train_step(
+            lambda p, f, x: (train_loss(p, f, x)[0], {"stats": 1}), has_state=True
+        )(create(), FINE),
+        ValueError,
+        r"flax\.train_step.*got stats, but the fields.*batch_stats, ema, key",
+    ),
+    "a field of another shape": (
+        lambda: jaxscale.flax.train_step(
+            lambda p, f, x: (train_loss(p, f, x)[0], {"ema": jnp.ones(3)}), has_state=True
+        )(create(), FINE),
+        ValueError,
+        r"flax\.train_step\(ema=\.\.\.\)",
+    ),
+    "no fields": (
+        lambda: jaxscale.flax.train_step(lambda p, f, x: train_loss(p, f, x)[0], has_state=True)(
+            create(), FINE
+        ),
+        TypeError,
+        r"flax\.train_step\(loss_fn, has_state=True\).*\(loss, state\), got an array",
+    ),
+    "fields that are not named": (
+        lambda: jaxscale.flax.train_step(train_loss, has_state=True, always_replace="key"),
+        TypeError,
+        r"flax\.train_step\(always_replace=.*\('key',\)",
+    ),
+    "retries without a scale": (
+        lambda: jaxscale.flax.train_step(train_loss, retries=1)(
+            create().replace(tx=jaxscale.skip_nonfinite(optax.sgd(0.1))), FINE
+        ),
+        ValueError,
+        r"flax\.train_step\(retries=1\).*loss scale that can be lowered.*NoOpLossScale",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEP_ERRORS)
+def test_bad_input_of_a_training_step(name):
+    call, error, message = STEP_ERRORS[name]
+    with pytest.raises(error, match=message):
+        call()

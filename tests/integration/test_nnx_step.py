@@ -1,0 +1,256 @@
+"""The training step for Flax NNX: a skipped step leaves no trace in the model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tables import BAD, assert_same_bits
+
+import jaxscale
+import jaxscale.nnx
+
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
+
+
+class Counter(nnx.Variable):
+    """A variable of a type of its own."""
+
+
+class Model(nnx.Module):
+    """With all that a forward pass changes: statistics, noise, a counter, an intermediate."""
+
+    def __init__(self, rngs):
+        half = {"dtype": jnp.float16, "rngs": rngs}
+        self.linear = nnx.Linear(3, 4, **half)
+        self.shared = self.linear
+        self.norm = nnx.BatchNorm(4, **half)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.calls = Counter(jnp.array(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        x = self.norm(self.shared(x))
+        return self.dropout(x).astype(jnp.float32)
+
+
+def loss_fn(model, x):
+    return jnp.mean((model(x) * 30) ** 2)
+
+
+X = jax.random.normal(jax.random.key(0), (8, 3))
+
+
+def hot(scale=2.0**24):
+    policy = jaxscale.DynamicLossScale(init_scale=scale, growth_interval=3)
+    return jaxscale.loss_scaled(optax.adam(0.1), policy)
+
+
+def calm():
+    """At this scale only what is not finite overflows."""
+    return jaxscale.loss_scaled(optax.adam(0.1), jaxscale.DynamicLossScale(init_scale=4.0))
+
+
+def created(tx=None, model=None):
+    model = Model(nnx.Rngs(0)) if model is None else model
+    return model, nnx.Optimizer(model, calm() if tx is None else tx, wrt=nnx.Param)
+
+
+def state_of(model, optimizer, kind=...):
+    return jax.tree.map(jnp.copy, (nnx.state(model, kind), nnx.state(optimizer)))
+
+
+def by_hand(model, optimizer, x):
+    """The step as users wrote it: everything but the noise is put back by hand."""
+    kept = (nnx.BatchStat, Counter)
+    old = nnx.to_pure_dict(nnx.state(model, kept))
+    value_and_grad = jaxscale.value_and_grad(
+        loss_fn, optimizer.opt_state, transform=nnx.value_and_grad
+    )
+    loss, grads = value_and_grad(model, x)
+    optimizer.update(model, grads, value=loss)
+    finite = jaxscale.metrics(optimizer)["grads_finite"]
+    nnx.update(model, jaxscale.tree_where(finite, nnx.to_pure_dict(nnx.state(model, kept)), old))
+    return loss
+
+
+def batches(bad=jnp.inf):
+    return [X, X * 0.5, X.at[1, 2].set(bad), X, X * 2]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_it_is_the_step_by_hand(bad):
+    ours, hand = created(), created()
+    step = jaxscale.nnx.train_step(loss_fn)
+    for batch in batches(BAD[bad]):
+        # Bit for bit: each operation runs by itself.
+        assert_same_bits(step(*ours, batch), by_hand(*hand, batch))
+        assert_same_bits(state_of(*ours), state_of(*hand))
+    assert ours[0].calls[...] == 4
+    assert jaxscale.metrics(ours[1])["total_notfinite"] == 1
+    assert ours[1].step[...] == len(batches())
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+def test_compiled_it_traces_once_and_keeps_everything_but_the_noise(retries):
+    traces = []
+
+    def counted(model, x):
+        traces.append(x)
+        return loss_fn(model, x)
+
+    model, optimizer = created()
+    step = nnx.jit(jaxscale.nnx.train_step(counted, retries=retries))
+    for batch in batches():
+        before = state_of(model, optimizer, nnx.Not(nnx.RngState))[0]
+        noise = model.dropout.rngs.count[...]
+        structure = jax.tree.structure(nnx.state((model, optimizer)))
+        step(model, optimizer, batch)
+        if not jaxscale.metrics(optimizer)["grads_finite"]:
+            assert_same_bits(state_of(model, optimizer, nnx.Not(nnx.RngState))[0], before)
+        assert model.dropout.rngs.count[...] == noise + 1
+        assert jax.tree.structure(nnx.state((model, optimizer))) == structure
+    assert len(traces) == 1
+    assert model.shared is model.linear
+
+
+def test_the_search_for_a_scale_costs_no_batch():
+    step = nnx.jit(jaxscale.nnx.train_step(loss_fn, retries=30))
+    searched = created(hot())
+    step(*searched, X)
+    retries = int(jaxscale.metrics(searched[1])["total_retries"])
+    assert retries > 0
+    found = created(hot(2.0 ** (24 - retries)))
+    step(*found, X)
+    assert jaxscale.metrics(found[1])["total_retries"] == 0
+    assert_same_bits(nnx.state(searched[0]), nnx.state(found[0]))
+    inner = [optimizer.opt_state.inner_state for _, optimizer in (searched, found)]
+    assert_same_bits(*inner)
+    # As it is without a compiler.
+    eager = created(hot())
+    jaxscale.nnx.train_step(loss_fn, retries=30)(*eager, X)
+    assert_same_bits(*(jaxscale.metrics(optimizer) for _, optimizer in (searched, eager)))
+
+
+def test_objects_among_the_arguments_are_kept_too():
+    def fun(model, x, metric, *, more):
+        loss = loss_fn(model, x)
+        metric.update(values=loss)
+        more["count"][...] += 1
+        noise = more["rngs"]()
+        return loss, {"noise": noise, "name": more["name"]}
+
+    model, optimizer = created()
+    metric, count, rngs = nnx.metrics.Average(), Counter(jnp.array(0)), nnx.Rngs(7)
+    more = {"count": count, "rngs": rngs, "name": "as it is"}
+    step = jaxscale.nnx.train_step(fun, has_aux=True)
+    noises = []
+    for batch in batches():
+        loss, aux = step(model, optimizer, batch, metric, more=more)
+        noises.append(jax.random.key_data(aux["noise"]).tolist())
+    assert aux["name"] == "as it is"
+    assert (metric.count[...], count[...]) == (4, 4)
+    assert jnp.isfinite(metric.total[...])
+    assert jnp.isfinite(loss)
+    assert len(set(map(tuple, noises))) == len(noises)
+
+
+def test_what_is_kept_is_the_users_to_say():
+    model, optimizer = created()
+    step = jaxscale.nnx.train_step(loss_fn, keep=nnx.BatchStat)
+    before = state_of(model, optimizer, nnx.BatchStat)[0]
+    step(model, optimizer, X * jnp.inf)
+    assert_same_bits(state_of(model, optimizer, nnx.BatchStat)[0], before)
+    assert model.calls[...] == 1
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_intermediates_come_out():
+    class Sowing(Model):
+        def __call__(self, x):
+            y = super().__call__(x)
+            self.sow(nnx.Intermediate, "outputs", y)
+            return y
+
+    model, optimizer = created(model=Sowing(nnx.Rngs(0)))
+    step = nnx.jit(jaxscale.nnx.train_step(loss_fn))
+    step(model, optimizer, X)
+    step(model, optimizer, X)
+    outputs = nnx.pop(model, nnx.Intermediate)
+    assert [leaf.shape for leaf in jax.tree.leaves(outputs)] == [(8, 4)] * 2
+
+
+def test_other_optimizers_apply_every_step():
+    model, optimizer = created(optax.sgd(0.1))
+    same, plain = created(optax.sgd(0.1))
+    for batch in batches(0.0):
+        loss, grads = nnx.value_and_grad(loss_fn)(same, batch)
+        plain.update(same, jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
+        assert_same_bits(jaxscale.nnx.train_step(loss_fn)(model, optimizer, batch), loss)
+    assert_same_bits(state_of(model, optimizer), state_of(same, plain))
+    jaxscale.nnx.train_step(loss_fn)(model, optimizer, X * jnp.inf)
+    assert np.isnan(model.norm.mean[...]).any()
+
+
+def test_only_what_the_optimizer_trains_is_differentiated():
+    model = Model(nnx.Rngs(0))
+    wrt = nnx.All(nnx.Param, nnx.PathContains("linear"))
+    optimizer = nnx.Optimizer(model, calm(), wrt=wrt)
+    scale = jnp.copy(model.norm.scale[...])
+    kernel = jnp.copy(model.linear.kernel[...])
+    nnx.jit(jaxscale.nnx.train_step(loss_fn))(model, optimizer, X)
+    assert jaxscale.metrics(optimizer)["grads_finite"]
+    assert_same_bits(model.norm.scale[...], scale)
+    assert not np.array_equal(model.linear.kernel[...], kernel)
+
+
+def test_windows_count_micro_batches():
+    tx = jaxscale.multi_steps(hot(), 2)
+    model, optimizer = created(tx)
+    step = nnx.jit(jaxscale.nnx.train_step(loss_fn, retries=30))
+    for _ in range(4):
+        step(model, optimizer, X)
+    assert jaxscale.metrics(optimizer)["gradient_step"] == 2
+    assert jaxscale.metrics(optimizer)["total_notfinite"] == 0
+
+
+ERRORS = {
+    "no function": (
+        lambda: jaxscale.nnx.train_step(created()[0].linear.kernel[...]),
+        TypeError,
+        r"nnx\.train_step\(loss_fn\).*function.*Array",
+    ),
+    "the transformation": (
+        lambda: jaxscale.nnx.train_step(loss_fn)(created()[0], hot(), X),
+        TypeError,
+        r"must be an `nnx\.Optimizer`.*GradientTransformation.*wrt=",
+    ),
+    "swapped": (
+        lambda: jaxscale.nnx.train_step(loss_fn)(*created()[::-1], X),
+        TypeError,
+        r"nnx\.train_step\(\.\.\.\)\(model, optimizer.*got Model",
+    ),
+    "an auxiliary output": (
+        lambda: jaxscale.nnx.train_step(lambda m, x: (loss_fn(m, x), x))(*created(), X),
+        TypeError,
+        r"nnx\.train_step\(loss_fn\).*must return a loss, got \(an array, an array\).*has_aux",
+    ),
+    "retries below 0": (
+        lambda: jaxscale.nnx.train_step(loss_fn, retries=-1),
+        ValueError,
+        r"nnx\.train_step\(retries=.*at least 0, got -1",
+    ),
+    "retries without a scale": (
+        lambda: jaxscale.nnx.train_step(loss_fn, retries=2)(*created(optax.sgd(0.1)), X),
+        ValueError,
+        r"nnx\.train_step\(retries=2\).*loss scale.*loss_scaled\(tx\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_input(name):
+    call, error, message = ERRORS[name]
+    with pytest.raises(error, match=message):
+        call()
