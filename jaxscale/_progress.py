@@ -5,6 +5,7 @@ the same counters on the host, and if too many steps in a row were skipped, it d
 cause from them, from the policy, and from the leaves that were tracked.
 """
 
+import warnings
 from typing import Any
 
 import jax
@@ -105,6 +106,10 @@ def check(
       max_consecutive: how many steps skipped in a row are still accepted. Halving takes 24
         of them from 2**24 down to 1.
 
+    Warns:
+      UserWarning: if `tree` is a `TrainState` that has made more steps than its optimizer, which
+        then was not restored from a checkpoint.
+
     Raises:
       LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped. The
         message has the numbers and the likely cause and, if `tx` was made with
@@ -125,7 +130,9 @@ def check(
       jaxscale.LossScaleStuckError: 3 steps in a row were skipped (3 of 3 in all, ...)
     """
     state = find("check", tree, is_loss_scaled, "`LossScaledState`")
+    inner_state = unwrapped(state.inner_state)
     state = jax.tree.map(_on_host, unwrapped(state._replace(inner_state=None)))
+    _warn_if_lost(unwrapped(getattr(tree, "step", None)), state, inner_state)
     # The state of a population has leading axes: report the worst member.
     axes, worst = np.ndim(state.notfinite_count), np.argmax(state.notfinite_count)
     state = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes:])[worst], state)
@@ -150,6 +157,27 @@ def _on_host(leaf: Any) -> np.ndarray:
             "the step returns; inside, use `jaxscale.metrics`."
         )
     return np.asarray(leaf)
+
+
+def _warn_if_lost(step: Any, state: Any, inner_state: Any) -> None:
+    """Warns if a restored `TrainState` has made more steps than the optimizer that it holds."""
+    if step is None or np.ndim(state.total_steps) or not np.all(step > state.total_steps):
+        return
+    counts = [np.max(count) for _, count in optax.tree.get_all_with_path(inner_state, "count")]
+    leaves = jax.tree.leaves(inner_state)
+    if counts:
+        lost = max(counts) <= state.total_steps - state.total_notfinite
+    else:  # such as momentum, which is 0 at first
+        lost = bool(leaves) and state.total_steps == 0 and not any(map(np.any, leaves))
+    if lost:
+        warnings.warn(
+            f"`check`: the training state has made {int(step)} steps, but its optimizer only "
+            f"{int(state.total_steps)}, so the optimizer was not restored. Flax's "
+            "`restore_checkpoint` leaves it out silently if it was saved before it was wrapped. "
+            "Restore with the bare optimizer, and then pass "
+            "`tx.init(params)._replace(inner_state=restored.opt_state)`.",
+            stacklevel=3,
+        )
 
 
 def _leaves(flags: Any, most: int = 5) -> str:

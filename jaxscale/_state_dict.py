@@ -19,6 +19,8 @@ _VERSION = 1
 # Fields of our own states that have no default: the optimizer's states, and the number of
 # micro-batches in an accumulator, which cannot be read without it.
 _REQUIRED = ("inner_state", "inner_opt_state", "counted")
+# The fields by which the state of a `loss_scaled` optimizer is known.
+_WRAPPED = {"scaling", "inner_state"}
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
@@ -101,6 +103,7 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
     """
     missing: list[str] = []
     surplus: list[str] = []
+    hints: list[str] = []
 
     def restore(path: str, node: Any, saved: Any) -> Any:
         children, rebuild = _flatten(node)
@@ -121,6 +124,7 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
         own = _is_own(node)
         if values and values.keys().isdisjoint(children):
             own = False  # not another version of this state, but something else
+            hints.append(_adoption(path, children, values))
 
         def restore_child(name: str, child: Any) -> Any:
             where, value = f"{path}/{name}", values.pop(name, None)
@@ -155,10 +159,27 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
         raise ValueError(
             "`from_state_dict(target, state_dict)` needs the same keys in both, except for fields "
             f"of jaxscale's own states. Only in the target: {', '.join(missing) or 'none'}; only "
-            f"in the dictionary: {', '.join(surplus) or 'none'}. Make the target from the model "
-            "and the optimizer that were saved, or rename the keys of the dictionary."
+            f"in the dictionary: {', '.join(surplus) or 'none'}. {''.join(hints)}Make the target "
+            "from the model and the optimizer that were saved, or rename the keys of the "
+            "dictionary."
         )
     return restored
+
+
+def _adoption(path: str, children: Any, values: Any) -> str:
+    """Returns the way out if an optimizer was wrapped on one side only, and otherwise nothing."""
+    if children.keys() >= _WRAPPED:
+        return (
+            f"What was saved at {path or '/'} is the state of an optimizer that was not wrapped: "
+            "pass `target.inner_state` as the target, and put the result into the target by "
+            "`target._replace(inner_state=...)`. "
+        )
+    if values.keys() >= _WRAPPED:
+        return (
+            f"What was saved at {path or '/'} is the state of a `loss_scaled` optimizer, and the "
+            'target is not: pass what is under "inner_state". '
+        )
+    return ""
 
 
 def _flatten(node: Any) -> tuple[dict[str, Any] | None, Any]:

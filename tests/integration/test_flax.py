@@ -213,7 +213,7 @@ def step_by_hand(state, x):
 @pytest.mark.parametrize("inner", ["adam", "multi_steps"])
 def test_a_training_step_is_the_step_by_hand(inner):
     step = jaxscale.flax.train_step(train_loss, has_state=True, always_replace=("key",))
-    ours, hand = create(inner=inner), create(inner=inner)
+    ours = hand = create(inner=inner)
     for batch in BATCHES:
         # Bit for bit: each operation runs by itself.
         (ours, loss), (hand, expected) = step(ours, batch), step_by_hand(hand, batch)
