@@ -13,10 +13,11 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from ._checks import int32, one_of
 from ._leaf import is_array
@@ -26,7 +27,72 @@ from ._scaling import find_any
 from ._step import wrapper_of
 from ._value_and_grad import backward_pass
 
+_Args = ParamSpec("_Args")
+_Params = TypeVar("_Params")
+_Carried = TypeVar("_Carried")
+_Aux = TypeVar("_Aux")
 
+
+@overload
+def train_step(
+    loss_fn: Callable[Concatenate[_Params, _Args], Any],
+    tx: optax.GradientTransformation,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_state: Literal[False] = False,
+    has_aux: Literal[False] = False,
+    retries: int = 0,
+    **kwargs: Any,
+) -> Callable[Concatenate[_Params, Any, _Args], tuple[_Params, Any, jax.Array]]: ...
+@overload
+def train_step(
+    loss_fn: Callable[Concatenate[_Params, _Args], tuple[Any, _Aux]],
+    tx: optax.GradientTransformation,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_state: Literal[False] = False,
+    has_aux: Literal[True],
+    retries: int = 0,
+    **kwargs: Any,
+) -> Callable[Concatenate[_Params, Any, _Args], tuple[_Params, Any, tuple[jax.Array, _Aux]]]: ...
+@overload
+def train_step(
+    loss_fn: Callable[Concatenate[_Params, _Carried, _Args], tuple[Any, _Carried]],
+    tx: optax.GradientTransformation,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_state: Literal[True],
+    has_aux: Literal[False] = False,
+    retries: int = 0,
+    **kwargs: Any,
+) -> Callable[
+    Concatenate[_Params, Any, _Carried, _Args], tuple[_Params, Any, _Carried, jax.Array]
+]: ...
+@overload
+def train_step(
+    loss_fn: Callable[Concatenate[_Params, _Carried, _Args], tuple[Any, tuple[_Carried, _Aux]]],
+    tx: optax.GradientTransformation,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_state: Literal[True],
+    has_aux: Literal[True],
+    retries: int = 0,
+    **kwargs: Any,
+) -> Callable[
+    Concatenate[_Params, Any, _Carried, _Args],
+    tuple[_Params, Any, _Carried, tuple[jax.Array, _Aux]],
+]: ...
+@overload
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_state: bool = False,
+    has_aux: bool = False,
+    retries: int = 0,
+    **kwargs: Any,
+) -> Callable[..., tuple[Any, ...]]: ...
 def train_step(
     loss_fn: Callable[..., Any],
     tx: Any,

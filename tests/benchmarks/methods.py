@@ -63,6 +63,24 @@ def bare(clip, growth_interval):
     return Method(_init(tx), step, _first, _second, skips=False)
 
 
+def train_step(clip, growth_interval):
+    """`jaxscale.train_step`, without its forward pass.
+
+    Its arithmetic is behind the function that differentiates; so that is replaced by one that
+    returns the gradients.
+    """
+    tx = ours(clip, growth_interval)
+
+    def given(fun, has_aux):
+        return lambda params, grads: (fun(params, grads), grads)
+
+    def step(carry, grads):
+        whole = jaxscale.train_step(lambda params, grads: jnp.float32(0), tx, transform=given)
+        return whole(*carry, grads)[:2]
+
+    return Method(_init(tx), step, _first, _inner, _scale)
+
+
 def apply_gradients(clip, growth_interval):
     """`jaxscale.unscale` and `jaxscale.apply_gradients`."""
     tx = ours(clip, growth_interval)
@@ -205,6 +223,7 @@ def apply_if_finite(clip, growth_interval):
 
 METHODS = {
     "bare optax": bare,
+    "jaxscale.train_step": train_step,
     "jaxscale.apply_gradients": apply_gradients,
     "jaxscale.flax.TrainState": train_state,
     "jaxscale optax wrapper": wrapper,

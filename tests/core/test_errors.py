@@ -14,8 +14,13 @@ from jaxscale import diagnostics, presets
 DYNAMIC = jaxscale.DynamicLossScale
 STATE = DYNAMIC().init()
 NOOP = jaxscale.NoOpLossScale().init()
-OPT_STATE = jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
+TX = jaxscale.loss_scaled(optax.sgd(0.1))
+OPT_STATE = TX.init(jnp.ones(2))
 W = jnp.ones(2)
+
+
+def never_traced(*args):
+    raise AssertionError(args)
 
 
 def flax_state(**kwargs):
@@ -403,6 +408,141 @@ CASES = {
         lambda: jaxscale.apply_gradients(jaxscale.loss_scaled(optax.sgd(0.1)), W, W, W),
         TypeError,
         r"apply_gradients\(opt_state=.*LossScaledState.*Array.*\(tx, grads, opt_state, params\)",
+    ),
+    "keep is a tree": (
+        lambda: jaxscale.apply_gradients(
+            jaxscale.loss_scaled(optax.sgd(0.1)), W, OPT_STATE, W, keep={"new": W}
+        ),
+        TypeError,
+        r"apply_gradients\(keep=.*a pair \(new, old\), got dict",
+    ),
+    "keep of two shapes": (
+        lambda: jaxscale.apply_gradients(
+            jaxscale.loss_scaled(optax.sgd(0.1)), W, OPT_STATE, W, keep=(W, W[0])
+        ),
+        ValueError,
+        r"apply_gradients\(keep=\.\.\.\)` needs leaves of equal shapes",
+    ),
+    # the whole step, from what is known without tracing on
+    "step: arguments swapped": (
+        lambda: jaxscale.train_step(TX, jnp.sum),
+        TypeError,
+        r"train_step\(loss_fn\).*a function that returns the loss, got GradientTransf",
+    ),
+    "step: optimizer is not called": (
+        lambda: jaxscale.train_step(jnp.sum, optax.adamw),
+        TypeError,
+        r"train_step\(tx, .*got <function adamw.*as in `optax\.adamw\(1e-3\)`",
+    ),
+    "step: retries below 0": (
+        lambda: jaxscale.train_step(jnp.sum, TX, retries=-1),
+        ValueError,
+        r"train_step\(retries=.*at least 0, got -1",
+    ),
+    "step: retries of a bool": (
+        lambda: jaxscale.train_step(jnp.sum, TX, retries=True),
+        ValueError,
+        r"train_step\(retries=.*got True.*passes",
+    ),
+    "step: retries of a bare optimizer": (
+        lambda: jaxscale.train_step(jnp.sum, optax.sgd(0.1), retries=1),
+        ValueError,
+        r"train_step\(retries=1\).*needs a loss scale.*another optimizer.*loss_scaled\(tx\)",
+    ),
+    "step: retries at a fixed scale": (
+        lambda: jaxscale.train_step(jnp.sum, jaxscale.loss_scaled(optax.sgd(0.1), 8), retries=1),
+        ValueError,
+        r"train_step\(retries=1\).*can be lowered, got one with a FixedLossScale",
+    ),
+    "step: retries inside of a chain": (
+        lambda: jaxscale.train_step(jnp.sum, optax.chain(TX), retries=1),
+        ValueError,
+        r"train_step\(retries=1\).*outermost",
+    ),
+    "step: has_state is a number": (
+        lambda: jaxscale.train_step(jnp.sum, TX, has_state=1),
+        ValueError,
+        r"train_step\(has_state=.*False, True, got 1",
+    ),
+    "step: argnums": (
+        lambda: jaxscale.train_step(jnp.sum, TX, argnums=(0, 1)),
+        ValueError,
+        r"train_step\(argnums=\(0, 1\)\).*first argument.*one tree",
+    ),
+    "step: a TrainState": (
+        lambda: jaxscale.train_step(never_traced, TX)({"w": W}, flax_state()),
+        TypeError,
+        r"train_step\(\.\.\.\)\(opt_state=.*TrainState.*Pass its `opt_state`",
+    ),
+    "step: arguments of the step swapped": (
+        lambda: jaxscale.train_step(never_traced, TX)(OPT_STATE, W),
+        TypeError,
+        r"train_step\(\.\.\.\)\(opt_state=.*Array.*order of arguments is \(params, opt_state, \.",
+    ),
+    "step: the state of another optimizer": (
+        lambda: jaxscale.train_step(never_traced, TX)(
+            W, jaxscale.loss_scaled(optax.adam(0.1)).init(W)
+        ),
+        ValueError,
+        r"train_step\(\.\.\.\)\(opt_state=.*another optimizer.*`init` of this",
+    ),
+    "step: the state of other parameters": (
+        lambda: jaxscale.train_step(never_traced, optax.adam(0.1))(
+            {"w": W}, optax.adam(0.1).init({"w": W, "b": W})
+        ),
+        ValueError,
+        r"train_step\(\.\.\.\)\(opt_state=.*of other parameters",
+    ),
+    "step: the state of another policy": (
+        lambda: jaxscale.train_step(never_traced, jaxscale.skip_nonfinite(optax.sgd(0.1)))(
+            W, OPT_STATE
+        ),
+        TypeError,
+        r"train_step\(\.\.\.\)\(opt_state=.*another optimizer.*LossScaleState.*NoOpLossScale",
+    ),
+    "step: a wrapped state of a bare optimizer": (
+        lambda: jaxscale.train_step(never_traced, optax.sgd(0.1))(W, OPT_STATE),
+        TypeError,
+        r"train_step\(\.\.\.\)\(opt_state=.*`tx` is a bare optimizer.*inner_state",
+    ),
+    "step: no state": (
+        lambda: jaxscale.train_step(never_traced, TX, has_state=True)(W, OPT_STATE),
+        TypeError,
+        r"train_step\(has_state=True\).*\(params, opt_state, state, \.\.\.\)",
+    ),
+    "step: state that is not returned": (
+        lambda: jaxscale.train_step(lambda w, s: jnp.sum(w), TX, has_state=True)(W, OPT_STATE, W),
+        TypeError,
+        r"train_step\(loss_fn, has_state=True\).*must return \(loss, state\), got an array",
+    ),
+    "step: an output that is not asked for": (
+        lambda: jaxscale.train_step(lambda w: (jnp.sum(w), {"w": w}), TX)(W, OPT_STATE),
+        TypeError,
+        r"train_step\(loss_fn\).*must return a loss, got \(an array, dict\).*has_state.*has_aux",
+    ),
+    "step: state and output in a row": (
+        lambda: jaxscale.train_step(
+            lambda w, s: (jnp.sum(w), s, w), TX, has_state=True, has_aux=True
+        )(W, OPT_STATE, W),
+        TypeError,
+        r"has_state=True, has_aux=True.*return \(loss, \(state, aux\)\), got \(an array, an array",
+    ),
+    "step: a state that changes its shape": (
+        lambda: jaxscale.train_step(lambda w, s: (jnp.sum(w), w[:1]), TX, has_state=True)(
+            W, OPT_STATE, W
+        ),
+        ValueError,
+        r"train_step\(has_state=True\)` needs leaves of equal shapes.*\(1,\) and \(2,\)",
+    ),
+    "step: a loss with a shape": (
+        lambda: jaxscale.train_step(lambda w: w, TX)(W, OPT_STATE),
+        TypeError,
+        r"train_step\(loss_fn\)`: `loss_fn` must return a floating scalar, got float32\[2\]",
+    ),
+    "step: a transform without the loss": (
+        lambda: jaxscale.train_step(jnp.sum, TX, transform=jax.grad)(W, OPT_STATE),
+        TypeError,
+        r"train_step\(transform=.*gradients alone\. Pass `jax\.value_and_grad`",
     ),
     "value with aux": (
         lambda: jaxscale.loss_scaled(optax.sgd(0.1)).update(W, OPT_STATE, W, value=(W[0], W)),

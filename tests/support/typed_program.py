@@ -49,3 +49,21 @@ def step_with_output(params: Params, state: jaxscale.LossScaledState, x: jax.Arr
 def keep(old: Params, new: Params, state: jaxscale.LossScaledState) -> jax.Array:
     kept = jaxscale.tree_where(jaxscale.metrics(state)["grads_finite"], new, old)
     return kept.w
+
+
+def loss_with_state(params: Params, count: int, x: jax.Array) -> tuple[jax.Array, int]:
+    return loss_fn(params, x), count + 1
+
+
+def whole_steps(params: Params, x: jax.Array) -> tuple[jax.Array, int, int]:
+    opt_state = tx.init(params)
+    params, opt_state, loss = jaxscale.train_step(loss_fn, tx, retries=2)(params, opt_state, x)
+    with_output = jaxscale.train_step(loss_with_output, tx, has_aux=True)
+    params, opt_state, (loss, output) = with_output(params, opt_state, x)
+    with_state = jaxscale.train_step(loss_with_state, tx, has_state=True)
+    params, opt_state, count, loss = with_state(params, opt_state, 3, x)
+    grads = jaxscale.grad(loss_fn, opt_state)(params, x)
+    params, opt_state, count = jaxscale.apply_gradients(
+        tx, grads, opt_state, params, keep=(count, 2)
+    )
+    return loss + params.w.sum(), output["size"], count
