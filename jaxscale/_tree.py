@@ -240,9 +240,9 @@ def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxscale
-      >>> new, old = {"w": jnp.array(jnp.nan), "b": None}, {"w": jnp.array(1.0), "b": None}
+      >>> new, old = {"w": jnp.array([jnp.nan]), "b": None}, {"w": jnp.array([1.0]), "b": None}
       >>> jaxscale.tree_where(jaxscale.all_finite(new), new, old)
-      {'b': None, 'w': Array(1., dtype=float32)}
+      {'b': None, 'w': Array([1.], dtype=float32)}
     """
     return select("tree_where", pred, on_true, on_false)
 

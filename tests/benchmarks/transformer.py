@@ -99,6 +99,13 @@ def train_steps(clip):
     def apply_if_finite(carry, tokens):
         return bare(carry, tokens, tx=optax.apply_if_finite(tx, 1_000_000))
 
+    def train_step(carry, tokens, retries=0):
+        params, state, loss = jaxscale.train_step(loss_fn, ours, retries=retries)(*carry, tokens)
+        return (params, state), loss
+
+    def retrying(carry, tokens):
+        return train_step(carry, tokens, retries=10)
+
     def apply_gradients(carry, tokens):
         params, state = carry
         loss, grads = jaxscale.value_and_grad(loss_fn, state)(params, tokens)
@@ -147,6 +154,8 @@ def train_steps(clip):
 
     return {
         "bare optax": bare,
+        "jaxscale.train_step": train_step,
+        "jaxscale.train_step, retries": retrying,
         "jaxscale.apply_gradients": apply_gradients,
         "jaxscale.flax.TrainState": train_state,
         "jaxscale optax wrapper": wrapper,
@@ -164,7 +173,7 @@ def prepare(name, size, clip):
     rng = np.random.default_rng(0)
     params = init_params(rng, width, layers, length)
     tokens = jnp.array(rng.integers(0, VOCABULARY, (batch, length + 1), np.int32))
-    method, steps = methods.make(name, clip), train_steps(clip)
+    method, steps = methods.make(name.partition(",")[0], clip), train_steps(clip)
     start = time.perf_counter()
     traced = jax.jit(steps[name], donate_argnums=0).trace(method.init(params), tokens)
     trace_s = time.perf_counter() - start
@@ -226,14 +235,14 @@ def main():
     add = parser.add_argument
     add("--size", choices=SIZES, default="laptop")
     add("--clip", nargs="+", choices=trees.CLIPS, default=list(trees.CLIPS))
-    add("--only", nargs="+", choices=methods.METHODS, metavar="METHOD")
+    add("--only", nargs="+", choices=train_steps(False), metavar="METHOD")
     add("--rounds", type=int, default=11, help="turns of each method")
     add("--seconds", type=float, default=1, help="length of a turn")
     add("--limit", type=float, default=300, help="seconds to trace, compile and check a method")
     add("--json", type=pathlib.Path, help="where to write the figures")
     options = parser.parse_args()
     console = Console(width=130)
-    names = [name for name in methods.METHODS if name in (options.only or methods.METHODS)]
+    names = [name for name in train_steps(False) if name in (options.only or train_steps(False))]
     result = {"machine": processes.call(machine.describe), "rows": []}
     console.print(machine.line(result["machine"]))
     with console.status("") as status:

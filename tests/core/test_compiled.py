@@ -109,7 +109,7 @@ def counts():
     return json.loads(done.stdout)
 
 
-BARE, APPLY, WRAPPER = counted.NAMES
+BARE, WHOLE, APPLY, WRAPPER = counted.NAMES
 LEAVES = {layers: len(counted.shapes(layers)) for layers in (1, 3)}
 
 
@@ -118,8 +118,9 @@ def test_kernels_do_not_grow_with_leaves(counts, clip):
     def kernels(name, layers, clip):
         return counts[f"{name}, {layers}, float32, {clip}"]["kernels"]
 
-    # Of the wrapper's updates, each is applied outside of the branch.
-    for name, each in ((APPLY, 0), (WRAPPER, 1)):
+    # Gradients that are unscaled before the branch are stored, each by a kernel of its own. Of the
+    # wrapper's updates, each is applied outside of the branch.
+    for name, each in ((WHOLE, 0), (APPLY, 1), (WRAPPER, 2)):
         extra = {
             layers: kernels(name, layers, clip) - kernels(BARE, layers, False) - each * leaves
             for layers, leaves in LEAVES.items()
@@ -127,28 +128,31 @@ def test_kernels_do_not_grow_with_leaves(counts, clip):
         assert extra[3] - extra[1] < 3
         assert extra[1] < 60
     # Optax's norm has a kernel for each leaf.
-    assert kernels(APPLY, 3, True) < kernels(BARE, 3, True)
+    assert kernels(WHOLE, 3, True) < kernels(BARE, 3, True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_no_byte_is_moved_but_for_the_verdict(counts, dtype):
     rows = [counts[f"{name}, 1, {dtype}, False"] for name in counted.NAMES]
-    bare, apply, wrapper = (row["bytes_per_parameter"] for row in rows)
+    bare, whole, apply, wrapper = (row["bytes_per_parameter"] for row in rows)
     # XLA stores what it reduces, or not: that depends on dtype and version, and is the same for
     # one leaf alone. The scalars of the state are some bytes in a thousand.
     verdict = counts[f"verdict, {dtype}"]
-    assert apply <= bare + verdict["bytes_per_parameter"] + 0.1
+    assert whole <= bare + verdict["bytes_per_parameter"] + 0.1
     stored = rows[1]["temporary_bytes_per_parameter"]
     assert stored <= verdict["temporary_bytes_per_parameter"] + 0.1
+    # Unscaled before the branch, gradients are written in float32, and read. Those of half
+    # precision are read in float32 by the verdict, too, and no longer by the step.
+    assert whole + 7.9 <= apply <= whole + (8.1 if dtype == "float32" else 12.1)
     # And the updates, in float32, are written, and read to apply them to parameters, which are
     # read and written once more.
     assert wrapper <= apply + 12.1
-    assert [row["conditionals"] for row in rows] == [0, 1, 1]
+    assert [row["conditionals"] for row in rows] == [0, 1, 1, 1]
 
 
 def test_norm_and_verdict_are_one_pass(counts):
     norm = counts["norm, float32"]["bytes_per_parameter"]
     for layers in LEAVES:
         bare = counts[f"{BARE}, {layers}, float32, False"]["bytes_per_parameter"]
-        clipped = counts[f"{APPLY}, {layers}, float32, True"]["bytes_per_parameter"]
+        clipped = counts[f"{WHOLE}, {layers}, float32, True"]["bytes_per_parameter"]
         assert clipped <= bare + norm + 0.1

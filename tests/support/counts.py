@@ -13,7 +13,12 @@ import trees
 
 import jaxscale
 
-NAMES = (methods.BARE, "jaxscale.apply_gradients", "jaxscale optax wrapper")
+NAMES = (
+    methods.BARE,
+    "jaxscale.train_step",
+    "jaxscale.apply_gradients",
+    "jaxscale optax wrapper",
+)
 
 
 def shapes(layers):
