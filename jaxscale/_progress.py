@@ -34,7 +34,8 @@ _COUNTERS = (
 )
 
 
-# The counters that `multi_steps` adds.
+# The counters that `multi_steps` adds, which those of Optax share their names with.
+_WINDOWS = (MultiStepsState, optax.MultiStepsState)
 _WINDOW_COUNTERS = ("mini_step", "gradient_step")
 
 
@@ -52,9 +53,10 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
       there is an optimizer state, `grads_finite`, `notfinite_count`,
       `total_notfinite`, `total_notfinite_loss`, `total_steps` and `total_retries`, as explained
       in `jaxscale.LossScaledState`. With `jaxscale.multi_steps` these count micro-batches, and
-      `mini_step` and `gradient_step` are added. With `track_leaves=True` there is also a
-      `bool[]` for each gradient, whether the last overflow was in it, under a name such as
-      `nonfinite_leaves/params/Dense_0/kernel`.
+      `mini_step` and `gradient_step` are added, as they are for an `optax.MultiSteps` inside of
+      `loss_scaled`, whose own state is in `opt_state.inner_state`. With `track_leaves=True` there
+      is also a `bool[]` for each gradient, whether the last overflow was in it, under a name such
+      as `nonfinite_leaves/params/Dense_0/kernel`.
 
     Raises:
       ValueError: if `tree` holds no such state, or several.
@@ -70,7 +72,7 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
     for node in jax.tree.leaves(tree, is_leaf=is_loss_scaled):
         if is_loss_scaled(node):
             values |= {name: jnp.asarray(getattr(node, name)) for name in _COUNTERS}
-            if isinstance(node.inner_state, MultiStepsState):
+            if isinstance(node.inner_state, _WINDOWS):
                 window: Any = node.inner_state
                 values |= {name: jnp.asarray(getattr(window, name)) for name in _WINDOW_COUNTERS}
             values |= {

@@ -121,7 +121,8 @@ def train_step(
       has_aux: whether `loss_fn` returns `(loss, aux)`; with `has_state`, `(loss, (state, aux))`.
       retries: how many times a step may repeat the backward pass at a lower scale if its loss is
         finite and its gradients are not, so that no batch is lost to the search for a scale. The
-        model is still traced and compiled once. `total_retries` in the state counts them.
+        model is still traced and compiled once. `total_retries` in the state counts them. (The
+        passes are a loop, so a step with retries has no reverse-mode derivative of its own.)
       **kwargs: passed to `transform`.
 
     Returns:

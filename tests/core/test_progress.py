@@ -240,3 +240,14 @@ def test_the_advice_finds_where_an_overflow_is_born():
             else:
                 with pytest.raises(FloatingPointError):
                     step(w, TX.init(w))
+
+
+def test_metrics_have_the_counters_of_either_window():
+    params = jnp.ones(2)
+    for window in (jaxscale.multi_steps, optax.MultiSteps):
+        tx = jaxscale.loss_scaled(window(optax.sgd(0.1), 2))
+        state = tx.init(params)
+        for _ in range(3):
+            _, state = tx.update(params, state, params)
+        metrics = jaxscale.metrics(state)
+        assert (metrics["mini_step"], metrics["gradient_step"]) == (1, 1)
