@@ -1,8 +1,9 @@
 """Float16 training with little memory: one optimizer step for several micro-batches.
 
-A multilayer perceptron reads digits, a quarter of each batch at a time. The gradients of a
-corrupt micro-batch are NaN, and the step is made from the other three. The optimizer gives the
-same result whether it is called once for each micro-batch or once, with `scan`, for all.
+A multilayer perceptron reads digits, a quarter of each batch at a time. A corrupt micro-batch,
+whose loss is NaN, is dropped, and the step is made from the other three. One that overflows is
+not lost: `retries` repeats its backward pass at a lower scale. The result is the same whether the
+step is called once for each micro-batch or once, with `scan`, for all.
 """
 
 import argparse
@@ -19,8 +20,10 @@ import jaxscale
 
 LAYER_SIZES, MICRO_BATCH_SIZE, MICRO_BATCHES, NUM_TEST = [64, 256, 128, 10], 32, 4, 360
 
+# The scale grows early, so that even a short run meets an overflow.
+loss_scale = jaxscale.DynamicLossScale(growth_interval=25)
 # `loss_scaled(multi_steps(...))` does the same.
-tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.adamw(1e-3)), MICRO_BATCHES)
+tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.adamw(1e-3), loss_scale), MICRO_BATCHES)
 
 
 def init_params(key):
@@ -46,12 +49,14 @@ def loss_fn(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+step = jaxscale.train_step(loss_fn, tx, retries=5)
+
+
 @partial(jax.jit, donate_argnums=0)
 def micro_step(state, batch):
     """Returns the state after one micro-batch, and its loss."""
-    params, opt_state = state
-    loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, batch)
-    return jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss), loss
+    *state, loss = step(*state, batch)
+    return state, loss
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -77,7 +82,7 @@ def main(num_steps: int = 300) -> float:
     accuracy = 0.0
     for name in ("a call for each micro-batch", "a call for each step"):
         params = init_params(jax.random.key(0))
-        state = params, tx.init(params)
+        state = [params, tx.init(params)]
         for batches in make_batches(*train, num_steps):
             if name == "a call for each step":
                 state, _ = train_step(state, batches)
@@ -88,8 +93,10 @@ def main(num_steps: int = 300) -> float:
         jaxscale.check(opt_state, tx=tx)
         guesses = predict(params, images[-NUM_TEST:]).argmax(-1)
         accuracy = float(np.mean(guesses == labels[-NUM_TEST:]))
-        line = "{}: accuracy {:.3f} after {gradient_step} steps, {total_notfinite} of {total_steps}"
-        print(line.format(name, accuracy, **jaxscale.metrics(opt_state)), "micro-batches dropped")
+        print(f"{name}: accuracy {accuracy:.3f} after {num_steps} steps")
+        line = "  of {total_steps} micro-batches {total_notfinite_loss} were corrupt and dropped, "
+        line += "{total_retries} overflowed and were repeated, scale {loss_scale:.0f}"
+        print(line.format(**jaxscale.metrics(opt_state)))
     return accuracy
 
 

@@ -45,8 +45,9 @@ def predict(model, state, images):
     """Returns float32 logits, computed in float16, and the new state."""
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     arrays = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), arrays)
-    half_model = jax.vmap(eqx.combine(arrays, rest), in_axes=(0, None), out_axes=(0, None), axis_name="batch")
-    logits, state = half_model(images.astype(jnp.float16), state)
+    half_model = eqx.combine(arrays, rest)
+    of_batch = jax.vmap(half_model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+    logits, state = of_batch(images.astype(jnp.float16), state)
     return logits.astype(jnp.float32), state
 
 
@@ -73,11 +74,11 @@ def main(num_steps: int = 150) -> float:
     for step in range(1, num_steps + 1):
         chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
         batch = images[chosen], labels[chosen]
-        old_scale = jaxscale.metrics(opt_state)["loss_scale"]
+        scale = jaxscale.metrics(opt_state)["loss_scale"]
         model, opt_state, state, loss = train_step(model, opt_state, state, *batch)
         now = jaxscale.metrics(opt_state)
         if not now["grads_finite"]:
-            print(f"step {step}: overflow, skipped, scale {old_scale:.0f} -> {now['loss_scale']:.0f}")
+            print(f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}")
         if step % 50 == 0:
             jaxscale.check(opt_state, tx=tx)
             print(f"step {step}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")

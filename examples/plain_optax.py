@@ -59,11 +59,11 @@ def main(num_steps: int = 300) -> float:
     opt_state = tx.init(params)
     for step in range(1, num_steps + 1):
         chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
-        old_scale = jaxscale.metrics(opt_state)["loss_scale"]
+        scale = jaxscale.metrics(opt_state)["loss_scale"]
         params, opt_state, loss = train_step(params, opt_state, images[chosen], labels[chosen])
         now = jaxscale.metrics(opt_state)
         if not now["grads_finite"]:  # waits for the device: a real loop would look rarely
-            print(f"step {step}: overflow, skipped, scale {old_scale:.0f} -> {now['loss_scale']:.0f}")
+            print(f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}")
         if step % 100 == 0:
             jaxscale.check(opt_state, tx=tx)  # raises an error if all steps are skipped
             print(f"step {step}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")
