@@ -22,7 +22,6 @@ LAYER_SIZES, MICRO_BATCH_SIZE, MICRO_BATCHES, NUM_TEST = [64, 256, 128, 10], 32,
 
 # The scale grows early, so that even a short run meets an overflow.
 loss_scale = jaxscale.DynamicLossScale(growth_interval=25)
-# `loss_scaled(multi_steps(...))` does the same.
 tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.adamw(1e-3), loss_scale), MICRO_BATCHES)
 
 
@@ -42,11 +41,9 @@ def predict(params, images):
     return (activations @ params[-1][0] + params[-1][1]).astype(jnp.float32)
 
 
-def loss_fn(params, batch):
+def loss_fn(params, images, labels):
     """Returns the mean cross-entropy of a batch, in float32."""
-    images, labels = batch
-    logits = predict(params, images)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(predict(params, images), labels).mean()
 
 
 step = jaxscale.train_step(loss_fn, tx, retries=5)
@@ -55,14 +52,12 @@ step = jaxscale.train_step(loss_fn, tx, retries=5)
 @partial(jax.jit, donate_argnums=0)
 def micro_step(state, batch):
     """Returns the state after one micro-batch, and its loss."""
-    *state, loss = step(*state, batch)
+    *state, loss = step(*state, *batch)
     return state, loss
 
 
-@partial(jax.jit, donate_argnums=0)
-def train_step(state, batches):
-    """Returns the state after all micro-batches of a step, stacked, and their losses."""
-    return jax.lax.scan(micro_step, state, batches)
+# The same for all micro-batches of a step, stacked.
+train_step = jax.jit(partial(jax.lax.scan, micro_step), donate_argnums=0)
 
 
 def make_batches(images, labels, num_steps):
@@ -78,25 +73,23 @@ def main(num_steps: int = 300) -> float:
     """Trains for a number of steps in two ways and returns the accuracy of the second."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
-    train = images[:-NUM_TEST], labels[:-NUM_TEST]
     accuracy = 0.0
     for name in ("a call for each micro-batch", "a call for each step"):
         params = init_params(jax.random.key(0))
         state = [params, tx.init(params)]
-        for batches in make_batches(*train, num_steps):
+        for batches in make_batches(images[:-NUM_TEST], labels[:-NUM_TEST], num_steps):
             if name == "a call for each step":
                 state, _ = train_step(state, batches)
             else:
                 for batch in zip(*batches, strict=True):
                     state, _ = micro_step(state, batch)
-        params, opt_state = state
-        jaxscale.check(opt_state, tx=tx)
-        guesses = predict(params, images[-NUM_TEST:]).argmax(-1)
+        jaxscale.check(state, tx=tx)
+        guesses = predict(state[0], images[-NUM_TEST:]).argmax(-1)
         accuracy = float(np.mean(guesses == labels[-NUM_TEST:]))
         print(f"{name}: accuracy {accuracy:.3f} after {num_steps} steps")
         line = "  of {total_steps} micro-batches {total_notfinite_loss} were corrupt and dropped, "
         line += "{total_retries} overflowed and were repeated, scale {loss_scale:.0f}"
-        print(line.format(**jaxscale.metrics(opt_state)))
+        print(line.format(**jaxscale.metrics(state)))
     return accuracy
 
 
