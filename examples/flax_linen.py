@@ -71,7 +71,7 @@ def main(num_steps: int = 150) -> float:
     # The scale grows early, so that even a short run meets an overflow.
     loss_scale = jaxscale.DynamicLossScale(growth_interval=20)
     tx = jaxscale.loss_scaled(optax.adam(3e-3), loss_scale)
-    state = TrainState.create(apply_fn=None, tx=tx, key=jax.random.key(1), **variables)
+    state = TrainState.create(apply_fn=model.apply, tx=tx, key=jax.random.key(1), **variables)
     for step in range(1, num_steps + 1):  # `state.step` counts applied steps only
         chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
         scale = jaxscale.metrics(state)["loss_scale"]
@@ -84,7 +84,7 @@ def main(num_steps: int = 150) -> float:
             print(f"step {step}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")
 
     variables = {"params": state.params, "batch_stats": state.batch_stats}
-    logits = model.apply(variables, images[num_train:], train=False)
+    logits = state.apply_fn(variables, images[num_train:], train=False)
     accuracy = float(np.mean(logits.argmax(-1) == labels[num_train:]))
     print(f"flax_linen: accuracy {accuracy:.3f} after {num_steps} steps, {state.step} applied")
     return accuracy

@@ -68,19 +68,18 @@ def train_step(gen, disc, images, noise):
 
 
 def main(num_steps: int = 1000) -> float:
-    """Trains for a number of steps and returns the generator's loss at the end."""
+    """Trains for a number of steps and returns the generator's loss on fresh noise."""
     images = load_digits(return_X_y=True)[0].astype(np.float32) / 16
     rng = np.random.default_rng(0)
     gen_params = init_params(jax.random.key(0), GENERATOR_SIZES)
     disc_params = init_params(jax.random.key(1), DISCRIMINATOR_SIZES)
     gen, disc = [gen_params, gen_tx.init(gen_params)], [disc_params, disc_tx.init(disc_params)]
-    optimizers = {"generator": gen_tx, "discriminator": disc_tx}
     for step in range(1, num_steps + 1):
         noise = rng.normal(size=(BATCH_SIZE, NOISE_SIZE)).astype(np.float32)
         chosen = rng.choice(len(images), BATCH_SIZE, replace=False)
         (*gen, gen_loss), (*disc, disc_loss) = train_step(gen, disc, images[chosen], noise)
-        rows = zip(optimizers.items(), (gen, disc), (gen_loss, disc_loss), strict=True)
-        for (name, tx), player, loss in rows:
+        players = ("generator", gen_tx, gen, gen_loss), ("discriminator", disc_tx, disc, disc_loss)
+        for name, tx, player, loss in players:
             now = jaxscale.metrics(player)
             if not now["grads_finite"]:
                 print(f"step {step}: {name}: overflow, skipped, scale now {now['loss_scale']:.0f}")
@@ -88,6 +87,7 @@ def main(num_steps: int = 1000) -> float:
                 jaxscale.check(player, tx=tx)
                 print(f"step {step}: {name}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")
 
+    noise = rng.normal(size=(BATCH_SIZE, NOISE_SIZE)).astype(np.float32)
     loss = float(generator_loss(gen[0], disc[0], noise))
     print(f"gan: generator loss {loss:.3f} after {num_steps} steps")
     return loss
