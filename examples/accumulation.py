@@ -1,8 +1,9 @@
 """Float16 training with little memory: one optimizer step for several micro-batches.
 
-A multilayer perceptron reads digits, a quarter of each batch at a time. The gradients of a
-corrupt micro-batch are NaN, and the step is made from the other three. The optimizer gives the
-same result whether it is called once for each micro-batch or once, with `scan`, for all.
+A multilayer perceptron reads digits, a quarter of each batch at a time. A corrupt micro-batch,
+whose loss is NaN, is dropped, and the step is made from the other three. One that overflows is
+not lost: `retries` repeats its backward pass at a lower scale. The result is the same whether the
+step is called once for each micro-batch or once, with `scan`, for all.
 """
 
 import argparse
@@ -19,8 +20,9 @@ import jaxscale
 
 LAYER_SIZES, MICRO_BATCH_SIZE, MICRO_BATCHES, NUM_TEST = [64, 256, 128, 10], 32, 4, 360
 
-# `loss_scaled(multi_steps(...))` does the same.
-tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.adamw(1e-3)), MICRO_BATCHES)
+# The scale grows early, so that even a short run meets an overflow.
+loss_scale = jaxscale.DynamicLossScale(growth_interval=25)
+tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.adamw(1e-3), loss_scale), MICRO_BATCHES)
 
 
 def init_params(key):
@@ -39,25 +41,23 @@ def predict(params, images):
     return (activations @ params[-1][0] + params[-1][1]).astype(jnp.float32)
 
 
-def loss_fn(params, batch):
+def loss_fn(params, images, labels):
     """Returns the mean cross-entropy of a batch, in float32."""
-    images, labels = batch
-    logits = predict(params, images)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(predict(params, images), labels).mean()
+
+
+step = jaxscale.train_step(loss_fn, tx, retries=5)
 
 
 @partial(jax.jit, donate_argnums=0)
 def micro_step(state, batch):
     """Returns the state after one micro-batch, and its loss."""
-    params, opt_state = state
-    loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, batch)
-    return jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss), loss
+    *state, loss = step(*state, *batch)
+    return state, loss
 
 
-@partial(jax.jit, donate_argnums=0)
-def train_step(state, batches):
-    """Returns the state after all micro-batches of a step, stacked, and their losses."""
-    return jax.lax.scan(micro_step, state, batches)
+# The same for all micro-batches of a step, stacked.
+train_step = jax.jit(partial(jax.lax.scan, micro_step), donate_argnums=0)
 
 
 def make_batches(images, labels, num_steps):
@@ -73,23 +73,23 @@ def main(num_steps: int = 300) -> float:
     """Trains for a number of steps in two ways and returns the accuracy of the second."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
-    train = images[:-NUM_TEST], labels[:-NUM_TEST]
     accuracy = 0.0
     for name in ("a call for each micro-batch", "a call for each step"):
         params = init_params(jax.random.key(0))
-        state = params, tx.init(params)
-        for batches in make_batches(*train, num_steps):
+        state = [params, tx.init(params)]
+        for batches in make_batches(images[:-NUM_TEST], labels[:-NUM_TEST], num_steps):
             if name == "a call for each step":
                 state, _ = train_step(state, batches)
             else:
                 for batch in zip(*batches, strict=True):
                     state, _ = micro_step(state, batch)
-        params, opt_state = state
-        jaxscale.check(opt_state, tx=tx)
-        guesses = predict(params, images[-NUM_TEST:]).argmax(-1)
+        jaxscale.check(state, tx=tx)
+        guesses = predict(state[0], images[-NUM_TEST:]).argmax(-1)
         accuracy = float(np.mean(guesses == labels[-NUM_TEST:]))
-        line = "{}: accuracy {:.3f} after {gradient_step} steps, {total_notfinite} of {total_steps}"
-        print(line.format(name, accuracy, **jaxscale.metrics(opt_state)), "micro-batches dropped")
+        print(f"{name}: accuracy {accuracy:.3f} after {num_steps} steps")
+        line = "  of {total_steps} micro-batches {total_notfinite_loss} were corrupt and dropped, "
+        line += "{total_retries} overflowed and were repeated, scale {loss_scale:.0f}"
+        print(line.format(**jaxscale.metrics(state)))
     return accuracy
 
 

@@ -76,17 +76,16 @@ def main(num_steps: int = 300) -> float:
     tx, loss = jaxscale.loss_scaled(optax.adam(3e-3), track_leaves=True), jnp.inf
     for make in (broken, fixed):
         loss_fn, params, _ = make()
-
-        @jax.jit
-        def train_step(params, opt_state, batch, loss_fn=loss_fn):
-            loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, batch)
-            return *jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss), loss
-
+        train_step = jax.jit(jaxscale.train_step(loss_fn, tx))
         opt_state = tx.init(params)
         for step in range(num_steps):
             params, opt_state, loss = train_step(params, opt_state, make_batch(step))
-        line = "{}: loss {:.3f}, skipped {total_notfinite} of {total_steps}, scale {loss_scale}"
+        line = "{}: loss {:.3f}, skipped {total_notfinite} of {total_steps}, scale {loss_scale:.0f}"
         print(line.format(make.__name__, loss, **jaxscale.metrics(opt_state)))
+        try:
+            jaxscale.check(opt_state, tx=tx)
+        except jaxscale.LossScaleStuckError as error:
+            print(f"LossScaleStuckError: {error}")
     return float(loss)
 
 

@@ -1,7 +1,7 @@
 """Float16 training in Flax Linen, where a skipped step also keeps the old batch statistics.
 
-A small convolutional network with batch normalization reads digits, in a `TrainState`
-of `jaxscale.flax`.
+A small convolutional network with batch normalization and dropout reads digits, in a `TrainState`
+of `jaxscale.flax`. The random key of dropout goes on even if a step is skipped.
 """
 
 import argparse
@@ -21,9 +21,10 @@ BATCH_SIZE, NUM_TEST = 64, 360
 
 
 class TrainState(jaxscale.flax.TrainState):
-    """A training state with the running statistics of batch normalization."""
+    """A training state with the statistics of batch normalization and a key for dropout."""
 
     batch_stats: Any
+    key: jax.Array
 
 
 class ConvNet(nn.Module):
@@ -38,22 +39,25 @@ class ConvNet(nn.Module):
             norm = nn.BatchNorm(not train, momentum=0.9, dtype=jnp.float16)
             activations = nn.max_pool(nn.relu(norm(activations)), (2, 2), (2, 2))
         activations = activations.reshape(len(activations), -1)
+        activations = nn.Dropout(0.1, deterministic=not train)(activations)
         return nn.Dense(10, dtype=jnp.float16)(activations).astype(jnp.float32)
 
 
-@jax.jit
-def train_step(state, images, labels):
-    """Returns the state after one step, and the loss."""
+model = ConvNet()
 
-    def loss_fn(params):
-        variables = {"params": params, "batch_stats": state.batch_stats}
-        logits, mutated = state.apply_fn(variables, images, train=True, mutable="batch_stats")
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return losses.mean(), mutated["batch_stats"]
 
-    value_and_grad = jaxscale.value_and_grad(loss_fn, state, has_aux=True)
-    (loss, batch_stats), grads = value_and_grad(state.params)
-    return state.apply_gradients(grads=grads, value=loss, batch_stats=batch_stats), loss
+def loss_fn(params, fields, images, labels):
+    """Returns the mean cross-entropy of a batch, and the new fields of the training state."""
+    key, dropout_key = jax.random.split(fields["key"])
+    variables = {"params": params, "batch_stats": fields["batch_stats"]}
+    logits, mutated = model.apply(
+        variables, images, train=True, mutable="batch_stats", rngs={"dropout": dropout_key}
+    )
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return loss, {"key": key, **mutated}
+
+
+train_step = jax.jit(jaxscale.flax.train_step(loss_fn, has_state=True, always_replace=("key",)))
 
 
 def main(num_steps: int = 150) -> float:
@@ -63,23 +67,26 @@ def main(num_steps: int = 150) -> float:
     num_train = len(images) - NUM_TEST
     rng = np.random.default_rng(0)
 
-    model = ConvNet()
     variables = model.init(jax.random.key(0), images[:1], train=False)
-    # The scale grows early, so that even a short run sees overflows.
-    loss_scale = jaxscale.DynamicLossScale(growth_interval=10)
+    # The scale grows early, so that even a short run meets an overflow.
+    loss_scale = jaxscale.DynamicLossScale(growth_interval=20)
     tx = jaxscale.loss_scaled(optax.adam(3e-3), loss_scale)
-    state = TrainState.create(apply_fn=model.apply, tx=tx, **variables)
-    for step in range(1, num_steps + 1):
+    state = TrainState.create(apply_fn=model.apply, tx=tx, key=jax.random.key(1), **variables)
+    for step in range(1, num_steps + 1):  # `state.step` counts applied steps only
         chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
+        scale = jaxscale.metrics(state)["loss_scale"]
         state, loss = train_step(state, images[chosen], labels[chosen])
-        if step % 25 == 0:
-            line = "step {}: loss {:.4f}, scale {loss_scale:.0f}, skipped {total_notfinite}"
-            print(line.format(step, loss, **jaxscale.metrics(state)))
+        now = jaxscale.metrics(state)
+        if not now["grads_finite"]:
+            print(f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}")
+        if step % 50 == 0:
+            jaxscale.check(state)
+            print(f"step {step}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")
 
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     logits = state.apply_fn(variables, images[num_train:], train=False)
     accuracy = float(np.mean(logits.argmax(-1) == labels[num_train:]))
-    print(f"flax_linen: accuracy {accuracy:.3f} after {num_steps} steps")
+    print(f"flax_linen: accuracy {accuracy:.3f} after {num_steps} steps, {state.step} applied")
     return accuracy
 
 

@@ -17,8 +17,8 @@ import jaxscale
 BATCH_SIZE, NOISE_SIZE = 128, 16
 GENERATOR_SIZES, DISCRIMINATOR_SIZES = (NOISE_SIZE, 128, 128, 64), (64, 128, 128, 1)
 
-# The scale grows early, so that even a short run sees overflows.
-loss_scale = jaxscale.DynamicLossScale(growth_interval=50)
+# The scale grows early, so that even a short run meets overflows.
+loss_scale = jaxscale.DynamicLossScale(growth_interval=150)
 gen_tx = jaxscale.loss_scaled(optax.adam(1e-3, b1=0.5), loss_scale)
 disc_tx = jaxscale.loss_scaled(optax.adam(1e-3, b1=0.5), loss_scale)
 
@@ -57,18 +57,14 @@ def discriminator_loss(disc_params, gen_params, images, noise):
     return jax.nn.softplus(-on_images).mean() + jax.nn.softplus(on_generated).mean()
 
 
+gen_step = jaxscale.train_step(generator_loss, gen_tx)
+disc_step = jaxscale.train_step(discriminator_loss, disc_tx)
+
+
 @jax.jit
 def train_step(gen, disc, images, noise):
-    """Returns the parameters and optimizer state of both players after a step, and both losses."""
-    (gen_params, gen_state), (disc_params, disc_state) = gen, disc
-    value_and_grad = jaxscale.value_and_grad(generator_loss, gen_state)
-    gen_loss, gen_grads = value_and_grad(gen_params, disc_params, noise)
-    value_and_grad = jaxscale.value_and_grad(discriminator_loss, disc_state)
-    disc_loss, disc_grads = value_and_grad(disc_params, gen_params, images, noise)
-    apply = jaxscale.apply_gradients
-    gen = apply(gen_tx, gen_grads, gen_state, gen_params, value=gen_loss)
-    disc = apply(disc_tx, disc_grads, disc_state, disc_params, value=disc_loss)
-    return gen, disc, gen_loss, disc_loss
+    """Returns parameters, optimizer state and loss of both players after a step."""
+    return gen_step(*gen, disc[0], noise), disc_step(*disc, gen[0], images, noise)
 
 
 def main(num_steps: int = 1000) -> float:
@@ -77,15 +73,19 @@ def main(num_steps: int = 1000) -> float:
     rng = np.random.default_rng(0)
     gen_params = init_params(jax.random.key(0), GENERATOR_SIZES)
     disc_params = init_params(jax.random.key(1), DISCRIMINATOR_SIZES)
-    gen, disc = (gen_params, gen_tx.init(gen_params)), (disc_params, disc_tx.init(disc_params))
+    gen, disc = [gen_params, gen_tx.init(gen_params)], [disc_params, disc_tx.init(disc_params)]
     for step in range(1, num_steps + 1):
         noise = rng.normal(size=(BATCH_SIZE, NOISE_SIZE)).astype(np.float32)
         chosen = rng.choice(len(images), BATCH_SIZE, replace=False)
-        gen, disc, gen_loss, disc_loss = train_step(gen, disc, images[chosen], noise)
-        if step % 200 == 0:
-            line = "step {}: {} loss {:.4f}, scale {loss_scale:.0f}, skipped {total_notfinite}"
-            print(line.format(step, "generator", gen_loss, **jaxscale.metrics(gen)))
-            print(line.format(step, "discriminator", disc_loss, **jaxscale.metrics(disc)))
+        (*gen, gen_loss), (*disc, disc_loss) = train_step(gen, disc, images[chosen], noise)
+        players = ("generator", gen_tx, gen, gen_loss), ("discriminator", disc_tx, disc, disc_loss)
+        for name, tx, player, loss in players:
+            now = jaxscale.metrics(player)
+            if not now["grads_finite"]:
+                print(f"step {step}: {name}: overflow, skipped, scale now {now['loss_scale']:.0f}")
+            if step % 250 == 0:
+                jaxscale.check(player, tx=tx)
+                print(f"step {step}: {name}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")
 
     noise = rng.normal(size=(BATCH_SIZE, NOISE_SIZE)).astype(np.float32)
     loss = float(generator_loss(gen[0], disc[0], noise))

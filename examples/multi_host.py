@@ -3,7 +3,8 @@
 On a cluster that JAX knows (Slurm, Kubernetes, Open MPI, Cloud TPU) the processes find each other:
 `srun python multi_host.py --checkpoints /shared/run`. On one computer, `--local 2` starts two.
 Batches and weights are split over all devices, without a word about it in the training step: if
-one device sees a NaN, all skip that step. A restarted run continues from the last checkpoint.
+one device sees a NaN, all skip that step, and if the gradients of one overflow, all repeat the
+backward pass at a lower scale. A restarted run continues from the last checkpoint.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import jaxscale
 LAYER_SIZES = [64, 256, 10]
 BATCH_PER_DEVICE, NUM_TEST, LOG_EVERY = 32, 360, 10
 
-# The scale starts high and grows early, so that even a short run sees overflows.
+# The scale starts high and grows early, so that even a short run meets overflows.
 loss_scale = jaxscale.DynamicLossScale(init_scale=2.0**20, growth_interval=10)
 tx = jaxscale.loss_scaled(optax.adamw(1e-3), loss_scale)
 
@@ -57,13 +58,6 @@ def loss_fn(params, images, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def train_step(state, images, labels):
-    """Returns the state after one step, and the loss."""
-    params, opt_state = state
-    loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, images, labels)
-    return jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss), loss
-
-
 def local_batch(images, labels, step):
     """Returns the rows of this process: the same ones if the step is run again."""
     rng = np.random.default_rng([step, jax.process_index()])
@@ -86,7 +80,8 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
 
     avals = jax.tree.map(place, jax.eval_shape(init, jax.random.key(0)))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, avals)
-    one_step = jax.jit(train_step, out_shardings=(shardings, whole), donate_argnums=0)
+    train_step = jaxscale.train_step(loss_fn, tx, retries=10)
+    train_step = jax.jit(train_step, out_shardings=(*shardings, whole), donate_argnums=(0, 1))
 
     if checkpoints and "://" not in checkpoints:
         checkpoints = os.path.abspath(checkpoints)
@@ -99,6 +94,7 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
     if process == 0:
         print(f"{jax.process_count()} processes, {mesh.size} devices, from step {last_step}")
 
+    now = jax.device_get(jaxscale.metrics(state))
     for step in range(last_step + 1, num_steps + 1):
         batch = local_batch(images[:num_train], labels[:num_train], step)
         if nan == [step, process]:
@@ -106,24 +102,28 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
         if kill == [step, process]:
             os.kill(os.getpid(), signal.SIGKILL)
         batch = [jax.make_array_from_process_local_data(split, rows) for rows in batch]
-        state, loss = one_step(state, *batch)
+        *state, loss = train_step(*state, *batch)
         if manager and step % save_every == 0:
             manager.save(step, args=ocp.args.StandardSave(state))
         if step % LOG_EVERY == 0:
             jaxscale.check(state, tx=tx)  # on all hosts, so that all of them stop on an error
+            old, now = now, jax.device_get(jaxscale.metrics(state))
             if process == 0:
-                line = "step {}: loss {:.4f}, scale {loss_scale:.0f}, skipped {total_notfinite}"
-                print(line.format(step, loss, **jaxscale.metrics(state)), flush=True)
+                repeated, skipped = (now[n] - old[n] for n in ("total_retries", "total_notfinite"))
+                change = f"scale {old['loss_scale']:.0f} -> {now['loss_scale']:.0f}"
+                line = f"step {step}: loss {loss:.4f}, repeated {repeated}, skipped {skipped}"
+                print(f"{line}, {change}", flush=True)
     if manager:
         manager.close()  # waits until the last checkpoint is written
 
-    # A whole copy on every host. The printed digests show that the copies are equal.
+    # A whole copy on every host. The digests, a few letters each, show that the copies are equal.
     state = jax.jit(lambda state: state, out_shardings=whole)(state)
     digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)))
     logits = np.asarray(jax.jit(predict)(state[0], images[num_train:]))
     accuracy = float(np.mean(logits.argmax(-1) == labels[num_train:]))
-    line = "process {}: scale {loss_scale:.0f}, skipped {total_notfinite}, state {}"
-    print(line.format(process, digest.hexdigest(), **jaxscale.metrics(state)), flush=True)
+    line = "process {}: repeated {total_retries}, skipped {total_notfinite}, scale {loss_scale:.0f}"
+    line = line.format(process, **jaxscale.metrics(state))
+    print(f"{line}, digest of the state {digest.hexdigest()[:8]}", flush=True)
     if process == 0:
         print(f"multi_host: accuracy {accuracy:.3f} after {num_steps} steps")
     return accuracy
