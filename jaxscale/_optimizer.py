@@ -23,7 +23,7 @@ from ._policies.spec import as_loss_scale
 from ._scaling import is_loss_scaled
 from ._state import Scaled, find
 from ._step import LossScaledState, Verdict, Wrapper, checked_state, takes_value, wrapper_of
-from ._tree import apply_updates, joined, select, split
+from ._tree import apply_updates, joined, keep, split
 
 _Params = TypeVar("_Params")
 _State = TypeVar("_State")
@@ -405,7 +405,7 @@ def chosen(call: str, tx: Any, opt_state: Any, new: Any, old: Any) -> Any:
     if (wrapper is not None and not wrapper.skips) or not any(map(is_loss_scaled, nodes)):
         return new
     state = find(call, opt_state, is_loss_scaled, "`LossScaledState`")
-    return select(call, state.grads_finite, new, old)
+    return keep(call, state.grads_finite, new, old)
 
 
 def _constant(length: int, step: jax.Array) -> int:

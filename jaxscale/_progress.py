@@ -149,6 +149,7 @@ def check(
         "{loss_scale}. ".format_map(counters)
         + _likely_cause(state, policy)
         + _leaves(state.nonfinite_leaves)
+        + " `jaxscale doctor` names the line of the model."
     )
 
 

@@ -12,6 +12,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
@@ -150,6 +151,11 @@ def train_step(
       >>> print(w, loss, opt_state.total_retries)
       0.2 1.0 1
     """
+    if getattr(transform, "__module__", "").startswith("flax.nnx"):
+        raise TypeError(
+            "`train_step(transform=...)` is a function of Flax NNX, whose models change in place. "
+            "Use `jaxscale.nnx.train_step`."
+        )
     plan = Plan("train_step", loss_fn, transform, has_state, has_aux, retries, kwargs)
     if kwargs.get("argnums", 0) != 0:
         raise ValueError(
@@ -161,6 +167,7 @@ def train_step(
     order = "(params, opt_state, state, ...)" if has_state else "(params, opt_state, ...)"
 
     def step(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        _check_params(transform, params)
         opt_state = check_optimizer("train_step(...)", tx, opt_state, order)
         _check_same_optimizer(tx, opt_state, params)
         if has_state and not args:
@@ -182,6 +189,12 @@ def train_step(
             state = (chosen("train_step(has_state=True)", tx, opt_state, made.state, old),)
         return params, opt_state, *state, (made.loss, made.aux) if has_aux else made.loss
 
+    return named(step)
+
+
+def named(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step under the name that profiles and logs show it by."""
+    step.__name__ = step.__qualname__ = "train_step"
     return step
 
 
@@ -206,6 +219,16 @@ class Plan:
         for name in ("has_state", "has_aux"):
             one_of(self.call, name, getattr(self, name), (False, True))
         int32(self.call, "retries", self.retries, 0, "passes")
+        try:
+            inspect.signature(self.transform).bind(self.loss_fn, has_aux=True, **self.kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"`{self.call}(...)` passes arguments that it does not know to the function that "
+                f"differentiates, {_name_of(self.transform)}, and that says: {error}. Arguments of "
+                "the optimizer, such as `axis_name`, go to `jaxscale.loss_scaled`."
+            ) from error
+        except ValueError:  # a function that does not say what it takes
+            pass
 
     def check_retries(self, tx: Any) -> None:
         """Raises a `ValueError` if retries are asked for and no scale could be lowered."""
@@ -293,6 +316,10 @@ class Plan:
         return checked
 
 
+def _name_of(function: Any) -> str:
+    return f"`{getattr(function, '__name__', type(function).__name__)}`"
+
+
 def _is_pair(output: Any) -> bool:
     return isinstance(output, tuple) and len(output) == 2
 
@@ -302,6 +329,23 @@ def _described(output: Any) -> str:
     if not isinstance(output, tuple) or hasattr(output, "_fields"):
         return type(output).__name__ if not is_array(output) else "an array"
     return f"({', '.join(map(_described, output))})"
+
+
+def _check_params(transform: Any, params: Any) -> None:
+    """Raises a `TypeError` if the parameters belong to another front end."""
+    given = "`train_step(...)(params, ...)`: `params` is a"
+    if hasattr(params, "opt_state"):
+        raise TypeError(
+            f"{given} {type(params).__name__}, which holds its optimizer's state. Use "
+            "`jaxscale.flax.train_step`."
+        )
+    others = [leaf for leaf in jax.tree.leaves(params) if not is_array(leaf)]
+    if others and transform is jax.value_and_grad:
+        raise TypeError(
+            f"{given} {type(params).__name__} with leaves that are not arrays, such as "
+            f"{others[0]!r}. For an Equinox module pass transform=eqx.filter_value_and_grad; for "
+            "Flax NNX use `jaxscale.nnx.train_step`."
+        )
 
 
 def _check_same_optimizer(tx: Any, opt_state: Any, params: Any) -> None:

@@ -274,6 +274,21 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
     return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
 
 
+def keep(call: str, pred: Any, new: Any, old: Any) -> Any:
+    """Returns what `select` does; a dtype that is not the old one is an error.
+
+    State that goes through a step has to come out with its own dtypes, or the step compiles anew.
+    """
+    kept = select(call, pred, new, old)
+
+    def check(path: tuple[Any, ...], leaf: Any, old: Any) -> None:
+        if is_array(leaf) and is_array(old) and dtype_of(leaf) != dtype_of(old):
+            raise TypeError(_unequal(call, path, "dtypes", dtype_of(leaf), dtype_of(old)))
+
+    jax.tree_util.tree_map_with_path(check, kept, old)
+    return kept
+
+
 def _common_dtype(call: str, path: tuple[Any, ...], a: Any, b: Any) -> Any:
     """Returns the dtype of a selection from two leaves: that of the more strongly typed one."""
     dtypes = dtype_of(a), dtype_of(b)
@@ -293,13 +308,14 @@ def _common_dtype(call: str, path: tuple[Any, ...], a: Any, b: Any) -> Any:
                 f"{dtype} holds, or arrays of one dtype."
             )
         if not (is_python_number(leaf) or takes(leaf, dtype)):
-            raise TypeError(_unequal(call, path, "dtypes, or it compiles anew", *dtypes))
+            raise TypeError(_unequal(call, path, "dtypes", *dtypes))
     return dtype
 
 
 def _unequal(call: str, path: tuple[Any, ...], what: str, a: Any, b: Any) -> str:
     where = jax.tree_util.keystr(path) or "the root"
-    return f"`{call}` needs leaves of equal {what}: those at {where} have {a} and {b}."
+    hint = " Cast the new one, or the step would compile anew." * (what == "dtypes")
+    return f"`{call}` needs leaves of equal {what}: those at {where} have {a} and {b}.{hint}"
 
 
 def _check_same_structure(call: str, first: Any, second: Any) -> None:

@@ -17,8 +17,8 @@ from ._optimizer import applied, check_optimizer
 from ._retry import Pass, is_traced
 from ._state import Scaled, find
 from ._step import LossScaledState, Verdict, stepped
-from ._train_step import Plan
-from ._tree import OVERWRITE_WITH_GRADIENT, cast_like, select
+from ._train_step import Plan, named
+from ._tree import OVERWRITE_WITH_GRADIENT, cast_like, keep, select
 
 _OWN_FIELDS = {"step", "apply_fn", "params", "tx", "opt_state"}
 
@@ -121,6 +121,8 @@ class TrainState(train_state.TrainState):
           0.0
         """
         call = "TrainState.apply_gradients"
+        always_replace = _names(call, always_replace)
+        self._check_names(call, kwargs, always_replace)
         return self._stepped(call, Scaled(grads), value, always_replace, kwargs, extra_args or {})
 
     def _stepped(
@@ -128,7 +130,7 @@ class TrainState(train_state.TrainState):
         call: str,
         grads: Scaled,
         value: Any,
-        always_replace: Any,
+        always_replace: Collection[str],
         replaced: Mapping[str, Any],
         extra_args: Mapping[str, Any] = MappingProxyType({}),
         verdict: Verdict | None = None,
@@ -139,13 +141,11 @@ class TrainState(train_state.TrainState):
           call: the public function, for messages.
           grads: the gradients, scaled or not.
           value: as in `apply_gradients`.
-          always_replace: as in `apply_gradients`.
-          replaced: new values of fields, by name.
+          always_replace: as in `apply_gradients`, checked.
+          replaced: new values of fields, by name, checked.
           extra_args: as in `apply_gradients`.
           verdict: the verdict on the gradients, if it is known.
         """
-        always_replace = _names(call, always_replace)
-        self._check_names(call, replaced, always_replace)
         tree, params = grads.grads, self.params
         overwrites = isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree
         if overwrites:
@@ -156,16 +156,16 @@ class TrainState(train_state.TrainState):
         )
         before, after = (_find_verdict(call, state) for state in (self.opt_state, opt_state))
 
-        def keep(name: str, new: Any, old: Any) -> Any:
-            return select(f"{call}({name}=...)", after.grads_finite, new, old)
+        def kept(name: str, new: Any, old: Any) -> Any:
+            return keep(f"{call}({name}=...)", after.grads_finite, new, old)
 
         if overwrites:
             new, old = (each[OVERWRITE_WITH_GRADIENT] for each in (tree, self.params))
-            new = keep(f"grads[{OVERWRITE_WITH_GRADIENT!r}]", new, old)
+            new = kept(f"grads[{OVERWRITE_WITH_GRADIENT!r}]", new, old)
             params = type(self.params)({"params": params, OVERWRITE_WITH_GRADIENT: new})
         # In the order of the call, which is the same on all hosts: they must trace one program.
         replaced = {
-            name: new if name in always_replace else keep(name, new, getattr(self, name))
+            name: new if name in always_replace else kept(name, new, getattr(self, name))
             for name, new in replaced.items()
         }
         step = select(call, stepped(before, after), self.step + 1, self.step)
@@ -251,6 +251,11 @@ def train_step(
     call = "flax.train_step"
     plan = Plan(call, loss_fn, transform, has_state, has_aux, retries, kwargs)
     always_replace = _names(call, always_replace)
+    if always_replace and not has_state:
+        raise ValueError(
+            f"`{call}(always_replace={always_replace!r})` needs has_state=True, so that `loss_fn` "
+            "returns these fields."
+        )
 
     def step(state: TrainState, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not isinstance(state, TrainState):
@@ -268,13 +273,37 @@ def train_step(
         opt_state = check_optimizer(call, state.tx, state.opt_state, "(state, ...)")
         traced = is_traced(state, args, kwargs)
         made, opt_state = plan.passes(state.tx, opt_state, backward, traced)
-        replaced = dict(made.state) if has_state else {}
+        replaced = _returned(call, made.state, fields, always_replace) if has_state else {}
         state = state.replace(opt_state=opt_state)._stepped(
             call, made.grads, made.loss, always_replace, replaced, verdict=made.verdict
         )
         return state, (made.loss, made.aux) if has_aux else made.loss
 
-    return step
+    return named(step)
+
+
+def _returned(
+    call: str, returned: Any, fields: Mapping[str, Any], always_replace: Collection[str]
+) -> dict[str, Any]:
+    """Returns the fields that a loss function returned, by name, or raises an error."""
+    known = ", ".join(fields) or "none"
+    given = f"`{call}(loss_fn, has_state=True)`: `loss_fn` must return (loss, fields)"
+    if not isinstance(returned, Mapping):
+        raise TypeError(
+            f"{given}, with a dict from the names of fields to their new values, got "
+            f"{type(returned).__name__}. The fields of the `TrainState` are: {known}."
+        )
+    unknown = ", ".join(sorted(set(map(str, returned)) - set(fields)))
+    if unknown:
+        raise ValueError(
+            f"{given}, got {unknown} among the fields, but those of the `TrainState` are: {known}."
+        )
+    missing = ", ".join(name for name in always_replace if name not in returned)
+    if missing:
+        raise ValueError(
+            f"{given}, with each field that `always_replace` names: {missing} was not returned."
+        )
+    return dict(returned)
 
 
 def _names(call: str, always_replace: Any) -> tuple[str, ...]:

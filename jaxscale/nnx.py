@@ -7,6 +7,7 @@ puts into the model what the verdict chooses.
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from flax import nnx
 from ._optimizer import applied, check_optimizer, check_transformation, chosen
 from ._retry import Pass, is_traced
 from ._state import Scaled, unwrapped
-from ._train_step import Plan
+from ._train_step import Plan, named
 
 # Streams of random numbers go on, or the next step would repeat the noise of a skipped one.
 # Intermediates are outputs of the forward pass, not its state.
@@ -35,7 +36,8 @@ def train_step(
 
     A skipped step puts back whatever the forward pass changed: batch statistics, caches and
     counters, in the model and in other NNX objects among the arguments. Streams of random numbers
-    go on. The step is not compiled: write `nnx.jit(jaxscale.nnx.train_step(loss_fn))`.
+    go on. The step is not compiled: write `nnx.jit(jaxscale.nnx.train_step(loss_fn))`. (Under
+    `jax.jit` it would change a copy of the model, and train nothing.)
 
     Args:
       loss_fn: the loss, `loss_fn(model, *args)`, a floating-point scalar, preferably in float32.
@@ -53,7 +55,7 @@ def train_step(
 
     Raises:
       TypeError: if `loss_fn` is not callable; when called, if the second argument is not an
-        `nnx.Optimizer`, or if `loss_fn` returns something else.
+        `nnx.Optimizer`, if `loss_fn` returns something else, or if `jax.jit` calls it.
       ValueError: if `retries` is below 0; when called, if it is above 0 and the optimizer has no
         loss scale that moves, or if a variable that a skipped step keeps changed its shape.
 
@@ -82,6 +84,7 @@ def train_step(
 
     def step(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         tx, wrt, opt_state = _parts(f"{call}(...)", optimizer)
+        _check_caller(call, sys._getframe(1).f_globals.get("__name__", ""))
         plan.check_retries(tx)
         graph, put_together = _taken_apart(model, args, kwargs)
         graphdef, before = nnx.split(graph)
@@ -120,7 +123,17 @@ def train_step(
         optimizer.step[...] += 1
         return (made.loss, made.aux) if has_aux else made.loss
 
-    return step
+    return named(step)
+
+
+def _check_caller(call: str, module: str) -> None:
+    """Raises a `TypeError` if JAX itself calls the step, with a copy of the model."""
+    # Nothing else shows it: the step would run, and what it changes would be thrown away.
+    if module.partition(".")[0] == "jax":
+        raise TypeError(
+            f"`{call}(...)` changes the model in place, and a transformation of JAX gave it a "
+            "copy. Use that of NNX: `nnx.jit(step)` for `jax.jit(step)`."
+        )
 
 
 def _parts(call: str, optimizer: Any) -> tuple[Any, Any, Any]:

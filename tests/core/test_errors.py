@@ -534,6 +534,33 @@ CASES = {
         ValueError,
         r"train_step\(has_state=True\)` needs leaves of equal shapes.*\(1,\) and \(2,\)",
     ),
+    "step: a state that changes its dtype": (
+        lambda: jaxscale.train_step(lambda w, s: (jnp.sum(w), s + 1.5), TX, has_state=True)(
+            W, OPT_STATE, jnp.array(3)
+        ),
+        TypeError,
+        r"train_step\(has_state=True\)` needs leaves of equal dtypes.*float32 and int32.*Cast",
+    ),
+    "keep of two dtypes": (
+        lambda: jaxscale.apply_gradients(TX, W, OPT_STATE, W, keep=(jnp.array(1.5), jnp.array(3))),
+        TypeError,
+        r"apply_gradients\(keep=\.\.\.\)` needs leaves of equal dtypes.*float32 and int32",
+    ),
+    "step: an argument of the optimizer": (
+        lambda: jaxscale.train_step(jnp.sum, TX, axis_name="batch"),
+        TypeError,
+        r"train_step\(\.\.\.\).*`value_and_grad`.*'axis_name'.*go to `jaxscale\.loss_scaled`",
+    ),
+    "step: a TrainState for parameters": (
+        lambda: jaxscale.train_step(never_traced, TX)(flax_state(), W),
+        TypeError,
+        r"train_step\(\.\.\.\)\(params, .*TrainState.*Use `jaxscale\.flax\.train_step`",
+    ),
+    "step: an Equinox module": (
+        lambda: jaxscale.train_step(never_traced, TX)({"w": W, "f": jnp.sin}, OPT_STATE),
+        TypeError,
+        r"train_step\(\.\.\.\)\(params, .*not arrays, such as.*transform=eqx\.filter_value_and_grad",
+    ),
     "step: a loss with a shape": (
         lambda: jaxscale.train_step(lambda w: w, TX)(W, OPT_STATE),
         TypeError,

@@ -294,7 +294,42 @@ STEP_ERRORS = {
             lambda p, f, x: (train_loss(p, f, x)[0], {"stats": 1}), has_state=True
         )(create(), FINE),
         ValueError,
-        r"flax\.train_step.*got stats, but the fields.*batch_stats, ema, key",
+        r"flax\.train_step\(loss_fn, has_state=True\).*got stats among.*: batch_stats, ema, key\.",
+    ),
+    "a collection instead of its field": (
+        lambda: jaxscale.flax.train_step(
+            lambda p, f, x: (train_loss(p, f, x)[0], f["key"]), has_state=True
+        )(create(), FINE),
+        TypeError,
+        r"flax\.train_step\(loss_fn, has_state=True\).*a dict from the names.*Array.*batch_stats",
+    ),
+    "a field of another dtype": (
+        lambda: jaxscale.flax.train_step(
+            lambda p, f, x: (
+                train_loss(p, f, x)[0],
+                {"batch_stats": f["batch_stats"] | {"count": jnp.array(4.0)}},
+            ),
+            has_state=True,
+        )(create(), FINE),
+        TypeError,
+        r"flax\.train_step\(batch_stats=.*equal dtypes.*count",
+    ),
+    "a field that is always replaced and not returned": (
+        lambda: jaxscale.flax.train_step(
+            lambda p, f, x: (train_loss(p, f, x)[0], {}), has_state=True, always_replace=("key",)
+        )(create(), FINE),
+        ValueError,
+        r"flax\.train_step\(loss_fn, has_state=True\).*`always_replace` names: key was not",
+    ),
+    "fields to replace, and no state": (
+        lambda: jaxscale.flax.train_step(train_loss, always_replace=("key",)),
+        ValueError,
+        r"flax\.train_step\(always_replace=\('key',\)\)` needs has_state=True",
+    ),
+    "an argument of the optimizer": (
+        lambda: jaxscale.flax.train_step(train_loss, axis_name="batch"),
+        TypeError,
+        r"flax\.train_step.*`value_and_grad`.*axis_name.*go to `jaxscale\.loss_scaled`",
     ),
     "a field of another shape": (
         lambda: jaxscale.flax.train_step(

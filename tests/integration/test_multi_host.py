@@ -84,7 +84,7 @@ def train(number, directory, *options):
     (agreed,) = {tuple(end) for _, *end in ends}
     # Each process compiles the step, and it does so once, restored or not. (The times tell two
     # compilations from one that is logged twice, as it is by JAX 0.6.)
-    times = re.findall(r"Finished XLA compilation of jit\(step\) in ([\d.]+) sec", output)
+    times = re.findall(r"Finished XLA compilation of jit\(train_step\) in ([\d.]+) sec", output)
     assert len(set(times)) == number
     return output, agreed
 

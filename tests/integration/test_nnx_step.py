@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tables import BAD, assert_same_bits
+from tables import BAD, assert_close, assert_same_bits
 
 import jaxscale
 import jaxscale.nnx
@@ -205,6 +205,22 @@ def test_only_what_the_optimizer_trains_is_differentiated():
     assert not np.array_equal(model.linear.kernel[...], kernel)
 
 
+def test_every_transformation_of_nnx_may_call_it():
+    step = jaxscale.nnx.train_step(loss_fn)
+
+    @nnx.jit
+    def inside(model, optimizer, x):
+        return step(model, optimizer, x)
+
+    expected = created()
+    step(*expected, X)
+    for call in (nnx.jit(step), nnx.jit(step, donate_argnums=(0, 1)), inside):
+        model, optimizer = created()
+        call(model, optimizer, X)
+        assert jaxscale.metrics(optimizer)["total_steps"] == 1
+        assert_close(nnx.state(model), nnx.state(expected[0]))
+
+
 def test_windows_count_micro_batches():
     tx = jaxscale.multi_steps(hot(), 2)
     model, optimizer = created(tx)
@@ -235,6 +251,21 @@ ERRORS = {
         lambda: jaxscale.nnx.train_step(lambda m, x: (loss_fn(m, x), x))(*created(), X),
         TypeError,
         r"nnx\.train_step\(loss_fn\).*must return a loss, got \(an array, an array\).*has_aux",
+    ),
+    "state, which NNX models have themselves": (
+        lambda: jaxscale.nnx.train_step(loss_fn, has_state=True),
+        TypeError,
+        r"nnx\.train_step.*`value_and_grad`.*has_state",
+    ),
+    "compiled by JAX": (
+        lambda: jax.jit(jaxscale.nnx.train_step(loss_fn))(*created(), X),
+        TypeError,
+        r"nnx\.train_step.*`nnx\.jit\(step\)` for `jax\.jit",
+    ),
+    "the step for plain functions": (
+        lambda: jaxscale.train_step(loss_fn, calm(), transform=nnx.value_and_grad),
+        TypeError,
+        r"train_step\(transform=.*Use `jaxscale\.nnx\.train_step`",
     ),
     "retries below 0": (
         lambda: jaxscale.nnx.train_step(loss_fn, retries=-1),

@@ -167,7 +167,8 @@ def test_readme_states_the_costs_that_were_measured():
     names += ["Flax DynamicScale", "jmp", "MPX", "optax.apply_if_finite"]
     for name, line in zip(names, table.splitlines(), strict=True):
         ratios = [
-            rows["gpt2", dtype, False][name]["to_bare"]["median"] for dtype in ("float32", "float16")
+            rows["gpt2", dtype, False][name]["to_bare"]["median"]
+            for dtype in ("float32", "float16")
         ] + [kernels[name] / kernels["bare optax"]]
         assert line.strip("| ").split(" | ")[1:] == [f"{ratio:.2f}" for ratio in ratios], name
     transformer = json.loads((results / "transformer-cpu.json").read_text())["rows"][0]["methods"]
