@@ -337,15 +337,15 @@ def checked_state(
       call: the step and its argument, for the message.
       state: what was passed.
       policy: that of the optimizer.
-      order: the order of the step's arguments.
+      order: the order of the step's arguments, if they could be confused.
     """
     if not isinstance(state, LossScaledState):
-        hint = (
-            "Pass its `opt_state`, or use `jaxscale.flax`."
-            if hasattr(state, "opt_state")
-            else f"The order of arguments is {order}. To go on with the state of an optimizer that "
-            "was not wrapped, pass `tx.init(params)._replace(inner_state=state)`."
+        hint = f"The order of arguments is {order}. " * bool(order) + (
+            "To go on with the state of an optimizer that was not wrapped, pass "
+            "`tx.init(params)._replace(inner_state=state)`."
         )
+        if hasattr(state, "opt_state"):
+            hint = "Pass its `opt_state`, or use `jaxscale.flax`."
         raise TypeError(
             f"`{call}` must be the `LossScaledState` that `init` or the last step returned, got "
             f"{type(state).__name__}. {hint}"

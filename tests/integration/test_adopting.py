@@ -65,6 +65,12 @@ MESSAGES = {
         lambda: jaxscale.train_step(lambda p: p["w"].sum(), WRAPPED)(WIDE, BARE.init(WIDE)),
         r"train_step.*tx\.init\(params\)\._replace\(inner_state=state\)",
     ),
+    "a bare state in a TrainState": (
+        lambda: flax_state(WRAPPED, jaxscale.flax.TrainState)
+        .replace(opt_state=BARE.init(WIDE))
+        .apply_gradients(grads=GRADS[0]),
+        r"got tuple\. To go on with.*tx\.init\(params\)\._replace\(inner_state=state\)",
+    ),
     "a wrapped state for a bare optimizer": (
         lambda: jaxscale.apply_gradients(BARE, GRADS[0], WRAPPED.init(WIDE), WIDE),
         r"opt_state\.inner_state",
