@@ -254,6 +254,7 @@ def always_nan(params, x):
     return jnp.sum(jnp.sqrt(params["w"] * 0)) + loss_fn(params, x)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("wrap", [jax.jit, lambda step: step], ids=["jit", "eager"])
 @pytest.mark.parametrize(
     ("policy", "passes"),
