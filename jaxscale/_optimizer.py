@@ -280,8 +280,8 @@ def apply_gradients(
 ) -> Any:
     """Returns the parameters and the optimizer state after one step.
 
-    The same as `tx.update` followed by `optax.apply_updates`. If `tx` is a `loss_scaled`
-    optimizer, both are skipped together, so no updates are stored.
+    The same as `tx.update` followed by `optax.apply_updates`, to rounding. If `tx` is a
+    `loss_scaled` optimizer, both are skipped together, so no updates are stored.
 
     Leaves without a gradient stay as they are. If a gradient is `None`, as
     `equinox.filter_grad` returns it for functions, text and integers, the leaf may be anything,

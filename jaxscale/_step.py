@@ -345,7 +345,7 @@ def checked_state(
             "`tx.init(params)._replace(inner_state=state)`."
         )
         if hasattr(state, "opt_state"):
-            hint = "Pass its `opt_state`, or use `jaxscale.flax`."
+            hint = "Pass its `opt_state`, or use the step of `jaxscale.flax` or `jaxscale.nnx`."
         raise TypeError(
             f"`{call}` must be the `LossScaledState` that `init` or the last step returned, got "
             f"{type(state).__name__}. {hint}"

@@ -13,6 +13,7 @@
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
@@ -270,7 +271,14 @@ class Plan:
         """
         wrapper = wrapper_of(tx)
         if wrapper is None:
-            return backward(find_any(self.call, opt_state)), opt_state
+            scaling = find_any(self.call, opt_state)
+            if scaling is not None:
+                warnings.warn(
+                    f"`{self.call}`: the `loss_scaled` optimizer is inside of another one, whose "
+                    "state a bad step may ruin for good. Wrap outermost: `tx = loss_scaled(tx)`.",
+                    stacklevel=3,
+                )
+            return backward(scaling), opt_state
 
         def judged(scaling: Any) -> Pass:
             made = backward(scaling)
@@ -306,10 +314,14 @@ class Plan:
             if fits and len(parts) == 2:
                 fits = _is_pair(output[1])
             if not fits:
+                hint = f"Return it so, or leave{flags[1:]} out."
+                if not parts:
+                    hint = "Pass has_aux=True if it returns anything beside the loss"
+                    state = ", and has_state=True if that is state that a skipped step keeps"
+                    hint += "." if self.call.startswith("nnx") else f"{state}."
                 raise TypeError(
                     f"`{self.call}(loss_fn{flags})`: `loss_fn` must return {expected}, got "
-                    f"{_described(got)}. Pass has_state=True if it returns state that a skipped "
-                    "step keeps, and has_aux=True if it returns anything else beside the loss."
+                    f"{_described(got)}. {hint}"
                 )
             return output
 
@@ -338,6 +350,12 @@ def _check_params(transform: Any, params: Any) -> None:
         raise TypeError(
             f"{given} {type(params).__name__}, which holds its optimizer's state. Use "
             "`jaxscale.flax.train_step`."
+        )
+    bases = {f"{base.__module__}.{base.__name__}" for base in type(params).__mro__}
+    if "flax.nnx.module.Module" in bases:
+        raise TypeError(
+            f"{given} {type(params).__name__}, a module of Flax NNX, which changes in place. Use "
+            "`jaxscale.nnx.train_step`."
         )
     others = [leaf for leaf in jax.tree.leaves(params) if not is_array(leaf)]
     if others and transform is jax.value_and_grad:

@@ -314,7 +314,9 @@ def _common_dtype(call: str, path: tuple[Any, ...], a: Any, b: Any) -> Any:
 
 def _unequal(call: str, path: tuple[Any, ...], what: str, a: Any, b: Any) -> str:
     where = jax.tree_util.keystr(path) or "the root"
-    hint = " Cast the new one, or the step would compile anew." * (what == "dtypes")
+    hint = " Cast one to the dtype of the other, or the step would compile anew." * (
+        what == "dtypes"
+    )
     return f"`{call}` needs leaves of equal {what}: those at {where} have {a} and {b}.{hint}"
 
 

@@ -270,7 +270,7 @@ def train_step(
             given = (dict(fields),) if has_state else ()
             return plan.backward(scaling, state.params, *given, *args, **kwargs)
 
-        opt_state = check_optimizer(call, state.tx, state.opt_state, "(state, ...)")
+        opt_state = check_optimizer(call, state.tx, state.opt_state, "")
         traced = is_traced(state, args, kwargs)
         made, opt_state = plan.passes(state.tx, opt_state, backward, traced)
         replaced = _returned(call, made.state, fields, always_replace) if has_state else {}

@@ -49,7 +49,8 @@ def train_step(
 
     Returns:
       `step(model, optimizer, *args) -> loss`; with `has_aux` it returns `(loss, aux)`. The
-      optimizer is an `nnx.Optimizer(model, tx, wrt=...)`; what it trains is differentiated. Its
+      optimizer is an `nnx.Optimizer(model, tx, wrt=...)`; what it trains is differentiated. If
+      `tx` is not a `jaxscale.loss_scaled` optimizer, every step is applied, bad ones too. Its
       `step` counts all calls, also those that were skipped. Keyword arguments go to `loss_fn`.
       Changes that `loss_fn` itself makes to trained variables are dropped.
 

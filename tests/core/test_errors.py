@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxscale
 import jaxscale.flax
@@ -518,7 +519,7 @@ CASES = {
     "step: an output that is not asked for": (
         lambda: jaxscale.train_step(lambda w: (jnp.sum(w), {"w": w}), TX)(W, OPT_STATE),
         TypeError,
-        r"train_step\(loss_fn\).*must return a loss, got \(an array, dict\).*has_state.*has_aux",
+        r"train_step\(loss_fn\).*must return a loss, got \(an array, dict\).*has_aux.*has_state",
     ),
     "step: state and output in a row": (
         lambda: jaxscale.train_step(
@@ -560,6 +561,18 @@ CASES = {
         lambda: jaxscale.train_step(never_traced, TX)({"w": W, "f": jnp.sin}, OPT_STATE),
         TypeError,
         r"train_step\(\.\.\.\)\(params, .*not arrays, such as.*transform=eqx\.filter_value_and_grad",
+    ),
+    "step: an output that is missing": (
+        lambda: jaxscale.train_step(jnp.sum, TX, has_aux=True)(W, OPT_STATE),
+        TypeError,
+        r"train_step\(loss_fn, has_aux=True\).*\(loss, aux\), got an array\. Return it so, or leave",
+    ),
+    "step: an NNX module": (
+        lambda: jaxscale.train_step(never_traced, TX)(
+            nnx.BatchNorm(2, rngs=nnx.Rngs(0)), OPT_STATE
+        ),
+        TypeError,
+        r"train_step\(\.\.\.\)\(params, .*BatchNorm.*Use `jaxscale\.nnx\.train_step`",
     ),
     "step: a loss with a shape": (
         lambda: jaxscale.train_step(lambda w: w, TX)(W, OPT_STATE),

@@ -124,7 +124,8 @@ def test_a_loss_scale_is_found_wherever_it_is(tx):
     with_state = jaxscale.train_step(counting, tx, has_state=True)
     params, opt_state, seen = PARAMS, tx.init(PARAMS), jnp.zeros(())
     for batch in BATCHES:
-        params, opt_state, seen, _ = with_state(params, opt_state, seen, batch)
+        with pytest.warns(UserWarning, match=r"`train_step`.*inside of another.*outermost"):
+            params, opt_state, seen, _ = with_state(params, opt_state, seen, batch)
     expected = run(three_lines(loss_fn, tx), tx.init(PARAMS))
     assert_same_bits((params, opt_state), expected[:2])
     skipped = jaxscale.metrics(opt_state)["total_notfinite"]

@@ -66,9 +66,11 @@ MESSAGES = {
         r"train_step.*tx\.init\(params\)\._replace\(inner_state=state\)",
     ),
     "a bare state in a TrainState": (
-        lambda: flax_state(WRAPPED, jaxscale.flax.TrainState)
-        .replace(opt_state=BARE.init(WIDE))
-        .apply_gradients(grads=GRADS[0]),
+        lambda: (
+            flax_state(WRAPPED, jaxscale.flax.TrainState)
+            .replace(opt_state=BARE.init(WIDE))
+            .apply_gradients(grads=GRADS[0])
+        ),
         r"got tuple\. To go on with.*tx\.init\(params\)\._replace\(inner_state=state\)",
     ),
     "a wrapped state for a bare optimizer": (

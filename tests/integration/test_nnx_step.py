@@ -250,7 +250,7 @@ ERRORS = {
     "an auxiliary output": (
         lambda: jaxscale.nnx.train_step(lambda m, x: (loss_fn(m, x), x))(*created(), X),
         TypeError,
-        r"nnx\.train_step\(loss_fn\).*must return a loss, got \(an array, an array\).*has_aux",
+        r"nnx\.train_step\(loss_fn\).*got \(an array, an array\)\. Pass has_aux=True.* the loss\.",
     ),
     "state, which NNX models have themselves": (
         lambda: jaxscale.nnx.train_step(loss_fn, has_state=True),
