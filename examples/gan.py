@@ -64,7 +64,11 @@ disc_step = jaxscale.train_step(discriminator_loss, disc_tx)
 @jax.jit
 def train_step(gen, disc, images, noise):
     """Returns parameters, optimizer state and loss of both players after a step."""
-    return gen_step(*gen, disc[0], noise), disc_step(*disc, gen[0], images, noise)
+    (gen_params, gen_state), (disc_params, disc_state) = gen, disc
+    return (
+        gen_step(gen_params, gen_state, disc_params, noise),
+        disc_step(disc_params, disc_state, gen_params, images, noise),
+    )
 
 
 def main(num_steps: int = 1000) -> float:

@@ -250,7 +250,7 @@ MUTATIONS = {
     "names read once": ("flax", "        names = tuple(always_replace)\n", "        names = always_replace\n"),
     "names by their letters": ("flax", "if not isinstance(always_replace, str) and isinstance", "if isinstance"),
     "no field opted out": ("flax", "new if name in always_replace else", "new if False else"),
-    "overwrites replaced on a skip": ("flax", 'new = keep(f"grads[{OVERWRITE_WITH_GRADIENT!r}]", new, old)', "pass"),
+    "overwrites replaced on a skip": ("flax", 'new = kept(f"grads[{OVERWRITE_WITH_GRADIENT!r}]", new, old)', "pass"),
     # the state dictionary
     "dictionary shares its arrays": ("_state_dict", 'return np.array(_data(_at("tree"', 'return np.asarray(_data(_at("tree"'),
     "dictionary lives on in the tree": ("_state_dict", "np.array(_data(given, leaf))", "np.asarray(_data(given, leaf))"),
@@ -400,7 +400,7 @@ MUTATIONS = {
     "step: types without the sharding": ("_tree", 'sharding = {"sharding": aval.sharding} if explicit else {}', "sharding = {}"),
     "step: devices may part": ("_retry", "if apart := varying(types[-1]):", "if apart := ():"),
     "step: what is not an array is carried": ("_retry", "return is_array(leaf) and dtype_of(leaf) != jax.dtypes.float0", "return is_array(leaf)"),
-    "step: bad state is taken": ("_optimizer", "return select(call, state.grads_finite, new, old)", "return new"),
+    "step: bad state is taken": ("_optimizer", "return keep(call, state.grads_finite, new, old)", "return new"),
     "step: an unchecked loss": ("_train_step", "tx, made.grads, opt_state, params, made.loss, verdict", "tx, made.grads, opt_state, params, None, verdict"),
     "step: state is not copied": ("_train_step", "leaves, treedef = jax.tree.flatten(state)", "leaves, treedef = [0], type('Same', (), {'unflatten': lambda _, __, state=state: state})()"),
     "step: retries of a fixed scale": ("_train_step", "not isinstance(wrapper.policy, NEVER_MOVE)", "True"),
