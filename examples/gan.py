@@ -57,18 +57,8 @@ def discriminator_loss(disc_params, gen_params, images, noise):
     return jax.nn.softplus(-on_images).mean() + jax.nn.softplus(on_generated).mean()
 
 
-gen_step = jaxscale.train_step(generator_loss, gen_tx)
-disc_step = jaxscale.train_step(discriminator_loss, disc_tx)
-
-
-@jax.jit
-def train_step(gen, disc, images, noise):
-    """Returns parameters, optimizer state and loss of both players after a step."""
-    (gen_params, gen_state), (disc_params, disc_state) = gen, disc
-    return (
-        gen_step(gen_params, gen_state, disc_params, noise),
-        disc_step(disc_params, disc_state, gen_params, images, noise),
-    )
+gen_step = jax.jit(jaxscale.train_step(generator_loss, gen_tx))
+disc_step = jax.jit(jaxscale.train_step(discriminator_loss, disc_tx))
 
 
 def main(num_steps: int = 1000) -> float:
@@ -77,22 +67,28 @@ def main(num_steps: int = 1000) -> float:
     rng = np.random.default_rng(0)
     gen_params = init_params(jax.random.key(0), GENERATOR_SIZES)
     disc_params = init_params(jax.random.key(1), DISCRIMINATOR_SIZES)
-    gen, disc = [gen_params, gen_tx.init(gen_params)], [disc_params, disc_tx.init(disc_params)]
+    gen_state, disc_state = gen_tx.init(gen_params), disc_tx.init(disc_params)
     for step in range(1, num_steps + 1):
         noise = rng.normal(size=(BATCH_SIZE, NOISE_SIZE)).astype(np.float32)
-        chosen = rng.choice(len(images), BATCH_SIZE, replace=False)
-        (*gen, gen_loss), (*disc, disc_loss) = train_step(gen, disc, images[chosen], noise)
-        players = ("generator", gen_tx, gen, gen_loss), ("discriminator", disc_tx, disc, disc_loss)
-        for name, tx, player, loss in players:
-            now = jaxscale.metrics(player)
+        batch = images[rng.choice(len(images), BATCH_SIZE, replace=False)]
+        gen_params, gen_state, gen_loss = gen_step(gen_params, gen_state, disc_params, noise)
+        disc_params, disc_state, disc_loss = disc_step(
+            disc_params, disc_state, gen_params, batch, noise
+        )
+        players = (
+            ("generator", gen_tx, gen_state, gen_loss),
+            ("discriminator", disc_tx, disc_state, disc_loss),
+        )
+        for name, tx, opt_state, loss in players:
+            now = jaxscale.metrics(opt_state)
             if not now["grads_finite"]:
                 print(f"step {step}: {name}: overflow, skipped, scale now {now['loss_scale']:.0f}")
             if step % 250 == 0:
-                jaxscale.check(player, tx=tx)
+                jaxscale.check(opt_state, tx=tx)
                 print(f"step {step}: {name}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")
 
     noise = rng.normal(size=(BATCH_SIZE, NOISE_SIZE)).astype(np.float32)
-    loss = float(generator_loss(gen[0], disc[0], noise))
+    loss = float(generator_loss(gen_params, disc_params, noise))
     print(f"gan: generator loss {loss:.3f} after {num_steps} steps")
     return loss
 
