@@ -20,6 +20,8 @@ from ._step import LossScaledState, Verdict, stepped
 from ._train_step import Plan, named
 from ._tree import OVERWRITE_WITH_GRADIENT, cast_like, keep, select
 
+__all__ = ["TrainState", "train_step"]
+
 _OWN_FIELDS = {"step", "apply_fn", "params", "tx", "opt_state"}
 
 

@@ -19,6 +19,8 @@ from ._retry import Pass, is_traced
 from ._state import Scaled, unwrapped
 from ._train_step import Plan, named
 
+__all__ = ["train_step"]
+
 # Streams of random numbers go on, or the next step would repeat the noise of a skipped one.
 # Intermediates are outputs of the forward pass, not its state.
 _STATE = nnx.Not(nnx.Any(nnx.RngState, nnx.Intermediate))

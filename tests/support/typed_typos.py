@@ -21,6 +21,5 @@ def program(w: jax.Array, opt_state: jaxscale.LossScaledState) -> None:
     jaxscale.grad(loss_fn, opt_state)(w, w, y=w)  # error: "y"
     w, opt_state = jaxscale.apply_gradients(tx, w, w, w)  # error: "LossScaledState"
     kept: int = jaxscale.tree_where(True, w, w)  # error: "Array"
-    jaxscale.train_step(loss_fn, tx, has_state=True)(w, opt_state, w, w)  # error: "has_state"
     jaxscale.train_step(loss_fn, tx)(w, opt_state)  # error: "x"
     print(w, opt_state, kept)
