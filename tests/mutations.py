@@ -399,7 +399,6 @@ MUTATIONS = {
     "step: types without the axes": ("_tree", "    if not axes:\n        return zeros\n", "    if True:\n        return zeros\n"),
     "step: types without the sharding": ("_tree", 'sharding = {"sharding": aval.sharding} if explicit else {}', "sharding = {}"),
     "step: devices may part": ("_retry", "if apart := varying(types[-1]):", "if apart := ():"),
-    "step: what is not an array is carried": ("_retry", "return is_array(leaf) and dtype_of(leaf) != jax.dtypes.float0", "return is_array(leaf)"),
     "step: bad state is taken": ("_optimizer", "return keep(call, state.grads_finite, new, old)", "return new"),
     "step: an unchecked loss": ("_train_step", "tx, made.grads, opt_state, params, made.loss, verdict", "tx, made.grads, opt_state, params, None, verdict"),
     "step: state is not copied": ("_train_step", "leaves, treedef = jax.tree.flatten(state)", "leaves, treedef = [0], type('Same', (), {'unflatten': lambda _, __, state=state: state})()"),

@@ -276,6 +276,8 @@ def test_a_scale_that_cannot_be_lowered_is_not_tried_again(policy, passes, wrap)
     assert opt_state.total_retries == passes
     assert opt_state.total_notfinite == 1
     assert_same_bits(params, PARAMS)
+    if not passes:  # and the policy is told of the overflow once, as without retries
+        assert_same_bits(opt_state.scaling, policy.adjust(policy.init(), jnp.array(False)))
 
 
 def test_it_counts_the_passes_and_traces_and_compiles_the_model_once():
