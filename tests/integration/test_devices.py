@@ -218,11 +218,17 @@ def by_pmap(retries):
 
 def by_explicit_mesh(retries):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    step = jax.jit(jaxscale.train_step(half_loss, hot(), retries=retries))
+    use_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
+
+    def with_output(params, x):  # one whose type names its sharding
+        return half_loss(params, x), x * 2
+
+    step = jax.jit(jaxscale.train_step(with_output, hot(), has_aux=True, retries=retries))
 
     def run(params, state, x):
-        with jax.sharding.use_mesh(mesh) if CHECK == "check_rep" else jax.set_mesh(mesh):
+        with use_mesh(mesh):
             x = jax.device_put(x, NamedSharding(mesh, SHARDED))
+            params = jax.device_put(params, NamedSharding(mesh, REPLICATED))
             return jax.device_get(step(params, state, x)[:2])
 
     return run
