@@ -1,0 +1,76 @@
+"""What is known of a value in a program besides its shape and dtype.
+
+A value that the program declares as float32 may be computed in half precision: it is *narrow*
+then. What else is known of a value decides what a narrow one does beside it.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+from jax.extend.core.primitives import convert_element_type_p
+
+FLOAT32 = np.dtype("float32")
+
+
+class Constant(NamedTuple):
+    """A number, or an array full of it, that half precision holds without loss of range."""
+
+
+class Parameter(NamedTuple):
+    """An array that the function was given or closes over, or some of its elements, moved.
+
+    Attributes:
+      size: how many elements it had before it was broadcast.
+    """
+
+    size: float
+
+
+class Product(NamedTuple):
+    """The result of matrix products or convolutions, their biases added."""
+
+
+Kind = Constant | Parameter | Product | None
+
+
+def elements(atom: Any) -> float:
+    """Returns how many elements an array has, or infinity if its shape is not known yet."""
+    shape = atom.aval.shape
+    return math.prod(shape) if all(type(size) is int for size in shape) else math.inf
+
+
+def is_float32(atom: Any) -> bool:
+    """Returns whether a variable or a literal is declared as a float32 array."""
+    aval = atom.aval
+    return type(aval) is jax.core.ShapedArray and aval.dtype == FLOAT32
+
+
+def is_floating(atom: Any) -> bool:
+    """Returns whether a variable or a literal is an array of floating-point or complex numbers."""
+    aval = atom.aval
+    return type(aval) is jax.core.ShapedArray and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def literal_kind(literal: Literal, dtype: Any) -> Kind:
+    """Returns `Constant` if a half-precision dtype holds a number: it is 0, normal, inf or NaN.
+
+    A mask of -1e9 or an epsilon of 1e-8 would become -inf or 0. They stay in float32, and the
+    operation with them.
+    """
+    value, limits = np.asarray(literal.val, np.float64), jnp.finfo(dtype)
+    if value.ndim:
+        return Parameter(value.size)
+    magnitude = abs(float(value))
+    special = magnitude == 0 or not np.isfinite(magnitude)
+    return Constant() if special or limits.tiny <= magnitude <= limits.max else None
+
+
+def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
+    """Returns an array in another dtype. A program keeps this as one equation."""
+    return convert_element_type_p.bind(
+        array, new_dtype=np.dtype(dtype), weak_type=weak_type, sharding=None
+    )

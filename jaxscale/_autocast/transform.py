@@ -1,0 +1,382 @@
+"""A traced program, run again with its matrix products in half precision.
+
+`Autocast.run` goes through a jaxpr once, in one flat loop, and binds each equation in whatever
+trace is current, so that `grad`, `vmap` and `jit` outside see ordinary operations. A value that
+the program declares as float32 may be *narrow*: computed in half precision. A `Frame` holds the
+values of one jaxpr, each in the precision it was computed in, and casts them on demand. It casts
+each value once, in the equation that needs it first.
+
+The rules for equations that hold no others are here; `structure` has those of loops, calls and
+functions with derivative rules of their own.
+"""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from .atoms import (
+    FLOAT32,
+    Constant,
+    Kind,
+    Parameter,
+    Product,
+    cast,
+    elements,
+    is_float32,
+    is_floating,
+    literal_kind,
+)
+from . import table
+from .table import CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
+
+try:  # not public, and only used to keep the lines and scopes of the model
+    from jax._src.source_info_util import current_name_stack, user_context
+except ImportError:  # pragma: no cover
+    current_name_stack = user_context = None
+
+# What the arguments of a function are traced for. A ref is not a `jax.Array`.
+_TRACED: Any = (jax.Array, *([jax.Ref] if hasattr(jax, "Ref") else []))
+
+# Evaluates an equation: it returns the outputs, and which of these are narrow.
+Outputs = tuple[Sequence[Any], Sequence[bool]]
+Rule = Callable[["Frame", JaxprEqn], Outputs]
+
+
+class Frame:
+    """The values of one jaxpr while it runs."""
+
+    __slots__ = ("autocast", "dtype", "halves", "kinds", "narrow", "values", "wides")
+
+    def __init__(self, autocast: "Autocast") -> None:
+        self.autocast, self.dtype = autocast, autocast.dtype
+        self.values: dict[Any, Any] = {}
+        self.narrow: set[Any] = set()  # declared as float32, and computed in half precision
+        self.kinds: dict[Any, Kind] = {}
+        self.halves: dict[Any, Any] = {}  # casts of values that are not narrow
+        self.wides: dict[Any, Any] = {}  # casts of values that are
+
+    def is_narrow(self, atom: Any) -> bool:
+        """Returns whether a value is declared as float32 and computed in half precision."""
+        return not isinstance(atom, Literal) and atom in self.narrow
+
+    def kind(self, atom: Any) -> Kind:
+        """Returns what else is known of a value."""
+        if isinstance(atom, Literal):
+            return literal_kind(atom, self.dtype) if is_float32(atom) else None
+        return self.kinds.get(atom)
+
+    def read(self, atom: Any) -> Any:
+        """Returns a value in the precision it was computed in."""
+        return atom.val if isinstance(atom, Literal) else self.values[atom]
+
+    def wide(self, atom: Any) -> Any:
+        """Returns a value in the dtype that the program declares."""
+        if not self.is_narrow(atom):
+            return self.read(atom)
+        if atom not in self.wides:
+            self.wides[atom] = cast(self.values[atom], FLOAT32, atom.aval.weak_type)
+        return self.wides[atom]
+
+    def half(self, atom: Any) -> Any:
+        """Returns a value in half precision if it is declared as float32."""
+        if isinstance(atom, Literal):
+            scalar = is_float32(atom) and np.ndim(atom.val) == 0
+            if scalar:
+                return self.dtype.type(atom.val)
+            return cast(atom.val, self.dtype) if is_float32(atom) else atom.val
+        if atom in self.narrow or not is_float32(atom):
+            return self.values[atom]
+        if atom not in self.halves:
+            self.halves[atom] = cast(self.values[atom], self.dtype, atom.aval.weak_type)
+        return self.halves[atom]
+
+    def write(self, var: Any, value: Any, narrow: bool, kind: Kind = None) -> None:
+        """Stores the value of a variable."""
+        self.values[var] = value
+        if narrow:
+            self.narrow.add(var)
+        if kind is not None:
+            self.kinds[var] = kind
+
+    def forget(self, var: Any) -> None:
+        """Lets go of the arrays of a variable that is not read again."""
+        for held in (self.values, self.halves, self.wides):
+            held.pop(var, None)
+
+
+class Autocast:
+    """Runs traced programs with their products in one half-precision dtype.
+
+    It remembers the bodies of loops and calls that it has rewritten, for as long as the program
+    lives that they are from: a function that is called many times is rewritten once.
+    """
+
+    def __init__(self, dtype: Any, rules: dict[str, Rule], other: Rule) -> None:
+        self.dtype = np.dtype(dtype)
+        self.rules, self.other = rules, other
+        # For each jaxpr, by its signature: what it was rewritten to.
+        self.rewritten: weakref.WeakKeyDictionary[Any, dict[Any, Any]]
+        self.rewritten = weakref.WeakKeyDictionary()
+        self.with_products: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
+
+    def run(
+        self, closed: ClosedJaxpr, args: Sequence[Any], kinds: Sequence[Kind]
+    ) -> tuple[list[Any], list[Kind]]:
+        """Returns the outputs of a program, some of them narrow, and their kinds.
+
+        Args:
+          closed: the program.
+          args: its arguments. Those declared as float32 may be in half precision.
+          kinds: what is known of them.
+        """
+        jaxpr, frame = closed.jaxpr, Frame(self)
+        for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
+            frame.write(var, const, False, parameter(var))
+        for var, arg, kind in zip(jaxpr.invars, args, kinds, strict=True):
+            frame.write(var, arg, is_float32(var) and arg.dtype == self.dtype, kind)
+        last_uses, rules, other = _last_uses(jaxpr), self.rules, self.other
+        for index, eqn in enumerate(jaxpr.eqns):
+            rule = rules.get(eqn.primitive.name, other)
+            with eqn.ctx.manager, _source(eqn):
+                values, narrow = rule(frame, eqn)
+            for var, value, is_narrow in zip(eqn.outvars, values, narrow, strict=True):
+                frame.values[var] = value
+                if is_narrow:
+                    frame.narrow.add(var)
+            for var in last_uses.get(index, ()):
+                frame.forget(var)
+        outvars = jaxpr.outvars
+        return [frame.read(atom) for atom in outvars], [frame.kind(atom) for atom in outvars]
+
+    def call(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns what a function returns, computed with its products in half precision.
+
+        Arrays of JAX are traced. Everything else, numbers and NumPy arrays included, reaches the
+        function as it is.
+        """
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        is_traced = [isinstance(leaf, _TRACED) for leaf in leaves]
+        out_tree, static = tree, [None]
+
+        def flat(*arrays: Any) -> list[Any]:
+            nonlocal out_tree, static
+            given = iter(arrays)
+            merged = [
+                next(given) if traced else leaf
+                for leaf, traced in zip(leaves, is_traced, strict=True)
+            ]
+            args, kwargs = jax.tree.unflatten(tree, merged)
+            outputs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
+            static = [None if isinstance(out, jax.Array) else (out,) for out in outputs]
+            return [out for out in outputs if isinstance(out, jax.Array)]
+
+        arrays = [leaf for leaf, traced in zip(leaves, is_traced, strict=True) if traced]
+        program = jax.make_jaxpr(flat)(*arrays)
+        kinds = [parameter(var) for var in program.jaxpr.invars]
+        outputs, _ = self.run(program, arrays, kinds)
+        declared = map(as_declared, outputs, program.jaxpr.outvars)
+        return jax.tree.unflatten(out_tree, [next(declared) if s is None else s[0] for s in static])
+
+    def warn(self, name: str) -> None:
+        """Warns that the products inside of a primitive run as they are written."""
+        warnings.warn(
+            f"`autocast`: the products inside of the JAX primitive `{name}` run as they are "
+            "written, because `autocast` has no rule for it. If that is what you want, mark it "
+            "with `jaxscale.full_precision`.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def as_declared(value: Any, atom: Any) -> Any:
+    """Returns a value in the dtype that a program declares."""
+    if not is_float32(atom):
+        return value
+    weak_type = atom.aval.weak_type
+    if value.dtype == FLOAT32 and getattr(value, "weak_type", False) == weak_type:
+        return value
+    return cast(value, FLOAT32, weak_type)
+
+
+def parameter(var: Any) -> Kind:
+    """Returns the kind of an array that a program is given."""
+    return Parameter(elements(var)) if is_float32(var) else None
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> Sequence[Any]:
+    """Returns the outputs of an equation for other arguments, and maybe other parameters."""
+    given: Any = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+    if isinstance(given, tuple):  # in older versions: functions, and the other parameters
+        outputs = eqn.primitive.bind(*given[0], *args, **given[1])
+    else:
+        outputs = eqn.primitive.bind(*args, **given)
+    return outputs if eqn.primitive.multiple_results else [outputs]
+
+
+def as_written(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates an equation in the dtypes that the program declares."""
+    return bind(eqn, [frame.wide(atom) for atom in eqn.invars]), (False,) * len(eqn.outvars)
+
+
+def product(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates a matrix product or a convolution in half precision."""
+    if not is_cast(eqn):
+        return as_written(frame, eqn)
+    params = eqn.params
+    if params.get("preferred_element_type") == FLOAT32:
+        # JAX writes it in a float32 program by itself. Hardware accumulates in float32 anyway.
+        params = params | {"preferred_element_type": frame.dtype}
+    (var,) = eqn.outvars
+    frame.kinds[var] = Product()
+    return bind(eqn, [frame.half(atom) for atom in eqn.invars], params), (True,)
+
+
+def is_cast(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a product of float32 arrays, without a demand of its own."""
+    if eqn.primitive.name not in PRODUCTS:
+        return False
+    floating = filter(is_floating, (*eqn.invars, *eqn.outvars))
+    precision = eqn.params.get("precision")
+    # An algorithm such as `F32_F32_F32` names the precision of each step.
+    named = not isinstance(precision, tuple | jax.lax.Precision | None)
+    return is_float32(eqn.outvars[0]) and all(map(is_float32, floating)) and not named
+
+
+def follow(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates an equation in half precision if all its floating-point arrays are in it."""
+    return _follow(frame, eqn, exact_in_float32=False)
+
+
+def _follow(frame: Frame, eqn: JaxprEqn, exact_in_float32: bool) -> Outputs:
+    narrow = False
+    for atom in eqn.invars:
+        if frame.is_narrow(atom):
+            narrow = True
+        elif is_float32(atom) and not isinstance(frame.kind(atom), Constant):
+            return as_written(frame, eqn)
+    if not narrow:
+        return as_written(frame, eqn)
+    outputs = [is_float32(var) for var in eqn.outvars]
+    if not exact_in_float32:
+        return bind(eqn, [frame.half(atom) for atom in eqn.invars]), outputs
+    values, _ = as_written(frame, eqn)
+    pairs = zip(values, outputs, strict=True)
+    return [cast(value, frame.dtype) if is_half else value for value, is_half in pairs], outputs
+
+
+def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates an equation that moves the elements of its first input."""
+    moved, *_ = eqn.invars
+    kind = frame.kind(moved)
+    if kind is not None:
+        for var in eqn.outvars:
+            smaller = isinstance(kind, Parameter) and elements(var) < kind.size
+            frame.kinds[var] = Parameter(elements(var)) if smaller else kind
+    return _follow(frame, eqn, exact_in_float32=_is_summed_backward(eqn))
+
+
+def choose(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates an equation that moves or chooses elements of its inputs."""
+    return _follow(frame, eqn, exact_in_float32=_is_summed_backward(eqn))
+
+
+def _is_summed_backward(eqn: JaxprEqn) -> bool:
+    grows = elements(eqn.outvars[0]) > elements(eqn.invars[0])
+    name = eqn.primitive.name
+    return name in SUMMED_BACKWARD and (grows or name != "broadcast_in_dim")
+
+
+def add(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates a sum. To a product, a bias is added in half precision."""
+    kinds = [frame.kind(atom) for atom in eqn.invars]
+    (var,) = eqn.outvars
+    for one, other in (kinds, kinds[::-1]):
+        if isinstance(one, Product) and isinstance(other, Product):
+            frame.kinds[var] = Product()
+        elif isinstance(one, Product) and isinstance(other, Parameter):
+            shape = var.aval.shape
+            if len(shape) <= 1 or other.size < elements(var):
+                frame.kinds[var] = Product()
+                return bind(eqn, [frame.half(atom) for atom in eqn.invars]), (True,)
+    return follow(frame, eqn)
+
+
+def multiply(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates a product of elements. That of a value with itself is a power."""
+    one, other = eqn.invars
+    return as_written(frame, eqn) if one is other else follow(frame, eqn)
+
+
+def convert(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates a cast of the program's own."""
+    (atom,), (var,) = eqn.invars, eqn.outvars
+    dtype = np.dtype(eqn.params["new_dtype"])
+    if is_float32(atom) and dtype == FLOAT32:
+        return move(frame, eqn) if not frame.is_narrow(atom) else _same(frame, eqn)
+    if is_float32(atom) and dtype == frame.dtype:
+        return [frame.half(atom)], (False,)
+    if frame.is_narrow(atom):  # to another type: what half precision holds is what there is
+        return bind(eqn, [frame.read(atom)]), (False,)
+    outputs = as_written(frame, eqn)
+    if dtype == FLOAT32 and atom.aval.dtype == frame.dtype:
+        frame.halves[var] = frame.read(atom)  # to cast it back would be exact
+    return outputs
+
+
+def _same(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    (atom,), (var,) = eqn.invars, eqn.outvars
+    kind = frame.kind(atom)
+    if kind is not None:
+        frame.kinds[var] = kind
+    return [frame.read(atom)], (True,)
+
+
+def each(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates an equation whose outputs are its inputs, one by one."""
+    narrow = [frame.is_narrow(atom) for atom in eqn.invars]
+    return bind(eqn, [frame.read(atom) for atom in eqn.invars]), narrow
+
+
+SIMPLE_RULES: dict[str, Rule] = (
+    dict.fromkeys(table.FLOAT32, as_written)
+    | dict.fromkeys(PRODUCTS, product)
+    | dict.fromkeys(ELEMENTWISE, follow)
+    | dict.fromkeys(MOVES, move)
+    | dict.fromkeys(CHOICES, choose)
+    | {
+        "add": add,
+        "mul": multiply,
+        "convert_element_type": convert,
+        "optimization_barrier": each,
+    }
+)
+
+
+def _source(eqn: JaxprEqn) -> Any:
+    """Returns a context in which what is bound has the line and the scopes of an equation."""
+    if user_context is None or current_name_stack is None:
+        return contextlib.nullcontext()
+    stack = current_name_stack() + eqn.source_info.name_stack
+    return user_context(eqn.source_info.traceback, name_stack=stack)
+
+
+def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
+    """Returns the variables that can be forgotten after each equation, by its index."""
+    last: dict[Any, int] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        for atom in (*eqn.invars, *eqn.outvars):
+            if not isinstance(atom, Literal):
+                last[atom] = index
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, Literal):
+            last.pop(atom, None)
+    forgotten: dict[int, list[Any]] = {}
+    for var, index in last.items():
+        forgotten.setdefault(index, []).append(var)
+    return forgotten
