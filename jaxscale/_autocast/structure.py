@@ -16,7 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from .atoms import FLOAT32, Kind, Parameter, cast, elements, is_float32
+from .atoms import FLOAT32, Kind, Parameter, bind, cast, is_float32, without_constants
 from .transform import (
     SIMPLE_RULES,
     Autocast,
@@ -25,7 +25,6 @@ from .transform import (
     Rule,
     as_declared,
     as_written,
-    bind,
     is_cast,
     parameter,
 )
@@ -108,16 +107,6 @@ def rewritten(
         ]
         known[key] = jax.make_jaxpr(run)(*avals), out_kinds
     return known[key]
-
-
-def without_constants(program: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
-    """Returns a jaxpr that takes its constants as its first inputs, and these constants."""
-    jaxpr = program.jaxpr
-    if not program.consts:
-        return jaxpr, []
-    invars = [*jaxpr.constvars, *jaxpr.invars]
-    info = jaxpr.debug_info.with_unknown_names()
-    return jaxpr.replace(constvars=[], invars=invars, debug_info=info), list(program.consts)
 
 
 def _narrow(eqn: JaxprEqn, outputs: Sequence[Any], dtype: Any) -> list[bool]:

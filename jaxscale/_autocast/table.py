@@ -23,8 +23,9 @@ PRODUCTS = frozenset(
     ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"),
 )
 
-# Float32, whatever comes in. The results stay in float32, where they may be larger than float16.
-FLOAT32 = frozenset(
+# Float32, whatever comes in. The results stay in float32, as float16 may not hold them. First
+# those that treat each element by itself:
+FLOAT32_ELEMENTWISE = frozenset(
     (
         # powers, quotients and roots
         *("pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt", "div", "rem"),
@@ -36,6 +37,10 @@ FLOAT32 = frozenset(
         # special functions
         *("erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "zeta", "igamma"),
         *("igammac", "igamma_grad_a", "regularized_incomplete_beta", "bessel_i0e", "bessel_i1e"),
+    )
+)
+FLOAT32 = FLOAT32_ELEMENTWISE | frozenset(
+    (
         # sums and products over elements, also those that end in one place of many
         *("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum"),
         *("scatter-add", "scatter-sub", "scatter-mul", "select_and_scatter_add"),
@@ -82,4 +87,12 @@ CHOICES = frozenset(
 # so that those sums are in float32.
 SUMMED_BACKWARD = frozenset(
     ("broadcast_in_dim", "gather", "reduce_max", "reduce_min", "reduce_window_max", "tile")
+)
+
+# Elementwise operations in float32 on half-precision arrays are computed again in the backward
+# pass, as their inputs need half the memory (see `chains`), together with these:
+CHAINED = (
+    FLOAT32_ELEMENTWISE
+    | ELEMENTWISE
+    | {"broadcast_in_dim", "expand_dims", "reshape", "squeeze", "stop_gradient"}
 )

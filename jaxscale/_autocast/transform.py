@@ -10,10 +10,9 @@ The rules for equations that hold no others are here; `structure` has those of l
 functions with derivative rules of their own.
 """
 
-import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -26,19 +25,16 @@ from .atoms import (
     Kind,
     Parameter,
     Product,
+    bind,
     cast,
     elements,
     is_float32,
     is_floating,
     literal_kind,
 )
-from . import table
-from .table import CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
-
-try:  # not public, and only used to keep the lines and scopes of the model
-    from jax._src.source_info_util import current_name_stack, user_context
-except ImportError:  # pragma: no cover
-    current_name_stack = user_context = None
+from .chains import LONGEST, Link, compute, current_name_stack, source
+from .table import CHAINED, CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
+from .table import FLOAT32 as FLOAT32_OPERATIONS
 
 # What the arguments of a function are traced for. A ref is not a `jax.Array`.
 _TRACED: Any = (jax.Array, *([jax.Ref] if hasattr(jax, "Ref") else []))
@@ -51,10 +47,17 @@ Rule = Callable[["Frame", JaxprEqn], Outputs]
 class Frame:
     """The values of one jaxpr while it runs."""
 
-    __slots__ = ("autocast", "dtype", "halves", "kinds", "narrow", "values", "wides")
+    __slots__ = (
+        *("autocast", "dtype", "halves", "kinds", "links", "narrow", "only_float32"),
+        *("repeats", "scopes", "values", "wides"),
+    )
 
-    def __init__(self, autocast: "Autocast") -> None:
+    def __init__(self, autocast: "Autocast", jaxpr: Jaxpr) -> None:
         self.autocast, self.dtype = autocast, autocast.dtype
+        self.scopes = current_name_stack() if current_name_stack else None
+        self.only_float32 = _only_float32(jaxpr)
+        self.links: dict[Any, Link] = {}  # float32 values that are not computed yet
+        self.repeats = 2 * len(jaxpr.eqns) + LONGEST  # how often their equations may be computed
         self.values: dict[Any, Any] = {}
         self.narrow: set[Any] = set()  # declared as float32, and computed in half precision
         self.kinds: dict[Any, Kind] = {}
@@ -73,14 +76,21 @@ class Frame:
 
     def read(self, atom: Any) -> Any:
         """Returns a value in the precision it was computed in."""
-        return atom.val if isinstance(atom, Literal) else self.values[atom]
+        if isinstance(atom, Literal):
+            return atom.val
+        return self.wide(atom) if atom in self.links else self.values[atom]
 
     def wide(self, atom: Any) -> Any:
         """Returns a value in the dtype that the program declares."""
-        if not self.is_narrow(atom):
-            return self.read(atom)
+        if isinstance(atom, Literal):
+            return atom.val
+        if atom not in self.narrow and atom not in self.links:
+            return self.values[atom]
         if atom not in self.wides:
-            self.wides[atom] = cast(self.values[atom], FLOAT32, atom.aval.weak_type)
+            if atom in self.links:
+                self.wides[atom] = self._compute(atom, FLOAT32)
+            else:
+                self.wides[atom] = cast(self.values[atom], FLOAT32, atom.aval.weak_type)
         return self.wides[atom]
 
     def half(self, atom: Any) -> Any:
@@ -93,8 +103,30 @@ class Frame:
         if atom in self.narrow or not is_float32(atom):
             return self.values[atom]
         if atom not in self.halves:
-            self.halves[atom] = cast(self.values[atom], self.dtype, atom.aval.weak_type)
+            if atom in self.links:
+                self.halves[atom] = self._compute(atom, self.dtype)
+            else:
+                self.halves[atom] = cast(self.values[atom], self.dtype, atom.aval.weak_type)
         return self.halves[atom]
+
+    def defer(self, eqn: JaxprEqn) -> None:
+        """Leaves an equation to be computed when its output is read."""
+        self.links[eqn.outvars[0]] = Link(eqn, [*map(self._held, eqn.invars)])
+
+    def settle(self, atom: Any) -> None:
+        """Computes a value that was left to be computed, once for all that read it."""
+        self.values[atom] = self.wide(atom)
+        del self.links[atom]
+
+    def _held(self, atom: Any) -> Any:
+        if isinstance(atom, Literal):
+            return None
+        return self.links[atom] if atom in self.links else self.values[atom]
+
+    def _compute(self, atom: Any, dtype: Any) -> Any:
+        value, count = compute(self.links[atom], dtype, self.scopes)
+        self.repeats -= count
+        return value
 
     def write(self, var: Any, value: Any, narrow: bool, kind: Kind = None) -> None:
         """Stores the value of a variable."""
@@ -106,7 +138,7 @@ class Frame:
 
     def forget(self, var: Any) -> None:
         """Lets go of the arrays of a variable that is not read again."""
-        for held in (self.values, self.halves, self.wides):
+        for held in (self.values, self.halves, self.wides, self.links):
             held.pop(var, None)
 
 
@@ -135,7 +167,8 @@ class Autocast:
           args: its arguments. Those declared as float32 may be in half precision.
           kinds: what is known of them.
         """
-        jaxpr, frame = closed.jaxpr, Frame(self)
+        jaxpr = closed.jaxpr
+        frame = Frame(self, jaxpr)
         for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
             frame.write(var, const, False, parameter(var))
         for var, arg, kind in zip(jaxpr.invars, args, kinds, strict=True):
@@ -143,12 +176,11 @@ class Autocast:
         last_uses, rules, other = _last_uses(jaxpr), self.rules, self.other
         for index, eqn in enumerate(jaxpr.eqns):
             rule = rules.get(eqn.primitive.name, other)
-            with eqn.ctx.manager, _source(eqn):
+            with eqn.ctx.manager, source(eqn, frame.scopes):
                 values, narrow = rule(frame, eqn)
-            for var, value, is_narrow in zip(eqn.outvars, values, narrow, strict=True):
-                frame.values[var] = value
-                if is_narrow:
-                    frame.narrow.add(var)
+            if values:  # otherwise they are left to be computed
+                for var, value, is_narrow in zip(eqn.outvars, values, narrow, strict=True):
+                    frame.write(var, value, is_narrow)
             for var in last_uses.get(index, ()):
                 frame.forget(var)
         outvars = jaxpr.outvars
@@ -209,19 +241,43 @@ def parameter(var: Any) -> Kind:
     return Parameter(elements(var)) if is_float32(var) else None
 
 
-def bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> Sequence[Any]:
-    """Returns the outputs of an equation for other arguments, and maybe other parameters."""
-    given: Any = eqn.primitive.get_bind_params(eqn.params if params is None else params)
-    if isinstance(given, tuple):  # in older versions: functions, and the other parameters
-        outputs = eqn.primitive.bind(*given[0], *args, **given[1])
-    else:
-        outputs = eqn.primitive.bind(*args, **given)
-    return outputs if eqn.primitive.multiple_results else [outputs]
-
-
 def as_written(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation in the dtypes that the program declares."""
     return bind(eqn, [frame.wide(atom) for atom in eqn.invars]), (False,) * len(eqn.outvars)
+
+
+def in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates an equation in float32, or leaves it to be computed with what follows it."""
+    if not _is_chained(frame, eqn):
+        return as_written(frame, eqn)
+    inner = [frame.links[atom] for atom in eqn.invars if atom_in(atom, frame.links)]
+    if 1 + sum(link.size for link in inner) > LONGEST or frame.repeats < 0:
+        for atom in eqn.invars:
+            if atom_in(atom, frame.links):
+                frame.settle(atom)
+        if not any(map(frame.is_narrow, eqn.invars)):
+            return as_written(frame, eqn)
+    frame.defer(eqn)
+    return (), ()
+
+
+def atom_in(atom: Any, held: Container[Any]) -> bool:
+    """Returns whether an atom is a variable that something holds. Literals have no hash."""
+    return not isinstance(atom, Literal) and atom in held
+
+
+def _is_chained(frame: Frame, eqn: JaxprEqn) -> bool:
+    name = eqn.primitive.name
+    if name not in CHAINED or len(eqn.outvars) != 1 or not is_float32(eqn.outvars[0]):
+        return False
+    linked = [atom_in(atom, frame.links) for atom in eqn.invars]
+    if name != "add":
+        return any(linked) or any(map(frame.is_narrow, eqn.invars))
+    # Where `add` is a residual connection, its sum is what the next layer starts from.
+    return any(linked) and all(
+        is_link or frame.is_narrow(atom) or isinstance(frame.kind(atom), Constant | Parameter)
+        for is_link, atom in zip(linked, eqn.invars, strict=True)
+    )
 
 
 def product(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -259,7 +315,7 @@ def _follow(frame: Frame, eqn: JaxprEqn, exact_in_float32: bool) -> Outputs:
         if frame.is_narrow(atom):
             narrow = True
         elif is_float32(atom) and not isinstance(frame.kind(atom), Constant):
-            return as_written(frame, eqn)
+            return in_float32(frame, eqn)
     if not narrow:
         return as_written(frame, eqn)
     outputs = [is_float32(var) for var in eqn.outvars]
@@ -310,7 +366,17 @@ def add(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def multiply(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a product of elements. That of a value with itself is a power."""
     one, other = eqn.invars
-    return as_written(frame, eqn) if one is other else follow(frame, eqn)
+    return in_float32(frame, eqn) if one is other else follow(frame, eqn)
+
+
+def subtract(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates a difference. It cancels digits, so it is rounded only if something needs that.
+
+    Before an exponential or a power, as in softmax, a variance or a loss, nothing does.
+    """
+    if eqn.outvars[0] in frame.only_float32:
+        return in_float32(frame, eqn)
+    return follow(frame, eqn)
 
 
 def convert(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -344,7 +410,7 @@ def each(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 SIMPLE_RULES: dict[str, Rule] = (
-    dict.fromkeys(table.FLOAT32, as_written)
+    dict.fromkeys(FLOAT32_OPERATIONS, in_float32)
     | dict.fromkeys(PRODUCTS, product)
     | dict.fromkeys(ELEMENTWISE, follow)
     | dict.fromkeys(MOVES, move)
@@ -352,18 +418,11 @@ SIMPLE_RULES: dict[str, Rule] = (
     | {
         "add": add,
         "mul": multiply,
+        "sub": subtract,
         "convert_element_type": convert,
         "optimization_barrier": each,
     }
 )
-
-
-def _source(eqn: JaxprEqn) -> Any:
-    """Returns a context in which what is bound has the line and the scopes of an equation."""
-    if user_context is None or current_name_stack is None:
-        return contextlib.nullcontext()
-    stack = current_name_stack() + eqn.source_info.name_stack
-    return user_context(eqn.source_info.traceback, name_stack=stack)
 
 
 def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
@@ -380,3 +439,15 @@ def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
     for var, index in last.items():
         forgotten.setdefault(index, []).append(var)
     return forgotten
+
+
+def _only_float32(jaxpr: Jaxpr) -> set[Any]:
+    """Returns the differences that are read by operations in float32 alone."""
+    differences = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "sub"}
+    if differences:
+        for eqn in jaxpr.eqns:
+            is_power = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
+            if eqn.primitive.name not in FLOAT32_OPERATIONS and not is_power:
+                differences.difference_update(a for a in eqn.invars if not isinstance(a, Literal))
+        differences.difference_update(a for a in jaxpr.outvars if not isinstance(a, Literal))
+    return differences
