@@ -283,7 +283,7 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
             for aval, zero in zip(avals, out_is_zero, strict=True)
         )
 
-    fun.defjvp(jvp, symbolic_zeros=True)
+    fun.defjvp(jvp, symbolic_zeros=eqn.params["symbolic_zeros"])
     outputs = fun(*args)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
     return outputs, _narrow(eqn, outputs, frame.dtype)
@@ -317,7 +317,8 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     symbolic = params["symbolic_zeros"]
     consts, thunk, backward = (params[k] for k in ("num_consts", "fwd_jaxpr_thunk", "bwd"))
     program, out_kinds = rewritten(frame, params["call_jaxpr"], args, kinds)
-    in_avals, out_declared = program.in_avals, eqn.params["call_jaxpr"].out_avals
+    declared = params["call_jaxpr"]
+    in_avals, in_declared, out_declared = program.in_avals, declared.in_avals, declared.out_avals
 
     @jax.custom_vjp
     def fun(*args: Any) -> Any:
@@ -330,10 +331,18 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
             values = [each.value for each in values]
         jaxpr, fwd_consts = thunk.call_wrapped(*is_perturbed)
         outputs, _ = autocast.run(ClosedJaxpr(jaxpr, fwd_consts), values, kinds[consts:])
-        size = len(outputs) - len(program.out_avals)
-        types = tuple(getattr(var.aval, "dtype", None) for var in jaxpr.outvars[:size])
+        size = len(outputs) - len(out_declared)
         primals = tuple(map(_as_aval, outputs[size:], program.out_avals))
-        return primals, _Residuals(outputs[:size], types)
+        kept = zip(outputs[:size], jaxpr.outvars, strict=False)
+        kept = ((value, var.aval) for value, var in kept)
+        # A residual that is an input is not an output of the jaxpr: JAX says which one it is.
+        inputs = [(value, aval) for value, aval in zip(values, in_declared[consts:], strict=True)]
+        residuals = [
+            next(kept) if index is None else inputs[index - consts]
+            for index in params["out_trees"]()[2]
+        ]
+        types = tuple(getattr(aval, "dtype", None) for _, aval in residuals)
+        return primals, _Residuals([value for value, _ in residuals], types)
 
     def bwd(residuals: Any, cotangents: Any) -> Any:
         pairs = zip(residuals.values, residuals.types, strict=True)
