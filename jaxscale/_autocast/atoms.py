@@ -56,6 +56,11 @@ def is_floating(atom: Any) -> bool:
     return type(aval) is jax.core.ShapedArray and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
+def has_dtype(value: Any, dtype: Any) -> bool:
+    """Returns whether a value is of a dtype. The numbers of a program need not have one."""
+    return getattr(value, "dtype", None) == dtype
+
+
 def literal_kind(literal: Literal, dtype: Any) -> Kind:
     """Returns `Constant` if a half-precision dtype holds a number: it is 0, normal, inf or NaN.
 

@@ -11,13 +11,13 @@ is part of that chain, so one equation may be in several. XLA finds these again 
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn, Literal
-from jax.extend.core.primitives import remat_p
 
 from .atoms import FLOAT32, bind, cast, is_float32, without_constants
 
@@ -90,7 +90,7 @@ def compute(last: Link, dtype: Any, scopes: Any) -> tuple[Any, int]:
             return run(*arrays.values())[0], len(links)
         program = jax.make_jaxpr(run)(*map(jax.typeof, arrays.values()))
         jaxpr, consts = without_constants(program)
-        (value,) = remat_p.bind(
+        (value,) = _remat().bind(
             *consts,
             *arrays.values(),
             jaxpr=jaxpr,
@@ -99,6 +99,12 @@ def compute(last: Link, dtype: Any, scopes: Any) -> tuple[Any, int]:
             policy=None,
         )
     return value, len(links)
+
+
+@functools.cache
+def _remat() -> Any:
+    """Returns the primitive of `jax.checkpoint`, which older versions of JAX do not export."""
+    return jax.make_jaxpr(jax.checkpoint(lambda x: x))(0.0).eqns[0].primitive
 
 
 def _collected(last: Link) -> tuple[list[Link], dict[Any, Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from .atoms import FLOAT32, Kind, Parameter, bind, cast, is_float32, without_constants
+from .atoms import FLOAT32, Kind, Parameter, bind, cast, has_dtype, is_float32, without_constants
 from .transform import (
     SIMPLE_RULES,
     Autocast,
@@ -87,7 +87,7 @@ def rewritten(
     autocast = frame.autocast
     jaxpr = closed(program).jaxpr
     halves = tuple(
-        is_float32(var) and arg.dtype == autocast.dtype
+        is_float32(var) and has_dtype(arg, autocast.dtype)
         for var, arg in zip(jaxpr.invars, args, strict=True)
     )
     known = autocast.rewritten.setdefault(program, {})
@@ -111,7 +111,7 @@ def rewritten(
 
 def _narrow(eqn: JaxprEqn, outputs: Sequence[Any], dtype: Any) -> list[bool]:
     return [
-        is_float32(var) and value.dtype == dtype
+        is_float32(var) and has_dtype(value, dtype)
         for var, value in zip(eqn.outvars, outputs, strict=True)
     ]
 
@@ -290,7 +290,7 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _as_aval(value: Any, aval: Any) -> Any:
-    return value if value.dtype == aval.dtype else cast(value, aval.dtype)
+    return value if has_dtype(value, aval.dtype) else cast(value, aval.dtype)
 
 
 def _zero_tangent(aval: Any) -> Any:
@@ -350,7 +350,7 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         cotangents = [
             SymbolicZero(aval.to_tangent_aval())
             if isinstance(ct, SymbolicZero)
-            else (cast(ct, aval.dtype) if ct.dtype == autocast.dtype else ct)
+            else (cast(ct, aval.dtype) if has_dtype(ct, autocast.dtype) else ct)
             for ct, aval in zip(cotangents, out_declared, strict=True)
         ]
 
@@ -360,7 +360,7 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
         gradients = autocast.call(pull, (*values, *cotangents), {})
         return *[None] * consts, *(
-            None if g is None else (g if g.dtype != FLOAT32 else _as_aval(g, aval))
+            None if g is None else (_as_aval(g, aval) if has_dtype(g, FLOAT32) else g)
             for g, aval in zip(gradients, in_avals[consts:], strict=True)
         )
 

@@ -28,6 +28,7 @@ from .atoms import (
     bind,
     cast,
     elements,
+    has_dtype,
     is_float32,
     is_floating,
     literal_kind,
@@ -172,7 +173,7 @@ class Autocast:
         for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
             frame.write(var, const, False, parameter(var))
         for var, arg, kind in zip(jaxpr.invars, args, kinds, strict=True):
-            frame.write(var, arg, is_float32(var) and arg.dtype == self.dtype, kind)
+            frame.write(var, arg, is_float32(var) and has_dtype(arg, self.dtype), kind)
         last_uses, rules, other = _last_uses(jaxpr), self.rules, self.other
         for index, eqn in enumerate(jaxpr.eqns):
             rule = rules.get(eqn.primitive.name, other)
@@ -231,7 +232,7 @@ def as_declared(value: Any, atom: Any) -> Any:
     if not is_float32(atom):
         return value
     weak_type = atom.aval.weak_type
-    if value.dtype == FLOAT32 and getattr(value, "weak_type", False) == weak_type:
+    if has_dtype(value, FLOAT32) and getattr(value, "weak_type", False) == weak_type:
         return value
     return cast(value, FLOAT32, weak_type)
 
