@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
+from .arguments import Flat
 from .objects import call_with_objects, holds_objects
 from .structure import FULL_PRECISION, RULES, noted
 from .transform import Autocast
@@ -41,15 +42,7 @@ def autocast(
         )
     if checked == known[2]:
         return fun
-    call = _autocast(checked).call
-
-    @functools.wraps(fun)
-    def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-        if holds_objects((args, kwargs)):
-            return call_with_objects(call, fun, args, kwargs)
-        return call(fun, args, kwargs)
-
-    return autocast_fun
+    return _transformed(_autocast(checked).call, fun)
 
 
 def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
@@ -57,27 +50,28 @@ def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     if not callable(fun):
         raise TypeError(f"`full_precision(fun)` must be a function, got {type(fun).__name__}.")
 
+    return _transformed(_marked, fun)
+
+
+def _marked(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    # A call of `jit` stays one equation through `grad` and `vmap`, and keeps its name.
+    flat = Flat(fun, args, kwargs, FULL_PRECISION)
+    return flat.restored(jax.jit(flat)(*flat.arrays))
+
+
+def _transformed(call: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs in `call`, which takes a function and its arguments."""
+    bound, unbound = getattr(fun, "__self__", None), getattr(fun, "__func__", None)
+    if not holds_objects(bound) and holds_objects(fun):
+        bound, unbound = fun, lambda module, *args, **kwargs: module(*args, **kwargs)
+
     @functools.wraps(fun)
-    def full_precision_fun(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-        static, out_tree = [], tree
+    def transformed_fun(*args: Any, **kwargs: Any) -> Any:
+        # A module of NNX is an argument of its own methods: they may change it.
+        if unbound is not None and holds_objects(bound):
+            return call_with_objects(call, unbound, (bound, *args), kwargs)
+        if holds_objects((args, kwargs)):
+            return call_with_objects(call, fun, args, kwargs)
+        return call(fun, args, kwargs)
 
-        def flat(*arrays: Any) -> list[Any]:
-            nonlocal static, out_tree
-            given = iter(arrays)
-            merged = [
-                next(given) if traced else leaf
-                for leaf, traced in zip(leaves, is_array, strict=True)
-            ]
-            args, kwargs = jax.tree.unflatten(tree, merged)
-            outputs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-            static = [None if isinstance(out, jax.Array) else (out,) for out in outputs]
-            return [out for out in outputs if isinstance(out, jax.Array)]
-
-        flat.__name__ = flat.__qualname__ = FULL_PRECISION
-        arrays = [leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced]
-        outputs = iter(jax.jit(flat)(*arrays))
-        return jax.tree.unflatten(out_tree, [next(outputs) if s is None else s[0] for s in static])
-
-    return full_precision_fun
+    return transformed_fun

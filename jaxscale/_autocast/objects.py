@@ -17,15 +17,9 @@ _TAG = "jaxscale.autocast"
 
 def holds_objects(tree: Any) -> bool:
     """Returns whether there are objects of NNX in a tree."""
-    nnx: Any = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return False
-    classes = tuple({nnx.Object, nnx.Variable} | {getattr(nnx, "Pytree", nnx.Object)})
-
-    def is_object(node: Any) -> bool:
-        return isinstance(node, classes)
-
-    return any(map(is_object, jax.tree.leaves(tree, is_leaf=is_object)))
+    return "flax.nnx" in sys.modules and any(
+        map(_is_object, jax.tree.leaves(tree, is_leaf=_is_object))
+    )
 
 
 def call_with_objects(
@@ -54,10 +48,9 @@ def call_with_objects(
 
 
 def _only_objects(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x if _is_object(x) else None, tree, is_leaf=_is_object)
+
+
+def _is_object(node: Any) -> bool:
     nnx: Any = sys.modules["flax.nnx"]
-    classes = tuple({nnx.Object, nnx.Variable} | {getattr(nnx, "Pytree", nnx.Object)})
-
-    def is_object(node: Any) -> bool:
-        return isinstance(node, classes)
-
-    return jax.tree.map(lambda node: node if is_object(node) else None, tree, is_leaf=is_object)
+    return isinstance(node, (nnx.Object, nnx.Variable, getattr(nnx, "Pytree", nnx.Object)))

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from .arguments import Flat
 from .atoms import (
     FLOAT32,
     Constant,
@@ -36,9 +37,6 @@ from .atoms import (
 from .chains import LONGEST, Link, compute, current_name_stack, source
 from .table import CHAINED, CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
 from .table import FLOAT32 as FLOAT32_OPERATIONS
-
-# What the arguments of a function are traced for. A ref is not a `jax.Array`.
-_TRACED: Any = (jax.Array, *([jax.Ref] if hasattr(jax, "Ref") else []))
 
 # Evaluates an equation: it returns the outputs, and which of these are narrow.
 Outputs = tuple[Sequence[Any], Sequence[bool]]
@@ -188,33 +186,12 @@ class Autocast:
         return [frame.read(atom) for atom in outvars], [frame.kind(atom) for atom in outvars]
 
     def call(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Returns what a function returns, computed with its products in half precision.
-
-        Arrays of JAX are traced. Everything else, numbers and NumPy arrays included, reaches the
-        function as it is.
-        """
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        is_traced = [isinstance(leaf, _TRACED) for leaf in leaves]
-        out_tree, static = tree, [None]
-
-        def flat(*arrays: Any) -> list[Any]:
-            nonlocal out_tree, static
-            given = iter(arrays)
-            merged = [
-                next(given) if traced else leaf
-                for leaf, traced in zip(leaves, is_traced, strict=True)
-            ]
-            args, kwargs = jax.tree.unflatten(tree, merged)
-            outputs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-            static = [None if isinstance(out, jax.Array) else (out,) for out in outputs]
-            return [out for out in outputs if isinstance(out, jax.Array)]
-
-        arrays = [leaf for leaf, traced in zip(leaves, is_traced, strict=True) if traced]
-        program = jax.make_jaxpr(flat)(*arrays)
+        """Returns what a function returns, computed with its products in half precision."""
+        flat = Flat(fun, args, kwargs, getattr(fun, "__name__", "autocast"))
+        program = jax.make_jaxpr(flat)(*flat.arrays)
         kinds = [parameter(var) for var in program.jaxpr.invars]
-        outputs, _ = self.run(program, arrays, kinds)
-        declared = map(as_declared, outputs, program.jaxpr.outvars)
-        return jax.tree.unflatten(out_tree, [next(declared) if s is None else s[0] for s in static])
+        outputs, _ = self.run(program, flat.arrays, kinds)
+        return flat.restored(map(as_declared, outputs, program.jaxpr.outvars))
 
     def warn(self, name: str) -> None:
         """Warns that the products inside of a primitive run as they are written."""
