@@ -10,6 +10,7 @@ The rules for equations that hold no others are here; `structure` has those of l
 functions with derivative rules of their own.
 """
 
+import contextvars
 import warnings
 import weakref
 from collections.abc import Callable, Container, Sequence
@@ -37,6 +38,10 @@ from .atoms import (
 from .chains import LONGEST, Link, compute, current_name_stack, source
 from .table import CHAINED, CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
 from .table import FLOAT32 as FLOAT32_OPERATIONS
+
+# The primitives that the call under way has warned of.
+_named: contextvars.ContextVar[frozenset[str]]
+_named = contextvars.ContextVar("named", default=frozenset())
 
 # Evaluates an equation: it returns the outputs, and which of these are narrow.
 Outputs = tuple[Sequence[Any], Sequence[bool]]
@@ -190,11 +195,18 @@ class Autocast:
         flat = Flat(fun, args, kwargs, getattr(fun, "__name__", "autocast"))
         program = jax.make_jaxpr(flat)(*flat.arrays)
         kinds = [parameter(var) for var in program.jaxpr.invars]
-        outputs, _ = self.run(program, flat.arrays, kinds)
+        token = _named.set(_named.get())
+        try:
+            outputs, _ = self.run(program, flat.arrays, kinds)
+        finally:
+            _named.reset(token)
         return flat.restored(map(as_declared, outputs, program.jaxpr.outvars))
 
     def warn(self, name: str) -> None:
-        """Warns that the products inside of a primitive run as they are written."""
+        """Warns that the products inside of a primitive run as they are written, once a call."""
+        if name in _named.get():
+            return
+        _named.set(_named.get() | {name})
         warnings.warn(
             f"`autocast`: the products inside of the JAX primitive `{name}` run as they are "
             "written, because `autocast` has no rule for it. If that is what you want, mark it "
