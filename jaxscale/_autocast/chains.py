@@ -14,12 +14,12 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn, Literal
 
-from .atoms import FLOAT32, bind, cast, is_float32, without_constants
+from .atoms import FLOAT32, bind, cast, without_constants
 
 try:  # not public, and only used to keep the lines and scopes of the model
     from jax._src.source_info_util import current_name_stack, user_context
@@ -34,6 +34,29 @@ _LINEAR = {"add", "broadcast_in_dim", "expand_dims", "neg", "reshape", "squeeze"
 
 
 _order = itertools.count()
+
+
+class Narrow(NamedTuple):
+    """A half-precision array and its cast to float32, from which chains start.
+
+    They compute with the first, which the backward pass keeps. Their gradients go to the second,
+    so that those of several chains are added in float32: in a softmax they nearly cancel.
+    """
+
+    half: Any
+    wide: Any
+
+
+@jax.custom_jvp
+def _widened(half: Any, wide: Any) -> Any:
+    del wide
+    return cast(half, FLOAT32)
+
+
+@_widened.defjvp
+def _widened_jvp(primals: Any, tangents: Any) -> Any:
+    # Not `_widened` again: with that, the backward pass would keep `wide` for its own derivative.
+    return cast(primals[0], FLOAT32), tangents[1]
 
 
 class Link:
@@ -63,16 +86,17 @@ def compute(last: Link, dtype: Any, scopes: Any) -> tuple[Any, int]:
       scopes: the named scopes around the program.
     """
     links, arrays = _collected(last)
+    leaves, tree = jax.tree.flatten(list(arrays.values()))
 
     def run(*given: Any) -> list[Any]:
-        values = dict(zip(arrays, given, strict=True))
+        values = dict(zip(arrays, jax.tree.unflatten(tree, given), strict=True))
         inside = current_name_stack() if current_name_stack else None
 
         def read(atom: Any) -> Any:
             if isinstance(atom, Literal):
                 return atom.val
-            if is_float32(atom) and values[atom].dtype != FLOAT32:
-                values[atom] = cast(values[atom], FLOAT32)
+            if isinstance(values[atom], Narrow):
+                values[atom] = _widened(*values[atom])
             return values[atom]
 
         for link in links:
@@ -87,12 +111,12 @@ def compute(last: Link, dtype: Any, scopes: Any) -> tuple[Any, int]:
             info = last.eqn.source_info
             stack.enter_context(user_context(info.traceback, name_stack=scopes))
         if all(map(_is_linear, links)):
-            return run(*arrays.values())[0], len(links)
-        program = jax.make_jaxpr(run)(*map(jax.typeof, arrays.values()))
+            return run(*leaves)[0], len(links)
+        program = jax.make_jaxpr(run)(*map(jax.typeof, leaves))
         jaxpr, consts = without_constants(program)
         (value,) = _remat().bind(
             *consts,
-            *arrays.values(),
+            *leaves,
             jaxpr=jaxpr,
             prevent_cse=True,
             differentiated=False,

@@ -35,7 +35,7 @@ from .atoms import (
     is_floating,
     literal_kind,
 )
-from .chains import LONGEST, Link, compute, current_name_stack, source
+from .chains import LONGEST, Link, Narrow, compute, current_name_stack, source
 from .table import CHAINED, CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
 from .table import FLOAT32 as FLOAT32_OPERATIONS
 
@@ -125,6 +125,8 @@ class Frame:
     def _held(self, atom: Any) -> Any:
         if isinstance(atom, Literal):
             return None
+        if atom in self.narrow:
+            return Narrow(self.values[atom], self.wide(atom))
         return self.links[atom] if atom in self.links else self.values[atom]
 
     def _compute(self, atom: Any, dtype: Any) -> Any:

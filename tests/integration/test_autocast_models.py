@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import gc
 import time
 
 import equinox as eqx
@@ -115,10 +116,9 @@ def test_a_transformer_learns_what_it_learns_in_float32(kind):
     assert avals(half_gradients) == avals(gradients)
     np.testing.assert_allclose(half_loss, loss, rtol=1e-3)
     for a, b in zip(jax.tree.leaves(half_gradients), jax.tree.leaves(gradients), strict=True):
-        # The norm of the whole: some of these gradients are sums that cancel.
-        assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b) + 1e-4 * optax.global_norm(
-            gradients
-        )
+        # The norm of each leaf. Some of these gradients are sums that cancel, such as that of the
+        # bias of the keys, which is 0 in exact arithmetic.
+        assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b) + 1e-4
 
 
 @pytest.mark.slow
@@ -126,18 +126,22 @@ def test_tracing_takes_at_most_twice_as_long():
     model = Transformer(layers=12)
     params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
 
-    def seconds(loss_fn):
-        def once():
-            start = time.perf_counter()
-            jax.make_jaxpr(lambda *args: loss_fn(*args))(params, TOKENS)
-            return time.perf_counter() - start
-
-        return min(once() for _ in range(7))
-
     plain = loss_of(model)
     cast = jaxscale.autocast(plain)
-    for wrapped in (lambda f: f, jax.grad):
-        assert seconds(wrapped(cast)) <= 2 * seconds(wrapped(plain))
+
+    def seconds(fun):
+        start = time.process_time()  # of this process alone
+        jax.make_jaxpr(lambda *args: fun(*args))(params, TOKENS)  # a new function: nothing cached
+        return time.process_time() - start
+
+    gc.disable()
+    try:
+        for one, other in ((plain, cast), (jax.grad(plain), jax.grad(cast))):
+            both = [(seconds(one), seconds(other)) for _ in range(6)]
+            expected, actual = map(min, zip(*both, strict=True))
+            assert actual <= 2 * expected
+    finally:
+        gc.enable()
 
 
 @kinds
@@ -263,7 +267,7 @@ def products(fun, *args):
 
 def mlp(params, x):
     h = jax.nn.gelu(x @ params["in"] + params["bias"])
-    return jnp.mean(jax.nn.softmax(h @ params["out"]) ** 2)
+    return jnp.sum(jax.nn.softmax(h @ params["out"]) ** 2)  # float16 would flush those of a mean
 
 
 MLP = {
@@ -303,11 +307,11 @@ def test_meshes_with_explicit_axes():
             MLP,
             {"in": P(None, "model"), "bias": P("model"), "out": P(None, None)},
         )
-        x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
+        x = jax.device_put(X, NamedSharding(mesh, P(None, None)))
 
         def fun(params, x):
             h = jax.nn.gelu(x @ params["in"] + params["bias"])
-            return jnp.mean(jnp.square(h @ params["in"].T)), h
+            return jnp.mean(jnp.square(h.T @ x)), h
 
         for given in (fun, jax.jit(fun)):
             _, expected = given(params, x)
