@@ -8,9 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import convert_element_type_p
 
@@ -47,13 +47,13 @@ def elements(atom: Any) -> float:
 def is_float32(atom: Any) -> bool:
     """Returns whether a variable or a literal is declared as a float32 array."""
     aval = atom.aval
-    return type(aval) is jax.core.ShapedArray and aval.dtype == FLOAT32
+    return type(aval) is ShapedArray and aval.dtype == FLOAT32
 
 
 def is_floating(atom: Any) -> bool:
     """Returns whether a variable or a literal is an array of floating-point or complex numbers."""
     aval = atom.aval
-    return type(aval) is jax.core.ShapedArray and jnp.issubdtype(aval.dtype, jnp.inexact)
+    return type(aval) is ShapedArray and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def has_dtype(value: Any, dtype: Any) -> bool:

@@ -46,13 +46,15 @@ def has_products(autocast: Autocast, program: Jaxpr | ClosedJaxpr) -> bool:
     jaxpr = closed(program).jaxpr
     if jaxpr not in autocast.with_products:
         autocast.with_products[jaxpr] = any(
-            is_cast(eqn)
-            or not is_full_precision(eqn)
-            and eqn.primitive.name not in _KERNELS
-            and any(has_products(autocast, inner) for inner in programs(eqn))
+            is_cast(eqn) or any(has_products(autocast, inner) for inner in _entered(eqn))
             for eqn in jaxpr.eqns
         )
     return autocast.with_products[jaxpr]
+
+
+def _entered(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
+    is_left = is_full_precision(eqn) or eqn.primitive.name in _KERNELS
+    return iter(()) if is_left else programs(eqn)
 
 
 def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
@@ -165,12 +167,12 @@ def scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
         return noted(frame, eqn)
     consts, carries, body = (eqn.params[name] for name in ("num_consts", "num_carry", "jaxpr"))
     args, kinds = _inputs(frame, eqn)
-    carry = slice(consts, consts + carries)
-    args[carry] = [as_declared(args[i], body.jaxpr.invars[i]) for i in range(carry.start, carry.stop)]
-    kinds[carry] = [None] * carries
-    for i in range(carry.stop, len(kinds)):
-        if isinstance(kinds[i], Parameter):
-            kinds[i] = parameter(body.jaxpr.invars[i])
+    last = consts + carries
+    for i, var in enumerate(body.jaxpr.invars):
+        if consts <= i < last:
+            args[i], kinds[i] = as_declared(args[i], var), None
+        elif i >= last and isinstance(kinds[i], Parameter):
+            kinds[i] = parameter(var)  # a slice of it
     program, _ = rewritten(frame, body, args, kinds, declared=carries)
     outputs = bind(eqn, args, eqn.params | {"jaxpr": program})
     return outputs, _narrow(eqn, outputs, frame.dtype)

@@ -348,8 +348,8 @@ def add(frame: Frame, eqn: JaxprEqn) -> Outputs:
         if isinstance(one, Product) and isinstance(other, Product):
             frame.kinds[var] = Product()
         elif isinstance(one, Product) and isinstance(other, Parameter):
-            shape = var.aval.shape
-            if len(shape) <= 1 or other.size < elements(var):
+            aval: Any = var.aval
+            if aval.ndim <= 1 or other.size < elements(var):
                 frame.kinds[var] = Product()
                 return bind(eqn, [frame.half(atom) for atom in eqn.invars]), (True,)
     return follow(frame, eqn)
@@ -373,7 +373,8 @@ def subtract(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 def convert(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a cast of the program's own."""
-    (atom,), (var,) = eqn.invars, eqn.outvars
+    atom: Any = eqn.invars[0]
+    (var,) = eqn.outvars
     dtype = np.dtype(eqn.params["new_dtype"])
     if is_float32(atom) and dtype == FLOAT32:
         return move(frame, eqn) if not frame.is_narrow(atom) else _same(frame, eqn)

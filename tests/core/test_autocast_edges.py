@@ -1,19 +1,23 @@
 """What `autocast` leaves alone, what stays in float32, and what bad input says."""
 
 import functools
+import gc
 import inspect
 import warnings
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from half_programs import PROGRAMS, W, X, dtypes, equations
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 from tables import rows
 
 import jaxscale
 from jaxscale._autocast import table
+from jaxscale._autocast.api import _autocast
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -95,8 +99,8 @@ def test_a_constant_that_float16_does_not_hold_makes_it_float32(name):
     x = X[:1].T @ X[:1]
     result = jaxscale.autocast(fun)(x)
     np.testing.assert_allclose(result, fun(x), rtol=5e-3, atol=5e-3)
-    last = [e for e in equations(jax.make_jaxpr(jaxscale.autocast(fun))(x))]
-    last = [e for e in last if e.primitive.name in ("add", "mul", "select_n", "max")]
+    eqns = list(equations(jax.make_jaxpr(jaxscale.autocast(fun))(x)))
+    last = [e for e in eqns if e.primitive.name in ("add", "mul", "select_n", "max")]
     assert {dtype} in [dtypes(eqn) for eqn in last]
 
 
@@ -188,7 +192,8 @@ def test_what_is_not_an_array_reaches_the_function_as_it_is():
         return function(x @ x) * number if number > 2 else x
 
     cast = jaxscale.autocast(fun)
-    arguments = dict(number=3, text="text", array=np.ones(2), flag=True, function=jnp.tanh)
+    arguments = {"number": 3, "text": "text", "array": np.ones(2), "flag": True}
+    arguments["function"] = jnp.tanh
     np.testing.assert_allclose(cast(W[0], **arguments), fun(W[0], **arguments), atol=5e-3)
     jitted = jax.jit(cast, static_argnames=["text", "array", "flag", "function", "number", "none"])
     arguments["array"] = None
@@ -299,3 +304,96 @@ def test_help_shows_the_table():
     assert not [name for name in table.PRODUCTS | table.FLOAT32 if f"`{name}`" not in shown]
     tables = [table.PRODUCTS, table.FLOAT32, table.ELEMENTWISE, table.MOVES, table.CHOICES]
     assert len(frozenset().union(*tables)) == sum(map(len, tables))  # none is in two of them
+
+
+def test_what_a_loop_carries_keeps_its_dtype_and_what_it_stacks_is_half():
+    def fun(x, ws):
+        return jax.lax.scan(lambda c, w: (c @ w, jnp.tanh(c @ w)), x, ws)
+
+    jaxpr = jax.make_jaxpr(jaxscale.autocast(fun))(X, W)
+    (scan,) = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+    assert [var.aval.dtype for var in scan.outvars] == [jnp.float32, jnp.float16]
+    assert jaxpr.out_avals[1].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("policy", ["save_only_these_names", "save_any_names_but_these"])
+def test_a_remat_keeps_what_its_policy_says_in_half_precision(policy):
+    policy = getattr(jax.checkpoint_policies, policy)("kept")
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(w, x):
+        kept = checkpoint_name(x @ w, "kept")
+        return jnp.tanh(checkpoint_name(jnp.tanh(kept), "other"))
+
+    def residuals(fun):
+        kept = jax.eval_shape(lambda w: jax.vjp(lambda w: fun(w, X[:3]), w)[1], W[0])
+        return sorted(str(leaf.dtype) for leaf in jax.tree.leaves(kept) if leaf.shape == (3, 8))
+
+    plain, cast = residuals(layer), residuals(jaxscale.autocast(layer))
+    assert len(cast) == len(plain)
+    # The input itself is kept as it came.
+    assert set(cast) == {"float16", "float32"}
+    assert cast.count("float32") == 1
+
+
+def test_derivative_rules_decide_at_their_edge():
+    cast = jaxscale.autocast(lambda w, x: jnp.sum(jax.nn.relu(x @ w)))
+    assert (jax.grad(cast)(jnp.zeros((8, 8)), X) == 0).all()  # that of a maximum would be a half
+    large = jaxscale.autocast(lambda w, x: jax.nn.logsumexp(x @ w) + jax.nn.softmax(x @ w)[0, 0])
+    assert jnp.isfinite(large(jnp.eye(8) * 1000, X))
+    assert jnp.isfinite(jax.grad(large)(jnp.eye(8) * 1000, X)).all()
+
+
+def test_nothing_leaks():
+    fun, args = PROGRAMS["attention"]
+    with jax.checking_leaks():
+        jax.jit(jax.grad(lambda *args: jaxscale.autocast(fun)(*args)[0]))(*args)
+        fun, args = PROGRAMS["custom_vjp"]
+        jax.jit(jax.grad(lambda *args: jaxscale.autocast(fun)(*args)[0]))(*args)
+
+
+def test_what_is_rewritten_is_forgotten_with_its_program():
+    def once(n):
+        layer = jax.jit(lambda x, w: jax.nn.relu(x @ w) + n)
+        jaxscale.autocast(lambda x: jax.lax.scan(lambda c, w: (layer(c, w), None), x, W)[0])(X)
+
+    def remembered():
+        gc.collect()
+        return len(_autocast(jnp.dtype("float16")).rewritten)
+
+    once(0)
+    jax.clear_caches()
+    before = remembered()
+    for n in range(5):
+        once(n)
+    jax.clear_caches()
+    assert remembered() <= before
+
+
+def test_a_bias_is_part_of_its_product_and_other_sums_are_not():
+    def fun(w, b, x, other):
+        return x @ w + b[None], x @ w + other, x @ w + jnp.sin(b)[None]
+
+    eqns = jax.make_jaxpr(jaxscale.autocast(fun))(W[0], W[0, 0], X, X).eqns
+    sums = [dtypes(e) for e in eqns if e.primitive.name == "add"]
+    assert sums == [{"float16"}, {"float32"}, {"float32"}]
+
+
+def test_the_gradient_of_a_bias_is_added_in_float32():
+    # 4096 ones: float16 counts to 2048.
+    fun = jaxscale.autocast(lambda b, x: jnp.sum(x @ jnp.ones((1, 1)) + b[None]))
+    gradient = jax.grad(fun)(jnp.zeros(1), jnp.ones((4096, 1)))
+    assert gradient == 4096
+    moved = jaxscale.autocast(lambda w: jnp.sum(jnp.tile(w @ w, (4096, 1)) * 0.5))
+    assert (jax.grad(moved)(jnp.eye(1)) == 4096).all()
+
+
+def test_symbolic_shapes():
+    (size,) = jax.export.symbolic_shape("n")
+    shape = jax.ShapeDtypeStruct((size, 8), jnp.float32)
+
+    def fun(x):
+        return jax.nn.softmax(x @ W[0] + W[0, 0][None])
+
+    exported = jax.export.export(jax.jit(jaxscale.autocast(fun)))(shape)
+    np.testing.assert_allclose(exported.call(X), fun(X), atol=2e-3)

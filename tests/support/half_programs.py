@@ -155,7 +155,7 @@ def custom_vjp(p, x):
         return x @ w, (x, w, n)
 
     def backward(residuals, g):
-        x, w, n = residuals
+        x, w, _ = residuals
         return g @ w.T, 2 * (x.T @ g), None  # not the derivative, to see that it is this
 
     f.defvjp(forward, backward)
