@@ -131,7 +131,7 @@ def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
       >>> import jax.numpy as jnp
       >>> import jaxscale
       >>> product = lambda x: x @ x
-      >>> x = jnp.full((2, 2), 256.0)
+      >>> x = jnp.full((2, 2), 256, jnp.float32)
       >>> jaxscale.autocast(product)(x)[0, 0]
       Array(inf, dtype=float32)
       >>> jaxscale.autocast(jaxscale.full_precision(product))(x)[0, 0]

@@ -269,7 +269,7 @@ import sys, optax
 before = set(sys.modules)
 import jaxscale
 assert not {"jaxscale.presets", "jaxscale.diagnostics"} & set(sys.modules)
-added = {name.split(".")[0] for name in set(sys.modules) - before} - {"jaxscale"}
+added = {name.split(".")[0] for name in set(sys.modules) - before} - {"jaxscale", "jax"}
 sys.exit(" ".join(added - set(sys.stdlib_module_names)) or 0)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
