@@ -27,31 +27,32 @@ def autocast(
     """Returns the function, with its matrix products and convolutions in half precision.
 
     Parameters, gradients and outputs keep their dtypes, and no line of the model changes. The
-    function is traced, as by `jax.jit`, and each operation of it runs in one of three ways:
+    function is traced, as by `jax.jit`, and each operation of it runs in one of three ways. In
+    brackets are the names of JAX's primitives:
 
     - Matrix products and convolutions run in half precision, forward and backward, together
-      with a bias that is added to them: `dot_general`, `conv_general_dilated`, `ragged_dot`,
-      `ragged_dot_general`.
+      with a bias that is added to them (dot_general, conv_general_dilated, ragged_dot,
+      ragged_dot_general).
     - Operations whose results may leave the range of float16 run in float32, and their results
-      stay in it: powers, quotients and roots (`pow`, `integer_pow`, `square`, `sqrt`,
-      `rsqrt`, `cbrt`, `div`, `rem`), exponentials and logarithms (`exp`, `exp2`, `expm1`,
-      `log`, `log1p`), trigonometry (`sin`, `cos`, `tan`, `asin`, `acos`, `atan`, `atan2`,
-      `sinh`, `cosh`, `asinh`, `acosh`, `atanh`), special functions (`erf`, `erfc`, `erf_inv`,
-      `lgamma`, `digamma`, `polygamma`, `zeta`, `igamma`, `igammac`, `igamma_grad_a`,
-      `regularized_incomplete_beta`, `bessel_i0e`, `bessel_i1e`), sums and products over elements
-      (`reduce_sum`, `reduce_prod`, `cumsum`, `cumprod`, `cumlogsumexp`, `reduce_window_sum`,
-      `scatter-add`, `scatter-sub`, `scatter-mul`, `select_and_scatter_add`), sums over
-      devices (`psum`, `psum_invariant`, `reduce_scatter`), linear algebra and Fourier
-      transforms (`cholesky`, `cholesky_update`, `eig`, `eigh`, `fft`, `geqrf`, `geqp3`,
-      `hessenberg`, `householder_product`, `lu`, `ormqr`, `qr`, `schur`, `svd`,
-      `symmetric_product`, `triangular_solve`, `tridiagonal`, `tridiagonal_solve`). So norms,
+      stay in it: powers, quotients and roots (pow, integer_pow, square, sqrt,
+      rsqrt, cbrt, div, rem), exponentials and logarithms (exp, exp2, expm1,
+      log, log1p), trigonometry (sin, cos, tan, asin, acos, atan, atan2,
+      sinh, cosh, asinh, acosh, atanh), special functions (erf, erfc, erf_inv,
+      lgamma, digamma, polygamma, zeta, igamma, igammac, igamma_grad_a,
+      regularized_incomplete_beta, bessel_i0e, bessel_i1e), sums and products over elements
+      (reduce_sum, reduce_prod, cumsum, cumprod, cumlogsumexp, reduce_window_sum,
+      scatter-add, scatter-sub, scatter-mul, select_and_scatter_add), sums over
+      devices (psum, psum_invariant, reduce_scatter), linear algebra and Fourier
+      transforms (cholesky, cholesky_update, eig, eigh, fft, geqrf, geqp3,
+      hessenberg, householder_product, lu, ormqr, qr, schur, svd,
+      symmetric_product, triangular_solve, tridiagonal, tridiagonal_solve). So norms,
       losses and softmax, which are made of these, run in float32.
     - All others follow their inputs: half precision if all floating-point arrays among them
       are in it, otherwise float32. A constant counts only if half precision cannot hold it, such
       as the -1e9 of a mask. A value that is multiplied by itself is a power. A difference that
       only operations in float32 read is in float32.
 
-    Control flow and calls are entered, `custom_jvp` and `custom_vjp` functions keep their rules,
+    Control flow and calls are entered, `jax.custom_jvp` and `jax.custom_vjp` functions keep their rules,
     and what loops carry keeps its dtype. Integers, float64, complex numbers and what is written
     in half precision by hand are left alone, and so are kernels, callbacks and products with an
     `algorithm` of their own. Source lines and named scopes stay those of the model.
@@ -79,7 +80,7 @@ def autocast(
         are written.
 
     Source: the autocast op reference of PyTorch and the lists of TensorFlow's
-    `auto_mixed_precision`.
+    auto mixed precision.
 
     Example:
       >>> import jax, jax.numpy as jnp

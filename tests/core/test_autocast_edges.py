@@ -3,6 +3,7 @@
 import functools
 import gc
 import inspect
+import re
 import warnings
 
 import jax
@@ -300,8 +301,8 @@ def test_what_is_not_a_function_is_named(name):
 
 
 def test_help_shows_the_table():
-    shown = inspect.getdoc(jaxscale.autocast)
-    assert not [name for name in table.PRODUCTS | table.FLOAT32 if f"`{name}`" not in shown]
+    shown = re.findall(r"[\w-]+", inspect.getdoc(jaxscale.autocast))
+    assert set(shown) >= table.PRODUCTS | table.FLOAT32
     tables = [table.PRODUCTS, table.FLOAT32, table.ELEMENTWISE, table.MOVES, table.CHOICES]
     assert len(frozenset().union(*tables)) == sum(map(len, tables))  # none is in two of them
 
