@@ -52,8 +52,8 @@ def autocast(
       as the -1e9 of a mask. A value that is multiplied by itself is a power. A difference that
       only operations in float32 read is in float32.
 
-    Control flow and calls are entered, `jax.custom_jvp` and `jax.custom_vjp` functions keep their rules,
-    and what loops carry keeps its dtype. Integers, float64, complex numbers and what is written
+    Control flow and calls are entered, `jax.custom_jvp` and `jax.custom_vjp` functions keep their
+    rules, and what loops carry keeps its dtype. Integers, float64, complex numbers and what is written
     in half precision by hand are left alone, and so are kernels, callbacks and products with an
     `algorithm` of their own. Source lines and named scopes stay those of the model.
 
