@@ -53,9 +53,9 @@ def autocast(
       only operations in float32 read is in float32.
 
     Control flow and calls are entered, `jax.custom_jvp` and `jax.custom_vjp` functions keep their
-    rules, and what loops carry keeps its dtype. Integers, float64, complex numbers and what is written
-    in half precision by hand are left alone, and so are kernels, callbacks and products with an
-    `algorithm` of their own. Source lines and named scopes stay those of the model.
+    rules, and what loops carry keeps its dtype. Integers, float64, complex numbers and what is
+    written in half precision by hand are left alone, and so are kernels, callbacks and products
+    with an `algorithm` of their own. Source lines and named scopes stay those of the model.
 
     Elementwise operations in float32 between half-precision arrays are computed again in the
     backward pass, as if under `jax.checkpoint`, because their inputs take half the memory.
