@@ -14,6 +14,8 @@ The rest, by group:
   `value_and_grad` without the loss.
 - Optimizers: `skip_nonfinite` skips bad steps without scaling, for bfloat16 and float32.
   `multi_steps` accumulates several micro-batches for each step.
+- Precision: `autocast` computes matrix products in float16 without touching the model, and
+  `full_precision` exempts a part of it.
 - Policies, the rules by which the scale moves: `DynamicLossScale`, `FixedLossScale`,
   `NoOpLossScale`, their base class `LossScale`, and `as_loss_scale`, which reads short forms such
   as `"dynamic"` or 128. `jaxscale.presets` has the rules of other libraries.
@@ -33,6 +35,7 @@ import importlib.util as _util
 import typing as _typing
 
 from ._accumulate import MultiStepsState
+from ._autocast.api import autocast, full_precision
 from ._optimizer import apply_gradients, loss_scaled, multi_steps, skip_nonfinite
 from ._policies.base import LossScale
 from ._policies.dynamic import DynamicLossScale
@@ -59,6 +62,8 @@ __all__ = [  # noqa: RUF022
     "grad",
     "skip_nonfinite",
     "multi_steps",
+    "autocast",
+    "full_precision",
     "DynamicLossScale",
     "FixedLossScale",
     "NoOpLossScale",

@@ -58,6 +58,9 @@ TESTS = [
     "integration/test_checkpoints",
     "integration/test_soak",
     "core/test_types",
+    "core/test_autocast_edges",
+    "core/test_autocast",
+    "integration/test_autocast_models",
 ]
 
 _INNER = "self.inner.update(grads, state.inner_state, map_gradients(widen, params), **extra_args)"
@@ -417,6 +420,31 @@ MUTATIONS = {
     "adopting: a lost optimizer goes unseen": ("_progress", "    if lost:\n", "    if False:\n"),
     "adopting: an adopted one is called lost": ("_progress", "lost = max(counts) <= state.total_steps - state.total_notfinite", "lost = True"),
     "adopting: no way is named": ("_state_dict", "hints.append(_adoption(path, children, values))", "hints.append('')"),
+    # autocast
+    "autocast: a product keeps its output type": ("_autocast/transform", 'params = params | {"preferred_element_type": frame.dtype}', "params = params | {}"),
+    "autocast: sums follow their inputs": ("_autocast/table", '*("abs", "add", "add_any"', '*("reduce_sum", "abs", "add", "add_any"'),
+    "autocast: a square overflows": ("_autocast/transform", "return in_float32(frame, eqn) if one is other else follow(frame, eqn)", "return follow(frame, eqn)"),
+    "autocast: every constant follows": ("_autocast/atoms", "return Constant() if special or", "return Constant() if True or"),
+    "autocast: a bias widens its product": ("_autocast/transform", "if aval.ndim <= 1 or other.size < elements(var):", "if False:"),
+    "autocast: any addend is a bias": ("_autocast/transform", "if aval.ndim <= 1 or other.size < elements(var):", "if True:"),
+    "autocast: a carry is narrow": ("_autocast/structure", "rewritten(frame, body, args, kinds, declared=carries)", "rewritten(frame, body, args, kinds)"),
+    "autocast: loops are not entered": ("_autocast/structure", '    "scan": scan,\n', ""),
+    "autocast: branches return what they have": ("_autocast/structure", "args[1:], kinds[1:], declared=len(eqn.outvars))[0]", "args[1:], kinds[1:])[0]"),
+    "autocast: the policy of remat is dropped": ("_autocast/structure", 'eqn.params | {"jaxpr": jaxpr})', 'eqn.params | {"jaxpr": jaxpr, "policy": None})'),
+    "autocast: a JVP rule is forgotten": ("_autocast/structure", '    "custom_jvp_call": custom_jvp,\n', '    "custom_jvp_call": inlined,\n'),
+    "autocast: a VJP rule is forgotten": ("_autocast/structure", '    "custom_vjp_call": custom_vjp,\n', '    "custom_vjp_call": inlined,\n'),
+    "autocast: full precision is not marked": ("_autocast/structure", "if unchanged or is_full_precision(eqn):", "if unchanged:"),
+    "autocast: chains are kept": ("_autocast/transform", "    frame.defer(eqn)\n    return (), ()", "    return as_written(frame, eqn)"),
+    "autocast: chains add gradients in half precision": ("_autocast/chains", "return cast(primals[0], FLOAT32), tangents[1]", "return cast(primals[0], FLOAT32), cast(tangents[0], FLOAT32)"),
+    "autocast: chains grow for ever": ("_autocast/transform", "> LONGEST or frame.repeats < 0:", "> 10**9:"),
+    "autocast: sums of a backward pass in half precision": ("_autocast/transform", 'return name in SUMMED_BACKWARD and (grows or name != "broadcast_in_dim")', "return False"),
+    "autocast: casts are not shared": ("_autocast/transform", "        if atom not in self.halves:\n", "        if True:\n"),
+    "autocast: what is rewritten is not remembered": ("_autocast/structure", "    if key not in known:\n", "    if True:\n"),
+    "autocast: lines are those of autocast": ("_autocast/chains", "return user_context(info.traceback, name_stack=scopes + info.name_stack)", "return contextlib.nullcontext()"),
+    "autocast: a difference is rounded": ("_autocast/transform", "if eqn.outvars[0] in frame.only_float32:", "if False:"),
+    "autocast: a primitive is named each time": ("_autocast/transform", "if name in _named.get():", "if False:"),
+    "autocast: outputs are half": ("_autocast/transform", "return flat.restored(map(as_declared, outputs, program.jaxpr.outvars))", "return flat.restored(outputs)"),
+    "autocast: modules are not brought up to date": ("_autocast/objects", "(_only_objects((args, kwargs)), output)", "(None, output)"),
 }  # fmt: skip
 
 

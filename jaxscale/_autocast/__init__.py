@@ -1,0 +1,1 @@
+"""Half-precision computation without touching the model."""

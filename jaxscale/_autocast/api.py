@@ -1,0 +1,168 @@
+"""`autocast` and `full_precision`: what users call."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .arguments import Flat
+from .objects import call_with_objects, holds_objects
+from .structure import FULL_PRECISION, RULES, noted
+from .transform import Autocast
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+@functools.cache
+def _autocast(dtype: Any) -> Autocast:
+    return Autocast(dtype, RULES, noted)
+
+
+def autocast(
+    fun: Callable[_Args, _Result], *, dtype: Any = jnp.float16
+) -> Callable[_Args, _Result]:
+    """Returns the function, with its matrix products and convolutions in half precision.
+
+    Parameters, gradients and outputs keep their dtypes, and no line of the model changes. The
+    function is traced, as by `jax.jit`, and each operation of it runs in one of three ways. In
+    brackets are the names of JAX's primitives:
+
+    - Matrix products and convolutions run in half precision, forward and backward, together
+      with a bias that is added to them (dot_general, conv_general_dilated, ragged_dot,
+      ragged_dot_general).
+    - Operations whose results may leave the range of float16 run in float32, and their results
+      stay in it: powers, quotients and roots (pow, integer_pow, square, sqrt,
+      rsqrt, cbrt, div, rem), exponentials and logarithms (exp, exp2, expm1,
+      log, log1p), trigonometry (sin, cos, tan, asin, acos, atan, atan2,
+      sinh, cosh, asinh, acosh, atanh), special functions (erf, erfc, erf_inv,
+      lgamma, digamma, polygamma, zeta, igamma, igammac, igamma_grad_a,
+      regularized_incomplete_beta, bessel_i0e, bessel_i1e), sums and products over elements
+      (reduce_sum, reduce_prod, cumsum, cumprod, cumlogsumexp, reduce_window_sum,
+      scatter-add, scatter-sub, scatter-mul, select_and_scatter_add), sums over
+      devices (psum, psum_invariant, reduce_scatter), linear algebra and Fourier
+      transforms (cholesky, cholesky_update, eig, eigh, fft, geqrf, geqp3,
+      hessenberg, householder_product, lu, ormqr, qr, schur, svd,
+      symmetric_product, triangular_solve, tridiagonal, tridiagonal_solve). So norms,
+      losses and softmax, which are made of these, run in float32.
+    - All others follow their inputs: half precision if all floating-point arrays among them
+      are in it, otherwise float32. A constant counts only if half precision cannot hold it, such
+      as the -1e9 of a mask. A value that is multiplied by itself is a power. A difference that
+      only operations in float32 read is in float32.
+
+    Control flow and calls are entered, `jax.custom_jvp` and `jax.custom_vjp` functions keep their
+    rules, and what loops carry keeps its dtype. Integers, float64, complex numbers and what is
+    written in half precision by hand are left alone, and so are kernels, callbacks and products
+    with an `algorithm` of their own. Source lines and named scopes stay those of the model.
+
+    Elementwise operations in float32 between half-precision arrays are computed again in the
+    backward pass, as if under `jax.checkpoint`, because their inputs take half the memory.
+
+    Modules of Flax NNX may be arguments, and may be changed in place. NumPy arrays, numbers and
+    everything else that is not an array of JAX reach the function as they are.
+
+    Args:
+      fun: a function, such as a loss or a model.
+      dtype: float16, bfloat16, or float32, which returns `fun` itself.
+
+    Returns:
+      A function with the arguments of `fun` and outputs of the same shapes and dtypes. Call it
+      inside of `jax.jit`: outside, it traces `fun` with each call.
+
+    Raises:
+      TypeError: if `fun` is not callable.
+      ValueError: if `dtype` is another dtype.
+
+    Warns:
+      UserWarning: if there are products in a primitive that has no rule here. They run as they
+        are written.
+
+    Source: the autocast op reference of PyTorch and the lists of TensorFlow's
+    auto mixed precision.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxscale
+      >>> loss_fn = lambda w, x: jnp.sum((x @ w) ** 2)
+      >>> w, x = jnp.ones((2, 2)), jnp.full((1, 2), 200.0)
+      >>> jax.make_jaxpr(jaxscale.autocast(loss_fn))(w, x).eqns[2].outvars[0].aval
+      ShapedArray(float16[1,2])
+      >>> jax.value_and_grad(jaxscale.autocast(loss_fn))(w, x)[0]  # float16 ends at 65504
+      Array(320000., dtype=float32)
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`autocast(fun)` must be a function, got {type(fun).__name__}. Pass the loss function "
+            "or the model itself, not what it returns."
+        )
+    known = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32")]
+    try:
+        checked = jnp.dtype(dtype)
+    except TypeError:
+        checked = None
+    if checked not in known:
+        raise ValueError(
+            "`autocast(dtype)` must be float16 or bfloat16, or float32 to switch it off, got "
+            f"{dtype!r}."
+        )
+    if checked == known[2]:
+        return fun
+    return _transformed(_autocast(checked).call, fun)
+
+
+def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Returns the function, marked so that `autocast` leaves it as it is written.
+
+    Mark a part of a model that needs more precision or range than half precision has, such as
+    a product of large numbers. It takes and returns float32 there. Outside of `autocast`, it is
+    `fun` under `jax.jit`.
+
+    Args:
+      fun: a function of any arguments. Arrays of JAX are traced.
+
+    Returns:
+      A function with the arguments and outputs of `fun`.
+
+    Raises:
+      TypeError: if `fun` is not callable.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> product = lambda x: x @ x
+      >>> x = jnp.full((2, 2), 256, jnp.float32)
+      >>> jaxscale.autocast(product)(x)[0, 0]
+      Array(inf, dtype=float32)
+      >>> jaxscale.autocast(jaxscale.full_precision(product))(x)[0, 0]
+      Array(131072., dtype=float32)
+    """
+    if not callable(fun):
+        raise TypeError(f"`full_precision(fun)` must be a function, got {type(fun).__name__}.")
+
+    return _transformed(_marked, fun)
+
+
+def _marked(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    # A call of `jit` stays one equation through `grad` and `vmap`, and keeps its name.
+    flat = Flat(fun, args, kwargs, FULL_PRECISION)
+    return flat.restored(jax.jit(flat)(*flat.arrays))
+
+
+def _transformed(call: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs in `call`, which takes a function and its arguments."""
+    bound, unbound = getattr(fun, "__self__", None), getattr(fun, "__func__", None)
+    if not holds_objects(bound) and holds_objects(fun):
+        bound, unbound = fun, lambda module, *args, **kwargs: module(*args, **kwargs)
+
+    @functools.wraps(fun)
+    def transformed_fun(*args: Any, **kwargs: Any) -> Any:
+        # A module of NNX is an argument of its own methods: they may change it.
+        if unbound is not None and holds_objects(bound):
+            return call_with_objects(call, unbound, (bound, *args), kwargs)
+        if holds_objects((args, kwargs)):
+            return call_with_objects(call, fun, args, kwargs)
+        return call(fun, args, kwargs)
+
+    return transformed_fun

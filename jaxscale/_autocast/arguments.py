@@ -1,0 +1,42 @@
+"""A function of any arguments as one of arrays: what is traced, and what is not."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+# What is traced. A ref, which newer versions of JAX have, is not a `jax.Array`.
+_TRACED: Any = (jax.Array, *([jax.Ref] if hasattr(jax, "Ref") else []))
+
+
+class Flat:
+    """A function that takes and returns lists of arrays.
+
+    Arrays of JAX are its arguments. Everything else, numbers and NumPy arrays among them, reaches
+    the original function as it is, and comes back as it is.
+
+    Attributes:
+      arrays: the arrays among the arguments.
+    """
+
+    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self._fun = fun
+        self._leaves, self._tree = jax.tree.flatten((args, kwargs))
+        self.arrays = [leaf for leaf in self._leaves if isinstance(leaf, _TRACED)]
+        self._out_tree: Any = None
+        self._others: list[Any] = []  # for each output: None if it is an array, else it in a tuple
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        given = iter(arrays)
+        leaves = [next(given) if isinstance(x, _TRACED) else x for x in self._leaves]
+        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        outputs, self._out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
+        self._others = [None if isinstance(out, jax.Array) else (out,) for out in outputs]
+        return [out for out in outputs if isinstance(out, jax.Array)]
+
+    def restored(self, outputs: Iterable[Any]) -> Any:
+        """Returns what the original function returns, given the arrays in it."""
+        arrays = iter(outputs)
+        leaves = [next(arrays) if other is None else other[0] for other in self._others]
+        return jax.tree.unflatten(self._out_tree, leaves)

@@ -1,0 +1,56 @@
+"""Objects of Flax NNX among the arguments of a function, which it may change in place.
+
+The function is traced, so what it writes into a module must leave the trace as an output. NNX can
+split its objects into arrays and a description, and later bring the objects up to date. Flax is
+not imported here: if there are such objects, it is loaded already.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+# Names this use of NNX, which keeps track of objects that several arguments share.
+_TAG = "jaxscale.autocast"
+
+
+def holds_objects(tree: Any) -> bool:
+    """Returns whether there are objects of NNX in a tree."""
+    return "flax.nnx" in sys.modules and any(
+        map(_is_object, jax.tree.leaves(tree, is_leaf=_is_object))
+    )
+
+
+def call_with_objects(
+    call: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Returns what `call` returns for a function that takes objects of NNX, and updates these.
+
+    Args:
+      call: takes a function of trees of arrays, its arguments and its keyword arguments.
+      fun: the function.
+      args: its arguments.
+      kwargs: its keyword arguments.
+    """
+    nnx: Any = sys.modules["flax.nnx"]
+
+    def pure(given: Any) -> Any:
+        args, kwargs = nnx.from_tree(given, ctxtag=_TAG, is_inner=True)
+        output = fun(*args, **kwargs)
+        return nnx.to_tree((_only_objects((args, kwargs)), output), ctxtag=_TAG)
+
+    with nnx.update_context(_TAG):
+        given = nnx.to_tree((args, kwargs), ctxtag=_TAG)
+        returned = call(pure, (given,), {})
+        _, output = nnx.from_tree(returned, ctxtag=_TAG, is_inner=False)
+    return output
+
+
+def _only_objects(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x if _is_object(x) else None, tree, is_leaf=_is_object)
+
+
+def _is_object(node: Any) -> bool:
+    nnx: Any = sys.modules["flax.nnx"]
+    return isinstance(node, (nnx.Object, nnx.Variable, getattr(nnx, "Pytree", nnx.Object)))

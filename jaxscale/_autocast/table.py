@@ -1,0 +1,98 @@
+"""Which operations run in half precision, which in float32, and which follow their inputs.
+
+The names are those of JAX's primitives. The sources are the autocast op reference of PyTorch
+(https://pytorch.org/docs/stable/amp.html#autocast-op-reference) and the lists of TensorFlow's
+graph rewrite (`tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h`). Both name
+functions. A primitive is smaller, so the tables differ in four places:
+
+- A function that both list as float32, such as a norm, a loss or softmax, is made of primitives:
+  its sums, exponentials, powers and quotients are in `FLOAT32`, and what follows those in it is
+  computed in float32, too, because it follows its inputs.
+- A square is a power, also if it is written `x * x`: see `transform`.
+- `add` of a parameter to a product is part of the product, as in PyTorch's `linear` and `addmm`
+  and TensorFlow's `BiasAdd`: see `transform`.
+- `div`, `sqrt`, `erf`, `sin` and `cos` are in neither float32 list, as the kernels of PyTorch and
+  TensorFlow compute them in float32 inside. XLA's need not.
+
+`tanh` and `logistic` are in neither list and bounded by 1: they follow their inputs. A primitive
+in no table runs as it is written: that is in float32, if its inputs were declared so.
+"""
+
+# Half precision: matrix products and convolutions.
+PRODUCTS = frozenset(
+    ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"),
+)
+
+# Float32, whatever comes in. The results stay in float32, as float16 may not hold them. First
+# those that treat each element by itself:
+FLOAT32_ELEMENTWISE = frozenset(
+    (
+        # powers, quotients and roots
+        *("pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt", "div", "rem"),
+        # exponentials and logarithms
+        *("exp", "exp2", "expm1", "log", "log1p"),
+        # trigonometry
+        *("sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
+        *("sinh", "cosh", "asinh", "acosh", "atanh"),
+        # special functions
+        *("erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "zeta", "igamma"),
+        *("igammac", "igamma_grad_a", "regularized_incomplete_beta", "bessel_i0e", "bessel_i1e"),
+    )
+)
+FLOAT32 = FLOAT32_ELEMENTWISE | frozenset(
+    (
+        # sums and products over elements, also those that end in one place of many
+        *("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum"),
+        *("scatter-add", "scatter-sub", "scatter-mul", "select_and_scatter_add"),
+        *("psum", "psum_invariant", "reduce_scatter"),
+        # linear algebra and transforms, which have no kernels for half precision
+        *("cholesky", "cholesky_update", "eig", "eigh", "fft", "geqrf", "geqp3", "hessenberg"),
+        *("householder_product", "lu", "ormqr", "qr", "schur", "svd", "symmetric_product"),
+        *("triangular_solve", "tridiagonal", "tridiagonal_solve"),
+    )
+)
+
+# These follow their inputs: half precision if all floating-point arrays among those are, otherwise
+# float32.
+ELEMENTWISE = frozenset(
+    (
+        *("abs", "add", "add_any", "ceil", "clamp", "floor", "logistic", "max", "min", "mul"),
+        *("neg", "round", "select_n", "sign", "sub", "tanh"),
+        *("eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "ne"),
+    )
+)
+
+# These follow their inputs, too, and only move the elements of one array.
+MOVES = frozenset(
+    (
+        *("broadcast_in_dim", "copy", "copy_p", "device_put", "dynamic_slice", "expand_dims"),
+        *("gather", "layout_constraint", "mesh_cast", "name", "pvary", "reshape", "reshard"),
+        *("rev", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "tile"),
+        *("transpose", "unstack", "with_memory_space_constraint"),
+    )
+)
+
+# These follow their inputs, too: they move or choose elements of several arrays.
+CHOICES = frozenset(
+    (
+        *("all_gather", "all_gather_invariant", "all_to_all", "approx_top_k", "argmax", "argmin"),
+        *("concatenate", "cummax", "cummin", "dynamic_update_slice", "optimization_barrier"),
+        *("pad", "pbroadcast", "pmax", "pmin", "ppermute", "reduce_max", "reduce_min"),
+        *("reduce_window_max", "reduce_window_min", "scatter", "sort", "stack", "top_k"),
+    )
+)
+
+# Of those that follow their inputs: the derivatives are sums over elements or quotients. They run
+# in float32 on half-precision arrays and their results come back, which changes no bit of these,
+# so that those sums are in float32.
+SUMMED_BACKWARD = frozenset(
+    ("broadcast_in_dim", "gather", "reduce_max", "reduce_min", "reduce_window_max", "tile")
+)
+
+# Elementwise operations in float32 on half-precision arrays are computed again in the backward
+# pass, as their inputs need half the memory (see `chains`), together with these:
+CHAINED = (
+    FLOAT32_ELEMENTWISE
+    | ELEMENTWISE
+    | {"broadcast_in_dim", "expand_dims", "reshape", "squeeze", "stop_gradient"}
+)

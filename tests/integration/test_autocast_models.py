@@ -1,0 +1,389 @@
+"""`autocast` with models of other libraries, over devices, and what it costs."""
+
+import collections
+import functools
+import gc
+import time
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from half_programs import CHECK, dtypes, equations
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tables import avals
+
+import jaxscale
+from jaxscale._autocast import table
+from jaxscale.diagnostics._trace import places
+
+pytestmark = pytest.mark.standard_promotion
+
+P = PartitionSpec
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 64)))
+
+
+class Block(nn.Module):
+    dtype: object
+    width: int = 32
+
+    @nn.compact
+    def __call__(self, x, mask):
+        h = nn.LayerNorm(dtype=self.dtype)(x)
+        x = x + nn.MultiHeadDotProductAttention(2, dtype=self.dtype)(h, h, mask=mask)
+        h = nn.LayerNorm(dtype=self.dtype)(x)
+        h = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(h))
+        return x + nn.Dense(self.width, dtype=self.dtype)(h), None
+
+
+class Transformer(nn.Module):
+    """A language model whose layers are unrolled or scanned, with or without remat."""
+
+    dtype: object = jnp.float32
+    layers: int = 2
+    scanned: bool = False
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(32, 32, dtype=self.dtype)(tokens)
+        mask = nn.make_causal_mask(tokens)
+        block = nn.remat(Block, prevent_cse=not self.scanned) if self.remat else Block
+        if self.scanned:
+            layers = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=nn.broadcast,
+                length=self.layers,
+            )
+            x, _ = layers(self.dtype)(x, mask)
+        else:
+            for _ in range(self.layers):
+                x, _ = block(self.dtype)(x, mask)
+        return nn.Dense(32, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+
+
+def loss_of(model):
+    def loss_fn(params, tokens):
+        logits = model.apply(params, tokens).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
+        return jnp.mean(losses)
+
+    return loss_fn
+
+
+def transformer(**kwargs):
+    model = Transformer(**kwargs)
+    return loss_of(model), jax.jit(model.init)(jax.random.key(0), TOKENS)
+
+
+KINDS = {
+    "unrolled": {},
+    "scanned": {"scanned": True},
+    "remat": {"remat": True},
+    "scanned remat": {"scanned": True, "remat": True},
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def residual_bytes(loss_fn, params):
+    """The bytes that the forward pass keeps for the backward pass."""
+    kept = jax.eval_shape(lambda params: jax.vjp(lambda p: loss_fn(p, TOKENS), params)[1], params)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+
+
+@kinds
+def test_a_transformer_keeps_no_more_than_one_written_in_float16(kind):
+    plain, params = transformer(**KINDS[kind])
+    by_hand, _ = transformer(dtype=jnp.float16, **KINDS[kind])
+    ours = residual_bytes(jaxscale.autocast(plain), params)
+    assert ours <= 1.1 * residual_bytes(by_hand, params)
+    assert ours < residual_bytes(plain, params)
+
+
+@kinds
+def test_a_transformer_learns_what_it_learns_in_float32(kind):
+    plain, params = transformer(**KINDS[kind])
+    loss, gradients = jax.jit(jax.value_and_grad(plain))(params, TOKENS)
+    half_loss, half_gradients = jax.jit(jax.value_and_grad(jaxscale.autocast(plain)))(
+        params, TOKENS
+    )
+    assert avals(half_gradients) == avals(gradients)
+    np.testing.assert_allclose(half_loss, loss, rtol=1e-3)
+    for a, b in zip(jax.tree.leaves(half_gradients), jax.tree.leaves(gradients), strict=True):
+        # The norm of each leaf. Some of these gradients are sums that cancel, such as that of the
+        # bias of the keys, which is 0 in exact arithmetic.
+        assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b) + 1e-4
+
+
+@pytest.mark.slow
+def test_tracing_takes_at_most_twice_as_long():
+    model = Transformer(layers=12)
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+
+    plain = loss_of(model)
+    cast = jaxscale.autocast(plain)
+
+    def seconds(fun):
+        start = time.process_time()  # of this process alone
+        jax.make_jaxpr(lambda *args: fun(*args))(params, TOKENS)  # a new function: nothing cached
+        return time.process_time() - start
+
+    gc.disable()
+    try:
+        for one, other in ((plain, cast), (jax.grad(plain), jax.grad(cast))):
+            both = [(seconds(one), seconds(other)) for _ in range(6)]
+            expected, actual = map(min, zip(*both, strict=True))
+            assert actual <= 2 * expected
+    finally:
+        gc.enable()
+
+
+@kinds
+def test_lines_and_scopes_are_those_of_the_model(kind):
+    plain, params = transformer(**KINDS[kind])
+
+    def found(fun):
+        jaxpr = jax.make_jaxpr(fun)(params, TOKENS)
+        where = collections.Counter()
+
+        def visit(jaxpr, around):
+            for eqn in jaxpr.eqns:
+                inner = [
+                    getattr(each, "jaxpr", each)
+                    for value in eqn.params.values()
+                    for each in (value if isinstance(value, tuple | list) else (value,))
+                    if hasattr(getattr(each, "jaxpr", each), "eqns")
+                ]
+                for each in inner:
+                    visit(each, (*around, eqn))
+                if eqn.primitive.name in table.PRODUCTS | {"tanh", "exp", "rsqrt", "log"}:
+                    line = places.lines(eqn, around)[0]
+                    where[eqn.primitive.name, str(line), places.layer(eqn, around)] += 1
+
+        visit(jaxpr.jaxpr, ())
+        return where
+
+    expected, actual = found(plain), found(jaxscale.autocast(plain))
+    assert sum(expected.values()) >= 16
+    assert set(actual) == set(expected)
+    # Operations in float32 between products may be computed more than once.
+    assert all(actual[key] >= number for key, number in expected.items())
+    named = [key for key in expected if "Dense" in key[2] or "Attention" in key[2]]
+    assert named
+
+
+class Network(nnx.Module):
+    """It changes itself as it runs: batch statistics, the dropout's keys and a counter."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(16, 4, rngs=rngs)
+        self.shared = self.first
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] = self.calls[...] + 1
+        return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
+
+
+IMAGES = jnp.asarray(np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32))
+
+
+def nnx_loss(model, x):
+    return jnp.mean((model(x) - 1.0) ** 2)
+
+
+WAYS = {
+    "nnx.value_and_grad": nnx.value_and_grad,
+    "transform=": lambda fun: jaxscale.value_and_grad(
+        fun, jaxscale.DynamicLossScale().init(), transform=nnx.value_and_grad
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("jit", [nnx.jit, lambda fun: fun], ids=["jit", "eager"])
+def test_an_nnx_module_is_changed_in_place(way, jit):
+    plain, cast = (Network(nnx.Rngs(0)) for _ in range(2))
+    for _ in range(2):
+        loss, gradients = jit(nnx.value_and_grad(nnx_loss))(plain, IMAGES)
+        half_loss, half_gradients = jit(WAYS[way](jaxscale.autocast(nnx_loss)))(cast, IMAGES)
+        np.testing.assert_allclose(half_loss, loss, rtol=2e-3)
+        assert jax.tree.structure(half_gradients) == jax.tree.structure(gradients)
+    assert cast.calls[...] == 2
+    assert cast.shared is cast.first
+    for a, b in zip(
+        jax.tree.leaves(nnx.state(cast, nnx.BatchStat)),
+        jax.tree.leaves(nnx.state(plain, nnx.BatchStat)),
+        strict=True,
+    ):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4)
+    keys, expected = (jax.tree.leaves(nnx.state(m, nnx.RngState)) for m in (cast, plain))
+    assert list(map(str, keys)) == list(map(str, expected))
+
+
+def test_an_nnx_module_or_a_method_is_a_function_too():
+    plain, cast = (Network(nnx.Rngs(0)) for _ in range(2))
+    for fun in (cast, cast.__call__):
+        np.testing.assert_allclose(
+            jaxscale.autocast(fun)(IMAGES), plain(IMAGES), rtol=0.02, atol=5e-3
+        )
+    assert cast.calls[...] == 2
+
+
+def test_an_equinox_module_is_an_argument():
+    model = eqx.nn.MLP(8, 4, 16, 2, activation=jax.nn.gelu, key=jax.random.key(0))
+
+    def loss_fn(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    plain = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))
+    cast = eqx.filter_jit(eqx.filter_value_and_grad(jaxscale.autocast(loss_fn)))
+    (loss, gradients), (half_loss, half_gradients) = plain(model, IMAGES), cast(model, IMAGES)
+    np.testing.assert_allclose(half_loss, loss, rtol=2e-3)
+    assert jax.tree.structure(half_gradients) == jax.tree.structure(gradients)
+    assert avals(eqx.filter(half_gradients, eqx.is_array)) == avals(
+        eqx.filter(gradients, eqx.is_array)
+    )
+    jaxpr = jax.make_jaxpr(lambda x: jaxscale.autocast(model)(x))(IMAGES[0])
+    products = [e for e in equations(jaxpr) if e.primitive.name in table.PRODUCTS]
+    assert [dtypes(e) for e in products] == [{"float16"}] * 3
+
+
+def products(fun, *args):
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    return [dtypes(e) for e in equations(jaxpr) if e.primitive.name in table.PRODUCTS]
+
+
+def mlp(params, x):
+    h = jax.nn.gelu(x @ params["in"] + params["bias"])
+    return jnp.sum(jax.nn.softmax(h @ params["out"]) ** 2)  # float16 would flush those of a mean
+
+
+MLP = {
+    "in": jnp.linspace(-1.0, 1.0, 16 * 32).reshape(16, 32),
+    "bias": jnp.zeros(32),
+    "out": jnp.linspace(1.0, -1.0, 32 * 8).reshape(32, 8),
+}
+X = jnp.linspace(0.1, 1.0, 16 * 16).reshape(16, 16)
+LAYOUTS = {
+    "data parallel": (P(("data", "model")), {"in": P(), "bias": P(), "out": P()}),
+    "sharded": (P("data"), {"in": P(None, "model"), "bias": P("model"), "out": P("model")}),
+}
+
+
+def assert_near(actual, expected, share=0.015):
+    """Each leaf differs by a small share of its norm: single elements are sums that cancel."""
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(a - b) <= share * np.linalg.norm(b)
+
+
+def test_gradients_are_nearer_than_those_of_a_model_written_in_float16():
+    def by_hand(params, x):
+        half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+        h = jax.nn.gelu(x.astype(jnp.float16) @ half["in"] + half["bias"])
+        return jnp.sum(jax.nn.softmax(h @ half["out"]).astype(jnp.float32) ** 2)
+
+    expected = jax.grad(mlp)(MLP, X)
+    assert_near(jax.grad(jaxscale.autocast(mlp))(MLP, X), expected, 0.01)
+    with pytest.raises(AssertionError):  # its softmax cancels in float16
+        assert_near(jax.grad(by_hand)(MLP, X), expected, 0.02)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arrays_stay_where_they_are(layout):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    batch, specs = LAYOUTS[layout]
+    put = lambda tree, specs: jax.device_put(  # noqa: E731
+        tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    )
+    params, x = put(MLP, specs), put(X, batch)
+    plain = jax.jit(jax.value_and_grad(mlp))(params, x)
+    cast = jax.jit(jax.value_and_grad(jaxscale.autocast(mlp)))(params, x)
+    assert_near(cast, plain)
+    for a, b in zip(jax.tree.leaves(cast), jax.tree.leaves(plain), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this version of JAX has no set_mesh")
+def test_meshes_with_explicit_axes():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(
+            lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)),
+            MLP,
+            {"in": P(None, "model"), "bias": P("model"), "out": P(None, None)},
+        )
+        x = jax.device_put(X, NamedSharding(mesh, P(None, None)))
+
+        def fun(params, x):
+            h = jax.nn.gelu(x @ params["in"] + params["bias"])
+            return jnp.mean(jnp.square(h.T @ x)), h
+
+        for given in (fun, jax.jit(fun)):
+            _, expected = given(params, x)
+            _, actual = jaxscale.autocast(given)(params, x)
+            assert jax.typeof(actual) == jax.typeof(expected)
+            assert products(jaxscale.autocast(given), params, x) == [{"float16"}] * 2
+            gradients = jax.jit(jax.grad(jaxscale.autocast(given), has_aux=True))(params, x)
+            assert avals(gradients) == avals(jax.jit(jax.grad(given, has_aux=True))(params, x))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_the_whole_step_inside_of_shard_map(check):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def step(fun):
+        def run(params, x):
+            loss, gradients = jax.value_and_grad(fun)(params, x)
+            return jax.lax.pmean((loss, gradients), "data")
+
+        return jax.jit(
+            jax.shard_map(
+                run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), **{CHECK: check}
+            )
+        )
+
+    plain, cast = step(mlp)(MLP, X), step(jaxscale.autocast(mlp))(MLP, X)
+    outside = jaxscale.autocast(step(mlp))(MLP, X)
+    for half in (cast, outside):
+        assert_near(half, plain)
+    assert set(map(str, products(jaxscale.autocast(step(mlp)), MLP, X))) == {"{'float16'}"}
+
+
+def test_pmap_outside_and_inside():
+    x = X.reshape(8, 2, 16)
+    expected = jax.pmap(functools.partial(mlp, MLP), "i")(x)
+    for half in (
+        jax.pmap(jaxscale.autocast(functools.partial(mlp, MLP)), "i"),
+        jaxscale.autocast(jax.pmap(lambda x: mlp(MLP, x), "i")),
+    ):
+        np.testing.assert_allclose(half(x), expected, rtol=2e-3)
+        assert products(half, x) == [{"float16"}] * 2
+
+
+def test_a_function_called_eagerly_compiles_once():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **kwargs: compiled.append(event) if "backend_compile" in event else None
+    )
+    try:
+        layer = jax.jit(lambda x, w: jax.nn.gelu(x @ w))
+        fun = jaxscale.autocast(lambda x, w: layer(layer(x, w), w))
+        x = jnp.ones((3, 3))
+        fun(x, x)
+        assert compiled
+        compiled.clear()
+        fun(x, x)
+        assert not compiled
+    finally:
+        jax.monitoring.clear_event_listeners()

@@ -1,0 +1,284 @@
+"""Programs written in float32, for the laws of `autocast`: each a function and its arguments.
+
+The first argument is a tree of float32 parameters, and each function returns a scalar loss and a
+tree of other outputs.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+CHECK = "check_vma" if "check_vma" in jax.shard_map.__kwdefaults__ else "check_rep"
+P = PartitionSpec
+X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32))
+W = jnp.asarray(np.random.default_rng(1).standard_normal((5, 8, 8)).astype(np.float32) * 0.3)
+PARAMS = {"w": W, "b": jnp.linspace(-0.1, 0.1, 8)}
+
+PROGRAMS = {}
+
+
+def program(*args):
+    """Adds a function to the table, with the arguments it takes besides the parameters."""
+
+    def add(fun):
+        PROGRAMS[fun.__name__] = fun, (PARAMS, *args)
+        return fun
+
+    return add
+
+
+def biased(x, w, b):
+    return x @ w + b[None]
+
+
+@program(X)
+def mlp(p, x):
+    for i in range(3):
+        x = jax.nn.gelu(biased(x, p["w"][i], p["b"]))
+    return jnp.mean(x**2), {"x": x}
+
+
+@program(X)
+def activations(p, x):
+    outs = {}
+    for i, name in enumerate(("relu", "silu", "gelu", "softplus", "elu", "tanh", "sigmoid")):
+        outs[name] = getattr(jax.nn, name)(biased(x, p["w"][i % 5], p["b"]))
+    return sum(jnp.mean(out) for out in outs.values()), outs
+
+
+@program(X)
+def softmax_losses(p, x):
+    logits = biased(x, p["w"][0], p["b"])
+    losses = -jax.nn.log_softmax(logits)[:, 0] + jax.nn.logsumexp(logits, -1)
+    return jnp.mean(losses), jax.nn.softmax(logits)
+
+
+@program(X)
+def attention(p, x):
+    def normalized(x):
+        mean = jnp.mean(x, -1, keepdims=True)
+        var = jnp.mean((x - mean) ** 2, -1, keepdims=True)
+        return (x - mean) * jax.lax.rsqrt(var + 1e-6) * (1 + p["b"])[None]
+
+    q, k, v = (normalized(x) @ p["w"][i] for i in range(3))
+    mask = jnp.tril(jnp.ones((4, 4), bool))
+    weights = jax.nn.softmax(jnp.where(mask, q @ k.T / jnp.sqrt(8.0), -1e9))
+    x = x + (weights @ v) @ p["w"][3]
+    x = x + jax.nn.gelu(normalized(x) @ p["w"][4])
+    return jnp.mean(x**2), x
+
+
+@program(jnp.ones((2, 8, 8, 3)))
+def convolutions(p, x):
+    kernel = jnp.reshape(p["w"][0, :3, :].repeat(3, 0), (3, 3, 1, 8))[:, :, :1].repeat(3, 2)
+    dims = ("NHWC", "HWIO", "NHWC")
+    x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims)
+    x = x + p["b"][None, None, None]
+    mean, var = jnp.mean(x, (0, 1, 2)), jnp.var(x, (0, 1, 2))
+    x = jax.nn.relu((x - mean[None, None, None]) / jnp.sqrt(var + 1e-5)[None, None, None])
+    x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    return jnp.mean(x[:, 0, 0] @ p["w"][1]), {"mean": mean, "var": var}
+
+
+@program(X, jnp.ones((6, 4, 8)))
+def lstm(p, h, xs):
+    def cell(carry, x):
+        h, c = carry
+        gates = [biased(x, p["w"][i], p["b"]) + h @ p["w"][i].T for i in range(4)]
+        i, f, o = map(jax.nn.sigmoid, gates[:3])
+        c = f * c + i * jnp.tanh(gates[3])
+        return (o * jnp.tanh(c), c), h
+
+    (h, c), hs = jax.lax.scan(cell, (h, jnp.zeros_like(h)), xs)
+    return jnp.mean(h**2), {"c": c, "hs": hs}
+
+
+@program(X)
+def scan_over_layers(p, x):
+    def layer(x, w):
+        return x + jnp.tanh(x @ w), jnp.max(x)
+
+    x, maxima = jax.lax.scan(layer, x, p["w"])
+    return jnp.mean(x**2), maxima
+
+
+@program(X)
+def remat_in_scan(p, x):
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    def layer(x, w):
+        return jax.nn.relu(biased(x, w, p["b"])), None
+
+    x, _ = jax.lax.scan(layer, x, p["w"])
+    return jnp.mean(x**2), x
+
+
+@program(X)
+def loops(p, x):
+    x = jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["w"][i]), x)
+    return jnp.mean(x), x
+
+
+@program(X)
+def branches(p, x):
+    x = jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ p["w"][0], lambda x: x, x)
+    x = jax.lax.switch(1, [lambda x: x, lambda x: x @ p["w"][1], lambda x: -x], x @ p["w"][2])
+    return jnp.mean(x**2), x
+
+
+@program(X)
+def custom_jvp(p, x):
+    @jax.custom_jvp
+    def f(x, w):
+        return jnp.sin(x @ w)
+
+    @f.defjvp
+    def jvp(primals, tangents):
+        (x, w), (dx, dw) = primals, tangents
+        return f(x, w), jnp.cos(x @ w) * (dx @ w + x @ dw)
+
+    x = f(x @ p["w"][0], p["w"][1])
+    return jnp.mean(x), x
+
+
+@program(X)
+def custom_vjp(p, x):
+    @jax.custom_vjp
+    def f(x, w, n):
+        return x @ w
+
+    def forward(x, w, n):
+        return x @ w, (x, w, n)
+
+    def backward(residuals, g):
+        x, w, _ = residuals
+        return g @ w.T, 2 * (x.T @ g), None  # not the derivative, to see that it is this
+
+    f.defvjp(forward, backward)
+    x = f(x @ p["w"][0], p["w"][1], 3)
+    return jnp.mean(x), x
+
+
+@program(X)
+def jit_many_times(p, x):
+    @jax.jit
+    def layer(x, w):
+        return jax.nn.relu(x @ w)
+
+    for i in range(5):
+        x = layer(x, p["w"][i])
+    return jnp.mean(x), x
+
+
+@program(X)
+def vmap_inside(p, x):
+    x = jax.vmap(lambda x: p["w"][0] @ x + p["b"])(x)
+    x = jax.vmap(lambda w: jnp.tanh(x @ w))(p["w"])
+    return jnp.mean(x), x
+
+
+@program(X)
+def second_derivatives(p, x):  # a physics-informed network
+    def u(x):
+        return jnp.sum(jnp.tanh(jnp.sin(x @ p["w"][0]) @ p["w"][1]))
+
+    laplace = jax.vmap(lambda x: jnp.trace(jax.hessian(u)(x)))(x)
+    return jnp.mean((laplace - 1.0) ** 2), laplace
+
+
+@program(X, jax.random.key(0))
+def dropout_and_keys(p, x, key):
+    x = biased(x, p["w"][0], p["b"])
+    kept = jax.random.bernoulli(key, 0.5, x.shape)
+    x = jnp.where(kept, x / 0.5, 0.0)
+    return jnp.mean((x + jax.random.normal(key, x.shape)) @ p["w"][1]), jax.random.split(key)
+
+
+@program(jnp.array([1, 3, 0]))
+def embedding(p, tokens):
+    x = p["w"][0][tokens]
+    x = x @ p["w"][1]
+    taken = jnp.take_along_axis(jax.nn.log_softmax(x), tokens[:, None], -1)
+    return -jnp.mean(taken), {"argmax": jnp.argmax(x, -1), "none": None}
+
+
+@program(X)
+def moves(p, x):
+    x = x @ p["w"][0]
+    x = jnp.concatenate([jnp.pad(x, ((0, 1), (0, 0))), jnp.flip(x, 0)])
+    x = jax.lax.dynamic_update_slice(jnp.zeros((12, 8)), x, (1, 0))
+    x = x.at[jnp.array([0, 2])].set(x[:2]).at[jnp.array([1, 1])].add(x[:2])
+    top, _ = jax.lax.top_k(jnp.sort(x), 2)
+    x = jnp.clip(jnp.maximum(x, -2.0), -1.0, jnp.max(x)) + jnp.cumsum(x, 0) + jnp.abs(top[:, :1])
+    return jnp.mean(x @ p["w"][1]), jnp.max(x, 0)
+
+
+@program(X)
+def linear_algebra(p, x):
+    a = p["w"][0] @ p["w"][0].T + jnp.eye(8)
+    solved = jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(a), x.T @ x)
+    return jnp.mean(solved @ p["w"][1]), jnp.abs(jnp.fft.fft(a)), jnp.linalg.norm(a)
+
+
+@program(X)
+def effects(p, x):
+    x = x @ p["w"][0]
+    jax.debug.callback(lambda x: None, x)
+    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    y = jax.pure_callback(lambda x: np.asarray(x), shape, jax.lax.stop_gradient(x))
+    return jnp.mean((x + y) @ p["w"][1]), y
+
+
+@program(X)
+def over_devices(p, x):
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=(P(), P("data"))
+    )
+    def f(x, w):
+        x = jax.nn.relu(x @ w[0]) @ w[1]
+        return jax.lax.pmean(jnp.mean(x), "data"), x
+
+    return f(x, p["w"])
+
+
+@program(X)
+def numbers_and_text(p, x):
+    return jnp.mean(x @ p["w"][0]), [3, "text", None, np.ones(2), jnp.arange(3), jnp.tanh]
+
+
+def own_precision(p, x):
+    """Parts that are written in half precision by hand, and stay as they are."""
+    half = (x.astype(jnp.bfloat16) @ p["w"][0].astype(jnp.bfloat16)).astype(jnp.float32)
+    return jnp.mean(half @ p["w"][1]), half.astype(jnp.float16)
+
+
+PROGRAMS["own_precision"] = own_precision, (PARAMS, X)
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, those of the programs that its equations hold among them."""
+    waiting = [getattr(jaxpr, "jaxpr", jaxpr)]
+    while waiting:
+        for eqn in waiting.pop().eqns:
+            yield eqn
+            for value in eqn.params.values():
+                for each in value if isinstance(value, tuple | list) else (value,):
+                    inner = getattr(each, "jaxpr", each)
+                    if hasattr(inner, "eqns"):
+                        waiting.append(inner)
+
+
+def dtypes(eqn):
+    """The dtypes of the floating-point arrays of an equation."""
+    avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+    return {
+        str(aval.dtype)
+        for aval in avals
+        if hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+    }
