@@ -13,7 +13,6 @@ from .exam import Comparison, Exam
 _NEEDED = 0.01  # a loss scale is needed if more than this share of the gradients is lost without it
 _DEFAULT_SCALE = 2.0**15  # where a dynamic scale starts
 
-_IN_FLOAT32 = "Compute this line in float32, and cast its result back"
 _PRODUCT = (
     "Scale the factors down first, such as the queries by 1/sqrt(width), or compute this line in "
     "float32: `preferred_element_type=jnp.float32` keeps a matrix product from overflowing."
@@ -47,6 +46,15 @@ _VALUE = {
 }
 
 
+def _in_float32(exam: Exam) -> str:
+    if exam.autocast:
+        return (
+            "Exempt it from autocast: put this line into a function of its own, and call that "
+            "through `jaxscale.full_precision`."
+        )
+    return "Compute this line in float32, and cast its result back."
+
+
 def for_nonfinite(place: TracedNonfinite, exam: Exam) -> str:
     """Returns how to keep an inf or a NaN from being made at a place."""
     if place.cause == "range":
@@ -54,8 +62,9 @@ def for_nonfinite(place: TracedNonfinite, exam: Exam) -> str:
         if place.scaled and fits and fits < exam.loss_scale:
             return f"Loss scale {power(fits)} is the largest that does not overflow here."
         help_ = "Even a loss scale of 1 overflows here." if place.scaled else "No loss scale helps."
-        known = _RANGE.get(place.primitive, f"{_IN_FLOAT32}.")
-        return f"{help_} {known.format(dtype=place.dtype)}"
+        # Under autocast, what the line asks for is not what it gets.
+        known = _RANGE.get(place.primitive) if not exam.autocast else None
+        return f"{help_} {(known or _in_float32(exam)).format(dtype=place.dtype)}"
     known = {
         "value": _VALUE.get(
             place.primitive, "Keep the operands away from values without a finite result."
@@ -69,12 +78,12 @@ def for_nonfinite(place: TracedNonfinite, exam: Exam) -> str:
 def for_underflow(place: TracedUnderflow, exam: Exam) -> str:
     """Returns how to keep numbers from becoming zero at a place."""
     if not place.scaled:
-        return f"No loss scale helps. {_IN_FLOAT32}, if they matter."
+        return f"No loss scale helps. If they matter: {_in_float32(exam)}"
     if exam.fits and exam.loss_scale >= exam.fits:
-        return f"A larger loss scale would keep them, but overflows elsewhere. {_IN_FLOAT32}."
+        return f"A larger loss scale would keep them, but overflows elsewhere. {_in_float32(exam)}"
     if exam.fits:
         return f"A larger loss scale keeps them: {power(exam.fits)} does not overflow."
-    return f"A larger loss scale would keep them, but none was found that fits. {_IN_FLOAT32}."
+    return f"A larger loss scale would keep them, but none was found that fits. {_in_float32(exam)}"
 
 
 def needs_scale(exam: Exam) -> bool:

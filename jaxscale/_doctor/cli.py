@@ -38,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
             loss_scale = _loss_scale(options.loss_scale)
             for path in (options.output, options.json_file or "."):  # before the exam
                 _check_folder(path)
-            exam = _examined(load(options.target), loss_scale)
+            dtype = _autocast(options.autocast)
+            exam = _examined(load(options.target), loss_scale, dtype)
             found = findings(exam)
             text, has_pictures = page(exam, found)
             _write(options.output, text)
@@ -86,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
         "batch (default: auto)",
     )
     doctor.add_argument(
+        "--autocast",
+        metavar="DTYPE",
+        help="float16 or bfloat16: compute the loss under `jaxscale.autocast` in this format, and "
+        "compare it with the loss as it is written: would a float32 model survive?",
+    )
+    doctor.add_argument(
         "--output",
         default="jaxscale-doctor.html",
         metavar="FILE",
@@ -115,9 +122,15 @@ def _loss_scale(given: str) -> float | None:
     return 2.0**exponent
 
 
-def _examined(target: Target, loss_scale: float | None) -> Exam:
+def _autocast(given: str | None) -> str | None:
+    if given not in (None, "float16", "bfloat16"):
+        raise TargetError(f"--autocast must be float16 or bfloat16, got {given!r}.")
+    return given
+
+
+def _examined(target: Target, loss_scale: float | None, dtype: str | None) -> Exam:
     try:
-        return examine(target, loss_scale)
+        return examine(target, loss_scale, dtype)
     except Exception as error:
         raise TargetError(
             f"{target.name} failed when it was run on its batch: {error_line(error)}"

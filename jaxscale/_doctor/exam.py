@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from .._autocast.api import autocast
 from .._state import init_state
 from .._tree import leaf_name
 from .._value_and_grad import grad
@@ -67,14 +68,17 @@ class Exam(NamedTuple):
         model's dtypes needs one, or the loss itself is not finite.
       comparison: the gradients at the shown scale against those at the largest. `None` if the
         shown scale is not lower.
-      float32: the gradients against those computed in float32. `None` if no underflow that
-        may matter was seen, or they cannot be computed in float32.
+      float32: the gradients against those computed in float32. `None` if they are not finite,
+        if they cannot be computed in float32, or if neither an underflow that may matter was seen
+        nor `jaxscale.autocast` used.
       leaves: the gradients, leaf by leaf.
       histogram: the gradients at the largest scale, where the fewest are flushed.
       shares: what each format keeps of these at the shown scale.
       layers: the same for each layer.
       suggestion: the scale at which float16 would store these gradients best.
       trace: where numbers get lost.
+      autocast: the format in which `jaxscale.autocast` computed the loss, or `""`.
+      loss_as_written: the loss without `jaxscale.autocast`, or `None` if that was not used.
     """
 
     target: str
@@ -92,6 +96,8 @@ class Exam(NamedTuple):
     layers: Underflow
     suggestion: Suggestion
     trace: TraceReport
+    autocast: str
+    loss_as_written: float | None
 
     @property
     def is_half(self) -> bool:
@@ -114,16 +120,21 @@ def may_matter(place: TracedUnderflow) -> bool:
     return place.zeros >= _FLUSHED * place.nonzero and place.lost_sum >= _LOST_SUM
 
 
-def examine(target: Target, loss_scale: float | None) -> Exam:
+def examine(target: Target, loss_scale: float | None, dtype: str | None = None) -> Exam:
     """Returns the results of all diagnostics.
 
     Args:
       target: the loss, its parameters and a batch.
       loss_scale: the scale to examine at, or `None` for the largest that does not overflow.
+      dtype: the format in which `jaxscale.autocast` computes the loss, or `None` for the loss as
+        it is written.
     """
+    params, as_written = target.params, target
+    if dtype:
+        target = target._replace(loss_fn=autocast(target.loss_fn, dtype=dtype))
     loss_of, arrays = _of_arrays(target)
-    params = target.params
-    dtypes = tuple(sorted(_dtypes(jax.make_jaxpr(loss_of)(params, arrays))))
+    loss_as_written = float(jax.jit(_of_arrays(as_written)[0])(params, arrays)) if dtype else None
+    dtypes = _dtypes(loss_of, params, arrays)
     loss = float(jax.jit(loss_of)(params, arrays))
     calibration = None
     if np.isfinite(loss) and _is_half(dtypes):
@@ -141,8 +152,9 @@ def examine(target: Target, loss_scale: float | None) -> Exam:
     counted = histogram(seen)
     report = trace(target.loss_fn, init_state(used), has_aux=target.has_aux)(params, target.batch)
     exact = None
-    if any(map(may_matter, report.underflows)) and not report.nonfinite_outputs:
-        exact = _float32_gradients(loss_of, params, arrays)
+    may_differ = dtype is not None or any(map(may_matter, report.underflows))
+    if may_differ and not report.nonfinite_outputs:
+        exact = _float32_gradients(_of_arrays(as_written)[0], params, arrays)
     return Exam(
         target=target.name,
         loss=loss,
@@ -159,6 +171,8 @@ def examine(target: Target, loss_scale: float | None) -> Exam:
         layers=_layers(leaf_histograms(seen), shown),
         suggestion=suggest_scale(counted),
         trace=report,
+        autocast=dtype or "",
+        loss_as_written=loss_as_written,
     )
 
 
@@ -204,6 +218,8 @@ def _float32_gradients(
     loss_of: Callable[[Any, Any], Any], params: Any, arrays: list[Any]
 ) -> Any | None:
     """Returns the gradients with all narrower operations in float32, or `None` if they cannot."""
+    if all(jnp.finfo(dtype).bits >= 32 for dtype in _dtypes(loss_of, params, arrays)):
+        return jax.jit(jax.grad(loss_of))(params, arrays)
     closed, shapes = jax.make_jaxpr(jax.grad(loss_of), return_shape=True)(params, arrays)
     structure = jax.tree.structure(shapes)
     interpreter = Interpreter(lambda visit: [frozenset()] * len(visit.outputs), in_float32)
@@ -226,11 +242,12 @@ def _layers(histograms: Any, loss_scale: float) -> Underflow:
     return found
 
 
-def _dtypes(closed: ClosedJaxpr) -> set[str]:
-    """Returns the floating dtypes in which a program computes."""
+def _dtypes(loss_of: Callable[[Any, Any], Any], params: Any, arrays: list[Any]) -> tuple[str, ...]:
+    """Returns the floating dtypes in which a loss is computed."""
+    closed = jax.make_jaxpr(loss_of)(params, arrays)
     inner = (var for jaxpr in _jaxprs(closed.jaxpr) for eqn in jaxpr.eqns for var in eqn.outvars)
     dtypes = {getattr(var.aval, "dtype", None) for var in (*inner, *closed.jaxpr.outvars)}
-    return {str(dtype) for dtype in dtypes if dtype and jnp.issubdtype(dtype, jnp.floating)}
+    return tuple(sorted(str(d) for d in dtypes if d and jnp.issubdtype(d, jnp.floating)))
 
 
 def _jaxprs(jaxpr: Jaxpr) -> Iterator[Jaxpr]:

@@ -5,6 +5,7 @@ Here the doctor decides what is a problem and what is only worth knowing. A prob
 - inf or NaN in the loss, the auxiliary output or the gradients (`_nonfinite`);
 - a loss scale that was asked for and loses too much of the gradients (`_scales`);
 - an underflow that may matter, unless the gradients are close to those in float32 (`_is_harm`);
+- under `--autocast`, gradients that are far from those in float32 (`_autocast`);
 - gradients that are all exactly 0, if no such underflow explains it (`_zeros`).
 """
 
@@ -53,7 +54,7 @@ class Finding(NamedTuple):
 
 def findings(exam: Exam) -> list[Finding]:
     """Returns all findings: the problems first, and each kind in the order of execution."""
-    found = [*_nonfinite(exam), *_scales(exam), *_underflows(exam), *_zeros(exam)]
+    found = [*_nonfinite(exam), *_autocast(exam), *_scales(exam), *_underflows(exam), *_zeros(exam)]
     return sorted(found, key=lambda finding: not finding.is_problem)
 
 
@@ -63,7 +64,8 @@ def verdict(exam: Exam, found: Sequence[Finding]) -> str:
     if problems:
         return f"{problems} problem{'s' * (problems > 1)} found."
     needs = ", with a loss scale: it needs one" * (needs_scale(exam) and exam.is_auto)
-    return f"Nothing is wrong{needs}."
+    where = f" in {exam.autocast}" if exam.autocast else ""
+    return f"Nothing is wrong{where}{needs}."
 
 
 def _nonfinite(exam: Exam) -> Iterator[Finding]:
@@ -219,6 +221,35 @@ def _is_harm(place: TracedUnderflow, exam: Exam) -> bool:
 def _is_close(exam: Exam) -> bool:
     exact = exam.float32
     return exact is not None and exact.flushed < _CLOSE and exact.error < _CLOSE
+
+
+def _autocast(exam: Exam) -> Iterator[Finding]:
+    if not exam.autocast:
+        return
+    if exam.autocast not in exam.dtypes:
+        yield Finding(
+            False,
+            "`jaxscale.autocast` changes nothing: there is no product of float32 matrices, and no "
+            "convolution, in this model.",
+        )
+        return
+    exact = exam.float32
+    if exact is None:
+        return
+    losses = (
+        f"The loss is {number(exam.loss, 4)} in {exam.autocast}, and as written "
+        f"{number(exam.loss_as_written or 0.0, 4)}."
+    )
+    error = percent(min(exact.error, 1.0))
+    if _is_close(exam):
+        title = f"The gradients in {exam.autocast} are those in float32, off by {error}."
+        yield Finding(False, title, (losses,))
+        return
+    title = f"The gradients in {exam.autocast} are off by {error} from those in float32"
+    if exact.flushed:
+        title += f", and {percent(exact.flushed)} of them become 0"
+    worst = (f"Of {exact.worst}, {percent(exact.worst_flushed)} become 0.",) if exact.worst else ()
+    yield Finding(True, f"{title}.", (losses, *worst))
 
 
 def _scales(exam: Exam) -> Iterator[Finding]:

@@ -88,9 +88,10 @@ def setting(exam: Exam) -> str:
         scale = f"at loss scale {power(exam.loss_scale)}, the largest that does not overflow"
         if exam.fits is None:
             scale = "without a loss scale"
+    computes = " and ".join(exam.dtypes) + ", by `jaxscale.autocast`" * bool(exam.autocast)
     return (
-        f"The loss is {number(exam.loss, 4)}. The model computes in {' and '.join(exam.dtypes)}. "
-        f"It was examined on one batch {scale}."
+        f"The loss is {number(exam.loss, 4)}. The model computes in {computes}. It was "
+        f"examined on one batch {scale}."
     )
 
 

@@ -48,6 +48,20 @@ def tiny():  # gradients that float16 flushes without a loss scale, and keeps wi
 def wide():
     return (lambda params, batch: jnp.mean((batch["x"] * params["w"]) ** 2)), W, X
 
+def dense():  # float32 models: one for which autocast is fine, ...
+    def loss_fn(params, x):
+        return jnp.mean((x @ params["w"]) ** 2) * 2.0**-30
+    return loss_fn, W, jnp.array([[1.0, 3.0]])
+
+def scores():  # ..., one with a product that float16 cannot hold, ...
+    def loss_fn(params, x):
+        y = x @ params["w"]  # the product
+        return jnp.mean(jnp.log(y))
+    return loss_fn, W, jnp.array([[4e4, 4e4]])
+
+def rounded():  # ... and one where it holds the product, but only every fourth number near it
+    return (lambda params, x: jnp.mean((x @ params["w"] - 4096) ** 2)), {"w": jnp.ones(2)}, jnp.array([[4096, 2.5]])
+
 def bad_batch():
     return half()[0], W, X | {"x": jnp.array([1.0, jnp.nan])}
 
@@ -183,6 +197,33 @@ CASES = {
     "wide": (
         [], 0, ["Nothing is wrong.", "without a loss scale.", "float32, and needs no loss scale"], ["float16"]
     ),
+    "dense": ([], 0, ["The model computes in float32.", "float32, and needs no loss scale"], ["float16"]),
+    "dense in float16": (
+        ["--autocast", "float16"], 0,
+        ["Nothing is wrong in float16, with a loss scale: it needs one.", "without one 100% of the nonzero",
+         "float16 and float32, by `jaxscale.autocast`", "The gradients in float16 are those in float32, off by"],
+        ["problem", "changes nothing"],
+    ),
+    "dense in bfloat16": (
+        ["--autocast", "bfloat16"], 0, ["Nothing is wrong in bfloat16.", "bfloat16 and float32, by", "needs no loss"], ["problem"]
+    ),
+    "dense in float16 at 1": (
+        ["--autocast", "float16", "--loss-scale", "1"], 1, ["are off by 100% from those in float32, and 100% of them"], ["Nothing"]
+    ),
+    "scores": ([], 0, ["Nothing is wrong."], ["problem"]),
+    "scores in float16": (
+        ["--autocast", "float16"], 1,
+        [f"It begins at doctored.py:{line('# the product')}", "float16 cannot hold these numbers, but float32 could",
+         "call that through `jaxscale.full_precision`"],
+        ["preferred_element_type", "Nothing"],
+    ),
+    "rounded": ([], 0, ["Nothing is wrong."], ["problem"]),
+    "rounded in float16": (
+        ["--autocast", "float16"], 1,
+        ["The gradients in float16 are off by 60.0% from those in float32. The loss is 16 in float16, and as written 6.25."],
+        ["Nothing", "become 0"],
+    ),
+    "wide in float16": (["--autocast", "float16"], 0, ["`jaxscale.autocast` changes nothing"], ["problem", "off by"]),
     "bad_batch": (
         [], 1, ["1 problem", "inf or NaN in batch['x'], before anything is computed", "The loss is NaN"], ["Nothing", "nan"]
     ),
@@ -335,6 +376,7 @@ BAD_USE = {
     "a scale that is no power of two": ("doctored:fine --loss-scale 1000", None, "power of two, at least 1"),
     "a scale below 1": ("doctored:fine --loss-scale 0.5", None, "got '0.5'"),
     "a scale in words": ("doctored:fine --loss-scale dynamic", None, "1, or \"auto\", got 'dynamic'"),
+    "a format that is not half": ("doctored:fine --autocast float64", None, "--autocast must be float16 or bfloat16, got 'float64'"),
     "a folder that is not there": ("doctored:wide --output no/where.html", None, "Cannot write no/where"),
 }  # fmt: skip
 
