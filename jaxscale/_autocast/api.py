@@ -43,8 +43,8 @@ def autocast(
       (reduce_sum, reduce_prod, cumsum, cumprod, cumlogsumexp, reduce_window_sum,
       scatter-add, scatter-sub, scatter-mul, select_and_scatter_add), sums over
       devices (psum, psum_invariant, reduce_scatter), linear algebra and Fourier
-      transforms (cholesky, cholesky_update, eig, eigh, fft, geqrf, geqp3,
-      hessenberg, householder_product, lu, ormqr, qr, schur, svd,
+      transforms (cholesky, cholesky_update, custom_linear_solve, eig, eigh, fft, geqrf,
+      geqp3, hessenberg, householder_product, lu, ormqr, qr, schur, svd,
       symmetric_product, triangular_solve, tridiagonal, tridiagonal_solve). So norms,
       losses and softmax, which are made of these, run in float32.
     - All others follow their inputs: half precision if all floating-point arrays among them

@@ -17,6 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from .atoms import FLOAT32, Kind, Parameter, bind, cast, has_dtype, is_float32, without_constants
+from .table import FLOAT32 as FLOAT32_OPERATIONS
 from .transform import (
     SIMPLE_RULES,
     Autocast,
@@ -53,7 +54,8 @@ def has_products(autocast: Autocast, program: Jaxpr | ClosedJaxpr) -> bool:
 
 
 def _entered(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
-    is_left = is_full_precision(eqn) or eqn.primitive.name in _KERNELS
+    name = eqn.primitive.name
+    is_left = is_full_precision(eqn) or name in _KERNELS or name in FLOAT32_OPERATIONS
     return iter(()) if is_left else programs(eqn)
 
 

@@ -46,9 +46,9 @@ FLOAT32 = FLOAT32_ELEMENTWISE | frozenset(
         *("scatter-add", "scatter-sub", "scatter-mul", "select_and_scatter_add"),
         *("psum", "psum_invariant", "reduce_scatter"),
         # linear algebra and transforms, which have no kernels for half precision
-        *("cholesky", "cholesky_update", "eig", "eigh", "fft", "geqrf", "geqp3", "hessenberg"),
-        *("householder_product", "lu", "ormqr", "qr", "schur", "svd", "symmetric_product"),
-        *("triangular_solve", "tridiagonal", "tridiagonal_solve"),
+        *("cholesky", "cholesky_update", "custom_linear_solve", "eig", "eigh", "fft", "geqrf"),
+        *("geqp3", "hessenberg", "householder_product", "lu", "ormqr", "qr", "schur", "svd"),
+        *("symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve"),
     )
 )
 

@@ -7,6 +7,7 @@ import re
 import warnings
 
 import jax
+import jax.custom_batching
 import jax.export
 import jax.numpy as jnp
 import numpy as np
@@ -254,11 +255,28 @@ def solved(w, x):
     )
 
 
+def test_linear_solvers_are_in_float32():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kinds = products(jaxscale.autocast(solved), W[0], X)
+    assert sorted(map(str, kinds)) == ["{'float16'}", "{'float16'}", "{'float32'}"]
+
+
+@jax.custom_batching.custom_vmap
+def batched_by_hand(w, x):
+    return x @ w
+
+
+@batched_by_hand.def_vmap
+def _(size, is_batched, w, x):
+    return x @ w, True
+
+
 def test_a_primitive_without_a_rule_is_named_once_and_runs_as_written():
     def fun(w, x):
-        return solved(w, x) + solved(w, 2 * x)
+        return batched_by_hand(w, x) + batched_by_hand(w, 2 * x)
 
-    with pytest.warns(UserWarning, match="`custom_linear_solve` run as they are written") as found:
+    with pytest.warns(UserWarning, match="`custom_vmap_call` run as they are written") as found:
         result = jaxscale.autocast(fun)(W[0], X)
     assert len(found) == 1
     np.testing.assert_allclose(result, fun(W[0], X), rtol=0.01, atol=0.01)
@@ -266,7 +284,7 @@ def test_a_primitive_without_a_rule_is_named_once_and_runs_as_written():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="full_precision"):
             jaxscale.autocast(fun)(W[0], X)
-        jaxscale.autocast(lambda w, x: jaxscale.full_precision(solved)(w, x))(W[0], X)
+        jaxscale.autocast(lambda w, x: jaxscale.full_precision(batched_by_hand)(w, x))(W[0], X)
 
 
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no refs")
