@@ -61,6 +61,7 @@ TESTS = [
     "core/test_autocast_edges",
     "core/test_autocast",
     "integration/test_autocast_models",
+    "integration/test_autocast_steps",
 ]
 
 _INNER = "self.inner.update(grads, state.inner_state, map_gradients(widen, params), **extra_args)"
@@ -341,6 +342,10 @@ MUTATIONS = {
     "diagnosis: NaN as Python prints it": ("diagnostics/_text", 'return "NaN" if math.isnan(value) else', "return"),
     "diagnosis: whatever has a dtype is differentiated": ("diagnostics/_trace/trace", "if not is_inexact(leaf):", 'if not jnp.issubdtype(getattr(leaf, "dtype", float), jnp.inexact):'),
     "diagnosis: history takes arrays only": ("diagnostics/_history", "jnp.result_type(value)", "value.dtype"),
+    "doctor: autocast is not used": ("_doctor/exam", "target._replace(loss_fn=autocast(target.loss_fn, dtype=dtype))", "target"),
+    "doctor: autocast is compared with nothing": ("_doctor/exam", "may_differ = dtype is not None or any(", "may_differ = any("),
+    "doctor: far from float32 is fine": ("_doctor/findings", "    if _is_close(exam):\n", "    if True:\n"),
+    "doctor: the advice is overruled by autocast": ("_doctor/advice", "_RANGE.get(place.primitive) if not exam.autocast else None", "_RANGE.get(place.primitive)"),
     "doctor: an underflow is no problem": ("_doctor/findings", "return may_matter(place) and not _is_close(exam)", "return False"),
     "doctor: float32 is not asked": ("_doctor/findings", "return may_matter(place) and not _is_close(exam)", "return may_matter(place)"),
     "doctor: the smallest numbers matter too": ("_doctor/exam", " and place.lost_sum >= _LOST_SUM", ""),

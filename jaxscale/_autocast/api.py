@@ -21,9 +21,7 @@ def _autocast(dtype: Any) -> Autocast:
     return Autocast(dtype, RULES, noted)
 
 
-def autocast(
-    fun: Callable[_Args, _Result], *, dtype: Any = jnp.float16
-) -> Callable[_Args, _Result]:
+def autocast(fun: Callable[_Args, _Result], dtype: Any = jnp.float16) -> Callable[_Args, _Result]:
     """Returns the function, with its matrix products and convolutions in half precision.
 
     Parameters, gradients and outputs keep their dtypes, and no line of the model changes. The
