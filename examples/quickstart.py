@@ -165,7 +165,7 @@ def draw(results, images, truth, path):
     label = f"skipped step ({skipped.sum()})"
     right.plot(steps[skipped], scaled["scales"][skipped], "X", color="#d55e00", label=label)
     right.set_yscale("log", base=2)
-    right.set(xlabel="step", ylabel="loss scale", title=f"Loss scale of {list(results)[-1]}")
+    right.set(xlabel="step", ylabel="loss scale", title="Loss scale of the last run")
     right.legend(loc="lower right")
 
     figure.supxlabel("The test half, and the errors: black is 0, white is 0.06 or more")
