@@ -9,15 +9,19 @@ import jax.numpy as jnp
 
 from .arguments import Flat
 from .objects import call_with_objects, holds_objects
-from .structure import FULL_PRECISION, RULES, noted
-from .transform import Autocast
+from .table import FULL_PRECISION
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
 @functools.cache
-def _autocast(dtype: Any) -> Autocast:
+def _autocast(dtype: Any) -> Any:
+    # Not imported before it is used: this needs `jax.extend`, which takes as long to import as all
+    # of jaxscale.
+    from .structure import RULES, noted
+    from .transform import Autocast
+
     return Autocast(dtype, RULES, noted)
 
 

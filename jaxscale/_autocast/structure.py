@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from .atoms import FLOAT32, Kind, Parameter, bind, cast, has_dtype, is_float32, without_constants
 from .table import FLOAT32 as FLOAT32_OPERATIONS
+from .table import FULL_PRECISION
 from .transform import (
     SIMPLE_RULES,
     Autocast,
@@ -29,9 +30,6 @@ from .transform import (
     is_cast,
     parameter,
 )
-
-# The name of a call that runs as it is written. It stays through `grad` and `vmap`.
-FULL_PRECISION = "jaxscale_full_precision"
 
 # Kernels that are written for the precision that they have.
 _KERNELS = {"pallas_call", "composite", "custom_partitioning", "core_map", "mpmd_map"}

@@ -278,7 +278,7 @@ import sys, optax
 before = set(sys.modules)
 import jaxscale
 assert not {"jaxscale.presets", "jaxscale.diagnostics"} & set(sys.modules)
-added = {name.split(".")[0] for name in set(sys.modules) - before} - {"jaxscale", "jax"}
+added = {name.split(".")[0] for name in set(sys.modules) - before} - {"jaxscale"}
 sys.exit(" ".join(added - set(sys.stdlib_module_names)) or 0)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
