@@ -8,7 +8,7 @@ The models are Flax models written for float32 (`models.py`), the ways are in `c
   the loss (forward) and in what its gradient adds (backward, with what is computed again). One in
   a loop counts once.
 - cosine: between the gradients and those of float32, of the whole tree and of the leaf where it
-  is smallest, before training; and how many elements are not finite.
+  is smallest, before training; and how many elements are not finite. The table has 1 - cosine.
 - loss: of the last ten steps of a training on new data in each step, and its difference from
   float32's. Steps whose gradients are not finite are skipped, and counted.
 - kept: the bytes that the forward pass keeps for the backward pass, besides parameters and batch;
@@ -169,7 +169,7 @@ def table(row):
         caption=f"loss after {row['steps']} steps; float32 from rounded weights: {rounded:+.4f}",
     )
     result.add_column("method", no_wrap=True)
-    headings = ["forward", "backward", "cosine", "smallest", "loss", "kept MB", "temp MB"]
+    headings = ["forward", "backward", "1 - cosine", "largest", "loss", "kept MB", "temp MB"]
     for heading in [*headings, "H100 MB", "trace", "compile"]:
         result.add_column(heading, justify="right", no_wrap=True)
     for name, report in row["methods"].items():
@@ -180,8 +180,7 @@ def table(row):
         result.add_row(
             name,
             *(f"{counted['half']}/{counted['products']}" for counted in both),
-            f"{report['cosine']:.6f}",
-            f"{report['smallest_cosine']:.4f}",
+            *(f"{1 - report[key]:.1e}" for key in ("cosine", "smallest_cosine")),
             f"{loss:.4f}" if name == casts.FLOAT32 else f"{loss - float32['loss']:+.4f}",
             f"{report['kept_bytes'] / 1e6:.1f}",
             f"{report['temporary_bytes'] / 1e6:.1f}",
@@ -229,7 +228,7 @@ def main():
     add("--h100", choices=models.SIZES, help="also compile models of this size for an H100")
     add("--json", type=pathlib.Path, help="where to write the figures")
     options = parser.parse_args()
-    console = Console(width=130)
+    console = Console(width=140)
     wanted = {casts.FLOAT32, *(options.only or casts.METHODS)}
     names = [name for name in casts.METHODS if name in wanted]
     result = {"machine": processes.call(machine.describe), "rows": []}
