@@ -13,8 +13,8 @@ The models are Flax models written for float32 (`models.py`), the ways are in `c
   float32's. Steps whose gradients are not finite are skipped, and counted.
 - kept: the bytes that the forward pass keeps for the backward pass, besides parameters and batch;
   and temp, what XLA needs for loss and gradients on the device that this runs on, with what it
-  computes again, reuses and converts. With `--h100` also on an NVIDIA H100, for which three of
-  the methods are compiled without one (see `programs.py`).
+  computes again, reuses and converts. With `--h100` also on an NVIDIA H100, for which they
+  are compiled without one (see `programs.py`).
 - trace, compile: CPU time for loss and gradients with nothing cached, relative to float32; methods
   take turns.
 
@@ -46,7 +46,6 @@ from rich.table import Table
 
 SCALE = 2.0**10
 LEARNING_RATE, LAST = 1e-3, 10
-AT_SCALE = (casts.FLOAT32, "jaxscale.autocast", "Flax dtype")  # compiled for an H100
 
 
 def scaled(loss_fn):
@@ -207,7 +206,7 @@ def measure(kind, size, names, steps, rounds, limit, h100, show):
             seconds = statistics.median(turn[f"{key}_s"] for turn in taken)
             ratio = processes.ratio(taken, turns[first], f"{key}_s")
             reports[name][key] = ratio | {"seconds": seconds}
-    for name in [name for name in AT_SCALE if h100 and name in names]:
+    for name in ready if h100 else ():
         show(f"{name}: compiling for an H100")
         report = processes.call(compile_for_h100, name, kind, h100, limit=limit)
         reports[name]["h100"] = {"size": h100} | report
