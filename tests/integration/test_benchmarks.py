@@ -190,7 +190,7 @@ def test_autocast_is_measured_beside_float32(tmp_path):
         env=os.environ | {"XLA_FLAGS": ""},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(path.read_text())["rows"]
