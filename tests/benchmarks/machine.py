@@ -9,7 +9,7 @@ import jax
 
 import jaxscale
 
-PACKAGES = ["jax", "jaxlib", "optax", "flax", "jmp", "mixed-precision-for-jax"]
+PACKAGES = ["jax", "jaxlib", "optax", "flax", "jmp", "mixed-precision-for-jax", "jaxamp"]
 
 
 def describe():

@@ -11,7 +11,8 @@ import statistics
 import time
 
 # Its imports are made once, in the process that the others are forked from.
-PRELOAD = ["jax", "optax", "jaxscale", "jaxscale.flax", "flax.training.dynamic_scale", "jmp", "mpx"]
+PRELOAD = ["jax", "optax", "jaxscale", "jaxscale.flax", "flax.linen", "flax.training.dynamic_scale"]
+PRELOAD += ["jmp", "mpx"]
 # Several processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

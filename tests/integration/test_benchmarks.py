@@ -11,6 +11,7 @@ import checks
 import hlo
 import jax
 import jax.numpy as jnp
+import jaxprs
 import methods
 import optax
 import pytest
@@ -148,3 +149,62 @@ def test_the_command_prints_and_writes_its_figures(tmp_path):
         assert min(report["to_bare"]["median"], report["to_limit"]["median"]) > 0
         assert report["bytes_per_parameter"] > row["limit_bytes_per_parameter"] - 2, name
         assert report["kernels"] == sum(report["kernels_by_kind"].values()) > 0
+
+
+def test_products_are_counted_in_programs_inside_of_programs():
+    def loss_fn(w):
+        once = jax.checkpoint(lambda x, _: (jnp.sin(x @ w), None))
+        x, _ = jax.lax.scan(once, jnp.ones((2, 2)), length=3)
+        half = x.astype(jnp.float16)
+        axes = ((1,), (0,)), ((), ())
+        mixed = jax.lax.dot_general(half, w, axes, preferred_element_type=jnp.float32)
+        return jnp.sum(mixed) + jnp.sum(half @ w.astype(jnp.float16))
+
+    w = jnp.ones((2, 2))
+    assert jaxprs.products(jax.make_jaxpr(loss_fn)(w)) == (1, 3)
+    # Backward two for each of the three, and the one in the loop is computed again.
+    assert jaxprs.products(jax.make_jaxpr(jax.value_and_grad(loss_fn))(w)) == (3, 3 + 6 + 1)
+
+
+KEPT = {
+    "nothing": (lambda w: jnp.sum(3 * w), 0),
+    "parameters": (lambda w: jnp.sum(w * w), 0),
+    "a result": (lambda w: jnp.sum(jnp.exp(w)), 400),
+    "a result in half precision": (lambda w: jnp.sum(jnp.exp(w.astype(jnp.float16))), 200),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_the_backward_pass_keeps_is_counted_without_parameters(kind):
+    fun, expected = KEPT[kind]
+    assert jaxprs.residual_bytes(fun, jnp.ones(100)) == expected
+
+
+@pytest.mark.slow
+def test_autocast_is_measured_beside_float32(tmp_path):
+    path = tmp_path / "autocast.json"
+    command = [sys.executable, FOLDER / "autocast.py", "--size=tiny", "--steps=10", "--rounds=1"]
+    options = ["--models", "ResNet with batch norm", "--only", "jaxscale.autocast", "Flax dtype"]
+    done = subprocess.run(
+        [*command, *options, f"--json={path}"],
+        env=os.environ | {"XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["parameters"] == 5214
+    plain, cast, by_hand = (
+        row["methods"][name] for name in ("float32", "jaxscale.autocast", "Flax dtype")
+    )
+    assert (plain["cosine"], plain["smallest_cosine"]) == pytest.approx((1, 1))
+    assert plain["trace"]["median"] == plain["compile"]["median"] == 1
+    for way in ("forward", "backward"):
+        assert plain[way]["half"] == 0
+        assert cast[way]["half"] == cast[way]["products"] == plain[way]["products"] > 9
+    for report in (cast, by_hand):
+        assert 0.999 < report["smallest_cosine"] < 1
+        assert report["loss"] == pytest.approx(plain["loss"], rel=1e-2)
+        assert report["not_finite"] == report["skipped"] == 0
+        assert 0 < report["kept_bytes"] < 1.5 * plain["kept_bytes"]

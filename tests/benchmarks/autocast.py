@@ -1,0 +1,249 @@
+"""What `jaxscale.autocast` does to models, beside other ways to float16, in one run.
+
+    python tests/benchmarks/autocast.py [--size laptop|gpu] [--h100 SIZE] [--json FILE]
+
+The models are Flax models written for float32 (`models.py`), the ways are in `casts.py`. For each:
+
+- products: how many matrix products and convolutions read half precision alone, in the program of
+  the loss (forward) and in what its gradient adds (backward, with what is computed again). One in
+  a loop counts once.
+- cosine: between the gradients and those of float32, of the whole tree and of the leaf where it
+  is smallest, before training; and how many elements are not finite. The table has 1 - cosine.
+- loss: of the last ten steps of a training on new data in each step, and its difference from
+  float32's. Steps whose gradients are not finite are skipped, and counted.
+- kept: the bytes that the forward pass keeps for the backward pass, besides parameters and batch;
+  and temp, what XLA needs for loss and gradients on the device that this runs on, with what it
+  computes again, reuses and converts. With `--h100` also on an NVIDIA H100, for which they
+  are compiled without one (see `programs.py`).
+- trace, compile: CPU time for loss and gradients with nothing cached, relative to float32; methods
+  take turns.
+
+All methods multiply the loss by 1024, which is fixed, and divide the gradients by it. Only casts
+differ.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import time
+
+# For XLA on CPU, which may keep float32 between float16 operations. To be set before JAX starts.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+
+import casts
+import jax
+import jax.numpy as jnp
+import jaxprs
+import machine
+import models
+import numpy as np
+import optax
+import processes
+from rich.console import Console
+from rich.table import Table
+
+SCALE = 2.0**10
+LEARNING_RATE, LAST = 1e-3, 10
+
+
+def scaled(loss_fn):
+    """Returns a function of parameters and batch, to the loss and its gradients."""
+
+    def value_and_grad(params, batch):
+        loss, grads = jax.value_and_grad(lambda *args: SCALE * loss_fn(*args))(params, batch)
+        return loss / SCALE, jax.tree.map(lambda g: g / SCALE, grads)
+
+    return value_and_grad
+
+
+def compiled(fun, *args):
+    """Returns the program, and the CPU time of tracing and compiling with nothing cached."""
+    jax.clear_caches()
+    start = time.process_time()  # of this process and its threads, whatever others run
+    traced = jax.jit(lambda *args: fun(*args)).trace(*args)
+    middle = time.process_time()
+    program = traced.lower().compile()
+    return program, {"trace_s": middle - start, "compile_s": time.process_time() - middle}
+
+
+def prepare(name, kind, size, steps, expected=None):
+    """Returns the report of a method, and what times its tracing and compiling.
+
+    Args:
+      name: of the method.
+      kind: the name of the model.
+      size: of the model.
+      steps: how many to train.
+      expected: the gradients of float32, NumPy arrays. Without them, the report has the gradients.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    task = models.MODELS[kind](size)
+    loss_fn = casts.METHODS[name](task)
+    params, batch = task.init(), task.batch(0)
+    step = scaled(loss_fn)
+    half, total = jaxprs.products(jax.make_jaxpr(loss_fn)(params, batch))
+    half_of_both, both = jaxprs.products(jax.make_jaxpr(step)(params, batch))
+    program, _ = compiled(step, params, batch)
+    grads = [np.asarray(g, np.float64) for g in jax.tree.leaves(program(params, batch)[1])]
+    report = {
+        "parameters": sum(g.size for g in grads),
+        "forward": {"half": half, "products": total},
+        "backward": {"half": half_of_both - half, "products": both - total},
+        "kept_bytes": jaxprs.residual_bytes(lambda params: loss_fn(params, batch), params),
+        "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
+        "not_finite": sum(int(np.sum(~np.isfinite(g))) for g in grads),
+    }
+    report |= {"grads": grads} if expected is None else cosines(grads, expected)
+    report |= train(program, params, task, steps)
+    if name == casts.FLOAT32:
+        # What training itself makes of a difference as small as those of half precision.
+        rounded = jax.tree.map(lambda p: p.astype(jnp.float16).astype(jnp.float32), params)
+        report["from_rounded"] = train(program, rounded, task, steps)
+
+    def run(seconds):
+        del seconds  # once, however long it takes
+        return compiled(step, params, batch)[1]
+
+    return report, run
+
+
+def cosines(grads, expected):
+    """Returns the cosine of the whole tree, and of the leaf where it is smallest."""
+
+    def cosine(pairs):
+        inner, one, other = (
+            sum(np.vdot(pair[i], pair[j]) for pair in pairs) for i, j in ((0, 1), (0, 0), (1, 1))
+        )
+        return float(inner / np.sqrt(one * other)) if one * other else 0.0
+
+    pairs = list(zip(grads, expected, strict=True))
+    leaves = [cosine([pair]) for pair in pairs]
+    return {"cosine": cosine(pairs), "smallest_cosine": min(leaves)}
+
+
+def train(program, params, task, steps):
+    """Returns the losses of a training with AdamW, and the number of skipped steps."""
+    tx = optax.apply_if_finite(optax.adamw(LEARNING_RATE), max_consecutive_errors=steps)
+
+    @jax.jit
+    def update(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state, losses = tx.init(params), []
+    for i in range(steps):
+        loss, grads = program(params, task.batch(i))
+        params, state = update(grads, state, params)
+        losses.append(float(loss))
+    last = statistics.mean(losses[-LAST:])
+    return {"loss": last, "skipped": int(state.total_notfinite), "losses": losses}
+
+
+def compile_for_h100(name, kind, size):
+    """Returns the memory that loss and gradients need there, and nothing to run."""
+    import programs  # it says for which machine to compile
+    from jax.experimental import topologies
+    from jax.sharding import SingleDeviceSharding
+
+    device, *_ = topologies.get_topology_desc(**programs.TARGETS["H100"]).devices
+    task = models.MODELS[kind](size)
+    args = jax.tree.map(
+        lambda aval: jax.ShapeDtypeStruct(
+            aval.shape, aval.dtype, sharding=SingleDeviceSharding(device)
+        ),
+        (jax.eval_shape(task.init), jax.eval_shape(lambda: task.batch(0))),
+    )
+    step = scaled(casts.METHODS[name](task))
+    analysis = jax.jit(step).lower(*args).compile().memory_analysis()
+    return {"temporary_bytes": analysis.temp_size_in_bytes}, None
+
+
+def table(row):
+    float32 = row["methods"][casts.FLOAT32]
+    rounded = float32["from_rounded"]["loss"] - float32["loss"]
+    result = Table(
+        title=f"{row['model']}, {row['parameters'] / 1e6:.3g}M parameters",
+        caption=f"loss after {row['steps']} steps; float32 from rounded weights: {rounded:+.4f}",
+    )
+    result.add_column("method", no_wrap=True)
+    headings = ["forward", "backward", "1 - cosine", "largest", "loss", "kept MB", "temp MB"]
+    for heading in [*headings, "H100 MB", "trace", "compile"]:
+        result.add_column(heading, justify="right", no_wrap=True)
+    for name, report in row["methods"].items():
+        if "error" in report:
+            continue
+        loss, memory = report["loss"], report.get("h100", {}).get("temporary_bytes")
+        both = report["forward"], report["backward"]
+        result.add_row(
+            name,
+            *(f"{counted['half']}/{counted['products']}" for counted in both),
+            *(f"{1 - report[key]:.1e}" for key in ("cosine", "smallest_cosine")),
+            f"{loss:.4f}" if name == casts.FLOAT32 else f"{loss - float32['loss']:+.4f}",
+            f"{report['kept_bytes'] / 1e6:.1f}",
+            f"{report['temporary_bytes'] / 1e6:.1f}",
+            "" if memory is None else f"{memory / 1e6:.0f}",
+            *(f"{report[key]['median']:.2f}" for key in ("trace", "compile")),
+        )
+    return result
+
+
+def measure(kind, size, names, steps, rounds, limit, h100, show):
+    """Returns the row of a model."""
+    first, *others = names
+    ready, reports = processes.prepare({first: (prepare, first, kind, size, steps)}, limit, show)
+    if "error" in reports[first]:
+        raise SystemExit(f"{first}: {reports[first]['error']}")
+    grads = reports[first].pop("grads")
+    reports[first] |= cosines(grads, grads)
+    jobs = {name: (prepare, name, kind, size, steps, grads) for name in others}
+    more, of_others = processes.prepare(jobs, limit, show)
+    ready, reports = ready | more, reports | of_others
+    turns = processes.take_turns(ready, rounds, None, show)
+    for name, taken in turns.items():
+        for key in ("trace", "compile"):
+            seconds = statistics.median(turn[f"{key}_s"] for turn in taken)
+            ratio = processes.ratio(taken, turns[first], f"{key}_s")
+            reports[name][key] = ratio | {"seconds": seconds}
+    for name in ready if h100 else ():
+        show(f"{name}: compiling for an H100")
+        report = processes.call(compile_for_h100, name, kind, h100, limit=limit)
+        reports[name]["h100"] = {"size": h100} | report
+    parameters = reports[first]["parameters"]
+    row = {"model": kind, "size": size, "parameters": parameters, "steps": steps}
+    return row | {"scale": SCALE, "methods": reports}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--size", choices=models.SIZES, default="laptop")
+    add("--models", nargs="+", choices=models.MODELS, default=list(models.MODELS), metavar="MODEL")
+    add("--only", nargs="+", choices=casts.METHODS, metavar="METHOD", help="besides float32")
+    add("--steps", type=int, default=60, help="of the training")
+    add("--rounds", type=int, default=3, help="turns of each method, to trace and compile")
+    add("--limit", type=float, default=600, help="seconds to check and train a method")
+    add("--h100", choices=models.SIZES, help="also compile models of this size for an H100")
+    add("--json", type=pathlib.Path, help="where to write the figures")
+    options = parser.parse_args()
+    console = Console(width=140)
+    wanted = {casts.FLOAT32, *(options.only or casts.METHODS)}
+    names = [name for name in casts.METHODS if name in wanted]
+    result = {"machine": processes.call(machine.describe), "rows": []}
+    console.print(machine.line(result["machine"]))
+    with console.status("") as status:
+        for kind in options.models:
+            fixed = options.steps, options.rounds, options.limit, options.h100, status.update
+            row = measure(kind, options.size, casts.apart(names, kind), *fixed)
+            result["rows"].append(row)
+            console.print(table(row))
+            for name, report in row["methods"].items():
+                if "error" in report:
+                    console.print(f"{name}: {report['error']}")
+            if options.json:
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
