@@ -441,6 +441,8 @@ MUTATIONS = {
     "autocast: full precision is not marked": ("_autocast/structure", "if unchanged or is_full_precision(eqn):", "if unchanged:"),
     "autocast: chains are kept": ("_autocast/transform", "    frame.defer(eqn)\n    return (), ()", "    return as_written(frame, eqn)"),
     "autocast: chains add gradients in half precision": ("_autocast/chains", "return cast(primals[0], FLOAT32), tangents[1]", "return cast(primals[0], FLOAT32), cast(tangents[0], FLOAT32)"),
+    "autocast: a barrier in loops": ("_autocast/chains", "prevent_cse=not in_loop", "prevent_cse=True"),
+    "autocast: no barrier at all": ("_autocast/chains", "prevent_cse=not in_loop", "prevent_cse=False"),
     "autocast: chains grow for ever": ("_autocast/transform", "> LONGEST or frame.repeats < 0:", "> 10**9:"),
     "autocast: sums of a backward pass in half precision": ("_autocast/transform", 'return name in SUMMED_BACKWARD and (grows or name != "broadcast_in_dim")', "return False"),
     "autocast: casts are not shared": ("_autocast/transform", "        if atom not in self.halves:\n", "        if True:\n"),

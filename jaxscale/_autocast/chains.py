@@ -77,13 +77,15 @@ def source(eqn: JaxprEqn, scopes: Any) -> Any:
     return user_context(info.traceback, name_stack=scopes + info.name_stack)
 
 
-def compute(last: Link, dtype: Any, scopes: Any) -> tuple[Any, int]:
+def compute(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[Any, int]:
     """Returns the value of a chain, and how many equations it has.
 
     Args:
       last: its last link.
       dtype: float32 or half precision, to which the value is then cast inside of the chain.
       scopes: the named scopes around the program.
+      in_loop: whether it is computed in the body of a loop. There XLA cannot take what the forward
+        pass computed for what the backward pass computes again, and needs no barrier against it.
     """
     links, arrays = _collected(last)
     leaves, tree = jax.tree.flatten(list(arrays.values()))
@@ -118,7 +120,7 @@ def compute(last: Link, dtype: Any, scopes: Any) -> tuple[Any, int]:
             *consts,
             *leaves,
             jaxpr=jaxpr,
-            prevent_cse=True,
+            prevent_cse=not in_loop,
             differentiated=False,
             policy=None,
         )

@@ -76,6 +76,7 @@ def rewritten(
     args: Sequence[Any],
     kinds: Sequence[Kind],
     declared: int = 0,
+    in_loop: bool = False,
 ) -> tuple[ClosedJaxpr, list[Kind]]:
     """Returns a program that an equation holds, rewritten, and the kinds of its outputs.
 
@@ -85,20 +86,21 @@ def rewritten(
       args: arrays of the precisions in which its inputs come.
       kinds: what is known of its inputs.
       declared: how many of its outputs, from the first, keep the dtypes that it declares.
+      in_loop: whether it is the body of a loop.
     """
-    autocast = frame.autocast
+    autocast, in_loop = frame.autocast, in_loop or frame.in_loop
     jaxpr = closed(program).jaxpr
     halves = tuple(
         is_float32(var) and has_dtype(arg, autocast.dtype)
         for var, arg in zip(jaxpr.invars, args, strict=True)
     )
     known = autocast.rewritten.setdefault(program, {})
-    key = (halves, tuple(kinds), declared)
+    key = (halves, tuple(kinds), declared, in_loop)
     if key not in known:
         out_kinds: list[Kind] = []
 
         def run(*args: Any) -> list[Any]:
-            outputs, found = autocast.run(closed(program), args, kinds)
+            outputs, found = autocast.run(closed(program), args, kinds, in_loop)
             out_kinds[:] = found
             kept = zip(outputs[:declared], jaxpr.outvars, strict=False)
             return [*(as_declared(out, var) for out, var in kept), *outputs[declared:]]
@@ -145,7 +147,8 @@ def call(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def inlined(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a call that means nothing but its program."""
     args, kinds = _inputs(frame, eqn)
-    outputs, out_kinds = frame.autocast.run(closed(eqn.params["call_jaxpr"]), args, kinds)
+    program = closed(eqn.params["call_jaxpr"])
+    outputs, out_kinds = frame.autocast.run(program, args, kinds, frame.in_loop)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
     return outputs, _narrow(eqn, outputs, frame.dtype)
 
@@ -173,7 +176,7 @@ def scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
             args[i], kinds[i] = as_declared(args[i], var), None
         elif i >= last and isinstance(kinds[i], Parameter):
             kinds[i] = parameter(var)  # a slice of it
-    program, _ = rewritten(frame, body, args, kinds, declared=carries)
+    program, _ = rewritten(frame, body, args, kinds, declared=carries, in_loop=True)
     outputs = bind(eqn, args, eqn.params | {"jaxpr": program})
     return outputs, _narrow(eqn, outputs, frame.dtype)
 
@@ -192,7 +195,9 @@ def while_loop(frame: Frame, eqn: JaxprEqn) -> Outputs:
     test, _ = rewritten(
         frame, test, args[:tested] + args[first:], kinds[:tested] + kinds[first:], declared=1
     )
-    body, _ = rewritten(frame, body, args[tested:], kinds[tested:], declared=len(variables))
+    body, _ = rewritten(
+        frame, body, args[tested:], kinds[tested:], declared=len(variables), in_loop=True
+    )
     outputs = bind(eqn, args, eqn.params | {"cond_jaxpr": test, "body_jaxpr": body})
     return outputs, (False,) * len(outputs)
 
@@ -218,7 +223,7 @@ def shard_map(frame: Frame, eqn: JaxprEqn) -> Outputs:
     params, out_narrow = eqn.params, []
 
     def run(*args: Any) -> Any:
-        outputs, _ = frame.autocast.run(closed(params["jaxpr"]), args, kinds)
+        outputs, _ = frame.autocast.run(closed(params["jaxpr"]), args, kinds, frame.in_loop)
         out_narrow[:] = _narrow(eqn, outputs, frame.dtype)
         return tuple(outputs)
 
@@ -277,7 +282,7 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         nonzero = [t for t, zero in zip(tangents, is_zero, strict=True) if not zero]
         inputs = [*primals[consts:], *nonzero]
         known = [*kinds[consts:], *[None] * len(nonzero)]
-        outputs, _ = autocast.run(ClosedJaxpr(jaxpr, rule_consts), inputs, known)
+        outputs, _ = autocast.run(ClosedJaxpr(jaxpr, rule_consts), inputs, known, frame.in_loop)
         size, avals = len(out_is_zero), program.out_avals
         nonzero_outputs = iter(outputs[size:])
         return tuple(map(_as_aval, outputs[:size], avals)), tuple(
@@ -332,7 +337,8 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
             is_perturbed = [each.perturbed for each in values]
             values = [each.value for each in values]
         jaxpr, fwd_consts = thunk.call_wrapped(*is_perturbed)
-        outputs, _ = autocast.run(ClosedJaxpr(jaxpr, fwd_consts), values, kinds[consts:])
+        forward = ClosedJaxpr(jaxpr, fwd_consts)
+        outputs, _ = autocast.run(forward, values, kinds[consts:], frame.in_loop)
         size = len(outputs) - len(out_declared)
         primals = tuple(map(_as_aval, outputs[size:], program.out_avals))
         kept = zip(outputs[:size], jaxpr.outvars, strict=False)

@@ -52,12 +52,13 @@ class Frame:
     """The values of one jaxpr while it runs."""
 
     __slots__ = (
-        *("autocast", "dtype", "halves", "kinds", "links", "narrow", "only_float32"),
+        *("autocast", "dtype", "halves", "in_loop", "kinds", "links", "narrow", "only_float32"),
         *("repeats", "scopes", "values", "wides"),
     )
 
-    def __init__(self, autocast: "Autocast", jaxpr: Jaxpr) -> None:
+    def __init__(self, autocast: "Autocast", jaxpr: Jaxpr, in_loop: bool) -> None:
         self.autocast, self.dtype = autocast, autocast.dtype
+        self.in_loop = in_loop  # part of a body: XLA compiles its backward pass apart
         self.scopes = current_name_stack() if current_name_stack else None
         self.only_float32 = _only_float32(jaxpr)
         self.links: dict[Any, Link] = {}  # float32 values that are not computed yet
@@ -130,7 +131,7 @@ class Frame:
         return self.links[atom] if atom in self.links else self.values[atom]
 
     def _compute(self, atom: Any, dtype: Any) -> Any:
-        value, count = compute(self.links[atom], dtype, self.scopes)
+        value, count = compute(self.links[atom], dtype, self.scopes, self.in_loop)
         self.repeats -= count
         return value
 
@@ -164,7 +165,11 @@ class Autocast:
         self.with_products: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
 
     def run(
-        self, closed: ClosedJaxpr, args: Sequence[Any], kinds: Sequence[Kind]
+        self,
+        closed: ClosedJaxpr,
+        args: Sequence[Any],
+        kinds: Sequence[Kind],
+        in_loop: bool = False,
     ) -> tuple[list[Any], list[Kind]]:
         """Returns the outputs of a program, some of them narrow, and their kinds.
 
@@ -172,9 +177,10 @@ class Autocast:
           closed: the program.
           args: its arguments. Those declared as float32 may be in half precision.
           kinds: what is known of them.
+          in_loop: whether it is part of the body of a loop.
         """
         jaxpr = closed.jaxpr
-        frame = Frame(self, jaxpr)
+        frame = Frame(self, jaxpr, in_loop)
         for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
             frame.write(var, const, False, parameter(var))
         for var, arg, kind in zip(jaxpr.invars, args, kinds, strict=True):

@@ -139,6 +139,22 @@ def test_reductions_between_chains_do_not_make_the_program_grow():
     assert cast <= 5 * plain
 
 
+def test_chains_have_a_barrier_where_the_backward_pass_is_part_of_the_same_program():
+    def layer(x, w):
+        return jax.nn.softmax(x @ w), None
+
+    def scanned(x, ws):
+        return jax.lax.scan(layer, x, ws)[0]
+
+    def unrolled(x, ws):
+        return layer(layer(x, ws[0])[0], ws[1])[0]
+
+    for fun, has_barrier in ((scanned, False), (unrolled, True)):
+        jaxpr = jax.make_jaxpr(jaxscale.autocast(fun))(X, W[:2])
+        found = {e.params.get("prevent_cse") for e in equations(jaxpr)} - {None}
+        assert found == {has_barrier}
+
+
 def test_a_function_that_is_called_often_is_rewritten_once():
     layer = jax.jit(lambda x, w: jax.nn.relu(x @ w))
 
