@@ -432,7 +432,7 @@ MUTATIONS = {
     "autocast: every constant follows": ("_autocast/atoms", "return Constant() if special or", "return Constant() if True or"),
     "autocast: a bias widens its product": ("_autocast/transform", "if aval.ndim <= 1 or other.size < elements(var):", "if False:"),
     "autocast: any addend is a bias": ("_autocast/transform", "if aval.ndim <= 1 or other.size < elements(var):", "if True:"),
-    "autocast: a carry is narrow": ("_autocast/structure", "rewritten(frame, body, args, kinds, declared=carries)", "rewritten(frame, body, args, kinds)"),
+    "autocast: a carry is narrow": ("_autocast/structure", "rewritten(frame, body, args, kinds, declared=carries, in_loop=True)", "rewritten(frame, body, args, kinds, in_loop=True)"),
     "autocast: loops are not entered": ("_autocast/structure", '    "scan": scan,\n', ""),
     "autocast: branches return what they have": ("_autocast/structure", "args[1:], kinds[1:], declared=len(eqn.outvars))[0]", "args[1:], kinds[1:])[0]"),
     "autocast: the policy of remat is dropped": ("_autocast/structure", 'eqn.params | {"jaxpr": jaxpr})', 'eqn.params | {"jaxpr": jaxpr, "policy": None})'),
