@@ -1,0 +1,221 @@
+"""Whether float16 with a loss scale trains like float32, on programs that were written in float32.
+
+    python tests/benchmarks/parity.py [--models NAME ...] [--json FILE] [--plot FILE]
+    python tests/benchmarks/parity.py --redraw FILE --plot FILE
+
+Each model trains in three ways, from the same parameters on the same data: in float32 as written,
+by `jaxscale.autocast` alone, where a step that is not finite is skipped, and by both `autocast` and
+the default loss scale. Its code is the same each time (`parity_setup.py`). Several seeds show how
+far two runs differ anyhow. What is trained is evaluated in float32.
+
+A gradient element counts as flushed if it is exactly zero, but not in float32 at the same
+parameters on the same batch. The share is a mean over several moments of the training.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import time
+
+# For XLA on CPU, which may keep float32 between float16 operations. To be set before JAX starts.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+
+import jax
+import jax.numpy as jnp
+import machine
+import numpy as np
+import parity_linen
+import parity_objects
+import parity_plain
+from parity_picture import draw
+from parity_setup import WAYS, Model
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import jaxscale
+
+# The chunks of a training, between which the gradients are looked at.
+CHUNKS = 5
+MODELS = {
+    "super-resolution": Model(
+        parity_plain.super_resolution,
+        "examples/quickstart.py",
+        "test MSE, 1e-4",
+        steps=100,
+        batch=64,
+        vmapped=False,
+    ),
+    "transformer": Model(
+        parity_linen.transformer, "nanodo, in nn.scan and nn.remat", "test loss", 300, 16
+    ),
+    "ResNet": Model(
+        parity_linen.resnet, "Flax's imagenet example", "test loss", 200, 64, vmapped=False
+    ),
+    "LSTM": Model(parity_plain.lstm, "Haiku's rnn example", "test loss", 300, 32),
+    "VAE": Model(parity_objects.vae, "Flax NNX's 05_vae.py", "test loss", 2000, 64),
+    "GAN": Model(
+        parity_objects.dcgan,
+        "Equinox's DCGAN example",
+        "distance to digits",
+        600,
+        64,
+        vmapped=False,
+    ),
+    "flow matching": Model(parity_plain.flow_matching, "plain JAX", "test loss", 1500, 128),
+    "PPO": Model(parity_linen.ppo, "purejaxrl's ppo.py", "return, of 500", 100, 8),
+    "PINN": Model(parity_plain.allen_cahn, "jaxpi's Allen-Cahn", "test loss", 1500, 256),
+}
+
+
+def train(model, way, seeds, steps, batch, show):
+    """Returns what came of a model trained in one way, with a list over the seeds in each field."""
+    program = model.make(way, steps, batch)
+
+    def each(function):
+        """Returns the compiled function of all seeds, from one of a tuple for a single seed."""
+        over = jax.vmap(function) if model.vmapped else lambda args: jax.lax.map(function, args)
+        return jax.jit(over)
+
+    def step_key(seed, index):
+        return jax.random.fold_in(jax.random.key(seed + 1000), index)
+
+    @each
+    def begin(seed):
+        return program.init(jax.random.key(seed))
+
+    @each
+    def some_steps(args):
+        carry, seed, first = args
+        indices = first + jnp.arange(steps // chunks)
+        return jax.lax.scan(lambda c, i: program.step(c, step_key(seed, i)), carry, indices)
+
+    @each
+    def look(args):
+        """Returns, for each loss, the metrics, and what became of its gradients."""
+        carry, seed, first = args
+        seen = []
+        for loss in program.losses(carry, step_key(seed, first)):
+            exact = jax.tree.leaves(jax.grad(loss.loss_fn)(loss.params))
+            grads = jaxscale.grad(way.cast(loss.loss_fn), loss.opt_state)(loss.params)
+            pairs = list(zip(jax.tree.leaves(grads), exact, strict=True))
+            flushed = sum(jnp.sum((grad == 0) & (true != 0)) for grad, true in pairs)
+            nonzero = sum(jnp.sum(true != 0) for _, true in pairs)
+            error = sum(jnp.sum((grad - true) ** 2) for grad, true in pairs)
+            error = jnp.sqrt(error / sum(jnp.sum(true**2) for true in exact))
+            metrics = jaxscale.metrics(loss.opt_state)
+            scale = metrics["loss_scale"], metrics["total_notfinite"]
+            seen.append((*scale, flushed / jnp.maximum(nonzero, 1), error))
+        return tuple(jnp.stack(column) for column in zip(*seen, strict=True))
+
+    started = time.perf_counter()
+    chunks = min(CHUNKS, steps)
+    seeds = jnp.asarray(seeds)
+    carry, history, looks = begin(seeds), [], []
+    for chunk in range(chunks + 1):
+        first = jnp.full_like(seeds, chunk * (steps // chunks))
+        looks.append(look((carry, seeds, first)))
+        if chunk < chunks:
+            carry, losses = some_steps((carry, seeds, first))
+            history.append(losses)
+            show(float(losses[:, -1].mean()))
+    scales, skipped, flushed, errors = (np.array(column) for column in zip(*looks, strict=True))
+    history = np.concatenate(history, 1)  # looks are [time, seed, loss]
+    return {
+        "final": each(program.evaluate)(carry).tolist(),
+        "train_loss": history[:, -max(1, steps // 10) :].mean(1).tolist(),
+        "flushed": flushed.mean((0, 2)).tolist(),
+        "gradient_error": np.median(errors, (0, 2)).tolist(),
+        "skipped": skipped[-1].sum(-1).tolist(),
+        "loss_scale": scales[-1].tolist(),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def table(rows):
+    """Returns the rows as a table of rich."""
+    result = Table(title="mean over the seeds ± the standard deviation")
+    result.add_column("model", no_wrap=True)
+    result.add_column("measured", no_wrap=True)
+    for heading in WAYS:
+        result.add_column(heading.name, justify="right", no_wrap=True)
+    for heading in ("flushed: alone", "scaled", "skipped: alone", "scaled", "scale"):
+        result.add_column(heading, justify="right")
+    for row in rows:
+        result.add_row(row["model"], row["measured"], *cells(row))
+    return result
+
+
+def cells(row):
+    """Returns what the tables say of a model."""
+    ways = [row["ways"][way.name] for way in WAYS]
+    finals = [f"{np.mean(w['final']):.4g} ± {_spread(w['final']):.2g}" for w in ways]
+    flushed = [f"{np.mean(w['flushed']):.1%}" for w in ways[1:]]
+    skipped = [f"{np.mean(w['skipped']):.3g}" for w in ways[1:]]
+    low, high = (f"2**{np.log2(bound(ways[2]['loss_scale'])):.0f}" for bound in (np.min, np.max))
+    return [*finals, *flushed, *skipped, low if low == high else f"{low} to {high}"]
+
+
+def _spread(values):
+    return np.std(values, ddof=1) if len(values) > 1 else 0.0
+
+
+def markdown(rows):
+    """Returns the rows as a table of Markdown, as in `results/README.md`."""
+    headings = ["model", "like", "measured", *(way.name for way in WAYS)]
+    headings += ["flushed: alone", "scaled", "skipped: alone", "scaled", "scale"]
+    lines = [headings, ["---"] * len(headings)]
+    lines += [[row["model"], row["like"], row["measured"], *cells(row)] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    add("--seeds", type=int, default=3, help="how many seeds")
+    add("--steps", type=int, help="training steps of each model, instead of its own number")
+    add("--batch", type=int, help="the size of a batch, instead of that of each model")
+    add("--json", type=pathlib.Path, help="where to write the figures")
+    add("--plot", type=pathlib.Path, help="where to draw them")
+    add("--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from a file of --json")
+    options = parser.parse_args()
+    console = Console(width=160)
+    if options.redraw:
+        result = json.loads(options.redraw.read_text())
+        console.print(markdown(result["rows"]), soft_wrap=True)
+    else:
+        result = {"machine": machine.describe()[0], "seeds": options.seeds, "rows": []}
+        console.print(machine.line(result["machine"]))
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        columns += (TextColumn("loss {task.fields[loss]:.5g}"), TimeElapsedColumn())
+        with Progress(*columns, console=console) as progress:
+            for name in options.models:
+                row = _compare(name, options, progress)
+                result["rows"].append(row)
+                if options.json:
+                    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(table(result["rows"]))
+    if options.plot:
+        draw(result, options.plot)
+
+
+def _compare(name, options, progress):
+    model, ways = MODELS[name], {}
+    steps = options.steps or model.steps
+    batch = options.batch or model.batch
+    for way in WAYS:
+        total, description = min(CHUNKS, steps), f"{name}, {way.name}"
+        task = progress.add_task(f"{description:38}", total=total, loss=float("nan"))
+
+        def show(loss, task=task):
+            progress.update(task, advance=1, loss=loss)
+
+        ways[way.name] = train(model, way, range(options.seeds), steps, batch, show)
+    about = {"model": name, "like": model.like, "measured": model.measured}
+    return about | {"steps": steps, "batch": batch, "ways": ways}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The picture of `parity.py`: how far the ways end from float32, and what share is flushed."""
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from parity_setup import WAYS
+
+
+def draw(result, path):
+    """Writes the picture of the figures."""
+    rows = result["rows"]
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 1.6 + 0.62 * len(rows)), width_ratios=[2, 1], layout="constrained"
+    )
+    # Markers, fills and places of their own: they can be told apart in grey.
+    styles = [("o", "black", "black"), ("X", "#d55e00", "#d55e00"), ("D", "white", "#0072b2")]
+    height = 0.25
+    for place, (way, (marker, face, edge)) in enumerate(zip(WAYS, styles, strict=True)):
+        for number, row in enumerate(rows):
+            y = number + (place - 1) * height
+            reference = np.mean(row["ways"][WAYS[0].name]["final"])
+            values = np.array(row["ways"][way.name]["final"]) / reference
+            label = way.name if number == 0 else None
+            style = {"color": edge, "solid_capstyle": "butt"}
+            left.plot([values.min(), values.max()], [y, y], linewidth=1.5, **style)
+            seeds = {"markerfacecolor": face, "markeredgecolor": edge, "linestyle": ""}
+            left.plot(values, [y] * len(values), marker, markersize=4, alpha=0.75, **seeds)
+            left.plot(values.mean(), y, marker, markersize=9, label=label, **seeds)
+            if place:
+                share = 100 * np.mean(row["ways"][way.name]["flushed"])
+                hatch = "" if place == 1 else "////"
+                right.barh(y, share, height, facecolor=face, edgecolor=edge, hatch=hatch)
+                right.text(share + 1, y, f"{share:.1f}%", va="center", fontsize=8)
+    left.axvline(1, color="0.7", linewidth=1, zorder=0)
+    left.set_yticks(range(len(rows)), [f"{row['model']}\n({row['measured']})" for row in rows])
+    left.set_xlabel("relative to the mean of float32")
+    left.set_title("at the end: each seed (small), and their mean (large)", fontsize=10)
+    right.set_yticks(range(len(rows)), [])
+    right.set_xlim(0, 100)
+    right.set_xlabel("percent of the gradient elements")
+    right.set_title("flushed to zero, without and with a loss scale", fontsize=10)
+    for axes in (left, right):
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.grid(axis="x", alpha=0.3)
+        for number in range(1, len(rows)):
+            axes.axhline(number - 0.5, color="0.85", linewidth=0.8)
+    figure.legend(loc="outside lower center", ncols=3)
+    described = result["machine"]
+    figure.suptitle(
+        f"{result['seeds']} seeds: {described['device']}, JAX {described['versions']['jax']}, "
+        f"{described['date'][:10]}"
+    )
+    figure.savefig(path, dpi=110)
