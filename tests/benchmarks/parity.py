@@ -14,6 +14,7 @@ parameters on the same batch. The share is a mean over several moments of the tr
 
 import argparse
 import json
+import operator
 import os
 import pathlib
 import time
@@ -43,47 +44,61 @@ MODELS = {
         parity_plain.super_resolution,
         "examples/quickstart.py",
         "test MSE, 1e-4",
-        steps=100,
-        batch=64,
-        vmapped=False,
+        steps=60,
+        batch=48,
     ),
     "transformer": Model(
-        parity_linen.transformer, "nanodo, in nn.scan and nn.remat", "test loss", 300, 16
+        parity_linen.transformer, "nanodo, in nn.scan and nn.remat", "test loss", 250, 8
     ),
     "ResNet": Model(
-        parity_linen.resnet, "Flax's imagenet example", "test loss", 200, 64, vmapped=False
+        parity_linen.resnet, "Flax's imagenet example", "test loss", 160, 32, vmapped=False
     ),
-    "LSTM": Model(parity_plain.lstm, "Haiku's rnn example", "test loss", 300, 32),
-    "VAE": Model(parity_objects.vae, "Flax NNX's 05_vae.py", "test loss", 2000, 64),
+    "LSTM": Model(parity_plain.lstm, "Haiku's rnn example", "test loss", 300, 16),
+    "VAE": Model(parity_objects.vae, "Flax NNX's 05_vae.py", "test loss", 1000, 64),
     "GAN": Model(
         parity_objects.dcgan,
         "Equinox's DCGAN example",
         "distance to digits",
-        600,
-        64,
+        250,
+        32,
         vmapped=False,
     ),
-    "flow matching": Model(parity_plain.flow_matching, "plain JAX", "test loss", 1500, 128),
-    "PPO": Model(parity_linen.ppo, "purejaxrl's ppo.py", "return, of 500", 100, 8),
-    "PINN": Model(parity_plain.allen_cahn, "jaxpi's Allen-Cahn", "test loss", 1500, 256),
+    "flow matching": Model(parity_plain.flow_matching, "plain JAX", "test loss", 800, 128),
+    "PPO": Model(parity_linen.ppo, "purejaxrl's ppo.py", "return, of 500", 150, 8),
+    "PINN": Model(parity_plain.allen_cahn, "jaxpi's Allen-Cahn", "test loss", 1000, 256),
 }
+
+
+def stacked(trees):
+    """Returns a tree of arrays with an axis for the given ones in front."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def train(model, way, seeds, steps, batch, show):
     """Returns what came of a model trained in one way, with a list over the seeds in each field."""
     program = model.make(way, steps, batch)
 
-    def each(function):
-        """Returns the compiled function of all seeds, from one of a tuple for a single seed."""
-        over = jax.vmap(function) if model.vmapped else lambda args: jax.lax.map(function, args)
-        return jax.jit(over)
-
     def step_key(seed, index):
         return jax.random.fold_in(jax.random.key(seed + 1000), index)
 
+    def each(function):
+        """Returns the compiled function of all seeds, from one of a tuple for a single seed."""
+        if model.vmapped:
+            return jax.jit(jax.vmap(function))
+        compiled = jax.jit(function)
+
+        def one_by_one(args):
+            parts = [
+                jax.tree.map(operator.itemgetter(number), args) for number in range(len(seeds))
+            ]
+            return stacked(map(compiled, parts))
+
+        return one_by_one
+
     @each
-    def begin(seed):
-        return program.init(jax.random.key(seed))
+    def one_step(args):
+        carry, seed, index = args
+        return program.step(carry, step_key(seed, index))
 
     @each
     def some_steps(args):
@@ -91,12 +106,28 @@ def train(model, way, seeds, steps, batch, show):
         indices = first + jnp.arange(steps // chunks)
         return jax.lax.scan(lambda c, i: program.step(c, step_key(seed, i)), carry, indices)
 
+    def advance(carry, first):
+        """Returns the carry after the steps of a chunk, and their losses, [seed, step]."""
+        if model.vmapped:
+            return some_steps((carry, seeds, first))
+        # XLA on CPU takes many times as long for a convolution in a loop.
+        losses = []
+        for index in range(steps // chunks):
+            carry, loss = one_step((carry, seeds, first + index))
+            losses.append(loss)
+        return carry, jnp.stack(losses, 1)
+
     @each
     def look(args):
         """Returns, for each loss, the metrics, and what became of its gradients."""
         carry, seed, first = args
         seen = []
         for loss in program.losses(carry, step_key(seed, first)):
+            metrics = jaxscale.metrics(loss.opt_state)
+            state = metrics["loss_scale"], metrics["total_notfinite"]
+            if not way.half:
+                seen.append((*state, jnp.zeros(()), jnp.zeros(())))
+                continue
             exact = jax.tree.leaves(jax.grad(loss.loss_fn)(loss.params))
             grads = jaxscale.grad(way.cast(loss.loss_fn), loss.opt_state)(loss.params)
             pairs = list(zip(jax.tree.leaves(grads), exact, strict=True))
@@ -104,20 +135,20 @@ def train(model, way, seeds, steps, batch, show):
             nonzero = sum(jnp.sum(true != 0) for _, true in pairs)
             error = sum(jnp.sum((grad - true) ** 2) for grad, true in pairs)
             error = jnp.sqrt(error / sum(jnp.sum(true**2) for true in exact))
-            metrics = jaxscale.metrics(loss.opt_state)
-            scale = metrics["loss_scale"], metrics["total_notfinite"]
-            seen.append((*scale, flushed / jnp.maximum(nonzero, 1), error))
+            seen.append((*state, flushed / jnp.maximum(nonzero, 1), error))
         return tuple(jnp.stack(column) for column in zip(*seen, strict=True))
 
     started = time.perf_counter()
     chunks = min(CHUNKS, steps)
+    # Not compiled as a whole, which would take longer than all that it saves.
+    begun = [program.init(jax.random.key(seed)) for seed in seeds]
+    carry, history, looks = stacked(begun), [], []
     seeds = jnp.asarray(seeds)
-    carry, history, looks = begin(seeds), [], []
     for chunk in range(chunks + 1):
         first = jnp.full_like(seeds, chunk * (steps // chunks))
         looks.append(look((carry, seeds, first)))
         if chunk < chunks:
-            carry, losses = some_steps((carry, seeds, first))
+            carry, losses = advance(carry, first)
             history.append(losses)
             show(float(losses[:, -1].mean()))
     scales, skipped, flushed, errors = (np.array(column) for column in zip(*looks, strict=True))
@@ -179,7 +210,9 @@ def main():
     add("--batch", type=int, help="the size of a batch, instead of that of each model")
     add("--json", type=pathlib.Path, help="where to write the figures")
     add("--plot", type=pathlib.Path, help="where to draw them")
-    add("--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from a file of --json")
+    add(
+        "--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from a file of --json"
+    )
     options = parser.parse_args()
     console = Console(width=160)
     if options.redraw:

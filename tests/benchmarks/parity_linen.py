@@ -42,7 +42,7 @@ class Transformer(nn.Module):
 
     width: int = 64
     heads: int = 4
-    layers: int = 3
+    layers: int = 2
 
     @nn.compact
     def __call__(self, tokens):

@@ -142,7 +142,9 @@ def dcgan(way, steps, batch):
     images, held_out = (jnp.asarray(part[0]).transpose(0, 3, 1, 2) * 2 - 1 for part in digits())
     tx = way.optimizer(optax.adam(5e-4, b1=0.5, b2=0.999))
     # What is not an array, such as the markers of the states, is the same for all seeds.
-    players = [eqx.nn.make_with_state(kind)(jax.random.key(0)) for kind in (Generator, Discriminator)]
+    players = [
+        eqx.nn.make_with_state(kind)(jax.random.key(0)) for kind in (Generator, Discriminator)
+    ]
     statics = [eqx.partition(player, eqx.is_array)[1] for player in players]
 
     def cross_entropy(logits, real):
