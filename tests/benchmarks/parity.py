@@ -29,11 +29,10 @@ import numpy as np
 import parity_linen
 import parity_objects
 import parity_plain
-from parity_picture import draw
+from parity_report import draw, markdown, table
 from parity_setup import WAYS, Model
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 import jaxscale
 
@@ -157,48 +156,11 @@ def train(model, way, seeds, steps, batch, show):
         "final": each(program.evaluate)(carry).tolist(),
         "train_loss": history[:, -max(1, steps // 10) :].mean(1).tolist(),
         "flushed": flushed.mean((0, 2)).tolist(),
-        "gradient_error": np.median(errors, (0, 2)).tolist(),
+        "gradient_error": float(np.median(errors[np.isfinite(errors)])),
         "skipped": skipped[-1].sum(-1).tolist(),
         "loss_scale": scales[-1].tolist(),
         "seconds": time.perf_counter() - started,
     }
-
-
-def table(rows):
-    """Returns the rows as a table of rich."""
-    result = Table(title="mean over the seeds ± the standard deviation")
-    result.add_column("model", no_wrap=True)
-    result.add_column("measured", no_wrap=True)
-    for heading in WAYS:
-        result.add_column(heading.name, justify="right", no_wrap=True)
-    for heading in ("flushed: alone", "scaled", "skipped: alone", "scaled", "scale"):
-        result.add_column(heading, justify="right")
-    for row in rows:
-        result.add_row(row["model"], row["measured"], *cells(row))
-    return result
-
-
-def cells(row):
-    """Returns what the tables say of a model."""
-    ways = [row["ways"][way.name] for way in WAYS]
-    finals = [f"{np.mean(w['final']):.4g} ± {_spread(w['final']):.2g}" for w in ways]
-    flushed = [f"{np.mean(w['flushed']):.1%}" for w in ways[1:]]
-    skipped = [f"{np.mean(w['skipped']):.3g}" for w in ways[1:]]
-    low, high = (f"2**{np.log2(bound(ways[2]['loss_scale'])):.0f}" for bound in (np.min, np.max))
-    return [*finals, *flushed, *skipped, low if low == high else f"{low} to {high}"]
-
-
-def _spread(values):
-    return np.std(values, ddof=1) if len(values) > 1 else 0.0
-
-
-def markdown(rows):
-    """Returns the rows as a table of Markdown, as in `results/README.md`."""
-    headings = ["model", "like", "measured", *(way.name for way in WAYS)]
-    headings += ["flushed: alone", "scaled", "skipped: alone", "scaled", "scale"]
-    lines = [headings, ["---"] * len(headings)]
-    lines += [[row["model"], row["like"], row["measured"], *cells(row)] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def main():

@@ -169,8 +169,8 @@ def dcgan(way, steps, batch):
 
     def init(key):
         made = []
-        for kind, key in zip((Generator, Discriminator), jax.random.split(key), strict=True):
-            model, state = eqx.nn.make_with_state(kind)(key)
+        for kind, each in zip((Generator, Discriminator), jax.random.split(key), strict=True):
+            model, state = eqx.nn.make_with_state(kind)(each)
             made.append(((model, state), tx.init(eqx.filter(model, eqx.is_inexact_array))))
         return [(eqx.filter(player, eqx.is_array), opt_state) for player, opt_state in made]
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from parity_report import NAMES
 from sklearn.datasets import load_digits, load_sample_images
 
 import jaxscale
@@ -35,14 +36,14 @@ class Way(NamedTuple):
 
 
 WAYS = [
-    Way("float32", False, None),
-    Way("float16", True, None),
-    Way("float16 + jaxscale", True, "dynamic"),
+    Way(NAMES[0], False, None),
+    Way(NAMES[1], True, None),
+    Way(NAMES[2], True, "dynamic"),
 ]
 
 
 class Loss(NamedTuple):
-    """A loss to look at: a function of the parameters alone, in float32, and who steps on it."""
+    """A loss to look at, a function of the parameters alone, and the state of their optimizer."""
 
     loss_fn: Callable[[Any], jax.Array]
     params: Any

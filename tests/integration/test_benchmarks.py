@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import methods
 import optax
+import parity_report
 import pytest
 import trees
 
@@ -148,3 +149,36 @@ def test_the_command_prints_and_writes_its_figures(tmp_path):
         assert min(report["to_bare"]["median"], report["to_limit"]["median"]) > 0
         assert report["bytes_per_parameter"] > row["limit_bytes_per_parameter"] - 2, name
         assert report["kernels"] == sum(report["kernels_by_kind"].values()) > 0
+
+
+@pytest.mark.slow
+def test_parity_trains_in_three_ways(tmp_path):
+    path, picture = tmp_path / "parity.json", tmp_path / "parity.png"
+    command = [sys.executable, FOLDER / "parity.py", "--models", "super-resolution"]
+    options = ["--seeds=2", "--steps=2", f"--json={path}", f"--plot={picture}"]
+    done = subprocess.run(
+        [*command, *options],
+        env=os.environ | {"XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    result = json.loads(path.read_text())
+    (row,) = result["rows"]
+    assert (result["seeds"], row["model"], row["steps"]) == (2, "super-resolution", 2)
+    exact, alone, scaled = (row["ways"][name] for name in parity_report.NAMES)
+    assert len(set(exact["final"])) == 2  # the seeds differ
+    assert exact["final"] == pytest.approx(scaled["final"], rel=1e-2)
+    # The mean is over 2.4 million numbers. Float32 flushes nothing, and a loss scale little.
+    assert exact["flushed"] == [0, 0]
+    assert max(scaled["flushed"]) < 0.01 < 0.1 < min(alone["flushed"])
+    assert exact["loss_scale"] == alone["loss_scale"] == [[1], [1]]
+    assert scaled["loss_scale"] == [[2**15], [2**15]]
+
+
+def test_the_table_of_parity_is_that_of_its_figures():
+    result = json.loads((FOLDER / "results" / "parity-cpu.json").read_text())
+    readme = (FOLDER / "results" / "README.md").read_text()
+    assert parity_report.markdown(result["rows"]) in readme

@@ -1,11 +1,51 @@
-"""The picture of `parity.py`: how far the ways end from float32, and what share is flushed."""
+"""The tables and the picture of `parity.py`: how the ways end, and what share is flushed."""
 
 import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from parity_setup import WAYS
+from rich.table import Table
+
+# The ways to train, in the order of `parity_setup.WAYS`.
+NAMES = ["float32", "float16", "float16 + jaxscale"]
+
+
+def table(rows):
+    """Returns the rows as a table of rich."""
+    result = Table(title="mean over the seeds ± the standard deviation")
+    result.add_column("model", no_wrap=True)
+    result.add_column("measured", no_wrap=True)
+    for heading in NAMES:
+        result.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("flushed", "with scale", "skipped", "with scale", "final scale"):
+        result.add_column(heading, justify="right")
+    for row in rows:
+        result.add_row(row["model"], row["measured"], *cells(row))
+    return result
+
+
+def cells(row):
+    """Returns what the tables say of a model."""
+    ways = [row["ways"][name] for name in NAMES]
+    finals = [f"{np.mean(w['final']):.4g} ± {_spread(w['final']):.2g}" for w in ways]
+    flushed = [f"{np.mean(w['flushed']):.1%}" for w in ways[1:]]
+    skipped = [f"{np.mean(w['skipped']):.3g}" for w in ways[1:]]
+    low, high = (f"2**{np.log2(bound(ways[2]['loss_scale'])):.0f}" for bound in (np.min, np.max))
+    return [*finals, *flushed, *skipped, low if low == high else f"{low} to {high}"]
+
+
+def _spread(values):
+    return np.std(values, ddof=1) if len(values) > 1 else 0.0
+
+
+def markdown(rows):
+    """Returns the rows as a table of Markdown, as in `results/README.md`."""
+    headings = ["model", "like", "measured", *NAMES]
+    headings += ["flushed", "with scale", "skipped", "with scale", "final scale"]
+    lines = [headings, ["---"] * len(headings)]
+    lines += [[row["model"], row["like"], row["measured"], *cells(row)] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def draw(result, path):
@@ -17,19 +57,19 @@ def draw(result, path):
     # Markers, fills and places of their own: they can be told apart in grey.
     styles = [("o", "black", "black"), ("X", "#d55e00", "#d55e00"), ("D", "white", "#0072b2")]
     height = 0.25
-    for place, (way, (marker, face, edge)) in enumerate(zip(WAYS, styles, strict=True)):
+    for place, (way, (marker, face, edge)) in enumerate(zip(NAMES, styles, strict=True)):
         for number, row in enumerate(rows):
             y = number + (place - 1) * height
-            reference = np.mean(row["ways"][WAYS[0].name]["final"])
-            values = np.array(row["ways"][way.name]["final"]) / reference
-            label = way.name if number == 0 else None
+            reference = np.mean(row["ways"][NAMES[0]]["final"])
+            values = np.array(row["ways"][way]["final"]) / reference
+            label = way if number == 0 else None
             style = {"color": edge, "solid_capstyle": "butt"}
             left.plot([values.min(), values.max()], [y, y], linewidth=1.5, **style)
             seeds = {"markerfacecolor": face, "markeredgecolor": edge, "linestyle": ""}
             left.plot(values, [y] * len(values), marker, markersize=4, alpha=0.75, **seeds)
             left.plot(values.mean(), y, marker, markersize=9, label=label, **seeds)
             if place:
-                share = 100 * np.mean(row["ways"][way.name]["flushed"])
+                share = 100 * np.mean(row["ways"][way]["flushed"])
                 hatch = "" if place == 1 else "////"
                 right.barh(y, share, height, facecolor=face, edgecolor=edge, hatch=hatch)
                 right.text(share + 1, y, f"{share:.1f}%", va="center", fontsize=8)
