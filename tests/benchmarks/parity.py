@@ -9,7 +9,9 @@ the default loss scale. Its code is the same each time (`parity_setup.py`). Seve
 far two runs differ anyhow. What is trained is evaluated in float32.
 
 A gradient element counts as flushed if it is exactly zero, but not in float32 at the same
-parameters on the same batch. The share is a mean over several moments of the training.
+parameters on the same batch. The gradient error is the norm of their difference from float32's,
+relative to the norm of the latter. Both are taken at several moments of the training, of which the
+share is the mean, the error the median.
 """
 
 import argparse
@@ -156,7 +158,8 @@ def train(model, way, seeds, steps, batch, show):
         "final": each(program.evaluate)(carry).tolist(),
         "train_loss": history[:, -max(1, steps // 10) :].mean(1).tolist(),
         "flushed": flushed.mean((0, 2)).tolist(),
-        "gradient_error": float(np.median(errors[np.isfinite(errors)])),
+        # An overflow, which is skipped, counts as an infinite error.
+        "gradient_error": np.median(np.nan_to_num(errors, nan=np.inf), (0, 2)).tolist(),
         "skipped": skipped[-1].sum(-1).tolist(),
         "loss_scale": scales[-1].tolist(),
         "seconds": time.perf_counter() - started,

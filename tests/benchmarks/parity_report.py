@@ -11,41 +11,47 @@ from rich.table import Table
 NAMES = ["float32", "float16", "float16 + jaxscale"]
 
 
+# Of the two in float16: without a loss scale, and with it.
+HEADINGS = ["flushed", "gradient error", "skipped", "final scale"]
+
+
 def table(rows):
     """Returns the rows as a table of rich."""
-    result = Table(title="mean over the seeds ± the standard deviation")
+    result = Table(
+        title="mean over the seeds ± the standard deviation; then float16 / with a scale"
+    )
     result.add_column("model", no_wrap=True)
     result.add_column("measured", no_wrap=True)
-    for heading in NAMES:
+    for heading in NAMES + HEADINGS:
         result.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("flushed", "with scale", "skipped", "with scale", "final scale"):
-        result.add_column(heading, justify="right")
     for row in rows:
-        result.add_row(row["model"], row["measured"], *cells(row))
+        result.add_row(row["model"], row["measured"], *_cells(row))
     return result
-
-
-def cells(row):
-    """Returns what the tables say of a model."""
-    ways = [row["ways"][name] for name in NAMES]
-    finals = [f"{np.mean(w['final']):.4g} ± {_spread(w['final']):.2g}" for w in ways]
-    flushed = [f"{np.mean(w['flushed']):.1%}" for w in ways[1:]]
-    skipped = [f"{np.mean(w['skipped']):.3g}" for w in ways[1:]]
-    low, high = (f"2**{np.log2(bound(ways[2]['loss_scale'])):.0f}" for bound in (np.min, np.max))
-    return [*finals, *flushed, *skipped, low if low == high else f"{low} to {high}"]
-
-
-def _spread(values):
-    return np.std(values, ddof=1) if len(values) > 1 else 0.0
 
 
 def markdown(rows):
     """Returns the rows as a table of Markdown, as in `results/README.md`."""
-    headings = ["model", "like", "measured", *NAMES]
-    headings += ["flushed", "with scale", "skipped", "with scale", "final scale"]
+    headings = ["model", "like", "measured", *NAMES, *HEADINGS]
     lines = [headings, ["---"] * len(headings)]
-    lines += [[row["model"], row["like"], row["measured"], *cells(row)] for row in rows]
+    lines += [[row["model"], row["like"], row["measured"], *_cells(row)] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cells(row):
+    """Returns what the tables say of a model."""
+    ways = [row["ways"][name] for name in NAMES]
+    finals = [f"{np.mean(way['final']):.4g} ± {_spread(way['final']):.2g}" for way in ways]
+
+    def both(key, form):
+        return " / ".join(form.format(np.mean(way[key])) for way in ways[1:])
+
+    shares = both("flushed", "{:.1%}"), both("gradient_error", "{:.1%}"), both("skipped", "{:.3g}")
+    low, high = (f"2**{np.log2(bound(ways[2]['loss_scale'])):.0f}" for bound in (np.min, np.max))
+    return [*finals, *shares, low if low == high else f"{low} to {high}"]
+
+
+def _spread(values):
+    return np.std(values, ddof=1) if len(values) > 1 else 0.0
 
 
 def draw(result, path):
