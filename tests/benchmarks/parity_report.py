@@ -78,13 +78,13 @@ def draw(result, path):
                 share = 100 * np.mean(row["ways"][way]["flushed"])
                 hatch = "" if place == 1 else "////"
                 right.barh(y, share, height, facecolor=face, edgecolor=edge, hatch=hatch)
-                right.text(share + 1, y, f"{share:.1f}%", va="center", fontsize=8)
+                right.text(share + 0.3, y, f"{share:.1f}%", va="center", fontsize=8)
     left.axvline(1, color="0.7", linewidth=1, zorder=0)
     left.set_yticks(range(len(rows)), [f"{row['model']}\n({row['measured']})" for row in rows])
     left.set_xlabel("relative to the mean of float32")
     left.set_title("at the end: each seed (small), and their mean (large)", fontsize=10)
     right.set_yticks(range(len(rows)), [])
-    right.set_xlim(0, 100)
+    right.set_xlim(0, 1.25 * max(5, right.get_xlim()[1]))  # room for the numbers
     right.set_xlabel("percent of the gradient elements")
     right.set_title("flushed to zero, without and with a loss scale", fontsize=10)
     for axes in (left, right):
