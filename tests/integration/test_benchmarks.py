@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import jaxprs
 import methods
 import optax
+import parity_report
 import pytest
 import trees
 
@@ -208,3 +209,36 @@ def test_autocast_is_measured_beside_float32(tmp_path):
         assert report["loss"] == pytest.approx(plain["loss"], rel=1e-2)
         assert report["not_finite"] == report["skipped"] == 0
         assert 0 < report["kept_bytes"] < 1.5 * plain["kept_bytes"]
+
+
+@pytest.mark.slow
+def test_parity_trains_in_three_ways(tmp_path):
+    path, picture = tmp_path / "parity.json", tmp_path / "parity.png"
+    command = [sys.executable, FOLDER / "parity.py", "--models", "super-resolution"]
+    options = ["--seeds=2", "--steps=2", f"--json={path}", f"--plot={picture}"]
+    done = subprocess.run(
+        [*command, *options],
+        env=os.environ | {"XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    result = json.loads(path.read_text())
+    (row,) = result["rows"]
+    assert (result["seeds"], row["model"], row["steps"]) == (2, "super-resolution", 2)
+    exact, alone, scaled = (row["ways"][name] for name in parity_report.NAMES)
+    assert len(set(exact["final"])) == 2  # the seeds differ
+    assert exact["final"] == pytest.approx(scaled["final"], rel=1e-2)
+    # The mean is over 2.4 million numbers. Float32 flushes nothing, and a loss scale little.
+    assert exact["flushed"] == [0, 0]
+    assert max(scaled["flushed"]) < 0.01 < 0.1 < min(alone["flushed"])
+    assert exact["loss_scale"] == alone["loss_scale"] == [[1], [1]]
+    assert scaled["loss_scale"] == [[2**15], [2**15]]
+
+
+def test_the_table_of_parity_is_that_of_its_figures():
+    result = json.loads((FOLDER / "results" / "parity-cpu.json").read_text())
+    readme = (FOLDER / "results" / "README.md").read_text()
+    assert parity_report.markdown(result["rows"]) in readme

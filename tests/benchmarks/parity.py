@@ -1,0 +1,219 @@
+"""Whether float16 with a loss scale trains like float32, on programs that were written in float32.
+
+    python tests/benchmarks/parity.py [--models NAME ...] [--json FILE] [--plot FILE]
+    python tests/benchmarks/parity.py --redraw FILE --plot FILE
+
+Each model trains in three ways, from the same parameters on the same data: in float32 as written,
+by `jaxscale.autocast` alone, where a step that is not finite is skipped, and by both `autocast` and
+the default loss scale. Its code is the same each time (`parity_setup.py`). Several seeds show how
+far two runs differ anyhow. What is trained is evaluated in float32.
+
+A gradient element counts as flushed if it is exactly zero, but not in float32 at the same
+parameters on the same batch. The gradient error is the norm of their difference from float32's,
+relative to the norm of the latter. Both are taken at several moments of the training, of which the
+share is the mean, the error the median.
+"""
+
+import argparse
+import json
+import operator
+import os
+import pathlib
+import time
+
+# For XLA on CPU, which may keep float32 between float16 operations. To be set before JAX starts.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+
+import jax
+import jax.numpy as jnp
+import machine
+import numpy as np
+import parity_linen
+import parity_objects
+import parity_plain
+from parity_report import draw, markdown, table
+from parity_setup import WAYS, Model
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import jaxscale
+
+# The chunks of a training, between which the gradients are looked at.
+CHUNKS = 5
+MODELS = {
+    "super-resolution": Model(
+        parity_plain.super_resolution,
+        "examples/quickstart.py",
+        "test MSE, 1e-4",
+        steps=60,
+        batch=48,
+    ),
+    "transformer": Model(
+        parity_linen.transformer, "nanodo, in nn.scan and nn.remat", "test loss", 250, 8
+    ),
+    "ResNet": Model(
+        parity_linen.resnet, "Flax's imagenet example", "test loss", 160, 32, vmapped=False
+    ),
+    "LSTM": Model(parity_plain.lstm, "Haiku's rnn example", "test loss", 300, 16),
+    "VAE": Model(parity_objects.vae, "Flax NNX's 05_vae.py", "test loss", 1000, 64),
+    "GAN": Model(
+        parity_objects.dcgan,
+        "Equinox's DCGAN example",
+        "distance to digits",
+        250,
+        32,
+        vmapped=False,
+    ),
+    "flow matching": Model(parity_plain.flow_matching, "plain JAX", "test loss", 800, 128),
+    "PPO": Model(parity_linen.ppo, "purejaxrl's ppo.py", "return, of 500", 150, 8),
+    "PINN": Model(parity_plain.allen_cahn, "jaxpi's Allen-Cahn", "test loss", 1000, 256),
+}
+
+
+def stacked(trees):
+    """Returns a tree of arrays with an axis for the given ones in front."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def train(model, way, seeds, steps, batch, show):
+    """Returns what came of a model trained in one way, with a list over the seeds in each field."""
+    program = model.make(way, steps, batch)
+
+    def step_key(seed, index):
+        return jax.random.fold_in(jax.random.key(seed + 1000), index)
+
+    def each(function):
+        """Returns the compiled function of all seeds, from one of a tuple for a single seed."""
+        if model.vmapped:
+            return jax.jit(jax.vmap(function))
+        compiled = jax.jit(function)
+
+        def one_by_one(args):
+            parts = [
+                jax.tree.map(operator.itemgetter(number), args) for number in range(len(seeds))
+            ]
+            return stacked(map(compiled, parts))
+
+        return one_by_one
+
+    @each
+    def one_step(args):
+        carry, seed, index = args
+        return program.step(carry, step_key(seed, index))
+
+    @each
+    def some_steps(args):
+        carry, seed, first = args
+        indices = first + jnp.arange(steps // chunks)
+        return jax.lax.scan(lambda c, i: program.step(c, step_key(seed, i)), carry, indices)
+
+    def advance(carry, first):
+        """Returns the carry after the steps of a chunk, and their losses, [seed, step]."""
+        if model.vmapped:
+            return some_steps((carry, seeds, first))
+        # XLA on CPU takes many times as long for a convolution in a loop.
+        losses = []
+        for index in range(steps // chunks):
+            carry, loss = one_step((carry, seeds, first + index))
+            losses.append(loss)
+        return carry, jnp.stack(losses, 1)
+
+    @each
+    def look(args):
+        """Returns, for each loss, the metrics, and what became of its gradients."""
+        carry, seed, first = args
+        seen = []
+        for loss in program.losses(carry, step_key(seed, first)):
+            metrics = jaxscale.metrics(loss.opt_state)
+            state = metrics["loss_scale"], metrics["total_notfinite"]
+            if not way.half:
+                seen.append((*state, jnp.zeros(()), jnp.zeros(())))
+                continue
+            exact = jax.tree.leaves(jax.grad(loss.loss_fn)(loss.params))
+            grads = jaxscale.grad(way.cast(loss.loss_fn), loss.opt_state)(loss.params)
+            pairs = list(zip(jax.tree.leaves(grads), exact, strict=True))
+            flushed = sum(jnp.sum((grad == 0) & (true != 0)) for grad, true in pairs)
+            nonzero = sum(jnp.sum(true != 0) for _, true in pairs)
+            error = sum(jnp.sum((grad - true) ** 2) for grad, true in pairs)
+            error = jnp.sqrt(error / sum(jnp.sum(true**2) for true in exact))
+            seen.append((*state, flushed / jnp.maximum(nonzero, 1), error))
+        return tuple(jnp.stack(column) for column in zip(*seen, strict=True))
+
+    started = time.perf_counter()
+    chunks = min(CHUNKS, steps)
+    # Not compiled as a whole, which would take longer than all that it saves.
+    begun = [program.init(jax.random.key(seed)) for seed in seeds]
+    carry, history, looks = stacked(begun), [], []
+    seeds = jnp.asarray(seeds)
+    for chunk in range(chunks + 1):
+        first = jnp.full_like(seeds, chunk * (steps // chunks))
+        looks.append(look((carry, seeds, first)))
+        if chunk < chunks:
+            carry, losses = advance(carry, first)
+            history.append(losses)
+            show(float(losses[:, -1].mean()))
+    scales, skipped, flushed, errors = (np.array(column) for column in zip(*looks, strict=True))
+    history = np.concatenate(history, 1)  # looks are [time, seed, loss]
+    return {
+        "final": each(program.evaluate)(carry).tolist(),
+        "train_loss": history[:, -max(1, steps // 10) :].mean(1).tolist(),
+        "flushed": flushed.mean((0, 2)).tolist(),
+        # An overflow, which is skipped, counts as an infinite error.
+        "gradient_error": np.median(np.nan_to_num(errors, nan=np.inf), (0, 2)).tolist(),
+        "skipped": skipped[-1].sum(-1).tolist(),
+        "loss_scale": scales[-1].tolist(),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    add("--seeds", type=int, default=3, help="how many seeds")
+    add("--steps", type=int, help="training steps of each model, instead of its own number")
+    add("--batch", type=int, help="the size of a batch, instead of that of each model")
+    add("--json", type=pathlib.Path, help="where to write the figures")
+    add("--plot", type=pathlib.Path, help="where to draw them")
+    add(
+        "--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from a file of --json"
+    )
+    options = parser.parse_args()
+    console = Console(width=160)
+    if options.redraw:
+        result = json.loads(options.redraw.read_text())
+        console.print(markdown(result["rows"]), soft_wrap=True)
+    else:
+        result = {"machine": machine.describe()[0], "seeds": options.seeds, "rows": []}
+        console.print(machine.line(result["machine"]))
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        columns += (TextColumn("loss {task.fields[loss]:.5g}"), TimeElapsedColumn())
+        with Progress(*columns, console=console) as progress:
+            for name in options.models:
+                row = _compare(name, options, progress)
+                result["rows"].append(row)
+                if options.json:
+                    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(table(result["rows"]))
+    if options.plot:
+        draw(result, options.plot)
+
+
+def _compare(name, options, progress):
+    model, ways = MODELS[name], {}
+    steps = options.steps or model.steps
+    batch = options.batch or model.batch
+    for way in WAYS:
+        total, description = min(CHUNKS, steps), f"{name}, {way.name}"
+        task = progress.add_task(f"{description:38}", total=total, loss=float("nan"))
+
+        def show(loss, task=task):
+            progress.update(task, advance=1, loss=loss)
+
+        ways[way.name] = train(model, way, range(options.seeds), steps, batch, show)
+    about = {"model": name, "like": model.like, "measured": model.measured}
+    return about | {"steps": steps, "batch": batch, "ways": ways}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Models of `parity.py` whose parameters are in objects: a VAE in Flax NNX, a GAN in Equinox."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from parity_setup import Loss, Program, digits
+
+import jaxscale
+import jaxscale.nnx
+
+
+class Divergence(nnx.Variable):
+    """What the encoder leaves for the loss function to collect."""
+
+
+class Encoder(nnx.Module):
+    def __init__(self, inputs, hidden, latent, rngs):
+        self.hidden = nnx.Linear(inputs, hidden, rngs=rngs)
+        self.mean = nnx.Linear(hidden, latent, rngs=rngs)
+        self.log_std = nnx.Linear(hidden, latent, rngs=rngs)
+        self.rngs = rngs
+
+    def __call__(self, x):
+        hidden = nnx.relu(self.hidden(x))
+        mean, std = self.mean(hidden), jnp.exp(self.log_std(hidden))
+        self.divergence = Divergence(0.5 * jnp.mean(-jnp.log(std**2) - 1 + std**2 + mean**2))
+        return mean + std * jax.random.normal(self.rngs.noise(), mean.shape)
+
+
+class VAE(nnx.Module):
+    def __init__(self, rngs, hidden=128, latent=16):
+        self.encoder = Encoder(64, hidden, latent, rngs)
+        self.hidden = nnx.Linear(latent, hidden, rngs=rngs)
+        self.out = nnx.Linear(hidden, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.hidden(self.encoder(x))))
+
+
+def vae(way, steps, batch):
+    """Like Flax's `examples/nnx_toy_examples/05_vae.py`: binary pixels, and Adam."""
+    images, held_out = ((part[0].reshape(-1, 64) > 0.5).astype(jnp.float32) for part in digits())
+    tx = way.optimizer(optax.adam(1e-3))
+
+    def loss_fn(model, x):
+        logits = model(x)
+        divergence = sum(jax.tree.leaves(nnx.pop(model, Divergence)), 0.0)
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, x)) + 0.1 * divergence
+
+    train_step = jaxscale.nnx.train_step(way.cast(loss_fn))
+
+    def both(key):
+        params_key, noise_key = jax.random.split(key)
+        model = VAE(nnx.Rngs(params_key, noise=noise_key))
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    description = nnx.graphdef(both(jax.random.key(0)))
+
+    def draw(key):
+        return jnp.asarray(images)[jax.random.randint(key, (batch,), 0, len(images))]
+
+    def step(carry, key):
+        model, optimizer = nnx.merge(description, carry)
+        loss = train_step(model, optimizer, draw(key))
+        return nnx.state((model, optimizer)), loss
+
+    def losses(carry, key):
+        model, optimizer = nnx.merge(description, carry)
+        model_description, params, rest = nnx.split(model, nnx.Param, ...)
+        x = draw(key)
+
+        def of_params(params):
+            # Copies, made where the loss is traced: NNX lets the noise's counter change only there.
+            copies = jax.tree.map(lambda leaf: leaf, (params, rest))
+            return loss_fn(nnx.merge(model_description, *copies), x)
+
+        return [Loss(of_params, params, optimizer.opt_state)]
+
+    def evaluate(carry):
+        model, _ = nnx.merge(description, carry)
+        return loss_fn(model, jnp.tile(held_out, (8, 1)))
+
+    return Program(lambda key: nnx.state(both(key)), step, evaluate, losses)
+
+
+NOISE = 32
+
+
+class Generator(eqx.Module):
+    """Transposed convolutions with batch norm between them, from noise to 8 x 8 pixels."""
+
+    convs: list[eqx.nn.ConvTranspose2d]
+    norms: list[eqx.nn.BatchNorm]
+
+    def __init__(self, key, width=32):
+        keys = jax.random.split(key, 3)
+        sizes = [(NOISE, 2 * width, 2, 1, 0), (2 * width, width, 4, 2, 1), (width, 1, 4, 2, 1)]
+        self.convs = [
+            eqx.nn.ConvTranspose2d(*size[:4], padding=size[4], use_bias=False, key=each)
+            for size, each in zip(sizes, keys, strict=True)
+        ]
+        self.norms = [eqx.nn.BatchNorm(n, "batch", mode="batch") for n in (2 * width, width)]
+
+    def __call__(self, noise, state):
+        x = noise[:, None, None]
+        for conv, norm in zip(self.convs, self.norms, strict=False):
+            x, state = norm(conv(x), state)
+            x = jax.nn.relu(x)
+        return jnp.tanh(self.convs[-1](x)), state
+
+
+class Discriminator(eqx.Module):
+    """Convolutions with batch norm between them, from 8 x 8 pixels to a logit."""
+
+    convs: list[eqx.nn.Conv2d]
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key, width=32):
+        keys = jax.random.split(key, 3)
+        sizes = [(1, width, 4, 2, 1), (width, 2 * width, 4, 2, 1), (2 * width, 1, 2, 1, 0)]
+        self.convs = [
+            eqx.nn.Conv2d(*size[:4], padding=size[4], use_bias=False, key=each)
+            for size, each in zip(sizes, keys, strict=True)
+        ]
+        self.norm = eqx.nn.BatchNorm(2 * width, "batch", mode="batch")
+
+    def __call__(self, x, state):
+        x = jax.nn.leaky_relu(self.convs[0](x), 0.2)
+        x, state = self.norm(self.convs[1](x), state)
+        return self.convs[2](jax.nn.leaky_relu(x, 0.2)).reshape(()), state
+
+
+def _of_batch(model, x, state):
+    run = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+    return run(x, state)
+
+
+def dcgan(way, steps, batch):
+    """Like Equinox's DCGAN example: two players, each with batch norm, a state and Adam."""
+    images, held_out = (jnp.asarray(part[0]).transpose(0, 3, 1, 2) * 2 - 1 for part in digits())
+    tx = way.optimizer(optax.adam(5e-4, b1=0.5, b2=0.999))
+    # What is not an array, such as the markers of the states, is the same for all seeds.
+    players = [
+        eqx.nn.make_with_state(kind)(jax.random.key(0)) for kind in (Generator, Discriminator)
+    ]
+    statics = [eqx.partition(player, eqx.is_array)[1] for player in players]
+
+    def cross_entropy(logits, real):
+        return optax.sigmoid_binary_cross_entropy(logits, jnp.full_like(logits, real)).mean()
+
+    def discriminator_loss(discriminator, state, real, fake):
+        on_real, state = _of_batch(discriminator, real, state)
+        on_fake, state = _of_batch(discriminator, fake, state)
+        return (cross_entropy(on_real, 1.0) + cross_entropy(on_fake, 0.0)) / 2, state
+
+    def generator_loss(generator, states, discriminator, noise):
+        fake, generator_state = _of_batch(generator, noise, states[0])
+        logits, discriminator_state = _of_batch(discriminator, fake, states[1])
+        return cross_entropy(logits, 1.0), (generator_state, discriminator_state)
+
+    def training_step(loss_fn):
+        return jaxscale.train_step(
+            way.cast(loss_fn), tx, transform=eqx.filter_value_and_grad, has_state=True
+        )
+
+    generator_step, discriminator_step = map(training_step, (generator_loss, discriminator_loss))
+
+    def init(key):
+        made = []
+        for kind, each in zip((Generator, Discriminator), jax.random.split(key), strict=True):
+            model, state = eqx.nn.make_with_state(kind)(each)
+            made.append(((model, state), tx.init(eqx.filter(model, eqx.is_inexact_array))))
+        return [(eqx.filter(player, eqx.is_array), opt_state) for player, opt_state in made]
+
+    def whole(carry):
+        return [
+            (*eqx.combine(arrays, static), opt_state)
+            for (arrays, opt_state), static in zip(carry, statics, strict=True)
+        ]
+
+    def arrays_of(*player_and_opt_state):
+        model, state, opt_state = player_and_opt_state
+        return eqx.filter((model, state), eqx.is_array), opt_state
+
+    def draw(key):
+        chosen_key, noise_key = jax.random.split(key)
+        real = images[jax.random.randint(chosen_key, (batch,), 0, len(images))]
+        return real, jax.random.normal(noise_key, (batch, NOISE))
+
+    def step(carry, key):
+        (gen, gen_state, gen_opt), (disc, disc_state, disc_opt) = whole(carry)
+        real, noise = draw(key)
+        fake, _ = _of_batch(gen, noise, gen_state)
+        disc, disc_opt, disc_state, _ = discriminator_step(disc, disc_opt, disc_state, real, fake)
+        states = gen_state, disc_state
+        gen, gen_opt, states, loss = generator_step(gen, gen_opt, states, disc, noise)
+        return [arrays_of(gen, states[0], gen_opt), arrays_of(disc, states[1], disc_opt)], loss
+
+    def losses(carry, key):
+        (gen, gen_state, gen_opt), (disc, disc_state, disc_opt) = whole(carry)
+        real, noise = draw(key)
+        fake, _ = _of_batch(gen, noise, gen_state)
+
+        def of_arrays(model, loss_fn, opt_state, *args):
+            params, static = eqx.partition(model, eqx.is_inexact_array)
+            return Loss(
+                lambda params: loss_fn(eqx.combine(params, static), *args)[0], params, opt_state
+            )
+
+        return [
+            of_arrays(disc, discriminator_loss, disc_opt, disc_state, real, fake),
+            of_arrays(gen, generator_loss, gen_opt, (gen_state, disc_state), disc, noise),
+        ]
+
+    def evaluate(carry):
+        """Returns the sliced Wasserstein distance between drawn digits and held-out ones."""
+        gen, gen_state, _ = whole(carry)[0]
+        noise = jax.random.normal(jax.random.key(3), (len(held_out), NOISE))
+        fake, _ = _of_batch(gen, noise, gen_state)
+        directions = jax.random.normal(jax.random.key(4), (64, 256))
+        directions = directions / jnp.linalg.norm(directions, axis=0)
+        shadows = [jnp.sort(x.reshape(-1, 64) @ directions, 0) for x in (fake, held_out)]
+        return jnp.sqrt(jnp.mean((shadows[0] - shadows[1]) ** 2))
+
+    return Program(init, step, evaluate, losses)
