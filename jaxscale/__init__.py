@@ -13,13 +13,14 @@ The rest, by group:
 - Optimizers: `skip_nonfinite` skips bad steps without scaling, for bfloat16 and float32.
   `multi_steps` accumulates several micro-batches for each step.
 - Gradients: `grad` is `value_and_grad` without the loss.
-- Policies, the rules by which the scale moves: `DynamicLossScale`, `FixedLossScale`,
-  `NoOpLossScale`, their base class `LossScale`, and `as_loss_scale`, which reads short forms such
-  as `"dynamic"` or 128. `jaxscale.presets` has the rules of other libraries.
+- Policies, the rules by which the scale moves: `DynamicLossScale`, the default;
+  `AdaptiveLossScale`, which follows the largest gradient; `FixedLossScale`, `NoOpLossScale`, their
+  base class `LossScale`, and `as_loss_scale`, which reads short forms such as `"dynamic"`,
+  `"adaptive"` or 128. `jaxscale.presets` has the rules of other libraries.
 - Pure functions for your own loop: `scale`, `unscale`, `all_finite`, `tree_where`.
 - Saving: `to_state_dict` and `from_state_dict`.
-- States: `LossScaledState` is that of an optimizer, `LossScaleState` that of a policy, and
-  `MultiStepsState` that of an accumulator.
+- States: `LossScaledState` is that of an optimizer, `LossScaleState` that of a policy,
+  `AdaptiveState` that of an `AdaptiveLossScale`, and `MultiStepsState` that of an accumulator.
 - Errors: `LossScaleStuckError`, which `check` raises.
 - Front ends: `jaxscale.flax.TrainState`. Optax, Flax NNX and Equinox need none.
 - Diagnostics: `jaxscale.diagnostics` shows where gradients overflow and what underflows. The
@@ -32,6 +33,7 @@ import typing as _typing
 
 from ._accumulate import MultiStepsState
 from ._optimizer import apply_gradients, loss_scaled, multi_steps, skip_nonfinite
+from ._policies.adaptive import AdaptiveLossScale, AdaptiveState
 from ._policies.base import LossScale
 from ._policies.dynamic import DynamicLossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale
@@ -56,6 +58,7 @@ __all__ = [  # noqa: RUF022
     "multi_steps",
     "grad",
     "DynamicLossScale",
+    "AdaptiveLossScale",
     "FixedLossScale",
     "NoOpLossScale",
     "LossScale",
@@ -68,6 +71,7 @@ __all__ = [  # noqa: RUF022
     "from_state_dict",
     "LossScaledState",
     "LossScaleState",
+    "AdaptiveState",
     "MultiStepsState",
     "LossScaleStuckError",
     "diagnostics",
