@@ -80,8 +80,9 @@ class AdaptiveLossScale(LossScale):
       `period` finite steps ago, up to `max_level`. Then
       `loss_scale <- 2**floor(level - peak)`, but at most twice the last scale.
     - First overflow in a row: `loss_scale <- loss_scale / 2`. The level falls by one; if the
-      scale was still rising towards it, to one below what the scale stood for. Where it would
-      fall below `min_level` the peak rises instead, which wears off.
+      scale was still rising towards it, to one below what the scale stood for, and a search
+      goes on. Where the level would fall below `min_level` the peak rises instead, which
+      wears off.
     - Second overflow in a row: `loss_scale <- loss_scale / 2**4`; each further one:
       `loss_scale <- loss_scale / 2**16`. Neither level nor peak move.
     - All gradients are zero: nothing changes.
@@ -222,7 +223,7 @@ class AdaptiveLossScale(LossScale):
         level = jnp.clip(level, self.min_level, self.max_level)
         peak = jnp.where(jnp.abs(state.peak) <= 128, state.peak, _UNSEEN)
         return _Counted(
-            exponent=_log2(loss_scale) // _BINADE,
+            exponent=jnp.minimum(_log2(loss_scale) // _BINADE, _exponent(self.max_scale)),
             peak=(peak * _BINADE).astype(jnp.int32),
             level=(level * _LEVEL).astype(jnp.int32),
             finite_steps=jnp.maximum(jnp.asarray(state.finite_steps, jnp.int32), 0),
@@ -232,10 +233,11 @@ class AdaptiveLossScale(LossScale):
     def _after_overflow(self, now: "_Counted") -> "_Counted":
         fall = jnp.left_shift(1, 2 * jnp.minimum(now.overflows, 2))  # 1, 4, and then 16 binades
         lowered = jnp.maximum(now.exponent - fall, _exponent(self.min_scale))
-        # The highest level that this scale stands for. The level lies above it while the scale is
-        # still rising, or if it is held by `max_scale`.
-        tested = (now.exponent + 1) * _LEVEL + now.peak * 2**_SHIFT - 1
-        level = jnp.minimum(now.level, tested) - _LEVEL
+        # While the scale is still rising, or if `max_scale` holds it, the level lies beyond the
+        # levels that this scale stands for. Then the middle of these is what overflowed.
+        beyond = (now.exponent + 1) * _LEVEL + now.peak * 2**_SHIFT
+        is_ahead = now.level >= beyond
+        level = jnp.where(is_ahead, beyond - _LEVEL // 2, now.level) - _LEVEL
         short = jnp.maximum(_units(self.min_level) - level, 0)
         peak = jnp.minimum(now.peak + (short + 2**_SHIFT - 1) // 2**_SHIFT, 128 * _BINADE)
         # Before the first gradients the level is not known to be wrong.
@@ -244,8 +246,8 @@ class AdaptiveLossScale(LossScale):
             exponent=jnp.minimum(now.exponent, lowered),
             peak=jnp.where(is_blamed, peak, now.peak),
             level=jnp.where(is_blamed, level + short, now.level),
-            # If the scale was still rising, it may have been one bad batch: a search goes on.
-            finite_steps=jnp.where(is_blamed & (now.level <= tested), 0, now.finite_steps),
+            # If the level was ahead, it may have fallen far for one bad batch: a search goes on.
+            finite_steps=jnp.where(is_blamed & ~is_ahead, 0, now.finite_steps),
             overflows=jnp.asarray(optax.safe_increment(now.overflows)),
         )
 

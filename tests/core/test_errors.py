@@ -549,8 +549,9 @@ OWN = {
     "dynamic": DYNAMIC(),
     "tolerance": presets.fairseq(),
     "logmax": presets.openseq2seq_logmax(),
+    "adaptive": jaxscale.AdaptiveLossScale(),
 }
-TYPES = {"tolerance": "ToleranceState", "logmax": "LogMaxState"}
+TYPES = {"tolerance": "ToleranceState", "logmax": "LogMaxState", "adaptive": "AdaptiveState"}
 GRADS = {"w": W}
 TRUE = jnp.array(True)
 

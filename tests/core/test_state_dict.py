@@ -88,8 +88,13 @@ NAMES = {  # as they are in checkpoints: for good
         *("loss_scale", "x_hat", "slow_x_hat", "xsquared_hat"),
         *("b1_correction", "b2_correction"),
     ),
+    "adaptive": ("loss_scale", "peak", "level", "finite_steps", "overflows"),
 }
-OWN = POLICIES | {"fairseq": presets.fairseq(), "logmax": presets.openseq2seq_logmax()}
+OWN = POLICIES | {
+    "fairseq": presets.fairseq(),
+    "logmax": presets.openseq2seq_logmax(),
+    "adaptive": jaxscale.AdaptiveLossScale(),
+}
 
 
 @pytest.mark.parametrize("name", NAMES)

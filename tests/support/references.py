@@ -80,11 +80,14 @@ def adaptive(policy, state, finite, largest=None):
     exponent = math.frexp(scale)[1] - 1
     peak, level = int(peak * 2**16), int(level * 2**20)
     lowest, highest = (math.frexp(s)[1] - 1 for s in (policy.min_scale, policy.max_scale))
+    exponent = min(exponent, highest)
     if not finite:
         if overflows == 0 and peak > -256 * 2**16:
-            tested = (exponent + 1) * 2**20 + peak * 16 - 1
-            finite_steps = 0 if level <= tested else finite_steps
-            level = min(level, tested) - 2**20
+            if level // 16 - peak < (exponent + 1) * 2**16:
+                finite_steps = 0
+            else:
+                level = exponent * 2**20 + peak * 16 + 2**19
+            level -= 2**20
             missing = max(int(policy.min_level * 2**20) - level, 0)
             level, peak = level + missing, min(peak + math.ceil(missing / 16), 128 * 2**16)
         exponent = min(exponent, max(exponent - (1, 4, 16)[min(overflows, 2)], lowest))
