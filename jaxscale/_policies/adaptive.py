@@ -11,7 +11,6 @@ may be off by an ulp, and a scale that is not a power of two rounds every gradie
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax

@@ -550,8 +550,16 @@ OWN = {
     "tolerance": presets.fairseq(),
     "logmax": presets.openseq2seq_logmax(),
     "adaptive": jaxscale.AdaptiveLossScale(),
+    "gradual": presets.chainer(),
+    "window": presets.WindowLossScale(),
 }
-TYPES = {"tolerance": "ToleranceState", "logmax": "LogMaxState", "adaptive": "AdaptiveState"}
+TYPES = {
+    "tolerance": "ToleranceState",
+    "logmax": "LogMaxState",
+    "adaptive": "AdaptiveState",
+    "gradual": "GradualState",
+    "window": "WindowState",
+}
 GRADS = {"w": W}
 TRUE = jnp.array(True)
 

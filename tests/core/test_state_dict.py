@@ -89,11 +89,18 @@ NAMES = {  # as they are in checkpoints: for good
         *("b1_correction", "b2_correction"),
     ),
     "adaptive": ("loss_scale", "peak", "level", "finite_steps", "overflows"),
+    "gradual": ("loss_scale", "steps_since_backoff", "overflows"),
+    "window": (
+        *("loss_scale", "growth_tracker", "window_index"),
+        *("window_up_count", "window_down_count"),
+    ),
 }
 OWN = POLICIES | {
     "fairseq": presets.fairseq(),
     "logmax": presets.openseq2seq_logmax(),
     "adaptive": jaxscale.AdaptiveLossScale(),
+    "gradual": presets.chainer(),
+    "window": presets.WindowLossScale(),
 }
 
 

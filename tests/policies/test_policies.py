@@ -222,6 +222,8 @@ LIBRARIES = {
     "tolerance": presets.fairseq(),
     "logmax": presets.openseq2seq_logmax(),
     "adaptive": jaxscale.AdaptiveLossScale(),
+    "gradual": presets.dalle(),
+    "window": presets.WindowLossScale(),
 }
 
 
