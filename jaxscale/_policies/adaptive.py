@@ -82,7 +82,7 @@ class AdaptiveLossScale(LossScale):
       scale was still rising towards it, to one below what the scale stood for, and a search
       goes on. Where the level would fall below `min_level` the peak rises instead, which
       wears off.
-    - Second overflow in a row: `loss_scale <- loss_scale / 2**4`; each further one:
+    - Second overflow in a row: `loss_scale <- loss_scale / 2**8`; each further one:
       `loss_scale <- loss_scale / 2**16`. Neither level nor peak move.
     - All gradients are zero: nothing changes.
     - Finite step without gradients, as in `adjust(state, True)`: the peak stays, and is
@@ -230,7 +230,8 @@ class AdaptiveLossScale(LossScale):
         )
 
     def _after_overflow(self, now: "_Counted") -> "_Counted":
-        fall = jnp.left_shift(1, 2 * jnp.minimum(now.overflows, 2))  # 1, 4, and then 16 binades
+        run = now.overflows
+        fall = jnp.where(run == 0, 1, jnp.where(run == 1, 8, 16))
         lowered = jnp.maximum(now.exponent - fall, _exponent(self.min_scale))
         # While the scale is still rising, or if `max_scale` holds it, the level lies beyond the
         # levels that this scale stands for. Then the middle of these is what overflowed.

@@ -185,7 +185,7 @@ def test_without_gradients_it_doubles_every_period_and_backs_off():
     for finite in [True] * 12 + [False] + [True] * 4 + [False] * 2 + [True] * 4:
         state = policy.adjust(state, finite)
         scales.append(int(np.log2(state.loss_scale)))
-    assert scales == [8] * 3 + [9] * 4 + [10] * 4 + [11, 10, 10, 10, 10, 11, 10, 6, 6, 6, 6, 7]
+    assert scales == [8] * 3 + [9] * 4 + [10] * 4 + [11, 10, 10, 10, 10, 11, 10, 2, 2, 2, 2, 3]
 
 
 @pytest.mark.parametrize("grads", [None, {}, {"n": jnp.arange(3)}, [None]])

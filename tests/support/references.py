@@ -90,7 +90,7 @@ def adaptive(policy, state, finite, largest=None):
             level -= 2**20
             missing = max(int(policy.min_level * 2**20) - level, 0)
             level, peak = level + missing, min(peak + math.ceil(missing / 16), 128 * 2**16)
-        exponent = min(exponent, max(exponent - (1, 4, 16)[min(overflows, 2)], lowest))
+        exponent = min(exponent, max(exponent - (1, 8, 16)[min(overflows, 2)], lowest))
         overflows += 1
     elif largest is None or largest > 0:
         period = policy.search_period if finite_steps >= policy.period else policy.period

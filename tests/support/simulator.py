@@ -6,7 +6,7 @@ gradients do not depend on the scale, up to rounding, so one run serves all poli
 scale lies above the ceiling overflows; with `retries` the policy backs off within the step, until
 the scale fits.
 
-`python tests/support/simulator.py` prints the tables of `tests/policies/traces/README.md`.
+`python tests/support/replay_tables.py` prints the tables of `tests/policies/traces/README.md`.
 """
 
 import pathlib
@@ -62,6 +62,46 @@ def recorded():
     return {
         name: Trace(file["ceiling"].astype(np.int32), file["largest"] / 256)
         for name, file in files.items()
+    }
+
+
+def made_up(steps=20_000):
+    """Runs that are made up, by name: what no recorded one shows."""
+    rng = np.random.default_rng(0)
+    step = np.arange(steps)
+
+    def noise(size=0.3):
+        return size * rng.standard_normal(steps)
+
+    def trace(largest, ratio=14.0, bad=None, told=False):
+        # What overflows first is larger than the largest gradient by a ratio that varies.
+        ceiling = np.floor(np.minimum(ratio + noise(), 16) - largest).astype(np.int32)
+        bad = np.zeros(steps, bool) if bad is None else bad
+        return Trace(np.where(bad, BAD, ceiling), largest, bad if told else None)
+
+    def between(start, stop):
+        return (step >= start * steps) & (step < stop * steps)
+
+    middle, some = between(0.3, 0.6), rng.random(steps) < 0.01
+    moved = {
+        f"gradients x 2**{by} for a while": trace(-4 + noise() + by * middle)
+        for by in (-16, -11, -6, 6, 11)
+    }
+    return {
+        "constant": Trace(np.full(steps, 18, np.int32), np.full(steps, -4.0)),
+        "noise alone": trace(-4 + noise()),
+        "drift up by 2**20": trace(-14 + noise() + 20 * step / steps),
+        "drift down by 2**20": trace(-4 + noise() - 20 * step / steps),
+        **moved,
+        "x 2**8 in every other 2,000 steps": trace(-8 + noise() + 8 * (step // 2000 % 2)),
+        "heavy tails (t, 3 degrees)": trace(-4 + 0.5 * rng.standard_t(3, steps)),
+        "spikes of 2**6 in 0.2 %": trace(-4 + noise() + 6 * (rng.random(steps) < 0.002)),
+        "activations x 2**5 for a while": trace(-4 + noise(), 14 - 5 * middle),
+        "activations x 2**9 for a while": trace(-4 + noise(), 14 - 9 * middle),
+        "activations 2**14 above": trace(-4 + noise(), 2.0),
+        "tiny at first": trace(-4 + noise() - 12 * np.exp(-step / 200)),
+        "1 % bad, told": trace(-4 + noise(), bad=some, told=True),
+        "1 % bad, untold": trace(-4 + noise(), bad=some),
     }
 
 
