@@ -19,7 +19,8 @@ import optax
 
 from .._checks import finite_number, int32, power_of_two, scalar_bool
 from .._state import healed, policy_state
-from .._tree import largest, only_gradients, tree_where
+from .._tree import only_gradients, tree_where
+from .._verdict import largest
 from .base import LossScale
 
 # In units: a binade of a logarithm, and of a level, which rises in smaller steps.
@@ -71,7 +72,7 @@ class AdaptiveLossScale(LossScale):
     the level by one and finite steps raise it slowly; several overflows in a row mean that
     the gradients have grown, and the scale falls fast.
 
-    In detail, with `x` the binary logarithm of the largest magnitude among the unscaled
+    In detail, with `x` the binary logarithm of the largest absolute value among the unscaled
     gradients (linear between two powers of two):
 
     - Finite step: `peak <- max(x, peak + (x - peak) / memory)`. The level rises by

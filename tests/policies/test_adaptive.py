@@ -86,6 +86,9 @@ SIZES = st.lists(
 def test_it_follows_the_reference(policy, sizes):
     states = scanned(policy, policy.init(), jnp.array(sizes, jnp.float32))
     assert rows(states) == trajectory(policy, numbers(policy.init()), sizes)
+    scales = np.asarray(states.loss_scale)
+    assert set(np.frexp(scales)[0].tolist()) == {0.5}  # powers of two
+    assert policy.min_scale <= scales.min() <= scales.max() <= policy.max_scale
 
 
 @hypothesis.given(
@@ -228,13 +231,6 @@ def test_logarithms_and_powers_are_exact(transform, x64):
     assert 0 <= error.min() <= error.max() < 0.0862
 
 
-@hypothesis.given(policies(), SIZES)
-def test_a_scale_is_a_power_of_two_within_its_bounds(policy, sizes):
-    scales = scanned(policy, policy.init(), jnp.array(sizes, jnp.float32)).loss_scale
-    assert set(np.frexp(np.asarray(scales))[0].tolist()) == {0.5}
-    assert policy.min_scale <= scales.min() <= scales.max() <= policy.max_scale
-
-
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.inf, np.nan, 3e38])
 def test_a_restored_state_that_is_unusable_heals(bad, finite):
@@ -273,10 +269,11 @@ def test_float64_and_mixed_dtypes():
             "b": jnp.array([2.0**-30, -(2.0**-7)], jnp.float64),
             "c": jnp.array([2.0**-8 * 1j], jnp.complex128),
         }
-        state = DEFAULT.update(DEFAULT.init(), grads)[0]
+        update = jax.jit(DEFAULT.update)
+        state = update(DEFAULT.init(), grads)[0]
         assert state.peak == -7
         assert avals(state) == avals(ADAPTIVE().init())
-        huge = DEFAULT.update(state, {"w": jnp.array(1e300, jnp.float64)})[0]
+        huge = update(state, {"w": jnp.array(1e300, jnp.float64)})[0]
         assert (huge.loss_scale, huge.peak < 128) == (1, True)
 
 
@@ -320,7 +317,7 @@ def test_devices_agree_by_one_number_more_than_with_the_default():
         agreed = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=P("data"), out_specs=P()))
         exchanged[type(policy)] = sorted(collectives(jax.make_jaxpr(agreed)(sizes).jaxpr))
         if policy is DEFAULT:
-            assert agreed(sizes).peak == pytest.approx(0.5, abs=0.09)  # the magnitude of 1 + 1j
+            assert agreed(sizes).peak == 0
     assert exchanged[jaxscale.DynamicLossScale] == [("pmin", ())]
     assert exchanged[ADAPTIVE] == [("pmax", ()), ("pmin", ())]
 
