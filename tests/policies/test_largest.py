@@ -2,6 +2,7 @@
 
 import hlo
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -88,8 +89,9 @@ def test_it_takes_one_message_more_than_the_verdict_alone(sharded):
         hlo.program(compiled(policy, sharded), 1)["all_reduces"]
         for policy in (jaxscale.AdaptiveLossScale(), jaxscale.DynamicLossScale())
     ]
-    assert counts[1] <= 1
-    assert counts[0] == counts[1] + 1
+    # As many more as the verdict takes: one, where XLA merges those of the leaves.
+    assert counts[1] == 1 or (sharded and jax.__version_info__ < (0, 7))
+    assert counts[0] == 2 * counts[1]
 
 
 def test_its_kernels_do_not_grow_with_leaves():
