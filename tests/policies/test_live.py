@@ -118,15 +118,16 @@ def trained(model, policy):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_live_training_skips_less_and_flushes_no_more(model, record_property):
+def test_live_training_skips_little_and_flushes_no_more(model, record_property):
+    # PyTorch's rule probes once in 2,000 steps; with an interval of 200 it probes as a long run.
     ours, theirs = trained(model, jaxscale.AdaptiveLossScale()), trained(model, presets.torch())
+    probing = trained(model, presets.torch(growth_interval=200))
     late = slice(STEPS // 2, None)
     for name, (scale, loss, share, state) in {"adaptive": ours, "torch": theirs}.items():
         numbers = int(state.total_notfinite), scale[late].mean(), share[late].mean()
         record_property(name, (*map(float, numbers), float(loss[-100:].mean())))
-    assert ours[3].total_notfinite <= theirs[3].total_notfinite
-    assert ours[3].total_notfinite <= 2
+    assert ours[3].total_notfinite <= probing[3].total_notfinite / 4
     assert ours[0][late].mean() >= theirs[0][late].mean() - 2
-    assert ours[2][late].mean() <= theirs[2][late].mean() + 0.005
+    assert ours[2][late].mean() <= theirs[2][late].mean() + 0.0001
     assert abs(ours[1][-100:].mean() - theirs[1][-100:].mean()) < 0.05
     assert ours[1][-100:].mean() < ours[1][:100].mean() / 2
