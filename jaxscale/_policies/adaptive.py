@@ -80,9 +80,9 @@ class AdaptiveLossScale(LossScale):
       `period` finite steps ago, up to `max_level`. Then
       `loss_scale <- 2**floor(level - peak)`, but at most twice the last scale.
     - First overflow in a row: `loss_scale <- loss_scale / 2`. The level falls by one; if the
-      scale was still rising towards it, to one below what the scale stood for, and a search
-      goes on. Where the level would fall below `min_level` the peak rises instead, which
-      wears off.
+      scale was still rising towards it, to 1/2 below the levels that the scale stood for, and
+      a search goes on. Where the level would fall below `min_level` the peak rises instead,
+      which wears off.
     - Second overflow in a row: `loss_scale <- loss_scale / 2**8`; each further one:
       `loss_scale <- loss_scale / 2**16`. Neither level nor peak move.
     - All gradients are zero: nothing changes.
