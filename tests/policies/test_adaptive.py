@@ -173,6 +173,13 @@ def test_after_an_overflow_the_level_waits_before_it_searches():
     assert states.loss_scale.tolist() == [2.0**14] * 2 + [2.0**13] * 4 + [2.0**14] * 3
 
 
+def test_in_a_run_of_overflows_the_scale_falls_faster_and_faster():
+    policy = ADAPTIVE(init_scale=2.0**50)
+    states = scanned(policy, policy.init(), jnp.full(5, jnp.inf))
+    assert np.log2(states.loss_scale).tolist() == [49, 41, 25, 9, 0]
+    assert states.overflows.tolist() == [1, 2, 3, 4, 5]
+
+
 def test_what_the_level_may_not_fall_the_peak_rises_and_fades_again():
     policy = ADAPTIVE(init_scale=2.0**13, level=13.0, min_level=13.0, memory=2, period=2**20)
     sizes = [1.0, math.inf, 1.0, 1.0, 1.0]
