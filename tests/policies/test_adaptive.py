@@ -350,6 +350,7 @@ def test_a_wrapped_optimizer_moves_it_and_a_bad_loss_does_not():
     logged = jaxscale.metrics(state)
     assert (logged["loss_scale"], logged["peak"]) == (2.0**7, -1)
     assert logged["level"] == expected.level
+    assert jaxscale.metrics({"policy alone": expected}) == expected._asdict()
     jaxscale.check(state, tx=tx)
 
 
