@@ -251,6 +251,12 @@ def test_a_restored_state_that_is_unusable_heals(bad, finite):
             assert -256 <= ruined.peak <= 128
 
 
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_restored_level_that_is_not_finite_starts_anew(bad):
+    state = DEFAULT.init()._replace(level=jnp.float32(bad))
+    assert_same_bits(DEFAULT.adjust(state, True), DEFAULT.adjust(DEFAULT.init(), True))
+
+
 def test_a_restored_scale_that_is_not_a_power_of_two_becomes_one():
     state = DEFAULT.init()._replace(loss_scale=jnp.float32(65504))
     assert DEFAULT.adjust(state, False).loss_scale == 2.0**14
