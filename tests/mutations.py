@@ -127,7 +127,6 @@ MUTATIONS = {
     "largest: a sign is a size": ("_verdict", "return jax.lax.bitcast_convert_type(leaf, integer) & mask", "return jax.lax.bitcast_convert_type(leaf, integer)"),
     "largest: sees one device": ("_verdict", "return largest if axis_name is None else jax.lax.pmax(largest, axis_name)", "return largest"),
     "largest: imaginary parts forgotten": ("_verdict", "(leaf.real, leaf.imag) if jnp.iscomplexobj(leaf)", "(leaf.real,) if jnp.iscomplexobj(leaf)"),
-    "largest: narrow numbers by their bits": ("_verdict", "jnp.finfo(aval.dtype).bits < 16 or not _is_placed(aval)", "not _is_placed(aval)"),
     "gradual: no search": ("_policies/gradual", "jnp.where(state.overflows > 0, self.growth_factor, self.search_factor)", "jnp.float32(self.growth_factor)"),
     "gradual: no cooldown": ("_policies/gradual", "backs_off = steps >= self.cooldown", "backs_off = steps >= 0"),
     "window: two growths": ("_policies/window", "_MOVES = 3", "_MOVES = 2"),
