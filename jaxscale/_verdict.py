@@ -8,6 +8,7 @@ From top to bottom:
 - *Flags by leaf*: which gradients the last overflow was in, for `track_leaves=True`.
 - *Clipping*: the global norm comes from the same numbers as the verdict, if these are sums of
   squares.
+- *The largest gradient*, for a policy that follows it.
 """
 
 # The work on each leaf is written in `jax.lax`: `jax.numpy` takes three times as long to trace.
@@ -149,8 +150,7 @@ def _reduced(leaves: list[Any], squares: bool) -> jax.Array:
     """Returns the number that `Evidence` holds for a group of leaves of one type."""
     leaves, aval = list(map(jnp.asarray, leaves)), jax.typeof(leaves[0])
     if not squares and (_is_placed(aval) or nans_are_errors()):
-        number = _PARTS // len(leaves) if _is_whole(aval) and _is_large(leaves[0]) else 1
-        parts = [part for leaf in leaves for part in _parts(leaf, number)]
+        parts = _in_parts(leaves)
         return jnp.all(functools.reduce(jax.lax.bitwise_and, map(_is_finite, parts)))
     # A sum even if only the verdict is asked for: XLA merges the sums that devices exchange, that
     # of the loss included, into one exchange.
@@ -167,6 +167,13 @@ def _is_finite(part: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(part):
         return _is_finite(part.real) & _is_finite(part.imag)
     return jax.lax.is_finite(widen(part))
+
+
+def _in_parts(leaves: list[jax.Array]) -> list[jax.Array]:
+    """Returns leaves of one type, and if they are large and few, equal parts of them."""
+    whole = _is_whole(jax.typeof(leaves[0]))
+    number = _PARTS // len(leaves) if whole and _is_large(leaves[0]) else 1
+    return [part for leaf in leaves for part in _parts(leaf, number)]
 
 
 def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:
@@ -258,3 +265,46 @@ def clip_by_global_norm(grads: Any, norm: jax.Array, max_norm: float) -> Any:
     max_norm = max(max_norm, float(info.smallest_normal))  # below it, 0 / 0
     factor = max_norm / jnp.maximum(norm, max_norm)  # exactly 1 if the norm is less
     return map_gradients(lambda leaf: leaf * cast(factor, jnp.finfo(leaf.dtype).dtype), grads)
+
+
+def largest(tree: Any, axis_name: Any = None) -> jax.Array:
+    """Returns the largest absolute value among the gradients in a tree, an `f32[]`.
+
+    Of complex gradients, real and imaginary parts count. The result is capped at float32's largest
+    number, which float64 may exceed, and is any number if a gradient is not finite.
+
+    Args:
+      tree: a pytree. Each gradient in it is read once.
+      axis_name: as in `all_finite`.
+    """
+    groups: dict[Any, list[jax.Array]] = {}
+    for i, leaf in enumerate(jax.tree.leaves(only_gradients(tree))):
+        for part in (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,):
+            aval = jax.typeof(part)
+            groups.setdefault((aval, None if _is_placed(aval) else i), []).append(part)
+    chunks = [chunk for leaves in groups.values() for chunk in _chunks(leaves)]
+    sizes = (cast(_largest(chunk), jnp.float32) for chunk in chunks)
+    largest = functools.reduce(jnp.maximum, sizes, jnp.zeros((), jnp.float32))
+    return largest if axis_name is None else jax.lax.pmax(largest, axis_name)
+
+
+def _largest(leaves: list[Any]) -> jax.Array:
+    """Returns the largest absolute value in leaves of one type, in float32 or wider."""
+    leaves, aval = list(map(jnp.asarray, leaves)), jax.typeof(leaves[0])
+    if jnp.finfo(aval.dtype).bits < 16 or not _is_placed(aval):
+        # All in one type, so that devices exchange what they found in one message.
+        leaves, aval = list(map(widen, leaves)), jax.typeof(widen(leaves[0]))
+    # By their bits: without the sign, floats are ordered as integers are. XLA on a CPU fuses
+    # maxima of integers into one pass, but not those of floats, and stores what it does not fuse.
+    bits = map(_bits, _in_parts(leaves))
+    # The initial value is for empty leaves. The size is not compared, as it may be a symbol.
+    most = jnp.max(functools.reduce(jax.lax.max, bits), initial=0)
+    size = widen(jax.lax.bitcast_convert_type(most, aval.dtype))
+    return jnp.minimum(size, float(jnp.finfo(jnp.float32).max))
+
+
+def _bits(leaf: jax.Array) -> jax.Array:
+    """Returns the bits of the absolute values of a leaf, as integers."""
+    integer = jnp.dtype(f"int{jnp.finfo(leaf.dtype).bits}")
+    mask = jnp.asarray(jnp.iinfo(integer).max, integer)
+    return jax.lax.bitcast_convert_type(leaf, integer) & mask
