@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import finite_number, int32, power_of_two, scalar_bool
-from .._state import healed, policy_state
-from .._tree import only_gradients, tree_where
-from .._verdict import largest
+from .._state import Scaled, healed, policy_state
+from .._tree import tree_where
+from .._verdict import largest as largest_of
 from .base import LossScale
 
 # In units: a binade of a logarithm, and of a level, which rises in smaller steps.
@@ -90,9 +90,9 @@ class AdaptiveLossScale(LossScale):
       raised where the scale has been lowered, so that the scale grows by the rise of the
       level alone. At `max_level` the peak falls in its place.
 
-    The scale is always a power of two between `min_scale` and `max_scale`. It takes one more
-    reduction of the gradients than `DynamicLossScale` does and, with `axis_name`, one more
-    number that devices exchange.
+    The scale is always a power of two between `min_scale` and `max_scale`. In a step the largest
+    gradient comes from the pass that finds whether all are finite: no gradient is read once more
+    than with `DynamicLossScale`, unless they are also clipped by `max_norm`.
 
     Args:
       init_scale: the scale of the first step, a power of two. The next steps at most double
@@ -178,7 +178,13 @@ class AdaptiveLossScale(LossScale):
         )
 
     def adjust(
-        self, state: Any, grads_finite: jax.Array, *, grads: Any = None, axis_name: Any = None
+        self,
+        state: Any,
+        grads_finite: jax.Array,
+        *,
+        grads: Any = None,
+        axis_name: Any = None,
+        largest: jax.Array | None = None,
     ) -> Any:
         """Returns the state of the next step, from the gradients and whether they were finite.
 
@@ -188,6 +194,8 @@ class AdaptiveLossScale(LossScale):
           grads: the gradients, unscaled. Without any, a finite step says nothing about their
             size: the scale then doubles every `period` finite steps.
           axis_name: as in `jaxscale.all_finite`.
+          largest: an `f32[]`, the largest absolute value among the gradients of all devices, if
+            it is known. `grads` are not read then.
 
         Returns:
           The next state, with the shapes and dtypes of `state`.
@@ -200,13 +208,14 @@ class AdaptiveLossScale(LossScale):
         call = f"{type(self).__name__}.adjust"
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
         now = self._counted(policy_state(call, state, AdaptiveState))
-        if jax.tree.leaves(only_gradients(grads)):
-            size = largest(grads, axis_name)
-            # False for 0 and for NaN. XLA may take subnormal numbers for 0, or may not.
-            is_seen = size >= _SMALLEST
-            after_finite = tree_where(is_seen, self._after_finite(now, _log2(size)), now)
-        else:
+        if largest is None:
+            largest = largest_of(Scaled(grads), axis_name)
+        if largest is None:
             after_finite = self._after_finite(now, None)
+        else:
+            # False for 0. XLA may take subnormal numbers for 0, or may not.
+            is_seen = largest >= _SMALLEST
+            after_finite = tree_where(is_seen, self._after_finite(now, _log2(largest)), now)
         after = tree_where(grads_finite, after_finite, self._after_overflow(now))
         return AdaptiveState(
             loss_scale=_power(after.exponent),
