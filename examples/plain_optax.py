@@ -14,13 +14,11 @@ import optax
 from sklearn.datasets import load_digits
 
 import jaxscale
+from jaxscale import diagnostics
 
 LAYER_SIZES = [64, 256, 128, 10]
 BATCH_SIZE, NUM_TEST = 128, 360
-
-# The scale grows early, so that even a short run meets an overflow.
-loss_scale = jaxscale.DynamicLossScale(growth_interval=25)
-tx = jaxscale.loss_scaled(optax.adamw(1e-3), loss_scale)  # 1
+RULES = "dynamic", "adaptive", "calibrated"
 
 
 def init_params(key):
@@ -45,10 +43,18 @@ def loss_fn(params, images, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-train_step = jax.jit(jaxscale.train_step(loss_fn, tx))  # 2
+def policy(rule, params, batch):
+    """Returns the rule by which the loss scale moves."""
+    if rule == "dynamic":  # it grows early, so that even a short run meets an overflow
+        return jaxscale.DynamicLossScale(growth_interval=25)
+    if rule == "adaptive":  # it follows the largest gradient, from a scale of 2**8
+        return jaxscale.AdaptiveLossScale()
+    # The same, from the largest scale that does not overflow on a first batch.
+    found = diagnostics.calibrate(lambda params, batch: loss_fn(params, *batch), params, [batch])
+    return jaxscale.AdaptiveLossScale(init_scale=found.init_scale)
 
 
-def main(num_steps: int = 300) -> float:
+def main(num_steps: int = 300, rule: str = "dynamic", retries: int = 0) -> float:
     """Trains for a number of steps and returns the accuracy on the held-out images."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
@@ -56,6 +62,9 @@ def main(num_steps: int = 300) -> float:
     rng = np.random.default_rng(0)
 
     params = init_params(jax.random.key(0))
+    loss_scale = policy(rule, params, (images[:BATCH_SIZE], labels[:BATCH_SIZE]))
+    tx = jaxscale.loss_scaled(optax.adamw(1e-3), loss_scale)  # 1
+    train_step = jax.jit(jaxscale.train_step(loss_fn, tx, retries=retries))  # 2
     opt_state = tx.init(params)
     for step in range(1, num_steps + 1):
         chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
@@ -70,11 +79,15 @@ def main(num_steps: int = 300) -> float:
 
     guesses = predict(params, images[num_train:]).argmax(-1)
     accuracy = float(np.mean(guesses == labels[num_train:]))
-    print(f"plain_optax: accuracy {accuracy:.3f} after {num_steps} steps")
+    skipped, retried = opt_state.total_notfinite, opt_state.total_retries
+    print(f"{rule}: {num_steps} steps, {skipped} skipped, {retried} retries, {accuracy=:.3f}")
     return accuracy
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300, help="training steps")
-    main(parser.parse_args().steps)
+    parser.add_argument("--rule", choices=RULES, default="dynamic", help="for the loss scale")
+    parser.add_argument("--retries", type=int, default=0, help="of a step that overflows")
+    options = parser.parse_args()
+    main(options.steps, options.rule, options.retries)

@@ -93,16 +93,20 @@ def batches():
     return jnp.asarray(np.where(rng.random(words.shape) < 0.05, noise, words).astype(np.int32))
 
 
+def loss_of(model):
+    def loss_fn(params, words):
+        half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+        scores = MODELS[model][0](half, words[:, :-1]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(scores, words[:, 1:]).mean()
+
+    return loss_fn
+
+
 @functools.cache
 def trained(model, policy):
     """The scale before each step, the losses, the share of zero gradients, and the last state."""
-    logits, params = MODELS[model]
+    loss_fn, params = loss_of(model), MODELS[model][1]
     tx = jaxscale.loss_scaled(optax.adam(3e-3), policy)
-
-    def loss_fn(params, words):
-        half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-        scores = logits(half, words[:, :-1]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(scores, words[:, 1:]).mean()
 
     def step(carry, words):
         params, state = carry
@@ -131,3 +135,24 @@ def test_live_training_skips_little_and_flushes_no_more(model, record_property):
     assert ours[2][late].mean() <= theirs[2][late].mean() + 0.0001
     assert abs(ours[1][-100:].mean() - theirs[1][-100:].mean()) < 0.05
     assert ours[1][-100:].mean() < ours[1][:100].mean() / 2
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_with_retries_no_batch_of_live_training_is_lost(model, record_property):
+    # From 2**8, and from where every batch overflows.
+    for name, scale in (("from below", 2.0**8), ("from above", 2.0**24)):
+        policy = jaxscale.AdaptiveLossScale(init_scale=scale)
+        tx = jaxscale.loss_scaled(optax.adam(3e-3), policy)
+        whole = jaxscale.train_step(loss_of(model), tx, retries=10)
+
+        def step(carry, words, whole=whole):
+            *carry, loss = whole(*carry, words)
+            return tuple(carry), loss
+
+        run = jax.jit(lambda carry, words, step=step: jax.lax.scan(step, carry, words))
+        params = MODELS[model][1]
+        (_, state), loss = run((params, tx.init(params)), batches())
+        record_property(name, (int(state.total_retries), float(loss[-100:].mean())))
+        assert (state.total_steps, state.total_notfinite) == (STEPS, 0)
+        assert state.total_retries <= (2 if name == "from below" else 4)
+        assert loss[-100:].mean() < loss[:100].mean() / 2
