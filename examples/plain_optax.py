@@ -51,7 +51,7 @@ def policy(rule, params, batch):
         return jaxscale.AdaptiveLossScale()
     # The same, from the largest scale that does not overflow on a first batch.
     found = diagnostics.calibrate(lambda params, batch: loss_fn(params, *batch), params, [batch])
-    return jaxscale.AdaptiveLossScale(init_scale=found.init_scale)
+    return jaxscale.AdaptiveLossScale(init_scale=found.init_scale or 1.0)
 
 
 def main(num_steps: int = 300, rule: str = "dynamic", retries: int = 0) -> float:
@@ -79,7 +79,8 @@ def main(num_steps: int = 300, rule: str = "dynamic", retries: int = 0) -> float
 
     guesses = predict(params, images[num_train:]).argmax(-1)
     accuracy = float(np.mean(guesses == labels[num_train:]))
-    skipped, retried = opt_state.total_notfinite, opt_state.total_retries
+    now = jaxscale.metrics(opt_state)
+    skipped, retried = now["total_notfinite"], now["total_retries"]
     print(f"{rule}: {num_steps} steps, {skipped} skipped, {retried} retries, {accuracy=:.3f}")
     return accuracy
 

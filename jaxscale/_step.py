@@ -6,13 +6,15 @@ arguments. Its `update` and `apply` make one step, in this order:
 1. *Verdict.* It says whether all gradients are finite, and the loss, if it was passed. It takes
    one pass over the gradients, and all devices agree on it. It covers the gradients rather than
    the updates, as clipping by value and sign-based optimizers hide an inf; with `check_updates`
-   it covers the updates, too.
+   it covers the updates, too. For a policy that follows the largest gradient, the same pass finds
+   that.
 2. *Window.* If gradients are accumulated over several micro-batches, those of finite
    micro-batches are added up. A step is due when the window is full; without a window, whenever
    the verdict is good.
 3. *Skip.* If a step is due, the wrapped optimizer makes it. If not, its state and the parameters
    stay as they are: by a branch on a CPU, by a selection on other machines.
-4. *Scale.* The policy gets the verdict and moves the loss scale, unless the loss is to blame.
+4. *Scale.* The policy gets the verdict, and the largest gradient if it takes that, and moves the
+   loss scale, unless the loss is to blame.
    Good micro-batches count towards growth as `growth_unit` says.
 5. *Counters.* The state counts what happened, so that nothing has to wait for the host.
 
