@@ -146,7 +146,7 @@ def test_policies_keep_avals_and_follow_the_verdict(policy):
             assert avals(new_state) == avals(state)
             assert avals(should_apply) == avals(verdict)
             assert should_apply == (verdict | always)
-            assert_same_bits(new_state, policy.adjust(state, verdict))
+            assert_same_bits(new_state, policy.adjust(state, verdict, grads=grads))
 
 
 @pytest.mark.parametrize("grads", [None, [], {}, {"w": None}, [None, jnp.ones(2)]])
