@@ -91,6 +91,7 @@ def test_it_follows_the_reference(policy, sizes):
     assert policy.min_scale <= scales.min() <= scales.max() <= policy.max_scale
 
 
+@pytest.mark.slow
 @hypothesis.given(
     st.integers(-30, 60),
     st.integers(-128 * 2**16, 128 * 2**16) | st.just(-256 * 2**16),

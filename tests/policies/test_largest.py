@@ -175,19 +175,20 @@ def test_every_step_moves_the_scale_as_by_hand(name, option):
 
 
 @pytest.mark.standard_promotion
-def test_with_retries_each_pass_lowers_the_scale_and_the_last_one_teaches():
+@pytest.mark.parametrize("wrap", rows([jax.jit, "eager"], fast=[jax.jit]))
+def test_with_retries_each_pass_lowers_the_scale_and_the_last_one_teaches(wrap):
     tx = jaxscale.loss_scaled(optax.sgd(0.0), FOLLOWS)
     # It overflows from 2**4 on. The first overflow halves the scale, the second divides it by 2**8.
     x = jnp.full(3, 2.0**7)
     state = tx.init(PARAMS)
     state = state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(2.0**12)))
-    for wrap in (jax.jit, lambda step: step):
-        _, after, loss = wrap(whole(tx, retries=10))(PARAMS, state, x)
-        assert (after.total_retries, after.total_notfinite) == (2, 0)
-        grads = jax.grad(loss_fn)(PARAMS, x)
-        scaling = FOLLOWS.adjust(FOLLOWS.adjust(state.scaling, False), False)
-        assert_same_bits(after.scaling, FOLLOWS.adjust(scaling, True, grads=grads))
-        assert jnp.isfinite(loss)
+    step = whole(tx, retries=10)
+    _, after, loss = (step if wrap == "eager" else wrap(step))(PARAMS, state, x)
+    assert (after.total_retries, after.total_notfinite) == (2, 0)
+    grads = jax.grad(loss_fn)(PARAMS, x)
+    scaling = FOLLOWS.adjust(FOLLOWS.adjust(state.scaling, False), False)
+    assert_same_bits(after.scaling, FOLLOWS.adjust(scaling, True, grads=grads))
+    assert jnp.isfinite(loss)
 
 
 def test_of_micro_batches_each_is_looked_at():
@@ -276,7 +277,7 @@ def compiled(policy, sharded):
     return jax.jit(policy.update).lower(replicated, placed).compile()
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", rows([False, True], fast=[False]))
 def test_it_takes_no_message_more_than_the_verdict_alone(sharded):
     counts = [
         hlo.program(compiled(policy, sharded), 1)["all_reduces"]

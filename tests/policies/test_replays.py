@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import replay_tables
 import simulator
+from tables import rows
 
 import jaxscale
 from jaxscale import presets
@@ -37,23 +38,24 @@ def recorded_summaries(policy, retries=0):
     return [replays[name].summary(trace) for name, trace in RECORDED.items()]
 
 
-@pytest.mark.parametrize("retries", [0, 3])
+@pytest.mark.parametrize("retries", rows([0, 3], fast=[3]))
 def test_the_simulator_does_what_pytorchs_rule_says(retries):
     for name, trace in RECORDED.items():
-        exponent, streak, rows = 16, 0, []
+        exponent, streak, expected = 16, 0, []
         for ceiling in trace.ceiling.tolist():
             extra = min(max(exponent - ceiling, 0), retries)
             exponent, streak = exponent - extra, 0 if extra else streak
             bad = exponent > ceiling
-            rows.append((2.0**exponent, bad, extra))
+            expected.append((2.0**exponent, bad, extra))
             streak = 0 if bad else streak + 1
             exponent = exponent - 1 if bad else exponent + (streak == 2000)
             streak %= 2000
         replay = recorded(TORCH, retries)[name]
         seen = replay.scale.tolist(), replay.skipped.tolist(), replay.extra.tolist()
-        assert list(zip(*seen, strict=True)) == rows
+        assert list(zip(*seen, strict=True)) == expected
 
 
+@pytest.mark.slow
 def test_a_bad_loss_that_is_told_leaves_no_trace():
     trace = MADE_UP["1 % bad, told"]
     good = trace.ceiling > simulator.BAD
@@ -89,6 +91,7 @@ def test_it_finds_its_level_within_a_few_dozen_steps_and_without_a_skip(name):
 MOVING = [name for name in MADE_UP if "gradients x" in name or "drift" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOVING)
 def test_it_follows_gradients_that_move(name):
     ours, theirs = made_up(ADAPTIVE)[name], made_up(TORCH)[name]
@@ -100,6 +103,7 @@ def test_it_follows_gradients_that_move(name):
     assert again["extra"] <= max(theirs["skips"], 2)
 
 
+@pytest.mark.slow
 def test_where_no_batch_says_that_it_was_bad_a_scale_stays():
     assert made_up(ADAPTIVE)["1 % bad, untold"]["late"] >= 0
     assert made_up(TORCH)["1 % bad, untold"]["late"] < -70
@@ -110,6 +114,7 @@ def table(readme, columns):
     return {row.split("|")[1].strip(): row for row in rows}
 
 
+@pytest.mark.slow
 def test_the_tables_say_so():
     first, second = (table(README.read_text(), columns) for columns in (9, 9))
     for name, policy in replay_tables.POLICIES.items():

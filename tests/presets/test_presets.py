@@ -383,6 +383,7 @@ def moved(policy, verdicts):
     return scales
 
 
+@pytest.mark.slow
 def test_dalle_backs_off_once_in_125_steps():
     verdicts = [False] * 126 + [True] * 10 + [False] * 125
     scales = np.log2(moved(presets.dalle(), verdicts))
