@@ -16,13 +16,14 @@ The rest, by group:
   `multi_steps` accumulates several micro-batches for each step.
 - Precision: `autocast` computes matrix products in float16 without touching the model, and
   `full_precision` exempts a part of it.
-- Policies, the rules by which the scale moves: `DynamicLossScale`, `FixedLossScale`,
-  `NoOpLossScale`, their base class `LossScale`, and `as_loss_scale`, which reads short forms such
-  as `"dynamic"` or 128. `jaxscale.presets` has the rules of other libraries.
+- Policies, the rules by which the scale moves: `DynamicLossScale`, the default;
+  `AdaptiveLossScale`, which follows the largest gradient; `FixedLossScale`, `NoOpLossScale`, their
+  base class `LossScale`, and `as_loss_scale`, which reads short forms such as `"dynamic"`,
+  `"adaptive"` or 128. `jaxscale.presets` has the rules of other libraries.
 - Pure functions for your own loop: `scale`, `unscale`, `all_finite`, `tree_where`.
 - Saving: `to_state_dict` and `from_state_dict`.
-- States: `LossScaledState` is that of an optimizer, `LossScaleState` that of a policy, and
-  `MultiStepsState` that of an accumulator.
+- States: `LossScaledState` is that of an optimizer, `LossScaleState` that of a policy,
+  `AdaptiveState` that of an `AdaptiveLossScale`, and `MultiStepsState` that of an accumulator.
 - Errors: `LossScaleStuckError`, which `check` raises.
 - Front ends: `jaxscale.flax` has a `TrainState` and a `train_step` for Linen, and `jaxscale.nnx` a
   `train_step` for NNX. Equinox needs none.
@@ -37,6 +38,7 @@ import typing as _typing
 from ._accumulate import MultiStepsState
 from ._autocast.api import autocast, full_precision
 from ._optimizer import apply_gradients, loss_scaled, multi_steps, skip_nonfinite
+from ._policies.adaptive import AdaptiveLossScale, AdaptiveState
 from ._policies.base import LossScale
 from ._policies.dynamic import DynamicLossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale
@@ -65,6 +67,7 @@ __all__ = [  # noqa: RUF022
     "autocast",
     "full_precision",
     "DynamicLossScale",
+    "AdaptiveLossScale",
     "FixedLossScale",
     "NoOpLossScale",
     "LossScale",
@@ -77,6 +80,7 @@ __all__ = [  # noqa: RUF022
     "from_state_dict",
     "LossScaledState",
     "LossScaleState",
+    "AdaptiveState",
     "MultiStepsState",
     "LossScaleStuckError",
     "diagnostics",

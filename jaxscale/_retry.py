@@ -68,7 +68,7 @@ def repeated(
         made = backward(scaling)
         verdict: Any = made.verdict  # known for every optimizer whose scale moves
         overflow = verdict.loss_finite & ~verdict.grads_finite & (number < retries)
-        lower = _lowered(policy, scaling, overflow, made.grads.unscaled, axis_name, traced)
+        lower = _lowered(policy, scaling, overflow, made, axis_name, traced)
         return made, lower, overflow & _is_lower(lower, scaling)
 
     number = jnp.zeros((), jnp.int32)
@@ -114,9 +114,10 @@ def is_traced(*inputs: Any) -> bool:
 
 
 def _lowered(
-    policy: LossScale, scaling: Any, overflow: jax.Array, grads: Any, axis_name: Any, traced: bool
+    policy: LossScale, scaling: Any, overflow: jax.Array, made: Pass, axis_name: Any, traced: bool
 ) -> Any:
     """Returns a scale state after an overflow, with a lower scale if the policy ever lowers it."""
+    verdict: Any = made.verdict
 
     def goes_on(carry: Any) -> jax.Array:
         state, moves, number = carry
@@ -124,7 +125,7 @@ def _lowered(
 
     def back_off(carry: Any) -> Any:
         state, _, number = carry
-        new = moved(policy, state, jnp.array(False), grads, axis_name)
+        new = moved(policy, state, jnp.array(False), made.grads, verdict.largest, axis_name)
         pairs = zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True)
         # At its floor a scale stays, and so does everything else in its state.
         moves = functools.reduce(jnp.logical_or, (jnp.any(a != b) for a, b in pairs))

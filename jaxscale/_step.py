@@ -6,13 +6,15 @@ arguments. Its `update` and `apply` make one step, in this order:
 1. *Verdict.* It says whether all gradients are finite, and the loss, if it was passed. It takes
    one pass over the gradients, and all devices agree on it. It covers the gradients rather than
    the updates, as clipping by value and sign-based optimizers hide an inf; with `check_updates`
-   it covers the updates, too.
+   it covers the updates, too. For a policy that follows the largest gradient, the same pass finds
+   that.
 2. *Window.* If gradients are accumulated over several micro-batches, those of finite
    micro-batches are added up. A step is due when the window is full; without a window, whenever
    the verdict is good.
 3. *Skip.* If a step is due, the wrapped optimizer makes it. If not, its state and the parameters
    stay as they are: by a branch on a CPU, by a selection on other machines.
-4. *Scale.* The policy gets the verdict and moves the loss scale, unless the loss is to blame.
+4. *Scale.* The policy gets the verdict, and the largest gradient if it takes that, and moves the
+   loss scale, unless the loss is to blame.
    Good micro-batches count towards growth as `growth_unit` says.
 5. *Counters.* The state counts what happened, so that nothing has to wait for the host.
 
@@ -31,7 +33,7 @@ import optax
 
 from ._accumulate import MultiStepsState, Window
 from ._leaf import is_array
-from ._policies.base import LossScale, moved
+from ._policies.base import LossScale, moved, takes_largest
 from ._skip import step_if
 from ._state import LossScaleState, Scaled, check_alone, is_wrapped, unwrapped
 from ._tree import (
@@ -45,7 +47,7 @@ from ._tree import (
     widen,
 )
 from ._verdict import (
-    agree,
+    agree_on_size,
     all_finite,
     clip_by_global_norm,
     flags_by_leaf,
@@ -53,6 +55,7 @@ from ._verdict import (
     last_flags,
     nans_are_errors,
     read,
+    sizes,
 )
 
 
@@ -102,6 +105,7 @@ class Verdict(NamedTuple):
     loss_finite: jax.Array  # bool[], true if no loss was passed
     leaves_finite: list[jax.Array]  # a bool[] for each gradient, if leaves are tracked
     squares: jax.Array | None  # the sum of all squares, if the norm comes from the same pass
+    largest: jax.Array | None  # the largest gradient, an f32[], if the policy takes it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,13 +188,20 @@ class Wrapper:
         unscaled = grads.unscaled
         # The state decides, not `track_leaves`: its structure must not change.
         tracks = state.nonfinite_leaves is not None
-        evidence = read(unscaled, by_leaf=tracks, squares=self._shares_norm)
+        if takes_largest(self.policy):
+            evidence = sizes(grads, by_leaf=tracks)
+            norm = read(unscaled, squares=True) if self._shares_norm else None
+        else:
+            evidence = read(unscaled, by_leaf=tracks, squares=self._shares_norm)
+            norm = evidence if self._shares_norm else None
         by_leaf = evidence.finite_groups() if tracks else []
         _check_devices_agree(unscaled, value, self.axis_name)
         local = jnp.stack([evidence.finite(), all_finite(value), *by_leaf])
-        grads_finite, loss_finite, *leaves_finite = agree(local, self.axis_name)
-        squares = evidence.squares() if self._shares_norm else None
-        return Verdict(grads_finite, loss_finite, leaves_finite, squares)
+        (grads_finite, loss_finite, *leaves_finite), largest = agree_on_size(
+            local, evidence, self.axis_name
+        )
+        squares = norm.squares() if norm else None
+        return Verdict(grads_finite, loss_finite, leaves_finite, squares, largest)
 
     def _advance(
         self,
@@ -246,7 +257,9 @@ class Wrapper:
         if updates_finite is not None:
             due, grads_finite = due & updates_finite, grads_finite & updates_finite
         applied = grads_finite & loss_finite
-        scaling = moved(self.policy, state.scaling, grads_finite, grads, self.axis_name)
+        scaling = moved(
+            self.policy, state.scaling, grads_finite, scaled, verdict.largest, self.axis_name
+        )
         # A bad loss says nothing about the scale, which then stays.
         observed = loss_finite
         if self.window is not None and window is not None:  # both, or neither

@@ -198,20 +198,6 @@ def blank(aval: Any) -> jax.Array:
     return lax.pcast(zeros, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(zeros, axes)
 
 
-def largest(tree: Any, axis_name: Any) -> jax.Array:
-    """Returns the largest magnitude among the gradients in a tree, an `f32[]`.
-
-    It is capped at float32's largest number, which float64 and complex magnitudes may exceed.
-    """
-    most = float(jnp.finfo(jnp.float32).max)
-    largest = jnp.zeros((), jnp.float32)
-    for leaf in jax.tree.leaves(only_gradients(tree)):
-        # The initial value is for empty leaves. The size is not compared, as it may be a symbol.
-        magnitude = jnp.max(jnp.abs(widen(leaf)), initial=0.0)
-        largest = jnp.maximum(largest, cast(jnp.minimum(magnitude, most), jnp.float32))
-    return largest if axis_name is None else jax.lax.pmax(largest, axis_name)
-
-
 def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
     """Returns `on_true` if `pred` holds, otherwise `on_false`, leaf by leaf.
 

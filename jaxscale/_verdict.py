@@ -8,6 +8,10 @@ From top to bottom:
 - *Flags by leaf*: which gradients the last overflow was in, for `track_leaves=True`.
 - *Clipping*: the global norm comes from the same numbers as the verdict, if these are sums of
   squares.
+
+For a policy that follows the largest gradient, `sizes` takes the place of `read`: the largest
+absolute value of a group is inf or NaN exactly if the group is not finite, so the verdict comes
+from the same pass.
 """
 
 # The work on each leaf is written in `jax.lax`: `jax.numpy` takes three times as long to trace.
@@ -21,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from ._state import Scaled, representable
 from ._tree import cast, leaf_name, map_gradients, only_gradients, widen
 
 # From this many elements on, a leaf is large: reading it takes longer than starting its kernel.
@@ -32,6 +37,9 @@ _MOST, _MOST_LARGE = 64, 16
 # Split a lone large leaf into 8 parts, so that XLA on a CPU stores an eighth of it and uses all
 # cores.
 _PARTS = 8
+
+# The bits of inf. As integers, those of finite absolute values are lower, those of NaN higher.
+_INF = 0x7F800000
 
 _CONFIG: Any = jax.config  # type checkers do not know its attributes
 
@@ -61,6 +69,23 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
     return agree(read(tree).finite(), axis_name)
 
 
+def largest(grads: Scaled, axis_name: Any = None) -> jax.Array | None:
+    """Returns the largest absolute value among gradients, unscaled, an `f32[]`.
+
+    Of complex gradients, real and imaginary parts count. It is inf or NaN exactly if one of them
+    is, or becomes so as it is unscaled, and at most float32's largest number if none is. It is
+    `None` if there are no gradients.
+
+    Args:
+      grads: a pytree. Each gradient in it is read once.
+      axis_name: as in `all_finite`.
+    """
+    evidence = sizes(grads)
+    if not evidence.holds_sizes:
+        return None
+    return agree_on_size(jnp.zeros(0, jnp.bool_), evidence, axis_name)[1]
+
+
 def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
     """Returns `finite` where it holds on every device along `axis_name`."""
     if axis_name is None:
@@ -68,30 +93,63 @@ def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
     return jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
 
 
+def agree_on_size(
+    finite: jax.Array, evidence: "Evidence", axis_name: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns what `agree` does for a `bool[n]`, and the largest gradient, in one message.
+
+    The latter is `None` if the evidence does not hold it, or there are no gradients.
+    """
+    if not evidence.holds_sizes:
+        return agree(finite, axis_name), None
+    bits = evidence.bits()
+    if axis_name is not None:
+        # Negated, as the least number counts. As an integer, since what becomes of NaN in a
+        # maximum of floats is up to the library that devices exchange numbers by.
+        local = jnp.append(finite.astype(jnp.int32), -bits)
+        least = jax.lax.pmin(local, axis_name)
+        finite, bits = least[:-1] == 1, -least[-1]
+    return finite, jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
 class Evidence(NamedTuple):
     """The result of one pass over the gradients: a number for each group of leaves.
 
     A bool says whether the group is finite. A float is the sum of its squares, which may overflow
-    to inf; it is NaN or below 0 if the group is not finite.
+    to inf; it is NaN or below 0 if the group is not finite. An `i32[]` is its largest absolute
+    value, as the bits of a float32, which are ordered as the numbers are.
     """
 
     numbers: list[jax.Array]
 
     def finite_groups(self) -> list[jax.Array]:
         """Returns whether each group is finite, as a `bool[]`."""
-        return [number if number.dtype == jnp.bool_ else _holds(number) for number in self.numbers]
+        return list(map(_holds, self.numbers))
 
     def finite(self) -> jax.Array:
         """Returns whether all groups are finite, a `bool[]`."""
-        # Add the sums up before comparing, so that devices exchange a single number.
-        bools = (number for number in self.numbers if number.dtype == jnp.bool_)
-        return functools.reduce(jnp.bitwise_and, bools, _holds(self.squares()))
+        # Combine the numbers before comparing, so that devices exchange a single one.
+        bools = self._of(jnp.bool_)
+        held = _holds(self.bits() if self.holds_sizes else self.squares())
+        return functools.reduce(jnp.bitwise_and, bools, held)
+
+    @property
+    def holds_sizes(self) -> bool:
+        """Whether the largest absolute values are known."""
+        return bool(self._of(jnp.int32))
+
+    def bits(self) -> jax.Array:
+        """Returns the bits of the largest absolute value, an `i32[]`."""
+        return functools.reduce(jnp.maximum, self._of(jnp.int32), jnp.zeros((), jnp.int32))
 
     def squares(self) -> jax.Array:
         """Returns the sum of the sums of squares, an `f32[]` or wider."""
-        sums = [number for number in self.numbers if number.dtype != jnp.bool_]
+        sums = self._of(jnp.floating)
         dtype = max((each.dtype for each in sums), key=lambda d: d.itemsize, default=jnp.float32)
         return functools.reduce(jnp.add, (cast(each, dtype) for each in sums), jnp.zeros((), dtype))
+
+    def _of(self, kind: Any) -> list[jax.Array]:
+        return [number for number in self.numbers if jnp.issubdtype(number.dtype, kind)]
 
 
 def read(tree: Any, *, by_leaf: bool = False, squares: bool = False) -> Evidence:
@@ -104,18 +162,35 @@ def read(tree: Any, *, by_leaf: bool = False, squares: bool = False) -> Evidence
         kernel, and hundreds of kernels are the cost of a verdict.
       squares: whether to reduce to the sum of squares, which a norm needs.
     """
-    groups: dict[Any, list[Any]] = {}
-    for i, leaf in enumerate(jax.tree.leaves(only_gradients(tree))):
-        aval = jax.typeof(leaf)
-        alone = by_leaf or not _is_placed(aval)
-        groups.setdefault((aval, i if alone else None), []).append(leaf)
-    chunks = [chunk for leaves in groups.values() for chunk in _chunks(leaves)]
-    return Evidence([_reduced(chunk, squares) for chunk in chunks])
+    return Evidence([_reduced(group, squares) for group in _groups(tree, by_leaf)])
+
+
+def sizes(grads: Scaled, *, by_leaf: bool = False) -> Evidence:
+    """Returns evidence that also holds the largest gradient: bits, where `read` has bools.
+
+    The gradients are read as the backward pass left them, and the largest is divided: division
+    and rounding keep the order, so that is the largest of the divided ones.
+
+    Args:
+      grads: the gradients. Each is read once.
+      by_leaf: as in `read`.
+    """
+    return Evidence([_size(group, grads.divisor) for group in _groups(grads.grads, by_leaf)])
 
 
 def nans_are_errors() -> bool:
     """Returns whether JAX raises an error at a NaN, so that no sum of squares may be NaN."""
     return _CONFIG.jax_debug_nans
+
+
+def _groups(tree: Any, by_leaf: bool) -> list[list[Any]]:
+    """Returns the gradients in a tree, in groups that are reduced together."""
+    groups: dict[Any, list[Any]] = {}
+    for i, leaf in enumerate(jax.tree.leaves(only_gradients(tree))):
+        aval = jax.typeof(leaf)
+        alone = by_leaf or not _is_placed(aval)
+        groups.setdefault((aval, i if alone else None), []).append(leaf)
+    return [chunk for leaves in groups.values() for chunk in _chunks(leaves)]
 
 
 def _chunks(leaves: list[Any]) -> list[list[Any]]:
@@ -149,8 +224,7 @@ def _reduced(leaves: list[Any], squares: bool) -> jax.Array:
     """Returns the number that `Evidence` holds for a group of leaves of one type."""
     leaves, aval = list(map(jnp.asarray, leaves)), jax.typeof(leaves[0])
     if not squares and (_is_placed(aval) or nans_are_errors()):
-        number = _PARTS // len(leaves) if _is_whole(aval) and _is_large(leaves[0]) else 1
-        parts = [part for leaf in leaves for part in _parts(leaf, number)]
+        parts = _in_parts(leaves, _PARTS)
         return jnp.all(functools.reduce(jax.lax.bitwise_and, map(_is_finite, parts)))
     # A sum even if only the verdict is asked for: XLA merges the sums that devices exchange, that
     # of the loss included, into one exchange.
@@ -158,8 +232,43 @@ def _reduced(leaves: list[Any], squares: bool) -> jax.Array:
     return widen(jnp.sum(functools.reduce(jax.lax.add, squared)))
 
 
-def _holds(total: jax.Array) -> jax.Array:
-    return total >= 0
+def _size(leaves: list[Any], divisor: jax.Array | None) -> jax.Array:
+    """Returns the largest absolute value in leaves of one type, as the bits of a float32.
+
+    It is divided by `divisor`. A finite float64 may exceed float32's largest number, and becomes
+    that.
+    """
+    leaves = [part for leaf in map(jnp.asarray, leaves) for part in _real_parts(leaf)]
+    if jnp.finfo(leaves[0].dtype).bits < 16 or not _is_placed(jax.typeof(leaves[0])):
+        # All in one type, so that devices exchange what they found in one message.
+        leaves = list(map(widen, leaves))
+    # By their bits: without the sign, floats are ordered as integers are, and no NaN is lost, as
+    # in a maximum of floats it may be. XLA on a CPU fuses maxima of integers into one pass, but
+    # not those of floats. The wider they are, the more parts, as it stores integers of that width.
+    integer = jnp.dtype(f"int{jnp.finfo(leaves[0].dtype).bits}")
+    mask = jnp.asarray(jnp.iinfo(integer).max, integer)
+    parts = _in_parts(leaves, _PARTS // 2 * integer.itemsize)
+    bits = [jax.lax.bitcast_convert_type(part, integer) & mask for part in parts]
+    # The initial value is for empty leaves. The size is not compared, as it may be a symbol.
+    most = jnp.max(functools.reduce(jax.lax.max, bits), initial=0)
+    size = widen(jax.lax.bitcast_convert_type(most, leaves[0].dtype))
+    if divisor is not None:
+        size /= representable(divisor, size.dtype)
+    if size.dtype != jnp.float32:
+        bounded = jnp.minimum(size, float(jnp.finfo(jnp.float32).max))
+        size = jnp.where(jnp.isfinite(size), bounded, size)
+    return jax.lax.bitcast_convert_type(cast(size, jnp.float32), jnp.int32)
+
+
+def _real_parts(leaf: jax.Array) -> list[jax.Array]:
+    return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
+
+
+def _holds(number: jax.Array) -> jax.Array:
+    """Returns whether a number of `Evidence` says that its group is finite."""
+    if number.dtype == jnp.bool_:
+        return number
+    return number < _INF if number.dtype == jnp.int32 else number >= 0
 
 
 def _is_finite(part: jax.Array) -> jax.Array:
@@ -167,6 +276,13 @@ def _is_finite(part: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(part):
         return _is_finite(part.real) & _is_finite(part.imag)
     return jax.lax.is_finite(widen(part))
+
+
+def _in_parts(leaves: list[jax.Array], total: int) -> list[jax.Array]:
+    """Returns leaves of one type, and if they are large and few, `total` equal parts of them."""
+    whole = _is_whole(jax.typeof(leaves[0]))
+    number = total // len(leaves) if whole and _is_large(leaves[0]) else 1
+    return [part for leaf in leaves for part in _parts(leaf, number)]
 
 
 def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:

@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import jax
 
-from .._state import LossScaleState, policy_state
-from .._verdict import all_finite
+from .._state import LossScaleState, Scaled, policy_state
+from .._verdict import all_finite, largest
 
 
 class LossScale(abc.ABC):
@@ -62,7 +62,10 @@ class LossScale(abc.ABC):
         """Returns the state of the next step, given whether the gradients were finite.
 
         Call this instead of `update` if you already know whether they were. A policy of
-        your own may leave out `grads` and `axis_name` if it does not look at the gradients.
+        your own may leave out `grads` and `axis_name` if it does not look at the gradients. If
+        all that it looks at is the largest of them, let it take a keyword argument `largest`,
+        too: it then gets that in their place, an `f32[]` that comes from the same pass as the
+        verdict.
 
         Args:
           state: the state of this step.
@@ -98,8 +101,12 @@ class LossScale(abc.ABC):
           ValueError: if it is the state of a population: call this under `jax.vmap`.
         """
         state = policy_state(f"{type(self).__name__}.update", state, grads=grads)
-        grads_finite = all_finite(grads, axis_name=axis_name)
-        return moved(self, state, grads_finite, grads, axis_name), grads_finite
+        size = largest(Scaled(grads), axis_name) if takes_largest(self) else None
+        if size is None:
+            grads_finite = all_finite(grads, axis_name=axis_name)
+        else:
+            grads_finite = jax.lax.is_finite(size)
+        return moved(self, state, grads_finite, Scaled(grads), size, axis_name), grads_finite
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments that make this policy again, as JSON types."""
@@ -137,11 +144,36 @@ class LossScale(abc.ABC):
         return cls(**config)
 
 
+def takes_largest(policy: LossScale) -> bool:
+    """Returns whether `policy.adjust` takes the largest gradient."""
+    return "largest" in inspect.signature(policy.adjust).parameters
+
+
 def moved(
-    policy: LossScale, state: Any, grads_finite: jax.Array, grads: Any, axis_name: Any
+    policy: LossScale,
+    state: Any,
+    grads_finite: jax.Array,
+    grads: Scaled,
+    largest: jax.Array | None,
+    axis_name: Any,
 ) -> Any:
-    """Returns what `policy.adjust` does, with the gradients if it takes them."""
-    parameters = inspect.signature(policy.adjust).parameters.values()
+    """Returns what `policy.adjust` does, with what it takes of the gradients.
+
+    Args:
+      policy: the policy.
+      state: its state.
+      grads_finite: the verdict.
+      grads: the gradients.
+      largest: the largest of them on all devices, unscaled, for a policy that takes it. `None` if
+        there are no gradients.
+      axis_name: as in `jaxscale.all_finite`.
+    """
+    adjust: Any = policy.adjust  # of a policy that takes more than the base class says
+    if largest is not None:
+        return adjust(state, grads_finite, largest=largest)
+    parameters = inspect.signature(adjust).parameters.values()
     if any(p.name == "grads" or p.kind is p.VAR_KEYWORD for p in parameters):
-        return policy.adjust(state, grads_finite, grads=grads, axis_name=axis_name)
-    return policy.adjust(state, grads_finite)
+        # By the reciprocal: they would be stored if they were divided as the verdict divides.
+        unscaled = grads.unscale(grads.grads)
+        return adjust(state, grads_finite, grads=unscaled, axis_name=axis_name)
+    return adjust(state, grads_finite)

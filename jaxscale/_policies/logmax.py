@@ -1,8 +1,7 @@
 """The policy that follows the statistics of the largest gradients.
 
 It is the rule of OpenSeq2Seq's `LogMaxScaler`, public as
-`jaxscale.presets.LogMaxLossScale`, and the only policy that reads the gradients
-themselves and not only whether they were finite.
+`jaxscale.presets.LogMaxLossScale`.
 """
 
 import dataclasses
@@ -12,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import finite_number, normal_float32, scalar_bool
-from .._state import healed, policy_state
-from .._tree import largest, tree_where
+from .._state import Scaled, healed, policy_state
+from .._tree import tree_where
+from .._verdict import largest as largest_of
 from .base import LossScale
 
 # The scaled gradients are to stay below 2**16, where the range of float16 ends.
@@ -121,7 +121,13 @@ class LogMaxLossScale(LossScale):
         return LogMaxState(*(jnp.array(number, jnp.float32) for number in numbers))
 
     def adjust(
-        self, state: Any, grads_finite: jax.Array, *, grads: Any = None, axis_name: Any = None
+        self,
+        state: Any,
+        grads_finite: jax.Array,
+        *,
+        grads: Any = None,
+        axis_name: Any = None,
+        largest: jax.Array | None = None,
     ) -> Any:
         """Returns the state of the next step, from the gradients and whether they were finite.
 
@@ -131,6 +137,7 @@ class LogMaxLossScale(LossScale):
           grads: the gradients of this step, unscaled. Without them a finite step says
             nothing about their size, and the state stays as it is.
           axis_name: as in `jaxscale.all_finite`.
+          largest: as in `jaxscale.AdaptiveLossScale.adjust`.
 
         Returns:
           The next state, with the shapes and dtypes of `state`.
@@ -144,7 +151,8 @@ class LogMaxLossScale(LossScale):
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
         state = policy_state(call, state, LogMaxState)
         state = state._replace(loss_scale=healed(state.loss_scale, self.init_scale))
-        amax = largest(grads, axis_name)
+        amax = largest_of(Scaled(grads), axis_name) if largest is None else largest
+        amax = jnp.zeros(()) if amax is None else amax
         x = jnp.log2(jnp.where(amax > 0, amax, 1.0))  # all zeros do not count, see below
         x = jnp.where(grads_finite, x, self.log_max)
 

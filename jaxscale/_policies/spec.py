@@ -3,6 +3,7 @@
 import numbers
 from typing import Any
 
+from .adaptive import AdaptiveLossScale
 from .base import LossScale
 from .dynamic import DynamicLossScale
 from .fixed import FixedLossScale, NoOpLossScale
@@ -13,8 +14,9 @@ def as_loss_scale(spec: Any) -> LossScale:
 
     Args:
       spec: `None` for `jaxscale.NoOpLossScale`, a Python or NumPy number such as 8 for
-        `jaxscale.FixedLossScale`, `"dynamic"` for `jaxscale.DynamicLossScale` with its
-        defaults, or a `jaxscale.LossScale`, which is returned as it is.
+        `jaxscale.FixedLossScale`, `"dynamic"` for `jaxscale.DynamicLossScale` and
+        `"adaptive"` for `jaxscale.AdaptiveLossScale` with their defaults, or a
+        `jaxscale.LossScale`, which is returned as it is.
 
     Returns:
       A `jaxscale.LossScale`.
@@ -34,13 +36,15 @@ def as_loss_scale(spec: Any) -> LossScale:
         return spec
     if isinstance(spec, str) and spec == "dynamic":
         return DynamicLossScale()
+    if isinstance(spec, str) and spec == "adaptive":
+        return AdaptiveLossScale()
     if isinstance(spec, numbers.Real) and not isinstance(spec, bool):
         return FixedLossScale(float(spec))
     error = ValueError if isinstance(spec, str) else TypeError
     instance = f" Did you mean `{spec.__name__}()`?" if isinstance(spec, type) else ""
     raise error(
         f"`as_loss_scale` got {spec!r} of type {type(spec).__name__}. A loss scale is "
-        'given as None (no scaling), a number of at least 1 (fixed), "dynamic", or a '
-        "`jaxscale.LossScale` such as `jaxscale.DynamicLossScale(growth_interval=500)`."
+        'given as None (no scaling), a number of at least 1 (fixed), "dynamic", "adaptive", or '
+        "a `jaxscale.LossScale` such as `jaxscale.DynamicLossScale(growth_interval=500)`."
         f"{instance}"
     )

@@ -13,14 +13,18 @@ file                                       preset
 apex_amp_loss_scaler                       `apex`
 apex_fp16_utils_dynamic_loss_scaler        `apex_fp16_utils`
 apex_update_scale_hysteresis               `apex_hysteresis`
+chainer_loss_scaling                       `chainer`
 colossalai_dynamic_grad_scaler             `colossalai`
 deepspeed_dynamic_loss_scaler              `deepspeed`
 fairseq_dynamic_loss_scaler                `fairseq`
 flax_dynamic_scale                         `flax`
+jamp_dynamic_loss_scale                    `jamp`
+jaxamp_dynamic_scaler                      `jaxamp`
 jmp_dynamic_loss_scale                     `jmp`
 keras3_loss_scale_optimizer_jax            `keras`
 keras3_loss_scale_optimizer_tensorflow     `keras`
 megatron_dynamic_grad_scaler               `megatron`
+mindformers_adaptive_loss_scale            `mindformers`
 mindspore_dynamic_loss_scale_manager       `mindspore_manager`
 mindspore_dynamic_loss_scale_update_cell   `mindspore_cell`
 mindspore_dynamic_loss_scaler              `mindspore`
@@ -44,10 +48,10 @@ reproduced; each shows in the traces, or in a test of `test_user_reports.py`:
 ===================================  ==================================================
 library                              defect, and where it shows
 ===================================  ==================================================
-PyTorch, Keras 3, Paddle             no floor: the scale reaches 0 (tag
+PyTorch, Keras 3, Paddle, jaxamp     no floor: the scale reaches 0 (tag
                                      `subnormal_or_zero`), and NaN is applied
-Keras 3, Megatron-LM, Paddle         no cap: the scale becomes inf and stays (tag
-                                     `nonfinite_scale`)
+Keras 3, Megatron-LM, Paddle,        no cap: the scale becomes inf and stays (tag
+MindSpore, MindFormers, jaxamp       `nonfinite_scale`)
 Flax, MPX                            the cap is not a power of two: unscaling rounds for ever
                                      after (`test_every_scale_is_a_power_of_two...`)
 Flax, PyTorch, Keras 3, Apex         a counter restored beyond the interval never grows
@@ -68,11 +72,14 @@ The functions `from_...` read what a library saved, or its scaler object, and re
 policy and a state; pass the state on with `opt_state._replace(scaling=state)`.
 """
 
+from .._policies.gradual import GradualLossScale, GradualState
 from .._policies.logmax import LogMaxLossScale, LogMaxState
 from .._policies.tolerance import ToleranceLossScale, ToleranceState
+from .._policies.window import WindowLossScale, WindowState
 from ._engines import colossalai, deepspeed, fairseq
-from ._jax import flax, jmp, mpx
-from ._mindspore import mindspore, mindspore_cell, mindspore_manager
+from ._gradual import chainer, dalle, popart
+from ._jax import flax, jamp, jaxamp, jmp, mpx
+from ._mindspore import mindformers, mindspore, mindspore_cell, mindspore_manager
 from ._paddle import paddle, paddle_op
 from ._rule import PresetLossScale
 from ._saved import from_flax, from_jmp, from_keras, from_tensorflow, from_torch, to_torch
@@ -87,15 +94,21 @@ from ._tensorflow import (
 from ._torch import apex, apex_fp16_utils, apex_hysteresis, megatron, torch
 
 __all__ = [
+    "GradualLossScale",
+    "GradualState",
     "LogMaxLossScale",
     "LogMaxState",
     "PresetLossScale",
     "ToleranceLossScale",
     "ToleranceState",
+    "WindowLossScale",
+    "WindowState",
     "apex",
     "apex_fp16_utils",
     "apex_hysteresis",
+    "chainer",
     "colossalai",
+    "dalle",
     "deepspeed",
     "fairseq",
     "flax",
@@ -104,9 +117,12 @@ __all__ = [
     "from_keras",
     "from_tensorflow",
     "from_torch",
+    "jamp",
+    "jaxamp",
     "jmp",
     "keras",
     "megatron",
+    "mindformers",
     "mindspore",
     "mindspore_cell",
     "mindspore_manager",
@@ -115,6 +131,7 @@ __all__ = [
     "openseq2seq_logmax",
     "paddle",
     "paddle_op",
+    "popart",
     "tensorflow",
     "tensorflow_contrib",
     "tf_keras",

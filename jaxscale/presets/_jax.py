@@ -1,4 +1,4 @@
-"""The presets for the scalers of JAX: Flax, jmp and MPX."""
+"""The presets for the scalers of JAX: Flax, jamp, jaxamp, jmp and MPX."""
 
 from typing import Any
 
@@ -86,7 +86,80 @@ def jmp(
       >>> presets.jmp(2.0**15).growth_factor
       2.0
     """
-    call = "presets.jmp"
+    return _jmp("presets.jmp", loss_scale, period, factor, min_loss_scale)
+
+
+def jamp(
+    loss_scale: Any,
+    *,
+    period: int = 2000,
+    factor: Any = 2,
+    min_loss_scale: Any = 1.0,
+) -> PresetLossScale:
+    """Returns the rule of jamp's `DynamicLossScale`.
+
+    The rule of `jmp`, of which jamp is a copy that keeps the minimum under `jit`. Source:
+    jamp 0.0.6, `jmp/loss_scale.py`. Nothing differs. The scale is a float32 here, and a
+    float16 or bfloat16 `loss_scale` sets its maximum only.
+
+    Args:
+      loss_scale: the scale of the first step.
+      period: how many finite steps in a row it takes to grow.
+      factor: the scale is multiplied by this when it grows, and divided by it when it
+        backs off.
+      min_loss_scale: a backoff ends at least here; 0 means no minimum.
+
+    Raises:
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.jamp(2.0**15, min_loss_scale=8.0).min_scale
+      8.0
+    """
+    return _jmp("presets.jamp", loss_scale, period, factor, min_loss_scale)
+
+
+def jaxamp(
+    *, patience: int = 2000, adjust_factor: Any = 2.0, scaler: Any = 2.0**15
+) -> PresetLossScale:
+    """Returns the rule of jaxamp's `DynamicScalerState`.
+
+    After `patience + 1` finite steps in a row (that is how jaxamp counts) the scale is
+    multiplied; a non-finite step divides it. Source: jaxamp 0.0.4,
+    `jaxamp/_dynamic_scaler.py`. What differs: in jaxamp the scale has no bounds, and is lost for
+    good at inf and at 0; here it stays within float32's normal numbers. jaxamp repeats a step
+    that is not finite with the next scale, up to 10 times, even if the loss itself is NaN.
+
+    Args:
+      patience: one less than the finite steps in a row that it takes to grow.
+      adjust_factor: the scale is multiplied by this when it grows, and divided by it when it
+        backs off.
+      scaler: the scale of the first step.
+
+    Raises:
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.jaxamp(patience=2000).growth_interval
+      2001
+    """
+    call = "presets.jaxamp"
+    return dynamic(
+        call,
+        {"init_scale": "scaler"},
+        init_scale=number(scaler),
+        growth_interval=int32(call, "patience", number(patience), least=0) + 1,
+        **factors(call, "adjust_factor", number(adjust_factor)),
+    )
+
+
+def _jmp(
+    call: str, loss_scale: Any, period: Any, factor: Any, min_loss_scale: Any
+) -> PresetLossScale:
     return dynamic(
         call,
         {"init_scale": "loss_scale", "growth_interval": "period"},

@@ -1,7 +1,9 @@
-"""The presets for the three scalers of MindSpore."""
+"""The presets for the three scalers of MindSpore, and for that of MindFormers."""
 
 from typing import Any
 
+from .._checks import int32
+from .._policies.window import WindowLossScale
 from ._common import dynamic, factors
 from ._rule import PresetLossScale
 
@@ -87,6 +89,75 @@ def mindspore_manager(
     return _mindspore(
         "presets.mindspore_manager", "init_loss_scale", init_loss_scale, scale_factor, scale_window
     )
+
+
+def mindformers(
+    *,
+    loss_scale_value: Any,
+    scale_factor: Any,
+    scale_window: int,
+    max_scale_window: int = 1000,
+    min_scale_window: int = 20,
+) -> WindowLossScale:
+    """Returns the rule of MindFormers' `AdaptiveLossScaleUpdateCell`.
+
+    The rule of `mindspore_cell`, but the window moves along a list from `min_scale_window` to
+    `max_scale_window`: with each third growth to the next longer one, and with the third
+    non-finite step without a growth between them to 1. Source: MindFormers,
+    `mindformers/wrapper/adaptive_loss_scale.py`. What differs: in MindFormers a growth may end
+    at inf for good; here the scale stays. A window of 0, which MindFormers makes for some
+    limits, is 1 here, which means the same.
+
+    Args:
+      loss_scale_value: the scale of the first step.
+      scale_factor: the scale is multiplied by this when it grows, and divided by it when it
+        backs off.
+      scale_window: the window to start from; if it is not in the list, the shortest.
+      max_scale_window: the longest window.
+      min_scale_window: the shortest window, below `max_scale_window`.
+
+    Raises:
+      ValueError: if an argument is out of range.
+      TypeError: if an argument is not a number.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.mindformers(loss_scale_value=8, scale_factor=2, scale_window=20).windows
+      (20, 30, 40, 50, 100, 200, 500, 1000)
+    """
+    call = "presets.mindformers"
+    int32(call, "scale_window", scale_window)
+    longest = int32(call, "max_scale_window", max_scale_window)
+    shortest = int32(call, "min_scale_window", min_scale_window)
+    if not shortest < longest:
+        raise ValueError(
+            f"`{call}` needs min_scale_window < max_scale_window, got {shortest} and {longest}. "
+            "For one window, use `presets.mindspore_cell`."
+        )
+    # Checked under the names of this preset, with the bounds that both have.
+    rule = _mindspore(call, "loss_scale_value", loss_scale_value, scale_factor, 1)
+    windows = _windows(longest, shortest)
+    return WindowLossScale(
+        init_scale=rule.init_scale,
+        growth_factor=rule.growth_factor,
+        backoff_factor=rule.backoff_factor,
+        windows=windows,
+        start=windows.index(scale_window) if scale_window in windows else 0,
+        min_scale=rule.min_scale,
+        max_scale=rule.max_scale,
+    )
+
+
+def _windows(longest: int, shortest: int) -> tuple[int, ...]:
+    """Returns the windows, shortest first: halves in hundreds down to 50, then a line."""
+    windows, window = [longest], float(longest)
+    while window > shortest:
+        if window > 100:
+            window = float(int(window / 200) * 100)
+        else:
+            window = window / 2 if window == 100 else window - shortest / 2
+        windows.append(max(1, int(window)))
+    return tuple(reversed(windows))
 
 
 def _mindspore(call: str, name: str, init: Any, factor: Any, window: Any) -> PresetLossScale:

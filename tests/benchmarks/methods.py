@@ -44,6 +44,10 @@ def optimizer(clip):
 def ours(clip, growth_interval=2000):
     """The same optimizer; clipped, as jaxscale offers it, from the pass of the verdict."""
     policy = jaxscale.DynamicLossScale(init_scale=INIT_SCALE, growth_interval=growth_interval)
+    return _wrapped(policy, clip)
+
+
+def _wrapped(policy, clip):
     return jaxscale.loss_scaled(optimizer(False), policy, max_norm=CLIP if clip else None)
 
 
@@ -69,8 +73,16 @@ def train_step(clip, growth_interval):
     Its arithmetic is behind the function that differentiates; so that is replaced by one that
     returns the gradients.
     """
-    tx = ours(clip, growth_interval)
+    return _train_step(ours(clip, growth_interval))
 
+
+def train_step_adaptive(clip, growth_interval):
+    """The same with the policy that follows the largest gradient."""
+    del growth_interval  # its scale may grow in each step
+    return _train_step(_wrapped(jaxscale.AdaptiveLossScale(init_scale=INIT_SCALE), clip))
+
+
+def _train_step(tx):
     def given(fun, has_aux):
         return lambda params, grads: (fun(params, grads), grads)
 
@@ -224,6 +236,7 @@ def apply_if_finite(clip, growth_interval):
 METHODS = {
     "bare optax": bare,
     "jaxscale.train_step": train_step,
+    "jaxscale.train_step, adaptive": train_step_adaptive,
     "jaxscale.apply_gradients": apply_gradients,
     "jaxscale.flax.TrainState": train_state,
     "jaxscale optax wrapper": wrapper,

@@ -729,8 +729,17 @@ OWN = {
     "dynamic": DYNAMIC(),
     "tolerance": presets.fairseq(),
     "logmax": presets.openseq2seq_logmax(),
+    "adaptive": jaxscale.AdaptiveLossScale(),
+    "gradual": presets.chainer(),
+    "window": presets.WindowLossScale(),
 }
-TYPES = {"tolerance": "ToleranceState", "logmax": "LogMaxState"}
+TYPES = {
+    "tolerance": "ToleranceState",
+    "logmax": "LogMaxState",
+    "adaptive": "AdaptiveState",
+    "gradual": "GradualState",
+    "window": "WindowState",
+}
 GRADS = {"w": W}
 TRUE = jnp.array(True)
 

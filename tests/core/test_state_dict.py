@@ -90,8 +90,20 @@ NAMES = {  # as they are in checkpoints: for good
         *("loss_scale", "x_hat", "slow_x_hat", "xsquared_hat"),
         *("b1_correction", "b2_correction"),
     ),
+    "adaptive": ("loss_scale", "peak", "level", "finite_steps", "overflows"),
+    "gradual": ("loss_scale", "steps_since_backoff", "overflows"),
+    "window": (
+        *("loss_scale", "growth_tracker", "window_index"),
+        *("window_up_count", "window_down_count"),
+    ),
 }
-OWN = POLICIES | {"fairseq": presets.fairseq(), "logmax": presets.openseq2seq_logmax()}
+OWN = POLICIES | {
+    "fairseq": presets.fairseq(),
+    "logmax": presets.openseq2seq_logmax(),
+    "adaptive": jaxscale.AdaptiveLossScale(),
+    "gradual": presets.chainer(),
+    "window": presets.WindowLossScale(),
+}
 
 
 @pytest.mark.parametrize("name", NAMES)

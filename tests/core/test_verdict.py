@@ -16,7 +16,8 @@ from tables import crossed, rows
 from training import x64
 
 import jaxscale
-from jaxscale._verdict import read
+from jaxscale._state import Scaled
+from jaxscale._verdict import read, sizes
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -35,12 +36,20 @@ def of_quotients(tree, **how):
     return finite(jaxscale.unscale(state, tree), **how)
 
 
+def of_sizes(tree, divisor=None, **how):
+    divisor = None if divisor is None else jnp.float32(divisor)
+    return sizes(Scaled(tree, divisor), **how).finite()
+
+
 VERDICTS = {
     "public": jaxscale.all_finite,
     "with squares": functools.partial(finite, squares=True),
     "by leaf": functools.partial(finite, by_leaf=True),
     "of quotients": of_quotients,
     "of quotients with squares": functools.partial(of_quotients, squares=True),
+    "of the largest": of_sizes,
+    "of the largest by leaf": functools.partial(of_sizes, by_leaf=True),
+    "of the largest, divided": functools.partial(of_sizes, divisor=2.0**4),
 }
 
 
@@ -136,8 +145,9 @@ def test_of_wider_numbers_the_sum_is_as_wide():
 
 def test_by_leaf_says_which(one_device):
     tree = filled("float32") | {"a": np.array([[1, np.nan], [1, 1]], np.float32)}
-    flags = [bool(flag) for flag in read(tree, by_leaf=True).finite_groups()]
-    assert flags == [name != "a" for name in sorted(tree)]
+    for evidence in (read(tree, by_leaf=True), sizes(Scaled(tree), by_leaf=True)):
+        flags = [bool(flag) for flag in evidence.finite_groups()]
+        assert flags == [name != "a" for name in sorted(tree)]
 
 
 def test_where_leaves_lie_is_known_or_they_stay_apart():
@@ -219,13 +229,17 @@ def test_the_verdict_is_that_of_numpy(placed, request):
         "tracked": jaxscale.skip_nonfinite(optax.identity(), track_leaves=True),
         "clipped": jaxscale.skip_nonfinite(optax.identity(), max_norm=1.0),
         "both": jaxscale.skip_nonfinite(optax.identity(), max_norm=1.0, track_leaves=True),
+        "sized": jaxscale.loss_scaled(optax.identity(), "adaptive"),
+        "sized, both": jaxscale.loss_scaled(
+            optax.identity(), "adaptive", max_norm=1.0, track_leaves=True
+        ),
     }
     with x64():
         for seed in range(16):
             host = random_tree(rng)
             expected = {name: numpy_says(leaf) for name, leaf in host.items()}
             tree = jax.tree.map(jnp.asarray, host)
-            name, tx = list(optimizers.items())[seed % 4]
+            name, tx = list(optimizers.items())[seed % 6]
             verdict = jaxscale.all_finite
             assert verdict(tree) == all(expected.values()), expected
             if seed % 2:  # of all that is compiled here a half, as that takes the time
@@ -234,7 +248,7 @@ def test_the_verdict_is_that_of_numpy(placed, request):
             updates, state = tx.update(tree, tx.init(tree))
             assert state.grads_finite == all(expected.values()), (name, expected)
             assert jaxscale.all_finite(updates)
-            if name in ("tracked", "both"):
+            if name in ("tracked", "both", "sized, both"):
                 assert {k: not bad for k, bad in state.nonfinite_leaves.items()} == expected
 
 
@@ -250,6 +264,7 @@ import jax, jax.numpy as jnp, numpy as np, optax, jaxscale
 tree = {"f": np.ones(1000, np.float32), "h": np.ones((2, 3), np.float16),
         "c": np.ones(7, np.complex64), "l": np.ones(2**17, np.float32)}
 txs = [jaxscale.skip_nonfinite(optax.identity(), max_norm=norm) for norm in (None, 1.0)]
+txs.append(jaxscale.loss_scaled(optax.identity(), "adaptive"))
 @jax.jit
 def verdicts(tree):
     states = [tx.update(tree, tx.init(tree))[1] for tx in txs]

@@ -31,6 +31,7 @@ OPTIMIZERS = (
         "deepspeed": jaxscale.loss_scaled(ADAM, presets.deepspeed(delayed_shift=2)),
         "fairseq": jaxscale.loss_scaled(ADAM, presets.fairseq(scale_window=3)),
         "logmax": jaxscale.loss_scaled(ADAM, presets.openseq2seq_logmax()),
+        "adaptive": jaxscale.loss_scaled(ADAM, "adaptive"),
         "skip_nonfinite": jaxscale.skip_nonfinite(ADAM),
         "accumulated": jaxscale.multi_steps(jaxscale.loss_scaled(ADAM), 2),
         "windows dropped": jaxscale.multi_steps(ADAM, 2, drop="window"),

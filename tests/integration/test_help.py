@@ -50,10 +50,13 @@ OTHERS = {
     "shard_map",
     "NamedTuple",
     # the peers' classes and functions, each named after its peer in the sentence
+    "AdaptiveLossScaleUpdateCell",
     "BackoffScaler",
+    "DelayedScaling",
     "DynamicGradScaler",
     "DynamicLossScaleManager",
     "DynamicLossScaler",
+    "DynamicScalerState",
     "ExponentialUpdateLossScaleManager",
     "FixedLossScaleManager",
     "GradScaler",

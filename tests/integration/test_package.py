@@ -136,6 +136,8 @@ def test_every_file_says_what_it_is_for_and_asserts_nothing():
 
 def test_public_names_are_those_of_the_contract():
     assert set(PUBLIC) == {
+        "AdaptiveLossScale",
+        "AdaptiveState",
         "DynamicLossScale",
         "FixedLossScale",
         "LossScale",
@@ -170,6 +172,13 @@ def test_public_names_are_those_of_the_contract():
         "loss_scale",
         "growth_tracker",
         "hysteresis_tracker",
+    )
+    assert jaxscale.AdaptiveState._fields == (
+        "loss_scale",
+        "peak",
+        "level",
+        "finite_steps",
+        "overflows",
     )
     assert jaxscale.LossScaledState._fields == (
         "scaling",

@@ -123,6 +123,14 @@ def test_example_runs_and_is_short(path):
     assert not jax.config.jax_enable_x64
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("rule", "retries"), [("adaptive", 0), ("calibrated", 10)])
+def test_plain_optax_trains_by_other_rules(rule, retries, capsys):
+    main = runpy.run_path(str(ROOT / "examples" / "plain_optax.py"))["main"]
+    assert np.isfinite(main(40, rule, retries))
+    assert f"{rule}: 40 steps, 0 skipped, 0 retries" in capsys.readouterr().out
+
+
 @pytest.mark.slow  # the README's first command
 def test_quickstart_runs_end_to_end(tmp_path):
     # As a user runs it: it sets XLA flags of its own, before JAX is imported.

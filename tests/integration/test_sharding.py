@@ -161,10 +161,11 @@ def combines():
     return len(found) == 1
 
 
-def test_the_verdict_costs_one_all_reduce():
+@pytest.mark.parametrize("policy", ["dynamic", "adaptive"])
+def test_the_verdict_costs_one_all_reduce(policy):
     tx = optax.adamw(1e-3)
     assert optimizer_step(tx) == []
-    found = optimizer_step(jaxscale.loss_scaled(tx))
+    found = optimizer_step(jaxscale.loss_scaled(tx, policy))
     # One flag a leaf travels in it. XLA for GPUs and TPUs makes them one before, and older
     # versions for CPUs join nothing at all, be it sums of gradients or flags.
     assert sum(found) == len(LEAVES)
@@ -245,8 +246,24 @@ def test_in_shard_map_the_verdict_is_one_number(count):
     assert all_reduces(shard_mapped(verdict), specs, leaves) == [1]
 
 
-def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags():
-    tx = jaxscale.loss_scaled(optax.adamw(1e-3), axis_name=BOTH)
+def test_the_largest_gradient_costs_one_all_reduce_beside_the_loss():
+    def loss_fn(params):
+        return sum(jnp.sum(leaf**2) for leaf in params.values())
+
+    counts = []
+    for policy in ("dynamic", "adaptive"):
+        tx = jaxscale.loss_scaled(optax.sgd(1e-3), policy)
+        state = tx.init(LEAVES)
+        specs = jax.tree.map(lambda leaf: P(BOTH) if jnp.ndim(leaf) else P(), (LEAVES, state))
+        counts.append(all_reduces(jaxscale.train_step(loss_fn, tx), specs, LEAVES, state))
+    # The sums of the default rule travel with the loss, maxima by themselves.
+    assert sum(counts[1]) == sum(counts[0])
+    assert len(counts[1]) - len(counts[0]) <= 1
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "adaptive"])
+def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags(policy):
+    tx = jaxscale.loss_scaled(optax.adamw(1e-3), policy, axis_name=BOTH)
     state = tx.init(LEAVES)
     specs = jax.tree.map(lambda leaf: P(BOTH) if jnp.ndim(leaf) else P(), (LEAVES, state))
 
@@ -255,4 +272,5 @@ def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags():
         return optax.apply_updates(params, updates), state
 
     run = jax.shard_map(step, mesh=MESH, in_specs=specs, out_specs=specs)
-    assert all_reduces(run, specs, LEAVES, state) == [1]  # the gradients', and the loss's
+    # The gradients', and the loss's; of the largest gradient, its bits.
+    assert all_reduces(run, specs, LEAVES, state) == [1]

@@ -254,6 +254,7 @@ def test_without_jit_every_way_gives_the_same(way):
 ALL_POLICIES = POLICIES | {
     "tolerance": presets.ToleranceLossScale(),
     "logmax": presets.LogMaxLossScale(),
+    "adaptive": jaxscale.AdaptiveLossScale(),
 }
 
 
@@ -277,7 +278,10 @@ def test_64_bit_numbers_change_nothing_of_32_bit_training(policy):
 
 @pytest.mark.parametrize(
     ("policy", "transform", "way"),
-    [(policy, lambda f: f, "loop") for policy in ("dynamic", "fixed", "tolerance", "logmax")]
+    [
+        (policy, lambda f: f, "loop")
+        for policy in ("dynamic", "fixed", "tolerance", "logmax", "adaptive")
+    ]
     + [("dynamic", lambda f: f, way) for way in ("scan", "vmap")]
     + [("dynamic", jax.jit, way) for way in ("loop", "scan", "vmap")],
 )

@@ -21,10 +21,12 @@ pytestmark = pytest.mark.sampled(6)
 # The arguments that a library requires, and the defaults that it documents for the others.
 REQUIRED = {
     "tensorflow_contrib": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 1000},
+    "jamp": {"loss_scale": 2.0**15},
     "jmp": {"loss_scale": 2.0**15},
     "mpx": {"loss_scaling": 2.0**15, "min_loss_scaling": 1.0},
     "mindspore": {"scale_value": 2.0**10, "scale_factor": 2, "scale_window": 50},
     "mindspore_cell": {"loss_scale_value": 2.0**12, "scale_factor": 2, "scale_window": 1000},
+    "mindformers": {"loss_scale_value": 2.0**12, "scale_factor": 2, "scale_window": 20},
 }
 DEFAULTS = {  # init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale
     "tensorflow": (2.0**15, 2, 0.5, 2000, 1, 1),
@@ -33,6 +35,8 @@ DEFAULTS = {  # init_scale, growth_factor, backoff_factor, growth_interval, hyst
     "keras": (2.0**15, 2, 0.5, 2000, 1, 2.0**-126),
     "torch": (2.0**16, 2, 0.5, 2000, 1, 2.0**-126),
     "flax": (2.0**16, 2, 0.5, 2001, 1, 2.0**-126),
+    "jamp": (2.0**15, 2, 0.5, 2000, 1, 1),
+    "jaxamp": (2.0**15, 2, 0.5, 2001, 1, 2.0**-126),
     "jmp": (2.0**15, 2, 0.5, 2000, 1, 1),
     "mpx": (2.0**15, 2, 0.5, 2000, 1, 1),
     "apex": (2.0**16, 2, 0.5, 2000, 1, 2.0**-126),
@@ -47,8 +51,12 @@ DEFAULTS = {  # init_scale, growth_factor, backoff_factor, growth_interval, hyst
     "mindspore": (2.0**10, 2, 0.5, 50, 1, 1),
     "mindspore_cell": (2.0**12, 2, 0.5, 1000, 1, 1),
     "mindspore_manager": (2.0**24, 2, 0.5, 2000, 1, 1),
+    "mindformers": (2.0**12, 2, 0.5, None, None, 1),
     "openseq2seq_backoff": (2.0**14, 2, 0.5, 2000, 1, 1),
     "openseq2seq_logmax": (1, None, None, None, None, 1),
+    "chainer": (1, 2 ** (1 / 1000), 0.5, None, None, 1),
+    "dalle": (2.0**13, 2 ** (1 / 1000), 2**-0.5, None, None, 2.0**7),
+    "popart": (1, 2, 0.5, 1, 1, 2.0**-126),
 }
 FIELDS = [
     "init_scale",
@@ -59,7 +67,9 @@ FIELDS = [
     "min_scale",
 ]
 MAX_SCALES = {"apex": 2.0**24, "mpx": 65504, "openseq2seq_backoff": 2.0**14} | {
-    "openseq2seq_logmax": 2.0**14
+    "openseq2seq_logmax": 2.0**14,
+    "chainer": 65504,
+    "dalle": 2.0**24,
 }
 every_preset = pytest.mark.parametrize("name", DEFAULTS)
 
@@ -162,6 +172,29 @@ REJECTED = {
     "deepspeed shift": (lambda: presets.deepspeed(delayed_shift=0), r"deepspeed\(delayed_shift"),
     "fairseq tolerance": (lambda: presets.fairseq(tolerance=2), r"tolerance.*2\.0.*never"),
     "logmax beta": (lambda: presets.openseq2seq_logmax(beta1=1), r"beta1.*1\.0.*learn nothing"),
+    "jamp minimum": (lambda: presets.jamp(8, min_loss_scale=-1), r"presets\.jamp\(min_loss_scale"),
+    "jaxamp patience": (lambda: presets.jaxamp(patience=-1), r"jaxamp\(patience.*least 0.*-1"),
+    "jaxamp factor": (lambda: presets.jaxamp(adjust_factor=1), r"jaxamp\(adjust_factor.*above 1"),
+    "chainer interval": (lambda: presets.chainer(interval=0), r"chainer\(interval.*least 1.*0"),
+    "chainer scale": (lambda: presets.chainer(scale=0.5), r"loss_scale.*at least 1, got 0\.5"),
+    "dalle replicas": (lambda: presets.dalle(replicas=0), r"dalle\(replicas.*least 1.*0"),
+    "popart scale": (lambda: presets.popart(init_scale=0), r"popart\(init_scale.*got 0"),
+    "mindformers windows": (
+        lambda: presets.mindformers(
+            loss_scale_value=8, scale_factor=2, scale_window=9, max_scale_window=20
+        ),
+        r"min_scale_window < max_scale_window, got 20 and 20.*mindspore_cell",
+    ),
+    "mindformers scale": (
+        lambda: presets.mindformers(loss_scale_value=0, scale_factor=2, scale_window=20),
+        r"mindformers\(loss_scale_value",
+    ),
+    "window of 0": (lambda: presets.WindowLossScale(windows=(0,)), r"windows=.*least 1, got 0"),
+    "no window": (lambda: presets.WindowLossScale(start=8), r"start=.*has 8, got 8.*Pass 0"),
+    "window bounds": (lambda: presets.WindowLossScale(min_scale=2.0**16), r"min_scale <= init_scale"),
+    "no cooldown": (lambda: presets.GradualLossScale(cooldown=-1), r"cooldown=.*least 0, got -1"),
+    "gradual bounds": (lambda: presets.GradualLossScale(init_scale=0.5), r"min_scale <= init_scale"),
+    "gradual search": (lambda: presets.GradualLossScale(search_factor=1), r"search_factor.*above 1"),
     "bounds": (lambda: presets.openseq2seq_backoff(scale_min=2.0**25), r"min_scale <= init_scale"),
     "no clamp": (lambda: presets.PresetLossScale(clamp="always"), r"clamp.*'moves'.*'always'"),
     "no bool": (lambda: presets.PresetLossScale(clip_growth=1), r"clip_growth.*True.*got 1"),
@@ -339,6 +372,34 @@ def test_devices_agree_on_the_statistics():
     agreed = jax.shard_map(update, mesh=mesh, in_specs=P("data"), out_specs=P())
     state = jax.jit(agreed)(2.0 ** -jnp.arange(8.0)[::-1])
     assert state.x_hat == 0
+
+
+def moved(policy, verdicts):
+    """The scale after each step."""
+    state, scales = policy.init(), []
+    for finite in verdicts:
+        state = policy.adjust(state, finite)
+        scales.append(state.loss_scale.item())
+    return scales
+
+
+@pytest.mark.slow
+def test_dalle_backs_off_once_in_125_steps():
+    verdicts = [False] * 126 + [True] * 10 + [False] * 125
+    scales = np.log2(moved(presets.dalle(), verdicts))
+    np.testing.assert_allclose(scales[:125], 12.5, atol=1e-6)
+    np.testing.assert_allclose(scales[125:136], 12 + np.arange(11) / 1000, atol=1e-5)
+    np.testing.assert_allclose(scales[136:250], 12.01, atol=1e-5)
+    np.testing.assert_allclose(scales[250:], 11.51, atol=1e-5)
+    assert moved(presets.dalle(), [False] * 125 * 20)[-1] == 2.0**7
+
+
+def test_popart_moves_in_every_step():
+    assert moved(presets.popart(init_scale=8.0), [True, True, False, True]) == [16, 32, 16, 32]
+
+
+def test_chainer_may_have_a_fixed_scale():
+    assert presets.chainer(scale=128) == jaxscale.FixedLossScale(128)
 
 
 def test_a_rate_tolerates_overflows():

@@ -19,6 +19,7 @@ NAMES = (
     "jaxscale.apply_gradients",
     "jaxscale optax wrapper",
 )
+ADAPTIVE = "jaxscale.train_step, adaptive"
 
 
 def shapes(layers):
@@ -47,6 +48,9 @@ def main():
                 counted[f"{name}, {layers}, float32, {clip}"] = count(name, layers, "float32", clip)
         for dtype in ("float16", "bfloat16"):
             counted[f"{name}, 1, {dtype}, False"] = count(name, 1, dtype, False)
+    for layers, dtype in ((1, "float32"), (3, "float32"), (1, "float16"), (1, "bfloat16")):
+        counted[f"{ADAPTIVE}, {layers}, {dtype}, False"] = count(ADAPTIVE, layers, dtype, False)
+    counted[f"{ADAPTIVE}, 1, float32, True"] = count(ADAPTIVE, 1, "float32", True)
     for dtype in trees.DTYPES:
         counted[f"verdict, {dtype}"] = count_alone(jaxscale.all_finite, dtype)
     counted["norm, float32"] = count_alone(lambda x: jnp.sqrt(jnp.sum(x * x)), "float32")

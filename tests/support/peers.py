@@ -34,6 +34,10 @@ def jmp(config):
     }
 
 
+def jamp(config):
+    return jmp(config | {"mode": "eager"})
+
+
 def mpx(config):
     return {
         "loss_scaling": np.asarray(config["init"], config["scale_dtype"])[()],
@@ -90,6 +94,18 @@ def backoff(counters, policy):
     yield "growth_tracker", lambda tracker: (tracker == growth) | ~started
 
 
+def chainer(counters, policy):
+    ever = counters["isnan_ever"]
+    yield "overflows", lambda overflows: (overflows > 0) == ever
+
+
+def mindformers(counters, policy):
+    yield "growth_tracker", counters["cur_iter"] - counters["last_overflow_iter"] - 1
+    yield "window_index", counters["list_index"]
+    yield "window_up_count", counters["window_up_count"]
+    yield "window_down_count", counters["window_down_count"]
+
+
 # system: (preset, from the traces' configuration to its arguments, counters)
 SYSTEMS = {
     "apex_amp_loss_scaler": (presets.apex, renamed(), direct("unskipped")),
@@ -103,6 +119,7 @@ SYSTEMS = {
         renamed(),
         direct("growth_tracker", "hysteresis_tracker"),
     ),
+    "chainer_loss_scaling": (presets.chainer, renamed(), chainer),
     "colossalai_dynamic_grad_scaler": (
         presets.colossalai,
         renamed(),
@@ -111,6 +128,8 @@ SYSTEMS = {
     "deepspeed_dynamic_loss_scaler": (presets.deepspeed, renamed(), deepspeed),
     "fairseq_dynamic_loss_scaler": (presets.fairseq, renamed(), fairseq),
     "flax_dynamic_scale": (presets.flax, renamed(init="scale"), direct("fin_steps")),
+    "jamp_dynamic_loss_scale": (presets.jamp, jamp, direct("counter")),
+    "jaxamp_dynamic_scaler": (presets.jaxamp, renamed(mode=None), direct("count")),
     "jmp_dynamic_loss_scale": (presets.jmp, jmp, direct("counter")),
     "keras3_loss_scale_optimizer_jax": (presets.keras, renamed(), direct("step_counter")),
     "keras3_loss_scale_optimizer_tensorflow": (presets.keras, renamed(), direct("step_counter")),
@@ -119,6 +138,7 @@ SYSTEMS = {
         renamed(),
         direct("growth_tracker", "hysteresis_tracker"),
     ),
+    "mindformers_adaptive_loss_scale": (presets.mindformers, renamed(), mindformers),
     "mindspore_dynamic_loss_scale_manager": (
         presets.mindspore_manager,
         renamed(),

@@ -1,5 +1,7 @@
 """How the scale of a policy moves, in plain Python, as a reference for the real policies."""
 
+import math
+
 import numpy as np
 
 import jaxscale
@@ -68,6 +70,46 @@ def tolerance(policy, state, finite):
     return float(scale), streak, steps, overflows
 
 
+def adaptive(policy, state, finite, largest=None):
+    """One step of the rule of `AdaptiveLossScale`, as its docstring has it.
+
+    Logarithms are integers, in units of 2**-16, and levels in units of 2**-20. `largest` is the
+    largest gradient of a finite step, `None` if there are no gradients.
+    """
+    scale, peak, level, finite_steps, overflows = state
+    exponent = math.frexp(scale)[1] - 1
+    peak, level = int(peak * 2**16), int(level * 2**20)
+    lowest, highest = (math.frexp(s)[1] - 1 for s in (policy.min_scale, policy.max_scale))
+    exponent = min(exponent, highest)
+    if not finite:
+        if overflows == 0 and peak > -256 * 2**16:
+            if level // 16 - peak < (exponent + 1) * 2**16:
+                finite_steps = 0
+            else:
+                level = exponent * 2**20 + peak * 16 + 2**19
+            level -= 2**20
+            missing = max(int(policy.min_level * 2**20) - level, 0)
+            level, peak = level + missing, min(peak + math.ceil(missing / 16), 128 * 2**16)
+        exponent = min(exponent, max(exponent - (1, 8, 16)[min(overflows, 2)], lowest))
+        overflows += 1
+    elif largest is None or largest > 0:
+        period = policy.search_period if finite_steps >= policy.period else policy.period
+        raised = level + max(1, round(2**20 / period))
+        reached = min(raised, int(policy.max_level * 2**20))
+        if largest is None:
+            if level // 16 - peak >= (exponent + 1) * 2**16:
+                peak = level // 16 - exponent * 2**16
+            peak -= math.ceil((raised - reached) / 16)
+        else:
+            mantissa, power = math.frexp(largest)
+            x = (power - 1) * 2**16 + int((2 * mantissa - 1) * 2**16)
+            peak = max(x, peak + math.trunc((x - peak) / policy.memory))
+        level, finite_steps, overflows = reached, finite_steps + 1, 0
+        target = (level // 16 - peak) // 2**16
+        exponent = min(max(min(target, exponent + 1), lowest), highest)
+    return 2.0**exponent, peak / 2**16, level / 2**20, finite_steps, overflows
+
+
 def still(policy, state, finite):
     """One step of a policy whose scale never moves."""
     del policy, finite
@@ -78,6 +120,7 @@ RULES = {
     jaxscale.DynamicLossScale: dynamic,
     presets.PresetLossScale: preset,
     presets.ToleranceLossScale: tolerance,
+    jaxscale.AdaptiveLossScale: adaptive,
     jaxscale.FixedLossScale: still,
     jaxscale.NoOpLossScale: still,
 }

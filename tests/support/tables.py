@@ -16,6 +16,7 @@ POLICIES = {
     "fixed": jaxscale.FixedLossScale(8),
     "dynamic": jaxscale.DynamicLossScale(growth_interval=2, max_scale=2.0**17),
     "hysteresis": jaxscale.DynamicLossScale(growth_interval=3, hysteresis=2, min_scale=2.0**14),
+    "adaptive": jaxscale.AdaptiveLossScale(init_scale=2.0**15, memory=4, period=8),
 }
 
 INNERS = {

@@ -1,0 +1,322 @@
+"""The policy that follows the largest gradient, instead of probing for the highest scale.
+
+It is the only policy for everyday use that reads the gradients: the largest of them says how far
+the scale may go. What it does not say is how much larger the numbers between the layers are, which
+overflow first. That is learned from overflows, as the `level`.
+
+All arithmetic is that of integers. Binary logarithms count in units of 2**-16, levels in units of
+2**-20; both are whole numbers that float32 holds exactly, so the state shows them as floats. The
+logarithm of a float comes from its bits, and a scale is built from its exponent: `log2` and `exp2`
+may be off by an ulp, and a scale that is not a power of two rounds every gradient.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._checks import finite_number, int32, power_of_two, scalar_bool
+from .._state import Scaled, healed, policy_state
+from .._tree import tree_where
+from .._verdict import largest as largest_of
+from .base import LossScale
+
+# In units: a binade of a logarithm, and of a level, which rises in smaller steps.
+_BINADE, _LEVEL = 2**16, 2**20
+_SHIFT = 4  # from units of a level to those of a logarithm
+
+# The logarithm of the usual largest gradient as long as none was seen.
+_UNSEEN = -256
+
+# The exponents of float16's normal numbers: from 2**-14 to below 2**16.
+_LOWEST, _HIGHEST = -14.0, 16.0
+
+_SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
+
+
+class AdaptiveState(NamedTuple):
+    """The state that an `AdaptiveLossScale` carries from one step to the next.
+
+    Attributes:
+      loss_scale: `f32[]`, the number by which the next loss is scaled, a power of two.
+      peak: `f32[]`, the binary logarithm of the usual largest gradient; -256 before the
+        first.
+      level: `f32[]`, the binary logarithm that the largest scaled gradient may reach.
+      finite_steps: `i32[]`, finite steps since the last overflow that lowered the level.
+        It starts at `period`.
+      overflows: `i32[]`, overflows in a row, up to now.
+
+    Example:
+      >>> import jaxscale
+      >>> jaxscale.AdaptiveLossScale().init().level
+      Array(13., dtype=float32)
+    """
+
+    is_loss_scale_state = True  # not a field: it tells this type from other named tuples
+
+    loss_scale: jax.Array  # f32[]
+    peak: jax.Array  # f32[]
+    level: jax.Array  # f32[]
+    finite_steps: jax.Array  # i32[]
+    overflows: jax.Array  # i32[]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptiveLossScale(LossScale):
+    """A loss scale that follows the largest gradient.
+
+    The scale is the largest power of two that keeps the usual largest gradient below
+    `2**level`, the point beyond which runs like this one have overflowed. An overflow lowers
+    the level by one and finite steps raise it slowly; several overflows in a row mean that
+    the gradients have grown, and the scale falls fast.
+
+    In detail, with `x` the binary logarithm of the largest absolute value among the unscaled
+    gradients (linear between two powers of two):
+
+    - Finite step: `peak <- max(x, peak + (x - peak) / memory)`. The level rises by
+      `1 / period`, or by `1 / search_period` at the start and when the last overflow is
+      `period` finite steps ago, up to `max_level`. Then
+      `loss_scale <- 2**floor(level - peak)`, but at most twice the last scale.
+    - First overflow in a row: `loss_scale <- loss_scale / 2`. The level falls by one; if the
+      scale was still rising towards it, to 1/2 below the levels that the scale stood for, and
+      a search goes on. Where the level would fall below `min_level` the peak rises instead,
+      which wears off.
+    - Second overflow in a row: `loss_scale <- loss_scale / 2**8`; each further one:
+      `loss_scale <- loss_scale / 2**16`. Neither level nor peak move.
+    - All gradients are zero: nothing changes.
+    - Finite step without gradients, as in `adjust(state, True)`: the peak stays, and is
+      raised where the scale has been lowered, so that the scale grows by the rise of the
+      level alone. At `max_level` the peak falls in its place.
+
+    The scale is always a power of two between `min_scale` and `max_scale`. In a step the largest
+    gradient comes from the pass that finds whether all are finite: no gradient is read once more
+    than with `DynamicLossScale`, unless they are also clipped by `max_norm`.
+
+    Args:
+      init_scale: the scale of the first step, a power of two. The next steps at most double
+        it, so that a low one finds its level within a few dozen steps and without a skip.
+      level: the level at the start, from -14 to below 16, as float16 holds numbers up to
+        2**16.
+      min_level: the level never falls below this.
+      max_level: the level never rises above this. Half a binade below 16 leaves room for
+        gradients that are larger than usual.
+      memory: after how many steps a peak has lost most of its weight.
+      period: how many finite steps it takes to raise the level by one after an overflow, and
+        then to search again. Where gradients vary, about one step in `period` overflows.
+      search_period: how many finite steps it takes to raise the level by one in a search.
+      min_scale: the smallest scale, a power of two.
+      max_scale: the largest scale, a power of two.
+
+    Raises:
+      ValueError: if an argument is out of range, a scale is not a power of two, or not
+        `min_scale <= init_scale <= max_scale` and `min_level <= level <= max_level`.
+      TypeError: if an argument is not a number, or a count not an integer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> loss_scale = jaxscale.AdaptiveLossScale()
+      >>> state = loss_scale.init()
+      >>> for _ in range(20):
+      ...     state, should_apply = loss_scale.update(state, {"w": jnp.array(2.0**-5)})
+      >>> print(state.loss_scale == 2.0**18, state.peak)  # 2**13 / 2**-5
+      True -5.0
+      >>> state, should_apply = loss_scale.update(state, {"w": jnp.array(jnp.inf)})
+      >>> print(state.loss_scale == 2.0**17, should_apply)
+      True False
+
+    References:
+      The rule is jaxscale's own. Relatives: OpenSeq2Seq's `LogMaxScaler`, which also follows
+      the largest gradient, and Transformer Engine's `DelayedScaling`, which also divides by
+      the largest of the past.
+    """
+
+    init_scale: float = 2.0**8
+    level: float = 13.0
+    min_level: float = 0.0
+    max_level: float = 15.5
+    memory: int = 2**9
+    period: int = 2**14
+    search_period: int = 2**10
+    min_scale: float = 1.0
+    max_scale: float = 2.0**60
+
+    def __post_init__(self) -> None:
+        call = type(self).__name__
+        for name in ("init_scale", "min_scale", "max_scale"):
+            power_of_two(call, name, getattr(self, name))
+            object.__setattr__(self, name, float(getattr(self, name)))
+        for name in ("level", "min_level", "max_level"):
+            object.__setattr__(self, name, finite_number(call, name, getattr(self, name)))
+            if not _LOWEST <= getattr(self, name) < _HIGHEST:
+                raise ValueError(
+                    f"`{call}({name}=...)` must be at least -14 and below 16, got "
+                    f"{getattr(self, name)}. It is a binary logarithm, of what the largest "
+                    "scaled gradient may reach, and float16 holds normal numbers from 2**-14 to "
+                    "below 2**16: pass 13.0, or leave it out."
+                )
+        for name in ("memory", "period", "search_period"):
+            object.__setattr__(self, name, int32(call, name, getattr(self, name)))
+        for names in ("min_scale init_scale max_scale", "min_level level max_level"):
+            low, middle, high = (getattr(self, name) for name in names.split())
+            if not low <= middle <= high:
+                raise ValueError(
+                    f"`{call}` needs {names.replace(' ', ' <= ')}, got {low}, {middle} and {high}."
+                )
+
+    def init(self) -> Any:
+        """Returns the initial `AdaptiveState`."""
+        # Each in a buffer of its own: a state that holds one twice cannot be donated.
+        return AdaptiveState(
+            loss_scale=jnp.array(self.init_scale, jnp.float32),
+            peak=jnp.array(_UNSEEN, jnp.float32),
+            level=jnp.array(_units(self.level) / _LEVEL, jnp.float32),
+            finite_steps=jnp.array(self.period, jnp.int32),
+            overflows=jnp.array(0, jnp.int32),
+        )
+
+    def adjust(
+        self,
+        state: Any,
+        grads_finite: jax.Array,
+        *,
+        grads: Any = None,
+        axis_name: Any = None,
+        largest: jax.Array | None = None,
+    ) -> Any:
+        """Returns the state of the next step, from the gradients and whether they were finite.
+
+        Args:
+          state: the `AdaptiveState` of this step.
+          grads_finite: a `bool[]`, whether the gradients were finite, on all devices.
+          grads: the gradients, unscaled. Without any, a finite step says nothing about their
+            size: the scale then doubles every `period` finite steps.
+          axis_name: as in `jaxscale.all_finite`.
+          largest: an `f32[]`, the largest absolute value among the gradients of all devices, if
+            it is known. `grads` are not read then.
+
+        Returns:
+          The next state, with the shapes and dtypes of `state`.
+
+        Raises:
+          TypeError: if `grads_finite` is not a scalar bool, or `state` is the state of
+            another policy.
+          ValueError: if `state` is the state of a population: call this under `jax.vmap`.
+        """
+        call = f"{type(self).__name__}.adjust"
+        grads_finite = scalar_bool(call, "grads_finite", grads_finite)
+        now = self._counted(policy_state(call, state, AdaptiveState))
+        if largest is None:
+            largest = largest_of(Scaled(grads), axis_name)
+        if largest is None:
+            after_finite = self._after_finite(now, None)
+        else:
+            # False for 0. XLA may take subnormal numbers for 0, or may not.
+            is_seen = largest >= _SMALLEST
+            after_finite = tree_where(is_seen, self._after_finite(now, _log2(largest)), now)
+        after = tree_where(grads_finite, after_finite, self._after_overflow(now))
+        return AdaptiveState(
+            loss_scale=_power(after.exponent),
+            peak=after.peak.astype(jnp.float32) / _BINADE,
+            level=after.level.astype(jnp.float32) / _LEVEL,
+            finite_steps=after.finite_steps,
+            overflows=after.overflows,
+        )
+
+    def _counted(self, state: AdaptiveState) -> "_Counted":
+        """Returns a state in integers. Numbers that no step leaves behind are replaced."""
+        loss_scale = healed(state.loss_scale, self.init_scale)
+        level = jnp.where(jnp.isfinite(state.level), state.level, self.level)
+        level = jnp.clip(level, self.min_level, self.max_level)
+        peak = jnp.where(jnp.abs(state.peak) <= 128, state.peak, _UNSEEN)
+        return _Counted(
+            exponent=jnp.minimum(_log2(loss_scale) // _BINADE, _exponent(self.max_scale)),
+            peak=(peak * _BINADE).astype(jnp.int32),
+            level=(level * _LEVEL).astype(jnp.int32),
+            finite_steps=jnp.maximum(jnp.asarray(state.finite_steps, jnp.int32), 0),
+            overflows=jnp.maximum(jnp.asarray(state.overflows, jnp.int32), 0),
+        )
+
+    def _after_overflow(self, now: "_Counted") -> "_Counted":
+        run = now.overflows
+        fall = jnp.where(run == 0, 1, jnp.where(run == 1, 8, 16))
+        lowered = jnp.maximum(now.exponent - fall, _exponent(self.min_scale))
+        # While the scale is still rising, or if `max_scale` holds it, the level lies beyond the
+        # levels that this scale stands for. Then the middle of these is what overflowed.
+        beyond = (now.exponent + 1) * _LEVEL + now.peak * 2**_SHIFT
+        is_ahead = now.level >= beyond
+        level = jnp.where(is_ahead, beyond - _LEVEL // 2, now.level) - _LEVEL
+        short = jnp.maximum(_units(self.min_level) - level, 0)
+        peak = jnp.minimum(now.peak + (short + 2**_SHIFT - 1) // 2**_SHIFT, 128 * _BINADE)
+        # Before the first gradients the level is not known to be wrong.
+        is_blamed = (now.overflows == 0) & (now.peak > _UNSEEN * _BINADE)
+        return _Counted(
+            exponent=jnp.minimum(now.exponent, lowered),
+            peak=jnp.where(is_blamed, peak, now.peak),
+            level=jnp.where(is_blamed, level + short, now.level),
+            # If the level was ahead, it may have fallen far for one bad batch: a search goes on.
+            finite_steps=jnp.where(is_blamed & ~is_ahead, 0, now.finite_steps),
+            overflows=jnp.asarray(optax.safe_increment(now.overflows)),
+        )
+
+    def _after_finite(self, now: "_Counted", x: jax.Array | None) -> "_Counted":
+        """Returns what follows a finite step, with `x` the logarithm of its largest gradient."""
+        slow, fast = (_rise(period) for period in (self.period, self.search_period))
+        rise = jnp.where(now.finite_steps >= self.period, fast, slow)
+        raised = now.level + rise
+        level = jnp.minimum(raised, _units(self.max_level))
+        if x is None:
+            held = now.level // 2**_SHIFT - now.exponent * _BINADE
+            peak = jnp.where(held - _BINADE >= now.peak, held, now.peak)
+            peak -= (raised - level + 2**_SHIFT - 1) // 2**_SHIFT
+        else:
+            faded = now.peak + jax.lax.div(x - now.peak, jnp.asarray(self.memory, jnp.int32))
+            peak = jnp.maximum(x, faded)
+        target = (level // 2**_SHIFT - peak) // _BINADE
+        bounds = _exponent(self.min_scale), _exponent(self.max_scale)
+        return _Counted(
+            exponent=jnp.clip(jnp.minimum(target, now.exponent + 1), *bounds),
+            peak=peak,
+            level=level,
+            finite_steps=jnp.asarray(optax.safe_increment(now.finite_steps)),
+            overflows=jnp.zeros_like(now.overflows),
+        )
+
+
+class _Counted(NamedTuple):
+    """An `AdaptiveState` in integers: the exponent of the scale, and units."""
+
+    exponent: jax.Array  # i32[]
+    peak: jax.Array  # i32[], in units of 2**-16
+    level: jax.Array  # i32[], in units of 2**-20
+    finite_steps: jax.Array  # i32[]
+    overflows: jax.Array  # i32[]
+
+
+def _units(level: float) -> int:
+    return int(level * _LEVEL)
+
+
+def _rise(period: int) -> int:
+    """Returns by how many units a level rises in a step."""
+    return max(1, round(_LEVEL / period))
+
+
+def _exponent(power: float) -> int:
+    return power_of_two("AdaptiveLossScale", "a scale", power)
+
+
+def _log2(number: jax.Array) -> jax.Array:
+    """Returns the binary logarithm of a positive normal number in units, rounded down.
+
+    It is exact at powers of two and linear between them, at most 0.09 below the logarithm: the
+    exponent, and the first bits of the mantissa behind it.
+    """
+    return (jax.lax.bitcast_convert_type(number, jnp.int32) >> 7) - 127 * _BINADE
+
+
+def _power(exponent: jax.Array) -> jax.Array:
+    """Returns 2 to the power of an exponent of float32's normal numbers."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

@@ -1,0 +1,187 @@
+"""The policy whose growth interval moves along a list.
+
+It is the rule of MindFormers' `AdaptiveLossScaleUpdateCell`, public as
+`jaxscale.presets.WindowLossScale`. It has a state of its own, as the place in the list, and the
+growths and backoffs that move it, take counters of their own.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._checks import backoff_factor, growth_factor, int32, normal_float32, scalar_bool
+from .._state import healed, policy_state
+from .._tree import tree_where
+from .base import LossScale
+
+_MOVES = 3  # so many growths, or backoffs, move the window
+
+
+class WindowState(NamedTuple):
+    """The state that a `WindowLossScale` carries from one step to the next.
+
+    Attributes:
+      loss_scale: `f32[]`, the number by which the next loss is scaled.
+      growth_tracker: `i32[]`, steps since the scale last moved.
+      window_index: `i32[]`, the place of the growth interval in the list; -1 if it is 1.
+      window_up_count: `i32[]`, growths that count towards the next longer interval.
+      window_down_count: `i32[]`, backoffs that count towards an interval of 1.
+
+    Example:
+      >>> from jaxscale import presets
+      >>> presets.WindowLossScale().init().window_index
+      Array(0, dtype=int32)
+    """
+
+    is_loss_scale_state = True  # not a field: it tells this type from other named tuples
+
+    loss_scale: jax.Array  # f32[]
+    growth_tracker: jax.Array  # i32[]
+    window_index: jax.Array  # i32[]
+    window_up_count: jax.Array  # i32[]
+    window_down_count: jax.Array  # i32[]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowLossScale(LossScale):
+    """A loss scale whose growth interval becomes longer with each third growth.
+
+    The rule is that of `jaxscale.DynamicLossScale` with a growth interval that moves:
+
+    - with the third growth it moves up one place in `windows`;
+    - with the third non-finite step without a growth between them it becomes 1, and the next
+      three growths move it to the first place; at the first place it stays.
+
+    The scale is never 0, inf or NaN.
+
+    Args:
+      init_scale: the scale of the first step.
+      growth_factor: what the scale is multiplied by when it grows, above 1.
+      backoff_factor: what it is multiplied by in a non-finite step, between 0 and 1.
+      windows: the growth intervals, each at least 1.
+      start: the place in `windows` to start from.
+      min_scale: a backoff ends at least here.
+      max_scale: a growth beyond this does not happen.
+
+    Raises:
+      ValueError: if an argument is out of range, or not
+        `min_scale <= init_scale <= max_scale`.
+      TypeError: if an argument is not a number, or a count not an integer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxscale import presets
+      >>> policy = presets.WindowLossScale(init_scale=1.0, windows=(1, 2))
+      >>> state = policy.init()
+      >>> for _ in range(5):
+      ...     state = policy.adjust(state, jnp.array(True))
+      ...     print(state.loss_scale)
+      2.0
+      4.0
+      8.0
+      8.0
+      16.0
+
+    References:
+      MindFormers' `AdaptiveLossScaleUpdateCell`.
+    """
+
+    init_scale: float = 2.0**15
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    windows: tuple[int, ...] = (20, 30, 40, 50, 100, 200, 500, 1000)
+    start: int = 0
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        call = type(self).__name__
+        checks = {
+            "init_scale": normal_float32,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "min_scale": normal_float32,
+            "max_scale": normal_float32,
+        }
+        for name, check in checks.items():
+            object.__setattr__(self, name, check(call, name, getattr(self, name)))
+        windows = tuple(int32(call, "windows", window) for window in self.windows)
+        object.__setattr__(self, "windows", windows)
+        object.__setattr__(self, "start", int32(call, "start", self.start, least=0))
+        if not self.start < len(windows):
+            raise ValueError(
+                f"`{call}(start=...)` must be a place in windows, which has {len(windows)}, got "
+                f"{self.start}. Pass 0 to start from the first."
+            )
+        if not self.min_scale <= self.init_scale <= self.max_scale:
+            raise ValueError(
+                f"`{call}` needs min_scale <= init_scale <= max_scale, got "
+                f"{self.min_scale}, {self.init_scale} and {self.max_scale}."
+            )
+
+    def init(self) -> Any:
+        """Returns the initial `WindowState`."""
+        counters = (jnp.array(number, jnp.int32) for number in (0, self.start, 0, 0))
+        return WindowState(jnp.array(self.init_scale, jnp.float32), *counters)
+
+    def adjust(
+        self, state: Any, grads_finite: jax.Array, *, grads: Any = None, axis_name: Any = None
+    ) -> Any:
+        """Returns the state of the next step, given whether the gradients were finite.
+
+        Args:
+          state: the `WindowState` of this step.
+          grads_finite: a `bool[]`, whether the gradients of this step were finite.
+          grads: ignored.
+          axis_name: ignored.
+
+        Returns:
+          The next state, with the shapes and dtypes of `state`.
+
+        Raises:
+          TypeError: if `grads_finite` is not a scalar bool, or `state` is the state of
+            another policy.
+          ValueError: if `state` is the state of a population: call this under `jax.vmap`.
+        """
+        del grads, axis_name
+        call = f"{type(self).__name__}.adjust"
+        grads_finite = scalar_bool(call, "grads_finite", grads_finite)
+        state = policy_state(call, state, WindowState)
+        state = state._replace(loss_scale=healed(state.loss_scale, self.init_scale))
+        return tree_where(grads_finite, self._after_finite(state), self._after_nonfinite(state))
+
+    def _after_finite(self, state: WindowState) -> WindowState:
+        steps = jnp.asarray(optax.safe_increment(state.growth_tracker))
+        last = len(self.windows) - 1
+        windows = jnp.asarray(np.array(self.windows), jnp.int32)
+        window = jnp.where(
+            state.window_index < 0, 1, windows[jnp.clip(state.window_index, 0, last)]
+        )
+        grows = steps >= window
+        grown = state.loss_scale * self.growth_factor
+        grown = jnp.where(grown > self.max_scale, state.loss_scale, grown)
+        ups = jnp.where(grows, (state.window_up_count + 1) % (_MOVES + 1), state.window_up_count)
+        is_up = (ups == _MOVES) & (state.window_index < last)
+        return WindowState(
+            loss_scale=jnp.where(grows, grown, state.loss_scale),
+            growth_tracker=jnp.where(grows, 0, steps),
+            window_index=jnp.where(is_up, state.window_index + 1, state.window_index),
+            window_up_count=jnp.where(is_up, 0, ups),
+            window_down_count=jnp.where(grows, 0, state.window_down_count),
+        )
+
+    def _after_nonfinite(self, state: WindowState) -> WindowState:
+        lower = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
+        downs = (state.window_down_count + 1) % (_MOVES + 1)
+        is_down = (downs == _MOVES) & (state.window_index > 0)
+        return WindowState(
+            loss_scale=jnp.minimum(state.loss_scale, lower),
+            growth_tracker=jnp.zeros_like(state.growth_tracker),
+            window_index=jnp.where(is_down, -1, state.window_index),
+            window_up_count=jnp.where(is_down, 0, state.window_up_count),
+            window_down_count=jnp.where(is_down, 0, downs),
+        )

@@ -1,0 +1,305 @@
+"""The largest gradient: its value, that it is the verdict too, where it goes, and what it costs."""
+
+import hlo
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from tables import assert_same_bits, avals, crossed, rows
+from training import x64
+
+import jaxscale
+from jaxscale import _verdict
+from jaxscale._state import Scaled
+
+DTYPES = ["float16", "bfloat16", "float32", "float8_e5m2", "float8_e4m3fn"]
+SHAPES = [(), (1,), (3, 5), (2**16,), (7, 2**14), (0,), (4, 0)]
+
+
+def largest(tree, axis_name=None, divisor=None):
+    return _verdict.largest(Scaled(tree, divisor), axis_name)
+
+
+def mesh(kind=jax.sharding.AxisType.Auto):
+    return jax.sharding.Mesh(np.array(jax.devices("cpu")), ("data",), axis_types=(kind,))
+
+
+def numbers(shape, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+
+
+def expected(leaves):
+    return max((float(np.abs(np.float64(x)).max(initial=0)) for x in leaves), default=0.0)
+
+
+# Its value.
+
+
+@pytest.mark.parametrize("dtype", rows(DTYPES, fast=["float16"]))
+def test_it_is_the_largest_absolute_value(dtype):
+    leaves = [numbers(shape, dtype, seed) for seed, shape in enumerate(SHAPES)]
+    for tree in (leaves, leaves[3:4], leaves[-2:]):
+        size = jax.jit(largest)(tree)
+        assert (size.dtype, size.shape) == (jnp.float32, ())
+        assert size == expected(tree)
+    assert largest(leaves[2:4]) == expected(leaves[2:4])
+
+
+def test_every_single_element_is_read():
+    for shape in ((5,), (16, 2**13)):  # large enough to be split, and small
+        zeros = np.zeros(shape, np.float32)
+        for place in (0, zeros.size // 2, zeros.size - 1):
+            leaf = zeros.copy()
+            leaf.flat[place] = -3.0
+            assert jax.jit(largest)([jnp.asarray(leaf), jnp.ones(3, jnp.float16)]) == 3
+
+
+def test_signs_and_parts_of_complex_numbers():
+    assert largest({"w": jnp.array([-4.0, 3.0])}) == 4
+    assert largest({"w": jnp.array([3 - 4j, 1 + 1j], jnp.complex64)}) == 4
+    assert largest({"w": jnp.array([-6 + 1j], jnp.complex64), "b": jnp.float16(5)}) == 6
+    for nothing in ({"n": jnp.arange(9), "none": None, "text": "no"}, {}, None):
+        assert largest(nothing) is None
+
+
+def test_flaxs_overwrites_do_not_count():
+    assert largest({"w": jnp.ones(2), "_overwrite_with_gradient": jnp.full(2, 9.0)}) == 1
+
+
+def test_it_works_for_symbolic_shapes():
+    (size,) = jax.export.symbolic_shape("n")
+    aval = jax.ShapeDtypeStruct((size,), jnp.float32)
+    exported = jax.export.export(jax.jit(lambda x: largest([x])))(aval)
+    assert exported.call(jnp.array([1.0, -7.0, 2.0])) == 7
+
+
+def test_divided_once_it_is_the_largest_of_all_quotients():
+    # Division and rounding keep the order of numbers.
+    grads = [numbers((40,), dtype, seed) for seed, dtype in enumerate(("float32", "float16"))]
+    for divisor in (2.0**15, 2.0**-3, 2.0**127, 1000.0):
+        scaled = Scaled(grads, jnp.float32(divisor))
+        quotients = [float(np.abs(leaf).max()) for leaf in scaled.unscaled]
+        assert largest(grads, divisor=scaled.divisor) == max(quotients)
+    # What overflows only as it is unscaled is not finite, as a quotient is not.
+    assert largest([jnp.float32(1e30)], divisor=jnp.float32(2.0**-126)) == np.inf
+
+
+# It is the verdict, too. `tests/core/test_verdict.py` has all places and dtypes.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn"])
+def test_of_numbers_that_are_not_finite_it_says_the_worst(dtype):
+    bad = {"inf": np.inf, "-inf": -np.inf, "NaN": np.nan, "-NaN": -np.nan}
+    with x64():
+        for name, number in bad.items():
+            leaf = jnp.asarray(np.array([1, number, -2]).astype(jnp.dtype(dtype)))
+            size = jax.jit(largest)([leaf, jnp.float32(5)])
+            # A number that is larger than all others does not hide a NaN, nor does an inf.
+            is_nan = "NaN" in name or dtype == "float8_e4m3fn"  # which has no inf
+            assert np.isnan(size) if is_nan else size == np.inf
+            assert np.isnan(largest([leaf, jnp.array([np.inf, np.nan])]))
+        huge = largest([jnp.array([1e300, -2.0])]) if dtype == "float64" else None
+        assert huge is None or huge == jnp.finfo(jnp.float32).max
+
+
+# It reaches the policy in every kind of step, unscaled, of all devices.
+
+FOLLOWS = jaxscale.AdaptiveLossScale(init_scale=2.0**10, memory=4)
+PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.25, jnp.bfloat16)}
+BATCHES = [jnp.full(3, x, jnp.float32) for x in (0.5, 2, 2**9, 0.25, np.nan, 4, 1)]
+
+
+def loss_fn(params, x):
+    """With x = 2**9 the gradients overflow at a scale of 2**10 and more."""
+    half = (params["w"].astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32)
+    return jnp.mean(half * x) + params["b"].astype(jnp.float32)
+
+
+@jax.jit
+def by_hand(params, scaling, x):
+    """A step that reads the unscaled gradients once more, after the verdict."""
+    loss, grads = jaxscale.value_and_grad(loss_fn, scaling)(params, x)
+    finite, known = jaxscale.all_finite(grads), jnp.isfinite(loss)
+    moved = FOLLOWS.adjust(scaling, finite, grads=grads)
+    return jaxscale.tree_where(known, moved, scaling), finite & known
+
+
+def whole(tx, **kwargs):
+    return jaxscale.train_step(loss_fn, tx, **kwargs)
+
+
+def applied(tx):
+    def step(params, opt_state, x):
+        loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, x)
+        return *jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss), loss
+
+    return step
+
+
+def updated(tx):
+    def step(params, opt_state, x):
+        loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step
+
+
+STEPS = {"train_step": whole, "apply_gradients": applied, "update": updated}
+OPTIONS = {
+    "": {},
+    "norm": {"max_norm": 0.1},
+    "tracked": {"track_leaves": True},
+    "checked": {"check_updates": True},
+}
+
+
+@pytest.mark.standard_promotion
+@crossed(("train_step", ""), name=STEPS, option=OPTIONS)
+def test_every_step_moves_the_scale_as_by_hand(name, option):
+    tx = jaxscale.loss_scaled(optax.sgd(0.0), FOLLOWS, **OPTIONS[option])
+    step, params, opt_state = jax.jit(STEPS[name](tx)), PARAMS, tx.init(PARAMS)
+    verdicts = []
+    for x in BATCHES:
+        expected, finite = by_hand(params, opt_state.scaling, x)
+        params, opt_state, _ = step(params, opt_state, x)
+        assert_same_bits(opt_state.scaling, expected)
+        assert opt_state.grads_finite == finite
+        verdicts.append(bool(finite))
+    assert verdicts == [True, True, False, True, False, True, True]
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("wrap", rows([jax.jit, "eager"], fast=[jax.jit]))
+def test_with_retries_each_pass_lowers_the_scale_and_the_last_one_teaches(wrap):
+    tx = jaxscale.loss_scaled(optax.sgd(0.0), FOLLOWS)
+    # It overflows from 2**4 on. The first overflow halves the scale, the second divides it by 2**8.
+    x = jnp.full(3, 2.0**7)
+    state = tx.init(PARAMS)
+    state = state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(2.0**12)))
+    step = whole(tx, retries=10)
+    _, after, loss = (step if wrap == "eager" else wrap(step))(PARAMS, state, x)
+    assert (after.total_retries, after.total_notfinite) == (2, 0)
+    grads = jax.grad(loss_fn)(PARAMS, x)
+    scaling = FOLLOWS.adjust(FOLLOWS.adjust(state.scaling, False), False)
+    assert_same_bits(after.scaling, FOLLOWS.adjust(scaling, True, grads=grads))
+    assert jnp.isfinite(loss)
+
+
+def test_of_micro_batches_each_is_looked_at():
+    inner = jaxscale.loss_scaled(optax.sgd(0.0), FOLLOWS)
+    tx = jaxscale.multi_steps(inner, 2, growth_unit="micro_batch")
+    step, state = jax.jit(whole(tx)), tx.init(PARAMS)
+    for x in BATCHES:
+        expected, _ = by_hand(PARAMS, state.scaling, x)
+        _, state, _ = step(PARAMS, state, x)
+        assert_same_bits(state.scaling, expected)
+
+
+def test_a_policy_of_ones_own_gets_what_it_names():
+    seen = []
+
+    class Largest(jaxscale.DynamicLossScale):
+        def adjust(self, state, grads_finite, *, largest=None, **others):
+            seen.append((largest, others))
+            return super().adjust(state, grads_finite)
+
+    class Whole(jaxscale.DynamicLossScale):
+        def adjust(self, state, grads_finite, *, grads=None, axis_name=None):
+            seen.append((grads, axis_name))
+            return super().adjust(state, grads_finite)
+
+    grads = jax.tree.map(lambda p: jnp.full_like(p, -0.5), PARAMS)
+    for policy in (Largest(), Whole()):
+        policy.update(policy.init(), grads)
+        tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
+        jax.eval_shape(whole(tx), PARAMS, tx.init(PARAMS), BATCHES[0])
+    (alone, none), (step, no_more), (given, axis_name), (scaled, _) = seen
+    assert (alone, none, no_more, axis_name) == (0.5, {}, {}, None)
+    assert_same_bits(given, grads)
+    assert (step.shape, step.dtype) == ((), jnp.float32)
+    # In a step they are unscaled, in float32.
+    assert avals(scaled) == avals(jax.tree.map(lambda p: p.astype(jnp.float32), PARAMS))
+
+
+@pytest.mark.parametrize("how", ["shard_map", "pmap", "compiler"])
+def test_of_all_devices_it_is_the_largest(how):
+    axis = None if how == "compiler" else "data"
+    tx = jaxscale.loss_scaled(optax.sgd(0.0), FOLLOWS, axis_name=axis)
+    params = {"w": jnp.zeros(8), "b": jnp.zeros(16, jnp.float16)}
+    grads = {"w": 2.0 ** -jnp.arange(8.0), "b": jnp.full(16, 2**-9, jnp.float16)}
+    state = tx.init(params)
+
+    def scaling(params, state, grads):
+        return tx.update(grads, state, params, value=jnp.float32(1))[1].scaling
+
+    run = jax.jit(scaling)
+    if how == "shard_map":
+        specs = (P("data"), jax.tree.map(lambda x: P("data") if x.ndim else P(), state), P("data"))
+        run = jax.jit(jax.shard_map(scaling, mesh=mesh(), in_specs=specs, out_specs=P()))
+    elif how == "pmap":
+        parts = jax.tree.map(lambda x: x.reshape(8, -1), (params, grads))
+        mapped = jax.pmap(scaling, "data", in_axes=(0, None, 0))
+
+        def run(params, state, grads):
+            return jax.tree.map(lambda leaf: leaf[5], mapped(parts[0], state, grads))
+
+        grads = parts[1]
+    else:
+        params, grads = jax.device_put((params, grads), NamedSharding(mesh(), P("data")))
+    assert run(params, state, grads).peak == 0
+    worst = jax.tree.map(lambda x: x.at[(6,) + (0,) * (x.ndim - 1)].set(jnp.nan), grads)
+    assert run(params, state, worst).overflows == 1
+
+
+# What it costs. `tests/core/test_compiled.py` counts a whole step.
+
+
+def compiled(policy, sharded):
+    """The compiled update of a policy, by hand over devices or by the compiler."""
+    state = policy.init()
+    tree = [jnp.ones((8, 64), dtype) for dtype in ("float32", "float16", "float32", "bfloat16")]
+    if not sharded:
+
+        def update(state, tree):
+            return policy.update(state, tree, axis_name="data")[0]
+
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        update = jax.shard_map(update, mesh=mesh(), **specs)
+        return jax.jit(update).lower(state, tree).compile()
+    placed = jax.device_put(tree, NamedSharding(mesh(), P("data")))
+    replicated = jax.device_put(state, NamedSharding(mesh(), P()))
+    return jax.jit(policy.update).lower(replicated, placed).compile()
+
+
+@pytest.mark.parametrize("sharded", rows([False, True], fast=[False]))
+def test_it_takes_no_message_more_than_the_verdict_alone(sharded):
+    counts = [
+        hlo.program(compiled(policy, sharded), 1)["all_reduces"]
+        for policy in (jaxscale.AdaptiveLossScale(), jaxscale.DynamicLossScale())
+    ]
+    # One, where XLA merges those of the leaves.
+    assert counts[1] == 1 or (sharded and jax.__version_info__ < (0, 7))
+    assert counts[0] == counts[1]
+
+
+def test_its_kernels_do_not_grow_with_leaves():
+    def kernels(leaves, size, dtype):
+        def alone(tree):
+            return largest(tree, "data")
+
+        fun = jax.shard_map(alone, mesh=mesh(), in_specs=P(), out_specs=P())
+        avals = [jax.ShapeDtypeStruct((size,), dtype)] * leaves
+        program = hlo.program(jax.jit(fun).lower(avals).compile(), leaves * size)
+        return program["kernels"], program["bytes_per_parameter"]
+
+    for dtype, width in (("float32", 4), ("float16", 2)):
+        assert kernels(3, 64, dtype)[0] == kernels(12, 64, dtype)[0]
+        # What XLA stores is a quarter of a byte for each element, written and read.
+        for leaves in (1, 16):
+            assert kernels(leaves, 2**18, dtype)[1] <= width + 2 * 0.25 + 0.1

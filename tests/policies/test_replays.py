@@ -1,0 +1,138 @@
+"""Policies replayed over recorded and made-up runs: what they skip, and how low their scale is."""
+
+import functools
+import math
+import pathlib
+
+import numpy as np
+import pytest
+import replay_tables
+import simulator
+from tables import rows
+
+import jaxscale
+from jaxscale import presets
+
+ADAPTIVE, TORCH = replay_tables.ADAPTIVE, replay_tables.TORCH
+RECORDED = simulator.recorded()
+MADE_UP = simulator.made_up()
+README = pathlib.Path(__file__).parent / "traces" / "README.md"
+
+
+@functools.cache
+def recorded(policy, retries=0):
+    return simulator.replay(policy, RECORDED, retries)
+
+
+@functools.cache
+def made_up(policy, retries=0):
+    return replay_tables.summaries(policy, MADE_UP, retries)
+
+
+def total(summaries, key):
+    return sum(row[key] for row in summaries)
+
+
+def recorded_summaries(policy, retries=0):
+    replays = recorded(policy, retries)
+    return [replays[name].summary(trace) for name, trace in RECORDED.items()]
+
+
+@pytest.mark.parametrize("retries", rows([0, 3], fast=[3]))
+def test_the_simulator_does_what_pytorchs_rule_says(retries):
+    for name, trace in RECORDED.items():
+        exponent, streak, expected = 16, 0, []
+        for ceiling in trace.ceiling.tolist():
+            extra = min(max(exponent - ceiling, 0), retries)
+            exponent, streak = exponent - extra, 0 if extra else streak
+            bad = exponent > ceiling
+            expected.append((2.0**exponent, bad, extra))
+            streak = 0 if bad else streak + 1
+            exponent = exponent - 1 if bad else exponent + (streak == 2000)
+            streak %= 2000
+        replay = recorded(TORCH, retries)[name]
+        seen = replay.scale.tolist(), replay.skipped.tolist(), replay.extra.tolist()
+        assert list(zip(*seen, strict=True)) == expected
+
+
+@pytest.mark.slow
+def test_a_bad_loss_that_is_told_leaves_no_trace():
+    trace = MADE_UP["1 % bad, told"]
+    good = trace.ceiling > simulator.BAD
+    alone = simulator.Trace(trace.ceiling[good], trace.largest[good])
+    with_bad, without = (
+        simulator.replay(ADAPTIVE, {"": each})[""].scale for each in (trace, alone)
+    )
+    assert with_bad[good].tolist() == without.tolist()
+
+
+def test_a_fifth_of_pytorchs_skips_at_a_scale_as_high():
+    ours, theirs = map(recorded_summaries, (ADAPTIVE, TORCH))
+    assert total(theirs, "skips") == 38
+    assert total(ours, "skips") <= total(theirs, "skips") / 5
+    for key in ("late", "mean"):
+        assert total(ours, key) / 5 >= total(theirs, key) / 5 - 0.5
+
+
+def test_with_retries_no_step_is_lost_and_few_are_repeated():
+    ours = recorded_summaries(ADAPTIVE, retries=8)
+    steps = sum(len(trace.ceiling) for trace in RECORDED.values())
+    assert total(ours, "skips") == 0
+    assert total(ours, "extra") <= steps / 10_000
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_it_finds_its_level_within_a_few_dozen_steps_and_without_a_skip(name):
+    replay, ceiling = recorded(ADAPTIVE)[name], RECORDED[name].ceiling
+    assert not replay.skipped[:100].any()
+    assert np.log2(replay.scale[30]) >= np.median(ceiling[:60]) - 4
+
+
+MOVING = [name for name in MADE_UP if "gradients x" in name or "drift" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MOVING)
+def test_it_follows_gradients_that_move(name):
+    ours, theirs = made_up(ADAPTIVE)[name], made_up(TORCH)[name]
+    assert len(MOVING) == 7
+    assert ours["skips"] <= max(theirs["skips"], 2)
+    assert ours["low"] <= theirs["low"] / 2
+    again = made_up(ADAPTIVE, 20)[name]
+    assert again["skips"] == 0
+    assert again["extra"] <= max(theirs["skips"], 2)
+
+
+@pytest.mark.slow
+def test_where_no_batch_says_that_it_was_bad_a_scale_stays():
+    assert made_up(ADAPTIVE)["1 % bad, untold"]["late"] >= 0
+    assert made_up(TORCH)["1 % bad, untold"]["late"] < -70
+
+
+def table(readme, columns):
+    rows = [line for line in readme.splitlines() if line.count("|") == columns + 1]
+    return {row.split("|")[1].strip(): row for row in rows}
+
+
+@pytest.mark.slow
+def test_the_tables_say_so():
+    first, second = (table(README.read_text(), columns) for columns in (9, 9))
+    for name, policy in replay_tables.POLICIES.items():
+        if policy in (ADAPTIVE, TORCH):
+            assert first[name] == replay_tables.recorded_row(name, policy, RECORDED)
+    for row in replay_tables.made_up_rows(MADE_UP):
+        assert second[row.split("|")[1].strip()] == row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", replay_tables.POLICIES)
+def test_a_row_of_the_table(name):
+    policy = replay_tables.POLICIES[name]
+    row = replay_tables.recorded_row(name, policy, RECORDED)
+    assert table(README.read_text(), 9)[name] == row
+
+
+def test_every_policy_is_in_the_table():
+    assert set(replay_tables.POLICIES) <= set(table(README.read_text(), 9))
+    assert math.isclose(presets.chainer().growth_factor ** 1000, 2)
+    assert jaxscale.AdaptiveLossScale() == ADAPTIVE

@@ -1,0 +1,117 @@
+"""Prints the tables of `tests/policies/traces/README.md`: policies replayed over runs.
+
+Run by hand, from the top of the project (about a minute); the second draws the picture there:
+
+    PYTHONPATH=. python tests/support/replay_tables.py
+    PYTHONPATH=. python tests/support/replay_tables.py picture
+"""
+
+import sys
+
+import numpy as np
+import simulator
+
+import jaxscale
+from jaxscale import presets
+
+TORCH, ADAPTIVE = presets.torch(), jaxscale.AdaptiveLossScale()
+POLICIES = {
+    "**`AdaptiveLossScale()`**": ADAPTIVE,
+    "`presets.torch()`": TORCH,
+    "`presets.torch(growth_interval=200)`": presets.torch(growth_interval=200),
+    "`presets.torch(growth_interval=20000)`": presets.torch(growth_interval=20_000),
+    "`DynamicLossScale()`": jaxscale.DynamicLossScale(),
+    "`presets.apex()`": presets.apex(),
+    "`presets.apex_fp16_utils()`": presets.apex_fp16_utils(),
+    "`presets.chainer()`": presets.chainer(),
+    "`presets.colossalai()`": presets.colossalai(),
+    "`presets.dalle()`": presets.dalle(),
+    "`presets.deepspeed()`": presets.deepspeed(),
+    "`presets.fairseq()`": presets.fairseq(),
+    "`presets.fairseq(tolerance=0.05)`": presets.fairseq(tolerance=0.05),
+    "`presets.flax()`": presets.flax(),
+    "`presets.jaxamp()`": presets.jaxamp(),
+    "`presets.jmp(2**15)`": presets.jmp(2.0**15),
+    "`presets.keras()`": presets.keras(),
+    "`presets.megatron()`": presets.megatron(),
+    "`presets.mindformers(2**16, 2, 20)`": presets.mindformers(
+        loss_scale_value=2.0**16, scale_factor=2, scale_window=20
+    ),
+    "`presets.mindspore_manager()`": presets.mindspore_manager(),
+    "`presets.mpx(2**15, 1)`": presets.mpx(2.0**15, 1.0),
+    "`presets.openseq2seq_backoff()`": presets.openseq2seq_backoff(),
+    "`presets.openseq2seq_logmax(scale_max=2**24)`": presets.openseq2seq_logmax(scale_max=2.0**24),
+    "`presets.paddle()`": presets.paddle(),
+    "`presets.popart()`": presets.popart(),
+    "`presets.tensorflow()`": presets.tensorflow(),
+}
+
+
+def summaries(policy, traces, retries=0):
+    replays = simulator.replay(policy, traces, retries)
+    return {name: replays[name].summary(trace) for name, trace in traces.items()}
+
+
+def recorded_row(name, policy, traces):
+    """A row of the first table: skips and mean of each trace, and of all."""
+    rows = summaries(policy, traces).values()
+    cells = [f"{row['skips']} / {row['late']:.2f}" for row in rows]
+    skips = sum(row["skips"] for row in rows)
+    late, mean = (np.mean([row[key] for row in rows]) for key in ("late", "mean"))
+    return f"| {name} | {' | '.join(cells)} | {skips} | {late:.2f} | {mean:.2f} |"
+
+
+def made_up_rows(traces):
+    """The second table: this rule and PyTorch's, without and with retries."""
+    ours, theirs = (summaries(policy, traces) for policy in (ADAPTIVE, TORCH))
+    again, theirs_again = (summaries(policy, traces, 20) for policy in (ADAPTIVE, TORCH))
+    for name in traces:
+        a, t = ours[name], theirs[name]
+        yield (
+            f"| {name} | {a['skips']} | {t['skips']} | {a['mean']:.2f} | {t['mean']:.2f} | "
+            f"{a['low']} | {t['low']} | {again[name]['extra']} | {theirs_again[name]['extra']} |"
+        )
+
+
+def main():
+    traces = simulator.recorded()
+    print(f"| skips / mean exponent | {' | '.join(traces)} | skips | late | mean |")
+    print("|---" * (len(traces) + 4) + "|")
+    for name, policy in POLICIES.items():
+        print(recorded_row(name, policy, traces), flush=True)
+    print()
+    print("| | skips: this | PyTorch | mean: this | PyTorch | low: this | PyTorch ", end="")
+    print("| repeated: this | PyTorch |\n" + "|---" * 9 + "|")
+    print(*made_up_rows(simulator.made_up()), sep="\n")
+    print()
+    for name, policy in (("`AdaptiveLossScale()`", ADAPTIVE), ("`presets.torch()`", TORCH)):
+        rows = summaries(policy, traces, 20).values()
+        extra, skips = (sum(row[key] for row in rows) for key in ("extra", "skips"))
+        steps = sum(len(trace.ceiling) for trace in traces.values())
+        print(f"{name} with retries: {skips} skips, {extra} repeated, {extra / steps * 1e4:.2f}")
+
+
+def draw():
+    """Draws ceiling, scale and skips of both rules over a run whose gradients jump."""
+    import matplotlib.pyplot as plt
+
+    name = "gradients x 2**11 for a while"
+    traces = {name: simulator.made_up()[name]}
+    figure, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    axes.plot(traces[name].ceiling, color="0.8", lw=0.5, label="ceiling: above it, overflow")
+    for policy, label, color in (
+        (TORCH, "PyTorch's rule", "tab:orange"),
+        (ADAPTIVE, "AdaptiveLossScale", "tab:blue"),
+    ):
+        replay = simulator.replay(policy, traces)[name]
+        exponent, skips = np.log2(replay.scale), np.flatnonzero(replay.skipped)
+        axes.plot(exponent, color=color, lw=1.5, label=f"{label}: {len(skips)} steps skipped")
+        axes.plot(skips, exponent[skips], "x", color=color, ms=7)
+    axes.set(xlabel="step", ylabel="log2 of the loss scale")
+    axes.set_title("Gradients become 2**11 times larger, and small again", fontsize=10)
+    axes.legend(loc="lower left", fontsize=8)
+    figure.savefig(simulator.FOLDER / "jump.png", dpi=90)
+
+
+if __name__ == "__main__":
+    draw() if sys.argv[1:] == ["picture"] else main()

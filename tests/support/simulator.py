@@ -1,0 +1,151 @@
+"""Replays a policy over what a run allowed: at which scales each step would have overflowed.
+
+A trace has, for each step of a run, the highest exponent of a scale at which the gradients were
+finite (`ceiling`), and the binary logarithm of the largest unscaled gradient (`largest`). The
+gradients do not depend on the scale, up to rounding, so one run serves all policies. A step whose
+scale lies above the ceiling overflows; with `retries` the policy backs off within the step, until
+the scale fits.
+
+`python tests/support/replay_tables.py` prints the tables of `tests/policies/traces/README.md`.
+"""
+
+import pathlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxscale
+
+FOLDER = pathlib.Path(__file__).parent.parent / "policies" / "traces"
+
+# No scale would have helped: the batch is bad.
+BAD = -99
+
+LOW = 6  # binades below the ceiling: a scale this low is needlessly low
+
+
+class Trace(NamedTuple):
+    """What a run allowed, step by step."""
+
+    ceiling: np.ndarray  # i[n], the highest exponent that does not overflow, or `BAD`
+    largest: np.ndarray  # f[n], log2 of the largest unscaled gradient; -inf if all are zero
+    told: np.ndarray | None = None  # bool[n], whether the loss itself was bad, and was passed
+
+
+class Replay(NamedTuple):
+    """What a policy did on a trace, step by step."""
+
+    states: NamedTuple  # the state before each step
+    scale: np.ndarray  # f[n], the scale of the last backward pass of each step
+    skipped: np.ndarray  # bool[n]
+    extra: np.ndarray  # i[n], backward passes that were repeated
+
+    def summary(self, trace):
+        """Skips, repeated passes, and the mean exponent where some scale would have fitted."""
+        fits = trace.ceiling > BAD
+        exponent = np.log2(self.scale, dtype=np.float64)
+        late = fits & (np.arange(len(fits)) >= len(fits) // 2)
+        return {
+            "skips": int(self.skipped[fits].sum()),
+            "extra": int(self.extra[fits].sum()),
+            "mean": float(exponent[fits].mean()),
+            "late": float(exponent[late].mean()),
+            "low": int((trace.ceiling - exponent >= LOW)[fits].sum()),
+        }
+
+
+def recorded():
+    """The five runs that were recorded, by name."""
+    files = {path.stem: np.load(path) for path in sorted(FOLDER.glob("*.npz"))}
+    return {
+        name: Trace(file["ceiling"].astype(np.int32), file["largest"] / 256)
+        for name, file in files.items()
+    }
+
+
+def made_up(steps=20_000):
+    """Runs that are made up, by name: what no recorded one shows."""
+    rng = np.random.default_rng(0)
+    step = np.arange(steps)
+
+    def noise(size=0.3):
+        return size * rng.standard_normal(steps)
+
+    def trace(largest, ratio=14.0, bad=None, told=False):
+        # What overflows first is larger than the largest gradient by a ratio that varies.
+        ceiling = np.floor(np.minimum(ratio + noise(), 16) - largest).astype(np.int32)
+        bad = np.zeros(steps, bool) if bad is None else bad
+        return Trace(np.where(bad, BAD, ceiling), largest, bad if told else None)
+
+    def between(start, stop):
+        return (step >= start * steps) & (step < stop * steps)
+
+    middle, some = between(0.3, 0.6), rng.random(steps) < 0.01
+    moved = {
+        f"gradients x 2**{by} for a while": trace(-4 + noise() + by * middle)
+        for by in (-16, -11, -6, 6, 11)
+    }
+    return {
+        "constant": Trace(np.full(steps, 18, np.int32), np.full(steps, -4.0)),
+        "noise alone": trace(-4 + noise()),
+        "drift up by 2**20": trace(-14 + noise() + 20 * step / steps),
+        "drift down by 2**20": trace(-4 + noise() - 20 * step / steps),
+        **moved,
+        "x 2**8 in every other 2,000 steps": trace(-8 + noise() + 8 * (step // 2000 % 2)),
+        "heavy tails (t, 3 degrees)": trace(-4 + 0.5 * rng.standard_t(3, steps)),
+        "spikes of 2**6 in 0.2 %": trace(-4 + noise() + 6 * (rng.random(steps) < 0.002)),
+        "activations x 2**5 for a while": trace(-4 + noise(), 14 - 5 * middle),
+        "activations x 2**9 for a while": trace(-4 + noise(), 14 - 9 * middle),
+        "activations 2**14 above": trace(-4 + noise(), 2.0),
+        "tiny at first": trace(-4 + noise() - 12 * np.exp(-step / 200)),
+        "1 % bad, told": trace(-4 + noise(), bad=some, told=True),
+        "1 % bad, untold": trace(-4 + noise(), bad=some),
+    }
+
+
+def replay(policy, traces, retries=0):
+    """A `Replay` for each of some traces, by name. All of them run in one program."""
+    longest = max(len(trace.ceiling) for trace in traces.values())
+    run = jax.jit(jax.vmap(lambda *steps: _run(policy, retries, steps)))
+    steps = zip(*(_steps(trace, longest) for trace in traces.values()), strict=True)
+    outcome = Replay(*jax.tree.map(np.asarray, run(*map(np.stack, steps))))
+
+    def of_one(i, length):
+        return jax.tree.map(lambda x: x[i, :length], outcome)
+
+    return {name: of_one(i, len(t.ceiling)) for i, (name, t) in enumerate(traces.items())}
+
+
+def _steps(trace, length):
+    """The highest scale, the largest gradient and whether the loss was bad, for `length` steps."""
+    ceiling, largest = np.asarray(trace.ceiling), np.asarray(trace.largest, np.float64)
+    highest = np.where(ceiling > BAD, np.ldexp(1.0, ceiling), 0)
+    told = np.zeros(len(ceiling), bool) if trace.told is None else trace.told
+    missing = (0, length - len(ceiling))
+    columns = [np.pad(x.astype(np.float32), missing) for x in (highest, np.exp2(largest))]
+    return *columns, np.pad(told, missing, constant_values=True)
+
+
+def _run(policy, retries, steps):
+    def step(state, now):
+        highest, size, told = now
+
+        def overflows(state):
+            return state.loss_scale > highest
+
+        def back_off(carry):
+            state, extra = carry
+            return policy.adjust(state, jnp.array(False), grads=jnp.float32(jnp.inf)), extra + 1
+
+        def again(carry):
+            return overflows(carry[0]) & (carry[1] < retries) & ~told
+
+        tried, extra = jax.lax.while_loop(again, back_off, (state, jnp.int32(0)))
+        bad = overflows(tried)
+        moved = policy.adjust(tried, ~bad, grads=jnp.where(bad, jnp.inf, size))
+        after = jaxscale.tree_where(told, tried, moved)
+        return after, (state, tried.loss_scale, bad | told, extra)
+
+    return jax.lax.scan(step, policy.init(), steps)[1]
