@@ -26,17 +26,20 @@ BAD = BATCHES[0].at[0, 0].set(jnp.nan)
 SCALE = jaxscale.DynamicLossScale(init_scale=2.0**40, max_scale=2.0**40)
 
 
-def make_tx():
-    return jaxscale.loss_scaled(optax.adam(1e-2), SCALE)
+ADAPTIVE = jaxscale.AdaptiveLossScale(init_scale=2.0**40)
+
+
+def make_tx(policy):
+    return jaxscale.loss_scaled(optax.adam(1e-2), policy)
 
 
 def mse(outputs):
     return jnp.mean((outputs - TARGETS) ** 2)
 
 
-def plain(cast, retries):
+def plain(cast, retries, policy=SCALE):
     """A function of a tree."""
-    tx = make_tx()
+    tx = make_tx(policy)
     keys = jax.random.split(jax.random.key(0))
     params = [jax.random.normal(keys[0], (8, 16)) / 3, jax.random.normal(keys[1], (16, 4)) / 4]
     run = types.SimpleNamespace(params=params, opt_state=tx.init(params))
@@ -53,9 +56,9 @@ def plain(cast, retries):
     return step, lambda: (run.params, run.opt_state)
 
 
-def equinox(cast, retries):
+def equinox(cast, retries, policy=SCALE):
     """A module with batch statistics in an `eqx.nn.State`."""
-    tx = make_tx()
+    tx = make_tx(policy)
 
     class Net(eqx.Module):
         first: eqx.nn.Linear
@@ -89,7 +92,7 @@ def equinox(cast, retries):
     return step, lambda: ((eqx.filter(run.model, eqx.is_array), run.state), run.opt_state)
 
 
-def linen(cast, retries):
+def linen(cast, retries, policy=SCALE):
     """A `TrainState` with batch statistics."""
 
     class Net(nn.Module):
@@ -108,7 +111,7 @@ def linen(cast, retries):
         return mse(outputs), mutated
 
     variables = model.init(jax.random.key(0), BATCHES[0])
-    state = State.create(apply_fn=model.apply, tx=make_tx(), **variables)
+    state = State.create(apply_fn=model.apply, tx=make_tx(policy), **variables)
     run = types.SimpleNamespace(state=state)
     inner = jax.jit(jaxscale.flax.train_step(cast(loss_fn), has_state=True, retries=retries))
 
@@ -119,7 +122,7 @@ def linen(cast, retries):
     return step, lambda: ((run.state.params, run.state.batch_stats), run.state.opt_state)
 
 
-def objects(cast, retries):
+def objects(cast, retries, policy=SCALE):
     """A module of NNX, which changes in place."""
 
     class Net(nnx.Module):
@@ -132,7 +135,7 @@ def objects(cast, retries):
             return self.last(nnx.relu(self.norm(self.first(x))))
 
     model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, make_tx(), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, make_tx(policy), wrt=nnx.Param)
 
     def loss_fn(model, x):
         return mse(model(x))
@@ -176,3 +179,15 @@ def test_a_bad_batch_leaves_no_trace(name):
     for a, b in zip(copied(trained), before, strict=True):
         np.testing.assert_array_equal(a, b)
     assert jaxscale.metrics(opt_state)["total_notfinite_loss"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_the_adaptive_rule_finds_its_scale_in_fewer_passes(name):
+    step, now = FRONT_ENDS[name](jaxscale.autocast, 40, ADAPTIVE)
+    for x in BATCHES:
+        step(x)
+    found = jaxscale.metrics(now()[1])
+    assert (found["total_steps"], found["total_notfinite"]) == (len(BATCHES), 0)
+    assert 1 <= found["total_retries"] <= 4  # by 2, by 2**8, and by 2**16 each time after that
+    assert -20 < found["peak"] < 4  # the gradients were seen, and by their size

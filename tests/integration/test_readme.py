@@ -189,7 +189,7 @@ def test_readme_states_what_the_adaptive_rule_did():
     (ours, mean), (theirs, their_mean) = rows
     text = " ".join(README.split())
     assert f"skipped {ours} steps where PyTorch's rule skipped {theirs}, at the same mean" in text
-    assert abs(float(mean) - float(their_mean)) < 0.1  # the next column: that of whole runs
+    assert abs(float(mean) - float(their_mean)) < 0.1
     for words in ("92,000 steps", "repeate?[ds] 4 (?:backward )?passes"):
         assert re.search(words, text), words
         assert re.search(words, " ".join(replays.split())), words
