@@ -185,7 +185,7 @@ def test_what_the_backward_pass_keeps_is_counted_without_parameters(kind):
 def test_autocast_is_measured_beside_float32(tmp_path):
     path = tmp_path / "autocast.json"
     command = [sys.executable, FOLDER / "autocast.py", "--size=tiny", "--steps=10", "--rounds=1"]
-    options = ["--models", "ResNet with batch norm", "--only", "jaxscale.autocast", "Flax dtype"]
+    options = ["--models", "transformer, scanned and remat", "--only", "jaxscale.autocast"]
     done = subprocess.run(
         [*command, *options, f"--json={path}"],
         env=os.environ | {"XLA_FLAGS": ""},
@@ -195,20 +195,16 @@ def test_autocast_is_measured_beside_float32(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(path.read_text())["rows"]
-    assert row["parameters"] == 5214
-    plain, cast, by_hand = (
-        row["methods"][name] for name in ("float32", "jaxscale.autocast", "Flax dtype")
-    )
+    plain, cast = row["methods"]["float32"], row["methods"]["jaxscale.autocast"]
     assert (plain["cosine"], plain["smallest_cosine"]) == pytest.approx((1, 1))
     assert plain["trace"]["median"] == plain["compile"]["median"] == 1
     for way in ("forward", "backward"):
         assert plain[way]["half"] == 0
-        assert cast[way]["half"] == cast[way]["products"] == plain[way]["products"] > 9
-    for report in (cast, by_hand):
-        assert 0.999 < report["smallest_cosine"] < 1
-        assert report["loss"] == pytest.approx(plain["loss"], rel=1e-2)
-        assert report["not_finite"] == report["skipped"] == 0
-        assert 0 < report["kept_bytes"] < 1.5 * plain["kept_bytes"]
+        assert cast[way]["half"] == cast[way]["products"] == plain[way]["products"] >= 9
+    assert 0.999 < cast["smallest_cosine"] < 1
+    assert cast["loss"] == pytest.approx(plain["loss"], rel=1e-2)
+    assert cast["not_finite"] == cast["skipped"] == 0
+    assert 0 < cast["kept_bytes"] < 1.5 * plain["kept_bytes"]  # copies of the parameters count
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def test_quickstart_runs_end_to_end(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
-    for word in ("float32", "float16", "jaxscale", "skipped", "flushed"):
+    for word in ("float32", "float16", "scaled", "skipped", "flushed"):
         assert word in result.stdout
 
 
