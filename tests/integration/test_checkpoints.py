@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from compilations import COMPILED
 from flax import nnx, serialization
 from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -48,11 +49,6 @@ GRADS = [
     spoiled(grads, jnp.inf) if i in (2, 5, 6) else grads for i, grads in enumerate(gradients(5, 8))
 ]
 STOP = 4  # amid a streak of finite steps, and amid the window of `MultiSteps`
-
-COMPILED = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, duration, **_: COMPILED.append(event) if "backend_compile" in event else None
-)
 
 
 class State(jaxscale.flax.TrainState):
