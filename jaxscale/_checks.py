@@ -108,6 +108,11 @@ def one_of(call: str, name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     )
 
 
+def with_article(word: str) -> str:
+    """Returns a word after "a", or after "an" before a vowel."""
+    return f"an {word}" if word[0] in "AEIOaeio" else f"a {word}"
+
+
 def and_more(items: Sequence[Any], most: int) -> list[str]:
     """Returns the last word of a list that shows only `most` items: "and 3 more", or nothing."""
     return [f"and {len(items) - most} more"] if len(items) > most else []

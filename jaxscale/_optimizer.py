@@ -16,7 +16,7 @@ import jax
 import optax
 
 from ._accumulate import Window
-from ._checks import int32, one_of, positive
+from ._checks import int32, one_of, positive, with_article
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale
 from ._policies.spec import as_loss_scale
@@ -417,7 +417,7 @@ def _check_needs_no_verdict(wrapper: Wrapper) -> None:
     needs = [
         what
         for what, needed in {
-            f"a {type(wrapper.policy).__name__}": not isinstance(wrapper.policy, NEVER_MOVE),
+            with_article(type(wrapper.policy).__name__): not isinstance(wrapper.policy, NEVER_MOVE),
             "check_updates=True": wrapper.check_updates,
             "track_leaves=True": wrapper.track_leaves,
             "a window of `multi_steps`": wrapper.window is not None,

@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from ._accumulate import MultiStepsState
 from ._checks import and_more
+from ._policies.adaptive import UNSEEN, AdaptiveState
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale
 from ._scaling import find_scaling, is_loss_scaled
@@ -49,7 +50,8 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
         tree that holds exactly one, such as `opt_state` or a `TrainState`.
 
     Returns:
-      A dictionary of scalar arrays: `loss_scale` and the trackers of the policy and, if
+      A dictionary of scalar arrays: `loss_scale` and the trackers of the policy, which its state
+      explains (`jaxscale.LossScaleState`, `jaxscale.AdaptiveState`), and, if
       there is an optimizer state, `grads_finite`, `notfinite_count`,
       `total_notfinite`, `total_notfinite_loss`, `total_steps` and `total_retries`, as explained
       in `jaxscale.LossScaledState`. With `jaxscale.multi_steps` these count micro-batches, and
@@ -113,7 +115,8 @@ def check(
         then was not restored from a checkpoint.
 
     Raises:
-      LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped. The
+      LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped, or if an
+        `AdaptiveLossScale` has seen nothing but zeros in more steps than that. The
         message has the numbers and the likely cause and, if `tx` was made with
         `track_leaves=True`, the leaves that the last overflow was in.
       ValueError: if `tree` holds no such state, or several.
@@ -139,6 +142,7 @@ def check(
     axes, worst = np.ndim(state.notfinite_count), np.argmax(state.notfinite_count)
     state = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes:])[worst], state)
     if state.notfinite_count <= max_consecutive:
+        _raise_if_blind(state, max_consecutive)
         return
     counters = metrics(state)
     wrapper = wrapper_of(tx or getattr(tree, "tx", None))
@@ -180,6 +184,19 @@ def _warn_if_lost(step: Any, state: Any, inner_state: Any) -> None:
             "Restore with the bare optimizer, and then pass "
             "`tx.init(params)._replace(inner_state=restored.opt_state)`.",
             stacklevel=3,
+        )
+
+
+def _raise_if_blind(state: Any, most: int) -> None:
+    """Raises an error if a policy that follows the largest gradient has only ever seen zeros."""
+    steps = state.total_steps - state.total_notfinite
+    if isinstance(state.scaling, AdaptiveState) and state.scaling.peak <= UNSEEN and steps > most:
+        raise LossScaleStuckError(
+            f"All gradients were 0 in {steps} steps at loss scale {state.scaling.loss_scale:g}, "
+            "where `AdaptiveLossScale` learns nothing. If they are flushed to 0, start higher, as "
+            "with `AdaptiveLossScale(init_scale=2.0**15)`, or where "
+            "`jaxscale.diagnostics.calibrate` says. If not, the loss does not depend on the "
+            "parameters."
         )
 
 

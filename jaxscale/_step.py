@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import optax
 
 from ._accumulate import MultiStepsState, Window
+from ._checks import with_article
 from ._leaf import is_array
 from ._policies.base import LossScale, moved, takes_largest
 from ._skip import step_if
@@ -371,9 +372,10 @@ def checked_state(
     if type(state.scaling) is not expected:
         raise TypeError(
             f"`{call}` got the state of another optimizer: its scaling "
-            f"is a {type(state.scaling).__name__}, and that of a {type(policy).__name__} is a "
-            f"{expected.__name__}. Pass the state that `init` of this optimizer returned. To go "
-            "on from another one, pass `tx.init(params)._replace(inner_state=state.inner_state)`."
+            f"is {with_article(type(state.scaling).__name__)}, and that of "
+            f"{with_article(type(policy).__name__)} is {with_article(expected.__name__)}. Pass the "
+            "state that `init` of this optimizer returned. To go on from another one, pass "
+            "`tx.init(params)._replace(inner_state=state.inner_state)`."
         )
     return state
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._checks import int32, one_of
+from ._checks import int32, one_of, with_article
 from ._leaf import is_array
 from ._optimizer import NEVER_MOVE, applied, check_optimizer, check_transformation, chosen
 from ._retry import Pass, is_traced, repeated
@@ -236,7 +236,8 @@ class Plan:
         wrapper = wrapper_of(tx)
         if not self.retries or (wrapper and not isinstance(wrapper.policy, NEVER_MOVE)):
             return
-        got = f"one with a {type(wrapper.policy).__name__}" if wrapper else "another optimizer"
+        policy = with_article(type(wrapper.policy).__name__) if wrapper else ""
+        got = f"one with {policy}" if wrapper else "another optimizer"
         raise ValueError(
             f"`{self.call}(retries={self.retries})` needs a loss scale that can be lowered, got "
             f"{got}. Wrap the optimizer outermost, `tx = jaxscale.loss_scaled(tx)`, or leave "

@@ -7,12 +7,14 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .arguments import Flat
 from .objects import call_with_objects, holds_objects
 from .table import FULL_PRECISION
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
+
+
+_DTYPES = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32")]
 
 
 @functools.cache
@@ -50,14 +52,16 @@ def autocast(fun: Callable[_Args, _Result], dtype: Any = jnp.float16) -> Callabl
       symmetric_product, triangular_solve, tridiagonal, tridiagonal_solve). So norms,
       losses and softmax, which are made of these, run in float32.
     - All others follow their inputs: half precision if all floating-point arrays among them
-      are in it, otherwise float32. A constant counts only if half precision cannot hold it, such
-      as the -1e9 of a mask. A value that is multiplied by itself is a power. A difference that
-      only operations in float32 read is in float32.
+      are in it, otherwise float32. Constants do not force float32, unless half precision cannot
+      hold them, such as the -1e9 of a mask. A value that is multiplied by itself is a power. A
+      subtraction runs in float32 if its result goes only to operations of the second group.
 
     Control flow and calls are entered, `jax.custom_jvp` and `jax.custom_vjp` functions keep their
     rules, and what loops carry keeps its dtype. Integers, float64, complex numbers and what is
     written in half precision by hand are left alone, and so are kernels, callbacks and products
-    with an `algorithm` of their own. Source lines and named scopes stay those of the model.
+    with an `algorithm` of their own. The `precision` of a product and its
+    `preferred_element_type=float32` do not keep it from half precision: `full_precision` does.
+    Source lines and named scopes stay those of the model.
 
     Elementwise operations in float32 between half-precision arrays are computed again in the
     backward pass, as if under `jax.checkpoint`, because their inputs take half the memory.
@@ -66,7 +70,7 @@ def autocast(fun: Callable[_Args, _Result], dtype: Any = jnp.float16) -> Callabl
     everything else that is not an array of JAX reach the function as they are.
 
     Args:
-      fun: a function, such as a loss or a model.
+      fun: a function, such as a loss, Linen's `model.apply`, or a module of NNX.
       dtype: float16, bfloat16, or float32, which returns `fun` itself.
 
     Returns:
@@ -94,22 +98,23 @@ def autocast(fun: Callable[_Args, _Result], dtype: Any = jnp.float16) -> Callabl
       >>> jax.value_and_grad(jaxscale.autocast(loss_fn))(w, x)[0]  # float16 ends at 65504
       Array(320000., dtype=float32)
     """
-    if not callable(fun):
+    if not callable(fun) or _is_dtype(fun):
+        got = repr(fun) if _is_dtype(fun) else type(fun).__name__
         raise TypeError(
-            f"`autocast(fun)` must be a function, got {type(fun).__name__}. Pass the loss function "
-            "or the model itself, not what it returns."
+            f"`autocast(fun)` must be a function, got {got}. Pass the function first, such as the "
+            "loss or `model.apply`, and not what it returns. As a decorator with another dtype, "
+            "write `@functools.partial(jaxscale.autocast, dtype=...)`."
         )
-    known = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32")]
     try:
         checked = jnp.dtype(dtype)
     except TypeError:
         checked = None
-    if checked not in known:
+    if checked not in _DTYPES:
         raise ValueError(
             "`autocast(dtype)` must be float16 or bfloat16, or float32 to switch it off, got "
             f"{dtype!r}."
         )
-    if checked == known[2]:
+    if checked == _DTYPES[2]:
         return fun
     return _transformed(_autocast(checked).call, fun)
 
@@ -118,11 +123,12 @@ def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Returns the function, marked so that `autocast` leaves it as it is written.
 
     Mark a part of a model that needs more precision or range than half precision has, such as
-    a product of large numbers. It takes and returns float32 there. Outside of `autocast`, it is
-    `fun` under `jax.jit`.
+    a product of large numbers. What `autocast` computes in half precision outside of it comes in
+    as float32; what is written in half precision by hand stays so. Outside of `autocast` it is
+    `fun` itself, in a named scope.
 
     Args:
-      fun: a function of any arguments. Arrays of JAX are traced.
+      fun: a function, a method or a layer, of any arguments.
 
     Returns:
       A function with the arguments and outputs of `fun`.
@@ -141,15 +147,22 @@ def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
       Array(131072., dtype=float32)
     """
     if not callable(fun):
-        raise TypeError(f"`full_precision(fun)` must be a function, got {type(fun).__name__}.")
+        raise TypeError(
+            f"`full_precision(fun)` must be a function, got {type(fun).__name__}. Pass "
+            "the function itself, not what it returns."
+        )
 
-    return _transformed(_marked, fun)
+    @functools.wraps(fun, updated=())
+    def full_precision_fun(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        with jax.named_scope(FULL_PRECISION):
+            return fun(*args, **kwargs)
+
+    return full_precision_fun
 
 
-def _marked(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    # A call of `jit` stays one equation through `grad` and `vmap`, and keeps its name.
-    flat = Flat(fun, args, kwargs, FULL_PRECISION)
-    return flat.restored(jax.jit(flat)(*flat.arrays))
+def _is_dtype(fun: Any) -> bool:
+    # `jnp.float16` can be called, and is no function to compute with.
+    return isinstance(fun, str | jnp.dtype) or (isinstance(fun, type) and hasattr(fun, "dtype"))
 
 
 def _transformed(call: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,7 +171,7 @@ def _transformed(call: Callable[..., Any], fun: Callable[..., Any]) -> Callable[
     if not holds_objects(bound) and holds_objects(fun):
         bound, unbound = fun, lambda module, *args, **kwargs: module(*args, **kwargs)
 
-    @functools.wraps(fun)
+    @functools.wraps(fun, updated=())  # a module has attributes that are not to be copied
     def transformed_fun(*args: Any, **kwargs: Any) -> Any:
         # A module of NNX is an argument of its own methods: they may change it.
         if unbound is not None and holds_objects(bound):

@@ -14,6 +14,8 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.extend.core.primitives import convert_element_type_p
 
+from .table import FULL_PRECISION
+
 FLOAT32 = np.dtype("float32")
 
 
@@ -54,6 +56,12 @@ def is_floating(atom: Any) -> bool:
     """Returns whether a variable or a literal is an array of floating-point or complex numbers."""
     aval = atom.aval
     return type(aval) is ShapedArray and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def is_full_precision(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is part of what `full_precision` has marked."""
+    stack: Any = eqn.source_info.name_stack
+    return any(scope.name == FULL_PRECISION for scope in stack.stack)
 
 
 def has_dtype(value: Any, dtype: Any) -> bool:

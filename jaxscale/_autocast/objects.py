@@ -34,6 +34,16 @@ def call_with_objects(
       kwargs: its keyword arguments.
     """
     nnx: Any = sys.modules["flax.nnx"]
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
+    if not all(map(_may_change, filter(_is_object, leaves))):
+        # From outside of a `jit` around this: the function may read them, and NNX says so if it
+        # tries to change them.
+        def with_objects(others: Any) -> Any:
+            pairs = zip(leaves, others, strict=True)
+            args, kwargs = tree.unflatten(a if _is_object(a) else b for a, b in pairs)
+            return fun(*args, **kwargs)
+
+        return call(with_objects, ([None if _is_object(x) else x for x in leaves],), {})
 
     def pure(given: Any) -> Any:
         args, kwargs = nnx.from_tree(given, ctxtag=_TAG, is_inner=True)
@@ -49,6 +59,14 @@ def call_with_objects(
 
 def _only_objects(tree: Any) -> Any:
     return jax.tree.map(lambda x: x if _is_object(x) else None, tree, is_leaf=_is_object)
+
+
+def _may_change(node: Any) -> bool:
+    """Returns whether all variables of an object are of this level of tracing."""
+    nnx: Any = sys.modules["flax.nnx"]
+    held = [node] if isinstance(node, nnx.Variable) else (each for _, each in nnx.iter_graph(node))
+    states = (getattr(each, "_trace_state", None) for each in held)
+    return all(state is None or state.is_valid() for state in states)
 
 
 def _is_object(node: Any) -> bool:

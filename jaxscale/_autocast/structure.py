@@ -16,9 +16,18 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from .atoms import FLOAT32, Kind, Parameter, bind, cast, has_dtype, is_float32, without_constants
+from .atoms import (
+    FLOAT32,
+    Kind,
+    Parameter,
+    bind,
+    cast,
+    has_dtype,
+    is_float32,
+    is_full_precision,
+    without_constants,
+)
 from .table import FLOAT32 as FLOAT32_OPERATIONS
-from .table import FULL_PRECISION
 from .transform import (
     SIMPLE_RULES,
     Autocast,
@@ -47,13 +56,14 @@ def has_products(autocast: Autocast, program: Jaxpr | ClosedJaxpr) -> bool:
         autocast.with_products[jaxpr] = any(
             is_cast(eqn) or any(has_products(autocast, inner) for inner in _entered(eqn))
             for eqn in jaxpr.eqns
+            if not is_full_precision(eqn)
         )
     return autocast.with_products[jaxpr]
 
 
 def _entered(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
     name = eqn.primitive.name
-    is_left = is_full_precision(eqn) or name in _KERNELS or name in FLOAT32_OPERATIONS
+    is_left = name in _KERNELS or name in FLOAT32_OPERATIONS
     return iter(()) if is_left else programs(eqn)
 
 
@@ -63,11 +73,6 @@ def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
         for each in value if isinstance(value, tuple | list) else (value,):
             if isinstance(each, Jaxpr | ClosedJaxpr):
                 yield each
-
-
-def is_full_precision(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation calls what `full_precision` has marked."""
-    return str(eqn.params.get("name", "")).startswith(FULL_PRECISION)
 
 
 def rewritten(
@@ -135,7 +140,7 @@ def _holds_refs(eqn: JaxprEqn) -> bool:
 def call(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `jit`: it calls a rewritten program."""
     unchanged = not any(map(frame.is_narrow, eqn.invars)) and _is_unchanged(frame, eqn)
-    if unchanged or is_full_precision(eqn):
+    if unchanged:
         return as_written(frame, eqn)
     args, kinds = _inputs(frame, eqn)
     program, out_kinds = rewritten(frame, eqn.params["jaxpr"], args, kinds)
@@ -385,7 +390,7 @@ _ZEROS = ("Zero", "SymbolicZero")
 def noted(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation as it is written, and warns if there are products in it."""
     name = eqn.primitive.name
-    if name not in _KERNELS and not is_full_precision(eqn) and not _is_unchanged(frame, eqn):
+    if name not in _KERNELS and not _is_unchanged(frame, eqn):
         frame.autocast.warn(name)
     return as_written(frame, eqn)
 

@@ -18,7 +18,7 @@ functions. A primitive is smaller, so the tables differ in four places:
 in no table runs as it is written: that is in float32, if its inputs were declared so.
 """
 
-# The name of a call that runs as it is written. It stays through `grad` and `vmap`.
+# The named scope of what runs as it is written. It stays through `grad` and `vmap`.
 FULL_PRECISION = "jaxscale_full_precision"
 
 # Half precision: matrix products and convolutions.

@@ -33,6 +33,7 @@ from .atoms import (
     has_dtype,
     is_float32,
     is_floating,
+    is_full_precision,
     literal_kind,
 )
 from .chains import LONGEST, Link, Narrow, compute, current_name_stack, source
@@ -187,7 +188,7 @@ class Autocast:
             frame.write(var, arg, is_float32(var) and has_dtype(arg, self.dtype), kind)
         last_uses, rules, other = _last_uses(jaxpr), self.rules, self.other
         for index, eqn in enumerate(jaxpr.eqns):
-            rule = rules.get(eqn.primitive.name, other)
+            rule = as_written if is_full_precision(eqn) else rules.get(eqn.primitive.name, other)
             with eqn.ctx.manager, source(eqn, frame.scopes):
                 values, narrow = rule(frame, eqn)
             if values:  # otherwise they are left to be computed

@@ -5,6 +5,8 @@ for each primitive that often goes wrong. The second half says what becomes of t
 the loss scale that was asked for, and which scale to take instead.
 """
 
+import math
+
 from ..diagnostics._calibrate import Calibration
 from ..diagnostics._text import percent, power
 from ..diagnostics._trace.report import TracedNonfinite, TracedUnderflow
@@ -46,10 +48,15 @@ _VALUE = {
 }
 
 
+def _is_of_autocast(exam: Exam) -> bool:
+    """Returns whether half precision is due to autocast, and not written by hand."""
+    return bool(exam.autocast) and math.isfinite(exam.loss_as_written or 0.0)
+
+
 def _in_float32(exam: Exam) -> str:
-    if exam.autocast:
+    if _is_of_autocast(exam):
         return (
-            "Exempt it from autocast: put this line into a function of its own, and call that "
+            "Exempt it from autocast: call what this line calls, or a function of this line, "
             "through `jaxscale.full_precision`."
         )
     return "Compute this line in float32, and cast its result back."
@@ -63,7 +70,7 @@ def for_nonfinite(place: TracedNonfinite, exam: Exam) -> str:
             return f"Loss scale {power(fits)} is the largest that does not overflow here."
         help_ = "Even a loss scale of 1 overflows here." if place.scaled else "No loss scale helps."
         # Under autocast, what the line asks for is not what it gets.
-        known = _RANGE.get(place.primitive) if not exam.autocast else None
+        known = None if _is_of_autocast(exam) else _RANGE.get(place.primitive)
         return f"{help_} {(known or _in_float32(exam)).format(dtype=place.dtype)}"
     known = {
         "value": _VALUE.get(

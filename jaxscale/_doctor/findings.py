@@ -229,8 +229,8 @@ def _autocast(exam: Exam) -> Iterator[Finding]:
     if exam.autocast not in exam.dtypes:
         yield Finding(
             False,
-            "`jaxscale.autocast` changes nothing: there is no product of float32 matrices, and no "
-            "convolution, in this model.",
+            "`jaxscale.autocast` changes nothing: no product of float32 matrices, and no "
+            "convolution, is left to it in this model.",
         )
         return
     exact = exam.float32

@@ -28,7 +28,7 @@ _BINADE, _LEVEL = 2**16, 2**20
 _SHIFT = 4  # from units of a level to those of a logarithm
 
 # The logarithm of the usual largest gradient as long as none was seen.
-_UNSEEN = -256
+UNSEEN = -256
 
 # The exponents of float16's normal numbers: from 2**-14 to below 2**16.
 _LOWEST, _HIGHEST = -14.0, 16.0
@@ -85,7 +85,8 @@ class AdaptiveLossScale(LossScale):
       which wears off.
     - Second overflow in a row: `loss_scale <- loss_scale / 2**8`; each further one:
       `loss_scale <- loss_scale / 2**16`. Neither level nor peak move.
-    - All gradients are zero: nothing changes.
+    - All gradients are zero: nothing changes. If they are flushed to zero at `init_scale`, start
+      higher: `jaxscale.check` says so.
     - Finite step without gradients, as in `adjust(state, True)`: the peak stays, and is
       raised where the scale has been lowered, so that the scale grows by the rise of the
       level alone. At `max_level` the peak falls in its place.
@@ -171,7 +172,7 @@ class AdaptiveLossScale(LossScale):
         # Each in a buffer of its own: a state that holds one twice cannot be donated.
         return AdaptiveState(
             loss_scale=jnp.array(self.init_scale, jnp.float32),
-            peak=jnp.array(_UNSEEN, jnp.float32),
+            peak=jnp.array(UNSEEN, jnp.float32),
             level=jnp.array(_units(self.level) / _LEVEL, jnp.float32),
             finite_steps=jnp.array(self.period, jnp.int32),
             overflows=jnp.array(0, jnp.int32),
@@ -230,7 +231,7 @@ class AdaptiveLossScale(LossScale):
         loss_scale = healed(state.loss_scale, self.init_scale)
         level = jnp.where(jnp.isfinite(state.level), state.level, self.level)
         level = jnp.clip(level, self.min_level, self.max_level)
-        peak = jnp.where(jnp.abs(state.peak) <= 128, state.peak, _UNSEEN)
+        peak = jnp.where(jnp.abs(state.peak) <= 128, state.peak, UNSEEN)
         return _Counted(
             exponent=jnp.minimum(_log2(loss_scale) // _BINADE, _exponent(self.max_scale)),
             peak=(peak * _BINADE).astype(jnp.int32),
@@ -251,7 +252,7 @@ class AdaptiveLossScale(LossScale):
         short = jnp.maximum(_units(self.min_level) - level, 0)
         peak = jnp.minimum(now.peak + (short + 2**_SHIFT - 1) // 2**_SHIFT, 128 * _BINADE)
         # Before the first gradients the level is not known to be wrong.
-        is_blamed = (now.overflows == 0) & (now.peak > _UNSEEN * _BINADE)
+        is_blamed = (now.overflows == 0) & (now.peak > UNSEEN * _BINADE)
         return _Counted(
             exponent=jnp.minimum(now.exponent, lowered),
             peak=jnp.where(is_blamed, peak, now.peak),

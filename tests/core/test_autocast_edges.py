@@ -190,7 +190,7 @@ def test_full_precision_leaves_a_part_as_it_is_written():
         return jnp.mean(part(x @ w[0], w[1], times=3) @ w[2])
 
     cast = jaxscale.autocast(fun)
-    assert products(cast, W, X) == [{"float16"}, {"float16"}, {"float32"}]
+    assert products(cast, W, X) == [{"float16"}, {"float32"}, {"float16"}]
     assert products(jaxscale.autocast(cast), W, X) == products(cast, W, X)
     batched = functools.partial(jax.vmap, in_axes=(None, 0))
     for around, x, number in ((jax.grad, X, 3), (batched, X[None], 1), (jax.jit, X, 1)):
@@ -228,6 +228,7 @@ def test_arguments_that_the_function_closes_over_are_differentiated():
     np.testing.assert_allclose(gradient, expected, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_it_composes_with_transformations():
     fun = PROGRAMS["mlp"][0]
     loss = lambda f: lambda x: f({"w": W, "b": jnp.zeros(8)}, x)[0]  # noqa: E731
@@ -323,6 +324,12 @@ BAD_DTYPES = ["float64", "int8", "float8_e4m3fn", "half a dozen", None, "complex
 def test_bad_dtypes_are_named(dtype):
     with pytest.raises(ValueError, match=r"`autocast\(dtype\)` must be float16 or bfloat16, or"):
         jaxscale.autocast(jnp.tanh, dtype=dtype)
+
+
+@pytest.mark.parametrize("fun", [jnp.bfloat16, jnp.dtype("float16"), "float16"])
+def test_a_dtype_in_the_place_of_the_function_is_named(fun):
+    with pytest.raises(TypeError, match=r"Pass the function first.*functools\.partial"):
+        jaxscale.autocast(fun)
 
 
 @pytest.mark.parametrize("name", ["autocast", "full_precision"])

@@ -214,7 +214,7 @@ CASES = {
     "scores in float16": (
         ["--autocast", "float16"], 1,
         [f"It begins at doctored.py:{line('# the product')}", "float16 cannot hold these numbers, but float32 could",
-         "call that through `jaxscale.full_precision`"],
+         "or a function of this line, through `jaxscale.full_precision`"],
         ["preferred_element_type", "Nothing"],
     ),
     "rounded": ([], 0, ["Nothing is wrong."], ["problem"]),

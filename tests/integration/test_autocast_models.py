@@ -106,7 +106,8 @@ def test_a_transformer_keeps_no_more_than_one_written_in_float16(kind):
     assert ours < residual_bytes(plain, params)
 
 
-@kinds
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_transformer_learns_what_it_learns_in_float32(kind):
     plain, params = transformer(**KINDS[kind])
     loss, gradients = jax.jit(jax.value_and_grad(plain))(params, TOKENS)
@@ -372,3 +373,53 @@ def test_a_function_called_eagerly_compiles_once():
     assert first > before
     fun(x, x)
     assert len(COMPILED) == first
+
+
+@pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
+def test_a_module_from_outside_of_a_jit_is_read_and_stays_whole(jit):
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    expected = model(IMAGES)
+    by_argument = jaxscale.autocast(lambda model, x: model(x))
+    for fun in (jaxscale.autocast(model), lambda x: by_argument(model, x)):
+        np.testing.assert_allclose(jit(fun)(IMAGES), expected, rtol=0.02, atol=5e-3)
+    changing = Network(nnx.Rngs(0))
+    with pytest.raises(Exception, match="from a different trace level"):
+        jit(jaxscale.autocast(changing))(IMAGES)
+    assert changing(IMAGES).shape == (16, 4)
+
+
+class Mixed(nn.Module):
+    """Layers that run as they are written, one of which keeps statistics."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8)(x)
+        x = jaxscale.full_precision(nn.BatchNorm(use_running_average=False))(x)
+        return jaxscale.full_precision(nn.Dense(4))(x)
+
+
+def test_full_precision_takes_layers_of_linen():
+    model = Mixed()
+    variables = model.init(jax.random.key(0), IMAGES)
+
+    def loss_fn(params, x):
+        outputs, updated = model.apply(variables | {"params": params}, x, mutable="batch_stats")
+        return jnp.mean(outputs**2), updated
+
+    cast = jaxscale.autocast(loss_fn)
+    assert products(cast, variables["params"], IMAGES) == [{"float16"}, {"float32"}]
+    backward = products(jax.grad(cast, has_aux=True), variables["params"], IMAGES)
+    assert [kind for kind in backward if kind == {"float32"}] == [{"float32"}] * 3
+    assert len(backward) == 2 + 3  # the first layer needs no gradient of its inputs
+
+
+def test_full_precision_may_change_a_module_of_nnx_that_it_closes_over():
+    model = Network(nnx.Rngs(0))
+
+    def loss_fn(model, x):
+        part = jaxscale.full_precision(lambda x: model.norm(x))
+        return jnp.mean(model.last(part(model.first(x))) ** 2)
+
+    before = model.norm.mean[...]
+    nnx.jit(nnx.grad(jaxscale.autocast(loss_fn)))(model, IMAGES)
+    assert not np.array_equal(model.norm.mean[...], before)

@@ -448,3 +448,22 @@ def test_a_state_of_another_policy_is_not_taken():
         state = tx.init(PARAMS)._replace(scaling=other.init())
         with pytest.raises(TypeError, match=r"that of a AdaptiveLossScale is a AdaptiveState"):
             tx.update(PARAMS, state, PARAMS)
+
+
+def test_a_run_that_sees_nothing_but_zeros_is_stuck():
+    params = {"w": jnp.ones(3)}
+
+    def run(policy, grads, steps):
+        tx = jaxscale.loss_scaled(optax.sgd(0.1), policy)
+        state = tx.init(params)
+        step = jax.jit(lambda state: tx.update(grads, state, params)[1])
+        for _ in range(steps):
+            state = step(state)
+        return state
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    jaxscale.check(run("adaptive", zeros, 5), max_consecutive=5)
+    with pytest.raises(jaxscale.LossScaleStuckError, match=r"0 in 6 steps at loss scale 256.*init"):
+        jaxscale.check(run("adaptive", zeros, 6), max_consecutive=5)
+    jaxscale.check(run("adaptive", params, 6), max_consecutive=5)
+    jaxscale.check(run("dynamic", zeros, 6), max_consecutive=5)
