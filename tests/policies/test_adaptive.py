@@ -446,7 +446,7 @@ def test_a_state_of_another_policy_is_not_taken():
             DEFAULT.adjust(other.init(), True)
         tx = jaxscale.loss_scaled(optax.sgd(0.1), DEFAULT)
         state = tx.init(PARAMS)._replace(scaling=other.init())
-        with pytest.raises(TypeError, match=r"that of a AdaptiveLossScale is a AdaptiveState"):
+        with pytest.raises(TypeError, match="that of an AdaptiveLossScale is an AdaptiveState"):
             tx.update(PARAMS, state, PARAMS)
 
 
