@@ -52,7 +52,8 @@ def test_it_is_the_loop_of_three_lines(policy, inner):
     # Bit for bit where each operation runs by itself.
     assert_same_bits((params, opt_state, losses), run(steps[1], tx.init(PARAMS)))
     overflows = opt_state.total_notfinite - opt_state.total_notfinite_loss
-    assert overflows > 0 or POLICIES[policy].init().loss_scale < 2**10
+    low = POLICIES[policy].init().loss_scale < 2**10
+    assert overflows > 0 or low or policy == "adaptive"  # which moves out of their way
     assert opt_state.total_notfinite_loss > 0
     # Compiled they are two programs.
     compiled = [run(jax.jit(step), tx.init(PARAMS)) for step in steps]
