@@ -39,6 +39,7 @@ from .atoms import (
 from .chains import LONGEST, Link, Narrow, compute, current_name_stack, source
 from .table import CHAINED, CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
 from .table import FLOAT32 as FLOAT32_OPERATIONS
+from .uses import last_uses, only_float32
 
 # The primitives that the call under way has warned of.
 _named: contextvars.ContextVar[frozenset[str]]
@@ -61,7 +62,7 @@ class Frame:
         self.autocast, self.dtype = autocast, autocast.dtype
         self.in_loop = in_loop  # part of a body: XLA compiles its backward pass apart
         self.scopes = current_name_stack() if current_name_stack else None
-        self.only_float32 = _only_float32(jaxpr)
+        self.only_float32 = only_float32(jaxpr)
         self.links: dict[Any, Link] = {}  # float32 values that are not computed yet
         self.repeats = 2 * len(jaxpr.eqns) + LONGEST  # how often their equations may be computed
         self.values: dict[Any, Any] = {}
@@ -186,7 +187,7 @@ class Autocast:
             frame.write(var, const, False, parameter(var))
         for var, arg, kind in zip(jaxpr.invars, args, kinds, strict=True):
             frame.write(var, arg, is_float32(var) and has_dtype(arg, self.dtype), kind)
-        last_uses, rules, other = _last_uses(jaxpr), self.rules, self.other
+        done, rules, other = last_uses(jaxpr), self.rules, self.other
         for index, eqn in enumerate(jaxpr.eqns):
             rule = as_written if is_full_precision(eqn) else rules.get(eqn.primitive.name, other)
             with eqn.ctx.manager, source(eqn, frame.scopes):
@@ -194,7 +195,7 @@ class Autocast:
             if values:  # otherwise they are left to be computed
                 for var, value, is_narrow in zip(eqn.outvars, values, narrow, strict=True):
                     frame.write(var, value, is_narrow)
-            for var in last_uses.get(index, ()):
+            for var in done.get(index, ()):
                 frame.forget(var)
         outvars = jaxpr.outvars
         return [frame.read(atom) for atom in outvars], [frame.kind(atom) for atom in outvars]
@@ -423,31 +424,3 @@ SIMPLE_RULES: dict[str, Rule] = (
         "optimization_barrier": each,
     }
 )
-
-
-def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
-    """Returns the variables that can be forgotten after each equation, by its index."""
-    last: dict[Any, int] = {}
-    for index, eqn in enumerate(jaxpr.eqns):
-        for atom in (*eqn.invars, *eqn.outvars):
-            if not isinstance(atom, Literal):
-                last[atom] = index
-    for atom in jaxpr.outvars:
-        if not isinstance(atom, Literal):
-            last.pop(atom, None)
-    forgotten: dict[int, list[Any]] = {}
-    for var, index in last.items():
-        forgotten.setdefault(index, []).append(var)
-    return forgotten
-
-
-def _only_float32(jaxpr: Jaxpr) -> set[Any]:
-    """Returns the differences that are read by operations in float32 alone."""
-    differences = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "sub"}
-    if differences:
-        for eqn in jaxpr.eqns:
-            is_power = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
-            if eqn.primitive.name not in FLOAT32_OPERATIONS and not is_power:
-                differences.difference_update(a for a in eqn.invars if not isinstance(a, Literal))
-        differences.difference_update(a for a in jaxpr.outvars if not isinstance(a, Literal))
-    return differences
