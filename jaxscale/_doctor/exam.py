@@ -26,7 +26,8 @@ from ..diagnostics._leaves import LeafTable, leaf_counts, table
 from ..diagnostics._suggest import Suggestion, suggest_scale
 from ..diagnostics._trace.interpreter import Interpreter, Value
 from ..diagnostics._trace.jaxpr import BACKWARD
-from ..diagnostics._trace.numbers import IncomparableError, in_float32
+from ..diagnostics._trace.numbers import IncomparableError
+from ..diagnostics._trace.plan import Planner
 from ..diagnostics._trace.report import TracedUnderflow, TraceReport
 from ..diagnostics._trace.trace import trace
 from ..diagnostics._underflow import Underflow, underflow
@@ -222,7 +223,7 @@ def _float32_gradients(
         return jax.jit(jax.grad(loss_of))(params, arrays)
     closed, shapes = jax.make_jaxpr(jax.grad(loss_of), return_shape=True)(params, arrays)
     structure = jax.tree.structure(shapes)
-    interpreter = Interpreter(lambda visit: [frozenset()] * len(visit.outputs), in_float32)
+    interpreter = Interpreter(Planner(), is_wide=lambda place: True)
     inputs = [Value(leaf) for leaf in jax.tree.leaves((params, arrays))]
     try:
         outputs = interpreter.run(closed, inputs, (BACKWARD,) * structure.num_leaves)

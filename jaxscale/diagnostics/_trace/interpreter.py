@@ -1,9 +1,9 @@
-"""A jaxpr run equation by equation, including those in its loops and calls.
+"""A jaxpr run step by step, including the equations in its loops and conditions.
 
-The interpreter evaluates each equation that something needs (see `jaxpr`) on its actual
-inputs, and shows it to a `watch` function. Calls, `cond`, `while` and `scan` are opened, so that
-`watch` only sees equations that hold no others. With each value it carries whether the value
-depends on the loss scale, and where its inf and NaN come from.
+The interpreter runs what a `Plan` says on actual inputs, and shows each equation to a `watch`
+function. `cond`, `while` and `scan` are opened, so that `watch` only sees equations that hold no
+others. With each value it carries whether the value depends on the loss scale, and where its inf
+and NaN come from. Any of the equations may be computed in float32 instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from .jaxpr import Analysis, Needs, callee, is_ref, results, union
-from .numbers import evaluate
+from .jaxpr import Needs, is_ref, results, union
+from .numbers import evaluate, in_float32
+from .plan import Planner, Read, Segment, Step
 
 
 class Value(NamedTuple):
@@ -54,6 +55,9 @@ class Visit(NamedTuple):
     need: int
 
 
+# An equation and those that hold it, by their numbers in memory.
+Place = tuple[int, ...]
+
 # Returns where the inf and NaN of each output come from.
 Watch = Callable[[Visit], Sequence[frozenset[Any]]]
 
@@ -61,15 +65,28 @@ Watch = Callable[[Visit], Sequence[frozenset[Any]]]
 _UNUSED = Value(None)
 
 
-class Interpreter:
-    """Evaluates jaxprs, and shows each equation to `watch`.
+def place_of(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> Place:
+    """Returns what tells an equation from all others, and from itself in another call."""
+    return tuple(map(id, (*around, eqn)))
 
-    Pass another `evaluate`, such as `in_float32`, to compute the equations differently.
+
+class Interpreter:
+    """Runs jaxprs, and shows each equation to `watch`.
+
+    Args:
+      planner: makes the plans. Interpreters that share it share compiled programs.
+      watch: is shown each equation, and returns where the inf and NaN of its outputs come from.
+        Segments that are computed in float32 are not shown.
+      is_wide: whether the equation at a place is computed in float32. By default none is.
     """
 
-    def __init__(self, watch: Watch, evaluate: Callable[..., Any] = evaluate) -> None:
-        self._watch, self._evaluate = watch, evaluate
-        self._analysis = Analysis()
+    def __init__(
+        self,
+        planner: Planner,
+        watch: Watch = lambda visit: [frozenset()] * len(visit.outputs),
+        is_wide: Callable[[Place], bool] = lambda place: False,
+    ) -> None:
+        self._planner, self._watch, self._is_wide = planner, watch, is_wide
         self._cells: dict[int, Cell] = {}  # of refs from outside: these are not changed
 
     def run(
@@ -88,43 +105,66 @@ class Interpreter:
           needs: what each of its results is needed for, as bits.
           around: the equations that hold this jaxpr.
           iteration: the index of each loop around it.
+
+        Raises:
+          IncomparableError: if an equation shall be computed in float32, and cannot.
         """
-        jaxpr = closed.jaxpr
-        values: dict[Any, Any] = {
-            var: self._cell(const) if is_ref(var) else Value(const)
-            for var, const in zip(jaxpr.constvars, closed.consts, strict=True)
-        }
-        values.update(zip(jaxpr.invars, inputs, strict=True))
+        plan = self._planner.plan(closed, needs)
+        values: dict[int, Any] = dict(zip(plan.inputs, inputs, strict=True))
+        for place, var, const in plan.consts:
+            values[place] = self._cell(const) if is_ref(var) else Value(const)
 
-        def read(atom: Any) -> Any:
-            return Value(atom.val) if isinstance(atom, Literal) else values.get(atom, _UNUSED)
+        def read(place: Read) -> Any:
+            if isinstance(place, Literal):
+                return Value(place.val)
+            return _UNUSED if place is None else values[place]
 
-        all_needs = self._analysis.outputs(jaxpr, needs)
-        last_uses = _last_uses(closed)
-        for index, (eqn, eqn_needs) in enumerate(zip(jaxpr.eqns, all_needs, strict=True)):
-            if union(eqn, eqn_needs):
-                frame = (eqn, eqn_needs, around, iteration)
-                with eqn.ctx.manager:
-                    outputs = self._equation([read(atom) for atom in eqn.invars], *frame)
-                values.update(zip(eqn.outvars, outputs, strict=True))
-            for var in last_uses.get(index, ()):
-                values.pop(var, None)
-        return [read(atom) for atom in jaxpr.outvars]
+        for part, forgotten in zip(plan.parts, plan.forgotten, strict=True):
+            if isinstance(part, Segment):
+                self._segment(part, values, read, around, iteration)
+            else:
+                given = [read(place) for place in part.reads]
+                with part.eqn.ctx.manager:
+                    outputs = self._step(part, given, around, iteration)
+                values.update(zip(part.writes, outputs, strict=True))
+            for place in forgotten:
+                values.pop(place, None)
+        return [read(place) for place in plan.outputs]
 
     def _cell(self, ref: Any) -> Cell:
         return self._cells.setdefault(id(ref), Cell(Value(ref[...])))
 
-    def _equation(
+    def _segment(
         self,
+        segment: Segment,
+        values: dict[int, Any],
+        read: Callable[[Read], Any],
+        around: tuple[JaxprEqn, ...],
+        iteration: tuple[int, ...],
+    ) -> None:
+        program, inputs = segment.program, [values[place].array for place in segment.reads]
+        wide = [self._is_wide(place_of(s.eqn, (*around, *s.around))) for s in segment.steps]
+        if all(wide):
+            made = program.run_in_float32(inputs)
+            values |= {p: Value(a) for p, a in zip(segment.writes, made, strict=True)}
+            return
+        # What is computed in float32 in part runs one by one: there are many ways to do so.
+        outputs = None if any(wide) else iter(program.run(inputs))
+        for step, is_wide in zip(segment.steps, wide, strict=True):
+            given = [read(place) for place in step.reads]
+            arrays = next(outputs) if outputs else _computed(step.eqn, given, is_wide)
+            made = self._watched(step, given, arrays, (*around, *step.around), iteration)
+            values.update(zip(step.writes, made, strict=True))
+
+    def _step(
+        self,
+        step: Step,
         inputs: list[Any],
-        eqn: JaxprEqn,
-        needs: Needs,
         around: tuple[JaxprEqn, ...],
         iteration: tuple[int, ...],
     ) -> Sequence[Value | Cell]:
-        called, inside = callee(eqn), (*around, eqn)
-        if called is not None:
-            return self.run(called, inputs, needs, inside, iteration)
+        eqn, needs, around = step.eqn, step.needs, (*around, *step.around)
+        inside = (*around, eqn)
         match eqn.primitive.name:
             case "cond":
                 index, *inputs = inputs
@@ -136,18 +176,28 @@ class Interpreter:
             case "scan":
                 return self._scan(inputs, eqn, needs, inside, iteration)
         given = [each.value if isinstance(each, Cell) else each for each in inputs]
-        arrays = self._evaluate(eqn, [value.array for value in given])
-        need = union(eqn, needs)
-        origins = self._watch(Visit(eqn, given, arrays, around, iteration, need))
-        scaled = any(value.scaled for value in given)
-        values = [Value(a, scaled, of) for a, of in zip(arrays, origins, strict=True)]
-        outputs, held = values[: len(eqn.outvars)], values[len(eqn.outvars) :]
+        arrays = _computed(eqn, given, self._is_wide(place_of(eqn, around)))
+        made = self._watched(step, given, arrays, around, iteration)
+        outputs, held = made[: len(eqn.outvars)], made[len(eqn.outvars) :]
         for cell, value in zip((c for c in inputs if isinstance(c, Cell)), held, strict=True):
             cell.value = value
         return [
             Cell(value) if is_ref(var) else value
             for var, value in zip(eqn.outvars, outputs, strict=True)
         ]
+
+    def _watched(
+        self,
+        step: Step,
+        given: list[Value],
+        arrays: Sequence[Any],
+        around: tuple[JaxprEqn, ...],
+        iteration: tuple[int, ...],
+    ) -> list[Value]:
+        need = union(step.eqn, step.needs)
+        origins = self._watch(Visit(step.eqn, given, arrays, around, iteration, need))
+        scaled = any(value.scaled for value in given)
+        return [Value(array, scaled, of) for array, of in zip(arrays, origins, strict=True)]
 
     def _while(
         self,
@@ -181,7 +231,7 @@ class Interpreter:
     ) -> list[Value]:
         length, consts = eqn.params["length"], eqn.params["num_consts"]
         size = eqn.params["num_carry"]
-        needs = self._analysis.scanned(eqn, needs)
+        needs = self._planner.analysis.scanned(eqn, needs)
         carry, scanned = inputs[consts : consts + size], inputs[consts + size :]
         stacked: list[Any] = [None] * length
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
@@ -202,17 +252,9 @@ class Interpreter:
         return [*carry, *map(_stack, zip(*stacked, strict=True))]
 
 
-def _last_uses(closed: ClosedJaxpr) -> dict[int, list[Any]]:
-    """Returns the variables that can be forgotten after each equation, by its index."""
-    last: dict[Any, int] = {}
-    for index, eqn in enumerate(closed.jaxpr.eqns):
-        last |= {atom: index for atom in eqn.invars if not isinstance(atom, Literal)}
-    kept = {atom for atom in closed.jaxpr.outvars if not isinstance(atom, Literal)}
-    forgotten: dict[int, list[Any]] = {}
-    for var, index in last.items():
-        if var not in kept:
-            forgotten.setdefault(index, []).append(var)
-    return forgotten
+def _computed(eqn: JaxprEqn, inputs: Sequence[Value], is_wide: bool) -> Sequence[Any]:
+    with eqn.ctx.manager:
+        return (in_float32 if is_wide else evaluate)(eqn, [value.array for value in inputs])
 
 
 def _is_extended(array: Any) -> bool:

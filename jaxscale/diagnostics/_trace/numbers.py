@@ -32,7 +32,13 @@ _NEVER_LOSE = {
     *_ON_REFS,
     "empty_ref",
 }
-_CONTRACTIONS = {"dot_general", "conv_general_dilated"}
+# These give finite numbers if they are given finite ones.
+_NEVER_MAKE = _NEVER_LOSE - {
+    *("add", "add_any", "sub", "scatter-add", "reduce_sum", "cumsum", "reduce_window_sum"),
+    *("select_and_scatter_add", "gather", "scatter", "bitcast_convert_type", "addupdate"),
+    *("dynamic_slice", "pad", "reduce_max", "reduce_min", "reduce_window_max", "iota"),
+}
+CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 
 
 def _scatter(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,10 +138,15 @@ def birth(
     if not any(mask.any() for mask in bad):
         return None
     fresh, cause = bad, None
+    repaired = inputs
     if any(nonfinite_mask(value).any() for value in inputs):
         # An output that stays inf or NaN when these inputs are replaced was made here.
         repaired = [_repaired(value) for value in inputs]
-        fresh = [a & nonfinite_mask(b) for a, b in zip(bad, evaluate(eqn, repaired), strict=True)]
+        if eqn.primitive.name in _NEVER_MAKE:
+            fresh = [np.zeros_like(mask) for mask in bad]
+        else:
+            again = evaluate(eqn, repaired)
+            fresh = [a & nonfinite_mask(b) for a, b in zip(bad, again, strict=True)]
         if not explained and not any(mask.any() for mask in fresh):
             if any(_is_nan(value).any() for value in inputs):
                 return None
@@ -157,7 +168,9 @@ def _fits_float32(eqn: JaxprEqn, inputs: Sequence[Any], output: int, mask: np.nd
         return False
 
 
-def lost_values(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) -> Lost | None:
+def lost_values(
+    eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any], *, least: float
+) -> Lost | None:
     """Returns what an equation lost in the output that lost most, or `None`.
 
     A value is lost if the equation gives zero or a subnormal number in the dtype of its
@@ -165,12 +178,19 @@ def lost_values(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) ->
     zeros of a mask, a ReLU or a padding are zeros in float32 too. An exact subnormal number
     counts only if no input was subnormal: otherwise it may have been subnormal before.
 
+    Args:
+      eqn: an equation.
+      inputs: its actual inputs.
+      outputs: its outputs on these inputs.
+      least: the share of the nonzero values that must be lost to be of interest.
+
     Raises:
       IncomparableError: if values may be lost, but the equation cannot be run in float32.
     """
     if eqn.primitive.name in _NEVER_LOSE:
         return None
-    suspects = [i for i, output in enumerate(outputs) if _has_tiny(output)]
+    # Values that are neither zero nor subnormal were not lost, so not more than the others were.
+    suspects = [i for i, output in enumerate(outputs) if _share_of_tiny(output) > least]
     if not suspects:
         return None
     wide = in_float32(eqn, inputs)
@@ -178,29 +198,32 @@ def lost_values(eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any]) ->
     found = []
     for i in suspects:
         actual, exact = _numbers(outputs[i]), _numbers(wide[i])
-        exact = np.where(np.abs(exact) > _noise(eqn, inputs, np.shape(exact)), exact, 0.0)
-        tiny = (exact != 0) & (np.abs(exact) < _smallest_normal(outputs[i]))
+        size = np.abs(exact)
+        nonzero = size > _noise(eqn, inputs)
+        tiny = nonzero & (size < _smallest_normal(outputs[i]))
         zeros = tiny & (actual == 0)
         subnormals = tiny & ~zeros & _subnormal(outputs[i])
         if subnormal_inputs:
             subnormals &= actual != exact
-        nonzero, flushed, rounded = (int(mask.sum()) for mask in (exact != 0, zeros, subnormals))
-        found.append(Lost(i, nonzero, flushed, rounded, _share_of_sum(exact, zeros)))
-    return max(found, key=lambda lost: lost.zeros + lost.subnormals)
+        counts = (int(mask.sum()) for mask in (nonzero, zeros, subnormals))
+        found.append(Lost(i, *counts, _share_of_sum(np.where(nonzero, size, 0.0), zeros)))
+    worst = max(found, key=lambda lost: lost.zeros + lost.subnormals)
+    return worst if worst.share > least else None
 
 
-def _share_of_sum(numbers: np.ndarray, mask: np.ndarray) -> float:
-    magnitudes = np.where(np.isfinite(numbers), np.abs(numbers), 0.0)
-    total = float(magnitudes.sum())
-    return float(magnitudes[mask].sum()) / total if total else 0.0
-
-
-def _noise(eqn: JaxprEqn, inputs: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
+def _noise(eqn: JaxprEqn, inputs: Sequence[Any]) -> Any:
     """Returns how much of a float32 sum of products may be rounding, if its terms cancel."""
-    if eqn.primitive.name not in _CONTRACTIONS:
-        return np.zeros(shape)
+    if eqn.primitive.name not in CONTRACTIONS:
+        return 0.0
     magnitudes = in_float32(eqn, [jnp.abs(value) for value in inputs])
-    return _numbers(magnitudes[0]) * 2.0**-20
+    return _numbers(magnitudes[0]) * np.float32(2.0**-20)
+
+
+def _share_of_sum(magnitudes: np.ndarray, mask: np.ndarray) -> float:
+    if not mask.any():
+        return 0.0
+    magnitudes = np.where(np.isfinite(magnitudes), magnitudes, 0.0).astype(np.float64)
+    return float(magnitudes[mask].sum() / magnitudes.sum())
 
 
 def in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
@@ -254,7 +277,8 @@ def _is_nan(value: Any) -> np.ndarray:
 
 
 def _numbers(value: Any) -> np.ndarray:
-    return np.asarray(value).astype(np.float64)
+    # Those of narrow formats, and what float32 gives in their place.
+    return np.asarray(value).astype(np.float32, copy=False)
 
 
 def _smallest_normal(value: Any) -> float:
@@ -264,15 +288,18 @@ def _smallest_normal(value: Any) -> float:
 def _subnormal(value: Any) -> np.ndarray:
     if not _is(value, jnp.floating):
         return np.zeros(np.shape(value), bool)
-    magnitude = np.abs(_numbers(value))
-    return (magnitude > 0) & (magnitude < _smallest_normal(value))
+    magnitude = np.abs(np.asarray(value))
+    return (magnitude > 0) & (magnitude < magnitude.dtype.type(_smallest_normal(value)))
 
 
-def _has_tiny(value: Any) -> bool:
-    """Returns whether a value has numbers below its normal range, which float32 would hold."""
+def _share_of_tiny(value: Any) -> float:
+    """Returns the share of numbers below the normal range, if float32 would hold them."""
     if not _is_narrow(_dtype(value)):
-        return False
-    smallest = _smallest_normal(value)
+        return 0.0
     # bfloat16 has the range of float32, so a comparison with float32 would show nothing.
-    in_range = smallest > float(jnp.finfo(jnp.float32).smallest_normal)
-    return in_range and bool((np.abs(_numbers(value)) < smallest).any())
+    smallest = _smallest_normal(value)
+    if smallest <= float(jnp.finfo(jnp.float32).smallest_normal):
+        return 0.0
+    array = np.asarray(value)
+    tiny = np.abs(array) < array.dtype.type(smallest)
+    return float(tiny.mean()) if tiny.size else 0.0

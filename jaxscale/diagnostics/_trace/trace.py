@@ -22,10 +22,11 @@ from ..._state import LossScaleState
 from ..._tree import widen
 from ..._value_and_grad import seeding, unseed, with_loss
 from .._formats import is_ndarray, kind
-from .interpreter import Interpreter, Value, Visit
+from .interpreter import Interpreter, Value, Visit, place_of
 from .jaxpr import BACKWARD, EFFECT, FORWARD
 from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
 from .places import layer, lines
+from .plan import Planner
 from .report import TracedNonfinite, TracedUnderflow, TraceReport
 
 # A place is reported if it loses a larger share of the nonzero values.
@@ -120,7 +121,8 @@ def trace(
         needs = tuple(BACKWARD if name.startswith("grads") else FORWARD for name in names)
         findings = _Findings()
         with jax.debug_nans(False), jax.debug_infs(False):
-            outputs = Interpreter(findings.watch).run(closed, [Value(loss_scale, True)], needs)
+            interpreter = Interpreter(Planner(), findings.watch)
+            outputs = interpreter.run(closed, [Value(loss_scale, True)], needs)
         arguments = _inexact("args", args) | _inexact("kwargs", fun_kwargs)
         return findings.report(dict(zip(names, outputs, strict=True)), arguments, loss_scale)
 
@@ -167,7 +169,7 @@ class _Findings:
 
     def watch(self, visit: Visit) -> list[frozenset[Any]]:
         """Returns where the inf and NaN of each output come from, and notes new ones."""
-        place = tuple(map(id, (*visit.around, visit.eqn)))
+        place = place_of(visit.eqn, visit.around)
         self.visits[place] += 1
         if visit.need == EFFECT:  # only printed: it reaches no output
             return [frozenset()] * len(visit.outputs)
@@ -192,11 +194,12 @@ class _Findings:
 
     def _note_lost(self, place: Any, visit: Visit) -> None:
         try:
-            lost = lost_values(visit.eqn, [value.array for value in visit.inputs], visit.outputs)
+            arrays = [value.array for value in visit.inputs]
+            lost = lost_values(visit.eqn, arrays, visit.outputs, least=_LOST_SHARE)
         except IncomparableError:
             self.not_compared.add(visit.eqn.primitive.name)
             return
-        if lost is not None and lost.share > _LOST_SHARE:
+        if lost is not None:
             self.times["lost", place] += 1
             if place not in self.lost or lost.share > self.lost[place][1].share:
                 self.lost[place] = visit, lost

@@ -1,0 +1,307 @@
+"""A jaxpr as a list of steps, in which calls are opened and neighbours are compiled together.
+
+Compiling each equation by itself takes 30 ms, far longer than to run it. So a `Plan` cuts the
+steps into segments, and a `Program` compiles a segment once and returns the results of all its
+equations. A barrier after each equation keeps XLA from rewriting two into one: each number is the
+one that the equation by itself would give. Segments are cut before each matrix product, so that
+equal layers are cut alike, and share their programs. Loops, conditions, effects and refs are
+steps of their own.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from .jaxpr import Analysis, Needs, callee, is_ref, union
+from .numbers import CONTRACTIONS, evaluate, in_float32
+
+_MOST_STEPS = 32  # of a segment without a product
+_MOST_BYTES = 2**28  # of the results of a segment, which are all kept until it was looked at
+
+# The interpreter opens these, or they do more than to compute.
+_ALONE = {"cond", "while", "scan", "shard_map", "pmap", "xla_pmap"}
+
+# A place where a value is kept, a number, or `None` for a value that nothing needs.
+Read = int | Literal | None
+
+
+class Step(NamedTuple):
+    """An equation that is not a call.
+
+    Attributes:
+      eqn: the equation.
+      around: the calls that hold it, outermost first.
+      needs: what each of its results is needed for.
+      reads: where its inputs are.
+      writes: where its outputs go.
+    """
+
+    eqn: JaxprEqn
+    around: tuple[JaxprEqn, ...]
+    needs: Needs
+    reads: tuple[Read, ...]
+    writes: tuple[int, ...]
+
+
+class Segment(NamedTuple):
+    """Steps that run as one program.
+
+    Attributes:
+      steps: the steps.
+      program: what runs them.
+      reads: where the inputs of the program are.
+      writes: where those results go that others need.
+    """
+
+    steps: tuple[Step, ...]
+    program: "Program"
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+class Plan(NamedTuple):
+    """What to run for a jaxpr.
+
+    Attributes:
+      closed: the jaxpr.
+      consts: where its constants go, with their variables.
+      inputs: where its inputs go.
+      parts: what to run.
+      outputs: where its outputs are.
+      forgotten: the values that are no longer needed after each part.
+    """
+
+    closed: ClosedJaxpr
+    consts: tuple[tuple[int, Any, Any], ...]
+    inputs: tuple[int, ...]
+    parts: tuple[Segment | Step, ...]
+    outputs: tuple[Read, ...]
+    forgotten: tuple[tuple[int, ...], ...]
+
+
+class Planner:
+    """Makes plans, and remembers them and the programs of their segments."""
+
+    def __init__(self) -> None:
+        self.analysis = Analysis()
+        self._plans: dict[tuple[int, Needs], Plan] = {}
+        self._programs: dict[Any, Program] = {}
+
+    def plan(self, closed: ClosedJaxpr, needs: Needs) -> Plan:
+        """Returns what to run for a jaxpr whose results are needed for `needs`."""
+        key = id(closed), needs  # the plan holds `closed`, so that the number stays its own
+        if key not in self._plans:
+            self._plans[key] = self._planned(closed, needs)
+        return self._plans[key]
+
+    def _planned(self, closed: ClosedJaxpr, needs: Needs) -> Plan:
+        steps: list[Step] = []
+        consts: list[tuple[int, Any, Any]] = []
+        size = 0
+
+        def new(count: int) -> tuple[int, ...]:
+            nonlocal size
+            size += count
+            return tuple(range(size - count, size))
+
+        def flatten(
+            closed: ClosedJaxpr, inputs: Sequence[Read], needs: Needs, around: tuple[JaxprEqn, ...]
+        ) -> tuple[Read, ...]:
+            jaxpr: Jaxpr = closed.jaxpr
+            held = new(len(jaxpr.constvars))
+            consts.extend(zip(held, jaxpr.constvars, closed.consts, strict=True))
+            place: dict[Any, Read] = dict(zip(jaxpr.constvars, held, strict=True))
+            place.update(zip(jaxpr.invars, inputs, strict=True))
+
+            def read(atom: Any) -> Read:
+                return atom if isinstance(atom, Literal) else place.get(atom)
+
+            all_needs = self.analysis.outputs(jaxpr, needs)
+            for eqn, eqn_needs in zip(jaxpr.eqns, all_needs, strict=True):
+                if not union(eqn, eqn_needs):
+                    continue
+                reads, called = tuple(map(read, eqn.invars)), callee(eqn)
+                if called is not None:
+                    outputs = flatten(called, reads, eqn_needs, (*around, eqn))
+                else:
+                    outputs = new(len(eqn.outvars))
+                    steps.append(Step(eqn, around, eqn_needs, reads, outputs))
+                place.update(zip(eqn.outvars, outputs, strict=True))
+            return tuple(map(read, jaxpr.outvars))
+
+        inputs = new(len(closed.jaxpr.invars))
+        outputs = flatten(closed, inputs, needs, ())
+        cut = _cut(steps)
+        last: dict[int, int] = {}  # the part that reads a value last; none after an output
+        for index, part in enumerate(cut):
+            for step in part:
+                last |= {place: index for place in step.reads if isinstance(place, int)}
+        last |= {place: len(cut) for place in (*inputs, *outputs) if isinstance(place, int)}
+        parts, forgotten = [], [[] for _ in cut]
+        for place, index in last.items():
+            if index < len(cut):
+                forgotten[index].append(place)
+        for index, part in enumerate(cut):
+            if _may_share(part[0].eqn):
+                parts.append(self._segment(part, {p for p in last if last[p] > index}))
+            else:
+                parts.append(part[0])
+            unread = (p for step in part for p in step.writes if p not in last)
+            forgotten[index].extend(unread)
+        return Plan(
+            closed, tuple(consts), inputs, tuple(parts), outputs, tuple(map(tuple, forgotten))
+        )
+
+    def _segment(self, steps: tuple[Step, ...], later: set[int]) -> Segment:
+        """Returns steps as a segment, given the values that are read after it."""
+        made = [place for step in steps for place in step.writes]
+        outside = tuple(
+            dict.fromkeys(  # in order, without repeats
+                place
+                for step in steps
+                for place in step.reads
+                if isinstance(place, int) and place not in made
+            )
+        )
+        local = {place: i for i, place in enumerate((*outside, *made))}
+        inner = tuple(
+            (step.eqn, tuple(local[r] if isinstance(r, int) else r for r in step.reads))
+            for step in steps
+        )
+        writes = tuple(place for place in made if place in later)
+        kept = tuple(local[place] for place in writes)
+        key = _key(inner, kept)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = Program(inner, kept)
+        return Segment(steps, program, outside, writes)
+
+
+def _may_share(eqn: JaxprEqn) -> bool:
+    is_alone = eqn.primitive.name in _ALONE or "callback" in eqn.primitive.name
+    return not (is_alone or eqn.effects or any(map(is_ref, (*eqn.invars, *eqn.outvars))))
+
+
+def _cut(steps: Sequence[Step]) -> list[tuple[Step, ...]]:
+    parts: list[list[Step]] = []
+    size = 0
+    for step in steps:
+        size += (more := _bytes(step.eqn))
+        if (
+            parts
+            and _may_share(step.eqn)
+            and _may_share(parts[-1][0].eqn)
+            and step.eqn.primitive.name not in CONTRACTIONS
+            and len(parts[-1]) < _MOST_STEPS
+            and size < _MOST_BYTES
+        ):
+            parts[-1].append(step)
+        else:
+            parts.append([step])
+            size = more
+    return [tuple(part) for part in parts]
+
+
+def _bytes(eqn: JaxprEqn) -> int:
+    return sum(
+        var.aval.size * getattr(var.aval.dtype, "itemsize", 8)
+        for var in eqn.outvars
+        if isinstance(getattr(var.aval, "size", None), int)
+    )
+
+
+def _key(inner: Sequence[Any], kept: tuple[int, ...]) -> Any:
+    """Returns what two segments have in common if one program serves both."""
+    key = tuple(
+        (
+            eqn.primitive,
+            tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
+            tuple(_bits(read) if isinstance(read, Literal) else read for read in reads),
+            tuple(atom.aval for atom in eqn.invars),
+            eqn.ctx,
+        )
+        for eqn, reads in inner
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return object()
+    return key, kept
+
+
+def _bits(literal: Literal) -> tuple[str, bytes]:
+    value = np.asarray(literal.val)
+    return str(value.dtype), value.tobytes()
+
+
+class Program:
+    """The equations of a segment, as functions that are compiled when they are first called.
+
+    Args:
+      inner: each equation, and where its inputs are: the inputs of the program come first, and
+        then the outputs of its equations.
+      kept: where the results are that others need.
+    """
+
+    def __init__(
+        self, inner: tuple[tuple[JaxprEqn, tuple[Any, ...]], ...], kept: tuple[int, ...]
+    ) -> None:
+        self._inner, self._kept = inner, kept
+
+    @functools.cached_property
+    def run(self) -> Callable[[Sequence[Any]], list[list[Any]]]:
+        """Returns the outputs of each equation."""
+
+        def run(inputs: Sequence[Any]) -> list[list[Any]]:
+            return self._outputs(
+                list(inputs), lambda *args: list(map(_behind_barrier, evaluate(*args)))
+            )
+
+        return _jit(run)
+
+    @functools.cached_property
+    def run_in_float32(self) -> Callable[[Sequence[Any]], list[Any]]:
+        """Returns the results that others need, computed in float32.
+
+        Raises:
+          IncomparableError: if an equation cannot be computed in float32.
+        """
+
+        def run_in_float32(inputs: Sequence[Any]) -> list[Any]:
+            values = list(inputs)
+            self._outputs(values, in_float32)
+            return [values[i] for i in self._kept]
+
+        return _jit(run_in_float32)
+
+    def _outputs(self, values: list[Any], evaluate: Callable[..., Any]) -> list[list[Any]]:
+        """Returns the outputs of each equation, and appends them to the inputs."""
+        outputs = []
+        for eqn, reads in self._inner:
+            given = [_number(r) if isinstance(r, Literal) else values[r] for r in reads]
+            with eqn.ctx.manager:
+                outputs.append(list(evaluate(eqn, given)))
+            values += outputs[-1]
+        return outputs
+
+
+def _number(literal: Literal) -> Any:
+    # Behind a barrier, too, or NumPy would compute with it while the program is traced.
+    return _behind_barrier(jnp.asarray(literal.val, literal.aval.dtype))
+
+
+def _behind_barrier(value: Any) -> Any:
+    is_plain = isinstance(value, jax.Array) and isinstance(value.dtype, np.dtype)
+    return jax.lax.optimization_barrier(value) if is_plain else value
+
+
+def _jit(fun: Callable[..., Any]) -> Callable[..., Any]:
+    # Each program runs a few times at most, so it does not pay to optimise it. Without, a CPU does
+    # not contract products and sums either, as it does in no equation that runs by itself.
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(fun, compiler_options=options)
