@@ -7,7 +7,7 @@ from ._leaves import LeafCounts, LeafRow, LeafTable, leaf_counts, table
 from ._pictures import plot_histogram, plot_underflow
 from ._suggest import Suggestion, suggest_scale
 from ._text import text_histogram, to_json
-from ._trace.report import TracedNonfinite, TracedUnderflow, TraceReport
+from ._trace.report import TracedConstant, TracedNonfinite, TracedUnderflow, TraceReport
 from ._trace.trace import trace
 from ._underflow import Underflow, underflow
 
@@ -21,6 +21,7 @@ __all__ = [
     "Shares",
     "Suggestion",
     "TraceReport",
+    "TracedConstant",
     "TracedNonfinite",
     "TracedUnderflow",
     "Underflow",

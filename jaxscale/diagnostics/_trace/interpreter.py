@@ -15,8 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from .jaxpr import Needs, is_ref, results, union
-from .numbers import evaluate, in_float32
-from .plan import Planner, Read, Segment, Step
+from .plan import Planner, Read, Rounded, Segment, Step, compute, number
 
 
 class Value(NamedTuple):
@@ -115,16 +114,16 @@ class Interpreter:
             values[place] = self._cell(const) if is_ref(var) else Value(const)
 
         def read(place: Read) -> Any:
-            if isinstance(place, Literal):
-                return Value(place.val)
-            return _UNUSED if place is None else values[place]
+            if isinstance(place, int):
+                return values[place]
+            return _UNUSED if place is None else Value(number(place, False))
 
         for part, forgotten in zip(plan.parts, plan.forgotten, strict=True):
             if isinstance(part, Segment):
                 self._segment(part, values, read, around, iteration)
             else:
                 given = [read(place) for place in part.reads]
-                with part.eqn.ctx.manager:
+                with part.eqn.ctx.manager:  # for what a loop holds
                     outputs = self._step(part, given, around, iteration)
                 values.update(zip(part.writes, outputs, strict=True))
             for place in forgotten:
@@ -152,7 +151,7 @@ class Interpreter:
         outputs = None if any(wide) else iter(program.run(inputs))
         for step, is_wide in zip(segment.steps, wide, strict=True):
             given = [read(place) for place in step.reads]
-            arrays = next(outputs) if outputs else _computed(step.eqn, given, is_wide)
+            arrays = next(outputs) if outputs else _computed(step, given, is_wide)
             made = self._watched(step, given, arrays, (*around, *step.around), iteration)
             values.update(zip(step.writes, made, strict=True))
 
@@ -176,7 +175,7 @@ class Interpreter:
             case "scan":
                 return self._scan(inputs, eqn, needs, inside, iteration)
         given = [each.value if isinstance(each, Cell) else each for each in inputs]
-        arrays = _computed(eqn, given, self._is_wide(place_of(eqn, around)))
+        arrays = _computed(step, given, self._is_wide(place_of(eqn, around)))
         made = self._watched(step, given, arrays, around, iteration)
         outputs, held = made[: len(eqn.outvars)], made[len(eqn.outvars) :]
         for cell, value in zip((c for c in inputs if isinstance(c, Cell)), held, strict=True):
@@ -252,9 +251,12 @@ class Interpreter:
         return [*carry, *map(_stack, zip(*stacked, strict=True))]
 
 
-def _computed(eqn: JaxprEqn, inputs: Sequence[Value], is_wide: bool) -> Sequence[Any]:
-    with eqn.ctx.manager:
-        return (in_float32 if is_wide else evaluate)(eqn, [value.array for value in inputs])
+def _computed(step: Step, inputs: Sequence[Value], is_wide: bool) -> list[Any]:
+    arrays = [
+        number(read, is_wide) if isinstance(read, (Literal, Rounded)) else value.array
+        for read, value in zip(step.reads, inputs, strict=True)
+    ]
+    return compute(step.eqn, arrays, is_wide)
 
 
 def _is_extended(array: Any) -> bool:

@@ -6,6 +6,7 @@ inf and NaN among its inputs, to see which of those in its outputs it makes itse
 `lost_values` runs it again in float32, to see which zeros and subnormal numbers should not be.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -71,6 +72,8 @@ class Birth(NamedTuple):
     output: int
     elements: int
     cause: str
+    largest_input: float = math.nan
+    float32_result: float = math.nan
 
 
 class Lost(NamedTuple):
@@ -155,17 +158,31 @@ def birth(
         inputs = repaired if cause is None else inputs
     for output, mask in enumerate(fresh):
         if mask.any():
+            wide = _largest_in_float32(eqn, inputs, output, mask)
             if cause is None:
-                cause = "range" if _fits_float32(eqn, inputs, output, mask) else "value"
-            return Birth(output, int(mask.sum()), cause)
+                cause = "range" if math.isfinite(wide) else "value"
+            largest = max(map(_largest, inputs), default=math.nan)
+            return Birth(output, int(mask.sum()), cause, largest, wide)
     return None
 
 
-def _fits_float32(eqn: JaxprEqn, inputs: Sequence[Any], output: int, mask: np.ndarray) -> bool:
+def _largest_in_float32(
+    eqn: JaxprEqn, inputs: Sequence[Any], output: int, mask: np.ndarray
+) -> float:
+    """Returns the largest magnitude where `mask` is set: NaN or inf if float32 gives them, too."""
     try:
-        return not nonfinite_mask(in_float32(eqn, inputs)[output])[mask].any()
+        numbers = np.abs(np.asarray(in_float32(eqn, inputs)[output])[mask])
     except IncomparableError:
-        return False
+        return math.nan
+    return float(numbers.max())
+
+
+def _largest(value: Any) -> float:
+    """Returns the largest finite magnitude of a floating-point value, otherwise 0."""
+    if not _is(value, jnp.floating):
+        return 0.0
+    magnitudes = np.abs(np.asarray(value))
+    return float(magnitudes.max(initial=0, where=np.isfinite(magnitudes)))
 
 
 def lost_values(
@@ -233,11 +250,11 @@ def in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
       IncomparableError: if the equation cannot be computed in float32.
     """
     params = {
-        name: np.dtype(np.float32) if _is_narrow(value) else value
+        name: np.dtype(np.float32) if is_narrow(value) else value
         for name, value in eqn.params.items()
     }
     inputs = [
-        jax.lax.convert_element_type(value, jnp.float32) if _is_narrow(_dtype(value)) else value
+        jax.lax.convert_element_type(value, jnp.float32) if is_narrow(_dtype(value)) else value
         for value in inputs
     ]
     try:
@@ -245,7 +262,7 @@ def in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
         outputs = evaluate(eqn, inputs, params) if scatter is None else [scatter(*inputs, **params)]
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise IncomparableError(eqn.primitive.name) from error
-    if any(_is_narrow(_dtype(output)) for output in outputs):
+    if any(is_narrow(_dtype(output)) for output in outputs):
         raise IncomparableError(eqn.primitive.name)
     return outputs
 
@@ -264,7 +281,8 @@ def _is(value: Any, kind: Any) -> bool:
     return jnp.issubdtype(_dtype(value), kind)
 
 
-def _is_narrow(dtype: Any) -> bool:
+def is_narrow(dtype: Any) -> bool:
+    """Returns whether a dtype is floating-point with fewer bits than float32."""
     if not isinstance(dtype, np.dtype) or not jnp.issubdtype(dtype, jnp.floating):
         return False
     return jnp.finfo(dtype).bits < 32
@@ -294,7 +312,7 @@ def _subnormal(value: Any) -> np.ndarray:
 
 def _share_of_tiny(value: Any) -> float:
     """Returns the share of numbers below the normal range, if float32 would hold them."""
-    if not _is_narrow(_dtype(value)):
+    if not is_narrow(_dtype(value)):
         return 0.0
     # bfloat16 has the range of float32, so a comparison with float32 would show nothing.
     smallest = _smallest_normal(value)

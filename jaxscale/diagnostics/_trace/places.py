@@ -65,6 +65,11 @@ def _lines(eqn: JaxprEqn) -> list[Line]:
     return found
 
 
+def is_users_file(file: str) -> bool:
+    """Returns whether a file is neither Python's own nor that of JAX or a library of layers."""
+    return _is_users(file, _library_folders())
+
+
 def _is_users(file: str, libraries: tuple[str, ...]) -> bool:
     if file.startswith(("<frozen ", *libraries)):
         return False

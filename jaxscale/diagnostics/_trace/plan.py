@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from .constants import Constants
 from .jaxpr import Analysis, Needs, callee, is_ref, union
-from .numbers import CONTRACTIONS, evaluate, in_float32
+from .numbers import CONTRACTIONS, evaluate, in_float32, is_narrow
 
 _MOST_STEPS = 32  # of a segment without a product
 _MOST_BYTES = 2**28  # of the results of a segment, which are all kept until it was looked at
@@ -26,8 +27,24 @@ _MOST_BYTES = 2**28  # of the results of a segment, which are all kept until it 
 # The interpreter opens these, or they do more than to compute.
 _ALONE = {"cond", "while", "scan", "shard_map", "pmap", "xla_pmap"}
 
+
+class Rounded(NamedTuple):
+    """A number of the source that a narrow format rounded to 0 or inf.
+
+    Attributes:
+      literal: what became of it.
+      exact: the number.
+    """
+
+    literal: Literal
+    exact: float
+
+
+# An equation, what holds it, and a number among its inputs.
+RoundedAt = tuple[JaxprEqn, tuple[JaxprEqn, ...], Rounded]
+
 # A place where a value is kept, a number, or `None` for a value that nothing needs.
-Read = int | Literal | None
+Read = int | Literal | Rounded | None
 
 
 class Step(NamedTuple):
@@ -85,10 +102,20 @@ class Plan(NamedTuple):
 
 
 class Planner:
-    """Makes plans, and remembers them and the programs of their segments."""
+    """Makes plans, and remembers them and the programs of their segments.
 
-    def __init__(self) -> None:
+    Args:
+      constants: knows the numbers that became 0 or inf.
+
+    Attributes:
+      analysis: what equations are needed for.
+      rounded: the numbers that became 0 or inf, with the equations that use them.
+    """
+
+    def __init__(self, constants: Constants | None = None) -> None:
         self.analysis = Analysis()
+        self.rounded: list[RoundedAt] = []
+        self._constants = Constants() if constants is None else constants
         self._plans: dict[tuple[int, Needs], Plan] = {}
         self._programs: dict[Any, Program] = {}
 
@@ -129,6 +156,7 @@ class Planner:
                 if called is not None:
                     outputs = flatten(called, reads, eqn_needs, (*around, eqn))
                 else:
+                    reads = tuple(self._exact(eqn, around, each) for each in reads)
                     outputs = new(len(eqn.outvars))
                     steps.append(Step(eqn, around, eqn_needs, reads, outputs))
                 place.update(zip(eqn.outvars, outputs, strict=True))
@@ -156,6 +184,15 @@ class Planner:
         return Plan(
             closed, tuple(consts), inputs, tuple(parts), outputs, tuple(map(tuple, forgotten))
         )
+
+    def _exact(self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], read: Read) -> Read:
+        exact = None
+        if isinstance(read, Literal):
+            exact = self._constants.exact(eqn, around, read)
+        if exact is None:
+            return read
+        self.rounded.append((eqn, around, Rounded(read, exact)))
+        return self.rounded[-1][-1]
 
     def _segment(self, steps: tuple[Step, ...], later: set[int]) -> Segment:
         """Returns steps as a segment, given the values that are read after it."""
@@ -221,7 +258,7 @@ def _key(inner: Sequence[Any], kept: tuple[int, ...]) -> Any:
         (
             eqn.primitive,
             tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
-            tuple(_bits(read) if isinstance(read, Literal) else read for read in reads),
+            tuple(read if isinstance(read, int) else _bits(read) for read in reads),
             tuple(atom.aval for atom in eqn.invars),
             eqn.ctx,
         )
@@ -234,8 +271,10 @@ def _key(inner: Sequence[Any], kept: tuple[int, ...]) -> Any:
     return key, kept
 
 
-def _bits(literal: Literal) -> tuple[str, bytes]:
-    value = np.asarray(literal.val)
+def _bits(number: Literal | Rounded) -> Any:
+    if isinstance(number, Rounded):
+        return number.exact, _bits(number.literal)
+    value = np.asarray(number.val)
     return str(value.dtype), value.tobytes()
 
 
@@ -258,9 +297,7 @@ class Program:
         """Returns the outputs of each equation."""
 
         def run(inputs: Sequence[Any]) -> list[list[Any]]:
-            return self._outputs(
-                list(inputs), lambda *args: list(map(_behind_barrier, evaluate(*args)))
-            )
+            return self._outputs(list(inputs), is_wide=False)
 
         return _jit(run)
 
@@ -274,25 +311,55 @@ class Program:
 
         def run_in_float32(inputs: Sequence[Any]) -> list[Any]:
             values = list(inputs)
-            self._outputs(values, in_float32)
+            self._outputs(values, is_wide=True)
             return [values[i] for i in self._kept]
 
         return _jit(run_in_float32)
 
-    def _outputs(self, values: list[Any], evaluate: Callable[..., Any]) -> list[list[Any]]:
+    def _outputs(self, values: list[Any], *, is_wide: bool) -> list[list[Any]]:
         """Returns the outputs of each equation, and appends them to the inputs."""
         outputs = []
         for eqn, reads in self._inner:
-            given = [_number(r) if isinstance(r, Literal) else values[r] for r in reads]
-            with eqn.ctx.manager:
-                outputs.append(list(evaluate(eqn, given)))
+            # Numbers behind a barrier, or NumPy would compute with them while this is traced.
+            given = [
+                values[r]
+                if isinstance(r, int)
+                else _behind_barrier(jnp.asarray(number(r, is_wide)))
+                for r in reads
+            ]
+            made = compute(eqn, given, is_wide)
+            outputs.append(made if is_wide else list(map(_behind_barrier, made)))
             values += outputs[-1]
         return outputs
 
 
-def _number(literal: Literal) -> Any:
-    # Behind a barrier, too, or NumPy would compute with it while the program is traced.
-    return _behind_barrier(jnp.asarray(literal.val, literal.aval.dtype))
+def number(read: Literal | Rounded, is_wide: bool) -> Any:
+    """Returns a number as an array, the exact one if it is used in float32."""
+    if isinstance(read, Rounded):
+        return np.float32(read.exact) if is_wide else number(read.literal, False)
+    return np.asarray(read.val, read.aval.dtype)
+
+
+def compute(eqn: JaxprEqn, inputs: Sequence[Any], is_wide: bool) -> list[Any]:
+    """Returns the outputs of an equation, in float32 or as it is written.
+
+    Inputs that were computed in float32 are cast to what the equation takes.
+    """
+    with eqn.ctx.manager:
+        if is_wide:
+            return list(in_float32(eqn, inputs))
+        given = [
+            jax.lax.convert_element_type(value, atom.aval.dtype)
+            if _is_wider(value, atom)
+            else value
+            for value, atom in zip(inputs, eqn.invars, strict=True)
+        ]
+        return list(evaluate(eqn, given))
+
+
+def _is_wider(value: Any, atom: Any) -> bool:
+    expected = getattr(atom.aval, "dtype", None)
+    return is_narrow(expected) and getattr(value, "dtype", None) == np.float32
 
 
 def _behind_barrier(value: Any) -> Any:

@@ -95,6 +95,9 @@ class TracedNonfinite(Place):
       reaches: the outputs that the inf or NaN got to, such as `"loss"`, `"grads['w']"` or
         `"aux['stats']"`. Empty if it was turned into finite numbers on the way, which is
         right for a mask and wrong for a norm.
+      largest_input: the largest finite magnitude among its floating-point inputs.
+      float32_result: the largest magnitude that float32 gives in place of these elements: inf
+        or NaN if it cannot hold them either, or if the equation cannot be run in float32.
 
     Example:
       >>> import jax.numpy as jnp
@@ -110,6 +113,8 @@ class TracedNonfinite(Place):
     elements: int
     cause: str
     reaches: tuple[str, ...]
+    largest_input: float
+    float32_result: float
 
     def __str__(self) -> str:
         first = self._line("of the elements")
@@ -183,6 +188,44 @@ class TracedUnderflow(Place):
 
 
 @dataclasses.dataclass(frozen=True)
+class TracedConstant:
+    """A number of the source that its dtype rounds to 0 or inf.
+
+    Attributes:
+      value: the number, such as 1e-9.
+      became: what it is in the dtype: 0, inf or -inf.
+      dtype: the dtype, such as `"float16"`.
+      primitive: the operation that uses it, as JAX calls it.
+      where: file and line, relative to the working directory.
+      file: the file.
+      line: the line.
+      source: the text of that line.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> from jaxscale import diagnostics
+      >>> loss_fn = lambda w: jnp.sum((w + 1e-9).astype(jnp.float32))
+      >>> scaling = jaxscale.NoOpLossScale().init()
+      >>> constant = diagnostics.trace(loss_fn, scaling)(jnp.ones(2, jnp.float16)).constants[0]
+      >>> constant.value, constant.became, constant.dtype, constant.primitive
+      (1e-09, 0.0, 'float16', 'add')
+    """
+
+    value: float
+    became: float
+    dtype: str
+    primitive: str
+    where: str
+    file: str
+    line: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.value:g} is {self.became:g} in {self.dtype}, {self.where}: `{self.source}`"
+
+
+@dataclasses.dataclass(frozen=True)
 class TraceReport:
     """What `trace` found.
 
@@ -200,6 +243,7 @@ class TraceReport:
         `"args[1]['x']"`.
       nonfinite_outputs: which of the loss, the auxiliary output and the gradients hold them.
       not_compared: primitives that may have lost values but cannot be run in float32.
+      constants: the numbers of the source that their dtype rounds to 0 or inf.
 
     Example:
       >>> import jax.numpy as jnp
@@ -219,6 +263,7 @@ class TraceReport:
     nonfinite_arguments: tuple[str, ...]
     nonfinite_outputs: tuple[str, ...]
     not_compared: tuple[str, ...]
+    constants: tuple[TracedConstant, ...]
 
     @property
     def first_nonfinite(self) -> TracedNonfinite | None:
@@ -229,7 +274,7 @@ class TraceReport:
     @property
     def found(self) -> bool:
         """Whether there is anything to report."""
-        return bool(self.nonfinite or self.underflows or self.nonfinite_outputs)
+        return bool(self.nonfinite or self.underflows or self.nonfinite_outputs or self.constants)
 
     def __str__(self) -> str:
         loss, loss_scale = number(self.loss), number(self.loss_scale)
@@ -243,6 +288,7 @@ class TraceReport:
         if first is not None:
             kind = "overflow" if first.cause == "range" else "inf or NaN"
             lines.append(f"first {kind}: {first}")
+        lines += [f"rounded: {constant}" for constant in self.constants[:_MOST_PLACES]]
         others = [place for place in self.nonfinite if place is not first]
         lines += _first_few("also inf or NaN", others) + _first_few("underflow", self.underflows)
         if self.not_compared:

@@ -1,20 +1,22 @@
 """The scaled backward pass, run equation by equation to see where numbers get lost.
 
-`trace` builds the jaxpr of the loss and its scaled gradients, and hands it to the
-`Interpreter`. After each equation the interpreter calls `_Findings.watch`, which asks `numbers`
-whether the equation made an inf or a NaN, or lost small values. `_Findings.report` turns what
-was noted into a `TraceReport`: there `places` finds the lines of the model.
+`Backward` holds the jaxpr of the loss and its scaled gradients, and runs it in the `Interpreter`:
+at any loss scale, and with any part of it in float32. After each equation the interpreter calls
+`_Findings.watch`, which asks `numbers` whether the equation made an inf or a NaN, or lost small
+values. `_Findings.report` turns what was noted into a `TraceReport`: there `places` finds the
+lines of the model. `trace` does all that once.
 """
 
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import JaxprEqn
 
 from ..._leaf import is_inexact
 from ..._scaling import find_scaling
@@ -22,12 +24,13 @@ from ..._state import LossScaleState
 from ..._tree import widen
 from ..._value_and_grad import seeding, unseed, with_loss
 from .._formats import is_ndarray, kind
-from .interpreter import Interpreter, Value, Visit, place_of
+from .constants import Constants
+from .interpreter import Interpreter, Place, Value, Visit, place_of
 from .jaxpr import BACKWARD, EFFECT, FORWARD
 from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
 from .places import layer, lines
-from .plan import Planner
-from .report import TracedNonfinite, TracedUnderflow, TraceReport
+from .plan import Planner, RoundedAt
+from .report import TracedConstant, TracedNonfinite, TracedUnderflow, TraceReport
 
 # A place is reported if it loses a larger share of the nonzero values.
 _LOST_SHARE = 0.5
@@ -47,12 +50,13 @@ def trace(
     also those in `jit`, loops, `cond`, `remat` and custom derivatives. It looks at every
     number, computes again in float32 where numbers may have been lost, and gives the lines
     of the model where that happened. For the host, outside of `jit`, and for one small
-    batch: each equation is compiled and checked by itself, which is slow.
+    batch: the results of all equations are checked one by one, which is slow.
 
     Underflow is looked for in float16 and narrower formats: bfloat16 has the range of
     float32. A `shard_map`, a `pmap` or a kernel counts as one equation. A ref from outside
     `fun` keeps what it holds, because `fun` runs on a copy. A Python number is rounded
-    before anything runs: in float16 `x * 1e-9` is `x * 0`, and no equation shows that.
+    before anything runs, and no equation shows that: in float16 `x * 1e-9` is `x * 0`. Such
+    numbers are listed as `constants`, unless they stand in a function that was traced before.
 
     Args:
       fun: a function that returns a floating scalar, as for `jaxscale.value_and_grad`. It
@@ -99,7 +103,36 @@ def trace(
         _check(args, fun_kwargs, loss_scale)
         if transform is jax.value_and_grad and not kwargs.get("allow_int"):
             _check_floating(args, kwargs.get("argnums", 0))
+        backward = Backward(fun, args, fun_kwargs, transform=transform, has_aux=has_aux, **kwargs)
+        return backward.run(loss_scale).report()
 
+    return trace_fun
+
+
+class Backward:
+    """The loss and its scaled gradients as a program that can be run in many ways.
+
+    Args:
+      fun: the loss, and its arguments.
+      args: the arguments of the loss.
+      fun_kwargs: its keyword arguments.
+      constants: knows the numbers of the source that were rounded when `fun` was traced before.
+      transform: what differentiates; this and the others are those of `trace`.
+      has_aux: whether `fun` returns a pair.
+      **kwargs: passed to `transform`.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        fun_kwargs: dict[str, Any],
+        constants: Constants | None = None,
+        *,
+        transform: Callable[..., Any] = jax.value_and_grad,
+        has_aux: bool = False,
+        **kwargs: Any,
+    ) -> None:
         def backward(loss_scale: jax.Array) -> dict[str, Any]:
             # Not the state itself: with that of a `NoOpLossScale` no cotangent is scaled, and
             # there would be none to follow.
@@ -115,18 +148,66 @@ def trace(
             grads = unseed(grads, widen(one_seed(seed)))
             return {"loss": loss} | _inexact("aux", aux) | _inexact("grads", grads)
 
+        constants = Constants() if constants is None else constants
         # The arguments are constants of the jaxpr, so that a leaf that is not an array is kept.
-        closed, shapes = jax.make_jaxpr(backward, return_shape=True)(loss_scale)
-        names = sorted(shapes)  # in the order in which a dictionary is flattened
-        needs = tuple(BACKWARD if name.startswith("grads") else FORWARD for name in names)
-        findings = _Findings()
-        with jax.debug_nans(False), jax.debug_infs(False):
-            interpreter = Interpreter(Planner(), findings.watch)
-            outputs = interpreter.run(closed, [Value(loss_scale, True)], needs)
-        arguments = _inexact("args", args) | _inexact("kwargs", fun_kwargs)
-        return findings.report(dict(zip(names, outputs, strict=True)), arguments, loss_scale)
+        with constants.noticed():
+            self._closed, shapes = jax.make_jaxpr(backward, return_shape=True)(jnp.float32(1))
+        self._names = sorted(shapes)  # in the order in which a dictionary is flattened
+        self._needs = tuple(
+            BACKWARD if name.startswith("grads") else FORWARD for name in self._names
+        )
+        self._planner = Planner(constants)
+        self._arguments = _inexact("args", args) | _inexact("kwargs", fun_kwargs)
 
-    return trace_fun
+    def run(self, loss_scale: Any, is_wide: Callable[[Place], bool] = lambda place: False) -> "Run":
+        """Returns what one pass gives and does.
+
+        Args:
+          loss_scale: a `f32[]`.
+          is_wide: whether the equation at a place is computed in float32.
+
+        Raises:
+          IncomparableError: if an equation shall be computed in float32, and cannot.
+        """
+        findings, loss_scale = _Findings(), jnp.asarray(loss_scale, jnp.float32)
+        with jax.debug_nans(False), jax.debug_infs(False):
+            interpreter = Interpreter(self._planner, findings.watch, is_wide)
+            outputs = interpreter.run(self._closed, [Value(loss_scale, True)], self._needs)
+        return Run(
+            dict(zip(self._names, outputs, strict=True)),
+            findings,
+            self._arguments,
+            self._planner.rounded,
+            float(loss_scale),
+        )
+
+
+class Run(NamedTuple):
+    """One pass.
+
+    Attributes:
+      values: the loss, the gradients and what else is returned, by their names.
+      findings: what was seen on the way.
+      arguments: the floating-point arguments, by their names.
+      rounded: the numbers that a narrow format rounded to 0 or inf, and where.
+      loss_scale: the loss scale.
+    """
+
+    values: dict[str, Value]
+    findings: "_Findings"
+    arguments: dict[str, Any]
+    rounded: Sequence[RoundedAt]
+    loss_scale: float
+
+    @property
+    def grads(self) -> dict[str, np.ndarray]:
+        """The gradients, by their names."""
+        values = self.values.items()
+        return {name: np.asarray(v.array) for name, v in values if name.startswith("grads")}
+
+    def report(self) -> TraceReport:
+        """Returns all that was seen, as Python values."""
+        return self.findings.report(self.values, self.arguments, self.rounded, self.loss_scale)
 
 
 def _check(args: Any, kwargs: Any, loss_scale: Any) -> None:
@@ -161,7 +242,8 @@ class _Findings:
     """What was seen at each place. A place is an equation and the equations that hold it."""
 
     def __init__(self) -> None:
-        self.visits: collections.Counter[Any] = collections.Counter()
+        self.visits: collections.Counter[Any] = collections.Counter()  # in order of execution
+        self.equations: dict[Any, tuple[JaxprEqn, tuple[JaxprEqn, ...]]] = {}
         self.times: collections.Counter[Any] = collections.Counter()
         self.births: dict[Any, tuple[Visit, Birth]] = {}
         self.lost: dict[Any, tuple[Visit, Lost]] = {}
@@ -171,6 +253,7 @@ class _Findings:
         """Returns where the inf and NaN of each output come from, and notes new ones."""
         place = place_of(visit.eqn, visit.around)
         self.visits[place] += 1
+        self.equations[place] = visit.eqn, visit.around
         if visit.need == EFFECT:  # only printed: it reaches no output
             return [frozenset()] * len(visit.outputs)
         self._note_lost(place, visit)
@@ -205,7 +288,11 @@ class _Findings:
                 self.lost[place] = visit, lost
 
     def report(
-        self, outputs: dict[str, Value], arguments: dict[str, Any], loss_scale: jax.Array
+        self,
+        outputs: dict[str, Value],
+        arguments: dict[str, Any],
+        rounded: Sequence[RoundedAt],
+        loss_scale: float,
     ) -> TraceReport:
         """Returns all that was seen, as Python values."""
         reached = collections.defaultdict(list)
@@ -217,6 +304,8 @@ class _Findings:
                 **self._place("birth", place, visit, born.output, _share(visit, born)),
                 elements=born.elements,
                 cause=born.cause,
+                largest_input=born.largest_input,
+                float32_result=born.float32_result,
                 reaches=tuple(reached[place]),
             )
             for place, (visit, born) in self.births.items()
@@ -238,13 +327,14 @@ class _Findings:
         ]
         return TraceReport(
             loss=float(np.mean(np.asarray(outputs["loss"].array), dtype=np.float64)),
-            loss_scale=float(loss_scale),
+            loss_scale=loss_scale,
             equations=self.visits.total(),
             nonfinite=_without_repeats(made if explained else made + given),
             underflows=_without_repeats(underflows),
             nonfinite_arguments=_nonfinite_names(arguments),
             nonfinite_outputs=_nonfinite_names({k: v.array for k, v in outputs.items()}),
             not_compared=tuple(sorted(self.not_compared)),
+            constants=_traced_constants(rounded),
         )
 
     def _place(
@@ -270,6 +360,24 @@ class _Findings:
             "visits": self.visits[place],
             "share": share,
         }
+
+
+def _traced_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...]:
+    found: dict[Any, TracedConstant] = {}
+    for eqn, around, number in rounded:
+        line = lines(eqn, around)[0]
+        constant = TracedConstant(
+            value=number.exact,
+            became=float(number.literal.val),
+            dtype=str(number.literal.aval.dtype),
+            primitive=eqn.primitive.name,
+            where=str(line),
+            file=line.file,
+            line=line.number,
+            source=line.text,
+        )
+        found.setdefault((line.file, line.number, constant.value, constant.dtype), constant)
+    return tuple(found.values())
 
 
 def _share(visit: Visit, born: Birth) -> float:
