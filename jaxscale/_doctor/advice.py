@@ -1,96 +1,166 @@
 """What to do: about a line where numbers get lost, and about the loss scale.
 
-The first half knows what helps at an operation: the tables `_RANGE` and `_VALUE` hold a sentence
-for each primitive that often goes wrong. The second half says what becomes of the gradients at
-the loss scale that was asked for, and which scale to take instead.
+The first half knows what helps at an operation. It looks at the line as well as at the primitive,
+because a `div` may be the derivative of a square root. The second half says what becomes of the
+gradients at the loss scale that was asked for, and which scale to take instead.
+
+In float16 an epsilon must be large enough for the derivative, too: that of `rsqrt(x + e)` at 0 is
+e**-1.5 / 2, which is beyond 65504 for e below 4e-4, and a loss scale multiplies it.
 """
 
 import math
+import re
 
 from ..diagnostics._calibrate import Calibration
-from ..diagnostics._text import percent, power
+from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import TracedNonfinite, TracedUnderflow
-from .exam import Comparison, Exam
+from .compare import Comparison
+from .exam import Exam
+from .remedy import Remedy
 
 _NEEDED = 0.01  # a loss scale is needed if more than this share of the gradients is lost without it
 _DEFAULT_SCALE = 2.0**15  # where a dynamic scale starts
 
-_PRODUCT = (
-    "Scale the factors down first, such as the queries by 1/sqrt(width), or compute this line in "
-    "float32: `preferred_element_type=jnp.float32` keeps a matrix product from overflowing."
+# What a line that does not fit into the range may be about: words of its source, what to do. The
+# first that is found counts.
+_OF_LINES = (
+    (r"mask|where|fill|-\s*1e\d|finfo", "For a mask, use -1e4 instead of -1e9 or `finfo.min`."),
+    (r"softmax|logsumexp|exp\(", None),  # by the operation, below
+    (r"norm|\*\*\s*2|square|var\b|std\b|\.T\b", "Compute squares and their sums in float32."),
+    (r"q\b.*k\b|quer|attn|score", "Scale the queries before the product, by 1/sqrt(width)."),
 )
-_SQUARE = (
-    "Compute squares and their sums, as in a norm or a variance, in float32: cast before them."
-)
-
-# By primitive: how to keep numbers in the range of a half-precision format.
-_RANGE = {
-    "convert_element_type": "Here float32 becomes {dtype}. For a mask, use -1e4 instead of -1e9. "
-    "For a sum or a mean, stay in float32: `x.astype(jnp.float32).sum()`.",
-    "exp": "Subtract the maximum first, as `jax.nn.softmax` does, or compute it in float32.",
-    "div": "The divisor is small, perhaps a temperature or an epsilon. Divide in float32.",
+_PRODUCT = "`preferred_element_type=jnp.float32` keeps the product in float32."
+_OF_RANGE = {
+    "exp": "Subtract the maximum first, as `jax.nn.softmax` does, or clip the exponent.",
     "dot_general": _PRODUCT,
     "conv_general_dilated": _PRODUCT,
-    "square": _SQUARE,
-    "integer_pow": _SQUARE,
-    "pow": _SQUARE,
+    "reduce_sum": "Sum in float32: `x.sum(dtype=jnp.float32)`.",
+    "cumsum": "Sum in float32: `jnp.cumsum(x, dtype=jnp.float32)`.",
+    "scatter-add": "Add up in float32, and cast the sum back.",
 }
 
-_EPSILON = "an epsilon, about 1e-4 in float16, where 1e-8 is 0"
-# By primitive: how to avoid points where the function or its derivative is not finite.
-_VALUE = {
-    "div": f"The divisor is 0: add {_EPSILON}, or replace it with `jnp.where` first.",
-    "log": f"The logarithm of 0 is -inf: add {_EPSILON}, or use `jax.nn.log_softmax`.",
-    "rsqrt": f"The operand is 0: add {_EPSILON}.",
-    "sqrt": "The operand is negative, or 0, where the derivative is inf: keep it positive.",
-    "pow": "The derivative at 0 is inf: keep the base away from 0.",
-    "exp": "Even float32 cannot hold the exponential: subtract the maximum first.",
-}
+_ROOT = (
+    "The derivative of a square root at 0 is inf. Keep 0 away from it: add 1e-6 in float32 inside "
+    "of the root, or choose another operand with `jnp.where` before it."
+)
+_NEGATIVE = (
+    "The operand is negative, {least}, as a difference of two large numbers may become. An epsilon "
+    "does not help: compute the difference another way, a variance as `((x - x.mean())**2).mean()`."
+)
+_INDEX = "An index is out of range: JAX fills in NaN. Look at the labels, tokens or positions."
+# Words of the source line, and primitives: how to avoid points without a finite result.
+_OF_POINTS = (
+    (r"sqrt|norm|std\b|hypot", ("div", "mul", "sqrt", "rsqrt", "pow", "integer_pow"), _ROOT),
+    (r"arccos|acos|arcsin|asin", (), "At 1 and -1 the derivative is inf. Clip to 0.999: float16 "
+     "has no number between 0.9995 and 1."),
+    (r"\*\*|pow\(", ("pow", "div", "mul", "log"), "The derivative of this power at 0 is inf, or "
+     "its base is negative: keep the base at 1e-3 or more."),
+    (r"log_sigmoid|sigmoid|bce|binary", ("log", "div"), "The logarithm of 0 is -inf: use "
+     "`jax.nn.log_sigmoid`, which takes logits."),
+    (r"softmax", ("log", "div"), "The logarithm of 0 is -inf: use `jax.nn.log_softmax`, which "
+     "takes logits."),
+    (r"log|entropy", ("log", "div", "log1p"), "The logarithm of 0 is -inf, and its derivative "
+     "inf: compute it in float32, and add 1e-6 there, or `jnp.maximum(x, 1e-6)` before it."),
+    (r"rsqrt", ("rsqrt", "mul", "div", "pow", "integer_pow"), "The operand is 0: compute it in "
+     "float32 with an epsilon of 1e-6; in float16 it takes 1e-3."),
+    (r"", ("div", "integer_pow", "rem"), "The divisor is 0: compute it in float32 and add 1e-6 "
+     "there, or replace 0 with `jnp.where` before the division."),
+    (r"", ("gather", "dynamic_slice", "scatter"), _INDEX),
+    (r"", ("exp", "exp2"), "Even float32 cannot hold this exponential: clip the exponent, or "
+     "subtract the maximum first, as `jax.nn.softmax` does."),
+)  # fmt: skip
 
 
-def _is_of_autocast(exam: Exam) -> bool:
+def is_of_autocast(exam: Exam) -> bool:
     """Returns whether half precision is due to autocast, and not written by hand."""
     return bool(exam.autocast) and math.isfinite(exam.loss_as_written or 0.0)
 
 
-def _in_float32(exam: Exam) -> str:
-    if _is_of_autocast(exam):
+def in_float32(exam: Exam) -> str:
+    """Returns how a line is computed in float32."""
+    if is_of_autocast(exam):
         return (
             "Exempt it from autocast: call what this line calls, or a function of this line, "
             "through `jaxscale.full_precision`."
         )
-    return "Compute this line in float32, and cast its result back."
+    return "Cast what goes into it to float32, and its result back."
 
 
-def for_nonfinite(place: TracedNonfinite, exam: Exam) -> str:
-    """Returns how to keep an inf or a NaN from being made at a place."""
-    if place.cause == "range":
-        fits = exam.fits
-        if place.scaled and fits and fits < exam.loss_scale:
-            return f"Loss scale {power(fits)} is the largest that does not overflow here."
-        help_ = "Even a loss scale of 1 overflows here." if place.scaled else "No loss scale helps."
-        # Under autocast, what the line asks for is not what it gets.
-        known = None if _is_of_autocast(exam) else _RANGE.get(place.primitive)
-        return f"{help_} {(known or _in_float32(exam)).format(dtype=place.dtype)}"
-    known = {
-        "value": _VALUE.get(
-            place.primitive, "Keep the operands away from values without a finite result."
-        ),
-        "infinities": f"Mask with a number that {place.dtype} holds, such as -1e4.",
-        "given": "Look where this number comes from.",
-    }[place.cause]
-    return f"No loss scale helps. {known}"
+def about_remedy(remedy: Remedy, exam: Exam) -> str:
+    """Returns which lines in float32 make the gradients right, as was tried."""
+    others = remedy.lines[1:]
+    if not others:
+        which = "this line"
+    elif len(others) == 1:
+        which = f"this line and {others[0]}"
+    else:
+        which = f"this line, {', '.join(others[:-1])} and {others[-1]}"
+    error = percent(min(remedy.error, 1.0))
+    if not remedy.works:
+        still = f"off by {error}" if math.isfinite(remedy.error) else "not finite"
+        return (
+            f"With {which} in float32, as was tried, the gradients are still {still}: more lines "
+            "need it."
+        )
+    return (
+        f"Compute {which} in float32: that was tried, and the gradients then are those of float32 "
+        f"{'within ' + error if remedy.error else 'to the last bit'}. {in_float32(exam)}"
+    )
+
+
+def for_nonfinite(place: TracedNonfinite, exam: Exam) -> list[str]:
+    """Returns how to keep an inf or a NaN from being made at a place, a sentence or two each."""
+    fits, remedy = exam.fits, exam.remedy
+    if place.scaled and fits and fits < exam.loss_scale:
+        return [f"Loss scale {power(fits)} is the largest that does not overflow here."]
+    said = ["Even a loss scale of 1 overflows here." if place.scaled else "No loss scale helps."]
+    if remedy is not None and remedy.works:
+        said.append(about_remedy(remedy, exam))
+    if place.cause == "given":
+        return [*said, "Look where this number comes from."]
+    if place.cause == "infinities":
+        return [
+            *said,
+            "In a row that is masked as a whole, softmax is NaN. Mask with a number that "
+            f"{place.dtype} holds, such as -1e4, and leave such rows out of the loss.",
+        ]
+    if is_of_autocast(exam):
+        return said if len(said) > 1 else [*said, in_float32(exam)]
+    known = _of_range(place) if place.cause == "range" else _of_points(place)
+    if known:
+        said.append(known)
+    elif len(said) == 1:
+        said.append(f"Compute this line in float32. {in_float32(exam)}")
+    return said
+
+
+def _of_range(place: TracedNonfinite) -> str | None:
+    if place.primitive == "convert_element_type" and not re.search(_OF_LINES[0][0], place.source):
+        return f"Here float32 becomes {place.dtype}: stay in float32."
+    for words, advice in _OF_LINES:
+        if re.search(words, place.source):
+            return advice or _OF_RANGE.get(place.primitive)
+    return _OF_RANGE.get(place.primitive)
+
+
+def _of_points(place: TracedNonfinite) -> str | None:
+    if place.primitive in ("log", "sqrt", "rsqrt", "log1p", "pow") and place.least_input < 0:
+        return _NEGATIVE.format(least=number(place.least_input, 3))
+    for words, primitives, advice in _OF_POINTS:
+        if re.search(words, place.source) and (not primitives or place.primitive in primitives):
+            return advice
+    return "Keep the operands away from values without a finite result."
 
 
 def for_underflow(place: TracedUnderflow, exam: Exam) -> str:
     """Returns how to keep numbers from becoming zero at a place."""
     if not place.scaled:
-        return f"No loss scale helps. If they matter: {_in_float32(exam)}"
+        return f"No loss scale helps. If they matter: {in_float32(exam)}"
     if exam.fits and exam.loss_scale >= exam.fits:
-        return f"A larger loss scale would keep them, but overflows elsewhere. {_in_float32(exam)}"
+        return f"A larger loss scale would keep them, but overflows elsewhere. {in_float32(exam)}"
     if exam.fits:
         return f"A larger loss scale keeps them: {power(exam.fits)} does not overflow."
-    return f"A larger loss scale would keep them, but none was found that fits. {_in_float32(exam)}"
+    return f"A larger loss scale would keep them, but none was found that fits. {in_float32(exam)}"
 
 
 def needs_scale(exam: Exam) -> bool:

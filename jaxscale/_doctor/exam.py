@@ -1,13 +1,13 @@
 """The exam: all diagnostics of one loss on its parameters and one batch.
 
-`examine` first finds the largest loss scale that fits, near which a dynamic scale would train.
-It takes gradients at that scale, at the one that was asked for, and if need be in float32, runs
-every diagnostic, and returns the results as an `Exam`. A `Comparison` says what one set of
-gradients lost against another. `findings` decides what is a problem; it asks `may_matter`, which
-is here, as it needs nothing but these measurements.
+`examine` first finds the largest loss scale that fits, near which a dynamic scale would train. It
+traces the loss there, once more in float32, and once more at the least scale that overflows. If
+the gradients are wrong, it tries which line is to blame and which lines in float32 would help
+(`remedy`). The results are an `Exam`; `findings` decides what is a problem.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,40 +18,26 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from .._autocast.api import autocast
 from .._state import init_state
 from .._tree import leaf_name
-from .._value_and_grad import grad
-from ..diagnostics._calibrate import Calibration, calibrate
+from .._value_and_grad import value_and_grad
+from .._verdict import all_finite
+from ..diagnostics._calibrate import Calibration, Search
 from ..diagnostics._formats import is_ndarray
-from ..diagnostics._histogram import Histogram, Shares, histogram, leaf_histograms, shares
-from ..diagnostics._leaves import LeafTable, leaf_counts, table
+from ..diagnostics._histogram import Histogram, Shares, shares
+from ..diagnostics._leaves import LeafTable, table
 from ..diagnostics._suggest import Suggestion, suggest_scale
-from ..diagnostics._trace.interpreter import Interpreter, Value
-from ..diagnostics._trace.jaxpr import BACKWARD
 from ..diagnostics._trace.numbers import IncomparableError
-from ..diagnostics._trace.plan import Planner
-from ..diagnostics._trace.report import TracedUnderflow, TraceReport
-from ..diagnostics._trace.trace import trace
+from ..diagnostics._trace.places import lines
+from ..diagnostics._trace.report import TracedNonfinite, TraceReport
+from ..diagnostics._trace.trace import Backward, Run
 from ..diagnostics._underflow import Underflow, underflow
+from .compare import CLOSE, Comparison, by_name, compared, shaken
+from .counts import counted
+from .remedy import Culprit, Remedy, Trials
 from .target import Target
 
 _MOST_LAYERS = 40  # in the map of layers
-_FLUSHED = 0.5  # an underflow may matter if at least this share of the nonzero values becomes 0,
-_LOST_SUM = 0.01  # and these values had at least this share of the sum of all magnitudes
-
-
-class Comparison(NamedTuple):
-    """What gradients lost, compared with the same gradients with less or nothing lost.
-
-    Attributes:
-      flushed: the share of the nonzero numbers that became 0.
-      error: the norm of the difference, divided by the norm of what the gradients should be.
-      worst: the leaf with the largest share flushed, or `""` if nothing was.
-      worst_flushed: the share flushed in that leaf.
-    """
-
-    flushed: float
-    error: float
-    worst: str
-    worst_flushed: float
+_LARGEST_SCALE, _MOST_PASSES = 24, 10  # as in `calibrate`
+_STABLE = 0.3  # a leaf that changes by a larger share, or of its error, when shaken is noise
 
 
 class Exam(NamedTuple):
@@ -69,9 +55,16 @@ class Exam(NamedTuple):
         model's dtypes needs one, or the loss itself is not finite.
       comparison: the gradients at the shown scale against those at the largest. `None` if the
         shown scale is not lower.
-      float32: the gradients against those computed in float32. `None` if they are not finite,
-        if they cannot be computed in float32, or if neither an underflow that may matter was seen
-        nor `jaxscale.autocast` used.
+      float32: the gradients against those computed in float32. `None` if one of the two is not
+        finite, or if they cannot be computed in float32.
+      is_finite_in_float32: whether loss and gradients are finite in float32. `None` if they
+        cannot be computed in float32.
+      wrong: the leaves of the gradients that are far from those in float32.
+      culprit: where they go wrong, if it is one equation.
+      remedy: the lines that in float32 make loss and gradients right, or that were tried in vain.
+      ceiling: where the least loss scale that does not fit overflows.
+      backward_rules: the functions that `jax.custom_vjp` was given as backward rules, by the file
+        and the number of the line that calls them.
       leaves: the gradients, leaf by leaf.
       histogram: the gradients at the largest scale, where the fewest are flushed.
       shares: what each format keeps of these at the shown scale.
@@ -91,6 +84,12 @@ class Exam(NamedTuple):
     calibration: Calibration | None
     comparison: Comparison | None
     float32: Comparison | None
+    is_finite_in_float32: bool | None
+    wrong: tuple[str, ...]
+    culprit: Culprit | None
+    remedy: Remedy | None
+    ceiling: TracedNonfinite | None
+    backward_rules: dict[tuple[str, int], str]
     leaves: LeafTable
     histogram: Histogram
     shares: dict[str, Shares]
@@ -116,12 +115,12 @@ def _is_half(dtypes: tuple[str, ...]) -> bool:
     return any(jnp.finfo(dtype).nexp < 8 for dtype in dtypes)
 
 
-def may_matter(place: TracedUnderflow) -> bool:
-    """Returns whether most values became zero, and not only the smallest of them."""
-    return place.zeros >= _FLUSHED * place.nonzero and place.lost_sum >= _LOST_SUM
-
-
-def examine(target: Target, loss_scale: float | None, dtype: str | None = None) -> Exam:
+def examine(
+    target: Target,
+    loss_scale: float | None,
+    dtype: str | None = None,
+    progress: Callable[[str], None] = lambda words: None,
+) -> Exam:
     """Returns the results of all diagnostics.
 
     Args:
@@ -129,33 +128,48 @@ def examine(target: Target, loss_scale: float | None, dtype: str | None = None) 
       loss_scale: the scale to examine at, or `None` for the largest that does not overflow.
       dtype: the format in which `jaxscale.autocast` computes the loss, or `None` for the loss as
         it is written.
+      progress: is told what is done next.
     """
     params, as_written = target.params, target
     if dtype:
         target = target._replace(loss_fn=autocast(target.loss_fn, dtype=dtype))
     loss_of, arrays = _of_arrays(target)
     loss_as_written = float(jax.jit(_of_arrays(as_written)[0])(params, arrays)) if dtype else None
-    dtypes = _dtypes(loss_of, params, arrays)
-    loss = float(jax.jit(loss_of)(params, arrays))
+    program = jax.make_jaxpr(loss_of)(params, arrays)
+    dtypes = _dtypes(program)
+    progress("compiling the backward pass")
+    passes = _Passes(loss_of, params, arrays)
+    loss = passes.at(1.0)[0]
     calibration = None
     if np.isfinite(loss) and _is_half(dtypes):
-        calibration = calibrate(loss_of, params, [arrays])
+        progress("looking for the largest loss scale that fits")
+        calibration = passes.calibration()
     # The largest that does not overflow: a dynamic scale ends near it, wherever it started.
     fits = calibration.init_scale if calibration else None
     used = loss_scale or fits or 1.0
     shown = loss_scale or 1.0
-    compiled = jax.jit(lambda state, params, arrays: grad(loss_of, state)(params, arrays))
-    grads = {
-        scale: compiled(init_state(scale), params, arrays) for scale in {used, shown, fits or used}
-    }
+    grads = {scale: passes.at(scale)[1] for scale in {used, shown, fits or used}}
     # The gradients are most exact at the largest scale, where the fewest are flushed on the way.
     seen = grads[fits or used]
-    counted = histogram(seen)
-    report = trace(target.loss_fn, init_state(used), has_aux=target.has_aux)(params, target.batch)
-    exact = None
-    may_differ = dtype is not None or any(map(may_matter, report.underflows))
-    if may_differ and not report.nonfinite_outputs:
-        exact = _float32_gradients(_of_arrays(as_written)[0], params, arrays)
+    progress("looking at each operation")
+    backward = Backward(
+        target.loss_fn, (params, target.batch), {}, target.constants, has_aux=target.has_aux
+    )
+    run = backward.run(used)
+    report = run.report()
+    if fits and used < fits and not report.nonfinite_outputs:
+        # What a scale that is too low flushes is told apart from what the model itself gets wrong.
+        fitting = backward.run(fits)
+        found = _Compared(backward, fitting, fitting.report(), params, fits, progress)
+    else:
+        found = _Compared(backward, run, report, params, used, progress)
+    ceiling = None
+    if calibration and calibration.overflows_at and not report.nonfinite_outputs:
+        progress("looking for what limits the loss scale")
+        limit = backward.run(calibration.overflows_at).report().first_nonfinite
+        ceiling = limit if limit and limit.scaled and limit.reaches else None
+    histograms = counted(seen, used).histograms
+    everything = sum(jax.tree.leaves(histograms, is_leaf=lambda x: isinstance(x, Histogram)))
     return Exam(
         target=target.name,
         loss=loss,
@@ -164,17 +178,150 @@ def examine(target: Target, loss_scale: float | None, dtype: str | None = None) 
         shown_scale=shown,
         dtypes=dtypes,
         calibration=calibration,
-        comparison=_compared(grads[shown], seen) if fits and shown < fits else None,
-        float32=_compared(grads[used], exact) if exact is not None else None,
-        leaves=table(leaf_counts(grads[used], loss_scale=used)),
-        histogram=counted,
-        shares=shares(counted, loss_scale=shown),
-        layers=_layers(leaf_histograms(seen), shown),
-        suggestion=suggest_scale(counted),
+        comparison=(
+            compared(by_name(grads[shown]), by_name(seen)) if fits and shown < fits else None
+        ),
+        float32=found.comparison,
+        is_finite_in_float32=found.is_finite_in_float32,
+        wrong=found.wrong,
+        culprit=found.culprit,
+        remedy=found.remedy,
+        ceiling=ceiling,
+        backward_rules=_backward_rules(program),
+        leaves=table(counted(grads[used], used).counts),
+        histogram=everything,
+        shares=shares(everything, loss_scale=shown),
+        layers=_layers(histograms, shown),
+        suggestion=suggest_scale(everything),
         trace=report,
         autocast=dtype or "",
         loss_as_written=loss_as_written,
     )
+
+
+class _Passes:
+    """Backward passes of one compiled program, at any loss scale."""
+
+    def __init__(self, loss_of: Callable[..., Any], params: Any, arrays: list[Any]) -> None:
+        def backward(state: Any, params: Any, arrays: list[Any]) -> tuple[Any, Any, Any]:
+            loss, grads = value_and_grad(loss_of, state)(params, arrays)
+            return loss, grads, all_finite(grads)
+
+        # As if each operation ran by itself, which is how the trace runs it.
+        options = {"xla_allow_excess_precision": False}
+        self._backward = jax.jit(backward, compiler_options=options)
+        self._params, self._arrays = params, arrays
+
+    def at(self, loss_scale: float) -> tuple[float, Any]:
+        """Returns the loss and the gradients at a loss scale."""
+        loss, grads, _ = self._backward(init_state(loss_scale), self._params, self._arrays)
+        return float(loss), grads
+
+    def calibration(self) -> Calibration:
+        """Returns the largest loss scale that does not overflow."""
+
+        def try_scale(exponent: int, batch: Any) -> tuple[Any, bool]:
+            del batch
+            loss, _, finite = self._backward(init_state(2.0**exponent), self._params, self._arrays)
+            return loss, bool(finite)
+
+        search = Search(try_scale, 0, _LARGEST_SCALE, _MOST_PASSES)
+        search.look_at(None)
+        return search.result()
+
+
+class _Compared:
+    """What is wrong with the gradients, where, and what helps.
+
+    Attributes:
+      comparison, is_finite_in_float32, wrong, culprit, remedy: as in `Exam`.
+    """
+
+    def __init__(
+        self,
+        backward: Backward,
+        run: Run,
+        report: TraceReport,
+        params: Any,
+        loss_scale: float,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.comparison: Comparison | None = None
+        self.is_finite_in_float32: bool | None = None
+        self.wrong: tuple[str, ...] = ()
+        self.culprit: Culprit | None = None
+        self.remedy: Remedy | None = None
+        if report.nonfinite_arguments:
+            return  # there is no right result to compare with
+        names = _leaf_names(params)
+
+        def in_float32(**kwargs: Any) -> Run:
+            return backward.run(loss_scale, lambda place: True, **kwargs)
+
+        progress("comparing with float32")
+        try:
+            exact = in_float32()
+        except IncomparableError:
+            return
+        outputs = [value.array for value in exact.values.values()]
+        self.is_finite_in_float32 = all(np.isfinite(np.asarray(a)).all() for a in outputs)
+        if not self.is_finite_in_float32:
+            return
+        right = _named(exact.grads, names)
+
+        def compare(grads: Mapping[str, Any]) -> Comparison:
+            return compared(_named(grads, names), right)
+
+        wrong = set(right)
+        is_finite = not report.nonfinite_outputs
+        if is_finite:
+            self.comparison = compare(run.grads)
+            wrong = _far(self.comparison)
+            if wrong:
+                # Not those which are nothing but rounding in float32, too.
+                shaken_grads = _named(in_float32(constant=shaken(params)).grads, names)
+                change = {e.path: e.error for e in compared(shaken_grads, right).leaves}
+                errors = {e.path: e.error for e in self.comparison.leaves}
+                wrong = {p for p in wrong if change[p] <= _STABLE * min(errors[p], 1.0)}
+            self.wrong = tuple(e.path for e in self.comparison.leaves if e.path in wrong)
+            if not wrong:
+                return
+
+        def error_of(grads: Mapping[str, Any]) -> float:
+            if not all(np.isfinite(grad).all() for grad in grads.values()):
+                return math.inf
+            return max(e.error for e in compare(grads).leaves if e.path in wrong)
+
+        progress("looking for the line at fault")
+        trials = Trials(backward, loss_scale, run, error_of, CLOSE)
+        try:
+            if is_finite:
+                self.culprit = trials.find_culprit()
+                place = self.culprit.place if self.culprit else None
+            else:
+                place = report.first_nonfinite
+                if place is not None and place.scaled:
+                    return  # a lower loss scale helps first
+            if place is not None and place.file:
+                progress("trying that line in float32")
+                self.remedy = trials.find_remedy((place.file, place.line))
+        except IncomparableError:
+            return
+
+
+def _far(comparison: Comparison) -> set[str]:
+    """Returns the leaves that are far from what they should be, or lost as a whole."""
+    return {e.path for e in comparison.leaves if e.error > CLOSE}
+
+
+def _leaf_names(params: Any) -> dict[str, str]:
+    """Returns the name of each leaf, by its name in a trace."""
+    pairs = jax.tree_util.tree_leaves_with_path(params)
+    return {f"grads{jax.tree_util.keystr(path)}": leaf_name(path) for path, _ in pairs}
+
+
+def _named(grads: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names[name]: grad for name, grad in grads.items()}
 
 
 def _of_arrays(target: Target) -> tuple[Callable[[Any, Any], Any], list[Any]]:
@@ -191,47 +338,6 @@ def _of_arrays(target: Target) -> tuple[Callable[[Any, Any], Any], list[Any]]:
     return loss_of, [leaf for leaf in leaves if is_ndarray(leaf)]
 
 
-def _compared(grads: Any, exact: Any) -> Comparison:
-    """Returns what `grads` lost, compared with `exact`."""
-    pairs = {
-        leaf_name(path): (np.asarray(grad, np.float64), np.asarray(leaf, np.float64))
-        for (path, leaf), grad in zip(
-            jax.tree_util.tree_leaves_with_path(exact), jax.tree.leaves(grads), strict=True
-        )
-    }
-    lost = {name: int(np.sum((a == 0) & (b != 0))) for name, (a, b) in pairs.items()}
-    nonzero = {name: int(np.sum(b != 0)) for name, (_, b) in pairs.items()}
-    flushed = {name: lost[name] / max(nonzero[name], 1) for name in pairs}
-    worst = max(flushed, key=lambda name: flushed[name])
-    difference, norm = (
-        float(np.sqrt(sum(np.sum(np.square(each)) for each in leaves)))
-        for leaves in ([a - b for a, b in pairs.values()], [b for _, b in pairs.values()])
-    )
-    return Comparison(
-        flushed=sum(lost.values()) / max(sum(nonzero.values()), 1),
-        error=difference / norm if norm else 0.0,
-        worst=worst if flushed[worst] else "",
-        worst_flushed=flushed[worst],
-    )
-
-
-def _float32_gradients(
-    loss_of: Callable[[Any, Any], Any], params: Any, arrays: list[Any]
-) -> Any | None:
-    """Returns the gradients with all narrower operations in float32, or `None` if they cannot."""
-    if all(jnp.finfo(dtype).bits >= 32 for dtype in _dtypes(loss_of, params, arrays)):
-        return jax.jit(jax.grad(loss_of))(params, arrays)
-    closed, shapes = jax.make_jaxpr(jax.grad(loss_of), return_shape=True)(params, arrays)
-    structure = jax.tree.structure(shapes)
-    interpreter = Interpreter(Planner(), is_wide=lambda place: True)
-    inputs = [Value(leaf) for leaf in jax.tree.leaves((params, arrays))]
-    try:
-        outputs = interpreter.run(closed, inputs, (BACKWARD,) * structure.num_leaves)
-    except IncomparableError:
-        return None
-    return structure.unflatten(value.array for value in outputs)
-
-
 def _layers(histograms: Any, loss_scale: float) -> Underflow:
     """Returns what formats lose of each leaf, or of the deepest layers that fit in a picture."""
     found = underflow(histograms, loss_scale=loss_scale)
@@ -243,12 +349,21 @@ def _layers(histograms: Any, loss_scale: float) -> Underflow:
     return found
 
 
-def _dtypes(loss_of: Callable[[Any, Any], Any], params: Any, arrays: list[Any]) -> tuple[str, ...]:
+def _dtypes(program: ClosedJaxpr) -> tuple[str, ...]:
     """Returns the floating dtypes in which a loss is computed."""
-    closed = jax.make_jaxpr(loss_of)(params, arrays)
-    inner = (var for jaxpr in _jaxprs(closed.jaxpr) for eqn in jaxpr.eqns for var in eqn.outvars)
-    dtypes = {getattr(var.aval, "dtype", None) for var in (*inner, *closed.jaxpr.outvars)}
+    inner = (var for jaxpr in _jaxprs(program.jaxpr) for eqn in jaxpr.eqns for var in eqn.outvars)
+    dtypes = {getattr(var.aval, "dtype", None) for var in (*inner, *program.jaxpr.outvars)}
     return tuple(sorted(str(d) for d in dtypes if d and jnp.issubdtype(d, jnp.floating)))
+
+
+def _backward_rules(program: ClosedJaxpr) -> dict[tuple[str, int], str]:
+    rules = {}
+    for jaxpr in _jaxprs(program.jaxpr):
+        for eqn in jaxpr.eqns:
+            name = getattr(eqn.params.get("bwd"), "__name__", None)
+            for line in lines(eqn, ())[:1] if name else ():
+                rules[line.file, line.number] = str(name)
+    return rules
 
 
 def _jaxprs(jaxpr: Jaxpr) -> Iterator[Jaxpr]:

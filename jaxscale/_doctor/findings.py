@@ -3,33 +3,37 @@
 Here the doctor decides what is a problem and what is only worth knowing. A problem is
 
 - inf or NaN in the loss, the auxiliary output or the gradients (`_nonfinite`);
+- gradients that are finite, but far from those in float32 (`_wrong`);
 - a loss scale that was asked for and loses too much of the gradients (`_scales`);
-- an underflow that may matter, unless the gradients are close to those in float32 (`_is_harm`);
-- under `--autocast`, gradients that are far from those in float32 (`_autocast`);
-- gradients that are all exactly 0, if no such underflow explains it (`_zeros`).
+- gradients that are all exactly 0 (`_zeros`);
+- if nothing can be computed in float32, an underflow that may matter (`_underflows`).
+
+Each line of the model is named once: what follows from the first fault is listed under it.
 """
 
 import linecache
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .._checks import and_more
 from ..diagnostics._text import number, percent, power
-from ..diagnostics._trace.report import Place, TracedNonfinite, TracedUnderflow
+from ..diagnostics._trace.report import Place, TracedConstant, TracedNonfinite, TracedUnderflow
 from .advice import (
     about_largest_scale,
+    about_remedy,
     about_shown_scale,
     for_nonfinite,
     for_underflow,
     needs_scale,
     which_scale,
 )
-from .exam import Exam, may_matter
+from .exam import Exam
 
 _AROUND = 2  # lines of source shown before and after the line of a finding
-_MOST_PLACES = 5  # of each kind
 _MOST_NAMES = 5  # in a list
-_CLOSE = 0.1  # gradients are fine if they lose, and are off by, a smaller share than this
+_FLUSHED = 0.5  # an underflow may matter if at least this share of the nonzero values becomes 0,
+_LOST_SUM = 0.01  # and these values had at least this share of the sum of all magnitudes
 
 
 class Finding(NamedTuple):
@@ -53,8 +57,17 @@ class Finding(NamedTuple):
 
 
 def findings(exam: Exam) -> list[Finding]:
-    """Returns all findings: the problems first, and each kind in the order of execution."""
-    found = [*_nonfinite(exam), *_autocast(exam), *_scales(exam), *_underflows(exam), *_zeros(exam)]
+    """Returns all findings: the problems first."""
+    found = [
+        *_nonfinite(exam),
+        *_wrong(exam),
+        *_autocast(exam),
+        *_scales(exam),
+        *_constants(exam),
+        *_infinities(exam),
+        *_underflows(exam),
+        *_zeros(exam),
+    ]
     return sorted(found, key=lambda finding: not finding.is_problem)
 
 
@@ -72,19 +85,22 @@ def _nonfinite(exam: Exam) -> Iterator[Finding]:
     report = exam.trace
     bad = report.nonfinite_outputs
     reaching = [place for place in report.nonfinite if place.reaches]
-    made = [place for place in reaching if place.cause != "given"]
-    begins = f"{_outputs(exam)}. It begins at "
     if report.nonfinite_arguments:
-        yield from _of_arguments(exam, [place for place in reaching if place not in made])
-        begins, reaching = "Inf or NaN is also made at ", made
+        entries = [place for place in reaching if place.cause == "given"]
+        yield from _of_arguments(exam, entries)
+        reaching = [place for place in reaching if place.cause != "given"]
     elif bad and not reaching:
         yield Finding(True, f"{_outputs(exam)}, and no line explains why.", _leaves(exam))
-    for place, others in _by_line(reaching)[:_MOST_PLACES]:
-        details = [_birth(place), *_there_too(others), for_nonfinite(place, exam)]
-        if begins.startswith(_outputs(exam)):
-            details += _leaves(exam)
-        yield _located(place, True, f"{begins}{_line(place)}.", tuple(details))
-        begins = "Inf or NaN is also made at "
+    if reaching:
+        begins = "Inf or NaN is also made at"
+        if not report.nonfinite_arguments:
+            begins = f"{_outputs(exam)}. It begins at"
+        # The forward pass first: what goes wrong there explains the backward pass.
+        place, *others = sorted(reaching, key=lambda place: place.direction != "forward")
+        details = [_birth(place), *_operands(place), *_constant_at(place, exam)]
+        details += [*_rule_at(place, exam), *for_nonfinite(place, exam)]
+        details += [*_following(place, others), *_leaves(exam)]
+        yield _located(place, True, f"{begins} {_line(place)}.", details)
     if not bad and exam.leaves.nonfinite_rows:
         yield Finding(
             True,
@@ -92,31 +108,6 @@ def _nonfinite(exam: Exam) -> Iterator[Finding]:
             "operation, it does not.",
             _leaves(exam),
         )
-    for place in [place for place in report.nonfinite if not place.reaches][:_MOST_PLACES]:
-        yield _located(
-            place,
-            False,
-            f"Inf or NaN made at {_line(place)} does not reach the loss or the gradients.",
-            (_birth(place), "This is fine for a mask, but not for a norm or a sum."),
-        )
-
-
-def _by_line(
-    places: Sequence[TracedNonfinite],
-) -> list[tuple[TracedNonfinite, list[TracedNonfinite]]]:
-    """Returns, for each line of the model, the place to report and the other places there.
-
-    The forward pass comes first: its inf or NaN explains those of the backward pass.
-    """
-    of_line: dict[tuple[str, int], list[TracedNonfinite]] = {}
-    for place in sorted(places, key=lambda place: place.direction != "forward"):
-        of_line.setdefault((place.file, place.line), []).append(place)
-    return [(first, others) for first, *others in of_line.values()]
-
-
-def _there_too(places: Sequence[TracedNonfinite]) -> list[str]:
-    words = dict.fromkeys(f"`{p.primitive}` in the {p.direction} pass" for p in places)
-    return [f"So does {_few(list(words))} at this line."] if words else []
 
 
 def _of_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Iterator[Finding]:
@@ -126,7 +117,7 @@ def _of_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Iterator[Fi
     ]
     if not exam.trace.nonfinite_outputs:
         title = f"There is inf or NaN in {_few(names)}, but none in the loss or the gradients."
-        yield Finding(False, title)
+        yield Finding(False, title, ("This is fine for a mask.",))
         return
     title = f"There is inf or NaN in {_few(names)}, before anything is computed."
     advice = "No loss scale or format helps: look where these numbers come from."
@@ -145,7 +136,7 @@ def _outputs(exam: Exam) -> str:
     some = f"{grads} of {rows}" if grads < rows else f"all {rows}" if rows > 1 else "the"
     share = f"{some} gradient{'s' * (rows > 1)} hold{'s' * (grads == 1)} inf or NaN"
     if "loss" in bad:
-        return f"The loss is {number(exam.loss)}" + f", and {share}" * (grads > 0)
+        return f"The loss is {number(exam.trace.loss)}" + f", and {share}" * (grads > 0)
     if not grads:
         others = [name for name in bad if name.startswith("aux")]
         return f"The loss and the gradients are finite, but {_few(others)} is not"
@@ -167,60 +158,101 @@ def _birth(place: TracedNonfinite) -> str:
     made += f"{percent(place.share)} of {place.dtype}{list(place.shape)}"
     return {
         "range": f"{made}: {place.dtype} cannot hold these numbers, but float32 could.",
-        "value": f"{made}, and would in float32 too: a division by zero, log(0), or far too large.",
-        "infinities": f"{made} from infinities: one minus another, or 0 times one. A row that is "
-        "masked everywhere has only infinities.",
+        "value": f"{made}, and would in float32 too, of the same operands.",
+        "infinities": f"{made} from infinities: one minus another, or 0 times one.",
         "given": f"{made}: it was there before, in a constant or an input.",
     }[place.cause]
 
 
-def _underflows(exam: Exam) -> Iterator[Finding]:
-    places = exam.trace.underflows
-    if exam.trace.nonfinite_outputs:  # beside inf and NaN, small losses only distract
-        places = tuple(filter(may_matter, places))
-    worst_first = sorted(places, key=lambda place: (not may_matter(place), -place.lost_sum))
-    of_lines = {(place.file, place.line): place for place in reversed(worst_first)}
-    shown = [place for place in worst_first if place in of_lines.values()]
-    for place in shown[:_MOST_PLACES]:
-        zeros, subnormals = place.zeros / place.nonzero, place.subnormals / place.nonzero
-        where = f"In the {place.direction} pass, "
-        if place.zeros > place.subnormals:
-            title = f"{where}{percent(zeros)} of the nonzero values become 0 at {_line(place)}."
-        else:
-            title = (
-                f"{where}{percent(zeros + subnormals)} of the nonzero values lose bits or become 0 "
-                f"at {_line(place)}."
-            )
-        details = [
-            f"`{place.primitive}` leaves {percent(zeros)} of {place.dtype}{list(place.shape)} "
-            f"zero, and {percent(subnormals)} subnormal, with fewer bits."
-        ]
-        if place.zeros:
-            share = percent(place.lost_sum)
-            details.append(f"Those that become 0 made up {share} of the sum of all magnitudes.")
-        if _is_harm(place, exam):
-            details.append(for_underflow(place, exam))
-        elif exam.float32 and may_matter(place):
-            error = percent(min(exam.float32.error, 1.0))
-            details.append(f"This does no harm: float32 gives the same gradients within {error}.")
-        elif place.zeros:
-            details.append(
-                "They are the smallest values. This does no harm in a sum, but it does as a "
-                "divisor or in a logarithm."
-            )
-        yield _located(place, _is_harm(place, exam), title, tuple(details))
-    if len(shown) > _MOST_PLACES:
-        rest = len(shown) - _MOST_PLACES
-        yield Finding(False, f"The --json lists {rest} more lines where numbers get lost.")
+def _operands(place: TracedNonfinite) -> list[str]:
+    if place.cause not in ("range", "value") or math.isnan(place.largest_input):
+        return []
+    words = f"Its operands are between {number(place.least_input, 3)} and "
+    words += number(place.largest_input, 3)
+    if place.cause == "range":
+        words += f"; float32 gives numbers up to {number(place.float32_result, 3)}"
+    return [f"{words}."]
 
 
-def _is_harm(place: TracedUnderflow, exam: Exam) -> bool:
-    return may_matter(place) and not _is_close(exam)
+def _constant_at(place: Place, exam: Exam) -> list[str]:
+    return [
+        f"{number(constant.value)} is {number(constant.became)} in {constant.dtype}."
+        for constant in exam.trace.constants
+        if (constant.file, constant.line) == (place.file, place.line)
+    ]
 
 
-def _is_close(exam: Exam) -> bool:
-    exact = exam.float32
-    return exact is not None and exact.flushed < _CLOSE and exact.error < _CLOSE
+def _rule_at(place: Place, exam: Exam) -> list[str]:
+    rule = exam.backward_rules.get((place.file, place.line))
+    if rule is None or place.direction != "backward":
+        return []
+    return [
+        f"The line calls a function with a backward rule of its own, `{rule}`: the fault may lie "
+        "there."
+    ]
+
+
+def _following(place: Place, others: Iterable[TracedNonfinite]) -> list[str]:
+    """Returns where else inf and NaN were made, after a place."""
+    elsewhere = dict.fromkeys(_line(o) for o in others if _line(o) != _line(place))
+    return [f"After that, more of them are made at {_few(list(elsewhere))}."] if elsewhere else []
+
+
+def _wrong(exam: Exam) -> Iterator[Finding]:
+    if not exam.wrong or exam.float32 is None:
+        return
+    errors = {leaf.path: leaf for leaf in exam.float32.leaves}
+    worst = errors[exam.wrong[0]]
+    rows, many = len(exam.leaves.rows), len(exam.wrong)
+    which = f"{many} of {rows} gradients are" if many > 1 else f"the gradient of {worst.path} is"
+    which = "all gradients are" if many == rows > 1 else which
+    off = f"off by {percent(min(worst.error, 1.0))}" + f", in {worst.path}" * (many > 1)
+    at = _fitting(exam)
+    title = f"Everything is finite, but {which} wrong{at}: {off}, compared with float32."
+    flushed = worst.flushed == 1
+    if flushed:
+        title = f"Everything is finite, but {which} wrong{at}: {worst.path} is flushed to 0."
+    of_leaves = (f"Wrong gradients, worst first: {_few(exam.wrong)}.",) if many > 1 else ()
+    culprit = exam.culprit
+    if culprit is None:
+        places = [place for place in exam.trace.underflows if may_matter(place)]
+        lines = list(dict.fromkeys(map(_line, places)))
+        where = [f"Most of the numbers become 0 at {_few(lines)}."] if lines else []
+        yield Finding(True, title, (*where, "No single line accounts for it.", *of_leaves))
+        return
+    place = culprit.place
+    title = f"{title} They go wrong at {_line(place)}."
+    details = [_went_wrong(exam), *_constant_at(place, exam), *_rule_at(place, exam)]
+    if exam.remedy is not None:
+        details.append(about_remedy(exam.remedy, exam))
+    yield _located(place, True, title, (*details, *of_leaves))
+
+
+def _fitting(exam: Exam) -> str:
+    return f" at loss scale {power(exam.fits)}, the largest that fits" if exam.fits else ""
+
+
+def _went_wrong(exam: Exam) -> str:
+    culprit = exam.culprit
+    assert culprit is not None
+    place = culprit.place
+    what = f"`{place.primitive}`, in the {place.direction} pass,"
+    if culprit.kind == "overflow":
+        return (
+            f"{what} makes inf of numbers that {place.dtype} cannot hold, and that becomes finite "
+            "again before it reaches the loss: 1/inf is 0."
+        )
+    if culprit.kind == "underflow":
+        scaled = "" if place.scaled else ", and no loss scale helps"
+        return f"{what} makes {percent(place.share)} of its nonzero numbers 0{scaled}."
+    spacing = 2.0 ** (math.floor(math.log2(culprit.largest)) - _BITS.get(place.dtype, 10))
+    return (
+        f"{what} rounds: its numbers are as large as {number(culprit.largest, 4)}, where "
+        f"{place.dtype} only holds multiples of {number(spacing, 3)}."
+    )
+
+
+_BITS = {"float16": 10, "bfloat16": 7}
 
 
 def _autocast(exam: Exam) -> Iterator[Finding]:
@@ -232,24 +264,14 @@ def _autocast(exam: Exam) -> Iterator[Finding]:
             "`jaxscale.autocast` changes nothing: no product of float32 matrices, and no "
             "convolution, is left to it in this model.",
         )
-        return
-    exact = exam.float32
-    if exact is None:
-        return
-    losses = (
-        f"The loss is {number(exam.loss, 4)} in {exam.autocast}, and as written "
-        f"{number(exam.loss_as_written or 0.0, 4)}."
-    )
-    error = percent(min(exact.error, 1.0))
-    if _is_close(exam):
+    elif exam.float32 is not None and not exam.wrong:
+        error = percent(min(exam.float32.error, 1.0))
+        losses = (
+            f"The loss is {number(exam.loss, 4)} in {exam.autocast}, and as written "
+            f"{number(exam.loss_as_written or 0.0, 4)}."
+        )
         title = f"The gradients in {exam.autocast} are those in float32, off by {error}."
         yield Finding(False, title, (losses,))
-        return
-    title = f"The gradients in {exam.autocast} are off by {error} from those in float32"
-    if exact.flushed:
-        title += f", and {percent(exact.flushed)} of them become 0"
-    worst = (f"Of {exact.worst}, {percent(exact.worst_flushed)} become 0.",) if exact.worst else ()
-    yield Finding(True, f"{title}.", (losses, *worst))
 
 
 def _scales(exam: Exam) -> Iterator[Finding]:
@@ -263,27 +285,115 @@ def _scales(exam: Exam) -> Iterator[Finding]:
     elif fits is None or _all_zero(exam):
         reason = "some gradient is not 0" if fits else "everything is finite"
         yield Finding(False, f"Whether it needs a loss scale can only be said once {reason}.")
-    elif exam.comparison is None:
-        yield Finding(False, about_largest_scale(exam.calibration))
     else:
-        is_problem = needs_scale(exam) and not exam.is_auto
-        yield Finding(
-            is_problem,
-            about_shown_scale(exam),
-            (about_largest_scale(exam.calibration), which_scale(exam)),
+        largest, ceiling = about_largest_scale(exam.calibration), _ceiling(exam)
+        if exam.comparison is None:
+            yield Finding(False, largest, ceiling)
+        else:
+            is_problem = needs_scale(exam) and not exam.is_auto
+            details = (largest, *ceiling, which_scale(exam))
+            yield Finding(is_problem, about_shown_scale(exam), details)
+
+
+def _ceiling(exam: Exam) -> tuple[str, ...]:
+    place = exam.ceiling
+    if place is None:
+        return ()
+    at = power(exam.calibration.overflows_at) if exam.calibration else ""
+    layer = f", in {place.layer}" if place.layer else ""
+    source = f", `{place.source}`" if place.source else ""
+    return (
+        f"What limits it is {_line(place)}{source}{layer}: at {at} `{place.primitive}` overflows "
+        "there. If the loss scale falls in training, look at that line first.",
+    )
+
+
+def _constants(exam: Exam) -> Iterator[Finding]:
+    named = {_first(exam), *((c.place.file, c.place.line) for c in [exam.culprit] if c)}
+    for constant in exam.trace.constants:
+        if (constant.file, constant.line) in named:
+            continue
+        title = f"{number(constant.value)} is {number(constant.became)} in {constant.dtype}, at "
+        harm = "It does no harm on this batch." if _is_right(exam) else _fix(constant)
+        yield _at_line(constant, False, f"{title}{constant.where}.", (harm,))
+
+
+def _fix(constant: TracedConstant) -> str:
+    if constant.became:
+        return f"Use a number that {constant.dtype} holds, or compute this line in float32."
+    return "Use a larger number, such as 1e-3, or compute this line in float32."
+
+
+def _first(exam: Exam) -> tuple[str, int]:
+    place = exam.trace.first_nonfinite
+    return (place.file, place.line) if place and place.reaches else ("", 0)
+
+
+def _is_right(exam: Exam) -> bool:
+    return exam.float32 is not None and not exam.wrong
+
+
+def _infinities(exam: Exam) -> Iterator[Finding]:
+    """Notes inf and NaN that reach neither the loss nor the gradients."""
+    named = {_first(exam), *((c.place.file, c.place.line) for c in [exam.culprit] if c)}
+    places = [
+        place
+        for place in exam.trace.nonfinite
+        if not place.reaches and (place.file, place.line) not in named
+    ]
+    if not places:
+        return
+    lines = list(dict.fromkeys(map(_line, places)))
+    title = f"Inf or NaN made at {_few(lines)} does not reach the loss or the gradients."
+    words = "This is fine for a mask, unless a row is masked as a whole: then softmax is NaN."
+    if not _is_right(exam):
+        words += " It is not fine for a norm or a sum."
+    yield _located(places[0], False, title, (words,))
+
+
+def _underflows(exam: Exam) -> Iterator[Finding]:
+    """Notes where small numbers become 0, unless a problem explains it."""
+    places = [place for place in exam.trace.underflows if place.zeros]
+    if exam.trace.nonfinite_outputs or exam.wrong or not places:
+        return
+    lines = list(dict.fromkeys(map(_line, sorted(places, key=lambda p: -p.lost_sum))))
+    worst = max(places, key=lambda place: (may_matter(place), place.lost_sum))
+    if exam.float32 is None and exam.is_finite_in_float32 is None and may_matter(worst):
+        title = (
+            f"In the {worst.direction} pass, {percent(worst.zeros / worst.nonzero)} of the nonzero "
+            f"values become 0 at {_line(worst)}."
         )
+        share = percent(worst.lost_sum)
+        sums = f"Those that become 0 made up {share} of the sum of all magnitudes."
+        yield _located(worst, True, title, (sums, for_underflow(worst, exam)))
+        return
+    if exam.float32 is not None:
+        error = percent(min(exam.float32.error, 1.0))
+        words = f"This does no harm: float32 gives the same gradients within {error}."
+    else:
+        words = "They are the smallest values there."
+    title = f"Most of the nonzero numbers become 0 at {_few(lines)}."
+    yield _located(worst, False, title, (words,))
+
+
+def may_matter(place: TracedUnderflow) -> bool:
+    """Returns whether most values became zero, and not only the smallest of them."""
+    return place.zeros >= _FLUSHED * place.nonzero and place.lost_sum >= _LOST_SUM
 
 
 def _zeros(exam: Exam) -> Iterator[Finding]:
     rows = exam.leaves.rows
     zero = [row.path for row in rows if row.size and row.zero == row.size]
-    if zero and not exam.trace.nonfinite_outputs:
-        yield Finding(
-            _all_zero(exam) and not any(_is_harm(place, exam) for place in exam.trace.underflows),
-            f"The gradient is exactly 0 everywhere in {len(zero)} of {len(rows)} leaves: "
-            f"{_few(zero)}.",
-            ("Either the loss does not depend on them, or they were flushed on the way.",),
-        )
+    zero = [path for path in zero if path not in exam.wrong]
+    if not zero or exam.trace.nonfinite_outputs:
+        return
+    which = f"{len(zero)} of {len(rows)} leaves: {_few(zero)}"
+    too = ", in float32 too" if _is_right(exam) or exam.wrong else ""
+    yield Finding(
+        len(zero) == len(rows),
+        f"The gradient is exactly 0 everywhere in {which}{too}.",
+        ("The loss does not depend on them.",) if too else (),
+    )
 
 
 def _all_zero(exam: Exam) -> bool:
@@ -299,14 +409,20 @@ def _line(place: Place) -> str:
     return place.where or "no line of the model"
 
 
-def _located(place: Place, is_problem: bool, title: str, details: tuple[str, ...]) -> Finding:
+def _located(place: Place, is_problem: bool, title: str, details: Iterable[str]) -> Finding:
     extra = [f"It is in {place.layer}."] if place.layer else []
     callers = [caller for caller in place.called_from if caller != place.where]
     if callers:
         extra.append(f"Called from {_few(callers)}.")
     if place.iteration:
         extra.append(f"In iteration {', '.join(map(str, place.iteration))}.")
+    return _at_line(place, is_problem, title, (*details, *extra))
+
+
+def _at_line(
+    place: Place | TracedConstant, is_problem: bool, title: str, details: Iterable[str]
+) -> Finding:
     length = len(linecache.getlines(place.file)) if place.file else 0
     lines = range(max(place.line - _AROUND, 1), min(place.line + _AROUND, length) + 1)
     source = tuple((i, linecache.getline(place.file, i).rstrip("\n")) for i in lines)
-    return Finding(is_problem, title, (*details, *extra), place.where, source, place.line)
+    return Finding(is_problem, title, tuple(details), place.where, source, place.line)

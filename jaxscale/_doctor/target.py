@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from .._leaf import dtype_of, is_array
 from .._tree import only_gradients
 from ..diagnostics._formats import is_ndarray, kind
+from ..diagnostics._trace.constants import Constants
 
 _SHAPE = (
     "It must return (loss_fn, params, batch), where loss_fn(params, batch) is the loss, or a pair "
@@ -40,6 +41,7 @@ class Target(NamedTuple):
       params: the floating and complex arrays, on the device, with `None` for other leaves.
       batch: arrays on the device, and other leaves as they are.
       has_aux: whether `loss_fn` returns a pair.
+      constants: the numbers of the source that were rounded when `loss_fn` was first traced.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Target(NamedTuple):
     params: Any
     batch: Any
     has_aux: bool
+    constants: Constants
 
 
 def load(name: str) -> Target:
@@ -138,7 +141,7 @@ def _checked(name: str, call: str, returned: Any) -> Target:
         # Modules hold functions and counters too, which have no derivative.
         return loss_fn(_filled(trained, params), batch)
 
-    trained = only_gradients(params)
+    trained, constants = only_gradients(params), Constants()
     has_aux = False
 
     def loss_alone(trained: Any) -> Any:
@@ -158,12 +161,13 @@ def _checked(name: str, call: str, returned: Any) -> Target:
         (f"The loss function of {call} cannot be differentiated", jax.grad(loss_alone)),
     ):
         try:
-            jax.eval_shape(function, trained)
+            with constants.noticed():
+                jax.eval_shape(function, trained)
         except TargetError:
             raise
         except Exception as error:
             raise TargetError(f"{what}: {error_line(error)}") from error
-    return Target(name, of_gradients, trained, batch, has_aux)
+    return Target(name, of_gradients, trained, batch, has_aux, constants)
 
 
 def _filled(trained: Any, params: Any) -> Any:

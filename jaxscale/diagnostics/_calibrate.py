@@ -1,6 +1,6 @@
 """The largest loss scale that does not overflow, found by a few backward passes.
 
-`calibrate` runs one compiled backward pass for each scale it tries. `_Search` decides which: it
+`calibrate` runs one compiled backward pass for each scale it tries. `Search` decides which: it
 bisects the exponents on the first batch. Each further batch is tried at the scale found so
 far, and only if it overflows there, at lower ones.
 """
@@ -125,7 +125,7 @@ def calibrate(
         loss, finite = backward(init_state(2.0**exponent), params, batch)
         return loss, bool(finite)
 
-    search = _Search(try_scale, low, high, max_passes)
+    search = Search(try_scale, low, high, max_passes)
     for batch in batches:
         if search.is_over:
             break
@@ -133,7 +133,7 @@ def calibrate(
     return search.result()
 
 
-class _Search:
+class Search:
     """The search for the largest exponent at which none of the batches so far overflows."""
 
     def __init__(

@@ -41,8 +41,9 @@ class Constants:
             return None
         line = next(iter(lines(eqn, around)), None)
         for number in self._numbers.get((line.file, line.number), ()) if line else ():
-            if np.asarray(number).astype(value.dtype) == value:
-                return number
+            with np.errstate(all="ignore"):
+                if np.asarray(number).astype(value.dtype) == value:
+                    return number
         return None
 
     def _note(self, kind: str, flag: int) -> None:
@@ -68,5 +69,5 @@ _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, np.ndarray):
-        return value.shape == () and value.dtype.kind == "f"
-    return isinstance(value, (float, np.floating))
+        return value.shape == () and value.dtype.kind in "fiu"
+    return isinstance(value, (float, int, np.number)) and not isinstance(value, bool)

@@ -77,6 +77,7 @@ class Interpreter:
       watch: is shown each equation, and returns where the inf and NaN of its outputs come from.
         Segments that are computed in float32 are not shown.
       is_wide: whether the equation at a place is computed in float32. By default none is.
+      constant: returns what is used in place of a constant of the jaxpr.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class Interpreter:
         planner: Planner,
         watch: Watch = lambda visit: [frozenset()] * len(visit.outputs),
         is_wide: Callable[[Place], bool] = lambda place: False,
+        constant: Callable[[Any], Any] = lambda const: const,
     ) -> None:
         self._planner, self._watch, self._is_wide = planner, watch, is_wide
+        self._constant = constant
         self._cells: dict[int, Cell] = {}  # of refs from outside: these are not changed
 
     def run(
@@ -111,7 +114,7 @@ class Interpreter:
         plan = self._planner.plan(closed, needs)
         values: dict[int, Any] = dict(zip(plan.inputs, inputs, strict=True))
         for place, var, const in plan.consts:
-            values[place] = self._cell(const) if is_ref(var) else Value(const)
+            values[place] = self._cell(const) if is_ref(var) else Value(self._constant(const))
 
         def read(place: Read) -> Any:
             if isinstance(place, int):
@@ -142,16 +145,13 @@ class Interpreter:
         iteration: tuple[int, ...],
     ) -> None:
         program, inputs = segment.program, [values[place].array for place in segment.reads]
-        wide = [self._is_wide(place_of(s.eqn, (*around, *s.around))) for s in segment.steps]
+        wide = tuple(self._is_wide(place_of(s.eqn, (*around, *s.around))) for s in segment.steps)
         if all(wide):
             made = program.run_in_float32(inputs)
             values |= {p: Value(a) for p, a in zip(segment.writes, made, strict=True)}
             return
-        # What is computed in float32 in part runs one by one: there are many ways to do so.
-        outputs = None if any(wide) else iter(program.run(inputs))
-        for step, is_wide in zip(segment.steps, wide, strict=True):
+        for step, arrays in zip(segment.steps, program.run(inputs, wide), strict=True):
             given = [read(place) for place in step.reads]
-            arrays = next(outputs) if outputs else _computed(step, given, is_wide)
             made = self._watched(step, given, arrays, (*around, *step.around), iteration)
             values.update(zip(step.writes, made, strict=True))
 

@@ -72,6 +72,7 @@ class Birth(NamedTuple):
     output: int
     elements: int
     cause: str
+    least_input: float = math.nan
     largest_input: float = math.nan
     float32_result: float = math.nan
 
@@ -161,8 +162,7 @@ def birth(
             wide = _largest_in_float32(eqn, inputs, output, mask)
             if cause is None:
                 cause = "range" if math.isfinite(wide) else "value"
-            largest = max(map(_largest, inputs), default=math.nan)
-            return Birth(output, int(mask.sum()), cause, largest, wide)
+            return Birth(output, int(mask.sum()), cause, *_ends(inputs), wide)
     return None
 
 
@@ -177,12 +177,14 @@ def _largest_in_float32(
     return float(numbers.max())
 
 
-def _largest(value: Any) -> float:
-    """Returns the largest finite magnitude of a floating-point value, otherwise 0."""
-    if not _is(value, jnp.floating):
-        return 0.0
-    magnitudes = np.abs(np.asarray(value))
-    return float(magnitudes.max(initial=0, where=np.isfinite(magnitudes)))
+def _ends(values: Sequence[Any]) -> tuple[float, float]:
+    """Returns the least and the largest finite number among floating-point values."""
+    floating = [np.asarray(value).ravel() for value in values if _is(value, jnp.floating)]
+    numbers = [array[np.isfinite(array)].astype(np.float64) for array in floating]
+    all_numbers = np.concatenate([*numbers, np.zeros(0)])
+    if not all_numbers.size:
+        return math.nan, math.nan
+    return float(all_numbers.min()), float(all_numbers.max())
 
 
 def lost_values(

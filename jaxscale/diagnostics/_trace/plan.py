@@ -8,7 +8,6 @@ equal layers are cut alike, and share their programs. Loops, conditions, effects
 steps of their own.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -291,19 +290,16 @@ class Program:
         self, inner: tuple[tuple[JaxprEqn, tuple[Any, ...]], ...], kept: tuple[int, ...]
     ) -> None:
         self._inner, self._kept = inner, kept
+        self._compiled: dict[tuple[bool, ...], Callable[[Sequence[Any]], Any]] = {}
 
-    @functools.cached_property
-    def run(self) -> Callable[[Sequence[Any]], list[list[Any]]]:
-        """Returns the outputs of each equation."""
+    def run(self, inputs: Sequence[Any], wide: tuple[bool, ...]) -> list[list[Any]]:
+        """Returns the outputs of each equation, given which are computed in float32."""
+        if wide not in self._compiled:
+            self._compiled[wide] = _jit(lambda inputs: self._outputs(list(inputs), wide))
+        return self._compiled[wide](inputs)
 
-        def run(inputs: Sequence[Any]) -> list[list[Any]]:
-            return self._outputs(list(inputs), is_wide=False)
-
-        return _jit(run)
-
-    @functools.cached_property
-    def run_in_float32(self) -> Callable[[Sequence[Any]], list[Any]]:
-        """Returns the results that others need, computed in float32.
+    def run_in_float32(self, inputs: Sequence[Any]) -> list[Any]:
+        """Returns the results that others need, with all equations computed in float32.
 
         Raises:
           IncomparableError: if an equation cannot be computed in float32.
@@ -311,24 +307,28 @@ class Program:
 
         def run_in_float32(inputs: Sequence[Any]) -> list[Any]:
             values = list(inputs)
-            self._outputs(values, is_wide=True)
+            self._outputs(values, wide)
             return [values[i] for i in self._kept]
 
-        return _jit(run_in_float32)
+        wide = (True,) * len(self._inner)
+        if wide not in self._compiled:
+            self._compiled[wide] = _jit(run_in_float32)
+        return self._compiled[wide](inputs)
 
-    def _outputs(self, values: list[Any], *, is_wide: bool) -> list[list[Any]]:
+    def _outputs(self, values: list[Any], wide: Sequence[bool]) -> list[list[Any]]:
         """Returns the outputs of each equation, and appends them to the inputs."""
         outputs = []
-        for eqn, reads in self._inner:
+        for (eqn, reads), is_wide in zip(self._inner, wide, strict=True):
             # Numbers behind a barrier, or NumPy would compute with them while this is traced.
             given = [
-                values[r]
-                if isinstance(r, int)
-                else _behind_barrier(jnp.asarray(number(r, is_wide)))
-                for r in reads
+                values[read]
+                if isinstance(read, int)
+                else _behind_barrier(jnp.asarray(number(read, is_wide)))
+                for read in reads
             ]
             made = compute(eqn, given, is_wide)
-            outputs.append(made if is_wide else list(map(_behind_barrier, made)))
+            # XLA may fuse what is all in float32, as nobody looks inside.
+            outputs.append(made if all(wide) else list(map(_behind_barrier, made)))
             values += outputs[-1]
         return outputs
 

@@ -95,7 +95,8 @@ class TracedNonfinite(Place):
       reaches: the outputs that the inf or NaN got to, such as `"loss"`, `"grads['w']"` or
         `"aux['stats']"`. Empty if it was turned into finite numbers on the way, which is
         right for a mask and wrong for a norm.
-      largest_input: the largest finite magnitude among its floating-point inputs.
+      least_input: the least finite number among its floating-point inputs.
+      largest_input: the largest one.
       float32_result: the largest magnitude that float32 gives in place of these elements: inf
         or NaN if it cannot hold them either, or if the equation cannot be run in float32.
 
@@ -113,6 +114,7 @@ class TracedNonfinite(Place):
     elements: int
     cause: str
     reaches: tuple[str, ...]
+    least_input: float
     largest_input: float
     float32_result: float
 

@@ -24,13 +24,14 @@ from ..._state import LossScaleState
 from ..._tree import widen
 from ..._value_and_grad import seeding, unseed, with_loss
 from .._formats import is_ndarray, kind
+from . import interpreter
 from .constants import Constants
-from .interpreter import Interpreter, Place, Value, Visit, place_of
+from .interpreter import Interpreter, Value, Visit, place_of
 from .jaxpr import BACKWARD, EFFECT, FORWARD
 from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
 from .places import layer, lines
 from .plan import Planner, RoundedAt
-from .report import TracedConstant, TracedNonfinite, TracedUnderflow, TraceReport
+from .report import Place, TracedConstant, TracedNonfinite, TracedUnderflow, TraceReport
 
 # A place is reported if it loses a larger share of the nonzero values.
 _LOST_SHARE = 0.5
@@ -159,19 +160,27 @@ class Backward:
         self._planner = Planner(constants)
         self._arguments = _inexact("args", args) | _inexact("kwargs", fun_kwargs)
 
-    def run(self, loss_scale: Any, is_wide: Callable[[Place], bool] = lambda place: False) -> "Run":
+    def run(
+        self,
+        loss_scale: Any,
+        is_wide: Callable[[interpreter.Place], bool] = lambda place: False,
+        constant: Callable[[Any], Any] = lambda const: const,
+        look: Callable[[Visit], None] | None = None,
+    ) -> "Run":
         """Returns what one pass gives and does.
 
         Args:
           loss_scale: a `f32[]`.
           is_wide: whether the equation at a place is computed in float32.
+          constant: returns what is used in place of an argument or a constant.
+          look: is shown each equation.
 
         Raises:
           IncomparableError: if an equation shall be computed in float32, and cannot.
         """
-        findings, loss_scale = _Findings(), jnp.asarray(loss_scale, jnp.float32)
+        findings, loss_scale = _Findings(look), jnp.asarray(loss_scale, jnp.float32)
         with jax.debug_nans(False), jax.debug_infs(False):
-            interpreter = Interpreter(self._planner, findings.watch, is_wide)
+            interpreter = Interpreter(self._planner, findings.watch, is_wide, constant)
             outputs = interpreter.run(self._closed, [Value(loss_scale, True)], self._needs)
         return Run(
             dict(zip(self._names, outputs, strict=True)),
@@ -241,7 +250,8 @@ def _inexact(name: str, tree: Any) -> dict[str, Any]:
 class _Findings:
     """What was seen at each place. A place is an equation and the equations that hold it."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[Visit], None] | None) -> None:
+        self._look = look
         self.visits: collections.Counter[Any] = collections.Counter()  # in order of execution
         self.equations: dict[Any, tuple[JaxprEqn, tuple[JaxprEqn, ...]]] = {}
         self.times: collections.Counter[Any] = collections.Counter()
@@ -254,6 +264,8 @@ class _Findings:
         place = place_of(visit.eqn, visit.around)
         self.visits[place] += 1
         self.equations[place] = visit.eqn, visit.around
+        if self._look:
+            self._look(visit)
         if visit.need == EFFECT:  # only printed: it reaches no output
             return [frozenset()] * len(visit.outputs)
         self._note_lost(place, visit)
@@ -304,6 +316,7 @@ class _Findings:
                 **self._place("birth", place, visit, born.output, _share(visit, born)),
                 elements=born.elements,
                 cause=born.cause,
+                least_input=born.least_input,
                 largest_input=born.largest_input,
                 float32_result=born.float32_result,
                 reaches=tuple(reached[place]),
@@ -336,6 +349,16 @@ class _Findings:
             not_compared=tuple(sorted(self.not_compared)),
             constants=_traced_constants(rounded),
         )
+
+    def place(self, visit: Visit, share: float) -> Place:
+        """Returns a visited equation as a place of a report.
+
+        Args:
+          visit: the equation.
+          share: the share of its numbers that was lost.
+        """
+        place = place_of(visit.eqn, visit.around)
+        return Place(**self._place("", place, visit, 0, share))
 
     def _place(
         self, kind: str, place: Any, visit: Visit, output: int, share: float

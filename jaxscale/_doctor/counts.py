@@ -1,0 +1,60 @@
+"""The gradients counted: leaf by leaf, and by powers of two.
+
+`leaf_counts` and `leaf_histograms` compile a program for each shape. A model has many shapes, and
+compiling takes longer than counting, so each leaf is counted in rows of one length, the last
+filled up with zeros, which are taken off again.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..diagnostics._histogram import Histogram, histogram
+from ..diagnostics._leaves import LeafCounts, leaf_counts
+
+_ROW = 2**15
+
+
+class Counted(NamedTuple):
+    """What was counted.
+
+    Attributes:
+      counts: what `leaf_counts` returns.
+      histograms: what `leaf_histograms` returns.
+    """
+
+    counts: LeafCounts
+    histograms: Any
+
+
+def counted(grads: Any, loss_scale: float) -> Counted:
+    """Returns the counts of gradients at a loss scale, on the host."""
+    both = jax.tree.map(lambda leaf: _of_leaf(np.asarray(leaf), loss_scale), grads)
+    is_pair = lambda node: isinstance(node, tuple) and len(node) == 2  # noqa: E731
+    counts, histograms = (
+        jax.tree.map(lambda pair, i=i: pair[i], both, is_leaf=is_pair) for i in (0, 1)
+    )
+    return Counted(LeafCounts(counts, jnp.float32(loss_scale)), histograms)
+
+
+@jax.jit
+def _of_row(row: jax.Array, loss_scale: Any) -> tuple[jax.Array, Histogram]:
+    return leaf_counts(row, loss_scale=loss_scale).leaves, histogram(row)
+
+
+def _of_leaf(leaf: np.ndarray, loss_scale: float) -> tuple[np.ndarray, Histogram]:
+    if np.iscomplexobj(leaf):  # two numbers each, as both functions count them
+        leaf = np.stack([leaf.real, leaf.imag])
+    numbers = leaf.ravel()
+    rows = np.zeros((max(-(-numbers.size // _ROW), 1), _ROW), leaf.dtype)
+    rows.ravel()[: numbers.size] = numbers
+    results = jax.device_get([_of_row(row, jnp.float32(loss_scale)) for row in rows])
+    counts = np.sum([counts for counts, _ in results], axis=0)
+    counts[-1] = max(counts[-1] for counts, _ in results)
+    filled = rows.size - numbers.size
+    counts[0] -= filled
+    counts[3] -= filled
+    summed = Histogram(*map(sum, zip(*(found for _, found in results), strict=True)))
+    return counts, summed._replace(zero=summed.zero - filled)

@@ -1,0 +1,179 @@
+"""Which line a wrong gradient comes from, and which lines in float32 make it right.
+
+Both are found by trying. With all equations in float32 the gradients are right. `find_culprit`
+runs the first n equations as they are written and the others in float32, and bisects n: the
+gradients go wrong at one equation. `find_remedy` computes the faulty line in float32, forwards
+and backwards, and adds the next line at which something goes wrong until nothing does.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..diagnostics._trace.interpreter import Place, Visit, place_of
+from ..diagnostics._trace.numbers import in_float32
+from ..diagnostics._trace.places import Line, lines
+from ..diagnostics._trace.report import Place as PlaceInReport
+from ..diagnostics._trace.trace import Backward, Run
+
+_MOST_LINES = 6  # in float32: beyond that it is not a line that is at fault
+_BLAME = 0.5  # one equation is to blame if it makes this share of the error
+_FLUSHED = 0.5  # it flushes if it makes this share of its nonzero numbers 0
+
+# A line, by its file and number, or an equation that comes from no line.
+Where = tuple[str, int] | Place
+
+
+class Culprit(NamedTuple):
+    """The equation at which gradients go wrong, although they stay finite.
+
+    Attributes:
+      place: the equation.
+      kind: `"overflow"` if it makes inf, which becomes finite later, `"underflow"` if most of its
+        numbers become 0, otherwise `"rounding"`.
+      largest: the largest finite magnitude among its results.
+      error: the error of the gradients from there on.
+    """
+
+    place: PlaceInReport
+    kind: str
+    largest: float
+    error: float
+
+
+class Remedy(NamedTuple):
+    """The lines that were computed in float32, and what became of the gradients.
+
+    Attributes:
+      lines: file and line of each, the first at fault first.
+      works: whether the gradients are then finite and right.
+      error: the largest error of a leaf of the gradients; inf if they are not finite.
+    """
+
+    lines: tuple[str, ...]
+    works: bool
+    error: float
+
+
+class Trials:
+    """Passes in which some lines, and the end of the program, are computed in float32.
+
+    Args:
+      backward: the pass.
+      loss_scale: the loss scale of all passes.
+      first: the pass as it is written.
+      error_of: the error of gradients, by their names; inf if they are not finite.
+      close: the gradients are right up to this error.
+    """
+
+    def __init__(
+        self,
+        backward: Backward,
+        loss_scale: float,
+        first: Run,
+        error_of: Callable[[Mapping[str, Any]], float],
+        close: float,
+    ) -> None:
+        self._backward, self._loss_scale = backward, loss_scale
+        self._error_of, self._close = error_of, close
+        self._places = list(first.findings.visits)  # in the order of execution
+        self._order = {place: i for i, place in enumerate(self._places)}
+        self._where: dict[Place, Where] = {}
+        for place, (eqn, around) in first.findings.equations.items():
+            line = next(iter(lines(eqn, around)), None)
+            self._where[place] = (line.file, line.number) if line else place
+
+    def find_culprit(self, wide: frozenset[Where] = frozenset()) -> Culprit | None:
+        """Returns the equation at which the gradients go wrong, or `None` if it is not just one.
+
+        Args:
+          wide: lines that are computed in float32.
+        """
+        low, high = 0, len(self._places)  # with so many equations as written: right, and wrong
+        below, above = 0.0, self._error(self._run(wide))
+        middle_error = above / 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            error = self._error(self._run(wide, middle))
+            if error > middle_error:
+                high, above = middle, error
+            else:
+                low, below = middle, error
+        if not above - below >= _BLAME * min(2 * middle_error, above):
+            return None
+        return self._culprit(self._places[high - 1], wide, above)
+
+    def find_remedy(self, first: Where) -> Remedy:
+        """Returns the lines that make the gradients right, or that were tried in vain.
+
+        Args:
+          first: the line at fault.
+        """
+        wide = [first]
+        while True:
+            run = self._run(frozenset(wide))
+            error = self._error(run)
+            following = None
+            if error > self._close and len(wide) < _MOST_LINES:
+                following = self._next(run, frozenset(wide))
+            if following is None:
+                break
+            wide.append(following)
+        names = tuple(str(Line(*where, "")) for where in wide if isinstance(where[0], str))
+        return Remedy(names, error <= self._close, error)
+
+    def _next(self, run: Run, wide: frozenset[Where]) -> Where | None:
+        """Returns the next line at fault with some lines in float32, if there is another one."""
+        report = run.report()
+        if report.nonfinite_outputs:
+            births = [place for place in report.nonfinite if place.reaches]
+            places: list[PlaceInReport] = [
+                place for place in births if place.direction == "forward"
+            ] or births
+        else:
+            culprit = self.find_culprit(wide)
+            places = [culprit.place] if culprit else []
+        following = [(place.file, place.line) for place in places if place.file]
+        return next((where for where in following if where not in wide), None)
+
+    def _run(
+        self,
+        wide: frozenset[Where],
+        start: int | None = None,
+        look: Callable[[Visit], None] | None = None,
+    ) -> Run:
+        """Returns a pass with some lines, and all equations from one on, in float32."""
+        start = len(self._places) if start is None else start
+
+        def is_wide(place: Place) -> bool:
+            return self._order.get(place, -1) >= start or self._where.get(place, place) in wide
+
+        return self._backward.run(self._loss_scale, is_wide, look=look)
+
+    def _error(self, run: Run) -> float:
+        return self._error_of(run.grads)
+
+    def _culprit(self, place: Place, wide: frozenset[Where], error: float) -> Culprit:
+        found: list[Visit] = []
+
+        def look(visit: Visit) -> None:
+            if not found and place_of(visit.eqn, visit.around) == place:
+                found.append(visit)
+
+        run = self._run(wide, look=look)
+        (visit,) = found
+        outputs = [np.asarray(output) for output in visit.outputs]
+        exact = [np.asarray(x) for x in in_float32(visit.eqn, [v.array for v in visit.inputs])]
+        numbers = [(a, b) for a, b in zip(outputs, exact, strict=True) if a.dtype.kind in "fV"]
+        nonzero = sum(np.count_nonzero(b) for _, b in numbers)
+        zeros = sum(np.count_nonzero((a == 0) & (b != 0)) for a, b in numbers)
+        kind = "rounding"
+        if not all(np.isfinite(a).all() for a, _ in numbers):
+            kind = "overflow"
+        elif zeros > _FLUSHED * nonzero:
+            kind = "underflow"
+        largest = max((float(np.abs(b).max(initial=0)) for _, b in numbers), default=0.0)
+        return Culprit(
+            run.findings.place(visit, share=zeros / max(nonzero, 1)), kind, largest, error
+        )
