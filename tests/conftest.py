@@ -116,7 +116,7 @@ def _recorded(terminalreporter, name):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """How many slow tests were left out, the doctor's score, and what of the traces was replayed."""
+    """How many slow tests were left out, the doctor's score, and what was replayed."""
     if skipped := config.stash.get(SKIPPED, 0):
         terminalreporter.line(f"{skipped} slow tests were left out; --slow runs them, too.")
     for lines in _recorded(terminalreporter, "trial"):

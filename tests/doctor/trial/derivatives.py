@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from trial_entry import cast, faulty, mean_square, normal
+from trial_entry import cast, faulty, filled, mean_square, normal
 
 
 @faulty(source="https://github.com/pytorch/pytorch/issues/8069", kind="backward", tuned=True)
@@ -15,7 +15,7 @@ def angle_between_rotations(half=jnp.float16):
     def loss_fn(params, target):
         r = params["r"].astype(half)
         r = r / jnp.linalg.norm(r.astype(jnp.float32)).astype(half)
-        cosine = jnp.clip(target.astype(half) @ r, -1 + 1e-7, 1 - 1e-7)
+        cosine = jnp.clip(target.astype(half) @ r, -1 + 1e-7, 1 - 1e-7)  # fault
         return jnp.mean(jnp.arccos(cosine).astype(jnp.float32))  # fault
 
     r = params["r"] / jnp.linalg.norm(params["r"])
@@ -31,7 +31,7 @@ def branch_not_taken(half=jnp.float16):
         axis = params["axis"].astype(half)
         square = jnp.sum(axis * axis, axis=-1, keepdims=True)
         angle = jnp.sqrt(jnp.maximum(square, 1e-12))  # fault
-        turned = jnp.where(square > 1e-6, jnp.sin(angle) / angle, 1 - square / 6) * axis
+        turned = jnp.where(square > 1e-6, jnp.sin(angle) / angle, 1 - square / 6) * axis  # fault
         return mean_square(jnp.cross(turned, x.astype(half)) + x.astype(half) - 1)
 
     return loss_fn, params, normal(1, 2, 3)
@@ -57,7 +57,9 @@ def distances(half=jnp.float16):
     return loss_fn, params, position
 
 
-@faulty(source="https://github.com/lucidrains/vector-quantize-pytorch/issues/106", kind="cancellation")
+@faulty(
+    source="https://github.com/lucidrains/vector-quantize-pytorch/issues/106", kind="cancellation"
+)
 def codebook_distances(half=jnp.float16):
     """x**2 - 2 x y + y**2 of vectors close together is less than 0."""
 
@@ -90,7 +92,7 @@ def gradient_penalty(half=jnp.float16):
             return nn.Dense(1, dtype=half)(jnp.tanh(nn.Dense(4, dtype=half)(x)))[..., 0] * 1e-4
 
     model, x = Critic(), normal(4, 3, 2)
-    params = model.init(jax.random.key(0), x)
+    params = filled(lambda: model.init(jax.random.key(0), x))
 
     def loss_fn(params, x):
         slopes = jax.grad(lambda x: jnp.sum(model.apply(params, x)))(x.astype(half))
@@ -109,7 +111,7 @@ def quaternion(half=jnp.float16):
         p = cast(params, half)
         q = x.astype(half) @ p["w"] + p["b"]
         norm = jnp.max(jnp.abs(q[:, 1:]), axis=-1, keepdims=True)
-        norm = jnp.maximum(norm, 1e-8)
+        norm = jnp.maximum(norm, 1e-8)  # fault
         log = q[:, 1:] / norm * jnp.arctan2(norm, q[:, :1])  # fault
         return mean_square(log - 0.1)
 

@@ -5,7 +5,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from trial_entry import cast, healthy, mean_square, normal
+from trial_entry import cast, filled, healthy, mean_square, normal, split
 
 
 @healthy(looks="a causal mask of -inf, of which each row keeps one key", tuned=True)
@@ -42,7 +42,7 @@ def finite_mask(half=jnp.float16):
         return jnp.mean(jnp.square(y) * batch["valid"][:, :, None])
 
     batch = {"x": x, "valid": valid}
-    return loss_fn, model.init(jax.random.key(0), **batch), batch
+    return loss_fn, filled(lambda: model.init(jax.random.key(0), **batch)), batch
 
 
 @healthy(looks="a mask in the batch whose -inf never reaches the loss", tuned=True)
@@ -81,7 +81,9 @@ def dropout(half=jnp.float16):
             return nn.Dense(2, dtype=half)(x)
 
     model, x = Net(), normal(9, 6, 3)
-    params = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    params = filled(
+        lambda: model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    )
 
     def loss_fn(params, x):
         return mean_square(model.apply(params, x, rngs={"dropout": jax.random.key(2)}) - 1)
@@ -142,7 +144,7 @@ def padded_tokens(half=jnp.float16):
             return nn.Dense(2, dtype=half)(nn.LayerNorm(dtype=half)(x))
 
     model, tokens = Net(), jnp.array([[5, 17, 0, 0], [299, 8, 8, 0]])
-    params = model.init(jax.random.key(0), tokens)
+    params = filled(lambda: model.init(jax.random.key(0), tokens))
 
     def loss_fn(params, tokens):
         return mean_square((model.apply(params, tokens) - 1) * (tokens > 0)[..., None])
@@ -161,7 +163,7 @@ def layer_norm_in_float32(half=jnp.float16):
         def __call__(self, x):
             return self.head(self.norm(self.embed(x)))
 
-    definition, params = nnx.split(Net(nnx.Rngs(0)))
+    definition, params = split(lambda: Net(nnx.Rngs(0)))
 
     def loss_fn(params, x):
         return mean_square(nnx.merge(definition, params)(x) - 1)
@@ -301,7 +303,7 @@ def batch_norm(half=jnp.float16):
             return nn.Dense(1, dtype=half)(nn.relu(x))
 
     model, x = Net(), normal(41, 8, 3, scale=10.0)
-    variables = model.init(jax.random.key(0), x)
+    variables = filled(lambda: model.init(jax.random.key(0), x))
 
     def loss_fn(params, x):
         given = {"params": params, "batch_stats": variables["batch_stats"]}
@@ -414,7 +416,7 @@ def straight_through(half=jnp.float16):
             y = self.layer(x) * 4
             return (y + jax.lax.stop_gradient(jnp.round(y) - y)) / 4
 
-    definition, params = nnx.split(Quantizer(nnx.Rngs(1)))
+    definition, params = split(lambda: Quantizer(nnx.Rngs(1)))
 
     def loss_fn(params, x):
         return mean_square(nnx.merge(definition, params)(x) - 1)

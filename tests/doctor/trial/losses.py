@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.scipy.special import gammaln
-from trial_entry import cast, faulty, mean_square, normal
+from trial_entry import cast, faulty, filled, mean_square, normal, split
 
 
 @faulty(
@@ -139,7 +139,7 @@ def mean_absolute_error(half=jnp.float16):
             return nn.Dense(1024, dtype=half)(z)
 
     model, batch = Decoder(), {"z": normal(6, 8, 2), "y": normal(7, 8, 1024, scale=20.0)}
-    params = model.init(jax.random.key(0), batch["z"])
+    params = filled(lambda: model.init(jax.random.key(0), batch["z"]))
 
     def loss_fn(params, batch):
         error = jnp.abs(model.apply(params, batch["z"]) - batch["y"].astype(half))
@@ -196,7 +196,7 @@ def gumbel_noise(half=jnp.float16):
     def loss_fn(params, uniform):
         u = uniform.astype(half)
         noise = -jnp.log(-jnp.log(u + 1e-20) + 1e-20)  # fault
-        sample = jax.nn.softmax((params["logits"].astype(half) + noise) / 0.5)  # fault
+        sample = jax.nn.softmax((params["logits"].astype(half) + noise) / 0.5)
         return mean_square(sample * jnp.arange(4))
 
     uniform = jnp.array([[0.3, 0.8, 0.1, 0.5], [0.9, 0.4, 0.99985, 0.2], [0.6, 0.7, 0.2, 0.3]])
@@ -214,7 +214,7 @@ def entropy_bonus(half=jnp.float16):
         def __call__(self, x):
             return self.head(x) * 40
 
-    definition, params = nnx.split(Policy(nnx.Rngs(0)))
+    definition, params = split(lambda: Policy(nnx.Rngs(0)))
 
     def loss_fn(params, x):
         log_p = jax.nn.log_softmax(nnx.merge(definition, params)(x))  # fault
@@ -234,7 +234,7 @@ def intersection_over_union(half=jnp.float16):
         size = jax.nn.relu(batch["x"].astype(half) @ p["w"] + p["b"])
         target = batch["size"].astype(half)
         both = jnp.prod(jnp.minimum(size, target), axis=-1)
-        union = jnp.prod(size, axis=-1) + jnp.prod(target, axis=-1) - both + 1e-9
+        union = jnp.prod(size, axis=-1) + jnp.prod(target, axis=-1) - both + 1e-9  # fault
         return 1 - jnp.mean((both / union).astype(jnp.float32))  # fault
 
     x = jnp.array([[0.3, 0.4], [1e-4, 2e-4], [0.5, 0.2]])
@@ -296,7 +296,8 @@ def survival(half=jnp.float16):
 
     def loss_fn(params, x):
         p = cast(params, half)
-        probability = jnp.minimum(jax.nn.sigmoid(x.astype(half) @ p["w"] + p["b"]), 1 - 1e-6)
+        probability = jax.nn.sigmoid(x.astype(half) @ p["w"] + p["b"])
+        probability = jnp.minimum(probability, 1 - 1e-6)  # fault
         none = jnp.exp(jnp.sum(jnp.log1p(-probability), axis=-1))  # fault
         return jnp.mean((1 - none).astype(jnp.float32))
 
@@ -343,7 +344,7 @@ def unbounded_log_variance(half=jnp.float16):
             return nn.Dense(3, dtype=half)(mean), 0.5 * jnp.sum(kl, axis=-1)
 
     model, x = VAE(), jnp.array([[0.1, 0.2, -0.3], [6.0, -3.0, 4.0]])
-    params = model.init(jax.random.key(5), x)
+    params = filled(lambda: model.init(jax.random.key(5), x))
     params["params"]["Dense_1"]["kernel"] = jnp.array([[1.0, 0.1], [-0.5, 0.2], [1.0, -0.3]])
 
     def loss_fn(params, x):

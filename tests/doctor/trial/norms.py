@@ -5,7 +5,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from trial_entry import cast, faulty, mean_square, normal
+from trial_entry import cast, faulty, filled, mean_square, normal, split
 
 
 @faulty(source="https://github.com/pytorch/pytorch/issues/66707", kind="overflow", tuned=True)
@@ -44,7 +44,7 @@ def rms_norm_of_a_sum(half=jnp.float16):
         def __call__(self, x):
             return self.norm(self.embed(x))
 
-    definition, params = nnx.split(Model(nnx.Rngs(0)))
+    definition, params = split(lambda: Model(nnx.Rngs(0)))
     batch = {"x": normal(1, 3, 4, scale=120.0), "y": normal(2, 3, 64)}
 
     def loss_fn(params, batch):
@@ -105,7 +105,7 @@ def variance_clipped_at_zero(half=jnp.float16):
     def loss_fn(params, batch):
         return mean_square(model.apply(params, batch) - 1)
 
-    return loss_fn, model.init(jax.random.key(1), batch), batch
+    return loss_fn, filled(lambda: model.init(jax.random.key(1), batch)), batch
 
 
 @faulty(source="https://github.com/neuroneural/brainchop-cli/pull/56", kind="overflow")
@@ -115,7 +115,7 @@ def group_norm(half=jnp.float16):
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = nn.Conv(8, (3,), dtype=half)(x)
+            x = nn.Dense(8, dtype=half)(x)
             x = nn.GroupNorm(2, dtype=half, force_float32_reductions=False)(x)  # fault
             return nn.Dense(1, dtype=half)(nn.relu(x))
 
@@ -124,7 +124,7 @@ def group_norm(half=jnp.float16):
     def loss_fn(params, batch):
         return mean_square(model.apply(params, batch) - 1)
 
-    return loss_fn, model.init(jax.random.key(0), batch), batch
+    return loss_fn, filled(lambda: model.init(jax.random.key(0), batch)), batch
 
 
 @faulty(source="https://github.com/tensorflow/tensorflow/issues/47156", kind="overflow")
@@ -203,7 +203,7 @@ def scaled_before_it_is_standardized(half=jnp.float16):
             scaled = pooled * 1152**0.5  # fault
             return self.head((scaled - 3e4) * 1e-5)
 
-    definition, params = nnx.split(Pooler(nnx.Rngs(3)))
+    definition, params = split(lambda: Pooler(nnx.Rngs(3)))
 
     def loss_fn(params, x):
         return mean_square(nnx.merge(definition, params)(x) - 1)

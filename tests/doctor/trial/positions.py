@@ -3,7 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from trial_entry import cast, faulty, mean_square, normal
+from trial_entry import cast, faulty, filled, mean_square, normal
 
 
 @faulty(source="https://github.com/EleutherAI/gpt-neox/issues/1003", kind="rounding", tuned=True)
@@ -52,9 +52,9 @@ def resolution(half=jnp.float16):
     def loss_fn(params, batch):
         p, batch = cast(params, half), cast(batch, half)
         pixels = batch["height"] * batch["width"]  # fault
-        ratio = jnp.sqrt(pixels / 512**2)  # fault
+        ratio = jnp.sqrt(pixels / 512**2)
         t = batch["time"]
-        t = ratio * t / (1 + (ratio - 1) * t)  # fault
+        t = ratio * t / (1 + (ratio - 1) * t)
         features = jnp.stack([t, 1 - t], axis=-1)
         return mean_square(jnp.tanh(features @ p["w"]) @ p["v"] - 1)
 
@@ -76,9 +76,7 @@ def positions_from_a_mask(half=jnp.float16):
     return loss_fn, params, {"mask": jnp.ones(3000), "x": normal(10, 3000, 2)}
 
 
-@faulty(
-    source="https://github.com/jax-ml/jax/issues/18440", kind="accumulation", tuned=True
-)
+@faulty(source="https://github.com/jax-ml/jax/issues/18440", kind="accumulation", tuned=True)
 def degrees(half=jnp.float16):
     """The degree of a node counted in half precision stops at 2048."""
     params = {"w": normal(11, 2, 3)}
@@ -121,7 +119,7 @@ def frequent_token(half=jnp.float16):
             return nn.Embed(4, 2, dtype=half)(tokens)  # fault
 
     model, tokens = Net(), jnp.zeros(6000, int).at[::100].set(1).at[::90].set(2)
-    params = model.init(jax.random.key(0), tokens)
+    params = filled(lambda: model.init(jax.random.key(0), tokens))
 
     def loss_fn(params, tokens):
         return jnp.mean(jnp.sin(model.apply(params, tokens).astype(jnp.float32)) * 8)

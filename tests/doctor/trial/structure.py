@@ -5,7 +5,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from trial_entry import cast, faulty, mean_square, normal
+from trial_entry import cast, faulty, filled, mean_square, normal, split
 
 
 @faulty(source="https://github.com/huggingface/transformers/pull/43543", kind="flushed", tuned=True)
@@ -59,7 +59,7 @@ def dense_relu_dense(half=jnp.float16):
             return y / (1 + jnp.max(jnp.abs(y), axis=-1, keepdims=True))
 
     model, x = Net(), normal(7, 3, 4)
-    params = jax.tree.map(lambda w: w * 200, model.init(jax.random.key(1), x))
+    params = jax.tree.map(lambda w: w * 500, filled(lambda: model.init(jax.random.key(1), x)))
 
     def loss_fn(params, x):
         return mean_square(model.apply(params, x) - 1)
@@ -74,14 +74,15 @@ def exponential_activation(half=jnp.float16):
     class Cell(nn.Module):
         @nn.compact
         def __call__(self, h, x):
-            h = jnp.exp(nn.Dense(2, dtype=half)(x) + nn.Dense(2, use_bias=False, dtype=half)(h))  # fault
+            given, kept = nn.Dense(2, dtype=half), nn.Dense(2, use_bias=False, dtype=half)
+            h = jnp.exp(given(x) + kept(h))  # fault
             return h, jnp.log1p(h)
 
     scan = nn.scan(
         Cell, variable_broadcast="params", split_rngs={"params": False}, in_axes=0, out_axes=0
     )
     model, x = scan(), normal(8, 5, 3)
-    params = model.init(jax.random.key(0), jnp.zeros(2, half), x)
+    params = filled(lambda: model.init(jax.random.key(0), jnp.zeros(2, half), x))
     params = {
         "params": {
             "Dense_0": params["params"]["Dense_0"],
@@ -129,7 +130,7 @@ def router_z_loss(half=jnp.float16):
             y = jnp.sum(self.experts[...].astype(half)[chosen] * x, axis=-1) * weight
             return y, z_loss
 
-    definition, params = nnx.split(Router(nnx.Rngs(1)))
+    definition, params = split(lambda: Router(nnx.Rngs(1)))
 
     def loss_fn(params, x):
         y, z_loss = nnx.merge(definition, params)(x.astype(half))
@@ -147,7 +148,8 @@ def affine_coupling(half=jnp.float16):
 
         def __call__(self, z):
             shift, log_scale = jnp.split(self.net(z[:2]), 2)
-            return jnp.concatenate([z[2:] * jnp.exp(log_scale) + shift, z[:2]]), jnp.sum(log_scale)  # fault
+            moved = z[2:] * jnp.exp(log_scale) + shift  # fault
+            return jnp.concatenate([moved, z[:2]]), jnp.sum(log_scale)
 
     keys = jax.random.split(jax.random.key(3), 2)
     first, last = (Coupling(eqx.nn.Linear(2, 4, key=key)) for key in keys)
@@ -167,9 +169,7 @@ def affine_coupling(half=jnp.float16):
     return loss_fn, layers, normal(14, 4, 4).at[1, :2].set(row * 12 / jnp.sum(jnp.square(row)))
 
 
-@faulty(
-    source="https://github.com/jax-ml/jax/issues/9839", kind="input", tuned=True
-)
+@faulty(source="https://github.com/jax-ml/jax/issues/9839", kind="input", tuned=True)
 def token_out_of_range(half=jnp.float16):
     """A token beyond the vocabulary: its embedding is NaN."""
 
@@ -180,7 +180,7 @@ def token_out_of_range(half=jnp.float16):
             return nn.Dense(6, dtype=half)(x)
 
     model, tokens = Net(), jnp.array([[0, 1, 5], [2, 6, 3]])
-    params = model.init(jax.random.key(0), tokens)
+    params = filled(lambda: model.init(jax.random.key(0), tokens))
 
     def loss_fn(params, tokens):
         log_p = jax.nn.log_softmax(model.apply(params, tokens).astype(jnp.float32))
@@ -211,7 +211,9 @@ def density(half=jnp.float16):
     return loss_fn, params, {"cell": jnp.array([0, 2, 3]), "is_fine": jnp.array(True)}
 
 
-@faulty(source="https://github.com/AUTOMATIC1111/stable-diffusion-webui/issues/14071", kind="epsilon")
+@faulty(
+    source="https://github.com/AUTOMATIC1111/stable-diffusion-webui/issues/14071", kind="epsilon"
+)
 def noise_schedule(half=jnp.float16):
     """The last cumulative product of a schedule of zero terminal SNR, 4.9e-8 or less, is 0."""
     params = {"w": normal(18, 2, 2), "b": jnp.zeros(2)}
@@ -219,10 +221,10 @@ def noise_schedule(half=jnp.float16):
 
     def loss_fn(params, batch):
         p = cast(params, half)
-        alpha = product.astype(half)[batch["step"]][:, None]
+        alpha = product.astype(half)[batch["step"]][:, None]  # fault
         sigma = jnp.sqrt((1 - alpha) / alpha)  # fault
         x = batch["x"].astype(half) + 1e-3 * sigma * batch["noise"].astype(half)
-        y = (x @ p["w"] + p["b"]) / jnp.sqrt(1 + sigma * 1e-3)  # fault
+        y = (x @ p["w"] + p["b"]) / jnp.sqrt(1 + sigma * 1e-3)
         return mean_square(y - batch["noise"].astype(half))
 
     batch = {"x": normal(19, 4, 2), "noise": normal(20, 4, 2), "step": jnp.array([0, 3, 1, 2])}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 KINDS = {
     "overflow": "a number beyond 65504",
@@ -71,6 +72,32 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
     """Normally distributed float32 numbers, always the same."""
     numbers = np.random.default_rng(seed).standard_normal(shape) * scale
     return jnp.asarray(numbers, jnp.float32)
+
+
+def filled(make: Callable[[], Any]) -> Any:
+    """What a function would return, with numbers of its own: compiling initializers takes time.
+
+    Matrices are random, biases 0 and other vectors 1.
+    """
+    return _filled(jax.eval_shape(make))
+
+
+def split(make: Callable[[], Any]) -> Any:
+    """An NNX module as its definition and its parameters, `filled`."""
+    definition, shapes = nnx.split(nnx.eval_shape(make))
+    return definition, _filled(shapes)
+
+
+def _filled(shapes):
+    seeds = iter(range(100, 200))
+
+    def fill(path, leaf):
+        if len(leaf.shape) > 1:
+            return normal(next(seeds), *leaf.shape, scale=leaf.shape[0] ** -0.5)
+        constant = jnp.zeros if "bias" in jax.tree_util.keystr(path) else jnp.ones
+        return constant(leaf.shape, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
 def cast(tree: Any, dtype: Any) -> Any:
