@@ -60,7 +60,7 @@ class Score(NamedTuple):
     alarms: int
 
 
-HELD = Score(verdicts=0, lines=0, first=0, alarms=100)
+HELD = Score(verdicts=87, lines=54, first=53, alarms=1)
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +177,22 @@ def sentence(judged, entries):
         f"verdicts {got.verdicts} of {faulty + healthy}, lines {got.lines} of {faulty} "
         f"(first {got.first}), false alarms {got.alarms} of {healthy}"
     )
+
+
+def test_how_the_score_counts():
+    from trial_entry import Entry
+
+    entries = {"a": Entry("overflow", ""), "b": Entry("epsilon", ""), "c": Entry("", "")}
+    entries["d"] = entries["c"]
+    judged = {
+        "a": Judged(True, True, True),
+        "b": Judged(True, True, False),
+        "c": Judged(True, False, False),
+        "d": Judged(False, False, False),
+    }
+    assert score(judged, entries) == (Score(verdicts=3, lines=2, first=1, alarms=1), (2, 2))
+    judged["a"] = Judged(False, False, False)
+    assert score(judged, entries)[0] == Score(verdicts=2, lines=1, first=0, alarms=1)
 
 
 @pytest.mark.slow
