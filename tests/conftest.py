@@ -104,18 +104,26 @@ def promotion(request):
         yield
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    """How many slow tests were left out, and what of the traces was replayed."""
-    if skipped := config.stash.get(SKIPPED, 0):
-        terminalreporter.line(f"{skipped} slow tests were left out; --slow runs them, too.")
-    # Under xdist, too: properties travel with the reports.
-    rows = [
+def _recorded(terminalreporter, name):
+    """What tests recorded under a name. Under xdist, too: properties travel with the reports."""
+    return [
         value
         for reports in terminalreporter.stats.values()
         for report in reports
-        for name, value in getattr(report, "user_properties", ())
-        if name == "replayed" and report.when == "call"
+        for key, value in getattr(report, "user_properties", ())
+        if key == name and report.when == "call"
     ]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """How many slow tests were left out, the doctor's score, and what was replayed."""
+    if skipped := config.stash.get(SKIPPED, 0):
+        terminalreporter.line(f"{skipped} slow tests were left out; --slow runs them, too.")
+    for lines in _recorded(terminalreporter, "trial"):
+        terminalreporter.section("the doctor's trial")
+        for line in lines:
+            terminalreporter.line(line)
+    rows = _recorded(terminalreporter, "replayed")
     if not rows:
         return
     terminalreporter.section("traces replayed")
