@@ -50,6 +50,8 @@ _NEGATIVE = (
 _INDEX = "An index is out of range: JAX fills in NaN. Look at the labels, tokens or positions."
 # Words of the source line, and primitives: how to avoid points without a finite result.
 _OF_POINTS = (
+    (r"rsqrt", ("rsqrt", "mul", "div", "pow", "integer_pow"), "The operand is 0: compute it in "
+     "float32 with an epsilon of 1e-6; in float16 it takes 1e-3."),
     (r"sqrt|norm|std\b|hypot", ("div", "mul", "sqrt", "rsqrt", "pow", "integer_pow"), _ROOT),
     (r"arccos|acos|arcsin|asin", (), "At 1 and -1 the derivative is inf. Clip to 0.999: float16 "
      "has no number between 0.9995 and 1."),
@@ -61,8 +63,6 @@ _OF_POINTS = (
      "takes logits."),
     (r"log|entropy", ("log", "div", "log1p"), "The logarithm of 0 is -inf, and its derivative "
      "inf: compute it in float32, and add 1e-6 there, or `jnp.maximum(x, 1e-6)` before it."),
-    (r"rsqrt", ("rsqrt", "mul", "div", "pow", "integer_pow"), "The operand is 0: compute it in "
-     "float32 with an epsilon of 1e-6; in float16 it takes 1e-3."),
     (r"", ("div", "integer_pow", "rem"), "The divisor is 0: compute it in float32 and add 1e-6 "
      "there, or replace 0 with `jnp.where` before the division."),
     (r"", ("gather", "dynamic_slice", "scatter"), _INDEX),
@@ -86,15 +86,16 @@ def in_float32(exam: Exam) -> str:
     return "Cast what goes into it to float32, and its result back."
 
 
-def about_remedy(remedy: Remedy, exam: Exam) -> str:
-    """Returns which lines in float32 make the gradients right, as was tried."""
-    others = remedy.lines[1:]
-    if not others:
-        which = "this line"
-    elif len(others) == 1:
-        which = f"this line and {others[0]}"
-    else:
-        which = f"this line, {', '.join(others[:-1])} and {others[-1]}"
+def about_remedy(remedy: Remedy, exam: Exam, where: str) -> str:
+    """Returns which lines in float32 make the gradients right, as was tried.
+
+    Args:
+      remedy: the lines.
+      exam: the exam.
+      where: the file and line that the sentence stands below.
+    """
+    names = ["this line" if line == where else line for line in remedy.lines]
+    which = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
     error = percent(min(remedy.error, 1.0))
     if not remedy.works:
         still = f"off by {error}" if math.isfinite(remedy.error) else "not finite"
@@ -115,7 +116,7 @@ def for_nonfinite(place: TracedNonfinite, exam: Exam) -> list[str]:
         return [f"Loss scale {power(fits)} is the largest that does not overflow here."]
     said = ["Even a loss scale of 1 overflows here." if place.scaled else "No loss scale helps."]
     if remedy is not None and remedy.works:
-        said.append(about_remedy(remedy, exam))
+        said.append(about_remedy(remedy, exam, place.where))
     if place.cause == "given":
         return [*said, "Look where this number comes from."]
     if place.cause == "infinities":
@@ -126,6 +127,8 @@ def for_nonfinite(place: TracedNonfinite, exam: Exam) -> list[str]:
         ]
     if is_of_autocast(exam):
         return said if len(said) > 1 else [*said, in_float32(exam)]
+    if any((c.file, c.line) == (place.file, place.line) for c in exam.trace.constants):
+        return [*said, "In float32 that number is what it says."]
     known = _of_range(place) if place.cause == "range" else _of_points(place)
     if known:
         said.append(known)

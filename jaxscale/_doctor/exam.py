@@ -27,7 +27,7 @@ from ..diagnostics._leaves import LeafTable, table
 from ..diagnostics._suggest import Suggestion, suggest_scale
 from ..diagnostics._trace.numbers import IncomparableError
 from ..diagnostics._trace.places import lines
-from ..diagnostics._trace.report import TracedNonfinite, TraceReport
+from ..diagnostics._trace.report import Place, TracedNonfinite, TraceReport
 from ..diagnostics._trace.trace import Backward, Run
 from ..diagnostics._underflow import Underflow, underflow
 from .compare import CLOSE, Comparison, by_name, compared, shaken
@@ -297,16 +297,27 @@ class _Compared:
         try:
             if is_finite:
                 self.culprit = trials.find_culprit()
-                place = self.culprit.place if self.culprit else None
-            else:
-                place = report.first_nonfinite
-                if place is not None and place.scaled:
-                    return  # a lower loss scale helps first
-            if place is not None and place.file:
-                progress("trying that line in float32")
-                self.remedy = trials.find_remedy((place.file, place.line))
+                self.remedy = _tried(trials, self.culprit.place if self.culprit else None, progress)
+                return
+            place = report.first_nonfinite
+            if place is None or place.scaled:
+                return  # a lower loss scale helps first
+            self.remedy = _tried(trials, place, progress)
+            if self.remedy is None or not self.remedy.works:
+                # The line may be right, and what came to it rounded.
+                culprit = trials.find_culprit()
+                before = _tried(trials, culprit.place if culprit else None, progress)
+                if before is not None and before.works:
+                    self.culprit, self.remedy = culprit, before
         except IncomparableError:
             return
+
+
+def _tried(trials: Trials, place: Place | None, progress: Callable[[str], None]) -> Remedy | None:
+    if place is None or not place.file:
+        return None
+    progress(f"trying {place.where} in float32")
+    return trials.find_remedy((place.file, place.line))
 
 
 def _far(comparison: Comparison) -> set[str]:

@@ -29,6 +29,7 @@ from .advice import (
     which_scale,
 )
 from .exam import Exam
+from .remedy import Culprit
 
 _AROUND = 2  # lines of source shown before and after the line of a finding
 _MOST_NAMES = 5  # in a list
@@ -98,7 +99,7 @@ def _nonfinite(exam: Exam) -> Iterator[Finding]:
         # The forward pass first: what goes wrong there explains the backward pass.
         place, *others = sorted(reaching, key=lambda place: place.direction != "forward")
         details = [_birth(place), *_operands(place), *_constant_at(place, exam)]
-        details += [*_rule_at(place, exam), *for_nonfinite(place, exam)]
+        details += [*_rule_at(place, exam), *_before(place, exam), *for_nonfinite(place, exam)]
         details += [*_following(place, others), *_leaves(exam)]
         yield _located(place, True, f"{begins} {_line(place)}.", details)
     if not bad and exam.leaves.nonfinite_rows:
@@ -182,6 +183,13 @@ def _constant_at(place: Place, exam: Exam) -> list[str]:
     ]
 
 
+def _before(place: Place, exam: Exam) -> list[str]:
+    """Returns where numbers went wrong before they became inf or NaN at a place."""
+    if exam.culprit is None or _line(exam.culprit.place) == _line(place):
+        return []
+    return [f"It goes wrong before, at {_line(exam.culprit.place)}: {_went_wrong(exam.culprit)}"]
+
+
 def _rule_at(place: Place, exam: Exam) -> list[str]:
     rule = exam.backward_rules.get((place.file, place.line))
     if rule is None or place.direction != "backward":
@@ -222,9 +230,10 @@ def _wrong(exam: Exam) -> Iterator[Finding]:
         return
     place = culprit.place
     title = f"{title} They go wrong at {_line(place)}."
-    details = [_went_wrong(exam), *_constant_at(place, exam), *_rule_at(place, exam)]
+    details = _constant_at(place, exam) or [_went_wrong(culprit)]
+    details += _rule_at(place, exam)
     if exam.remedy is not None:
-        details.append(about_remedy(exam.remedy, exam))
+        details.append(about_remedy(exam.remedy, exam, place.where))
     yield _located(place, True, title, (*details, *of_leaves))
 
 
@@ -232,9 +241,7 @@ def _fitting(exam: Exam) -> str:
     return f" at loss scale {power(exam.fits)}, the largest that fits" if exam.fits else ""
 
 
-def _went_wrong(exam: Exam) -> str:
-    culprit = exam.culprit
-    assert culprit is not None
+def _went_wrong(culprit: Culprit) -> str:
     place = culprit.place
     what = f"`{place.primitive}`, in the {place.direction} pass,"
     if culprit.kind == "overflow":
@@ -245,7 +252,9 @@ def _went_wrong(exam: Exam) -> str:
     if culprit.kind == "underflow":
         scaled = "" if place.scaled else ", and no loss scale helps"
         return f"{what} makes {percent(place.share)} of its nonzero numbers 0{scaled}."
-    spacing = 2.0 ** (math.floor(math.log2(culprit.largest)) - _BITS.get(place.dtype, 10))
+    if not culprit.largest:
+        return f"{what} gives other numbers than in float32."
+    spacing = 2.0 ** (math.frexp(culprit.largest)[1] - 1 - _BITS.get(place.dtype, 10))
     return (
         f"{what} rounds: its numbers are as large as {number(culprit.largest, 4)}, where "
         f"{place.dtype} only holds multiples of {number(spacing, 3)}."

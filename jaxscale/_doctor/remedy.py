@@ -6,6 +6,7 @@ gradients go wrong at one equation. `find_remedy` computes the faulty line in fl
 and backwards, and adds the next line at which something goes wrong until nothing does.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ class Trials:
         """
         low, high = 0, len(self._places)  # with so many equations as written: right, and wrong
         below, above = 0.0, self._error(self._run(wide))
-        middle_error = above / 2
+        middle_error = above / 2 if math.isfinite(above) else self._close
         while high - low > 1:
             middle = (low + high) // 2
             error = self._error(self._run(wide, middle))
@@ -100,7 +101,7 @@ class Trials:
                 high, above = middle, error
             else:
                 low, below = middle, error
-        if not above - below >= _BLAME * min(2 * middle_error, above):
+        if above - below < _BLAME * min(2 * middle_error, above):
             return None
         return self._culprit(self._places[high - 1], wide, above)
 

@@ -95,8 +95,11 @@ class Lost(NamedTuple):
 def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None) -> Any:
     """Returns the results of an equation, as a list of arrays.
 
-    A ref is given and returned as the array that it holds: the equation works on a copy.
+    A ref is given and returned as the array that it holds: the equation works on a copy. Inputs
+    that were computed in float32 are cast to what the equation takes, unless it has new `params`.
     """
+    if params is None:
+        inputs = list(map(_as_taken, inputs, eqn.invars))
     bound: Any = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     # In older versions of JAX it is a pair of functions and parameters.
     functions, bound = bound if isinstance(bound, tuple) else ((), bound)
@@ -117,6 +120,13 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None
     if eqn.primitive.name in _ON_REFS or not any(map(is_ref, results(eqn))):
         return bind(*inputs)
     return jax.jit(bind)(*inputs)  # others, such as a `shard_map`, take refs only in `jit`
+
+
+def _as_taken(value: Any, atom: Any) -> Any:
+    dtype = getattr(atom.aval, "dtype", None)
+    if is_narrow(dtype) and getattr(value, "dtype", None) == np.float32:
+        return jax.lax.convert_element_type(value, dtype)
+    return value
 
 
 def nonfinite_mask(value: Any) -> np.ndarray:

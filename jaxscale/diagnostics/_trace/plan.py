@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .constants import Constants
 from .jaxpr import Analysis, Needs, callee, is_ref, union
-from .numbers import CONTRACTIONS, evaluate, in_float32, is_narrow
+from .numbers import CONTRACTIONS, evaluate, in_float32
 
 _MOST_STEPS = 32  # of a segment without a product
 _MOST_BYTES = 2**28  # of the results of a segment, which are all kept until it was looked at
@@ -341,25 +341,9 @@ def number(read: Literal | Rounded, is_wide: bool) -> Any:
 
 
 def compute(eqn: JaxprEqn, inputs: Sequence[Any], is_wide: bool) -> list[Any]:
-    """Returns the outputs of an equation, in float32 or as it is written.
-
-    Inputs that were computed in float32 are cast to what the equation takes.
-    """
+    """Returns the outputs of an equation, in float32 or as it is written."""
     with eqn.ctx.manager:
-        if is_wide:
-            return list(in_float32(eqn, inputs))
-        given = [
-            jax.lax.convert_element_type(value, atom.aval.dtype)
-            if _is_wider(value, atom)
-            else value
-            for value, atom in zip(inputs, eqn.invars, strict=True)
-        ]
-        return list(evaluate(eqn, given))
-
-
-def _is_wider(value: Any, atom: Any) -> bool:
-    expected = getattr(atom.aval, "dtype", None)
-    return is_narrow(expected) and getattr(value, "dtype", None) == np.float32
+        return list((in_float32 if is_wide else evaluate)(eqn, inputs))
 
 
 def _behind_barrier(value: Any) -> Any:
