@@ -33,6 +33,7 @@ TESTS = [
     "core/test_accumulation",
     "core/test_train_step",
     "core/test_progress",
+    "core/test_decay",
     "diagnostics/test_calibrate",
     "core/test_track_leaves",
     "core/test_verdict",
