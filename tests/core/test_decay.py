@@ -165,25 +165,29 @@ def test_neither_is_one_that_moves_once_and_stays(name):
         assert not warned(states), run
 
 
-# Those that do not warn, and why: the scale grows in every finite step; one overflow in twenty is
-# tolerated; one only grows as the growth interval is short, or falls as it is 1 in between.
-PROBING = {
+# Their scale grows in almost every finite step, so that no two falls are without a growth.
+GROWING = [
     "`presets.chainer()`",
     "`presets.dalle()`",
-    "`presets.popart()`",
     "`presets.openseq2seq_logmax(scale_max=2**24)`",
+    "`presets.popart()`",
+]
+# Some of the decays are too slow for these: they grow after 1 or 200 finite steps, or tolerate
+# one overflow in 20.
+LATE = [
     "`presets.fairseq(tolerance=0.05)`",
-    "`presets.torch(growth_interval=200)`",
     "`presets.mindformers(2**16, 2, 20)`",
-}
+    "`presets.torch(growth_interval=200)`",
+]
+STEADY = [name for name in POLICIES if name not in GROWING + LATE]
 
 
 @pytest.mark.parametrize("retries", rows([0, 8], fast=[0]))
-@pytest.mark.parametrize("name", rows([n for n in POLICIES if n not in PROBING], fast=NAMES))
+@pytest.mark.parametrize("name", rows(STEADY, fast=NAMES))
 def test_a_scale_that_decays_is_warned_of(name, retries):
     for run, states in histories(POLICIES[name], DECAYING, retries).items():
         if retries and ("bad" in run or "Adaptive" in name):
-            continue  # one bad batch takes the scale down, far more than it would fall otherwise
+            continue  # a single batch may take the scale down to its floor, or up to 2**9 too low
         assert warned(states), run
 
 
@@ -198,11 +202,11 @@ def test_so_is_the_vision_transformer_whose_loss_takes_a_logarithm_in_half_preci
     assert states["vit_memorised"].backoff_count.max() >= 5
 
 
-@pytest.mark.parametrize("name", rows(PROBING, fast=["`presets.chainer()`"]))
-def test_a_policy_that_keeps_growing_counts_few_falls(name):
-    for run in ("a binade in 300 steps", "1.0% of batches bad"):
-        states = histories(POLICIES[name], {run: DECAYING[run]})[run]
-        assert not warned(states) or "growth_interval" in name
+@pytest.mark.parametrize("name", rows(GROWING, fast=GROWING[:1]))
+def test_a_scale_that_grows_all_the_time_is_never_warned_of(name):
+    for states in histories(POLICIES[name], DECAYING).values():
+        assert not warned(states)
+        assert states.backoff_count.max() <= 1 + 2 * ("logmax" in name)
 
 
 COUNTED = {
