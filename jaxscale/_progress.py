@@ -36,10 +36,9 @@ _COUNTERS = (
     "backoff_count",
 )
 
-# From how many falls without a growth between them, and below which scale, `check` warns. The runs
-# in `tests/policies/traces` reach 3 falls under any of the policies there, and the two made-up
-# runs of `tests/core/test_decay.py` that have rare outliers reach 5. A scale of 2**15, where
-# most policies start, is not low, however high it was before.
+# From how many falls without a growth between them, and below which scale, `check` warns. On the
+# runs in `tests/policies/traces`, the counter reaches 3 at most, and in those where the scale
+# decays 6 to 15 (`tests/core/test_decay.py`). Most policies start from 2**15: that is not low.
 _FALLS, _LOW = 6, 2.0**15
 
 # The counters that `multi_steps` adds, which those of Optax share their names with.

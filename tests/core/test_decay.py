@@ -230,6 +230,8 @@ def test_falls_are_counted(name, retries):
         "falling": falling(30, 600, noise=1.0),
         "bad": at_any_scale(0.1, 600),
         "still": falling(10_000, 600, noise=1.5),
+        # A policy that follows the gradients lowers the scale before anything overflows.
+        "gradients that grow": Trace(np.full(600, 60), np.arange(600) / 40),
     }
     for states in histories(COUNTED[name], traces, retries).values():
         assert states.backoff_count.tolist() == counted(COUNTED[name], states)
