@@ -37,8 +37,9 @@ _COUNTERS = (
 )
 
 # From how many falls without a growth between them, and below which scale, `check` warns. On the
-# runs in `tests/policies/traces`, the counter reaches 3 at most, and in those where the scale
-# decays 6 to 15 (`tests/core/test_decay.py`). Most policies start from 2**15: that is not low.
+# runs in `tests/policies/traces`, which are healthy, the counter reaches 3 at most. Where the
+# scale keeps falling it reaches 6 and more (`tests/core/test_decay.py`). Most policies start from
+# 2**15, so that is not low.
 _FALLS, _LOW = 6, 2.0**15
 
 # The counters that `multi_steps` adds, which those of Optax share their names with.
