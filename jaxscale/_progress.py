@@ -2,7 +2,8 @@
 
 `metrics` collects the scale and the counters of a state, inside `jit` or outside. `check` reads
 the same counters on the host, and if too many steps in a row were skipped, it derives the likely
-cause from them, from the policy, and from the leaves that were tracked.
+cause from them, from the policy, and from the leaves that were tracked. Where training goes on but
+the scale decays, it warns.
 """
 
 import warnings
@@ -32,8 +33,14 @@ _COUNTERS = (
     "total_notfinite_loss",
     "total_steps",
     "total_retries",
+    "backoff_count",
 )
 
+# From how many falls without a growth between them, and below which scale, `check` warns. On the
+# runs in `tests/policies/traces`, which are healthy, the counter reaches 3 at most. Where the
+# scale keeps falling it reaches 6 and more (`tests/core/test_decay.py`). Most policies start from
+# 2**15, so that is not low.
+_FALLS, _LOW = 6, 2.0**15
 
 # The counters that `multi_steps` adds, which those of Optax share their names with.
 _WINDOWS = (MultiStepsState, optax.MultiStepsState)
@@ -53,12 +60,12 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
       A dictionary of scalar arrays: `loss_scale` and the trackers of the policy, which its state
       explains (`jaxscale.LossScaleState`, `jaxscale.AdaptiveState`), and, if
       there is an optimizer state, `grads_finite`, `notfinite_count`,
-      `total_notfinite`, `total_notfinite_loss`, `total_steps` and `total_retries`, as explained
-      in `jaxscale.LossScaledState`. With `jaxscale.multi_steps` these count micro-batches, and
-      `mini_step` and `gradient_step` are added, as they are for an `optax.MultiSteps` inside of
-      `loss_scaled`, whose own state is in `opt_state.inner_state`. With `track_leaves=True` there
-      is also a `bool[]` for each gradient, whether the last overflow was in it, under a name such
-      as `nonfinite_leaves/params/Dense_0/kernel`.
+      `total_notfinite`, `total_notfinite_loss`, `total_steps`, `total_retries` and
+      `backoff_count`, as explained in `jaxscale.LossScaledState`. With `jaxscale.multi_steps`
+      these count micro-batches, and `mini_step` and `gradient_step` are added, as they are for an
+      `optax.MultiSteps` inside of `loss_scaled`, whose own state is in `opt_state.inner_state`.
+      With `track_leaves=True` there is also a `bool[]` for each gradient, whether the last overflow
+      was in it, under a name such as `nonfinite_leaves/params/Dense_0/kernel`.
 
     Raises:
       ValueError: if `tree` holds no such state, or several.
@@ -100,7 +107,7 @@ def check(
     """Returns `None` if training makes progress, and raises an error if it is stuck.
 
     Call it on the host, outside of `jit`, and as often as you log, as it waits for the device.
-    A dynamic loss scale skips a step now and then; that is normal.
+    A dynamic loss scale skips a step now and then, and falls after it has grown; that is normal.
 
     Args:
       tree: a `jaxscale.LossScaledState`, or a tree that holds exactly one.
@@ -112,7 +119,11 @@ def check(
 
     Warns:
       UserWarning: if `tree` is a `TrainState` that has made more steps than its optimizer, which
-        then was not restored from a checkpoint.
+        then was not restored from a checkpoint; or if the loss scale decays: if it is below
+        2**15 and `backoff_count` is 6 or more, which says how often overflows have lowered it
+        since it last grew. The text is always the same, so that Python shows it once in a run.
+        A policy that raises its scale in every finite step, such as `presets.chainer()`, never
+        gets there.
 
     Raises:
       LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped, or if an
@@ -139,10 +150,13 @@ def check(
     state = jax.tree.map(_on_host, unwrapped(state._replace(inner_state=None)))
     _warn_if_lost(unwrapped(getattr(tree, "step", None)), state, inner_state)
     # The state of a population has leading axes: report the worst member.
+    decays = np.any((state.backoff_count >= _FALLS) & (state.scaling.loss_scale < _LOW))
     axes, worst = np.ndim(state.notfinite_count), np.argmax(state.notfinite_count)
     state = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes:])[worst], state)
     if state.notfinite_count <= max_consecutive:
         _raise_if_blind(state, max_consecutive)
+        if decays:
+            warnings.warn(_DECAY, stacklevel=2)
         return
     counters = metrics(state)
     wrapper = wrapper_of(tx or getattr(tree, "tx", None))
@@ -155,6 +169,15 @@ def check(
         + _leaves(state.nonfinite_leaves)
         + " `jaxscale doctor` names the line of the model."
     )
+
+
+# Without numbers: Python's filter of warnings shows a text once for each line that calls `check`.
+_DECAY = (
+    f"`check`: the loss scale fell {_FALLS} times or more without growing in between, so something "
+    "in the model leaves float16's range at lower and lower scales, and small gradients are lost. "
+    "`jaxscale doctor` names the line of the model. If bad data is to blame instead, pass the loss "
+    "as `value`: then a bad loss does not lower the scale."
+)
 
 
 def _on_host(leaf: Any) -> np.ndarray:

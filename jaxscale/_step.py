@@ -59,6 +59,10 @@ from ._verdict import (
     sizes,
 )
 
+# In so many steps a scale may come down from its start, in falls with a few finite steps between
+# them, before `backoff_count` counts.
+_DESCENT = 25
+
 
 class LossScaledState(NamedTuple):
     """The state that `loss_scaled` carries from one step to the next.
@@ -75,6 +79,9 @@ class LossScaledState(NamedTuple):
       total_steps: `i32[]`, steps since `init`, skipped or not.
       total_retries: `i32[]`, backward passes that `jaxscale.train_step` repeated inside of a
         step, at a lower scale.
+      backoff_count: `i32[]`, how often an overflow lowered the scale since it last grew. Several
+        falls in a row of skipped steps count as one, and those of the first 25 steps do not
+        count: a scale that comes down from a high start does not decay.
       nonfinite_leaves: with `track_leaves=True` the leaves that the last overflow was in: a
         tree with the structure of the parameters and a `bool[]` for each gradient, which
         `jaxscale.metrics` and `jaxscale.check` name. Otherwise `None`.
@@ -96,6 +103,7 @@ class LossScaledState(NamedTuple):
     total_notfinite_loss: jax.Array  # i32[]
     total_steps: jax.Array  # i32[]
     total_retries: jax.Array  # i32[]
+    backoff_count: jax.Array  # i32[]
     nonfinite_leaves: Any = None
 
 
@@ -142,6 +150,7 @@ class Wrapper:
             total_notfinite_loss=jnp.array(0, jnp.int32),
             total_steps=jnp.array(0, jnp.int32),
             total_retries=jnp.array(0, jnp.int32),
+            backoff_count=jnp.array(0, jnp.int32),
             nonfinite_leaves=flags_by_leaf(params) if self.track_leaves else None,
         )
 
@@ -267,11 +276,12 @@ class Wrapper:
             new_state = self.window.close(window, new_state, due)
             if self.window.growth_unit == "optimizer_step":
                 observed &= due | ~grads_finite
+        scaling = tree_where(observed, scaling, state.scaling)
         flags = state.nonfinite_leaves
         if flags is not None:
             flags = last_flags(flags, flags_by_leaf(grads, verdict.leaves_finite), grads_finite)
         return outcome, LossScaledState(
-            scaling=tree_where(observed, scaling, state.scaling),
+            scaling=scaling,
             inner_state=new_state,
             grads_finite=applied,
             notfinite_count=jnp.where(applied, 0, optax.safe_increment(state.notfinite_count)),
@@ -279,6 +289,7 @@ class Wrapper:
             total_notfinite_loss=_count(~loss_finite, state.total_notfinite_loss),
             total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
             total_retries=state.total_retries,
+            backoff_count=backoffs(state, scaling, ~grads_finite),
             nonfinite_leaves=flags,
         )
 
@@ -330,6 +341,20 @@ def stepped(before: LossScaledState, after: LossScaledState) -> jax.Array:
     if isinstance(windows[0], MultiStepsState):
         return windows[0].gradient_step != windows[1].gradient_step
     return after.grads_finite
+
+
+def backoffs(state: LossScaledState, scaling: Any, overflow: Any) -> jax.Array:
+    """Returns `backoff_count` after the scale moved.
+
+    Args:
+      state: the state before the move.
+      scaling: the scale state after it.
+      overflow: a `bool[]`, whether an overflow moved it. A policy that follows the gradients also
+        lowers the scale before anything overflows.
+    """
+    old, new = state.scaling.loss_scale, scaling.loss_scale
+    counts = overflow & (new < old) & state.grads_finite & (state.total_steps >= _DESCENT)
+    return jnp.where(new > old, 0, _count(counts, state.backoff_count))
 
 
 def takes_value(update: Any) -> bool:

@@ -26,7 +26,7 @@ from ._leaf import is_array
 from ._optimizer import NEVER_MOVE, applied, check_optimizer, check_transformation, chosen
 from ._retry import Pass, is_traced, repeated
 from ._scaling import find_any
-from ._step import wrapper_of
+from ._step import backoffs, wrapper_of
 from ._value_and_grad import backward_pass
 
 _Args = ParamSpec("_Args")
@@ -299,7 +299,13 @@ class Plan:
         total = opt_state.total_retries
         room = jnp.iinfo(total.dtype).max - total
         total += jnp.minimum(number, room)
-        return made, opt_state._replace(scaling=scaling, total_retries=total)
+        return made, opt_state._replace(
+            scaling=scaling,
+            total_retries=total,
+            backoff_count=backoffs(opt_state, scaling, number > 0),
+            # If the last pass overflows, too, this step lowers the scale again. That is one fall.
+            grads_finite=opt_state.grads_finite & (number == 0),
+        )
 
     def _checked_loss_fn(self) -> Callable[..., Any]:
         """Returns the loss function with a check of what it returns."""

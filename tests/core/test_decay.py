@@ -1,0 +1,383 @@
+"""A loss scale that decays: how its falls are counted, and which runs `check` warns of."""
+
+import functools
+import warnings
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import replay_tables
+import simulator
+from simulator import Trace
+from tables import assert_same_bits, rows
+
+import jaxscale
+import jaxscale.flax
+from jaxscale import presets
+
+pytestmark = pytest.mark.standard_promotion
+
+DECAYS = r"`check`: the loss scale fell 6 times or more .*`jaxscale doctor` names"
+FREE = 25  # steps whose falls do not count
+
+
+# What a run does, with the real step: the gradient of `probe` is inf if the scale is above what
+# the step allows, and otherwise of the size that the step has.
+
+
+@jax.custom_vjp
+def probe(w, highest, size):
+    return jnp.zeros((), jnp.float32) * w
+
+
+def _backward(saved, cotangent):
+    highest, size = saved
+    return jnp.where(cotangent > highest, jnp.inf, cotangent * size), None, None
+
+
+probe.defvjp(lambda w, highest, size: (probe(w, highest, size), (highest, size)), _backward)
+
+
+@functools.cache
+def runner(policy, retries):
+    tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
+    step = jaxscale.train_step(probe, tx, retries=retries)
+
+    def advance(carry, now):
+        w, opt_state, _ = step(*carry, *now)
+        return (w, opt_state), opt_state
+
+    def run(*steps):
+        w = jnp.zeros(())
+        return jax.lax.scan(advance, (w, tx.init(w)), steps)[1]
+
+    return jax.jit(jax.vmap(run))
+
+
+def histories(policy, traces, retries=0):
+    """The states after each step of some runs of one length, by name."""
+    columns = [np.float32(np.ldexp(1.0, trace.ceiling)) for trace in traces.values()]
+    sizes = [np.float32(np.exp2(np.float64(trace.largest))) for trace in traces.values()]
+    states = jax.device_get(runner(policy, retries)(np.stack(columns), np.stack(sizes)))
+
+    def of_one(i):
+        return jax.tree.map(lambda leaf: leaf[i], states)
+
+    return {name: of_one(i) for i, name in enumerate(traces)}
+
+
+def warned(states):
+    """Whether `check` warns of any of some states: it takes them for a population."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        jaxscale.check(states, max_consecutive=10**9)
+    return any("`check`: the loss scale fell" in str(each.message) for each in found)
+
+
+def counted(policy, states):
+    """`backoff_count` after each step, from what the scale and the other counters did."""
+    scale, passes, was_applied, count, counts = policy.init().loss_scale, 0, True, 0, []
+    for i, (new, retries, applied) in enumerate(
+        zip(states.scaling.loss_scale, states.total_retries, states.grads_finite, strict=True)
+    ):
+        if new > scale:
+            count = 0
+        elif new < scale and (not applied or retries > passes):
+            count += was_applied and i >= FREE
+        scale, passes, was_applied = new, retries, applied
+        counts.append(int(count))
+    return counts
+
+
+# Runs: those that were recorded, and those that are made up.
+
+
+def lowered(traces, by):
+    return {
+        name: Trace(trace.ceiling - by, trace.largest + by, trace.told)
+        for name, trace in traces.items()
+    }
+
+
+@functools.cache
+def healthy(by, steps=16_000):
+    """The recorded runs, as of a model whose gradients are 2**by times larger."""
+    cut = {name: Trace(t.ceiling[:steps], t.largest[:steps]) for name, t in RECORDED.items()}
+    return lowered(cut, by)
+
+
+def falling(every, steps=4000, noise=0.3, seed=0):
+    """The highest scale falls by a binade in so many steps, the final gradients stay."""
+    rng = np.random.default_rng(seed)
+    ceiling = 16 - np.arange(steps) / every + noise * rng.standard_normal(steps)
+    return Trace(np.maximum(np.floor(ceiling), -20).astype(np.int32), np.full(steps, -4.0))
+
+
+def at_any_scale(rate, steps=4000, seed=0):
+    bad = np.random.default_rng(seed).random(steps) < rate
+    return Trace(np.where(bad, simulator.BAD, 18).astype(np.int32), np.full(steps, -4.0))
+
+
+def recorded_decay(name):
+    file = np.load(simulator.FOLDER / "decays" / f"{name}.npz")
+    return Trace(file["ceiling"].astype(np.int32), file["largest"] / 256)
+
+
+RECORDED = simulator.recorded()
+DECAYING = {
+    **{f"a binade in {every} steps": falling(every) for every in (50, 100, 300, 500)},
+    **{f"{rate:.1%} of batches bad": at_any_scale(rate) for rate in (0.005, 0.01, 0.02)},
+}
+VIT = {name: recorded_decay(name) for name in ("vit_wrong_labels", "vit_memorised")}
+DEFAULT = jaxscale.DynamicLossScale()
+STARTS = {
+    f"from 2**{start}": jaxscale.DynamicLossScale(init_scale=2.0**start, max_scale=2.0**40)
+    for start in (16, 24, 40)
+}
+POLICIES = replay_tables.POLICIES | STARTS
+NAMES = ["`DynamicLossScale()`", "from 2**24", "**`AdaptiveLossScale()`**"]
+
+
+@pytest.mark.parametrize("retries", [0, 8])
+@pytest.mark.parametrize("name", rows(POLICIES, fast=NAMES))
+def test_a_healthy_run_is_never_warned_of(name, retries):
+    for by in (0, 8):
+        for run, states in histories(POLICIES[name], healthy(by), retries).items():
+            assert not warned(states), run
+            # Far from it: half of what it takes.
+            assert states.backoff_count.max() <= 3, run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", replay_tables.POLICIES)
+def test_neither_is_one_that_moves_once_and_stays(name):
+    still = ("drift up", "heavy tails", "spikes", "bad")
+    traces = {
+        run: trace
+        for run, trace in simulator.made_up().items()
+        if not any(words in run for words in still)
+    }
+    assert len(traces) == 13
+    for run, states in histories(replay_tables.POLICIES[name], traces).items():
+        assert not warned(states), run
+
+
+# Their scale grows in almost every finite step, so that no two falls are without a growth.
+GROWING = [
+    "`presets.chainer()`",
+    "`presets.dalle()`",
+    "`presets.openseq2seq_logmax(scale_max=2**24)`",
+    "`presets.popart()`",
+]
+# Some of the decays are too slow for these: they grow after 1 or 200 finite steps, or tolerate
+# one overflow in 20.
+LATE = [
+    "`presets.fairseq(tolerance=0.05)`",
+    "`presets.mindformers(2**16, 2, 20)`",
+    "`presets.torch(growth_interval=200)`",
+]
+STEADY = [name for name in POLICIES if name not in GROWING + LATE]
+
+
+@pytest.mark.parametrize("retries", rows([0, 8], fast=[0]))
+@pytest.mark.parametrize("name", rows(STEADY, fast=NAMES))
+def test_a_scale_that_decays_is_warned_of(name, retries):
+    for run, states in histories(POLICIES[name], DECAYING, retries).items():
+        if retries and ("bad" in run or "Adaptive" in name):
+            continue  # a single batch may take the scale down to its floor, or up to 2**9 too low
+        assert warned(states), run
+
+
+@pytest.mark.parametrize("retries", [0, 8])
+@pytest.mark.parametrize("name", ["`DynamicLossScale()`", "`presets.torch()`"])
+def test_so_is_the_vision_transformer_whose_loss_takes_a_logarithm_in_half_precision(name, retries):
+    states = histories(POLICIES[name], VIT, retries)
+    assert warned(states["vit_wrong_labels"])
+    scale = states["vit_wrong_labels"].scaling.loss_scale
+    assert (scale.max() >= 2**15, scale.min()) == (True, 2**5)
+    # The other one learns its labels by heart, and its scale rests at 2**9 after 150 steps.
+    assert states["vit_memorised"].backoff_count.max() >= 5
+
+
+@pytest.mark.parametrize("name", rows(GROWING, fast=GROWING[:1]))
+def test_a_scale_that_grows_all_the_time_is_never_warned_of(name):
+    for states in histories(POLICIES[name], DECAYING).values():
+        assert not warned(states)
+        assert states.backoff_count.max() <= 1 + 2 * ("logmax" in name)
+
+
+COUNTED = {
+    "dynamic": jaxscale.DynamicLossScale(growth_interval=40, max_scale=2.0**17),
+    "hysteresis": jaxscale.DynamicLossScale(growth_interval=30, hysteresis=2, init_scale=2.0**24),
+    "tolerance": presets.fairseq(tolerance=0.01),
+    "adaptive": jaxscale.AdaptiveLossScale(init_scale=2.0**20, memory=4, period=64),
+    "gradual": presets.chainer(),
+    "logmax": presets.openseq2seq_logmax(),
+}
+# The others may grow in a step that was repeated, which a state after the step does not show.
+REPEATED = ("dynamic", "hysteresis", "tolerance")
+
+
+@pytest.mark.parametrize(
+    ("name", "retries"), [(name, 0) for name in COUNTED] + [(name, 3) for name in REPEATED]
+)
+def test_falls_are_counted(name, retries):
+    """In steps that follow a good one, until the scale grows."""
+    traces = {
+        "falling": falling(30, 600, noise=1.0),
+        "bad": at_any_scale(0.1, 600),
+        "still": falling(10_000, 600, noise=1.5),
+        # A policy that follows the gradients lowers the scale before anything overflows.
+        "gradients that grow": Trace(np.full(600, 60), np.arange(600) / 40),
+    }
+    for states in histories(COUNTED[name], traces, retries).values():
+        assert states.backoff_count.tolist() == counted(COUNTED[name], states)
+
+
+# One state of each form that `check` takes, and how it is used.
+
+GOOD, BAD = jnp.ones(3), jnp.full(3, jnp.inf)
+TX = jaxscale.loss_scaled(optax.sgd(0.1))
+
+
+def decayed(tx=TX, falls=6, free=FREE):
+    """The state after falls with a finite step before each."""
+    update, state = jax.jit(tx.update), tx.init(GOOD)
+    for grads in [GOOD] * free + [GOOD, BAD] * falls:
+        _, state = update(grads, state)
+    return state
+
+
+def test_it_takes_six_falls_below_two_to_the_fifteen():
+    high = jaxscale.loss_scaled(optax.sgd(0.1), presets.torch(init_scale=2.0**21))
+    low = jaxscale.loss_scaled(optax.sgd(0.1), presets.torch(init_scale=2.0**20))
+    assert (decayed(high).scaling.loss_scale, decayed(low).scaling.loss_scale) == (2**15, 2**14)
+    assert not warned(decayed(falls=5))
+    assert warned(decayed(falls=6))
+    assert not warned(decayed(high))
+    assert warned(decayed(low))
+
+
+def test_a_growth_ends_it():
+    state = decayed()
+    tracker = jnp.array(1999, jnp.int32)
+    state = state._replace(scaling=state.scaling._replace(growth_tracker=tracker))
+    grown = TX.update(GOOD, state)[1]
+    assert (state.backoff_count, grown.backoff_count) == (6, 0)
+    assert not warned(grown)
+
+
+def test_what_does_not_count():
+    def count(steps, state=None, **extra):
+        state = decayed(falls=0) if state is None else state
+        for grads in steps:
+            _, state = TX.update(grads, state, **extra)
+        return int(state.backoff_count), float(state.scaling.loss_scale)
+
+    assert count([BAD, GOOD, BAD]) == (2, 2.0**13)
+    assert count([BAD] * 5) == (1, 2.0**10)  # a row of skips is one fall
+    assert count([GOOD, BAD] * 3, value=jnp.array(jnp.nan)) == (0, 2.0**15)  # a bad loss
+    assert count([GOOD, BAD] * 12, TX.init(GOOD)) == (0, 2.0**3)  # the way down from the start
+    assert count([GOOD] * 25 + [BAD], TX.init(GOOD)) == (1, 2.0**14)
+    assert count([GOOD] * 24 + [BAD], TX.init(GOOD)) == (0, 2.0**14)
+    bottom = decayed()
+    bottom = bottom._replace(scaling=bottom.scaling._replace(loss_scale=jnp.float32(1)))
+    assert count([GOOD, BAD], bottom) == (6, 1.0)  # at its floor a scale does not fall
+
+
+def test_a_fixed_scale_never_falls():
+    for policy in (1, 2.0**8):
+        state = decayed(jaxscale.loss_scaled(optax.sgd(0.1), policy), falls=20)
+        assert (state.total_notfinite, state.backoff_count) == (20, 0)
+        assert not warned(state)
+
+
+def test_the_counter_saturates():
+    top = jnp.array(jnp.iinfo(jnp.int32).max, jnp.int32)
+    state = decayed(falls=0)._replace(backoff_count=top)
+    assert TX.update(BAD, state)[1].backoff_count == top
+
+
+def test_each_step_with_retries_is_one_fall_at_most():
+    tx = jaxscale.loss_scaled(optax.sgd(0.0))
+    for retries, allowed, scale in ((3, 2.0**12, 12), (3, 2.0**4, 11), (1, 2.0**12, 13)):
+        step = jaxscale.train_step(probe, tx, retries=retries)
+        w, state = jnp.zeros(()), tx.init(jnp.zeros(()))._replace(total_steps=jnp.int32(FREE))
+        state = step(w, state, jnp.float32(allowed), jnp.float32(1))[1]
+        assert (state.backoff_count, state.scaling.loss_scale) == (1, 2.0**scale)
+        assert state.grads_finite == (allowed >= 2.0**scale)
+
+
+def test_micro_batches_count_as_steps():
+    tx = jaxscale.multi_steps(TX, 4)
+    assert warned(decayed(tx))
+    assert metrics_of(decayed(tx))["backoff_count"] == 6
+
+
+def metrics_of(state):
+    return jax.jit(jaxscale.metrics)(state)
+
+
+def test_jit_and_no_jit_agree():
+    state = TX.init(GOOD)
+    for grads in [GOOD] * FREE + [GOOD, BAD] * 6:
+        _, state = TX.update(grads, state)
+    assert_same_bits(state, decayed())
+
+
+def test_it_is_warned_of_in_all_forms_of_a_state():
+    state = decayed()
+    flax_state = jaxscale.flax.TrainState.create(apply_fn=None, params=GOOD, tx=TX)
+    optimizer = nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
+    assert not warned(flax_state)
+    assert not warned(optimizer)
+    optimizer.opt_state.backoff_count[...] = state.backoff_count
+    optimizer.opt_state.scaling.loss_scale[...] = state.scaling.loss_scale
+    fine = decayed(falls=0)
+    population = jax.tree.map(lambda *leaves: jnp.stack(leaves), fine, state, fine)
+    forms = {
+        "a tree": {"opt": (state,), "params": GOOD},
+        "NumPy": jax.tree.map(np.asarray, state),
+        "Flax": flax_state.replace(opt_state=state, step=jnp.array(37)),
+        "NNX": optimizer,
+        "a population": population,
+        "restored": jaxscale.from_state_dict(TX.init(GOOD), jaxscale.to_state_dict(state)),
+    }
+    assert [name for name, form in forms.items() if not warned(form)] == []
+    # A low scale is another member's than many falls.
+    parted = jax.tree.map(lambda *leaves: jnp.stack(leaves), state, fine)
+    parted.scaling.loss_scale.block_until_ready()
+    swapped = parted.scaling._replace(loss_scale=parted.scaling.loss_scale[::-1])
+    assert not warned(parted._replace(scaling=swapped))
+
+
+def test_a_checkpoint_from_before_the_counter_starts_it_at_zero():
+    saved = jaxscale.to_state_dict(decayed())
+    assert saved.pop("backoff_count") == 6
+    restored = jaxscale.from_state_dict(TX.init(GOOD), saved)
+    assert (restored.backoff_count, restored.total_notfinite) == (0, 6)
+    assert not warned(restored)
+
+
+def test_it_is_shown_once_and_at_the_line_that_calls_check():
+    state, lower = decayed(), decayed(falls=8)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for each in [state, lower] * 5:
+            jaxscale.check(each)
+    (only,) = found
+    assert (only.category, only.filename) == (UserWarning, __file__)
+
+
+def test_it_is_an_error_where_warnings_are():
+    with pytest.raises(UserWarning, match=DECAYS):  # as in all tests of this project
+        jaxscale.check(decayed())
+
+
+def test_a_run_that_is_stuck_is_an_error_and_nothing_else(recwarn):
+    with pytest.raises(jaxscale.LossScaleStuckError, match="1 steps in a row"):
+        jaxscale.check(decayed(), max_consecutive=0)
+    assert not recwarn.list
