@@ -10,6 +10,7 @@ import json
 import pathlib
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,8 @@ from .findings import Finding, findings, verdict
 from .html import WITHOUT_PICTURES, page, setting
 from .target import Target, TargetError, error_line, load
 
-_VERSION = 1  # of the JSON
+_VERSION = 2  # of the JSON
+_PATIENCE = 3.0  # seconds without a sign of life
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +41,9 @@ def main(argv: Sequence[str]) -> int:
             for path in (options.output, options.json_file or "."):  # before the exam
                 _check_folder(path)
             dtype = _autocast(options.autocast)
-            exam = _examined(load(options.target), loss_scale, dtype)
+            progress = _Progress()
+            progress("loading the target")
+            exam = _examined(load(options.target), loss_scale, dtype, progress)
             found = findings(exam)
             text, has_pictures = page(exam, found)
             _write(options.output, text)
@@ -70,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         help="find out where a model overflows or underflows",
         description="Runs one backward pass of a model in many ways, and writes a report of where "
         "it overflows, what underflows, and which loss scale would work.",
-        epilog="Exit status: 0 if nothing is wrong, 1 if something is, 2 for bad use. Each "
-        "operation runs by itself, which is slow: use a small model and a small batch.",
+        epilog="Exit status: 0 if nothing is wrong, 1 if something is, 2 for bad use. The results "
+        "of all operations are looked at, which is slow: use a small model and a small batch.",
     )
     doctor.add_argument(
         "target",
@@ -128,9 +132,23 @@ def _autocast(given: str | None) -> str | None:
     return given
 
 
-def _examined(target: Target, loss_scale: float | None, dtype: str | None) -> Exam:
+class _Progress:
+    """Says on standard error what is done, once the whole takes longer than a few seconds."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def __call__(self, words: str) -> None:
+        seconds = time.monotonic() - self._start
+        if seconds > _PATIENCE:
+            print(f"{seconds:3.0f} s: {words}", file=sys.stderr, flush=True)
+
+
+def _examined(
+    target: Target, loss_scale: float | None, dtype: str | None, progress: _Progress
+) -> Exam:
     try:
-        return examine(target, loss_scale, dtype)
+        return examine(target, loss_scale, dtype, progress)
     except Exception as error:
         raise TargetError(
             f"{target.name} failed when it was run on its batch: {error_line(error)}"
@@ -155,7 +173,7 @@ def _summary(exam: Exam, found: Sequence[Finding]) -> str:
     for finding in found:
         lines += ["", *_wrapped(finding.title, "! " if finding.is_problem else "- ")]
         lines += [f"      {text.strip()}" for i, text in finding.source if i == finding.line]
-        for detail in finding.details if finding.is_problem or not finding.where else ():
+        for detail in finding.details:
             lines += _wrapped(detail, "  ")
     return "\n".join(lines)
 

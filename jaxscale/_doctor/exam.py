@@ -272,25 +272,30 @@ class _Compared:
         def compare(grads: Mapping[str, Any]) -> Comparison:
             return compared(_named(grads, names), right)
 
-        wrong = set(right)
         is_finite = not report.nonfinite_outputs
+        wrong = set(right)
         if is_finite:
             self.comparison = compare(run.grads)
-            wrong = _far(self.comparison)
-            if wrong:
-                # Not those which are nothing but rounding in float32, too.
-                shaken_grads = _named(in_float32(constant=shaken(params)).grads, names)
-                change = {e.path: e.error for e in compared(shaken_grads, right).leaves}
-                errors = {e.path: e.error for e in self.comparison.leaves}
-                wrong = {p for p in wrong if change[p] <= _STABLE * min(errors[p], 1.0)}
-            self.wrong = tuple(e.path for e in self.comparison.leaves if e.path in wrong)
+            wrong = {leaf.path for leaf in self.comparison.leaves if leaf.error > CLOSE}
+            if not wrong:
+                return
+        # Not those which are nothing but rounding in float32, too.
+        change = {
+            e.path: e.error for e in compare(in_float32(constant=shaken(params)).grads).leaves
+        }
+        if self.comparison is None:
+            wrong = {path for path in wrong if change[path] <= _STABLE}
+        else:
+            errors = {leaf.path: leaf.error for leaf in self.comparison.leaves}
+            wrong = {p for p in wrong if change[p] <= _STABLE * min(errors[p], 1.0)}
+            self.wrong = tuple(leaf for leaf in errors if leaf in wrong)  # worst first
             if not wrong:
                 return
 
         def error_of(grads: Mapping[str, Any]) -> float:
             if not all(np.isfinite(grad).all() for grad in grads.values()):
                 return math.inf
-            return max(e.error for e in compare(grads).leaves if e.path in wrong)
+            return max((e.error for e in compare(grads).leaves if e.path in wrong), default=0.0)
 
         progress("looking for the line at fault")
         trials = Trials(backward, loss_scale, run, error_of, CLOSE)
@@ -318,11 +323,6 @@ def _tried(trials: Trials, place: Place | None, progress: Callable[[str], None])
         return None
     progress(f"trying {place.where} in float32")
     return trials.find_remedy((place.file, place.line))
-
-
-def _far(comparison: Comparison) -> set[str]:
-    """Returns the leaves that are far from what they should be, or lost as a whole."""
-    return {e.path for e in comparison.leaves if e.error > CLOSE}
 
 
 def _leaf_names(params: Any) -> dict[str, str]:

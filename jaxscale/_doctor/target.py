@@ -135,7 +135,10 @@ def _checked(name: str, call: str, returned: Any) -> Target:
             f"{call} returned parameters without any floating array: "
             f"{', '.join(others) or 'an empty tree'}."
         )
-    params, batch = (jax.tree.map(_on_device, tree) for tree in (params, batch))
+    try:
+        params, batch = (jax.tree.map(_on_device, tree) for tree in (params, batch))
+    except RuntimeError as error:  # such as JAX_PLATFORMS=cuda without a GPU
+        raise TargetError(f"JAX has no device to run on: {error_line(error)}") from error
 
     def of_gradients(trained: Any, batch: Any) -> Any:
         # Modules hold functions and counters too, which have no derivative.
