@@ -84,6 +84,7 @@ def page(exam: Exam, found: Sequence[Finding]) -> Page:
         setting=setting(exam),
         problems=[_card(finding) for finding in found if finding.is_problem],
         notes=[_card(finding) for finding in found if not finding.is_problem],
+        at_seen=_at(exam, exam.fits or exam.loss_scale),
         at_shown=_at(exam, exam.shown_scale),
         at_used=_at(exam, exam.loss_scale),
         summary=head(numbers),

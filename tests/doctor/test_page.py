@@ -167,7 +167,8 @@ def test_what_is_computed_and_what_is_stored_is_told_apart(exam, no_matplotlib):
     assert layers.split() == ["small50.0%0%"]
     assert "The other layer loses nothing." in shown.flowing
     assert leaves.split() == ["small250.0%1"]  # a subnormal at that scale: nothing becomes 0
-    assert "and 1 more leaf with nothing to tell" in shown.flowing
+    assert "And 1 more leaf with nothing to tell." in shown.flowing
+    assert "The gradients as computed at loss scale 2**8, the largest" in shown.flowing
     assert [th for th in shown.texts["th"] if "subnormal" in th or "zero" in th] == ["subnormal"]
 
 
@@ -205,7 +206,7 @@ def test_a_table_shows_the_rows_that_tell_something(exam, no_matplotlib):
     assert "1 of 66 layers are without a finite, nonzero gradient to judge: 0." in shown.flowing
     rows = [row for row in leaves if row]
     assert (len(rows), rows[0]) == (30, "022--")  # path, numbers, NaN, flushed, max |g|
-    assert "and 16 more and 20 more leaves with nothing to tell" in shown.flowing
+    assert "And 16 more. And 20 more leaves with nothing to tell." in shown.flowing
 
 
 def test_nothing_is_drawn_of_nothing(exam):
@@ -213,7 +214,7 @@ def test_nothing_is_drawn_of_nothing(exam):
     text, missing = page(exam, [])
     assert missing == ""
     assert "img" not in Page(text).texts
-    assert "2 gradients: 0% are exactly 0, 0 inf, 2 NaN. None of them is" in Page(text).flowing
+    assert "2 gradients: 0% are exactly 0, 0 inf, 2 NaN. They were computed without a loss scale. None of them is" in Page(text).flowing
 
 
 def test_without_matplotlib_there_is_text(exam, no_matplotlib):
