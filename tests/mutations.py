@@ -423,6 +423,8 @@ MUTATIONS = {
     "diagnosis: zeros everywhere are nothing to tell": ("diagnostics/_leaves", " or is_zero)", ")"),
     "diagnosis: fewer bits are nothing to tell": ("diagnostics/_leaves", "row.flushed or row.subnormal or", "row.flushed or"),
     "diagnosis: 0% of nothing": ("diagnostics/_leaves", 'return percent(number / of) if of else "-"', "return percent(number / max(of, 1))"),
+    "diagnosis: formats named below only": ("diagnostics/_pictures", "top=True, labeltop=True", "top=False"),
+    "diagnosis: a legend over the bars": ("diagnostics/_pictures", "bbox_to_anchor=(0, 1)", "bbox_to_anchor=(0, 0)"),
     "diagnosis: a long table prints all": ("diagnostics/_leaves", "if len(self.rows) > _PRINTED_ROWS:", "if False:"),
     # what promises broke by in 0.1.0
     "promise: an imaginary part cast away": ("_verdict", "return _is_finite(part.real) & _is_finite(part.imag)", "return _is_finite(part.real)"),

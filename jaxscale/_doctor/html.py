@@ -164,7 +164,8 @@ def _layers(exam: Exam) -> _Table:
     if blank := [name for name in layers if name not in seen]:
         names = " ".join([", ".join(blank[:_MOST_NAMES]), *and_more(blank, _MOST_NAMES)])
         some = f"{len(blank)} of {len(layers)} layers" if seen else "All layers"
-        others.append(f"{some} are without a finite, nonzero gradient to judge: {names}.")
+        verb = "is" if seen and len(blank) == 1 else "are"
+        others.append(f"{some} {verb} without a finite, nonzero gradient to judge: {names}.")
     if rest := len(seen) - len(rows):
         where = "" if rows else f"Stored in {' or '.join(formats)}, "
         which = "the other" if rows or blank else "the only" if rest == 1 else "all"
