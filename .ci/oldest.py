@@ -1,10 +1,11 @@
-"""Prints the oldest versions of JAX, Optax and Flax that pyproject.toml admits, for pip."""
+"""Prints the oldest versions of JAX, Optax, Flax and Jinja2 that pyproject.toml admits, for pip."""
 
 import re
 import tomllib
 
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
-requirements = [*project["dependencies"], *project["optional-dependencies"]["flax"]]
-for requirement in requirements:
-    print(re.sub(r">=", "==", requirement))
+extras = project["optional-dependencies"]
+for requirement in [*project["dependencies"], *extras["flax"], *extras["doctor"]]:
+    if not requirement.startswith("jaxscale["):  # a constraint has no extras
+        print(re.sub(r">=", "==", requirement))

@@ -22,7 +22,7 @@ from ..diagnostics._histogram import EXPONENTS
 from ..diagnostics._text import to_json
 from .exam import Exam, examine
 from .findings import Finding, findings, verdict
-from .html import WITHOUT_PICTURES, page, setting
+from .html import page, setting
 from .target import Target, TargetError, error_line, load
 
 _VERSION = 2  # of the JSON
@@ -45,12 +45,13 @@ def main(argv: Sequence[str]) -> int:
             progress("loading the target")
             exam = _examined(load(options.target), loss_scale, dtype, progress)
             found = findings(exam)
-            text, has_pictures = page(exam, found)
-            _write(options.output, text)
-            print(_summary(exam, found))
-            print(f"\nThe report is in {options.output}.")
-            if not has_pictures:
-                print(WITHOUT_PICTURES)
+            report = page(exam, found)
+            print(_summary(exam, found), end="\n\n")
+            if report.text is not None:
+                _write(options.output, report.text)
+                print(f"The report is in {options.output}.")
+            if report.missing:
+                print(report.missing)
             record = json.dumps(_record(exam, found), indent=1, allow_nan=False) + "\n"
             if options.json_file:
                 _write(options.json_file, record)

@@ -1,84 +1,101 @@
-"""The report as one HTML page, with the pictures inside: it needs no script and no network."""
+"""The report as one HTML page, with its picture inside: it needs no script and no network.
+
+The layout and most of the words are in `page.html.jinja`, which escapes whatever it is given. Here
+its data are prepared. Jinja2 and matplotlib are optional: without Jinja2 there is no page, without
+matplotlib it shows the histogram as text.
+
+The findings are about computation, numbers lost on the way to the gradients. The tables and the
+picture are about storage, what a format would lose of the gradients themselves. A gradient that
+became 0 on the way is a 0 there, and storing a 0 loses nothing: the page has to say so.
+"""
 
 import base64
-import html
+import importlib.resources
 import io
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from ..diagnostics._pictures import plot_histogram, plot_underflow
-from ..diagnostics._text import number, power, text_histogram
+from .._checks import and_more
+from ..diagnostics._formats import FORMATS
+from ..diagnostics._histogram import Numbers, read
+from ..diagnostics._leaves import split
+from ..diagnostics._pictures import draw_histogram
+from ..diagnostics._text import head, number, percent, power, text_histogram
 from .exam import Exam
 from .findings import Finding, verdict
 
-_STYLE = """
-body { max-width: 56rem; margin: 0 auto; padding: 1rem; line-height: 1.45;
-  font-family: system-ui, sans-serif; color: #111; background: #fff; }
-h1 { font-size: 1.5rem; margin-bottom: 0.2rem; }
-h2 { font-size: 1.2rem; margin-top: 2rem; }
-h3 { font-size: 1rem; margin: 0 0 0.4rem; overflow-wrap: anywhere; }
-p { margin: 0.3rem 0; }
-article { border: 1px solid #999; border-left-width: 0.3rem; padding: 0.6rem 0.8rem;
-  margin: 0.8rem 0; }
-article.problem { border-color: #111; border-left-width: 0.7rem; }
-.kind { font-weight: bold; text-transform: uppercase; font-size: 0.75rem; }
-.verdict { font-size: 1.25rem; font-weight: bold; }
-pre { background: #f2f2f2; padding: 0.5rem; overflow-x: auto; font-size: 0.85rem; }
-pre b { background: #ffe08a; outline: 1px solid #111; }
-.wide { overflow-x: auto; }
-img { display: block; max-width: 100%; min-width: 34rem; height: auto; }
-table { border-collapse: collapse; font-size: 0.85rem; }
-td, th { border-bottom: 1px solid #bbb; padding: 0.2rem 0.6rem; text-align: right; }
-td:first-child, th:first-child { text-align: left; }
-code { font-family: ui-monospace, monospace; }
-"""  # fmt: skip
+_MOST_LEAVES = 30  # in its table
+_MOST_LAYERS = 40  # in theirs
+_MOST_NAMES = 5  # in a list
+_JUDGED = ("float16", "bfloat16")  # besides the formats that the model computes in
 
+WITHOUT_PAGE = 'The page needs jinja2, which is not installed: pip install "jaxscale[doctor]".'
 WITHOUT_PICTURES = (
-    'The pictures need matplotlib, which is not installed: pip install "jaxscale[pictures]".'
+    'The picture needs matplotlib, which is not installed: pip install "jaxscale[pictures]".'
 )
 
 
-def page(exam: Exam, found: Sequence[Finding]) -> tuple[str, bool]:
-    """Returns the report as HTML, and whether it has pictures."""
-    problems = [finding for finding in found if finding.is_problem]
-    notes = [finding for finding in found if not finding.is_problem]
-    pictures = _pictures(exam)
-    parts = [
-        "<h1>jaxscale doctor</h1>",
-        f"<p><code>{html.escape(exam.target)}</code></p>",
-        f'<p class="verdict">{verdict(exam, found)}</p>',
-        _paragraph(setting(exam)),
-        *(_finding("problem", finding) for finding in problems),
-        "<h2>Worth knowing</h2>" if notes else "",
-        *(_finding("note", finding) for finding in notes),
-        "<h2>How large the gradients are</h2>",
-        _paragraph(
-            f"The upper part shows what float16 would keep {_where(exam)}. The lower part shows "
-            "the range of each format there, and at the scale that suits the gradients best: a "
-            "larger scale moves the range to the left, towards smaller gradients. Inf and NaN "
-            "have no size and are not drawn. Numbers computed on the way to these gradients are "
-            "not drawn either, and may be smaller."
-        ),
-        pictures[0] if pictures else f"<pre>{html.escape(_text(exam))}</pre>",
-        "<h2>Which layers lose what</h2>",
-        _paragraph(
-            "The share of each layer's gradients that would be lost if they were stored in a "
-            f"format {_where(exam)}. A dash means that none of them is finite and nonzero."
-        ),
-        pictures[1] if pictures else f"<pre>{html.escape(str(exam.layers))}</pre>",
-        "" if pictures else _paragraph(WITHOUT_PICTURES),
-        "<h2>Gradients, leaf by leaf</h2>",
-        _paragraph("The gradients, and what float16 makes of them, at loss scale "
-                   f"{power(exam.leaves.loss_scale)}, worst first."),
-        _table(exam),
-    ]  # fmt: skip
-    body = "\n".join(part for part in parts if part)
-    head = (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>jaxscale doctor: {html.escape(exam.target)}</title>\n<style>{_STYLE}</style>\n"
+class Page(NamedTuple):
+    """The report.
+
+    Attributes:
+      text: the HTML, or `None` without Jinja2.
+      missing: what could not be made, and which package it needs, in a sentence, or `""`.
+    """
+
+    text: str | None
+    missing: str
+
+
+class _Card(NamedTuple):
+    """A finding, with its lines of source: number, text, and whether it is the faulty one."""
+
+    finding: Finding
+    lines: list[tuple[int, str, bool]]
+
+
+class _Table(NamedTuple):
+    """The cells of a table, and sentences about the rows that it leaves out."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    others: Sequence[str]
+
+
+def page(exam: Exam, found: Sequence[Finding]) -> Page:
+    """Returns the report as HTML, if Jinja2 is installed, and what is missing."""
+    try:
+        import jinja2
+    except ImportError:
+        return Page(None, WITHOUT_PAGE)
+    numbers = read("doctor", exam.histogram)
+    has_sizes = bool(numbers.counts.sum())
+    picture = _picture(exam, numbers) if has_sizes else None
+    missing = WITHOUT_PICTURES if has_sizes and picture is None else ""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return f"{head}</head>\n<body>\n{body}\n</body>\n</html>\n", bool(pictures)
+    source = importlib.resources.files("jaxscale._doctor") / "page.html.jinja"
+    text = environment.from_string(source.read_text(encoding="utf-8")).render(
+        target=exam.target,
+        verdict=verdict(exam, found),
+        setting=setting(exam),
+        problems=[_card(finding) for finding in found if finding.is_problem],
+        notes=[_card(finding) for finding in found if not finding.is_problem],
+        at_seen=_at(exam, exam.fits or exam.loss_scale),
+        at_shown=_at(exam, exam.shown_scale),
+        at_used=_at(exam, exam.loss_scale),
+        summary=head(numbers),
+        has_sizes=has_sizes,
+        picture=picture,
+        text_picture=text_histogram(exam.histogram, loss_scale=exam.shown_scale),
+        missing=missing,
+        layers=_layers(exam),
+        leaves=_leaves(exam),
+    )
+    return Page(text, missing)
 
 
 def setting(exam: Exam) -> str:
@@ -95,64 +112,77 @@ def setting(exam: Exam) -> str:
     )
 
 
-def _where(exam: Exam) -> str:
-    if exam.shown_scale == 1:
+def _at(exam: Exam, scale: float) -> str:
+    if scale == 1:
         return "without a loss scale"
-    return f"at loss scale {power(exam.shown_scale)}"
+    largest = ", the largest that does not overflow" * (scale == exam.fits)
+    return f"at loss scale {power(scale)}{largest}"
 
 
-def _paragraph(text: str) -> str:
-    """Returns a paragraph, with code where there are backticks."""
-    pieces = [html.escape(piece) for piece in text.split("`")]
-    marked = [f"<code>{piece}</code>" if i % 2 else piece for i, piece in enumerate(pieces)]
-    return f"<p>{''.join(marked)}</p>"
-
-
-def _finding(kind: str, finding: Finding) -> str:
+def _card(finding: Finding) -> _Card:
+    texts = textwrap.dedent("\n".join(text for _, text in finding.source)).split("\n")
     lines = [
-        f"<b>{i:5}  {html.escape(text)}</b>" if i == finding.line else f"{i:5}  {html.escape(text)}"
-        for i, text in finding.source
+        (i, text, i == finding.line)
+        for (i, _), text in zip(finding.source, texts, strict=bool(finding.source))
     ]
-    return "\n".join(
-        [
-            f'<article class="{kind}"><span class="kind">{kind}</span>',
-            f"<h3>{html.escape(finding.title)}</h3>",
-            "<pre>" + "\n".join(lines) + "</pre>" if lines else "",
-            *map(_paragraph, finding.details),
-            "</article>",
-        ]
-    )
+    return _Card(finding, lines)
 
 
-def _pictures(exam: Exam) -> list[str]:
-    scale = exam.shown_scale
-    drawings: list[tuple[str, Callable[[], Any]]] = [
-        ("Histogram of the gradients by powers of two, and the ranges of four formats",
-         lambda: plot_histogram(exam.histogram, loss_scale=scale)),
-        (exam.layers.title, lambda: plot_underflow(exam.layers)),
-    ]  # fmt: skip
+def _picture(exam: Exam, numbers: Numbers) -> str | None:
+    """Returns the histogram as the base64 of a PNG, or `None` without matplotlib."""
+    # First the scale of the table of layers. The suggestion of `plot_histogram` would be one more.
+    titles = {
+        round(math.log2(scale)): f"ranges {_at(exam, scale)}"
+        for scale in (exam.shown_scale, exam.loss_scale, exam.fits or exam.loss_scale)
+    }
     try:
-        return [_picture(words, draw()) for words, draw in drawings]
+        figure = draw_histogram(numbers, titles, formats=_judged(exam), is_narrow=True)
     except ImportError:
-        return []
-
-
-def _picture(words: str, figure: Any) -> str:
+        return None
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130, bbox_inches="tight")
-    data = base64.b64encode(buffer.getvalue()).decode()
-    alt = html.escape(words, quote=True)
-    return f'<div class="wide"><img alt="{alt}" src="data:image/png;base64,{data}"></div>'
+    figure.savefig(buffer, format="png", dpi=150)
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _text(exam: Exam) -> str:
-    return text_histogram(exam.histogram, loss_scale=exam.shown_scale)
+def _judged(exam: Exam) -> list[str]:
+    return [name for name in FORMATS if name in _JUDGED or name in exam.dtypes]
 
 
-def _table(exam: Exam) -> str:
-    rows = []
-    for cells in exam.leaves.cells():
-        tag = "td" if rows else "th"
-        rows.append("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells))
-    lines = "\n".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<div class="wide"><table>{lines}</table></div>'
+def _layers(exam: Exam) -> _Table:
+    """Returns what each layer loses: for each format the share as text, and in percent."""
+    formats, layers = _judged(exam), exam.layers.layers
+    # The shares of a layer without finite nonzero gradients are all 0.
+    seen = {name: shares for name, shares in layers.items() if any(shares["float16"])}
+    lost = {name: max(shares[dtype].lost for dtype in formats) for name, shares in seen.items()}
+    worst = sorted(filter(lost.get, lost), key=lambda name: -lost[name])[:_MOST_LAYERS]
+    rows = [
+        (name, [(percent(shares[dtype].lost), 100 * shares[dtype].lost) for dtype in formats])
+        for name, shares in seen.items()
+        if name in worst
+    ]
+    others = []
+    if blank := [name for name in layers if name not in seen]:
+        names = " ".join([", ".join(blank[:_MOST_NAMES]), *and_more(blank, _MOST_NAMES)])
+        some = f"{len(blank)} of {len(layers)} layers" if seen else "All layers"
+        verb = "is" if seen and len(blank) == 1 else "are"
+        others.append(f"{some} {verb} without a finite, nonzero gradient to judge: {names}.")
+    if rest := len(seen) - len(rows):
+        where = "" if rows else f"Stored in {' or '.join(formats)}, "
+        which = "the other" if rows or blank else "the only" if rest == 1 else "all"
+        number = f" {rest} layers lose" if rest > 1 else " layer loses"
+        what = "less or nothing" if len(worst) < sum(map(bool, lost.values())) else "nothing"
+        sentence = f"{where}{which}{number} {what}."
+        others.append(sentence[0].upper() + sentence[1:])
+    return _Table(formats, rows, others)
+
+
+def _leaves(exam: Exam) -> _Table:
+    """Returns the leaves that have something to tell, without the columns that have nothing."""
+    shown, others = split(exam.leaves, _MOST_LEAVES)
+    headings, *rows = shown.cells()
+    kept = [
+        i
+        for i, column in enumerate(zip(headings, *rows, strict=True))
+        if i in (0, 1, len(headings) - 1) or not {"0", "0%", "-"}.issuperset(column[1:])
+    ]
+    return _Table([headings[i] for i in kept], [[row[i] for i in kept] for row in rows], others)

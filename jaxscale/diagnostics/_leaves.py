@@ -2,7 +2,8 @@
 
 `leaf_counts` counts on the device, also inside `jit`, and reads each leaf once: it compares the
 bits of float32 magnitudes (see `_formats`) with float16's boundaries, divided by the loss
-scale. `table` fetches the counts and sorts the leaves, worst first.
+scale. `table` fetches the counts and sorts the leaves, worst first. `split` sets those apart that
+have nothing to tell.
 """
 
 from typing import Any, NamedTuple
@@ -89,7 +90,9 @@ class LeafTable(NamedTuple):
     """The leaves of a tree of gradients, worst first; `print` it.
 
     Leaves with the largest share of inf and NaN come first, then those of which float16
-    loses the largest share.
+    loses the largest share. A long table prints only the leaves that have something to tell:
+    inf, NaN, zeros everywhere, or numbers that float16 would not keep in full. A dash stands
+    for a share of nothing.
 
     Attributes:
       rows: one `LeafRow` for each leaf.
@@ -119,19 +122,50 @@ class LeafTable(NamedTuple):
         return [_HEADINGS, *map(_cells, self.rows)]
 
     def __str__(self) -> str:
+        shown, others = self, []
+        if len(self.rows) > _PRINTED_ROWS:
+            shown, others = split(self, _PRINTED_ROWS)
+            if not shown.rows:
+                return others[0]
         bad, total = len(self.nonfinite_rows), len(self.rows)
         head = f"{bad} of {total} leaves {'holds' if bad == 1 else 'hold'} inf or NaN."
         head += f" In float16 at loss scale {power(self.loss_scale)}:"
-        shown = aligned(self.cells()[: 1 + _PRINTED_ROWS])
-        return "\n".join([head, shown, *and_more(self.rows, _PRINTED_ROWS)])
+        return "\n".join([head, aligned(shown.cells()), *others])
+
+
+def split(table: LeafTable, most: int) -> tuple[LeafTable, list[str]]:
+    """Returns up to `most` rows that have something to tell, and sentences on the other rows."""
+    telling = tuple(row for row in table.rows if not _is_kept(row))
+    kept = len(table.rows) - len(telling)
+    if not telling:
+        subject = f"All {kept} leaves are" if kept > 1 else "The only leaf is"
+        words = f"{subject} finite, and float16 would store {'all of them' if kept > 1 else 'it'}"
+        return LeafTable((), table.loss_scale), [
+            f"{words} in full at loss scale {power(table.loss_scale)}."
+        ]
+    others = and_more(telling, most)
+    if kept:
+        others.append(f"and {kept} more {'leaves' if kept > 1 else 'leaf'} with nothing to tell")
+    return LeafTable(telling[:most], table.loss_scale), others
+
+
+def _is_kept(row: LeafRow) -> bool:
+    """Returns whether a leaf is finite, not 0 everywhere, and stored in full by float16."""
+    is_zero = row.size > 0 and row.zero == row.size
+    return row.is_finite and not (row.flushed or row.subnormal or row.overflowed or is_zero)
 
 
 def _cells(row: LeafRow) -> tuple[str, ...]:
-    rest = max(row.size - row.nan - row.inf - row.zero, 1)
-    shares = [n / rest for n in (row.flushed, row.subnormal, row.overflowed)]
+    finite = row.size - row.nan - row.inf
+    rest = finite - row.zero
+    shares = [_share(n, rest) for n in (row.flushed, row.subnormal, row.overflowed)]
     counts = [f"{n:,}" for n in (row.size, row.nan, row.inf)]
-    zero = percent(row.zero / max(row.size, 1))
-    return row.path, *counts, zero, *map(percent, shares), f"{row.largest:.3g}"
+    largest = f"{row.largest:.3g}" if finite else "-"
+    return row.path, *counts, _share(row.zero, row.size), *shares, largest
+
+
+def _share(number: int, of: int) -> str:
+    return percent(number / of) if of else "-"
 
 
 def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> LeafCounts:

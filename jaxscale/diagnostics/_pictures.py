@@ -4,14 +4,14 @@ They need matplotlib, an optional dependency, which is imported only when one is
 returns a figure that no window and no global state of matplotlib knows of.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .._checks import one_of, power_of_two
 from ._formats import FORMAT, FORMATS
-from ._histogram import EXPONENTS, Histogram, Shares, outcomes, read, shares_of
+from ._histogram import EXPONENTS, Histogram, Numbers, Shares, outcomes, read, shares_of
 from ._suggest import suggest_scale
 from ._text import head, percent, power, span
 from ._underflow import Underflow
@@ -72,21 +72,50 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
             words = f"at loss scale {{}}, where {dtype} keeps these as well as anywhere"
         suggested = round(np.log2(suggestion.suggested))
         titles[suggested] = f"what formats hold {words}" if suggested == exponent else words
+    titles = {k: title.format(power(2.0**k)) for k, title in titles.items()}
+    return draw_histogram(numbers, titles, dtype=dtype)
+
+
+def draw_histogram(
+    numbers: Numbers,
+    titles: Mapping[int, str],
+    *,
+    dtype: str = "float16",
+    formats: Sequence[str] = FORMATS,
+    is_narrow: bool = False,
+) -> Any:
+    """Returns the figure of `plot_histogram`, for any scales and formats.
+
+    Args:
+      numbers: the histogram, read.
+      titles: by the exponent of each loss scale, the title of the ranges there. The bars are
+        judged at the first.
+      dtype: the format that the bars are shaded for.
+      formats: the formats whose ranges are drawn.
+      is_narrow: whether it is for a narrow page, which says itself how many gradients there are.
+    """
     scales = list(titles)
-    figure = _figure("plot_histogram", 9, 3.2 + 1.6 * len(scales))
+    height = 0.6 + (0.3 if is_narrow else 0.25) * len(formats)
+    figure = _figure("plot_histogram", 5.6 if is_narrow else 9, 3.2 + height * len(scales))
     axes = figure.subplots(
-        1 + len(scales), 1, sharex=True, squeeze=False, height_ratios=[3] + [1.6] * len(scales)
+        1 + len(scales), 1, sharex=True, squeeze=False, height_ratios=[3] + [height] * len(scales)
     )[:, 0]
     first, last = (int(EXPONENTS[row]) for row in span(numbers))
     edges = FORMAT[dtype]
     ends = [f - k for k in scales for f in (edges.least_exponent, edges.largest_exponent)]
     limits = min(first, *ends) - 2, max(last, *ends) + 3
-    _bars(axes[0], numbers.counts, exponent, dtype)
-    axes[0].set_title(head(numbers), loc="left", fontsize=10)
+    _bars(axes[0], numbers.counts, scales[0], dtype)
+    if is_narrow:  # no room for the legend beside the bars, nor for so long a title
+        axes[0].get_legend().set(
+            loc="lower left", bbox_to_anchor=(0, 1), frame_on=False, alignment="left"
+        )
+    else:
+        axes[0].set_title(head(numbers), loc="left", fontsize=10)
     axes[0].set_xlim(limits)
     for ax, (k, title) in zip(axes[1:], titles.items(), strict=True):
-        _ranges(ax, k, shares_of(numbers.counts, k), limits)
-        ax.set_title(title.format(power(2.0**k)), loc="left", fontsize=10)
+        shares = {name: shares_of(numbers.counts, k)[name] for name in formats}
+        _ranges(ax, k, shares, limits, "\n" if is_narrow else "   ")
+        ax.set_title(title, loc="left", fontsize=10)
     axes[-1].set_xlabel("|gradient|, unscaled")
     axes[-1].xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:.0f}}}$")
     axes[-1].xaxis.get_major_locator().set_params(integer=True)
@@ -125,9 +154,11 @@ def _bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
     )
 
 
-def _ranges(ax: Any, exponent: int, shares: Mapping[str, Shares], limits: Any) -> None:
+def _ranges(
+    ax: Any, exponent: int, shares: Mapping[str, Shares], limits: Any, between: str
+) -> None:
     """Draws, for each format, the range of gradients that it holds once they are scaled."""
-    for row, name in enumerate(FORMATS):
+    for row, (name, lost) in enumerate(shares.items()):
         edges = FORMAT[name]
         low, normal, high = (
             max(min(end - exponent, limits[1]), limits[0])
@@ -139,12 +170,12 @@ def _ranges(ax: Any, exponent: int, shares: Mapping[str, Shares], limits: Any) -
         ax.barh(
             row, high - normal, left=normal, height=0.6, color=_NORMAL, edgecolor="black", lw=0.4
         )
-        lost = shares[name]
+        words = f"to 0: {percent(lost.flushed)}", f"overflow: {percent(lost.overflowed)}"
         ax.text(
-            1.01, row, f"to 0: {percent(lost.flushed)}   overflow: {percent(lost.overflowed)}",
+            1.01, row, between.join(words),
             transform=ax.get_yaxis_transform(), va="center", fontsize=8,
         )  # fmt: skip
-    ax.set_yticks(range(len(FORMATS)), FORMATS, fontsize=8)
+    ax.set_yticks(range(len(shares)), shares, fontsize=8)
     ax.invert_yaxis()
 
 
@@ -179,14 +210,14 @@ def plot_underflow(underflow: Underflow) -> Any:
     texts = [text for _, *row in underflow.rows() for text in row]
     figure = _figure("plot_underflow", 8, 1.5 + 0.26 * len(layers))
     ax = figure.subplots()
-    image = ax.imshow(100 * lost, cmap="Greys", vmin=0, vmax=100, aspect="auto")
-    for ((row, column), share), text in zip(np.ndenumerate(lost), texts, strict=True):
-        color = "white" if share > 0.5 else "black"
-        ax.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
+    # Everything lost is a middle grey: black would be an alarm, and FP8 loses most of many layers.
+    ax.imshow(100 * lost, cmap="Greys", vmin=0, vmax=200, aspect="auto")
+    for (row, column), text in zip(np.ndindex(*lost.shape), texts, strict=True):
+        ax.text(column, row, text, ha="center", va="center", fontsize=8)
     ax.set_xticks(range(len(FORMATS)), FORMATS, fontsize=8)
+    ax.tick_params(axis="x", top=True, labeltop=True)  # the bottom of a large map is far away
     ax.set_yticks(range(len(layers)), layers, fontsize=8)
     ax.set_title(underflow.title.replace(" at loss", "\nat loss"), loc="left", fontsize=10)
-    figure.colorbar(image, ax=ax, label="lost (%)")
     return figure
 
 

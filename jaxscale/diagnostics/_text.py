@@ -79,7 +79,7 @@ def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
       >>> histogram = diagnostics.histogram(jnp.array([0.0, 2.0**-26, 2.0**-24, 2.0**-24]))
       >>> print(diagnostics.text_histogram(histogram))
       4 gradients: 25.0% are exactly 0, 0 inf, 0 NaN.
-      The others, and what formats make of them at loss scale 2**0:
+      The others, and what formats make of them if stored at loss scale 2**0:
       |gradient|    share                            float16  bfloat16  e4m3fn  e5m2
       2**-24        66.7%  ########################        s         .       0     0
       2**-25           0%
@@ -103,7 +103,8 @@ def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
     for sign, outcome in (("0", "flushed"), ("s", "subnormal"), ("!", "overflowed")):
         cells = (percent(getattr(whole[name], outcome)) for name in FORMATS)
         rows.append((f"{sign} {outcome}", "", "", *cells))
-    others = f"The others, and what formats make of them at loss scale {power(loss_scale)}:"
+    scale = power(loss_scale)
+    others = f"The others, and what formats make of them if stored at loss scale {scale}:"
     return f"{head(numbers)}\n{others}\n{aligned(rows)}"
 
 

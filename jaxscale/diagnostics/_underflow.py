@@ -29,7 +29,7 @@ class Underflow(NamedTuple):
       >>> from jaxscale import diagnostics
       >>> grads = {"w": jnp.array([1e-9, 1.0]), "b": jnp.array([1.0, 1e3])}
       >>> print(diagnostics.underflow(diagnostics.leaf_histograms(grads)))
-      share of the nonzero gradients that becomes 0, inf or NaN at loss scale 2**0
+      share of the nonzero gradients that becomes 0, inf or NaN if stored at loss scale 2**0
          float16  bfloat16  float8_e4m3fn  float8_e5m2
       b       0%        0%          50.0%           0%
       w    50.0%        0%          50.0%        50.0%
@@ -54,7 +54,7 @@ class Underflow(NamedTuple):
     @property
     def title(self) -> str:
         """What the numbers mean, as a heading."""
-        what = "share of the nonzero gradients that becomes 0, inf or NaN"
+        what = "share of the nonzero gradients that becomes 0, inf or NaN if stored"
         return f"{what} at loss scale {power(self.loss_scale)}"
 
 

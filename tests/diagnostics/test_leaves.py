@@ -193,9 +193,35 @@ def test_worst_first_and_readable():
 
 
 def test_a_long_table_is_cut_only_where_it_is_printed():
-    found = diagnostics.table(leaf_counts([jnp.ones(2)] * 40))
+    found = diagnostics.table(leaf_counts([jnp.full(2, 1e-9)] * 40))
     assert len(found.rows) == 40
+    assert len(str(found).splitlines()) == 2 + 24 + 1
     assert str(found).endswith("and 16 more")
+
+
+def test_a_long_table_prints_what_has_something_to_tell():
+    fine, zero, half_zero = jnp.ones(2), jnp.zeros(2), jnp.array([0.0, 1.0])
+    found = diagnostics.table(leaf_counts([fine] * 39 + [half_zero], loss_scale=8.0))
+    assert len(found.rows) == len(found.cells()) - 1 == 40
+    words = "All 40 leaves are finite, and float16 would store all of them in full"
+    assert str(found) == f"{words} at loss scale 2**3."
+    # What is not finite, lost, of fewer bits, or 0 everywhere.
+    telling = [
+        jnp.array([jnp.nan, 1.0]),
+        *(jnp.array([1.0, x]) for x in (jnp.inf, 1e-9, 1e-6, 1e9)),
+    ]
+    found = diagnostics.table(leaf_counts([*telling, zero, *[fine] * 34, jnp.zeros(0)]))
+    lines = str(found).splitlines()
+    assert {line.split()[0] for line in lines[2:-1]} == set("012345")
+    assert lines[-1] == "and 35 more leaves with nothing to tell"
+
+
+def test_a_share_of_nothing_is_a_dash():
+    grads = {"nan": jnp.full(2, jnp.nan), "zero": jnp.zeros(2), "empty": jnp.zeros(0)}
+    cells = {cells[0]: cells[4:] for cells in diagnostics.table(leaf_counts(grads)).cells()}
+    assert cells["nan"] == ("0%", "-", "-", "-", "-")
+    assert cells["zero"] == ("100%", "-", "-", "-", "0")
+    assert cells["empty"] == ("-", "-", "-", "-", "-")
 
 
 def test_population_and_time_are_summed_up():

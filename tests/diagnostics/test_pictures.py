@@ -15,6 +15,8 @@ from tables import assert_same_bits
 import jaxscale
 from jaxscale import diagnostics
 from jaxscale.diagnostics import _history
+from jaxscale.diagnostics._histogram import read
+from jaxscale.diagnostics._pictures import draw_histogram
 
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
 
@@ -85,6 +87,22 @@ def test_the_suggested_scale_is_not_drawn_twice():
     assert titles == [f"what formats hold at the suggested loss scale, 2**{np.log2(suggested):.0f}"]
 
 
+def test_a_narrow_histogram_shows_what_it_is_asked_for():
+    titles = {3: "at 8", 20: "ranges at loss scale 2**20, the largest that does not overflow"}
+    formats = ["float16", "bfloat16"]
+    figure = drawn(draw_histogram(read("", HISTOGRAM), titles, formats=formats, is_narrow=True))
+    bars, *ranges = figure.axes
+    assert [ax.get_title(loc="left") for ax in ranges] == list(titles.values())
+    for ax in ranges:
+        assert [label.get_text() for label in ax.get_yticklabels()] == formats
+    legend, renderer = bars.get_legend(), FigureCanvasAgg(figure).get_renderer()
+    assert legend.get_title().get_text() == "at loss scale 2**3"
+    box = legend.get_window_extent(renderer)
+    assert not box.overlaps(bars.get_window_extent(renderer))
+    assert figure.bbox.padded(1).containsx(box.x1)
+    assert figure.bbox.padded(1).containsy(box.y1)
+
+
 @pytest.mark.parametrize("loss_scale", [2.0**-9, 1.0, 2.0**10])
 def test_the_histogram_as_text(loss_scale):
     exponents = range(10, -22, -1)
@@ -120,6 +138,9 @@ def test_the_underflow_map():
     lost = [[s.lost for s in shares.values()] for shares in layers.layers.values()]
     np.testing.assert_array_equal(image.get_array(), 100 * np.array(lost))
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(layers.layers)
+    (tick, *_) = figure.axes[0].xaxis.get_major_ticks()  # its name is above and below
+    assert tick.label1.get_visible()
+    assert tick.label2.get_visible()
     many = diagnostics.underflow({f"layers/{i}": LEAVES["out"] for i in range(60)})
     drawn(diagnostics.plot_underflow(many))
 

@@ -1,0 +1,245 @@
+"""The page: that it holds everything, asks for nothing, escapes what it is given, and is brief."""
+
+import base64
+import html.parser
+import json
+import pathlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale import diagnostics
+from jaxscale._doctor import cli
+from jaxscale._doctor.exam import examine
+from jaxscale._doctor.findings import Finding, findings
+from jaxscale._doctor.html import page
+from jaxscale._doctor.target import load
+
+pytestmark = pytest.mark.standard_promotion
+
+EVIL = "<script>alert('&amp;')"
+# Two leaves: one overflows at the line with the comment, and one is 0 everywhere.
+MODEL = f"""
+import jax.numpy as jnp
+
+def overflow():
+    def loss_fn(params, batch):
+        y = (batch * params["{EVIL}"]).astype(jnp.float16)
+        y = y * jnp.float16(60000)  # {EVIL}
+        return jnp.mean(y.astype(jnp.float32))
+    return loss_fn, {{"{EVIL}": jnp.ones(2), "unused": jnp.ones(2)}}, jnp.array([1.0, 3.0])
+
+def wide():
+    return (lambda params, batch: jnp.mean(batch * params)), jnp.ones(2), jnp.ones(2)
+"""
+HISTOGRAM = jax.jit(diagnostics.histogram)
+LINE = next(i for i, line in enumerate(MODEL.splitlines(), 1) if "60000" in line)
+
+
+class Page(html.parser.HTMLParser):
+    """A page as its elements, with tags and attributes, its text, and the text of each element."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text, self.texts, self.open = [], "", {}, []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.texts.setdefault(tag, []).append("")
+        if tag not in ("meta", "img", "wbr"):
+            self.open.append((tag, len(self.texts[tag]) - 1))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag  # nothing is left open, nor closed too early
+
+    def handle_data(self, data):
+        self.text += data
+        for tag, i in self.open:
+            self.texts[tag][i] += data
+
+    @property
+    def flowing(self):
+        return re.sub(r"\s+", " ", self.text)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "<script>.py"
+    path.write_text(MODEL)
+    return path
+
+
+@pytest.fixture(scope="module")
+def exam(model):
+    return examine(load(f"{model}:overflow"), None)
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+
+def with_grads(exam, grads, loss_scale=1.0, shown=None):
+    """The same exam, but with other gradients."""
+    histograms = jax.tree.map(HISTOGRAM, grads)  # compiled once, not once for each leaf
+    leaves = jax.tree.leaves(histograms, is_leaf=lambda node: isinstance(node, tuple))
+    shown = shown or loss_scale
+    counts = diagnostics.leaf_counts(grads, loss_scale=loss_scale)
+    return exam._replace(
+        loss_scale=loss_scale,
+        shown_scale=shown,
+        is_auto=shown != loss_scale,
+        leaves=diagnostics.table(counts),
+        histogram=jax.tree.map(lambda *counts: sum(counts), *leaves),
+        layers=diagnostics.underflow(histograms, loss_scale=shown),
+    )
+
+
+def test_it_holds_everything_and_asks_for_nothing(exam):
+    text, missing = page(exam, findings(exam))
+    shown = Page(text)
+    assert missing == ""
+    assert not {"script", "link", "iframe"} & {tag for tag, _ in shown.tags}
+    assert not re.search(r"https?://|@import|url\(", text)
+    (picture,) = [attrs for tag, attrs in shown.tags if tag == "img"]
+    kind, data = picture["src"].split(",")
+    assert kind == "data:image/png;base64"
+    assert base64.b64decode(data).startswith(b"\x89PNG")
+    assert "4 gradients: " in picture["alt"]
+    assert (
+        "meta",
+        {"name": "viewport", "content": "width=device-width, initial-scale=1"},
+    ) in shown.tags
+    # The problem comes first.
+    places = ["1 problem found.", "It begins at", "Worth knowing", "How large they are"]
+    places += ["By layer", "Leaf by leaf"]
+    assert sorted(places, key=shown.text.index) == places
+    assert shown.texts["article"][0].split()[0] == "Problem"
+
+
+def test_the_faulty_line_is_marked_and_not_by_colour_alone(exam, no_matplotlib):
+    shown = Page(page(exam, findings(exam)).text)
+    (marked,) = shown.texts["mark"]
+    assert marked == f" >{LINE:5}      y = y * jnp.float16(60000)  # {EVIL} "
+    # The lines around it are there as well, and keep their own indentation.
+    (source,) = shown.texts["pre"][:1]
+    numbers = [line.lstrip(" >").split()[0] for line in source.splitlines() if line.strip()]
+    assert numbers == [str(LINE + i) for i in range(-2, 3)]
+    starts = {line[9:].index(line[9:].lstrip()) for line in source.splitlines() if line.strip()}
+    assert starts == {0, 4}
+
+
+def test_whatever_it_is_given_is_escaped(exam, model, no_matplotlib):
+    found = [*findings(exam), Finding(True, EVIL, (EVIL, f"`{EVIL}` and an odd `"), EVIL)]
+    found.append(Finding(False, EVIL, (EVIL,)))
+    exam = exam._replace(loss_as_written=1.0, autocast=EVIL, dtypes=(EVIL,))
+    text = page(exam, found).text
+    assert "<script" not in text
+    shown = Page(text)
+    assert shown.texts["title"] == [f"jaxscale doctor: {model}:overflow"]
+    assert {EVIL, "unused"} <= set(shown.texts["th"])
+    assert shown.texts["h2"].count(EVIL) == 1
+    assert shown.texts["p"].count(EVIL) == 2
+    assert shown.texts["summary"][-1].strip() == EVIL
+    assert EVIL in shown.texts["code"]
+
+
+def test_what_is_computed_and_what_is_stored_is_told_apart(exam, no_matplotlib):
+    grads = {"small": jnp.array([2.0**-30, 1.0]), "fine": jnp.ones(2)}
+    exam = with_grads(exam, grads, loss_scale=2.0**8, shown=1.0)
+    nothing = [None] * len(diagnostics.Calibration._fields)
+    fits = diagnostics.Calibration(*nothing)._replace(init_scale=2.0**8)
+    exam = exam._replace(calibration=fits)
+    shown = Page(page(exam, []).text)
+    assert "above are about computation" in shown.flowing
+    assert "The finished gradients, and what storing them would lose" in shown.texts["h2"]
+    # Each table names its own scale.
+    assert shown.texts["h3"][1:] == [
+        "By layer: what storing them without a loss scale would lose",
+        "Leaf by leaf, at loss scale 2**8, the largest that does not overflow",
+    ]
+    layers, leaves = shown.texts["tbody"]
+    assert layers.split() == ["small50.0%0%"]
+    assert "The other layer loses nothing." in shown.flowing
+    assert leaves.split() == ["small250.0%1"]  # a subnormal at that scale: nothing becomes 0
+    assert "And 1 more leaf with nothing to tell." in shown.flowing
+    assert "The gradients as computed at loss scale 2**8, the largest" in shown.flowing
+    assert [th for th in shown.texts["th"] if "subnormal" in th or "zero" in th] == ["subnormal"]
+
+
+def test_only_the_formats_of_the_model_are_judged(exam, no_matplotlib):
+    exam = with_grads(exam, {"w": jnp.array([2.0**-20, 2.0**-30])})
+    for dtypes, judged in {
+        ("float16", "float32"): ["layer", "float16", "bfloat16"],
+        ("float8_e5m2",): ["layer", "float16", "bfloat16", "float8_e5m2"],
+    }.items():
+        shown = Page(page(exam._replace(dtypes=dtypes), []).text)
+        assert shown.texts["th"][: len(judged) + 1] == [*judged, "w"]
+
+
+@pytest.mark.parametrize("number", [1, 40])
+def test_a_table_without_anything_to_tell_is_a_sentence(exam, no_matplotlib, number):
+    exam = with_grads(exam, [np.ones(2, np.float32)] * number, loss_scale=4.0)
+    shown = Page(page(exam, []).text)
+    assert "table" not in shown.texts
+    words = {
+        40: "All 40 leaves are finite, and float16 would store all of them in full at loss scale",
+        1: "The only leaf is finite, and float16 would store it in full at loss scale",
+    }
+    assert f"{words[number]} 2**2." in shown.flowing
+    layers = {40: "all 40 layers lose nothing.", 1: "the only layer loses nothing."}
+    assert f"Stored in float16 or bfloat16, {layers[number]}" in shown.flowing
+
+
+def test_a_table_shows_the_rows_that_tell_something(exam, no_matplotlib):
+    fine, tiny, bad = (np.full(2, value, np.float32) for value in (1.0, 2.0**-40, np.nan))
+    exam = with_grads(
+        exam, {"0": bad, **{f"{i}/fine": fine for i in range(20)}, "tiny": [tiny] * 45}
+    )
+    shown = Page(page(exam, []).text)
+    layers, leaves = (text.split("\n") for text in shown.texts["tbody"])
+    assert len([row for row in layers if row]) == 40
+    assert "The other 25 layers lose less or nothing." in shown.flowing
+    assert "1 of 66 layers is without a finite, nonzero gradient to judge: 0." in shown.flowing
+    rows = [row for row in leaves if row]
+    assert (len(rows), rows[0]) == (30, "022--")  # path, numbers, NaN, flushed, max |g|
+    assert "And 16 more. And 20 more leaves with nothing to tell." in shown.flowing
+
+
+def test_nothing_is_drawn_of_nothing(exam):
+    exam = with_grads(exam, {"w": np.full(2, np.nan, np.float32)})
+    text, missing = page(exam, [])
+    assert missing == ""
+    shown = Page(text)
+    assert "img" not in shown.texts
+    assert (
+        "2 gradients: 0% are exactly 0, 0 inf, 2 NaN. They were computed without" in shown.flowing
+    )
+    assert "None of them is finite and nonzero, so there is nothing to draw." in shown.flowing
+
+
+def test_without_matplotlib_there_is_text(exam, no_matplotlib):
+    text, missing = page(exam, [])
+    assert 'pip install "jaxscale[pictures]"' in missing
+    shown = Page(text)
+    assert missing in shown.text
+    assert "img" not in shown.texts
+    assert shown.texts["pre"][0] == diagnostics.text_histogram(exam.histogram)
+
+
+def test_without_jinja2_the_results_are_still_told(model, capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.chdir(tmp_path)
+    status = cli.main(["doctor", f"{model}:wide", "--json-file", "results.json"])
+    out = capsys.readouterr().out
+    assert status == 0
+    assert "Nothing is wrong." in out
+    assert out.count('pip install "jaxscale[doctor]"') == 1
+    assert "The report is in" not in out
+    assert not json.loads(pathlib.Path("results.json").read_text())["found"]
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
