@@ -13,7 +13,7 @@ import re
 
 from ..diagnostics._calibrate import Calibration
 from ..diagnostics._text import number, percent, power
-from ..diagnostics._trace.report import TracedNonfinite, TracedUnderflow
+from ..diagnostics._trace.report import TracedNonfinite
 from .compare import Comparison
 from .exam import Exam
 from .remedy import Remedy
@@ -153,17 +153,6 @@ def _of_points(place: TracedNonfinite) -> str | None:
         if re.search(words, place.source) and (not primitives or place.primitive in primitives):
             return advice
     return "Keep the operands away from values without a finite result."
-
-
-def for_underflow(place: TracedUnderflow, exam: Exam) -> str:
-    """Returns how to keep numbers from becoming zero at a place."""
-    if not place.scaled:
-        return f"No loss scale helps. If they matter: {in_float32(exam)}"
-    if exam.fits and exam.loss_scale >= exam.fits:
-        return f"A larger loss scale would keep them, but overflows elsewhere. {in_float32(exam)}"
-    if exam.fits:
-        return f"A larger loss scale keeps them: {power(exam.fits)} does not overflow."
-    return f"A larger loss scale would keep them, but none was found that fits. {in_float32(exam)}"
 
 
 def needs_scale(exam: Exam) -> bool:

@@ -25,12 +25,11 @@ from ..diagnostics._formats import is_ndarray
 from ..diagnostics._histogram import Histogram, Shares, shares
 from ..diagnostics._leaves import LeafTable, table
 from ..diagnostics._suggest import Suggestion, suggest_scale
-from ..diagnostics._trace.numbers import IncomparableError
 from ..diagnostics._trace.places import lines
 from ..diagnostics._trace.report import Place, TracedNonfinite, TraceReport
 from ..diagnostics._trace.trace import Backward, Run
 from ..diagnostics._underflow import Underflow, underflow
-from .compare import CLOSE, Comparison, by_name, compared, shaken
+from .compare import CLOSE, Comparison, by_name, compared, least_told_apart, shaken
 from .counts import counted
 from .remedy import Culprit, Remedy, Trials
 from .target import Target
@@ -56,15 +55,16 @@ class Exam(NamedTuple):
       comparison: the gradients at the shown scale against those at the largest. `None` if the
         shown scale is not lower.
       float32: the gradients against those computed in float32. `None` if one of the two is not
-        finite, or if they cannot be computed in float32.
-      is_finite_in_float32: whether loss and gradients are finite in float32. `None` if they
-        cannot be computed in float32.
+        finite. What cannot be computed in float32, as a kernel for one dtype, is as written.
+      is_finite_in_float32: whether loss and gradients are finite in float32. `None` if the
+        arguments are not.
       wrong: the leaves of the gradients that are far from those in float32.
       culprit: where they go wrong, if it is one equation.
       remedy: the lines that in float32 make loss and gradients right, or that were tried in vain.
       ceiling: where the least loss scale that does not fit overflows.
-      backward_rules: the functions that `jax.custom_vjp` was given as backward rules, by the file
-        and the number of the line that calls them.
+      backward_rules: the functions that `jax.custom_vjp` was given as backward rules, by the line
+        that calls them, as `path/to/file.py:3`.
+      zero: the leaves whose gradient is exactly 0 everywhere, in float32 if `float32` is known.
       leaves: the gradients, leaf by leaf.
       histogram: the gradients at the largest scale, where the fewest are flushed.
       shares: what each format keeps of these at the shown scale.
@@ -89,7 +89,8 @@ class Exam(NamedTuple):
     culprit: Culprit | None
     remedy: Remedy | None
     ceiling: TracedNonfinite | None
-    backward_rules: dict[tuple[str, int], str]
+    backward_rules: dict[str, str]
+    zero: tuple[str, ...]
     leaves: LeafTable
     histogram: Histogram
     shares: dict[str, Shares]
@@ -160,9 +161,11 @@ def examine(
     if fits and used < fits and not report.nonfinite_outputs:
         # What a scale that is too low flushes is told apart from what the model itself gets wrong.
         fitting = backward.run(fits)
-        found = _Compared(backward, fitting, fitting.report(), params, fits, progress)
+        found = _Compared(
+            backward, fitting, fitting.report(), params, by_name(seen), fits, progress
+        )
     else:
-        found = _Compared(backward, run, report, params, used, progress)
+        found = _Compared(backward, run, report, params, by_name(grads[used]), used, progress)
     ceiling = None
     if calibration and calibration.overflows_at and not report.nonfinite_outputs:
         progress("looking for what limits the loss scale")
@@ -188,6 +191,7 @@ def examine(
         remedy=found.remedy,
         ceiling=ceiling,
         backward_rules=_backward_rules(program),
+        zero=tuple(p for p, g in (found.right or by_name(seen)).items() if g.size and not g.any()),
         leaves=table(counted(grads[used], used).counts),
         histogram=everything,
         shares=shares(everything, loss_scale=shown),
@@ -234,7 +238,8 @@ class _Compared:
     """What is wrong with the gradients, where, and what helps.
 
     Attributes:
-      comparison, is_finite_in_float32, wrong, culprit, remedy: as in `Exam`.
+      right: the gradients in float32, or nothing if they are not known.
+      comparison: as `float32` in `Exam`; the others have the same names there.
     """
 
     def __init__(
@@ -243,9 +248,11 @@ class _Compared:
         run: Run,
         report: TraceReport,
         params: Any,
+        compiled: Mapping[str, Any],
         loss_scale: float,
         progress: Callable[[str], None],
     ) -> None:
+        self.right: dict[str, np.ndarray] = {}
         self.comparison: Comparison | None = None
         self.is_finite_in_float32: bool | None = None
         self.wrong: tuple[str, ...] = ()
@@ -259,38 +266,42 @@ class _Compared:
             return backward.run(loss_scale, lambda place: True, **kwargs)
 
         progress("comparing with float32")
-        try:
-            exact = in_float32()
-        except IncomparableError:
-            return
+        exact = in_float32()
         outputs = [value.array for value in exact.values.values()]
         self.is_finite_in_float32 = all(np.isfinite(np.asarray(a)).all() for a in outputs)
         if not self.is_finite_in_float32:
             return
-        right = _named(exact.grads, names)
+        self.right = right = _named(exact.grads, names)
 
         def compare(grads: Mapping[str, Any]) -> Comparison:
             return compared(_named(grads, names), right)
 
+        shaken_grads = in_float32(constant=shaken(params)).grads
+        change = {leaf.path: leaf.error for leaf in compare(shaken_grads).leaves}
+        change |= dict.fromkeys(least_told_apart(right), math.inf)
+
+        def far(comparison: Comparison) -> list[str]:
+            # Not those which are nothing but rounding in float32, too.
+            return [
+                leaf.path
+                for leaf in comparison.leaves
+                if leaf.error > CLOSE and change[leaf.path] <= _STABLE * min(leaf.error, 1.0)
+            ]
+
         is_finite = not report.nonfinite_outputs
-        wrong = set(right)
         if is_finite:
             self.comparison = compare(run.grads)
-            wrong = {leaf.path for leaf in self.comparison.leaves if leaf.error > CLOSE}
+            self.wrong = tuple(far(self.comparison))
+            wrong = set(self.wrong)
+            if not wrong and all(np.isfinite(leaf).all() for leaf in compiled.values()):
+                # XLA may put two operations together and lose what each by itself would keep.
+                whole = compared(compiled, right)
+                if far(whole):
+                    self.comparison, self.wrong = whole, tuple(far(whole))
             if not wrong:
                 return
-        # Not those which are nothing but rounding in float32, too.
-        change = {
-            e.path: e.error for e in compare(in_float32(constant=shaken(params)).grads).leaves
-        }
-        if self.comparison is None:
-            wrong = {path for path in wrong if change[path] <= _STABLE}
         else:
-            errors = {leaf.path: leaf.error for leaf in self.comparison.leaves}
-            wrong = {p for p in wrong if change[p] <= _STABLE * min(errors[p], 1.0)}
-            self.wrong = tuple(leaf for leaf in errors if leaf in wrong)  # worst first
-            if not wrong:
-                return
+            wrong = {path for path in right if change[path] <= _STABLE}
 
         def error_of(grads: Mapping[str, Any]) -> float:
             if not all(np.isfinite(grad).all() for grad in grads.values()):
@@ -299,23 +310,20 @@ class _Compared:
 
         progress("looking for the line at fault")
         trials = Trials(backward, loss_scale, run, error_of, CLOSE)
-        try:
-            if is_finite:
-                self.culprit = trials.find_culprit()
-                self.remedy = _tried(trials, self.culprit.place if self.culprit else None, progress)
-                return
-            place = report.first_nonfinite
-            if place is None or place.scaled:
-                return  # a lower loss scale helps first
-            self.remedy = _tried(trials, place, progress)
-            if self.remedy is None or not self.remedy.works:
-                # The line may be right, and what came to it rounded.
-                culprit = trials.find_culprit()
-                before = _tried(trials, culprit.place if culprit else None, progress)
-                if before is not None and before.works:
-                    self.culprit, self.remedy = culprit, before
-        except IncomparableError:
+        if is_finite:
+            self.culprit = trials.find_culprit()
+            self.remedy = _tried(trials, self.culprit.place if self.culprit else None, progress)
             return
+        place = report.first_nonfinite
+        if place is None or place.scaled:
+            return  # a lower loss scale helps first
+        self.remedy = _tried(trials, place, progress)
+        if self.remedy is None or not self.remedy.works:
+            # The line may be right, and what came to it rounded.
+            culprit = trials.find_culprit()
+            before = _tried(trials, culprit.place if culprit else None, progress)
+            if before is not None and before.works:
+                self.culprit, self.remedy = culprit, before
 
 
 def _tried(trials: Trials, place: Place | None, progress: Callable[[str], None]) -> Remedy | None:
@@ -367,13 +375,13 @@ def _dtypes(program: ClosedJaxpr) -> tuple[str, ...]:
     return tuple(sorted(str(d) for d in dtypes if d and jnp.issubdtype(d, jnp.floating)))
 
 
-def _backward_rules(program: ClosedJaxpr) -> dict[tuple[str, int], str]:
+def _backward_rules(program: ClosedJaxpr) -> dict[str, str]:
     rules = {}
     for jaxpr in _jaxprs(program.jaxpr):
         for eqn in jaxpr.eqns:
             name = getattr(eqn.params.get("bwd"), "__name__", None)
             for line in lines(eqn, ())[:1] if name else ():
-                rules[line.file, line.number] = str(name)
+                rules[str(line)] = str(name)
     return rules
 
 

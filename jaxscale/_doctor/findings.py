@@ -5,8 +5,7 @@ Here the doctor decides what is a problem and what is only worth knowing. A prob
 - inf or NaN in the loss, the auxiliary output or the gradients (`_nonfinite`);
 - gradients that are finite, but far from those in float32 (`_wrong`);
 - a loss scale that was asked for and loses too much of the gradients (`_scales`);
-- gradients that are all exactly 0 (`_zeros`);
-- if nothing can be computed in float32, an underflow that may matter (`_underflows`).
+- gradients that are all exactly 0 (`_zeros`).
 
 Each line of the model is named once: what follows from the first fault is listed under it.
 """
@@ -24,7 +23,6 @@ from .advice import (
     about_remedy,
     about_shown_scale,
     for_nonfinite,
-    for_underflow,
     needs_scale,
     which_scale,
 )
@@ -191,7 +189,7 @@ def _before(place: Place, exam: Exam) -> list[str]:
 
 
 def _rule_at(place: Place, exam: Exam) -> list[str]:
-    rule = exam.backward_rules.get((place.file, place.line))
+    rule = exam.backward_rules.get(place.where)
     if rule is None or place.direction != "backward":
         return []
     return [
@@ -367,15 +365,6 @@ def _underflows(exam: Exam) -> Iterator[Finding]:
         return
     lines = list(dict.fromkeys(map(_line, sorted(places, key=lambda p: -p.lost_sum))))
     worst = max(places, key=lambda place: (may_matter(place), place.lost_sum))
-    if exam.float32 is None and exam.is_finite_in_float32 is None and may_matter(worst):
-        title = (
-            f"In the {worst.direction} pass, {percent(worst.zeros / worst.nonzero)} of the nonzero "
-            f"values become 0 at {_line(worst)}."
-        )
-        share = percent(worst.lost_sum)
-        sums = f"Those that become 0 made up {share} of the sum of all magnitudes."
-        yield _located(worst, True, title, (sums, for_underflow(worst, exam)))
-        return
     if exam.float32 is not None:
         error = percent(min(exam.float32.error, 1.0))
         words = f"This does no harm: float32 gives the same gradients within {error}."
@@ -391,18 +380,18 @@ def may_matter(place: TracedUnderflow) -> bool:
 
 
 def _zeros(exam: Exam) -> Iterator[Finding]:
-    rows = exam.leaves.rows
-    zero = [row.path for row in rows if row.size and row.zero == row.size]
-    zero = [path for path in zero if path not in exam.wrong]
+    zero, rows = exam.zero, exam.leaves.rows
     if not zero or exam.trace.nonfinite_outputs:
         return
     which = f"{len(zero)} of {len(rows)} leaves: {_few(zero)}"
-    too = ", in float32 too" if _is_right(exam) or exam.wrong else ""
-    yield Finding(
-        len(zero) == len(rows),
-        f"The gradient is exactly 0 everywhere in {which}{too}.",
-        ("The loss does not depend on them.",) if too else (),
-    )
+    if exam.float32 is None:
+        words = "Either the loss does not depend on them, or they were flushed on the way."
+        yield Finding(
+            _all_zero(exam), f"The gradient is exactly 0 everywhere in {which}.", (words,)
+        )
+        return
+    title = f"The gradient is exactly 0 everywhere in {which}, in float32 too."
+    yield Finding(len(zero) == len(rows), title, ("The loss does not depend on them.",))
 
 
 def _all_zero(exam: Exam) -> bool:

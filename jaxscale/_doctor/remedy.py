@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..diagnostics._trace.interpreter import Place, Visit, place_of
-from ..diagnostics._trace.numbers import in_float32
 from ..diagnostics._trace.places import Line, lines
+from ..diagnostics._trace.plan import compute
 from ..diagnostics._trace.report import Place as PlaceInReport
 from ..diagnostics._trace.trace import Backward, Run
 
@@ -165,7 +165,8 @@ class Trials:
         run = self._run(wide, look=look)
         (visit,) = found
         outputs = [np.asarray(output) for output in visit.outputs]
-        exact = [np.asarray(x) for x in in_float32(visit.eqn, [v.array for v in visit.inputs])]
+        inputs = [value.array for value in visit.inputs]
+        exact = [np.asarray(each) for each in compute(visit.eqn, inputs, True)]
         numbers = [(a, b) for a, b in zip(outputs, exact, strict=True) if a.dtype.kind in "fV"]
         nonzero = sum(np.count_nonzero(b) for _, b in numbers)
         zeros = sum(np.count_nonzero((a == 0) & (b != 0)) for a, b in numbers)

@@ -76,7 +76,7 @@ class Interpreter:
       planner: makes the plans. Interpreters that share it share compiled programs.
       watch: is shown each equation, and returns where the inf and NaN of its outputs come from.
         Segments that are computed in float32 are not shown.
-      is_wide: whether the equation at a place is computed in float32. By default none is.
+      is_wide: whether the equation at a place is computed in float32, if it can be.
       constant: returns what is used in place of a constant of the jaxpr.
     """
 
@@ -107,9 +107,6 @@ class Interpreter:
           needs: what each of its results is needed for, as bits.
           around: the equations that hold this jaxpr.
           iteration: the index of each loop around it.
-
-        Raises:
-          IncomparableError: if an equation shall be computed in float32, and cannot.
         """
         plan = self._planner.plan(closed, needs)
         values: dict[int, Any] = dict(zip(plan.inputs, inputs, strict=True))

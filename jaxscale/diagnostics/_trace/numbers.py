@@ -261,6 +261,8 @@ def in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     Raises:
       IncomparableError: if the equation cannot be computed in float32.
     """
+    if eqn.primitive.name == "bitcast_convert_type":  # its bits mean something in one dtype only
+        return evaluate(eqn, inputs, eqn.params)
     params = {
         name: np.dtype(np.float32) if is_narrow(value) else value
         for name, value in eqn.params.items()

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .constants import Constants
 from .jaxpr import Analysis, Needs, callee, is_ref, union
-from .numbers import CONTRACTIONS, evaluate, in_float32
+from .numbers import CONTRACTIONS, IncomparableError, evaluate, in_float32
 
 _MOST_STEPS = 32  # of a segment without a product
 _MOST_BYTES = 2**28  # of the results of a segment, which are all kept until it was looked at
@@ -299,11 +299,7 @@ class Program:
         return self._compiled[wide](inputs)
 
     def run_in_float32(self, inputs: Sequence[Any]) -> list[Any]:
-        """Returns the results that others need, with all equations computed in float32.
-
-        Raises:
-          IncomparableError: if an equation cannot be computed in float32.
-        """
+        """Returns the results that others need, with all equations computed in float32."""
 
         def run_in_float32(inputs: Sequence[Any]) -> list[Any]:
             values = list(inputs)
@@ -341,9 +337,14 @@ def number(read: Literal | Rounded, is_wide: bool) -> Any:
 
 
 def compute(eqn: JaxprEqn, inputs: Sequence[Any], is_wide: bool) -> list[Any]:
-    """Returns the outputs of an equation, in float32 or as it is written."""
+    """Returns the outputs of an equation, in float32 if that is asked for and possible."""
     with eqn.ctx.manager:
-        return list((in_float32 if is_wide else evaluate)(eqn, inputs))
+        if is_wide:
+            try:
+                return list(in_float32(eqn, inputs))
+            except IncomparableError:  # such as a kernel for one dtype
+                pass
+        return list(evaluate(eqn, inputs))
 
 
 def _behind_barrier(value: Any) -> Any:

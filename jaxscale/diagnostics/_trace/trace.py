@@ -171,12 +171,9 @@ class Backward:
 
         Args:
           loss_scale: a `f32[]`.
-          is_wide: whether the equation at a place is computed in float32.
+          is_wide: whether the equation at a place is computed in float32, if it can be.
           constant: returns what is used in place of an argument or a constant.
           look: is shown each equation.
-
-        Raises:
-          IncomparableError: if an equation shall be computed in float32, and cannot.
         """
         findings, loss_scale = _Findings(look), jnp.asarray(loss_scale, jnp.float32)
         with jax.debug_nans(False), jax.debug_infs(False):
