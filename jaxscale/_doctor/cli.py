@@ -6,10 +6,12 @@ JSON alone, and the text goes to standard error.
 
 import argparse
 import contextlib
+import importlib
 import json
 import pathlib
 import sys
 import textwrap
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -41,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
             for path in (options.output, options.json_file or "."):  # before the exam
                 _check_folder(path)
             dtype = _autocast(options.autocast)
+            # Takes half a second, and the page needs it last.
+            threading.Thread(target=_import_pictures, daemon=True).start()
             progress = _Progress()
             progress("loading the target")
             exam = _examined(load(options.target), loss_scale, dtype, progress)
@@ -131,6 +135,11 @@ def _autocast(given: str | None) -> str | None:
     if given not in (None, "float16", "bfloat16"):
         raise TargetError(f"--autocast must be float16 or bfloat16, got {given!r}.")
     return given
+
+
+def _import_pictures() -> None:
+    with contextlib.suppress(ImportError):
+        importlib.import_module("matplotlib.figure")
 
 
 class _Progress:

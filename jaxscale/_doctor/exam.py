@@ -26,6 +26,7 @@ from ..diagnostics._histogram import Histogram, Shares, shares
 from ..diagnostics._leaves import LeafTable, table
 from ..diagnostics._suggest import Suggestion, suggest_scale
 from ..diagnostics._trace.places import lines
+from ..diagnostics._trace.plan import compiled
 from ..diagnostics._trace.report import Place, TracedNonfinite, TraceReport
 from ..diagnostics._trace.trace import Backward, Run
 from ..diagnostics._underflow import Underflow, underflow
@@ -156,11 +157,11 @@ def examine(
     backward = Backward(
         target.loss_fn, (params, target.batch), {}, target.constants, has_aux=target.has_aux
     )
-    run = backward.run(used)
+    run = backward.run(used, is_brief=True)
     report = run.report()
     if fits and used < fits and not report.nonfinite_outputs:
         # What a scale that is too low flushes is told apart from what the model itself gets wrong.
-        fitting = backward.run(fits)
+        fitting = backward.run(fits, is_brief=True)
         found = _Compared(
             backward, fitting, fitting.report(), params, by_name(seen), fits, progress
         )
@@ -169,7 +170,8 @@ def examine(
     ceiling = None
     if calibration and calibration.overflows_at and not report.nonfinite_outputs:
         progress("looking for what limits the loss scale")
-        limit = backward.run(calibration.overflows_at).report().first_nonfinite
+        limiting = backward.run(calibration.overflows_at, is_brief=True)
+        limit = limiting.report().first_nonfinite
         ceiling = limit if limit and limit.scaled and limit.reaches else None
     histograms = counted(seen, used).histograms
     everything = sum(jax.tree.leaves(histograms, is_leaf=lambda x: isinstance(x, Histogram)))
@@ -212,8 +214,7 @@ class _Passes:
             return loss, grads, all_finite(grads)
 
         # As if each operation ran by itself, which is how the trace runs it.
-        options = {"xla_allow_excess_precision": False}
-        self._backward = jax.jit(backward, compiler_options=options)
+        self._backward = compiled(backward, xla_allow_excess_precision=False)
         self._params, self._arrays = params, arrays
 
     def at(self, loss_scale: float) -> tuple[float, Any]:
@@ -248,7 +249,7 @@ class _Compared:
         run: Run,
         report: TraceReport,
         params: Any,
-        compiled: Mapping[str, Any],
+        whole: Mapping[str, Any],
         loss_scale: float,
         progress: Callable[[str], None],
     ) -> None:
@@ -293,11 +294,11 @@ class _Compared:
             self.comparison = compare(run.grads)
             self.wrong = tuple(far(self.comparison))
             wrong = set(self.wrong)
-            if not wrong and all(np.isfinite(leaf).all() for leaf in compiled.values()):
+            if not wrong and all(np.isfinite(leaf).all() for leaf in whole.values()):
                 # XLA may put two operations together and lose what each by itself would keep.
-                whole = compared(compiled, right)
-                if far(whole):
-                    self.comparison, self.wrong = whole, tuple(far(whole))
+                comparison = compared(whole, right)
+                if far(comparison):
+                    self.comparison, self.wrong = comparison, tuple(far(comparison))
             if not wrong:
                 return
         else:

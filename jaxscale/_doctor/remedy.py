@@ -150,7 +150,7 @@ class Trials:
         def is_wide(place: Place) -> bool:
             return self._order.get(place, -1) >= start or self._where.get(place, place) in wide
 
-        return self._backward.run(self._loss_scale, is_wide, look=look)
+        return self._backward.run(self._loss_scale, is_wide, look=look, is_brief=True)
 
     def _error(self, run: Run) -> float:
         return self._error_of(run.grads)

@@ -295,7 +295,7 @@ class Program:
     def run(self, inputs: Sequence[Any], wide: tuple[bool, ...]) -> list[list[Any]]:
         """Returns the outputs of each equation, given which are computed in float32."""
         if wide not in self._compiled:
-            self._compiled[wide] = _jit(lambda inputs: self._outputs(list(inputs), wide))
+            self._compiled[wide] = compiled(lambda inputs: self._outputs(list(inputs), wide))
         return self._compiled[wide](inputs)
 
     def run_in_float32(self, inputs: Sequence[Any]) -> list[Any]:
@@ -308,7 +308,7 @@ class Program:
 
         wide = (True,) * len(self._inner)
         if wide not in self._compiled:
-            self._compiled[wide] = _jit(run_in_float32)
+            self._compiled[wide] = compiled(run_in_float32)
         return self._compiled[wide](inputs)
 
     def _outputs(self, values: list[Any], wide: Sequence[bool]) -> list[list[Any]]:
@@ -352,8 +352,15 @@ def _behind_barrier(value: Any) -> Any:
     return jax.lax.optimization_barrier(value) if is_plain else value
 
 
-def _jit(fun: Callable[..., Any]) -> Callable[..., Any]:
-    # Each program runs a few times at most, so it does not pay to optimise it. Without, a CPU does
-    # not contract products and sums either, as it does in no equation that runs by itself.
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+def compiled(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Returns a function that is compiled fast, and not to run fast.
+
+    Args:
+      fun: runs a few times at most.
+      **options: those of XLA.
+    """
+    # Not optimised, a CPU does not contract products and sums either, as it does in no operation
+    # that runs by itself.
+    if jax.default_backend() == "cpu":
+        options["xla_backend_optimization_level"] = 0
     return jax.jit(fun, compiler_options=options)

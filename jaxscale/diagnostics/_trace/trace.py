@@ -166,6 +166,7 @@ class Backward:
         is_wide: Callable[[interpreter.Place], bool] = lambda place: False,
         constant: Callable[[Any], Any] = lambda const: const,
         look: Callable[[Visit], None] | None = None,
+        is_brief: bool = False,
     ) -> "Run":
         """Returns what one pass gives and does.
 
@@ -174,8 +175,9 @@ class Backward:
           is_wide: whether the equation at a place is computed in float32, if it can be.
           constant: returns what is used in place of an argument or a constant.
           look: is shown each equation.
+          is_brief: whether to leave out what is made of numbers that are inf or NaN already.
         """
-        findings, loss_scale = _Findings(look), jnp.asarray(loss_scale, jnp.float32)
+        findings, loss_scale = _Findings(look, is_brief), jnp.asarray(loss_scale, jnp.float32)
         with jax.debug_nans(False), jax.debug_infs(False):
             interpreter = Interpreter(self._planner, findings.watch, is_wide, constant)
             outputs = interpreter.run(self._closed, [Value(loss_scale, True)], self._needs)
@@ -247,8 +249,8 @@ def _inexact(name: str, tree: Any) -> dict[str, Any]:
 class _Findings:
     """What was seen at each place. A place is an equation and the equations that hold it."""
 
-    def __init__(self, look: Callable[[Visit], None] | None) -> None:
-        self._look = look
+    def __init__(self, look: Callable[[Visit], None] | None, is_brief: bool) -> None:
+        self._look, self._is_brief = look, is_brief
         self.visits: collections.Counter[Any] = collections.Counter()  # in order of execution
         self.equations: dict[Any, tuple[JaxprEqn, tuple[JaxprEqn, ...]]] = {}
         self.times: collections.Counter[Any] = collections.Counter()
@@ -271,8 +273,10 @@ class _Findings:
             return [frozenset()] * len(bad)
         origins = frozenset().union(*(value.origins for value in visit.inputs))
         explained = any(self.births[origin][1].cause != "given" for origin in origins)
-        arrays = [value.array for value in visit.inputs]
-        born = birth(visit.eqn, arrays, visit.outputs, explained=explained)
+        born = None
+        if not (explained and self._is_brief):
+            arrays = [value.array for value in visit.inputs]
+            born = birth(visit.eqn, arrays, visit.outputs, explained=explained)
         if born is None and not origins:
             output = next(i for i, mask in enumerate(bad) if mask.any())
             born = Birth(output, int(bad[output].sum()), "given")
