@@ -6,6 +6,7 @@ the gradients are wrong, it tries which line is to blame and which lines in floa
 (`remedy`). The results are an `Exam`; `findings` decides what is a problem.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -277,16 +278,18 @@ class _Compared:
         def compare(grads: Mapping[str, Any]) -> Comparison:
             return compared(_named(grads, names), right)
 
-        shaken_grads = in_float32(constant=shaken(params)).grads
-        change = {leaf.path: leaf.error for leaf in compare(shaken_grads).leaves}
-        change |= dict.fromkeys(least_told_apart(right), math.inf)
+        @functools.cache
+        def change() -> dict[str, float]:
+            shaken_grads = in_float32(constant=shaken(params)).grads
+            change = {leaf.path: leaf.error for leaf in compare(shaken_grads).leaves}
+            return change | dict.fromkeys(least_told_apart(right), math.inf)
 
         def far(comparison: Comparison) -> list[str]:
             # Not those which are nothing but rounding in float32, too.
             return [
                 leaf.path
                 for leaf in comparison.leaves
-                if leaf.error > CLOSE and change[leaf.path] <= _STABLE * min(leaf.error, 1.0)
+                if leaf.error > CLOSE and change()[leaf.path] <= _STABLE * min(leaf.error, 1.0)
             ]
 
         is_finite = not report.nonfinite_outputs
@@ -302,7 +305,7 @@ class _Compared:
             if not wrong:
                 return
         else:
-            wrong = {path for path in right if change[path] <= _STABLE}
+            wrong = {path for path in right if change()[path] <= _STABLE}
 
         def error_of(grads: Mapping[str, Any]) -> float:
             if not all(np.isfinite(grad).all() for grad in grads.values()):
