@@ -218,7 +218,8 @@ def _wrong(exam: Exam) -> Iterator[Finding]:
     flushed = worst.flushed == 1
     if flushed:
         title = f"Everything is finite, but {which} wrong{at}: {worst.path} is flushed to 0."
-    of_leaves = (f"Wrong gradients, worst first: {_few(exam.wrong)}.",) if many > 1 else ()
+    of_leaves = [f"Wrong gradients, worst first: {_few(exam.wrong)}."] if many > 1 else []
+    of_leaves += _losses(exam)
     culprit = exam.culprit
     if culprit is None:
         places = [place for place in exam.trace.underflows if may_matter(place)]
@@ -227,7 +228,7 @@ def _wrong(exam: Exam) -> Iterator[Finding]:
         yield Finding(True, title, (*where, "No single line accounts for it.", *of_leaves))
         return
     place = culprit.place
-    title = f"{title} They go wrong at {_line(place)}."
+    title = f"{title} It begins at {_line(place)}."
     details = _constant_at(place, exam) or [_went_wrong(culprit)]
     details += _rule_at(place, exam)
     if exam.remedy is not None:
@@ -273,12 +274,15 @@ def _autocast(exam: Exam) -> Iterator[Finding]:
         )
     elif exam.float32 is not None and not exam.wrong:
         error = percent(min(exam.float32.error, 1.0))
-        losses = (
-            f"The loss is {number(exam.loss, 4)} in {exam.autocast}, and as written "
-            f"{number(exam.loss_as_written or 0.0, 4)}."
-        )
         title = f"The gradients in {exam.autocast} are those in float32, off by {error}."
-        yield Finding(False, title, (losses,))
+        yield Finding(False, title, tuple(_losses(exam)))
+
+
+def _losses(exam: Exam) -> list[str]:
+    if exam.loss_as_written is None:
+        return []
+    losses = number(exam.loss, 4), number(exam.loss_as_written, 4)
+    return [f"The loss is {losses[0]} in {exam.autocast}, and as written {losses[1]}."]
 
 
 def _scales(exam: Exam) -> Iterator[Finding]:
