@@ -158,6 +158,8 @@ def _of_points(place: TracedNonfinite) -> str | None:
 def needs_scale(exam: Exam) -> bool:
     """Returns whether too much of the gradients is lost at the scale given, or without one."""
     compared = exam.comparison
+    if exam.is_auto and exam.fits is not None and exam.fits < 1:
+        return True
     return compared is not None and max(compared.flushed, compared.error) > _NEEDED
 
 
@@ -185,6 +187,12 @@ def which_scale(exam: Exam) -> str:
     """Returns which loss scale to train with."""
     if not needs_scale(exam):
         return "Gradients shrink as a model learns, and a loss scale costs next to nothing."
+    if exam.fits and exam.fits < 1:
+        policy = f"jaxscale.DynamicLossScale(init_scale={power(exam.fits)}, min_scale=2**-14)"
+        return (
+            "Below 1, a loss scale makes gradients smaller. Make the loss smaller instead, a mean "
+            f"and not a sum, or allow such a scale: `jaxscale.loss_scaled(optimizer, {policy})`."
+        )
     if exam.fits and exam.fits < _DEFAULT_SCALE:
         policy = f"jaxscale.DynamicLossScale(init_scale={power(exam.fits)})"
         return f"To skip no steps, start at it: `jaxscale.loss_scaled(optimizer, {policy})`."

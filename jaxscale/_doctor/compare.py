@@ -1,6 +1,6 @@
 """What gradients lost, compared with the same gradients with less or nothing lost."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +9,6 @@ import numpy as np
 from .._tree import leaf_name
 
 CLOSE = 0.1  # gradients are fine if the error of each leaf is at most this
-_EPSILON = 2.0**-23  # of float32
-_CHANGE = 2.0**-20  # a few times what float32 rounds by
 
 
 class LeafError(NamedTuple):
@@ -74,35 +72,7 @@ def _ratio(error: float, norm: float) -> float:
     return error / norm if norm else 0.0
 
 
-def least_told_apart(exact: Mapping[str, Any]) -> set[str]:
-    """Returns the leaves so small beside the largest that float32's rounding may be all they are.
-
-    So is the gradient of logits whose softmax does not matter: it is a difference of equal numbers.
-    """
-    sizes = {name: _norm(leaf) / max(np.size(leaf), 1) ** 0.5 for name, leaf in exact.items()}
-    return {name for name, size in sizes.items() if size < _EPSILON * max(sizes.values())}
-
-
 def by_name(tree: Any) -> dict[str, np.ndarray]:
     """Returns the leaves of a tree on the host, by their names."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return {leaf_name(path): np.asarray(leaf) for path, leaf in pairs}
-
-
-def shaken(params: Any) -> Callable[[Any], Any]:
-    """Returns what puts slightly other numbers in place of the leaves of `params`.
-
-    A gradient that changes by a large share then is itself a rounding error of float32, as that of
-    a bias before a normalization is, and says nothing about float16.
-    """
-    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(params)}
-
-    def shake(const: Any) -> Any:
-        if id(const) not in leaves:
-            return const
-        rng = np.random.default_rng(0)
-        array = np.asarray(const)
-        factor = 1 + _CHANGE * rng.uniform(-1, 1, array.shape)
-        return jax.numpy.asarray((array * factor).astype(array.dtype))
-
-    return shake

@@ -31,13 +31,13 @@ from ..diagnostics._trace.plan import compiled
 from ..diagnostics._trace.report import Place, TracedNonfinite, TraceReport
 from ..diagnostics._trace.trace import Backward, Run
 from ..diagnostics._underflow import Underflow, underflow
-from .compare import CLOSE, Comparison, by_name, compared, least_told_apart, shaken
+from .compare import CLOSE, Comparison, by_name, compared
 from .counts import counted
 from .remedy import Culprit, Remedy, Trials
 from .target import Target
 
 _MOST_LAYERS = 40  # in the map of layers
-_LARGEST_SCALE, _MOST_PASSES = 24, 10  # as in `calibrate`
+_LEAST, _LARGEST, _MOST_PASSES = -14, 24, 10  # exponents of the loss scales to try
 _STABLE = 0.3  # a leaf that changes by a larger share, or of its error, when shaken is noise
 
 
@@ -231,7 +231,7 @@ class _Passes:
             loss, _, finite = self._backward(init_state(2.0**exponent), self._params, self._arrays)
             return loss, bool(finite)
 
-        search = Search(try_scale, 0, _LARGEST_SCALE, _MOST_PASSES)
+        search = Search(try_scale, _LEAST, _LARGEST, _MOST_PASSES)
         search.look_at(None)
         return search.result()
 
@@ -280,9 +280,8 @@ class _Compared:
 
         @functools.cache
         def change() -> dict[str, float]:
-            shaken_grads = in_float32(constant=shaken(params)).grads
-            change = {leaf.path: leaf.error for leaf in compare(shaken_grads).leaves}
-            return change | dict.fromkeys(least_told_apart(right), math.inf)
+            shaken = compare(in_float32(is_shaken=True).grads)
+            return {leaf.path: leaf.error for leaf in shaken.leaves}
 
         def far(comparison: Comparison) -> list[str]:
             # Not those which are nothing but rounding in float32, too.

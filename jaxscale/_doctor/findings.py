@@ -299,7 +299,8 @@ def _scales(exam: Exam) -> Iterator[Finding]:
     else:
         largest, ceiling = about_largest_scale(exam.calibration), _ceiling(exam)
         if exam.comparison is None:
-            yield Finding(False, largest, ceiling)
+            advice = (which_scale(exam),) if fits < 1 else ()
+            yield Finding(False, largest, (*ceiling, *advice))
         else:
             is_problem = needs_scale(exam) and not exam.is_auto
             details = (largest, *ceiling, which_scale(exam))

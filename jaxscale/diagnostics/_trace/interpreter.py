@@ -77,7 +77,7 @@ class Interpreter:
       watch: is shown each equation, and returns where the inf and NaN of its outputs come from.
         Segments that are computed in float32 are not shown.
       is_wide: whether the equation at a place is computed in float32, if it can be.
-      constant: returns what is used in place of a constant of the jaxpr.
+      is_shaken: whether what is computed in float32 is changed by as much as float32 rounds.
     """
 
     def __init__(
@@ -85,10 +85,11 @@ class Interpreter:
         planner: Planner,
         watch: Watch = lambda visit: [frozenset()] * len(visit.outputs),
         is_wide: Callable[[Place], bool] = lambda place: False,
-        constant: Callable[[Any], Any] = lambda const: const,
+        *,
+        is_shaken: bool = False,
     ) -> None:
         self._planner, self._watch, self._is_wide = planner, watch, is_wide
-        self._constant = constant
+        self._is_shaken = is_shaken
         self._cells: dict[int, Cell] = {}  # of refs from outside: these are not changed
 
     def run(
@@ -111,7 +112,7 @@ class Interpreter:
         plan = self._planner.plan(closed, needs)
         values: dict[int, Any] = dict(zip(plan.inputs, inputs, strict=True))
         for place, var, const in plan.consts:
-            values[place] = self._cell(const) if is_ref(var) else Value(self._constant(const))
+            values[place] = self._cell(const) if is_ref(var) else Value(const)
 
         def read(place: Read) -> Any:
             if isinstance(place, int):
@@ -144,7 +145,7 @@ class Interpreter:
         program, inputs = segment.program, [values[place].array for place in segment.reads]
         wide = tuple(self._is_wide(place_of(s.eqn, (*around, *s.around))) for s in segment.steps)
         if all(wide):
-            made = program.run_in_float32(inputs)
+            made = program.run_in_float32(inputs, self._is_shaken)
             values |= {p: Value(a) for p, a in zip(segment.writes, made, strict=True)}
             return
         for step, arrays in zip(segment.steps, program.run(inputs, wide), strict=True):

@@ -23,6 +23,10 @@ from .numbers import CONTRACTIONS, IncomparableError, evaluate, in_float32
 _MOST_STEPS = 32  # of a segment without a product
 _MOST_BYTES = 2**28  # of the results of a segment, which are all kept until it was looked at
 
+_SHAKE = 2.0**-22  # a few times what float32 rounds by
+
+_SIGNS = np.array([-1, 1], np.float32)
+
 # The interpreter opens these, or they do more than to compute.
 _ALONE = {"cond", "while", "scan", "shard_map", "pmap", "xla_pmap"}
 
@@ -298,23 +302,32 @@ class Program:
             self._compiled[wide] = compiled(lambda inputs: self._outputs(list(inputs), wide))
         return self._compiled[wide](inputs)
 
-    def run_in_float32(self, inputs: Sequence[Any]) -> list[Any]:
-        """Returns the results that others need, with all equations computed in float32."""
+    def run_in_float32(self, inputs: Sequence[Any], is_shaken: bool) -> list[Any]:
+        """Returns the results that others need, with all equations computed in float32.
 
-        def run_in_float32(inputs: Sequence[Any]) -> list[Any]:
+        Args:
+          inputs: what the program reads.
+          is_shaken: whether to multiply what each equation gives by a number near 1. What changes
+            much by that is nothing but the rounding of float32.
+        """
+
+        def run_in_float32(inputs: Sequence[Any], shake: Any) -> list[Any]:
             values = list(inputs)
-            self._outputs(values, wide)
+            self._outputs(values, wide, shake)
             return [values[i] for i in self._kept]
 
         wide = (True,) * len(self._inner)
         if wide not in self._compiled:
             self._compiled[wide] = compiled(run_in_float32)
-        return self._compiled[wide](inputs)
+        # An argument, so that one program does both.
+        return self._compiled[wide](inputs, np.float32(_SHAKE if is_shaken else 0))
 
-    def _outputs(self, values: list[Any], wide: Sequence[bool]) -> list[list[Any]]:
+    def _outputs(
+        self, values: list[Any], wide: Sequence[bool], shake: Any = None
+    ) -> list[list[Any]]:
         """Returns the outputs of each equation, and appends them to the inputs."""
-        outputs = []
-        for (eqn, reads), is_wide in zip(self._inner, wide, strict=True):
+        outputs, signs = [], np.random.default_rng(0).choice(_SIGNS, len(self._inner))
+        for (eqn, reads), is_wide, sign in zip(self._inner, wide, signs, strict=True):
             # Numbers behind a barrier, or NumPy would compute with them while this is traced.
             given = [
                 values[read]
@@ -323,10 +336,16 @@ class Program:
                 for read in reads
             ]
             made = compute(eqn, given, is_wide)
+            if shake is not None:
+                made = [_shaken(value, 1 + sign * shake) for value in made]
             # XLA may fuse what is all in float32, as nobody looks inside.
             outputs.append(made if all(wide) else list(map(_behind_barrier, made)))
             values += outputs[-1]
         return outputs
+
+
+def _shaken(value: Any, factor: Any) -> Any:
+    return value * factor if value.dtype == np.float32 else value
 
 
 def number(read: Literal | Rounded, is_wide: bool) -> Any:

@@ -164,22 +164,22 @@ class Backward:
         self,
         loss_scale: Any,
         is_wide: Callable[[interpreter.Place], bool] = lambda place: False,
-        constant: Callable[[Any], Any] = lambda const: const,
         look: Callable[[Visit], None] | None = None,
         is_brief: bool = False,
+        is_shaken: bool = False,
     ) -> "Run":
         """Returns what one pass gives and does.
 
         Args:
           loss_scale: a `f32[]`.
           is_wide: whether the equation at a place is computed in float32, if it can be.
-          constant: returns what is used in place of an argument or a constant.
           look: is shown each equation.
           is_brief: whether to leave out what is made of numbers that are inf or NaN already.
+          is_shaken: whether what is computed in float32 is changed by as much as float32 rounds.
         """
         findings, loss_scale = _Findings(look, is_brief), jnp.asarray(loss_scale, jnp.float32)
         with jax.debug_nans(False), jax.debug_infs(False):
-            interpreter = Interpreter(self._planner, findings.watch, is_wide, constant)
+            interpreter = Interpreter(self._planner, findings.watch, is_wide, is_shaken=is_shaken)
             outputs = interpreter.run(self._closed, [Value(loss_scale, True)], self._needs)
         return Run(
             dict(zip(self._names, outputs, strict=True)),

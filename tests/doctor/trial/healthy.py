@@ -368,7 +368,9 @@ def large_epsilons(half=jnp.float16):
     return loss_fn, params, normal(51, 5, 3).at[0].set(0.0)
 
 
-@healthy(looks="per-example gradients under vmap, and a loss scale that fits only below 1")
+@healthy(
+    looks="per-example gradients under vmap, and a loss scale that fits only below 1", tuned=True
+)
 def large_loss(half=jnp.float16):
     params = {"w": normal(52, 3), "b": jnp.zeros(())}
 
