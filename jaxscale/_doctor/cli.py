@@ -158,7 +158,9 @@ def _examined(
     target: Target, loss_scale: float | None, dtype: str | None, progress: _Progress
 ) -> Exam:
     try:
-        return examine(target, loss_scale, dtype, progress)
+        # The numbers that NumPy warns of while JAX traces are in the report.
+        with np.errstate(over="ignore", under="ignore"):
+            return examine(target, loss_scale, dtype, progress)
     except Exception as error:
         raise TargetError(
             f"{target.name} failed when it was run on its batch: {error_line(error)}"

@@ -5,6 +5,8 @@ compiling takes longer than counting, so each leaf is counted in rows of one len
 filled up with zeros, which are taken off again.
 """
 
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +48,7 @@ def _of_row(row: jax.Array, loss_scale: Any) -> tuple[jax.Array, Histogram]:
 
 def _of_leaf(leaf: np.ndarray, loss_scale: float) -> tuple[np.ndarray, Histogram]:
     if np.iscomplexobj(leaf):  # two numbers each, as both functions count them
-        leaf = np.stack([leaf.real, leaf.imag])
+        leaf = np.stack([np.real(leaf), np.imag(leaf)])
     numbers = leaf.ravel()
     rows = np.zeros((max(-(-numbers.size // _ROW), 1), _ROW), leaf.dtype)
     rows.ravel()[: numbers.size] = numbers
@@ -56,5 +58,5 @@ def _of_leaf(leaf: np.ndarray, loss_scale: float) -> tuple[np.ndarray, Histogram
     filled = rows.size - numbers.size
     counts[0] -= filled
     counts[3] -= filled
-    summed = Histogram(*map(sum, zip(*(found for _, found in results), strict=True)))
+    summed = functools.reduce(operator.add, (found for _, found in results))
     return counts, summed._replace(zero=summed.zero - filled)

@@ -8,6 +8,7 @@ the gradients are wrong, it tries which line is to blame and which lines in floa
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -175,7 +176,9 @@ def examine(
         limit = limiting.report().first_nonfinite
         ceiling = limit if limit and limit.scaled and limit.reaches else None
     histograms = counted(seen, used).histograms
-    everything = sum(jax.tree.leaves(histograms, is_leaf=lambda x: isinstance(x, Histogram)))
+    everything = functools.reduce(
+        operator.add, jax.tree.leaves(histograms, is_leaf=lambda x: isinstance(x, Histogram))
+    )
     return Exam(
         target=target.name,
         loss=loss,

@@ -311,7 +311,7 @@ def _ceiling(exam: Exam) -> tuple[str, ...]:
     place = exam.ceiling
     if place is None:
         return ()
-    at = power(exam.calibration.overflows_at) if exam.calibration else ""
+    at = power(exam.calibration.overflows_at or 0.0) if exam.calibration else ""
     layer = f", in {place.layer}" if place.layer else ""
     source = f", `{place.source}`" if place.source else ""
     return (

@@ -121,22 +121,23 @@ class Trials:
             if following is None:
                 break
             wide.append(following)
-        names = tuple(str(Line(*where, "")) for where in wide if isinstance(where[0], str))
+        names = tuple(
+            str(Line(where[0], where[1], "")) for where in wide if isinstance(where[0], str)
+        )
         return Remedy(names, error <= self._close, error)
 
     def _next(self, run: Run, wide: frozenset[Where]) -> Where | None:
         """Returns the next line at fault with some lines in float32, if there is another one."""
         report = run.report()
         if report.nonfinite_outputs:
-            births = [place for place in report.nonfinite if place.reaches]
-            places: list[PlaceInReport] = [
-                place for place in births if place.direction == "forward"
-            ] or births
+            # The forward pass first: what goes wrong there explains the backward pass.
+            reaching = [place for place in report.nonfinite if place.reaches]
+            reaching.sort(key=lambda place: place.direction != "forward")
+            places = [(place.file, place.line) for place in reaching]
         else:
             culprit = self.find_culprit(wide)
-            places = [culprit.place] if culprit else []
-        following = [(place.file, place.line) for place in places if place.file]
-        return next((where for where in following if where not in wide), None)
+            places = [(culprit.place.file, culprit.place.line)] if culprit else []
+        return next((where for where in places if where[0] and where not in wide), None)
 
     def _run(
         self,

@@ -59,6 +59,11 @@ def load(name: str) -> Target:
         raise TargetError(
             f"The target must be module:function or path/to/file.py:function, got {name!r}."
         )
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # such as JAX_PLATFORMS=cuda without a GPU
+        wanted = jax.config.read("jax_platforms") or "what JAX looks for"
+        raise TargetError(f"JAX has no device to run on: {wanted} is not there.") from error
     module = _from_file(place) if place.endswith(".py") else _from_name(place)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -135,10 +140,7 @@ def _checked(name: str, call: str, returned: Any) -> Target:
             f"{call} returned parameters without any floating array: "
             f"{', '.join(others) or 'an empty tree'}."
         )
-    try:
-        params, batch = (jax.tree.map(_on_device, tree) for tree in (params, batch))
-    except RuntimeError as error:  # such as JAX_PLATFORMS=cuda without a GPU
-        raise TargetError(f"JAX has no device to run on: {error_line(error)}") from error
+    params, batch = (jax.tree.map(_on_device, tree) for tree in (params, batch))
 
     def of_gradients(trained: Any, batch: Any) -> Any:
         # Modules hold functions and counters too, which have no derivative.

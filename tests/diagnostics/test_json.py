@@ -42,6 +42,12 @@ def _history():
     return history.columns()
 
 
+def _rounded():
+    fun = lambda w: jnp.sum((w / 70000 + 1e-9).astype(jnp.float32))  # noqa: E731
+    scaling = jaxscale.FixedLossScale(1.0).init()
+    return diagnostics.trace(fun, scaling)(jnp.ones(3, jnp.float16)).constants
+
+
 OVERFLOW, UNDERFLOW = _traced(60000, 1.0), _traced(2.0**-11, 1.0)
 # For each public class of `diagnostics`, reports with all kinds of values.
 REPORTS = {
@@ -57,6 +63,7 @@ REPORTS = {
         diagnostics.suggest_scale(diagnostics.histogram(jnp.zeros(1))),
     ],
     "TraceReport": [OVERFLOW, UNDERFLOW, _traced(60000, 0.0), _traced(60000, -1.0)],
+    "TracedConstant": [_rounded()],
     "TracedNonfinite": [OVERFLOW.nonfinite],
     "TracedUnderflow": [UNDERFLOW.underflows],
     "Underflow": [diagnostics.underflow(LEAVES, loss_scale=2.0**9)],
@@ -101,5 +108,6 @@ def test_all_reports_are_there():
     assert set(REPORTS) == classes
     losses = [report.loss for report in REPORTS["TraceReport"]]
     assert (losses[0], losses[3], np.isnan(losses[2])) == (np.inf, -np.inf, True)
+    assert [constant.became for constant in _rounded()] == [np.inf, 0]
     assert OVERFLOW.nonfinite
     assert UNDERFLOW.underflows

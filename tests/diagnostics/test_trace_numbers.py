@@ -13,6 +13,7 @@ import pytest
 
 import jaxscale
 from jaxscale import diagnostics
+from jaxscale.diagnostics._trace.trace import Backward
 
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
 
@@ -377,3 +378,76 @@ def test_bad_input_gets_one_clear_sentence(case):
 def test_it_says_that_it_cannot_run_inside_jit():
     with pytest.raises(TypeError, match=r"^`trace` reads values"):
         jax.jit(lambda w: diagnostics.trace(jnp.sum, scaling())(w).loss)(X)
+
+
+def test_numbers_that_become_zero_or_inf_are_named_with_their_lines():
+    def fun(w):
+        x = w / (jnp.abs(w) + 1e-9)  # plant: became zero
+        x = x.sum() / 70000  # plant: became inf
+        return (x * 0.0 + jnp.inf * 1e-3 + w[0]).astype(jnp.float32)
+
+    constants = trace(fun, jnp.ones(4, HALF), loss_scale=1).constants
+    assert [(c.value, c.became, c.line, c.primitive) for c in constants] == [
+        (1e-9, 0.0, line("became zero"), "add"),
+        (70000.0, np.inf, line("became inf"), "div"),
+    ]
+    assert {c.dtype for c in constants} == {"float16"}
+    assert "1e-09 is 0 in float16" in str(constants[0])
+    # In float32 and bfloat16 they are what they say.
+    for dtype in (jnp.float32, jnp.bfloat16):
+        assert trace(fun, jnp.ones(4, dtype), loss_scale=1).constants == ()
+
+
+def _twin(dtype):
+    """A loss whose narrow parts are in `dtype`, with everything that holds equations."""
+
+    @jax.custom_vjp
+    def doubled(x):
+        return x * 2
+
+    doubled.defvjp(lambda x: (x * 2, None), lambda _, ct: (ct * 2 + 1e-9,))
+
+    @jax.checkpoint
+    def block(x, w):
+        return x + jnp.tanh(x @ w)
+
+    def fun(params, x):
+        w, x = params.astype(dtype), x.astype(dtype)
+        x, _ = jax.lax.scan(lambda x, _: (block(x, w), None), x, length=3)
+        x = jax.lax.cond(x[0, 0] > -100, lambda x: jnp.exp(x - 5), lambda x: x, x)
+        x = jax.lax.fori_loop(0, 2, lambda i, x: x * 0.75 + 3e-9, x)
+        x = doubled(jax.jit(lambda x: x / (jnp.abs(x) + 1e-9))(x) + x)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    return fun
+
+
+def test_a_pass_with_everything_in_float32_has_the_gradients_of_float32():
+    params, x = planted.normal(0, 4, 4), planted.normal(1, 3, 4)
+    exact = jax.grad(_twin(jnp.float32))(params, x)
+    for loss_scale in (1.0, 2.0**24):
+        backward = Backward(_twin(HALF), (params, x), {})
+        run = backward.run(loss_scale, lambda place: True)
+        # Two compiled programs may round differently.
+        np.testing.assert_allclose(run.grads["grads"], exact, rtol=1e-4, atol=1e-6)
+        # What is as written is so whichever passes ran before.
+        again = Backward(_twin(HALF), (params, x), {}).run(loss_scale).grads["grads"]
+        np.testing.assert_array_equal(backward.run(loss_scale).grads["grads"], again)
+        shaken = backward.run(loss_scale, lambda place: True, is_shaken=True).grads["grads"]
+        change = np.linalg.norm(shaken - run.grads["grads"]) / np.linalg.norm(exact)
+        assert 0 < change < 1e-4
+
+
+def test_what_is_only_rounding_changes_when_float32_is_shaken():
+    def fun(params, x):
+        weights = jax.nn.softmax(x @ params["w"] + params["shift"])  # the same for all: no effect
+        return jnp.sum(weights**2)
+
+    params, x = {"w": planted.normal(0, 4, 4), "shift": jnp.ones(())}, planted.normal(1, 3, 4)
+    backward = Backward(fun, (params, x), {})
+    exact, shaken = (
+        backward.run(1.0, lambda place: True, is_shaken=s).grads for s in (False, True)
+    )
+    change = {name: np.linalg.norm(shaken[name] - exact[name]) for name in exact}
+    assert change["grads['w']"] < 1e-4 * np.linalg.norm(exact["grads['w']"])
+    assert change["grads['shift']"] > 0.3 * np.linalg.norm(exact["grads['shift']"])

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -120,6 +121,7 @@ def no_scale_fits():  # the loss is finite, but its gradient at 0 is not
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "_PATIENCE", float("inf"))  # no signs of life on a slow machine
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     path = tmp_path / "doctored.py"
@@ -347,6 +349,19 @@ def test_bad_use_is_told_in_a_sentence(name, models, capsys):
     assert says in err
 
 
+def test_signs_of_life_go_to_standard_error(models, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_PATIENCE", -1.0)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    status, out, err = run(capsys, "doctored:masked")
+    assert status == 0
+    lines = err.splitlines()
+    assert all(re.fullmatch(r" *\d+ s: [a-z].*", line) for line in lines)
+    said = [line.split(": ")[1] for line in lines]
+    assert said[0] == "loading the target"
+    assert "looking for what limits the loss scale" in said
+    assert "loading" not in out
+
+
 def test_a_traceback_if_asked_for(models, capsys):
     pathlib.Path("f.py").write_text("def f():\n    return 1 / 0")
     status, out, err = run(capsys, "f.py:f", "--traceback")
@@ -362,4 +377,13 @@ def test_from_a_shell(tmp_path):
     bad = shell([*command, "doctor", "nowhere:f"], check=False)
     assert (bad.returncode, bad.stdout) == (2, "")
     assert "Traceback" not in bad.stderr
+    (tmp_path / "f.py").write_text(
+        "import numpy as np\ndef f(): return (lambda p, b: p.sum()), np.ones(3, np.float32), None"
+    )
+    absent = shell(
+        [*command, "doctor", "f.py:f"], check=False, env=os.environ | {"JAX_PLATFORMS": "cuda"}
+    )
+    assert (absent.returncode, absent.stdout) == (2, "")
+    assert "JAX has no device to run on: cuda is not there." in absent.stderr
+    assert "Traceback" not in absent.stderr
     assert "Exit status: 0 if" in shell([*command, "doctor", "--help"], check=True).stdout

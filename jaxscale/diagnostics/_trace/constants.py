@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from .places import is_users_file, lines
 
+_ARITHMETIC = {"add", "sub", "mul", "div", "max", "min", "pow", "rem"}
 _INNERMOST = 3  # frames of JAX in which the number is looked for
 
 
@@ -37,6 +38,8 @@ class Constants:
         value = np.asarray(literal.val)
         if value.shape or value.dtype.kind not in "fV" or not self._numbers:
             return None
+        if eqn.primitive.name not in _ARITHMETIC:
+            return None  # derivatives compare with 0 and choose it, as that of `abs` does
         if value != 0 and not np.isinf(value):
             return None
         line = next(iter(lines(eqn, around)), None)

@@ -123,7 +123,7 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None
 
 
 def _as_taken(value: Any, atom: Any) -> Any:
-    dtype = getattr(atom.aval, "dtype", None)
+    dtype: Any = getattr(atom.aval, "dtype", None)
     if is_narrow(dtype) and getattr(value, "dtype", None) == np.float32:
         return jax.lax.convert_element_type(value, dtype)
     return value
@@ -234,8 +234,9 @@ def lost_values(
         subnormals = tiny & ~zeros & _subnormal(outputs[i])
         if subnormal_inputs:
             subnormals &= actual != exact
-        counts = (int(mask.sum()) for mask in (nonzero, zeros, subnormals))
-        found.append(Lost(i, *counts, _share_of_sum(np.where(nonzero, size, 0.0), zeros)))
+        share = _share_of_sum(np.where(nonzero, size, 0.0), zeros)
+        count, flushed, rounded = (int(mask.sum()) for mask in (nonzero, zeros, subnormals))
+        found.append(Lost(i, count, flushed, rounded, share))
     worst = max(found, key=lambda lost: lost.zeros + lost.subnormals)
     return worst if worst.share > least else None
 

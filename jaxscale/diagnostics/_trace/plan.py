@@ -189,9 +189,9 @@ class Planner:
         )
 
     def _exact(self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], read: Read) -> Read:
-        exact = None
-        if isinstance(read, Literal):
-            exact = self._constants.exact(eqn, around, read)
+        if not isinstance(read, Literal):
+            return read
+        exact = self._constants.exact(eqn, around, read)
         if exact is None:
             return read
         self.rounded.append((eqn, around, Rounded(read, exact)))
@@ -248,10 +248,11 @@ def _cut(steps: Sequence[Step]) -> list[tuple[Step, ...]]:
 
 
 def _bytes(eqn: JaxprEqn) -> int:
+    avals: list[Any] = [var.aval for var in eqn.outvars]
     return sum(
-        var.aval.size * getattr(var.aval.dtype, "itemsize", 8)
-        for var in eqn.outvars
-        if isinstance(getattr(var.aval, "size", None), int)
+        aval.size * getattr(aval.dtype, "itemsize", 8)
+        for aval in avals
+        if isinstance(getattr(aval, "size", None), int)
     )
 
 
@@ -294,7 +295,7 @@ class Program:
         self, inner: tuple[tuple[JaxprEqn, tuple[Any, ...]], ...], kept: tuple[int, ...]
     ) -> None:
         self._inner, self._kept = inner, kept
-        self._compiled: dict[tuple[bool, ...], Callable[[Sequence[Any]], Any]] = {}
+        self._compiled: dict[tuple[bool, ...], Callable[..., Any]] = {}
 
     def run(self, inputs: Sequence[Any], wide: tuple[bool, ...]) -> list[list[Any]]:
         """Returns the outputs of each equation, given which are computed in float32."""
@@ -352,7 +353,8 @@ def number(read: Literal | Rounded, is_wide: bool) -> Any:
     """Returns a number as an array, the exact one if it is used in float32."""
     if isinstance(read, Rounded):
         return np.float32(read.exact) if is_wide else number(read.literal, False)
-    return np.asarray(read.val, read.aval.dtype)
+    aval: Any = read.aval
+    return np.asarray(read.val, aval.dtype)
 
 
 def compute(eqn: JaxprEqn, inputs: Sequence[Any], is_wide: bool) -> list[Any]:

@@ -393,7 +393,7 @@ def _traced_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...
         constant = TracedConstant(
             value=number.exact,
             became=float(number.literal.val),
-            dtype=str(number.literal.aval.dtype),
+            dtype=str(np.asarray(number.literal.val).dtype),
             primitive=eqn.primitive.name,
             where=str(line),
             file=line.file,

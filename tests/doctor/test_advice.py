@@ -1,0 +1,135 @@
+"""The advice: each model is healthy once what the doctor said is done to the letter."""
+
+import contextlib
+import io
+import re
+import sys
+
+import pytest
+
+from jaxscale._doctor import cli
+
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
+
+# One line of each model is wrong, and another in its place is what the advice says.
+MODEL = """
+import jax
+import jax.numpy as jnp
+
+HALF, FULL = jnp.float16, jnp.float32
+X = jnp.array([[1.0, 2.0, 3.0], [0.5, -1.0, 2.0]])
+ROWS = jnp.array([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
+
+@jax.custom_vjp
+def scaled(x):
+    return x
+
+def scaled_backward(_, cotangent):
+    return (cotangent * HALF(60000) * HALF(60000),)
+
+scaled.defvjp(lambda x: (x, None), scaled_backward)
+
+def model():
+    def loss_fn(params, x):
+        w = params["w"].astype(HALF)
+        {line}
+        return jnp.mean(y.astype(FULL))
+    return loss_fn, {{"w": jnp.array([1.0, 0.5, 2.0])}}, {batch}
+"""
+WIDE = "Compute this line in float32"
+
+# name: (the batch, the faulty line, what is said, the line that does so)
+ADVICE = {
+    "mask": (
+        "X",
+        "y = jax.nn.softmax(jnp.where(x > 5, x * w, -1e9).astype(HALF)) * w",
+        "For a mask, use -1e4 instead of -1e9",
+        "y = jax.nn.softmax(jnp.where(x > 5, x * w, -1e4).astype(HALF)) * w",
+    ),
+    "a norm": (
+        "300 * X",
+        "y = x.astype(HALF) * w / jnp.sqrt(jnp.sum((x.astype(HALF) * w) ** 2, 1, keepdims=True))",
+        WIDE,
+        "z = (x.astype(HALF) * w).astype(FULL); y = z / jnp.sqrt(jnp.sum(z**2, 1, keepdims=True))",
+    ),
+    "an epsilon": (
+        "ROWS",
+        "z = x.astype(HALF) * w; y = x * z / (jnp.sum(jnp.abs(z), 1, keepdims=True) + 1e-9)",
+        WIDE,
+        "z = (x.astype(HALF) * w).astype(FULL); y = x * z / (jnp.sum(jnp.abs(z), 1, keepdims=True) + 1e-9)",
+    ),
+    "an arc": (
+        "jnp.ones((2, 3))",
+        "y = jnp.arccos(jnp.clip(x.astype(HALF) * w, -1, 1))",
+        "Clip to 0.999",
+        "y = jnp.arccos(jnp.clip(x.astype(HALF) * w, -0.999, 0.999))",
+    ),
+    "a root": (
+        "ROWS",
+        "y = jnp.sqrt(jnp.sum(jnp.square(x * w), axis=1))",
+        "add 1e-6 in float32 inside of the root",
+        "y = jnp.sqrt(jnp.sum(jnp.square((x * w).astype(FULL)), axis=1) + 1e-6)",
+    ),
+    "a logarithm": (
+        "ROWS",
+        "y = jnp.log(jnp.abs(x.astype(HALF) * w))",
+        "compute it in float32, and add 1e-6 there",
+        "y = jnp.log(jnp.abs(x.astype(HALF) * w).astype(FULL) + 1e-6)",
+    ),
+    "a negative variance": (
+        "jnp.zeros((2, 3))",
+        "z = x.astype(HALF) - w; y = jnp.sqrt(jnp.sum(z * z, 1) - jnp.sum(z, 1) ** 2 - 1)",
+        "An epsilon does not help",
+        "z = x.astype(HALF) - w; y = jnp.sqrt(jnp.mean((z - jnp.mean(z, 1, keepdims=True)) ** 2, 1))",
+    ),
+    "an exponential": (
+        "90 * X",
+        "y = jnp.exp((x.astype(HALF) * w).astype(FULL))",
+        "clip the exponent",
+        "y = jnp.exp(jnp.minimum((x.astype(HALF) * w).astype(FULL), 5.0))",
+    ),
+    "a number of elements": (
+        "jnp.ones((1000, 3))",
+        "y = (x.astype(HALF) * w).sum(0) / 70000",
+        "70000 is inf in float16.",
+        "y = (x.astype(HALF) * w).sum(0).astype(FULL) / 70000",
+    ),
+    "positions": (
+        "jnp.arange(5000)[::7, None]",
+        "y = jnp.sin(x.astype(HALF) * w)",
+        WIDE,
+        "y = jnp.sin(x.astype(FULL) * params['w'])",
+    ),
+    "a rule of one's own": ("X", "y = scaled(x.astype(HALF) * w)", "`scaled_backward`", "y = x * w"),
+    "an index": (
+        "jnp.arange(4)",
+        "y = jnp.take(w, x)",
+        "An index is out of range",
+        "y = jnp.take(w, jnp.minimum(x, 2))",
+    ),
+}  # fmt: skip
+
+
+def doctor(folder, batch, line):
+    (folder / "advised.py").write_text(MODEL.format(line=line, batch=batch))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        status = cli.main(["doctor", "advised.py:model", "--output", "page.html"])
+    return status, re.sub(r"\s+", " ", out.getvalue())
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_what_is_said_helps(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take time
+    batch, faulty, said, advised = ADVICE[name]
+    status, text = doctor(tmp_path, batch, faulty)
+    number = MODEL.splitlines().index("        {line}") + 1
+    assert status == 1, text
+    assert f"begins at advised.py:{number}" in text
+    assert said in text
+    sys.modules.pop("advised", None)
+    status, text = doctor(tmp_path, batch, advised)
+    sys.modules.pop("advised", None)
+    assert (status, text[:16]) == (0, "Nothing is wrong"), text
