@@ -408,7 +408,7 @@ MUTATIONS = {
     "diagnosis: whatever has a dtype is differentiated": ("diagnostics/_trace/trace", "if not is_inexact(leaf):", 'if not jnp.issubdtype(getattr(leaf, "dtype", float), jnp.inexact):'),
     "diagnosis: history takes arrays only": ("diagnostics/_history", "jnp.result_type(value)", "value.dtype"),
     "doctor: autocast is not used": ("_doctor/exam", "target._replace(loss_fn=autocast(target.loss_fn, dtype=dtype))", "target"),
-    "doctor: the advice is overruled by autocast": ("_doctor/advice", "    if is_of_autocast(exam):\n        return said if", "    if False:\n        return said if"),
+    "doctor: the advice is overruled by autocast": ("_doctor/advice", "    if is_of_autocast(exam):\n        return [*said", "    if False:\n        return [*said"),
     "doctor: wrong gradients are fine": ("_doctor/findings", "    if not exam.wrong or exam.float32 is None:", "    if True:"),
     "doctor: noise is a fault": ("_doctor/exam", "leaf.error > CLOSE and change()[leaf.path] <= _STABLE * min(leaf.error, 1.0)", "leaf.error > CLOSE"),
     "doctor: what XLA compiles is not compared": ("_doctor/exam", "                if far(comparison):", "                if False:"),

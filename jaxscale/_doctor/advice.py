@@ -23,8 +23,11 @@ _DEFAULT_SCALE = 2.0**15  # where a dynamic scale starts
 
 # What a line that does not fit into the range may be about: words of its source, what to do. The
 # first that is found counts.
+_MASK = (
+    r"mask|where|fill|-\s*1e\d|finfo",
+    "For a mask, use -1e4 instead of -1e9 or `finfo.min`.",
+)
 _OF_LINES = (
-    (r"mask|where|fill|-\s*1e\d|finfo", "For a mask, use -1e4 instead of -1e9 or `finfo.min`."),
     (r"softmax|logsumexp|exp\(", None),  # by the operation, below
     (r"norm|\*\*\s*2|square|var\b|std\b|\.T\b", "Compute squares and their sums in float32."),
     (r"q\b.*k\b|quer|attn|score", "Scale the queries before the product, by 1/sqrt(width)."),
@@ -115,10 +118,9 @@ def for_nonfinite(place: TracedNonfinite, exam: Exam) -> list[str]:
     if place.scaled and fits and fits < exam.loss_scale:
         return [f"Loss scale {power(fits)} is the largest that does not overflow here."]
     said = ["Even a loss scale of 1 overflows here." if place.scaled else "No loss scale helps."]
-    if remedy is not None and remedy.works:
-        said.append(about_remedy(remedy, exam, place.where))
     if place.cause == "given":
         return [*said, "Look where this number comes from."]
+    tried = [about_remedy(remedy, exam, place.where)] if remedy and remedy.works else []
     if place.cause == "infinities":
         return [
             *said,
@@ -126,19 +128,18 @@ def for_nonfinite(place: TracedNonfinite, exam: Exam) -> list[str]:
             f"{place.dtype} holds, such as -1e4, and leave such rows out of the loss.",
         ]
     if is_of_autocast(exam):
-        return said if len(said) > 1 else [*said, in_float32(exam)]
-    if any((c.file, c.line) == (place.file, place.line) for c in exam.trace.constants):
-        return [*said, "In float32 that number is what it says."]
-    known = _of_range(place) if place.cause == "range" else _of_points(place)
-    if known:
-        said.append(known)
-    elif len(said) == 1:
-        said.append(f"Compute this line in float32. {in_float32(exam)}")
-    return said
+        return [*said, *(tried or [in_float32(exam)])]
+    if place.cause == "range":
+        if re.search(_MASK[0], place.source):
+            return [*said, _MASK[1], *tried]
+        known = _of_range(place) or f"Compute this line in float32. {in_float32(exam)}"
+    else:
+        known = _of_points(place)
+    return [*said, *(tried or [known])]
 
 
 def _of_range(place: TracedNonfinite) -> str | None:
-    if place.primitive == "convert_element_type" and not re.search(_OF_LINES[0][0], place.source):
+    if place.primitive == "convert_element_type":
         return f"Here float32 becomes {place.dtype}: stay in float32."
     for words, advice in _OF_LINES:
         if re.search(words, place.source):

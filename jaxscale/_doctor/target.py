@@ -62,7 +62,7 @@ def load(name: str) -> Target:
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # such as JAX_PLATFORMS=cuda without a GPU
-        wanted = jax.config.read("jax_platforms") or "what JAX looks for"
+        wanted = getattr(jax.config, "jax_platforms", None) or "what JAX looks for"
         raise TargetError(f"JAX has no device to run on: {wanted} is not there.") from error
     module = _from_file(place) if place.endswith(".py") else _from_name(place)
     function = getattr(module, function_name, None)

@@ -15,6 +15,11 @@ has not seen. So look at these as a number, never one by one: what is missed is 
 tuned entries. An entry with `blind="..."` holds a fault that the doctor cannot see in principle. It
 counts as a miss.
 
+What the doctor cannot see: what is not in the batch that it gets, such as a row that is masked as
+a whole, or weights after a thousand steps; which line of a backward rule of one's own is at fault,
+of which it names the function; what happens inside of a kernel, a `shard_map` or a callback; and
+rounding that builds up over many lines, of which no single one is to blame.
+
 What each model is, `test_each_model_is_what_it_says` establishes without the doctor: compiled, at
 each loss scale, against the same model in float32.
 """
