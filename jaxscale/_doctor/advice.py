@@ -147,7 +147,7 @@ def _of_range(place: TracedNonfinite) -> str | None:
     return _OF_RANGE.get(place.primitive)
 
 
-def _of_points(place: TracedNonfinite) -> str | None:
+def _of_points(place: TracedNonfinite) -> str:
     if place.primitive in ("log", "sqrt", "rsqrt", "log1p", "pow") and place.least_input < 0:
         return _NEGATIVE.format(least=number(place.least_input, 3))
     for words, primitives, advice in _OF_POINTS:

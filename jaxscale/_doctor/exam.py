@@ -1,15 +1,13 @@
 """The exam: all diagnostics of one loss on its parameters and one batch.
 
 `examine` first finds the largest loss scale that fits, near which a dynamic scale would train. It
-traces the loss there, once more in float32, and once more at the least scale that overflows. If
-the gradients are wrong, it tries which line is to blame and which lines in float32 would help
-(`remedy`). The results are an `Exam`; `findings` decides what is a problem.
+traces the loss there and at the least scale that overflows, and compares the gradients with those
+in float32 (`against`). The results are an `Exam`; `findings` decides what is a problem.
 """
 
 import functools
-import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +17,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._autocast.api import autocast
 from .._state import init_state
-from .._tree import leaf_name
 from .._value_and_grad import value_and_grad
 from .._verdict import all_finite
 from ..diagnostics._calibrate import Calibration, Search
@@ -29,17 +26,17 @@ from ..diagnostics._leaves import LeafTable, table
 from ..diagnostics._suggest import Suggestion, suggest_scale
 from ..diagnostics._trace.places import lines
 from ..diagnostics._trace.plan import compiled
-from ..diagnostics._trace.report import Place, TracedNonfinite, TraceReport
-from ..diagnostics._trace.trace import Backward, Run
+from ..diagnostics._trace.report import TracedNonfinite, TraceReport
+from ..diagnostics._trace.trace import Backward
 from ..diagnostics._underflow import Underflow, underflow
-from .compare import CLOSE, Comparison, by_name, compared
+from .against import against_float32
+from .compare import Comparison, by_name, compared
 from .counts import counted
-from .remedy import Culprit, Remedy, Trials
+from .remedy import Culprit, Remedy
 from .target import Target
 
 _MOST_LAYERS = 40  # in the map of layers
 _LEAST, _LARGEST, _MOST_PASSES = -14, 24, 10  # exponents of the loss scales to try
-_STABLE = 0.3  # a leaf that changes by a larger share, or of its error, when shaken is noise
 
 
 class Exam(NamedTuple):
@@ -161,14 +158,18 @@ def examine(
     )
     run = backward.run(used, is_brief=True)
     report = run.report()
+    right, whole = run, used
     if fits and used < fits and not report.nonfinite_outputs:
         # What a scale that is too low flushes is told apart from what the model itself gets wrong.
-        fitting = backward.run(fits, is_brief=True)
-        found = _Compared(
-            backward, fitting, fitting.report(), params, by_name(seen), fits, progress
-        )
-    else:
-        found = _Compared(backward, run, report, params, by_name(grads[used]), used, progress)
+        right, whole = backward.run(fits, is_brief=True), fits
+    found = against_float32(
+        backward,
+        right,
+        by_name(grads[whole]),
+        params,
+        is_too_high=fits is not None and fits < used,
+        progress=progress,
+    )
     ceiling = None
     if calibration and calibration.overflows_at and not report.nonfinite_outputs:
         progress("looking for what limits the loss scale")
@@ -191,7 +192,7 @@ def examine(
             compared(by_name(grads[shown]), by_name(seen)) if fits and shown < fits else None
         ),
         float32=found.comparison,
-        is_finite_in_float32=found.is_finite_in_float32,
+        is_finite_in_float32=found.is_finite,
         wrong=found.wrong,
         culprit=found.culprit,
         remedy=found.remedy,
@@ -237,116 +238,6 @@ class _Passes:
         search = Search(try_scale, _LEAST, _LARGEST, _MOST_PASSES)
         search.look_at(None)
         return search.result()
-
-
-class _Compared:
-    """What is wrong with the gradients, where, and what helps.
-
-    Attributes:
-      right: the gradients in float32, or nothing if they are not known.
-      comparison: as `float32` in `Exam`; the others have the same names there.
-    """
-
-    def __init__(
-        self,
-        backward: Backward,
-        run: Run,
-        report: TraceReport,
-        params: Any,
-        whole: Mapping[str, Any],
-        loss_scale: float,
-        progress: Callable[[str], None],
-    ) -> None:
-        self.right: dict[str, np.ndarray] = {}
-        self.comparison: Comparison | None = None
-        self.is_finite_in_float32: bool | None = None
-        self.wrong: tuple[str, ...] = ()
-        self.culprit: Culprit | None = None
-        self.remedy: Remedy | None = None
-        if report.nonfinite_arguments:
-            return  # there is no right result to compare with
-        names = _leaf_names(params)
-
-        def in_float32(**kwargs: Any) -> Run:
-            return backward.run(loss_scale, lambda place: True, **kwargs)
-
-        progress("comparing with float32")
-        exact = in_float32()
-        outputs = [value.array for value in exact.values.values()]
-        self.is_finite_in_float32 = all(np.isfinite(np.asarray(a)).all() for a in outputs)
-        if not self.is_finite_in_float32:
-            return
-        self.right = right = _named(exact.grads, names)
-
-        def compare(grads: Mapping[str, Any]) -> Comparison:
-            return compared(_named(grads, names), right)
-
-        @functools.cache
-        def change() -> dict[str, float]:
-            shaken = compare(in_float32(is_shaken=True).grads)
-            return {leaf.path: leaf.error for leaf in shaken.leaves}
-
-        def far(comparison: Comparison) -> list[str]:
-            # Not those which are nothing but rounding in float32, too.
-            return [
-                leaf.path
-                for leaf in comparison.leaves
-                if leaf.error > CLOSE and change()[leaf.path] <= _STABLE * min(leaf.error, 1.0)
-            ]
-
-        is_finite = not report.nonfinite_outputs
-        if is_finite:
-            self.comparison = compare(run.grads)
-            self.wrong = tuple(far(self.comparison))
-            wrong = set(self.wrong)
-            if not wrong and all(np.isfinite(leaf).all() for leaf in whole.values()):
-                # XLA may put two operations together and lose what each by itself would keep.
-                comparison = compared(whole, right)
-                if far(comparison):
-                    self.comparison, self.wrong = comparison, tuple(far(comparison))
-            if not wrong:
-                return
-        else:
-            wrong = {path for path in right if change()[path] <= _STABLE}
-
-        def error_of(grads: Mapping[str, Any]) -> float:
-            if not all(np.isfinite(grad).all() for grad in grads.values()):
-                return math.inf
-            return max((e.error for e in compare(grads).leaves if e.path in wrong), default=0.0)
-
-        progress("looking for the line at fault")
-        trials = Trials(backward, loss_scale, run, error_of, CLOSE)
-        if is_finite:
-            self.culprit = trials.find_culprit()
-            self.remedy = _tried(trials, self.culprit.place if self.culprit else None, progress)
-            return
-        place = report.first_nonfinite
-        if place is None or place.scaled:
-            return  # a lower loss scale helps first
-        self.remedy = _tried(trials, place, progress)
-        if self.remedy is None or not self.remedy.works:
-            # The line may be right, and what came to it rounded.
-            culprit = trials.find_culprit()
-            before = _tried(trials, culprit.place if culprit else None, progress)
-            if before is not None and before.works:
-                self.culprit, self.remedy = culprit, before
-
-
-def _tried(trials: Trials, place: Place | None, progress: Callable[[str], None]) -> Remedy | None:
-    if place is None or not place.file:
-        return None
-    progress(f"trying {place.where} in float32")
-    return trials.find_remedy((place.file, place.line))
-
-
-def _leaf_names(params: Any) -> dict[str, str]:
-    """Returns the name of each leaf, by its name in a trace."""
-    pairs = jax.tree_util.tree_leaves_with_path(params)
-    return {f"grads{jax.tree_util.keystr(path)}": leaf_name(path) for path, _ in pairs}
-
-
-def _named(grads: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {names[name]: grad for name, grad in grads.items()}
 
 
 def _of_arrays(target: Target) -> tuple[Callable[[Any, Any], Any], list[Any]]:
