@@ -414,6 +414,7 @@ MUTATIONS = {
     "doctor: what XLA compiles is not compared": ("_doctor/against", "            return _of_whole(found, reference, whole)", "            return found"),
     "doctor: the least scale is 1": ("_doctor/exam", "_LEAST, _LARGEST, _MOST_PASSES = -14,", "_LEAST, _LARGEST, _MOST_PASSES = 0,"),
     "doctor: any limit is the ceiling": ("_doctor/exam", "limit and limit.scaled and limit.reaches", "limit"),
+    "doctor: no relief": ("_doctor/remedy", "where.get(place) in wide", "False"),
     "doctor: an overflow is the ceiling": ("_doctor/exam", "backward.run(calibration.overflows_at, is_brief=True)", "backward.run(used, is_brief=True)"),
     "doctor: nothing behind the line is tried": ("_doctor/against", "    if remedy is None or not remedy.works:", "    if False:"),
     "doctor: the last half is to blame": ("_doctor/remedy", "            if error > middle_error:\n                high, above = middle, error", "            if error <= middle_error:\n                high, above = middle, error"),

@@ -10,12 +10,13 @@ e**-1.5 / 2, which is beyond 65504 for e below 4e-4, and a loss scale multiplies
 
 import math
 import re
+from collections.abc import Sequence
 
 from ..diagnostics._calibrate import Calibration
 from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import TracedNonfinite
 from .compare import Comparison
-from .exam import Exam
+from .exam import LOW, Exam
 from .remedy import Remedy
 
 _NEEDED = 0.01  # a loss scale is needed if more than this share of the gradients is lost without it
@@ -89,6 +90,18 @@ def in_float32(exam: Exam) -> str:
     return "Cast what goes into it to float32, and its result back."
 
 
+def these(lines: Sequence[str], where: str, here: str) -> str:
+    """Returns lines in words.
+
+    Args:
+      lines: file and line of each.
+      where: the one that was named just before.
+      here: a word for that one.
+    """
+    names = [here if line == where else line for line in lines]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
 def about_remedy(remedy: Remedy, exam: Exam, where: str) -> str:
     """Returns which lines in float32 make the gradients right, as was tried.
 
@@ -97,8 +110,7 @@ def about_remedy(remedy: Remedy, exam: Exam, where: str) -> str:
       exam: the exam.
       where: the file and line that the sentence stands below.
     """
-    names = ["this line" if line == where else line for line in remedy.lines]
-    which = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+    which = these(remedy.lines, where, "this line")
     error = percent(min(remedy.error, 1.0))
     if not remedy.works:
         still = f"off by {error}" if math.isfinite(remedy.error) else "not finite"
@@ -187,6 +199,8 @@ def about_largest_scale(calibration: Calibration | None) -> str:
 def which_scale(exam: Exam) -> str:
     """Returns which loss scale to train with."""
     if not needs_scale(exam):
+        if exam.fits and exam.fits < LOW:
+            return "That is low: gradients shrink as a model learns, and become 0 at this scale."
         return "Gradients shrink as a model learns, and a loss scale costs next to nothing."
     if exam.fits and exam.fits < 1:
         policy = f"jaxscale.DynamicLossScale(init_scale={power(exam.fits)}, min_scale=2**-14)"

@@ -32,9 +32,11 @@ from ..diagnostics._underflow import Underflow, underflow
 from .against import against_float32
 from .compare import Comparison, by_name, compared
 from .counts import counted
-from .remedy import Culprit, Remedy
+from .remedy import Culprit, Relief, Remedy, find_relief
 from .target import Target
 
+LOW = 2.0**10  # a largest loss scale below this leaves little room for gradients that shrink
+_HIGHER = 2.0**8
 _MOST_LAYERS = 40  # in the map of layers
 _LEAST, _LARGEST, _MOST_PASSES = -14, 24, 10  # exponents of the loss scales to try
 
@@ -62,6 +64,8 @@ class Exam(NamedTuple):
       culprit: where they go wrong, if it is one equation.
       remedy: the lines that in float32 make loss and gradients right, or that were tried in vain.
       ceiling: where the least loss scale that does not fit overflows.
+      relief: the lines that in float32 let a higher loss scale fit, if the largest one that fits is
+        below `LOW`, and some were found.
       backward_rules: the functions that `jax.custom_vjp` was given as backward rules, by the line
         that calls them, as `path/to/file.py:3`.
       zero: the leaves whose gradient is exactly 0 everywhere, in float32 if `float32` is known.
@@ -89,6 +93,7 @@ class Exam(NamedTuple):
     culprit: Culprit | None
     remedy: Remedy | None
     ceiling: TracedNonfinite | None
+    relief: Relief | None
     backward_rules: dict[str, str]
     zero: tuple[str, ...]
     leaves: LeafTable
@@ -170,12 +175,15 @@ def examine(
         is_too_high=fits is not None and fits < used,
         progress=progress,
     )
-    ceiling = None
+    ceiling = relief = None
     if calibration and calibration.overflows_at and not report.nonfinite_outputs:
         progress("looking for what limits the loss scale")
         limiting = backward.run(calibration.overflows_at, is_brief=True)
         limit = limiting.report().first_nonfinite
         ceiling = limit if limit and limit.scaled and limit.reaches else None
+        if ceiling and ceiling.file and fits and fits < LOW:
+            progress(f"trying {ceiling.where} in float32")
+            relief = find_relief(backward, run, (ceiling.file, ceiling.line), fits * _HIGHER)
     histograms = counted(seen, used).histograms
     everything = functools.reduce(
         operator.add, jax.tree.leaves(histograms, is_leaf=lambda x: isinstance(x, Histogram))
@@ -197,6 +205,7 @@ def examine(
         culprit=found.culprit,
         remedy=found.remedy,
         ceiling=ceiling,
+        relief=relief,
         backward_rules=_backward_rules(program),
         zero=tuple(p for p, g in (found.right or by_name(seen)).items() if g.size and not g.any()),
         leaves=table(counted(grads[used], used).counts),

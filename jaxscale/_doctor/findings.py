@@ -24,6 +24,7 @@ from .advice import (
     about_shown_scale,
     for_nonfinite,
     needs_scale,
+    these,
     which_scale,
 )
 from .exam import Exam
@@ -303,7 +304,7 @@ def _scales(exam: Exam) -> Iterator[Finding]:
             yield Finding(False, largest, (*ceiling, *advice))
         else:
             is_problem = needs_scale(exam) and not exam.is_auto
-            details = (largest, *ceiling, which_scale(exam))
+            details = (largest, which_scale(exam), *ceiling)
             yield Finding(is_problem, about_shown_scale(exam), details)
 
 
@@ -314,10 +315,13 @@ def _ceiling(exam: Exam) -> tuple[str, ...]:
     at = power(exam.calibration.overflows_at or 0.0) if exam.calibration else ""
     layer = f", in {place.layer}" if place.layer else ""
     source = f", `{place.source}`" if place.source else ""
-    return (
-        f"What limits it is {_line(place)}{source}{layer}: at {at} `{place.primitive}` overflows "
-        "there. If the loss scale falls in training, look at that line first.",
-    )
+    words = f"What limits it is {_line(place)}{source}{layer}: at {at} `{place.primitive}` "
+    words += "overflows there. "
+    if exam.relief is None:
+        return (words + "If the loss scale falls in training, look at that line first.",)
+    which = these(exam.relief.lines, place.where, "that line")
+    scale = power(exam.relief.loss_scale)
+    return (words + f"With {which} in float32, {scale} fits, as was tried.",)
 
 
 def _constants(exam: Exam) -> Iterator[Finding]:

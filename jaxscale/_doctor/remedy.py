@@ -19,6 +19,7 @@ from ..diagnostics._trace.report import Place as PlaceInReport
 from ..diagnostics._trace.trace import Backward, Run
 
 _MOST_LINES = 6  # in float32: beyond that it is not a line that is at fault
+_MOST_RELIEVED = 4  # lines in float32 for a higher loss scale
 _BLAME = 0.5  # one equation is to blame if it makes this share of the error
 _FLUSHED = 0.5  # it flushes if it makes this share of its nonzero numbers 0
 
@@ -57,6 +58,52 @@ class Remedy(NamedTuple):
     error: float
 
 
+class Relief(NamedTuple):
+    """A higher loss scale, and the lines that must be in float32 for it to fit.
+
+    Attributes:
+      loss_scale: the scale.
+      lines: file and line of each.
+    """
+
+    loss_scale: float
+    lines: tuple[str, ...]
+
+
+def find_relief(
+    backward: Backward, run: Run, first: tuple[str, int], loss_scale: float
+) -> Relief | None:
+    """Returns the few lines that in float32 let a loss scale fit, if there are.
+
+    Args:
+      backward: the backward pass.
+      run: a pass of it.
+      first: the file and the number of the line that overflows at first.
+      loss_scale: the loss scale to try.
+    """
+    where, wide = _where(run), [first]
+    for _ in range(_MOST_RELIEVED):
+        tried = backward.run(
+            loss_scale, lambda place: where.get(place) in wide, is_brief=True
+        ).report()
+        following = tried.first_nonfinite
+        if not tried.nonfinite_outputs:
+            return Relief(loss_scale, tuple(str(Line(*line, "")) for line in wide))
+        if following is None or not following.file or (following.file, following.line) in wide:
+            return None
+        wide.append((following.file, following.line))
+    return None
+
+
+def _where(run: Run) -> dict[Place, Where]:
+    """Returns the line of each equation."""
+    found: dict[Place, Where] = {}
+    for place, (eqn, around) in run.findings.equations.items():
+        line = next(iter(lines(eqn, around)), None)
+        found[place] = (line.file, line.number) if line else place
+    return found
+
+
 class Trials:
     """Passes in which some lines, and the end of the program, are computed in float32.
 
@@ -80,10 +127,7 @@ class Trials:
         self._error_of, self._close = error_of, close
         self._places = list(first.findings.visits)  # in the order of execution
         self._order = {place: i for i, place in enumerate(self._places)}
-        self._where: dict[Place, Where] = {}
-        for place, (eqn, around) in first.findings.equations.items():
-            line = next(iter(lines(eqn, around)), None)
-            self._where[place] = (line.file, line.number) if line else place
+        self._where = _where(first)
 
     def find_culprit(self, wide: frozenset[Where] = frozenset()) -> Culprit | None:
         """Returns the equation at which the gradients go wrong, or `None` if it is not just one.

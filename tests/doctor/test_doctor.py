@@ -61,6 +61,12 @@ def scores():  # ..., one with a product that float16 cannot hold, ...
 def rounded():  # ... and one where it holds the product, but only every fourth number near it
     return (lambda params, x: jnp.mean((x @ params["w"] - 4096) ** 2)), {"w": jnp.ones(2)}, jnp.array([[4096, 2.5]])
 
+def confident():  # the logarithm's derivative of up to 1e6 limits the loss scale
+    def loss_fn(params, x):
+        p = jax.nn.softmax((x * params["w"]).astype(jnp.float16))
+        return -jnp.mean(jnp.log(p + 1e-6)).astype(jnp.float32)  # the ceiling
+    return loss_fn, W, jnp.array([[5.0, 0.0]])
+
 def bad_batch():
     return half()[0], W, X | {"x": jnp.array([1.0, jnp.nan])}
 
@@ -214,6 +220,12 @@ CASES = {
         ["Nothing", "become 0"],
     ),
     "wide in float16": (["--autocast", "float16"], 0, ["`jaxscale.autocast` changes nothing"], ["problem", "off by"]),
+    "confident": (
+        [], 0,
+        ["Nothing is wrong.", f"What limits it is doctored.py:{line('# the ceiling')}", "overflows there. With that line",
+         "fits, as was tried.", "That is low: gradients shrink"],
+        ["problem", "costs next to nothing"],
+    ),
     "bad_batch": (
         [], 1, ["1 problem", "inf or NaN in batch['x'], before anything is computed", "The loss is NaN"], ["Nothing", "nan"]
     ),
