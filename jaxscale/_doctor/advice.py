@@ -25,7 +25,7 @@ _DEFAULT_SCALE = 2.0**15  # where a dynamic scale starts
 # What a line that does not fit into the range may be about: words of its source, what to do. The
 # first that is found counts.
 _MASK = (
-    r"mask|where|fill|-\s*1e\d|finfo",
+    r"mask|-\s*1e\d|finfo",
     "For a mask, use -1e4 instead of -1e9 or `finfo.min`.",
 )
 _OF_LINES = (
