@@ -33,11 +33,9 @@ class Counted(NamedTuple):
 
 def counted(grads: Any, loss_scale: float) -> Counted:
     """Returns the counts of gradients at a loss scale, on the host."""
-    both = jax.tree.map(lambda leaf: _of_leaf(np.asarray(leaf), loss_scale), grads)
-    is_pair = lambda node: isinstance(node, tuple) and len(node) == 2  # noqa: E731
-    counts, histograms = (
-        jax.tree.map(lambda pair, i=i: pair[i], both, is_leaf=is_pair) for i in (0, 1)
-    )
+    leaves, structure = jax.tree.flatten(grads)
+    pairs = [_of_leaf(np.asarray(leaf), loss_scale) for leaf in leaves]
+    counts, histograms = (structure.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
     return Counted(LeafCounts(counts, jnp.float32(loss_scale)), histograms)
 
 

@@ -61,6 +61,9 @@ def scores():  # ..., one with a product that float16 cannot hold, ...
 def rounded():  # ... and one where it holds the product, but only every fourth number near it
     return (lambda params, x: jnp.mean((x @ params["w"] - 4096) ** 2)), {"w": jnp.ones(2)}, jnp.array([[4096, 2.5]])
 
+def in_a_pair():  # parameters whose containers look like anything else
+    return (lambda params, x: jnp.mean((x * params[0].astype(jnp.float16)).astype(jnp.float32)) + params[1][1]), (jnp.ones(2), (jnp.ones(3), jnp.float32(1))), jnp.ones(2, jnp.float16)
+
 def confident():  # the logarithm's derivative of up to 1e6 limits the loss scale
     def loss_fn(params, x):
         p = jax.nn.softmax((x * params["w"]).astype(jnp.float16))
@@ -220,6 +223,7 @@ CASES = {
         ["Nothing", "become 0"],
     ),
     "wide in float16": (["--autocast", "float16"], 0, ["`jaxscale.autocast` changes nothing"], ["problem", "off by"]),
+    "in_a_pair": ([], 0, ["Nothing is wrong.", "exactly 0 everywhere in 1 of 3 leaves: 1/0, in float32 too"], ["problem"]),
     "confident": (
         [], 0,
         ["Nothing is wrong.", f"What limits it is doctored.py:{line('# the ceiling')}", "overflows there. With that line",
