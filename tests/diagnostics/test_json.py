@@ -43,7 +43,9 @@ def _history():
 
 
 def _rounded():
-    fun = lambda w: jnp.sum((w / 70000 + 1e-9).astype(jnp.float32))  # noqa: E731
+    def fun(w):
+        return jnp.sum((w / 70000 + 1e-9).astype(jnp.float32))
+
     scaling = jaxscale.FixedLossScale(1.0).init()
     return diagnostics.trace(fun, scaling)(jnp.ones(3, jnp.float16)).constants
 
