@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from ._jax import varying
 from ._leaf import dtype_of, is_array
 from ._policies.base import LossScale, moved
 from ._state import Scaled
 from ._step import Verdict
-from ._tree import blank, tree_where, varying
+from ._tree import blank, tree_where
 
 # How often a policy is told of one overflow. A policy with hysteresis lowers its scale only after
 # several; one that tolerates more than this is left alone, and the step is skipped.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from ._checks import scalar_bool
+from ._jax import vary, varying
 from ._leaf import (
     STRONG,
     WEAK,
@@ -179,12 +180,6 @@ def varying_axes(tree: Any) -> set[Any]:
     return set().union(*(varying(jax.typeof(leaf)) for leaf in gradients))
 
 
-def varying(aval: Any) -> frozenset[Any]:
-    """Returns the mesh axes along which arrays of a type may differ, as `varying_axes` does."""
-    manual = getattr(aval, "manual_axis_type", None)  # of JAX 0.10, before it `vma`
-    return getattr(aval, "vma", None) or getattr(manual, "varying", frozenset())
-
-
 def blank(aval: Any) -> jax.Array:
     """Returns zeros of a type, with its sharding and the mesh axes along which it varies."""
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)  # `full` of keys takes no sharding
@@ -192,10 +187,7 @@ def blank(aval: Any) -> jax.Array:
     sharding = {"sharding": aval.sharding} if explicit else {}
     zeros = jax.lax.full(aval.shape, 0, aval.dtype, **sharding)
     axes = tuple(varying(aval))
-    if not axes:
-        return zeros
-    lax: Any = jax.lax  # JAX 0.6 calls it `pvary`
-    return lax.pcast(zeros, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(zeros, axes)
+    return vary(zeros, axes) if axes else zeros
 
 
 def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:

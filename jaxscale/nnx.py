@@ -7,13 +7,13 @@ puts into the model what the verdict chooses.
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
+from ._jax import is_called_by_jax
 from ._optimizer import applied, check_optimizer, check_transformation, chosen
 from ._retry import Pass, is_traced
 from ._state import Scaled, unwrapped
@@ -87,7 +87,12 @@ def train_step(
 
     def step(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         tx, wrt, opt_state = _parts(f"{call}(...)", optimizer)
-        _check_caller(call, sys._getframe(1).f_globals.get("__name__", ""))
+        if is_called_by_jax():
+            # Nothing else shows it: the step would run, and its changes would be thrown away.
+            raise TypeError(
+                f"`{call}(...)` changes the model in place, and a transformation of JAX gave it a "
+                "copy. Use that of NNX: `nnx.jit(step)` for `jax.jit(step)`."
+            )
         plan.check_retries(tx)
         graph, put_together = _taken_apart(model, args, kwargs)
         graphdef, before = nnx.split(graph)
@@ -127,16 +132,6 @@ def train_step(
         return (made.loss, made.aux) if has_aux else made.loss
 
     return named(step)
-
-
-def _check_caller(call: str, module: str) -> None:
-    """Raises a `TypeError` if JAX itself calls the step, with a copy of the model."""
-    # Nothing else shows it: the step would run, and what it changes would be thrown away.
-    if module.partition(".")[0] == "jax":
-        raise TypeError(
-            f"`{call}(...)` changes the model in place, and a transformation of JAX gave it a "
-            "copy. Use that of NNX: `nnx.jit(step)` for `jax.jit(step)`."
-        )
 
 
 def _parts(call: str, optimizer: Any) -> tuple[Any, Any, Any]:

@@ -19,8 +19,7 @@ _DTYPES = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32")]
 
 @functools.cache
 def _autocast(dtype: Any) -> Any:
-    # Not imported before it is used: this needs `jax.extend`, which takes as long to import as all
-    # of jaxscale.
+    # Not imported before it is used: most programs do without.
     from .structure import RULES, noted
     from .transform import Autocast
 

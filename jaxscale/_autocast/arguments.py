@@ -5,8 +5,7 @@ from typing import Any
 
 import jax
 
-# What is traced. A ref, which newer versions of JAX have, is not a `jax.Array`.
-_TRACED: Any = (jax.Array, *([jax.Ref] if hasattr(jax, "Ref") else []))
+from .._jax import TRACED
 
 
 class Flat:
@@ -23,13 +22,13 @@ class Flat:
         self.__name__ = self.__qualname__ = name
         self._fun = fun
         self._leaves, self._tree = jax.tree.flatten((args, kwargs))
-        self.arrays = [leaf for leaf in self._leaves if isinstance(leaf, _TRACED)]
+        self.arrays = [leaf for leaf in self._leaves if isinstance(leaf, TRACED)]
         self._out_tree: Any = None
         self._others: list[Any] = []  # for each output: None if it is an array, else it in a tuple
 
     def __call__(self, *arrays: Any) -> list[Any]:
         given = iter(arrays)
-        leaves = [next(given) if isinstance(x, _TRACED) else x for x in self._leaves]
+        leaves = [next(given) if isinstance(x, TRACED) else x for x in self._leaves]
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
         outputs, self._out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
         self._others = [None if isinstance(out, jax.Array) else (out,) for out in outputs]

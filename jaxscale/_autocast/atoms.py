@@ -5,15 +5,13 @@ then. What else is known of a value decides what a narrow one does beside it.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jax.extend.core.primitives import convert_element_type_p
 
+from .._jax import JaxprEqn, Literal, scope_names
 from .table import FULL_PRECISION
 
 FLOAT32 = np.dtype("float32")
@@ -60,8 +58,7 @@ def is_floating(atom: Any) -> bool:
 
 def is_full_precision(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is part of what `full_precision` has marked."""
-    stack: Any = eqn.source_info.name_stack
-    return any(scope.name == FULL_PRECISION for scope in stack.stack)
+    return FULL_PRECISION in scope_names(eqn)
 
 
 def has_dtype(value: Any, dtype: Any) -> bool:
@@ -81,30 +78,3 @@ def literal_kind(literal: Literal, dtype: Any) -> Kind:
     magnitude = abs(float(value))
     special = magnitude == 0 or not np.isfinite(magnitude)
     return Constant() if special or float(limits.tiny) <= magnitude <= float(limits.max) else None
-
-
-def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
-    """Returns an array in another dtype. A program keeps this as one equation."""
-    return convert_element_type_p.bind(
-        array, new_dtype=np.dtype(dtype), weak_type=weak_type, sharding=None
-    )
-
-
-def bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> Sequence[Any]:
-    """Returns the outputs of an equation for other arguments, and maybe other parameters."""
-    given: Any = eqn.primitive.get_bind_params(eqn.params if params is None else params)
-    if isinstance(given, tuple):  # in older versions: functions, and the other parameters
-        outputs = eqn.primitive.bind(*given[0], *args, **given[1])
-    else:
-        outputs = eqn.primitive.bind(*args, **given)
-    return outputs if eqn.primitive.multiple_results else [outputs]
-
-
-def without_constants(program: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
-    """Returns a jaxpr that takes its constants as its first inputs, and these constants."""
-    jaxpr = program.jaxpr
-    if not program.consts:
-        return jaxpr, []
-    invars = [*jaxpr.constvars, *jaxpr.invars]
-    info = jaxpr.debug_info.with_unknown_names()
-    return jaxpr.replace(constvars=[], invars=invars, debug_info=info), list(program.consts)

@@ -10,21 +10,24 @@ The result is computed once in each precision in which it is read. What another 
 is part of that chain, so one equation may be in several. XLA finds these again in one pass.
 """
 
-import contextlib
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn, Literal
 
-from .atoms import FLOAT32, bind, cast, without_constants
-
-try:  # not public, and only used to keep the lines and scopes of the model
-    from jax._src.source_info_util import current_name_stack, user_context
-except ImportError:  # pragma: no cover
-    current_name_stack = user_context = None
+from .._jax import (
+    JaxprEqn,
+    Literal,
+    bind,
+    cast,
+    context,
+    current_scopes,
+    outer_source,
+    rematerialize,
+    source,
+)
+from .atoms import FLOAT32
 
 # A longer chain is cut, so that no equation is computed more often than this.
 LONGEST = 32
@@ -69,14 +72,6 @@ class Link:
         self.size = 1 + sum(each.size for each in inputs if isinstance(each, Link))
 
 
-def source(eqn: JaxprEqn, scopes: Any) -> Any:
-    """Returns a context in which what is bound has the line and the scopes of an equation."""
-    if user_context is None:
-        return contextlib.nullcontext()
-    info = eqn.source_info
-    return user_context(info.traceback, name_stack=scopes + info.name_stack)
-
-
 def compute(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[Any, int]:
     """Returns the value of a chain, and how many equations it has.
 
@@ -92,7 +87,7 @@ def compute(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[Any, in
 
     def run(*given: Any) -> list[Any]:
         values = dict(zip(arrays, jax.tree.unflatten(tree, given), strict=True))
-        inside = current_name_stack() if current_name_stack else None
+        inside = current_scopes()
 
         def read(atom: Any) -> Any:
             if isinstance(atom, Literal):
@@ -102,35 +97,18 @@ def compute(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[Any, in
             return values[atom]
 
         for link in links:
-            with link.eqn.ctx.manager, source(link.eqn, inside):
+            with context(link.eqn), source(link.eqn, inside):
                 (values[link.eqn.outvars[0]],) = bind(link.eqn, [*map(read, link.eqn.invars)])
                 if link is last and dtype != FLOAT32:
                     return [cast(values[link.eqn.outvars[0]], dtype)]
         return [values[last.eqn.outvars[0]]]
 
-    with contextlib.ExitStack() as stack:
-        if user_context is not None:
-            info = last.eqn.source_info
-            stack.enter_context(user_context(info.traceback, name_stack=scopes))
+    with outer_source(last.eqn, scopes):
         if all(map(_is_linear, links)):
             return run(*leaves)[0], len(links)
         program = jax.make_jaxpr(run)(*map(jax.typeof, leaves))
-        jaxpr, consts = without_constants(program)
-        (value,) = _remat().bind(
-            *consts,
-            *leaves,
-            jaxpr=jaxpr,
-            prevent_cse=not in_loop,
-            differentiated=False,
-            policy=None,
-        )
+        (value,) = rematerialize(program, leaves, prevent_cse=not in_loop)
     return value, len(links)
-
-
-@functools.cache
-def _remat() -> Any:
-    """Returns the primitive of `jax.checkpoint`, which older versions of JAX do not export."""
-    return jax.make_jaxpr(jax.checkpoint(lambda x: x))(0.0).eqns[0].primitive
 
 
 def _collected(last: Link) -> tuple[list[Link], dict[Any, Any]]:

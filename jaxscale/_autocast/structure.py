@@ -8,25 +8,32 @@ may be narrow.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from .atoms import (
-    FLOAT32,
-    Kind,
-    Parameter,
+from .. import _jax
+from .._jax import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
     bind,
     cast,
-    has_dtype,
-    is_float32,
-    is_full_precision,
+    closed,
+    context,
+    is_ref,
+    jaxpr_as_fun,
+    programs,
+    with_programs,
     without_constants,
 )
+from .._tree import blank
+from .atoms import Kind, Parameter, has_dtype, is_float32, is_full_precision
 from .table import FLOAT32 as FLOAT32_OPERATIONS
 from .transform import (
     SIMPLE_RULES,
@@ -42,11 +49,6 @@ from .transform import (
 
 # Kernels that are written for the precision that they have.
 _KERNELS = {"pallas_call", "composite", "custom_partitioning", "core_map", "mpmd_map"}
-
-
-def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a jaxpr with its constants, of which an open one has none."""
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
 def has_products(autocast: Autocast, program: Jaxpr | ClosedJaxpr) -> bool:
@@ -65,14 +67,6 @@ def _entered(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
     name = eqn.primitive.name
     is_left = name in _KERNELS or name in FLOAT32_OPERATIONS
     return iter(()) if is_left else programs(eqn)
-
-
-def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
-    """Returns the programs that an equation holds."""
-    for value in eqn.params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, Jaxpr | ClosedJaxpr):
-                yield each
 
 
 def rewritten(
@@ -134,7 +128,7 @@ def _is_unchanged(frame: Frame, eqn: JaxprEqn) -> bool:
 
 
 def _holds_refs(eqn: JaxprEqn) -> bool:
-    return any(hasattr(atom.aval, "inner_aval") for atom in eqn.invars)
+    return any(map(is_ref, eqn.invars))
 
 
 def call(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -143,8 +137,8 @@ def call(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if unchanged:
         return as_written(frame, eqn)
     args, kinds = _inputs(frame, eqn)
-    program, out_kinds = rewritten(frame, eqn.params["jaxpr"], args, kinds)
-    outputs = bind(eqn, args, eqn.params | {"jaxpr": program})
+    program, out_kinds = rewritten(frame, _jax.callee(eqn), args, kinds)
+    outputs = bind(eqn, args, with_programs(eqn, [program]))
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
     return outputs, _narrow(eqn, outputs, frame.dtype)
 
@@ -152,8 +146,7 @@ def call(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def inlined(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a call that means nothing but its program."""
     args, kinds = _inputs(frame, eqn)
-    program = closed(eqn.params["call_jaxpr"])
-    outputs, out_kinds = frame.autocast.run(program, args, kinds, frame.in_loop)
+    outputs, out_kinds = frame.autocast.run(_jax.callee(eqn), args, kinds, frame.in_loop)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
     return outputs, _narrow(eqn, outputs, frame.dtype)
 
@@ -163,9 +156,9 @@ def remat(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if not any(map(frame.is_narrow, eqn.invars)) and _is_unchanged(frame, eqn):
         return as_written(frame, eqn)
     args, kinds = _inputs(frame, eqn)
-    program, _ = rewritten(frame, eqn.params["jaxpr"], args, kinds)
+    program, _ = rewritten(frame, _jax.callee(eqn), args, kinds)
     jaxpr, consts = without_constants(program)
-    outputs = bind(eqn, [*consts, *args], eqn.params | {"jaxpr": jaxpr})
+    outputs = bind(eqn, [*consts, *args], with_programs(eqn, [jaxpr]))
     return outputs, _narrow(eqn, outputs, frame.dtype)
 
 
@@ -173,16 +166,16 @@ def scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `scan`. What it carries keeps its dtype; what it stacks need not."""
     if _holds_refs(eqn) or _is_unchanged(frame, eqn):
         return noted(frame, eqn)
-    consts, carries, body = (eqn.params[name] for name in ("num_consts", "num_carry", "jaxpr"))
+    loop = _jax.scan(eqn)
     args, kinds = _inputs(frame, eqn)
-    last = consts + carries
-    for i, var in enumerate(body.jaxpr.invars):
-        if consts <= i < last:
+    last = loop.consts + loop.carries
+    for i, var in enumerate(loop.body.jaxpr.invars):
+        if loop.consts <= i < last:
             args[i], kinds[i] = as_declared(args[i], var), None
         elif i >= last and isinstance(kinds[i], Parameter):
             kinds[i] = parameter(var)  # a slice of it
-    program, _ = rewritten(frame, body, args, kinds, declared=carries, in_loop=True)
-    outputs = bind(eqn, args, eqn.params | {"jaxpr": program})
+    program, _ = rewritten(frame, loop.body, args, kinds, declared=loop.carries, in_loop=True)
+    outputs = bind(eqn, args, with_programs(eqn, [program]))
     return outputs, _narrow(eqn, outputs, frame.dtype)
 
 
@@ -190,20 +183,21 @@ def while_loop(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `while`. What it carries keeps its dtype."""
     if _holds_refs(eqn) or _is_unchanged(frame, eqn):
         return noted(frame, eqn)
-    tested, done = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    loop = _jax.while_loop(eqn)
     args, kinds = _inputs(frame, eqn)
-    first = tested + done
-    variables = body.jaxpr.invars[done:]
+    tested = loop.test_consts
+    first = tested + loop.body_consts
+    variables = loop.body.jaxpr.invars[loop.body_consts :]
     args[first:] = [as_declared(*each) for each in zip(args[first:], variables, strict=True)]
     kinds[first:] = [None] * len(variables)
     test, _ = rewritten(
-        frame, test, args[:tested] + args[first:], kinds[:tested] + kinds[first:], declared=1
+        frame, loop.test, args[:tested] + args[first:], kinds[:tested] + kinds[first:], declared=1
     )
     body, _ = rewritten(
-        frame, body, args[tested:], kinds[tested:], declared=len(variables), in_loop=True
+        frame, loop.body, args[tested:], kinds[tested:], declared=len(variables), in_loop=True
     )
-    outputs = bind(eqn, args, eqn.params | {"cond_jaxpr": test, "body_jaxpr": body})
+    in_order = [test if closed(own) is loop.test else body for own in programs(eqn)]
+    outputs = bind(eqn, args, with_programs(eqn, in_order))
     return outputs, (False,) * len(outputs)
 
 
@@ -212,60 +206,33 @@ def cond(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if _holds_refs(eqn) or _is_unchanged(frame, eqn):
         return noted(frame, eqn)
     args, kinds = _inputs(frame, eqn)
-    branches = tuple(
+    branches = [
         rewritten(frame, branch, args[1:], kinds[1:], declared=len(eqn.outvars))[0]
-        for branch in eqn.params["branches"]
-    )
-    outputs = bind(eqn, args, eqn.params | {"branches": branches})
+        for branch in _jax.branches(eqn)
+    ]
+    outputs = bind(eqn, args, with_programs(eqn, branches))
     return outputs, (False,) * len(outputs)
 
 
-def shard_map(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates `shard_map`: the program of each device is rewritten."""
+def mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates `shard_map` and `pmap`: the program of each device is rewritten."""
     if _is_unchanged(frame, eqn):
         return as_written(frame, eqn)
     args, kinds = _inputs(frame, eqn)
-    params, out_narrow = eqn.params, []
+    each, out_narrow = _jax.mapped(eqn), []
 
     def run(*args: Any) -> Any:
-        outputs, _ = frame.autocast.run(closed(params["jaxpr"]), args, kinds, frame.in_loop)
+        outputs, _ = frame.autocast.run(each.program, args, kinds, frame.in_loop)
         out_narrow[:] = _narrow(eqn, outputs, frame.dtype)
         return tuple(outputs)
 
-    axes = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
-    mapped = jax.shard_map(
-        run,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=set(axes),
-        check_vma=params["check_vma"],
-    )
-    return mapped(*args), out_narrow
+    return each.map(run)(*args), out_narrow
 
 
-def pmap(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates `pmap`, where it is an equation of its own: in older versions of JAX."""
-    if _is_unchanged(frame, eqn):
-        return as_written(frame, eqn)
-    args, kinds = _inputs(frame, eqn)
-    params, out_narrow = eqn.params, []
-
-    def run(*args: Any) -> Any:
-        outputs, _ = frame.autocast.run(closed(params["call_jaxpr"]), args, kinds)
-        out_narrow[:] = _narrow(eqn, outputs, frame.dtype)
-        return tuple(outputs)
-
-    mapped = jax.pmap(
-        run,
-        params["axis_name"],
-        in_axes=params["in_axes"],
-        out_axes=params["out_axes"],
-        devices=params["devices"],
-        backend=params["backend"],
-        axis_size=params["axis_size"],
-    )
-    return mapped(*args), out_narrow
+# Functions with a derivative rule of their own. What JAX does to derive the equation as it is
+# written is traced by `jax.jvp` or `jax.vjp`, and then runs like any other program: nothing here
+# depends on how JAX keeps a rule. The new rules do not hold the frame, whose arrays would live as
+# long as they do.
 
 
 def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -273,51 +240,41 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if not any(map(frame.is_narrow, eqn.invars)) and _is_unchanged(frame, eqn):
         return as_written(frame, eqn)
     args, kinds = _inputs(frame, eqn)
-    autocast, rule, consts = frame.autocast, eqn.params["jvp_jaxpr_fun"], eqn.params["num_consts"]
-    program, out_kinds = rewritten(frame, eqn.params["call_jaxpr"], args, kinds)
+    autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
+    program, out_kinds = rewritten(frame, declared, args, kinds)
+
+    @functools.cache
+    def derived(perturbed: tuple[bool, ...]) -> ClosedJaxpr:
+        """Returns a program of values and tangents, given which inputs have a tangent."""
+
+        def derive(values: Any, tangents: Any) -> Any:
+            fun, given = _of_perturbed(eqn, values, perturbed)
+            outputs, derivatives = jax.jvp(fun, given, tangents)
+            return outputs, [each for each in derivatives if _is_inexact(each)]
+
+        tangents = itertools.compress(map(_jax.tangent_type, declared.in_avals), perturbed)
+        return jax.make_jaxpr(derive)(tuple(declared.in_avals), tuple(tangents))
 
     @jax.custom_jvp
     def fun(*args: Any) -> Any:
         return tuple(jaxpr_as_fun(program)(*args))
 
     def jvp(primals: Any, tangents: Any) -> Any:
-        tangents = tangents[consts:]
-        is_zero = [isinstance(tangent, SymbolicZero) for tangent in tangents]
-        jaxpr, rule_consts, out_is_zero = rule.call_wrapped(*is_zero)
-        nonzero = [t for t, zero in zip(tangents, is_zero, strict=True) if not zero]
-        inputs = [*primals[consts:], *nonzero]
-        known = [*kinds[consts:], *[None] * len(nonzero)]
-        outputs, _ = autocast.run(ClosedJaxpr(jaxpr, rule_consts), inputs, known, frame.in_loop)
-        size, avals = len(out_is_zero), program.out_avals
-        nonzero_outputs = iter(outputs[size:])
-        return tuple(map(_as_aval, outputs[:size], avals)), tuple(
-            _zero_tangent(aval) if zero else _as_aval(next(nonzero_outputs), aval)
-            for aval, zero in zip(avals, out_is_zero, strict=True)
+        perturbed = tuple(not isinstance(each, SymbolicZero) for each in tangents)
+        given = list(itertools.compress(tangents, perturbed))
+        known = [*kinds, *[None] * len(given)]
+        outputs, _ = autocast.run(derived(perturbed), [*primals, *given], known, in_loop)
+        avals = program.out_avals
+        derivatives = iter(outputs[len(avals) :])
+        return tuple(map(_as_aval, outputs, avals)), tuple(
+            _as_aval(next(derivatives), aval) if _is_inexact(aval) else _float0(aval)
+            for aval in avals
         )
 
-    fun.defjvp(jvp, symbolic_zeros=eqn.params["symbolic_zeros"])
+    fun.defjvp(jvp, symbolic_zeros=True)
     outputs = fun(*args)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
     return outputs, _narrow(eqn, outputs, frame.dtype)
-
-
-def _as_aval(value: Any, aval: Any) -> Any:
-    return value if has_dtype(value, aval.dtype) else cast(value, aval.dtype)
-
-
-def _zero_tangent(aval: Any) -> Any:
-    if not jax.numpy.issubdtype(aval.dtype, np.inexact):
-        return np.zeros(aval.shape, jax.dtypes.float0)
-    return jax.numpy.zeros(aval.shape, aval.dtype)
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["types"])
-@dataclasses.dataclass(frozen=True)
-class _Residuals:
-    """What a forward pass keeps, and the dtypes that the program declares for it."""
-
-    values: Any
-    types: tuple[Any, ...]
 
 
 def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -325,73 +282,104 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if not any(map(frame.is_narrow, eqn.invars)) and _is_unchanged(frame, eqn):
         return as_written(frame, eqn)
     args, kinds = _inputs(frame, eqn)
-    params, autocast = eqn.params, frame.autocast
-    symbolic = params["symbolic_zeros"]
-    consts, thunk, backward = (params[k] for k in ("num_consts", "fwd_jaxpr_thunk", "bwd"))
-    program, out_kinds = rewritten(frame, params["call_jaxpr"], args, kinds)
-    declared = params["call_jaxpr"]
-    in_avals, in_declared, out_declared = program.in_avals, declared.in_avals, declared.out_avals
+    autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
+    program, out_kinds = rewritten(frame, declared, args, kinds)
+    size = len(declared.out_avals)
+
+    @functools.cache
+    def derived(perturbed: tuple[bool, ...]) -> tuple[ClosedJaxpr, Any]:
+        """Returns a program that gives outputs and residuals, and the tree of the residuals."""
+        trees = []
+
+        def derive(*values: Any) -> Any:
+            fun, given = _of_perturbed(eqn, values, perturbed)
+            outputs, pullback = jax.vjp(fun, *given)
+            residuals, tree = jax.tree.flatten(pullback)
+            trees.append(tree)
+            return [*outputs, *residuals]
+
+        return jax.make_jaxpr(derive)(*declared.in_avals), trees[0]
 
     @jax.custom_vjp
     def fun(*args: Any) -> Any:
         return tuple(jaxpr_as_fun(program)(*args))
 
     def fwd(*given: Any) -> Any:
-        values, is_perturbed = list(given[consts:]), [True] * (len(given) - consts)
-        if symbolic:
-            is_perturbed = [each.perturbed for each in values]
-            values = [each.value for each in values]
-        jaxpr, fwd_consts = thunk.call_wrapped(*is_perturbed)
-        forward = ClosedJaxpr(jaxpr, fwd_consts)
-        outputs, _ = autocast.run(forward, values, kinds[consts:], frame.in_loop)
-        size = len(outputs) - len(out_declared)
-        primals = tuple(map(_as_aval, outputs[size:], program.out_avals))
-        kept = zip(outputs[:size], jaxpr.outvars, strict=False)
-        kept = ((value, var.aval) for value, var in kept)
-        # A residual that is an input is not an output of the jaxpr: JAX says which one it is.
-        inputs = [(value, aval) for value, aval in zip(values, in_declared[consts:], strict=True)]
-        residuals = [
-            next(kept) if index is None else inputs[index - consts]
-            for index in params["out_trees"]()[2]
-        ]
-        types = tuple(getattr(aval, "dtype", None) for _, aval in residuals)
-        return primals, _Residuals([value for value, _ in residuals], types)
+        perturbed = tuple(each.perturbed and _is_inexact(each.value) for each in given)
+        forward, _ = derived(perturbed)
+        outputs, _ = autocast.run(forward, [each.value for each in given], kinds, in_loop)
+        primals = tuple(map(_as_aval, outputs, program.out_avals))
+        return primals, _Residuals(outputs[size:], perturbed)
 
     def bwd(residuals: Any, cotangents: Any) -> Any:
-        pairs = zip(residuals.values, residuals.types, strict=True)
-        values = [cast(v, t) if getattr(v, "dtype", t) != t else v for v, t in pairs]
-        cotangents = [
-            SymbolicZero(aval.to_tangent_aval())
-            if isinstance(ct, SymbolicZero)
-            else (cast(ct, aval.dtype) if has_dtype(ct, autocast.dtype) else ct)
-            for ct, aval in zip(cotangents, out_declared, strict=True)
-        ]
+        forward, tree = derived(residuals.perturbed)
+        values = list(map(_as_aval, residuals.values, forward.out_avals[size:]))
+        cotangents = tuple(map(_cotangent, cotangents, declared.out_avals))
 
-        def pull(*given: Any) -> list[Any]:
-            gradients = getattr(backward, "call_wrapped", backward)(*given)
-            return [None if type(g).__name__ in _ZEROS else g for g in gradients]
+        def pull(values: Any, cotangents: Any) -> Any:
+            return tree.unflatten(values)(cotangents)
 
-        gradients = autocast.call(pull, (*values, *cotangents), {})
-        return *[None] * consts, *(
-            None if g is None else (_as_aval(g, aval) if has_dtype(g, FLOAT32) else g)
-            for g, aval in zip(gradients, in_avals[consts:], strict=True)
+        gradients = iter(autocast.call(pull, (values, cotangents), {}))
+        return tuple(
+            _as_aval(next(gradients), aval) if given else None
+            for given, aval in zip(residuals.perturbed, program.in_avals, strict=True)
         )
 
-    fun.defvjp(fwd, bwd, symbolic_zeros=symbolic)
+    fun.defvjp(fwd, bwd, symbolic_zeros=True)
     outputs = fun(*args)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
     return outputs, _narrow(eqn, outputs, frame.dtype)
 
 
-# What stands for a gradient of zero, of which JAX has two types.
-_ZEROS = ("Zero", "SymbolicZero")
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["perturbed"]
+)
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+    """What a forward pass keeps, and by which inputs something is differentiated."""
+
+    values: Any
+    perturbed: tuple[bool, ...]
 
 
-def noted(frame: Frame, eqn: JaxprEqn) -> Outputs:
+def _of_perturbed(
+    eqn: JaxprEqn, values: Sequence[Any], perturbed: tuple[bool, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns an equation as a function of some of its inputs, and the values of these."""
+
+    def fun(*given: Any) -> Any:
+        of = iter(given)
+        pairs = zip(values, perturbed, strict=True)
+        with context(eqn):
+            return tuple(bind(eqn, [next(of) if is_given else value for value, is_given in pairs]))
+
+    return fun, tuple(itertools.compress(values, perturbed))
+
+
+def _is_inexact(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, np.inexact)
+
+
+def _float0(aval: Any) -> Any:
+    """Returns the derivative of what has none: integers, bools, keys."""
+    return np.zeros(aval.shape, jax.dtypes.float0)
+
+
+def _cotangent(cotangent: Any, aval: Any) -> Any:
+    if not _is_inexact(aval):
+        return _float0(aval)
+    return blank(aval) if isinstance(cotangent, SymbolicZero) else _as_aval(cotangent, aval)
+
+
+def _as_aval(value: Any, aval: Any) -> Any:
+    return value if has_dtype(value, aval.dtype) else cast(value, aval.dtype)
+
+
+def noted(frame: Frame, eqn: JaxprEqn, reason: str = "`autocast` has no rule for it") -> Outputs:
     """Evaluates an equation as it is written, and warns if there are products in it."""
     name = eqn.primitive.name
     if name not in _KERNELS and not _is_unchanged(frame, eqn):
-        frame.autocast.warn(name)
+        frame.autocast.warn(name, reason)
     return as_written(frame, eqn)
 
 
@@ -407,8 +395,8 @@ RULES: dict[str, Rule] = SIMPLE_RULES | {
     "scan": scan,
     "while": while_loop,
     "cond": cond,
-    "shard_map": shard_map,
-    "xla_pmap": pmap,
+    "shard_map": mapped,
+    "xla_pmap": mapped,
     "custom_jvp_call": custom_jvp,
     "custom_vjp_call": custom_vjp,
 }

@@ -18,8 +18,20 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from .._jax import (
+    TESTED,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    UnknownFormError,
+    bind,
+    cast,
+    context,
+    current_scopes,
+    source,
+)
 from .arguments import Flat
 from .atoms import (
     FLOAT32,
@@ -27,8 +39,6 @@ from .atoms import (
     Kind,
     Parameter,
     Product,
-    bind,
-    cast,
     elements,
     has_dtype,
     is_float32,
@@ -36,7 +46,7 @@ from .atoms import (
     is_full_precision,
     literal_kind,
 )
-from .chains import LONGEST, Link, Narrow, compute, current_name_stack, source
+from .chains import LONGEST, Link, Narrow, compute
 from .table import CHAINED, CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
 from .table import FLOAT32 as FLOAT32_OPERATIONS
 from .uses import last_uses, only_float32
@@ -44,6 +54,12 @@ from .uses import last_uses, only_float32
 # The primitives that the call under way has warned of.
 _named: contextvars.ContextVar[frozenset[str]]
 _named = contextvars.ContextVar("named", default=frozenset())
+
+# Why a primitive with a rule runs as it is written.
+_OTHER_FORM = (
+    f"JAX {jax.__version__} gives it other parameters than the versions that jaxscale was tested "
+    f"with, {TESTED}"
+)
 
 # Evaluates an equation: it returns the outputs, and which of these are narrow.
 Outputs = tuple[Sequence[Any], Sequence[bool]]
@@ -61,7 +77,7 @@ class Frame:
     def __init__(self, autocast: "Autocast", jaxpr: Jaxpr, in_loop: bool) -> None:
         self.autocast, self.dtype = autocast, autocast.dtype
         self.in_loop = in_loop  # part of a body: XLA compiles its backward pass apart
-        self.scopes = current_name_stack() if current_name_stack else None
+        self.scopes = current_scopes()
         self.only_float32 = only_float32(jaxpr)
         self.links: dict[Any, Link] = {}  # float32 values that are not computed yet
         self.repeats = 2 * len(jaxpr.eqns) + LONGEST  # how often their equations may be computed
@@ -158,7 +174,7 @@ class Autocast:
     lives that they are from: a function that is called many times is rewritten once.
     """
 
-    def __init__(self, dtype: Any, rules: dict[str, Rule], other: Rule) -> None:
+    def __init__(self, dtype: Any, rules: dict[str, Rule], other: Callable[..., Outputs]) -> None:
         self.dtype = np.dtype(dtype)
         self.rules, self.other = rules, other
         # For each jaxpr, by its signature: what it was rewritten to.
@@ -190,8 +206,11 @@ class Autocast:
         done, rules, other = last_uses(jaxpr), self.rules, self.other
         for index, eqn in enumerate(jaxpr.eqns):
             rule = as_written if is_full_precision(eqn) else rules.get(eqn.primitive.name, other)
-            with eqn.ctx.manager, source(eqn, frame.scopes):
-                values, narrow = rule(frame, eqn)
+            with context(eqn), source(eqn, frame.scopes):
+                try:
+                    values, narrow = rule(frame, eqn)
+                except UnknownFormError:
+                    values, narrow = other(frame, eqn, _OTHER_FORM)
             if values:  # otherwise they are left to be computed
                 for var, value, is_narrow in zip(eqn.outvars, values, narrow, strict=True):
                     frame.write(var, value, is_narrow)
@@ -212,15 +231,15 @@ class Autocast:
             _named.reset(token)
         return flat.restored(map(as_declared, outputs, program.jaxpr.outvars))
 
-    def warn(self, name: str) -> None:
+    def warn(self, name: str, reason: str) -> None:
         """Warns that the products inside of a primitive run as they are written, once a call."""
         if name in _named.get():
             return
         _named.set(_named.get() | {name})
         warnings.warn(
             f"`autocast`: the products inside of the JAX primitive `{name}` run as they are "
-            "written, because `autocast` has no rule for it. If that is what you want, mark it "
-            "with `jaxscale.full_precision`.",
+            f"written, because {reason}. If that is what you want, mark it with "
+            "`jaxscale.full_precision`.",
             UserWarning,
             stacklevel=2,
         )

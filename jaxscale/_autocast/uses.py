@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from jax.extend.core import Jaxpr, Literal
-
+from .._jax import Jaxpr, Literal
 from .table import FLOAT32 as FLOAT32_OPERATIONS
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._autocast.api import autocast
+from .._jax import ClosedJaxpr, Jaxpr, backward_rule, closed, programs
 from .._state import init_state
 from .._value_and_grad import value_and_grad
 from .._verdict import all_finite
@@ -285,19 +285,14 @@ def _backward_rules(program: ClosedJaxpr) -> dict[str, str]:
     rules = {}
     for jaxpr in _jaxprs(program.jaxpr):
         for eqn in jaxpr.eqns:
-            name = getattr(eqn.params.get("bwd"), "__name__", None)
+            name = backward_rule(eqn)
             for line in lines(eqn, ())[:1] if name else ():
-                rules[str(line)] = str(name)
+                rules[str(line)] = name
     return rules
 
 
 def _jaxprs(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
     yield jaxpr
     for eqn in jaxpr.eqns:
-        for param in jax.tree.leaves(
-            eqn.params, is_leaf=lambda node: isinstance(node, (Jaxpr, ClosedJaxpr))
-        ):
-            if isinstance(param, ClosedJaxpr):
-                yield from _jaxprs(param.jaxpr)
-            elif isinstance(param, Jaxpr):
-                yield from _jaxprs(param)
+        for program in programs(eqn):
+            yield from _jaxprs(closed(program).jaxpr)

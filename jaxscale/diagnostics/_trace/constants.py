@@ -6,19 +6,14 @@ the number and its line are known if a function is traced inside of `Constants.n
 """
 
 import contextlib
-import os
-import sys
 from collections.abc import Iterator
-from typing import Any
 
-import jax
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
 
+from ..._jax import JaxprEqn, Literal, numbers_being_converted
 from .places import is_users_file, lines
 
 _ARITHMETIC = {"add", "sub", "mul", "div", "max", "min", "pow", "rem"}
-_INNERMOST = 3  # frames of JAX in which the number is looked for
 
 
 class Constants:
@@ -51,26 +46,9 @@ class Constants:
 
     def _note(self, kind: str, flag: int) -> None:
         del kind, flag
-        frame: Any = sys._getframe(1)
-        if not frame.f_code.co_filename.startswith(_JAX):
-            return  # the model computes with NumPy itself
-        numbers: list[float] = []
-        for _ in range(_INNERMOST):
-            if frame is None:
-                break
-            numbers += [float(v) for v in frame.f_locals.values() if _is_number(v)]
-            frame = frame.f_back
+        numbers, frame = numbers_being_converted()
         while frame is not None and not is_users_file(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is not None:
             place = frame.f_code.co_filename, frame.f_lineno
             self._numbers.setdefault(place, []).extend(n for n in numbers if 0 < abs(n) < np.inf)
-
-
-_JAX = os.path.join(os.path.dirname(jax.__file__), "")
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.shape == () and value.dtype.kind in "fiu"
-    return isinstance(value, (float, int, np.number)) and not isinstance(value, bool)

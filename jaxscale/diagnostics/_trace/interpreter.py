@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from .jaxpr import Needs, is_ref, results, union
+from ..._jax import ClosedJaxpr, JaxprEqn, Literal, Scan, While, context, is_ref
+from .jaxpr import Needs, control_flow, results, union
 from .plan import Planner, Read, Rounded, Segment, Step, compute, number
 
 
@@ -124,7 +124,7 @@ class Interpreter:
                 self._segment(part, values, read, around, iteration)
             else:
                 given = [read(place) for place in part.reads]
-                with part.eqn.ctx.manager:  # for what a loop holds
+                with context(part.eqn):  # for what a loop holds
                     outputs = self._step(part, given, around, iteration)
                 values.update(zip(part.writes, outputs, strict=True))
             for place in forgotten:
@@ -162,16 +162,15 @@ class Interpreter:
     ) -> Sequence[Value | Cell]:
         eqn, needs, around = step.eqn, step.needs, (*around, *step.around)
         inside = (*around, eqn)
-        match eqn.primitive.name:
-            case "cond":
+        match control_flow(eqn):
+            case Scan() as loop:
+                return self._scan(inputs, loop, needs, inside, iteration)
+            case While() as loop:
+                return self._while(inputs, loop, union(eqn, needs), inside, iteration)
+            case list() as branches:
                 index, *inputs = inputs
-                branches = eqn.params["branches"]
                 branch = branches[min(max(int(index.array), 0), len(branches) - 1)]
                 return self.run(branch, inputs, needs, inside, iteration)
-            case "while":
-                return self._while(inputs, eqn, needs, inside, iteration)
-            case "scan":
-                return self._scan(inputs, eqn, needs, inside, iteration)
         given = [each.value if isinstance(each, Cell) else each for each in inputs]
         arrays = _computed(step, given, self._is_wide(place_of(eqn, around)))
         made = self._watched(step, given, arrays, around, iteration)
@@ -199,53 +198,45 @@ class Interpreter:
     def _while(
         self,
         inputs: list[Any],
-        eqn: JaxprEqn,
-        needs: Needs,
+        loop: While,
+        need: int,
         inside: tuple[JaxprEqn, ...],
         iteration: tuple[int, ...],
     ) -> list[Value]:
-        tested, done = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        tested, done = loop.test_consts, loop.body_consts
         carry, index = inputs[tested + done :], 0
-        need = union(eqn, needs)
 
-        def call(name: str, consts: list[Any]) -> list[Value]:
-            closed, at = eqn.params[name], (*iteration, index)
+        def call(closed: ClosedJaxpr, consts: list[Any]) -> list[Value]:
             needs = (need,) * len(results(closed.jaxpr))
-            return self.run(closed, [*consts, *carry], needs, inside, at)
+            return self.run(closed, [*consts, *carry], needs, inside, (*iteration, index))
 
-        while call("cond_jaxpr", inputs[:tested])[0].array:
-            carry = call("body_jaxpr", inputs[tested : tested + done])
+        while call(loop.test, inputs[:tested])[0].array:
+            carry = call(loop.body, inputs[tested : tested + done])
             index += 1
         return carry
 
     def _scan(
         self,
         inputs: list[Any],
-        eqn: JaxprEqn,
+        loop: Scan,
         needs: Needs,
         inside: tuple[JaxprEqn, ...],
         iteration: tuple[int, ...],
     ) -> list[Value]:
-        length, consts = eqn.params["length"], eqn.params["num_consts"]
-        size = eqn.params["num_carry"]
-        needs = self._planner.analysis.scanned(eqn, needs)
+        length, consts, size = loop.length, loop.consts, loop.carries
+        needs = self._planner.analysis.scanned(loop, needs)
         carry, scanned = inputs[consts : consts + size], inputs[consts + size :]
         stacked: list[Any] = [None] * length
-        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        for i in reversed(range(length)) if loop.reverse else range(length):
             slices = [_slice(each, i) for each in scanned]
-            outputs = self.run(
-                eqn.params["jaxpr"],
-                [*inputs[:consts], *carry, *slices],
-                needs,
-                inside,
-                (*iteration, i),
-            )
+            given = [*inputs[:consts], *carry, *slices]
+            outputs = self.run(loop.body, given, needs, inside, (*iteration, i))
             carry, stacked[i] = outputs[:size], outputs[size:]
             for each, part in zip(scanned, slices, strict=True):
                 if isinstance(each, Cell):
                     each.value = _with_slice(each.value, i, part.value)
         if not length:
-            return [*carry, *(_empty(var.aval) for var in eqn.outvars[size:])]
+            return [*carry, *(_empty(var.aval) for var in inside[-1].outvars[size:])]
         return [*carry, *map(_stack, zip(*stacked, strict=True))]
 
 

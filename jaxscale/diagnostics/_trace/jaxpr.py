@@ -13,7 +13,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from ... import _jax
+from ..._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Scan, UnknownFormError, While, is_ref
 
 # What an equation is needed for, as bits. An equation with none of them is dead code.
 FORWARD, BACKWARD, EFFECT = 1, 2, 4
@@ -21,29 +22,30 @@ FORWARD, BACKWARD, EFFECT = 1, 2, 4
 # The needs of several values or results, in their order.
 Needs = tuple[int, ...]
 
-# Primitives that call one jaxpr with their own inputs, under their names in any version of JAX.
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"} | {
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-}
+# What the interpreter opens, besides calls. A list is that of the branches of a `cond`.
+ControlFlow = Scan | While | list[ClosedJaxpr]
+
+_READERS = {"scan": _jax.scan, "while": _jax.while_loop, "cond": _jax.branches}
+
+# An equation of these runs as one if its parameters are not known, or if it is that of devices.
+HOLDERS = _READERS.keys() | _jax.CALLS.keys() | {"shard_map", "pmap", "xla_pmap"}
 
 
 def callee(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """Returns the jaxpr that an equation calls with its own inputs, if it does just that."""
-    if eqn.primitive.name in _CALLS:
-        for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-            jaxpr = eqn.params.get(name)
-            if isinstance(jaxpr, Jaxpr):
-                return ClosedJaxpr(jaxpr, ())
-            if isinstance(jaxpr, ClosedJaxpr):
-                return jaxpr
-    return None
+    try:
+        return _jax.callee(eqn) if eqn.primitive.name in _jax.CALLS else None
+    except UnknownFormError:
+        return None
 
 
-def is_ref(atom: Any) -> bool:
-    """Returns whether a variable is a ref, a mutable array such as `jax.new_ref` makes."""
-    return hasattr(atom.aval, "inner_aval")
+def control_flow(eqn: JaxprEqn) -> ControlFlow | None:
+    """Returns what a loop or a `cond` does, or `None` for what cannot be opened."""
+    read: Any = _READERS.get(eqn.primitive.name)
+    try:
+        return read(eqn) if read else None
+    except UnknownFormError:
+        return None
 
 
 def results(of: Jaxpr | JaxprEqn) -> list[Any]:
@@ -70,14 +72,14 @@ class Analysis:
         """Returns what the inputs of a jaxpr are needed for, given the needs of its results."""
         return self._analyse(jaxpr, needs)[1]
 
-    def scanned(self, eqn: JaxprEqn, needs: Needs) -> Needs:
+    def scanned(self, loop: Scan, needs: Needs) -> Needs:
         """Returns what the results of the body of a `scan` are needed for."""
-        body, consts, size = (eqn.params[k] for k in ("jaxpr", "num_consts", "num_carry"))
+        jaxpr, consts, size = loop.body.jaxpr, loop.consts, loop.carries
         while True:
             # A carry or a ref is also needed for what the next iteration computes from it.
-            inputs = self.inputs(body.jaxpr, needs)
-            carry, stacked = inputs[consts : consts + size], (0,) * (len(eqn.outvars) - size)
-            refs = itertools.compress(inputs, map(is_ref, body.jaxpr.invars))
+            inputs = self.inputs(jaxpr, needs)
+            carry, stacked = inputs[consts : consts + size], (0,) * (len(jaxpr.outvars) - size)
+            refs = itertools.compress(inputs, map(is_ref, jaxpr.invars))
             wider = tuple(map(operator.or_, needs, (*carry, *stacked, *refs)))
             if wider == needs:
                 return needs
@@ -103,17 +105,17 @@ class Analysis:
         return self._known[key]
 
     def _of_inputs(self, eqn: JaxprEqn, needs: Needs) -> Needs:
-        called, name = callee(eqn), eqn.primitive.name
+        called, inner = callee(eqn), control_flow(eqn)
         if called is not None:
             return self.inputs(called.jaxpr, needs)
-        if name == "scan":
-            body, consts, size = (eqn.params[k] for k in ("jaxpr", "num_consts", "num_carry"))
-            needs = self.scanned(eqn, needs)
-            inputs = self.inputs(body.jaxpr, needs)
+        if isinstance(inner, Scan):
+            consts, size = inner.consts, inner.carries
+            needs = self.scanned(inner, needs)
+            inputs = self.inputs(inner.body.jaxpr, needs)
             return (*inputs[:consts], *needs[:size], *inputs[consts + size :])
         every = union(eqn, needs)
-        if name == "cond":
-            branches = [self.inputs(branch.jaxpr, needs) for branch in eqn.params["branches"]]
+        if isinstance(inner, list):
+            branches = [self.inputs(branch.jaxpr, needs) for branch in inner]
             return (
                 every,
                 *(functools.reduce(operator.or_, of) for of in zip(*branches, strict=True)),

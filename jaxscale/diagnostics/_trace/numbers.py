@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 
-from .jaxpr import is_ref, results
+from ... import _jax
+from ..._jax import JaxprEqn, is_ref, new_ref
+from .jaxpr import results
 
 # Primitives that take refs outside of `jit`, under their names in any version of JAX.
 _ON_REFS = {"new_ref", "mutable_array", "get", "swap", "addupdate", "freeze", "free_ref"}
@@ -58,10 +58,6 @@ _SCATTERS = {
 }
 
 
-# Older versions of JAX call it `mutable_array`.
-_new_ref: Any = getattr(jax, "new_ref", None) or getattr(jax.experimental, "mutable_array", None)
-
-
 class IncomparableError(Exception):
     """Raised for an equation that float32 cannot replace, such as a kernel for one dtype."""
 
@@ -100,17 +96,13 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None
     """
     if params is None:
         inputs = list(map(_as_taken, inputs, eqn.invars))
-    bound: Any = eqn.primitive.get_bind_params(eqn.params if params is None else params)
-    # In older versions of JAX it is a pair of functions and parameters.
-    functions, bound = bound if isinstance(bound, tuple) else ((), bound)
 
     def bind(*inputs: Any) -> list[Any]:
         given = [
-            _new_ref(jnp.asarray(value)) if is_ref(atom) else value
+            new_ref(jnp.asarray(value)) if is_ref(atom) else value
             for atom, value in zip(eqn.invars, inputs, strict=True)
         ]
-        outputs = eqn.primitive.bind(*functions, *given, **bound)
-        outputs = list(outputs) if eqn.primitive.multiple_results else [outputs]
+        outputs = _jax.bind(eqn, given, params)
         refs = [value for atom, value in zip(eqn.invars, given, strict=True) if is_ref(atom)]
         return [
             value[...] if is_ref(atom) else value

@@ -11,16 +11,13 @@ import sys
 import sysconfig
 from typing import NamedTuple
 
-from jax.extend.core import JaxprEqn
+from ..._jax import JaxprEqn, frames
 
 # Packages whose frames are left out: the user's model called them.
 _LIBRARIES = (
     *("jax", "jaxlib", "jaxscale", "flax", "optax", "equinox", "haiku", "keras", "penzai"),
     *("chex", "jmp", "einops", "jaxtyping", "beartype", "typeguard", "numpy"),
 )
-# The functions in which JAX begins to trace a function. JAX caches the result for later calls,
-# so the frames outside of these are those of the first call, wherever that was.
-_TRACING = {"trace_to_jaxpr_dynamic", "trace_to_jaxpr"}
 
 
 class Line(NamedTuple):
@@ -54,15 +51,8 @@ def layer(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> str:
 
 
 def _lines(eqn: JaxprEqn) -> list[Line]:
-    found, libraries = [], _library_folders()
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():
-        if frame.function_name.split(".")[-1] in _TRACING:
-            break
-        if _is_users(frame.file_name, libraries):
-            name = frame.function_name.split(".")[-1]
-            found.append(Line(frame.file_name, frame.line_num, name))
-    return found
+    libraries = _library_folders()
+    return [Line(*frame) for frame in frames(eqn) if _is_users(frame[0], libraries)]
 
 
 def is_users_file(file: str) -> bool:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from ..._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, context, is_ref
 from .constants import Constants
-from .jaxpr import Analysis, Needs, callee, is_ref, union
+from .jaxpr import Analysis, Needs, callee, union
 from .numbers import CONTRACTIONS, IncomparableError, evaluate, in_float32
 
 _MOST_STEPS = 32  # of a segment without a product
@@ -359,7 +359,7 @@ def number(read: Literal | Rounded, is_wide: bool) -> Any:
 
 def compute(eqn: JaxprEqn, inputs: Sequence[Any], is_wide: bool) -> list[Any]:
     """Returns the outputs of an equation, in float32 if that is asked for and possible."""
-    with eqn.ctx.manager:
+    with context(eqn):
         if is_wide:
             try:
                 return list(in_float32(eqn, inputs))

@@ -245,6 +245,8 @@ class TraceReport:
         `"args[1]['x']"`.
       nonfinite_outputs: which of the loss, the auxiliary output and the gradients hold them.
       not_compared: primitives that may have lost values but cannot be run in float32.
+      not_entered: primitives that hold operations and ran as one, such as a `shard_map`, or what
+        a newer version of JAX describes in a form that is not known here.
       constants: the numbers of the source that their dtype rounds to 0 or inf.
 
     Example:
@@ -265,6 +267,7 @@ class TraceReport:
     nonfinite_arguments: tuple[str, ...]
     nonfinite_outputs: tuple[str, ...]
     not_compared: tuple[str, ...]
+    not_entered: tuple[str, ...]
     constants: tuple[TracedConstant, ...]
 
     @property
@@ -281,6 +284,8 @@ class TraceReport:
     def __str__(self) -> str:
         loss, loss_scale = number(self.loss), number(self.loss_scale)
         summary = f"{self.equations} equations, loss {loss}, loss scale {loss_scale}"
+        if self.not_entered:
+            summary += f", looked at as one: {', '.join(self.not_entered)}"
         if not self.found:
             return f"nothing found: {summary}"
         lines = [summary]

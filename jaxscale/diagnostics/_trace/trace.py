@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import JaxprEqn
 
+from ..._jax import JaxprEqn
 from ..._leaf import is_inexact
 from ..._scaling import find_scaling
 from ..._state import LossScaleState
@@ -27,7 +27,7 @@ from .._formats import is_ndarray, kind
 from . import interpreter
 from .constants import Constants
 from .interpreter import Interpreter, Value, Visit, place_of
-from .jaxpr import BACKWARD, EFFECT, FORWARD
+from .jaxpr import BACKWARD, EFFECT, FORWARD, HOLDERS
 from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
 from .places import layer, lines
 from .plan import Planner, RoundedAt
@@ -257,12 +257,15 @@ class _Findings:
         self.births: dict[Any, tuple[Visit, Birth]] = {}
         self.lost: dict[Any, tuple[Visit, Lost]] = {}
         self.not_compared: set[str] = set()
+        self.not_entered: set[str] = set()
 
     def watch(self, visit: Visit) -> list[frozenset[Any]]:
         """Returns where the inf and NaN of each output come from, and notes new ones."""
         place = place_of(visit.eqn, visit.around)
         self.visits[place] += 1
         self.equations[place] = visit.eqn, visit.around
+        if visit.eqn.primitive.name in HOLDERS:
+            self.not_entered.add(visit.eqn.primitive.name)
         if self._look:
             self._look(visit)
         if visit.need == EFFECT:  # only printed: it reaches no output
@@ -348,6 +351,7 @@ class _Findings:
             nonfinite_arguments=_nonfinite_names(arguments),
             nonfinite_outputs=_nonfinite_names({k: v.array for k, v in outputs.items()}),
             not_compared=tuple(sorted(self.not_compared)),
+            not_entered=tuple(sorted(self.not_entered)),
             constants=_traced_constants(rounded),
         )
 

@@ -1,0 +1,424 @@
+"""Everything that depends on the version of JAX or on its internals, and nothing else does.
+
+Traced programs are public in JAX, but the parameters of their equations are not: names and forms
+move between versions. They are read here alone (`tests/integration/test_jax.py` holds that). Each
+entry says which versions have which form. An equation whose parameters have no form that is known
+here raises an `UnknownFormError`; whoever reads it runs it as it is written, and says so.
+
+The same file tests each of these assumptions by name, so that a new version of JAX which breaks
+one is told from a fault of jaxscale.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core.primitives import convert_element_type_p
+
+try:  # not public; without them only the lines and scopes of the model are lost
+    from jax._src.source_info_util import current_name_stack, user_context
+except ImportError:  # pragma: no cover
+    current_name_stack = user_context = None
+
+__all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "jaxpr_as_fun"]
+
+# The versions of JAX that the tests were run with.
+TESTED = "0.6.2 to 0.12.0"
+
+_Read = TypeVar("_Read")
+
+
+class UnknownFormError(Exception):
+    """Raised for an equation whose parameters have no form that is known here."""
+
+
+def _reader(read: Callable[[JaxprEqn], _Read]) -> Callable[[JaxprEqn], _Read]:
+    """Returns a function that reads the parameters of an equation, or says that it cannot."""
+
+    @functools.wraps(read)
+    def read_or_raise(eqn: JaxprEqn) -> _Read:
+        try:
+            return read(eqn)
+        except Exception as error:  # nobody knows what a form that is not known yet raises
+            raise UnknownFormError(eqn.primitive.name) from error
+
+    return read_or_raise
+
+
+# --- Programs. Since JAX 0.12 a `Jaxpr` holds its constants, and `ClosedJaxpr` is another name of
+# it (https://github.com/jax-ml/jax/pull/39009). Before, equations held now one, now the other.
+
+
+def closed(program: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program with its constants, of which an open one has none."""
+    return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
+
+
+def without_constants(program: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
+    """Returns a program that takes its constants as its first inputs, and these constants."""
+    jaxpr = program.jaxpr
+    if not program.consts:
+        return jaxpr, []
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    info = jaxpr.debug_info.with_unknown_names()
+    return jaxpr.replace(constvars=[], invars=invars, debug_info=info), list(program.consts)
+
+
+def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
+    """Returns the programs that an equation holds, in the order of its parameters."""
+    for value in eqn.params.values():
+        yield from filter(_is_program, value if isinstance(value, tuple | list) else (value,))
+
+
+def with_programs(eqn: JaxprEqn, replaced: Sequence[Jaxpr | ClosedJaxpr]) -> dict[str, Any]:
+    """Returns the parameters of an equation with other programs in the places of its own."""
+    others = iter(replaced)
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(replace, value)) if any(map(_is_program, value)) else value
+        return next(others) if _is_program(value) else value
+
+    return {name: replace(value) for name, value in eqn.params.items()}
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Returns the outputs of an equation for other arguments, and maybe other parameters."""
+    given: Any = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+    # Until 0.7 or so a pair: functions, which come before the arguments, and the other parameters.
+    functions, given = given if isinstance(given, tuple) else ((), given)
+    outputs = eqn.primitive.bind(*functions, *args, **given)
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
+    """Returns an array in another dtype. A program keeps this as one equation."""
+    return convert_element_type_p.bind(
+        array, new_dtype=np.dtype(dtype), weak_type=weak_type, sharding=None
+    )
+
+
+def tangent_type(aval: Any) -> Any:
+    """Returns the type of the derivatives of arrays of a type."""
+    return aval.to_tangent_aval()
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, Jaxpr | ClosedJaxpr)
+
+
+def _check_programs(eqn: JaxprEqn, *known: Any) -> None:
+    """Raises a `ValueError` if an equation holds programs that its reader does not know."""
+    if any(all(each is not one for one in known) for each in programs(eqn)):
+        raise ValueError("it holds another program")
+
+
+def _check_size(got: Sequence[Any], expected: Sequence[Any]) -> None:
+    if len(got) != len(expected):
+        raise ValueError(f"{len(got)} variables for {len(expected)}")
+
+
+# --- Calls. The name of the equation, and the parameter with the program.
+
+CALLS = {
+    "jit": "jaxpr",  # since JAX 0.7
+    "pjit": "jaxpr",  # before
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "remat": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+
+
+@_reader
+def callee(eqn: JaxprEqn) -> ClosedJaxpr:
+    """Returns the program that an equation calls with its own inputs.
+
+    Raises:
+      UnknownFormError: if it cannot be told.
+    """
+    program: Any = eqn.params[CALLS[eqn.primitive.name]]
+    called = closed(program)
+    _check_programs(eqn, program)
+    _check_size(called.jaxpr.invars, eqn.invars)
+    _check_size(called.jaxpr.outvars, eqn.outvars)
+    return called
+
+
+@functools.cache
+def _remat(prevent_cse: bool) -> JaxprEqn:
+    # Its primitive and parameters come from JAX itself, as both have changed.
+    negate = jax.checkpoint(jnp.negative, prevent_cse=prevent_cse)
+    return jax.make_jaxpr(negate)(0.0).eqns[0]
+
+
+def rematerialize(program: ClosedJaxpr, args: Sequence[Any], *, prevent_cse: bool) -> list[Any]:
+    """Returns the outputs of a program, which the backward pass computes again.
+
+    Args:
+      program: the program.
+      args: its arguments.
+      prevent_cse: whether a barrier keeps XLA from taking what the forward pass computed.
+    """
+    eqn, (jaxpr, consts) = _remat(prevent_cse), without_constants(program)
+    return eqn.primitive.bind(*consts, *args, **(eqn.params | {"jaxpr": jaxpr}))
+
+
+def backward_rule(eqn: JaxprEqn) -> str | None:
+    """Returns the name of the backward rule of a `custom_vjp` function, if it has one."""
+    name = getattr(eqn.params.get("bwd"), "__name__", None)
+    return None if name is None else str(name)
+
+
+# --- Loops and branches.
+
+
+class Scan(NamedTuple):
+    """A `scan`: the numbers of its constants and carries, which come first, and its body."""
+
+    body: ClosedJaxpr
+    consts: int
+    carries: int
+    length: int
+    reverse: bool
+
+
+@_reader
+def scan(eqn: JaxprEqn) -> Scan:
+    """Returns what a `scan` does.
+
+    Raises:
+      UnknownFormError: if it cannot be told.
+    """
+    params = eqn.params
+    body = closed(params["jaxpr"])
+    if "ft_in" in params:  # since JAX 0.11: https://github.com/jax-ml/jax/pull/39005
+        consts, carries, _ = map(len, params["ft_in"].unpack())
+        carried, _ = map(len, params["ft_out"].unpack())
+        if carried != carries:
+            raise ValueError("other carries come out than go in")
+    else:
+        consts, carries = params["num_consts"], params["num_carry"]
+    _check_programs(eqn, params["jaxpr"])
+    _check_size(body.jaxpr.invars, eqn.invars)
+    _check_size(body.jaxpr.outvars, eqn.outvars)
+    return Scan(body, consts, carries, int(params["length"]), bool(params["reverse"]))
+
+
+class While(NamedTuple):
+    """A `while`: its test and its body, with the numbers of the constants that each takes."""
+
+    test: ClosedJaxpr
+    test_consts: int
+    body: ClosedJaxpr
+    body_consts: int
+
+
+@_reader
+def while_loop(eqn: JaxprEqn) -> While:
+    """Returns what a `while` does.
+
+    Raises:
+      UnknownFormError: if it cannot be told.
+    """
+    params = eqn.params
+    test, body = closed(params["cond_jaxpr"]), closed(params["body_jaxpr"])
+    loop = While(test, params["cond_nconsts"], body, params["body_nconsts"])
+    _check_programs(eqn, params["cond_jaxpr"], params["body_jaxpr"])
+    _check_size(body.jaxpr.invars, eqn.invars[loop.test_consts :])
+    _check_size(test.jaxpr.invars, [*eqn.invars[: loop.test_consts], *eqn.outvars])
+    return loop
+
+
+@_reader
+def branches(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """Returns the branches of a `cond`, whose first input is the index.
+
+    Raises:
+      UnknownFormError: if it cannot be told.
+    """
+    found = list(map(closed, eqn.params["branches"]))
+    _check_programs(eqn, *eqn.params["branches"])
+    for branch in found:
+        _check_size(branch.jaxpr.invars, eqn.invars[1:])
+        _check_size(branch.jaxpr.outvars, eqn.outvars)
+    return found
+
+
+# --- Programs for each device. These are made anew, so that a parameter more would be lost.
+
+
+class Mapped(NamedTuple):
+    """A `shard_map` or a `pmap`: its program, and what maps a function alike."""
+
+    program: ClosedJaxpr
+    map: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@_reader
+def mapped(eqn: JaxprEqn) -> Mapped:
+    """Returns what a `shard_map` does, or a `pmap` where that is an equation: before JAX 0.8.
+
+    Raises:
+      UnknownFormError: if it cannot be told.
+    """
+    params = dict(eqn.params)
+    if eqn.primitive.name == "shard_map":
+        # Of JAX 0.6: `manual_axes`.
+        axes = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
+        program = params.pop("jaxpr")
+        options = {
+            "axis_names": set(params.pop(axes)),
+            "in_specs": tuple(params.pop("in_specs")),
+            "out_specs": tuple(params.pop("out_specs")),
+            "mesh": params.pop("mesh"),
+            "check_vma": params.pop("check_vma"),
+        }
+        transform = jax.shard_map
+    else:
+        program = params.pop("call_jaxpr")
+        names = ("axis_name", "in_axes", "out_axes", "devices", "backend", "axis_size")
+        options = {name: params.pop(name) for name in names}
+        for name in ("name", "donated_invars", "global_axis_size", "is_explicit_global_axis_size"):
+            params.pop(name, None)
+        transform = jax.pmap
+    if params:
+        raise ValueError(f"more parameters: {', '.join(params)}")
+    _check_size(closed(program).jaxpr.invars, eqn.invars)
+    return Mapped(closed(program), lambda fun: transform(fun, **options))
+
+
+# --- Refs: mutable arrays. `Ref` and `new_ref` are public since JAX 0.8, and were called
+# `mutable_array` before (https://github.com/jax-ml/jax/pull/32107).
+
+# What a function may be given that is traced. A ref is not a `jax.Array`.
+TRACED: Any = (jax.Array, *([jax.Ref] if hasattr(jax, "Ref") else []))
+
+new_ref: Any = getattr(jax, "new_ref", None) or getattr(jax.experimental, "mutable_array", None)
+
+
+def is_ref(atom: Any) -> bool:
+    """Returns whether a variable is a ref, a mutable array such as `jax.new_ref` makes."""
+    return hasattr(atom.aval, "inner_aval")
+
+
+# --- Mesh axes along which an array varies, inside `shard_map`.
+
+
+def varying(aval: Any) -> frozenset[Any]:
+    """Returns the mesh axes along which arrays of a type may differ.
+
+    The set is empty where JAX does not know: in `pmap`, and with `check_vma=False`.
+    """
+    manual = getattr(aval, "manual_axis_type", None)  # since JAX 0.10, before it `vma`
+    return getattr(aval, "vma", None) or getattr(manual, "varying", frozenset())
+
+
+def vary(array: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    """Returns an array that is the same on all devices as one that may differ along axes."""
+    lax: Any = jax.lax  # JAX 0.6 calls it `pvary`
+    return lax.pcast(array, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, axes)
+
+
+# --- Where an equation comes from.
+
+
+def context(eqn: JaxprEqn) -> Any:
+    """Returns the context in which an equation was made, such as a mesh, to make another in."""
+    return eqn.ctx.manager
+
+
+def source(eqn: JaxprEqn, scopes: Any) -> Any:
+    """Returns a context in which what is bound has the line and the scopes of an equation.
+
+    Args:
+      eqn: the equation.
+      scopes: those around the program, from `current_scopes`; `None` leaves its own out.
+    """
+    if user_context is None:
+        return contextlib.nullcontext()
+    info = eqn.source_info
+    return user_context(info.traceback, name_stack=scopes + info.name_stack)
+
+
+def outer_source(eqn: JaxprEqn, scopes: Any) -> Any:
+    """Returns a context in which what is bound has the line of an equation, and other scopes."""
+    if user_context is None:
+        return contextlib.nullcontext()
+    return user_context(eqn.source_info.traceback, name_stack=scopes)
+
+
+def current_scopes() -> Any:
+    """Returns the named scopes around what is traced now."""
+    return None if current_name_stack is None else current_name_stack()
+
+
+def scope_names(eqn: JaxprEqn) -> list[str]:
+    """Returns the named scopes of an equation, without the transformations around them."""
+    stack: Any = eqn.source_info.name_stack
+    return [getattr(scope, "name", "") for scope in stack.stack]
+
+
+# The functions in which JAX begins to trace a function. JAX caches the result for later calls,
+# so the frames outside of these are those of the first call, wherever that was.
+_TRACING = {"trace_to_jaxpr_dynamic", "trace_to_jaxpr"}
+
+
+def frames(eqn: JaxprEqn) -> Iterator[tuple[str, int, str]]:
+    """Returns the file, the line and the function of each frame of an equation, innermost first."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        name = frame.function_name.split(".")[-1]
+        if name in _TRACING:
+            return
+        yield frame.file_name, frame.line_num, name
+
+
+# --- Python frames of JAX that are running.
+
+_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
+_INNERMOST = 3  # frames of JAX in which a number is looked for
+
+
+def is_called_by_jax() -> bool:
+    """Returns whether a function of JAX called the function that calls this."""
+    return sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] == "jax"
+
+
+def numbers_being_converted() -> tuple[list[float], FrameType | None]:
+    """Returns the numbers that JAX converts to another dtype just now, and the frame inside of it.
+
+    For a function that NumPy calls when a number underflows or overflows. The numbers are local
+    variables of the innermost frames of JAX, which are no interface: if JAX calls them otherwise
+    there are none. Outside of JAX the frame is `None`.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    if not frame.f_code.co_filename.startswith(_FOLDER):
+        return [], None
+    innermost, numbers = frame, []
+    for _ in range(_INNERMOST):
+        if frame is None:
+            break
+        numbers += [float(v) for v in frame.f_locals.values() if _is_number(v)]
+        frame = frame.f_back
+    return numbers, innermost
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.shape == () and value.dtype.kind in "fiu"
+    return isinstance(value, (float, int, np.number)) and not isinstance(value, bool)
