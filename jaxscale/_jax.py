@@ -68,8 +68,10 @@ def without_constants(program: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
     jaxpr = program.jaxpr
     if not program.consts:
         return jaxpr, []
+    info: Any = jaxpr.debug_info
+    if hasattr(info, "with_unknown_names"):  # since JAX 0.7
+        info = info.with_unknown_names()
     invars = [*jaxpr.constvars, *jaxpr.invars]
-    info = jaxpr.debug_info.with_unknown_names()
     return jaxpr.replace(constvars=[], invars=invars, debug_info=info), list(program.consts)
 
 
@@ -105,6 +107,17 @@ def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
     return convert_element_type_p.bind(
         array, new_dtype=np.dtype(dtype), weak_type=weak_type, sharding=None
     )
+
+
+def product_precision(eqn: JaxprEqn) -> Any:
+    """Returns what a matrix product or a convolution asks of its precision, if it does."""
+    return eqn.params.get("precision")
+
+
+def with_preferred_type(eqn: JaxprEqn, old: Any, new: Any) -> dict[str, Any]:
+    """Returns the parameters of a product, with another dtype if it asks to accumulate in `old`."""
+    name = "preferred_element_type"
+    return eqn.params | {name: new} if eqn.params.get(name) == old else eqn.params
 
 
 def tangent_type(aval: Any) -> Any:
@@ -146,24 +159,13 @@ CALLS = {
 
 @_reader
 def callee(eqn: JaxprEqn) -> ClosedJaxpr:
-    """Returns the program that an equation calls with its own inputs.
-
-    Raises:
-      UnknownFormError: if it cannot be told.
-    """
+    """Returns the program that an equation calls with its own inputs."""
     program: Any = eqn.params[CALLS[eqn.primitive.name]]
     called = closed(program)
     _check_programs(eqn, program)
     _check_size(called.jaxpr.invars, eqn.invars)
     _check_size(called.jaxpr.outvars, eqn.outvars)
     return called
-
-
-@functools.cache
-def _remat(prevent_cse: bool) -> JaxprEqn:
-    # Its primitive and parameters come from JAX itself, as both have changed.
-    negate = jax.checkpoint(jnp.negative, prevent_cse=prevent_cse)
-    return jax.make_jaxpr(negate)(0.0).eqns[0]
 
 
 def rematerialize(program: ClosedJaxpr, args: Sequence[Any], *, prevent_cse: bool) -> list[Any]:
@@ -176,6 +178,13 @@ def rematerialize(program: ClosedJaxpr, args: Sequence[Any], *, prevent_cse: boo
     """
     eqn, (jaxpr, consts) = _remat(prevent_cse), without_constants(program)
     return eqn.primitive.bind(*consts, *args, **(eqn.params | {"jaxpr": jaxpr}))
+
+
+@functools.cache
+def _remat(prevent_cse: bool) -> JaxprEqn:
+    # Its primitive and parameters come from JAX itself, as both have changed.
+    negate = jax.checkpoint(jnp.negative, prevent_cse=prevent_cse)
+    return jax.make_jaxpr(negate)(0.0).eqns[0]
 
 
 def backward_rule(eqn: JaxprEqn) -> str | None:
@@ -199,11 +208,7 @@ class Scan(NamedTuple):
 
 @_reader
 def scan(eqn: JaxprEqn) -> Scan:
-    """Returns what a `scan` does.
-
-    Raises:
-      UnknownFormError: if it cannot be told.
-    """
+    """Returns what a `scan` does."""
     params = eqn.params
     body = closed(params["jaxpr"])
     if "ft_in" in params:  # since JAX 0.11: https://github.com/jax-ml/jax/pull/39005
@@ -230,11 +235,7 @@ class While(NamedTuple):
 
 @_reader
 def while_loop(eqn: JaxprEqn) -> While:
-    """Returns what a `while` does.
-
-    Raises:
-      UnknownFormError: if it cannot be told.
-    """
+    """Returns what a `while` does."""
     params = eqn.params
     test, body = closed(params["cond_jaxpr"]), closed(params["body_jaxpr"])
     loop = While(test, params["cond_nconsts"], body, params["body_nconsts"])
@@ -246,11 +247,7 @@ def while_loop(eqn: JaxprEqn) -> While:
 
 @_reader
 def branches(eqn: JaxprEqn) -> list[ClosedJaxpr]:
-    """Returns the branches of a `cond`, whose first input is the index.
-
-    Raises:
-      UnknownFormError: if it cannot be told.
-    """
+    """Returns the branches of a `cond`, whose first input is the index."""
     found = list(map(closed, eqn.params["branches"]))
     _check_programs(eqn, *eqn.params["branches"])
     for branch in found:
@@ -263,7 +260,7 @@ def branches(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 
 
 class Mapped(NamedTuple):
-    """A `shard_map` or a `pmap`: its program, and what maps a function alike."""
+    """A `shard_map` or a `pmap`: its program, and what maps another function alike."""
 
     program: ClosedJaxpr
     map: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -271,11 +268,7 @@ class Mapped(NamedTuple):
 
 @_reader
 def mapped(eqn: JaxprEqn) -> Mapped:
-    """Returns what a `shard_map` does, or a `pmap` where that is an equation: before JAX 0.8.
-
-    Raises:
-      UnknownFormError: if it cannot be told.
-    """
+    """Returns what a `shard_map` does, or a `pmap` where that is an equation: before JAX 0.8."""
     params = dict(eqn.params)
     if eqn.primitive.name == "shard_map":
         # Of JAX 0.6: `manual_axes`.
@@ -307,7 +300,6 @@ def mapped(eqn: JaxprEqn) -> Mapped:
 
 # What a function may be given that is traced. A ref is not a `jax.Array`.
 TRACED: Any = (jax.Array, *([jax.Ref] if hasattr(jax, "Ref") else []))
-
 new_ref: Any = getattr(jax, "new_ref", None) or getattr(jax.experimental, "mutable_array", None)
 
 
@@ -342,24 +334,23 @@ def context(eqn: JaxprEqn) -> Any:
     return eqn.ctx.manager
 
 
-def source(eqn: JaxprEqn, scopes: Any) -> Any:
+def context_key(eqn: JaxprEqn) -> Any:
+    """Returns what is equal for equations that were made in equal contexts."""
+    return eqn.ctx
+
+
+def source(eqn: JaxprEqn, scopes: Any, *, own: bool = True) -> Any:
     """Returns a context in which what is bound has the line and the scopes of an equation.
 
     Args:
       eqn: the equation.
-      scopes: those around the program, from `current_scopes`; `None` leaves its own out.
+      scopes: those around the program, from `current_scopes`.
+      own: whether its own scopes follow those.
     """
     if user_context is None:
         return contextlib.nullcontext()
     info = eqn.source_info
-    return user_context(info.traceback, name_stack=scopes + info.name_stack)
-
-
-def outer_source(eqn: JaxprEqn, scopes: Any) -> Any:
-    """Returns a context in which what is bound has the line of an equation, and other scopes."""
-    if user_context is None:
-        return contextlib.nullcontext()
-    return user_context(eqn.source_info.traceback, name_stack=scopes)
+    return user_context(info.traceback, name_stack=scopes + info.name_stack if own else scopes)
 
 
 def current_scopes() -> Any:
@@ -371,6 +362,11 @@ def scope_names(eqn: JaxprEqn) -> list[str]:
     """Returns the named scopes of an equation, without the transformations around them."""
     stack: Any = eqn.source_info.name_stack
     return [getattr(scope, "name", "") for scope in stack.stack]
+
+
+def scope_path(eqn: JaxprEqn) -> str:
+    """Returns the named scopes of an equation and the transformations around them, as text."""
+    return str(eqn.source_info.name_stack)
 
 
 # The functions in which JAX begins to trace a function. JAX caches the result for later calls,
@@ -400,11 +396,10 @@ def is_called_by_jax() -> bool:
 
 
 def numbers_being_converted() -> tuple[list[float], FrameType | None]:
-    """Returns the numbers that JAX converts to another dtype just now, and the frame inside of it.
+    """Returns the numbers that JAX is casting, and its innermost frame, or `None` outside of JAX.
 
-    For a function that NumPy calls when a number underflows or overflows. The numbers are local
-    variables of the innermost frames of JAX, which are no interface: if JAX calls them otherwise
-    there are none. Outside of JAX the frame is `None`.
+    For a function that NumPy calls when a cast underflows or overflows. The numbers are local
+    variables of frames, so a change inside of JAX may hide them.
     """
     frame: FrameType | None = sys._getframe(2)
     if not frame.f_code.co_filename.startswith(_FOLDER):

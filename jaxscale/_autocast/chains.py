@@ -23,7 +23,6 @@ from .._jax import (
     cast,
     context,
     current_scopes,
-    outer_source,
     rematerialize,
     source,
 )
@@ -103,7 +102,7 @@ def compute(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[Any, in
                     return [cast(values[link.eqn.outvars[0]], dtype)]
         return [values[last.eqn.outvars[0]]]
 
-    with outer_source(last.eqn, scopes):
+    with source(last.eqn, scopes, own=False):
         if all(map(_is_linear, links)):
             return run(*leaves)[0], len(links)
         program = jax.make_jaxpr(run)(*map(jax.typeof, leaves))

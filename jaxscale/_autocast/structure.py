@@ -133,11 +133,11 @@ def _holds_refs(eqn: JaxprEqn) -> bool:
 
 def call(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `jit`: it calls a rewritten program."""
-    unchanged = not any(map(frame.is_narrow, eqn.invars)) and _is_unchanged(frame, eqn)
-    if unchanged:
+    called = _jax.callee(eqn)
+    if not any(map(frame.is_narrow, eqn.invars)) and _is_unchanged(frame, eqn):
         return as_written(frame, eqn)
     args, kinds = _inputs(frame, eqn)
-    program, out_kinds = rewritten(frame, _jax.callee(eqn), args, kinds)
+    program, out_kinds = rewritten(frame, called, args, kinds)
     outputs = bind(eqn, args, with_programs(eqn, [program]))
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
     return outputs, _narrow(eqn, outputs, frame.dtype)
@@ -153,10 +153,11 @@ def inlined(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 def remat(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `jax.checkpoint`, with its policy."""
+    called = _jax.callee(eqn)
     if not any(map(frame.is_narrow, eqn.invars)) and _is_unchanged(frame, eqn):
         return as_written(frame, eqn)
     args, kinds = _inputs(frame, eqn)
-    program, _ = rewritten(frame, _jax.callee(eqn), args, kinds)
+    program, _ = rewritten(frame, called, args, kinds)
     jaxpr, consts = without_constants(program)
     outputs = bind(eqn, [*consts, *args], with_programs(eqn, [jaxpr]))
     return outputs, _narrow(eqn, outputs, frame.dtype)
@@ -164,9 +165,9 @@ def remat(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 def scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `scan`. What it carries keeps its dtype; what it stacks need not."""
+    loop = _jax.scan(eqn)
     if _holds_refs(eqn) or _is_unchanged(frame, eqn):
         return noted(frame, eqn)
-    loop = _jax.scan(eqn)
     args, kinds = _inputs(frame, eqn)
     last = loop.consts + loop.carries
     for i, var in enumerate(loop.body.jaxpr.invars):
@@ -181,9 +182,9 @@ def scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 def while_loop(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `while`. What it carries keeps its dtype."""
+    loop = _jax.while_loop(eqn)
     if _holds_refs(eqn) or _is_unchanged(frame, eqn):
         return noted(frame, eqn)
-    loop = _jax.while_loop(eqn)
     args, kinds = _inputs(frame, eqn)
     tested = loop.test_consts
     first = tested + loop.body_consts
@@ -203,12 +204,13 @@ def while_loop(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 def cond(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `cond` and `switch`. The branches return the dtypes that they declare."""
+    branches = _jax.branches(eqn)
     if _holds_refs(eqn) or _is_unchanged(frame, eqn):
         return noted(frame, eqn)
     args, kinds = _inputs(frame, eqn)
     branches = [
         rewritten(frame, branch, args[1:], kinds[1:], declared=len(eqn.outvars))[0]
-        for branch in _jax.branches(eqn)
+        for branch in branches
     ]
     outputs = bind(eqn, args, with_programs(eqn, branches))
     return outputs, (False,) * len(outputs)
@@ -216,10 +218,10 @@ def cond(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 def mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `shard_map` and `pmap`: the program of each device is rewritten."""
+    each = _jax.mapped(eqn)
     if _is_unchanged(frame, eqn):
         return as_written(frame, eqn)
-    args, kinds = _inputs(frame, eqn)
-    each, out_narrow = _jax.mapped(eqn), []
+    (args, kinds), out_narrow = _inputs(frame, eqn), []
 
     def run(*args: Any) -> Any:
         outputs, _ = frame.autocast.run(each.program, args, kinds, frame.in_loop)
@@ -237,10 +239,10 @@ def mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a `custom_jvp` function, and keeps its rule."""
+    autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
     if not any(map(frame.is_narrow, eqn.invars)) and _is_unchanged(frame, eqn):
         return as_written(frame, eqn)
     args, kinds = _inputs(frame, eqn)
-    autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
     program, out_kinds = rewritten(frame, declared, args, kinds)
 
     @functools.cache
@@ -279,10 +281,10 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a `custom_vjp` function, and keeps its rule."""
+    autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
     if not any(map(frame.is_narrow, eqn.invars)) and _is_unchanged(frame, eqn):
         return as_written(frame, eqn)
     args, kinds = _inputs(frame, eqn)
-    autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
     program, out_kinds = rewritten(frame, declared, args, kinds)
     size = len(declared.out_avals)
 
@@ -378,7 +380,9 @@ def _as_aval(value: Any, aval: Any) -> Any:
 def noted(frame: Frame, eqn: JaxprEqn, reason: str = "`autocast` has no rule for it") -> Outputs:
     """Evaluates an equation as it is written, and warns if there are products in it."""
     name = eqn.primitive.name
-    if name not in _KERNELS and not _is_unchanged(frame, eqn):
+    # A rule that found no program knows nothing of what is in it.
+    is_unknown = name in RULES and not any(programs(eqn))
+    if name not in _KERNELS and (is_unknown or not _is_unchanged(frame, eqn)):
         frame.autocast.warn(name, reason)
     return as_written(frame, eqn)
 

@@ -30,7 +30,9 @@ from .._jax import (
     cast,
     context,
     current_scopes,
+    product_precision,
     source,
+    with_preferred_type,
 )
 from .arguments import Flat
 from .atoms import (
@@ -303,10 +305,8 @@ def product(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a matrix product or a convolution in half precision."""
     if not is_cast(eqn):
         return as_written(frame, eqn)
-    params = eqn.params
-    if params.get("preferred_element_type") == FLOAT32:
-        # JAX writes it in a float32 program by itself. Hardware accumulates in float32 anyway.
-        params = params | {"preferred_element_type": frame.dtype}
+    # JAX writes float32 in a float32 program by itself. Hardware accumulates in float32 anyway.
+    params = with_preferred_type(eqn, FLOAT32, frame.dtype)
     (var,) = eqn.outvars
     frame.kinds[var] = Product()
     return bind(eqn, [frame.half(atom) for atom in eqn.invars], params), (True,)
@@ -317,7 +317,7 @@ def is_cast(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name not in PRODUCTS:
         return False
     floating = filter(is_floating, (*eqn.invars, *eqn.outvars))
-    precision = eqn.params.get("precision")
+    precision = product_precision(eqn)
     # An algorithm such as `F32_F32_F32` names the precision of each step.
     named = not isinstance(precision, tuple | jax.lax.Precision | None)
     return is_float32(eqn.outvars[0]) and all(map(is_float32, floating)) and not named
@@ -402,7 +402,7 @@ def convert(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a cast of the program's own."""
     atom: Any = eqn.invars[0]
     (var,) = eqn.outvars
-    dtype = np.dtype(eqn.params["new_dtype"])
+    dtype = np.dtype(var.aval.dtype)
     if is_float32(atom) and dtype == FLOAT32:
         return move(frame, eqn) if not frame.is_narrow(atom) else _same(frame, eqn)
     if is_float32(atom) and dtype == frame.dtype:

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 from typing import NamedTuple
 
-from ..._jax import JaxprEqn, frames
+from ..._jax import JaxprEqn, frames, scope_path
 
 # Packages whose frames are left out: the user's model called them.
 _LIBRARIES = (
@@ -44,7 +44,7 @@ def lines(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> list[Line]:
 
 def layer(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> str:
     """Returns the names of the scopes that an equation is in, as modules of Flax set them."""
-    stacks = [str(outer.source_info.name_stack) for outer in (*around, eqn)]
+    stacks = [scope_path(outer) for outer in (*around, eqn)]
     # Transformations wrap a name: `transpose(jvp(Net))/Dense_0`.
     names = re.sub(r"\w+\(|\)", "", "/".join(stacks)).split("/")
     return "/".join(name for name in names if name and name != "rematted_computation")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, context, is_ref
+from ..._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, context, context_key, is_ref
 from .constants import Constants
 from .jaxpr import Analysis, Needs, callee, union
 from .numbers import CONTRACTIONS, IncomparableError, evaluate, in_float32
@@ -264,7 +264,7 @@ def _key(inner: Sequence[Any], kept: tuple[int, ...]) -> Any:
             tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
             tuple(read if isinstance(read, int) else _bits(read) for read in reads),
             tuple(atom.aval for atom in eqn.invars),
-            eqn.ctx,
+            context_key(eqn),
         )
         for eqn, reads in inner
     )

@@ -1,0 +1,315 @@
+"""What jaxscale assumes about the inside of JAX, and what it does where that no longer holds.
+
+If a row of `test_jax_is_as_assumed` fails with a new version of JAX, its name says what changed:
+mend that entry of `jaxscale/_jax.py`. Until then users of that version see a warning.
+"""
+
+import functools
+import inspect
+import pathlib
+import re
+import tomllib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxscale
+from jaxscale import _jax, diagnostics
+from jaxscale.diagnostics._trace.jaxpr import HOLDERS
+
+pytestmark = pytest.mark.standard_promotion
+
+PROJECT = pathlib.Path(__file__).parent.parent.parent
+INSIDE = re.compile(
+    r"jax\._src|jax\.extend|_getframe|f_locals|get_bind_params|source_info|inner_aval|\.vma\b"
+    r"|manual_axis_type|\.ctx\b|to_tangent_aval|call_wrapped|eqn\.params(?:\[|\.get)|primitive\.bind\("
+    r"|[\"'](?:call_jaxpr|fun_jaxpr|num_consts|num_carry|preferred_element_type)[\"']"
+)
+X, W = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4), jnp.eye(4) * 0.5
+
+
+def test_only_one_module_knows_the_inside_of_jax():
+    found = {
+        str(file.relative_to(PROJECT)): names
+        for file in (PROJECT / "jaxscale").rglob("*.py")
+        if file.name != "_jax.py" and (names := INSIDE.findall(file.read_text()))
+    }
+    assert not found
+
+
+def test_the_oldest_version_that_was_tested_is_the_oldest_allowed():
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    assert f"jax>={_jax.TESTED.split()[0]}" in project["dependencies"]
+
+
+def equation(fun, *args, at=0):
+    return jax.make_jaxpr(fun)(*args).eqns[at]
+
+
+@jax.custom_vjp
+def own_vjp(x):
+    return x @ W
+
+
+def own_backward(kept, cotangent):
+    return (cotangent @ W.T,)
+
+
+own_vjp.defvjp(lambda x: (x @ W, None), own_backward)
+
+
+@jax.custom_jvp
+def own_jvp(x):
+    return x @ W
+
+
+own_jvp.defjvp(lambda primals, tangents: (primals[0] @ W, tangents[0] @ W))
+
+
+def on_one_device(fun):
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("i")
+    return jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec))
+
+
+def scanned(x):
+    return jax.lax.scan(lambda c, row: (c @ W + row, jnp.sum(c)), jnp.ones(4), x, reverse=True)
+
+
+# What holds programs: a function of `x`, and where its equation is.
+HOLDING = {
+    "jit": jax.jit(lambda x: x @ W),
+    "remat2": jax.checkpoint(lambda x: x @ W),
+    "custom_jvp_call": own_jvp,
+    "custom_vjp_call": own_vjp,
+    "scan": lambda x: jax.lax.scan(lambda c, row: (c @ W + row, c), x[0], x),
+    "while": lambda x: jax.lax.while_loop(lambda c: c[0, 0] > 9.0, lambda c: c @ W, x),
+    "cond": lambda x: jax.lax.cond(x[0, 0] > 0.0, lambda x: x @ W, lambda x: x, x),
+    "shard_map": lambda x: jax.shard_map(
+        lambda x: x @ W,
+        mesh=jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,)),
+        in_specs=PartitionSpec("i"),
+        out_specs=PartitionSpec("i"),
+    )(x),
+}
+NAMES = {"jit": ("jit", "pjit")}
+READERS = {"scan": _jax.scan, "while": _jax.while_loop, "cond": _jax.branches}
+READERS |= {"shard_map": _jax.mapped}
+
+
+def holding(name):
+    """The equation of a name in its program."""
+    eqns = jax.make_jaxpr(HOLDING[name])(X).eqns
+    (eqn,) = (e for e in eqns if e.primitive.name in NAMES.get(name, (name,)))
+    return eqn
+
+
+def calls_are_read():
+    for name in ("jit", "remat2", "custom_jvp_call", "custom_vjp_call"):
+        program = _jax.callee(holding(name))
+        assert [e.primitive.name for e in program.jaxpr.eqns] == ["dot_general"], name
+        assert len(program.jaxpr.invars) == len(holding(name).invars), name
+
+
+def scans_are_read():
+    loop = _jax.scan(equation(scanned, X, at=-1))
+    assert (loop.consts, loop.carries, loop.length, loop.reverse) == (1, 1, 3, True)
+    assert len(loop.body.jaxpr.outvars) == 2
+
+
+def whiles_are_read():
+    loop = _jax.while_loop(holding("while"))
+    assert (loop.test_consts, loop.body_consts) == (0, 1)
+    assert [e.primitive.name for e in loop.body.jaxpr.eqns] == ["dot_general"]
+
+
+def branches_are_read():
+    sizes = [len(branch.jaxpr.eqns) for branch in _jax.branches(holding("cond"))]
+    assert sizes == [0, 1]
+
+
+def maps_over_devices_are_read():
+    mapped = _jax.mapped(holding("shard_map"))
+    assert "dot_general" in {e.primitive.name for e in mapped.program.jaxpr.eqns}
+    assert mapped.map(lambda *args: (args[-1],))(W, X)[0].shape == X.shape
+
+
+def programs_are_replaced_in_order():
+    eqn = holding("cond")
+    first, second = _jax.branches(eqn)
+    swapped = _jax.bind(eqn, [0, W, X], _jax.with_programs(eqn, [second, first]))
+    np.testing.assert_array_equal(swapped[0], X @ W)
+
+
+def programs_give_their_constants():
+    program = jax.make_jaxpr(lambda x: x * np.arange(4.0, dtype=np.float32))(X)
+    jaxpr, constants = _jax.without_constants(program)
+    assert not jaxpr.constvars
+    assert len(jaxpr.invars) == 1 + len(constants)
+
+
+def casts_are_one_equation():
+    casts = jax.make_jaxpr(lambda x: _jax.cast(x, jnp.float16))(X).eqns
+    assert [e.primitive.name for e in casts] == ["convert_element_type"]
+
+
+def checkpoints_are_made():
+    program = jax.make_jaxpr(jnp.sin)(X)
+    for barrier in (False, True):
+        fun = functools.partial(_jax.rematerialize, program, prevent_cse=barrier)
+        assert equation(fun, [X]).params["prevent_cse"] is barrier
+        np.testing.assert_array_equal(fun([X])[0], jnp.sin(X))
+
+
+def scopes_and_lines_are_kept():
+    eqn = equation(jax.named_scope("inner")(lambda x: -x), X)
+    assert _jax.scope_names(eqn) == ["inner"]
+    files = [file for file, *_ in _jax.frames(eqn)]
+    assert __file__ in files
+
+    def again(x):
+        with _jax.context(eqn), _jax.source(eqn, _jax.current_scopes()):
+            return _jax.bind(eqn, [x])[0]
+
+    copy = equation(again, X)
+    assert _jax.scope_names(copy) == ["inner"]
+    assert list(_jax.frames(copy)) == list(_jax.frames(eqn))
+
+
+def numbers_of_the_source_are_seen():
+    scaling = jaxscale.NoOpLossScale().init()
+    report = diagnostics.trace(lambda x: jnp.sum(x * 1e-9), scaling)(jnp.float16(1))
+    assert [constant.value for constant in report.constants] == [1e-9]
+
+
+def callers_in_jax_are_seen():
+    called = []
+
+    def fun(x):
+        called.append(_jax.is_called_by_jax())
+        return x
+
+    jax.jit(fun)(X)
+    (lambda: fun(X))()
+    assert called == [True, False]
+
+
+def backward_rules_have_names():
+    assert _jax.backward_rule(holding("custom_vjp_call")) == "own_backward"
+    assert _jax.backward_rule(holding("jit")) is None
+
+
+def refs_are_known():
+    def fun(x):
+        ref = _jax.new_ref(x)
+        ref[...] = x + 1.0
+        return ref[...]
+
+    eqns = jax.make_jaxpr(fun)(X).eqns
+    assert any(_jax.is_ref(var) for e in eqns for var in e.outvars)
+    assert not any(_jax.is_ref(var) for e in eqns[-1:] for var in e.outvars)
+
+
+def axes_that_vary_are_known():
+    seen = []
+
+    def fun(x):
+        alike = jnp.zeros(())
+        seen.extend(map(_jax.varying, map(jax.typeof, (x, alike, _jax.vary(alike, ("i",))))))
+        return x
+
+    on_one_device(fun)(X)
+    assert seen[:3] == [{"i"}, frozenset(), {"i"}]
+
+
+def products_name_their_precision():
+    eqn = equation(lambda x: jnp.dot(x, W, precision=jax.lax.Precision.HIGHEST), X)
+    assert jax.lax.Precision.HIGHEST in _jax.product_precision(eqn)
+    params = _jax.with_preferred_type(eqn, np.float32, np.float16)
+    given = [jnp.asarray(a, jnp.float16) for a in (X, W)]
+    assert _jax.bind(eqn, given, params)[0].dtype == np.float16
+
+
+ASSUMPTIONS = [
+    *(calls_are_read, scans_are_read, whiles_are_read, branches_are_read),
+    *(maps_over_devices_are_read, programs_are_replaced_in_order, programs_give_their_constants),
+    *(casts_are_one_equation, checkpoints_are_made, scopes_and_lines_are_kept),
+    *(numbers_of_the_source_are_seen, callers_in_jax_are_seen, backward_rules_have_names),
+    *(refs_are_known, axes_that_vary_are_known, products_name_their_precision),
+]
+
+
+@pytest.mark.parametrize("assumption", ASSUMPTIONS, ids=lambda fun: fun.__name__)
+def test_jax_is_as_assumed(assumption):
+    assumption()
+
+
+def forged(name, params, fun):
+    """A function whose one equation has the name of a primitive of JAX, and other parameters."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *args, **params: [fun(*args)])
+
+    def abstract(*avals, **params):
+        out = jax.eval_shape(fun, *avals)
+        return [avals[0].update(shape=out.shape, dtype=out.dtype)]
+
+    lower = mlir.lower_fun(lambda *args: [fun(*args)], multiple_results=True)
+    primitive.def_abstract_eval(abstract)
+    # A cached rule would get the parameters beside arguments of JAX's own, under the same names.
+    uncached = "cacheable" in inspect.signature(mlir.register_lowering).parameters
+    options = {"cacheable": False} if uncached else {}
+    mlir.register_lowering(
+        primitive, lambda context, *args, **params: lower(context, *args), **options
+    )
+    return lambda *args: primitive.bind(*args, **params)[0]
+
+
+FORMS = {
+    "missing": lambda params: {},
+    "renamed": lambda params: {f"new_{key}": value for key, value in params.items()},
+    "added": lambda params: params | {"second_jaxpr": jax.make_jaxpr(lambda x: x @ W)(X)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", HOLDING)
+def test_a_form_that_is_not_known_runs_as_it_is_written(name, form):
+    """And users see a sentence, whatever JAX makes of its loops, calls and rules one day."""
+    eqn = holding(name)
+    name, params = eqn.primitive.name, FORMS[form](eqn.params)
+    with pytest.raises(_jax.UnknownFormError):
+        READERS.get(name, _jax.callee)(eqn.replace(params=params))
+    call = forged(name, params, lambda x: jnp.tanh(x @ W))
+
+    def fun(x):
+        return jnp.sum(call(x * 3.0) ** 2)
+
+    with pytest.warns(UserWarning, match=f"`{name}` run as they are written") as found:
+        assert jaxscale.autocast(fun)(X) == fun(X)
+    (message,) = (str(warning.message) for warning in found)
+    assert f"JAX {jax.__version__} gives it other parameters" in message
+    assert _jax.TESTED in message
+    assert jaxscale.autocast(jaxscale.full_precision(fun))(X) == fun(X)  # without a warning
+
+    # And the doctor's trace, of gradients that do not go through it.
+    scaling = jaxscale.NoOpLossScale().init()
+    report = diagnostics.trace(lambda w: w * jax.lax.stop_gradient(fun(X)), scaling)(jnp.float32(2))
+    assert report.loss == 2 * fun(X)
+    assert report.not_entered == (name,)
+    assert f"looked at as one: {name}" in str(report)
+    assert name in HOLDERS
+
+
+@pytest.mark.parametrize("name", [name for name in HOLDING if name != "shard_map"])
+def test_a_new_option_is_passed_on(name):
+    eqn = holding(name)
+    read = READERS.get(name, _jax.callee)
+    more = eqn.replace(params=eqn.params | {"new_option": 1})
+    assert str(read(more)) == str(read(eqn))
+    assert _jax.with_programs(more, list(_jax.programs(eqn)))["new_option"] == 1
