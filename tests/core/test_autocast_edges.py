@@ -383,11 +383,10 @@ def test_derivative_rules_decide_at_their_edge():
     assert jnp.isfinite(jax.grad(large)(jnp.eye(8) * 1000, X)).all()
 
 
-def test_nothing_leaks():
-    fun, args = PROGRAMS["attention"]
+@pytest.mark.parametrize("name", ["attention", "activations", "custom_jvp", "custom_vjp"])
+def test_nothing_leaks(name):
+    fun, args = PROGRAMS[name]
     with jax.checking_leaks():
-        jax.jit(jax.grad(lambda *args: jaxscale.autocast(fun)(*args)[0]))(*args)
-        fun, args = PROGRAMS["custom_vjp"]
         jax.jit(jax.grad(lambda *args: jaxscale.autocast(fun)(*args)[0]))(*args)
 
 
