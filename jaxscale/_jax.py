@@ -168,6 +168,30 @@ def callee(eqn: JaxprEqn) -> ClosedJaxpr:
     return called
 
 
+def is_placed(eqn: JaxprEqn) -> bool:
+    """Returns whether a `jit` says where its inputs are, or how they are laid out."""
+    shardings, layouts = (eqn.params.get(name, ()) for name in ("in_shardings", "in_layouts"))
+    is_open = all(type(each).__name__ == "UnspecifiedValue" for each in shardings)
+    return not is_open or any(each is not None for each in layouts)
+
+
+def with_inputs(params: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
+    """Returns the parameters of a `jit` that takes a number of arrays for each of its inputs."""
+    names = ("in_shardings", "in_layouts", "donated_invars")
+    return params | {
+        name: tuple(x for x, n in zip(params[name], numbers, strict=True) for _ in range(n))
+        for name in names
+        if name in params
+    }
+
+
+@functools.cache
+def _remat(prevent_cse: bool) -> JaxprEqn:
+    # Its primitive and parameters come from JAX itself, as both have changed.
+    negate = jax.checkpoint(jnp.negative, prevent_cse=prevent_cse)
+    return jax.make_jaxpr(negate)(0.0).eqns[0]
+
+
 def rematerialize(program: ClosedJaxpr, args: Sequence[Any], *, prevent_cse: bool) -> list[Any]:
     """Returns the outputs of a program, which the backward pass computes again.
 

@@ -33,9 +33,11 @@ def autocast(fun: Callable[_Args, _Result], dtype: Any = jnp.float16) -> Callabl
     function is traced, as by `jax.jit`, and each operation of it runs in one of three ways. In
     brackets are the names of JAX's primitives:
 
-    - Matrix products and convolutions run in half precision, forward and backward, together
-      with a bias that is added to them (dot_general, conv_general_dilated, ragged_dot,
-      ragged_dot_general).
+    - Matrix products and convolutions run in half precision, forward and backward
+      (dot_general, conv_general_dilated, ragged_dot, ragged_dot_general). A bias, a mask or
+      whatever else is added to them is added in float32. The sum is rounded for the next
+      product, for `tanh` and for what only leads there, such as a ReLU, and stays exact for
+      the rest, such as a loss.
     - Operations whose results may leave the range of float16 run in float32, and their results
       stay in it: powers, quotients and roots (pow, integer_pow, square, sqrt,
       rsqrt, cbrt, div, rem), exponentials and logarithms (exp, exp2, expm1,

@@ -11,7 +11,7 @@ is part of that chain, so one equation may be in several. XLA finds these again 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,16 +23,18 @@ from .._jax import (
     cast,
     context,
     current_scopes,
+    programs,
     rematerialize,
     source,
 )
 from .atoms import FLOAT32
+from .table import CHAINED_MOVES
 
 # A longer chain is cut, so that no equation is computed more often than this.
 LONGEST = 32
 
 # Without derivatives that depend on their inputs: they keep nothing for the backward pass.
-_LINEAR = {"add", "broadcast_in_dim", "expand_dims", "neg", "reshape", "squeeze", "sub"}
+_LINEAR = {"add", "convert_element_type", "neg", "stop_gradient", "sub"} | CHAINED_MOVES
 
 
 _order = itertools.count()
@@ -62,13 +64,23 @@ def _widened_jvp(primals: Any, tangents: Any) -> Any:
 
 
 class Link:
-    """An equation that is not computed yet, and the arrays or links that it reads."""
+    """An equation that is not computed yet, and the arrays or links that it reads.
 
-    __slots__ = ("eqn", "inputs", "order", "size")
+    Attributes:
+      index: which of its outputs this is.
+      size: how many equations it and the links before it have.
+    """
 
-    def __init__(self, eqn: JaxprEqn, inputs: Sequence[Any]) -> None:
-        self.eqn, self.inputs, self.order = eqn, inputs, next(_order)
-        self.size = 1 + sum(each.size for each in inputs if isinstance(each, Link))
+    __slots__ = ("eqn", "index", "inputs", "order", "size")
+
+    def __init__(self, eqn: JaxprEqn, inputs: Sequence[Any], index: int = 0) -> None:
+        self.eqn, self.inputs, self.index = eqn, inputs, index
+        self.order = next(_order)
+        self.size = _number(eqn) + sum(each.size for each in inputs if isinstance(each, Link))
+
+
+def _number(eqn: JaxprEqn) -> int:
+    return 1 + sum(_number(inner) for program in programs(eqn) for inner in program.eqns)
 
 
 def compute(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[Any, int]:
@@ -83,48 +95,89 @@ def compute(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[Any, in
     """
     links, arrays = _collected(last)
     leaves, tree = jax.tree.flatten(list(arrays.values()))
+    is_linear = all(map(_is_linear, links))
 
     def run(*given: Any) -> list[Any]:
         values = dict(zip(arrays, jax.tree.unflatten(tree, given), strict=True))
         inside = current_scopes()
 
-        def read(atom: Any) -> Any:
+        def read(atom: Any, given: Any) -> Any:
             if isinstance(atom, Literal):
                 return atom.val
-            if isinstance(values[atom], Narrow):
-                values[atom] = _widened(*values[atom])
-            return values[atom]
+            value = values[_key(given)]
+            if isinstance(value, Narrow):
+                value = values[_key(given)] = value.wide if is_linear else _widened(*value)
+            return value
 
         for link in links:
             with context(link.eqn), source(link.eqn, inside):
-                (values[link.eqn.outvars[0]],) = bind(link.eqn, [*map(read, link.eqn.invars)])
+                inputs = [*map(read, link.eqn.invars, link.inputs)]
+                values[link] = bind(link.eqn, inputs)[link.index]
                 if link is last and dtype != FLOAT32:
-                    return [cast(values[link.eqn.outvars[0]], dtype)]
-        return [values[last.eqn.outvars[0]]]
+                    return [cast(values[link], dtype)]
+        return [values[last]]
 
     with source(last.eqn, scopes, own=False):
-        if all(map(_is_linear, links)):
+        if is_linear:
             return run(*leaves)[0], len(links)
         program = jax.make_jaxpr(run)(*map(jax.typeof, leaves))
         (value,) = rematerialize(program, leaves, prevent_cse=not in_loop)
     return value, len(links)
 
 
+def starts(last: Link) -> set[Any]:
+    """Returns keys of the arrays that a chain starts from."""
+    return set(_collected(last)[1])
+
+
+def parts(last: Link) -> tuple[list[Any], Callable[[Sequence[Any]], Link]]:
+    """Returns the arrays that a chain starts from, and what makes the chain of others."""
+    links, arrays = _collected(last)
+    leaves, tree = jax.tree.flatten(list(arrays.values()))
+
+    def rebuilt(given: Sequence[Any]) -> Link:
+        found = dict(zip(arrays, jax.tree.unflatten(tree, given), strict=True))
+        return _rebuilt(links, found)
+
+    return leaves, rebuilt
+
+
+def named(last: Link, name: Callable[[Any], Any]) -> Link:
+    """Returns a chain whose half-precision arrays, which the backward pass keeps, have a name."""
+    links, found = _collected(last)
+    for key, given in found.items():
+        if isinstance(given, Narrow):
+            half = name(given.half)
+            found[key] = Narrow(half, cast(half, FLOAT32))
+    return _rebuilt(links, found)
+
+
+def _rebuilt(links: Sequence[Link], found: dict[Any, Any]) -> Link:
+    for link in links:
+        inputs = [None if each is None else found[_key(each)] for each in link.inputs]
+        found[link] = Link(link.eqn, inputs, link.index)
+    return found[links[-1]]
+
+
 def _collected(last: Link) -> tuple[list[Link], dict[Any, Any]]:
     """Returns the links of a chain in the order of the program, and the arrays they start from."""
-    found: dict[Any, Link] = {last.eqn.outvars[0]: last}
-    arrays: dict[Any, Any] = {}
-    waiting = [last]
+    found, arrays, waiting = {last}, {}, [last]
     while waiting:
-        link = waiting.pop()
-        for atom, given in zip(link.eqn.invars, link.inputs, strict=True):
+        for given in waiting.pop().inputs:
             if isinstance(given, Link):
-                if atom not in found:
-                    found[atom] = given
+                if given not in found:
+                    found.add(given)
                     waiting.append(given)
-            elif not isinstance(atom, Literal):
-                arrays[atom] = given
-    return sorted(found.values(), key=lambda link: link.order), arrays
+            elif given is not None:
+                arrays[_key(given)] = given
+    return sorted(found, key=lambda link: link.order), arrays
+
+
+def _key(given: Any) -> Any:
+    """Returns what tells a link or an array from others: variables are those of one jaxpr."""
+    return (
+        given if isinstance(given, Link) else id(given.half if isinstance(given, Narrow) else given)
+    )
 
 
 def _is_linear(link: Link) -> bool:

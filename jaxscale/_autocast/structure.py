@@ -34,6 +34,7 @@ from .._jax import (
 )
 from .._tree import blank
 from .atoms import Kind, Parameter, has_dtype, is_float32, is_full_precision
+from .chains import Link, parts
 from .table import FLOAT32 as FLOAT32_OPERATIONS
 from .transform import (
     SIMPLE_RULES,
@@ -43,7 +44,10 @@ from .transform import (
     Rule,
     as_declared,
     as_written,
+    atom_in,
+    chained,
     is_cast,
+    is_chained_call,
     parameter,
 )
 
@@ -76,16 +80,20 @@ def rewritten(
     kinds: Sequence[Kind],
     declared: int = 0,
     in_loop: bool = False,
+    wanted: Sequence[bool] = (),
 ) -> tuple[ClosedJaxpr, list[Kind]]:
     """Returns a program that an equation holds, rewritten, and the kinds of its outputs.
+
+    In the place of each link it takes the arrays that the link starts from.
 
     Args:
       frame: the frame of the equation.
       program: the program.
-      args: arrays of the precisions in which its inputs come.
+      args: arrays of the precisions in which its inputs come, or links.
       kinds: what is known of its inputs.
       declared: how many of its outputs, from the first, keep the dtypes that it declares.
       in_loop: whether it is the body of a loop.
+      wanted: for each output whether nothing is lost if it is rounded to half precision.
     """
     autocast, in_loop = frame.autocast, in_loop or frame.in_loop
     jaxpr = closed(program).jaxpr
@@ -94,22 +102,36 @@ def rewritten(
         for var, arg in zip(jaxpr.invars, args, strict=True)
     )
     known = autocast.rewritten.setdefault(program, {})
-    key = (halves, tuple(kinds), declared, in_loop)
-    if key not in known:
-        out_kinds: list[Kind] = []
+    key = (halves, tuple(kinds), declared, in_loop, tuple(wanted))
+    opened = [parts(arg) if isinstance(arg, Link) else None for arg in args]
+    if key in known and not any(opened):
+        return known[key]
+    out_kinds: list[Kind] = []
 
-        def run(*args: Any) -> list[Any]:
-            outputs, found = autocast.run(closed(program), args, kinds, in_loop)
-            out_kinds[:] = found
-            kept = zip(outputs[:declared], jaxpr.outvars, strict=False)
-            return [*(as_declared(out, var) for out, var in kept), *outputs[declared:]]
-
-        avals = [
-            var.aval.update(dtype=autocast.dtype) if half else var.aval
-            for var, half in zip(jaxpr.invars, halves, strict=True)
+    def run(*leaves: Any) -> list[Any]:
+        given = iter(leaves)
+        args = [
+            next(given) if each is None else each[1](list(itertools.islice(given, len(each[0]))))
+            for each in opened
         ]
-        known[key] = jax.make_jaxpr(run)(*avals), out_kinds
-    return known[key]
+        outputs, found = autocast.run(closed(program), args, kinds, in_loop, wanted)
+        out_kinds[:] = found
+        kept = zip(outputs[:declared], jaxpr.outvars, strict=False)
+        return [*(as_declared(out, var) for out, var in kept), *outputs[declared:]]
+
+    avals = [
+        aval
+        for var, half, each in zip(jaxpr.invars, halves, opened, strict=True)
+        for aval in (
+            map(jax.typeof, each[0])
+            if each
+            else [var.aval.update(dtype=autocast.dtype) if half else var.aval]
+        )
+    ]
+    result = jax.make_jaxpr(run)(*avals), out_kinds
+    if not any(opened):  # a link belongs to one place of one program
+        known[key] = result
+    return result
 
 
 def _narrow(eqn: JaxprEqn, outputs: Sequence[Any], dtype: Any) -> list[bool]:
@@ -123,6 +145,25 @@ def _inputs(frame: Frame, eqn: JaxprEqn) -> tuple[list[Any], list[Kind]]:
     return [frame.read(a) for a in eqn.invars], [frame.kind(a) for a in eqn.invars]
 
 
+def _links(frame: Frame, eqn: JaxprEqn) -> tuple[list[Any], list[Kind]]:
+    links = frame.links
+    args = [links[a] if atom_in(a, links) else frame.read(a) for a in eqn.invars]
+    return args, [frame.kind(a) for a in eqn.invars]
+
+
+def _arrays(arg: Any) -> list[Any]:
+    return parts(arg)[0] if isinstance(arg, Link) else [arg]
+
+
+def _wanted(frame: Frame, eqn: JaxprEqn) -> list[bool]:
+    return [var in frame.only_half for var in eqn.outvars]
+
+
+def _is_as_written(frame: Frame, eqn: JaxprEqn) -> bool:
+    entered = any(frame.is_narrow(a) or atom_in(a, frame.links) for a in eqn.invars)
+    return not entered and _is_unchanged(frame, eqn)
+
+
 def _is_unchanged(frame: Frame, eqn: JaxprEqn) -> bool:
     return not any(has_products(frame.autocast, each) for each in programs(eqn))
 
@@ -134,19 +175,25 @@ def _holds_refs(eqn: JaxprEqn) -> bool:
 def call(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `jit`: it calls a rewritten program."""
     called = _jax.callee(eqn)
-    if not any(map(frame.is_narrow, eqn.invars)) and _is_unchanged(frame, eqn):
+    if is_chained_call(frame, eqn):
+        return chained(frame, eqn)
+    if _is_as_written(frame, eqn):
         return as_written(frame, eqn)
-    args, kinds = _inputs(frame, eqn)
+    # What a chain starts from has no sharding or layout of its own.
+    args, kinds = (_inputs if _jax.is_placed(eqn) else _links)(frame, eqn)
     program, out_kinds = rewritten(frame, called, args, kinds)
-    outputs = bind(eqn, args, with_programs(eqn, [program]))
+    arrays = [*map(_arrays, args)]
+    params = _jax.with_inputs(with_programs(eqn, [program]), [*map(len, arrays)])
+    outputs = bind(eqn, [*itertools.chain(*arrays)], params)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
     return outputs, _narrow(eqn, outputs, frame.dtype)
 
 
 def inlined(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a call that means nothing but its program."""
-    args, kinds = _inputs(frame, eqn)
-    outputs, out_kinds = frame.autocast.run(_jax.callee(eqn), args, kinds, frame.in_loop)
+    args, kinds = _links(frame, eqn)
+    run, wanted = frame.autocast.run, _wanted(frame, eqn)
+    outputs, out_kinds = run(_jax.callee(eqn), args, kinds, frame.in_loop, wanted)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
     return outputs, _narrow(eqn, outputs, frame.dtype)
 
@@ -154,12 +201,13 @@ def inlined(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def remat(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `jax.checkpoint`, with its policy."""
     called = _jax.callee(eqn)
-    if not any(map(frame.is_narrow, eqn.invars)) and _is_unchanged(frame, eqn):
+    if _is_as_written(frame, eqn):
         return as_written(frame, eqn)
-    args, kinds = _inputs(frame, eqn)
-    program, _ = rewritten(frame, called, args, kinds)
+    args, kinds = _links(frame, eqn)
+    program, _ = rewritten(frame, called, args, kinds, wanted=_wanted(frame, eqn))
     jaxpr, consts = without_constants(program)
-    outputs = bind(eqn, [*consts, *args], with_programs(eqn, [jaxpr]))
+    arrays = itertools.chain(*map(_arrays, args))
+    outputs = bind(eqn, [*consts, *arrays], with_programs(eqn, [jaxpr]))
     return outputs, _narrow(eqn, outputs, frame.dtype)
 
 
@@ -175,7 +223,9 @@ def scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
             args[i], kinds[i] = as_declared(args[i], var), None
         elif i >= last and isinstance(kinds[i], Parameter):
             kinds[i] = parameter(var)  # a slice of it
-    program, _ = rewritten(frame, loop.body, args, kinds, declared=loop.carries, in_loop=True)
+    program, _ = rewritten(
+        *(frame, loop.body, args, kinds, loop.carries), in_loop=True, wanted=_wanted(frame, eqn)
+    )
     outputs = bind(eqn, args, with_programs(eqn, [program]))
     return outputs, _narrow(eqn, outputs, frame.dtype)
 
@@ -240,6 +290,8 @@ def mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a `custom_jvp` function, and keeps its rule."""
     autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
+    if is_chained_call(frame, eqn):
+        return chained(frame, eqn)
     if not any(map(frame.is_narrow, eqn.invars)) and _is_unchanged(frame, eqn):
         return as_written(frame, eqn)
     args, kinds = _inputs(frame, eqn)

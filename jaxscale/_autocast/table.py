@@ -9,8 +9,8 @@ functions. A primitive is smaller, so the tables differ in four places:
   its sums, exponentials, powers and quotients are in `FLOAT32`, and what follows those in it is
   computed in float32, too, because it follows its inputs.
 - A square is a power, also if it is written `x * x`: see `transform`.
-- `add` of a parameter to a product is part of the product, as in PyTorch's `linear` and `addmm`
-  and TensorFlow's `BiasAdd`: see `transform`.
+- What is added to a product, such as a bias, is added in float32 as PyTorch's promotion does, and
+  the sum is rounded where half precision is read, as in its `linear`: see `transform`.
 - `div`, `sqrt`, `erf`, `sin` and `cos` are in neither float32 list, as the kernels of PyTorch and
   TensorFlow compute them in float32 inside. XLA's need not.
 
@@ -89,13 +89,31 @@ CHOICES = frozenset(
 # in float32 on half-precision arrays and their results come back, which changes no bit of these,
 # so that those sums are in float32.
 SUMMED_BACKWARD = frozenset(
-    ("broadcast_in_dim", "gather", "reduce_max", "reduce_min", "reduce_window_max", "tile")
+    (
+        *("approx_top_k", "broadcast_in_dim", "cummax", "cummin", "gather", "pad", "pvary"),
+        *("reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min", "scatter"),
+        *("sort", "tile", "top_k"),
+    )
+)
+
+# To round before these is to round after them: they move or choose elements, or change a sign.
+ROUNDED_ALIKE = (
+    MOVES
+    | (CHOICES - {"approx_top_k", "argmax", "argmin", "sort", "top_k"})
+    | {"abs", "clamp", "max", "min", "neg", "select_n"}
 )
 
 # Elementwise operations in float32 on half-precision arrays are computed again in the backward
 # pass, as their inputs need half the memory (see `chains`), together with these:
-CHAINED = (
-    FLOAT32_ELEMENTWISE
-    | ELEMENTWISE
-    | {"broadcast_in_dim", "expand_dims", "reshape", "squeeze", "stop_gradient"}
+CHAINED_MOVES = frozenset(
+    (
+        *("broadcast_in_dim", "concatenate", "copy", "expand_dims", "pad", "reshape", "rev"),
+        *("sharding_constraint", "slice", "split", "squeeze", "transpose"),
+    )
 )
+CHAINED = (
+    FLOAT32_ELEMENTWISE | ELEMENTWISE | CHAINED_MOVES | {"convert_element_type", "stop_gradient"}
+)
+
+# Calls are part of a chain, too, if all that they hold is.
+CALLS = frozenset(("custom_jvp_call", "jit", "pjit"))

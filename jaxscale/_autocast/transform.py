@@ -31,6 +31,7 @@ from .._jax import (
     context,
     current_scopes,
     product_precision,
+    programs,
     source,
     with_preferred_type,
 )
@@ -48,10 +49,19 @@ from .atoms import (
     is_full_precision,
     literal_kind,
 )
-from .chains import LONGEST, Link, Narrow, compute
-from .table import CHAINED, CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
+from .chains import LONGEST, Link, Narrow, compute, named, starts
+from .table import (
+    CALLS,
+    CHAINED,
+    CHOICES,
+    ELEMENTWISE,
+    FLOAT32_ELEMENTWISE,
+    MOVES,
+    PRODUCTS,
+    SUMMED_BACKWARD,
+)
 from .table import FLOAT32 as FLOAT32_OPERATIONS
-from .uses import last_uses, only_float32
+from .uses import last_uses, only_float32, only_half, readers
 
 # The primitives that the call under way has warned of.
 _named: contextvars.ContextVar[frozenset[str]]
@@ -72,16 +82,21 @@ class Frame:
     """The values of one jaxpr while it runs."""
 
     __slots__ = (
-        *("autocast", "dtype", "halves", "in_loop", "kinds", "links", "narrow", "only_float32"),
-        *("repeats", "scopes", "values", "wides"),
+        *("autocast", "dtype", "grown", "halves", "in_loop", "kinds", "links", "narrow"),
+        *("only_float32", "only_half", "readers", "repeats", "scopes", "values", "wides"),
     )
 
-    def __init__(self, autocast: "Autocast", jaxpr: Jaxpr, in_loop: bool) -> None:
+    def __init__(
+        self, autocast: "Autocast", jaxpr: Jaxpr, in_loop: bool, wanted: Sequence[bool]
+    ) -> None:
         self.autocast, self.dtype = autocast, autocast.dtype
         self.in_loop = in_loop  # part of a body: XLA compiles its backward pass apart
         self.scopes = current_scopes()
         self.only_float32 = only_float32(jaxpr)
+        self.only_half = only_half(jaxpr, reads_half, wanted)
+        self.readers = readers(jaxpr)
         self.links: dict[Any, Link] = {}  # float32 values that are not computed yet
+        self.grown: dict[Any, Link] = {}  # how arrays were broadcast, for chains to keep less
         self.repeats = 2 * len(jaxpr.eqns) + LONGEST  # how often their equations may be computed
         self.values: dict[Any, Any] = {}
         self.narrow: set[Any] = set()  # declared as float32, and computed in half precision
@@ -134,9 +149,24 @@ class Frame:
                 self.halves[atom] = cast(self.values[atom], self.dtype, atom.aval.weak_type)
         return self.halves[atom]
 
-    def defer(self, eqn: JaxprEqn) -> None:
-        """Leaves an equation to be computed when its output is read."""
-        self.links[eqn.outvars[0]] = Link(eqn, [*map(self._held, eqn.invars)])
+    def linked(self, eqn: JaxprEqn, index: int = 0) -> Link:
+        """Returns an equation with what it reads, to be computed later."""
+        return Link(eqn, [*map(self._held, eqn.invars)], index)
+
+    def sources(self, atom: Any) -> set[Any]:
+        """Returns what tells apart the arrays that a value is computed from."""
+        return starts(self.links[atom]) if atom_in(atom, self.links) else {id(self.read(atom))}
+
+    def defer(self, var: Any, link: Link) -> None:
+        """Leaves a value to be computed when it is read, or as it will be read, if that is known.
+
+        Rounded at once, it is narrow. So is then what follows, such as a ReLU.
+        """
+        self.links[var] = link
+        if var in self.only_half:
+            half = self.half(var)
+            del self.links[var]
+            self.write(var, half, True)
 
     def settle(self, atom: Any) -> None:
         """Computes a value that was left to be computed, once for all that read it."""
@@ -148,7 +178,8 @@ class Frame:
             return None
         if atom in self.narrow:
             return Narrow(self.values[atom], self.wide(atom))
-        return self.links[atom] if atom in self.links else self.values[atom]
+        link = self.links.get(atom, self.grown.get(atom))
+        return self.values[atom] if link is None else link
 
     def _compute(self, atom: Any, dtype: Any) -> Any:
         value, count = compute(self.links[atom], dtype, self.scopes, self.in_loop)
@@ -165,7 +196,7 @@ class Frame:
 
     def forget(self, var: Any) -> None:
         """Lets go of the arrays of a variable that is not read again."""
-        for held in (self.values, self.halves, self.wides, self.links):
+        for held in (self.values, self.halves, self.wides, self.links, self.grown):
             held.pop(var, None)
 
 
@@ -190,21 +221,29 @@ class Autocast:
         args: Sequence[Any],
         kinds: Sequence[Kind],
         in_loop: bool = False,
+        wanted: Sequence[bool] = (),
     ) -> tuple[list[Any], list[Kind]]:
         """Returns the outputs of a program, some of them narrow, and their kinds.
 
         Args:
           closed: the program.
-          args: its arguments. Those declared as float32 may be in half precision.
+          args: its arguments, some of which may be links. Those declared as float32 may be in
+            half precision.
           kinds: what is known of them.
           in_loop: whether it is part of the body of a loop.
+          wanted: for each output whether nothing is lost if it is rounded to half precision. Those
+            without one are not.
         """
         jaxpr = closed.jaxpr
-        frame = Frame(self, jaxpr, in_loop)
+        frame = Frame(self, jaxpr, in_loop, wanted)
         for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
             frame.write(var, const, False, parameter(var))
         for var, arg, kind in zip(jaxpr.invars, args, kinds, strict=True):
-            frame.write(var, arg, is_float32(var) and has_dtype(arg, self.dtype), kind)
+            if isinstance(arg, Link):
+                frame.kinds[var] = kind
+                frame.defer(var, arg)
+            else:
+                frame.write(var, arg, is_float32(var) and has_dtype(arg, self.dtype), kind)
         done, rules, other = last_uses(jaxpr), self.rules, self.other
         for index, eqn in enumerate(jaxpr.eqns):
             rule = as_written if is_full_precision(eqn) else rules.get(eqn.primitive.name, other)
@@ -269,8 +308,11 @@ def as_written(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 def in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation in float32, or leaves it to be computed with what follows it."""
-    if not _is_chained(frame, eqn):
-        return as_written(frame, eqn)
+    return chained(frame, eqn) if _is_chained(frame, eqn) else as_written(frame, eqn)
+
+
+def chained(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Leaves an equation to be computed with what follows it, unless there is too much of that."""
     inner = [frame.links[atom] for atom in eqn.invars if atom_in(atom, frame.links)]
     if 1 + sum(link.size for link in inner) > LONGEST or frame.repeats < 0:
         for atom in eqn.invars:
@@ -278,8 +320,28 @@ def in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
                 frame.settle(atom)
         if not any(map(frame.is_narrow, eqn.invars)):
             return as_written(frame, eqn)
-    frame.defer(eqn)
+    for index, var in enumerate(eqn.outvars):
+        frame.defer(var, frame.linked(eqn, index))
     return (), ()
+
+
+def is_chained_call(frame: Frame, eqn: JaxprEqn) -> bool:
+    """Returns whether a call is of elementwise operations in float32, and may be in a chain."""
+    linked = any(atom_in(atom, frame.links) for atom in eqn.invars)
+    return (linked or _has_float32(eqn)) and _is_chained(frame, eqn)
+
+
+def _has_float32(eqn: JaxprEqn) -> bool:
+    name = eqn.primitive.name
+    inner = (inner for each in programs(eqn) for inner in each.eqns)
+    return name in FLOAT32_ELEMENTWISE or (name in CALLS and any(map(_has_float32, inner)))
+
+
+def is_elementwise(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation, or all that the call holds that it is, may be in a chain."""
+    if eqn.primitive.name in CALLS:
+        return all(is_elementwise(inner) for each in programs(eqn) for inner in each.eqns)
+    return eqn.primitive.name in CHAINED
 
 
 def atom_in(atom: Any, held: Container[Any]) -> bool:
@@ -288,16 +350,29 @@ def atom_in(atom: Any, held: Container[Any]) -> bool:
 
 
 def _is_chained(frame: Frame, eqn: JaxprEqn) -> bool:
-    name = eqn.primitive.name
-    if name not in CHAINED or len(eqn.outvars) != 1 or not is_float32(eqn.outvars[0]):
+    if not (all(map(is_float32, eqn.outvars)) and is_elementwise(eqn)):
         return False
     linked = [atom_in(atom, frame.links) for atom in eqn.invars]
-    if name != "add":
+    if eqn.primitive.name != "add":
         return any(linked) or any(map(frame.is_narrow, eqn.invars))
-    # Where `add` is a residual connection, its sum is what the next layer starts from.
-    return any(linked) and all(
-        is_link or frame.is_narrow(atom) or isinstance(frame.kind(atom), Constant | Parameter)
-        for is_link, atom in zip(linked, eqn.invars, strict=True)
+    return (
+        any(linked)
+        and not _is_residual(frame, eqn)
+        and all(
+            is_link or frame.is_narrow(atom) or isinstance(frame.kind(atom), Constant | Parameter)
+            for is_link, atom in zip(linked, eqn.invars, strict=True)
+        )
+    )
+
+
+def _is_residual(frame: Frame, eqn: JaxprEqn) -> bool:
+    """Returns whether a sum is that of a residual connection, from which the next layer starts.
+
+    What it adds to is read by others, too, and comes from other products.
+    """
+    one, other = (frame.sources(atom) for atom in eqn.invars)
+    return one != other and any(
+        frame.readers.get(atom, 1) > 1 for atom in eqn.invars if atom_in(atom, frame.links)
     )
 
 
@@ -323,8 +398,18 @@ def is_cast(eqn: JaxprEqn) -> bool:
     return is_float32(eqn.outvars[0]) and all(map(is_float32, floating)) and not named
 
 
+def reads_half(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation casts its inputs to half precision, whatever they are."""
+    return is_cast(eqn) and not is_full_precision(eqn)
+
+
 def follow(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation in half precision if all its floating-point arrays are in it."""
+    var: Any = eqn.outvars[0]
+    if is_float32(var) and any(
+        frame.is_narrow(atom) and atom.aval.shape != var.aval.shape for atom in eqn.invars
+    ):  # it broadcasts by itself, so that the derivative is a sum
+        return chained(frame, eqn)
     return _follow(frame, eqn, exact_in_float32=False)
 
 
@@ -335,7 +420,7 @@ def _follow(frame: Frame, eqn: JaxprEqn, exact_in_float32: bool) -> Outputs:
             narrow = True
         elif is_float32(atom) and not isinstance(frame.kind(atom), Constant):
             return in_float32(frame, eqn)
-    if not narrow:
+    if not narrow or any(programs(eqn)):  # a program in it is typed in float32
         return as_written(frame, eqn)
     outputs = [is_float32(var) for var in eqn.outvars]
     if not exact_in_float32:
@@ -353,6 +438,11 @@ def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
         for var in eqn.outvars:
             smaller = isinstance(kind, Parameter) and elements(var) < kind.size
             frame.kinds[var] = Parameter(elements(var)) if smaller else kind
+    if eqn.primitive.name == "broadcast_in_dim" and is_float32(moved):
+        frame.grown[eqn.outvars[0]] = frame.linked(eqn)
+    if eqn.primitive.name == "name" and atom_in(moved, frame.links):
+        frame.defer(eqn.outvars[0], named(frame.links[moved], lambda half: bind(eqn, [half])[0]))
+        return (), ()
     return _follow(frame, eqn, exact_in_float32=_is_summed_backward(eqn))
 
 
@@ -362,23 +452,32 @@ def choose(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _is_summed_backward(eqn: JaxprEqn) -> bool:
-    grows = elements(eqn.outvars[0]) > elements(eqn.invars[0])
-    name = eqn.primitive.name
-    return name in SUMMED_BACKWARD and (grows or name != "broadcast_in_dim")
+    return eqn.primitive.name in SUMMED_BACKWARD
 
 
 def add(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a sum. To a product, a bias is added in half precision."""
+    """Evaluates a sum. What is added to a product, such as a bias, is added in float32.
+
+    The sum is rounded for what reads it in half precision, and for nothing else.
+    """
     kinds = [frame.kind(atom) for atom in eqn.invars]
-    (var,) = eqn.outvars
-    for one, other in (kinds, kinds[::-1]):
-        if isinstance(one, Product) and isinstance(other, Product):
+    var: Any = eqn.outvars[0]
+    for (one, other), atom in zip((kinds, kinds[::-1]), eqn.invars, strict=True):
+        smaller = isinstance(other, Parameter) and (
+            var.aval.ndim <= 1 or other.size < elements(var)
+        )
+        if isinstance(one, Product) and (smaller or isinstance(other, Product)):
             frame.kinds[var] = Product()
-        elif isinstance(one, Product) and isinstance(other, Parameter):
-            aval: Any = var.aval
-            if aval.ndim <= 1 or other.size < elements(var):
-                frame.kinds[var] = Product()
-                return bind(eqn, [frame.half(atom) for atom in eqn.invars]), (True,)
+            if smaller and (frame.is_narrow(atom) or atom_in(atom, frame.links)):
+                return chained(frame, eqn)
+    return follow(frame, eqn)
+
+
+def saturate(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates `tanh`. Of a product, with or without a bias, it needs no more than that."""
+    (atom,) = eqn.invars
+    if atom_in(atom, frame.links) and isinstance(frame.kind(atom), Product):
+        return bind(eqn, [frame.half(atom)]), (True,)
     return follow(frame, eqn)
 
 
@@ -439,6 +538,7 @@ SIMPLE_RULES: dict[str, Rule] = (
         "add": add,
         "mul": multiply,
         "sub": subtract,
+        "tanh": saturate,
         "convert_element_type": convert,
         "optimization_barrier": each,
     }

@@ -1,9 +1,17 @@
 """How a program uses its variables, as far as that can be told before it runs."""
 
+import collections
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._jax import Jaxpr, Literal
+from .._jax import CALLS, Jaxpr, JaxprEqn, Literal, UnknownFormError, callee, programs
 from .table import FLOAT32 as FLOAT32_OPERATIONS
+from .table import ROUNDED_ALIKE
+
+# They mean nothing but the program in them. The backward rule of a `custom_vjp` is not in it.
+_CALLS = CALLS.keys() - {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 def last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
@@ -22,6 +30,12 @@ def last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
     return forgotten
 
 
+def readers(jaxpr: Jaxpr) -> collections.Counter[Any]:
+    """Returns how often each variable is read."""
+    atoms = itertools.chain(*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars)
+    return collections.Counter(atom for atom in atoms if not isinstance(atom, Literal))
+
+
 def only_float32(jaxpr: Jaxpr) -> set[Any]:
     """Returns the differences that are read by operations in float32 alone."""
     differences = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "sub"}
@@ -32,3 +46,38 @@ def only_float32(jaxpr: Jaxpr) -> set[Any]:
                 differences.difference_update(a for a in eqn.invars if not isinstance(a, Literal))
         differences.difference_update(a for a in jaxpr.outvars if not isinstance(a, Literal))
     return differences
+
+
+def only_half(
+    jaxpr: Jaxpr, reads_half: Callable[[JaxprEqn], bool], wanted: Sequence[bool] = ()
+) -> set[Any]:
+    """Returns the variables of which nothing is lost if they are rounded to half precision.
+
+    They are read to be rounded, or by operations that commute with that and whose results are.
+
+    Args:
+      jaxpr: the program.
+      reads_half: whether an equation rounds its inputs.
+      wanted: for each output whether it is. Those without one are not.
+    """
+    rounded: set[Any] = set()
+    others: set[Any] = set()
+
+    def read(atom: Any, is_rounded: bool) -> None:
+        if not isinstance(atom, Literal):
+            (rounded if is_rounded else others).add(atom)
+
+    for atom, is_wanted in itertools.zip_longest(jaxpr.outvars, wanted, fillvalue=False):
+        read(atom, is_wanted)
+    for eqn in reversed(jaxpr.eqns):
+        kept = [var in rounded and var not in others for var in eqn.outvars]
+        alike = eqn.primitive.name in ROUNDED_ALIKE and all(kept) and not any(programs(eqn))
+        halves = [alike or reads_half(eqn)] * len(eqn.invars)
+        if eqn.primitive.name in _CALLS:
+            with contextlib.suppress(UnknownFormError):
+                program = callee(eqn).jaxpr
+                found = only_half(program, reads_half, kept)
+                halves = [var in found for var in program.invars]
+        for atom, is_rounded in zip(eqn.invars, halves, strict=True):
+            read(atom, is_rounded)
+    return rounded - others

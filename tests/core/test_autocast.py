@@ -1,5 +1,7 @@
 """Laws of `autocast`, over a table of programs that are written in float32."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +72,17 @@ def test_nothing_range_sensitive_is_in_half_precision(name):
         for eqn in equations(jaxpr)
         if eqn.primitive.name in table.FLOAT32 and "float16" in dtypes(eqn)
     ]
+
+
+SUMS = {name for name in table.FLOAT32 if re.match("reduce_|cum|scatter|select_and|psum", name)}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_sum_of_the_backward_pass_is_in_half_precision(name):
+    fun, args = PROGRAMS[name]
+    jaxpr = jax.make_jaxpr(jax.grad(loss_of(jaxscale.autocast(fun))))(*args)
+    sums = [e for e in equations(jaxpr) if e.primitive.name in SUMS]
+    assert [e for e in sums if "float16" in dtypes(e)] == []
 
 
 @programs

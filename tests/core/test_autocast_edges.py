@@ -408,13 +408,90 @@ def test_what_is_rewritten_is_forgotten_with_its_program():
     assert remembered() <= before
 
 
-def test_a_bias_is_part_of_its_product_and_other_sums_are_not():
-    def fun(w, b, x, other):
-        return x @ w + b[None], x @ w + other, x @ w + jnp.sin(b)[None]
+LARGE_BIAS = jnp.linspace(1e5, 2e5, 8)  # more than float16 holds
+FIRST_MASKED = jnp.where(jnp.arange(4) < 1, -1e9, 0.0)
+WHOLLY_MASKED = jnp.broadcast_to(FIRST_MASKED[:, None], (4, 4))
+ADDED = {
+    "row": lambda b: X @ W[0] + b,
+    "whole row": lambda b: X @ W[0] + jnp.broadcast_to(b, X.shape),
+    "column": lambda b: b[:4, None] + X @ W[0],
+    "vector": lambda b: b + W[0] @ X[0],
+    "NumPy array": lambda b: X @ W[0] + np.asarray(LARGE_BIAS) + 0 * b,
+    "two products": lambda b: X @ W[0] + b + X @ W[1],
+    "slice": lambda b: jnp.split(X @ W[0] + b, 2, -1)[1][:, 0].T,
+    "checkpoint name": lambda b: checkpoint_name(X @ W[0] + b, "name"),
+    "concatenate": lambda b: jnp.concatenate([X @ W[0] + b, X]),
+    "relu": lambda b: jax.nn.relu(X @ W[0] + b),
+    "softplus": lambda b: jax.nn.softplus(X @ W[0] + b),
+    "silu": lambda b: jax.nn.silu(X @ W[0] + b),
+    "where": lambda b: jnp.where(X > 0, X @ W[0] + b, 0.0),
+    "residual": lambda b: (lambda y: y + jnp.tanh(y) @ W[1])(X @ W[0] + b),
+    "loss": lambda b: jnp.sqrt(jnp.mean((X @ W[0] + b) ** 2)),
+    "jit": lambda b: jax.jit(lambda b: X @ W[0] + b)(b),
+    "jit of a sum": lambda b: jax.jit(lambda y: jnp.max(y, 0) + 1)(X @ W[0] + b),
+    "remat": lambda b: jax.checkpoint(lambda y: jnp.sin(y * 1e-5))(X @ W[0] + b),
+    "scan": lambda b: jax.lax.scan(lambda c, x: (c, x @ W[0] + b), 0.0, X)[1],
+    "apply": lambda b: (X @ W[0] + jax.lax.stop_gradient(b)).at[0].set(0.0),
+}
+MASKS = {
+    "square": WHOLLY_MASKED,
+    "keys": FIRST_MASKED[None, None, None],
+    "queries": FIRST_MASKED[:, None],
+    "all": jnp.full((4, 4), -1e9),
+}
 
-    eqns = jax.make_jaxpr(jaxscale.autocast(fun))(W[0], W[0, 0], X, X).eqns
-    sums = [dtypes(e) for e in eqns if e.primitive.name == "add"]
-    assert sums == [{"float16"}, {"float32"}, {"float32"}]
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_is_added_to_a_product_is_added_in_float32(name):
+    fun, half = ADDED[name], jaxscale.autocast(ADDED[name])
+    np.testing.assert_allclose(half(LARGE_BIAS), fun(LARGE_BIAS), rtol=1e-3, atol=1e-3)
+    actual, expected = (jax.grad(lambda b, f=f: jnp.sum(f(b)))(LARGE_BIAS) for f in (half, fun))
+    np.testing.assert_allclose(actual, expected, rtol=0.01, atol=1e-3)
+    found = products(half, LARGE_BIAS)
+    assert found
+    assert all(kinds == {"float16"} for kinds in found)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("normalize", [jax.nn.softmax, jax.nn.log_softmax])
+def test_a_mask_that_is_added_is_no_bias(name, normalize):
+    q = jnp.reshape(W[:2], (2, 4, 2, 8))
+
+    def fun(q, mask):
+        return normalize(jnp.einsum("bqhd,bkhd->bhqk", q, q) + mask)
+
+    given = MASKS[name]
+    for half in (
+        jaxscale.autocast(fun),
+        jaxscale.autocast(jax.checkpoint(fun)),
+        lambda q, mask: jaxscale.autocast(lambda q: fun(q, np.asarray(mask)))(q),
+    ):
+        np.testing.assert_allclose(half(q, given), fun(q, given), rtol=0.01, atol=0.01)
+        assert jnp.isfinite(jax.grad(lambda q, half=half: jnp.sum(half(q, given)))(q)).all()
+
+
+def test_what_follows_a_sum_is_half_where_only_products_read_it():
+    def fun(w, b, x):
+        x = jax.nn.relu(x @ w + b)
+        x = checkpoint_name(jnp.concatenate([x, -x]), "name")
+        return jnp.tanh(jax.checkpoint(lambda x: jnp.max(x @ w + b, 0))(x[1:].T.T) @ w + b)
+
+    eqns = list(equations(jax.make_jaxpr(jaxscale.autocast(fun))(W[0], W[0, 0], X)))
+    for name in ("max", "concatenate", "name", "slice", "transpose", "tanh", "reduce_max"):
+        found = [dtypes(e) for e in eqns if e.primitive.name == name]
+        assert found, name
+        # The largest is found in float32, for its derivative, and comes back.
+        assert all(kinds == {"float32" if name == "reduce_max" else "float16"} for kinds in found)
+    assert {"float32"} == set().union(*(dtypes(e) for e in eqns if e.primitive.name == "add"))
+
+
+def test_programs_that_an_equation_holds_are_typed_in_float32():
+    for fun in (
+        lambda x: (x @ x).at[0].apply(jnp.tanh),
+        lambda x: jax.lax.reduce(x @ x, 0.0, lambda a, b: a * b + a, (0,)),
+        lambda x: jax.lax.reduce_window(x @ x, 1.0, lambda a, b: a - b, (2, 1), (1, 1), "SAME"),
+    ):
+        np.testing.assert_allclose(jaxscale.autocast(fun)(W[0]), fun(W[0]), atol=5e-3)
 
 
 def test_the_gradient_of_a_bias_is_added_in_float32():

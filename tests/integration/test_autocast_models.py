@@ -13,6 +13,7 @@ import pytest
 from compilations import COMPILED
 from flax import nnx
 from half_programs import CHECK, dtypes, equations
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tables import avals, rows
 
@@ -91,9 +92,9 @@ KINDS = {
 kinds = pytest.mark.parametrize("kind", rows(KINDS, ["scanned remat"]))
 
 
-def residual_bytes(loss_fn, params):
+def residual_bytes(loss_fn, params, x=TOKENS):
     """The bytes that the forward pass keeps for the backward pass."""
-    kept = jax.eval_shape(lambda params: jax.vjp(lambda p: loss_fn(p, TOKENS), params)[1], params)
+    kept = jax.eval_shape(lambda params: jax.vjp(lambda p: loss_fn(p, x), params)[1], params)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
 
 
@@ -104,6 +105,50 @@ def test_a_transformer_keeps_no_more_than_one_written_in_float16(kind):
     ours = residual_bytes(jaxscale.autocast(plain), params)
     assert ours <= 1.1 * residual_bytes(by_hand, params)
     assert ours < residual_bytes(plain, params)
+
+
+class Layers(nn.Module):
+    """Layers with biases, and one kind of operation after each."""
+
+    kind: str
+    dtype: object = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = AFTER[self.kind](nn.Dense(64, dtype=self.dtype)(x))
+        return nn.Dense(8, dtype=self.dtype)(x)
+
+
+def gated(x):
+    one, other = jnp.split(x, 2, -1)
+    return one * nn.silu(other)
+
+
+def normalized(x):
+    return nn.gelu(nn.LayerNorm(use_scale=False, use_bias=False, dtype=x.dtype)(x))
+
+
+AFTER = {
+    **{name: getattr(nn, name) for name in ("relu", "gelu", "tanh", "silu", "softplus", "elu")},
+    "dropped": lambda x: jnp.where(jnp.arange(64) % 7 > 0, nn.relu(x) / 0.9, 0.0),
+    "gated": gated,
+    "normalized": normalized,
+    "named": lambda x: nn.gelu(checkpoint_name(x, "sum")),
+    "residual": lambda x: x + nn.Dense(64, dtype=x.dtype)(nn.relu(x)),
+}
+
+
+@pytest.mark.parametrize("kind", rows(AFTER, ["relu", "gated", "named"]))
+def test_layers_with_biases_keep_no_more_than_those_written_in_float16(kind):
+    x = jnp.ones((64, 64))
+    params = Layers(kind).init(jax.random.key(0), x)
+
+    def loss_of(model):
+        return lambda params, x: jnp.sum(model.apply(params, x).astype(jnp.float32) ** 2)
+
+    by_hand = residual_bytes(loss_of(Layers(kind, jnp.float16)), params, x)
+    assert residual_bytes(jaxscale.autocast(loss_of(Layers(kind))), params, x) <= 1.02 * by_hand
 
 
 @pytest.mark.slow

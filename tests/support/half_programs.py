@@ -218,6 +218,26 @@ def moves(p, x):
 
 
 @program(X)
+def broadcasts(p, x):
+    x, y = x @ p["w"][0], x @ p["w"][1]
+    x = x * y[:1] + x[:1] - y[:, :1] + jnp.maximum(x, y[:1]) + jnp.clip(x, y[:1], y[:1] + 0.5)
+    x = jnp.where(y > 0, x, jnp.broadcast_to(y[0], x.shape)) + x * y[0, 0]
+    pairs = (x[:, None] - x[None]) * (y[:, None] * y[None]) + jnp.tile(y[:1], (4, 1))
+    return jnp.mean(pairs @ p["w"][2]), jax.vmap(lambda a: a * y[0])(x)
+
+
+@program(X)
+def orders(p, x):
+    x = x @ p["w"][0]
+    window = (jax.lax.max, (2, 1), (1, 1), "SAME")
+    x = jnp.concatenate([jnp.sort(x, 0), jax.lax.top_k(x, 8)[0], jax.lax.cummax(x)])
+    x = jax.lax.reduce_window(x, -jnp.inf, *window) + jax.lax.cummin(x)
+    x = jax.lax.reduce_window(x, jnp.inf, jax.lax.min, *window[1:])
+    x = jax.lax.pad(x, x[0, 0], ((1, 0, 0), (0, 0, 0))).at[jnp.array([0, 3])].set(x[:2])
+    return jnp.mean(x @ p["w"][1]), jnp.max(x, 0)
+
+
+@program(X)
 def linear_algebra(p, x):
     a = p["w"][0] @ p["w"][0].T + jnp.eye(8)
     solved = jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(a), x.T @ x)
