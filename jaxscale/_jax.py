@@ -185,13 +185,6 @@ def with_inputs(params: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any
     }
 
 
-@functools.cache
-def _remat(prevent_cse: bool) -> JaxprEqn:
-    # Its primitive and parameters come from JAX itself, as both have changed.
-    negate = jax.checkpoint(jnp.negative, prevent_cse=prevent_cse)
-    return jax.make_jaxpr(negate)(0.0).eqns[0]
-
-
 def rematerialize(program: ClosedJaxpr, args: Sequence[Any], *, prevent_cse: bool) -> list[Any]:
     """Returns the outputs of a program, which the backward pass computes again.
 

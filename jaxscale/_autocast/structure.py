@@ -35,21 +35,9 @@ from .._jax import (
 from .._tree import blank
 from .atoms import Kind, Parameter, has_dtype, is_float32, is_full_precision
 from .chains import Link, parts
+from .frame import Frame, Outputs, Rule, as_written, atom_in, chained, is_chained_call
 from .table import FLOAT32 as FLOAT32_OPERATIONS
-from .transform import (
-    SIMPLE_RULES,
-    Autocast,
-    Frame,
-    Outputs,
-    Rule,
-    as_declared,
-    as_written,
-    atom_in,
-    chained,
-    is_cast,
-    is_chained_call,
-    parameter,
-)
+from .transform import SIMPLE_RULES, Autocast, as_declared, is_cast, parameter
 
 # Kernels that are written for the precision that they have.
 _KERNELS = {"pallas_call", "composite", "custom_partitioning", "core_map", "mpmd_map"}
@@ -111,7 +99,7 @@ def rewritten(
     def run(*leaves: Any) -> list[Any]:
         given = iter(leaves)
         args = [
-            next(given) if each is None else each[1](list(itertools.islice(given, len(each[0]))))
+            each[1]([*itertools.islice(given, len(each[0]))]) if each else next(given)
             for each in opened
         ]
         outputs, found = autocast.run(closed(program), args, kinds, in_loop, wanted)
