@@ -1,7 +1,7 @@
 """The values of a program while it runs, and which equations wait until their result is read."""
 
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -10,9 +10,6 @@ from .atoms import FLOAT32, Constant, Kind, Parameter, is_float32, literal_kind
 from .chains import LONGEST, Link, Narrow, compute, starts
 from .table import CALLS, CHAINED, FLOAT32_ELEMENTWISE
 from .uses import only_float32, readers
-
-if TYPE_CHECKING:
-    from .transform import Autocast
 
 # Evaluates an equation: it returns the outputs, and which of these are narrow.
 Outputs = tuple[Sequence[Any], Sequence[bool]]
@@ -27,9 +24,7 @@ class Frame:
         *("only_float32", "only_half", "readers", "repeats", "scopes", "values", "wides"),
     )
 
-    def __init__(
-        self, autocast: "Autocast", jaxpr: Jaxpr, in_loop: bool, only_half: set[Any]
-    ) -> None:
+    def __init__(self, autocast: Any, jaxpr: Jaxpr, in_loop: bool, only_half: set[Any]) -> None:
         self.autocast, self.dtype = autocast, autocast.dtype
         self.in_loop = in_loop  # part of a body: XLA compiles its backward pass apart
         self.scopes = current_scopes()

@@ -200,8 +200,9 @@ def reads_half(eqn: JaxprEqn) -> bool:
 def follow(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation in half precision if all its floating-point arrays are in it."""
     var: Any = eqn.outvars[0]
+    invars: list[Any] = eqn.invars
     if is_float32(var) and any(
-        frame.is_narrow(atom) and atom.aval.shape != var.aval.shape for atom in eqn.invars
+        frame.is_narrow(atom) and atom.aval.shape != var.aval.shape for atom in invars
     ):  # it broadcasts by itself, so that the derivative is a sum
         return chained(frame, eqn)
     return _follow(frame, eqn, exact_in_float32=False)
