@@ -388,9 +388,19 @@ def frames(eqn: JaxprEqn) -> Iterator[tuple[str, int, str]]:
         yield frame.file_name, frame.line_num, name
 
 
+_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
+_SOURCES = os.path.join(_FOLDER, "_src", "")
+
+
+def frames_of_jax(eqn: JaxprEqn) -> Iterator[tuple[str, str]]:
+    """Returns the file, such as `numpy/linalg.py`, and the function of each frame of JAX's own."""
+    for file, _, name in frames(eqn):
+        if file.startswith(_SOURCES):
+            yield file.removeprefix(_SOURCES).replace(os.sep, "/"), name
+
+
 # --- Python frames of JAX that are running.
 
-_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 _INNERMOST = 3  # frames of JAX in which a number is looked for
 
 

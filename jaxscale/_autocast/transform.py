@@ -30,6 +30,7 @@ from .._jax import (
     cast,
     context,
     current_scopes,
+    frames_of_jax,
     source,
 )
 from .arguments import Flat
@@ -47,7 +48,16 @@ from .atoms import (
     literal_kind,
 )
 from .chains import LONGEST, Link, Narrow, compute
-from .table import CHAINED, CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
+from .table import (
+    CHAINED,
+    CHOICES,
+    ELEMENTWISE,
+    LIBRARIES,
+    LIBRARY_PRODUCTS,
+    MOVES,
+    PRODUCTS,
+    SUMMED_BACKWARD,
+)
 from .table import FLOAT32 as FLOAT32_OPERATIONS
 from .uses import last_uses, only_float32
 
@@ -300,7 +310,7 @@ def _is_chained(frame: Frame, eqn: JaxprEqn) -> bool:
 
 
 def product(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a matrix product or a convolution in half precision."""
+    """Evaluates a matrix product or a convolution in half precision, and others as written."""
     if not is_cast(eqn):
         return as_written(frame, eqn)
     params = eqn.params
@@ -320,7 +330,33 @@ def is_cast(eqn: JaxprEqn) -> bool:
     precision = eqn.params.get("precision")
     # An algorithm such as `F32_F32_F32` names the precision of each step.
     named = not isinstance(precision, tuple | jax.lax.Precision | None)
-    return is_float32(eqn.outvars[0]) and all(map(is_float32, floating)) and not named
+    is_typed = is_float32(eqn.outvars[0]) and all(map(is_float32, floating)) and not named
+    return is_typed and _is_of_matrices(eqn) and not _is_of_library(eqn)
+
+
+def _is_of_matrices(eqn: JaxprEqn) -> bool:
+    """Returns whether a product has something to sum over, and a row or a column left over.
+
+    Otherwise it is a product of elements, or a sum of such products. Half precision makes these no
+    faster, and a sum that is a loss gets the loss scale itself as its cotangent.
+    """
+    if eqn.primitive.name != "dot_general":
+        return True
+    summed, free = [], []
+    for atom, contracted, batch in zip(eqn.invars, *eqn.params["dimension_numbers"], strict=True):
+        for i, size in enumerate(atom.aval.shape):
+            is_one = type(size) is int and size == 1  # it is not a number if it is not known yet
+            if i not in batch and not is_one:
+                (summed if i in contracted else free).append(size)
+    return bool(summed and free)
+
+
+def _is_of_library(eqn: JaxprEqn) -> bool:
+    """Returns whether a product is a step of an algorithm of JAX that is written for float32."""
+    for file, function in frames_of_jax(eqn):
+        if file in LIBRARIES:
+            return function not in LIBRARY_PRODUCTS
+    return False
 
 
 def follow(frame: Frame, eqn: JaxprEqn) -> Outputs:
