@@ -33,7 +33,7 @@ PRODUCTS = frozenset(
 )
 
 # Modules of JAX whose products run in float32, by their files, except in the functions that are
-# themselves products or convolutions. `is_of_library` in `transform` looks for them among the
+# themselves products or convolutions. `transform` looks for them among the
 # frames of an equation, from the innermost.
 LIBRARIES = frozenset(
     (

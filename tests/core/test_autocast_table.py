@@ -58,9 +58,7 @@ def units(x, dtype):
     return np.sign(bits) * np.maximum((bits & 0x7FFF) - smallest, 0)
 
 
-# Where the logarithms of tails leave bfloat16, they leave float32, too.
-CASES = [(name, "float16") for name in OPERATIONS | TAILS]
-CASES += [(name, "bfloat16") for name in OPERATIONS]
+CASES = [(name, dtype) for dtype in ("float16", "bfloat16") for name in OPERATIONS | TAILS]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
@@ -68,7 +66,10 @@ CASES += [(name, "bfloat16") for name in OPERATIONS]
 def test_operations_are_as_in_float32_over_the_whole_range(name, dtype):
     fun, dtype = (OPERATIONS | TAILS)[name], jnp.dtype(dtype)
     numbers = np.arange(2**16, dtype=np.uint16).view(dtype).astype(np.float32)
-    x = numbers[np.isfinite(numbers) & (np.abs(numbers) >= jnp.finfo(dtype).tiny)].reshape(-1, 2)
+    # Beyond 80 the exponentials of tails leave float32, too.
+    largest = 80 if name in TAILS else np.finfo(np.float32).max
+    sizes = np.abs(numbers)
+    x = numbers[(sizes >= jnp.finfo(dtype).tiny) & (sizes <= largest)].reshape(-1, 2)
     arity = sum(p.default is p.empty for p in inspect.signature(fun).parameters.values())
     xs = [jnp.asarray(np.roll(x, 12345 * i)) for i in range(arity)]  # various pairs of numbers
 
@@ -76,9 +77,9 @@ def test_operations_are_as_in_float32_over_the_whole_range(name, dtype):
         return fun(*(x @ jnp.eye(2) for x in xs))  # exact: these are in half precision
 
     def outputs(fun):
-        value, pull = jax.vjp(fun, *xs)
-        floating = jnp.issubdtype(value.dtype, jnp.floating)
-        return value, *(pull(jnp.ones_like(value)) if floating else ())
+        # Compiled, as what is left of 1 - tanh(x) ** 2 depends on how XLA computes tanh.
+        value, pull = jax.vjp(jax.jit(fun), *xs)
+        return value, *(pull(jnp.ones_like(value)) if is_floating(value) else ())
 
     actual, expected = outputs(jaxscale.autocast(after_products, dtype)), outputs(fun)
     for a, b in zip(actual, expected, strict=True):
