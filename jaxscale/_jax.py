@@ -114,6 +114,11 @@ def product_precision(eqn: JaxprEqn) -> Any:
     return eqn.params.get("precision")
 
 
+def dot_dimensions(eqn: JaxprEqn) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Returns the contracted and the batch dimensions of both operands of a `dot_general`."""
+    return zip(*eqn.params["dimension_numbers"], strict=True)
+
+
 def with_preferred_type(eqn: JaxprEqn, old: Any, new: Any) -> dict[str, Any]:
     """Returns the parameters of a product, with another dtype if it asks to accumulate in `old`."""
     name = "preferred_element_type"
@@ -401,9 +406,19 @@ def frames(eqn: JaxprEqn) -> Iterator[tuple[str, int, str]]:
         yield frame.file_name, frame.line_num, name
 
 
+_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
+_SOURCES = os.path.join(_FOLDER, "_src", "")
+
+
+def frames_of_jax(eqn: JaxprEqn) -> Iterator[tuple[str, str]]:
+    """Returns the file, such as `numpy/linalg.py`, and the function of each frame of JAX's own."""
+    for file, _, name in frames(eqn):
+        if file.startswith(_SOURCES):
+            yield file.removeprefix(_SOURCES).replace(os.sep, "/"), name
+
+
 # --- Python frames of JAX that are running.
 
-_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 _INNERMOST = 3  # frames of JAX in which a number is looked for
 
 

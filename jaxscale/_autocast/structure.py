@@ -36,8 +36,9 @@ from .._tree import blank
 from .atoms import Kind, Parameter, has_dtype, is_float32, is_full_precision
 from .chains import Link, parts
 from .frame import Frame, Outputs, Rule, as_written, atom_in, chained, is_chained_call
+from .products import is_cast
 from .table import FLOAT32 as FLOAT32_OPERATIONS
-from .transform import SIMPLE_RULES, Autocast, as_declared, is_cast, parameter
+from .transform import SIMPLE_RULES, Autocast, as_declared, parameter
 
 # Kernels that are written for the precision that they have.
 _KERNELS = {"pallas_call", "composite", "custom_partitioning", "core_map", "mpmd_map"}

@@ -14,8 +14,14 @@ functions. A primitive is smaller, so the tables differ in four places:
 - `div`, `sqrt`, `erf`, `sin` and `cos` are in neither float32 list, as the kernels of PyTorch and
   TensorFlow compute them in float32 inside. XLA's need not.
 
-`tanh` and `logistic` are in neither list and bounded by 1: they follow their inputs. A primitive
-in no table runs as it is written: that is in float32, if its inputs were declared so.
+`tanh` and `logistic` are in neither list, as they are bounded by 1. But their tails are not: in
+float16 XLA's `logistic` is 0 below -11, and the derivatives of both are 0 where they are rounded to
+1. They are in `FLOAT32`. A primitive in no table runs as it is written: that is in float32, if its
+inputs were declared so.
+
+A product gains from half precision if it is one of matrices. Dots of vectors and outer products
+are sums and products of elements, and run in float32 as those do: see `products`. So do products
+in the algorithms of `LIBRARIES`, whose coefficients and cancellations are written for float32.
 """
 
 # The named scope of what runs as it is written. It stays through `grad` and `vmap`.
@@ -25,6 +31,17 @@ FULL_PRECISION = "jaxscale_full_precision"
 PRODUCTS = frozenset(
     ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"),
 )
+
+# Modules of JAX whose products run in float32, by their files, except in the functions that are
+# themselves products or convolutions. `products` looks for them among the frames of an equation,
+# from the innermost.
+LIBRARIES = frozenset(
+    (
+        *("numpy/linalg.py", "scipy/linalg.py", "lax/linalg.py", "tpu/linalg/qdwh.py"),
+        *("scipy/signal.py", "image/scale.py"),
+    )
+)
+LIBRARY_PRODUCTS = frozenset(("matmul", "multi_dot", "tensordot", "_convolve_nd"))
 
 # Float32, whatever comes in. The results stay in float32, as float16 may not hold them. First
 # those that treat each element by itself:
@@ -36,10 +53,11 @@ FLOAT32_ELEMENTWISE = frozenset(
         *("exp", "exp2", "expm1", "log", "log1p"),
         # trigonometry
         *("sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
-        *("sinh", "cosh", "asinh", "acosh", "atanh"),
+        *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
         # special functions
-        *("erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "zeta", "igamma"),
-        *("igammac", "igamma_grad_a", "regularized_incomplete_beta", "bessel_i0e", "bessel_i1e"),
+        *("logistic", "erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "zeta"),
+        *("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta"),
+        *("bessel_i0e", "bessel_i1e"),
     )
 )
 FLOAT32 = FLOAT32_ELEMENTWISE | frozenset(
@@ -59,8 +77,8 @@ FLOAT32 = FLOAT32_ELEMENTWISE | frozenset(
 # float32.
 ELEMENTWISE = frozenset(
     (
-        *("abs", "add", "add_any", "ceil", "clamp", "floor", "logistic", "max", "min", "mul"),
-        *("neg", "round", "select_n", "sign", "sub", "tanh"),
+        *("abs", "add", "add_any", "ceil", "clamp", "floor", "max", "min", "mul", "neg"),
+        *("round", "select_n", "sign", "sub"),
         *("eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "ne"),
     )
 )

@@ -28,7 +28,6 @@ from .._jax import (
     bind,
     cast,
     context,
-    product_precision,
     programs,
     source,
     with_preferred_type,
@@ -43,11 +42,11 @@ from .atoms import (
     elements,
     has_dtype,
     is_float32,
-    is_floating,
     is_full_precision,
 )
 from .chains import Link, named
 from .frame import Frame, Outputs, Rule, as_written, atom_in, chained, in_float32
+from .products import is_cast, reads_half
 from .table import (
     CHOICES,
     ELEMENTWISE,
@@ -171,7 +170,7 @@ def parameter(var: Any) -> Kind:
 
 
 def product(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a matrix product or a convolution in half precision."""
+    """Evaluates a matrix product or a convolution in half precision, and others as written."""
     if not is_cast(eqn):
         return as_written(frame, eqn)
     # JAX writes float32 in a float32 program by itself. Hardware accumulates in float32 anyway.
@@ -179,22 +178,6 @@ def product(frame: Frame, eqn: JaxprEqn) -> Outputs:
     (var,) = eqn.outvars
     frame.kinds[var] = Product()
     return bind(eqn, [frame.half(atom) for atom in eqn.invars], params), (True,)
-
-
-def is_cast(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a product of float32 arrays, without a demand of its own."""
-    if eqn.primitive.name not in PRODUCTS:
-        return False
-    floating = filter(is_floating, (*eqn.invars, *eqn.outvars))
-    precision = product_precision(eqn)
-    # An algorithm such as `F32_F32_F32` names the precision of each step.
-    named = not isinstance(precision, tuple | jax.lax.Precision | None)
-    return is_float32(eqn.outvars[0]) and all(map(is_float32, floating)) and not named
-
-
-def reads_half(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation casts its inputs to half precision, whatever they are."""
-    return is_cast(eqn) and not is_full_precision(eqn)
 
 
 def follow(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -268,14 +251,6 @@ def add(frame: Frame, eqn: JaxprEqn) -> Outputs:
     return follow(frame, eqn)
 
 
-def saturate(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates `tanh`. Of a product, with or without a bias, it needs no more than that."""
-    (atom,) = eqn.invars
-    if atom_in(atom, frame.links) and isinstance(frame.kind(atom), Product):
-        return bind(eqn, [frame.half(atom)]), (True,)
-    return follow(frame, eqn)
-
-
 def multiply(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a product of elements. That of a value with itself is a power."""
     one, other = eqn.invars
@@ -333,7 +308,6 @@ SIMPLE_RULES: dict[str, Rule] = (
         "add": add,
         "mul": multiply,
         "sub": subtract,
-        "tanh": saturate,
         "convert_element_type": convert,
         "optimization_barrier": each,
     }

@@ -269,6 +269,22 @@ def test_an_nnx_module_is_changed_in_place(way, jit):
     assert list(map(str, keys)) == list(map(str, expected))
 
 
+def test_an_nnx_module_may_hold_a_class_of_variables():
+    model = nnx.LoRALinear(8, 4, lora_rank=2, rngs=nnx.Rngs(0))  # it holds `nnx.LoRAParam`
+    plain, cast = nnx.clone(model), nnx.clone(model)
+    np.testing.assert_allclose(jaxscale.autocast(cast)(IMAGES), plain(IMAGES), rtol=0.02, atol=5e-3)
+    tx = jaxscale.loss_scaled(optax.sgd(0.1))
+    for trained, loss_fn in ((plain, nnx_loss), (cast, jaxscale.autocast(nnx_loss))):
+        optimizer = nnx.Optimizer(trained, tx, wrt=nnx.Param)
+        step = nnx.jit(jaxscale.nnx.train_step(loss_fn))
+        losses = [step(trained, optimizer, IMAGES) for _ in range(2)]
+        assert losses[1] < losses[0]
+    for a, b, before in zip(
+        *(jax.tree.leaves(nnx.state(each, nnx.Param)) for each in (cast, plain, model)), strict=True
+    ):
+        np.testing.assert_allclose(a - before, b - before, rtol=0.05, atol=1e-3)
+
+
 def test_an_nnx_module_or_a_method_is_a_function_too():
     plain, cast = (Network(nnx.Rngs(0)) for _ in range(2))
     for fun in (cast, cast.__call__):

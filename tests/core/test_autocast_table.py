@@ -1,0 +1,307 @@
+"""Laws of the table of `autocast`: operation by operation, and functions of JAX and Optax."""
+
+import contextlib
+import inspect
+
+import jax
+import jax.image
+import jax.numpy as jnp
+import jax.scipy.linalg
+import jax.scipy.signal
+import numpy as np
+import optax
+import pytest
+from half_programs import dtypes, equations
+from tables import rows
+
+import jaxscale
+from jaxscale._autocast import table
+
+pytestmark = pytest.mark.standard_promotion
+
+
+def products(fun, *args):
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    return [dtypes(e) for e in equations(jaxpr) if e.primitive.name in table.PRODUCTS]
+
+
+# Every operation that follows its inputs. `add_any` is the sum of two gradients, and the others
+# compare for sorting: `jax.lax` has none of these.
+OPERATIONS = {name: getattr(jax.lax, name, None) for name in sorted(table.ELEMENTWISE)}
+assert {name for name, fun in OPERATIONS.items() if fun is None} == {
+    *("add_any", "eq_to", "le_to", "lt_to")
+}
+OPERATIONS = {name: fun for name, fun in OPERATIONS.items() if fun is not None} | {
+    "clamp": lambda x, y: jax.lax.clamp(-jnp.abs(y), x, jnp.abs(y)),
+    "select_n": lambda x, y: jax.lax.select_n(x < y, x, y),
+}
+# What models make of those that saturate.
+TAILS = {
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "log sigmoid": lambda x: jnp.log(jax.nn.sigmoid(x)),
+    "cross entropy": lambda x: -jnp.log(1 - jax.nn.sigmoid(x) + 1e-7),
+    "derivative of sigmoid": lambda x: jax.nn.sigmoid(x) * (1 - jax.nn.sigmoid(x)),
+    "squashed gaussian": lambda x: jnp.log(1 - jnp.tanh(x) ** 2 + 1e-6),
+}
+
+
+def units(x, dtype):
+    """Numbers of a half-precision type as integers: neighbours differ by one.
+
+    NaN is one number, and so are those that are not normal, which lose digits in any case.
+    """
+    x = np.asarray(x).astype(dtype)
+    bits = np.where(np.isnan(x), np.asarray(np.nan, dtype), x).view(np.int16).astype(np.int32)
+    smallest = int(np.asarray(jnp.finfo(dtype).tiny, dtype).view(np.int16))
+    return np.sign(bits) * np.maximum((bits & 0x7FFF) - smallest, 0)
+
+
+CASES = [(name, dtype) for dtype in ("float16", "bfloat16") for name in OPERATIONS | TAILS]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize(("name", "dtype"), rows(CASES, CASES[: len(OPERATIONS | TAILS)]))
+def test_operations_are_as_in_float32_over_the_whole_range(name, dtype):
+    fun, dtype = (OPERATIONS | TAILS)[name], jnp.dtype(dtype)
+    numbers = np.arange(2**16, dtype=np.uint16).view(dtype).astype(np.float32)
+    # Beyond 80 the exponentials of tails leave float32, too.
+    largest = 80 if name in TAILS else np.finfo(np.float32).max
+    sizes = np.abs(numbers)
+    x = numbers[(sizes >= jnp.finfo(dtype).tiny) & (sizes <= largest)].reshape(-1, 2)
+    arity = sum(p.default is p.empty for p in inspect.signature(fun).parameters.values())
+    xs = [jnp.asarray(np.roll(x, 12345 * i)) for i in range(arity)]  # various pairs of numbers
+
+    def after_products(*xs):
+        return fun(*(x @ jnp.eye(2) for x in xs))  # exact: these are in half precision
+
+    def outputs(fun):
+        # Compiled, as what is left of 1 - tanh(x) ** 2 depends on how XLA computes tanh.
+        value, pull = jax.vjp(jax.jit(fun), *xs)
+        return value, *(pull(jnp.ones_like(value)) if is_floating(value) else ())
+
+    actual, expected = outputs(jaxscale.autocast(after_products, dtype)), outputs(fun)
+    for a, b in zip(actual, expected, strict=True):
+        # Results in half precision are rounded once. A result in float32 may differ in its last
+        # bit where XLA compiles two programs differently, and so be rounded to the neighbour.
+        assert np.max(np.abs(units(a, dtype) - units(b, dtype))) <= 1
+
+
+ROWS, COLUMN = jnp.full((4, 300), 20.0), jnp.full((300, 1), 20.0)
+POSITIONS, FREQUENCIES = jnp.arange(4096.0), 1.5 ** -jnp.arange(4.0)
+# Products that sum over nothing or leave nothing: their values leave float16, or its digits.
+OF_ELEMENTS = {
+    "vdot": (jnp.vdot, ROWS, ROWS),
+    "1-D @ 1-D": (lambda x: x @ x, ROWS[0]),
+    "ij,ij->i": (lambda x, y: jnp.einsum("ij,ij->i", x, y), ROWS, ROWS),
+    "ij,ij->": (lambda x, y: jnp.einsum("ij,ij->", x, y), ROWS, ROWS),
+    "vecdot": (jnp.linalg.vecdot, ROWS, ROWS),
+    "tree": (lambda x: optax.tree_utils.tree_vdot({"a": x}, {"a": x}), ROWS),
+    "mapped": (jax.vmap(jnp.dot), ROWS, ROWS),
+    "row @ column": (lambda x, y: x @ y, ROWS[:1], COLUMN),
+    "rows @ columns": (lambda x, y: x[:, None] @ y, ROWS, jnp.stack([COLUMN] * 4)),
+    "i,j->ij": (lambda x, y: jnp.einsum("i,j->ij", x, y), POSITIONS, FREQUENCIES),
+    "column @ row": (lambda x, y: x[:, None] @ y[None], POSITIONS, FREQUENCIES),
+    "bi,bj->bij": (lambda x, y: jnp.einsum("bi,bj->bij", x, y), 0.1 + ROWS[:2], 0.1 + ROWS[:2]),
+}
+OF_MATRICES = {
+    "matrix @ vector": (lambda x, y: x @ y, ROWS, ROWS[0]),
+    "vector @ matrix": (lambda x, y: x @ y, ROWS[0], ROWS.T),
+    "one query": (
+        lambda q, k: jnp.einsum("bthd,bshd->bhts", q, k),
+        *(jnp.ones((2, 1, 2, 4)), jnp.ones((2, 3, 2, 4))),
+    ),
+    "mapped": (jax.vmap(jnp.dot, (0, None)), ROWS, ROWS[0]),
+    "1x1": (lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), *(jnp.ones((1, 1, 1, 1)),) * 2),
+}
+
+
+@pytest.mark.parametrize("name", OF_ELEMENTS)
+def test_dots_and_outer_products_are_in_float32(name):
+    fun, *args = OF_ELEMENTS[name]
+    cast = jaxscale.autocast(fun)
+    (value, pull), (expected, plain_pull) = jax.vjp(cast, *args), jax.vjp(fun, *args)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    # The cotangent of a loss is the loss scale: here one that float16 does not hold.
+    cotangent = jnp.full_like(value, 2.0**17)
+    for a, b in zip(pull(cotangent), plain_pull(cotangent), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+    def after_products(*args):
+        return fun(*(jnp.stack([x, x], -1) @ jnp.full(2, 0.5) for x in args))
+
+    found = products(jaxscale.autocast(after_products), *args)
+    assert found == [{"float16"}] * len(args) + [{"float32"}]
+
+
+@pytest.mark.parametrize("name", OF_MATRICES)
+def test_products_of_a_matrix_are_in_half_precision(name):
+    fun, *args = OF_MATRICES[name]
+    assert products(jaxscale.autocast(fun), *args) == [{"float16"}]
+
+
+# --- Functions of libraries, with the arguments that they take.
+
+MODULES = (jnp.linalg, jax.scipy.linalg, jax.scipy.signal, jax.image, jax.nn, optax.losses)
+FUNCTIONS = {
+    f"{module.__name__}.{name}": fun
+    for module in MODULES
+    for name, fun in vars(module).items()
+    if callable(fun) and not name.startswith("_") and not inspect.isclass(fun)
+}
+NUMBERS = np.random.default_rng(0).standard_normal(4096).astype(np.float16).astype(np.float32)
+
+
+def normal(*shape):
+    return jnp.asarray(NUMBERS[: np.prod(shape)].reshape(shape))
+
+
+A, B, V, SIGNAL = normal(4, 4), normal(8, 4)[4:], normal(4), normal(64)
+POSITIVE = (A @ A.T + jnp.eye(4)).astype(jnp.float16).astype(jnp.float32)
+LABELS, CHANCES = jnp.array([0, 2, 1, 0]), jax.nn.softmax(B)
+HOT, BITS = jax.nn.one_hot(LABELS, 4), jnp.array([0.0, 1.0, 0.0, 1.0])
+CTC = (
+    normal(2, 6, 4),
+    jnp.zeros((2, 6)),
+    jnp.array([[1, 2], [3, 0]]),
+    jnp.array([[0.0, 0], [0, 1]]),
+)
+# Tried in this order, where `ARGUMENTS` says nothing else.
+USUAL = [(A,), (A, B), (A, V), (V,), (V, V), (4,), (A, 2), (LABELS, 4)]
+ARGUMENTS = (
+    dict.fromkeys(("cholesky", "cho_factor"), (POSITIVE,))
+    | dict.fromkeys(("convolve", "correlate", "fftconvolve"), (SIGNAL, V))
+    | dict.fromkeys(("kl_divergence", "generalized_kl_divergence"), (A, CHANCES))
+    | dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), (A[None], HOT[None]))
+    | dict.fromkeys(("sparsemax_loss", "hinge_loss", "perceptron_loss"), (V, BITS))
+    | dict.fromkeys(("sigmoid_binary_cross_entropy", "sigmoid_focal_loss"), (V, BITS))
+    | dict.fromkeys(("softmax_cross_entropy", "safe_softmax_cross_entropy"), (A, HOT))
+    | dict.fromkeys(("poly_loss_cross_entropy", "ranking_softmax_loss"), (A, HOT))
+    | dict.fromkeys(("multiclass_hinge_loss", "multiclass_perceptron_loss", "ntxent"), (A, LABELS))
+    | dict.fromkeys(("multiclass_sparsemax_loss",), (A, LABELS))
+    | dict.fromkeys(("softmax_cross_entropy_with_integer_labels",), (A, LABELS))
+    | dict.fromkeys(("ctc_loss", "ctc_loss_with_forward_probs"), CTC)
+    | {
+        "binary_dice_loss": (A, HOT),
+        "convolution_matrix": (V, 5),
+        "cross": (normal(4, 3), normal(8, 3)[4:]),
+        "convex_kl_divergence": (A, CHANCES),
+        "dot_product_attention": (normal(1, 4, 2, 4),) * 3,
+        "leslie": (V, V[:3]),
+        "log1mexp": (POSITIVE,),
+        "solve_sylvester": (POSITIVE, POSITIVE, A),
+        "triplet_margin_loss": (A, B, CHANCES),
+    }
+)
+LINALG, STFT = jax.scipy.linalg, {"nperseg": 16}
+# Those that take something else than arrays, or whose arguments others compute.
+CALLS = {
+    "cho_solve": (lambda a, b: LINALG.cho_solve((LINALG.cho_factor(a)[0], False), b), POSITIVE, A),
+    "csd": (lambda x, y: jax.scipy.signal.csd(x, y, **STFT), SIGNAL, SIGNAL[::-1]),
+    "eigh_tridiagonal": (lambda d: LINALG.eigh_tridiagonal(d, d[1:], eigvals_only=True), V),
+    "funm": (lambda a: LINALG.funm(a, jnp.sin), A),
+    "istft": (
+        lambda x: jax.scipy.signal.istft(jax.scipy.signal.stft(x, **STFT)[2], **STFT),
+        SIGNAL,
+    ),
+    "lu_solve": (lambda a, b: LINALG.lu_solve(LINALG.lu_factor(a), b), POSITIVE, A),
+    "make_fenchel_young_loss": (
+        lambda x, y: optax.losses.make_fenchel_young_loss(jax.nn.logsumexp)(x, y),
+        *(V, CHANCES[0]),
+    ),
+    "multi_dot": (lambda a, b: jnp.linalg.multi_dot([a, b, a]), A, B),
+    "resize": (lambda x: jax.image.resize(x, (9, 7), "cubic"), A),
+    "rsf2csf": (lambda a: LINALG.rsf2csf(*LINALG.schur(a)), A),
+    "scale_and_translate": (
+        lambda x: jax.image.scale_and_translate(x, (9, 7), (0, 1), V[:2] ** 2, V[2:], "linear"),
+        A,
+    ),
+    "stft": (lambda x: jax.scipy.signal.stft(x, **STFT), SIGNAL),
+    "tensorinv": (lambda a: jnp.linalg.tensorinv(a.reshape(2, 2, 4)), A),
+    "welch": (lambda x: jax.scipy.signal.welch(x, **STFT), SIGNAL),
+}
+NOT_CALLED = {
+    "get_scaled_dot_general_config": "returns a configuration",
+    "scaled_dot_general": "a product of 8-bit or 4-bit numbers, which needs a GPU",
+    "scaled_matmul": "a product of 8-bit or 4-bit numbers, which needs a GPU",
+}
+# Those that are products or convolutions, or are made of these and nothing narrower.
+IN_HALF = {
+    *("matmul", "multi_dot", "convolve", "convolve2d", "correlate", "correlate2d"),
+    *("dot_product_attention", "ctc_loss", "ctc_loss_with_forward_probs"),
+}
+
+
+def of_arrays(fun, args):
+    """A function as one of the arrays among its arguments, which come first, and these."""
+    arrays = [arg for arg in args if isinstance(arg, jax.Array)]
+    return lambda *given: fun(*given, *args[len(given) :]), *arrays
+
+
+def callable_with(name):
+    """A function of a library as one of arrays, and these."""
+    name, fun = name.rpartition(".")[2], FUNCTIONS[name]
+    if name in CALLS:
+        return CALLS[name]
+    for args in [ARGUMENTS[name]] if name in ARGUMENTS else USUAL:
+        with contextlib.suppress(Exception):  # whatever it says of arguments that are not for it
+            fun(*args)
+            return of_arrays(fun, args)
+    pytest.fail("no arguments are known for it: it needs a row in `ARGUMENTS` or `CALLS`")
+
+
+def is_floating(x):
+    return jnp.issubdtype(getattr(x, "dtype", np.bool_), np.inexact)
+
+
+def floating(tree):
+    return list(filter(is_floating, jax.tree.leaves(tree)))
+
+
+def weighted_sum(fun):
+    def weighted(x):
+        return jnp.sum(jnp.abs(x) * jnp.cos(jnp.arange(x.size)).reshape(x.shape))
+
+    return lambda *args: sum(map(weighted, floating(fun(*args))))
+
+
+def assert_close(actual, expected, tolerance):
+    for a, b in zip(floating(actual), floating(expected), strict=True):
+        if np.isfinite(b).all():
+            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.max(np.abs(b)), 1e-3))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "name",
+    rows(
+        [name for name in FUNCTIONS if name.rpartition(".")[2] not in NOT_CALLED],
+        ["jax.scipy.linalg.expm", "jax.numpy.linalg.pinv", "jax.image.resize"],
+    ),
+)
+def test_functions_of_libraries_are_as_in_float32(name):
+    fun, *args = callable_with(name)
+    is_half = name.rpartition(".")[2] in IN_HALF
+    cast = jaxscale.autocast(fun)
+    # Given float32, those that are not products have no rounding at all: of whatever magnitude.
+    exact = 2**-8 if is_half else 1e-4
+    for magnitude in (1, 8) if is_half else (1, 1000):
+        given = [arg * magnitude if is_floating(arg) else arg for arg in args]
+        assert_close(cast(*given), fun(*given), exact)
+    assert is_half == ({"float16"} in products(cast, *args))
+
+    def after_products(*args):
+        return fun(*(x @ jnp.eye(x.shape[-1]) if is_floating(x) else x for x in args))
+
+    # Given half precision, some follow it: a few roundings of 2**-11.
+    assert_close(jaxscale.autocast(after_products)(*args), fun(*args), 2**-8)
+    try:
+        expected = jax.grad(weighted_sum(fun))(*args)
+    except (NotImplementedError, TypeError, ValueError):
+        return  # it has no derivative
+    for differentiated in (
+        jax.grad(weighted_sum(cast)),
+        jaxscale.autocast(jax.grad(weighted_sum(fun))),
+    ):
+        assert_close(differentiated(*args), expected, exact)
