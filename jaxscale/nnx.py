@@ -17,7 +17,7 @@ from flax import nnx
 from ._optimizer import applied, check_optimizer, check_transformation, chosen
 from ._retry import Pass, is_traced
 from ._state import Scaled, unwrapped
-from ._train_step import Plan, named
+from ._train_step import Plan, check_same_optimizer, named
 
 __all__ = ["train_step"]
 
@@ -47,20 +47,30 @@ def train_step(
       retries: as in `jaxscale.train_step`. Each pass starts from the model as it was.
       keep: which variables a skipped step keeps, as a filter of NNX. By default all but streams of
         random numbers and intermediates.
-      **kwargs: passed to `nnx.value_and_grad`.
+      **kwargs: passed to `nnx.value_and_grad`. Leave `argnums` out: the optimizer's `wrt` says
+        what is differentiated.
 
     Returns:
       `step(model, optimizer, *args) -> loss`; with `has_aux` it returns `(loss, aux)`. The
-      optimizer is an `nnx.Optimizer(model, tx, wrt=...)`; what it trains is differentiated. If
-      `tx` is not a `jaxscale.loss_scaled` optimizer, every step is applied, bad ones too. Its
-      `step` counts all calls, also those that were skipped. Keyword arguments go to `loss_fn`.
-      Changes that `loss_fn` itself makes to trained variables are dropped.
+      optimizer is an `nnx.Optimizer(model, tx, wrt=...)`; what it trains is differentiated, with
+      `wrt=nnx.LoRAParam` only the LoRA weights. If `tx` is not a `jaxscale.loss_scaled` optimizer,
+      every step is applied, bad ones too. Its `step` counts all calls, also those that were
+      skipped. Keyword arguments go to `loss_fn`. Changes that `loss_fn` itself makes to trained
+      variables are dropped, and so are those of attributes that are not arrays, such as a Python
+      number. The verdict is about the loss and the gradients: if statistics may turn NaN while
+      these are finite, let `loss_fn` return
+      `jnp.where(jaxscale.all_finite(nnx.state(model, nnx.BatchStat)), loss, jnp.nan)`.
+
+    Warns:
+      UserWarning: as in `jaxscale.train_step`, at the first call.
 
     Raises:
       TypeError: if `loss_fn` is not callable; when called, if the second argument is not an
-        `nnx.Optimizer`, if `loss_fn` returns something else, or if `jax.jit` calls it.
+        `nnx.Optimizer`, if `loss_fn` takes or returns something else, or if `jax.jit` calls it.
       ValueError: if `retries` is below 0; when called, if it is above 0 and the optimizer has no
-        loss scale that moves, or if a variable that a skipped step keeps changed its shape.
+        loss scale that moves, if the optimizer belongs to another model, if `argnums` names
+        something that it does not train, or if a variable that a skipped step keeps changed its
+        shape.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -81,7 +91,7 @@ def train_step(
 
     # As `nnx.value_and_grad` accepts no keyword-only arguments.
     def positional(model: Any, args: Any, kwargs: Any) -> Any:
-        return loss_fn(model, *args, **kwargs)
+        return plan.run_loss(model, *args, **kwargs)
 
     is_kept = nnx.filterlib.to_predicate(keep)
 
@@ -92,8 +102,17 @@ def train_step(
         graph, put_together = _taken_apart(model, args, kwargs)
         graphdef, before = nnx.split(graph)
         params = unwrapped(nnx.state(model, wrt))
+        check_same_optimizer(call, tx, opt_state, params)
+        trains = nnx.DiffState(0, wrt)
+        if plan.kwargs.get("argnums", 0) not in (0, trains):
+            raise ValueError(
+                f"`{call}(argnums={plan.kwargs['argnums']!r})`: what the optimizer trains is "
+                f"differentiated, and this one has wrt={wrt!r}. Leave `argnums` out, and say it "
+                "there: `nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)` trains the LoRA weights "
+                "alone."
+            )
         differentiated = dataclasses.replace(
-            plan, loss_fn=positional, kwargs={"argnums": nnx.DiffState(0, wrt), **plan.kwargs}
+            plan, loss_fn=positional, kwargs={**plan.kwargs, "argnums": trains}
         )
         leaves, treedef = jax.tree.flatten(before)
 
