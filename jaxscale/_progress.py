@@ -181,7 +181,7 @@ _EXHAUSTED = (
     "not, at any of the scales that were tried, so these batches were lost. If the scale is not to "
     "blame, look at the data, as an inf gives a finite loss behind a tanh or a sigmoid, and for a "
     "division by 0 or the square root of 0; `jaxscale doctor` names the line of the model. If it "
-    "starts too high, start lower, or allow more `retries`."
+    "is, start lower, lower its floor, or allow more `retries`."
 )
 
 # Without numbers: Python's filter of warnings shows a text once for each line that calls `check`.

@@ -81,7 +81,8 @@ class LossScaledState(NamedTuple):
         step, at a lower scale.
       total_exhausted: `i32[]`, steps skipped although their backward pass was repeated: their
         gradients were not finite in the last pass either. The scale was not to blame, and moved
-        as by one overflow.
+        as by one overflow. Of the first 25 steps a row of them counts as one, as the scale may
+        come down from a high start.
       backoff_count: `i32[]`, how often an overflow lowered the scale since it last grew. Several
         falls in a row of skipped steps count as one, and those of the first 25 steps do not
         count: a scale that comes down from a high start does not decay.
@@ -367,10 +368,12 @@ def retried(
     """
     again, total = number > 0, state.total_retries
     room = jnp.iinfo(total.dtype).max - total
+    exhausted = again & ~verdict.grads_finite
+    exhausted &= state.grads_finite | (state.total_steps >= _DESCENT)
     state = state._replace(
         scaling=scaling,
         total_retries=total + jnp.minimum(number, room),
-        total_exhausted=_count(again & ~verdict.grads_finite, state.total_exhausted),
+        total_exhausted=_count(exhausted, state.total_exhausted),
         backoff_count=backoffs(state, scaling, again),
     )
     return state, verdict._replace(lowered=again & verdict.grads_finite)

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
@@ -134,8 +134,8 @@ def train_step(
       **kwargs: passed to `transform`.
 
     Warns:
-      UserWarning: once, if `tx` is a bare optimizer. `loss_scaled(tx, None, skip_nonfinite=False)`
-        is the same optimizer without the warning.
+      UserWarning: once, if `tx` is a bare optimizer, unless it is
+        `loss_scaled(tx, None, skip_nonfinite=False)`, which says that it is meant.
 
     Returns:
       `step(params, opt_state, *args) -> (params, opt_state, loss)`; with `has_state`
@@ -176,10 +176,7 @@ def train_step(
         )
     check_transformation("train_step", tx)
     plan.check_retries(tx)
-    states: list[Any] = []
-    with contextlib.suppress(Exception):  # an `init` that needs parameters is asked at the call
-        states.append(jax.eval_shape(tx.init, {}))
-    for state in states:
+    for state in _possible_states(tx):
         plan.warn_if_bare(tx, state, stacklevel=3)
     order = "(params, opt_state, state, ...)" if has_state else "(params, opt_state, ...)"
 
@@ -207,6 +204,13 @@ def train_step(
         return params, opt_state, *state, (made.loss, made.aux) if has_aux else made.loss
 
     return named(step)
+
+
+def _possible_states(tx: Any) -> Iterator[Any]:
+    """Yields states of an optimizer, if it can make any without the parameters of a model."""
+    for params in ({}, jax.ShapeDtypeStruct((1,), jnp.float32)):
+        with contextlib.suppress(Exception):
+            yield jax.eval_shape(tx.init, params)
 
 
 def named(step: Callable[..., Any]) -> Callable[..., Any]:
