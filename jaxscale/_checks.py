@@ -153,9 +153,7 @@ def explained() -> Iterator[None]:
         ) from error
 
 
-def misfit(
-    fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error: TypeError
-) -> str:
+def misfit(fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error: TypeError) -> str:
     """Returns why a call of a function failed before the function ran, or nothing if it did run.
 
     Args:

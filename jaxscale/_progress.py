@@ -63,9 +63,10 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
       explains (`jaxscale.LossScaleState`, `jaxscale.AdaptiveState`), and, if
       there is an optimizer state, `grads_finite`, `notfinite_count`,
       `total_notfinite`, `total_notfinite_loss`, `total_steps`, `total_retries`,
-      `total_exhausted` and `backoff_count`, as explained in `jaxscale.LossScaledState`. With `jaxscale.multi_steps`
-      these count micro-batches, and `mini_step` and `gradient_step` are added, as they are for an
-      `optax.MultiSteps` inside of `loss_scaled`, whose own state is in `opt_state.inner_state`.
+      `total_exhausted` and `backoff_count`, as explained in `jaxscale.LossScaledState`. With
+      `jaxscale.multi_steps` these count micro-batches, and `mini_step` and `gradient_step` are
+      added, as they are for an `optax.MultiSteps` inside of `loss_scaled`, whose own state is in
+      `opt_state.inner_state`.
       With `track_leaves=True` there is also a `bool[]` for each gradient, whether the last overflow
       was in it, under a name such as `nonfinite_leaves/params/Dense_0/kernel`.
 
@@ -177,11 +178,11 @@ def check(
 
 
 _EXHAUSTED = (
-    f"`check`: in {_FALLS} steps or more no retry helped: the loss was finite and the gradients were "
-    "not, at any of the scales that were tried, so these batches were lost. If the scale is not to "
-    "blame, look at the data, as an inf gives a finite loss behind a tanh or a sigmoid, and for a "
-    "division by 0 or the square root of 0; `jaxscale doctor` names the line of the model. If it "
-    "is, start lower, lower its floor, or allow more `retries`."
+    f"`check`: in {_FALLS} steps or more no retry helped: the loss was finite, and the gradients "
+    "were not, at any of the scales that were tried, so these batches were lost. If the scale is "
+    "not to blame, look at the data, as an inf gives a finite loss behind a tanh or a sigmoid, and "
+    "for a division by 0 or the square root of 0; `jaxscale doctor` names the line of the model. "
+    "If it is, start lower, lower its floor, or allow more `retries`."
 )
 
 # Without numbers: Python's filter of warnings shows a text once for each line that calls `check`.

@@ -46,20 +46,22 @@ def recovered(tree: Any) -> Any:
 
 
 def _has_fields(node: Any) -> bool:
-    # What is empty, such as the inner state of plain SGD, is left out of such a mapping.
-    fields = {"scaling", *LossScaledState._fields[2:]} - set(LossScaledState._field_defaults)
+    # Not by all fields: what is empty, such as the inner state of plain SGD, is left out.
+    fields = {"scaling", "notfinite_count", "total_steps", "backoff_count"}
     return isinstance(node, Mapping) and fields <= set(node)
 
 
 def _with_types(node: Any) -> LossScaledState:
-    scaling, inner_state = node["scaling"], node.get("inner_state")
+    fields: dict[str, Any] = {name: node.get(name) for name in LossScaledState._fields}
+    scaling, inner_state = fields["scaling"], fields["inner_state"]
     known = {frozenset(kind._fields): kind for kind in (LossScaleState, AdaptiveState)}
-    kind = known.get(frozenset(scaling)) or collections.namedtuple("LossScaleState", list(scaling))
+    kind: Any = known.get(frozenset(scaling)) or collections.namedtuple(
+        "LossScaleState", list(scaling)
+    )
     if isinstance(inner_state, Mapping) and "mini_step" in inner_state:
-        names = optax.MultiStepsState._fields
-        inner_state = optax.MultiStepsState(**{name: inner_state.get(name) for name in names})
-    fields = {name: node.get(name) for name in LossScaledState._fields}
-    return LossScaledState(**{**fields, "scaling": kind(**scaling), "inner_state": inner_state})
+        window: Any = optax.MultiStepsState
+        inner_state = window(**{name: inner_state.get(name) for name in window._fields})
+    return LossScaledState(**fields | {"scaling": kind(**scaling), "inner_state": inner_state})
 
 
 def _is_scaling(node: Any) -> bool:

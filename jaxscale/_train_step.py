@@ -287,13 +287,14 @@ class Plan:
             reason = misfit(self.loss_fn, args, kwargs, error)
             if not reason:
                 raise
-            given = [*map(_described, args), *(f"{name}=..." for name in kwargs)]
+            given = ", ".join([*map(_described, args), *(f"{name}=..." for name in kwargs)])
             state = "the state, " * self.has_state
             hint = " Pass has_state=True if one of them is state that the step carries."
             raise TypeError(
-                f"`{self.call}(loss_fn)`: `loss_fn` {reason}. The step called it with ({', '.join(given)}): "
-                f"what is trained, {state}and whatever else the step was given."
-                + hint * (not self.has_state and not self.call.startswith("nnx"))
+                f"`{self.call}(loss_fn)`: `loss_fn` {reason}. The step called it with "
+                f"({given}): what is trained, {state}and whatever else the step was given."
+                + hint
+                * (not self.has_state and not self.call.startswith("nnx"))
             ) from error
 
     def backward(self, scaling: Any, *args: Any, **kwargs: Any) -> Pass:
@@ -349,7 +350,8 @@ class Plan:
             self.retries,
             traced=traced,
         )
-        opt_state, verdict = retried(opt_state, made.verdict, scaling, number)
+        verdict: Any = made.verdict  # known, as `repeated` needs it
+        opt_state, verdict = retried(opt_state, verdict, scaling, number)
         return made._replace(verdict=verdict), opt_state
 
     def _checked_loss_fn(self) -> Callable[..., Any]:

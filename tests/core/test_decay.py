@@ -314,6 +314,9 @@ def test_each_step_with_retries_is_one_fall_at_most():
         assert (state.backoff_count, state.scaling.loss_scale) == (1, 2.0**scale)
         assert state.grads_finite == (allowed >= 2.0**scale)
         assert state.total_exhausted == (allowed < 2.0**scale)
+        # After the first steps each counts, in a row, too.
+        state = step(w, state, jnp.float32(0), jnp.float32(1))[1]
+        assert state.total_exhausted == 1 + (allowed < 2.0**scale)
     # Updates that are not finite lower it after the retries, in the same step.
     tx = jaxscale.loss_scaled(optax.scale(np.inf), check_updates=True)
     w, state = jnp.zeros(()), tx.init(jnp.zeros(()))._replace(total_steps=jnp.int32(FREE))

@@ -23,9 +23,7 @@ OPT_STATE = TX.init(jnp.ones(2))
 W = jnp.ones(2)
 ADAM = jaxscale.skip_nonfinite(optax.adam(0.1))
 LBFGS = jaxscale.skip_nonfinite(optax.lbfgs())
-SAM = jaxscale.skip_nonfinite(
-    optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
-)
+SAM = jaxscale.skip_nonfinite(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True))
 
 
 def never_traced(*args):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 import re
 import warnings
 from inspect import signature
@@ -214,6 +215,30 @@ def test_keyword_arguments_and_trees_of_state():
         assert_same_bits(arrays(new), arrays(state | {"key": keys[1], "n": jnp.array(1)}))
 
 
+def test_state_may_have_a_say():
+    """Its NaN is kept while loss and gradients are finite, unless the loss says otherwise."""
+
+    def fun(params, state, x):
+        return loss_fn(params, jnp.nan_to_num(x)), state + x[0]
+
+    def judged(params, state, x):
+        loss, state = fun(params, state, x)
+        return jnp.where(jaxscale.all_finite(state), loss, jnp.nan), state
+
+    tx = jaxscale.loss_scaled(optax.adam(0.1))
+    for wrap in (jax.jit, lambda step: step):
+        for loss, kept in ((fun, False), (judged, True)):
+            step = wrap(jaxscale.train_step(loss, tx, has_state=True, retries=2))
+            params, opt_state, state, _ = step(
+                PARAMS, tx.init(PARAMS), jnp.ones(()), GOOD * jnp.nan
+            )
+            assert (opt_state.grads_finite, jnp.isfinite(state)) == (not kept, kept)
+            assert opt_state.scaling.loss_scale == 2.0**15
+            if kept:
+                assert_same_bits((params, state), (PARAMS, jnp.ones(())))
+            assert step(params, opt_state, jnp.ones(()), GOOD)[1].grads_finite
+
+
 def arrays(tree):
     return eqx.filter(tree, eqx.is_array)
 
@@ -320,19 +345,28 @@ def test_a_batch_that_no_scale_helps_costs_one_overflow(policy, retries, mode):
     tx = jaxscale.loss_scaled(optax.sgd(0.0), rule)
     step, init = jaxscale.train_step(poisoned, tx, retries=retries), tx.init(PARAMS)
     runs = [MIXED, MIXED[::-1]] if mode == "vmap" else [MIXED]
+
+    def advance(state, batch):
+        state = step(PARAMS, state, batch)[1]
+        return state, state
+
+    def in_turn(advance):
+        states = [init]
+        for batch in MIXED:
+            states.append(advance(states[-1], batch)[0])
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states[1:])
+
+    def scanned(batches):
+        return jax.lax.scan(advance, init, batches)[1]
+
     with jax.numpy_dtype_promotion("strict"):
         if mode in ("eager", "jit"):
-            step, states = jax.jit(step) if mode == "jit" else step, [init]
-            for batch in MIXED:
-                states.append(step(PARAMS, states[-1], batch)[1])
-            states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states[1:])
-            results = [states]
+            results = [in_turn(jax.jit(advance) if mode == "jit" else advance)]
+        elif mode == "scan":
+            results = [jax.jit(scanned)(jnp.stack(MIXED))]
         else:
-            one = lambda xs: jax.lax.scan(lambda s, x: (step(PARAMS, s, x)[1],) * 2, init, xs)[1]
-            stacked = jnp.stack([jnp.stack(xs) for xs in runs])
-            states = jax.jit(jax.vmap(one) if mode == "vmap" else lambda xs: one(xs[0]))(stacked)
-            split = [jax.tree.map(lambda leaf: leaf[i], states) for i in range(len(runs))]
-            results = split if mode == "vmap" else [states]
+            states = jax.jit(jax.vmap(scanned))(jnp.stack([jnp.stack(each) for each in runs]))
+            results = [jax.tree.map(operator.itemgetter(i), states) for i in range(len(runs))]
     for states, batches in zip(results, runs, strict=True):
         scalings, passes, exhausted = zip(*by_the_book(rule, retries, batches), strict=True)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *scalings)

@@ -281,7 +281,9 @@ def test_the_state_of_an_optimizer_may_be_split_off(name, inner):
     expected = jaxscale.metrics(optimizer)
     state = nnx.state(optimizer)
     for tree in (state, nnx.to_pure_dict(state), nnx.split((model, optimizer))[1]):
-        assert_same_bits(dict(sorted(jaxscale.metrics(tree).items())), dict(sorted(expected.items())))
+        found = jaxscale.metrics(tree)
+        assert found.keys() == expected.keys()
+        assert_same_bits([found[name] for name in expected], list(expected.values()))
         scaled = [jaxscale.value_and_grad(jnp.sum, each)(X) for each in (tree, optimizer)]
         assert_same_bits(*scaled)
         for each in (tree, optimizer):
@@ -376,7 +378,7 @@ ERRORS = {
     "what is not trained": (
         lambda: jaxscale.nnx.train_step(loss_fn, argnums=1)(*created(), X),
         ValueError,
-        r"nnx\.train_step\(argnums=1\).*wrt=<class 'flax.*Param'>.*`nnx\.Optimizer\(model, tx, wrt=nnx\.LoRAParam",
+        r"nnx\.train_step\(argnums=1\).*wrt=<class 'flax.*Param'>.*tx, wrt=nnx\.LoRAParam",
     ),
     "what another filter names": (
         lambda: jaxscale.nnx.train_step(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(
@@ -388,7 +390,7 @@ ERRORS = {
     "no batch": (
         lambda: jaxscale.nnx.train_step(loss_fn)(*created()),
         TypeError,
-        r"nnx\.train_step\(loss_fn\)`: `loss_fn` takes \(model, x\): missing.*with \(Model\).*given\.",
+        r"nnx\.train_step\(loss_fn\)`: `loss_fn` takes \(model, x\): missing.*with \(Model\)",
     ),
     "retries below 0": (
         lambda: jaxscale.nnx.train_step(loss_fn, retries=-1),
