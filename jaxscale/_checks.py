@@ -144,7 +144,8 @@ def explained() -> Iterator[None]:
     except (TypeError, ValueError) as error:
         if not re.search(r"required keyword-only argument|must be provided", str(error)):
             raise
-        raise type(error)(
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
             f"`tx.update` needs arguments that it was not given, and says: {error} A `train_step` "
             "gives it the loss, as `value`, and no more. If it needs more, write the loop: `loss, "
             "grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, ...)`, and then "

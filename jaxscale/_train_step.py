@@ -183,7 +183,7 @@ def train_step(
     def step(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         _check_params(transform, params)
         opt_state = check_optimizer("train_step(...)", tx, opt_state, order)
-        check_same_optimizer("train_step", tx, opt_state, params)
+        check_same_optimizer("train_step(...)(opt_state=...)", tx, opt_state, params)
         if has_state and not args:
             raise TypeError(f"`train_step(has_state=True)` returns a step that takes {order}.")
         state, args = (args[:1], args[1:]) if has_state else ((), args)
@@ -288,13 +288,12 @@ class Plan:
             if not reason:
                 raise
             given = ", ".join([*map(_described, args), *(f"{name}=..." for name in kwargs)])
-            state = "the state, " * self.has_state
-            hint = " Pass has_state=True if one of them is state that the step carries."
+            state, hint = "the state, " * self.has_state, ""
+            if not self.has_state and not self.call.startswith("nnx"):
+                hint = " Pass has_state=True if one of them is state that the step carries."
             raise TypeError(
-                f"`{self.call}(loss_fn)`: `loss_fn` {reason}. The step called it with "
-                f"({given}): what is trained, {state}and whatever else the step was given."
-                + hint
-                * (not self.has_state and not self.call.startswith("nnx"))
+                f"`{self.call}(loss_fn)`: `loss_fn` {reason}. The step called it with ({given}): "
+                f"what is trained, {state}and whatever else the step was given.{hint}"
             ) from error
 
     def backward(self, scaling: Any, *args: Any, **kwargs: Any) -> Pass:
@@ -420,8 +419,22 @@ def _check_params(transform: Any, params: Any) -> None:
         )
 
 
-def check_same_optimizer(call: str, tx: Any, opt_state: Any, params: Any) -> None:
-    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
+def check_same_optimizer(
+    given: str,
+    tx: Any,
+    opt_state: Any,
+    params: Any,
+    way: str = "Pass the state that `init` of this optimizer returned for these parameters.",
+) -> None:
+    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes.
+
+    Args:
+      given: the step and its argument, for the message.
+      tx: the optimizer.
+      opt_state: what was passed as its state, checked.
+      params: the parameters.
+      way: the way out, for the message.
+    """
     if not all(map(is_array, jax.tree.leaves(params))):
         return  # for such parameters `init` saw only a part of them, and which is not known
     try:
@@ -436,12 +449,13 @@ def check_same_optimizer(call: str, tx: Any, opt_state: Any, params: Any) -> Non
     else:
         shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in trees]
         # A scalar may have been replaced by numbers of the user's own, such as learning rates.
-        pairs = [(a, b) for a, b in zip(*shapes, strict=True) if a and a != b]
-        if not pairs:
+        others = [i for i, (a, b) in enumerate(zip(*shapes, strict=True)) if a and a != b]
+        if not others:
             return
-        makes, got = (f"an array of shape {shape}" for shape in pairs[0])
+        path, _ = jax.tree_util.tree_leaves_with_path(trees[1])[others[0]]
+        makes = f"an array of shape {shapes[0][others[0]]} at {jax.tree_util.keystr(path)}"
+        got = f"one of shape {shapes[1][others[0]]}"
     raise ValueError(
-        f"`{call}(...)(opt_state=...)` is the state of another optimizer or of other parameters. "
-        f"`tx.init(params)` makes {makes}, got {got}. Pass the state that `init` of this optimizer "
-        "returned for these parameters."
+        f"`{given}` is the state of another optimizer or of other parameters. `tx.init(params)` "
+        f"makes {makes}, got {got}. {way}"
     )

@@ -279,7 +279,8 @@ def train_step(
         params = state.params
         overwrites = isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params
         trained = params["params"] if overwrites else params
-        check_same_optimizer(call, state.tx, opt_state, trained)
+        given = f"{call}(...)(state.opt_state=...)"
+        check_same_optimizer(given, state.tx, opt_state, trained)
         traced = is_traced(state, args, kwargs)
         made, opt_state = plan.passes(state.tx, opt_state, backward, traced)
         replaced = _returned(call, made.state, fields, always_replace) if has_state else {}

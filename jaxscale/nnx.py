@@ -25,6 +25,8 @@ __all__ = ["train_step"]
 # Intermediates are outputs of the forward pass, not its state.
 _STATE = nnx.Not(nnx.Any(nnx.RngState, nnx.Intermediate))
 
+_MAKE_IT = "Make it from this model, by `nnx.Optimizer(model, tx, wrt=nnx.Param)`."
+
 
 def train_step(
     loss_fn: Callable[..., Any],
@@ -102,7 +104,7 @@ def train_step(
         graph, put_together = _taken_apart(model, args, kwargs)
         graphdef, before = nnx.split(graph)
         params = unwrapped(nnx.state(model, wrt))
-        check_same_optimizer(call, tx, opt_state, params)
+        check_same_optimizer(f"{call}(...)(optimizer=...)", tx, opt_state, params, _MAKE_IT)
         trains = nnx.DiffState(0, wrt)
         if plan.kwargs.get("argnums", 0) not in (0, trains):
             raise ValueError(
@@ -163,7 +165,7 @@ def _parts(call: str, optimizer: Any) -> tuple[Any, Any, Any]:
     if not isinstance(optimizer, nnx.Optimizer):
         raise TypeError(
             f"`{call}(model, optimizer, ...)`: `optimizer` must be an `nnx.Optimizer`, got "
-            f"{type(optimizer).__name__}. Make it by `nnx.Optimizer(model, tx, wrt=nnx.Param)`."
+            f"{type(optimizer).__name__}. {_MAKE_IT}"
         )
     check_transformation(call, optimizer.tx)
     opt_state = check_optimizer(call, optimizer.tx, optimizer.opt_state, "(model, optimizer, ...)")

@@ -270,6 +270,13 @@ CASES = {
         TypeError,
         r"check.*jit.*metrics",
     ),
+    "metrics of a bare optimizer of NNX": (
+        lambda: jaxscale.metrics(
+            nnx.state(nnx.Optimizer(nnx.Param(W), optax.adam(0.1), wrt=nnx.Param))
+        ),
+        ValueError,
+        r"metrics.*none in .*at \['opt_state'\].*Wrap the optimizer",
+    ),
     "metrics of optax's state": (
         lambda: jaxscale.metrics(optax.adam(0.1).init(W)),
         ValueError,
@@ -510,7 +517,7 @@ CASES = {
     "step: the state of parameters of another shape": (
         lambda: jaxscale.train_step(never_traced, ADAM)({"w": W}, ADAM.init({"w": jnp.ones(3)})),
         ValueError,
-        r"train_step\(\.\.\.\)\(opt_state=.*of other parameters.*shape \(2,\), got .*shape \(3,\)\. Pass",
+        r"train_step\(\.\.\.\)\(opt_state=.*of other parameters.*\(2,\) at \[0\]\.mu\['w'\], got .*\(3,\)\. Pass",
     ),
     "step: no batch": (
         lambda: jaxscale.train_step(two, TX)(W, OPT_STATE),

@@ -368,12 +368,12 @@ ERRORS = {
     "an optimizer of a model of other shapes": (
         lambda: jaxscale.nnx.train_step(loss_fn)(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), other(), X),
         ValueError,
-        r"`nnx\.train_step\(\.\.\.\)\(opt_state=.*other parameters.*shape \(4,\), got .* \(5,\)",
+        r"`nnx\.train_step\(\.\.\.\)\(optimizer=.*other parameters.*\(4,\) at .*, got .* \(5,\)\. Make",
     ),
     "an optimizer of another model": (
         lambda: jaxscale.nnx.train_step(loss_fn)(created()[0], other(), X),
         ValueError,
-        r"`nnx\.train_step\(\.\.\.\)\(opt_state=.*of another optimizer or of other parameters",
+        r"`nnx\.train_step\(\.\.\.\)\(optimizer=.*of another optimizer or of other parameters",
     ),
     "what is not trained": (
         lambda: jaxscale.nnx.train_step(loss_fn, argnums=1)(*created(), X),
