@@ -272,7 +272,9 @@ CASES = {
     ),
     "metrics of a bare optimizer of NNX": (
         lambda: jaxscale.metrics(
-            nnx.state(nnx.Optimizer(nnx.Param(W), optax.adam(0.1), wrt=nnx.Param))
+            nnx.state(
+                nnx.Optimizer(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
+            )
         ),
         ValueError,
         r"metrics.*none in .*at \['opt_state'\].*Wrap the optimizer",
