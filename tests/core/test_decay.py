@@ -325,6 +325,16 @@ def test_each_step_with_retries_is_one_fall_at_most():
     assert (state.backoff_count, state.scaling.loss_scale) == (1, 2.0**11)
 
 
+@pytest.mark.parametrize("policy", ["dynamic", "hysteresis", "adaptive"])
+def test_retries_that_do_not_help_are_warned_of(policy):
+    steps = np.array([18, simulator.BAD] * 6, np.int32)
+    for number, told in ((10, False), (12, True)):
+        trace = Trace(steps[:number], np.full(number, -4.0))
+        (states,) = histories(COUNTED[policy], {"bad": trace}, retries=3).values()
+        assert states.total_exhausted[-1] == number / 2
+        assert warned(states) == told
+
+
 def test_micro_batches_count_as_steps():
     tx = jaxscale.multi_steps(TX, 4)
     assert warned(decayed(tx))
