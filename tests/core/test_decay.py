@@ -327,7 +327,7 @@ def test_each_step_with_retries_is_one_fall_at_most():
 
 @pytest.mark.parametrize("policy", ["dynamic", "hysteresis", "adaptive"])
 def test_retries_that_do_not_help_are_warned_of(policy):
-    steps = np.array([18, simulator.BAD] * 6, np.int32)
+    steps = np.array([30, simulator.BAD] * 6, np.int32)
     for number, told in ((10, False), (12, True)):
         trace = Trace(steps[:number], np.full(number, -4.0))
         (states,) = histories(COUNTED[policy], {"bad": trace}, retries=3).values()
