@@ -16,7 +16,7 @@ import jax
 import optax
 
 from ._accumulate import Window
-from ._checks import int32, one_of, positive, with_article
+from ._checks import explained, int32, one_of, positive, with_article
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale
 from ._policies.spec import as_loss_scale
@@ -391,7 +391,8 @@ def applied(
     update = optax.with_extra_args_support(tx).update
     if value is not None and takes_value(update):
         extra_args = {**extra_args, "value": value}
-    updates, state = update(grads.unscaled, opt_state, trained, **extra_args)
+    with explained():
+        updates, state = update(grads.unscaled, opt_state, trained, **extra_args)
     return joined(apply_updates(trained, updates), rest), state
 
 

@@ -20,7 +20,7 @@ from ._checks import and_more
 from ._policies.adaptive import UNSEEN, AdaptiveState
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale
-from ._scaling import find_scaling, is_loss_scaled
+from ._scaling import find_scaling, is_loss_scaled, recovered
 from ._state import find, unwrapped
 from ._step import wrapper_of
 from ._verdict import flagged_paths, named_flags
@@ -33,6 +33,7 @@ _COUNTERS = (
     "total_notfinite_loss",
     "total_steps",
     "total_retries",
+    "total_exhausted",
     "backoff_count",
 )
 
@@ -54,16 +55,18 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
 
     Args:
       tree: a `jaxscale.LossScaledState` or `jaxscale.LossScaleState`, or a
-        tree that holds exactly one, such as `opt_state` or a `TrainState`.
+        tree that holds exactly one, such as `opt_state`, a `TrainState`, or the
+        `nnx.state` of an optimizer of Flax NNX.
 
     Returns:
       A dictionary of scalar arrays: `loss_scale` and the trackers of the policy, which its state
       explains (`jaxscale.LossScaleState`, `jaxscale.AdaptiveState`), and, if
       there is an optimizer state, `grads_finite`, `notfinite_count`,
-      `total_notfinite`, `total_notfinite_loss`, `total_steps`, `total_retries` and
-      `backoff_count`, as explained in `jaxscale.LossScaledState`. With `jaxscale.multi_steps`
-      these count micro-batches, and `mini_step` and `gradient_step` are added, as they are for an
-      `optax.MultiSteps` inside of `loss_scaled`, whose own state is in `opt_state.inner_state`.
+      `total_notfinite`, `total_notfinite_loss`, `total_steps`, `total_retries`,
+      `total_exhausted` and `backoff_count`, as explained in `jaxscale.LossScaledState`. With
+      `jaxscale.multi_steps` these count micro-batches, and `mini_step` and `gradient_step` are
+      added, as they are for an `optax.MultiSteps` inside of `loss_scaled`, whose own state is in
+      `opt_state.inner_state`.
       With `track_leaves=True` there is also a `bool[]` for each gradient, whether the last overflow
       was in it, under a name such as `nonfinite_leaves/params/Dense_0/kernel`.
 
@@ -78,7 +81,7 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
       Array(32768., dtype=float32)
     """
     values = find_scaling("metrics", tree)._asdict()
-    for node in jax.tree.leaves(tree, is_leaf=is_loss_scaled):
+    for node in jax.tree.leaves(recovered(tree), is_leaf=is_loss_scaled):
         if is_loss_scaled(node):
             values |= {name: jnp.asarray(getattr(node, name)) for name in _COUNTERS}
             if isinstance(node.inner_state, _WINDOWS):
@@ -123,7 +126,7 @@ def check(
         2**15 and `backoff_count` is 6 or more, which says how often overflows have lowered it
         since it last grew. The text is always the same, so that Python shows it once in a run.
         A policy that raises its scale in every finite step, such as `presets.chainer()`, never
-        gets there.
+        gets there. Or if `total_exhausted` is 6 or more, the steps in which no retry helped.
 
     Raises:
       LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped, or if an
@@ -145,16 +148,19 @@ def check(
       Traceback (most recent call last):
       jaxscale.LossScaleStuckError: 3 steps in a row were skipped (3 of 3 in all, ...)
     """
-    state = find("check", tree, is_loss_scaled, "`LossScaledState`")
+    state = find("check", recovered(tree), is_loss_scaled, "`LossScaledState`")
     inner_state = unwrapped(state.inner_state)
     state = jax.tree.map(_on_host, unwrapped(state._replace(inner_state=None)))
     _warn_if_lost(unwrapped(getattr(tree, "step", None)), state, inner_state)
     # The state of a population has leading axes: report the worst member.
+    exhausts = np.any(state.total_exhausted >= _FALLS)
     decays = np.any((state.backoff_count >= _FALLS) & (state.scaling.loss_scale < _LOW))
     axes, worst = np.ndim(state.notfinite_count), np.argmax(state.notfinite_count)
     state = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes:])[worst], state)
     if state.notfinite_count <= max_consecutive:
         _raise_if_blind(state, max_consecutive)
+        if exhausts:
+            warnings.warn(_EXHAUSTED, stacklevel=2)
         if decays:
             warnings.warn(_DECAY, stacklevel=2)
         return
@@ -170,6 +176,14 @@ def check(
         + " `jaxscale doctor` names the line of the model."
     )
 
+
+_EXHAUSTED = (
+    f"`check`: in {_FALLS} steps or more no retry helped: the loss was finite, and the gradients "
+    "were not, at any of the scales that were tried, so these batches were lost. If the scale is "
+    "not to blame, look at the data, as an inf gives a finite loss behind a tanh or a sigmoid, and "
+    "for a division by 0 or the square root of 0; `jaxscale doctor` names the line of the model. "
+    "If it is, start lower, lower its floor, or allow more `retries`."
+)
 
 # Without numbers: Python's filter of warnings shows a text once for each line that calls `check`.
 _DECAY = (
@@ -283,5 +297,5 @@ def _lowest(scaling: Any, policy: LossScale) -> float:
     def backoff(_: Any, state: Any) -> Any:
         return policy.adjust(state, jnp.array(False))
 
-    scaling = jax.tree.map(jnp.asarray, scaling)
+    scaling = jax.tree.map(jnp.asarray, policy.init()._replace(**scaling._asdict()))
     return float(jax.lax.fori_loop(0, 10_000, backoff, scaling).loss_scale)

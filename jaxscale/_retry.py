@@ -49,10 +49,12 @@ def repeated(
     *,
     traced: bool,
 ) -> tuple[Pass, Any, jax.Array]:
-    """Returns the last pass, the scale state it used, and how many came before it.
+    """Returns the last pass, the scale state to go on with, and how many passes came before it.
 
     A pass is made again if its loss is finite and its gradients are not, unless the policy does
-    not lower the scale. A bad loss says nothing about the scale.
+    not lower the scale. A bad loss says nothing about the scale. Neither does a batch that is bad
+    at every scale that was tried: the scale state is then the first one, and otherwise that of
+    the last pass.
 
     Args:
       call: the public function, for messages.
@@ -72,13 +74,13 @@ def repeated(
         lower = _lowered(policy, scaling, overflow, made, axis_name, traced)
         return made, lower, overflow & _is_lower(lower, scaling)
 
-    number = jnp.zeros((), jnp.int32)
+    first, number = scaling, jnp.zeros((), jnp.int32)
     if not traced:
         made, lower, again = one_pass(scaling, number)
         while again:
             scaling, number = lower, number + 1
             made, lower, again = one_pass(scaling, number)
-        return made, scaling, number
+        return made, _outcome(made, scaling, first), number
 
     unflatten: list[Callable[[list[Any]], Pass]] = []
 
@@ -99,12 +101,19 @@ def repeated(
     def body(carry: Any) -> Any:
         scaling, number, *_ = carry
         arrays, lower, again = arrays_of_pass(scaling, number)
-        return tree_where(again, lower, scaling), number + again, again, arrays
+        number += again.astype(jnp.int32)  # a bool is not promoted where promotion is strict
+        return tree_where(again, lower, scaling), number, again, arrays
 
     arrays = [blank(aval) for aval in types[: -1 - len(jax.tree.leaves(scaling))]]
     carry = scaling, number, jnp.array(True), arrays
     scaling, number, _, arrays = jax.lax.while_loop(lambda carry: carry[2], body, carry)
-    return unflatten[0](arrays), scaling, number
+    made = unflatten[0](arrays)
+    return made, _outcome(made, scaling, first), number
+
+
+def _outcome(made: Pass, last: Any, first: Any) -> Any:
+    verdict: Any = made.verdict
+    return tree_where(verdict.grads_finite, last, first)
 
 
 def is_traced(*inputs: Any) -> bool:

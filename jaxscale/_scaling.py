@@ -4,12 +4,17 @@ Public functions take any tree that holds exactly one loss scale: the state of a
 optimizer, or a `TrainState`.
 """
 
+import collections
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
+from ._policies.adaptive import AdaptiveState
 from ._state import (
+    LossScaleState,
     UnitLossScaleState,
     check_alone,
     divide,
@@ -27,6 +32,38 @@ def is_loss_scaled(node: Any) -> bool:
     return isinstance(node, LossScaledState)
 
 
+def recovered(tree: Any) -> Any:
+    """Returns a tree in which a mapping from the fields of a `LossScaledState` is one again.
+
+    `nnx.state(optimizer)` and `nnx.split(optimizer)` make such mappings of named tuples.
+    """
+    nodes = jax.tree.leaves(tree, is_leaf=_is_scaling)
+    if any(map(_is_scaling, nodes)):
+        return tree
+    return jax.tree.map(
+        lambda node: _with_types(node) if _has_fields(node) else node, tree, is_leaf=_has_fields
+    )
+
+
+def _has_fields(node: Any) -> bool:
+    # Not by all fields: what is empty, such as the inner state of plain SGD, is left out.
+    fields = {"scaling", "notfinite_count", "total_steps", "backoff_count"}
+    return isinstance(node, Mapping) and fields <= set(node)
+
+
+def _with_types(node: Any) -> LossScaledState:
+    fields: dict[str, Any] = {name: node.get(name) for name in LossScaledState._fields}
+    scaling, inner_state = fields["scaling"], fields["inner_state"]
+    known = {frozenset(kind._fields): kind for kind in (LossScaleState, AdaptiveState)}
+    kind: Any = known.get(frozenset(scaling)) or collections.namedtuple(
+        "LossScaleState", list(scaling)
+    )
+    if isinstance(inner_state, Mapping) and "mini_step" in inner_state:
+        window: Any = optax.MultiStepsState
+        inner_state = window(**{name: inner_state.get(name) for name in window._fields})
+    return LossScaledState(**fields | {"scaling": kind(**scaling), "inner_state": inner_state})
+
+
 def _is_scaling(node: Any) -> bool:
     return is_loss_scaled(node) or is_policy_state(node)
 
@@ -37,7 +74,7 @@ def find_scaling(call: str, tree: Any) -> Any:
     The `scaling` of a `LossScaledState` may be of any type; other states need a mark (see
     `is_policy_state`).
     """
-    state = find(call, tree, _is_scaling, "loss scale state")
+    state = find(call, recovered(tree), _is_scaling, "loss scale state")
     scaling = state.scaling if is_loss_scaled(state) else state
     return jax.tree.map(jnp.asarray, unwrapped(scaling))
 

@@ -237,7 +237,7 @@ def find(call: str, tree: Any, matches: Callable[[Any], bool], what: str) -> Any
 def _way_out(tree: Any) -> str:
     if hasattr(tree, "init"):
         return "It makes states and is not one itself: pass what its `init` returned."
-    if hasattr(tree, "opt_state"):
+    if hasattr(tree, "opt_state") and jax.tree_util.all_leaves([tree]):  # it was not looked into
         return "Pass its `opt_state`."
     if callable(tree):
         return "The function to differentiate comes first, the state second."

@@ -5,6 +5,7 @@ the structure of a target: fields of jaxscale's own states may come and go betwe
 everything else must match, as a default would hide a lost number.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -211,7 +212,9 @@ def _is_empty(node: Any) -> bool:
 def _is_own(node: Any) -> bool:
     # Only named tuples: a `TrainState` is jaxscale's own, too, but its fields have no defaults.
     package = type(node).__module__.partition(".")[0]
-    return hasattr(node, "_fields") and package == __name__.partition(".")[0]
+    named = hasattr(node, "_fields") and package == __name__.partition(".")[0]
+    # `nnx.state` makes a mapping of a named tuple.
+    return named or (isinstance(node, Mapping) and {"scaling", "total_steps"} <= set(node))
 
 
 def _at(argument: str, path: str) -> str:

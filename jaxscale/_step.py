@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import optax
 
 from ._accumulate import MultiStepsState, Window
-from ._checks import with_article
+from ._checks import explained, with_article
 from ._leaf import is_array
 from ._policies.base import LossScale, moved, takes_largest
 from ._skip import step_if
@@ -79,6 +79,10 @@ class LossScaledState(NamedTuple):
       total_steps: `i32[]`, steps since `init`, skipped or not.
       total_retries: `i32[]`, backward passes that `jaxscale.train_step` repeated inside of a
         step, at a lower scale.
+      total_exhausted: `i32[]`, steps skipped although their backward pass was repeated: their
+        gradients were not finite in the last pass either. The scale was not to blame, and moved
+        as by one overflow. Of the first 25 steps a row of them counts as one, as the scale may
+        come down from a high start.
       backoff_count: `i32[]`, how often an overflow lowered the scale since it last grew. Several
         falls in a row of skipped steps count as one, and those of the first 25 steps do not
         count: a scale that comes down from a high start does not decay.
@@ -103,6 +107,7 @@ class LossScaledState(NamedTuple):
     total_notfinite_loss: jax.Array  # i32[]
     total_steps: jax.Array  # i32[]
     total_retries: jax.Array  # i32[]
+    total_exhausted: jax.Array  # i32[]
     backoff_count: jax.Array  # i32[]
     nonfinite_leaves: Any = None
 
@@ -115,6 +120,7 @@ class Verdict(NamedTuple):
     leaves_finite: list[jax.Array]  # a bool[] for each gradient, if leaves are tracked
     squares: jax.Array | None  # the sum of all squares, if the norm comes from the same pass
     largest: jax.Array | None  # the largest gradient, an f32[], if the policy takes it
+    lowered: jax.Array | None = None  # bool[], whether retries lowered the scale, if there are any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +156,7 @@ class Wrapper:
             total_notfinite_loss=jnp.array(0, jnp.int32),
             total_steps=jnp.array(0, jnp.int32),
             total_retries=jnp.array(0, jnp.int32),
+            total_exhausted=jnp.array(0, jnp.int32),
             backoff_count=jnp.array(0, jnp.int32),
             nonfinite_leaves=flags_by_leaf(params) if self.track_leaves else None,
         )
@@ -270,6 +277,9 @@ class Wrapper:
         scaling = moved(
             self.policy, state.scaling, grads_finite, scaled, verdict.largest, self.axis_name
         )
+        overflow = ~grads_finite
+        if verdict.lowered is not None:  # a second fall in the same step does not count
+            overflow &= ~verdict.lowered
         # A bad loss says nothing about the scale, which then stays.
         observed = loss_finite
         if self.window is not None and window is not None:  # both, or neither
@@ -289,7 +299,8 @@ class Wrapper:
             total_notfinite_loss=_count(~loss_finite, state.total_notfinite_loss),
             total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
             total_retries=state.total_retries,
-            backoff_count=backoffs(state, scaling, ~grads_finite),
+            total_exhausted=state.total_exhausted,
+            backoff_count=backoffs(state, scaling, overflow),
             nonfinite_leaves=flags,
         )
 
@@ -318,9 +329,10 @@ class Wrapper:
             grads = clip_by_global_norm(grads, norm, self.max_norm)
         if value is not None and takes_value(self.inner.update):
             extra_args = {**extra_args, "value": value}
-        updates, new_state = self.inner.update(
-            grads, opt_state, map_gradients(widen, params), **extra_args
-        )
+        with explained():
+            updates, new_state = self.inner.update(
+                grads, opt_state, map_gradients(widen, params), **extra_args
+            )
         if self.skips:
             _check_state_kept(new_state, opt_state)
         elif jax.tree.structure(new_state) != jax.tree.structure(opt_state):
@@ -341,6 +353,30 @@ def stepped(before: LossScaledState, after: LossScaledState) -> jax.Array:
     if isinstance(windows[0], MultiStepsState):
         return windows[0].gradient_step != windows[1].gradient_step
     return after.grads_finite
+
+
+def retried(
+    state: LossScaledState, verdict: Verdict, scaling: Any, number: jax.Array
+) -> tuple[LossScaledState, Verdict]:
+    """Returns the state and the verdict to go on with after passes were repeated.
+
+    Args:
+      state: the state before the step.
+      verdict: that of the last pass.
+      scaling: the scale state to go on with.
+      number: an `i32[]`, how many passes came before the last.
+    """
+    again, total = number > 0, state.total_retries
+    room = jnp.iinfo(total.dtype).max - total
+    exhausted = again & ~verdict.grads_finite
+    exhausted &= state.grads_finite | (state.total_steps >= _DESCENT)
+    state = state._replace(
+        scaling=scaling,
+        total_retries=total + jnp.minimum(number, room),
+        total_exhausted=_count(exhausted, state.total_exhausted),
+        backoff_count=backoffs(state, scaling, again),
+    )
+    return state, verdict._replace(lowered=again & verdict.grads_finite)
 
 
 def backoffs(state: LossScaledState, scaling: Any, overflow: Any) -> jax.Array:

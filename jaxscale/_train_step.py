@@ -10,23 +10,24 @@
    gradients, and choose between new and old state.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ._checks import int32, one_of, with_article
+from ._checks import int32, misfit, one_of, with_article
 from ._leaf import is_array
 from ._optimizer import NEVER_MOVE, applied, check_optimizer, check_transformation, chosen
 from ._retry import Pass, is_traced, repeated
-from ._scaling import find_any
-from ._step import backoffs, wrapper_of
+from ._scaling import find_any, is_loss_scaled
+from ._step import retried, wrapper_of
 from ._value_and_grad import backward_pass
 
 _Args = ParamSpec("_Args")
@@ -114,18 +115,27 @@ def train_step(
     Args:
       loss_fn: the loss, `loss_fn(params, *args)`, a floating-point scalar, preferably in float32.
       tx: the optimizer: a `jaxscale.loss_scaled` one, or any other of Optax, which applies every
-        step. It gets the loss as `value`. If its `update` needs more arguments, write the loop.
+        step, bad ones too. It gets the loss as `value`. If its `update` needs more arguments,
+        write the loop.
       transform: the function that differentiates: `jax.value_and_grad`,
         `equinox.filter_value_and_grad` or the like.
       has_state: whether `loss_fn` carries state beside the parameters, such as batch statistics
         or an `equinox.nn.State`. It then is `loss_fn(params, state, *args)` and returns
-        `(loss, state)`. A skipped step keeps the old state.
+        `(loss, state)`. A skipped step keeps the old state. The verdict is about the loss and the
+        gradients: if the state may turn NaN while these are finite, let `loss_fn` return
+        `jnp.where(jaxscale.all_finite(state), loss, jnp.nan)` as the loss, and such a step is
+        skipped, too.
       has_aux: whether `loss_fn` returns `(loss, aux)`; with `has_state`, `(loss, (state, aux))`.
       retries: how many times a step may repeat the backward pass at a lower scale if its loss is
         finite and its gradients are not, so that no batch is lost to the search for a scale. The
-        model is still traced and compiled once. `total_retries` in the state counts them. (The
-        passes are a loop, so a step with retries has no reverse-mode derivative of its own.)
+        model is still traced and compiled once. `total_retries` in the state counts them. If the
+        last pass fails, too, the scale was not to blame, and moves as by one overflow. (The passes
+        are a loop, so a step with retries has no reverse-mode derivative of its own.)
       **kwargs: passed to `transform`.
+
+    Warns:
+      UserWarning: once, if `tx` is a bare optimizer, unless it is
+        `loss_scaled(tx, None, skip_nonfinite=False)`, which says that it is meant.
 
     Returns:
       `step(params, opt_state, *args) -> (params, opt_state, loss)`; with `has_state`
@@ -136,9 +146,10 @@ def train_step(
 
     Raises:
       TypeError: if `loss_fn` is not callable, or `tx` is not an optimizer; when called, if
-        `opt_state` is not the state of `tx`, or if `loss_fn` returns something else.
+        `opt_state` is not the state of `tx`, or if `loss_fn` takes or returns something else.
       ValueError: if `retries` is below 0, or above 0 without a loss scale that moves; when
-        called, if `loss_fn` changes the structure or the shapes of its state.
+        called, if `opt_state` belongs to other parameters, or if `loss_fn` changes the structure
+        or the shapes of its state.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -165,12 +176,14 @@ def train_step(
         )
     check_transformation("train_step", tx)
     plan.check_retries(tx)
+    for state in _possible_states(tx):
+        plan.warn_if_bare(tx, state, stacklevel=3)
     order = "(params, opt_state, state, ...)" if has_state else "(params, opt_state, ...)"
 
     def step(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         _check_params(transform, params)
         opt_state = check_optimizer("train_step(...)", tx, opt_state, order)
-        _check_same_optimizer(tx, opt_state, params)
+        check_same_optimizer("train_step(...)(opt_state=...)", tx, opt_state, params)
         if has_state and not args:
             raise TypeError(f"`train_step(has_state=True)` returns a step that takes {order}.")
         state, args = (args[:1], args[1:]) if has_state else ((), args)
@@ -193,6 +206,13 @@ def train_step(
     return named(step)
 
 
+def _possible_states(tx: Any) -> Iterator[Any]:
+    """Yields states of an optimizer, if it can make any without the parameters of a model."""
+    for params in ({}, jax.ShapeDtypeStruct((1,), jnp.float32)):
+        with contextlib.suppress(Exception):
+            yield jax.eval_shape(tx.init, params)
+
+
 def named(step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a step under the name that profiles and logs show it by."""
     step.__name__ = step.__qualname__ = "train_step"
@@ -210,6 +230,7 @@ class Plan:
     has_aux: bool
     retries: int
     kwargs: Mapping[str, Any]
+    warned: list[bool] = dataclasses.field(default_factory=list)  # of a bare optimizer, once
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -244,6 +265,37 @@ class Plan:
             "`retries` out."
         )
 
+    def warn_if_bare(self, tx: Any, opt_state: Any, stacklevel: int) -> None:
+        """Warns, once in the life of a step, if nothing in an optimizer skips bad steps."""
+        nodes = jax.tree.leaves(opt_state, is_leaf=is_loss_scaled)
+        if wrapper_of(tx) is not None or any(map(is_loss_scaled, nodes)) or self.warned:
+            return
+        self.warned.append(True)
+        warnings.warn(
+            f"`{self.call}`: `tx` is a bare optimizer, so the loss is not scaled, and a step with "
+            "an inf or a NaN is applied. Wrap it: `tx = jaxscale.loss_scaled(tx)`, or, for "
+            "bfloat16 and float32, `jaxscale.skip_nonfinite(tx)`. If it is meant so, write "
+            "`jaxscale.loss_scaled(tx, None, skip_nonfinite=False)`.",
+            stacklevel=stacklevel,
+        )
+
+    def run_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the loss function does, or says how it was called if it does not fit."""
+        try:
+            return self.loss_fn(*args, **kwargs)
+        except TypeError as error:
+            reason = misfit(self.loss_fn, args, kwargs, error)
+            if not reason:
+                raise
+            given = ", ".join([*map(_described, args), *(f"{name}=..." for name in kwargs)])
+            state, hint = "the state, " * self.has_state, ""
+            if not self.has_state and not self.call.startswith("nnx"):
+                hint = " Pass has_state=True if one of them is state that the step carries."
+            raise TypeError(
+                f"`{self.call}(loss_fn)`: `loss_fn` {reason}. The step called it with ({given}): "
+                f"what is trained, {state}and whatever else the step was given.{hint}"
+            ) from error
+
     def backward(self, scaling: Any, *args: Any, **kwargs: Any) -> Pass:
         """Returns one pass with a loss scale state; `None` is a scale of 1."""
         differentiated = backward_pass(
@@ -272,6 +324,7 @@ class Plan:
         """
         wrapper = wrapper_of(tx)
         if wrapper is None:
+            self.warn_if_bare(tx, opt_state, stacklevel=4)
             scaling = find_any(self.call, opt_state)
             if scaling is not None:
                 warnings.warn(
@@ -296,16 +349,9 @@ class Plan:
             self.retries,
             traced=traced,
         )
-        total = opt_state.total_retries
-        room = jnp.iinfo(total.dtype).max - total
-        total += jnp.minimum(number, room)
-        return made, opt_state._replace(
-            scaling=scaling,
-            total_retries=total,
-            backoff_count=backoffs(opt_state, scaling, number > 0),
-            # If the last pass overflows, too, this step lowers the scale again. That is one fall.
-            grads_finite=opt_state.grads_finite & (number == 0),
-        )
+        verdict: Any = made.verdict  # known, as `repeated` needs it
+        opt_state, verdict = retried(opt_state, verdict, scaling, number)
+        return made._replace(verdict=verdict), opt_state
 
     def _checked_loss_fn(self) -> Callable[..., Any]:
         """Returns the loss function with a check of what it returns."""
@@ -315,7 +361,7 @@ class Plan:
 
         @functools.wraps(self.loss_fn)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            output = self.loss_fn(*args, **kwargs)
+            output = self.run_loss(*args, **kwargs)
             got, is_pair = output, _is_pair(output)
             fits = not isinstance(output, tuple) if not parts else is_pair
             if fits and len(parts) == 2:
@@ -373,8 +419,22 @@ def _check_params(transform: Any, params: Any) -> None:
         )
 
 
-def _check_same_optimizer(tx: Any, opt_state: Any, params: Any) -> None:
-    """Raises a `ValueError` if a state has not the structure that `tx.init(params)` makes."""
+def check_same_optimizer(
+    given: str,
+    tx: Any,
+    opt_state: Any,
+    params: Any,
+    way: str = "Pass the state that `init` of this optimizer returned for these parameters.",
+) -> None:
+    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes.
+
+    Args:
+      given: the step and its argument, for the message.
+      tx: the optimizer.
+      opt_state: what was passed as its state, checked.
+      params: the parameters.
+      way: the way out, for the message.
+    """
     if not all(map(is_array, jax.tree.leaves(params))):
         return  # for such parameters `init` saw only a part of them, and which is not known
     try:
@@ -382,11 +442,20 @@ def _check_same_optimizer(tx: Any, opt_state: Any, params: Any) -> None:
     except Exception:  # an `init` that needs values cannot be asked here
         return
     wrapped = wrapper_of(tx) is not None
-    states = [tree.inner_state if wrapped else tree for tree in (expected, opt_state)]
-    structures = list(map(jax.tree.structure, states))
+    trees = [tree.inner_state if wrapped else tree for tree in (expected, opt_state)]
+    structures = list(map(jax.tree.structure, trees))
     if structures[0] != structures[1]:
-        raise ValueError(
-            "`train_step(...)(opt_state=...)` is the state of another optimizer or of other "
-            f"parameters. `tx.init(params)` makes {structures[0]}, got {structures[1]}. Pass the "
-            "state that `init` of this optimizer returned."
-        )
+        makes, got = map(str, structures)
+    else:
+        shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in trees]
+        # A scalar may have been replaced by numbers of the user's own, such as learning rates.
+        others = [i for i, (a, b) in enumerate(zip(*shapes, strict=True)) if a and a != b]
+        if not others:
+            return
+        path, _ = jax.tree_util.tree_leaves_with_path(trees[1])[others[0]]
+        makes = f"an array of shape {shapes[0][others[0]]} at {jax.tree_util.keystr(path)}"
+        got = f"one of shape {shapes[1][others[0]]}"
+    raise ValueError(
+        f"`{given}` is the state of another optimizer or of other parameters. `tx.init(params)` "
+        f"makes {makes}, got {got}. {way}"
+    )

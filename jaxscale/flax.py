@@ -17,7 +17,7 @@ from ._optimizer import applied, check_optimizer
 from ._retry import Pass, is_traced
 from ._state import Scaled, find
 from ._step import LossScaledState, Verdict, stepped
-from ._train_step import Plan, named
+from ._train_step import Plan, check_same_optimizer, named
 from ._tree import OVERWRITE_WITH_GRADIENT, cast_like, keep, select
 
 __all__ = ["TrainState", "train_step"]
@@ -213,7 +213,9 @@ def train_step(
         batch statistics. It then is `loss_fn(params, fields, *args)`, where `fields` is a dict of
         all fields that the subclass adds, and returns `(loss, fields)` with those that it
         replaces. If each of them is a collection, `model.apply({"params": params, **fields}, ...,
-        mutable=list(fields))` returns just that. A skipped step keeps the old ones.
+        mutable=list(fields))` returns just that. A skipped step keeps the old ones. If they may
+        turn NaN while loss and gradients are finite, return
+        `jnp.where(jaxscale.all_finite(fields), loss, jnp.nan)` as the loss.
       has_aux: whether `loss_fn` returns `(loss, aux)`; with `has_state`, `(loss, (fields, aux))`.
       retries: as in `jaxscale.train_step`.
       always_replace: names of fields that a skipped step replaces, too, such as a PRNG key.
@@ -225,9 +227,10 @@ def train_step(
 
     Raises:
       TypeError: if `loss_fn` is not callable; when called, if the first argument is not a
-        `jaxscale.flax.TrainState`, or if `loss_fn` returns something else.
+        `jaxscale.flax.TrainState`, or if `loss_fn` takes or returns something else.
       ValueError: if `retries` is below 0; when called, if it is above 0 and the optimizer has no
-        loss scale that moves, or if `loss_fn` returns a field that is unknown or changes it.
+        loss scale that moves, if `opt_state` belongs to other parameters, or if `loss_fn` returns
+        a field that is unknown or changes it.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
@@ -273,6 +276,11 @@ def train_step(
             return plan.backward(scaling, state.params, *given, *args, **kwargs)
 
         opt_state = check_optimizer(call, state.tx, state.opt_state, "")
+        params = state.params
+        overwrites = isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params
+        trained = params["params"] if overwrites else params
+        given = f"{call}(...)(state.opt_state=...)"
+        check_same_optimizer(given, state.tx, opt_state, trained)
         traced = is_traced(state, args, kwargs)
         made, opt_state = plan.passes(state.tx, opt_state, backward, traced)
         replaced = _returned(call, made.state, fields, always_replace) if has_state else {}

@@ -17,13 +17,15 @@ from ._jax import is_called_by_jax
 from ._optimizer import applied, check_optimizer, check_transformation, chosen
 from ._retry import Pass, is_traced
 from ._state import Scaled, unwrapped
-from ._train_step import Plan, named
+from ._train_step import Plan, check_same_optimizer, named
 
 __all__ = ["train_step"]
 
 # Streams of random numbers go on, or the next step would repeat the noise of a skipped one.
 # Intermediates are outputs of the forward pass, not its state.
 _STATE = nnx.Not(nnx.Any(nnx.RngState, nnx.Intermediate))
+
+_MAKE_IT = "Make it from this model, by `nnx.Optimizer(model, tx, wrt=nnx.Param)`."
 
 
 def train_step(
@@ -47,20 +49,30 @@ def train_step(
       retries: as in `jaxscale.train_step`. Each pass starts from the model as it was.
       keep: which variables a skipped step keeps, as a filter of NNX. By default all but streams of
         random numbers and intermediates.
-      **kwargs: passed to `nnx.value_and_grad`.
+      **kwargs: passed to `nnx.value_and_grad`. Leave `argnums` out: the optimizer's `wrt` says
+        what is differentiated.
 
     Returns:
       `step(model, optimizer, *args) -> loss`; with `has_aux` it returns `(loss, aux)`. The
-      optimizer is an `nnx.Optimizer(model, tx, wrt=...)`; what it trains is differentiated. If
-      `tx` is not a `jaxscale.loss_scaled` optimizer, every step is applied, bad ones too. Its
-      `step` counts all calls, also those that were skipped. Keyword arguments go to `loss_fn`.
-      Changes that `loss_fn` itself makes to trained variables are dropped.
+      optimizer is an `nnx.Optimizer(model, tx, wrt=...)`; what it trains is differentiated, with
+      `wrt=nnx.LoRAParam` only the LoRA weights. If `tx` is not a `jaxscale.loss_scaled` optimizer,
+      every step is applied, bad ones too. Its `step` counts all calls, also those that were
+      skipped. Keyword arguments go to `loss_fn`. Changes that `loss_fn` itself makes to trained
+      variables are dropped, and so are those of attributes that are not arrays, such as a Python
+      number. The verdict is about the loss and the gradients: if statistics may turn NaN while
+      these are finite, let `loss_fn` return
+      `jnp.where(jaxscale.all_finite(nnx.state(model, nnx.BatchStat)), loss, jnp.nan)`.
+
+    Warns:
+      UserWarning: as in `jaxscale.train_step`, at the first call.
 
     Raises:
       TypeError: if `loss_fn` is not callable; when called, if the second argument is not an
-        `nnx.Optimizer`, if `loss_fn` returns something else, or if `jax.jit` calls it.
+        `nnx.Optimizer`, if `loss_fn` takes or returns something else, or if `jax.jit` calls it.
       ValueError: if `retries` is below 0; when called, if it is above 0 and the optimizer has no
-        loss scale that moves, or if a variable that a skipped step keeps changed its shape.
+        loss scale that moves, if the optimizer belongs to another model, if `argnums` names
+        something that it does not train, or if a variable that a skipped step keeps changed its
+        shape.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -81,7 +93,7 @@ def train_step(
 
     # As `nnx.value_and_grad` accepts no keyword-only arguments.
     def positional(model: Any, args: Any, kwargs: Any) -> Any:
-        return loss_fn(model, *args, **kwargs)
+        return plan.run_loss(model, *args, **kwargs)
 
     is_kept = nnx.filterlib.to_predicate(keep)
 
@@ -97,8 +109,17 @@ def train_step(
         graph, put_together = _taken_apart(model, args, kwargs)
         graphdef, before = nnx.split(graph)
         params = unwrapped(nnx.state(model, wrt))
+        check_same_optimizer(f"{call}(...)(optimizer=...)", tx, opt_state, params, _MAKE_IT)
+        trains = nnx.DiffState(0, wrt)
+        if plan.kwargs.get("argnums", 0) not in (0, trains):
+            raise ValueError(
+                f"`{call}(argnums={plan.kwargs['argnums']!r})`: what the optimizer trains is "
+                f"differentiated, and this one has wrt={wrt!r}. Leave `argnums` out, and say it "
+                "there: `nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)` trains the LoRA weights "
+                "alone."
+            )
         differentiated = dataclasses.replace(
-            plan, loss_fn=positional, kwargs={"argnums": nnx.DiffState(0, wrt), **plan.kwargs}
+            plan, loss_fn=positional, kwargs={**plan.kwargs, "argnums": trains}
         )
         leaves, treedef = jax.tree.flatten(before)
 
@@ -139,7 +160,7 @@ def _parts(call: str, optimizer: Any) -> tuple[Any, Any, Any]:
     if not isinstance(optimizer, nnx.Optimizer):
         raise TypeError(
             f"`{call}(model, optimizer, ...)`: `optimizer` must be an `nnx.Optimizer`, got "
-            f"{type(optimizer).__name__}. Make it by `nnx.Optimizer(model, tx, wrt=nnx.Param)`."
+            f"{type(optimizer).__name__}. {_MAKE_IT}"
         )
     check_transformation(call, optimizer.tx)
     opt_state = check_optimizer(call, optimizer.tx, optimizer.opt_state, "(model, optimizer, ...)")

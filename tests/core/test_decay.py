@@ -1,6 +1,7 @@
 """A loss scale that decays: how its falls are counted, and which runs `check` warns of."""
 
 import functools
+import re
 import warnings
 
 import flax.nnx as nnx
@@ -21,6 +22,7 @@ from jaxscale import presets
 pytestmark = pytest.mark.standard_promotion
 
 DECAYS = r"`check`: the loss scale fell 6 times or more .*`jaxscale doctor` names"
+TOLD = r"`check`: (the loss scale fell|in 6 steps or more no retry helped)"
 FREE = 25  # steps whose falls do not count
 
 
@@ -74,7 +76,7 @@ def warned(states):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         jaxscale.check(states, max_consecutive=10**9)
-    return any("`check`: the loss scale fell" in str(each.message) for each in found)
+    return any(re.match(TOLD, str(each.message)) for each in found)
 
 
 def counted(policy, states):
@@ -144,7 +146,8 @@ NAMES = ["`DynamicLossScale()`", "from 2**24", "**`AdaptiveLossScale()`**"]
 @pytest.mark.parametrize("retries", [0, 8])
 @pytest.mark.parametrize("name", rows(POLICIES, fast=NAMES))
 def test_a_healthy_run_is_never_warned_of(name, retries):
-    for by in (0, 8):
+    # The floor of DALL-E's rule is too high for the larger gradients: retries lose batches there.
+    for by in (0, 8)[: 1 if retries and "dalle" in name else 2]:
         for run, states in histories(POLICIES[name], healthy(by), retries).items():
             assert not warned(states), run
             # Far from it: half of what it takes.
@@ -186,8 +189,8 @@ STEADY = [name for name in POLICIES if name not in GROWING + LATE]
 @pytest.mark.parametrize("name", rows(STEADY, fast=NAMES))
 def test_a_scale_that_decays_is_warned_of(name, retries):
     for run, states in histories(POLICIES[name], DECAYING, retries).items():
-        if retries and ("bad" in run or "Adaptive" in name):
-            continue  # a single batch may take the scale down to its floor, or up to 2**9 too low
+        if retries and "Adaptive" in name and "bad" not in run:
+            continue  # it grows again between two falls
         assert warned(states), run
 
 
@@ -303,12 +306,33 @@ def test_the_counter_saturates():
 
 def test_each_step_with_retries_is_one_fall_at_most():
     tx = jaxscale.loss_scaled(optax.sgd(0.0))
-    for retries, allowed, scale in ((3, 2.0**12, 12), (3, 2.0**4, 11), (1, 2.0**12, 13)):
+    # If no pass is finite, the scale falls as by one overflow.
+    for retries, allowed, scale in ((3, 2.0**12, 12), (3, 2.0**4, 14), (1, 2.0**12, 14)):
         step = jaxscale.train_step(probe, tx, retries=retries)
         w, state = jnp.zeros(()), tx.init(jnp.zeros(()))._replace(total_steps=jnp.int32(FREE))
         state = step(w, state, jnp.float32(allowed), jnp.float32(1))[1]
         assert (state.backoff_count, state.scaling.loss_scale) == (1, 2.0**scale)
         assert state.grads_finite == (allowed >= 2.0**scale)
+        assert state.total_exhausted == (allowed < 2.0**scale)
+        # After the first steps each counts, in a row, too.
+        state = step(w, state, jnp.float32(0), jnp.float32(1))[1]
+        assert state.total_exhausted == 1 + (allowed < 2.0**scale)
+    # Updates that are not finite lower it after the retries, in the same step.
+    tx = jaxscale.loss_scaled(optax.scale(np.inf), check_updates=True)
+    w, state = jnp.zeros(()), tx.init(jnp.zeros(()))._replace(total_steps=jnp.int32(FREE))
+    step = jaxscale.train_step(probe, tx, retries=3)
+    state = step(w, state, jnp.float32(2.0**12), jnp.float32(1))[1]
+    assert (state.backoff_count, state.scaling.loss_scale) == (1, 2.0**11)
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "hysteresis", "adaptive"])
+def test_retries_that_do_not_help_are_warned_of(policy):
+    steps = np.array([30, simulator.BAD] * 6, np.int32)
+    for number, told in ((10, False), (12, True)):
+        trace = Trace(steps[:number], np.full(number, -4.0))
+        (states,) = histories(COUNTED[policy], {"bad": trace}, retries=3).values()
+        assert states.total_exhausted[-1] == number / 2
+        assert warned(states) == told
 
 
 def test_micro_batches_count_as_steps():

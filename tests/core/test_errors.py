@@ -1,10 +1,13 @@
 """Bad input: an error names the call, the argument, the value and the way out."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 
@@ -18,10 +21,22 @@ NOOP = jaxscale.NoOpLossScale().init()
 TX = jaxscale.loss_scaled(optax.sgd(0.1))
 OPT_STATE = TX.init(jnp.ones(2))
 W = jnp.ones(2)
+ADAM = jaxscale.skip_nonfinite(optax.adam(0.1))
+LBFGS = jaxscale.skip_nonfinite(optax.lbfgs())
+SAM = jaxscale.skip_nonfinite(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True))
 
 
 def never_traced(*args):
     raise AssertionError(args)
+
+
+def two(w, x):
+    return jnp.sum(w * x)
+
+
+def bare_step(loss_fn, tx):
+    with pytest.warns(UserWarning, match="bare optimizer"):
+        return jaxscale.train_step(loss_fn, tx)
 
 
 def flax_state(**kwargs):
@@ -254,6 +269,15 @@ CASES = {
         lambda: jax.jit(lambda s: jaxscale.check(s))(OPT_STATE),
         TypeError,
         r"check.*jit.*metrics",
+    ),
+    "metrics of a bare optimizer of NNX": (
+        lambda: jaxscale.metrics(
+            nnx.state(
+                nnx.Optimizer(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
+            )
+        ),
+        ValueError,
+        r"metrics.*none in .*at \['opt_state'\].*Wrap the optimizer",
     ),
     "metrics of optax's state": (
         lambda: jaxscale.metrics(optax.adam(0.1).init(W)),
@@ -488,11 +512,59 @@ CASES = {
         r"train_step\(\.\.\.\)\(opt_state=.*another optimizer.*`init` of this",
     ),
     "step: the state of other parameters": (
-        lambda: jaxscale.train_step(never_traced, optax.adam(0.1))(
-            {"w": W}, optax.adam(0.1).init({"w": W, "b": W})
-        ),
+        lambda: jaxscale.train_step(never_traced, ADAM)({"w": W}, ADAM.init({"w": W, "b": W})),
         ValueError,
         r"train_step\(\.\.\.\)\(opt_state=.*of other parameters",
+    ),
+    "step: the state of parameters of another shape": (
+        lambda: jaxscale.train_step(never_traced, ADAM)({"w": W}, ADAM.init({"w": jnp.ones(3)})),
+        ValueError,
+        r"train_step\(\.\.\.\)\(opt_state=.*of other parameters.*\(2,\) at \[0\]\.mu\['w'\], got .*\(3,\)\. Pass",
+    ),
+    "step: no batch": (
+        lambda: jaxscale.train_step(two, TX)(W, OPT_STATE),
+        TypeError,
+        r"train_step\(loss_fn\)`: `loss_fn` takes \(w, x\): missing a required argument: 'x'\. The step called it with \(an array\): what is trained, and whatever else the step was given\.",
+    ),
+    "step: no has_state": (
+        lambda: jaxscale.train_step(two, TX)(W, OPT_STATE, {"mean": W}, W),
+        TypeError,
+        r"takes \(w, x\): too many positional.*with \(an array, dict, an array\).*Pass has_state=True",
+    ),
+    "step: has_state that is too much": (
+        lambda: jaxscale.train_step(two, TX, has_state=True)(W, OPT_STATE, W, W),
+        TypeError,
+        r"train_step\(loss_fn\).*too many positional.*what is trained, the state, and whatever.*given\.",
+    ),
+    "step: another keyword": (
+        lambda: jaxscale.train_step(two, TX)(W, OPT_STATE, W, key=W),
+        TypeError,
+        r"takes \(w, x\): got an unexpected keyword argument 'key'.*\(an array, an array, key=\.\.\.\)",
+    ),
+    "step: no batch, in autocast": (
+        lambda: jaxscale.train_step(jaxscale.autocast(two), TX)(W, OPT_STATE),
+        TypeError,
+        r"train_step\(loss_fn\)`: `loss_fn` takes \(w, x\): missing a required argument: 'x'",
+    ),
+    "step: no batch, compiled": (
+        lambda: jaxscale.train_step(eqx.filter_jit(jax.jit(two)), TX)(W, OPT_STATE),
+        TypeError,
+        r"train_step\(loss_fn\)`: `loss_fn` takes \(w, x\): missing a required argument: 'x'",
+    ),
+    "step: an optimizer with a line search": (
+        lambda: jaxscale.train_step(jnp.sum, LBFGS)(W, LBFGS.init(W)),
+        TypeError,
+        r"`tx\.update` needs.*'grad' and 'value_fn'.*`train_step` gives it the loss.*write the loop.*apply_gradients",
+    ),
+    "step: a bare optimizer with a line search": (
+        lambda: bare_step(jnp.sum, optax.lbfgs())(W, optax.lbfgs().init(W)),
+        TypeError,
+        r"`tx\.update` needs.*'grad' and 'value_fn'.*write the loop",
+    ),
+    "step: an optimizer with gradients of its own": (
+        lambda: jaxscale.train_step(jnp.sum, SAM)(W, SAM.init(W)),
+        ValueError,
+        r"`tx\.update` needs.*grad_fn must be provided.*write the loop",
     ),
     "step: the state of another policy": (
         lambda: jaxscale.train_step(never_traced, jaxscale.skip_nonfinite(optax.sgd(0.1)))(
@@ -502,7 +574,7 @@ CASES = {
         r"train_step\(\.\.\.\)\(opt_state=.*another optimizer.*LossScaleState.*NoOpLossScale",
     ),
     "step: a wrapped state of a bare optimizer": (
-        lambda: jaxscale.train_step(never_traced, optax.sgd(0.1))(W, OPT_STATE),
+        lambda: bare_step(never_traced, optax.sgd(0.1))(W, OPT_STATE),
         TypeError,
         r"train_step\(\.\.\.\)\(opt_state=.*`tx` is a bare optimizer.*inner_state",
     ),
@@ -804,3 +876,19 @@ def test_a_step_that_changes_the_structure_of_its_state_is_told():
     for update in (tx.update, jax.jit(tx.update)):
         with pytest.raises(ValueError, match=r"inner\.update"):
             update(W, tx.init(W), W)
+
+
+def test_a_type_error_of_the_loss_itself_is_left_alone():
+    def inner(w):  # called wrongly, but by the user
+        return two(w)
+
+    def raising(w, x):
+        return len(w, x)
+
+    def with_data(fun):
+        return functools.wraps(fun)(lambda *args, **kwargs: fun(*args, W, **kwargs))
+
+    for loss_fn in (inner, jaxscale.autocast(inner), jax.jit(inner), with_data(raising)):
+        with pytest.raises(TypeError, match=r"^two\(\) missing 1|^len\(\) takes exactly one"):
+            jaxscale.train_step(loss_fn, TX)(W, OPT_STATE)
+    assert jaxscale.train_step(with_data(two), TX)(W, OPT_STATE)[1].grads_finite

@@ -277,6 +277,7 @@ def test_counters_add_up():
         "total_notfinite_loss": 0,
         "total_steps": 10,
         "total_retries": 0,
+        "total_exhausted": 0,
         "backoff_count": 0,
     }
 

@@ -46,7 +46,9 @@ VERSION_1 = {
     "nonfinite_leaves": None,
 }
 # Fields that came later.
-WRITTEN = VERSION_1 | {"total_retries": i32(0), "backoff_count": i32(0)}
+WRITTEN = VERSION_1 | {
+    name: i32(0) for name in ("total_retries", "total_exhausted", "backoff_count")
+}
 
 
 def saved(**changes):

@@ -1,6 +1,11 @@
 """The whole step in one function is the loop of three lines; with retries no batch is lost."""
 
+import dataclasses
 import functools
+import operator
+import re
+import warnings
+from inspect import signature
 
 import equinox as eqx
 import jax
@@ -11,6 +16,7 @@ import pytest
 from tables import BAD, INNERS, PARAMS, POLICIES, assert_close, assert_same_bits, avals, crossed
 
 import jaxscale
+from jaxscale._optimizer import NEVER_MOVE
 
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
 
@@ -110,9 +116,31 @@ def test_an_optimizer_without_a_verdict_applies_every_step(inner):
         return optax.apply_updates(params, updates), opt_state, loss
 
     for optimizer in (tx, INNERS[inner]):
-        ours = run(jaxscale.train_step(loss_fn, optimizer), optimizer.init(PARAMS))
+        with pytest.warns(UserWarning, match=BARE):
+            step = jaxscale.train_step(loss_fn, optimizer)
+        ours = run(step, optimizer.init(PARAMS))
         assert_same_bits(ours, run(plain, tx.init(PARAMS)))
     assert not jaxscale.all_finite(ours[0])
+    # Whoever says that it is meant gets no warning.
+    meant = jaxscale.loss_scaled(tx, None, skip_nonfinite=False)
+    assert not jaxscale.all_finite(run(jaxscale.train_step(loss_fn, meant), meant.init(PARAMS))[0])
+
+
+BARE = r"`train_step`: `tx` is a bare optimizer.*loss_scaled\(tx\).*skip_nonfinite=False"
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_a_bare_optimizer_is_warned_of_once(inner):
+    tx = INNERS[inner]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        step = jaxscale.train_step(loss_fn, tx)
+        # Some need the parameters to say that they hold no loss scale.
+        assert len(found) == (inner not in ("masked", "multi_transform"))
+        run(step, tx.init(PARAMS))
+    (only,) = found
+    assert re.match(BARE, str(only.message))
+    assert only.filename == __file__
 
 
 @pytest.mark.parametrize(
@@ -187,6 +215,30 @@ def test_keyword_arguments_and_trees_of_state():
         assert_same_bits(arrays(new), arrays(state | {"key": keys[1], "n": jnp.array(1)}))
 
 
+def test_state_may_have_a_say():
+    """Its NaN is kept while loss and gradients are finite, unless the loss says otherwise."""
+
+    def fun(params, state, x):
+        return loss_fn(params, jnp.nan_to_num(x)), state + x[0]
+
+    def judged(params, state, x):
+        loss, state = fun(params, state, x)
+        return jnp.where(jaxscale.all_finite(state), loss, jnp.nan), state
+
+    tx = jaxscale.loss_scaled(optax.adam(0.1))
+    for wrap in (jax.jit, lambda step: step):
+        for loss, kept in ((fun, False), (judged, True)):
+            step = wrap(jaxscale.train_step(loss, tx, has_state=True, retries=2))
+            params, opt_state, state, _ = step(
+                PARAMS, tx.init(PARAMS), jnp.ones(()), GOOD * jnp.nan
+            )
+            assert (opt_state.grads_finite, jnp.isfinite(state)) == (not kept, kept)
+            assert opt_state.scaling.loss_scale == 2.0**15
+            if kept:
+                assert_same_bits((params, state), (PARAMS, jnp.ones(())))
+            assert step(params, opt_state, jnp.ones(()), GOOD)[1].grads_finite
+
+
 def arrays(tree):
     return eqx.filter(tree, eqx.is_array)
 
@@ -235,13 +287,94 @@ def test_the_search_for_a_scale_costs_no_batch(first):
     )
 
 
-def test_no_more_passes_than_are_allowed():
-    for retries in (1, 3):
-        opt_state = run(compiled(retries), hot().init(PARAMS), [OVERFLOW])[1]
-        # One backoff between two passes, and one after the last.
-        assert opt_state.total_retries == retries
-        assert opt_state.scaling.loss_scale == 2.0 ** (24 - retries - 1)
-        assert (opt_state.total_notfinite, opt_state.total_steps) == (1, 1)
+MOVING = [name for name, policy in POLICIES.items() if not isinstance(policy, NEVER_MOVE)]
+POISON = jnp.full(3, jnp.inf)
+
+
+def poisoned(params, x):
+    """A loss that is finite with this batch, and whose gradients are NaN at every scale."""
+    gates = jnp.tanh(params["w"] * x)
+    return loss_fn(params, jnp.where(jnp.isinf(x), 1.0, x)) + jnp.sum(gates)
+
+
+def by_the_book(policy, retries, batches):
+    """The states of a policy and the counts after each step with retries, in plain Python."""
+
+    @jax.jit
+    def gradients(scaling, x):
+        grads = jax.tree.leaves(jaxscale.grad(poisoned, scaling)(PARAMS, x))
+        return jnp.max(jnp.stack([jnp.max(jnp.abs(g.astype(jnp.float32))) for g in grads]))
+
+    def told(scaling, finite, largest):
+        known = {"largest": largest} if "largest" in signature(policy.adjust).parameters else {}
+        return policy.adjust(scaling, jnp.array(finite), **known)
+
+    scaling, passes, exhausted, applied = policy.init(), 0, 0, True
+    for x in batches:
+        first, number = scaling, 0
+        while not jnp.isfinite(largest := gradients(scaling, x)) and number < retries:
+            lower = scaling
+            for _ in range(4):  # as often as it takes a policy with hysteresis
+                if not lower.loss_scale < scaling.loss_scale:
+                    lower = told(lower, False, largest)
+            if not jnp.isfinite(poisoned(PARAMS, x)) or lower.loss_scale >= scaling.loss_scale:
+                break
+            scaling, number = lower, number + 1
+        passes += number
+        fits = bool(jnp.isfinite(largest))
+        # A row of the first 25 steps counts once.
+        exhausted += number > 0 and not fits and applied
+        if not fits:
+            scaling = first
+        if jnp.isfinite(poisoned(PARAMS, x)):
+            scaling = told(scaling, fits, largest)
+        applied = fits
+        yield scaling, passes, exhausted
+
+
+MIXED = [OVERFLOW, POISON, GOOD, POISON, POISON, BATCHES[4], OVERFLOW, GOOD, GOOD * 2, POISON]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("mode", ["eager", "jit", "scan", "vmap"])
+@pytest.mark.parametrize("retries", [3, 1, 30])
+@pytest.mark.parametrize("policy", MOVING)
+def test_a_batch_that_no_scale_helps_costs_one_overflow(policy, retries, mode):
+    """In strict promotion, too, which Optax's Adam is not made for."""
+    rule = dataclasses.replace(POLICIES[policy], init_scale=2.0**16)
+    tx = jaxscale.loss_scaled(optax.sgd(0.0), rule)
+    step, init = jaxscale.train_step(poisoned, tx, retries=retries), tx.init(PARAMS)
+    runs = [MIXED, MIXED[::-1]] if mode == "vmap" else [MIXED]
+
+    def advance(state, batch):
+        state = step(PARAMS, state, batch)[1]
+        return state, state
+
+    def in_turn(advance):
+        states = [init]
+        for batch in MIXED:
+            states.append(advance(states[-1], batch)[0])
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states[1:])
+
+    def scanned(batches):
+        return jax.lax.scan(advance, init, batches)[1]
+
+    with jax.numpy_dtype_promotion("strict"):
+        if mode in ("eager", "jit"):
+            results = [in_turn(jax.jit(advance) if mode == "jit" else advance)]
+        elif mode == "scan":
+            results = [jax.jit(scanned)(jnp.stack(MIXED))]
+        else:
+            states = jax.jit(jax.vmap(scanned))(jnp.stack([jnp.stack(each) for each in runs]))
+            results = [jax.tree.map(operator.itemgetter(i), states) for i in range(len(runs))]
+    for states, batches in zip(results, runs, strict=True):
+        scalings, passes, exhausted = zip(*by_the_book(rule, retries, batches), strict=True)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *scalings)
+        assert_same_bits(states.scaling, stacked)
+        assert states.total_retries.tolist() == list(passes)
+        assert states.total_exhausted.tolist() == list(exhausted)
+        assert states.total_exhausted[-1] > 0
+        assert states.total_notfinite_loss[-1] == 1
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -278,8 +411,8 @@ def test_a_scale_that_cannot_be_lowered_is_not_tried_again(policy, passes, wrap)
     assert opt_state.total_retries == passes
     assert opt_state.total_notfinite == 1
     assert_same_bits(params, PARAMS)
-    if not passes:  # and the policy is told of the overflow once, as without retries
-        assert_same_bits(opt_state.scaling, policy.adjust(policy.init(), jnp.array(False)))
+    # The policy is told of the overflow once, as without retries.
+    assert_same_bits(opt_state.scaling, policy.adjust(policy.init(), jnp.array(False)))
 
 
 def test_it_counts_the_passes_and_traces_and_compiles_the_model_once():

@@ -273,4 +273,4 @@ def test_devices_that_might_part_are_told_so():
     specs = {"in_specs": (REPLICATED, REPLICATED, SHARDED, SHARDED), "out_specs": SHARDED}
     run = jax.shard_map(one_device, mesh=MESH, **specs)
     with pytest.raises(ValueError, match=r"train_step\(retries=3\).*'data' may.*axis_name='data'"):
-        run(PARAMS, hot().init(PARAMS), jnp.ones(64), X)
+        run(PARAMS, hot().init(PARAMS), jnp.ones(128), X)

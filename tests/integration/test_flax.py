@@ -273,7 +273,42 @@ def test_a_training_step_overwrites_with_gradients(container):
     assert_same_bits(kept.params, new.params)
 
 
+def test_fields_may_have_a_say():
+    """Their NaN is kept while loss and gradients are finite, unless the loss says otherwise."""
+
+    def fun(params, fields, x):
+        loss, _ = train_loss(params, fields, jnp.nan_to_num(x))
+        return loss, {"batch_stats": fields["batch_stats"] | {"mean": x[:2]}}
+
+    def judged(params, fields, x):
+        loss, fields = fun(params, fields, x)
+        return jnp.where(jaxscale.all_finite(fields), loss, jnp.nan), fields
+
+    for loss_fn, kept in ((fun, False), (judged, True)):
+        state = create()
+        step = jax.jit(jaxscale.flax.train_step(loss_fn, has_state=True))
+        new, _ = step(state, FINE * jnp.nan)
+        assert new.opt_state.grads_finite != kept
+        assert jaxscale.all_finite(new.batch_stats) == kept
+        if kept:
+            assert_same_bits((new.params, new.batch_stats), (state.params, state.batch_stats))
+            assert_same_bits(new.opt_state.scaling, state.opt_state.scaling)
+        assert step(new, FINE)[0].opt_state.grads_finite
+
+
 STEP_ERRORS = {
+    "no batch": (
+        lambda: jaxscale.flax.train_step(train_loss, has_state=True)(create()),
+        TypeError,
+        r"flax\.train_step\(loss_fn\)`: `loss_fn` takes \(params, fields, x\): missing.*\(dict, d",
+    ),
+    "an optimizer of other parameters": (
+        lambda: jaxscale.flax.train_step(train_loss, has_state=True)(
+            create().replace(params=PARAMS | {"w": jnp.ones(5)}), FINE
+        ),
+        ValueError,
+        r"flax\.train_step\(\.\.\.\)\(state\.opt_state=.*other parameters.*\(5,\) at .*got .*\(3",
+    ),
     "Flax's own": (
         lambda: jaxscale.flax.train_step(train_loss)(
             train_state.TrainState.create(

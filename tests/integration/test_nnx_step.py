@@ -1,5 +1,7 @@
 """The training step for Flax NNX: a skipped step leaves no trace in the model."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -184,13 +186,24 @@ def test_intermediates_come_out():
 def test_other_optimizers_apply_every_step():
     model, optimizer = created(optax.sgd(0.1))
     same, plain = created(optax.sgd(0.1))
+    step, found = jaxscale.nnx.train_step(loss_fn), []
     for batch in batches(0.0):
         loss, grads = nnx.value_and_grad(loss_fn)(same, batch)
         plain.update(same, jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
-        assert_same_bits(jaxscale.nnx.train_step(loss_fn)(model, optimizer, batch), loss)
+        with warnings.catch_warnings(record=True) as new:
+            warnings.simplefilter("always")
+            assert_same_bits(step(model, optimizer, batch), loss)
+        found += new
     assert_same_bits(state_of(model, optimizer), state_of(same, plain))
-    jaxscale.nnx.train_step(loss_fn)(model, optimizer, X * jnp.inf)
+    step(model, optimizer, X * jnp.inf)
     assert np.isnan(model.norm.mean[...]).any()
+    # They are warned of once, unless one says that it is meant.
+    (only,) = found
+    assert "`nnx.train_step`: `tx` is a bare optimizer" in str(only.message)
+    assert only.filename == __file__
+    jaxscale.nnx.train_step(loss_fn)(
+        *created(jaxscale.loss_scaled(optax.sgd(0.1), None, skip_nonfinite=False)), X
+    )
 
 
 def test_only_what_the_optimizer_trains_is_differentiated():
@@ -203,6 +216,86 @@ def test_only_what_the_optimizer_trains_is_differentiated():
     assert jaxscale.metrics(optimizer)["grads_finite"]
     assert_same_bits(model.norm.scale[...], scale)
     assert not np.array_equal(model.linear.kernel[...], kernel)
+
+
+def test_lora_weights_are_trained_alone():
+    model = nnx.LoRALinear(3, 4, lora_rank=2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, calm(), wrt=nnx.LoRAParam)
+    before = state_of(model, optimizer, nnx.Not(nnx.LoRAParam))[0]
+
+    def fun(model, x):
+        return jnp.mean((model(x) - 1) ** 2)
+
+    for argnums in ({}, {"argnums": 0}, {"argnums": nnx.DiffState(0, nnx.LoRAParam)}):
+        step = jaxscale.nnx.train_step(fun, **argnums)
+        lora = state_of(model, optimizer, nnx.LoRAParam)[0]
+        nnx.jit(step)(model, optimizer, X)
+        assert_same_bits(state_of(model, optimizer, nnx.Not(nnx.LoRAParam))[0], before)
+        assert not np.array_equal(jax.tree.leaves(lora)[1], model.lora.lora_b[...])
+    assert jaxscale.metrics(optimizer)["total_notfinite"] == 0
+
+
+def test_statistics_may_have_a_say():
+    """Their NaN is kept while loss and gradients are finite, unless the loss says otherwise."""
+
+    def fun(model, x):
+        loss = jnp.mean(model.shared(jnp.nan_to_num(x)) ** 2)
+        model.norm(model.shared(x))
+        return loss.astype(jnp.float32)
+
+    def judged(model, x):
+        loss = fun(model, x)
+        return jnp.where(jaxscale.all_finite(nnx.state(model, nnx.BatchStat)), loss, jnp.nan)
+
+    for loss_fn, kept in ((fun, False), (judged, True)):
+        model, optimizer = created()
+        step = nnx.jit(jaxscale.nnx.train_step(loss_fn))
+        step(model, optimizer, X)
+        before = state_of(model, optimizer, nnx.Not(nnx.RngState))[0]
+        step(model, optimizer, X * jnp.nan)
+        assert jaxscale.metrics(optimizer)["grads_finite"] != kept
+        assert jaxscale.metrics(optimizer)["loss_scale"] == 4
+        assert jaxscale.all_finite(model.norm.mean[...]) == kept
+        if kept:
+            assert_same_bits(state_of(model, optimizer, nnx.Not(nnx.RngState))[0], before)
+        step(model, optimizer, X)
+
+
+WRAPPERS = {
+    "dynamic": lambda inner: jaxscale.loss_scaled(inner, track_leaves=True),
+    "adaptive": lambda inner: jaxscale.loss_scaled(inner, "adaptive"),
+    "other states": lambda inner: jaxscale.loss_scaled(inner, jaxscale.presets.fairseq()),
+    "no scale": jaxscale.skip_nonfinite,
+    "window": lambda inner: jaxscale.multi_steps(jaxscale.loss_scaled(inner), 2),
+    "window of Optax": lambda inner: jaxscale.loss_scaled(optax.MultiSteps(inner, 2)),
+}
+
+
+@pytest.mark.sampled(len(WRAPPERS))
+@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_state_of_an_optimizer_may_be_split_off(name, inner):
+    tx = WRAPPERS[name](inner)
+    model, optimizer = created(tx)
+    optimizer.update(model, jax.tree.map(lambda w: w * jnp.nan, nnx.state(model, nnx.Param)))
+    expected = jaxscale.metrics(optimizer)
+    state = nnx.state(optimizer)
+    for tree in (state, nnx.to_pure_dict(state), nnx.split((model, optimizer))[1]):
+        found = jaxscale.metrics(tree)
+        assert found.keys() == expected.keys()
+        assert_same_bits([found[name] for name in expected], list(expected.values()))
+        scaled = [jaxscale.value_and_grad(jnp.sum, each)(X) for each in (tree, optimizer)]
+        assert_same_bits(*scaled)
+        for each in (tree, optimizer):
+            with pytest.raises(jaxscale.LossScaleStuckError, match="1 steps in a row"):
+                jaxscale.check(each, tx=tx, max_consecutive=0)
+    saved = jaxscale.to_state_dict(state)
+    assert saved["opt_state"].pop("total_steps") == 1  # as if saved before there was such a counter
+    fresh = nnx.state(created(tx)[1])
+    restored = jaxscale.from_state_dict(fresh, saved)
+    assert jax.tree.structure(restored) == jax.tree.structure(fresh)
+    assert jaxscale.metrics(restored)["total_notfinite"] == 1
+    assert jaxscale.metrics(restored)["total_steps"] == 0
 
 
 def test_every_transformation_of_nnx_may_call_it():
@@ -229,6 +322,11 @@ def test_windows_count_micro_batches():
         step(model, optimizer, X)
     assert jaxscale.metrics(optimizer)["gradient_step"] == 2
     assert jaxscale.metrics(optimizer)["total_notfinite"] == 0
+
+
+def other():
+    """The optimizer of a model that has the parameters of a linear layer, with other shapes."""
+    return created(model=nnx.Linear(3, 5, rngs=nnx.Rngs(0)))[1]
 
 
 ERRORS = {
@@ -266,6 +364,33 @@ ERRORS = {
         lambda: jaxscale.train_step(loss_fn, calm(), transform=nnx.value_and_grad),
         TypeError,
         r"train_step\(transform=.*Use `jaxscale\.nnx\.train_step`",
+    ),
+    "an optimizer of a model of other shapes": (
+        lambda: jaxscale.nnx.train_step(loss_fn)(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), other(), X),
+        ValueError,
+        r"`nnx\.train_step\(\.\.\.\)\(optimizer=.*other parameters.*\(4,\) at .* \(5,\)\. Make",
+    ),
+    "an optimizer of another model": (
+        lambda: jaxscale.nnx.train_step(loss_fn)(created()[0], other(), X),
+        ValueError,
+        r"`nnx\.train_step\(\.\.\.\)\(optimizer=.*of another optimizer or of other parameters",
+    ),
+    "what is not trained": (
+        lambda: jaxscale.nnx.train_step(loss_fn, argnums=1)(*created(), X),
+        ValueError,
+        r"nnx\.train_step\(argnums=1\).*wrt=<class 'flax.*Param'>.*tx, wrt=nnx\.LoRAParam",
+    ),
+    "what another filter names": (
+        lambda: jaxscale.nnx.train_step(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(
+            *created(), X
+        ),
+        ValueError,
+        r"nnx\.train_step\(argnums=DiffState.*Leave `argnums` out",
+    ),
+    "no batch": (
+        lambda: jaxscale.nnx.train_step(loss_fn)(*created()),
+        TypeError,
+        r"nnx\.train_step\(loss_fn\)`: `loss_fn` takes \(model, x\): missing.*with \(Model\)",
     ),
     "retries below 0": (
         lambda: jaxscale.nnx.train_step(loss_fn, retries=-1),

@@ -190,6 +190,7 @@ def test_public_names_are_those_of_the_contract():
         "total_notfinite_loss",
         "total_steps",
         "total_retries",
+        "total_exhausted",
         "backoff_count",
         "nonfinite_leaves",
     )
