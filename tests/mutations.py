@@ -390,7 +390,7 @@ MUTATIONS = {
     "tracking: a second pass": ("_step", "evidence.finite(), all_finite(value)", "read(grads).finite(), all_finite(value)"),
     "diagnosis: a scatter has no float32": ("diagnostics/_trace/numbers", "_SCATTERS.get(eqn.primitive.name)", "None"),
     "diagnosis: the sum of all that is tiny": ("diagnostics/_trace/numbers", "_share_of_sum(np.where(nonzero, size, 0.0), zeros)", "_share_of_sum(np.where(nonzero, size, 0.0), tiny)"),
-    "diagnosis: a float16 loss is unscaled in float16": ("diagnostics/_trace/trace", "unseed(grads, widen(one_seed(seed)))", "unseed(grads, one_seed(seed))"),
+    "diagnosis: a float16 loss is unscaled in float16": ("diagnostics/_trace/backward", "unseed(grads, widen(one_seed(seed)))", "unseed(grads, one_seed(seed))"),
     "diagnosis: a scan of length 0 is run as one equation": ("diagnostics/_trace/interpreter", 'case "scan":', 'case "scan" if eqn.params["length"]:'),
     "diagnosis: a ref is an array": ("diagnostics/_trace/jaxpr", 'hasattr(atom.aval, "inner_aval")', "False"),
     "diagnosis: a ref is never written to": ("diagnostics/_trace/interpreter", "            cell.value = value\n", "            pass\n"),

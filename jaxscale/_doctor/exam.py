@@ -3,9 +3,13 @@
 `examine` first finds the largest loss scale that fits, near which a dynamic scale would train. It
 traces the loss there and at the least scale that overflows, and compares the gradients with those
 in float32 (`against`). The results are an `Exam`; `findings` decides what is a problem.
+
+A quick exam makes as few passes equation by equation as it can: none at the scale that fits if all
+is finite there, and at the one that overflows only up to the overflow.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -24,19 +28,21 @@ from ..diagnostics._formats import is_ndarray
 from ..diagnostics._histogram import Histogram, Shares, shares
 from ..diagnostics._leaves import LeafTable, table
 from ..diagnostics._suggest import Suggestion, suggest_scale
+from ..diagnostics._trace.backward import Backward
 from ..diagnostics._trace.places import lines
 from ..diagnostics._trace.plan import compiled
 from ..diagnostics._trace.report import TracedNonfinite, TraceReport
-from ..diagnostics._trace.trace import Backward
 from ..diagnostics._underflow import Underflow, underflow
-from .against import against_float32
+from .against import Against, against_float32
 from .compare import Comparison, by_name, compared
 from .counts import counted
+from .progress import Progress, silent
 from .remedy import Culprit, Relief, Remedy, find_relief
 from .target import Target
 
-LOW = 2.0**10  # a largest loss scale below this leaves little room for gradients that shrink
-_HIGHER = 2.0**8
+# The largest gradient at the largest loss scale is below this if something else limits the scale.
+_FULL = 2.0**12
+_HIGHER = 2.0**8  # times the largest loss scale: the one to try with some lines in float32
 _MOST_LAYERS = 40  # in the map of layers
 _LEAST, _LARGEST, _MOST_PASSES = -14, 24, 10  # exponents of the loss scales to try
 
@@ -64,8 +70,11 @@ class Exam(NamedTuple):
       culprit: where they go wrong, if it is one equation.
       remedy: the lines that in float32 make loss and gradients right, or that were tried in vain.
       ceiling: where the least loss scale that does not fit overflows.
-      relief: the lines that in float32 let a higher loss scale fit, if the largest one that fits is
-        below `LOW`, and some were found.
+      relief: the lines that in float32 let a higher loss scale fit, if the scale `is_limited` or
+        the largest is below 1, and some were found.
+      largest: the largest magnitude among the gradients at the largest scale.
+      is_limited: whether a number on the way that is far larger than the gradients limits the
+        scale.
       backward_rules: the functions that `jax.custom_vjp` was given as backward rules, by the line
         that calls them, as `path/to/file.py:3`.
       zero: the leaves whose gradient is exactly 0 everywhere, in float32 if `float32` is known.
@@ -77,6 +86,8 @@ class Exam(NamedTuple):
       trace: where numbers get lost.
       autocast: the format in which `jaxscale.autocast` computed the loss, or `""`.
       loss_as_written: the loss without `jaxscale.autocast`, or `None` if that was not used.
+      is_quick: whether nothing was compared with float32 or tried in it, and nothing was traced
+        that is finite.
     """
 
     target: str
@@ -94,6 +105,8 @@ class Exam(NamedTuple):
     remedy: Remedy | None
     ceiling: TracedNonfinite | None
     relief: Relief | None
+    largest: float
+    is_limited: bool
     backward_rules: dict[str, str]
     zero: tuple[str, ...]
     leaves: LeafTable
@@ -104,6 +117,7 @@ class Exam(NamedTuple):
     trace: TraceReport
     autocast: str
     loss_as_written: float | None
+    is_quick: bool
 
     @property
     def is_half(self) -> bool:
@@ -125,7 +139,9 @@ def examine(
     target: Target,
     loss_scale: float | None,
     dtype: str | None = None,
-    progress: Callable[[str], None] = lambda words: None,
+    progress: Progress = silent,
+    *,
+    is_quick: bool = False,
 ) -> Exam:
     """Returns the results of all diagnostics.
 
@@ -135,6 +151,7 @@ def examine(
       dtype: the format in which `jaxscale.autocast` computes the loss, or `None` for the loss as
         it is written.
       progress: is told what is done next.
+      is_quick: whether to leave out what takes long.
     """
     params, as_written = target.params, target
     if dtype:
@@ -148,7 +165,7 @@ def examine(
     loss = passes.at(1.0)[0]
     calibration = None
     if np.isfinite(loss) and _is_half(dtypes):
-        progress("looking for the largest loss scale that fits")
+        progress("looking for the largest loss scale that fits", passes.how_far)
         calibration = passes.calibration()
     # The largest that does not overflow: a dynamic scale ends near it, wherever it started.
     fits = calibration.init_scale if calibration else None
@@ -157,33 +174,22 @@ def examine(
     grads = {scale: passes.at(scale)[1] for scale in {used, shown, fits or used}}
     # The gradients are most exact at the largest scale, where the fewest are flushed on the way.
     seen = grads[fits or used]
-    progress("looking at each operation")
+    largest = max(float(np.abs(leaf).max(initial=0)) for leaf in by_name(seen).values())
     backward = Backward(
-        target.loss_fn, (params, target.batch), {}, target.constants, has_aux=target.has_aux
+        target.loss_fn,
+        (params, target.batch),
+        {},
+        target.constants,
+        has_aux=target.has_aux,
+        is_coarse=is_quick,
     )
-    run = backward.run(used, is_brief=True)
-    report = run.report()
-    right, whole = run, used
-    if fits and used < fits and not report.nonfinite_outputs:
-        # What a scale that is too low flushes is told apart from what the model itself gets wrong.
-        right, whole = backward.run(fits, is_brief=True), fits
-    found = against_float32(
-        backward,
-        right,
-        by_name(grads[whole]),
-        params,
-        is_too_high=fits is not None and fits < used,
-        progress=progress,
-    )
-    ceiling = relief = None
-    if calibration and calibration.overflows_at and not report.nonfinite_outputs:
-        progress("looking for what limits the loss scale")
-        limiting = backward.run(calibration.overflows_at, is_brief=True)
-        limit = limiting.report().first_nonfinite
-        ceiling = limit if limit and limit.scaled and limit.reaches else None
-        if ceiling and ceiling.file and fits and fits < LOW:
-            progress(f"trying {ceiling.where} in float32")
-            relief = find_relief(backward, run, (ceiling.file, ceiling.line), fits * _HIGHER)
+    looked = _Looked(backward, used, calibration, largest, progress)
+    if is_quick:
+        is_finite = np.isfinite(loss) and all(map(_is_finite, by_name(grads[used]).values()))
+        looked.look_quickly(needs_trace=not is_finite or target.has_aux)
+    else:
+        looked.look(by_name(grads[fits if fits and used < fits else used]), params)
+    found = looked.found
     histograms = counted(seen, used).histograms
     everything = functools.reduce(
         operator.add, jax.tree.leaves(histograms, is_leaf=lambda x: isinstance(x, Histogram))
@@ -204,8 +210,10 @@ def examine(
         wrong=found.wrong,
         culprit=found.culprit,
         remedy=found.remedy,
-        ceiling=ceiling,
-        relief=relief,
+        ceiling=looked.ceiling,
+        relief=looked.relief,
+        largest=largest,
+        is_limited=looked.is_limited,
         backward_rules=_backward_rules(program),
         zero=tuple(p for p, g in (found.right or by_name(seen)).items() if g.size and not g.any()),
         leaves=table(counted(grads[used], used).counts),
@@ -213,10 +221,83 @@ def examine(
         shares=shares(everything, loss_scale=shown),
         layers=_layers(histograms, shown),
         suggestion=suggest_scale(everything),
-        trace=report,
+        trace=looked.report,
         autocast=dtype or "",
         loss_as_written=loss_as_written,
+        is_quick=is_quick,
     )
+
+
+def _is_finite(leaf: np.ndarray) -> bool:
+    return bool(np.isfinite(leaf).all())
+
+
+class _Looked:
+    """What was seen by looking at each equation.
+
+    Args:
+      backward: the backward pass.
+      used: the loss scale to look at.
+      calibration: the largest scale that fits, if that is known.
+      largest: the largest gradient there.
+      progress: is told what is done next.
+
+    Attributes:
+      report: the trace.
+      found: the comparison with float32.
+      ceiling: that of `Exam`, as are the others.
+    """
+
+    def __init__(
+        self,
+        backward: Backward,
+        used: float,
+        calibration: Calibration | None,
+        largest: float,
+        progress: Progress,
+    ) -> None:
+        self._backward, self._used, self._progress = backward, used, progress
+        self._fits = calibration.init_scale if calibration else None
+        self._overflows_at = calibration.overflows_at if calibration else None
+        self.report = TraceReport(math.nan, used, 0, *((),) * 6)
+        self.found = Against()
+        self.ceiling: TracedNonfinite | None = None
+        self.relief: Relief | None = None
+        self.is_limited = bool(
+            self._fits and self._overflows_at and 0 < largest * self._fits < _FULL
+        )
+
+    def look_quickly(self, needs_trace: bool) -> None:
+        """Looks for the ceiling, and before at what is wrong if something is."""
+        if needs_trace:
+            self._progress("looking at each operation", self._backward.how_far)
+            self.report = self._backward.run(self._used, is_brief=True).report()
+        if self._overflows_at and not self.report.nonfinite_outputs:
+            self._progress("looking for what limits the loss scale", self._backward.how_far)
+            self.ceiling = self._backward.first_overflow(self._overflows_at)
+
+    def look(self, whole: dict[str, np.ndarray], params: Any) -> None:
+        """Looks at everything, and compares it with float32."""
+        backward, used, fits, progress = self._backward, self._used, self._fits, self._progress
+        progress("looking at each operation", backward.how_far)
+        run = backward.run(used, is_brief=True)
+        self.report, right = run.report(), run
+        if fits and used < fits and not self.report.nonfinite_outputs:
+            # What a scale that is too low flushes is told apart from what the model gets wrong.
+            right = backward.run(fits, is_brief=True)
+        is_too_high = fits is not None and fits < used
+        self.found = against_float32(
+            backward, right, whole, params, is_too_high=is_too_high, progress=progress
+        )
+        if self._overflows_at is None or self.report.nonfinite_outputs:
+            return
+        progress("looking for what limits the loss scale", backward.how_far)
+        limit = backward.run(self._overflows_at, is_brief=True).report().first_nonfinite
+        self.ceiling = limit if limit and limit.scaled and limit.reaches else None
+        if self.ceiling and self.ceiling.file and fits and (self.is_limited or fits < 1):
+            progress(f"trying {self.ceiling.where} in float32", backward.how_far)
+            line = self.ceiling.file, self.ceiling.line
+            self.relief = find_relief(backward, run, line, max(fits * _HIGHER, 1.0))
 
 
 class _Passes:
@@ -230,6 +311,11 @@ class _Passes:
         # As if each operation ran by itself, which is how the trace runs it.
         self._backward = compiled(backward, xla_allow_excess_precision=False)
         self._params, self._arrays = params, arrays
+        self._tried = 0
+
+    def how_far(self) -> str:
+        """Returns how many loss scales were tried, in words."""
+        return f"{self._tried} tried"
 
     def at(self, loss_scale: float) -> tuple[float, Any]:
         """Returns the loss and the gradients at a loss scale."""
@@ -241,6 +327,7 @@ class _Passes:
 
         def try_scale(exponent: int, batch: Any) -> tuple[Any, bool]:
             del batch
+            self._tried += 1
             loss, _, finite = self._backward(init_state(2.0**exponent), self._params, self._arrays)
             return loss, bool(finite)
 
