@@ -176,12 +176,7 @@ def examine(
     seen = grads[fits or used]
     largest = max(float(np.abs(leaf).max(initial=0)) for leaf in by_name(seen).values())
     backward = Backward(
-        target.loss_fn,
-        (params, target.batch),
-        {},
-        target.constants,
-        has_aux=target.has_aux,
-        is_coarse=is_quick,
+        target.loss_fn, (params, target.batch), {}, target.constants, has_aux=target.has_aux
     )
     looked = _Looked(backward, used, calibration, largest, progress)
     if is_quick:

@@ -20,6 +20,7 @@ from ..._value_and_grad import seeding, unseed, with_loss
 from .._formats import is_ndarray
 from .constants import Constants
 from .findings import Findings, Found
+from .hurried import Hurried, RowPlanner
 from .interpreter import Interpreter, Place, Value, Visit
 from .jaxpr import BACKWARD, FORWARD
 from .places import lines
@@ -37,7 +38,6 @@ class Backward:
       constants: knows the numbers of the source that were rounded when `fun` was traced before.
       transform: what differentiates; this and the others are those of `trace`.
       has_aux: whether `fun` returns a pair.
-      is_coarse: whether passes that are run as written, and only once or twice, matter most.
       **kwargs: passed to `transform`.
     """
 
@@ -50,7 +50,6 @@ class Backward:
         *,
         transform: Callable[..., Any] = jax.value_and_grad,
         has_aux: bool = False,
-        is_coarse: bool = False,
         **kwargs: Any,
     ) -> None:
         def backward(loss_scale: jax.Array) -> dict[str, Any]:
@@ -76,9 +75,11 @@ class Backward:
         self._needs = tuple(
             BACKWARD if name.startswith("grads") else FORWARD for name in self._names
         )
-        self._planner = Planner(constants, is_coarse=is_coarse)
+        self._constants, self._planner = constants, Planner(constants)
         self._arguments = _inexact("args", args) | _inexact("kwargs", fun_kwargs)
-        self._total, self._done, self._visit = 0, 0, None  # equations, of the last pass and of this
+        # For `how_far`: the equations of the last pass and of this, and where this one is.
+        self._total, self._done = 0, 0
+        self._loops: tuple[tuple[JaxprEqn, ...], tuple[int, ...]] = (), ()
 
     def run(
         self,
@@ -97,8 +98,19 @@ class Backward:
           is_brief: whether to leave out what is made of numbers that are inf or NaN already.
           is_shaken: whether what is computed in float32 is changed by as much as float32 rounds.
         """
-        findings, loss_scale = Findings(look, is_brief), jnp.asarray(loss_scale, jnp.float32)
-        outputs = self._interpret(loss_scale, findings, is_wide, is_shaken)
+        findings = Findings(look, is_brief)
+
+        def watch(visit: Visit) -> list[frozenset[Any]]:
+            self._loops = visit.around, visit.iteration
+            return findings.watch(visit)
+
+        def counted(place: Place) -> bool:  # it is asked of each equation
+            self._done += 1
+            return is_wide(place)
+
+        self._total, self._done, self._loops = self._done, 0, ((), ())
+        running = Interpreter(self._planner, watch, counted, is_shaken=is_shaken)
+        outputs = self._interpret(running, loss_scale)
         return Run(
             dict(zip(self._names, outputs, strict=True)),
             findings,
@@ -116,40 +128,29 @@ class Backward:
           loss_scale: one at which some gradient is not finite.
         """
         findings = Findings(None, True, is_hasty=True)
+
+        def tell(equations: int, around: tuple[JaxprEqn, ...], iteration: tuple[int, ...]) -> None:
+            self._done += equations
+            self._loops = around, iteration
+
+        self._total, self._done, self._loops = 0, 0, ((), ())
         try:
-            self._interpret(jnp.float32(loss_scale), findings)
+            self._interpret(Hurried(RowPlanner(self._constants), findings.watch, tell), loss_scale)
         except Found:
             return findings.born({})[-1]
         return None
 
-    def _interpret(
-        self,
-        loss_scale: jax.Array,
-        findings: Findings,
-        is_wide: Callable[[Place], bool] = lambda place: False,
-        is_shaken: bool = False,
-    ) -> list[Value]:
-        def watch(visit: Visit) -> list[frozenset[Any]]:
-            self._visit = visit
-            return findings.watch(visit)
-
-        def counted(place: Place) -> bool:  # is asked of each equation
-            self._done += 1
-            return is_wide(place)
-
-        self._total, self._done, self._visit = self._done, 0, None
+    def _interpret(self, interpreter: Interpreter, loss_scale: float) -> list[Value]:
+        scale = Value(jnp.float32(loss_scale), True)
         with jax.debug_nans(False), jax.debug_infs(False):
-            running = Interpreter(self._planner, watch, counted, is_shaken=is_shaken)
-            return running.run(self._closed, [Value(loss_scale, True)], self._needs)
+            return interpreter.run(self._closed, [scale], self._needs)
 
     def how_far(self) -> str:
         """Returns how far the pass that runs now has come, in words. Another thread may ask."""
         words = f"operation {self._done}" + f" of about {self._total}" * (self._total > 0)
-        visit = self._visit
-        if visit is None or not visit.iteration:
-            return words
-        loops = [eqn for eqn in visit.around if eqn.primitive.name in ("scan", "while")]
-        return ", ".join([words, *map(_how_far, loops, visit.iteration)])
+        around, iteration = self._loops
+        loops = [eqn for eqn in around if eqn.primitive.name in ("scan", "while")]
+        return ", ".join([words, *map(_how_far, loops, iteration)])
 
 
 class Run(NamedTuple):

@@ -21,7 +21,6 @@ from .jaxpr import Analysis, Needs, callee, is_ref, union
 from .numbers import CONTRACTIONS, IncomparableError, evaluate, in_float32
 
 _MOST_STEPS = 32  # of a segment without a product
-_MOST_STEPS_AT_ONCE = 512  # in one segment, products or not: more compile faster in parts
 _MOST_BYTES = 2**28  # of the results of a segment, which are all kept until it was looked at
 
 _SHAKE = 2.0**-22  # a few times what float32 rounds by
@@ -110,16 +109,14 @@ class Planner:
 
     Args:
       constants: knows the numbers that became 0 or inf.
-      is_coarse: whether to cut as rarely as possible. What runs only once or twice as it is
-        written compiles in half the time; with any part in float32 it is all compiled anew.
 
     Attributes:
       analysis: what equations are needed for.
       rounded: the numbers that became 0 or inf, with the equations that use them.
     """
 
-    def __init__(self, constants: Constants | None = None, *, is_coarse: bool = False) -> None:
-        self.analysis, self._is_coarse = Analysis(), is_coarse
+    def __init__(self, constants: Constants | None = None) -> None:
+        self.analysis = Analysis()
         self.rounded: list[RoundedAt] = []
         self._constants = Constants() if constants is None else constants
         self._plans: dict[tuple[int, Needs], Plan] = {}
@@ -170,7 +167,7 @@ class Planner:
 
         inputs = new(len(closed.jaxpr.invars))
         outputs = flatten(closed, inputs, needs, ())
-        cut = _cut(steps, self._is_coarse and len(steps) <= _MOST_STEPS_AT_ONCE)
+        cut = _cut(steps)
         last: dict[int, int] = {}  # the part that reads a value last; none after an output
         for index, part in enumerate(cut):
             for step in part:
@@ -230,7 +227,7 @@ def _may_share(eqn: JaxprEqn) -> bool:
     return not (is_alone or eqn.effects or any(map(is_ref, (*eqn.invars, *eqn.outvars))))
 
 
-def _cut(steps: Sequence[Step], is_coarse: bool) -> list[tuple[Step, ...]]:
+def _cut(steps: Sequence[Step]) -> list[tuple[Step, ...]]:
     parts: list[list[Step]] = []
     size = 0
     for step in steps:
@@ -239,8 +236,8 @@ def _cut(steps: Sequence[Step], is_coarse: bool) -> list[tuple[Step, ...]]:
             parts
             and _may_share(step.eqn)
             and _may_share(parts[-1][0].eqn)
-            and (is_coarse or step.eqn.primitive.name not in CONTRACTIONS)
-            and (is_coarse or len(parts[-1]) < _MOST_STEPS)
+            and step.eqn.primitive.name not in CONTRACTIONS
+            and len(parts[-1]) < _MOST_STEPS
             and size < _MOST_BYTES
         ):
             parts[-1].append(step)
@@ -326,8 +323,18 @@ class Program:
         # An argument, so that one program does both.
         return self._compiled[wide](inputs, np.float32(_SHAKE if is_shaken else 0))
 
+    def run_within(self, inputs: Sequence[Any]) -> list[Any]:
+        """Returns the results that others need, as a part of a larger program."""
+        values = list(inputs)
+        self._outputs(values, (False,) * len(self._inner), is_looked_at=False)
+        return [values[i] for i in self._kept]
+
     def _outputs(
-        self, values: list[Any], wide: Sequence[bool], shake: Any = None
+        self,
+        values: list[Any],
+        wide: Sequence[bool],
+        shake: Any = None,
+        is_looked_at: bool = True,
     ) -> list[list[Any]]:
         """Returns the outputs of each equation, and appends them to the inputs."""
         outputs, signs = [], np.random.default_rng(0).choice(_SIGNS, len(self._inner))
@@ -343,7 +350,8 @@ class Program:
             if shake is not None:
                 made = [_shaken(value, 1 + sign * shake) for value in made]
             # XLA may fuse what is all in float32, as nobody looks inside.
-            outputs.append(made if all(wide) else list(map(_behind_barrier, made)))
+            is_apart = is_looked_at and not all(wide)
+            outputs.append(list(map(_behind_barrier, made)) if is_apart else made)
             values += outputs[-1]
         return outputs
 
