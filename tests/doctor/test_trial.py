@@ -65,7 +65,7 @@ class Score(NamedTuple):
     alarms: int
 
 
-HELD = Score(verdicts=97, lines=67, first=67, alarms=0)
+HELD = Score(verdicts=97, lines=68, first=68, alarms=0)
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,8 @@ def error(factory):
         return np.linalg.norm(leaves[name] - exact[name]) / norm if norm else np.any(leaves[name])
 
     names = [name for name in exact if name != "the loss" and not (noise and noise in name)]
-    tried = [leaves for leaves in map(at, SCALES) if is_finite(leaves)]
+    scales = [scale for scale in SCALES if scale >= 1 or factory.entry.kind != "scale"]
+    tried = [leaves for leaves in map(at, scales) if is_finite(leaves)]
     return min((max(off(leaves, name) for name in names) for leaves in tried), default=np.inf)
 
 
