@@ -28,9 +28,9 @@ _OF_POINTS = (
     (r"arc|acos|asin", (), "At 1 and -1 the derivative is inf. Clip to 0.999: float16 has no "
      "number between 0.9995 and 1."),
     (r"log\w*\(|entropy", ("log", "div", "log1p"), "The logarithm of 0 is -inf, and its derivative "
-     "inf: compute it in float32, and add 1e-6 there, or `jnp.maximum(x, 1e-6)` before it."),
-    (r"", ("div", "integer_pow", "rem"), "The divisor is 0: compute it in float32 and add "
-     "1e-6 there, or replace 0 with `jnp.where` before the division."),
+     "inf: compute it in float32, and add 1e-3 there, or `jnp.maximum(x, 1e-6)` before it."),
+    (r"", ("div", "integer_pow", "rem"), "The divisor is 0: replace 0 with `jnp.where` "
+     "before the division, and compute it in float32 if it may come near 0."),
     (r"", ("gather", "dynamic_slice", "scatter"), "An index is out of range: JAX fills in NaN. "
      "Look at the labels, tokens or positions."),
     (r"", ("exp", "exp2"), "Even float32 cannot hold this exponential: clip the exponent, or "

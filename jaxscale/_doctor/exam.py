@@ -9,7 +9,6 @@ is finite there, and at the one that overflows only up to the overflow.
 """
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from ..diagnostics._formats import is_ndarray
 from ..diagnostics._histogram import Histogram, Shares, shares
 from ..diagnostics._leaves import LeafTable, table
 from ..diagnostics._suggest import Suggestion, suggest_scale
-from ..diagnostics._trace.backward import Backward
+from ..diagnostics._trace.backward import Backward, Run
 from ..diagnostics._trace.places import lines
 from ..diagnostics._trace.plan import compiled
 from ..diagnostics._trace.report import TracedNonfinite, TraceReport
@@ -178,12 +177,15 @@ def examine(
     backward = Backward(
         target.loss_fn, (params, target.batch), {}, target.constants, has_aux=target.has_aux
     )
-    looked = _Looked(backward, used, calibration, largest, progress)
+    ends = calibration[:2] if calibration else (None, None)
+    is_limited = None not in ends and 0 < largest * (fits or 0) < _FULL
+    look = _Looks(backward, used, ends, progress)
     if is_quick:
-        is_finite = np.isfinite(loss) and all(map(_is_finite, by_name(grads[used]).values()))
-        looked.look_quickly(needs_trace=not is_finite or target.has_aux)
+        is_finite = all(np.isfinite(leaf).all() for leaf in (loss, *by_name(grads[used]).values()))
+        looked = look.quickly(loss, needs_trace=not is_finite or target.has_aux)
     else:
-        looked.look(by_name(grads[fits if fits and used < fits else used]), params)
+        whole = by_name(grads[fits if fits and fits > used else used])
+        looked = look.closely(whole, params, needs_relief=is_limited or bool(fits and fits < 1))
     found = looked.found
     histograms = counted(seen, used).histograms
     everything = functools.reduce(
@@ -208,7 +210,7 @@ def examine(
         ceiling=looked.ceiling,
         relief=looked.relief,
         largest=largest,
-        is_limited=looked.is_limited,
+        is_limited=is_limited,
         backward_rules=_backward_rules(program),
         zero=tuple(p for p, g in (found.right or by_name(seen)).items() if g.size and not g.any()),
         leaves=table(counted(grads[used], used).counts),
@@ -223,76 +225,70 @@ def examine(
     )
 
 
-def _is_finite(leaf: np.ndarray) -> bool:
-    return bool(np.isfinite(leaf).all())
+class _Looked(NamedTuple):
+    """What was seen by looking at each equation. `Exam` explains `ceiling` and `relief`."""
+
+    report: TraceReport
+    found: Against = Against()
+    ceiling: TracedNonfinite | None = None
+    relief: Relief | None = None
 
 
-class _Looked:
-    """What was seen by looking at each equation.
-
-    Args:
-      backward: the backward pass.
-      used: the loss scale to look at.
-      calibration: the largest scale that fits, if that is known.
-      largest: the largest gradient there.
-      progress: is told what is done next.
+class _Looks(NamedTuple):
+    """Ways to look at each equation of a backward pass.
 
     Attributes:
-      report: the trace.
-      found: the comparison with float32.
-      ceiling: that of `Exam`, as are the others.
+      backward: the pass.
+      used: the loss scale to look at.
+      ends: the largest loss scale that fits, and the least that overflows, if they are known.
+      progress: is told what is done next.
     """
 
-    def __init__(
-        self,
-        backward: Backward,
-        used: float,
-        calibration: Calibration | None,
-        largest: float,
-        progress: Progress,
-    ) -> None:
-        self._backward, self._used, self._progress = backward, used, progress
-        self._fits = calibration.init_scale if calibration else None
-        self._overflows_at = calibration.overflows_at if calibration else None
-        self.report = TraceReport(math.nan, used, 0, *((),) * 6)
-        self.found = Against()
-        self.ceiling: TracedNonfinite | None = None
-        self.relief: Relief | None = None
-        self.is_limited = bool(
-            self._fits and self._overflows_at and 0 < largest * self._fits < _FULL
-        )
+    backward: Backward
+    used: float
+    ends: tuple[float | None, float | None]
+    progress: Progress
 
-    def look_quickly(self, needs_trace: bool) -> None:
-        """Looks for the ceiling, and before at what is wrong if something is."""
+    def quickly(self, loss: float, *, needs_trace: bool) -> _Looked:
+        """Looks for the ceiling, and before at all equations if something may be wrong there."""
+        looked, at = _Looked(TraceReport(loss, self.used, 0, *((),) * 6)), self.ends[1]
         if needs_trace:
-            self._progress("looking at each operation", self._backward.how_far)
-            self.report = self._backward.run(self._used, is_brief=True).report()
-        if self._overflows_at and not self.report.nonfinite_outputs:
-            self._progress("looking for what limits the loss scale", self._backward.how_far)
-            self.ceiling = self._backward.first_overflow(self._overflows_at)
+            looked = _Looked(self._run("looking at each operation", self.used).report())
+        if at is None or looked.report.nonfinite_outputs:
+            return looked
+        self.progress("looking for what limits the loss scale", self.backward.how_far)
+        return looked._replace(ceiling=self.backward.first_overflow(at))
 
-    def look(self, whole: dict[str, np.ndarray], params: Any) -> None:
+    def closely(self, whole: dict[str, np.ndarray], params: Any, *, needs_relief: bool) -> _Looked:
         """Looks at everything, and compares it with float32."""
-        backward, used, fits, progress = self._backward, self._used, self._fits, self._progress
-        progress("looking at each operation", backward.how_far)
-        run = backward.run(used, is_brief=True)
-        self.report, right = run.report(), run
-        if fits and used < fits and not self.report.nonfinite_outputs:
+        fits, at = self.ends
+        run = right = self._run("looking at each operation", self.used)
+        report = run.report()
+        if fits and self.used < fits and not report.nonfinite_outputs:
             # What a scale that is too low flushes is told apart from what the model gets wrong.
-            right = backward.run(fits, is_brief=True)
-        is_too_high = fits is not None and fits < used
-        self.found = against_float32(
-            backward, right, whole, params, is_too_high=is_too_high, progress=progress
+            right = self.backward.run(fits, is_brief=True)
+        is_too_high = fits is not None and fits < self.used
+        found = against_float32(
+            self.backward, right, whole, params, is_too_high=is_too_high, progress=self.progress
         )
-        if self._overflows_at is None or self.report.nonfinite_outputs:
-            return
-        progress("looking for what limits the loss scale", backward.how_far)
-        limit = backward.run(self._overflows_at, is_brief=True).report().first_nonfinite
-        self.ceiling = limit if limit and limit.scaled and limit.reaches else None
-        if self.ceiling and self.ceiling.file and fits and (self.is_limited or fits < 1):
-            progress(f"trying {self.ceiling.where} in float32", backward.how_far)
-            line = self.ceiling.file, self.ceiling.line
-            self.relief = find_relief(backward, run, line, max(fits * _HIGHER, 1.0))
+        looked = _Looked(report, found)
+        if at is None or report.nonfinite_outputs:
+            return looked
+        limit = self._run("looking for what limits the loss scale", at).report().first_nonfinite
+        if limit is None or not (limit.scaled and limit.reaches):
+            return looked
+        looked = looked._replace(ceiling=limit)
+        if not (needs_relief and limit.file and fits):
+            return looked
+        self.progress(f"trying {limit.where} in float32", self.backward.how_far)
+        scale = max(fits * _HIGHER, 1.0)
+        return looked._replace(
+            relief=find_relief(self.backward, run, (limit.file, limit.line), scale)
+        )
+
+    def _run(self, words: str, loss_scale: float) -> Run:
+        self.progress(words, self.backward.how_far)
+        return self.backward.run(loss_scale, is_brief=True)
 
 
 class _Passes:

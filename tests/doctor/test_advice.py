@@ -73,8 +73,8 @@ ADVICE = {
     "a logarithm": (
         "ROWS",
         "y = jnp.log(jnp.abs(x.astype(HALF) * w))",
-        "compute it in float32, and add 1e-6 there",
-        "y = jnp.log(jnp.abs(x.astype(HALF) * w).astype(FULL) + 1e-6)",
+        "compute it in float32, and add 1e-3 there",  # 1e-6 only fits below a scale of 1
+        "y = jnp.log(jnp.abs(x.astype(HALF) * w).astype(FULL) + 1e-3)",
     ),
     "a negative variance": (
         "jnp.zeros((2, 3))",

@@ -45,7 +45,7 @@ def overflow():
     return half(60000.0)
 
 def underflow():
-    return half(2.0**-14)
+    return half(2.0**-20)
 
 def tiny():  # gradients that float16 flushes without a loss scale, and keeps with one
     return half(1.0, 2.0**-28)

@@ -182,10 +182,11 @@ class Run(NamedTuple):
 
 
 def _how_far(loop: JaxprEqn, iteration: int) -> str:
-    length = loop.params.get("length")
-    done = length - iteration if loop.params.get("reverse") else iteration + 1
-    line = next(map(str, lines(loop, ())), "")
-    return f"iteration {done}" + f" of {length}" * (length is not None) + f" at {line}" * bool(line)
+    words, length = f"iteration {iteration + 1}", loop.params.get("length")
+    if length is not None:  # a `while` has none
+        done = length - iteration if loop.params["reverse"] else iteration + 1
+        words = f"iteration {done} of {length}"
+    return " at ".join([words, *map(str, lines(loop, ())[:1])])
 
 
 def _inexact(name: str, tree: Any) -> dict[str, Any]:
