@@ -174,7 +174,7 @@ CASES = {
         ["needs no", "lower"],
     ),
     "underflow": (
-        [], 1, ["1 problem", "the gradient of w is wrong", "w is flushed to 0", f"become 0 at doctored.py:{LINE}"], ["nan"]
+        [], 1, ["1 problem", "the gradient of w is wrong", "w is flushed to 0", f"at doctored.py:{LINE}"], ["nan"]
     ),
     "tiny": (
         [], 0,
