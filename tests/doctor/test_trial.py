@@ -92,7 +92,9 @@ def test_the_trial_is_large_enough_and_mostly_unseen():
     assert {entry.kind for entry in entries.values()} == {*KINDS, ""}
     for name, factory in all_factories().items():
         assert bool(fault_lines(factory)) == factory.entry.is_faulty, name
-        assert factory.entry.source.startswith("https://") == factory.entry.is_faulty, name
+        # The loss that only fits below a scale of 1 is our own: it stands for no public report.
+        is_reported = factory.entry.is_faulty and factory.entry.kind != "scale"
+        assert factory.entry.source.startswith("https://") == is_reported, name
     for module in MODULES:  # no line outside of a model is marked
         marked = (TRIAL / f"{module}.py").read_text().count("# fault\n")
         assert marked == sum(len(fault_lines(f)) for f in factories(module).values()), module
