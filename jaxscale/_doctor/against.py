@@ -2,16 +2,17 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from .._tree import leaf_name
+from ..diagnostics._trace.backward import Backward, Run
 from ..diagnostics._trace.report import Place, TraceReport
-from ..diagnostics._trace.trace import Backward, Run
 from .compare import CLOSE, Comparison, compared
+from .progress import Progress
 from .remedy import Culprit, Remedy, Trials
 
 # What changes by a larger share, or by a larger part of its error, when float32 is shaken by as
@@ -84,7 +85,7 @@ def against_float32(
     params: Any,
     *,
     is_too_high: bool,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Against:
     """Returns what is wrong with the gradients, where, and what helps.
 
@@ -99,7 +100,7 @@ def against_float32(
     report = run.report()
     if report.nonfinite_arguments:
         return Against()
-    progress("comparing with float32")
+    progress("comparing with float32", backward.how_far)
     reference = _Reference(backward, run.loss_scale, params)
     if not reference.is_finite:
         return Against(is_finite=False)
@@ -119,7 +120,7 @@ def against_float32(
         leaves = reference.compare(grads).leaves
         return max((leaf.error for leaf in leaves if leaf.path in wrong), default=0.0)
 
-    progress("looking for the line at fault")
+    progress("looking for the line at fault", backward.how_far)
     trials = Trials(backward, run.loss_scale, run, error_of, CLOSE)
     if not report.nonfinite_outputs:
         culprit = trials.find_culprit()
@@ -141,7 +142,7 @@ def _of_nonfinite(
     report: TraceReport,
     trials: Trials,
     is_too_high: bool,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Against:
     place = report.first_nonfinite
     if place is None or (place.scaled and is_too_high):
@@ -156,14 +157,12 @@ def _of_nonfinite(
     return found._replace(remedy=remedy)
 
 
-def _tried(
-    trials: Trials, culprit: Culprit | None, progress: Callable[[str], None]
-) -> Remedy | None:
+def _tried(trials: Trials, culprit: Culprit | None, progress: Progress) -> Remedy | None:
     return _try(trials, culprit.place, progress) if culprit else None
 
 
-def _try(trials: Trials, place: Place, progress: Callable[[str], None]) -> Remedy | None:
+def _try(trials: Trials, place: Place, progress: Progress) -> Remedy | None:
     if not place.file:
         return None
-    progress(f"trying {place.where} in float32")
+    progress(f"trying {place.where} in float32", trials.how_far)
     return trials.find_remedy((place.file, place.line))

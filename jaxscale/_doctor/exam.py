@@ -3,6 +3,9 @@
 `examine` first finds the largest loss scale that fits, near which a dynamic scale would train. It
 traces the loss there and at the least scale that overflows, and compares the gradients with those
 in float32 (`against`). The results are an `Exam`; `findings` decides what is a problem.
+
+A quick exam makes as few passes equation by equation as it can: none at the scale that fits if all
+is finite there, and at the one that overflows only up to the overflow.
 """
 
 import functools
@@ -24,19 +27,21 @@ from ..diagnostics._formats import is_ndarray
 from ..diagnostics._histogram import Histogram, Shares, shares
 from ..diagnostics._leaves import LeafTable, table
 from ..diagnostics._suggest import Suggestion, suggest_scale
+from ..diagnostics._trace.backward import Backward, Run
 from ..diagnostics._trace.places import lines
 from ..diagnostics._trace.plan import compiled
 from ..diagnostics._trace.report import TracedNonfinite, TraceReport
-from ..diagnostics._trace.trace import Backward
 from ..diagnostics._underflow import Underflow, underflow
-from .against import against_float32
+from .against import Against, against_float32
 from .compare import Comparison, by_name, compared
 from .counts import counted
+from .progress import Progress, silent
 from .remedy import Culprit, Relief, Remedy, find_relief
 from .target import Target
 
-LOW = 2.0**10  # a largest loss scale below this leaves little room for gradients that shrink
-_HIGHER = 2.0**8
+# The largest gradient at the largest loss scale is below this if something else limits the scale.
+_FULL = 2.0**12
+_HIGHER = 2.0**8  # times the largest loss scale: the one to try with some lines in float32
 _MOST_LAYERS = 40  # in the map of layers
 _LEAST, _LARGEST, _MOST_PASSES = -14, 24, 10  # exponents of the loss scales to try
 
@@ -64,8 +69,11 @@ class Exam(NamedTuple):
       culprit: where they go wrong, if it is one equation.
       remedy: the lines that in float32 make loss and gradients right, or that were tried in vain.
       ceiling: where the least loss scale that does not fit overflows.
-      relief: the lines that in float32 let a higher loss scale fit, if the largest one that fits is
-        below `LOW`, and some were found.
+      relief: the lines that in float32 let a higher loss scale fit, if the scale `is_limited` or
+        the largest is below 1, and some were found.
+      largest: the largest magnitude among the gradients at the largest scale.
+      is_limited: whether a number on the way that is far larger than the gradients limits the
+        scale.
       backward_rules: the functions that `jax.custom_vjp` was given as backward rules, by the line
         that calls them, as `path/to/file.py:3`.
       zero: the leaves whose gradient is exactly 0 everywhere, in float32 if `float32` is known.
@@ -77,6 +85,8 @@ class Exam(NamedTuple):
       trace: where numbers get lost.
       autocast: the format in which `jaxscale.autocast` computed the loss, or `""`.
       loss_as_written: the loss without `jaxscale.autocast`, or `None` if that was not used.
+      is_quick: whether nothing was compared with float32 or tried in it, and nothing was traced
+        that is finite.
     """
 
     target: str
@@ -94,6 +104,8 @@ class Exam(NamedTuple):
     remedy: Remedy | None
     ceiling: TracedNonfinite | None
     relief: Relief | None
+    largest: float
+    is_limited: bool
     backward_rules: dict[str, str]
     zero: tuple[str, ...]
     leaves: LeafTable
@@ -104,6 +116,7 @@ class Exam(NamedTuple):
     trace: TraceReport
     autocast: str
     loss_as_written: float | None
+    is_quick: bool
 
     @property
     def is_half(self) -> bool:
@@ -125,7 +138,9 @@ def examine(
     target: Target,
     loss_scale: float | None,
     dtype: str | None = None,
-    progress: Callable[[str], None] = lambda words: None,
+    progress: Progress = silent,
+    *,
+    is_quick: bool = False,
 ) -> Exam:
     """Returns the results of all diagnostics.
 
@@ -135,6 +150,7 @@ def examine(
       dtype: the format in which `jaxscale.autocast` computes the loss, or `None` for the loss as
         it is written.
       progress: is told what is done next.
+      is_quick: whether to leave out what takes long.
     """
     params, as_written = target.params, target
     if dtype:
@@ -148,7 +164,7 @@ def examine(
     loss = passes.at(1.0)[0]
     calibration = None
     if np.isfinite(loss) and _is_half(dtypes):
-        progress("looking for the largest loss scale that fits")
+        progress("looking for the largest loss scale that fits", passes.how_far)
         calibration = passes.calibration()
     # The largest that does not overflow: a dynamic scale ends near it, wherever it started.
     fits = calibration.init_scale if calibration else None
@@ -157,33 +173,20 @@ def examine(
     grads = {scale: passes.at(scale)[1] for scale in {used, shown, fits or used}}
     # The gradients are most exact at the largest scale, where the fewest are flushed on the way.
     seen = grads[fits or used]
-    progress("looking at each operation")
+    largest = max(float(np.abs(leaf).max(initial=0)) for leaf in by_name(seen).values())
     backward = Backward(
         target.loss_fn, (params, target.batch), {}, target.constants, has_aux=target.has_aux
     )
-    run = backward.run(used, is_brief=True)
-    report = run.report()
-    right, whole = run, used
-    if fits and used < fits and not report.nonfinite_outputs:
-        # What a scale that is too low flushes is told apart from what the model itself gets wrong.
-        right, whole = backward.run(fits, is_brief=True), fits
-    found = against_float32(
-        backward,
-        right,
-        by_name(grads[whole]),
-        params,
-        is_too_high=fits is not None and fits < used,
-        progress=progress,
-    )
-    ceiling = relief = None
-    if calibration and calibration.overflows_at and not report.nonfinite_outputs:
-        progress("looking for what limits the loss scale")
-        limiting = backward.run(calibration.overflows_at, is_brief=True)
-        limit = limiting.report().first_nonfinite
-        ceiling = limit if limit and limit.scaled and limit.reaches else None
-        if ceiling and ceiling.file and fits and fits < LOW:
-            progress(f"trying {ceiling.where} in float32")
-            relief = find_relief(backward, run, (ceiling.file, ceiling.line), fits * _HIGHER)
+    ends = calibration[:2] if calibration else (None, None)
+    is_limited = None not in ends and 0 < largest * (fits or 0) < _FULL
+    look = _Looks(backward, used, ends, progress)
+    if is_quick:
+        is_finite = all(np.isfinite(leaf).all() for leaf in (loss, *by_name(grads[used]).values()))
+        looked = look.quickly(loss, needs_trace=not is_finite or target.has_aux)
+    else:
+        whole = by_name(grads[fits if fits and fits > used else used])
+        looked = look.closely(whole, params, needs_relief=is_limited or bool(fits and fits < 1))
+    found = looked.found
     histograms = counted(seen, used).histograms
     everything = functools.reduce(
         operator.add, jax.tree.leaves(histograms, is_leaf=lambda x: isinstance(x, Histogram))
@@ -204,8 +207,10 @@ def examine(
         wrong=found.wrong,
         culprit=found.culprit,
         remedy=found.remedy,
-        ceiling=ceiling,
-        relief=relief,
+        ceiling=looked.ceiling,
+        relief=looked.relief,
+        largest=largest,
+        is_limited=is_limited,
         backward_rules=_backward_rules(program),
         zero=tuple(p for p, g in (found.right or by_name(seen)).items() if g.size and not g.any()),
         leaves=table(counted(grads[used], used).counts),
@@ -213,10 +218,77 @@ def examine(
         shares=shares(everything, loss_scale=shown),
         layers=_layers(histograms, shown),
         suggestion=suggest_scale(everything),
-        trace=report,
+        trace=looked.report,
         autocast=dtype or "",
         loss_as_written=loss_as_written,
+        is_quick=is_quick,
     )
+
+
+class _Looked(NamedTuple):
+    """What was seen by looking at each equation. `Exam` explains `ceiling` and `relief`."""
+
+    report: TraceReport
+    found: Against = Against()
+    ceiling: TracedNonfinite | None = None
+    relief: Relief | None = None
+
+
+class _Looks(NamedTuple):
+    """Ways to look at each equation of a backward pass.
+
+    Attributes:
+      backward: the pass.
+      used: the loss scale to look at.
+      ends: the largest loss scale that fits, and the least that overflows, if they are known.
+      progress: is told what is done next.
+    """
+
+    backward: Backward
+    used: float
+    ends: tuple[float | None, float | None]
+    progress: Progress
+
+    def quickly(self, loss: float, *, needs_trace: bool) -> _Looked:
+        """Looks for the ceiling, and before at all equations if something may be wrong there."""
+        looked, at = _Looked(TraceReport(loss, self.used, 0, *((),) * 6)), self.ends[1]
+        if needs_trace:
+            looked = _Looked(self._run("looking at each operation", self.used).report())
+        if at is None or looked.report.nonfinite_outputs:
+            return looked
+        self.progress("looking for what limits the loss scale", self.backward.how_far)
+        return looked._replace(ceiling=self.backward.first_overflow(at))
+
+    def closely(self, whole: dict[str, np.ndarray], params: Any, *, needs_relief: bool) -> _Looked:
+        """Looks at everything, and compares it with float32."""
+        fits, at = self.ends
+        run = right = self._run("looking at each operation", self.used)
+        report = run.report()
+        if fits and self.used < fits and not report.nonfinite_outputs:
+            # What a scale that is too low flushes is told apart from what the model gets wrong.
+            right = self.backward.run(fits, is_brief=True)
+        is_too_high = fits is not None and fits < self.used
+        found = against_float32(
+            self.backward, right, whole, params, is_too_high=is_too_high, progress=self.progress
+        )
+        looked = _Looked(report, found)
+        if at is None or report.nonfinite_outputs:
+            return looked
+        limit = self._run("looking for what limits the loss scale", at).report().first_nonfinite
+        if limit is None or not (limit.scaled and limit.reaches):
+            return looked
+        looked = looked._replace(ceiling=limit)
+        if not (needs_relief and limit.file and fits):
+            return looked
+        self.progress(f"trying {limit.where} in float32", self.backward.how_far)
+        scale = max(fits * _HIGHER, 1.0)
+        return looked._replace(
+            relief=find_relief(self.backward, run, (limit.file, limit.line), scale)
+        )
+
+    def _run(self, words: str, loss_scale: float) -> Run:
+        self.progress(words, self.backward.how_far)
+        return self.backward.run(loss_scale, is_brief=True)
 
 
 class _Passes:
@@ -230,6 +302,11 @@ class _Passes:
         # As if each operation ran by itself, which is how the trace runs it.
         self._backward = compiled(backward, xla_allow_excess_precision=False)
         self._params, self._arrays = params, arrays
+        self._tried = 0
+
+    def how_far(self) -> str:
+        """Returns how many loss scales were tried, in words."""
+        return f"{self._tried} tried"
 
     def at(self, loss_scale: float) -> tuple[float, Any]:
         """Returns the loss and the gradients at a loss scale."""
@@ -241,6 +318,7 @@ class _Passes:
 
         def try_scale(exponent: int, batch: Any) -> tuple[Any, bool]:
             del batch
+            self._tried += 1
             loss, _, finite = self._backward(init_state(2.0**exponent), self._params, self._arrays)
             return loss, bool(finite)
 

@@ -4,7 +4,8 @@ Here the doctor decides what is a problem and what is only worth knowing. A prob
 
 - inf or NaN in the loss, the auxiliary output or the gradients (`_nonfinite`);
 - gradients that are finite, but far from those in float32 (`_wrong`);
-- a loss scale that was asked for and loses too much of the gradients (`_scales`);
+- a loss scale that was asked for and loses too much of the gradients, or that must be below 1,
+  where the default rule skips every step (`_scales`);
 - gradients that are all exactly 0 (`_zeros`).
 
 Each line of the model is named once: what follows from the first fault is listed under it.
@@ -18,17 +19,17 @@ from typing import NamedTuple
 from .._checks import and_more
 from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import Place, TracedConstant, TracedNonfinite, TracedUnderflow
-from .advice import (
-    about_largest_scale,
-    about_remedy,
-    about_shown_scale,
-    for_nonfinite,
-    needs_scale,
-    these,
-    which_scale,
-)
+from .advice import about_remedy, for_nonfinite, these
 from .exam import Exam
 from .remedy import Culprit
+from .scales import (
+    about_largest_scale,
+    about_room,
+    about_shown_scale,
+    how_to_start,
+    needs_scale,
+    skips_all,
+)
 
 _AROUND = 2  # lines of source shown before and after the line of a finding
 _MOST_NAMES = 5  # in a list
@@ -67,6 +68,7 @@ def findings(exam: Exam) -> list[Finding]:
         *_infinities(exam),
         *_underflows(exam),
         *_zeros(exam),
+        *_left_out(exam),
     ]
     return sorted(found, key=lambda finding: not finding.is_problem)
 
@@ -78,7 +80,7 @@ def verdict(exam: Exam, found: Sequence[Finding]) -> str:
         return f"{problems} problem{'s' * (problems > 1)} found."
     needs = ", with a loss scale: it needs one" * (needs_scale(exam) and exam.is_auto)
     where = f" in {exam.autocast}" if exam.autocast else ""
-    return f"Nothing is wrong{where}{needs}."
+    return f"Nothing {'overflows' if exam.is_quick else 'is wrong'}{where}{needs}."
 
 
 def _nonfinite(exam: Exam) -> Iterator[Finding]:
@@ -287,41 +289,47 @@ def _losses(exam: Exam) -> list[str]:
 
 
 def _scales(exam: Exam) -> Iterator[Finding]:
-    fits = exam.fits
     if not exam.is_half:
         yield Finding(
             False,
             f"The model computes in {' and '.join(exam.dtypes)}, and needs no loss scale.",
             ("`jaxscale.skip_nonfinite(optimizer)` keeps a bad batch from ruining the run.",),
         )
-    elif fits is None or _all_zero(exam):
-        reason = "some gradient is not 0" if fits else "everything is finite"
+        return
+    if exam.fits is None or _all_zero(exam):
+        reason = "some gradient is not 0" if exam.fits else "everything is finite"
         yield Finding(False, f"Whether it needs a loss scale can only be said once {reason}.")
-    else:
-        largest, ceiling = about_largest_scale(exam.calibration), _ceiling(exam)
-        if exam.comparison is None:
-            advice = (which_scale(exam),) if fits < 1 else ()
-            yield Finding(False, largest, (*ceiling, *advice))
+        return
+    largest, details = about_largest_scale(exam), [*how_to_start(exam), *_ceiling(exam)]
+    if skips_all(exam):
+        # Where a scale of 1 was asked for, what it overflows is a problem already.
+        is_problem = not exam.trace.nonfinite_outputs
+        if exam.ceiling:
+            yield _located(exam.ceiling, is_problem, largest, details)
         else:
-            is_problem = needs_scale(exam) and not exam.is_auto
-            details = (largest, which_scale(exam), *ceiling)
-            yield Finding(is_problem, about_shown_scale(exam), details)
+            yield Finding(is_problem, largest, tuple(details))
+    elif exam.comparison is None:
+        yield Finding(False, largest, tuple(details))
+    else:
+        is_problem = needs_scale(exam) and not exam.is_auto
+        details = [largest, *about_room(exam), *details]
+        yield Finding(is_problem, about_shown_scale(exam), tuple(details))
 
 
-def _ceiling(exam: Exam) -> tuple[str, ...]:
+def _ceiling(exam: Exam) -> list[str]:
     place = exam.ceiling
     if place is None:
-        return ()
+        return []
     at = power(exam.calibration.overflows_at or 0.0) if exam.calibration else ""
     layer = f", in {place.layer}" if place.layer else ""
     source = f", `{place.source}`" if place.source else ""
     words = f"What limits it is {_line(place)}{source}{layer}: at {at} `{place.primitive}` "
     words += "overflows there. "
     if exam.relief is None:
-        return (words + "If the loss scale falls in training, look at that line first.",)
+        return [words + "If the loss scale falls in training, look at that line first."]
     which = these(exam.relief.lines, place.where, "that line")
     scale = power(exam.relief.loss_scale)
-    return (words + f"With {which} in float32, {scale} fits, as was tried.",)
+    return [words + f"With {which} in float32, {scale} fits, as was tried."]
 
 
 def _constants(exam: Exam) -> Iterator[Finding]:
@@ -401,6 +409,12 @@ def _zeros(exam: Exam) -> Iterator[Finding]:
         return
     title = f"The gradient is exactly 0 everywhere in {which}, in float32 too."
     yield Finding(len(zero) == len(rows), title, ("The loss does not depend on them.",))
+
+
+def _left_out(exam: Exam) -> Iterator[Finding]:
+    if exam.is_quick:
+        words = "Without `--quick` the gradients are compared with those in float32, too."
+        yield Finding(False, "Gradients that are finite and wrong were not looked for.", (words,))
 
 
 def _all_zero(exam: Exam) -> bool:

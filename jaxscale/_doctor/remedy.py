@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..diagnostics._trace.backward import Backward, Run
 from ..diagnostics._trace.interpreter import Place, Visit, place_of
 from ..diagnostics._trace.places import Line, lines
 from ..diagnostics._trace.plan import compute
 from ..diagnostics._trace.report import Place as PlaceInReport
-from ..diagnostics._trace.trace import Backward, Run
 
 _MOST_LINES = 6  # in float32: beyond that it is not a line that is at fault
 _MOST_RELIEVED = 4  # lines in float32 for a higher loss scale
@@ -128,6 +128,7 @@ class Trials:
         self._places = list(first.findings.visits)  # in the order of execution
         self._order = {place: i for i, place in enumerate(self._places)}
         self._where = _where(first)
+        self.how_far = backward.how_far
 
     def find_culprit(self, wide: frozenset[Where] = frozenset()) -> Culprit | None:
         """Returns the equation at which the gradients go wrong, or `None` if it is not just one.

@@ -474,10 +474,10 @@ def test_what_follows_a_sum_is_half_where_only_products_read_it():
     def fun(w, b, x):
         x = jax.nn.relu(x @ w + b)
         x = checkpoint_name(jnp.concatenate([x, -x]), "name")
-        return jnp.tanh(jax.checkpoint(lambda x: jnp.max(x @ w + b, 0))(x[1:].T.T) @ w + b)
+        return jax.checkpoint(lambda x: jnp.max(x @ w + b, 0))(x[1:].T.T) @ w + b
 
     eqns = list(equations(jax.make_jaxpr(jaxscale.autocast(fun))(W[0], W[0, 0], X)))
-    for name in ("max", "concatenate", "name", "slice", "transpose", "tanh", "reduce_max"):
+    for name in ("max", "concatenate", "name", "slice", "transpose", "reduce_max"):
         found = [dtypes(e) for e in eqns if e.primitive.name == name]
         assert found, name
         # The largest is found in float32, for its derivative, and comes back.

@@ -1,6 +1,8 @@
 """The trace of a backward pass: it names the line where numbers get lost, and only that."""
 
+import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.experimental
@@ -14,6 +16,7 @@ from tables import assert_same_bits
 
 import jaxscale
 from jaxscale import diagnostics
+from jaxscale.diagnostics._trace.backward import Backward
 from jaxscale.diagnostics._trace.interpreter import Interpreter, Value
 from jaxscale.diagnostics._trace.jaxpr import FORWARD
 from jaxscale.diagnostics._trace.plan import Planner
@@ -284,6 +287,49 @@ def test_an_equation_is_found_inside_of(holder):
     underflow = trace(fun, x, HALF(2.0**-17)).underflows[0]
     assert (underflow.line, underflow.direction) == (line(holder), "forward")
     assert underflow.iteration == ITERATIONS.get(holder, ())
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_pass_in_a_hurry_stops_at_the_first_overflow_of_a_full_one(holder):
+    def fun(x):
+        masked = jnp.where(x > 2, x, -jnp.inf)  # on purpose, and not the first
+        y = HOLDERS[holder](x, HALF(256)) + jnp.exp(masked)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    backward = Backward(fun, (jnp.linspace(1, 3, 8, dtype=HALF),), {})
+    for loss_scale in (2.0**-10, 2.0**3, 2.0**20):
+        places = backward.run(loss_scale, is_brief=True).report().nonfinite
+        full = [place for place in places if place.scaled and place.cause != "given"]
+        found, said = backward.first_overflow(loss_scale), backward.how_far()
+        assert bool(found) == bool(full)
+        assert said.startswith("operation ")
+        if found:
+            blank = {"reaches": (), "visits": 0, "times": 0}  # what is behind it is not known
+            assert dataclasses.replace(full[0], **blank) == dataclasses.replace(found, **blank)
+    assert found
+
+
+def test_how_far_a_pass_is_is_told_while_it_runs():
+    def fun(x):
+        y, _ = jax.lax.scan(lambda y, _: (jnp.sin(y), None), x, None, length=3)
+        y += jax.lax.stop_gradient(jax.lax.while_loop(lambda y: y[0] < 4, lambda y: y + 1, y))
+        return jnp.mean(y.astype(jnp.float32))
+
+    backward, said = Backward(fun, (jnp.ones(2, HALF),), {}), []
+    for _ in range(2):
+        backward.run(1.0, look=lambda visit: said.append(backward.how_far()))
+    inside = [words for words in said if "iteration" in words]
+    scanned = [words.split("iteration ")[1][:6] for words in inside if " of 3 at " in words]
+    steps = ["1 of 3", "2 of 3", "3 of 3"]
+    assert [
+        step for step, _ in itertools.groupby(scanned)
+    ] == steps * 4  # also if it runs in reverse
+    assert any(" of 3 at " not in words for words in inside)  # a loop without a known end
+    assert all("test_trace.py:" in words for words in inside)
+    assert ["of about" in said[0], said[-1]] == [
+        False,
+        f"operation {(n := len(said) // 2)} of about {n}",
+    ]
 
 
 def test_a_custom_backward_rule_is_found_at_the_line_of_the_call():

@@ -73,8 +73,8 @@ ADVICE = {
     "a logarithm": (
         "ROWS",
         "y = jnp.log(jnp.abs(x.astype(HALF) * w))",
-        "compute it in float32, and add 1e-6 there",
-        "y = jnp.log(jnp.abs(x.astype(HALF) * w).astype(FULL) + 1e-6)",
+        "compute it in float32, and add 1e-3 there",  # 1e-6 only fits below a scale of 1
+        "y = jnp.log(jnp.abs(x.astype(HALF) * w).astype(FULL) + 1e-3)",
     ),
     "a negative variance": (
         "jnp.zeros((2, 3))",
@@ -83,7 +83,7 @@ ADVICE = {
         "z = x.astype(HALF) - w; y = jnp.sqrt(jnp.mean((z - jnp.mean(z, 1, keepdims=True)) ** 2, 1))",
     ),
     "an exponential": (
-        "90 * X",
+        "jnp.array([[90.0, 2.0, 3.0], [1.0, 2.0, -1.0]])",
         "y = jnp.exp((x.astype(HALF) * w).astype(FULL))",
         "clip the exponent",
         "y = jnp.exp(jnp.minimum((x.astype(HALF) * w).astype(FULL), 5.0))",

@@ -7,10 +7,16 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 
+import jax
+import optax
 import pytest
 
+import jaxscale
 from jaxscale._doctor import cli
+from jaxscale._doctor.progress import Spoken
+from jaxscale._doctor.target import load
 
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
 
@@ -39,10 +45,16 @@ def overflow():
     return half(60000.0)
 
 def underflow():
-    return half(2.0**-14)
+    return half(2.0**-20)
 
 def tiny():  # gradients that float16 flushes without a loss scale, and keeps with one
     return half(1.0, 2.0**-28)
+
+def summed():  # as a loss over many examples: large gradients, and only a low scale fits
+    return half(1.0, 2.0**9)
+
+def below():  # so large that no scale of at least 1 fits
+    return half(1.0, 2.0**20)
 
 def wide():
     return (lambda params, batch: jnp.mean((batch["x"] * params["w"]) ** 2)), W, X
@@ -162,7 +174,7 @@ CASES = {
         ["needs no", "lower"],
     ),
     "underflow": (
-        [], 1, ["1 problem", "the gradient of w is wrong", "w is flushed to 0", f"become 0 at doctored.py:{LINE}"], ["nan"]
+        [], 1, ["1 problem", "the gradient of w is wrong", "w is flushed to 0", f"at doctored.py:{LINE}"], ["nan"]
     ),
     "tiny": (
         [], 0,
@@ -178,6 +190,19 @@ CASES = {
          "worst first: w."],
         ["even", "Even"],
     ),
+    "summed": (
+        [], 0,
+        ["This batch needs no loss scale", "is not low for gradients as large as these, up to 768",
+         "2**15, where the default rule starts, will skip the first 8 steps: write", "(init_scale=2**7))`, or use `retries=10` or"],
+        ["low:", "shrink", "costs next to nothing"],
+    ),
+    "below": (
+        [], 1,
+        ["! The largest loss scale that does not overflow on this batch is 2**-4: the default rule, which never goes below 1, will skip every step.",
+         "a mean and not a sum, or write", "jaxscale.DynamicLossScale(init_scale=2**-4, min_scale=2**-14)"],
+        ["Nothing"],
+    ),
+    "below at 1": (["--loss-scale", "1"], 1, ["1 problem found. ", "even without a loss scale", "2**-4 is the largest", "min_scale=2**-14"], ["Nothing"]),
     "on_the_way": ([], 0, ["it needs one", "without one 100% of the nonzero gradients become 0"], ["problem"]),
     "sure": ([], 0, ["Nothing is wrong.", "Most of the nonzero numbers become 0 at doctored.py", "the softmax", "no harm"], ["problem"]),
     "small": ([], 0, ["Nothing is wrong.", "Most of the nonzero numbers become 0 at doctored.py", "# a cube", "no harm"], ["problem"]),
@@ -233,6 +258,19 @@ CASES = {
     "bad_batch": (
         [], 1, ["1 problem", "inf or NaN in batch['x'], before anything is computed", "The loss is NaN"], ["Nothing", "nan"]
     ),
+    **{
+        f"{name} with --quick": (["--quick"], status, [*says, "finite and wrong were not looked for"], ["Nothing is wrong", "report is in"])
+        for name, status, says in (
+            ("fine", 0, ["Nothing overflows.", "is 2**16."]),
+            ("tiny", 0, ["Nothing overflows, with a loss scale: it needs one."]),
+            ("confident", 0, ["is 2**9.", f"What limits it is doctored.py:{line('# the ceiling')}", "will skip the first 6 steps"]),
+            ("below", 1, ["1 problem", "What limits it is doctored.py:"]),
+            ("overflow", 1, ["1 problem", f"It begins at doctored.py:{LINE}", "float16 cannot hold these numbers"]),
+            ("bad_pair", 1, ["The loss and the gradients are finite, but aux['ratio'] is not"]),
+            ("disconnected", 1, ["exactly 0 everywhere in 2 of 2 leaves"]),
+            ("wide", 0, ["float32, and needs no loss scale"]),
+        )
+    },
     "no_scale_fits": ([], 1, ["The loss is finite, 0, but", "even without a loss scale"], ["Nothing"]),
 }  # fmt: skip
 
@@ -248,6 +286,36 @@ def test_it_says_what_is_wrong_and_where(name, models, capsys, monkeypatch):
         assert words in flowing
     for words in says_not:
         assert words not in flowing
+    if "--quick" not in options:
+        page = re.sub(r"\s+", " ", pathlib.Path("jaxscale-doctor.html").read_text())
+        assert all(f"<code>{code}</code>" in page for code in re.findall("write `(.*?)`", flowing))
+
+
+@pytest.mark.parametrize("unit", range(-4, 25))
+def test_training_skips_what_is_said(unit, models, capsys):
+    """In whatever unit a loss is: it has gradients of another size, and the same digits."""
+    with open("doctored.py", "a") as file:
+        file.write(f"\ndef in_units(): return half(1.0, 2.0**{unit})")
+    status, out, _ = run(capsys, "doctored:in_units", "--json", "--quick")
+    results = json.loads(out)
+    start, largest = results["start"], 16 - unit
+    assert results["calibration"]["init_scale"] == 2.0**largest
+    assert (status, start["skipped"]) == ((0, max(15 - largest, 0)) if largest >= 0 else (1, None))
+    assert "That is low" not in out
+    loss_fn, params, batch = load("doctored:in_units")[1:4]
+    for tx, retries, skipped in (
+        (jaxscale.loss_scaled(optax.sgd(0.0)), 0, start["skipped"]),
+        (jaxscale.loss_scaled(optax.sgd(0.0)), start["retries"], 0),
+        (eval(start["code"], {"jaxscale": jaxscale, "optimizer": optax.sgd(0.0)}), 0, 0),
+    ):
+        if retries is not None:
+            step = jax.jit(
+                jaxscale.train_step(lambda p, b=batch: loss_fn(p, b), tx, retries=retries)
+            )
+            opt_state = tx.init(params)
+            for _ in range(20):
+                _, opt_state, _ = step(params, opt_state)
+            assert opt_state.total_notfinite == (20 if skipped is None else skipped)
 
 
 def test_json_goes_to_standard_output_alone_or_to_a_file(models, capsys):
@@ -271,6 +339,11 @@ def test_json_goes_to_standard_output_alone_or_to_a_file(models, capsys):
     assert results["comparison"]["error"] == 0
     assert results["float32"]["error"] < 1e-3
     assert results["ceiling"]["line"]
+    assert results["start"] == {
+        "skipped": 0,
+        "retries": 0,
+        "code": "jaxscale.loss_scaled(optimizer)",
+    }
     assert (results["wrong"], results["remedy"], results["zero"]) == ([], None, ["unused"])
 
 
@@ -376,6 +449,17 @@ def test_signs_of_life_go_to_standard_error(models, capsys, monkeypatch):
     assert said[0] == "loading the target"
     assert "looking for what limits the loss scale" in said
     assert "loading" not in out
+
+
+@pytest.mark.parametrize(("patience", "least"), [(0.05, 2), (60.0, 0)])
+def test_what_takes_long_is_told_again_with_how_far_it_is(capsys, patience, least):
+    with Spoken(patience) as progress:
+        progress("dreaming", lambda: "half way")
+        time.sleep(1.0)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) >= least
+    assert all(re.fullmatch(r" *\d+ s: dreaming, half way", line) for line in said)
+    assert len(said) <= 4 * least  # less and less often
 
 
 def test_a_traceback_if_asked_for(models, capsys):

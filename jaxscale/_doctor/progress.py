@@ -1,0 +1,62 @@
+"""Signs of life: what is done, and how far it is, for whoever waits."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, Self
+
+_LONGEST = 30.0  # seconds between two signs of life
+_OFTEN = 0.2  # and between two looks at whether one is due
+
+
+class Progress(Protocol):
+    """Is told what is done next, and whom to ask how far it is."""
+
+    def __call__(self, words: str, how_far: Callable[[], str] = str, /) -> None: ...
+
+
+def silent(words: str, how_far: Callable[[], str] = str, /) -> None:
+    """Says nothing."""
+
+
+class Spoken:
+    """Says on standard error what is done, once the whole takes longer than a few seconds.
+
+    What takes long by itself is said again from time to time, with how far it is. A thread does
+    that, as it also runs while XLA compiles.
+
+    Args:
+      patience: how many seconds may pass without a word.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = self._pause = patience
+        self._start = self._said = time.monotonic()
+        self._doing: tuple[str, Callable[[], str]] = "starting", str
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def __call__(self, words: str, how_far: Callable[[], str] = str, /) -> None:
+        self._doing, self._pause = (words, how_far), self._patience
+        if time.monotonic() - self._start > self._patience:
+            self._say(words)
+
+    def _repeat(self) -> None:
+        while not self._over.wait(_OFTEN):
+            if time.monotonic() - self._said > self._pause:
+                words, how_far = self._doing
+                self._pause = min(2 * self._pause, _LONGEST)
+                self._say(", ".join(filter(None, [words, how_far()])))
+
+    def _say(self, words: str) -> None:
+        self._said = time.monotonic()
+        print(f"{self._said - self._start:3.0f} s: {words}", file=sys.stderr, flush=True)

@@ -1,0 +1,198 @@
+"""The scaled backward pass, run equation by equation to see where numbers get lost.
+
+`Backward` holds the jaxpr of the loss and its scaled gradients, and runs it in the `Interpreter`:
+at any loss scale, and with any part of it in float32. After each equation the interpreter calls
+`Findings.watch`, which notes what was lost.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jax import JaxprEqn
+from ..._leaf import is_inexact
+from ..._state import LossScaleState
+from ..._tree import widen
+from ..._value_and_grad import seeding, unseed, with_loss
+from .._formats import is_ndarray
+from .constants import Constants
+from .findings import Findings, Found
+from .hurried import Hurried, RowPlanner
+from .interpreter import Interpreter, Place, Value, Visit
+from .jaxpr import BACKWARD, FORWARD
+from .places import lines
+from .plan import Planner, RoundedAt
+from .report import TracedNonfinite, TraceReport
+
+
+class Backward:
+    """The loss and its scaled gradients as a program that can be run in many ways.
+
+    Args:
+      fun: the loss, and its arguments.
+      args: the arguments of the loss.
+      fun_kwargs: its keyword arguments.
+      constants: knows the numbers of the source that were rounded when `fun` was traced before.
+      transform: what differentiates; this and the others are those of `trace`.
+      has_aux: whether `fun` returns a pair.
+      **kwargs: passed to `transform`.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        fun_kwargs: dict[str, Any],
+        constants: Constants | None = None,
+        *,
+        transform: Callable[..., Any] = jax.value_and_grad,
+        has_aux: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        def backward(loss_scale: jax.Array) -> dict[str, Any]:
+            # Not the state itself: with that of a `NoOpLossScale` no cotangent is scaled, and
+            # there would be none to follow.
+            state = LossScaleState(loss_scale, jnp.zeros(()), jnp.zeros(()))
+            seeded, one_seed = seeding("trace", fun, state, has_aux)
+            differentiated = transform(seeded, has_aux=True, **kwargs)
+            # Copied inside the traced function: modules of Flax NNX may only change there.
+            copies, copied_kwargs = jax.tree.map(lambda leaf: leaf, (args, fun_kwargs))
+            output = differentiated(*copies, **copied_kwargs)
+            loss, (aux, seed), grads = with_loss("trace", output)
+            # In float32: the bounds of the divisor would be 0 and inf in float16, and the trace
+            # would report them.
+            grads = unseed(grads, widen(one_seed(seed)))
+            return {"loss": loss} | _inexact("aux", aux) | _inexact("grads", grads)
+
+        constants = Constants() if constants is None else constants
+        # The arguments are constants of the jaxpr, so that a leaf that is not an array is kept.
+        with constants.noticed():
+            self._closed, shapes = jax.make_jaxpr(backward, return_shape=True)(jnp.float32(1))
+        self._names = sorted(shapes)  # in the order in which a dictionary is flattened
+        self._needs = tuple(
+            BACKWARD if name.startswith("grads") else FORWARD for name in self._names
+        )
+        self._constants, self._planner = constants, Planner(constants)
+        self._arguments = _inexact("args", args) | _inexact("kwargs", fun_kwargs)
+        # For `how_far`: the equations of the last pass and of this, and where this one is.
+        self._total, self._done = 0, 0
+        self._loops: tuple[tuple[JaxprEqn, ...], tuple[int, ...]] = (), ()
+
+    def run(
+        self,
+        loss_scale: Any,
+        is_wide: Callable[[Place], bool] = lambda place: False,
+        look: Callable[[Visit], None] | None = None,
+        is_brief: bool = False,
+        is_shaken: bool = False,
+    ) -> "Run":
+        """Returns what one pass gives and does.
+
+        Args:
+          loss_scale: a `f32[]`.
+          is_wide: whether the equation at a place is computed in float32, if it can be.
+          look: is shown each equation.
+          is_brief: whether to leave out what is made of numbers that are inf or NaN already.
+          is_shaken: whether what is computed in float32 is changed by as much as float32 rounds.
+        """
+        findings = Findings(look, is_brief)
+
+        def watch(visit: Visit) -> list[frozenset[Any]]:
+            self._loops = visit.around, visit.iteration
+            return findings.watch(visit)
+
+        def counted(place: Place) -> bool:  # it is asked of each equation
+            self._done += 1
+            return is_wide(place)
+
+        self._total, self._done, self._loops = self._done, 0, ((), ())
+        running = Interpreter(self._planner, watch, counted, is_shaken=is_shaken)
+        outputs = self._interpret(running, loss_scale)
+        return Run(
+            dict(zip(self._names, outputs, strict=True)),
+            findings,
+            self._arguments,
+            self._planner.rounded,
+            float(loss_scale),
+        )
+
+    def first_overflow(self, loss_scale: float) -> TracedNonfinite | None:
+        """Returns the first place that depends on the loss scale and makes inf or NaN.
+
+        The pass stops there. So it is not known whether that reaches the gradients.
+
+        Args:
+          loss_scale: one at which some gradient is not finite.
+        """
+        findings = Findings(None, True, is_hasty=True)
+
+        def tell(equations: int, around: tuple[JaxprEqn, ...], iteration: tuple[int, ...]) -> None:
+            self._done += equations
+            self._loops = around, iteration
+
+        self._total, self._done, self._loops = 0, 0, ((), ())
+        try:
+            self._interpret(Hurried(RowPlanner(self._constants), findings.watch, tell), loss_scale)
+        except Found:
+            return findings.born({})[-1]
+        return None
+
+    def _interpret(self, interpreter: Interpreter, loss_scale: float) -> list[Value]:
+        scale = Value(jnp.float32(loss_scale), True)
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return interpreter.run(self._closed, [scale], self._needs)
+
+    def how_far(self) -> str:
+        """Returns how far the pass that runs now has come, in words. Another thread may ask."""
+        words = f"operation {self._done}" + f" of about {self._total}" * (self._total > 0)
+        around, iteration = self._loops
+        loops = [eqn for eqn in around if eqn.primitive.name in ("scan", "while")]
+        return ", ".join([words, *map(_how_far, loops, iteration)])
+
+
+class Run(NamedTuple):
+    """One pass.
+
+    Attributes:
+      values: the loss, the gradients and what else is returned, by their names.
+      findings: what was seen on the way.
+      arguments: the floating-point arguments, by their names.
+      rounded: the numbers that a narrow format rounded to 0 or inf, and where.
+      loss_scale: the loss scale.
+    """
+
+    values: dict[str, Value]
+    findings: Findings
+    arguments: dict[str, Any]
+    rounded: Sequence[RoundedAt]
+    loss_scale: float
+
+    @property
+    def grads(self) -> dict[str, np.ndarray]:
+        """The gradients, by their names."""
+        values = self.values.items()
+        return {name: np.asarray(v.array) for name, v in values if name.startswith("grads")}
+
+    def report(self) -> TraceReport:
+        """Returns all that was seen, as Python values."""
+        return self.findings.report(self.values, self.arguments, self.rounded, self.loss_scale)
+
+
+def _how_far(loop: JaxprEqn, iteration: int) -> str:
+    words, length = f"iteration {iteration + 1}", loop.params.get("length")
+    if length is not None:  # a `while` has none
+        done = length - iteration if loop.params["reverse"] else iteration + 1
+        words = f"iteration {done} of {length}"
+    return " at ".join([words, *map(str, lines(loop, ())[:1])])
+
+
+def _inexact(name: str, tree: Any) -> dict[str, Any]:
+    """Returns the floating-point and complex arrays of a tree, by their paths."""
+    return {
+        name + jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if is_ndarray(leaf) and is_inexact(leaf)
+    }
