@@ -412,6 +412,10 @@ def _zeros(exam: Exam) -> Iterator[Finding]:
 
 
 def _left_out(exam: Exam) -> Iterator[Finding]:
+    if exam.trace.not_entered:
+        title = f"It was not looked inside of {_few(exam.trace.not_entered)}."
+        words = "Each ran as one operation: its lines are not named, and its numbers not compared."
+        yield Finding(False, title, (words,))
     if exam.is_quick:
         words = "Without `--quick` the gradients are compared with those in float32, too."
         yield Finding(False, "Gradients that are finite and wrong were not looked for.", (words,))

@@ -369,19 +369,3 @@ def second_derivative(half=jnp.float16):
         return mean_square(u_xx.astype(jnp.float32) * 1e-5 + 1)
 
     return loss_fn, params, jnp.array([0.005, 0.0052, 0.0044])
-
-
-@faulty(
-    source="a sum where a mean is usual: no loss scale of 1 or more fits", kind="scale", tuned=True
-)
-def large_loss(half=jnp.float16):
-    params = {"w": normal(52, 3), "b": jnp.zeros(())}
-
-    def loss_fn(params, batch):
-        def loss(x, y):
-            return jnp.square((x.astype(half) @ params["w"].astype(half)) - y.astype(half))  # fault
-
-        losses = jax.vmap(loss)(batch["x"], batch["y"])
-        return jnp.sum(losses.astype(jnp.float32)) * 1e3 + jnp.square(params["b"])
-
-    return loss_fn, params, {"x": normal(53, 4, 3), "y": 100 + normal(54, 4)}

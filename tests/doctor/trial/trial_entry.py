@@ -23,7 +23,6 @@ KINDS = {
     "accumulation": "a sum that stops growing",
     "backward": "a backward pass that overflows or divides by 0 after a good forward pass",
     "flushed": "a gradient that becomes 0 at every loss scale that fits",
-    "scale": "gradients that only fit below a loss scale of 1, where the default rule never goes",
     "input": "masks, labels or indices that fail in float32, too",
 }
 
