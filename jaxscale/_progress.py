@@ -309,6 +309,12 @@ def _backward(state: Any, policy: LossScale | None) -> str:
         f"min_scale=2.0**{max(math.frexp(scale)[1] - 15, -126)}))`. Or it overflows {unscaled}, or "
         f"{stale}."
     )
+    lowest = scale if policy is None else _lowest(state.scaling, policy)
+    if lowest < scale:
+        return (
+            f"The scale is still on its way down, to {lowest:g}: start lower, or accept more "
+            f"skipped steps in a row. Or {stale}."
+        )
     if scale == 1:
         return f"A scale of 1 scales nothing. {large}"
     if policy is None:
@@ -318,12 +324,6 @@ def _backward(state: Any, policy: LossScale | None) -> str:
         )
     if isinstance(policy, FixedLossScale):
         return f"The scale is fixed, and too high. Or it overflows {unscaled}."
-    lowest = _lowest(state.scaling, policy)
-    if lowest < state.scaling.loss_scale:
-        return (
-            f"The scale is still on its way down, to {lowest:g}: start lower, or accept more "
-            f"skipped steps in a row. Or {stale}."
-        )
     return f"The scale is at its floor, and too high. {large}"
 
 

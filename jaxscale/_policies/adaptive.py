@@ -94,9 +94,9 @@ class AdaptiveLossScale(LossScale):
       a search goes on. Where the level would fall below `min_level` the peak rises instead,
       which wears off.
     - But if there was another one less than `period / 4` finite steps ago, the level stays and
-      the crest rises by 2 above it or the peak. If it was raised then and not reached since, its
-      distance from the peak is multiplied by 4 before, so that it is at 2, 10 and 42 above. A
-      finite step reaches it whose `x` is a quarter of the way up or more: then it falls half
+      the crest rises to 3 above it or the peak. If it was raised then and not reached since, or
+      is less than 3 above the peak, its distance is multiplied by 4 before: 3, 15, 63. A finite
+      step reaches it whose `x` is a quarter of the way up or more: then it falls half
       the way to `x`, or rises to `x`; and if the first one finds the level more than 2 below
       that at the start, a search begins. If no step reaches it in `period / 2` finite steps it
       fades as the peak does.
@@ -279,9 +279,11 @@ class AdaptiveLossScale(LossScale):
         short = jnp.maximum(_units(self.min_level) - level, 0)
         peak = jnp.minimum(now.peak + (short + 2**_SHIFT - 1) // 2**_SHIFT, 128 * _BINADE)
 
-        # Raised by the last overflow, and nothing finite has come near: it was not enough.
-        is_guess = now.held_steps == now.finite_steps
-        higher = top + 2 * _BINADE + jnp.where(is_guess, 3 * (top - now.peak), 0)
+        # Raised by the last overflow, and nothing finite has come near: it was not enough. Usual
+        # gradients come near what is low.
+        room = top - now.peak
+        is_guess = (now.held_steps == now.finite_steps) | (room < 3 * _BINADE)
+        higher = top + 3 * _BINADE + jnp.where(is_guess, 3 * room, 0)
         # Beyond this the scale would not fall any further.
         last = jnp.maximum(now.level // 2**_SHIFT - lowest * _BINADE, top)
         crest = jnp.minimum(jnp.minimum(higher, last), 128 * _BINADE)

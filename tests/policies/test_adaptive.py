@@ -193,19 +193,17 @@ def test_single_overflows_that_repeat_make_room_until_a_rare_batch_passes():
         *[(usual, 12, unseen)] * 16,
         (bad, 11, unseen),
         *[(usual, 11, unseen)] * 15,
-        (bad, 9, 2),  # again: rare batches are
-        (usual, 9, 2),
-        (bad, 1, 10),
-        (usual, 1, 10),
-        (bad, 0, 11.48),  # would be 42, and the scale below 1
-        (usual, 0, 11.48),
-        (2.0**4, 1, 7.74),  # it falls half the way to a batch that passes
-        *[(usual, e, 7.74) for e in (2, 3, 3, 3)],
-        (bad, 1, 9.74),  # it was reached, so that it is almost right
-        (usual, 1, 9.74),
-        (2.0**9, 2, 9.37),
-        *[(usual, 2, 9.37)] * 31,
-        (usual, 3, 7.28),  # it was held for 32 steps
+        (bad, 8, 3),  # again: rare batches are
+        (usual, 8, 3),
+        (bad, 0, 11.5),  # would be 15, and the scale below 1
+        (usual, 0, 11.52),
+        (2.0**4, 1, 7.75),  # it falls half the way to a batch that passes
+        *[(usual, e, 7.75) for e in (2, 3, 3, 3)],
+        (bad, 0, 10.75),  # it was reached, so that it is almost right
+        (usual, 0, 10.75),
+        (2.0**9, 1, 9.88),
+        *[(usual, 1 + (i > 14), 9.88) for i in range(31)],
+        (usual, 3, 7.41),  # it was held for 32 steps
     ]
     sizes, *columns = (np.array(column) for column in zip(*expected, strict=True))
     states = scanned(policy, policy.init(), jnp.array(sizes, jnp.float32))

@@ -87,8 +87,8 @@ def adaptive(policy, state, finite, largest=None):
             top = max(peak, crest)
             is_ahead = level // 16 - top >= (exponent + 1) * 2**16
             if not is_ahead and finite_steps < policy.period // 4:
-                factor = 4 if held_steps == finite_steps else 1
-                crest = peak + factor * (top - peak) + 2 * 2**16
+                is_guess = held_steps == finite_steps or top - peak < 3 * 2**16
+                crest = peak + (4 if is_guess else 1) * (top - peak) + 3 * 2**16
                 crest = min(crest, max(level // 16 - lowest * 2**16, top), 128 * 2**16)
                 fall = max(fall, exponent - (level // 16 - crest) // 2**16)
                 finite_steps = held_steps = 0

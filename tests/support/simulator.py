@@ -102,6 +102,7 @@ def made_up(steps=20_000):
         "tiny at first": trace(-4 + noise() - 12 * np.exp(-step / 200)),
         "1 % bad, told": trace(-4 + noise(), bad=some, told=True),
         "1 % bad, untold": trace(-4 + noise(), bad=some),
+        "spikes of 2**20 in 1 %": trace(-22 + noise() + 20 * (rng.random(steps) < 0.01)),
     }
 
 
