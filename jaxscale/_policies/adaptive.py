@@ -48,7 +48,7 @@ class AdaptiveState(NamedTuple):
       crest: `f32[]`, the binary logarithm of what the gradients of rare batches are taken to
         reach; -256 unless overflows repeat.
       finite_steps: `i32[]`, finite steps since the last overflow that lowered the level.
-        or raised the crest. It starts at `period`.
+        It starts at `period`.
       held_steps: `i32[]`, finite steps since the crest was raised or reached.
       overflows: `i32[]`, overflows in a row, up to now.
 
@@ -93,10 +93,10 @@ class AdaptiveLossScale(LossScale):
       scale was still rising towards it, to 1/2 below the levels that the scale stood for, and
       a search goes on. Where the level would fall below `min_level` the peak rises instead,
       which wears off.
-    - But if there was another one less than `period / 4` finite steps ago, the level stays and
-      the crest rises to 3 above it or the peak. If it was raised then and not reached since, or
-      is less than 3 above the peak, its distance is multiplied by 4 before: 3, 15, 63. A finite
-      step reaches it whose `x` is a quarter of the way up or more: then it falls half
+    - If there was another one less than `period / 4` finite steps ago, the crest rises, too: to
+      3 above itself or the peak. If it was raised then and not reached since, or is less than 3
+      above the peak, its distance is multiplied by 4 before, so that it is 3, 15 and 63 above. A
+      finite step reaches it whose `x` is a quarter of the way up or more: then it falls half
       the way to `x`, or rises to `x`; and if the first one finds the level more than 2 below
       that at the start, a search begins. If no step reaches it in `period / 2` finite steps it
       fades as the peak does.
@@ -273,10 +273,10 @@ class AdaptiveLossScale(LossScale):
         # Before the first gradients the level is not known to be wrong.
         is_blamed = (run == 0) & (now.peak > UNSEEN * _BINADE)
         is_repeated = is_blamed & ~is_ahead & (now.finite_steps < self.period // 4)
-        is_lowered = is_blamed & ~is_repeated
 
         level = jnp.where(is_ahead, beyond - _LEVEL // 2, now.level) - _LEVEL
         short = jnp.maximum(_units(self.min_level) - level, 0)
+        level += short
         peak = jnp.minimum(now.peak + (short + 2**_SHIFT - 1) // 2**_SHIFT, 128 * _BINADE)
 
         # Raised by the last overflow, and nothing finite has come near: it was not enough. Usual
@@ -285,16 +285,16 @@ class AdaptiveLossScale(LossScale):
         is_guess = (now.held_steps == now.finite_steps) | (room < 3 * _BINADE)
         higher = top + 3 * _BINADE + jnp.where(is_guess, 3 * room, 0)
         # Beyond this the scale would not fall any further.
-        last = jnp.maximum(now.level // 2**_SHIFT - lowest * _BINADE, top)
+        last = jnp.maximum(level // 2**_SHIFT - lowest * _BINADE, top)
         crest = jnp.minimum(jnp.minimum(higher, last), 128 * _BINADE)
 
         lowered = now.exponent - jnp.where(run == 0, 1, jnp.where(run == 1, 8, 16))
-        fitting = (now.level // 2**_SHIFT - crest) // _BINADE
+        fitting = (level // 2**_SHIFT - crest) // _BINADE
         lowered = jnp.where(is_repeated, jnp.minimum(lowered, fitting), lowered)
         return _Counted(
             exponent=jnp.minimum(now.exponent, jnp.maximum(lowered, lowest)),
-            peak=jnp.where(is_lowered, peak, now.peak),
-            level=jnp.where(is_lowered, level + short, now.level),
+            peak=jnp.where(is_blamed, peak, now.peak),
+            level=jnp.where(is_blamed, level, now.level),
             crest=jnp.where(is_repeated, crest, now.crest),
             # If the level was ahead, it may have fallen far for one bad batch: a search goes on.
             finite_steps=jnp.where(is_blamed & ~is_ahead, 0, now.finite_steps),

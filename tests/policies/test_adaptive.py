@@ -184,32 +184,34 @@ def test_after_an_overflow_the_level_waits_before_it_searches():
 
 
 def test_single_overflows_that_repeat_make_room_until_a_rare_batch_passes():
-    policy = ADAPTIVE(init_scale=2.0**13, max_level=13.0, memory=4, period=64)
-    bad, usual, unseen = math.inf, 1.0, adaptive.UNSEEN
+    policy = ADAPTIVE(init_scale=2.0**20, max_level=13.0, memory=4, period=64)
+    bad, usual, unseen = math.inf, 2.0**-7, adaptive.UNSEEN
     # The largest gradient, and then the exponent of the scale and the crest.
     expected = [
-        (usual, 13, unseen),
-        (bad, 12, unseen),  # once, or after 16 steps: the level is to blame
-        *[(usual, 12, unseen)] * 16,
-        (bad, 11, unseen),
-        *[(usual, 11, unseen)] * 15,
-        (bad, 8, 3),  # again: rare batches are
-        (usual, 8, 3),
-        (bad, 0, 11.5),  # would be 15, and the scale below 1
-        (usual, 0, 11.52),
-        (2.0**4, 1, 7.75),  # it falls half the way to a batch that passes
-        *[(usual, e, 7.75) for e in (2, 3, 3, 3)],
-        (bad, 0, 10.75),  # it was reached, so that it is almost right
-        (usual, 0, 10.75),
-        (2.0**9, 1, 9.88),
-        *[(usual, 1 + (i > 14), 9.88) for i in range(31)],
-        (usual, 3, 7.41),  # it was held for 32 steps
+        (usual, 20, unseen),
+        (bad, 19, unseen),  # once, or after 16 steps: the level is to blame
+        *[(usual, 19, unseen)] * 16,
+        (bad, 18, unseen),
+        *[(usual, 18, unseen)] * 15,
+        (bad, 14, -4),  # again: rare batches may be
+        (usual, 14, -4),
+        (bad, 1, 8),  # even larger ones
+        (usual, 1, 8),
+        (1.0, 2, 4),  # it falls half the way to one that passes, and a search begins
+        *[(usual, e, 4) for e in (3, 4, 5, 5)],
+        (bad, 4, 4),
+        (usual, 4, 4),
+        (bad, 0, 7),  # it was reached, so that it was almost right
+        (usual, 0, 7),
+        (2.0**5, 1, 6),
+        *[(usual, 1, 6)] * 31,
+        (usual, 2, 2.75),  # it was held for 32 steps
+        (usual, 3, 0.3125),
     ]
-    sizes, *columns = (np.array(column) for column in zip(*expected, strict=True))
+    sizes, exponents, crests = (np.array(column) for column in zip(*expected, strict=True))
     states = scanned(policy, policy.init(), jnp.array(sizes, jnp.float32))
-    np.testing.assert_allclose(np.log2(states.loss_scale), columns[0])
-    np.testing.assert_allclose(states.crest, columns[1], atol=0.01)
-    assert np.diff(states.level)[34:].min() >= 0  # the level is not to blame
+    assert np.log2(states.loss_scale).tolist() == exponents.tolist()
+    np.testing.assert_allclose(states.crest, crests, atol=0.01)
 
 
 def test_in_a_run_of_overflows_the_scale_falls_faster_and_faster():

@@ -86,20 +86,20 @@ def adaptive(policy, state, finite, largest=None):
         if overflows == 0 and peak > -256 * 2**16:
             top = max(peak, crest)
             is_ahead = level // 16 - top >= (exponent + 1) * 2**16
-            if not is_ahead and finite_steps < policy.period // 4:
-                is_guess = held_steps == finite_steps or top - peak < 3 * 2**16
-                crest = peak + (4 if is_guess else 1) * (top - peak) + 3 * 2**16
-                crest = min(crest, max(level // 16 - lowest * 2**16, top), 128 * 2**16)
-                fall = max(fall, exponent - (level // 16 - crest) // 2**16)
-                finite_steps = held_steps = 0
+            is_repeated = not is_ahead and finite_steps < policy.period // 4
+            is_guess = held_steps == finite_steps or top - peak < 3 * 2**16
+            higher = peak + (4 if is_guess else 1) * (top - peak) + 3 * 2**16
+            if is_ahead:
+                level = exponent * 2**20 + top * 16 + 2**19
             else:
-                if is_ahead:
-                    level = exponent * 2**20 + top * 16 + 2**19
-                else:
-                    finite_steps = 0
-                level -= 2**20
-                missing = max(int(policy.min_level * 2**20) - level, 0)
-                level, peak = level + missing, min(peak + math.ceil(missing / 16), 128 * 2**16)
+                finite_steps = 0
+            level -= 2**20
+            missing = max(int(policy.min_level * 2**20) - level, 0)
+            level, peak = level + missing, min(peak + math.ceil(missing / 16), 128 * 2**16)
+            if is_repeated:
+                crest = min(higher, max(level // 16 - lowest * 2**16, top), 128 * 2**16)
+                fall = max(fall, exponent - (level // 16 - crest) // 2**16)
+                held_steps = 0
         exponent = min(exponent, max(exponent - fall, lowest))
         overflows += 1
     elif largest is None or largest > 0:
