@@ -42,9 +42,9 @@ _COUNTERS = (
 # scale keeps falling it reaches 6 and more (`tests/core/test_decay.py`). Most policies start from
 # 2**15, so that is not low.
 _FALLS, _LOW = 6, 2.0**15
-# An `AdaptiveLossScale` falls in larger and larger steps. This far below what the usual gradients
-# allow, with no large one seen, it is not for rare batches: on healthy runs that is 3 at most.
-_ROOM = 8.0
+# An `AdaptiveLossScale` falls in larger and larger steps. It is too low this many binades below what
+# the usual gradients allow, if none that are larger were seen and those are scaled to less than 1.
+_ROOM = 6.0
 
 # From which scale, and after how many steps, it is told that nothing has ever overflowed. It is
 # where the default rule stops growing; half precision rarely bears it.
@@ -210,7 +210,8 @@ def _decays(state: Any) -> bool:
     scaling, falls = state.scaling, state.backoff_count >= _FALLS
     if isinstance(scaling, AdaptiveState):
         is_guess = scaling.held_steps == scaling.finite_steps
-        falls |= is_guess & (scaling.crest - scaling.peak >= _ROOM)
+        is_small = scaling.loss_scale * np.exp2(scaling.peak) < 1
+        falls |= is_guess & is_small & (scaling.crest - scaling.peak >= _ROOM)
     return bool(np.any(falls & (scaling.loss_scale < _LOW)))
 
 
