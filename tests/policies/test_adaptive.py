@@ -207,6 +207,8 @@ def test_single_overflows_that_repeat_make_room_until_a_rare_batch_passes():
         *[(usual, 1, 6)] * 31,
         (usual, 2, 2.75),  # it was held for 32 steps
         (usual, 3, 0.3125),
+        *[(2.0**4, 3, 4)] * 2,  # as large as one of these
+        (usual, 3, 4),
     ]
     sizes, exponents, crests = (np.array(column) for column in zip(*expected, strict=True))
     states = scanned(policy, policy.init(), jnp.array(sizes, jnp.float32))
