@@ -42,8 +42,8 @@ _COUNTERS = (
 # scale keeps falling it reaches 6 and more (`tests/core/test_decay.py`). Most policies start from
 # 2**15, so that is not low.
 _FALLS, _LOW = 6, 2.0**15
-# An `AdaptiveLossScale` falls in larger and larger steps. It is too low this many binades below what
-# the usual gradients allow, if none that are larger were seen and those are scaled to less than 1.
+# An `AdaptiveLossScale` falls in larger and larger steps. It is too low this many binades below
+# what usual gradients allow, if no larger ones were seen and the usual ones are scaled to below 1.
 _ROOM = 6.0
 
 # From which scale, and after how many steps, it is told that nothing has ever overflowed. It is
