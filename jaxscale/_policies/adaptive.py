@@ -3,7 +3,8 @@
 It is the only policy for everyday use that reads the gradients: the largest of them says how far
 the scale may go. What it does not say is how much larger the numbers between the layers are, which
 overflow first. That is learned from overflows, as the `level`. Nor does it say how large the
-gradients of rare batches are, as a step that overflows shows no size: that is tried, as the `crest`.
+gradients of rare batches are, as a step that overflows shows no size: that is tried, as the
+`crest`.
 
 All arithmetic is that of integers. Binary logarithms count in units of 2**-16, levels in units of
 2**-20; both are whole numbers that float32 holds exactly, so the state shows them as floats. The
