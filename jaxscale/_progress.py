@@ -3,9 +3,10 @@
 `metrics` collects the scale and the counters of a state, inside `jit` or outside. `check` reads
 the same counters on the host, and if too many steps in a row were skipped, it derives the likely
 cause from them, from the policy, and from the leaves that were tracked. Where training goes on but
-the scale decays, it warns.
+the scale decays, or has never been of use, it warns.
 """
 
+import math
 import warnings
 from typing import Any
 
@@ -21,7 +22,7 @@ from ._policies.adaptive import UNSEEN, AdaptiveState
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale
 from ._scaling import find_scaling, is_loss_scaled, recovered
-from ._state import find, unwrapped
+from ._state import LossScaleState, find, unwrapped
 from ._step import wrapper_of
 from ._verdict import flagged_paths, named_flags
 
@@ -42,6 +43,13 @@ _COUNTERS = (
 # scale keeps falling it reaches 6 and more (`tests/core/test_decay.py`). Most policies start from
 # 2**15, so that is not low.
 _FALLS, _LOW = 6, 2.0**15
+# An `AdaptiveLossScale` falls in larger and larger steps. It is too low this many binades below
+# what usual gradients allow, if no larger ones were seen and the usual ones are scaled to below 1.
+_ROOM = 6.0
+
+# From which scale, and after how many steps, it is told that nothing has ever overflowed. It is
+# where the default rule stops growing; half precision rarely bears it.
+_HIGH, _LONG = 2.0**24, 10_000
 
 # The counters that `multi_steps` adds, which those of Optax share their names with.
 _WINDOWS = (MultiStepsState, optax.MultiStepsState)
@@ -122,11 +130,21 @@ def check(
 
     Warns:
       UserWarning: if `tree` is a `TrainState` that has made more steps than its optimizer, which
-        then was not restored from a checkpoint; or if the loss scale decays: if it is below
-        2**15 and `backoff_count` is 6 or more, which says how often overflows have lowered it
-        since it last grew. The text is always the same, so that Python shows it once in a run.
-        A policy that raises its scale in every finite step, such as `presets.chainer()`, never
-        gets there. Or if `total_exhausted` is 6 or more, the steps in which no retry helped.
+        then was not restored from a checkpoint.
+
+        If the loss scale decays: if it is below 2**15 and `backoff_count` is 6 or more, which says
+        how often overflows have lowered it since it last grew, or if an `AdaptiveLossScale` has
+        made more and more room for gradients of which it has seen none. A policy that raises its
+        scale in every finite step, such as `presets.chainer()`, never gets there.
+
+        If the scale may be of no use: if it is 2**24 or more after 10,000 steps, none of which
+        overflowed. Then nothing may scale the backward pass, as in a trainer that calls
+        `jax.value_and_grad` itself. That is not seen earlier, nor where the policy follows the
+        gradients, nor from gradients of which most, but not all, are 0, as nobody counts them.
+
+        If retries do not help: if `total_exhausted` is 6 or more.
+
+        The texts are always the same, so that Python shows each of them once in a run.
 
     Raises:
       LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped, or if an
@@ -154,15 +172,14 @@ def check(
     _warn_if_lost(unwrapped(getattr(tree, "step", None)), state, inner_state)
     # The state of a population has leading axes: report the worst member.
     exhausts = np.any(state.total_exhausted >= _FALLS)
-    decays = np.any((state.backoff_count >= _FALLS) & (state.scaling.loss_scale < _LOW))
+    decays, is_idle = _decays(state), _is_idle(state)
     axes, worst = np.ndim(state.notfinite_count), np.argmax(state.notfinite_count)
     state = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes:])[worst], state)
     if state.notfinite_count <= max_consecutive:
         _raise_if_blind(state, max_consecutive)
-        if exhausts:
-            warnings.warn(_EXHAUSTED, stacklevel=2)
-        if decays:
-            warnings.warn(_DECAY, stacklevel=2)
+        texts = {_EXHAUSTED: exhausts, _DECAY: decays, _IDLE: is_idle}
+        for text in (text for text, is_told in texts.items() if is_told):
+            warnings.warn(text, stacklevel=2)
         return
     counters = metrics(state)
     wrapper = wrapper_of(tx or getattr(tree, "tx", None))
@@ -187,11 +204,40 @@ _EXHAUSTED = (
 
 # Without numbers: Python's filter of warnings shows a text once for each line that calls `check`.
 _DECAY = (
-    f"`check`: the loss scale fell {_FALLS} times or more without growing in between, so something "
-    "in the model leaves float16's range at lower and lower scales, and small gradients are lost. "
-    "`jaxscale doctor` names the line of the model. If bad data is to blame instead, pass the loss "
-    "as `value`: then a bad loss does not lower the scale."
+    "`check`: the loss scale fell again and again without growing in between, so something in the "
+    "model leaves float16's range at lower and lower scales, and small gradients are lost. "
+    "`jaxscale doctor` names the line of the model. If it is only in rare batches, "
+    "`jaxscale.train_step(..., retries=10)` loses none of them. If bad data is to blame instead, "
+    "pass the loss as `value`: then a bad loss does not lower the scale."
 )
+_IDLE = (
+    "`check`: the loss scale has grown to 2**24 or more, and no step has ever overflowed. Maybe "
+    "nothing scales the backward pass, as in a trainer that calls `jax.value_and_grad` itself: "
+    "make the gradients by `jaxscale.value_and_grad(loss_fn, opt_state)`, or the whole step by "
+    "`jaxscale.train_step(loss_fn, tx)`. Or the model computes in float32 or bfloat16, which need "
+    "no loss scale: wrap its optimizer by `jaxscale.skip_nonfinite(tx)`. Or all gradients are very "
+    'small: `jaxscale.loss_scaled(tx, "adaptive")` finds a scale for them, however high.'
+)
+
+
+def _decays(state: Any) -> bool:
+    """Returns whether overflows lower the scale again and again, in any of a population."""
+    scaling, falls = state.scaling, state.backoff_count >= _FALLS
+    if isinstance(scaling, AdaptiveState):
+        is_guess = scaling.held_steps == scaling.finite_steps
+        is_small = scaling.loss_scale * np.exp2(scaling.peak) < 1
+        falls |= is_guess & is_small & (scaling.crest - scaling.peak >= _ROOM)
+    return bool(np.any(falls & (scaling.loss_scale < _LOW)))
+
+
+def _is_idle(state: Any) -> bool:
+    """Returns whether a scale has only ever grown, in any of a population."""
+    scaling = state.scaling
+    if not isinstance(scaling, LossScaleState):  # others may start there, as they see gradients
+        return False
+    overflows = state.total_notfinite - state.total_notfinite_loss + state.total_retries
+    has_grown = (scaling.loss_scale >= _HIGH) & (scaling.growth_tracker > 0)  # 0: maybe it is fixed
+    return bool(np.any(has_grown & (overflows == 0) & (state.total_steps >= _LONG)))
 
 
 def _on_host(leaf: Any) -> np.ndarray:
@@ -232,8 +278,9 @@ def _raise_if_blind(state: Any, most: int) -> None:
             f"All gradients were 0 in {steps} steps at loss scale {state.scaling.loss_scale:g}, "
             "where `AdaptiveLossScale` learns nothing. If they are flushed to 0, start higher, as "
             "with `AdaptiveLossScale(init_scale=2.0**15)`, or where "
-            "`jaxscale.diagnostics.calibrate` says. If not, the loss does not depend on the "
-            "parameters."
+            "`jaxscale.diagnostics.calibrate` says. If `jax.value_and_grad` makes them, nothing "
+            "scales them: use `jaxscale.value_and_grad(loss_fn, opt_state)`. If neither, the loss "
+            "does not depend on the parameters."
         )
 
 
@@ -270,8 +317,22 @@ def _backward(state: Any, policy: LossScale | None) -> str:
         "under `with jax.disable_jit(), jax.debug_infs(True)`)"
     )
     stale = "`jaxscale.value_and_grad` was called outside of the step and uses an older scale"
-    if state.scaling.loss_scale <= 1:
-        return f"A scale of 1 scales nothing: it overflows {unscaled}, or {stale}."
+    scale = float(state.scaling.loss_scale)
+    name = "AdaptiveLossScale" if isinstance(state.scaling, AdaptiveState) else "DynamicLossScale"
+    large = (
+        "Most often the loss is too large for float16: take a mean instead of a sum, or lower "
+        f"`min_scale`: `jaxscale.loss_scaled(tx, jaxscale.{name}("
+        f"min_scale=2.0**{max(math.frexp(scale)[1] - 15, -126)}))`. Or it overflows {unscaled}, or "
+        f"{stale}."
+    )
+    lowest = scale if policy is None else _lowest(state.scaling, policy)
+    if lowest < scale:
+        return (
+            f"The scale is still on its way down, to {lowest:g}: start lower, or accept more "
+            f"skipped steps in a row. Or {stale}."
+        )
+    if scale == 1:
+        return f"A scale of 1 scales nothing. {large}"
     if policy is None:
         return (
             f"It does so {unscaled}, or because the scale is fixed and too high, or still on its "
@@ -279,16 +340,7 @@ def _backward(state: Any, policy: LossScale | None) -> str:
         )
     if isinstance(policy, FixedLossScale):
         return f"The scale is fixed, and too high. Or it overflows {unscaled}."
-    lowest = _lowest(state.scaling, policy)
-    if lowest < state.scaling.loss_scale:
-        return (
-            f"The scale is still on its way down, to {lowest:g}: start lower, or accept more "
-            f"skipped steps in a row. Or {stale}."
-        )
-    return (
-        "The scale is at its floor, and too high: lower `min_scale`. Or it overflows "
-        f"{unscaled}, or {stale}."
-    )
+    return f"The scale is at its floor, and too high. {large}"
 
 
 def _lowest(scaling: Any, policy: LossScale) -> float:

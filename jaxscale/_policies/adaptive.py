@@ -2,7 +2,9 @@
 
 It is the only policy for everyday use that reads the gradients: the largest of them says how far
 the scale may go. What it does not say is how much larger the numbers between the layers are, which
-overflow first. That is learned from overflows, as the `level`.
+overflow first. That is learned from overflows, as the `level`. Nor does it say how large the
+gradients of rare batches are, as a step that overflows shows no size: that is tried, as the
+`crest`.
 
 All arithmetic is that of integers. Binary logarithms count in units of 2**-16, levels in units of
 2**-20; both are whole numbers that float32 holds exactly, so the state shows them as floats. The
@@ -27,7 +29,7 @@ from .base import LossScale
 _BINADE, _LEVEL = 2**16, 2**20
 _SHIFT = 4  # from units of a level to those of a logarithm
 
-# The logarithm of the usual largest gradient as long as none was seen.
+# The logarithm of the usual largest gradient as long as none was seen, and of a rare one.
 UNSEEN = -256
 
 # The exponents of float16's normal numbers: from 2**-14 to below 2**16.
@@ -44,8 +46,11 @@ class AdaptiveState(NamedTuple):
       peak: `f32[]`, the binary logarithm of the usual largest gradient; -256 before the
         first.
       level: `f32[]`, the binary logarithm that the largest scaled gradient may reach.
+      crest: `f32[]`, the binary logarithm of what the gradients of rare batches are taken to
+        reach; -256 unless overflows repeat.
       finite_steps: `i32[]`, finite steps since the last overflow that lowered the level.
         It starts at `period`.
+      held_steps: `i32[]`, finite steps since the crest was raised or reached.
       overflows: `i32[]`, overflows in a row, up to now.
 
     Example:
@@ -59,7 +64,9 @@ class AdaptiveState(NamedTuple):
     loss_scale: jax.Array  # f32[]
     peak: jax.Array  # f32[]
     level: jax.Array  # f32[]
+    crest: jax.Array  # f32[]
     finite_steps: jax.Array  # i32[]
+    held_steps: jax.Array  # i32[]
     overflows: jax.Array  # i32[]
 
 
@@ -70,21 +77,32 @@ class AdaptiveLossScale(LossScale):
     The scale is the largest power of two that keeps the usual largest gradient below
     `2**level`, the point beyond which runs like this one have overflowed. An overflow lowers
     the level by one and finite steps raise it slowly; several overflows in a row mean that
-    the gradients have grown, and the scale falls fast.
+    the gradients have grown, and the scale falls fast. Single overflows that repeat mean that
+    some batches have much larger gradients than usual: the scale makes room for them, by more
+    and more until one of them passes, at the price of a handful. With
+    `jaxscale.train_step(..., retries=10)` none is lost.
 
     In detail, with `x` the binary logarithm of the largest absolute value among the unscaled
     gradients (linear between two powers of two):
 
     - Finite step: `peak <- max(x, peak + (x - peak) / memory)`. The level rises by
       `1 / period`, or by `1 / search_period` at the start and when the last overflow is
-      `period` finite steps ago, up to `max_level`. Then
-      `loss_scale <- 2**floor(level - peak)`, but at most twice the last scale.
+      `period` finite steps ago, and at least to 2 below what this step has shown to fit, up to
+      `max_level`. Then `loss_scale <- 2**floor(level - max(peak, crest))`, but at most twice
+      the last scale.
     - First overflow in a row: `loss_scale <- loss_scale / 2`. The level falls by one; if the
       scale was still rising towards it, to 1/2 below the levels that the scale stood for, and
       a search goes on. Where the level would fall below `min_level` the peak rises instead,
       which wears off.
+    - If there was another one less than `period / 4` finite steps ago, the crest rises, too: to
+      3 above itself or the peak. If it was raised then and not reached since, or is less than 3
+      above the peak, its distance is multiplied by 4 before, so that it is 3, 15 and 63 above. A
+      finite step reaches it whose `x` is a quarter of the way up or more: then it falls half
+      the way to `x`, or rises to `x`; and if the first one finds the level more than 2 below
+      that at the start, a search begins. If no step reaches it in `period / 2` finite steps it
+      fades as the peak does.
     - Second overflow in a row: `loss_scale <- loss_scale / 2**8`; each further one:
-      `loss_scale <- loss_scale / 2**16`. Neither level nor peak move.
+      `loss_scale <- loss_scale / 2**16`. Level, peak and crest stay.
     - All gradients are zero: nothing changes. If they are flushed to zero at `init_scale`, start
       higher: `jaxscale.check` says so.
     - Finite step without gradients, as in `adjust(state, True)`: the peak stays, and is
@@ -174,7 +192,9 @@ class AdaptiveLossScale(LossScale):
             loss_scale=jnp.array(self.init_scale, jnp.float32),
             peak=jnp.array(UNSEEN, jnp.float32),
             level=jnp.array(_units(self.level) / _LEVEL, jnp.float32),
+            crest=jnp.array(UNSEEN, jnp.float32),
             finite_steps=jnp.array(self.period, jnp.int32),
+            held_steps=jnp.array(0, jnp.int32),
             overflows=jnp.array(0, jnp.int32),
         )
 
@@ -222,7 +242,9 @@ class AdaptiveLossScale(LossScale):
             loss_scale=_power(after.exponent),
             peak=after.peak.astype(jnp.float32) / _BINADE,
             level=after.level.astype(jnp.float32) / _LEVEL,
+            crest=after.crest.astype(jnp.float32) / _BINADE,
             finite_steps=after.finite_steps,
+            held_steps=after.held_steps,
             overflows=after.overflows,
         )
 
@@ -231,59 +253,99 @@ class AdaptiveLossScale(LossScale):
         loss_scale = healed(state.loss_scale, self.init_scale)
         level = jnp.where(jnp.isfinite(state.level), state.level, self.level)
         level = jnp.clip(level, self.min_level, self.max_level)
-        peak = jnp.where(jnp.abs(state.peak) <= 128, state.peak, UNSEEN)
+        peak, crest = (jnp.where(jnp.abs(x) <= 128, x, UNSEEN) for x in (state.peak, state.crest))
         return _Counted(
             exponent=jnp.minimum(_log2(loss_scale) // _BINADE, _exponent(self.max_scale)),
             peak=(peak * _BINADE).astype(jnp.int32),
             level=(level * _LEVEL).astype(jnp.int32),
+            crest=(crest * _BINADE).astype(jnp.int32),
             finite_steps=jnp.maximum(jnp.asarray(state.finite_steps, jnp.int32), 0),
+            held_steps=jnp.maximum(jnp.asarray(state.held_steps, jnp.int32), 0),
             overflows=jnp.maximum(jnp.asarray(state.overflows, jnp.int32), 0),
         )
 
     def _after_overflow(self, now: "_Counted") -> "_Counted":
-        run = now.overflows
-        fall = jnp.where(run == 0, 1, jnp.where(run == 1, 8, 16))
-        lowered = jnp.maximum(now.exponent - fall, _exponent(self.min_scale))
+        run, lowest = now.overflows, _exponent(self.min_scale)
+        top = jnp.maximum(now.peak, now.crest)
         # While the scale is still rising, or if `max_scale` holds it, the level lies beyond the
         # levels that this scale stands for. Then the middle of these is what overflowed.
-        beyond = (now.exponent + 1) * _LEVEL + now.peak * 2**_SHIFT
+        beyond = (now.exponent + 1) * _LEVEL + top * 2**_SHIFT
         is_ahead = now.level >= beyond
+        # Before the first gradients the level is not known to be wrong.
+        is_blamed = (run == 0) & (now.peak > UNSEEN * _BINADE)
+        is_repeated = is_blamed & ~is_ahead & (now.finite_steps < self.period // 4)
+
         level = jnp.where(is_ahead, beyond - _LEVEL // 2, now.level) - _LEVEL
         short = jnp.maximum(_units(self.min_level) - level, 0)
+        level += short
         peak = jnp.minimum(now.peak + (short + 2**_SHIFT - 1) // 2**_SHIFT, 128 * _BINADE)
-        # Before the first gradients the level is not known to be wrong.
-        is_blamed = (now.overflows == 0) & (now.peak > UNSEEN * _BINADE)
+
+        # Raised by the last overflow, and nothing finite has come near: it was not enough. Usual
+        # gradients come near what is low.
+        room = top - now.peak
+        is_guess = (now.held_steps == now.finite_steps) | (room < 3 * _BINADE)
+        higher = top + 3 * _BINADE + jnp.where(is_guess, 3 * room, 0)
+        # Beyond this the scale would not fall any further.
+        last = jnp.maximum(level // 2**_SHIFT - lowest * _BINADE, top)
+        crest = jnp.minimum(jnp.minimum(higher, last), 128 * _BINADE)
+
+        lowered = now.exponent - jnp.where(run == 0, 1, jnp.where(run == 1, 8, 16))
+        fitting = (level // 2**_SHIFT - crest) // _BINADE
+        lowered = jnp.where(is_repeated, jnp.minimum(lowered, fitting), lowered)
         return _Counted(
-            exponent=jnp.minimum(now.exponent, lowered),
+            exponent=jnp.minimum(now.exponent, jnp.maximum(lowered, lowest)),
             peak=jnp.where(is_blamed, peak, now.peak),
-            level=jnp.where(is_blamed, level + short, now.level),
+            level=jnp.where(is_blamed, level, now.level),
+            crest=jnp.where(is_repeated, crest, now.crest),
             # If the level was ahead, it may have fallen far for one bad batch: a search goes on.
             finite_steps=jnp.where(is_blamed & ~is_ahead, 0, now.finite_steps),
-            overflows=jnp.asarray(optax.safe_increment(now.overflows)),
+            held_steps=jnp.where(is_repeated, 0, now.held_steps),
+            overflows=jnp.asarray(optax.safe_increment(run)),
         )
 
     def _after_finite(self, now: "_Counted", x: jax.Array | None) -> "_Counted":
         """Returns what follows a finite step, with `x` the logarithm of its largest gradient."""
         slow, fast = (_rise(period) for period in (self.period, self.search_period))
         rise = jnp.where(now.finite_steps >= self.period, fast, slow)
-        raised = now.level + rise
-        level = jnp.minimum(raised, _units(self.max_level))
+        raised, highest = now.level + rise, _units(self.max_level)
+        finite_steps, held_steps = (
+            jnp.asarray(optax.safe_increment(steps)) for steps in (now.finite_steps, now.held_steps)
+        )
         if x is None:
+            level = jnp.minimum(raised, highest)
             held = now.level // 2**_SHIFT - now.exponent * _BINADE
             peak = jnp.where(held - _BINADE >= now.peak, held, now.peak)
             peak -= (raised - level + 2**_SHIFT - 1) // 2**_SHIFT
+            crest = jnp.full_like(now.crest, UNSEEN * _BINADE)  # the peak holds the scale
         else:
-            faded = now.peak + jax.lax.div(x - now.peak, jnp.asarray(self.memory, jnp.int32))
+            seen = x * 2**_SHIFT + (now.exponent - 2) * _LEVEL
+            level = jnp.minimum(jnp.maximum(raised, seen), highest)
+            faded = self._faded(now.peak, x)
             peak = jnp.maximum(x, faded)
-        target = (level // 2**_SHIFT - peak) // _BINADE
+            above = now.crest - faded
+            is_reached = (above >= 0) & (4 * (x - faded) >= above)
+            # If the level was lowered far, it may have been for a batch like this one.
+            is_low = (held_steps == finite_steps) & (level < _units(self.level) - 2 * _LEVEL)
+            finite_steps = jnp.where(is_reached & is_low, self.period, finite_steps)
+            is_held = held_steps < self.period // 2
+            waiting = jnp.where(is_held, now.crest, self._faded(now.crest, x))
+            crest = jnp.where(is_reached, jnp.maximum(x, (now.crest + x) // 2), waiting)
+            crest = jnp.where(above >= 0, crest, UNSEEN * _BINADE)
+            held_steps = jnp.where(is_reached, 0, held_steps)
+        target = (level // 2**_SHIFT - jnp.maximum(peak, crest)) // _BINADE
         bounds = _exponent(self.min_scale), _exponent(self.max_scale)
         return _Counted(
             exponent=jnp.clip(jnp.minimum(target, now.exponent + 1), *bounds),
             peak=peak,
             level=level,
-            finite_steps=jnp.asarray(optax.safe_increment(now.finite_steps)),
+            crest=crest,
+            finite_steps=finite_steps,
+            held_steps=held_steps,
             overflows=jnp.zeros_like(now.overflows),
         )
+
+    def _faded(self, old: jax.Array, x: jax.Array) -> jax.Array:
+        return old + jax.lax.div(x - old, jnp.asarray(self.memory, jnp.int32))
 
 
 class _Counted(NamedTuple):
@@ -292,7 +354,9 @@ class _Counted(NamedTuple):
     exponent: jax.Array  # i32[]
     peak: jax.Array  # i32[], in units of 2**-16
     level: jax.Array  # i32[], in units of 2**-20
+    crest: jax.Array  # i32[], in units of 2**-16
     finite_steps: jax.Array  # i32[]
+    held_steps: jax.Array  # i32[]
     overflows: jax.Array  # i32[]
 
 

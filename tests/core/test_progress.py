@@ -1,6 +1,8 @@
 """What the counters say, on the device and on the host."""
 
 import dataclasses
+import re
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -65,6 +67,11 @@ def half_loss(w, x):
     return jnp.sum((w * x).astype(jnp.float16).astype(jnp.float32) * 500)
 
 
+def large_loss(w, x):
+    """Finite, with gradients that overflow float16 at a scale of more than about an eighth."""
+    return 1000 * half_loss(w, x)
+
+
 def root_loss(w, x):
     """Finite, with gradients of inf at any scale where x is 0."""
     return jnp.sum(jnp.sqrt(jnp.abs(w * x)))
@@ -106,6 +113,11 @@ HOPELESS = {
         ["0 of them with a non-finite loss", "scale is 1.0", "square root of 0", "debug_infs"],
         ["no loss scale can help", "fixed", "floor"],
     ),
+    "the loss is too large": (
+        (TX, large_loss, [1.0] * 70, True, True),
+        ["scale is 1.0", "loss is too large for float16", "mean instead of a sum", "min_scale"],
+        ["no loss scale can help", "fixed", "at its floor"],
+    ),
     "the loss is not passed": (
         (TX, domain_loss, [-1.0] * 60, False, True),
         ["scale is 1.0", "if not, pass it"],
@@ -113,7 +125,7 @@ HOPELESS = {
     ),
     "a floor that is too high": (
         (FLOORED, half_loss, [400.0] * 60, True, True),
-        ["scale is 1024.0", "at its floor", "min_scale", "at any scale"],
+        ["scale is 1024.0", "at its floor", "(min_scale=2.0**-4)", "at any scale"],
         ["is fixed", "on its way down"],
     ),
     "a fixed scale that is too high": (
@@ -151,6 +163,19 @@ def test_the_right_cause_is_named(case):
         assert words not in str(error.value)
 
 
+@pytest.mark.parametrize("policy", ["dynamic", "adaptive"])
+def test_the_line_that_is_named_helps(policy):
+    tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
+    with pytest.raises(jaxscale.LossScaleStuckError) as error:
+        jaxscale.check(trained(tx, large_loss, [1.0] * 70), tx=tx)
+    line = re.search(r"`(jaxscale\.loss_scaled\(tx, .*?\)\))`", str(error.value)).group(1)
+    assert ("Adaptive" in line) == (policy == "adaptive")
+    tx = eval(line, {"jaxscale": jaxscale, "tx": optax.sgd(0.0)})
+    state = trained(tx, large_loss, [1.0] * 70)
+    jaxscale.check(state, tx=tx, max_consecutive=0)
+    assert 2.0**-6 <= state.scaling.loss_scale <= 2.0**-3
+
+
 def test_a_train_state_brings_its_optimizer():
     state = jaxscale.flax.TrainState.create(apply_fn=None, params=W, tx=FIXED)
     for _ in range(4):
@@ -174,6 +199,47 @@ def test_a_scale_at_its_ceiling_is_no_trouble():
     got = jaxscale.metrics(state)
     assert (got["loss_scale"], got["total_notfinite"]) == (64, 0)
     jaxscale.check(state, tx=tx, max_consecutive=0)
+
+
+# A scale that has only ever grown.
+
+
+def idle(tx, steps=18_001):
+    def step(state, _):
+        return tx.update(jnp.ones(3), state)[1], None
+
+    return jax.jit(lambda state: jax.lax.scan(step, state, length=steps)[0])(tx.init(jnp.zeros(3)))
+
+
+IDLE = jax.device_get(idle(TX))
+COUNT = np.int32(1)
+BUSY = {
+    "too early": IDLE._replace(total_steps=np.int32(9999)),
+    "lower": IDLE._replace(scaling=IDLE.scaling._replace(loss_scale=np.float32(2**23))),
+    "an overflow": IDLE._replace(total_notfinite=COUNT),
+    "a retry": IDLE._replace(total_retries=COUNT),
+    "fixed": idle(jaxscale.loss_scaled(optax.sgd(0.1), 2.0**24)),
+    "adaptive": idle(jaxscale.loss_scaled(optax.sgd(1e-9), "adaptive")),
+    "none": idle(jaxscale.skip_nonfinite(optax.sgd(0.1))),
+}
+
+
+def test_a_scale_that_only_ever_grew_is_warned_of_once():
+    bad_loss = IDLE._replace(total_notfinite=COUNT, total_notfinite_loss=COUNT)
+    several = jax.tree.map(lambda *leaves: np.stack(leaves), BUSY["lower"], IDLE)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for state in (IDLE, bad_loss, several, {"opt": IDLE}):
+            jaxscale.check(state)
+    (only,) = found
+    assert only.filename == __file__
+    for words in ("`jax.value_and_grad`", "train_step(loss_fn, tx)", "skip_nonfinite(tx)"):
+        assert words in str(only.message)
+
+
+@pytest.mark.parametrize("case", BUSY)
+def test_one_that_may_be_of_use_is_not(case):
+    jaxscale.check(BUSY[case])  # a warning is an error here
 
 
 def test_check_reports_the_worst_of_a_population():

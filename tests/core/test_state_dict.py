@@ -92,7 +92,10 @@ NAMES = {  # as they are in checkpoints: for good
         *("loss_scale", "x_hat", "slow_x_hat", "xsquared_hat"),
         *("b1_correction", "b2_correction"),
     ),
-    "adaptive": ("loss_scale", "peak", "level", "finite_steps", "overflows"),
+    "adaptive": (
+        *("loss_scale", "peak", "level", "crest"),
+        *("finite_steps", "held_steps", "overflows"),
+    ),
     "gradual": ("loss_scale", "steps_since_backoff", "overflows"),
     "window": (
         *("loss_scale", "growth_tracker", "window_index"),

@@ -178,7 +178,9 @@ def test_public_names_are_those_of_the_contract():
         "loss_scale",
         "peak",
         "level",
+        "crest",
         "finite_steps",
+        "held_steps",
         "overflows",
     )
     assert jaxscale.LossScaledState._fields == (

@@ -96,14 +96,19 @@ def test_it_follows_the_reference(policy, sizes):
     st.integers(-30, 60),
     st.integers(-128 * 2**16, 128 * 2**16) | st.just(-256 * 2**16),
     st.integers(0, int(15.5 * 2**20)),
+    st.integers(-128 * 2**16, 128 * 2**16) | st.just(-256 * 2**16),
     st.integers(0, 2**31 - 100),
+    st.integers(0, 2**31 - 100) | st.none(),
     st.integers(0, 9),
     SIZES,
 )
-def test_it_follows_the_reference_from_any_state(exponent, peak, level, steps, overflows, sizes):
+def test_it_follows_the_reference_from_any_state(
+    exponent, peak, level, crest, finite_steps, held_steps, overflows, sizes
+):
+    held_steps = finite_steps if held_steps is None else held_steps
     state = adaptive.AdaptiveState(
-        *(jnp.float32(x) for x in (2.0**exponent, peak / 2**16, level / 2**20)),
-        *map(jnp.int32, (steps, overflows)),
+        *(jnp.float32(x) for x in (2.0**exponent, peak / 2**16, level / 2**20, crest / 2**16)),
+        *map(jnp.int32, (finite_steps, held_steps, overflows)),
     )
     states = scanned(DEFAULT, state, jnp.array(sizes, jnp.float32))
     assert rows(states) == trajectory(DEFAULT, numbers(state), sizes)
@@ -135,8 +140,12 @@ STORIES = {
         [(8, 0, 13.5), (16, 6, 14), (32, 4, 14.5), (64, 4 - 4 / 3, 15)],
     ),
     "the scale falls at once": (
-        [2.0**-4, 2.0**14, 2.0**14],
-        [(8, -4, 13.5), (1, 14, 14), (1, 14, 14.5)],
+        [2.0**-4, 2.0**12, 2.0**12],
+        [(8, -4, 13.5), (4, 12, 14), (4, 12, 14.5)],
+    ),
+    "what has fitted raises the level": (
+        [1.0, BAD, 2.0**11],
+        [(8, 0, 13.5), (4, 0, 2.5), (1, 11, 11)],
     ),
     "an overflow while the scale rises tells the level": (
         [1.0, BAD, 1.0, 1.0],
@@ -172,6 +181,39 @@ def test_after_an_overflow_the_level_waits_before_it_searches():
     assert states.level.tolist() == [14, 14, 13, 13.25, 13.5, 13.75, 14, 14, 14]
     assert states.finite_steps.tolist() == [5, 6, 0, 1, 2, 3, 4, 5, 6]
     assert states.loss_scale.tolist() == [2.0**14] * 2 + [2.0**13] * 4 + [2.0**14] * 3
+
+
+def test_single_overflows_that_repeat_make_room_until_a_rare_batch_passes():
+    policy = ADAPTIVE(init_scale=2.0**20, max_level=13.0, memory=4, period=64)
+    bad, usual, unseen = math.inf, 2.0**-7, adaptive.UNSEEN
+    # The largest gradient, and then the exponent of the scale and the crest.
+    expected = [
+        (usual, 20, unseen),
+        (bad, 19, unseen),  # once, or after 16 steps: the level is to blame
+        *[(usual, 19, unseen)] * 16,
+        (bad, 18, unseen),
+        *[(usual, 18, unseen)] * 15,
+        (bad, 14, -4),  # again: rare batches may be
+        (usual, 14, -4),
+        (bad, 1, 8),  # even larger ones
+        (usual, 1, 8),
+        (1.0, 2, 4),  # it falls half the way to one that passes, and a search begins
+        *[(usual, e, 4) for e in (3, 4, 5, 5)],
+        (bad, 4, 4),
+        (usual, 4, 4),
+        (bad, 0, 7),  # it was reached, so that it was almost right
+        (usual, 0, 7),
+        (2.0**5, 1, 6),
+        *[(usual, 1, 6)] * 31,
+        (usual, 2, 2.75),  # it was held for 32 steps
+        (usual, 3, 0.3125),
+        *[(2.0**4, 3, 4)] * 2,  # as large as one of these
+        (usual, 3, 4),
+    ]
+    sizes, exponents, crests = (np.array(column) for column in zip(*expected, strict=True))
+    states = scanned(policy, policy.init(), jnp.array(sizes, jnp.float32))
+    assert np.log2(states.loss_scale).tolist() == exponents.tolist()
+    np.testing.assert_allclose(states.crest, crests, atol=0.01)
 
 
 def test_in_a_run_of_overflows_the_scale_falls_faster_and_faster():
@@ -242,14 +284,14 @@ def test_logarithms_and_powers_are_exact(transform, x64):
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.inf, np.nan, 3e38])
 def test_a_restored_state_that_is_unusable_heals(bad, finite):
-    for name in adaptive.AdaptiveState._fields[:3]:
+    for name in adaptive.AdaptiveState._fields[:4]:
         ruined = DEFAULT.init()._replace(**{name: jnp.float32(bad)})
         for _ in range(3):
             ruined = DEFAULT.adjust(ruined, finite, grads=jnp.ones(2))
             assert DEFAULT.min_scale <= ruined.loss_scale <= DEFAULT.max_scale
             assert math.frexp(ruined.loss_scale)[0] == 0.5
             assert DEFAULT.min_level <= ruined.level <= DEFAULT.max_level
-            assert -256 <= ruined.peak <= 128
+            assert -256 <= min(ruined.peak, ruined.crest) <= max(ruined.peak, ruined.crest) <= 128
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
@@ -395,7 +437,7 @@ def test_a_state_has_distinct_buffers_and_keeps_its_types():
     for size, finite in itertools.product([None, 0.0, 1.0], [True, False]):
         grads = None if size is None else jnp.float32(size)
         assert avals(DEFAULT.adjust(state, finite, grads=grads)) == avals(state)
-    python = adaptive.AdaptiveState(256.0, -5.0, 13.0, 3, 0)
+    python = adaptive.AdaptiveState(256.0, -5.0, 13.0, -5.0, 3, 3, 0)
     with ENABLE_X64(True):
         assert avals(DEFAULT.adjust(python, True, grads=jnp.float32(1))) == avals(state)
 

@@ -1,6 +1,7 @@
 """Policies replayed over recorded and made-up runs: what they skip, and how low their scale is."""
 
 import functools
+import itertools
 import math
 import pathlib
 
@@ -86,6 +87,35 @@ def test_it_finds_its_level_within_a_few_dozen_steps_and_without_a_skip(name):
     replay, ceiling = recorded(ADAPTIVE)[name], RECORDED[name].ceiling
     assert not replay.skipped[:100].any()
     assert np.log2(replay.scale[30]) >= np.median(ceiling[:60]) - 4
+
+
+# The usual largest gradient, that of rare batches, and their share.
+SIZES = [(1e-8, 1.0), (1e-6, 1.0), (1e-4, 1.0), (1e-8, 1e-2), (1e-6, 1e-2), (1e-10, 30.0)]
+SHARES = [0.001, 0.003, 0.01, 0.03]
+# A handful of bursts is over before they are learned.
+WAYS = {"alike": ({}, SHARES), "of many sizes": ({"noise": 1.0}, SHARES)}
+WAYS |= {"five at a time": ({"burst": 5}, SHARES[2:])}
+
+
+@pytest.mark.parametrize("seed", rows(range(8), fast=[0]))
+@pytest.mark.parametrize("way", WAYS)
+def test_rare_large_batches_are_learned_and_not_lost(way, seed):
+    options, shares = WAYS[way]
+    runs = {
+        (sizes, share): simulator.rare(*sizes, share, seed=seed, **options)
+        for sizes, share in itertools.product(SIZES, shares)
+    }
+    traces = {run: trace for run, (trace, _) in runs.items()}
+    once, again = (simulator.replay(ADAPTIVE, traces, retries) for retries in (0, 20))
+    for run, (trace, is_large) in runs.items():
+        # A quarter, or a handful where there are fewer than two dozen.
+        assert once[run].skipped[is_large].sum() <= max(is_large.sum() / 4, 6), run
+        assert once[run].skipped.sum() <= 25, run
+        # The scale makes room for them, and not much more.
+        room = np.median(trace.ceiling[is_large]) - np.log2(once[run].scale[10_000:]).mean()
+        assert room <= 6, run
+        assert not again[run].skipped.any(), run
+        assert again[run].extra.sum() <= 25, run
 
 
 MOVING = [name for name in MADE_UP if "gradients x" in name or "drift" in name]

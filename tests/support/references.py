@@ -76,38 +76,62 @@ def adaptive(policy, state, finite, largest=None):
     Logarithms are integers, in units of 2**-16, and levels in units of 2**-20. `largest` is the
     largest gradient of a finite step, `None` if there are no gradients.
     """
-    scale, peak, level, finite_steps, overflows = state
+    scale, peak, level, crest, finite_steps, held_steps, overflows = state
     exponent = math.frexp(scale)[1] - 1
-    peak, level = int(peak * 2**16), int(level * 2**20)
+    peak, level, crest = int(peak * 2**16), int(level * 2**20), int(crest * 2**16)
     lowest, highest = (math.frexp(s)[1] - 1 for s in (policy.min_scale, policy.max_scale))
     exponent = min(exponent, highest)
     if not finite:
+        fall = (1, 8, 16)[min(overflows, 2)]
         if overflows == 0 and peak > -256 * 2**16:
-            if level // 16 - peak < (exponent + 1) * 2**16:
-                finite_steps = 0
+            top = max(peak, crest)
+            is_ahead = level // 16 - top >= (exponent + 1) * 2**16
+            is_repeated = not is_ahead and finite_steps < policy.period // 4
+            is_guess = held_steps == finite_steps or top - peak < 3 * 2**16
+            higher = peak + (4 if is_guess else 1) * (top - peak) + 3 * 2**16
+            if is_ahead:
+                level = exponent * 2**20 + top * 16 + 2**19
             else:
-                level = exponent * 2**20 + peak * 16 + 2**19
+                finite_steps = 0
             level -= 2**20
             missing = max(int(policy.min_level * 2**20) - level, 0)
             level, peak = level + missing, min(peak + math.ceil(missing / 16), 128 * 2**16)
-        exponent = min(exponent, max(exponent - (1, 8, 16)[min(overflows, 2)], lowest))
+            if is_repeated:
+                crest = min(higher, max(level // 16 - lowest * 2**16, top), 128 * 2**16)
+                fall = max(fall, exponent - (level // 16 - crest) // 2**16)
+                held_steps = 0
+        exponent = min(exponent, max(exponent - fall, lowest))
         overflows += 1
     elif largest is None or largest > 0:
         period = policy.search_period if finite_steps >= policy.period else policy.period
         raised = level + max(1, round(2**20 / period))
         reached = min(raised, int(policy.max_level * 2**20))
+        finite_steps, held_steps, overflows = finite_steps + 1, held_steps + 1, 0
         if largest is None:
             if level // 16 - peak >= (exponent + 1) * 2**16:
                 peak = level // 16 - exponent * 2**16
             peak -= math.ceil((raised - reached) / 16)
+            crest = -256 * 2**16
         else:
             mantissa, power = math.frexp(largest)
             x = (power - 1) * 2**16 + int((2 * mantissa - 1) * 2**16)
-            peak = max(x, peak + math.trunc((x - peak) / policy.memory))
-        level, finite_steps, overflows = reached, finite_steps + 1, 0
-        target = (level // 16 - peak) // 2**16
+            shown = x * 16 + (exponent - 2) * 2**20
+            reached = min(max(raised, shown), int(policy.max_level * 2**20))
+            faded = peak + math.trunc((x - peak) / policy.memory)
+            peak = max(x, faded)
+            if crest < faded:
+                crest = -256 * 2**16
+            elif x - faded >= (crest - faded) / 4:
+                if held_steps == finite_steps and reached < int((policy.level - 2) * 2**20):
+                    finite_steps = policy.period
+                crest, held_steps = max(x, (crest + x) // 2), 0
+            elif held_steps >= policy.period // 2:
+                crest += math.trunc((x - crest) / policy.memory)
+        level = reached
+        target = (level // 16 - max(peak, crest)) // 2**16
         exponent = min(max(min(target, exponent + 1), lowest), highest)
-    return 2.0**exponent, peak / 2**16, level / 2**20, finite_steps, overflows
+    values = 2.0**exponent, peak / 2**16, level / 2**20, crest / 2**16
+    return *values, finite_steps, held_steps, overflows
 
 
 def still(policy, state, finite):

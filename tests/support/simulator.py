@@ -102,7 +102,21 @@ def made_up(steps=20_000):
         "tiny at first": trace(-4 + noise() - 12 * np.exp(-step / 200)),
         "1 % bad, told": trace(-4 + noise(), bad=some, told=True),
         "1 % bad, untold": trace(-4 + noise(), bad=some),
+        "spikes of 2**20 in 1 %": trace(-22 + noise() + 20 * (rng.random(steps) < 0.01)),
     }
+
+
+def rare(usual, large, share, steps=20_000, seed=0, noise=0.0, burst=1):
+    """A run with the same gradients in all steps but a share that is drawn, and which those are.
+
+    What overflows are the gradients themselves. The logarithms of both sizes vary by `noise`, and
+    large batches come `burst` at a time.
+    """
+    rng = np.random.default_rng(seed)
+    starts = rng.random(steps) < share / burst
+    is_large = np.convolve(starts, np.ones(burst))[:steps] > 0
+    largest = np.log2(np.where(is_large, large, usual)) + noise * rng.standard_normal(steps)
+    return Trace(np.floor(15.999 - largest).astype(np.int32), largest), is_large
 
 
 def replay(policy, traces, retries=0):
