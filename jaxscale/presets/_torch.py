@@ -56,8 +56,8 @@ def apex(
 
     After `scale_window` finite steps in a row the scale doubles, up to
     `max_loss_scale`; a non-finite step halves it, down to `min_loss_scale`. Source:
-    NVIDIA/apex, `apex/amp/scaler.py`, before it was removed. Behaves identically: `scale_factor` is accepted
-    and ignored, and a start above the maximum is lowered to it.
+    NVIDIA/apex, `apex/amp/scaler.py`, before it was removed. Behaves identically:
+    `scale_factor` is accepted and ignored, and a start above the maximum is lowered to it.
 
     Args:
       init_scale: the scale of the first step.

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tables import assert_same_bits, avals, crossed, rows
+from tables import assert_same_bits, crossed, rows
 from training import x64
 
 import jaxscale
@@ -201,6 +201,7 @@ def test_of_micro_batches_each_is_looked_at():
         assert_same_bits(state.scaling, expected)
 
 
+@pytest.mark.standard_promotion
 def test_a_policy_of_ones_own_gets_the_largest_gradient_if_it_needs_it():
     seen = []
 
@@ -231,7 +232,7 @@ def test_a_policy_of_ones_own_gets_the_largest_gradient_if_it_needs_it():
     assert (alone, none) == (0.5, None)
     assert {(size.shape, str(size.dtype)) for size in steps} == {((), "float32")}
     assert seen[len(seen) // 2 :] == [None] * (2 + len(steps))
-    with pytest.raises(TypeError, match="adjust.*'largest'"):
+    with pytest.raises(TypeError, match=r"adjust.*'largest'"):
         Forgets().update(Forgets().init(), grads)
 
 

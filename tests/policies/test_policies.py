@@ -1,7 +1,9 @@
 """How a loss scale moves: the real rule against the documented one in `references.py`."""
 
 import dataclasses
+import functools
 import json
+import pickle
 
 import hypothesis
 import hypothesis.strategies as st
@@ -182,6 +184,7 @@ def test_policies_are_plain_values():
     preset = presets.PresetLossScale(init_scale=np.float32(8), growth_delay=np.int64(3))
     assert {type(value) for value in preset.get_config().values()} == {float, int, bool, str}
     assert jax.tree.leaves(policy) == [policy]
+    assert pickle.loads(pickle.dumps((policy, policy.init()))) == (policy, policy.init())
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.init_scale = 1.0
 
@@ -238,12 +241,16 @@ def test_a_policy_that_needs_the_largest_gradient_says_so(policy):
     unknown, *moved = (policy.adjust(state, True, size) for size in (None, 0.5, jnp.float32(0.125)))
     apart = [not jax.tree.all(jax.tree.map(jnp.array_equal, unknown, after)) for after in moved]
     assert apart == [policy.needs_largest] * 2
-    # On each device it is the largest of all devices.
-    grads = jnp.array([0.125, 0.0])
-    by_devices = jax.vmap(
-        lambda shard: policy.update(state, shard, axis_name="data")[0], axis_name="data"
-    )
-    assert_same_bits(by_devices(grads), jax.tree.map(lambda x: jnp.stack([x, x]), moved[1]))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *LIBRARIES])
+def test_devices_agree_on_the_next_state(policy):
+    policy = (POLICIES | LIBRARIES)[policy]
+    update = functools.partial(policy.update, axis_name="data")
+    for shards, size in (([0.125, 0.0], 0.125), ([0.125, jnp.nan], jnp.nan)):
+        after, _ = jax.vmap(update, (None, 0), axis_name="data")(policy.init(), jnp.array(shards))
+        alone = policy.adjust(policy.init(), bool(size == size), size)
+        assert_same_bits(after, jax.tree.map(lambda x: jnp.stack([x, x]), alone))
 
 
 def test_logmax_learns_nothing_from_a_step_of_unknown_size():
