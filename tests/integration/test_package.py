@@ -55,6 +55,14 @@ DIAGNOSTICS = {
     if not name.startswith("_")
 }
 ALL = PUBLIC | PRESETS | DIAGNOSTICS
+METHODS = {
+    f"{name}.{method}": function
+    for name, cls in ALL.items()
+    if inspect.isclass(cls) and not hasattr(cls, "_fields")
+    for method, function in vars(cls).items()
+    if method in ("create", "apply_gradients", "update", "append", "columns", "plot")
+    or method in ("init", "adjust", "get_config", "from_config")
+}
 
 
 def module_of(file):
