@@ -186,6 +186,7 @@ REJECTED = {
     ),
     "window of 0": (lambda: presets.WindowLossScale(windows=(0,)), r"windows=.*least 1, got 0"),
     "no window": (lambda: presets.WindowLossScale(start=8), r"start=.*has 8, got 8.*Pass 0"),
+    "window before the first": (lambda: presets.WindowLossScale(start=-1), r"start=.*least 0, got -1"),
     "window bounds": (lambda: presets.WindowLossScale(min_scale=2.0**16), r"min_scale <= init_scale"),
     "no cooldown": (lambda: presets.GradualLossScale(cooldown=-1), r"cooldown=.*least 0, got -1"),
     "gradual bounds": (lambda: presets.GradualLossScale(init_scale=0.5), r"min_scale <= init_scale"),
