@@ -135,8 +135,8 @@ def scalar_float32(call: str, name: str, value: Any) -> jax.Array:
     is_array = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and value.shape == ()
     if not is_array and not isinstance(value, numbers.Real):
         raise TypeError(
-            f"`{call}({name}=...)` must be a scalar, the largest absolute value among the "
-            f"gradients, got {_kind(value)}. `update(state, grads)` finds it."
+            f"`{call}({name}=...)` must be a floating scalar, the largest absolute value among "
+            f"the gradients, got {_kind(value)}. `update(state, grads)` finds it."
         )
     return jnp.asarray(value, jnp.float32)
 

@@ -60,8 +60,7 @@ class LossScale(abc.ABC):
       `tf.train.experimental.LossScale`.
     """
 
-    needs_largest: ClassVar[bool] = False
-    """Whether `adjust` is given the largest gradient."""
+    needs_largest: ClassVar[bool] = False  # whether `adjust` is given the largest gradient
 
     @abc.abstractmethod
     def init(self) -> LossScaleState:
@@ -180,7 +179,7 @@ class CheckedLossScale(LossScale):
                 )
 
     def _ascending(self) -> list[tuple[str, ...]]:
-        """Returns the arguments that must not fall, each from the least to the largest."""
+        """Returns chains of arguments, none of which may be above the next."""
         return [("min_scale", "init_scale", "max_scale")]
 
     def adjust(

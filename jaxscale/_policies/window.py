@@ -40,7 +40,7 @@ class WindowState(NamedTuple):
     window_down_count: jax.Array  # i32[]
 
 
-def _checked_windows(call: str, name: str, windows: Any) -> tuple[int, ...]:
+def _check_windows(call: str, name: str, windows: Any) -> tuple[int, ...]:
     return tuple(int32(call, name, window) for window in windows)
 
 
@@ -98,7 +98,7 @@ class WindowLossScale(CheckedLossScale):
 
     _state_type = WindowState
     _checks = CheckedLossScale._checks | {
-        "windows": _checked_windows,
+        "windows": _check_windows,
         "start": functools.partial(int32, least=0),
     }
 
