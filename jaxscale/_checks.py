@@ -126,11 +126,8 @@ def scalar_bool(call: str, name: str, value: Any) -> jax.Array:
     """Returns `value` as a `bool[]` array, or raises a `TypeError`."""
     is_bool = getattr(value, "dtype", type(value)) in (bool, jnp.bool_)
     if isinstance(value, type) or not is_bool or jnp.shape(value):
-        got = type(value).__name__
-        if hasattr(value, "dtype") and not isinstance(value, type):
-            got = f"{value.dtype}{list(jnp.shape(value))}"
         raise TypeError(
-            f"`{call}({name}=...)` must be a scalar bool, got {got}. "
+            f"`{call}({name}=...)` must be a scalar bool, got {_kind(value)}. "
             "To reduce a tree of gradients to one, use `jaxscale.all_finite(grads)`."
         )
     return jnp.asarray(value, jnp.bool_)
@@ -186,3 +183,22 @@ def _passes_on(fun: Callable[..., Any]) -> bool:
         return True
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+
+
+def scalar_float32(call: str, name: str, value: Any) -> jax.Array:
+    """Returns `value` as an `f32[]` array, or raises a `TypeError`."""
+    dtype = getattr(value, "dtype", None)
+    is_array = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and value.shape == ()
+    if not is_array and not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"`{call}({name}=...)` must be a floating scalar, the largest absolute value among "
+            f"the gradients, got {_kind(value)}. `update(state, grads)` finds it."
+        )
+    return jnp.asarray(value, jnp.float32)
+
+
+def _kind(value: Any) -> str:
+    """Returns what a value is: the dtype and the shape of an array, or a type."""
+    if hasattr(value, "dtype") and not isinstance(value, type):
+        return f"{value.dtype}{list(jnp.shape(value))}"
+    return type(value).__name__

@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from ._jax import varying
 from ._leaf import dtype_of, is_array
-from ._policies.base import LossScale, moved
+from ._policies.base import LossScale, adjust_scale
 from ._state import Scaled
 from ._step import Verdict
 from ._tree import blank, tree_where
@@ -42,7 +42,6 @@ class Pass(NamedTuple):
 def repeated(
     call: str,
     policy: LossScale,
-    axis_name: Any,
     backward: Callable[[Any], Pass],
     scaling: Any,
     retries: int,
@@ -59,7 +58,6 @@ def repeated(
     Args:
       call: the public function, for messages.
       policy: the policy, which backs off between passes.
-      axis_name: the axes along which the devices agreed on the verdict.
       backward: makes a pass with a scale state.
       scaling: the scale state of the first pass.
       retries: how many passes may follow the first.
@@ -71,7 +69,7 @@ def repeated(
         made = backward(scaling)
         verdict: Any = made.verdict  # known for every optimizer whose scale moves
         overflow = verdict.loss_finite & ~verdict.grads_finite & (number < retries)
-        lower = _lowered(policy, scaling, overflow, made, axis_name, traced)
+        lower = _lowered(policy, scaling, overflow, made, traced)
         return made, lower, overflow & _is_lower(lower, scaling)
 
     first, number = scaling, jnp.zeros((), jnp.int32)
@@ -123,9 +121,7 @@ def is_traced(*inputs: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
-def _lowered(
-    policy: LossScale, scaling: Any, overflow: jax.Array, made: Pass, axis_name: Any, traced: bool
-) -> Any:
+def _lowered(policy: LossScale, scaling: Any, overflow: jax.Array, made: Pass, traced: bool) -> Any:
     """Returns a scale state after an overflow, with a lower scale if the policy ever lowers it."""
     verdict: Any = made.verdict
 
@@ -135,7 +131,7 @@ def _lowered(
 
     def back_off(carry: Any) -> Any:
         state, _, number = carry
-        new = moved(policy, state, jnp.array(False), made.grads, verdict.largest, axis_name)
+        new = adjust_scale(policy, state, jnp.array(False), verdict.largest)
         pairs = zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True)
         # At its floor a scale stays, and so does everything else in its state.
         moves = functools.reduce(jnp.logical_or, (jnp.any(a != b) for a, b in pairs))

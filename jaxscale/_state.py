@@ -49,12 +49,12 @@ class UnitLossScaleState(LossScaleState):
     __slots__ = ()
 
 
-def init_state(loss_scale: float, hysteresis: int = 0, streak: int = 0) -> LossScaleState:
+def init_state(loss_scale: float) -> LossScaleState:
     """Returns an initial state, strongly typed so that a step keeps its types."""
     return LossScaleState(
         loss_scale=jnp.asarray(loss_scale, jnp.float32),
-        growth_tracker=jnp.asarray(streak, jnp.int32),
-        hysteresis_tracker=jnp.asarray(hysteresis, jnp.int32),
+        growth_tracker=jnp.asarray(0, jnp.int32),
+        hysteresis_tracker=jnp.asarray(0, jnp.int32),
     )
 
 

@@ -34,7 +34,7 @@ import optax
 from ._accumulate import MultiStepsState, Window
 from ._checks import explained, with_article
 from ._leaf import is_array
-from ._policies.base import LossScale, moved, takes_largest
+from ._policies.base import LossScale, adjust_scale
 from ._skip import step_if
 from ._state import LossScaleState, Scaled, check_alone, is_wrapped, unwrapped
 from ._tree import (
@@ -119,7 +119,7 @@ class Verdict(NamedTuple):
     loss_finite: jax.Array  # bool[], true if no loss was passed
     leaves_finite: list[jax.Array]  # a bool[] for each gradient, if leaves are tracked
     squares: jax.Array | None  # the sum of all squares, if the norm comes from the same pass
-    largest: jax.Array | None  # the largest gradient, an f32[], if the policy takes it
+    largest: jax.Array | None  # the largest gradient, an f32[], if the policy needs it
     lowered: jax.Array | None = None  # bool[], whether retries lowered the scale, if there are any
 
 
@@ -205,7 +205,7 @@ class Wrapper:
         unscaled = grads.unscaled
         # The state decides, not `track_leaves`: its structure must not change.
         tracks = state.nonfinite_leaves is not None
-        if takes_largest(self.policy):
+        if self.policy.needs_largest:
             evidence = sizes(grads, by_leaf=tracks)
             norm = read(unscaled, squares=True) if self._shares_norm else None
         else:
@@ -274,9 +274,7 @@ class Wrapper:
         if updates_finite is not None:
             due, grads_finite = due & updates_finite, grads_finite & updates_finite
         applied = grads_finite & loss_finite
-        scaling = moved(
-            self.policy, state.scaling, grads_finite, scaled, verdict.largest, self.axis_name
-        )
+        scaling = adjust_scale(self.policy, state.scaling, grads_finite, verdict.largest)
         overflow = ~grads_finite
         if verdict.lowered is not None:  # a second fall in the same step does not count
             overflow &= ~verdict.lowered

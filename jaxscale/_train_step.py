@@ -343,7 +343,6 @@ class Plan:
         made, scaling, number = repeated(
             self.call,
             wrapper.policy,
-            wrapper.axis_name,
             judged,
             opt_state.scaling,
             self.retries,

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import finite_number, int32, power_of_two, scalar_bool
-from .._state import Scaled, healed, policy_state
+from .._state import healed, policy_state
 from .._tree import tree_where
-from .._verdict import largest as largest_of
 from .base import LossScale
 
 # In units: a binade of a logarithm, and of a level, which rises in smaller steps.
@@ -162,6 +161,8 @@ class AdaptiveLossScale(LossScale):
     min_scale: float = 1.0
     max_scale: float = 2.0**60
 
+    needs_largest = True
+
     def __post_init__(self) -> None:
         call = type(self).__name__
         for name in ("init_scale", "min_scale", "max_scale"):
@@ -202,9 +203,6 @@ class AdaptiveLossScale(LossScale):
         self,
         state: Any,
         grads_finite: jax.Array,
-        *,
-        grads: Any = None,
-        axis_name: Any = None,
         largest: jax.Array | None = None,
     ) -> Any:
         """Returns the state of the next step, from the gradients and whether they were finite.
@@ -212,11 +210,9 @@ class AdaptiveLossScale(LossScale):
         Args:
           state: the `AdaptiveState` of this step.
           grads_finite: a `bool[]`, whether the gradients were finite, on all devices.
-          grads: the gradients, unscaled. Without any, a finite step says nothing about their
-            size: the scale then doubles every `period` finite steps.
-          axis_name: as in `jaxscale.all_finite`.
-          largest: an `f32[]`, the largest absolute value among the gradients of all devices, if
-            it is known. `grads` are not read then.
+          largest: an `f32[]`, the largest absolute value among the unscaled gradients of all
+            devices. Without it a finite step says nothing about their size: the scale then
+            doubles every `period` finite steps.
 
         Returns:
           The next state, with the shapes and dtypes of `state`.
@@ -229,8 +225,6 @@ class AdaptiveLossScale(LossScale):
         call = f"{type(self).__name__}.adjust"
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
         now = self._counted(policy_state(call, state, AdaptiveState))
-        if largest is None:
-            largest = largest_of(Scaled(grads), axis_name)
         if largest is None:
             after_finite = self._after_finite(now, None)
         else:

@@ -1,20 +1,32 @@
-"""The base class of all policies: how a loss scale starts, and how it moves.
+"""The base classes of all policies: how a loss scale starts, and how it moves.
 
-`LossScale.update` is what a training step calls: it decides whether the gradients are
-finite and leaves the rest to `adjust`, which each policy defines. `get_config` and
-`from_config` come from the fields of the dataclass.
+`LossScale` is what a policy is. `LossScale.update` is what a training loop calls: it decides
+whether the gradients are finite and leaves the rest to `adjust`, which each policy defines.
+
+`CheckedLossScale` is what the policies of this library share: arguments are checked by their names,
+and `adjust` checks what it gets before the rule of the policy sees it.
 """
 
 import abc
 import dataclasses
-import inspect
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 
 import jax
+import jax.numpy as jnp
 
-from .._state import LossScaleState, Scaled, policy_state
-from .._verdict import all_finite, largest
+from .._checks import (
+    backoff_factor,
+    growth_factor,
+    int32,
+    normal_float32,
+    scalar_bool,
+    scalar_float32,
+)
+from .._state import LossScaleState, Scaled, healed, policy_state
+from .._tree import tree_where
+from .._verdict import all_finite
+from .._verdict import largest as largest_of
 
 
 class LossScale(abc.ABC):
@@ -29,7 +41,9 @@ class LossScale(abc.ABC):
     `jaxscale.LossScaleState` that `init` returns. To write your own, derive a frozen
     dataclass from this class and define `init` and `adjust`. If its state needs other
     fields, write a `NamedTuple` with a field `loss_scale`, and mark it by a line in its
-    body, without an annotation: `is_loss_scale_state = True`.
+    body, without an annotation: `is_loss_scale_state = True`. If the rule looks at the size of
+    the gradients, write `needs_largest = True` in the class: `adjust` is then given the
+    largest of them, which comes from the same pass as the verdict.
 
     Example:
       >>> import jax.numpy as jnp
@@ -46,6 +60,8 @@ class LossScale(abc.ABC):
       `tf.train.experimental.LossScale`.
     """
 
+    needs_largest: ClassVar[bool] = False  # whether `adjust` is given the largest gradient
+
     @abc.abstractmethod
     def init(self) -> LossScaleState:
         """Returns the initial state."""
@@ -55,31 +71,28 @@ class LossScale(abc.ABC):
         self,
         state: LossScaleState,
         grads_finite: jax.Array,
-        *,
-        grads: Any = None,
-        axis_name: Any = None,
+        largest: jax.Array | None = None,
     ) -> LossScaleState:
         """Returns the state of the next step, given whether the gradients were finite.
 
-        Call this instead of `update` if you already know whether they were. A policy of
-        your own may leave out `grads` and `axis_name` if it does not look at the gradients. If
-        all that it looks at is the largest of them, let it take a keyword argument `largest`,
-        too: it then gets that in their place, an `f32[]` that comes from the same pass as the
-        verdict.
+        Call this instead of `update` if you already know whether they were. A policy of your own
+        may leave out `largest` unless its class says `needs_largest = True`.
 
         Args:
           state: the state of this step.
           grads_finite: a `bool[]`, whether the gradients of this step were finite, on
             all devices.
-          grads: the gradients, unscaled, for a policy that looks at the gradients
-            themselves.
-          axis_name: as in `jaxscale.all_finite`, for such a policy.
+          largest: an `f32[]`, the largest absolute value among the unscaled gradients of all
+            devices, for a policy that needs it. `None` if it is not known, or if there are no
+            gradients.
 
         Returns:
           The next state, with the shapes and dtypes of `state`.
 
         Raises:
-          TypeError: if `grads_finite` is not a scalar bool.
+          TypeError: if `grads_finite` is not a scalar bool, `largest` not a scalar, or `state`
+            is the state of another policy.
+          ValueError: if `state` is the state of a population: call this under `jax.vmap`.
         """
 
     def update(
@@ -101,12 +114,12 @@ class LossScale(abc.ABC):
           ValueError: if it is the state of a population: call this under `jax.vmap`.
         """
         state = policy_state(f"{type(self).__name__}.update", state, grads=grads)
-        size = largest(Scaled(grads), axis_name) if takes_largest(self) else None
-        if size is None:
+        largest = largest_of(Scaled(grads), axis_name) if self.needs_largest else None
+        if largest is None:
             grads_finite = all_finite(grads, axis_name=axis_name)
         else:
-            grads_finite = jax.lax.is_finite(size)
-        return moved(self, state, grads_finite, Scaled(grads), size, axis_name), grads_finite
+            grads_finite = jax.lax.is_finite(largest)
+        return adjust_scale(self, state, grads_finite, largest), grads_finite
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments that make this policy again, as JSON types."""
@@ -115,65 +128,91 @@ class LossScale(abc.ABC):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Returns the policy that `get_config` describes.
+        """Returns the policy of this class that `get_config` describes.
 
-        Args:
-          config: a mapping from argument names to values; a missing argument takes its
-            default.
-
-        Returns:
-          A policy of the class on which this is called.
-
-        Raises:
-          TypeError: if a key is not an argument of the class, or if the class is the
-            abstract base class.
-          ValueError: if a value is out of range.
+        A missing argument takes its default; an unknown one is a `TypeError`.
         """
-        if not dataclasses.is_dataclass(cls):
-            raise TypeError(
-                f"`{cls.__name__}.from_config` needs a policy that is a dataclass. Call it "
-                "on the class whose `get_config` wrote this, such as `DynamicLossScale`."
-            )
-        known = [field.name for field in dataclasses.fields(cls) if field.init]
-        unknown = sorted(set(config) - set(known))
-        if unknown:
-            raise TypeError(
-                f"`{cls.__name__}.from_config(config)` got unknown keys "
-                f"{', '.join(map(repr, unknown))}. It takes {', '.join(known)}."
-            )
         return cls(**config)
 
 
-def takes_largest(policy: LossScale) -> bool:
-    """Returns whether `policy.adjust` takes the largest gradient."""
-    return "largest" in inspect.signature(policy.adjust).parameters
-
-
-def moved(
-    policy: LossScale,
-    state: Any,
-    grads_finite: jax.Array,
-    grads: Scaled,
-    largest: jax.Array | None,
-    axis_name: Any,
+def adjust_scale(
+    policy: LossScale, state: Any, grads_finite: jax.Array, largest: jax.Array | None
 ) -> Any:
-    """Returns what `policy.adjust` does, with what it takes of the gradients.
+    """Returns what `policy.adjust` does, given the largest gradient only if it needs that."""
+    if policy.needs_largest:
+        return policy.adjust(state, grads_finite, largest=largest)
+    return policy.adjust(state, grads_finite)
 
-    Args:
-      policy: the policy.
-      state: its state.
-      grads_finite: the verdict.
-      grads: the gradients.
-      largest: the largest of them on all devices, unscaled, for a policy that takes it. `None` if
-        there are no gradients.
-      axis_name: as in `jaxscale.all_finite`.
+
+class CheckedLossScale(LossScale):
+    """A policy whose arguments are checked by name, and whose `adjust` checks what it gets.
+
+    A subclass is a frozen dataclass with a field `init_scale`. It defines `init`, and either
+    `_after_finite` and `_after_nonfinite` or `_move`.
     """
-    adjust: Any = policy.adjust  # of a policy that takes more than the base class says
-    if largest is not None:
-        return adjust(state, grads_finite, largest=largest)
-    parameters = inspect.signature(adjust).parameters.values()
-    if any(p.name == "grads" or p.kind is p.VAR_KEYWORD for p in parameters):
-        # By the reciprocal: they would be stored if they were divided as the verdict divides.
-        unscaled = grads.unscale(grads.grads)
-        return adjust(state, grads_finite, grads=unscaled, axis_name=axis_name)
-    return adjust(state, grads_finite)
+
+    init_scale: float
+
+    # The type of the states, and what checks an argument of a name and returns its value.
+    _state_type: ClassVar[type] = LossScaleState
+    _checks: ClassVar[dict[str, Callable[[str, str, Any], Any]]] = {
+        "init_scale": normal_float32,
+        "min_scale": normal_float32,
+        "max_scale": normal_float32,
+        "growth_factor": growth_factor,
+        "backoff_factor": backoff_factor,
+        "growth_interval": int32,
+        "hysteresis": int32,
+    }
+
+    def __post_init__(self) -> None:
+        call = type(self).__name__
+        for name, check in self._checks.items():
+            if hasattr(self, name):
+                object.__setattr__(self, name, check(call, name, getattr(self, name)))
+        for names in self._ascending():
+            values = [getattr(self, name) for name in names]
+            if values != sorted(values):
+                *first, last = map(str, values)
+                raise ValueError(
+                    f"`{call}` needs {' <= '.join(names)}, got {', '.join(first)} and {last}."
+                )
+
+    def _ascending(self) -> list[tuple[str, ...]]:
+        """Returns chains of arguments, none of which may be above the next."""
+        return [("min_scale", "init_scale", "max_scale")]
+
+    def adjust(
+        self,
+        state: LossScaleState,
+        grads_finite: jax.Array,
+        largest: jax.Array | None = None,
+    ) -> LossScaleState:
+        call = f"{type(self).__name__}.adjust"
+        grads_finite = scalar_bool(call, "grads_finite", grads_finite)
+        if largest is not None:
+            largest = scalar_float32(call, "largest", largest)
+        state = policy_state(call, state, self._state_type)
+        state = state._replace(loss_scale=healed(state.loss_scale, self.init_scale))
+        return self._move(state, grads_finite, largest)
+
+    def _move(self, state: Any, grads_finite: jax.Array, largest: jax.Array | None) -> Any:
+        """Returns the next state, given one that is checked and whose scale is usable."""
+        return tree_where(grads_finite, self._after_finite(state), self._after_nonfinite(state))
+
+    def _after_finite(self, state: Any) -> Any:
+        """Returns the state that follows a step with finite gradients."""
+        raise NotImplementedError
+
+    def _after_nonfinite(self, state: Any) -> Any:
+        """Returns the state that follows a step with gradients that are not finite."""
+        raise NotImplementedError
+
+
+def new_state(kind: type, *numbers: float) -> Any:
+    """Returns an initial state: floats become `f32[]`, integers `i32[]`.
+
+    Each number is in a buffer of its own: a state that holds one twice cannot be donated.
+    """
+    dtypes = [jnp.float32 if isinstance(number, float) else jnp.int32 for number in numbers]
+    return kind(*map(jnp.array, numbers, dtypes))

@@ -1,26 +1,21 @@
 """The default policy: a scale that grows after finite steps and backs off on overflows.
 
-`DynamicLossScale.adjust` computes the state after a finite step and the state after a
-non-finite one, and selects: both are a few scalars. Each is a method of its own, so that
+The states after a finite step and after a non-finite one are methods of their own, so that
 `jaxscale.presets.PresetLossScale` can state what other libraries do differently.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import backoff_factor, growth_factor, int32, normal_float32, scalar_bool
-from .._state import LossScaleState, healed, init_state, policy_state
-from .._tree import tree_where
-from .base import LossScale
+from .._state import LossScaleState
+from .base import CheckedLossScale, new_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicLossScale(LossScale):
+class DynamicLossScale(CheckedLossScale):
     """A loss scale that grows while gradients are finite, and backs off when they are not.
 
     With `s` the scale:
@@ -78,60 +73,9 @@ class DynamicLossScale(LossScale):
     min_scale: float = 1.0
     max_scale: float = 2.0**24
 
-    def __post_init__(self) -> None:
-        self._check(normal_float32, "init_scale", "min_scale", "max_scale")
-        self._check(growth_factor, "growth_factor")
-        self._check(backoff_factor, "backoff_factor")
-        self._check(int32, "growth_interval", "hysteresis")
-        if not self._in_bounds():
-            raise ValueError(
-                f"`{type(self).__name__}` needs min_scale <= init_scale <= max_scale, got "
-                f"{self.min_scale}, {self.init_scale} and {self.max_scale}."
-            )
-
-    def _check(self, checked: Callable[..., Any], *names: str, **kwargs: Any) -> None:
-        """Replaces arguments by what a check returns, which raises if one is out of range."""
-        for name in names:
-            value = checked(type(self).__name__, name, getattr(self, name), **kwargs)
-            object.__setattr__(self, name, value)
-
-    def _in_bounds(self) -> bool:
-        return self.min_scale <= self.init_scale <= self.max_scale
-
     def init(self) -> LossScaleState:
         """Returns the initial state."""
-        return init_state(self.init_scale, self.hysteresis)
-
-    def adjust(
-        self,
-        state: LossScaleState,
-        grads_finite: jax.Array,
-        *,
-        grads: Any = None,
-        axis_name: Any = None,
-    ) -> LossScaleState:
-        """Returns the state of the next step, given whether the gradients were finite.
-
-        Args:
-          state: the state of this step.
-          grads_finite: a `bool[]`, whether the gradients of this step were finite.
-          grads: ignored.
-          axis_name: ignored.
-
-        Returns:
-          The next state, with the shapes and dtypes of `state`.
-
-        Raises:
-          TypeError: if `grads_finite` is not a scalar bool, or `state` is the state of
-            another policy.
-          ValueError: if `state` is the state of a population: call this under `jax.vmap`.
-        """
-        del grads, axis_name
-        call = f"{type(self).__name__}.adjust"
-        grads_finite = scalar_bool(call, "grads_finite", grads_finite)
-        state = policy_state(call, state, LossScaleState)
-        state = state._replace(loss_scale=healed(state.loss_scale, self.init_scale))
-        return tree_where(grads_finite, self._after_finite(state), self._after_nonfinite(state))
+        return new_state(LossScaleState, self.init_scale, 0, self.hysteresis)
 
     def _after_finite(self, state: LossScaleState) -> LossScaleState:
         streak = jnp.asarray(optax.safe_increment(state.growth_tracker))

@@ -54,12 +54,9 @@ class FixedLossScale(LossScale):
         self,
         state: LossScaleState,
         grads_finite: jax.Array,
-        *,
-        grads: Any = None,
-        axis_name: Any = None,
+        largest: jax.Array | None = None,
     ) -> LossScaleState:
         """Returns `state` as it is."""
-        del grads, axis_name
         call = f"{type(self).__name__}.adjust"
         scalar_bool(call, "grads_finite", grads_finite)
         return policy_state(call, state, LossScaleState)
@@ -68,7 +65,6 @@ class FixedLossScale(LossScale):
         self, state: LossScaleState, grads: Any, *, axis_name: Any = None
     ) -> tuple[LossScaleState, jax.Array]:
         """Returns `state` as it is, and `True`: always apply the gradients."""
-        del axis_name
         state = policy_state(f"{type(self).__name__}.update", state, LossScaleState, grads)
         return state, jnp.array(True)
 

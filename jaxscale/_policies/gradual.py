@@ -1,20 +1,19 @@
 """The policy whose scale grows a little in every step.
 
-It is the rule of Chainer and of DALL-E, public as `jaxscale.presets.GradualLossScale`. It has a
-state of its own, as it remembers whether anything has overflowed yet, and when it last backed off.
+It is the rule of Chainer, public as `jaxscale.presets.GradualLossScale`. It has a state of its own,
+as it remembers whether anything has overflowed yet, and when it last backed off.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import backoff_factor, growth_factor, int32, normal_float32, scalar_bool
-from .._state import healed, policy_state
-from .._tree import tree_where
-from .base import LossScale
+from .._checks import int32
+from .base import CheckedLossScale, new_state
 
 
 class GradualState(NamedTuple):
@@ -25,11 +24,6 @@ class GradualState(NamedTuple):
       steps_since_backoff: `i32[]`, steps since the scale last backed off. It starts at
         `cooldown`.
       overflows: `i32[]`, non-finite steps since the start.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.chainer().init().overflows
-      Array(0, dtype=int32)
     """
 
     is_loss_scale_state = True  # not a field: it tells this type from other named tuples
@@ -40,7 +34,7 @@ class GradualState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GradualLossScale(LossScale):
+class GradualLossScale(CheckedLossScale):
     """A loss scale that grows a little in every finite step.
 
     With `s` the scale:
@@ -80,8 +74,9 @@ class GradualLossScale(LossScale):
       24.0
 
     References:
-      Chainer's `GradientMethod.loss_scaling`; Ramesh et al., Zero-Shot Text-to-Image
-      Generation, 2021, appendix D, https://arxiv.org/abs/2102.12092.
+      Chainer's `GradientMethod.loss_scaling`. The cooldown is from Ramesh et al., Zero-Shot
+      Text-to-Image Generation, 2021, appendix D, https://arxiv.org/abs/2102.12092, who have
+      such a scale for each residual block.
     """
 
     init_scale: float = 1.0
@@ -92,66 +87,32 @@ class GradualLossScale(LossScale):
     min_scale: float = 1.0
     max_scale: float = 2.0**24
 
-    def __post_init__(self) -> None:
-        call = type(self).__name__
-        checks = {
-            "init_scale": normal_float32,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "search_factor": growth_factor,
-            "min_scale": normal_float32,
-            "max_scale": normal_float32,
-        }
-        for name, check in checks.items():
-            object.__setattr__(self, name, check(call, name, getattr(self, name)))
-        object.__setattr__(self, "cooldown", int32(call, "cooldown", self.cooldown, least=0))
-        if not self.min_scale <= self.init_scale <= self.max_scale:
-            raise ValueError(
-                f"`{call}` needs min_scale <= init_scale <= max_scale, got "
-                f"{self.min_scale}, {self.init_scale} and {self.max_scale}."
-            )
+    _state_type = GradualState
+    _checks = CheckedLossScale._checks | {
+        "search_factor": CheckedLossScale._checks["growth_factor"],
+        "cooldown": functools.partial(int32, least=0),
+    }
 
     def init(self) -> Any:
         """Returns the initial `GradualState`."""
+        return new_state(GradualState, self.init_scale, self.cooldown, 0)
+
+    def _after_finite(self, state: GradualState) -> GradualState:
+        factor = jnp.where(state.overflows > 0, self.growth_factor, self.search_factor)
+        grown = jnp.minimum(state.loss_scale * factor.astype(jnp.float32), self.max_scale)
         return GradualState(
-            loss_scale=jnp.array(self.init_scale, jnp.float32),
-            steps_since_backoff=jnp.array(self.cooldown, jnp.int32),
-            overflows=jnp.array(0, jnp.int32),
+            loss_scale=jnp.maximum(state.loss_scale, grown),
+            steps_since_backoff=jnp.asarray(optax.safe_increment(state.steps_since_backoff)),
+            overflows=state.overflows,
         )
 
-    def adjust(
-        self, state: Any, grads_finite: jax.Array, *, grads: Any = None, axis_name: Any = None
-    ) -> Any:
-        """Returns the state of the next step, given whether the gradients were finite.
-
-        Args:
-          state: the `GradualState` of this step.
-          grads_finite: a `bool[]`, whether the gradients of this step were finite.
-          grads: ignored.
-          axis_name: ignored.
-
-        Returns:
-          The next state, with the shapes and dtypes of `state`.
-
-        Raises:
-          TypeError: if `grads_finite` is not a scalar bool, or `state` is the state of
-            another policy.
-          ValueError: if `state` is the state of a population: call this under `jax.vmap`.
-        """
-        del grads, axis_name
-        call = f"{type(self).__name__}.adjust"
-        grads_finite = scalar_bool(call, "grads_finite", grads_finite)
-        state = policy_state(call, state, GradualState)
-        scale = healed(state.loss_scale, self.init_scale)
+    def _after_nonfinite(self, state: GradualState) -> GradualState:
         steps = jnp.asarray(optax.safe_increment(state.steps_since_backoff))
-        factor = jnp.where(state.overflows > 0, self.growth_factor, self.search_factor)
-        grown = jnp.minimum(scale * factor.astype(jnp.float32), self.max_scale)
-        after_finite = GradualState(jnp.maximum(scale, grown), steps, state.overflows)
         backs_off = steps >= self.cooldown
-        lower = jnp.minimum(scale, jnp.maximum(scale * self.backoff_factor, self.min_scale))
-        after_nonfinite = GradualState(
-            loss_scale=jnp.where(backs_off, lower, scale),
+        lower = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
+        lower = jnp.minimum(state.loss_scale, lower)
+        return GradualState(
+            loss_scale=jnp.where(backs_off, lower, state.loss_scale),
             steps_since_backoff=jnp.where(backs_off, 0, steps),
             overflows=jnp.asarray(optax.safe_increment(state.overflows)),
         )
-        return tree_where(grads_finite, after_finite, after_nonfinite)

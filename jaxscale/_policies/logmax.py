@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import finite_number, normal_float32, scalar_bool
-from .._state import Scaled, healed, policy_state
+from .._checks import finite_number
 from .._tree import tree_where
-from .._verdict import largest as largest_of
-from .base import LossScale
+from .base import CheckedLossScale, new_state
 
 # The scaled gradients are to stay below 2**16, where the range of float16 ends.
 _TARGET = 16.0
@@ -32,11 +30,6 @@ class LogMaxState(NamedTuple):
       xsquared_hat: `f32[]`, the slow moving average of the square of `x`.
       b1_correction: `f32[]`, how much of `x_hat` is still the 0 that it started from.
       b2_correction: `f32[]`, the same of the slow averages.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.openseq2seq_logmax().init().x_hat
-      Array(0., dtype=float32)
     """
 
     is_loss_scale_state = True  # not a field: it tells this type from other named tuples
@@ -50,7 +43,7 @@ class LogMaxState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogMaxLossScale(LossScale):
+class LogMaxLossScale(CheckedLossScale):
     """A loss scale that predicts overflows from statistics, to avoid them.
 
     With `x` the binary logarithm of the largest magnitude among the unscaled gradients
@@ -96,70 +89,41 @@ class LogMaxLossScale(LossScale):
     beta2: float = 0.999
     overflow_std_dev: float = 3.09
 
+    needs_largest = True
+    _state_type = LogMaxState
+    _checks = CheckedLossScale._checks | dict.fromkeys(
+        ("log_max", "beta1", "beta2", "overflow_std_dev"), finite_number
+    )
+
     def __post_init__(self) -> None:
-        call = type(self).__name__
-        for name in ("init_scale", "min_scale", "max_scale"):
-            object.__setattr__(self, name, normal_float32(call, name, getattr(self, name)))
-        for name in ("log_max", "beta1", "beta2", "overflow_std_dev"):
-            object.__setattr__(self, name, finite_number(call, name, getattr(self, name)))
+        super().__post_init__()
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(
-                    f"`{call}({name}=...)` must be at least 0 and below 1, got "
+                    f"`{type(self).__name__}({name}=...)` must be at least 0 and below 1, got "
                     f"{getattr(self, name)}. It is how much a moving average keeps in a "
                     "step: at 1 it would learn nothing."
                 )
-        if not self.min_scale <= self.max_scale:
-            raise ValueError(
-                f"`{call}` needs min_scale <= max_scale, got {self.min_scale} and {self.max_scale}."
-            )
+
+    def _ascending(self) -> list[tuple[str, ...]]:
+        return [("min_scale", "max_scale")]
 
     def init(self) -> Any:
         """Returns the initial `LogMaxState`."""
-        # Each in a buffer of its own: a state that holds one twice cannot be donated.
-        numbers = (self.init_scale, 0, 0, 0, 1, 1)
-        return LogMaxState(*(jnp.array(number, jnp.float32) for number in numbers))
+        return new_state(LogMaxState, self.init_scale, 0.0, 0.0, 0.0, 1.0, 1.0)
 
-    def adjust(
-        self,
-        state: Any,
-        grads_finite: jax.Array,
-        *,
-        grads: Any = None,
-        axis_name: Any = None,
-        largest: jax.Array | None = None,
-    ) -> Any:
-        """Returns the state of the next step, from the gradients and whether they were finite.
-
-        Args:
-          state: the `LogMaxState` of this step.
-          grads_finite: a `bool[]`, whether the gradients were finite, on all devices.
-          grads: the gradients of this step, unscaled. Without them a finite step says
-            nothing about their size, and the state stays as it is.
-          axis_name: as in `jaxscale.all_finite`.
-          largest: as in `jaxscale.AdaptiveLossScale.adjust`.
-
-        Returns:
-          The next state, with the shapes and dtypes of `state`.
-
-        Raises:
-          TypeError: if `grads_finite` is not a scalar bool, or `state` is the state of
-            another policy.
-          ValueError: if `state` is the state of a population: call this under `jax.vmap`.
-        """
-        call = f"{type(self).__name__}.adjust"
-        grads_finite = scalar_bool(call, "grads_finite", grads_finite)
-        state = policy_state(call, state, LogMaxState)
-        state = state._replace(loss_scale=healed(state.loss_scale, self.init_scale))
-        amax = largest_of(Scaled(grads), axis_name) if largest is None else largest
-        amax = jnp.zeros(()) if amax is None else amax
+    def _move(
+        self, state: LogMaxState, grads_finite: jax.Array, largest: jax.Array | None
+    ) -> LogMaxState:
+        # Without gradients a finite step says nothing about their size, as if all were 0.
+        amax = jnp.zeros(()) if largest is None else largest
         x = jnp.log2(jnp.where(amax > 0, amax, 1.0))  # all zeros do not count, see below
         x = jnp.where(grads_finite, x, self.log_max)
 
         def average(old: jax.Array, new: jax.Array | float, beta: float) -> jax.Array:
             return old * beta + new * (1 - beta)
 
-        moved = LogMaxState(
+        new = LogMaxState(
             loss_scale=state.loss_scale,
             x_hat=average(state.x_hat, x, self.beta1),
             slow_x_hat=average(state.slow_x_hat, x, self.beta2),
@@ -167,13 +131,13 @@ class LogMaxLossScale(LossScale):
             b1_correction=state.b1_correction * self.beta1,
             b2_correction=state.b2_correction * self.beta2,
         )
-        mean = moved.x_hat / (1 - moved.b1_correction)
-        slow_mean = moved.slow_x_hat / (1 - moved.b2_correction)
-        variance = moved.xsquared_hat / (1 - moved.b2_correction) - slow_mean * slow_mean
+        mean = new.x_hat / (1 - new.b1_correction)
+        slow_mean = new.slow_x_hat / (1 - new.b2_correction)
+        variance = new.xsquared_hat / (1 - new.b2_correction) - slow_mean * slow_mean
         # The variance of a constant is 0, and rounding may take it below.
         deviation = jnp.sqrt(jnp.maximum(variance, 0.0))
         proposed = jnp.exp2(_TARGET - (deviation * self.overflow_std_dev + mean))
         scale = jnp.clip(proposed, self.min_scale, self.max_scale)
-        moved = moved._replace(loss_scale=jnp.where(jnp.isnan(scale), state.loss_scale, scale))
+        new = new._replace(loss_scale=jnp.where(jnp.isnan(scale), state.loss_scale, scale))
         # The logarithm of 0 is -inf: it would stay in the averages for good.
-        return tree_where(~grads_finite | (amax > 0), moved, state)
+        return tree_where(~grads_finite | (amax > 0), new, state)

@@ -11,17 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import (
-    backoff_factor,
-    finite_number,
-    growth_factor,
-    int32,
-    normal_float32,
-    scalar_bool,
-)
-from .._state import healed, init_state, policy_state
-from .._tree import tree_where
-from .base import LossScale
+from .._checks import finite_number
+from .base import CheckedLossScale, new_state
 
 
 class ToleranceState(NamedTuple):
@@ -32,11 +23,6 @@ class ToleranceState(NamedTuple):
       growth_tracker: `i32[]`, finite steps in a row that count towards growth.
       steps_since_change: `i32[]`, steps since the scale last moved.
       overflows_since_backoff: `i32[]`, non-finite steps since it last backed off.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.fairseq().init().steps_since_change
-      Array(0, dtype=int32)
     """
 
     is_loss_scale_state = True  # not a field: it tells this type from other named tuples
@@ -48,7 +34,7 @@ class ToleranceState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ToleranceLossScale(LossScale):
+class ToleranceLossScale(CheckedLossScale):
     """A loss scale that backs off when a given rate of steps was not finite.
 
     With `s` the scale:
@@ -101,82 +87,47 @@ class ToleranceLossScale(LossScale):
     min_scale: float = 1.0
     max_scale: float = 2.0**24
 
+    _state_type = ToleranceState
+    _checks = CheckedLossScale._checks | {"tolerance": finite_number}
+
     def __post_init__(self) -> None:
-        call = type(self).__name__
-        checks = {
-            "init_scale": normal_float32,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": int32,
-            "tolerance": finite_number,
-            "min_scale": normal_float32,
-            "max_scale": normal_float32,
-        }
-        for name, check in checks.items():
-            object.__setattr__(self, name, check(call, name, getattr(self, name)))
+        super().__post_init__()
         if not 0 <= self.tolerance <= 1:
             raise ValueError(
-                f"`{call}(tolerance=...)` must lie between 0 and 1, got {self.tolerance}. It "
-                "is the rate of non-finite steps at which the scale backs off: above 1 it "
-                "never would."
+                f"`{type(self).__name__}(tolerance=...)` must lie between 0 and 1, got "
+                f"{self.tolerance}. It is the rate of non-finite steps at which the scale backs "
+                "off: above 1 it never would."
             )
-        if not max(self.init_scale, self.min_scale) <= self.max_scale:
-            raise ValueError(
-                f"`{call}` needs init_scale and min_scale of at most max_scale, got "
-                f"{self.init_scale}, {self.min_scale} and {self.max_scale}."
-            )
+
+    def _ascending(self) -> list[tuple[str, ...]]:
+        return [("init_scale", "max_scale"), ("min_scale", "max_scale")]
 
     def init(self) -> Any:
         """Returns the initial `ToleranceState`."""
-        # Each in a buffer of its own: a state that holds one twice cannot be donated.
-        zeros = (jnp.zeros((), jnp.int32) for _ in range(3))
-        return ToleranceState(init_state(self.init_scale).loss_scale, *zeros)
+        return new_state(ToleranceState, self.init_scale, 0, 0, 0)
 
-    def adjust(
-        self, state: Any, grads_finite: jax.Array, *, grads: Any = None, axis_name: Any = None
-    ) -> Any:
-        """Returns the state of the next step, given whether the gradients were finite.
-
-        Args:
-          state: the `ToleranceState` of this step.
-          grads_finite: a `bool[]`, whether the gradients of this step were finite.
-          grads: ignored.
-          axis_name: ignored.
-
-        Returns:
-          The next state, with the shapes and dtypes of `state`.
-
-        Raises:
-          TypeError: if `grads_finite` is not a scalar bool, or `state` is the state of
-            another policy.
-          ValueError: if `state` is the state of a population: call this under `jax.vmap`.
-        """
-        del grads, axis_name
-        call = f"{type(self).__name__}.adjust"
-        grads_finite = scalar_bool(call, "grads_finite", grads_finite)
-        state = policy_state(call, state, ToleranceState)
-        scale = healed(state.loss_scale, self.init_scale)
+    def _after_finite(self, state: ToleranceState) -> ToleranceState:
         steps = jnp.asarray(optax.safe_increment(state.steps_since_change))
-
         streak = jnp.asarray(optax.safe_increment(state.growth_tracker))
         grow = streak >= self.growth_interval
-        grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
-        after_finite = ToleranceState(
-            loss_scale=jnp.where(grow, jnp.maximum(scale, grown), scale),
+        grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
+        grown = jnp.maximum(state.loss_scale, grown)
+        return ToleranceState(
+            loss_scale=jnp.where(grow, grown, state.loss_scale),
             growth_tracker=jnp.where(grow, 0, streak),
             steps_since_change=jnp.where(grow, 0, steps),
             overflows_since_backoff=state.overflows_since_backoff,
         )
 
+    def _after_nonfinite(self, state: ToleranceState) -> ToleranceState:
+        steps = jnp.asarray(optax.safe_increment(state.steps_since_change))
         overflows = jnp.asarray(optax.safe_increment(state.overflows_since_backoff))
         rate = overflows.astype(jnp.float32) / steps.astype(jnp.float32)
         back_off = rate >= self.tolerance
-        lower = jnp.maximum(scale * self.backoff_factor, self.min_scale)
-        after_nonfinite = ToleranceState(
-            loss_scale=jnp.where(back_off, lower, scale),
+        lower = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
+        return ToleranceState(
+            loss_scale=jnp.where(back_off, lower, state.loss_scale),
             growth_tracker=jnp.zeros_like(state.growth_tracker),
             steps_since_change=jnp.where(back_off, 0, steps),
             overflows_since_backoff=jnp.where(back_off, 0, overflows),
         )
-
-        return tree_where(grads_finite, after_finite, after_nonfinite)

@@ -6,6 +6,7 @@ growths and backoffs that move it, take counters of their own.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import backoff_factor, growth_factor, int32, normal_float32, scalar_bool
-from .._state import healed, policy_state
-from .._tree import tree_where
-from .base import LossScale
+from .._checks import int32
+from .base import CheckedLossScale, new_state
 
 _MOVES = 3  # so many growths, or backoffs, move the window
 
@@ -30,11 +29,6 @@ class WindowState(NamedTuple):
       window_index: `i32[]`, the place of the growth interval in the list; -1 if it is 1.
       window_up_count: `i32[]`, growths that count towards the next longer interval.
       window_down_count: `i32[]`, backoffs that count towards an interval of 1.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.WindowLossScale().init().window_index
-      Array(0, dtype=int32)
     """
 
     is_loss_scale_state = True  # not a field: it tells this type from other named tuples
@@ -46,14 +40,18 @@ class WindowState(NamedTuple):
     window_down_count: jax.Array  # i32[]
 
 
+def _check_windows(call: str, name: str, windows: Any) -> tuple[int, ...]:
+    return tuple(int32(call, name, window) for window in windows)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WindowLossScale(LossScale):
-    """A loss scale whose growth interval becomes longer with each third growth.
+class WindowLossScale(CheckedLossScale):
+    """A loss scale whose growth interval lengthens at every third growth.
 
     The rule is that of `jaxscale.DynamicLossScale` with a growth interval that moves:
 
-    - with the third growth it moves up one place in `windows`;
-    - with the third non-finite step without a growth between them it becomes 1, and the next
+    - at every third growth it moves up one place in `windows`;
+    - at the third non-finite step without a growth between them it becomes 1, and the next
       three growths move it to the first place; at the first place it stays.
 
     The scale is never 0, inf or NaN.
@@ -98,61 +96,23 @@ class WindowLossScale(LossScale):
     min_scale: float = 1.0
     max_scale: float = 2.0**24
 
+    _state_type = WindowState
+    _checks = CheckedLossScale._checks | {
+        "windows": _check_windows,
+        "start": functools.partial(int32, least=0),
+    }
+
     def __post_init__(self) -> None:
-        call = type(self).__name__
-        checks = {
-            "init_scale": normal_float32,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "min_scale": normal_float32,
-            "max_scale": normal_float32,
-        }
-        for name, check in checks.items():
-            object.__setattr__(self, name, check(call, name, getattr(self, name)))
-        windows = tuple(int32(call, "windows", window) for window in self.windows)
-        object.__setattr__(self, "windows", windows)
-        object.__setattr__(self, "start", int32(call, "start", self.start, least=0))
-        if not self.start < len(windows):
+        super().__post_init__()
+        if not self.start < len(self.windows):
             raise ValueError(
-                f"`{call}(start=...)` must be a place in windows, which has {len(windows)}, got "
-                f"{self.start}. Pass 0 to start from the first."
-            )
-        if not self.min_scale <= self.init_scale <= self.max_scale:
-            raise ValueError(
-                f"`{call}` needs min_scale <= init_scale <= max_scale, got "
-                f"{self.min_scale}, {self.init_scale} and {self.max_scale}."
+                f"`{type(self).__name__}(start=...)` must be a place in windows, which has "
+                f"{len(self.windows)}, got {self.start}. Pass 0 to start from the first."
             )
 
     def init(self) -> Any:
         """Returns the initial `WindowState`."""
-        counters = (jnp.array(number, jnp.int32) for number in (0, self.start, 0, 0))
-        return WindowState(jnp.array(self.init_scale, jnp.float32), *counters)
-
-    def adjust(
-        self, state: Any, grads_finite: jax.Array, *, grads: Any = None, axis_name: Any = None
-    ) -> Any:
-        """Returns the state of the next step, given whether the gradients were finite.
-
-        Args:
-          state: the `WindowState` of this step.
-          grads_finite: a `bool[]`, whether the gradients of this step were finite.
-          grads: ignored.
-          axis_name: ignored.
-
-        Returns:
-          The next state, with the shapes and dtypes of `state`.
-
-        Raises:
-          TypeError: if `grads_finite` is not a scalar bool, or `state` is the state of
-            another policy.
-          ValueError: if `state` is the state of a population: call this under `jax.vmap`.
-        """
-        del grads, axis_name
-        call = f"{type(self).__name__}.adjust"
-        grads_finite = scalar_bool(call, "grads_finite", grads_finite)
-        state = policy_state(call, state, WindowState)
-        state = state._replace(loss_scale=healed(state.loss_scale, self.init_scale))
-        return tree_where(grads_finite, self._after_finite(state), self._after_nonfinite(state))
+        return new_state(WindowState, self.init_scale, 0, self.start, 0, 0)
 
     def _after_finite(self, state: WindowState) -> WindowState:
         steps = jnp.asarray(optax.safe_increment(state.growth_tracker))

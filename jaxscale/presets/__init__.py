@@ -4,8 +4,16 @@ If you come from another loss scaler, keep the behaviour with which your run was
 `jaxscale.loss_scaled(optimizer, jaxscale.presets.torch(growth_interval=500))`. Each
 function takes the arguments of one library and returns a policy; its docstring says where
 the rule comes from and what differs. Most return a `PresetLossScale`, a
-`jaxscale.DynamicLossScale` with switches. The tests replay what each library did, step by
-step, from the files in `tests/presets/traces`:
+`jaxscale.DynamicLossScale` with switches. All raise a `ValueError` if an argument is out of
+range, and a `TypeError` if it is of a wrong type; the error names the argument as the library
+does.
+
+>>> from jaxscale import presets
+>>> presets.flax(growth_interval=2000).growth_interval  # Flax counts one less than it takes
+2001
+
+The tests replay what each library did, step by step, from the files in
+`tests/presets/traces`:
 
 =========================================  ==========================================
 file                                       preset
@@ -69,15 +77,16 @@ OpenSeq2Seq's LogMax                 the units of a non-finite step, and NaN aft
 ===================================  ==================================================
 
 The functions `from_...` read what a library saved, or its scaler object, and return a
-policy and a state; pass the state on with `opt_state._replace(scaling=state)`.
+policy and a state; pass the state on with `opt_state._replace(scaling=state)`. They raise a
+`ValueError` or a `TypeError` if they cannot read what they are given.
 """
 
 from .._policies.gradual import GradualLossScale, GradualState
 from .._policies.logmax import LogMaxLossScale, LogMaxState
 from .._policies.tolerance import ToleranceLossScale, ToleranceState
 from .._policies.window import WindowLossScale, WindowState
+from ._chainer import chainer
 from ._engines import colossalai, deepspeed, fairseq
-from ._gradual import chainer, dalle, popart
 from ._jax import flax, jamp, jaxamp, jmp, mpx
 from ._mindspore import mindformers, mindspore, mindspore_cell, mindspore_manager
 from ._paddle import paddle, paddle_op
@@ -108,7 +117,6 @@ __all__ = [
     "apex_hysteresis",
     "chainer",
     "colossalai",
-    "dalle",
     "deepspeed",
     "fairseq",
     "flax",
@@ -131,7 +139,6 @@ __all__ = [
     "openseq2seq_logmax",
     "paddle",
     "paddle_op",
-    "popart",
     "tensorflow",
     "tensorflow_contrib",
     "tf_keras",

@@ -33,16 +33,8 @@ def deepspeed(
       min_scale: a backoff ends at least here.
       delayed_shift: how many non-finite steps it takes to back off.
       consecutive_hysteresis: whether a finite step restores these tolerated steps.
-      raise_error_at_min_scale: ignored: `jaxscale.check` raises if training is stuck.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.deepspeed(delayed_shift=2).growth_delay
-      1
+      raise_error_at_min_scale: accepted and ignored: `jaxscale.check` raises if training
+        is stuck.
     """
     del raise_error_at_min_scale
     return dynamic(
@@ -82,15 +74,6 @@ def colossalai(
       min_scale: a backoff ends at least here; `None` means no minimum.
       max_scale: a growth ends at most here; `None` means no maximum.
       hysteresis: how many non-finite steps it takes to back off; 0 means 1.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.colossalai(min_scale=1.0).min_scale
-      1.0
     """
     call = "presets.colossalai"
     return dynamic(
@@ -134,15 +117,6 @@ def fairseq(
       tolerance: the rate of non-finite steps at which it backs off.
       threshold: a backoff ends at least here, if it is given.
       min_loss_scale: the same; the larger of the two counts.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.fairseq(tolerance=0.05).tolerance
-      0.05
     """
     call = "presets.fairseq"
     for name, value in {"threshold": threshold, "min_loss_scale": min_loss_scale}.items():

@@ -31,15 +31,6 @@ def flax(
       growth_interval: one less than the finite steps in a row that it takes to grow.
       scale: the scale of the first step.
       minimum_scale: a backoff ends at least here; `None` means no minimum.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.flax(growth_interval=2000).growth_interval
-      2001
     """
     call = "presets.flax"
     return dynamic(
@@ -76,15 +67,6 @@ def jmp(
       factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       min_loss_scale: a backoff ends at least here; 0 means no minimum.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.jmp(2.0**15).growth_factor
-      2.0
     """
     return _jmp("presets.jmp", loss_scale, period, factor, min_loss_scale)
 
@@ -99,7 +81,7 @@ def jamp(
     """Returns the rule of jamp's `DynamicLossScale`.
 
     The rule of `jmp`, of which jamp is a copy that keeps the minimum under `jit`. Source:
-    jamp 0.0.6, `jmp/loss_scale.py`. Nothing differs. The scale is a float32 here, and a
+    jamp 0.0.6, `jmp/loss_scale.py`. Behaves identically. The scale is a float32 here, and a
     float16 or bfloat16 `loss_scale` sets its maximum only.
 
     Args:
@@ -108,15 +90,6 @@ def jamp(
       factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       min_loss_scale: a backoff ends at least here; 0 means no minimum.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.jamp(2.0**15, min_loss_scale=8.0).min_scale
-      8.0
     """
     return _jmp("presets.jamp", loss_scale, period, factor, min_loss_scale)
 
@@ -137,15 +110,6 @@ def jaxamp(
       adjust_factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       scaler: the scale of the first step.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.jaxamp(patience=2000).growth_interval
-      2001
     """
     call = "presets.jaxamp"
     return dynamic(
@@ -183,7 +147,7 @@ def mpx(
 
     The rule of `jmp`, but each step ends between `min_loss_scaling` and 65504, float16's
     largest number, which is not a power of two. Source: mixed-precision-for-JAX 0.1.8,
-    `mpx/_loss_scaling.py`. Nothing differs. The scale is a float32 here; if
+    `mpx/_loss_scaling.py`. Behaves identically. The scale is a float32 here; if
     `loss_scaling` is a bfloat16 the maximum is 65536, to which bfloat16 rounds 65504, and
     if it is a float16 the scale stays where a growth would overflow.
 
@@ -193,15 +157,6 @@ def mpx(
       factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       period: how many finite steps in a row it takes to grow.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.mpx(2.0**15, 1.0).max_scale
-      65504.0
     """
     call = "presets.mpx"
     dtype = getattr(loss_scaling, "dtype", jnp.float32)

@@ -12,22 +12,13 @@ def mindspore(*, scale_value: Any, scale_factor: Any, scale_window: int) -> Pres
     """Returns the rule of `mindspore.amp.DynamicLossScaler`.
 
     The rule of `jmp`, with a minimum of 1. Source: MindSpore 2.10, `mindspore/amp.py`.
-    Nothing differs.
+    Behaves identically.
 
     Args:
       scale_value: the scale of the first step.
       scale_factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       scale_window: how many finite steps in a row it takes to grow.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.mindspore(scale_value=8, scale_factor=2, scale_window=9).min_scale
-      1.0
     """
     return _mindspore("presets.mindspore", "scale_value", scale_value, scale_factor, scale_window)
 
@@ -46,15 +37,6 @@ def mindspore_cell(
       scale_factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       scale_window: how many finite steps in a row it takes to grow.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.mindspore_cell(loss_scale_value=8, scale_factor=4, scale_window=9).backoff_factor
-      0.25
     """
     return _mindspore(
         "presets.mindspore_cell", "loss_scale_value", loss_scale_value, scale_factor, scale_window
@@ -76,15 +58,6 @@ def mindspore_manager(
       scale_factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       scale_window: how many finite steps in a row it takes to grow.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.mindspore_manager().init_scale
-      16777216.0
     """
     return _mindspore(
         "presets.mindspore_manager", "init_loss_scale", init_loss_scale, scale_factor, scale_window
@@ -115,15 +88,6 @@ def mindformers(
       scale_window: the window to start from; if it is not in the list, the shortest.
       max_scale_window: the longest window.
       min_scale_window: the shortest window, below `max_scale_window`.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.mindformers(loss_scale_value=8, scale_factor=2, scale_window=20).windows
-      (20, 30, 40, 50, 100, 200, 500, 1000)
     """
     call = "presets.mindformers"
     int32(call, "scale_window", scale_window)

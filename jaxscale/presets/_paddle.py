@@ -43,15 +43,6 @@ def paddle(
       decr_every_n_nan_or_inf: how many non-finite steps in a row it takes to back off,
         each time.
       use_dynamic_loss_scaling: if it is `False`, the scale stays.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.paddle(enable=False)
-      NoOpLossScale()
     """
     if not enable:
         return NoOpLossScale()
@@ -82,7 +73,7 @@ def paddle_op(
 
     The rule of `paddle`, with a minimum of 1; a growth that is not finite leaves the scale.
     Source: the CPU kernel of PaddlePaddle 3.3; the defaults are those of
-    `paddle.static.amp.decorate`. Nothing differs.
+    `paddle.static.amp.decorate`. Behaves identically.
 
     Args:
       init_loss_scaling: the scale of the first step.
@@ -91,15 +82,6 @@ def paddle_op(
         each time.
       incr_ratio: the scale is multiplied by this when it grows.
       decr_ratio: the scale is multiplied by this when it backs off.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.paddle_op().min_scale
-      1.0
     """
     return dynamic(
         "presets.paddle_op",

@@ -6,14 +6,17 @@ replaces one of `DynamicLossScale` and states one such difference.
 """
 
 import dataclasses
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from .._checks import int32, one_of
+from .._policies.base import new_state
 from .._policies.dynamic import DynamicLossScale
-from .._state import LossScaleState, init_state
+from .._state import LossScaleState
+
+_SWITCH = functools.partial(one_of, choices=(False, True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,31 +73,25 @@ class PresetLossScale(DynamicLossScale):
     clip_growth: bool = True
     clamp: str = "never"
 
-    def __post_init__(self) -> None:
-        self._check(int32, "growth_delay", least=0)
-        switches = ("refill_on_finite", "refill_on_backoff", "clip_growth")
-        self._check(one_of, *switches, choices=(False, True))
-        self._check(one_of, "clamp", choices=("never", "moves", "steps"))
-        super().__post_init__()
+    _checks = DynamicLossScale._checks | {
+        "growth_delay": functools.partial(int32, least=0),
+        "refill_on_finite": _SWITCH,
+        "refill_on_backoff": _SWITCH,
+        "clip_growth": _SWITCH,
+        "clamp": functools.partial(one_of, choices=("never", "moves", "steps")),
+    }
 
-    def _in_bounds(self) -> bool:
-        brought_back = self.clamp != "never" and self.min_scale <= self.max_scale
-        return brought_back or super()._in_bounds()
+    def _ascending(self) -> list[tuple[str, ...]]:
+        return super()._ascending() if self.clamp == "never" else [("min_scale", "max_scale")]
 
     def init(self) -> LossScaleState:
         """Returns the initial state."""
-        return init_state(self.init_scale, self.hysteresis, -self.growth_delay)
+        return new_state(LossScaleState, self.init_scale, -self.growth_delay, self.hysteresis)
 
-    def adjust(
-        self,
-        state: LossScaleState,
-        grads_finite: jax.Array,
-        *,
-        grads: Any = None,
-        axis_name: Any = None,
+    def _move(
+        self, state: LossScaleState, grads_finite: jax.Array, largest: jax.Array | None
     ) -> LossScaleState:
-        """Returns the state of the next step, as `DynamicLossScale.adjust` does."""
-        after = super().adjust(state, grads_finite, grads=grads, axis_name=axis_name)
+        after = super()._move(state, grads_finite, largest)
         if self.clamp == "steps":
             scale = jnp.clip(after.loss_scale, self.min_scale, self.max_scale)
             after = after._replace(loss_scale=scale)

@@ -33,10 +33,6 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
       A policy as `presets.torch` returns it, whose `init_scale` is the saved scale, and a state
       with the saved tracker.
 
-    Raises:
-      ValueError: if a key is missing or unknown, or a value is out of range.
-      TypeError: if a value is not a number.
-
     Example:
       >>> from jaxscale import presets
       >>> policy, state = presets.from_torch(
@@ -68,16 +64,12 @@ def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
     """Returns a dictionary for PyTorch's `GradScaler.load_state_dict`. Waits for the device.
 
     Args:
-      policy: a `DynamicLossScale`, or the `NoOpLossScale` of a disabled scaler. Its
-        bounds are lost, as PyTorch has none.
+      policy: a `DynamicLossScale` without hysteresis and growth delay, or the
+        `NoOpLossScale` of a disabled scaler. Its bounds are lost, as PyTorch has none.
       state: its state, outside of `jit`.
 
     Returns:
       The dictionary, of Python numbers.
-
-    Raises:
-      ValueError: if `policy` has what PyTorch has not: hysteresis, or a growth delay.
-      TypeError: if it is another policy, or `state` is traced.
 
     Example:
       >>> from jaxscale import presets
@@ -125,10 +117,6 @@ def from_tensorflow(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleStat
       A policy as `presets.tensorflow` returns it, or a `FixedLossScale`, and its initial
       state: TensorFlow keeps the scale itself in its checkpoints.
 
-    Raises:
-      ValueError: if a key is unknown, or a value is out of range.
-      TypeError: if a value is not a number.
-
     Example:
       >>> from jaxscale import presets
       >>> config = {"initial_loss_scale": 8.0, "increment_period": 9, "multiplier": 2.0}
@@ -154,10 +142,6 @@ def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
     Returns:
       A policy as `presets.keras` or `presets.tf_keras` returns it, and its initial state:
       Keras keeps the scale itself with the weights.
-
-    Raises:
-      ValueError: if it is another configuration, or a value is out of range.
-      TypeError: if a value is not a number.
 
     Example:
       >>> from jaxscale import presets
@@ -190,24 +174,6 @@ def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
     Returns:
       A policy as `presets.flax` returns it, and a state with the scale and the counter
       as they are.
-
-    Raises:
-      TypeError: if it is another object, or it is traced.
-      ValueError: if a value is out of range.
-
-    Example:
-      >>> import types
-      >>> from jaxscale import presets
-      >>> dynamic_scale = types.SimpleNamespace(
-      ...     growth_factor=2.0,
-      ...     backoff_factor=0.5,
-      ...     growth_interval=9,
-      ...     fin_steps=3,
-      ...     scale=8.0,
-      ...     minimum_scale=1.0,
-      ... )
-      >>> presets.from_flax(dynamic_scale)[1].growth_tracker
-      Array(3, dtype=int32)
     """
     names = ("growth_factor", "backoff_factor", "growth_interval", "scale", "minimum_scale")
     values = _attributes("from_flax", dynamic_scale, (*names, "fin_steps"))
@@ -226,19 +192,6 @@ def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
       A policy as `presets.jmp` returns it, and a state with the scale and the counter as
       they are. A `StaticLossScale` becomes a `FixedLossScale`, and a `NoOpLossScale` the
       one of this library.
-
-    Raises:
-      TypeError: if it is another object, or it is traced.
-      ValueError: if a value is out of range.
-
-    Example:
-      >>> import types
-      >>> from jaxscale import presets
-      >>> loss_scale = types.SimpleNamespace(
-      ...     loss_scale=8.0, counter=3, period=9, factor=2, min_loss_scale=1.0
-      ... )
-      >>> presets.from_jmp(loss_scale)[1].growth_tracker
-      Array(3, dtype=int32)
     """
     if type(loss_scale).__name__ == "NoOpLossScale":
         return _resumed(NoOpLossScale())

@@ -18,22 +18,13 @@ def tensorflow(
     After `increment_period` finite steps in a row the scale is multiplied, and stays if
     the product is not finite; a non-finite step divides it, down to 1. Also
     `tf.compat.v1.mixed_precision`. Source: TensorFlow 2.21,
-    `python/training/experimental/loss_scale.py`. Nothing differs.
+    `python/training/experimental/loss_scale.py`. Behaves identically.
 
     Args:
       initial_loss_scale: the scale of the first step.
       increment_period: how many finite steps in a row it takes to grow; 0 means 1.
       multiplier: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.tensorflow(increment_period=500).growth_interval
-      500
     """
     call = "presets.tensorflow"
     return dynamic(
@@ -61,7 +52,7 @@ def tensorflow_contrib(
     product is not finite. On every `decr_every_n_nan_or_inf`-th non-finite step since
     it last moved, in a row or not, it backs off, down to 1. Source: TensorFlow 1.15,
     `contrib/mixed_precision`. Its documentation says that a backoff below 1 is refused;
-    the code backs off to 1. Nothing differs. For its `FixedLossScaleManager`, use
+    the code backs off to 1. Behaves identically. For its `FixedLossScaleManager`, use
     `FixedLossScale` in a `loss_scaled` optimizer.
 
     Args:
@@ -70,15 +61,6 @@ def tensorflow_contrib(
       decr_every_n_nan_or_inf: how many non-finite steps it takes to back off.
       incr_ratio: the scale is multiplied by this when it grows.
       decr_ratio: the scale is multiplied by this when it backs off.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.tensorflow_contrib(init_loss_scale=8, incr_every_n_steps=9).hysteresis
-      2
     """
     return dynamic(
         "presets.tensorflow_contrib",
@@ -118,15 +100,6 @@ def tf_keras(
         it must be given.
       dynamic_growth_steps: how many finite steps in a row it takes to grow, 2000 if
         `None`.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.tf_keras(dynamic=False, initial_scale=128)
-      FixedLossScale(loss_scale=128.0)
     """
     if not dynamic:
         if initial_scale is None or dynamic_growth_steps is not None:
@@ -155,15 +128,6 @@ def keras(*, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000) -> 
     Args:
       initial_scale: the scale of the first step.
       dynamic_growth_steps: how many finite steps in a row it takes to grow.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.keras(dynamic_growth_steps=500).growth_interval
-      500
     """
     return _doubling("presets.keras", initial_scale, dynamic_growth_steps)
 
@@ -190,15 +154,6 @@ def openseq2seq_backoff(
       step_factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       step_window: how many finite steps in a row it takes to grow.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.openseq2seq_backoff().init_scale
-      16384.0
     """
     call = "presets.openseq2seq_backoff"
     return dynamic(
@@ -239,15 +194,6 @@ def openseq2seq_logmax(
       beta1: how much of the average is kept in a step.
       beta2: the same for the averages from which the standard deviation is computed.
       overflow_std_dev: how many standard deviations to keep away.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.openseq2seq_logmax(beta1=0.9).beta1
-      0.9
     """
     return LogMaxLossScale(
         min_scale=scale_min,

@@ -31,15 +31,6 @@ def torch(
       backoff_factor: the scale is multiplied by this when it backs off.
       growth_interval: how many finite steps in a row it takes to grow.
       enabled: if it is `False`, nothing is scaled.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.torch().init_scale
-      65536.0
     """
     if not enabled:
         return NoOpLossScale()
@@ -65,24 +56,15 @@ def apex(
 
     After `scale_window` finite steps in a row the scale doubles, up to
     `max_loss_scale`; a non-finite step halves it, down to `min_loss_scale`. Source:
-    NVIDIA/apex, `apex/amp/scaler.py`, before it was removed. As in Apex, `scale_factor`
-    is ignored, and a start above the maximum is lowered to it. Nothing differs.
+    NVIDIA/apex, `apex/amp/scaler.py`, before it was removed. Behaves identically:
+    `scale_factor` is accepted and ignored, and a start above the maximum is lowered to it.
 
     Args:
       init_scale: the scale of the first step.
-      scale_factor: ignored: as in Apex, the factor is always 2.
+      scale_factor: accepted and ignored, as in Apex: the factor is always 2.
       scale_window: how many finite steps in a row it takes to grow.
       min_loss_scale: a backoff ends at least here; `None` and 0 mean no minimum.
       max_loss_scale: a growth ends at most here.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.apex(min_loss_scale=128.0).min_scale
-      128.0
     """
     call = "presets.apex"
     del scale_factor
@@ -115,15 +97,6 @@ def apex_fp16_utils(
       scale_factor: the scale is multiplied by this when it grows, and divided by it when it
         backs off.
       scale_window: how many finite steps in a row it takes to grow.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.apex_fp16_utils().init_scale
-      4294967296.0
     """
     call = "presets.apex_fp16_utils"
     return dynamic(
@@ -158,15 +131,6 @@ def apex_hysteresis(
       backoff_factor: the scale is multiplied by this when it backs off.
       growth_interval: how many finite steps in a row it takes to grow.
       hysteresis: how many non-finite steps in a row it takes to back off.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.apex_hysteresis(hysteresis=2).refill_on_finite
-      True
     """
     return dynamic(
         "presets.apex_hysteresis",
@@ -206,15 +170,6 @@ def megatron(
       growth_interval: how many finite steps in a row it takes to grow.
       hysteresis: how many non-finite steps it takes to back off; only a growth restores
         these tolerated steps.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> presets.megatron().hysteresis
-      2
     """
     return dynamic(
         "presets.megatron",

@@ -171,9 +171,7 @@ def test_neither_is_one_that_moves_once_and_stays(name):
 # Their scale grows in almost every finite step, so that no two falls are without a growth.
 GROWING = [
     "`presets.chainer()`",
-    "`presets.dalle()`",
     "`presets.openseq2seq_logmax(scale_max=2**24)`",
-    "`presets.popart()`",
 ]
 # Some of the decays are too slow for these: they grow after 1 or 200 finite steps, or tolerate
 # one overflow in 20.

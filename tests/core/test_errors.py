@@ -161,11 +161,25 @@ CASES = {
     "unknown key": (
         lambda: DYNAMIC.from_config({"init": 8}),
         TypeError,
-        r"DynamicLossScale.*'init'.*init_scale",
+        r"DynamicLossScale.*'init'",
     ),
     "bad value": (lambda: DYNAMIC.from_config({"init_scale": 0}), ValueError, r"init_scale"),
-    "base class": (lambda: jaxscale.LossScale.from_config({}), TypeError, r"DynamicLossScale"),
+    "base class": (
+        lambda: jaxscale.LossScale.from_config({}),
+        TypeError,
+        r"abstract class LossScale",
+    ),
     # verdicts and trees
+    "gradients for the largest": (
+        lambda: DYNAMIC().adjust(STATE, True, {"w": W}),
+        TypeError,
+        r"`DynamicLossScale\.adjust\(largest=.*scalar, .*got dict.*`update",
+    ),
+    "a leaf for the largest": (
+        lambda: DYNAMIC().adjust(STATE, True, W),
+        TypeError,
+        r"largest=.*got float32\[",
+    ),
     "verdict is no bool": (
         lambda: DYNAMIC().adjust(STATE, 1.0),
         TypeError,

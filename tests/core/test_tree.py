@@ -363,7 +363,7 @@ def test_shapes_may_be_symbols():
     (rows,) = export.symbolic_shape("rows")
 
     def step(pred, params, grads):
-        state = policy.adjust(policy.init(), pred, grads=grads)
+        state = policy.adjust(policy.init(), pred, _verdict.largest(Scaled(grads)))
         unscaled = jaxscale.unscale(jaxscale.FixedLossScale(8).init(), grads)
         moved = apply_updates(params, unscaled)
         return state, cast_like(jaxscale.tree_where(pred, moved, params), params)

@@ -113,7 +113,7 @@ CALLS = {
     "check, with the optimizer": lambda p, s: complaint(s, tx=transformation(p)),
     "update": lambda p, s: OWN[p].update(s.scaling, GRADS),
     "update, overflown": lambda p, s: OWN[p].update(s.scaling, BAD),
-    "adjust, with gradients": lambda p, s: OWN[p].adjust(s.scaling, jnp.array(True), grads=GRADS),
+    "adjust, with a size": lambda p, s: OWN[p].adjust(s.scaling, jnp.array(True), jnp.float32(3)),
     "adjust": lambda p, s: OWN[p].adjust(s.scaling, jnp.array(True)),
     "adjust, overflown": lambda p, s: OWN[p].adjust(s.scaling, jnp.array(False)),
     "to_state_dict": lambda p, s: jaxscale.to_state_dict(s),

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tables import assert_same_bits, avals, crossed, rows
+from tables import assert_same_bits, crossed, rows
 from training import x64
 
 import jaxscale
@@ -125,7 +125,7 @@ def by_hand(params, scaling, x):
     """A step that reads the unscaled gradients once more, after the verdict."""
     loss, grads = jaxscale.value_and_grad(loss_fn, scaling)(params, x)
     finite, known = jaxscale.all_finite(grads), jnp.isfinite(loss)
-    moved = FOLLOWS.adjust(scaling, finite, grads=grads)
+    moved = FOLLOWS.adjust(scaling, finite, largest(grads))
     return jaxscale.tree_where(known, moved, scaling), finite & known
 
 
@@ -187,7 +187,7 @@ def test_with_retries_each_pass_lowers_the_scale_and_the_last_one_teaches(wrap):
     assert (after.total_retries, after.total_notfinite) == (2, 0)
     grads = jax.grad(loss_fn)(PARAMS, x)
     scaling = FOLLOWS.adjust(FOLLOWS.adjust(state.scaling, False), False)
-    assert_same_bits(after.scaling, FOLLOWS.adjust(scaling, True, grads=grads))
+    assert_same_bits(after.scaling, FOLLOWS.adjust(scaling, True, largest(grads)))
     assert jnp.isfinite(loss)
 
 
@@ -201,30 +201,39 @@ def test_of_micro_batches_each_is_looked_at():
         assert_same_bits(state.scaling, expected)
 
 
-def test_a_policy_of_ones_own_gets_what_it_names():
+@pytest.mark.standard_promotion
+def test_a_policy_of_ones_own_gets_the_largest_gradient_if_it_needs_it():
     seen = []
 
-    class Largest(jaxscale.DynamicLossScale):
-        def adjust(self, state, grads_finite, *, largest=None, **others):
-            seen.append((largest, others))
+    class Needs(jaxscale.DynamicLossScale):
+        needs_largest = True
+
+        def adjust(self, state, grads_finite, largest=None):
+            seen.append(largest)
             return super().adjust(state, grads_finite)
 
-    class Whole(jaxscale.DynamicLossScale):
-        def adjust(self, state, grads_finite, *, grads=None, axis_name=None):
-            seen.append((grads, axis_name))
+    class NeedsNot(Needs):
+        needs_largest = False
+
+    class Forgets(jaxscale.DynamicLossScale):
+        needs_largest = True
+
+        def adjust(self, state, grads_finite):
             return super().adjust(state, grads_finite)
 
     grads = jax.tree.map(lambda p: jnp.full_like(p, -0.5), PARAMS)
-    for policy in (Largest(), Whole()):
+    for policy in (Needs(), NeedsNot()):
         policy.update(policy.init(), grads)
+        policy.update(policy.init(), {})
         tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
-        jax.eval_shape(whole(tx), PARAMS, tx.init(PARAMS), BATCHES[0])
-    (alone, none), (step, no_more), (given, axis_name), (scaled, _) = seen
-    assert (alone, none, no_more, axis_name) == (0.5, {}, {}, None)
-    assert_same_bits(given, grads)
-    assert (step.shape, step.dtype) == ((), jnp.float32)
-    # In a step they are unscaled, in float32.
-    assert avals(scaled) == avals(jax.tree.map(lambda p: p.astype(jnp.float32), PARAMS))
+        for retries in (0, 1):
+            jax.eval_shape(whole(tx, retries=retries), PARAMS, tx.init(PARAMS), BATCHES[0])
+    alone, none, *steps = seen[: len(seen) // 2]
+    assert (alone, none) == (0.5, None)
+    assert {(size.shape, str(size.dtype)) for size in steps} == {((), "float32")}
+    assert seen[len(seen) // 2 :] == [None] * (2 + len(steps))
+    with pytest.raises(TypeError, match=r"adjust.*'largest'"):
+        Forgets().update(Forgets().init(), grads)
 
 
 @pytest.mark.parametrize("how", ["shard_map", "pmap", "compiler"])

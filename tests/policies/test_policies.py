@@ -1,7 +1,9 @@
 """How a loss scale moves: the real rule against the documented one in `references.py`."""
 
 import dataclasses
+import functools
 import json
+import pickle
 
 import hypothesis
 import hypothesis.strategies as st
@@ -14,6 +16,8 @@ from tables import POLICIES, assert_same_bits, avals, policies
 
 import jaxscale
 from jaxscale import presets
+from jaxscale._state import Scaled
+from jaxscale._verdict import largest
 
 
 def powers(low, high):
@@ -147,7 +151,8 @@ def test_policies_keep_avals_and_follow_the_verdict(policy):
             assert avals(new_state) == avals(state)
             assert avals(should_apply) == avals(verdict)
             assert should_apply == (verdict | always)
-            assert_same_bits(new_state, policy.adjust(state, verdict, grads=grads))
+            size = largest(Scaled(grads))  # which those that do not need it ignore
+            assert_same_bits(new_state, policy.adjust(state, verdict, size))
 
 
 @pytest.mark.parametrize("grads", [None, [], {}, {"w": None}, [None, jnp.ones(2)]])
@@ -179,6 +184,7 @@ def test_policies_are_plain_values():
     preset = presets.PresetLossScale(init_scale=np.float32(8), growth_delay=np.int64(3))
     assert {type(value) for value in preset.get_config().values()} == {float, int, bool, str}
     assert jax.tree.leaves(policy) == [policy]
+    assert pickle.loads(pickle.dumps((policy, policy.init()))) == (policy, policy.init())
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.init_scale = 1.0
 
@@ -223,28 +229,33 @@ LIBRARIES = {
     "tolerance": presets.fairseq(),
     "logmax": presets.openseq2seq_logmax(),
     "adaptive": jaxscale.AdaptiveLossScale(),
-    "gradual": presets.dalle(),
+    "gradual": presets.chainer(),
     "window": presets.WindowLossScale(),
 }
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, *LIBRARIES])
-def test_adjust_takes_gradients_and_two_policies_read_them(policy):
+def test_a_policy_that_needs_the_largest_gradient_says_so(policy):
     policy = (POLICIES | LIBRARIES)[policy]
-    state, grads, axis = policy.init(), jnp.array([2.0**-4, 0.0]), "data"
-    without = policy.adjust(state, True)
+    state = policy.init()
+    unknown, *moved = (policy.adjust(state, True, size) for size in (None, 0.5, jnp.float32(0.125)))
+    apart = [not jax.tree.all(jax.tree.map(jnp.array_equal, unknown, after)) for after in moved]
+    assert apart == [policy.needs_largest] * 2
 
-    def with_gradients(shard):
-        return policy.adjust(state, True, grads=shard, axis_name=axis)
 
-    moved = jax.vmap(with_gradients, axis_name=axis)(grads)
-    if isinstance(policy, presets.LogMaxLossScale):
-        assert_same_bits(without, state)  # nothing is known about the size of the gradients
-        assert (moved.x_hat != 0).all()  # on each device: the largest gradient is that of all
-    elif isinstance(policy, jaxscale.AdaptiveLossScale):
-        assert moved.peak.tolist() == [-4, -4]
-    else:
-        assert_same_bits(moved, jax.tree.map(lambda x: jnp.stack([x, x]), without))
+@pytest.mark.parametrize("policy", [*POLICIES, *LIBRARIES])
+def test_devices_agree_on_the_next_state(policy):
+    policy = (POLICIES | LIBRARIES)[policy]
+    update = functools.partial(policy.update, axis_name="data")
+    for shards, size in (([0.125, 0.0], 0.125), ([0.125, jnp.nan], jnp.nan)):
+        after, _ = jax.vmap(update, (None, 0), axis_name="data")(policy.init(), jnp.array(shards))
+        alone = policy.adjust(policy.init(), bool(size == size), size)
+        assert_same_bits(after, jax.tree.map(lambda x: jnp.stack([x, x]), alone))
+
+
+def test_logmax_learns_nothing_from_a_step_of_unknown_size():
+    state = LIBRARIES["logmax"].init()
+    assert_same_bits(LIBRARIES["logmax"].adjust(state, True), state)
 
 
 def test_a_scale_set_from_a_python_number_is_strongly_typed_again():

@@ -25,7 +25,6 @@ POLICIES = {
     "`presets.apex_fp16_utils()`": presets.apex_fp16_utils(),
     "`presets.chainer()`": presets.chainer(),
     "`presets.colossalai()`": presets.colossalai(),
-    "`presets.dalle()`": presets.dalle(),
     "`presets.deepspeed()`": presets.deepspeed(),
     "`presets.fairseq()`": presets.fairseq(),
     "`presets.fairseq(tolerance=0.05)`": presets.fairseq(tolerance=0.05),
@@ -42,7 +41,6 @@ POLICIES = {
     "`presets.openseq2seq_backoff()`": presets.openseq2seq_backoff(),
     "`presets.openseq2seq_logmax(scale_max=2**24)`": presets.openseq2seq_logmax(scale_max=2.0**24),
     "`presets.paddle()`": presets.paddle(),
-    "`presets.popart()`": presets.popart(),
     "`presets.tensorflow()`": presets.tensorflow(),
 }
 

@@ -151,14 +151,14 @@ def _run(policy, retries, steps):
 
         def back_off(carry):
             state, extra = carry
-            return policy.adjust(state, jnp.array(False), grads=jnp.float32(jnp.inf)), extra + 1
+            return policy.adjust(state, jnp.array(False), jnp.float32(jnp.inf)), extra + 1
 
         def again(carry):
             return overflows(carry[0]) & (carry[1] < retries) & ~told
 
         tried, extra = jax.lax.while_loop(again, back_off, (state, jnp.int32(0)))
         bad = overflows(tried)
-        moved = policy.adjust(tried, ~bad, grads=jnp.where(bad, jnp.inf, size))
+        moved = policy.adjust(tried, ~bad, jnp.where(bad, jnp.inf, size))
         after = jaxscale.tree_where(told, tried, moved)
         return after, (state, tried.loss_scale, bad | told, extra)
 
