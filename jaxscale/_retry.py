@@ -36,6 +36,7 @@ class Pass(NamedTuple):
     aux: Any
     grads: Scaled
     verdict: Verdict | None = None
+    seen: Scaled | None = None  # the gradients before `on_grads` changed them, if it did
 
 
 def repeated(
@@ -104,6 +105,38 @@ def repeated(
     carry = scaling, number, jnp.array(True), arrays
     scaling, number, _, arrays = jax.lax.while_loop(lambda carry: carry[2], body, carry)
     return unflatten[0](arrays), scaling, number
+
+
+def traced_once(
+    backward: Callable[[Any], Pass], scaling: Any
+) -> tuple[Callable[[Any], Pass], list[Any]]:
+    """Returns a pass that is traced once, wherever it is called, and the axes it communicates on.
+
+    Args:
+      backward: makes a pass with a scale state.
+      scaling: a scale state, for its types.
+    """
+    unflatten: list[Callable[[list[Any]], Pass]] = []
+
+    @jax.jit
+    def arrays_of_pass(scaling: Any) -> list[jax.Array]:
+        arrays, unflatten[:] = _split(backward(scaling))
+        return arrays
+
+    axes = collective_axes(jax.make_jaxpr(arrays_of_pass)(scaling))
+    return lambda scaling: unflatten[0](arrays_of_pass(scaling)), axes
+
+
+def collective_axes(jaxpr: Any) -> list[Any]:
+    """Returns the named axes along which the devices that run a program exchange numbers."""
+    effects = [each for each in jaxpr.effects if type(each).__name__ == "NamedAxisEffect"]
+    # Sorted, as all hosts must trace one program, and the order of a set is up to the process.
+    return sorted((effect.name for effect in effects), key=repr)
+
+
+def is_told_apart(axis: Any) -> bool:
+    """Returns whether types say what differs along a named axis, as in a checked `shard_map`."""
+    return bool(varying(jax.make_jaxpr(lambda: jax.lax.axis_index(axis))().out_avals[0]))
 
 
 def is_traced(*inputs: Any) -> bool:

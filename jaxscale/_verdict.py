@@ -93,6 +93,13 @@ def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
     return jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
 
 
+def axis_names(axis_name: Any) -> tuple[Any, ...]:
+    """Returns the names in an `axis_name`, which is one, a tuple of several, or `None`."""
+    if isinstance(axis_name, tuple | list):
+        return tuple(axis_name)
+    return () if axis_name is None else (axis_name,)
+
+
 def agree_on_size(
     finite: jax.Array, evidence: "Evidence", axis_name: Any
 ) -> tuple[jax.Array, jax.Array | None]:

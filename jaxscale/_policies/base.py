@@ -149,6 +149,12 @@ def takes_largest(policy: LossScale) -> bool:
     return "largest" in inspect.signature(policy.adjust).parameters
 
 
+def takes_gradients(policy: LossScale) -> bool:
+    """Returns whether `policy.adjust` takes the gradients themselves."""
+    parameters = inspect.signature(policy.adjust).parameters.values()
+    return any(p.name == "grads" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
 def moved(
     policy: LossScale,
     state: Any,
@@ -171,8 +177,7 @@ def moved(
     adjust: Any = policy.adjust  # of a policy that takes more than the base class says
     if largest is not None:
         return adjust(state, grads_finite, largest=largest)
-    parameters = inspect.signature(adjust).parameters.values()
-    if any(p.name == "grads" or p.kind is p.VAR_KEYWORD for p in parameters):
+    if takes_gradients(policy):
         # By the reciprocal: they would be stored if they were divided as the verdict divides.
         unscaled = grads.unscale(grads.grads)
         return adjust(state, grads_finite, grads=unscaled, axis_name=axis_name)
