@@ -289,9 +289,12 @@ class Wrapper:
             stored, gradients_of = self.window.mean(window, grads)
             value = None if value is None else self.window.mean_value(window)
         norm = None if verdict.squares is None else jnp.sqrt(verdict.squares)
-        shown = _shown(norm, axis_name) if norm is not None and shows else state.grad_norm
-        if norm is None and shows and self.window is None:
-            shown = jnp.full_like(state.grad_norm, jnp.inf)  # unless the step finds the norm
+        shown: Any = state.grad_norm  # without a better one
+        finds = shows and norm is None  # only the step then knows the norm, if it is made
+        if finds and self.window is None:
+            shown = jnp.full_like(shown, jnp.inf)
+        elif shows and not finds:
+            shown = _shown(norm, axis_name)
 
         def unchanged(like: Any) -> tuple[Any, Any]:
             return (params if applies else _no_updates(like, grads)), opt_state
@@ -301,7 +304,7 @@ class Wrapper:
             updates, new_state, found = self._inner_update(
                 gradients_of(stored), norm, value, opt_state, params, extra_args
             )
-            found = _shown(found, axis_name) if norm is None and shows else None
+            found = _shown(found, axis_name) if finds else None
             outcome = apply_updates(params, updates) if applies else addable(updates, params)
             if not self.check_updates:
                 return outcome, new_state, None, found
@@ -310,7 +313,7 @@ class Wrapper:
 
         def skipped(like: Any) -> tuple[Any, Any, Any, Any]:
             # Constants, with the type that the others have on a mesh, which a constant has not.
-            found = jax.lax.select(due, shown, shown) if norm is None and shows else None
+            found = jax.lax.select(due, shown, shown) if finds else None
             return *unchanged(like[0]), due | ~due if self.check_updates else None, found
 
         outcome, new_state, updates_finite, found = step_if(due, step, (stored, norm), skipped)

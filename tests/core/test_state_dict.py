@@ -46,7 +46,7 @@ VERSION_1 = {
     "nonfinite_leaves": None,
 }
 # Fields that came later.
-WRITTEN = VERSION_1 | {"total_retries": i32(0), "backoff_count": i32(0)}
+WRITTEN = VERSION_1 | {"total_retries": i32(0), "backoff_count": i32(0), "grad_norm": None}
 
 
 def saved(**changes):

@@ -192,6 +192,7 @@ def test_public_names_are_those_of_the_contract():
         "total_retries",
         "backoff_count",
         "nonfinite_leaves",
+        "grad_norm",
     )
 
 
@@ -234,7 +235,7 @@ def test_docstrings_name_every_argument():
 
 
 def test_options_are_keyword_only():
-    # The exceptions are `loss_scaled(inner, 128)`, `autocast(fun, jnp.bfloat16)` and the last field
+    # The exceptions are `loss_scaled(inner, 128)`, `autocast(fun, jnp.bfloat16)` and the last fields
     # of a NamedTuple; and an exception has the signature of all exceptions: none.
     assert not [
         f"{name}({parameter})"
@@ -242,7 +243,7 @@ def test_options_are_keyword_only():
         if name != "LossScaleStuckError"
         for parameter in inspect.signature(obj).parameters.values()
         if parameter.default is not parameter.empty
-        and parameter.name not in ("loss_scale", "dtype", "nonfinite_leaves")
+        and parameter.name not in ("loss_scale", "dtype", "nonfinite_leaves", "grad_norm")
         and parameter.kind is not parameter.KEYWORD_ONLY
     ]
 
