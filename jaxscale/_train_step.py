@@ -275,7 +275,8 @@ class Plan:
         for name, hook in {"on_grads": self.on_grads, "after": self.after}.items():
             if not (hook is None or callable(hook)):
                 raise TypeError(
-                    f"`{self.call}({name}=...)` must be a function, got {type(hook).__name__}."
+                    f"`{self.call}({name}=...)` must be a function or None, got "
+                    f"{type(hook).__name__}."
                 )
         for name in ("has_state", "has_aux"):
             one_of(self.call, name, getattr(self, name), (False, True))
