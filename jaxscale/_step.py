@@ -46,12 +46,12 @@ from ._tree import (
     cast_like,
     map_gradients,
     tree_where,
-    varying,
     varying_axes,
     widen,
 )
 from ._verdict import (
     agree_on_size,
+    agree_on_sizes,
     all_finite,
     axis_names,
     clip_by_global_norm,
@@ -59,6 +59,7 @@ from ._verdict import (
     global_norm,
     last_flags,
     nans_are_errors,
+    norm_bits,
     read,
     sizes,
 )
@@ -124,6 +125,7 @@ class Verdict(NamedTuple):
     loss_finite: jax.Array  # bool[], true if no loss was passed
     leaves_finite: list[jax.Array]  # a bool[] for each gradient, if leaves are tracked
     squares: jax.Array | None  # the sum of all squares, if the norm comes from the same pass
+    norm: jax.Array | None  # what the state shows of it, an f32[]
     largest: jax.Array | None  # the largest gradient, an f32[], if the policy takes it
     seen: Scaled | None  # the gradients before a hook changed them, if the policy takes those
 
@@ -232,26 +234,29 @@ class Wrapper:
         else:
             squares = self._shares_norm and seen is None
             evidence = read(first.unscaled, by_leaf=tracks, squares=squares)
-        known, norm = [evidence], evidence
+        passes, norm = [evidence], evidence
         if seen is not None:
             norm = read(unscaled, by_leaf=tracks, squares=self._shares_norm)
-            known.append(norm)
+            passes.append(norm)
         elif is_sized and self._shares_norm:
             norm = read(unscaled, squares=True)
         _check_devices_agree(unscaled, value, axis_name)
-        by_leaf = zip(*(each.finite_groups() for each in known), strict=True) if tracks else ()
-        held = [[each.finite() for each in known], [all_finite(value)], *by_leaf]
+        by_leaf = zip(*(each.finite_groups() for each in passes), strict=True) if tracks else ()
+        held = [[each.finite() for each in passes], [all_finite(value)], *by_leaf]
         local = jnp.stack([functools.reduce(jnp.bitwise_and, each) for each in held])
-        (grads_finite, loss_finite, *leaves_finite), largest = agree_on_size(
-            local, evidence, axis_name
-        )
+        squares = norm.squares() if self._shares_norm else None
+        bits = {"largest": evidence.bits()} if evidence.holds_sizes else {}
+        if squares is not None and state.grad_norm is not None:
+            bits["norm"] = norm_bits(jnp.sqrt(squares))
+        (grads_finite, loss_finite, *leaves_finite), known = agree_on_sizes(local, bits, axis_name)
         return Verdict(
             axis_name,
             grads_finite,
             loss_finite,
             leaves_finite,
-            norm.squares() if self._shares_norm else None,
-            largest,
+            squares,
+            known.get("norm"),
+            known.get("largest"),
             seen if takes_gradients(self.policy) else None,
         )
 
@@ -289,12 +294,10 @@ class Wrapper:
             stored, gradients_of = self.window.mean(window, grads)
             value = None if value is None else self.window.mean_value(window)
         norm = None if verdict.squares is None else jnp.sqrt(verdict.squares)
-        shown: Any = state.grad_norm  # without a better one
+        shown: Any = state.grad_norm if verdict.norm is None else verdict.norm
         finds = shows and norm is None  # only the step then knows the norm, if it is made
         if finds and self.window is None:
             shown = jnp.full_like(shown, jnp.inf)
-        elif shows and not finds:
-            shown = _shown(norm, axis_name)
 
         def unchanged(like: Any) -> tuple[Any, Any]:
             return (params if applies else _no_updates(like, grads)), opt_state
@@ -509,10 +512,8 @@ def _check_not_nested(inner_state: Any) -> None:
 
 
 def _shown(norm: Any, axis_name: Any) -> jax.Array:
-    """Returns a norm as the state shows it, one number on all devices that agree."""
-    apart = tuple(each for each in axis_names(axis_name) if each in varying(jax.typeof(norm)))
-    norm = jax.lax.pmax(norm, apart) if apart else norm
-    return cast(jnp.where(norm >= 0, norm, jnp.inf), jnp.float32)
+    """Returns a norm as the state shows it."""
+    return agree_on_size(norm_bits(norm), axis_name)
 
 
 def _count(event: jax.Array, counter: jax.Array) -> jax.Array:
