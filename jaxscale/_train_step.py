@@ -14,7 +14,6 @@
 import dataclasses
 import functools
 import inspect
-import operator
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
@@ -24,7 +23,8 @@ import jax.numpy as jnp
 import optax
 
 from ._checks import int32, one_of, with_article
-from ._leaf import dtype_of, is_array, is_inexact
+from ._hooks import hooked
+from ._leaf import is_array
 from ._optimizer import (
     NEVER_MOVE,
     applied,
@@ -35,9 +35,7 @@ from ._optimizer import (
 )
 from ._retry import Pass, is_told_apart, is_traced, repeated, traced_once
 from ._scaling import find_any
-from ._state import Scaled
 from ._step import backoffs, wrapper_of
-from ._tree import cast, leaf_name, map_gradients, split, widen
 from ._value_and_grad import backward_pass
 from ._verdict import axis_names
 
@@ -320,18 +318,6 @@ class Plan:
         state, aux = aux if self.has_state and self.has_aux else (aux, aux)
         return Pass(loss, state, aux, grads)
 
-    def hooked(self, made: Pass, params: Any) -> Pass:
-        """Returns a pass with the gradients that `on_grads` returns."""
-        if self.on_grads is None:
-            return made
-        old, structure = jax.tree.flatten(map_gradients(widen, made.grads.unscaled))
-        grads = self.on_grads(structure.unflatten(old))
-        new = jax.tree.leaves(grads)
-        if jax.tree.structure(grads) == structure and all(map(operator.is_, new, old)):
-            return made  # it only looked at them
-        grads = _like(f"{self.call}(on_grads=...)", grads, structure.unflatten(old), params)
-        return made._replace(grads=Scaled(grads), seen=made.grads)
-
     def passes(
         self,
         tx: Any,
@@ -350,8 +336,8 @@ class Plan:
           params: the parameters, of the structure of the gradients.
         """
 
-        def hooked(scaling: Any) -> Pass:
-            return self.hooked(backward(scaling), params)
+        def run(scaling: Any) -> Pass:
+            return hooked(f"{self.call}(on_grads=...)", self.on_grads, backward(scaling), params)
 
         wrapper = wrapper_of(tx)
         if wrapper is None:
@@ -362,11 +348,11 @@ class Plan:
                     "state a bad step may ruin for good. Wrap outermost: `tx = loss_scaled(tx)`.",
                     stacklevel=3,
                 )
-            return hooked(scaling), opt_state
+            return run(scaling), opt_state
 
-        run, axis_name = hooked, wrapper.axis_name
+        one_pass, axis_name = run, wrapper.axis_name
         if traced and (self.on_grads is not None or self.retries):
-            run, axes = traced_once(hooked, opt_state.scaling)
+            one_pass, axes = traced_once(run, opt_state.scaling)
             # Devices that part would wait for each other for ever, or go on with other parameters.
             # Without a hook they cannot part unnoticed where types tell them apart.
             known = axis_names(axis_name)
@@ -375,7 +361,7 @@ class Plan:
             axis_name = (*known, *(axis for axis in new if axis not in known)) or None
 
         def judged(scaling: Any) -> Pass:
-            made = run(scaling)
+            made = one_pass(scaling)
             verdict = wrapper.judge(made.grads, opt_state, made.loss, made.seen, axis_name)
             return made._replace(verdict=verdict, seen=None)
 
@@ -442,38 +428,6 @@ def _described(output: Any) -> str:
     if not isinstance(output, tuple) or hasattr(output, "_fields"):
         return type(output).__name__ if not is_array(output) else "an array"
     return f"({', '.join(map(_described, output))})"
-
-
-def _like(call: str, grads: Any, old: Any, params: Any) -> Any:
-    """Returns the gradients of a hook in the dtypes of those that it got, or raises an error.
-
-    Their shapes may also be those of the parameters, where it got gradients by example.
-    """
-    got = f"`{call}` must return gradients like those that it got"
-    structures = jax.tree.structure(old), jax.tree.structure(grads)
-    if structures[0] != structures[1]:
-        raise ValueError(
-            f"{got}, {structures[0]}, and returned {structures[1]}. Return all of them, those "
-            "that it does not change, too."
-        )
-
-    def check(path: Any, grad: Any, new: Any, param: Any) -> Any:
-        if not is_inexact(grad):
-            return new
-        at, shapes = f"{got}: at {leaf_name(path)} it", (jnp.shape(grad), jnp.shape(param))
-        if not is_inexact(new) or dtype_of(new) != dtype_of(grad):
-            kind = dtype_of(new) if is_array(new) else type(new).__name__
-            raise TypeError(f"{at} got {dtype_of(grad)} and returned {kind}. Cast the result.")
-        if jnp.shape(new) not in shapes:
-            raise ValueError(
-                f"{at} got the shape {shapes[0]}, and the parameter has {shapes[1]}, but it "
-                f"returned {jnp.shape(new)}."
-            )
-        return cast(new, dtype_of(grad))
-
-    params = split(params, old)[0]
-    params = params if jax.tree.structure(params) == structures[0] else old
-    return jax.tree_util.tree_map_with_path(check, old, grads, params)
 
 
 def _check_params(transform: Any, params: Any) -> None:

@@ -85,7 +85,7 @@ def test_shard_map_agrees(check, axis_name):
 
 @crossed((True, True), check=[True, False], fused=[True, False])
 def test_shard_map_over_sharded_parameters_agrees(check, fused):
-    tx = jaxscale.loss_scaled(optax.adam(0.1), axis_name="data")
+    tx = jaxscale.loss_scaled(optax.adam(0.1), axis_name="data", max_norm=1.0)
     params = PARAMS["w"]
     state = tx.init(params)
     specs = jax.tree.map(lambda leaf: SHARDED if leaf.ndim else REPLICATED, state)
@@ -109,6 +109,8 @@ def test_shard_map_over_sharded_parameters_agrees(check, fused):
     x = jnp.ones(16)
     new_params, new_state = run(params, state, x)
     np.testing.assert_allclose(new_params, 0.9, rtol=1e-5)
+    # The largest norm of all devices, each of which has two parameters.
+    assert set(shards(run(params, state, x.at[4:6].set([3, 4]))[1].grad_norm)) == {5.0}
     new_params, new_state = run(params, state, x.at[5].set(jnp.nan))
     assert_same_bits(np.asarray(new_params), np.asarray(params))
     assert set(shards(new_state.scaling.loss_scale)) == {2.0**14}
