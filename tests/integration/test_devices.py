@@ -263,6 +263,9 @@ WAYS = {
 def test_all_go_round_together(way):
     once, again = WAYS[way](0), WAYS[way](30)
     assert once(PARAMS, hot().init(PARAMS), HOT_X)[1].total_notfinite == 1
+    if "hook" in way:  # before anything that would wait for ever if they did not agree
+        bad = once(PARAMS, hot(1.0).init(PARAMS), X.at[13, 2].set(jnp.inf))[1]
+        assert bad.total_notfinite_loss == 1
     params, state = again(PARAMS, hot().init(PARAMS), HOT_X)
     assert (state.total_notfinite, state.total_notfinite_loss) == (0, 0)
     assert state.total_retries > 0
