@@ -123,8 +123,8 @@ def train_step(
     has_state: bool = False,
     has_aux: bool = False,
     retries: int = 0,
-    on_grads: Callable[[Any], Any] | None = None,
-    after: Callable[[Any, Any], Any] | None = None,
+    on_grads: Any = None,
+    after: Any = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns a training step: a function from parameters and a batch to the next parameters.
