@@ -348,6 +348,21 @@ def vary(array: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     return lax.pcast(array, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, axes)
 
 
+# --- Named axes. A program has the effect `NamedAxisEffect` for each axis that it communicates on.
+
+
+def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
+    """Returns the named axes along which the devices that run a program exchange numbers."""
+    effects = [each for each in jaxpr.effects if type(each).__name__ == "NamedAxisEffect"]
+    # Sorted, as all hosts must trace one program, and the order of a set is up to the process.
+    return sorted((effect.name for effect in effects), key=repr)
+
+
+def is_told_apart(axis: Any) -> bool:
+    """Returns whether types say what differs along a named axis, as in a checked `shard_map`."""
+    return bool(varying(jax.make_jaxpr(lambda: jax.lax.axis_index(axis))().out_avals[0]))
+
+
 # --- Where an equation comes from.
 
 

@@ -13,9 +13,10 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from ._accumulate import Window
+from ._accumulate import MultiStepsState, Window
 from ._checks import explained, int32, one_of, positive, with_article
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale
@@ -31,6 +32,9 @@ _Kept = TypeVar("_Kept")
 
 # Policies whose scale stays as it is.
 NEVER_MOVE = (NoOpLossScale, FixedLossScale)
+
+# The states of windows, each with the number of steps that the optimizer has made.
+WINDOWS = (MultiStepsState, optax.MultiStepsState)
 
 
 def loss_scaled(
@@ -401,12 +405,35 @@ def chosen(call: str, tx: Any, opt_state: Any, new: Any, old: Any) -> Any:
 
     An optimizer without a verdict applies every step.
     """
+    state = _with_verdict(call, tx, opt_state)
+    return new if state is None else keep(call, state.grads_finite, new, old)
+
+
+def completed(call: str, tx: Any, before: Any, after: Any, new: Any, old: Any) -> Any:
+    """Returns `new` if the optimizer made a step between two of its states, otherwise `old`.
+
+    A micro-batch of a window that is not full makes none, though it is not skipped either.
+    """
+    states = [_with_verdict(call, tx, each) for each in (before, after)]
+    nodes = [
+        given if state is None else state
+        for given, state in zip((before, after), states, strict=True)
+    ]
+    windows: Any = [each.inner_state if is_loss_scaled(each) else each for each in nodes]
+    if isinstance(windows[0], WINDOWS):
+        stepped = windows[0].gradient_step != windows[1].gradient_step
+    else:
+        stepped = jnp.array(True) if states[1] is None else states[1].grads_finite
+    return keep(call, stepped, new, old)
+
+
+def _with_verdict(call: str, tx: Any, opt_state: Any) -> LossScaledState | None:
+    """Returns the state of a verdict among those of an optimizer, `None` if it has none."""
     wrapper = wrapper_of(tx)
     nodes = jax.tree.leaves(opt_state, is_leaf=is_loss_scaled)
     if (wrapper is not None and not wrapper.skips) or not any(map(is_loss_scaled, nodes)):
-        return new
-    state = find(call, opt_state, is_loss_scaled, "`LossScaledState`")
-    return keep(call, state.grads_finite, new, old)
+        return None
+    return find(call, opt_state, is_loss_scaled, "`LossScaledState`")
 
 
 def _constant(length: int, step: jax.Array) -> int:

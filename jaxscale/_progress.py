@@ -16,8 +16,8 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from ._accumulate import MultiStepsState
 from ._checks import and_more
+from ._optimizer import WINDOWS
 from ._policies.adaptive import UNSEEN, AdaptiveState
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale
@@ -51,8 +51,7 @@ _ROOM = 6.0
 # where the default rule stops growing; half precision rarely bears it.
 _HIGH, _LONG = 2.0**24, 10_000
 
-# The counters that `multi_steps` adds, which those of Optax share their names with.
-_WINDOWS = (MultiStepsState, optax.MultiStepsState)
+# The counters of windows, which have the same names here and in Optax.
 _WINDOW_COUNTERS = ("mini_step", "gradient_step")
 
 
@@ -75,6 +74,7 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
       `jaxscale.multi_steps` these count micro-batches, and `mini_step` and `gradient_step` are
       added, as they are for an `optax.MultiSteps` inside of `loss_scaled`, whose own state is in
       `opt_state.inner_state`.
+      With `max_norm` there is `grad_norm`, the norm of the last gradients before they were clipped.
       With `track_leaves=True` there is also a `bool[]` for each gradient, whether the last overflow
       was in it, under a name such as `nonfinite_leaves/params/Dense_0/kernel`.
 
@@ -92,7 +92,9 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
     for node in jax.tree.leaves(recovered(tree), is_leaf=is_loss_scaled):
         if is_loss_scaled(node):
             values |= {name: jnp.asarray(getattr(node, name)) for name in _COUNTERS}
-            if isinstance(node.inner_state, _WINDOWS):
+            if node.grad_norm is not None:
+                values["grad_norm"] = jnp.asarray(unwrapped(node.grad_norm))
+            if isinstance(node.inner_state, WINDOWS):
                 window: Any = node.inner_state
                 values |= {name: jnp.asarray(getattr(window, name)) for name in _WINDOW_COUNTERS}
             values |= {

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._jax import varying
+from ._jax import collective_axes, varying
 from ._leaf import dtype_of, is_array
 from ._policies.base import LossScale, adjust_scale
 from ._state import Scaled
@@ -37,6 +37,7 @@ class Pass(NamedTuple):
     aux: Any
     grads: Scaled
     verdict: Verdict | None = None
+    seen: Scaled | None = None  # the gradients before `on_grads` changed them, if it did
 
 
 def repeated(
@@ -112,6 +113,26 @@ def repeated(
 def _outcome(made: Pass, last: Any, first: Any) -> Any:
     verdict: Any = made.verdict
     return tree_where(verdict.grads_finite, last, first)
+
+
+def traced_once(
+    backward: Callable[[Any], Pass], scaling: Any
+) -> tuple[Callable[[Any], Pass], list[Any]]:
+    """Returns a pass that is traced once, wherever it is called, and the axes it communicates on.
+
+    Args:
+      backward: makes a pass with a scale state.
+      scaling: a scale state, for its types.
+    """
+    unflatten: list[Callable[[list[Any]], Pass]] = []
+
+    @jax.jit
+    def arrays_of_pass(scaling: Any) -> list[jax.Array]:
+        arrays, unflatten[:] = _split(backward(scaling))
+        return arrays
+
+    axes = collective_axes(jax.make_jaxpr(arrays_of_pass)(scaling))
+    return lambda scaling: unflatten[0](arrays_of_pass(scaling)), axes
 
 
 def is_traced(*inputs: Any) -> bool:

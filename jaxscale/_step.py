@@ -7,7 +7,8 @@ arguments. Its `update` and `apply` make one step, in this order:
    one pass over the gradients, and all devices agree on it. It covers the gradients rather than
    the updates, as clipping by value and sign-based optimizers hide an inf; with `check_updates`
    it covers the updates, too. For a policy that follows the largest gradient, the same pass finds
-   that.
+   that. If a hook changed the gradients, it covers them as they were and as they are, as a clip
+   hides an inf, too; the largest is that of those before, and the norm that of those after.
 2. *Window.* If gradients are accumulated over several micro-batches, those of finite
    micro-batches are added up. A step is due when the window is full; without a window, whenever
    the verdict is good.
@@ -22,6 +23,7 @@ With `skip_nonfinite=False` none of this happens: the step is that of the wrappe
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -49,12 +51,15 @@ from ._tree import (
 )
 from ._verdict import (
     agree_on_size,
+    agree_on_sizes,
     all_finite,
+    axis_names,
     clip_by_global_norm,
     flags_by_leaf,
     global_norm,
     last_flags,
     nans_are_errors,
+    norm_bits,
     read,
     sizes,
 )
@@ -89,6 +94,10 @@ class LossScaledState(NamedTuple):
       nonfinite_leaves: with `track_leaves=True` the leaves that the last overflow was in: a
         tree with the structure of the parameters and a `bool[]` for each gradient, which
         `jaxscale.metrics` and `jaxscale.check` name. Otherwise `None`.
+      grad_norm: with `max_norm` an `f32[]`, the global norm of the last gradients before they were
+        clipped, also of those that were skipped; inf if they were not finite, or their squares
+        overflow. With accumulation it is that of the last step of the optimizer. Where devices
+        hold parts of the parameters, it is the largest of theirs. Otherwise `None`.
 
     Counters stay at their largest value instead of wrapping around.
 
@@ -110,15 +119,18 @@ class LossScaledState(NamedTuple):
     total_exhausted: jax.Array  # i32[]
     backoff_count: jax.Array  # i32[]
     nonfinite_leaves: Any = None
+    grad_norm: jax.Array | None = None  # f32[]
 
 
 class Verdict(NamedTuple):
     """What one pass over the gradients of a step says. All devices along `axis_name` agree."""
 
+    axis_name: Any
     grads_finite: jax.Array  # bool[]
     loss_finite: jax.Array  # bool[], true if no loss was passed
     leaves_finite: list[jax.Array]  # a bool[] for each gradient, if leaves are tracked
     squares: jax.Array | None  # the sum of all squares, if the norm comes from the same pass
+    norm: jax.Array | None  # what the state shows of it, an f32[]
     largest: jax.Array | None  # the largest gradient, an f32[], if the policy needs it
     lowered: jax.Array | None = None  # bool[], whether retries lowered the scale, if there are any
 
@@ -159,6 +171,7 @@ class Wrapper:
             total_exhausted=jnp.array(0, jnp.int32),
             backoff_count=jnp.array(0, jnp.int32),
             nonfinite_leaves=flags_by_leaf(params) if self.track_leaves else None,
+            grad_norm=None if self.max_norm is None else jnp.array(0, jnp.float32),
         )
 
     def update(
@@ -197,28 +210,60 @@ class Wrapper:
         verdict = self.judge(grads, state, value) if verdict is None else verdict
         return self._advance(grads, verdict, state, params, value, extra_args, applies=True)
 
-    def judge(self, grads: Scaled, state: LossScaledState, value: Any) -> Verdict | None:
-        """Returns the verdict on the gradients and the loss of one step, if it may be skipped."""
+    def judge(
+        self,
+        grads: Scaled,
+        state: LossScaledState,
+        value: Any,
+        seen: Scaled | None = None,
+        axis_name: Any = None,
+    ) -> Verdict | None:
+        """Returns the verdict on the gradients and the loss of one step, if it may be skipped.
+
+        Args:
+          grads: the gradients.
+          state: the state of this optimizer, checked.
+          value: the loss, if it is known.
+          seen: the gradients before a hook changed them, if one did.
+          axis_name: the axes along which devices agree, if not those of the optimizer alone.
+        """
         _check_loss(value)
         if not self.skips:
             return None
-        unscaled = grads.unscaled
+        axis_name = self.axis_name if axis_name is None else axis_name
+        unscaled, first = grads.unscaled, seen or grads
         # The state decides, not `track_leaves`: its structure must not change.
         tracks = state.nonfinite_leaves is not None
-        if self.policy.needs_largest:
-            evidence = sizes(grads, by_leaf=tracks)
-            norm = read(unscaled, squares=True) if self._shares_norm else None
+        is_sized = self.policy.needs_largest
+        if is_sized:
+            evidence = sizes(first, by_leaf=tracks)
         else:
-            evidence = read(unscaled, by_leaf=tracks, squares=self._shares_norm)
-            norm = evidence if self._shares_norm else None
-        by_leaf = evidence.finite_groups() if tracks else []
-        _check_devices_agree(unscaled, value, self.axis_name)
-        local = jnp.stack([evidence.finite(), all_finite(value), *by_leaf])
-        (grads_finite, loss_finite, *leaves_finite), largest = agree_on_size(
-            local, evidence, self.axis_name
+            squares = self._shares_norm and seen is None
+            evidence = read(first.unscaled, by_leaf=tracks, squares=squares)
+        passes, norm = [evidence], evidence
+        if seen is not None:
+            norm = read(unscaled, by_leaf=tracks, squares=self._shares_norm)
+            passes.append(norm)
+        elif is_sized and self._shares_norm:
+            norm = read(unscaled, squares=True)
+        _check_devices_agree(unscaled, value, axis_name)
+        by_leaf = zip(*(each.finite_groups() for each in passes), strict=True) if tracks else ()
+        held = [[each.finite() for each in passes], [all_finite(value)], *by_leaf]
+        local = jnp.stack([functools.reduce(jnp.bitwise_and, each) for each in held])
+        squares = norm.squares() if self._shares_norm else None
+        bits = {"largest": evidence.bits()} if evidence.holds_sizes else {}
+        if squares is not None and state.grad_norm is not None:
+            bits["norm"] = norm_bits(jnp.sqrt(squares))
+        (grads_finite, loss_finite, *leaves_finite), known = agree_on_sizes(local, bits, axis_name)
+        return Verdict(
+            axis_name,
+            grads_finite,
+            loss_finite,
+            leaves_finite,
+            squares,
+            known.get("norm"),
+            known.get("largest"),
         )
-        squares = norm.squares() if norm else None
-        return Verdict(grads_finite, loss_finite, leaves_finite, squares, largest)
 
     def _advance(
         self,
@@ -233,14 +278,17 @@ class Wrapper:
     ) -> tuple[Any, LossScaledState]:
         """Returns the updates, or with `applies` the parameters, and the next state."""
         grads = scaled.unscaled
+        shows = self.max_norm is not None and state.grad_norm is not None
         if verdict is None:
-            updates, inner_state = self._inner_update(
+            updates, inner_state, norm = self._inner_update(
                 grads, None, value, state.inner_state, params, extra_args
             )
             outcome = apply_updates(params, updates) if applies else addable(updates, params)
-            return outcome, state._replace(inner_state=inner_state)
+            shown = _shown(norm, self.axis_name) if shows else state.grad_norm
+            return outcome, state._replace(inner_state=inner_state, grad_norm=shown)
 
         grads_finite, loss_finite = verdict.grads_finite, verdict.loss_finite
+        axis_name = verdict.axis_name
         counts = grads_finite & loss_finite
         if self.window is None:
             window, due, opt_state = None, counts, state.inner_state
@@ -251,26 +299,32 @@ class Wrapper:
             stored, gradients_of = self.window.mean(window, grads)
             value = None if value is None else self.window.mean_value(window)
         norm = None if verdict.squares is None else jnp.sqrt(verdict.squares)
+        shown: Any = state.grad_norm if verdict.norm is None else verdict.norm
+        finds = shows and norm is None  # only the step then knows the norm, if it is made
+        if finds and self.window is None:
+            shown = jnp.full_like(shown, jnp.inf)
 
         def unchanged(like: Any) -> tuple[Any, Any]:
             return (params if applies else _no_updates(like, grads)), opt_state
 
-        def step(operand: Any) -> tuple[Any, Any, Any]:
+        def step(operand: Any) -> tuple[Any, Any, Any, Any]:
             stored, norm = operand
-            updates, new_state = self._inner_update(
+            updates, new_state, found = self._inner_update(
                 gradients_of(stored), norm, value, opt_state, params, extra_args
             )
+            found = _shown(found, axis_name) if finds else None
             outcome = apply_updates(params, updates) if applies else addable(updates, params)
             if not self.check_updates:
-                return outcome, new_state, None
-            finite = all_finite(updates, axis_name=self.axis_name)
-            return *tree_where(finite, (outcome, new_state), unchanged(updates)), finite
+                return outcome, new_state, None, found
+            finite = all_finite(updates, axis_name=axis_name)
+            return *tree_where(finite, (outcome, new_state), unchanged(updates)), finite, found
 
-        def skipped(like: Any) -> tuple[Any, Any, Any]:
-            # True, with the type that `finite` has on a mesh, which a constant does not have.
-            return *unchanged(like[0]), due | ~due if self.check_updates else None
+        def skipped(like: Any) -> tuple[Any, Any, Any, Any]:
+            # Constants, with the type that the others have on a mesh, which a constant has not.
+            found = jax.lax.select(due, shown, shown) if finds else None
+            return *unchanged(like[0]), due | ~due if self.check_updates else None, found
 
-        outcome, new_state, updates_finite = step_if(due, step, (stored, norm), skipped)
+        outcome, new_state, updates_finite, found = step_if(due, step, (stored, norm), skipped)
         if updates_finite is not None:
             due, grads_finite = due & updates_finite, grads_finite & updates_finite
         applied = grads_finite & loss_finite
@@ -300,6 +354,7 @@ class Wrapper:
             total_exhausted=state.total_exhausted,
             backoff_count=backoffs(state, scaling, overflow),
             nonfinite_leaves=flags,
+            grad_norm=shown if found is None else found,
         )
 
     @property
@@ -319,8 +374,8 @@ class Wrapper:
         opt_state: Any,
         params: Any,
         extra_args: Mapping[str, Any],
-    ) -> tuple[Any, Any]:
-        """Returns the updates of the wrapped optimizer and its next state."""
+    ) -> tuple[Any, Any, jax.Array | None]:
+        """Returns the updates of the wrapped optimizer, its next state, and the norm if known."""
         grads = map_gradients(widen, grads)
         if self.max_norm is not None:
             norm = global_norm(grads) if norm is None else norm
@@ -334,8 +389,8 @@ class Wrapper:
         if self.skips:
             _check_state_kept(new_state, opt_state)
         elif jax.tree.structure(new_state) != jax.tree.structure(opt_state):
-            return updates, new_state
-        return updates, cast_like(new_state, opt_state)
+            return updates, new_state, norm
+        return updates, cast_like(new_state, opt_state), norm
 
 
 def wrapper_of(tx: Any) -> Wrapper | None:
@@ -455,8 +510,7 @@ def _check_loss(value: Any) -> None:
 
 def _check_devices_agree(grads: Any, value: Any, axis_name: Any) -> None:
     """Raises an error if the loss differs among devices whose gradients are the same."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    apart = varying_axes(value) - set(names)
+    apart = varying_axes(value) - set(axis_names(axis_name))
     if apart and (apart := apart - varying_axes(grads)):
         axes = ", ".join(map(repr, sorted(apart)))
         raise ValueError(
@@ -488,6 +542,11 @@ def _check_not_nested(inner_state: Any) -> None:
                 f"{jax.tree_util.keystr(path)} of its state. Two skips of one step cannot agree: "
                 "wrap once, outermost, with `inner` as it was before."
             )
+
+
+def _shown(norm: Any, axis_name: Any) -> jax.Array:
+    """Returns a norm as the state shows it."""
+    return agree_on_size(norm_bits(norm), axis_name)
 
 
 def _count(event: jax.Array, counter: jax.Array) -> jax.Array:

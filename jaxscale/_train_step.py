@@ -5,7 +5,8 @@
 
 1. `Plan` holds the arguments of a step, checked before anything is traced. `Plan.backward` makes
    one pass with a loss scale: the loss, the state that the model carries, and scaled gradients.
-2. `Plan.passes` makes that pass, and with `retries` makes it again at lower scales.
+2. `Plan.passes` makes that pass, and with `retries` makes it again at lower scales. In each pass
+   `on_grads` gets the gradients, unscaled.
 3. `applied` and `chosen`, of `_optimizer.py`, make the step of the optimizer, which divides the
    gradients, and choose between new and old state.
 """
@@ -23,12 +24,22 @@ import jax.numpy as jnp
 import optax
 
 from ._checks import int32, misfit, one_of, with_article
+from ._hooks import hooked
+from ._jax import is_told_apart
 from ._leaf import is_array
-from ._optimizer import NEVER_MOVE, applied, check_optimizer, check_transformation, chosen
-from ._retry import Pass, is_traced, repeated
+from ._optimizer import (
+    NEVER_MOVE,
+    applied,
+    check_optimizer,
+    check_transformation,
+    chosen,
+    completed,
+)
+from ._retry import Pass, is_traced, repeated, traced_once
 from ._scaling import find_any, is_loss_scaled
 from ._step import retried, wrapper_of
 from ._value_and_grad import backward_pass
+from ._verdict import axis_names
 
 _Args = ParamSpec("_Args")
 _Params = TypeVar("_Params")
@@ -45,6 +56,8 @@ def train_step(
     has_state: Literal[False] = False,
     has_aux: Literal[False] = False,
     retries: int = 0,
+    on_grads: Callable[[Any], Any] | None = None,
+    after: None = None,
     **kwargs: Any,
 ) -> Callable[Concatenate[_Params, Any, _Args], tuple[_Params, Any, jax.Array]]: ...
 @overload
@@ -56,6 +69,8 @@ def train_step(
     has_state: Literal[False] = False,
     has_aux: Literal[True],
     retries: int = 0,
+    on_grads: Callable[[Any], Any] | None = None,
+    after: None = None,
     **kwargs: Any,
 ) -> Callable[Concatenate[_Params, Any, _Args], tuple[_Params, Any, tuple[jax.Array, _Aux]]]: ...
 @overload
@@ -67,6 +82,8 @@ def train_step(
     has_state: Literal[True],
     has_aux: Literal[False] = False,
     retries: int = 0,
+    on_grads: Callable[[Any], Any] | None = None,
+    after: Callable[[_Params, _Carried], _Carried] | None = None,
     **kwargs: Any,
 ) -> Callable[
     Concatenate[_Params, Any, _Carried, _Args], tuple[_Params, Any, _Carried, jax.Array]
@@ -80,6 +97,8 @@ def train_step(
     has_state: Literal[True],
     has_aux: Literal[True],
     retries: int = 0,
+    on_grads: Callable[[Any], Any] | None = None,
+    after: Callable[[_Params, _Carried], _Carried] | None = None,
     **kwargs: Any,
 ) -> Callable[
     Concatenate[_Params, Any, _Carried, _Args],
@@ -94,6 +113,8 @@ def train_step(
     has_state: bool = False,
     has_aux: bool = False,
     retries: int = 0,
+    on_grads: Callable[[Any], Any] | None = None,
+    after: Callable[[Any, Any], Any] | None = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, ...]]: ...
 def train_step(
@@ -104,6 +125,8 @@ def train_step(
     has_state: bool = False,
     has_aux: bool = False,
     retries: int = 0,
+    on_grads: Any = None,
+    after: Any = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns a training step: a function from parameters and a batch to the next parameters.
@@ -131,6 +154,17 @@ def train_step(
         model is still traced and compiled once. `total_retries` in the state counts them. If the
         last pass fails, too, the scale was not to blame, and moves as by one overflow. (The passes
         are a loop, so a step with retries has no reverse-mode derivative of its own.)
+      on_grads: a function of the gradients that returns those to go on with: `jax.lax.pmean` in
+        `pmap`, clipping by example, masks. It gets the true gradients, unscaled and in float32 or
+        wider, in every pass, and returns gradients of their structure and dtypes, in their shapes
+        or in those of the parameters. If it gets or returns an inf or a NaN, the step is skipped,
+        so that no clipping hides an overflow. All devices along the axes that it or `loss_fn`
+        averages over skip and repeat together, also without the `axis_name` of `tx`.
+      after: a function `after(params, state)` of the new parameters and the state that returns
+        the next state, for moving averages of the parameters and target networks. It counts where
+        the optimizer made a step: with `jaxscale.multi_steps` that is once in a window. It needs
+        `has_state`, and gets the state that `loss_fn` returned. On some machines it is computed in
+        every step and dropped where it does not count, so it should have no side effects.
       **kwargs: passed to `transform`.
 
     Warns:
@@ -145,11 +179,12 @@ def train_step(
       compiles once.
 
     Raises:
-      TypeError: if `loss_fn` is not callable, or `tx` is not an optimizer; when called, if
-        `opt_state` is not the state of `tx`, or if `loss_fn` takes or returns something else.
-      ValueError: if `retries` is below 0, or above 0 without a loss scale that moves; when
-        called, if `opt_state` belongs to other parameters, or if `loss_fn` changes the structure
-        or the shapes of its state.
+      TypeError: if `loss_fn` or a hook is not callable, or `tx` is not an optimizer; when called,
+        if `opt_state` is not the state of `tx`, or if `loss_fn` takes or returns something else.
+      ValueError: if `retries` is below 0, or above 0 without a loss scale that moves, or if
+        `after` comes without `has_state`; when called, if `opt_state` belongs to other
+        parameters, or if `loss_fn` or a hook changes the structure or the shapes of the state or
+        of the gradients.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -168,7 +203,13 @@ def train_step(
             "`train_step(transform=...)` is a function of Flax NNX, whose models change in place. "
             "Use `jaxscale.nnx.train_step`."
         )
-    plan = Plan("train_step", loss_fn, transform, has_state, has_aux, retries, kwargs)
+    plan = Plan(
+        "train_step", loss_fn, transform, has_state, has_aux, retries, kwargs, on_grads, after
+    )
+    if after is not None and not has_state:
+        raise ValueError(
+            "`train_step(after=...)` needs has_state=True, so that the step has a state to give it."
+        )
     if kwargs.get("argnums", 0) != 0:
         raise ValueError(
             f"`train_step(argnums={kwargs['argnums']!r})`: the parameters are the first argument. "
@@ -194,13 +235,24 @@ def train_step(
             return plan.backward(scaling, params, *treedef.unflatten(leaves), *args, **kwargs)
 
         traced = is_traced(params, opt_state, leaves, args, kwargs)
-        made, opt_state = plan.passes(tx, opt_state, backward, traced)
-        params, opt_state = applied(
-            tx, made.grads, opt_state, params, made.loss, verdict=made.verdict
-        )
+        made, before = plan.passes(tx, opt_state, backward, traced, params)
+        params, opt_state = applied(tx, made.grads, before, params, made.loss, verdict=made.verdict)
         if has_state:
             (old,) = treedef.unflatten(leaves)
             state = (chosen("train_step(has_state=True)", tx, opt_state, made.state, old),)
+            if after is not None:
+                leaves, treedef = jax.tree.flatten(state)
+                new = after(params, *treedef.unflatten(leaves))
+                state = (
+                    completed(
+                        "train_step(after=...)",
+                        tx,
+                        before,
+                        opt_state,
+                        new,
+                        *treedef.unflatten(leaves),
+                    ),
+                )
         return params, opt_state, *state, (made.loss, made.aux) if has_aux else made.loss
 
     return named(step)
@@ -230,6 +282,8 @@ class Plan:
     has_aux: bool
     retries: int
     kwargs: Mapping[str, Any]
+    on_grads: Callable[[Any], Any] | None = None
+    after: Callable[..., Any] | None = None
     warned: list[bool] = dataclasses.field(default_factory=list)  # of a bare optimizer, once
 
     def __post_init__(self) -> None:
@@ -238,6 +292,12 @@ class Plan:
                 f"`{self.call}(loss_fn)` must be a function that returns the loss, got "
                 f"{type(self.loss_fn).__name__}."
             )
+        for name, hook in {"on_grads": self.on_grads, "after": self.after}.items():
+            if not (hook is None or callable(hook)):
+                raise TypeError(
+                    f"`{self.call}({name}=...)` must be a function or None, got "
+                    f"{type(hook).__name__}."
+                )
         for name in ("has_state", "has_aux"):
             one_of(self.call, name, getattr(self, name), (False, True))
         int32(self.call, "retries", self.retries, 0, "passes")
@@ -312,7 +372,12 @@ class Plan:
         return Pass(loss, state, aux, grads)
 
     def passes(
-        self, tx: Any, opt_state: Any, backward: Callable[[Any], Pass], traced: bool
+        self,
+        tx: Any,
+        opt_state: Any,
+        backward: Callable[[Any], Pass],
+        traced: bool,
+        params: Any,
     ) -> tuple[Pass, Any]:
         """Returns the pass whose gradients are to be applied, and the state to apply them with.
 
@@ -321,7 +386,12 @@ class Plan:
           opt_state: its state, checked.
           backward: makes a pass with a loss scale state.
           traced: whether the step is traced, so that values are not known.
+          params: the parameters, of the structure of the gradients.
         """
+
+        def run(scaling: Any) -> Pass:
+            return hooked(f"{self.call}(on_grads=...)", self.on_grads, backward(scaling), params)
+
         wrapper = wrapper_of(tx)
         if wrapper is None:
             self.warn_if_bare(tx, opt_state, stacklevel=4)
@@ -332,11 +402,22 @@ class Plan:
                     "state a bad step may ruin for good. Wrap outermost: `tx = loss_scaled(tx)`.",
                     stacklevel=3,
                 )
-            return backward(scaling), opt_state
+            return run(scaling), opt_state
+
+        one_pass, axis_name = run, wrapper.axis_name
+        if traced and (self.on_grads is not None or self.retries):
+            one_pass, axes = traced_once(run, opt_state.scaling)
+            # Devices that part would wait for each other for ever, or go on with other parameters.
+            # Without a hook they cannot part unnoticed where types tell them apart.
+            known = axis_names(axis_name)
+            apart = self.on_grads is not None
+            new = [axis for axis in axes if apart or not is_told_apart(axis)]
+            axis_name = (*known, *(axis for axis in new if axis not in known)) or None
 
         def judged(scaling: Any) -> Pass:
-            made = backward(scaling)
-            return made._replace(verdict=wrapper.judge(made.grads, opt_state, made.loss))
+            made = one_pass(scaling)
+            verdict = wrapper.judge(made.grads, opt_state, made.loss, made.seen, axis_name)
+            return made._replace(verdict=verdict, seen=None)
 
         if not self.retries:
             return judged(opt_state.scaling), opt_state

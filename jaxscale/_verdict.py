@@ -81,9 +81,7 @@ def largest(grads: Scaled, axis_name: Any = None) -> jax.Array | None:
       axis_name: as in `all_finite`.
     """
     evidence = sizes(grads)
-    if not evidence.holds_sizes:
-        return None
-    return agree_on_size(jnp.zeros(0, jnp.bool_), evidence, axis_name)[1]
+    return agree_on_size(evidence.bits(), axis_name) if evidence.holds_sizes else None
 
 
 def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
@@ -93,23 +91,45 @@ def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
     return jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
 
 
-def agree_on_size(
-    finite: jax.Array, evidence: "Evidence", axis_name: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns what `agree` does for a `bool[n]`, and the largest gradient, in one message.
+def axis_names(axis_name: Any) -> tuple[Any, ...]:
+    """Returns the names in an `axis_name`, which is one, a tuple of several, or `None`."""
+    if isinstance(axis_name, tuple | list):
+        return tuple(axis_name)
+    return () if axis_name is None else (axis_name,)
 
-    The latter is `None` if the evidence does not hold it, or there are no gradients.
+
+def agree_on_sizes(
+    finite: jax.Array, bits: dict[str, jax.Array], axis_name: Any
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns what `agree` does for a `bool[n]`, and the largest of some sizes, in one message.
+
+    Args:
+      finite: the verdicts of this device.
+      bits: its sizes by name, each as the bits of a float32, which is what they are returned as.
+      axis_name: as in `agree`.
     """
-    if not evidence.holds_sizes:
-        return agree(finite, axis_name), None
-    bits = evidence.bits()
+    if not bits:
+        return agree(finite, axis_name), {}
     if axis_name is not None:
         # Negated, as the least number counts. As an integer, since what becomes of NaN in a
         # maximum of floats is up to the library that devices exchange numbers by.
-        local = jnp.append(finite.astype(jnp.int32), -bits)
+        local = jnp.append(finite.astype(jnp.int32), -jnp.stack(list(bits.values())))
         least = jax.lax.pmin(local, axis_name)
-        finite, bits = least[:-1] == 1, -least[-1]
-    return finite, jax.lax.bitcast_convert_type(bits, jnp.float32)
+        finite = least[: -len(bits)] == 1
+        bits = dict(zip(bits, -least[-len(bits) :], strict=True))
+    as_numbers = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
+    return finite, {name: as_numbers(each) for name, each in bits.items()}
+
+
+def agree_on_size(bits: jax.Array, axis_name: Any) -> jax.Array:
+    """Returns the largest of a size on all devices along `axis_name`, as `agree_on_sizes` does."""
+    return agree_on_sizes(jnp.zeros(0, jnp.bool_), {"size": bits}, axis_name)[1]["size"]
+
+
+def norm_bits(norm: jax.Array) -> jax.Array:
+    """Returns the bits of a norm in float32, of inf if the gradients were not finite."""
+    norm = cast(jnp.where(norm >= 0, norm, jnp.inf), jnp.float32)
+    return jax.lax.bitcast_convert_type(norm, jnp.int32)
 
 
 class Evidence(NamedTuple):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax.training import train_state
 
-from ._optimizer import applied, check_optimizer
+from ._optimizer import applied, check_optimizer, completed
 from ._retry import Pass, is_traced
 from ._state import Scaled, find
 from ._step import LossScaledState, Verdict, stepped
@@ -200,6 +200,8 @@ def train_step(
     has_aux: bool = False,
     retries: int = 0,
     always_replace: Collection[str] = (),
+    on_grads: Callable[[Any], Any] | None = None,
+    after: Callable[[Any], Any] | None = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, Any]]:
     """Returns a training step for a `TrainState`.
@@ -219,6 +221,11 @@ def train_step(
       has_aux: whether `loss_fn` returns `(loss, aux)`; with `has_state`, `(loss, (fields, aux))`.
       retries: as in `jaxscale.train_step`.
       always_replace: names of fields that a skipped step replaces, too, such as a PRNG key.
+      on_grads: as in `jaxscale.train_step`.
+      after: a function `after(state)` of the `TrainState` after the step, with its new parameters,
+        that returns it with other fields, for moving averages of the parameters and target
+        networks. It counts where `state.step` goes on: not after a skipped step. It should have
+        no side effects, as in `jaxscale.train_step`, and it needs no `has_state`.
       **kwargs: passed to `transform`.
 
     Returns:
@@ -226,11 +233,12 @@ def train_step(
       Keyword arguments go to `loss_fn`.
 
     Raises:
-      TypeError: if `loss_fn` is not callable; when called, if the first argument is not a
-        `jaxscale.flax.TrainState`, or if `loss_fn` takes or returns something else.
+      TypeError: if `loss_fn` or a hook is not callable; when called, if the first argument is not
+        a `jaxscale.flax.TrainState`, or if `loss_fn` takes or returns something else, or `after`.
       ValueError: if `retries` is below 0; when called, if it is above 0 and the optimizer has no
-        loss scale that moves, if `opt_state` belongs to other parameters, or if `loss_fn` returns
-        a field that is unknown or changes it.
+        loss scale that moves, if `opt_state` belongs to other parameters, if `loss_fn` returns a
+        field that is unknown, or if it or a hook changes the structure or the shapes of a field
+        or of the gradients.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
@@ -254,7 +262,7 @@ def train_step(
       [0.5 0.5] 1
     """
     call = "flax.train_step"
-    plan = Plan(call, loss_fn, transform, has_state, has_aux, retries, kwargs)
+    plan = Plan(call, loss_fn, transform, has_state, has_aux, retries, kwargs, on_grads, after)
     always_replace = _names(call, always_replace)
     if always_replace and not has_state:
         raise ValueError(
@@ -282,14 +290,32 @@ def train_step(
         given = f"{call}(...)(state.opt_state=...)"
         check_same_optimizer(given, state.tx, opt_state, trained)
         traced = is_traced(state, args, kwargs)
-        made, opt_state = plan.passes(state.tx, opt_state, backward, traced)
+        made, before = plan.passes(state.tx, opt_state, backward, traced, state.params)
         replaced = _returned(call, made.state, fields, always_replace) if has_state else {}
-        state = state.replace(opt_state=opt_state)._stepped(
+        state = state.replace(opt_state=before)._stepped(
             call, made.grads, made.loss, always_replace, replaced, verdict=made.verdict
         )
+        if after is not None:
+            state = _completed(f"{call}(after=...)", before, after(state), state)
         return state, (made.loss, made.aux) if has_aux else made.loss
 
     return named(step)
+
+
+def _completed(call: str, before: Any, returned: Any, state: TrainState) -> TrainState:
+    """Returns what a hook made of a state if the optimizer made a step, otherwise the state."""
+    if type(returned) is not type(state):
+        raise TypeError(
+            f"`{call}` must return the `TrainState` that it got, with other fields, got "
+            f"{type(returned).__name__}. Return `state.replace(...)`."
+        )
+    changed: dict[str, Any] = {}
+    for name in state.__dataclass_fields__:
+        new, old = getattr(returned, name), getattr(state, name)
+        if new is not old:
+            both = state.tx, before, state.opt_state, {name: new}, {name: old}
+            changed |= completed(call, *both)
+    return state.replace(**changed)
 
 
 def _returned(

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from ._jax import is_called_by_jax
-from ._optimizer import applied, check_optimizer, check_transformation, chosen
+from ._optimizer import applied, check_optimizer, check_transformation, chosen, completed
 from ._retry import Pass, is_traced
 from ._state import Scaled, unwrapped
 from ._train_step import Plan, check_same_optimizer, named
@@ -34,6 +34,8 @@ def train_step(
     has_aux: bool = False,
     retries: int = 0,
     keep: Any = _STATE,
+    on_grads: Callable[[Any], Any] | None = None,
+    after: Callable[[Any], None] | None = None,
     **kwargs: Any,
 ) -> Callable[..., Any]:
     """Returns a training step that updates a model and its optimizer in place.
@@ -49,6 +51,11 @@ def train_step(
       retries: as in `jaxscale.train_step`. Each pass starts from the model as it was.
       keep: which variables a skipped step keeps, as a filter of NNX. By default all but streams of
         random numbers and intermediates.
+      on_grads: as in `jaxscale.train_step`. The gradients are an `nnx.State` of arrays.
+      after: a function `after(model)` that changes the model in place, after the optimizer has: for
+        moving averages of the parameters and target networks among its variables. Whatever it
+        changes is put back where the optimizer made no step, random numbers included. It should
+        have no other side effects, as in `jaxscale.train_step`.
       **kwargs: passed to `nnx.value_and_grad`. Leave `argnums` out: the optimizer's `wrt` says
         what is differentiated.
 
@@ -67,12 +74,13 @@ def train_step(
       UserWarning: as in `jaxscale.train_step`, at the first call.
 
     Raises:
-      TypeError: if `loss_fn` is not callable; when called, if the second argument is not an
-        `nnx.Optimizer`, if `loss_fn` takes or returns something else, or if `jax.jit` calls it.
+      TypeError: if `loss_fn` or a hook is not callable; when called, if the second argument is not
+        an `nnx.Optimizer`, if `loss_fn` takes or returns something else, if `after` returns
+        anything, or if `jax.jit` calls it.
       ValueError: if `retries` is below 0; when called, if it is above 0 and the optimizer has no
         loss scale that moves, if the optimizer belongs to another model, if `argnums` names
-        something that it does not train, or if a variable that a skipped step keeps changed its
-        shape.
+        something that it does not train, if a variable that a skipped step keeps changed its
+        shape, or if a hook changes the structure or the shapes of the gradients or of the model.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -89,7 +97,7 @@ def train_step(
       [0.5 0.5] False
     """
     call = "nnx.train_step"
-    plan = Plan(call, loss_fn, nnx.value_and_grad, False, has_aux, retries, kwargs)
+    plan = Plan(call, loss_fn, nnx.value_and_grad, False, has_aux, retries, kwargs, on_grads, after)
 
     # As `nnx.value_and_grad` accepts no keyword-only arguments.
     def positional(model: Any, args: Any, kwargs: Any) -> Any:
@@ -129,30 +137,57 @@ def train_step(
             model, args, kwargs = put_together(copy)
             made = differentiated.backward(scaling, model, args, kwargs)
             grads = unwrapped(nnx.state(made.grads.grads, wrt))
-            after = nnx.split(copy)[1]
-            return made._replace(state=after, grads=Scaled(grads, made.grads.divisor))
+            return made._replace(state=nnx.split(copy)[1], grads=Scaled(grads, made.grads.divisor))
 
         traced = is_traced(leaves, opt_state, args, kwargs)
-        made, opt_state = plan.passes(tx, opt_state, backward, traced)
-        params, opt_state = applied(
-            tx, made.grads, opt_state, params, made.loss, verdict=made.verdict
-        )
+        made, start = plan.passes(tx, opt_state, backward, traced, params)
+        params, opt_state = applied(tx, made.grads, start, params, made.loss, verdict=made.verdict)
         keeping = functools.partial(chosen, f"{call}(loss_fn)", tx, opt_state)
         trained = nnx.filterlib.to_predicate(wrt)
-        after = dict(nnx.to_flat_state(made.state))
+        new = dict(nnx.to_flat_state(made.state))
         for path, old in nnx.to_flat_state(before):
             if trained(path, old):
-                del after[path]
+                del new[path]
             elif is_kept(path, old):
                 name = ".".join(map(str, path))
-                after[path] = keeping({name: unwrapped(after[path])}, {name: unwrapped(old)})[name]
-        nnx.update(graph, nnx.from_flat_state(after))
+                new[path] = keeping({name: unwrapped(new[path])}, {name: unwrapped(old)})[name]
+        nnx.update(graph, nnx.from_flat_state(new))
         nnx.update(model, params)
+        if after is not None:
+            finish = functools.partial(completed, f"{call}(after=...)", tx, start, opt_state)
+            _change(model, after, finish)
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
         optimizer.step[...] += 1
         return (made.loss, made.aux) if has_aux else made.loss
 
     return named(step)
+
+
+def _change(
+    model: nnx.Module, after: Callable[[Any], Any], finish: Callable[[Any, Any], Any]
+) -> None:
+    """Lets a hook change a model, and puts into it what `finish` chooses of new and old."""
+
+    def variables() -> dict[Any, Any]:
+        return {path: unwrapped(leaf) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+    call, old = "`nnx.train_step(after=...)`", variables()
+    output = after(model)
+    if output is not None:
+        raise TypeError(
+            f"{call} changes the model in place and must return None, got {type(output).__name__}."
+        )
+    new = variables()
+    if apart := {".".join(map(str, path)) for path in new.keys() ^ old.keys()}:
+        raise ValueError(
+            f"{call} must keep the variables of the model, but it added or removed "
+            f"{', '.join(sorted(apart))}. Make them where the model is made."
+        )
+    changed = {path: leaf for path, leaf in new.items() if leaf is not old[path]}
+    for path, leaf in changed.items():
+        name = ".".join(map(str, path))
+        changed[path] = finish({name: leaf}, {name: old[path]})[name]
+    nnx.update(model, nnx.from_flat_state(changed))
 
 
 def _parts(call: str, optimizer: Any) -> tuple[Any, Any, Any]:

@@ -23,6 +23,12 @@ def equations(jaxpr):
                         waiting.append(inner)
 
 
+def numbers_reduced(jaxpr):
+    """Returns how many numbers go into sums, maxima and the like."""
+    reductions = (eqn for eqn in equations(jaxpr) if eqn.primitive.name.startswith("reduce_"))
+    return sum(eqn.invars[0].aval.size for eqn in reductions)
+
+
 def products(jaxpr):
     """Returns how many matrix products and convolutions read half precision alone, and of all."""
     half = total = 0

@@ -633,6 +633,52 @@ CASES = {
         TypeError,
         r"apply_gradients\(keep=\.\.\.\)` needs leaves of equal dtypes.*float32 and int32",
     ),
+    "hook: no function": (
+        lambda: jaxscale.train_step(jnp.sum, TX, on_grads="data"),
+        TypeError,
+        r"train_step\(on_grads=\.\.\.\)` must be a function.*got str",
+    ),
+    "hook: no function after": (
+        lambda: jaxscale.train_step(jnp.sum, TX, has_state=True, after=0.99),
+        TypeError,
+        r"train_step\(after=\.\.\.\)` must be a function.*got float",
+    ),
+    "hook: no state": (
+        lambda: jaxscale.train_step(jnp.sum, TX, after=never_traced),
+        ValueError,
+        r"train_step\(after=\.\.\.\)` needs has_state=True",
+    ),
+    "hook: nothing returned": (
+        lambda: jaxscale.train_step(jnp.sum, TX, on_grads=lambda g: None)(W, OPT_STATE),
+        ValueError,
+        r"train_step\(on_grads=.*gradients like those that it got, .*returned PyTreeDef\(None\).*all",
+    ),
+    "hook: a norm in the place of the gradients": (
+        lambda: jaxscale.train_step(jnp.sum, TX, on_grads=jnp.linalg.norm)(W, OPT_STATE),
+        ValueError,
+        r"train_step\(on_grads=.*at the root it got the shape \(2,\).*returned \(\)",
+    ),
+    "hook: gradients in half precision": (
+        lambda: jaxscale.train_step(jnp.sum, TX, on_grads=lambda g: g.astype("float16"))(
+            W, OPT_STATE
+        ),
+        TypeError,
+        r"train_step\(on_grads=.*got float32 and returned float16.*Cast",
+    ),
+    "hook: another structure after": (
+        lambda: jaxscale.train_step(
+            lambda w, s: (jnp.sum(w), s), optax.sgd(0.1), has_state=True, after=lambda p, s: (s, p)
+        )(W, optax.sgd(0.1).init(W), W),
+        ValueError,
+        r"train_step\(after=\.\.\.\)` needs two trees of one structure",
+    ),
+    "hook: another dtype after": (
+        lambda: jaxscale.train_step(
+            lambda w, s: (jnp.sum(w), s), TX, has_state=True, after=lambda p, s: s.astype("float16")
+        )(W, OPT_STATE, W),
+        TypeError,
+        r"train_step\(after=\.\.\.\)` needs leaves of equal dtypes",
+    ),
     "step: an argument of the optimizer": (
         lambda: jaxscale.train_step(jnp.sum, TX, axis_name="batch"),
         TypeError,

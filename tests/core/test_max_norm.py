@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxprs import numbers_reduced
 from tables import assert_same_bits, avals, crossed
 
 import jaxscale
@@ -87,6 +88,8 @@ def test_it_is_what_optax_does(norm, debug_nans, form, way, monkeypatch):
     expected, _ = bare.update(grads, bare.init(PARAMS), PARAMS)
     assert_close(updates, expected)
     assert state.grads_finite
+    np.testing.assert_allclose(jaxscale.metrics(state)["grad_norm"], norm, rtol=1e-6)
+    assert avals(state) == avals(tx.init(PARAMS))
     if norm < MAX_NORM:  # by a factor that is 1
         assert_same_bits(updates, INNER.update(grads, INNER.init(PARAMS), PARAMS)[0])
 
@@ -112,6 +115,7 @@ def test_a_bad_step_leaves_no_trace(debug_nans, bad, form, monkeypatch):
         with jax.debug_nans(debug_nans and not jnp.isnan(bad)):  # else the gradient is the fault
             after, skipped = step(spoiled, state, params)
         assert_same_bits((after, skipped.inner_state), (params, state.inner_state))
+        assert jaxscale.metrics(skipped)["grad_norm"] == jnp.inf
         assert skipped.total_notfinite == state.total_notfinite + 1
 
 
@@ -127,7 +131,10 @@ def test_the_norm_is_that_of_a_window():
         state = tx.init(PARAMS)
         update = jax.jit(tx.update)
         _, state = update(first, state, PARAMS)
-        updates, _ = update(second, state, PARAMS)
+        assert state.grad_norm == 0  # no step yet
+        updates, state = update(second, state, PARAMS)
+        np.testing.assert_allclose(state.grad_norm, norm_of(mean), rtol=1e-6)
+        assert update(first, state, PARAMS)[1].grad_norm == state.grad_norm
         expected, _ = WAYS["jit"](clipped, mean, clipped.init(PARAMS), PARAMS)
         assert_close(updates, expected)
 
@@ -145,19 +152,7 @@ def test_of_the_scaled_gradients_it_sees_the_unscaled():
 
 
 def reductions(tx):
-    """How many numbers are reduced, in the step and in what it calls."""
-
-    def count(jaxpr):
-        total = 0
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name.startswith("reduce_"):
-                total += eqn.invars[0].aval.size
-            for param in jax.tree.leaves(tuple(eqn.params.values())):
-                inner = getattr(param, "jaxpr", param)
-                total += count(inner) if hasattr(inner, "eqns") else 0
-        return total
-
-    return count(jax.make_jaxpr(tx.update)(gradients(0, 1.0), tx.init(PARAMS), PARAMS).jaxpr)
+    return numbers_reduced(jax.make_jaxpr(tx.update)(gradients(0, 1.0), tx.init(PARAMS), PARAMS))
 
 
 def test_gradients_are_read_no_more_often():
@@ -170,6 +165,33 @@ def test_gradients_are_read_no_more_often():
     assert reductions(jaxscale.loss_scaled(chained)) == 2 * numbers  # the count counts
 
 
+def test_without_it_there_is_no_norm_and_old_states_have_none():
+    plain, clipped = jaxscale.loss_scaled(INNER), jaxscale.loss_scaled(INNER, max_norm=1.0)
+    assert "grad_norm" not in jaxscale.metrics(plain.init(PARAMS))
+    saved = jaxscale.to_state_dict(plain.init(PARAMS))
+    for state in (saved, {k: v for k, v in saved.items() if k != "grad_norm"}):
+        restored = jaxscale.from_state_dict(clipped.init(PARAMS), state)
+        assert_same_bits(restored, clipped.init(PARAMS))
+    # The structure of a state stays, whichever optimizer has made it.
+    for tx, state in ((clipped, plain.init(PARAMS)), (plain, clipped.init(PARAMS))):
+        assert avals(tx.update(gradients(0, 9.0), state, PARAMS)[1]) == avals(state)
+
+
+def test_it_is_that_of_what_a_hook_made_and_of_a_loss_that_is_bad():
+    tx = jaxscale.loss_scaled(INNER, max_norm=MAX_NORM)
+    grads, params = gradients(6, 2.0), PARAMS | {"half": PARAMS["half"].astype(jnp.float32)}
+
+    def loss_fn(params, extra):
+        parts = (jnp.sum(jnp.real(jnp.conj(grads[k]) * params[k])) for k in ("w", "half", "phase"))
+        return sum(parts) + extra
+
+    step = jaxscale.train_step(loss_fn, tx, on_grads=lambda g: jax.tree.map(lambda x: 3 * x, g))
+    for extra in (0.0, jnp.inf):
+        state = jax.jit(step)(params, tx.init(params), extra)[1]
+        np.testing.assert_allclose(state.grad_norm, 6.0, rtol=1e-6)
+        assert state.grads_finite == (extra == 0)
+
+
 def test_it_is_kept_by_every_wrapper():
     grads = gradients(5, 10.0)
     for tx in (
@@ -180,6 +202,7 @@ def test_it_is_kept_by_every_wrapper():
     ):
         updates, state = tx.update(grads, tx.init(PARAMS), PARAMS)
         np.testing.assert_allclose(norm_of(updates), MAX_NORM, rtol=1e-6)
+        np.testing.assert_allclose(state.grad_norm, 10.0, rtol=1e-6)
         assert avals(state) == avals(tx.init(PARAMS))
     state = jaxscale.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
     moved = state.apply_gradients(grads=grads).params["w"] - PARAMS["w"]

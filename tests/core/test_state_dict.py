@@ -46,9 +46,11 @@ VERSION_1 = {
     "nonfinite_leaves": None,
 }
 # Fields that came later.
-WRITTEN = VERSION_1 | {
-    name: i32(0) for name in ("total_retries", "total_exhausted", "backoff_count")
-}
+WRITTEN = (
+    VERSION_1
+    | {name: i32(0) for name in ("total_retries", "total_exhausted", "backoff_count")}
+    | {"grad_norm": None}
+)
 
 
 def saved(**changes):

@@ -13,7 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tables import BAD, INNERS, PARAMS, POLICIES, assert_close, assert_same_bits, avals, crossed
+from jaxprs import numbers_reduced
+from tables import (
+    BAD,
+    INNERS,
+    PARAMS,
+    POLICIES,
+    assert_close,
+    assert_same_bits,
+    avals,
+    crossed,
+    wide,
+)
 
 import jaxscale
 from jaxscale._optimizer import NEVER_MOVE
@@ -90,6 +101,10 @@ def optimizer(name):
     return jaxscale.loss_scaled(INNERS["adam"], policy, **OPTIONS[name])
 
 
+# Hooks that change no number: none, one that only looks, one that makes other arrays of them.
+UNCHANGING = [None, lambda grads: dict(grads), lambda grads: jax.tree.map(lambda g: g * 1, grads)]
+
+
 @pytest.mark.parametrize("name", [*WINDOWS, *OPTIONS])
 def test_it_is_the_loop_for_every_option(name):
     tx = optimizer(name)
@@ -102,7 +117,9 @@ def test_it_is_the_loop_for_every_option(name):
         return run(lambda *args: jax.tree.map(lambda leaf: leaf[0], mapped(*args)),
                    tx.init(PARAMS), [jnp.stack([batch, GOOD]) for batch in batches])  # fmt: skip
 
-    assert_same_bits(*(both(make(loss_fn, tx)) for make in (jaxscale.train_step, three_lines)))
+    expected = both(three_lines(loss_fn, tx))
+    for hook in UNCHANGING:
+        assert_same_bits(both(jaxscale.train_step(loss_fn, tx, on_grads=hook)), expected)
 
 
 @pytest.mark.parametrize("inner", ["adam", "schedule", "multi_steps"])
@@ -558,6 +575,151 @@ def test_the_count_saturates():
     most = np.iinfo(np.int32).max
     opt_state = tx.init(PARAMS)._replace(total_retries=jnp.array(most - 1, jnp.int32))
     assert compiled(30)(PARAMS, opt_state, OVERFLOW)[1].total_retries == most
+
+
+# Hooks
+
+
+def test_a_hook_gets_true_gradients_in_every_pass():
+    seen = []
+    step = jaxscale.train_step(loss_fn, hot(), on_grads=lambda g: (seen.append(g), g)[1], retries=9)
+    opt_state = run(step, hot(2.0**15).init(PARAMS), [OVERFLOW])[1]
+    assert len(seen) == 1 + opt_state.total_retries > 1
+    assert not jaxscale.all_finite(seen[0])
+    assert_same_bits(seen[-1], jaxscale.grad(loss_fn, opt_state)(PARAMS, OVERFLOW))
+    assert {leaf.dtype for leaf in jax.tree.leaves(seen)} == {jnp.dtype("float32")}
+
+
+class Watching(jaxscale.DynamicLossScale):
+    """A policy that looks at the gradients themselves."""
+
+    def adjust(self, state, grads_finite, *, grads=None, axis_name=None):
+        state = super().adjust(state, grads_finite)
+        seen = jax.lax.bitcast_convert_type(jnp.sum(jnp.abs(grads["w"])), jnp.int32)
+        return state._replace(growth_tracker=seen)
+
+
+JUDGED = {name: optimizer(name) for name in [*WINDOWS, "norm", "checked", "tracked"]} | {
+    name: jaxscale.loss_scaled(INNERS["adam"], policy, max_norm=1.0)
+    for name, policy in {
+        "largest": POLICIES["adaptive"],
+        "gradients": Watching(),
+    }.items()
+}
+
+
+def sanitized(grads):
+    return jax.tree.map(lambda grad: jnp.clip(jnp.nan_to_num(grad), -1, 1), grads)
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_hook_hides_nothing_and_nothing_of_it_is_hidden(name, retries):
+    tx = JUDGED[name]
+    plain, hiding, spoiling = (
+        jax.jit(jaxscale.train_step(loss_fn, tx, on_grads=hook, retries=retries))
+        for hook in (None, sanitized, lambda grads: grads | {"b": grads["b"] / 0})
+    )
+    for batch in (GOOD, OVERFLOW, jnp.full(3, jnp.nan)):
+        kept = [run(step, tx.init(PARAMS), [batch])[1] for step in (plain, hiding)]
+        assert_same_bits(*(jaxscale.metrics(each) | {"grad_norm": None} for each in kept))
+        params, opt_state, _ = run(spoiling, tx.init(PARAMS), [batch])
+        assert_same_bits(params, PARAMS)
+        assert opt_state.total_notfinite == 1
+        if name == "tracked":
+            assert jaxscale.metrics(opt_state)["nonfinite_leaves/b"]
+
+
+@pytest.mark.parametrize("name", ["tracked", "norm", "largest"])
+def test_a_hook_costs_one_more_look_at_what_it_changed(name):
+    tx, numbers = JUDGED[name], sum(leaf.size for leaf in jax.tree.leaves(PARAMS))
+
+    def given(fun, has_aux):
+        return lambda params, grads: (fun(params, grads), grads)
+
+    def no_loss(params, grads):
+        return jnp.float32(0)
+
+    def read(hook):
+        step = jaxscale.train_step(no_loss, tx, transform=given, on_grads=hook)
+        return numbers_reduced(jax.make_jaxpr(step)(PARAMS, tx.init(PARAMS), wide(PARAMS)))
+
+    none, looks, changes = map(read, UNCHANGING)
+    assert none == looks == 1 + numbers * (2 if name == "largest" else 1)  # 1: the loss
+    assert changes == 1 + 2 * numbers
+
+
+def averages(params, state):
+    """A moving average of the parameters, and a count, both exact."""
+    mean = jax.tree.map(lambda m, p: m / 2 + p.astype(m.dtype) / 2, state["mean"], params)
+    return state | {"mean": mean, "count": state["count"] + 1}
+
+
+def with_average(params, state, x):
+    loss = loss_fn(params, x)
+    return loss, state | {"seen": state["seen"] + 1}
+
+
+START = {"mean": wide(PARAMS), "count": jnp.array(0), "seen": jnp.array(0)}
+AVERAGED = {
+    "scaled": hot(2.0**15),
+    "bare": INNERS["adam"],
+    "bare window": INNERS["multi_steps"],
+    "chained": optax.chain(jaxscale.skip_nonfinite(INNERS["adam"]), optax.identity()),
+    **{name: optimizer(name) for name in [*WINDOWS, "checked", "switched off"]},
+}
+
+
+def by_scan(body, carry, batches):
+    stacked = jax.jit(lambda *args: jax.lax.scan(body, *args))(carry, jnp.stack(batches))[1]
+    return [jax.tree.map(operator.itemgetter(i), stacked) for i in range(len(batches))]
+
+
+def by_call(body, carry, batches):
+    made = []
+    for batch in batches:
+        carry, outputs = body(carry, batch)
+        made.append(outputs)
+    return made
+
+
+def by_vmap(body, carry, batches):
+    carry, batches = jax.tree.map(lambda leaf: leaf[None], (carry, batches))
+    made = by_call(jax.jit(jax.vmap(body)), carry, batches)
+    return jax.tree.map(lambda leaf: leaf[0], made)
+
+
+MODES = {
+    "eager": by_call,
+    "jit": lambda body, *args: by_call(jax.jit(body), *args),
+    "scan": by_scan,
+    "vmap": by_vmap,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.train_step.*inside of another")
+@crossed(("scaled", "jit"), name=AVERAGED, mode=MODES)
+def test_after_counts_where_the_optimizer_made_a_step(name, mode):
+    tx, never_skips = AVERAGED[name], "bare" in name or name == "switched off"
+    step = jaxscale.train_step(with_average, tx, has_state=True, after=averages)
+    batches = [GOOD, GOOD * 2] * 2 if never_skips else BATCHES
+
+    def body(carry, batch):
+        carry = step(*carry, batch)[:3]
+        return carry, carry
+
+    made = MODES[mode](body, (PARAMS, tx.init(PARAMS), START), batches)
+    before, expected = PARAMS, START
+    for params, _, state in made:
+        # Adam moves the parameters in every step that it makes.
+        if not np.array_equal(params["w"], before["w"]):
+            expected = averages(params, expected)
+        before = params
+        assert_same_bits((state["mean"], state["count"]), (expected["mean"], expected["count"]))
+    assert (expected["count"] == len(batches)) == (never_skips and "window" not in name)
+    # What the loss function makes of the state goes by the micro-batch.
+    skipped = 0 if never_skips else jaxscale.metrics(made[-1][1])["total_notfinite"]
+    assert state["seen"] == len(batches) - skipped
 
 
 # Equinox

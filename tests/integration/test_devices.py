@@ -85,7 +85,7 @@ def test_shard_map_agrees(check, axis_name):
 
 @crossed((True, True), check=[True, False], fused=[True, False])
 def test_shard_map_over_sharded_parameters_agrees(check, fused):
-    tx = jaxscale.loss_scaled(optax.adam(0.1), axis_name="data")
+    tx = jaxscale.loss_scaled(optax.adam(0.1), axis_name="data", max_norm=1.0)
     params = PARAMS["w"]
     state = tx.init(params)
     specs = jax.tree.map(lambda leaf: SHARDED if leaf.ndim else REPLICATED, state)
@@ -109,6 +109,8 @@ def test_shard_map_over_sharded_parameters_agrees(check, fused):
     x = jnp.ones(16)
     new_params, new_state = run(params, state, x)
     np.testing.assert_allclose(new_params, 0.9, rtol=1e-5)
+    # The largest norm of all devices, each of which has two parameters.
+    assert set(shards(run(params, state, x.at[4:6].set([3, 4]))[1].grad_norm)) == {5.0}
     new_params, new_state = run(params, state, x.at[5].set(jnp.nan))
     assert_same_bits(np.asarray(new_params), np.asarray(params))
     assert set(shards(new_state.scaling.loss_scale)) == {2.0**14}
@@ -189,22 +191,31 @@ def averaged(fun, **kwargs):
     return value_and_grad
 
 
+def hidden(grads):
+    """The mean over all devices, whatever one of them got."""
+    return jax.lax.pmean(jax.tree.map(jnp.nan_to_num, grads), "data")
+
+
+# How gradients are averaged, with the axis that the optimizer knows: a hook brings its own.
+BY_TRANSFORM, BY_HOOK = ({"transform": averaged}, "data"), ({"on_grads": hidden}, None)
+
+
 def by_jit(retries):
     step = jax.jit(jaxscale.train_step(half_loss, hot(), retries=retries))
     place = NamedSharding(MESH, SHARDED)
     return lambda params, state, x: step(params, state, jax.device_put(x, place))[:2]
 
 
-def by_shard_map(retries, **check):
-    tx = hot(axis_name="data")
-    step = jaxscale.train_step(half_loss, tx, transform=averaged, retries=retries)
+def by_shard_map(retries, way=BY_TRANSFORM, **check):
+    tx = hot(axis_name=way[1])
+    step = jaxscale.train_step(half_loss, tx, retries=retries, **way[0])
     specs = {"in_specs": (REPLICATED, REPLICATED, SHARDED), "out_specs": REPLICATED}
     return jax.jit(jax.shard_map(lambda *args: step(*args)[:2], mesh=MESH, **specs, **check))
 
 
-def by_pmap(retries):
-    tx = hot(axis_name="data")
-    step = jaxscale.train_step(half_loss, tx, transform=averaged, retries=retries)
+def by_pmap(retries, way=BY_TRANSFORM):
+    tx = hot(axis_name=way[1])
+    step = jaxscale.train_step(half_loss, tx, retries=retries, **way[0])
     mapped = jax.pmap(step, axis_name="data", devices=DEVICES, in_axes=(None, None, 0))
 
     def run(params, state, x):
@@ -239,15 +250,22 @@ WAYS = {
     "shard_map": by_shard_map,
     "shard_map, unchecked": lambda retries: by_shard_map(retries, **{CHECK: False}),
     "pmap": by_pmap,
+    "shard_map, hook": lambda retries: by_shard_map(retries, BY_HOOK),
+    "shard_map, unchecked, hook": lambda retries: by_shard_map(retries, BY_HOOK, **{CHECK: False}),
+    "pmap, hook": lambda retries: by_pmap(retries, BY_HOOK),
+    "pmap, found": lambda retries: by_pmap(retries, (BY_TRANSFORM[0], None)),
     "explicit mesh": by_explicit_mesh,
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(len(WAYS))
 @pytest.mark.parametrize("way", WAYS)
 def test_all_go_round_together(way):
     once, again = WAYS[way](0), WAYS[way](30)
     assert once(PARAMS, hot().init(PARAMS), HOT_X)[1].total_notfinite == 1
+    if "hook" in way:  # before anything that would wait for ever if they did not agree
+        bad = once(PARAMS, hot(1.0).init(PARAMS), X.at[13, 2].set(jnp.inf))[1]
+        assert bad.total_notfinite_loss == 1
     params, state = again(PARAMS, hot().init(PARAMS), HOT_X)
     assert (state.total_notfinite, state.total_notfinite_loss) == (0, 0)
     assert state.total_retries > 0

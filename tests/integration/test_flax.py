@@ -296,6 +296,31 @@ def test_fields_may_have_a_say():
         assert step(new, FINE)[0].opt_state.grads_finite
 
 
+def averaged(state):
+    ema = jax.tree.map(lambda m, p: (m / 2 + p / 2).astype(m.dtype), state.ema, state.params)
+    return state.replace(ema=ema)
+
+
+@pytest.mark.parametrize("inner", ["adam", "multi_steps"])
+@pytest.mark.parametrize("retries", [0, 9])
+def test_hooks_get_the_gradients_and_the_state_after_a_step(inner, retries):
+    hooks = {"on_grads": lambda grads: grads | {"w": jnp.zeros(3)}, "after": averaged}
+    state, steps = create(inner=inner), 0
+    step = jax.jit(jaxscale.flax.train_step(train_loss, has_state=True, retries=retries, **hooks))
+    expected = state.ema
+    for batch in BATCHES:
+        before = state
+        state, _ = step(state, batch)
+        if state.params["b"] != before.params["b"]:
+            steps += 1
+            expected = averaged(before.replace(params=state.params)).ema
+        assert_same_bits((state.ema, state.params["w"]), (expected, PARAMS["w"]))
+    # What the hook hides in the gradients of `w` is skipped all the same.
+    good = 3 + (retries > 0)
+    assert (steps, state.opt_state.total_notfinite) == (good // (1 + (inner != "adam")), 5 - good)
+    assert state.batch_stats["count"] == 3 + good
+
+
 STEP_ERRORS = {
     "no batch": (
         lambda: jaxscale.flax.train_step(train_loss, has_state=True)(create()),
@@ -308,6 +333,25 @@ STEP_ERRORS = {
         ),
         ValueError,
         r"flax\.train_step\(\.\.\.\)\(state\.opt_state=.*other parameters.*\(5,\) at .*got .*\(3",
+    ),
+    "a hook that returns a field": (
+        lambda: jaxscale.flax.train_step(
+            lambda p, x: jnp.sum(p["w"]), after=lambda state: state.ema
+        )(create(), FINE),
+        TypeError,
+        r"flax\.train_step\(after=\.\.\.\)`.*`TrainState` that it got.*got dict.*state\.replace",
+    ),
+    "a hook that changes a shape": (
+        lambda: jaxscale.flax.train_step(
+            lambda p, x: jnp.sum(p["w"]), after=lambda state: state.replace(ema=jnp.ones(3))
+        )(create(), FINE),
+        ValueError,
+        r"flax\.train_step\(after=\.\.\.\)` needs two trees.*\['ema'\]",
+    ),
+    "a hook that is not a function": (
+        lambda: jaxscale.flax.train_step(train_loss, after=3),
+        TypeError,
+        r"flax\.train_step\(after=\.\.\.\)` must be a function.*got int",
     ),
     "Flax's own": (
         lambda: jaxscale.flax.train_step(train_loss)(

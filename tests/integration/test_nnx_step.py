@@ -298,6 +298,46 @@ def test_the_state_of_an_optimizer_may_be_split_off(name, inner):
     assert jaxscale.metrics(restored)["total_steps"] == 0
 
 
+class Averaged(Model):
+    """With a moving average of a kernel, which a hook moves, and noise that it draws."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.mean = Counter(jnp.zeros((3, 4)))
+        self.drawn = Counter(jnp.array(0.0))
+        self.noise = nnx.Rngs(5)
+
+
+def average(model):
+    model.mean[...] = model.mean[...] / 2 + model.linear.kernel[...] / 2
+    model.drawn[...] = jax.random.normal(model.noise())
+
+
+def frozen(grads):
+    grads["norm"]["scale"] = jnp.zeros(4)
+    return grads
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: jaxscale.multi_steps(tx, 2)])
+def test_hooks_get_the_gradients_and_the_model_after_a_step(wrap, retries):
+    model, optimizer = created(wrap(calm()), Averaged(nnx.Rngs(0)))
+    hooks = {"on_grads": frozen, "after": average, "keep": nnx.BatchStat}
+    step = nnx.jit(jaxscale.nnx.train_step(loss_fn, retries=retries, **hooks))
+    expected, steps = jnp.zeros((3, 4)), 0
+    for batch in batches():
+        kernel, drawn = jnp.copy(model.linear.kernel[...]), jnp.copy(model.drawn[...])
+        step(model, optimizer, batch)
+        moved = not np.array_equal(model.linear.kernel[...], kernel)
+        if moved:
+            expected, steps = expected / 2 + model.linear.kernel[...] / 2, steps + 1
+        assert_same_bits((model.mean[...], model.norm.scale[...]), (expected, jnp.ones(4)))
+        assert (model.drawn[...] != drawn) == moved
+        assert model.noise.default.count[...] == steps
+    assert jaxscale.metrics(optimizer)["total_notfinite"] == 1
+    assert steps == jaxscale.metrics(optimizer).get("gradient_step", 4)
+
+
 def test_every_transformation_of_nnx_may_call_it():
     step = jaxscale.nnx.train_step(loss_fn)
 
@@ -329,7 +369,21 @@ def other():
     return created(model=nnx.Linear(3, 5, rngs=nnx.Rngs(0)))[1]
 
 
+def grown(model):
+    model.extra = Counter(jnp.zeros(()))
+
+
 ERRORS = {
+    "a hook that returns the model": (
+        lambda: jaxscale.nnx.train_step(loss_fn, after=lambda model: model)(*created(), X),
+        TypeError,
+        r"nnx\.train_step\(after=\.\.\.\)` changes the model in place.*return None, got Model",
+    ),
+    "a hook that adds a variable": (
+        lambda: jaxscale.nnx.train_step(loss_fn, after=grown)(*created(), X),
+        ValueError,
+        r"nnx\.train_step\(after=\.\.\.\)` must keep the variables.*added or removed extra\. Make",
+    ),
     "no function": (
         lambda: jaxscale.nnx.train_step(created()[0].linear.kernel[...]),
         TypeError,
