@@ -7,6 +7,7 @@
 
 import argparse
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ def move_target(params, state):
 
 def train(name, tx, step, num_steps, *state):
     """Trains on random numbers, the third batch bad, and returns the last loss."""
-    carry = [init_params(), tx.init(init_params()), *state]
+    carry, loss = [init_params(), tx.init(init_params()), *state], jnp.inf
     for i in range(num_steps):
         x = jax.random.uniform(jax.random.key(i), (BATCH_SIZE,), minval=-1.0)
         *carry, loss = step(*carry, x.at[0].set(jnp.nan) if i == 2 else x)
@@ -81,9 +82,9 @@ def main(num_steps: int = 300) -> float:
     half, tx = jaxscale.autocast, jaxscale.loss_scaled(optax.adam(1e-2))
     mean = partial(jax.lax.pmean, axis_name="devices")
     step = jaxscale.train_step(half(equation_loss), tx, retries=5, on_grads=mean)
-    step = jax.pmap(step, "devices", in_axes=(None, None, 0), out_axes=(None, None, 0))
+    mapped: Any = jax.pmap(step, "devices", in_axes=(None, None, 0), out_axes=(None, None, 0))
     shape = jax.local_device_count(), -1
-    total = train("equation", tx, lambda *args: step(*args[:2], args[2].reshape(shape)), num_steps)
+    total = train("equation", tx, lambda *c: mapped(*c[:2], c[2].reshape(shape)), num_steps)
     noisy = optax.chain(optax.add_noise(1e-4, 0.0, 0), optax.sgd(0.05))  # a skip keeps its key
     noisy, options = jaxscale.loss_scaled(noisy), {"transform": by_example, "retries": 5}
     step = jaxscale.train_step(half(example_loss), noisy, on_grads=clipped_mean, **options)

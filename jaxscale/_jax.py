@@ -15,14 +15,19 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.experimental
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.extend.core.primitives import convert_element_type_p
+
+if TYPE_CHECKING:  # JAX 0.12 has one class for both
+    from jax.extend.core import Jaxpr as ClosedJaxpr
+else:
+    from jax.extend.core import ClosedJaxpr
 
 try:  # not public; without them only the lines and scopes of the model are lost
     from jax._src.source_info_util import current_name_stack, user_context
@@ -353,7 +358,8 @@ def vary(array: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
 
 def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
     """Returns the named axes along which the devices that run a program exchange numbers."""
-    effects = [each for each in jaxpr.effects if type(each).__name__ == "NamedAxisEffect"]
+    found: Any = jaxpr.effects
+    effects = [each for each in found if type(each).__name__ == "NamedAxisEffect"]
     # Sorted, as all hosts must trace one program, and the order of a set is up to the process.
     return sorted((effect.name for effect in effects), key=repr)
 

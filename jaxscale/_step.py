@@ -119,7 +119,7 @@ class LossScaledState(NamedTuple):
     total_exhausted: jax.Array  # i32[]
     backoff_count: jax.Array  # i32[]
     nonfinite_leaves: Any = None
-    grad_norm: jax.Array | None = None  # f32[]
+    grad_norm: Any = None  # f32[] or None
 
 
 class Verdict(NamedTuple):

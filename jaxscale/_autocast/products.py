@@ -1,5 +1,7 @@
 """Which products are cast: those of matrices, and convolutions, that the user's model asks for."""
 
+from typing import Any
+
 import jax
 
 from .._jax import JaxprEqn, dot_dimensions, frames_of_jax, product_precision
@@ -28,7 +30,8 @@ def _is_of_matrices(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "dot_general":
         return True
     summed, free = [], []
-    for atom, (contracted, batch) in zip(eqn.invars, dot_dimensions(eqn), strict=True):
+    operands: list[Any] = eqn.invars
+    for atom, (contracted, batch) in zip(operands, dot_dimensions(eqn), strict=True):
         for i, size in enumerate(atom.aval.shape):
             is_one = type(size) is int and size == 1  # it is not a number if it is not known yet
             if i not in batch and not is_one:

@@ -270,7 +270,7 @@ def subtract(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def convert(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a cast of the program's own."""
     atom: Any = eqn.invars[0]
-    (var,) = eqn.outvars
+    var: Any = eqn.outvars[0]
     dtype = np.dtype(var.aval.dtype)
     if is_float32(atom) and dtype == FLOAT32:
         return move(frame, eqn) if not frame.is_narrow(atom) else _same(frame, eqn)
