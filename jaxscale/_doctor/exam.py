@@ -251,7 +251,7 @@ class _Looks(NamedTuple):
 
     def quickly(self, loss: float, *, needs_trace: bool) -> _Looked:
         """Looks for the ceiling, and before at all equations if something may be wrong there."""
-        looked, at = _Looked(TraceReport(loss, self.used, 0, *((),) * 6)), self.ends[1]
+        looked, at = _Looked(TraceReport(loss, self.used, 0, *((),) * 7)), self.ends[1]
         if needs_trace:
             looked = _Looked(self._run("looking at each operation", self.used).report())
         if at is None or looked.report.nonfinite_outputs:

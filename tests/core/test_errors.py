@@ -667,8 +667,8 @@ CASES = {
     ),
     "hook: another structure after": (
         lambda: jaxscale.train_step(
-            lambda w, s: (jnp.sum(w), s), optax.sgd(0.1), has_state=True, after=lambda p, s: (s, p)
-        )(W, optax.sgd(0.1).init(W), W),
+            lambda w, s: (jnp.sum(w), s), TX, has_state=True, after=lambda p, s: (s, p)
+        )(W, OPT_STATE, W),
         ValueError,
         r"train_step\(after=\.\.\.\)` needs two trees of one structure",
     ),

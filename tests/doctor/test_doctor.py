@@ -296,7 +296,8 @@ def test_training_skips_what_is_said(unit, models, capsys):
     """In whatever unit a loss is: it has gradients of another size, and the same digits."""
     with open("doctored.py", "a") as file:
         file.write(f"\ndef in_units(): return half(1.0, 2.0**{unit})")
-    status, out, _ = run(capsys, "doctored:in_units", "--json", "--quick")
+    status, out, err = run(capsys, "doctored:in_units", "--json", "--quick")
+    assert out, err
     results = json.loads(out)
     start, largest = results["start"], 16 - unit
     assert results["calibration"]["init_scale"] == 2.0**largest

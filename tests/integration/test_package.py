@@ -28,7 +28,7 @@ ROWS = [
     {"_checks", "_jax", "_leaf", "_tree"},
     {"_accumulate", "_policies", "_skip", "_state", "_state_dict", "_verdict"},
     {"_autocast", "_step", "_scaling", "_value_and_grad"},
-    {"_optimizer", "_progress", "_retry", "_train_step"},
+    {"_hooks", "_optimizer", "_progress", "_retry", "_train_step"},
     {"diagnostics", "flax", "nnx", "presets"},
     {"_doctor"},
 ]
