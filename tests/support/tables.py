@@ -47,6 +47,22 @@ PARAMS = {
 }
 
 
+def cases(names, table, fast=()):
+    """Parametrizes a law by the rows of a table, a tuple for several names.
+
+    The fast loop has the rows in `fast` alone, or all of them if none is named.
+    """
+    table = list(table)
+    assert set(fast) <= set(table), "a row that runs fast is one of the table"
+
+    def parameter(row):
+        values = row if isinstance(row, tuple) else (row,)
+        marks = [pytest.mark.slow] if fast and row not in fast else []
+        return pytest.param(*values, marks=marks, id="-".join(map(str, values)))
+
+    return pytest.mark.parametrize(names, list(map(parameter, table)))
+
+
 def rows(table, fast):
     """The rows of a table to parametrize by. All but those named are slow."""
     return [
