@@ -112,8 +112,10 @@ def mutants(tree, function):
     """Of a function in a module: what each bug is, and the text of the module with it."""
     for parent, name, i, child in list(sites(function)):
         for new in variants(child):
-            put = (lambda value: setattr(parent, name, value)) if i is None else (
-                lambda value: getattr(parent, name).__setitem__(i, value)
+            put = (
+                (lambda value: setattr(parent, name, value))
+                if i is None
+                else (lambda value: getattr(parent, name).__setitem__(i, value))
             )
             put(new)
             text = ast.unparse(tree)
@@ -204,7 +206,9 @@ def main(args):
         for what, text in mutants(tree, node):
             if (definition.rpartition(".")[2], what) not in EQUIVALENT:
                 which = tests.get(definition, tests.get(path, []))
-                bugs.append((f"{definition.removeprefix(PACKAGE + '.')}: {what}", path, text, which))
+                bugs.append(
+                    (f"{definition.removeprefix(PACKAGE + '.')}: {what}", path, text, which)
+                )
     if args.list:
         sys.exit("\n".join(bug[0] for bug in bugs) + f"\n{len(bugs)} bugs")
     caught = 0

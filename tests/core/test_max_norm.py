@@ -1,16 +1,18 @@
 """Clipping by the global norm: optax's rule, from the pass that gives the verdict."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tables import assert_same_bits, avals, crossed
+from tables import assert_same_bits, avals, cases
 
 import jaxscale
 import jaxscale.flax
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
+pytestmark = pytest.mark.standard_promotion
 
 PARAMS = {
     "w": jnp.linspace(-1.0, 1.0, 12).reshape(3, 4),
@@ -49,12 +51,6 @@ def by_jit(tx, grads, state, params):
     return jax.jit(tx.update)(grads, state, params)
 
 
-def by_apply(tx, grads, state, params):
-    new, state = jax.jit(jaxscale.apply_gradients, static_argnums=0)(tx, grads, state, params)
-    wide = jax.tree.map(lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), new)
-    return jax.tree.map(lambda a, b: a - b, wide, params), state
-
-
 WAYS = {"eager": by_update, "jit": by_jit}
 FORMS = ["cpu", "accelerator"]
 
@@ -70,12 +66,10 @@ def assert_close(a, b):
         np.testing.assert_allclose(x, y, rtol=3e-7)
 
 
-@crossed(
-    (3.0, False, "cpu", "jit"),
-    norm=[0.0, 0.1, 0.5, 3.0, 1e10],
-    debug_nans=[False, True],
-    form=FORMS,
-    way=WAYS,
+@cases(
+    "norm, debug_nans, form, way",
+    itertools.product([0.0, 0.1, 0.5, 3.0, 1e10], [False, True], FORMS, WAYS),
+    fast=[(3.0, False, "cpu", "jit"), (0.1, False, "accelerator", "jit"), (0.0, True, "cpu", "jit")],
 )
 def test_it_is_what_optax_does(norm, debug_nans, form, way, monkeypatch):
     take_form(form, monkeypatch)
@@ -89,30 +83,6 @@ def test_it_is_what_optax_does(norm, debug_nans, form, way, monkeypatch):
     assert state.grads_finite
     if norm < MAX_NORM:  # by a factor that is 1
         assert_same_bits(updates, INNER.update(grads, INNER.init(PARAMS), PARAMS)[0])
-
-
-@crossed(
-    (False, jnp.inf, "cpu"),
-    debug_nans=[False, True],
-    bad=[jnp.inf, -jnp.inf, jnp.nan],
-    form=FORMS,
-)
-def test_a_bad_step_leaves_no_trace(debug_nans, bad, form, monkeypatch):
-    take_form(form, monkeypatch)
-    tx = jaxscale.skip_nonfinite(optax.adam(0.1), max_norm=MAX_NORM)
-
-    def step(*args):
-        return jaxscale.apply_gradients(tx, *args)
-
-    step = step if debug_nans else jax.jit(step)  # NaNs are looked for in each operation
-    good = gradients(1, 2.0)
-    params, state = step(good, tx.init(PARAMS), PARAMS)
-    for name in ("w", "half", "phase"):
-        spoiled = good | {name: good[name].at[-1].set(bad)}
-        with jax.debug_nans(debug_nans and not jnp.isnan(bad)):  # else the gradient is the fault
-            after, skipped = step(spoiled, state, params)
-        assert_same_bits((after, skipped.inner_state), (params, state.inner_state))
-        assert skipped.total_notfinite == state.total_notfinite + 1
 
 
 def test_the_norm_is_that_of_a_window():
@@ -178,7 +148,7 @@ def test_it_is_kept_by_every_wrapper():
         jaxscale.loss_scaled(jaxscale.skip_nonfinite(INNER, max_norm=7.0), max_norm=MAX_NORM),
         jaxscale.loss_scaled(INNER, None, max_norm=MAX_NORM, skip_nonfinite=False),
     ):
-        updates, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+        updates, state = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
         np.testing.assert_allclose(norm_of(updates), MAX_NORM, rtol=1e-6)
         assert avals(state) == avals(tx.init(PARAMS))
     state = jaxscale.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)

@@ -56,7 +56,7 @@ def copied(tree):
     fast=[
         ("dynamic", "adam", "eager"),
         ("dynamic", "noisy", "accelerator"),
-        ("hysteresis", "adam", "apply"),
+        ("dynamic", "lion_clipped", "apply"),
         ("everything", "adamw_clipped", "update"),
     ],
 )
