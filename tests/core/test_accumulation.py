@@ -15,11 +15,10 @@ from jax.sharding import Mesh, PartitionSpec
 from tables import (
     INNERS,
     PARAMS,
-    assert_close,
     assert_same_bits,
     avals,
-    counters,
     cases,
+    counters,
     gradients,
     run,
     spoiled,
@@ -130,7 +129,7 @@ def test_every_nesting_is_the_same(inner, drop):
             jaxscale.loss_scaled(window(inner), None),
         ),
     }.items():
-        first, *others = (run(tx, sequence, "jit") for tx in nestings)
+        first, *others = (run(tx, sequence) for tx in nestings)
         for other in others:
             assert_same_bits(other, first)
         expected = {"window": 1, "micro_batch": 3}[drop]
@@ -193,9 +192,9 @@ def test_bad_micro_batches_thrown_in_leave_no_trace(inner):
         [GOOD[0], lost[0], lost[1], GOOD[1], lost[2], GOOD[2], GOOD[3], lost[3]],
         [lost[0], lost[1], GOOD[0], GOOD[1], GOOD[2], lost[2], lost[3], GOOD[3]],
     ]
-    expected, expected_state = run(windowed(INNERS[inner], 2), GOOD[:4], "eager")
+    expected, expected_state = run(windowed(INNERS[inner], 2), GOOD[:4], compiled=False)
     for order in orders:
-        params, state = run(windowed(INNERS[inner], 4), order, "eager")
+        params, state = run(windowed(INNERS[inner], 4), order, compiled=False)
         assert_same_bits(params, expected)
         assert_same_bits(state.inner_state, expected_state.inner_state)
 
@@ -405,9 +404,7 @@ def test_optax_multi_steps_inside_replaces_the_bad_micro_batch(skip):
     assert state.inner_state.mini_step == 1
 
 
-@cases(
-    "wrap", [jaxscale.loss_scaled, jaxscale.skip_nonfinite], fast=[jaxscale.loss_scaled]
-)
+@cases("wrap", [jaxscale.loss_scaled, jaxscale.skip_nonfinite], fast=[jaxscale.loss_scaled])
 def test_optax_multi_steps_outside_never_recovers(wrap):
     params, state = micro_batches(optax.MultiSteps(wrap(optax.sgd(1.0)), 2), ONE_BAD)
     assert jnp.isnan(state.acc_grads)

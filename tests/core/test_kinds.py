@@ -90,7 +90,7 @@ def step_of(inner, dtype, fused):
     + [(inner, "float64") for inner in ("adamw", "lbfgs")]
     # On accelerators both sides of the selection are computed: a line search runs on a bad step.
     + [(inner, "selected") for inner in ("lbfgs", "schedule_free", "reduce_on_plateau")],
-    fast=[("half_moments", "bfloat16"), ("adamw", "complex64")],
+    fast=[("adamw", "complex64")],
 )
 def test_bad_steps_leave_no_trace_in_any_dtype_or_optimizer(inner, dtype, monkeypatch):
     if dtype == "selected":
@@ -131,9 +131,10 @@ def test_the_sum_of_parameter_and_update_is_rounded_once(dtype, fused):
 def test_adam_of_float16_parameters_does_not_divide_0_by_0():
     params, grads = jnp.ones(3, jnp.float16), jnp.array([0.0, 2.0**-10, 1.0], jnp.float16)
     bare = optax.adam(0.1)  # whose epsilon of 1e-8 is 0 in float16
-    assert jnp.isnan(bare.update(grads, bare.init(params), params)[0][0])
+    assert jnp.isnan(jax.jit(bare.update)(grads, bare.init(params), params)[0][0])
     tx = jaxscale.loss_scaled(bare)
-    params, state = jaxscale.apply_gradients(tx, grads, tx.init(params), params)
+    step = jax.jit(lambda grads, state, params: jaxscale.apply_gradients(tx, grads, state, params))
+    params, state = step(grads, tx.init(params), params)
     assert_same_bits(params, jnp.array([1.0, 0.9, 0.9], jnp.float16))
     assert state.grads_finite
 

@@ -69,7 +69,10 @@ def assert_close(a, b):
 @cases(
     "norm, debug_nans, form, way",
     itertools.product([0.0, 0.1, 0.5, 3.0, 1e10], [False, True], FORMS, WAYS),
-    fast=[(3.0, False, "cpu", "jit"), (0.1, False, "accelerator", "jit"), (0.0, True, "cpu", "jit")],
+    fast=[
+        (3.0, False, "cpu", "jit"),
+        (0.0, True, "accelerator", "jit"),
+    ],
 )
 def test_it_is_what_optax_does(norm, debug_nans, form, way, monkeypatch):
     take_form(form, monkeypatch)

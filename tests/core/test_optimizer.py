@@ -18,7 +18,6 @@ from tables import (
     cases,
     counters,
     gradients,
-    run,
     spoiled,
     step,
     wide,
@@ -188,7 +187,11 @@ def test_counters_saturate():
 
 def test_never_gives_up():
     tx = jaxscale.loss_scaled(INNERS["adam"], DYNAMIC)
-    params, state = run(tx, [BADS[0]] * 300, "scan")
+
+    def body(carry, _):
+        return step(tx, *carry, BADS[0]), None
+
+    params, state = jax.lax.scan(body, (PARAMS, tx.init(PARAMS)), length=300)[0]
     assert_same_bits(params, PARAMS)
     assert (state.scaling.loss_scale, state.notfinite_count) == (1.0, 300)
     assert state.backoff_count == 0  # one overflow

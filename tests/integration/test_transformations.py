@@ -271,25 +271,14 @@ def test_a_skipped_step_raises_nothing_where_nans_are_errors(policy, jit, way):
     assert jaxscale.all_finite(params)
 
 
-def test_where_nans_are_errors_bare_optax_raises_and_a_hidden_nan_does_not():
-    bare = optax.adam(0.1)
-    batch = jnp.array([1.0, 2.0, 3.0]), jnp.array(INF)
+def test_where_nans_are_errors_one_in_a_compiled_step_that_is_skipped_is_none():
+    tx = jaxscale.skip_nonfinite(optax.adam(0.1))
 
-    def differentiate(fun, _):
-        return jax.value_and_grad(fun)
+    @jax.jit
+    def train_step(carry, x):
+        return trainer(tx, mlp_loss)(carry, (x, x[0, 0] / x[0, 0]))
 
     with jax.debug_nans(True):
-        for transform in (lambda f: f, jax.jit):
-            train_step = transform(trainer(bare, exact_loss, differentiate=differentiate))
-            with pytest.raises(FloatingPointError):
-                train_step((EXACT, bare.init(EXACT)), batch)
-        # NaN gradients, too, inside a compiled step whose outputs are finite.
-        tx = jaxscale.skip_nonfinite(bare)
-
-        @jax.jit
-        def train_step(carry, x):
-            return trainer(tx, mlp_loss)(carry, (x, x[0, 0] / x[0, 0]))
-
         params, state = train_step((MLP, tx.init(MLP)), jnp.zeros((5, 3)))
     assert_same_bits(params, MLP)
     assert state.total_notfinite == 1

@@ -87,10 +87,7 @@ def crossed(around, **tables):
     return pytest.mark.parametrize(tuple(tables), combinations)
 
 
-MODES = ["eager", "jit", "scan"]
-pairs = crossed(("dynamic", "adam"), policy=POLICIES, inner=INNERS)
 policies = pytest.mark.parametrize("policy", POLICIES)
-inners = pytest.mark.parametrize("inner", INNERS)
 bads = pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
 
 
@@ -115,38 +112,16 @@ def wide(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-@functools.cache
-def optimizer(policy, inner):
-    return jaxscale.loss_scaled(INNERS[inner], POLICIES[policy])
-
-
 def step(tx, params, opt_state, grads):
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
 
-@functools.cache
-def jitted_step(tx):
-    return jax.jit(functools.partial(step, tx))
-
-
-@functools.cache
-def _scanned(tx):
-    def run(params, opt_state, stacked):
-        def body(carry, grads):
-            return step(tx, *carry, grads), None
-
-        return jax.lax.scan(body, (params, opt_state), stacked)[0]
-
-    return jax.jit(run)
-
-
-def run(tx, grads, mode, params=PARAMS):
+def run(tx, grads, compiled=True, params=PARAMS):
     """Parameters and optimizer state after a list of gradients."""
     opt_state = tx.init(params)
-    if mode == "scan":
-        return _scanned(tx)(params, opt_state, jax.tree.map(lambda *xs: jnp.stack(xs), *grads))
-    one_step = jitted_step(tx) if mode == "jit" else functools.partial(step, tx)
+    one_step = functools.partial(step, tx)
+    one_step = jax.jit(one_step) if compiled else one_step
     for g in grads:
         params, opt_state = one_step(params, opt_state, g)
     return params, opt_state
