@@ -343,42 +343,6 @@ def test_the_axis_name_may_be_given_to_either_wrapper(wrap):
     assert jax.jit(jax.vmap(member, axis_name="data"))(grads).tolist() == [False] * 3
 
 
-# A whole window inside of one jitted step.
-
-
-def loss_fn(params, x):
-    return jnp.sum((x.astype(jnp.float16) @ params.astype(jnp.float16)).astype(jnp.float32) ** 2)
-
-
-MICRO_BATCHES = jnp.stack([jnp.full((2, 3), v) for v in (0.5, 1e4, 0.25, 0.75)])
-WEIGHTS = jnp.array([1.0, -0.5, 0.25])
-
-
-def expected_mean():
-    """The gradient in float64 of the micro-batches that do not overflow float16."""
-    x = np.asarray(MICRO_BATCHES, np.float64)[[0, 2, 3]]
-    grads = [2 * batch.T @ (batch @ np.asarray(WEIGHTS, np.float64)) for batch in x]
-    return np.mean(grads, axis=0)
-
-
-def test_a_window_within_one_step_by_scan_over_updates():
-    tx = windowed(optax.sgd(1.0), 4)
-
-    @jax.jit
-    def train_step(params, opt_state, micro_batches):
-        def body(carry, batch):
-            params, opt_state = carry
-            loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, batch)
-            return jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss), loss
-
-        return jax.lax.scan(body, (params, opt_state), micro_batches)
-
-    (params, state), losses = train_step(WEIGHTS, tx.init(WEIGHTS), MICRO_BATCHES)
-    np.testing.assert_allclose(WEIGHTS - params, expected_mean(), rtol=1e-3)  # float16
-    assert jnp.all(jnp.isfinite(losses))  # it overflows on the way back only
-    assert counters(state)["gradient_step"] == counters(state)["total_notfinite"] == 1
-
-
 # What happens in the nestings that optax's own accumulator allows.
 
 

@@ -26,6 +26,7 @@ PARAMS = {
 NAMES = ["dense/bias", "dense/kernel", "phase"]
 TRACKING = jaxscale.loss_scaled(optax.sgd(0.1), track_leaves=True)
 PLAIN = jaxscale.loss_scaled(optax.sgd(0.1))
+UPDATE = jax.jit(TRACKING.update)
 
 
 def gradients(**bad):
@@ -125,14 +126,14 @@ def test_gradients_are_read_no_more_often():
 
 
 def test_a_bad_loss_is_no_overflow():
-    _, state = TRACKING.update(gradients(bias=jnp.inf), TRACKING.init(PARAMS), PARAMS)
-    _, state = TRACKING.update(gradients(), state, PARAMS, value=jnp.float32(jnp.nan))
+    _, state = UPDATE(gradients(bias=jnp.inf), TRACKING.init(PARAMS), PARAMS)
+    _, state = UPDATE(gradients(), state, PARAMS, value=jnp.float32(jnp.nan))
     assert not state.grads_finite
     assert flagged_paths(state.nonfinite_leaves) == ["dense/bias"]
 
 
 def test_metrics_name_the_leaves_and_stay_scalars():
-    _, state = TRACKING.update(gradients(phase=jnp.nan), TRACKING.init(PARAMS), PARAMS)
+    _, state = UPDATE(gradients(phase=jnp.nan), TRACKING.init(PARAMS), PARAMS)
     for tree in (state, {"opt": (state, PARAMS)}):
         found = jax.jit(jaxscale.metrics)(tree)
         flags = {name: bool(x) for name, x in found.items() if name.startswith("nonfinite_leaves/")}
@@ -140,7 +141,7 @@ def test_metrics_name_the_leaves_and_stay_scalars():
         assert all(value.shape == () for value in found.values())
     history = diagnostics.History()
     for grads in (gradients(), gradients(kernel=jnp.inf)):
-        _, state = TRACKING.update(grads, state, PARAMS)
+        _, state = UPDATE(grads, state, PARAMS)
         history.append(state)
     assert history.columns()["nonfinite_leaves/phase"].tolist() == [1, 0]
     assert history.columns()["nonfinite_leaves/dense/kernel"].tolist() == [0, 1]
@@ -194,7 +195,7 @@ def test_all_devices_agree(check):
 
 
 def test_a_state_dict_holds_it_and_the_optimizer_need_not():
-    _, state = TRACKING.update(gradients(bias=jnp.inf), TRACKING.init(PARAMS), PARAMS)
+    _, state = UPDATE(gradients(bias=jnp.inf), TRACKING.init(PARAMS), PARAMS)
     saved = jaxscale.to_state_dict(state)
     assert_same_bits(jaxscale.from_state_dict(TRACKING.init(PARAMS), saved), state)
     assert jaxscale.from_state_dict(PLAIN.init(PARAMS), saved).nonfinite_leaves is None

@@ -38,7 +38,7 @@ LAYOUTS = {
         {"in": P("data", "model"), "bias": P("model"), "out": P("model", "data")},
     ),
 }
-TX = jaxscale.loss_scaled(optax.adamw(1e-2))
+TX = jaxscale.loss_scaled(optax.adamw(1e-2), jaxscale.DynamicLossScale(init_scale=2.0**8))
 
 
 def loss_fn(params, x):
@@ -104,10 +104,11 @@ def test_a_step_over_devices_is_the_step_on_one_and_all_skip_together(layout, le
     for name, value in params.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-4)
     assert_same_bits(on_host(state.scaling), on_host(expected_state.scaling))
+    assert state.grads_finite
     for bad_x, bad_push, scale, bad_losses in (
         # An inf on one device, and a NaN in one example.
-        (x, push | {leaf: push[leaf].at[PLACES[leaf]].set(jnp.inf)}, 2.0**14, 0),
-        (x.at[11, 2].set(jnp.nan), push, 2.0**15, 1),
+        (x, push | {leaf: push[leaf].at[PLACES[leaf]].set(jnp.inf)}, 2.0**7, 0),
+        (x.at[11, 2].set(jnp.nan), push, 2.0**8, 1),
     ):
         new_params, new_state = stepped(params, state, bad_x, bad_push)
         assert_same_bits(on_host(new_params), on_host(params))
@@ -198,21 +199,6 @@ def test_what_the_peers_cost():
     tx = optax.adamw(1e-3)
     expected = optimizer_step(jaxscale.loss_scaled(tx))
     assert optimizer_step(optax.apply_if_finite(tx, 10**6)) == expected
-
-
-@pytest.mark.slow
-def test_in_shard_map_peers_cost_nothing_and_devices_part():
-    # No peer but Flax knows of axes, and Flax takes the mean of all gradients over them.
-    tx = optax.apply_if_finite(optax.sgd(1.0), 10**6)
-
-    def one_device(params, grads):
-        updates, _ = tx.update(grads, tx.init(params), params)
-        return optax.apply_updates(params, updates)
-
-    grads = jnp.ones(8).at[3].set(jnp.nan)
-    run = shard_mapped(one_device, check=False)
-    assert all_reduces(run, (P(BOTH), P(BOTH)), jnp.zeros(8), grads) == []
-    assert run(jnp.zeros(8), grads).tolist() == [-1, -1, -1, 0, -1, -1, -1, -1]
 
 
 def shard_mapped(fun, check=True):

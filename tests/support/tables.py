@@ -58,7 +58,8 @@ def cases(names, table, fast=()):
     def parameter(row):
         values = row if isinstance(row, tuple) else (row,)
         marks = [pytest.mark.slow] if fast and row not in fast else []
-        return pytest.param(*values, marks=marks, id="-".join(map(str, values)))
+        names = [getattr(value, "__name__", str(value)) for value in values]
+        return pytest.param(*values, marks=marks, id="-".join(names))
 
     return pytest.mark.parametrize(names, list(map(parameter, table)))
 
