@@ -61,7 +61,7 @@ GUARDED = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 def variants(node):
-    """The bugs that can be made of a node of a syntax tree, each as a node to stand in its place."""
+    """The bugs that can be made of a node of a syntax tree, each as a node in its place."""
 
     def changed(**fields):
         new = copy.copy(node)
