@@ -176,6 +176,26 @@ def test_inner_sees_float32_views_and_extra_arguments_untouched():
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.array(1.0))
 
 
+def test_one_program_serves_all_platforms_and_a_cpu_alone_branches(monkeypatch):
+    # Traced once; of branch and selection, which one it is are constants when it is lowered.
+    tx = jaxscale.loss_scaled(INNERS["adam"], DYNAMIC)
+    traced = jax.jit(tx.update).trace(GOOD[0], tx.init(PARAMS), PARAMS)
+    cpu, *others = (
+        traced.lower(lowering_platforms=(platform,)).as_text().splitlines()
+        for platform in ("cpu", "cuda", "tpu")
+    )
+    for other in others:
+        differing = [pair for pair in zip(cpu, other, strict=True) if pair[0] != pair[1]]
+        assert 0 < len(differing) <= 2
+        for line in (line for pair in differing for line in pair):
+            assert "stablehlo.constant" in line
+    assert traced.lower().compile().as_text().count(" conditional(") == 1
+    # As for accelerators, but compiled here: XLA takes the branch out, as it is a constant's.
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
+    selecting = jax.jit(lambda *args: tx.update(*args)).lower(GOOD[0], tx.init(PARAMS), PARAMS)
+    assert " conditional(" not in selecting.compile().as_text()
+
+
 def test_counters_saturate():
     tx = jaxscale.loss_scaled(optax.sgd(0.1))
     top = jnp.array(jnp.iinfo(jnp.int32).max, jnp.int32)
