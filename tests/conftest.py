@@ -45,7 +45,8 @@ def pytest_configure(config):
     # Most of the time goes into compilation, and many tests compile the same program. What one
     # has compiled, the others load, in both workers, until this run ends.
     worker_input = getattr(config, "workerinput", None)
-    config.stash[CACHE] = worker_input["cache"] if worker_input else tempfile.mkdtemp()
+    kept = os.environ.get("JAX_COMPILATION_CACHE_DIR")  # from run to run, where one wants that
+    config.stash[CACHE] = worker_input["cache"] if worker_input else kept or tempfile.mkdtemp()
     jax.config.update("jax_compilation_cache_dir", config.stash[CACHE])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
@@ -56,7 +57,7 @@ def pytest_configure_node(node):
 
 
 def pytest_unconfigure(config):
-    if not hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput") and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         shutil.rmtree(config.stash[CACHE], ignore_errors=True)
 
 

@@ -74,29 +74,6 @@ def test_the_model_is_traced_once_and_inner_once():
     assert traces == {"model": 1, "inner": 1}
 
 
-def test_one_program_serves_all_platforms():
-    # Traced once; of branch and selection, which one it is are constants when it is lowered.
-    traced = jax.jit(train_step).trace(PARAMS, TX.init(PARAMS), jnp.ones((8, 64), jnp.float16))
-    cpu, *others = (
-        traced.lower(lowering_platforms=(platform,)).as_text().splitlines()
-        for platform in ("cpu", "cuda", "tpu")
-    )
-    for other in others:
-        differing = [pair for pair in zip(cpu, other, strict=True) if pair[0] != pair[1]]
-        assert 0 < len(differing) <= 2
-        assert all("stablehlo.constant" in line for pair in differing for line in pair)
-
-
-def test_a_cpu_branches_and_nothing_else_does(compiled, monkeypatch):
-    assert compiled.as_text().count(" conditional(") == 1
-    # As for accelerators, but compiled here: XLA takes the branch out, as it is a constant's.
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
-    x = jnp.ones((8, 64), jnp.float16)
-    step = jax.jit(lambda *args: train_step(*args), donate_argnums=(0, 1))
-    selecting = step.lower(PARAMS, TX.init(PARAMS), x).compile().as_text()
-    assert " conditional(" not in selecting
-
-
 @pytest.fixture(scope="module")
 def counts():
     """What the benchmarks' steps hold, compiled for one device, of one layer and of three."""

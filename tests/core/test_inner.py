@@ -1,5 +1,6 @@
 """What the wrapped transformation may be: it returns what it likes, and knows what it knows."""
 
+import itertools
 import logging
 import math
 import sys
@@ -10,11 +11,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from tables import assert_same_bits, crossed
+from tables import assert_same_bits, cases
 
 import jaxscale
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
+pytestmark = pytest.mark.standard_promotion
 
 PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.5)}
 GRADS = {"w": jnp.array([0.3, -0.1, 0.2]), "b": jnp.array(1.0)}
@@ -58,10 +59,10 @@ OTHER_UPDATES = {
 }
 
 
-@crossed(
-    ("another structure", "jit"),
-    name=OTHER_UPDATES,
-    mode=["eager", "jit", "accelerator", "shard_map"],
+@cases(
+    "name, mode",
+    itertools.product(OTHER_UPDATES, ["eager", "jit", "accelerator", "shard_map"]),
+    fast=[("another structure", "jit"), ("no update for a leaf", "accelerator")],
 )
 def test_a_skipped_step_is_no_update_of_what_the_inner_returns(name, mode, monkeypatch):
     inner, params, grads = OTHER_UPDATES[name]
@@ -121,7 +122,11 @@ def cliff(params):
     return jnp.sum(jnp.where(params["w"] < 1.01, params["w"], jnp.inf)) + params["b"]
 
 
-@crossed(("update", "jit"), way=["update", "apply"], mode=["eager", "jit", "accelerator"])
+@cases(
+    "way, mode",
+    itertools.product(["update", "apply"], ["eager", "jit", "accelerator"]),
+    fast=[("update", "jit")],
+)
 def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(way, mode, monkeypatch):
     if mode == "accelerator":
         monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
@@ -197,7 +202,7 @@ NEED_A_LOSS = {
 }
 
 
-@pytest.mark.parametrize("name", NEED_A_LOSS)
+@cases("name", NEED_A_LOSS, fast=["reduce_on_plateau"])
 def test_no_loss_in_is_no_loss_out(name):
     inner = NEED_A_LOSS[name]
     for wrap in (jaxscale.loss_scaled, lambda tx: jaxscale.multi_steps(tx, 1)):
@@ -213,11 +218,12 @@ def test_no_loss_in_is_no_loss_out(name):
     assert state.grads_finite
 
 
-@crossed(
-    (math.inf, False, 1.0),
-    max_norm=[1e39, sys.float_info.max, math.inf, 3.4e38, 1e-40, 1e-300],
-    window=[False, True],
-    size=[1.0, 1e30, 0.0],
+@cases(
+    "max_norm, window, size",
+    itertools.product(
+        [1e39, sys.float_info.max, math.inf, 3.4e38, 1e-40, 1e-300], [False, True], [1.0, 1e30, 0.0]
+    ),
+    fast=[(math.inf, False, 1e30), (1e-300, False, 1.0)],
 )
 def test_any_largest_norm_is_a_number_to_clip_to(max_norm, window, size):
     tx = jaxscale.loss_scaled(optax.sgd(1.0), max_norm=max_norm)
@@ -232,7 +238,11 @@ def test_any_largest_norm_is_a_number_to_clip_to(max_norm, window, size):
     assert norm <= max(max_norm * (1 + 1e-6), 2e-38)  # float32's smallest normal number at least
 
 
-@crossed((10, "float32"), length=[6, 10, 22], dtype=["float32", "bfloat16", "complex64"])
+@cases(
+    "length, dtype",
+    itertools.product([6, 10, 22], ["float32", "bfloat16", "complex64"]),
+    fast=[(10, "float32")],
+)
 def test_a_mean_of_the_largest_numbers_is_finite(dtype, length):
     largest = float(jnp.finfo(dtype).max)
     number = complex(largest, -largest) if dtype == "complex64" else -largest
@@ -280,8 +290,10 @@ def test_optax_can_tell_parameters_from_flags():
     assert_same_bits(mapped.scaling, state.scaling)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float4_e2m1fn"]
+@cases(
+    "dtype",
+    ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float4_e2m1fn"],
+    fast=["float8_e4m3fn"],
 )
 def test_updates_of_narrow_parameters_can_be_added(dtype):
     if not hasattr(jnp, dtype):

@@ -1,6 +1,7 @@
 """Multiplying and dividing by a scale, and finding it in a tree."""
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tables import assert_same_bits, avals
+from tables import assert_same_bits, avals, cases
 from test_tree import PASSIVE
+from training import x64
 
 import jaxscale
 import jaxscale.flax
 from jaxscale import presets
-
-pytestmark = pytest.mark.sampled(6)
 
 STATE = jaxscale.FixedLossScale(2.0**10).init()
 WIDE = {
@@ -24,25 +24,20 @@ WIDE = {
     "float8_e5m2": "float32",
     "float32": "float32",
     "complex64": "complex64",
+    "float64": "float64",
+    "complex128": "complex128",
 }
 
 
-@pytest.mark.parametrize("dtype", WIDE)
-@pytest.mark.parametrize("function", [jaxscale.scale, jaxscale.unscale])
-def test_results_are_float32_or_wider_and_exact(function, dtype):
-    leaf = jnp.array([1.5, -2.0, 0.25], dtype)
-    factor = 2.0**10 if function is jaxscale.scale else 2.0**-10
-    for state in (STATE, jaxscale.NoOpLossScale().init()):
-        (result,) = jax.tree.leaves(function(state, [leaf]))
-        assert result.dtype == WIDE[dtype]
-        expected = np.asarray(leaf, result.dtype) * (factor if state is STATE else 1)
-        assert_same_bits(result, expected.astype(result.dtype))
-
-
-def test_float64_stays_float64():
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-        assert jaxscale.unscale(STATE, jnp.array(1.0)).dtype == jnp.float64
-        assert jaxscale.unscale(STATE, jnp.array(1.0, jnp.complex128)).dtype == jnp.complex128
+def test_results_are_float32_or_wider_and_exact():
+    for function, factor in ((jaxscale.scale, 2.0**10), (jaxscale.unscale, 2.0**-10)):
+        for state, times in ((STATE, factor), (jaxscale.NoOpLossScale().init(), 1)):
+            with x64():
+                leaves = {dtype: jnp.array([1.5, -2.0, 0.25], dtype) for dtype in WIDE}
+                results = jax.jit(function)(state, leaves)
+            for dtype, leaf in leaves.items():
+                expected = np.asarray(leaf, WIDE[dtype]) * times
+                assert_same_bits(results[dtype], expected.astype(WIDE[dtype]))
 
 
 def test_other_factors_are_right_to_rounding():
@@ -52,7 +47,7 @@ def test_other_factors_are_right_to_rounding():
     np.testing.assert_allclose(result, np.asarray(leaf) / np.float32(3), rtol=2**-23)
 
 
-@pytest.mark.parametrize("exponent", [-126, -60, 60, 126, 127])
+@cases("exponent", [-126, -60, 60, 126, 127], fast=[-126, 127])
 def test_no_scale_is_so_extreme_that_gradients_vanish(exponent):
     # The reciprocal of 2**127 is subnormal: XLA makes it 0, and 0 is finite (jmp's fate).
     state = STATE._replace(loss_scale=jnp.array(2.0**exponent, jnp.float32))
@@ -170,8 +165,11 @@ def train_state(opt_state, params):
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("params", PARAMS)
+@cases(
+    "params, scaling",
+    itertools.product(PARAMS, SCALINGS),
+    fast=[("several", "dynamic"), ("a learned weight", "unmarked")],
+)
 def test_a_state_is_found_by_its_type_wherever_it_is(params, scaling):
     params, policy = PARAMS[params], SCALINGS[scaling]
     tx = jaxscale.loss_scaled(optax.adam(0.1), policy)
@@ -199,9 +197,8 @@ def test_a_state_is_found_by_its_type_wherever_it_is(params, scaling):
         jaxscale.check(tree)
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("params", PARAMS)
-def test_a_field_of_that_name_is_not_a_state(params, call):
+@cases("call, params", itertools.product(CALLS, PARAMS), fast=[(call, "several") for call in CALLS])
+def test_a_field_of_that_name_is_not_a_state(call, params):
     params = PARAMS[params]
     for tree in (params, optax.adam(0.1).init(params), Carry(params, FOUR, FOUR, FOUR)):
         with pytest.raises(ValueError, match=rf"`{call}` needs .* exactly one .* got none in"):
@@ -230,7 +227,7 @@ def test_an_unmarked_state_is_told_how_to_be_marked(call):
 
 def test_a_state_is_a_tree_of_strongly_typed_scalars():
     assert avals(jaxscale.DynamicLossScale().init()) == ("float32[]", "int32[]", "int32[]")
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+    with x64():
         state = jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
         kinds = {str(jax.typeof(leaf)) for leaf in jax.tree.leaves(state)}
     assert kinds == {"float32[]", "int32[]", "bool[]"}

@@ -1,6 +1,7 @@
 """The state dictionary: what is in it, and what is read from those of other versions."""
 
 import copy
+import itertools
 from typing import NamedTuple
 
 import hypothesis
@@ -11,14 +12,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tables import POLICIES, assert_same_bits, avals, crossed
+from tables import POLICIES, assert_same_bits, avals, cases
 
 import jaxscale
 import jaxscale.flax
 from jaxscale import presets
 from jaxscale._state_dict import _REQUIRED
-
-pytestmark = pytest.mark.sampled(4)
 
 PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5, jnp.bfloat16)}
 TX = jaxscale.loss_scaled(optax.sgd(0.5, momentum=0.5), POLICIES["dynamic"])
@@ -197,7 +196,11 @@ def test_a_state_can_begin_or_cease_to_track_leaves():
     assert_same_bits(jaxscale.from_state_dict(tracking, later).nonfinite_leaves, tracked)
 
 
-@crossed(("dynamic", "dynamic"), origin=OWN, to=OWN)
+@cases(
+    "origin, to",
+    itertools.product(OWN, OWN),
+    fast=[("dynamic", "adaptive"), ("fairseq", "dynamic"), ("logmax", "noop")],
+)
 def test_a_run_can_change_its_policy(origin, to):
     before = OWN[origin].init()
     before = type(before)(*(leaf + 1 for leaf in before))
@@ -354,7 +357,7 @@ def kind(dtype):
     return KINDS[np.dtype(dtype).kind]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@cases("dtype", DTYPES, fast=["bool", "uint8", "bfloat16"])
 def test_a_number_is_cast_if_one_of_its_kind_is_equal(dtype):
     target = {"x": jnp.zeros((), dtype)}
     dtype = target["x"].dtype
@@ -399,8 +402,9 @@ LEAVES = {  # each of a number
 }
 
 
-@pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES.keys())
-def test_a_leaf_comes_back_as_the_targets(make):
+@cases("name", LEAVES, fast=["sharded", "weak array", "sharded keys", "float"])
+def test_a_leaf_comes_back_as_the_targets(name):
+    make = LEAVES[name]
     leaf = make(7)
     restored = jaxscale.from_state_dict([make(0)], jaxscale.to_state_dict([leaf]))[0]
     assert type(restored) is type(leaf)

@@ -5,16 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from tables import assert_same_bits, avals
+from tables import assert_same_bits, avals, cases
 
 import jaxscale
 import jaxscale.flax
 from jaxscale import diagnostics
 from jaxscale._verdict import flagged_paths
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
+pytestmark = pytest.mark.standard_promotion
 
 MESH = Mesh(np.array(jax.devices("cpu")), ("data",))
 CHECK = "check_vma" if "check_vma" in jax.shard_map.__kwdefaults__ else "check_rep"
@@ -27,6 +26,7 @@ PARAMS = {
 NAMES = ["dense/bias", "dense/kernel", "phase"]
 TRACKING = jaxscale.loss_scaled(optax.sgd(0.1), track_leaves=True)
 PLAIN = jaxscale.loss_scaled(optax.sgd(0.1))
+UPDATE = jax.jit(TRACKING.update)
 
 
 def gradients(**bad):
@@ -76,7 +76,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@cases("name", WAYS, fast=["apply_gradients"])
 def test_the_last_overflow_is_kept_and_nothing_else_is_different(name):
     tracking, plain, one_step = WAYS[name]
     (params, state), (plain_params, plain_state) = (
@@ -126,14 +126,14 @@ def test_gradients_are_read_no_more_often():
 
 
 def test_a_bad_loss_is_no_overflow():
-    _, state = TRACKING.update(gradients(bias=jnp.inf), TRACKING.init(PARAMS), PARAMS)
-    _, state = TRACKING.update(gradients(), state, PARAMS, value=jnp.float32(jnp.nan))
+    _, state = UPDATE(gradients(bias=jnp.inf), TRACKING.init(PARAMS), PARAMS)
+    _, state = UPDATE(gradients(), state, PARAMS, value=jnp.float32(jnp.nan))
     assert not state.grads_finite
     assert flagged_paths(state.nonfinite_leaves) == ["dense/bias"]
 
 
 def test_metrics_name_the_leaves_and_stay_scalars():
-    _, state = TRACKING.update(gradients(phase=jnp.nan), TRACKING.init(PARAMS), PARAMS)
+    _, state = UPDATE(gradients(phase=jnp.nan), TRACKING.init(PARAMS), PARAMS)
     for tree in (state, {"opt": (state, PARAMS)}):
         found = jax.jit(jaxscale.metrics)(tree)
         flags = {name: bool(x) for name, x in found.items() if name.startswith("nonfinite_leaves/")}
@@ -141,7 +141,7 @@ def test_metrics_name_the_leaves_and_stay_scalars():
         assert all(value.shape == () for value in found.values())
     history = diagnostics.History()
     for grads in (gradients(), gradients(kernel=jnp.inf)):
-        _, state = TRACKING.update(grads, state, PARAMS)
+        _, state = UPDATE(grads, state, PARAMS)
         history.append(state)
     assert history.columns()["nonfinite_leaves/phase"].tolist() == [1, 0]
     assert history.columns()["nonfinite_leaves/dense/kernel"].tolist() == [0, 1]
@@ -171,24 +171,7 @@ def test_check_names_them():
         jaxscale.check(stacked, max_consecutive=2)
 
 
-@pytest.mark.slow
-def test_it_is_carried_through_a_scan_and_a_population():
-    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(gradients(**bad) for bad, _ in STEPS))
-
-    def one(state, grads):
-        state = TRACKING.update(grads, state, PARAMS)[1]
-        return state, state.nonfinite_leaves
-
-    _, flags = jax.jit(lambda s, g: jax.lax.scan(one, s, g))(TRACKING.init(PARAMS), stacked)
-    for i, (_, names) in enumerate(STEPS):
-        assert flagged_paths(jax.tree.map(lambda flag, i=i: flag[i], flags)) == names
-    states = jax.vmap(lambda g: one(TRACKING.init(PARAMS), g)[1])(stacked)
-    for i, (bad, _) in enumerate(STEPS):
-        _, alone = one(TRACKING.init(PARAMS), gradients(**bad))
-        assert_same_bits(jax.tree.map(lambda flag, i=i: flag[i], states), alone)
-
-
-@pytest.mark.parametrize("check", [True, False])
+@cases("check", [True, False], fast=[True])
 def test_all_devices_agree(check):
     tx = jaxscale.loss_scaled(optax.sgd(0.1), track_leaves=True, axis_name="data")
     params = {"a": jnp.ones(8), "b": jnp.ones(8), "c": jnp.ones(8)}
@@ -212,7 +195,7 @@ def test_all_devices_agree(check):
 
 
 def test_a_state_dict_holds_it_and_the_optimizer_need_not():
-    _, state = TRACKING.update(gradients(bias=jnp.inf), TRACKING.init(PARAMS), PARAMS)
+    _, state = UPDATE(gradients(bias=jnp.inf), TRACKING.init(PARAMS), PARAMS)
     saved = jaxscale.to_state_dict(state)
     assert_same_bits(jaxscale.from_state_dict(TRACKING.init(PARAMS), saved), state)
     assert jaxscale.from_state_dict(PLAIN.init(PARAMS), saved).nonfinite_leaves is None
@@ -221,33 +204,6 @@ def test_a_state_dict_holds_it_and_the_optimizer_need_not():
         assert avals(tx.update(gradients(phase=jnp.inf), given, PARAMS)[1]) == avals(given)
     _, state = PLAIN.update(gradients(phase=jnp.inf), state, PARAMS)
     assert flagged_paths(state.nonfinite_leaves) == ["phase"]
-
-
-def test_a_train_state_tracks_and_donates():
-    state = jaxscale.flax.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=TRACKING)
-    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads), donate_argnums=0)
-    state = step(state, {"w": jnp.array([1.0, jnp.nan])})
-    state = step(state, {"w": jnp.ones(2)})
-    assert flagged_paths(state.opt_state.nonfinite_leaves) == ["w"]
-    assert jaxscale.metrics(state)["nonfinite_leaves/w"]
-
-
-def test_parameters_of_flax_nnx():
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, TRACKING, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        def loss_fn(model):
-            return jnp.sum(jnp.sqrt(model(x)))
-
-        grads = jaxscale.grad(loss_fn, optimizer.opt_state, transform=nnx.grad)(model)
-        optimizer.update(model, grads)
-
-    step(model, optimizer, jnp.full((1, 2), jnp.nan))
-    found = jaxscale.metrics(optimizer.opt_state)
-    flags = {name: bool(found[name]) for name in found if "leaves/" in name}
-    assert flags == {"nonfinite_leaves/kernel": True, "nonfinite_leaves/bias": True}
 
 
 FROZEN = {"w": jnp.ones(1), "frozen": jnp.ones(1)}

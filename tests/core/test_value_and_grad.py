@@ -1,6 +1,7 @@
 """Gradients: exact, unscaled by what scaled them, whatever differentiates."""
 
 import inspect
+import itertools
 
 import equinox as eqx
 import jax
@@ -9,11 +10,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tables import assert_same_bits, avals
+from tables import assert_same_bits, avals, cases
+from training import x64
 
 import jaxscale
-
-pytestmark = pytest.mark.sampled(1)
 
 X = jax.random.normal(jax.random.key(0), (8, 5))
 Y = jax.random.normal(jax.random.key(1), (8, 2))
@@ -46,11 +46,11 @@ def scaled(state, params):
     return jaxscale.value_and_grad(loss_fn, state)(params, X, Y)
 
 
-@pytest.mark.parametrize("exponent", [-60, -1, 1, 15, 24, 60])
-def test_power_of_two_scaling_is_exact(exponent):
+def test_power_of_two_scaling_is_exact():
     expected = scaled(at(0), MODEL)
-    assert_same_bits(scaled(at(exponent), MODEL), expected)
-    eagerly = jaxscale.value_and_grad(loss_fn, at(exponent))(MODEL, X, Y)
+    for exponent in (-60, -1, 1, 15, 24, 60):
+        assert_same_bits(scaled(at(exponent), MODEL), expected)
+    eagerly = jaxscale.value_and_grad(loss_fn, at(15))(MODEL, X, Y)
     assert_same_bits(eagerly, jax.value_and_grad(loss_fn)(MODEL, X, Y))
 
 
@@ -91,9 +91,14 @@ def test_gradients_of_half_precision_come_back_float32_and_do_not_underflow():
     assert_same_bits(jaxscale.grad(tiny, at(15))(w), jnp.float32(2.0**-30))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("loss_scale", [2.0**24, 2.0**15, 3.0, 40000.7, 2.0**-30, 2.0**-126])
-def test_the_seed_is_a_number_of_the_dtype_of_the_loss(dtype, loss_scale):
+@cases(
+    "loss_scale, dtype",
+    itertools.product(
+        [2.0**24, 2.0**15, 3.0, 40000.7, 2.0**-30, 2.0**-126], ["float16", "bfloat16", "float32"]
+    ),
+    fast=[(2.0**24, "float16"), (2.0**-126, "bfloat16")],
+)
+def test_the_seed_is_a_number_of_the_dtype_of_the_loss(loss_scale, dtype):
     state = at(0)._replace(loss_scale=jnp.array(loss_scale, jnp.float32))
     loss, grad = jaxscale.value_and_grad(lambda w: w * 1, state)(jnp.array(0.5, dtype))
     assert loss.dtype == dtype
@@ -104,7 +109,7 @@ def test_float64_and_complex_gradients_keep_their_dtype_and_their_parts():
     w = jnp.array(1.0 + 2.0j)
     grad = jaxscale.grad(lambda w: jnp.real(w * jnp.conj(w)), at(10))(w)
     assert_same_bits(grad, jax.grad(lambda w: jnp.real(w * jnp.conj(w)))(w))
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+    with x64():
         loss, grad = jaxscale.value_and_grad(lambda w: w * 3, at(10))(jnp.array(1.0))
         assert (loss.dtype, grad.dtype) == (jnp.float64, jnp.float64)
 
@@ -123,9 +128,8 @@ def test_signature_and_keyword_arguments_are_those_of_the_function():
     assert_same_bits((loss, grads), expected)
 
 
-@pytest.mark.parametrize("has_aux", [False, True])
-@pytest.mark.parametrize("argnums", [0, 1, (0, 2)])
-def test_it_mirrors_jax(has_aux, argnums):
+@cases("argnums, has_aux", itertools.product([0, 1, (0, 2)], [False, True]), fast=[((0, 2), True)])
+def test_it_mirrors_jax(argnums, has_aux):
     def fun(a, b, c):
         loss = jnp.sum(a["w"]) * jnp.sum(b) * c
         return (loss, {"aux": (b, None, "text")}) if has_aux else loss
@@ -149,80 +153,37 @@ def test_integer_parameters_with_allow_int():
     assert grads["w"].tolist() == [0, 1]
 
 
+LIBRARIES = {
+    "equinox": (
+        lambda: eqx.nn.MLP(5, 2, 4, 1, key=jax.random.key(0)),
+        (eqx.filter_value_and_grad, eqx.filter_grad),
+    ),
+    "nnx": (lambda: nnx.Linear(5, 2, rngs=nnx.Rngs(0)), (nnx.value_and_grad, nnx.grad)),
+}
+
+
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("has_aux", [False, True])
-def test_equinox_transform(has_aux):
-    model = eqx.nn.MLP(5, 2, 4, 1, key=jax.random.key(0))
+@cases(
+    "library, has_aux",
+    itertools.product(LIBRARIES, [False, True]),
+    fast=[("equinox", True), ("nnx", False)],
+)
+def test_a_transform_of_models_is_that_of_its_library(library, has_aux):
+    make, transforms = LIBRARIES[library]
+    model = make()
 
     def fun(model, x):
         loss = jnp.mean(jax.vmap(model)(x) ** 2)
         return (loss, x) if has_aux else loss
 
-    expected = eqx.filter_value_and_grad(fun, has_aux=has_aux)(model, X)
-    result = jaxscale.value_and_grad(
-        fun, at(5), transform=eqx.filter_value_and_grad, has_aux=has_aux
-    )(model, X)
-    assert jax.tree.structure(result) == jax.tree.structure(expected)
-    assert_same_bits(result, expected)
-    grads = jaxscale.grad(fun, at(5), transform=eqx.filter_grad, has_aux=has_aux)(model, X)
-    assert_same_bits(grads[0] if has_aux else grads, expected[1])
-
-
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("has_aux", [False, True])
-def test_nnx_transform_and_optimizer(has_aux):
-    model = nnx.Linear(5, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, jaxscale.loss_scaled(optax.adam(0.1)), wrt=nnx.Param)
-
-    def fun(model, x):
-        loss = jnp.mean(model(x) ** 2)
-        return (loss, x) if has_aux else loss
-
     def plain(tree):
         return jax.tree.map(jnp.asarray, jax.tree.leaves(tree))
 
-    expected = nnx.value_and_grad(fun, has_aux=has_aux)(model, X)
-    result = jaxscale.value_and_grad(
-        fun, optimizer.opt_state, transform=nnx.value_and_grad, has_aux=has_aux
-    )(model, X)
-    assert_same_bits(plain(result), plain(expected))
-    grads = jaxscale.grad(fun, optimizer.opt_state, transform=nnx.grad, has_aux=has_aux)(model, X)
-    assert_same_bits(plain(grads[0] if has_aux else grads), plain(expected[1]))
-
-    @nnx.jit
-    def train_step(model, optimizer, x):
-        _, grads = jaxscale.value_and_grad(
-            fun, optimizer.opt_state, transform=nnx.value_and_grad, has_aux=has_aux
-        )(model, x)
-        optimizer.update(model, grads)
-        return jaxscale.metrics(optimizer.opt_state)
-
-    before = plain(nnx.state(model, nnx.Param))
-    metrics = train_step(model, optimizer, X * jnp.inf)
-    assert (metrics["total_notfinite"], metrics["loss_scale"]) == (1, 2.0**14)
-    assert_same_bits(plain(nnx.state(model, nnx.Param)), before)
-    assert train_step(model, optimizer, X)["grads_finite"]
-    assert train_step._cache_size() == 1 if hasattr(train_step, "_cache_size") else True
-
-
-def test_both_modes_and_their_nestings():
-    def fun(w):
-        return jnp.sum(w**3)
-
-    w = jnp.array([1.0, 2.0])
-    grad = jaxscale.grad(fun, at(10))
-    assert_same_bits(jax.jacfwd(grad)(w), jax.hessian(fun)(w))
-    assert_same_bits(jax.jacrev(grad)(w), jax.hessian(fun)(w))
-    assert_same_bits(jax.jvp(grad, (w,), (w,)), jax.jvp(jax.grad(fun), (w,), (w,)))
-    remat = jaxscale.grad(jax.checkpoint(fun), at(10))
-    assert_same_bits(jax.jit(remat)(w), jax.grad(fun)(w))
-    assert_same_bits(jax.vmap(jaxscale.grad(jnp.sin, at(10)))(w), jnp.cos(w))
-
-
-def test_a_scale_per_member_of_a_population():
-    states = jax.vmap(lambda e: at(0)._replace(loss_scale=e))(jnp.array([4.0, 2.0**10]))
-    grads = jax.vmap(lambda s, w: jaxscale.grad(jnp.sin, s)(w))(states, jnp.ones(2))
-    assert_same_bits(grads, jnp.cos(jnp.ones(2)))
+    for ours, transform in zip((jaxscale.value_and_grad, jaxscale.grad), transforms, strict=True):
+        expected = transform(fun, has_aux=has_aux)(model, X)
+        result = ours(fun, at(5), transform=transform, has_aux=has_aux)(model, X)
+        assert jax.tree.structure(result) == jax.tree.structure(expected)
+        assert_same_bits(plain(result), plain(expected))
 
 
 # What a `transform` may map `jax.value_and_grad` or `jax.grad` over, for gradients by example.
@@ -264,9 +225,11 @@ MAPS = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "has_aux"), [("float32", False), ("float16", True)])
-@pytest.mark.parametrize("name", MAPS)
-def test_gradients_by_example_are_those_of_a_loop(name, dtype, has_aux):
+@cases(
+    "name, dtype", itertools.product(MAPS, ["float32", "float16"]), fast=[("examples", "float16")]
+)
+def test_gradients_by_example_are_those_of_a_loop(name, dtype):
+    has_aux = dtype == "float16"
     examples, mapped, loss_axes, grad_axes = MAPS[name]
     examples = examples.astype(dtype)
     batch = examples.shape[: len(loss_axes)]

@@ -1,17 +1,19 @@
 """A run begun with a bare optimizer goes on with a wrapped one, and the other way round."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import config, nnx
 from flax.training import checkpoints, train_state
-from tables import INNERS, PARAMS, assert_same_bits, gradients
+from tables import INNERS, PARAMS, assert_same_bits, cases, gradients
 
 import jaxscale
 import jaxscale.flax
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(3)]
+pytestmark = pytest.mark.standard_promotion
 
 GRADS = gradients(0, 6)
 
@@ -42,8 +44,11 @@ LEAVE = {
 }
 
 
-@pytest.mark.parametrize("way", ADOPT)
-@pytest.mark.parametrize("inner", [name for name in INNERS if name != "multi_steps"])
+@cases(
+    "inner, way",
+    itertools.product([name for name in INNERS if name != "multi_steps"], ADOPT),
+    fast=[("schedule", "in memory"), ("momentum", "saved")],
+)
 def test_a_run_goes_on_as_if_nothing_had_changed(inner, way):
     bare = INNERS[inner]
     wrapped = jaxscale.loss_scaled(bare)
@@ -109,10 +114,9 @@ def flax_state(tx, cls):
     return cls.create(apply_fn=None, params=WIDE, tx=tx)
 
 
-@pytest.mark.parametrize(
-    "inner", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9), optax.sgd(0.1)], ids=["adam", "m", ""]
-)
-def test_a_flax_checkpoint_that_lost_the_optimizer_is_seen(inner, tmp_path, recwarn):
+@cases("name", ["adam", "momentum", "sgd"], fast=["momentum"])
+def test_a_flax_checkpoint_that_lost_the_optimizer_is_seen(name, tmp_path, recwarn):
+    inner = INNERS[name]
     old = flax_state(inner, train_state.TrainState)
     for grads in GRADS[:3]:
         old = old.apply_gradients(grads=jax.tree.map(lambda g: g.astype(jnp.float32), grads))

@@ -27,6 +27,15 @@ INSTALLED = [
 ]
 
 
+def run(script, *options):
+    """What a benchmark prints."""
+    command = [sys.executable, FOLDER / script, *options]
+    environment = os.environ | {"XLA_FLAGS": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_every_method_is_right():
     for name, report in checks.small(INSTALLED, "float16", clip=True)[0].items():
@@ -128,17 +137,10 @@ def test_bytes_are_those_that_xla_counts():
 def test_the_command_prints_and_writes_its_figures(tmp_path):
     path = tmp_path / "step.json"
     names = [methods.BARE, "jaxscale.apply_gradients"]
-    command = [sys.executable, FOLDER / "step.py", "--size=tiny", "--trees=huge", "--clip=clipped"]
+    command = ["step.py", "--size=tiny", "--trees=huge", "--clip=clipped"]
     options = ["--gradients=float16", "--rounds=2", "--seconds=0.001", f"--json={path}"]
-    done = subprocess.run(
-        [*command, *options, "--only", *names],
-        env=os.environ | {"XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in names)
+    printed = run(*command, *options, "--only", *names)
+    assert all(name in printed for name in names)
     result = json.loads(path.read_text())
     assert result["machine"]["versions"]["jax"] == jax.__version__
     (row,) = result["rows"]
@@ -184,16 +186,9 @@ def test_what_the_backward_pass_keeps_is_counted_without_parameters(kind):
 @pytest.mark.slow
 def test_autocast_is_measured_beside_float32(tmp_path):
     path = tmp_path / "autocast.json"
-    command = [sys.executable, FOLDER / "autocast.py", "--size=tiny", "--steps=10", "--rounds=1"]
+    command = ["autocast.py", "--size=tiny", "--steps=10", "--rounds=1"]
     options = ["--models", "transformer, scanned and remat", "--only", "jaxscale.autocast"]
-    done = subprocess.run(
-        [*command, *options, f"--json={path}"],
-        env=os.environ | {"XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    run(*command, *options, f"--json={path}")
     (row,) = json.loads(path.read_text())["rows"]
     plain, cast = row["methods"]["float32"], row["methods"]["jaxscale.autocast"]
     assert (plain["cosine"], plain["smallest_cosine"]) == pytest.approx((1, 1))
@@ -210,16 +205,9 @@ def test_autocast_is_measured_beside_float32(tmp_path):
 @pytest.mark.slow
 def test_parity_trains_in_three_ways(tmp_path):
     path, picture = tmp_path / "parity.json", tmp_path / "parity.png"
-    command = [sys.executable, FOLDER / "parity.py", "--models", "super-resolution"]
+    command = ["parity.py", "--models", "super-resolution"]
     options = ["--seeds=2", "--steps=2", f"--json={path}", f"--plot={picture}"]
-    done = subprocess.run(
-        [*command, *options],
-        env=os.environ | {"XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    run(*command, *options)
     assert picture.read_bytes().startswith(b"\x89PNG")
     result = json.loads(path.read_text())
     (row,) = result["rows"]

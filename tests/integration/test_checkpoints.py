@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import pickle
 from typing import Any
 
@@ -13,16 +14,15 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from compilations import COMPILED
-from flax import nnx, serialization
-from flax.training import train_state
+from flax import serialization
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tables import INNERS, PARAMS, POLICIES, assert_same_bits, avals, crossed, gradients, spoiled
+from tables import INNERS, PARAMS, POLICIES, assert_same_bits, avals, cases, gradients, spoiled
 
 import jaxscale
 import jaxscale.flax
 from jaxscale import presets
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
+pytestmark = pytest.mark.standard_promotion
 
 ADAM = INNERS["adam"]
 OPTIMIZERS = (
@@ -167,7 +167,11 @@ WAYS = {
 LACK_KEYS = (equinox, flax_bytes)  # refuse typed PRNG keys
 
 
-@crossed(("dynamic", "raw_orbax"), case=CASES, way=WAYS)
+@cases(
+    "case, way",
+    itertools.product(CASES, WAYS),
+    fast=[("dynamic", "raw_orbax"), ("noisy", "dict_in_msgpack"), ("train_state", "flax_bytes")],
+)
 def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
     way = WAYS[way]
     if case == NOISY and way in LACK_KEYS:
@@ -192,35 +196,6 @@ def test_compilations_are_counted():
     before = len(COMPILED)
     jax.jit(lambda x: x * 3)(jnp.ones(3))
     assert len(COMPILED) > before
-
-
-@pytest.mark.parametrize("way", [flax_bytes, flax_dict, raw_orbax])
-def test_the_train_state_of_flax_is_restored(way, tmp_path):
-    def create():
-        return train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=OPTIMIZERS["dynamic"])
-
-    state = create()
-    for grads in GRADS[:3]:
-        state = state.apply_gradients(grads=grads)
-    restored = way(state, create(), tmp_path)
-    assert_same_bits(restored, state)
-    assert (restored.step, restored.opt_state.scaling.loss_scale) == (3, 2.0**15)
-
-
-def test_the_optimizer_of_flax_nnx_is_restored():
-    def create():
-        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-        return model, nnx.Optimizer(model, OPTIMIZERS["dynamic"], wrt=nnx.Param)
-
-    model, optimizer = create()
-    for bad in (1.0, jnp.inf):
-        grads = nnx.grad(lambda model, bad=bad: jnp.sum(model(jnp.ones((1, 2)))) * bad)(model)
-        optimizer.update(model, grads)
-    restored = jaxscale.from_state_dict(
-        create()[1].opt_state, jaxscale.to_state_dict(optimizer.opt_state)
-    )
-    assert_same_bits(restored, optimizer.opt_state)
-    assert jaxscale.metrics(restored)["total_notfinite"] == 1
 
 
 # Many devices. The arithmetic of this run is exact, and so independent of the mesh.
@@ -288,7 +263,11 @@ MESH_WAYS = {
 }
 
 
-@crossed(("4x2", "raw_orbax"), place=PLACES, way=MESH_WAYS)
+@cases(
+    "place, way",
+    itertools.product(PLACES, MESH_WAYS),
+    fast=[("4x2", "raw_orbax")],
+)
 def test_a_run_goes_on_on_another_mesh(place, way, tmp_path):
     way = MESH_WAYS[way]
     saved = exact_run(placed(SHARDED), STEPS[:3])
@@ -304,20 +283,3 @@ def test_a_run_goes_on_on_another_mesh(place, way, tmp_path):
     assert len(COMPILED) == before
     assert shardings(end) == shardings(fresh)
     assert_same_bits(numbers(end), numbers(exact_run(saved, STEPS[3:])))
-
-
-def test_the_latest_of_several_checkpoints_is_that_of_its_step(tmp_path):
-    tree, states = placed(SHARDED), {}
-    with ocp.CheckpointManager(
-        tmp_path, options=ocp.CheckpointManagerOptions(max_to_keep=2)
-    ) as manager:
-        for i, grads in enumerate(STEPS):
-            tree = states[i] = exact_step(tree, grads)
-            manager.save(i, args=ocp.args.StandardSave(tree))
-        manager.wait_until_finished()
-        for i in manager.all_steps():
-            restored = manager.restore(
-                i, args=ocp.args.StandardRestore(abstract(placed(PLACES["4x2"])))
-            )
-            assert_same_bits(numbers(restored), numbers(states[i]))
-        assert (manager.all_steps(), manager.latest_step()) == ([4, 5], 5)

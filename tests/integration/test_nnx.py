@@ -1,6 +1,7 @@
 """States as the optimizer of Flax NNX holds them, each array in a variable, in all functions."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,12 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
-from tables import POLICIES, assert_same_bits
+from tables import POLICIES, assert_same_bits, cases
 
 import jaxscale
 from jaxscale import diagnostics, presets
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(3)]
+pytestmark = pytest.mark.standard_promotion
 
 OWN = {name: POLICIES[name] for name in ("noop", "fixed", "dynamic")} | {
     "fairseq": presets.fairseq(),
@@ -130,8 +131,11 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("policy", OWN)
-@pytest.mark.parametrize("name", STATES)
+@cases(
+    "name, policy",
+    itertools.product(STATES, OWN),
+    fast=[("stuck", "dynamic"), ("restored", "adaptive")],
+)
 def test_every_function_takes_a_state_in_variables_as_one_without(name, policy):
     optimizer = STATES[name](policy)
     state = optimizer.opt_state
@@ -168,7 +172,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@cases("way", WAYS, fast=["to_state_dict", "orbax, of NNX"])
 def test_a_run_goes_on_from_what_was_saved(way, tmp_path):
     model, optimizer = trained([1, jnp.inf, 1])
     saved = WAYS[way](optimizer, tmp_path)
@@ -187,7 +191,7 @@ def test_a_run_goes_on_from_what_was_saved(way, tmp_path):
     assert_same_bits(nnx.state(same_model), nnx.state(model))
 
 
-@pytest.mark.parametrize("policy", OWN)
+@cases("policy", OWN, fast=["dynamic"])
 def test_a_scale_is_put_back_by_itself(policy):
     model, optimizer = trained([1, jnp.inf], policy)
     before = plain(optimizer.opt_state)

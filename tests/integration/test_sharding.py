@@ -1,5 +1,6 @@
 """Parameters laid out over eight devices by ``jit``: one verdict, and what it costs."""
 
+import itertools
 import re
 
 import jax
@@ -10,11 +11,11 @@ import optax
 import pytest
 from flax.training import dynamic_scale
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tables import assert_same_bits, crossed, rows
+from tables import assert_same_bits, cases
 
 import jaxscale
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
+pytestmark = pytest.mark.standard_promotion
 
 DEVICES = np.array(jax.devices("cpu")).reshape(2, 4)
 MESH = Mesh(DEVICES, ("data", "model"))
@@ -37,8 +38,7 @@ LAYOUTS = {
         {"in": P("data", "model"), "bias": P("model"), "out": P("model", "data")},
     ),
 }
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
-TX = jaxscale.loss_scaled(optax.adamw(1e-2))
+TX = jaxscale.loss_scaled(optax.adamw(1e-2), jaxscale.DynamicLossScale(init_scale=2.0**8))
 
 
 def loss_fn(params, x):
@@ -80,55 +80,42 @@ def assert_devices_agree(state):
         assert len(value.sharding.device_set) == 8
 
 
-@layouts
-def test_a_step_over_devices_is_the_step_on_one(layout):
-    params, state, x, push = start(layout)
-    expected, expected_state = train_step(
-        PARAMS, TX.init(PARAMS), X, jax.tree.map(jnp.zeros_like, PARAMS)
-    )
-    new_params, new_state = train_step(params, state, x, push)
-    # To rounding: sums over devices have another order.
-    for name, value in new_params.items():
-        np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-4)
-    assert_same_bits(on_host(new_state.scaling), on_host(expected_state.scaling))
-    assert_devices_agree(new_state)
-
-
 PLACES = {"in": (3, 17), "bias": (9,), "out": (31, 5)}
 
 
-@crossed(("sharded twice", "in"), layout=LAYOUTS, leaf=PLACES)
-def test_an_inf_on_one_device_makes_all_skip(layout, leaf):
+@cases("layout, leaf", itertools.product(LAYOUTS, PLACES), fast=[("sharded twice", "in")])
+def test_a_step_over_devices_is_the_step_on_one_and_all_skip_together(layout, leaf):
     params, state, x, push = start(layout)
-    push[leaf] = push[leaf].at[PLACES[leaf]].set(jnp.inf)
-    new_params, new_state = train_step(params, state, x, push)
-    assert_same_bits(on_host(new_params), on_host(params))
-    assert_same_bits(on_host(new_state.inner_state), on_host(state.inner_state))
-    assert_devices_agree(new_state)
-    assert (new_state.scaling.loss_scale, new_state.total_notfinite) == (2.0**14, 1)
-    assert new_state.total_notfinite_loss == 0
-
-
-@layouts
-def test_a_nan_in_one_example_makes_all_skip_and_leaves_the_scale(layout):
-    params, state, x, push = start(layout)
-    new_params, new_state = train_step(params, state, x.at[11, 2].set(jnp.nan), push)
-    assert_same_bits(on_host(new_params), on_host(params))
-    assert_devices_agree(new_state)
-    assert (new_state.scaling.loss_scale, new_state.total_notfinite_loss) == (2.0**15, 1)
-
-
-@pytest.mark.parametrize("layout", rows(LAYOUTS, fast=["sharded twice"]))
-def test_layouts_are_kept_and_nothing_compiles_twice(layout):
-    params, state, x, push = jax.tree.map(jnp.copy, start(layout))
-    step = jax.jit(lambda *args: train_step.__wrapped__(*args), donate_argnums=(0, 1))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-    bad = jax.tree.map(lambda leaf: leaf * jnp.nan, push)
-    for added in (push, bad, push):
-        params, state = step(params, state, x, added)
+    step = jax.jit(lambda *args: train_step(*args), donate_argnums=(0, 1))
+
+    def stepped(params, state, x, push):
+        new_params, new_state = step(*jax.tree.map(jnp.copy, (params, state)), x, push)
+        assert_devices_agree(new_state)
+        for name, value in new_params.items():
+            assert value.sharding.is_equivalent_to(shardings[name], value.ndim)
+        return new_params, new_state
+
+    expected, expected_state = train_step(
+        PARAMS, TX.init(PARAMS), X, jax.tree.map(jnp.zeros_like, PARAMS)
+    )
+    params, state = stepped(params, state, x, push)
+    # To rounding: sums over devices have another order.
+    for name, value in params.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-4)
+    assert_same_bits(on_host(state.scaling), on_host(expected_state.scaling))
+    assert state.grads_finite
+    for bad_x, bad_push, scale, bad_losses in (
+        # An inf on one device, and a NaN in one example.
+        (x, push | {leaf: push[leaf].at[PLACES[leaf]].set(jnp.inf)}, 2.0**7, 0),
+        (x.at[11, 2].set(jnp.nan), push, 2.0**8, 1),
+    ):
+        new_params, new_state = stepped(params, state, bad_x, bad_push)
+        assert_same_bits(on_host(new_params), on_host(params))
+        assert_same_bits(on_host(new_state.inner_state), on_host(state.inner_state))
+        assert (new_state.scaling.loss_scale, new_state.total_notfinite) == (scale, 1)
+        assert new_state.total_notfinite_loss == bad_losses
     assert step._cache_size() == 1
-    for name, leaf in params.items():
-        assert leaf.sharding.is_equivalent_to(shardings[name], leaf.ndim)
 
 
 # How many all-reduces the verdict costs, counted in the compiled program.
@@ -161,7 +148,7 @@ def combines():
     return len(found) == 1
 
 
-@pytest.mark.parametrize("policy", ["dynamic", "adaptive"])
+@cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
 def test_the_verdict_costs_one_all_reduce(policy):
     tx = optax.adamw(1e-3)
     assert optimizer_step(tx) == []
@@ -214,27 +201,12 @@ def test_what_the_peers_cost():
     assert optimizer_step(optax.apply_if_finite(tx, 10**6)) == expected
 
 
-@pytest.mark.slow
-def test_in_shard_map_peers_cost_nothing_and_devices_part():
-    # No peer but Flax knows of axes, and Flax takes the mean of all gradients over them.
-    tx = optax.apply_if_finite(optax.sgd(1.0), 10**6)
-
-    def one_device(params, grads):
-        updates, _ = tx.update(grads, tx.init(params), params)
-        return optax.apply_updates(params, updates)
-
-    grads = jnp.ones(8).at[3].set(jnp.nan)
-    run = shard_mapped(one_device, check=False)
-    assert all_reduces(run, (P(BOTH), P(BOTH)), jnp.zeros(8), grads) == []
-    assert run(jnp.zeros(8), grads).tolist() == [-1, -1, -1, 0, -1, -1, -1, -1]
-
-
 def shard_mapped(fun, check=True):
     specs = P(BOTH)
     return jax.shard_map(fun, mesh=MESH, in_specs=specs, out_specs=specs, **{CHECK: check})
 
 
-@pytest.mark.parametrize("count", [1, 12])
+@cases("count", [1, 12], fast=[12])
 def test_in_shard_map_the_verdict_is_one_number(count):
     leaves = dict(list(LEAVES.items())[:count])
 
@@ -246,6 +218,7 @@ def test_in_shard_map_the_verdict_is_one_number(count):
     assert all_reduces(shard_mapped(verdict), specs, leaves) == [1]
 
 
+@pytest.mark.slow
 def test_the_largest_gradient_costs_one_all_reduce_beside_the_loss():
     def loss_fn(params):
         return sum(jnp.sum(leaf**2) for leaf in params.values())
@@ -261,7 +234,7 @@ def test_the_largest_gradient_costs_one_all_reduce_beside_the_loss():
     assert len(counts[1]) - len(counts[0]) <= 1
 
 
-@pytest.mark.parametrize("policy", ["dynamic", "adaptive"])
+@cases("policy", ["dynamic", "adaptive"], fast=["adaptive"])
 def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags(policy):
     tx = jaxscale.loss_scaled(optax.adamw(1e-3), policy, axis_name=BOTH)
     state = tx.init(LEAVES)

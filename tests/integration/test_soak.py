@@ -3,9 +3,9 @@
 import pytest
 import soak
 from faults import VALUES
-from tables import rows
+from tables import cases
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
+pytestmark = pytest.mark.standard_promotion
 
 # What the others have is in these, too: a loss scale that moves, one device, a batch in shards.
 MODELS = [
@@ -23,13 +23,14 @@ def assert_no_trace(outcome, places):
     assert outcome.seen["total_notfinite"][-1].max() == outcome.faults.bad.sum()
 
 
-@pytest.mark.parametrize("name", rows(soak.SCALARS, fast=["dynamic, clipped adamw"]))
+@cases("name", soak.SCALARS, fast=["dynamic, clipped adamw"])
 def test_faults_leave_no_trace_in_scalars(name):
     for rate in (0.02, 0.1, 0.5):
         assert_no_trace(soak.run_scalars(name, 0, 1000, rate), soak.PLACES)
 
 
-@pytest.mark.parametrize("name", rows(MODELS, fast=[]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_faults_leave_no_trace_in_a_network(name):
     outcome = soak.run_model(name, 0, 60, (0.1, 0.5))
     assert_no_trace(outcome, soak.MODELS[name].faults)

@@ -47,6 +47,23 @@ PARAMS = {
 }
 
 
+def cases(names, table, fast=()):
+    """Parametrizes a law by the rows of a table, a tuple for several names.
+
+    The fast loop has the rows in `fast` alone, or all of them if none is named.
+    """
+    table = list(table)
+    assert set(fast) <= set(table), "a row that runs fast is one of the table"
+
+    def parameter(row):
+        values = row if isinstance(row, tuple) else (row,)
+        marks = [pytest.mark.slow] if fast and row not in fast else []
+        names = [getattr(value, "__name__", str(value)) for value in values]
+        return pytest.param(*values, marks=marks, id="-".join(names))
+
+    return pytest.mark.parametrize(names, list(map(parameter, table)))
+
+
 def rows(table, fast):
     """The rows of a table to parametrize by. All but those named are slow."""
     return [
@@ -71,10 +88,7 @@ def crossed(around, **tables):
     return pytest.mark.parametrize(tuple(tables), combinations)
 
 
-MODES = ["eager", "jit", "scan"]
-pairs = crossed(("dynamic", "adam"), policy=POLICIES, inner=INNERS)
 policies = pytest.mark.parametrize("policy", POLICIES)
-inners = pytest.mark.parametrize("inner", INNERS)
 bads = pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
 
 
@@ -99,38 +113,16 @@ def wide(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-@functools.cache
-def optimizer(policy, inner):
-    return jaxscale.loss_scaled(INNERS[inner], POLICIES[policy])
-
-
 def step(tx, params, opt_state, grads):
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
 
-@functools.cache
-def jitted_step(tx):
-    return jax.jit(functools.partial(step, tx))
-
-
-@functools.cache
-def _scanned(tx):
-    def run(params, opt_state, stacked):
-        def body(carry, grads):
-            return step(tx, *carry, grads), None
-
-        return jax.lax.scan(body, (params, opt_state), stacked)[0]
-
-    return jax.jit(run)
-
-
-def run(tx, grads, mode, params=PARAMS):
+def run(tx, grads, compiled=True, params=PARAMS):
     """Parameters and optimizer state after a list of gradients."""
     opt_state = tx.init(params)
-    if mode == "scan":
-        return _scanned(tx)(params, opt_state, jax.tree.map(lambda *xs: jnp.stack(xs), *grads))
-    one_step = jitted_step(tx) if mode == "jit" else functools.partial(step, tx)
+    one_step = functools.partial(step, tx)
+    one_step = jax.jit(one_step) if compiled else one_step
     for g in grads:
         params, opt_state = one_step(params, opt_state, g)
     return params, opt_state
