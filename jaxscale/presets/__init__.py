@@ -51,7 +51,7 @@ torch_grad_scaler_two_optimizers           `torch`
 =========================================  ==========================================
 
 A preset has the rule of its library, but not its defects. The following are not
-reproduced; each shows in the traces, or in a test of `test_user_reports.py`:
+reproduced; each shows in the traces, or in a test that `test_user_reports.py` lists:
 
 ===================================  ==================================================
 library                              defect, and where it shows
@@ -67,13 +67,13 @@ Flax, PyTorch, Keras 3, Apex         a counter restored beyond the interval neve
 jmp                                  the minimum is lost in any `jit`
                                      (`test_no_hyperparameter_is_lost_in_a_tree_map`)
 MPX                                  gradients are unscaled by the next scale
-                                     (`test_gradients_are_unscaled_by_the_scale_that_seeded_them`)
+                                     (`test_parameters_after_200_steps_are_those_of_a_scale_of_1`)
 DeepSpeed, fairseq, MindSpore        raise at the floor or after many skips; here
                                      `jaxscale.check` does, if it is called
 OpenSeq2Seq's LogMax                 the units of a non-finite step, and NaN after an
                                      all-zero gradient (see `openseq2seq_logmax`)
 `optax.apply_if_finite`              applies the NaN in the end
-                                     (`test_no_update_is_nan_inf_or_scaled`)
+                                     (`test_never_gives_up`)
 ===================================  ==================================================
 
 The functions `from_...` read what a library saved, or its scaler object, and return a
