@@ -42,9 +42,11 @@ def test_only_one_module_knows_the_inside_of_jax():
     assert not found
 
 
-def test_the_oldest_version_that_was_tested_is_the_oldest_allowed():
+def test_the_versions_that_were_tested_are_those_that_are_promised():
+    oldest, newest = _jax.TESTED.split(" to ")
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    assert f"jax>={_jax.TESTED.split()[0]}" in project["dependencies"]
+    assert f"jax>={oldest}" in project["dependencies"]
+    assert f" JAX {newest.rpartition('.')[0]} " in (PROJECT / "README.md").read_text()
 
 
 def equation(fun, *args, at=0):

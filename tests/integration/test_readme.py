@@ -27,10 +27,6 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py"))
 
 
-def test_readme_is_short():
-    assert len(README.splitlines()) <= 180
-
-
 def test_readme_runs():
     names = {}
     for block in BLOCKS:  # the second goes on from the first
