@@ -39,7 +39,7 @@ WINDOWS = (MultiStepsState, optax.MultiStepsState)
 
 def loss_scaled(
     inner: optax.GradientTransformation,
-    loss_scale: LossScale | float | Literal["dynamic"] | None = "dynamic",
+    loss_scale: LossScale | float | Literal["dynamic", "adaptive"] | None = "dynamic",
     *,
     axis_name: Any = None,
     max_norm: float | None = None,
