@@ -27,9 +27,14 @@ import json
 import os
 import pathlib
 import statistics
+import sys
 import time
 
-# For XLA on CPU, which may keep float32 between float16 operations. To be set before JAX starts.
+# To be set before JAX starts: without a GPU, the plugin that compiles for one asks for its driver
+# unless only the CPU is asked for.
+if any(option.startswith("--h100") for option in sys.argv):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# And XLA on CPU may keep float32 between float16 operations.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
 
 import casts

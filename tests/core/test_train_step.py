@@ -699,6 +699,7 @@ MODES = {
 
 
 @pytest.mark.filterwarnings("ignore:.train_step.*inside of another")
+@pytest.mark.filterwarnings("ignore:.train_step.*is a bare optimizer")
 @crossed(("scaled", "jit"), name=AVERAGED, mode=MODES)
 def test_after_counts_where_the_optimizer_made_a_step(name, mode):
     tx, never_skips = AVERAGED[name], "bare" in name or name == "switched off"

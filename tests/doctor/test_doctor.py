@@ -62,16 +62,16 @@ def wide():
 def dense():  # float32 models: one for which autocast is fine, ...
     def loss_fn(params, x):
         return jnp.mean((x @ params["w"]) ** 2) * 2.0**-30
-    return loss_fn, W, jnp.array([[1.0, 3.0]])
+    return loss_fn, W, jnp.array([[1.0, 3.0]] * 2)
 
 def scores():  # ..., one with a product that float16 cannot hold, ...
     def loss_fn(params, x):
         y = x @ params["w"]  # the product
         return jnp.mean(jnp.log(y))
-    return loss_fn, W, jnp.array([[4e4, 4e4]])
+    return loss_fn, W, jnp.array([[4e4, 4e4]] * 2)
 
 def rounded():  # ... and one where it holds the product, but only every fourth number near it
-    return (lambda params, x: jnp.mean((x @ params["w"] - 4096) ** 2)), {"w": jnp.ones(2)}, jnp.array([[4096, 2.5]])
+    return (lambda params, x: jnp.mean((x @ params["w"] - 4096) ** 2)), {"w": jnp.ones(2)}, jnp.array([[4096, 2.5]] * 2)
 
 def in_a_pair():  # parameters whose containers look like anything else
     return (lambda params, x: jnp.mean((x * params[0].astype(jnp.float16)).astype(jnp.float32)) + params[1][1]), (jnp.ones(2), (jnp.ones(3), jnp.float32(1))), jnp.ones(2, jnp.float16)
@@ -242,7 +242,7 @@ CASES = {
     "rounded": ([], 0, ["Nothing is wrong."], ["problem"]),
     "rounded in float16": (
         ["--autocast", "float16"], 1,
-        ["the gradient of w is wrong at loss scale 2**0", "off by 60.0%, compared with float32", f"It begins at doctored.py:{line('2.5]])')}",
+        ["the gradient of w is wrong at loss scale 2**0", "off by 60.0%, compared with float32", f"It begins at doctored.py:{line('2.5]] * 2)')}",
          "as large as 4098, where float16 only holds multiples of 4", "that was tried, and the gradients then are those of float32 to the last bit",
          "The loss is 16 in float16, and as written 6.25."],
         ["Nothing", "become 0"],

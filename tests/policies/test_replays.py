@@ -108,12 +108,14 @@ def test_rare_large_batches_are_learned_and_not_lost(way, seed):
     traces = {run: trace for run, (trace, _) in runs.items()}
     once, again = (simulator.replay(ADAPTIVE, traces, retries) for retries in (0, 20))
     for run, (trace, is_large) in runs.items():
-        # A quarter, or a handful where there are fewer than two dozen.
-        assert once[run].skipped[is_large].sum() <= max(is_large.sum() / 4, 6), run
+        # A quarter. To learn that there are any takes a handful, and eight where each is of
+        # another size: more than a quarter of those that come once in a thousand steps.
+        least = 8 if "noise" in options else 6
+        assert once[run].skipped[is_large].sum() <= max(is_large.sum() / 4, least), run
         assert once[run].skipped.sum() <= 25, run
         # The scale makes room for them, and not much more.
         room = np.median(trace.ceiling[is_large]) - np.log2(once[run].scale[10_000:]).mean()
-        assert room <= 6, run
+        assert room <= 7, run
         assert not again[run].skipped.any(), run
         assert again[run].extra.sum() <= 25, run
 

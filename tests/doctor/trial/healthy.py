@@ -368,6 +368,23 @@ def large_epsilons(half=jnp.float16):
     return loss_fn, params, normal(51, 5, 3).at[0].set(0.0)
 
 
+@healthy(
+    looks="per-example gradients under vmap, and a large loss that leaves little room for a scale",
+    tuned=True,
+)
+def large_loss(half=jnp.float16):
+    params = {"w": normal(52, 3), "b": jnp.zeros(())}
+
+    def loss_fn(params, batch):
+        def loss(x, y):
+            return jnp.square((x.astype(half) @ params["w"].astype(half)) - y.astype(half))
+
+        losses = jax.vmap(loss)(batch["x"], batch["y"])
+        return jnp.sum(losses.astype(jnp.float32)) * 10 + jnp.square(params["b"])
+
+    return loss_fn, params, {"x": normal(53, 4, 3), "y": 100 + normal(54, 4)}
+
+
 @healthy(looks="a running maximum that begins at -inf, in attention over blocks of keys")
 def online_softmax(half=jnp.float16):
     params = {name: normal(55 + i, 4, 4) for i, name in enumerate("qkv")}
