@@ -38,7 +38,7 @@ import typing as _typing
 from ._accumulate import MultiStepsState
 from ._autocast.api import autocast, full_precision
 from ._optimizer import apply_gradients, loss_scaled, multi_steps, skip_nonfinite
-from ._policies.adaptive import AdaptiveLossScale, AdaptiveState
+from ._policies.adaptive import AdaptiveLossScale
 from ._policies.base import LossScale
 from ._policies.dynamic import DynamicLossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale

@@ -18,7 +18,8 @@ from jax.core import Tracer
 
 from ._checks import and_more
 from ._optimizer import WINDOWS
-from ._policies.adaptive import UNSEEN, AdaptiveState
+from ._policies.adaptive import UNSEEN
+from ._state import AdaptiveState
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale
 from ._scaling import find_scaling, is_loss_scaled, recovered

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._policies.adaptive import AdaptiveState
+from ._state import AdaptiveState
 from ._state import (
     LossScaleState,
     UnitLossScaleState,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from .._checks import finite_number, int32, power_of_two, scalar_bool
-from .._state import healed, policy_state
+from .._state import AdaptiveState, healed, policy_state
 from .._tree import tree_where
 from .base import LossScale
 
@@ -35,38 +35,6 @@ UNSEEN = -256
 _LOWEST, _HIGHEST = -14.0, 16.0
 
 _SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
-
-
-class AdaptiveState(NamedTuple):
-    """The state that an `AdaptiveLossScale` carries from one step to the next.
-
-    Attributes:
-      loss_scale: `f32[]`, the number by which the next loss is scaled, a power of two.
-      peak: `f32[]`, the binary logarithm of the usual largest gradient; -256 before the
-        first.
-      level: `f32[]`, the binary logarithm that the largest scaled gradient may reach.
-      crest: `f32[]`, the binary logarithm of what the gradients of rare batches are taken to
-        reach; -256 unless overflows repeat.
-      finite_steps: `i32[]`, finite steps since the last overflow that lowered the level.
-        It starts at `period`.
-      held_steps: `i32[]`, finite steps since the crest was raised or reached.
-      overflows: `i32[]`, overflows in a row, up to now.
-
-    Example:
-      >>> import jaxscale
-      >>> jaxscale.AdaptiveLossScale().init().level
-      Array(13., dtype=float32)
-    """
-
-    is_loss_scale_state = True  # not a field: it tells this type from other named tuples
-
-    loss_scale: jax.Array  # f32[]
-    peak: jax.Array  # f32[]
-    level: jax.Array  # f32[]
-    crest: jax.Array  # f32[]
-    finite_steps: jax.Array  # i32[]
-    held_steps: jax.Array  # i32[]
-    overflows: jax.Array  # i32[]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
