@@ -35,23 +35,23 @@ import importlib as _importlib
 import importlib.util as _util
 import typing as _typing
 
-from ._accumulate import MultiStepsState
 from ._autocast.api import autocast, full_precision
-from ._optimizer import apply_gradients, loss_scaled, multi_steps, skip_nonfinite
+from ._gradients.scaled import scale, unscale
+from ._gradients.value_and_grad import grad, value_and_grad
+from ._gradients.verdict import all_finite
 from ._policies.adaptive import AdaptiveLossScale
 from ._policies.base import LossScale
 from ._policies.dynamic import DynamicLossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale
 from ._policies.spec import as_loss_scale
 from ._progress import LossScaleStuckError, check, metrics
-from ._scaling import scale, unscale
-from ._state import LossScaleState
-from ._state_dict import from_state_dict, to_state_dict
-from ._step import LossScaledState
-from ._train_step import train_step
-from ._tree import tree_where
-from ._value_and_grad import grad, value_and_grad
-from ._verdict import all_finite
+from ._state.optimizer import LossScaledState, MultiStepsState
+from ._state.scale import AdaptiveState, LossScaleState
+from ._state.state_dict import from_state_dict, to_state_dict
+from ._step.apply import apply_gradients
+from ._step.train_step import train_step
+from ._step.wrappers import loss_scaled, multi_steps, skip_nonfinite
+from ._trees.tree import tree_where
 
 # In the order of the docstring, which is that of the API reference, too.
 __all__ = [  # noqa: RUF022

@@ -16,16 +16,15 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from ._checks import and_more
-from ._optimizer import WINDOWS
+from ._gradients.verdict import flagged_paths, named_flags
 from ._policies.adaptive import UNSEEN
-from ._state import AdaptiveState
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale
-from ._scaling import find_scaling, is_loss_scaled, recovered
-from ._state import LossScaleState, find, unwrapped
-from ._step import wrapper_of
-from ._verdict import flagged_paths, named_flags
+from ._state.find import find, find_scaling, is_loss_scaled, recovered
+from ._state.scale import AdaptiveState, LossScaleState, unwrapped
+from ._step.apply import WINDOWS
+from ._step.wrapper import wrapper_of
+from ._trees.checks import and_more
 
 # The counters of a `LossScaledState`, besides the state of its policy.
 _COUNTERS = (

@@ -13,12 +13,16 @@ import jax
 import jax.numpy as jnp
 from flax.training import train_state
 
-from ._optimizer import applied, check_optimizer, completed
-from ._retry import Pass, is_traced
-from ._state import Scaled, find
-from ._step import LossScaledState, Verdict, stepped
-from ._train_step import Plan, check_same_optimizer, named
-from ._tree import OVERWRITE_WITH_GRADIENT, cast_like, keep, select
+from ._gradients.scaled import Scaled
+from ._gradients.verdict import Verdict
+from ._state.find import find
+from ._state.optimizer import LossScaledState
+from ._step.apply import applied, check_optimizer, check_same_optimizer, completed
+from ._step.counters import stepped
+from ._step.plan import Plan
+from ._step.retry import Pass, is_traced
+from ._step.train_step import named
+from ._trees.tree import OVERWRITE_WITH_GRADIENT, cast_like, keep, select
 
 __all__ = ["TrainState", "train_step"]
 

@@ -13,11 +13,20 @@ from typing import Any
 import jax
 from flax import nnx
 
+from ._gradients.scaled import Scaled
 from ._jax import is_called_by_jax
-from ._optimizer import applied, check_optimizer, check_transformation, chosen, completed
-from ._retry import Pass, is_traced
-from ._state import Scaled, unwrapped
-from ._train_step import Plan, check_same_optimizer, named
+from ._state.scale import unwrapped
+from ._step.apply import (
+    applied,
+    check_optimizer,
+    check_same_optimizer,
+    check_transformation,
+    chosen,
+    completed,
+)
+from ._step.plan import Plan
+from ._step.retry import Pass, is_traced
+from ._step.train_step import named
 
 __all__ = ["train_step"]
 

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .objects import call_with_objects, holds_objects
+from .._trees.objects import call_with_objects, holds_objects
 from .table import FULL_PRECISION
 
 _Args = ParamSpec("_Args")
@@ -20,8 +20,9 @@ _DTYPES = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32")]
 @functools.cache
 def _autocast(dtype: Any) -> Any:
     # Not imported before it is used: most programs do without.
-    from .structure import RULES, noted
-    from .transform import Autocast
+    from .higher_order import noted
+    from .interpreter import Autocast
+    from .rules import RULES
 
     return Autocast(dtype, RULES, noted)
 

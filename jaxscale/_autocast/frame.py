@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from .._jax import Jaxpr, JaxprEqn, Literal, bind, cast, current_scopes, programs
-from .atoms import FLOAT32, Constant, Kind, Parameter, is_float32, literal_kind
-from .chains import LONGEST, Link, Narrow, compute, starts
+from .readers import only_float32, readers
+from .recompute import LONGEST, Link, Narrow, compute, starts
 from .table import CALLS, CHAINED, FLOAT32_ELEMENTWISE
-from .uses import only_float32, readers
+from .values import FLOAT32, Constant, Kind, Parameter, is_float32, literal_kind
 
 # Evaluates an equation: it returns the outputs, and which of these are narrow.
 Outputs = tuple[Sequence[Any], Sequence[bool]]

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 
 from .._jax import JaxprEqn, dot_dimensions, frames_of_jax, product_precision
-from .atoms import is_float32, is_floating, is_full_precision
 from .table import LIBRARIES, LIBRARY_PRODUCTS, PRODUCTS
+from .values import is_float32, is_floating, is_full_precision
 
 
 def is_cast(eqn: JaxprEqn) -> bool:

@@ -135,3 +135,6 @@ CHAINED = (
 
 # Calls are part of a chain, too, if all that they hold is.
 CALLS = frozenset(("custom_jvp_call", "jit", "pjit"))
+
+# Kernels that are written for the precision that they have.
+KERNELS = {"pallas_call", "composite", "custom_partitioning", "core_map", "mpmd_map"}

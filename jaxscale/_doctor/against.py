@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._tree import leaf_name
+from .._trees.tree import leaf_name
 from ..diagnostics._trace.backward import Backward, Run
 from ..diagnostics._trace.report import Place, TraceReport
 from .compare import CLOSE, Comparison, compared

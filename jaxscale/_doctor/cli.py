@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import power_of_two
+from .._trees.checks import power_of_two
 from ..diagnostics._histogram import EXPONENTS
 from ..diagnostics._text import to_json
 from .exam import Exam, examine

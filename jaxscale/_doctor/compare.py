@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._tree import leaf_name
+from .._trees.tree import leaf_name
 
 CLOSE = 0.1  # gradients are fine if the error of each leaf is at most this
 

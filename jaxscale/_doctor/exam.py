@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._autocast.api import autocast
+from .._gradients.value_and_grad import value_and_grad
+from .._gradients.verdict import all_finite
 from .._jax import ClosedJaxpr, Jaxpr, backward_rule, closed, programs
-from .._state import init_state
-from .._value_and_grad import value_and_grad
-from .._verdict import all_finite
+from .._state.scale import init_state
 from ..diagnostics._calibrate import Calibration, Search
 from ..diagnostics._formats import is_ndarray
 from ..diagnostics._histogram import Histogram, Shares, shares

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from .._checks import and_more
+from .._trees.checks import and_more
 from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import Place, TracedConstant, TracedNonfinite, TracedUnderflow
 from .advice import about_remedy, for_nonfinite, these

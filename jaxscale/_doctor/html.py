@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .._checks import and_more
+from .._trees.checks import and_more
 from ..diagnostics._formats import FORMATS
 from ..diagnostics._histogram import Numbers, read
 from ..diagnostics._leaves import split

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._leaf import dtype_of, is_array
-from .._tree import only_gradients
+from .._trees.leaf import dtype_of, is_array
+from .._trees.tree import only_gradients
 from ..diagnostics._formats import is_ndarray, kind
 from ..diagnostics._trace.constants import Constants
 

@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import finite_number, int32, power_of_two, scalar_bool
-from .._state import AdaptiveState, healed, policy_state
-from .._tree import tree_where
+from .._state.find import policy_state
+from .._state.scale import AdaptiveState, healed
+from .._trees.checks import finite_number, int32, power_of_two, scalar_bool
+from .._trees.tree import tree_where
 from .base import LossScale
 
 # In units: a binade of a logarithm, and of a level, which rises in smaller steps.

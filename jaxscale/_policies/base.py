@@ -15,7 +15,12 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
-from .._checks import (
+from .._gradients.scaled import Scaled
+from .._gradients.verdict import all_finite
+from .._gradients.verdict import largest as largest_of
+from .._state.find import policy_state
+from .._state.scale import LossScaleState, healed
+from .._trees.checks import (
     backoff_factor,
     growth_factor,
     int32,
@@ -23,10 +28,7 @@ from .._checks import (
     scalar_bool,
     scalar_float32,
 )
-from .._state import LossScaleState, Scaled, healed, policy_state
-from .._tree import tree_where
-from .._verdict import all_finite
-from .._verdict import largest as largest_of
+from .._trees.tree import tree_where
 
 
 class LossScale(abc.ABC):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._state import LossScaleState
+from .._state.scale import LossScaleState
 from .base import CheckedLossScale, new_state
 
 

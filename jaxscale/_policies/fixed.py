@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._checks import normal_float32, scalar_bool
-from .._state import LossScaleState, UnitLossScaleState, init_state, policy_state
+from .._state.find import policy_state
+from .._state.scale import LossScaleState, UnitLossScaleState, init_state
+from .._trees.checks import normal_float32, scalar_bool
 from .base import LossScale
 
 

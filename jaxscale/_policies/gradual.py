@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import int32
+from .._trees.checks import int32
 from .base import CheckedLossScale, new_state
 
 

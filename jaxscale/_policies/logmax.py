@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import finite_number
-from .._tree import tree_where
+from .._trees.checks import finite_number
+from .._trees.tree import tree_where
 from .base import CheckedLossScale, new_state
 
 # The scaled gradients are to stay below 2**16, where the range of float16 ends.

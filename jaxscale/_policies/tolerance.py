@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import finite_number
+from .._trees.checks import finite_number
 from .base import CheckedLossScale, new_state
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._checks import int32
+from .._trees.checks import int32
 from .base import CheckedLossScale, new_state
 
 _MOVES = 3  # so many growths, or backoffs, move the window

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._checks import int32, power_of_two
-from .._state import init_state, representable
-from .._value_and_grad import value_and_grad
-from .._verdict import all_finite
+from .._gradients.scaled import representable
+from .._gradients.value_and_grad import value_and_grad
+from .._gradients.verdict import all_finite
+from .._state.scale import init_state
+from .._trees.checks import int32, power_of_two
 from ._text import number, power
 
 

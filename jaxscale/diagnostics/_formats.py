@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._leaf import is_array, is_python_number
-from .._tree import only_gradients
+from .._trees.leaf import is_array, is_python_number
+from .._trees.tree import only_gradients
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 INFINITY = 0x7F800000  # the bits of float32's inf; those of a NaN are larger

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._checks import power_of_two
+from .._trees.checks import power_of_two
 from ._formats import (
     CUTS,
     FORMAT,

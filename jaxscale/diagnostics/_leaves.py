@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._checks import and_more, normal_float32
-from .._tree import leaf_name
+from .._trees.checks import and_more, normal_float32
+from .._trees.tree import leaf_name
 from ._formats import FORMAT, INFINITY, Boundary, gradient_leaves, is_ndarray, magnitude_bits
 from ._text import aligned, percent, power
 

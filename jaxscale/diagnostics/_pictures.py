@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import one_of, power_of_two
+from .._trees.checks import one_of, power_of_two
 from ._formats import FORMAT, FORMATS
 from ._histogram import EXPONENTS, Histogram, Numbers, Shares, outcomes, read, shares_of
 from ._suggest import suggest_scale

@@ -6,7 +6,7 @@ each. The rest of the module puts the result into words.
 
 from typing import NamedTuple
 
-from .._checks import finite_number, one_of
+from .._trees.checks import finite_number, one_of
 from ._formats import FORMATS
 from ._histogram import Histogram, Numbers, Shares, outcomes, read
 from ._text import percent, power

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._checks import power_of_two
+from .._trees.checks import power_of_two
 from ._formats import FORMATS
 from ._histogram import EXPONENTS, Histogram, Numbers, outcomes, read, shares_of
 

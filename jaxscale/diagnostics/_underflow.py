@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._checks import int32, power_of_two
-from .._tree import leaf_name
+from .._trees.checks import int32, power_of_two
+from .._trees.tree import leaf_name
 from ._formats import FORMATS
 from ._histogram import Histogram, Shares, read, shares_of
 from ._text import aligned, percent, power

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from .._checks import int32
 from .._policies.base import LossScale
 from .._policies.fixed import FixedLossScale
 from .._policies.gradual import GradualLossScale
+from .._trees.checks import int32
 
 
 def chainer(*, interval: int = 1000, scale: Any = None) -> LossScale:

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import backoff_factor, growth_factor, int32, normal_float32
+from .._trees.checks import backoff_factor, growth_factor, int32, normal_float32
 from ._rule import PresetLossScale
 
 # Where a library has no minimum or maximum, the scale stays within float32's normal numbers.

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from .._checks import finite_number
 from .._policies.tolerance import ToleranceLossScale
+from .._trees.checks import finite_number
 from ._common import NO_MAX, dynamic, factors, floor, steps
 from ._rule import PresetLossScale
 

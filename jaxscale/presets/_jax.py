@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._checks import int32
+from .._trees.checks import int32
 from ._common import NO_MAX, NO_MIN, dynamic, factors, floor, number
 from ._rule import PresetLossScale
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from .._checks import int32
 from .._policies.window import WindowLossScale
+from .._trees.checks import int32
 from ._common import dynamic, factors
 from ._rule import PresetLossScale
 

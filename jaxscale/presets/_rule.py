@@ -11,10 +11,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from .._checks import int32, one_of
 from .._policies.base import new_state
 from .._policies.dynamic import DynamicLossScale
-from .._state import LossScaleState
+from .._state.scale import LossScaleState
+from .._trees.checks import int32, one_of
 
 _SWITCH = functools.partial(one_of, choices=(False, True))
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._policies.base import LossScale
 from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
-from .._state import LossScaleState
+from .._state.scale import LossScaleState
 from ._common import number
 from ._jax import flax, jmp
 from ._rule import PresetLossScale

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from .._checks import int32
 from .._policies.base import LossScale
 from .._policies.fixed import FixedLossScale
 from .._policies.logmax import LogMaxLossScale
+from .._trees.checks import int32
 from ._common import dynamic, factors, steps
 from ._rule import PresetLossScale
 

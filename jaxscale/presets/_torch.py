@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from .._checks import normal_float32
 from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
+from .._trees.checks import normal_float32
 from ._common import dynamic, factors, floor
 from ._rule import PresetLossScale
 

@@ -17,7 +17,7 @@ from tables import POLICIES, assert_same_bits, avals, cases
 import jaxscale
 import jaxscale.flax
 from jaxscale import presets
-from jaxscale._state_dict import _REQUIRED
+from jaxscale._state.state_dict import _REQUIRED
 
 PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5, jnp.bfloat16)}
 TX = jaxscale.loss_scaled(optax.sgd(0.5, momentum=0.5), POLICIES["dynamic"])

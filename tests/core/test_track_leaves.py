@@ -11,7 +11,7 @@ from tables import assert_same_bits, avals, cases
 import jaxscale
 import jaxscale.flax
 from jaxscale import diagnostics
-from jaxscale._verdict import flagged_paths
+from jaxscale._gradients.verdict import flagged_paths
 
 pytestmark = pytest.mark.standard_promotion
 

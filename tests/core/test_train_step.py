@@ -27,7 +27,7 @@ from tables import (
 )
 
 import jaxscale
-from jaxscale._optimizer import NEVER_MOVE
+from jaxscale._step.wrapper import NEVER_MOVE
 
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
 

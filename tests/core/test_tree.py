@@ -17,9 +17,10 @@ from tables import assert_same_bits, avals, cases
 from training import x64
 
 import jaxscale
-from jaxscale import _verdict, presets
-from jaxscale._state import Scaled
-from jaxscale._tree import apply_updates, cast_like, map_gradients, only_gradients
+from jaxscale import presets
+from jaxscale._gradients import verdict as _verdict
+from jaxscale._gradients.scaled import Scaled
+from jaxscale._trees.tree import apply_updates, cast_like, map_gradients, only_gradients
 
 DTYPES = ["float16", "bfloat16", "float32", "complex64", "float8_e5m2", "float8_e4m3fn"]
 PASSIVE = {

@@ -17,8 +17,8 @@ from tables import cases
 from training import x64
 
 import jaxscale
-from jaxscale._state import Scaled
-from jaxscale._verdict import read, sizes
+from jaxscale._gradients.scaled import Scaled
+from jaxscale._gradients.verdict import read, sizes
 
 DTYPES = ["float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "complex64"]
 # More of one shape than are put together, and some of another.

@@ -13,8 +13,8 @@ from tables import assert_same_bits, crossed, rows
 from training import x64
 
 import jaxscale
-from jaxscale import _verdict
-from jaxscale._state import Scaled
+from jaxscale._gradients import verdict as _verdict
+from jaxscale._gradients.scaled import Scaled
 
 DTYPES = ["float16", "bfloat16", "float32", "float8_e5m2", "float8_e4m3fn"]
 SHAPES = [(), (1,), (3, 5), (2**16,), (7, 2**14), (0,), (4, 0)]

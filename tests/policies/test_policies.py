@@ -16,8 +16,8 @@ from tables import POLICIES, assert_same_bits, avals, policies
 
 import jaxscale
 from jaxscale import presets
-from jaxscale._state import Scaled
-from jaxscale._verdict import largest
+from jaxscale._gradients.scaled import Scaled
+from jaxscale._gradients.verdict import largest
 
 
 def powers(low, high):

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._gradients.value_and_grad import seeding, unseed, with_loss
 from ..._jax import JaxprEqn
-from ..._leaf import is_inexact
-from ..._state import LossScaleState
-from ..._tree import widen
-from ..._value_and_grad import seeding, unseed, with_loss
+from ..._state.scale import LossScaleState
+from ..._trees.leaf import is_inexact
+from ..._trees.tree import widen
 from .._formats import is_ndarray
 from .constants import Constants
 from .findings import Findings, Found

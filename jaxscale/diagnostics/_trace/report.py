@@ -8,7 +8,7 @@ were lost.
 import dataclasses
 from collections.abc import Sequence
 
-from ..._checks import and_more
+from ..._trees.checks import and_more
 from .._text import number, percent
 
 _MOST_PLACES = 5  # of each kind that are printed

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from ..._leaf import is_inexact
-from ..._scaling import find_scaling
+from ..._state.find import find_scaling
+from ..._trees.leaf import is_inexact
 from .._formats import kind
 from .backward import Backward
 from .report import TraceReport

@@ -14,8 +14,6 @@ absolute value of a group is inf or NaN exactly if the group is not finite, so t
 from the same pass.
 """
 
-# The work on each leaf is written in `jax.lax`: `jax.numpy` takes three times as long to trace.
-
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,8 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from ._state import Scaled, representable
-from ._tree import cast, leaf_name, map_gradients, only_gradients, widen
+from .._trees.tree import cast, leaf_name, map_gradients, only_gradients, widen
+from .scaled import Scaled, representable
+
+# The work on each leaf is written in `jax.lax`: `jax.numpy` takes three times as long to trace.
+
 
 # From this many elements on, a leaf is large: reading it takes longer than starting its kernel.
 _LARGE = 2**16
@@ -394,3 +395,16 @@ def clip_by_global_norm(grads: Any, norm: jax.Array, max_norm: float) -> Any:
     max_norm = max(max_norm, float(info.smallest_normal))  # below it, 0 / 0
     factor = max_norm / jnp.maximum(norm, max_norm)  # exactly 1 if the norm is less
     return map_gradients(lambda leaf: leaf * cast(factor, jnp.finfo(leaf.dtype).dtype), grads)
+
+
+class Verdict(NamedTuple):
+    """What one pass over the gradients of a step says. All devices along `axis_name` agree."""
+
+    axis_name: Any
+    grads_finite: jax.Array  # bool[]
+    loss_finite: jax.Array  # bool[], true if no loss was passed
+    leaves_finite: list[jax.Array]  # a bool[] for each gradient, if leaves are tracked
+    squares: jax.Array | None  # the sum of all squares, if the norm comes from the same pass
+    norm: jax.Array | None  # what the state shows of it, an f32[]
+    largest: jax.Array | None  # the largest gradient, an f32[], if the policy needs it
+    lowered: jax.Array | None = None  # bool[], whether retries lowered the scale, if there are any

@@ -12,10 +12,11 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from ._leaf import is_array
-from ._scaling import find_one
-from ._state import Scaled, UnitLossScaleState, divide, representable
-from ._tree import map_gradients, widen
+from .._state.find import find_one
+from .._state.scale import UnitLossScaleState
+from .._trees.leaf import is_array
+from .._trees.tree import map_gradients, widen
+from .scaled import Scaled, divide, representable
 
 _Args = ParamSpec("_Args")
 _Aux = TypeVar("_Aux")

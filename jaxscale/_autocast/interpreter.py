@@ -6,8 +6,8 @@ the program declares as float32 may be *narrow*: computed in half precision. A `
 values of one jaxpr, each in the precision it was computed in, and casts them on demand. It casts
 each value once, in the equation that needs it first.
 
-The rules for equations that hold no others are here; `structure` has those of loops, calls and
-functions with derivative rules of their own.
+The rules for equations that hold no others are here; `higher_order` has those of loops and calls,
+`custom_rules` those of functions with derivative rules of their own.
 """
 
 import contextvars
@@ -32,8 +32,14 @@ from .._jax import (
     source,
     with_preferred_type,
 )
-from .arguments import Flat
-from .atoms import (
+from .._trees.call import Flat
+from .frame import Frame, Outputs, Rule, as_written, atom_in, chained, in_float32
+from .products import is_cast, reads_half
+from .readers import last_uses, only_half
+from .recompute import Link, named
+from .table import CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
+from .table import FLOAT32 as FLOAT32_OPERATIONS
+from .values import (
     FLOAT32,
     Constant,
     Kind,
@@ -44,18 +50,6 @@ from .atoms import (
     is_float32,
     is_full_precision,
 )
-from .chains import Link, named
-from .frame import Frame, Outputs, Rule, as_written, atom_in, chained, in_float32
-from .products import is_cast, reads_half
-from .table import (
-    CHOICES,
-    ELEMENTWISE,
-    MOVES,
-    PRODUCTS,
-    SUMMED_BACKWARD,
-)
-from .table import FLOAT32 as FLOAT32_OPERATIONS
-from .uses import last_uses, only_half
 
 # The primitives that the call under way has warned of.
 _named: contextvars.ContextVar[frozenset[str]]

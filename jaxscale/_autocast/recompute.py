@@ -27,8 +27,8 @@ from .._jax import (
     rematerialize,
     source,
 )
-from .atoms import FLOAT32
 from .table import CHAINED_MOVES
+from .values import FLOAT32
 
 # A longer chain is cut, so that no equation is computed more often than this.
 LONGEST = 32

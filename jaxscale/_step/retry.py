@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._jax import collective_axes, varying
-from ._leaf import dtype_of, is_array
-from ._policies.base import LossScale, adjust_scale
-from ._state import Scaled
-from ._step import Verdict
-from ._tree import blank, tree_where
+from .._gradients.scaled import Scaled
+from .._gradients.verdict import Verdict
+from .._jax import collective_axes, varying
+from .._policies.base import LossScale, adjust_scale
+from .._trees.leaf import dtype_of, is_array
+from .._trees.tree import blank, tree_where
 
 # How often a policy is told of one overflow. A policy with hysteresis lowers its scale only after
 # several; one that tolerates more than this is left alone, and the step is skipped.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._state import UnitLossScaleState, is_wrapped, unwrapped
+from .scale import UnitLossScaleState, is_wrapped, unwrapped
 
 # Raise it if older code could not read a dictionary by its rules; a new field is not such a case.
 _VERSION = 1

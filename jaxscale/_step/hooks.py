@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._leaf import dtype_of, is_array, is_inexact
-from ._retry import Pass
-from ._state import Scaled
-from ._tree import cast, leaf_name, map_gradients, split, widen
+from .._gradients.scaled import Scaled
+from .._trees.leaf import dtype_of, is_array, is_inexact
+from .._trees.tree import cast, leaf_name, map_gradients, split, widen
+from .retry import Pass
 
 
 def hooked(call: str, hook: Callable[[Any], Any] | None, made: Pass, params: Any) -> Pass:

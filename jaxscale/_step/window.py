@@ -6,43 +6,14 @@ optimizer due, it is made from `Window.mean`; `Window.close` empties a window th
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ._tree import cast, leaf_name, only_gradients
-
-
-class MultiStepsState(NamedTuple):
-    """The state that `jaxscale.multi_steps` carries from one micro-batch to the next.
-
-    Its fields are named as in `optax.MultiStepsState`.
-
-    Attributes:
-      mini_step: `i32[]`, micro-batches of this window so far, dropped ones included.
-      gradient_step: `i32[]`, optimizer steps made so far.
-      counted: `i32[]`, micro-batches of this window that are in `acc_grads`.
-      acc_grads: the sum of their gradients, divided by the length of the window; in
-        float32 or wider, with the structure of the parameters.
-      acc_value: `f32[]`, the same for their losses, 0 if none was passed as `value`.
-      inner_opt_state: the state of the wrapped transformation.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> import jaxscale
-      >>> tx = jaxscale.multi_steps(optax.sgd(0.1), 4)
-      >>> tx.init(jnp.zeros(2)).inner_state.mini_step
-      Array(0, dtype=int32)
-    """
-
-    mini_step: jax.Array  # i32[]
-    gradient_step: jax.Array  # i32[]
-    counted: jax.Array  # i32[]
-    acc_grads: Any
-    acc_value: jax.Array  # f32[]
-    inner_opt_state: Any
+from .._state.optimizer import MultiStepsState
+from .._trees.tree import cast, leaf_name, only_gradients
 
 
 @dataclasses.dataclass(frozen=True)

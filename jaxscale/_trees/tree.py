@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from ._checks import scalar_bool
-from ._jax import vary, varying
-from ._leaf import (
+from .._jax import vary, varying
+from .checks import scalar_bool
+from .leaf import (
     STRONG,
     WEAK,
     as_array,

@@ -12,34 +12,24 @@
 """
 
 import contextlib
-import dataclasses
-import functools
-import inspect
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ._checks import int32, misfit, one_of, with_article
-from ._hooks import hooked
-from ._jax import is_told_apart
-from ._leaf import is_array
-from ._optimizer import (
-    NEVER_MOVE,
+from .._trees.leaf import is_array
+from .apply import (
     applied,
     check_optimizer,
+    check_same_optimizer,
     check_transformation,
     chosen,
     completed,
 )
-from ._retry import Pass, is_traced, repeated, traced_once
-from ._scaling import find_any, is_loss_scaled
-from ._step import retried, wrapper_of
-from ._value_and_grad import backward_pass
-from ._verdict import axis_names
+from .plan import Plan
+from .retry import Pass, is_traced
 
 _Args = ParamSpec("_Args")
 _Params = TypeVar("_Params")
@@ -271,211 +261,6 @@ def named(step: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The arguments of a training step, whichever front end it is for."""
-
-    call: str
-    loss_fn: Callable[..., Any]
-    transform: Callable[..., Any]
-    has_state: bool
-    has_aux: bool
-    retries: int
-    kwargs: Mapping[str, Any]
-    on_grads: Callable[[Any], Any] | None = None
-    after: Callable[..., Any] | None = None
-    warned: list[bool] = dataclasses.field(default_factory=list)  # of a bare optimizer, once
-
-    def __post_init__(self) -> None:
-        if not callable(self.loss_fn):
-            raise TypeError(
-                f"`{self.call}(loss_fn)` must be a function that returns the loss, got "
-                f"{type(self.loss_fn).__name__}."
-            )
-        for name, hook in {"on_grads": self.on_grads, "after": self.after}.items():
-            if not (hook is None or callable(hook)):
-                raise TypeError(
-                    f"`{self.call}({name}=...)` must be a function or None, got "
-                    f"{type(hook).__name__}."
-                )
-        for name in ("has_state", "has_aux"):
-            one_of(self.call, name, getattr(self, name), (False, True))
-        int32(self.call, "retries", self.retries, 0, "passes")
-        try:
-            inspect.signature(self.transform).bind(self.loss_fn, has_aux=True, **self.kwargs)
-        except TypeError as error:
-            raise TypeError(
-                f"`{self.call}(...)` passes arguments that it does not know to the function that "
-                f"differentiates, {_name_of(self.transform)}, and that says: {error}. Arguments of "
-                "the optimizer, such as `axis_name`, go to `jaxscale.loss_scaled`."
-            ) from error
-        except ValueError:  # a function that does not say what it takes
-            pass
-
-    def check_retries(self, tx: Any) -> None:
-        """Raises a `ValueError` if retries are asked for and no scale could be lowered."""
-        wrapper = wrapper_of(tx)
-        if not self.retries or (wrapper and not isinstance(wrapper.policy, NEVER_MOVE)):
-            return
-        policy = with_article(type(wrapper.policy).__name__) if wrapper else ""
-        got = f"one with {policy}" if wrapper else "another optimizer"
-        raise ValueError(
-            f"`{self.call}(retries={self.retries})` needs a loss scale that can be lowered, got "
-            f"{got}. Wrap the optimizer outermost, `tx = jaxscale.loss_scaled(tx)`, or leave "
-            "`retries` out."
-        )
-
-    def warn_if_bare(self, tx: Any, opt_state: Any, stacklevel: int) -> None:
-        """Warns, once in the life of a step, if nothing in an optimizer skips bad steps."""
-        nodes = jax.tree.leaves(opt_state, is_leaf=is_loss_scaled)
-        if wrapper_of(tx) is not None or any(map(is_loss_scaled, nodes)) or self.warned:
-            return
-        self.warned.append(True)
-        warnings.warn(
-            f"`{self.call}`: `tx` is a bare optimizer, so the loss is not scaled, and a step with "
-            "an inf or a NaN is applied. Wrap it: `tx = jaxscale.loss_scaled(tx)`, or, for "
-            "bfloat16 and float32, `jaxscale.skip_nonfinite(tx)`. If it is meant so, write "
-            "`jaxscale.loss_scaled(tx, None, skip_nonfinite=False)`.",
-            stacklevel=stacklevel,
-        )
-
-    def run_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the loss function does, or says how it was called if it does not fit."""
-        try:
-            return self.loss_fn(*args, **kwargs)
-        except TypeError as error:
-            reason = misfit(self.loss_fn, args, kwargs, error)
-            if not reason:
-                raise
-            given = ", ".join([*map(_described, args), *(f"{name}=..." for name in kwargs)])
-            state, hint = "the state, " * self.has_state, ""
-            if not self.has_state and not self.call.startswith("nnx"):
-                hint = " Pass has_state=True if one of them is state that the step carries."
-            raise TypeError(
-                f"`{self.call}(loss_fn)`: `loss_fn` {reason}. The step called it with ({given}): "
-                f"what is trained, {state}and whatever else the step was given.{hint}"
-            ) from error
-
-    def backward(self, scaling: Any, *args: Any, **kwargs: Any) -> Pass:
-        """Returns one pass with a loss scale state; `None` is a scale of 1."""
-        differentiated = backward_pass(
-            self.call,
-            self._checked_loss_fn(),
-            scaling,
-            self.has_state or self.has_aux,
-            self.transform,
-            self.kwargs,
-            "loss_fn",
-        )
-        loss, aux, grads = differentiated(*args, **kwargs)
-        state, aux = aux if self.has_state and self.has_aux else (aux, aux)
-        return Pass(loss, state, aux, grads)
-
-    def passes(
-        self,
-        tx: Any,
-        opt_state: Any,
-        backward: Callable[[Any], Pass],
-        traced: bool,
-        params: Any,
-    ) -> tuple[Pass, Any]:
-        """Returns the pass whose gradients are to be applied, and the state to apply them with.
-
-        Args:
-          tx: the optimizer.
-          opt_state: its state, checked.
-          backward: makes a pass with a loss scale state.
-          traced: whether the step is traced, so that values are not known.
-          params: the parameters, of the structure of the gradients.
-        """
-
-        def run(scaling: Any) -> Pass:
-            return hooked(f"{self.call}(on_grads=...)", self.on_grads, backward(scaling), params)
-
-        wrapper = wrapper_of(tx)
-        if wrapper is None:
-            self.warn_if_bare(tx, opt_state, stacklevel=4)
-            scaling = find_any(self.call, opt_state)
-            if scaling is not None:
-                warnings.warn(
-                    f"`{self.call}`: the `loss_scaled` optimizer is inside of another one, whose "
-                    "state a bad step may ruin for good. Wrap outermost: `tx = loss_scaled(tx)`.",
-                    stacklevel=3,
-                )
-            return run(scaling), opt_state
-
-        one_pass, axis_name = run, wrapper.axis_name
-        if traced and (self.on_grads is not None or self.retries):
-            one_pass, axes = traced_once(run, opt_state.scaling)
-            # Devices that part would wait for each other for ever, or go on with other parameters.
-            # Without a hook they cannot part unnoticed where types tell them apart.
-            known = axis_names(axis_name)
-            apart = self.on_grads is not None
-            new = [axis for axis in axes if apart or not is_told_apart(axis)]
-            axis_name = (*known, *(axis for axis in new if axis not in known)) or None
-
-        def judged(scaling: Any) -> Pass:
-            made = one_pass(scaling)
-            verdict = wrapper.judge(made.grads, opt_state, made.loss, made.seen, axis_name)
-            return made._replace(verdict=verdict, seen=None)
-
-        if not self.retries:
-            return judged(opt_state.scaling), opt_state
-        made, scaling, number = repeated(
-            self.call,
-            wrapper.policy,
-            judged,
-            opt_state.scaling,
-            self.retries,
-            traced=traced,
-        )
-        verdict: Any = made.verdict  # known, as `repeated` needs it
-        opt_state, verdict = retried(opt_state, verdict, scaling, number)
-        return made._replace(verdict=verdict), opt_state
-
-    def _checked_loss_fn(self) -> Callable[..., Any]:
-        """Returns the loss function with a check of what it returns."""
-        parts = ["state"] * self.has_state + ["aux"] * self.has_aux
-        expected = {0: "a loss", 1: "(loss, {})", 2: "(loss, ({}, {}))"}[len(parts)].format(*parts)
-        flags = "".join(f", has_{part}=True" for part in parts)
-
-        @functools.wraps(self.loss_fn)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            output = self.run_loss(*args, **kwargs)
-            got, is_pair = output, _is_pair(output)
-            fits = not isinstance(output, tuple) if not parts else is_pair
-            if fits and len(parts) == 2:
-                fits = _is_pair(output[1])
-            if not fits:
-                hint = f"Return it so, or leave{flags[1:]} out."
-                if not parts:
-                    hint = "Pass has_aux=True if it returns anything beside the loss"
-                    state = ", and has_state=True if that is state that a skipped step keeps"
-                    hint += "." if self.call.startswith("nnx") else f"{state}."
-                raise TypeError(
-                    f"`{self.call}(loss_fn{flags})`: `loss_fn` must return {expected}, got "
-                    f"{_described(got)}. {hint}"
-                )
-            return output
-
-        return checked
-
-
-def _name_of(function: Any) -> str:
-    return f"`{getattr(function, '__name__', type(function).__name__)}`"
-
-
-def _is_pair(output: Any) -> bool:
-    return isinstance(output, tuple) and len(output) == 2
-
-
-def _described(output: Any) -> str:
-    """Returns the types in an output, as deep as tuples go."""
-    if not isinstance(output, tuple) or hasattr(output, "_fields"):
-        return type(output).__name__ if not is_array(output) else "an array"
-    return f"({', '.join(map(_described, output))})"
-
-
 def _check_params(transform: Any, params: Any) -> None:
     """Raises a `TypeError` if the parameters belong to another front end."""
     given = "`train_step(...)(params, ...)`: `params` is a"
@@ -497,45 +282,3 @@ def _check_params(transform: Any, params: Any) -> None:
             f"{others[0]!r}. For an Equinox module pass transform=eqx.filter_value_and_grad; for "
             "Flax NNX use `jaxscale.nnx.train_step`."
         )
-
-
-def check_same_optimizer(
-    given: str,
-    tx: Any,
-    opt_state: Any,
-    params: Any,
-    way: str = "Pass the state that `init` of this optimizer returned for these parameters.",
-) -> None:
-    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes.
-
-    Args:
-      given: the step and its argument, for the message.
-      tx: the optimizer.
-      opt_state: what was passed as its state, checked.
-      params: the parameters.
-      way: the way out, for the message.
-    """
-    if not all(map(is_array, jax.tree.leaves(params))):
-        return  # for such parameters `init` saw only a part of them, and which is not known
-    try:
-        expected = jax.eval_shape(tx.init, params)
-    except Exception:  # an `init` that needs values cannot be asked here
-        return
-    wrapped = wrapper_of(tx) is not None
-    trees = [tree.inner_state if wrapped else tree for tree in (expected, opt_state)]
-    structures = list(map(jax.tree.structure, trees))
-    if structures[0] != structures[1]:
-        makes, got = map(str, structures)
-    else:
-        shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in trees]
-        # A scalar may have been replaced by numbers of the user's own, such as learning rates.
-        others = [i for i, (a, b) in enumerate(zip(*shapes, strict=True)) if a and a != b]
-        if not others:
-            return
-        path, _ = jax.tree_util.tree_leaves_with_path(trees[1])[others[0]]
-        makes = f"an array of shape {shapes[0][others[0]]} at {jax.tree_util.keystr(path)}"
-        got = f"one of shape {shapes[1][others[0]]}"
-    raise ValueError(
-        f"`{given}` is the state of another optimizer or of other parameters. `tx.init(params)` "
-        f"makes {makes}, got {got}. {way}"
-    )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from ._tree import map_gradients, tree_where
+from .._trees.tree import cast, map_gradients, tree_where
 
 
 def step_if(
@@ -77,3 +77,41 @@ def _zeros(tree: Any) -> Any:
         return zeros[aval]
 
     return map_gradients(zeros_like, tree)
+
+
+def no_updates(like: Any, grads: Any) -> Any:
+    """Returns updates that change nothing, with the types of `like`.
+
+    Args:
+      like: updates, or their shapes and dtypes.
+      grads: gradients, which vary along the same mesh axes as the updates.
+    """
+    sources = jax.tree.leaves(grads)
+    if jax.tree.structure(like) == jax.tree.structure(grads):
+        pairs = zip(jax.tree.leaves(like), sources, strict=True)
+    else:
+        pairs = ((leaf, None) for leaf in jax.tree.leaves(like))
+    return jax.tree.unflatten(
+        jax.tree.structure(like), [_no_update(leaf, grad, sources) for leaf, grad in pairs]
+    )
+
+
+def _no_update(leaf: Any, grad: Any, grads: list[Any]) -> jax.Array:
+    # Minus zero, in both parts of a complex number: adding it keeps the bits of every number,
+    # whereas -0.0 + 0.0 is 0.0.
+    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+    zero = complex(-0.0, -0.0) if is_complex else -0.0
+    if isinstance(leaf, jax.Array):
+        return jax.lax.full_like(leaf, zero)
+    # On a mesh the type of an update also says along which axes it varies, and a bare constant
+    # varies along none. A selection from a gradient varies as that does, and folds to the
+    # constant. Best is the gradient of the same leaf, then one of its shape, then any.
+    known = [each for each in (grad, *grads) if each is not None]
+    alike = [each for each in known if jnp.shape(each) == leaf.shape]
+    source = alike[0] if alike else jnp.sum(known[0])
+    source = source.real if jnp.iscomplexobj(source) and not is_complex else source
+    return jnp.broadcast_to(_constant_like(cast(source, leaf.dtype), zero), leaf.shape)
+
+
+def _constant_like(leaf: jax.Array, value: complex) -> jax.Array:
+    return jax.lax.select(jnp.zeros((), jnp.bool_), leaf, jax.lax.full_like(leaf, value))

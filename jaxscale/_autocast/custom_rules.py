@@ -1,0 +1,166 @@
+"""How functions with derivative rules of their own are rewritten."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from .. import _jax
+from .._jax import ClosedJaxpr, JaxprEqn, bind, cast, context, jaxpr_as_fun
+from .._trees.tree import blank
+from .frame import Frame, Outputs, as_written, chained, is_chained_call
+from .higher_order import inputs, is_unchanged, narrow, rewritten
+from .values import has_dtype
+
+# Functions with a derivative rule of their own. What JAX does to derive the equation as it is
+# written is traced by `jax.jvp` or `jax.vjp`, and then runs like any other program: nothing here
+# depends on how JAX keeps a rule. The new rules do not hold the frame, whose arrays would live as
+# long as they do.
+
+
+def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates a `custom_jvp` function, and keeps its rule."""
+    autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
+    if is_chained_call(frame, eqn):
+        return chained(frame, eqn)
+    if not any(map(frame.is_narrow, eqn.invars)) and is_unchanged(frame, eqn):
+        return as_written(frame, eqn)
+    args, kinds = inputs(frame, eqn)
+    program, out_kinds = rewritten(frame, declared, args, kinds)
+
+    @functools.cache
+    def derived(perturbed: tuple[bool, ...]) -> ClosedJaxpr:
+        """Returns a program of values and tangents, given which inputs have a tangent."""
+
+        def derive(values: Any, tangents: Any) -> Any:
+            fun, given = _of_perturbed(eqn, values, perturbed)
+            outputs, derivatives = jax.jvp(fun, given, tangents)
+            return outputs, [each for each in derivatives if _is_inexact(each)]
+
+        tangents = itertools.compress(map(_jax.tangent_type, declared.in_avals), perturbed)
+        return jax.make_jaxpr(derive)(tuple(declared.in_avals), tuple(tangents))
+
+    @jax.custom_jvp
+    def fun(*args: Any) -> Any:
+        return tuple(jaxpr_as_fun(program)(*args))
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        perturbed = tuple(not isinstance(each, SymbolicZero) for each in tangents)
+        given = list(itertools.compress(tangents, perturbed))
+        known = [*kinds, *[None] * len(given)]
+        outputs, _ = autocast.run(derived(perturbed), [*primals, *given], known, in_loop)
+        avals = program.out_avals
+        derivatives = iter(outputs[len(avals) :])
+        return tuple(map(_as_aval, outputs, avals)), tuple(
+            _as_aval(next(derivatives), aval) if _is_inexact(aval) else _float0(aval)
+            for aval in avals
+        )
+
+    fun.defjvp(jvp, symbolic_zeros=True)
+    outputs = fun(*args)
+    frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
+    return outputs, narrow(eqn, outputs, frame.dtype)
+
+
+def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates a `custom_vjp` function, and keeps its rule."""
+    autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
+    if not any(map(frame.is_narrow, eqn.invars)) and is_unchanged(frame, eqn):
+        return as_written(frame, eqn)
+    args, kinds = inputs(frame, eqn)
+    program, out_kinds = rewritten(frame, declared, args, kinds)
+    size = len(declared.out_avals)
+
+    @functools.cache
+    def derived(perturbed: tuple[bool, ...]) -> tuple[ClosedJaxpr, Any]:
+        """Returns a program that gives outputs and residuals, and the tree of the residuals."""
+        trees = []
+
+        def derive(*values: Any) -> Any:
+            fun, given = _of_perturbed(eqn, values, perturbed)
+            outputs, pullback = jax.vjp(fun, *given)
+            residuals, tree = jax.tree.flatten(pullback)
+            trees.append(tree)
+            return [*outputs, *residuals]
+
+        return jax.make_jaxpr(derive)(*declared.in_avals), trees[0]
+
+    @jax.custom_vjp
+    def fun(*args: Any) -> Any:
+        return tuple(jaxpr_as_fun(program)(*args))
+
+    def fwd(*given: Any) -> Any:
+        perturbed = tuple(each.perturbed and _is_inexact(each.value) for each in given)
+        forward, _ = derived(perturbed)
+        outputs, _ = autocast.run(forward, [each.value for each in given], kinds, in_loop)
+        primals = tuple(map(_as_aval, outputs, program.out_avals))
+        return primals, _Residuals(outputs[size:], perturbed)
+
+    def bwd(residuals: Any, cotangents: Any) -> Any:
+        forward, tree = derived(residuals.perturbed)
+        values = list(map(_as_aval, residuals.values, forward.out_avals[size:]))
+        cotangents = tuple(map(_cotangent, cotangents, declared.out_avals))
+
+        def pull(values: Any, cotangents: Any) -> Any:
+            return tree.unflatten(values)(cotangents)
+
+        gradients = iter(autocast.call(pull, (values, cotangents), {}))
+        return tuple(
+            _as_aval(next(gradients), aval) if given else None
+            for given, aval in zip(residuals.perturbed, program.in_avals, strict=True)
+        )
+
+    fun.defvjp(fwd, bwd, symbolic_zeros=True)
+    outputs = fun(*args)
+    frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
+    return outputs, narrow(eqn, outputs, frame.dtype)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["perturbed"]
+)
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+    """What a forward pass keeps, and by which inputs something is differentiated."""
+
+    values: Any
+    perturbed: tuple[bool, ...]
+
+
+def _of_perturbed(
+    eqn: JaxprEqn, values: Sequence[Any], perturbed: tuple[bool, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns an equation as a function of some of its inputs, and the values of these."""
+
+    def fun(*given: Any) -> Any:
+        of = iter(given)
+        pairs = zip(values, perturbed, strict=True)
+        with context(eqn):
+            return tuple(bind(eqn, [next(of) if is_given else value for value, is_given in pairs]))
+
+    return fun, tuple(itertools.compress(values, perturbed))
+
+
+def _is_inexact(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, np.inexact)
+
+
+def _float0(aval: Any) -> Any:
+    """Returns the derivative of what has none: integers, bools, keys."""
+    return np.zeros(aval.shape, jax.dtypes.float0)
+
+
+def _cotangent(cotangent: Any, aval: Any) -> Any:
+    if not _is_inexact(aval):
+        return _float0(aval)
+    return blank(aval) if isinstance(cotangent, SymbolicZero) else _as_aval(cotangent, aval)
+
+
+def _as_aval(value: Any, aval: Any) -> Any:
+    return value if has_dtype(value, aval.dtype) else cast(value, aval.dtype)

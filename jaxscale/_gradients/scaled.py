@@ -1,0 +1,147 @@
+"""Scaled gradients: a tree, the number it was multiplied by, and how to divide it again."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._state.find import find_one
+from .._state.scale import UnitLossScaleState
+from .._trees.tree import map_gradients, widen, widened
+
+
+def scale(state: Any, tree: Any) -> Any:
+    """Returns a tree multiplied by the loss scale.
+
+    This is for scaling a loss by hand; `jaxscale.value_and_grad` does it for you.
+
+    Args:
+      state: a `LossScaleState`, or a tree that holds exactly one.
+      tree: a pytree, such as a loss.
+
+    Returns:
+      The tree with its floating-point and complex leaves multiplied, in float32 or wider:
+      float16 and bfloat16 leaves come back as float32. Other leaves, and everything under a key
+      `_overwrite_with_gradient`, are unchanged.
+
+    Raises:
+      ValueError: if `state` holds no loss scale, or several, or those of a population.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> jaxscale.scale(jaxscale.FixedLossScale(8).init(), jnp.float16(3.0))
+      Array(24., dtype=float32)
+    """
+    state = find_one("scale", "state", state)
+    if isinstance(state, UnitLossScaleState):
+        return map_gradients(widen, tree)
+    return multiply(tree, state.loss_scale)
+
+
+def unscale(state: Any, tree: Any) -> Any:
+    """Returns a tree divided by the loss scale.
+
+    Pass the state by which the gradients were scaled, not the updated one.
+
+    Args:
+      state: a `LossScaleState`, or a tree that holds exactly one.
+      tree: a pytree of scaled gradients.
+
+    Returns:
+      The tree with its floating-point and complex leaves divided, in float32 or wider: float16
+      and bfloat16 leaves come back as float32, where small gradients do not underflow
+      again; float32, float64 and complex ones keep their dtype. Other leaves, and
+      everything under a key `_overwrite_with_gradient`, are unchanged.
+
+    Raises:
+      ValueError: if `state` holds no loss scale, or several, or those of a population.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> state = jaxscale.DynamicLossScale(init_scale=2.0**15).init()
+      >>> jaxscale.unscale(state, {"w": jnp.float16(1.0), "b": None})
+      {'b': None, 'w': Array(3.0517578e-05, dtype=float32)}
+    """
+    state = find_one("unscale", "state", state)
+    if isinstance(state, UnitLossScaleState):
+        return map_gradients(widen, tree)
+    return divide(tree, state.loss_scale)
+
+
+def multiply(tree: Any, factor: jax.Array) -> Any:
+    """Returns a tree with its gradients multiplied by a scale, in float32 or wider."""
+    number = _by_dtype(factor)
+    return map_gradients(lambda leaf: _apply(jax.lax.mul, leaf, number(leaf)), tree)
+
+
+def divide(tree: Any, divisor: jax.Array) -> Any:
+    """Returns a tree with its gradients divided by a scale, in float32 or wider."""
+    number = _by_dtype(divisor)
+    return map_gradients(lambda leaf: _apply(jax.lax.div, leaf, number(leaf)), tree)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("grads", "divisor"), meta_fields=()
+)
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """Gradients as a backward pass left them, and the number that they are to be divided by.
+
+    On a CPU a step is skipped by a branch. Gradients that are divided before it would be stored,
+    eight bytes for each parameter, written and read. Divided inside of the branch they fuse into
+    the step. So the gradients and their divisor travel separately, and each reader divides.
+    """
+
+    grads: Any
+    divisor: jax.Array | None = None  # `None` if they are unscaled already
+
+    @functools.cached_property
+    def unscaled(self) -> Any:
+        """The gradients divided, in float32 or wider."""
+        return self.grads if self.divisor is None else divide(self.grads, self.divisor)
+
+    def unscale(self, grads: Any) -> Any:
+        """Returns `grads`, which may be zeros in the place of these, times the reciprocal.
+
+        XLA itself divides by one number in this way. But it treats a written division as
+        expensive, and would store the result if two moments use it. Both give the same numbers
+        if the divisor is a power of two.
+        """
+        if self.divisor is None:
+            return grads
+        number = _by_dtype(self.divisor, lambda divisor: 1 / divisor)
+        return map_gradients(lambda leaf: _apply(jax.lax.mul, leaf, number(leaf)), grads)
+
+
+def _apply(op: Callable[[Any, Any], jax.Array], leaf: Any, number: jax.Array) -> jax.Array:
+    leaf = widen(leaf)
+    if jnp.iscomplexobj(leaf):
+        # By parts: the product of two complex numbers also has terms such as inf * 0, a NaN.
+        return jax.lax.complex(_apply(op, leaf.real, number), _apply(op, leaf.imag, number))
+    return op(leaf, number)
+
+
+def _by_dtype(
+    loss_scale: jax.Array, of: Callable[[jax.Array], jax.Array] = lambda number: number
+) -> Callable[[Any], jax.Array]:
+    """Returns a function from a leaf to the number that it is multiplied or divided by."""
+    by_dtype = functools.cache(lambda dtype: of(representable(loss_scale, dtype)))
+    return lambda leaf: by_dtype(widened(leaf))
+
+
+def representable(loss_scale: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a loss scale as a number of a dtype, safe to multiply and to divide by.
+
+    For a complex dtype the number has the dtype of its parts.
+    """
+    info = jnp.finfo(dtype)
+    # At most the largest power of two, rather than the largest number, so that scaling stays
+    # exact. And at most 2**126: XLA divides by multiplying with the reciprocal, and that of 2**127
+    # is subnormal. It would be flushed to zero, and all gradients with it, though they are finite.
+    largest = 2.0 ** min(info.maxexp - 1, 126)
+    return jnp.clip(loss_scale, float(info.smallest_normal), largest).astype(info.dtype)

@@ -1,0 +1,1 @@
+"""What is carried from one step to the next."""

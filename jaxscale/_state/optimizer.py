@@ -1,0 +1,90 @@
+"""The state of an optimizer under a loss scale."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from .scale import LossScaleState
+
+
+class LossScaledState(NamedTuple):
+    """The state that `loss_scaled` carries from one step to the next.
+
+    Attributes:
+      scaling: the state of the loss scale.
+      inner_state: the state of the wrapped transformation; inside a `MultiStepsState`
+        if gradients are accumulated by `multi_steps`.
+      grads_finite: `bool[]`, whether the last step was applied; with accumulation, whether
+        the last micro-batch counted. `False` if the gradients or the loss were not finite.
+      notfinite_count: `i32[]`, steps skipped in a row, up to now.
+      total_notfinite: `i32[]`, steps skipped since `init`.
+      total_notfinite_loss: `i32[]`, those of them whose loss itself was not finite.
+      total_steps: `i32[]`, steps since `init`, skipped or not.
+      total_retries: `i32[]`, backward passes that `jaxscale.train_step` repeated inside of a
+        step, at a lower scale.
+      total_exhausted: `i32[]`, steps skipped although their backward pass was repeated: their
+        gradients were not finite in the last pass either. The scale was not to blame, and moved
+        as by one overflow. Of the first 25 steps a row of them counts as one, as the scale may
+        come down from a high start.
+      backoff_count: `i32[]`, how often an overflow lowered the scale since it last grew. Several
+        falls in a row of skipped steps count as one, and those of the first 25 steps do not
+        count: a scale that comes down from a high start does not decay.
+      nonfinite_leaves: with `track_leaves=True` the leaves that the last overflow was in: a
+        tree with the structure of the parameters and a `bool[]` for each gradient, which
+        `jaxscale.metrics` and `jaxscale.check` name. Otherwise `None`.
+      grad_norm: with `max_norm` an `f32[]`, the global norm of the last gradients before they were
+        clipped, also of those that were skipped; inf if they were not finite, or their squares
+        overflow. With accumulation it is that of the last step of the optimizer. Where devices
+        hold parts of the parameters, it is the largest of theirs. Otherwise `None`.
+
+    Counters stay at their largest value instead of wrapping around.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.zeros(2)).total_steps
+      Array(0, dtype=int32)
+    """
+
+    scaling: LossScaleState
+    inner_state: Any
+    grads_finite: jax.Array  # bool[]
+    notfinite_count: jax.Array  # i32[]
+    total_notfinite: jax.Array  # i32[]
+    total_notfinite_loss: jax.Array  # i32[]
+    total_steps: jax.Array  # i32[]
+    total_retries: jax.Array  # i32[]
+    total_exhausted: jax.Array  # i32[]
+    backoff_count: jax.Array  # i32[]
+    nonfinite_leaves: Any = None
+    grad_norm: Any = None  # f32[] or None
+
+
+class MultiStepsState(NamedTuple):
+    """The state that `jaxscale.multi_steps` carries from one micro-batch to the next.
+
+    Its fields are named as in `optax.MultiStepsState`.
+
+    Attributes:
+      mini_step: `i32[]`, micro-batches of this window so far, dropped ones included.
+      gradient_step: `i32[]`, optimizer steps made so far.
+      counted: `i32[]`, micro-batches of this window that are in `acc_grads`.
+      acc_grads: the sum of their gradients, divided by the length of the window; in
+        float32 or wider, with the structure of the parameters.
+      acc_value: `f32[]`, the same for their losses, 0 if none was passed as `value`.
+      inner_opt_state: the state of the wrapped transformation.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> tx = jaxscale.multi_steps(optax.sgd(0.1), 4)
+      >>> tx.init(jnp.zeros(2)).inner_state.mini_step
+      Array(0, dtype=int32)
+    """
+
+    mini_step: jax.Array  # i32[]
+    gradient_step: jax.Array  # i32[]
+    counted: jax.Array  # i32[]
+    acc_grads: Any
+    acc_value: jax.Array  # f32[]
+    inner_opt_state: Any

@@ -1,0 +1,114 @@
+"""The state of a loss scale: its type, how it is found and checked, and scaling by it.
+
+The types come first, then the checks of a state that a user passed, then multiplication and
+division of a tree by the scale, and last the search for the one state in a larger tree.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class LossScaleState(NamedTuple):
+    """The state that a loss scale carries from one step to the next.
+
+    It is a `NamedTuple` of arrays and nothing else, so that `jit`, `scan`, `vmap`,
+    donation, checkpoints, `optax.tree.get(state, "loss_scale")` and `optax.tree.set`
+    work without code of their own. A `jaxscale.LossScale` moves it, and also makes the
+    initial state: `loss_scale.init()`.
+
+    Attributes:
+      loss_scale: `f32[]`, the number by which the next loss is scaled.
+      growth_tracker: `i32[]`, finite steps in a row that count towards growth. Below 0
+        while a policy lets some pass uncounted.
+      hysteresis_tracker: `i32[]`, non-finite steps still tolerated before a backoff.
+
+    Example:
+      >>> import jaxscale
+      >>> jaxscale.DynamicLossScale().init().loss_scale
+      Array(32768., dtype=float32)
+    """
+
+    is_loss_scale_state = True  # the mark that `is_policy_state` looks for, not a field
+
+    loss_scale: jax.Array  # f32[]
+    growth_tracker: jax.Array  # i32[]
+    hysteresis_tracker: jax.Array  # i32[]
+
+
+class UnitLossScaleState(LossScaleState):
+    """A state whose scale is known to be 1 while tracing, from its type alone."""
+
+    __slots__ = ()
+
+
+class AdaptiveState(NamedTuple):
+    """The state that an `AdaptiveLossScale` carries from one step to the next.
+
+    Attributes:
+      loss_scale: `f32[]`, the number by which the next loss is scaled, a power of two.
+      peak: `f32[]`, the binary logarithm of the usual largest gradient; -256 before the
+        first.
+      level: `f32[]`, the binary logarithm that the largest scaled gradient may reach.
+      crest: `f32[]`, the binary logarithm of what the gradients of rare batches are taken to
+        reach; -256 unless overflows repeat.
+      finite_steps: `i32[]`, finite steps since the last overflow that lowered the level.
+        It starts at `period`.
+      held_steps: `i32[]`, finite steps since the crest was raised or reached.
+      overflows: `i32[]`, overflows in a row, up to now.
+
+    Example:
+      >>> import jaxscale
+      >>> jaxscale.AdaptiveLossScale().init().level
+      Array(13., dtype=float32)
+    """
+
+    is_loss_scale_state = True  # not a field: it tells this type from other named tuples
+
+    loss_scale: jax.Array  # f32[]
+    peak: jax.Array  # f32[]
+    level: jax.Array  # f32[]
+    crest: jax.Array  # f32[]
+    finite_steps: jax.Array  # i32[]
+    held_steps: jax.Array  # i32[]
+    overflows: jax.Array  # i32[]
+
+
+def init_state(loss_scale: float) -> LossScaleState:
+    """Returns an initial state, strongly typed so that a step keeps its types."""
+    return LossScaleState(
+        loss_scale=jnp.asarray(loss_scale, jnp.float32),
+        growth_tracker=jnp.asarray(0, jnp.int32),
+        hysteresis_tracker=jnp.asarray(0, jnp.int32),
+    )
+
+
+def healed(loss_scale: jax.Array, init_scale: float) -> jax.Array:
+    """Returns a loss scale, or the initial one if it is 0, inf or NaN.
+
+    A state may come from a checkpoint of another scaler, whose scale had run away.
+    """
+    usable = jnp.isfinite(loss_scale) & (loss_scale > 0)
+    return jnp.where(usable, loss_scale, init_scale).astype(jnp.float32)
+
+
+def is_policy_state(node: Any) -> bool:
+    """Returns whether a node of a tree is the state of a policy, by the mark of its type.
+
+    A field called `loss_scale` proves nothing: parameters, carries and logs have them too.
+    """
+    marked = getattr(type(node), "is_loss_scale_state", False) is True
+    return marked and hasattr(node, "_fields")
+
+
+def is_wrapped(node: Any) -> bool:
+    """Returns whether a node is a variable around an array, as in an optimizer of Flax NNX."""
+    return hasattr(type(node), "__jax_array__") and not isinstance(node, jax.Array)
+
+
+def unwrapped(tree: Any) -> Any:
+    """Returns a tree with arrays in the place of the variables around them."""
+    return jax.tree.map(
+        lambda leaf: leaf.__jax_array__() if is_wrapped(leaf) else leaf, tree, is_leaf=is_wrapped
+    )

@@ -1,0 +1,1 @@
+"""What ties states, gradients and policies together in a step."""

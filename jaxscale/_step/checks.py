@@ -1,0 +1,103 @@
+"""Checks of what a step is given, with the way out in each message."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._gradients.verdict import axis_names
+from .._policies.base import LossScale
+from .._state.find import check_alone
+from .._state.optimizer import LossScaledState
+from .._state.scale import is_wrapped, unwrapped
+from .._trees.checks import with_article
+from .._trees.leaf import is_array
+from .._trees.tree import varying_axes
+
+
+def checked_state(
+    call: str, state: Any, policy: LossScale, order: str = "(grads, opt_state, params)"
+) -> LossScaledState:
+    """Returns the state that a step was given, as arrays, or raises an error.
+
+    Args:
+      call: the step and its argument, for the message.
+      state: what was passed.
+      policy: that of the optimizer.
+      order: the order of the step's arguments, if they could be confused.
+    """
+    if not isinstance(state, LossScaledState):
+        hint = f"The order of arguments is {order}. " * bool(order) + (
+            "To go on with the state of an optimizer that was not wrapped, pass "
+            "`tx.init(params)._replace(inner_state=state)`."
+        )
+        if hasattr(state, "opt_state"):
+            hint = "Pass its `opt_state`, or use the step of `jaxscale.flax` or `jaxscale.nnx`."
+        raise TypeError(
+            f"`{call}` must be the `LossScaledState` that `init` or the last step returned, got "
+            f"{type(state).__name__}. {hint}"
+        )
+    # An `nnx.Optimizer` wraps every array in a variable, so it is enough to look at one field. In
+    # any other state, the only variables are those of the parameters: they stay wrapped.
+    state = unwrapped(state) if is_wrapped(state.grads_finite) else state
+    check_alone(call, state.scaling)
+    expected = type(jax.eval_shape(policy.init))
+    if type(state.scaling) is not expected:
+        raise TypeError(
+            f"`{call}` got the state of another optimizer: its scaling "
+            f"is {with_article(type(state.scaling).__name__)}, and that of "
+            f"{with_article(type(policy).__name__)} is {with_article(expected.__name__)}. Pass the "
+            "state that `init` of this optimizer returned. To go on from another one, pass "
+            "`tx.init(params)._replace(inner_state=state.inner_state)`."
+        )
+    return state
+
+
+def check_loss(value: Any) -> None:
+    if value is None:
+        return
+    given = "`loss_scaled(...).update(value=...)` must be the loss, one number, got "
+    if callable(value):
+        name = getattr(value, "__name__", type(value).__name__)
+        raise TypeError(f"{given}the function {name}. Pass what it returned.")
+    if not all(map(is_array, jax.tree.leaves(value))):
+        raise TypeError(f"{given}{value!r}.")
+    shapes = jax.tree.map(jnp.shape, value)
+    if shapes != ():
+        raise TypeError(f"{given}{shapes}. With has_aux=True, pass only the loss.")
+
+
+def check_devices_agree(grads: Any, value: Any, axis_name: Any) -> None:
+    """Raises an error if the loss differs among devices whose gradients are the same."""
+    apart = varying_axes(value) - set(axis_names(axis_name))
+    if apart and (apart := apart - varying_axes(grads)):
+        axes = ", ".join(map(repr, sorted(apart)))
+        raise ValueError(
+            f"`loss_scaled(...).update(value=...)` varies along {axes}, where the gradients do "
+            "not. A loss that is bad on one device alone would make the loss scales of the "
+            f"devices differ: pass `axis_name={axes}` to `loss_scaled`, or the mean loss."
+        )
+
+
+def check_state_kept(new_state: Any, opt_state: Any) -> None:
+    structures = jax.tree.structure(new_state), jax.tree.structure(opt_state)
+    if structures[0] != structures[1]:
+        raise ValueError(
+            "`loss_scaled(inner)`: `inner.update` must keep the structure of its state, or a "
+            "skipped step could not keep the state. If a part fills its state at the first update, "
+            "as `optax.monitor` does, put it outside: `optax.chain(loss_scaled(...), "
+            f"optax.monitor(...))`. The structures are {structures[1]} and then {structures[0]}."
+        )
+
+
+def check_not_nested(inner_state: Any) -> None:
+    nodes = jax.tree_util.tree_leaves_with_path(
+        inner_state, is_leaf=lambda node: isinstance(node, LossScaledState)
+    )
+    for path, node in nodes:
+        if isinstance(node, LossScaledState):
+            raise ValueError(
+                "`loss_scaled(inner).init`: `inner` already holds a `LossScaledState`, at "
+                f"{jax.tree_util.keystr(path)} of its state. Two skips of one step cannot agree: "
+                "wrap once, outermost, with `inner` as it was before."
+            )

@@ -1,0 +1,1 @@
+"""Trees and calls, which know no loss scale."""
