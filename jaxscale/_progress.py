@@ -20,8 +20,8 @@ from ._gradients.verdict import flagged_paths, named_flags
 from ._policies.adaptive import UNSEEN
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale
-from ._state.find import find, find_scaling, is_loss_scaled, recovered
-from ._state.scale import AdaptiveState, LossScaleState, unwrapped
+from ._state.find import find, find_scale_state, is_loss_scaled, restore_types
+from ._state.scale import AdaptiveState, LossScaleState, unwrap
 from ._step.apply import WINDOWS
 from ._step.wrapper import wrapper_of
 from ._trees.checks import and_more
@@ -40,7 +40,7 @@ _COUNTERS = (
 
 # From how many falls without a growth between them, and below which scale, `check` warns. On the
 # runs in `tests/policies/traces`, which are healthy, the counter reaches 3 at most. Where the
-# scale keeps falling it reaches 6 and more (`tests/core/test_decay.py`). Most policies start from
+# scale keeps falling it reaches 6 and more (`tests/step/test_decay.py`). Most policies start from
 # 2**15, so that is not low.
 _FALLS, _LOW = 6, 2.0**15
 # An `AdaptiveLossScale` falls in larger and larger steps. It is too low this many binades below
@@ -88,18 +88,18 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
       >>> jaxscale.metrics(opt_state)["loss_scale"]
       Array(32768., dtype=float32)
     """
-    values = find_scaling("metrics", tree)._asdict()
-    for node in jax.tree.leaves(recovered(tree), is_leaf=is_loss_scaled):
+    values = find_scale_state("metrics", tree)._asdict()
+    for node in jax.tree.leaves(restore_types(tree), is_leaf=is_loss_scaled):
         if is_loss_scaled(node):
             values |= {name: jnp.asarray(getattr(node, name)) for name in _COUNTERS}
             if node.grad_norm is not None:
-                values["grad_norm"] = jnp.asarray(unwrapped(node.grad_norm))
+                values["grad_norm"] = jnp.asarray(unwrap(node.grad_norm))
             if isinstance(node.inner_state, WINDOWS):
                 window: Any = node.inner_state
                 values |= {name: jnp.asarray(getattr(window, name)) for name in _WINDOW_COUNTERS}
             values |= {
                 f"nonfinite_leaves/{name}": jnp.asarray(flag)
-                for name, flag in named_flags(unwrapped(node.nonfinite_leaves)).items()
+                for name, flag in named_flags(unwrap(node.nonfinite_leaves)).items()
             }
     return values
 
@@ -168,10 +168,10 @@ def check(
       Traceback (most recent call last):
       jaxscale.LossScaleStuckError: 3 steps in a row were skipped (3 of 3 in all, ...)
     """
-    state = find("check", recovered(tree), is_loss_scaled, "`LossScaledState`")
-    inner_state = unwrapped(state.inner_state)
-    state = jax.tree.map(_on_host, unwrapped(state._replace(inner_state=None)))
-    _warn_if_lost(unwrapped(getattr(tree, "step", None)), state, inner_state)
+    state = find("check", restore_types(tree), is_loss_scaled, "`LossScaledState`")
+    inner_state = unwrap(state.inner_state)
+    state = jax.tree.map(_on_host, unwrap(state._replace(inner_state=None)))
+    _warn_if_lost(unwrap(getattr(tree, "step", None)), state, inner_state)
     # The state of a population has leading axes: report the worst member.
     exhausts = np.any(state.total_exhausted >= _FALLS)
     decays, is_idle = _decays(state), _is_idle(state)

@@ -17,12 +17,12 @@ from ._gradients.scaled import Scaled
 from ._gradients.verdict import Verdict
 from ._state.find import find
 from ._state.optimizer import LossScaledState
-from ._step.apply import applied, check_optimizer, check_same_optimizer, completed
-from ._step.counters import stepped
-from ._step.plan import Plan
-from ._step.retry import Pass, is_traced
-from ._step.train_step import named
-from ._trees.tree import OVERWRITE_WITH_GRADIENT, cast_like, keep, select
+from ._step.apply import apply_step, check_optimizer, check_same_optimizer, select_if_stepped
+from ._step.counters import took_step
+from ._step.plan import StepPlan
+from ._step.retry import BackwardResult, is_traced
+from ._step.train_step import with_name
+from ._trees.tree import OVERWRITE_WITH_GRADIENT, cast_like, select, select_like
 
 __all__ = ["TrainState", "train_step"]
 
@@ -157,13 +157,13 @@ class TrainState(train_state.TrainState):
         if overwrites:
             grads, params = Scaled(tree["params"], grads.divisor), params["params"]
         opt_state = check_optimizer(call, self.tx, self.opt_state, "")
-        params, opt_state = applied(
+        params, opt_state = apply_step(
             self.tx, grads, opt_state, params, value, extra_args, verdict=verdict
         )
         before, after = (_find_verdict(call, state) for state in (self.opt_state, opt_state))
 
         def kept(name: str, new: Any, old: Any) -> Any:
-            return keep(f"{call}({name}=...)", after.grads_finite, new, old)
+            return select_like(f"{call}({name}=...)", after.grads_finite, new, old)
 
         if overwrites:
             new, old = (each[OVERWRITE_WITH_GRADIENT] for each in (tree, self.params))
@@ -174,7 +174,7 @@ class TrainState(train_state.TrainState):
             name: new if name in always_replace else kept(name, new, getattr(self, name))
             for name, new in replaced.items()
         }
-        step = select(call, stepped(before, after), self.step + 1, self.step)
+        step = select(call, took_step(before, after), self.step + 1, self.step)
         return self.replace(step=step, params=params, opt_state=opt_state, **replaced)
 
     def _others(self) -> list[str]:
@@ -266,7 +266,7 @@ def train_step(
       [0.5 0.5] 1
     """
     call = "flax.train_step"
-    plan = Plan(call, loss_fn, transform, has_state, has_aux, retries, kwargs, on_grads, after)
+    plan = StepPlan(call, loss_fn, transform, has_state, has_aux, retries, kwargs, on_grads, after)
     always_replace = _names(call, always_replace)
     if always_replace and not has_state:
         raise ValueError(
@@ -283,7 +283,7 @@ def train_step(
         plan.check_retries(state.tx)
         fields = {name: getattr(state, name) for name in state._others()}
 
-        def backward(scaling: Any) -> Pass:
+        def backward(scaling: Any) -> BackwardResult:
             given = (dict(fields),) if has_state else ()
             return plan.backward(scaling, state.params, *given, *args, **kwargs)
 
@@ -294,7 +294,7 @@ def train_step(
         given = f"{call}(...)(state.opt_state=...)"
         check_same_optimizer(given, state.tx, opt_state, trained)
         traced = is_traced(state, args, kwargs)
-        made, before = plan.passes(state.tx, opt_state, backward, traced, state.params)
+        made, before = plan.run_backward(state.tx, opt_state, backward, traced, state.params)
         replaced = _returned(call, made.state, fields, always_replace) if has_state else {}
         state = state.replace(opt_state=before)._stepped(
             call, made.grads, made.loss, always_replace, replaced, verdict=made.verdict
@@ -303,7 +303,7 @@ def train_step(
             state = _completed(f"{call}(after=...)", before, after(state), state)
         return state, (made.loss, made.aux) if has_aux else made.loss
 
-    return named(step)
+    return with_name(step)
 
 
 def _completed(call: str, before: Any, returned: Any, state: TrainState) -> TrainState:
@@ -318,7 +318,7 @@ def _completed(call: str, before: Any, returned: Any, state: TrainState) -> Trai
         new, old = getattr(returned, name), getattr(state, name)
         if new is not old:
             both = state.tx, before, state.opt_state, {name: new}, {name: old}
-            changed |= completed(call, *both)
+            changed |= select_if_stepped(call, *both)
     return state.replace(**changed)
 
 

@@ -15,18 +15,18 @@ from flax import nnx
 
 from ._gradients.scaled import Scaled
 from ._jax import is_called_by_jax
-from ._state.scale import unwrapped
+from ._state.scale import unwrap
 from ._step.apply import (
-    applied,
+    apply_step,
     check_optimizer,
     check_same_optimizer,
     check_transformation,
-    chosen,
-    completed,
+    select_if_applied,
+    select_if_stepped,
 )
-from ._step.plan import Plan
-from ._step.retry import Pass, is_traced
-from ._step.train_step import named
+from ._step.plan import StepPlan
+from ._step.retry import BackwardResult, is_traced
+from ._step.train_step import with_name
 
 __all__ = ["train_step"]
 
@@ -106,7 +106,9 @@ def train_step(
       [0.5 0.5] False
     """
     call = "nnx.train_step"
-    plan = Plan(call, loss_fn, nnx.value_and_grad, False, has_aux, retries, kwargs, on_grads, after)
+    plan = StepPlan(
+        call, loss_fn, nnx.value_and_grad, False, has_aux, retries, kwargs, on_grads, after
+    )
 
     # As `nnx.value_and_grad` accepts no keyword-only arguments.
     def positional(model: Any, args: Any, kwargs: Any) -> Any:
@@ -125,7 +127,7 @@ def train_step(
         plan.check_retries(tx)
         graph, put_together = _taken_apart(model, args, kwargs)
         graphdef, before = nnx.split(graph)
-        params = unwrapped(nnx.state(model, wrt))
+        params = unwrap(nnx.state(model, wrt))
         check_same_optimizer(f"{call}(...)(optimizer=...)", tx, opt_state, params, _MAKE_IT)
         trains = nnx.DiffState(0, wrt)
         if plan.kwargs.get("argnums", 0) not in (0, trains):
@@ -140,18 +142,20 @@ def train_step(
         )
         leaves, treedef = jax.tree.flatten(before)
 
-        def backward(scaling: Any) -> Pass:
+        def backward(scaling: Any) -> BackwardResult:
             # A copy, made where the pass is traced: NNX lets a variable change only there.
             copy = nnx.merge(graphdef, treedef.unflatten(leaves))
             model, args, kwargs = put_together(copy)
             made = differentiated.backward(scaling, model, args, kwargs)
-            grads = unwrapped(nnx.state(made.grads.grads, wrt))
+            grads = unwrap(nnx.state(made.grads.grads, wrt))
             return made._replace(state=nnx.split(copy)[1], grads=Scaled(grads, made.grads.divisor))
 
         traced = is_traced(leaves, opt_state, args, kwargs)
-        made, start = plan.passes(tx, opt_state, backward, traced, params)
-        params, opt_state = applied(tx, made.grads, start, params, made.loss, verdict=made.verdict)
-        keeping = functools.partial(chosen, f"{call}(loss_fn)", tx, opt_state)
+        made, start = plan.run_backward(tx, opt_state, backward, traced, params)
+        params, opt_state = apply_step(
+            tx, made.grads, start, params, made.loss, verdict=made.verdict
+        )
+        keeping = functools.partial(select_if_applied, f"{call}(loss_fn)", tx, opt_state)
         trained = nnx.filterlib.to_predicate(wrt)
         new = dict(nnx.to_flat_state(made.state))
         for path, old in nnx.to_flat_state(before):
@@ -159,17 +163,19 @@ def train_step(
                 del new[path]
             elif is_kept(path, old):
                 name = ".".join(map(str, path))
-                new[path] = keeping({name: unwrapped(new[path])}, {name: unwrapped(old)})[name]
+                new[path] = keeping({name: unwrap(new[path])}, {name: unwrap(old)})[name]
         nnx.update(graph, nnx.from_flat_state(new))
         nnx.update(model, params)
         if after is not None:
-            finish = functools.partial(completed, f"{call}(after=...)", tx, start, opt_state)
+            finish = functools.partial(
+                select_if_stepped, f"{call}(after=...)", tx, start, opt_state
+            )
             _change(model, after, finish)
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
         optimizer.step[...] += 1
         return (made.loss, made.aux) if has_aux else made.loss
 
-    return named(step)
+    return with_name(step)
 
 
 def _change(
@@ -178,7 +184,7 @@ def _change(
     """Lets a hook change a model, and puts into it what `finish` chooses of new and old."""
 
     def variables() -> dict[Any, Any]:
-        return {path: unwrapped(leaf) for path, leaf in nnx.to_flat_state(nnx.state(model))}
+        return {path: unwrap(leaf) for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
     call, old = "`nnx.train_step(after=...)`", variables()
     output = after(model)
@@ -208,7 +214,7 @@ def _parts(call: str, optimizer: Any) -> tuple[Any, Any, Any]:
         )
     check_transformation(call, optimizer.tx)
     opt_state = check_optimizer(call, optimizer.tx, optimizer.opt_state, "(model, optimizer, ...)")
-    return optimizer.tx, optimizer.wrt, unwrapped(opt_state)
+    return optimizer.tx, optimizer.wrt, unwrap(opt_state)
 
 
 def _taken_apart(model: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -3,7 +3,7 @@
 Run by hand, from the top of the project; a bug takes some seconds to a minute:
 
     python tests/mutations.py                      # those of `CHOSEN`, some eighty
-    python tests/mutations.py jaxscale/_retry.py   # in every function of a module
+    python tests/mutations.py jaxscale/_step/retry.py   # in every function of a module
     python tests/mutations.py repeated Scaled      # in a function, or in a class
     python tests/mutations.py --list repeated      # only says which
 

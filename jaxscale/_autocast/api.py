@@ -20,11 +20,11 @@ _DTYPES = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32")]
 @functools.cache
 def _autocast(dtype: Any) -> Any:
     # Not imported before it is used: most programs do without.
-    from .higher_order import noted
+    from .higher_order import run_as_written
     from .interpreter import Autocast
     from .rules import RULES
 
-    return Autocast(dtype, RULES, noted)
+    return Autocast(dtype, RULES, run_as_written)
 
 
 def autocast(fun: Callable[_Args, _Result], dtype: Any = jnp.float16) -> Callable[_Args, _Result]:

@@ -15,7 +15,7 @@ from .. import _jax
 from .._jax import ClosedJaxpr, JaxprEqn, bind, cast, context, jaxpr_as_fun
 from .._trees.tree import blank
 from .frame import Frame, Outputs, as_written, chained, is_chained_call
-from .higher_order import inputs, is_unchanged, narrow, rewritten
+from .higher_order import is_unchanged, narrow, read_inputs, rewrite
 from .values import has_dtype
 
 # Functions with a derivative rule of their own. What JAX does to derive the equation as it is
@@ -31,8 +31,8 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         return chained(frame, eqn)
     if not any(map(frame.is_narrow, eqn.invars)) and is_unchanged(frame, eqn):
         return as_written(frame, eqn)
-    args, kinds = inputs(frame, eqn)
-    program, out_kinds = rewritten(frame, declared, args, kinds)
+    args, kinds = read_inputs(frame, eqn)
+    program, out_kinds = rewrite(frame, declared, args, kinds)
 
     @functools.cache
     def derived(perturbed: tuple[bool, ...]) -> ClosedJaxpr:
@@ -73,8 +73,8 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
     if not any(map(frame.is_narrow, eqn.invars)) and is_unchanged(frame, eqn):
         return as_written(frame, eqn)
-    args, kinds = inputs(frame, eqn)
-    program, out_kinds = rewritten(frame, declared, args, kinds)
+    args, kinds = read_inputs(frame, eqn)
+    program, out_kinds = rewrite(frame, declared, args, kinds)
     size = len(declared.out_avals)
 
     @functools.cache

@@ -7,7 +7,7 @@ import numpy as np
 
 from .._jax import Jaxpr, JaxprEqn, Literal, bind, cast, current_scopes, programs
 from .readers import only_float32, readers
-from .recompute import LONGEST, Link, Narrow, compute, starts
+from .recompute import LONGEST, Link, Narrow, compute_chain, inputs_of
 from .table import CALLS, CHAINED, FLOAT32_ELEMENTWISE
 from .values import FLOAT32, Constant, Kind, Parameter, is_float32, literal_kind
 
@@ -91,7 +91,7 @@ class Frame:
 
     def sources(self, atom: Any) -> set[Any]:
         """Returns what tells apart the arrays that a value is computed from."""
-        return starts(self.links[atom]) if atom_in(atom, self.links) else {id(self.read(atom))}
+        return inputs_of(self.links[atom]) if atom_in(atom, self.links) else {id(self.read(atom))}
 
     def defer(self, var: Any, link: Link) -> None:
         """Leaves a value to be computed when it is read, or as it will be read, if that is known.
@@ -118,7 +118,7 @@ class Frame:
         return self.values[atom] if link is None else link
 
     def _compute(self, atom: Any, dtype: Any) -> Any:
-        value, count = compute(self.links[atom], dtype, self.scopes, self.in_loop)
+        value, count = compute_chain(self.links[atom], dtype, self.scopes, self.in_loop)
         self.repeats -= count
         return value
 

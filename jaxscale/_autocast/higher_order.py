@@ -51,7 +51,7 @@ def _entered(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
     return iter(()) if is_left else programs(eqn)
 
 
-def rewritten(
+def rewrite(
     frame: Frame,
     program: Jaxpr | ClosedJaxpr,
     args: Sequence[Any],
@@ -119,7 +119,7 @@ def narrow(eqn: JaxprEqn, outputs: Sequence[Any], dtype: Any) -> list[bool]:
     ]
 
 
-def inputs(frame: Frame, eqn: JaxprEqn) -> tuple[list[Any], list[Kind]]:
+def read_inputs(frame: Frame, eqn: JaxprEqn) -> tuple[list[Any], list[Kind]]:
     return [frame.read(a) for a in eqn.invars], [frame.kind(a) for a in eqn.invars]
 
 
@@ -158,8 +158,8 @@ def call(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if _is_as_written(frame, eqn):
         return as_written(frame, eqn)
     # What a chain starts from has no sharding or layout of its own.
-    args, kinds = (inputs if _jax.is_placed(eqn) else _links)(frame, eqn)
-    program, out_kinds = rewritten(frame, called, args, kinds)
+    args, kinds = (read_inputs if _jax.is_placed(eqn) else _links)(frame, eqn)
+    program, out_kinds = rewrite(frame, called, args, kinds)
     arrays = [*map(_arrays, args)]
     params = _jax.with_inputs(with_programs(eqn, [program]), [*map(len, arrays)])
     outputs = bind(eqn, [*itertools.chain(*arrays)], params)
@@ -182,7 +182,7 @@ def remat(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if _is_as_written(frame, eqn):
         return as_written(frame, eqn)
     args, kinds = _links(frame, eqn)
-    program, _ = rewritten(frame, called, args, kinds, wanted=_wanted(frame, eqn))
+    program, _ = rewrite(frame, called, args, kinds, wanted=_wanted(frame, eqn))
     jaxpr, consts = without_constants(program)
     arrays = itertools.chain(*map(_arrays, args))
     outputs = bind(eqn, [*consts, *arrays], with_programs(eqn, [jaxpr]))
@@ -193,15 +193,15 @@ def scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `scan`. What it carries keeps its dtype; what it stacks need not."""
     loop = _jax.scan(eqn)
     if _holds_refs(eqn) or is_unchanged(frame, eqn):
-        return noted(frame, eqn)
-    args, kinds = inputs(frame, eqn)
+        return run_as_written(frame, eqn)
+    args, kinds = read_inputs(frame, eqn)
     last = loop.consts + loop.carries
     for i, var in enumerate(loop.body.jaxpr.invars):
         if loop.consts <= i < last:
             args[i], kinds[i] = as_declared(args[i], var), None
         elif i >= last and isinstance(kinds[i], Parameter):
             kinds[i] = parameter(var)  # a slice of it
-    program, _ = rewritten(
+    program, _ = rewrite(
         *(frame, loop.body, args, kinds, loop.carries), in_loop=True, wanted=_wanted(frame, eqn)
     )
     outputs = bind(eqn, args, with_programs(eqn, [program]))
@@ -212,17 +212,17 @@ def while_loop(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `while`. What it carries keeps its dtype."""
     loop = _jax.while_loop(eqn)
     if _holds_refs(eqn) or is_unchanged(frame, eqn):
-        return noted(frame, eqn)
-    args, kinds = inputs(frame, eqn)
+        return run_as_written(frame, eqn)
+    args, kinds = read_inputs(frame, eqn)
     tested = loop.test_consts
     first = tested + loop.body_consts
     variables = loop.body.jaxpr.invars[loop.body_consts :]
     args[first:] = [as_declared(*each) for each in zip(args[first:], variables, strict=True)]
     kinds[first:] = [None] * len(variables)
-    test, _ = rewritten(
+    test, _ = rewrite(
         frame, loop.test, args[:tested] + args[first:], kinds[:tested] + kinds[first:], declared=1
     )
-    body, _ = rewritten(
+    body, _ = rewrite(
         frame, loop.body, args[tested:], kinds[tested:], declared=len(variables), in_loop=True
     )
     in_order = [test if closed(own) is loop.test else body for own in programs(eqn)]
@@ -234,10 +234,10 @@ def cond(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `cond` and `switch`. The branches return the dtypes that they declare."""
     branches = _jax.branches(eqn)
     if _holds_refs(eqn) or is_unchanged(frame, eqn):
-        return noted(frame, eqn)
-    args, kinds = inputs(frame, eqn)
+        return run_as_written(frame, eqn)
+    args, kinds = read_inputs(frame, eqn)
     branches = [
-        rewritten(frame, branch, args[1:], kinds[1:], declared=len(eqn.outvars))[0]
+        rewrite(frame, branch, args[1:], kinds[1:], declared=len(eqn.outvars))[0]
         for branch in branches
     ]
     outputs = bind(eqn, args, with_programs(eqn, branches))
@@ -249,7 +249,7 @@ def mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
     each = _jax.mapped(eqn)
     if is_unchanged(frame, eqn):
         return as_written(frame, eqn)
-    (args, kinds), out_narrow = inputs(frame, eqn), []
+    (args, kinds), out_narrow = read_inputs(frame, eqn), []
 
     def run(*args: Any) -> Any:
         outputs, _ = frame.autocast.run(each.program, args, kinds, frame.in_loop)
@@ -259,7 +259,9 @@ def mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
     return each.map(run)(*args), out_narrow
 
 
-def noted(frame: Frame, eqn: JaxprEqn, reason: str = "`autocast` has no rule for it") -> Outputs:
+def run_as_written(
+    frame: Frame, eqn: JaxprEqn, reason: str = "`autocast` has no rule for it"
+) -> Outputs:
     """Evaluates an equation as it is written, and warns if there are products in it."""
     name = eqn.primitive.name
     # A rule that found no program knows nothing of what is in it.

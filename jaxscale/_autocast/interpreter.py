@@ -36,7 +36,7 @@ from .._trees.call import Flat
 from .frame import Frame, Outputs, Rule, as_written, atom_in, chained, in_float32
 from .products import is_cast, reads_half
 from .readers import last_uses, only_half
-from .recompute import Link, named
+from .recompute import Link, map_inputs
 from .table import CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
 from .table import FLOAT32 as FLOAT32_OPERATIONS
 from .values import (
@@ -213,7 +213,9 @@ def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if eqn.primitive.name == "broadcast_in_dim" and is_float32(moved):
         frame.grown[eqn.outvars[0]] = frame.linked(eqn)
     if eqn.primitive.name == "name" and atom_in(moved, frame.links):
-        frame.defer(eqn.outvars[0], named(frame.links[moved], lambda half: bind(eqn, [half])[0]))
+        frame.defer(
+            eqn.outvars[0], map_inputs(frame.links[moved], lambda half: bind(eqn, [half])[0])
+        )
         return (), ()
     return _follow(frame, eqn, exact_in_float32=_is_summed_backward(eqn))
 

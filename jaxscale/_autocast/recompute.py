@@ -83,7 +83,7 @@ def _number(eqn: JaxprEqn) -> int:
     return 1 + sum(_number(inner) for program in programs(eqn) for inner in program.eqns)
 
 
-def compute(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[Any, int]:
+def compute_chain(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[Any, int]:
     """Returns the value of a chain, and how many equations it has.
 
     Args:
@@ -125,7 +125,7 @@ def compute(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[Any, in
     return value, len(links)
 
 
-def starts(last: Link) -> set[Any]:
+def inputs_of(last: Link) -> set[Any]:
     """Returns keys of the arrays that a chain starts from."""
     return set(_collected(last)[1])
 
@@ -142,7 +142,7 @@ def parts(last: Link) -> tuple[list[Any], Callable[[Sequence[Any]], Link]]:
     return leaves, rebuilt
 
 
-def named(last: Link, name: Callable[[Any], Any]) -> Link:
+def map_inputs(last: Link, name: Callable[[Any], Any]) -> Link:
     """Returns a chain whose half-precision arrays, which the backward pass keeps, have a name."""
     links, found = _collected(last)
     for key, given in found.items():

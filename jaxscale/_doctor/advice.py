@@ -43,7 +43,7 @@ def is_of_autocast(exam: Exam) -> bool:
     return bool(exam.autocast) and math.isfinite(exam.loss_as_written or 0.0)
 
 
-def in_float32(exam: Exam) -> str:
+def about_float32(exam: Exam) -> str:
     """Returns how a line is computed in float32."""
     if is_of_autocast(exam):
         return (
@@ -83,7 +83,7 @@ def about_remedy(remedy: Remedy, exam: Exam, where: str) -> str:
         )
     return (
         f"Compute {which} in float32: that was tried, and the gradients then are those of float32 "
-        f"{'within ' + error if remedy.error else 'to the last bit'}. {in_float32(exam)}"
+        f"{'within ' + error if remedy.error else 'to the last bit'}. {about_float32(exam)}"
     )
 
 
@@ -103,11 +103,11 @@ def for_nonfinite(place: TracedNonfinite, exam: Exam) -> list[str]:
             f"{place.dtype} holds, such as -1e4, and leave such rows out of the loss.",
         ]
     if is_of_autocast(exam):
-        return [*said, *(tried or [in_float32(exam)])]
+        return [*said, *(tried or [about_float32(exam)])]
     if place.cause == "range":
         if re.search(_MASK, place.source):
             return [*said, "For a mask, use -1e4 instead of -1e9 or `finfo.min`.", *tried]
-        known = f"Compute this line in float32. {in_float32(exam)}"
+        known = f"Compute this line in float32. {about_float32(exam)}"
     else:
         known = _of_points(place)
     return [*said, *(tried or [known])]

@@ -11,7 +11,7 @@ import numpy as np
 from .._trees.tree import leaf_name
 from ..diagnostics._trace.backward import Backward, Run
 from ..diagnostics._trace.report import Place, TraceReport
-from .compare import CLOSE, Comparison, compared
+from .compare import CLOSE, Comparison, compare_gradients
 from .progress import Progress
 from .remedy import Culprit, Remedy, Trials
 
@@ -61,7 +61,7 @@ class _Reference:
 
     def compare(self, grads: Mapping[str, Any]) -> Comparison:
         """Returns what the gradients of a trace lost."""
-        return compared(self._named(grads), self.right)
+        return compare_gradients(self._named(grads), self.right)
 
     @functools.cached_property
     def change(self) -> dict[str, float]:
@@ -131,7 +131,7 @@ def against_float32(
 def _of_whole(found: Against, reference: _Reference, whole: Mapping[str, np.ndarray]) -> Against:
     # XLA may put two operations together, and lose what each by itself would keep.
     if all(np.isfinite(leaf).all() for leaf in whole.values()):
-        comparison = compared(whole, reference.right)
+        comparison = compare_gradients(whole, reference.right)
         if wrong := reference.far(comparison):
             return found._replace(comparison=comparison, wrong=wrong)
     return found

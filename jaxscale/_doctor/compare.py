@@ -43,7 +43,7 @@ class Comparison(NamedTuple):
     leaves: tuple[LeafError, ...]
 
 
-def compared(grads: Mapping[str, Any], exact: Mapping[str, Any]) -> Comparison:
+def compare_gradients(grads: Mapping[str, Any], exact: Mapping[str, Any]) -> Comparison:
     """Returns what `grads` lost, compared with `exact`, both by the names of leaves."""
     pairs = {name: (np.asarray(grads[name]), np.asarray(leaf)) for name, leaf in exact.items()}
     lost = {name: int(np.sum((a == 0) & (b != 0))) for name, (a, b) in pairs.items()}

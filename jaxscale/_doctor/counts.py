@@ -31,7 +31,7 @@ class Counted(NamedTuple):
     histograms: Any
 
 
-def counted(grads: Any, loss_scale: float) -> Counted:
+def count_numbers(grads: Any, loss_scale: float) -> Counted:
     """Returns the counts of gradients at a loss scale, on the host."""
     leaves, structure = jax.tree.flatten(grads)
     pairs = [_of_leaf(np.asarray(leaf), loss_scale) for leaf in leaves]

@@ -23,7 +23,7 @@ from .._gradients.verdict import all_finite
 from .._jax import ClosedJaxpr, Jaxpr, backward_rule, closed, programs
 from .._state.scale import init_state
 from ..diagnostics._calibrate import Calibration, Search
-from ..diagnostics._formats import is_ndarray
+from ..diagnostics._formats import is_array
 from ..diagnostics._histogram import Histogram, Shares, shares
 from ..diagnostics._leaves import LeafTable, table
 from ..diagnostics._suggest import Suggestion, suggest_scale
@@ -33,8 +33,8 @@ from ..diagnostics._trace.plan import compiled
 from ..diagnostics._trace.report import TracedNonfinite, TraceReport
 from ..diagnostics._underflow import Underflow, underflow
 from .against import Against, against_float32
-from .compare import Comparison, by_name, compared
-from .counts import counted
+from .compare import Comparison, by_name, compare_gradients
+from .counts import count_numbers
 from .progress import Progress, silent
 from .remedy import Culprit, Relief, Remedy, find_relief
 from .target import Target
@@ -187,7 +187,7 @@ def examine(
         whole = by_name(grads[fits if fits and fits > used else used])
         looked = look.closely(whole, params, needs_relief=is_limited or bool(fits and fits < 1))
     found = looked.found
-    histograms = counted(seen, used).histograms
+    histograms = count_numbers(seen, used).histograms
     everything = functools.reduce(
         operator.add, jax.tree.leaves(histograms, is_leaf=lambda x: isinstance(x, Histogram))
     )
@@ -200,7 +200,9 @@ def examine(
         dtypes=dtypes,
         calibration=calibration,
         comparison=(
-            compared(by_name(grads[shown]), by_name(seen)) if fits and shown < fits else None
+            compare_gradients(by_name(grads[shown]), by_name(seen))
+            if fits and shown < fits
+            else None
         ),
         float32=found.comparison,
         is_finite_in_float32=found.is_finite,
@@ -213,10 +215,10 @@ def examine(
         is_limited=is_limited,
         backward_rules=_backward_rules(program),
         zero=tuple(p for p, g in (found.right or by_name(seen)).items() if g.size and not g.any()),
-        leaves=table(counted(grads[used], used).counts),
+        leaves=table(count_numbers(grads[used], used).counts),
         histogram=everything,
         shares=shares(everything, loss_scale=shown),
-        layers=_layers(histograms, shown),
+        layers=_find_layers(histograms, shown),
         suggestion=suggest_scale(everything),
         trace=looked.report,
         autocast=dtype or "",
@@ -334,14 +336,14 @@ def _of_arrays(target: Target) -> tuple[Callable[[Any, Any], Any], list[Any]]:
     def loss_of(params: Any, arrays: list[Any]) -> Any:
         # Compiled programs take arrays. Everything else in a batch stays as it is.
         given = iter(arrays)
-        batch = [next(given) if is_ndarray(leaf) else leaf for leaf in leaves]
+        batch = [next(given) if is_array(leaf) else leaf for leaf in leaves]
         output = target.loss_fn(params, jax.tree.unflatten(structure, batch))
         return output[0] if target.has_aux else output
 
-    return loss_of, [leaf for leaf in leaves if is_ndarray(leaf)]
+    return loss_of, [leaf for leaf in leaves if is_array(leaf)]
 
 
-def _layers(histograms: Any, loss_scale: float) -> Underflow:
+def _find_layers(histograms: Any, loss_scale: float) -> Underflow:
     """Returns what formats lose of each leaf, or of the deepest layers that fit in a picture."""
     found = underflow(histograms, loss_scale=loss_scale)
     deepest = max(name.count("/") for name in found.layers)

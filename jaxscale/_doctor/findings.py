@@ -62,12 +62,12 @@ def findings(exam: Exam) -> list[Finding]:
     found = [
         *_nonfinite(exam),
         *_wrong(exam),
-        *_autocast(exam),
-        *_scales(exam),
-        *_constants(exam),
+        *_autocast_findings(exam),
+        *_scale_findings(exam),
+        *_constant_findings(exam),
         *_infinities(exam),
         *_underflows(exam),
-        *_zeros(exam),
+        *_zero_findings(exam),
         *_left_out(exam),
     ]
     return sorted(found, key=lambda finding: not finding.is_problem)
@@ -92,7 +92,7 @@ def _nonfinite(exam: Exam) -> Iterator[Finding]:
         yield from _of_arguments(exam, entries)
         reaching = [place for place in reaching if place.cause != "given"]
     elif bad and not reaching:
-        yield Finding(True, f"{_outputs(exam)}, and no line explains why.", _leaves(exam))
+        yield Finding(True, f"{_outputs(exam)}, and no line explains why.", _leaf_findings(exam))
     if reaching:
         begins = "Inf or NaN is also made at"
         if not report.nonfinite_arguments:
@@ -101,14 +101,14 @@ def _nonfinite(exam: Exam) -> Iterator[Finding]:
         place, *others = sorted(reaching, key=lambda place: place.direction != "forward")
         details = [_birth(place), *_operands(place), *_constant_at(place, exam)]
         details += [*_rule_at(place, exam), *_before(place, exam), *for_nonfinite(place, exam)]
-        details += [*_following(place, others), *_leaves(exam)]
+        details += [*_following(place, others), *_leaf_findings(exam)]
         yield _located(place, True, f"{begins} {_line(place)}.", details)
     if not bad and exam.leaves.nonfinite_rows:
         yield Finding(
             True,
             "Compiled as one program, the model gives gradients with inf or NaN. Run operation by "
             "operation, it does not.",
-            _leaves(exam),
+            _leaf_findings(exam),
         )
 
 
@@ -123,7 +123,7 @@ def _of_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Iterator[Fi
         return
     title = f"There is inf or NaN in {_few(names)}, before anything is computed."
     advice = "No loss scale or format helps: look where these numbers come from."
-    details = (f"{_outputs(exam)}.", advice, *_leaves(exam))
+    details = (f"{_outputs(exam)}.", advice, *_leaf_findings(exam))
     if not entries:
         yield Finding(True, title, details)
         return
@@ -150,7 +150,7 @@ def _outputs(exam: Exam) -> str:
     return f"The loss is finite, {number(exam.loss, 4)}, but {share}, {scale}"
 
 
-def _leaves(exam: Exam) -> tuple[str, ...]:
+def _leaf_findings(exam: Exam) -> tuple[str, ...]:
     names = [row.path for row in exam.leaves.nonfinite_rows]
     return (f"Gradients with inf or NaN, worst first: {_few(names)}.",) if names else ()
 
@@ -222,7 +222,7 @@ def _wrong(exam: Exam) -> Iterator[Finding]:
     if flushed:
         title = f"Everything is finite, but {which} wrong{at}: {worst.path} is flushed to 0."
     of_leaves = [f"Wrong gradients, worst first: {_few(exam.wrong)}."] if many > 1 else []
-    of_leaves += _losses(exam)
+    of_leaves += _loss_findings(exam)
     culprit = exam.culprit
     if culprit is None:
         places = [place for place in exam.trace.underflows if may_matter(place)]
@@ -266,7 +266,7 @@ def _went_wrong(culprit: Culprit) -> str:
 _BITS = {"float16": 10, "bfloat16": 7}
 
 
-def _autocast(exam: Exam) -> Iterator[Finding]:
+def _autocast_findings(exam: Exam) -> Iterator[Finding]:
     if not exam.autocast:
         return
     if exam.autocast not in exam.dtypes:
@@ -278,17 +278,17 @@ def _autocast(exam: Exam) -> Iterator[Finding]:
     elif exam.float32 is not None and not exam.wrong:
         error = percent(min(exam.float32.error, 1.0))
         title = f"The gradients in {exam.autocast} are those in float32, off by {error}."
-        yield Finding(False, title, tuple(_losses(exam)))
+        yield Finding(False, title, tuple(_loss_findings(exam)))
 
 
-def _losses(exam: Exam) -> list[str]:
+def _loss_findings(exam: Exam) -> list[str]:
     if exam.loss_as_written is None:
         return []
     losses = number(exam.loss, 4), number(exam.loss_as_written, 4)
     return [f"The loss is {losses[0]} in {exam.autocast}, and as written {losses[1]}."]
 
 
-def _scales(exam: Exam) -> Iterator[Finding]:
+def _scale_findings(exam: Exam) -> Iterator[Finding]:
     if not exam.is_half:
         yield Finding(
             False,
@@ -332,7 +332,7 @@ def _ceiling(exam: Exam) -> list[str]:
     return [words + f"With {which} in float32, {scale} fits, as was tried."]
 
 
-def _constants(exam: Exam) -> Iterator[Finding]:
+def _constant_findings(exam: Exam) -> Iterator[Finding]:
     named = {_first(exam), *((c.place.file, c.place.line) for c in [exam.culprit] if c)}
     for constant in exam.trace.constants:
         if (constant.file, constant.line) in named:
@@ -396,7 +396,7 @@ def may_matter(place: TracedUnderflow) -> bool:
     return place.zeros >= _FLUSHED * place.nonzero and place.lost_sum >= _LOST_SUM
 
 
-def _zeros(exam: Exam) -> Iterator[Finding]:
+def _zero_findings(exam: Exam) -> Iterator[Finding]:
     zero, rows = exam.zero, exam.leaves.rows
     if not zero or exam.trace.nonfinite_outputs:
         return

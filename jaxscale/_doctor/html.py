@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from .._trees.checks import and_more
 from ..diagnostics._formats import FORMATS
 from ..diagnostics._histogram import Numbers, read
-from ..diagnostics._leaves import split
+from ..diagnostics._leaves import partition_leaves
 from ..diagnostics._pictures import draw_histogram
 from ..diagnostics._text import head, number, percent, power, text_histogram
 from .exam import Exam
@@ -92,8 +92,8 @@ def page(exam: Exam, found: Sequence[Finding]) -> Page:
         picture=picture,
         text_picture=text_histogram(exam.histogram, loss_scale=exam.shown_scale),
         missing=missing,
-        layers=_layers(exam),
-        leaves=_leaves(exam),
+        layers=_layer_rows(exam),
+        leaves=_leaf_rows(exam),
     )
     return Page(text, missing)
 
@@ -148,7 +148,7 @@ def _judged(exam: Exam) -> list[str]:
     return [name for name in FORMATS if name in _JUDGED or name in exam.dtypes]
 
 
-def _layers(exam: Exam) -> _Table:
+def _layer_rows(exam: Exam) -> _Table:
     """Returns what each layer loses: for each format the share as text, and in percent."""
     formats, layers = _judged(exam), exam.layers.layers
     # The shares of a layer without finite nonzero gradients are all 0.
@@ -156,7 +156,10 @@ def _layers(exam: Exam) -> _Table:
     lost = {name: max(shares[dtype].lost for dtype in formats) for name, shares in seen.items()}
     worst = sorted(filter(lost.get, lost), key=lambda name: -lost[name])[:_MOST_LAYERS]
     rows = [
-        (name, [(percent(shares[dtype].lost), 100 * shares[dtype].lost) for dtype in formats])
+        (
+            name,
+            [(percent(shares[dtype].lost), 100 * shares[dtype].lost) for dtype in formats],
+        )
         for name, shares in seen.items()
         if name in worst
     ]
@@ -176,9 +179,9 @@ def _layers(exam: Exam) -> _Table:
     return _Table(formats, rows, others)
 
 
-def _leaves(exam: Exam) -> _Table:
+def _leaf_rows(exam: Exam) -> _Table:
     """Returns the leaves that have something to tell, without the columns that have nothing."""
-    shown, others = split(exam.leaves, _MOST_LEAVES)
+    shown, others = partition_leaves(exam.leaves, _MOST_LEAVES)
     headings, *rows = shown.cells()
     kept = [
         i

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._trees.leaf import dtype_of, is_array
+from .._trees.leaf import dtype_of, is_array_like
 from .._trees.tree import only_gradients
-from ..diagnostics._formats import is_ndarray, kind
+from ..diagnostics._formats import is_array, kind
 from ..diagnostics._trace.constants import Constants
 
 _SHAPE = (
@@ -186,13 +186,13 @@ def _filled(trained: Any, params: Any) -> Any:
 
 
 def _is_loss(value: Any) -> bool:
-    is_scalar = is_array(value) and not jnp.shape(value)
+    is_scalar = is_array_like(value) and not jnp.shape(value)
     return is_scalar and jnp.issubdtype(dtype_of(value), jnp.floating)
 
 
 def _on_device(leaf: Any) -> Any:
     # As in a compiled step. NumPy would compute with NumPy arrays, and nothing could be traced.
-    return jnp.asarray(leaf) if is_ndarray(leaf) else leaf
+    return jnp.asarray(leaf) if is_array(leaf) else leaf
 
 
 def error_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._state.find import find_one
+from .._state.find import find_scale
 from .._state.scale import UnitLossScaleState
 from .._trees.tree import map_gradients, widen, widened
 
@@ -36,7 +36,7 @@ def scale(state: Any, tree: Any) -> Any:
       >>> jaxscale.scale(jaxscale.FixedLossScale(8).init(), jnp.float16(3.0))
       Array(24., dtype=float32)
     """
-    state = find_one("scale", "state", state)
+    state = find_scale("scale", "state", state)
     if isinstance(state, UnitLossScaleState):
         return map_gradients(widen, tree)
     return multiply(tree, state.loss_scale)
@@ -67,7 +67,7 @@ def unscale(state: Any, tree: Any) -> Any:
       >>> jaxscale.unscale(state, {"w": jnp.float16(1.0), "b": None})
       {'b': None, 'w': Array(3.0517578e-05, dtype=float32)}
     """
-    state = find_one("unscale", "state", state)
+    state = find_scale("unscale", "state", state)
     if isinstance(state, UnitLossScaleState):
         return map_gradients(widen, tree)
     return divide(tree, state.loss_scale)
@@ -101,11 +101,11 @@ class Scaled:
     divisor: jax.Array | None = None  # `None` if they are unscaled already
 
     @functools.cached_property
-    def unscaled(self) -> Any:
+    def divided(self) -> Any:
         """The gradients divided, in float32 or wider."""
         return self.grads if self.divisor is None else divide(self.grads, self.divisor)
 
-    def unscale(self, grads: Any) -> Any:
+    def times_reciprocal(self, grads: Any) -> Any:
         """Returns `grads`, which may be zeros in the place of these, times the reciprocal.
 
         XLA itself divides by one number in this way. But it treats a written division as

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from .._state.find import find_one
+from .._state.find import find_scale
 from .._state.scale import UnitLossScaleState
-from .._trees.leaf import is_array
+from .._trees.leaf import is_array_like
 from .._trees.tree import map_gradients, widen
 from .scaled import Scaled, divide, representable
 
@@ -105,13 +105,13 @@ def value_and_grad(
       >>> jaxscale.value_and_grad(loss_fn, scaling)(w)
       (Array(0., dtype=float32), Array(2.9802322e-08, dtype=float32))
     """
-    state = find_one("value_and_grad", "scaling", scaling)
+    state = find_scale("value_and_grad", "scaling", scaling)
     backward = backward_pass("value_and_grad", fun, state, has_aux, transform, kwargs)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         loss, aux, grads = backward(*args, **kwargs)
-        return ((loss, aux) if has_aux else loss), map_gradients(widen, grads.unscaled)
+        return ((loss, aux) if has_aux else loss), map_gradients(widen, grads.divided)
 
     return value_and_grad_fun
 
@@ -177,14 +177,14 @@ def grad(
       >>> jaxscale.grad(lambda w: jnp.sum(w**2), scaling)(jnp.array(3.0))
       Array(6., dtype=float32)
     """
-    state = find_one("grad", "scaling", scaling)
-    seeded, one_seed = seeding("grad", fun, state, has_aux)
+    state = find_scale("grad", "scaling", scaling)
+    seeded, one_seed = seed_cotangent("grad", fun, state, has_aux)
     differentiated = transform(seeded, has_aux=True, **kwargs)
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
         grads, (aux, seed) = without_loss("grad", differentiated(*args, **kwargs))
-        grads = unseed(grads, one_seed(seed))
+        grads = unscale_seeded(grads, one_seed(seed))
         return (grads, aux) if has_aux else grads
 
     return grad_fun
@@ -210,7 +210,7 @@ def backward_pass(
       kwargs: its further arguments.
       name: the name of the argument `fun` in `call`.
     """
-    seeded, one_seed = seeding(call, fun, state, has_aux, name)
+    seeded, one_seed = seed_cotangent(call, fun, state, has_aux, name)
     differentiated = transform(seeded, has_aux=True, **kwargs)
 
     def backward(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any, Scaled]:
@@ -223,7 +223,7 @@ def backward_pass(
     return backward
 
 
-def seeding(
+def seed_cotangent(
     call: str, fun: Callable[..., Any], state: Any, has_aux: bool, name: str = "fun"
 ) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
     """Returns `fun` with a scaled cotangent, and a function that makes its seed one number."""
@@ -252,7 +252,7 @@ def seeding(
     return seeded, one_seed
 
 
-def unseed(grads: Any, seed: Any) -> Any:
+def unscale_seeded(grads: Any, seed: Any) -> Any:
     """Returns gradients divided by the seed of their cotangent."""
     return map_gradients(widen, grads) if seed is None else divide(grads, seed)
 
@@ -298,7 +298,7 @@ def _split(call: str, name: str, output: Any, has_aux: bool) -> tuple[jax.Array,
         output, aux = output
     shape, dtype = getattr(output, "shape", ()), getattr(output, "dtype", type(output))
     is_floating = dtype is float or jnp.issubdtype(dtype, jnp.floating)
-    if not is_array(output) or shape != () or not is_floating:
+    if not is_array_like(output) or shape != () or not is_floating:
         hint = " With an auxiliary output, pass has_aux=True." * isinstance(output, tuple)
         raise TypeError(
             f"`{call}({name})`: `{name}` must return a floating scalar, got "

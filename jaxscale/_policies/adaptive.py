@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from .._state.find import policy_state
-from .._state.scale import AdaptiveState, healed
+from .._state.scale import AdaptiveState, sanitize_scale
 from .._trees.checks import finite_number, int32, power_of_two, scalar_bool
 from .._trees.tree import tree_where
 from .base import LossScale
@@ -213,7 +213,7 @@ class AdaptiveLossScale(LossScale):
 
     def _counted(self, state: AdaptiveState) -> "_Counted":
         """Returns a state in integers. Numbers that no step leaves behind are replaced."""
-        loss_scale = healed(state.loss_scale, self.init_scale)
+        loss_scale = sanitize_scale(state.loss_scale, self.init_scale)
         level = jnp.where(jnp.isfinite(state.level), state.level, self.level)
         level = jnp.clip(level, self.min_level, self.max_level)
         peak, crest = (jnp.where(jnp.abs(x) <= 128, x, UNSEEN) for x in (state.peak, state.crest))

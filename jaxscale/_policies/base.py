@@ -19,7 +19,7 @@ from .._gradients.scaled import Scaled
 from .._gradients.verdict import all_finite
 from .._gradients.verdict import largest as largest_of
 from .._state.find import policy_state
-from .._state.scale import LossScaleState, healed
+from .._state.scale import LossScaleState, sanitize_scale
 from .._trees.checks import (
     backoff_factor,
     growth_factor,
@@ -195,7 +195,7 @@ class CheckedLossScale(LossScale):
         if largest is not None:
             largest = scalar_float32(call, "largest", largest)
         state = policy_state(call, state, self._state_type)
-        state = state._replace(loss_scale=healed(state.loss_scale, self.init_scale))
+        state = state._replace(loss_scale=sanitize_scale(state.loss_scale, self.init_scale))
         return self._move(state, grads_finite, largest)
 
     def _move(self, state: Any, grads_finite: jax.Array, largest: jax.Array | None) -> Any:

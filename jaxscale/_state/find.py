@@ -14,7 +14,7 @@ import optax
 
 from .._trees.checks import and_more
 from .optimizer import LossScaledState
-from .scale import AdaptiveState, LossScaleState, is_policy_state, unwrapped
+from .scale import AdaptiveState, LossScaleState, is_policy_state, unwrap
 
 
 def is_loss_scaled(node: Any) -> bool:
@@ -22,7 +22,7 @@ def is_loss_scaled(node: Any) -> bool:
     return isinstance(node, LossScaledState)
 
 
-def recovered(tree: Any) -> Any:
+def restore_types(tree: Any) -> Any:
     """Returns a tree in which a mapping from the fields of a `LossScaledState` is one again.
 
     `nnx.state(optimizer)` and `nnx.split(optimizer)` make such mappings of named tuples.
@@ -58,26 +58,26 @@ def _is_scaling(node: Any) -> bool:
     return is_loss_scaled(node) or is_policy_state(node)
 
 
-def find_scaling(call: str, tree: Any) -> Any:
+def find_scale_state(call: str, tree: Any) -> Any:
     """Returns the one loss scale state in a tree, as arrays.
 
     The `scaling` of a `LossScaledState` may be of any type; other states need a mark (see
     `is_policy_state`).
     """
-    state = find(call, recovered(tree), _is_scaling, "loss scale state")
+    state = find(call, restore_types(tree), _is_scaling, "loss scale state")
     scaling = state.scaling if is_loss_scaled(state) else state
-    return jax.tree.map(jnp.asarray, unwrapped(scaling))
+    return jax.tree.map(jnp.asarray, unwrap(scaling))
 
 
-def find_any(call: str, tree: Any) -> Any:
+def find_scale_or_none(call: str, tree: Any) -> Any:
     """Returns the one loss scale state in a tree, as `find_one` does, or `None` without one."""
     nodes = jax.tree.leaves(tree, is_leaf=_is_scaling)
-    return find_one(call, "opt_state", tree) if any(map(_is_scaling, nodes)) else None
+    return find_scale(call, "opt_state", tree) if any(map(_is_scaling, nodes)) else None
 
 
-def find_one(call: str, argument: str, tree: Any) -> Any:
+def find_scale(call: str, argument: str, tree: Any) -> Any:
     """Returns the one loss scale state in a tree, of one training run, as arrays."""
-    state = find_scaling(call, tree)
+    state = find_scale_state(call, tree)
     check_alone(f"{call}({argument})", state)
     return state
 
@@ -100,7 +100,7 @@ def policy_state(call: str, state: Any, kind: type = object, grads: Any = None) 
     elif _is_optimizers(state) or hasattr(state, "opt_state"):
         hint = "Pass `opt_state.scaling`, or call `tx.update`, which moves the scale too."
     elif isinstance(state, kind):
-        state = unwrapped(state)
+        state = unwrap(state)
         check_alone(f"{call}(state=...)", state)
         return state
     elif is_policy_state(state):

@@ -84,7 +84,7 @@ def init_state(loss_scale: float) -> LossScaleState:
     )
 
 
-def healed(loss_scale: jax.Array, init_scale: float) -> jax.Array:
+def sanitize_scale(loss_scale: jax.Array, init_scale: float) -> jax.Array:
     """Returns a loss scale, or the initial one if it is 0, inf or NaN.
 
     A state may come from a checkpoint of another scaler, whose scale had run away.
@@ -107,7 +107,7 @@ def is_wrapped(node: Any) -> bool:
     return hasattr(type(node), "__jax_array__") and not isinstance(node, jax.Array)
 
 
-def unwrapped(tree: Any) -> Any:
+def unwrap(tree: Any) -> Any:
     """Returns a tree with arrays in the place of the variables around them."""
     return jax.tree.map(
         lambda leaf: leaf.__jax_array__() if is_wrapped(leaf) else leaf, tree, is_leaf=is_wrapped

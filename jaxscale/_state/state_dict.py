@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .scale import UnitLossScaleState, is_wrapped, unwrapped
+from .scale import UnitLossScaleState, is_wrapped, unwrap
 
 # Raise it if older code could not read a dictionary by its rules; a new field is not such a case.
 _VERSION = 1
@@ -53,7 +53,7 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
         if children is not None and _is_variable(node, children):
             return save(path, *children.values())
         if children is None:
-            return np.array(_data(_at("tree", path), unwrapped(node)))
+            return np.array(_data(_at("tree", path), unwrap(node)))
         nodes = {name: save(f"{path}/{name}", child) for name, child in children.items()}
         return None if node is None else nodes
 
@@ -114,7 +114,7 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
         saved = _held(saved, node) if children is None else saved
         values, _ = _flatten(saved)
         if children is None and values is None:
-            return _like(path, unwrapped(node), saved)
+            return _like(path, unwrap(node), saved)
         if children is None or values is None:
             raise TypeError(
                 f"{_at('state_dict', path)} must have what the target has there, "

@@ -12,10 +12,10 @@ from .._gradients.scaled import Scaled
 from .._gradients.verdict import Verdict
 from .._state.find import find, is_loss_scaled
 from .._state.optimizer import LossScaledState, MultiStepsState
-from .._trees.checks import explained
-from .._trees.leaf import is_array
-from .._trees.tree import apply_updates, joined, keep, split
-from .checks import checked_state
+from .._trees.checks import explain_errors
+from .._trees.leaf import is_array_like
+from .._trees.tree import apply_updates, combine, partition, select_like
+from .checks import check_state
 from .wrapper import takes_value, wrapper_of
 
 
@@ -35,7 +35,7 @@ def check_same_optimizer(
       params: the parameters.
       way: the way out, for the message.
     """
-    if not all(map(is_array, jax.tree.leaves(params))):
+    if not all(map(is_array_like, jax.tree.leaves(params))):
         return  # for such parameters `init` saw only a part of them, and which is not known
     try:
         expected = jax.eval_shape(tx.init, params)
@@ -151,10 +151,14 @@ def apply_gradients(
     value = extra_args.pop("value", None)
     order = "(tx, grads, opt_state, params)"
     opt_state = check_optimizer("apply_gradients", tx, opt_state, order)
-    params, opt_state = applied(tx, Scaled(grads), opt_state, params, value, extra_args)
+    params, opt_state = apply_step(tx, Scaled(grads), opt_state, params, value, extra_args)
     if keep is None:
         return params, opt_state
-    return params, opt_state, chosen("apply_gradients(keep=...)", tx, opt_state, *keep)
+    return (
+        params,
+        opt_state,
+        select_if_applied("apply_gradients(keep=...)", tx, opt_state, *keep),
+    )
 
 
 def check_optimizer(call: str, tx: Any, opt_state: Any, order: str) -> Any:
@@ -169,7 +173,7 @@ def check_optimizer(call: str, tx: Any, opt_state: Any, order: str) -> Any:
     check_transformation(call, tx)
     given, wrapper = f"{call}(opt_state=...)", wrapper_of(tx)
     if wrapper is not None:
-        return checked_state(given, opt_state, wrapper.policy, order)
+        return check_state(given, opt_state, wrapper.policy, order)
     if isinstance(opt_state, LossScaledState):
         raise TypeError(
             f"`{given}` is a `LossScaledState`, but `tx` is a bare optimizer. Pass the one that "
@@ -188,7 +192,7 @@ def check_transformation(call: str, tx: Any) -> None:
         )
 
 
-def applied(
+def apply_step(
     tx: Any,
     grads: Scaled,
     opt_state: Any,
@@ -202,30 +206,30 @@ def applied(
     See `Wrapper.apply` for the arguments.
     """
     # Leaves without a gradient go around the step, as only arrays can be selected and compiled.
-    trained, rest = split(params, grads.grads)
+    trained, rest = partition(params, grads.grads)
     wrapper = wrapper_of(tx)
     if wrapper is not None:
         trained, state = wrapper.apply(grads, opt_state, trained, value, extra_args, verdict)
-        return joined(trained, rest), state
+        return combine(trained, rest), state
     tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
     update = optax.with_extra_args_support(tx).update
     if value is not None and takes_value(update):
         extra_args = {**extra_args, "value": value}
-    with explained():
-        updates, state = update(grads.unscaled, opt_state, trained, **extra_args)
-    return joined(apply_updates(trained, updates), rest), state
+    with explain_errors():
+        updates, state = update(grads.divided, opt_state, trained, **extra_args)
+    return combine(apply_updates(trained, updates), rest), state
 
 
-def chosen(call: str, tx: Any, opt_state: Any, new: Any, old: Any) -> Any:
+def select_if_applied(call: str, tx: Any, opt_state: Any, new: Any, old: Any) -> Any:
     """Returns `new` if the step that led to `opt_state` was applied, otherwise `old`.
 
     An optimizer without a verdict applies every step.
     """
     state = _with_verdict(call, tx, opt_state)
-    return new if state is None else keep(call, state.grads_finite, new, old)
+    return new if state is None else select_like(call, state.grads_finite, new, old)
 
 
-def completed(call: str, tx: Any, before: Any, after: Any, new: Any, old: Any) -> Any:
+def select_if_stepped(call: str, tx: Any, before: Any, after: Any, new: Any, old: Any) -> Any:
     """Returns `new` if the optimizer made a step between two of its states, otherwise `old`.
 
     A micro-batch of a window that is not full makes none, though it is not skipped either.
@@ -240,7 +244,7 @@ def completed(call: str, tx: Any, before: Any, after: Any, new: Any, old: Any) -
         stepped = windows[0].gradient_step != windows[1].gradient_step
     else:
         stepped = jnp.array(True) if states[1] is None else states[1].grads_finite
-    return keep(call, stepped, new, old)
+    return select_like(call, stepped, new, old)
 
 
 def _with_verdict(call: str, tx: Any, opt_state: Any) -> LossScaledState | None:

@@ -9,13 +9,13 @@ from .._gradients.verdict import axis_names
 from .._policies.base import LossScale
 from .._state.find import check_alone
 from .._state.optimizer import LossScaledState
-from .._state.scale import is_wrapped, unwrapped
+from .._state.scale import is_wrapped, unwrap
 from .._trees.checks import with_article
-from .._trees.leaf import is_array
+from .._trees.leaf import is_array_like
 from .._trees.tree import varying_axes
 
 
-def checked_state(
+def check_state(
     call: str, state: Any, policy: LossScale, order: str = "(grads, opt_state, params)"
 ) -> LossScaledState:
     """Returns the state that a step was given, as arrays, or raises an error.
@@ -39,7 +39,7 @@ def checked_state(
         )
     # An `nnx.Optimizer` wraps every array in a variable, so it is enough to look at one field. In
     # any other state, the only variables are those of the parameters: they stay wrapped.
-    state = unwrapped(state) if is_wrapped(state.grads_finite) else state
+    state = unwrap(state) if is_wrapped(state.grads_finite) else state
     check_alone(call, state.scaling)
     expected = type(jax.eval_shape(policy.init))
     if type(state.scaling) is not expected:
@@ -60,7 +60,7 @@ def check_loss(value: Any) -> None:
     if callable(value):
         name = getattr(value, "__name__", type(value).__name__)
         raise TypeError(f"{given}the function {name}. Pass what it returned.")
-    if not all(map(is_array, jax.tree.leaves(value))):
+    if not all(map(is_array_like, jax.tree.leaves(value))):
         raise TypeError(f"{given}{value!r}.")
     shapes = jax.tree.map(jnp.shape, value)
     if shapes != ():

@@ -14,7 +14,7 @@ from .._state.optimizer import LossScaledState, MultiStepsState
 _DESCENT = 25
 
 
-def stepped(before: LossScaledState, after: LossScaledState) -> jax.Array:
+def took_step(before: LossScaledState, after: LossScaledState) -> jax.Array:
     """Returns whether the optimizer made a step, which not every micro-batch leads to."""
     windows: Any = before.inner_state, after.inner_state
     if isinstance(windows[0], MultiStepsState):
@@ -22,7 +22,7 @@ def stepped(before: LossScaledState, after: LossScaledState) -> jax.Array:
     return after.grads_finite
 
 
-def retried(
+def count_retries(
     state: LossScaledState, verdict: Verdict, scaling: Any, number: jax.Array
 ) -> tuple[LossScaledState, Verdict]:
     """Returns the state and the verdict to go on with after passes were repeated.
@@ -40,13 +40,13 @@ def retried(
     state = state._replace(
         scaling=scaling,
         total_retries=total + jnp.minimum(number, room),
-        total_exhausted=count(exhausted, state.total_exhausted),
-        backoff_count=backoffs(state, scaling, again),
+        total_exhausted=increment_if(exhausted, state.total_exhausted),
+        backoff_count=count_backoffs(state, scaling, again),
     )
     return state, verdict._replace(lowered=again & verdict.grads_finite)
 
 
-def backoffs(state: LossScaledState, scaling: Any, overflow: Any) -> jax.Array:
+def count_backoffs(state: LossScaledState, scaling: Any, overflow: Any) -> jax.Array:
     """Returns `backoff_count` after the scale moved.
 
     Args:
@@ -57,8 +57,8 @@ def backoffs(state: LossScaledState, scaling: Any, overflow: Any) -> jax.Array:
     """
     old, new = state.scaling.loss_scale, scaling.loss_scale
     counts = overflow & (new < old) & state.grads_finite & (state.total_steps >= _DESCENT)
-    return jnp.where(new > old, 0, count(counts, state.backoff_count))
+    return jnp.where(new > old, 0, increment_if(counts, state.backoff_count))
 
 
-def count(event: jax.Array, counter: jax.Array) -> jax.Array:
+def increment_if(event: jax.Array, counter: jax.Array) -> jax.Array:
     return jnp.where(event, optax.safe_increment(counter), counter)

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from .._gradients.scaled import Scaled
-from .._trees.leaf import dtype_of, is_array, is_inexact
-from .._trees.tree import cast, leaf_name, map_gradients, split, widen
-from .retry import Pass
+from .._trees.leaf import dtype_of, is_array_like, is_inexact
+from .._trees.tree import cast, leaf_name, map_gradients, partition, widen
+from .retry import BackwardResult
 
 
-def hooked(call: str, hook: Callable[[Any], Any] | None, made: Pass, params: Any) -> Pass:
+def apply_hook(
+    call: str, hook: Callable[[Any], Any] | None, made: BackwardResult, params: Any
+) -> BackwardResult:
     """Returns a pass with the gradients that a hook made of its own, unscaled.
 
     Args:
@@ -24,7 +26,7 @@ def hooked(call: str, hook: Callable[[Any], Any] | None, made: Pass, params: Any
     """
     if hook is None:
         return made
-    old, structure = jax.tree.flatten(map_gradients(widen, made.grads.unscaled))
+    old, structure = jax.tree.flatten(map_gradients(widen, made.grads.divided))
     grads = hook(structure.unflatten(old))
     new = jax.tree.leaves(grads)
     if jax.tree.structure(grads) == structure and all(map(operator.is_, new, old)):
@@ -51,7 +53,7 @@ def _like(call: str, grads: Any, old: Any, params: Any) -> Any:
             return new
         at, shapes = f"{got}: at {leaf_name(path)} it", (jnp.shape(grad), jnp.shape(param))
         if not is_inexact(new) or dtype_of(new) != dtype_of(grad):
-            kind = dtype_of(new) if is_array(new) else type(new).__name__
+            kind = dtype_of(new) if is_array_like(new) else type(new).__name__
             raise TypeError(f"{at} got {dtype_of(grad)} and returned {kind}. Cast the result.")
         if jnp.shape(new) not in shapes:
             raise ValueError(
@@ -60,6 +62,6 @@ def _like(call: str, grads: Any, old: Any, params: Any) -> Any:
             )
         return cast(new, dtype_of(grad))
 
-    params = split(params, old)[0]
+    params = partition(params, old)[0]
     params = params if jax.tree.structure(params) == structures[0] else old
     return jax.tree_util.tree_map_with_path(check, old, grads, params)

@@ -12,17 +12,17 @@ import jax
 from .._gradients.value_and_grad import backward_pass
 from .._gradients.verdict import axis_names
 from .._jax import is_told_apart
-from .._state.find import find_any, is_loss_scaled
-from .._trees.checks import int32, misfit, one_of, with_article
-from .._trees.leaf import is_array
-from .counters import retried
-from .hooks import hooked
-from .retry import Pass, repeated, traced_once
+from .._state.find import find_scale_or_none, is_loss_scaled
+from .._trees.checks import describe_misfit, int32, one_of, with_article
+from .._trees.leaf import is_array_like
+from .counters import count_retries
+from .hooks import apply_hook
+from .retry import BackwardResult, repeat_backward, trace_once
 from .wrapper import NEVER_MOVE, wrapper_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """The arguments of a training step, whichever front end it is for."""
 
     call: str
@@ -94,7 +94,7 @@ class Plan:
         try:
             return self.loss_fn(*args, **kwargs)
         except TypeError as error:
-            reason = misfit(self.loss_fn, args, kwargs, error)
+            reason = describe_misfit(self.loss_fn, args, kwargs, error)
             if not reason:
                 raise
             given = ", ".join([*map(_described, args), *(f"{name}=..." for name in kwargs)])
@@ -106,7 +106,7 @@ class Plan:
                 f"what is trained, {state}and whatever else the step was given.{hint}"
             ) from error
 
-    def backward(self, scaling: Any, *args: Any, **kwargs: Any) -> Pass:
+    def backward(self, scaling: Any, *args: Any, **kwargs: Any) -> BackwardResult:
         """Returns one pass with a loss scale state; `None` is a scale of 1."""
         differentiated = backward_pass(
             self.call,
@@ -119,16 +119,16 @@ class Plan:
         )
         loss, aux, grads = differentiated(*args, **kwargs)
         state, aux = aux if self.has_state and self.has_aux else (aux, aux)
-        return Pass(loss, state, aux, grads)
+        return BackwardResult(loss, state, aux, grads)
 
-    def passes(
+    def run_backward(
         self,
         tx: Any,
         opt_state: Any,
-        backward: Callable[[Any], Pass],
+        backward: Callable[[Any], BackwardResult],
         traced: bool,
         params: Any,
-    ) -> tuple[Pass, Any]:
+    ) -> tuple[BackwardResult, Any]:
         """Returns the pass whose gradients are to be applied, and the state to apply them with.
 
         Args:
@@ -139,13 +139,15 @@ class Plan:
           params: the parameters, of the structure of the gradients.
         """
 
-        def run(scaling: Any) -> Pass:
-            return hooked(f"{self.call}(on_grads=...)", self.on_grads, backward(scaling), params)
+        def run(scaling: Any) -> BackwardResult:
+            return apply_hook(
+                f"{self.call}(on_grads=...)", self.on_grads, backward(scaling), params
+            )
 
         wrapper = wrapper_of(tx)
         if wrapper is None:
             self.warn_if_bare(tx, opt_state, stacklevel=4)
-            scaling = find_any(self.call, opt_state)
+            scaling = find_scale_or_none(self.call, opt_state)
             if scaling is not None:
                 warnings.warn(
                     f"`{self.call}`: the `loss_scaled` optimizer is inside of another one, whose "
@@ -156,7 +158,7 @@ class Plan:
 
         one_pass, axis_name = run, wrapper.axis_name
         if traced and (self.on_grads is not None or self.retries):
-            one_pass, axes = traced_once(run, opt_state.scaling)
+            one_pass, axes = trace_once(run, opt_state.scaling)
             # Devices that part would wait for each other for ever, or go on with other parameters.
             # Without a hook they cannot part unnoticed where types tell them apart.
             known = axis_names(axis_name)
@@ -164,14 +166,14 @@ class Plan:
             new = [axis for axis in axes if apart or not is_told_apart(axis)]
             axis_name = (*known, *(axis for axis in new if axis not in known)) or None
 
-        def judged(scaling: Any) -> Pass:
+        def judged(scaling: Any) -> BackwardResult:
             made = one_pass(scaling)
             verdict = wrapper.judge(made.grads, opt_state, made.loss, made.seen, axis_name)
             return made._replace(verdict=verdict, seen=None)
 
         if not self.retries:
             return judged(opt_state.scaling), opt_state
-        made, scaling, number = repeated(
+        made, scaling, number = repeat_backward(
             self.call,
             wrapper.policy,
             judged,
@@ -180,7 +182,7 @@ class Plan:
             traced=traced,
         )
         verdict: Any = made.verdict  # known, as `repeated` needs it
-        opt_state, verdict = retried(opt_state, verdict, scaling, number)
+        opt_state, verdict = count_retries(opt_state, verdict, scaling, number)
         return made._replace(verdict=verdict), opt_state
 
     def _checked_loss_fn(self) -> Callable[..., Any]:
@@ -222,5 +224,5 @@ def _is_pair(output: Any) -> bool:
 def _described(output: Any) -> str:
     """Returns the types in an output, as deep as tuples go."""
     if not isinstance(output, tuple) or hasattr(output, "_fields"):
-        return type(output).__name__ if not is_array(output) else "an array"
+        return type(output).__name__ if not is_array_like(output) else "an array"
     return f"({', '.join(map(_described, output))})"

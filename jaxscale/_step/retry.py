@@ -19,7 +19,7 @@ from .._gradients.scaled import Scaled
 from .._gradients.verdict import Verdict
 from .._jax import collective_axes, varying
 from .._policies.base import LossScale, adjust_scale
-from .._trees.leaf import dtype_of, is_array
+from .._trees.leaf import dtype_of, is_array_like
 from .._trees.tree import blank, tree_where
 
 # How often a policy is told of one overflow. A policy with hysteresis lowers its scale only after
@@ -29,7 +29,7 @@ _PATIENCE = 100
 _CARRIED = object()  # stands where a tree has an array that the loop carries
 
 
-class Pass(NamedTuple):
+class BackwardResult(NamedTuple):
     """What one forward and backward pass gave."""
 
     loss: jax.Array
@@ -40,15 +40,15 @@ class Pass(NamedTuple):
     seen: Scaled | None = None  # the gradients before `on_grads` changed them, if it did
 
 
-def repeated(
+def repeat_backward(
     call: str,
     policy: LossScale,
-    backward: Callable[[Any], Pass],
+    backward: Callable[[Any], BackwardResult],
     scaling: Any,
     retries: int,
     *,
     traced: bool,
-) -> tuple[Pass, Any, jax.Array]:
+) -> tuple[BackwardResult, Any, jax.Array]:
     """Returns the last pass, the scale state to go on with, and how many passes came before it.
 
     A pass is made again if its loss is finite and its gradients are not, unless the policy does
@@ -65,7 +65,7 @@ def repeated(
       traced: whether the step is traced, so that values are not known.
     """
 
-    def one_pass(scaling: Any, number: Any) -> tuple[Pass, Any, jax.Array]:
+    def one_pass(scaling: Any, number: Any) -> tuple[BackwardResult, Any, jax.Array]:
         """Returns a pass, the scale state of the next one, and whether to make that."""
         made = backward(scaling)
         verdict: Any = made.verdict  # known for every optimizer whose scale moves
@@ -81,7 +81,7 @@ def repeated(
             made, lower, again = one_pass(scaling, number)
         return made, _outcome(made, scaling, first), number
 
-    unflatten: list[Callable[[list[Any]], Pass]] = []
+    unflatten: list[Callable[[list[Any]], BackwardResult]] = []
 
     @jax.jit  # traced once, for its types and for the loop
     def arrays_of_pass(scaling: Any, number: Any) -> Any:
@@ -110,21 +110,21 @@ def repeated(
     return made, _outcome(made, scaling, first), number
 
 
-def _outcome(made: Pass, last: Any, first: Any) -> Any:
+def _outcome(made: BackwardResult, last: Any, first: Any) -> Any:
     verdict: Any = made.verdict
     return tree_where(verdict.grads_finite, last, first)
 
 
-def traced_once(
-    backward: Callable[[Any], Pass], scaling: Any
-) -> tuple[Callable[[Any], Pass], list[Any]]:
+def trace_once(
+    backward: Callable[[Any], BackwardResult], scaling: Any
+) -> tuple[Callable[[Any], BackwardResult], list[Any]]:
     """Returns a pass that is traced once, wherever it is called, and the axes it communicates on.
 
     Args:
       backward: makes a pass with a scale state.
       scaling: a scale state, for its types.
     """
-    unflatten: list[Callable[[list[Any]], Pass]] = []
+    unflatten: list[Callable[[list[Any]], BackwardResult]] = []
 
     @jax.jit
     def arrays_of_pass(scaling: Any) -> list[jax.Array]:
@@ -142,7 +142,9 @@ def is_traced(*inputs: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
-def _lowered(policy: LossScale, scaling: Any, overflow: jax.Array, made: Pass, traced: bool) -> Any:
+def _lowered(
+    policy: LossScale, scaling: Any, overflow: jax.Array, made: BackwardResult, traced: bool
+) -> Any:
     """Returns a scale state after an overflow, with a lower scale if the policy ever lowers it."""
     verdict: Any = made.verdict
 
@@ -184,9 +186,9 @@ def _split(tree: Any) -> tuple[list[jax.Array], list[Callable[[list[Any]], Any]]
 
 
 def _is_carried(leaf: Any) -> bool:
-    return is_array(leaf) and dtype_of(leaf) != jax.dtypes.float0
+    return is_array_like(leaf) and dtype_of(leaf) != jax.dtypes.float0
 
 
 def _known(leaf: Any) -> Any:
     """Returns a leaf that no loop can carry: text, a function, or a `float0`, maybe traced."""
-    return np.zeros(jnp.shape(leaf), jax.dtypes.float0) if is_array(leaf) else leaf
+    return np.zeros(jnp.shape(leaf), jax.dtypes.float0) if is_array_like(leaf) else leaf

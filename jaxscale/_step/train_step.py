@@ -19,17 +19,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._trees.leaf import is_array
+from .._trees.leaf import is_array_like
 from .apply import (
-    applied,
+    apply_step,
     check_optimizer,
     check_same_optimizer,
     check_transformation,
-    chosen,
-    completed,
+    select_if_applied,
+    select_if_stepped,
 )
-from .plan import Plan
-from .retry import Pass, is_traced
+from .plan import StepPlan
+from .retry import BackwardResult, is_traced
 
 _Args = ParamSpec("_Args")
 _Params = TypeVar("_Params")
@@ -193,7 +193,7 @@ def train_step(
             "`train_step(transform=...)` is a function of Flax NNX, whose models change in place. "
             "Use `jaxscale.nnx.train_step`."
         )
-    plan = Plan(
+    plan = StepPlan(
         "train_step", loss_fn, transform, has_state, has_aux, retries, kwargs, on_grads, after
     )
     if after is not None and not has_state:
@@ -221,20 +221,24 @@ def train_step(
         # Equinox invalidates a state that was replaced, so each reader gets a copy.
         leaves, treedef = jax.tree.flatten(state)
 
-        def backward(scaling: Any) -> Pass:
+        def backward(scaling: Any) -> BackwardResult:
             return plan.backward(scaling, params, *treedef.unflatten(leaves), *args, **kwargs)
 
         traced = is_traced(params, opt_state, leaves, args, kwargs)
-        made, before = plan.passes(tx, opt_state, backward, traced, params)
-        params, opt_state = applied(tx, made.grads, before, params, made.loss, verdict=made.verdict)
+        made, before = plan.run_backward(tx, opt_state, backward, traced, params)
+        params, opt_state = apply_step(
+            tx, made.grads, before, params, made.loss, verdict=made.verdict
+        )
         if has_state:
             (old,) = treedef.unflatten(leaves)
-            state = (chosen("train_step(has_state=True)", tx, opt_state, made.state, old),)
+            state = (
+                select_if_applied("train_step(has_state=True)", tx, opt_state, made.state, old),
+            )
             if after is not None:
                 leaves, treedef = jax.tree.flatten(state)
                 new = after(params, *treedef.unflatten(leaves))
                 state = (
-                    completed(
+                    select_if_stepped(
                         "train_step(after=...)",
                         tx,
                         before,
@@ -245,7 +249,7 @@ def train_step(
                 )
         return params, opt_state, *state, (made.loss, made.aux) if has_aux else made.loss
 
-    return named(step)
+    return with_name(step)
 
 
 def _possible_states(tx: Any) -> Iterator[Any]:
@@ -255,7 +259,7 @@ def _possible_states(tx: Any) -> Iterator[Any]:
             yield jax.eval_shape(tx.init, params)
 
 
-def named(step: Callable[..., Any]) -> Callable[..., Any]:
+def with_name(step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a step under the name that profiles and logs show it by."""
     step.__name__ = step.__qualname__ = "train_step"
     return step
@@ -275,7 +279,7 @@ def _check_params(transform: Any, params: Any) -> None:
             f"{given} {type(params).__name__}, a module of Flax NNX, which changes in place. Use "
             "`jaxscale.nnx.train_step`."
         )
-    others = [leaf for leaf in jax.tree.leaves(params) if not is_array(leaf)]
+    others = [leaf for leaf in jax.tree.leaves(params) if not is_array_like(leaf)]
     if others and transform is jax.value_and_grad:
         raise TypeError(
             f"{given} {type(params).__name__} with leaves that are not arrays, such as "

@@ -49,8 +49,8 @@ class Window:
                 return acc
             # Divide first, so that a sum overflows only by rounding; this is exact if the length
             # is a power of two. Select, as a gradient that does not count may be NaN.
-            share = saturated(cast(leaf, acc.dtype)) / length.astype(acc.dtype)
-            return jnp.where(counts, saturated(acc + share), acc)
+            share = saturate(cast(leaf, acc.dtype)) / length.astype(acc.dtype)
+            return jnp.where(counts, saturate(acc + share), acc)
 
         state = state._replace(
             mini_step=jnp.asarray(optax.safe_increment(state.mini_step)),
@@ -69,7 +69,7 @@ class Window:
         ratio = self._ratio(state)
 
         def mean_leaf(acc: Any, grad: Any) -> Any:
-            return grad if _is_absent(acc) else saturated(acc * ratio.astype(acc.dtype))
+            return grad if _is_absent(acc) else saturate(acc * ratio.astype(acc.dtype))
 
         def mean(acc_grads: Any) -> Any:
             return jax.tree.map(mean_leaf, acc_grads, grads, is_leaf=_is_absent)
@@ -78,7 +78,7 @@ class Window:
 
     def mean_value(self, state: MultiStepsState) -> jax.Array:
         """Returns the mean loss of the micro-batches that counted, an `f32[]`."""
-        return saturated(state.acc_value * self._ratio(state))
+        return saturate(state.acc_value * self._ratio(state))
 
     def close(
         self, state: MultiStepsState, inner_state: Any, stepped: jax.Array
@@ -107,13 +107,13 @@ class Window:
         return self._length(state).astype(jnp.float32) / counted
 
 
-def saturated(x: jax.Array) -> jax.Array:
+def saturate(x: jax.Array) -> jax.Array:
     """Returns numbers with an inf replaced by the largest finite number of that sign.
 
     A mean is at most the largest of its numbers, so it can overflow only by rounding.
     """
     if jnp.iscomplexobj(x):
-        return jax.lax.complex(saturated(x.real), saturated(x.imag))
+        return jax.lax.complex(saturate(x.real), saturate(x.imag))
     largest = jnp.finfo(x.dtype).max
     return jnp.clip(x, -largest, largest)
 

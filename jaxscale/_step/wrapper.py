@@ -51,16 +51,16 @@ from .._gradients.verdict import (
 from .._policies.base import LossScale, adjust_scale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._state.optimizer import LossScaledState
-from .._trees.checks import explained
+from .._trees.checks import explain_errors
 from .._trees.tree import addable, apply_updates, cast_like, map_gradients, tree_where, widen
 from .checks import (
     check_devices_agree,
     check_loss,
     check_not_nested,
+    check_state,
     check_state_kept,
-    checked_state,
 )
-from .counters import backoffs, count
+from .counters import count_backoffs, increment_if
 from .skip import no_updates, step_if
 from .window import Window
 
@@ -113,7 +113,7 @@ class Wrapper:
         value: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, LossScaledState]:
-        state = checked_state("loss_scaled(...).update(state=...)", state, self.policy)
+        state = check_state("loss_scaled(...).update(state=...)", state, self.policy)
         grads = Scaled(updates)
         verdict = self.judge(grads, state, value)
         return self._advance(grads, verdict, state, params, value, extra_args, applies=False)
@@ -161,7 +161,7 @@ class Wrapper:
         if not self.skips:
             return None
         axis_name = self.axis_name if axis_name is None else axis_name
-        unscaled, first = grads.unscaled, seen or grads
+        unscaled, first = grads.divided, seen or grads
         # The state decides, not `track_leaves`: its structure must not change.
         tracks = state.nonfinite_leaves is not None
         is_sized = self.policy.needs_largest
@@ -169,7 +169,7 @@ class Wrapper:
             evidence = sizes(first, by_leaf=tracks)
         else:
             squares = self._shares_norm and seen is None
-            evidence = read(first.unscaled, by_leaf=tracks, squares=squares)
+            evidence = read(first.divided, by_leaf=tracks, squares=squares)
         passes, norm = [evidence], evidence
         if seen is not None:
             norm = read(unscaled, by_leaf=tracks, squares=self._shares_norm)
@@ -207,7 +207,7 @@ class Wrapper:
         applies: bool,
     ) -> tuple[Any, LossScaledState]:
         """Returns the updates, or with `applies` the parameters, and the next state."""
-        grads = scaled.unscaled
+        grads = scaled.divided
         shows = self.max_norm is not None and state.grad_norm is not None
         if verdict is None:
             updates, inner_state, norm = self._inner_update(
@@ -222,7 +222,7 @@ class Wrapper:
         counts = grads_finite & loss_finite
         if self.window is None:
             window, due, opt_state = None, counts, state.inner_state
-            stored, gradients_of = scaled.grads, scaled.unscale
+            stored, gradients_of = scaled.grads, scaled.times_reciprocal
         else:
             window, due = self.window.add(state.inner_state, grads, value, counts)
             opt_state = window.inner_opt_state
@@ -277,12 +277,12 @@ class Wrapper:
             inner_state=new_state,
             grads_finite=applied,
             notfinite_count=jnp.where(applied, 0, optax.safe_increment(state.notfinite_count)),
-            total_notfinite=count(~applied, state.total_notfinite),
-            total_notfinite_loss=count(~loss_finite, state.total_notfinite_loss),
+            total_notfinite=increment_if(~applied, state.total_notfinite),
+            total_notfinite_loss=increment_if(~loss_finite, state.total_notfinite_loss),
             total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
             total_retries=state.total_retries,
             total_exhausted=state.total_exhausted,
-            backoff_count=backoffs(state, scaling, overflow),
+            backoff_count=count_backoffs(state, scaling, overflow),
             nonfinite_leaves=flags,
             grad_norm=shown if found is None else found,
         )
@@ -312,7 +312,7 @@ class Wrapper:
             grads = clip_by_global_norm(grads, norm, self.max_norm)
         if value is not None and takes_value(self.inner.update):
             extra_args = {**extra_args, "value": value}
-        with explained():
+        with explain_errors():
             updates, new_state = self.inner.update(
                 grads, opt_state, map_gradients(widen, params), **extra_args
             )

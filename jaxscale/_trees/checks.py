@@ -134,7 +134,7 @@ def scalar_bool(call: str, name: str, value: Any) -> jax.Array:
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def explain_errors() -> Iterator[None]:
     """Adds the way out to the error of an optimizer that needs further arguments."""
     try:
         yield
@@ -151,7 +151,9 @@ def explained() -> Iterator[None]:
         ) from error
 
 
-def misfit(fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error: TypeError) -> str:
+def describe_misfit(
+    fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error: TypeError
+) -> str:
     """Returns why a call of a function failed before the function ran, or nothing if it did run.
 
     Args:

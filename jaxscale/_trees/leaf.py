@@ -15,7 +15,7 @@ _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 WEAK, STRONG = 1, 2
 
 
-def is_array(leaf: Any) -> bool:
+def is_array_like(leaf: Any) -> bool:
     """Returns whether a leaf is an array to JAX, or a number.
 
     The type decides, as many other objects have a `dtype`: scalar types, modules, abstract values.
@@ -45,7 +45,7 @@ def _kind(dtype: Any) -> int | None:
 
 def is_inexact(leaf: Any) -> bool:
     """Returns whether a leaf is a floating-point or complex array or number."""
-    return is_array(leaf) and jnp.issubdtype(dtype_of(leaf), jnp.inexact)
+    return is_array_like(leaf) and jnp.issubdtype(dtype_of(leaf), jnp.inexact)
 
 
 def dtype_of(leaf: Any) -> Any:

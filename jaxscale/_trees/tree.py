@@ -20,7 +20,7 @@ from .leaf import (
     as_array,
     dtype_of,
     holds,
-    is_array,
+    is_array_like,
     is_equal,
     is_inexact,
     is_python_number,
@@ -95,12 +95,12 @@ def cast_like(tree: Any, like: Any) -> Any:
     """Returns a tree with the dtypes of another tree of the same structure."""
 
     def cast_leaf(leaf: Any, other: Any) -> Any:
-        return cast(leaf, dtype_of(other)) if is_array(other) else leaf
+        return cast(leaf, dtype_of(other)) if is_array_like(other) else leaf
 
     return jax.tree.map(cast_leaf, tree, like)
 
 
-def split(params: Any, grads: Any) -> tuple[Any, Any]:
+def partition(params: Any, grads: Any) -> tuple[Any, Any]:
     """Returns the parameters that have a gradient, and the others, each with `None` elsewhere.
 
     Parameters without a gradient may be functions or text, which cannot be selected or compiled.
@@ -117,7 +117,7 @@ def split(params: Any, grads: Any) -> tuple[Any, Any]:
     try:
         return having(True), having(False)
     except ValueError as error:
-        if all(map(is_array, jax.tree.leaves(params))):
+        if all(map(is_array_like, jax.tree.leaves(params))):
             return params, jax.tree.map(lambda _: None, params)
         raise ValueError(
             "`apply_gradients(grads=...)` must have the structure of `params`, with `None` where "
@@ -126,7 +126,7 @@ def split(params: Any, grads: Any) -> tuple[Any, Any]:
         ) from error
 
 
-def joined(trained: Any, rest: Any) -> Any:
+def combine(trained: Any, rest: Any) -> Any:
     """Returns the one tree that `split` made two of."""
     return jax.tree.map(
         lambda param, other: other if param is None else param, trained, rest, is_leaf=_is_none
@@ -146,7 +146,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """
 
     def add(param: Any, update: Any) -> Any:
-        if update is None or not is_array(param) or dtype_of(update) == jax.dtypes.float0:
+        if update is None or not is_array_like(param) or dtype_of(update) == jax.dtypes.float0:
             return param
         total = (widen(param) if is_inexact(param) else param) + update
         return cast(total, dtype_of(param))
@@ -231,7 +231,7 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
     _check_same_structure(call, on_true, on_false)
 
     def select_leaf(path: tuple[Any, ...], a: Any, b: Any) -> Any:
-        if not (is_array(a) and is_array(b)):
+        if not (is_array_like(a) and is_array_like(b)):
             if is_equal(a, b):
                 return a
             raise TypeError(_unequal(call, path, "values, as they are not arrays", a, b))
@@ -252,7 +252,7 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
     return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
 
 
-def keep(call: str, pred: Any, new: Any, old: Any) -> Any:
+def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
     """Returns what `select` does; a dtype that is not the old one is an error.
 
     State that goes through a step has to come out with its own dtypes, or the step compiles anew.
@@ -260,7 +260,7 @@ def keep(call: str, pred: Any, new: Any, old: Any) -> Any:
     kept = select(call, pred, new, old)
 
     def check(path: tuple[Any, ...], leaf: Any, old: Any) -> None:
-        if is_array(leaf) and is_array(old) and dtype_of(leaf) != dtype_of(old):
+        if is_array_like(leaf) and is_array_like(old) and dtype_of(leaf) != dtype_of(old):
             raise TypeError(_unequal(call, path, "dtypes", dtype_of(leaf), dtype_of(old)))
 
     jax.tree_util.tree_map_with_path(check, kept, old)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._trees.leaf import is_array, is_python_number
+from .._trees.leaf import is_array_like, is_python_number
 from .._trees.tree import only_gradients
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -26,11 +26,11 @@ _MANTISSA = 23  # bits of float32's mantissa, without the implicit leading one
 _SMALLEST_EXPONENT = -149  # of float32's smallest subnormal
 
 
-def is_ndarray(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
     """Returns whether a leaf is an array of numbers, and not a Python number."""
-    # `is_array` counts Python numbers as arrays. Here they are not: one in a batch stays static,
-    # and one given as a loss scale is checked first.
-    return is_array(leaf) and not is_python_number(leaf)
+    # `is_array_like` counts Python numbers as arrays. Here they are not: one in a batch stays
+    # static, and one given as a loss scale is checked first.
+    return is_array_like(leaf) and not is_python_number(leaf)
 
 
 def kind(leaf: Any) -> str:

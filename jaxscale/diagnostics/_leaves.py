@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from .._trees.checks import and_more, normal_float32
 from .._trees.tree import leaf_name
-from ._formats import FORMAT, INFINITY, Boundary, gradient_leaves, is_ndarray, magnitude_bits
+from ._formats import FORMAT, INFINITY, Boundary, gradient_leaves, is_array, magnitude_bits
 from ._text import aligned, percent, power
 
 _PRINTED_ROWS = 24
@@ -124,7 +124,7 @@ class LeafTable(NamedTuple):
     def __str__(self) -> str:
         shown, others = self, []
         if len(self.rows) > _PRINTED_ROWS:
-            shown, others = split(self, _PRINTED_ROWS)
+            shown, others = partition_leaves(self, _PRINTED_ROWS)
             if not shown.rows:
                 return others[0]
         bad, total = len(self.nonfinite_rows), len(self.rows)
@@ -133,7 +133,7 @@ class LeafTable(NamedTuple):
         return "\n".join([head, aligned(shown.cells()), *others])
 
 
-def split(table: LeafTable, most: int) -> tuple[LeafTable, list[str]]:
+def partition_leaves(table: LeafTable, most: int) -> tuple[LeafTable, list[str]]:
     """Returns up to `most` rows that have something to tell, and sentences on the other rows."""
     telling = tuple(row for row in table.rows if not _is_kept(row))
     kept = len(table.rows) - len(telling)
@@ -213,7 +213,7 @@ def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> 
 
 
 def _scalar(loss_scale: Any) -> jax.Array:
-    if not is_ndarray(loss_scale):
+    if not is_array(loss_scale):
         loss_scale = normal_float32("leaf_counts", "loss_scale", loss_scale)
     if jnp.shape(loss_scale):
         raise TypeError(

@@ -83,13 +83,13 @@ def test_divided_once_it_is_the_largest_of_all_quotients():
     grads = [numbers((40,), dtype, seed) for seed, dtype in enumerate(("float32", "float16"))]
     for divisor in (2.0**15, 2.0**-3, 2.0**127, 1000.0):
         scaled = Scaled(grads, jnp.float32(divisor))
-        quotients = [float(np.abs(leaf).max()) for leaf in scaled.unscaled]
+        quotients = [float(np.abs(leaf).max()) for leaf in scaled.divided]
         assert largest(grads, divisor=scaled.divisor) == max(quotients)
     # What overflows only as it is unscaled is not finite, as a quotient is not.
     assert largest([jnp.float32(1e30)], divisor=jnp.float32(2.0**-126)) == np.inf
 
 
-# It is the verdict, too. `tests/core/test_verdict.py` has all places and dtypes.
+# It is the verdict, too. `tests/gradients/test_verdict.py` has all places and dtypes.
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn"])
@@ -266,7 +266,7 @@ def test_of_all_devices_it_is_the_largest(how):
     assert run(params, state, worst).overflows == 1
 
 
-# What it costs. `tests/core/test_compiled.py` counts a whole step.
+# What it costs. `tests/step/test_compiled.py` counts a whole step.
 
 
 def compiled(policy, sharded):

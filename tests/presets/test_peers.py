@@ -1,7 +1,7 @@
 """The libraries that are installed, run beside their presets on random steps.
 
 What their own test suites assert of a loss scale is in `test_traces.py`, as recorded, and in the
-laws of `tests/policies/test_policies.py` and `tests/core`.
+laws of `tests/policies/test_policies.py` and `tests/step`.
 """
 
 import jax

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._gradients.value_and_grad import seeding, unseed, with_loss
+from ..._gradients.value_and_grad import seed_cotangent, unscale_seeded, with_loss
 from ..._jax import JaxprEqn
 from ..._state.scale import LossScaleState
 from ..._trees.leaf import is_inexact
 from ..._trees.tree import widen
-from .._formats import is_ndarray
+from .._formats import is_array
 from .constants import Constants
 from .findings import Findings, Found
 from .hurried import Hurried, RowPlanner
@@ -56,7 +56,7 @@ class Backward:
             # Not the state itself: with that of a `NoOpLossScale` no cotangent is scaled, and
             # there would be none to follow.
             state = LossScaleState(loss_scale, jnp.zeros(()), jnp.zeros(()))
-            seeded, one_seed = seeding("trace", fun, state, has_aux)
+            seeded, one_seed = seed_cotangent("trace", fun, state, has_aux)
             differentiated = transform(seeded, has_aux=True, **kwargs)
             # Copied inside the traced function: modules of Flax NNX may only change there.
             copies, copied_kwargs = jax.tree.map(lambda leaf: leaf, (args, fun_kwargs))
@@ -64,7 +64,7 @@ class Backward:
             loss, (aux, seed), grads = with_loss("trace", output)
             # In float32: the bounds of the divisor would be 0 and inf in float16, and the trace
             # would report them.
-            grads = unseed(grads, widen(one_seed(seed)))
+            grads = unscale_seeded(grads, widen(one_seed(seed)))
             return {"loss": loss} | _inexact("aux", aux) | _inexact("grads", grads)
 
         constants = Constants() if constants is None else constants
@@ -194,5 +194,5 @@ def _inexact(name: str, tree: Any) -> dict[str, Any]:
     return {
         name + jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if is_ndarray(leaf) and is_inexact(leaf)
+        if is_array(leaf) and is_inexact(leaf)
     }

@@ -173,7 +173,7 @@ def _largest_in_float32(
 ) -> float:
     """Returns the largest magnitude where `mask` is set: NaN or inf if float32 gives them, too."""
     try:
-        numbers = np.abs(np.asarray(in_float32(eqn, inputs)[output])[mask])
+        numbers = np.abs(np.asarray(evaluate_in_float32(eqn, inputs)[output])[mask])
     except IncomparableError:
         return math.nan
     return float(numbers.max())
@@ -214,7 +214,7 @@ def lost_values(
     suspects = [i for i, output in enumerate(outputs) if _share_of_tiny(output) > least]
     if not suspects:
         return None
-    wide = in_float32(eqn, inputs)
+    wide = evaluate_in_float32(eqn, inputs)
     subnormal_inputs = any(_subnormal(value).any() for value in inputs)
     found = []
     for i in suspects:
@@ -237,7 +237,7 @@ def _noise(eqn: JaxprEqn, inputs: Sequence[Any]) -> Any:
     """Returns how much of a float32 sum of products may be rounding, if its terms cancel."""
     if eqn.primitive.name not in CONTRACTIONS:
         return 0.0
-    magnitudes = in_float32(eqn, [jnp.abs(value) for value in inputs])
+    magnitudes = evaluate_in_float32(eqn, [jnp.abs(value) for value in inputs])
     return _numbers(magnitudes[0]) * np.float32(2.0**-20)
 
 
@@ -248,7 +248,7 @@ def _share_of_sum(magnitudes: np.ndarray, mask: np.ndarray) -> float:
     return float(magnitudes[mask].sum() / magnitudes.sum())
 
 
-def in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+def evaluate_in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Returns the outputs of an equation computed in float32.
 
     Raises:

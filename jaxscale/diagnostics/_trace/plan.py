@@ -18,7 +18,7 @@ import numpy as np
 from ..._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, context, context_key, is_ref
 from .constants import Constants
 from .jaxpr import Analysis, Needs, callee, union
-from .numbers import CONTRACTIONS, IncomparableError, evaluate, in_float32
+from .numbers import CONTRACTIONS, IncomparableError, evaluate, evaluate_in_float32
 
 _MOST_STEPS = 32  # of a segment without a product
 _MOST_BYTES = 2**28  # of the results of a segment, which are all kept until it was looked at
@@ -373,7 +373,7 @@ def compute(eqn: JaxprEqn, inputs: Sequence[Any], is_wide: bool) -> list[Any]:
     with context(eqn):
         if is_wide:
             try:
-                return list(in_float32(eqn, inputs))
+                return list(evaluate_in_float32(eqn, inputs))
             except IncomparableError:  # such as a kernel for one dtype
                 pass
         return list(evaluate(eqn, inputs))

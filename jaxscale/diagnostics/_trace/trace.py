@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from ..._state.find import find_scaling
+from ..._state.find import find_scale_state
 from ..._trees.leaf import is_inexact
 from .._formats import kind
 from .backward import Backward
@@ -69,7 +69,7 @@ def trace(
       >>> first.source
       'return jnp.mean((scores * scores).astype(jnp.float32))'
     """
-    loss_scale = find_scaling("trace", scaling).loss_scale
+    loss_scale = find_scale_state("trace", scaling).loss_scale
     if loss_scale.shape:
         raise ValueError(
             f"`trace(scaling)` needs one loss scale, got an array of shape {loss_scale.shape}. "
