@@ -75,7 +75,7 @@ def main(num_steps: int = 150) -> float:
         scale = jaxscale.metrics(opt_state)["loss_scale"]
         model, opt_state, state, loss = train_step(model, opt_state, state, *batch)
         now = jaxscale.metrics(opt_state)
-        if not now["grads_finite"]:
+        if not now["step_applied"]:
             print(f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}")
         if step % 50 == 0:
             jaxscale.check(opt_state, tx=tx)

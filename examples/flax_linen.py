@@ -77,7 +77,7 @@ def main(num_steps: int = 150) -> float:
         scale = jaxscale.metrics(state)["loss_scale"]
         state, loss = train_step(state, images[chosen], labels[chosen])
         now = jaxscale.metrics(state)
-        if not now["grads_finite"]:
+        if not now["step_applied"]:
             print(f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}")
         if step % 50 == 0:
             jaxscale.check(state)

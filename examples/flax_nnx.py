@@ -62,7 +62,7 @@ def main(num_steps: int = 150) -> float:
         scale = jaxscale.metrics(optimizer)["loss_scale"]
         loss = train_step(model, optimizer, images[chosen], labels[chosen])
         now = jaxscale.metrics(optimizer)
-        if not now["grads_finite"]:
+        if not now["step_applied"]:
             print(f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}")
         if step % 50 == 0:
             jaxscale.check(optimizer)

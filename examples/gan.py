@@ -81,7 +81,7 @@ def main(num_steps: int = 1000) -> float:
         )
         for name, tx, opt_state, loss in players:
             now = jaxscale.metrics(opt_state)
-            if not now["grads_finite"]:
+            if not now["step_applied"]:
                 print(f"step {step}: {name}: overflow, skipped, scale now {now['loss_scale']:.0f}")
             if step % 250 == 0:
                 jaxscale.check(opt_state, tx=tx)

@@ -60,7 +60,7 @@ def main(num_steps: int = 300) -> float:
         scale = jaxscale.metrics(opt_state)["loss_scale"]
         params, opt_state, loss = train_step(params, opt_state, images[chosen], labels[chosen])
         now = jaxscale.metrics(opt_state)
-        if not now["grads_finite"]:  # waits for the device: a real loop would look rarely
+        if not now["step_applied"]:  # waits for the device: a real loop would look rarely
             print(f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}")
         if step % 100 == 0:
             jaxscale.check(opt_state, tx=tx)  # raises an error if all steps are skipped

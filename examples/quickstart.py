@@ -129,7 +129,7 @@ def train(dtype, loss_scale, photo, num_steps, show):
             flushed.append(measure(params, opt_state, random_crops(key, photo)))
         scale = jaxscale.metrics(opt_state)["loss_scale"]
         params, opt_state, loss = train_step(params, opt_state, key)
-        history.append((loss, scale, jaxscale.metrics(opt_state)["grads_finite"]))
+        history.append((loss, scale, jaxscale.metrics(opt_state)["step_applied"]))
         show(loss=float(loss))  # waits for the device: a real loop would do so rarely
     losses, scales, applied = (np.array(values) for values in zip(*history, strict=True))
     result = {"params": params, "losses": losses, "scales": scales, "applied": applied}

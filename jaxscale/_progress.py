@@ -21,14 +21,14 @@ from ._policies.adaptive import UNSEEN
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale
 from ._state.find import find, find_scale_state, is_loss_scaled, restore_types
+from ._state.optimizer import WINDOW_STATES
 from ._state.scale import AdaptiveState, LossScaleState, unwrap
-from ._step.apply import WINDOWS
 from ._step.wrapper import wrapper_of
 from ._trees.checks import and_more
 
 # The counters of a `LossScaledState`, besides the state of its policy.
 _COUNTERS = (
-    "grads_finite",
+    "step_applied",
     "notfinite_count",
     "total_notfinite",
     "total_notfinite_loss",
@@ -68,9 +68,10 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
     Returns:
       A dictionary of scalar arrays: `loss_scale` and the trackers of the policy, which its state
       explains (`jaxscale.LossScaleState`, `jaxscale.AdaptiveState`), and, if
-      there is an optimizer state, `grads_finite`, `notfinite_count`,
+      there is an optimizer state, `step_applied`, `notfinite_count`,
       `total_notfinite`, `total_notfinite_loss`, `total_steps`, `total_retries`,
-      `total_exhausted` and `backoff_count`, as explained in `jaxscale.LossScaledState`. With
+      `total_exhausted` and `backoff_count`, as explained in `jaxscale.LossScaledState`
+      (`grads_finite` is `step_applied` under its old name, until 1.0). With
       `jaxscale.multi_steps` these count micro-batches, and `mini_step` and `gradient_step` are
       added, as they are for an `optax.MultiSteps` inside of `loss_scaled`, whose own state is in
       `opt_state.inner_state`.
@@ -92,9 +93,10 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
     for node in jax.tree.leaves(restore_types(tree), is_leaf=is_loss_scaled):
         if is_loss_scaled(node):
             values |= {name: jnp.asarray(getattr(node, name)) for name in _COUNTERS}
+            values["grads_finite"] = values["step_applied"]  # its name in 0.1, until 1.0
             if node.grad_norm is not None:
                 values["grad_norm"] = jnp.asarray(unwrap(node.grad_norm))
-            if isinstance(node.inner_state, WINDOWS):
+            if isinstance(node.inner_state, WINDOW_STATES):
                 window: Any = node.inner_state
                 values |= {name: jnp.asarray(getattr(window, name)) for name in _WINDOW_COUNTERS}
             values |= {

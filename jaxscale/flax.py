@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from flax.training import train_state
 
 from ._gradients.scaled import Scaled
-from ._gradients.verdict import Verdict
 from ._state.find import find
 from ._state.optimizer import LossScaledState
-from ._step.apply import apply_step, check_optimizer, check_same_optimizer, select_if_stepped
+from ._step.apply import select_if_stepped
 from ._step.counters import took_step
+from ._step.optimizer import Optimizer, apply_step, as_optimizer, check_same_optimizer
 from ._step.plan import StepPlan
 from ._step.retry import BackwardResult, is_traced
 from ._step.train_step import with_name
@@ -129,41 +129,38 @@ class TrainState(train_state.TrainState):
         call = "TrainState.apply_gradients"
         always_replace = _names(call, always_replace)
         self._check_names(call, kwargs, always_replace)
-        return self._stepped(call, Scaled(grads), value, always_replace, kwargs, extra_args or {})
+        made = BackwardResult(value, None, None, Scaled(grads))
+        return self._step(call, made, always_replace, kwargs, extra_args or {})
 
-    def _stepped(
+    def _step(
         self,
         call: str,
-        grads: Scaled,
-        value: Any,
+        made: BackwardResult,
         always_replace: Collection[str],
         replaced: Mapping[str, Any],
         extra_args: Mapping[str, Any] = MappingProxyType({}),
-        verdict: Verdict | None = None,
     ) -> Self:
         """Returns the state after one step.
 
         Args:
           call: the public function, for messages.
-          grads: the gradients, scaled or not.
-          value: as in `apply_gradients`.
+          made: the gradients and the loss, with their verdict if it is known.
           always_replace: as in `apply_gradients`, checked.
           replaced: new values of fields, by name, checked.
           extra_args: as in `apply_gradients`.
-          verdict: the verdict on the gradients, if it is known.
         """
-        tree, params = grads.grads, self.params
+        tree, params = made.grads.grads, self.params
         overwrites = isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree
         if overwrites:
-            grads, params = Scaled(tree["params"], grads.divisor), params["params"]
-        opt_state = check_optimizer(call, self.tx, self.opt_state, "")
-        params, opt_state = apply_step(
-            self.tx, grads, opt_state, params, value, extra_args, verdict=verdict
-        )
+            made = made._replace(grads=Scaled(tree["params"], made.grads.divisor))
+            params = params["params"]
+        optimizer = as_optimizer(call, self.tx)
+        opt_state = optimizer.check_state(f"{call}(opt_state=...)", self.opt_state, "")
+        params, opt_state = apply_step(optimizer, opt_state, params, made, extra_args)
         before, after = (_find_verdict(call, state) for state in (self.opt_state, opt_state))
 
         def kept(name: str, new: Any, old: Any) -> Any:
-            return select_like(f"{call}({name}=...)", after.grads_finite, new, old)
+            return select_like(f"{call}({name}=...)", after.step_applied, new, old)
 
         if overwrites:
             new, old = (each[OVERWRITE_WITH_GRADIENT] for each in (tree, self.params))
@@ -280,33 +277,34 @@ def train_step(
                 f"`{call}(...)(state, ...)` must be a `jaxscale.flax.TrainState`, got "
                 f"{type(state).__name__}. Flax's own keeps no field on a skipped step."
             )
-        plan.check_retries(state.tx)
+        optimizer = as_optimizer(call, state.tx)
+        plan.check_retries(optimizer)
         fields = {name: getattr(state, name) for name in state._others()}
 
         def backward(scaling: Any) -> BackwardResult:
             given = (dict(fields),) if has_state else ()
             return plan.backward(scaling, state.params, *given, *args, **kwargs)
 
-        opt_state = check_optimizer(call, state.tx, state.opt_state, "")
+        before = optimizer.check_state(f"{call}(opt_state=...)", state.opt_state, "")
         params = state.params
         overwrites = isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params
         trained = params["params"] if overwrites else params
         given = f"{call}(...)(state.opt_state=...)"
-        check_same_optimizer(given, state.tx, opt_state, trained)
+        check_same_optimizer(given, optimizer, before, trained)
         traced = is_traced(state, args, kwargs)
-        made, before = plan.run_backward(state.tx, opt_state, backward, traced, state.params)
+        made = plan.run_backward(optimizer, before, backward, traced, params)
         replaced = _returned(call, made.state, fields, always_replace) if has_state else {}
-        state = state.replace(opt_state=before)._stepped(
-            call, made.grads, made.loss, always_replace, replaced, verdict=made.verdict
-        )
+        state = state._step(call, made, always_replace, replaced)
         if after is not None:
-            state = _completed(f"{call}(after=...)", before, after(state), state)
+            state = _completed(f"{call}(after=...)", optimizer, before, after(state), state)
         return state, (made.loss, made.aux) if has_aux else made.loss
 
     return with_name(step)
 
 
-def _completed(call: str, before: Any, returned: Any, state: TrainState) -> TrainState:
+def _completed(
+    call: str, optimizer: Optimizer, before: Any, returned: Any, state: TrainState
+) -> TrainState:
     """Returns what a hook made of a state if the optimizer made a step, otherwise the state."""
     if type(returned) is not type(state):
         raise TypeError(
@@ -317,7 +315,7 @@ def _completed(call: str, before: Any, returned: Any, state: TrainState) -> Trai
     for name in state.__dataclass_fields__:
         new, old = getattr(returned, name), getattr(state, name)
         if new is not old:
-            both = state.tx, before, state.opt_state, {name: new}, {name: old}
+            both = optimizer, before, state.opt_state, {name: new}, {name: old}
             changed |= select_if_stepped(call, *both)
     return state.replace(**changed)
 

@@ -16,14 +16,8 @@ from flax import nnx
 from ._gradients.scaled import Scaled
 from ._jax import is_called_by_jax
 from ._state.scale import unwrap
-from ._step.apply import (
-    apply_step,
-    check_optimizer,
-    check_same_optimizer,
-    check_transformation,
-    select_if_applied,
-    select_if_stepped,
-)
+from ._step.apply import select_if_applied, select_if_stepped
+from ._step.optimizer import Optimizer, apply_step, as_optimizer, check_same_optimizer
 from ._step.plan import StepPlan
 from ._step.retry import BackwardResult, is_traced
 from ._step.train_step import with_name
@@ -101,7 +95,7 @@ def train_step(
       >>> step = nnx.jit(jaxscale.nnx.train_step(lambda model, x: jnp.mean(model(x) ** 2)))
       >>> for size in [1.0, jnp.inf]:
       ...     loss = step(model, optimizer, jnp.full((4, 2), size))
-      ...     print(model.mean[...], jaxscale.metrics(optimizer)["grads_finite"])
+      ...     print(model.mean[...], jaxscale.metrics(optimizer)["step_applied"])
       [0.5 0.5] True
       [0.5 0.5] False
     """
@@ -117,7 +111,8 @@ def train_step(
     is_kept = nnx.filterlib.to_predicate(keep)
 
     def step(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        tx, wrt, opt_state = _parts(f"{call}(...)", optimizer)
+        tx, start = _parts(f"{call}(...)", optimizer)
+        wrt = optimizer.wrt
         if is_called_by_jax():
             # Nothing else shows it: the step would run, and its changes would be thrown away.
             raise TypeError(
@@ -128,7 +123,7 @@ def train_step(
         graph, put_together = _taken_apart(model, args, kwargs)
         graphdef, before = nnx.split(graph)
         params = unwrap(nnx.state(model, wrt))
-        check_same_optimizer(f"{call}(...)(optimizer=...)", tx, opt_state, params, _MAKE_IT)
+        check_same_optimizer(f"{call}(...)(optimizer=...)", tx, start, params, _MAKE_IT)
         trains = nnx.DiffState(0, wrt)
         if plan.kwargs.get("argnums", 0) not in (0, trains):
             raise ValueError(
@@ -150,11 +145,9 @@ def train_step(
             grads = unwrap(nnx.state(made.grads.grads, wrt))
             return made._replace(state=nnx.split(copy)[1], grads=Scaled(grads, made.grads.divisor))
 
-        traced = is_traced(leaves, opt_state, args, kwargs)
-        made, start = plan.run_backward(tx, opt_state, backward, traced, params)
-        params, opt_state = apply_step(
-            tx, made.grads, start, params, made.loss, verdict=made.verdict
-        )
+        traced = is_traced(leaves, start, args, kwargs)
+        made = plan.run_backward(tx, start, backward, traced, params)
+        params, opt_state = apply_step(tx, start, params, made)
         keeping = functools.partial(select_if_applied, f"{call}(loss_fn)", tx, opt_state)
         trained = nnx.filterlib.to_predicate(wrt)
         new = dict(nnx.to_flat_state(made.state))
@@ -205,16 +198,15 @@ def _change(
     nnx.update(model, nnx.from_flat_state(changed))
 
 
-def _parts(call: str, optimizer: Any) -> tuple[Any, Any, Any]:
-    """Returns the transformation of an optimizer, what it trains, and its state as arrays."""
+def _parts(call: str, optimizer: Any) -> tuple[Optimizer, Any]:
+    """Returns what an `nnx.Optimizer` holds: the optimizer, and its state as arrays."""
     if not isinstance(optimizer, nnx.Optimizer):
         raise TypeError(
             f"`{call}(model, optimizer, ...)`: `optimizer` must be an `nnx.Optimizer`, got "
             f"{type(optimizer).__name__}. {_MAKE_IT}"
         )
-    check_transformation(call, optimizer.tx)
-    opt_state = check_optimizer(call, optimizer.tx, optimizer.opt_state, "(model, optimizer, ...)")
-    return optimizer.tx, optimizer.wrt, unwrap(opt_state)
+    tx, given = as_optimizer(call, optimizer.tx), f"{call}(opt_state=...)"
+    return tx, unwrap(tx.check_state(given, optimizer.opt_state, "(model, optimizer, ...)"))
 
 
 def _taken_apart(model: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from .scale import LossScaleState
 
@@ -14,7 +15,7 @@ class LossScaledState(NamedTuple):
       scaling: the state of the loss scale.
       inner_state: the state of the wrapped transformation; inside a `MultiStepsState`
         if gradients are accumulated by `multi_steps`.
-      grads_finite: `bool[]`, whether the last step was applied; with accumulation, whether
+      step_applied: `bool[]`, whether the last step was applied; with accumulation, whether
         the last micro-batch counted. `False` if the gradients or the loss were not finite.
       notfinite_count: `i32[]`, steps skipped in a row, up to now.
       total_notfinite: `i32[]`, steps skipped since `init`.
@@ -48,7 +49,7 @@ class LossScaledState(NamedTuple):
 
     scaling: LossScaleState
     inner_state: Any
-    grads_finite: jax.Array  # bool[]
+    step_applied: jax.Array  # bool[]
     notfinite_count: jax.Array  # i32[]
     total_notfinite: jax.Array  # i32[]
     total_notfinite_loss: jax.Array  # i32[]
@@ -88,3 +89,7 @@ class MultiStepsState(NamedTuple):
     acc_grads: Any
     acc_value: jax.Array  # f32[]
     inner_opt_state: Any
+
+
+# The states of windows, which count the steps of the optimizer under the same names.
+WINDOW_STATES = (MultiStepsState, optax.MultiStepsState)

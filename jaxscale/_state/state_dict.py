@@ -22,6 +22,9 @@ _VERSION = 1
 _REQUIRED = ("inner_state", "inner_opt_state", "counted")
 # The fields by which the state of a `loss_scaled` optimizer is known.
 _WRAPPED = {"scaling", "inner_state"}
+
+# The names of fields in version 0.1, and what they are called now.
+_RENAMED = {"grads_finite": "step_applied"}
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
@@ -126,6 +129,8 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
         if values and values.keys().isdisjoint(children):
             own = False  # not another version of this state, but something else
             hints.append(_adoption(path, children, values))
+        if own:
+            values = {_RENAMED.get(name, name): value for name, value in values.items()}
 
         def restore_child(name: str, child: Any) -> Any:
             where, value = f"{path}/{name}", values.pop(name, None)

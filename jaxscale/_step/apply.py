@@ -1,72 +1,20 @@
-"""Update and apply in one skip: `apply_gradients`, and the parts that other steps share."""
+"""Update and apply in one skip: `apply_gradients`, and what a step keeps of other state."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
-from .._gradients.verdict import Verdict
-from .._state.find import find, is_loss_scaled
-from .._state.optimizer import LossScaledState, MultiStepsState
-from .._trees.checks import explain_errors
-from .._trees.leaf import is_array_like
-from .._trees.tree import apply_updates, combine, partition, select_like
-from .checks import check_state
-from .wrapper import takes_value, wrapper_of
-
-
-def check_same_optimizer(
-    given: str,
-    tx: Any,
-    opt_state: Any,
-    params: Any,
-    way: str = "Pass the state that `init` of this optimizer returned for these parameters.",
-) -> None:
-    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes.
-
-    Args:
-      given: the step and its argument, for the message.
-      tx: the optimizer.
-      opt_state: what was passed as its state, checked.
-      params: the parameters.
-      way: the way out, for the message.
-    """
-    if not all(map(is_array_like, jax.tree.leaves(params))):
-        return  # for such parameters `init` saw only a part of them, and which is not known
-    try:
-        expected = jax.eval_shape(tx.init, params)
-    except Exception:  # an `init` that needs values cannot be asked here
-        return
-    wrapped = wrapper_of(tx) is not None
-    trees = [tree.inner_state if wrapped else tree for tree in (expected, opt_state)]
-    structures = list(map(jax.tree.structure, trees))
-    if structures[0] != structures[1]:
-        makes, got = map(str, structures)
-    else:
-        shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in trees]
-        # A scalar may have been replaced by numbers of the user's own, such as learning rates.
-        others = [i for i, (a, b) in enumerate(zip(*shapes, strict=True)) if a and a != b]
-        if not others:
-            return
-        path, _ = jax.tree_util.tree_leaves_with_path(trees[1])[others[0]]
-        makes = f"an array of shape {shapes[0][others[0]]} at {jax.tree_util.keystr(path)}"
-        got = f"one of shape {shapes[1][others[0]]}"
-    raise ValueError(
-        f"`{given}` is the state of another optimizer or of other parameters. `tx.init(params)` "
-        f"makes {makes}, got {got}. {way}"
-    )
-
+from .._state.find import is_loss_scaled
+from .._state.optimizer import WINDOW_STATES
+from .._trees.tree import select_like
+from .optimizer import Optimizer, apply_step, as_optimizer
+from .retry import BackwardResult
 
 _Params = TypeVar("_Params")
 _State = TypeVar("_State")
 _Kept = TypeVar("_Kept")
-
-# The states of windows, each with the number of steps that the optimizer has made.
-WINDOWS = (MultiStepsState, optax.MultiStepsState)
 
 
 @overload
@@ -148,109 +96,43 @@ def apply_gradients(
         raise TypeError(
             f"`apply_gradients(keep=...)` must be a pair (new, old), got {type(keep).__name__}."
         )
+    call = "apply_gradients"
     value = extra_args.pop("value", None)
+    optimizer = as_optimizer(call, tx)
     order = "(tx, grads, opt_state, params)"
-    opt_state = check_optimizer("apply_gradients", tx, opt_state, order)
-    params, opt_state = apply_step(tx, Scaled(grads), opt_state, params, value, extra_args)
+    opt_state = optimizer.check_state(f"{call}(opt_state=...)", opt_state, order)
+    made = BackwardResult(value, None, None, Scaled(grads))
+    params, opt_state = apply_step(optimizer, opt_state, params, made, extra_args)
     if keep is None:
         return params, opt_state
-    return (
-        params,
-        opt_state,
-        select_if_applied("apply_gradients(keep=...)", tx, opt_state, *keep),
-    )
+    kept = select_if_applied(f"{call}(keep=...)", optimizer, opt_state, *keep)
+    return params, opt_state, kept
 
 
-def check_optimizer(call: str, tx: Any, opt_state: Any, order: str) -> Any:
-    """Returns the state that a step with `tx` was given, or raises an error.
-
-    Args:
-      call: the step, for the message.
-      tx: the optimizer, wrapped or not.
-      opt_state: what was passed as its state.
-      order: the order of the step's arguments.
-    """
-    check_transformation(call, tx)
-    given, wrapper = f"{call}(opt_state=...)", wrapper_of(tx)
-    if wrapper is not None:
-        return check_state(given, opt_state, wrapper.policy, order)
-    if isinstance(opt_state, LossScaledState):
-        raise TypeError(
-            f"`{given}` is a `LossScaledState`, but `tx` is a bare optimizer. Pass the one that "
-            "`loss_scaled` returned, or `opt_state.inner_state` to go on without it."
-        )
-    return opt_state
-
-
-def check_transformation(call: str, tx: Any) -> None:
-    """Raises a `TypeError` if `tx` is not an optimizer."""
-    # An `optax.MultiSteps` has `init` and `update`, but is not a transformation.
-    if not isinstance(tx, (optax.GradientTransformation, optax.MultiSteps)):
-        raise TypeError(
-            f"`{call}(tx, ...)`: `tx` must be an `optax.GradientTransformation`, got "
-            f"{tx!r}. Call the function that makes it, as in `optax.adamw(1e-3)`."
-        )
-
-
-def apply_step(
-    tx: Any,
-    grads: Scaled,
-    opt_state: Any,
-    params: Any,
-    value: Any,
-    extra_args: Mapping[str, Any] = MappingProxyType({}),
-    verdict: Verdict | None = None,
-) -> tuple[Any, Any]:
-    """Returns the parameters and the state of an optimizer, wrapped or not, after one step.
-
-    See `Wrapper.apply` for the arguments.
-    """
-    # Leaves without a gradient go around the step, as only arrays can be selected and compiled.
-    trained, rest = partition(params, grads.grads)
-    wrapper = wrapper_of(tx)
-    if wrapper is not None:
-        trained, state = wrapper.apply(grads, opt_state, trained, value, extra_args, verdict)
-        return combine(trained, rest), state
-    tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
-    update = optax.with_extra_args_support(tx).update
-    if value is not None and takes_value(update):
-        extra_args = {**extra_args, "value": value}
-    with explain_errors():
-        updates, state = update(grads.divided, opt_state, trained, **extra_args)
-    return combine(apply_updates(trained, updates), rest), state
-
-
-def select_if_applied(call: str, tx: Any, opt_state: Any, new: Any, old: Any) -> Any:
+def select_if_applied(call: str, optimizer: Optimizer, opt_state: Any, new: Any, old: Any) -> Any:
     """Returns `new` if the step that led to `opt_state` was applied, otherwise `old`.
 
     An optimizer without a verdict applies every step.
     """
-    state = _with_verdict(call, tx, opt_state)
-    return new if state is None else select_like(call, state.grads_finite, new, old)
+    state = optimizer.find_verdict(call, opt_state)
+    return new if state is None else select_like(call, state.step_applied, new, old)
 
 
-def select_if_stepped(call: str, tx: Any, before: Any, after: Any, new: Any, old: Any) -> Any:
+def select_if_stepped(
+    call: str, optimizer: Optimizer, before: Any, after: Any, new: Any, old: Any
+) -> Any:
     """Returns `new` if the optimizer made a step between two of its states, otherwise `old`.
 
     A micro-batch of a window that is not full makes none, though it is not skipped either.
     """
-    states = [_with_verdict(call, tx, each) for each in (before, after)]
-    nodes = [
-        given if state is None else state
-        for given, state in zip((before, after), states, strict=True)
+    verdicts = [optimizer.find_verdict(call, each) for each in (before, after)]
+    states = [
+        given if verdict is None else verdict
+        for given, verdict in zip((before, after), verdicts, strict=True)
     ]
-    windows: Any = [each.inner_state if is_loss_scaled(each) else each for each in nodes]
-    if isinstance(windows[0], WINDOWS):
+    windows: Any = [each.inner_state if is_loss_scaled(each) else each for each in states]
+    if isinstance(windows[0], WINDOW_STATES):
         stepped = windows[0].gradient_step != windows[1].gradient_step
     else:
-        stepped = jnp.array(True) if states[1] is None else states[1].grads_finite
+        stepped = jnp.array(True) if verdicts[1] is None else verdicts[1].step_applied
     return select_like(call, stepped, new, old)
-
-
-def _with_verdict(call: str, tx: Any, opt_state: Any) -> LossScaledState | None:
-    """Returns the state of a verdict among those of an optimizer, `None` if it has none."""
-    wrapper = wrapper_of(tx)
-    nodes = jax.tree.leaves(opt_state, is_leaf=is_loss_scaled)
-    if (wrapper is not None and not wrapper.skips) or not any(map(is_loss_scaled, nodes)):
-        return None
-    return find(call, opt_state, is_loss_scaled, "`LossScaledState`")

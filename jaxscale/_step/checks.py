@@ -39,7 +39,7 @@ def check_state(
         )
     # An `nnx.Optimizer` wraps every array in a variable, so it is enough to look at one field. In
     # any other state, the only variables are those of the parameters: they stay wrapped.
-    state = unwrap(state) if is_wrapped(state.grads_finite) else state
+    state = unwrap(state) if is_wrapped(state.step_applied) else state
     check_alone(call, state.scaling)
     expected = type(jax.eval_shape(policy.init))
     if type(state.scaling) is not expected:

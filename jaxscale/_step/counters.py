@@ -1,6 +1,6 @@
 """The counters of a step: what happened, so that nothing has to wait for the host."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,51 +14,83 @@ from .._state.optimizer import LossScaledState, MultiStepsState
 _DESCENT = 25
 
 
-def took_step(before: LossScaledState, after: LossScaledState) -> jax.Array:
-    """Returns whether the optimizer made a step, which not every micro-batch leads to."""
-    windows: Any = before.inner_state, after.inner_state
-    if isinstance(windows[0], MultiStepsState):
-        return windows[0].gradient_step != windows[1].gradient_step
-    return after.grads_finite
+class Retries(NamedTuple):
+    """What came of repeating a backward pass."""
+
+    number: jax.Array  # i32[], how many passes came before the last one
+    scaling: Any  # the scale state to go on with
 
 
-def count_retries(
-    state: LossScaledState, verdict: Verdict, scaling: Any, number: jax.Array
-) -> tuple[LossScaledState, Verdict]:
-    """Returns the state and the verdict to go on with after passes were repeated.
+def zero_counters() -> dict[str, jax.Array]:
+    """Returns the counters of a first state, each in a buffer of its own, for donation."""
+    counters = (name for name in LossScaledState._fields if name.endswith("_count"))
+    totals = (name for name in LossScaledState._fields if name.startswith("total_"))
+    zeros = {name: jnp.array(0, jnp.int32) for name in (*counters, *totals)}
+    return {"step_applied": jnp.array(True), **zeros}
+
+
+def count_step(
+    state: LossScaledState,
+    verdict: Verdict,
+    grads_finite: jax.Array,
+    scaling: Any,
+    retries: Retries | None,
+) -> LossScaledState:
+    """Returns a state with the counters after one more step.
 
     Args:
       state: the state before the step.
-      verdict: that of the last pass.
-      scaling: the scale state to go on with.
-      number: an `i32[]`, how many passes came before the last.
+      verdict: the verdict on the gradients of the last pass.
+      grads_finite: a `bool[]`, whether the gradients were finite, and the updates if checked.
+      scaling: the scale state after the step.
+      retries: what came of repeating the pass, if it may be repeated.
     """
-    again, total = number > 0, state.total_retries
-    room = jnp.iinfo(total.dtype).max - total
-    exhausted = again & ~verdict.grads_finite
-    exhausted &= state.grads_finite | (state.total_steps >= _DESCENT)
-    state = state._replace(
-        scaling=scaling,
-        total_retries=total + jnp.minimum(number, room),
-        total_exhausted=increment_if(exhausted, state.total_exhausted),
-        backoff_count=count_backoffs(state, scaling, again),
+    applied = grads_finite & verdict.loss_finite
+    state = state._replace(backoff_count=_count_backoffs(state, grads_finite, scaling, retries))
+    if retries is not None:
+        total = state.total_retries
+        room = jnp.iinfo(total.dtype).max - total
+        exhausted = (retries.number > 0) & ~verdict.grads_finite
+        # In the first steps a row of them counts as one: the scale comes down from its start.
+        exhausted &= state.step_applied | (state.total_steps >= _DESCENT)
+        state = state._replace(
+            total_retries=total + jnp.minimum(retries.number, room),
+            total_exhausted=_increment_if(exhausted, state.total_exhausted),
+        )
+    return state._replace(
+        step_applied=applied,
+        notfinite_count=jnp.where(applied, 0, optax.safe_increment(state.notfinite_count)),
+        total_notfinite=_increment_if(~applied, state.total_notfinite),
+        total_notfinite_loss=_increment_if(~verdict.loss_finite, state.total_notfinite_loss),
+        total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
     )
-    return state, verdict._replace(lowered=again & verdict.grads_finite)
 
 
-def count_backoffs(state: LossScaledState, scaling: Any, overflow: Any) -> jax.Array:
-    """Returns `backoff_count` after the scale moved.
+def _count_backoffs(
+    state: LossScaledState, grads_finite: jax.Array, scaling: Any, retries: Retries | None
+) -> jax.Array:
+    """Returns `backoff_count` after the scale moved: one fall a step, none after growth.
 
-    Args:
-      state: the state before the move.
-      scaling: the scale state after it.
-      overflow: a `bool[]`, whether an overflow moved it. A policy that follows the gradients also
-        lowers the scale before anything overflows.
+    A policy that follows the gradients also lowers the scale before anything overflows. That does
+    not count.
     """
-    old, new = state.scaling.loss_scale, scaling.loss_scale
-    counts = overflow & (new < old) & state.grads_finite & (state.total_steps >= _DESCENT)
-    return jnp.where(new > old, 0, increment_if(counts, state.backoff_count))
+    before, new = state.scaling.loss_scale, scaling.loss_scale
+    start = before if retries is None else retries.scaling.loss_scale
+    falls = ~grads_finite & (new < start)
+    if retries is not None:
+        falls |= (retries.number > 0) & (start < before)
+    # Several falls in a row of skipped steps count as one.
+    counts = falls & state.step_applied & (state.total_steps >= _DESCENT)
+    return jnp.where(new > start, 0, _increment_if(counts, state.backoff_count))
 
 
-def increment_if(event: jax.Array, counter: jax.Array) -> jax.Array:
+def took_step(before: LossScaledState, after: LossScaledState) -> jax.Array:
+    """Returns whether the optimizer made a step, which not every micro-batch leads to."""
+    windows = before.inner_state, after.inner_state
+    if isinstance(windows[0], MultiStepsState):
+        return windows[0].gradient_step != windows[1].gradient_step
+    return after.step_applied
+
+
+def _increment_if(event: jax.Array, counter: jax.Array) -> jax.Array:
     return jnp.where(event, optax.safe_increment(counter), counter)

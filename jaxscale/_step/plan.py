@@ -12,13 +12,13 @@ import jax
 from .._gradients.value_and_grad import backward_pass
 from .._gradients.verdict import axis_names
 from .._jax import is_told_apart
-from .._state.find import find_scale_or_none, is_loss_scaled
+from .._state.find import is_loss_scaled
 from .._trees.checks import describe_misfit, int32, one_of, with_article
 from .._trees.leaf import is_array_like
-from .counters import count_retries
 from .hooks import apply_hook
+from .optimizer import Optimizer
 from .retry import BackwardResult, repeat_backward, trace_once
-from .wrapper import NEVER_MOVE, wrapper_of
+from .wrapper import Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,23 +62,25 @@ class StepPlan:
         except ValueError:  # a function that does not say what it takes
             pass
 
-    def check_retries(self, tx: Any) -> None:
+    def check_retries(self, optimizer: Optimizer) -> None:
         """Raises a `ValueError` if retries are asked for and no scale could be lowered."""
-        wrapper = wrapper_of(tx)
-        if not self.retries or (wrapper and not isinstance(wrapper.policy, NEVER_MOVE)):
+        if not self.retries or optimizer.can_back_off:
             return
-        policy = with_article(type(wrapper.policy).__name__) if wrapper else ""
-        got = f"one with {policy}" if wrapper else "another optimizer"
+        policy = optimizer.policy
+        got = "another optimizer"
+        if policy is not None:
+            got = f"one with {with_article(type(policy).__name__)}"
         raise ValueError(
             f"`{self.call}(retries={self.retries})` needs a loss scale that can be lowered, got "
             f"{got}. Wrap the optimizer outermost, `tx = jaxscale.loss_scaled(tx)`, or leave "
             "`retries` out."
         )
 
-    def warn_if_bare(self, tx: Any, opt_state: Any, stacklevel: int) -> None:
+    def warn_if_bare(self, optimizer: Optimizer, opt_state: Any, stacklevel: int) -> None:
         """Warns, once in the life of a step, if nothing in an optimizer skips bad steps."""
-        nodes = jax.tree.leaves(opt_state, is_leaf=is_loss_scaled)
-        if wrapper_of(tx) is not None or any(map(is_loss_scaled, nodes)) or self.warned:
+        if self.warned or isinstance(optimizer, Wrapper):
+            return
+        if any(map(is_loss_scaled, jax.tree.leaves(opt_state, is_leaf=is_loss_scaled))):
             return
         self.warned.append(True)
         warnings.warn(
@@ -123,16 +125,16 @@ class StepPlan:
 
     def run_backward(
         self,
-        tx: Any,
+        optimizer: Optimizer,
         opt_state: Any,
         backward: Callable[[Any], BackwardResult],
         traced: bool,
         params: Any,
-    ) -> tuple[BackwardResult, Any]:
-        """Returns the pass whose gradients are to be applied, and the state to apply them with.
+    ) -> BackwardResult:
+        """Returns the backward pass whose gradients are to be applied, with its verdict.
 
         Args:
-          tx: the optimizer.
+          optimizer: the optimizer.
           opt_state: its state, checked.
           backward: makes a pass with a loss scale state.
           traced: whether the step is traced, so that values are not known.
@@ -140,25 +142,14 @@ class StepPlan:
         """
 
         def run(scaling: Any) -> BackwardResult:
-            return apply_hook(
-                f"{self.call}(on_grads=...)", self.on_grads, backward(scaling), params
-            )
+            given = f"{self.call}(on_grads=...)"
+            return apply_hook(given, self.on_grads, backward(scaling), params)
 
-        wrapper = wrapper_of(tx)
-        if wrapper is None:
-            self.warn_if_bare(tx, opt_state, stacklevel=4)
-            scaling = find_scale_or_none(self.call, opt_state)
-            if scaling is not None:
-                warnings.warn(
-                    f"`{self.call}`: the `loss_scaled` optimizer is inside of another one, whose "
-                    "state a bad step may ruin for good. Wrap outermost: `tx = loss_scaled(tx)`.",
-                    stacklevel=3,
-                )
-            return run(scaling), opt_state
-
-        one_pass, axis_name = run, wrapper.axis_name
-        if traced and (self.on_grads is not None or self.retries):
-            one_pass, axes = trace_once(run, opt_state.scaling)
+        self.warn_if_bare(optimizer, opt_state, stacklevel=4)
+        start, axis_name = optimizer.scale_state(self.call, opt_state), optimizer.axis_name
+        one_pass = run
+        if optimizer.skips and traced and (self.on_grads is not None or self.retries):
+            one_pass, axes = trace_once(run, start)
             # Devices that part would wait for each other for ever, or go on with other parameters.
             # Without a hook they cannot part unnoticed where types tell them apart.
             known = axis_names(axis_name)
@@ -168,22 +159,13 @@ class StepPlan:
 
         def judged(scaling: Any) -> BackwardResult:
             made = one_pass(scaling)
-            verdict = wrapper.judge(made.grads, opt_state, made.loss, made.seen, axis_name)
+            verdict = optimizer.judge(made.grads, opt_state, made.loss, made.seen, axis_name)
             return made._replace(verdict=verdict, seen=None)
 
         if not self.retries:
-            return judged(opt_state.scaling), opt_state
-        made, scaling, number = repeat_backward(
-            self.call,
-            wrapper.policy,
-            judged,
-            opt_state.scaling,
-            self.retries,
-            traced=traced,
-        )
-        verdict: Any = made.verdict  # known, as `repeated` needs it
-        opt_state, verdict = count_retries(opt_state, verdict, scaling, number)
-        return made._replace(verdict=verdict), opt_state
+            return judged(start)
+        policy: Any = optimizer.policy  # one that moves, as `check_retries` saw
+        return repeat_backward(self.call, policy, judged, start, self.retries, traced=traced)
 
     def _checked_loss_fn(self) -> Callable[..., Any]:
         """Returns the loss function with a check of what it returns."""

@@ -21,6 +21,7 @@ from .._jax import collective_axes, varying
 from .._policies.base import LossScale, adjust_scale
 from .._trees.leaf import dtype_of, is_array_like
 from .._trees.tree import blank, tree_where
+from .counters import Retries
 
 # How often a policy is told of one overflow. A policy with hysteresis lowers its scale only after
 # several; one that tolerates more than this is left alone, and the step is skipped.
@@ -32,12 +33,13 @@ _CARRIED = object()  # stands where a tree has an array that the loop carries
 class BackwardResult(NamedTuple):
     """What one forward and backward pass gave."""
 
-    loss: jax.Array
+    loss: Any  # f32[], `None` if it is not known
     state: Any  # what the loss function carries beside the parameters, if it does
     aux: Any
     grads: Scaled
     verdict: Verdict | None = None
     seen: Scaled | None = None  # the gradients before `on_grads` changed them, if it did
+    retries: Retries | None = None  # if the pass may be repeated
 
 
 def repeat_backward(
@@ -48,8 +50,8 @@ def repeat_backward(
     retries: int,
     *,
     traced: bool,
-) -> tuple[BackwardResult, Any, jax.Array]:
-    """Returns the last pass, the scale state to go on with, and how many passes came before it.
+) -> BackwardResult:
+    """Returns the last pass, with the scale state to go on with and the number of passes before.
 
     A pass is made again if its loss is finite and its gradients are not, unless the policy does
     not lower the scale. A bad loss says nothing about the scale. Neither does a batch that is bad
@@ -79,7 +81,7 @@ def repeat_backward(
         while again:
             scaling, number = lower, number + 1
             made, lower, again = one_pass(scaling, number)
-        return made, _outcome(made, scaling, first), number
+        return _with_retries(made, number, scaling, first)
 
     unflatten: list[Callable[[list[Any]], BackwardResult]] = []
 
@@ -106,13 +108,12 @@ def repeat_backward(
     arrays = [blank(aval) for aval in types[: -1 - len(jax.tree.leaves(scaling))]]
     carry = scaling, number, jnp.array(True), arrays
     scaling, number, _, arrays = jax.lax.while_loop(lambda carry: carry[2], body, carry)
-    made = unflatten[0](arrays)
-    return made, _outcome(made, scaling, first), number
+    return _with_retries(unflatten[0](arrays), number, scaling, first)
 
 
-def _outcome(made: BackwardResult, last: Any, first: Any) -> Any:
+def _with_retries(made: BackwardResult, number: Any, last: Any, first: Any) -> BackwardResult:
     verdict: Any = made.verdict
-    return tree_where(verdict.grads_finite, last, first)
+    return made._replace(retries=Retries(number, tree_where(verdict.grads_finite, last, first)))
 
 
 def trace_once(

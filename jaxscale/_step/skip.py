@@ -4,7 +4,7 @@ On a GPU or TPU a selection fuses into the step's own kernels and reads nothing 
 would keep XLA from updating buffers in place and take minutes to compile over hundreds of leaves;
 a branch does neither. The program holds both, as one program may be lowered for any platform.
 
-`_step.py` calls `step_if`: it says what a step computes, and what to return if it is skipped.
+`wrapper.py` calls `step_if`: it says what a step computes, and what to return if it is skipped.
 """
 
 from collections.abc import Callable

@@ -3,12 +3,13 @@
 `train_step` is for plain functions and for Equinox; `jaxscale.flax.train_step` and
 `jaxscale.nnx.train_step` are made of the same parts:
 
-1. `Plan` holds the arguments of a step, checked before anything is traced. `Plan.backward` makes
-   one pass with a loss scale: the loss, the state that the model carries, and scaled gradients.
-2. `Plan.passes` makes that pass, and with `retries` makes it again at lower scales. In each pass
-   `on_grads` gets the gradients, unscaled.
-3. `applied` and `chosen`, of `_optimizer.py`, make the step of the optimizer, which divides the
-   gradients, and choose between new and old state.
+1. `StepPlan` holds the arguments of a step, checked before anything is traced. Its `backward`
+   makes one pass with a loss scale: the loss, the state that the model carries, and scaled
+   gradients.
+2. Its `run_backward` makes that pass, and with `retries` makes it again at lower scales. In each
+   pass `on_grads` gets the gradients, unscaled.
+3. `apply_step` makes the step of the optimizer, which divides the gradients.
+   `select_if_applied` and `select_if_stepped` choose between new and old state.
 """
 
 import contextlib
@@ -20,14 +21,8 @@ import jax.numpy as jnp
 import optax
 
 from .._trees.leaf import is_array_like
-from .apply import (
-    apply_step,
-    check_optimizer,
-    check_same_optimizer,
-    check_transformation,
-    select_if_applied,
-    select_if_stepped,
-)
+from .apply import select_if_applied, select_if_stepped
+from .optimizer import apply_step, as_optimizer, check_same_optimizer
 from .plan import StepPlan
 from .retry import BackwardResult, is_traced
 
@@ -205,16 +200,17 @@ def train_step(
             f"`train_step(argnums={kwargs['argnums']!r})`: the parameters are the first argument. "
             "Put all that is trained into them, as one tree."
         )
-    check_transformation("train_step", tx)
-    plan.check_retries(tx)
+    optimizer = as_optimizer("train_step", tx)
+    plan.check_retries(optimizer)
     for state in _possible_states(tx):
-        plan.warn_if_bare(tx, state, stacklevel=3)
+        plan.warn_if_bare(optimizer, state, stacklevel=3)
     order = "(params, opt_state, state, ...)" if has_state else "(params, opt_state, ...)"
 
     def step(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        given = "train_step(...)(opt_state=...)"
         _check_params(transform, params)
-        opt_state = check_optimizer("train_step(...)", tx, opt_state, order)
-        check_same_optimizer("train_step(...)(opt_state=...)", tx, opt_state, params)
+        before = optimizer.check_state(given, opt_state, order)
+        check_same_optimizer(given, optimizer, before, params)
         if has_state and not args:
             raise TypeError(f"`train_step(has_state=True)` returns a step that takes {order}.")
         state, args = (args[:1], args[1:]) if has_state else ((), args)
@@ -224,29 +220,19 @@ def train_step(
         def backward(scaling: Any) -> BackwardResult:
             return plan.backward(scaling, params, *treedef.unflatten(leaves), *args, **kwargs)
 
-        traced = is_traced(params, opt_state, leaves, args, kwargs)
-        made, before = plan.run_backward(tx, opt_state, backward, traced, params)
-        params, opt_state = apply_step(
-            tx, made.grads, before, params, made.loss, verdict=made.verdict
-        )
+        traced = is_traced(params, before, leaves, args, kwargs)
+        made = plan.run_backward(optimizer, before, backward, traced, params)
+        params, opt_state = apply_step(optimizer, before, params, made)
         if has_state:
             (old,) = treedef.unflatten(leaves)
-            state = (
-                select_if_applied("train_step(has_state=True)", tx, opt_state, made.state, old),
-            )
+            given = "train_step(has_state=True)"
+            state = (select_if_applied(given, optimizer, opt_state, made.state, old),)
             if after is not None:
                 leaves, treedef = jax.tree.flatten(state)
                 new = after(params, *treedef.unflatten(leaves))
-                state = (
-                    select_if_stepped(
-                        "train_step(after=...)",
-                        tx,
-                        before,
-                        opt_state,
-                        new,
-                        *treedef.unflatten(leaves),
-                    ),
-                )
+                (old,) = treedef.unflatten(leaves)
+                given = "train_step(after=...)"
+                state = (select_if_stepped(given, optimizer, before, opt_state, new, old),)
         return params, opt_state, *state, (made.loss, made.aux) if has_aux else made.loss
 
     return with_name(step)

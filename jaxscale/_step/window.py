@@ -1,19 +1,60 @@
 """The window of `multi_steps`: the mean gradients of the micro-batches that count.
 
-A step of the wrapper calls `Window.add` with each micro-batch. If that makes a step of the
-optimizer due, it is made from `Window.mean`; `Window.close` empties a window that is full.
+A step calls `add` with each micro-batch, and gets what a step of the optimizer is to be made from,
+and whether it is due; `close` empties a window that is full. Without `multi_steps` there is no
+window: `EachStep` has the same methods, and a step is due whenever the gradients are good.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from .._gradients.scaled import Scaled
 from .._state.optimizer import MultiStepsState
 from .._trees.tree import cast, leaf_name, only_gradients
+
+
+class Ready(NamedTuple):
+    """What a step of the optimizer is made from."""
+
+    due: jax.Array  # bool[], whether it is to be made
+    opt_state: Any  # that of the optimizer itself
+    stored: Any  # the gradients as they are stored; they may be non-finite if no step is due
+    gradients_of: Callable[[Any], Any]  # from them, or zeros in their place, to those of the step
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class EachStep:
+    """No window: each micro-batch that counts makes a step of the optimizer."""
+
+    averages = False
+
+    def open(self, params: Any, inner_state: Any) -> Any:
+        """Returns the state of the optimizer, which is not put into anything."""
+        del params
+        return inner_state
+
+    def add(
+        self, inner_state: Any, grads: Scaled, value: Any, counts: jax.Array
+    ) -> tuple[Any, Ready]:
+        """Returns the state of the optimizer, and what its step is made from."""
+        ready = Ready(counts, inner_state, grads.grads, grads.times_reciprocal, value)
+        return inner_state, ready
+
+    def close(self, filled: Any, inner_state: Any, stepped: jax.Array) -> Any:
+        """Returns the next state of the optimizer."""
+        del filled, stepped
+        return inner_state
+
+    def lets_scale_move(self, verdict: Any, grads_finite: jax.Array, stepped: jax.Array) -> Any:
+        """Returns whether the policy is told: a bad loss says nothing about the scale."""
+        del grads_finite, stepped
+        return verdict.loss_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +64,8 @@ class Window:
     length: Callable[[jax.Array], Any]  # of the steps made so far
     drop: Literal["micro_batch", "window"]
     growth_unit: Literal["optimizer_step", "micro_batch"]
+
+    averages = True  # whether gradients are means of several micro-batches
 
     def open(self, params: Any, inner_state: Any) -> MultiStepsState:
         """Returns an empty window."""
@@ -37,11 +80,12 @@ class Window:
         )
 
     def add(
-        self, state: Any, grads: Any, value: Any, counts: jax.Array
-    ) -> tuple[MultiStepsState, jax.Array]:
-        """Returns the window with one more micro-batch, and whether a step is due."""
+        self, state: Any, grads: Scaled, value: Any, counts: jax.Array
+    ) -> tuple[MultiStepsState, Ready]:
+        """Returns the window with one more micro-batch, and what a step is made from."""
+        new = grads.divided
         _check_window(state)
-        _check_gradients(state.acc_grads, grads)
+        _check_gradients(state.acc_grads, new)
         length = self._length(state)
 
         def add_leaf(acc: Any, leaf: Any) -> Any:
@@ -55,35 +99,27 @@ class Window:
         state = state._replace(
             mini_step=jnp.asarray(optax.safe_increment(state.mini_step)),
             counted=state.counted + counts.astype(jnp.int32),
-            acc_grads=jax.tree.map(add_leaf, state.acc_grads, grads, is_leaf=_is_absent),
+            acc_grads=jax.tree.map(add_leaf, state.acc_grads, new, is_leaf=_is_absent),
             acc_value=state.acc_value if value is None else add_leaf(state.acc_value, value),
         )
         whole = state.counted == state.mini_step if self.drop == "window" else state.counted > 0
-        return state, (state.mini_step >= length) & whole
-
-    def mean(self, state: MultiStepsState, grads: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """Returns the accumulated gradients, and a function from them to the mean gradients.
-
-        Leaves that are not gradients have no mean and are those of `grads`.
-        """
+        due = (state.mini_step >= length) & whole
         ratio = self._ratio(state)
 
-        def mean_leaf(acc: Any, grad: Any) -> Any:
+        def mean_leaf(acc: Any, grad: Any) -> Any:  # what is no gradient has no mean
             return grad if _is_absent(acc) else saturate(acc * ratio.astype(acc.dtype))
 
         def mean(acc_grads: Any) -> Any:
-            return jax.tree.map(mean_leaf, acc_grads, grads, is_leaf=_is_absent)
+            return jax.tree.map(mean_leaf, acc_grads, new, is_leaf=_is_absent)
 
-        return state.acc_grads, mean
-
-    def mean_value(self, state: MultiStepsState) -> jax.Array:
-        """Returns the mean loss of the micro-batches that counted, an `f32[]`."""
-        return saturate(state.acc_value * self._ratio(state))
+        if value is not None:
+            value = saturate(state.acc_value * ratio)
+        return state, Ready(due, state.inner_opt_state, state.acc_grads, mean, value)
 
     def close(
         self, state: MultiStepsState, inner_state: Any, stepped: jax.Array
     ) -> MultiStepsState:
-        """Returns the next window, emptied if this one is full. `stepped` may be `False`."""
+        """Returns the next window, emptied if this one is full."""
         full = state.mini_step >= self._length(state)
         return MultiStepsState(
             mini_step=jnp.where(full, 0, state.mini_step),
@@ -97,6 +133,14 @@ class Window:
             acc_value=jnp.where(full, 0.0, state.acc_value),
             inner_opt_state=inner_state,
         )
+
+    def lets_scale_move(
+        self, verdict: Any, grads_finite: jax.Array, stepped: jax.Array
+    ) -> jax.Array:
+        """Returns whether the policy is told of a micro-batch, by `growth_unit`."""
+        if self.growth_unit == "micro_batch":
+            return verdict.loss_finite
+        return verdict.loss_finite & (stepped | ~grads_finite)
 
     def _length(self, state: MultiStepsState) -> jax.Array:
         return jnp.asarray(self.length(state.gradient_step), jnp.int32)

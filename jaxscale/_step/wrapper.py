@@ -6,47 +6,41 @@ arguments. Its `update` and `apply` make one step, in this order:
 1. *Verdict.* It says whether all gradients are finite, and the loss, if it was passed. It takes
    one pass over the gradients, and all devices agree on it. It covers the gradients rather than
    the updates, as clipping by value and sign-based optimizers hide an inf; with `check_updates`
-   it covers the updates, too. For a policy that follows the largest gradient, the same pass finds
-   that. If a hook changed the gradients, it covers them as they were and as they are, as a clip
-   hides an inf, too; the largest is that of those before, and the norm that of those after.
-2. *Window.* If gradients are accumulated over several micro-batches, those of finite
-   micro-batches are added up. A step is due when the window is full; without a window, whenever
-   the verdict is good.
+   it covers the updates, too.
+2. *Window.* If gradients are accumulated over several micro-batches, those of good micro-batches
+   are added up. A step is due when the window is full; without a window, whenever the verdict is
+   good.
 3. *Skip.* If a step is due, the wrapped optimizer makes it. If not, its state and the parameters
    stay as they are: by a branch on a CPU, by a selection on other machines.
-4. *Scale.* The policy gets the verdict, and the largest gradient if it takes that, and moves the
+4. *Scale.* The policy gets the verdict, and the largest gradient if it needs that, and moves the
    loss scale, unless the loss is to blame.
-   Good micro-batches count towards growth as `growth_unit` says.
 5. *Counters.* The state counts what happened, so that nothing has to wait for the host.
 
 With `skip_nonfinite=False` none of this happens: the step is that of the wrapped optimizer.
 """
 
 import dataclasses
-import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from .._gradients.reduction import nans_are_errors
 from .._gradients.scaled import Scaled
 from .._gradients.verdict import (
     Verdict,
     agree_on_size,
-    agree_on_sizes,
     all_finite,
     clip_by_global_norm,
     flags_by_leaf,
     global_norm,
+    judge,
     last_flags,
-    nans_are_errors,
     norm_bits,
-    read,
-    sizes,
 )
 from .._policies.base import LossScale, adjust_scale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
@@ -60,9 +54,21 @@ from .checks import (
     check_state,
     check_state_kept,
 )
-from .counters import count_backoffs, increment_if
+from .counters import Retries, count_step, zero_counters
 from .skip import no_updates, step_if
-from .window import Window
+from .window import EachStep, Ready, Window
+
+# Policies whose scale stays as it is.
+NEVER_MOVE = (NoOpLossScale, FixedLossScale)
+
+
+class _Made(NamedTuple):
+    """What became of a step of the optimizer, made or skipped."""
+
+    outcome: Any  # the updates, or the parameters
+    opt_state: Any
+    updates_finite: jax.Array | None  # bool[], with `check_updates`
+    norm: Any  # f32[], what the state shows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Wrapper:
     inner: optax.GradientTransformationExtraArgs
     policy: LossScale
     axis_name: Any = None
-    window: Window | None = None
+    window: Window | EachStep = dataclasses.field(default_factory=EachStep)
     max_norm: float | None = None
     skips: bool = True
     check_updates: bool = False
@@ -87,19 +93,10 @@ class Wrapper:
         # Leaves that an optimizer makes from Python numbers are weakly typed, and after a step
         # they would not be: the second step would compile anew.
         inner_state = cast_like(inner_state, inner_state)
-        if self.window is not None:
-            inner_state = self.window.open(params, inner_state)
         return LossScaledState(
             scaling=self.policy.init(),
-            inner_state=inner_state,
-            grads_finite=jnp.array(True),
-            notfinite_count=jnp.array(0, jnp.int32),
-            total_notfinite=jnp.array(0, jnp.int32),
-            total_notfinite_loss=jnp.array(0, jnp.int32),
-            total_steps=jnp.array(0, jnp.int32),
-            total_retries=jnp.array(0, jnp.int32),
-            total_exhausted=jnp.array(0, jnp.int32),
-            backoff_count=jnp.array(0, jnp.int32),
+            inner_state=self.window.open(params, inner_state),
+            **zero_counters(),
             nonfinite_leaves=flags_by_leaf(params) if self.track_leaves else None,
             grad_norm=None if self.max_norm is None else jnp.array(0, jnp.float32),
         )
@@ -116,7 +113,7 @@ class Wrapper:
         state = check_state("loss_scaled(...).update(state=...)", state, self.policy)
         grads = Scaled(updates)
         verdict = self.judge(grads, state, value)
-        return self._advance(grads, verdict, state, params, value, extra_args, applies=False)
+        return self._step(grads, verdict, state, params, value, extra_args, applies=False)
 
     def apply(
         self,
@@ -126,6 +123,7 @@ class Wrapper:
         value: Any = None,
         extra_args: Mapping[str, Any] = MappingProxyType({}),
         verdict: Verdict | None = None,
+        retries: Retries | None = None,
     ) -> tuple[Any, LossScaledState]:
         """Returns the parameters after one step, and the next state.
 
@@ -136,9 +134,39 @@ class Wrapper:
           value: the loss, if it is known.
           extra_args: further arguments of the wrapped optimizer.
           verdict: what `judge` returned, if it was called already.
+          retries: what came of repeating the backward pass, if it may be repeated.
         """
         verdict = self.judge(grads, state, value) if verdict is None else verdict
-        return self._advance(grads, verdict, state, params, value, extra_args, applies=True)
+        return self._step(grads, verdict, state, params, value, extra_args, retries, applies=True)
+
+    @property
+    def can_back_off(self) -> bool:
+        """Whether the scale ever moves, so that a retry may help."""
+        return not isinstance(self.policy, NEVER_MOVE)
+
+    def inner_state(self, state: LossScaledState) -> Any:
+        """Returns the part of a state that belongs to the optimizer itself."""
+        return state.inner_state
+
+    def check_state(self, given: str, state: Any, order: str) -> LossScaledState:
+        """Returns the state that a step was given, as arrays, or raises an error.
+
+        Args:
+          given: the step and its argument, for the message.
+          state: what was passed.
+          order: the order of the step's arguments, if they could be confused.
+        """
+        return check_state(given, state, self.policy, order)
+
+    def scale_state(self, call: str, state: LossScaledState) -> Any:
+        """Returns the scale state that a backward pass starts with."""
+        del call
+        return state.scaling
+
+    def find_verdict(self, call: str, state: LossScaledState) -> LossScaledState | None:
+        """Returns the state that tells whether a step was applied, `None` if all are."""
+        del call
+        return state if self.skips else None
 
     def judge(
         self,
@@ -161,131 +189,117 @@ class Wrapper:
         if not self.skips:
             return None
         axis_name = self.axis_name if axis_name is None else axis_name
-        unscaled, first = grads.divided, seen or grads
-        # The state decides, not `track_leaves`: its structure must not change.
-        tracks = state.nonfinite_leaves is not None
-        is_sized = self.policy.needs_largest
-        if is_sized:
-            evidence = sizes(first, by_leaf=tracks)
-        else:
-            squares = self._shares_norm and seen is None
-            evidence = read(first.divided, by_leaf=tracks, squares=squares)
-        passes, norm = [evidence], evidence
-        if seen is not None:
-            norm = read(unscaled, by_leaf=tracks, squares=self._shares_norm)
-            passes.append(norm)
-        elif is_sized and self._shares_norm:
-            norm = read(unscaled, squares=True)
-        check_devices_agree(unscaled, value, axis_name)
-        by_leaf = zip(*(each.finite_groups() for each in passes), strict=True) if tracks else ()
-        held = [[each.finite() for each in passes], [all_finite(value)], *by_leaf]
-        local = jnp.stack([functools.reduce(jnp.bitwise_and, each) for each in held])
-        squares = norm.squares() if self._shares_norm else None
-        bits = {"largest": evidence.bits()} if evidence.holds_sizes else {}
-        if squares is not None and state.grad_norm is not None:
-            bits["norm"] = norm_bits(jnp.sqrt(squares))
-        (grads_finite, loss_finite, *leaves_finite), known = agree_on_sizes(local, bits, axis_name)
-        return Verdict(
+        check_devices_agree(grads.divided, value, axis_name)
+        return judge(
+            grads,
+            value,
             axis_name,
-            grads_finite,
-            loss_finite,
-            leaves_finite,
-            squares,
-            known.get("norm"),
-            known.get("largest"),
+            seen=seen,
+            # The state decides, not `track_leaves`: its structure must not change.
+            by_leaf=state.nonfinite_leaves is not None,
+            wants_largest=self.policy.needs_largest,
+            wants_squares=self._shares_norm,
+            agrees_on_norm=state.grad_norm is not None,
         )
 
-    def _advance(
+    def _step(
         self,
-        scaled: Scaled,
+        grads: Scaled,
         verdict: Verdict | None,
         state: LossScaledState,
         params: Any,
         value: Any,
         extra_args: Mapping[str, Any],
+        retries: Retries | None = None,
         *,
         applies: bool,
     ) -> tuple[Any, LossScaledState]:
         """Returns the updates, or with `applies` the parameters, and the next state."""
-        grads = scaled.divided
-        shows = self.max_norm is not None and state.grad_norm is not None
+
+        def make(grads: Any, norm: Any, value: Any, opt_state: Any) -> tuple[Any, Any, Any, Any]:
+            updates, opt_state, norm = self._inner_update(
+                grads, norm, value, opt_state, params, extra_args
+            )
+            outcome = apply_updates(params, updates) if applies else addable(updates, params)
+            return outcome, opt_state, updates, norm
+
         if verdict is None:
-            updates, inner_state, norm = self._inner_update(
-                grads, None, value, state.inner_state, params, extra_args
-            )
-            outcome = apply_updates(params, updates) if applies else addable(updates, params)
-            shown = _shown(norm, self.axis_name) if shows else state.grad_norm
-            return outcome, state._replace(inner_state=inner_state, grad_norm=shown)
+            outcome, opt_state, _, norm = make(grads.divided, None, value, state.inner_state)
+            norm = self._shown(state, norm, self.axis_name)
+            return outcome, state._replace(inner_state=opt_state, grad_norm=norm)
 
-        grads_finite, loss_finite = verdict.grads_finite, verdict.loss_finite
-        axis_name = verdict.axis_name
-        counts = grads_finite & loss_finite
-        if self.window is None:
-            window, due, opt_state = None, counts, state.inner_state
-            stored, gradients_of = scaled.grads, scaled.times_reciprocal
-        else:
-            window, due = self.window.add(state.inner_state, grads, value, counts)
-            opt_state = window.inner_opt_state
-            stored, gradients_of = self.window.mean(window, grads)
-            value = None if value is None else self.window.mean_value(window)
-        norm = None if verdict.squares is None else jnp.sqrt(verdict.squares)
-        shown: Any = state.grad_norm if verdict.norm is None else verdict.norm
-        finds = shows and norm is None  # only the step then knows the norm, if it is made
-        if finds and self.window is None:
-            shown = jnp.full_like(shown, jnp.inf)
+        good = verdict.grads_finite & verdict.loss_finite
+        window, ready = self.window.add(state.inner_state, grads, value, good)
 
-        def unchanged(like: Any) -> tuple[Any, Any]:
-            return (params if applies else no_updates(like, grads)), opt_state
+        def unchanged(updates: Any) -> Any:
+            return params if applies else no_updates(updates, grads.divided)
 
-        def step(operand: Any) -> tuple[Any, Any, Any, Any]:
-            stored, norm = operand
-            updates, new_state, found = self._inner_update(
-                gradients_of(stored), norm, value, opt_state, params, extra_args
-            )
-            found = _shown(found, axis_name) if finds else None
-            outcome = apply_updates(params, updates) if applies else addable(updates, params)
-            if not self.check_updates:
-                return outcome, new_state, None, found
-            finite = all_finite(updates, axis_name=axis_name)
-            return *tree_where(finite, (outcome, new_state), unchanged(updates)), finite, found
+        made = self._make_or_skip(ready, verdict, state, make, unchanged)
+        stepped, grads_finite = ready.due, verdict.grads_finite
+        if made.updates_finite is not None:
+            stepped, grads_finite = (each & made.updates_finite for each in (stepped, grads_finite))
 
-        def skipped(like: Any) -> tuple[Any, Any, Any, Any]:
-            # Constants, with the type that the others have on a mesh, which a constant has not.
-            found = jax.lax.select(due, shown, shown) if finds else None
-            return *unchanged(like[0]), due | ~due if self.check_updates else None, found
+        start = state.scaling if retries is None else retries.scaling
+        moved = adjust_scale(self.policy, start, grads_finite, verdict.largest)
+        moves = self.window.lets_scale_move(verdict, grads_finite, stepped)
+        scaling = tree_where(moves, moved, start)
 
-        outcome, new_state, updates_finite, found = step_if(due, step, (stored, norm), skipped)
-        if updates_finite is not None:
-            due, grads_finite = due & updates_finite, grads_finite & updates_finite
-        applied = grads_finite & loss_finite
-        scaling = adjust_scale(self.policy, state.scaling, grads_finite, verdict.largest)
-        overflow = ~grads_finite
-        if verdict.lowered is not None:  # a second fall in the same step does not count
-            overflow &= ~verdict.lowered
-        # A bad loss says nothing about the scale, which then stays.
-        observed = loss_finite
-        if self.window is not None and window is not None:  # both, or neither
-            new_state = self.window.close(window, new_state, due)
-            if self.window.growth_unit == "optimizer_step":
-                observed &= due | ~grads_finite
-        scaling = tree_where(observed, scaling, state.scaling)
+        counted = count_step(state, verdict, grads_finite, scaling, retries)
         flags = state.nonfinite_leaves
         if flags is not None:
-            flags = last_flags(flags, flags_by_leaf(grads, verdict.leaves_finite), grads_finite)
-        return outcome, LossScaledState(
+            new = flags_by_leaf(grads.divided, verdict.leaves_finite)
+            flags = last_flags(flags, new, grads_finite)
+        return made.outcome, counted._replace(
             scaling=scaling,
-            inner_state=new_state,
-            grads_finite=applied,
-            notfinite_count=jnp.where(applied, 0, optax.safe_increment(state.notfinite_count)),
-            total_notfinite=increment_if(~applied, state.total_notfinite),
-            total_notfinite_loss=increment_if(~loss_finite, state.total_notfinite_loss),
-            total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
-            total_retries=state.total_retries,
-            total_exhausted=state.total_exhausted,
-            backoff_count=count_backoffs(state, scaling, overflow),
+            inner_state=self.window.close(window, made.opt_state, stepped),
             nonfinite_leaves=flags,
-            grad_norm=shown if found is None else found,
+            grad_norm=made.norm,
         )
+
+    def _make_or_skip(
+        self,
+        ready: Ready,
+        verdict: Verdict,
+        state: LossScaledState,
+        make: Callable[[Any, Any, Any, Any], tuple[Any, Any, Any, Any]],
+        unchanged: Callable[[Any], Any],
+    ) -> _Made:
+        """Returns what a step of the optimizer comes to if it is due, and otherwise what was.
+
+        Args:
+          ready: what it is made from.
+          verdict: the verdict on the gradients.
+          state: the state before the step.
+          make: a step: gradients, their norm if known, loss and state to the outcome, the next
+            state, the updates and the norm.
+          unchanged: the outcome of a skipped step, from updates or their shapes.
+        """
+        norm = None if verdict.squares is None else jnp.sqrt(verdict.squares)
+        shown = state.grad_norm if verdict.norm is None else verdict.norm
+        # Whether only the step finds the norm, if it is made.
+        finds = norm is None and self.max_norm is not None and state.grad_norm is not None
+        if finds and not self.window.averages:
+            shown = jnp.full_like(shown, jnp.inf)
+
+        def step(operand: Any) -> tuple[Any, ...]:
+            stored, norm = operand
+            grads = ready.gradients_of(stored)
+            outcome, opt_state, updates, norm = make(grads, norm, ready.value, ready.opt_state)
+            norm = self._shown(state, norm, verdict.axis_name) if finds else None
+            if not self.check_updates:
+                return outcome, opt_state, None, norm
+            finite = all_finite(updates, axis_name=verdict.axis_name)
+            kept = unchanged(updates), ready.opt_state
+            return *tree_where(finite, (outcome, opt_state), kept), finite, norm
+
+        def skipped(like: Any) -> tuple[Any, ...]:
+            # Constants, with the type that the others have on a mesh, which a constant has not.
+            norm = jax.lax.select(ready.due, shown, shown) if finds else None
+            finite = ready.due | ~ready.due if self.check_updates else None
+            return unchanged(like[0]), ready.opt_state, finite, norm
+
+        outcome, opt_state, finite, found = step_if(ready.due, step, (ready.stored, norm), skipped)
+        return _Made(outcome, opt_state, finite, shown if found is None else found)
 
     @property
     def _shares_norm(self) -> bool:
@@ -294,7 +308,13 @@ class Wrapper:
         It does not if it is the norm of a mean of several gradients, or if JAX raises an error
         at a NaN, which the sums of squares of a bad step are.
         """
-        return self.max_norm is not None and self.window is None and not nans_are_errors()
+        return self.max_norm is not None and not self.window.averages and not nans_are_errors()
+
+    def _shown(self, state: LossScaledState, norm: Any, axis_name: Any) -> Any:
+        """Returns a norm that the step found as the state shows it, if it does."""
+        if self.max_norm is None or state.grad_norm is None:
+            return state.grad_norm
+        return agree_on_size(norm_bits(norm), axis_name)
 
     def _inner_update(
         self,
@@ -338,12 +358,3 @@ def takes_value(update: Any) -> bool:
     """
     parameters = inspect.signature(update).parameters.values()
     return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _shown(norm: Any, axis_name: Any) -> jax.Array:
-    """Returns a norm as the state shows it."""
-    return agree_on_size(norm_bits(norm), axis_name)
-
-
-# Policies whose scale stays as it is.
-NEVER_MOVE = (NoOpLossScale, FixedLossScale)

@@ -1,8 +1,7 @@
-"""The public wrappers of an optimizer, and the step that applies its updates.
+"""The public wrappers of an optimizer.
 
 `loss_scaled`, `skip_nonfinite` and `multi_steps` check their arguments and put them into one
-`Wrapper`, whichever is called first; `_step.py` has the step itself. `apply_gradients` makes the
-step and applies it in one, for wrapped optimizers and bare ones.
+`Wrapper`, whichever is called first; `wrapper.py` has the step itself.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from .._policies.fixed import NoOpLossScale
 from .._policies.spec import as_loss_scale
 from .._trees.checks import int32, one_of, positive, with_article
 from .window import Window
-from .wrapper import NEVER_MOVE, Wrapper, wrapper_of
+from .wrapper import Wrapper, wrapper_of
 
 
 def loss_scaled(
@@ -191,7 +190,7 @@ def multi_steps(
       drop: what a non-finite micro-batch costs. `"micro_batch"`: only itself; the step is
         made from the others, if there are any. `"window"`: its whole window; the optimizer
         makes no step. (Other state of a training loop, such as batch statistics, goes by
-        `grads_finite`, which is about the micro-batch.)
+        `step_applied`, which is about the micro-batch.)
       growth_unit: what the loss scale counts towards its growth: `"optimizer_step"` or
         `"micro_batch"`.
 
@@ -218,7 +217,7 @@ def multi_steps(
       -2.0 1 16384.0
     """
     wrapper = _wrapper("multi_steps", inner)
-    if wrapper.window is not None:
+    if wrapper.window.averages:
         raise TypeError(
             "`multi_steps(inner)`: `inner` has a window already. Make that one longer instead."
         )
@@ -247,10 +246,10 @@ def _check_needs_no_verdict(wrapper: Wrapper) -> None:
     needs = [
         what
         for what, needed in {
-            with_article(type(wrapper.policy).__name__): not isinstance(wrapper.policy, NEVER_MOVE),
+            with_article(type(wrapper.policy).__name__): wrapper.can_back_off,
             "check_updates=True": wrapper.check_updates,
             "track_leaves=True": wrapper.track_leaves,
-            "a window of `multi_steps`": wrapper.window is not None,
+            "a window of `multi_steps`": wrapper.window.averages,
         }.items()
         if needed
     ]

@@ -184,9 +184,9 @@ def _steps(columns: dict[str, np.ndarray]) -> np.ndarray:
 
 def _skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
     """Returns how many steps were skipped up to each recorded step, from the first one on."""
-    if "grads_finite" not in columns:
+    if "step_applied" not in columns:
         return None
-    bad = 1 - columns["grads_finite"]
+    bad = 1 - columns["step_applied"]
     total = columns.get("total_notfinite", np.cumsum(bad))
     return total - total[0] + bad[0]
 

@@ -239,7 +239,7 @@ def test_metrics_of_the_step_itself_and_other_numbers():
 
 
 def test_metrics_as_python_numbers_are_the_same():
-    numbers = {"loss_scale": 2.0**15, "grads_finite": True, "total_steps": 3}
+    numbers = {"loss_scale": 2.0**15, "step_applied": True, "total_steps": 3}
     columns = []
     for values in (numbers, jax.tree.map(jnp.asarray, numbers), jax.tree.map(np.asarray, numbers)):
         history = diagnostics.History()

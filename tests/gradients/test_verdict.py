@@ -255,7 +255,7 @@ def test_the_verdict_is_that_of_numpy(placed, seeds, request):
                 verdict = jax.jit(verdict)
                 assert verdict(tree) == all(expected.values()), expected
             updates, state = tx.update(tree, tx.init(tree))
-            assert state.grads_finite == all(expected.values()), (name, expected)
+            assert state.step_applied == all(expected.values()), (name, expected)
             assert jaxscale.all_finite(updates)
             if name in ("tracked", "both", "sized, both"):
                 assert {k: not bad for k, bad in state.nonfinite_leaves.items()} == expected
@@ -277,7 +277,7 @@ txs.append(jaxscale.loss_scaled(optax.identity(), "adaptive"))
 @jax.jit
 def verdicts(tree):
     states = [tx.update(tree, tx.init(tree))[1] for tx in txs]
-    return [jaxscale.all_finite(tree), *(state.grads_finite for state in states)]
+    return [jaxscale.all_finite(tree), *(state.step_applied for state in states)]
 assert all(verdicts(tree))
 for name, leaf in tree.items():
     for bad in (np.inf, -np.inf, np.nan):

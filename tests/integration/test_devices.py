@@ -36,7 +36,7 @@ def shards(array):
 
 def assert_agreed_skip(params, state):
     assert_same_bits(jax.tree.map(np.asarray, params), jax.tree.map(np.asarray, PARAMS))
-    for value in (state.total_notfinite, state.scaling.loss_scale, state.grads_finite):
+    for value in (state.total_notfinite, state.scaling.loss_scale, state.step_applied):
         assert len({str(shard) for shard in shards(value)}) == 1
     assert state.total_notfinite == 1
 
@@ -79,7 +79,7 @@ def test_shard_map_agrees(check, axis_name):
         )
     )
     state = tx.init(PARAMS)
-    assert run(PARAMS, state, X)[1].grads_finite
+    assert run(PARAMS, state, X)[1].step_applied
     assert_agreed_skip(*run(PARAMS, state, X.at[13, 2].set(jnp.inf)))
 
 
@@ -125,7 +125,7 @@ def test_pmap_agrees():
     run = jax.pmap(one_device, axis_name="data", devices=DEVICES)
     params, state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), (PARAMS, tx.init(PARAMS)))
     x = X.reshape(8, 2, 8)
-    assert run(params, state, x)[1].grads_finite.tolist() == [True] * 8
+    assert run(params, state, x)[1].step_applied.tolist() == [True] * 8
     kept, state = run(params, state, x.at[5, 1, 2].set(jnp.inf))
     assert_same_bits(jax.tree.map(np.asarray, kept), jax.tree.map(np.asarray, params))
     assert state.total_notfinite.tolist() == [1] * 8

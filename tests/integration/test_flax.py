@@ -288,12 +288,12 @@ def test_fields_may_have_a_say():
         state = create()
         step = jax.jit(jaxscale.flax.train_step(loss_fn, has_state=True))
         new, _ = step(state, FINE * jnp.nan)
-        assert new.opt_state.grads_finite != kept
+        assert new.opt_state.step_applied != kept
         assert jaxscale.all_finite(new.batch_stats) == kept
         if kept:
             assert_same_bits((new.params, new.batch_stats), (state.params, state.batch_stats))
             assert_same_bits(new.opt_state.scaling, state.opt_state.scaling)
-        assert step(new, FINE)[0].opt_state.grads_finite
+        assert step(new, FINE)[0].opt_state.step_applied
 
 
 def averaged(state):

@@ -121,7 +121,7 @@ def test_a_nan_in_one_process_is_skipped_by_all(uninterrupted):
         while retries < opt_state.total_retries:
             retries += 1
             scale, tracker = scale / 2, 0
-        if opt_state.grads_finite:
+        if opt_state.step_applied:
             tracker += 1
             if tracker == policy.growth_interval:
                 scale, tracker = scale * 2, 0

@@ -72,7 +72,7 @@ def by_hand(model, optimizer, x):
     )
     loss, grads = value_and_grad(model, x)
     optimizer.update(model, grads, value=loss)
-    finite = jaxscale.metrics(optimizer)["grads_finite"]
+    finite = jaxscale.metrics(optimizer)["step_applied"]
     nnx.update(model, jaxscale.tree_where(finite, nnx.to_pure_dict(nnx.state(model, kept)), old))
     return loss
 
@@ -109,7 +109,7 @@ def test_compiled_it_traces_once_and_keeps_everything_but_the_noise(retries):
         noise = model.dropout.rngs.count[...]
         structure = jax.tree.structure(nnx.state((model, optimizer)))
         step(model, optimizer, batch)
-        if not jaxscale.metrics(optimizer)["grads_finite"]:
+        if not jaxscale.metrics(optimizer)["step_applied"]:
             assert_same_bits(state_of(model, optimizer, nnx.Not(nnx.RngState))[0], before)
         assert model.dropout.rngs.count[...] == noise + 1
         assert jax.tree.structure(nnx.state((model, optimizer))) == structure
@@ -213,7 +213,7 @@ def test_only_what_the_optimizer_trains_is_differentiated():
     scale = jnp.copy(model.norm.scale[...])
     kernel = jnp.copy(model.linear.kernel[...])
     nnx.jit(jaxscale.nnx.train_step(loss_fn))(model, optimizer, X)
-    assert jaxscale.metrics(optimizer)["grads_finite"]
+    assert jaxscale.metrics(optimizer)["step_applied"]
     assert_same_bits(model.norm.scale[...], scale)
     assert not np.array_equal(model.linear.kernel[...], kernel)
 
@@ -253,7 +253,7 @@ def test_statistics_may_have_a_say():
         step(model, optimizer, X)
         before = state_of(model, optimizer, nnx.Not(nnx.RngState))[0]
         step(model, optimizer, X * jnp.nan)
-        assert jaxscale.metrics(optimizer)["grads_finite"] != kept
+        assert jaxscale.metrics(optimizer)["step_applied"] != kept
         assert jaxscale.metrics(optimizer)["loss_scale"] == 4
         assert jaxscale.all_finite(model.norm.mean[...]) == kept
         if kept:

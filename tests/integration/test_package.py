@@ -189,7 +189,7 @@ def test_public_names_are_those_of_the_contract():
     assert jaxscale.LossScaledState._fields == (
         "scaling",
         "inner_state",
-        "grads_finite",
+        "step_applied",
         "notfinite_count",
         "total_notfinite",
         "total_notfinite_loss",
@@ -265,7 +265,7 @@ def test_own_code_promotes_nothing_implicitly(dtype):
             new = transform(lambda s, g: s.apply_gradients(grads=g))(state, bad)
             assert new.params["w"].tolist() == ([2] * 3 if factor == 1 else [1] * 3)
             assert updates["w"].dtype == ("complex64" if dtype == "complex64" else "float32")
-            assert jaxscale.metrics(new)["grads_finite"] == (factor == 1)
+            assert jaxscale.metrics(new)["step_applied"] == (factor == 1)
 
 
 def test_it_imports_with_its_core_dependencies_alone():

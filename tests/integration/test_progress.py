@@ -42,7 +42,7 @@ def test_metrics_work_inside_jit_and_are_scalars():
     assert set(inside) == set(outside)
     for name, value in outside.items():
         assert (value.shape, inside[name]) == ((), value)
-    assert (outside["notfinite_count"], outside["grads_finite"]) == (2, False)
+    assert (outside["notfinite_count"], outside["step_applied"]) == (2, False)
 
 
 def test_check_is_silent_while_training_makes_progress():
@@ -301,7 +301,7 @@ def test_the_advice_finds_where_an_overflow_is_born():
         with jax.debug_infs(True):  # inside `jit` the skip hides it
             step(w, TX.init(w))
         with jax.disable_jit(), jax.debug_infs(True):
-            if state.grads_finite:
+            if state.step_applied:
                 step(w, TX.init(w))
             else:
                 with pytest.raises(FloatingPointError):

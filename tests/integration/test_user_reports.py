@@ -178,5 +178,5 @@ def test_trees_without_gradients_are_stepped():
     for tree in ({}, None, [], {"w": None}):
         updates, state = tx.update(tree, tx.init(tree), tree)
         assert jax.tree.structure(updates) == jax.tree.structure(tree)
-        assert state.grads_finite
+        assert state.step_applied
         assert state.total_steps == 1

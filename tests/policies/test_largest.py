@@ -169,7 +169,7 @@ def test_every_step_moves_the_scale_as_by_hand(name, option):
         expected, finite = by_hand(params, opt_state.scaling, x)
         params, opt_state, _ = step(params, opt_state, x)
         assert_same_bits(opt_state.scaling, expected)
-        assert opt_state.grads_finite == finite
+        assert opt_state.step_applied == finite
         verdicts.append(bool(finite))
     assert verdicts == [True, True, False, True, False, True, True]
 

@@ -123,7 +123,7 @@ def test_optax_apply_if_finite_itself(seed, most):
             (
                 w,
                 our_state.notfinite_count,
-                our_state.grads_finite,
+                our_state.step_applied,
                 our_state.total_notfinite,
                 our_state.inner_state,
             ),

@@ -194,7 +194,7 @@ def test_steps_are_skipped_as_in_optax(system, record_property):
                 left_out.add(GAVE_UP, int(gave_up.sum()))
             assert applied[i, :n].tolist() == (want & ~gave_up).tolist(), case["id"]
             for name, counter in case["counters"].items():
-                name = "grads_finite" if name == "last_finite" else name
+                name = "step_applied" if name == "last_finite" else name
                 assert getattr(source, name)[i, :n].tolist() == counter[1:], (case["id"], name)
             steps += n - int(gave_up.sum())
     record_property("replayed", (system, len(cases), steps, dict(left_out)))

@@ -37,7 +37,7 @@ VERSION_1 = {
         "0": {"trace": {"b": f32(-1.5), "w": np.array([2.0, 3.0], f32)}},
         "1": {},
     },
-    "grads_finite": np.bool_(False),
+    "step_applied": np.bool_(False),
     "notfinite_count": i32(1),
     "total_notfinite": i32(2),
     "total_notfinite_loss": i32(1),

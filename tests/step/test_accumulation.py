@@ -337,7 +337,7 @@ def test_the_axis_name_may_be_given_to_either_wrapper(wrap):
     state = tx.init(jnp.zeros(2))
 
     def member(grads):
-        return tx.update(grads, state)[1].grads_finite
+        return tx.update(grads, state)[1].step_applied
 
     grads = jnp.ones((3, 2)).at[1, 0].set(jnp.nan)
     assert jax.jit(jax.vmap(member, axis_name="data"))(grads).tolist() == [False] * 3

@@ -83,7 +83,7 @@ def counted(policy, states):
     """`backoff_count` after each step, from what the scale and the other counters did."""
     scale, passes, was_applied, count, counts = policy.init().loss_scale, 0, True, 0, []
     for i, (new, retries, applied) in enumerate(
-        zip(states.scaling.loss_scale, states.total_retries, states.grads_finite, strict=True)
+        zip(states.scaling.loss_scale, states.total_retries, states.step_applied, strict=True)
     ):
         if new > scale:
             count = 0
@@ -310,7 +310,7 @@ def test_each_step_with_retries_is_one_fall_at_most():
         w, state = jnp.zeros(()), tx.init(jnp.zeros(()))._replace(total_steps=jnp.int32(FREE))
         state = step(w, state, jnp.float32(allowed), jnp.float32(1))[1]
         assert (state.backoff_count, state.scaling.loss_scale) == (1, 2.0**scale)
-        assert state.grads_finite == (allowed >= 2.0**scale)
+        assert state.step_applied == (allowed >= 2.0**scale)
         assert state.total_exhausted == (allowed < 2.0**scale)
         # After the first steps each counts, in a row, too.
         state = step(w, state, jnp.float32(0), jnp.float32(1))[1]

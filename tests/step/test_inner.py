@@ -85,13 +85,13 @@ def test_a_skipped_step_is_no_update_of_what_the_inner_returns(name, mode, monke
     updates, new = update(grads, state, params)
     assert jax.tree.structure(updates) == jax.tree.structure(expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, expected)
-    assert new.grads_finite
+    assert new.step_applied
     bad = grads | {"w": grads["w"] * jnp.nan}
     none, after = update(bad, new, params)
     minus_zeros = jax.tree.map(lambda u: jnp.full_like(u, -0.0), expected)
     assert_same_bits(none, minus_zeros)
     assert_same_bits(after.inner_state, new.inner_state)
-    assert not after.grads_finite
+    assert not after.step_applied
 
 
 def test_what_fills_its_state_later_is_told_where_to_go():
@@ -146,17 +146,17 @@ def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(way, 
         return (step if mode == "eager" else jax.jit(step))(tx.init(PARAMS), PARAMS)
 
     params, state = run(jaxscale.loss_scaled(sam()), GRADS)
-    assert state.grads_finite  # the verdict cannot see it
+    assert state.step_applied  # the verdict cannot see it
     assert jnp.isnan(params["b"])
     tx = jaxscale.loss_scaled(sam(), check_updates=True)
     params, state = run(tx, GRADS)
     assert_same_bits(params, PARAMS)
     assert_same_bits(state.inner_state, tx.init(PARAMS).inner_state)
-    assert not state.grads_finite
+    assert not state.step_applied
     assert (state.total_notfinite, state.total_notfinite_loss) == (1, 0)
     assert state.scaling.loss_scale == 2.0**14  # as by any overflow that the loss is not part of
     params, state = run(tx, jax.tree.map(jnp.negative, GRADS))  # uphill is the other way
-    assert state.grads_finite
+    assert state.step_applied
     assert jaxscale.all_finite(params)
     assert not jnp.array_equal(params["w"], PARAMS["w"])
 
@@ -168,7 +168,7 @@ def test_checked_updates_cost_a_window_its_step_and_no_more():
     state = tx.init(params)
     for grads, finite, steps in [(1, True, 0), (1, False, 0), (3, True, 0), (3, True, 1)]:
         updates, state = update(jnp.full(2, grads, jnp.float32), state, params)
-        assert state.grads_finite == finite
+        assert state.step_applied == finite
         assert state.inner_state.gradient_step == steps
         assert jnp.all(jnp.isfinite(updates))
     assert updates.tolist() == [0.5, 0.5]
@@ -215,7 +215,7 @@ def test_no_loss_in_is_no_loss_out(name):
     transparent = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))  # whose update takes none
     tx = jaxscale.multi_steps(transparent, 1)
     _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS, value=jnp.float32(2))
-    assert state.grads_finite
+    assert state.step_applied
 
 
 @cases(
@@ -230,7 +230,7 @@ def test_any_largest_norm_is_a_number_to_clip_to(max_norm, window, size):
     tx = jaxscale.multi_steps(tx, 1) if window else tx
     grads = jax.tree.map(lambda g: g * size, GRADS)
     updates, state = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
-    assert state.grads_finite
+    assert state.step_applied
     assert jaxscale.all_finite(updates)
     if max_norm > 3.5e38:
         assert jax.tree.all(jax.tree.map(lambda u, g: jnp.array_equal(u, -g), updates, grads))

@@ -136,7 +136,7 @@ def test_adam_of_float16_parameters_does_not_divide_0_by_0():
     step = jax.jit(lambda grads, state, params: jaxscale.apply_gradients(tx, grads, state, params))
     params, state = step(grads, tx.init(params), params)
     assert_same_bits(params, jnp.array([1.0, 0.9, 0.9], jnp.float16))
-    assert state.grads_finite
+    assert state.step_applied
 
 
 class Fp8(nn.Module):
@@ -295,7 +295,7 @@ def test_a_moving_average_of_parameters_stands_still_on_a_skipped_step(dtype):
         params, state, average = carry
         params, state = step_of_two((params, state), batch)
         new = jax.tree.map(lambda p, a: 0.9 * a + 0.1 * p.astype(a.dtype), params, average)
-        return params, state, jaxscale.tree_where(state.grads_finite, new, average)
+        return params, state, jaxscale.tree_where(state.step_applied, new, average)
 
     last = assert_bad_steps_leave_no_trace(train_step, (params, tx.init(params), average))
     assert not jnp.array_equal(last[2]["w"], average["w"])

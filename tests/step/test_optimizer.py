@@ -92,7 +92,7 @@ def test_a_run_is_that_of_the_inner_optimizer_on_its_good_steps(wrapper, inner, 
                 assert_same_bits((new, new_state.inner_state), (params, state.inner_state))
                 assert_same_bits(new_state.scaling, scaling)
                 before, after = counters(state), counters(new_state)
-                assert not after["grads_finite"]
+                assert not after["step_applied"]
                 assert after["notfinite_count"] == before["notfinite_count"] + 1
                 assert after["total_notfinite"] == before["total_notfinite"] + 1
             params, state = new, new_state
@@ -141,7 +141,7 @@ def test_a_bad_loss_skips_and_leaves_the_scale_alone():
         assert updates == 0
         assert_same_bits(new_state.scaling, state.scaling)
         assert_same_bits(new_state.inner_state, state.inner_state)
-        assert not new_state.grads_finite
+        assert not new_state.step_applied
         assert new_state.total_notfinite == new_state.total_notfinite_loss == 1
     # A finite one clears it of nothing.
     _, state = update(jnp.array(jnp.inf), tx.init(params), params, value=jnp.array(2.0))

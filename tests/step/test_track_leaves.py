@@ -128,7 +128,7 @@ def test_gradients_are_read_no_more_often():
 def test_a_bad_loss_is_no_overflow():
     _, state = UPDATE(gradients(bias=jnp.inf), TRACKING.init(PARAMS), PARAMS)
     _, state = UPDATE(gradients(), state, PARAMS, value=jnp.float32(jnp.nan))
-    assert not state.grads_finite
+    assert not state.step_applied
     assert flagged_paths(state.nonfinite_leaves) == ["dense/bias"]
 
 

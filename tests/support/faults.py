@@ -134,7 +134,7 @@ def expected(faults, policy, grows):
     verdicts = np.where(grows, True, np.where(bad & ~bad_loss, False, None))
     states = trajectory(policy, tuple(leaf.item() for leaf in start), verdicts)
     return {
-        "grads_finite": ~bad,
+        "step_applied": ~bad,
         "notfinite_count": steps - last_good,
         "total_notfinite": np.cumsum(bad),
         "total_notfinite_loss": np.cumsum(bad_loss),

@@ -48,7 +48,7 @@ def step_with_output(params: Params, state: jaxscale.LossScaledState, x: jax.Arr
 
 
 def keep(old: Params, new: Params, state: jaxscale.LossScaledState) -> jax.Array:
-    kept = jaxscale.tree_where(jaxscale.metrics(state)["grads_finite"], new, old)
+    kept = jaxscale.tree_where(jaxscale.metrics(state)["step_applied"], new, old)
     return kept.w
 
 
