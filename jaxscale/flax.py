@@ -76,6 +76,10 @@ class TrainState(train_state.TrainState):
           ValueError: if the state of `tx` holds no `LossScaledState`, or several.
         """
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
+            # Flax gives the optimizer `params["params"]` alone. Here it knows what is overwritten,
+            # as windows add that up, too.
+            state = state.replace(opt_state=tx.init(params))
         _find_verdict("TrainState.create(tx=...)", state.opt_state)
         # Strongly typed, unlike the Python 0 of Flax, or the second step would compile anew.
         state = state.replace(step=jnp.zeros((), jnp.int32))
@@ -149,23 +153,14 @@ class TrainState(train_state.TrainState):
           replaced: new values of fields, by name, checked.
           extra_args: as in `apply_gradients`.
         """
-        tree, params = made.grads.grads, self.params
-        overwrites = isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree
-        if overwrites:
-            made = made._replace(grads=Scaled(tree["params"], made.grads.divisor))
-            params = params["params"]
         optimizer = as_optimizer(call, self.tx)
         opt_state = optimizer.check_state(f"{call}(opt_state=...)", self.opt_state, "")
-        params, opt_state = apply_step(optimizer, opt_state, params, made, extra_args)
+        params, opt_state = apply_step(optimizer, opt_state, self.params, made, extra_args)
         before, after = (_find_verdict(call, state) for state in (self.opt_state, opt_state))
 
         def kept(name: str, new: Any, old: Any) -> Any:
             return select_like(f"{call}({name}=...)", after.step_applied, new, old)
 
-        if overwrites:
-            new, old = (each[OVERWRITE_WITH_GRADIENT] for each in (tree, self.params))
-            new = kept(f"grads[{OVERWRITE_WITH_GRADIENT!r}]", new, old)
-            params = type(self.params)({"params": params, OVERWRITE_WITH_GRADIENT: new})
         # In the order of the call, which is the same on all hosts: they must trace one program.
         replaced = {
             name: new if name in always_replace else kept(name, new, getattr(self, name))
@@ -286,13 +281,10 @@ def train_step(
             return plan.backward(scaling, state.params, *given, *args, **kwargs)
 
         before = optimizer.check_state(f"{call}(opt_state=...)", state.opt_state, "")
-        params = state.params
-        overwrites = isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params
-        trained = params["params"] if overwrites else params
         given = f"{call}(...)(state.opt_state=...)"
-        check_same_optimizer(given, optimizer, before, trained)
+        check_same_optimizer(given, optimizer, before, state.params)
         traced = is_traced(state, args, kwargs)
-        made = plan.run_backward(optimizer, before, backward, traced, params)
+        made = plan.run_backward(optimizer, before, backward, traced, state.params)
         replaced = _returned(call, made.state, fields, always_replace) if has_state else {}
         state = state._step(call, made, always_replace, replaced)
         if after is not None:

@@ -20,7 +20,8 @@ from .._state.find import find, find_scale_or_none, is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._trees.checks import explain_errors
 from .._trees.leaf import is_array_like
-from .._trees.tree import apply_updates, combine, partition
+from .._trees.overwrite import holds_overwrites, overwrite, zero_overwrites
+from .._trees.tree import apply_updates, combine, partition, tree_where
 from .retry import BackwardResult
 from .wrapper import Wrapper, takes_value, wrapper_of
 
@@ -77,15 +78,23 @@ class Bare:
         retries: Any = None,
     ) -> tuple[Any, Any]:
         """Returns the parameters after one step, and the next state; see `Wrapper`."""
-        del verdict, retries
+        del retries
         tx = self.tx
         tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
         update = optax.with_extra_args_support(tx).update
         if value is not None and takes_value(update):
             extra_args = {**extra_args, "value": value}
+        new, overwrites = grads.divided, holds_overwrites(grads.grads)
         with explain_errors():
-            updates, state = update(grads.divided, state, params, **extra_args)
-        return apply_updates(params, updates), state
+            seen = zero_overwrites(new) if overwrites else new
+            updates, state = update(seen, state, params, **extra_args)
+        outcome = apply_updates(params, updates)
+        if overwrites:
+            outcome = overwrite(outcome, new, params)
+            verdict = self.find_verdict("apply_gradients", state)
+            if verdict is not None:
+                outcome = tree_where(verdict.step_applied, outcome, params)
+        return outcome, state
 
     def find_verdict(self, call: str, state: Any) -> LossScaledState | None:
         """Returns the state that tells whether a step was applied, if there is one inside."""

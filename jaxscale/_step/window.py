@@ -15,7 +15,8 @@ import optax
 
 from .._gradients.scaled import Scaled
 from .._state.optimizer import MultiStepsState
-from .._trees.tree import cast, leaf_name, only_gradients
+from .._trees.leaf import is_inexact
+from .._trees.tree import cast, is_overwrite, leaf_name, tree_where
 
 
 class Ready(NamedTuple):
@@ -74,7 +75,7 @@ class Window:
             mini_step=jnp.zeros((), jnp.int32),
             gradient_step=jnp.zeros((), jnp.int32),
             counted=jnp.zeros((), jnp.int32),
-            acc_grads=jax.tree.map(jnp.zeros_like, only_gradients(params)),
+            acc_grads=_emptied(params),
             acc_value=jnp.zeros((), jnp.float32),
             inner_opt_state=inner_state,
         )
@@ -89,28 +90,38 @@ class Window:
         length = self._length(state)
 
         def add_leaf(acc: Any, leaf: Any) -> Any:
-            if _is_absent(acc):
-                return acc
             # Divide first, so that a sum overflows only by rounding; this is exact if the length
             # is a power of two. Select, as a gradient that does not count may be NaN.
             share = saturate(cast(leaf, acc.dtype)) / length.astype(acc.dtype)
             return jnp.where(counts, saturate(acc + share), acc)
 
+        def accumulate(path: Any, acc: Any, leaf: Any) -> Any:
+            if _is_absent(acc):
+                return acc
+            if is_overwrite(path):  # the largest of the finite ones, as FP8 statistics are maxima
+                value = cast(leaf, acc.dtype)
+                return jnp.where(counts & jnp.isfinite(value), jnp.maximum(acc, value), acc)
+            return add_leaf(acc, leaf)
+
         state = state._replace(
             mini_step=jnp.asarray(optax.safe_increment(state.mini_step)),
             counted=state.counted + counts.astype(jnp.int32),
-            acc_grads=jax.tree.map(add_leaf, state.acc_grads, new, is_leaf=_is_absent),
+            acc_grads=jax.tree_util.tree_map_with_path(
+                accumulate, state.acc_grads, new, is_leaf=_is_absent
+            ),
             acc_value=state.acc_value if value is None else add_leaf(state.acc_value, value),
         )
         whole = state.counted == state.mini_step if self.drop == "window" else state.counted > 0
         due = (state.mini_step >= length) & whole
         ratio = self._ratio(state)
 
-        def mean_leaf(acc: Any, grad: Any) -> Any:  # what is no gradient has no mean
-            return grad if _is_absent(acc) else saturate(acc * ratio.astype(acc.dtype))
+        def mean_leaf(path: Any, acc: Any, grad: Any) -> Any:
+            if _is_absent(acc) or is_overwrite(path):  # neither has a mean
+                return grad if _is_absent(acc) else acc
+            return saturate(acc * ratio.astype(acc.dtype))
 
         def mean(acc_grads: Any) -> Any:
-            return jax.tree.map(mean_leaf, acc_grads, new, is_leaf=_is_absent)
+            return jax.tree_util.tree_map_with_path(mean_leaf, acc_grads, new, is_leaf=_is_absent)
 
         if value is not None:
             value = saturate(state.acc_value * ratio)
@@ -127,9 +138,7 @@ class Window:
                 stepped, optax.safe_increment(state.gradient_step), state.gradient_step
             ),
             counted=jnp.where(full, 0, state.counted),
-            acc_grads=jax.tree.map(
-                lambda acc: jnp.where(full, jnp.zeros_like(acc), acc), state.acc_grads
-            ),
+            acc_grads=tree_where(full, _emptied(state.acc_grads), state.acc_grads),
             acc_value=jnp.where(full, 0.0, state.acc_value),
             inner_opt_state=inner_state,
         )
@@ -160,6 +169,17 @@ def saturate(x: jax.Array) -> jax.Array:
         return jax.lax.complex(saturate(x.real), saturate(x.imag))
     largest = jnp.finfo(x.dtype).max
     return jnp.clip(x, -largest, largest)
+
+
+def _emptied(tree: Any) -> Any:
+    """Returns the sums of no gradients, and maxima of no values, each in a buffer of its own."""
+
+    def empty(path: Any, leaf: Any) -> Any:
+        if not is_inexact(leaf):
+            return None
+        return jnp.full_like(leaf, -jnp.inf) if is_overwrite(path) else jnp.zeros_like(leaf)
+
+    return jax.tree_util.tree_map_with_path(empty, tree)
 
 
 def _is_absent(leaf: Any) -> bool:

@@ -46,7 +46,20 @@ from .._policies.base import LossScale, adjust_scale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._state.optimizer import LossScaledState
 from .._trees.checks import explain_errors
-from .._trees.tree import addable, apply_updates, cast_like, map_gradients, tree_where, widen
+from .._trees.overwrite import (
+    holds_overwrites,
+    overwrite,
+    overwriting_updates,
+    without_overwrites,
+)
+from .._trees.tree import (
+    apply_updates,
+    cast_like,
+    cast_updates,
+    map_gradients,
+    tree_where,
+    widen,
+)
 from .checks import (
     check_devices_agree,
     check_loss,
@@ -88,7 +101,7 @@ class Wrapper:
         # `update` passes the parameters in float32, so `init` does too, and moments keep their
         # dtype.
         params = map_gradients(widen, params)
-        inner_state = self.inner.init(params)
+        inner_state = self.inner.init(without_overwrites(params))
         check_not_nested(inner_state)
         # Leaves that an optimizer makes from Python numbers are weakly typed, and after a step
         # they would not be: the second step would compile anew.
@@ -215,12 +228,25 @@ class Wrapper:
         applies: bool,
     ) -> tuple[Any, LossScaledState]:
         """Returns the updates, or with `applies` the parameters, and the next state."""
+        overwrites = holds_overwrites(grads.grads)
+        if overwrites and params is None:
+            raise ValueError(
+                "`loss_scaled(...).update(params=...)` must be the parameters if there is anything "
+                "under a key `_overwrite_with_gradient`, which a step replaces, got None."
+            )
 
         def make(grads: Any, norm: Any, value: Any, opt_state: Any) -> tuple[Any, Any, Any, Any]:
+            seen = grads, params
+            if overwrites:
+                seen = tuple(map(without_overwrites, seen))
             updates, opt_state, norm = self._inner_update(
-                grads, norm, value, opt_state, params, extra_args
+                seen[0], norm, value, opt_state, seen[1], extra_args
             )
-            outcome = apply_updates(params, updates) if applies else addable(updates, params)
+            finish = apply_updates if applies else cast_updates
+            outcome = finish(seen[1], updates)
+            if overwrites:
+                finish = overwrite if applies else overwriting_updates
+                outcome = finish(outcome, grads, params)
             return outcome, opt_state, updates, norm
 
         if verdict is None:
@@ -231,8 +257,8 @@ class Wrapper:
         good = verdict.grads_finite & verdict.loss_finite
         window, ready = self.window.add(state.inner_state, grads, value, good)
 
-        def unchanged(updates: Any) -> Any:
-            return params if applies else no_updates(updates, grads.divided)
+        def unchanged(like: Any) -> Any:
+            return params if applies else no_updates(like, grads.divided)
 
         made = self._make_or_skip(ready, verdict, state, make, unchanged)
         stepped, grads_finite = ready.due, verdict.grads_finite
@@ -272,7 +298,7 @@ class Wrapper:
           state: the state before the step.
           make: a step: gradients, their norm if known, loss and state to the outcome, the next
             state, the updates and the norm.
-          unchanged: the outcome of a skipped step, from updates or their shapes.
+          unchanged: the outcome of a skipped step, given one of a step, or its shapes.
         """
         norm = None if verdict.squares is None else jnp.sqrt(verdict.squares)
         shown = state.grad_norm if verdict.norm is None else verdict.norm
@@ -289,7 +315,7 @@ class Wrapper:
             if not self.check_updates:
                 return outcome, opt_state, None, norm
             finite = all_finite(updates, axis_name=verdict.axis_name)
-            kept = unchanged(updates), ready.opt_state
+            kept = unchanged(outcome), ready.opt_state
             return *tree_where(finite, (outcome, opt_state), kept), finite, norm
 
         def skipped(like: Any) -> tuple[Any, ...]:

@@ -44,9 +44,14 @@ def _has_dtype(leaf: Any, dtype: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.dtype == dtype and not jax.typeof(leaf).weak_type
 
 
-def _is_gradient(path: tuple[Any, ...], leaf: Any) -> bool:
+def is_overwrite(path: tuple[Any, ...]) -> bool:
+    """Returns whether the path of a leaf says that its gradient replaces it."""
     names = (getattr(key, "key", getattr(key, "name", None)) for key in path)
-    return is_inexact(leaf) and OVERWRITE_WITH_GRADIENT not in names
+    return OVERWRITE_WITH_GRADIENT in names
+
+
+def _is_gradient(path: tuple[Any, ...], leaf: Any) -> bool:
+    return is_inexact(leaf) and not is_overwrite(path)
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
@@ -154,7 +159,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     return jax.tree.map(add, params, updates, is_leaf=_is_none)
 
 
-def addable(updates: Any, params: Any) -> Any:
+def cast_updates(params: Any, updates: Any) -> Any:
     """Returns updates in dtypes that `optax.apply_updates` can add to the parameters.
 
     JAX does not promote floating-point numbers of 8 bits or less, so their updates take their

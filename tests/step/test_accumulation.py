@@ -199,7 +199,7 @@ def test_bad_micro_batches_thrown_in_leave_no_trace(inner):
         assert_same_bits(state.inner_state, expected_state.inner_state)
 
 
-def test_the_accumulator_is_float32_or_wider_and_holds_nothing_but_gradients():
+def test_the_accumulator_is_float32_or_wider_and_holds_only_gradients_and_overwrites():
     with x64():
         params = {
             "half": jnp.ones(2, jnp.float16),
@@ -223,7 +223,7 @@ def test_the_accumulator_is_float32_or_wider_and_holds_nothing_but_gradients():
             "integer": None,
             "key": None,
             "none": None,
-            "_overwrite_with_gradient": None,
+            "_overwrite_with_gradient": jnp.float32,
         }
         grads = params | {"complex": jnp.array([1 + 2j, 3 - 4j], jnp.complex64)}
         for i in range(2):
@@ -232,7 +232,7 @@ def test_the_accumulator_is_float32_or_wider_and_holds_nothing_but_gradients():
             assert avals(new_state) == avals(state)
             state = new_state
     assert updates["complex"].tolist() == grads["complex"].tolist()
-    assert updates["_overwrite_with_gradient"].tolist() == [1, 1]  # of the last, never a mean
+    assert updates["_overwrite_with_gradient"].tolist() == [0, 0]  # 1, the largest, as it was
 
 
 @pytest.mark.parametrize("number", [jnp.finfo(jnp.float32).max, jnp.float16(2.0**-24)])

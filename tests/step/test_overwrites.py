@@ -1,0 +1,134 @@
+"""State that travels as a gradient: leaves under `_overwrite_with_gradient`, in every entry."""
+
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
+from tables import assert_same_bits, cases
+
+import jaxscale
+import jaxscale.flax
+
+OWG = "_overwrite_with_gradient"
+PARAMS = {"params": {"w": jnp.array([1.0, -2.0])}, OWG: {"amax": jnp.array([5.0, 0.0])}}
+
+
+def grads(w, *amax):
+    return {"params": {"w": jnp.full(2, w)}, OWG: {"amax": jnp.array(amax)}}
+
+
+def updated(tx, state, params, new, **extra):
+    updates, state = tx.update(new, state, params, **extra)
+    return optax.apply_updates(params, updates), state
+
+
+def applied(tx, state, params, new, **extra):
+    return jaxscale.apply_gradients(tx, new, state, params, **extra)
+
+
+WRAPPERS = {
+    "scaled": lambda tx: jaxscale.loss_scaled(tx, max_norm=1e9),
+    "safe": jaxscale.skip_nonfinite,
+    "checked": lambda tx: jaxscale.skip_nonfinite(tx, check_updates=True, track_leaves=True),
+    "inside": lambda tx: optax.chain(jaxscale.loss_scaled(tx), optax.scale(1.0)),
+}
+
+
+@cases(
+    "entry, wrap",
+    # Not "inside" with `tx.update`: what comes after would see a difference for a gradient.
+    [*itertools.product([updated, applied], list(WRAPPERS)[:3]), (applied, "inside")],
+    fast=[(updated, "scaled"), (applied, "inside")],
+)
+def test_a_good_step_writes_and_a_bad_one_keeps(entry, wrap):
+    tx, inner = WRAPPERS[wrap](optax.sgd(0.1, momentum=0.9)), optax.sgd(0.1, momentum=0.9)
+    step = jax.jit(lambda state, params, new: entry(tx, state, params, new))
+    params, state = PARAMS, tx.init(PARAMS)
+    expected, inner_state = PARAMS["params"], inner.init(PARAMS["params"])
+    for w, amax in ((0.5, (7.0, 3.0)), (jnp.inf, (9.0, 9.0)), (0.25, (jnp.inf, 0.0))):
+        params, state = step(state, params, grads(w, *amax))
+        if np.isfinite(w):
+            expected, inner_state = updated(inner, inner_state, expected, {"w": jnp.full(2, w)})
+        np.testing.assert_allclose(params["params"]["w"], expected["w"], rtol=1e-6)
+    # The inf was not written, and the step that held it was not skipped.
+    assert params[OWG]["amax"].tolist() == [7, 0]
+
+
+def test_no_optimizer_sees_them():
+    state = jaxscale.loss_scaled(optax.sgd(0.1, momentum=0.9)).init(PARAMS)
+    assert len(jax.tree.leaves(state.inner_state[0].trace)) == 1
+
+
+def test_a_window_writes_the_largest():
+    tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.sgd(1.0)), 3)
+    for entry in (updated, applied):
+        params, state = PARAMS, tx.init(PARAMS)
+        for amax in ((7.0, 1.0), (3.0, jnp.inf), (4.0, 2.0)):
+            assert_same_bits(params, PARAMS)
+            params, state = entry(tx, state, params, grads(0.5, *amax))
+        assert params[OWG]["amax"].tolist() == [7, 2]
+
+
+def test_a_bare_optimizer_overwrites_where_the_step_is_ours():
+    tx = optax.sgd(1.0)
+    params, _ = applied(tx, tx.init(PARAMS), PARAMS, grads(0.5, 7.0, 3.0))
+    assert params[OWG]["amax"].tolist() == [7, 3]
+    assert params["params"]["w"].tolist() == [0.5, -2.5]
+
+
+def test_sums_are_right_to_the_rounding_of_the_larger_value_and_never_0():
+    """p + u cannot always be exact. Statistics of 0 would stop FP8 training for good."""
+    rng = np.random.default_rng(0)
+    old, new = (jnp.array(10.0 ** rng.uniform(-6, 6, 4000), jnp.float32) for _ in range(2))
+    tx = jaxscale.loss_scaled(optax.sgd(1.0))
+    params = {"w": jnp.ones(()), OWG: old}
+    result, _ = jax.jit(lambda *args: updated(tx, *args))(
+        tx.init(params), params, {"w": jnp.ones(()), OWG: new}
+    )
+    error = np.abs(np.asarray(result[OWG], np.float64) - new)
+    assert (error <= np.spacing(np.maximum(old, new))).all()
+    assert (result[OWG] != 0).all()
+    assert (np.asarray(old + (new - old)) == 0).any()  # where it would have been
+
+
+def test_updates_need_the_parameters():
+    tx = jaxscale.loss_scaled(optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"update\(params=\.\.\.\).*_overwrite_with_gradient"):
+        tx.update(PARAMS, tx.init(PARAMS))
+
+
+class Fp8(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4, dot_general_cls=Fp8DirectDotGeneralOp, dtype=jnp.float32)(x)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_flaxs_fp8_statistics(windowed):
+    """Flax's own `TrainState` without a loss scale is the reference."""
+    model, x = Fp8(), jax.random.normal(jax.random.key(0), (16, 16))
+    variables = model.init(jax.random.key(1), x)
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), 2.0**4)
+    tx = jaxscale.multi_steps(tx, 2) if windowed else tx
+
+    def loss_fn(variables, x):
+        return jnp.mean(model.apply(variables, x) ** 2)
+
+    state = jaxscale.flax.TrainState.create(apply_fn=None, params=variables, tx=tx)
+    step = jax.jit(jaxscale.flax.train_step(loss_fn))
+    batches = [x * size for size in (1.0, 3.0, jnp.inf, 2.0)]
+    for i, batch in enumerate(batches):
+        before = state
+        state, loss = step(state, batch)
+        if not jnp.isfinite(loss) or (windowed and i == 0):
+            assert_same_bits(state.params, before.params)
+    history = state.params[OWG]["Dense_0"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
+    largest = [float(jnp.max(jnp.abs(batches[i]))) for i in ((1,) if windowed else (0, 1, 3))]
+    for size in largest:
+        assert size in np.asarray(history)
+    assert jnp.isfinite(history).all()
