@@ -1,4 +1,4 @@
-"""The state of a spike rule: the losses and gradient norms of the last steps."""
+"""The state of a spike rule, the losses and gradient norms of the last steps, and its resizing."""
 
 from typing import NamedTuple
 
@@ -45,6 +45,10 @@ class SpikeState(NamedTuple):
     norm_deviation: jax.Array  # f32[]
 
 
+# The windows of a state, and the field that counts the entries of each.
+WINDOWS = {"losses": "loss_count", "grad_norms": "norm_count"}
+
+
 def resize(window: np.ndarray, length: int) -> np.ndarray:
     """Returns a window of another length, with its newest entries at the end.
 
@@ -54,7 +58,7 @@ def resize(window: np.ndarray, length: int) -> np.ndarray:
 
     Returns:
       The newest entries. If there are fewer than `length`, zeros stand in the places in front,
-      which a count of entries leaves out.
+      which the count of entries leaves out.
     """
     kept = window[..., max(window.shape[-1] - length, 0) :]
     front = [(0, 0)] * (window.ndim - 1) + [(length - kept.shape[-1], 0)]
