@@ -20,10 +20,12 @@ The rest, by group:
   `AdaptiveLossScale`, which follows the largest gradient; `FixedLossScale`, `NoOpLossScale`, their
   base class `LossScale`, and `as_loss_scale`, which reads short forms such as `"dynamic"`,
   `"adaptive"` or 128. `jaxscale.presets` has the rules of other libraries.
+- Spikes: `SpikeRule` also skips finite steps whose loss or gradient norm stands out.
 - Pure functions for your own loop: `scale`, `unscale`, `all_finite`, `tree_where`.
 - Saving: `to_state_dict` and `from_state_dict`.
 - States: `LossScaledState` is that of an optimizer, `LossScaleState` that of a policy,
-  `AdaptiveState` that of an `AdaptiveLossScale`, and `MultiStepsState` that of an accumulator.
+  `AdaptiveState` that of an `AdaptiveLossScale`, `MultiStepsState` that of an accumulator, and
+  `SpikeState` that of a `SpikeRule`.
 - Errors: `LossScaleStuckError`, which `check` raises.
 - Front ends: `jaxscale.flax` has a `TrainState` and a `train_step` for Linen, and `jaxscale.nnx` a
   `train_step` for NNX. Equinox needs none.
@@ -44,9 +46,11 @@ from ._policies.base import LossScale
 from ._policies.dynamic import DynamicLossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale
 from ._policies.spec import as_loss_scale
+from ._policies.spikes import SpikeRule
 from ._progress import LossScaleStuckError, check, metrics
 from ._state.optimizer import LossScaledState, MultiStepsState
 from ._state.scale import AdaptiveState, LossScaleState
+from ._state.spikes import SpikeState
 from ._state.state_dict import from_state_dict, to_state_dict
 from ._step.apply import apply_gradients
 from ._step.train_step import train_step
@@ -72,6 +76,7 @@ __all__ = [  # noqa: RUF022
     "NoOpLossScale",
     "LossScale",
     "as_loss_scale",
+    "SpikeRule",
     "scale",
     "unscale",
     "all_finite",
@@ -82,6 +87,7 @@ __all__ = [  # noqa: RUF022
     "LossScaleState",
     "AdaptiveState",
     "MultiStepsState",
+    "SpikeState",
     "LossScaleStuckError",
     "diagnostics",
     "presets",

@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .scale import UnitLossScaleState, is_wrapped, unwrap
+from .spikes import WINDOWS, SpikeState, resize
 
 # Raise it if older code could not read a dictionary by its rules; a new field is not such a case.
 _VERSION = 1
@@ -79,7 +80,8 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
       jaxscale's own states, a field that `state_dict` lacks, or has as `None`, keeps the value
       of `target`, and a field that `target` lacks is ignored, so that states of other versions
       and of other policies can be read. `inner_state`, `inner_opt_state` and `counted` have no
-      default; they, and everything that is not jaxscale's own, must match. A saved loss scale
+      default; they, and everything that is not jaxscale's own, must match. If a `SpikeRule` has
+      another window than the one that was saved, the newest entries are kept. A saved loss scale
       replaces the policy's own; `opt_state._replace(scaling=policy.init())` starts it anew.
 
       The tree has variables of Flax NNX where `target` has them, and arrays where `target` has
@@ -125,6 +127,8 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
             )
         if isinstance(node, UnitLossScaleState):
             return node  # its type says that the scale is 1, whatever was saved
+        if _is_spike_state(node):
+            values |= _resize_windows(children, values)
         own = _is_own(node)
         if values and values.keys().isdisjoint(children):
             own = False  # not another version of this state, but something else
@@ -212,6 +216,26 @@ def _held(saved: Any, target: Any) -> Any:
 
 def _is_empty(node: Any) -> bool:
     return not jax.tree.leaves(node)
+
+
+def _is_spike_state(node: Any) -> bool:
+    # `nnx.state` makes a mapping of a named tuple.
+    is_mapping = isinstance(node, Mapping) and set(SpikeState._fields) <= set(node)
+    return isinstance(node, SpikeState) or is_mapping
+
+
+def _resize_windows(children: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the windows of a saved `SpikeState`, and their counts, in the lengths of a target."""
+    resized: dict[str, Any] = {}
+    for name, count in WINDOWS.items():
+        target = unwrap(children[name])
+        saved, number = (_held(values.get(key), target) for key in (name, count))
+        arrays = isinstance(saved, np.ndarray | jax.Array) and not isinstance(saved, Tracer)
+        if arrays and np.ndim(saved) and np.shape(saved)[-1] != np.shape(target)[-1]:
+            resized[name] = resize(np.asarray(saved), np.shape(target)[-1])
+            if number is not None:
+                resized[count] = np.minimum(number, np.int32(np.shape(target)[-1]))
+    return resized
 
 
 def _is_own(node: Any) -> bool:

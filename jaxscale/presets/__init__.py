@@ -76,6 +76,9 @@ OpenSeq2Seq's LogMax                 the units of a non-finite step, and NaN aft
                                      (`test_never_gives_up`)
 ===================================  ==================================================
 
+`olmo` is not a policy but a rule for spikes, a `jaxscale.SpikeRule` to pass as `spikes=`; its
+docstring says which defects of its library it has not.
+
 The functions `from_...` read what a library saved, or its scaler object, and return a
 policy and a state; pass the state on with `opt_state._replace(scaling=state)`. They raise a
 `ValueError` or a `TypeError` if they cannot read what they are given.
@@ -89,6 +92,7 @@ from ._chainer import chainer
 from ._engines import colossalai, deepspeed, fairseq
 from ._jax import flax, jamp, jaxamp, jmp, mpx
 from ._mindspore import mindformers, mindspore, mindspore_cell, mindspore_manager
+from ._olmo import olmo
 from ._paddle import paddle, paddle_op
 from ._rule import PresetLossScale
 from ._saved import from_flax, from_jmp, from_keras, from_tensorflow, from_torch, to_torch
@@ -135,6 +139,7 @@ __all__ = [
     "mindspore_cell",
     "mindspore_manager",
     "mpx",
+    "olmo",
     "openseq2seq_backoff",
     "openseq2seq_logmax",
     "paddle",

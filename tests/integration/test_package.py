@@ -150,6 +150,8 @@ def test_public_names_are_those_of_the_contract():
         "LossScaledState",
         "MultiStepsState",
         "NoOpLossScale",
+        "SpikeRule",
+        "SpikeState",
         "all_finite",
         "apply_gradients",
         "as_loss_scale",

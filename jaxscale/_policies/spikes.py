@@ -1,0 +1,268 @@
+"""The rule by which a finite step is skipped: its loss or gradient norm stands out.
+
+A window of the last losses and one of the last norms are judged alike, each by itself. All is done
+in float32, on windows that are scaled to about 1 first: their squares would overflow else, and a
+single 1e30 would hide every spike until it leaves the window.
+"""
+
+import dataclasses
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._state.spikes import SpikeState
+from .._trees.checks import int32
+from .._trees.tree import tree_where
+
+# The standard deviation is at least this part of the mean: float32 has about 1e-7.
+_LEAST = 1e-6
+# An entry stands at most this many thresholds away from the mean.
+_REACH = 5.0
+
+
+class Level(NamedTuple):
+    """What a window says: where its entries stand, in units of `unit`, a power of two."""
+
+    mean: jax.Array  # f32[]
+    std: jax.Array  # f32[]
+    filled: jax.Array  # i32[]  how many entries there are
+    unit: jax.Array  # f32[]
+    per_unit: jax.Array  # f32[]  1 / unit
+
+
+class _Judged(NamedTuple):
+    """What became of one window and its newest value."""
+
+    window: jax.Array  # f32[window]
+    filled: jax.Array  # i32[]
+    is_spike: jax.Array  # bool[]
+    threshold: jax.Array  # f32[]
+    deviation: jax.Array  # f32[]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpikeRule:
+    """A rule that skips steps which are finite, and bad: their loss or gradient norm stands out.
+
+    Pass it as `spikes=` to `jaxscale.loss_scaled` or `jaxscale.skip_nonfinite`. A step is skipped
+    if its loss, or the global norm of its gradients, exceeds the mean of the last `window` ones by
+    more than `sigmas` standard deviations. A step whose loss is not given is judged by its norm
+    alone.
+
+    - Nothing is judged by a window that has fewer than `min_history` entries.
+    - A step that is not finite enters neither window; it is skipped by another rule.
+    - What stands more than `5 * sigmas` standard deviations from the mean enters as that. So one
+      spike does not hide the next, and a new level is accepted after a few steps: with the
+      defaults after 5 skipped steps where it is 100 standard deviations higher, 7 where it is 1000,
+      and 12 where it is 100 000.
+    - The standard deviation counts as at least 1e-6 of the mean, and as half the spacing of
+      numbers in the dtype of the loss, so that rounding alone is never a spike. A window of zeros
+      has neither, and judges nothing.
+
+    A loss below zero is judged alike, and a low one is never a spike.
+
+    Args:
+      window: how many of the last steps are kept, at least 2.
+      sigmas: how many standard deviations above the mean a step may stand, above 0 and at most
+        1e6. Norms are often far from a normal distribution: with a logarithm whose standard
+        deviation is 0.3, 0.6 or 1, the default takes 3, 22 or 57 of 10 000 good steps for spikes.
+      min_history: how many entries a window must have before it judges, from 2 to `window`. By
+        default half of `window`.
+
+    Raises:
+      ValueError: if an argument is out of range.
+      TypeError: if `sigmas` is not a number, or a count not an integer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> rule = jaxscale.SpikeRule(window=8, min_history=2)
+      >>> state = rule.init()
+      >>> for norm in [1.0, 1.1, 0.9, 50.0, 1.0]:
+      ...     is_spike, state = rule.judge(state, None, jnp.array(norm), jnp.array(True))
+      ...     print(is_spike)
+      False
+      False
+      False
+      True
+      False
+
+    References:
+      OLMo-core's `SkipStepOptimizer`, which `jaxscale.presets.olmo` follows to the letter. Its
+      spikes enter the windows as they are.
+    """
+
+    window: int = 128
+    sigmas: float = 6.0
+    min_history: int | None = None
+
+    def __post_init__(self) -> None:
+        call = type(self).__name__
+        object.__setattr__(self, "window", int32(call, "window", self.window, least=2))
+        object.__setattr__(self, "sigmas", check_sigmas(call, "sigmas", self.sigmas))
+        if self.min_history is not None:
+            min_history = int32(call, "min_history", self.min_history, least=2)
+            if min_history > self.window:
+                raise ValueError(
+                    f"`{call}(min_history=...)` must be at most window={self.window}, got "
+                    f"{min_history}: no step would ever be judged."
+                )
+            object.__setattr__(self, "min_history", min_history)
+
+    def init(self) -> SpikeState:
+        """Returns the initial state: both windows are empty."""
+        zeros = [jnp.zeros((self.window,), jnp.float32) for _ in range(2)]
+        counts = [jnp.zeros((), jnp.int32) for _ in range(4)]
+        thresholds = [jnp.full((), jnp.inf, jnp.float32) for _ in range(2)]
+        deviations = [jnp.zeros((), jnp.float32) for _ in range(2)]
+        return SpikeState(*zeros, *counts, *thresholds, *deviations)
+
+    def judge(
+        self, state: SpikeState, loss: Any, grad_norm: Any, finite: Any
+    ) -> tuple[jax.Array, SpikeState]:
+        """Returns whether a step is a spike, and the state of the next step.
+
+        Args:
+          state: the state of this step.
+          loss: the loss, a floating scalar, or `None`: the step is then judged by its norm alone,
+            and the window of losses stays as it is.
+          grad_norm: the global norm of the gradients, a floating scalar; inf if the squares of
+            finite gradients overflow, which is a spike where steps are judged.
+          finite: a `bool[]`, whether the gradients and the loss are finite. If they are not, the
+            step is not a spike, and the state stays as it is.
+
+        Returns:
+          A `bool[]`, and the next state with the shapes and dtypes of `state`.
+        """
+        norm = self._look(state.grad_norms, state.norm_count, grad_norm)
+        is_spike = norm.is_spike
+        seen = state._replace(
+            grad_norms=norm.window,
+            norm_count=norm.filled,
+            norm_threshold=norm.threshold,
+            norm_deviation=norm.deviation,
+        )
+        if loss is not None:
+            value = self._look(state.losses, state.loss_count, loss)
+            is_spike |= value.is_spike
+            seen = seen._replace(
+                losses=value.window,
+                loss_count=value.filled,
+                loss_threshold=value.threshold,
+                loss_deviation=value.deviation,
+            )
+        one_more = optax.safe_increment
+        seen = seen._replace(
+            total_spikes=jnp.where(is_spike, one_more(state.total_spikes), state.total_spikes),
+            spike_count=jnp.where(is_spike, one_more(state.spike_count), 0),
+        )
+        return is_spike & finite, tree_where(finite, seen, state)
+
+    def _look(self, window: jax.Array, count: jax.Array, value: Any) -> _Judged:
+        """Judges a value by its window, and puts it there."""
+        dtype = jnp.result_type(value)
+        least = max(_LEAST, float(jnp.finfo(dtype).eps) / 2) if _is_floating(dtype) else _LEAST
+        value = jnp.asarray(value).astype(jnp.float32)
+        level = _measure(window, count)
+        std = self._widen(level, least)
+        judged = self._is_ready(level, std)
+        scaled = value * level.per_unit  # may be inf, which compares right
+        threshold = level.mean + self.sigmas * std
+        entry = jnp.where(judged, self._confine(value, scaled, level, std), value)
+        enters = jnp.isfinite(entry)  # a norm of inf from finite gradients, before it is judged
+        moved = jnp.concatenate([window[1:], entry[None]])
+        return _Judged(
+            window=jnp.where(enters, moved, window),
+            filled=jnp.where(enters, jnp.minimum(count, self.window - 1) + 1, count),
+            is_spike=judged & (scaled > threshold),
+            threshold=jnp.where(judged, threshold * level.unit, jnp.inf),
+            deviation=jnp.where(judged, (scaled - level.mean) / jnp.where(judged, std, 1.0), 0.0),
+        )
+
+    def _history(self) -> int:
+        """Returns how many entries a window must have before it judges."""
+        return max(2, self.window // 2) if self.min_history is None else self.min_history
+
+    def _is_ready(self, level: Level, std: jax.Array) -> jax.Array:
+        """Returns whether a window can judge: zeros alone say nothing of how large a value is."""
+        return (level.filled >= self._history()) & (std > 0)
+
+    def _widen(self, level: Level, least: float) -> jax.Array:
+        """Returns the standard deviation, of which constant entries have some, too."""
+        return jnp.maximum(level.std, least * jnp.abs(level.mean))
+
+    def _confine(
+        self, value: jax.Array, scaled: jax.Array, level: Level, std: jax.Array
+    ) -> jax.Array:
+        """Returns a value as it enters: one that stands far out would hide all that follow.
+
+        That holds below the mean, too: after a single loss of -1e30 nothing would stand out.
+        """
+        reach = _REACH * (self.sigmas * std)
+        inside = jnp.clip(scaled, level.mean - reach, level.mean + reach)
+        return jnp.where(inside == scaled, value, inside * level.unit)
+
+
+def check_spikes(call: str, spikes: Any) -> SpikeRule | None:
+    """Returns the argument `spikes` of a call, or raises a `TypeError` if it is not a rule."""
+    if spikes is None or isinstance(spikes, SpikeRule):
+        return spikes
+    raise TypeError(
+        f"`{call}(spikes=...)` must be a `SpikeRule` or None, got {spikes!r}. Pass "
+        "`spikes=jaxscale.SpikeRule()` for the default rule."
+    )
+
+
+def check_sigmas(call: str, name: str, sigmas: Any) -> float:
+    """Returns a number of standard deviations as a Python float, or raises an error."""
+    given = (
+        f"`{call}({name}=...)` must be a number above 0 and at most 1e6, got {sigmas!r}. It is "
+        "how many standard deviations above the mean a step may stand: pass 6.0, or leave "
+        "`spikes` out to skip no finite step."
+    )
+    if not isinstance(sigmas, numbers.Real):
+        raise TypeError(given)
+    number = float(sigmas)
+    if isinstance(sigmas, bool) or not 0 < number <= 1e6:
+        raise ValueError(given)
+    return number
+
+
+def _is_floating(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _measure(window: jax.Array, count: jax.Array) -> Level:
+    """Returns the mean and the unbiased standard deviation of the entries of a window.
+
+    In two passes over entries that are scaled by a power of two, with the newest entry as the
+    origin: exact for a constant window, where a sum of 128 numbers is off by several roundings.
+    """
+    length = window.shape[0]
+    # A restored window may hold what is not finite, which would make all of it useless.
+    entries = (jnp.arange(length, dtype=jnp.int32) >= length - count) & jnp.isfinite(window)
+    filled = jnp.sum(entries, dtype=jnp.int32)
+    unit, per_unit = _powers_of_two(jnp.max(jnp.where(entries, jnp.abs(window), 0.0)))
+    newest = window[-1] * per_unit
+    offsets = jnp.where(entries, window * per_unit - newest, 0.0)
+    number = jnp.maximum(filled, 2).astype(jnp.float32)
+    mean = jnp.sum(offsets) / number
+    squares = jnp.where(entries, jnp.square(offsets - mean), 0.0)
+    std = jnp.sqrt(jnp.sum(squares) / (number - 1))
+    return Level(newest + mean, std, filled, unit, per_unit)
+
+
+def _powers_of_two(size: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the largest power of two up to `size`, and its inverse, both normal numbers.
+
+    From the bits, as a logarithm is rounded, and division is not exact on every device.
+    """
+    one = 127 << 23  # the bits of 1.0: its exponent in the upper part, no fraction in the lower
+    bits = jax.lax.bitcast_convert_type(size, jnp.int32) & (0xFF << 23)
+    bits = jnp.clip(bits, 1 << 23, 2 * one - (1 << 23))
+    both = jnp.stack([bits, 2 * one - bits])
+    unit, per_unit = jax.lax.bitcast_convert_type(both, jnp.float32)
+    return unit, per_unit

@@ -1,0 +1,394 @@
+"""The rule for spikes: what it skips, what it keeps, and that OLMo's is OLMo's.
+
+Decisions are those of a reference in float64. Numbers are equal to rounding only, as sums of 128
+entries in float32 are rounded; where arithmetic is exact, in scaled streams, bits are compared.
+"""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from spike_rules import Levanter, MaxText, Olmo, Promised
+from tables import assert_same_bits, avals, cases
+
+import jaxscale
+from jaxscale import SpikeRule, presets
+from jaxscale._policies.spikes import check_spikes
+from jaxscale._state.spikes import resize
+
+STEPS = 400
+
+
+def noise(seed=0, size=0.01):
+    return size * np.random.default_rng(seed).standard_normal(STEPS)
+
+
+def stream(**places):
+    """Losses about 1 and norms about 0.5, and other losses in some places."""
+    losses = 1 + noise()
+    for place, loss in places.items():
+        losses[int(place.strip("_"))] = loss
+    return losses, 0.5 + noise(1)
+
+
+def shifted(by, at=200, seed=0):
+    return (1 + noise(seed) + by * (np.arange(STEPS) >= at), 0.5 + noise(1))
+
+
+RAMP = np.linspace(0, 1, STEPS)
+STREAMS = {
+    "steady": stream(),
+    "spikes": stream(_70=3.0, _200=10.0, _230=3.0, _300=1.07),
+    "spiking norm": stream(_200=10.0)[::-1],
+    "too early": stream(_20=10.0, _63=10.0, _64=100.0),
+    "1e30": stream(_200=1e30, _230=50.0, _260=1e38),
+    "-1e30": stream(_200=-1e30, _230=50.0, _260=1e38),
+    "not finite": stream(_5=np.nan, _100=np.inf, _101=-np.inf, _102=10.0, _200=np.nan, _230=3.0),
+    "up": shifted(1.0),
+    "down and up": (1 + noise() - ((np.arange(STEPS) >= 200) & (np.arange(STEPS) < 300)), 1.0),
+    "linear": (10 - 9 * RAMP + noise(), 5 * RAMP + noise(1)),
+    "exponential": (np.exp(3 - 3 * RAMP + noise()), np.exp(5 * RAMP + noise(1))),
+    "negative": (stream(_200=-4.0)[0] - 6 + RAMP, 0.5 + noise(1)),
+    "about zero": (noise(), np.abs(noise(1))),
+    "constant": (np.where(np.arange(STEPS) == 200, 1 + 1e-4, 1.0), np.full(STEPS, 2.0)),
+    "a rounding": (np.where(np.arange(STEPS) == 200, 1 + 2e-7, 1.0), np.full(STEPS, 2.0)),
+    "zeros": (np.where(np.arange(STEPS) < 200, 0.0, 2 + noise()), np.zeros(STEPS)),
+    "heavy tails": (np.exp(noise(size=0.6)), np.exp(noise(1, size=1.0))),
+    "huge": (3e38 * (1 + noise()), 1e-30 * (1 + noise(1))),
+}
+STREAMS = {
+    name: tuple(np.broadcast_to(values, STEPS).astype(np.float32) for values in pair)
+    for name, pair in STREAMS.items()
+}
+OPTIONS = {"default": {}, "short": {"window": 16, "sigmas": 4.0, "min_history": 3}}
+FINITE = [name for name, pair in STREAMS.items() if np.isfinite(pair).all()]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def judge_all(rule, losses, norms):
+    """Whether each step is a spike, and the states after each step."""
+
+    def step(state, values):
+        is_spike, state = rule.judge(
+            state, *values, jnp.isfinite(values[0]) & jnp.isfinite(values[1])
+        )
+        return state, (is_spike, state)
+
+    return jax.lax.scan(step, rule.init(), (losses, norms))[1]
+
+
+def skipped(rule, losses, norms=None):
+    losses = np.asarray(losses, np.float32)
+    norms = np.ones_like(losses) if norms is None else norms
+    return np.flatnonzero(judge_all(rule, losses, norms)[0]).tolist()
+
+
+def after(rule, losses):
+    """The state after some steps with these losses and norms."""
+    state = rule.init()
+    for loss in losses:
+        _, state = rule.judge(state, jnp.float32(loss), jnp.float32(loss), True)
+    return state
+
+
+# What it decides.
+
+
+@cases("name", STREAMS, fast=["spikes", "1e30", "not finite", "up", "negative", "zeros"])
+@cases("options", OPTIONS, fast=["default"])
+def test_it_decides_as_promised(name, options):
+    reference = Promised(**OPTIONS[options])
+    expected = reference.spikes(*np.float64(STREAMS[name]))
+    rule = SpikeRule(**OPTIONS[options])
+    is_spike, states = judge_all(rule, *STREAMS[name])
+    assert min(reference.margins) > 1e-3, "no decision may hang on a rounding"
+    assert is_spike.tolist() == expected
+    assert states.total_spikes.tolist() == np.cumsum(expected).tolist()
+    for field, window in zip(["losses", "grad_norms"], reference.windows, strict=True):
+        kept = np.asarray(getattr(states, field)[-1])[-len(window) :]
+        np.testing.assert_allclose(kept, window, rtol=1e-4)
+
+
+def test_one_spike_does_not_hide_the_next():
+    for first in (10.0, 1e30, np.finfo(np.float32).max):
+        assert skipped(SpikeRule(), stream(_200=first, _201=first, _230=3.0)[0]) == [200, 201, 230]
+    assert skipped(SpikeRule(), stream(_200=-1e30, _230=3.0)[0]) == [230]
+    assert skipped(presets.olmo(), stream(_200=10.0, _230=3.0)[0]) == [200]
+
+
+LEVELS = {(10, 4), (30, 4), (100, 5), (300, 6), (1000, 7), (1e5, 12), (1e20, 46)}
+
+
+@cases(("deviations", "skips"), LEVELS, fast=[(100, 5)])
+def test_a_new_level_is_accepted_after_so_many_steps(deviations, skips):
+    numbers = []
+    for seed in range(5):
+        found = skipped(SpikeRule(), shifted(0.01 * deviations, seed=seed)[0])
+        assert set(found) <= set(range(200, 200 + skips))
+        numbers.append(len(found))
+    assert max(numbers) in (skips, skips - 1)
+
+
+def test_rounding_is_not_a_spike():
+    steady = np.full(STEPS, 2.0)
+    for places, expected in (({200: 2.00001}, []), ({200: 2.0001}, [200])):
+        losses = steady.copy()
+        losses[list(places)] = list(places.values())
+        assert skipped(SpikeRule(), losses) == expected
+        assert skipped(presets.olmo(), losses) == [200]
+    # The next number in bfloat16 is 1/128 higher. In float32 that would be a spike, at first.
+    rounded = jnp.where(jnp.arange(STEPS) < 200, 2.0, 2.0 + 2.0**-6).astype(jnp.bfloat16)
+    norms = jnp.ones(STEPS)
+    assert not judge_all(SpikeRule(), rounded, norms)[0].any()
+    assert judge_all(SpikeRule(), rounded.astype(jnp.float32), norms)[0].any()
+
+
+@cases(("sigma", "per_10_000"), [(0.3, 3), (0.6, 22), (1.0, 57)], fast=[(1.0, 57)])
+def test_false_alarms_of_heavy_tails_are_as_the_docstring_says(sigma, per_10_000):
+    norms = np.exp(sigma * np.random.default_rng(0).standard_normal(100_000))
+    assert len(skipped(SpikeRule(), norms)) / 10 == pytest.approx(per_10_000, rel=0.2)
+
+
+def test_the_threshold_tells_spikes():
+    for name in FINITE:
+        is_spike, states = judge_all(SpikeRule(), *STREAMS[name])
+        losses, norms = STREAMS[name]
+        above = (losses > states.loss_threshold) | (norms > states.norm_threshold)
+        far = jnp.maximum(states.loss_deviation, states.norm_deviation) > 6
+        assert above.tolist() == is_spike.tolist() == far.tolist(), name
+
+
+def test_the_unit_does_not_matter():
+    # All arithmetic is in units of a power of two, so that this holds to the bit.
+    rule, (losses, norms) = SpikeRule(), STREAMS["spikes"]
+    is_spike, states = judge_all(rule, losses, norms)
+    for exponent in (-100, -30, 60, 120):
+        unit = np.float32(2.0**exponent)
+        again, scaled = judge_all(rule, losses * unit, norms)
+        assert again.tolist() == is_spike.tolist()
+        fields = {name: getattr(states, name) * unit for name in ("losses", "loss_threshold")}
+        assert_same_bits(scaled, states._replace(**fields))
+
+
+# What it keeps.
+
+
+def test_a_step_that_is_not_finite_leaves_no_trace():
+    rule = SpikeRule(window=4)
+    state = after(rule, [1.0, 1.1, 0.9, 9.0])
+    assert state.spike_count == 1
+    for loss, norm in ((np.nan, 1.0), (1.0, np.inf), (np.nan, np.nan), (99.0, 99.0)):
+        is_spike, same = rule.judge(state, jnp.float32(loss), jnp.float32(norm), jnp.array(False))
+        assert not is_spike
+        assert_same_bits(same, state)
+
+
+def test_a_norm_that_overflows_is_a_spike_and_never_enters():
+    rule = SpikeRule(window=4)
+    for steps, expected in ((1, False), (2, True)):
+        state = after(rule, [1.0] * steps)
+        is_spike, state = rule.judge(state, jnp.float32(1), jnp.float32(jnp.inf), True)
+        assert is_spike == expected
+        assert jnp.isfinite(state.grad_norms).all()
+        assert (state.loss_count, state.norm_count) == (steps + 1, steps + expected)
+
+
+def test_without_a_loss_the_norm_judges_alone():
+    losses, norms = STREAMS["spiking norm"]
+    state, found = SpikeRule().init(), []
+    judge = jax.jit(lambda state, norm: SpikeRule().judge(state, None, norm, True))
+    for norm in norms:
+        is_spike, state = judge(state, norm)
+        found.append(bool(is_spike))
+    with_loss = judge_all(SpikeRule(), np.ones_like(losses), norms)
+    assert found == with_loss[0].tolist()
+    blank = SpikeRule().init()
+    untouched = ("losses", "loss_count", "loss_threshold", "loss_deviation")
+    last = jax.tree.map(lambda leaf: leaf[-1], with_loss[1])
+    assert_same_bits(state, last._replace(**{name: getattr(blank, name) for name in untouched}))
+
+
+def test_counts_and_totals():
+    rule = SpikeRule(window=4)
+    state = after(rule, [1.0, 1.1, 9.0, 99.0])
+    assert (state.loss_count, state.total_spikes, state.spike_count) == (4, 2, 2)
+    _, state = rule.judge(state, jnp.float32(1), jnp.float32(1), True)
+    assert (state.loss_count, state.total_spikes, state.spike_count) == (4, 2, 0)
+    most = jnp.int32(np.iinfo(np.int32).max)
+    state = state._replace(total_spikes=most, loss_count=most)  # from a checkpoint, say
+    is_spike, state = rule.judge(state, jnp.float32(1e6), jnp.float32(1), True)
+    assert is_spike
+    assert (state.total_spikes, state.loss_count) == (most, 4)
+
+
+def test_a_poisoned_window_heals():
+    # A window that a port of OLMo's rule had written: without its NaN it judges as before.
+    rule = SpikeRule(window=8)
+    state = after(rule, [1.0, 1.1, 0.9, 1.0, 1.1, 0.9])
+    state = state._replace(losses=state.losses.at[4].set(jnp.nan))
+    for loss, expected in ((1.0, False), (9.0, True)):
+        assert rule.judge(state, jnp.float32(loss), jnp.float32(1), True)[0] == expected
+
+
+def test_it_composes_with_transformations():
+    rule = SpikeRule(window=8)
+    values = [jnp.asarray(v[56:96]) for v in (STREAMS["spikes"][0], STREAMS["steady"][0])]
+    first = rule.init()
+    states = [judge_all(rule, v, v)[1] for v in values]
+    assert states[0].total_spikes[-1] > states[1].total_spikes[-1]
+    for state in states:
+        last = jax.tree.map(lambda leaf: leaf[-1], state)
+        assert avals(last) == avals(first)
+    many = jax.vmap(functools.partial(judge_all, rule))(jnp.stack(values), jnp.stack(values))[1]
+    # To rounding: the order of a sum is the compiler's.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4)
+    jax.tree.map(close, many, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+    jax.tree.map(close, after(rule, values[0]), jax.tree.map(lambda leaf: leaf[-1], states[0]))
+    # No buffer is in a state twice, which could not be donated.
+    donating = jax.jit(rule.judge, donate_argnums=0)
+    _, state = donating(rule.init(), jnp.float32(1), jnp.float32(1), True)
+    assert avals(donating(state, jnp.float32(1), jnp.float32(1), True)[1]) == avals(first)
+
+
+def test_other_dtypes_are_judged_in_float32():
+    rule = SpikeRule(window=4)
+    state = after(rule, [1.0, 1.25, 0.75])
+    numbers = [jnp.bfloat16(9), jnp.float16(9), np.float64(9), 9.0]
+    states = [rule.judge(state, 1.0, number, True) for number in numbers]
+    for is_spike, state in states:
+        assert is_spike
+        assert avals(state) == avals(rule.init())
+
+
+# What is rejected.
+
+REJECTED = {
+    "window 1": ({"window": 1}, ValueError, r"window=.*at least 2, got 1"),
+    "window 0": ({"window": 0}, ValueError, r"window=.*at least 2, got 0"),
+    "window part": ({"window": 12.5}, TypeError, r"window=.*integer.*got 12\.5"),
+    "window bool": ({"window": True}, ValueError, r"window=.*got True"),
+    "window text": ({"window": "128"}, TypeError, r"window=.*got '128'"),
+    "sigmas 0": ({"sigmas": 0}, ValueError, r"sigmas=.*above 0.*got 0\..*pass 6\.0"),
+    "sigmas negative": ({"sigmas": -6.0}, ValueError, r"sigmas=.*above 0.*got -6\.0"),
+    "sigmas NaN": ({"sigmas": math.nan}, ValueError, r"sigmas=.*got nan"),
+    "sigmas inf": ({"sigmas": math.inf}, ValueError, r"sigmas=.*at most 1e6, got inf"),
+    "sigmas bool": ({"sigmas": True}, ValueError, r"sigmas=.*got True"),
+    "sigmas text": ({"sigmas": "6"}, TypeError, r"sigmas=.*got '6'"),
+    "history 1": ({"min_history": 1}, ValueError, r"min_history=.*at least 2, got 1"),
+    "history": (
+        {"window": 8, "min_history": 9},
+        ValueError,
+        r"at most window=8, got 9.*ever be judged",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_bad_arguments_are_rejected(name):
+    options, error, match = REJECTED[name]
+    with pytest.raises(error, match=r"`SpikeRule\(.*" + match):
+        SpikeRule(**options)
+
+
+def test_the_preset_names_its_own_arguments():
+    with pytest.raises(ValueError, match=r"presets\.olmo\(rolling_interval_length=.*got 1"):
+        presets.olmo(rolling_interval_length=1)
+    with pytest.raises(ValueError, match=r"presets\.olmo\(sigma_factor=.*got 0"):
+        presets.olmo(sigma_factor=0)
+
+
+def test_what_is_not_a_rule_is_rejected():
+    assert check_spikes("loss_scaled", None) is None
+    for rule in (SpikeRule(), presets.olmo()):
+        assert check_spikes("loss_scaled", rule) is rule
+    for wrong in (True, 6.0, SpikeRule, "olmo"):
+        match = re.escape(f"`loss_scaled(spikes=...)` must be a `SpikeRule` or None, got {wrong!r}")
+        with pytest.raises(TypeError, match=match + ".*spikes=jaxscale.SpikeRule()"):
+            check_spikes("loss_scaled", wrong)
+
+
+def test_rules_are_values():
+    assert SpikeRule() == SpikeRule(window=np.int64(128), sigmas=np.float32(6))
+    assert hash(SpikeRule()) == hash(SpikeRule(sigmas=6))
+    assert SpikeRule() != presets.olmo()
+    assert presets.olmo() == presets.olmo(rolling_interval_length=128)
+
+
+# Saved and restored.
+
+
+@cases("length", [2, 5, 8, 11], fast=[5, 11])
+def test_a_state_is_restored_into_another_window(length):
+    state = after(SpikeRule(window=8), [1.0, 2.0, 3.0, 2.0, 1.0, 2.5])
+    state = state._replace(loss_count=jnp.int32(3))  # as if earlier steps had no loss
+    fresh = SpikeRule(window=length).init()
+    restored = jaxscale.from_state_dict(fresh, jaxscale.to_state_dict(state))
+    assert avals(restored) == avals(fresh)
+    kept = min(length, 6)
+    assert restored.grad_norms[-kept:].tolist() == [1.0, 2.0, 3.0, 2.0, 1.0, 2.5][-kept:]
+    assert not restored.grad_norms[:-kept].any()
+    assert (restored.norm_count, restored.loss_count) == (kept, min(length, 3))
+    assert restored.total_spikes == state.total_spikes
+    assert resize(np.arange(6).reshape(2, 3), 2).tolist() == [[1, 2], [4, 5]]
+
+
+def test_a_population_is_restored_into_another_window():
+    def make(window):
+        return jax.vmap(lambda _: SpikeRule(window=window).init())(jnp.zeros(3))
+
+    state = make(4)._replace(losses=jnp.arange(12.0).reshape(3, 4), loss_count=jnp.full(3, 4))
+    restored = jaxscale.from_state_dict(make(2), jaxscale.to_state_dict(state))
+    assert restored.losses.tolist() == [[2, 3], [6, 7], [10, 11]]
+    assert restored.loss_count.tolist() == [2, 2, 2]
+
+
+# Beside the libraries.
+
+
+@cases("name", FINITE, fast=["spikes", "up", "constant"])
+@cases(("window", "sigmas"), [(128, 6), (16, 4), (7, 3)], fast=[(128, 6)])
+def test_the_preset_decides_as_olmo_and_maxtext_do(name, window, sigmas):
+    # They in float64, as 1e30 squared is inf in float32, where a library sees no spike at all.
+    losses, norms = np.float64(STREAMS[name])
+    rule = presets.olmo(rolling_interval_length=window, sigma_factor=sigmas)
+    expected = Olmo(window, sigmas).spikes(losses, norms)
+    assert judge_all(rule, *STREAMS[name])[0].tolist() == expected
+    if name not in ("1e30", "-1e30", "huge"):
+        assert MaxText(window, sigmas).spikes(*STREAMS[name]) == expected
+
+
+# Steps skipped of 400, and whether the parameter is NaN in the end, after one NaN batch.
+HOLES = [
+    (Olmo, 5, 71, True),
+    (Olmo, 100, 129, True),
+    (MaxText, 5, 71, True),
+    (MaxText, 100, 129, False),
+    (Levanter, 5, 70, True),
+    (Levanter, 100, 129, True),
+]
+
+
+@cases(("peer", "at", "skips", "is_ruined"), HOLES)
+def test_one_bad_batch_costs_one_step_here_and_more_elsewhere(peer, at, skips, is_ruined):
+    losses, norms = np.array(STREAMS["steady"])
+    losses[at] = norms[at] = np.nan
+    with np.errstate(all="ignore"):
+        assert sum(peer().spikes(losses, norms)) == skips
+        assert math.isnan(peer().parameter(losses, norms)) == is_ruined
+    for rule in (SpikeRule(), presets.olmo()):
+        assert not judge_all(rule, losses, norms)[0].any()
+
+
+# Its first judged step is one later: it takes the loss of 10 at step 63, which OLMo skips.
+LEVANTERS = {"spikes": [], "too early": [63], "up": [], "linear": [], "heavy tails": []}
+
+
+@cases("name", LEVANTERS, fast=["too early"])
+def test_levanter_decides_alike_where_its_other_deviation_does_not_matter(name):
+    ours = judge_all(presets.olmo(), *STREAMS[name])[0].tolist()
+    levanters = Levanter().spikes(*STREAMS[name])
+    assert np.flatnonzero(np.not_equal(ours, levanters)).tolist() == LEVANTERS[name]
