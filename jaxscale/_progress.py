@@ -51,6 +51,16 @@ _ROOM = 6.0
 # where the default rule stops growing; half precision rarely bears it.
 _HIGH, _LONG = 2.0**24, 10_000
 
+# What is shown of a `SpikeState`.
+_SPIKE_FIELDS = (
+    "total_spikes",
+    "spike_count",
+    "loss_threshold",
+    "norm_threshold",
+    "loss_deviation",
+    "norm_deviation",
+)
+
 # The counters of windows, which have the same names here and in Optax.
 _WINDOW_COUNTERS = ("mini_step", "gradient_step")
 
@@ -75,7 +85,9 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
       `jaxscale.multi_steps` these count micro-batches, and `mini_step` and `gradient_step` are
       added, as they are for an `optax.MultiSteps` inside of `loss_scaled`, whose own state is in
       `opt_state.inner_state`.
-      With `max_norm` there is `grad_norm`, the norm of the last gradients before they were clipped.
+      With `max_norm` or `spikes` there is `grad_norm`, the norm of the last gradients before they
+      were clipped. With `spikes` there are the counters, thresholds and deviations that
+      `jaxscale.SpikeState` explains.
       With `track_leaves=True` there is also a `bool[]` for each gradient, whether the last overflow
       was in it, under a name such as `nonfinite_leaves/params/Dense_0/kernel`.
 
@@ -94,6 +106,9 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
         if is_loss_scaled(node):
             values |= {name: jnp.asarray(getattr(node, name)) for name in _COUNTERS}
             values["grads_finite"] = values["step_applied"]  # its name in 0.1, until 1.0
+            if node.spikes is not None:
+                spikes = unwrap(node.spikes)._asdict()
+                values |= {name: jnp.asarray(spikes[name]) for name in _SPIKE_FIELDS}
             if node.grad_norm is not None:
                 values["grad_norm"] = jnp.asarray(unwrap(node.grad_norm))
             if isinstance(node.inner_state, WINDOW_STATES):
@@ -148,6 +163,9 @@ def check(
 
         If retries do not help: if `total_exhausted` is 6 or more.
 
+        If spikes are skipped again and again: 20 in a row, or more than one step in 20 of at least
+        1000.
+
         The texts are always the same, so that Python shows each of them once in a run.
 
     Raises:
@@ -176,12 +194,12 @@ def check(
     _warn_if_lost(unwrap(getattr(tree, "step", None)), state, inner_state)
     # The state of a population has leading axes: report the worst member.
     exhausts = np.any(state.total_exhausted >= _FALLS)
-    decays, is_idle = _decays(state), _is_idle(state)
+    decays, is_idle, is_stormy = _decays(state), _is_idle(state), _skips_spikes(state)
     axes, worst = np.ndim(state.notfinite_count), np.argmax(state.notfinite_count)
     state = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes:])[worst], state)
     if state.notfinite_count <= max_consecutive:
         _raise_if_blind(state, max_consecutive)
-        texts = {_EXHAUSTED: exhausts, _DECAY: decays, _IDLE: is_idle}
+        texts = {_EXHAUSTED: exhausts, _DECAY: decays, _IDLE: is_idle, _SPIKES: is_stormy}
         for text in (text for text, is_told in texts.items() if is_told):
             warnings.warn(text, stacklevel=2)
         return
@@ -222,6 +240,22 @@ _IDLE = (
     "no loss scale: wrap its optimizer by `jaxscale.skip_nonfinite(tx)`. Or all gradients are very "
     'small: `jaxscale.loss_scaled(tx, "adaptive")` finds a scale for them, however high.'
 )
+
+
+_SPIKES = (
+    "`check`: spikes are skipped again and again: 20 or more in a row, or more than one step in "
+    "20. If the loss has reached a new level, for example with new data, these are good steps: "
+    "raise `sigmas` of the `SpikeRule`, or shorten its `window`. If the run diverges, to skip does "
+    "not help: lower the learning rate, or go back to a checkpoint."
+)
+
+
+def _skips_spikes(state: Any) -> bool:
+    """Returns whether spikes are skipped more often than bad batches explain."""
+    if state.spikes is None:
+        return False
+    often = (state.spikes.total_spikes > state.total_steps // 20) & (state.total_steps >= 1000)
+    return bool(np.any(often | (state.spikes.spike_count >= 20)))
 
 
 def _decays(state: Any) -> bool:

@@ -97,8 +97,7 @@ def agree_on_sizes(
         least = jax.lax.pmin(local, axis_name)
         finite = least[: -len(bits)] == 1
         bits = dict(zip(bits, -least[-len(bits) :], strict=True))
-    as_numbers = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
-    return finite, {name: as_numbers(each) for name, each in bits.items()}
+    return finite, {name: _as_float(each) for name, each in bits.items()}
 
 
 def agree_on_size(bits: jax.Array, axis_name: Any) -> jax.Array:
@@ -108,8 +107,20 @@ def agree_on_size(bits: jax.Array, axis_name: Any) -> jax.Array:
 
 def norm_bits(norm: jax.Array) -> jax.Array:
     """Returns the bits of a norm in float32, of inf if the gradients were not finite."""
-    norm = cast(jnp.where(norm >= 0, norm, jnp.inf), jnp.float32)
-    return jax.lax.bitcast_convert_type(norm, jnp.int32)
+    return _bits(cast(jnp.where(norm >= 0, norm, jnp.inf), jnp.float32))
+
+
+def _bits(number: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(number, jnp.int32)
+
+
+def _as_float(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _ordered(bits: jax.Array) -> jax.Array:
+    """Returns integers in the order of floats, negative ones too, given their bits, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 class Verdict(NamedTuple):
@@ -121,6 +132,7 @@ class Verdict(NamedTuple):
     leaves_finite: list[jax.Array]  # a bool[] for each gradient, if leaves are tracked
     squares: jax.Array | None  # the sum of all squares, if the norm comes from the same pass
     norm: jax.Array | None  # the norm that all devices agree on, an f32[], if that was asked for
+    loss: jax.Array | None  # the largest loss of all devices, an f32[], if that was asked for
     largest: jax.Array | None  # the largest gradient, an f32[], if the policy needs it
 
 
@@ -134,6 +146,7 @@ def judge(
     wants_largest: bool = False,
     wants_squares: bool = False,
     agrees_on_norm: bool = False,
+    agrees_on_loss: bool = False,
 ) -> Verdict:
     """Returns the verdict on the gradients and the loss of one step.
 
@@ -147,6 +160,7 @@ def judge(
       wants_largest: whether to find the largest gradient.
       wants_squares: whether to find the sum of all squares.
       agrees_on_norm: whether devices agree on the norm, too.
+      agrees_on_loss: whether they agree on the loss, if there is one.
     """
     first = grads if seen is None else seen
     if wants_largest:
@@ -166,15 +180,20 @@ def judge(
     bits = {"largest": found.bits()} if found.holds_sizes else {}
     if squares is not None and agrees_on_norm:
         bits["norm"] = norm_bits(jnp.sqrt(squares))
+    if loss is not None and agrees_on_loss:
+        bits["loss"] = _ordered(_bits(cast(loss, jnp.float32)))
     (grads_finite, loss_finite, *leaves_finite), known = agree_on_sizes(local, bits, axis_name)
+    if "loss" in known:
+        known["loss"] = _as_float(_ordered(_bits(known["loss"])))
     return Verdict(
         axis_name,
         grads_finite,
         loss_finite,
         leaves_finite,
         squares,
-        known.get("norm"),
-        known.get("largest"),
+        norm=known.get("norm"),
+        loss=known.get("loss"),
+        largest=known.get("largest"),
     )
 
 

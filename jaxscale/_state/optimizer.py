@@ -16,9 +16,10 @@ class LossScaledState(NamedTuple):
       inner_state: the state of the wrapped transformation; inside a `MultiStepsState`
         if gradients are accumulated by `multi_steps`.
       step_applied: `bool[]`, whether the last step was applied; with accumulation, whether
-        the last micro-batch counted. `False` if the gradients or the loss were not finite.
+        the last micro-batch counted. `False` if the gradients or the loss were not finite, or
+        stood out as a spike.
       notfinite_count: `i32[]`, steps skipped in a row, up to now.
-      total_notfinite: `i32[]`, steps skipped since `init`.
+      total_notfinite: `i32[]`, steps skipped since `init`, without spikes.
       total_notfinite_loss: `i32[]`, those of them whose loss itself was not finite.
       total_steps: `i32[]`, steps since `init`, skipped or not.
       total_retries: `i32[]`, backward passes that `jaxscale.train_step` repeated inside of a
@@ -30,13 +31,16 @@ class LossScaledState(NamedTuple):
       backoff_count: `i32[]`, how often an overflow lowered the scale since it last grew. Several
         falls in a row of skipped steps count as one, and those of the first 25 steps do not
         count: a scale that comes down from a high start does not decay.
+      spikes: with `spikes=SpikeRule()` a `jaxscale.SpikeState`, which counts the steps that were
+        skipped because they stood out. Otherwise `None`.
       nonfinite_leaves: with `track_leaves=True` the leaves that the last overflow was in: a
         tree with the structure of the parameters and a `bool[]` for each gradient, which
         `jaxscale.metrics` and `jaxscale.check` name. Otherwise `None`.
-      grad_norm: with `max_norm` an `f32[]`, the global norm of the last gradients before they were
-        clipped, also of those that were skipped; inf if they were not finite, or their squares
-        overflow. With accumulation it is that of the last step of the optimizer. Where devices
-        hold parts of the parameters, it is the largest of theirs. Otherwise `None`.
+      grad_norm: with `max_norm` or `spikes` an `f32[]`, the global norm of the last gradients
+        before they were clipped, also of those that were skipped; inf if they were not finite, or
+        their squares overflow. With accumulation and `max_norm` it is that of the last step of the
+        optimizer. Where devices hold parts of the parameters, it is the largest of theirs.
+        Otherwise `None`.
 
     Counters stay at their largest value instead of wrapping around.
 
@@ -57,8 +61,26 @@ class LossScaledState(NamedTuple):
     total_retries: jax.Array  # i32[]
     total_exhausted: jax.Array  # i32[]
     backoff_count: jax.Array  # i32[]
+    spikes: Any = None  # SpikeState or None
     nonfinite_leaves: Any = None
     grad_norm: Any = None  # f32[] or None
+
+    @property
+    def hyperparams(self) -> dict[str, Any]:
+        """The dictionary of the one `optax.inject_hyperparams` inside, to read and to write."""
+        nodes = jax.tree.leaves(self.inner_state, is_leaf=_has_hyperparams)
+        found = list(filter(_has_hyperparams, nodes))
+        if len(found) != 1:
+            # An `AttributeError`, as trainers ask by `hasattr` whether there are any.
+            raise AttributeError(
+                "`LossScaledState.hyperparams` needs exactly one `optax.inject_hyperparams` inside "
+                f"of `loss_scaled`, got {len(found)}."
+            )
+        return found[0].hyperparams
+
+
+def _has_hyperparams(node: Any) -> bool:
+    return "hyperparams" in getattr(node, "_fields", ())
 
 
 class MultiStepsState(NamedTuple):

@@ -97,7 +97,7 @@ def apply_gradients(
             f"`apply_gradients(keep=...)` must be a pair (new, old), got {type(keep).__name__}."
         )
     call = "apply_gradients"
-    value = extra_args.pop("value", None)
+    value = extra_args.pop("value", extra_args.get("loss"))
     optimizer = as_optimizer(call, tx)
     order = "(tx, grads, opt_state, params)"
     opt_state = optimizer.check_state(f"{call}(opt_state=...)", opt_state, order)

@@ -33,6 +33,7 @@ def count_step(
     state: LossScaledState,
     verdict: Verdict,
     grads_finite: jax.Array,
+    is_spike: jax.Array | None,
     scaling: Any,
     retries: Retries | None,
 ) -> LossScaledState:
@@ -42,10 +43,11 @@ def count_step(
       state: the state before the step.
       verdict: the verdict on the gradients of the last pass.
       grads_finite: a `bool[]`, whether the gradients were finite, and the updates if checked.
+      is_spike: a `bool[]`, whether the step stood out, if that was judged.
       scaling: the scale state after the step.
       retries: what came of repeating the pass, if it may be repeated.
     """
-    applied = grads_finite & verdict.loss_finite
+    finite = grads_finite & verdict.loss_finite
     state = state._replace(backoff_count=_count_backoffs(state, grads_finite, scaling, retries))
     if retries is not None:
         total = state.total_retries
@@ -58,9 +60,9 @@ def count_step(
             total_exhausted=_increment_if(exhausted, state.total_exhausted),
         )
     return state._replace(
-        step_applied=applied,
-        notfinite_count=jnp.where(applied, 0, optax.safe_increment(state.notfinite_count)),
-        total_notfinite=_increment_if(~applied, state.total_notfinite),
+        step_applied=finite if is_spike is None else finite & ~is_spike,
+        notfinite_count=jnp.where(finite, 0, optax.safe_increment(state.notfinite_count)),
+        total_notfinite=_increment_if(~finite, state.total_notfinite),
         total_notfinite_loss=_increment_if(~verdict.loss_finite, state.total_notfinite_loss),
         total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
     )

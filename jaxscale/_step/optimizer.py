@@ -23,7 +23,7 @@ from .._trees.leaf import is_array_like
 from .._trees.overwrite import holds_overwrites, overwrite, zero_overwrites
 from .._trees.tree import apply_updates, combine, partition, tree_where
 from .retry import BackwardResult
-from .wrapper import Wrapper, takes_value, wrapper_of
+from .wrapper import Wrapper, with_loss, wrapper_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +82,7 @@ class Bare:
         tx = self.tx
         tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
         update = optax.with_extra_args_support(tx).update
-        if value is not None and takes_value(update):
-            extra_args = {**extra_args, "value": value}
+        extra_args = with_loss(update, value, extra_args)
         new, overwrites = grads.divided, holds_overwrites(grads.grads)
         with explain_errors():
             seen = zero_overwrites(new) if overwrites else new

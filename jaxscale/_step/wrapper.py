@@ -44,6 +44,7 @@ from .._gradients.verdict import (
 )
 from .._policies.base import LossScale, adjust_scale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
+from .._policies.spikes import SpikeRule
 from .._state.optimizer import LossScaledState
 from .._trees.checks import explain_errors
 from .._trees.overwrite import (
@@ -96,6 +97,7 @@ class Wrapper:
     skips: bool = True
     check_updates: bool = False
     track_leaves: bool = False
+    spikes: SpikeRule | None = None
 
     def init(self, params: Any) -> LossScaledState:
         # `update` passes the parameters in float32, so `init` does too, and moments keep their
@@ -110,8 +112,9 @@ class Wrapper:
             scaling=self.policy.init(),
             inner_state=self.window.open(params, inner_state),
             **zero_counters(),
+            spikes=None if self.spikes is None else self.spikes.init(),
             nonfinite_leaves=flags_by_leaf(params) if self.track_leaves else None,
-            grad_norm=None if self.max_norm is None else jnp.array(0, jnp.float32),
+            grad_norm=jnp.array(0, jnp.float32) if self.max_norm or self.spikes else None,
         )
 
     def update(
@@ -124,6 +127,7 @@ class Wrapper:
         **extra_args: Any,
     ) -> tuple[Any, LossScaledState]:
         state = check_state("loss_scaled(...).update(state=...)", state, self.policy)
+        value = extra_args.get("loss") if value is None else value
         grads = Scaled(updates)
         verdict = self.judge(grads, state, value)
         return self._step(grads, verdict, state, params, value, extra_args, applies=False)
@@ -203,6 +207,7 @@ class Wrapper:
             return None
         axis_name = self.axis_name if axis_name is None else axis_name
         check_devices_agree(grads.divided, value, axis_name)
+        spikes = self._judges_spikes(state)
         return judge(
             grads,
             value,
@@ -211,8 +216,9 @@ class Wrapper:
             # The state decides, not `track_leaves`: its structure must not change.
             by_leaf=state.nonfinite_leaves is not None,
             wants_largest=self.policy.needs_largest,
-            wants_squares=self._shares_norm,
+            wants_squares=self._shares_norm or (spikes and not nans_are_errors()),
             agrees_on_norm=state.grad_norm is not None,
+            agrees_on_loss=spikes,
         )
 
     def _step(
@@ -254,7 +260,13 @@ class Wrapper:
             norm = self._shown(state, norm, self.axis_name)
             return outcome, state._replace(inner_state=opt_state, grad_norm=norm)
 
-        good = verdict.grads_finite & verdict.loss_finite
+        # A step may be finite and bad.
+        good, is_spike, spikes = verdict.grads_finite & verdict.loss_finite, None, state.spikes
+        if self.spikes is not None and spikes is not None:
+            verdict = verdict._replace(norm=self._known_norm(grads, verdict))
+            is_spike, spikes = self.spikes.judge(spikes, verdict.loss, verdict.norm, good)
+            good &= ~is_spike
+
         window, ready = self.window.add(state.inner_state, grads, value, good)
 
         def unchanged(like: Any) -> Any:
@@ -268,9 +280,11 @@ class Wrapper:
         start = state.scaling if retries is None else retries.scaling
         moved = adjust_scale(self.policy, start, grads_finite, verdict.largest)
         moves = self.window.lets_scale_move(verdict, grads_finite, stepped)
+        if is_spike is not None:
+            moves &= ~is_spike
         scaling = tree_where(moves, moved, start)
 
-        counted = count_step(state, verdict, grads_finite, scaling, retries)
+        counted = count_step(state, verdict, grads_finite, is_spike, scaling, retries)
         flags = state.nonfinite_leaves
         if flags is not None:
             new = flags_by_leaf(grads.divided, verdict.leaves_finite)
@@ -278,6 +292,7 @@ class Wrapper:
         return made.outcome, counted._replace(
             scaling=scaling,
             inner_state=self.window.close(window, made.opt_state, stepped),
+            spikes=spikes,
             nonfinite_leaves=flags,
             grad_norm=made.norm,
         )
@@ -300,8 +315,11 @@ class Wrapper:
             state, the updates and the norm.
           unchanged: the outcome of a skipped step, given one of a step, or its shapes.
         """
-        norm = None if verdict.squares is None else jnp.sqrt(verdict.squares)
-        shown = state.grad_norm if verdict.norm is None else verdict.norm
+        # That of a micro-batch is of no use to a step that is made from a mean.
+        squares = verdict.squares if self._shares_norm else None
+        norm = None if squares is None else jnp.sqrt(squares)
+        is_of_mean = self.window.averages and self.max_norm is not None
+        shown = state.grad_norm if verdict.norm is None or is_of_mean else verdict.norm
         # Whether only the step finds the norm, if it is made.
         finds = norm is None and self.max_norm is not None and state.grad_norm is not None
         if finds and not self.window.averages:
@@ -336,6 +354,18 @@ class Wrapper:
         """
         return self.max_norm is not None and not self.window.averages and not nans_are_errors()
 
+    def _judges_spikes(self, state: LossScaledState) -> bool:
+        return self.spikes is not None and state.spikes is not None
+
+    def _known_norm(self, grads: Scaled, verdict: Verdict) -> jax.Array:
+        """Returns the norm of the gradients, of any number if they are not finite."""
+        if verdict.norm is not None:
+            return verdict.norm
+        # JAX raises an error at a NaN, so that the pass which found them could not square them.
+        zeros = map_gradients(jnp.zeros_like, grads.divided)
+        norm = global_norm(tree_where(verdict.grads_finite, grads.divided, zeros))
+        return agree_on_size(norm_bits(norm), verdict.axis_name)
+
     def _shown(self, state: LossScaledState, norm: Any, axis_name: Any) -> Any:
         """Returns a norm that the step found as the state shows it, if it does."""
         if self.max_norm is None or state.grad_norm is None:
@@ -356,8 +386,7 @@ class Wrapper:
         if self.max_norm is not None:
             norm = global_norm(grads) if norm is None else norm
             grads = clip_by_global_norm(grads, norm, self.max_norm)
-        if value is not None and takes_value(self.inner.update):
-            extra_args = {**extra_args, "value": value}
+        extra_args = with_loss(self.inner.update, value, extra_args)
         with explain_errors():
             updates, new_state = self.inner.update(
                 grads, opt_state, map_gradients(widen, params), **extra_args
@@ -376,11 +405,19 @@ def wrapper_of(tx: Any) -> Wrapper | None:
     return made_by if isinstance(made_by, Wrapper) else None
 
 
-def takes_value(update: Any) -> bool:
-    """Returns whether the signature of an inner update takes the loss.
+def with_loss(update: Any, value: Any, extra_args: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns extra arguments with the loss, under the names by which an inner update takes it.
 
     Most updates accept arguments that they do not know. A few take only those that they name, and
-    would raise an error at `value`, which was meant for the wrapper.
+    would raise an error at `value`, which was meant for the wrapper. Some name it `loss`.
     """
-    parameters = inspect.signature(update).parameters.values()
-    return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
+    if value is None:
+        return extra_args
+    parameters = inspect.signature(update).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    others = {name: each for name, each in extra_args.items() if name != "loss"}
+    if "value" in parameters or takes_any:
+        others["value"] = value
+    if "loss" in parameters or ("loss" in extra_args and takes_any):
+        others["loss"] = value
+    return others

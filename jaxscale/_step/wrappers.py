@@ -16,6 +16,7 @@ import optax
 from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
 from .._policies.spec import as_loss_scale
+from .._policies.spikes import SpikeRule, check_spikes
 from .._trees.checks import int32, one_of, positive, with_article
 from .window import Window
 from .wrapper import Wrapper, wrapper_of
@@ -30,6 +31,7 @@ def loss_scaled(
     skip_nonfinite: bool = True,
     check_updates: bool = False,
     track_leaves: bool = False,
+    spikes: SpikeRule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that skips non-finite steps and moves the loss scale.
 
@@ -63,6 +65,9 @@ def loss_scaled(
       track_leaves: whether the state records in `nonfinite_leaves` which leaves the last
         overflow was in, so that `jaxscale.metrics` and `jaxscale.check` can name them. This
         takes no extra pass over the gradients.
+      spikes: a `jaxscale.SpikeRule`: a step is then also skipped if it is finite and its loss, or
+        the norm of its gradients, stands out among those of the last steps. The scale stays where
+        it is. With `multi_steps` each micro-batch is judged by itself. This takes no extra pass.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a `jaxscale.LossScaledState`.
@@ -111,6 +116,7 @@ def loss_scaled(
         skips=one_of("loss_scaled", "skip_nonfinite", skip_nonfinite, (False, True)),
         check_updates=checks or wrapper.check_updates,
         track_leaves=tracks or wrapper.track_leaves,
+        spikes=check_spikes("loss_scaled", spikes) or wrapper.spikes,
     )
     if not wrapper.skips:
         _check_needs_no_verdict(wrapper)
@@ -124,6 +130,7 @@ def skip_nonfinite(
     max_norm: float | None = None,
     check_updates: bool = False,
     track_leaves: bool = False,
+    spikes: SpikeRule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that skips non-finite steps, without any scaling.
 
@@ -136,6 +143,7 @@ def skip_nonfinite(
       max_norm: as in `loss_scaled`.
       check_updates: as in `loss_scaled`.
       track_leaves: as in `loss_scaled`.
+      spikes: as in `loss_scaled`.
 
     Returns:
       `loss_scaled(inner, None)`.
@@ -160,6 +168,7 @@ def skip_nonfinite(
         max_norm=max_norm,
         check_updates=check_updates,
         track_leaves=track_leaves,
+        spikes=spikes,
     )
 
 
@@ -249,6 +258,7 @@ def _check_needs_no_verdict(wrapper: Wrapper) -> None:
             with_article(type(wrapper.policy).__name__): wrapper.can_back_off,
             "check_updates=True": wrapper.check_updates,
             "track_leaves=True": wrapper.track_leaves,
+            "a `SpikeRule`": wrapper.spikes is not None,
             "a window of `multi_steps`": wrapper.window.averages,
         }.items()
         if needed

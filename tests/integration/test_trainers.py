@@ -1,0 +1,179 @@
+"""How trainers call an optimizer that they were given: with what arguments, from where.
+
+Each row does what one or several public trainers do between the gradients and the next parameters.
+"""
+
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tables import assert_close, cases
+
+import jaxscale
+
+PARAMS = {"w": jnp.array([1.0, -2.0])}
+GRADS = [{"w": jnp.array([0.5, 0.25])}, {"w": jnp.array([jnp.nan, 1.0])}, {"w": jnp.ones(2)}]
+LOSSES = [1.0, 2.0, 0.5]
+
+
+def injected(learning_rate=0.5):
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=learning_rate, momentum=0.9)
+
+
+def by_arguments(*names, params=True):
+    """Calls `tx.update` with some arguments by keyword."""
+
+    def run(tx):
+        @jax.jit
+        def step(p, state, grads, loss):
+            norm = jnp.sqrt(jnp.sum(grads["w"] ** 2))
+            known = {"value": loss, "loss": loss, "grad_norm": norm, "obj_fn": jnp.sum}
+            extra = {name: known[name] for name in names}
+            updates, state = tx.update(grads, state, *([p] if params else []), **extra)
+            return optax.apply_updates(p, updates), state
+
+        p, state = PARAMS, tx.init(PARAMS)
+        for grads, loss in zip(GRADS, LOSSES, strict=True):
+            p, state = step(p, state, grads, jnp.array(loss))
+        return p, state
+
+    return run
+
+
+def by_keywords(tx):
+    p, state = PARAMS, tx.init(params=PARAMS)
+    for grads in GRADS:
+        updates, state = tx.update(updates=grads, state=state, params=p)
+        p = optax.apply_updates(p, updates)
+    return p, state
+
+
+def in_a_train_state_of_flax(tx):
+    state = flax.training.train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    for grads in GRADS:
+        state = step(state, grads)
+    return state.params, state.opt_state
+
+
+def in_a_scan(tx):
+    def step(carry, grads):
+        p, state = carry
+        updates, state = tx.update(grads, state, p)
+        return (optax.apply_updates(p, updates), state), None
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *GRADS)
+    return jax.jit(lambda carry: jax.lax.scan(step, carry, stacked))((PARAMS, tx.init(PARAMS)))[0]
+
+
+def in_an_optimizer_of_nnx(tx):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(PARAMS["w"])
+
+    model = Model()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))
+    for grads in GRADS:
+        step(model, optimizer, nnx.State({"w": nnx.Param(grads["w"])}))
+    return {"w": model.w[...]}, optimizer.opt_state
+
+
+def accumulating(tx):
+    """The trainer's own window: what it hands over is a mean, good or bad as a whole."""
+    p, state = PARAMS, tx.init(PARAMS)
+    for grads in GRADS:
+        halves = [jax.tree.map(lambda g: g / 2, grads)] * 2
+        total = jax.tree.map(lambda *leaves: sum(leaves), *halves)
+        updates, state = tx.update(total, state, p)
+        p = optax.apply_updates(p, updates)
+    return p, state
+
+
+def casting(tx):
+    """The trainer rounds gradients to the dtype of the parameters before it hands them over."""
+    low = [jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads) for grads in GRADS]
+    p, state = PARAMS, tx.init(PARAMS)
+    for grads in low:
+        updates, state = tx.update(grads, state, p)
+        p = optax.apply_updates(p, updates)
+    return p, state
+
+
+WAYS = {
+    "three arguments (Kauldron, big_vision, Penzai)": by_arguments(),
+    "no parameters (brax)": by_arguments(params=False),
+    "value= (numpyro)": by_arguments("value"),
+    "loss= and grad_norm= (MaxText)": by_arguments("loss", "grad_norm"),
+    "loss= and obj_fn= (levanter)": by_arguments("loss", "obj_fn"),
+    "value= and loss=": by_arguments("value", "loss"),
+    "all by keyword (EasyDeL)": by_keywords,
+    "TrainState (Flax, t5x)": in_a_train_state_of_flax,
+    "scan (purejaxrl)": in_a_scan,
+    "nnx.Optimizer (Tunix)": in_an_optimizer_of_nnx,
+    "accumulation outside (Tunix, MaxText)": accumulating,
+    "cast gradients (Tunix)": casting,
+}
+
+
+def arguments_given_to(inner):
+    """An optimizer that records what its update was called with."""
+    seen = []
+
+    def update(updates, state, params=None, *, loss=None, **extra):
+        seen.append({"loss": loss, **extra})
+        return inner.update(updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update), seen
+
+
+@cases("way", WAYS, fast=[*list(WAYS)[3:5], *list(WAYS)[8:10]])
+def test_a_bad_step_is_skipped_and_hyperparameters_are_in_reach(way):
+    params, state = WAYS[way](jaxscale.skip_nonfinite(injected(), spikes=jaxscale.SpikeRule()))
+    expected, inner_state = PARAMS, injected().init(PARAMS)
+    for grads in (GRADS[0], GRADS[2]):
+        updates, inner_state = injected().update(grads, inner_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    assert_close(params, expected)
+    assert jaxscale.metrics(state)["total_notfinite"] == 1
+    rate = state.hyperparams["learning_rate"]
+    assert float(rate[...] if hasattr(rate, "get_value") else rate) == 0.5
+
+
+@pytest.mark.parametrize("name", ["value", "loss"])
+def test_the_loss_is_judged_and_reaches_the_inner_optimizer(name):
+    inner, seen = arguments_given_to(optax.sgd(0.5))
+    tx = jaxscale.loss_scaled(inner)
+    state = tx.init(PARAMS)
+    _, state = tx.update(GRADS[0], state, PARAMS, **{name: jnp.array(jnp.nan)})
+    assert (state.total_notfinite_loss, state.scaling.loss_scale) == (1, 2.0**15)
+    tx.update(GRADS[0], state, PARAMS, **{name: jnp.array(3.0)}, other=1)
+    assert seen[-1] == {"loss": 3.0, "value": 3.0, "other": 1}
+
+
+def test_hyperparameters_are_written_through_the_wrapper():
+    """As trainers do that adapt the learning rate on the host: into the dictionary."""
+    for tx in (
+        jaxscale.loss_scaled(injected()),
+        jaxscale.multi_steps(jaxscale.loss_scaled(injected()), 1),
+        jaxscale.skip_nonfinite(optax.chain(optax.clip(9.0), injected())),
+        optax.inject_hyperparams(
+            lambda learning_rate: jaxscale.skip_nonfinite(optax.sgd(learning_rate))
+        )(learning_rate=0.5),
+    ):
+        state = tx.init(PARAMS)
+        state.hyperparams["learning_rate"] = jnp.asarray(0.25)
+        updates, state = jax.jit(tx.update)(GRADS[2], state, PARAMS)
+        np.testing.assert_array_equal(updates["w"], [-0.25, -0.25])
+        assert state.hyperparams["learning_rate"] == 0.25
+
+
+def test_without_hyperparameters_there_is_no_such_attribute():
+    state = jaxscale.skip_nonfinite(optax.sgd(0.5)).init(PARAMS)
+    assert not hasattr(state, "hyperparams")
+    both = optax.chain(injected(), injected())
+    with pytest.raises(AttributeError, match=r"exactly one `optax.inject_hyperparams`.* got 2"):
+        _ = jaxscale.skip_nonfinite(both).init(PARAMS).hyperparams

@@ -1,0 +1,184 @@
+"""A step that is finite and bad: `spikes=SpikeRule()` in every entry."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tables import assert_same_bits, avals, cases, counters
+
+import jaxscale
+import jaxscale.flax
+
+RULE = jaxscale.SpikeRule(window=8, min_history=4)
+# For each step, what its gradients are multiplied by, and what is added to its loss.
+STREAM = [
+    *((1.0 + 0.1 * (i % 3), 0.01 * (i % 2)) for i in range(8)),
+    (1000.0, 0.0),  # a spike of the norm
+    (1.1, 0.0),
+    (1.0, 300.0),  # one of the loss
+    (jnp.nan, 0.0),
+    (1.0, jnp.inf),
+    (1.2, 0.01),
+]
+SPIKES, BAD = {8, 10}, {11, 12}
+PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.25)}
+
+
+def inner():
+    return optax.sgd(0.01, momentum=0.9)
+
+
+def loss_fn(params, batch):
+    factor, offset = batch
+    loss = jnp.sum(params["w"] ** 2) * 0.01 + params["b"]
+    # The factor reaches the gradients alone, and the offset the loss alone.
+    return factor * loss - jax.lax.stop_gradient((factor - 1) * loss) + offset
+
+
+def three_lines(tx):
+    def step(params, opt_state, batch):
+        loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, loss=loss)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def applied(tx):
+    def step(params, opt_state, batch):
+        loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, batch)
+        return jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss)
+
+    return step
+
+
+def whole(tx, **kwargs):
+    step = jaxscale.train_step(loss_fn, tx, **kwargs)
+    return lambda *args: step(*args)[:2]
+
+
+def linen(tx):
+    step = jaxscale.flax.train_step(loss_fn)
+
+    def run(params, opt_state, batch):
+        state = jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
+        state, _ = step(state.replace(opt_state=opt_state), batch)
+        return state.params, state.opt_state
+
+    return run
+
+
+ENTRIES = {
+    "three_lines": three_lines,
+    "apply_gradients": applied,
+    "train_step": whole,
+    "retries": functools.partial(whole, retries=2),
+    "flax": linen,
+}
+WRAPPERS = {
+    "scaled": functools.partial(jaxscale.loss_scaled, spikes=RULE),
+    "safe": functools.partial(jaxscale.skip_nonfinite, spikes=RULE),
+    "clipped": functools.partial(jaxscale.skip_nonfinite, spikes=RULE, max_norm=1e9),
+    "adaptive": functools.partial(jaxscale.loss_scaled, loss_scale="adaptive", spikes=RULE),
+}
+
+
+@cases(
+    "entry, wrapper",
+    [(entry, wrapper) for entry in ENTRIES for wrapper in WRAPPERS],
+    fast=[("three_lines", "safe"), ("train_step", "scaled"), ("retries", "adaptive")],
+)
+def test_only_good_steps_are_made(entry, wrapper):
+    """The reference makes the good steps by hand, in any order of arithmetic: to rounding."""
+    tx = WRAPPERS[wrapper](inner())
+    step = jax.jit(ENTRIES[entry](tx))
+    params, opt_state = PARAMS, tx.init(PARAMS)
+    expected, inner_state, types = PARAMS, inner().init(PARAMS), avals(opt_state)
+    for i, batch in enumerate(STREAM):
+        before = opt_state
+        new, opt_state = step(params, opt_state, batch)
+        assert avals(opt_state) == types
+        assert opt_state.step_applied == (i not in SPIKES | BAD), i
+        if opt_state.step_applied:
+            grads = jax.grad(loss_fn)(expected, batch)
+            updates, inner_state = inner().update(grads, inner_state, expected)
+            expected = optax.apply_updates(expected, updates)
+        else:
+            assert_same_bits((new, opt_state.inner_state), (params, before.inner_state))
+        if i in SPIKES:  # says nothing about the scale, and its growth waits, too
+            assert_same_bits(opt_state.scaling, before.scaling)
+        if i in BAD:  # enters no window
+            assert_same_bits(opt_state.spikes, before.spikes)
+        params = new
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), params, expected)
+    seen = counters(opt_state)
+    assert (seen["total_spikes"], seen["total_notfinite"]) == (len(SPIKES), len(BAD))
+    assert np.isfinite([seen["norm_threshold"], seen["loss_threshold"], seen["grad_norm"]]).all()
+
+
+def test_micro_batches_are_judged_one_by_one():
+    tx = jaxscale.multi_steps(jaxscale.skip_nonfinite(inner(), spikes=RULE), 2)
+    step = jax.jit(applied(tx))
+    params, opt_state = PARAMS, tx.init(PARAMS)
+    for i, batch in enumerate(STREAM[:10]):
+        params, opt_state = step(params, opt_state, batch)
+        assert opt_state.step_applied == (i not in SPIKES)
+    assert opt_state.inner_state.gradient_step == 5
+    mean = jax.grad(loss_fn)(PARAMS, STREAM[9])  # alone in its window
+    assert opt_state.inner_state.inner_opt_state[0].trace["b"] != mean["b"]  # momentum
+    assert counters(opt_state)["total_spikes"] == 1
+
+
+def test_a_loss_is_judged_by_the_largest_of_all_devices():
+    def one(loss, norm):
+        tx = jaxscale.skip_nonfinite(inner(), spikes=RULE, axis_name="d")
+        state = tx.init(PARAMS)
+        for i in range(6):
+            last = i == 5
+            grads = jax.tree.map(lambda p, n=norm[i]: p * n, PARAMS)
+            value = jnp.where(last & (jax.lax.axis_index("d") == 1), loss, -1.0)
+            _, state = tx.update(grads, state, PARAMS, value=value)
+        return state.step_applied, state.spikes.loss_threshold
+
+    sizes = jnp.array([1.0, 1.1, 0.9, 1.0, 1.1, 1.0])
+    run = jax.vmap(one, axis_name="d", in_axes=(None, None), axis_size=2)
+    assert run(-1.0, sizes)[0].tolist() == [True, True]
+    applied, threshold = run(5.0, sizes)
+    assert applied.tolist() == [False, False]
+    assert -1 <= threshold[0] == threshold[1] < 0
+
+
+@cases("order", ["outside", "inside"])
+def test_skipping_is_one_decision(order):
+    """A rule that was given to an optimizer inside of `loss_scaled` is kept by the wrapper."""
+    safe = functools.partial(jaxscale.skip_nonfinite, spikes=RULE)
+    tx = safe(inner()) if order == "outside" else jaxscale.loss_scaled(safe(inner()))
+    assert len(tx.init(PARAMS).spikes.losses) == 8
+
+
+def test_nans_that_are_errors_are_not_made():
+    tx = jaxscale.skip_nonfinite(inner(), spikes=RULE)
+    with jax.debug_nans(True):
+        _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
+    np.testing.assert_allclose(state.grad_norm, np.sqrt(1 + 4 + 0.25 + 0.0625), rtol=1e-6)
+
+
+def test_check_tells_of_spikes_without_end():
+    state = jaxscale.skip_nonfinite(inner(), spikes=RULE).init(PARAMS)
+    jaxscale.check(state)
+    for fields in ({"spike_count": 20}, {"total_spikes": 51}):
+        spikes = state.spikes._replace(**{k: jnp.array(v) for k, v in fields.items()})
+        with pytest.warns(UserWarning, match="again and again"):
+            jaxscale.check(state._replace(spikes=spikes, total_steps=jnp.array(1000)))
+
+
+@pytest.mark.parametrize("wrong", [True, 128, jaxscale.SpikeRule, "default"])
+def test_other_rules_are_refused(wrong):
+    for function in (jaxscale.loss_scaled, jaxscale.skip_nonfinite):
+        with pytest.raises(TypeError, match=r"\(spikes=\.\.\.\)` must be a `SpikeRule` or None"):
+            function(inner(), spikes=wrong)
+    with pytest.raises(ValueError, match="SpikeRule"):
+        jaxscale.loss_scaled(inner(), None, skip_nonfinite=False, spikes=RULE)
