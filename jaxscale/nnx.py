@@ -21,6 +21,8 @@ from ._step.optimizer import Optimizer, apply_step, as_optimizer, check_same_opt
 from ._step.plan import StepPlan
 from ._step.retry import BackwardResult, is_traced
 from ._step.train_step import with_name
+from ._trees.overwrite import replace_finite
+from ._trees.tree import OVERWRITE_WITH_GRADIENT
 
 __all__ = ["train_step"]
 
@@ -54,7 +56,10 @@ def train_step(
       retries: as in `jaxscale.train_step`. Each pass starts from the model as it was.
       keep: which variables a skipped step keeps, as a filter of NNX. By default all but streams of
         random numbers and intermediates.
-      on_grads: as in `jaxscale.train_step`. The gradients are an `nnx.State` of arrays.
+      on_grads: as in `jaxscale.train_step`. The gradients are an `nnx.State` of arrays, without
+        those of FP8 statistics: variables of a type named `_overwrite_with_gradient`, as
+        `nnx.bridge.ToNNX` makes them of Flax's. Every applied step replaces these, whatever
+        `wrt` is.
       after: a function `after(model)` that changes the model in place, after the optimizer has: for
         moving averages of the parameters and target networks among its variables. Whatever it
         changes is put back where the optimizer made no step, random numbers included. It should
@@ -124,14 +129,16 @@ def train_step(
         graphdef, before = nnx.split(graph)
         params = unwrap(nnx.state(model, wrt))
         check_same_optimizer(f"{call}(...)(optimizer=...)", tx, start, params, _MAKE_IT)
-        trains = nnx.DiffState(0, wrt)
-        if plan.kwargs.get("argnums", 0) not in (0, trains):
+        if plan.kwargs.get("argnums", 0) not in (0, nnx.DiffState(0, wrt)):
             raise ValueError(
                 f"`{call}(argnums={plan.kwargs['argnums']!r})`: what the optimizer trains is "
                 f"differentiated, and this one has wrt={wrt!r}. Leave `argnums` out, and say it "
                 "there: `nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)` trains the LoRA weights "
                 "alone."
             )
+        # Statistics that travel as gradients are differentiated, too, and no optimizer sees them.
+        overwrites = bool(nnx.to_flat_state(nnx.state(model, _is_overwrite)))
+        trains = nnx.DiffState(0, nnx.Any(wrt, _is_overwrite) if overwrites else wrt)
         differentiated = dataclasses.replace(
             plan, loss_fn=positional, kwargs={**plan.kwargs, "argnums": trains}
         )
@@ -143,20 +150,28 @@ def train_step(
             model, args, kwargs = put_together(copy)
             made = differentiated.backward(scaling, model, args, kwargs)
             grads = unwrap(nnx.state(made.grads.grads, wrt))
-            return made._replace(state=nnx.split(copy)[1], grads=Scaled(grads, made.grads.divisor))
+            replacing = unwrap(nnx.state(made.grads.grads, _is_overwrite))
+            state = nnx.split(copy)[1], replacing
+            return made._replace(state=state, grads=Scaled(grads, made.grads.divisor))
 
         traced = is_traced(leaves, start, args, kwargs)
         made = plan.run_backward(tx, start, backward, traced, params)
         params, opt_state = apply_step(tx, start, params, made)
         keeping = functools.partial(select_if_applied, f"{call}(loss_fn)", tx, opt_state)
         trained = nnx.filterlib.to_predicate(wrt)
-        new = dict(nnx.to_flat_state(made.state))
+        state, replacing = made.state
+        new: dict[Any, Any] = dict(nnx.to_flat_state(state))
+        # Of the model, which is the first of the objects.
+        replacing = {(0, *path): leaf for path, leaf in nnx.to_flat_state(replacing)}
         for path, old in nnx.to_flat_state(before):
             if trained(path, old):
                 del new[path]
-            elif is_kept(path, old):
-                name = ".".join(map(str, path))
-                new[path] = keeping({name: unwrap(new[path])}, {name: unwrap(old)})[name]
+            elif path in replacing or is_kept(path, old):
+                name, array = ".".join(map(str, path)), unwrap(old)
+                value = unwrap(new[path])
+                if path in replacing:
+                    value = replace_finite(replacing[path], array)
+                new[path] = keeping({name: value}, {name: array})[name]
         nnx.update(graph, nnx.from_flat_state(new))
         nnx.update(model, params)
         if after is not None:
@@ -169,6 +184,13 @@ def train_step(
         return (made.loss, made.aux) if has_aux else made.loss
 
     return with_name(step)
+
+
+def _is_overwrite(path: Any, variable: Any) -> bool:
+    """Returns whether what is returned as the gradient of a variable is its next value."""
+    del path
+    kind = getattr(variable, "type", type(variable))  # as `nnx.State` may hold them unwrapped
+    return OVERWRITE_WITH_GRADIENT in (base.__name__ for base in kind.__mro__)
 
 
 def _change(

@@ -43,7 +43,7 @@ def overwrite(outcome: Any, new: Any, old: Any) -> Any:
       new: the gradients. Where one is not finite, the leaf stays as it is.
       old: the parameters before the step.
     """
-    return _map_overwrites(_written, outcome, new, old)
+    return _map_overwrites(replace_finite, outcome, new, old)
 
 
 def overwriting_updates(updates: Any, new: Any, old: Any) -> Any:
@@ -61,7 +61,7 @@ def overwriting_updates(updates: Any, new: Any, old: Any) -> Any:
     def difference(new: Any, old: Any) -> Any:
         if not is_inexact(old) or not is_inexact(new):
             return new
-        new, old = widen(_written(new, old)), widen(old)
+        new, old = widen(replace_finite(new, old)), widen(old)
         update = new - old
         vanishes = (old + update == 0) & (new != 0)
         return jnp.where(vanishes, jnp.nextafter(-old, jnp.sign(new) * jnp.inf), update)
@@ -79,7 +79,8 @@ def _map_overwrites(fun: Any, outcome: Any, new: Any, old: Any) -> Any:
     )
 
 
-def _written(new: Any, old: Any) -> Any:
+def replace_finite(new: Any, old: Any) -> Any:
+    """Returns the next value of a leaf: the new one where it is finite, otherwise the old one."""
     if not is_inexact(old) or not is_inexact(new):
         return old  # integers and keys, with `float0` gradients
     return jnp.where(jnp.isfinite(new), cast(new, dtype_of(old)), old)

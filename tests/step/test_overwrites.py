@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
 from tables import assert_same_bits, cases
 
 import jaxscale
 import jaxscale.flax
+import jaxscale.nnx
 
 OWG = "_overwrite_with_gradient"
 PARAMS = {"params": {"w": jnp.array([1.0, -2.0])}, OWG: {"amax": jnp.array([5.0, 0.0])}}
@@ -132,3 +134,29 @@ def test_flaxs_fp8_statistics(windowed):
     for size in largest:
         assert size in np.asarray(history)
     assert jnp.isfinite(history).all()
+
+
+class Product(nnx.Module):
+    def __init__(self, x):
+        self.w = nnx.Param(jnp.eye(16))
+        self.product = nnx.bridge.ToNNX(Fp8DirectDotGeneralOp(), nnx.Rngs(0))
+        self.product.lazy_init(x, self.w[...], (((1,), (0,)), ((), ())))
+
+    def __call__(self, x):
+        return self.product(x, self.w[...], (((1,), (0,)), ((), ())))
+
+
+def test_flaxs_fp8_statistics_in_nnx():
+    """The optimizer trains `nnx.Param` alone, and the statistics are replaced all the same."""
+    x = jax.random.normal(jax.random.key(0), (16, 16))
+    model = Product(x)
+    tx = jaxscale.loss_scaled(optax.sgd(0.1))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = nnx.jit(jaxscale.nnx.train_step(lambda model, x: jnp.mean(model(x) ** 2)))
+    sizes = (1.0, 3.0, jnp.inf, 2.0)
+    for size in sizes:
+        step(model, optimizer, x * size)
+    history = model.product.input_amax_history[...]
+    written = {float(jnp.max(jnp.abs(x * size))) for size in sizes if size < jnp.inf}
+    assert written <= set(np.asarray(history).tolist())
+    assert jnp.isfinite(history).all()  # FP8 saturates: only the statistics see the inf
