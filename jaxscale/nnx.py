@@ -159,10 +159,10 @@ def train_step(
         params, opt_state = apply_step(tx, start, params, made)
         keeping = functools.partial(select_if_applied, f"{call}(loss_fn)", tx, opt_state)
         trained = nnx.filterlib.to_predicate(wrt)
-        state, replacing = made.state
+        state, replaced = made.state
         new: dict[Any, Any] = dict(nnx.to_flat_state(state))
         # Of the model, which is the first of the objects.
-        replacing = {(0, *path): leaf for path, leaf in nnx.to_flat_state(replacing)}
+        replacing: dict[Any, Any] = {(0, *path): leaf for path, leaf in nnx.to_flat_state(replaced)}
         for path, old in nnx.to_flat_state(before):
             if trained(path, old):
                 del new[path]
