@@ -13,17 +13,17 @@ may be off by an ulp, and a scale that is not a power of two rounds every gradie
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._state.find import policy_state
-from .._state.scale import AdaptiveState, sanitize_scale
-from .._trees.checks import finite_number, int32, power_of_two, scalar_bool
+from .._state.scale import AdaptiveState
+from .._trees.checks import finite_number, int32, power_of_two
 from .._trees.tree import tree_where
-from .base import LossScale
+from .base import CheckedLossScale, new_state
 
 # In units: a binade of a logarithm, and of a level, which rises in smaller steps.
 _BINADE, _LEVEL = 2**16, 2**20
@@ -38,8 +38,24 @@ _LOWEST, _HIGHEST = -14.0, 16.0
 _SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
 
+def _check_scale(call: str, name: str, scale: Any) -> float:
+    power_of_two(call, name, scale)
+    return float(scale)
+
+
+def _check_level(call: str, name: str, level: Any) -> float:
+    level = finite_number(call, name, level)
+    if not _LOWEST <= level < _HIGHEST:
+        raise ValueError(
+            f"`{call}({name}=...)` must be at least -14 and below 16, got {level}. It is a binary "
+            "logarithm, of what the largest scaled gradient may reach, and float16 holds normal "
+            "numbers from 2**-14 to below 2**16: pass 13.0, or leave it out."
+        )
+    return level
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdaptiveLossScale(LossScale):
+class AdaptiveLossScale(CheckedLossScale):
     """A loss scale that follows the largest gradient.
 
     The scale is the largest power of two that keeps the usual largest gradient below
@@ -132,74 +148,35 @@ class AdaptiveLossScale(LossScale):
 
     needs_largest = True
 
-    def __post_init__(self) -> None:
-        call = type(self).__name__
-        for name in ("init_scale", "min_scale", "max_scale"):
-            power_of_two(call, name, getattr(self, name))
-            object.__setattr__(self, name, float(getattr(self, name)))
-        for name in ("level", "min_level", "max_level"):
-            object.__setattr__(self, name, finite_number(call, name, getattr(self, name)))
-            if not _LOWEST <= getattr(self, name) < _HIGHEST:
-                raise ValueError(
-                    f"`{call}({name}=...)` must be at least -14 and below 16, got "
-                    f"{getattr(self, name)}. It is a binary logarithm, of what the largest "
-                    "scaled gradient may reach, and float16 holds normal numbers from 2**-14 to "
-                    "below 2**16: pass 13.0, or leave it out."
-                )
-        for name in ("memory", "period", "search_period"):
-            object.__setattr__(self, name, int32(call, name, getattr(self, name)))
-        for names in ("min_scale init_scale max_scale", "min_level level max_level"):
-            low, middle, high = (getattr(self, name) for name in names.split())
-            if not low <= middle <= high:
-                raise ValueError(
-                    f"`{call}` needs {names.replace(' ', ' <= ')}, got {low}, {middle} and {high}."
-                )
+    _state_type = AdaptiveState
+    _checks: ClassVar[dict[str, Callable[[str, str, Any], Any]]] = {
+        **dict.fromkeys(("init_scale", "min_scale", "max_scale"), _check_scale),
+        **dict.fromkeys(("level", "min_level", "max_level"), _check_level),
+        **dict.fromkeys(("memory", "period", "search_period"), int32),
+    }
+
+    def _ascending(self) -> list[tuple[str, ...]]:
+        return [("min_scale", "init_scale", "max_scale"), ("min_level", "level", "max_level")]
 
     def init(self) -> Any:
         """Returns the initial `AdaptiveState`."""
-        # Each in a buffer of its own: a state that holds one twice cannot be donated.
-        return AdaptiveState(
-            loss_scale=jnp.array(self.init_scale, jnp.float32),
-            peak=jnp.array(UNSEEN, jnp.float32),
-            level=jnp.array(_units(self.level) / _LEVEL, jnp.float32),
-            crest=jnp.array(UNSEEN, jnp.float32),
-            finite_steps=jnp.array(self.period, jnp.int32),
-            held_steps=jnp.array(0, jnp.int32),
-            overflows=jnp.array(0, jnp.int32),
-        )
+        level = _units(self.level) / _LEVEL
+        unseen = float(UNSEEN)
+        return new_state(AdaptiveState, self.init_scale, unseen, level, unseen, self.period, 0, 0)
 
-    def adjust(
-        self,
-        state: Any,
-        grads_finite: jax.Array,
-        largest: jax.Array | None = None,
-    ) -> Any:
-        """Returns the state of the next step, from the gradients and whether they were finite.
+    def _move(self, state: Any, grads_finite: jax.Array, largest: jax.Array | None) -> Any:
+        """Returns the next state.
 
-        Args:
-          state: the `AdaptiveState` of this step.
-          grads_finite: a `bool[]`, whether the gradients were finite, on all devices.
-          largest: an `f32[]`, the largest absolute value among the unscaled gradients of all
-            devices. Without it a finite step says nothing about their size: the scale then
-            doubles every `period` finite steps.
-
-        Returns:
-          The next state, with the shapes and dtypes of `state`.
-
-        Raises:
-          TypeError: if `grads_finite` is not a scalar bool, or `state` is the state of
-            another policy.
-          ValueError: if `state` is the state of a population: call this under `jax.vmap`.
+        Without `largest` a finite step says nothing about the size of the gradients: the scale
+        then doubles every `period` finite steps.
         """
-        call = f"{type(self).__name__}.adjust"
-        grads_finite = scalar_bool(call, "grads_finite", grads_finite)
-        now = self._counted(policy_state(call, state, AdaptiveState))
+        now = self._counted(state)
         if largest is None:
-            after_finite = self._after_finite(now, None)
+            after_finite = self._follow(now, None)
         else:
             # False for 0. XLA may take subnormal numbers for 0, or may not.
             is_seen = largest >= _SMALLEST
-            after_finite = tree_where(is_seen, self._after_finite(now, _log2(largest)), now)
+            after_finite = tree_where(is_seen, self._follow(now, _log2(largest)), now)
         after = tree_where(grads_finite, after_finite, self._after_overflow(now))
         return AdaptiveState(
             loss_scale=_power(after.exponent),
@@ -213,12 +190,11 @@ class AdaptiveLossScale(LossScale):
 
     def _counted(self, state: AdaptiveState) -> "_Counted":
         """Returns a state in integers. Numbers that no step leaves behind are replaced."""
-        loss_scale = sanitize_scale(state.loss_scale, self.init_scale)
         level = jnp.where(jnp.isfinite(state.level), state.level, self.level)
         level = jnp.clip(level, self.min_level, self.max_level)
         peak, crest = (jnp.where(jnp.abs(x) <= 128, x, UNSEEN) for x in (state.peak, state.crest))
         return _Counted(
-            exponent=jnp.minimum(_log2(loss_scale) // _BINADE, _exponent(self.max_scale)),
+            exponent=jnp.minimum(_log2(state.loss_scale) // _BINADE, _exponent(self.max_scale)),
             peak=(peak * _BINADE).astype(jnp.int32),
             level=(level * _LEVEL).astype(jnp.int32),
             crest=(crest * _BINADE).astype(jnp.int32),
@@ -266,7 +242,7 @@ class AdaptiveLossScale(LossScale):
             overflows=jnp.asarray(optax.safe_increment(run)),
         )
 
-    def _after_finite(self, now: "_Counted", x: jax.Array | None) -> "_Counted":
+    def _follow(self, now: "_Counted", x: jax.Array | None) -> "_Counted":
         """Returns what follows a finite step, with `x` the logarithm of its largest gradient."""
         slow, fast = (_rise(period) for period in (self.period, self.search_period))
         rise = jnp.where(now.finite_steps >= self.period, fast, slow)
