@@ -168,7 +168,7 @@ def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
 
 def _is_dtype(fun: Any) -> bool:
-    # `jnp.float16` can be called, and is no function to compute with.
+    # `jnp.float16` can be called, but is not a function to compute with.
     return isinstance(fun, str | jnp.dtype) or (isinstance(fun, type) and hasattr(fun, "dtype"))
 
 

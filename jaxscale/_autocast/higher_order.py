@@ -1,4 +1,4 @@
-"""The rules for equations that hold programs: calls, loops, branches, derivative rules, devices.
+"""The rules for equations that hold programs: calls, loops, branches, devices.
 
 Each of these programs is rewritten once for each combination of precisions that its inputs come
 in, and takes the place of the one that the program has. What a loop carries and what branches

@@ -18,9 +18,6 @@ from jax.sharding import AxisType
 from .._trees.tree import cast, only_gradients, widen
 from .scaled import Scaled, representable
 
-# The work on each leaf is written in `jax.lax`: `jax.numpy` takes three times as long to trace.
-
-
 # From this many elements on, a leaf is large: reading it takes longer than starting its kernel.
 _LARGE = 2**16
 

@@ -1,4 +1,4 @@
-"""How the loss scale in a training state is found, and scaling by hand.
+"""How the loss scale in a training state is found, and checks of the state that was found.
 
 Public functions take any tree that holds exactly one loss scale: the state of a policy, of an
 optimizer, or a `TrainState`.

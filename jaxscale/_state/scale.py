@@ -1,8 +1,4 @@
-"""The state of a loss scale: its type, how it is found and checked, and scaling by it.
-
-The types come first, then the checks of a state that a user passed, then multiplication and
-division of a tree by the scale, and last the search for the one state in a larger tree.
-"""
+"""The states that loss scales carry, and variables of Flax NNX around them."""
 
 from typing import Any, NamedTuple
 

@@ -11,7 +11,7 @@ from .._state.optimizer import LossScaledState, MultiStepsState
 
 # In so many steps a scale may come down from its start, in falls with a few finite steps between
 # them, before `backoff_count` counts.
-_DESCENT = 25
+_FIRST_STEPS = 25
 
 
 class Retries(NamedTuple):
@@ -54,7 +54,7 @@ def count_step(
         room = jnp.iinfo(total.dtype).max - total
         exhausted = (retries.number > 0) & ~verdict.grads_finite
         # In the first steps a row of them counts as one: the scale comes down from its start.
-        exhausted &= state.step_applied | (state.total_steps >= _DESCENT)
+        exhausted &= state.step_applied | (state.total_steps >= _FIRST_STEPS)
         state = state._replace(
             total_retries=total + jnp.minimum(retries.number, room),
             total_exhausted=_increment_if(exhausted, state.total_exhausted),
@@ -82,7 +82,7 @@ def _count_backoffs(
     if retries is not None:
         falls |= (retries.number > 0) & (start < before)
     # Several falls in a row of skipped steps count as one.
-    counts = falls & state.step_applied & (state.total_steps >= _DESCENT)
+    counts = falls & state.step_applied & (state.total_steps >= _FIRST_STEPS)
     return jnp.where(new > start, 0, _increment_if(counts, state.backoff_count))
 
 

@@ -55,9 +55,9 @@ class StepPlan:
             inspect.signature(self.transform).bind(self.loss_fn, has_aux=True, **self.kwargs)
         except TypeError as error:
             raise TypeError(
-                f"`{self.call}(...)` passes arguments that it does not know to the function that "
-                f"differentiates, {_name_of(self.transform)}, and that says: {error}. Arguments of "
-                "the optimizer, such as `axis_name`, go to `jaxscale.loss_scaled`."
+                f"`{self.call}(...)` got unexpected keyword arguments for `transform`, "
+                f"{_name_of(self.transform)}: {error}. Arguments of the optimizer, such as "
+                "`axis_name`, go to `jaxscale.loss_scaled`."
             ) from error
         except ValueError:  # a function that does not say what it takes
             pass

@@ -25,7 +25,7 @@ from .counters import Retries
 
 # How often a policy is told of one overflow. A policy with hysteresis lowers its scale only after
 # several; one that tolerates more than this is left alone, and the step is skipped.
-_PATIENCE = 100
+_MAX_BACKOFFS_PER_OVERFLOW = 100
 
 _CARRIED = object()  # stands where a tree has an array that the loop carries
 
@@ -95,8 +95,8 @@ def repeat_backward(
     if apart := varying(types[-1]):
         axes = ", ".join(map(repr, sorted(apart)))
         raise ValueError(
-            f"`{call}(retries={retries})`: the devices along {axes} may disagree on whether to go "
-            f"round again. Pass `axis_name={axes}` to `loss_scaled`."
+            f"`{call}(retries={retries})`: the devices along {axes} may disagree on whether to "
+            f"retry. Pass `axis_name={axes}` to `loss_scaled`."
         )
 
     def body(carry: Any) -> Any:
@@ -151,7 +151,7 @@ def _lowered(
 
     def goes_on(carry: Any) -> jax.Array:
         state, moves, number = carry
-        return overflow & moves & ~_is_lower(state, scaling) & (number < _PATIENCE)
+        return overflow & moves & ~_is_lower(state, scaling) & (number < _MAX_BACKOFFS_PER_OVERFLOW)
 
     def back_off(carry: Any) -> Any:
         state, _, number = carry

@@ -265,9 +265,9 @@ def _check_needs_no_verdict(wrapper: Wrapper) -> None:
     ]
     if needs:
         raise ValueError(
-            f"`loss_scaled(skip_nonfinite=False)` with {', '.join(needs)}: this needs to know "
-            "which steps are finite, and nothing checks that then. `skip_nonfinite=False` is for "
-            "scales that never move: pass None or a number, or leave it out."
+            f"`loss_scaled(skip_nonfinite=False)` with {', '.join(needs)}: these need the check "
+            "for inf and NaN that `skip_nonfinite=False` turns off. It is for scales that never "
+            "move: pass None or a number, or leave it out."
         )
 
 
