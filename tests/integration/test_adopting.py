@@ -62,45 +62,14 @@ def test_a_run_goes_on_as_if_nothing_had_changed(inner, way):
 
 BARE, WRAPPED = optax.adam(0.1), jaxscale.loss_scaled(optax.adam(0.1))
 MESSAGES = {
-    "a bare state for a wrapped optimizer": (
-        lambda: WRAPPED.update(GRADS[0], BARE.init(WIDE), WIDE),
-        r"tx\.init\(params\)\._replace\(inner_state=state\)",
-    ),
-    "a bare state for a training step": (
-        lambda: jaxscale.train_step(lambda p: p["w"].sum(), WRAPPED)(WIDE, BARE.init(WIDE)),
-        r"train_step.*tx\.init\(params\)\._replace\(inner_state=state\)",
-    ),
-    "a bare state in a TrainState": (
-        lambda: (
-            flax_state(WRAPPED, jaxscale.flax.TrainState)
-            .replace(opt_state=BARE.init(WIDE))
-            .apply_gradients(grads=GRADS[0])
-        ),
-        r"got tuple\. To go on with.*tx\.init\(params\)\._replace\(inner_state=state\)",
-    ),
-    "a wrapped state for a bare optimizer": (
-        lambda: jaxscale.apply_gradients(BARE, GRADS[0], WRAPPED.init(WIDE), WIDE),
-        r"opt_state\.inner_state",
-    ),
-    "a saved bare state": (
-        lambda: jaxscale.from_state_dict(
-            WRAPPED.init(WIDE), jaxscale.to_state_dict(BARE.init(WIDE))
-        ),
-        r"saved at / .*was not wrapped.*target\._replace\(inner_state=",
-    ),
-    "a saved bare state, in a tree": (
-        lambda: jaxscale.from_state_dict(
-            {"opt": WRAPPED.init(WIDE)}, jaxscale.to_state_dict({"opt": BARE.init(WIDE)})
-        ),
-        r"saved at /opt .*was not wrapped",
-    ),
-    "a saved wrapped state": (
-        lambda: jaxscale.from_state_dict(
-            BARE.init(WIDE), jaxscale.to_state_dict(WRAPPED.init(WIDE))
-        ),
-        r'`loss_scaled` optimizer, and the target is not: .*"inner_state"',
-    ),
-}
+    "a bare state for a wrapped optimizer": (lambda: WRAPPED.update(GRADS[0], BARE.init(WIDE), WIDE), r"tx\.init\(params\)\._replace\(inner_state=state\)"),
+    "a bare state for a training step": (lambda: jaxscale.train_step(lambda p: p["w"].sum(), WRAPPED)(WIDE, BARE.init(WIDE)), r"train_step.*tx\.init\(params\)\._replace\(inner_state=state\)"),
+    "a bare state in a TrainState": (lambda: (flax_state(WRAPPED, jaxscale.flax.TrainState) .replace(opt_state=BARE.init(WIDE)) .apply_gradients(grads=GRADS[0])), r"got tuple\. To go on with.*tx\.init\(params\)\._replace\(inner_state=state\)"),
+    "a wrapped state for a bare optimizer": (lambda: jaxscale.apply_gradients(BARE, GRADS[0], WRAPPED.init(WIDE), WIDE), r"opt_state\.inner_state"),
+    "a saved bare state": (lambda: jaxscale.from_state_dict(WRAPPED.init(WIDE), jaxscale.to_state_dict(BARE.init(WIDE))), r"saved at / .*was not wrapped.*target\._replace\(inner_state="),
+    "a saved bare state, in a tree": (lambda: jaxscale.from_state_dict({"opt": WRAPPED.init(WIDE)}, jaxscale.to_state_dict({"opt": BARE.init(WIDE)})), r"saved at /opt .*was not wrapped"),
+    "a saved wrapped state": (lambda: jaxscale.from_state_dict(BARE.init(WIDE), jaxscale.to_state_dict(WRAPPED.init(WIDE))), r'`loss_scaled` optimizer, and the target is not: .*"inner_state"'),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MESSAGES)

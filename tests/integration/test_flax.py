@@ -322,121 +322,24 @@ def test_hooks_get_the_gradients_and_the_state_after_a_step(inner, retries):
 
 
 STEP_ERRORS = {
-    "no batch": (
-        lambda: jaxscale.flax.train_step(train_loss, has_state=True)(create()),
-        TypeError,
-        r"flax\.train_step\(loss_fn\)`: `loss_fn` takes \(params, fields, x\): missing.*\(dict, d",
-    ),
-    "an optimizer of other parameters": (
-        lambda: jaxscale.flax.train_step(train_loss, has_state=True)(
-            create().replace(params=PARAMS | {"w": jnp.ones(5)}), FINE
-        ),
-        ValueError,
-        r"flax\.train_step\(\.\.\.\)\(state\.opt_state=.*other parameters.*\(5,\) at .*got .*\(3",
-    ),
-    "a hook that returns a field": (
-        lambda: jaxscale.flax.train_step(
-            lambda p, x: jnp.sum(p["w"]), after=lambda state: state.ema
-        )(create(), FINE),
-        TypeError,
-        r"flax\.train_step\(after=\.\.\.\)`.*`TrainState` that it got.*got dict.*state\.replace",
-    ),
-    "a hook that changes a shape": (
-        lambda: jaxscale.flax.train_step(
-            lambda p, x: jnp.sum(p["w"]), after=lambda state: state.replace(ema=jnp.ones(3))
-        )(create(), FINE),
-        ValueError,
-        r"flax\.train_step\(after=\.\.\.\)` needs two trees.*\['ema'\]",
-    ),
-    "a hook that is not a function": (
-        lambda: jaxscale.flax.train_step(train_loss, after=3),
-        TypeError,
-        r"flax\.train_step\(after=\.\.\.\)` must be a function.*got int",
-    ),
-    "Flax's own": (
-        lambda: jaxscale.flax.train_step(train_loss)(
-            train_state.TrainState.create(
-                apply_fn=None, params=PARAMS, tx=jaxscale.loss_scaled(optax.sgd(0.1))
-            ),
-            FINE,
-        ),
-        TypeError,
-        r"flax\.train_step.*`jaxscale\.flax\.TrainState`, got TrainState.*Flax's own",
-    ),
-    "a state of an optimizer": (
-        lambda: jaxscale.flax.train_step(train_loss)(create().opt_state, FINE),
-        TypeError,
-        r"flax\.train_step.*got LossScaledState",
-    ),
-    "an unknown field": (
-        lambda: jaxscale.flax.train_step(
-            lambda p, f, x: (train_loss(p, f, x)[0], {"stats": 1}), has_state=True
-        )(create(), FINE),
-        ValueError,
-        r"flax\.train_step\(loss_fn, has_state=True\).*got stats among.*: batch_stats, ema, key\.",
-    ),
-    "a collection instead of its field": (
-        lambda: jaxscale.flax.train_step(
-            lambda p, f, x: (train_loss(p, f, x)[0], f["key"]), has_state=True
-        )(create(), FINE),
-        TypeError,
-        r"flax\.train_step\(loss_fn, has_state=True\).*a dict from the names.*Array.*batch_stats",
-    ),
-    "a field of another dtype": (
-        lambda: jaxscale.flax.train_step(
-            lambda p, f, x: (
-                train_loss(p, f, x)[0],
-                {"batch_stats": f["batch_stats"] | {"count": jnp.array(4.0)}},
-            ),
-            has_state=True,
-        )(create(), FINE),
-        TypeError,
-        r"flax\.train_step\(batch_stats=.*equal dtypes.*count",
-    ),
-    "a field that is always replaced and not returned": (
-        lambda: jaxscale.flax.train_step(
-            lambda p, f, x: (train_loss(p, f, x)[0], {}), has_state=True, always_replace=("key",)
-        )(create(), FINE),
-        ValueError,
-        r"flax\.train_step\(loss_fn, has_state=True\).*`always_replace` names: key was not",
-    ),
-    "fields to replace, and no state": (
-        lambda: jaxscale.flax.train_step(train_loss, always_replace=("key",)),
-        ValueError,
-        r"flax\.train_step\(always_replace=\('key',\)\)` needs has_state=True",
-    ),
-    "an argument of the optimizer": (
-        lambda: jaxscale.flax.train_step(train_loss, axis_name="batch"),
-        TypeError,
-        r"flax\.train_step.*`value_and_grad`.*axis_name.*go to `jaxscale\.loss_scaled`",
-    ),
-    "a field of another shape": (
-        lambda: jaxscale.flax.train_step(
-            lambda p, f, x: (train_loss(p, f, x)[0], {"ema": jnp.ones(3)}), has_state=True
-        )(create(), FINE),
-        ValueError,
-        r"flax\.train_step\(ema=\.\.\.\)",
-    ),
-    "no fields": (
-        lambda: jaxscale.flax.train_step(lambda p, f, x: train_loss(p, f, x)[0], has_state=True)(
-            create(), FINE
-        ),
-        TypeError,
-        r"flax\.train_step\(loss_fn, has_state=True\).*\(loss, state\), got an array",
-    ),
-    "fields that are not named": (
-        lambda: jaxscale.flax.train_step(train_loss, has_state=True, always_replace="key"),
-        TypeError,
-        r"flax\.train_step\(always_replace=.*\('key',\)",
-    ),
-    "retries without a scale": (
-        lambda: jaxscale.flax.train_step(train_loss, retries=1)(
-            create().replace(tx=jaxscale.skip_nonfinite(optax.sgd(0.1))), FINE
-        ),
-        ValueError,
-        r"flax\.train_step\(retries=1\).*loss scale that can be lowered.*NoOpLossScale",
-    ),
-}
+    "no batch": (lambda: jaxscale.flax.train_step(train_loss, has_state=True)(create()), TypeError, r"flax\.train_step\(loss_fn\)`: `loss_fn` takes \(params, fields, x\): missing.*\(dict, d"),
+    "an optimizer of other parameters": (lambda: jaxscale.flax.train_step(train_loss, has_state=True)(create().replace(params=PARAMS | {"w": jnp.ones(5)}), FINE), ValueError, r"flax\.train_step\(\.\.\.\)\(state\.opt_state=.*other parameters.*\(5,\) at .*got .*\(3"),
+    "a hook that returns a field": (lambda: jaxscale.flax.train_step(lambda p, x: jnp.sum(p["w"]), after=lambda state: state.ema)(create(), FINE), TypeError, r"flax\.train_step\(after=\.\.\.\)`.*`TrainState` that it got.*got dict.*state\.replace"),
+    "a hook that changes a shape": (lambda: jaxscale.flax.train_step(lambda p, x: jnp.sum(p["w"]), after=lambda state: state.replace(ema=jnp.ones(3)))(create(), FINE), ValueError, r"flax\.train_step\(after=\.\.\.\)` needs two trees.*\['ema'\]"),
+    "a hook that is not a function": (lambda: jaxscale.flax.train_step(train_loss, after=3), TypeError, r"flax\.train_step\(after=\.\.\.\)` must be a function.*got int"),
+    "Flax's own": (lambda: jaxscale.flax.train_step(train_loss)(train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=jaxscale.loss_scaled(optax.sgd(0.1))), FINE), TypeError, r"flax\.train_step.*`jaxscale\.flax\.TrainState`, got TrainState.*Flax's own"),
+    "a state of an optimizer": (lambda: jaxscale.flax.train_step(train_loss)(create().opt_state, FINE), TypeError, r"flax\.train_step.*got LossScaledState"),
+    "an unknown field": (lambda: jaxscale.flax.train_step(lambda p, f, x: (train_loss(p, f, x)[0], {"stats": 1}), has_state=True)(create(), FINE), ValueError, r"flax\.train_step\(loss_fn, has_state=True\).*got stats among.*: batch_stats, ema, key\."),
+    "a collection instead of its field": (lambda: jaxscale.flax.train_step(lambda p, f, x: (train_loss(p, f, x)[0], f["key"]), has_state=True)(create(), FINE), TypeError, r"flax\.train_step\(loss_fn, has_state=True\).*a dict from the names.*Array.*batch_stats"),
+    "a field of another dtype": (lambda: jaxscale.flax.train_step(lambda p, f, x: (train_loss(p, f, x)[0], {"batch_stats": f["batch_stats"] | {"count": jnp.array(4.0)}}), has_state=True)(create(), FINE), TypeError, r"flax\.train_step\(batch_stats=.*equal dtypes.*count"),
+    "a field that is always replaced and not returned": (lambda: jaxscale.flax.train_step(lambda p, f, x: (train_loss(p, f, x)[0], {}), has_state=True, always_replace=("key",))(create(), FINE), ValueError, r"flax\.train_step\(loss_fn, has_state=True\).*`always_replace` names: key was not"),
+    "fields to replace, and no state": (lambda: jaxscale.flax.train_step(train_loss, always_replace=("key",)), ValueError, r"flax\.train_step\(always_replace=\('key',\)\)` needs has_state=True"),
+    "an argument of the optimizer": (lambda: jaxscale.flax.train_step(train_loss, axis_name="batch"), TypeError, r"flax\.train_step.*`value_and_grad`.*axis_name.*go to `jaxscale\.loss_scaled`"),
+    "a field of another shape": (lambda: jaxscale.flax.train_step(lambda p, f, x: (train_loss(p, f, x)[0], {"ema": jnp.ones(3)}), has_state=True)(create(), FINE), ValueError, r"flax\.train_step\(ema=\.\.\.\)"),
+    "no fields": (lambda: jaxscale.flax.train_step(lambda p, f, x: train_loss(p, f, x)[0], has_state=True)(create(), FINE), TypeError, r"flax\.train_step\(loss_fn, has_state=True\).*\(loss, state\), got an array"),
+    "fields that are not named": (lambda: jaxscale.flax.train_step(train_loss, has_state=True, always_replace="key"), TypeError, r"flax\.train_step\(always_replace=.*\('key',\)"),
+    "retries without a scale": (lambda: jaxscale.flax.train_step(train_loss, retries=1)(create().replace(tx=jaxscale.skip_nonfinite(optax.sgd(0.1))), FINE), ValueError, r"flax\.train_step\(retries=1\).*loss scale that can be lowered.*NoOpLossScale"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STEP_ERRORS)

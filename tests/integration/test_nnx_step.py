@@ -374,89 +374,23 @@ def grown(model):
 
 
 ERRORS = {
-    "a hook that returns the model": (
-        lambda: jaxscale.nnx.train_step(loss_fn, after=lambda model: model)(*created(), X),
-        TypeError,
-        r"nnx\.train_step\(after=\.\.\.\)` changes the model in place.*return None, got Model",
-    ),
-    "a hook that adds a variable": (
-        lambda: jaxscale.nnx.train_step(loss_fn, after=grown)(*created(), X),
-        ValueError,
-        r"nnx\.train_step\(after=\.\.\.\)` must keep the variables.*added or removed extra\. Make",
-    ),
-    "no function": (
-        lambda: jaxscale.nnx.train_step(created()[0].linear.kernel[...]),
-        TypeError,
-        r"nnx\.train_step\(loss_fn\).*function.*Array",
-    ),
-    "the transformation": (
-        lambda: jaxscale.nnx.train_step(loss_fn)(created()[0], hot(), X),
-        TypeError,
-        r"must be an `nnx\.Optimizer`.*GradientTransformation.*wrt=",
-    ),
-    "swapped": (
-        lambda: jaxscale.nnx.train_step(loss_fn)(*created()[::-1], X),
-        TypeError,
-        r"nnx\.train_step\(\.\.\.\)\(model, optimizer.*got Model",
-    ),
-    "an auxiliary output": (
-        lambda: jaxscale.nnx.train_step(lambda m, x: (loss_fn(m, x), x))(*created(), X),
-        TypeError,
-        r"nnx\.train_step\(loss_fn\).*got \(an array, an array\)\. Pass has_aux=True.* the loss\.",
-    ),
-    "state, which NNX models have themselves": (
-        lambda: jaxscale.nnx.train_step(loss_fn, has_state=True),
-        TypeError,
-        r"nnx\.train_step.*`value_and_grad`.*has_state",
-    ),
-    "compiled by JAX": (
-        lambda: jax.jit(jaxscale.nnx.train_step(loss_fn))(*created(), X),
-        TypeError,
-        r"nnx\.train_step.*`nnx\.jit\(step\)` for `jax\.jit",
-    ),
-    "the step for plain functions": (
-        lambda: jaxscale.train_step(loss_fn, calm(), transform=nnx.value_and_grad),
-        TypeError,
-        r"train_step\(transform=.*Use `jaxscale\.nnx\.train_step`",
-    ),
-    "an optimizer of a model of other shapes": (
-        lambda: jaxscale.nnx.train_step(loss_fn)(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), other(), X),
-        ValueError,
-        r"`nnx\.train_step\(\.\.\.\)\(optimizer=.*other parameters.*\(4,\) at .* \(5,\)\. Make",
-    ),
-    "an optimizer of another model": (
-        lambda: jaxscale.nnx.train_step(loss_fn)(created()[0], other(), X),
-        ValueError,
-        r"`nnx\.train_step\(\.\.\.\)\(optimizer=.*of another optimizer or of other parameters",
-    ),
-    "what is not trained": (
-        lambda: jaxscale.nnx.train_step(loss_fn, argnums=1)(*created(), X),
-        ValueError,
-        r"nnx\.train_step\(argnums=1\).*wrt=<class 'flax.*Param'>.*tx, wrt=nnx\.LoRAParam",
-    ),
-    "what another filter names": (
-        lambda: jaxscale.nnx.train_step(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(
-            *created(), X
-        ),
-        ValueError,
-        r"nnx\.train_step\(argnums=DiffState.*Leave `argnums` out",
-    ),
-    "no batch": (
-        lambda: jaxscale.nnx.train_step(loss_fn)(*created()),
-        TypeError,
-        r"nnx\.train_step\(loss_fn\)`: `loss_fn` takes \(model, x\): missing.*with \(Model\)",
-    ),
-    "retries below 0": (
-        lambda: jaxscale.nnx.train_step(loss_fn, retries=-1),
-        ValueError,
-        r"nnx\.train_step\(retries=.*at least 0, got -1",
-    ),
-    "retries without a scale": (
-        lambda: jaxscale.nnx.train_step(loss_fn, retries=2)(*created(optax.sgd(0.1)), X),
-        ValueError,
-        r"nnx\.train_step\(retries=2\).*loss scale.*loss_scaled\(tx\)",
-    ),
-}
+    "a hook that returns the model": (lambda: jaxscale.nnx.train_step(loss_fn, after=lambda model: model)(*created(), X), TypeError, r"nnx\.train_step\(after=\.\.\.\)` changes the model in place.*return None, got Model"),
+    "a hook that adds a variable": (lambda: jaxscale.nnx.train_step(loss_fn, after=grown)(*created(), X), ValueError, r"nnx\.train_step\(after=\.\.\.\)` must keep the variables.*added or removed extra\. Make"),
+    "no function": (lambda: jaxscale.nnx.train_step(created()[0].linear.kernel[...]), TypeError, r"nnx\.train_step\(loss_fn\).*function.*Array"),
+    "the transformation": (lambda: jaxscale.nnx.train_step(loss_fn)(created()[0], hot(), X), TypeError, r"must be an `nnx\.Optimizer`.*GradientTransformation.*wrt="),
+    "swapped": (lambda: jaxscale.nnx.train_step(loss_fn)(*created()[::-1], X), TypeError, r"nnx\.train_step\(\.\.\.\)\(model, optimizer.*got Model"),
+    "an auxiliary output": (lambda: jaxscale.nnx.train_step(lambda m, x: (loss_fn(m, x), x))(*created(), X), TypeError, r"nnx\.train_step\(loss_fn\).*got \(an array, an array\)\. Pass has_aux=True.* the loss\."),
+    "state, which NNX models have themselves": (lambda: jaxscale.nnx.train_step(loss_fn, has_state=True), TypeError, r"nnx\.train_step.*`value_and_grad`.*has_state"),
+    "compiled by JAX": (lambda: jax.jit(jaxscale.nnx.train_step(loss_fn))(*created(), X), TypeError, r"nnx\.train_step.*`nnx\.jit\(step\)` for `jax\.jit"),
+    "the step for plain functions": (lambda: jaxscale.train_step(loss_fn, calm(), transform=nnx.value_and_grad), TypeError, r"train_step\(transform=.*Use `jaxscale\.nnx\.train_step`"),
+    "an optimizer of a model of other shapes": (lambda: jaxscale.nnx.train_step(loss_fn)(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), other(), X), ValueError, r"`nnx\.train_step\(\.\.\.\)\(optimizer=.*other parameters.*\(4,\) at .* \(5,\)\. Make"),
+    "an optimizer of another model": (lambda: jaxscale.nnx.train_step(loss_fn)(created()[0], other(), X), ValueError, r"`nnx\.train_step\(\.\.\.\)\(optimizer=.*of another optimizer or of other parameters"),
+    "what is not trained": (lambda: jaxscale.nnx.train_step(loss_fn, argnums=1)(*created(), X), ValueError, r"nnx\.train_step\(argnums=1\).*wrt=<class 'flax.*Param'>.*tx, wrt=nnx\.LoRAParam"),
+    "what another filter names": (lambda: jaxscale.nnx.train_step(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(*created(), X), ValueError, r"nnx\.train_step\(argnums=DiffState.*Leave `argnums` out"),
+    "no batch": (lambda: jaxscale.nnx.train_step(loss_fn)(*created()), TypeError, r"nnx\.train_step\(loss_fn\)`: `loss_fn` takes \(model, x\): missing.*with \(Model\)"),
+    "retries below 0": (lambda: jaxscale.nnx.train_step(loss_fn, retries=-1), ValueError, r"nnx\.train_step\(retries=.*at least 0, got -1"),
+    "retries without a scale": (lambda: jaxscale.nnx.train_step(loss_fn, retries=2)(*created(optax.sgd(0.1)), X), ValueError, r"nnx\.train_step\(retries=2\).*loss scale.*loss_scaled\(tx\)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -98,57 +98,17 @@ def trained(tx, loss_fn, batches, pass_value=True):
 
 HOPELESS = {
     # name: (optimizer, loss, batches, is the loss passed, is the optimizer passed, says, says not)
-    "the forward pass never worked": (
-        (TX, domain_loss, [-1.0] * 51, True, True),
-        ["51 of them with a non-finite loss", "is 32768.0", "no loss scale can help", "never was"],
-        ["backward", "were fine"],
-    ),
-    "a shard of bad data": (
-        (TX, domain_loss, [1.0] * 20 + [-1.0] * 60, True, True),
-        ["60 steps in a row", "60 of 80 in all", "20 steps were fine", "stretch of bad data"],
-        ["backward", "range of its dtype"],
-    ),
-    "no scale is low enough": (
-        (TX, root_loss, [1.0] * 5 + [0.0] * 60, True, True),
-        ["0 of them with a non-finite loss", "scale is 1.0", "square root of 0", "debug_infs"],
-        ["no loss scale can help", "fixed", "floor"],
-    ),
-    "the loss is too large": (
-        (TX, large_loss, [1.0] * 70, True, True),
-        ["scale is 1.0", "loss is too large for float16", "mean instead of a sum", "min_scale"],
-        ["no loss scale can help", "fixed", "at its floor"],
-    ),
-    "the loss is not passed": (
-        (TX, domain_loss, [-1.0] * 60, False, True),
-        ["scale is 1.0", "if not, pass it"],
-        ["no loss scale can help"],
-    ),
-    "a floor that is too high": (
-        (FLOORED, half_loss, [400.0] * 60, True, True),
-        ["scale is 1024.0", "at its floor", "(min_scale=2.0**-4)", "at any scale"],
-        ["is fixed", "on its way down"],
-    ),
-    "a fixed scale that is too high": (
-        (FIXED, half_loss, [400.0] * 60, True, True),
-        ["scale is 4096.0", "The scale is fixed, and too high"],
-        ["floor", "on its way down"],
-    ),
-    "a scale that comes down slowly": (
-        (SLOW, half_loss, [400.0] * 60, True, True),
-        ["still on its way down, to 1:", "start lower"],
-        ["floor", "is fixed", "square root"],
-    ),
-    "an optimizer that is not known": (
-        (FLOORED, half_loss, [400.0] * 60, True, False),
-        ["fixed and too high, or still on its way down", "Pass `tx`"],
-        ["floor"],
-    ),
-    "no scaling at all": (
-        (jaxscale.skip_nonfinite(optax.sgd(0.1)), root_loss, [0.0] * 60, True, True),
-        ["scale is 1.0", "A scale of 1 scales nothing", "square root of 0"],
-        ["no loss scale can help", "floor"],
-    ),
-}
+    "the forward pass never worked": ((TX, domain_loss, [-1.0] * 51, True, True), ["51 of them with a non-finite loss", "is 32768.0", "no loss scale can help", "never was"], ["backward", "were fine"]),
+    "a shard of bad data": ((TX, domain_loss, [1.0] * 20 + [-1.0] * 60, True, True), ["60 steps in a row", "60 of 80 in all", "20 steps were fine", "stretch of bad data"], ["backward", "range of its dtype"]),
+    "no scale is low enough": ((TX, root_loss, [1.0] * 5 + [0.0] * 60, True, True), ["0 of them with a non-finite loss", "scale is 1.0", "square root of 0", "debug_infs"], ["no loss scale can help", "fixed", "floor"]),
+    "the loss is too large": ((TX, large_loss, [1.0] * 70, True, True), ["scale is 1.0", "loss is too large for float16", "mean instead of a sum", "min_scale"], ["no loss scale can help", "fixed", "at its floor"]),
+    "the loss is not passed": ((TX, domain_loss, [-1.0] * 60, False, True), ["scale is 1.0", "if not, pass it"], ["no loss scale can help"]),
+    "a floor that is too high": ((FLOORED, half_loss, [400.0] * 60, True, True), ["scale is 1024.0", "at its floor", "(min_scale=2.0**-4)", "at any scale"], ["is fixed", "on its way down"]),
+    "a fixed scale that is too high": ((FIXED, half_loss, [400.0] * 60, True, True), ["scale is 4096.0", "The scale is fixed, and too high"], ["floor", "on its way down"]),
+    "a scale that comes down slowly": ((SLOW, half_loss, [400.0] * 60, True, True), ["still on its way down, to 1:", "start lower"], ["floor", "is fixed", "square root"]),
+    "an optimizer that is not known": ((FLOORED, half_loss, [400.0] * 60, True, False), ["fixed and too high, or still on its way down", "Pass `tx`"], ["floor"]),
+    "no scaling at all": ((jaxscale.skip_nonfinite(optax.sgd(0.1)), root_loss, [0.0] * 60, True, True), ["scale is 1.0", "A scale of 1 scales nothing", "square root of 0"], ["no loss scale can help", "floor"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", HOPELESS)
