@@ -74,8 +74,9 @@ test_policies.test_no_scale_is_zero_inf_or_nan
     NVIDIA/apex#715: 1e-304, then a division by zero
 test_policies.test_every_scale_is_a_power_of_two_where_every_factor_is
     Flax clips to the largest float32, MPX to 65504: unscaling is not exact any more
-test_policies.test_policies_are_plain_values
+test_policies.test_no_hyperparameter_is_lost_in_a_tree_map
     google-deepmind/jmp#44: the minimum is not a leaf, and becomes 1 in any jit
+test_policies.test_policies_are_plain_values
     google-deepmind/jmp#47: the README's float16 scale raises on every adjust
 """
 

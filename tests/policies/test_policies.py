@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from references import trajectory
 from tables import POLICIES, assert_same_bits, avals, cases
@@ -236,6 +237,16 @@ def test_policies_are_plain_values():
     assert pickle.loads(pickle.dumps((policy, policy.init()))) == (policy, policy.init())
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.init_scale = 1.0
+
+
+def test_no_hyperparameter_is_lost_in_a_tree_map():
+    tx = jaxscale.loss_scaled(
+        optax.sgd(0.1), jaxscale.DynamicLossScale(init_scale=64.0, min_scale=32.0)
+    )
+    state = jax.jit(lambda s: jax.tree.map(lambda x: x, s))(tx.init(jnp.ones(2)))
+    for _ in range(3):
+        _, state = jax.jit(tx.update)(jnp.full(2, jnp.inf), state, jnp.ones(2))
+    assert state.scaling.loss_scale == 32
 
 
 @pytest.mark.parametrize(
