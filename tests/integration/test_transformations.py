@@ -117,14 +117,8 @@ def test_the_axis_of_a_vmap_can_agree_on_one_verdict():
     tx = jaxscale.loss_scaled(optax.sgd(0.25), DYNAMIC, axis_name="members")
     members = jax.tree.map(lambda p: jnp.stack([p, p + 1, p + 2]), EXACT)
     # Each member has parameters of its own; the state is one for all, and comes back as one.
-    together = jax.jit(
-        jax.vmap(
-            trainer(tx, exact_loss),
-            in_axes=((0, None), 0),
-            out_axes=(0, None),
-            axis_name="members",
-        )
-    )
+    axes = {"in_axes": ((0, None), 0), "out_axes": (0, None), "axis_name": "members"}
+    together = jax.jit(jax.vmap(trainer(tx, exact_loss), **axes))
     x = small_integers(3, 3)
     moved, state = together((members, tx.init(EXACT)), (x, jnp.ones(3)))
     assert_same_bits(moved["w"], members["w"] - 0.25 * x)
@@ -135,23 +129,6 @@ def test_the_axis_of_a_vmap_can_agree_on_one_verdict():
         assert (skipped.total_notfinite, skipped.scaling.loss_scale) == (1, 2.0**14)
 
 
-@fuseds
-def test_scan_is_the_loop(fused):
-    train_step = trainer(EXACT_TX, exact_loss, fused)
-    batches = small_integers(8, 3), FACTORS
-    loop, jitted = (EXACT, EXACT_TX.init(EXACT)), jax.jit(train_step)
-    for batch in zip(*batches, strict=True):
-        loop = jitted(loop, batch)
-    scan = jax.jit(scanned(train_step))
-    carry = scan((EXACT, EXACT_TX.init(EXACT)), batches)
-    assert_same_bits(carry, loop)
-    assert_same_bits(carry[0], exact_training(EXACT, *batches))
-    assert avals(carry) == avals((EXACT, EXACT_TX.init(EXACT)))
-    scan(carry, batches)
-    assert scan._cache_size() == 1
-
-
-@pytest.mark.slow
 def test_scan_and_vmap_may_be_nested_either_way():
     train_step = trainer(EXACT_TX, exact_loss)
     start = jax.tree.map(lambda p: jnp.stack([p] * 4), EXACT)
@@ -164,6 +141,7 @@ def test_scan_and_vmap_may_be_nested_either_way():
         expected = exact_training(EXACT, *(batch[:, member] for batch in batches))
         assert_same_bits({name: leaf[member] for name, leaf in inside[0].items()}, expected)
     assert inside[1].total_notfinite.tolist() == [3, 0, 8, 1]
+    assert avals(inside) == avals(carry)
 
 
 @pytest.mark.slow
@@ -232,7 +210,7 @@ ALL_POLICIES = POLICIES | {
 }
 
 
-@cases("policy", ALL_POLICIES, fast=["adaptive"])
+@cases("policy", ALL_POLICIES, fast=["dynamic"])
 def test_64_bit_numbers_change_nothing_of_32_bit_training(policy):
     tx = jaxscale.loss_scaled(optax.sgd(0.25, momentum=0.5), ALL_POLICIES[policy])
     batches = small_integers(8, 3), FACTORS
@@ -254,7 +232,7 @@ def test_64_bit_numbers_change_nothing_of_32_bit_training(policy):
     "policy, jit, way",
     [(policy, False, "loop") for policy in ALL_POLICIES]
     + [("dynamic", jit, way) for jit in (False, True) for way in ("loop", "scan", "vmap")][1:],
-    fast=[("dynamic", False, "loop"), ("dynamic", True, "scan")],
+    fast=[("dynamic", True, "scan")],
 )
 def test_a_skipped_step_raises_nothing_where_nans_are_errors(policy, jit, way):
     # Infinite gradients are what an overflow is. What makes NaNs of them, inf / inf in Adam
@@ -284,7 +262,8 @@ def test_where_nans_are_errors_one_in_a_compiled_step_that_is_skipped_is_none():
     assert state.total_notfinite == 1
 
 
-def test_gradients_of_zero_are_no_nans_to_any_policy():
-    for policy in ALL_POLICIES.values():
-        with jax.debug_nans(True):
-            policy.update(policy.init(), jax.tree.map(jnp.zeros_like, EXACT))
+@cases("policy", ALL_POLICIES, fast=["logmax"])
+def test_gradients_of_zero_are_no_nans_to_any_policy(policy):
+    policy = ALL_POLICIES[policy]
+    with jax.debug_nans(True):
+        jax.jit(policy.update)(policy.init(), jax.tree.map(jnp.zeros_like, EXACT))
