@@ -78,6 +78,7 @@ def test_a_gradient_penalty_is_unscaled_inside_and_outside():
     )
 
 
+@pytest.mark.slow
 def test_inner_gradients_of_half_precision_do_not_underflow_either():
     state = DYNAMIC.init()
     w = jnp.ones((), jnp.float16)

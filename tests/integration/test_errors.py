@@ -10,6 +10,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
+from tables import cases
 
 import jaxscale
 import jaxscale.flax
@@ -264,7 +265,7 @@ def of(policy):
     return rf"state=.*must be a `{TYPES.get(policy, 'LossScaleState')}`, got"
 
 
-@pytest.mark.parametrize("policy", OWN)
+@cases("policy", OWN, fast=["dynamic", "adaptive"])
 def test_a_policy_says_what_its_state_is(policy):
     name, expected, policy = policy, of(policy), OWN[policy]
     state, kind = policy.init(), type(policy).__name__
@@ -293,7 +294,7 @@ def test_a_policy_says_what_its_state_is(policy):
     assert jax.tree.structure(several) == jax.tree.structure(state)
 
 
-@pytest.mark.parametrize("call", ["value_and_grad", "grad", "scale", "unscale"])
+@cases("call", ["value_and_grad", "grad", "scale", "unscale"], fast=["grad"])
 def test_a_population_is_scaled_under_vmap_alone(call):
     members = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), (OPT_STATE, W))
     calls = {

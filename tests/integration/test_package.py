@@ -6,6 +6,7 @@ import graphlib
 import inspect
 import pathlib
 import re
+import runpy
 import sys
 import tomllib
 
@@ -224,3 +225,11 @@ def test_its_core_dependencies_are_three():
     # `test_help.py` sees in a fresh process that nothing else is imported.
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {re.match(r"\w+", line).group() for line in declared} == {"jax", "jaxlib", "optax"}
+
+
+def test_bugs_are_planted_in_functions_that_there_are():
+    mutations = runpy.run_path(str(ROOT / "tests" / "mutations.py"))
+    known = list(mutations["definitions"]())
+    for names in mutations["CHOSEN"].values():
+        for name in names.split():
+            assert mutations["found"](name, known)

@@ -1,7 +1,5 @@
 """What JAX does to functions, done to whole training steps: `vmap`, `scan`, donation, no `jit`."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,36 +140,6 @@ def test_scan_and_vmap_may_be_nested_either_way():
         assert_same_bits({name: leaf[member] for name, leaf in inside[0].items()}, expected)
     assert inside[1].total_notfinite.tolist() == [3, 0, 8, 1]
     assert avals(inside) == avals(carry)
-
-
-@pytest.mark.slow
-def test_a_donated_scan_copies_no_more_than_bare_optax():
-    params = {"w": jnp.ones((24, 24)), "v": jnp.ones((24, 24))}
-    batches = jnp.ones((4, 5, 24)), jnp.array([1, INF, NAN, 1])
-
-    def loss_fn(params, batch):
-        return amplified(jnp.mean((jnp.tanh(batch[0] @ params["w"]) @ params["v"]) ** 2), batch[1])
-
-    bare = optax.adamw(1e-2)
-    tx = jaxscale.loss_scaled(bare, DYNAMIC)
-    compiled, copies = {}, {}
-    for name, optimizer, differentiate in (
-        ("ours", tx, jaxscale.value_and_grad),
-        ("bare", bare, lambda fun, _: jax.value_and_grad(fun)),
-    ):
-        run = jax.jit(
-            scanned(trainer(optimizer, loss_fn, differentiate=differentiate)), donate_argnums=0
-        )
-        compiled[name] = run.lower((params, optimizer.init(params)), batches).compile()
-        copies[name] = len(re.findall(r"f32\[24,24\]\S* copy\(", compiled[name].as_text()))
-    assert copies["ours"] <= copies["bare"]
-    carry = jax.tree.map(jnp.copy, (params, tx.init(params)))
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(carry))
-    assert compiled["ours"].memory_analysis().alias_size_in_bytes == size  # to the last counter
-    trained, state = compiled["ours"](carry, batches)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(carry))
-    assert (state.total_notfinite, state.total_steps) == (2, 4)
-    assert not jnp.array_equal(trained["w"], params["w"])
 
 
 def ways_to_train(tx, loss_fn):
