@@ -1,4 +1,6 @@
-"""Policies in live float16 training of a transformer: skips, scale, what is flushed."""
+"""Policies in live float16 training of an LSTM and a transformer: skips, scale, what is flushed."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +14,34 @@ from jaxscale import presets
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.slow]
 
 STEPS, BATCH, LENGTH, WORDS, WIDTH = 2000, 8, 16, 24, 32
-SHAPES = {
-    "embed": (WORDS, WIDTH),
-    "places": (LENGTH, WIDTH),
-    "qkv": (WIDTH, 3 * WIDTH),
-    "mix": (WIDTH, WIDTH),
-    "up": (WIDTH, 4 * WIDTH),
-    "down": (4 * WIDTH, WIDTH),
-    "output": (WIDTH, WORDS),
-}
-PARAMS = {
-    name: jax.random.normal(jax.random.key(seed), shape) / np.sqrt(shape[0])
-    for seed, (name, shape) in enumerate(SHAPES.items())
-}
 
 
-def logits(params, tokens):
-    """Of the next token of each, by one block of a transformer with four heads."""
+def matrices(seed, **shapes):
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {
+        name: jax.random.normal(key, shape) / np.sqrt(shape[0])
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def lstm(params, tokens):
+    """The logits of the next token of each, by one layer of an LSTM."""
+    inputs = params["embed"][tokens].swapaxes(0, 1)
+
+    def cell(carry, x):
+        hidden, memory = carry
+        gates = x @ params["input"] + hidden @ params["hidden"]
+        i, f, g, o = jnp.split(gates, 4, axis=-1)
+        memory = jax.nn.sigmoid(f + 1) * memory + jax.nn.sigmoid(i) * jnp.tanh(g)
+        hidden = jax.nn.sigmoid(o) * jnp.tanh(memory)
+        return (hidden, memory), hidden
+
+    zeros = jnp.zeros_like(inputs[0])
+    return jax.lax.scan(cell, (zeros, zeros), inputs)[1].swapaxes(0, 1) @ params["output"]
+
+
+def transformer(params, tokens):
+    """The same by one block of a transformer with four heads."""
     x = params["embed"][tokens] + params["places"]
 
     def norm(x):
@@ -44,6 +57,33 @@ def logits(params, tokens):
     return norm(x) @ params["output"]
 
 
+MODELS = {
+    "lstm": (
+        lstm,
+        matrices(
+            0,
+            embed=(WORDS, WIDTH),
+            input=(WIDTH, 4 * WIDTH),
+            hidden=(WIDTH, 4 * WIDTH),
+            output=(WIDTH, WORDS),
+        ),
+    ),
+    "transformer": (
+        transformer,
+        matrices(
+            1,
+            embed=(WORDS, WIDTH),
+            places=(LENGTH, WIDTH),
+            qkv=(WIDTH, 3 * WIDTH),
+            mix=(WIDTH, WIDTH),
+            up=(WIDTH, 4 * WIDTH),
+            down=(4 * WIDTH, WIDTH),
+            output=(WIDTH, WORDS),
+        ),
+    ),
+}
+
+
 def batches():
     """Sentences that count up by a step of their own, with some words replaced at random."""
     rng = np.random.default_rng(0)
@@ -53,14 +93,19 @@ def batches():
     return jnp.asarray(np.where(rng.random(words.shape) < 0.05, noise, words).astype(np.int32))
 
 
-def loss_fn(params, words):
-    half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-    scores = logits(half, words[:, :-1]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(scores, words[:, 1:]).mean()
+def loss_of(model):
+    def loss_fn(params, words):
+        half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+        scores = MODELS[model][0](half, words[:, :-1]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(scores, words[:, 1:]).mean()
+
+    return loss_fn
 
 
-def trained(policy):
+@functools.cache
+def trained(model, policy):
     """The scale before each step, the losses, the share of zero gradients, and the last state."""
+    loss_fn, params = loss_of(model), MODELS[model][1]
     tx = jaxscale.loss_scaled(optax.adam(3e-3), policy)
 
     def step(carry, words):
@@ -72,17 +117,41 @@ def trained(policy):
         return (params, new_state), (state.scaling.loss_scale, loss, share)
 
     run = jax.jit(lambda carry, words: jax.lax.scan(step, carry, words))
-    (_, state), (scale, loss, share) = run((PARAMS, tx.init(PARAMS)), batches())
+    (_, state), (scale, loss, share) = run((params, tx.init(params)), batches())
     return np.log2(scale), np.asarray(loss), np.asarray(share), state
 
 
-def test_live_training_skips_little_and_flushes_no_more():
+@pytest.mark.parametrize("model", MODELS)
+def test_live_training_skips_little_and_flushes_no_more(model, record_property):
     # PyTorch's rule probes once in 2,000 steps; with an interval of 200 it probes as a long run.
-    ours, theirs = trained(jaxscale.AdaptiveLossScale()), trained(presets.torch())
-    probing = trained(presets.torch(growth_interval=200))
+    ours, theirs = trained(model, jaxscale.AdaptiveLossScale()), trained(model, presets.torch())
+    probing = trained(model, presets.torch(growth_interval=200))
     late = slice(STEPS // 2, None)
+    runs = {"adaptive": ours, "torch": theirs, "probing": probing}
+    for name, (scale, loss, share, state) in runs.items():
+        numbers = int(state.total_notfinite), scale[late].mean(), share[late].mean()
+        record_property(name, (*map(float, numbers), float(loss[-100:].mean())))
     assert ours[3].total_notfinite <= probing[3].total_notfinite / 4
     assert ours[0][late].mean() >= theirs[0][late].mean() - 2
     assert ours[2][late].mean() <= theirs[2][late].mean() + 0.0001
     assert abs(ours[1][-100:].mean() - theirs[1][-100:].mean()) < 0.05
     assert ours[1][-100:].mean() < ours[1][:100].mean() / 2
+
+
+@pytest.mark.parametrize(("model", "scale"), [("lstm", 2.0**8), ("transformer", 2.0**24)])
+def test_with_retries_no_batch_of_live_training_is_lost(model, scale, record_property):
+    # From 2**8, and from where every batch overflows.
+    policy = jaxscale.AdaptiveLossScale(init_scale=scale)
+    tx, params = jaxscale.loss_scaled(optax.adam(3e-3), policy), MODELS[model][1]
+    whole = jaxscale.train_step(loss_of(model), tx, retries=10)
+
+    def step(carry, words):
+        *carry, loss = whole(*carry, words)
+        return tuple(carry), loss
+
+    run = jax.jit(lambda carry, words: jax.lax.scan(step, carry, words))
+    (_, state), loss = run((params, tx.init(params)), batches())
+    record_property("retries", (int(state.total_retries), float(loss[-100:].mean())))
+    assert (state.total_steps, state.total_notfinite) == (STEPS, 0)
+    assert state.total_retries <= 2 + 2 * (scale > 2.0**8)
+    assert loss[-100:].mean() < loss[:100].mean() / 2
