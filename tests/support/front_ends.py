@@ -116,19 +116,20 @@ def linen(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
 
 class Network(nnx.Module):
     def __init__(self):
-        self.params = nnx.Dict({name: nnx.Param(leaf) for name, leaf in PARAMS.items()})
-        self.stats = nnx.Dict({name: nnx.BatchStat(leaf) for name, leaf in STATS.items()})
+        for kind, leaves in ((nnx.Param, PARAMS), (nnx.BatchStat, STATS)):
+            for name, leaf in leaves.items():
+                setattr(self, name, kind(leaf))
 
 
 def objects(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
     """A module of NNX, which changes in place."""
 
     def as_dicts(model):
-        return [{name: node[name][...] for name in node} for node in (model.params, model.stats)]
+        return [{name: getattr(model, name)[...] for name in names} for names in (PARAMS, STATS)]
 
     def write(model, stats):
         for name, value in stats.items():
-            model.stats[name][...] = value
+            getattr(model, name)[...] = value
 
     def loss(model, x):
         value, stats = loss_fn(*as_dicts(model), x)
@@ -136,7 +137,7 @@ def objects(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
         return value
 
     def freeze(grads):
-        grads["params"]["first"] = jnp.zeros((8, 16))
+        grads["first"] = jnp.zeros((8, 16))
         return grads
 
     if hooks:
