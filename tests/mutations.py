@@ -4,8 +4,8 @@ Run by hand, from the top of the project; a bug takes some seconds to a minute:
 
     python tests/mutations.py                      # those of `CHOSEN`, some eighty
     python tests/mutations.py jaxscale/_step/retry.py   # in every function of a module
-    python tests/mutations.py repeated Scaled      # in a function, or in a class
-    python tests/mutations.py --list repeated      # only says which
+    python tests/mutations.py repeat_backward Scaled    # in a function, or in a class
+    python tests/mutations.py --list repeat_backward    # only says which
 
 It prints which test caught each, and exits with 1 if one was not caught. Nothing is quoted: a bug
 is what an operator of `variants` makes of an expression, and what it is planted in goes by its
@@ -28,16 +28,17 @@ PACKAGE = "jaxscale"
 TIMEOUT = 600  # some bugs make a loop without an end, which is noticed, too
 
 # The tests that must notice, the quickest first: of these functions, and of the others in their
-# modules. What stands in no such module is left to all tests.
+# modules. What stands in no such module is left to the folder of tests that is named as its room,
+# or to all tests where there is none.
 CHOSEN = {
     "test_policies": "DynamicLossScale._after_finite DynamicLossScale._after_nonfinite "
     "DynamicLossScale._grown DynamicLossScale._lowered",
-    "test_state test_value_and_grad": "state.Scaled",
+    "test_state test_value_and_grad": "scaled.Scaled",
     "test_verdict test_max_norm": "verdict.agree_on_size verdict.Evidence",
     "test_accumulation": "Window.add Window.close",
     "test_optimizer test_inner test_track_leaves": "skip.step_if",
     "test_optimizer test_accumulation test_inner": "Wrapper._advance",
-    "test_train_step test_decay": "retry.repeated retry._is_lower step.backoffs",
+    "test_train_step test_decay": "retry.repeat_backward retry._is_lower counters.count_backoffs",
 }
 
 # Mutants that do what the original does, by function and text: why nothing can notice.
@@ -172,6 +173,12 @@ def tests_by_definition(known):
     return tests
 
 
+def tests_of_room(path):
+    """The tests in the folder that has the name of a file's room; none means all."""
+    room = path.relative_to(ROOT / PACKAGE).parts[0].strip("_")
+    return [f"tests/{room}"] if (ROOT / "tests" / room).is_dir() else []
+
+
 def run_tests(folder, tests):
     """The exit status of some tests in a copy of the project, and the first failure."""
     command = [sys.executable, "-m", "pytest", "-xqn0", "-p", "no:cacheprovider", *tests]
@@ -207,7 +214,7 @@ def main(args):
     for definition, path, tree, node in (each for name in names for each in found(name, known)):
         for what, text in mutants(tree, node):
             if (definition.rpartition(".")[2], what) not in EQUIVALENT:
-                which = tests.get(definition, tests.get(path, []))
+                which = tests.get(definition) or tests.get(path) or tests_of_room(path)
                 bugs.append(
                     (f"{definition.removeprefix(PACKAGE + '.')}: {what}", path, text, which)
                 )

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 
 import equinox as eqx
 import flax.linen as nn
@@ -15,7 +16,7 @@ from flax import nnx
 from half_programs import CHECK, dtypes, equations
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tables import avals, rows
+from tables import avals, cases
 
 import jaxscale
 from jaxscale._autocast import table
@@ -54,13 +55,8 @@ class Transformer(nn.Module):
         mask = nn.make_causal_mask(tokens)
         block = nn.remat(Block, prevent_cse=not self.scanned) if self.remat else Block
         if self.scanned:
-            layers = nn.scan(
-                block,
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                in_axes=nn.broadcast,
-                length=self.layers,
-            )
+            axes = {"variable_axes": {"params": 0}, "in_axes": nn.broadcast}
+            layers = nn.scan(block, split_rngs={"params": True}, length=self.layers, **axes)
             x, _ = layers(self.dtype)(x, mask)
         else:
             for _ in range(self.layers):
@@ -89,7 +85,7 @@ KINDS = {
     "remat": {"remat": True},
     "scanned remat": {"scanned": True, "remat": True},
 }
-kinds = pytest.mark.parametrize("kind", rows(KINDS, ["scanned remat"]))
+kinds = cases("kind", KINDS, fast=["scanned remat"])
 
 
 def residual_bytes(loss_fn, params, x=TOKENS):
@@ -139,7 +135,7 @@ AFTER = {
 }
 
 
-@pytest.mark.parametrize("kind", rows(AFTER, ["relu", "gated", "named"]))
+@cases("kind", AFTER, fast=["gated"])
 def test_layers_with_biases_keep_no_more_than_those_written_in_float16(kind):
     x = jnp.ones((64, 64))
     params = Layers(kind).init(jax.random.key(0), x)
@@ -156,9 +152,8 @@ def test_layers_with_biases_keep_no_more_than_those_written_in_float16(kind):
 def test_a_transformer_learns_what_it_learns_in_float32(kind):
     plain, params = transformer(**KINDS[kind])
     loss, gradients = jax.jit(jax.value_and_grad(plain))(params, TOKENS)
-    half_loss, half_gradients = jax.jit(jax.value_and_grad(jaxscale.autocast(plain)))(
-        params, TOKENS
-    )
+    cast = jax.jit(jax.value_and_grad(jaxscale.autocast(plain)))
+    half_loss, half_gradients = cast(params, TOKENS)
     assert avals(half_gradients) == avals(gradients)
     np.testing.assert_allclose(half_loss, loss, rtol=1e-3)
     for a, b in zip(jax.tree.leaves(half_gradients), jax.tree.leaves(gradients), strict=True):
@@ -167,6 +162,7 @@ def test_a_transformer_learns_what_it_learns_in_float32(kind):
         assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b) + 1e-4
 
 
+@pytest.mark.slow
 def test_the_program_grows_by_half_at_most():
     """Tracing and compiling take as long as there are equations: `benchmarks/autocast.py`."""
     plain, params = transformer()
@@ -246,8 +242,7 @@ WAYS = {
 JITS = {"jit": nnx.jit, "eager": lambda fun: fun}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("jit", rows(JITS, ["jit"]))
+@cases("way, jit", itertools.product(WAYS, JITS), fast=[("transform=", "jit")])
 def test_an_nnx_module_is_changed_in_place(way, jit):
     jit = JITS[jit]
     plain, cast = (Network(nnx.Rngs(0)) for _ in range(2))
@@ -269,6 +264,7 @@ def test_an_nnx_module_is_changed_in_place(way, jit):
     assert list(map(str, keys)) == list(map(str, expected))
 
 
+@pytest.mark.slow
 def test_an_nnx_module_may_hold_a_class_of_variables():
     model = nnx.LoRALinear(8, 4, lora_rank=2, rngs=nnx.Rngs(0))  # it holds `nnx.LoRAParam`
     plain, cast = nnx.clone(model), nnx.clone(model)
@@ -285,6 +281,7 @@ def test_an_nnx_module_may_hold_a_class_of_variables():
         np.testing.assert_allclose(a - before, b - before, rtol=0.05, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_an_nnx_module_or_a_method_is_a_function_too():
     plain, cast = (Network(nnx.Rngs(0)) for _ in range(2))
     for fun in (cast, cast.__call__):
@@ -294,6 +291,7 @@ def test_an_nnx_module_or_a_method_is_a_function_too():
     assert cast.calls[...] == 2
 
 
+@pytest.mark.slow
 def test_an_equinox_module_is_an_argument():
     model = eqx.nn.MLP(8, 4, 16, 2, activation=jax.nn.gelu, key=jax.random.key(0))
 
@@ -308,9 +306,7 @@ def test_an_equinox_module_is_an_argument():
     assert avals(eqx.filter(half_gradients, eqx.is_array)) == avals(
         eqx.filter(gradients, eqx.is_array)
     )
-    jaxpr = jax.make_jaxpr(lambda x: jaxscale.autocast(model)(x))(IMAGES[0])
-    products = [e for e in equations(jaxpr) if e.primitive.name in table.PRODUCTS]
-    assert [dtypes(e) for e in products] == [{"float16"}] * 3
+    assert products(jaxscale.autocast(model), IMAGES[0]) == [{"float16"}] * 3
 
 
 def products(fun, *args):
@@ -353,14 +349,12 @@ def test_gradients_are_nearer_than_those_of_a_model_written_in_float16():
         assert_near(jax.jit(jax.grad(by_hand))(MLP, X), expected, 0.02)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@cases("layout", LAYOUTS, fast=["sharded"])
 def test_arrays_stay_where_they_are(layout):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     batch, specs = LAYOUTS[layout]
-    put = lambda tree, specs: jax.device_put(  # noqa: E731
-        tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    )
-    params, x = put(MLP, specs), put(X, batch)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, batch))
+    params, x = jax.device_put((MLP, X), places)
     plain = jax.jit(jax.value_and_grad(mlp))(params, x)
     cast = jax.jit(jax.value_and_grad(jaxscale.autocast(mlp)))(params, x)
     assert_near(cast, plain)
@@ -368,6 +362,7 @@ def test_arrays_stay_where_they_are(layout):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this version of JAX has no set_mesh")
 def test_meshes_with_explicit_axes():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -392,7 +387,7 @@ def test_meshes_with_explicit_axes():
             assert avals(gradients) == avals(jax.jit(jax.grad(given, has_aux=True))(params, x))
 
 
-@pytest.mark.parametrize("check", [True, False])
+@cases("check", [True, False], fast=[True])
 def test_the_whole_step_inside_of_shard_map(check):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -401,11 +396,8 @@ def test_the_whole_step_inside_of_shard_map(check):
             loss, gradients = jax.value_and_grad(fun)(params, x)
             return jax.lax.pmean((loss, gradients), "data")
 
-        return jax.jit(
-            jax.shard_map(
-                run, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), **{CHECK: check}
-            )
-        )
+        specs = {"in_specs": (P(), P("data")), "out_specs": P(), CHECK: check}
+        return jax.jit(jax.shard_map(run, mesh=mesh, **specs))
 
     plain, cast = step(mlp)(MLP, X), step(jaxscale.autocast(mlp))(MLP, X)
     outside = jaxscale.autocast(step(mlp))(MLP, X)
@@ -414,6 +406,7 @@ def test_the_whole_step_inside_of_shard_map(check):
     assert set(map(str, products(jaxscale.autocast(step(mlp)), MLP, X))) == {"{'float16'}"}
 
 
+@pytest.mark.slow
 def test_pmap_outside_and_inside():
     x = X.reshape(8, 2, 16)
     expected = jax.pmap(functools.partial(mlp, MLP), "i")(x)
@@ -425,6 +418,7 @@ def test_pmap_outside_and_inside():
         assert products(half, x) == [{"float16"}] * 2
 
 
+@pytest.mark.slow
 def test_a_function_called_eagerly_compiles_once():
     layer = jax.jit(lambda x, w: jax.nn.gelu(x @ w))
     fun = jaxscale.autocast(lambda x, w: layer(layer(x, w), w))
@@ -436,7 +430,7 @@ def test_a_function_called_eagerly_compiles_once():
     assert len(COMPILED) == first
 
 
-@pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
+@cases("jit", [jax.jit, nnx.jit], fast=[nnx.jit])
 def test_a_module_from_outside_of_a_jit_is_read_and_stays_whole(jit):
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     expected = model(IMAGES)

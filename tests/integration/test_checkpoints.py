@@ -64,18 +64,14 @@ def training(case):
     if case == "train_state":
 
         def create():
-            return State.create(
-                apply_fn=None,
-                params=PARAMS,
-                tx=OPTIMIZERS["dynamic"],
-                batch_stats={"mean": jnp.zeros(3)},
-            )
+            kwargs = {"params": PARAMS, "batch_stats": {"mean": jnp.zeros(3)}}
+            return State.create(apply_fn=None, tx=OPTIMIZERS["dynamic"], **kwargs)
 
-        return create, jax.jit(
-            lambda state, grads: state.apply_gradients(
-                grads=grads, batch_stats={"mean": 0.9 * state.batch_stats["mean"] + grads["w"]}
-            )
-        )
+        def apply(state, grads):
+            stats = {"mean": 0.9 * state.batch_stats["mean"] + grads["w"]}
+            return state.apply_gradients(grads=grads, batch_stats=stats)
+
+        return create, jax.jit(apply)
     tx = OPTIMIZERS[case]
 
     def step(tree, grads):
@@ -151,26 +147,15 @@ def pickled(tree, fresh, path):
     return jax.tree.unflatten(jax.tree.structure(fresh), leaves)
 
 
-WAYS = {
-    way.__name__: way
-    for way in (
-        dict_in_msgpack,
-        dict_in_orbax,
-        equinox,
-        flax_bytes,
-        flax_dict,
-        orbax,
-        pickled,
-        raw_orbax,
-    )
-}
+WAYS = (dict_in_msgpack, dict_in_orbax, equinox, flax_bytes, flax_dict, orbax, pickled, raw_orbax)
+WAYS = {way.__name__: way for way in WAYS}
 LACK_KEYS = (equinox, flax_bytes)  # refuse typed PRNG keys
 
 
 @cases(
     "case, way",
     itertools.product(CASES, WAYS),
-    fast=[("dynamic", "raw_orbax"), ("noisy", "dict_in_msgpack"), ("train_state", "flax_bytes")],
+    fast=[("noisy", "dict_in_msgpack"), ("train_state", "raw_orbax")],
 )
 def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
     way = WAYS[way]
@@ -190,11 +175,7 @@ def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
         restored = step(restored, grads)
     assert len(COMPILED) == before
     assert_same_bits(restored, expected)
-
-
-def test_compilations_are_counted():
-    before = len(COMPILED)
-    jax.jit(lambda x: x * 3)(jnp.ones(3))
+    jax.jit(lambda x: x * 3)(jnp.ones(3))  # what counts compilations does count
     assert len(COMPILED) > before
 
 
@@ -217,11 +198,8 @@ STEPS = [jnp.full((8, 8), value) for value in (1.0, jnp.nan, 4.0, -2.0, jnp.inf,
 def placed(sharding):
     """A fresh state of which each matrix has a sharding, and the scalars are everywhere."""
     params = jnp.arange(64.0).reshape(8, 8)
-    everywhere = (
-        NamedSharding(sharding.mesh, PartitionSpec())
-        if isinstance(sharding, NamedSharding)
-        else sharding
-    )
+    mesh = getattr(sharding, "mesh", None)
+    everywhere = NamedSharding(mesh, PartitionSpec()) if mesh else sharding
     return jax.tree.map(
         lambda leaf: jax.device_put(leaf, sharding if leaf.ndim else everywhere),
         {"params": params, "opt_state": EXACT.init(params)},
@@ -258,16 +236,11 @@ def orbax_with_an_abstract_target(tree, fresh, path):
     return orbax(tree, abstract(fresh), path)
 
 
-MESH_WAYS = {
-    way.__name__: way for way in (orbax_with_an_abstract_target, raw_orbax, dict_in_msgpack)
-}
+MESH_WAYS = (orbax_with_an_abstract_target, raw_orbax, dict_in_msgpack)
+MESH_WAYS = {way.__name__: way for way in MESH_WAYS}
 
 
-@cases(
-    "place, way",
-    itertools.product(PLACES, MESH_WAYS),
-    fast=[("4x2", "raw_orbax")],
-)
+@cases("place, way", itertools.product(PLACES, MESH_WAYS), fast=[("4x2", "dict_in_msgpack")])
 def test_a_run_goes_on_on_another_mesh(place, way, tmp_path):
     way = MESH_WAYS[way]
     saved = exact_run(placed(SHARDED), STEPS[:3])

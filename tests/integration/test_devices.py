@@ -1,16 +1,18 @@
 """Many devices, one verdict."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tables import assert_same_bits, crossed
+from tables import assert_same_bits, cases
 
 import jaxscale
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
+pytestmark = pytest.mark.standard_promotion
 
 DEVICES = jax.devices("cpu")
 MESH = Mesh(np.array(DEVICES), ("data",))
@@ -41,27 +43,11 @@ def assert_agreed_skip(params, state):
     assert state.total_notfinite == 1
 
 
-def test_there_are_eight_devices():
-    assert len(DEVICES) == 8
-
-
-@pytest.mark.parametrize("spec", [REPLICATED, SHARDED], ids=["replicated", "sharded"])
-def test_jit_over_shards_gives_one_verdict(spec):
-    tx = jaxscale.loss_scaled(optax.adam(0.1))
-    place = {"w": NamedSharding(MESH, spec), "b": NamedSharding(MESH, REPLICATED)}
-    params = jax.device_put(PARAMS, place)
-    x = jax.device_put(X, NamedSharding(MESH, SHARDED))
-    with jax.default_device(DEVICES[0]):
-        state = tx.init(params)
-        run = jax.jit(lambda p, s, x: step(tx, p, s, x))
-        new_params, _ = run(params, state, x)
-        np.testing.assert_allclose(
-            new_params["w"], step(tx, PARAMS, tx.init(PARAMS), X)[0]["w"], rtol=1e-5
-        )
-        assert_agreed_skip(*run(params, state, x.at[13, 2].set(jnp.inf)))
-
-
-@crossed((True, "data"), check=[True, False], axis_name=["data", ("data",)])
+@cases(
+    "check, axis_name",
+    itertools.product([True, False], ["data", ("data",)]),
+    fast=[(True, "data")],
+)
 def test_shard_map_agrees(check, axis_name):
     tx = jaxscale.loss_scaled(optax.adam(0.1), axis_name=axis_name)
 
@@ -69,21 +55,14 @@ def test_shard_map_agrees(check, axis_name):
         # Where replication is checked, gradients of replicated parameters are summed.
         return step(tx, params, state, x, lambda tree: jax.lax.pmean(tree, "data"))
 
-    run = jax.jit(
-        jax.shard_map(
-            one_device,
-            mesh=MESH,
-            in_specs=(REPLICATED, REPLICATED, SHARDED),
-            out_specs=REPLICATED,
-            **{CHECK: check},
-        )
-    )
+    specs = {"in_specs": (REPLICATED, REPLICATED, SHARDED), "out_specs": REPLICATED, CHECK: check}
+    run = jax.jit(jax.shard_map(one_device, mesh=MESH, **specs))
     state = tx.init(PARAMS)
     assert run(PARAMS, state, X)[1].step_applied
     assert_agreed_skip(*run(PARAMS, state, X.at[13, 2].set(jnp.inf)))
 
 
-@crossed((True, True), check=[True, False], fused=[True, False])
+@cases("check, fused", itertools.product([True, False], [True, False]), fast=[(True, True)])
 def test_shard_map_over_sharded_parameters_agrees(check, fused):
     tx = jaxscale.loss_scaled(optax.adam(0.1), axis_name="data", max_norm=1.0)
     params = PARAMS["w"]
@@ -97,15 +76,8 @@ def test_shard_map_over_sharded_parameters_agrees(check, fused):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    run = jax.jit(
-        jax.shard_map(
-            one_device,
-            mesh=MESH,
-            in_specs=(SHARDED, specs, SHARDED),
-            out_specs=(SHARDED, specs),
-            **{CHECK: check},
-        )
-    )
+    specs = {"in_specs": (SHARDED, specs, SHARDED), "out_specs": (SHARDED, specs), CHECK: check}
+    run = jax.jit(jax.shard_map(one_device, mesh=MESH, **specs))
     x = jnp.ones(16)
     new_params, new_state = run(params, state, x)
     np.testing.assert_allclose(new_params, 0.9, rtol=1e-5)
@@ -116,53 +88,11 @@ def test_shard_map_over_sharded_parameters_agrees(check, fused):
     assert set(shards(new_state.scaling.loss_scale)) == {2.0**14}
 
 
-def test_pmap_agrees():
-    tx = jaxscale.loss_scaled(optax.adam(0.1), axis_name="data")
-
-    def one_device(params, state, x):
-        return step(tx, params, state, x, lambda tree: jax.lax.pmean(tree, "data"))
-
-    run = jax.pmap(one_device, axis_name="data", devices=DEVICES)
-    params, state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), (PARAMS, tx.init(PARAMS)))
-    x = X.reshape(8, 2, 8)
-    assert run(params, state, x)[1].step_applied.tolist() == [True] * 8
-    kept, state = run(params, state, x.at[5, 1, 2].set(jnp.inf))
-    assert_same_bits(jax.tree.map(np.asarray, kept), jax.tree.map(np.asarray, params))
-    assert state.total_notfinite.tolist() == [1] * 8
-    assert len(set(state.scaling.loss_scale.tolist())) == 1
-
-
 def test_without_an_axis_name_devices_would_disagree():
     verdicts = jax.shard_map(
         lambda x: jaxscale.all_finite(x)[None], mesh=MESH, in_specs=SHARDED, out_specs=SHARDED
     )(jnp.ones(8).at[3].set(jnp.nan))
     assert verdicts.tolist() == [True, True, True, False, True, True, True, True]
-
-
-def test_explicit_meshes():
-    if not hasattr(jax.sharding, "AxisType"):
-        return  # JAX had none yet
-    mesh = jax.make_mesh(
-        (8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,), devices=DEVICES
-    )
-    use_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
-    tx = jaxscale.loss_scaled(optax.adam(0.1))
-    with use_mesh(mesh):
-        params = {
-            "w": jax.device_put(PARAMS["w"], NamedSharding(mesh, SHARDED)),
-            "b": jax.device_put(PARAMS["b"], NamedSharding(mesh, REPLICATED)),
-        }
-        x = jax.device_put(jnp.ones(16), NamedSharding(mesh, SHARDED))
-
-        @jax.jit
-        def run(params, state, x):
-            grads = jaxscale.grad(lambda p: jnp.sum(p["w"] * x) + p["b"], state)(params)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        state = tx.init(params)
-        np.testing.assert_allclose(run(params, state, x)[0]["w"], 0.9, rtol=1e-5)
-        assert_agreed_skip(*run(params, state, x * jnp.inf))
 
 
 # Retries: one device overflows, and all go round together.
@@ -258,8 +188,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(len(WAYS))
-@pytest.mark.parametrize("way", WAYS)
+@cases("way", WAYS, fast=["jit", "shard_map, hook"])
 def test_all_go_round_together(way):
     once, again = WAYS[way](0), WAYS[way](30)
     assert once(PARAMS, hot().init(PARAMS), HOT_X)[1].total_notfinite == 1

@@ -51,11 +51,7 @@ ONCE_MORE = {
 }
 
 
-@cases(
-    "once_more, has_aux",
-    itertools.product(ONCE_MORE, [False, True]),
-    fast=[("jvp", False)],
-)
+@cases("once_more, has_aux", itertools.product(ONCE_MORE, [False, True]), fast=[("jvp", True)])
 def test_value_and_grad_differentiated_once_more_is_that_of_jax(once_more, has_aux):
     # The loss, too: its derivative is that of the loss, and has nothing of the scale.
     fun = polynomial_with_aux if has_aux else polynomial
@@ -82,6 +78,7 @@ def test_a_gradient_penalty_is_unscaled_inside_and_outside():
     )
 
 
+@pytest.mark.slow
 def test_inner_gradients_of_half_precision_do_not_underflow_either():
     state = DYNAMIC.init()
     w = jnp.ones((), jnp.float16)

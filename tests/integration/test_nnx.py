@@ -131,11 +131,7 @@ CALLS = {
 }
 
 
-@cases(
-    "name, policy",
-    itertools.product(STATES, OWN),
-    fast=[("stuck", "dynamic"), ("restored", "adaptive")],
-)
+@cases("name, policy", itertools.product(STATES, OWN), fast=[("stuck", "dynamic")])
 def test_every_function_takes_a_state_in_variables_as_one_without(name, policy):
     optimizer = STATES[name](policy)
     state = optimizer.opt_state
@@ -172,7 +168,7 @@ WAYS = {
 }
 
 
-@cases("way", WAYS, fast=["to_state_dict", "orbax, of NNX"])
+@cases("way", WAYS, fast=["orbax, of NNX"])
 def test_a_run_goes_on_from_what_was_saved(way, tmp_path):
     model, optimizer = trained([1, jnp.inf, 1])
     saved = WAYS[way](optimizer, tmp_path)

@@ -1,7 +1,5 @@
 """What JAX does to functions, done to whole training steps: `vmap`, `scan`, donation, no `jit`."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,14 +115,8 @@ def test_the_axis_of_a_vmap_can_agree_on_one_verdict():
     tx = jaxscale.loss_scaled(optax.sgd(0.25), DYNAMIC, axis_name="members")
     members = jax.tree.map(lambda p: jnp.stack([p, p + 1, p + 2]), EXACT)
     # Each member has parameters of its own; the state is one for all, and comes back as one.
-    together = jax.jit(
-        jax.vmap(
-            trainer(tx, exact_loss),
-            in_axes=((0, None), 0),
-            out_axes=(0, None),
-            axis_name="members",
-        )
-    )
+    axes = {"in_axes": ((0, None), 0), "out_axes": (0, None), "axis_name": "members"}
+    together = jax.jit(jax.vmap(trainer(tx, exact_loss), **axes))
     x = small_integers(3, 3)
     moved, state = together((members, tx.init(EXACT)), (x, jnp.ones(3)))
     assert_same_bits(moved["w"], members["w"] - 0.25 * x)
@@ -135,23 +127,6 @@ def test_the_axis_of_a_vmap_can_agree_on_one_verdict():
         assert (skipped.total_notfinite, skipped.scaling.loss_scale) == (1, 2.0**14)
 
 
-@fuseds
-def test_scan_is_the_loop(fused):
-    train_step = trainer(EXACT_TX, exact_loss, fused)
-    batches = small_integers(8, 3), FACTORS
-    loop, jitted = (EXACT, EXACT_TX.init(EXACT)), jax.jit(train_step)
-    for batch in zip(*batches, strict=True):
-        loop = jitted(loop, batch)
-    scan = jax.jit(scanned(train_step))
-    carry = scan((EXACT, EXACT_TX.init(EXACT)), batches)
-    assert_same_bits(carry, loop)
-    assert_same_bits(carry[0], exact_training(EXACT, *batches))
-    assert avals(carry) == avals((EXACT, EXACT_TX.init(EXACT)))
-    scan(carry, batches)
-    assert scan._cache_size() == 1
-
-
-@pytest.mark.slow
 def test_scan_and_vmap_may_be_nested_either_way():
     train_step = trainer(EXACT_TX, exact_loss)
     start = jax.tree.map(lambda p: jnp.stack([p] * 4), EXACT)
@@ -164,36 +139,7 @@ def test_scan_and_vmap_may_be_nested_either_way():
         expected = exact_training(EXACT, *(batch[:, member] for batch in batches))
         assert_same_bits({name: leaf[member] for name, leaf in inside[0].items()}, expected)
     assert inside[1].total_notfinite.tolist() == [3, 0, 8, 1]
-
-
-@pytest.mark.slow
-def test_a_donated_scan_copies_no_more_than_bare_optax():
-    params = {"w": jnp.ones((24, 24)), "v": jnp.ones((24, 24))}
-    batches = jnp.ones((4, 5, 24)), jnp.array([1, INF, NAN, 1])
-
-    def loss_fn(params, batch):
-        return amplified(jnp.mean((jnp.tanh(batch[0] @ params["w"]) @ params["v"]) ** 2), batch[1])
-
-    bare = optax.adamw(1e-2)
-    tx = jaxscale.loss_scaled(bare, DYNAMIC)
-    compiled, copies = {}, {}
-    for name, optimizer, differentiate in (
-        ("ours", tx, jaxscale.value_and_grad),
-        ("bare", bare, lambda fun, _: jax.value_and_grad(fun)),
-    ):
-        run = jax.jit(
-            scanned(trainer(optimizer, loss_fn, differentiate=differentiate)), donate_argnums=0
-        )
-        compiled[name] = run.lower((params, optimizer.init(params)), batches).compile()
-        copies[name] = len(re.findall(r"f32\[24,24\]\S* copy\(", compiled[name].as_text()))
-    assert copies["ours"] <= copies["bare"]
-    carry = jax.tree.map(jnp.copy, (params, tx.init(params)))
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(carry))
-    assert compiled["ours"].memory_analysis().alias_size_in_bytes == size  # to the last counter
-    trained, state = compiled["ours"](carry, batches)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(carry))
-    assert (state.total_notfinite, state.total_steps) == (2, 4)
-    assert not jnp.array_equal(trained["w"], params["w"])
+    assert avals(inside) == avals(carry)
 
 
 def ways_to_train(tx, loss_fn):
@@ -232,7 +178,7 @@ ALL_POLICIES = POLICIES | {
 }
 
 
-@cases("policy", ALL_POLICIES, fast=["adaptive"])
+@cases("policy", ALL_POLICIES, fast=["dynamic"])
 def test_64_bit_numbers_change_nothing_of_32_bit_training(policy):
     tx = jaxscale.loss_scaled(optax.sgd(0.25, momentum=0.5), ALL_POLICIES[policy])
     batches = small_integers(8, 3), FACTORS
@@ -254,7 +200,7 @@ def test_64_bit_numbers_change_nothing_of_32_bit_training(policy):
     "policy, jit, way",
     [(policy, False, "loop") for policy in ALL_POLICIES]
     + [("dynamic", jit, way) for jit in (False, True) for way in ("loop", "scan", "vmap")][1:],
-    fast=[("dynamic", False, "loop"), ("dynamic", True, "scan")],
+    fast=[("dynamic", True, "scan")],
 )
 def test_a_skipped_step_raises_nothing_where_nans_are_errors(policy, jit, way):
     # Infinite gradients are what an overflow is. What makes NaNs of them, inf / inf in Adam
@@ -284,7 +230,8 @@ def test_where_nans_are_errors_one_in_a_compiled_step_that_is_skipped_is_none():
     assert state.total_notfinite == 1
 
 
-def test_gradients_of_zero_are_no_nans_to_any_policy():
-    for policy in ALL_POLICIES.values():
-        with jax.debug_nans(True):
-            policy.update(policy.init(), jax.tree.map(jnp.zeros_like, EXACT))
+@cases("policy", ALL_POLICIES, fast=["logmax"])
+def test_gradients_of_zero_are_no_nans_to_any_policy(policy):
+    policy = ALL_POLICIES[policy]
+    with jax.debug_nans(True):
+        jax.jit(policy.update)(policy.init(), jax.tree.map(jnp.zeros_like, EXACT))

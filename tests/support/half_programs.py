@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from jaxprs import equations as equations
 
 CHECK = "check_vma" if "check_vma" in jax.shard_map.__kwdefaults__ else "check_rep"
 P = PartitionSpec
@@ -279,19 +280,6 @@ def own_precision(p, x):
 
 
 PROGRAMS["own_precision"] = own_precision, (PARAMS, X)
-
-
-def equations(jaxpr):
-    """All equations of a jaxpr, those of the programs that its equations hold among them."""
-    waiting = [getattr(jaxpr, "jaxpr", jaxpr)]
-    while waiting:
-        for eqn in waiting.pop().eqns:
-            yield eqn
-            for value in eqn.params.values():
-                for each in value if isinstance(value, tuple | list) else (value,):
-                    inner = getattr(each, "jaxpr", each)
-                    if hasattr(inner, "eqns"):
-                        waiting.append(inner)
 
 
 def dtypes(eqn):

@@ -106,78 +106,49 @@ def mindformers(counters, policy):
     yield "window_down_count", counters["window_down_count"]
 
 
+SAME = renamed()
+ITERATIONS = since("cur_iter", "last_overflow_iter")
+TRACKERS = direct("growth_tracker", "hysteresis_tracker")
 # system: (preset, from the traces' configuration to its arguments, counters)
 SYSTEMS = {
-    "apex_amp_loss_scaler": (presets.apex, renamed(), direct("unskipped")),
-    "apex_fp16_utils_dynamic_loss_scaler": (
-        presets.apex_fp16_utils,
-        renamed(),
-        since("cur_iter", "last_overflow_iter"),
-    ),
-    "apex_update_scale_hysteresis": (
-        presets.apex_hysteresis,
-        renamed(),
-        direct("growth_tracker", "hysteresis_tracker"),
-    ),
-    "chainer_loss_scaling": (presets.chainer, renamed(), chainer),
+    "apex_amp_loss_scaler": (presets.apex, SAME, direct("unskipped")),
+    "apex_fp16_utils_dynamic_loss_scaler": (presets.apex_fp16_utils, SAME, ITERATIONS),
+    "apex_update_scale_hysteresis": (presets.apex_hysteresis, SAME, TRACKERS),
+    "chainer_loss_scaling": (presets.chainer, SAME, chainer),
     "colossalai_dynamic_grad_scaler": (
         presets.colossalai,
-        renamed(),
+        SAME,
         direct("growth_step", "hysteresis_step", left),
     ),
-    "deepspeed_dynamic_loss_scaler": (presets.deepspeed, renamed(), deepspeed),
-    "fairseq_dynamic_loss_scaler": (presets.fairseq, renamed(), fairseq),
+    "deepspeed_dynamic_loss_scaler": (presets.deepspeed, SAME, deepspeed),
+    "fairseq_dynamic_loss_scaler": (presets.fairseq, SAME, fairseq),
     "flax_dynamic_scale": (presets.flax, renamed(init="scale"), direct("fin_steps")),
     "jamp_dynamic_loss_scale": (presets.jamp, jamp, direct("counter")),
     "jaxamp_dynamic_scaler": (presets.jaxamp, renamed(mode=None), direct("count")),
     "jmp_dynamic_loss_scale": (presets.jmp, jmp, direct("counter")),
-    "keras3_loss_scale_optimizer_jax": (presets.keras, renamed(), direct("step_counter")),
-    "keras3_loss_scale_optimizer_tensorflow": (presets.keras, renamed(), direct("step_counter")),
-    "megatron_dynamic_grad_scaler": (
-        presets.megatron,
-        renamed(),
-        direct("growth_tracker", "hysteresis_tracker"),
-    ),
-    "mindformers_adaptive_loss_scale": (presets.mindformers, renamed(), mindformers),
-    "mindspore_dynamic_loss_scale_manager": (
-        presets.mindspore_manager,
-        renamed(),
-        since("cur_iter", "last_overflow_iter"),
-    ),
-    "mindspore_dynamic_loss_scale_update_cell": (
-        presets.mindspore_cell,
-        renamed(),
-        since("cur_iter", "last_overflow_iter"),
-    ),
-    "mindspore_dynamic_loss_scaler": (presets.mindspore, renamed(), direct("counter")),
+    "keras3_loss_scale_optimizer_jax": (presets.keras, SAME, direct("step_counter")),
+    "keras3_loss_scale_optimizer_tensorflow": (presets.keras, SAME, direct("step_counter")),
+    "megatron_dynamic_grad_scaler": (presets.megatron, SAME, TRACKERS),
+    "mindformers_adaptive_loss_scale": (presets.mindformers, SAME, mindformers),
+    "mindspore_dynamic_loss_scale_manager": (presets.mindspore_manager, SAME, ITERATIONS),
+    "mindspore_dynamic_loss_scale_update_cell": (presets.mindspore_cell, SAME, ITERATIONS),
+    "mindspore_dynamic_loss_scaler": (presets.mindspore, SAME, direct("counter")),
     "mpx_dynamic_loss_scaling": (presets.mpx, mpx, direct("counter")),
-    "openseq2seq_backoff": (presets.openseq2seq_backoff, renamed(), backoff),
-    "paddle_grad_scaler": (
-        presets.paddle,
-        renamed(),
-        direct("incr_count", "decr_count", left),
-    ),
+    "openseq2seq_backoff": (presets.openseq2seq_backoff, SAME, backoff),
+    "paddle_grad_scaler": (presets.paddle, SAME, direct("incr_count", "decr_count", left)),
     "paddle_update_loss_scaling_op": (
         presets.paddle_op,
-        renamed(),
+        SAME,
         direct("num_good_steps", "num_bad_steps", left),
     ),
     "tf1_contrib_exponential_update": (
         presets.tensorflow_contrib,
-        renamed(),
+        SAME,
         direct("good_steps", "bad_steps", left),
     ),
-    "tf_compat_v1_dynamic_loss_scale": (
-        presets.tensorflow,
-        renamed(),
-        direct("num_good_steps"),
-    ),
-    "tf_keras_loss_scale_optimizer": (presets.tf_keras, renamed(), direct("dynamic_counter")),
-    "torch_grad_scaler": (
-        presets.torch,
-        renamed(unscale_first=None),
-        direct("growth_tracker"),
-    ),
+    "tf_compat_v1_dynamic_loss_scale": (presets.tensorflow, SAME, direct("num_good_steps")),
+    "tf_keras_loss_scale_optimizer": (presets.tf_keras, SAME, direct("dynamic_counter")),
+    "torch_grad_scaler": (presets.torch, renamed(unscale_first=None), direct("growth_tracker")),
     "torch_grad_scaler_two_optimizers": (
         presets.torch,
         renamed(optimizers=None),

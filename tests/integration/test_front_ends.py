@@ -1,0 +1,133 @@
+"""What the training step of each front end must do: those of a tree, Equinox, Linen and NNX."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from front_ends import BATCHES, FRONT_ENDS, PARAMS, STATS, averaged, loss_fn
+from tables import assert_same_bits, cases
+
+import jaxscale
+
+pytestmark = pytest.mark.standard_promotion
+
+BAD = BATCHES[0].at[0, 0].set(jnp.nan)
+# At 2**40 the cotangent of each output, about scale / 64, leaves the range of float16.
+TOO_HIGH = 2.0**40
+TX = jaxscale.loss_scaled(
+    optax.adam(1e-2), jaxscale.DynamicLossScale(init_scale=TOO_HIGH, max_scale=TOO_HIGH)
+)
+
+
+def from_scale(scale):
+    """The same optimizer, and so the same program, that starts from another scale."""
+
+    def init(params):
+        state = TX.init(params)
+        return state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(scale)))
+
+    return TX._replace(init=init)
+
+
+@cases("name", FRONT_ENDS, fast=["plain", "objects"])
+def test_a_search_for_the_scale_costs_no_batch_and_a_bad_batch_leaves_no_trace(name):
+    traces = []
+
+    def counted(params, stats, x):
+        traces.append(x)
+        return loss_fn(params, stats, x)
+
+    run = FRONT_ENDS[name](TX, counted, jaxscale.autocast, retries=40)
+    run.step(BATCHES[0])
+    retries = run.metrics()["total_retries"]
+    assert retries >= 10
+    assert run.metrics()["loss_scale"] == TOO_HIGH / 2**retries
+    # As if the scale had been the right one.
+    tx = from_scale(TOO_HIGH / 2**retries)
+    at_once = FRONT_ENDS[name](tx, cast=jaxscale.autocast, retries=40)
+    at_once.step(BATCHES[0])
+    assert at_once.metrics()["total_retries"] == 0
+    before = jax.tree.map(jnp.copy, run.now())
+    assert_same_bits(before, at_once.now())
+    assert before[1]["count"] == 1
+    assert not jnp.isfinite(run.step(BAD))
+    assert_same_bits(run.now(), before)
+    assert run.metrics()["total_notfinite_loss"] == 1
+    run.step(BATCHES[1])
+    assert run.now()[1]["count"] == 2
+    assert len(traces) == 1
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(run.now()[0]))
+
+
+@cases("name", FRONT_ENDS, fast=["linen"])
+def test_in_half_precision_it_trains_as_in_float32(name):
+    half = FRONT_ENDS[name](TX, cast=jaxscale.autocast, retries=40)
+    full = FRONT_ENDS[name](TX)
+    for x in BATCHES:
+        # float16 has 11 bits, and four steps of Adam turn their differences into steps of 1e-2.
+        np.testing.assert_allclose(half.step(x), full.step(x), rtol=0.01)
+    # The float32 model needed no other scale: what overflowed is float16.
+    assert full.metrics()["total_notfinite"] == half.metrics()["total_notfinite"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_the_adaptive_rule_finds_its_scale_in_fewer_passes(name):
+    policy = jaxscale.AdaptiveLossScale(init_scale=TOO_HIGH)
+    tx = jaxscale.loss_scaled(optax.adam(1e-2), policy)
+    run = FRONT_ENDS[name](tx, cast=jaxscale.autocast, retries=40)
+    for x in BATCHES:
+        run.step(x)
+    found = run.metrics()
+    assert (found["total_steps"], found["total_notfinite"]) == (len(BATCHES), 0)
+    assert 1 <= found["total_retries"] <= 4  # by 2, by 2**8, and by 2**16 each time after that
+    assert -20 < found["peak"] < 4  # the gradients were seen, and by their size
+
+
+@cases("name", FRONT_ENDS, fast=["objects"])
+def test_statistics_may_have_a_say(name):
+    """Their NaN is kept while loss and gradients are finite, unless the loss says otherwise."""
+
+    def blind(params, stats, x):
+        loss, _ = loss_fn(params, stats, jnp.nan_to_num(x))
+        return loss, loss_fn(params, stats, x)[1]
+
+    def judged(params, stats, x):
+        loss, stats = blind(params, stats, x)
+        return jnp.where(jaxscale.all_finite(stats), loss, jnp.nan), stats
+
+    for loss, is_kept in ((blind, False), (judged, True)):
+        run = FRONT_ENDS[name](TX, loss)
+        run.step(BAD)
+        assert run.metrics()["step_applied"] != is_kept
+        assert run.metrics()["loss_scale"] == TOO_HIGH
+        assert jaxscale.all_finite(run.now()[1]) == is_kept
+        if is_kept:
+            assert_same_bits(run.now(), type(run.now())((PARAMS, STATS)))
+        run.step(BATCHES[0])
+        assert run.metrics()["step_applied"]
+
+
+@cases(
+    "name, window, retries",
+    itertools.product(FRONT_ENDS, (1, 2), (0, 3)),
+    fast=[("linen", 1, 0), ("objects", 2, 3)],
+)
+def test_hooks_get_the_gradients_and_what_a_step_has_made(name, window, retries):
+    tx = jaxscale.multi_steps(TX, window) if window > 1 else TX
+    run = FRONT_ENDS[name](tx, hooks=True, retries=retries)
+    stats, steps = STATS, 0
+    for x in (*BATCHES[:2], BAD, *BATCHES[2:]):
+        before, _ = jax.tree.map(jnp.copy, run.now())
+        run.step(x)
+        params, after = run.now()
+        if not np.array_equal(params["last"], before["last"]):
+            stats, steps = averaged(params, stats), steps + 1
+        np.testing.assert_allclose(after["average"], stats["average"], rtol=1e-6)
+        assert_same_bits(params["first"], PARAMS["first"])  # the hook froze it
+    assert steps == len(BATCHES) // window
+    assert after["count"] == len(BATCHES)
+    assert run.metrics()["total_notfinite"] == 1
