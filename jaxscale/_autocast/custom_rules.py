@@ -16,7 +16,7 @@ from .._jax import ClosedJaxpr, JaxprEqn, bind, cast, context, jaxpr_as_fun
 from .._trees.tree import blank
 from .frame import Frame, Outputs, as_written, chained, is_chained_call
 from .higher_order import is_unchanged, narrow, read_inputs, rewrite
-from .values import has_dtype
+from .values import has_dtype, is_boundary
 
 # Functions with a derivative rule of their own. What JAX does to derive the equation as it is
 # written is traced by `jax.jvp` or `jax.vjp`, and then runs like any other program: nothing here
@@ -69,13 +69,19 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a `custom_vjp` function, and keeps its rule."""
+    """Evaluates a `custom_vjp` function, and keeps its rule.
+
+    What goes through the boundary of a `scale_backward` does so in float32. A cotangent in float16
+    would have flushed before that scales it.
+    """
     autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
     if not any(map(frame.is_narrow, eqn.invars)) and is_unchanged(frame, eqn):
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
-    program, out_kinds = rewrite(frame, declared, args, kinds)
-    size = len(declared.out_avals)
+    size, kept = len(declared.out_avals), 0
+    if is_boundary(eqn):
+        args, kept = [frame.wide(atom) for atom in eqn.invars], size
+    program, out_kinds = rewrite(frame, declared, args, kinds, declared=kept)
 
     @functools.cache
     def derived(perturbed: tuple[bool, ...]) -> tuple[ClosedJaxpr, Any]:

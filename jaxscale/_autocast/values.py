@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from .._jax import JaxprEqn, Literal, scope_names
-from .table import FULL_PRECISION
+from .table import BOUNDARY, FULL_PRECISION
 
 FLOAT32 = np.dtype("float32")
 
@@ -59,6 +59,11 @@ def is_floating(atom: Any) -> bool:
 def is_full_precision(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is part of what `full_precision` has marked."""
     return FULL_PRECISION in scope_names(eqn)
+
+
+def is_boundary(eqn: JaxprEqn) -> bool:
+    """Returns whether a function with a derivative rule is one that `scale_backward` made."""
+    return BOUNDARY in scope_names(eqn)
 
 
 def has_dtype(value: Any, dtype: Any) -> bool:

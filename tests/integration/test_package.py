@@ -165,6 +165,7 @@ def test_public_names_are_those_of_the_contract():
         "multi_steps",
         "nnx.train_step",
         "scale",
+        "scale_backward",
         "skip_nonfinite",
         "to_state_dict",
         "train_step",
