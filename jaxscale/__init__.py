@@ -12,8 +12,8 @@ The rest, by group:
 - In a step of your own: `value_and_grad(loss_fn, opt_state)` computes the loss and its gradients,
   scaled on the way, and `apply_gradients(tx, grads, opt_state, params)` updates or skips. `grad` is
   `value_and_grad` without the loss.
-- In a step that is not yours to edit, such as a trainer's: `scale_backward(fun)` scales the backward
-  pass of a loss or a model, and needs no state.
+- In a step that is not yours to edit, such as a trainer's: `scale_backward(fun)` scales the
+  backward pass of a loss or a model, and needs no state.
 - Optimizers: `skip_nonfinite` skips bad steps without scaling, for bfloat16 and float32.
   `multi_steps` accumulates several micro-batches for each step.
 - Precision: `autocast` computes matrix products in float16 without touching the model, and

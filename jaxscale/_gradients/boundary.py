@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from .._autocast.table import BOUNDARY
+from .._autocast.values import check_cotangent, flushes
 from .._jax import (
     ClosedJaxpr,
     closed,
@@ -34,13 +35,18 @@ from .._trees.objects import wrap_call
 from .._trees.tree import blank, cast, widen
 from .scaled import Scaled, divide, multiply
 from .tail import Part, is_inexact, split
-from .verdict import agree, agree_on_size, axis_names, read, sizes
+from .verdict import agree, agree_on_sizes, axis_names, read, sizes
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 # By what the scale is divided after an overflow. Two retries reach a 256th.
 _BACKOFF = 16.0
+
+# The cotangents of one loss may be smaller than those of another by this power of two, and keep
+# their accuracy in float16 beside them. Below that the scale rises, by no more than one retry takes
+# back: a scale that is too high for the model costs a retry in every step.
+_UNHARMED, _MOST_RAISED = 12, 4
 
 # A scale below it would not be a normal number, and might be flushed to 0.
 _LEAST = 2.0**-126
@@ -60,11 +66,6 @@ _HALF_INPUT = (
     "`scale_backward(fun)` was differentiated by its input {}, which is {}: a gradient of that "
     "dtype flushes to 0 as it is unscaled. Keep parameters in float32 and cast them inside of "
     "`fun`; or let `fun` include what made the input, such as the whole model or the loss."
-)
-_HALF_OUTPUT = (
-    "`scale_backward(fun)`: the output{} is {} and a loss depends on it, so that its cotangent has "
-    "flushed to 0 before it could be scaled. Return it `.astype(jnp.float32)`, or let `fun` "
-    "include the loss."
 )
 
 
@@ -187,15 +188,14 @@ def _with_scaled_backward(
     def forward(*inputs: Any) -> Any:
         perturbed = tuple(each.perturbed and is_inexact(each.value) for each in inputs)
         for each, is_perturbed, name in zip(inputs, perturbed, input_names, strict=True):
-            if is_perturbed and _flushes(each.value):
+            if is_perturbed and flushes(each.value.dtype):
                 raise TypeError(_HALF_INPUT.format(name, each.value.dtype))
         outputs, pulls = plan(perturbed).forward([each.value for each in inputs])
         return outputs, _Residuals(pulls, perturbed)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         for each, name in zip(cotangents, output_names, strict=True):
-            if not isinstance(each, SymbolicZero) and _flushes(each):
-                raise TypeError(_HALF_OUTPUT.format(name and f" {name}", each.dtype))
+            check_cotangent(each, name)
         return plan(residuals.perturbed).backward(residuals.pulls, cotangents, options)
 
     scaled.defvjp(forward, backward, symbolic_zeros=True)
@@ -264,10 +264,13 @@ class _Plan:
 
         scale, is_finite = jnp.float32(options.scale or 1), None
         if options.scale is None or options.retries:
-            largest = agree_on_size(sizes(Scaled(entering)).bits(), axes)
-            is_finite = jnp.isfinite(largest)
+            bits = sizes(Scaled(entering), by_leaf=True).numbers
+            by_entry = {str(number): each for number, each in enumerate(bits)}
+            _, agreed = agree_on_sizes(jnp.zeros(0, jnp.bool_), by_entry, axes)
+            found = jnp.stack(list(agreed.values()))
+            is_finite = jnp.all(jnp.isfinite(found))
             if options.scale is None:
-                scale = _inverse_power(largest)
+                scale = _power(found, _MOST_RAISED if options.retries else 0)
         if is_finite is None or not options.retries:
             return divide(pull_scaled(scale), scale)
         gradients, scale = _repeated(pull_scaled, scale, is_finite, options.retries, axes)
@@ -347,21 +350,26 @@ def _vary(array: jax.Array, axes: frozenset[Any]) -> jax.Array:
     return vary(array, more) if more else array
 
 
-def _inverse_power(size: jax.Array) -> jax.Array:
-    """Returns the power of two that brings a number to 1 or more, and below 2; 1 for inf and NaN.
+def _power(largest: jax.Array, most_raised: int) -> jax.Array:
+    """Returns the power of two to scale cotangents by: it brings the largest to 1 or more, below 2.
 
-    It is 2**-126 to 2**126, so that it and its reciprocal are normal numbers. Exponents are taken
-    from the bits, as a rounded logarithm gives other numbers than powers of two.
+    If the others of one entry are so much smaller that they would flush, it is raised, by as much
+    as one retry takes back at most. Without finite cotangents it is 1, and otherwise 2**-126 to
+    2**126, so that it and its reciprocal are normal numbers. Exponents are taken from the bits, as
+    a rounded logarithm gives other numbers than powers of two.
+
+    Args:
+      largest: the largest magnitude of each entry, an `f32[n]`.
+      most_raised: by which power of two it may be raised.
     """
-    exponent = jnp.clip(jax.lax.bitcast_convert_type(size, jnp.int32) >> 23, 1, 253)
-    power = jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
-    return jnp.where(jnp.isfinite(size), power, jnp.ones_like(power))
+    exponents = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
+    most = jnp.max(exponents)
+    least = jnp.min(jnp.where(largest > 0, exponents, most))
+    raised = jnp.clip(most - least - _UNHARMED, 0, most_raised)
+    exponent = jnp.clip(254 - most + raised, 1, 253)
+    power = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return jnp.where(jnp.all(jnp.isfinite(largest)), power, jnp.ones_like(power))
 
 
 def _aval(cotangent: Any) -> Any:
     return cotangent.aval if isinstance(cotangent, SymbolicZero) else jax.typeof(cotangent)
-
-
-def _flushes(array: Any) -> bool:
-    """Returns whether an array is of a floating-point dtype with a smaller range than float32."""
-    return is_inexact(array) and jnp.finfo(array.dtype).maxexp < jnp.finfo(jnp.float32).maxexp

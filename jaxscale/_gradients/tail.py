@@ -89,7 +89,8 @@ def is_half(aval: Any) -> bool:
 
 def is_inexact(aval: Any) -> bool:
     """Returns whether arrays of a type are floating-point or complex numbers."""
-    return jnp.issubdtype(getattr(aval, "dtype", None), jnp.inexact)
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _split(program: ClosedJaxpr, holds_half: Callable[[JaxprEqn], bool]) -> Split:
