@@ -217,9 +217,13 @@ class _Plan:
     """A program, split, and what is differentiated in each part by what."""
 
     def __init__(self, program: ClosedJaxpr, perturbed: tuple[bool, ...]) -> None:
-        self.inputs, self.head, self.tail = split(program)
+        self.inputs, head, self.tail = split(program)
         self.axes = collective_axes(program)
         by = {v for v, is_given in zip(self.inputs, perturbed, strict=True) if is_given}
+        # Parameters are cast before the head, and the gradients cast back after it: in the loop
+        # of retries all of them are in memory at once, and take half of it.
+        self.head, self.sources = head.without_casts(by)
+        by |= set(self.sources)
         derived = self.head.derived(by)
         self.head_by = [var for var in self.head.inputs if var in by]
         self.tail_by = [var for var in self.tail.inputs if var in by]
@@ -229,6 +233,7 @@ class _Plan:
     def forward(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
         """Returns the outputs, and the functions that pull cotangents back through both parts."""
         env = dict(zip(self.inputs, inputs, strict=True))
+        env |= {var: cast(env[source], var.aval.dtype) for var, source in self.sources.items()}
         crossing, pull_head = _vjp(self.head, env, self.head_by, self.entries)
         env |= zip(self.head.outputs, crossing, strict=True)
         inexact = [atom for atom in self.tail.outputs if is_inexact(atom.aval)]
@@ -249,10 +254,13 @@ class _Plan:
         if self.entries and self.head_by:
             through = self._through_head(pull_head, entering, options)
             for var, gradient in zip(self.head_by, through, strict=True):
-                if var in gradients:
-                    gradient += widen(gradients[var])
-                gradients[var] = cast(gradient, var.aval.dtype)
-        return tuple(map(gradients.get, self.inputs))
+                source = self.sources.get(var, var)
+                known = gradients.get(source)
+                gradients[source] = gradient if known is None else gradient + widen(known)
+        return tuple(
+            cast(gradients[var], var.aval.dtype) if var in gradients else None
+            for var in self.inputs
+        )
 
     def _through_head(self, pull: Any, entering: list[Any], options: _Options) -> list[Any]:
         """Returns what the head makes of cotangents, in float32 or wider."""

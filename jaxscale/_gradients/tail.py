@@ -52,6 +52,22 @@ class Part:
             _evaluate(eqn, env)
         return [_read(env, atom) for atom in self.outputs]
 
+    def without_casts(self, by: Iterable[Any]) -> tuple["Part", dict[Any, Any]]:
+        """Returns the part without the casts of some inputs to half precision.
+
+        Args:
+          by: the inputs. What each is cast to becomes an input of the part.
+
+        Returns:
+          The part, and for each new input the one that it is a cast of.
+        """
+        wide = {var for var in by if not is_half(var.aval)}
+        casts = [eqn for eqn in self._eqns if _is_cast_to_half(eqn) and eqn.invars[0] in wide]
+        sources: dict[Any, Any] = {eqn.outvars[0]: eqn.invars[0] for eqn in casts}
+        eqns = [eqn for eqn in self._eqns if eqn.outvars[0] not in sources]
+        inputs = [*self.inputs, *sources]
+        return Part(self.__name__, eqns, inputs, self.outputs, self._constants), sources
+
     def derived(self, by: Iterable[Any]) -> set[Any]:
         """Returns the variables that may have a derivative by some of the inputs, and these."""
         found = set(by)
@@ -174,6 +190,10 @@ def _holds(eqn: JaxprEqn, of_half: Callable[[JaxprEqn], bool]) -> bool:
 
 def _is_typed_half(eqn: JaxprEqn) -> bool:
     return any(is_half(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
+
+
+def _is_cast_to_half(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "convert_element_type" and is_half(eqn.outvars[0].aval)
 
 
 def _is_half_or_cast(eqn: JaxprEqn) -> bool:
