@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from .._autocast.products import under_autocast
 from .._autocast.table import BOUNDARY
 from .._autocast.values import check_cotangent, flushes
 from .._jax import (
@@ -179,7 +180,8 @@ def _with_scaled_backward(
     program: ClosedJaxpr, options: _Options, input_names: list[str], output_names: list[str]
 ) -> Callable[..., Any]:
     """Returns a program without constants as a function with a scaled backward pass."""
-    plan = functools.cache(functools.partial(_Plan, program))
+    # Asked now: JAX may trace the backward pass when the `autocast` is through.
+    plan = functools.cache(functools.partial(_Plan, program, under_autocast.get()))
 
     @jax.custom_vjp
     def scaled(*inputs: Any) -> Any:
@@ -216,8 +218,10 @@ class _Residuals:
 class _Plan:
     """A program, split, and what is differentiated in each part by what."""
 
-    def __init__(self, program: ClosedJaxpr, perturbed: tuple[bool, ...]) -> None:
-        self.inputs, head, self.tail = split(program)
+    def __init__(
+        self, program: ClosedJaxpr, under_autocast: bool, perturbed: tuple[bool, ...]
+    ) -> None:
+        self.inputs, head, self.tail = split(program, under_autocast)
         self.axes = collective_axes(program)
         by = {v for v, is_given in zip(self.inputs, perturbed, strict=True) if is_given}
         # Parameters are cast before the head, and the gradients cast back after it: in the loop

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
-from .._autocast.products import reads_half, under_autocast
+from .._autocast.products import reads_half
 from .._jax import ClosedJaxpr, JaxprEqn, Literal, UnknownFormError, bind, context, programs, source
 
 
@@ -87,14 +87,18 @@ class Split(NamedTuple):
     tail: Part  # returns what the program does
 
 
-def split(program: ClosedJaxpr) -> Split:
+def split(program: ClosedJaxpr, under_autocast: bool) -> Split:
     """Returns a program in its two parts.
 
-    Matrix products in float32 count as half precision if an `autocast` may yet make them that:
-    if one is being traced, or if nothing else in the program is in half precision.
+    Matrix products in float32 count as half precision if an `autocast` may yet make them that.
+
+    Args:
+      program: the program.
+      under_autocast: whether it was traced for one. Even if not, one may come later, so that
+        products also count if nothing else in the program is in half precision.
     """
     has_half = any(_holds(eqn, _is_typed_half) for eqn in program.jaxpr.eqns)
-    of_half = _is_typed_half if has_half and not under_autocast.get() else _is_half_or_cast
+    of_half = _is_typed_half if has_half and not under_autocast else _is_half_or_cast
     return _split(program, lambda eqn: _holds(eqn, of_half))
 
 
