@@ -134,7 +134,7 @@ def scale_backward(
       ...     return 2.0**-30 * jnp.sum(y.astype(jnp.float32))
       >>> w, x = jnp.float32(1), jnp.float16(3)
       >>> jax.grad(loss_fn)(w, x)
-      Array(0., dtype=float32, weak_type=True)
+      Array(0., dtype=float32)
       >>> jax.grad(jaxscale.scale_backward(loss_fn))(w, x) * 2.0**30
       Array(3., dtype=float32)
     """

@@ -226,15 +226,15 @@ def test_docstrings_name_every_argument():
 
 
 def test_options_are_keyword_only():
-    # The exceptions are `loss_scaled(inner, 128)`, `autocast(fun, jnp.bfloat16)` and the last two
-    # fields of a NamedTuple; and an exception has the signature of all exceptions: none.
+    # The exceptions are `loss_scaled(inner, 128)`, `autocast(fun, jnp.bfloat16)`,
+    # `scale_backward(fun, 128)` and the last two fields of a NamedTuple; and an exception has the signature of all exceptions: none.
     assert not [
         f"{name}({parameter})"
         for name, obj in ALL.items()
         if name != "LossScaleStuckError"
         for parameter in inspect.signature(obj).parameters.values()
         if parameter.default is not parameter.empty
-        and parameter.name not in ("loss_scale", "dtype", "nonfinite_leaves", "grad_norm")
+        and parameter.name not in ("loss_scale", "scale", "dtype", "nonfinite_leaves", "grad_norm")
         and parameter.kind is not parameter.KEYWORD_ONLY
     ]
 
