@@ -284,10 +284,15 @@ class _Plan:
             if options.scale is None:
                 scale = _power(found, _MOST_RAISED if options.retries else 0)
         if is_finite is None or not options.retries:
-            return divide(pull_scaled(scale), scale)
+            return self._unscaled(pull_scaled(scale), scale)
         gradients, scale = _repeated(pull_scaled, scale, is_finite, options.retries, axes)
         reason = _NO_SECOND.format(options.retries)
-        return [refuse_transposing(each, reason) for each in divide(gradients, scale)]
+        return [refuse_transposing(each, reason) for each in self._unscaled(gradients, scale)]
+
+    def _unscaled(self, gradients: list[Any], scale: jax.Array) -> list[Any]:
+        pairs = zip(gradients, self.head_by, strict=True)
+        dtypes = [(each, self.sources.get(var, var).aval.dtype) for each, var in pairs]
+        return divide([cast(each, dtype) for each, dtype in dtypes], scale)
 
     def _agreed_axes(self, entering: list[Any], axis_name: Any) -> tuple[Any, ...] | None:
         """Returns the axes along which the devices must use one scale."""

@@ -62,7 +62,11 @@ class Part:
           The part, and for each new input the one that it is a cast of.
         """
         wide = {var for var in by if not is_half(var.aval)}
-        casts = [eqn for eqn in self._eqns if _is_cast_to_half(eqn) and eqn.invars[0] in wide]
+        casts = [
+            eqn
+            for eqn in self._eqns
+            if _is_cast_to_half(eqn) and not wide.isdisjoint(_variables(eqn.invars))
+        ]
         sources: dict[Any, Any] = {eqn.outvars[0]: eqn.invars[0] for eqn in casts}
         eqns = [eqn for eqn in self._eqns if eqn.outvars[0] not in sources]
         inputs = [*self.inputs, *sources]

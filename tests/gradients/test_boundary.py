@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from tables import assert_same_bits, cases
+from training import x64
 
 import jaxscale
 from jaxscale import scale_backward
@@ -296,6 +297,21 @@ def test_float32_alone_is_exact():
     expected = jax.grad(functools.partial(fun, net32))(params)
     assert_same_bits(grads["only"], expected["only"])
     assert error(grads["w"], expected["w"]) < ACCURACY
+
+
+@pytest.mark.standard_promotion
+def test_float64_parameters_are_unscaled_in_float64():
+    """These gradients are below the range of float32."""
+    with x64():
+        factor, w = np.float64(2.0**-130), PARAMS["w"][0].astype(jnp.float64)
+
+        def loss(w, factor, dtype):
+            y = jnp.tanh(X.astype(dtype) @ w.astype(dtype)).astype(jnp.float64)
+            return factor * jnp.mean((y - Y) ** 2)
+
+        grads = jax.jit(jax.grad(scale_backward(lambda w: loss(w, factor, HALF))))(w)
+        assert grads.dtype == jnp.float64
+        assert error(grads, jax.grad(loss)(w, 1.0, jnp.float64), float(factor)) < ACCURACY
 
 
 def test_complex_parameters():

@@ -227,7 +227,8 @@ def test_docstrings_name_every_argument():
 
 def test_options_are_keyword_only():
     # The exceptions are `loss_scaled(inner, 128)`, `autocast(fun, jnp.bfloat16)`,
-    # `scale_backward(fun, 128)` and the last two fields of a NamedTuple; and an exception has the signature of all exceptions: none.
+    # `scale_backward(fun, 128)` and the last two fields of a NamedTuple; and an exception has the
+    # signature of all exceptions: none.
     assert not [
         f"{name}({parameter})"
         for name, obj in ALL.items()
