@@ -12,6 +12,8 @@ The rest, by group:
 - In a step of your own: `value_and_grad(loss_fn, opt_state)` computes the loss and its gradients,
   scaled on the way, and `apply_gradients(tx, grads, opt_state, params)` updates or skips. `grad` is
   `value_and_grad` without the loss.
+- In a step that is not yours to edit, such as a trainer's: `scale_backward(fun)` scales the
+  backward pass of a loss or a model, and needs no state.
 - Optimizers: `skip_nonfinite` skips bad steps without scaling, for bfloat16 and float32.
   `multi_steps` accumulates several micro-batches for each step.
 - Precision: `autocast` computes matrix products in float16 without touching the model, and
@@ -38,6 +40,7 @@ import importlib.util as _util
 import typing as _typing
 
 from ._autocast.api import autocast, full_precision
+from ._gradients.boundary import scale_backward
 from ._gradients.scaled import scale, unscale
 from ._gradients.value_and_grad import grad, value_and_grad
 from ._gradients.verdict import all_finite
@@ -66,6 +69,7 @@ __all__ = [  # noqa: RUF022
     "value_and_grad",
     "apply_gradients",
     "grad",
+    "scale_backward",
     "skip_nonfinite",
     "multi_steps",
     "autocast",

@@ -21,8 +21,9 @@ import jax
 import jax.experimental
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_fun
 from jax.extend.core.primitives import convert_element_type_p
+from jax.interpreters import ad, batching, mlir
 
 if TYPE_CHECKING:  # JAX 0.12 has one class for both
     from jax.extend.core import Jaxpr as ClosedJaxpr
@@ -214,10 +215,67 @@ def _remat(prevent_cse: bool) -> JaxprEqn:
     return jax.make_jaxpr(negate)(0.0).eqns[0]
 
 
+def call_part(eqn: JaxprEqn, part: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of a part of the program that an equation calls, called as that is.
+
+    Args:
+      eqn: the equation: a `jit`, a `jax.checkpoint`, or another of `DIVIDED`.
+      part: a function of arrays.
+      args: its arguments.
+    """
+    name = eqn.primitive.name
+    if DIVIDED[name] == "jit":
+        return list(jax.jit(part)(*args))
+    if DIVIDED[name] == "inline":
+        return list(part(*args))
+    jaxpr, consts = without_constants(jax.make_jaxpr(part)(*map(jax.typeof, args)))
+    return bind(eqn, [*consts, *args], eqn.params | {CALLS[name]: jaxpr})
+
+
+# The calls that mean no more than the program in them, and how a part of it is called.
+DIVIDED = {
+    **dict.fromkeys(("jit", "pjit"), "jit"),
+    **dict.fromkeys(("closed_call", "core_call", "call"), "inline"),
+    **dict.fromkeys(("remat2", "remat", "checkpoint"), "remat"),
+}
+
+
+def is_divisible(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a call that could as well be two calls, one after the other.
+
+    Not so one that says where its inputs and outputs are.
+    """
+    if eqn.primitive.name not in DIVIDED or is_placed(eqn):
+        return False
+    shardings, layouts = (eqn.params.get(name, ()) for name in ("out_shardings", "out_layouts"))
+    is_open = all(type(each).__name__ == "UnspecifiedValue" for each in shardings)
+    return is_open and all(each is None for each in layouts)
+
+
 def backward_rule(eqn: JaxprEqn) -> str | None:
     """Returns the name of the backward rule of a `custom_vjp` function, if it has one."""
     name = getattr(eqn.params.get("bwd"), "__name__", None)
     return None if name is None else str(name)
+
+
+def refuse_transposing(array: Any, reason: str) -> Any:
+    """Returns an array as it is. A reverse-mode derivative of it is a `TypeError` with a reason.
+
+    Forward-mode derivatives pass.
+    """
+    return _REFUSING.bind(array, reason=reason)
+
+
+def _raise_reason(*_: Any, reason: str) -> Any:
+    raise TypeError(reason)
+
+
+_REFUSING = Primitive("jaxscale_refuse_transposing")
+_REFUSING.def_impl(lambda array, **_: array)
+_REFUSING.def_abstract_eval(lambda aval, **_: aval)
+ad.deflinear2(_REFUSING, _raise_reason)
+batching.defvectorized(_REFUSING)
+mlir.register_lowering(_REFUSING, mlir.lower_fun(lambda array, **_: array, multiple_results=False))
 
 
 # --- Loops and branches.

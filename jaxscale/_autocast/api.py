@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .._trees.objects import call_with_objects, holds_objects
+from .._trees.objects import wrap_call
 from .table import FULL_PRECISION
 
 _Args = ParamSpec("_Args")
@@ -123,7 +123,7 @@ def autocast(fun: Callable[_Args, _Result], dtype: Any = jnp.float16) -> Callabl
         )
     if checked == _DTYPES[2]:
         return fun
-    return _transformed(_autocast(checked).call, fun)
+    return wrap_call(_autocast(checked).call, fun)
 
 
 def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
@@ -170,21 +170,3 @@ def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 def _is_dtype(fun: Any) -> bool:
     # `jnp.float16` can be called, but is not a function to compute with.
     return isinstance(fun, str | jnp.dtype) or (isinstance(fun, type) and hasattr(fun, "dtype"))
-
-
-def _transformed(call: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that runs in `call`, which takes a function and its arguments."""
-    bound, unbound = getattr(fun, "__self__", None), getattr(fun, "__func__", None)
-    if not holds_objects(bound) and holds_objects(fun):
-        bound, unbound = fun, lambda module, *args, **kwargs: module(*args, **kwargs)
-
-    @functools.wraps(fun, updated=())  # a module has attributes that are not to be copied
-    def transformed_fun(*args: Any, **kwargs: Any) -> Any:
-        # A module of NNX is an argument of its own methods: they may change it.
-        if unbound is not None and holds_objects(bound):
-            return call_with_objects(call, unbound, (bound, *args), kwargs)
-        if holds_objects((args, kwargs)):
-            return call_with_objects(call, fun, args, kwargs)
-        return call(fun, args, kwargs)
-
-    return transformed_fun

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.lax import stop_gradient
 
 from .. import _jax
 from .._jax import ClosedJaxpr, JaxprEqn, bind, cast, context, jaxpr_as_fun
 from .._trees.tree import blank
 from .frame import Frame, Outputs, as_written, chained, is_chained_call
 from .higher_order import is_unchanged, narrow, read_inputs, rewrite
-from .values import has_dtype
+from .values import check_cotangent, flushes, has_dtype, is_boundary
 
 # Functions with a derivative rule of their own. What JAX does to derive the equation as it is
 # written is traced by `jax.jvp` or `jax.vjp`, and then runs like any other program: nothing here
@@ -69,13 +70,21 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a `custom_vjp` function, and keeps its rule."""
+    """Evaluates a `custom_vjp` function, and keeps its rule.
+
+    What goes through the boundary of a `scale_backward` does so in float32. A cotangent in float16
+    would have flushed before that scales it. So it takes none, not even zeros, which it could not
+    tell from others.
+    """
     autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
     if not any(map(frame.is_narrow, eqn.invars)) and is_unchanged(frame, eqn):
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
-    program, out_kinds = rewrite(frame, declared, args, kinds)
-    size = len(declared.out_avals)
+    size, kept = len(declared.out_avals), 0
+    at_boundary = is_boundary(eqn)
+    if at_boundary:
+        args, kept = [frame.wide(atom) for atom in eqn.invars], size
+    program, out_kinds = rewrite(frame, declared, args, kinds, declared=kept)
 
     @functools.cache
     def derived(perturbed: tuple[bool, ...]) -> tuple[ClosedJaxpr, Any]:
@@ -84,7 +93,11 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
         def derive(*values: Any) -> Any:
             fun, given = _of_perturbed(eqn, values, perturbed)
-            outputs, pullback = jax.vjp(fun, *given)
+
+            def stopped(*given: Any) -> Any:
+                return tuple(stop_gradient(y) if flushes(y.dtype) else y for y in fun(*given))
+
+            outputs, pullback = jax.vjp(stopped if at_boundary else fun, *given)
             residuals, tree = jax.tree.flatten(pullback)
             trees.append(tree)
             return [*outputs, *residuals]
@@ -103,6 +116,8 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         return primals, _Residuals(outputs[size:], perturbed)
 
     def bwd(residuals: Any, cotangents: Any) -> Any:
+        for cotangent in cotangents if at_boundary else ():
+            check_cotangent(cotangent)
         forward, tree = derived(residuals.perturbed)
         values = list(map(_as_aval, residuals.values, forward.out_avals[size:]))
         cotangents = tuple(map(_cotangent, cotangents, declared.out_avals))

@@ -34,7 +34,7 @@ from .._jax import (
 )
 from .._trees.call import Flat
 from .frame import Frame, Outputs, Rule, as_written, atom_in, chained, in_float32
-from .products import is_cast, reads_half
+from .products import is_cast, reads_half, under_autocast
 from .readers import last_uses, only_half
 from .recompute import Link, map_inputs
 from .table import CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
@@ -125,7 +125,11 @@ class Autocast:
     def call(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns what a function returns, computed with its products in half precision."""
         flat = Flat(fun, args, kwargs, getattr(fun, "__name__", "autocast"))
-        program = jax.make_jaxpr(flat)(*flat.arrays)
+        token = under_autocast.set(True)
+        try:
+            program = jax.make_jaxpr(flat)(*flat.arrays)
+        finally:
+            under_autocast.reset(token)
         kinds = [parameter(var) for var in program.jaxpr.invars]
         token = _named.set(_named.get())
         try:

@@ -1,5 +1,6 @@
 """Which products are cast: those of matrices, and convolutions, that the user's model asks for."""
 
+import contextvars
 from typing import Any
 
 import jax
@@ -7,6 +8,10 @@ import jax
 from .._jax import JaxprEqn, dot_dimensions, frames_of_jax, product_precision
 from .table import LIBRARIES, LIBRARY_PRODUCTS, PRODUCTS
 from .values import is_float32, is_floating, is_full_precision
+
+# Whether what is traced now is traced for an `autocast`.
+under_autocast: contextvars.ContextVar[bool]
+under_autocast = contextvars.ContextVar("under_autocast", default=False)
 
 
 def is_cast(eqn: JaxprEqn) -> bool:

@@ -27,6 +27,9 @@ in the algorithms of `LIBRARIES`, whose coefficients and cancellations are writt
 # The named scope of what runs as it is written. It stays through `grad` and `vmap`.
 FULL_PRECISION = "jaxscale_full_precision"
 
+# That of a function that `scale_backward` has wrapped.
+BOUNDARY = "jaxscale_scale_backward"
+
 # Half precision: matrix products and convolutions.
 PRODUCTS = frozenset(
     ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"),

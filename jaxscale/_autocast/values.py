@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
+from jax.custom_derivatives import SymbolicZero
 
 from .._jax import JaxprEqn, Literal, scope_names
-from .table import FULL_PRECISION
+from .table import BOUNDARY, FULL_PRECISION
 
 FLOAT32 = np.dtype("float32")
 
@@ -59,6 +60,32 @@ def is_floating(atom: Any) -> bool:
 def is_full_precision(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is part of what `full_precision` has marked."""
     return FULL_PRECISION in scope_names(eqn)
+
+
+def is_boundary(eqn: JaxprEqn) -> bool:
+    """Returns whether a function with a derivative rule is one that `scale_backward` made."""
+    return BOUNDARY in scope_names(eqn)
+
+
+def flushes(dtype: Any) -> bool:
+    """Returns whether a dtype is floating-point with a smaller range than float32, as float16."""
+    known = jnp.issubdtype(dtype, jnp.inexact)
+    return known and jnp.finfo(dtype).maxexp < jnp.finfo(FLOAT32).maxexp
+
+
+def check_cotangent(cotangent: Any, name: str = "") -> None:
+    """Raises a `TypeError` if what comes back to a boundary has flushed before it.
+
+    Args:
+      cotangent: the cotangent of an output, or a symbolic zero.
+      name: where the output is.
+    """
+    if not isinstance(cotangent, SymbolicZero) and flushes(cotangent.dtype):
+        raise TypeError(
+            f"`scale_backward(fun)`: the output{name and ' '}{name} is {cotangent.dtype} and a "
+            "loss depends on it, so that its cotangent has flushed to 0 before it could be scaled. "
+            "Return it `.astype(jnp.float32)`, or let `fun` include the loss."
+        )
 
 
 def has_dtype(value: Any, dtype: Any) -> bool:

@@ -34,8 +34,29 @@ class Flat:
         self._others = [None if isinstance(out, jax.Array) else (out,) for out in outputs]
         return [out for out in outputs if isinstance(out, jax.Array)]
 
+    def input_names(self) -> list[str]:
+        """Returns where each array is among the arguments, as `args[0]['w']`."""
+        return [
+            ("kwargs" if path[0].idx else "args") + jax.tree_util.keystr(path[1:])
+            for path, leaf in _with_paths(self._tree, self._leaves)
+            if isinstance(leaf, TRACED)
+        ]
+
+    def output_names(self) -> list[str]:
+        """Returns where each array is in what the function returns, as `['logits']`."""
+        return [
+            jax.tree_util.keystr(path)
+            for path, other in _with_paths(self._out_tree, self._others)
+            if other is None
+        ]
+
     def restored(self, outputs: Iterable[Any]) -> Any:
         """Returns what the original function returns, given the arrays in it."""
         arrays = iter(outputs)
         leaves = [next(arrays) if other is None else other[0] for other in self._others]
         return jax.tree.unflatten(self._out_tree, leaves)
+
+
+def _with_paths(tree: Any, leaves: list[Any]) -> list[tuple[Any, Any]]:
+    numbered = jax.tree_util.tree_leaves_with_path(tree.unflatten(range(len(leaves))))
+    return [(path, leaves[number]) for path, number in numbered]

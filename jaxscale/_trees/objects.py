@@ -5,6 +5,7 @@ split its objects into arrays and a description, and later bring the objects up 
 not imported here: if there are such objects, it is loaded already.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,25 @@ from typing import Any
 import jax
 
 # Names this use of NNX, which keeps track of objects that several arguments share.
-_TAG = "jaxscale.autocast"
+_TAG = "jaxscale"
+
+
+def wrap_call(call: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs in `call`, which takes a function and its arguments."""
+    bound, unbound = getattr(fun, "__self__", None), getattr(fun, "__func__", None)
+    if not holds_objects(bound) and holds_objects(fun):
+        bound, unbound = fun, lambda module, *args, **kwargs: module(*args, **kwargs)
+
+    @functools.wraps(fun, updated=())  # a module has attributes that are not to be copied
+    def transformed_fun(*args: Any, **kwargs: Any) -> Any:
+        # A module of NNX is an argument of its own methods: they may change it.
+        if unbound is not None and holds_objects(bound):
+            return call_with_objects(call, unbound, (bound, *args), kwargs)
+        if holds_objects((args, kwargs)):
+            return call_with_objects(call, fun, args, kwargs)
+        return call(fun, args, kwargs)
+
+    return transformed_fun
 
 
 def holds_objects(tree: Any) -> bool:

@@ -157,6 +157,33 @@ def programs_give_their_constants():
     assert len(jaxpr.invars) == 1 + len(constants)
 
 
+def calls_are_divided():
+    """A call of a part of a program is the same kind of call, and means the same."""
+    transforms = {"jit": jax.jit, "remat": jax.checkpoint}
+    for name, transform in transforms.items():
+        eqn = equation(transform(lambda x: jnp.sin(x @ W)), X)
+        assert _jax.is_divisible(eqn)
+        made = jax.make_jaxpr(lambda x, eqn=eqn: _jax.call_part(eqn, lambda x: [x * 2], [x]))(X)
+        assert _jax.DIVIDED[made.eqns[0].primitive.name] == name
+        assert (_jax.call_part(eqn, lambda x: [x * 2], [X])[0] == X * 2).all()
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for place in ("in_shardings", "out_shardings"):
+        assert not _jax.is_divisible(equation(jax.jit(jnp.sin, **{place: device}), X))
+
+
+def transposing_is_refused():
+    """And nothing else is: forward mode, batching and compilation."""
+
+    def fun(x):
+        return _jax.refuse_transposing(jnp.sin(x), "the reason")
+
+    for transform in (jax.jit, jax.vmap, lambda f: lambda x: jax.jvp(f, (x,), (x * 0 + 1,))[0]):
+        assert (transform(fun)(X) == jnp.sin(X)).all()
+    assert (jax.jvp(fun, (X,), (jnp.ones_like(X),))[1] == jnp.cos(X)).all()
+    with pytest.raises(TypeError, match="the reason"):
+        jax.jit(jax.grad(lambda x: jnp.sum(fun(x))))(X)
+
+
 def casts_are_one_equation():
     casts = jax.make_jaxpr(lambda x: _jax.cast(x, jnp.float16))(X).eqns
     assert [e.primitive.name for e in casts] == ["convert_element_type"]
@@ -242,6 +269,7 @@ def products_name_their_precision():
 ASSUMPTIONS = [
     *(calls_are_read, scans_are_read, whiles_are_read, branches_are_read),
     *(maps_over_devices_are_read, programs_are_replaced_in_order, programs_give_their_constants),
+    *(calls_are_divided, transposing_is_refused),
     *(casts_are_one_equation, checkpoints_are_made, scopes_and_lines_are_kept),
     *(numbers_of_the_source_are_seen, callers_in_jax_are_seen, backward_rules_have_names),
     *(refs_are_known, axes_that_vary_are_known, products_name_their_precision),

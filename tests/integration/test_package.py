@@ -135,8 +135,8 @@ def test_every_file_says_what_it_is_for_and_asserts_nothing():
 
 CONTRACT = """
 AdaptiveLossScale AdaptiveState DynamicLossScale FixedLossScale LossScale LossScaleState
-LossScaleStuckError LossScaledState MultiStepsState NoOpLossScale SpikeRule SpikeState all_finite apply_gradients
-as_loss_scale autocast check flax.TrainState flax.train_step from_state_dict full_precision grad
+LossScaleStuckError LossScaledState MultiStepsState NoOpLossScale SpikeRule SpikeState
+all_finite apply_gradients as_loss_scale autocast check flax.TrainState flax.train_step from_state_dict full_precision grad
 loss_scaled metrics multi_steps nnx.train_step scale skip_nonfinite to_state_dict train_step
 scale_backward tree_where unscale value_and_grad
 """
@@ -178,15 +178,16 @@ def test_docstrings_name_every_argument():
 
 
 def test_options_are_keyword_only():
-    # The exceptions are `loss_scaled(inner, 128)`, `autocast(fun, jnp.bfloat16)` and the last two
-    # fields of a NamedTuple; and an exception has the signature of all exceptions: none.
+    # The exceptions are `loss_scaled(inner, 128)`, `autocast(fun, jnp.bfloat16)`,
+    # `scale_backward(fun, 128)` and the last two fields of a NamedTuple; and an exception has the
+    # signature of all exceptions: none.
     assert not [
         f"{name}({parameter})"
         for name, obj in ALL.items()
         if name != "LossScaleStuckError"
         for parameter in inspect.signature(obj).parameters.values()
         if parameter.default is not parameter.empty
-        and parameter.name not in ("loss_scale", "dtype", "nonfinite_leaves", "grad_norm")
+        and parameter.name not in ("loss_scale", "scale", "dtype", "nonfinite_leaves", "grad_norm")
         and parameter.kind is not parameter.KEYWORD_ONLY
     ]
 

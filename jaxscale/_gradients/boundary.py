@@ -1,0 +1,393 @@
+"""`scale_backward`: a function whose backward pass is scaled, and nothing outside of it is.
+
+The function is traced and split in two (see `tail`). Its backward pass then has four steps: the
+tail, unscaled; the scale, from the cotangents that leave it; the head, with these cotangents
+scaled, and again at a lower scale if it overflows; and the division. All of it is the rule of one
+`jax.custom_vjp`. A pair of scaled identities around the function would do for first derivatives
+alone.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from .._autocast.products import under_autocast
+from .._autocast.table import BOUNDARY
+from .._autocast.values import check_cotangent, flushes
+from .._jax import (
+    ClosedJaxpr,
+    closed,
+    collective_axes,
+    is_told_apart,
+    jaxpr_as_fun,
+    refuse_transposing,
+    vary,
+    varying,
+    without_constants,
+)
+from .._trees.call import Flat
+from .._trees.checks import int32, normal_float32
+from .._trees.objects import wrap_call
+from .._trees.tree import blank, cast, widen
+from .reduction import read, sizes
+from .scaled import Scaled, divide, multiply
+from .tail import Part, is_inexact, split
+from .verdict import agree, agree_on_sizes, axis_names
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+# By what the scale is divided after an overflow. Two retries reach a 256th.
+_BACKOFF = 16.0
+
+# The cotangents of one loss may be smaller than those of another by this power of two, and keep
+# their accuracy in float16 beside them. Below that the scale rises, by no more than one retry takes
+# back: a scale that is too high for the model costs a retry in every step.
+_UNHARMED, _MOST_RAISED = 12, 4
+
+# A scale below it would not be a normal number, and might be flushed to 0.
+_LEAST = 2.0**-126
+
+_NO_FORWARD = (
+    "`scale_backward(fun)` was differentiated in forward mode (`jax.jvp`, `jax.jacfwd`, "
+    "`jax.linearize`). There is no cotangent to scale. Differentiate `fun` itself, or use reverse "
+    "mode: `jax.grad`, `jax.vjp`."
+)
+_NO_SECOND = (
+    "`scale_backward(retries={})`: its backward pass was differentiated in reverse mode, such as "
+    "for the gradient of a gradient norm. The loop of retries has no such derivative. Pass "
+    "`retries=0`, or differentiate the gradients in forward mode: "
+    "`jax.jvp(jax.grad(...), ...)`."
+)
+_HALF_INPUT = (
+    "`scale_backward(fun)` was differentiated by its input {}, which is {}: a gradient of that "
+    "dtype flushes to 0 as it is unscaled. Keep parameters in float32 and cast them inside of "
+    "`fun`; or let `fun` include what made the input, such as the whole model or the loss."
+)
+
+
+class _Options(NamedTuple):
+    scale: float | None  # `None` to take it from the cotangents
+    retries: int
+    axis_name: Any
+
+
+def scale_backward(
+    fun: Callable[_Args, _Result],
+    scale: Any = "auto",
+    *,
+    retries: int = 2,
+    axis_name: Any = None,
+) -> Callable[_Args, _Result]:
+    """Returns the function with a scaled backward pass: loss scaling without a state.
+
+    It is for training steps that you cannot edit. Most trainers call `jax.value_and_grad` and
+    the optimizer themselves; give them the loss, or the model, wrapped by this. Values are
+    unchanged, and the gradients that come out are unscaled, so nobody outside notices. Wrap the
+    optimizer by `jaxscale.skip_nonfinite`, as a bad batch still gives bad gradients. In a step of
+    your own, `jaxscale.train_step` does it all.
+
+    The function is traced, as by `jax.jit`. What follows its last half-precision value, such as
+    the loss, runs backward unscaled in float32. The cotangents that reach half precision are
+    multiplied by one power of two, which brings the largest to about 1. So it does not matter
+    how large the loss is, and nothing is searched for, saved or carried. The gradients for all
+    inputs are divided by that number, in float32 or wider. Matrix products in float32 count as
+    half precision if a `jaxscale.autocast` is around the function, or if there is nothing else in
+    half precision.
+
+    Loops, branches and `shard_map` belong to one side as a whole: wrap the loss inside of a
+    `jax.lax.scan` over micro-batches, not around it. `jit` and `jax.checkpoint` are entered. A
+    `jax.checkpoint` outside of the wrapped function is cheaper than one inside, which is computed
+    again with each retry.
+
+    Args:
+      fun: a function, such as a loss, Linen's `model.apply`, a module or a method of NNX, or a
+        module of Equinox. Its inputs and outputs may be any trees. Arrays that it closes over
+        get gradients, too.
+      scale: `"auto"`, or a number to scale by.
+      retries: how often the backward pass may be repeated, each time at a 16th of the scale, if
+        the gradients are not finite and the cotangents were. The forward pass is not repeated.
+        The loop keeps all gradients of `fun` in memory at once. 0 compiles to no loop.
+      axis_name: further axes of `shard_map` or `pmap` along which devices are to use one scale.
+        They agree by themselves along those that need it: where gradients are summed, and
+        where `fun` itself communicates.
+
+    Returns:
+      A function with the arguments, the outputs and the signature of `fun`.
+
+    Raises:
+      TypeError: if `fun` is not callable, or `scale` or `retries` is not a number. When
+        differentiated: in forward mode; by an input in float16, or through an output in it, as
+        such a cotangent has lost the small values already (bfloat16 has not); or twice in
+        reverse mode with retries.
+      ValueError: if `scale` is not positive, or not normal in float32, or if `retries` is below 0.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxscale
+      >>> def loss_fn(w, x):
+      ...     y = w.astype(jnp.float16) * x
+      ...     return 2.0**-30 * jnp.sum(y.astype(jnp.float32))
+      >>> w, x = jnp.float32(1), jnp.float16(3)
+      >>> jax.grad(loss_fn)(w, x)
+      Array(0., dtype=float32)
+      >>> jax.grad(jaxscale.scale_backward(loss_fn))(w, x) * 2.0**30
+      Array(3., dtype=float32)
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`scale_backward(fun)` must be a function, got {type(fun).__name__}. Pass the loss "
+            "or the model itself, such as `model.apply`, and not what it returns."
+        )
+    return wrap_call(functools.partial(_call, _checked(scale, retries, axis_name)), fun)
+
+
+def _checked(scale: Any, retries: Any, axis_name: Any) -> _Options:
+    if isinstance(scale, str):
+        if scale != "auto":
+            raise ValueError(
+                f'`scale_backward(scale=...)` must be "auto" or a positive number, got {scale!r}.'
+            )
+        number = None
+    else:
+        number = normal_float32("scale_backward", "scale", scale)
+    return _Options(number, int32("scale_backward", "retries", retries, 0, "retries"), axis_name)
+
+
+def _call(options: _Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns what a function returns, with a scaled backward pass."""
+    flat = Flat(fun, args, kwargs, getattr(fun, "__name__", "scale_backward"))
+    # What the function closes over, tracers among it, becomes an input: a `custom_vjp` function
+    # must not close over what it is differentiated by.
+    program, consts = without_constants(jax.make_jaxpr(flat)(*flat.arrays))
+    inputs = ["that it closes over"] * len(consts) + flat.input_names()
+    scaled = _with_scaled_backward(closed(program), options, inputs, flat.output_names())
+    try:
+        with jax.named_scope(BOUNDARY):
+            outputs = scaled(*consts, *flat.arrays)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(_NO_FORWARD) from error
+    return flat.restored(outputs)
+
+
+def _with_scaled_backward(
+    program: ClosedJaxpr, options: _Options, input_names: list[str], output_names: list[str]
+) -> Callable[..., Any]:
+    """Returns a program without constants as a function with a scaled backward pass."""
+    # Asked now: JAX may trace the backward pass when the `autocast` is through.
+    plan = functools.cache(functools.partial(_Plan, program, under_autocast.get()))
+
+    @jax.custom_vjp
+    def scaled(*inputs: Any) -> Any:
+        return tuple(jaxpr_as_fun(program)(*inputs))
+
+    def forward(*inputs: Any) -> Any:
+        perturbed = tuple(each.perturbed and is_inexact(each.value) for each in inputs)
+        for each, is_perturbed, name in zip(inputs, perturbed, input_names, strict=True):
+            if is_perturbed and flushes(each.value.dtype):
+                raise TypeError(_HALF_INPUT.format(name, each.value.dtype))
+        outputs, pulls = plan(perturbed).forward([each.value for each in inputs])
+        return outputs, _Residuals(pulls, perturbed)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        for each, name in zip(cotangents, output_names, strict=True):
+            check_cotangent(each, name)
+        return plan(residuals.perturbed).backward(residuals.pulls, cotangents, options)
+
+    scaled.defvjp(forward, backward, symbolic_zeros=True)
+    return scaled
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["pulls"], meta_fields=["perturbed"]
+)
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+    """What a forward pass keeps, and by which inputs something is differentiated."""
+
+    pulls: Any
+    perturbed: tuple[bool, ...]
+
+
+class _Plan:
+    """A program, split, and what is differentiated in each part by what."""
+
+    def __init__(
+        self, program: ClosedJaxpr, under_autocast: bool, perturbed: tuple[bool, ...]
+    ) -> None:
+        self.inputs, head, self.tail = split(program, under_autocast)
+        self.axes = collective_axes(program)
+        by = {v for v, is_given in zip(self.inputs, perturbed, strict=True) if is_given}
+        # Parameters are cast before the head, and the gradients cast back after it: in the loop
+        # of retries all of them are in memory at once, and take half of it.
+        self.head, self.sources = head.without_casts(by)
+        by |= set(self.sources)
+        derived = self.head.derived(by)
+        self.head_by = [var for var in self.head.inputs if var in by]
+        self.tail_by = [var for var in self.tail.inputs if var in by]
+        # Where the cotangents of the tail enter the head.
+        self.entries = [var for var in self.head.outputs if var in derived]
+
+    def forward(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+        """Returns the outputs, and the functions that pull cotangents back through both parts."""
+        env = dict(zip(self.inputs, inputs, strict=True))
+        env |= {var: cast(env[source], var.aval.dtype) for var, source in self.sources.items()}
+        crossing, pull_head = _vjp(self.head, env, self.head_by, self.entries)
+        env |= zip(self.head.outputs, crossing, strict=True)
+        inexact = [atom for atom in self.tail.outputs if is_inexact(atom.aval)]
+        by = [*self.entries, *self.tail_by]
+        outputs, pull_tail = _vjp(self.tail, env, by, inexact)
+        return tuple(outputs), (pull_head, pull_tail)
+
+    def backward(self, pulls: Any, cotangents: Any, options: _Options) -> tuple[Any, ...]:
+        """Returns the gradients for all inputs, `None` for those that have none."""
+        pull_head, pull_tail = pulls
+        given = [each for each in cotangents if is_inexact(_aval(each))]
+        if all(isinstance(each, SymbolicZero) for each in given):
+            return (None,) * len(self.inputs)
+        dense = [blank(each.aval) if isinstance(each, SymbolicZero) else each for each in given]
+        pulled, number = pull_tail(dense), len(self.entries)
+        entering, direct = list(pulled[:number]), pulled[number:]
+        gradients = dict(zip(self.tail_by, direct, strict=True))
+        if self.entries and self.head_by:
+            through = self._through_head(pull_head, entering, options)
+            for var, gradient in zip(self.head_by, through, strict=True):
+                source = self.sources.get(var, var)
+                known = gradients.get(source)
+                gradients[source] = gradient if known is None else gradient + widen(known)
+        return tuple(
+            cast(gradients[var], var.aval.dtype) if var in gradients else None
+            for var in self.inputs
+        )
+
+    def _through_head(self, pull: Any, entering: list[Any], options: _Options) -> list[Any]:
+        """Returns what the head makes of cotangents, in float32 or wider."""
+        axes = self._agreed_axes(entering, options.axis_name)
+
+        def pull_scaled(scale: jax.Array) -> list[Any]:
+            multiplied = multiply(entering, scale)
+            return list(pull([cast(a, b.dtype) for a, b in zip(multiplied, entering, strict=True)]))
+
+        scale, is_finite = jnp.float32(options.scale or 1), None
+        if options.scale is None or options.retries:
+            bits = sizes(Scaled(entering), by_leaf=True).numbers
+            by_entry = {str(number): each for number, each in enumerate(bits)}
+            _, agreed = agree_on_sizes(jnp.zeros(0, jnp.bool_), by_entry, axes)
+            found = jnp.stack(list(agreed.values()))
+            is_finite = jnp.all(jnp.isfinite(found))
+            if options.scale is None:
+                scale = _power(found, _MOST_RAISED if options.retries else 0)
+        if is_finite is None or not options.retries:
+            return self._unscaled(pull_scaled(scale), scale)
+        gradients, scale = _repeated(pull_scaled, scale, is_finite, options.retries, axes)
+        reason = _NO_SECOND.format(options.retries)
+        return [refuse_transposing(each, reason) for each in self._unscaled(gradients, scale)]
+
+    def _unscaled(self, gradients: list[Any], scale: jax.Array) -> list[Any]:
+        pairs = zip(gradients, self.head_by, strict=True)
+        dtypes = [(each, self.sources.get(var, var).aval.dtype) for each, var in pairs]
+        return divide([cast(each, dtype) for each, dtype in dtypes], scale)
+
+    def _agreed_axes(self, entering: list[Any], axis_name: Any) -> tuple[Any, ...] | None:
+        """Returns the axes along which the devices must use one scale."""
+        inputs = [varying(var.aval) for var in self.head_by]
+        vary_somewhere = frozenset().union(*inputs, *(varying(jax.typeof(x)) for x in entering))
+        # Where an input does not vary, its gradient is a sum over devices.
+        axes = set(vary_somewhere.difference(frozenset.intersection(*inputs)))
+        # Where the devices exchange numbers, none may go round again alone. What does not vary
+        # is the same on all of them.
+        axes.update(
+            axis
+            for axis in (*self.axes, *axis_names(axis_name))
+            if axis in vary_somewhere or not is_told_apart(axis)
+        )
+        return tuple(sorted(axes, key=repr)) or None
+
+
+def _vjp(
+    part: Part, env: dict[Any, Any], by: Sequence[Any], of: Sequence[Any]
+) -> tuple[list[Any], Any]:
+    """Returns the outputs of a part, and the function that pulls cotangents back through it.
+
+    Args:
+      part: the part.
+      env: the values of its inputs.
+      by: the inputs that it is differentiated by.
+      of: the outputs that are differentiated, in their order.
+    """
+    places = [i for i, atom in enumerate(part.outputs) if any(atom is each for each in of)]
+
+    def fun(*given: Any) -> Any:
+        values = env | dict(zip(by, given, strict=True))
+        outputs = part(*(values[var] for var in part.inputs))
+        return [outputs[i] for i in places], outputs
+
+    _, pull, outputs = jax.vjp(fun, *(env[var] for var in by), has_aux=True)
+    return outputs, pull
+
+
+def _repeated(
+    pull: Callable[[jax.Array], list[Any]],
+    scale: jax.Array,
+    may_repeat: jax.Array,
+    retries: int,
+    axes: Any,
+) -> tuple[list[Any], jax.Array]:
+    """Returns gradients and the scale that they were made at, lower if the first ones overflow."""
+
+    @jax.jit  # traced once, for its types and for the loop
+    def one_pass(scale: jax.Array, number: jax.Array) -> tuple[list[Any], jax.Array]:
+        gradients = pull(scale)
+        again = ~agree(read(gradients).finite(), axes) & may_repeat & (number < retries)
+        return gradients, again
+
+    def body(carry: Any) -> Any:
+        scale, number, *_ = carry
+        gradients, again = one_pass(scale, number)
+        lower = jnp.where(again, jnp.maximum(scale / _BACKOFF, _LEAST), scale)
+        return lower, number + again.astype(jnp.int32), again, gradients
+
+    number = jnp.zeros((), jnp.int32)
+    *types, apart = jax.make_jaxpr(one_pass)(scale, number).out_avals
+    axes_apart = varying(apart) | varying(jax.typeof(scale))
+    start = [_vary(each, axes_apart) for each in (scale, number, jnp.array(True))]
+    carry = *start, [blank(aval) for aval in types]
+    scale, _, _, gradients = jax.lax.while_loop(lambda carry: carry[2], body, carry)
+    return gradients, scale
+
+
+def _vary(array: jax.Array, axes: frozenset[Any]) -> jax.Array:
+    more = tuple(sorted(axes - varying(jax.typeof(array)), key=repr))
+    return vary(array, more) if more else array
+
+
+def _power(largest: jax.Array, most_raised: int) -> jax.Array:
+    """Returns the power of two to scale cotangents by: it brings the largest to 1 or more, below 2.
+
+    If the others of one entry are so much smaller that they would flush, it is raised, by as much
+    as one retry takes back at most. Without finite cotangents it is 1, and otherwise 2**-126 to
+    2**126, so that it and its reciprocal are normal numbers. Exponents are taken from the bits, as
+    a rounded logarithm gives other numbers than powers of two.
+
+    Args:
+      largest: the largest magnitude of each entry, an `f32[n]`.
+      most_raised: by which power of two it may be raised.
+    """
+    exponents = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
+    most = jnp.max(exponents)
+    least = jnp.min(jnp.where(largest > 0, exponents, most))
+    raised = jnp.clip(most - least - _UNHARMED, 0, most_raised)
+    exponent = jnp.clip(254 - most + raised, 1, 253)
+    power = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return jnp.where(jnp.all(jnp.isfinite(largest)), power, jnp.ones_like(power))
+
+
+def _aval(cotangent: Any) -> Any:
+    return cotangent.aval if isinstance(cotangent, SymbolicZero) else jax.typeof(cotangent)

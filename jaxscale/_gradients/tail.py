@@ -1,0 +1,208 @@
+"""A traced program in two parts: the half-precision part, and what follows it in float32.
+
+The *head* is every equation that a half-precision value comes from, and those that take one. The
+*tail* is the rest. No half-precision value is reached from it, so that its backward pass needs no
+scale; and the cotangents that leave it for the head say which scale the head needs.
+
+Control flow and functions with derivative rules belong to one part as a whole. Calls that mean
+nothing but their program, such as `jit` and `jax.checkpoint`, are divided in two.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import _jax
+from .._autocast.products import reads_half
+from .._jax import ClosedJaxpr, JaxprEqn, Literal, UnknownFormError, bind, context, programs, source
+
+
+class Part:
+    """Some equations of a program, as a function of lists of arrays.
+
+    Attributes:
+      inputs: the variables that it reads and does not compute.
+      outputs: the variables that it returns. Those of the program may be literals.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        eqns: Sequence[JaxprEqn],
+        inputs: Iterable[Any],
+        outputs: Sequence[Any],
+        constants: dict[Any, Any],
+    ) -> None:
+        self.__name__ = self.__qualname__ = name
+        self._eqns, self._constants = eqns, constants
+        read = set(_variables(outputs)).union(*(_variables(eqn.invars) for eqn in eqns))
+        self.inputs = [var for var in inputs if var in read]
+        self.outputs = outputs
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it computes nothing."""
+        return not self._eqns
+
+    def __call__(self, *args: Any) -> list[Any]:
+        env = self._constants | dict(zip(self.inputs, args, strict=True))
+        for eqn in self._eqns:
+            _evaluate(eqn, env)
+        return [_read(env, atom) for atom in self.outputs]
+
+    def without_casts(self, by: Iterable[Any]) -> tuple["Part", dict[Any, Any]]:
+        """Returns the part without the casts of some inputs to half precision.
+
+        Args:
+          by: the inputs. What each is cast to becomes an input of the part.
+
+        Returns:
+          The part, and for each new input the one that it is a cast of.
+        """
+        wide = {var for var in by if not is_half(var.aval)}
+        casts = [
+            eqn
+            for eqn in self._eqns
+            if _is_cast_to_half(eqn) and not wide.isdisjoint(_variables(eqn.invars))
+        ]
+        sources: dict[Any, Any] = {eqn.outvars[0]: eqn.invars[0] for eqn in casts}
+        eqns = [eqn for eqn in self._eqns if eqn.outvars[0] not in sources]
+        inputs = [*self.inputs, *sources]
+        return Part(self.__name__, eqns, inputs, self.outputs, self._constants), sources
+
+    def derived(self, by: Iterable[Any]) -> set[Any]:
+        """Returns the variables that may have a derivative by some of the inputs, and these."""
+        found = set(by)
+        for eqn in self._eqns:
+            if eqn.primitive.name != "stop_gradient" and not found.isdisjoint(
+                _variables(eqn.invars)
+            ):
+                found.update(var for var in eqn.outvars if is_inexact(var.aval))
+        return found
+
+
+class Split(NamedTuple):
+    """A program in two parts."""
+
+    inputs: list[Any]  # the variables of its inputs
+    head: Part  # returns what the tail reads of it
+    tail: Part  # returns what the program does
+
+
+def split(program: ClosedJaxpr, under_autocast: bool) -> Split:
+    """Returns a program in its two parts.
+
+    Matrix products in float32 count as half precision if an `autocast` may yet make them that.
+
+    Args:
+      program: the program.
+      under_autocast: whether it was traced for one. Even if not, one may come later, so that
+        products also count if nothing else in the program is in half precision.
+    """
+    has_half = any(_holds(eqn, _is_typed_half) for eqn in program.jaxpr.eqns)
+    of_half = _is_typed_half if has_half and not under_autocast else _is_half_or_cast
+    return _split(program, lambda eqn: _holds(eqn, of_half))
+
+
+def is_half(aval: Any) -> bool:
+    """Returns whether arrays of a type are floating-point numbers of 16 bits or fewer."""
+    return is_inexact(aval) and jnp.finfo(aval.dtype).bits < 32
+
+
+def is_inexact(aval: Any) -> bool:
+    """Returns whether arrays of a type are floating-point or complex numbers."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _split(program: ClosedJaxpr, holds_half: Callable[[JaxprEqn], bool]) -> Split:
+    program = _with_divided_calls(program, holds_half)
+    jaxpr = program.jaxpr
+    needed: set[Any] = set()
+    head, tail = [], []
+    for eqn in reversed(jaxpr.eqns):
+        if holds_half(eqn) or not needed.isdisjoint(eqn.outvars):
+            head.append(eqn)
+            needed.update(_variables(eqn.invars))
+        else:
+            tail.append(eqn)
+    made = [var for eqn in reversed(head) for var in eqn.outvars]
+    constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    after = Part("tail", tail[::-1], [*made, *jaxpr.invars], jaxpr.outvars, constants)
+    crossing = [var for var in after.inputs if var in set(made)]
+    before = Part("head", head[::-1], jaxpr.invars, crossing, constants)
+    return Split(list(jaxpr.invars), before, after)
+
+
+def _with_divided_calls(
+    program: ClosedJaxpr, holds_half: Callable[[JaxprEqn], bool]
+) -> ClosedJaxpr:
+    """Returns the same program with two calls for each that has a head and a tail."""
+    jaxpr = program.jaxpr
+    divided: dict[int, Split] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        if _jax.is_divisible(eqn) and holds_half(eqn):
+            try:
+                parts = _split(_jax.callee(eqn), holds_half)
+            except UnknownFormError:
+                continue
+            if not parts.tail.is_empty:
+                divided[index] = parts
+    if not divided:
+        return program
+
+    def run(*args: Any) -> list[Any]:
+        env = dict(zip(jaxpr.constvars, program.consts, strict=True))
+        env |= zip(jaxpr.invars, args, strict=True)
+        for index, eqn in enumerate(jaxpr.eqns):
+            if index not in divided:
+                _evaluate(eqn, env)
+                continue
+            parts = divided[index]
+            values = [_read(env, atom) for atom in eqn.invars]
+            inner = dict(zip(parts.inputs, values, strict=True))
+            with context(eqn), source(eqn, _jax.current_scopes()):
+                crossing = _call(eqn, parts.head, inner)
+                inner |= zip(parts.head.outputs, crossing, strict=True)
+                outputs = _call(eqn, parts.tail, inner)
+            env |= zip(eqn.outvars, outputs, strict=True)
+        return [_read(env, atom) for atom in jaxpr.outvars]
+
+    return jax.make_jaxpr(run)(*program.in_avals)
+
+
+def _call(eqn: JaxprEqn, part: Part, env: dict[Any, Any]) -> list[Any]:
+    return _jax.call_part(eqn, part, [env[var] for var in part.inputs])
+
+
+def _evaluate(eqn: JaxprEqn, env: dict[Any, Any]) -> None:
+    with context(eqn), source(eqn, _jax.current_scopes()):
+        values = bind(eqn, [_read(env, atom) for atom in eqn.invars])
+    env.update(zip(eqn.outvars, values, strict=True))
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    return (atom for atom in atoms if not isinstance(atom, Literal))
+
+
+def _holds(eqn: JaxprEqn, of_half: Callable[[JaxprEqn], bool]) -> bool:
+    inner = (each for program in programs(eqn) for each in program.eqns)
+    return of_half(eqn) or any(_holds(each, of_half) for each in inner)
+
+
+def _is_typed_half(eqn: JaxprEqn) -> bool:
+    return any(is_half(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
+
+
+def _is_cast_to_half(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "convert_element_type" and is_half(eqn.outvars[0].aval)
+
+
+def _is_half_or_cast(eqn: JaxprEqn) -> bool:
+    return _is_typed_half(eqn) or reads_half(eqn)

@@ -1,0 +1,586 @@
+"""`scale_backward`: the gradients of float32 out of a backward pass in float16, and no state."""
+
+import functools
+import inspect
+import re
+
+import half_programs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from tables import assert_same_bits, cases
+from training import x64
+
+import jaxscale
+from jaxscale import scale_backward
+from jaxscale._gradients.boundary import _power
+from jaxscale._jax import closed, collective_axes, programs
+
+HALF = jnp.float16
+rng = np.random.default_rng(0)
+X, Y = (jnp.asarray(rng.standard_normal((4, 8)), jnp.float32) for _ in range(2))
+PARAMS = {
+    "w": jnp.asarray(rng.standard_normal((3, 8, 8)) * 0.3, jnp.float32),
+    "b": jnp.linspace(-0.1, 0.1, 8),
+}
+ACCURACY = 2e-3  # of float16 in these small networks; rounding alone costs 6e-4
+SMALL = 2.0**-30  # a loss that float16 flushes all gradients of
+HIGH = 2.0**52  # a scale at which that loss overflows twice, and no more
+
+
+def net(p, x, dtype=HALF):
+    for i in range(3):
+        x = jnp.tanh(x.astype(dtype) @ p["w"][i].astype(dtype) + p["b"].astype(dtype)[None])
+    return x.astype(jnp.float32)
+
+
+net32 = functools.partial(net, dtype=jnp.float32)
+
+
+def loss_of(model, factor=SMALL):
+    return lambda p, x=X, y=Y: factor * jnp.mean((model(p, x) - y) ** 2)
+
+
+REFERENCE = jax.grad(loss_of(net32, 1.0))(PARAMS)
+
+
+def error(got, expected, factor=1.0):
+    """The norm of a difference, of gradients that are divided by a factor, beside the norm."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    pairs = [(np.asarray(a, np.float64) / factor, np.asarray(b, np.float64)) for a, b in pairs]
+    difference = sum(np.sum((a - b) ** 2) for a, b in pairs)
+    return np.sqrt(difference / sum(np.sum(b**2) for _, b in pairs))
+
+
+def equations(program):
+    for eqn in closed(program).jaxpr.eqns:
+        yield eqn
+        for inner in programs(eqn):
+            yield from equations(inner)
+
+
+def count(program, name, dtype=None):
+    found = (eqn for eqn in equations(program) if eqn.primitive.name == name)
+    return sum(dtype is None or eqn.outvars[0].aval.dtype == dtype for eqn in found)
+
+
+def over_micro_batches(wrap):
+    def grad(p, factor):
+        one = jax.grad(wrap(lambda p, x, y: loss_of(net, factor / 4)(p, x[None], y[None])))
+        add = functools.partial(jax.tree.map, jnp.add)
+        zeros = jax.tree.map(jnp.zeros_like, p)
+        return jax.lax.scan(lambda sum_, xy: (add(sum_, one(p, *xy)), None), zeros, (X, Y))[0]
+
+    return grad
+
+
+def scanned(p, x, dtype=HALF):
+    def layer(x, w):
+        return jnp.tanh(x @ w.astype(dtype) + p["b"].astype(dtype)[None]), None
+
+    return jax.lax.scan(layer, x.astype(dtype), p["w"])[0].astype(jnp.float32)
+
+
+# Where it is put: each row differentiates a loss times a factor by the parameters.
+PLACES = {
+    "loss": lambda p, f: jax.grad(scale_backward(loss_of(net, f)))(p),
+    "model": lambda p, f: jax.grad(loss_of(scale_backward(net), f))(p),
+    "both": lambda p, f: jax.grad(scale_backward(loss_of(scale_backward(net), f)))(p),
+    "jitted loss": lambda p, f: jax.grad(scale_backward(jax.jit(loss_of(net, f))))(p),
+    "loss in jit": lambda p, f: jax.grad(jax.jit(scale_backward(loss_of(net, f))))(p),
+    "remat inside": lambda p, f: jax.grad(scale_backward(jax.checkpoint(loss_of(net, f))))(p),
+    "remat of jit inside": lambda p, f: jax.grad(
+        scale_backward(jax.checkpoint(jax.jit(loss_of(net, f))))
+    )(p),
+    "remat outside": lambda p, f: jax.grad(jax.checkpoint(scale_backward(loss_of(net, f))))(p),
+    "closure": lambda p, f: jax.grad(
+        lambda p: loss_of(lambda _, x: scale_backward(lambda x: net(p, x))(x), f)(p)
+    )(p),
+    "micro-batches": over_micro_batches(scale_backward),
+    "scan over layers": lambda p, f: jax.grad(scale_backward(loss_of(scanned, f)))(p),
+    "no retries": lambda p, f: jax.grad(scale_backward(loss_of(net, f), retries=0))(p),
+    "autocast inside": lambda p, f: jax.grad(scale_backward(jaxscale.autocast(loss_of(net32, f))))(
+        p
+    ),
+    "autocast outside": lambda p, f: jax.grad(jaxscale.autocast(scale_backward(loss_of(net32, f))))(
+        p
+    ),
+    "autocast of mixed": lambda p, f: jax.grad(
+        jaxscale.autocast(scale_backward(loss_of(lambda p, x: net32(p, net(p, x) + x), f)))
+    )(p),
+    "autocast of grad": lambda p, f: jaxscale.autocast(jax.grad(scale_backward(loss_of(net32, f))))(
+        p
+    ),
+}
+TWICE = jax.grad(loss_of(lambda p, x: net32(p, net32(p, x) + x), 1.0))(PARAMS)
+
+
+@cases(
+    "place, exponent",
+    [(place, e) for place in PLACES for e in (-60, -30, 0, 40)],
+    fast=[("loss", -60), ("model", 40), ("remat of jit inside", -30), ("autocast outside", -60)],
+)
+def test_gradients_are_right_whatever_the_size_of_the_loss(place, exponent):
+    grads = jax.jit(lambda p: PLACES[place](p, 2.0**exponent))(PARAMS)
+    expected = TWICE if place == "autocast of mixed" else REFERENCE
+    assert error(grads, expected, 2.0**exponent) < ACCURACY
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
+
+
+def test_without_it_they_are_not():
+    assert error(jax.grad(loss_of(net))(PARAMS), REFERENCE, SMALL) > 0.99
+
+
+@cases("place", ["loss", "model"], fast=["loss"])
+def test_a_small_loss_beside_a_large_one(place):
+    """Even where both go through one boundary, and so have one scale."""
+
+    def both(main, other, q):
+        return 1e-6 * jnp.mean((main(q["p"], X) - Y) ** 2) + jnp.mean(jnp.sin(other(q["q"], X)))
+
+    other = {"w": PARAMS["w"][::-1], "b": PARAMS["b"]}
+    params = {"p": PARAMS, "q": other}
+    if place == "loss":
+        fun = scale_backward(functools.partial(both, net, net))
+    else:
+        scaled = scale_backward(lambda q: (net(q["p"], X), net(q["q"], X)))
+
+        def fun(q):
+            main, other = scaled(q)
+            return both(lambda *_: main, lambda *_: other, q)
+
+    grads = jax.jit(jax.grad(fun))(params)
+    assert error(grads["p"], REFERENCE, 1e-6) < ACCURACY
+    assert error(grads, jax.grad(functools.partial(both, net32, net32))(params)) < ACCURACY
+
+
+@cases("retries", [0, 1, 2], fast=[1, 2])
+def test_an_overflow_is_repeated_at_a_lower_scale(retries):
+    """And what stays bad comes out as it is, for the optimizer to skip."""
+    high = HIGH if retries == 2 else HIGH / 16
+    fun = scale_backward(loss_of(net), high, retries=retries)
+    grads = jax.jit(jax.grad(fun))(PARAMS)
+    assert jaxscale.all_finite(grads) == (retries > 0)
+    if retries:
+        assert error(grads, REFERENCE, SMALL) < ACCURACY
+    higher = jax.jit(jax.grad(scale_backward(loss_of(net), high * 2.0**12, retries=retries)))
+    assert not jaxscale.all_finite(higher(PARAMS))
+
+
+def test_bad_cotangents_are_not_repeated_and_stay_bad():
+    runs = []
+
+    @jax.custom_vjp
+    def watched(x):
+        return x
+
+    def backward(_, ct):
+        jax.debug.callback(lambda: runs.append(1))
+        return (ct,)
+
+    watched.defvjp(lambda x: (x, None), backward)
+    fun = scale_backward(lambda w: jnp.sum(watched(w.astype(HALF)).astype(jnp.float32)))
+    for factor, finite in ((jnp.inf, False), (jnp.nan, False), (1.0, True)):
+        grads = jax.jit(jax.grad(lambda w, f=factor: f * fun(w)))(jnp.ones(3))
+        assert jnp.isfinite(grads).all() == finite
+    jax.effects_barrier()
+    assert len(runs) == 3
+
+
+def test_values_keep_their_bits_and_are_computed_once():
+    runs = []
+
+    def counted(p, x=X, y=Y):
+        jax.debug.callback(lambda: runs.append(1))
+        return loss_of(net)(p, x, y)
+
+    fun = scale_backward(counted, HIGH)
+    value, grads = jax.jit(jax.value_and_grad(fun))(PARAMS)
+    jax.effects_barrier()
+    assert len(runs) == 1  # and two retries
+    assert error(grads, REFERENCE, SMALL) < ACCURACY
+    assert_same_bits(value, jax.jit(jax.value_and_grad(loss_of(net)))(PARAMS)[0])
+    assert_same_bits(jax.jit(fun)(PARAMS), jax.jit(loss_of(net))(PARAMS))
+    plain, scaled = (jax.make_jaxpr(jax.grad(f))(PARAMS) for f in (loss_of(net), fun))
+    assert count(plain, "dot_general") == count(scaled, "dot_general") == 8
+
+
+@cases("place", ["loss", "model"], fast=["loss"])
+def test_each_member_of_a_vmap_has_its_own_scale(place):
+    factors = 2.0 ** jnp.array([-60.0, 0.0, 30.0])
+    scaled = scale_backward(net)
+
+    def loss(p, factor):
+        return loss_of(net if place == "loss" else scaled, factor)(p)
+
+    fun = scale_backward(loss) if place == "loss" else loss
+    grads = jax.jit(jax.vmap(jax.grad(fun), (None, 0)))(PARAMS, factors)
+    # At a fixed scale only the second overflows, and only that is repeated.
+    some = jax.vmap(jax.grad(scale_backward(loss, 2.0**22)), (None, 0))(PARAMS, factors / 16)
+    for i in range(3):
+        one = jax.tree.map(lambda g, i=i: g[i], grads)
+        assert error(one, REFERENCE, float(factors[i])) < ACCURACY
+    if place == "loss":
+        second = jax.tree.map(lambda g: g[1], some)
+        assert error(second, REFERENCE, 1 / 16) < ACCURACY
+
+
+def test_what_is_no_array_of_numbers_passes():
+    key = jax.random.key(0)
+
+    def fun(p, n, *, nothing, text, function, key, batch):
+        y = net(p, X)
+        out = {
+            "n": n + 1,
+            "key": jax.random.split(key)[0],
+            "batch": batch * 2,
+            "sown": y.astype(HALF),
+        }
+        out |= {"nothing": nothing, "text": text, "function": function, "sign": n > 2, "list": [y]}
+        return SMALL * jnp.mean((y - Y) ** 2), out
+
+    given = {"nothing": None, "text": "text", "function": jnp.tanh, "key": key}
+    given["batch"] = jnp.ones(2, HALF)  # not differentiated, so it may be float16
+    wrapped = scale_backward(fun)
+    expected = fun(PARAMS, jnp.int32(3), **given)
+    assert_same_bits(
+        jax.tree.map(
+            lambda x: x if isinstance(x, jax.Array) else None,
+            wrapped(PARAMS, jnp.int32(3), **given),
+        ),
+        jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, expected),
+    )
+    (_, out), (grads, none) = jax.value_and_grad(wrapped, (0, 1), has_aux=True, allow_int=True)(
+        PARAMS, jnp.int32(3), **given
+    )
+    assert error(grads, REFERENCE, SMALL) < ACCURACY
+    assert none.dtype == jax.dtypes.float0
+    assert (out["text"], out["nothing"], out["function"]) == ("text", None, jnp.tanh)
+    assert str(inspect.signature(wrapped)) == str(inspect.signature(fun))
+    assert wrapped.__name__ == "fun"
+
+
+def test_float16_outputs_that_no_loss_depends_on_pass_in_a_scan():
+    """Such as activations that a model sows for plots."""
+    fun = scale_backward(lambda p, c: (c + loss_of(net)(p), net(p, X).astype(HALF)))
+    for outer in (lambda f: f, jaxscale.autocast):
+        loss = outer(lambda p: jax.lax.scan(lambda c, _: fun(p, c), 0.0, length=2)[0])
+        assert error(jax.jit(jax.grad(loss))(PARAMS), REFERENCE, 2 * SMALL) < ACCURACY
+
+
+def test_only_what_is_differentiated_has_a_backward_pass():
+    """Frozen weights and batches cost nothing, as in the fine-tuning of a few."""
+
+    def products(fun):
+        grad = jax.grad(lambda b: fun(PARAMS | {"b": b}))
+        return count(jax.make_jaxpr(grad)(PARAMS["b"]), "dot_general")
+
+    assert products(scale_backward(loss_of(net))) == products(loss_of(net)) == 5
+    unused = scale_backward(lambda p, q: loss_of(net)(p))
+    grads = jax.grad(unused, 1)(PARAMS, PARAMS)
+    assert all((g == 0).all() for g in jax.tree.leaves(grads))
+    stopped = scale_backward(lambda p: loss_of(net)(jax.lax.stop_gradient(p)))
+    assert all((g == 0).all() for g in jax.tree.leaves(jax.grad(stopped)(PARAMS)))
+
+
+def test_float32_alone_is_exact():
+    """A penalty, and a parameter that only the float32 part reads."""
+
+    def fun(net, p):
+        return loss_of(net)(p) + 2.0**-40 * jnp.sum(p["w"] ** 2) + jnp.sum(p["only"] ** 3)
+
+    params = PARAMS | {"only": jnp.linspace(0.3, 0.7, 3)}
+    grads = jax.grad(scale_backward(functools.partial(fun, net)))(params)
+    expected = jax.grad(functools.partial(fun, net32))(params)
+    assert_same_bits(grads["only"], expected["only"])
+    assert error(grads["w"], expected["w"]) < ACCURACY
+
+
+@pytest.mark.standard_promotion
+def test_float64_parameters_are_unscaled_in_float64():
+    """These gradients are below the range of float32."""
+    with x64():
+        factor, w = np.float64(2.0**-130), PARAMS["w"][0].astype(jnp.float64)
+
+        def loss(w, factor, dtype):
+            y = jnp.tanh(X.astype(dtype) @ w.astype(dtype)).astype(jnp.float64)
+            return factor * jnp.mean((y - Y) ** 2)
+
+        grads = jax.jit(jax.grad(scale_backward(lambda w: loss(w, factor, HALF))))(w)
+        assert grads.dtype == jnp.float64
+        assert error(grads, jax.grad(loss)(w, 1.0, jnp.float64), float(factor)) < ACCURACY
+
+
+def test_complex_parameters():
+    c = jnp.full((8, 8), 1 + 1j)
+
+    def fun(p, x):
+        return jnp.real(x.astype(HALF).astype(p.dtype) @ p)
+
+    grads = [
+        jax.grad(lambda p, f=f: 2.0**-20 * jnp.mean(f(p, X) ** 2))(c)
+        for f in (scale_backward(fun), fun)
+    ]
+    assert_same_bits(*grads)  # all that is scaled is scaled by a power of two
+
+
+def test_bfloat16_passes():
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    wrapped = scale_backward(lambda p, x: net(p, x).astype(jnp.bfloat16))
+    grads = jax.grad(loss_of(lambda p, x: wrapped(p, x).astype(jnp.float32)))(params)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
+    assert error(grads, REFERENCE, SMALL) < 2e-2  # bfloat16 rounds to 2**-9
+
+
+@pytest.mark.standard_promotion  # of the programs themselves
+@cases("name", half_programs.PROGRAMS, fast=["mlp", "own_precision"])
+def test_autocast_is_the_same_inside_and_outside(name):
+    fun, args = half_programs.PROGRAMS[name]
+
+    def grads(wrap):
+        return jax.grad(lambda p, *args: jax.tree.leaves(wrap(fun)(p, *args))[0] * SMALL)
+
+    expected = jax.jit(grads(lambda f: f))(*args)
+    products = []
+    for wrap in (
+        jaxscale.autocast,
+        lambda f: scale_backward(jaxscale.autocast(f)),
+        lambda f: jaxscale.autocast(scale_backward(f)),
+    ):
+        products.append(count(jax.make_jaxpr(grads(wrap))(*args), "dot_general", HALF))
+    assert error(jax.jit(grads(wrap))(*args), expected) < ACCURACY
+    # Where a backward pass is rewritten, outer products and sums of products run in float32.
+    if name not in ("over_devices", "second_derivatives"):
+        assert len(set(products)) == 1
+
+
+def test_in_a_step_with_a_loss_scale_both_divide_out():
+    tx = jaxscale.loss_scaled(optax.sgd(1.0), 2.0**20)
+    step = jax.jit(jaxscale.train_step(scale_backward(loss_of(net)), tx))
+    params, state, _ = step(PARAMS, tx.init(PARAMS))
+    updates = jax.tree.map(jnp.subtract, PARAMS, params)
+    _, grads = jaxscale.value_and_grad(scale_backward(loss_of(net)), state)(PARAMS)
+    assert error(grads, REFERENCE, SMALL) < ACCURACY
+    assert state.total_notfinite == 0
+    # The updates are 2**-30 of parameters, and lost in them: with a loss of 1 they are not.
+    step = jax.jit(jaxscale.train_step(scale_backward(loss_of(net, 1.0)), tx))
+    params, _, _ = step(PARAMS, tx.init(PARAMS))
+    updates = jax.tree.map(jnp.subtract, PARAMS, params)
+    assert error(updates, REFERENCE) < ACCURACY
+
+
+def second(loss):
+    return lambda p: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(loss)(p)))
+
+
+def test_second_derivatives():
+    wrapped = scale_backward(loss_of(net, 1.0))
+    products = [
+        jax.jit(lambda p, f=f: jax.jvp(jax.grad(f), (p,), (p,))[1])(PARAMS)
+        for f in (wrapped, loss_of(net32, 1.0))
+    ]
+    assert error(*products) < ACCURACY
+    no_loop = scale_backward(loss_of(net, 1.0), retries=0)
+    assert count(jax.make_jaxpr(jax.grad(no_loop))(PARAMS), "while") == 0
+    assert count(jax.make_jaxpr(jax.grad(wrapped))(PARAMS), "while") == 1
+    got, expected = (jax.jit(jax.grad(second(f)))(PARAMS) for f in (no_loop, loss_of(net32, 1.0)))
+    assert error(got, expected) < 2 * ACCURACY  # rounded in two backward passes
+
+
+def test_the_loop_holds_gradients_of_cast_parameters_in_half_precision():
+    params = [PARAMS["w"][0], PARAMS["b"]]
+    fun = scale_backward(lambda p: loss_of(lambda _, x: net({"w": p[:1] * 3, "b": p[1]}, x))(p))
+    grads = jax.make_jaxpr(jax.grad(fun))(params)
+    (loop,) = (eqn for eqn in equations(grads) if eqn.primitive.name == "while")
+    carried = [var.aval for var in loop.outvars if var.aval.shape]
+    assert {aval.shape for aval in carried} == {(8, 8), (8,)}
+    assert {aval.dtype for aval in carried} == {jnp.dtype(HALF)}
+
+
+ERRORS = {
+    "not a function": (lambda: scale_backward(PARAMS), TypeError, "fun.*must be a function"),
+    "scale text": (lambda: scale_backward(net, "dynamic"), ValueError, 'must be "auto"'),
+    "scale 0": (lambda: scale_backward(net, 0), ValueError, "scale=.*normal range"),
+    "scale below 0": (lambda: scale_backward(net, -2.0), ValueError, "scale=.*normal range"),
+    "scale nan": (lambda: scale_backward(net, float("nan")), ValueError, "scale=.*finite"),
+    "scale bool": (lambda: scale_backward(net, True), ValueError, "scale=.*True"),
+    "scale array": (lambda: scale_backward(net, jnp.ones(())), TypeError, "scale="),
+    "retries": (lambda: scale_backward(net, retries=-1), ValueError, "retries=.*-1"),
+    "retries float": (lambda: scale_backward(net, retries=1.5), TypeError, "retries=.*1.5"),
+    "forward mode": (
+        lambda: jax.jvp(scale_backward(loss_of(net)), (PARAMS,), (PARAMS,)),
+        TypeError,
+        "forward mode.*jax.grad",
+    ),
+    "second derivative": (
+        lambda: jax.jit(jax.grad(second(scale_backward(loss_of(net)))))(PARAMS),
+        TypeError,
+        "retries=2.*retries=0",
+    ),
+    "float16 parameter": (
+        lambda: jax.grad(loss_of(scale_backward(net)))(PARAMS | {"b": PARAMS["b"].astype(HALF)}),
+        TypeError,
+        r"args\[0\]\['b'\], which is float16.*cast them inside",
+    ),
+    "float16 activation": (
+        lambda: jax.grad(lambda p: jnp.sum(scale_backward(net)(p, net(p, X).astype(HALF))))(PARAMS),
+        TypeError,
+        r"args\[1\], which is float16",
+    ),
+    "float16 closure": (
+        lambda: jax.grad(
+            lambda p: jnp.sum(scale_backward(lambda x: x @ p)(X.astype(HALF)).astype(jnp.float32))
+        )(jnp.ones((8, 8), HALF)),
+        TypeError,
+        "closes over, which is float16",
+    ),
+    "float16 output": (
+        lambda: jax.grad(
+            lambda p: jnp.sum(scale_backward(lambda p: {"y": net(p, X).astype(HALF)})(p)["y"])
+        )(PARAMS),
+        TypeError,
+        r"output \['y'\] is float16.*astype\(jnp.float32\)",
+    ),
+    "float16 output under autocast": (
+        lambda: jax.grad(
+            jaxscale.autocast(
+                lambda p: jnp.sum(scale_backward(lambda p: net(p, X).astype(HALF))(p))
+            )
+        )(PARAMS),
+        TypeError,
+        "output is float16",
+    ),
+}
+
+
+@cases("name", ERRORS)
+def test_errors_say_what_to_do(name):
+    call, kind, message = ERRORS[name]
+    with pytest.raises(kind, match=re.compile(f"scale_backward.*{message}", re.DOTALL)):
+        call()
+
+
+def test_a_debugger_of_nans_sees_none_in_a_pass_that_is_repeated():
+    with jax.debug_nans(True):
+        grads = jax.jit(jax.grad(scale_backward(loss_of(net), HIGH)))(PARAMS)
+    assert error(grads, REFERENCE, SMALL) < ACCURACY
+
+
+SIZES = [2.0**-149, 2.0**-126, 3e-20, 0.999, 1.0, 1.5, 65504.0, 3e38]
+
+
+@cases("size", SIZES)
+def test_the_power_is_exact(size):
+    power = float(_power(jnp.array([size, 0.0, size / 4], jnp.float32), 4))
+    expected = np.clip(-np.floor(np.log2(np.float64(np.float32(size)))), -126, 126)
+    assert power == 2.0**expected
+    assert _power(jnp.array([size, jnp.inf], jnp.float32), 4) == 1
+    assert _power(jnp.array([1.0, 2.0**-14], jnp.float32), 4) == 4
+    assert _power(jnp.array([1.0, 2.0**-40], jnp.float32), 4) == 16
+
+
+# Two devices with losses of different size.
+FACTORS = jnp.array([2.0**-30, 2.0**-34])
+XS, YS = jnp.concatenate([X, X / 2]), jnp.concatenate([Y, Y])
+P = PartitionSpec
+
+
+def local_loss(model, p, x, y, factor):
+    return jnp.sum(factor) * jnp.mean((model(p, x) - y) ** 2)
+
+
+def sum_over_devices():
+    grads = [
+        jax.grad(functools.partial(local_loss, net32))(PARAMS, x, Y, factor)
+        for x, factor in zip((X, X / 2), FACTORS, strict=True)
+    ]
+    return jax.tree.map(jnp.add, *grads)
+
+
+def sharded_parameters(p, x, y, factor):
+    w = jax.lax.all_gather(p["w"], "d", axis=2, tiled=True)
+    return jax.lax.psum(local_loss(net, p | {"w": w}, x, y, factor), "d")
+
+
+def summed_loss(*args):
+    return jax.lax.psum(local_loss(net, *args), "d")
+
+
+MAPPED = {
+    # the loss of a device, the spec of w, whether devices sum the gradients themselves
+    "loss": (functools.partial(local_loss, net), P()),
+    "sum inside": (summed_loss, P()),
+    "sharded parameters": (sharded_parameters, P(None, None, "d")),
+}
+
+
+@cases(
+    "name, scale, checked",
+    [
+        (n, s, c)
+        for n in MAPPED
+        for s in ("auto", HIGH)
+        for c in (True, False)
+        if n != "sharded parameters" or c
+    ],
+    fast=[("loss", HIGH, True), ("sum inside", HIGH, False)],
+)
+def test_devices_of_a_shard_map_agree_by_themselves(name, scale, checked):
+    fun, spec = MAPPED[name]
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+
+    def grads(*args):
+        g = jax.grad(scale_backward(fun, scale))(*args)
+        if checked:
+            return g
+        return jax.tree.map(lambda g: jax.lax.psum(g, "d") / (1 if name == "loss" else 2), g)
+
+    specs = {"w": spec, "b": P()}
+    mapped = jax.shard_map(
+        *(grads,),
+        mesh=mesh,
+        in_specs=(specs, P("d"), P("d"), P("d")),
+        out_specs=specs,
+        **{half_programs.CHECK: checked},
+    )
+    assert error(jax.jit(mapped)(PARAMS, XS, YS, FACTORS), sum_over_devices()) < ACCURACY
+
+
+@cases(
+    "name, scale, axis_name",
+    [("loss", "auto", None), ("loss", HIGH, None), ("loss", HIGH, "d"), ("sum inside", HIGH, None)],
+    fast=[("sum inside", HIGH, None)],
+)
+def test_devices_of_a_pmap_do_not_wait_for_each_other(name, scale, axis_name):
+    fun, _ = MAPPED[name]
+
+    def grads(*args):
+        g = jax.grad(scale_backward(fun, scale, axis_name=axis_name))(*args)
+        return jax.tree.map(lambda g: jax.lax.psum(g, "d") / (1 if name == "loss" else 2), g)
+
+    mapped = jax.pmap(grads, "d", in_axes=(None, 0, 0, 0), devices=jax.devices()[:2])
+    found = mapped(PARAMS, XS.reshape(2, 4, 8), YS.reshape(2, 4, 8), FACTORS)
+    assert error(jax.tree.map(lambda g: g[0], found), sum_over_devices()) < ACCURACY
+
+
+def test_axes_that_are_told_apart_are_left_alone_where_nothing_differs():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    fun = scale_backward(loss_of(net), HIGH, axis_name="d")
+    mapped = jax.shard_map(jax.grad(fun), mesh=mesh, in_specs=P(), out_specs=P())
+    assert error(jax.jit(mapped)(PARAMS), REFERENCE, SMALL) < ACCURACY
+    assert not collective_axes(jax.make_jaxpr(loss_of(net))(PARAMS))
+
+
+@cases("kind", ["Auto", "Explicit"], fast=["Auto"])
+def test_sharded_over_eight_devices(kind):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(getattr(AxisType, kind),))
+    with jax.sharding.use_mesh(mesh) if hasattr(jax.sharding, "use_mesh") else jax.set_mesh(mesh):
+        params = jax.device_put(PARAMS, jax.NamedSharding(mesh, P()))
+        x, y = (
+            jax.device_put(jnp.tile(a, (2, 1)), jax.NamedSharding(mesh, P("d"))) for a in (X, Y)
+        )
+        grads = jax.jit(jax.grad(scale_backward(loss_of(net), HIGH)))(params, x, y)
+    assert error(jax.device_get(grads), REFERENCE, SMALL) < ACCURACY

@@ -1,0 +1,219 @@
+"""`scale_backward` with models of other libraries, and in training steps that nobody edits."""
+
+import functools
+import inspect
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tables import assert_same_bits, cases
+
+import jaxscale
+from jaxscale import scale_backward
+
+pytestmark = pytest.mark.standard_promotion
+
+HALF, SMALL = jnp.float16, 2.0**-30
+rng = np.random.default_rng(0)
+X = jnp.asarray(rng.standard_normal((16, 8)), jnp.float32)
+Y = jnp.asarray(rng.standard_normal((16, 4)), jnp.float32)
+
+
+def assert_near(got, expected, factor=SMALL):
+    """Gradients are those of float32 but for float16's accuracy, which a normalization doubles."""
+    got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
+    norm = np.sqrt(sum(np.sum(np.square(e, dtype=np.float64)) for e in expected))
+    for g, e in zip(got, expected, strict=True):
+        assert np.linalg.norm(np.asarray(g, np.float64) / factor - e) < 5e-3 * norm
+
+
+class Linen(nn.Module):
+    dtype: object = HALF
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.Dense(16, dtype=self.dtype)(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=not train, dtype=self.dtype)(x))
+        self.sow("intermediates", "hidden", x)
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        return nn.Dense(4, dtype=self.dtype)(x).astype(jnp.float32)
+
+
+class Scaled(Linen):
+    """What a trainer can be given that calls `model.apply` itself."""
+
+    def apply(self, *args, **kwargs):
+        return scale_backward(super().apply)(*args, **kwargs)
+
+
+def linen_loss(apply, factor):
+    def loss_fn(params, variables, key):
+        out, updates = apply(
+            {"params": params} | variables,
+            X,
+            train=True,
+            rngs={"dropout": key},
+            mutable=["batch_stats", "intermediates"],
+        )
+        return factor * jnp.mean((out - Y) ** 2), updates
+
+    return loss_fn
+
+
+LINEN = {
+    "apply": lambda: linen_loss(scale_backward(Linen().apply), SMALL),
+    "subclass": lambda: linen_loss(Scaled().apply, SMALL),
+    "loss": lambda: scale_backward(linen_loss(Linen().apply, SMALL)),
+}
+
+
+@cases("place", LINEN, fast=["subclass"])
+def test_linen_with_mutable_collections(place):
+    variables = Linen().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+    params, rest = variables["params"], {"batch_stats": variables["batch_stats"]}
+    assert jax.tree.structure(variables) == jax.tree.structure(
+        Scaled().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+    )
+    args = params, rest, jax.random.key(2)
+    (loss, updates), grads = jax.jit(jax.value_and_grad(LINEN[place](), has_aux=True))(*args)
+    plain = linen_loss(Linen().apply, SMALL)
+    (expected_loss, expected_updates), _ = jax.jit(jax.value_and_grad(plain, has_aux=True))(*args)
+    assert_same_bits((loss, updates), (expected_loss, expected_updates))
+    _, reference = jax.value_and_grad(linen_loss(Linen(jnp.float32).apply, 1.0), has_aux=True)(
+        *args
+    )
+    assert_near(grads, reference)
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs, dtype=HALF):
+        self.first = nnx.Linear(8, 16, dtype=dtype, rngs=rngs)
+        self.lora = nnx.LoRA(16, 2, 16, dtype=dtype, rngs=rngs)
+        self.lora.lora_b[...] = jnp.full((2, 16), 0.1)
+        self.norm = nnx.BatchNorm(16, dtype=dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(16, 4, dtype=dtype, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        x = self.first(x)
+        x = self.dropout(nnx.relu(self.norm(x + self.lora(x))))
+        return self.last(x).astype(jnp.float32)
+
+    def loss(self, factor=SMALL):
+        return factor * jnp.mean((self(X) - Y) ** 2)
+
+
+NNX = {
+    "loss": lambda m: scale_backward(lambda m: m.loss())(m),
+    "module": lambda m: SMALL * jnp.mean((scale_backward(m)(X) - Y) ** 2),
+    "method": lambda m: scale_backward(m.loss)(),
+    "keyword": lambda m: scale_backward(lambda *, model: model.loss())(model=m),
+}
+
+
+@cases(
+    "place, wrt",
+    [(place, wrt) for place in NNX for wrt in ("all", "LoRA")],
+    fast=[("loss", "LoRA"), ("module", "all")],
+)
+def test_nnx_keeps_what_the_forward_pass_changes(place, wrt):
+    plain, scaled, full = (Network(nnx.Rngs(0), dtype) for dtype in (HALF, HALF, jnp.float32))
+    argnums = 0 if wrt == "all" else nnx.DiffState(0, nnx.LoRAParam)
+
+    def run(loss, model):
+        return nnx.jit(nnx.value_and_grad(loss, argnums=argnums))(model)
+
+    loss, grads = run(NNX[place], scaled)
+    expected, _ = run(lambda m: m.loss(), plain)
+    _, reference = run(lambda m: m.loss(1.0), full)
+    assert_same_bits(loss, expected)
+    assert_near(grads, reference)
+    assert scaled.calls[...] == 1
+    numbers = nnx.state(scaled, nnx.Not(nnx.RngKey)), nnx.state(plain, nnx.Not(nnx.RngKey))
+    assert_same_bits(*map(nnx.to_pure_dict, numbers))
+
+
+class Equinox(eqx.Module):
+    layers: list
+    act: object
+
+    def __call__(self, x, *, dtype=HALF):
+        for layer in self.layers:
+            w, b = layer.weight.astype(dtype), layer.bias.astype(dtype)
+            x = self.act(x.astype(dtype) @ w.T + b)
+        return x.astype(jnp.float32)
+
+
+def equinox_loss(call, factor=SMALL):
+    return lambda model: factor * jnp.mean((call(model)(X) - Y) ** 2)
+
+
+EQUINOX = {
+    "loss": scale_backward(equinox_loss(lambda model: model)),
+    "module": equinox_loss(scale_backward),
+    "method": equinox_loss(lambda model: scale_backward(model.__call__)),
+}
+
+
+@cases("place", EQUINOX, fast=["module"])
+def test_equinox(place):
+    keys = jax.random.split(jax.random.key(0))
+    layers = [eqx.nn.Linear(8, 16, key=keys[0]), eqx.nn.Linear(16, 4, key=keys[1])]
+    model = Equinox(layers, jnp.tanh)
+    _, grads = eqx.filter_jit(eqx.filter_value_and_grad(EQUINOX[place]))(model)
+    full = equinox_loss(lambda model: functools.partial(model, dtype=jnp.float32), 1.0)
+    assert_near(grads, eqx.filter_grad(full)(model))
+
+
+def fit(loss_fn, tx, batches, params):
+    """Somebody else's trainer: it differentiates, updates and hands over keywords by name."""
+    names = list(inspect.signature(loss_fn).parameters)
+    assert names == ["params", "inputs", "targets"]
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, **batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = tx.init(params)
+    for batch in batches:
+        params, state, loss = step(params, state, batch)
+    return float(loss), state
+
+
+def trained(dtype, wrap=lambda f: f, tx=None, bad=()):
+    model = nn.Sequential([nn.Dense(16, dtype=dtype), nn.tanh, nn.Dense(4, dtype=dtype)])
+    params = model.init(jax.random.key(0), X)
+
+    def loss_fn(params, inputs, targets):
+        out = model.apply(params, inputs).astype(jnp.float32)
+        return 2.0**-22 * jnp.mean((out - targets) ** 2)
+
+    batches = [{"inputs": X * (jnp.inf if i in bad else 1), "targets": Y} for i in range(60)]
+    # Adam divides by the size of gradients, and so does not see the factor.
+    loss, state = fit(wrap(loss_fn), tx or optax.adam(1e-2, eps=1e-20), batches, params)
+    return loss * 2.0**22, state
+
+
+def test_a_trainer_that_nobody_edits_trains_as_in_float32():
+    full, half, scaled = (
+        trained(dtype, wrap)[0]
+        for dtype, wrap in (
+            (jnp.float32, lambda f: f),
+            (HALF, lambda f: f),
+            (HALF, scale_backward),
+        )
+    )
+    assert abs(scaled / full - 1) < 0.02 < abs(half / full - 1)
+    tx = jaxscale.skip_nonfinite(optax.adam(1e-2, eps=1e-20))
+    skipped, state = trained(HALF, scale_backward, tx, bad=(3, 30))
+    assert state.total_notfinite == 2
+    assert abs(skipped / full - 1) < 0.1
