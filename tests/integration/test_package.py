@@ -135,10 +135,10 @@ def test_every_file_says_what_it_is_for_and_asserts_nothing():
 
 CONTRACT = """
 AdaptiveLossScale AdaptiveState DynamicLossScale FixedLossScale LossScale LossScaleState
-LossScaleStuckError LossScaledState MultiStepsState NoOpLossScale SpikeRule SpikeState
-all_finite apply_gradients as_loss_scale autocast check flax.TrainState flax.train_step from_state_dict full_precision grad
-loss_scaled metrics multi_steps nnx.train_step scale skip_nonfinite to_state_dict train_step
-scale_backward tree_where unscale value_and_grad
+LossScaleStuckError LossScaledState MultiStepsState NoOpLossScale SpikeRule SpikeState all_finite
+apply_gradients as_loss_scale autocast check flax.TrainState flax.train_step from_state_dict
+full_precision grad loss_scaled metrics multi_steps nnx.train_step scale scale_backward
+skip_nonfinite to_state_dict train_step tree_where unscale value_and_grad
 """
 FIELDS = {
     "LossScaleState": "loss_scale growth_tracker hysteresis_tracker",
