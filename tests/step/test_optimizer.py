@@ -22,6 +22,7 @@ from tables import (
     step,
     wide,
 )
+from training import x64
 
 import jaxscale
 
@@ -55,11 +56,11 @@ def copied(tree):
     fast=[
         ("dynamic", "adam", "eager"),
         ("dynamic", "noisy", "accelerator"),
-        ("dynamic", "lion_clipped", "apply"),
-        ("everything", "adamw_clipped", "update"),
+        ("everything", "adam", "apply"),
     ],
 )
-def test_a_run_is_that_of_the_inner_optimizer_on_its_good_steps(wrapper, inner, way, monkeypatch):
+def test_bad_steps_leave_no_trace(wrapper, inner, way, monkeypatch):
+    """A run ends with the bits of one on its good steps, but for the scale and the counters."""
     (policy, options), inner = WRAPPERS[wrapper], INNERS[inner]
     tx = jaxscale.loss_scaled(inner, policy, **options)
     chosen, traces = [], []
@@ -95,6 +96,7 @@ def test_a_run_is_that_of_the_inner_optimizer_on_its_good_steps(wrapper, inner, 
                 assert not after["grads_finite"]
                 assert after["notfinite_count"] == before["notfinite_count"] + 1
                 assert after["total_notfinite"] == before["total_notfinite"] + 1
+                assert "max_norm" not in options or after["grad_norm"] == jnp.inf
             params, state = new, new_state
             assert (state.total_steps, state.total_notfinite_loss) == (i + 1, 0)
             if i == 0:
@@ -158,7 +160,7 @@ def recording(seen):
     return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
 
-def test_inner_sees_float32_views_and_extra_arguments_untouched():
+def test_the_inner_optimizer_sees_float32_and_extra_arguments_untouched():
     seen = []
     tx = jaxscale.loss_scaled(recording(seen))
     extra = {"value": jnp.array(3.0), "value_fn": jnp.sum, "other": {"a": "text"}}
@@ -196,16 +198,18 @@ def test_one_program_serves_all_platforms_and_a_cpu_alone_branches(monkeypatch):
     assert " conditional(" not in selecting.compile().as_text()
 
 
-def test_counters_saturate():
+def test_counters_stay_at_their_largest_value():
     tx = jaxscale.loss_scaled(optax.sgd(0.1))
     top = jnp.array(jnp.iinfo(jnp.int32).max, jnp.int32)
-    names = ["notfinite_count", "total_notfinite", "total_notfinite_loss", "total_steps"]
-    state = tx.init(PARAMS)._replace(**dict.fromkeys(names, top))
-    _, state = jax.jit(tx.update)(BADS[0], state, PARAMS, value=jnp.array(jnp.nan))
-    assert all(getattr(state, name) == top for name in names)
+    state = tx.init(PARAMS)
+    names = [name for name, leaf in state._asdict().items() if avals(leaf) == "int32[]"]
+    state = state._replace(**dict.fromkeys(names, top))
+    for value in (0.0, jnp.nan):  # an overflow, then a bad loss
+        _, state = tx.update(BADS[0], state, PARAMS, value=jnp.array(value))
+        assert {name: int(getattr(state, name)) for name in names} == dict.fromkeys(names, top)
 
 
-def test_never_gives_up():
+def test_a_run_of_bad_steps_never_gives_up():
     tx = jaxscale.loss_scaled(INNERS["adam"], DYNAMIC)
 
     def body(carry, _):
@@ -235,8 +239,8 @@ def test_weakly_typed_states_and_parameters_do_not_compile_twice():
 
 
 @pytest.mark.slow
-def test_avals_never_change_with_64_bit_numbers_on():
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+def test_types_never_change_with_64_bit_numbers_on():
+    with x64():
         params = PARAMS | {"b": jnp.array(0.5, jnp.float64)}
         for policy in POLICIES.values():
             tx = jaxscale.loss_scaled(optax.adam(0.1), policy)
