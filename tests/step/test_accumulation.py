@@ -161,9 +161,8 @@ MIXED = {
 
 @cases("inner, drop", itertools.product(INNERS, DROPS), fast=[("adamw_clipped", "window")])
 def test_bad_micro_batches_leave_no_trace(inner, drop):
-    length, mixed = MIXED[drop]
     outcomes = []
-    for length, sequence, bad in ((length, mixed, 4), (2, GOOD[:4], 0)):
+    for length, sequence, bad in ((*MIXED[drop], 4), (2, GOOD[:4], 0)):
         tx = windowed(INNERS[inner], length, drop=drop)
         step = functools.partial(jaxscale.apply_gradients, tx)
         if drop == "window":  # windows of two and of four are two programs, which may differ

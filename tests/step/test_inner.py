@@ -174,26 +174,6 @@ def test_checked_updates_cost_a_window_its_step_and_no_more():
     assert updates.tolist() == [0.5, 0.5]
 
 
-def test_the_loss_is_handed_to_who_takes_it():
-    seen = []
-
-    def update(updates, state, params=None, *, value=None, **extra):
-        seen.append((value, extra))
-        return updates, state
-
-    def init(params):
-        return optax.EmptyState()
-
-    takes = optax.GradientTransformationExtraArgs(init, update)
-    refuses = optax.GradientTransformationExtraArgs(
-        init, lambda updates, state, params=None, *, other=None: (updates, state)
-    )
-    for inner in (takes, refuses):
-        tx = jaxscale.loss_scaled(inner)
-        tx.update(GRADS, tx.init(PARAMS), PARAMS, value=2.0, other=3)
-    assert seen == [(2.0, {"other": 3})]
-
-
 # What `multi_steps` must not make up: with a loss of 0 the first two stand still.
 NEED_A_LOSS = {
     "polyak_sgd": optax.polyak_sgd(),

@@ -264,43 +264,6 @@ def test_the_parameters_to_evaluate_of_schedule_free(dtype):
     np.testing.assert_allclose(evaluated["w"], (y - (1 - b1) * z) / b1, rtol=1e-4, atol=1e-5)
 
 
-def test_a_plateau_is_one_of_good_losses():
-    inner = optax.contrib.reduce_on_plateau(factor=0.5, patience=2, cooldown=0)
-    tx = jaxscale.loss_scaled(optax.chain(optax.sgd(1.0), inner))
-    update = jax.jit(tx.update)
-
-    def scales(losses):
-        state, outcome = tx.init(MLP), []
-        for loss in losses:
-            _, state = update(MLP, state, MLP, value=jnp.array(loss, jnp.float32))
-            outcome.append(float(optax.tree_utils.tree_get(state.inner_state, "scale")))
-        return outcome, state.inner_state
-
-    nan = float("nan")
-    alone, expected = scales([1.0, 1.0, 1.0, 1.0])
-    mixed, inner_state = scales([1.0, nan, 1.0, INF, nan, 1.0, nan, 1.0])
-    assert alone == [1.0, 1.0, 0.5, 0.5]
-    assert mixed == [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5]
-    assert_same_bits(inner_state, expected)
-
-
-@cases("dtype", ["float32", "bfloat16"], fast=["bfloat16"])
-def test_a_moving_average_of_parameters_stands_still_on_a_skipped_step(dtype):
-    tx = jaxscale.loss_scaled(optax.adam(1e-2), DYNAMIC)
-    params = mlp(dtype)
-    average = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-    step_of_two = trainer(tx, mlp_loss)
-
-    def train_step(carry, batch):
-        params, state, average = carry
-        params, state = step_of_two((params, state), batch)
-        new = jax.tree.map(lambda p, a: 0.9 * a + 0.1 * p.astype(a.dtype), params, average)
-        return params, state, jaxscale.tree_where(state.grads_finite, new, average)
-
-    last = assert_bad_steps_leave_no_trace(train_step, (params, tx.init(params), average))
-    assert not jnp.array_equal(last[2]["w"], average["w"])
-
-
 @cases("dtype", [*HALVES, "float32", "complex64"], fast=["complex64"])
 def test_a_skipped_step_keeps_the_signs_of_zeros(dtype):
     # Of both parts of a complex number.

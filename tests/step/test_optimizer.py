@@ -150,32 +150,35 @@ def test_a_bad_loss_skips_and_leaves_the_scale_alone():
     assert (state.scaling.loss_scale, state.total_notfinite_loss) == (2.0**14, 0)
 
 
-def recording(seen):
-    """A transformation that notes what reaches it."""
+def test_the_inner_optimizer_sees_float32_and_extra_arguments_untouched():
+    seen = []
 
     def update(updates, state, params=None, **extra_args):
         seen.append((updates, params, extra_args))
         return updates, state
 
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    def with_value(updates, state, params=None, *, value=None, **extra_args):
+        return update(updates, state, params, value=value, **extra_args)
 
+    def refuses(updates, state, params=None, *, value_fn=None, other=None):
+        return updates, state
 
-def test_the_inner_optimizer_sees_float32_and_extra_arguments_untouched():
-    seen = []
-    tx = jaxscale.loss_scaled(recording(seen))
     extra = {"value": jnp.array(3.0), "value_fn": jnp.sum, "other": {"a": "text"}}
-    tx.update(PARAMS, tx.init(PARAMS), params=PARAMS, **extra)  # by keyword, as MultiSteps does
-    updates, params, received = seen[0]
-    assert avals(updates) == avals(wide(PARAMS))
-    assert_same_bits(params, wide(PARAMS))
-    assert received.keys() == extra.keys()
-    assert all(received[name] is extra[name] for name in extra)
-    tx.update(PARAMS, tx.init(PARAMS))
-    assert seen[1][1:] == (None, {})
+    for takes in (update, with_value, refuses):
+        inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), takes)
+        tx = jaxscale.loss_scaled(inner)
+        tx.update(PARAMS, tx.init(PARAMS), params=PARAMS, **extra)  # by keyword, as MultiSteps does
+    assert len(seen) == 2
+    for updates, params, received in seen:
+        assert avals(updates) == avals(wide(PARAMS))
+        assert_same_bits(params, wide(PARAMS))
+        assert received.keys() == extra.keys()
+        assert all(received[name] is extra[name] for name in extra)
     # One that takes no extra arguments.
     plain = optax.GradientTransformation(lambda _: (), lambda u, s, p=None: (u, s))
     tx = jaxscale.loss_scaled(plain)
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.array(1.0))
+    tx.update(PARAMS, tx.init(PARAMS))
 
 
 def test_one_program_serves_all_platforms_and_a_cpu_alone_branches(monkeypatch):
