@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from jaxprs import equations
+
+from jaxscale._autocast import table
 
 CHECK = "check_vma" if "check_vma" in jax.shard_map.__kwdefaults__ else "check_rep"
 P = PartitionSpec
@@ -281,19 +284,6 @@ def own_precision(p, x):
 PROGRAMS["own_precision"] = own_precision, (PARAMS, X)
 
 
-def equations(jaxpr):
-    """All equations of a jaxpr, those of the programs that its equations hold among them."""
-    waiting = [getattr(jaxpr, "jaxpr", jaxpr)]
-    while waiting:
-        for eqn in waiting.pop().eqns:
-            yield eqn
-            for value in eqn.params.values():
-                for each in value if isinstance(value, tuple | list) else (value,):
-                    inner = getattr(each, "jaxpr", each)
-                    if hasattr(inner, "eqns"):
-                        waiting.append(inner)
-
-
 def dtypes(eqn):
     """The dtypes of the floating-point arrays of an equation."""
     avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
@@ -302,3 +292,13 @@ def dtypes(eqn):
         for aval in avals
         if hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
     }
+
+
+def primitives(fun, *args):
+    """The primitives of a function, each with the dtypes that it takes and returns."""
+    return [(e.primitive.name, dtypes(e)) for e in equations(jax.make_jaxpr(fun)(*args))]
+
+
+def products(fun, *args):
+    """The dtypes of each matrix product and convolution of a function."""
+    return [kinds for name, kinds in primitives(fun, *args) if name in table.PRODUCTS]
