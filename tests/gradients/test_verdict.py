@@ -24,6 +24,7 @@ DTYPES = ["float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "com
 # More of one shape than are put together, and some of another.
 SHAPES = {f"{i:02}": (3,) for i in range(66)} | {"a": (2, 2), "b": (2, 2), "c": (), "d": (0,)}
 BAD = {"inf": np.inf, "-inf": -np.inf, "NaN": np.nan}
+PLACED = ["one device", "several"]
 
 
 def finite(tree, **how):
@@ -31,24 +32,23 @@ def finite(tree, **how):
 
 
 def of_quotients(tree, **how):
-    state = jaxscale.DynamicLossScale(init_scale=2.0**4).init()
-    return finite(jaxscale.unscale(state, tree), **how)
+    return finite(jaxscale.unscale(jaxscale.FixedLossScale(16).init(), tree), **how)
 
 
 def of_sizes(tree, divisor=None, **how):
-    divisor = None if divisor is None else jnp.float32(divisor)
-    return sizes(Scaled(tree, divisor), **how).finite()
+    return sizes(Scaled(tree, None if divisor is None else jnp.float32(divisor)), **how).finite()
 
 
+partial = functools.partial
 VERDICTS = {
     "public": jaxscale.all_finite,
-    "with squares": functools.partial(finite, squares=True),
-    "by leaf": functools.partial(finite, by_leaf=True),
+    "with squares": partial(finite, squares=True),
+    "by leaf": partial(finite, by_leaf=True),
     "of quotients": of_quotients,
-    "of quotients with squares": functools.partial(of_quotients, squares=True),
+    "of quotients with squares": partial(of_quotients, squares=True),
     "of the largest": of_sizes,
-    "of the largest by leaf": functools.partial(of_sizes, by_leaf=True),
-    "of the largest, divided": functools.partial(of_sizes, divisor=2.0**4),
+    "of the largest by leaf": partial(of_sizes, by_leaf=True),
+    "of the largest, divided": partial(of_sizes, divisor=2.0**4),
 }
 
 
@@ -62,9 +62,6 @@ def filled(dtype, value=1.0):
     return {name: np.full(shape, value, jnp.dtype(dtype)) for name, shape in SHAPES.items()}
 
 
-PLACED = ["one device", "several"]
-
-
 @cases(
     "name, dtype, placed",
     itertools.product(VERDICTS, DTYPES, PLACED),
@@ -76,6 +73,8 @@ def test_no_element_of_any_leaf_is_overlooked(name, dtype, placed, request):
     verdict = jax.jit(lambda tree: VERDICTS[name](tree))
     tree = filled(dtype)
     assert verdict(tree)
+    for value in (largest := float(jnp.finfo(dtype).max), -largest):
+        assert verdict(filled(dtype, value))
     for leaf, shape in SHAPES.items():
         for i in range(int(np.prod(shape))):
             bad = list(BAD.values())[i % 3]
@@ -84,25 +83,13 @@ def test_no_element_of_any_leaf_is_overlooked(name, dtype, placed, request):
             assert not verdict(tree | {leaf: spoiled}), (leaf, i)
 
 
-@cases(
-    "name, dtype",
-    itertools.product(VERDICTS, DTYPES),
-    fast=[("public", "float32"), ("of the largest, divided", "float16")],
-)
-def test_no_finite_number_is_too_large(name, dtype, one_device):
-    largest = float(jnp.finfo(dtype).max)
-    for value in (largest, -largest):
-        assert jax.jit(lambda tree: VERDICTS[name](tree))(filled(dtype, value))
-
-
 def reductions(fun, *args):
     """How many reductions are in a program, and how many numbers they take in."""
-    equations = list(jax.make_jaxpr(fun)(*args).eqns)
-    found = [eqn for eqn in equations if eqn.primitive.name.startswith("reduce_")]
+    found = [e for e in jax.make_jaxpr(fun)(*args).eqns if e.primitive.name.startswith("reduce_")]
     return len(found), sum(eqn.invars[0].aval.size for eqn in found)
 
 
-@pytest.mark.parametrize("squares", [False, True])
+@cases("squares", [False, True])
 def test_leaves_of_one_type_are_reduced_as_one(squares, one_device):
     tree = {f"w{i}": jnp.ones((4, 2)) for i in range(70)}
     tree |= {"b": jnp.ones(8), "half": jnp.ones((4, 2), jnp.bfloat16)}
@@ -196,7 +183,6 @@ def test_inside_of_shard_map_they_are_put_together():
 
 KINDS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 KINDS += ["float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2fnuz"]
-KINDS = [kind for kind in KINDS if kind.startswith("complex") or hasattr(jnp, kind)]
 
 
 def random_tree(rng):
@@ -208,15 +194,13 @@ def random_tree(rng):
         if kind.startswith("complex"):
             leaf = leaf + 1j * rng.standard_normal(shape)
         leaves.append(np.asarray(leaf).astype(jnp.dtype(kind)))
-    i = rng.integers(len(leaves))
-    if leaves[i].size and rng.random() < 0.8:
-        parts = leaves[i].reshape(-1).copy()
+    leaf = leaves[rng.integers(len(leaves))]
+    if leaf.size and rng.random() < 0.8:
         bad = [np.inf, -np.inf, np.nan][rng.integers(3)]
-        if np.iscomplexobj(parts):
+        if np.iscomplexobj(leaf):
             bad = complex(bad, 1) if rng.random() < 0.5 else complex(1, bad)
         with np.errstate(invalid="ignore"):
-            parts[rng.integers(parts.size)] = bad  # float8 without an inf has a NaN for it
-        leaves[i] = parts.reshape(leaves[i].shape)
+            leaf.flat[rng.integers(leaf.size)] = bad  # float8 without an inf has a NaN for it
     return {str(i): leaf for i, leaf in enumerate(leaves)}
 
 
@@ -227,21 +211,20 @@ def numpy_says(leaf):
 
 @pytest.mark.standard_promotion
 @cases(
-    "placed, seeds", [("one device", 3), *itertools.product(PLACED, [24])], fast=[("one device", 3)]
+    "placed, seeds", [("one device", 2), *itertools.product(PLACED, [24])], fast=[("one device", 2)]
 )
 def test_the_verdict_is_that_of_numpy(placed, seeds, request):
     if placed == "one device":
         request.getfixturevalue("one_device")
     rng = np.random.default_rng(0)
+    both, skip = {"max_norm": 1.0, "track_leaves": True}, jaxscale.skip_nonfinite
     optimizers = {
-        "": jaxscale.skip_nonfinite(optax.identity()),
-        "tracked": jaxscale.skip_nonfinite(optax.identity(), track_leaves=True),
-        "clipped": jaxscale.skip_nonfinite(optax.identity(), max_norm=1.0),
-        "both": jaxscale.skip_nonfinite(optax.identity(), max_norm=1.0, track_leaves=True),
+        "": skip(optax.identity()),
+        "tracked": skip(optax.identity(), track_leaves=True),
+        "clipped": skip(optax.identity(), max_norm=1.0),
+        "both": skip(optax.identity(), **both),
         "sized": jaxscale.loss_scaled(optax.identity(), "adaptive"),
-        "sized, both": jaxscale.loss_scaled(
-            optax.identity(), "adaptive", max_norm=1.0, track_leaves=True
-        ),
+        "sized, both": jaxscale.loss_scaled(optax.identity(), "adaptive", **both),
     }
     with x64():
         for seed in range(seeds):
