@@ -147,20 +147,20 @@ def test_what_is_not_an_array_passes_through_everything(leaf):
 
 
 # What makes a leaf that is not an array, and each time another object that is equal to the last.
-EQUAL = {
-    "array of text": lambda: np.array(["a", "b"]),
-    "array of objects": lambda: np.array([None, 1]),
-    "text of NumPy": lambda: np.str_("a"),
-    "record": lambda: np.zeros(2, [("x", "f4")]),
-    "dataclass": lambda: jaxscale.DynamicLossScale(init_scale=2.0),
-    "aval": lambda: jax.ShapeDtypeStruct((2,), jnp.float32),
-    "Linen module": lambda: nn.Dense(2, dtype=jnp.float16),
-}
+EQUAL = [
+    lambda: np.array(["a", "b"]),
+    lambda: np.array([None, 1]),
+    lambda: np.str_("a"),
+    lambda: np.zeros(2, [("x", "f4")]),
+    lambda: jaxscale.DynamicLossScale(init_scale=2.0),
+    lambda: jax.ShapeDtypeStruct((2,), jnp.float32),
+    lambda: nn.Dense(2, dtype=jnp.float16),
+]
 
 
-@pytest.mark.parametrize("leaf", EQUAL)
-def test_what_is_not_an_array_is_compared_by_its_value(leaf):
-    first, second = EQUAL[leaf](), EQUAL[leaf]()
+@pytest.mark.parametrize("make", EQUAL)
+def test_what_is_not_an_array_is_compared_by_its_value(make):
+    first, second = make(), make()
     assert first is not second
     for pred in (True, False):
         assert jaxscale.tree_where(pred, [first], [second])[0] is first
@@ -199,11 +199,9 @@ def test_tree_where_takes_every_kind_of_leaf():
     for pred, expected in ((True, PASSIVE), (np.bool_(False), other)):
         chosen = jaxscale.tree_where(pred, PASSIVE, other)
         assert jax.tree.structure(chosen) == jax.tree.structure(PASSIVE)
-        assert chosen["key"] == expected["key"]
-        assert chosen["int"].tolist() == expected["int"].tolist()
-        assert chosen["python_int"] == expected["python_int"]
-        assert chosen["text"] == "no array"
-        assert chosen["float0"].dtype == jax.dtypes.float0
+        assert (chosen["text"], chosen["float0"].dtype) == ("no array", jax.dtypes.float0)
+        for name in ("int", "bool", "key", "python_int"):
+            assert jnp.all(chosen[name] == expected[name])
 
 
 MEETING = ["bool", "int8", "uint8", "int32", "uint32", "float8_e5m2", "float16", "bfloat16"]
@@ -309,37 +307,20 @@ def test_what_holds_no_numbers_meets_none():
                     jaxscale.tree_where(True, a, b)
 
 
-@cases("dtype", ["float32", "complex64", "float64", "complex128"], fast=["complex128"])
-def test_the_largest_of_finite_numbers_is_finite(dtype):
-    most = np.finfo(np.float32).max
-
-    def largest(leaves):
-        return _verdict.largest(Scaled(leaves))
-
-    with x64():
-        info = np.finfo(dtype)
-        for number in (info.max, info.max / 4, 1.5, info.smallest_normal):
-            number = np.asarray(number, dtype) * (1 + 1j if "complex" in dtype else -1)
-            leaves = [np.asarray([number, 0 * number]), np.zeros((0, 2), dtype)]
-            assert jaxscale.all_finite(leaves)
-            for find in (largest, jax.jit(largest)):
-                assert find(leaves) == np.float32(min(abs(number.real), most))
-                assert avals(find(leaves)) == "float32[]"
+LOGMAX = {
+    "preset": presets.openseq2seq_logmax(),
+    "quick": presets.openseq2seq_logmax(beta1=0.0, beta2=0.0),
+    "class": presets.LogMaxLossScale(beta1=0.5),
+}
 
 
 @cases(
     "policy, dtype",
-    itertools.product(
-        ["preset", "quick", "class"], ["float32", "complex64", "float64", "complex128"]
-    ),
-    fast=[("quick", "float32")],
+    itertools.product(LOGMAX, ["float32", "complex64", "float64", "complex128"]),
+    fast=[("quick", "complex128")],
 )
 def test_no_finite_gradient_ruins_logmax_for_good(policy, dtype):
-    policy = {
-        "preset": presets.openseq2seq_logmax(),
-        "quick": presets.openseq2seq_logmax(beta1=0.0, beta2=0.0),
-        "class": presets.LogMaxLossScale(beta1=0.5),
-    }[policy]
+    policy = LOGMAX[policy]
     with x64():
         info = np.finfo(dtype)
         extremes = [info.max, info.max, info.smallest_normal, info.smallest_subnormal, 0, 1.0]
@@ -352,14 +333,11 @@ def test_no_finite_gradient_ruins_logmax_for_good(policy, dtype):
 
 
 def test_shapes_may_be_symbols():
-    policy = presets.openseq2seq_logmax()
     (rows,) = export.symbolic_shape("rows")
 
     def step(pred, params, grads):
-        state = policy.adjust(policy.init(), pred, _verdict.largest(Scaled(grads)))
-        unscaled = jaxscale.unscale(jaxscale.FixedLossScale(8).init(), grads)
-        moved = apply_updates(params, unscaled)
-        return state, cast_like(jaxscale.tree_where(pred, moved, params), params)
+        moved = apply_updates(params, jaxscale.unscale(EIGHT, grads))
+        return cast_like(jaxscale.tree_where(pred, moved, params), params)
 
     def sizes(rows):
         return rows, rows - 1, 2 * rows  # of which the second may be 0
@@ -368,6 +346,5 @@ def test_shapes_may_be_symbols():
     exported = export.export(jax.jit(step))(jax.ShapeDtypeStruct((), jnp.bool_), shapes, shapes)
     for number in (1, 3):
         params = [jnp.ones((size, 2)) for size in sizes(number)]
-        state, moved = exported.call(jnp.array(True), params, [-16 * leaf for leaf in params])
+        moved = exported.call(jnp.array(True), params, [-16 * leaf for leaf in params])
         assert all((leaf == -1).all() for leaf in moved)
-        np.testing.assert_allclose(state.x_hat, 4 * (1 - policy.beta1), rtol=1e-5)
