@@ -90,7 +90,7 @@ OWN = POLICIES | {
     "window": presets.WindowLossScale(),
 }
 SCALING = ("loss_scale", "growth_tracker", "hysteresis_tracker")
-CORRECTIONS = ("b1_correction", "b2_correction")
+CORRECTIONS, TRENDS = ("b1_correction", "b2_correction"), ("peak", "level", "crest")
 NAMES = (
     dict.fromkeys(("noop", "fixed", "dynamic"), SCALING)
     | {  # as in checkpoints: for good
@@ -101,10 +101,7 @@ NAMES = (
             "overflows_since_backoff",
         ),
         "logmax": ("loss_scale", "x_hat", "slow_x_hat", "xsquared_hat", *CORRECTIONS),
-        "adaptive": (
-            "loss_scale",
-            *["peak", "level", "crest", "finite_steps", "held_steps", "overflows"],
-        ),
+        "adaptive": ("loss_scale", *TRENDS, "finite_steps", "held_steps", "overflows"),
         "gradual": ("loss_scale", "steps_since_backoff", "overflows"),
         "window": (*SCALING[:2], "window_index", "window_up_count", "window_down_count"),
     }

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import operator
 import re
 import warnings
 
@@ -65,11 +66,7 @@ def histories(policy, traces, retries=0):
     columns = [np.float32(np.ldexp(1.0, trace.ceiling)) for trace in traces.values()]
     sizes = [np.float32(np.exp2(np.float64(trace.largest))) for trace in traces.values()]
     states = jax.device_get(runner(policy, retries)(np.stack(columns), np.stack(sizes)))
-
-    def of_one(i):
-        return jax.tree.map(lambda leaf: leaf[i], states)
-
-    return {name: of_one(i) for i, name in enumerate(traces)}
+    return {name: jax.tree.map(operator.itemgetter(i), states) for i, name in enumerate(traces)}
 
 
 def warned(states):
@@ -98,18 +95,12 @@ def counted(policy, states):
 # Runs: those that were recorded, and those that are made up.
 
 
-def lowered(traces, by):
-    return {
-        name: Trace(trace.ceiling - by, trace.largest + by, trace.told)
-        for name, trace in traces.items()
-    }
-
-
 @functools.cache
 def healthy(by, steps=16_000):
     """The recorded runs, as of a model whose gradients are 2**by times larger."""
-    cut = {name: Trace(t.ceiling[:steps], t.largest[:steps]) for name, t in RECORDED.items()}
-    return lowered(cut, by)
+    return {
+        name: Trace(t.ceiling[:steps] - by, t.largest[:steps] + by) for name, t in RECORDED.items()
+    }
 
 
 def falling(every, steps=4000, noise=0.3, seed=0):
@@ -158,28 +149,19 @@ def test_a_healthy_run_is_never_warned_of(name, retries):
 @pytest.mark.parametrize("name", replay_tables.POLICIES)
 def test_neither_is_one_that_moves_once_and_stays(name):
     still = ("drift up", "heavy tails", "spikes", "bad")
-    traces = {
-        run: trace
-        for run, trace in simulator.made_up().items()
-        if not any(words in run for words in still)
-    }
+    made_up = simulator.made_up()
+    traces = {run: made_up[run] for run in made_up if not any(words in run for words in still)}
     assert len(traces) == 13
     for run, states in histories(replay_tables.POLICIES[name], traces).items():
         assert not warned(states), run
 
 
 # Their scale grows in almost every finite step, so that no two falls are without a growth.
-GROWING = [
-    "`presets.chainer()`",
-    "`presets.openseq2seq_logmax(scale_max=2**24)`",
-]
+GROWING = ["`presets.chainer()`", "`presets.openseq2seq_logmax(scale_max=2**24)`"]
 # Some of the decays are too slow for these: they grow after 1 or 200 finite steps, or tolerate
 # one overflow in 20.
-LATE = [
-    "`presets.fairseq(tolerance=0.05)`",
-    "`presets.mindformers(2**16, 2, 20)`",
-    "`presets.torch(growth_interval=200)`",
-]
+LATE = ["fairseq(tolerance=0.05)", "mindformers(2**16, 2, 20)", "torch(growth_interval=200)"]
+LATE = [f"`presets.{name}`" for name in LATE]
 STEADY = [name for name in POLICIES if name not in GROWING + LATE]
 
 
@@ -286,23 +268,25 @@ def test_what_does_not_count():
 
 
 def test_each_step_with_retries_is_one_fall_at_most():
-    tx = jaxscale.loss_scaled(optax.sgd(0.0))
+    w = jnp.zeros(())
+
+    def start(tx, retries):
+        state = tx.init(w)._replace(total_steps=jnp.int32(FREE))
+        step = jaxscale.train_step(probe, tx, retries=retries)
+        return state, lambda state, allowed: step(w, state, jnp.float32(allowed), jnp.float32(1))[1]
+
     # If no pass is finite, the scale falls as by one overflow.
     for retries, allowed, scale in ((3, 2.0**12, 12), (3, 2.0**4, 14), (1, 2.0**12, 14)):
-        step = jaxscale.train_step(probe, tx, retries=retries)
-        w, state = jnp.zeros(()), tx.init(jnp.zeros(()))._replace(total_steps=jnp.int32(FREE))
-        state = step(w, state, jnp.float32(allowed), jnp.float32(1))[1]
+        state, step = start(jaxscale.loss_scaled(optax.sgd(0.0)), retries)
+        state = step(state, allowed)
         assert (state.backoff_count, state.scaling.loss_scale) == (1, 2.0**scale)
-        assert state.grads_finite == (allowed >= 2.0**scale)
-        assert state.total_exhausted == (allowed < 2.0**scale)
+        lost = int(allowed < 2.0**scale)
+        assert state.total_exhausted == state.total_notfinite == lost
         # After the first steps each counts, in a row, too.
-        state = step(w, state, jnp.float32(0), jnp.float32(1))[1]
-        assert state.total_exhausted == 1 + (allowed < 2.0**scale)
+        assert step(state, 0).total_exhausted == 1 + lost
     # Updates that are not finite lower it after the retries, in the same step.
-    tx = jaxscale.loss_scaled(optax.scale(np.inf), check_updates=True)
-    w, state = jnp.zeros(()), tx.init(jnp.zeros(()))._replace(total_steps=jnp.int32(FREE))
-    step = jaxscale.train_step(probe, tx, retries=3)
-    state = step(w, state, jnp.float32(2.0**12), jnp.float32(1))[1]
+    state, step = start(jaxscale.loss_scaled(optax.scale(np.inf), check_updates=True), 3)
+    state = step(state, 2.0**12)
     assert (state.backoff_count, state.scaling.loss_scale) == (1, 2.0**11)
 
 

@@ -43,22 +43,10 @@ def gradients(seed, norm):
     return jax.tree.map(lambda g: g * scale, grads)
 
 
-def by_update(tx, grads, state, params):
-    updates, state = tx.update(grads, state, params)
-    return updates, state
-
-
-def by_jit(tx, grads, state, params):
-    return jax.jit(tx.update)(grads, state, params)
-
-
-WAYS = {"eager": by_update, "jit": by_jit}
-FORMS = ["cpu", "accelerator"]
-
-
-def take_form(form, monkeypatch):
-    if form == "accelerator":
-        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
+WAYS = {
+    "eager": lambda tx, *args: tx.update(*args),
+    "jit": lambda tx, *args: jax.jit(tx.update)(*args),
+}
 
 
 def assert_close(a, b):
@@ -69,14 +57,15 @@ def assert_close(a, b):
 
 @cases(
     "norm, debug_nans, form, way",
-    itertools.product([0.0, 0.1, 0.5, 3.0, 1e10], [False, True], FORMS, WAYS),
+    itertools.product([0.0, 0.1, 0.5, 3.0, 1e10], [False, True], ["cpu", "accelerator"], WAYS),
     fast=[
         (3.0, False, "cpu", "jit"),
         (0.0, True, "accelerator", "jit"),
     ],
 )
 def test_it_is_what_optax_does(norm, debug_nans, form, way, monkeypatch):
-    take_form(form, monkeypatch)
+    if form == "accelerator":
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
     grads = gradients(0, norm) if norm else jax.tree.map(jnp.zeros_like, gradients(0, 1.0))
     tx = jaxscale.loss_scaled(INNER, max_norm=MAX_NORM)
     with jax.debug_nans(debug_nans):
@@ -120,18 +109,6 @@ def test_the_norm_is_that_of_a_window():
         assert update(first, state, PARAMS)[1].grad_norm == state.grad_norm
         expected, _ = WAYS["jit"](clipped, mean, clipped.init(PARAMS), PARAMS)
         assert_close(updates, expected)
-
-
-def test_of_the_scaled_gradients_it_sees_the_unscaled():
-    tx = jaxscale.loss_scaled(INNER, 2.0**10, max_norm=MAX_NORM)
-    grads = gradients(4, 1.0)
-
-    @jax.jit
-    def step(scaled, state):
-        return tx.update(jaxscale.unscale(state, scaled), state, PARAMS)[0]
-
-    updates = step(jax.tree.map(lambda g: g * 2.0**10, grads), tx.init(PARAMS))
-    np.testing.assert_allclose(norm_of(updates), MAX_NORM, rtol=1e-6)
 
 
 def reductions(tx):

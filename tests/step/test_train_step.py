@@ -142,14 +142,16 @@ def counting(params, state, x):
     return loss, state + 1 + 0 * loss
 
 
+def counting_with_aux(params, state, x):
+    loss, state = counting(params, state, x)
+    return loss, (state, {"x": x})
+
+
 OUTPUTS = {
-    # (has_state, has_aux): a loss function, and what a step returns beside parameters and state
-    (False, True): (lambda p, x: (loss_fn(p, x), {"x": x, "text": "aux", "none": None}), "x"),
-    (True, False): (counting, None),
-    (True, True): (
-        lambda p, s, x: (lambda loss, s: (loss, (s, {"x": x})))(*counting(p, s, x)),
-        "x",
-    ),
+    # (has_state, has_aux): a loss function
+    (False, True): lambda p, x: (loss_fn(p, x), {"x": x, "text": "aux", "none": None}),
+    (True, False): counting,
+    (True, True): counting_with_aux,
 }
 
 
@@ -159,7 +161,7 @@ OUTPUTS = {
     fast=[(True, True, 3), (False, True, 0)],
 )
 def test_state_is_kept_and_outputs_are_returned(has_state, has_aux, retries):
-    fun, name = OUTPUTS[has_state, has_aux]
+    fun = OUTPUTS[has_state, has_aux]
     tx = jaxscale.loss_scaled(optax.adam(0.1))
     step = jaxscale.train_step(fun, tx, has_state=has_state, has_aux=has_aux, retries=retries)
     params, opt_state, state = PARAMS, tx.init(PARAMS), (jnp.zeros(()),) * has_state
@@ -168,7 +170,7 @@ def test_state_is_kept_and_outputs_are_returned(has_state, has_aux, retries):
         params, opt_state, *state, output = step(params, opt_state, *state, batch)
         assert_same_bits(output[0] if has_aux else output, loss)
         if has_aux:
-            assert_same_bits(output[1][name], batch)
+            assert_same_bits(output[1]["x"], batch)
     assert_same_bits((params, opt_state), expected[:2])
     if has_state:
         assert state == [opt_state.total_steps - opt_state.total_notfinite]
@@ -298,11 +300,6 @@ AVERAGED = {
 }
 
 
-def by_scan(body, carry, batches):
-    stacked = jax.jit(lambda *args: jax.lax.scan(body, *args))(carry, jnp.stack(batches))[1]
-    return [jax.tree.map(operator.itemgetter(i), stacked) for i in range(len(batches))]
-
-
 def by_call(body, carry, batches):
     made = []
     for batch in batches:
@@ -311,9 +308,15 @@ def by_call(body, carry, batches):
     return made
 
 
+def by_scan(body, carry, batches):
+    stacked = jax.jit(lambda *args: jax.lax.scan(body, *args))(carry, jnp.stack(batches))[1]
+    return [jax.tree.map(operator.itemgetter(i), stacked) for i in range(len(batches))]
+
+
 def by_vmap(body, carry, batches):
-    carry, batches = jax.tree.map(lambda leaf: leaf[None], (carry, batches))
-    made = by_call(jax.jit(jax.vmap(body)), carry, batches)
+    made = by_call(
+        jax.jit(jax.vmap(body)), *jax.tree.map(lambda leaf: leaf[None], (carry, batches))
+    )
     return jax.tree.map(lambda leaf: leaf[0], made)
 
 
@@ -382,15 +385,8 @@ def test_equinox_with_state(retries):
     model, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
     tx = hot(2.0**10)
     opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-    step = eqx.filter_jit(
-        jaxscale.train_step(
-            equinox_loss,
-            tx,
-            transform=eqx.filter_value_and_grad,
-            has_state=True,
-            retries=retries,
-        )
-    )
+    how = {"transform": eqx.filter_value_and_grad, "has_state": True, "retries": retries}
+    step = eqx.filter_jit(jaxscale.train_step(equinox_loss, tx, **how))
     x = jax.random.normal(jax.random.key(1), (8, 3))
     for _ in range(3):
         model, opt_state, state, loss = step(model, opt_state, state, x)
