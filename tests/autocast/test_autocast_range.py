@@ -75,10 +75,13 @@ def test_a_difference_before_an_exponential_is_not_rounded():
 
 def test_derivative_rules_decide_at_their_edge():
     cast = jaxscale.autocast(lambda w, x: jnp.sum(jax.nn.relu(x @ w)))
-    assert (jax.grad(cast)(jnp.zeros((8, 8)), X) == 0).all()  # that of a maximum would be a half
+    assert (
+        jax.jit(jax.grad(cast))(jnp.zeros((8, 8)), X) == 0
+    ).all()  # that of a maximum would be a half
     large = jaxscale.autocast(lambda w, x: jax.nn.logsumexp(x @ w) + jax.nn.softmax(x @ w)[0, 0])
-    assert jnp.isfinite(large(jnp.eye(8) * 1000, X))
-    assert jnp.isfinite(jax.grad(large)(jnp.eye(8) * 1000, X)).all()
+    value, gradient = jax.jit(jax.value_and_grad(large))(jnp.eye(8) * 1000, X)
+    assert jnp.isfinite(value)
+    assert jnp.isfinite(gradient).all()
 
 
 LARGE_BIAS = jnp.linspace(1e5, 2e5, 8)  # more than float16 holds
@@ -126,7 +129,7 @@ def test_what_is_added_to_a_product_is_added_in_float32(name):
 @cases(
     "name, normalize",
     itertools.product(MASKS, [jax.nn.softmax, jax.nn.log_softmax]),
-    fast=[("keys", jax.nn.softmax), ("all", jax.nn.log_softmax)],
+    fast=[("keys", jax.nn.softmax)],
 )
 def test_a_mask_that_is_added_is_no_bias(name, normalize):
     q = jnp.reshape(W[:2], (2, 4, 2, 8))
@@ -141,7 +144,8 @@ def test_a_mask_that_is_added_is_no_bias(name, normalize):
         lambda q, mask: jaxscale.autocast(lambda q: fun(q, np.asarray(mask)))(q),
     ):
         np.testing.assert_allclose(half(q, given), fun(q, given), rtol=0.01, atol=0.01)
-        assert jnp.isfinite(jax.grad(lambda q, half=half: jnp.sum(half(q, given)))(q)).all()
+        gradient = jax.jit(jax.grad(lambda q, half=half: jnp.sum(half(q, given))))(q)
+        assert jnp.isfinite(gradient).all()
 
 
 def test_what_follows_a_sum_is_half_where_only_products_read_it():
@@ -162,9 +166,9 @@ def test_what_follows_a_sum_is_half_where_only_products_read_it():
 def test_the_gradient_of_a_bias_is_added_in_float32():
     # 4096 ones: float16 counts to 2048.
     fun = jaxscale.autocast(lambda b, x: jnp.sum(x @ jnp.ones((2, 1)) + b[None]))
-    gradient = jax.grad(fun)(jnp.zeros(1), jnp.ones((4096, 2)))
+    gradient = jax.jit(jax.grad(fun))(jnp.zeros(1), jnp.ones((4096, 2)))
     assert gradient == 4096
     moved = jaxscale.autocast(lambda w: jnp.sum(jnp.tile(w @ w, (4096, 1)) * 0.5))
-    assert (jax.grad(moved)(jnp.eye(2)) == 4096).all()
+    assert (jax.jit(jax.grad(moved))(jnp.eye(2)) == 4096).all()
     found = primitives(jax.grad(moved), jnp.eye(2))
     assert {frozenset(kinds) for name, kinds in found if name == "reduce_sum"} == {F32}

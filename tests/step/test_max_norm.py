@@ -58,10 +58,7 @@ def assert_close(a, b):
 @cases(
     "norm, debug_nans, form, way",
     itertools.product([0.0, 0.1, 0.5, 3.0, 1e10], [False, True], ["cpu", "accelerator"], WAYS),
-    fast=[
-        (3.0, False, "cpu", "jit"),
-        (0.0, True, "accelerator", "jit"),
-    ],
+    fast=[(3.0, False, "accelerator", "jit")],
 )
 def test_it_is_what_optax_does(norm, debug_nans, form, way, monkeypatch):
     if form == "accelerator":
@@ -81,7 +78,7 @@ def test_it_is_what_optax_does(norm, debug_nans, form, way, monkeypatch):
 
 
 def test_an_infinite_gradient_makes_no_nan():
-    tx = jaxscale.skip_nonfinite(optax.adam(0.1), max_norm=MAX_NORM)
+    tx = jaxscale.skip_nonfinite(INNER, max_norm=MAX_NORM)
     good, state = gradients(1, 2.0), tx.init(PARAMS)
     for name in ("w", "half", "phase"):
         spoiled = good | {name: good[name].at[-1].set(jnp.inf)}

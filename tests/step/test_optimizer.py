@@ -117,22 +117,6 @@ def test_bad_steps_leave_no_trace(wrapper, inner, way, monkeypatch):
     same(jax.tree.leaves(first), jax.tree.leaves(expected))
 
 
-def test_apply_gradients_works_with_any_transformation():
-    tx = optax.chain(jaxscale.loss_scaled(optax.sgd(1.0)), optax.scale(0.5))
-    params = jnp.array(1.0)
-    params, state = jaxscale.apply_gradients(tx, jnp.array(1.0), tx.init(params), params)
-    assert params == 0.5
-    updates, _ = tx.update(jnp.array(jnp.nan), state, params)
-    assert updates == 0  # a link after it, too
-    kept, state = jaxscale.apply_gradients(tx, jnp.array(jnp.nan), state, params)
-    assert kept == params
-    bare = optax.sgd(1.0)
-    params, _ = jaxscale.apply_gradients(
-        bare, jnp.array(1.0), bare.init(params), params, value=jnp.array(0.0)
-    )
-    assert params == -0.5
-
-
 def test_a_bad_loss_skips_and_leaves_the_scale_alone():
     tx = jaxscale.loss_scaled(optax.adam(0.1), jaxscale.DynamicLossScale(growth_interval=5))
     params, update = jnp.array(1.0), jax.jit(tx.update)
