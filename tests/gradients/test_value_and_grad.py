@@ -24,11 +24,8 @@ MODEL = {
 
 
 def at(exponent):
-    return (
-        jaxscale.DynamicLossScale()
-        .init()
-        ._replace(loss_scale=jnp.array(2.0**exponent, jnp.float32))
-    )
+    scale = jnp.array(2.0**exponent, jnp.float32)
+    return jaxscale.DynamicLossScale().init()._replace(loss_scale=scale)
 
 
 def loss_fn(params, x, y):
@@ -55,10 +52,9 @@ def test_power_of_two_scaling_is_exact():
 
 
 @pytest.mark.standard_promotion
-def test_parameters_after_200_steps_are_those_of_a_scale_of_1():
-    tx = jaxscale.loss_scaled(
-        optax.adamw(1e-2), jaxscale.DynamicLossScale(init_scale=1, growth_interval=1)
-    )
+def test_parameters_after_many_steps_are_those_of_a_scale_of_1():
+    policy = jaxscale.DynamicLossScale(init_scale=1, growth_interval=1)
+    tx = jaxscale.loss_scaled(optax.adamw(1e-2), policy)
 
     @jax.jit
     def train_step(params, opt_state):
@@ -67,12 +63,11 @@ def test_parameters_after_200_steps_are_those_of_a_scale_of_1():
         return optax.apply_updates(params, updates), opt_state
 
     grown = held = MODEL, tx.init(MODEL)
-    for _ in range(200):  # growth on every step, up to 2**24; one program for both
+    for _ in range(50):  # growth on every step, up to 2**24; one program for both
         grown = train_step(*grown)
         held = train_step(held[0], optax.tree_utils.tree_set(held[1], loss_scale=jnp.float32(1)))
     assert grown[1].scaling.loss_scale == 2.0**24
-    assert_same_bits(grown[0], held[0])
-    assert_same_bits(grown[1].inner_state, held[1].inner_state)
+    assert_same_bits((grown[0], grown[1].inner_state), (held[0], held[1].inner_state))
 
 
 def test_the_loss_is_exact_and_cannot_overflow():
@@ -145,10 +140,11 @@ def test_it_mirrors_jax(argnums, has_aux):
 
 
 def test_integer_parameters_with_allow_int():
+    def fun(params):
+        return jnp.sum(params["w"] * params["n"].astype(jnp.float32))
+
     params = {"w": jnp.ones(2), "n": jnp.arange(2)}
-    grads = jaxscale.grad(
-        lambda p: jnp.sum(p["w"] * p["n"].astype(jnp.float32)), at(5), allow_int=True
-    )(params)
+    grads = jaxscale.grad(fun, at(5), allow_int=True)(params)
     assert grads["n"].dtype == jax.dtypes.float0
     assert grads["w"].tolist() == [0, 1]
 
@@ -166,7 +162,7 @@ LIBRARIES = {
 @cases(
     "library, has_aux",
     itertools.product(LIBRARIES, [False, True]),
-    fast=[("equinox", True), ("nnx", False)],
+    fast=[("equinox", True)],
 )
 def test_a_transform_of_models_is_that_of_its_library(library, has_aux):
     make, transforms = LIBRARIES[library]
@@ -197,31 +193,24 @@ def vmapped(d, kind, axes=(0, 0)):
     return jax.vmap(d, (None, 0), (loss, grads) if kind is jax.value_and_grad else (grads, loss))
 
 
+def nested(axes):
+    return lambda d, kind: vmapped(vmapped(d, kind), kind, axes)
+
+
+def looped(d, kind):
+    return lambda w, xs: jax.lax.map(lambda x: d(w, x), xs)
+
+
 MAPS = {
     # name: (the examples, what maps a function over them, axes of the losses, and of gradients)
     "examples": (DOUBLES[0], vmapped, (0,), (0,)),
     "gradients last": (DOUBLES[0], lambda d, k: vmapped(d, k, (0, -1)), (0,), (-1,)),
     "no examples": (DOUBLES[0, :0], vmapped, (0,), (0,)),
     "one": (DOUBLES[0, :1], vmapped, (0,), (0,)),
-    "nested": (DOUBLES, lambda d, k: vmapped(vmapped(d, k), k), (0, 1), (0, 1)),
-    "nested, losses transposed": (
-        DOUBLES,
-        lambda d, k: vmapped(vmapped(d, k), k, (1, 0)),
-        (1, 0),
-        (0, 1),
-    ),
-    "nested, gradients transposed": (
-        DOUBLES,
-        lambda d, k: vmapped(vmapped(d, k), k, (0, 1)),
-        (0, 1),
-        (1, 0),
-    ),
-    "a loop": (
-        DOUBLES[0],
-        lambda d, k: lambda w, xs: jax.lax.map(lambda x: d(w, x), xs),
-        (0,),
-        (0,),
-    ),
+    "a loop": (DOUBLES[0], looped, (0,), (0,)),
+    "nested": (DOUBLES, nested((0, 0)), (0, 1), (0, 1)),
+    "nested, losses transposed": (DOUBLES, nested((1, 0)), (1, 0), (0, 1)),
+    "nested, gradients transposed": (DOUBLES, nested((0, 1)), (0, 1), (1, 0)),
 }
 
 
@@ -285,11 +274,10 @@ def test_losses_by_example_are_differentiated_by_their_own_rule():
 
 
 def test_gradients_are_finite_if_and_only_if_nothing_overflowed():
-    finite = jaxscale.grad(half_loss_fn, at(10))(MODEL, X, Y)
-    assert jaxscale.all_finite(finite)
-    assert avals(finite) == avals(MODEL)
-    overflown = jaxscale.grad(half_loss_fn, at(24))(MODEL, X, Y)
-    assert not jaxscale.all_finite(overflown)
+    for exponent in (10, 24):
+        grads = jax.jit(lambda state: jaxscale.grad(half_loss_fn, state)(MODEL, X, Y))(at(exponent))
+        assert jaxscale.all_finite(grads) == (exponent == 10)
+        assert avals(grads) == avals(MODEL)
 
 
 def test_noop_adds_no_operation():
@@ -302,17 +290,10 @@ def test_noop_adds_no_operation():
         assert not jax.make_jaxpr(function)(noop, scaled_grads).eqns
 
 
-def test_no_multiply_of_the_loss():
-    def linear(w):
-        return w * 3.0
-
-    jaxpr = jax.make_jaxpr(lambda s, w: jaxscale.value_and_grad(linear, s)(w)[0])(
-        at(5), jnp.array(1.0)
-    )
-    loss = jax.jit(lambda s, w: jaxscale.value_and_grad(linear, s)(w)[0])
+def test_the_loss_itself_is_not_multiplied():
+    loss = jax.jit(lambda s, w: jaxscale.value_and_grad(lambda w: w * 3.0, s)(w)[0])
     text = loss.lower(at(5), jnp.array(1.0)).compile().as_text()
     assert text.count(" multiply(") == 1, text
-    assert jaxpr.out_avals[0].shape == ()
 
 
 def test_overwrites_of_fp8_are_neither_divided_nor_checked():

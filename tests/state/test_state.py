@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tables import assert_same_bits, avals, cases
-from test_tree import PASSIVE
+from tables import PASSIVE, assert_same_bits, avals, cases
 from training import x64
 
 import jaxscale
@@ -52,12 +51,13 @@ def test_no_scale_is_so_extreme_that_gradients_vanish(exponent):
     # The reciprocal of 2**127 is subnormal: XLA makes it 0, and 0 is finite (jmp's fate).
     state = STATE._replace(loss_scale=jnp.array(2.0**exponent, jnp.float32))
     leaf = jnp.array(1.5 * 2.0 ** (-exponent // 2), jnp.float32)
+
+    def there_and_back(state, leaf):
+        gradient = jaxscale.grad(lambda x: x * 3.0, state)(leaf)
+        return jaxscale.unscale(state, jaxscale.scale(state, leaf)), gradient
+
     for transform in (lambda f: f, jax.jit):
-        assert (
-            transform(lambda s, x: jaxscale.unscale(s, jaxscale.scale(s, x)))(state, leaf) == leaf
-        )
-        grad = transform(lambda s: jaxscale.grad(lambda x: x * 3.0, s)(leaf))(state)
-        assert grad == 3.0
+        assert transform(there_and_back)(state, leaf) == (leaf, 3.0)
 
 
 def test_an_overflow_in_one_part_of_a_complex_number_stays_there():
@@ -66,7 +66,7 @@ def test_an_overflow_in_one_part_of_a_complex_number_stays_there():
     assert (result.real, result.imag) == (jnp.inf, 1.0)
 
 
-@pytest.mark.parametrize("function", [jaxscale.scale, jaxscale.unscale])
+@cases("function", [jaxscale.scale, jaxscale.unscale])
 def test_other_leaves_and_overwrites_pass_through(function):
     tree = PASSIVE | {"_overwrite_with_gradient": {"amax": jnp.array(0.5)}}
     result = function(STATE, tree)
@@ -206,23 +206,20 @@ def test_a_field_of_that_name_is_not_a_state(call, params):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_where_there_are_several_their_places_are_named(call):
+def test_a_state_that_is_not_known_or_not_alone_is_named(call):
     opt_state = jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
-    for tree, places in (
-        ([opt_state, {"d": opt_state}], r"2, at \[0\], \[1\]\['d'\]"),
-        (Carry((opt_state, STATE), STATE, FOUR, FOUR), r"3, at .*\[0\], .*\[1\], \.loss_scale"),
-        ({"a": SCALINGS["marked"].init(), "b": STATE}, r"2, at \['a'\], \['b'\]"),
+    marked = r"none in .*in `class UnmarkedState`, write `is_loss_scale_state = True`"
+    for tree, found in (
+        ([opt_state, {"d": opt_state}], r"2, at \[0\], \[1\]\['d'\]\. Pass"),
+        (
+            Carry((opt_state, STATE), STATE, FOUR, FOUR),
+            r"3, at .*\[0\], .*\[1\], \.loss_scale\. Pass",
+        ),
+        ({"a": SCALINGS["marked"].init(), "b": STATE}, r"2, at \['a'\], \['b'\]\. Pass"),
+        (UnmarkedState(FOUR), marked),
     ):
-        with pytest.raises(ValueError, match=rf"`{call}` .* exactly one .*, got {places}\. Pass"):
+        with pytest.raises(ValueError, match=rf"`{call}` .* exactly one .*, got {found}"):
             CALLS[call](tree)
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_an_unmarked_state_is_told_how_to_be_marked(call):
-    with pytest.raises(
-        ValueError, match=r"none in .*in `class UnmarkedState`, write `is_loss_scale_state = True`"
-    ):
-        CALLS[call](UnmarkedState(FOUR))
 
 
 def test_a_state_is_a_tree_of_strongly_typed_scalars():

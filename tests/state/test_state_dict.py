@@ -17,7 +17,6 @@ from tables import POLICIES, assert_same_bits, avals, cases
 import jaxscale
 import jaxscale.flax
 from jaxscale import presets
-from jaxscale._state.state_dict import _REQUIRED
 
 PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5, jnp.bfloat16)}
 TX = jaxscale.loss_scaled(optax.sgd(0.5, momentum=0.5), POLICIES["dynamic"])
@@ -83,26 +82,6 @@ def test_version_1_is_read():
         assert avals(restored) == avals(FRESH)
 
 
-SCALING = ("loss_scale", "growth_tracker", "hysteresis_tracker")
-NAMES = {  # as they are in checkpoints: for good
-    "noop": SCALING,
-    "fixed": SCALING,
-    "dynamic": SCALING,
-    "fairseq": ("loss_scale", "growth_tracker", "steps_since_change", "overflows_since_backoff"),
-    "logmax": (
-        *("loss_scale", "x_hat", "slow_x_hat", "xsquared_hat"),
-        *("b1_correction", "b2_correction"),
-    ),
-    "adaptive": (
-        *("loss_scale", "peak", "level", "crest"),
-        *("finite_steps", "held_steps", "overflows"),
-    ),
-    "gradual": ("loss_scale", "steps_since_backoff", "overflows"),
-    "window": (
-        *("loss_scale", "growth_tracker", "window_index"),
-        *("window_up_count", "window_down_count"),
-    ),
-}
 OWN = POLICIES | {
     "fairseq": presets.fairseq(),
     "logmax": presets.openseq2seq_logmax(),
@@ -110,6 +89,23 @@ OWN = POLICIES | {
     "gradual": presets.chainer(),
     "window": presets.WindowLossScale(),
 }
+SCALING = ("loss_scale", "growth_tracker", "hysteresis_tracker")
+CORRECTIONS, TRENDS = ("b1_correction", "b2_correction"), ("peak", "level", "crest")
+NAMES = (
+    dict.fromkeys(("noop", "fixed", "dynamic"), SCALING)
+    | {  # as in checkpoints: for good
+        "fairseq": (
+            "loss_scale",
+            "growth_tracker",
+            "steps_since_change",
+            "overflows_since_backoff",
+        ),
+        "logmax": ("loss_scale", "x_hat", "slow_x_hat", "xsquared_hat", *CORRECTIONS),
+        "adaptive": ("loss_scale", *TRENDS, "finite_steps", "held_steps", "overflows"),
+        "gradual": ("loss_scale", "steps_since_backoff", "overflows"),
+        "window": (*SCALING[:2], "window_index", "window_up_count", "window_down_count"),
+    }
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -173,27 +169,12 @@ def test_what_is_missing_takes_its_default_and_nothing_else_is_lost(
             state_dict["scaling"]["born_later"] = np.ones(3)
     restored = jaxscale.from_state_dict(FRESH, state_dict)
 
-    everything = trained()
-    scaling = everything.scaling._replace(
-        **{name: getattr(FRESH.scaling, name) for name in lost_inside}
-    )
-    expected = everything._replace(
-        scaling=scaling, **{name: getattr(FRESH, name) for name in lost - {"scaling"}}
-    )
-    if "scaling" in lost:
-        expected = expected._replace(scaling=FRESH.scaling)
+    expected = trained()._replace(**{name: getattr(FRESH, name) for name in lost})
+    if "scaling" not in lost:
+        fresh = {name: getattr(FRESH.scaling, name) for name in lost_inside}
+        expected = expected._replace(scaling=expected.scaling._replace(**fresh))
     assert_same_bits(restored, expected)
     assert avals(restored) == avals(FRESH)
-
-
-def test_a_state_can_begin_or_cease_to_track_leaves():
-    tracked = {"w": jnp.array(True), "b": jnp.array(False)}
-    tracking = FRESH._replace(nonfinite_leaves=jax.tree.map(jnp.zeros_like, tracked))
-    restored = jaxscale.from_state_dict(tracking, saved())
-    assert_same_bits(restored, trained()._replace(nonfinite_leaves=tracking.nonfinite_leaves))
-    later = jaxscale.to_state_dict(trained()._replace(nonfinite_leaves=tracked))
-    assert_same_bits(jaxscale.from_state_dict(FRESH, later), trained())
-    assert_same_bits(jaxscale.from_state_dict(tracking, later).nonfinite_leaves, tracked)
 
 
 @cases(
@@ -218,64 +199,50 @@ class Foreign(NamedTuple):
     extra: jax.Array
 
 
-def parted(tree, path):
-    *parents, last = path
-    for name in parents:
-        tree = tree[name]
-    return tree.pop(last)
-
-
 # In what is not ours, and in the optimizer's state, nothing is missing unnoticed.
-TREES = {
-    "params": ({"params": PARAMS, "opt_state": FRESH}, ("params", "w")),
-    "opt_state": ({"params": PARAMS, "opt_state": FRESH}, ("opt_state",)),
-    "inner_state": (FRESH, ("inner_state",)),
-    "a moment": (FRESH, ("inner_state", "0", "trace", "w")),
-    "a state in a window": (
-        jaxscale.multi_steps(optax.adam(0.1), 2).init(PARAMS),
-        ("inner_state", "inner_opt_state"),
-    ),
-    "a window's count": (
-        jaxscale.multi_steps(optax.adam(0.1), 2).init(PARAMS),
-        ("inner_state", "counted"),
-    ),
-    "a field": (Foreign(POLICIES["dynamic"].init(), jnp.ones(2)), ("extra",)),
-    "a TrainState's": (
-        jaxscale.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=TX),
-        ("params",),
-    ),
-    "its step": (
-        jaxscale.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=TX),
-        ("step",),
-    ),
-}
+WINDOW = jaxscale.multi_steps(optax.adam(0.1), 2).init(PARAMS)
+TRAIN_STATE = jaxscale.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
+BOTH = {"params": PARAMS, "opt_state": FRESH}
+TREES = [
+    (BOTH, "/params/w"),
+    (BOTH, "/opt_state"),
+    (FRESH, "/inner_state"),
+    (FRESH, "/inner_state/0/trace/w"),
+    (WINDOW, "/inner_state/inner_opt_state"),
+    (WINDOW, "/inner_state/counted"),
+    (Foreign(POLICIES["dynamic"].init(), jnp.ones(2)), "/extra"),
+    (TRAIN_STATE, "/params"),
+    (TRAIN_STATE, "/step"),
+]
 
 
-@pytest.mark.parametrize(("tree", "path"), TREES.values(), ids=TREES.keys())
-def test_elsewhere_missing_and_unknown_keys_are_named(tree, path):
-    state_dict = jaxscale.to_state_dict(tree)
-    where = "/" + "/".join(path)
-    node = parted(state_dict, path)
-    with pytest.raises(ValueError, match=rf"Only in the target: {where}; .* dictionary: none\."):
-        jaxscale.from_state_dict(tree, state_dict)
-    if path[0] == "inner_state" and len(path) < 3:
-        return  # beside it an unknown key is one of a later version
-    parent = state_dict
-    for name in path[:-1]:
+@pytest.mark.parametrize(("tree", "where"), TREES, ids=[where for _, where in TREES])
+def test_elsewhere_missing_and_unknown_keys_are_named(tree, where):
+    state_dict = parent = jaxscale.to_state_dict(tree)
+    _, *parents, last = where.split("/")
+    for name in parents:
         parent = parent[name]
+    node = parent.pop(last)
+    renamed = "/".join(["", *parents, "renamed"])
+
+    def is_told(target, dictionary):
+        message = rf"in the target: {target}; only in the dictionary: {dictionary}\."
+        with pytest.raises(ValueError, match=message):
+            jaxscale.from_state_dict(tree, state_dict)
+
+    is_told(where, "none")
+    if where.startswith("/inner_state") and len(parents) < 2:
+        return  # beside it an unknown key is one of a later version
     parent["renamed"] = node
-    renamed = "/".join([*where.split("/")[:-1], "renamed"])
-    with pytest.raises(ValueError, match=rf"target: {where}; only in the dictionary: {renamed}\."):
-        jaxscale.from_state_dict(tree, state_dict)
-    parent[path[-1]] = node
-    with pytest.raises(ValueError, match=rf"target: none; only in the dictionary: {renamed}\."):
-        jaxscale.from_state_dict(tree, state_dict)
+    is_told(where, renamed)
+    parent[last] = node
+    is_told("none", renamed)
 
 
-def test_every_optimizers_state_in_one_of_ours_is_required():
+def test_every_state_of_an_optimizer_in_one_of_ours_is_required():
     ours = [cls for cls in vars(jaxscale).values() if hasattr(cls, "_fields")]
     optimizers = {name for cls in ours for name in cls._fields if name.endswith("_state")}
-    assert optimizers == set(_REQUIRED) - {"counted"}
+    assert optimizers == {"inner_state", "inner_opt_state"}  # of which each has a row above
 
 
 def test_a_window_of_optax_is_not_taken_for_ours():
@@ -320,14 +287,14 @@ def test_errors_of_from_state_dict(target, state_dict, error, message):
         jaxscale.from_state_dict(target, state_dict)
 
 
-@pytest.mark.parametrize(
-    ("tree", "error", "message"),
-    [
-        (jnp.ones(2), ValueError, "a container .*, got ArrayImpl"),
-        ({"version": 3}, ValueError, 'version.* Pass {"state": ...}'),
-        ({"a": ["text"]}, TypeError, "at /a/0 must be an array or a number, .*got 'text'"),
-    ],
-)
+UNSAVED = [
+    (jnp.ones(2), ValueError, "a container .*, got ArrayImpl"),
+    ({"version": 3}, ValueError, 'version.* Pass {"state": ...}'),
+    ({"a": ["text"]}, TypeError, "at /a/0 must be an array or a number, .*got 'text'"),
+]
+
+
+@pytest.mark.parametrize(("tree", "error", "message"), UNSAVED)
 def test_errors_of_to_state_dict(tree, error, message):
     with pytest.raises(error, match=rf"^`to_state_dict\(tree\)`.*{message}"):
         jaxscale.to_state_dict(tree)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jaxprs import numbers_reduced
-from tables import assert_same_bits, avals, cases, crossed
+from tables import assert_same_bits, avals, cases
 
 import jaxscale
 import jaxscale.flax
@@ -43,22 +43,10 @@ def gradients(seed, norm):
     return jax.tree.map(lambda g: g * scale, grads)
 
 
-def by_update(tx, grads, state, params):
-    updates, state = tx.update(grads, state, params)
-    return updates, state
-
-
-def by_jit(tx, grads, state, params):
-    return jax.jit(tx.update)(grads, state, params)
-
-
-WAYS = {"eager": by_update, "jit": by_jit}
-FORMS = ["cpu", "accelerator"]
-
-
-def take_form(form, monkeypatch):
-    if form == "accelerator":
-        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
+WAYS = {
+    "eager": lambda tx, *args: tx.update(*args),
+    "jit": lambda tx, *args: jax.jit(tx.update)(*args),
+}
 
 
 def assert_close(a, b):
@@ -69,14 +57,12 @@ def assert_close(a, b):
 
 @cases(
     "norm, debug_nans, form, way",
-    itertools.product([0.0, 0.1, 0.5, 3.0, 1e10], [False, True], FORMS, WAYS),
-    fast=[
-        (3.0, False, "cpu", "jit"),
-        (0.0, True, "accelerator", "jit"),
-    ],
+    itertools.product([0.0, 0.1, 0.5, 3.0, 1e10], [False, True], ["cpu", "accelerator"], WAYS),
+    fast=[(3.0, False, "accelerator", "jit")],
 )
 def test_it_is_what_optax_does(norm, debug_nans, form, way, monkeypatch):
-    take_form(form, monkeypatch)
+    if form == "accelerator":
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
     grads = gradients(0, norm) if norm else jax.tree.map(jnp.zeros_like, gradients(0, 1.0))
     tx = jaxscale.loss_scaled(INNER, max_norm=MAX_NORM)
     with jax.debug_nans(debug_nans):
@@ -91,29 +77,15 @@ def test_it_is_what_optax_does(norm, debug_nans, form, way, monkeypatch):
         assert_same_bits(updates, INNER.update(grads, INNER.init(PARAMS), PARAMS)[0])
 
 
-@crossed(
-    (False, jnp.inf, "cpu"),
-    debug_nans=[False, True],
-    bad=[jnp.inf, -jnp.inf, jnp.nan],
-    form=FORMS,
-)
-def test_a_bad_step_leaves_no_trace(debug_nans, bad, form, monkeypatch):
-    take_form(form, monkeypatch)
-    tx = jaxscale.skip_nonfinite(optax.adam(0.1), max_norm=MAX_NORM)
-
-    def step(*args):
-        return jaxscale.apply_gradients(tx, *args)
-
-    step = step if debug_nans else jax.jit(step)  # NaNs are looked for in each operation
-    good = gradients(1, 2.0)
-    params, state = step(good, tx.init(PARAMS), PARAMS)
+def test_an_infinite_gradient_makes_no_nan():
+    tx = jaxscale.skip_nonfinite(INNER, max_norm=MAX_NORM)
+    good, state = gradients(1, 2.0), tx.init(PARAMS)
     for name in ("w", "half", "phase"):
-        spoiled = good | {name: good[name].at[-1].set(bad)}
-        with jax.debug_nans(debug_nans and not jnp.isnan(bad)):  # else the gradient is the fault
-            after, skipped = step(spoiled, state, params)
-        assert_same_bits((after, skipped.inner_state), (params, state.inner_state))
-        assert jaxscale.metrics(skipped)["grad_norm"] == jnp.inf
-        assert skipped.total_notfinite == state.total_notfinite + 1
+        spoiled = good | {name: good[name].at[-1].set(jnp.inf)}
+        with jax.debug_nans(True):  # which looks into each operation
+            params, state = jaxscale.apply_gradients(tx, spoiled, state, PARAMS)
+        assert_same_bits(params, PARAMS)
+        assert jaxscale.metrics(state)["grad_norm"] == jnp.inf
 
 
 def test_the_norm_is_that_of_a_window():
@@ -134,18 +106,6 @@ def test_the_norm_is_that_of_a_window():
         assert update(first, state, PARAMS)[1].grad_norm == state.grad_norm
         expected, _ = WAYS["jit"](clipped, mean, clipped.init(PARAMS), PARAMS)
         assert_close(updates, expected)
-
-
-def test_of_the_scaled_gradients_it_sees_the_unscaled():
-    tx = jaxscale.loss_scaled(INNER, 2.0**10, max_norm=MAX_NORM)
-    grads = gradients(4, 1.0)
-
-    @jax.jit
-    def step(scaled, state):
-        return tx.update(jaxscale.unscale(state, scaled), state, PARAMS)[0]
-
-    updates = step(jax.tree.map(lambda g: g * 2.0**10, grads), tx.init(PARAMS))
-    np.testing.assert_allclose(norm_of(updates), MAX_NORM, rtol=1e-6)
 
 
 def reductions(tx):
@@ -206,17 +166,12 @@ def test_it_is_kept_by_every_wrapper():
     np.testing.assert_allclose(moved, updates["w"], atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("max_norm", "error", "message"),
-    [
-        (0, ValueError, r"max_norm=.*above 0, got 0"),
-        (-1.0, ValueError, r"max_norm=.*above 0, got -1"),
-        (float("nan"), ValueError, r"max_norm=.*finite number, got nan"),
-        (True, ValueError, r"max_norm=.*finite number, got True"),
-        ("1", TypeError, r"max_norm=.*finite number, got '1'"),
-    ],
-)
-def test_what_is_no_norm(max_norm, error, message):
+NOT_NORMS = {0: "above 0, got 0", -1.0: "above 0, got -1", "1": "finite number, got '1'"}
+NOT_NORMS |= {float("nan"): "finite number, got nan", True: "finite number, got True"}
+
+
+@pytest.mark.parametrize("max_norm", NOT_NORMS)
+def test_a_largest_norm_is_a_number_above_zero(max_norm):
     for call in (jaxscale.loss_scaled, jaxscale.skip_nonfinite):
-        with pytest.raises(error, match=message):
+        with pytest.raises((TypeError, ValueError), match=f"max_norm=.*{NOT_NORMS[max_norm]}"):
             call(INNER, max_norm=max_norm)

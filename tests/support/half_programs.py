@@ -12,6 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxprs import equations as equations
 
+from jaxscale._autocast import table
+
 CHECK = "check_vma" if "check_vma" in jax.shard_map.__kwdefaults__ else "check_rep"
 P = PartitionSpec
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32))
@@ -290,3 +292,13 @@ def dtypes(eqn):
         for aval in avals
         if hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
     }
+
+
+def primitives(fun, *args):
+    """The primitives of a function, each with the dtypes that it takes and returns."""
+    return [(e.primitive.name, dtypes(e)) for e in equations(jax.make_jaxpr(fun)(*args))]
+
+
+def products(fun, *args):
+    """The dtypes of each matrix product and convolution of a function."""
+    return [kinds for name, kinds in primitives(fun, *args) if name in table.PRODUCTS]

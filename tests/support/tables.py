@@ -45,6 +45,17 @@ PARAMS = {
     "half": jnp.array([0.25, -1.5], jnp.bfloat16),
     "b": jnp.array(0.5, jnp.float32),
 }
+# Leaves that are no gradients.
+PASSIVE = {
+    "int": jnp.arange(3),
+    "bool": jnp.array([True, False]),
+    "key": jax.random.key(0),
+    "none": None,
+    "masked": optax.MaskedNode(),
+    "float0": np.zeros((2,), jax.dtypes.float0),
+    "text": "no array",
+    "python_int": 3,
+}
 
 
 def cases(names, table, fast=()):

@@ -1,0 +1,174 @@
+"""What stays in float32: what float16 does not hold, and all that is added to a product."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from half_programs import W, X, dtypes, equations, primitives, products
+from jax.ad_checkpoint import checkpoint_name
+from tables import cases
+
+import jaxscale
+
+pytestmark = pytest.mark.standard_promotion
+
+
+F32 = frozenset({"float32"})
+
+
+BIG = jnp.full((4, 4), 100.0)  # their product is 40000, of which float16 holds no square
+LARGE = {
+    "square": lambda x: jnp.sum(jnp.square(x @ x)),
+    "x * x": lambda x: (lambda y: jnp.sum(y * y))(x @ x),
+    "power": lambda x: jnp.sum((x @ x) ** 3),
+    "sum": lambda x: jnp.sum(x @ x),
+    "norm": lambda x: jnp.linalg.norm(x @ x),
+    "exp": lambda x: jnp.sum(jnp.exp((x @ x) / 1000.0)),
+    "quotient": lambda x: jnp.sum((x @ x) / 1e-3),
+    "cumulative sum": lambda x: jnp.cumsum(x @ x)[-1],
+    "through a call": lambda x: jnp.sum(jax.jit(jnp.exp)((x @ x) / 1000.0)),
+    "through a scan": lambda x: jax.lax.scan(lambda c, y: (c + y, y**2), x[0], x @ x)[1].sum(),
+    "variance": lambda x: jnp.var((x @ x) * jnp.arange(4.0)[None] / 4.0),
+    "scatter": lambda x: jnp.zeros(2).at[jnp.zeros(16, int)].add((x @ x).ravel())[0],
+    "convolution": lambda x: jnp.sum(jnp.convolve(x[0], x[1], "same") ** 2),
+    # Programs that an equation holds are typed in float32.
+    "apply": lambda x: (x @ x).at[0].apply(jnp.square),
+    "reduce": lambda x: jax.lax.reduce(x @ x, 0.0, lambda a, b: a * 1e-9 * b + a + b, (0,)),
+    "window": lambda x: jax.lax.reduce_window(
+        x @ x, 0.0, lambda a, b: a * 1e-9 * b + a + b, (2, 1), (1, 1), "SAME"
+    ),
+}
+
+
+@cases("name", LARGE, fast=["x * x", "norm", "apply", "reduce"])
+def test_what_float16_does_not_hold_stays_in_float32(name):
+    np.testing.assert_allclose(jaxscale.autocast(LARGE[name])(BIG), LARGE[name](BIG), rtol=2e-3)
+
+
+CONSTANTS = {
+    # The first two do not fit into float16; the others do.
+    "mask": (lambda x: jax.nn.softmax(jnp.where(jnp.eye(8, dtype=bool), x @ x, -1e9)), "float32"),
+    "epsilon": (lambda x: 1 / ((x - x) @ x + 1e-8), "float32"),
+    "half": (lambda x: jnp.abs(x @ x) * 0.5, "float16"),
+    "infinity": (lambda x: jnp.where(jnp.eye(8, dtype=bool), x @ x, -jnp.inf), "float16"),
+    "array": (lambda x: jnp.maximum(x @ x, jnp.full((8, 8), 2.0)), "float16"),
+}
+
+
+@cases("name", CONSTANTS, fast=["mask", "half"])
+def test_a_constant_that_float16_does_not_hold_makes_it_float32(name):
+    fun, dtype = CONSTANTS[name]
+    x = X[:1].T @ X[:1]
+    result = jaxscale.autocast(fun)(x)
+    np.testing.assert_allclose(result, fun(x), rtol=5e-3, atol=5e-3)
+    eqns = list(equations(jax.make_jaxpr(jaxscale.autocast(fun))(x)))
+    last = [e for e in eqns if e.primitive.name in ("add", "mul", "select_n", "max")]
+    assert {dtype} in [dtypes(eqn) for eqn in last]
+
+
+def test_a_difference_before_an_exponential_is_not_rounded():
+    found = primitives(jaxscale.autocast(lambda x: jax.nn.softmax(x @ x)), W[0])
+    assert {*map(frozenset, (kinds for name, kinds in found if name == "sub"))} == {F32}
+
+
+def test_derivative_rules_decide_at_their_edge():
+    cast = jaxscale.autocast(lambda w, x: jnp.sum(jax.nn.relu(x @ w)))
+    assert (
+        jax.jit(jax.grad(cast))(jnp.zeros((8, 8)), X) == 0
+    ).all()  # that of a maximum would be a half
+    large = jaxscale.autocast(lambda w, x: jax.nn.logsumexp(x @ w) + jax.nn.softmax(x @ w)[0, 0])
+    value, gradient = jax.jit(jax.value_and_grad(large))(jnp.eye(8) * 1000, X)
+    assert jnp.isfinite(value)
+    assert jnp.isfinite(gradient).all()
+
+
+LARGE_BIAS = jnp.linspace(1e5, 2e5, 8)  # more than float16 holds
+FIRST_MASKED = jnp.where(jnp.arange(4) < 1, -1e9, 0.0)
+WHOLLY_MASKED = jnp.broadcast_to(FIRST_MASKED[:, None], (4, 4))
+ADDED = {
+    "row": lambda b: X @ W[0] + b,
+    "whole row": lambda b: X @ W[0] + jnp.broadcast_to(b, X.shape),
+    "column": lambda b: b[:4, None] + X @ W[0],
+    "vector": lambda b: b + W[0] @ X[0],
+    "NumPy array": lambda b: X @ W[0] + np.asarray(LARGE_BIAS) + 0 * b,
+    "two products": lambda b: X @ W[0] + b + X @ W[1],
+    "slice": lambda b: jnp.split(X @ W[0] + b, 2, -1)[1][:, 0].T,
+    "checkpoint name": lambda b: checkpoint_name(X @ W[0] + b, "name"),
+    "concatenate": lambda b: jnp.concatenate([X @ W[0] + b, X]),
+    "relu": lambda b: jax.nn.relu(X @ W[0] + b),
+    "softplus": lambda b: jax.nn.softplus(X @ W[0] + b),
+    "silu": lambda b: jax.nn.silu(X @ W[0] + b),
+    "where": lambda b: jnp.where(X > 0, X @ W[0] + b, 0.0),
+    "residual": lambda b: (lambda y: y + jnp.tanh(y) @ W[1])(X @ W[0] + b),
+    "loss": lambda b: jnp.sqrt(jnp.mean((X @ W[0] + b) ** 2)),
+    "jit": lambda b: jax.jit(lambda b: X @ W[0] + b)(b),
+    "jit of a sum": lambda b: jax.jit(lambda y: jnp.max(y, 0) + 1)(X @ W[0] + b),
+    "remat": lambda b: jax.checkpoint(lambda y: jnp.sin(y * 1e-5))(X @ W[0] + b),
+    "scan": lambda b: jax.lax.scan(lambda c, x: (c, x @ W[0] + b), 0.0, X)[1],
+    "apply": lambda b: (X @ W[0] + jax.lax.stop_gradient(b)).at[0].set(0.0),
+}
+MASKS = {
+    "square": WHOLLY_MASKED,
+    "keys": FIRST_MASKED[None, None, None],
+    "queries": FIRST_MASKED[:, None],
+    "all": jnp.full((4, 4), -1e9),
+}
+
+
+@cases("name", ADDED, fast=["whole row", "residual", "jit of a sum", "scan"])
+def test_what_is_added_to_a_product_is_added_in_float32(name):
+    fun, half = ADDED[name], jaxscale.autocast(ADDED[name])
+    np.testing.assert_allclose(half(LARGE_BIAS), fun(LARGE_BIAS), rtol=1e-3, atol=1e-3)
+    actual, expected = (jax.grad(lambda b, f=f: jnp.sum(f(b)))(LARGE_BIAS) for f in (half, fun))
+    np.testing.assert_allclose(actual, expected, rtol=0.01, atol=1e-3)
+    assert set(map(frozenset, products(half, LARGE_BIAS))) == {frozenset({"float16"})}
+
+
+@cases(
+    "name, normalize",
+    itertools.product(MASKS, [jax.nn.softmax, jax.nn.log_softmax]),
+    fast=[("keys", jax.nn.softmax)],
+)
+def test_a_mask_that_is_added_is_no_bias(name, normalize):
+    q = jnp.reshape(W[:2], (2, 4, 2, 8))
+
+    def fun(q, mask):
+        return normalize(jnp.einsum("bqhd,bkhd->bhqk", q, q) + mask)
+
+    given = MASKS[name]
+    for half in (
+        jaxscale.autocast(fun),
+        jaxscale.autocast(jax.checkpoint(fun)),
+        lambda q, mask: jaxscale.autocast(lambda q: fun(q, np.asarray(mask)))(q),
+    ):
+        np.testing.assert_allclose(half(q, given), fun(q, given), rtol=0.01, atol=0.01)
+        gradient = jax.jit(jax.grad(lambda q, half=half: jnp.sum(half(q, given))))(q)
+        assert jnp.isfinite(gradient).all()
+
+
+def test_what_follows_a_sum_is_half_where_only_products_read_it():
+    def fun(w, b, x):
+        x = jax.nn.relu(x @ w + b)
+        x = checkpoint_name(jnp.concatenate([x, -x]), "name")
+        return jax.checkpoint(lambda x: jnp.max(x @ w + b, 0))(x[1:].T.T) @ w + b
+
+    eqns = list(equations(jax.make_jaxpr(jaxscale.autocast(fun))(W[0], W[0, 0], X)))
+    for name in ("max", "concatenate", "name", "slice", "transpose", "reduce_max"):
+        found = [dtypes(e) for e in eqns if e.primitive.name == name]
+        assert found, name
+        # The largest is found in float32, for its derivative, and comes back.
+        assert all(kinds == {"float32" if name == "reduce_max" else "float16"} for kinds in found)
+    assert {"float32"} == set().union(*(dtypes(e) for e in eqns if e.primitive.name == "add"))
+
+
+def test_the_gradient_of_a_bias_is_added_in_float32():
+    # 4096 ones: float16 counts to 2048.
+    fun = jaxscale.autocast(lambda b, x: jnp.sum(x @ jnp.ones((2, 1)) + b[None]))
+    gradient = jax.jit(jax.grad(fun))(jnp.zeros(1), jnp.ones((4096, 2)))
+    assert gradient == 4096
+    moved = jaxscale.autocast(lambda w: jnp.sum(jnp.tile(w @ w, (4096, 1)) * 0.5))
+    assert (jax.jit(jax.grad(moved))(jnp.eye(2)) == 4096).all()
+    found = primitives(jax.grad(moved), jnp.eye(2))
+    assert {frozenset(kinds) for name, kinds in found if name == "reduce_sum"} == {F32}
