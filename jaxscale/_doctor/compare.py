@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-
-from .._trees.tree import leaf_name
 
 CLOSE = 0.1  # gradients are fine if the error of each leaf is at most this
 
@@ -46,18 +43,18 @@ class Comparison(NamedTuple):
 def compare_gradients(grads: Mapping[str, Any], exact: Mapping[str, Any]) -> Comparison:
     """Returns what `grads` lost, compared with `exact`, both by the names of leaves."""
     pairs = {name: (np.asarray(grads[name]), np.asarray(leaf)) for name, leaf in exact.items()}
-    lost = {name: int(np.sum((a == 0) & (b != 0))) for name, (a, b) in pairs.items()}
-    nonzero = {name: int(np.count_nonzero(b)) for name, (_, b) in pairs.items()}
-    flushed = {name: lost[name] / max(nonzero[name], 1) for name in pairs}
-    worst = max(flushed, key=lambda name: flushed[name])
-    errors = {name: (_norm(a, b), _norm(b)) for name, (a, b) in pairs.items()}
-    leaves = [LeafError(name, flushed[name], _ratio(*errors[name])) for name in pairs]
-    error, norm = (float(np.linalg.norm([both[i] for both in errors.values()])) for i in (0, 1))
+    counts = [(np.sum((a == 0) & (b != 0)), np.count_nonzero(b)) for a, b in pairs.values()]
+    norms = [(_norm(a, b), _norm(b)) for a, b in pairs.values()]
+    leaves = [
+        LeafError(name, _ratio(*count), _ratio(*norm))
+        for name, count, norm in zip(pairs, counts, norms, strict=True)
+    ]
+    worst = max(leaves, key=lambda leaf: leaf.flushed)
     return Comparison(
-        flushed=sum(lost.values()) / max(sum(nonzero.values()), 1),
-        error=_ratio(error, norm),
-        worst=worst if flushed[worst] else "",
-        worst_flushed=flushed[worst],
+        flushed=_ratio(*np.sum(counts, axis=0)),
+        error=_ratio(*np.linalg.norm(norms, axis=0)),
+        worst=worst.path if worst.flushed else "",
+        worst_flushed=worst.flushed,
         leaves=tuple(sorted(leaves, key=lambda leaf: -leaf.error)),
     )
 
@@ -68,11 +65,5 @@ def _norm(a: np.ndarray, b: Any = 0.0) -> float:
     return float(np.linalg.norm((a.astype(wide) - b).ravel()))
 
 
-def _ratio(error: float, norm: float) -> float:
-    return error / norm if norm else 0.0
-
-
-def by_name(tree: Any) -> dict[str, np.ndarray]:
-    """Returns the leaves of a tree on the host, by their names."""
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return {leaf_name(path): np.asarray(leaf) for path, leaf in pairs}
+def _ratio(part: Any, whole: Any) -> float:
+    return float(part / whole) if whole else 0.0

@@ -17,18 +17,17 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .._trees.checks import and_more
 from ..diagnostics._formats import FORMATS
 from ..diagnostics._histogram import Numbers, read
 from ..diagnostics._leaves import partition_leaves
 from ..diagnostics._pictures import draw_histogram
 from ..diagnostics._text import head, number, percent, power, text_histogram
 from .exam import Exam
-from .findings import Finding, verdict
+from .finding import Finding, list_names
+from .findings import verdict
 
 _MOST_LEAVES = 30  # in its table
 _MOST_LAYERS = 40  # in theirs
-_MOST_NAMES = 5  # in a list
 _JUDGED = ("float16", "bfloat16")  # besides the formats that the model computes in
 
 WITHOUT_PAGE = 'The page needs jinja2, which is not installed: pip install "jaxscale[doctor]".'
@@ -131,10 +130,8 @@ def _card(finding: Finding) -> _Card:
 def _picture(exam: Exam, numbers: Numbers) -> str | None:
     """Returns the histogram as the base64 of a PNG, or `None` without matplotlib."""
     # First the scale of the table of layers. The suggestion of `plot_histogram` would be one more.
-    titles = {
-        round(math.log2(scale)): f"ranges {_at(exam, scale)}"
-        for scale in (exam.shown_scale, exam.loss_scale, exam.fits or exam.loss_scale)
-    }
+    scales = exam.shown_scale, exam.loss_scale, exam.fits or exam.loss_scale
+    titles = {round(math.log2(scale)): f"ranges {_at(exam, scale)}" for scale in scales}
     try:
         figure = draw_histogram(numbers, titles, formats=_judged(exam), is_narrow=True)
     except ImportError:
@@ -156,26 +153,19 @@ def _layer_rows(exam: Exam) -> _Table:
     lost = {name: max(shares[dtype].lost for dtype in formats) for name, shares in seen.items()}
     worst = sorted(filter(lost.get, lost), key=lambda name: -lost[name])[:_MOST_LAYERS]
     rows = [
-        (
-            name,
-            [(percent(shares[dtype].lost), 100 * shares[dtype].lost) for dtype in formats],
-        )
+        (name, [(percent(lost), 100 * lost) for lost in (shares[f].lost for f in formats)])
         for name, shares in seen.items()
         if name in worst
     ]
     others = []
     if blank := [name for name in layers if name not in seen]:
-        names = " ".join([", ".join(blank[:_MOST_NAMES]), *and_more(blank, _MOST_NAMES)])
-        some = f"{len(blank)} of {len(layers)} layers" if seen else "All layers"
-        verb = "is" if seen and len(blank) == 1 else "are"
-        others.append(f"{some} {verb} without a finite, nonzero gradient to judge: {names}.")
+        count = f"{len(blank)} of {len(layers)}"
+        names = list_names(blank)
+        others.append(f"Layers without a finite, nonzero gradient to judge: {count}: {names}.")
     if rest := len(seen) - len(rows):
-        where = "" if rows else f"Stored in {' or '.join(formats)}, "
-        which = "the other" if rows or blank else "the only" if rest == 1 else "all"
-        number = f" {rest} layers lose" if rest > 1 else " layer loses"
         what = "less or nothing" if len(worst) < sum(map(bool, lost.values())) else "nothing"
-        sentence = f"{where}{which}{number} {what}."
-        others.append(sentence[0].upper() + sentence[1:])
+        where = " or ".join(formats)
+        others.append(f"Layers that lose {what} in {where}: {rest} of {len(layers)}.")
     return _Table(formats, rows, others)
 
 

@@ -150,10 +150,7 @@ def _bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
     ax.set_ylabel("share of the nonzero\ngradients (%)")
     ax.set_ylim(0, 1.1 * bottom.max(initial=0) or 1)
     ax.legend(
-        title=f"at loss scale {power(2.0**exponent)}",
-        fontsize=8,
-        title_fontsize=8,
-        loc="best",
+        title=f"at loss scale {power(2.0**exponent)}", fontsize=8, title_fontsize=8, loc="best"
     )
 
 
@@ -173,10 +170,7 @@ def _ranges(
         ax.barh(
             row, high - normal, left=normal, height=0.6, color=_NORMAL, edgecolor="black", lw=0.4
         )
-        words = (
-            f"to 0: {percent(lost.flushed)}",
-            f"overflow: {percent(lost.overflowed)}",
-        )
+        words = (f"to 0: {percent(lost.flushed)}", f"overflow: {percent(lost.overflowed)}")
         ax.text(
             1.01, row, between.join(words),
             transform=ax.get_yaxis_transform(), va="center", fontsize=8,

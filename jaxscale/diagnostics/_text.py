@@ -136,11 +136,7 @@ def _bars(numbers: Numbers, exponent: int) -> list[tuple[str, ...]]:
         signs = [_SIGNS[int(np.argmax(outcomes(only, name, exponent)))] for name in FORMATS]
         bar = "#" * max(round(_WIDTH * number / max(*sums, 1.0)), 1) if number else ""
         rows.append(
-            (
-                f"2**{EXPONENTS[start]}",
-                percent(number / max(sum(sums), 1.0)),
-                bar.ljust(_WIDTH),
-            )
+            (f"2**{EXPONENTS[start]}", percent(number / max(sum(sums), 1.0)), bar.ljust(_WIDTH))
             + (tuple(signs) if number else ("",) * len(FORMATS))
         )
     return rows

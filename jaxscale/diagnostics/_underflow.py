@@ -47,10 +47,7 @@ class Underflow(NamedTuple):
         A dash stands for a layer whose gradients are all zero, inf or NaN.
         """
         return [
-            (
-                layer,
-                *(percent(shares[name].lost) if any(shares[name]) else "-" for name in FORMATS),
-            )
+            (layer, *(percent(shares[name].lost) if any(shares[name]) else "-" for name in FORMATS))
             for layer, shares in self.layers.items()
         ]
 

@@ -47,11 +47,7 @@ def flax(
 
 
 def jmp(
-    loss_scale: Any,
-    *,
-    period: int = 2000,
-    factor: Any = 2,
-    min_loss_scale: Any = 1.0,
+    loss_scale: Any, *, period: int = 2000, factor: Any = 2, min_loss_scale: Any = 1.0
 ) -> PresetLossScale:
     """Returns the rule of `jmp.DynamicLossScale`.
 
@@ -72,11 +68,7 @@ def jmp(
 
 
 def jamp(
-    loss_scale: Any,
-    *,
-    period: int = 2000,
-    factor: Any = 2,
-    min_loss_scale: Any = 1.0,
+    loss_scale: Any, *, period: int = 2000, factor: Any = 2, min_loss_scale: Any = 1.0
 ) -> PresetLossScale:
     """Returns the rule of jamp's `DynamicLossScale`.
 
@@ -137,11 +129,7 @@ def _jmp(
 
 
 def mpx(
-    loss_scaling: Any,
-    min_loss_scaling: Any,
-    *,
-    factor: Any = 2,
-    period: int = 2000,
+    loss_scaling: Any, min_loss_scaling: Any, *, factor: Any = 2, period: int = 2000
 ) -> PresetLossScale:
     """Returns the rule of `mpx.DynamicLossScaling`.
 

@@ -83,10 +83,7 @@ def tensorflow_contrib(
 
 
 def tf_keras(
-    *,
-    dynamic: bool = True,
-    initial_scale: Any = None,
-    dynamic_growth_steps: int | None = None,
+    *, dynamic: bool = True, initial_scale: Any = None, dynamic_growth_steps: int | None = None
 ) -> LossScale:
     """Returns the rule of `tf_keras.mixed_precision.LossScaleOptimizer`.
 

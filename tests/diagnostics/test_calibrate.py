@@ -78,10 +78,7 @@ def test_one_program_for_all_passes():
 @pytest.mark.slow
 def test_a_run_that_starts_with_it_skips_nothing():
     keys = jax.random.split(jax.random.key(0), 4)
-    params = {
-        "a": jax.random.normal(keys[0], (8, 16)),
-        "b": jax.random.normal(keys[1], (16, 1)),
-    }
+    params = {"a": jax.random.normal(keys[0], (8, 16)), "b": jax.random.normal(keys[1], (16, 1))}
 
     def mlp(params, x):
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)

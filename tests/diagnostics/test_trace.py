@@ -265,12 +265,7 @@ HOLDERS = {
         *(_ref, _ref_in_a_call, _ref_in_a_scan, _ref_in_a_loop),
     )
 }
-ITERATIONS = {
-    "while": (2,),
-    "nested_scan": (1, 2),
-    "ref_in_a_scan": (1,),
-    "ref_in_a_loop": (2,),
-}
+ITERATIONS = {"while": (2,), "nested_scan": (1, 2), "ref_in_a_scan": (1,), "ref_in_a_loop": (2,)}
 
 
 @pytest.mark.parametrize("holder", HOLDERS)

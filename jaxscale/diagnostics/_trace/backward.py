@@ -1,6 +1,6 @@
 """The scaled backward pass, run equation by equation to see where numbers get lost.
 
-`Backward` holds the jaxpr of the loss and its scaled gradients, and runs it in the `Interpreter`:
+`TracedBackward` holds the jaxpr of the loss and its scaled gradients, and runs it in the `Interpreter`:
 at any loss scale, and with any part of it in float32. After each equation the interpreter calls
 `Findings.watch`, which notes what was lost.
 """
@@ -28,7 +28,7 @@ from .plan import Planner, RoundedAt
 from .report import TracedNonfinite, TraceReport
 
 
-class Backward:
+class TracedBackward:
     """The loss and its scaled gradients as a program that can be run in many ways.
 
     Args:

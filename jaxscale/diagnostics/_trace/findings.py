@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..._jax import JaxprEqn
-from .interpreter import Value, Visit, place_of
+from .interpreter import Value, Visit, key_of
 from .jaxpr import EFFECT, FORWARD, HOLDERS
 from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
 from .places import layer, lines
@@ -44,7 +44,7 @@ class Findings:
 
     def watch(self, visit: Visit) -> list[frozenset[Any]]:
         """Returns where the inf and NaN of each output come from, and notes new ones."""
-        place = place_of(visit.eqn, visit.around)
+        place = key_of(visit.eqn, visit.around)
         self.visits[place] += 1
         self.equations[place] = visit.eqn, visit.around
         if visit.eqn.primitive.name in HOLDERS:
@@ -156,7 +156,7 @@ class Findings:
           visit: the equation.
           share: the share of its numbers that was lost.
         """
-        place = place_of(visit.eqn, visit.around)
+        place = key_of(visit.eqn, visit.around)
         return Place(**self._place("", place, visit, 0, share))
 
     def _place(

@@ -64,7 +64,7 @@ Watch = Callable[[Visit], Sequence[frozenset[Any]]]
 _UNUSED = Value(None)
 
 
-def place_of(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> Place:
+def key_of(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> Place:
     """Returns what tells an equation from all others, and from itself in another call."""
     return tuple(map(id, (*around, eqn)))
 
@@ -143,7 +143,7 @@ class Interpreter:
         iteration: tuple[int, ...],
     ) -> None:
         program, inputs = segment.program, [values[place].array for place in segment.reads]
-        wide = tuple(self._is_wide(place_of(s.eqn, (*around, *s.around))) for s in segment.steps)
+        wide = tuple(self._is_wide(key_of(s.eqn, (*around, *s.around))) for s in segment.steps)
         if all(wide):
             made = program.run_in_float32(inputs, self._is_shaken)
             values |= {p: Value(a) for p, a in zip(segment.writes, made, strict=True)}
@@ -172,7 +172,7 @@ class Interpreter:
                 branch = branches[min(max(int(index.array), 0), len(branches) - 1)]
                 return self.run(branch, inputs, needs, inside, iteration)
         given = [each.value if isinstance(each, Cell) else each for each in inputs]
-        arrays = _computed(step, given, self._is_wide(place_of(eqn, around)))
+        arrays = _computed(step, given, self._is_wide(key_of(eqn, around)))
         made = self._watched(step, given, arrays, around, iteration)
         outputs, held = made[: len(eqn.outvars)], made[len(eqn.outvars) :]
         for cell, value in zip((c for c in inputs if isinstance(c, Cell)), held, strict=True):

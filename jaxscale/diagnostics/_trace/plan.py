@@ -330,11 +330,7 @@ class Program:
         return [values[i] for i in self._kept]
 
     def _outputs(
-        self,
-        values: list[Any],
-        wide: Sequence[bool],
-        shake: Any = None,
-        is_looked_at: bool = True,
+        self, values: list[Any], wide: Sequence[bool], shake: Any = None, is_looked_at: bool = True
     ) -> list[list[Any]]:
         """Returns the outputs of each equation, and appends them to the inputs."""
         outputs, signs = [], np.random.default_rng(0).choice(_SIGNS, len(self._inner))

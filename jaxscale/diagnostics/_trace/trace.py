@@ -1,4 +1,4 @@
-"""The public function `trace`: one pass of a `Backward`, and its report."""
+"""The public function `trace`: one pass of a `TracedBackward`, and its report."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from jax.core import Tracer
 from ..._state.find import find_scale_state
 from ..._trees.leaf import is_inexact
 from .._formats import kind
-from .backward import Backward
+from .backward import TracedBackward
 from .report import TraceReport
 
 
@@ -80,7 +80,9 @@ def trace(
         _check(args, fun_kwargs, loss_scale)
         if transform is jax.value_and_grad and not kwargs.get("allow_int"):
             _check_floating(args, kwargs.get("argnums", 0))
-        backward = Backward(fun, args, fun_kwargs, transform=transform, has_aux=has_aux, **kwargs)
+        backward = TracedBackward(
+            fun, args, fun_kwargs, transform=transform, has_aux=has_aux, **kwargs
+        )
         return backward.run(loss_scale).report()
 
     return trace_fun
