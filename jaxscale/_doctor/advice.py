@@ -26,8 +26,8 @@ _OF_NEGATIVE = (
     "does not help: compute the difference another way, a variance as `((x - x.mean())**2).mean()`."
 )
 _OF_OTHERS = (
-    "Here the function or its derivative has no finite value, as a root, a logarithm and a division "
-    "have none at 0. Keep the operand away: clip it, add 1e-3 to it in float32, or choose another "
+    "Here the function or its derivative has no finite value, as a root, a logarithm or a division "
+    "has none at 0. Keep the operand away: clip it, add 1e-3 to it in float32, or choose another "
     "with `jnp.where` before."
 )
 

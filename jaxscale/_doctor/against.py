@@ -23,23 +23,17 @@ _STABLE = 0.3
 
 
 class Against(NamedTuple):
-    """The gradients against those in float32. Nothing is known if the arguments are not finite.
+    """The gradients against those in float32. Nothing is known if the arguments are not finite."""
 
-    Attributes:
-      grads: the gradients in float32, by their names; none if they are not finite. What cannot be
-        computed in float32, as a kernel for one dtype, is as written.
-      is_finite: whether loss and gradients are finite in float32.
-      comparison: what is lost. `None` if the gradients or those in float32 are not finite.
-      wrong: the leaves of the gradients that are far from those in float32.
-      culprit: where they go wrong, if it is one equation.
-      remedy: the lines that in float32 make loss and gradients right, or that were tried in vain.
-    """
-
+    # The gradients in float32, by their names; none if they are not finite. What cannot be
+    # computed in float32, as a kernel for one dtype, is as written.
     grads: Mapping[str, np.ndarray] = {}
-    is_finite: bool | None = None
+    is_finite: bool | None = None  # whether loss and gradients are finite in float32
+    # What is lost. `None` if the gradients or those in float32 are not finite.
     comparison: Comparison | None = None
-    wrong: tuple[str, ...] = ()
-    culprit: Culprit | None = None
+    wrong: tuple[str, ...] = ()  # the leaves of the gradients that are far from those in float32
+    culprit: Culprit | None = None  # where they go wrong, if it is one equation
+    # The lines that in float32 make loss and gradients right, or that were tried in vain.
     remedy: Remedy | None = None
 
 

@@ -9,35 +9,21 @@ CLOSE = 0.1  # gradients are fine if the error of each leaf is at most this
 
 
 class LeafError(NamedTuple):
-    """What one leaf of the gradients lost.
+    """What one leaf of the gradients lost."""
 
-    Attributes:
-      path: where it is, such as `params/Dense_0/kernel`.
-      flushed: the share of the nonzero numbers that became 0.
-      error: the norm of the difference, divided by the norm of what the leaf should be.
-    """
-
-    path: str
-    flushed: float
-    error: float
+    path: str  # where it is, such as `params/Dense_0/kernel`
+    flushed: float  # the share of the nonzero numbers that became 0
+    error: float  # the norm of the difference, divided by the norm of what the leaf should be
 
 
 class Comparison(NamedTuple):
-    """What gradients lost, compared with the same gradients with less or nothing lost.
+    """What gradients lost, compared with the same gradients with less or nothing lost."""
 
-    Attributes:
-      flushed: the share of the nonzero numbers that became 0.
-      error: the norm of the difference, divided by the norm of what the gradients should be.
-      worst: the leaf with the largest share flushed, or `""` if nothing was.
-      worst_flushed: the share flushed in that leaf.
-      leaves: each leaf, the largest error first.
-    """
-
-    flushed: float
-    error: float
-    worst: str
-    worst_flushed: float
-    leaves: tuple[LeafError, ...]
+    flushed: float  # the share of the nonzero numbers that became 0
+    error: float  # the norm of the difference, divided by the norm of what the gradients should be
+    worst: str  # the leaf with the largest share flushed, or `""` if nothing was
+    worst_flushed: float  # the share flushed in that leaf
+    leaves: tuple[LeafError, ...]  # each leaf, the largest error first
 
 
 def compare_gradients(grads: Mapping[str, Any], exact: Mapping[str, Any]) -> Comparison:

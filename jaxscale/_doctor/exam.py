@@ -38,66 +38,46 @@ _MOST_LAYERS = 40  # in the map of layers
 
 
 class Exam(NamedTuple):
-    """What was measured. All of it is on the host, except for the histogram.
+    """What was measured. All of it is on the host, except for the histogram."""
 
-    Attributes:
-      target: what was examined, as named on the command line.
-      autocast: the format in which `jaxscale.autocast` computed the loss, or `""`.
-      is_quick: whether nothing was compared with float32 or tried in it, and nothing was traced
-        that is finite.
-      is_auto: whether no scale was given, so that `loss_scale` is the largest that does not
-        overflow.
-      loss: the loss.
-      loss_as_written: the loss without `jaxscale.autocast`, or `None` if that was not used.
-      dtypes: the formats in which the loss is computed.
-      backward_rules: the functions that `jax.custom_vjp` was given as backward rules, by the line
-        that calls them, as `path/to/file.py:3`.
-      loss_scale: the scale of the trace and the table of leaves.
-      shown_scale: the scale at which formats are judged: the one given, or 1.
-      calibration: the largest scale that does not overflow. `None` if none of the
-        model's dtypes needs one, or the loss itself is not finite.
-      largest: the largest magnitude among the gradients at the largest scale.
-      is_limited: whether a number on the way that is far larger than the gradients limits the
-        scale.
-      trace: where numbers get lost.
-      against: the gradients against those in float32.
-      ceiling: where the least loss scale that does not fit overflows.
-      relief: the lines that in float32 let a higher loss scale fit, if the scale `is_limited` or
-        the largest is below 1, and some were found.
-      comparison: the gradients at the shown scale against those at the largest. `None` if the
-        shown scale is not lower.
-      zero: the leaves whose gradient is exactly 0 everywhere, in float32 if that was computed.
-      leaves: the gradients, leaf by leaf.
-      histogram: the gradients at the largest scale, where the fewest are flushed.
-      shares: what each format keeps of these at the shown scale.
-      layers: the same for each layer.
-      suggestion: the scale at which float16 would store these gradients best.
-    """
-
-    target: str
-    autocast: str
+    target: str  # what was examined, as named on the command line
+    autocast: str  # the format in which `jaxscale.autocast` computed the loss, or `""`
+    # Whether nothing was compared with float32 or tried in it, and nothing was traced that is
+    # finite.
     is_quick: bool
+    # Whether no scale was given, so that `loss_scale` is the largest that does not overflow.
     is_auto: bool
     loss: float
+    # The loss without `jaxscale.autocast`, or `None` if that was not used.
     loss_as_written: float | None
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # the formats in which the loss is computed
+    # The functions that `jax.custom_vjp` was given as backward rules, by the line that calls
+    # them, as `path/to/file.py:3`.
     backward_rules: dict[str, str]
-    loss_scale: float
-    shown_scale: float
+    loss_scale: float  # the scale of the trace and the table of leaves
+    shown_scale: float  # the scale at which formats are judged: the one given, or 1
+    # The largest scale that does not overflow. `None` if none of the model's dtypes needs one, or
+    # the loss itself is not finite.
     calibration: Calibration | None
-    largest: float
+    largest: float  # the largest magnitude among the gradients at the largest scale
+    # Whether a number on the way that is far larger than the gradients limits the scale.
     is_limited: bool
-    trace: TraceReport
-    against: Against
-    ceiling: TracedNonfinite | None
+    trace: TraceReport  # where numbers get lost
+    against: Against  # the gradients against those in float32
+    ceiling: TracedNonfinite | None  # where the least loss scale that does not fit overflows
+    # The lines that in float32 let a higher loss scale fit, if the scale `is_limited` or the
+    # largest is below 1, and some were found.
     relief: Relief | None
+    # The gradients at the shown scale against those at the largest. `None` if the shown scale is
+    # not lower.
     comparison: Comparison | None
+    # The leaves whose gradient is exactly 0 everywhere, in float32 if that was computed.
     zero: tuple[str, ...]
-    leaves: LeafTable
-    histogram: Histogram
-    shares: dict[str, Shares]
-    layers: Underflow
-    suggestion: Suggestion
+    leaves: LeafTable  # the gradients, leaf by leaf
+    histogram: Histogram  # the gradients at the largest scale, where the fewest are flushed
+    shares: dict[str, Shares]  # what each format keeps of these at the shown scale
+    layers: Underflow  # the same for each layer
+    suggestion: Suggestion  # the scale at which float16 would store these gradients best
 
     @property
     def is_half(self) -> bool:

@@ -14,23 +14,14 @@ _MOST_NAMES = 5  # in a list
 
 
 class Finding(NamedTuple):
-    """Something that was found.
+    """Something that was found."""
 
-    Attributes:
-      is_problem: whether something is wrong, and not only worth knowing.
-      title: a sentence that says what was found.
-      details: more sentences: why, and what to do.
-      where: file and line, or `""`.
-      source: lines of source around that line, with their numbers.
-      line: the number of that line, or 0.
-    """
-
-    is_problem: bool
-    title: str
-    details: tuple[str, ...] = ()
-    where: str = ""
-    source: tuple[tuple[int, str], ...] = ()
-    line: int = 0
+    is_problem: bool  # whether something is wrong, and not only worth knowing
+    title: str  # a sentence that says what was found
+    details: tuple[str, ...] = ()  # more sentences: why, and what to do
+    where: str = ""  # file and line, or `""`
+    source: tuple[tuple[int, str], ...] = ()  # lines of source around that line, with their numbers
+    line: int = 0  # the number of that line, or 0
 
 
 def at_place(place: Place, is_problem: bool, title: str, details: Iterable[str]) -> Finding:

@@ -37,15 +37,10 @@ WITHOUT_PICTURES = (
 
 
 class Page(NamedTuple):
-    """The report.
+    """The report."""
 
-    Attributes:
-      text: the HTML, or `None` without Jinja2.
-      missing: what could not be made, and which package it needs, in a sentence, or `""`.
-    """
-
-    text: str | None
-    missing: str
+    text: str | None  # the HTML, or `None` without Jinja2
+    missing: str  # what could not be made, and which package it needs, in a sentence, or `""`
 
 
 class _Card(NamedTuple):

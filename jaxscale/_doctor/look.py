@@ -18,33 +18,21 @@ _HIGHER = 2.0**8  # times the largest loss scale: the one to try with some lines
 
 
 class Looked(NamedTuple):
-    """What was seen.
+    """What was seen."""
 
-    Attributes:
-      trace: where numbers get lost at the loss scale of the exam.
-      against: the gradients against those in float32.
-      ceiling: where the least loss scale that does not fit overflows.
-      relief: the lines that in float32 let a higher loss scale fit, if some were found.
-    """
-
-    trace: TraceReport
-    against: Against = Against()
-    ceiling: TracedNonfinite | None = None
+    trace: TraceReport  # where numbers get lost at the loss scale of the exam
+    against: Against = Against()  # the gradients against those in float32
+    ceiling: TracedNonfinite | None = None  # where the least loss scale that does not fit overflows
+    # The lines that in float32 let a higher loss scale fit, if some were found.
     relief: Relief | None = None
 
 
 class Scales(NamedTuple):
-    """The loss scales that a backward pass is looked at with.
+    """The loss scales that a backward pass is looked at with."""
 
-    Attributes:
-      used: that of the exam.
-      fits: the largest that does not overflow, if there is one.
-      overflows: the least that overflows, if that is known.
-    """
-
-    used: float
-    fits: float | None = None
-    overflows: float | None = None
+    used: float  # that of the exam
+    fits: float | None = None  # the largest that does not overflow, if there is one
+    overflows: float | None = None  # the least that overflows, if that is known
 
 
 def look_quickly(

@@ -28,46 +28,29 @@ Where = tuple[str, int] | EquationKey
 
 
 class Culprit(NamedTuple):
-    """The equation at which gradients go wrong, although they stay finite.
-
-    Attributes:
-      place: the equation.
-      kind: `"overflow"` if it makes inf, which becomes finite later, `"underflow"` if most of its
-        numbers become 0, otherwise `"rounding"`.
-      largest: the largest finite magnitude among its results.
-      error: the error of the gradients from there on.
-    """
+    """The equation at which gradients go wrong, although they stay finite."""
 
     place: Place
+    # `"overflow"` if it makes inf, which becomes finite later, `"underflow"` if most of its
+    # numbers become 0, otherwise `"rounding"`.
     kind: str
-    largest: float
-    error: float
+    largest: float  # the largest finite magnitude among its results
+    error: float  # the error of the gradients from there on
 
 
 class Remedy(NamedTuple):
-    """The lines that were computed in float32, and what became of the gradients.
+    """The lines that were computed in float32, and what became of the gradients."""
 
-    Attributes:
-      lines: file and line of each, the first at fault first.
-      works: whether the gradients are then finite and right.
-      error: the largest error of a leaf of the gradients; inf if they are not finite.
-    """
-
-    lines: tuple[str, ...]
-    works: bool
-    error: float
+    lines: tuple[str, ...]  # file and line of each, the first at fault first
+    works: bool  # whether the gradients are then finite and right
+    error: float  # the largest error of a leaf of the gradients; inf if they are not finite
 
 
 class Relief(NamedTuple):
-    """A higher loss scale, and the lines that must be in float32 for it to fit.
-
-    Attributes:
-      loss_scale: the scale.
-      lines: file and line of each.
-    """
+    """A higher loss scale, and the lines that must be in float32 for it to fit."""
 
     loss_scale: float
-    lines: tuple[str, ...]
+    lines: tuple[str, ...]  # file and line of each
 
 
 def find_relief(
@@ -126,7 +109,7 @@ class Trials:
         self._where = _where(first)
 
     def find_culprit(self, wide: frozenset[Where] = frozenset()) -> Culprit | None:
-        """Returns the equation at which gradients go wrong with some lines in float32, if it is one."""
+        """Returns the one equation, if there is one, at which gradients go wrong."""
         low, high = 0, len(self._keys)  # with so many equations as written: right, and wrong
         below, above = 0.0, self._error_of(self._run(wide).grads)
         middle_error = above / 2 if math.isfinite(above) else self._close
@@ -142,7 +125,7 @@ class Trials:
         return self._culprit(self._keys[high - 1], wide, above)
 
     def find_remedy(self, first: Where) -> Remedy:
-        """Returns lines, the first at fault among them, that make the gradients right, if any do."""
+        """Returns lines, from the first at fault on, that make the gradients right if any do."""
         wide: list[Where] = []
         following, error = first, math.inf
         while following is not None:

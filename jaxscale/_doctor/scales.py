@@ -20,18 +20,14 @@ _ROOM = 2.0**-10  # how far a scale that must be below 1 may still fall
 
 
 class Start(NamedTuple):
-    """How to start training at the largest loss scale that fits.
+    """How to start training at the largest loss scale that fits."""
 
-    Attributes:
-      skipped: how many of the first steps the default rule skips, if all are like this batch;
-        `None` if it skips every step, however many.
-      retries: the `retries` with which the first step finds the scale; `None` if none do.
-      code: the line to write.
-    """
-
+    # How many of the first steps the default rule skips, if all are like this batch; `None` if it
+    # skips every step, however many.
     skipped: int | None
+    # The `retries` with which the first step finds the scale; `None` if none do.
     retries: int | None
-    code: str
+    code: str  # the line to write
 
 
 def find_start(exam: Exam) -> Start | None:

@@ -33,22 +33,15 @@ class TargetError(ValueError):
 
 
 class Target(NamedTuple):
-    """What to examine.
+    """What to examine."""
 
-    Attributes:
-      name: the target, as named on the command line.
-      loss_fn: takes `params` and `batch`, and returns the loss, or a pair that begins with it.
-      params: the floating and complex arrays, on the device, with `None` for other leaves.
-      batch: arrays on the device, and other leaves as they are.
-      has_aux: whether `loss_fn` returns a pair.
-      constants: the numbers of the source that were rounded when `loss_fn` was first traced.
-    """
-
-    name: str
+    name: str  # the target, as named on the command line
+    # Takes `params` and `batch`, and returns the loss, or a pair that begins with it.
     loss_fn: Callable[[Any, Any], Any]
-    params: Any
-    batch: Any
-    has_aux: bool
+    params: Any  # the floating and complex arrays, on the device, with `None` for other leaves
+    batch: Any  # arrays on the device, and other leaves as they are
+    has_aux: bool  # whether `loss_fn` returns a pair
+    # The numbers of the source that were rounded when `loss_fn` was first traced.
     constants: Constants
 
 

@@ -77,13 +77,6 @@ class Shares(NamedTuple):
       subnormal: the share that it keeps with fewer bits than a normal number has.
       normal: the share that it keeps with all its bits.
       overflowed: the share that it makes inf, or NaN where the format has no inf.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import diagnostics
-      >>> histogram = diagnostics.histogram(jnp.array([1e-9, 1.0]))
-      >>> diagnostics.shares(histogram)["float16"].flushed
-      0.5
     """
 
     flushed: float

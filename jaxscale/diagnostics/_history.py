@@ -68,7 +68,7 @@ class History:
         return sum(len(floats) for floats, _ in self._on_host) + len(self._on_device)
 
     def append(self, tree: Any, *, loss: Any = None, **extra: Any) -> None:
-        """Returns `None`, after recording one more step.
+        """Records one more step.
 
         Args:
           tree: what `jaxscale.metrics` accepts, such as the `opt_state` that the step

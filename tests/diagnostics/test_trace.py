@@ -16,7 +16,7 @@ from tables import assert_same_bits
 
 import jaxscale
 from jaxscale import diagnostics
-from jaxscale.diagnostics._trace.backward import Backward
+from jaxscale.diagnostics._trace.backward import TracedBackward
 from jaxscale.diagnostics._trace.interpreter import Interpreter, Value
 from jaxscale.diagnostics._trace.jaxpr import FORWARD
 from jaxscale.diagnostics._trace.plan import Planner
@@ -291,7 +291,7 @@ def test_a_pass_in_a_hurry_stops_at_the_first_overflow_of_a_full_one(holder):
         y = HOLDERS[holder](x, HALF(256)) + jnp.exp(masked)
         return jnp.mean(y.astype(jnp.float32) ** 2)
 
-    backward = Backward(fun, (jnp.linspace(1, 3, 8, dtype=HALF),), {})
+    backward = TracedBackward(fun, (jnp.linspace(1, 3, 8, dtype=HALF),), {})
     for loss_scale in (2.0**-10, 2.0**3, 2.0**20):
         places = backward.run(loss_scale, is_brief=True).report().nonfinite
         full = [place for place in places if place.scaled and place.cause != "given"]
@@ -310,7 +310,7 @@ def test_how_far_a_pass_is_is_told_while_it_runs():
         y += jax.lax.stop_gradient(jax.lax.while_loop(lambda y: y[0] < 4, lambda y: y + 1, y))
         return jnp.mean(y.astype(jnp.float32))
 
-    backward, said = Backward(fun, (jnp.ones(2, HALF),), {}), []
+    backward, said = TracedBackward(fun, (jnp.ones(2, HALF),), {}), []
     for _ in range(2):
         backward.run(1.0, look=lambda visit: said.append(backward.how_far()))
     inside = [words for words in said if "iteration" in words]

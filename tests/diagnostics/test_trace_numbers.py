@@ -13,7 +13,7 @@ import pytest
 
 import jaxscale
 from jaxscale import diagnostics
-from jaxscale.diagnostics._trace.trace import Backward
+from jaxscale.diagnostics._trace.trace import TracedBackward
 
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
 
@@ -426,12 +426,12 @@ def test_a_pass_with_everything_in_float32_has_the_gradients_of_float32():
     params, x = planted.normal(0, 4, 4), planted.normal(1, 3, 4)
     exact = jax.grad(_twin(jnp.float32))(params, x)
     for loss_scale in (1.0, 2.0**24):
-        backward = Backward(_twin(HALF), (params, x), {})
+        backward = TracedBackward(_twin(HALF), (params, x), {})
         run = backward.run(loss_scale, lambda place: True)
         # Two compiled programs may round differently.
         np.testing.assert_allclose(run.grads["grads"], exact, rtol=1e-4, atol=1e-6)
         # What is as written is so whichever passes ran before.
-        again = Backward(_twin(HALF), (params, x), {}).run(loss_scale).grads["grads"]
+        again = TracedBackward(_twin(HALF), (params, x), {}).run(loss_scale).grads["grads"]
         np.testing.assert_array_equal(backward.run(loss_scale).grads["grads"], again)
         shaken = backward.run(loss_scale, lambda place: True, is_shaken=True).grads["grads"]
         change = np.linalg.norm(shaken - run.grads["grads"]) / np.linalg.norm(exact)
@@ -444,7 +444,7 @@ def test_what_is_only_rounding_changes_when_float32_is_shaken():
         return jnp.sum(weights**2)
 
     params, x = {"w": planted.normal(0, 4, 4), "shift": jnp.ones(())}, planted.normal(1, 3, 4)
-    backward = Backward(fun, (params, x), {})
+    backward = TracedBackward(fun, (params, x), {})
     exact, shaken = (
         backward.run(1.0, lambda place: True, is_shaken=s).grads for s in (False, True)
     )

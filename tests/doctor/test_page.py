@@ -15,7 +15,8 @@ import pytest
 from jaxscale import diagnostics
 from jaxscale._doctor import cli
 from jaxscale._doctor.exam import examine
-from jaxscale._doctor.findings import Finding, findings
+from jaxscale._doctor.finding import Finding
+from jaxscale._doctor.findings import findings
 from jaxscale._doctor.html import page
 from jaxscale._doctor.target import load
 

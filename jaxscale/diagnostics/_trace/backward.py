@@ -1,6 +1,6 @@
 """The scaled backward pass, run equation by equation to see where numbers get lost.
 
-`TracedBackward` holds the jaxpr of the loss and its scaled gradients, and runs it in the `Interpreter`:
+`TracedBackward` holds the jaxpr of the loss and its scaled gradients. It runs in the `Interpreter`
 at any loss scale, and with any part of it in float32. After each equation the interpreter calls
 `Findings.watch`, which notes what was lost.
 """
@@ -21,7 +21,7 @@ from .._formats import is_array
 from .constants import Constants
 from .findings import Findings, Found
 from .hurried import Hurried, RowPlanner
-from .interpreter import Interpreter, Place, Value, Visit
+from .interpreter import EquationKey, Interpreter, Value, Visit
 from .jaxpr import BACKWARD, FORWARD
 from .places import lines
 from .plan import Planner, RoundedAt
@@ -31,14 +31,8 @@ from .report import TracedNonfinite, TraceReport
 class TracedBackward:
     """The loss and its scaled gradients as a program that can be run in many ways.
 
-    Args:
-      fun: the loss, and its arguments.
-      args: the arguments of the loss.
-      fun_kwargs: its keyword arguments.
-      constants: knows the numbers of the source that were rounded when `fun` was traced before.
-      transform: what differentiates; this and the others are those of `trace`.
-      has_aux: whether `fun` returns a pair.
-      **kwargs: passed to `transform`.
+    It takes the arguments of `trace`, and `constants`: the numbers of the source that were rounded
+    when `fun` was traced before.
     """
 
     def __init__(
@@ -84,7 +78,7 @@ class TracedBackward:
     def run(
         self,
         loss_scale: Any,
-        is_wide: Callable[[Place], bool] = lambda place: False,
+        is_wide: Callable[[EquationKey], bool] = lambda key: False,
         look: Callable[[Visit], None] | None = None,
         is_brief: bool = False,
         is_shaken: bool = False,
@@ -93,7 +87,7 @@ class TracedBackward:
 
         Args:
           loss_scale: a `f32[]`.
-          is_wide: whether the equation at a place is computed in float32, if it can be.
+          is_wide: whether an equation is computed in float32, if it can be.
           look: is shown each equation.
           is_brief: whether to leave out what is made of numbers that are inf or NaN already.
           is_shaken: whether what is computed in float32 is changed by as much as float32 rounds.
@@ -104,28 +98,19 @@ class TracedBackward:
             self._loops = visit.around, visit.iteration
             return findings.watch(visit)
 
-        def counted(place: Place) -> bool:  # it is asked of each equation
+        def count(key: EquationKey) -> bool:  # it is asked of each equation
             self._done += 1
-            return is_wide(place)
+            return is_wide(key)
 
         self._total, self._done, self._loops = self._done, 0, ((), ())
-        running = Interpreter(self._planner, watch, counted, is_shaken=is_shaken)
-        outputs = self._interpret(running, loss_scale)
-        return Run(
-            dict(zip(self._names, outputs, strict=True)),
-            findings,
-            self._arguments,
-            self._planner.rounded,
-            float(loss_scale),
-        )
+        running = Interpreter(self._planner, watch, count, is_shaken=is_shaken)
+        values = dict(zip(self._names, self._interpret(running, loss_scale), strict=True))
+        return Run(values, findings, self._arguments, self._planner.rounded, float(loss_scale))
 
     def first_overflow(self, loss_scale: float) -> TracedNonfinite | None:
         """Returns the first place that depends on the loss scale and makes inf or NaN.
 
         The pass stops there. So it is not known whether that reaches the gradients.
-
-        Args:
-          loss_scale: one at which some gradient is not finite.
         """
         findings = Findings(None, True, is_hasty=True)
 
@@ -154,20 +139,12 @@ class TracedBackward:
 
 
 class Run(NamedTuple):
-    """One pass.
+    """One pass."""
 
-    Attributes:
-      values: the loss, the gradients and what else is returned, by their names.
-      findings: what was seen on the way.
-      arguments: the floating-point arguments, by their names.
-      rounded: the numbers that a narrow format rounded to 0 or inf, and where.
-      loss_scale: the loss scale.
-    """
-
-    values: dict[str, Value]
-    findings: Findings
-    arguments: dict[str, Any]
-    rounded: Sequence[RoundedAt]
+    values: dict[str, Value]  # the loss, the gradients and what else is returned, by their names
+    findings: Findings  # what was seen on the way
+    arguments: dict[str, Any]  # the floating-point arguments, by their names
+    rounded: Sequence[RoundedAt]  # the numbers that a narrow format rounded to 0 or inf, and where
     loss_scale: float
 
     @property

@@ -133,12 +133,8 @@ def birth(
 ) -> Birth | None:
     """Returns the first output in which an equation made inf or NaN itself, or `None`.
 
-    Args:
-      eqn: an equation.
-      inputs: its actual inputs.
-      outputs: its outputs on these inputs.
-      explained: whether an earlier equation made an inf or NaN among the inputs, so that not
-        all of them were put there by the user.
+    It is `explained` if an earlier equation made an inf or NaN among the inputs, so that not all
+    of them were put there by the user.
     """
     bad = [nonfinite_mask(output) for output in outputs]
     if not any(mask.any() for mask in bad):
@@ -197,16 +193,9 @@ def lost_values(
     A value is lost if the equation gives zero or a subnormal number in the dtype of its
     output, and the same equation on the same inputs gives another number in float32. The
     zeros of a mask, a ReLU or a padding are zeros in float32 too. An exact subnormal number
-    counts only if no input was subnormal: otherwise it may have been subnormal before.
-
-    Args:
-      eqn: an equation.
-      inputs: its actual inputs.
-      outputs: its outputs on these inputs.
-      least: the share of the nonzero values that must be lost to be of interest.
-
-    Raises:
-      IncomparableError: if values may be lost, but the equation cannot be run in float32.
+    counts only if no input was subnormal: otherwise it may have been subnormal before. It is of
+    interest if a larger share of the nonzero values than `least` is lost. If the equation cannot
+    be run in float32, that raises an `IncomparableError`.
     """
     if eqn.primitive.name in _NEVER_LOSE:
         return None
@@ -249,11 +238,7 @@ def _share_of_sum(magnitudes: np.ndarray, mask: np.ndarray) -> float:
 
 
 def evaluate_in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of an equation computed in float32.
-
-    Raises:
-      IncomparableError: if the equation cannot be computed in float32.
-    """
+    """Returns the outputs of an equation in float32, or raises an `IncomparableError`."""
     if eqn.primitive.name == "bitcast_convert_type":  # its bits mean something in one dtype only
         return evaluate(eqn, inputs, eqn.params)
     params = {
@@ -296,9 +281,9 @@ def is_narrow(dtype: Any) -> bool:
 
 
 def _is_nan(value: Any) -> np.ndarray:
-    if not _is(value, jnp.inexact):
-        return np.zeros(np.shape(value), bool)
-    return np.isnan(np.asarray(value))
+    return (
+        np.isnan(np.asarray(value)) if _is(value, jnp.inexact) else np.zeros(np.shape(value), bool)
+    )
 
 
 def _numbers(value: Any) -> np.ndarray:
