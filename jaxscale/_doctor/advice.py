@@ -19,8 +19,10 @@ _EXPONENTIAL = (
     "as `jax.nn.softmax` does."
 )
 # By the primitive, where that alone tells. A `div` may be the derivative of a square root.
-_OF_POINTS = dict.fromkeys(("gather", "dynamic_slice", "scatter"), _INDEX)
-_OF_POINTS |= dict.fromkeys(("exp", "exp2"), _EXPONENTIAL)
+_OF_POINTS: dict[str, str] = {
+    **dict.fromkeys(("gather", "dynamic_slice", "scatter"), _INDEX),
+    **dict.fromkeys(("exp", "exp2"), _EXPONENTIAL),
+}
 _OF_NEGATIVE = (
     "The operand is negative, {least}, as a difference of two large numbers may become. An epsilon "
     "does not help: compute the difference another way, a variance as `((x - x.mean())**2).mean()`."

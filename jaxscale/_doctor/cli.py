@@ -189,14 +189,11 @@ def _record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:
     histogram = exam.histogram._asdict() | {
         "counts": {str(k): n for k, n in zip(EXPONENTS, counts, strict=True) if n}
     }
-    measured = exam._asdict() | {"histogram": histogram}
-    against = measured.pop("against")._asdict()
-    del against["grads"]
-    measured |= {
-        "float32": against.pop("comparison"),
-        "is_finite_in_float32": against.pop("is_finite"),
-        **against,
-    }
+    measured = exam._asdict() | exam.against._asdict() | {"histogram": histogram}
+    measured["float32"] = measured.pop("comparison")
+    measured["comparison"] = exam.comparison
+    measured["is_finite_in_float32"] = measured.pop("is_finite")
+    del measured["against"], measured["grads"]
     return to_json(
         {
             "version": _VERSION,

@@ -89,8 +89,8 @@ def find_underflows(exam: Exam) -> Iterator[Finding]:
     words = "They are the smallest values there."
     if exam.is_right:
         words = f"This does no harm: float32 gives the same gradients within {_error(exam)}."
-    where = lines_of(sorted(places, key=lambda place: -place.lost_sum))
-    title = f"Most of the nonzero numbers become 0 at {where}."
+    places.sort(key=lambda place: -place.lost_sum)
+    title = f"Most of the nonzero numbers become 0 at {lines_of(places)}."
     yield at_place(worst, False, title, (words,))
 
 

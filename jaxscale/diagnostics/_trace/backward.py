@@ -21,7 +21,7 @@ from .._formats import is_array
 from .constants import Constants
 from .findings import Findings, Found
 from .hurried import Hurried, RowPlanner
-from .interpreter import EquationKey, Interpreter, Value, Visit
+from .interpreter import NOTHING, EquationKey, Inside, Interpreter, Value, Visit
 from .jaxpr import BACKWARD, FORWARD
 from .places import lines
 from .plan import Planner, RoundedAt
@@ -73,7 +73,7 @@ class TracedBackward:
         self._arguments = _inexact("args", args) | _inexact("kwargs", fun_kwargs)
         # For `how_far`: the equations of the last pass and of this, and where this one is.
         self._total, self._done = 0, 0
-        self._loops: tuple[tuple[JaxprEqn, ...], tuple[int, ...]] = (), ()
+        self._inside = NOTHING
 
     def run(
         self,
@@ -95,14 +95,14 @@ class TracedBackward:
         findings = Findings(look, is_brief)
 
         def watch(visit: Visit) -> list[frozenset[Any]]:
-            self._loops = visit.around, visit.iteration
+            self._inside = Inside(visit.around, visit.iteration)
             return findings.watch(visit)
 
         def count(key: EquationKey) -> bool:  # it is asked of each equation
             self._done += 1
             return is_wide(key)
 
-        self._total, self._done, self._loops = self._done, 0, ((), ())
+        self._total, self._done, self._inside = self._done, 0, NOTHING
         running = Interpreter(self._planner, watch, count, is_shaken=is_shaken)
         values = dict(zip(self._names, self._interpret(running, loss_scale), strict=True))
         return Run(values, findings, self._arguments, self._planner.rounded, float(loss_scale))
@@ -114,11 +114,11 @@ class TracedBackward:
         """
         findings = Findings(None, True, is_hasty=True)
 
-        def tell(equations: int, around: tuple[JaxprEqn, ...], iteration: tuple[int, ...]) -> None:
+        def tell(equations: int, inside: Inside) -> None:
             self._done += equations
-            self._loops = around, iteration
+            self._inside = inside
 
-        self._total, self._done, self._loops = 0, 0, ((), ())
+        self._total, self._done, self._inside = 0, 0, NOTHING
         try:
             self._interpret(Hurried(RowPlanner(self._constants), findings.watch, tell), loss_scale)
         except Found:
@@ -133,7 +133,7 @@ class TracedBackward:
     def how_far(self) -> str:
         """Returns how far the pass that runs now has come, in words. Another thread may ask."""
         words = f"operation {self._done}" + f" of about {self._total}" * (self._total > 0)
-        around, iteration = self._loops
+        around, iteration = self._inside
         loops = [eqn for eqn in around if eqn.primitive.name in ("scan", "while")]
         return ", ".join([words, *map(_how_far, loops, iteration)])
 

@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..._jax import ClosedJaxpr, JaxprEqn
+from ..._jax import ClosedJaxpr
 from .constants import Constants
-from .interpreter import Interpreter, Value, Watch
+from .interpreter import Inside, Interpreter, Value, Watch
 from .jaxpr import Needs
 from .numbers import nonfinite_mask
 from .plan import Plan, Planner, Read, Segment, compile_fast
@@ -72,15 +72,14 @@ def _row(segments: Sequence[Segment]) -> Row:
 class Hurried(Interpreter):
     """Runs jaxprs, and shows `watch` the equations of segments that give inf or NaN.
 
-    Before a row is run, `tell` is told how many equations it has, what is around it, and which
-    iteration of each loop.
+    Before a row is run, `tell` is told how many equations it has, and what it is inside of.
     """
 
     def __init__(
         self,
         planner: RowPlanner,
         watch: Watch,
-        tell: Callable[[int, tuple[JaxprEqn, ...], tuple[int, ...]], None],
+        tell: Callable[[int, Inside], None],
     ) -> None:
         super().__init__(planner, watch)
         self._tell = tell
@@ -90,18 +89,17 @@ class Hurried(Interpreter):
         segment: Segment,
         values: dict[int, Any],
         read: Callable[[Read], Any],
-        around: tuple[JaxprEqn, ...],
-        iteration: tuple[int, ...],
+        inside: Inside,
     ) -> None:
         if not isinstance(segment, Row):
-            super()._segment(segment, values, read, around, iteration)
+            super()._segment(segment, values, read, inside)
             return
-        self._tell(len(segment.steps), around, iteration)
+        self._tell(len(segment.steps), inside)
         arrays = segment.run([values[slot].array for slot in segment.reads])
         made = dict(zip(segment.writes, arrays, strict=True))
         for part in segment.segments:
             if any(nonfinite_mask(made[slot]).any() for slot in part.writes):
-                super()._segment(part, values, read, around, iteration)
+                super()._segment(part, values, read, inside)
                 continue
             scaled = {slot for slot in part.reads if values[slot].scaled}
             for step in part.steps:

@@ -33,6 +33,20 @@ class Cell:
         self.value = value
 
 
+class Inside(NamedTuple):
+    """What a jaxpr runs inside of."""
+
+    around: tuple[JaxprEqn, ...]  # the equations that hold it, outermost first
+    iteration: tuple[int, ...]  # the index of each loop among them
+
+    def at(self, index: int) -> "Inside":
+        """Returns the inside of one iteration of the innermost loop."""
+        return Inside(self.around, (*self.iteration, index))
+
+
+NOTHING = Inside((), ())
+
+
 class Visit(NamedTuple):
     """One evaluation of an equation that holds no others."""
 
@@ -90,8 +104,7 @@ class Interpreter:
         closed: ClosedJaxpr,
         inputs: Sequence[Value | Cell],
         needs: Needs,
-        around: tuple[JaxprEqn, ...] = (),
-        iteration: tuple[int, ...] = (),
+        inside: Inside = NOTHING,
     ) -> list[Value]:
         """Returns the outputs of a jaxpr, whose results are needed for `needs`, as bits."""
         plan = self._planner.plan(closed, needs)
@@ -106,11 +119,11 @@ class Interpreter:
 
         for part, forgotten in zip(plan.parts, plan.forgotten, strict=True):
             if isinstance(part, Segment):
-                self._segment(part, values, read, around, iteration)
+                self._segment(part, values, read, inside)
             else:
                 given = list(map(read, part.reads))
                 with context(part.eqn):  # for what a loop holds
-                    outputs = self._step(part, given, around, iteration)
+                    outputs = self._step(part, given, inside)
                 values.update(zip(part.writes, outputs, strict=True))
             for slot in forgotten:
                 values.pop(slot, None)
@@ -124,10 +137,10 @@ class Interpreter:
         segment: Segment,
         values: dict[int, Any],
         read: Callable[[Read], Any],
-        around: tuple[JaxprEqn, ...],
-        iteration: tuple[int, ...],
+        inside: Inside,
     ) -> None:
         program, inputs = segment.program, [values[slot].array for slot in segment.reads]
+        around = inside.around
         wide = tuple(self._is_wide(key_of(s.eqn, (*around, *s.around))) for s in segment.steps)
         if all(wide):
             made = program.run_in_float32(inputs, self._is_shaken)
@@ -135,30 +148,24 @@ class Interpreter:
             return
         for step, arrays in zip(segment.steps, program.run(inputs, wide), strict=True):
             given = list(map(read, step.reads))
-            made = self._show(step, given, arrays, (*around, *step.around), iteration)
+            made = self._show(step, given, arrays, inside)
             values.update(zip(step.writes, made, strict=True))
 
-    def _step(
-        self,
-        step: Step,
-        inputs: list[Any],
-        around: tuple[JaxprEqn, ...],
-        iteration: tuple[int, ...],
-    ) -> Sequence[Value | Cell]:
-        eqn, needs, around = step.eqn, step.needs, (*around, *step.around)
-        inside = (*around, eqn)
+    def _step(self, step: Step, inputs: list[Any], inside: Inside) -> Sequence[Value | Cell]:
+        eqn, needs, around = step.eqn, step.needs, (*inside.around, *step.around)
+        within = Inside((*around, eqn), inside.iteration)
         match control_flow(eqn):
             case Scan() as loop:
-                return self._scan(inputs, loop, needs, inside, iteration)
+                return self._scan(inputs, loop, needs, within)
             case While() as loop:
-                return self._while(inputs, loop, union(eqn, needs), inside, iteration)
+                return self._while(inputs, loop, union(eqn, needs), within)
             case list() as branches:
                 index, *inputs = inputs
                 branch = branches[min(max(int(index.array), 0), len(branches) - 1)]
-                return self.run(branch, inputs, needs, inside, iteration)
+                return self.run(branch, inputs, needs, within)
         given = [each.value if isinstance(each, Cell) else each for each in inputs]
         arrays = _compute_step(step, given, self._is_wide(key_of(eqn, around)))
-        made = self._show(step, given, arrays, around, iteration)
+        made = self._show(step, given, arrays, inside)
         outputs, held = made[: len(eqn.outvars)], made[len(eqn.outvars) :]
         for cell, value in zip((c for c in inputs if isinstance(c, Cell)), held, strict=True):
             cell.value = value
@@ -168,46 +175,27 @@ class Interpreter:
         ]
 
     def _show(
-        self,
-        step: Step,
-        given: list[Value],
-        arrays: Sequence[Any],
-        around: tuple[JaxprEqn, ...],
-        iteration: tuple[int, ...],
+        self, step: Step, given: list[Value], arrays: Sequence[Any], inside: Inside
     ) -> list[Value]:
-        need = union(step.eqn, step.needs)
-        origins = self._watch(Visit(step.eqn, given, arrays, around, iteration, need))
+        around, need = (*inside.around, *step.around), union(step.eqn, step.needs)
+        origins = self._watch(Visit(step.eqn, given, arrays, around, inside.iteration, need))
         scaled = any(value.scaled for value in given)
         return [Value(array, scaled, of) for array, of in zip(arrays, origins, strict=True)]
 
-    def _while(
-        self,
-        inputs: list[Any],
-        loop: While,
-        need: int,
-        inside: tuple[JaxprEqn, ...],
-        iteration: tuple[int, ...],
-    ) -> list[Value]:
+    def _while(self, inputs: list[Any], loop: While, need: int, inside: Inside) -> list[Value]:
         tested, done = loop.test_consts, loop.body_consts
         carry, index = inputs[tested + done :], 0
 
         def call(closed: ClosedJaxpr, consts: list[Any]) -> list[Value]:
             needs = (need,) * len(results(closed.jaxpr))
-            return self.run(closed, [*consts, *carry], needs, inside, (*iteration, index))
+            return self.run(closed, [*consts, *carry], needs, inside.at(index))
 
         while call(loop.test, inputs[:tested])[0].array:
             carry = call(loop.body, inputs[tested : tested + done])
             index += 1
         return carry
 
-    def _scan(
-        self,
-        inputs: list[Any],
-        loop: Scan,
-        needs: Needs,
-        inside: tuple[JaxprEqn, ...],
-        iteration: tuple[int, ...],
-    ) -> list[Value]:
+    def _scan(self, inputs: list[Any], loop: Scan, needs: Needs, inside: Inside) -> list[Value]:
         length, consts, size = loop.length, loop.consts, loop.carries
         needs = self._planner.analysis.scanned(loop, needs)
         carry, scanned = inputs[consts : consts + size], inputs[consts + size :]
@@ -215,13 +203,13 @@ class Interpreter:
         for i in reversed(range(length)) if loop.reverse else range(length):
             slices = [_slice(each, i) for each in scanned]
             given = [*inputs[:consts], *carry, *slices]
-            outputs = self.run(loop.body, given, needs, inside, (*iteration, i))
+            outputs = self.run(loop.body, given, needs, inside.at(i))
             carry, stacked[i] = outputs[:size], outputs[size:]
             for each, part in zip(scanned, slices, strict=True):
                 if isinstance(each, Cell):
                     each.value = _with_slice(each.value, i, part.value)
         if not length:
-            return [*carry, *(_empty(var.aval) for var in inside[-1].outvars[size:])]
+            return [*carry, *(_empty(var.aval) for var in inside.around[-1].outvars[size:])]
         return [*carry, *map(_stack, zip(*stacked, strict=True))]
 
 
