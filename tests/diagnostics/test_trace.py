@@ -12,7 +12,7 @@ import numpy as np
 import planted
 import pytest
 from jax.experimental import pallas
-from tables import assert_same_bits
+from tables import assert_same_bits, cases
 
 import jaxscale
 from jaxscale import diagnostics
@@ -21,7 +21,7 @@ from jaxscale.diagnostics._trace.interpreter import Interpreter, Value
 from jaxscale.diagnostics._trace.jaxpr import FORWARD
 from jaxscale.diagnostics._trace.plan import Planner
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(1)]
+pytestmark = pytest.mark.standard_promotion
 
 HALF = jnp.float16
 DIFFERENTIATED = hasattr(jax, "new_ref")  # newer versions of JAX differentiate refs
@@ -50,8 +50,7 @@ MODELS = ["transformer", "convnet", "rnn"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss_scale", [1, 2.0**15])
-@pytest.mark.parametrize("model", MODELS)
+@cases(("model", "loss_scale"), itertools.product(MODELS, [1, 2.0**15]))
 def test_nothing_is_found_in_a_healthy_model(model, loss_scale):
     report = trace_model(model, None, loss_scale)
     assert not report.found
@@ -59,7 +58,7 @@ def test_nothing_is_found_in_a_healthy_model(model, loss_scale):
     assert str(report).startswith("nothing found: ")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@cases("model", MODELS, fast=["rnn"])
 def test_an_overflow_of_the_forward_pass_is_found_at_its_line(model):
     report = trace_model(model, "overflow", 1)
     first = report.first_nonfinite
@@ -73,7 +72,7 @@ def test_an_overflow_of_the_forward_pass_is_found_at_its_line(model):
     assert "given" not in {place.cause for place in report.nonfinite}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@cases("model", MODELS, fast=["rnn"])
 def test_an_overflow_of_the_backward_pass_is_found_at_its_line_and_goes_with_the_scale(model):
     first = trace_model(model, "backward", 2.0**15).first_nonfinite
     assert (first.file, first.line) == (planted.__file__, planted.marked(f"{model}, backward"))
@@ -83,7 +82,7 @@ def test_an_overflow_of_the_backward_pass_is_found_at_its_line_and_goes_with_the
     assert not trace_model(model, "backward", 1).found
 
 
-@pytest.mark.parametrize("model", MODELS)
+@cases("model", MODELS, fast=["rnn"])
 def test_an_underflow_is_found_at_its_line_in_both_passes(model):
     report = trace_model(model, "underflow", 1)
     here = [u for u in report.underflows if u.line == planted.marked(f"{model}, underflow")]
@@ -105,18 +104,34 @@ def test_a_place_in_a_layer_of_flax_has_its_line_in_the_model_and_its_name():
     assert (first.layer, first.primitive) == ("ConvNet/Dense_0", "dot_general")
 
 
-@pytest.mark.parametrize(("plant", "step"), [("overflow", 3), ("backward", 2), ("underflow", 1)])
+@cases(
+    ("plant", "step"),
+    [("overflow", 3), ("backward", 2), ("underflow", 1)],
+    fast=[("backward", 2)],
+)
 def test_a_place_in_a_scan_has_its_iteration(plant, step):
     report = trace_model("rnn", plant, 2.0**15)
     place = report.first_nonfinite or report.underflows[0]
     assert (place.iteration, place.times, place.visits) == ((step,), 1, 5)
 
 
-def test_a_row_that_is_masked_throughout_is_found_and_other_masks_are_not():
-    report = trace_model("transformer", "masked row", 1)
+def masked(scores):
+    causal = jnp.tri(4, dtype=bool)
+    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
+    scores = jnp.where(causal & (jnp.arange(4) > 0), weights, -jnp.inf)
+    return jnp.sum(jax.nn.softmax(scores).astype(jnp.float32))  # plant: masked row
+
+
+@cases("is_model", [True, False], fast=[False])
+def test_a_row_that_is_masked_throughout_is_found_and_other_masks_are_not(is_model):
+    report = (
+        trace_model("transformer", "masked row", 1)
+        if is_model
+        else trace(masked, jnp.ones(4, HALF), loss_scale=1)
+    )
     first = report.first_nonfinite
-    assert first.line == planted.marked("transformer, masked row")
-    assert (first.cause, first.primitive) == ("infinities", "sub")
+    marked = planted.marked("transformer, masked row") if is_model else line("masked row")
+    assert (first.line, first.cause, first.primitive) == (marked, "infinities", "sub")
     assert {place.cause for place in report.nonfinite} == {"infinities", "given"}
 
 
@@ -268,7 +283,7 @@ HOLDERS = {
 ITERATIONS = {"while": (2,), "nested_scan": (1, 2), "ref_in_a_scan": (1,), "ref_in_a_loop": (2,)}
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
+@cases("holder", HOLDERS, fast=["nested_scan"])
 def test_an_equation_is_found_inside_of(holder):
     def fun(x, factor):
         return jnp.mean(HOLDERS[holder](x, factor).astype(jnp.float32) ** 2)
@@ -284,7 +299,7 @@ def test_an_equation_is_found_inside_of(holder):
     assert underflow.iteration == ITERATIONS.get(holder, ())
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
+@cases("holder", HOLDERS, fast=["while"])
 def test_a_pass_in_a_hurry_stops_at_the_first_overflow_of_a_full_one(holder):
     def fun(x):
         masked = jnp.where(x > 2, x, -jnp.inf)  # on purpose, and not the first
@@ -364,13 +379,15 @@ def _held(x):
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-HELD = _held, (jnp.linspace(1, 3, 8, dtype=HALF),)
+COMPUTED = {
+    "held": lambda: (_held, (jnp.linspace(1, 3, 8, dtype=HALF),)),
+    "rnn": lambda: (planted.rnn, planted.rnn_case()),
+}
 
 
-@pytest.mark.parametrize(
-    ("fun", "args"), [HELD, (planted.rnn, planted.rnn_case())], ids=["held", "rnn"]
-)
-def test_what_it_computes_is_what_eager_evaluation_computes(fun, args):
+@cases("name", COMPUTED, fast=["rnn"])
+def test_what_it_computes_is_what_eager_evaluation_computes(name):
+    fun, args = COMPUTED[name]()
     graded = jaxscale.value_and_grad(fun, scaling(8))
     closed, shapes = jax.make_jaxpr(graded, return_shape=True)(*args)
     interpreter = Interpreter(Planner())
@@ -509,27 +526,19 @@ def _shape_of_symbols(x):
 
 
 OUTSIDE = new_ref(jnp.ones(2, HALF))
+REFS = "rows_of_a_ref keys_in_a_ref ref_that_held_nan ref_from_outside run_state shape_of_symbols"
+REFS += " ref_that_held_nothing" * hasattr(jax, "empty_ref")
 IDENTITIES = {
-    "scan of nothing": _scan_of_nothing,
-    "scan of no keys": _scan_of_no_keys,
-    "scans of nothing in a scan": _scans_of_nothing_in_a_scan,
-    "scan of no rows of a ref": _scan_of_no_rows_of_a_ref,
-    "while of no rounds": _while_of_no_rounds,
-    "fori of no rounds": _fori_of_no_rounds,
-    "empty arrays": _empty_arrays,
-    "branch past the last": _branch_past_the_last,
-    "branch before the first": _branch_before_the_first,
-    "rows of a ref": _rows_of_a_ref,
-    "keys in a ref": _keys_in_a_ref,
-    "ref that held NaN": _ref_that_held_nan,
-    "ref from outside": _ref_from_outside,
-    **({"ref that held nothing": _ref_that_held_nothing} if hasattr(jax, "empty_ref") else {}),
-    "run_state": _run_state,
-    "shape of symbols": _shape_of_symbols,
+    name: globals()[f"_{name}"]
+    for name in (
+        "scan_of_nothing scan_of_no_keys scans_of_nothing_in_a_scan scan_of_no_rows_of_a_ref "
+        "while_of_no_rounds fori_of_no_rounds empty_arrays branch_past_the_last "
+        f"branch_before_the_first {REFS}"
+    ).split()
 }
 
 
-@pytest.mark.parametrize("name", IDENTITIES)
+@cases("name", IDENTITIES, fast=["scans_of_nothing_in_a_scan", "rows_of_a_ref"])
 def test_the_rest_of_a_program_is_reported(name):
     def fun(x):
         y = IDENTITIES[name](x).astype(jnp.float32) * 2.0**-23
