@@ -143,7 +143,7 @@ def test_the_underflow_map():
     (tick, *_) = figure.axes[0].xaxis.get_major_ticks()  # its name is above and below
     assert tick.label1.get_visible()
     assert tick.label2.get_visible()
-    many = diagnostics.underflow({f"layers/{i}": LEAVES["out"] for i in range(60)})
+    many = diagnostics.underflow({f"layers/{i}": LEAVES["out"] for i in range(20)})
     drawn(diagnostics.plot_underflow(many))
 
 
@@ -199,11 +199,11 @@ def test_append_does_not_wait_for_the_device():
 
     @jax.jit
     def slow(state, x):
-        x = jax.lax.fori_loop(0, 400, lambda i, x: jnp.tanh(x @ x), x)
+        x = jax.lax.fori_loop(0, 300, lambda i, x: jnp.tanh(x @ x), x)
         return STEP(state, jnp.sum(x) * 0 + 1, jnp.float32(1))
 
     state = TX.init(PARAMS)
-    x = jnp.ones((400, 400))
+    x = jnp.ones((300, 300))
     for ready in (True, False):  # the first run compiles everything; in the second nothing waits
         state = slow(state, x)
         if ready:
