@@ -83,13 +83,8 @@ def compare_with_float32(
 ) -> Against:
     """Returns what is wrong with the gradients, where, and what helps.
 
-    Args:
-      backward: the backward pass.
-      run: a pass of it, as it is written.
-      whole: the gradients of the same pass compiled as one program, by their names.
-      params: the parameters.
-      is_too_high: whether a lower loss scale would fit.
-      progress: is told what is done next.
+    `run` is a pass as it is written, and `whole` has the gradients of the same pass compiled as one
+    program. The loss scale `is_too_high` if a lower one would fit.
     """
     report = run.report()
     if report.nonfinite_arguments:

@@ -51,7 +51,7 @@ def find_harmless_nonfinite(exam: Exam, named: set[tuple[str, int]]) -> Iterator
     places = [
         place
         for place in exam.trace.nonfinite
-        if not place.reaches and (place.file, place.line) not in named
+        if place.file and not place.reaches and (place.file, place.line) not in named
     ]
     if not places:
         return

@@ -58,13 +58,8 @@ def look_closely(
 ) -> Looked:
     """Looks at everything, and compares it with float32.
 
-    Args:
-      backward: the backward pass.
-      scales: the loss scales.
-      whole: its gradients if it is compiled as one program.
-      params: the parameters.
-      needs_relief: whether to try which lines in float32 let a higher loss scale fit.
-      progress: is told what is done next.
+    `whole` has the gradients of the pass compiled as one program. If it `needs_relief`, it is tried
+    which lines in float32 let a higher loss scale fit.
     """
     run = right = _run(backward, scales.used, progress)
     report, fits = run.report(), scales.fits

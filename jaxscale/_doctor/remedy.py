@@ -56,14 +56,7 @@ class Relief(NamedTuple):
 def find_relief(
     backward: TracedBackward, run: Run, first: tuple[str, int], loss_scale: float
 ) -> Relief | None:
-    """Returns the few lines that in float32 let a loss scale fit, if there are.
-
-    Args:
-      backward: the backward pass.
-      run: a pass of it.
-      first: the file and the number of the line that overflows at first.
-      loss_scale: the loss scale to try.
-    """
+    """Returns the lines, `first` among them, that in float32 let a loss scale fit, if few do."""
     where, wide = _where(run), [first]
     for _ in range(_MOST_RELIEVED):
         tried = backward.run(loss_scale, lambda key: where.get(key) in wide, is_brief=True).report()
@@ -88,11 +81,8 @@ def _where(run: Run) -> dict[EquationKey, Where]:
 class Trials:
     """Passes in which some lines, and the end of the program, are computed in float32.
 
-    Args:
-      backward: the pass.
-      first: a run of it as it is written, whose loss scale all others have.
-      error_of: the error of gradients, by their names; inf if they are not finite.
-      close: the gradients are right up to this error.
+    All have the loss scale of the first run. `error_of` gives the error of gradients, inf if they
+    are not finite; up to `close` they are right.
     """
 
     def __init__(

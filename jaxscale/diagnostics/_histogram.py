@@ -221,10 +221,6 @@ def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares
       A `Shares` for each of `"float16"`, `"bfloat16"`, `"float8_e4m3fn"` and
       `"float8_e5m2"`, exact where the counts are; all zero if no number is finite and nonzero.
 
-    Raises:
-      TypeError: if `histogram` is something else, or still traced.
-      ValueError: if `loss_scale` is not a power of two in float32's normal range.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics

@@ -264,9 +264,6 @@ def table(counts: LeafCounts) -> LeafTable:
     Returns:
       A `LeafTable` of Python numbers.
 
-    Raises:
-      TypeError: if `counts` is something else, or still traced.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics

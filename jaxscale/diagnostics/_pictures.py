@@ -48,11 +48,6 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
     Returns:
       A `matplotlib.figure.Figure`: `figure.savefig("gradients.png")`.
 
-    Raises:
-      ImportError: if matplotlib is not installed.
-      TypeError: if `histogram` is something else, or still traced.
-      ValueError: if `loss_scale` is not a power of two, or `dtype` is not one of the names.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics
@@ -187,10 +182,6 @@ def plot_underflow(underflow: Underflow) -> Any:
 
     Returns:
       A `matplotlib.figure.Figure` with a row for each layer and a column for each format.
-
-    Raises:
-      ImportError: if matplotlib is not installed.
-      TypeError: if `underflow` is something else.
 
     Example:
       >>> import jax.numpy as jnp

@@ -67,7 +67,6 @@ def suggest_scale(
       A `Suggestion`.
 
     Raises:
-      TypeError: if `histogram` is something else, or still traced.
       ValueError: if `dtype` or `tolerance` is out of range.
 
     Example:

@@ -69,10 +69,6 @@ def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
       `0` if it flushes most of the row to zero, `s` if it keeps most of it as subnormal, `.`
       if it keeps most in full, `!` if most overflows. The last lines give the totals.
 
-    Raises:
-      TypeError: if `histogram` is something else, or still traced.
-      ValueError: if `loss_scale` is not a power of two in float32's normal range.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics

@@ -73,7 +73,6 @@ def underflow(histograms: Any, *, loss_scale: float = 1.0, depth: int | None = N
       An `Underflow`.
 
     Raises:
-      TypeError: if `histograms` holds something else, or is still traced.
       ValueError: if `histograms` is empty, `loss_scale` is not a power of two, or `depth` is
         below 1.
 
