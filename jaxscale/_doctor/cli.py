@@ -163,16 +163,16 @@ def _write(path: str, text: str) -> None:
 
 
 def _summary(exam: Exam, found: Sequence[Finding]) -> str:
-    lines = [verdict(exam, found), *_wrapped(setting(exam), "")]
+    lines = [verdict(exam, found), *_wrap(setting(exam), "")]
     for finding in found:
-        lines += ["", *_wrapped(finding.title, "! " if finding.is_problem else "- ")]
+        lines += ["", *_wrap(finding.title, "! " if finding.is_problem else "- ")]
         lines += [f"      {text.strip()}" for i, text in finding.source if i == finding.line]
         for detail in finding.details:
-            lines += _wrapped(detail, "  ")
+            lines += _wrap(detail, "  ")
     return "\n".join(lines)
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
+def _wrap(text: str, indent: str) -> list[str]:
     return textwrap.wrap(
         text,
         88,

@@ -119,7 +119,7 @@ def examine(
         target = target._replace(loss_fn=autocast(target.loss_fn, dtype=dtype))
     compiled = CompiledBackward(target)
     program = compiled.program()
-    dtypes = _dtypes(program)
+    dtypes = _find_dtypes(program)
     progress("compiling the backward pass")
     loss, calibration = compiled.run(1.0)[0], None
     if np.isfinite(loss) and _is_half(dtypes):
@@ -159,7 +159,7 @@ def examine(
         loss=loss,
         loss_as_written=loss_as_written,
         dtypes=dtypes,
-        backward_rules=_backward_rules(program),
+        backward_rules=_find_backward_rules(program),
         loss_scale=scales.used,
         shown_scale=shown,
         calibration=calibration,
@@ -193,21 +193,21 @@ def _find_layers(histograms: Any, loss_scale: float) -> Underflow:
     return found
 
 
-def _dtypes(program: ClosedJaxpr) -> tuple[str, ...]:
+def _find_dtypes(program: ClosedJaxpr) -> tuple[str, ...]:
     """Returns the floating dtypes in which a loss is computed."""
-    made = (var for eqn in _equations(program) for var in eqn.outvars)
+    made = (var for eqn in _walk_equations(program) for var in eqn.outvars)
     dtypes = {getattr(var.aval, "dtype", None) for var in (*made, *program.jaxpr.outvars)}
     return tuple(sorted(str(d) for d in dtypes if d and jnp.issubdtype(d, jnp.floating)))
 
 
-def _backward_rules(program: ClosedJaxpr) -> dict[str, str]:
-    named = ((lines(eqn, ())[:1], backward_rule(eqn)) for eqn in _equations(program))
+def _find_backward_rules(program: ClosedJaxpr) -> dict[str, str]:
+    named = ((lines(eqn, ())[:1], backward_rule(eqn)) for eqn in _walk_equations(program))
     return {str(line): name for found, name in named if name for line in found}
 
 
-def _equations(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
+def _walk_equations(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
     """Returns the equations of a program, and those that they hold."""
     for eqn in program.jaxpr.eqns:
         yield eqn
         for inner in programs(eqn):
-            yield from _equations(closed(inner))
+            yield from _walk_equations(closed(inner))

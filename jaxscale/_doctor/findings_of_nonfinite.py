@@ -17,17 +17,19 @@ def find_nonfinite(exam: Exam) -> Iterator[Finding]:
     bad = report.nonfinite_outputs
     reaching = [place for place in report.nonfinite if place.reaches]
     if report.nonfinite_arguments:
-        yield _of_arguments(exam, [place for place in reaching if place.cause == "given"])
+        yield _find_in_arguments(exam, [place for place in reaching if place.cause == "given"])
         reaching = [place for place in reaching if place.cause != "given"]
     elif bad and not reaching:
-        yield Finding(True, f"{_outputs(exam)}, and no line explains why.", _worst_leaves(exam))
+        yield Finding(
+            True, f"{_say_outputs(exam)}, and no line explains why.", _list_worst_leaves(exam)
+        )
     if reaching:
         begins = "Inf or NaN is also made at"
         if not report.nonfinite_arguments:
-            begins = f"{_outputs(exam)}. It begins at"
+            begins = f"{_say_outputs(exam)}. It begins at"
         # The forward pass first: what goes wrong there explains the backward pass.
         place, *others = sorted(reaching, key=lambda place: place.direction != "forward")
-        details = [_cause(place), *_operands(place), *rounded_at(place, exam)]
+        details = [_explain_cause(place), *_say_operands(place), *rounded_at(place, exam)]
         details += rule_at(place, exam)
         culprit = exam.against.culprit
         if culprit and line_of(culprit.place) != line_of(place):
@@ -36,14 +38,14 @@ def find_nonfinite(exam: Exam) -> Iterator[Finding]:
         details += advise_on_nonfinite(place, exam)
         if elsewhere := [other for other in others if line_of(other) != line_of(place)]:
             details.append(f"After that, more of them are made at {lines_of(elsewhere)}.")
-        details += _worst_leaves(exam)
+        details += _list_worst_leaves(exam)
         yield at_place(place, True, f"{begins} {line_of(place)}.", details)
     if not bad and exam.leaves.nonfinite_rows:
         title = (
             "Compiled as one program, the model gives gradients with inf or NaN. Run operation by "
             "operation, it does not."
         )
-        yield Finding(True, title, _worst_leaves(exam))
+        yield Finding(True, title, _list_worst_leaves(exam))
 
 
 def find_harmless_nonfinite(exam: Exam, named: set[tuple[str, int]]) -> Iterator[Finding]:
@@ -62,7 +64,7 @@ def find_harmless_nonfinite(exam: Exam, named: set[tuple[str, int]]) -> Iterator
     yield at_place(places[0], False, title, (words,))
 
 
-def _of_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Finding:
+def _find_in_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Finding:
     names = list_names(
         [
             name.replace("args[0]", "params").replace("args[1]", "batch")
@@ -74,13 +76,13 @@ def _of_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Finding:
         return Finding(False, title, ("This is fine for a mask.",))
     title = f"There is inf or NaN in {names}, before anything is computed."
     advice = "No loss scale or format helps: look where these numbers come from."
-    details = (f"{_outputs(exam)}.", advice, *_worst_leaves(exam))
+    details = (f"{_say_outputs(exam)}.", advice, *_list_worst_leaves(exam))
     if not entries:
         return Finding(True, title, details)
     return at_place(entries[0], True, title, (f"It comes in at {line_of(entries[0])}.", *details))
 
 
-def _outputs(exam: Exam) -> str:
+def _say_outputs(exam: Exam) -> str:
     bad = exam.trace.nonfinite_outputs
     grads = sum(name.startswith("grads") for name in bad)
     share = f"inf or NaN is in {grads} of {len(exam.leaves.rows)} gradients"
@@ -95,12 +97,12 @@ def _outputs(exam: Exam) -> str:
     return f"The loss is finite, {number(exam.loss, 4)}, but {share}, {scale}"
 
 
-def _worst_leaves(exam: Exam) -> tuple[str, ...]:
+def _list_worst_leaves(exam: Exam) -> tuple[str, ...]:
     names = [row.path for row in exam.leaves.nonfinite_rows]
     return (f"Gradients with inf or NaN, worst first: {list_names(names)}.",) if names else ()
 
 
-def _cause(place: TracedNonfinite) -> str:
+def _explain_cause(place: TracedNonfinite) -> str:
     made = f"`{place.primitive}`, in the {place.direction} pass, makes inf or NaN of "
     made += f"{percent(place.share)} of {place.dtype}{list(place.shape)}"
     return {
@@ -111,7 +113,7 @@ def _cause(place: TracedNonfinite) -> str:
     }[place.cause]
 
 
-def _operands(place: TracedNonfinite) -> list[str]:
+def _say_operands(place: TracedNonfinite) -> list[str]:
     if place.cause not in ("range", "value") or math.isnan(place.largest_input):
         return []
     words = f"Its operands are between {number(place.least_input, 3)} and "

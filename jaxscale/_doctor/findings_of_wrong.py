@@ -29,7 +29,7 @@ def find_wrong(exam: Exam) -> Iterator[Finding]:
         off = "flushed to 0"
     title = f"Everything is finite, but {count} gradients are wrong{at}: {worst.path} is {off}."
     of_leaves = [f"Wrong gradients, worst first: {list_names(against.wrong)}."]
-    of_leaves += _losses(exam)
+    of_leaves += _say_losses(exam)
     if against.culprit is None:
         places = [place for place in exam.trace.underflows if may_matter(place)]
         where = [f"Most of the numbers become 0 at {lines_of(places)}."] if places else []
@@ -76,8 +76,8 @@ def find_effect_of_autocast(exam: Exam) -> Iterator[Finding]:
             "convolution, is left to it in this model.",
         )
     elif exam.is_right:
-        title = f"The gradients in {exam.autocast} are those in float32, off by {_error(exam)}."
-        yield Finding(False, title, tuple(_losses(exam)))
+        title = f"The gradients in {exam.autocast} are those in float32, off by {_say_error(exam)}."
+        yield Finding(False, title, tuple(_say_losses(exam)))
 
 
 def find_underflows(exam: Exam) -> Iterator[Finding]:
@@ -88,7 +88,7 @@ def find_underflows(exam: Exam) -> Iterator[Finding]:
     worst = max(places, key=lambda place: (may_matter(place), place.lost_sum))
     words = "They are the smallest values there."
     if exam.is_right:
-        words = f"This does no harm: float32 gives the same gradients within {_error(exam)}."
+        words = f"This does no harm: float32 gives the same gradients within {_say_error(exam)}."
     places.sort(key=lambda place: -place.lost_sum)
     title = f"Most of the nonzero numbers become 0 at {lines_of(places)}."
     yield at_place(worst, False, title, (words,))
@@ -119,11 +119,11 @@ def is_all_zero(exam: Exam) -> bool:
     return exam.suggestion.needed is None and not exam.leaves.nonfinite_rows
 
 
-def _error(exam: Exam) -> str:
+def _say_error(exam: Exam) -> str:
     return percent(min(exam.against.comparison.error, 1.0)) if exam.against.comparison else ""
 
 
-def _losses(exam: Exam) -> list[str]:
+def _say_losses(exam: Exam) -> list[str]:
     if exam.loss_as_written is None:
         return []
     losses = number(exam.loss, 4), number(exam.loss_as_written, 4)

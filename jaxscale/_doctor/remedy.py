@@ -57,7 +57,7 @@ def find_relief(
     backward: TracedBackward, run: Run, first: tuple[str, int], loss_scale: float
 ) -> Relief | None:
     """Returns the lines, `first` among them, that in float32 let a loss scale fit, if few do."""
-    where, wide = _where(run), [first]
+    where, wide = _find_lines(run), [first]
     for _ in range(_MOST_RELIEVED):
         tried = backward.run(loss_scale, lambda key: where.get(key) in wide, is_brief=True).report()
         following = tried.first_nonfinite
@@ -69,7 +69,7 @@ def find_relief(
     return None
 
 
-def _where(run: Run) -> dict[EquationKey, Where]:
+def _find_lines(run: Run) -> dict[EquationKey, Where]:
     """Returns the line of each equation, by keys that are the same in all runs of a backward."""
     found: dict[EquationKey, Where] = {}
     for key, (eqn, around) in run.findings.equations.items():
@@ -96,7 +96,7 @@ class Trials:
         self._error_of, self._close = error_of, close
         self._keys = list(first.findings.visits)  # in the order of execution
         self._order = {key: i for i, key in enumerate(self._keys)}
-        self._where = _where(first)
+        self._where = _find_lines(first)
 
     def find_culprit(self, wide: frozenset[Where] = frozenset()) -> Culprit | None:
         """Returns the one equation, if there is one, at which gradients go wrong."""
@@ -123,11 +123,11 @@ class Trials:
             run = self._run(frozenset(wide))
             error = self._error_of(run.grads)
             is_over = error <= self._close or len(wide) == _MOST_LINES
-            following = None if is_over else self._next(run, frozenset(wide))
+            following = None if is_over else self._find_next(run, frozenset(wide))
         names = (str(Line(where[0], where[1], "")) for where in wide if isinstance(where[0], str))
         return Remedy(tuple(names), error <= self._close, error)
 
-    def _next(self, run: Run, wide: frozenset[Where]) -> Where | None:
+    def _find_next(self, run: Run, wide: frozenset[Where]) -> Where | None:
         """Returns the next line at fault with some lines in float32, if there is another one."""
         report = run.report()
         if report.nonfinite_outputs:

@@ -122,7 +122,7 @@ def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
       2.0 1.0
     """
     leaves = jax.tree.leaves(gradient_leaves("histogram", "tree", tree))
-    cells = sum((_cells(leaf) for leaf in leaves), jnp.zeros(_CELLS + 3, jnp.float32))
+    cells = sum((_count_cells(leaf) for leaf in leaves), jnp.zeros(_CELLS + 3, jnp.float32))
     return _histogram(cells, axis_name)
 
 
@@ -147,11 +147,11 @@ def leaf_histograms(tree: Any, *, axis_name: Any = None) -> Any:
       Array(3., dtype=float32)
     """
     gradients = gradient_leaves("leaf_histograms", "tree", tree)
-    return jax.tree.map(lambda leaf: _histogram(_cells(leaf), axis_name), gradients)
+    return jax.tree.map(lambda leaf: _histogram(_count_cells(leaf), axis_name), gradients)
 
 
 @jax.jit  # one program for each leaf, even if the caller does not compile
-def _cells(leaf: Any) -> jax.Array:
+def _count_cells(leaf: Any) -> jax.Array:
     """Returns the counts of a leaf: the cells of the histogram, then zeros, infs and NaNs."""
     bits = magnitude_bits(leaf).reshape(-1)
     exponent, mantissa = exponent_and_mantissa(bits)

@@ -107,7 +107,7 @@ class LeafTable(NamedTuple):
 
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the cells of the table as text: a row of headings, then a row for each leaf."""
-        return [_HEADINGS, *map(_cells, self.rows)]
+        return [_HEADINGS, *map(_format_row, self.rows)]
 
     def __str__(self) -> str:
         shown, others = self, []
@@ -140,16 +140,16 @@ def _is_kept(row: LeafRow) -> bool:
     return row.is_finite and not (row.flushed or row.subnormal or row.overflowed or is_zero)
 
 
-def _cells(row: LeafRow) -> tuple[str, ...]:
+def _format_row(row: LeafRow) -> tuple[str, ...]:
     finite = row.size - row.nan - row.inf
     rest = finite - row.zero
-    shares = [_share(n, rest) for n in (row.flushed, row.subnormal, row.overflowed)]
+    shares = [_format_share(n, rest) for n in (row.flushed, row.subnormal, row.overflowed)]
     counts = [f"{n:,}" for n in (row.size, row.nan, row.inf)]
     largest = f"{row.largest:.3g}" if finite else "-"
-    return row.path, *counts, _share(row.zero, row.size), *shares, largest
+    return row.path, *counts, _format_share(row.zero, row.size), *shares, largest
 
 
-def _share(number: int, of: int) -> str:
+def _format_share(number: int, of: int) -> str:
     return percent(number / of) if of else "-"
 
 

@@ -20,7 +20,7 @@ from ._underflow import Underflow
 _LOST, _SUBNORMAL, _NORMAL = "#fde0c5", "#eb7f5e", "#3f3b7a"
 
 
-def _figure(call: str, width: float, height: float) -> Any:
+def _new_figure(call: str, width: float, height: float) -> Any:
     """Returns an empty figure, or raises an `ImportError` without matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -91,7 +91,7 @@ def draw_histogram(
     """
     scales = list(titles)
     height = 0.6 + (0.3 if is_narrow else 0.25) * len(formats)
-    figure = _figure("plot_histogram", 5.6 if is_narrow else 9, 3.2 + height * len(scales))
+    figure = _new_figure("plot_histogram", 5.6 if is_narrow else 9, 3.2 + height * len(scales))
     axes = figure.subplots(
         1 + len(scales), 1, sharex=True, squeeze=False, height_ratios=[3] + [height] * len(scales)
     )[:, 0]
@@ -99,7 +99,7 @@ def draw_histogram(
     edges = FORMAT[dtype]
     ends = [f - k for k in scales for f in (edges.least_exponent, edges.largest_exponent)]
     limits = min(first, *ends) - 2, max(last, *ends) + 3
-    _bars(axes[0], numbers.counts, scales[0], dtype)
+    _draw_bars(axes[0], numbers.counts, scales[0], dtype)
     if is_narrow:  # no room for the legend beside the bars, nor for so long a title
         axes[0].get_legend().set(
             loc="lower left", bbox_to_anchor=(0, 1), frame_on=False, alignment="left"
@@ -109,7 +109,7 @@ def draw_histogram(
     axes[0].set_xlim(limits)
     for ax, (k, title) in zip(axes[1:], titles.items(), strict=True):
         shares = {name: shares_of(numbers.counts, k)[name] for name in formats}
-        _ranges(ax, k, shares, limits, "\n" if is_narrow else "   ")
+        _draw_ranges(ax, k, shares, limits, "\n" if is_narrow else "   ")
         ax.set_title(title, loc="left", fontsize=10)
     axes[-1].set_xlabel("|gradient|, unscaled")
     axes[-1].xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:.0f}}}$")
@@ -117,7 +117,7 @@ def draw_histogram(
     return figure
 
 
-def _bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
+def _draw_bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
     """Draws the share of each exponent, stacked by what becomes of it."""
     filled = np.flatnonzero(counts.sum(axis=1))
     parts = np.zeros((3, len(filled)))
@@ -149,7 +149,7 @@ def _bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
     )
 
 
-def _ranges(
+def _draw_ranges(
     ax: Any, exponent: int, shares: Mapping[str, Shares], limits: Any, between: str
 ) -> None:
     """Draws, for each format, the range of gradients that it holds once they are scaled."""
@@ -199,7 +199,7 @@ def plot_underflow(underflow: Underflow) -> Any:
     layers = underflow.layers
     lost = np.array([[shares[name].lost for name in FORMATS] for shares in layers.values()])
     texts = [text for _, *row in underflow.rows() for text in row]
-    figure = _figure("plot_underflow", 8, 1.5 + 0.26 * len(layers))
+    figure = _new_figure("plot_underflow", 8, 1.5 + 0.26 * len(layers))
     ax = figure.subplots()
     # Everything lost is a middle grey: black would be an alarm, and FP8 loses most of many layers.
     ax.imshow(100 * lost, cmap="Greys", vmin=0, vmax=200, aspect="auto")
@@ -217,10 +217,10 @@ def plot_run(
 ) -> Any:
     """Returns a figure of a run's loss, loss scale and skipped steps over time."""
     rows = 1 + (loss is not None) + (skipped is not None)
-    figure = _figure("History.plot", 8, 1 + 1.7 * rows)
+    figure = _new_figure("History.plot", 8, 1 + 1.7 * rows)
     axes = iter(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
     if loss is not None:
-        _loss(next(axes), steps, loss)
+        _draw_loss(next(axes), steps, loss)
     ax = next(axes)
     ax.step(steps, np.log2(loss_scale), where="post", color=_NORMAL)
     ax.yaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
@@ -240,7 +240,7 @@ def plot_run(
     return figure
 
 
-def _loss(ax: Any, steps: np.ndarray, loss: np.ndarray) -> None:
+def _draw_loss(ax: Any, steps: np.ndarray, loss: np.ndarray) -> None:
     finite = np.isfinite(loss)
     ax.plot(steps, np.where(finite, loss, np.nan), color=_NORMAL, lw=1)
     if finite.any() and np.all(loss[finite] > 0):

@@ -93,7 +93,7 @@ def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
             "".ljust(_WIDTH),
             *(name.removeprefix("float8_") for name in FORMATS),
         ),
-        *_bars(numbers, exponent),
+        *_format_bars(numbers, exponent),
     ]
     whole = shares_of(numbers.counts, exponent)
     for sign, outcome in (("0", "flushed"), ("s", "subnormal"), ("!", "overflowed")):
@@ -120,7 +120,7 @@ def span(numbers: Numbers) -> tuple[int, int]:
     return int(filled[0]), int(filled[-1])
 
 
-def _bars(numbers: Numbers, exponent: int) -> list[tuple[str, ...]]:
+def _format_bars(numbers: Numbers, exponent: int) -> list[tuple[str, ...]]:
     first, last = span(numbers)
     step = -(-(last - first + 1) // _ROWS)
     starts = range(first, last + 1, step)

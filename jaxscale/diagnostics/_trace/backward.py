@@ -63,7 +63,7 @@ class TracedBackward:
 
         constants = Constants() if constants is None else constants
         # The arguments are constants of the jaxpr, so that a leaf that is not an array is kept.
-        with constants.noticed():
+        with constants.notice():
             self._closed, shapes = jax.make_jaxpr(backward, return_shape=True)(jnp.float32(1))
         self._names = sorted(shapes)  # in the order in which a dictionary is flattened
         self._needs = tuple(

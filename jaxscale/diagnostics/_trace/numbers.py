@@ -143,7 +143,7 @@ def birth(
     repaired = inputs
     if any(nonfinite_mask(value).any() for value in inputs):
         # An output that stays inf or NaN when these inputs are replaced was made here.
-        repaired = [_repaired(value) for value in inputs]
+        repaired = [_repair(value) for value in inputs]
         if eqn.primitive.name in _NEVER_MAKE:
             fresh = [np.zeros_like(mask) for mask in bad]
         else:
@@ -160,7 +160,7 @@ def birth(
             wide = _largest_in_float32(eqn, inputs, output, mask)
             if cause is None:
                 cause = "range" if math.isfinite(wide) else "value"
-            return Birth(output, int(mask.sum()), cause, *_ends(inputs), wide)
+            return Birth(output, int(mask.sum()), cause, *_find_ends(inputs), wide)
     return None
 
 
@@ -175,7 +175,7 @@ def _largest_in_float32(
     return float(numbers.max())
 
 
-def _ends(values: Sequence[Any]) -> tuple[float, float]:
+def _find_ends(values: Sequence[Any]) -> tuple[float, float]:
     """Returns the least and the largest finite number among floating-point values."""
     floating = [np.asarray(value).ravel() for value in values if _is(value, jnp.floating)]
     numbers = [array[np.isfinite(array)].astype(np.float64) for array in floating]
@@ -204,15 +204,15 @@ def lost_values(
     if not suspects:
         return None
     wide = evaluate_in_float32(eqn, inputs)
-    subnormal_inputs = any(_subnormal(value).any() for value in inputs)
+    subnormal_inputs = any(_is_subnormal(value).any() for value in inputs)
     found = []
     for i in suspects:
         actual, exact = _numbers(outputs[i]), _numbers(wide[i])
         size = np.abs(exact)
-        nonzero = size > _noise(eqn, inputs)
+        nonzero = size > _bound_noise(eqn, inputs)
         tiny = nonzero & (size < _smallest_normal(outputs[i]))
         zeros = tiny & (actual == 0)
-        subnormals = tiny & ~zeros & _subnormal(outputs[i])
+        subnormals = tiny & ~zeros & _is_subnormal(outputs[i])
         if subnormal_inputs:
             subnormals &= actual != exact
         share = _share_of_sum(np.where(nonzero, size, 0.0), zeros)
@@ -222,7 +222,7 @@ def lost_values(
     return worst if worst.share > least else None
 
 
-def _noise(eqn: JaxprEqn, inputs: Sequence[Any]) -> Any:
+def _bound_noise(eqn: JaxprEqn, inputs: Sequence[Any]) -> Any:
     """Returns how much of a float32 sum of products may be rounding, if its terms cancel."""
     if eqn.primitive.name not in CONTRACTIONS:
         return 0.0
@@ -259,7 +259,7 @@ def evaluate_in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     return outputs
 
 
-def _repaired(value: Any) -> Any:
+def _repair(value: Any) -> Any:
     # One half is in the domain of nearly every function, and a product with it cannot overflow.
     bad = nonfinite_mask(value)
     return jnp.asarray(np.where(bad, np.asarray(0.5, _dtype(value)), value)) if bad.any() else value
@@ -295,7 +295,7 @@ def _smallest_normal(value: Any) -> float:
     return float(jnp.finfo(_dtype(value)).smallest_normal)
 
 
-def _subnormal(value: Any) -> np.ndarray:
+def _is_subnormal(value: Any) -> np.ndarray:
     if not _is(value, jnp.floating):
         return np.zeros(np.shape(value), bool)
     magnitude = np.abs(np.asarray(value))
