@@ -9,9 +9,10 @@ import jax
 import numpy as np
 
 from .._trees.tree import leaf_name
-from ..diagnostics._trace.backward import Backward, Run
-from ..diagnostics._trace.report import Place, TraceReport
+from ..diagnostics._trace.backward import Run, TracedBackward
+from ..diagnostics._trace.report import Place
 from .compare import CLOSE, Comparison, compare_gradients
+from .compiled import are_finite
 from .progress import Progress
 from .remedy import Culprit, Remedy, Trials
 
@@ -22,46 +23,40 @@ _STABLE = 0.3
 
 
 class Against(NamedTuple):
-    """What came of the comparison. All but `right` is explained in `Exam`.
+    """The gradients against those in float32. Nothing is known if the arguments are not finite."""
 
-    Attributes:
-      right: the gradients in float32; none if they, or the arguments, are not finite.
-      is_finite: `is_finite_in_float32` there.
-      comparison: `float32` there.
-      wrong: as there.
-      culprit: as there.
-      remedy: as there.
-    """
-
-    right: Mapping[str, np.ndarray] = {}
-    is_finite: bool | None = None
+    # The gradients in float32, by their names; none if they are not finite. What cannot be
+    # computed in float32, as a kernel for one dtype, is as written.
+    grads: Mapping[str, np.ndarray] = {}
+    is_finite: bool | None = None  # whether loss and gradients are finite in float32
+    # What is lost. `None` if the gradients or those in float32 are not finite.
     comparison: Comparison | None = None
-    wrong: tuple[str, ...] = ()
-    culprit: Culprit | None = None
+    wrong: tuple[str, ...] = ()  # the leaves of the gradients that are far from those in float32
+    culprit: Culprit | None = None  # where they go wrong, if it is one equation
+    # The lines that in float32 make loss and gradients right, or that were tried in vain.
     remedy: Remedy | None = None
 
 
 class _Reference:
     """The gradients in float32, and how far others are from them."""
 
-    def __init__(self, backward: Backward, loss_scale: float, params: Any) -> None:
+    def __init__(self, backward: TracedBackward, loss_scale: float, params: Any) -> None:
         self._backward, self._loss_scale = backward, loss_scale
         pairs = jax.tree_util.tree_leaves_with_path(params)
         self._names = {f"grads{jax.tree_util.keystr(path)}": leaf_name(path) for path, _ in pairs}
         run = self._run()
-        outputs = [np.asarray(value.array) for value in run.values.values()]
-        self.is_finite = all(np.isfinite(output).all() for output in outputs)
-        self.right = self._named(run.grads)
+        self.is_finite = are_finite({k: np.asarray(v.array) for k, v in run.values.items()})
+        self.grads = self._rename(run.grads)
 
     def _run(self, **kwargs: Any) -> Run:
-        return self._backward.run(self._loss_scale, lambda place: True, **kwargs)
+        return self._backward.run(self._loss_scale, lambda key: True, **kwargs)
 
-    def _named(self, grads: Mapping[str, Any]) -> dict[str, Any]:
+    def _rename(self, grads: Mapping[str, Any]) -> dict[str, Any]:
         return {self._names[name]: grad for name, grad in grads.items()}
 
     def compare(self, grads: Mapping[str, Any]) -> Comparison:
         """Returns what the gradients of a trace lost."""
-        return compare_gradients(self._named(grads), self.right)
+        return compare_gradients(self._rename(grads), self.grads)
 
     @functools.cached_property
     def change(self) -> dict[str, float]:
@@ -69,7 +64,7 @@ class _Reference:
         shaken = self.compare(self._run(is_shaken=True).grads)
         return {leaf.path: leaf.error for leaf in shaken.leaves}
 
-    def far(self, comparison: Comparison) -> tuple[str, ...]:
+    def find_wrong(self, comparison: Comparison) -> tuple[str, ...]:
         """Returns the leaves that are wrong, worst first."""
         return tuple(
             leaf.path
@@ -78,24 +73,18 @@ class _Reference:
         )
 
 
-def against_float32(
-    backward: Backward,
+def compare_with_float32(
+    backward: TracedBackward,
     run: Run,
     whole: Mapping[str, np.ndarray],
     params: Any,
-    *,
     is_too_high: bool,
     progress: Progress,
 ) -> Against:
     """Returns what is wrong with the gradients, where, and what helps.
 
-    Args:
-      backward: the backward pass.
-      run: a pass of it, as it is written.
-      whole: the gradients of the same pass compiled as one program, by their names.
-      params: the parameters.
-      is_too_high: whether a lower loss scale would fit.
-      progress: is told what is done next.
+    `run` is a pass as it is written, and `whole` has the gradients of the same pass compiled as one
+    program. The loss scale `is_too_high` if a lower one would fit.
     """
     report = run.report()
     if report.nonfinite_arguments:
@@ -104,65 +93,46 @@ def against_float32(
     reference = _Reference(backward, run.loss_scale, params)
     if not reference.is_finite:
         return Against(is_finite=False)
-    found = Against(reference.right, True)
+    found = Against(reference.grads, True)
     if report.nonfinite_outputs:
-        wrong = {path for path in reference.right if reference.change[path] <= _STABLE}
+        wrong = {path for path in reference.grads if reference.change[path] <= _STABLE}
     else:
         comparison = reference.compare(run.grads)
-        found = found._replace(comparison=comparison, wrong=reference.far(comparison))
+        found = found._replace(comparison=comparison, wrong=reference.find_wrong(comparison))
+        if not found.wrong and are_finite(dict(whole)):
+            # XLA may put two operations together, and lose what each by itself would keep.
+            comparison = compare_gradients(whole, reference.grads)
+            if fused := reference.find_wrong(comparison):
+                return found._replace(comparison=comparison, wrong=fused)
         if not found.wrong:
-            return _of_whole(found, reference, whole)
+            return found
         wrong = set(found.wrong)
 
     def error_of(grads: Mapping[str, Any]) -> float:
-        if not all(np.isfinite(grad).all() for grad in grads.values()):
+        if not are_finite(dict(grads)):
             return math.inf
         leaves = reference.compare(grads).leaves
         return max((leaf.error for leaf in leaves if leaf.path in wrong), default=0.0)
 
+    def try_in_float32(place: Place | None) -> Remedy | None:
+        if place is None or not place.file:
+            return None
+        progress(f"trying {place.where} in float32", backward.how_far)
+        return trials.find_remedy((place.file, place.line))
+
     progress("looking for the line at fault", backward.how_far)
-    trials = Trials(backward, run.loss_scale, run, error_of, CLOSE)
-    if not report.nonfinite_outputs:
-        culprit = trials.find_culprit()
-        return found._replace(culprit=culprit, remedy=_tried(trials, culprit, progress))
-    return _of_nonfinite(found, report, trials, is_too_high, progress)
-
-
-def _of_whole(found: Against, reference: _Reference, whole: Mapping[str, np.ndarray]) -> Against:
-    # XLA may put two operations together, and lose what each by itself would keep.
-    if all(np.isfinite(leaf).all() for leaf in whole.values()):
-        comparison = compare_gradients(whole, reference.right)
-        if wrong := reference.far(comparison):
-            return found._replace(comparison=comparison, wrong=wrong)
-    return found
-
-
-def _of_nonfinite(
-    found: Against,
-    report: TraceReport,
-    trials: Trials,
-    is_too_high: bool,
-    progress: Progress,
-) -> Against:
-    place = report.first_nonfinite
-    if place is None or (place.scaled and is_too_high):
-        return found  # a lower loss scale helps first
-    remedy = _try(trials, place, progress)
-    if remedy is None or not remedy.works:
-        # The line may be right, and what came to it rounded.
-        culprit = trials.find_culprit()
-        before = _tried(trials, culprit, progress)
-        if before is not None and before.works:
-            return found._replace(culprit=culprit, remedy=before)
-    return found._replace(remedy=remedy)
-
-
-def _tried(trials: Trials, culprit: Culprit | None, progress: Progress) -> Remedy | None:
-    return _try(trials, culprit.place, progress) if culprit else None
-
-
-def _try(trials: Trials, place: Place, progress: Progress) -> Remedy | None:
-    if not place.file:
-        return None
-    progress(f"trying {place.where} in float32", trials.how_far)
-    return trials.find_remedy((place.file, place.line))
+    trials = Trials(backward, run, error_of, CLOSE)
+    remedy = None
+    if report.nonfinite_outputs:
+        first = report.first_nonfinite
+        if first is None or (first.scaled and is_too_high):
+            return found  # a lower loss scale helps first
+        remedy = try_in_float32(first)
+        if remedy is not None and remedy.works:
+            return found._replace(remedy=remedy)
+    # Where the outputs are not finite, the first line may be right, and what came to it rounded.
+    culprit = trials.find_culprit()
+    before = try_in_float32(culprit.place if culprit else None)
+    if report.nonfinite_outputs and not (before and before.works):
+        return found._replace(remedy=remedy)
+    return found._replace(culprit=culprit, remedy=before)

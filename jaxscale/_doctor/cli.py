@@ -20,10 +20,11 @@ from .._trees.checks import power_of_two
 from ..diagnostics._histogram import EXPONENTS
 from ..diagnostics._text import to_json
 from .exam import Exam, examine
-from .findings import Finding, findings, verdict
+from .finding import Finding
+from .findings import findings, verdict
 from .html import Page, page, setting
 from .progress import Progress, Spoken
-from .scales import start_of
+from .scales import find_start
 from .target import Target, TargetError, error_line, load
 
 _VERSION = 2  # of the JSON
@@ -41,11 +42,10 @@ def main(argv: Sequence[str]) -> int:
             loss_scale = _loss_scale(options.loss_scale)
             for path in (options.output, options.json_file or "."):  # before the exam
                 _check_folder(path)
-            dtype = _autocast(options.autocast)
             with Spoken(_PATIENCE) as progress:
                 progress("loading the target")
                 target = load(options.target)
-                exam = _examined(target, loss_scale, dtype, progress, options.quick)
+                exam = _examine(target, loss_scale, options.autocast, progress, options.quick)
                 found = findings(exam)
                 report = Page(None, "")
                 if not options.quick:
@@ -96,8 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument(
         "--autocast",
-        metavar="DTYPE",
-        help="float16 or bfloat16: compute the loss under `jaxscale.autocast` in this format, and "
+        choices=("float16", "bfloat16"),
+        help="compute the loss under `jaxscale.autocast` in this format, and "
         "compare it with the loss as it is written: would a float32 model survive?",
     )
     doctor.add_argument(
@@ -136,18 +136,8 @@ def _loss_scale(given: str) -> float | None:
     return 2.0**exponent
 
 
-def _autocast(given: str | None) -> str | None:
-    if given not in (None, "float16", "bfloat16"):
-        raise TargetError(f"--autocast must be float16 or bfloat16, got {given!r}.")
-    return given
-
-
-def _examined(
-    target: Target,
-    loss_scale: float | None,
-    dtype: str | None,
-    progress: Progress,
-    is_quick: bool,
+def _examine(
+    target: Target, loss_scale: float | None, dtype: str | None, progress: Progress, is_quick: bool
 ) -> Exam:
     try:
         # The numbers that NumPy warns of while JAX traces are in the report.
@@ -173,16 +163,16 @@ def _write(path: str, text: str) -> None:
 
 
 def _summary(exam: Exam, found: Sequence[Finding]) -> str:
-    lines = [verdict(exam, found), *_wrapped(setting(exam), "")]
+    lines = [verdict(exam, found), *_wrap(setting(exam), "")]
     for finding in found:
-        lines += ["", *_wrapped(finding.title, "! " if finding.is_problem else "- ")]
+        lines += ["", *_wrap(finding.title, "! " if finding.is_problem else "- ")]
         lines += [f"      {text.strip()}" for i, text in finding.source if i == finding.line]
         for detail in finding.details:
-            lines += _wrapped(detail, "  ")
+            lines += _wrap(detail, "  ")
     return "\n".join(lines)
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
+def _wrap(text: str, indent: str) -> list[str]:
     return textwrap.wrap(
         text,
         88,
@@ -199,15 +189,18 @@ def _record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:
     histogram = exam.histogram._asdict() | {
         "counts": {str(k): n for k, n in zip(EXPONENTS, counts, strict=True) if n}
     }
-    problems = any(finding.is_problem for finding in found)
+    measured = exam._asdict() | exam.against._asdict() | {"histogram": histogram}
+    measured["float32"] = measured.pop("comparison")
+    measured["comparison"] = exam.comparison
+    measured["is_finite_in_float32"] = measured.pop("is_finite")
+    del measured["against"], measured["grads"]
     return to_json(
         {
             "version": _VERSION,
-            "found": problems,
+            "found": any(finding.is_problem for finding in found),
             "verdict": verdict(exam, found),
             "findings": list(found),
-            "start": start_of(exam),
+            "start": find_start(exam),
         }
-        | exam._asdict()
-        | {"histogram": histogram}
+        | measured
     )

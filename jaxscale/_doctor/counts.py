@@ -20,15 +20,10 @@ _ROW = 2**15
 
 
 class Counted(NamedTuple):
-    """What was counted.
+    """What was counted."""
 
-    Attributes:
-      counts: what `leaf_counts` returns.
-      histograms: what `leaf_histograms` returns.
-    """
-
-    counts: LeafCounts
-    histograms: Any
+    counts: LeafCounts  # what `leaf_counts` returns
+    histograms: Any  # what `leaf_histograms` returns
 
 
 def count_numbers(grads: Any, loss_scale: float) -> Counted:

@@ -17,18 +17,17 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .._trees.checks import and_more
 from ..diagnostics._formats import FORMATS
 from ..diagnostics._histogram import Numbers, read
 from ..diagnostics._leaves import partition_leaves
 from ..diagnostics._pictures import draw_histogram
 from ..diagnostics._text import head, number, percent, power, text_histogram
 from .exam import Exam
-from .findings import Finding, verdict
+from .finding import Finding, list_names
+from .findings import verdict
 
 _MOST_LEAVES = 30  # in its table
 _MOST_LAYERS = 40  # in theirs
-_MOST_NAMES = 5  # in a list
 _JUDGED = ("float16", "bfloat16")  # besides the formats that the model computes in
 
 WITHOUT_PAGE = 'The page needs jinja2, which is not installed: pip install "jaxscale[doctor]".'
@@ -38,15 +37,10 @@ WITHOUT_PICTURES = (
 
 
 class Page(NamedTuple):
-    """The report.
+    """The report."""
 
-    Attributes:
-      text: the HTML, or `None` without Jinja2.
-      missing: what could not be made, and which package it needs, in a sentence, or `""`.
-    """
-
-    text: str | None
-    missing: str
+    text: str | None  # the HTML, or `None` without Jinja2
+    missing: str  # what could not be made, and which package it needs, in a sentence, or `""`
 
 
 class _Card(NamedTuple):
@@ -72,7 +66,7 @@ def page(exam: Exam, found: Sequence[Finding]) -> Page:
         return Page(None, WITHOUT_PAGE)
     numbers = read("doctor", exam.histogram)
     has_sizes = bool(numbers.counts.sum())
-    picture = _picture(exam, numbers) if has_sizes else None
+    picture = _draw_picture(exam, numbers) if has_sizes else None
     missing = WITHOUT_PICTURES if has_sizes and picture is None else ""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -82,18 +76,18 @@ def page(exam: Exam, found: Sequence[Finding]) -> Page:
         target=exam.target,
         verdict=verdict(exam, found),
         setting=setting(exam),
-        problems=[_card(finding) for finding in found if finding.is_problem],
-        notes=[_card(finding) for finding in found if not finding.is_problem],
-        at_seen=_at(exam, exam.fits or exam.loss_scale),
-        at_shown=_at(exam, exam.shown_scale),
-        at_used=_at(exam, exam.loss_scale),
+        problems=[_make_card(finding) for finding in found if finding.is_problem],
+        notes=[_make_card(finding) for finding in found if not finding.is_problem],
+        at_seen=_say_scale(exam, exam.fits or exam.loss_scale),
+        at_shown=_say_scale(exam, exam.shown_scale),
+        at_used=_say_scale(exam, exam.loss_scale),
         summary=head(numbers),
         has_sizes=has_sizes,
         picture=picture,
         text_picture=text_histogram(exam.histogram, loss_scale=exam.shown_scale),
         missing=missing,
-        layers=_layer_rows(exam),
-        leaves=_leaf_rows(exam),
+        layers=_tabulate_layers(exam),
+        leaves=_tabulate_leaves(exam),
     )
     return Page(text, missing)
 
@@ -112,14 +106,14 @@ def setting(exam: Exam) -> str:
     )
 
 
-def _at(exam: Exam, scale: float) -> str:
+def _say_scale(exam: Exam, scale: float) -> str:
     if scale == 1:
         return "without a loss scale"
     largest = ", the largest that does not overflow" * (scale == exam.fits)
     return f"at loss scale {power(scale)}{largest}"
 
 
-def _card(finding: Finding) -> _Card:
+def _make_card(finding: Finding) -> _Card:
     texts = textwrap.dedent("\n".join(text for _, text in finding.source)).split("\n")
     lines = [
         (i, text, i == finding.line)
@@ -128,15 +122,13 @@ def _card(finding: Finding) -> _Card:
     return _Card(finding, lines)
 
 
-def _picture(exam: Exam, numbers: Numbers) -> str | None:
+def _draw_picture(exam: Exam, numbers: Numbers) -> str | None:
     """Returns the histogram as the base64 of a PNG, or `None` without matplotlib."""
     # First the scale of the table of layers. The suggestion of `plot_histogram` would be one more.
-    titles = {
-        round(math.log2(scale)): f"ranges {_at(exam, scale)}"
-        for scale in (exam.shown_scale, exam.loss_scale, exam.fits or exam.loss_scale)
-    }
+    scales = exam.shown_scale, exam.loss_scale, exam.fits or exam.loss_scale
+    titles = {round(math.log2(scale)): f"ranges {_say_scale(exam, scale)}" for scale in scales}
     try:
-        figure = draw_histogram(numbers, titles, formats=_judged(exam), is_narrow=True)
+        figure = draw_histogram(numbers, titles, formats=_judged_formats(exam), is_narrow=True)
     except ImportError:
         return None
     buffer = io.BytesIO()
@@ -144,42 +136,35 @@ def _picture(exam: Exam, numbers: Numbers) -> str | None:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _judged(exam: Exam) -> list[str]:
+def _judged_formats(exam: Exam) -> list[str]:
     return [name for name in FORMATS if name in _JUDGED or name in exam.dtypes]
 
 
-def _layer_rows(exam: Exam) -> _Table:
+def _tabulate_layers(exam: Exam) -> _Table:
     """Returns what each layer loses: for each format the share as text, and in percent."""
-    formats, layers = _judged(exam), exam.layers.layers
+    formats, layers = _judged_formats(exam), exam.layers.layers
     # The shares of a layer without finite nonzero gradients are all 0.
     seen = {name: shares for name, shares in layers.items() if any(shares["float16"])}
     lost = {name: max(shares[dtype].lost for dtype in formats) for name, shares in seen.items()}
     worst = sorted(filter(lost.get, lost), key=lambda name: -lost[name])[:_MOST_LAYERS]
     rows = [
-        (
-            name,
-            [(percent(shares[dtype].lost), 100 * shares[dtype].lost) for dtype in formats],
-        )
+        (name, [(percent(lost), 100 * lost) for lost in (shares[f].lost for f in formats)])
         for name, shares in seen.items()
         if name in worst
     ]
     others = []
     if blank := [name for name in layers if name not in seen]:
-        names = " ".join([", ".join(blank[:_MOST_NAMES]), *and_more(blank, _MOST_NAMES)])
-        some = f"{len(blank)} of {len(layers)} layers" if seen else "All layers"
-        verb = "is" if seen and len(blank) == 1 else "are"
-        others.append(f"{some} {verb} without a finite, nonzero gradient to judge: {names}.")
+        count = f"{len(blank)} of {len(layers)}"
+        names = list_names(blank)
+        others.append(f"Layers without a finite, nonzero gradient to judge: {count}: {names}.")
     if rest := len(seen) - len(rows):
-        where = "" if rows else f"Stored in {' or '.join(formats)}, "
-        which = "the other" if rows or blank else "the only" if rest == 1 else "all"
-        number = f" {rest} layers lose" if rest > 1 else " layer loses"
         what = "less or nothing" if len(worst) < sum(map(bool, lost.values())) else "nothing"
-        sentence = f"{where}{which}{number} {what}."
-        others.append(sentence[0].upper() + sentence[1:])
+        where = " or ".join(formats)
+        others.append(f"Layers that lose {what} in {where}: {rest} of {len(layers)}.")
     return _Table(formats, rows, others)
 
 
-def _leaf_rows(exam: Exam) -> _Table:
+def _tabulate_leaves(exam: Exam) -> _Table:
     """Returns the leaves that have something to tell, without the columns that have nothing."""
     shown, others = partition_leaves(exam.leaves, _MOST_LEAVES)
     headings, *rows = shown.cells()

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..diagnostics._trace.backward import Backward, Run
-from ..diagnostics._trace.interpreter import Place, Visit, place_of
+from ..diagnostics._trace.backward import Run, TracedBackward
+from ..diagnostics._trace.interpreter import EquationKey, Visit, key_of
 from ..diagnostics._trace.places import Line, lines
 from ..diagnostics._trace.plan import compute
-from ..diagnostics._trace.report import Place as PlaceInReport
+from ..diagnostics._trace.report import Place
 
 _MOST_LINES = 6  # in float32: beyond that it is not a line that is at fault
 _MOST_RELIEVED = 4  # lines in float32 for a higher loss scale
@@ -24,68 +24,42 @@ _BLAME = 0.5  # one equation is to blame if it makes this share of the error
 _FLUSHED = 0.5  # it flushes if it makes this share of its nonzero numbers 0
 
 # A line, by its file and number, or an equation that comes from no line.
-Where = tuple[str, int] | Place
+Where = tuple[str, int] | EquationKey
 
 
 class Culprit(NamedTuple):
-    """The equation at which gradients go wrong, although they stay finite.
+    """The equation at which gradients go wrong, although they stay finite."""
 
-    Attributes:
-      place: the equation.
-      kind: `"overflow"` if it makes inf, which becomes finite later, `"underflow"` if most of its
-        numbers become 0, otherwise `"rounding"`.
-      largest: the largest finite magnitude among its results.
-      error: the error of the gradients from there on.
-    """
-
-    place: PlaceInReport
+    place: Place
+    # `"overflow"` if it makes inf, which becomes finite later, `"underflow"` if most of its
+    # numbers become 0, otherwise `"rounding"`.
     kind: str
-    largest: float
-    error: float
+    largest: float  # the largest finite magnitude among its results
+    error: float  # the error of the gradients from there on
 
 
 class Remedy(NamedTuple):
-    """The lines that were computed in float32, and what became of the gradients.
+    """The lines that were computed in float32, and what became of the gradients."""
 
-    Attributes:
-      lines: file and line of each, the first at fault first.
-      works: whether the gradients are then finite and right.
-      error: the largest error of a leaf of the gradients; inf if they are not finite.
-    """
-
-    lines: tuple[str, ...]
-    works: bool
-    error: float
+    lines: tuple[str, ...]  # file and line of each, the first at fault first
+    works: bool  # whether the gradients are then finite and right
+    error: float  # the largest error of a leaf of the gradients; inf if they are not finite
 
 
 class Relief(NamedTuple):
-    """A higher loss scale, and the lines that must be in float32 for it to fit.
-
-    Attributes:
-      loss_scale: the scale.
-      lines: file and line of each.
-    """
+    """A higher loss scale, and the lines that must be in float32 for it to fit."""
 
     loss_scale: float
-    lines: tuple[str, ...]
+    lines: tuple[str, ...]  # file and line of each
 
 
 def find_relief(
-    backward: Backward, run: Run, first: tuple[str, int], loss_scale: float
+    backward: TracedBackward, run: Run, first: tuple[str, int], loss_scale: float
 ) -> Relief | None:
-    """Returns the few lines that in float32 let a loss scale fit, if there are.
-
-    Args:
-      backward: the backward pass.
-      run: a pass of it.
-      first: the file and the number of the line that overflows at first.
-      loss_scale: the loss scale to try.
-    """
-    where, wide = _where(run), [first]
+    """Returns the lines, `first` among them, that in float32 let a loss scale fit, if few do."""
+    where, wide = _find_lines(run), [first]
     for _ in range(_MOST_RELIEVED):
-        tried = backward.run(
-            loss_scale, lambda place: where.get(place) in wide, is_brief=True
-        ).report()
+        tried = backward.run(loss_scale, lambda key: where.get(key) in wide, is_brief=True).report()
         following = tried.first_nonfinite
         if not tried.nonfinite_outputs:
             return Relief(loss_scale, tuple(str(Line(*line, "")) for line in wide))
@@ -95,83 +69,65 @@ def find_relief(
     return None
 
 
-def _where(run: Run) -> dict[Place, Where]:
-    """Returns the line of each equation."""
-    found: dict[Place, Where] = {}
-    for place, (eqn, around) in run.findings.equations.items():
+def _find_lines(run: Run) -> dict[EquationKey, Where]:
+    """Returns the line of each equation, by keys that are the same in all runs of a backward."""
+    found: dict[EquationKey, Where] = {}
+    for key, (eqn, around) in run.findings.equations.items():
         line = next(iter(lines(eqn, around)), None)
-        found[place] = (line.file, line.number) if line else place
+        found[key] = (line.file, line.number) if line else key
     return found
 
 
 class Trials:
     """Passes in which some lines, and the end of the program, are computed in float32.
 
-    Args:
-      backward: the pass.
-      loss_scale: the loss scale of all passes.
-      first: the pass as it is written.
-      error_of: the error of gradients, by their names; inf if they are not finite.
-      close: the gradients are right up to this error.
+    All have the loss scale of the first run. `error_of` gives the error of gradients, inf if they
+    are not finite; up to `close` they are right.
     """
 
     def __init__(
         self,
-        backward: Backward,
-        loss_scale: float,
+        backward: TracedBackward,
         first: Run,
         error_of: Callable[[Mapping[str, Any]], float],
         close: float,
     ) -> None:
-        self._backward, self._loss_scale = backward, loss_scale
+        self._backward, self._loss_scale = backward, first.loss_scale
         self._error_of, self._close = error_of, close
-        self._places = list(first.findings.visits)  # in the order of execution
-        self._order = {place: i for i, place in enumerate(self._places)}
-        self._where = _where(first)
-        self.how_far = backward.how_far
+        self._keys = list(first.findings.visits)  # in the order of execution
+        self._order = {key: i for i, key in enumerate(self._keys)}
+        self._where = _find_lines(first)
 
     def find_culprit(self, wide: frozenset[Where] = frozenset()) -> Culprit | None:
-        """Returns the equation at which the gradients go wrong, or `None` if it is not just one.
-
-        Args:
-          wide: lines that are computed in float32.
-        """
-        low, high = 0, len(self._places)  # with so many equations as written: right, and wrong
-        below, above = 0.0, self._error(self._run(wide))
+        """Returns the one equation, if there is one, at which gradients go wrong."""
+        low, high = 0, len(self._keys)  # with so many equations as written: right, and wrong
+        below, above = 0.0, self._error_of(self._run(wide).grads)
         middle_error = above / 2 if math.isfinite(above) else self._close
         while high - low > 1:
             middle = (low + high) // 2
-            error = self._error(self._run(wide, middle))
+            error = self._error_of(self._run(wide, middle).grads)
             if error > middle_error:
                 high, above = middle, error
             else:
                 low, below = middle, error
         if above - below < _BLAME * min(2 * middle_error, above):
             return None
-        return self._culprit(self._places[high - 1], wide, above)
+        return self._culprit(self._keys[high - 1], wide, above)
 
     def find_remedy(self, first: Where) -> Remedy:
-        """Returns the lines that make the gradients right, or that were tried in vain.
-
-        Args:
-          first: the line at fault.
-        """
-        wide = [first]
-        while True:
-            run = self._run(frozenset(wide))
-            error = self._error(run)
-            following = None
-            if error > self._close and len(wide) < _MOST_LINES:
-                following = self._next(run, frozenset(wide))
-            if following is None:
-                break
+        """Returns lines, from the first at fault on, that make the gradients right if any do."""
+        wide: list[Where] = []
+        following, error = first, math.inf
+        while following is not None:
             wide.append(following)
-        names = tuple(
-            str(Line(where[0], where[1], "")) for where in wide if isinstance(where[0], str)
-        )
-        return Remedy(names, error <= self._close, error)
+            run = self._run(frozenset(wide))
+            error = self._error_of(run.grads)
+            is_over = error <= self._close or len(wide) == _MOST_LINES
+            following = None if is_over else self._find_next(run, frozenset(wide))
+        names = (str(Line(where[0], where[1], "")) for where in wide if isinstance(where[0], str))
+        return Remedy(tuple(names), error <= self._close, error)
 
-    def _next(self, run: Run, wide: frozenset[Where]) -> Where | None:
+    def _find_next(self, run: Run, wide: frozenset[Where]) -> Where | None:
         """Returns the next line at fault with some lines in float32, if there is another one."""
         report = run.report()
         if report.nonfinite_outputs:
@@ -191,21 +147,18 @@ class Trials:
         look: Callable[[Visit], None] | None = None,
     ) -> Run:
         """Returns a pass with some lines, and all equations from one on, in float32."""
-        start = len(self._places) if start is None else start
+        start = len(self._keys) if start is None else start
 
-        def is_wide(place: Place) -> bool:
-            return self._order.get(place, -1) >= start or self._where.get(place, place) in wide
+        def is_wide(key: EquationKey) -> bool:
+            return self._order.get(key, -1) >= start or self._where.get(key, key) in wide
 
         return self._backward.run(self._loss_scale, is_wide, look=look, is_brief=True)
 
-    def _error(self, run: Run) -> float:
-        return self._error_of(run.grads)
-
-    def _culprit(self, place: Place, wide: frozenset[Where], error: float) -> Culprit:
+    def _culprit(self, key: EquationKey, wide: frozenset[Where], error: float) -> Culprit:
         found: list[Visit] = []
 
         def look(visit: Visit) -> None:
-            if not found and place_of(visit.eqn, visit.around) == place:
+            if not found and key_of(visit.eqn, visit.around) == key:
                 found.append(visit)
 
         run = self._run(wide, look=look)
@@ -222,6 +175,5 @@ class Trials:
         elif zeros > _FLUSHED * nonzero:
             kind = "underflow"
         largest = max((float(np.abs(b).max(initial=0)) for _, b in numbers), default=0.0)
-        return Culprit(
-            run.findings.place(visit, share=zeros / max(nonzero, 1)), kind, largest, error
-        )
+        place = run.findings.place(visit, share=zeros / max(nonzero, 1))
+        return Culprit(place, kind, largest, error)

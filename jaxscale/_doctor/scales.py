@@ -20,38 +20,35 @@ _ROOM = 2.0**-10  # how far a scale that must be below 1 may still fall
 
 
 class Start(NamedTuple):
-    """How to start training at the largest loss scale that fits.
+    """How to start training at the largest loss scale that fits."""
 
-    Attributes:
-      skipped: how many of the first steps the default rule skips, if all are like this batch;
-        `None` if it skips every step, however many.
-      retries: the `retries` with which the first step finds the scale; `None` if none do.
-      code: the line to write.
-    """
-
+    # How many of the first steps the default rule skips, if all are like this batch; `None` if it
+    # skips every step, however many.
     skipped: int | None
+    # The `retries` with which the first step finds the scale; `None` if none do.
     retries: int | None
-    code: str
+    code: str  # the line to write
 
 
-def start_of(exam: Exam) -> Start | None:
+def find_start(exam: Exam) -> Start | None:
     """Returns how to start training, or `None` if that is not known."""
     if exam.fits is None:
         return None
-    default, at = DynamicLossScale(), f"init_scale={power(exam.fits)}"
+    default, arguments = DynamicLossScale(), f"init_scale={power(exam.fits)}"
     skipped = math.ceil(math.log(exam.fits / default.init_scale, default.backoff_factor))
-    policy, retries = f"jaxscale.DynamicLossScale({at})", max(skipped, _RETRIES)
-    if exam.fits < default.min_scale:
-        policy = f"jaxscale.DynamicLossScale({at}, min_scale={power(exam.fits * _ROOM)})"
-        return Start(None, None, f"jaxscale.loss_scaled(optimizer, {policy})")
     if skipped <= 0:
         return Start(0, 0, "jaxscale.loss_scaled(optimizer)")
+    retries = max(skipped, _RETRIES)
+    if exam.fits < default.min_scale:
+        arguments += f", min_scale={power(exam.fits * _ROOM)}"
+        skipped = retries = None
+    policy = f"jaxscale.DynamicLossScale({arguments})"
     return Start(skipped, retries, f"jaxscale.loss_scaled(optimizer, {policy})")
 
 
 def skips_all(exam: Exam) -> bool:
     """Returns whether the default rule would skip every step."""
-    start = start_of(exam)
+    start = find_start(exam)
     return start is not None and start.skipped is None
 
 
@@ -61,7 +58,7 @@ def needs_scale(exam: Exam) -> bool:
     return compared is not None and max(compared.flushed, compared.error) > _NEEDED
 
 
-def about_shown_scale(exam: Exam) -> str:
+def judge_shown_scale(exam: Exam) -> str:
     """Returns what becomes of the gradients at the scale given, or without one."""
     needed = needs_scale(exam)
     if exam.shown_scale == 1:
@@ -71,7 +68,7 @@ def about_shown_scale(exam: Exam) -> str:
     return f"Loss scale {power(exam.shown_scale)} {verdict}: there {_losses(exam.comparison)}."
 
 
-def about_largest_scale(exam: Exam) -> str:
+def judge_largest_scale(exam: Exam) -> str:
     """Returns which scale is the largest that does not overflow."""
     fits = power(exam.fits or 0.0)
     if exam.calibration is None or exam.calibration.overflows_at is None:
@@ -82,7 +79,7 @@ def about_largest_scale(exam: Exam) -> str:
     return f"{words}."
 
 
-def about_room(exam: Exam) -> list[str]:
+def judge_room(exam: Exam) -> list[str]:
     """Returns whether the largest loss scale is low for the size of the gradients."""
     fits = exam.fits or 1.0
     if exam.is_limited and fits < _LOW:
@@ -101,9 +98,9 @@ def about_room(exam: Exam) -> list[str]:
     return ["Gradients shrink as a model learns, and a loss scale costs next to nothing."]
 
 
-def how_to_start(exam: Exam) -> list[str]:
+def say_how_to_start(exam: Exam) -> list[str]:
     """Returns which of the first steps the default rule skips, and the line that skips none."""
-    start = start_of(exam)
+    start = find_start(exam)
     if start is None:
         return []
     if start.skipped is None:
@@ -113,10 +110,10 @@ def how_to_start(exam: Exam) -> list[str]:
         ]
     if not start.skipped:
         return [f"`{start.code}` finds a good one by itself."] * needs_scale(exam)
-    steps = f"the first {start.skipped} steps" if start.skipped > 1 else "the first step"
     return [
-        f"{power(DynamicLossScale().init_scale)}, where the default rule starts, will skip {steps}:"
-        f' write `{start.code}`, or use `retries={start.retries}` or `"adaptive"`.'
+        f"From {power(DynamicLossScale().init_scale)}, the default rule skips steps first, "
+        f"{start.skipped} in all: write `{start.code}`, or use `retries={start.retries}` or "
+        '`"adaptive"`.'
     ]
 
 

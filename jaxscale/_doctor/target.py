@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from .._trees.leaf import dtype_of, is_array_like
-from .._trees.tree import only_gradients
+from .._trees.tree import combine, only_gradients
 from ..diagnostics._formats import is_array, kind
 from ..diagnostics._trace.constants import Constants
 
@@ -33,22 +33,15 @@ class TargetError(ValueError):
 
 
 class Target(NamedTuple):
-    """What to examine.
+    """What to examine."""
 
-    Attributes:
-      name: the target, as named on the command line.
-      loss_fn: takes `params` and `batch`, and returns the loss, or a pair that begins with it.
-      params: the floating and complex arrays, on the device, with `None` for other leaves.
-      batch: arrays on the device, and other leaves as they are.
-      has_aux: whether `loss_fn` returns a pair.
-      constants: the numbers of the source that were rounded when `loss_fn` was first traced.
-    """
-
-    name: str
+    name: str  # the target, as named on the command line
+    # Takes `params` and `batch`, and returns the loss, or a pair that begins with it.
     loss_fn: Callable[[Any, Any], Any]
-    params: Any
-    batch: Any
-    has_aux: bool
+    params: Any  # the floating and complex arrays, on the device, with `None` for other leaves
+    batch: Any  # arrays on the device, and other leaves as they are
+    has_aux: bool  # whether `loss_fn` returns a pair
+    # The numbers of the source that were rounded when `loss_fn` was first traced.
     constants: Constants
 
 
@@ -78,7 +71,7 @@ def load(name: str) -> Target:
         returned = function()
     except Exception as error:
         raise TargetError(f"`{function_name}()` failed: {error_line(error)}") from error
-    return _checked(name, f"`{function_name}()`", returned)
+    return _check_returned(name, f"`{function_name}()`", returned)
 
 
 def _from_file(path: str) -> ModuleType:
@@ -93,15 +86,15 @@ def _from_file(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(stem, module)  # for classes that look for their module
     loader = spec.loader
-    return _imported(path, lambda: (loader.exec_module(module), module)[1])
+    return _import_or_explain(path, lambda: (loader.exec_module(module), module)[1])
 
 
 def _from_name(name: str) -> ModuleType:
     sys.path.insert(0, os.getcwd())
-    return _imported(name, lambda: importlib.import_module(name))
+    return _import_or_explain(name, lambda: importlib.import_module(name))
 
 
-def _imported(place: str, run: Callable[[], ModuleType]) -> ModuleType:
+def _import_or_explain(place: str, run: Callable[[], ModuleType]) -> ModuleType:
     try:
         return run()
     except (Exception, SystemExit) as error:
@@ -127,7 +120,7 @@ def _no_such_function(module: ModuleType, place: str, name: str) -> str:
     return f"There is no function `{name}` in {place}; it has {', '.join(functions) or 'none'}."
 
 
-def _checked(name: str, call: str, returned: Any) -> Target:
+def _check_returned(name: str, call: str, returned: Any) -> Target:
     if not (isinstance(returned, tuple) and len(returned) == 3):
         what = f"{len(returned)} values" if isinstance(returned, tuple) else kind(returned)
         raise TargetError(f"{call} returned {what}. {_SHAPE}")
@@ -144,7 +137,7 @@ def _checked(name: str, call: str, returned: Any) -> Target:
 
     def of_gradients(trained: Any, batch: Any) -> Any:
         # Modules hold functions and counters too, which have no derivative.
-        return loss_fn(_filled(trained, params), batch)
+        return loss_fn(combine(trained, params), batch)
 
     trained, constants = only_gradients(params), Constants()
     has_aux = False
@@ -166,23 +159,13 @@ def _checked(name: str, call: str, returned: Any) -> Target:
         (f"The loss function of {call} cannot be differentiated", jax.grad(loss_alone)),
     ):
         try:
-            with constants.noticed():
+            with constants.notice():
                 jax.eval_shape(function, trained)
         except TargetError:
             raise
         except Exception as error:
             raise TargetError(f"{what}: {error_line(error)}") from error
     return Target(name, of_gradients, trained, batch, has_aux, constants)
-
-
-def _filled(trained: Any, params: Any) -> Any:
-    """Returns `trained` with its `None` leaves filled from `params`."""
-    return jax.tree.map(
-        lambda first, second: second if first is None else first,
-        trained,
-        params,
-        is_leaf=lambda node: node is None,
-    )
 
 
 def _is_loss(value: Any) -> bool:

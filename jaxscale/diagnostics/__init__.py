@@ -1,4 +1,10 @@
-"""See what happened: where gradients overflow, what underflows, which loss scale would work."""
+"""See what happened: where gradients overflow, what underflows, which loss scale would work.
+
+A function that reads the result of another raises a `TypeError` if it is given something else, or
+a result that is still traced. One that judges formats at a loss scale takes a power of two in
+float32's normal range, and the name of a format it knows, or raises a `ValueError`. Those that
+draw raise an `ImportError` without matplotlib.
+"""
 
 from ._calibrate import Calibration, calibrate
 from ._histogram import Histogram, Shares, histogram, leaf_histograms, shares
@@ -12,30 +18,9 @@ from ._trace.trace import trace
 from ._underflow import Underflow, underflow
 
 __all__ = [
-    "Calibration",
-    "Histogram",
-    "History",
-    "LeafCounts",
-    "LeafRow",
-    "LeafTable",
-    "Shares",
-    "Suggestion",
-    "TraceReport",
-    "TracedConstant",
-    "TracedNonfinite",
-    "TracedUnderflow",
-    "Underflow",
-    "calibrate",
-    "histogram",
-    "leaf_counts",
-    "leaf_histograms",
-    "plot_histogram",
-    "plot_underflow",
-    "shares",
-    "suggest_scale",
-    "table",
-    "text_histogram",
-    "to_json",
-    "trace",
+    "Calibration", "Histogram", "History", "LeafCounts", "LeafRow", "LeafTable", "Shares",
+    "Suggestion", "TraceReport", "TracedConstant", "TracedNonfinite", "TracedUnderflow",
+    "Underflow", "calibrate", "histogram", "leaf_counts", "leaf_histograms", "plot_histogram",
+    "plot_underflow", "shares", "suggest_scale", "table", "text_histogram", "to_json", "trace",
     "underflow",
-]
+]  # fmt: skip

@@ -31,14 +31,6 @@ class Calibration(NamedTuple):
       batches: how many batches `init_scale` was tried on.
       is_largest: whether twice `init_scale` overflows, or is above `max_scale`.
       sentence: the result in words.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import diagnostics
-      >>> loss_fn = lambda w, x: (w * x).astype(jnp.float32)
-      >>> w, x = jnp.float16(1.0), jnp.float16(8.0)  # the gradient is 8, times the scale
-      >>> diagnostics.calibrate(loss_fn, w, [x]).init_scale
-      4096.0
     """
 
     init_scale: float | None
@@ -100,7 +92,7 @@ def calibrate(
       >>> w = jnp.ones(2, jnp.float16)
       >>> found = diagnostics.calibrate(loss_fn, w, [jnp.ones((4, 2), jnp.float16)])
       >>> print(found)
-      The largest loss scale that does not overflow is 2**13, on 1 batch in 5 backward passes.
+      The largest loss scale that does not overflow is 2**13 (batches: 1, backward passes: 5).
       >>> policy = jaxscale.DynamicLossScale(init_scale=found.init_scale)
     """
     low = power_of_two("calibrate", "min_scale", min_scale)
@@ -156,12 +148,10 @@ class Search:
         good, bad = self.low - 1, self.good + 1
         step = 0
         while bad - good > 1 and self.passes < self.max_passes:
-            if not self.batches:  # nothing is known yet
-                exponent = (good + bad) // 2
-            elif good < self.low:  # probably fits like the others: step down faster and faster
+            exponent = (good + bad) // 2
+            if self.batches and good < self.low:
+                # It probably fits like the batches before: step down faster and faster.
                 exponent, step = max(bad - 1 - step, self.low), 2 * step + 1
-            else:
-                exponent = (good + bad) // 2
             if self._is_finite(exponent, batch):
                 good = min(exponent, self.high)
             else:
@@ -199,8 +189,7 @@ class Search:
             raise ValueError("`calibrate(batches=...)` must hold at least one batch, got none.")
         found = 2.0**self.good if self.good >= self.low else None
         bad = None if self.bad is None else 2.0**self.bad
-        many = "es" * (self.batches != 1)
-        where = f"on {self.batches} batch{many} in {self.passes} backward passes"
+        where = f"(batches: {self.batches}, backward passes: {self.passes})"
         if found is None:
             words = (
                 f"Even loss scale {power(2.0**self.low)} overflows on batches[{self.batches - 1}], "
@@ -215,5 +204,5 @@ class Search:
         elif bad is None:
             words = f"No loss scale up to {power(found)}, the largest to try, overflows {where}."
         else:
-            words = f"The largest loss scale that does not overflow is {power(found)}, {where}."
+            words = f"The largest loss scale that does not overflow is {power(found)} {where}."
         return Calibration(found, bad, self.passes, self.batches, self.is_largest, words)

@@ -77,13 +77,6 @@ class Shares(NamedTuple):
       subnormal: the share that it keeps with fewer bits than a normal number has.
       normal: the share that it keeps with all its bits.
       overflowed: the share that it makes inf, or NaN where the format has no inf.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import diagnostics
-      >>> histogram = diagnostics.histogram(jnp.array([1e-9, 1.0]))
-      >>> diagnostics.shares(histogram)["float16"].flushed
-      0.5
     """
 
     flushed: float
@@ -129,7 +122,7 @@ def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
       2.0 1.0
     """
     leaves = jax.tree.leaves(gradient_leaves("histogram", "tree", tree))
-    cells = sum((_cells(leaf) for leaf in leaves), jnp.zeros(_CELLS + 3, jnp.float32))
+    cells = sum((_count_cells(leaf) for leaf in leaves), jnp.zeros(_CELLS + 3, jnp.float32))
     return _histogram(cells, axis_name)
 
 
@@ -154,11 +147,11 @@ def leaf_histograms(tree: Any, *, axis_name: Any = None) -> Any:
       Array(3., dtype=float32)
     """
     gradients = gradient_leaves("leaf_histograms", "tree", tree)
-    return jax.tree.map(lambda leaf: _histogram(_cells(leaf), axis_name), gradients)
+    return jax.tree.map(lambda leaf: _histogram(_count_cells(leaf), axis_name), gradients)
 
 
 @jax.jit  # one program for each leaf, even if the caller does not compile
-def _cells(leaf: Any) -> jax.Array:
+def _count_cells(leaf: Any) -> jax.Array:
     """Returns the counts of a leaf: the cells of the histogram, then zeros, infs and NaNs."""
     bits = magnitude_bits(leaf).reshape(-1)
     exponent, mantissa = exponent_and_mantissa(bits)
@@ -227,10 +220,6 @@ def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares
     Returns:
       A `Shares` for each of `"float16"`, `"bfloat16"`, `"float8_e4m3fn"` and
       `"float8_e5m2"`, exact where the counts are; all zero if no number is finite and nonzero.
-
-    Raises:
-      TypeError: if `histogram` is something else, or still traced.
-      ValueError: if `loss_scale` is not a power of two in float32's normal range.
 
     Example:
       >>> import jax.numpy as jnp

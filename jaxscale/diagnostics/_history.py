@@ -68,7 +68,7 @@ class History:
         return sum(len(floats) for floats, _ in self._on_host) + len(self._on_device)
 
     def append(self, tree: Any, *, loss: Any = None, **extra: Any) -> None:
-        """Returns `None`, after recording one more step.
+        """Records one more step.
 
         Args:
           tree: what `jaxscale.metrics` accepts, such as the `opt_state` that the step
@@ -146,22 +146,29 @@ class History:
         if not columns:
             raise ValueError("`History.plot` has nothing to draw: `append` was not called.")
         return plot_run(
-            _steps(columns), columns.get("loss"), columns["loss_scale"], _skipped(columns)
+            _number_steps(columns),
+            columns.get("loss"),
+            columns["loss_scale"],
+            _count_skipped(columns),
         )
 
     def __str__(self) -> str:
         columns = self.columns()
         if not columns:
             return "no steps"
-        steps, skipped, scales = _steps(columns), _skipped(columns), columns["loss_scale"]
+        steps, skipped, scales = (
+            _number_steps(columns),
+            _count_skipped(columns),
+            columns["loss_scale"],
+        )
         rows = []
         for part in np.array_split(np.arange(len(steps)), min(_ROWS, len(steps))):
             first, last = part[0], part[-1]
-            row = {"steps": _span(str(steps[first]), str(steps[last]), "-")}
+            row = {"steps": _format_span(str(steps[first]), str(steps[last]), "-")}
             if "loss" in columns:
                 finite = columns["loss"][part][np.isfinite(columns["loss"][part])]
                 row["loss"] = f"{finite.mean():.4g}" if finite.size else "not finite"
-            row["loss scale"] = _scales(scales[part], "-")
+            row["loss scale"] = _format_scales(scales[part], "-")
             if skipped is not None:
                 row["skipped"] = f"{skipped[last] - (skipped[first - 1] if first else 0)}"
             rows.append(row)
@@ -169,7 +176,7 @@ class History:
         if skipped is not None:
             head += f"{skipped[-1]} skipped, "
         head += f"the loss scale {'' if np.all(scales == scales[0]) else 'from '}"
-        head += _scales(scales, " to ")
+        head += _format_scales(scales, " to ")
         return f"{head}\n{aligned([list(rows[0]), *(list(row.values()) for row in rows)])}"
 
 
@@ -177,12 +184,12 @@ def _is_float(value: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(value), jnp.floating)
 
 
-def _steps(columns: dict[str, np.ndarray]) -> np.ndarray:
+def _number_steps(columns: dict[str, np.ndarray]) -> np.ndarray:
     """Returns the number of each step, counted from 1, even if not every step was appended."""
     return columns.get("total_steps", np.arange(1, len(columns["loss_scale"]) + 1))
 
 
-def _skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
+def _count_skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
     """Returns how many steps were skipped up to each recorded step, from the first one on."""
     if "step_applied" not in columns:
         return None
@@ -191,9 +198,9 @@ def _skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
     return total - total[0] + bad[0]
 
 
-def _scales(scales: np.ndarray, between: str) -> str:
-    return _span(power(float(scales.min())), power(float(scales.max())), between)
+def _format_scales(scales: np.ndarray, between: str) -> str:
+    return _format_span(power(float(scales.min())), power(float(scales.max())), between)
 
 
-def _span(first: str, last: str, between: str) -> str:
+def _format_span(first: str, last: str, between: str) -> str:
     return first if first == last else f"{first}{between}{last}"

@@ -2,8 +2,8 @@
 
 `leaf_counts` counts on the device, also inside `jit`, and reads each leaf once: it compares the
 bits of float32 magnitudes (see `_formats`) with float16's boundaries, divided by the loss
-scale. `table` fetches the counts and sorts the leaves, worst first. `split` sets those apart that
-have nothing to tell.
+scale. (From a histogram the counts would take 16 times as long.) `table` fetches them and sorts
+the leaves, worst first. `partition_leaves` separates the leaves with nothing to report.
 """
 
 from typing import Any, NamedTuple
@@ -32,12 +32,6 @@ class LeafCounts(NamedTuple):
         would flush to zero, keep as subnormal, and make inf. The last is the largest finite
         magnitude, without the scale.
       loss_scale: `f32[]`, the loss scale that float16 is judged at.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import diagnostics
-      >>> diagnostics.leaf_counts({"w": jnp.array([1.0, jnp.inf])}).leaves["w"]
-      Array([2., 0., 1., 0., 0., 0., 0., 1.], dtype=float32)
     """
 
     leaves: Any  # f32[8] each
@@ -57,12 +51,6 @@ class LeafRow(NamedTuple):
       subnormal: how many it would keep with fewer than 11 bits.
       overflowed: how many finite ones it would make inf.
       largest: the largest finite magnitude, not scaled.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import diagnostics
-      >>> diagnostics.table(diagnostics.leaf_counts({"w": jnp.array([1.0, jnp.inf])})).rows[0].inf
-      1
     """
 
     path: str
@@ -103,7 +91,7 @@ class LeafTable(NamedTuple):
       >>> from jaxscale import diagnostics
       >>> grads = {"w": jnp.array([1.0, jnp.inf, 0.0]), "b": jnp.array([1e-9, 2e-5])}
       >>> print(diagnostics.table(diagnostics.leaf_counts(grads)))
-      1 of 2 leaves holds inf or NaN. In float16 at loss scale 2**0:
+      Leaves with inf or NaN: 1 of 2. In float16 at loss scale 2**0:
       leaf  numbers  NaN  inf   zero  flushed  subnormal  overflow  max |g|
       w           3    0    1  33.3%       0%         0%        0%        1
       b           2    0    0     0%    50.0%      50.0%        0%    2e-05
@@ -119,16 +107,16 @@ class LeafTable(NamedTuple):
 
     def cells(self) -> list[tuple[str, ...]]:
         """Returns the cells of the table as text: a row of headings, then a row for each leaf."""
-        return [_HEADINGS, *map(_cells, self.rows)]
+        return [_HEADINGS, *map(_format_row, self.rows)]
 
     def __str__(self) -> str:
         shown, others = self, []
         if len(self.rows) > _PRINTED_ROWS:
             shown, others = partition_leaves(self, _PRINTED_ROWS)
             if not shown.rows:
-                return others[0]
+                return others[0].capitalize()
         bad, total = len(self.nonfinite_rows), len(self.rows)
-        head = f"{bad} of {total} leaves {'holds' if bad == 1 else 'hold'} inf or NaN."
+        head = f"Leaves with inf or NaN: {bad} of {total}."
         head += f" In float16 at loss scale {power(self.loss_scale)}:"
         return "\n".join([head, aligned(shown.cells()), *others])
 
@@ -136,16 +124,13 @@ class LeafTable(NamedTuple):
 def partition_leaves(table: LeafTable, most: int) -> tuple[LeafTable, list[str]]:
     """Returns up to `most` rows that have something to tell, and sentences on the other rows."""
     telling = tuple(row for row in table.rows if not _is_kept(row))
-    kept = len(table.rows) - len(telling)
-    if not telling:
-        subject = f"All {kept} leaves are" if kept > 1 else "The only leaf is"
-        words = f"{subject} finite, and float16 would store {'all of them' if kept > 1 else 'it'}"
-        return LeafTable((), table.loss_scale), [
-            f"{words} in full at loss scale {power(table.loss_scale)}."
-        ]
     others = and_more(telling, most)
-    if kept:
-        others.append(f"and {kept} more {'leaves' if kept > 1 else 'leaf'} with nothing to tell")
+    if kept := len(table.rows) - len(telling):
+        count = f"{kept} of {len(table.rows)}"
+        scale = power(table.loss_scale)
+        others.append(
+            f"finite, and stored in full by float16 at loss scale {scale}: {count} leaves"
+        )
     return LeafTable(telling[:most], table.loss_scale), others
 
 
@@ -155,16 +140,16 @@ def _is_kept(row: LeafRow) -> bool:
     return row.is_finite and not (row.flushed or row.subnormal or row.overflowed or is_zero)
 
 
-def _cells(row: LeafRow) -> tuple[str, ...]:
+def _format_row(row: LeafRow) -> tuple[str, ...]:
     finite = row.size - row.nan - row.inf
     rest = finite - row.zero
-    shares = [_share(n, rest) for n in (row.flushed, row.subnormal, row.overflowed)]
+    shares = [_format_share(n, rest) for n in (row.flushed, row.subnormal, row.overflowed)]
     counts = [f"{n:,}" for n in (row.size, row.nan, row.inf)]
     largest = f"{row.largest:.3g}" if finite else "-"
-    return row.path, *counts, _share(row.zero, row.size), *shares, largest
+    return row.path, *counts, _format_share(row.zero, row.size), *shares, largest
 
 
-def _share(number: int, of: int) -> str:
+def _format_share(number: int, of: int) -> str:
     return percent(number / of) if of else "-"
 
 
@@ -278,9 +263,6 @@ def table(counts: LeafCounts) -> LeafTable:
 
     Returns:
       A `LeafTable` of Python numbers.
-
-    Raises:
-      TypeError: if `counts` is something else, or still traced.
 
     Example:
       >>> import jax.numpy as jnp

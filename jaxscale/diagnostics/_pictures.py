@@ -20,7 +20,7 @@ from ._underflow import Underflow
 _LOST, _SUBNORMAL, _NORMAL = "#fde0c5", "#eb7f5e", "#3f3b7a"
 
 
-def _figure(call: str, width: float, height: float) -> Any:
+def _new_figure(call: str, width: float, height: float) -> Any:
     """Returns an empty figure, or raises an `ImportError` without matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -47,11 +47,6 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
 
     Returns:
       A `matplotlib.figure.Figure`: `figure.savefig("gradients.png")`.
-
-    Raises:
-      ImportError: if matplotlib is not installed.
-      TypeError: if `histogram` is something else, or still traced.
-      ValueError: if `loss_scale` is not a power of two, or `dtype` is not one of the names.
 
     Example:
       >>> import jax.numpy as jnp
@@ -96,7 +91,7 @@ def draw_histogram(
     """
     scales = list(titles)
     height = 0.6 + (0.3 if is_narrow else 0.25) * len(formats)
-    figure = _figure("plot_histogram", 5.6 if is_narrow else 9, 3.2 + height * len(scales))
+    figure = _new_figure("plot_histogram", 5.6 if is_narrow else 9, 3.2 + height * len(scales))
     axes = figure.subplots(
         1 + len(scales), 1, sharex=True, squeeze=False, height_ratios=[3] + [height] * len(scales)
     )[:, 0]
@@ -104,7 +99,7 @@ def draw_histogram(
     edges = FORMAT[dtype]
     ends = [f - k for k in scales for f in (edges.least_exponent, edges.largest_exponent)]
     limits = min(first, *ends) - 2, max(last, *ends) + 3
-    _bars(axes[0], numbers.counts, scales[0], dtype)
+    _draw_bars(axes[0], numbers.counts, scales[0], dtype)
     if is_narrow:  # no room for the legend beside the bars, nor for so long a title
         axes[0].get_legend().set(
             loc="lower left", bbox_to_anchor=(0, 1), frame_on=False, alignment="left"
@@ -114,7 +109,7 @@ def draw_histogram(
     axes[0].set_xlim(limits)
     for ax, (k, title) in zip(axes[1:], titles.items(), strict=True):
         shares = {name: shares_of(numbers.counts, k)[name] for name in formats}
-        _ranges(ax, k, shares, limits, "\n" if is_narrow else "   ")
+        _draw_ranges(ax, k, shares, limits, "\n" if is_narrow else "   ")
         ax.set_title(title, loc="left", fontsize=10)
     axes[-1].set_xlabel("|gradient|, unscaled")
     axes[-1].xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:.0f}}}$")
@@ -122,7 +117,7 @@ def draw_histogram(
     return figure
 
 
-def _bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
+def _draw_bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
     """Draws the share of each exponent, stacked by what becomes of it."""
     filled = np.flatnonzero(counts.sum(axis=1))
     parts = np.zeros((3, len(filled)))
@@ -150,14 +145,11 @@ def _bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
     ax.set_ylabel("share of the nonzero\ngradients (%)")
     ax.set_ylim(0, 1.1 * bottom.max(initial=0) or 1)
     ax.legend(
-        title=f"at loss scale {power(2.0**exponent)}",
-        fontsize=8,
-        title_fontsize=8,
-        loc="best",
+        title=f"at loss scale {power(2.0**exponent)}", fontsize=8, title_fontsize=8, loc="best"
     )
 
 
-def _ranges(
+def _draw_ranges(
     ax: Any, exponent: int, shares: Mapping[str, Shares], limits: Any, between: str
 ) -> None:
     """Draws, for each format, the range of gradients that it holds once they are scaled."""
@@ -173,10 +165,7 @@ def _ranges(
         ax.barh(
             row, high - normal, left=normal, height=0.6, color=_NORMAL, edgecolor="black", lw=0.4
         )
-        words = (
-            f"to 0: {percent(lost.flushed)}",
-            f"overflow: {percent(lost.overflowed)}",
-        )
+        words = (f"to 0: {percent(lost.flushed)}", f"overflow: {percent(lost.overflowed)}")
         ax.text(
             1.01, row, between.join(words),
             transform=ax.get_yaxis_transform(), va="center", fontsize=8,
@@ -194,10 +183,6 @@ def plot_underflow(underflow: Underflow) -> Any:
     Returns:
       A `matplotlib.figure.Figure` with a row for each layer and a column for each format.
 
-    Raises:
-      ImportError: if matplotlib is not installed.
-      TypeError: if `underflow` is something else.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics
@@ -214,7 +199,7 @@ def plot_underflow(underflow: Underflow) -> Any:
     layers = underflow.layers
     lost = np.array([[shares[name].lost for name in FORMATS] for shares in layers.values()])
     texts = [text for _, *row in underflow.rows() for text in row]
-    figure = _figure("plot_underflow", 8, 1.5 + 0.26 * len(layers))
+    figure = _new_figure("plot_underflow", 8, 1.5 + 0.26 * len(layers))
     ax = figure.subplots()
     # Everything lost is a middle grey: black would be an alarm, and FP8 loses most of many layers.
     ax.imshow(100 * lost, cmap="Greys", vmin=0, vmax=200, aspect="auto")
@@ -232,10 +217,10 @@ def plot_run(
 ) -> Any:
     """Returns a figure of a run's loss, loss scale and skipped steps over time."""
     rows = 1 + (loss is not None) + (skipped is not None)
-    figure = _figure("History.plot", 8, 1 + 1.7 * rows)
+    figure = _new_figure("History.plot", 8, 1 + 1.7 * rows)
     axes = iter(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
     if loss is not None:
-        _loss(next(axes), steps, loss)
+        _draw_loss(next(axes), steps, loss)
     ax = next(axes)
     ax.step(steps, np.log2(loss_scale), where="post", color=_NORMAL)
     ax.yaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
@@ -255,7 +240,7 @@ def plot_run(
     return figure
 
 
-def _loss(ax: Any, steps: np.ndarray, loss: np.ndarray) -> None:
+def _draw_loss(ax: Any, steps: np.ndarray, loss: np.ndarray) -> None:
     finite = np.isfinite(loss)
     ax.plot(steps, np.where(finite, loss, np.nan), color=_NORMAL, lw=1)
     if finite.any() and np.all(loss[finite] > 0):

@@ -29,14 +29,6 @@ class Suggestion(NamedTuple):
       unscaled: what the format makes of the gradients at scale 1, a `Shares`.
       scaled: what it makes of them at the suggested scale.
       sentence: the result in words.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import diagnostics
-      >>> grads = {"w": jnp.array([1e-9, 1e-3])}
-      >>> suggestion = diagnostics.suggest_scale(diagnostics.histogram(grads))
-      >>> print(suggestion.needed, suggestion.lossless)
-      True (32.0, 33554432.0)
     """
 
     dtype: str
@@ -75,7 +67,6 @@ def suggest_scale(
       A `Suggestion`.
 
     Raises:
-      TypeError: if `histogram` is something else, or still traced.
       ValueError: if `dtype` or `tolerance` is out of range.
 
     Example:
@@ -83,8 +74,8 @@ def suggest_scale(
       >>> from jaxscale import diagnostics
       >>> histogram = diagnostics.histogram({"w": jnp.array([2.0**-30, 1.0])})
       >>> print(diagnostics.suggest_scale(histogram))
-      float16 needs a loss scale: without one it flushes 50.0% of the nonzero gradients to \
-zero. 2**6 to 2**15 lose nothing.
+      float16 needs a loss scale: without one 50.0% of the nonzero gradients are flushed to \
+zero, and 0% overflow. Scales that lose nothing: 2**6 to 2**15.
       >>> print(diagnostics.suggest_scale(histogram, dtype="bfloat16"))
       bfloat16 needs no loss scale: without one it loses nothing.
     """
@@ -108,7 +99,9 @@ zero. 2**6 to 2**15 lose nothing.
     needed = 0 not in best
     middle = (best[0] + best[-1]) // 2 if needed else 0
     unscaled, scaled = (Shares(*(float(number) / total for number in lost[k])) for k in (0, middle))
-    words = _words(dtype, needed, unscaled, tolerance) + _range(best, lossless, lost, total, needed)
+    words = _say_need(dtype, needed, unscaled, tolerance)
+    if needed:
+        words += _say_range(best, lossless, lost[best[0]].flushed / total)
     return Suggestion(
         dtype,
         needed,
@@ -126,44 +119,28 @@ def _nothing(dtype: str, numbers: Numbers) -> Suggestion:
     return Suggestion(dtype, None, None, None, None, None, none, none, words + _left_out(numbers))
 
 
-def _words(dtype: str, needed: bool, unscaled: Shares, tolerance: float) -> str:
-    losses = [
-        f"it {verb} {percent(share)} of the nonzero gradients{what}"
-        for verb, share, what in (
-            ("flushes", unscaled.flushed, " to zero"),
-            ("overflows on", unscaled.overflowed, ""),
-        )
-        if share
-    ]
-    what = " and ".join(losses) or "it loses nothing"
+def _say_need(dtype: str, needed: bool, unscaled: Shares, tolerance: float) -> str:
+    flushed, overflowed = percent(unscaled.flushed), percent(unscaled.overflowed)
+    without = "without one it loses nothing"
+    if unscaled.lost:
+        without = f"without one {flushed} of the nonzero gradients are flushed to zero, and "
+        without += f"{overflowed} overflow"
     if needed or unscaled.lost <= tolerance:
-        return f"{dtype} needs {'a' if needed else 'no'} loss scale: without one {what}."
-    return f"{dtype} gains nothing from a loss scale: without one {what}, and no scale loses less."
+        return f"{dtype} needs {'a' if needed else 'no'} loss scale: {without}."
+    return f"{dtype} gains nothing from a loss scale: {without}, and no scale loses less."
 
 
-def _range(
-    best: list[int], lossless: list[int], lost: dict[int, Shares], total: float, needed: bool
-) -> str:
-    if not needed:
-        return ""
-
-    def span(exponents: list[int]) -> str:
-        ends = [power(2.0**k) for k in (exponents[0], exponents[-1])]
-        return f"Only {ends[0]}" if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
-
-    def verb(exponents: list[int], stem: str, ending: str = "s") -> str:
-        return stem + (ending if len(exponents) == 1 else "")
-
+def _say_range(best: list[int], lossless: list[int], flushed: float) -> str:
+    words = f" Scales that lose nothing: {_span(lossless) if lossless else 'none'}."
     if lossless == best:
-        return f" {span(best)} {verb(best, 'lose')} nothing."
-    share = lost[best[0]].flushed / total
-    flushed = "less than 0.1%" if share < 0.001 else f"at most {percent(share)}"
-    words = (
-        f" {span(best)} {verb(best, 'flush', 'es')} {flushed} and {verb(best, 'overflow')} nothing."
-    )
-    if lossless:
-        return f"{words} {span(lossless)} {verb(lossless, 'lose')} nothing."
-    return f"{words} No scale keeps them all."
+        return words
+    share = "less than 0.1%" if flushed < 0.001 else f"at most {percent(flushed)}"
+    return f" Scales that flush {share} without an overflow: {_span(best)}.{words}"
+
+
+def _span(exponents: list[int]) -> str:
+    ends = (power(2.0**k) for k in (exponents[0], exponents[-1]))
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _left_out(numbers: Numbers) -> str:
@@ -175,5 +152,5 @@ def _left_out(numbers: Numbers) -> str:
             "flushed before they were counted. To tell, compute them in float32 or at a high scale."
         )
     if numbers.inf + numbers.nan:
-        words += f" {numbers.inf + numbers.nan:.0f} are inf or NaN and were left out."
+        words += f" Inf or NaN, which are left out: {numbers.inf + numbers.nan:.0f}."
     return words

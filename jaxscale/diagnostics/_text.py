@@ -69,10 +69,6 @@ def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
       `0` if it flushes most of the row to zero, `s` if it keeps most of it as subnormal, `.`
       if it keeps most in full, `!` if most overflows. The last lines give the totals.
 
-    Raises:
-      TypeError: if `histogram` is something else, or still traced.
-      ValueError: if `loss_scale` is not a power of two in float32's normal range.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics
@@ -97,7 +93,7 @@ def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
             "".ljust(_WIDTH),
             *(name.removeprefix("float8_") for name in FORMATS),
         ),
-        *_bars(numbers, exponent),
+        *_format_bars(numbers, exponent),
     ]
     whole = shares_of(numbers.counts, exponent)
     for sign, outcome in (("0", "flushed"), ("s", "subnormal"), ("!", "overflowed")):
@@ -124,7 +120,7 @@ def span(numbers: Numbers) -> tuple[int, int]:
     return int(filled[0]), int(filled[-1])
 
 
-def _bars(numbers: Numbers, exponent: int) -> list[tuple[str, ...]]:
+def _format_bars(numbers: Numbers, exponent: int) -> list[tuple[str, ...]]:
     first, last = span(numbers)
     step = -(-(last - first + 1) // _ROWS)
     starts = range(first, last + 1, step)
@@ -136,11 +132,7 @@ def _bars(numbers: Numbers, exponent: int) -> list[tuple[str, ...]]:
         signs = [_SIGNS[int(np.argmax(outcomes(only, name, exponent)))] for name in FORMATS]
         bar = "#" * max(round(_WIDTH * number / max(*sums, 1.0)), 1) if number else ""
         rows.append(
-            (
-                f"2**{EXPONENTS[start]}",
-                percent(number / max(sum(sums), 1.0)),
-                bar.ljust(_WIDTH),
-            )
+            (f"2**{EXPONENTS[start]}", percent(number / max(sum(sums), 1.0)), bar.ljust(_WIDTH))
             + (tuple(signs) if number else ("",) * len(FORMATS))
         )
     return rows

@@ -47,10 +47,7 @@ class Underflow(NamedTuple):
         A dash stands for a layer whose gradients are all zero, inf or NaN.
         """
         return [
-            (
-                layer,
-                *(percent(shares[name].lost) if any(shares[name]) else "-" for name in FORMATS),
-            )
+            (layer, *(percent(shares[name].lost) if any(shares[name]) else "-" for name in FORMATS))
             for layer, shares in self.layers.items()
         ]
 
@@ -76,7 +73,6 @@ def underflow(histograms: Any, *, loss_scale: float = 1.0, depth: int | None = N
       An `Underflow`.
 
     Raises:
-      TypeError: if `histograms` holds something else, or is still traced.
       ValueError: if `histograms` is empty, `loss_scale` is not a power of two, or `depth` is
         below 1.
 

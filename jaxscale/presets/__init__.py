@@ -12,43 +12,7 @@ does.
 >>> presets.flax(growth_interval=2000).growth_interval  # Flax counts one less than it takes
 2001
 
-The tests replay what each library did, step by step, from the files in
-`tests/presets/traces`:
-
-=========================================  ==========================================
-file                                       preset
-=========================================  ==========================================
-apex_amp_loss_scaler                       `apex`
-apex_fp16_utils_dynamic_loss_scaler        `apex_fp16_utils`
-apex_update_scale_hysteresis               `apex_hysteresis`
-chainer_loss_scaling                       `chainer`
-colossalai_dynamic_grad_scaler             `colossalai`
-deepspeed_dynamic_loss_scaler              `deepspeed`
-fairseq_dynamic_loss_scaler                `fairseq`
-flax_dynamic_scale                         `flax`
-jamp_dynamic_loss_scale                    `jamp`
-jaxamp_dynamic_scaler                      `jaxamp`
-jmp_dynamic_loss_scale                     `jmp`
-keras3_loss_scale_optimizer_jax            `keras`
-keras3_loss_scale_optimizer_tensorflow     `keras`
-megatron_dynamic_grad_scaler               `megatron`
-mindformers_adaptive_loss_scale            `mindformers`
-mindspore_dynamic_loss_scale_manager       `mindspore_manager`
-mindspore_dynamic_loss_scale_update_cell   `mindspore_cell`
-mindspore_dynamic_loss_scaler              `mindspore`
-mpx_dynamic_loss_scaling                   `mpx`
-openseq2seq_backoff                        `openseq2seq_backoff`
-openseq2seq_logmax                         `openseq2seq_logmax`
-optax_apply_if_finite                      `jaxscale.skip_nonfinite`
-optax_multisteps_skip_not_finite           `jaxscale.skip_nonfinite` of `MultiSteps`
-paddle_grad_scaler                         `paddle`
-paddle_update_loss_scaling_op              `paddle_op`
-tf1_contrib_exponential_update             `tensorflow_contrib`
-tf_compat_v1_dynamic_loss_scale            `tensorflow`
-tf_keras_loss_scale_optimizer              `tf_keras`
-torch_grad_scaler                          `torch`
-torch_grad_scaler_two_optimizers           `torch`
-=========================================  ==========================================
+The tests replay, step by step, what 30 versions of these scalers did.
 
 A preset has the rule of its library, but not its defects. The following are not
 reproduced; each shows in the traces, or in a test that `test_user_reports.py` lists:
@@ -88,12 +52,18 @@ from .._policies.gradual import GradualLossScale, GradualState
 from .._policies.logmax import LogMaxLossScale, LogMaxState
 from .._policies.tolerance import ToleranceLossScale, ToleranceState
 from .._policies.window import WindowLossScale, WindowState
-from ._chainer import chainer
 from ._engines import colossalai, deepspeed, fairseq
+from ._frameworks import (
+    chainer,
+    mindformers,
+    mindspore,
+    mindspore_cell,
+    mindspore_manager,
+    paddle,
+    paddle_op,
+)
 from ._jax import flax, jamp, jaxamp, jmp, mpx
-from ._mindspore import mindformers, mindspore, mindspore_cell, mindspore_manager
 from ._olmo import olmo
-from ._paddle import paddle, paddle_op
 from ._rule import PresetLossScale
 from ._saved import from_flax, from_jmp, from_keras, from_tensorflow, from_torch, to_torch
 from ._tensorflow import (
@@ -107,46 +77,11 @@ from ._tensorflow import (
 from ._torch import apex, apex_fp16_utils, apex_hysteresis, megatron, torch
 
 __all__ = [
-    "GradualLossScale",
-    "GradualState",
-    "LogMaxLossScale",
-    "LogMaxState",
-    "PresetLossScale",
-    "ToleranceLossScale",
-    "ToleranceState",
-    "WindowLossScale",
-    "WindowState",
-    "apex",
-    "apex_fp16_utils",
-    "apex_hysteresis",
-    "chainer",
-    "colossalai",
-    "deepspeed",
-    "fairseq",
-    "flax",
-    "from_flax",
-    "from_jmp",
-    "from_keras",
-    "from_tensorflow",
-    "from_torch",
-    "jamp",
-    "jaxamp",
-    "jmp",
-    "keras",
-    "megatron",
-    "mindformers",
-    "mindspore",
-    "mindspore_cell",
-    "mindspore_manager",
-    "mpx",
-    "olmo",
-    "openseq2seq_backoff",
-    "openseq2seq_logmax",
-    "paddle",
-    "paddle_op",
-    "tensorflow",
-    "tensorflow_contrib",
-    "tf_keras",
-    "to_torch",
-    "torch",
-]
+    "GradualLossScale", "GradualState", "LogMaxLossScale", "LogMaxState", "PresetLossScale",
+    "ToleranceLossScale", "ToleranceState", "WindowLossScale", "WindowState", "apex",
+    "apex_fp16_utils", "apex_hysteresis", "chainer", "colossalai", "deepspeed", "fairseq", "flax",
+    "from_flax", "from_jmp", "from_keras", "from_tensorflow", "from_torch", "jamp", "jaxamp", "jmp",
+    "keras", "megatron", "mindformers", "mindspore", "mindspore_cell", "mindspore_manager", "mpx", "olmo",
+    "openseq2seq_backoff", "openseq2seq_logmax", "paddle", "paddle_op", "tensorflow",
+    "tensorflow_contrib", "tf_keras", "to_torch", "torch",
+]  # fmt: skip

@@ -111,8 +111,7 @@ def fairseq(
 
     Args:
       init_scale: the scale of the first step.
-      scale_factor: the scale is multiplied by this when it grows, and divided by it when it
-        backs off.
+      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
       scale_window: how many finite steps in a row it takes to grow.
       tolerance: the rate of non-finite steps at which it backs off.
       threshold: a backoff ends at least here, if it is given.

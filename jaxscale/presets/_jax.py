@@ -47,11 +47,7 @@ def flax(
 
 
 def jmp(
-    loss_scale: Any,
-    *,
-    period: int = 2000,
-    factor: Any = 2,
-    min_loss_scale: Any = 1.0,
+    loss_scale: Any, *, period: int = 2000, factor: Any = 2, min_loss_scale: Any = 1.0
 ) -> PresetLossScale:
     """Returns the rule of `jmp.DynamicLossScale`.
 
@@ -64,19 +60,14 @@ def jmp(
     Args:
       loss_scale: the scale of the first step.
       period: how many finite steps in a row it takes to grow.
-      factor: the scale is multiplied by this when it grows, and divided by it when it
-        backs off.
+      factor: a growth multiplies the scale by this, and a backoff divides it.
       min_loss_scale: a backoff ends at least here; 0 means no minimum.
     """
     return _jmp("presets.jmp", loss_scale, period, factor, min_loss_scale)
 
 
 def jamp(
-    loss_scale: Any,
-    *,
-    period: int = 2000,
-    factor: Any = 2,
-    min_loss_scale: Any = 1.0,
+    loss_scale: Any, *, period: int = 2000, factor: Any = 2, min_loss_scale: Any = 1.0
 ) -> PresetLossScale:
     """Returns the rule of jamp's `DynamicLossScale`.
 
@@ -87,8 +78,7 @@ def jamp(
     Args:
       loss_scale: the scale of the first step.
       period: how many finite steps in a row it takes to grow.
-      factor: the scale is multiplied by this when it grows, and divided by it when it
-        backs off.
+      factor: a growth multiplies the scale by this, and a backoff divides it.
       min_loss_scale: a backoff ends at least here; 0 means no minimum.
     """
     return _jmp("presets.jamp", loss_scale, period, factor, min_loss_scale)
@@ -107,8 +97,7 @@ def jaxamp(
 
     Args:
       patience: one less than the finite steps in a row that it takes to grow.
-      adjust_factor: the scale is multiplied by this when it grows, and divided by it when it
-        backs off.
+      adjust_factor: a growth multiplies the scale by this, and a backoff divides it.
       scaler: the scale of the first step.
     """
     call = "presets.jaxamp"
@@ -137,11 +126,7 @@ def _jmp(
 
 
 def mpx(
-    loss_scaling: Any,
-    min_loss_scaling: Any,
-    *,
-    factor: Any = 2,
-    period: int = 2000,
+    loss_scaling: Any, min_loss_scaling: Any, *, factor: Any = 2, period: int = 2000
 ) -> PresetLossScale:
     """Returns the rule of `mpx.DynamicLossScaling`.
 
@@ -154,8 +139,7 @@ def mpx(
     Args:
       loss_scaling: the scale of the first step.
       min_loss_scaling: each step ends at least here.
-      factor: the scale is multiplied by this when it grows, and divided by it when it
-        backs off.
+      factor: a growth multiplies the scale by this, and a backoff divides it.
       period: how many finite steps in a row it takes to grow.
     """
     call = "presets.mpx"

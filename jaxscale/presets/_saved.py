@@ -57,7 +57,7 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
         )
     scale, *_, tracker = (number(state_dict[name]) for name in _TORCH)
     arguments = {name: number(state_dict[name]) for name in _TORCH[1:-1]}
-    return _resumed(torch(init_scale=scale, **arguments), tracker)
+    return _resume(torch(init_scale=scale, **arguments), tracker)
 
 
 def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
@@ -126,9 +126,9 @@ def from_tensorflow(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleStat
     call = "presets.from_tensorflow"
     config = config.get("config", config)
     if set(config) == {"loss_scale_value"}:
-        return _resumed(FixedLossScale(config["loss_scale_value"]))
+        return _resume(FixedLossScale(config["loss_scale_value"]))
     names = {"initial_loss_scale", "increment_period", "multiplier"}
-    return _resumed(tensorflow(**_only(call, config, names)))
+    return _resume(tensorflow(**_check_keys(call, config, names)))
 
 
 def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
@@ -161,8 +161,8 @@ def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
         )
     arguments = {name: config[name] for name in names}
     if "dynamic" in config:
-        return _resumed(tf_keras(dynamic=config["dynamic"], **arguments))
-    return _resumed(keras(**arguments))
+        return _resume(tf_keras(dynamic=config["dynamic"], **arguments))
+    return _resume(keras(**arguments))
 
 
 def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
@@ -176,9 +176,9 @@ def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
       as they are.
     """
     names = ("growth_factor", "backoff_factor", "growth_interval", "scale", "minimum_scale")
-    values = _attributes("from_flax", dynamic_scale, (*names, "fin_steps"))
+    values = _read_attributes("from_flax", dynamic_scale, (*names, "fin_steps"))
     tracker = values.pop("fin_steps")
-    return _resumed(flax(**values), tracker)
+    return _resume(flax(**values), tracker)
 
 
 def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
@@ -194,24 +194,24 @@ def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
       one of this library.
     """
     if type(loss_scale).__name__ == "NoOpLossScale":
-        return _resumed(NoOpLossScale())
+        return _resume(NoOpLossScale())
     if type(loss_scale).__name__ == "StaticLossScale":
-        return _resumed(FixedLossScale(**_attributes("from_jmp", loss_scale, ("loss_scale",))))
+        return _resume(FixedLossScale(**_read_attributes("from_jmp", loss_scale, ("loss_scale",))))
     names = ("period", "factor", "min_loss_scale", "loss_scale", "counter")
-    values = _attributes("from_jmp", loss_scale, names)
+    values = _read_attributes("from_jmp", loss_scale, names)
     tracker = values.pop("counter")
     # The array itself: its dtype says how far the scale grows.
-    return _resumed(jmp(**values | {"loss_scale": loss_scale.loss_scale}), tracker)
+    return _resume(jmp(**values | {"loss_scale": loss_scale.loss_scale}), tracker)
 
 
-def _resumed(policy: LossScale, tracker: Any = 0) -> tuple[LossScale, LossScaleState]:
+def _resume(policy: LossScale, tracker: Any = 0) -> tuple[LossScale, LossScaleState]:
     state = policy.init()
     if tracker:
         state = state._replace(growth_tracker=jnp.asarray(tracker, jnp.int32))
     return policy, state
 
 
-def _only(call: str, config: Mapping[str, Any], names: set[str]) -> Mapping[str, Any]:
+def _check_keys(call: str, config: Mapping[str, Any], names: set[str]) -> Mapping[str, Any]:
     if set(config) - names or not config:
         raise ValueError(
             f"`{call}(config)` takes the keys {', '.join(sorted(names))}, or loss_scale_value "
@@ -220,7 +220,7 @@ def _only(call: str, config: Mapping[str, Any], names: set[str]) -> Mapping[str,
     return config
 
 
-def _attributes(call: str, instance: Any, names: tuple[str, ...]) -> dict[str, Any]:
+def _read_attributes(call: str, instance: Any, names: tuple[str, ...]) -> dict[str, Any]:
     missing = [name for name in names if not hasattr(instance, name)]
     if missing:
         raise TypeError(

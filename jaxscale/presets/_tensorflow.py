@@ -23,8 +23,7 @@ def tensorflow(
     Args:
       initial_loss_scale: the scale of the first step.
       increment_period: how many finite steps in a row it takes to grow; 0 means 1.
-      multiplier: the scale is multiplied by this when it grows, and divided by it when it
-        backs off.
+      multiplier: a growth multiplies the scale by this, and a backoff divides it.
     """
     call = "presets.tensorflow"
     return dynamic(
@@ -83,10 +82,7 @@ def tensorflow_contrib(
 
 
 def tf_keras(
-    *,
-    dynamic: bool = True,
-    initial_scale: Any = None,
-    dynamic_growth_steps: int | None = None,
+    *, dynamic: bool = True, initial_scale: Any = None, dynamic_growth_steps: int | None = None
 ) -> LossScale:
     """Returns the rule of `tf_keras.mixed_precision.LossScaleOptimizer`.
 
@@ -151,8 +147,7 @@ def openseq2seq_backoff(
     Args:
       scale_min: the scale never backs off below this.
       scale_max: the scale of the first step, and the largest.
-      step_factor: the scale is multiplied by this when it grows, and divided by it when it
-        backs off.
+      step_factor: a growth multiplies the scale by this, and a backoff divides it.
       step_window: how many finite steps in a row it takes to grow.
     """
     call = "presets.openseq2seq_backoff"

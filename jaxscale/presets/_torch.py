@@ -94,8 +94,7 @@ def apex_fp16_utils(
 
     Args:
       init_scale: the scale of the first step.
-      scale_factor: the scale is multiplied by this when it grows, and divided by it when it
-        backs off.
+      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
       scale_window: how many finite steps in a row it takes to grow.
     """
     call = "presets.apex_fp16_utils"

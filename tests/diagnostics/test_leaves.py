@@ -1,5 +1,6 @@
 """The counts of a leaf against NumPy in float64, for every dtype and every way to run."""
 
+import itertools
 import json
 
 import equinox as eqx
@@ -10,12 +11,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from tables import avals
+from tables import avals, cases
 
 import jaxscale
 from jaxscale import diagnostics
-
-pytestmark = pytest.mark.sampled(4)
 
 MESH = Mesh(np.array(jax.devices("cpu")), ("data",))
 CHECK = "check_vma" if "check_vma" in jax.shard_map.__kwdefaults__ else "check_rep"
@@ -88,8 +87,11 @@ def row_of(counts):
     return {name: getattr(row, name) for name in FIELDS}
 
 
-@pytest.mark.parametrize("loss_scale", SCALES)
-@pytest.mark.parametrize("dtype", LEAVES)
+@cases(
+    ("dtype", "loss_scale"),
+    itertools.product(LEAVES, SCALES),
+    fast=[("float32", 1.0), ("complex64", 2.0**-3), ("float16", 2.0**15), ("bfloat16", 2.0**40)],
+)
 def test_counts_are_those_of_a_real_cast(dtype, loss_scale):
     leaf = LEAVES[dtype]()
     expected = reference(leaf, loss_scale)
@@ -99,7 +101,7 @@ def test_counts_are_those_of_a_real_cast(dtype, loss_scale):
     assert row_of(run(leaf, jnp.float32(loss_scale))) == expected
 
 
-@pytest.mark.parametrize("loss_scale", SCALES)
+@cases("loss_scale", SCALES, fast=[2.0**15])
 def test_float64_keeps_its_precision_and_ends_where_float32_does(loss_scale):
     leaf = np.concatenate([around_float16().astype(np.float64), [1e300, -1e-300, np.nan, np.inf]])
     leaf = np.concatenate([leaf, np.nextafter(leaf[:-4], 0), np.nextafter(leaf[:-4], np.inf)])
@@ -108,7 +110,7 @@ def test_float64_keeps_its_precision_and_ends_where_float32_does(loss_scale):
         assert row_of(jax.jit(diagnostics.leaf_counts)(leaf, loss_scale=loss_scale)) == expected
 
 
-def test_what_is_no_gradient_is_left_out():
+def test_what_is_not_a_gradient_is_left_out():
     tree = {
         "w": jnp.ones((2, 3)),
         "int": jnp.arange(3),
@@ -137,7 +139,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
+@cases("name", ODD, fast=["type", "module"])
 def test_what_only_has_a_dtype_is_not_a_gradient(name):
     grads = {"w": jnp.array([1.0, jnp.inf]), "odd": ODD[name]}
     assert avals(diagnostics.leaf_counts(grads).leaves) == {"w": "float32[8]", "odd": None}
@@ -147,7 +149,7 @@ def test_what_only_has_a_dtype_is_not_a_gradient(name):
         diagnostics.histogram({"odd": ODD[name]})
 
 
-@pytest.mark.parametrize("name", ODD)
+@cases("name", ODD, fast=["aval"])
 def test_what_only_has_a_dtype_reaches_the_loss_as_it_is(name):
     odd = ODD[name]
     seen = []
@@ -184,7 +186,7 @@ def test_worst_first_and_readable():
     assert [row.path for row in found.rows] == ["many/0", "few/kernel", "tiny", "small", "fine"]
     assert [row.path for row in found.nonfinite_rows] == ["many/0", "few/kernel"]
     lines = str(found).splitlines()
-    assert lines[0] == "2 of 5 leaves hold inf or NaN. In float16 at loss scale 2**0:"
+    assert lines[0] == "Leaves with inf or NaN: 2 of 5. In float16 at loss scale 2**0:"
     assert [line.split()[0] for line in lines[2:]] == [row.path for row in found.rows]
     assert max(map(len, lines)) <= 80
     assert [list(cells) for cells in found.cells()[1:]] == [line.split() for line in lines[2:]]
@@ -192,19 +194,15 @@ def test_worst_first_and_readable():
     assert as_json["rows"][0] | {"inf": 2, "size": 3} == as_json["rows"][0]
 
 
-def test_a_long_table_is_cut_only_where_it_is_printed():
-    found = diagnostics.table(leaf_counts([jnp.full(2, 1e-9)] * 40))
-    assert len(found.rows) == 40
-    assert len(str(found).splitlines()) == 2 + 24 + 1
-    assert str(found).endswith("and 16 more")
-
-
 def test_a_long_table_prints_what_has_something_to_tell():
+    found = diagnostics.table(leaf_counts([jnp.full(2, 1e-9)] * 40))
+    assert (len(found.rows), len(str(found).splitlines())) == (40, 2 + 24 + 1)
+    assert str(found).endswith("and 16 more")
     fine, zero, half_zero = jnp.ones(2), jnp.zeros(2), jnp.array([0.0, 1.0])
     found = diagnostics.table(leaf_counts([fine] * 39 + [half_zero], loss_scale=8.0))
     assert len(found.rows) == len(found.cells()) - 1 == 40
-    words = "All 40 leaves are finite, and float16 would store all of them in full"
-    assert str(found) == f"{words} at loss scale 2**3."
+    words = "inite, and stored in full by float16 at loss scale"
+    assert str(found) == f"F{words} 2**3: 40 of 40 leaves"
     # What is not finite, lost, of fewer bits, or 0 everywhere.
     telling = [
         jnp.array([jnp.nan, 1.0]),
@@ -213,7 +211,7 @@ def test_a_long_table_prints_what_has_something_to_tell():
     found = diagnostics.table(leaf_counts([*telling, zero, *[fine] * 34, jnp.zeros(0)]))
     lines = str(found).splitlines()
     assert {line.split()[0] for line in lines[2:-1]} == set("012345")
-    assert lines[-1] == "and 35 more leaves with nothing to tell"
+    assert lines[-1] == f"f{words} 2**0: 35 of 41 leaves"
 
 
 def test_a_share_of_nothing_is_a_dash():
@@ -230,10 +228,14 @@ def test_population_and_time_are_summed_up():
     assert row_of(jax.vmap(diagnostics.leaf_counts)(x)) == expected
     _, stacked = jax.lax.scan(lambda carry, row: (carry, diagnostics.leaf_counts(row)), 0, x)
     assert row_of(stacked) == expected
+    # Carried, it keeps its types.
+    first = diagnostics.leaf_counts({"w": x[0]})
+    last, _ = jax.lax.scan(lambda _, row: (diagnostics.leaf_counts(row), None), first, {"w": x})
+    assert avals(last) == avals(first)
+    assert row_of(last) == row_of(leaf_counts(x[-1]))
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("axis_name", ["data", ("data",)])
+@cases(("check", "axis_name"), [(True, "data"), (False, ("data",))], fast=[(False, ("data",))])
 def test_devices_are_summed_up(check, axis_name):
     x = jnp.arange(16.0).at[3].set(jnp.nan).at[12].set(1e-9)
     run = jax.jit(
@@ -250,62 +252,36 @@ def test_devices_are_summed_up(check, axis_name):
     assert row_of(jax.jit(diagnostics.leaf_counts)(sharded)) == row_of(leaf_counts(x))
 
 
-def test_it_says_the_same_as_the_verdict_of_the_step():
-    for bad in (1.0, jnp.inf, -jnp.inf, jnp.nan):
-        grads = {"a": jnp.ones(3), "b": jnp.array([1.0, bad], jnp.bfloat16)}
-        found = diagnostics.table(leaf_counts(grads)).nonfinite_rows
-        assert bool(jaxscale.all_finite(grads)) == (not found)
+HUGE = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)
+TREES = {
+    "empty": ({}, r"must hold floating or complex arrays, got a tree without any leaf"),
+    "integers": ({"a": np.arange(3, dtype=np.int32), "b": True}, r"got only .*bool.*int32"),
+    "huge": (HUGE, r"got 2147483648 elements at the root"),
+}
 
 
-def test_it_is_carried_through_a_scan():
-    def body(carry, x):
-        return diagnostics.leaf_counts(x), None
-
-    first = diagnostics.leaf_counts({"w": jnp.ones(3)})
-    last, _ = jax.lax.scan(body, first, {"w": jnp.full((2, 3), jnp.nan)})
-    assert avals(last) == avals(first)
-    assert row_of(last)["nan"] == 3
+@cases(("call", "name"), itertools.product(["leaf_counts", "histogram"], TREES))
+def test_errors_of_trees(call, name):
+    tree, message = TREES[name]
+    function = getattr(diagnostics, call)
+    with pytest.raises(ValueError, match=rf"`{call}\(.*=\.\.\.\)`.*{message}.*Pass"):
+        jax.eval_shape(function, tree) if name == "huge" else function(tree)
 
 
-@pytest.mark.parametrize("call", [diagnostics.leaf_counts, diagnostics.histogram])
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({}, r"must hold floating or complex arrays, got a tree without any leaf"),
-        ({"a": jnp.arange(3), "b": True}, r"got only .*bool.*int32"),
-        (jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32), r"got 2147483648 elements at the root"),
-    ],
-    ids=["empty", "integers", "huge"],
-)
-def test_errors_of_trees(call, tree, message):
-    with pytest.raises(ValueError, match=rf"`{call.__name__}\(.*=\.\.\.\)`.*{message}.*Pass"):
-        jax.eval_shape(call, tree) if isinstance(tree, jax.ShapeDtypeStruct) else call(tree)
+G = np.ones(2, np.float32)
+COUNTED = diagnostics.leaf_counts
+ERRORS = {
+    r"loss_scale=.*got 0\.0": lambda: COUNTED(G, loss_scale=0),
+    r"loss_scale=.*'x'": lambda: COUNTED(G, loss_scale="x"),
+    r"one number.*\(2,\)": lambda: COUNTED(G, loss_scale=G),
+    r"loss_scale=.*got <class": lambda: COUNTED(G, loss_scale=jnp.float16),
+    r"`table\(counts=.*leaf_counts.*got ndarray": lambda: diagnostics.table(G),
+    r"outside of `jit`": lambda: jax.jit(lambda g: diagnostics.table(COUNTED(g)).loss_scale)(G),
+    r"to_json.*object": lambda: diagnostics.to_json(object()),
+}
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda g: diagnostics.leaf_counts(g, loss_scale=0), ValueError, r"loss_scale=.*got 0\.0"),
-        (lambda g: diagnostics.leaf_counts(g, loss_scale="x"), TypeError, r"loss_scale=.*'x'"),
-        (lambda g: diagnostics.leaf_counts(g, loss_scale=g), TypeError, r"one number.*\(2,\)"),
-        (
-            lambda g: diagnostics.leaf_counts(g, loss_scale=jnp.float16),
-            TypeError,
-            r"loss_scale=.*got",
-        ),
-        (diagnostics.table, TypeError, r"`table\(counts=.*leaf_counts.*got Array"),
-        (
-            jax.jit(lambda g: diagnostics.table(diagnostics.leaf_counts(g)).loss_scale),
-            TypeError,
-            r"outside of `jit`",
-        ),
-        (diagnostics.to_json, None, ""),
-        (lambda g: diagnostics.to_json(object()), TypeError, r"to_json.*object"),
-    ],
-)
-def test_errors(call, error, message):
-    if error is None:
-        assert call(jnp.array([1.0, jnp.nan])) == [1.0, "NaN"]
-        return
-    with pytest.raises(error, match=message):
-        call(jnp.ones(2))
+@cases("message", ERRORS)
+def test_errors(message):
+    with pytest.raises(ValueError if "0\\.0" in message else TypeError, match=message):
+        ERRORS[message]()

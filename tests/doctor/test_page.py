@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tables import cases
 
 from jaxscale import diagnostics
 from jaxscale._doctor import cli
 from jaxscale._doctor.exam import examine
-from jaxscale._doctor.findings import Finding, findings
+from jaxscale._doctor.finding import Finding
+from jaxscale._doctor.findings import findings
 from jaxscale._doctor.html import page
 from jaxscale._doctor.target import load
 
@@ -116,7 +118,7 @@ def test_it_holds_everything_and_asks_for_nothing(exam):
         {"name": "viewport", "content": "width=device-width, initial-scale=1"},
     ) in shown.tags
     # The problem comes first.
-    places = ["1 problem found.", "It begins at", "Worth knowing", "How large they are"]
+    places = ["Problems found: 1.", "It begins at", "Worth knowing", "How large they are"]
     places += ["By layer", "Leaf by leaf"]
     assert sorted(places, key=shown.text.index) == places
     assert shown.texts["article"][0].split()[0] == "Problem"
@@ -165,9 +167,11 @@ def test_what_is_computed_and_what_is_stored_is_told_apart(exam, no_matplotlib):
     ]
     layers, leaves = shown.texts["tbody"]
     assert layers.split() == ["small50.0%0%"]
-    assert "The other layer loses nothing." in shown.flowing
+    assert "Layers that lose nothing in float16 or bfloat16: 1 of 2." in shown.flowing
     assert leaves.split() == ["small250.0%1"]  # a subnormal at that scale: nothing becomes 0
-    assert "And 1 more leaf with nothing to tell." in shown.flowing
+    assert (
+        "Finite, and stored in full by float16 at loss scale 2**8: 1 of 2 leaves." in shown.flowing
+    )
     assert "The gradients as computed at loss scale 2**8, the largest" in shown.flowing
     assert [th for th in shown.texts["th"] if "subnormal" in th or "zero" in th] == ["subnormal"]
 
@@ -182,18 +186,15 @@ def test_only_the_formats_of_the_model_are_judged(exam, no_matplotlib):
         assert shown.texts["th"][: len(judged) + 1] == [*judged, "w"]
 
 
-@pytest.mark.parametrize("number", [1, 40])
+@cases("number", [1, 40])
 def test_a_table_without_anything_to_tell_is_a_sentence(exam, no_matplotlib, number):
     exam = with_grads(exam, [np.ones(2, np.float32)] * number, loss_scale=4.0)
     shown = Page(page(exam, []).text)
     assert "table" not in shown.texts
-    words = {
-        40: "All 40 leaves are finite, and float16 would store all of them in full at loss scale",
-        1: "The only leaf is finite, and float16 would store it in full at loss scale",
-    }
-    assert f"{words[number]} 2**2." in shown.flowing
-    layers = {40: "all 40 layers lose nothing.", 1: "the only layer loses nothing."}
-    assert f"Stored in float16 or bfloat16, {layers[number]}" in shown.flowing
+    count = f"{number} of {number}"
+    words = "Finite, and stored in full by float16 at loss scale 2**2"
+    assert f"{words}: {count} leaves." in shown.flowing
+    assert f"Layers that lose nothing in float16 or bfloat16: {count}." in shown.flowing
 
 
 def test_a_table_shows_the_rows_that_tell_something(exam, no_matplotlib):
@@ -204,11 +205,14 @@ def test_a_table_shows_the_rows_that_tell_something(exam, no_matplotlib):
     shown = Page(page(exam, []).text)
     layers, leaves = (text.split("\n") for text in shown.texts["tbody"])
     assert len([row for row in layers if row]) == 40
-    assert "The other 25 layers lose less or nothing." in shown.flowing
-    assert "1 of 66 layers is without a finite, nonzero gradient to judge: 0." in shown.flowing
+    words = "Layers that lose less or nothing in float16 or bfloat16: 25 of 66."
+    assert words in shown.flowing
+    words = "Layers without a finite, nonzero gradient to judge: 1 of 66: 0."
+    assert words in shown.flowing
     rows = [row for row in leaves if row]
     assert (len(rows), rows[0]) == (30, "022--")  # path, numbers, NaN, flushed, max |g|
-    assert "And 16 more. And 20 more leaves with nothing to tell." in shown.flowing
+    words = "Finite, and stored in full by float16 at loss scale 2**0: 20 of 66 leaves."
+    assert f"And 16 more. {words}" in shown.flowing
 
 
 def test_nothing_is_drawn_of_nothing(exam):

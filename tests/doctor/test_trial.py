@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tables import cases
 
 from jaxscale._doctor.exam import examine
 from jaxscale._doctor.findings import findings
@@ -45,12 +46,8 @@ pytestmark = [
 
 TRIAL = pathlib.Path(__file__).parent / "trial"
 MODULES = sorted(path.stem for path in TRIAL.glob("*.py") if path.stem != "trial_entry")
-FAST = [
-    "attention:minus_1e9",
-    "losses:log_of_epsilon",
-    "healthy:causal_mask",
-    "healthy:gelu_of_small_numbers",
-]
+FAST = ["losses:log_of_epsilon"]
+TUNED = ["attention:minus_1e9", "healthy:causal_mask", "healthy:gelu_of_small_numbers", *FAST]
 WRONG = 0.1  # a leaf that is off by more than this is wrong, at the scale where it is closest,
 CLOSE = 0.05  # and one that is off by less is right
 SCALES = [2.0**k for k in range(-12, 42)]
@@ -135,7 +132,7 @@ def error(factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", MODULES)
+@cases("module", MODULES)
 def test_each_model_is_what_it_says(module):
     for name, factory in factories(module).items():
         entry, off = factory.entry, error(factory)
@@ -234,7 +231,7 @@ def wrong(each):
     return "line" if each.verdict else "verdict"
 
 
-@pytest.mark.parametrize("name", FAST)
+@cases("name", TUNED, fast=FAST)
 def test_some_models_are_judged_right(name):
     factory = factories(name.split(":")[0])[name]
     assert factory.entry.tuned

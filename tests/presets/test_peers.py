@@ -4,6 +4,8 @@ What their own test suites assert of a loss scale is in `test_traces.py`, as rec
 laws of `tests/policies/test_policies.py` and `tests/step`.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import jmp
@@ -11,17 +13,17 @@ import numpy as np
 import optax
 import pytest
 from flax.training import dynamic_scale
-from tables import assert_same_bits, crossed, rows
+from tables import assert_same_bits, cases
 
 import jaxscale
 from jaxscale import presets
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.sampled(2)]
+pytestmark = pytest.mark.standard_promotion
 
 W = jnp.array([1.0, -2.0])
 G = jnp.array([0.5, 1.0])
 SPOIL = [jnp.nan, jnp.inf, -jnp.inf]
-SEEDS = rows(range(4), fast=[0])
+SEEDS = range(4)
 
 
 def apply(tx, grads, state, params, **extra):
@@ -36,8 +38,11 @@ def random_steps(seed, number=300):
     return jnp.asarray(rng.random(number) < np.repeat(probabilities, 20))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("period", "factor"), [(1, 2), (3, 2), (2, 4), (5, 16)])
+@cases(
+    ("seed", "period", "factor"),
+    [(seed, *rule) for seed, rule in itertools.product(SEEDS, [(1, 2), (3, 2), (2, 4), (5, 16)])],
+    fast=[(0, 3, 2)],
+)
 def test_jmp_itself(seed, period, factor):
     """Scale and counter after each step, from the floor of 1 to where it would be inf."""
     steps = random_steps(seed)
@@ -70,8 +75,11 @@ def test_jmp_itself_scales_and_unscales():
         assert_same_bits(jaxscale.tree_where(pred, tree, other), jmp.select_tree(pred, tree, other))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("interval", "growth", "backoff"), [(1, 2.0, 0.5), (4, 8.0, 0.25)])
+@cases(
+    ("seed", "interval", "growth", "backoff"),
+    [(seed, *rule) for seed, rule in itertools.product(SEEDS, [(1, 2.0, 0.5), (4, 8.0, 0.25)])],
+    fast=[(0, 4, 8.0, 0.25)],
+)
 def test_flax_itself(seed, interval, growth, backoff):
     """Scale, counter, verdict and gradients of `DynamicScale`."""
     init = 2.0 ** (82 * seed - 120)  # from floor to cap
@@ -104,8 +112,7 @@ def test_flax_itself(seed, interval, growth, backoff):
     assert_same_bits(mine, flax)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("most", [2, 1000])
+@cases(("seed", "most"), itertools.product(SEEDS, [2, 1000]), fast=[(0, 2)])
 def test_optax_apply_if_finite_itself(seed, most):
     """The same steps skipped, until it gives up and lets a NaN through; ours never does."""
     inner = optax.sgd(0.25, momentum=0.5)
@@ -139,7 +146,8 @@ def test_optax_apply_if_finite_itself(seed, most):
     assert not jnp.any(jnp.isfinite(optaxs[0][end:]))
 
 
-@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.slow
+@cases("interval", [1, 3])
 def test_keras_itself(monkeypatch, tmp_path, interval):
     """LossScaleOptimizer on JAX: weights, scale and counters, from an ordinary range.
 
@@ -177,10 +185,10 @@ def test_keras_itself(monkeypatch, tmp_path, interval):
     assert_same_bits(mine, kerass)
 
 
-@crossed(
-    ("float32", "float16"),
-    params_dtype=["float32", "float16", "bfloat16"],
-    grads_dtype=["float32", "float16", "bfloat16"],
+@cases(
+    ("params_dtype", "grads_dtype"),
+    itertools.product(["float32", "float16", "bfloat16"], repeat=2),
+    fast=[("float32", "float16"), ("bfloat16", "float32")],
 )
 def test_gradients_of_any_dtype_step_parameters_of_any_dtype(params_dtype, grads_dtype):
     """Updates are float32, and parameters keep their dtype (optax' MultiSteps tests the pairs)."""

@@ -11,12 +11,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from tables import avals
+from tables import avals, cases
 
 import jaxscale
 from jaxscale import presets
-
-pytestmark = pytest.mark.sampled(6)
 
 # The arguments that a library requires, and the defaults that it documents for the others.
 REQUIRED = {
@@ -68,7 +66,7 @@ MAX_SCALES = {"apex": 2.0**24, "mpx": 65504, "openseq2seq_backoff": 2.0**14} | {
     "openseq2seq_logmax": 2.0**14,
     "chainer": 65504,
 }
-every_preset = pytest.mark.parametrize("name", DEFAULTS)
+FAST = ["deepspeed", "fairseq", "openseq2seq_logmax"]
 
 
 @functools.cache
@@ -83,26 +81,22 @@ def test_the_presets_are_these():
     assert functions == {*DEFAULTS, *read_and_written, "from_flax", "from_jmp", "olmo"}
 
 
-@every_preset
+@cases("name", DEFAULTS)
 def test_defaults_are_those_of_the_library(name):
     policy = policy_of(name)
     assert tuple(getattr(policy, field, None) for field in FIELDS) == DEFAULTS[name]
     assert policy.max_scale == MAX_SCALES.get(name, jnp.finfo(jnp.float32).max)
-
-
-@every_preset
-def test_policies_round_trip_through_json(name):
-    policy = policy_of(name)
+    # And as JSON it is the same policy.
     assert type(policy).from_config(json.loads(json.dumps(policy.get_config()))) == policy
     assert hash(policy) == hash(policy_of(name))
 
 
-@every_preset
+@cases("name", DEFAULTS, fast=FAST)
 def test_presets_work_in_a_compiled_step(name):
     policy = policy_of(name)
     tx = jaxscale.loss_scaled(optax.sgd(0.5), policy)
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, factor):
         def loss_fn(params):
             return jnp.sum(params * factor)
@@ -110,23 +104,17 @@ def test_presets_work_in_a_compiled_step(name):
         loss, grads = jaxscale.value_and_grad(loss_fn, state)(params)
         return jaxscale.apply_gradients(tx, grads, state, params, value=loss)
 
-    params = jnp.ones(2)
-    state = first = tx.init(params)
-    params, state = step(params, state, jnp.float32(2.0**-14))
+    state = tx.init(jnp.ones(2))
+    first = avals(state)
+    params, state = step(jnp.ones(2), state, jnp.float32(2.0**-14))
     assert params.tolist() == [1 - 2.0**-15] * 2
-    after, state = step(params, state, jnp.float32(jnp.inf))
-    assert after.tolist() == params.tolist()
-    assert avals(state) == avals(first)
+    params, state = step(params, state, jnp.float32(jnp.inf))
+    assert params.tolist() == [1 - 2.0**-15] * 2
+    assert avals(state) == first
     assert jaxscale.metrics(state)["total_notfinite_loss"] == 1
     lower = policy.adjust(state.scaling, False).loss_scale
     assert 0 < lower <= state.scaling.loss_scale
     assert not policy.update(state.scaling, {"w": jnp.array(jnp.nan)})[1]
-
-
-@every_preset
-def test_a_first_state_can_be_donated(name):
-    state = jaxscale.loss_scaled(optax.sgd(0.1), policy_of(name)).init(jnp.ones(2))
-    jax.jit(lambda state: state, donate_argnums=0)(state)
 
 
 def test_there_are_scalers_that_do_not_move():
@@ -136,6 +124,7 @@ def test_there_are_scalers_that_do_not_move():
         init_loss_scaling=8, use_dynamic_loss_scaling=False
     ) == jaxscale.FixedLossScale(8)
     assert presets.tf_keras(dynamic=False, initial_scale=8) == jaxscale.FixedLossScale(8)
+    assert presets.chainer(scale=128) == jaxscale.FixedLossScale(128)
 
 
 def test_the_dtype_of_a_scale_says_how_far_it_grows():
@@ -160,12 +149,7 @@ REJECTED = {
     "mpx scale": (lambda: presets.mpx(0, 1), r"presets\.mpx\(loss_scaling"),
     "flax backoff": (lambda: presets.flax(backoff_factor=2), r"flax\(backoff_factor.*2\.0"),
     "paddle ratio": (lambda: presets.paddle(decr_ratio=1.5), r"paddle\(decr_ratio.*1\.5"),
-    "contrib count": (
-        lambda: presets.tensorflow_contrib(
-            init_loss_scale=8, incr_every_n_steps=1, decr_every_n_nan_or_inf=0
-        ),
-        r"decr_every_n_nan_or_inf",
-    ),
+    "contrib count": (lambda: presets.tensorflow_contrib(init_loss_scale=8, incr_every_n_steps=1, decr_every_n_nan_or_inf=0), r"decr_every_n_nan_or_inf"),
     "megatron hysteresis": (lambda: presets.megatron(hysteresis=0), r"megatron\(hysteresis"),
     "deepspeed shift": (lambda: presets.deepspeed(delayed_shift=0), r"deepspeed\(delayed_shift"),
     "fairseq tolerance": (lambda: presets.fairseq(tolerance=2), r"tolerance.*2\.0.*never"),
@@ -175,16 +159,8 @@ REJECTED = {
     "jaxamp factor": (lambda: presets.jaxamp(adjust_factor=1), r"jaxamp\(adjust_factor.*above 1"),
     "chainer interval": (lambda: presets.chainer(interval=0), r"chainer\(interval.*least 1.*0"),
     "chainer scale": (lambda: presets.chainer(scale=0.5), r"loss_scale.*at least 1, got 0\.5"),
-    "mindformers windows": (
-        lambda: presets.mindformers(
-            loss_scale_value=8, scale_factor=2, scale_window=9, max_scale_window=20
-        ),
-        r"min_scale_window < max_scale_window, got 20 and 20.*mindspore_cell",
-    ),
-    "mindformers scale": (
-        lambda: presets.mindformers(loss_scale_value=0, scale_factor=2, scale_window=20),
-        r"mindformers\(loss_scale_value",
-    ),
+    "mindformers windows": (lambda: presets.mindformers(loss_scale_value=8, scale_factor=2, scale_window=9, max_scale_window=20), r"min_scale_window < max_scale_window, got 20 and 20.*mindspore_cell"),
+    "mindformers scale": (lambda: presets.mindformers(loss_scale_value=0, scale_factor=2, scale_window=20), r"mindformers\(loss_scale_value"),
     "window of 0": (lambda: presets.WindowLossScale(windows=(0,)), r"windows=.*least 1, got 0"),
     "no window": (lambda: presets.WindowLossScale(start=8), r"start=.*has 8, got 8.*Pass 0"),
     "window before the first": (lambda: presets.WindowLossScale(start=-1), r"start=.*least 0, got -1"),
@@ -199,8 +175,9 @@ REJECTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "message"), REJECTED.values(), ids=REJECTED)
-def test_what_cannot_train_is_rejected(make, message):
+@cases("name", REJECTED)
+def test_what_cannot_train_is_rejected(name):
+    make, message = REJECTED[name]
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -298,25 +275,11 @@ def test_a_live_jmp_scaler_is_read():
 UNREADABLE = {
     "torch keys": (lambda: presets.from_torch({"scale": 1.0}), ValueError, r"_growth_tracker"),
     "torch scale 0": (lambda: presets.from_torch(TORCH | {"scale": 0.0}), ValueError, r"init_scale"),
-    "torch hysteresis": (
-        lambda: presets.to_torch(presets.megatron(), presets.megatron().init()),
-        ValueError,
-        r"hysteresis=2",
-    ),
-    "torch delay": (
-        lambda: presets.to_torch(presets.deepspeed(), presets.deepspeed().init()),
-        ValueError,
-        r"growth_delay=1",
-    ),
-    "torch logmax": (
-        lambda: presets.to_torch(presets.openseq2seq_logmax(), None),
-        TypeError,
-        r"LogMaxLossScale",
-    ),
+    "torch hysteresis": (lambda: presets.to_torch(presets.megatron(), None), ValueError, r"hysteresis=2"),
+    "torch delay": (lambda: presets.to_torch(presets.deepspeed(), None), ValueError, r"growth_delay=1"),
+    "torch logmax": (lambda: presets.to_torch(presets.openseq2seq_logmax(), None), TypeError, r"LogMaxLossScale"),
     "torch traced": (
-        lambda: jax.jit(lambda s: presets.to_torch(presets.torch(), s))(presets.torch().init()),
-        TypeError,
-        r"inside `jit`",
+        lambda: jax.jit(lambda s: presets.to_torch(presets.torch(), s))(presets.torch().init()), TypeError, r"inside `jit`"
     ),
     "tensorflow keys": (lambda: presets.from_tensorflow({"period": 3}), ValueError, r"period"),
     "keras keys": (lambda: presets.from_keras({"dynamic": True}), ValueError, r"initial_scale"),
@@ -325,8 +288,9 @@ UNREADABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("read", "error", "message"), UNREADABLE.values(), ids=UNREADABLE)
-def test_what_cannot_be_read_says_so(read, error, message):
+@cases("name", UNREADABLE)
+def test_what_cannot_be_read_says_so(name):
+    read, error, message = UNREADABLE[name]
     with pytest.raises(error, match=message):
         read()
 
@@ -370,7 +334,7 @@ def test_devices_agree_on_the_statistics():
     assert state.x_hat == 0
 
 
-def moved(policy, verdicts):
+def scales_after(policy, verdicts):
     """The scale after each step."""
     state, scales = policy.init(), []
     for finite in verdicts:
@@ -383,22 +347,15 @@ def test_a_cooldown_holds_a_scale_after_a_backoff():
     policy = presets.GradualLossScale(init_scale=64.0, growth_factor=4.0, cooldown=3)
     good, bad = True, False
     # The first backoff is free; of the next bad steps, every third one backs off.
-    assert moved(policy, [bad] * 5) == [32, 32, 32, 16, 16]
+    assert scales_after(policy, [bad] * 5) == [32, 32, 32, 16, 16]
     # Finite steps count as well, and grow by `search_factor` before the first bad one.
-    assert moved(policy, [good, bad, bad, good, bad, bad]) == [128, 64, 64, 256, 128, 128]
-
-
-def test_chainer_may_have_a_fixed_scale():
-    assert presets.chainer(scale=128) == jaxscale.FixedLossScale(128)
+    verdicts = [good, bad, bad, good, bad, bad]
+    assert scales_after(policy, verdicts) == [128, 64, 64, 256, 128, 128]
 
 
 def test_a_rate_tolerates_overflows():
-    policy = presets.fairseq(init_scale=8.0, tolerance=0.5, scale_window=2)
-    state = policy.init()
-    scales = []
-    for finite in [True, False, True, False, False, True, True]:
-        state = policy.adjust(state, finite)
-        scales.append(state.loss_scale.item())
+    policy, good, bad = presets.fairseq(init_scale=8.0, tolerance=0.5, scale_window=2), True, False
+    scales = scales_after(policy, [good, bad, good, bad, bad, good, good])
     assert scales == [8, 4, 4, 2, 1, 1, 2]
-    ruined = state._replace(loss_scale=jnp.array(jnp.nan, jnp.float32))
+    ruined = policy.init()._replace(loss_scale=jnp.array(jnp.nan, jnp.float32))
     assert policy.adjust(ruined, True).loss_scale == 8

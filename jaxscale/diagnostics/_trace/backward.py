@@ -1,6 +1,6 @@
 """The scaled backward pass, run equation by equation to see where numbers get lost.
 
-`Backward` holds the jaxpr of the loss and its scaled gradients, and runs it in the `Interpreter`:
+`TracedBackward` holds the jaxpr of the loss and its scaled gradients. It runs in the `Interpreter`
 at any loss scale, and with any part of it in float32. After each equation the interpreter calls
 `Findings.watch`, which notes what was lost.
 """
@@ -21,24 +21,18 @@ from .._formats import is_array
 from .constants import Constants
 from .findings import Findings, Found
 from .hurried import Hurried, RowPlanner
-from .interpreter import Interpreter, Place, Value, Visit
+from .interpreter import NOTHING, EquationKey, Inside, Interpreter, Value, Visit
 from .jaxpr import BACKWARD, FORWARD
 from .places import lines
 from .plan import Planner, RoundedAt
 from .report import TracedNonfinite, TraceReport
 
 
-class Backward:
+class TracedBackward:
     """The loss and its scaled gradients as a program that can be run in many ways.
 
-    Args:
-      fun: the loss, and its arguments.
-      args: the arguments of the loss.
-      fun_kwargs: its keyword arguments.
-      constants: knows the numbers of the source that were rounded when `fun` was traced before.
-      transform: what differentiates; this and the others are those of `trace`.
-      has_aux: whether `fun` returns a pair.
-      **kwargs: passed to `transform`.
+    It takes the arguments of `trace`, and `constants`: the numbers of the source that were rounded
+    when `fun` was traced before.
     """
 
     def __init__(
@@ -69,7 +63,7 @@ class Backward:
 
         constants = Constants() if constants is None else constants
         # The arguments are constants of the jaxpr, so that a leaf that is not an array is kept.
-        with constants.noticed():
+        with constants.notice():
             self._closed, shapes = jax.make_jaxpr(backward, return_shape=True)(jnp.float32(1))
         self._names = sorted(shapes)  # in the order in which a dictionary is flattened
         self._needs = tuple(
@@ -79,12 +73,12 @@ class Backward:
         self._arguments = _inexact("args", args) | _inexact("kwargs", fun_kwargs)
         # For `how_far`: the equations of the last pass and of this, and where this one is.
         self._total, self._done = 0, 0
-        self._loops: tuple[tuple[JaxprEqn, ...], tuple[int, ...]] = (), ()
+        self._inside = NOTHING
 
     def run(
         self,
         loss_scale: Any,
-        is_wide: Callable[[Place], bool] = lambda place: False,
+        is_wide: Callable[[EquationKey], bool] = lambda key: False,
         look: Callable[[Visit], None] | None = None,
         is_brief: bool = False,
         is_shaken: bool = False,
@@ -93,7 +87,7 @@ class Backward:
 
         Args:
           loss_scale: a `f32[]`.
-          is_wide: whether the equation at a place is computed in float32, if it can be.
+          is_wide: whether an equation is computed in float32, if it can be.
           look: is shown each equation.
           is_brief: whether to leave out what is made of numbers that are inf or NaN already.
           is_shaken: whether what is computed in float32 is changed by as much as float32 rounds.
@@ -101,39 +95,30 @@ class Backward:
         findings = Findings(look, is_brief)
 
         def watch(visit: Visit) -> list[frozenset[Any]]:
-            self._loops = visit.around, visit.iteration
+            self._inside = Inside(visit.around, visit.iteration)
             return findings.watch(visit)
 
-        def counted(place: Place) -> bool:  # it is asked of each equation
+        def count(key: EquationKey) -> bool:  # it is asked of each equation
             self._done += 1
-            return is_wide(place)
+            return is_wide(key)
 
-        self._total, self._done, self._loops = self._done, 0, ((), ())
-        running = Interpreter(self._planner, watch, counted, is_shaken=is_shaken)
-        outputs = self._interpret(running, loss_scale)
-        return Run(
-            dict(zip(self._names, outputs, strict=True)),
-            findings,
-            self._arguments,
-            self._planner.rounded,
-            float(loss_scale),
-        )
+        self._total, self._done, self._inside = self._done, 0, NOTHING
+        running = Interpreter(self._planner, watch, count, is_shaken=is_shaken)
+        values = dict(zip(self._names, self._interpret(running, loss_scale), strict=True))
+        return Run(values, findings, self._arguments, self._planner.rounded, float(loss_scale))
 
     def first_overflow(self, loss_scale: float) -> TracedNonfinite | None:
         """Returns the first place that depends on the loss scale and makes inf or NaN.
 
         The pass stops there. So it is not known whether that reaches the gradients.
-
-        Args:
-          loss_scale: one at which some gradient is not finite.
         """
         findings = Findings(None, True, is_hasty=True)
 
-        def tell(equations: int, around: tuple[JaxprEqn, ...], iteration: tuple[int, ...]) -> None:
+        def tell(equations: int, inside: Inside) -> None:
             self._done += equations
-            self._loops = around, iteration
+            self._inside = inside
 
-        self._total, self._done, self._loops = 0, 0, ((), ())
+        self._total, self._done, self._inside = 0, 0, NOTHING
         try:
             self._interpret(Hurried(RowPlanner(self._constants), findings.watch, tell), loss_scale)
         except Found:
@@ -148,26 +133,18 @@ class Backward:
     def how_far(self) -> str:
         """Returns how far the pass that runs now has come, in words. Another thread may ask."""
         words = f"operation {self._done}" + f" of about {self._total}" * (self._total > 0)
-        around, iteration = self._loops
+        around, iteration = self._inside
         loops = [eqn for eqn in around if eqn.primitive.name in ("scan", "while")]
         return ", ".join([words, *map(_how_far, loops, iteration)])
 
 
 class Run(NamedTuple):
-    """One pass.
+    """One pass."""
 
-    Attributes:
-      values: the loss, the gradients and what else is returned, by their names.
-      findings: what was seen on the way.
-      arguments: the floating-point arguments, by their names.
-      rounded: the numbers that a narrow format rounded to 0 or inf, and where.
-      loss_scale: the loss scale.
-    """
-
-    values: dict[str, Value]
-    findings: Findings
-    arguments: dict[str, Any]
-    rounded: Sequence[RoundedAt]
+    values: dict[str, Value]  # the loss, the gradients and what else is returned, by their names
+    findings: Findings  # what was seen on the way
+    arguments: dict[str, Any]  # the floating-point arguments, by their names
+    rounded: Sequence[RoundedAt]  # the numbers that a narrow format rounded to 0 or inf, and where
     loss_scale: float
 
     @property

@@ -2,7 +2,7 @@
 
 JAX rounds a Python number while it traces: in float16 `x + 1e-9` is `x + 0`, and no equation
 shows that. NumPy does the rounding, and can call a function when it underflows or overflows. So
-the number and its line are known if a function is traced inside of `Constants.noticed`.
+the number and its line are known if a function is traced inside of `Constants.notice`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ class Constants:
         self._numbers: dict[tuple[str, int], list[float]] = {}
 
     @contextlib.contextmanager
-    def noticed(self) -> Iterator[None]:
+    def notice(self) -> Iterator[None]:
         """Inside of this context, numbers that are rounded to 0 or inf are noted."""
         with np.errstate(over="call", under="call", call=self._note):
             yield

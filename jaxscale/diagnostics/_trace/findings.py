@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..._jax import JaxprEqn
-from .interpreter import Value, Visit, place_of
+from .interpreter import EquationKey, Value, Visit, key_of
 from .jaxpr import EFFECT, FORWARD, HOLDERS
 from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
 from .places import layer, lines
@@ -28,7 +28,7 @@ class Found(Exception):
 
 
 class Findings:
-    """What was seen at each place. A place is an equation and the equations that hold it."""
+    """What was seen at each equation, by its key."""
 
     def __init__(
         self, look: Callable[[Visit], None] | None, is_brief: bool, is_hasty: bool = False
@@ -37,16 +37,16 @@ class Findings:
         self.visits: collections.Counter[Any] = collections.Counter()  # in order of execution
         self.equations: dict[Any, tuple[JaxprEqn, tuple[JaxprEqn, ...]]] = {}
         self.times: collections.Counter[Any] = collections.Counter()
-        self.births: dict[Any, tuple[Visit, Birth]] = {}
-        self.lost: dict[Any, tuple[Visit, Lost]] = {}
+        self.births: dict[EquationKey, tuple[Visit, Birth]] = {}
+        self.lost: dict[EquationKey, tuple[Visit, Lost]] = {}
         self.not_compared: set[str] = set()
         self.not_entered: set[str] = set()
 
     def watch(self, visit: Visit) -> list[frozenset[Any]]:
         """Returns where the inf and NaN of each output come from, and notes new ones."""
-        place = place_of(visit.eqn, visit.around)
-        self.visits[place] += 1
-        self.equations[place] = visit.eqn, visit.around
+        key = key_of(visit.eqn, visit.around)
+        self.visits[key] += 1
+        self.equations[key] = visit.eqn, visit.around
         if visit.eqn.primitive.name in HOLDERS:
             self.not_entered.add(visit.eqn.primitive.name)
         if self._look:
@@ -54,7 +54,7 @@ class Findings:
         if visit.need == EFFECT:  # only printed: it reaches no output
             return [frozenset()] * len(visit.outputs)
         if not self._is_hasty:
-            self._note_lost(place, visit)
+            self._note_lost(key, visit)
         bad = [nonfinite_mask(output) for output in visit.outputs]
         if not any(mask.any() for mask in bad):
             return [frozenset()] * len(bad)
@@ -68,16 +68,16 @@ class Findings:
             output = next(i for i, mask in enumerate(bad) if mask.any())
             born = Birth(output, int(bad[output].sum()), "given")
         if born is not None:
-            self.times["birth", place] += 1
-            if place not in self.births or self.births[place][1].cause == "given" != born.cause:
-                self.births.pop(place, None)  # so that it moves to the end: order of execution
-                self.births[place] = visit, born
+            self.times["birth", key] += 1
+            if key not in self.births or self.births[key][1].cause == "given" != born.cause:
+                self.births.pop(key, None)  # so that it moves to the end: order of execution
+                self.births[key] = visit, born
             if self._is_hasty and born.cause != "given" and any(v.scaled for v in visit.inputs):
                 raise Found
-            origins |= {place}
+            origins |= {key}
         return [origins if mask.any() else frozenset() for mask in bad]
 
-    def _note_lost(self, place: Any, visit: Visit) -> None:
+    def _note_lost(self, key: EquationKey, visit: Visit) -> None:
         try:
             arrays = [value.array for value in visit.inputs]
             lost = lost_values(visit.eqn, arrays, visit.outputs, least=_LOST_SHARE)
@@ -85,28 +85,24 @@ class Findings:
             self.not_compared.add(visit.eqn.primitive.name)
             return
         if lost is not None:
-            self.times["lost", place] += 1
-            if place not in self.lost or lost.share > self.lost[place][1].share:
-                self.lost[place] = visit, lost
+            self.times["lost", key] += 1
+            if key not in self.lost or lost.share > self.lost[key][1].share:
+                self.lost[key] = visit, lost
 
     def born(self, reached: Mapping[Any, Sequence[str]]) -> list[TracedNonfinite]:
         """Returns where inf and NaN were made or given, in the order of execution.
 
-        Args:
-          reached: the outputs that those of each place reach.
+        `reached` has the outputs that the inf and NaN of each equation reach.
         """
-        return [
-            TracedNonfinite(
-                **self._place("birth", place, visit, born.output, _share(visit, born)),
-                elements=born.elements,
-                cause=born.cause,
-                least_input=born.least_input,
-                largest_input=born.largest_input,
-                float32_result=born.float32_result,
-                reaches=tuple(reached.get(place, ())),
-            )
-            for place, (visit, born) in self.births.items()
-        ]
+        places = []
+        for key, (visit, born) in self.births.items():
+            numbers = born._asdict()
+            output = numbers.pop("output")
+            share = born.elements / visit.outputs[output].size
+            place = self._place("birth", key, visit, output, share)
+            reaches = tuple(reached.get(key, ()))
+            places.append(TracedNonfinite(**place, **numbers, reaches=reaches))
+        return places
 
     def report(
         self,
@@ -126,16 +122,11 @@ class Findings:
         # made one explains the outputs.
         explained = any(birth.reaches and birth.cause != "infinities" for birth in made)
         given = [birth for birth in births if birth.cause == "given" and birth.reaches]
-        underflows = [
-            TracedUnderflow(
-                **self._place("lost", place, visit, lost.output, lost.share),
-                nonzero=lost.nonzero,
-                zeros=lost.zeros,
-                subnormals=lost.subnormals,
-                lost_sum=lost.lost_sum,
-            )
-            for place, (visit, lost) in self.lost.items()
-        ]
+        underflows = []
+        for key, (visit, lost) in self.lost.items():
+            numbers = lost._asdict()
+            place = self._place("lost", key, visit, numbers.pop("output"), lost.share)
+            underflows.append(TracedUnderflow(**place, **numbers))
         return TraceReport(
             loss=float(np.mean(np.asarray(outputs["loss"].array), dtype=np.float64)),
             loss_scale=loss_scale,
@@ -150,17 +141,11 @@ class Findings:
         )
 
     def place(self, visit: Visit, share: float) -> Place:
-        """Returns a visited equation as a place of a report.
-
-        Args:
-          visit: the equation.
-          share: the share of its numbers that was lost.
-        """
-        place = place_of(visit.eqn, visit.around)
-        return Place(**self._place("", place, visit, 0, share))
+        """Returns a visited equation, which lost a share of its numbers, as a place of a report."""
+        return Place(**self._place("", key_of(visit.eqn, visit.around), visit, 0, share))
 
     def _place(
-        self, kind: str, place: Any, visit: Visit, output: int, share: float
+        self, kind: str, key: EquationKey, visit: Visit, output: int, share: float
     ) -> dict[str, Any]:
         eqn = visit.eqn
         line, *callers = lines(eqn, visit.around) or [None]
@@ -178,8 +163,8 @@ class Findings:
             "called_from": tuple(map(str, callers)),
             "layer": layer(eqn, visit.around),
             "iteration": visit.iteration,
-            "times": self.times[kind, place],
-            "visits": self.visits[place],
+            "times": self.times[kind, key],
+            "visits": self.visits[key],
             "share": share,
         }
 
@@ -200,10 +185,6 @@ def _traced_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...
         )
         found.setdefault((line.file, line.number, constant.value, constant.dtype), constant)
     return tuple(found.values())
-
-
-def _share(visit: Visit, born: Birth) -> float:
-    return born.elements / visit.outputs[born.output].size
 
 
 def _without_repeats(places: Sequence[Any]) -> tuple[Any, ...]:

@@ -9,12 +9,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..._jax import ClosedJaxpr, JaxprEqn
+from ..._jax import ClosedJaxpr
 from .constants import Constants
-from .interpreter import Interpreter, Value, Watch
+from .interpreter import Inside, Interpreter, Value, Watch
 from .jaxpr import Needs
 from .numbers import nonfinite_mask
-from .plan import Plan, Planner, Read, Segment, compiled
+from .plan import Plan, Planner, Read, Segment, compile_fast
 
 
 class Row(Segment):
@@ -40,51 +40,46 @@ class RowPlanner(Planner):
 
 
 def _in_rows(plan: Plan) -> Plan:
-    parts, forgotten = [], []
+    made = []
     pairs = zip(plan.parts, plan.forgotten, strict=True)
-    for _, group in itertools.groupby(pairs, key=lambda pair: isinstance(pair[0], Segment)):
-        together = list(group)
-        segments = [part for part, _ in together if isinstance(part, Segment)]
-        if segments:
-            together = [(_row(segments), tuple(place for _, of in together for place in of))]
-        parts += [part for part, _ in together]
-        forgotten += [of for _, of in together]
-    return plan._replace(parts=tuple(parts), forgotten=tuple(forgotten))
+    for is_segment, group in itertools.groupby(pairs, lambda pair: isinstance(pair[0], Segment)):
+        parts, forgotten = zip(*group, strict=True)
+        if is_segment:
+            parts, forgotten = (_row(parts),), (tuple(itertools.chain(*forgotten)),)
+        made += zip(parts, forgotten, strict=True)
+    parts, forgotten = zip(*made, strict=True) if made else ((), ())
+    return plan._replace(parts=parts, forgotten=forgotten)
 
 
 def _row(segments: Sequence[Segment]) -> Row:
-    writes = tuple(place for segment in segments for place in segment.writes)
-    given = dict.fromkeys(place for segment in segments for place in segment.reads)
-    reads = tuple(place for place in given if place not in writes)
+    writes = tuple(slot for segment in segments for slot in segment.writes)
+    given = dict.fromkeys(slot for segment in segments for slot in segment.reads)
+    reads = tuple(slot for slot in given if slot not in writes)
 
     def run(inputs: list[Any]) -> list[Any]:
         values = dict(zip(reads, inputs, strict=True))
         for segment in segments:
-            made = segment.program.run_within([values[place] for place in segment.reads])
+            made = segment.program.run_within([values[slot] for slot in segment.reads])
             values |= zip(segment.writes, made, strict=True)
-        return [values[place] for place in writes]
+        return [values[slot] for slot in writes]
 
     steps = tuple(step for segment in segments for step in segment.steps)
     row = Row(steps, segments[0].program, reads, writes)
-    row.segments, row.run = tuple(segments), compiled(run)
+    row.segments, row.run = tuple(segments), compile_fast(run)
     return row
 
 
 class Hurried(Interpreter):
     """Runs jaxprs, and shows `watch` the equations of segments that give inf or NaN.
 
-    Args:
-      planner: makes the plans.
-      watch: that of `Interpreter`.
-      tell: is told before a row is run: how many equations it has, and what is around it, which
-        iteration of each loop.
+    Before a row is run, `tell` is told how many equations it has, and what it is inside of.
     """
 
     def __init__(
         self,
         planner: RowPlanner,
         watch: Watch,
-        tell: Callable[[int, tuple[JaxprEqn, ...], tuple[int, ...]], None],
+        tell: Callable[[int, Inside], None],
     ) -> None:
         super().__init__(planner, watch)
         self._tell = tell
@@ -94,21 +89,20 @@ class Hurried(Interpreter):
         segment: Segment,
         values: dict[int, Any],
         read: Callable[[Read], Any],
-        around: tuple[JaxprEqn, ...],
-        iteration: tuple[int, ...],
+        inside: Inside,
     ) -> None:
         if not isinstance(segment, Row):
-            super()._segment(segment, values, read, around, iteration)
+            super()._segment(segment, values, read, inside)
             return
-        self._tell(len(segment.steps), around, iteration)
-        arrays = segment.run([values[place].array for place in segment.reads])
+        self._tell(len(segment.steps), inside)
+        arrays = segment.run([values[slot].array for slot in segment.reads])
         made = dict(zip(segment.writes, arrays, strict=True))
         for part in segment.segments:
-            if any(nonfinite_mask(made[place]).any() for place in part.writes):
-                super()._segment(part, values, read, around, iteration)
+            if any(nonfinite_mask(made[slot]).any() for slot in part.writes):
+                super()._segment(part, values, read, inside)
                 continue
-            scaled = {place for place in part.reads if values[place].scaled}
+            scaled = {slot for slot in part.reads if values[slot].scaled}
             for step in part.steps:
-                if any(isinstance(place, int) and place in scaled for place in step.reads):
+                if any(isinstance(slot, int) and slot in scaled for slot in step.reads):
                     scaled.update(step.writes)
-            values |= {place: Value(made[place], place in scaled) for place in part.writes}
+            values |= {slot: Value(made[slot], slot in scaled) for slot in part.writes}

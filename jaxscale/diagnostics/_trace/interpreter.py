@@ -15,7 +15,7 @@ import numpy as np
 
 from ..._jax import ClosedJaxpr, JaxprEqn, Literal, Scan, While, context, is_ref
 from .jaxpr import Needs, control_flow, results, union
-from .plan import Planner, Read, Rounded, Segment, Step, compute, number
+from .plan import Planner, Read, Rounded, Segment, Step, as_array, compute
 
 
 class Value(NamedTuple):
@@ -33,29 +33,36 @@ class Cell:
         self.value = value
 
 
-class Visit(NamedTuple):
-    """One evaluation of an equation that holds no others.
+class Inside(NamedTuple):
+    """What a jaxpr runs inside of."""
 
-    Attributes:
-      eqn: the equation.
-      inputs: its input values. For a ref, the value that it held.
-      outputs: its output arrays, followed by what its refs hold now.
-      around: the equations that hold it, outermost first.
-      iteration: the index of each loop around it. For a scan it is the index of the slice,
-        also if the scan runs in reverse.
-      need: what it is needed for, as bits.
-    """
+    around: tuple[JaxprEqn, ...]  # the equations that hold it, outermost first
+    iteration: tuple[int, ...]  # the index of each loop among them
+
+    def at(self, index: int) -> "Inside":
+        """Returns the inside of one iteration of the innermost loop."""
+        return Inside(self.around, (*self.iteration, index))
+
+
+NOTHING = Inside((), ())
+
+
+class Visit(NamedTuple):
+    """One evaluation of an equation that holds no others."""
 
     eqn: JaxprEqn
-    inputs: Sequence[Value]
-    outputs: Sequence[Any]
-    around: tuple[JaxprEqn, ...]
+    inputs: Sequence[Value]  # its input values. For a ref, the value that it held.
+    outputs: Sequence[Any]  # its output arrays, followed by what its refs hold now
+    around: tuple[JaxprEqn, ...]  # the equations that hold it, outermost first
+    # The index of each loop around it. For a scan it is the index of the slice, also if the scan
+    # runs in reverse.
     iteration: tuple[int, ...]
-    need: int
+    need: int  # what it is needed for, as bits
 
 
-# An equation and those that hold it, by their numbers in memory.
-Place = tuple[int, ...]
+# An equation and those that hold it, by their numbers in memory. Keys of several runs may be
+# compared while their `TracedBackward` lives, as it holds these equations.
+EquationKey = tuple[int, ...]
 
 # Returns where the inf and NaN of each output come from.
 Watch = Callable[[Visit], Sequence[frozenset[Any]]]
@@ -64,7 +71,7 @@ Watch = Callable[[Visit], Sequence[frozenset[Any]]]
 _UNUSED = Value(None)
 
 
-def place_of(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> Place:
+def key_of(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> EquationKey:
     """Returns what tells an equation from all others, and from itself in another call."""
     return tuple(map(id, (*around, eqn)))
 
@@ -76,7 +83,7 @@ class Interpreter:
       planner: makes the plans. Interpreters that share it share compiled programs.
       watch: is shown each equation, and returns where the inf and NaN of its outputs come from.
         Segments that are computed in float32 are not shown.
-      is_wide: whether the equation at a place is computed in float32, if it can be.
+      is_wide: whether an equation is computed in float32, if it can be.
       is_shaken: whether what is computed in float32 is changed by as much as float32 rounds.
     """
 
@@ -84,7 +91,7 @@ class Interpreter:
         self,
         planner: Planner,
         watch: Watch = lambda visit: [frozenset()] * len(visit.outputs),
-        is_wide: Callable[[Place], bool] = lambda place: False,
+        is_wide: Callable[[EquationKey], bool] = lambda key: False,
         *,
         is_shaken: bool = False,
     ) -> None:
@@ -97,39 +104,30 @@ class Interpreter:
         closed: ClosedJaxpr,
         inputs: Sequence[Value | Cell],
         needs: Needs,
-        around: tuple[JaxprEqn, ...] = (),
-        iteration: tuple[int, ...] = (),
+        inside: Inside = NOTHING,
     ) -> list[Value]:
-        """Returns the outputs of a jaxpr.
-
-        Args:
-          closed: a jaxpr and its constants.
-          inputs: a value for each of its inputs, or the cell of a ref.
-          needs: what each of its results is needed for, as bits.
-          around: the equations that hold this jaxpr.
-          iteration: the index of each loop around it.
-        """
+        """Returns the outputs of a jaxpr, whose results are needed for `needs`, as bits."""
         plan = self._planner.plan(closed, needs)
         values: dict[int, Any] = dict(zip(plan.inputs, inputs, strict=True))
-        for place, var, const in plan.consts:
-            values[place] = self._cell(const) if is_ref(var) else Value(const)
+        for slot, var, const in plan.consts:
+            values[slot] = self._cell(const) if is_ref(var) else Value(const)
 
-        def read(place: Read) -> Any:
-            if isinstance(place, int):
-                return values[place]
-            return _UNUSED if place is None else Value(number(place, False))
+        def read(slot: Read) -> Any:
+            if isinstance(slot, int):
+                return values[slot]
+            return _UNUSED if slot is None else Value(as_array(slot, False))
 
         for part, forgotten in zip(plan.parts, plan.forgotten, strict=True):
             if isinstance(part, Segment):
-                self._segment(part, values, read, around, iteration)
+                self._segment(part, values, read, inside)
             else:
-                given = [read(place) for place in part.reads]
+                given = list(map(read, part.reads))
                 with context(part.eqn):  # for what a loop holds
-                    outputs = self._step(part, given, around, iteration)
+                    outputs = self._step(part, given, inside)
                 values.update(zip(part.writes, outputs, strict=True))
-            for place in forgotten:
-                values.pop(place, None)
-        return [read(place) for place in plan.outputs]
+            for slot in forgotten:
+                values.pop(slot, None)
+        return list(map(read, plan.outputs))
 
     def _cell(self, ref: Any) -> Cell:
         return self._cells.setdefault(id(ref), Cell(Value(ref[...])))
@@ -139,41 +137,35 @@ class Interpreter:
         segment: Segment,
         values: dict[int, Any],
         read: Callable[[Read], Any],
-        around: tuple[JaxprEqn, ...],
-        iteration: tuple[int, ...],
+        inside: Inside,
     ) -> None:
-        program, inputs = segment.program, [values[place].array for place in segment.reads]
-        wide = tuple(self._is_wide(place_of(s.eqn, (*around, *s.around))) for s in segment.steps)
+        program, inputs = segment.program, [values[slot].array for slot in segment.reads]
+        around = inside.around
+        wide = tuple(self._is_wide(key_of(s.eqn, (*around, *s.around))) for s in segment.steps)
         if all(wide):
             made = program.run_in_float32(inputs, self._is_shaken)
-            values |= {p: Value(a) for p, a in zip(segment.writes, made, strict=True)}
+            values.update(zip(segment.writes, map(Value, made), strict=True))
             return
         for step, arrays in zip(segment.steps, program.run(inputs, wide), strict=True):
-            given = [read(place) for place in step.reads]
-            made = self._watched(step, given, arrays, (*around, *step.around), iteration)
+            given = list(map(read, step.reads))
+            made = self._show(step, given, arrays, inside)
             values.update(zip(step.writes, made, strict=True))
 
-    def _step(
-        self,
-        step: Step,
-        inputs: list[Any],
-        around: tuple[JaxprEqn, ...],
-        iteration: tuple[int, ...],
-    ) -> Sequence[Value | Cell]:
-        eqn, needs, around = step.eqn, step.needs, (*around, *step.around)
-        inside = (*around, eqn)
+    def _step(self, step: Step, inputs: list[Any], inside: Inside) -> Sequence[Value | Cell]:
+        eqn, needs, around = step.eqn, step.needs, (*inside.around, *step.around)
+        within = Inside((*around, eqn), inside.iteration)
         match control_flow(eqn):
             case Scan() as loop:
-                return self._scan(inputs, loop, needs, inside, iteration)
+                return self._scan(inputs, loop, needs, within)
             case While() as loop:
-                return self._while(inputs, loop, union(eqn, needs), inside, iteration)
+                return self._while(inputs, loop, union(eqn, needs), within)
             case list() as branches:
                 index, *inputs = inputs
                 branch = branches[min(max(int(index.array), 0), len(branches) - 1)]
-                return self.run(branch, inputs, needs, inside, iteration)
+                return self.run(branch, inputs, needs, within)
         given = [each.value if isinstance(each, Cell) else each for each in inputs]
-        arrays = _computed(step, given, self._is_wide(place_of(eqn, around)))
-        made = self._watched(step, given, arrays, around, iteration)
+        arrays = _compute_step(step, given, self._is_wide(key_of(eqn, around)))
+        made = self._show(step, given, arrays, inside)
         outputs, held = made[: len(eqn.outvars)], made[len(eqn.outvars) :]
         for cell, value in zip((c for c in inputs if isinstance(c, Cell)), held, strict=True):
             cell.value = value
@@ -182,47 +174,28 @@ class Interpreter:
             for var, value in zip(eqn.outvars, outputs, strict=True)
         ]
 
-    def _watched(
-        self,
-        step: Step,
-        given: list[Value],
-        arrays: Sequence[Any],
-        around: tuple[JaxprEqn, ...],
-        iteration: tuple[int, ...],
+    def _show(
+        self, step: Step, given: list[Value], arrays: Sequence[Any], inside: Inside
     ) -> list[Value]:
-        need = union(step.eqn, step.needs)
-        origins = self._watch(Visit(step.eqn, given, arrays, around, iteration, need))
+        around, need = (*inside.around, *step.around), union(step.eqn, step.needs)
+        origins = self._watch(Visit(step.eqn, given, arrays, around, inside.iteration, need))
         scaled = any(value.scaled for value in given)
         return [Value(array, scaled, of) for array, of in zip(arrays, origins, strict=True)]
 
-    def _while(
-        self,
-        inputs: list[Any],
-        loop: While,
-        need: int,
-        inside: tuple[JaxprEqn, ...],
-        iteration: tuple[int, ...],
-    ) -> list[Value]:
+    def _while(self, inputs: list[Any], loop: While, need: int, inside: Inside) -> list[Value]:
         tested, done = loop.test_consts, loop.body_consts
         carry, index = inputs[tested + done :], 0
 
         def call(closed: ClosedJaxpr, consts: list[Any]) -> list[Value]:
             needs = (need,) * len(results(closed.jaxpr))
-            return self.run(closed, [*consts, *carry], needs, inside, (*iteration, index))
+            return self.run(closed, [*consts, *carry], needs, inside.at(index))
 
         while call(loop.test, inputs[:tested])[0].array:
             carry = call(loop.body, inputs[tested : tested + done])
             index += 1
         return carry
 
-    def _scan(
-        self,
-        inputs: list[Any],
-        loop: Scan,
-        needs: Needs,
-        inside: tuple[JaxprEqn, ...],
-        iteration: tuple[int, ...],
-    ) -> list[Value]:
+    def _scan(self, inputs: list[Any], loop: Scan, needs: Needs, inside: Inside) -> list[Value]:
         length, consts, size = loop.length, loop.consts, loop.carries
         needs = self._planner.analysis.scanned(loop, needs)
         carry, scanned = inputs[consts : consts + size], inputs[consts + size :]
@@ -230,19 +203,19 @@ class Interpreter:
         for i in reversed(range(length)) if loop.reverse else range(length):
             slices = [_slice(each, i) for each in scanned]
             given = [*inputs[:consts], *carry, *slices]
-            outputs = self.run(loop.body, given, needs, inside, (*iteration, i))
+            outputs = self.run(loop.body, given, needs, inside.at(i))
             carry, stacked[i] = outputs[:size], outputs[size:]
             for each, part in zip(scanned, slices, strict=True):
                 if isinstance(each, Cell):
                     each.value = _with_slice(each.value, i, part.value)
         if not length:
-            return [*carry, *(_empty(var.aval) for var in inside[-1].outvars[size:])]
+            return [*carry, *(_empty(var.aval) for var in inside.around[-1].outvars[size:])]
         return [*carry, *map(_stack, zip(*stacked, strict=True))]
 
 
-def _computed(step: Step, inputs: Sequence[Value], is_wide: bool) -> list[Any]:
+def _compute_step(step: Step, inputs: Sequence[Value], is_wide: bool) -> list[Any]:
     arrays = [
-        number(read, is_wide) if isinstance(read, (Literal, Rounded)) else value.array
+        as_array(read, is_wide) if isinstance(read, (Literal, Rounded)) else value.array
         for read, value in zip(step.reads, inputs, strict=True)
     ]
     return compute(step.eqn, arrays, is_wide)

@@ -60,12 +60,7 @@ class Analysis:
         self._known: dict[tuple[Jaxpr, Needs], tuple[list[Needs], Needs]] = {}
 
     def outputs(self, jaxpr: Jaxpr, needs: Needs) -> list[Needs]:
-        """Returns what the results of each equation are needed for.
-
-        Args:
-          jaxpr: the jaxpr that holds the equations.
-          needs: what each result of the jaxpr is needed for.
-        """
+        """Returns what the results of each equation are needed for, given those of the jaxpr."""
         return self._analyse(jaxpr, needs)[0]
 
     def inputs(self, jaxpr: Jaxpr, needs: Needs) -> Needs:

@@ -133,12 +133,8 @@ def birth(
 ) -> Birth | None:
     """Returns the first output in which an equation made inf or NaN itself, or `None`.
 
-    Args:
-      eqn: an equation.
-      inputs: its actual inputs.
-      outputs: its outputs on these inputs.
-      explained: whether an earlier equation made an inf or NaN among the inputs, so that not
-        all of them were put there by the user.
+    It is `explained` if an earlier equation made an inf or NaN among the inputs, so that not all
+    of them were put there by the user.
     """
     bad = [nonfinite_mask(output) for output in outputs]
     if not any(mask.any() for mask in bad):
@@ -147,7 +143,7 @@ def birth(
     repaired = inputs
     if any(nonfinite_mask(value).any() for value in inputs):
         # An output that stays inf or NaN when these inputs are replaced was made here.
-        repaired = [_repaired(value) for value in inputs]
+        repaired = [_repair(value) for value in inputs]
         if eqn.primitive.name in _NEVER_MAKE:
             fresh = [np.zeros_like(mask) for mask in bad]
         else:
@@ -164,7 +160,7 @@ def birth(
             wide = _largest_in_float32(eqn, inputs, output, mask)
             if cause is None:
                 cause = "range" if math.isfinite(wide) else "value"
-            return Birth(output, int(mask.sum()), cause, *_ends(inputs), wide)
+            return Birth(output, int(mask.sum()), cause, *_find_ends(inputs), wide)
     return None
 
 
@@ -179,7 +175,7 @@ def _largest_in_float32(
     return float(numbers.max())
 
 
-def _ends(values: Sequence[Any]) -> tuple[float, float]:
+def _find_ends(values: Sequence[Any]) -> tuple[float, float]:
     """Returns the least and the largest finite number among floating-point values."""
     floating = [np.asarray(value).ravel() for value in values if _is(value, jnp.floating)]
     numbers = [array[np.isfinite(array)].astype(np.float64) for array in floating]
@@ -197,16 +193,9 @@ def lost_values(
     A value is lost if the equation gives zero or a subnormal number in the dtype of its
     output, and the same equation on the same inputs gives another number in float32. The
     zeros of a mask, a ReLU or a padding are zeros in float32 too. An exact subnormal number
-    counts only if no input was subnormal: otherwise it may have been subnormal before.
-
-    Args:
-      eqn: an equation.
-      inputs: its actual inputs.
-      outputs: its outputs on these inputs.
-      least: the share of the nonzero values that must be lost to be of interest.
-
-    Raises:
-      IncomparableError: if values may be lost, but the equation cannot be run in float32.
+    counts only if no input was subnormal: otherwise it may have been subnormal before. It is of
+    interest if a larger share of the nonzero values than `least` is lost. If the equation cannot
+    be run in float32, that raises an `IncomparableError`.
     """
     if eqn.primitive.name in _NEVER_LOSE:
         return None
@@ -215,15 +204,15 @@ def lost_values(
     if not suspects:
         return None
     wide = evaluate_in_float32(eqn, inputs)
-    subnormal_inputs = any(_subnormal(value).any() for value in inputs)
+    subnormal_inputs = any(_is_subnormal(value).any() for value in inputs)
     found = []
     for i in suspects:
         actual, exact = _numbers(outputs[i]), _numbers(wide[i])
         size = np.abs(exact)
-        nonzero = size > _noise(eqn, inputs)
+        nonzero = size > _bound_noise(eqn, inputs)
         tiny = nonzero & (size < _smallest_normal(outputs[i]))
         zeros = tiny & (actual == 0)
-        subnormals = tiny & ~zeros & _subnormal(outputs[i])
+        subnormals = tiny & ~zeros & _is_subnormal(outputs[i])
         if subnormal_inputs:
             subnormals &= actual != exact
         share = _share_of_sum(np.where(nonzero, size, 0.0), zeros)
@@ -233,7 +222,7 @@ def lost_values(
     return worst if worst.share > least else None
 
 
-def _noise(eqn: JaxprEqn, inputs: Sequence[Any]) -> Any:
+def _bound_noise(eqn: JaxprEqn, inputs: Sequence[Any]) -> Any:
     """Returns how much of a float32 sum of products may be rounding, if its terms cancel."""
     if eqn.primitive.name not in CONTRACTIONS:
         return 0.0
@@ -249,11 +238,7 @@ def _share_of_sum(magnitudes: np.ndarray, mask: np.ndarray) -> float:
 
 
 def evaluate_in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of an equation computed in float32.
-
-    Raises:
-      IncomparableError: if the equation cannot be computed in float32.
-    """
+    """Returns the outputs of an equation in float32, or raises an `IncomparableError`."""
     if eqn.primitive.name == "bitcast_convert_type":  # its bits mean something in one dtype only
         return evaluate(eqn, inputs, eqn.params)
     params = {
@@ -274,7 +259,7 @@ def evaluate_in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     return outputs
 
 
-def _repaired(value: Any) -> Any:
+def _repair(value: Any) -> Any:
     # One half is in the domain of nearly every function, and a product with it cannot overflow.
     bad = nonfinite_mask(value)
     return jnp.asarray(np.where(bad, np.asarray(0.5, _dtype(value)), value)) if bad.any() else value
@@ -296,9 +281,9 @@ def is_narrow(dtype: Any) -> bool:
 
 
 def _is_nan(value: Any) -> np.ndarray:
-    if not _is(value, jnp.inexact):
-        return np.zeros(np.shape(value), bool)
-    return np.isnan(np.asarray(value))
+    return (
+        np.isnan(np.asarray(value)) if _is(value, jnp.inexact) else np.zeros(np.shape(value), bool)
+    )
 
 
 def _numbers(value: Any) -> np.ndarray:
@@ -310,7 +295,7 @@ def _smallest_normal(value: Any) -> float:
     return float(jnp.finfo(_dtype(value)).smallest_normal)
 
 
-def _subnormal(value: Any) -> np.ndarray:
+def _is_subnormal(value: Any) -> np.ndarray:
     if not _is(value, jnp.floating):
         return np.zeros(np.shape(value), bool)
     magnitude = np.abs(np.asarray(value))

@@ -8,6 +8,7 @@ equal layers are cut alike, and share their programs. Loops, conditions, effects
 steps of their own.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,92 +33,55 @@ _ALONE = {"cond", "while", "scan", "shard_map", "pmap", "xla_pmap"}
 
 
 class Rounded(NamedTuple):
-    """A number of the source that a narrow format rounded to 0 or inf.
+    """A number of the source that a narrow format rounded to 0 or inf."""
 
-    Attributes:
-      literal: what became of it.
-      exact: the number.
-    """
-
-    literal: Literal
-    exact: float
+    literal: Literal  # what became of it
+    exact: float  # the number
 
 
 # An equation, what holds it, and a number among its inputs.
 RoundedAt = tuple[JaxprEqn, tuple[JaxprEqn, ...], Rounded]
 
-# A place where a value is kept, a number, or `None` for a value that nothing needs.
+# The slot that a value is kept in, a number, or `None` for a value that nothing needs.
 Read = int | Literal | Rounded | None
 
 
 class Step(NamedTuple):
-    """An equation that is not a call.
-
-    Attributes:
-      eqn: the equation.
-      around: the calls that hold it, outermost first.
-      needs: what each of its results is needed for.
-      reads: where its inputs are.
-      writes: where its outputs go.
-    """
+    """An equation that is not a call."""
 
     eqn: JaxprEqn
-    around: tuple[JaxprEqn, ...]
-    needs: Needs
-    reads: tuple[Read, ...]
-    writes: tuple[int, ...]
+    around: tuple[JaxprEqn, ...]  # the calls that hold it, outermost first
+    needs: Needs  # what each of its results is needed for
+    reads: tuple[Read, ...]  # the slots of its inputs
+    writes: tuple[int, ...]  # the slots of its outputs
 
 
 class Segment(NamedTuple):
-    """Steps that run as one program.
-
-    Attributes:
-      steps: the steps.
-      program: what runs them.
-      reads: where the inputs of the program are.
-      writes: where those results go that others need.
-    """
+    """Steps that run as one program."""
 
     steps: tuple[Step, ...]
-    program: "Program"
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
+    program: "Program"  # what runs them
+    reads: tuple[int, ...]  # the slots of its inputs
+    writes: tuple[int, ...]  # the slots of those results that others need
 
 
 class Plan(NamedTuple):
-    """What to run for a jaxpr.
+    """What to run for a jaxpr."""
 
-    Attributes:
-      closed: the jaxpr.
-      consts: where its constants go, with their variables.
-      inputs: where its inputs go.
-      parts: what to run.
-      outputs: where its outputs are.
-      forgotten: the values that are no longer needed after each part.
-    """
-
-    closed: ClosedJaxpr
-    consts: tuple[tuple[int, Any, Any], ...]
-    inputs: tuple[int, ...]
-    parts: tuple[Segment | Step, ...]
-    outputs: tuple[Read, ...]
-    forgotten: tuple[tuple[int, ...], ...]
+    closed: ClosedJaxpr  # the jaxpr
+    consts: tuple[tuple[int, Any, Any], ...]  # the slots of its constants, with their variables
+    inputs: tuple[int, ...]  # the slots of its inputs
+    parts: tuple[Segment | Step, ...]  # what to run
+    outputs: tuple[Read, ...]  # the slots of its outputs
+    forgotten: tuple[tuple[int, ...], ...]  # the slots that nothing reads after each part
 
 
 class Planner:
-    """Makes plans, and remembers them and the programs of their segments.
-
-    Args:
-      constants: knows the numbers that became 0 or inf.
-
-    Attributes:
-      analysis: what equations are needed for.
-      rounded: the numbers that became 0 or inf, with the equations that use them.
-    """
+    """Makes plans, and remembers them and the programs of their segments."""
 
     def __init__(self, constants: Constants | None = None) -> None:
         self.analysis = Analysis()
-        self.rounded: list[RoundedAt] = []
+        self.rounded: list[RoundedAt] = []  # the numbers that became 0 or inf, and where
         self._constants = Constants() if constants is None else constants
         self._plans: dict[tuple[int, Needs], Plan] = {}
         self._programs: dict[Any, Program] = {}
@@ -126,30 +90,29 @@ class Planner:
         """Returns what to run for a jaxpr whose results are needed for `needs`."""
         key = id(closed), needs  # the plan holds `closed`, so that the number stays its own
         if key not in self._plans:
-            self._plans[key] = self._planned(closed, needs)
+            self._plans[key] = self._make_plan(closed, needs)
         return self._plans[key]
 
-    def _planned(self, closed: ClosedJaxpr, needs: Needs) -> Plan:
+    def _make_plan(self, closed: ClosedJaxpr, needs: Needs) -> Plan:
         steps: list[Step] = []
         consts: list[tuple[int, Any, Any]] = []
-        size = 0
+        numbers = itertools.count()
 
-        def new(count: int) -> tuple[int, ...]:
-            nonlocal size
-            size += count
-            return tuple(range(size - count, size))
+        def new_slots(variables: Sequence[Any]) -> tuple[int, ...]:
+            return tuple(itertools.islice(numbers, len(variables)))
 
+        # A call's equations join those of its caller, so that one segment may hold both.
         def flatten(
             closed: ClosedJaxpr, inputs: Sequence[Read], needs: Needs, around: tuple[JaxprEqn, ...]
         ) -> tuple[Read, ...]:
             jaxpr: Jaxpr = closed.jaxpr
-            held = new(len(jaxpr.constvars))
+            held = new_slots(jaxpr.constvars)
             consts.extend(zip(held, jaxpr.constvars, closed.consts, strict=True))
-            place: dict[Any, Read] = dict(zip(jaxpr.constvars, held, strict=True))
-            place.update(zip(jaxpr.invars, inputs, strict=True))
+            slots: dict[Any, Read] = dict(zip(jaxpr.constvars, held, strict=True))
+            slots.update(zip(jaxpr.invars, inputs, strict=True))
 
             def read(atom: Any) -> Read:
-                return atom if isinstance(atom, Literal) else place.get(atom)
+                return atom if isinstance(atom, Literal) else slots.get(atom)
 
             all_needs = self.analysis.outputs(jaxpr, needs)
             for eqn, eqn_needs in zip(jaxpr.eqns, all_needs, strict=True):
@@ -160,33 +123,31 @@ class Planner:
                     outputs = flatten(called, reads, eqn_needs, (*around, eqn))
                 else:
                     reads = tuple(self._exact(eqn, around, each) for each in reads)
-                    outputs = new(len(eqn.outvars))
+                    outputs = new_slots(eqn.outvars)
                     steps.append(Step(eqn, around, eqn_needs, reads, outputs))
-                place.update(zip(eqn.outvars, outputs, strict=True))
+                slots.update(zip(eqn.outvars, outputs, strict=True))
             return tuple(map(read, jaxpr.outvars))
 
-        inputs = new(len(closed.jaxpr.invars))
+        inputs = new_slots(closed.jaxpr.invars)
         outputs = flatten(closed, inputs, needs, ())
-        cut = _cut(steps)
-        last: dict[int, int] = {}  # the part that reads a value last; none after an output
-        for index, part in enumerate(cut):
+        parts = _cut(steps)
+        # The part that needs a slot last: at first the one that writes it, and then what reads it.
+        last: dict[int, int] = {}
+        for index, part in enumerate(parts):
             for step in part:
-                last |= {place: index for place in step.reads if isinstance(place, int)}
-        last |= {place: len(cut) for place in (*inputs, *outputs) if isinstance(place, int)}
-        parts, forgotten = [], [[] for _ in cut]
-        for place, index in last.items():
-            if index < len(cut):
-                forgotten[index].append(place)
-        for index, part in enumerate(cut):
-            if _may_share(part[0].eqn):
-                parts.append(self._segment(part, {p for p in last if last[p] > index}))
-            else:
-                parts.append(part[0])
-            unread = (p for step in part for p in step.writes if p not in last)
-            forgotten[index].extend(unread)
-        return Plan(
-            closed, tuple(consts), inputs, tuple(parts), outputs, tuple(map(tuple, forgotten))
+                last |= dict.fromkeys(step.writes, index)
+                last |= {slot: index for slot in step.reads if isinstance(slot, int)}
+        last |= {slot: len(parts) for slot in (*inputs, *outputs) if isinstance(slot, int)}
+        forgotten = [[] for _ in range(len(parts) + 1)]  # after the last part, nothing is
+        for slot, index in last.items():
+            forgotten[index].append(slot)
+        made = tuple(
+            self._segment(part, {slot for slot in last if last[slot] > index})
+            if _may_share(part[0].eqn)
+            else part[0]
+            for index, part in enumerate(parts)
         )
+        return Plan(closed, tuple(consts), inputs, made, outputs, tuple(map(tuple, forgotten[:-1])))
 
     def _exact(self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], read: Read) -> Read:
         if not isinstance(read, Literal):
@@ -199,26 +160,17 @@ class Planner:
 
     def _segment(self, steps: tuple[Step, ...], later: set[int]) -> Segment:
         """Returns steps as a segment, given the values that are read after it."""
-        made = [place for step in steps for place in step.writes]
-        outside = tuple(
-            dict.fromkeys(  # in order, without repeats
-                place
-                for step in steps
-                for place in step.reads
-                if isinstance(place, int) and place not in made
-            )
-        )
-        local = {place: i for i, place in enumerate((*outside, *made))}
+        made = [slot for step in steps for slot in step.writes]
+        read = (slot for step in steps for slot in step.reads if isinstance(slot, int))
+        outside = tuple(dict.fromkeys(slot for slot in read if slot not in made))  # each once
+        local = {slot: i for i, slot in enumerate((*outside, *made))}
         inner = tuple(
             (step.eqn, tuple(local[r] if isinstance(r, int) else r for r in step.reads))
             for step in steps
         )
-        writes = tuple(place for place in made if place in later)
-        kept = tuple(local[place] for place in writes)
-        key = _key(inner, kept)
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = Program(inner, kept)
+        writes = tuple(slot for slot in made if slot in later)
+        kept = tuple(local[slot] for slot in writes)
+        program = self._programs.setdefault(_key(inner, kept), Program(inner, kept))
         return Segment(steps, program, outside, writes)
 
 
@@ -283,33 +235,27 @@ def _bits(number: Literal | Rounded) -> Any:
 
 
 class Program:
-    """The equations of a segment, as functions that are compiled when they are first called.
-
-    Args:
-      inner: each equation, and where its inputs are: the inputs of the program come first, and
-        then the outputs of its equations.
-      kept: where the results are that others need.
-    """
+    """The equations of a segment, as functions that are compiled when they are first called."""
 
     def __init__(
         self, inner: tuple[tuple[JaxprEqn, tuple[Any, ...]], ...], kept: tuple[int, ...]
     ) -> None:
+        # Each equation, and its inputs among those of the program and the outputs before it; and
+        # which of all these others need.
         self._inner, self._kept = inner, kept
         self._compiled: dict[tuple[bool, ...], Callable[..., Any]] = {}
 
     def run(self, inputs: Sequence[Any], wide: tuple[bool, ...]) -> list[list[Any]]:
         """Returns the outputs of each equation, given which are computed in float32."""
         if wide not in self._compiled:
-            self._compiled[wide] = compiled(lambda inputs: self._outputs(list(inputs), wide))
+            self._compiled[wide] = compile_fast(lambda inputs: self._outputs(list(inputs), wide))
         return self._compiled[wide](inputs)
 
     def run_in_float32(self, inputs: Sequence[Any], is_shaken: bool) -> list[Any]:
         """Returns the results that others need, with all equations computed in float32.
 
-        Args:
-          inputs: what the program reads.
-          is_shaken: whether to multiply what each equation gives by a number near 1. What changes
-            much by that is nothing but the rounding of float32.
+        If `is_shaken`, what each equation gives is multiplied by a number near 1. What changes much
+        by that is nothing but the rounding of float32.
         """
 
         def run_in_float32(inputs: Sequence[Any], shake: Any) -> list[Any]:
@@ -319,7 +265,7 @@ class Program:
 
         wide = (True,) * len(self._inner)
         if wide not in self._compiled:
-            self._compiled[wide] = compiled(run_in_float32)
+            self._compiled[wide] = compile_fast(run_in_float32)
         # An argument, so that one program does both.
         return self._compiled[wide](inputs, np.float32(_SHAKE if is_shaken else 0))
 
@@ -330,11 +276,7 @@ class Program:
         return [values[i] for i in self._kept]
 
     def _outputs(
-        self,
-        values: list[Any],
-        wide: Sequence[bool],
-        shake: Any = None,
-        is_looked_at: bool = True,
+        self, values: list[Any], wide: Sequence[bool], shake: Any = None, is_looked_at: bool = True
     ) -> list[list[Any]]:
         """Returns the outputs of each equation, and appends them to the inputs."""
         outputs, signs = [], np.random.default_rng(0).choice(_SIGNS, len(self._inner))
@@ -343,13 +285,13 @@ class Program:
             given = [
                 values[read]
                 if isinstance(read, int)
-                else _behind_barrier(jnp.asarray(number(read, is_wide)))
+                else _behind_barrier(jnp.asarray(as_array(read, is_wide)))
                 for read in reads
             ]
             made = compute(eqn, given, is_wide)
             if shake is not None:
                 made = [_shaken(value, 1 + sign * shake) for value in made]
-            # XLA may fuse what is all in float32, as nobody looks inside.
+            # All-float32 segments may be fused: no intermediate value is inspected.
             is_apart = is_looked_at and not all(wide)
             outputs.append(list(map(_behind_barrier, made)) if is_apart else made)
             values += outputs[-1]
@@ -360,10 +302,10 @@ def _shaken(value: Any, factor: Any) -> Any:
     return value * factor if value.dtype == np.float32 else value
 
 
-def number(read: Literal | Rounded, is_wide: bool) -> Any:
+def as_array(read: Literal | Rounded, is_wide: bool) -> Any:
     """Returns a number as an array, the exact one if it is used in float32."""
     if isinstance(read, Rounded):
-        return np.float32(read.exact) if is_wide else number(read.literal, False)
+        return np.float32(read.exact) if is_wide else as_array(read.literal, False)
     aval: Any = read.aval
     return np.asarray(read.val, aval.dtype)
 
@@ -384,13 +326,8 @@ def _behind_barrier(value: Any) -> Any:
     return jax.lax.optimization_barrier(value) if is_plain else value
 
 
-def compiled(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Returns a function that is compiled fast, and not to run fast.
-
-    Args:
-      fun: runs a few times at most.
-      **options: those of XLA.
-    """
+def compile_fast(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Returns a function, which runs a few times at most, compiled fast; `options` are XLA's."""
     # Not optimised, a CPU does not contract products and sums either, as it does in no operation
     # that runs by itself.
     if jax.default_backend() == "cpu":

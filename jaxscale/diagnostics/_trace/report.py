@@ -99,16 +99,6 @@ class TracedNonfinite(Place):
       largest_input: the largest one.
       float32_result: the largest magnitude that float32 gives in place of these elements: inf
         or NaN if it cannot hold them either, or if the equation cannot be run in float32.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxscale
-      >>> from jaxscale import diagnostics
-      >>> scaling = jaxscale.NoOpLossScale().init()
-      >>> report = diagnostics.trace(lambda w: 1 / w, scaling)(jnp.float32(0))
-      >>> first = report.nonfinite[0]
-      >>> first.primitive, first.cause, first.reaches
-      ('div', 'value', ('loss',))
     """
 
     elements: int
@@ -142,8 +132,7 @@ class TracedUnderflow(Place):
     """A place where most nonzero values became zero or subnormal.
 
     Attributes:
-      primitive: the operation, as JAX calls it. The attributes up to `layer` are those of
-        `TracedNonfinite`.
+      primitive: the operation. The attributes up to `layer` are those of `TracedNonfinite`.
       dtype: the dtype of its output, in which the values are zero or subnormal.
       shape: the shape of its output.
       inputs: dtypes and shapes of its inputs.
@@ -164,17 +153,6 @@ class TracedUnderflow(Place):
       subnormals: how many of them became subnormal.
       lost_sum: the share of the sum of all magnitudes that the values that became zero had.
         It is small if only the smallest values were lost, as in a confident softmax.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxscale
-      >>> from jaxscale import diagnostics
-      >>> scaling = jaxscale.DynamicLossScale().init()
-      >>> loss_fn = lambda w: jnp.mean(jnp.square(w).astype(jnp.float32))
-      >>> report = diagnostics.trace(loss_fn, scaling)(jnp.full(4, 1e-4, jnp.float16))
-      >>> place = report.underflows[0]
-      >>> place.direction, place.zeros, place.subnormals
-      ('forward', 4, 0)
     """
 
     nonzero: int
@@ -202,16 +180,6 @@ class TracedConstant:
       file: the file.
       line: the line.
       source: the text of that line.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxscale
-      >>> from jaxscale import diagnostics
-      >>> loss_fn = lambda w: jnp.sum((w + 1e-9).astype(jnp.float32))
-      >>> scaling = jaxscale.NoOpLossScale().init()
-      >>> constant = diagnostics.trace(loss_fn, scaling)(jnp.ones(2, jnp.float16)).constants[0]
-      >>> constant.value, constant.became, constant.dtype, constant.primitive
-      (1e-09, 0.0, 'float16', 'add')
     """
 
     value: float
@@ -248,15 +216,6 @@ class TraceReport:
       not_entered: primitives that hold operations and ran as one, such as a `shard_map`, or what
         a newer version of JAX describes in a form that is not known here.
       constants: the numbers of the source that their dtype rounds to 0 or inf.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxscale
-      >>> from jaxscale import diagnostics
-      >>> scaling = jaxscale.FixedLossScale(2.0**10).init()
-      >>> report = diagnostics.trace(lambda w: jnp.sum(w**2), scaling)(jnp.ones(3))
-      >>> report.found, report.loss, report.loss_scale
-      (False, 3.0, 1024.0)
     """
 
     loss: float

@@ -1,4 +1,4 @@
-"""The public function `trace`: one pass of a `Backward`, and its report."""
+"""The public function `trace`: one pass of a `TracedBackward`, and its report."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from jax.core import Tracer
 from ..._state.find import find_scale_state
 from ..._trees.leaf import is_inexact
 from .._formats import kind
-from .backward import Backward
+from .backward import TracedBackward
 from .report import TraceReport
 
 
@@ -29,7 +29,7 @@ def trace(
     of the model where that happened. For the host, outside of `jit`, and for one small
     batch: the results of all equations are checked one by one, which is slow.
 
-    Underflow is looked for in float16 and narrower formats: bfloat16 has the range of
+    Only float16 and narrower formats are checked for underflow: bfloat16 has the range of
     float32. A `shard_map`, a `pmap` or a kernel counts as one equation. A ref from outside
     `fun` keeps what it holds, because `fun` runs on a copy. A Python number is rounded
     before anything runs, and no equation shows that: in float16 `x * 1e-9` is `x * 0`. Such
@@ -77,21 +77,20 @@ def trace(
         )
 
     def trace_fun(*args: Any, **fun_kwargs: Any) -> TraceReport:
-        _check(args, fun_kwargs, loss_scale)
+        leaves = jax.tree.leaves((args, fun_kwargs, loss_scale))
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            raise TypeError(
+                "`trace` reads values, so it cannot run inside `jit` or another transformation. "
+                "Call it where the training step is called, with the same arguments."
+            )
         if transform is jax.value_and_grad and not kwargs.get("allow_int"):
             _check_floating(args, kwargs.get("argnums", 0))
-        backward = Backward(fun, args, fun_kwargs, transform=transform, has_aux=has_aux, **kwargs)
+        backward = TracedBackward(
+            fun, args, fun_kwargs, transform=transform, has_aux=has_aux, **kwargs
+        )
         return backward.run(loss_scale).report()
 
     return trace_fun
-
-
-def _check(args: Any, kwargs: Any, loss_scale: Any) -> None:
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs, loss_scale))):
-        raise TypeError(
-            "`trace` reads values, so it cannot run inside `jit` or another transformation. "
-            "Call it where the training step is called, with the same arguments."
-        )
 
 
 def _check_floating(args: tuple[Any, ...], argnums: Any) -> None:

@@ -84,10 +84,7 @@ def exponential_activation(half=jnp.float16):
     model, x = scan(), normal(8, 5, 3)
     params = filled(lambda: model.init(jax.random.key(0), jnp.zeros(2, half), x))
     params = {
-        "params": {
-            "Dense_0": params["params"]["Dense_0"],
-            "Dense_1": {"kernel": -0.1 * jnp.eye(2)},
-        }
+        "params": {"Dense_0": params["params"]["Dense_0"], "Dense_1": {"kernel": -0.1 * jnp.eye(2)}}
     }
 
     def loss_fn(params, x):

@@ -1,11 +1,22 @@
-"""The presets for the three scalers of MindSpore, and for that of MindFormers."""
+"""The presets for the scalers of other frameworks: MindSpore, Paddle and Chainer."""
 
 from typing import Any
 
+from .._policies.base import LossScale
+from .._policies.fixed import FixedLossScale, NoOpLossScale
+from .._policies.gradual import GradualLossScale
 from .._policies.window import WindowLossScale
 from .._trees.checks import int32
 from ._common import dynamic, factors
 from ._rule import PresetLossScale
+
+_PADDLE = {
+    "init_scale": "init_loss_scaling",
+    "growth_factor": "incr_ratio",
+    "backoff_factor": "decr_ratio",
+    "growth_interval": "incr_every_n_steps",
+    "hysteresis": "decr_every_n_nan_or_inf",
+}
 
 
 def mindspore(*, scale_value: Any, scale_factor: Any, scale_window: int) -> PresetLossScale:
@@ -16,8 +27,7 @@ def mindspore(*, scale_value: Any, scale_factor: Any, scale_window: int) -> Pres
 
     Args:
       scale_value: the scale of the first step.
-      scale_factor: the scale is multiplied by this when it grows, and divided by it when it
-        backs off.
+      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
       scale_window: how many finite steps in a row it takes to grow.
     """
     return _mindspore("presets.mindspore", "scale_value", scale_value, scale_factor, scale_window)
@@ -34,8 +44,7 @@ def mindspore_cell(
 
     Args:
       loss_scale_value: the scale of the first step.
-      scale_factor: the scale is multiplied by this when it grows, and divided by it when it
-        backs off.
+      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
       scale_window: how many finite steps in a row it takes to grow.
     """
     return _mindspore(
@@ -55,8 +64,7 @@ def mindspore_manager(
 
     Args:
       init_loss_scale: the scale of the first step.
-      scale_factor: the scale is multiplied by this when it grows, and divided by it when it
-        backs off.
+      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
       scale_window: how many finite steps in a row it takes to grow.
     """
     return _mindspore(
@@ -83,8 +91,7 @@ def mindformers(
 
     Args:
       loss_scale_value: the scale of the first step.
-      scale_factor: the scale is multiplied by this when it grows, and divided by it when it
-        backs off.
+      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
       scale_window: the window to start from; if it is not in the list, the shortest.
       max_scale_window: the longest window.
       min_scale_window: the shortest window, below `max_scale_window`.
@@ -135,3 +142,103 @@ def _mindspore(call: str, name: str, init: Any, factor: Any, window: Any) -> Pre
         clamp="moves",
         **factors(call, "scale_factor", factor),
     )
+
+
+def paddle(
+    *,
+    enable: bool = True,
+    init_loss_scaling: Any = 2.0**16,
+    incr_ratio: Any = 2.0,
+    decr_ratio: Any = 0.5,
+    incr_every_n_steps: int = 2000,
+    decr_every_n_nan_or_inf: int = 1,
+    use_dynamic_loss_scaling: bool = True,
+) -> LossScale:
+    """Returns the rule of `paddle.amp.GradScaler`.
+
+    After `incr_every_n_steps` finite steps in a row the scale grows; after
+    `decr_every_n_nan_or_inf` non-finite steps in a row (Paddle's documentation says
+    something else) it backs off. Source: PaddlePaddle 3.3, `paddle/amp/grad_scaler.py`.
+    What differs: in Paddle the scale has no bounds, and is lost for good at inf and at 0;
+    here it stays within float32's normal numbers.
+
+    Args:
+      enable: if it is `False`, nothing is scaled.
+      init_loss_scaling: the scale of the first step.
+      incr_ratio: the scale is multiplied by this when it grows.
+      decr_ratio: the scale is multiplied by this when it backs off.
+      incr_every_n_steps: how many finite steps in a row it takes to grow.
+      decr_every_n_nan_or_inf: how many non-finite steps in a row it takes to back off,
+        each time.
+      use_dynamic_loss_scaling: if it is `False`, the scale stays.
+    """
+    if not enable:
+        return NoOpLossScale()
+    if not use_dynamic_loss_scaling:
+        return FixedLossScale(init_loss_scaling)
+    return dynamic(
+        "presets.paddle",
+        _PADDLE,
+        init_scale=init_loss_scaling,
+        growth_factor=incr_ratio,
+        backoff_factor=decr_ratio,
+        growth_interval=incr_every_n_steps,
+        hysteresis=decr_every_n_nan_or_inf,
+        refill_on_finite=True,
+        refill_on_backoff=True,
+    )
+
+
+def paddle_op(
+    *,
+    init_loss_scaling: Any = 2.0**15,
+    incr_every_n_steps: int = 1000,
+    decr_every_n_nan_or_inf: int = 2,
+    incr_ratio: Any = 2.0,
+    decr_ratio: Any = 0.8,
+) -> PresetLossScale:
+    """Returns the rule of Paddle's `update_loss_scaling` operation.
+
+    The rule of `paddle`, with a minimum of 1; a growth that is not finite leaves the scale.
+    Source: the CPU kernel of PaddlePaddle 3.3; the defaults are those of
+    `paddle.static.amp.decorate`. Behaves identically.
+
+    Args:
+      init_loss_scaling: the scale of the first step.
+      incr_every_n_steps: how many finite steps in a row it takes to grow.
+      decr_every_n_nan_or_inf: how many non-finite steps in a row it takes to back off,
+        each time.
+      incr_ratio: the scale is multiplied by this when it grows.
+      decr_ratio: the scale is multiplied by this when it backs off.
+    """
+    return dynamic(
+        "presets.paddle_op",
+        _PADDLE,
+        init_scale=init_loss_scaling,
+        growth_factor=incr_ratio,
+        backoff_factor=decr_ratio,
+        growth_interval=incr_every_n_steps,
+        hysteresis=decr_every_n_nan_or_inf,
+        refill_on_finite=True,
+        refill_on_backoff=True,
+        min_scale=1.0,
+        clamp="moves",
+    )
+
+
+def chainer(*, interval: int = 1000, scale: Any = None) -> LossScale:
+    """Returns the rule of Chainer's `GradientMethod.loss_scaling`.
+
+    The scale starts at 1 and doubles in every finite step until the first non-finite one. From
+    then on it doubles gradually over `interval` finite steps, and a non-finite step halves it,
+    between 1 and 65504. Source: Chainer 7, `chainer/optimizer.py`. What differs: in Chainer the
+    scale is a Python float; here it is a float32, which rounds each growth.
+
+    Args:
+      interval: over how many finite steps the scale doubles.
+      scale: a scale that does not move; `None` means that it does.
+    """
+    if scale is not None:
+        return FixedLossScale(scale)
+    interval = int32("presets.chainer", "interval", interval)
+    return GradualLossScale(growth_factor=2.0 ** (1 / interval), max_scale=65504.0)

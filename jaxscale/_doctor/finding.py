@@ -1,0 +1,86 @@
+"""What a finding is, and how it names a line of the model."""
+
+import linecache
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .._trees.checks import and_more
+from ..diagnostics._text import number
+from ..diagnostics._trace.report import Place, TracedConstant
+from .exam import Exam
+
+_AROUND = 2  # lines of source shown before and after the line of a finding
+_MOST_NAMES = 5  # in a list
+
+
+class Finding(NamedTuple):
+    """Something that was found."""
+
+    is_problem: bool  # whether something is wrong, and not only worth knowing
+    title: str  # a sentence that says what was found
+    details: tuple[str, ...] = ()  # more sentences: why, and what to do
+    where: str = ""  # file and line, or `""`
+    source: tuple[tuple[int, str], ...] = ()  # lines of source around that line, with their numbers
+    line: int = 0  # the number of that line, or 0
+
+
+def at_place(place: Place, is_problem: bool, title: str, details: Iterable[str]) -> Finding:
+    """Returns a finding at an equation: it names the layer, the callers and the iteration, too."""
+    extra = [f"It is in {place.layer}."] if place.layer else []
+    callers = [caller for caller in place.called_from if caller != place.where]
+    if callers:
+        extra.append(f"Called from {list_names(callers)}.")
+    if place.iteration:
+        extra.append(f"In iteration {', '.join(map(str, place.iteration))}.")
+    return at_line(place, is_problem, title, (*details, *extra))
+
+
+def at_line(
+    place: Place | TracedConstant, is_problem: bool, title: str, details: Iterable[str]
+) -> Finding:
+    """Returns a finding with the source around its line."""
+    length = len(linecache.getlines(place.file)) if place.file else 0
+    lines = range(max(place.line - _AROUND, 1), min(place.line + _AROUND, length) + 1)
+    source = tuple((i, linecache.getline(place.file, i).rstrip("\n")) for i in lines)
+    return Finding(is_problem, title, tuple(details), place.where, source, place.line)
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Returns the first few names, and how many there are more."""
+    return " ".join([", ".join(names[:_MOST_NAMES]), *and_more(names, _MOST_NAMES)])
+
+
+def line_of(place: Place) -> str:
+    """Returns the file and line of an equation, if it has one."""
+    return place.where or "no line of the model"
+
+
+def lines_of(places: Iterable[Place]) -> str:
+    """Returns the lines of some equations, each once."""
+    return list_names(list(dict.fromkeys(map(line_of, places))))
+
+
+def say_rounded(constant: TracedConstant) -> str:
+    """Returns what a number of the source became, as `1e-09 is 0 in float16`."""
+    return f"{number(constant.value)} is {number(constant.became)} in {constant.dtype}"
+
+
+def rounded_at(place: Place, exam: Exam) -> list[str]:
+    """Returns which numbers of the line of an equation became 0 or inf."""
+    constants = exam.trace.constants
+    return [
+        f"{say_rounded(constant)}."
+        for constant in constants
+        if (constant.file, constant.line) == (place.file, place.line)
+    ]
+
+
+def rule_at(place: Place, exam: Exam) -> list[str]:
+    """Returns that a backward rule may be at fault, if the line of an equation calls one."""
+    rule = exam.backward_rules.get(place.where)
+    if rule is None or place.direction != "backward":
+        return []
+    return [
+        f"The line calls a function with a backward rule of its own, `{rule}`: the fault may lie "
+        "there."
+    ]

@@ -1,0 +1,130 @@
+"""Findings on gradients that are finite, and wrong or 0, and on numbers that become 0."""
+
+import math
+from collections.abc import Iterator
+
+from ..diagnostics._text import number, percent, power
+from ..diagnostics._trace.report import TracedUnderflow
+from .advice import say_remedy
+from .exam import Exam
+from .finding import Finding, at_place, line_of, lines_of, list_names, rounded_at, rule_at
+from .remedy import Culprit
+
+_FLUSHED = 0.5  # an underflow may matter if at least this share of the nonzero values becomes 0,
+_LOST_SUM = 0.01  # and these values had at least this share of the sum of all magnitudes
+_BITS = {"float16": 10, "bfloat16": 7}  # of the mantissas
+
+
+def find_wrong(exam: Exam) -> Iterator[Finding]:
+    """Notes gradients that are finite, but far from those in float32: a problem."""
+    against = exam.against
+    if not against.wrong or against.comparison is None:
+        return
+    errors = {leaf.path: leaf for leaf in against.comparison.leaves}
+    worst = errors[against.wrong[0]]
+    count = f"{len(against.wrong)} of {len(exam.leaves.rows)}"
+    at = f" at loss scale {power(exam.fits)}, the largest that fits" if exam.fits else ""
+    off = f"off by {percent(min(worst.error, 1.0))}, compared with float32"
+    if worst.flushed == 1:
+        off = "flushed to 0"
+    title = f"Everything is finite, but {count} gradients are wrong{at}: {worst.path} is {off}."
+    of_leaves = [f"Wrong gradients, worst first: {list_names(against.wrong)}."]
+    of_leaves += _say_losses(exam)
+    if against.culprit is None:
+        places = [place for place in exam.trace.underflows if may_matter(place)]
+        where = [f"Most of the numbers become 0 at {lines_of(places)}."] if places else []
+        yield Finding(True, title, (*where, "No single line accounts for it.", *of_leaves))
+        return
+    place = against.culprit.place
+    details = rounded_at(place, exam) or [explain_culprit(against.culprit)]
+    details += rule_at(place, exam)
+    if against.remedy is not None:
+        details.append(say_remedy(against.remedy, exam, place.where))
+    title = f"{title} It begins at {line_of(place)}."
+    yield at_place(place, True, title, (*details, *of_leaves))
+
+
+def explain_culprit(culprit: Culprit) -> str:
+    """Returns how an equation makes finite gradients wrong."""
+    place = culprit.place
+    what = f"`{place.primitive}`, in the {place.direction} pass,"
+    if culprit.kind == "overflow":
+        return (
+            f"{what} makes inf of numbers that {place.dtype} cannot hold, and that becomes finite "
+            "again before it reaches the loss: 1/inf is 0."
+        )
+    if culprit.kind == "underflow":
+        scaled = "" if place.scaled else ", and no loss scale helps"
+        return f"{what} makes {percent(place.share)} of its nonzero numbers 0{scaled}."
+    if not culprit.largest:
+        return f"{what} gives other numbers than in float32."
+    spacing = 2.0 ** (math.frexp(culprit.largest)[1] - 1 - _BITS.get(place.dtype, 10))
+    return (
+        f"{what} rounds: its numbers are as large as {number(culprit.largest, 4)}, where "
+        f"{place.dtype} only holds multiples of {number(spacing, 3)}."
+    )
+
+
+def find_effect_of_autocast(exam: Exam) -> Iterator[Finding]:
+    """Notes what autocast changes, unless the gradients are wrong."""
+    if not exam.autocast:
+        return
+    if exam.autocast not in exam.dtypes:
+        yield Finding(
+            False,
+            "`jaxscale.autocast` changes nothing: no product of float32 matrices, and no "
+            "convolution, is left to it in this model.",
+        )
+    elif exam.is_right:
+        title = f"The gradients in {exam.autocast} are those in float32, off by {_say_error(exam)}."
+        yield Finding(False, title, tuple(_say_losses(exam)))
+
+
+def find_underflows(exam: Exam) -> Iterator[Finding]:
+    """Notes where small numbers become 0, unless a problem explains it."""
+    places = [place for place in exam.trace.underflows if place.zeros]
+    if exam.trace.nonfinite_outputs or exam.against.wrong or not places:
+        return
+    worst = max(places, key=lambda place: (may_matter(place), place.lost_sum))
+    words = "They are the smallest values there."
+    if exam.is_right:
+        words = f"This does no harm: float32 gives the same gradients within {_say_error(exam)}."
+    places.sort(key=lambda place: -place.lost_sum)
+    title = f"Most of the nonzero numbers become 0 at {lines_of(places)}."
+    yield at_place(worst, False, title, (words,))
+
+
+def may_matter(place: TracedUnderflow) -> bool:
+    """Returns whether most values became zero, and not only the smallest of them."""
+    return place.zeros >= _FLUSHED * place.nonzero and place.lost_sum >= _LOST_SUM
+
+
+def find_zeros(exam: Exam) -> Iterator[Finding]:
+    """Notes leaves whose gradient is 0 everywhere: a problem if that is all of them."""
+    zero, rows = exam.zero, exam.leaves.rows
+    if not zero or exam.trace.nonfinite_outputs:
+        return
+    title = f"The gradient is exactly 0 everywhere in {len(zero)} of {len(rows)} leaves: "
+    title += list_names(zero)
+    if exam.against.comparison is None:
+        words = "Either the loss does not depend on them, or they were flushed on the way."
+        yield Finding(is_all_zero(exam), f"{title}.", (words,))
+        return
+    words = "The loss does not depend on them."
+    yield Finding(len(zero) == len(rows), f"{title}, in float32 too.", (words,))
+
+
+def is_all_zero(exam: Exam) -> bool:
+    """Returns whether all gradients are 0 at the largest scale, at which the histogram is taken."""
+    return exam.suggestion.needed is None and not exam.leaves.nonfinite_rows
+
+
+def _say_error(exam: Exam) -> str:
+    return percent(min(exam.against.comparison.error, 1.0)) if exam.against.comparison else ""
+
+
+def _say_losses(exam: Exam) -> list[str]:
+    if exam.loss_as_written is None:
+        return []
+    losses = number(exam.loss, 4), number(exam.loss_as_written, 4)
+    return [f"The loss is {losses[0]} in {exam.autocast}, and as written {losses[1]}."]

@@ -1,0 +1,168 @@
+"""Traces of programs of which parts never run, and of what refs hold: the rest is reported."""
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas
+from planted import marked
+from tables import cases
+from test_trace_programs import HALF, new_ref, not_differentiated, trace
+
+pytestmark = pytest.mark.standard_promotion
+
+
+# Programs with parts that never run, or with refs. Each returns x.
+
+
+def _identity_derivative(fun):
+    return lambda x: not_differentiated(lambda x, _: fun(x))(x, None)
+
+
+def _scan_of_nothing(x):
+    # Nothing needs what it stacks or scans.
+    return jax.lax.scan(lambda c, t: (c * 2, t + c.sum()), x, jnp.zeros((0, 3), HALF))[0]
+
+
+def _scan_of_no_keys(x):
+    keys = jax.random.split(jax.random.key(0), 3)[:0]
+    x, (keys, stacked) = jax.lax.scan(lambda c, key: (c * 2, (key, c)), x, keys)
+    return x + stacked.sum() + jax.random.key_data(keys).sum().astype(HALF)
+
+
+def _scans_of_nothing_in_a_scan(x):
+    def body(x, t):
+        x, stacked = jax.lax.scan(lambda c, _: (c * 2, c), x, length=0)
+        return x * t, stacked
+
+    x, stacked = jax.lax.scan(body, x, jnp.array([2, 0.25], HALF))
+    return 2 * x + stacked.sum()
+
+
+@_identity_derivative
+def _scan_of_no_rows_of_a_ref(x):
+    ref, rows = new_ref(x), new_ref(jnp.zeros((0, 8), HALF))
+
+    def body(carry, row):
+        ref[...] = row[...]
+        return carry, None
+
+    jax.lax.scan(body, 0, rows)
+    return ref[...]
+
+
+def _while_of_no_rounds(x):
+    start = (jnp.int32(0), jax.lax.stop_gradient(x))
+    same = jax.lax.while_loop(lambda c: c[0] < 0, lambda c: (c[0] - 1, c[1] * 2), start)[1]
+    return 2 * x - same
+
+
+def _fori_of_no_rounds(x):
+    return jax.lax.fori_loop(3, 3, lambda _, x: x * 2, x)
+
+
+def _empty_arrays(x):
+    empty = x[:0]
+    products = jnp.zeros((8, 0), HALF) @ empty
+    return jnp.concatenate([x, empty / empty]) + empty.sum() + products
+
+
+def _branch_past_the_last(x):
+    return jax.lax.switch(jnp.int32(7), [lambda x: x * 2, lambda x: x], x)
+
+
+def _branch_before_the_first(x):
+    return jax.lax.switch(jnp.int32(-7), [lambda x: x, lambda x: x * 2], x)
+
+
+@_identity_derivative
+def _rows_of_a_ref(x):
+    ref = new_ref(x.reshape(4, 2))
+
+    def body(factor, row):
+        row[0] = row[0] * factor
+        return factor * 2, None
+
+    jax.lax.scan(body, HALF(0.5), ref, reverse=True)
+    return ref[...].reshape(8) * jnp.array([0.25, 1, 0.5, 1, 1, 1, 2, 1], HALF)
+
+
+@_identity_derivative
+def _keys_in_a_ref(x):
+    ref = new_ref(jax.random.split(jax.random.key(0), 2))
+    ref[0] = ref[1]
+    return x * (jax.random.bits(ref[0]) == jax.random.bits(ref[1])).astype(HALF)
+
+
+@_identity_derivative
+def _ref_that_held_nan(x):
+    ref = new_ref(jnp.full(8, jnp.nan, HALF))
+    ref[:4], ref[4:] = x[:4], x[4:]
+    return ref[...]
+
+
+@_identity_derivative
+def _ref_from_outside(x):
+    OUTSIDE[0] += 1
+
+    @jax.jit
+    def inner():
+        OUTSIDE[1] = OUTSIDE[0] / 4
+
+    inner()
+    return x * OUTSIDE[1] * 2
+
+
+@_identity_derivative
+def _ref_that_held_nothing(x):
+    ref = jax.empty_ref(jax.typeof(x))
+    ref[...] = x
+    return ref[...]
+
+
+@_identity_derivative
+def _run_state(x):
+    def double(refs):
+        refs[1][...] = refs[0][...] * 2
+        refs[0][0] = refs[0][1]
+
+    x, doubled = pallas.run_state(double)((x, jnp.zeros(8, HALF)))
+    return doubled - x.at[0].add(-1)
+
+
+@_identity_derivative
+def _shape_of_symbols(x):
+    (size,) = jax.export.symbolic_shape("size")
+    doubled = jax.export.export(jax.jit(lambda x: x * 2))
+    return doubled(jax.ShapeDtypeStruct((size,), HALF)).call(x) - x
+
+
+OUTSIDE = new_ref(jnp.ones(2, HALF))
+REFS = "rows_of_a_ref keys_in_a_ref ref_that_held_nan ref_from_outside run_state shape_of_symbols"
+REFS += " ref_that_held_nothing" * hasattr(jax, "empty_ref")
+IDENTITIES = {
+    name: globals()[f"_{name}"]
+    for name in (
+        "scan_of_nothing scan_of_no_keys scans_of_nothing_in_a_scan scan_of_no_rows_of_a_ref "
+        "while_of_no_rounds fori_of_no_rounds empty_arrays branch_past_the_last "
+        f"branch_before_the_first {REFS}"
+    ).split()
+}
+
+
+@cases("name", IDENTITIES, fast=["scans_of_nothing_in_a_scan", "rows_of_a_ref"])
+def test_the_rest_of_a_program_is_reported(name):
+    def fun(x):
+        y = IDENTITIES[name](x).astype(jnp.float32) * 2.0**-23
+        return jnp.sum(y.astype(HALF).astype(jnp.float32))  # plant: rest
+
+    x = jnp.arange(1, 9, dtype=HALF)
+    report = trace(fun, x, loss_scale=2.0**10)
+    assert report.loss == 36 * 2.0**-23
+    assert not report.nonfinite
+    forward = [u for u in report.underflows if u.direction == "forward"]
+    assert [(u.line, u.primitive, u.subnormals) for u in forward] == [
+        (marked("rest", __file__), "convert_element_type", 8)
+    ]
+    np.testing.assert_array_equal(OUTSIDE[...], np.ones(2))  # as it was
