@@ -97,11 +97,12 @@ def test_rounding_is_not_a_spike():
         losses[list(places)] = list(places.values())
         assert skipped(SpikeRule(), losses) == expected
         assert skipped(presets.olmo(), losses) == [200]
-    # The next number in bfloat16 is 1/128 higher. In float32 that would be a spike, at first.
-    rounded = jnp.where(jnp.arange(STEPS) < 200, 2.0, 2.0 + 2.0**-6).astype(jnp.bfloat16)
+    # The next number after 2 in bfloat16 is 1/64 higher. In float32 that is a spike, at first.
     norms = jnp.ones(STEPS)
-    assert not judge_all(SpikeRule(), rounded, norms)[0].any()
-    assert judge_all(SpikeRule(), rounded.astype(jnp.float32), norms)[0].any()
+    for rise, in_bfloat16, in_float32 in ((2.0**-6, False, True), (2.0**-4, True, True)):
+        losses = jnp.where(jnp.arange(STEPS) < 200, 2.0, 2.0 + rise)
+        assert judge_all(SpikeRule(), losses.astype(jnp.bfloat16), norms)[0].any() == in_bfloat16
+        assert judge_all(SpikeRule(), losses, norms)[0].any() == in_float32
 
 
 @cases(("sigma", "per_10_000"), [(0.3, 3), (0.6, 22), (1.0, 57)], fast=[(1.0, 57)])
