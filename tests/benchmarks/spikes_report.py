@@ -53,8 +53,8 @@ def draw(result, path):
         curve.set_xlabel("step of the first seed; marks below: skipped by the rule", fontsize=8)
         for each in (ends, curve):
             each.grid(axis="y", alpha=0.3)
-    axes[0, 0].set_ylabel("at the end: each seed, and the mean; lower is better")
-    axes[1, 0].set_ylabel("loss in training (GAN: the generator's)")
+    axes[0, 0].set_ylabel("at the end: seeds and mean\n(lower is better)")
+    axes[1, 0].set_ylabel("loss in training\n(GAN: the generator's)")
     axes[1, 0].legend()
     described = result["machine"]
     figure.suptitle(
