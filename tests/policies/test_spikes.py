@@ -44,7 +44,7 @@ def after(rule, losses):
 # What it decides.
 
 
-@cases("name", STREAMS, fast=["spikes", "1e30", "not finite", "up", "negative", "zeros"])
+@cases("name", STREAMS, fast=["spikes", "1e30", "not finite", "up", "negative", "zeros", "huge"])
 @cases("options", OPTIONS, fast=["default"])
 def test_it_decides_as_promised(name, options):
     reference = Promised(**OPTIONS[options])
@@ -109,6 +109,16 @@ def test_rounding_is_not_a_spike():
 def test_false_alarms_of_heavy_tails_are_as_the_docstring_says(sigma, per_10_000):
     norms = np.exp(sigma * np.random.default_rng(0).standard_normal(100_000))
     assert len(skipped(SpikeRule(), norms)) / 10 == pytest.approx(per_10_000, rel=0.2)
+
+
+def test_the_threshold_is_of_the_unbiased_deviation():
+    values = [1.0, 2.0, 3.0, 2.0]
+    _, state = SpikeRule(window=4, sigmas=2).judge(
+        after(SpikeRule(window=4), values), jnp.float32(3), jnp.float32(1), True
+    )
+    expected = 2 + 2 * np.std(values, ddof=1)
+    np.testing.assert_allclose(state.loss_threshold, expected, rtol=1e-6)
+    np.testing.assert_allclose(state.loss_deviation, 1 / np.std(values, ddof=1), rtol=1e-6)
 
 
 def test_the_threshold_tells_spikes():
