@@ -162,7 +162,7 @@ STREAMS = {
     "a rounding": (np.where(np.arange(STEPS) == 200, 1 + 2e-7, 1.0), np.full(STEPS, 2.0)),
     "zeros": (np.where(np.arange(STEPS) < 200, 0.0, 2 + noise()), np.zeros(STEPS)),
     "heavy tails": (np.exp(noise(size=0.6)), np.exp(noise(1, size=1.0))),
-    "huge": (3e38 * (1 + noise()), 1e-30 * (1 + noise(1))),
+    "huge": (3e38 * stream(_200=1.1)[0], 1e-30 * (1 + noise(1))),
 }
 STREAMS = {
     name: tuple(np.broadcast_to(values, STEPS).astype(np.float32) for values in pair)
