@@ -81,7 +81,7 @@ __all__ = [
     "ToleranceLossScale", "ToleranceState", "WindowLossScale", "WindowState", "apex",
     "apex_fp16_utils", "apex_hysteresis", "chainer", "colossalai", "deepspeed", "fairseq", "flax",
     "from_flax", "from_jmp", "from_keras", "from_tensorflow", "from_torch", "jamp", "jaxamp", "jmp",
-    "keras", "megatron", "mindformers", "mindspore", "mindspore_cell", "mindspore_manager", "mpx", "olmo",
-    "openseq2seq_backoff", "openseq2seq_logmax", "paddle", "paddle_op", "tensorflow",
+    "keras", "megatron", "mindformers", "mindspore", "mindspore_cell", "mindspore_manager", "mpx",
+    "olmo", "openseq2seq_backoff", "openseq2seq_logmax", "paddle", "paddle_op", "tensorflow",
     "tensorflow_contrib", "tf_keras", "to_torch", "torch",
 ]  # fmt: skip

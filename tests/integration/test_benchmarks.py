@@ -16,6 +16,7 @@ import methods
 import optax
 import parity_report
 import pytest
+import spikes_report
 import trees
 
 pytestmark = pytest.mark.standard_promotion
@@ -225,3 +226,26 @@ def test_the_table_of_parity_is_that_of_its_figures():
     result = json.loads((FOLDER / "results" / "parity-cpu.json").read_text())
     readme = (FOLDER / "results" / "README.md").read_text()
     assert parity_report.markdown(result["rows"]) in readme
+
+
+@pytest.mark.slow
+def test_spikes_trains_in_four_ways(tmp_path):
+    path, picture = tmp_path / "spikes.json", tmp_path / "spikes.png"
+    options = ["--only=GAN", "--seeds=2", "--steps=70", f"--json={path}", f"--plot={picture}"]
+    run("spikes.py", *options)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (row,) = json.loads(path.read_text())["rows"]
+    plain, clipped, rule, _ = (row["ways"][way] for way in spikes_report.WAYS)
+    assert len(set(plain["final"])) == 2  # the seeds differ
+    assert plain["final"] != clipped["final"]
+    # Until the rule skips a step it changes nothing.
+    first = min([step for seed in rule["skips"] for step, _ in seed], default=70)
+    assert first >= 64
+    for one, other in zip(plain["losses"], rule["losses"], strict=True):
+        assert [each[:first] for each in one] == [each[:first] for each in other]
+
+
+def test_the_table_of_spikes_is_that_of_its_figures():
+    result = json.loads((FOLDER / "results" / "spikes-cpu.json").read_text())
+    readme = (FOLDER / "results" / "README.md").read_text()
+    assert spikes_report.markdown(result["rows"]) in readme

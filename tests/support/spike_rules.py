@@ -2,11 +2,17 @@
 
 Each has `spikes(losses, norms)`, which says of each step whether it is skipped, and each of the
 libraries' has `parameter(losses, norms)`, that of a training whose gradient is the norm. They do
-not guard against NaN more than the libraries do.
+not guard against NaN more than the libraries do. Then the streams of losses and norms that the
+rules are compared on, and the rules of the package run over them.
 """
 
+import functools
+import json
 import math
+import pathlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -116,3 +122,84 @@ class Levanter(MaxText):
 
     def statistics(self, earlier):
         return earlier.mean(), np.maximum(earlier.std(), np.float32(1e-6))
+
+
+STEPS = 400
+
+
+def noise(seed=0, size=0.01):
+    return size * np.random.default_rng(seed).standard_normal(STEPS)
+
+
+def stream(**places):
+    """Losses about 1 and norms about 0.5, and other losses in some places."""
+    losses = 1 + noise()
+    for place, loss in places.items():
+        losses[int(place.strip("_"))] = loss
+    return losses, 0.5 + noise(1)
+
+
+def shifted(by, at=200, seed=0):
+    return (1 + noise(seed) + by * (np.arange(STEPS) >= at), 0.5 + noise(1))
+
+
+RAMP = np.linspace(0, 1, STEPS)
+STREAMS = {
+    "steady": stream(),
+    "spikes": stream(_70=3.0, _200=10.0, _230=3.0, _300=1.07),
+    "spiking norm": stream(_200=10.0)[::-1],
+    "too early": stream(_20=10.0, _63=10.0, _64=100.0),
+    "1e30": stream(_200=1e30, _230=50.0, _260=1e38),
+    "-1e30": stream(_200=-1e30, _230=50.0, _260=1e38),
+    "not finite": stream(_5=np.nan, _100=np.inf, _101=-np.inf, _102=10.0, _200=np.nan, _230=3.0),
+    "up": shifted(1.0),
+    "down and up": (1 + noise() - ((np.arange(STEPS) >= 200) & (np.arange(STEPS) < 300)), 1.0),
+    "linear": (10 - 9 * RAMP + noise(), 5 * RAMP + noise(1)),
+    "exponential": (np.exp(3 - 3 * RAMP + noise()), np.exp(5 * RAMP + noise(1))),
+    "negative": (stream(_200=-4.0)[0] - 6 + RAMP, 0.5 + noise(1)),
+    "about zero": (noise(), np.abs(noise(1))),
+    "constant": (np.where(np.arange(STEPS) == 200, 1 + 1e-4, 1.0), np.full(STEPS, 2.0)),
+    "a rounding": (np.where(np.arange(STEPS) == 200, 1 + 2e-7, 1.0), np.full(STEPS, 2.0)),
+    "zeros": (np.where(np.arange(STEPS) < 200, 0.0, 2 + noise()), np.zeros(STEPS)),
+    "heavy tails": (np.exp(noise(size=0.6)), np.exp(noise(1, size=1.0))),
+    "huge": (3e38 * stream(_200=1.1)[0], 1e-30 * (1 + noise(1))),
+}
+STREAMS = {
+    name: tuple(np.broadcast_to(values, STEPS).astype(np.float32) for values in pair)
+    for name, pair in STREAMS.items()
+}
+FINITE = [name for name, pair in STREAMS.items() if np.isfinite(pair).all()]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def judge_all(rule, losses, norms):
+    """Whether each step is a spike, and the states after each step."""
+
+    def step(state, values):
+        is_spike, state = rule.judge(
+            state, *values, jnp.isfinite(values[0]) & jnp.isfinite(values[1])
+        )
+        return state, (is_spike, state)
+
+    return jax.lax.scan(step, rule.init(), (losses, norms))[1]
+
+
+def skipped(rule, losses, norms=None):
+    """The numbers of the steps that are spikes, with norms of 1 if none are given."""
+    losses = np.asarray(losses, np.float32)
+    norms = np.ones_like(losses) if norms is None else norms
+    return np.flatnonzero(judge_all(rule, losses, norms)[0]).tolist()
+
+
+RECORDED = pathlib.Path(__file__).parent.parent / "benchmarks" / "results" / "spikes-cpu.json"
+
+
+def recorded():
+    """Losses and norms of the plain runs of `benchmarks/spikes.py`, by program, seed and player."""
+    for row in json.loads(RECORDED.read_text())["rows"]:
+        plain = row["ways"]["plain"]
+        for seed, runs in enumerate(zip(plain["losses"], plain["norms"], strict=True)):
+            for player, pair in enumerate(zip(*runs, strict=True)):
+                # A run that diverged is not finite in the end.
+                pair = np.array(pair, np.float32)
+                yield f"{row['program']} {seed} {player}", pair[:, np.isfinite(pair).all(0)]

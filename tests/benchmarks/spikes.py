@@ -1,0 +1,265 @@
+"""Whether skipping spikes helps: small trainings that spike, in float32.
+
+    python tests/benchmarks/spikes.py [--only NAME ...] [--json FILE] [--plot FILE]
+    python tests/benchmarks/spikes.py --redraw FILE --plot FILE
+
+Each program trains in four ways from the same parameters on the same batches: plainly, with
+gradients clipped by their global norm, with the default `SpikeRule`, and with both. A step that is
+not finite is skipped in all of them. What a program is measured by does not see the bad batches.
+
+The figures of `--json` hold each loss and norm of the plain runs, which the tests replay.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import machine
+import numpy as np
+import optax
+from parity_setup import digits, held_out_text, some_text
+from spikes_report import WAYS, draw, markdown
+
+import jaxscale
+
+LENGTH = 32
+
+
+class Program(NamedTuple):
+    """A training.
+
+    Attributes:
+      init: `init(key) -> players`, a list of parameters, each with an optimizer of its own.
+      losses: for each player `loss(params, players, key, index) -> loss`.
+      evaluate: `evaluate(players) -> value`, lower is better.
+      optimizer: the optimizer of each player.
+      clip: the norm to clip by, where that is done.
+      steps: how many steps it trains.
+    """
+
+    init: Callable[[jax.Array], list[Any]]
+    losses: list[Callable[..., jax.Array]]
+    evaluate: Callable[[list[Any]], jax.Array]
+    optimizer: optax.GradientTransformation
+    clip: float
+    steps: int
+
+
+class Skipping(NamedTuple):
+    """The state of an optimizer that skips spikes."""
+
+    inner: Any
+    spikes: Any
+    skipped: jax.Array
+
+
+def make_step(tx, rule):
+    """Returns `init(params)`, and `step(grads, state, params, loss) -> (params, state, norm)`."""
+
+    def init(params):
+        return Skipping(tx.init(params), rule and rule.init(), jnp.zeros((), jnp.int32))
+
+    def step(grads, state, params, loss):
+        norm = optax.global_norm(grads)
+        skip, spikes = ~jaxscale.all_finite((grads, loss)), state.spikes
+        if rule is not None:
+            is_spike, spikes = rule.judge(spikes, loss, norm, ~skip)
+            skip |= is_spike
+        updates, inner = tx.update(grads, state.inner, params)
+        new = optax.apply_updates(params, updates), inner
+        params, inner = jaxscale.tree_where(skip, (params, state.inner), new)
+        return params, Skipping(inner, spikes, state.skipped + skip), norm
+
+    return init, step
+
+
+def transformer(optimizer, steps=400, bad=0.0, width=64, layers=2, heads=4, batch=16):
+    """A decoder of letters; from step 100 on a part `bad` of its batches is random letters."""
+    letters = 64
+
+    def init(key):
+        def normal(number, *shape):
+            return jax.random.normal(jax.random.fold_in(key, number), shape) * shape[-2] ** -0.5
+
+        return [
+            {
+                "embed": normal(0, letters, width),
+                "place": normal(1, LENGTH, width),
+                "qkv": normal(2, layers, width, 3 * width),
+                "out": normal(3, layers, width, width),
+                "up": normal(4, layers, width, 4 * width),
+                "down": normal(5, layers, 4 * width, width),
+                "read": normal(6, width, letters),
+            }
+        ]
+
+    def norm(x):
+        return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+    def cross_entropy(params, text):
+        x = params["embed"][text[:, :-1]] + params["place"]
+        for layer in range(layers):
+            qkv = norm(x) @ params["qkv"][layer]
+            q, k, v = jnp.split(qkv.reshape(*x.shape[:2], heads, -1), 3, axis=-1)
+            mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+            x += mixed.reshape(x.shape) @ params["out"][layer]
+            x += jax.nn.gelu(norm(x) @ params["up"][layer]) @ params["down"][layer]
+        logits = norm(x) @ params["read"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
+
+    def loss(params, players, key, index):
+        text = some_text(key, batch, LENGTH)
+        noise = jax.random.randint(jax.random.fold_in(key, 1), text.shape, 0, letters)
+        is_bad = jax.random.bernoulli(jax.random.fold_in(key, 2), bad) & (index >= 100)
+        return cross_entropy(params, jnp.where(is_bad, noise, text))
+
+    def evaluate(players):
+        return cross_entropy(players[0], jnp.asarray(held_out_text(LENGTH)))
+
+    return Program(init, [loss], evaluate, optimizer, 1.0, steps)
+
+
+def gan(optimizer, steps=800, noise=16, width=128, batch=64):
+    """Digits from noise: a generator and a discriminator of three layers each."""
+    images, held_out = (jnp.asarray(part[0]).reshape(-1, 64) * 2 - 1 for part in digits())
+
+    def layers(key, *sizes):
+        keys = jax.random.split(key, len(sizes))
+        pairs = zip(sizes, sizes[1:], keys, strict=False)
+        return [jax.random.normal(k, pair) * (2 / pair[0]) ** 0.5 for *pair, k in pairs]
+
+    def run(weights, x):
+        for weight in weights[:-1]:
+            x = jax.nn.leaky_relu(x @ weight, 0.2)
+        return x @ weights[-1]
+
+    def init(key):
+        one, two = jax.random.split(key)
+        return [layers(one, noise, width, width, 64), layers(two, 64, width, width, 1)]
+
+    def generated(generator, key, number):
+        return jnp.tanh(run(generator, jax.random.normal(key, (number, noise))))
+
+    def generator_loss(params, players, key, index):
+        return jax.nn.softplus(-run(players[1], generated(params, key, batch))).mean()
+
+    def discriminator_loss(params, players, key, index):
+        real = images[jax.random.randint(jax.random.fold_in(key, 1), (batch,), 0, len(images))]
+        fake = generated(players[0], key, batch)
+        both = jax.nn.softplus(-run(params, real)), jax.nn.softplus(run(params, fake))
+        return both[0].mean() + both[1].mean()
+
+    def evaluate(players):
+        """Returns the sliced Wasserstein distance between drawn digits and held-out ones."""
+        fake = generated(players[0], jax.random.key(3), len(held_out))
+        directions = jax.random.normal(jax.random.key(4), (64, 256))
+        directions /= jnp.linalg.norm(directions, axis=0)
+        shadows = [jnp.sort(x @ directions, 0) for x in (fake, held_out)]
+        return jnp.sqrt(jnp.mean((shadows[0] - shadows[1]) ** 2))
+
+    losses = [generator_loss, discriminator_loss]
+    return Program(init, losses, evaluate, optimizer, 1.0, steps)
+
+
+ADAM = optax.adam(2e-3, b2=0.99)
+PROGRAMS = {
+    "steady": (functools.partial(transformer, ADAM), "a transformer, Adam at 0.002"),
+    "high rate": (
+        functools.partial(transformer, optax.sgd(0.3, momentum=0.9)),
+        "the same, momentum at 0.3",
+    ),
+    "bad batches": (functools.partial(transformer, ADAM, bad=0.02), "as steady, 2 % random text"),
+    "GAN": (functools.partial(gan, optax.adam(1e-2, b1=0.5)), "digits, Adam at 0.01"),
+}
+
+
+def train(program, way, seeds):
+    """Returns what came of a training, with a list over the seeds in each field."""
+    tx = program.optimizer
+    if "clipped" in way:
+        tx = optax.chain(optax.clip_by_global_norm(program.clip), tx)
+    init, update = make_step(tx, jaxscale.SpikeRule() if "rule" in way else None)
+
+    def step(carry, index, key):
+        players, states = map(list, carry)
+        key, seen = jax.random.fold_in(key, index), []
+        for number, loss_fn in enumerate(program.losses):
+            params = players[number]
+            loss, grads = jax.value_and_grad(loss_fn)(
+                params, players, jax.random.fold_in(key, number), index
+            )
+            before = states[number].skipped
+            players[number], states[number], norm = update(grads, states[number], params, loss)
+            seen.append((loss, norm, states[number].skipped > before))
+        return (players, states), [jnp.stack(column) for column in zip(*seen, strict=True)]
+
+    @jax.jit
+    @jax.vmap
+    def run(seed):
+        players = program.init(jax.random.key(seed))
+        carry = players, list(map(init, players))
+        one = functools.partial(step, key=jax.random.key(seed + 1000))
+        carry, seen = jax.lax.scan(one, carry, jnp.arange(program.steps))
+        return program.evaluate(carry[0]), seen
+
+    started = time.perf_counter()
+    final, (losses, norms, skipped) = run(jnp.asarray(seeds))  # each is [seed, step, player]
+    return {
+        "final": np.asarray(final).tolist(),
+        "skipped": np.asarray(skipped).sum((1, 2)).tolist(),
+        "seconds": time.perf_counter() - started,
+        "losses": _short(losses),
+        "norms": _short(norms),
+        "skips": [np.argwhere(one).tolist() for one in np.asarray(skipped)],
+    }
+
+
+def _short(numbers):
+    """Returns the numbers as lists, [seed][player][step], to four digits."""
+    lists = np.asarray(numbers, np.float64).swapaxes(1, 2)
+    return [[[float(f"{x:.4g}") for x in steps] for steps in seed] for seed in lists]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="NAME")
+    add("--seeds", type=int, default=3, help="how many seeds")
+    add("--steps", type=int, help="training steps, instead of each program's own number")
+    add("--json", type=pathlib.Path, help="where to write the figures")
+    add("--plot", type=pathlib.Path, help="where to draw them")
+    add("--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from this file")
+    options = parser.parse_args()
+    if options.redraw:
+        result = json.loads(options.redraw.read_text())
+    else:
+        result = {"machine": machine.describe()[0], "seeds": options.seeds, "rows": []}
+        for name in options.only:
+            make, about = PROGRAMS[name]
+            program = make()
+            program = program._replace(steps=options.steps or program.steps)
+            row = {"program": name, "about": about, "steps": program.steps, "ways": {}}
+            for way in WAYS:
+                row["ways"][way] = train(program, way, range(options.seeds))
+                print(name, way, {k: row["ways"][way][k] for k in ("final", "skipped", "seconds")})
+            for way in WAYS[1:]:  # the tests replay the plain runs, and the picture shows the rule
+                del row["ways"][way]["norms"]
+            for way in set(WAYS[1:]) - {"rule"}:
+                del row["ways"][way]["losses"]
+            result["rows"].append(row)
+    print(machine.line(result["machine"]))
+    print(markdown(result["rows"]))
+    if options.json:
+        options.json.write_text(json.dumps(result) + "\n")
+    if options.plot:
+        draw(result, options.plot)
+
+
+if __name__ == "__main__":
+    main()
