@@ -122,9 +122,9 @@ def scale_backward(
 
     Raises:
       TypeError: if `fun` is not callable, or `scale` or `retries` is not a number. When
-        differentiated: in forward mode; by an input in float16, or through an output in it, as
-        such a cotangent has lost the small values already (bfloat16 has not); or twice in
-        reverse mode with retries.
+        differentiated: in forward mode (inside of `jax.jit` the words are JAX's); by an input in
+        float16, or through an output in it, as such a cotangent has lost the small values already
+        (bfloat16 has not); or twice in reverse mode with retries.
       ValueError: if `scale` is not positive, or not normal in float32, or if `retries` is below 0.
 
     Example:

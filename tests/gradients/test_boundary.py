@@ -285,6 +285,13 @@ def test_only_what_is_differentiated_has_a_backward_pass():
     stopped = scale_backward(lambda p: loss_of(net)(jax.lax.stop_gradient(p)))
     assert all((g == 0).all() for g in jax.tree.leaves(jax.grad(stopped)(PARAMS)))
 
+    def beside_a_target(p):
+        target = jax.lax.stop_gradient(net(p, -X).astype(HALF)).astype(jnp.float32)
+        return loss_of(net)(p) + 2.0**20 * jnp.sum(target)
+
+    # Nor do the cotangents of what is not differentiated say anything about the scale.
+    assert error(jax.grad(scale_backward(beside_a_target))(PARAMS), REFERENCE, SMALL) < ACCURACY
+
 
 def test_float32_alone_is_exact():
     """A penalty, and a parameter that only the float32 part reads."""
@@ -509,6 +516,12 @@ def summed_loss(*args):
     return jax.lax.psum(local_loss(net, *args), "d")
 
 
+def normalized(p, x, y, factor, dtype=HALF):
+    """Devices exchange numbers in the half-precision part, forward and backward."""
+    x = net(p, x, dtype).astype(dtype)
+    return local_loss(lambda _, x: (x - jax.lax.pmean(x, "d")).astype(jnp.float32), p, x, y, factor)
+
+
 MAPPED = {
     # the loss of a device, the spec of w, whether devices sum the gradients themselves
     "loss": (functools.partial(local_loss, net), P()),
@@ -564,6 +577,18 @@ def test_devices_of_a_pmap_do_not_wait_for_each_other(name, scale, axis_name):
     mapped = jax.pmap(grads, "d", in_axes=(None, 0, 0, 0), devices=jax.devices()[:2])
     found = mapped(PARAMS, XS.reshape(2, 4, 8), YS.reshape(2, 4, 8), FACTORS)
     assert error(jax.tree.map(lambda g: g[0], found), sum_over_devices()) < ACCURACY
+
+
+def test_devices_that_exchange_numbers_in_the_model_go_round_together():
+    """Otherwise one would wait for the other for ever."""
+
+    def grads(fun):
+        mapped = jax.pmap(jax.grad(fun), "d", in_axes=(None, 0, 0, 0), devices=jax.devices()[:2])
+        return mapped(PARAMS, XS.reshape(2, 4, 8), YS.reshape(2, 4, 8), FACTORS)
+
+    expected = grads(functools.partial(normalized, dtype=jnp.float32))
+    for scale in ("auto", HIGH):
+        assert error(grads(scale_backward(normalized, scale)), expected) < 2 * ACCURACY
 
 
 def test_axes_that_are_told_apart_are_left_alone_where_nothing_differs():
