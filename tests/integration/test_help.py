@@ -41,8 +41,8 @@ PACKAGES = {"equinox", "flax", "jax", "jmp", "json", "math", "matplotlib", "opta
 OTHERS = """
 _overwrite_with_gradient allow_int shard_map NamedTuple AdaptiveLossScaleUpdateCell BackoffScaler
 DelayedScaling DynamicGradScaler DynamicLossScaleManager DynamicLossScaler DynamicScalerState
-ExponentialUpdateLossScaleManager FixedLossScaleManager GradScaler LogMaxScaler SkipStepConfig SkipStepOptimizer
-skip_step_on_spikes LossScaleOptimizer
+ExponentialUpdateLossScaleManager FixedLossScaleManager GradScaler LogMaxScaler SkipStepConfig
+SkipStepOptimizer skip_step_on_spikes LossScaleOptimizer
 MultiSteps StaticLossScale update_loss_scaling update_scale_hysteresis nonfinite_scale
 subnormal_or_zero
 """
