@@ -1,0 +1,172 @@
+"""What surrounds an equation: refs, mesh axes, source lines, scopes and the frames of JAX."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.experimental
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+
+if TYPE_CHECKING:  # JAX 0.12 has one class for both
+    from jax.extend.core import Jaxpr as ClosedJaxpr
+else:
+    from jax.extend.core import ClosedJaxpr
+
+try:  # not public; without them only the lines and scopes of the model are lost
+    from jax._src.source_info_util import current_name_stack, user_context
+except ImportError:  # pragma: no cover
+    current_name_stack = user_context = None
+
+# --- Refs: mutable arrays. `Ref` and `new_ref` are public since JAX 0.8, and were called
+# `mutable_array` before (https://github.com/jax-ml/jax/pull/32107).
+
+# What a function may be given that is traced. A ref is not a `jax.Array`.
+TRACED: Any = (jax.Array, *([jax.Ref] if hasattr(jax, "Ref") else []))
+new_ref: Any = getattr(jax, "new_ref", None) or getattr(jax.experimental, "mutable_array", None)
+
+
+def is_ref(atom: Any) -> bool:
+    """Returns whether a variable is a ref, a mutable array such as `jax.new_ref` makes."""
+    return hasattr(atom.aval, "inner_aval")
+
+
+# --- Mesh axes along which an array varies, inside `shard_map`.
+
+
+def varying(aval: Any) -> frozenset[Any]:
+    """Returns the mesh axes along which arrays of a type may differ.
+
+    The set is empty where JAX does not know: in `pmap`, and with `check_vma=False`.
+    """
+    manual = getattr(aval, "manual_axis_type", None)  # since JAX 0.10, before it `vma`
+    return getattr(aval, "vma", None) or getattr(manual, "varying", frozenset())
+
+
+def vary(array: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    """Returns an array that is the same on all devices as one that may differ along axes."""
+    lax: Any = jax.lax  # JAX 0.6 calls it `pvary`
+    return lax.pcast(array, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, axes)
+
+
+# --- Named axes. A program has the effect `NamedAxisEffect` for each axis that it communicates on.
+
+
+def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
+    """Returns the named axes along which the devices that run a program exchange numbers."""
+    found: Any = jaxpr.effects
+    effects = [each for each in found if type(each).__name__ == "NamedAxisEffect"]
+    # Sorted, as all hosts must trace one program, and the order of a set is up to the process.
+    return sorted((effect.name for effect in effects), key=repr)
+
+
+def is_told_apart(axis: Any) -> bool:
+    """Returns whether types say what differs along a named axis, as in a checked `shard_map`."""
+    return bool(varying(jax.make_jaxpr(lambda: jax.lax.axis_index(axis))().out_avals[0]))
+
+
+# --- Where an equation comes from.
+
+
+def context(eqn: JaxprEqn) -> Any:
+    """Returns the context in which an equation was made, such as a mesh, to make another in."""
+    return eqn.ctx.manager
+
+
+def context_key(eqn: JaxprEqn) -> Any:
+    """Returns what is equal for equations that were made in equal contexts."""
+    return eqn.ctx
+
+
+def source(eqn: JaxprEqn, scopes: Any, *, own: bool = True) -> Any:
+    """Returns a context in which what is bound has the line and the scopes of an equation.
+
+    Args:
+      eqn: the equation.
+      scopes: those around the program, from `current_scopes`.
+      own: whether its own scopes follow those.
+    """
+    if user_context is None:
+        return contextlib.nullcontext()
+    info = eqn.source_info
+    return user_context(info.traceback, name_stack=scopes + info.name_stack if own else scopes)
+
+
+def current_scopes() -> Any:
+    """Returns the named scopes around what is traced now."""
+    return None if current_name_stack is None else current_name_stack()
+
+
+def scope_names(eqn: JaxprEqn) -> list[str]:
+    """Returns the named scopes of an equation, without the transformations around them."""
+    stack: Any = eqn.source_info.name_stack
+    return [getattr(scope, "name", "") for scope in stack.stack]
+
+
+def scope_path(eqn: JaxprEqn) -> str:
+    """Returns the named scopes of an equation and the transformations around them, as text."""
+    return str(eqn.source_info.name_stack)
+
+
+# The functions in which JAX begins to trace a function. JAX caches the result for later calls,
+# so the frames outside of these are those of the first call, wherever that was.
+_TRACING = {"trace_to_jaxpr_dynamic", "trace_to_jaxpr"}
+
+
+def frames(eqn: JaxprEqn) -> Iterator[tuple[str, int, str]]:
+    """Returns the file, the line and the function of each frame of an equation, innermost first."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        name = frame.function_name.split(".")[-1]
+        if name in _TRACING:
+            return
+        yield frame.file_name, frame.line_num, name
+
+
+_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
+_SOURCES = os.path.join(_FOLDER, "_src", "")
+
+
+def frames_of_jax(eqn: JaxprEqn) -> Iterator[tuple[str, str]]:
+    """Returns the file, such as `numpy/linalg.py`, and the function of each frame of JAX's own."""
+    for file, _, name in frames(eqn):
+        if file.startswith(_SOURCES):
+            yield file.removeprefix(_SOURCES).replace(os.sep, "/"), name
+
+
+# --- Python frames of JAX that are running.
+
+_INNERMOST = 3  # frames of JAX in which a number is looked for
+
+
+def is_called_by_jax() -> bool:
+    """Returns whether a function of JAX called the function that calls this."""
+    return sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] == "jax"
+
+
+def numbers_being_converted() -> tuple[list[float], FrameType | None]:
+    """Returns the numbers that JAX is casting, and its innermost frame, or `None` outside of JAX.
+
+    For a function that NumPy calls when a cast underflows or overflows. The numbers are local
+    variables of frames, so a change inside of JAX may hide them.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    if not frame.f_code.co_filename.startswith(_FOLDER):
+        return [], None
+    innermost, numbers = frame, []
+    for _ in range(_INNERMOST):
+        if frame is None:
+            break
+        numbers += [float(v) for v in frame.f_locals.values() if _is_number(v)]
+        frame = frame.f_back
+    return numbers, innermost
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.shape == () and value.dtype.kind in "fiu"
+    return isinstance(value, (float, int, np.number)) and not isinstance(value, bool)
