@@ -37,8 +37,8 @@ CHOSEN = {
     "test_verdict test_max_norm": "verdict.agree_on_size verdict.Evidence",
     "test_accumulation": "Window.add Window.close",
     "test_optimizer test_inner test_track_leaves": "skip.step_if",
-    "test_optimizer test_accumulation test_inner": "Wrapper._advance",
-    "test_train_step test_decay": "retry.repeat_backward retry._is_lower counters.count_backoffs",
+    "test_optimizer test_accumulation test_inner": "Wrapper._step Wrapper._make_or_skip",
+    "test_train_step test_decay": "retry.repeat_backward retry._is_lower counters._count_backoffs",
 }
 
 # Mutants that do what the original does, by function and text: why nothing can notice.

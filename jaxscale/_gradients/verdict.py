@@ -132,7 +132,7 @@ class Verdict(NamedTuple):
     leaves_finite: list[jax.Array]  # a bool[] for each gradient, if leaves are tracked
     squares: jax.Array | None  # the sum of all squares, if the norm comes from the same pass
     norm: jax.Array | None  # the norm that all devices agree on, an f32[], if that was asked for
-    loss: jax.Array | None  # the largest loss of all devices, an f32[], if that was asked for
+    loss: jax.Array | None  # the largest loss of all devices, if that was asked for
     largest: jax.Array | None  # the largest gradient, an f32[], if the policy needs it
 
 
@@ -184,7 +184,8 @@ def judge(
         bits["loss"] = _ordered(_bits(cast(loss, jnp.float32)))
     (grads_finite, loss_finite, *leaves_finite), known = agree_on_sizes(local, bits, axis_name)
     if "loss" in known:
-        known["loss"] = _as_float(_ordered(_bits(known["loss"])))
+        # In its own dtype: how far a loss is rounded matters to who judges it.
+        known["loss"] = cast(_as_float(_ordered(_bits(known["loss"]))), jnp.result_type(loss))
     return Verdict(
         axis_name,
         grads_finite,

@@ -15,6 +15,7 @@ import optax
 from .._trees.checks import and_more
 from .optimizer import LossScaledState
 from .scale import AdaptiveState, LossScaleState, is_policy_state, unwrap
+from .spikes import SpikeState
 
 
 def is_loss_scaled(node: Any) -> bool:
@@ -51,6 +52,8 @@ def _with_types(node: Any) -> LossScaledState:
     if isinstance(inner_state, Mapping) and "mini_step" in inner_state:
         window: Any = optax.MultiStepsState
         inner_state = window(**{name: inner_state.get(name) for name in window._fields})
+    if fields["spikes"] is not None:
+        fields["spikes"] = SpikeState(**fields["spikes"])
     return LossScaledState(**fields | {"scaling": kind(**scaling), "inner_state": inner_state})
 
 
@@ -70,7 +73,7 @@ def find_scale_state(call: str, tree: Any) -> Any:
 
 
 def find_scale_or_none(call: str, tree: Any) -> Any:
-    """Returns the one loss scale state in a tree, as `find_one` does, or `None` without one."""
+    """Returns the one loss scale state in a tree, as `find_scale` does, or `None` without one."""
     nodes = jax.tree.leaves(tree, is_leaf=_is_scaling)
     return find_scale(call, "opt_state", tree) if any(map(_is_scaling, nodes)) else None
 

@@ -22,8 +22,9 @@ from .._trees.checks import explain_errors
 from .._trees.leaf import is_array_like
 from .._trees.overwrite import holds_overwrites, overwrite, zero_overwrites
 from .._trees.tree import apply_updates, combine, partition, tree_where
+from .inner import with_loss
 from .retry import BackwardResult
-from .wrapper import Wrapper, with_loss, wrapper_of
+from .wrapper import Wrapper, wrapper_of
 
 
 @dataclasses.dataclass(frozen=True)

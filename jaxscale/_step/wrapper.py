@@ -20,7 +20,6 @@ With `skip_nonfinite=False` none of this happens: the step is that of the wrappe
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,7 +34,6 @@ from .._gradients.verdict import (
     Verdict,
     agree_on_size,
     all_finite,
-    clip_by_global_norm,
     flags_by_leaf,
     global_norm,
     judge,
@@ -46,7 +44,6 @@ from .._policies.base import LossScale, adjust_scale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.spikes import SpikeRule
 from .._state.optimizer import LossScaledState
-from .._trees.checks import explain_errors
 from .._trees.overwrite import (
     holds_overwrites,
     overwrite,
@@ -66,9 +63,9 @@ from .checks import (
     check_loss,
     check_not_nested,
     check_state,
-    check_state_kept,
 )
 from .counters import Retries, count_step, zero_counters
+from .inner import update_inner
 from .skip import no_updates, step_if
 from .window import EachStep, Ready, Window
 
@@ -245,8 +242,11 @@ class Wrapper:
             seen = grads, params
             if overwrites:
                 seen = tuple(map(without_overwrites, seen))
-            updates, opt_state, norm = self._inner_update(
-                seen[0], norm, value, opt_state, seen[1], extra_args
+            updates, opt_state, norm = update_inner(
+                self.inner,
+                *(seen[0], norm, value, opt_state, seen[1], extra_args),
+                max_norm=self.max_norm,
+                keeps_state=self.skips,
             )
             finish = apply_updates if applies else cast_updates
             outcome = finish(seen[1], updates)
@@ -372,52 +372,9 @@ class Wrapper:
             return state.grad_norm
         return agree_on_size(norm_bits(norm), axis_name)
 
-    def _inner_update(
-        self,
-        grads: Any,
-        norm: jax.Array | None,
-        value: Any,
-        opt_state: Any,
-        params: Any,
-        extra_args: Mapping[str, Any],
-    ) -> tuple[Any, Any, jax.Array | None]:
-        """Returns the updates of the wrapped optimizer, its next state, and the norm if known."""
-        grads = map_gradients(widen, grads)
-        if self.max_norm is not None:
-            norm = global_norm(grads) if norm is None else norm
-            grads = clip_by_global_norm(grads, norm, self.max_norm)
-        extra_args = with_loss(self.inner.update, value, extra_args)
-        with explain_errors():
-            updates, new_state = self.inner.update(
-                grads, opt_state, map_gradients(widen, params), **extra_args
-            )
-        if self.skips:
-            check_state_kept(new_state, opt_state)
-        elif jax.tree.structure(new_state) != jax.tree.structure(opt_state):
-            return updates, new_state, norm
-        return updates, cast_like(new_state, opt_state), norm
-
 
 def wrapper_of(tx: Any) -> Wrapper | None:
     """Returns the `Wrapper` that made a transformation, or `None` for any other."""
     # Its method is the `update` of the transformation, and of each copy of that named tuple.
     made_by = getattr(getattr(tx, "update", None), "__self__", None)
     return made_by if isinstance(made_by, Wrapper) else None
-
-
-def with_loss(update: Any, value: Any, extra_args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns extra arguments with the loss, under the names by which an inner update takes it.
-
-    Most updates accept arguments that they do not know. A few take only those that they name, and
-    would raise an error at `value`, which was meant for the wrapper. Some name it `loss`.
-    """
-    if value is None:
-        return extra_args
-    parameters = inspect.signature(update).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    others = {name: each for name, each in extra_args.items() if name != "loss"}
-    if "value" in parameters or takes_any:
-        others["value"] = value
-    if "loss" in parameters or ("loss" in extra_args and takes_any):
-        others["loss"] = value
-    return others
