@@ -34,7 +34,7 @@ CHOSEN = {
     "test_policies": "DynamicLossScale._after_finite DynamicLossScale._after_nonfinite "
     "DynamicLossScale._grown DynamicLossScale._lowered",
     "test_state test_value_and_grad": "scaled.Scaled",
-    "test_verdict test_max_norm": "verdict.agree_on_size verdict.Evidence",
+    "test_verdict test_max_norm": "verdict.agree_on_size reduction.Reduction verdict.judge",
     "test_accumulation": "Window.add Window.close",
     "test_optimizer test_inner test_track_leaves": "skip.step_if",
     "test_optimizer test_accumulation test_inner": "Wrapper._step Wrapper._make_or_skip",

@@ -31,13 +31,13 @@ Flax, PyTorch, Keras 3, Apex         a counter restored beyond the interval neve
 jmp                                  the minimum is lost in any `jit`
                                      (`test_no_hyperparameter_is_lost_in_a_tree_map`)
 MPX                                  gradients are unscaled by the next scale
-                                     (`test_parameters_after_200_steps_are_those_of_a_scale_of_1`)
+                                     (`test_parameters_after_many_steps_are_those_of_a_scale_of_1`)
 DeepSpeed, fairseq, MindSpore        raise at the floor or after many skips; here
                                      `jaxscale.check` does, if it is called
 OpenSeq2Seq's LogMax                 the units of a non-finite step, and NaN after an
                                      all-zero gradient (see `openseq2seq_logmax`)
 `optax.apply_if_finite`              applies the NaN in the end
-                                     (`test_never_gives_up`)
+                                     (`test_a_run_of_bad_steps_never_gives_up`)
 ===================================  ==================================================
 
 `olmo` is not a policy but a rule for spikes, a `jaxscale.SpikeRule` to pass as `spikes=`; its

@@ -187,7 +187,8 @@ def test_options_are_keyword_only():
         if name != "LossScaleStuckError"
         for parameter in inspect.signature(obj).parameters.values()
         if parameter.default is not parameter.empty
-        and parameter.name not in ("loss_scale", "scale", "dtype", "nonfinite_leaves", "grad_norm")
+        and parameter.name
+        not in ("loss_scale", "scale", "dtype", "spikes", "nonfinite_leaves", "grad_norm")
         and parameter.kind is not parameter.KEYWORD_ONLY
     ]
 

@@ -47,7 +47,7 @@ VERSION_1 = {
 WRITTEN = (
     VERSION_1
     | {name: i32(0) for name in ("total_retries", "total_exhausted", "backoff_count")}
-    | {"grad_norm": None}
+    | {"spikes": None, "grad_norm": None}
 )
 
 

@@ -206,6 +206,7 @@ def test_the_accumulator_is_float32_or_wider_and_holds_only_gradients_and_overwr
             "brain": "float32",
             "double": "float64",
             "complex": "complex64",
+            "_overwrite_with_gradient": "float32",
         }
         grads = params | {"complex": jnp.array([1 + 2j, 3 - 4j], jnp.complex64)}
         for i in range(2):
