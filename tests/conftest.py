@@ -40,7 +40,6 @@ def pytest_configure(config):
         "markers", "standard_promotion: dtypes promote as users have it; optax's Adam needs it"
     )
     config.addinivalue_line("markers", "slow: runs only with --slow")
-    config.addinivalue_line("markers", "sampled(n): without --slow, n rows of each law's table")
     hypothesis.settings.load_profile("slow" if config.option.slow else "fast")
     # Most of the time goes into compilation, and many tests compile the same program. What one
     # has compiled, the others load, in both workers, until this run ends.
@@ -61,23 +60,8 @@ def pytest_unconfigure(config):
         shutil.rmtree(config.stash[CACHE], ignore_errors=True)
 
 
-def _mark_all_but_a_sample(items):
-    """Marks as slow the rows of `sampled(n)` laws, but for n of them, evenly spread."""
-    laws = {}
-    for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
-            laws.setdefault((item.path, item.originalname), []).append(item)
-    for rows in laws.values():
-        (number,) = rows[0].get_closest_marker("sampled").args
-        kept = {round(i * (len(rows) - 1) / max(number - 1, 1)) for i in range(number)}
-        for i, item in enumerate(rows):
-            if i not in kept:
-                item.add_marker(pytest.mark.slow)
-
-
 @pytest.hookimpl(tryfirst=True)  # before `-m slow` selects
 def pytest_collection_modifyitems(config, items):
-    _mark_all_but_a_sample(items)
     if config.option.slow:
         return
     slow = [item for item in items if item.get_closest_marker("slow")]

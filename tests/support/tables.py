@@ -1,7 +1,6 @@
 """What the laws range over: policies, inner optimizers, gradients, and ways to run."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -73,30 +72,6 @@ def cases(names, table, fast=()):
         return pytest.param(*values, marks=marks, id="-".join(names))
 
     return pytest.mark.parametrize(names, list(map(parameter, table)))
-
-
-def rows(table, fast):
-    """The rows of a table to parametrize by. All but those named are slow."""
-    return [
-        row
-        if row in fast
-        else pytest.param(*(row if isinstance(row, tuple) else [row]), marks=pytest.mark.slow)
-        for row in table
-    ]
-
-
-def crossed(around, **tables):
-    """Parametrizes by every combination of the rows of some tables.
-
-    The fast loop has each row of each table once, beside the rows named by `around` of the other
-    tables. The other combinations are slow.
-    """
-    combinations = []
-    for names in itertools.product(*tables.values()):
-        differing = sum(name != center for name, center in zip(names, around, strict=True))
-        marks = [pytest.mark.slow] if differing > 1 else []
-        combinations.append(pytest.param(*names, marks=marks, id="-".join(map(str, names))))
-    return pytest.mark.parametrize(tuple(tables), combinations)
 
 
 policies = pytest.mark.parametrize("policy", POLICIES)
