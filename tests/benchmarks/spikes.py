@@ -51,34 +51,6 @@ class Program(NamedTuple):
     steps: int
 
 
-class Skipping(NamedTuple):
-    """The state of an optimizer that skips spikes."""
-
-    inner: Any
-    spikes: Any
-    skipped: jax.Array
-
-
-def make_step(tx, rule):
-    """Returns `init(params)`, and `step(grads, state, params, loss) -> (params, state, norm)`."""
-
-    def init(params):
-        return Skipping(tx.init(params), rule and rule.init(), jnp.zeros((), jnp.int32))
-
-    def step(grads, state, params, loss):
-        norm = optax.global_norm(grads)
-        skip, spikes = ~jaxscale.all_finite((grads, loss)), state.spikes
-        if rule is not None:
-            is_spike, spikes = rule.judge(spikes, loss, norm, ~skip)
-            skip |= is_spike
-        updates, inner = tx.update(grads, state.inner, params)
-        new = optax.apply_updates(params, updates), inner
-        params, inner = jaxscale.tree_where(skip, (params, state.inner), new)
-        return params, Skipping(inner, spikes, state.skipped + skip), norm
-
-    return init, step
-
-
 def transformer(optimizer, steps=400, bad=0.0, width=64, layers=2, heads=4, batch=16):
     """A decoder of letters; from step 100 on a part `bad` of its batches is random letters."""
     letters = 64
@@ -184,7 +156,7 @@ def train(program, way, seeds):
     tx = program.optimizer
     if "clipped" in way:
         tx = optax.chain(optax.clip_by_global_norm(program.clip), tx)
-    init, update = make_step(tx, jaxscale.SpikeRule() if "rule" in way else None)
+    tx = jaxscale.skip_nonfinite(tx, spikes=jaxscale.SpikeRule() if "rule" in way else None)
 
     def step(carry, index, key):
         players, states = map(list, carry)
@@ -194,16 +166,17 @@ def train(program, way, seeds):
             loss, grads = jax.value_and_grad(loss_fn)(
                 params, players, jax.random.fold_in(key, number), index
             )
-            before = states[number].skipped
-            players[number], states[number], norm = update(grads, states[number], params, loss)
-            seen.append((loss, norm, states[number].skipped > before))
+            updates, states[number] = tx.update(grads, states[number], params, value=loss)
+            players[number] = optax.apply_updates(params, updates)
+            norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)))
+            seen.append((loss, norm, ~states[number].step_applied))
         return (players, states), [jnp.stack(column) for column in zip(*seen, strict=True)]
 
     @jax.jit
     @jax.vmap
     def run(seed):
         players = program.init(jax.random.key(seed))
-        carry = players, list(map(init, players))
+        carry = players, list(map(tx.init, players))
         one = functools.partial(step, key=jax.random.key(seed + 1000))
         carry, seen = jax.lax.scan(one, carry, jnp.arange(program.steps))
         return program.evaluate(carry[0]), seen
