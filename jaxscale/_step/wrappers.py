@@ -36,7 +36,9 @@ def loss_scaled(
     """Returns a transformation that skips non-finite steps and moves the loss scale.
 
     Wrap the whole optimizer: clipping, weight decay, schedules and accumulation go
-    inside. Feed it the gradients of `jaxscale.value_and_grad`, which are unscaled.
+    inside. Feed it the gradients of `jaxscale.value_and_grad`, which are unscaled. On its own
+    this scales nothing: in a trainer that calls `jax.value_and_grad` itself, wrap the loss by
+    `jaxscale.scale_backward`, and the optimizer by `jaxscale.skip_nonfinite`.
 
     If all gradients are finite, the step is that of `inner`. If any is not, nothing
     changes but the loss scale and the counters: the updates are zero and `inner` keeps
