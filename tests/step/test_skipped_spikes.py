@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jaxprs import numbers_reduced
 from tables import assert_same_bits, avals, cases, counters
 
 import jaxscale
 import jaxscale.flax
+import jaxscale.nnx
 
 RULE = jaxscale.SpikeRule(window=8, min_history=4)
 # For each step, what its gradients are multiplied by, and what is added to its loss.
@@ -157,6 +160,37 @@ def test_skipping_is_one_decision(order):
     safe = functools.partial(jaxscale.skip_nonfinite, spikes=RULE)
     tx = safe(inner()) if order == "outside" else jaxscale.loss_scaled(safe(inner()))
     assert len(tx.init(PARAMS).spikes.losses) == 8
+
+
+def test_gradients_are_read_no_more_often():
+    def reduced(tx):
+        return numbers_reduced(jax.make_jaxpr(tx.update)(PARAMS, tx.init(PARAMS), PARAMS))
+
+    judged = jax.make_jaxpr(lambda *args: RULE.judge(RULE.init(), None, *args))(1.0, True)
+    for options in ({}, {"max_norm": 1.0}):
+        tx = jaxscale.skip_nonfinite(inner(), spikes=RULE, **options)
+        assert reduced(tx) - numbers_reduced(judged) == sum(p.size for p in PARAMS.values())
+
+
+def test_in_nnx_a_spike_is_skipped_too():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w, self.b = nnx.Param(PARAMS["w"]), nnx.Param(PARAMS["b"])
+
+    model = Model()
+    tx = jaxscale.loss_scaled(inner(), spikes=RULE)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def loss(model, batch):
+        return loss_fn({"w": model.w[...], "b": model.b[...]}, batch)
+
+    step = nnx.jit(jaxscale.nnx.train_step(loss))
+    for i, batch in enumerate(STREAM):
+        before = model.w[...]
+        step(model, optimizer, tuple(map(jnp.asarray, batch)))
+        assert jaxscale.metrics(optimizer)["step_applied"] == (i not in SPIKES | BAD)
+        assert (model.w[...] == before).all() == (i in SPIKES | BAD)
+    assert jaxscale.metrics(nnx.state(optimizer))["total_spikes"] == len(SPIKES)
 
 
 def test_nans_that_are_errors_are_not_made():
