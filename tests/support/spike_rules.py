@@ -93,7 +93,8 @@ class MaxText:
         return bool(newest - mean <= self.sigmas * std)
 
     def statistics(self, earlier):
-        return earlier.mean(), earlier.std(ddof=1)  # NaN if there is one entry
+        # It divides by at least 1, so that the deviation of one number is 0, and not NaN.
+        return earlier.mean(), earlier.std(ddof=int(len(earlier) > 1))
 
 
 class Levanter(MaxText):
