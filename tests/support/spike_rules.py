@@ -1,12 +1,13 @@
-"""Rules for spikes in plain Python: what `SpikeRule` promises, and what three libraries do.
+"""Rules for spikes in plain Python: what `SpikeRule` promises, and what MaxText and levanter do.
 
 Each has `spikes(losses, norms)`, which says of each step whether it is skipped, and each of the
 libraries' has `parameter(losses, norms)`, that of a training whose gradient is the norm. They do
 not guard against NaN more than the libraries do. Then the streams of losses and norms that the
-rules are compared on, and the rules of the package run over them.
+rules are compared on, what OLMo-core did on them, and the rules of the package run over them.
 """
 
 import functools
+import gzip
 import json
 import math
 import pathlib
@@ -55,10 +56,10 @@ class Promised:
         return is_spike
 
 
-class Olmo:
-    """`SkipStepOptimizer` of OLMo-core, June 2026: on lists that include the newest step."""
+class MaxText:
+    """`skip_step_on_spikes` of MaxText, August 2026: a ring buffer in float32."""
 
-    applies_by_product = True  # it multiplies by 1 or 0, in its AdamW and its Lion
+    applies_by_product = False  # it branches
 
     def __init__(self, window=128, sigmas=6):
         self.window, self.sigmas = window, sigmas
@@ -75,30 +76,6 @@ class Olmo:
         return parameter
 
     def steps(self, losses, norms):
-        kept = [], []
-        for values in zip(losses, norms, strict=True):
-            for window, value in zip(kept, values, strict=True):
-                window.append(value)
-                del window[: -(self.window + 1)]
-            if len(kept[0]) < self.start:
-                yield True
-            else:
-                yield all(self.is_ok(window[:-1], window[-1]) for window in kept)
-
-    def is_ok(self, earlier, newest):
-        mean, std = self.statistics(np.asarray(earlier))
-        return bool(newest - mean <= self.sigmas * std)
-
-    def statistics(self, earlier):
-        return earlier.mean(), earlier.std(ddof=1)  # `torch.std_mean`: NaN if there is one entry
-
-
-class MaxText(Olmo):
-    """`skip_step_on_spikes` of MaxText, August 2026: a ring buffer in float32."""
-
-    applies_by_product = False  # it branches
-
-    def steps(self, losses, norms):
         rings = np.zeros((2, self.window), np.float32)
         for count, values in enumerate(zip(losses, norms, strict=True)):
             entries = min(count, self.window)
@@ -111,11 +88,19 @@ class MaxText(Olmo):
     def is_warm_up(self, count):
         return count + 1 < self.start
 
+    def is_ok(self, earlier, newest):
+        mean, std = self.statistics(earlier)
+        return bool(newest - mean <= self.sigmas * std)
+
+    def statistics(self, earlier):
+        # It divides by at least 1, so that the deviation of one number is 0, and not NaN.
+        return earlier.mean(), earlier.std(ddof=int(len(earlier) > 1))
+
 
 class Levanter(MaxText):
     """`SkipStepConfig` of levanter, September 2025."""
 
-    applies_by_product = True
+    applies_by_product = True  # it multiplies by 1 or 0
 
     def is_warm_up(self, count):
         return count < self.start
@@ -191,7 +176,18 @@ def skipped(rule, losses, norms=None):
     return np.flatnonzero(judge_all(rule, losses, norms)[0]).tolist()
 
 
-RECORDED = pathlib.Path(__file__).parent.parent / "benchmarks" / "results" / "spikes-cpu.json"
+TESTS = pathlib.Path(__file__).parent.parent
+RECORDED = TESTS / "benchmarks" / "results" / "spikes-cpu.json"
+OLMO = "olmo_skip_step_optimizer"
+
+
+def olmo_runs():
+    """Each run of OLMo-core's own optimizers, with its losses and norms, by `id`."""
+    with gzip.open(TESTS / "presets" / "traces" / f"{OLMO}.json.gz") as file:
+        trace = json.load(file)
+    for case in trace["cases"]:
+        values = trace["streams"][case["seq"]]
+        yield case["id"], case | {k: np.array(v, np.float32) for k, v in values.items()}
 
 
 def recorded():
