@@ -21,6 +21,9 @@ from .._trees.tree import tree_where
 _LEAST = 1e-6
 # An entry stands at most this many thresholds away from the mean.
 _REACH = 5.0
+# From so many entries on that holds before anything is judged, too: a spike among the first steps
+# would hide others until it has left the window.
+_FEW = 4
 
 
 class Level(NamedTuple):
@@ -52,12 +55,13 @@ class SpikeRule:
     more than `sigmas` standard deviations. A step whose loss is not given is judged by its norm
     alone.
 
-    - Nothing is judged by a window that has fewer than `min_history` entries.
+    - Nothing is judged by a window that has fewer than `min_history` entries: by default the first
+      64 steps are taken as they are, and a spike among them is applied.
     - A step that is not finite enters neither window; it is skipped by another rule.
-    - What stands more than `5 * sigmas` standard deviations from the mean enters as that. So one
-      spike does not hide the next, and a new level is accepted after a few steps: with the
-      defaults after 5 skipped steps where it is 100 standard deviations higher, 7 where it is 1000,
-      and 12 where it is 100 000.
+    - What stands more than `5 * sigmas` standard deviations from the mean enters as that, from the
+      fifth step on. So one spike does not hide the next, and a new level is accepted after a few
+      steps: with the defaults after 5 skipped steps where it is 100 standard deviations higher, 7
+      where it is 1000, and 12 where it is 100 000.
     - The standard deviation counts as at least 1e-6 of the mean, and as half the spacing of
       numbers in the dtype of the loss, so that rounding alone is never a spike. A window of zeros
       has neither, and judges nothing.
@@ -171,7 +175,8 @@ class SpikeRule:
         judged = self._is_ready(level, std)
         scaled = value * level.per_unit  # may be inf, which compares right
         threshold = level.mean + self.sigmas * std
-        entry = jnp.where(judged, self._confine(value, scaled, level, std), value)
+        is_level = judged | ((level.filled >= _FEW) & (std > 0))
+        entry = jnp.where(is_level, self._confine(value, scaled, level, std), value)
         enters = jnp.isfinite(entry)  # a norm of inf from finite gradients, before it is judged
         moved = jnp.concatenate([window[1:], entry[None]])
         return _Judged(

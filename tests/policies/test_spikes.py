@@ -74,6 +74,8 @@ def test_one_spike_does_not_hide_the_next():
     for first in (10.0, 1e30, np.finfo(np.float32).max):
         assert skipped(SpikeRule(), stream(_200=first, _201=first, _230=3.0)[0]) == [200, 201, 230]
     assert skipped(SpikeRule(), stream(_200=-1e30, _230=3.0)[0]) == [230]
+    # Before anything is judged, too.
+    assert skipped(SpikeRule(), stream(_5=1e6, _90=3.0)[0]) == [90]
     assert skipped(presets.olmo(), stream(_200=10.0, _230=3.0)[0]) == [200]
 
 

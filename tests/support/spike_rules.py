@@ -42,13 +42,14 @@ class Promised:
         return skipped
 
     def look(self, window, value):
-        is_spike = False
-        if len(window) >= self.history:
+        is_spike, judges = False, len(window) >= self.history
+        if judges or len(window) >= 4:
             mean, std = mean_and_std(window)
             std = max(std, 1e-6 * abs(mean))
             if std > 0:
-                is_spike = value > mean + self.sigmas * std
-                self.margins.append(abs((value - mean) / std - self.sigmas))
+                if judges:
+                    is_spike = value > mean + self.sigmas * std
+                    self.margins.append(abs((value - mean) / std - self.sigmas))
                 reach = 5 * self.sigmas * std
                 value = min(max(value, mean - reach), mean + reach)
         window.append(value)
