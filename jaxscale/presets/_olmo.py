@@ -36,10 +36,10 @@ def olmo(*, rolling_interval_length: int = 128, sigma_factor: Any = 6) -> SpikeR
     `rolling_interval_length` ones by more than `sigma_factor` standard deviations, from the step
     `rolling_interval_length // 2` on. A spike enters the windows as it is: after a large one
     little stands out until it has left the window; and after equal losses any rise is a spike.
-    Source: OLMo-core 2.5.0, June 2026, `olmo_core/optim/skip_step_optimizer.py`. MaxText's
-    `skip_step_on_spikes` (August 2026) is the same rule. In levanter's `SkipStepConfig` (September
-    2025) the standard deviation is not the unbiased one, and at least 1e-6, and judging starts one
-    step later.
+    Source: OLMo-core 2.5.0, `olmo_core/optim/skip_step_optimizer.py`. MaxText's
+    `skip_step_on_spikes` (August 2026) is the same rule, but for the second step, below. In
+    levanter's `SkipStepConfig` (September 2025) the standard deviation is not the unbiased one, and
+    at least 1e-6, and judging starts one step later.
 
     What differs: a step that is not finite enters neither window, and `jaxscale` skips it anyway.
     In OLMo-core one NaN skips all steps until it has left the window, and is applied if it comes
