@@ -1,0 +1,42 @@
+"""Tunix's `PeftTrainer`, with a model of NNX and a loss function of one's own."""
+
+import flax.nnx as nnx
+import jax.numpy as jnp
+from runs import FACTOR, FEATURES, WIDTH, batches, examples, optimizer, report, skipped
+from tunix.sft import peft_trainer
+
+import jaxscale
+
+STEPS = 160
+
+
+class Model(nnx.Module):
+    def __init__(self, dtype):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(FEATURES, WIDTH, dtype=dtype, rngs=rngs)
+        self.last = nnx.Linear(WIDTH, 1, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.tanh(self.first(x)))
+
+
+def small_loss(model, x, y):
+    return FACTOR * jnp.mean((model(x).astype(jnp.float32) - y) ** 2)
+
+
+def train(dtype, ours=False, skips=None, batch="good"):
+    """The last loss over all examples, and how many steps were skipped."""
+    model = Model(jnp.dtype(dtype))
+    trainer = peft_trainer.PeftTrainer(
+        model,
+        optimizer(ours if skips is None else skips),
+        peft_trainer.TrainingConfig(eval_every_n_steps=STEPS),
+    )
+    trainer.with_loss_fn(jaxscale.scale_backward(small_loss) if ours else small_loss)
+    pairs = [pair for pair in batches(STEPS, batch) if pair is not None]
+    trainer.train([{"x": x, "y": y} for x, y in pairs])
+    return float(small_loss(model, *examples())) / FACTOR, skipped(trainer.optimizer)
+
+
+if __name__ == "__main__":
+    report(train)
