@@ -16,7 +16,11 @@ PROGRAMS = {
     "tunix_peft": "tunix",
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.standard_promotion,
+    pytest.mark.filterwarnings("ignore:jax.interpreters.pxla:DeprecationWarning"),  # Tunix's
+]
 
 
 @pytest.fixture(params=PROGRAMS)
