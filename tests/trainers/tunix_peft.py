@@ -7,7 +7,7 @@ from tunix.sft import peft_trainer
 
 import jaxscale
 
-STEPS = 160
+STEPS, WINDOW = 160, 4
 
 
 class Model(nnx.Module):
@@ -24,14 +24,20 @@ def small_loss(model, x, y):
     return FACTOR * jnp.mean((model(x).astype(jnp.float32) - y) ** 2)
 
 
-def train(dtype, ours=False, skips=None, batch="good"):
-    """The last loss over all examples, and how many steps were skipped."""
+def train(dtype, ours=False, skips=None, batch="good", accumulates=None):
+    """The last loss over all examples, and how many steps were skipped.
+
+    `accumulates`, where micro-batches are to be accumulated, is "trainer" or "optimizer".
+    """
     model = Model(jnp.dtype(dtype))
-    trainer = peft_trainer.PeftTrainer(
-        model,
-        optimizer(ours if skips is None else skips),
-        peft_trainer.TrainingConfig(eval_every_n_steps=STEPS),
+    tx = optimizer(ours if skips is None else skips)
+    if accumulates == "optimizer":
+        tx = jaxscale.multi_steps(tx, WINDOW)
+    config = peft_trainer.TrainingConfig(
+        eval_every_n_steps=STEPS,
+        gradient_accumulation_steps=WINDOW if accumulates == "trainer" else None,
     )
+    trainer = peft_trainer.PeftTrainer(model, tx, config)
     trainer.with_loss_fn(jaxscale.scale_backward(small_loss) if ours else small_loss)
     pairs = [pair for pair in batches(STEPS, batch) if pair is not None]
     trainer.train([{"x": x, "y": y} for x, y in pairs])
@@ -40,3 +46,5 @@ def train(dtype, ours=False, skips=None, batch="good"):
 
 if __name__ == "__main__":
     report(train)
+    for where in ("trainer", "optimizer"):
+        print(where, "accumulates, inf batch", train("float16", True, None, "inf", where))
