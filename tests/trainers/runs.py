@@ -35,7 +35,7 @@ def examples():
 
 
 def batches(number, batch="good"):
-    """That many batches; the one of `BAD_STEP` as is, or with an inf in it, or None in its place."""
+    """That many batches. That of `BAD_STEP` has an inf in it if asked for, or is None."""
     x, y = examples()
     for step in range(number):
         part = slice(step * BATCH % len(x), step * BATCH % len(x) + BATCH)
