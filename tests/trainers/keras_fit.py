@@ -1,0 +1,70 @@
+"""Keras 3 on JAX: `model.fit`, with an optimizer of Optax."""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import jax
+import keras
+from runs import FACTOR, WIDTH, batches, examples, optimizer, report, skipped
+
+import jaxscale
+
+STEPS = 160
+
+
+class Optax(keras.optimizers.Optimizer):
+    """A transformation of Optax as an optimizer of Keras, its state in variables of Keras."""
+
+    def __init__(self, tx, **kwargs):
+        super().__init__(learning_rate=0.0, **kwargs)  # the rate is that of `tx`
+        self.tx = tx
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        leaves, self._structure = jax.tree.flatten(self.tx.init([v.value for v in variables]))
+        self._leaves = [keras.Variable(x, dtype=x.dtype.name, trainable=False) for x in leaves]
+        for variable in self._leaves:
+            self._track_variable(variable)
+
+    @property
+    def state(self):
+        return jax.tree.unflatten(self._structure, [v.value for v in self._leaves])
+
+    def _backend_update_step(self, grads, variables, learning_rate):
+        updates, state = self.tx.update(list(grads), self.state, [v.value for v in variables])
+        for variable, update in zip(variables, updates, strict=True):
+            variable.assign_add(update)
+        for variable, leaf in zip(self._leaves, jax.tree.leaves(state), strict=True):
+            variable.assign(leaf)
+
+
+def small_loss(y, predictions):
+    return FACTOR * keras.losses.mean_squared_error(y, predictions)
+
+
+def train(dtype, ours=False, skips=None, batch="good"):
+    """The last loss over all examples, and how many steps were skipped."""
+    keras.utils.set_random_seed(0)
+    policy = "mixed_float16" if dtype == "float16" else dtype
+    layers = [
+        keras.layers.Input((examples()[0].shape[1],)),
+        keras.layers.Dense(WIDTH, activation="tanh", dtype=policy),
+        keras.layers.Dense(1, dtype=policy),
+    ]
+    model = keras.Sequential(layers)
+    if ours:
+        model.compute_loss_and_updates = jaxscale.scale_backward(model.compute_loss_and_updates)
+    tx = optimizer(ours if skips is None else skips)
+    # Without the last argument Keras wraps the optimizer by its own LossScaleOptimizer.
+    model.compile(Optax(tx), loss=small_loss, auto_scale_loss=False)
+    feed = [pair for pair in batches(STEPS, batch) if pair is not None]
+    model.fit((pair for pair in feed), steps_per_epoch=len(feed), shuffle=False, verbose=0)
+    loss = model.evaluate(*examples(), batch_size=len(examples()[0]), verbose=0)
+    return loss / FACTOR, skipped(model.optimizer.state)
+
+
+if __name__ == "__main__":
+    report(train)

@@ -1,0 +1,60 @@
+"""NumPyro's SVI: a small Bayesian network, its ELBO divided by the number of a large data set."""
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer.autoguide import AutoNormal
+from numpyro.optim import optax_to_numpyro
+from runs import batches, examples, optimizer, report, skipped
+
+import jaxscale
+
+# The ELBO is a sum over examples, and so larger than the mean loss of the others.
+STEPS, HIDDEN, FACTOR = 320, 16, 2.0**-32
+
+
+def network(dtype):
+    def model(x, y):
+        w = numpyro.sample("w", dist.Normal(jnp.zeros((x.shape[1], HIDDEN)), 1.0).to_event(2))
+        v = numpyro.sample("v", dist.Normal(jnp.zeros((HIDDEN, 1)), 1.0).to_event(2))
+        hidden = jnp.tanh(x.astype(dtype) @ w.astype(dtype))
+        mean = (hidden @ v.astype(dtype)).astype(jnp.float32)
+        numpyro.sample("y", dist.Normal(mean, 0.3).to_event(2), obs=y)
+
+    return model
+
+
+def train(dtype, ours=False, skips=None, batch="good"):
+    """The last ELBO over all examples, negative, and how many steps were skipped."""
+    model = network(dtype)
+    guide = AutoNormal(model, init_scale=0.05)
+    elbo = Trace_ELBO()
+    if ours:
+        elbo.loss_with_mutable_state = jaxscale.scale_backward(elbo.loss_with_mutable_state)
+    svi = SVI(
+        numpyro.handlers.scale(model, scale=FACTOR),
+        numpyro.handlers.scale(guide, scale=FACTOR),
+        optax_to_numpyro(optimizer(ours if skips is None else skips, FACTOR)),
+        elbo,
+    )
+    x, y = examples()
+    state = svi.init(jax.random.key(0), x, y)
+    update = jax.jit(svi.update)
+    for pair in batches(STEPS, batch):
+        if pair is None:  # the random numbers of the steps after it stay the same
+            state = state._replace(rng_key=jax.random.split(state.rng_key)[0])
+        else:
+            state, _ = update(state, *pair)
+    params = svi.get_params(state)
+    if not all(bool(jnp.isfinite(p).all()) for p in params.values()):
+        return float("nan"), skipped(state)  # NumPyro would refuse to build its distributions
+    loss = Trace_ELBO(num_particles=16).loss(
+        jax.random.key(1), params, network("float32"), guide, x, y
+    )
+    return float(loss), skipped(state)
+
+
+if __name__ == "__main__":
+    report(train)

@@ -1,0 +1,66 @@
+"""What every trainer runs here: one regression in float16, whose loss is too small for it."""
+
+import os
+
+# Before JAX is imported. Without the flag XLA on CPU keeps float32 between two float16 operations.
+os.environ.setdefault("XLA_FLAGS", "--xla_allow_excess_precision=false")
+
+import numpy as np
+import optax
+
+import jaxscale
+
+# A loss as small as that of a mean over many tokens: its cotangents flush to 0 in float16.
+FACTOR = 2.0**-18
+BATCH, WIDTH, FEATURES = 32, 32, 8
+BAD_STEP = 3
+
+# What `train` of each program is called with. `batch` is what it meets in step 3.
+RUNS = {
+    "float32": {"dtype": "float32"},
+    "float16": {"dtype": "float16"},
+    "float16, scaled": {"dtype": "float16", "ours": True},
+    "inf batch": {"dtype": "float16", "ours": True, "skips": False, "batch": "inf"},
+    "inf batch, skipped": {"dtype": "float16", "ours": True, "batch": "inf"},
+    "batch left out": {"dtype": "float16", "ours": True, "batch": None},
+}
+
+
+def examples():
+    """Inputs and targets, float32."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8 * BATCH, FEATURES))
+    y = np.sin(x @ rng.standard_normal((FEATURES, 1)))
+    return x.astype("float32"), y.astype("float32")
+
+
+def batches(number, batch="good"):
+    """That many batches. That of `BAD_STEP` has an inf in it if asked for, or is None."""
+    x, y = examples()
+    for step in range(number):
+        part = slice(step * BATCH % len(x), step * BATCH % len(x) + BATCH)
+        inputs = x[part].copy()
+        if step == BAD_STEP and batch == "inf":
+            inputs[0, 0] = np.inf
+        yield None if step == BAD_STEP and batch is None else (inputs, y[part])
+
+
+def optimizer(skips, factor=FACTOR):
+    """Adam, wrapped or not. Its epsilon follows the loss, so that float32 does not mind it."""
+    tx = optax.adam(1e-2, eps=1e-8 * factor)
+    return jaxscale.skip_nonfinite(tx) if skips else tx
+
+
+def skipped(state):
+    """How many steps were skipped, found in any tree that holds the state; 0 if nothing counts."""
+    try:
+        return int(jaxscale.metrics(state)["total_notfinite"])
+    except ValueError:
+        return 0
+
+
+def report(train):
+    """Prints a line for each run: its last loss, and how many steps were skipped."""
+    for name, run in RUNS.items():
+        loss, count = train(**run)
+        print(f"{name:20} {loss:.5f}  skipped {count}", flush=True)

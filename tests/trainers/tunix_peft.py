@@ -1,0 +1,50 @@
+"""Tunix's `PeftTrainer`, with a model of NNX and a loss function of one's own."""
+
+import flax.nnx as nnx
+import jax.numpy as jnp
+from runs import FACTOR, FEATURES, WIDTH, batches, examples, optimizer, report, skipped
+from tunix.sft import peft_trainer
+
+import jaxscale
+
+STEPS, WINDOW = 160, 4
+
+
+class Model(nnx.Module):
+    def __init__(self, dtype):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(FEATURES, WIDTH, dtype=dtype, rngs=rngs)
+        self.last = nnx.Linear(WIDTH, 1, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.tanh(self.first(x)))
+
+
+def small_loss(model, x, y):
+    return FACTOR * jnp.mean((model(x).astype(jnp.float32) - y) ** 2)
+
+
+def train(dtype, ours=False, skips=None, batch="good", accumulates=None):
+    """The last loss over all examples, and how many steps were skipped.
+
+    `accumulates`, where micro-batches are to be accumulated, is "trainer" or "optimizer".
+    """
+    model = Model(jnp.dtype(dtype))
+    tx = optimizer(ours if skips is None else skips)
+    if accumulates == "optimizer":
+        tx = jaxscale.multi_steps(tx, WINDOW)
+    config = peft_trainer.TrainingConfig(
+        eval_every_n_steps=STEPS,
+        gradient_accumulation_steps=WINDOW if accumulates == "trainer" else None,
+    )
+    trainer = peft_trainer.PeftTrainer(model, tx, config)
+    trainer.with_loss_fn(jaxscale.scale_backward(small_loss) if ours else small_loss)
+    pairs = [pair for pair in batches(STEPS, batch) if pair is not None]
+    trainer.train([{"x": x, "y": y} for x, y in pairs])
+    return float(small_loss(model, *examples())) / FACTOR, skipped(trainer.optimizer)
+
+
+if __name__ == "__main__":
+    report(train)
+    for where in ("trainer", "optimizer"):
+        print(where, "accumulates, inf batch", train("float16", True, None, "inf", where))
