@@ -189,8 +189,7 @@ def train_step(
 def _is_overwrite(path: Any, variable: Any) -> bool:
     """Returns whether what is returned as the gradient of a variable is its next value."""
     del path
-    kind = getattr(variable, "type", type(variable))  # as `nnx.State` may hold them unwrapped
-    return OVERWRITE_WITH_GRADIENT in (base.__name__ for base in kind.__mro__)
+    return OVERWRITE_WITH_GRADIENT in (base.__name__ for base in type(variable).__mro__)
 
 
 def _change(
