@@ -15,7 +15,7 @@ import optax
 
 from .._gradients.scaled import Scaled
 from .._state.optimizer import MultiStepsState
-from .._trees.leaf import is_inexact
+from .._trees.leaf import dtype_of, is_inexact
 from .._trees.tree import cast, is_overwrite, leaf_name, tree_where
 
 
@@ -177,6 +177,7 @@ def _emptied(tree: Any) -> Any:
     def empty(path: Any, leaf: Any) -> Any:
         if not is_inexact(leaf):
             return None
+        leaf = cast(leaf, dtype_of(leaf))  # strongly typed, as it is after a step
         return jnp.full_like(leaf, -jnp.inf) if is_overwrite(path) else jnp.zeros_like(leaf)
 
     return jax.tree_util.tree_map_with_path(empty, tree)
