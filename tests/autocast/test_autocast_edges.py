@@ -164,7 +164,10 @@ def test_arguments_that_the_function_closes_over_are_differentiated():
 @pytest.mark.slow
 def test_it_composes_with_transformations():
     fun = PROGRAMS["mlp"][0]
-    loss = lambda f: lambda x: f({"w": W, "b": jnp.zeros(8)}, x)[0]  # noqa: E731
+
+    def loss(f):
+        return lambda x: f({"w": W, "b": jnp.zeros(8)}, x)[0]
+
     plain, cast = loss(fun), loss(jaxscale.autocast(fun))
     stacked = jnp.stack([X, X + 1])
     close = functools.partial(np.testing.assert_allclose, rtol=0.02, atol=2e-3)

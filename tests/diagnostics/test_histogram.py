@@ -118,7 +118,10 @@ def test_histograms_add_up():
     leaves = leaf_histograms({"a": parts[0], "b": parts[1], "c": parts[2]})
     assert_same_bits(leaves["a"] + leaves["b"] + leaves["c"], both)
     empty = histogram(np.zeros(0, np.float32))
-    add = lambda total, x: (total + diagnostics.histogram(x), None)  # noqa: E731
+
+    def add(total, x):
+        return total + diagnostics.histogram(x), None
+
     assert_same_bits(jax.lax.scan(add, empty, np.stack(parts))[0], both)
     with pytest.raises(TypeError):
         both + 1

@@ -30,7 +30,9 @@ def _traced(scale, after):
 
 
 def _calibrated(factor):
-    loss_fn = lambda w, x: jnp.sqrt(w * x).astype(jnp.float32)  # noqa: E731
+    def loss_fn(w, x):
+        return jnp.sqrt(w * x).astype(jnp.float32)
+
     return diagnostics.calibrate(loss_fn, jnp.float16(1), [jnp.float16(factor)], max_passes=5)
 
 

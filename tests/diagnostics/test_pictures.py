@@ -286,13 +286,18 @@ def test_without_matplotlib_there_is_still_text(monkeypatch):
 
 
 STATE = TX.init(PARAMS)
-APPEND = lambda *args, **kwargs: diagnostics.History().append(*args, **kwargs)  # noqa: E731
+
+
+def append(*args, **kwargs):
+    diagnostics.History().append(*args, **kwargs)
+
+
 ERRORS = {
-    "exactly one loss scale": lambda: APPEND(PARAMS),
-    r"takes scalars, got `loss_scale` of shape \(2,\)": lambda: APPEND(
+    "exactly one loss scale": lambda: append(PARAMS),
+    r"takes scalars, got `loss_scale` of shape \(2,\)": lambda: append(
         jax.tree.map(lambda x: jnp.stack([x, x]), STATE)
     ),
-    r"got `loss` of shape \(2,\)": lambda: APPEND(STATE, loss=PARAMS),
+    r"got `loss` of shape \(2,\)": lambda: append(STATE, loss=PARAMS),
     r"only some steps had loss, norm": lambda: run(1)[0].append(STATE, norm=1.0),
     r"nothing to draw": diagnostics.History().plot,
     r"`plot_histogram\(dtype=.*'float64'": lambda: diagnostics.plot_histogram(
@@ -300,7 +305,7 @@ ERRORS = {
     ),
 }
 OF_TYPE = {
-    r"cannot run inside `jit`": lambda: jax.jit(APPEND)(STATE),
+    r"cannot run inside `jit`": lambda: jax.jit(append)(STATE),
     r"`plot_underflow.*dict": lambda: diagnostics.plot_underflow(LEAVES),
 }
 
