@@ -93,6 +93,7 @@ FEW = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples 
 
 @FEW
 @hypothesis.given(policies(), SIZES)
+@hypothesis.example(ADAPTIVE(period=2**31 - 16), [NO_GRADIENTS] * LENGTH)  # counters at their end
 def test_it_follows_the_reference(policy, sizes):
     states = scanned(policy, sizes)
     assert by_step(states) == trajectory(policy, numbers(policy.init()), sizes)

@@ -106,7 +106,8 @@ def adaptive(policy, state, finite, largest=None):
         period = policy.search_period if finite_steps >= policy.period else policy.period
         raised = level + max(1, round(2**20 / period))
         reached = min(raised, int(policy.max_level * 2**20))
-        finite_steps, held_steps, overflows = finite_steps + 1, held_steps + 1, 0
+        finite_steps, held_steps = (min(n + 1, 2**31 - 1) for n in (finite_steps, held_steps))
+        overflows = 0
         if largest is None:
             if level // 16 - peak >= (exponent + 1) * 2**16:
                 peak = level // 16 - exponent * 2**16
