@@ -70,8 +70,8 @@ def test_readme_states_the_oldest_versions():
 
 def test_readme_states_the_rule_of_the_quickstart():
     source = (ROOT / "examples" / "quickstart.py").read_text()
-    assert "DynamicLossScale(growth_interval=5, max_scale=2.0**40)" in source
-    assert "`growth_interval=5` and `max_scale=2**40`" in " ".join(README.split())
+    assert "DynamicLossScale(growth_interval=3, max_scale=2.0**40)" in source
+    assert "`growth_interval=3` and `max_scale=2**40`" in " ".join(README.split())
 
 
 def test_a_run_begun_with_plain_optax_goes_on_and_back():
