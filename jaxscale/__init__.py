@@ -99,7 +99,7 @@ __all__ = [  # noqa: RUF022
 if _util.find_spec("flax") is not None:  # `from jaxscale import *` and `help` read each of them
     __all__ += ["flax", "nnx"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if _typing.TYPE_CHECKING:
     from . import diagnostics as diagnostics
