@@ -5,6 +5,7 @@ PYTHONPATH=. python tests/benchmarks/record.py quickstart gradients
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,11 +22,10 @@ def main(names):
     for name in names:
         command = [sys.executable, ROOT / "examples" / f"{name}.py"]
         with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run(
-                command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True
-            )
-        # Without the line that says where the picture is.
-        lines = [line for line in done.stdout.splitlines() if folder not in line]
+            printed = subprocess.check_output(command, cwd=folder, text=True)
+        # Without where the picture is, and how long it took.
+        left_out = re.compile(re.escape(folder) + r"|\d:\d\d:\d\d$")
+        lines = [line for line in printed.splitlines() if not left_out.search(line)]
         recorded[name] = {"machine": machine.describe()[0], "printed": lines}
     RESULTS.write_text(json.dumps(recorded, indent=1, ensure_ascii=False) + "\n")
 

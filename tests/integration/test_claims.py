@@ -9,17 +9,16 @@ import functools
 import inspect
 import json
 import math
-import os
 import pathlib
 import re
 import runpy
 import tomllib
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tables import cases
 
 import jaxscale
 import jaxscale.presets
@@ -43,12 +42,6 @@ def text(path):
 @functools.cache
 def results(name):
     return json.loads(text(f"tests/benchmarks/results/{name}.json"))
-
-
-@functools.cache
-def example(name):
-    with mock.patch.dict(os.environ):  # the one sets flags of XLA
-        return runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
 
 
 def power(number):
@@ -105,11 +98,15 @@ def scalers():
 
 
 def pixels():
-    """Millions of numbers in a batch of square crops in three colors."""
-    constants = example("quickstart")
-    size = constants["BATCH_SIZE"] * constants["CROP"] ** 2 * 3
-    assert size == example("gradients")["gradients"](constants["BATCH_SIZE"]).size
-    return [size / 1e6]
+    """Millions of numbers in a batch of square crops in three colors, the same in both examples."""
+    quickstart, gradients = (text(f"examples/{name}.py") for name in ("quickstart", "gradients"))
+    sizes = re.search(r"BATCH_SIZE, CROP, \w+, \w+ = (\d+), (\d+),", quickstart).groups()
+    assert sizes == re.search(r"(?s)CROP = (\d+).*main\(batch_size=(\d+)", gradients).groups()[::-1]
+    return int(sizes[0]) * int(sizes[1]) ** 2 * 3 / 1e6
+
+
+def flushed():
+    return runpy.run_path(str(ROOT / "examples" / "gradients.py"))["main"]()
 
 
 def quickstart(run):
@@ -224,12 +221,12 @@ CLAIMS = {
     "| float32 | {} | {} dB | {} | {} steps | {} |": lambda: quickstart("float32"),
     "| float16 | {} | {} dB | {} | {} steps | {} |": lambda: quickstart("float16"),
     "| float16, scaled | {} | {} dB | {} | {} steps | {} |": lambda: quickstart("float16, scaled"),
-    "To show some skips in {} steps": lambda: (
-        inspect.signature(example("quickstart")["main"]).parameters["num_steps"].default
+    "To show some skips in {} steps": lambda: re.findall(
+        r"def main\(num_steps=(\d+)", text("examples/quickstart.py")
     ),
     "at {:.1f} to {:.1f} times that loss without it": trainers,
     "{} that falls to {} in the first steps is normal": first_falls,
-    "float16 flushes {:.1%} of these gradients": lambda: example("gradients")["main"](),
+    "float16 flushes {:.1%} of these gradients": flushed,
     "gradients of a mean over {:.1f} million pixels": pixels,
     "the scale rises to {} and nothing": lambda: default_rule()[2],
     "starts at `init_scale`, {}; after `growth_interval` ({}) finite steps in a row it doubles, up "
@@ -281,7 +278,10 @@ def test_every_number_comes_from_somewhere():
     ]
 
 
-@pytest.mark.parametrize("claim", CLAIMS)
+SLOW = [claim for claim, source in CLAIMS.items() if source is flushed]  # 3 million gradients
+
+
+@cases("claim", list(CLAIMS), fast=[claim for claim in CLAIMS if claim not in SLOW])
 def test_a_number_is_what_its_source_says(claim):
     figures = CLAIMS[claim]()
     figures = figures if isinstance(figures, list | tuple) else [figures]
