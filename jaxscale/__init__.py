@@ -80,14 +80,15 @@ bfloat16 has the range of float32 and three bits fewer than float16: 1.008 is th
 
 ## What to choose
 
-- `autocast(loss_fn)` for a model in float32. One that casts by itself, as Flax layers with `dtype=`
+- A model in float32: `autocast(loss_fn)`. One that casts by itself, as Flax layers with `dtype=`
   do, needs none.
 - The rule: the default first. `"adaptive"` where gradients change their size during the run, or
   where skips cost too much: it follows the largest gradient instead of trying. A number, such as
   128, if you know it: it never moves, so a step that overflows at it is lost each time. `None`:
   no scale, as `skip_nonfinite`.
-- `train_step(retries=10)` where no batch may be lost. It costs a backward pass for each overflow.
-- `spikes=SpikeRule()` for long runs in any precision, against single bad batches. It is no
+- Retries where no batch may be lost: `train_step(loss_fn, tx, retries=10)`. Each overflow then
+  costs a backward pass, and the step has no reverse-mode derivative of its own.
+- `spikes=SpikeRule()` in long runs in any precision, against single bad batches. It is no
   substitute for `max_norm`, which clips, nor for a lower rate.
 - `scale_backward` only where the step is not yours. It finds its scale anew in each pass, so it
   has nothing to save and no `metrics`; put `skip_nonfinite` around the optimizer.
