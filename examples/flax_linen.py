@@ -9,7 +9,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
@@ -28,19 +27,19 @@ class TrainState(jaxscale.flax.TrainState):
 
 
 class ConvNet(nn.Module):
-    """A convolutional network with float32 parameters and float16 arithmetic."""
+    """A convolutional network, written in float32."""
 
     @nn.compact
     def __call__(self, images, train):
-        """Returns logits in float32, so that the loss is float32 too."""
+        """Returns logits."""
         activations = images
         for features in (16, 32):
-            activations = nn.Conv(features, (3, 3), dtype=jnp.float16)(activations)
-            norm = nn.BatchNorm(not train, momentum=0.9, dtype=jnp.float16)
+            activations = nn.Conv(features, (3, 3))(activations)
+            norm = nn.BatchNorm(not train, momentum=0.9)
             activations = nn.max_pool(nn.relu(norm(activations)), (2, 2), (2, 2))
         activations = activations.reshape(len(activations), -1)
         activations = nn.Dropout(0.1, deterministic=not train)(activations)
-        return nn.Dense(10, dtype=jnp.float16)(activations).astype(jnp.float32)
+        return nn.Dense(10)(activations)
 
 
 model = ConvNet()
@@ -57,7 +56,10 @@ def loss_fn(params, fields, images, labels):
     return loss, {"key": key, **mutated}
 
 
-train_step = jax.jit(jaxscale.flax.train_step(loss_fn, has_state=True, always_replace=("key",)))
+train_step = jaxscale.flax.train_step(
+    jaxscale.autocast(loss_fn), has_state=True, always_replace=("key",)
+)
+train_step = jax.jit(train_step)
 
 
 def main(num_steps: int = 150) -> float:

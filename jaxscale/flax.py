@@ -3,6 +3,12 @@
 Flax's own `TrainState` would replace batch statistics and other fields on a step that the
 optimizer skipped. This one selects each field by the verdict that the state of the optimizer
 holds. `train_step` is the whole step for it, in one function.
+
+Name what the model carries as fields of a subclass, such as `batch_stats: Any`. With
+`has_state=True` the loss function gets them as a dictionary and returns the new ones. What every
+step replaces, a skipped one, too, such as a key for dropout, is named in `always_replace`: the next
+step would draw the same noise again. In a step of your own, take
+`jaxscale.value_and_grad(loss_fn, state)` and `TrainState.apply_gradients`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -2,7 +2,9 @@
 
 NNX changes a model in place: a forward pass with an inf leaves it in the batch statistics, whether
 the optimizer skips the step or not. `train_step` runs the passes on a copy of the model, and then
-puts into the model what the verdict chooses.
+puts into the model what the verdict chooses. Batch statistics need no mention, and streams of
+random numbers go on. If other variables must go on, too, `keep` is the filter of those that must
+not. `jaxscale.metrics` and `jaxscale.check` take the `nnx.Optimizer`.
 """
 
 import dataclasses

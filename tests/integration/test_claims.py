@@ -1,0 +1,288 @@
+"""Each number of the README comes from something in the repository that computes it.
+
+`CLAIMS` has pieces of the README with a field for each number, and functions that compute them:
+from a file of results, from what an example prints, from the package, from pyproject.toml. A new
+number is a new row. Code is left out: `test_readme.py` runs it.
+"""
+
+import functools
+import inspect
+import json
+import math
+import pathlib
+import re
+import runpy
+import tomllib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tables import cases
+
+import jaxscale
+import jaxscale.presets
+
+pytestmark = pytest.mark.standard_promotion
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+README = re.sub(r"(?ms)^```.*?^```$", "", (ROOT / "README.md").read_text())
+README = " ".join(README.split())
+# Not in a word, such as float16, H100 or GPT-2. 2**15 is one number, and 0 alone is no figure.
+NUMBER = r"(?<![\w.*-])(?!0(?![\w.]))\d+(?:[.,]\d+)*(?:\*\*\d+|e-\d+)?"
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+FIELD = re.compile(r"\{[^}]*\}")
+
+
+def text(path):
+    return (ROOT / path).read_text()
+
+
+@functools.cache
+def results(name):
+    return json.loads(text(f"tests/benchmarks/results/{name}.json"))
+
+
+def power(number):
+    assert math.log2(number).is_integer()
+    return f"2**{math.log2(number):.0f}"
+
+
+def short(version):
+    return ".".join(version.split(".")[:2])
+
+
+# From pyproject.toml, and from the package.
+
+
+def oldest_versions():
+    required = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["flax"]
+    oldest = dict(requirement.split(">=") for requirement in required)
+    return [oldest_python(), oldest["jax"], oldest["optax"], oldest["flax"]]
+
+
+def oldest_python():
+    return PROJECT["requires-python"].removeprefix(">=")
+
+
+def first_judged_step():
+    rule = jaxscale.SpikeRule()
+    judge = jax.jit(rule.judge)
+    state, step, large, usual = rule.init(), 1, jnp.float32(1e9), jnp.float32(1)
+    while not judge(state, None, large, True)[0]:
+        _, state = judge(state, None, usual, True)
+        step += 1
+    return step
+
+
+def default_rule():
+    policy = jaxscale.DynamicLossScale()
+    assert (policy.growth_factor, policy.backoff_factor) == (2, 0.5)
+    ends = power(policy.init_scale), policy.growth_interval, power(policy.max_scale)
+    return [*ends, policy.min_scale]
+
+
+def first_falls():
+    policy = jaxscale.DynamicLossScale()
+    return [power(policy.init_scale), power(policy.init_scale * policy.backoff_factor**2)]
+
+
+def scalers():
+    presets = {name: getattr(jaxscale.presets, name) for name in jaxscale.presets.__all__}
+    functions = {name for name, preset in presets.items() if not inspect.isclass(preset)}
+    return len({name for name in functions if not re.match("from_|to_", name)} - {"olmo"})
+
+
+# From the examples: what they compute here, or what was recorded of them.
+
+
+def pixels():
+    """Millions of numbers in a batch of square crops in three colors, the same in both examples."""
+    quickstart, gradients = (text(f"examples/{name}.py") for name in ("quickstart", "gradients"))
+    sizes = re.search(r"BATCH_SIZE, CROP, \w+, \w+ = (\d+), (\d+),", quickstart).groups()
+    assert sizes == re.search(r"(?s)CROP = (\d+).*main\(batch_size=(\d+)", gradients).groups()[::-1]
+    return int(sizes[0]) * int(sizes[1]) ** 2 * 3 / 1e6
+
+
+def flushed():
+    return runpy.run_path(str(ROOT / "examples" / "gradients.py"))["main"]()
+
+
+def quickstart(run):
+    """The cells of a row of the table that the quickstart printed."""
+    rows = [line for line in results("examples-cpu")["quickstart"]["printed"] if "│" in line]
+    (cells,) = (row.split("│")[2:-1] for row in rows if f" {run} " in row)
+    return [re.sub(" dB| steps", "", cell).strip() for cell in cells]
+
+
+def decibels():
+    return [quickstart(run)[1] for run in ("float32", "float16", "float16, scaled")]
+
+
+# From the results.
+
+
+def newest_versions():
+    machine = results("autocast-cpu")["machine"]
+    versions = machine["versions"]
+    return [short(machine["python"]), short(versions["jax"]), versions["flax"]]
+
+
+def parity():
+    rows = results("parity-cpu")["rows"]
+    exact, alone, scaled = (np.array(way["final"]) for way in rows[0]["ways"].values())
+    worse, near = alone.mean() / exact.mean() - 1, np.abs(scaled / exact - 1).max()
+    number, seeds = len(rows), len(exact)
+    words = WORDS[number].capitalize(), WORDS[number - 1], WORDS[seeds]
+    return [words[0], worse, math.ceil(near * 1e4) / 1e4, *words[1:]]
+
+
+def trainers():
+    """How much larger losses are without a scale: the second table of the trainers' README."""
+    lines = text("tests/trainers/README.md").split("| float32 | float16 |")[1].splitlines()[2:6]
+    rows = [[float(cell) for cell in line.split("|")[2:4]] for line in lines]
+    return min(b / a for a, b in rows), max(b / a for a, b in rows)
+
+
+def replays():
+    replayed = text("tests/policies/traces/README.md")
+    (ours, mean), (theirs, their_mean) = (
+        re.search(rf"\| \**`{name}\(\)`.* \| (\d+) \| ([\d.]+) \|", replayed).groups()
+        for name in ("AdaptiveLossScale", "presets.torch")
+    )
+    assert abs(float(mean) - float(their_mean)) < 0.1
+    repeated = re.search(r"`AdaptiveLossScale` skips nothing and\s+repeats (\d+) ", replayed)
+    runs = [np.load(path)["ceiling"] for path in (ROOT / "tests/policies/traces").glob("*.npz")]
+    return WORDS[len(runs)], sum(map(len, runs)), ours, theirs, repeated.group(1)
+
+
+def faults():
+    hosts = runpy.run_path(str(ROOT / "tests/integration/test_multi_host.py"))["HOSTS"]
+    return WORDS[jax.device_count()], WORDS[max(number for number, _ in hosts.values())]
+
+
+def whole_step(name):
+    methods = results("transformer-cpu")["rows"][0]["methods"]
+    return methods[name]["to_bare"]["median"]
+
+
+def part(name):
+    """Times relative to plain Optax by the dtype of the gradients, then kernels."""
+    rows = {
+        row["gradients"]: row["methods"][name]["to_bare"]["median"]
+        for row in results("step-cpu")["rows"]
+        if row["tree"] == "gpt2" and not row["clipped"]
+    }
+    program = results("programs")["rows"][0]
+    assert (program["target"], program["devices"], program["clipped"]) == ("H100", 1, False)
+    kernels = {name: report["kernels"] for name, report in program["methods"].items()}
+    return rows["float32"], rows["float16"], kernels[name] / kernels["bare optax"]
+
+
+def part_machine():
+    found = results("step-cpu")
+    assert found["machine"]["processor"] == "AMD EPYC"
+    return found["rows"][0]["parameters"] / 1e6, found["machine"]["cores"]
+
+
+def autocast(name):
+    """What is kept, and the memory on an H100, relative to float32; all products are in half."""
+    unrolled, scanned = (row["methods"] for row in results("autocast-cpu")["rows"][:2])
+    for methods in (unrolled, scanned):
+        assert all(
+            methods[name][way]["half"] == methods[name][way]["products"]
+            for way in ("forward", "backward")
+        )
+    memory = [
+        methods[name]["h100"]["temporary_bytes"] / methods["float32"]["h100"]["temporary_bytes"]
+        for methods in (unrolled, scanned)
+    ]
+    return [unrolled[name]["kept_bytes"] / unrolled["float32"]["kept_bytes"], *memory]
+
+
+# Pieces of the README. What is computed, one number or several, is formatted into the fields.
+CLAIMS = {
+    "from the {}th step on neither": first_judged_step,
+    "a mean over {:.1f} million numbers ends": pixels,
+    "PSNR of {} dB in float32, {} dB in float16, and {} dB in float16 with a loss scale.": decibels,
+    "Python {}, JAX {}, Optax {}, Flax {} (if you use Flax)": oldest_versions,
+    "tested up to Python {}, JAX {} and Flax {}.": newest_versions,
+    "float16 flushes numbers below {} to zero": lambda: [
+        f"{float(jnp.finfo('float16').smallest_subnormal) / 2:.0e}".replace("e-0", "e-")
+    ],
+    "{} small programs, from PPO to a ResNet, were trained: super-resolution ends {:.0%} above "
+    "float32's error without a scale and within {:.2%} with it; for the other {}, {} seeds": parity,
+    "with Python {} or newer": oldest_python,
+    "On a CPU with JAX {} the first printed": lambda: short(
+        results("examples-cpu")["quickstart"]["machine"]["versions"]["jax"]
+    ),
+    "(cubic interpolation: {} dB)": lambda: quickstart("(cubic alone)")[1],
+    "| float32 | {} | {} dB | {} | {} steps | {} |": lambda: quickstart("float32"),
+    "| float16 | {} | {} dB | {} | {} steps | {} |": lambda: quickstart("float16"),
+    "| float16, scaled | {} | {} dB | {} | {} steps | {} |": lambda: quickstart("float16, scaled"),
+    "To show some skips in {} steps": lambda: re.findall(
+        r"def main\(num_steps=(\d+)", text("examples/quickstart.py")
+    ),
+    "at {:.1f} to {:.1f} times that loss without it": trainers,
+    "{} that falls to {} in the first steps is normal": first_falls,
+    "float16 flushes {:.1%} of these gradients": flushed,
+    "gradients of a mean over {:.1f} million pixels": pixels,
+    "the scale rises to {} and nothing": lambda: default_rule()[2],
+    "starts at `init_scale`, {}; after `growth_interval` ({}) finite steps in a row it doubles, up "
+    "to {}; on a non-finite step, which is skipped, it halves, down to {:.0f} |": default_rule,
+    "On {} recorded float16 runs, {:,} steps, the adaptive rule skipped {} steps where "
+    "PyTorch's rule skipped {}, at the same mean scale; with retries it skipped none and repeated "
+    "{} passes": replays,
+    "the rules of {} other scalers": scalers,
+    "on one of {} devices, in one of {} processes": faults,
+    "takes {:.2f} times as long as with plain optax with `train_step`": lambda: whole_step(
+        "jaxscale.train_step"
+    ),
+    "and {:.2f} times with the three lines": lambda: whole_step("jaxscale optax wrapper"),
+    "with Flax's `DynamicScale` {:.2f}": lambda: whole_step("Flax DynamicScale"),
+    "with jmp {:.2f}": lambda: whole_step("jmp"),
+    "| `jaxscale.train_step` | {:.2f} | {:.2f} | {:.2f} |": lambda: part("jaxscale.train_step"),
+    "| `jaxscale.apply_gradients` | {:.2f} | {:.2f} | {:.2f} |": lambda: part(
+        "jaxscale.apply_gradients"
+    ),
+    "| three lines, `tx.update` | {:.2f} | {:.2f} | {:.2f} |": lambda: part(
+        "jaxscale optax wrapper"
+    ),
+    "| Flax `DynamicScale` | {:.2f} | {:.2f} | {:.2f} |": lambda: part("Flax DynamicScale"),
+    "| `optax.apply_if_finite` | {:.2f} | {:.2f} | {:.2f} |": lambda: part("optax.apply_if_finite"),
+    "AdamW, {:.0f} million parameters as in GPT-2, {} cores of an AMD EPYC": part_machine,
+    "nothing | all | {:.2f} | {:.2f}; {:.2f} |": lambda: autocast("jaxscale.autocast"),
+    "casts around the model | all | {:.2f} | {:.2f}; {:.2f} |": lambda: autocast("jmp"),
+    "every layer | all | {:.2f} | {:.2f}; {:.2f} |": lambda: autocast("Flax dtype"),
+}
+
+
+def spans(claim):
+    """Where the README has the numbers of a claim. It must have the claim once."""
+    assert not re.search(NUMBER, FIELD.sub("", claim)), f"a number that nothing computes: {claim}"
+    literals = [re.escape(literal) for literal in FIELD.split(claim)]
+    found = list(re.finditer(r"([A-Za-z]+|[\d.,*e%-]*\d%?)".join(literals), README))
+    assert len(found) == 1, f"{len(found)} times in the README: {claim}"
+    return [found[0].span(i + 1) for i in range(len(literals) - 1)]
+
+
+def test_every_number_comes_from_somewhere():
+    covered = [span for claim in CLAIMS for span in spans(claim)]
+    # Code as long as these, so that all stays where it is.
+    plain = re.sub(r"`[^`]*`", lambda code: "`" * len(code.group()), README)
+    assert not [
+        plain[max(0, number.start() - 40) : number.end() + 20]
+        for number in re.finditer(NUMBER, plain)
+        if not any(start <= number.start() and number.end() <= end for start, end in covered)
+    ]
+
+
+SLOW = [claim for claim, source in CLAIMS.items() if source is flushed]  # 3 million gradients
+
+
+@cases("claim", list(CLAIMS), fast=[claim for claim in CLAIMS if claim not in SLOW])
+def test_a_number_is_what_its_source_says(claim):
+    figures = CLAIMS[claim]()
+    figures = figures if isinstance(figures, list | tuple) else [figures]
+    assert claim.format(*figures) in README
