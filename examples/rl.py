@@ -181,7 +181,7 @@ def reinforce(name, params, seed, num_steps, programs):
     figures = {
         "RMS of log(ratio)": np.sqrt(np.mean(ratios**2)),
         "KL divergence (k3)": np.mean(np.expm1(ratios) - ratios),
-        "largest ratio, less 1": np.expm1(np.max(np.abs(ratios))),
+        "largest ratio, less 1": np.expm1(np.max(np.abs(ratios))),  # of it and its inverse
         "reward, first fifth": np.mean(rewards[:fifth]),
         "reward, last fifth": np.mean(rewards[-fifth:]),
         "gradients lost": lost_share(params, opt_state, *batch),
@@ -223,7 +223,7 @@ def main(num_steps=120, num_seeds=3, picture="rl.png"):
         results[name] = {key: [figures[key] for figures, *_ in runs] for key in runs[0][0]}
         curves[name] = [curve for _, *curve in runs]
 
-    table = Table(f"mean ± deviation, {num_seeds} seeds", *results)
+    table = Table(f"{num_seeds} seeds, ± deviation", *results)
     for key in results["float32"]:
         values = [of[key] for of in results.values()]
         table.add_row(key, *(f"{np.mean(of):.2g} ± {np.std(of):.1g}" for of in values))
