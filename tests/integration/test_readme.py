@@ -24,6 +24,10 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py"))
+DRAWN = {  # the examples that print a table and write a picture, and words of that table
+    "quickstart": ["float32", "float16", "scaled", "skipped", "flushed"],
+    "rl": ["float32", "bfloat16", "float16", "KL", "reward", "skipped", "repeated", "lost"],
+}
 
 
 def test_readme_runs():
@@ -95,7 +99,7 @@ def test_readme_has_two_commands():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", [path for path in EXAMPLES if path.stem != "quickstart"], ids=lambda path: path.stem
+    "path", [path for path in EXAMPLES if path.stem not in DRAWN], ids=lambda path: path.stem
 )
 def test_example_runs_and_is_short(path):
     # The one for many hosts has faults to show, and starts processes on one computer.
@@ -105,12 +109,14 @@ def test_example_runs_and_is_short(path):
     assert not jax.config.jax_enable_x64
 
 
-@pytest.mark.slow  # the README's first command
-def test_quickstart_runs_end_to_end(tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_example_runs_end_to_end(name, tmp_path):
     # As a user runs it: it sets XLA flags of its own, before JAX is imported.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     picture = tmp_path / "picture.png"
-    command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--steps", "3"]
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--steps", "3"]
+    command += ["--seeds", "1"] if name == "rl" else []
     result = subprocess.run(
         [*command, "--picture", str(picture)],
         env=environment,
@@ -121,8 +127,12 @@ def test_quickstart_runs_end_to_end(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
-    for word in ("float32", "float16", "scaled", "skipped", "flushed"):
+    for word in DRAWN[name]:
         assert word in result.stdout
+    if name == "rl":  # 8 times with rounding errors of random signs, 3 bits apart
+        figures = json.loads(picture.with_suffix(".json").read_text())
+        (half,), (bfloat,) = (figures[f]["RMS of log(ratio)"] for f in ("float16", "bfloat16"))
+        assert bfloat > 3 * half > 0
 
 
 @pytest.mark.slow
