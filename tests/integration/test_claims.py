@@ -28,7 +28,7 @@ pytestmark = pytest.mark.standard_promotion
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 README = re.sub(r"(?ms)^```.*?^```$", "", (ROOT / "README.md").read_text())
-README = " ".join(README.split())
+README = " ".join(re.sub(r"\]\([^)]*\)", "]", README).split())  # without where links lead
 # Not in a word, such as float16, H100 or GPT-2. 2**15 is one number, and 0 alone is no figure.
 NUMBER = r"(?<![\w.*-])(?!0(?![\w.]))\d+(?:[.,]\d+)*(?:\*\*\d+|e-\d+)?"
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -120,6 +120,16 @@ def decibels():
     return [quickstart(run)[1] for run in ("float32", "float16", "float16, scaled")]
 
 
+def mismatch(name):
+    """What bfloat16 and float16 have of it in the example of reinforcement learning, on average."""
+    runs = json.loads(text("examples/rl.json"))
+    return [np.mean(runs[dtype][name]) for dtype in ("bfloat16", "float16")]
+
+
+def seeds_of_rl():
+    return WORDS[len(json.loads(text("examples/rl.json"))["float16"]["reward, last fifth"])]
+
+
 # From the results.
 
 
@@ -206,6 +216,10 @@ CLAIMS = {
     "from the {}th step on neither": first_judged_step,
     "a mean over {:.1f} million numbers ends": pixels,
     "PSNR of {} dB in float32, {} dB in float16, and {} dB in float16 with a loss scale.": decibels,
+    "by {:.2%} in bfloat16 and by {:.2%} in float16": lambda: mismatch("RMS of log(ratio)"),
+    "at most by {:.0%} and by {:.1%}": lambda: mismatch("largest ratio, less 1"),
+    "(means of {} seeds)": seeds_of_rl,
+    "probabilities differ {:.0f} times less": lambda: np.divide(*mismatch("RMS of log(ratio)")),
     "Python {}, JAX {}, Optax {}, Flax {} (if you use Flax)": oldest_versions,
     "tested up to Python {}, JAX {} and Flax {}.": newest_versions,
     "float16 flushes numbers below {} to zero": lambda: [
