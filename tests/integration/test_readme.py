@@ -1,5 +1,6 @@
 """README and examples do what they say."""
 
+import json
 import os
 import pathlib
 import re
