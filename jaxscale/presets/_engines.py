@@ -28,10 +28,6 @@ def deepspeed(
     compiled step cannot: call `jaxscale.check`.
 
     Args:
-      init_scale: the scale of the first step.
-      scale_window: how many finite steps in a row it takes to grow.
-      min_scale: a backoff ends at least here.
-      delayed_shift: how many non-finite steps it takes to back off.
       consecutive_hysteresis: whether a finite step restores these tolerated steps.
       raise_error_at_min_scale: accepted and ignored: `jaxscale.check` raises if training
         is stuck.
@@ -67,11 +63,6 @@ def colossalai(
     may end at inf for good; here the scale stays.
 
     Args:
-      initial_scale: the scale of the first step.
-      growth_factor: the scale is multiplied by this when it grows.
-      backoff_factor: the scale is multiplied by this when it backs off.
-      growth_interval: how many finite steps in a row it takes to grow.
-      min_scale: a backoff ends at least here; `None` means no minimum.
       max_scale: a growth ends at most here; `None` means no maximum.
       hysteresis: how many non-finite steps it takes to back off; 0 means 1.
     """
@@ -110,9 +101,6 @@ def fairseq(
     `jaxscale.check`.
 
     Args:
-      init_scale: the scale of the first step.
-      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
-      scale_window: how many finite steps in a row it takes to grow.
       tolerance: the rate of non-finite steps at which it backs off.
       threshold: a backoff ends at least here, if it is given.
       min_loss_scale: the same; the larger of the two counts.

@@ -24,11 +24,6 @@ def mindspore(*, scale_value: Any, scale_factor: Any, scale_window: int) -> Pres
 
     The rule of `jmp`, with a minimum of 1. Source: MindSpore 2.10, `mindspore/amp.py`.
     Behaves identically.
-
-    Args:
-      scale_value: the scale of the first step.
-      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
-      scale_window: how many finite steps in a row it takes to grow.
     """
     return _mindspore("presets.mindspore", "scale_value", scale_value, scale_factor, scale_window)
 
@@ -41,11 +36,6 @@ def mindspore_cell(
     The rule of `mindspore`. Source: MindSpore 2.10,
     `mindspore/nn/wrap/loss_scale.py`. What differs: in MindSpore a growth may end at inf
     for good; here the scale stays.
-
-    Args:
-      loss_scale_value: the scale of the first step.
-      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
-      scale_window: how many finite steps in a row it takes to grow.
     """
     return _mindspore(
         "presets.mindspore_cell", "loss_scale_value", loss_scale_value, scale_factor, scale_window
@@ -61,11 +51,6 @@ def mindspore_manager(
     `mindspore/train/loss_scale_manager.py`. What differs: the manager's scale is a Python
     float that can leave float32's range, and the manager raises an error after more than
     1000 non-finite steps in a row. A compiled step cannot: call `jaxscale.check`.
-
-    Args:
-      init_loss_scale: the scale of the first step.
-      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
-      scale_window: how many finite steps in a row it takes to grow.
     """
     return _mindspore(
         "presets.mindspore_manager", "init_loss_scale", init_loss_scale, scale_factor, scale_window
@@ -90,8 +75,6 @@ def mindformers(
     limits, is 1 here, which means the same.
 
     Args:
-      loss_scale_value: the scale of the first step.
-      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
       scale_window: the window to start from; if it is not in the list, the shortest.
       max_scale_window: the longest window.
       min_scale_window: the shortest window, below `max_scale_window`.
@@ -163,13 +146,6 @@ def paddle(
     here it stays within float32's normal numbers.
 
     Args:
-      enable: if it is `False`, nothing is scaled.
-      init_loss_scaling: the scale of the first step.
-      incr_ratio: the scale is multiplied by this when it grows.
-      decr_ratio: the scale is multiplied by this when it backs off.
-      incr_every_n_steps: how many finite steps in a row it takes to grow.
-      decr_every_n_nan_or_inf: how many non-finite steps in a row it takes to back off,
-        each time.
       use_dynamic_loss_scaling: if it is `False`, the scale stays.
     """
     if not enable:
@@ -202,14 +178,6 @@ def paddle_op(
     The rule of `paddle`, with a minimum of 1; a growth that is not finite leaves the scale.
     Source: the CPU kernel of PaddlePaddle 3.3; the defaults are those of
     `paddle.static.amp.decorate`. Behaves identically.
-
-    Args:
-      init_loss_scaling: the scale of the first step.
-      incr_every_n_steps: how many finite steps in a row it takes to grow.
-      decr_every_n_nan_or_inf: how many non-finite steps in a row it takes to back off,
-        each time.
-      incr_ratio: the scale is multiplied by this when it grows.
-      decr_ratio: the scale is multiplied by this when it backs off.
     """
     return dynamic(
         "presets.paddle_op",

@@ -24,13 +24,6 @@ def flax(
     backs off, down to `minimum_scale`. Source: Flax 0.12,
     `flax/training/dynamic_scale.py`. What differs: without a minimum the scale stops at
     float32's smallest normal number; in Flax it becomes 0.
-
-    Args:
-      growth_factor: the scale is multiplied by this when it grows.
-      backoff_factor: the scale is multiplied by this when it backs off.
-      growth_interval: one less than the finite steps in a row that it takes to grow.
-      scale: the scale of the first step.
-      minimum_scale: a backoff ends at least here; `None` means no minimum.
     """
     call = "presets.flax"
     return dynamic(
@@ -56,12 +49,6 @@ def jmp(
     `min_loss_scale`. Source: jmp 0.0.4, `jmp/_src/loss_scale.py`. What differs: in jmp
     `jit` and every tree map reset the minimum to 1; here it keeps its value. The scale is
     a float32 here, and a float16 or bfloat16 `loss_scale` sets its maximum only.
-
-    Args:
-      loss_scale: the scale of the first step.
-      period: how many finite steps in a row it takes to grow.
-      factor: a growth multiplies the scale by this, and a backoff divides it.
-      min_loss_scale: a backoff ends at least here; 0 means no minimum.
     """
     return _jmp("presets.jmp", loss_scale, period, factor, min_loss_scale)
 
@@ -74,12 +61,6 @@ def jamp(
     The rule of `jmp`, of which jamp is a copy that keeps the minimum under `jit`. Source:
     jamp 0.0.6, `jmp/loss_scale.py`. Behaves identically. The scale is a float32 here, and a
     float16 or bfloat16 `loss_scale` sets its maximum only.
-
-    Args:
-      loss_scale: the scale of the first step.
-      period: how many finite steps in a row it takes to grow.
-      factor: a growth multiplies the scale by this, and a backoff divides it.
-      min_loss_scale: a backoff ends at least here; 0 means no minimum.
     """
     return _jmp("presets.jamp", loss_scale, period, factor, min_loss_scale)
 
@@ -94,11 +75,6 @@ def jaxamp(
     `jaxamp/_dynamic_scaler.py`. What differs: in jaxamp the scale has no bounds, and is lost for
     good at inf and at 0; here it stays within float32's normal numbers. jaxamp repeats a step
     that is not finite with the next scale, up to 10 times, even if the loss itself is NaN.
-
-    Args:
-      patience: one less than the finite steps in a row that it takes to grow.
-      adjust_factor: a growth multiplies the scale by this, and a backoff divides it.
-      scaler: the scale of the first step.
     """
     call = "presets.jaxamp"
     return dynamic(
@@ -135,12 +111,6 @@ def mpx(
     `mpx/_loss_scaling.py`. Behaves identically. The scale is a float32 here; if
     `loss_scaling` is a bfloat16 the maximum is 65536, to which bfloat16 rounds 65504, and
     if it is a float16 the scale stays where a growth would overflow.
-
-    Args:
-      loss_scaling: the scale of the first step.
-      min_loss_scaling: each step ends at least here.
-      factor: a growth multiplies the scale by this, and a backoff divides it.
-      period: how many finite steps in a row it takes to grow.
     """
     call = "presets.mpx"
     dtype = getattr(loss_scaling, "dtype", jnp.float32)

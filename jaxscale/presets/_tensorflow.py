@@ -21,9 +21,7 @@ def tensorflow(
     `python/training/experimental/loss_scale.py`. Behaves identically.
 
     Args:
-      initial_loss_scale: the scale of the first step.
       increment_period: how many finite steps in a row it takes to grow; 0 means 1.
-      multiplier: a growth multiplies the scale by this, and a backoff divides it.
     """
     call = "presets.tensorflow"
     return dynamic(
@@ -53,13 +51,6 @@ def tensorflow_contrib(
     `contrib/mixed_precision`. Its documentation says that a backoff below 1 is refused;
     the code backs off to 1. Behaves identically. For its `FixedLossScaleManager`, use
     `FixedLossScale` in a `loss_scaled` optimizer.
-
-    Args:
-      init_loss_scale: the scale of the first step.
-      incr_every_n_steps: how many finite steps in a row it takes to grow.
-      decr_every_n_nan_or_inf: how many non-finite steps it takes to back off.
-      incr_ratio: the scale is multiplied by this when it grows.
-      decr_ratio: the scale is multiplied by this when it backs off.
     """
     return dynamic(
         "presets.tensorflow_contrib",
@@ -120,10 +111,6 @@ def keras(*, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000) -> 
     step halves it. Source: Keras 3.15, `optimizers/loss_scale_optimizer.py`. What
     differs: in Keras the scale has no bounds, and is lost for good at inf and at 0; here
     it stays within float32's normal numbers.
-
-    Args:
-      initial_scale: the scale of the first step.
-      dynamic_growth_steps: how many finite steps in a row it takes to grow.
     """
     return _doubling("presets.keras", initial_scale, dynamic_growth_steps)
 
@@ -145,10 +132,7 @@ def openseq2seq_backoff(
     one step late.
 
     Args:
-      scale_min: the scale never backs off below this.
       scale_max: the scale of the first step, and the largest.
-      step_factor: a growth multiplies the scale by this, and a backoff divides it.
-      step_window: how many finite steps in a row it takes to grow.
     """
     call = "presets.openseq2seq_backoff"
     return dynamic(
