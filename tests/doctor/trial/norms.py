@@ -4,8 +4,7 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from trial_entry import cast, faulty, filled, mean_square, normal, split
+from trial_entry import cast, faulty, filled, mean_square, normal
 
 
 @faulty(source="https://github.com/pytorch/pytorch/issues/66707", kind="overflow", tuned=True)
@@ -22,36 +21,6 @@ def layer_norm(half=jnp.float16):
         return mean_square(y - batch["y"].astype(half))
 
     return loss_fn, params, {"x": normal(1, 3, 4, scale=400.0), "y": normal(2, 3, 8)}
-
-
-@faulty(source="https://github.com/nntrainer/nntrainer/issues/3935", kind="overflow")
-def rms_norm_of_a_sum(half=jnp.float16):
-    """Each square fits, but not their sum."""
-
-    class RMSNorm(nnx.Module):
-        def __init__(self):
-            self.scale = nnx.Param(jnp.ones(64))
-
-        def __call__(self, x):
-            total = jnp.sum(x * x, axis=-1, keepdims=True)  # fault
-            return x * jax.lax.rsqrt(total / x.shape[-1] + 1e-6) * self.scale[...].astype(half)
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Linear(4, 64, dtype=half, rngs=rngs)
-            self.norm = RMSNorm()
-
-        def __call__(self, x):
-            return self.norm(self.embed(x))
-
-    definition, params = split(lambda: Model(nnx.Rngs(0)))
-    batch = {"x": normal(1, 3, 4, scale=120.0), "y": normal(2, 3, 64)}
-
-    def loss_fn(params, batch):
-        y = nnx.merge(definition, params)(batch["x"])
-        return mean_square(y - batch["y"].astype(half))
-
-    return loss_fn, params, batch
 
 
 @faulty(source="https://github.com/deepspeedai/DeepSpeed/issues/581", kind="epsilon", tuned=True)
@@ -174,38 +143,3 @@ def norm_is_inf(half=jnp.float16):
         return mean_square(x.astype(half) @ (p["g"] * p["w"] / norm) - 1)
 
     return loss_fn, params, normal(8, 4, 6)
-
-
-@faulty(source="https://github.com/pytorch/pytorch/issues/4320", kind="underflow")
-def minibatch_deviation(half=jnp.float16):
-    """Squared deviations of 1e-4 are 0, and the derivative of a root at 0 is inf."""
-    params = {"w": normal(9, 3, 2, scale=0.3)}
-
-    def loss_fn(params, x):
-        y = x.astype(half) @ params["w"].astype(half)
-        variance = jnp.mean(jnp.square(y - jnp.mean(y, axis=0)), axis=0)  # fault
-        return mean_square(jnp.sqrt(variance) * 100 - 1)  # fault
-
-    return loss_fn, params, normal(10, 8, 3, scale=3e-4)
-
-
-@faulty(source="https://github.com/huggingface/transformers/pull/46277", kind="overflow")
-def scaled_before_it_is_standardized(half=jnp.float16):
-    """Pooled features times the root of the width, which the next line would make small again."""
-
-    class Pooler(nnx.Module):
-        def __init__(self, rngs):
-            self.layer = nnx.Linear(3, 16, dtype=half, rngs=rngs)
-            self.head = nnx.Linear(16, 1, dtype=half, rngs=rngs)
-
-        def __call__(self, x):
-            pooled = jnp.mean(self.layer(x), axis=1)
-            scaled = pooled * 1152**0.5  # fault
-            return self.head((scaled - 3e4) * 1e-5)
-
-    definition, params = split(lambda: Pooler(nnx.Rngs(3)))
-
-    def loss_fn(params, x):
-        return mean_square(nnx.merge(definition, params)(x) - 1)
-
-    return loss_fn, params, 1200 + normal(11, 2, 5, 3, scale=400.0)
