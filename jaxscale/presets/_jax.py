@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._trees.checks import int32
-from ._common import NO_MAX, NO_MIN, dynamic, factors, floor, number
+from ._common import NO_MAX, NO_MIN, dynamic, floor, number
 from ._rule import PresetLossScale
 
 
@@ -28,8 +28,7 @@ def flax(
     call = "presets.flax"
     return dynamic(
         call,
-        {"init_scale": "scale"},
-        init_scale=scale,
+        scale=scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=int32(call, "growth_interval", growth_interval, least=0) + 1,
@@ -79,10 +78,9 @@ def jaxamp(
     call = "presets.jaxamp"
     return dynamic(
         call,
-        {"init_scale": "scaler"},
-        init_scale=number(scaler),
+        scaler=number(scaler),
         growth_interval=int32(call, "patience", number(patience), least=0) + 1,
-        **factors(call, "adjust_factor", number(adjust_factor)),
+        adjust_factor=number(adjust_factor),
     )
 
 
@@ -91,13 +89,12 @@ def _jmp(
 ) -> PresetLossScale:
     return dynamic(
         call,
-        {"init_scale": "loss_scale", "growth_interval": "period"},
-        init_scale=number(loss_scale),
-        growth_interval=period,
+        loss_scale=number(loss_scale),
+        period=period,
+        factor=factor,
         min_scale=floor(call, "min_loss_scale", number(min_loss_scale)),
         max_scale=_largest(loss_scale),
         clamp="moves",
-        **factors(call, "factor", factor),
     )
 
 
@@ -116,18 +113,13 @@ def mpx(
     dtype = getattr(loss_scaling, "dtype", jnp.float32)
     return dynamic(
         call,
-        {
-            "init_scale": "loss_scaling",
-            "min_scale": "min_loss_scaling",
-            "growth_interval": "period",
-        },
-        init_scale=number(loss_scaling),
-        growth_interval=period,
-        min_scale=number(min_loss_scaling),
+        loss_scaling=number(loss_scaling),
+        period=period,
+        factor=factor,
+        min_loss_scaling=number(min_loss_scaling),
         max_scale=float(jnp.asarray(65504.0, dtype)),
         clip_growth=dtype != jnp.float16,
         clamp="steps",
-        **factors(call, "factor", factor),
     )
 
 

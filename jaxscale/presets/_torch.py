@@ -5,7 +5,7 @@ from typing import Any
 from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
 from .._trees.checks import normal_float32
-from ._common import dynamic, factors, floor
+from ._common import dynamic, floor
 from ._rule import PresetLossScale
 
 
@@ -29,7 +29,6 @@ def torch(
         return NoOpLossScale()
     return dynamic(
         "presets.torch",
-        {},
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
@@ -51,9 +50,6 @@ def apex(
     `max_loss_scale`; a non-finite step halves it, down to `min_loss_scale`. Source:
     NVIDIA/apex, `apex/amp/scaler.py`, before it was removed. Behaves identically:
     `scale_factor` is accepted and ignored, and a start above the maximum is lowered to it.
-
-    Args:
-      scale_factor: accepted and ignored, as in Apex: the factor is always 2.
     """
     call = "presets.apex"
     del scale_factor
@@ -61,9 +57,8 @@ def apex(
     normal_float32(call, "max_loss_scale", max_loss_scale)
     return dynamic(
         call,
-        {"growth_interval": "scale_window"},
         init_scale=min(init_scale, max_loss_scale),
-        growth_interval=scale_window,
+        scale_window=scale_window,
         min_scale=floor(call, "min_loss_scale", min_loss_scale),
         max_scale=max_loss_scale,
         clip_growth=True,
@@ -81,15 +76,13 @@ def apex_fp16_utils(
     same rule. Source: NVIDIA/apex, `apex/fp16_utils/loss_scaler.py`. What differs: Apex's
     scale is a Python float that can leave float32's range; here it stays within.
     """
-    call = "presets.apex_fp16_utils"
     return dynamic(
-        call,
-        {"growth_interval": "scale_window"},
+        "presets.apex_fp16_utils",
         init_scale=init_scale,
-        growth_interval=scale_window,
+        scale_window=scale_window,
+        scale_factor=scale_factor,
         min_scale=1.0,
         clamp="moves",
-        **factors(call, "scale_factor", scale_factor),
     )
 
 
@@ -110,7 +103,6 @@ def apex_hysteresis(
     """
     return dynamic(
         "presets.apex_hysteresis",
-        {},
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
@@ -140,8 +132,7 @@ def megatron(
     """
     return dynamic(
         "presets.megatron",
-        {"init_scale": "initial_scale"},
-        init_scale=initial_scale,
+        initial_scale=initial_scale,
         min_scale=min_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,

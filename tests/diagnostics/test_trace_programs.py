@@ -4,33 +4,19 @@ import dataclasses
 import functools
 
 import jax
-import jax.experimental
-import jax.export
 import jax.numpy as jnp
 import planted
 import pytest
+from planted import DIFFERENTIATED, HALF, new_ref, scaling, trace
 from tables import assert_same_bits, cases
 
 import jaxscale
-from jaxscale import diagnostics
 from jaxscale.diagnostics._trace.backward import TracedBackward
 from jaxscale.diagnostics._trace.interpreter import Interpreter, Value
 from jaxscale.diagnostics._trace.jaxpr import FORWARD
 from jaxscale.diagnostics._trace.plan import Planner
 
 pytestmark = pytest.mark.standard_promotion
-
-HALF = jnp.float16
-DIFFERENTIATED = hasattr(jax, "new_ref")  # newer versions of JAX differentiate refs
-new_ref = jax.new_ref if DIFFERENTIATED else jax.experimental.mutable_array
-
-
-def scaling(loss_scale):
-    return jaxscale.FixedLossScale(loss_scale).init()
-
-
-def trace(fun, *args, loss_scale=2.0**15):
-    return diagnostics.trace(fun, scaling(loss_scale))(*args)
 
 
 def line(name):

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas
-from planted import marked
+from planted import HALF, marked, new_ref, trace
 from tables import cases
-from test_trace_programs import HALF, new_ref, not_differentiated, trace
+from test_trace_programs import not_differentiated
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -25,22 +25,6 @@ def minus_1e9(half=jnp.float16):
     return loss_fn, params, normal(3, 5, 4)
 
 
-@faulty(source="https://github.com/huggingface/transformers/pull/17306", kind="overflow")
-def lowest_number_added(half=jnp.float16):
-    """The lowest finite number plus a score of -20: all keys of a padded query become -inf."""
-    params = {"q": 2 * jnp.eye(4), "k": -2 * jnp.eye(4), "v": normal(2, 4, 4)}
-    valid = jnp.array([[1, 1, 1], [0, 0, 0]], bool)
-
-    def loss_fn(params, x):
-        q, k, v = (x.astype(half) @ params[name].astype(half) for name in "qkv")
-        bias = jnp.where(valid[:, None, :], 0, jnp.finfo(half).min).astype(half)
-        scores = jnp.einsum("bqd,bkd->bqk", q, k) + bias  # fault
-        y = jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), v)
-        return mean_square(y * valid[:, :, None])
-
-    return loss_fn, params, 1.5 + normal(4, 2, 3, 4, scale=0.1)
-
-
 @faulty(source="https://github.com/pytorch/pytorch/issues/41508", kind="input", tuned=True)
 def packed_padding(half=jnp.float16):
     """Packed sequences: the padding belongs to none, so that its row of the mask is empty."""

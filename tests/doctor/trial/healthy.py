@@ -60,17 +60,6 @@ def infinities_in_the_batch(half=jnp.float16):
     return loss_fn, {"w": normal(5, 2, 4)}, batch
 
 
-@healthy(looks="a sure softmax that flushes most of its numbers")
-def sure_softmax(half=jnp.float16):
-    params = {"w": normal(6, 3, 200, scale=12.0), "v": normal(7, 200)}
-
-    def loss_fn(params, x):
-        p = cast(params, half)
-        return mean_square(jax.nn.softmax(x.astype(half) @ p["w"]) @ p["v"])
-
-    return loss_fn, params, normal(8, 4, 3)
-
-
 @healthy(looks="dead ReLU units and dropout: most activations are 0")
 def dropout(half=jnp.float16):
     class Net(nn.Module):
@@ -344,35 +333,6 @@ def online_softmax(half=jnp.float16):
         return mean_square(y / total[:, None])
 
     return loss_fn, params, normal(58, 6, 4)
-
-
-@healthy(looks="a straight-through estimate: the derivative of rounding is 0")
-def straight_through(half=jnp.float16):
-    class Quantizer(nnx.Module):
-        def __init__(self, rngs):
-            self.layer = nnx.Linear(3, 4, dtype=half, rngs=rngs)
-
-        def __call__(self, x):
-            y = self.layer(x) * 4
-            return (y + jax.lax.stop_gradient(jnp.round(y) - y)) / 4
-
-    definition, params = split(lambda: Quantizer(nnx.Rngs(1)))
-
-    def loss_fn(params, x):
-        return mean_square(nnx.merge(definition, params)(x) - 1)
-
-    return loss_fn, params, normal(59, 5, 3)
-
-
-@healthy(looks="parameters that are kept in half precision")
-def half_parameters(half=jnp.float16):
-    params = cast({"w": normal(60, 3, 4), "b": jnp.zeros(4), "v": normal(61, 4)}, half)
-
-    def loss_fn(params, x):
-        h = jax.nn.silu(x.astype(half) @ params["w"] + params["b"])
-        return mean_square(h @ params["v"] - 1)
-
-    return loss_fn, params, normal(62, 5, 3)
 
 
 @healthy(looks="routing by the largest score, with -inf for the experts that are full")

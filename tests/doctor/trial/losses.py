@@ -61,27 +61,6 @@ def focal_loss(half=jnp.float16):
     return loss_fn, params, jnp.array([[1.0, 0.5], [-1.0, 0.2], [3.0, 3.5]])
 
 
-@faulty(source="https://github.com/radixark/miles/pull/1363", kind="overflow")
-def policy_ratio(half=jnp.float16):
-    """PPO: the ratio of an unlikely action is inf, and its advantage is 0."""
-    params = {"w": jnp.array([[1.0, 6.0], [0.5, -2.0]])}
-    batch = {
-        "x": jnp.array([[0.2, 1.0], [1.0, 0.1], [2.0, 0.0]]),
-        "old": jnp.array([-0.5, -0.7, -13.0]),
-        "advantage": jnp.array([0.5, -0.3, 0.0]),
-    }
-
-    def loss_fn(params, batch):
-        logits = batch["x"].astype(half) @ params["w"].astype(half)
-        new = jax.nn.log_softmax(logits)[:, 1]
-        advantage = batch["advantage"].astype(half)
-        ratio = jnp.exp(new - batch["old"].astype(half))  # fault
-        clipped = jnp.clip(ratio, 0.8, 1.2) * advantage
-        return -jnp.mean(jnp.minimum(ratio * advantage, clipped).astype(jnp.float32))
-
-    return loss_fn, params, batch
-
-
 @faulty(source="https://github.com/OpenRLHF/OpenRLHF/pull/1335", kind="backward")
 def clipped_divergence(half=jnp.float16):
     """The k3 estimate of the KL divergence is clipped after the exponential: inf in the forward
@@ -147,18 +126,6 @@ def entropy_bonus(half=jnp.float16):
         return -jnp.mean(entropy.astype(jnp.float32))
 
     return loss_fn, params, jnp.array([[0.1, 0.2], [1500.0, -1000.0]])
-
-
-@faulty(source="https://github.com/tracel-ai/burn/issues/5373", kind="overflow")
-def softplus_by_hand(half=jnp.float16):
-    params = {"w": jnp.array([4.0, 2.0]), "b": jnp.array(1.0)}
-
-    def loss_fn(params, x):
-        p = cast(params, half)
-        density = jnp.log(1 + jnp.exp(x.astype(half) @ p["w"] + p["b"]))  # fault
-        return jnp.mean((1 - jnp.exp(-density)).astype(jnp.float32))
-
-    return loss_fn, params, jnp.array([[0.1, -0.4], [2.5, 1.0], [-1.0, 0.3]])
 
 
 @faulty(source="https://github.com/kscalelabs/minppo/pull/19", kind="underflow")

@@ -28,24 +28,6 @@ def rotary(half=jnp.float16):
     return loss_fn, params, batch | {"position": jnp.array([1, 1030, 2051, 2555, 3001, 3997])}
 
 
-@faulty(source="https://github.com/hpcaitech/Open-Sora/pull/523", kind="overflow")
-def resolution(half=jnp.float16):
-    """The number of pixels of an image of 1024 by 1024, in half precision."""
-    params = {"w": normal(7, 2, 4), "v": normal(8, 4)}
-
-    def loss_fn(params, batch):
-        p, batch = cast(params, half), cast(batch, half)
-        pixels = batch["height"] * batch["width"]  # fault
-        ratio = jnp.sqrt(pixels / 512**2)
-        t = batch["time"]
-        t = ratio * t / (1 + (ratio - 1) * t)
-        features = jnp.stack([t, 1 - t], axis=-1)
-        return mean_square(jnp.tanh(features @ p["w"]) @ p["v"] - 1)
-
-    size = jnp.array([256.0, 128.0, 1024.0])
-    return loss_fn, params, {"height": size, "width": size, "time": jnp.array([0.2, 0.5, 0.9])}
-
-
 @faulty(source="https://github.com/numpy/numpy/issues/24443", kind="rounding")
 def positions_from_a_mask(half=jnp.float16):
     """Positions as the cumulative sum of a mask: beyond 2048 neighbours share one."""
