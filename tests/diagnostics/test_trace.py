@@ -23,10 +23,16 @@ def line(name):
     return planted.marked(name, __file__)
 
 
-def trace_model(model, plant, loss_scale):
+@functools.cache
+def backward_of(model, plant):
     fun = functools.partial(getattr(planted, model), plant=plant)
     args = getattr(planted, f"{model}_case")(*[plant] * (model == "convnet"))
-    return trace(fun, *args, loss_scale=loss_scale, has_aux=model == "convnet")
+    return TracedBackward(fun, args, {}, has_aux=model == "convnet")
+
+
+@functools.cache
+def trace_model(model, plant, loss_scale):
+    return backward_of(model, plant).run(loss_scale).report()  # all scales share the programs
 
 
 MODELS = ["convnet", "rnn"]

@@ -88,7 +88,7 @@ SIZES = st.lists(
     max_size=LENGTH,
 )
 # Each policy is a program of its own.
-FEW = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 3)
+FEW = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 5)
 
 
 @FEW
