@@ -69,7 +69,7 @@ def test_products_are_in_half_precision_and_nothing_that_needs_range_is(name, dt
             assert [kind for kind in kinds if kind != {dtype}] == []
 
 
-@cases("name", PROGRAMS, fast=["attention"])
+@cases("name", PROGRAMS, fast=["custom_vjp"])
 def test_twice_is_once(name):
     fun, args = PROGRAMS[name]
     once = jaxscale.autocast(loss_of(fun))

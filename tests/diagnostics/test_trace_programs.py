@@ -57,10 +57,6 @@ def _nested_jit(x, factor):
     return jax.jit(inner)(x)
 
 
-def _vmap(x, factor):
-    return jax.vmap(lambda x: x * factor)(x)  # plant: vmap
-
-
 def _nested_scan(x, factor):
     def inner(x, t):
         return x * jnp.where(t == 5, factor, 1).astype(HALF), None  # plant: nested_scan
@@ -163,7 +159,7 @@ def _ref_in_a_loop(x, factor):
 HOLDERS = {
     f.__name__.removeprefix("_"): f
     for f in (
-        *(_while, _cond, _remat, _nested_jit, _vmap, _nested_scan),
+        *(_while, _cond, _remat, _nested_jit, _nested_scan),
         *(_custom_jvp, _custom_vjp, _undifferentiated),
         *(_ref, _ref_in_a_call, _ref_in_a_scan, _ref_in_a_loop),
     )
