@@ -74,6 +74,31 @@ def test_it_follows_the_reference_from_its_first_state_and_any_restored_one(poli
     assert tuple(leaf.item() for leaf in policy.init()) == first
 
 
+# With bounds of 4 and 12: the switches, a scale, and what a growth and a backoff make of it.
+AT_BOUNDS = [
+    ({}, 8, 12, 4),
+    ({}, 1, 2, 1),
+    ({}, 64, 64, 32),
+    ({"clip_growth": False}, 8, 8, 4),
+    ({"clamp": "moves"}, 1, 2, 4),
+    ({"clamp": "moves"}, 64, 12, 32),
+    ({"clamp": "moves", "clip_growth": False}, 64, 64, 32),
+    ({"clamp": "steps"}, 1, 4, 4),
+    ({"clamp": "steps"}, 64, 12, 12),
+]
+
+
+@pytest.mark.parametrize(("switches", "scale", "grown", "lowered"), AT_BOUNDS)
+def test_moves_at_the_bounds(switches, scale, grown, lowered):
+    numbers = {"init_scale": 8, "min_scale": 4, "max_scale": 12, "growth_interval": 1}
+    policies = [presets.PresetLossScale(**numbers, **switches)]
+    policies += [] if switches else [jaxscale.DynamicLossScale(**numbers)]
+    for policy in policies:
+        state = policy.init()._replace(loss_scale=jnp.array(scale, jnp.float32))
+        assert policy.adjust(state, True).loss_scale == grown
+        assert policy.adjust(state, False).loss_scale == lowered
+
+
 def test_an_unusable_restored_scale_heals():
     policy = jaxscale.DynamicLossScale(growth_interval=1)
     for scale, finite in itertools.product([0.0, -1.0, np.inf, np.nan], [True, False]):
