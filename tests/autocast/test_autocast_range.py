@@ -169,9 +169,7 @@ def test_gradients_from_several_chains_are_added_in_float32():
         return jnp.sum(1000 * jnp.exp(y)) - jnp.sum(1000.5 * jnp.exp(y))
 
     gradient = jax.jit(jax.grad(jaxscale.autocast(fun)))(jnp.ones((2, 2)))
-    np.testing.assert_allclose(
-        gradient, -0.5 * np.e, rtol=2e-3
-    )  # the spacing of halves: 2
+    np.testing.assert_allclose(gradient, -0.5 * np.e, rtol=2e-3)  # the spacing of halves: 2
 
 
 def test_the_gradient_of_a_bias_is_added_in_float32():
