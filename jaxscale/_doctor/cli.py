@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         "--quick",
         action="store_true",
         help="only look for what is not finite, for the largest loss scale, and for what limits "
-        "it: no comparison with float32, no remedies, no report; in about two fifths of the time",
+        "it: no comparison with float32, no remedies, no report; in about three fifths of the time",
     )
     doctor.add_argument(
         "--output",

@@ -14,6 +14,24 @@ does.
 
 The tests replay, step by step, what 30 versions of these scalers did.
 
+Arguments have the names and defaults of the library. Most mean the same everywhere; a docstring
+explains those that do not, and says in its sentences what else there is:
+
+- `init_scale`, `initial_scale`, `init_loss_scale`, `initial_loss_scale`, `init_loss_scaling`,
+  `loss_scale`, `loss_scale_value`, `loss_scaling`, `scale_value`, `scaler`, `scale`: the scale of
+  the first step;
+- `growth_interval`, `scale_window`, `incr_every_n_steps`, `dynamic_growth_steps`, `period`,
+  `step_window`: how many finite steps in a row it takes to grow;
+- `growth_factor`, `incr_ratio`: the scale is multiplied by this when it grows;
+- `backoff_factor`, `decr_ratio`: the scale is multiplied by this when it backs off;
+- `factor`, `scale_factor`, `step_factor`, `multiplier`, `adjust_factor`: a growth multiplies the
+  scale by this, and a backoff divides it;
+- `min_scale`, `minimum_scale`, `min_loss_scale`, `scale_min`: a backoff ends at least here; `None`
+  and 0 mean no minimum;
+- `hysteresis`, `delayed_shift`, `decr_every_n_nan_or_inf`: how many non-finite steps it takes to
+  back off;
+- `enable`, `enabled`: if it is `False`, nothing is scaled.
+
 A preset has the rule of its library, but not its defects. The following are not
 reproduced; each shows in the traces, or in a test that `test_user_reports.py` lists:
 

@@ -12,6 +12,19 @@ from ._rule import PresetLossScale
 NO_MIN = float(jnp.finfo(jnp.float32).smallest_normal)
 NO_MAX = float(jnp.finfo(jnp.float32).max)
 
+# What libraries call the arguments of `PresetLossScale`; and a factor that grows and backs off.
+_NAMES = {
+    "init_scale": "initial_scale init_loss_scale initial_loss_scale init_loss_scaling loss_scale "
+    "loss_scale_value loss_scaling scale_value scaler scale scale_max",
+    "growth_factor": "incr_ratio",
+    "backoff_factor": "decr_ratio",
+    "growth_interval": "scale_window incr_every_n_steps dynamic_growth_steps period step_window",
+    "hysteresis": "delayed_shift decr_every_n_nan_or_inf",
+    "min_scale": "scale_min min_loss_scaling",
+}
+_FIELDS = {name: field for field, names in _NAMES.items() for name in names.split()}
+_FACTORS = ("factor", "scale_factor", "step_factor", "multiplier", "adjust_factor")
+
 _CHECKS = {
     "init_scale": normal_float32,
     "growth_factor": growth_factor,
@@ -23,20 +36,22 @@ _CHECKS = {
 }
 
 
-def dynamic(call: str, names: dict[str, str], **arguments: Any) -> PresetLossScale:
+def dynamic(call: str, **arguments: Any) -> PresetLossScale:
     """Returns a policy, or raises an error that names the arguments of the preset.
 
     Args:
       call: the preset, for errors.
-      names: what the preset calls an argument of `PresetLossScale`, if the names differ.
-      **arguments: arguments of `PresetLossScale`. The defaults here are those of most
-        libraries: no bounds, and a growth that would leave float32 keeps the scale.
+      **arguments: arguments of `PresetLossScale`, under the names of the library. The defaults are
+        those of most libraries: no bounds, and a growth that would leave float32 keeps the scale.
     """
+    fields: dict[str, Any] = {"min_scale": NO_MIN, "max_scale": NO_MAX, "clip_growth": False}
     for name, value in arguments.items():
-        if name in _CHECKS:
-            _CHECKS[name](call, names.get(name, name), value)
-    unbounded = {"min_scale": NO_MIN, "max_scale": NO_MAX, "clip_growth": False}
-    return PresetLossScale(**(unbounded | arguments))
+        field = _FIELDS.get(name, name)
+        if name in _FACTORS:
+            fields |= factors(call, name, value)
+        else:
+            fields[field] = _CHECKS[field](call, name, value) if field in _CHECKS else value
+    return PresetLossScale(**fields)
 
 
 def factors(call: str, name: str, value: Any) -> dict[str, float]:

@@ -25,25 +25,15 @@ def deepspeed(
     halves it, down to `min_scale`. Source: DeepSpeed, `runtime/fp16/loss_scaler.py`,
     whose factor is fixed. What differs: DeepSpeed's scale is a Python float that can
     leave float32's range, and by default DeepSpeed raises an error at the minimum. A
-    compiled step cannot: call `jaxscale.check`.
-
-    Args:
-      init_scale: the scale of the first step.
-      scale_window: how many finite steps in a row it takes to grow.
-      min_scale: a backoff ends at least here.
-      delayed_shift: how many non-finite steps it takes to back off.
-      consecutive_hysteresis: whether a finite step restores these tolerated steps.
-      raise_error_at_min_scale: accepted and ignored: `jaxscale.check` raises if training
-        is stuck.
+    compiled step cannot, so `raise_error_at_min_scale` is ignored: call `jaxscale.check`.
     """
     del raise_error_at_min_scale
     return dynamic(
         "presets.deepspeed",
-        {"growth_interval": "scale_window", "hysteresis": "delayed_shift"},
         init_scale=init_scale,
-        growth_interval=scale_window,
+        scale_window=scale_window,
         min_scale=min_scale,
-        hysteresis=delayed_shift,
+        delayed_shift=delayed_shift,
         refill_on_finite=bool(consecutive_hysteresis),
         growth_delay=1,
         clamp="moves",
@@ -64,22 +54,13 @@ def colossalai(
 
     The rule of `megatron` with optional bounds. Source: hpcaitech/ColossalAI,
     `amp/naive_amp/grad_scaler`. What differs: in ColossalAI, without a maximum, a growth
-    may end at inf for good; here the scale stays.
-
-    Args:
-      initial_scale: the scale of the first step.
-      growth_factor: the scale is multiplied by this when it grows.
-      backoff_factor: the scale is multiplied by this when it backs off.
-      growth_interval: how many finite steps in a row it takes to grow.
-      min_scale: a backoff ends at least here; `None` means no minimum.
-      max_scale: a growth ends at most here; `None` means no maximum.
-      hysteresis: how many non-finite steps it takes to back off; 0 means 1.
+    may end at inf for good; here the scale stays. With `None` for `max_scale` there is none,
+    and a `hysteresis` of 0 means 1.
     """
     call = "presets.colossalai"
     return dynamic(
         call,
-        {"init_scale": "initial_scale"},
-        init_scale=initial_scale,
+        initial_scale=initial_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
@@ -106,16 +87,8 @@ def fairseq(
     step divides it, down to `threshold`, if the rate of such steps has reached
     `tolerance`. Source: facebookresearch/fairseq, `optim/dynamic_loss_scaler.py`.
     What differs: fairseq's scale is a Python float that can leave float32's range, and
-    fairseq raises an error when it reaches `min_loss_scale`. Here that is a floor: call
-    `jaxscale.check`.
-
-    Args:
-      init_scale: the scale of the first step.
-      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
-      scale_window: how many finite steps in a row it takes to grow.
-      tolerance: the rate of non-finite steps at which it backs off.
-      threshold: a backoff ends at least here, if it is given.
-      min_loss_scale: the same; the larger of the two counts.
+    fairseq raises an error when it reaches `min_loss_scale`. Here that is a floor, like
+    `threshold`, and the larger of the two counts: call `jaxscale.check`.
     """
     call = "presets.fairseq"
     for name, value in {"threshold": threshold, "min_loss_scale": min_loss_scale}.items():

@@ -7,16 +7,8 @@ from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.gradual import GradualLossScale
 from .._policies.window import WindowLossScale
 from .._trees.checks import int32
-from ._common import dynamic, factors
+from ._common import dynamic
 from ._rule import PresetLossScale
-
-_PADDLE = {
-    "init_scale": "init_loss_scaling",
-    "growth_factor": "incr_ratio",
-    "backoff_factor": "decr_ratio",
-    "growth_interval": "incr_every_n_steps",
-    "hysteresis": "decr_every_n_nan_or_inf",
-}
 
 
 def mindspore(*, scale_value: Any, scale_factor: Any, scale_window: int) -> PresetLossScale:
@@ -24,13 +16,8 @@ def mindspore(*, scale_value: Any, scale_factor: Any, scale_window: int) -> Pres
 
     The rule of `jmp`, with a minimum of 1. Source: MindSpore 2.10, `mindspore/amp.py`.
     Behaves identically.
-
-    Args:
-      scale_value: the scale of the first step.
-      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
-      scale_window: how many finite steps in a row it takes to grow.
     """
-    return _mindspore("presets.mindspore", "scale_value", scale_value, scale_factor, scale_window)
+    return _mindspore("presets.mindspore", scale_factor, scale_window, scale_value=scale_value)
 
 
 def mindspore_cell(
@@ -41,15 +28,9 @@ def mindspore_cell(
     The rule of `mindspore`. Source: MindSpore 2.10,
     `mindspore/nn/wrap/loss_scale.py`. What differs: in MindSpore a growth may end at inf
     for good; here the scale stays.
-
-    Args:
-      loss_scale_value: the scale of the first step.
-      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
-      scale_window: how many finite steps in a row it takes to grow.
     """
-    return _mindspore(
-        "presets.mindspore_cell", "loss_scale_value", loss_scale_value, scale_factor, scale_window
-    )
+    call = "presets.mindspore_cell"
+    return _mindspore(call, scale_factor, scale_window, loss_scale_value=loss_scale_value)
 
 
 def mindspore_manager(
@@ -61,15 +42,9 @@ def mindspore_manager(
     `mindspore/train/loss_scale_manager.py`. What differs: the manager's scale is a Python
     float that can leave float32's range, and the manager raises an error after more than
     1000 non-finite steps in a row. A compiled step cannot: call `jaxscale.check`.
-
-    Args:
-      init_loss_scale: the scale of the first step.
-      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
-      scale_window: how many finite steps in a row it takes to grow.
     """
-    return _mindspore(
-        "presets.mindspore_manager", "init_loss_scale", init_loss_scale, scale_factor, scale_window
-    )
+    call = "presets.mindspore_manager"
+    return _mindspore(call, scale_factor, scale_window, init_loss_scale=init_loss_scale)
 
 
 def mindformers(
@@ -84,17 +59,11 @@ def mindformers(
 
     The rule of `mindspore_cell`, but the window moves along a list from `min_scale_window` to
     `max_scale_window`: with each third growth to the next longer one, and with the third
-    non-finite step without a growth between them to 1. Source: MindFormers,
+    non-finite step without a growth between them to 1. It starts at `scale_window`, or at the
+    shortest if that is not in the list. Source: MindFormers,
     `mindformers/wrapper/adaptive_loss_scale.py`. What differs: in MindFormers a growth may end
     at inf for good; here the scale stays. A window of 0, which MindFormers makes for some
     limits, is 1 here, which means the same.
-
-    Args:
-      loss_scale_value: the scale of the first step.
-      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
-      scale_window: the window to start from; if it is not in the list, the shortest.
-      max_scale_window: the longest window.
-      min_scale_window: the shortest window, below `max_scale_window`.
     """
     call = "presets.mindformers"
     int32(call, "scale_window", scale_window)
@@ -106,7 +75,7 @@ def mindformers(
             "For one window, use `presets.mindspore_cell`."
         )
     # Checked under the names of this preset, with the bounds that both have.
-    rule = _mindspore(call, "loss_scale_value", loss_scale_value, scale_factor, 1)
+    rule = _mindspore(call, scale_factor, 1, loss_scale_value=loss_scale_value)
     windows = _windows(longest, shortest)
     return WindowLossScale(
         init_scale=rule.init_scale,
@@ -131,17 +100,10 @@ def _windows(longest: int, shortest: int) -> tuple[int, ...]:
     return tuple(reversed(windows))
 
 
-def _mindspore(call: str, name: str, init: Any, factor: Any, window: Any) -> PresetLossScale:
+def _mindspore(call: str, factor: Any, window: Any, **scale: Any) -> PresetLossScale:
     """Returns the rule that the three scalers of MindSpore share."""
-    return dynamic(
-        call,
-        {"init_scale": name, "growth_interval": "scale_window"},
-        init_scale=init,
-        growth_interval=window,
-        min_scale=1.0,
-        clamp="moves",
-        **factors(call, "scale_factor", factor),
-    )
+    window = {"scale_window": window, "scale_factor": factor}
+    return dynamic(call, **scale, **window, min_scale=1.0, clamp="moves")
 
 
 def paddle(
@@ -158,19 +120,9 @@ def paddle(
 
     After `incr_every_n_steps` finite steps in a row the scale grows; after
     `decr_every_n_nan_or_inf` non-finite steps in a row (Paddle's documentation says
-    something else) it backs off. Source: PaddlePaddle 3.3, `paddle/amp/grad_scaler.py`.
-    What differs: in Paddle the scale has no bounds, and is lost for good at inf and at 0;
-    here it stays within float32's normal numbers.
-
-    Args:
-      enable: if it is `False`, nothing is scaled.
-      init_loss_scaling: the scale of the first step.
-      incr_ratio: the scale is multiplied by this when it grows.
-      decr_ratio: the scale is multiplied by this when it backs off.
-      incr_every_n_steps: how many finite steps in a row it takes to grow.
-      decr_every_n_nan_or_inf: how many non-finite steps in a row it takes to back off,
-        each time.
-      use_dynamic_loss_scaling: if it is `False`, the scale stays.
+    something else) it backs off. Without `use_dynamic_loss_scaling` it stays. Source:
+    PaddlePaddle 3.3, `paddle/amp/grad_scaler.py`. What differs: in Paddle the scale has no
+    bounds, and is lost for good at inf and at 0; here it stays within float32's normal numbers.
     """
     if not enable:
         return NoOpLossScale()
@@ -178,12 +130,11 @@ def paddle(
         return FixedLossScale(init_loss_scaling)
     return dynamic(
         "presets.paddle",
-        _PADDLE,
-        init_scale=init_loss_scaling,
-        growth_factor=incr_ratio,
-        backoff_factor=decr_ratio,
-        growth_interval=incr_every_n_steps,
-        hysteresis=decr_every_n_nan_or_inf,
+        init_loss_scaling=init_loss_scaling,
+        incr_ratio=incr_ratio,
+        decr_ratio=decr_ratio,
+        incr_every_n_steps=incr_every_n_steps,
+        decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
         refill_on_finite=True,
         refill_on_backoff=True,
     )
@@ -202,23 +153,14 @@ def paddle_op(
     The rule of `paddle`, with a minimum of 1; a growth that is not finite leaves the scale.
     Source: the CPU kernel of PaddlePaddle 3.3; the defaults are those of
     `paddle.static.amp.decorate`. Behaves identically.
-
-    Args:
-      init_loss_scaling: the scale of the first step.
-      incr_every_n_steps: how many finite steps in a row it takes to grow.
-      decr_every_n_nan_or_inf: how many non-finite steps in a row it takes to back off,
-        each time.
-      incr_ratio: the scale is multiplied by this when it grows.
-      decr_ratio: the scale is multiplied by this when it backs off.
     """
     return dynamic(
         "presets.paddle_op",
-        _PADDLE,
-        init_scale=init_loss_scaling,
-        growth_factor=incr_ratio,
-        backoff_factor=decr_ratio,
-        growth_interval=incr_every_n_steps,
-        hysteresis=decr_every_n_nan_or_inf,
+        init_loss_scaling=init_loss_scaling,
+        incr_ratio=incr_ratio,
+        decr_ratio=decr_ratio,
+        incr_every_n_steps=incr_every_n_steps,
+        decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
         refill_on_finite=True,
         refill_on_backoff=True,
         min_scale=1.0,

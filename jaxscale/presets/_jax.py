@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._trees.checks import int32
-from ._common import NO_MAX, NO_MIN, dynamic, factors, floor, number
+from ._common import NO_MAX, NO_MIN, dynamic, floor, number
 from ._rule import PresetLossScale
 
 
@@ -24,19 +24,11 @@ def flax(
     backs off, down to `minimum_scale`. Source: Flax 0.12,
     `flax/training/dynamic_scale.py`. What differs: without a minimum the scale stops at
     float32's smallest normal number; in Flax it becomes 0.
-
-    Args:
-      growth_factor: the scale is multiplied by this when it grows.
-      backoff_factor: the scale is multiplied by this when it backs off.
-      growth_interval: one less than the finite steps in a row that it takes to grow.
-      scale: the scale of the first step.
-      minimum_scale: a backoff ends at least here; `None` means no minimum.
     """
     call = "presets.flax"
     return dynamic(
         call,
-        {"init_scale": "scale"},
-        init_scale=scale,
+        scale=scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=int32(call, "growth_interval", growth_interval, least=0) + 1,
@@ -56,12 +48,6 @@ def jmp(
     `min_loss_scale`. Source: jmp 0.0.4, `jmp/_src/loss_scale.py`. What differs: in jmp
     `jit` and every tree map reset the minimum to 1; here it keeps its value. The scale is
     a float32 here, and a float16 or bfloat16 `loss_scale` sets its maximum only.
-
-    Args:
-      loss_scale: the scale of the first step.
-      period: how many finite steps in a row it takes to grow.
-      factor: a growth multiplies the scale by this, and a backoff divides it.
-      min_loss_scale: a backoff ends at least here; 0 means no minimum.
     """
     return _jmp("presets.jmp", loss_scale, period, factor, min_loss_scale)
 
@@ -74,12 +60,6 @@ def jamp(
     The rule of `jmp`, of which jamp is a copy that keeps the minimum under `jit`. Source:
     jamp 0.0.6, `jmp/loss_scale.py`. Behaves identically. The scale is a float32 here, and a
     float16 or bfloat16 `loss_scale` sets its maximum only.
-
-    Args:
-      loss_scale: the scale of the first step.
-      period: how many finite steps in a row it takes to grow.
-      factor: a growth multiplies the scale by this, and a backoff divides it.
-      min_loss_scale: a backoff ends at least here; 0 means no minimum.
     """
     return _jmp("presets.jamp", loss_scale, period, factor, min_loss_scale)
 
@@ -94,19 +74,13 @@ def jaxamp(
     `jaxamp/_dynamic_scaler.py`. What differs: in jaxamp the scale has no bounds, and is lost for
     good at inf and at 0; here it stays within float32's normal numbers. jaxamp repeats a step
     that is not finite with the next scale, up to 10 times, even if the loss itself is NaN.
-
-    Args:
-      patience: one less than the finite steps in a row that it takes to grow.
-      adjust_factor: a growth multiplies the scale by this, and a backoff divides it.
-      scaler: the scale of the first step.
     """
     call = "presets.jaxamp"
     return dynamic(
         call,
-        {"init_scale": "scaler"},
-        init_scale=number(scaler),
+        scaler=number(scaler),
         growth_interval=int32(call, "patience", number(patience), least=0) + 1,
-        **factors(call, "adjust_factor", number(adjust_factor)),
+        adjust_factor=number(adjust_factor),
     )
 
 
@@ -115,13 +89,12 @@ def _jmp(
 ) -> PresetLossScale:
     return dynamic(
         call,
-        {"init_scale": "loss_scale", "growth_interval": "period"},
-        init_scale=number(loss_scale),
-        growth_interval=period,
+        loss_scale=number(loss_scale),
+        period=period,
+        factor=factor,
         min_scale=floor(call, "min_loss_scale", number(min_loss_scale)),
         max_scale=_largest(loss_scale),
         clamp="moves",
-        **factors(call, "factor", factor),
     )
 
 
@@ -135,29 +108,18 @@ def mpx(
     `mpx/_loss_scaling.py`. Behaves identically. The scale is a float32 here; if
     `loss_scaling` is a bfloat16 the maximum is 65536, to which bfloat16 rounds 65504, and
     if it is a float16 the scale stays where a growth would overflow.
-
-    Args:
-      loss_scaling: the scale of the first step.
-      min_loss_scaling: each step ends at least here.
-      factor: a growth multiplies the scale by this, and a backoff divides it.
-      period: how many finite steps in a row it takes to grow.
     """
     call = "presets.mpx"
     dtype = getattr(loss_scaling, "dtype", jnp.float32)
     return dynamic(
         call,
-        {
-            "init_scale": "loss_scaling",
-            "min_scale": "min_loss_scaling",
-            "growth_interval": "period",
-        },
-        init_scale=number(loss_scaling),
-        growth_interval=period,
-        min_scale=number(min_loss_scaling),
+        loss_scaling=number(loss_scaling),
+        period=period,
+        factor=factor,
+        min_loss_scaling=number(min_loss_scaling),
         max_scale=float(jnp.asarray(65504.0, dtype)),
         clip_growth=dtype != jnp.float16,
         clamp="steps",
-        **factors(call, "factor", factor),
     )
 
 

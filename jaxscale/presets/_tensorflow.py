@@ -5,8 +5,8 @@ from typing import Any
 from .._policies.base import LossScale
 from .._policies.fixed import FixedLossScale
 from .._policies.logmax import LogMaxLossScale
-from .._trees.checks import int32
-from ._common import dynamic, factors, steps
+from . import _common
+from ._common import dynamic, steps
 from ._rule import PresetLossScale
 
 
@@ -15,25 +15,19 @@ def tensorflow(
 ) -> PresetLossScale:
     """Returns the rule of `tf.mixed_precision.experimental.DynamicLossScale`.
 
-    After `increment_period` finite steps in a row the scale is multiplied, and stays if
-    the product is not finite; a non-finite step divides it, down to 1. Also
+    After `increment_period` finite steps in a row (0 means 1) the scale is multiplied, and
+    stays if the product is not finite; a non-finite step divides it, down to 1. Also
     `tf.compat.v1.mixed_precision`. Source: TensorFlow 2.21,
     `python/training/experimental/loss_scale.py`. Behaves identically.
-
-    Args:
-      initial_loss_scale: the scale of the first step.
-      increment_period: how many finite steps in a row it takes to grow; 0 means 1.
-      multiplier: a growth multiplies the scale by this, and a backoff divides it.
     """
     call = "presets.tensorflow"
     return dynamic(
         call,
-        {"init_scale": "initial_loss_scale"},
-        init_scale=initial_loss_scale,
+        initial_loss_scale=initial_loss_scale,
         growth_interval=steps(call, "increment_period", increment_period),
         min_scale=1.0,
+        multiplier=multiplier,
         clamp="moves",
-        **factors(call, "multiplier", multiplier),
     )
 
 
@@ -53,28 +47,14 @@ def tensorflow_contrib(
     `contrib/mixed_precision`. Its documentation says that a backoff below 1 is refused;
     the code backs off to 1. Behaves identically. For its `FixedLossScaleManager`, use
     `FixedLossScale` in a `loss_scaled` optimizer.
-
-    Args:
-      init_loss_scale: the scale of the first step.
-      incr_every_n_steps: how many finite steps in a row it takes to grow.
-      decr_every_n_nan_or_inf: how many non-finite steps it takes to back off.
-      incr_ratio: the scale is multiplied by this when it grows.
-      decr_ratio: the scale is multiplied by this when it backs off.
     """
     return dynamic(
         "presets.tensorflow_contrib",
-        {
-            "init_scale": "init_loss_scale",
-            "growth_interval": "incr_every_n_steps",
-            "hysteresis": "decr_every_n_nan_or_inf",
-            "growth_factor": "incr_ratio",
-            "backoff_factor": "decr_ratio",
-        },
-        init_scale=init_loss_scale,
-        growth_interval=incr_every_n_steps,
-        hysteresis=decr_every_n_nan_or_inf,
-        growth_factor=incr_ratio,
-        backoff_factor=decr_ratio,
+        init_loss_scale=init_loss_scale,
+        incr_every_n_steps=incr_every_n_steps,
+        decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
+        incr_ratio=incr_ratio,
+        decr_ratio=decr_ratio,
         refill_on_backoff=True,
         min_scale=1.0,
         clamp="moves",
@@ -104,10 +84,10 @@ def tf_keras(
                 f"and no `dynamic_growth_steps`, got {initial_scale} and {dynamic_growth_steps}."
             )
         return FixedLossScale(initial_scale)
-    return _doubling(
+    return _common.dynamic(
         "presets.tf_keras",
-        2.0**15 if initial_scale is None else initial_scale,
-        2000 if dynamic_growth_steps is None else dynamic_growth_steps,
+        initial_scale=2.0**15 if initial_scale is None else initial_scale,
+        dynamic_growth_steps=2000 if dynamic_growth_steps is None else dynamic_growth_steps,
         min_scale=1.0,
         clamp="moves",
     )
@@ -120,12 +100,10 @@ def keras(*, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000) -> 
     step halves it. Source: Keras 3.15, `optimizers/loss_scale_optimizer.py`. What
     differs: in Keras the scale has no bounds, and is lost for good at inf and at 0; here
     it stays within float32's normal numbers.
-
-    Args:
-      initial_scale: the scale of the first step.
-      dynamic_growth_steps: how many finite steps in a row it takes to grow.
     """
-    return _doubling("presets.keras", initial_scale, dynamic_growth_steps)
+    return dynamic(
+        "presets.keras", initial_scale=initial_scale, dynamic_growth_steps=dynamic_growth_steps
+    )
 
 
 def openseq2seq_backoff(
@@ -143,23 +121,15 @@ def openseq2seq_backoff(
     `optimizers/automatic_loss_scaler.py`; other revisions start at 2**24. What differs:
     OpenSeq2Seq does not order the step counter and its readers, so that a growth may come
     one step late.
-
-    Args:
-      scale_min: the scale never backs off below this.
-      scale_max: the scale of the first step, and the largest.
-      step_factor: a growth multiplies the scale by this, and a backoff divides it.
-      step_window: how many finite steps in a row it takes to grow.
     """
-    call = "presets.openseq2seq_backoff"
     return dynamic(
-        call,
-        {"init_scale": "scale_max", "min_scale": "scale_min", "growth_interval": "step_window"},
-        init_scale=scale_max,
-        min_scale=scale_min,
+        "presets.openseq2seq_backoff",
+        scale_max=scale_max,
+        scale_min=scale_min,
         max_scale=scale_max,
-        growth_interval=step_window,
+        step_window=step_window,
+        step_factor=step_factor,
         clip_growth=True,
-        **factors(call, "step_factor", step_factor),
     )
 
 
@@ -198,10 +168,3 @@ def openseq2seq_logmax(
         beta2=beta2,
         overflow_std_dev=overflow_std_dev,
     )
-
-
-def _doubling(call: str, initial_scale: Any, steps: Any, **kwargs: Any) -> PresetLossScale:
-    """Returns the rule that both Keras presets share: the scale doubles and halves."""
-    int32(call, "dynamic_growth_steps", steps)
-    names = {"init_scale": "initial_scale"}
-    return dynamic(call, names, init_scale=initial_scale, growth_interval=steps, **kwargs)

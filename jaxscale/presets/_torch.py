@@ -5,7 +5,7 @@ from typing import Any
 from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
 from .._trees.checks import normal_float32
-from ._common import dynamic, factors, floor
+from ._common import dynamic, floor
 from ._rule import PresetLossScale
 
 
@@ -24,19 +24,11 @@ def torch(
     `torch/amp/grad_scaler.py`. What differs: in PyTorch the scale has no floor, and at 0
     the parameters become NaN; here it stops at float32's smallest normal number. A
     tracker restored beyond the interval grows at once; in PyTorch it never grows.
-
-    Args:
-      init_scale: the scale of the first step.
-      growth_factor: the scale is multiplied by this when it grows.
-      backoff_factor: the scale is multiplied by this when it backs off.
-      growth_interval: how many finite steps in a row it takes to grow.
-      enabled: if it is `False`, nothing is scaled.
     """
     if not enabled:
         return NoOpLossScale()
     return dynamic(
         "presets.torch",
-        {},
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
@@ -58,13 +50,6 @@ def apex(
     `max_loss_scale`; a non-finite step halves it, down to `min_loss_scale`. Source:
     NVIDIA/apex, `apex/amp/scaler.py`, before it was removed. Behaves identically:
     `scale_factor` is accepted and ignored, and a start above the maximum is lowered to it.
-
-    Args:
-      init_scale: the scale of the first step.
-      scale_factor: accepted and ignored, as in Apex: the factor is always 2.
-      scale_window: how many finite steps in a row it takes to grow.
-      min_loss_scale: a backoff ends at least here; `None` and 0 mean no minimum.
-      max_loss_scale: a growth ends at most here.
     """
     call = "presets.apex"
     del scale_factor
@@ -72,9 +57,8 @@ def apex(
     normal_float32(call, "max_loss_scale", max_loss_scale)
     return dynamic(
         call,
-        {"growth_interval": "scale_window"},
         init_scale=min(init_scale, max_loss_scale),
-        growth_interval=scale_window,
+        scale_window=scale_window,
         min_scale=floor(call, "min_loss_scale", min_loss_scale),
         max_scale=max_loss_scale,
         clip_growth=True,
@@ -91,21 +75,14 @@ def apex_fp16_utils(
     step divides it, down to 1. Its ancestors in Megatron-LM and FP16_Optimizer have the
     same rule. Source: NVIDIA/apex, `apex/fp16_utils/loss_scaler.py`. What differs: Apex's
     scale is a Python float that can leave float32's range; here it stays within.
-
-    Args:
-      init_scale: the scale of the first step.
-      scale_factor: a growth multiplies the scale by this, and a backoff divides it.
-      scale_window: how many finite steps in a row it takes to grow.
     """
-    call = "presets.apex_fp16_utils"
     return dynamic(
-        call,
-        {"growth_interval": "scale_window"},
+        "presets.apex_fp16_utils",
         init_scale=init_scale,
-        growth_interval=scale_window,
+        scale_window=scale_window,
+        scale_factor=scale_factor,
         min_scale=1.0,
         clamp="moves",
-        **factors(call, "scale_factor", scale_factor),
     )
 
 
@@ -123,17 +100,9 @@ def apex_hysteresis(
     one after it, backs off. Source: NVIDIA/apex, `csrc/update_scale_hysteresis.cu`, as
     used in NeMo, whose defaults these are. What differs: the same as in `torch`; and the
     hysteresis tracker stops at 0, where Apex counts on below it.
-
-    Args:
-      init_scale: the scale of the first step.
-      growth_factor: the scale is multiplied by this when it grows.
-      backoff_factor: the scale is multiplied by this when it backs off.
-      growth_interval: how many finite steps in a row it takes to grow.
-      hysteresis: how many non-finite steps in a row it takes to back off.
     """
     return dynamic(
         "presets.apex_hysteresis",
-        {},
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
@@ -160,20 +129,10 @@ def megatron(
     has no defaults, these are the defaults of its command line. What differs: in Megatron
     a growth may end at inf for good; here the scale stays. The hysteresis tracker stops
     at 0.
-
-    Args:
-      initial_scale: the scale of the first step.
-      min_scale: a backoff ends at least here.
-      growth_factor: the scale is multiplied by this when it grows.
-      backoff_factor: the scale is multiplied by this when it backs off.
-      growth_interval: how many finite steps in a row it takes to grow.
-      hysteresis: how many non-finite steps it takes to back off; only a growth restores
-        these tolerated steps.
     """
     return dynamic(
         "presets.megatron",
-        {"init_scale": "initial_scale"},
-        init_scale=initial_scale,
+        initial_scale=initial_scale,
         min_scale=min_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,

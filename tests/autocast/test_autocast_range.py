@@ -163,6 +163,15 @@ def test_what_follows_a_sum_is_half_where_only_products_read_it():
     assert {"float32"} == set().union(*(dtypes(e) for e in eqns if e.primitive.name == "add"))
 
 
+def test_gradients_from_several_chains_are_added_in_float32():
+    def fun(x):
+        y = x @ jnp.eye(2)
+        return jnp.sum(1000 * jnp.exp(y)) - jnp.sum(1000.5 * jnp.exp(y))
+
+    gradient = jax.jit(jax.grad(jaxscale.autocast(fun)))(jnp.ones((2, 2)))
+    np.testing.assert_allclose(gradient, -0.5 * np.e, rtol=2e-3)  # the spacing of halves: 2
+
+
 def test_the_gradient_of_a_bias_is_added_in_float32():
     # 4096 ones: float16 counts to 2048.
     fun = jaxscale.autocast(lambda b, x: jnp.sum(x @ jnp.ones((2, 1)) + b[None]))

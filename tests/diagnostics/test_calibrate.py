@@ -81,28 +81,6 @@ def test_one_program_for_all_passes():
     assert len(list(batches)) == 3  # each is taken only when its turn comes
 
 
-@pytest.mark.slow
-def test_a_run_that_starts_with_it_skips_nothing():
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {"a": jax.random.normal(keys[0], (8, 16)), "b": jax.random.normal(keys[1], (16, 1))}
-
-    def mlp(params, x):
-        half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
-        hidden = jax.nn.relu(x.astype(jnp.float16) @ half["a"])
-        return jnp.mean((hidden @ half["b"]).astype(jnp.float32) ** 2), {"aux": x}
-
-    batches = [jax.random.normal(key, (32, 8)) for key in keys[2:]]
-    found = diagnostics.calibrate(mlp, params, batches, has_aux=True)
-    grad = jax.jit(lambda state, x: jaxscale.grad(mlp, state, has_aux=True)(params, x)[0])
-
-    def finite(k):
-        state = jaxscale.DynamicLossScale(init_scale=2.0**k).init()
-        return all(bool(jaxscale.all_finite(grad(state, x))) for x in batches)
-
-    assert found.init_scale == 2.0 ** max(k for k in range(25) if finite(k))
-    assert 1 < found.init_scale < 2.0**24
-
-
 def test_even_the_least_scale_overflows():
     def fun(w, x):
         return jnp.sqrt(w * x).astype(jnp.float32)  # the gradient is inf where x is 0

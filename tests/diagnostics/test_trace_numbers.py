@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import planted
 import pytest
+from planted import HALF, scaling, trace
 from tables import cases
 
 import jaxscale
@@ -18,16 +19,7 @@ from jaxscale.diagnostics._trace.numbers import lost_values
 
 pytestmark = pytest.mark.standard_promotion
 
-HALF = jnp.float16
 SUBNORMAL = 2.0**-14  # float16 numbers below this are subnormal
-
-
-def scaling(loss_scale=2.0**15):
-    return jaxscale.FixedLossScale(loss_scale).init()
-
-
-def trace(fun, *args, loss_scale=2.0**15, **kwargs):
-    return diagnostics.trace(fun, scaling(loss_scale), **kwargs)(*args)
 
 
 def line(name):

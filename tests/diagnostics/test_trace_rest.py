@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas
-from planted import marked
+from planted import HALF, marked, new_ref, trace
 from tables import cases
-from test_trace_programs import HALF, new_ref, not_differentiated, trace
+from test_trace_programs import not_differentiated
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -18,11 +18,6 @@ pytestmark = pytest.mark.standard_promotion
 
 def _identity_derivative(fun):
     return lambda x: not_differentiated(lambda x, _: fun(x))(x, None)
-
-
-def _scan_of_nothing(x):
-    # Nothing needs what it stacks or scans.
-    return jax.lax.scan(lambda c, t: (c * 2, t + c.sum()), x, jnp.zeros((0, 3), HALF))[0]
 
 
 def _scan_of_no_keys(x):
@@ -56,10 +51,6 @@ def _while_of_no_rounds(x):
     start = (jnp.int32(0), jax.lax.stop_gradient(x))
     same = jax.lax.while_loop(lambda c: c[0] < 0, lambda c: (c[0] - 1, c[1] * 2), start)[1]
     return 2 * x - same
-
-
-def _fori_of_no_rounds(x):
-    return jax.lax.fori_loop(3, 3, lambda _, x: x * 2, x)
 
 
 def _empty_arrays(x):
@@ -144,8 +135,8 @@ REFS += " ref_that_held_nothing" * hasattr(jax, "empty_ref")
 IDENTITIES = {
     name: globals()[f"_{name}"]
     for name in (
-        "scan_of_nothing scan_of_no_keys scans_of_nothing_in_a_scan scan_of_no_rows_of_a_ref "
-        "while_of_no_rounds fori_of_no_rounds empty_arrays branch_past_the_last "
+        "scan_of_no_keys scans_of_nothing_in_a_scan scan_of_no_rows_of_a_ref "
+        "while_of_no_rounds empty_arrays branch_past_the_last "
         f"branch_before_the_first {REFS}"
     ).split()
 }

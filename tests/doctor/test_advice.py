@@ -48,12 +48,6 @@ ADVICE = {
         "For a mask, use -1e4 instead of -1e9",
         "y = jax.nn.softmax(jnp.where(x > 5, x * w, -1e4).astype(HALF)) * w",
     ),
-    "a norm": (
-        "300 * X",
-        "y = x.astype(HALF) * w / jnp.sqrt(jnp.sum((x.astype(HALF) * w) ** 2, 1, keepdims=True))",
-        WIDE,
-        "z = (x.astype(HALF) * w).astype(FULL); y = z / jnp.sqrt(jnp.sum(z**2, 1, keepdims=True))",
-    ),
     "an epsilon": (
         "ROWS",
         "z = x.astype(HALF) * w; y = x * z / (jnp.sum(jnp.abs(z), 1, keepdims=True) + 1e-9)",
@@ -71,12 +65,6 @@ ADVICE = {
         "y = jnp.sqrt(jnp.sum(jnp.square(x * w), axis=1))",
         OTHERS,
         "y = jnp.sqrt(jnp.sum(jnp.square((x * w).astype(FULL)), axis=1) + 1e-3)",
-    ),
-    "a logarithm": (
-        "ROWS",
-        "y = jnp.log(jnp.abs(x.astype(HALF) * w))",
-        OTHERS,  # 1e-6 only fits below a scale of 1
-        "y = jnp.log(jnp.abs(x.astype(HALF) * w).astype(FULL) + 1e-3)",
     ),
     "a negative variance": (
         "jnp.zeros((2, 3))",

@@ -51,6 +51,10 @@ def underflow():
 def tiny():  # gradients that float16 flushes without a loss scale, and keeps with one
     return half(1.0, 2.0**-28)
 
+def uneven():  # one of two leaves loses all without a loss scale, and the other nothing
+    loss_fn, params, batch = tiny()
+    return (lambda params, batch: loss_fn(params, batch) + jnp.sum(params["b"])), params | {"b": jnp.ones(2)}, batch
+
 def summed():  # as a loss over many examples: large gradients, and only a low scale fits
     return half(1.0, 2.0**9)
 
@@ -183,7 +187,9 @@ CASES = {
         ["Problems"],
     ),
     "tiny at 1": (["--loss-scale", "1"], 1, ["It needs a loss scale: without one 100%"], ["Nothing"]),
-    "tiny at 8": (["--loss-scale", "8"], 1, ["Loss scale 2**3 is too low: there"], ["Nothing"]),
+    "uneven at 8": (
+        ["--loss-scale", "8"], 1, ["Loss scale 2**3 is too low: there 50.0% of the nonzero gradients become 0 (100% in w)"], ["Nothing"]
+    ),
     "tiny at 2**20": (["--loss-scale", str(2**20)], 0, ["Loss scale 2**20 is high enough", "to the last bit"], []),
     "fine at 2**20": (
         ["--loss-scale", str(2**20)], 1,
@@ -276,7 +282,7 @@ CASES = {
 }  # fmt: skip
 
 
-@cases("name", CASES, fast=["rounded in float16", "tiny at 8", "confident with --quick"])
+@cases("name", CASES, fast=["rounded in float16", "uneven at 8", "confident with --quick"])
 def test_it_says_what_is_wrong_and_where(name, models, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take time
     options, expected, says, says_not = CASES[name]

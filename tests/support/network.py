@@ -57,12 +57,7 @@ def create(tx):
 
 def kept(state):
     """What a bad batch must leave no trace in: all but the scale and the counters."""
-    return *trained(state), state.batch_stats, state.ema
-
-
-def trained(state):
-    """What a good micro-batch must leave no trace in, either, if its window is dropped."""
-    return state.params, state.opt_state.inner_state, state.step
+    return state.params, state.opt_state.inner_state, state.step, state.batch_stats, state.ema
 
 
 def train_step(state, images, labels, fault, *, micro_batches=1, axis_name=None):
@@ -105,7 +100,7 @@ def train_step(state, images, labels, fault, *, micro_batches=1, axis_name=None)
     return state, {"finite": finite(state), "loss": loss, **jaxscale.metrics(state)}
 
 
-def same_bits(first, second, *, kept):
+def same_bits(first, second):
     """Whether two states are the same in what must not change."""
 
     def bits(leaf):
@@ -127,20 +122,15 @@ def mesh():
     return Mesh(np.array(jax.devices("cpu")), (AXIS,))
 
 
-def replicated(leaf):
-    del leaf
-    return REPLICATED
-
-
 def in_eighths(leaf):
     """In shards along the last axis that eight devices can share."""
     axes = [axis for axis, size in enumerate(leaf.shape) if size % 8 == 0]
     return PartitionSpec(*[None] * axes[-1], AXIS) if axes else REPLICATED
 
 
-def under_jit(step, same_bits, state, spec_of=replicated):
-    """With the batch in shards and, where `spec_of` says so, what is trained."""
-    of_state = jax.tree.map(lambda leaf: NamedSharding(mesh(), spec_of(leaf)), state)
+def under_jit(step, same_bits, state):
+    """With the batch in shards, and all that is trained and divides into eighths."""
+    of_state = jax.tree.map(lambda leaf: NamedSharding(mesh(), in_eighths(leaf)), state)
     batch, rest = (NamedSharding(mesh(), spec) for spec in (SHARDED, REPLICATED))
     step = jax.jit(
         step, in_shardings=(of_state, batch, batch, rest), out_shardings=(of_state, rest)

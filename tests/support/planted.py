@@ -1,4 +1,4 @@
-"""Three small float16 models, each with faults that can be planted at marked lines.
+"""Two small float16 models, each with faults that can be planted at marked lines.
 
 The `plant` argument names a fault, and its line ends in `# plant: <model>, <fault>`.
 """
@@ -6,10 +6,16 @@ The `plant` argument names a fault, and its line ends in `# plant: <model>, <fau
 import pathlib
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 from flax import linen as nn
 
+import jaxscale
+from jaxscale import diagnostics
+
 HALF = jnp.float16
+DIFFERENTIATED = hasattr(jax, "new_ref")  # newer versions of JAX differentiate refs
+new_ref = jax.new_ref if DIFFERENTIATED else jax.experimental.mutable_array
 
 
 def marked(name, file=__file__):
@@ -19,58 +25,16 @@ def marked(name, file=__file__):
     return number
 
 
+def scaling(loss_scale=2.0**15):
+    return jaxscale.FixedLossScale(loss_scale).init()
+
+
+def trace(fun, *args, loss_scale=2.0**15, **kwargs):
+    return diagnostics.trace(fun, scaling(loss_scale), **kwargs)(*args)
+
+
 def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
-
-
-def _norm(x):
-    wide = x.astype(jnp.float32)
-    wide = wide - wide.mean(-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-5)).astype(HALF)
-
-
-def _attention(block, x, plant):
-    q, k, v = jnp.split(x @ block["qkv"], 3, axis=-1)
-    scores = q @ k.swapaxes(-1, -2) / 2.0
-    if plant == "overflow":
-        scores = (scores + 1) * 30000  # plant: transformer, overflow
-    if plant == "underflow":
-        v = v * 1e-7  # plant: transformer, underflow
-    causal = jnp.tri(x.shape[-2], dtype=bool)
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
-    if plant == "masked row":
-        scores = jnp.where(causal & (jnp.arange(4) > 0), scores, -jnp.inf)
-        weights = jax.nn.softmax(scores)  # plant: transformer, masked row
-    return (weights @ v) @ block["out"]
-
-
-def transformer(params, tokens, plant=None):
-    params = jax.tree.map(lambda leaf: leaf.astype(HALF), params)
-    x = params["embedding"][tokens]
-
-    @jax.checkpoint
-    def block(x, weights):
-        x = x + _attention(weights, _norm(x), plant)
-        hidden = jax.nn.relu(_norm(x) @ weights["up"])
-        if plant == "backward":
-            hidden = (hidden * 0.01) * 100  # plant: transformer, backward
-        return x + hidden @ weights["down"]
-
-    for weights in params["blocks"]:
-        x = block(x, weights)
-    logits = (_norm(x) @ params["embedding"].T).astype(jnp.float32)
-    losses = -jax.nn.log_softmax(logits)[:, :-1]
-    return jnp.take_along_axis(losses, tokens[:, 1:, None], -1).mean()
-
-
-def transformer_case():
-    shapes = {"qkv": (4, 12), "out": (4, 4), "up": (4, 8), "down": (8, 4)}
-    blocks = [
-        {name: normal(10 * i + j, *shape) / 2 for j, (name, shape) in enumerate(shapes.items())}
-        for i in range(2)
-    ]
-    params = {"embedding": normal(0, 7, 4), "blocks": blocks}
-    return params, jax.random.randint(jax.random.key(1), (2, 4), 0, 7)
 
 
 _huge = nn.initializers.constant(30000.0)

@@ -1,9 +1,8 @@
 """Rules for spikes in plain Python: what `SpikeRule` promises, and what MaxText and levanter do.
 
-Each has `spikes(losses, norms)`, which says of each step whether it is skipped, and each of the
-libraries' has `parameter(losses, norms)`, that of a training whose gradient is the norm. They do
-not guard against NaN more than the libraries do. Then the streams of losses and norms that the
-rules are compared on, what OLMo-core did on them, and the rules of the package run over them.
+Each has `spikes(losses, norms)`, which says of each step whether it is skipped. They do not guard
+against NaN more than the libraries do. Then the streams of losses and norms that the rules are
+compared on, what OLMo-core did on them, and the rules of the package run over them.
 """
 
 import functools
@@ -60,31 +59,20 @@ class Promised:
 class MaxText:
     """`skip_step_on_spikes` of MaxText, August 2026: a ring buffer in float32."""
 
-    applies_by_product = False  # it branches
-
     def __init__(self, window=128, sigmas=6):
         self.window, self.sigmas = window, sigmas
         self.start = max(2, window // 2)
 
     def spikes(self, losses, norms):
-        return [not ok for ok in self.steps(losses, norms)]
-
-    def parameter(self, losses, norms):
-        parameter = 0.0
-        for ok, norm in zip(self.steps(losses, norms), norms, strict=True):
-            if ok or self.applies_by_product:
-                parameter -= float(ok) * norm
-        return parameter
-
-    def steps(self, losses, norms):
-        rings = np.zeros((2, self.window), np.float32)
+        rings, skipped = np.zeros((2, self.window), np.float32), []
         for count, values in enumerate(zip(losses, norms, strict=True)):
             entries = min(count, self.window)
             ok = self.is_warm_up(count) or all(
                 self.is_ok(ring[:entries], value) for ring, value in zip(rings, values, strict=True)
             )
             rings[:, count % self.window] = values
-            yield ok
+            skipped.append(not ok)
+        return skipped
 
     def is_warm_up(self, count):
         return count + 1 < self.start
@@ -100,8 +88,6 @@ class MaxText:
 
 class Levanter(MaxText):
     """`SkipStepConfig` of levanter, September 2025."""
-
-    applies_by_product = True  # it multiplies by 1 or 0
 
     def is_warm_up(self, count):
         return count < self.start

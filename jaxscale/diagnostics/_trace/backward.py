@@ -20,7 +20,6 @@ from ..._trees.tree import widen
 from .._formats import is_array
 from .constants import Constants
 from .findings import Findings, Found
-from .hurried import Hurried, RowPlanner
 from .interpreter import NOTHING, EquationKey, Inside, Interpreter, Value, Visit
 from .jaxpr import BACKWARD, FORWARD
 from .places import lines
@@ -69,7 +68,7 @@ class TracedBackward:
         self._needs = tuple(
             BACKWARD if name.startswith("grads") else FORWARD for name in self._names
         )
-        self._constants, self._planner = constants, Planner(constants)
+        self._planner = Planner(constants)
         self._arguments = _inexact("args", args) | _inexact("kwargs", fun_kwargs)
         # For `how_far`: the equations of the last pass and of this, and where this one is.
         self._total, self._done = 0, 0
@@ -93,7 +92,29 @@ class TracedBackward:
           is_shaken: whether what is computed in float32 is changed by as much as float32 rounds.
         """
         findings = Findings(look, is_brief)
+        outputs = self._interpret(findings, loss_scale, is_wide, is_shaken)
+        values = dict(zip(self._names, outputs, strict=True))
+        return Run(values, findings, self._arguments, self._planner.rounded, float(loss_scale))
 
+    def first_overflow(self, loss_scale: float) -> TracedNonfinite | None:
+        """Returns the first place that depends on the loss scale and makes inf or NaN.
+
+        The pass stops there. So it is not known whether that reaches the gradients.
+        """
+        findings = Findings(None, True, is_hasty=True)
+        try:
+            self._interpret(findings, loss_scale)
+        except Found:
+            return findings.born({})[-1]
+        return None
+
+    def _interpret(
+        self,
+        findings: Findings,
+        loss_scale: Any,
+        is_wide: Callable[[EquationKey], bool] = lambda key: False,
+        is_shaken: bool = False,
+    ) -> list[Value]:
         def watch(visit: Visit) -> list[frozenset[Any]]:
             self._inside = Inside(visit.around, visit.iteration)
             return findings.watch(visit)
@@ -103,29 +124,7 @@ class TracedBackward:
             return is_wide(key)
 
         self._total, self._done, self._inside = self._done, 0, NOTHING
-        running = Interpreter(self._planner, watch, count, is_shaken=is_shaken)
-        values = dict(zip(self._names, self._interpret(running, loss_scale), strict=True))
-        return Run(values, findings, self._arguments, self._planner.rounded, float(loss_scale))
-
-    def first_overflow(self, loss_scale: float) -> TracedNonfinite | None:
-        """Returns the first place that depends on the loss scale and makes inf or NaN.
-
-        The pass stops there. So it is not known whether that reaches the gradients.
-        """
-        findings = Findings(None, True, is_hasty=True)
-
-        def tell(equations: int, inside: Inside) -> None:
-            self._done += equations
-            self._inside = inside
-
-        self._total, self._done, self._inside = 0, 0, NOTHING
-        try:
-            self._interpret(Hurried(RowPlanner(self._constants), findings.watch, tell), loss_scale)
-        except Found:
-            return findings.born({})[-1]
-        return None
-
-    def _interpret(self, interpreter: Interpreter, loss_scale: float) -> list[Value]:
+        interpreter = Interpreter(self._planner, watch, count, is_shaken=is_shaken)
         scale = Value(jnp.float32(loss_scale), True)
         with jax.debug_nans(False), jax.debug_infs(False):
             return interpreter.run(self._closed, [scale], self._needs)

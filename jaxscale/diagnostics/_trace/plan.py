@@ -269,14 +269,8 @@ class Program:
         # An argument, so that one program does both.
         return self._compiled[wide](inputs, np.float32(_SHAKE if is_shaken else 0))
 
-    def run_within(self, inputs: Sequence[Any]) -> list[Any]:
-        """Returns the results that others need, as a part of a larger program."""
-        values = list(inputs)
-        self._outputs(values, (False,) * len(self._inner), is_looked_at=False)
-        return [values[i] for i in self._kept]
-
     def _outputs(
-        self, values: list[Any], wide: Sequence[bool], shake: Any = None, is_looked_at: bool = True
+        self, values: list[Any], wide: Sequence[bool], shake: Any = None
     ) -> list[list[Any]]:
         """Returns the outputs of each equation, and appends them to the inputs."""
         outputs, signs = [], np.random.default_rng(0).choice(_SIGNS, len(self._inner))
@@ -292,8 +286,7 @@ class Program:
             if shake is not None:
                 made = [_shaken(value, 1 + sign * shake) for value in made]
             # All-float32 segments may be fused: no intermediate value is inspected.
-            is_apart = is_looked_at and not all(wide)
-            outputs.append(list(map(_behind_barrier, made)) if is_apart else made)
+            outputs.append(made if all(wide) else list(map(_behind_barrier, made)))
             values += outputs[-1]
         return outputs
 

@@ -1,10 +1,9 @@
 """Faults in attention: masks, scores and normalizers."""
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from trial_entry import cast, faulty, filled, mean_square, normal
+from trial_entry import cast, faulty, mean_square, normal
 
 
 def _projections(half, *, scale=1.0):
@@ -24,45 +23,6 @@ def minus_1e9(half=jnp.float16):
         return mean_square(jax.nn.softmax(scores) @ v)
 
     return loss_fn, params, normal(3, 5, 4)
-
-
-@faulty(source="https://github.com/bentrevett/pytorch-seq2seq/issues/191", kind="overflow")
-def minus_1e10_of_a_padded_query(half=jnp.float16):
-    """-1e10 becomes -inf, and a query of padding sees nothing else. Float32 averages instead."""
-
-    class Attention(nn.Module):
-        @nn.compact
-        def __call__(self, x, seen):
-            q, k, v = (nn.Dense(4, dtype=half, name=name)(x) for name in "qkv")
-            bias = jnp.where(seen, 0.0, -1e10).astype(half)  # fault
-            weights = nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) / 2 + bias)  # fault
-            return jnp.einsum("bqk,bkd->bqd", weights, v)
-
-    model = Attention()
-    valid = jnp.array([[1, 1, 1, 1], [1, 1, 0, 0]], bool)
-    batch = {"x": normal(1, 2, 4, 4), "seen": valid[:, :, None] & valid[:, None, :]}
-
-    def loss_fn(params, batch):
-        y = model.apply(params, batch["x"], batch["seen"]).astype(jnp.float32)
-        return jnp.mean(jnp.square(y) * valid[:, :, None])
-
-    return loss_fn, filled(lambda: model.init(jax.random.key(0), **batch)), batch
-
-
-@faulty(source="https://github.com/huggingface/transformers/pull/17306", kind="overflow")
-def lowest_number_added(half=jnp.float16):
-    """The lowest finite number plus a score of -20: all keys of a padded query become -inf."""
-    params = {"q": 2 * jnp.eye(4), "k": -2 * jnp.eye(4), "v": normal(2, 4, 4)}
-    valid = jnp.array([[1, 1, 1], [0, 0, 0]], bool)
-
-    def loss_fn(params, x):
-        q, k, v = (x.astype(half) @ params[name].astype(half) for name in "qkv")
-        bias = jnp.where(valid[:, None, :], 0, jnp.finfo(half).min).astype(half)
-        scores = jnp.einsum("bqd,bkd->bqk", q, k) + bias  # fault
-        y = jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), v)
-        return mean_square(y * valid[:, :, None])
-
-    return loss_fn, params, 1.5 + normal(4, 2, 3, 4, scale=0.1)
 
 
 @faulty(source="https://github.com/pytorch/pytorch/issues/41508", kind="input", tuned=True)

@@ -1,10 +1,9 @@
 """Faults of the backward pass: infinite derivatives, and rules that were written by hand."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from trial_entry import cast, faulty, filled, mean_square, normal
+from trial_entry import cast, faulty, mean_square, normal
 
 
 @faulty(source="https://github.com/pytorch/pytorch/issues/8069", kind="backward", tuned=True)
@@ -80,42 +79,6 @@ def codebook_distances(half=jnp.float16):
         return jnp.mean((jax.nn.softmax(-d) * d).astype(jnp.float32))
 
     return loss_fn, params, 12 + normal(3, 5, 4, scale=0.05)
-
-
-@faulty(source="https://github.com/keras-team/keras-io/issues/910", kind="underflow")
-def gradient_penalty(half=jnp.float16):
-    """WGAN-GP: the squared gradients of the critic are all 0, and so is the root's argument."""
-
-    class Critic(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(1, dtype=half)(jnp.tanh(nn.Dense(4, dtype=half)(x)))[..., 0] * 1e-4
-
-    model, x = Critic(), normal(4, 3, 2)
-    params = filled(lambda: model.init(jax.random.key(0), x))
-
-    def loss_fn(params, x):
-        slopes = jax.grad(lambda x: jnp.sum(model.apply(params, x)))(x.astype(half))
-        norm = jnp.sqrt(jnp.sum(jnp.square(slopes), axis=-1))  # fault
-        return mean_square(norm - 1)
-
-    return loss_fn, params, x
-
-
-@faulty(source="https://github.com/kornia/kornia/issues/3966", kind="epsilon")
-def quaternion(half=jnp.float16):
-    """The logarithm of a rotation: its vector part of 0 is divided by its norm, at least 1e-8."""
-    params = {"w": normal(5, 2, 4), "b": jnp.array([1.0, 0.0, 0.0, 0.0])}
-
-    def loss_fn(params, x):
-        p = cast(params, half)
-        q = x.astype(half) @ p["w"] + p["b"]
-        norm = jnp.max(jnp.abs(q[:, 1:]), axis=-1, keepdims=True)
-        norm = jnp.maximum(norm, 1e-8)  # fault
-        log = q[:, 1:] / norm * jnp.arctan2(norm, q[:, :1])  # fault
-        return mean_square(log - 0.1)
-
-    return loss_fn, params, jnp.array([[0.1, 0.2], [0.0, 0.0], [-0.3, 0.1]])
 
 
 @faulty(source="https://github.com/pytorch/pytorch/issues/193040", kind="backward", tuned=True)

@@ -60,17 +60,6 @@ def infinities_in_the_batch(half=jnp.float16):
     return loss_fn, {"w": normal(5, 2, 4)}, batch
 
 
-@healthy(looks="a sure softmax that flushes most of its numbers")
-def sure_softmax(half=jnp.float16):
-    params = {"w": normal(6, 3, 200, scale=12.0), "v": normal(7, 200)}
-
-    def loss_fn(params, x):
-        p = cast(params, half)
-        return mean_square(jax.nn.softmax(x.astype(half) @ p["w"]) @ p["v"])
-
-    return loss_fn, params, normal(8, 4, 3)
-
-
 @healthy(looks="dead ReLU units and dropout: most activations are 0")
 def dropout(half=jnp.float16):
     class Net(nn.Module):
@@ -89,18 +78,6 @@ def dropout(half=jnp.float16):
         return mean_square(model.apply(params, x, rngs={"dropout": jax.random.key(2)}) - 1)
 
     return loss_fn, params, x
-
-
-@healthy(looks="layers that start at 0, so that the gradients before them are 0 in float32, too")
-def zero_init(half=jnp.float16):
-    params = {"embed": normal(10, 3, 4), "in": normal(11, 4, 4), "out": jnp.zeros((4, 4))}
-
-    def loss_fn(params, x):
-        p = cast(params, half)
-        x = x.astype(half) @ p["embed"]
-        return mean_square(x + jnp.tanh(x @ p["in"]) @ p["out"] - 1)
-
-    return loss_fn, params, normal(12, 5, 3)
 
 
 @healthy(looks="LoRA: B is 0, and so are the gradients of A", tuned=True)
@@ -206,26 +183,6 @@ def tiny_gradients(half=jnp.float16):
     return loss_fn, params, normal(29, 5, 3)
 
 
-@healthy(looks="labels that are one-hot, so that nearly all products are 0")
-def one_hot_labels(half=jnp.float16):
-    class Net(eqx.Module):
-        first: eqx.nn.Linear
-        last: eqx.nn.Linear
-
-        def __call__(self, x):
-            return self.last(jax.nn.gelu(self.first(x)))
-
-    first, last = jax.random.split(jax.random.key(0))
-    model = Net(eqx.nn.Linear(3, 8, key=first), eqx.nn.Linear(8, 50, key=last))
-
-    def loss_fn(model, batch):
-        logits = jax.vmap(cast(model, half))(batch["x"].astype(half))
-        labels = jax.nn.one_hot(batch["y"], 50)
-        return -jnp.mean(labels * jax.nn.log_softmax(logits.astype(jnp.float32)))
-
-    return loss_fn, model, {"x": normal(30, 4, 3), "y": jnp.array([3, 49, 0, 17])}
-
-
 @healthy(looks="a recurrent net under scan and remat")
 def scanned_and_rematerialized(half=jnp.float16):
     params = {"w": normal(31, 4, 4, scale=0.5), "u": normal(32, 3, 4)}
@@ -278,21 +235,6 @@ def float32(half=jnp.float16):
     return loss_fn, params, normal(37, 5, 3, scale=1e3)
 
 
-@healthy(looks="an expert to which no token is routed")
-def idle_expert(half=jnp.float16):
-    params = {"gate": normal(38, 3, 3), "experts": normal(39, 3, 3, 2)}
-
-    def loss_fn(params, x):
-        p, x = cast(params, half), x.astype(half)
-        logits = x @ p["gate"] + jnp.array([0.0, 0.0, -100.0], half)
-        weights = jax.nn.softmax(logits)
-        chosen = jnp.argmax(logits, axis=-1)
-        y = jnp.einsum("bd,bdo->bo", x, p["experts"][chosen])
-        return mean_square(y * jnp.max(weights, axis=-1, keepdims=True) - 1)
-
-    return loss_fn, params, normal(40, 6, 3)
-
-
 @healthy(looks="the running statistics of batch norm, which have no gradients")
 def batch_norm(half=jnp.float16):
     class Net(nn.Module):
@@ -311,22 +253,6 @@ def batch_norm(half=jnp.float16):
         return mean_square(y - 1)
 
     return loss_fn, variables["params"], x
-
-
-@healthy(looks="a generator whose discriminator is frozen")
-def frozen_discriminator(half=jnp.float16):
-    params = {"generator": normal(42, 2, 4), "discriminator": normal(43, 4)}
-
-    def loss_fn(params, batch):
-        p = cast(params, half)
-        fake = jnp.tanh(batch["noise"].astype(half) @ p["generator"])
-        judged = fake @ jax.lax.stop_gradient(p["discriminator"])
-        real = batch["real"].astype(half) @ p["discriminator"]
-        forged = jax.lax.stop_gradient(fake) @ p["discriminator"]
-        losses = jax.nn.softplus(-judged) + jax.nn.softplus(-real) + jax.nn.softplus(forged)
-        return jnp.mean(losses.astype(jnp.float32))
-
-    return loss_fn, params, {"noise": normal(44, 5, 2), "real": normal(45, 5, 4)}
 
 
 @healthy(looks="integers in the batch, among them large ones")
@@ -407,35 +333,6 @@ def online_softmax(half=jnp.float16):
         return mean_square(y / total[:, None])
 
     return loss_fn, params, normal(58, 6, 4)
-
-
-@healthy(looks="a straight-through estimate: the derivative of rounding is 0")
-def straight_through(half=jnp.float16):
-    class Quantizer(nnx.Module):
-        def __init__(self, rngs):
-            self.layer = nnx.Linear(3, 4, dtype=half, rngs=rngs)
-
-        def __call__(self, x):
-            y = self.layer(x) * 4
-            return (y + jax.lax.stop_gradient(jnp.round(y) - y)) / 4
-
-    definition, params = split(lambda: Quantizer(nnx.Rngs(1)))
-
-    def loss_fn(params, x):
-        return mean_square(nnx.merge(definition, params)(x) - 1)
-
-    return loss_fn, params, normal(59, 5, 3)
-
-
-@healthy(looks="parameters that are kept in half precision")
-def half_parameters(half=jnp.float16):
-    params = cast({"w": normal(60, 3, 4), "b": jnp.zeros(4), "v": normal(61, 4)}, half)
-
-    def loss_fn(params, x):
-        h = jax.nn.silu(x.astype(half) @ params["w"] + params["b"])
-        return mean_square(h @ params["v"] - 1)
-
-    return loss_fn, params, normal(62, 5, 3)
 
 
 @healthy(looks="routing by the largest score, with -inf for the experts that are full")

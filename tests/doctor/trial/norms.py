@@ -1,11 +1,8 @@
 """Faults in normalization: variances, norms and their epsilons."""
 
-import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from trial_entry import cast, faulty, filled, mean_square, normal, split
+from trial_entry import cast, faulty, mean_square, normal
 
 
 @faulty(source="https://github.com/pytorch/pytorch/issues/66707", kind="overflow", tuned=True)
@@ -22,36 +19,6 @@ def layer_norm(half=jnp.float16):
         return mean_square(y - batch["y"].astype(half))
 
     return loss_fn, params, {"x": normal(1, 3, 4, scale=400.0), "y": normal(2, 3, 8)}
-
-
-@faulty(source="https://github.com/nntrainer/nntrainer/issues/3935", kind="overflow")
-def rms_norm_of_a_sum(half=jnp.float16):
-    """Each square fits, but not their sum."""
-
-    class RMSNorm(nnx.Module):
-        def __init__(self):
-            self.scale = nnx.Param(jnp.ones(64))
-
-        def __call__(self, x):
-            total = jnp.sum(x * x, axis=-1, keepdims=True)  # fault
-            return x * jax.lax.rsqrt(total / x.shape[-1] + 1e-6) * self.scale[...].astype(half)
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Linear(4, 64, dtype=half, rngs=rngs)
-            self.norm = RMSNorm()
-
-        def __call__(self, x):
-            return self.norm(self.embed(x))
-
-    definition, params = split(lambda: Model(nnx.Rngs(0)))
-    batch = {"x": normal(1, 3, 4, scale=120.0), "y": normal(2, 3, 64)}
-
-    def loss_fn(params, batch):
-        y = nnx.merge(definition, params)(batch["x"])
-        return mean_square(y - batch["y"].astype(half))
-
-    return loss_fn, params, batch
 
 
 @faulty(source="https://github.com/deepspeedai/DeepSpeed/issues/581", kind="epsilon", tuned=True)
@@ -86,83 +53,6 @@ def negative_variance(half=jnp.float16):
     return loss_fn, params, 25.3 + normal(2, 16, 3, scale=0.03)
 
 
-@faulty(source="https://github.com/tenstorrent/tt-metal/issues/45968", kind="cancellation")
-def variance_clipped_at_zero(half=jnp.float16):
-    """The same difference, clipped: it is finite, and far from the variance."""
-
-    class BatchNorm(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            scale = self.param("scale", nn.initializers.ones, (x.shape[-1],)).astype(half)
-            bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],)).astype(half)
-            mean = jnp.mean(x, axis=0)
-            variance = jnp.maximum(jnp.mean(x * x, axis=0) - mean * mean, 0)  # fault
-            return (x - mean) * jax.lax.rsqrt(variance + 1e-3) * scale + bias
-
-    model = nn.Sequential([nn.Dense(3, dtype=half), BatchNorm(), nn.Dense(1, dtype=half)])
-    batch = 20 + normal(3, 16, 2, scale=0.3)
-
-    def loss_fn(params, batch):
-        return mean_square(model.apply(params, batch) - 1)
-
-    return loss_fn, filled(lambda: model.init(jax.random.key(1), batch)), batch
-
-
-@faulty(source="https://github.com/neuroneural/brainchop-cli/pull/56", kind="overflow")
-def group_norm(half=jnp.float16):
-    """Linen's GroupNorm, told not to compute its statistics in float32."""
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dense(8, dtype=half)(x)
-            x = nn.GroupNorm(2, dtype=half, force_float32_reductions=False)(x)  # fault
-            return nn.Dense(1, dtype=half)(nn.relu(x))
-
-    model, batch = Net(), normal(4, 2, 6, 3, scale=900.0)
-
-    def loss_fn(params, batch):
-        return mean_square(model.apply(params, batch) - 1)
-
-    return loss_fn, filled(lambda: model.init(jax.random.key(0), batch)), batch
-
-
-@faulty(source="https://github.com/tensorflow/tensorflow/issues/47156", kind="overflow")
-def instance_norm_mean(half=jnp.float16):
-    """The mean of an image by its sum: 400 pixels of 200 are too many."""
-    params = {"w": jnp.array([1.0, 0.5]), "b": jnp.zeros(2)}
-
-    def loss_fn(params, image):
-        p = cast(params, half)
-        x = image.astype(half) * p["w"]
-        mean = jnp.sum(x, axis=(0, 1)) / (x.shape[0] * x.shape[1])  # fault
-        x = (x - mean).astype(jnp.float32)
-        y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=(0, 1)) + 1e-3) + p["b"]
-        return mean_square(jax.nn.relu(y) - 1)
-
-    return loss_fn, params, 200 + normal(5, 20, 20, 2, scale=20.0)
-
-
-@faulty(source="https://github.com/pytorch/pytorch/issues/32137", kind="epsilon")
-def normalized_zero_vector(half=jnp.float16):
-    """A vector divided by its norm, but by 1e-12 at least: that is 0, and so is the vector."""
-
-    class Encoder(eqx.Module):
-        layer: eqx.nn.Linear
-
-        def __call__(self, x):
-            z = jax.nn.relu(self.layer(x))
-            norm = jnp.max(jnp.abs(z), keepdims=True)
-            return z / jnp.maximum(norm, 1e-12)  # fault
-
-    model = Encoder(eqx.nn.Linear(3, 4, use_bias=False, key=jax.random.key(2)))
-
-    def loss_fn(model, x):
-        return mean_square(jax.vmap(cast(model, half))(x.astype(half)) - 0.5)
-
-    return loss_fn, model, normal(6, 4, 3).at[1].set(0.0)
-
-
 @faulty(source="https://github.com/numpy/numpy/issues/8775", kind="overflow", tuned=True)
 def norm_is_inf(half=jnp.float16):
     """The norm of a long vector is inf, and the normalized vector 0."""
@@ -174,38 +64,3 @@ def norm_is_inf(half=jnp.float16):
         return mean_square(x.astype(half) @ (p["g"] * p["w"] / norm) - 1)
 
     return loss_fn, params, normal(8, 4, 6)
-
-
-@faulty(source="https://github.com/pytorch/pytorch/issues/4320", kind="underflow")
-def minibatch_deviation(half=jnp.float16):
-    """Squared deviations of 1e-4 are 0, and the derivative of a root at 0 is inf."""
-    params = {"w": normal(9, 3, 2, scale=0.3)}
-
-    def loss_fn(params, x):
-        y = x.astype(half) @ params["w"].astype(half)
-        variance = jnp.mean(jnp.square(y - jnp.mean(y, axis=0)), axis=0)  # fault
-        return mean_square(jnp.sqrt(variance) * 100 - 1)  # fault
-
-    return loss_fn, params, normal(10, 8, 3, scale=3e-4)
-
-
-@faulty(source="https://github.com/huggingface/transformers/pull/46277", kind="overflow")
-def scaled_before_it_is_standardized(half=jnp.float16):
-    """Pooled features times the root of the width, which the next line would make small again."""
-
-    class Pooler(nnx.Module):
-        def __init__(self, rngs):
-            self.layer = nnx.Linear(3, 16, dtype=half, rngs=rngs)
-            self.head = nnx.Linear(16, 1, dtype=half, rngs=rngs)
-
-        def __call__(self, x):
-            pooled = jnp.mean(self.layer(x), axis=1)
-            scaled = pooled * 1152**0.5  # fault
-            return self.head((scaled - 3e4) * 1e-5)
-
-    definition, params = split(lambda: Pooler(nnx.Rngs(3)))
-
-    def loss_fn(params, x):
-        return mean_square(nnx.merge(definition, params)(x) - 1)
-
-    return loss_fn, params, 1200 + normal(11, 2, 5, 3, scale=400.0)

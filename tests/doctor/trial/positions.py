@@ -28,40 +28,6 @@ def rotary(half=jnp.float16):
     return loss_fn, params, batch | {"position": jnp.array([1, 1030, 2051, 2555, 3001, 3997])}
 
 
-@faulty(source="https://github.com/apache/tvm/pull/15811", kind="rounding")
-def diffusion_time(half=jnp.float16):
-    """The sinusoids of a time of up to 1000 steps of a tenth, in half precision."""
-    params = {"w": normal(4, 8, 4), "v": normal(5, 4)}
-
-    def loss_fn(params, batch):
-        p = cast(params, half)
-        frequency = jnp.exp(-jnp.log(jnp.asarray(50.0, half)) * jnp.arange(4, dtype=half) / 4)
-        angle = batch["time"].astype(half)[:, None] * frequency  # fault
-        embedded = jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
-        return jnp.mean((jnp.tanh(embedded @ p["w"]) @ p["v"] * batch["y"]).astype(jnp.float32))
-
-    time = jnp.array([998.3897, 937.4, 871.23, 754.76, 666.2, 533.26])
-    return loss_fn, params, {"time": time, "y": normal(6, 6)}
-
-
-@faulty(source="https://github.com/hpcaitech/Open-Sora/pull/523", kind="overflow")
-def resolution(half=jnp.float16):
-    """The number of pixels of an image of 1024 by 1024, in half precision."""
-    params = {"w": normal(7, 2, 4), "v": normal(8, 4)}
-
-    def loss_fn(params, batch):
-        p, batch = cast(params, half), cast(batch, half)
-        pixels = batch["height"] * batch["width"]  # fault
-        ratio = jnp.sqrt(pixels / 512**2)
-        t = batch["time"]
-        t = ratio * t / (1 + (ratio - 1) * t)
-        features = jnp.stack([t, 1 - t], axis=-1)
-        return mean_square(jnp.tanh(features @ p["w"]) @ p["v"] - 1)
-
-    size = jnp.array([256.0, 128.0, 1024.0])
-    return loss_fn, params, {"height": size, "width": size, "time": jnp.array([0.2, 0.5, 0.9])}
-
-
 @faulty(source="https://github.com/numpy/numpy/issues/24443", kind="rounding")
 def positions_from_a_mask(half=jnp.float16):
     """Positions as the cumulative sum of a mask: beyond 2048 neighbours share one."""
@@ -90,23 +56,6 @@ def degrees(half=jnp.float16):
         return mean_square(total - 1)
 
     return loss_fn, params, {"x": normal(12, 4, 2), "to": (jnp.arange(6000) % 50 == 0).astype(int)}
-
-
-@faulty(source="https://github.com/jax-ml/jax/issues/18440", kind="accumulation")
-def class_weights(half=jnp.float16):
-    """The weights of the classes, from a histogram in half precision."""
-    params = {"w": normal(13, 2, 3), "b": jnp.zeros(3)}
-    labels = jnp.minimum(jnp.arange(6000) % 20, 2)
-
-    def loss_fn(params, batch):
-        p = cast(params, half)
-        counts = jnp.bincount(labels, weights=jnp.ones(6000, half), length=3)  # fault
-        weights = 1000 / counts
-        log_p = jax.nn.log_softmax(batch["x"].astype(half) @ p["w"] + p["b"])
-        chosen = weights[batch["y"]] * jnp.take_along_axis(log_p, batch["y"][:, None], 1)[:, 0]
-        return -jnp.mean(chosen.astype(jnp.float32))
-
-    return loss_fn, params, {"x": normal(14, 6, 2), "y": jnp.array([2, 0, 2, 1, 2, 2])}
 
 
 @faulty(source="https://github.com/apache/mxnet/issues/17703", kind="accumulation")

@@ -4,8 +4,7 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from trial_entry import cast, faulty, filled, mean_square, normal, split
+from trial_entry import cast, faulty, filled, mean_square, normal
 
 
 @faulty(source="https://github.com/huggingface/transformers/pull/43543", kind="flushed", tuned=True)
@@ -67,34 +66,6 @@ def dense_relu_dense(half=jnp.float16):
     return loss_fn, params, x * 3
 
 
-@faulty(source="https://github.com/keras-team/keras/issues/15912", kind="overflow")
-def exponential_activation(half=jnp.float16):
-    """A recurrent layer whose activation is exp."""
-
-    class Cell(nn.Module):
-        @nn.compact
-        def __call__(self, h, x):
-            given, kept = nn.Dense(2, dtype=half), nn.Dense(2, use_bias=False, dtype=half)
-            h = jnp.exp(given(x) + kept(h))  # fault
-            return h, jnp.log1p(h)
-
-    scan = nn.scan(
-        Cell, variable_broadcast="params", split_rngs={"params": False}, in_axes=0, out_axes=0
-    )
-    model, x = scan(), normal(8, 5, 3)
-    params = filled(lambda: model.init(jax.random.key(0), jnp.zeros(2, half), x))
-    params = {
-        "params": {"Dense_0": params["params"]["Dense_0"], "Dense_1": {"kernel": -0.1 * jnp.eye(2)}}
-    }
-
-    def loss_fn(params, x):
-        _, y = model.apply(params, jnp.zeros(2, half), x)
-        return mean_square(y - 1)
-
-    kernel = params["params"]["Dense_0"]["kernel"]
-    return loss_fn, params, x.at[2].set(kernel[:, 0] * 11.5 / jnp.sum(jnp.square(kernel[:, 0])))
-
-
 @faulty(source="https://github.com/tenstorrent/tt-metal/issues/56550", kind="overflow")
 def decay_in_two_factors(half=jnp.float16):
     """Gated attention in chunks: exp(a - b) as exp(a) * exp(-b), one inf and the other 0."""
@@ -108,32 +79,6 @@ def decay_in_two_factors(half=jnp.float16):
         return mean_square(weights @ (x @ p["w"]) - 1)
 
     return loss_fn, params, normal(11, 16, 3)
-
-
-@faulty(source="https://github.com/marin-community/marin/pull/4234", kind="overflow")
-def router_z_loss(half=jnp.float16):
-    """The square of the log partition function of a router with large logits."""
-
-    class Router(nnx.Module):
-        def __init__(self, rngs):
-            self.gate = nnx.Linear(3, 4, dtype=half, rngs=rngs)
-            self.experts = nnx.Param(normal(12, 4, 3))
-
-        def __call__(self, x):
-            logits = self.gate(x)
-            z_loss = jnp.square(jax.nn.logsumexp(logits, axis=-1))  # fault
-            chosen = jnp.argmax(logits, axis=-1)
-            weight = jnp.max(jax.nn.softmax(logits), axis=-1)
-            y = jnp.sum(self.experts[...].astype(half)[chosen] * x, axis=-1) * weight
-            return y, z_loss
-
-    definition, params = split(lambda: Router(nnx.Rngs(1)))
-
-    def loss_fn(params, x):
-        y, z_loss = nnx.merge(definition, params)(x.astype(half))
-        return mean_square(y * 1e-2) + 1e-6 * jnp.mean(z_loss.astype(jnp.float32))
-
-    return loss_fn, params, normal(13, 5, 3, scale=300.0)
 
 
 @faulty(source="https://github.com/VincentStimper/normalizing-flows/issues/47", kind="overflow")
@@ -239,20 +184,3 @@ def saturated_gate(half=jnp.float16):
         return mean_square(gate * jnp.tanh(x @ p["w"]) - 1)
 
     return loss_fn, params, normal(23, 5, 3)
-
-
-@faulty(
-    source="https://github.com/mechanistic-interpretability-grokking/progress-measures-paper/issues/2",
-    kind="flushed",
-)
-def sure_cross_entropy(half=jnp.float16):
-    """Once a model is sure, 1 - p is 0: the class that is right has no gradient any more."""
-    params = {"w": jnp.array([[9.5, -1.0, 0.5], [-0.5, 9.0, 1.0]])}
-
-    def loss_fn(params, batch):
-        logits = batch["x"].astype(half) @ params["w"].astype(half)
-        log_p = jax.nn.log_softmax(logits)  # fault
-        chosen = jnp.take_along_axis(log_p, batch["y"][:, None], axis=-1)
-        return -jnp.mean(chosen.astype(jnp.float32))
-
-    return loss_fn, params, {"x": jnp.array([[1.1, 0.0], [0.0, 1.2]]), "y": jnp.array([0, 1])}

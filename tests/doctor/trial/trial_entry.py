@@ -34,14 +34,12 @@ class Entry(NamedTuple):
       kind: one of `KINDS`, or `""` if the model is healthy.
       source: the public report whose fault this is, or for a healthy model what looks suspicious.
       tuned: whether the doctor may be tuned on it. The others only count.
-      blind: why the doctor cannot see this fault, or `""`.
       noise: part of the path of leaves whose gradients are 0 but for rounding, in float32, too.
     """
 
     kind: str
     source: str
     tuned: bool = False
-    blind: str = ""
     noise: str = ""
 
     @property
@@ -49,8 +47,8 @@ class Entry(NamedTuple):
         return bool(self.kind)
 
 
-def faulty(*, source: str, kind: str, tuned: bool = False, blind: str = "") -> Callable[..., Any]:
-    return lambda factory: _marked(factory, Entry(kind, source, tuned, blind))
+def faulty(*, source: str, kind: str, tuned: bool = False) -> Callable[..., Any]:
+    return lambda factory: _marked(factory, Entry(kind, source, tuned))
 
 
 def healthy(*, looks: str, tuned: bool = False, noise: str = "") -> Callable[..., Any]:
