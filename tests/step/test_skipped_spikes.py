@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jaxprs import numbers_reduced
 from tables import assert_same_bits, avals, cases, counters
 
 import jaxscale
@@ -159,24 +158,6 @@ def test_a_loss_is_judged_by_the_largest_of_all_devices():
     assert -1 <= threshold[0] == threshold[1] < 0
 
 
-@cases("order", ["outside", "inside"])
-def test_skipping_is_one_decision(order):
-    """A rule that was given to an optimizer inside of `loss_scaled` is kept by the wrapper."""
-    safe = functools.partial(jaxscale.skip_nonfinite, spikes=RULE)
-    tx = safe(inner()) if order == "outside" else jaxscale.loss_scaled(safe(inner()))
-    assert len(tx.init(PARAMS).spikes.losses) == 8
-
-
-def test_gradients_are_read_no_more_often():
-    def reduced(tx):
-        return numbers_reduced(jax.make_jaxpr(tx.update)(PARAMS, tx.init(PARAMS), PARAMS))
-
-    judged = jax.make_jaxpr(lambda *args: RULE.judge(RULE.init(), None, *args))(1.0, True)
-    for options in ({}, {"max_norm": 1.0}):
-        tx = jaxscale.skip_nonfinite(inner(), spikes=RULE, **options)
-        assert reduced(tx) - numbers_reduced(judged) == sum(p.size for p in PARAMS.values())
-
-
 def test_in_nnx_a_spike_is_skipped_too():
     class Model(nnx.Module):
         def __init__(self):
@@ -212,12 +193,3 @@ def test_check_tells_of_spikes_without_end():
         spikes = state.spikes._replace(**{k: jnp.array(v) for k, v in fields.items()})
         with pytest.warns(UserWarning, match="again and again"):
             jaxscale.check(state._replace(spikes=spikes, total_steps=jnp.array(1000)))
-
-
-@pytest.mark.parametrize("wrong", [True, 128, jaxscale.SpikeRule, "default"])
-def test_other_rules_are_refused(wrong):
-    for function in (jaxscale.loss_scaled, jaxscale.skip_nonfinite):
-        with pytest.raises(TypeError, match=r"\(spikes=\.\.\.\)` must be a `SpikeRule` or None"):
-            function(inner(), spikes=wrong)
-    with pytest.raises(ValueError, match="SpikeRule"):
-        jaxscale.loss_scaled(inner(), None, skip_nonfinite=False, spikes=RULE)

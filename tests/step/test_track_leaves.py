@@ -10,7 +10,6 @@ from jax.sharding import Mesh, PartitionSpec
 from tables import assert_same_bits, avals, cases
 
 import jaxscale
-from jaxscale import diagnostics
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -94,52 +93,6 @@ def test_the_last_overflow_is_kept_and_nothing_else_is_different(name):
         assert avals(state) == first
 
 
-def test_every_wrapper_passes_it_on():
-    for tx in (
-        jaxscale.skip_nonfinite(optax.sgd(0.1), track_leaves=True),
-        jaxscale.loss_scaled(jaxscale.skip_nonfinite(optax.sgd(0.1), track_leaves=True)),
-        jaxscale.loss_scaled(jaxscale.multi_steps(optax.sgd(0.1), 2), track_leaves=True),
-        jaxscale.multi_steps(TRACKING, 2),
-    ):
-        flags = tx.init(PARAMS).nonfinite_leaves
-        assert [flag.item() for flag in jax.tree.leaves(flags)] == [False] * 3
-    for tx in (PLAIN, jaxscale.skip_nonfinite(optax.sgd(0.1)), jaxscale.multi_steps(PLAIN, 2)):
-        assert tx.init(PARAMS).nonfinite_leaves is None
-        assert not any("leaves" in name for name in jaxscale.metrics(tx.init(PARAMS)))
-
-
-def sizes_read(tx):
-    """How many numbers the equations of a step take in, for each primitive."""
-    jaxpr = jax.make_jaxpr(tx.update)(gradients(), tx.init(PARAMS), PARAMS)
-    read = {}
-    for eqn in jaxpr.eqns:
-        size = sum(v.aval.size for v in eqn.invars if v.aval.shape)
-        read[eqn.primitive.name] = read.get(eqn.primitive.name, 0) + size
-    return read
-
-
-def test_gradients_are_read_no_more_often():
-    # All that is more: flags of one number, among which the verdicts of all devices are shared.
-    on, off = sizes_read(TRACKING), sizes_read(PLAIN)
-    for name in ("reduce_sum", "sub", "is_finite", "reduce_and", "convert_element_type", "cond"):
-        assert on.get(name, 0) == off.get(name, 0), name
-
-
-def test_metrics_name_the_leaves_and_stay_scalars():
-    history = diagnostics.History()
-    for bad in ({}, {"kernel": jnp.inf}):
-        _, state = TRACKING.update(gradients(**bad), TRACKING.init(PARAMS), PARAMS)
-        history.append(state)
-        found = jax.jit(jaxscale.metrics)({"opt": (state, PARAMS)})
-        flags = {name: bool(x) for name, x in found.items() if name.startswith("nonfinite_leaves/")}
-        assert flags == {
-            f"nonfinite_leaves/{name}": "kernel" in name and bool(bad) for name in NAMES
-        }
-        assert all(value.shape == () for value in found.values())
-    assert history.columns()["nonfinite_leaves/phase"].tolist() == [0, 0]
-    assert history.columns()["nonfinite_leaves/dense/kernel"].tolist() == [0, 1]
-
-
 def test_check_names_them():
     def stuck(bad, steps=3, params=PARAMS, tx=TRACKING):
         state = tx.init(params)
@@ -185,18 +138,6 @@ def test_all_devices_agree(check):
     assert text.count("pmin") == 1  # one collective for the verdict and for all flags
 
 
-def test_a_state_dict_holds_it_and_the_optimizer_need_not():
-    _, state = TRACKING.update(gradients(bias=jnp.inf), TRACKING.init(PARAMS), PARAMS)
-    saved = jaxscale.to_state_dict(state)
-    assert_same_bits(jaxscale.from_state_dict(TRACKING.init(PARAMS), saved), state)
-    assert jaxscale.from_state_dict(PLAIN.init(PARAMS), saved).nonfinite_leaves is None
-    # A state keeps its structure, and so one compiled step, under either optimizer.
-    for tx, given in ((PLAIN, state), (TRACKING, PLAIN.init(PARAMS))):
-        after = tx.update(gradients(phase=jnp.inf), given, PARAMS)[1]
-        assert avals(after) == avals(given)
-        assert flagged(after) == ["phase"] * (given is state)
-
-
 FROZEN = {"w": jnp.ones(1), "frozen": jnp.ones(1)}
 TREES = {
     "empty": ({}, {}, []),
@@ -214,9 +155,3 @@ def test_trees_of_all_kinds(name):
     _, new = tx.update(grads, state, params)
     assert flagged(new) == names
     assert avals(new) == avals(state)
-
-
-def test_the_argument_is_a_bool():
-    for call in (jaxscale.loss_scaled, jaxscale.skip_nonfinite):
-        with pytest.raises(ValueError, match=r"track_leaves=.*one of False, True, got 1"):
-            call(optax.sgd(0.1), track_leaves=1)
