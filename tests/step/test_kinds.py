@@ -3,21 +3,17 @@
 import contextlib
 import dataclasses
 import enum
-import functools
 import itertools
 from typing import Any
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.linen import fp8_ops
 from tables import POLICIES, assert_same_bits, avals, cases
 from training import (
-    FACTORS,
     INF,
     MLP,
     X,
@@ -29,28 +25,16 @@ from training import (
 )
 
 import jaxscale
-import jaxscale.flax
 
 pytestmark = pytest.mark.standard_promotion
 
 DYNAMIC = POLICIES["dynamic"]
-OWG = "_overwrite_with_gradient"
 HALVES = ["bfloat16", "float16"]
 fuseds = cases("fused", [True, False], fast=[True])
 
 INNERS = {
     "adamw": optax.adamw(1e-2),
     "half_moments": optax.adam(1e-2, mu_dtype=jnp.bfloat16),
-    "masked": optax.chain(
-        optax.masked(optax.adam(1e-2), {"w": True, "v": False}),
-        optax.masked(optax.set_to_zero(), {"w": False, "v": True}),
-    ),
-    "multi_transform": optax.multi_transform(
-        {"a": optax.adam(1e-2), "s": optax.sgd(1e-2, momentum=0.9)}, {"w": "a", "v": "s"}
-    ),
-    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(
-        learning_rate=optax.linear_schedule(1e-2, 0.0, 8), b1=0.8
-    ),
     "lbfgs": optax.lbfgs(),
     "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
     "reduce_on_plateau": optax.chain(
@@ -99,8 +83,7 @@ def test_bad_steps_leave_no_trace_in_any_dtype_or_optimizer(inner, dtype, monkey
         train_step, start = step_of(inner, dtype, fused=inner in list(INNERS)[::2])
         params, state = assert_bad_steps_leave_no_trace(train_step, start)
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
-        moved = [not jnp.array_equal(params[name], start[0][name]) for name in ("w", "v")]
-        assert moved == [True, inner != "masked"]
+        assert not any(jnp.array_equal(params[name], start[0][name]) for name in ("w", "v"))
         if inner != "half_moments":  # narrow at the user's own wish
             for leaf in jax.tree.leaves(state.inner_state):
                 floating = jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -138,39 +121,6 @@ def test_adam_of_float16_parameters_does_not_divide_0_by_0():
     assert state.step_applied
 
 
-class Fp8(nn.Module):
-    """Two layers whose products are taken in FP8."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.tanh(nn.Dense(8, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)(x))
-        return nn.Dense(1, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)(x)
-
-
-@pytest.mark.slow
-def test_fp8_statistics_are_replaced_on_good_steps_and_kept_on_bad_ones():
-    model = Fp8()
-    variables = jax.jit(model.init)(jax.random.key(0), X[0])
-    # A fixed scale: the statistics of what flows backward are those of scaled cotangents.
-    tx = jaxscale.loss_scaled(optax.adam(1e-2), 2.0**8)
-
-    def loss_fn(variables, batch):
-        output = model.apply(variables, batch[0])
-        return amplified(jnp.mean((output - 1) ** 2), batch[1])
-
-    def train_step(state, batch):
-        loss, grads = jaxscale.value_and_grad(loss_fn, state)(state.params, batch)
-        return state.apply_gradients(grads=grads, value=loss)
-
-    start = jaxscale.flax.TrainState.create(apply_fn=None, params=variables, tx=tx)
-    last = assert_bad_steps_leave_no_trace(train_step, start)
-    (statistics,) = last.params[OWG]["Dense_0"].values()
-    # The maxima of the inputs of the good steps, and of no other.
-    seen = [float(jnp.max(jnp.abs(x))) for x in X[jnp.isfinite(FACTORS)]]
-    history = statistics["input_amax_history"]
-    assert sorted(history[history > 0].tolist()) == sorted(seen)
-
-
 @fuseds
 def test_leaves_that_are_no_numbers_pass_through_a_whole_step(fused):
     params = MLP | {
@@ -204,19 +154,6 @@ def test_leaves_that_are_no_numbers_pass_through_a_whole_step(fused):
     unmoved = ("count", "flag", "key", "none")
     assert_same_bits([carry[name] for name in unmoved], [params[name] for name in unmoved])
     assert not jnp.array_equal(carry["w"], params["w"])
-
-
-def test_a_hyperparameter_set_by_hand_stays_set():
-    tx = jaxscale.loss_scaled(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
-    params = jnp.array([1.0, -2.0], jnp.bfloat16)
-    state = tx.init(params)
-    step = jax.jit(lambda g, s, p: jaxscale.apply_gradients(tx, g, s, p))
-    for grad, rate, expected in [(1.0, 0.5, 0.5), (INF, 0.25, 0.5), (1.0, 0.25, 0.25)]:
-        state = optax.tree_utils.tree_set(state, learning_rate=jnp.array(rate, jnp.float32))
-        params, state = step(jnp.full(2, grad, jnp.bfloat16), state, params)
-        assert params.tolist() == [expected, expected - 3]
-        assert optax.tree_utils.tree_get(state, "learning_rate") == rate
-    assert step._cache_size() == 1
 
 
 @cases("dtype", [*HALVES, "float32", "complex64"], fast=["complex64"])
@@ -301,27 +238,3 @@ def test_leaves_of_all_sorts_go_around_a_whole_step(wrapper, mode):
     kept, _ = step(moved, None, state, (X[0], INF))
     if wrapper not in NEVER_SKIP:
         assert_same_bits(trained(kept), trained(moved))
-
-
-@cases(
-    "wrapper, mode",
-    itertools.product(["bare", "loss_scaled", "skip_nonfinite", "multi_steps"], ["eager", "jit"]),
-    fast=[("loss_scaled", "jit")],
-)
-def test_a_leaf_whose_update_is_none_stays(wrapper, mode):
-    def update(updates, state, params=None):
-        return updates | {"frozen": None, "nested": [None, -updates["nested"][1]]}, state
-
-    tx = WRAPPERS[wrapper](optax.GradientTransformation(lambda _: optax.EmptyState(), update))
-    frozen, one = jnp.ones(2, jnp.bfloat16), jnp.ones(())
-    params = {"w": jnp.ones(2), "frozen": frozen, "nested": [one, one]}
-    grads = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.25), params)
-    step = functools.partial(jaxscale.apply_gradients, tx)
-    step = jax.jit(step) if mode == "jit" else step
-    # A bare optimizer that takes no loss is given none.
-    moved, state = step(grads, tx.init(params), params, value=jnp.float32(0))
-    assert_same_bits(
-        moved, {"w": jnp.full(2, 1.25), "frozen": frozen, "nested": [one, jnp.float32(0.75)]}
-    )
-    if wrapper not in NEVER_SKIP:
-        assert_same_bits(step(grads | {"w": grads["w"] * INF}, state, moved)[0], moved)

@@ -123,17 +123,17 @@ def test_flaxs_fp8_statistics(windowed):
 
     state = jaxscale.flax.TrainState.create(apply_fn=None, params=variables, tx=tx)
     step = jax.jit(jaxscale.flax.train_step(loss_fn))
-    batches = [x * size for size in (1.0, 3.0, jnp.inf, 2.0)]
+    batches = [x * size for size in (1.0, 3.0, jnp.inf, 2.0, jnp.nan)]
     for i, batch in enumerate(batches):
         before = state
         state, loss = step(state, batch)
         if not jnp.isfinite(loss) or (windowed and i == 0):
             assert_same_bits(state.params, before.params)
     history = state.params[OWG]["Dense_0"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
-    largest = [float(jnp.max(jnp.abs(batches[i]))) for i in ((1,) if windowed else (0, 1, 3))]
-    for size in largest:
-        assert size in np.asarray(history)
-    assert jnp.isfinite(history).all()
+    # The largest inputs of the good steps, and no other; an inf saturates, and is not written.
+    largest = [float(jnp.max(jnp.abs(batches[i]))) for i in ((1, 3) if windowed else (0, 1, 3))]
+    assert set(history[history > 0].tolist()) == set(largest)
+    assert state.opt_state.total_notfinite == 1
 
 
 class Product(nnx.Module):
