@@ -192,9 +192,9 @@ def test_the_largest_gradient_costs_one_all_reduce_beside_the_loss():
     assert len(counts[1]) - len(counts[0]) <= 1
 
 
-@cases("policy", ["dynamic", "adaptive"], fast=["adaptive"])
-def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags(policy):
-    tx = jaxscale.loss_scaled(optax.adamw(1e-3), policy, axis_name=BOTH)
+@cases("policy, tracked", itertools.product(["dynamic", "adaptive"], [False, True]))
+def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags(policy, tracked):
+    tx = jaxscale.loss_scaled(optax.identity(), policy, axis_name=BOTH, track_leaves=tracked)
     state = tx.init(LEAVES)
     specs = jax.tree.map(lambda leaf: P(BOTH) if jnp.ndim(leaf) else P(), (LEAVES, state))
 
@@ -203,5 +203,5 @@ def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags(policy):
         return optax.apply_updates(params, updates), state
 
     run = jax.shard_map(step, mesh=MESH, in_specs=specs, out_specs=specs)
-    # The gradients', and the loss's; of the largest gradient, its bits.
+    # The gradients', or those of each leaf, and the loss's; of the largest gradient, its bits.
     assert all_reduces(run, specs, LEAVES, state) == [1]

@@ -11,7 +11,6 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
 from tables import (
     INNERS,
     PARAMS,
@@ -273,44 +272,6 @@ def test_train_state_counts_steps_of_the_optimizer_and_keeps_good_statistics():
     ):
         state = state.apply_gradients(grads=jnp.full(2, grad), batch_stats=jnp.array(float(i)))
         assert [state.step, state.params[0], state.batch_stats] == after
-
-
-@pytest.mark.slow
-def test_devices_agree_on_the_window():
-    mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
-    data, everywhere = PartitionSpec("data"), PartitionSpec()
-    inner = jaxscale.loss_scaled(optax.sgd(1.0), POLICY, axis_name="data")
-    tx = jaxscale.multi_steps(inner, 2)
-    state = tx.init(jnp.zeros(8))
-    specs = jax.tree.map(lambda leaf: data if leaf.ndim else everywhere, state)
-
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(specs, data), out_specs=(everywhere, specs)
-    )
-    def step(state, grads):
-        updates, state = tx.update(grads, state)
-        return jax.lax.pmean(updates, "data"), state
-
-    for grads, expected in ((jnp.arange(8.0), 0), (jnp.ones(8).at[3].set(jnp.nan), -3.5)):
-        updates, state = step(state, grads)
-        assert updates == expected
-    assert state.inner_state.gradient_step == state.total_notfinite == 1
-
-
-AXES = {
-    "inside": lambda tx: jaxscale.loss_scaled(jaxscale.skip_nonfinite(tx, axis_name="data"), 8),
-    "outside": lambda tx: jaxscale.loss_scaled(jaxscale.multi_steps(tx, 1), 8, axis_name="data"),
-}
-
-
-@cases("name", AXES)
-def test_the_axis_name_may_be_given_to_either_wrapper(name):
-    tx = AXES[name](optax.sgd(1.0))
-    state = tx.init(jnp.zeros(2))
-    grads = jnp.ones((3, 2)).at[1, 0].set(jnp.nan)
-    skipped = jax.vmap(lambda grads: tx.update(grads, state)[1].total_notfinite, axis_name="data")
-    assert jax.jit(skipped)(grads).tolist() == [1] * 3
 
 
 # What happens in the nestings that optax's own accumulator allows.

@@ -22,7 +22,6 @@ from tables import (
     step,
     wide,
 )
-from training import x64
 
 import jaxscale
 
@@ -223,19 +222,6 @@ def test_weakly_typed_states_and_parameters_do_not_compile_twice():
     kept, state = apply(jnp.asarray(jnp.nan), state, params)
     assert kept == 1
     assert apply._cache_size() == 1
-
-
-@pytest.mark.slow
-def test_types_never_change_with_64_bit_numbers_on():
-    with x64():
-        params = PARAMS | {"b": jnp.array(0.5, jnp.float64)}
-        for policy in POLICIES.values():
-            tx = jaxscale.loss_scaled(optax.adam(0.1), policy)
-            state = tx.init(params)
-            for grads in (params, spoiled(params, jnp.nan), params):
-                _, new_state = jax.jit(tx.update)(grads, state, params, value=grads["b"])
-                assert avals(new_state) == avals(state)
-                state = new_state
 
 
 def test_the_optimizer_is_an_ordinary_value():

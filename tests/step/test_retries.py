@@ -1,7 +1,6 @@
 """Backward passes that are repeated at lower scales: no batch is lost to a scale too high."""
 
 import dataclasses
-import functools
 import itertools
 import operator
 from inspect import signature
@@ -18,39 +17,6 @@ from tables import INNERS, PARAMS, POLICIES, assert_same_bits, avals, cases
 import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
-
-
-@functools.cache
-def compiled(retries):
-    return jax.jit(jaxscale.train_step(loss_fn, hot(), retries=retries))
-
-
-@jax.jit
-def is_finite(scaling, batch):
-    return jaxscale.all_finite(jaxscale.grad(loss_fn, scaling)(PARAMS, batch))
-
-
-def fitting(batch):
-    """The largest power of two at which the gradients of a batch are finite."""
-    scales = (2.0**exponent for exponent in range(24, 0, -1))
-    return next(s for s in scales if is_finite(jaxscale.FixedLossScale(s).init(), batch))
-
-
-@cases("first", {"good": GOOD, "overflow": OVERFLOW}, fast=["overflow"])
-def test_the_search_for_a_scale_costs_no_batch(first):
-    first = {"good": GOOD, "overflow": OVERFLOW}[first]
-    batches, scale = [first, *FINITE], fitting(first)
-    assert run(compiled(0), hot().init(PARAMS), batches)[1].total_notfinite > 3
-    searched = run(compiled(30), hot().init(PARAMS), batches)
-    assert searched[1].total_notfinite == 0
-    # The same program, from the scale that fits: the same bits.
-    found = run(compiled(30), hot(scale).init(PARAMS), batches)
-    passes = searched[1].total_retries - found[1].total_retries
-    assert scale == 2.0 ** (24 - passes)
-    assert_same_bits(
-        (searched[0], searched[1]._replace(total_retries=0), searched[2]),
-        (found[0], found[1]._replace(total_retries=0), found[2]),
-    )
 
 
 POISON = jnp.full(3, jnp.inf)
@@ -213,14 +179,6 @@ def test_the_model_is_in_the_program_once():
         assert with_them.count(f"stablehlo.{operation}") == without.count(f"stablehlo.{operation}")
 
 
-def test_donated_parameters_are_updated_in_place():
-    step = jax.jit(jaxscale.train_step(loss_fn, hot(), retries=30), donate_argnums=(0, 1))
-    params, opt_state = jax.tree.map(jnp.copy, (PARAMS, hot().init(PARAMS)))
-    kept = run(step, opt_state, FINITE, params)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((params, opt_state.inner_state)))
-    assert_same_bits(kept, run(compiled(30), hot().init(PARAMS), FINITE))
-
-
 @cases("window", ["inside", "outside"], fast=["outside"])
 def test_no_micro_batch_is_lost(window):
     tx = WINDOWS[window](INNERS["adam"], jaxscale.DynamicLossScale(init_scale=2.0**24))
@@ -265,7 +223,8 @@ def test_integers_among_the_parameters_go_round():
 def test_the_count_of_passes_stays_at_its_largest_value():
     most = np.iinfo(np.int32).max
     opt_state = hot().init(PARAMS)._replace(total_retries=jnp.array(most - 1, jnp.int32))
-    assert compiled(30)(PARAMS, opt_state, OVERFLOW)[1].total_retries == most
+    step = jax.jit(jaxscale.train_step(loss_fn, hot(), retries=30))
+    assert step(PARAMS, opt_state, OVERFLOW)[1].total_retries == most
 
 
 def test_a_hook_gets_true_gradients_in_every_pass():

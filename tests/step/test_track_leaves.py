@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from half_programs import CHECK
-from jax.sharding import Mesh, PartitionSpec
 from tables import assert_same_bits, avals, cases
 
 import jaxscale
@@ -114,28 +112,6 @@ def test_check_names_them():
     ):
         with pytest.raises(jaxscale.LossScaleStuckError, match=message):
             jaxscale.check(state, max_consecutive=2)
-
-
-@cases("check", [True, False], fast=[True])
-def test_all_devices_agree(check):
-    tx = jaxscale.loss_scaled(optax.sgd(0.1), track_leaves=True, axis_name="data")
-    params = {"a": jnp.ones(8), "b": jnp.ones(8), "c": jnp.ones(8)}
-    # The overflow of `a` is on device 3, that of `b` on device 5.
-    grads = params | {"a": params["a"].at[3].set(jnp.inf), "b": params["b"].at[5].set(jnp.nan)}
-    data, everywhere = PartitionSpec("data"), PartitionSpec()
-    sharded = jax.shard_map(
-        lambda *args: tx.update(*args)[1].nonfinite_leaves,
-        mesh=Mesh(np.array(jax.devices("cpu")), ("data",)),
-        in_specs=(data, everywhere, data),
-        out_specs=everywhere,
-        **{CHECK: check},
-    )
-    flags = jax.jit(sharded)(grads, tx.init(params), params)
-    assert flags == {"a": True, "b": True, "c": False}
-    for flag in jax.tree.leaves(flags):
-        assert len({bool(shard.data) for shard in flag.addressable_shards}) == 1
-    text = str(jax.make_jaxpr(sharded)(grads, tx.init(params), params))
-    assert text.count("pmin") == 1  # one collective for the verdict and for all flags
 
 
 FROZEN = {"w": jnp.ones(1), "frozen": jnp.ones(1)}
