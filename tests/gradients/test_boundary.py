@@ -417,50 +417,14 @@ ERRORS = {
     "scale array": (lambda: scale_backward(net, jnp.ones(())), TypeError, "scale="),
     "retries": (lambda: scale_backward(net, retries=-1), ValueError, "retries=.*-1"),
     "retries float": (lambda: scale_backward(net, retries=1.5), TypeError, "retries=.*1.5"),
-    "forward mode": (
-        lambda: jax.jvp(scale_backward(loss_of(net)), (PARAMS,), (PARAMS,)),
-        TypeError,
-        "forward mode.*jax.grad",
-    ),
-    "second derivative": (
-        lambda: jax.jit(jax.grad(second(scale_backward(loss_of(net)))))(PARAMS),
-        TypeError,
-        "retries=2.*retries=0",
-    ),
-    "float16 parameter": (
-        lambda: jax.grad(loss_of(scale_backward(net)))(PARAMS | {"b": PARAMS["b"].astype(HALF)}),
-        TypeError,
-        r"args\[0\]\['b'\], which is float16.*cast them inside",
-    ),
-    "float16 activation": (
-        lambda: jax.grad(lambda p: jnp.sum(scale_backward(net)(p, net(p, X).astype(HALF))))(PARAMS),
-        TypeError,
-        r"args\[1\], which is float16",
-    ),
-    "float16 closure": (
-        lambda: jax.grad(
-            lambda p: jnp.sum(scale_backward(lambda x: x @ p)(X.astype(HALF)).astype(jnp.float32))
-        )(jnp.ones((8, 8), HALF)),
-        TypeError,
-        "closes over, which is float16",
-    ),
-    "float16 output": (
-        lambda: jax.grad(
-            lambda p: jnp.sum(scale_backward(lambda p: {"y": net(p, X).astype(HALF)})(p)["y"])
-        )(PARAMS),
-        TypeError,
-        r"output \['y'\] is float16.*astype\(jnp.float32\)",
-    ),
-    "float16 output under autocast": (
-        lambda: jax.grad(
-            jaxscale.autocast(
-                lambda p: jnp.sum(scale_backward(lambda p: net(p, X).astype(HALF))(p))
-            )
-        )(PARAMS),
-        TypeError,
-        "output is float16",
-    ),
-}
+    "forward mode": (lambda: jax.jvp(scale_backward(loss_of(net)), (PARAMS,), (PARAMS,)), TypeError, "forward mode.*jax.grad"),
+    "second derivative": (lambda: jax.jit(jax.grad(second(scale_backward(loss_of(net)))))(PARAMS), TypeError, "retries=2.*retries=0"),
+    "float16 parameter": (lambda: jax.grad(loss_of(scale_backward(net)))(PARAMS | {"b": PARAMS["b"].astype(HALF)}), TypeError, r"args\[0\]\['b'\], which is float16.*cast them inside"),
+    "float16 activation": (lambda: jax.grad(lambda p: jnp.sum(scale_backward(net)(p, net(p, X).astype(HALF))))(PARAMS), TypeError, r"args\[1\], which is float16"),
+    "float16 closure": (lambda: jax.grad(lambda p: jnp.sum(scale_backward(lambda x: x @ p)(X.astype(HALF)).astype(jnp.float32)))(jnp.ones((8, 8), HALF)), TypeError, "closes over, which is float16"),
+    "float16 output": (lambda: jax.grad(lambda p: jnp.sum(scale_backward(lambda p: {"y": net(p, X).astype(HALF)})(p)["y"]))(PARAMS), TypeError, r"output \['y'\] is float16.*astype\(jnp.float32\)"),
+    "float16 output under autocast": (lambda: jax.grad(jaxscale.autocast(lambda p: jnp.sum(scale_backward(lambda p: net(p, X).astype(HALF))(p))))(PARAMS), TypeError, "output is float16"),
+}  # fmt: skip
 
 
 @cases("name", ERRORS)

@@ -148,21 +148,6 @@ def test_layers_with_biases_keep_no_more_than_those_written_in_float16(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_transformer_learns_what_it_learns_in_float32(kind):
-    plain, params = transformer(**KINDS[kind])
-    loss, gradients = jax.jit(jax.value_and_grad(plain))(params, TOKENS)
-    cast = jax.jit(jax.value_and_grad(jaxscale.autocast(plain)))
-    half_loss, half_gradients = cast(params, TOKENS)
-    assert avals(half_gradients) == avals(gradients)
-    np.testing.assert_allclose(half_loss, loss, rtol=1e-3)
-    for a, b in zip(jax.tree.leaves(half_gradients), jax.tree.leaves(gradients), strict=True):
-        # The norm of each leaf. Some of these gradients are sums that cancel, such as that of the
-        # bias of the keys, which is 0 in exact arithmetic.
-        assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b) + 1e-4
-
-
-@pytest.mark.slow
 def test_the_program_grows_by_half_at_most():
     """Tracing and compiling take as long as there are equations: `benchmarks/autocast.py`."""
     plain, params = transformer()
@@ -265,47 +250,14 @@ def test_an_nnx_module_is_changed_in_place(way, jit):
 
 
 @pytest.mark.slow
-def test_an_nnx_module_may_hold_a_class_of_variables():
-    model = nnx.LoRALinear(8, 4, lora_rank=2, rngs=nnx.Rngs(0))  # it holds `nnx.LoRAParam`
-    plain, cast = nnx.clone(model), nnx.clone(model)
-    np.testing.assert_allclose(jaxscale.autocast(cast)(IMAGES), plain(IMAGES), rtol=0.02, atol=5e-3)
-    tx = jaxscale.loss_scaled(optax.sgd(0.1))
-    for trained, loss_fn in ((plain, nnx_loss), (cast, jaxscale.autocast(nnx_loss))):
-        optimizer = nnx.Optimizer(trained, tx, wrt=nnx.Param)
-        step = nnx.jit(jaxscale.nnx.train_step(loss_fn))
-        losses = [step(trained, optimizer, IMAGES) for _ in range(2)]
-        assert losses[1] < losses[0]
-    for a, b, before in zip(
-        *(jax.tree.leaves(nnx.state(each, nnx.Param)) for each in (cast, plain, model)), strict=True
-    ):
-        np.testing.assert_allclose(a - before, b - before, rtol=0.05, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_an_nnx_module_or_a_method_is_a_function_too():
+def test_a_module_or_a_method_is_a_function_too():
     plain, cast = (Network(nnx.Rngs(0)) for _ in range(2))
-    for fun in (cast, cast.__call__):
-        np.testing.assert_allclose(
-            jaxscale.autocast(fun)(IMAGES), plain(IMAGES), rtol=0.02, atol=5e-3
-        )
+    lora = nnx.LoRALinear(8, 4, lora_rank=2, rngs=nnx.Rngs(0))  # it holds a class of variables
+    for fun, same in ((cast, plain), (cast.__call__, plain), (nnx.clone(lora), lora)):
+        expected = same(IMAGES)
+        np.testing.assert_allclose(jaxscale.autocast(fun)(IMAGES), expected, rtol=0.02, atol=5e-3)
     assert cast.calls[...] == 2
-
-
-@pytest.mark.slow
-def test_an_equinox_module_is_an_argument():
     model = eqx.nn.MLP(8, 4, 16, 2, activation=jax.nn.gelu, key=jax.random.key(0))
-
-    def loss_fn(model, x):
-        return jnp.mean(jax.vmap(model)(x) ** 2)
-
-    plain = eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))
-    cast = eqx.filter_jit(eqx.filter_value_and_grad(jaxscale.autocast(loss_fn)))
-    (loss, gradients), (half_loss, half_gradients) = plain(model, IMAGES), cast(model, IMAGES)
-    np.testing.assert_allclose(half_loss, loss, rtol=2e-3)
-    assert jax.tree.structure(half_gradients) == jax.tree.structure(gradients)
-    assert avals(eqx.filter(half_gradients, eqx.is_array)) == avals(
-        eqx.filter(gradients, eqx.is_array)
-    )
     assert products(jaxscale.autocast(model), IMAGES[0]) == [{"float16"}] * 3
 
 

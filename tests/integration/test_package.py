@@ -10,10 +10,7 @@ import runpy
 import sys
 import tomllib
 
-import jax
-import jax.numpy as jnp
 import optax
-from tables import cases
 
 import jaxscale
 import jaxscale.diagnostics
@@ -198,29 +195,6 @@ def test_update_takes_the_arguments_of_the_contract():
     assert str(list(update.parameters)) == str(
         ["updates", "state", "params", "value", "extra_args"]
     )
-
-
-@cases("dtype", ["float16", "bfloat16", "float32", "complex64"], fast=["float16"])
-def test_own_code_promotes_nothing_implicitly(dtype):
-    # Under strict promotion, as all tests that do not ask for the other. Of optax' optimizers
-    # few run so; this one does.
-    params = {"w": jnp.ones(3, dtype), "n": jnp.arange(3)}
-    tx = jaxscale.loss_scaled(optax.identity())
-    state = jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
-
-    def loss_fn(params):
-        return jnp.sum(jnp.abs(params["w"])).astype(jnp.float32)
-
-    for transform in (lambda f: f, jax.jit):
-        grads = transform(lambda s: jaxscale.grad(loss_fn, s, allow_int=True)(s.params))(state)
-        grads["n"] = jnp.zeros(3, jnp.int32)
-        for factor in (1.0, jnp.nan):
-            bad = grads | {"w": grads["w"] * jnp.asarray(factor, grads["w"].dtype)}
-            updates, _ = transform(tx.update)(bad, state.opt_state, params, value=jnp.float32(1))
-            new = transform(lambda s, g: s.apply_gradients(grads=g))(state, bad)
-            assert new.params["w"].tolist() == ([2] * 3 if factor == 1 else [1] * 3)
-            assert updates["w"].dtype == ("complex64" if dtype == "complex64" else "float32")
-            assert jaxscale.metrics(new)["step_applied"] == (factor == 1)
 
 
 def test_its_core_dependencies_are_three():
