@@ -44,7 +44,7 @@ test_value_and_grad.test_signature_and_keyword_arguments_are_those_of_the_functi
     Flax `DynamicScale.value_and_grad` takes no keyword arguments
 test_value_and_grad.test_a_transform_of_models_is_that_of_its_library
     patrick-kidger/equinox#221: gradients hold None where nothing is differentiated
-test_kinds.test_leaves_of_all_sorts_go_around_a_whole_step
+test_tree.test_a_step_leaves_alone_what_has_no_gradient
     Equinox: a model has leaves that are not arrays
 test_value_and_grad.test_overwrites_of_fp8_are_neither_divided_nor_checked
     AI-Hypercomputer/maxtext#5021, Flax: FP8 statistics divided by the scale

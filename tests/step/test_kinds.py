@@ -1,23 +1,16 @@
 """Every kind of parameter and of optimizer, through whole training steps."""
 
 import contextlib
-import dataclasses
-import enum
 import itertools
-from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tables import POLICIES, assert_same_bits, avals, cases
+from tables import POLICIES, assert_same_bits, cases
 from training import (
-    INF,
     MLP,
-    X,
-    amplified,
     assert_bad_steps_leave_no_trace,
     mlp_loss,
     trainer,
@@ -166,75 +159,3 @@ def test_a_skipped_step_keeps_the_signs_of_zeros(dtype):
         grads = jnp.full_like(params, jnp.inf)
         updates, _ = transform(tx.update)(grads, tx.init(params), params)
         assert_same_bits(optax.apply_updates(params, updates), params)
-
-
-class Mode(enum.IntEnum):
-    TRAIN = 1
-
-
-class Everything(eqx.Module):
-    """A model with leaves of all sorts that are not gradients."""
-
-    w: jax.Array
-    v: jax.Array
-    half: jax.Array
-    rest: Any
-
-    def __call__(self, x):
-        return self.rest["activation"](x @ self.w) @ self.v * self.half.astype(jnp.float32)
-
-
-REST = {"activation": jnp.tanh, "name": "all of it", "dtype": jnp.float16, "mode": Mode.TRAIN}
-REST |= {"rate": 0.5, "steps": jnp.array(3), "key": jax.random.key(0), "nothing": None}
-MODEL = Everything(MLP["w"], MLP["v"], jnp.array(0.5, jnp.float16), REST)
-WRAPPERS = {
-    "bare": lambda tx: tx,
-    "loss_scaled": lambda tx: jaxscale.loss_scaled(tx, DYNAMIC),
-    "tracking": lambda tx: jaxscale.loss_scaled(tx, DYNAMIC, track_leaves=True),
-    "unskipped": lambda tx: jaxscale.loss_scaled(tx, None, skip_nonfinite=False),
-    "skip_nonfinite": jaxscale.skip_nonfinite,
-    "multi_steps": lambda tx: jaxscale.multi_steps(jaxscale.loss_scaled(tx, DYNAMIC), 1),
-    "outermost but one": lambda tx: optax.chain(jaxscale.loss_scaled(tx), optax.identity()),
-}
-NEVER_SKIP = ("bare", "unskipped")
-
-
-@cases(
-    "wrapper, mode",
-    [*itertools.product(WRAPPERS, ["eager"]), ("bare", "jit"), ("loss_scaled", "jit")],
-    fast=[("loss_scaled", "jit")],
-)
-def test_leaves_of_all_sorts_go_around_a_whole_step(wrapper, mode):
-    jit = eqx.filter_jit if mode == "jit" else lambda f: f
-    tx = WRAPPERS[wrapper](optax.adamw(1e-2))
-    # Equinox takes text of NumPy for an array, and JAX compiles none.
-    table = np.array(["a", "b"]) if mode == "eager" else "a, b"
-    model = dataclasses.replace(MODEL, rest=REST | {"table": table})
-    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
-
-    def loss_fn(model, batch):
-        return amplified(jnp.mean((jax.vmap(model)(batch[0]) - 1) ** 2), batch[1])
-
-    @jit
-    def step(model, rest, state, batch):
-        whole = model if rest is None else eqx.combine(model, rest)
-        grads = eqx.filter_grad(loss_fn)(whole, batch)
-        return jaxscale.apply_gradients(tx, grads, state, model)
-
-    def trained(model):
-        left, now = eqx.partition(model, eqx.is_inexact_array)
-        assert jax.tree.structure(now) == jax.tree.structure(rest)
-        for new, old in zip(jax.tree.leaves(now), jax.tree.leaves(rest), strict=True):
-            # What `filter_jit` traces comes back as another array.
-            assert new is old or (isinstance(old, jax.Array) and new == old)
-        return left
-
-    moved, state = step(model, None, tx.init(arrays), (X[0], jnp.float32(1)))
-    alone = step(arrays, rest, tx.init(arrays), (X[0], jnp.float32(1)))
-    assert_same_bits((trained(moved), state), alone)
-    assert avals(alone[0]) == avals(arrays)
-    same = jax.tree.map(jnp.array_equal, trained(moved), arrays)
-    assert not any(jax.tree.leaves(same))
-    kept, _ = step(moved, None, state, (X[0], INF))
-    if wrapper not in NEVER_SKIP:
-        assert_same_bits(trained(kept), trained(moved))
