@@ -216,6 +216,10 @@ def nnx_loss(model, x):
     return jnp.mean((model(x) - 1.0) ** 2)
 
 
+def eager(fun):
+    return fun
+
+
 WAYS = {
     "nnx.value_and_grad": nnx.value_and_grad,
     "transform=": lambda fun: jaxscale.value_and_grad(
@@ -224,12 +228,8 @@ WAYS = {
 }
 
 
-JITS = {"jit": nnx.jit, "eager": lambda fun: fun}
-
-
-@cases("way, jit", itertools.product(WAYS, JITS), fast=[("transform=", "jit")])
+@cases("way, jit", itertools.product(WAYS, [nnx.jit, eager]), fast=[("transform=", nnx.jit)])
 def test_an_nnx_module_is_changed_in_place(way, jit):
-    jit = JITS[jit]
     plain, cast = (Network(nnx.Rngs(0)) for _ in range(2))
     for _ in range(2):
         loss, gradients = jit(nnx.value_and_grad(nnx_loss))(plain, IMAGES)
@@ -339,35 +339,33 @@ def test_meshes_with_explicit_axes():
             assert avals(gradients) == avals(jax.jit(jax.grad(given, has_aux=True))(params, x))
 
 
-@cases("check", [True, False], fast=[True])
-def test_the_whole_step_inside_of_shard_map(check):
+def by_shard_map(check):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), CHECK: check}
+    return lambda run: jax.jit(jax.shard_map(run, mesh=mesh, **specs))
+
+
+MAPS = {
+    "shard_map": (by_shard_map(True), X),
+    "shard_map, unchecked": (by_shard_map(False), X),
+    "pmap": (lambda run: jax.pmap(run, "data", in_axes=(None, 0)), X.reshape(8, 2, 16)),
+}
+
+
+@cases("name", MAPS, fast=["shard_map"])
+def test_inside_and_outside_of_what_maps_a_step_over_devices(name):
+    mapped, x = MAPS[name]
 
     def step(fun):
         def run(params, x):
-            loss, gradients = jax.value_and_grad(fun)(params, x)
-            return jax.lax.pmean((loss, gradients), "data")
+            return jax.lax.pmean(jax.value_and_grad(fun)(params, x), "data")
 
-        specs = {"in_specs": (P(), P("data")), "out_specs": P(), CHECK: check}
-        return jax.jit(jax.shard_map(run, mesh=mesh, **specs))
+        return mapped(run)
 
-    plain, cast = step(mlp)(MLP, X), step(jaxscale.autocast(mlp))(MLP, X)
-    outside = jaxscale.autocast(step(mlp))(MLP, X)
-    for half in (cast, outside):
-        assert_near(half, plain)
-    assert set(map(str, products(jaxscale.autocast(step(mlp)), MLP, X))) == {"{'float16'}"}
-
-
-@pytest.mark.slow
-def test_pmap_outside_and_inside():
-    x = X.reshape(8, 2, 16)
-    expected = jax.pmap(functools.partial(mlp, MLP), "i")(x)
-    for half in (
-        jax.pmap(jaxscale.autocast(functools.partial(mlp, MLP)), "i"),
-        jaxscale.autocast(jax.pmap(lambda x: mlp(MLP, x), "i")),
-    ):
-        np.testing.assert_allclose(half(x), expected, rtol=2e-3)
-        assert products(half, x) == [{"float16"}] * 2
+    plain = step(mlp)(MLP, x)
+    for half in (step(jaxscale.autocast(mlp)), jaxscale.autocast(step(mlp))):
+        assert_near(half(MLP, x), plain)
+    assert set(map(str, products(half, MLP, x))) == {"{'float16'}"}
 
 
 @pytest.mark.slow

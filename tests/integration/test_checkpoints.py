@@ -185,7 +185,6 @@ DEVICES = np.array(jax.devices("cpu"))
 FLAT, GRID = Mesh(DEVICES, ("data",)), Mesh(DEVICES.reshape(4, 2), ("data", "model"))
 SHARDED = NamedSharding(FLAT, PartitionSpec("data"))
 PLACES = {
-    "the same mesh": SHARDED,
     "4x2": NamedSharding(GRID, PartitionSpec("model", "data")),
     "4x2, in part": NamedSharding(GRID, PartitionSpec("model")),
     "replicated": NamedSharding(FLAT, PartitionSpec()),
@@ -212,47 +211,23 @@ def exact_step(tree, grads):
     return {"params": optax.apply_updates(tree["params"], updates), "opt_state": opt_state}
 
 
-def exact_run(tree, steps):
-    for grads in steps:
-        tree = exact_step(tree, grads)
-    return tree
-
-
-def numbers(tree):
-    return jax.tree.map(np.asarray, tree)
-
-
-def shardings(tree):
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)
-
-
-def abstract(tree):
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
-    )
-
-
-def orbax_with_an_abstract_target(tree, fresh, path):
-    return orbax(tree, abstract(fresh), path)
-
-
-MESH_WAYS = (orbax_with_an_abstract_target, raw_orbax, dict_in_msgpack)
-MESH_WAYS = {way.__name__: way for way in MESH_WAYS}
-
-
-@cases("place, way", itertools.product(PLACES, MESH_WAYS), fast=[("4x2", "dict_in_msgpack")])
+@cases(
+    "place, way",
+    itertools.product(PLACES, ["dict_in_msgpack", "raw_orbax"]),
+    fast=[("4x2", "dict_in_msgpack")],
+)
 def test_a_run_goes_on_on_another_mesh(place, way, tmp_path):
-    way = MESH_WAYS[way]
-    saved = exact_run(placed(SHARDED), STEPS[:3])
-    assert jaxscale.metrics(saved)["total_notfinite"] == 1
-    fresh = placed(PLACES[place])
+    def run(tree, steps):
+        return functools.reduce(exact_step, steps, tree)
+
+    saved, fresh = run(placed(SHARDED), STEPS[:3]), placed(PLACES[place])
     exact_step(fresh, STEPS[0])  # compiled for that mesh
-    restored = way(saved, fresh, tmp_path)
-    assert_same_bits(numbers(restored), numbers(saved))
+    restored = WAYS[way](saved, fresh, tmp_path)
     assert avals(restored) == avals(saved)
-    assert shardings(restored) == shardings(fresh)
     before = len(COMPILED)
-    end = exact_run(restored, STEPS[3:])
+    end = run(restored, STEPS[3:])
     assert len(COMPILED) == before
-    assert shardings(end) == shardings(fresh)
-    assert_same_bits(numbers(end), numbers(exact_run(saved, STEPS[3:])))
+    for tree, expected in ((restored, saved), (end, run(saved, STEPS[3:]))):
+        assert_same_bits(*(jax.tree.map(np.asarray, each) for each in (tree, expected)))
+        for leaf, target in zip(jax.tree.leaves(tree), jax.tree.leaves(fresh), strict=True):
+            assert leaf.sharding == target.sharding

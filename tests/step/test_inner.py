@@ -97,12 +97,6 @@ def test_what_fills_its_state_later_is_told_where_to_go():
     _, state = outside.update(GRADS, outside.init(PARAMS), PARAMS)
     assert optax.tree.get(state, "norm") > 0
     jaxscale.check(state)
-    # Switched off, the program is that of the inner transformation alone, whatever it does.
-    inner = optax.chain(optax.sgd(0.1), monitor)
-    off = jaxscale.loss_scaled(inner, None, skip_nonfinite=False)
-    updates, state = off.update(GRADS, off.init(PARAMS), PARAMS)
-    expected, inner_state = inner.update(GRADS, inner.init(PARAMS), PARAMS)
-    assert_same_bits((updates, state.inner_state), (expected, inner_state))
 
 
 @cases(

@@ -166,7 +166,13 @@ def test_the_inner_optimizer_sees_float32_and_extra_arguments_untouched():
 
 def test_one_program_serves_all_platforms_and_a_cpu_alone_branches(monkeypatch):
     # Traced once; of branch and selection, which one it is are constants when it is lowered.
-    tx = jaxscale.loss_scaled(INNERS["adam"], DYNAMIC)
+    inner, traces = INNERS["adam"], []
+
+    def counted(updates, state, params=None):
+        traces.append(None)
+        return inner.update(updates, state, params)
+
+    tx = jaxscale.loss_scaled(optax.GradientTransformation(inner.init, counted), DYNAMIC)
     traced = jax.jit(tx.update).trace(GOOD[0], tx.init(PARAMS), PARAMS)
     cpu, *others = (
         traced.lower(lowering_platforms=(platform,)).as_text().splitlines()
@@ -178,6 +184,7 @@ def test_one_program_serves_all_platforms_and_a_cpu_alone_branches(monkeypatch):
         for line in (line for pair in differing for line in pair):
             assert "stablehlo.constant" in line
     assert traced.lower().compile().as_text().count(" conditional(") == 1
+    assert len(traces) == 1
     # As for accelerators, but compiled here: XLA takes the branch out, as it is a constant's.
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
     selecting = jax.jit(lambda *args: tx.update(*args)).lower(GOOD[0], tx.init(PARAMS), PARAMS)

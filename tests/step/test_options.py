@@ -1,5 +1,6 @@
 """What a wrapper is asked for beside the verdict: laws of each such option."""
 
+import functools
 import itertools
 
 import jax
@@ -95,3 +96,28 @@ def test_wrong_values_are_refused(options, message):
     for call in (jaxscale.loss_scaled, jaxscale.skip_nonfinite):
         with pytest.raises((TypeError, ValueError), match=message):
             call(INNER, **options)
+
+
+OFF = functools.partial(jaxscale.loss_scaled, skip_nonfinite=False)
+WINDOW = jaxscale.multi_steps(INNER, 2)
+NEED_A_VERDICT = {  # what is not to be had without one: a call, and what it says
+    "scale": (lambda: OFF(INNER), "a DynamicLossScale"),
+    "leaves": (lambda: OFF(INNER, 8, track_leaves=True), "track_leaves=True"),
+    "spikes": (lambda: OFF(INNER, None, spikes=RULE), "SpikeRule"),
+    "window inside": (lambda: OFF(WINDOW, None), "a window of `multi_steps`"),
+    "window outside": (
+        lambda: jaxscale.multi_steps(OFF(INNER, None), 2),
+        "`multi_steps.*skip_nonfinite=F",
+    ),
+    "number": (
+        lambda: jaxscale.loss_scaled(INNER, skip_nonfinite=0),
+        "skip_nonfinite=.*got 0",
+    ),
+}
+
+
+@cases("name", NEED_A_VERDICT)
+def test_what_needs_a_verdict_does_not_do_without(name):
+    call, message = NEED_A_VERDICT[name]
+    with pytest.raises(ValueError, match=message):
+        call()
