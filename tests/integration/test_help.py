@@ -11,6 +11,7 @@ import sys
 import tomllib
 
 import pytest
+from tables import cases
 from test_package import ALL, METHODS, PUBLIC, ROOT
 
 import jaxscale
@@ -183,10 +184,12 @@ assert "four functions" in pydoc.render_doc(jaxscale)
 """
 
 
-def test_modules_are_imported_when_they_are_used_and_without_flax_it_is_said_what_to_install():
-    # At the same time, as each of them waits for JAX to be imported.
-    programs = [subprocess.Popen([sys.executable, "-c", code]) for code in (LAZY, WITHOUT_FLAX)]
-    assert [program.wait() for program in programs] == [0, 0]
+PROGRAMS = {"lazy": LAZY, "without Flax": WITHOUT_FLAX}
+
+
+@cases("name", PROGRAMS, fast=["lazy"])
+def test_modules_are_imported_when_used_and_without_flax_it_is_said_what_to_install(name):
+    subprocess.run([sys.executable, "-c", PROGRAMS[name]], check=True)
 
 
 @pytest.mark.parametrize("flags", ["", "--xla_a=1", "--xla_allow_excess_precision=true"])

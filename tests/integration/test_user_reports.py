@@ -64,7 +64,7 @@ test_transformations.test_one_state_for_the_gradients_of_many_examples
     google/flax#4114: per-sample gradients under one scale
 test_checkpoints.test_a_restored_run_goes_on_as_if_it_had_never_stopped
     huggingface/accelerate#4289: a restored scaler that is not the saved one
-test_differentiation.test_a_gradient_penalty_is_unscaled_inside_and_outside
+test_transformations.test_a_gradient_penalty_is_unscaled_inside_and_outside
     tensorflow/tensorflow#48662: inner gradients that stay scaled collapse the scale
 test_policies.test_no_scale_is_zero_inf_or_nan
     Keras: the scale grows to inf and stays there

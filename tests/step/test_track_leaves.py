@@ -93,9 +93,9 @@ def test_the_last_overflow_is_kept_and_nothing_else_is_different(name):
 
 def test_check_names_them():
     def stuck(bad, steps=3, params=PARAMS, tx=TRACKING):
-        state = tx.init(params)
+        state, update = tx.init(params), jax.jit(tx.update)
         for _ in range(steps):
-            _, state = tx.update(bad, state, params)
+            _, state = update(bad, state, params)
         return state
 
     # Of a population, the leaves of its worst member.
