@@ -107,6 +107,23 @@ def test_shard_map_over_sharded_parameters_agrees(name, check, fused):
     assert name != "tracked" or after.nonfinite_leaves == {"a": True, "b": True}
 
 
+def test_a_loss_that_differs_among_devices_needs_the_axis():
+    def run(axis_name):
+        tx = jaxscale.loss_scaled(optax.sgd(0.1), axis_name=axis_name)
+
+        def one_device(state, loss):
+            return tx.update(PARAMS, state, PARAMS, value=loss[0])[1]
+
+        specs = {"in_specs": (REPLICATED, SHARDED), "out_specs": REPLICATED}
+        mapped = jax.jit(jax.shard_map(one_device, mesh=MESH, **specs))
+        return mapped(tx.init(PARAMS), jnp.ones(8).at[3].set(jnp.inf))
+
+    with pytest.raises(ValueError, match=r"pass `axis_name='data'`"):
+        run(None)
+    state = run("data")
+    assert (state.total_notfinite_loss, state.scaling.loss_scale) == (1, 2.0**15)
+
+
 # Retries: one device overflows, and all go round together.
 
 HOT_X = X.at[13].multiply(64.0)  # of one device alone

@@ -227,18 +227,12 @@ def test_train_state_counts_steps_of_the_optimizer_and_keeps_good_statistics():
 
     tx, mean = windowed(optax.sgd(1.0), 3), jnp.array(-1.0)
     state = State.create(apply_fn=None, params=jnp.zeros(2), tx=tx, batch_stats=mean)
-    # A gradient; the steps of the optimizer, the parameter and the statistics after it.
-    for i, (grad, *after) in enumerate(
-        [
-            (1.0, 0, 0, 0),
-            (3.0, 0, 0, 1),
-            (jnp.nan, 1, -2, 1),  # the mean of 1 and 3; statistics of what is bad are not kept
-            (1.0, 1, -2, 3),
-            (1.0, 1, -2, 4),
-            (1.0, 2, -3, 5),
-            (jnp.inf, 2, -3, 5),
-        ]
-    ):
+    # The mean of 1 and 3 is 2; statistics of what is bad are not kept.
+    grads = [1.0, 3.0, jnp.nan, 1.0, 1.0, 1.0, jnp.inf]
+    steps = [0, 0, 1, 1, 1, 2, 2]
+    params = [0, 0, -2, -2, -2, -3, -3]
+    stats = [0, 1, 1, 3, 4, 5, 5]
+    for i, (grad, *after) in enumerate(zip(grads, steps, params, stats, strict=True)):
         state = state.apply_gradients(grads=jnp.full(2, grad), batch_stats=jnp.array(float(i)))
         assert [state.step, state.params[0], state.batch_stats] == after
 

@@ -273,30 +273,6 @@ def test_updates_of_narrow_parameters_can_be_added(dtype):
     assert_same_bits(same, new)
 
 
-def axis_case(axis_name):
-    tx = jaxscale.loss_scaled(optax.sgd(0.1), axis_name=axis_name)
-
-    def step(state, params, grads, loss):
-        grads = jax.lax.pmean(grads, "x")
-        updates, state = tx.update(grads, state, params, value=loss[0])
-        return optax.apply_updates(params, updates), state
-
-    rep, data = PartitionSpec(), PartitionSpec("x")
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    step = jax.shard_map(step, mesh=mesh, in_specs=(rep, rep, data, data), out_specs=rep)
-    grads = {"w": jnp.ones((8, 3)), "b": jnp.ones(8)}
-    params = {"w": jnp.ones((1, 3)), "b": jnp.ones(1)}
-    losses = jnp.ones(8).at[3].set(jnp.inf)
-    return jax.jit(step)(tx.init(params), params, grads, losses)[1]
-
-
-def test_a_loss_that_differs_among_devices_needs_the_axis():
-    with pytest.raises(ValueError, match=r"pass `axis_name='x'`"):
-        axis_case(None)
-    state = axis_case("x")
-    assert (state.total_notfinite_loss, state.scaling.loss_scale) == (1, 2.0**15)
-
-
 def test_subnormal_parameters_are_kept_by_apply_gradients_alone():
     # The sum that `optax.apply_updates` takes is outside of any skip, and XLA on a CPU flushes
     # what is below the normal numbers as it adds, even -0.0.
