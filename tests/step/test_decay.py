@@ -248,13 +248,14 @@ def test_it_takes_six_falls_below_two_to_the_fifteen():
     assert warned(decayed(low))
 
 
-def test_neither_a_bad_loss_nor_the_floor_of_a_scale_counts():
+def test_neither_first_steps_nor_a_bad_loss_nor_the_floor_of_a_scale_count():
     def count(state, **extra):
         for grads in (GOOD, BAD):
             _, state = TX.update(grads, state, **extra)
         return int(state.backoff_count), float(state.scaling.loss_scale)
 
-    assert count(decayed(falls=0)) == (1, 2.0**14)
+    assert count(decayed(falls=0, free=FREE - 1)) == (1, 2.0**14)
+    assert count(decayed(falls=0, free=FREE - 2)) == (0, 2.0**14)
     assert count(decayed(falls=0), value=jnp.array(jnp.nan)) == (0, 2.0**15)
     bottom = decayed()
     bottom = bottom._replace(scaling=bottom.scaling._replace(loss_scale=jnp.float32(1)))
