@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tables import cases
 
 import jaxscale
 import jaxscale.flax
@@ -27,9 +28,10 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py"))
 
 
-def test_readme_runs():
+@cases("number", [2, len(BLOCKS)], fast=[2])
+def test_readme_runs(number):
     names = {}
-    for block in BLOCKS:  # the second goes on from the first
+    for block in BLOCKS[:number]:  # each goes on from those before
         exec(compile(block, "README.md", "exec"), names)
     start = names["params"], names["opt_state"], names["batch"]
     params, opt_state, _ = names["my_step"](*start)
