@@ -129,17 +129,15 @@ def test_names_in_docstrings_resolve():
 
 
 UNRESOLVED = {
-    "`jaxscale.metrics`, `jaxscale.metric`": ["jaxscale.metric"],
-    "`jaxscale.presets.torch(init_scale=1)`": [],
-    "`jaxscale.presets.pytorch(init_scale=1)`": ["jaxscale.presets.pytorch"],
-    "`History.columns`, `History.rows`": ["History.rows"],
+    "`jaxscale.metrics`, `jaxscale.presets.pytorch(init_scale=1)`": ["jaxscale.presets.pytorch"],
     "`LossScaledState.scaling`, `LossScaledState.scale`": ["LossScaledState.scale"],
     "`optax.apply_if_finite`, `optax.apply_if`": ["optax.apply_if"],
-    "`growth_interval`, `growth_steps`": ["growth_steps"],
-    "`LossScaledState`, `LossScalerState`": ["LossScalerState"],
+    "`growth_interval`, `growth_steps`, `LossScalerState`": ["growth_steps", "LossScalerState"],
     "`x`, `vmap`, `x + 1`, `tx.init(params)`, `f(x_0)`": [],
-    "`test_readme_runs`, `test_readme_sings`": ["test_readme_sings"],
-    "`test_readme.py`, `test_write.py`": ["test_write.py"],
+    "`test_readme_runs`, `test_readme_sings`, `test_write.py`": [
+        "test_readme_sings",
+        "test_write.py",
+    ],
 }
 
 

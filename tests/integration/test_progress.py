@@ -205,12 +205,6 @@ def test_a_run_that_sees_nothing_but_zeros_is_stuck():
     jaxscale.check(run("dynamic", 0.0, 6), max_consecutive=5)
 
 
-def test_check_reports_the_worst_of_a_population():
-    states = jax.tree.map(lambda *xs: jnp.stack(xs), after(1), after(7), after(3))
-    with pytest.raises(jaxscale.LossScaleStuckError, match="7 steps in a row"):
-        jaxscale.check(states, max_consecutive=5)
-
-
 class Tracked(NamedTuple):
     is_loss_scale_state = True
 
