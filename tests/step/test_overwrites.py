@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import FrozenDict
 from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
 from tables import assert_same_bits, cases
 
@@ -112,9 +113,9 @@ class Fp8(nn.Module):
 
 @pytest.mark.parametrize("windowed", [False, True])
 def test_flaxs_fp8_statistics(windowed):
-    """Flax's own `TrainState` without a loss scale is the reference."""
     model, x = Fp8(), jax.random.normal(jax.random.key(0), (16, 16))
-    variables = model.init(jax.random.key(1), x)
+    variables = jax.jit(model.init)(jax.random.key(1), x)
+    variables = FrozenDict(variables) if windowed else variables
     tx = jaxscale.loss_scaled(optax.sgd(0.1), 2.0**4)
     tx = jaxscale.multi_steps(tx, 2) if windowed else tx
 
