@@ -111,22 +111,6 @@ def test_one_state_for_the_gradients_of_many_examples():
     assert avals(whole[1]) == avals(dropped[1]) == avals(state)
 
 
-def test_the_axis_of_a_vmap_can_agree_on_one_verdict():
-    tx = jaxscale.loss_scaled(optax.sgd(0.25), DYNAMIC, axis_name="members")
-    members = jax.tree.map(lambda p: jnp.stack([p, p + 1, p + 2]), EXACT)
-    # Each member has parameters of its own; the state is one for all, and comes back as one.
-    axes = {"in_axes": ((0, None), 0), "out_axes": (0, None), "axis_name": "members"}
-    together = jax.jit(jax.vmap(trainer(tx, exact_loss), **axes))
-    x = small_integers(3, 3)
-    moved, state = together((members, tx.init(EXACT)), (x, jnp.ones(3)))
-    assert_same_bits(moved["w"], members["w"] - 0.25 * x)
-    for factors in ([1.0, 1.0, INF], [NAN, 1.0, 1.0]):
-        kept, skipped = together((moved, state), (x, jnp.array(factors)))
-        assert_same_bits(kept, moved)
-        assert avals(skipped) == avals(state)
-        assert (skipped.total_notfinite, skipped.scaling.loss_scale) == (1, 2.0**14)
-
-
 def ways_to_train(tx, loss_fn):
     """Functions from carry and batches to carry."""
     train_step = trainer(tx, loss_fn)

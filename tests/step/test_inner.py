@@ -99,12 +99,8 @@ def test_what_fills_its_state_later_is_told_where_to_go():
     jaxscale.check(state)
 
 
-@cases(
-    "way, mode",
-    itertools.product(["update", "apply"], ["eager", "jit", "accelerator"]),
-    fast=[("update", "jit")],
-)
-def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(way, mode, monkeypatch):
+@cases("mode", ["eager", "jit", "accelerator"], fast=["jit"])
+def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(mode, monkeypatch):
     if mode == "accelerator":
         monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
 
@@ -116,12 +112,9 @@ def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(way, 
         tx = jaxscale.loss_scaled(sam, **options)
 
         def step(state, params):
-            if way == "apply":
-                return jaxscale.apply_gradients(
-                    tx, grads, state, params, value=jnp.float32(1), grad_fn=gradient
-                )
-            updates, state = tx.update(grads, state, params, value=jnp.float32(1), grad_fn=gradient)
-            return optax.apply_updates(params, updates), state
+            return jaxscale.apply_gradients(
+                tx, grads, state, params, value=jnp.float32(1), grad_fn=gradient
+            )
 
         return (step if mode == "eager" else jax.jit(step))(tx.init(PARAMS), PARAMS)
 

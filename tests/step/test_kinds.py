@@ -23,7 +23,6 @@ pytestmark = pytest.mark.standard_promotion
 
 DYNAMIC = POLICIES["dynamic"]
 HALVES = ["bfloat16", "float16"]
-fuseds = cases("fused", [True, False], fast=[True])
 
 INNERS = {
     "adamw": optax.adamw(1e-2),
@@ -101,41 +100,6 @@ def test_the_sum_of_parameter_and_update_is_rounded_once(dtype, fused):
     twice = (p.astype(np.float32) + u.astype(p.dtype).astype(np.float32)).astype(p.dtype)
     assert np.any(once != twice)
     assert_same_bits(moved, once)
-
-
-@fuseds
-def test_leaves_that_are_no_numbers_pass_through_a_whole_step(fused):
-    params = MLP | {
-        "count": jnp.array([3, 2**24 + 1], jnp.int32),
-        "flag": jnp.array(True),
-        "key": jax.random.key(7),
-        "none": None,
-    }
-
-    def loss_fn(params, batch):
-        x, factor = batch
-        noise = 0.01 * jax.random.normal(params["key"], x.shape) * params["count"][0]
-        return mlp_loss(params, (x + jnp.where(params["flag"], noise, 0.0), factor))
-
-    mask = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact), params)
-    tx = jaxscale.loss_scaled(optax.masked(optax.adam(1e-2), mask), DYNAMIC)
-
-    def train_step(carry, batch):
-        params, state = carry
-        loss, grads = jaxscale.value_and_grad(loss_fn, state, allow_int=True)(params, batch)
-        assert {name for name in grads if grads[name] is None} == {"none"}
-        if fused:
-            return jaxscale.apply_gradients(tx, grads, state, params, value=loss)
-        updates, state = tx.update(grads, state, params, value=loss)
-        for name in ("count", "flag", "key"):  # optax adds to numbers only
-            assert updates[name].dtype == jax.dtypes.float0
-        numbers = optax.apply_updates(*({n: t[n] for n in MLP} for t in (params, updates)))
-        return params | numbers, state
-
-    carry, _ = assert_bad_steps_leave_no_trace(train_step, (params, tx.init(params)))
-    unmoved = ("count", "flag", "key", "none")
-    assert_same_bits([carry[name] for name in unmoved], [params[name] for name in unmoved])
-    assert not jnp.array_equal(carry["w"], params["w"])
 
 
 @cases("dtype", [*HALVES, "float32", "complex64"], fast=["complex64"])
