@@ -30,17 +30,11 @@ OPTIONS = {
     "spikes": ({"spikes": RULE}, "spikes", "total_spikes"),
 }
 NESTINGS = {
-    "scaled": lambda **options: jaxscale.loss_scaled(INNER, **options),
-    "safe": lambda **options: jaxscale.skip_nonfinite(INNER, **options),
-    "given inside": lambda **options: jaxscale.loss_scaled(
-        jaxscale.skip_nonfinite(INNER, **options)
-    ),
-    "window inside": lambda **options: jaxscale.loss_scaled(
-        jaxscale.multi_steps(INNER, 2), **options
-    ),
-    "window outside": lambda **options: jaxscale.multi_steps(
-        jaxscale.loss_scaled(INNER, **options), 2
-    ),
+    "scaled": functools.partial(jaxscale.loss_scaled, INNER),
+    "safe": functools.partial(jaxscale.skip_nonfinite, INNER),
+    "given inside": lambda **how: jaxscale.loss_scaled(jaxscale.skip_nonfinite(INNER, **how)),
+    "window inside": lambda **how: jaxscale.loss_scaled(jaxscale.multi_steps(INNER, 2), **how),
+    "window outside": lambda **how: jaxscale.multi_steps(jaxscale.loss_scaled(INNER, **how), 2),
 }
 
 
@@ -111,14 +105,8 @@ NEED_A_VERDICT = {  # what is not to be had without one: a call, and what it say
     "leaves": (lambda: OFF(INNER, 8, track_leaves=True), "track_leaves=True"),
     "spikes": (lambda: OFF(INNER, None, spikes=RULE), "SpikeRule"),
     "window inside": (lambda: OFF(WINDOW, None), "a window of `multi_steps`"),
-    "window outside": (
-        lambda: jaxscale.multi_steps(OFF(INNER, None), 2),
-        "`multi_steps.*skip_nonfinite=F",
-    ),
-    "number": (
-        lambda: jaxscale.loss_scaled(INNER, skip_nonfinite=0),
-        "skip_nonfinite=.*got 0",
-    ),
+    "window outside": (lambda: jaxscale.multi_steps(OFF(INNER, None), 2), "skip_nonfinite=F"),
+    "number": (lambda: jaxscale.loss_scaled(INNER, skip_nonfinite=0), "skip_nonfinite=.*got 0"),
 }
 
 
