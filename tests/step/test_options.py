@@ -105,7 +105,7 @@ NEED_A_VERDICT = {  # what is not to be had without one: a call, and what it say
     "leaves": (lambda: OFF(INNER, 8, track_leaves=True), "track_leaves=True"),
     "spikes": (lambda: OFF(INNER, None, spikes=RULE), "SpikeRule"),
     "window inside": (lambda: OFF(WINDOW, None), "a window of `multi_steps`"),
-    "window outside": (lambda: jaxscale.multi_steps(OFF(INNER, None), 2), "skip_nonfinite=F"),
+    "window outside": (lambda: jaxscale.multi_steps(OFF(INNER, None), 2), "`multi_steps.*=False"),
     "number": (lambda: jaxscale.loss_scaled(INNER, skip_nonfinite=0), "skip_nonfinite=.*got 0"),
 }
 
