@@ -1,6 +1,7 @@
 """The environment of all tests: eight CPU devices, true float16, strict promotion."""
 
 import os
+import sys
 
 # Before JAX is imported. Without the second flag XLA on CPU keeps float32 between two
 # float16 operations, and nothing would underflow.
@@ -11,6 +12,10 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_allow_excess_precision=false",
     ]
 )
+# Most of the time goes into compilation, a third of it into optimizations of LLVM, which the slow
+# run has. Workers have the flags of what started them.
+if "--slow" not in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 # On CPU each all-reduce that waits holds a thread, and there are as many as cores or devices:
 # several at once in one program, and it may wait for ever. XLA takes their number from here.
 os.environ.setdefault("NPROC", "128")

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tables import assert_same_bits, avals, cases
+from tables import assert_same_bits, cases
 from training import x64
 
 import jaxscale
@@ -271,13 +271,6 @@ def test_losses_by_example_are_differentiated_by_their_own_rule():
         jax.jvp(lambda w, f=f: f(w, DOUBLES[0]), (w,), (w,)) for f in (scaled, by_example(fun))
     ]
     assert_same_bits(*results)
-
-
-def test_gradients_are_finite_if_and_only_if_nothing_overflowed():
-    for exponent in (10, 24):
-        grads = jax.jit(lambda state: jaxscale.grad(half_loss_fn, state)(MODEL, X, Y))(at(exponent))
-        assert jaxscale.all_finite(grads) == (exponent == 10)
-        assert avals(grads) == avals(MODEL)
 
 
 def test_noop_adds_no_operation():

@@ -22,55 +22,34 @@ PARAMS = {"w": jnp.ones(16), "b": jnp.zeros(())}
 X = jnp.linspace(0.1, 1.0, 16 * 8).reshape(16, 8)
 
 
-def loss_fn(params, x):
-    return jnp.mean((x @ params["w"][:8] + params["b"] - 1) ** 2)
-
-
-def step(tx, params, opt_state, x, mean=lambda tree: tree):
-    loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, x)
-    updates, opt_state = tx.update(mean(grads), opt_state, params, value=mean(loss))
-    return optax.apply_updates(params, updates), opt_state
-
-
 def shards(array):
     return [np.asarray(shard.data).tolist() for shard in array.addressable_shards]
 
 
-def assert_agreed_skip(params, state):
-    assert_same_bits(jax.tree.map(np.asarray, params), jax.tree.map(np.asarray, PARAMS))
-    for value in (state.total_notfinite, state.scaling.loss_scale, state.step_applied):
-        assert len({str(shard) for shard in shards(value)}) == 1
-    assert state.total_notfinite == 1
+AGREEING = {
+    "clipped": jaxscale.loss_scaled(optax.adam(0.1), axis_name="data", max_norm=1.0),
+    "tracked": jaxscale.loss_scaled(optax.adam(0.1), axis_name="data", track_leaves=True),
+    "window": jaxscale.multi_steps(
+        jaxscale.loss_scaled(optax.sgd(0.1), axis_name="data"), 2, drop="window"
+    ),
+    "named inside": jaxscale.loss_scaled(jaxscale.skip_nonfinite(optax.sgd(1.0), axis_name="data")),
+    "named outside": jaxscale.loss_scaled(
+        jaxscale.multi_steps(optax.sgd(1.0), 1), axis_name="data"
+    ),
+}
 
 
 @cases(
-    "check, axis_name",
-    itertools.product([True, False], ["data", ("data",)]),
-    fast=[(True, "data")],
+    "name, check, fused",
+    itertools.product(AGREEING, [True, False], [True, False]),
+    fast=[("clipped", True, True), ("tracked", False, False)],
 )
-def test_shard_map_agrees(check, axis_name):
-    tx = jaxscale.loss_scaled(optax.adam(0.1), axis_name=axis_name)
-
-    def one_device(params, state, x):
-        # Where replication is checked, gradients of replicated parameters are summed.
-        return step(tx, params, state, x, lambda tree: jax.lax.pmean(tree, "data"))
-
-    specs = {"in_specs": (REPLICATED, REPLICATED, SHARDED), "out_specs": REPLICATED, CHECK: check}
-    run = jax.jit(jax.shard_map(one_device, mesh=MESH, **specs))
-    state = tx.init(PARAMS)
-    assert run(PARAMS, state, X)[1].step_applied
-    assert_agreed_skip(*run(PARAMS, state, X.at[13, 2].set(jnp.inf)))
-
-
-@cases("check, fused", itertools.product([True, False], [True, False]), fast=[(True, True)])
-def test_shard_map_over_sharded_parameters_agrees(check, fused):
-    tx = jaxscale.loss_scaled(optax.adam(0.1), axis_name="data", max_norm=1.0)
-    params = PARAMS["w"]
+def test_shard_map_over_sharded_parameters_agrees(name, check, fused):
+    tx, params = AGREEING[name], {"a": jnp.ones(16), "b": jnp.ones(8)}
     state = tx.init(params)
     specs = jax.tree.map(lambda leaf: SHARDED if leaf.ndim else REPLICATED, state)
 
-    def one_device(params, state, x):
-        grads = jaxscale.grad(lambda w: jnp.sum(w * x), state)(params)
+    def one_device(params, state, grads):
         if fused:
             return jaxscale.apply_gradients(tx, grads, state, params)
         updates, state = tx.update(grads, state, params)
@@ -78,21 +57,35 @@ def test_shard_map_over_sharded_parameters_agrees(check, fused):
 
     specs = {"in_specs": (SHARDED, specs, SHARDED), "out_specs": (SHARDED, specs), CHECK: check}
     run = jax.jit(jax.shard_map(one_device, mesh=MESH, **specs))
-    x = jnp.ones(16)
-    new_params, new_state = run(params, state, x)
-    np.testing.assert_allclose(new_params, 0.9, rtol=1e-5)
-    # The largest norm of all devices, each of which has two parameters.
-    assert set(shards(run(params, state, x.at[4:6].set([3, 4]))[1].grad_norm)) == {5.0}
-    new_params, new_state = run(params, state, x.at[5].set(jnp.nan))
-    assert_same_bits(np.asarray(new_params), np.asarray(params))
-    assert set(shards(new_state.scaling.loss_scale)) == {2.0**14}
+    good = {"a": params["a"].at[4:6].set([3, 4]), "b": params["b"] * 0}
+    params, state = run(params, state, good)
+    if name == "clipped":  # the largest norm of all devices, each of which has two of `a`
+        assert set(map(str, shards(state.grad_norm))) == {"5.0"}
+    # An overflow on device 2, and another on device 5.
+    bad = {"a": good["a"].at[5].set(jnp.nan), "b": good["b"].at[5].set(jnp.inf)}
+    kept, after = run(params, state, bad)
+    assert_same_bits(jax.device_get(kept), jax.device_get(params))
+    for leaf in jax.tree.leaves(after):
+        assert leaf.ndim or len(set(map(str, shards(leaf)))) == 1
+    assert (after.total_notfinite, after.scaling.loss_scale) == (1, 2.0**14)
+    assert name != "tracked" or after.nonfinite_leaves == {"a": True, "b": True}
 
 
-def test_without_an_axis_name_devices_would_disagree():
-    verdicts = jax.shard_map(
-        lambda x: jaxscale.all_finite(x)[None], mesh=MESH, in_specs=SHARDED, out_specs=SHARDED
-    )(jnp.ones(8).at[3].set(jnp.nan))
-    assert verdicts.tolist() == [True, True, True, False, True, True, True, True]
+def test_a_loss_that_differs_among_devices_needs_the_axis():
+    def run(axis_name):
+        tx = jaxscale.loss_scaled(optax.sgd(0.1), axis_name=axis_name)
+
+        def one_device(state, loss):
+            return tx.update(PARAMS, state, PARAMS, value=loss[0])[1]
+
+        specs = {"in_specs": (REPLICATED, SHARDED), "out_specs": REPLICATED}
+        mapped = jax.jit(jax.shard_map(one_device, mesh=MESH, **specs))
+        return mapped(tx.init(PARAMS), jnp.ones(8).at[3].set(jnp.inf))
+
+    with pytest.raises(ValueError, match=r"pass `axis_name='data'`"):
+        run(None)
+    state = run("data")
+    assert (state.total_notfinite_loss, state.scaling.loss_scale) == (1, 2.0**15)
 
 
 # Retries: one device overflows, and all go round together.

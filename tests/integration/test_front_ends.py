@@ -73,20 +73,6 @@ def test_in_half_precision_it_trains_as_in_float32(name):
     assert full.metrics()["total_notfinite"] == half.metrics()["total_notfinite"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FRONT_ENDS)
-def test_the_adaptive_rule_finds_its_scale_in_fewer_passes(name):
-    policy = jaxscale.AdaptiveLossScale(init_scale=TOO_HIGH)
-    tx = jaxscale.loss_scaled(optax.adam(1e-2), policy)
-    run = FRONT_ENDS[name](tx, cast=jaxscale.autocast, retries=40)
-    for x in BATCHES:
-        run.step(x)
-    found = run.metrics()
-    assert (found["total_steps"], found["total_notfinite"]) == (len(BATCHES), 0)
-    assert 1 <= found["total_retries"] <= 4  # by 2, by 2**8, and by 2**16 each time after that
-    assert -20 < found["peak"] < 4  # the gradients were seen, and by their size
-
-
 @cases("name", FRONT_ENDS, fast=["objects"])
 def test_statistics_may_have_a_say(name):
     """Their NaN is kept while loss and gradients are finite, unless the loss says otherwise."""

@@ -1,5 +1,6 @@
 """The training step for Flax NNX: a skipped step leaves no trace in the model."""
 
+import itertools
 import warnings
 
 import jax
@@ -20,8 +21,8 @@ class Counter(nnx.Variable):
     """A variable of a type of its own."""
 
 
-class Model(nnx.Module):
-    """With all that a forward pass changes: statistics, noise, a counter, an intermediate."""
+class Network(nnx.Module):
+    """With all that a forward pass changes: statistics, noise, a counter, and a shared layer."""
 
     def __init__(self, rngs):
         half = {"dtype": jnp.float16, "rngs": rngs}
@@ -37,16 +38,25 @@ class Model(nnx.Module):
         return self.dropout(x).astype(jnp.float32)
 
 
+class Model(nnx.Module):
+    """The smallest one with statistics and a counter: few operations to compile."""
+
+    def __init__(self):
+        self.w, self.bias = nnx.Param(jnp.ones(3)), nnx.Param(jnp.zeros(3))
+        self.mean = nnx.BatchStat(jnp.zeros(3))
+        self.calls = Counter(jnp.array(0))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        self.mean[...] += x[0]
+        return x * self.w[...][None] + self.bias[...][None]
+
+
 def loss_fn(model, x):
     return jnp.mean((model(x) * 30) ** 2)
 
 
 X = jax.random.normal(jax.random.key(0), (8, 3))
-
-
-def hot(scale=2.0**24):
-    policy = jaxscale.DynamicLossScale(init_scale=scale, growth_interval=3)
-    return jaxscale.loss_scaled(optax.adam(0.1), policy)
 
 
 def calm():
@@ -55,7 +65,7 @@ def calm():
 
 
 def created(tx=None, model=None):
-    model = Model(nnx.Rngs(0)) if model is None else model
+    model = Model() if model is None else model
     return model, nnx.Optimizer(model, calm() if tx is None else tx, wrt=nnx.Param)
 
 
@@ -81,31 +91,30 @@ def batches(bad=jnp.inf):
     return [X, X * 0.5, X.at[1, 2].set(bad), X, X * 2]
 
 
-@cases("bad", BAD, fast=["nan"])
-def test_it_is_the_step_by_hand(bad):
-    ours, hand = created(), created()
-    step = jaxscale.nnx.train_step(loss_fn)
-    for batch in batches(BAD[bad])[1:4]:
-        # Bit for bit: each operation runs by itself.
-        assert_same_bits(step(*ours, batch), by_hand(*hand, batch))
-        assert_same_bits(state_of(*ours), state_of(*hand))
-    assert ours[0].calls[...] == 2
-    assert jaxscale.metrics(ours[1])["total_notfinite"] == 1
-    assert ours[1].step[...] == 3
+JITS = {
+    "eager": lambda step: step,
+    "jit": nnx.jit,
+    "donated": lambda step: nnx.jit(step, donate_argnums=(0, 1)),
+    "inside": lambda step: nnx.jit(lambda model, optimizer, x: step(model, optimizer, x)),
+}
 
 
-def test_compiled_it_keeps_everything_but_the_noise():
-    model, optimizer = created()
-    step = nnx.jit(jaxscale.nnx.train_step(loss_fn, retries=3))
-    for batch in batches():
-        before = state_of(model, optimizer, nnx.Not(nnx.RngState))[0]
-        noise = model.dropout.rngs.count[...]
-        structure = jax.tree.structure(nnx.state((model, optimizer)))
-        step(model, optimizer, batch)
-        if not jaxscale.metrics(optimizer)["step_applied"]:
-            assert_same_bits(state_of(model, optimizer, nnx.Not(nnx.RngState))[0], before)
-        assert model.dropout.rngs.count[...] == noise + 1
-        assert jax.tree.structure(nnx.state((model, optimizer))) == structure
+@cases("bad, way", itertools.product(BAD, JITS), fast=[("nan", "donated")])
+def test_it_is_the_step_by_hand_and_a_bad_batch_leaves_no_trace_but_noise(bad, way):
+    ours, hand = (created(model=Network(nnx.Rngs(0))) for _ in range(2))
+    step = JITS[way](jaxscale.nnx.train_step(loss_fn))
+    expected = by_hand if way == "eager" else nnx.jit(by_hand)
+    # Bit for bit where each operation runs by itself; two programs may round differently.
+    same = assert_same_bits if way == "eager" else assert_close
+    for i, batch in enumerate(batches(BAD[bad])[1:4]):
+        before = state_of(*ours, nnx.Not(nnx.RngState))[0]
+        loss = step(*ours, batch)
+        same((loss, *state_of(*ours)), (expected(*hand, batch), *state_of(*hand)))
+        assert jaxscale.metrics(ours[1])["step_applied"] == (i != 1)
+        if i == 1:
+            assert_same_bits(state_of(*ours, nnx.Not(nnx.RngState))[0], before)
+    model, optimizer = ours
+    assert (model.calls[...], model.dropout.rngs.count[...], optimizer.step[...]) == (2, 3, 3)
     assert model.shared is model.linear
 
 
@@ -134,10 +143,8 @@ def test_objects_among_the_arguments_are_kept_too():
 
 def test_what_is_kept_is_the_users_to_say():
     model, optimizer = created()
-    step = jaxscale.nnx.train_step(loss_fn, keep=nnx.BatchStat)
-    before = state_of(model, optimizer, nnx.BatchStat)[0]
-    step(model, optimizer, X * jnp.inf)
-    assert_same_bits(state_of(model, optimizer, nnx.BatchStat)[0], before)
+    jaxscale.nnx.train_step(loss_fn, keep=nnx.BatchStat)(model, optimizer, X * jnp.inf)
+    assert model.mean[...].tolist() == [0, 0, 0]
     assert model.calls[...] == 1
 
 
@@ -149,12 +156,12 @@ def test_intermediates_come_out():
             self.sow(nnx.Intermediate, "outputs", y)
             return y
 
-    model, optimizer = created(model=Sowing(nnx.Rngs(0)))
+    model, optimizer = created(model=Sowing())
     step = nnx.jit(jaxscale.nnx.train_step(loss_fn))
     step(model, optimizer, X)
     step(model, optimizer, X)
     outputs = nnx.pop(model, nnx.Intermediate)
-    assert [leaf.shape for leaf in jax.tree.leaves(outputs)] == [(8, 4)] * 2
+    assert [leaf.shape for leaf in jax.tree.leaves(outputs)] == [(8, 3)] * 2
 
 
 def test_other_optimizers_apply_every_step():
@@ -163,14 +170,14 @@ def test_other_optimizers_apply_every_step():
     step, found = jaxscale.nnx.train_step(loss_fn), []
     for batch in batches(0.0):
         loss, grads = nnx.value_and_grad(loss_fn)(same, batch)
-        plain.update(same, jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
+        plain.update(same, grads)
         with warnings.catch_warnings(record=True) as new:
             warnings.simplefilter("always")
             assert_same_bits(step(model, optimizer, batch), loss)
         found += new
     assert_same_bits(state_of(model, optimizer), state_of(same, plain))
     step(model, optimizer, X * jnp.inf)
-    assert np.isnan(model.norm.mean[...]).any()
+    assert np.isinf(model.mean[...]).any()
     # They are warned of once, unless one says that it is meant.
     (only,) = found
     assert "`nnx.train_step`: `tx` is a bare optimizer" in str(only.message)
@@ -180,32 +187,33 @@ def test_other_optimizers_apply_every_step():
     )
 
 
-def test_only_what_the_optimizer_trains_is_differentiated():
-    model = Model(nnx.Rngs(0))
-    wrt = nnx.All(nnx.Param, nnx.PathContains("linear"))
+TRAINED = {
+    # name: a model, what the optimizer trains of it, and `argnums` that say the same
+    "a path": (Model, nnx.All(nnx.Param, nnx.PathContains("w")), [0]),
+    "LoRA": (
+        lambda: nnx.LoRALinear(3, 3, lora_rank=2, rngs=nnx.Rngs(0)),
+        nnx.LoRAParam,
+        [0, nnx.DiffState(0, nnx.LoRAParam)],
+    ),
+}
+
+
+@cases("name", TRAINED)
+def test_only_what_the_optimizer_trains_is_differentiated(name):
+    make, wrt, argnums = TRAINED[name]
+    model = make()
     optimizer = nnx.Optimizer(model, calm(), wrt=wrt)
-    scale = jnp.copy(model.norm.scale[...])
-    kernel = jnp.copy(model.linear.kernel[...])
-    nnx.jit(jaxscale.nnx.train_step(loss_fn))(model, optimizer, X)
-    assert jaxscale.metrics(optimizer)["step_applied"]
-    assert_same_bits(model.norm.scale[...], scale)
-    assert not np.array_equal(model.linear.kernel[...], kernel)
-
-
-def test_lora_weights_are_trained_alone():
-    model = nnx.LoRALinear(3, 4, lora_rank=2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, calm(), wrt=nnx.LoRAParam)
-    before = state_of(model, optimizer, nnx.Not(nnx.LoRAParam))[0]
 
     def fun(model, x):
         return jnp.mean((model(x) - 1) ** 2)
 
-    for argnums in ({}, {"argnums": 0}, {"argnums": nnx.DiffState(0, nnx.LoRAParam)}):
-        step = jaxscale.nnx.train_step(fun, **argnums)
-        lora = state_of(model, optimizer, nnx.LoRAParam)[0]
-        nnx.jit(step)(model, optimizer, X)
-        assert_same_bits(state_of(model, optimizer, nnx.Not(nnx.LoRAParam))[0], before)
-        assert not np.array_equal(jax.tree.leaves(lora)[1], model.lora.lora_b[...])
+    frozen = nnx.All(nnx.Param, nnx.Not(wrt))
+    for options in ({}, *({"argnums": each} for each in argnums)):
+        before, trained = (state_of(model, optimizer, kind)[0] for kind in (frozen, wrt))
+        jaxscale.nnx.train_step(fun, **options)(model, optimizer, X)
+        assert_same_bits(state_of(model, optimizer, frozen)[0], before)
+        pairs = zip(*map(jax.tree.leaves, (trained, nnx.state(model, wrt))), strict=True)
+        assert any(not np.array_equal(old, new) for old, new in pairs)
     assert jaxscale.metrics(optimizer)["total_notfinite"] == 0
 
 
@@ -219,7 +227,7 @@ WRAPPERS = {
 }
 
 
-@cases("name", WRAPPERS, fast=["dynamic", "window"])
+@cases("name", WRAPPERS, fast=["dynamic"])
 def test_the_state_of_an_optimizer_may_be_split_off(name):
     tx = WRAPPERS[name](optax.adam(0.1))
     model, optimizer = created(tx)
@@ -251,7 +259,7 @@ def test_a_hook_draws_noise_where_a_step_was_made_and_nowhere_else():
     def draw(model):
         model.drawn[...] = jax.random.normal(model.noise())
 
-    step = nnx.jit(jaxscale.nnx.train_step(loss_fn, after=draw, keep=nnx.BatchStat))
+    step = nnx.jit(jaxscale.nnx.train_step(loss_fn, after=draw))
     made = 0
     for steps, batch in zip((0, 1, 1, 2, 2), batches(), strict=True):
         drawn = jnp.copy(model.drawn[...])
@@ -259,21 +267,6 @@ def test_a_hook_draws_noise_where_a_step_was_made_and_nowhere_else():
         assert model.noise.default.count[...] == steps
         assert (model.drawn[...] != drawn) == (steps > made)
         made = steps
-
-
-@cases("way", ["jit", "donated", "inside"], fast=["donated"])
-def test_every_transformation_of_nnx_may_call_it(way):
-    step = jaxscale.nnx.train_step(loss_fn)
-    ways = {
-        "jit": nnx.jit(step),
-        "donated": nnx.jit(step, donate_argnums=(0, 1)),
-        "inside": nnx.jit(lambda model, optimizer, x: step(model, optimizer, x)),
-    }
-    expected, (model, optimizer) = created(), created()
-    by_hand(*expected, X)
-    ways[way](model, optimizer, X)
-    assert jaxscale.metrics(optimizer)["total_steps"] == 1
-    assert_close(nnx.state(model), nnx.state(expected[0]))
 
 
 def other():
@@ -288,8 +281,8 @@ def grown(model):
 ERRORS = {
     "a hook that returns the model": (lambda: jaxscale.nnx.train_step(loss_fn, after=lambda model: model)(*created(), X), TypeError, r"nnx\.train_step\(after=\.\.\.\)` changes the model in place.*return None, got Model"),
     "a hook that adds a variable": (lambda: jaxscale.nnx.train_step(loss_fn, after=grown)(*created(), X), ValueError, r"nnx\.train_step\(after=\.\.\.\)` must keep the variables.*added or removed extra\. Make"),
-    "no function": (lambda: jaxscale.nnx.train_step(created()[0].linear.kernel[...]), TypeError, r"nnx\.train_step\(loss_fn\).*function.*Array"),
-    "the transformation": (lambda: jaxscale.nnx.train_step(loss_fn)(created()[0], hot(), X), TypeError, r"must be an `nnx\.Optimizer`.*GradientTransformation.*wrt="),
+    "no function": (lambda: jaxscale.nnx.train_step(created()[0].w[...]), TypeError, r"nnx\.train_step\(loss_fn\).*function.*Array"),
+    "the transformation": (lambda: jaxscale.nnx.train_step(loss_fn)(created()[0], calm(), X), TypeError, r"must be an `nnx\.Optimizer`.*GradientTransformation.*wrt="),
     "swapped": (lambda: jaxscale.nnx.train_step(loss_fn)(*created()[::-1], X), TypeError, r"nnx\.train_step\(\.\.\.\)\(model, optimizer.*got Model"),
     "an auxiliary output": (lambda: jaxscale.nnx.train_step(lambda m, x: (loss_fn(m, x), x))(*created(), X), TypeError, r"nnx\.train_step\(loss_fn\).*got \(an array, an array\)\. Pass has_aux=True.* the loss\."),
     "state, which NNX models have themselves": (lambda: jaxscale.nnx.train_step(loss_fn, has_state=True), TypeError, r"nnx\.train_step.*`value_and_grad`.*has_state"),

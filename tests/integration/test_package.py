@@ -1,18 +1,21 @@
-"""The package's own promises: its layers, its names, and docstrings that are true."""
+"""The package's own promises: its layers, names and types, and docstrings that are true."""
 
 import ast
 import dataclasses
+import doctest
 import graphlib
+import importlib
 import inspect
+import json
 import pathlib
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 
-import jax
-import jax.numpy as jnp
 import optax
+import pytest
 from tables import cases
 
 import jaxscale
@@ -203,29 +206,6 @@ def test_update_takes_the_arguments_of_the_contract():
     )
 
 
-@cases("dtype", ["float16", "bfloat16", "float32", "complex64"], fast=["float16"])
-def test_own_code_promotes_nothing_implicitly(dtype):
-    # Under strict promotion, as all tests that do not ask for the other. Of optax' optimizers
-    # few run so; this one does.
-    params = {"w": jnp.ones(3, dtype), "n": jnp.arange(3)}
-    tx = jaxscale.loss_scaled(optax.identity())
-    state = jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
-
-    def loss_fn(params):
-        return jnp.sum(jnp.abs(params["w"])).astype(jnp.float32)
-
-    for transform in (lambda f: f, jax.jit):
-        grads = transform(lambda s: jaxscale.grad(loss_fn, s, allow_int=True)(s.params))(state)
-        grads["n"] = jnp.zeros(3, jnp.int32)
-        for factor in (1.0, jnp.nan):
-            bad = grads | {"w": grads["w"] * jnp.asarray(factor, grads["w"].dtype)}
-            updates, _ = transform(tx.update)(bad, state.opt_state, params, value=jnp.float32(1))
-            new = transform(lambda s, g: s.apply_gradients(grads=g))(state, bad)
-            assert new.params["w"].tolist() == ([2] * 3 if factor == 1 else [1] * 3)
-            assert updates["w"].dtype == ("complex64" if dtype == "complex64" else "float32")
-            assert jaxscale.metrics(new)["step_applied"] == (factor == 1)
-
-
 def test_its_core_dependencies_are_three():
     # `test_help.py` sees in a fresh process that nothing else is imported.
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
@@ -238,3 +218,56 @@ def test_bugs_are_planted_in_functions_that_there_are():
     for names in mutations["CHOSEN"].values():
         for name in names.split():
             assert mutations["found"](name, known)
+
+
+@pytest.mark.standard_promotion  # as users have it
+@cases("module", [module for module in MODULES if not module.endswith("__main__")])
+def test_examples_in_docstrings_run(module):
+    name = f"jaxscale.{module}".removesuffix(".__init__")
+    failed, _ = doctest.testmod(importlib.import_module(name))
+    assert failed == 0
+
+
+# Types: pyright finds nothing in a right program of a user, and each typo in another.
+
+SUPPORT = ROOT / "tests" / "support"
+# JAX and optax are judged by their own types, which strict mode finds fault with.
+CONFIG = {
+    "typeCheckingMode": "strict",
+    "pythonVersion": "3.11",
+    "reportMissingTypeStubs": "none",
+    "extraPaths": [str(ROOT)],
+}
+
+
+def found(folder, program):
+    """The errors that pyright finds in a program: pairs of a line and a message."""
+    (folder / "pyrightconfig.json").write_text(json.dumps(CONFIG))
+    (folder / "program.py").write_text((SUPPORT / program).read_text())
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
+    result = subprocess.run([*command, "-p", str(folder)], capture_output=True, text=True)
+    report = json.loads(result.stdout)
+    assert report["summary"]["filesAnalyzed"] == 1
+    return [(e["range"]["start"]["line"], e["message"]) for e in report["generalDiagnostics"]]
+
+
+@pytest.mark.slow
+def test_a_right_program_has_no_errors(tmp_path):
+    assert found(tmp_path, "typed_program.py") == []
+
+
+@pytest.mark.slow
+def test_each_typo_is_an_error(tmp_path):
+    lines = (SUPPORT / "typed_typos.py").read_text().splitlines()
+    marks = [(i, re.search(r'# error: "(\w+)"', line)) for i, line in enumerate(lines)]
+    expected = [(i, mark.group(1)) for i, mark in marks if mark]
+    errors = found(tmp_path, "typed_typos.py")
+    assert [line for line, _ in errors] == [line for line, _ in expected]
+    for (_, message), (_, word) in zip(errors, expected, strict=True):
+        assert word in message
+
+
+def test_signatures_fit_on_a_screen():
+    for name, value in vars(jaxscale).items():
+        if inspect.isfunction(value):
+            assert len(str(inspect.signature(value))) < 450, name

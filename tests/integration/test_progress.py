@@ -151,23 +151,6 @@ def test_a_train_state_brings_its_optimizer():
         jaxscale.check(state, max_consecutive=3)
 
 
-def test_one_bad_shard_among_many_is_counted_and_stops_nothing():
-    state = trained(TX, domain_loss, [1.0, 1.0, 1.0, -1.0] * 20)
-    got = jaxscale.metrics(state)
-    assert (got["total_notfinite_loss"], got["total_notfinite"], got["total_steps"]) == (20, 20, 80)
-    assert got["loss_scale"] == 2.0**15
-    jaxscale.check(state, tx=TX)
-
-
-def test_a_scale_at_its_ceiling_is_no_trouble():
-    policy = jaxscale.DynamicLossScale(init_scale=16.0, max_scale=64.0, growth_interval=1)
-    tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
-    state = trained(tx, half_loss, [1.0] * 60)
-    got = jaxscale.metrics(state)
-    assert (got["loss_scale"], got["total_notfinite"]) == (64, 0)
-    jaxscale.check(state, tx=tx, max_consecutive=0)
-
-
 # A scale that has only ever grown.
 
 
@@ -222,12 +205,6 @@ def test_a_run_that_sees_nothing_but_zeros_is_stuck():
     jaxscale.check(run("dynamic", 0.0, 6), max_consecutive=5)
 
 
-def test_check_reports_the_worst_of_a_population():
-    states = jax.tree.map(lambda *xs: jnp.stack(xs), after(1), after(7), after(3))
-    with pytest.raises(jaxscale.LossScaleStuckError, match="7 steps in a row"):
-        jaxscale.check(states, max_consecutive=5)
-
-
 class Tracked(NamedTuple):
     is_loss_scale_state = True
 
@@ -280,14 +257,3 @@ def test_the_advice_finds_where_an_overflow_is_born():
             else:
                 with pytest.raises(FloatingPointError):
                     step(w, TX.init(w))
-
-
-def test_metrics_have_the_counters_of_either_window():
-    params = jnp.ones(2)
-    for window in (jaxscale.multi_steps, optax.MultiSteps):
-        tx = jaxscale.loss_scaled(window(optax.sgd(0.1), 2))
-        state = tx.init(params)
-        for _ in range(3):
-            _, state = tx.update(params, state, params)
-        metrics = jaxscale.metrics(state)
-        assert (metrics["mini_step"], metrics["gradient_step"]) == (1, 1)

@@ -3,6 +3,8 @@
 Each row does what one or several public trainers do between the gradients and the next parameters.
 """
 
+import functools
+
 import flax.training.train_state
 import jax
 import jax.numpy as jnp
@@ -23,32 +25,35 @@ def injected(learning_rate=0.5):
     return optax.inject_hyperparams(optax.sgd)(learning_rate=learning_rate, momentum=0.9)
 
 
-def by_arguments(*names, params=True):
-    """Calls `tx.update` with some arguments by keyword."""
+def looped(update, grads=GRADS):
+    """Trains with a function that calls an optimizer: it takes grads, state, params and loss."""
 
     def run(tx):
-        @jax.jit
-        def step(p, state, grads, loss):
-            norm = jnp.sqrt(jnp.sum(grads["w"] ** 2))
-            known = {"value": loss, "loss": loss, "grad_norm": norm, "obj_fn": jnp.sum}
-            extra = {name: known[name] for name in names}
-            updates, state = tx.update(grads, state, *([p] if params else []), **extra)
-            return optax.apply_updates(p, updates), state
-
-        p, state = PARAMS, tx.init(PARAMS)
-        for grads, loss in zip(GRADS, LOSSES, strict=True):
-            p, state = step(p, state, grads, jnp.array(loss))
-        return p, state
+        params, state = PARAMS, tx.init(params=PARAMS)
+        step = jax.jit(functools.partial(update, tx))
+        for each, loss in zip(grads, LOSSES, strict=True):
+            updates, state = step(each, state, params, jnp.array(loss))
+            params = optax.apply_updates(params, updates)
+        return params, state
 
     return run
 
 
-def by_keywords(tx):
-    p, state = PARAMS, tx.init(params=PARAMS)
-    for grads in GRADS:
-        updates, state = tx.update(updates=grads, state=state, params=p)
-        p = optax.apply_updates(p, updates)
-    return p, state
+def by_arguments(*names):
+    """Calls `tx.update` with some arguments by keyword."""
+
+    def update(tx, grads, state, params, loss):
+        norm = jnp.sqrt(jnp.sum(grads["w"] ** 2))
+        known = {"value": loss, "loss": loss, "grad_norm": norm, "obj_fn": jnp.sum}
+        return tx.update(grads, state, params, **{name: known[name] for name in names})
+
+    return looped(update)
+
+
+def accumulating(tx, grads, state, params, loss):
+    """The trainer's own window: what it hands over is a mean, good or bad as a whole."""
+    halves = [jax.tree.map(lambda g: g / 2, grads)] * 2
+    return tx.update(jax.tree.map(jnp.add, *halves), state, params)
 
 
 def in_a_train_state_of_flax(tx):
@@ -82,40 +87,25 @@ def in_an_optimizer_of_nnx(tx):
     return {"w": model.w[...]}, optimizer.opt_state
 
 
-def accumulating(tx):
-    """The trainer's own window: what it hands over is a mean, good or bad as a whole."""
-    p, state = PARAMS, tx.init(PARAMS)
-    for grads in GRADS:
-        halves = [jax.tree.map(lambda g: g / 2, grads)] * 2
-        total = jax.tree.map(lambda *leaves: sum(leaves), *halves)
-        updates, state = tx.update(total, state, p)
-        p = optax.apply_updates(p, updates)
-    return p, state
-
-
-def casting(tx):
-    """The trainer rounds gradients to the dtype of the parameters before it hands them over."""
-    low = [jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads) for grads in GRADS]
-    p, state = PARAMS, tx.init(PARAMS)
-    for grads in low:
-        updates, state = tx.update(grads, state, p)
-        p = optax.apply_updates(p, updates)
-    return p, state
-
-
 WAYS = {
     "three arguments (Kauldron, big_vision, Penzai)": by_arguments(),
-    "no parameters (brax)": by_arguments(params=False),
+    "no parameters (brax)": looped(lambda tx, grads, state, *_: tx.update(grads, state)),
     "value= (numpyro)": by_arguments("value"),
     "loss= and grad_norm= (MaxText)": by_arguments("loss", "grad_norm"),
     "loss= and obj_fn= (levanter)": by_arguments("loss", "obj_fn"),
     "value= and loss=": by_arguments("value", "loss"),
-    "all by keyword (EasyDeL)": by_keywords,
+    "all by keyword (EasyDeL)": looped(
+        lambda tx, grads, state, params, _: tx.update(updates=grads, state=state, params=params)
+    ),
     "TrainState (Flax, t5x)": in_a_train_state_of_flax,
     "scan (purejaxrl)": in_a_scan,
     "nnx.Optimizer (Tunix)": in_an_optimizer_of_nnx,
-    "accumulation outside (Tunix, MaxText)": accumulating,
-    "cast gradients (Tunix)": casting,
+    "accumulation outside (Tunix, MaxText)": looped(accumulating),
+    # The trainer rounds gradients to the dtype of the parameters before it hands them over.
+    "cast gradients (Tunix)": looped(
+        lambda tx, grads, state, params, _: tx.update(grads, state, params),
+        [jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads) for grads in GRADS],
+    ),
 }
 
 

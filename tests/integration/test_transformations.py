@@ -1,4 +1,7 @@
-"""What JAX does to functions, done to whole training steps: `vmap`, `scan`, donation, no `jit`."""
+"""What JAX does to functions, done to whole steps: `vmap`, `scan`, no `jit`, derivatives."""
+
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from tables import POLICIES, assert_close, assert_same_bits, avals, cases
-from training import FACTORS, INF, MLP, NAN, amplified, mlp_loss, trainer, x64
+from training import FACTORS, INF, MLP, NAN, X, amplified, mlp_loss, trainer, x64
 
 import jaxscale
 from jaxscale import presets
@@ -18,8 +21,6 @@ DYNAMIC = POLICIES["dynamic"]
 # two different compiled programs must agree on every bit. `MLP` rounds, as real ones do.
 EXACT = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(4.0, jnp.float32)}
 EXACT_TX = jaxscale.loss_scaled(optax.sgd(0.25, momentum=0.5), DYNAMIC)
-
-fuseds = cases("fused", [True, False], fast=[True])
 
 
 def exact_loss(params, batch):
@@ -53,27 +54,26 @@ def scanned(train_step):
 POPULATION = jnp.stack([FACTORS, jnp.ones(8), jnp.full(8, NAN), jnp.ones(8).at[6].set(INF)], axis=1)
 
 
-@fuseds
-def test_each_member_of_a_population_trains_as_if_it_were_alone(fused):
-    alone = jax.jit(trainer(EXACT_TX, exact_loss, fused))
-    together = jax.jit(jax.vmap(trainer(EXACT_TX, exact_loss, fused)))
+@cases("order", ["vmap in scan", "scan in vmap"], fast=["vmap in scan"])
+def test_each_member_of_a_population_trains_as_if_it_were_alone(order):
+    train_step = trainer(EXACT_TX, exact_loss, fused=order == "vmap in scan")
     steps, members = POPULATION.shape
     batches = small_integers(steps, members, 3), POPULATION
     start = jax.tree.map(lambda p: p + jnp.arange(members).reshape(-1, *[1] * p.ndim), EXACT)
-    population = start, jax.vmap(EXACT_TX.init)(start)
-    expected_avals = avals(population)
-    for step in range(steps):
-        population = together(population, jax.tree.map(lambda b, i=step: b[i], batches))
-        assert avals(population) == expected_avals
-    assert together._cache_size() == 1
-    for member in range(members):
-        params = jax.tree.map(lambda p, m=member: p[m], start)
-        one = params, EXACT_TX.init(params)
-        for step in range(steps):
-            one = alone(one, jax.tree.map(lambda b, i=step, m=member: b[i, m], batches))
-        assert_same_bits(jax.tree.map(lambda leaf, m=member: leaf[m], population), one)
-        assert_same_bits(one[0], exact_training(params, *(b[:, member] for b in batches)))
-    metrics = jaxscale.metrics(population[1])
+    carry = start, jax.vmap(EXACT_TX.init)(start)
+    if order == "vmap in scan":
+        together = jax.jit(scanned(jax.vmap(train_step)))(carry, batches)
+    else:
+        together = jax.jit(jax.vmap(scanned(train_step), in_axes=(0, 1)))(carry, batches)
+    assert avals(together) == avals(carry)
+    alone = jax.jit(scanned(train_step))
+    for i in range(members):
+        params = {name: leaf[i] for name, leaf in start.items()}
+        mine = tuple(batch[:, i] for batch in batches)
+        one = alone((params, EXACT_TX.init(params)), mine)
+        assert_same_bits(jax.tree.map(lambda leaf, i=i: leaf[i], together), one)
+        assert_same_bits(one[0], exact_training(params, *mine))
+    metrics = jaxscale.metrics(together[1])
     skipped = np.sum(~np.isfinite(POPULATION), axis=0)
     assert metrics["total_notfinite"].tolist() == skipped.tolist() == [3, 0, 8, 1]
     assert len(set(metrics["loss_scale"].tolist())) == members
@@ -109,37 +109,6 @@ def test_one_state_for_the_gradients_of_many_examples():
     grad = (x[0] + x[2]) / 2
     assert_same_bits(dropped[0]["w"], EXACT["w"] - 0.25 * grad)
     assert avals(whole[1]) == avals(dropped[1]) == avals(state)
-
-
-def test_the_axis_of_a_vmap_can_agree_on_one_verdict():
-    tx = jaxscale.loss_scaled(optax.sgd(0.25), DYNAMIC, axis_name="members")
-    members = jax.tree.map(lambda p: jnp.stack([p, p + 1, p + 2]), EXACT)
-    # Each member has parameters of its own; the state is one for all, and comes back as one.
-    axes = {"in_axes": ((0, None), 0), "out_axes": (0, None), "axis_name": "members"}
-    together = jax.jit(jax.vmap(trainer(tx, exact_loss), **axes))
-    x = small_integers(3, 3)
-    moved, state = together((members, tx.init(EXACT)), (x, jnp.ones(3)))
-    assert_same_bits(moved["w"], members["w"] - 0.25 * x)
-    for factors in ([1.0, 1.0, INF], [NAN, 1.0, 1.0]):
-        kept, skipped = together((moved, state), (x, jnp.array(factors)))
-        assert_same_bits(kept, moved)
-        assert avals(skipped) == avals(state)
-        assert (skipped.total_notfinite, skipped.scaling.loss_scale) == (1, 2.0**14)
-
-
-def test_scan_and_vmap_may_be_nested_either_way():
-    train_step = trainer(EXACT_TX, exact_loss)
-    start = jax.tree.map(lambda p: jnp.stack([p] * 4), EXACT)
-    carry = start, jax.vmap(EXACT_TX.init)(start)
-    batches = small_integers(*POPULATION.shape, 3), POPULATION
-    inside = jax.jit(scanned(jax.vmap(train_step)))(carry, batches)
-    outside = jax.jit(jax.vmap(scanned(train_step), in_axes=(0, 1)))(carry, batches)
-    assert_same_bits(inside, outside)
-    for member in range(4):
-        expected = exact_training(EXACT, *(batch[:, member] for batch in batches))
-        assert_same_bits({name: leaf[member] for name, leaf in inside[0].items()}, expected)
-    assert inside[1].total_notfinite.tolist() == [3, 0, 8, 1]
-    assert avals(inside) == avals(carry)
 
 
 def ways_to_train(tx, loss_fn):
@@ -235,3 +204,107 @@ def test_gradients_of_zero_are_no_nans_to_any_policy(policy):
     policy = ALL_POLICIES[policy]
     with jax.debug_nans(True):
         jax.jit(policy.update)(policy.init(), jax.tree.map(jnp.zeros_like, EXACT))
+
+
+# Rematerialized models, and gradients that are differentiated once more.
+
+REMATS = {
+    "all": jax.checkpoint,
+    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable),
+}
+
+
+@cases("remat", REMATS, fast=["all"])
+def test_a_rematerialized_model_has_its_gradients(remat):
+    loss_fn = REMATS[remat](mlp_loss)
+    batch = X[0], jnp.array(1.0)
+    ours = jaxscale.value_and_grad(loss_fn, DYNAMIC.init())
+    assert_same_bits(ours(MLP, batch), jax.value_and_grad(loss_fn)(MLP, batch))
+    # The forward pass is there twice, as its intermediate results are not kept.
+    assert str(jax.make_jaxpr(ours)(MLP, batch)).count("= tanh") == 2
+
+
+def polynomial(w):
+    return jnp.sum(w**3) + w[0] * w[1]
+
+
+def polynomial_with_aux(w):
+    return polynomial(w), jnp.sum(w**2)
+
+
+W = jnp.array([1.0, -2.0])
+ONCE_MORE = {
+    "jvp": lambda fun: jax.jvp(fun, (W,), (jnp.array([1.0, 2.0]),)),
+    "jacfwd": lambda fun: jax.jacfwd(fun)(W),
+    "jacrev": lambda fun: jax.jacrev(fun)(W),
+    "hessian": lambda fun: jax.hessian(fun)(W),
+    "vmapped jvp": lambda fun: jax.vmap(lambda t: jax.jvp(fun, (W,), (t,)))(jnp.eye(2)),
+    "remat": lambda fun: jax.jacrev(jax.checkpoint(fun))(W),
+}
+
+
+@cases("once_more, has_aux", itertools.product(ONCE_MORE, [False, True]), fast=[("jvp", True)])
+def test_value_and_grad_differentiated_once_more_is_that_of_jax(once_more, has_aux):
+    # The loss, too: its derivative is that of the loss, and has nothing of the scale.
+    fun = polynomial_with_aux if has_aux else polynomial
+    expected = ONCE_MORE[once_more](jax.value_and_grad(fun, has_aux=has_aux))
+    ours = jaxscale.value_and_grad(fun, DYNAMIC.init(), has_aux=has_aux)
+    assert_same_bits(ONCE_MORE[once_more](ours), expected)
+
+
+def test_a_gradient_penalty_is_unscaled_inside_and_outside():
+    # Loss and penalty from one inner call, as a user writes it: both have to be unscaled.
+    def penalized(inner):
+        def loss_fn(params, batch):
+            loss, grads = inner(lambda p: mlp_loss(p, (batch[0], 1.0)))(params)
+            penalty = sum(jnp.sum(grad**2) for grad in jax.tree.leaves(grads))
+            return amplified(loss + 0.1 * penalty, batch[1])
+
+        return loss_fn
+
+    state, batch = DYNAMIC.init(), (X[0], jnp.array(1.0))
+    ours = penalized(lambda fun: jaxscale.value_and_grad(fun, state))
+    assert_same_bits(  # op by op, and all scales are powers of two
+        jaxscale.value_and_grad(ours, state)(MLP, batch),
+        jax.value_and_grad(penalized(jax.value_and_grad))(MLP, batch),
+    )
+
+
+@pytest.mark.slow
+def test_inner_gradients_of_half_precision_do_not_underflow_either():
+    state = DYNAMIC.init()
+    w = jnp.ones((), jnp.float16)
+
+    def tiny(w):  # w**2 * 2**-26, of gradient 2**-25 and second derivative 2**-25
+        return ((w * 2.0**-13) ** 2).astype(jnp.float32)
+
+    def penalty(w, gradient):
+        return (gradient(tiny)(w).astype(jnp.float32) * 2.0**10) ** 2
+
+    assert jax.hessian(tiny)(w) == jax.grad(lambda w: penalty(w, jax.grad))(w) == 0
+    assert_same_bits(jax.jacfwd(jaxscale.grad(tiny, state))(w), jnp.float32(2.0**-25))
+
+    def ours(fun):
+        return jaxscale.grad(fun, state)
+
+    assert_same_bits(ours(lambda w: penalty(w, ours))(w), jnp.float32(2.0**-29))
+
+
+@cases("jit", [True, False], fast=[True])
+def test_a_step_can_be_differentiated_as_the_bare_one_can(jit):
+    # As in meta-learning: how does the loss after a step depend on where it started?
+    params = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(4.0)}  # exact in few bits
+    batch = jnp.array([2.0, -1.0, 1.0])
+
+    def cubic(params, batch):
+        return jnp.sum(params["w"] ** 3 * batch) + params["b"] ** 2
+
+    def after(optimizer, differentiate):
+        train_step = trainer(optimizer, cubic, jit, differentiate)
+        train_step = jax.jit(train_step) if jit else train_step
+        return lambda params: cubic(train_step((params, optimizer.init(params)), batch)[0], batch)
+
+    bare = after(optax.sgd(0.25), lambda fun, _: jax.value_and_grad(fun))
+    ours = after(jaxscale.loss_scaled(optax.sgd(0.25), DYNAMIC), jaxscale.value_and_grad)
+    assert_same_bits(jax.grad(ours)(params), jax.grad(bare)(params))
+    assert_same_bits(jax.jvp(ours, (params,), (params,)), jax.jvp(bare, (params,), (params,)))

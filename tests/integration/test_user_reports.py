@@ -44,7 +44,7 @@ test_value_and_grad.test_signature_and_keyword_arguments_are_those_of_the_functi
     Flax `DynamicScale.value_and_grad` takes no keyword arguments
 test_value_and_grad.test_a_transform_of_models_is_that_of_its_library
     patrick-kidger/equinox#221: gradients hold None where nothing is differentiated
-test_kinds.test_leaves_of_all_sorts_go_around_a_whole_step
+test_tree.test_a_step_leaves_alone_what_has_no_gradient
     Equinox: a model has leaves that are not arrays
 test_value_and_grad.test_overwrites_of_fp8_are_neither_divided_nor_checked
     AI-Hypercomputer/maxtext#5021, Flax: FP8 statistics divided by the scale
@@ -64,7 +64,7 @@ test_transformations.test_one_state_for_the_gradients_of_many_examples
     google/flax#4114: per-sample gradients under one scale
 test_checkpoints.test_a_restored_run_goes_on_as_if_it_had_never_stopped
     huggingface/accelerate#4289: a restored scaler that is not the saved one
-test_differentiation.test_a_gradient_penalty_is_unscaled_inside_and_outside
+test_transformations.test_a_gradient_penalty_is_unscaled_inside_and_outside
     tensorflow/tensorflow#48662: inner gradients that stay scaled collapse the scale
 test_policies.test_no_scale_is_zero_inf_or_nan
     Keras: the scale grows to inf and stays there

@@ -49,31 +49,6 @@ def test_donated_parameters_are_updated_in_place(compiled):
     assert memory.alias_size_in_bytes >= size
 
 
-def test_the_model_is_traced_once_and_inner_once():
-    traces = {"model": 0, "inner": 0}
-
-    def counted_loss(params, x):
-        traces["model"] += 1
-        return loss_fn(params, x)
-
-    adam = optax.adam(0.1)
-
-    def counted_update(updates, state, params=None):
-        traces["inner"] += 1
-        return adam.update(updates, state, params)
-
-    tx = jaxscale.loss_scaled(optax.GradientTransformation(adam.init, counted_update))
-
-    @jax.jit
-    def step(params, opt_state, x):
-        grads = jaxscale.grad(counted_loss, opt_state)(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    step(PARAMS, tx.init(PARAMS), jnp.ones((8, 64), jnp.float16))
-    assert traces == {"model": 1, "inner": 1}
-
-
 @pytest.fixture(scope="module")
 def counts():
     """What the benchmarks' steps hold, compiled for one device, of one layer and of three."""

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import FrozenDict
 from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
 from tables import assert_same_bits, cases
 
@@ -112,9 +113,9 @@ class Fp8(nn.Module):
 
 @pytest.mark.parametrize("windowed", [False, True])
 def test_flaxs_fp8_statistics(windowed):
-    """Flax's own `TrainState` without a loss scale is the reference."""
     model, x = Fp8(), jax.random.normal(jax.random.key(0), (16, 16))
-    variables = model.init(jax.random.key(1), x)
+    variables = jax.jit(model.init)(jax.random.key(1), x)
+    variables = FrozenDict(variables) if windowed else variables
     tx = jaxscale.loss_scaled(optax.sgd(0.1), 2.0**4)
     tx = jaxscale.multi_steps(tx, 2) if windowed else tx
 
@@ -123,17 +124,17 @@ def test_flaxs_fp8_statistics(windowed):
 
     state = jaxscale.flax.TrainState.create(apply_fn=None, params=variables, tx=tx)
     step = jax.jit(jaxscale.flax.train_step(loss_fn))
-    batches = [x * size for size in (1.0, 3.0, jnp.inf, 2.0)]
+    batches = [x * size for size in (1.0, 3.0, jnp.inf, 2.0, jnp.nan)]
     for i, batch in enumerate(batches):
         before = state
         state, loss = step(state, batch)
         if not jnp.isfinite(loss) or (windowed and i == 0):
             assert_same_bits(state.params, before.params)
     history = state.params[OWG]["Dense_0"]["Fp8DirectDotGeneralOp_0"]["input_amax_history"]
-    largest = [float(jnp.max(jnp.abs(batches[i]))) for i in ((1,) if windowed else (0, 1, 3))]
-    for size in largest:
-        assert size in np.asarray(history)
-    assert jnp.isfinite(history).all()
+    # The largest inputs of the good steps, and no other; an inf saturates, and is not written.
+    largest = [float(jnp.max(jnp.abs(batches[i]))) for i in ((1, 3) if windowed else (0, 1, 3))]
+    assert set(history[history > 0].tolist()) == set(largest)
+    assert state.opt_state.total_notfinite == 1
 
 
 class Product(nnx.Module):

@@ -10,7 +10,6 @@ from jaxprs import equations
 from tables import assert_same_bits, avals, cases
 
 import jaxscale
-import jaxscale.flax
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -86,30 +85,3 @@ def test_a_scale_that_never_moves_still_scales():
     updates, after = tx.update(grads, state, w)
     assert updates == -(2.0**-29)
     assert_same_bits(after, state)
-
-
-def test_a_train_state_goes_on():
-    state = jaxscale.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=OFF)
-    grads = jax.tree.map(jnp.ones_like, PARAMS)
-    updates, inner_state = INNER.update(grads, INNER.init(PARAMS), PARAMS)
-    state = state.apply_gradients(grads=grads)
-    assert state.step == 1
-    assert_same_bits(state.params, optax.apply_updates(PARAMS, updates))
-    assert_same_bits(state.opt_state.inner_state, inner_state)
-
-
-WINDOW = jaxscale.multi_steps(INNER, 2)
-NEED_A_VERDICT = {  # what is not to be had without one: a call, and what it says
-    "scale": (lambda off: off(INNER), "a DynamicLossScale"),
-    "leaves": (lambda off: off(INNER, 8, track_leaves=True), "track_leaves=True"),
-    "window inside": (lambda off: off(WINDOW, None), "a window of `multi_steps`"),
-    "window outside": (lambda off: jaxscale.multi_steps(OFF, 2), "`multi_steps.*skip_nonfinite=F"),
-    "number": (lambda _: jaxscale.loss_scaled(INNER, skip_nonfinite=0), "skip_nonfinite=.*got 0"),
-}
-
-
-@pytest.mark.parametrize("name", NEED_A_VERDICT)
-def test_what_needs_a_verdict_does_not_do_without(name):
-    make, message = NEED_A_VERDICT[name]
-    with pytest.raises(ValueError, match=message):
-        make(functools.partial(jaxscale.loss_scaled, skip_nonfinite=False))

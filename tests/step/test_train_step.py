@@ -24,7 +24,7 @@ from overflowing import (
     optimizer,
     run,
 )
-from tables import INNERS, PARAMS, POLICIES, assert_close, assert_same_bits, cases, wide
+from tables import INNERS, PARAMS, POLICIES, assert_same_bits, cases, wide
 
 import jaxscale
 
@@ -74,15 +74,6 @@ def test_it_is_the_loop_of_three_lines(name):
         first, last = tx.init(PARAMS).scaling.loss_scale, opt_state.scaling.loss_scale
         overflows = opt_state.total_notfinite - opt_state.total_notfinite_loss
         assert overflows > 0 or first < 2**10 or ("adaptive" in name and last < first)
-
-
-@cases("inner", INNERS, fast=["adam"])
-def test_compiled_it_is_the_loop_to_rounding(inner):
-    tx = jaxscale.loss_scaled(INNERS[inner], POLICIES["dynamic"])
-    steps = [jaxscale.train_step(loss_fn, tx), three_lines(loss_fn, tx)]
-    ours, loop = (run(jax.jit(step), tx.init(PARAMS)) for step in steps)  # two programs
-    assert_same_bits(jaxscale.metrics(ours[1]), jaxscale.metrics(loop[1]))
-    assert_close(ours[0], loop[0])
 
 
 BARE = r"`train_step`: `tx` is a bare optimizer.*loss_scaled\(tx\).*skip_nonfinite=False"
@@ -195,28 +186,6 @@ def arrays(tree):
     return eqx.filter(tree, eqx.is_array)
 
 
-@cases("verdict", ["all_finite", "none"], fast=["all_finite"])
-def test_the_loss_may_judge_the_state(verdict):
-    """Its NaN is kept while loss and gradients are finite, unless the loss says otherwise."""
-
-    def fun(params, state, x):
-        return loss_fn(params, jnp.nan_to_num(x)), state + x[0]
-
-    def judged(params, state, x):
-        loss, state = fun(params, state, x)
-        return jnp.where(jaxscale.all_finite(state), loss, jnp.nan), state
-
-    tx = jaxscale.loss_scaled(optax.adam(0.1))
-    kept = verdict == "all_finite"
-    step = jaxscale.train_step(judged if kept else fun, tx, has_state=True, retries=2)
-    params, opt_state, state, _ = step(PARAMS, tx.init(PARAMS), jnp.ones(()), GOOD * jnp.nan)
-    assert (opt_state.total_notfinite, jnp.isfinite(state)) == (kept, kept)
-    assert opt_state.scaling.loss_scale == 2.0**15
-    if kept:
-        assert_same_bits((params, state), (PARAMS, jnp.ones(())))
-    assert step(params, opt_state, jnp.ones(()), GOOD)[1].total_notfinite == kept
-
-
 # Hooks
 
 
@@ -300,39 +269,11 @@ AVERAGED = {
 }
 
 
-def by_call(body, carry, batches):
-    made = []
-    for batch in batches:
-        carry, outputs = body(carry, batch)
-        made.append(outputs)
-    return made
-
-
-def by_scan(body, carry, batches):
-    stacked = jax.jit(lambda *args: jax.lax.scan(body, *args))(carry, jnp.stack(batches))[1]
-    return [jax.tree.map(operator.itemgetter(i), stacked) for i in range(len(batches))]
-
-
-def by_vmap(body, carry, batches):
-    made = by_call(
-        jax.jit(jax.vmap(body)), *jax.tree.map(lambda leaf: leaf[None], (carry, batches))
-    )
-    return jax.tree.map(lambda leaf: leaf[0], made)
-
-
-MODES = {
-    "eager": by_call,
-    "jit": lambda body, *args: by_call(jax.jit(body), *args),
-    "scan": by_scan,
-    "vmap": by_vmap,
-}
-
-
 @pytest.mark.filterwarnings("ignore:.train_step.*inside of another")
 @pytest.mark.filterwarnings("ignore:.train_step.*is a bare optimizer")
 @cases(
     "name, mode",
-    itertools.product(AVERAGED, MODES),
+    itertools.product(AVERAGED, ["eager", "scan"]),
     fast=[("scaled", "scan"), ("bare window", "eager")],
 )
 def test_after_counts_where_the_optimizer_made_a_step(name, mode):
@@ -344,7 +285,14 @@ def test_after_counts_where_the_optimizer_made_a_step(name, mode):
         carry = step(*carry, batch)[:3]
         return carry, carry
 
-    made = MODES[mode](body, (PARAMS, tx.init(PARAMS), START), batches)
+    carry, made = (PARAMS, tx.init(PARAMS), START), []
+    if mode == "scan":
+        stacked = jax.jit(lambda *args: jax.lax.scan(body, *args))(carry, jnp.stack(batches))[1]
+        made = [jax.tree.map(operator.itemgetter(i), stacked) for i in range(len(batches))]
+    else:
+        for batch in batches:
+            carry, _ = body(carry, batch)
+            made.append(carry)
     before, expected = PARAMS, START
     for params, _, state in made:
         # Adam moves the parameters in every step that it makes.
@@ -380,12 +328,11 @@ def equinox_loss(model, state, x):
     return jnp.mean(outputs**2) * 1e3, state
 
 
-@cases("retries", [0, 3], fast=[3])
-def test_equinox_with_state(retries):
+def test_equinox_with_state():
     model, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
     tx = hot(2.0**10)
     opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-    how = {"transform": eqx.filter_value_and_grad, "has_state": True, "retries": retries}
+    how = {"transform": eqx.filter_value_and_grad, "has_state": True, "retries": 3}
     step = eqx.filter_jit(jaxscale.train_step(equinox_loss, tx, **how))
     x = jax.random.normal(jax.random.key(1), (8, 3))
     for _ in range(3):

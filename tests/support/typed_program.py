@@ -1,4 +1,4 @@
-"""A user's program in which pyright, in its strict mode, finds no error. `test_types` runs it."""
+"""A user's program in which pyright, in its strict mode, finds no error. `test_package` runs it."""
 
 from typing import NamedTuple
 

@@ -1,6 +1,6 @@
 """A user's program with typos: pyright finds those marked, and no others.
 
-A mark is a word of the message. `test_types` runs pyright, and nothing runs this program.
+A mark is a word of the message. `test_package` runs pyright, and nothing runs this program.
 """
 
 import jax

@@ -146,6 +146,32 @@ def test_what_is_not_an_array_passes_through_everything(leaf):
             jaxscale.tree_where(pred, tree, Pair({"w": jnp.ones(2), "leaf": other}, [leaf, None]))
 
 
+STEPS = {
+    "bare": lambda tx: tx,
+    "unskipped": lambda tx: jaxscale.loss_scaled(tx, None, skip_nonfinite=False),
+    "scaled": jaxscale.loss_scaled,
+    "tracking": lambda tx: jaxscale.loss_scaled(tx, track_leaves=True),
+    "safe": jaxscale.skip_nonfinite,
+    "window": lambda tx: jaxscale.multi_steps(jaxscale.loss_scaled(tx), 1),
+    "chained": lambda tx: optax.chain(jaxscale.loss_scaled(tx), optax.identity()),
+}
+
+
+@cases("name", STEPS, fast=["scaled"])
+def test_a_step_leaves_alone_what_has_no_gradient(name):
+    """As in a module of Equinox, whose gradients hold None there."""
+    rest = PASSIVE | {leaf: first for leaf, (first, _) in NOT_ARRAYS.items()} | {"rate": 0.5}
+    tx, none = STEPS[name](optax.sgd(0.5)), jax.tree.map(lambda _: None, rest)
+    params, state = rest | {"w": jnp.ones(2)}, tx.init(none | {"w": jnp.ones(2)})
+    kept = -jnp.inf if name in ("bare", "unskipped") else 0.5
+    for number, moved in ((1.0, 0.5), (jnp.inf, kept)):
+        grads = none | {"w": jnp.full(2, number)}
+        params, state = jaxscale.apply_gradients(tx, grads, state, params)
+        assert params["w"].tolist() == [moved, moved]
+        leaves = (jax.tree.leaves(tree | {"w": None}) for tree in (params, rest))
+        assert all(new is old for new, old in zip(*leaves, strict=True))
+
+
 # What makes a leaf that is not an array, and each time another object that is equal to the last.
 EQUAL = [
     lambda: np.array(["a", "b"]),

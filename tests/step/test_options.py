@@ -1,0 +1,235 @@
+"""What a wrapper is asked for beside the verdict: laws of each such option."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jaxprs import numbers_reduced
+from tables import assert_same_bits, avals, cases
+
+import jaxscale
+
+pytestmark = pytest.mark.standard_promotion
+
+PARAMS = {
+    "dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3, jnp.bfloat16)},
+    "phase": jnp.ones(2, jnp.complex64),
+    "none": None,
+    "_overwrite_with_gradient": {"amax": jnp.array(1.0)},
+}
+INNER = optax.sgd(0.1)
+RULE = jaxscale.SpikeRule(window=8)
+OPTIONS = {
+    # name: the option, the field of the state that it fills, and what is in the metrics
+    "max_norm": ({"max_norm": 1.0}, "grad_norm", "grad_norm"),
+    "track_leaves": ({"track_leaves": True}, "nonfinite_leaves", "nonfinite_leaves/phase"),
+    "spikes": ({"spikes": RULE}, "spikes", "total_spikes"),
+}
+NESTINGS = {
+    "scaled": functools.partial(jaxscale.loss_scaled, INNER),
+    "safe": functools.partial(jaxscale.skip_nonfinite, INNER),
+    "given inside": lambda **how: jaxscale.loss_scaled(jaxscale.skip_nonfinite(INNER, **how)),
+    "window inside": lambda **how: jaxscale.loss_scaled(jaxscale.multi_steps(INNER, 2), **how),
+    "window outside": lambda **how: jaxscale.multi_steps(jaxscale.loss_scaled(INNER, **how), 2),
+}
+
+
+@cases("option, nesting", itertools.product(OPTIONS, NESTINGS))
+def test_every_nesting_keeps_it(option, nesting):
+    options, field, metric = OPTIONS[option]
+    state, plain = (NESTINGS[nesting](**each).init(PARAMS) for each in (options, {}))
+    assert jax.tree.leaves(getattr(state, field))
+    assert metric in jaxscale.metrics(state)
+    assert getattr(plain, field) is None
+    assert metric not in jaxscale.metrics(plain)
+
+
+@cases("option", OPTIONS)
+def test_a_state_keeps_its_structure_under_an_optimizer_without_it(option):
+    options, field, _ = OPTIONS[option]
+    plain, asked = jaxscale.loss_scaled(INNER), jaxscale.loss_scaled(INNER, **options)
+    fresh = asked.init(PARAMS)
+    _, state = asked.update(jax.tree.map(lambda p: p * jnp.inf, PARAMS), fresh, PARAMS)
+    for tx, given in ((asked, plain.init(PARAMS)), (plain, state)):
+        assert avals(tx.update(PARAMS, given, PARAMS)[1]) == avals(given)
+    saved = jaxscale.to_state_dict(state)
+    assert_same_bits(jaxscale.from_state_dict(fresh, saved), state)
+    assert getattr(jaxscale.from_state_dict(plain.init(PARAMS), saved), field) is None
+    without = jaxscale.to_state_dict(plain.init(PARAMS))
+    assert_same_bits(jaxscale.from_state_dict(fresh, without), fresh)
+
+
+def test_gradients_are_read_no_more_often():
+    def reduced(tx):
+        return numbers_reduced(jax.make_jaxpr(tx.update)(PARAMS, tx.init(PARAMS), PARAMS))
+
+    judged = jax.make_jaxpr(lambda *args: RULE.judge(RULE.init(), None, *args))(1.0, True)
+    for number in range(4):
+        for names in itertools.combinations(OPTIONS, number):
+            options = {key: value for name in names for key, value in OPTIONS[name][0].items()}
+            of_the_rule = numbers_reduced(judged) * ("spikes" in names)
+            assert reduced(jaxscale.loss_scaled(INNER, **options)) - of_the_rule == 11, names
+    chained = optax.chain(optax.clip_by_global_norm(1.0), INNER)
+    assert reduced(jaxscale.loss_scaled(chained)) == 2 * 11  # the count counts
+
+
+WRONG = [
+    ({"max_norm": 0}, "max_norm=.*above 0, got 0"),
+    ({"max_norm": -1.0}, "max_norm=.*above 0, got -1"),
+    ({"max_norm": "1"}, "max_norm=.*finite number, got '1'"),
+    ({"max_norm": float("nan")}, "max_norm=.*finite number, got nan"),
+    ({"max_norm": True}, "max_norm=.*finite number, got True"),
+    ({"track_leaves": 1}, "track_leaves=.*one of False, True, got 1"),
+    *(
+        ({"spikes": wrong}, r"\(spikes=\.\.\.\)` must be a `SpikeRule` or None")
+        for wrong in (True, 128, jaxscale.SpikeRule, "default")
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_wrong_values_are_refused(options, message):
+    for call in (jaxscale.loss_scaled, jaxscale.skip_nonfinite):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(INNER, **options)
+
+
+OFF = functools.partial(jaxscale.loss_scaled, skip_nonfinite=False)
+WINDOW = jaxscale.multi_steps(INNER, 2)
+NEED_A_VERDICT = {  # what is not to be had without one: a call, and what it says
+    "scale": (lambda: OFF(INNER), "a DynamicLossScale"),
+    "leaves": (lambda: OFF(INNER, 8, track_leaves=True), "track_leaves=True"),
+    "spikes": (lambda: OFF(INNER, None, spikes=RULE), "SpikeRule"),
+    "window inside": (lambda: OFF(WINDOW, None), "a window of `multi_steps`"),
+    "window outside": (lambda: jaxscale.multi_steps(OFF(INNER, None), 2), "`multi_steps.*=False"),
+    "number": (lambda: jaxscale.loss_scaled(INNER, skip_nonfinite=0), "skip_nonfinite=.*got 0"),
+}
+
+
+@cases("name", NEED_A_VERDICT)
+def test_what_needs_a_verdict_does_not_do_without(name):
+    call, message = NEED_A_VERDICT[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# Which leaves the last overflow was in: from the pass of the verdict.
+
+NAMES = ["dense/bias", "dense/kernel", "phase"]
+TRACKING = jaxscale.loss_scaled(INNER, track_leaves=True)
+PLAIN = jaxscale.loss_scaled(INNER)
+
+
+def flagged(state):
+    """The names of the leaves that the last overflow was in."""
+    found = jaxscale.metrics(state)
+    prefix = "nonfinite_leaves/"
+    return sorted(name.removeprefix(prefix) for name in found if prefix in name and found[name])
+
+
+def gradients(**bad):
+    """Gradients of PARAMS with one bad element in each leaf that is named."""
+    return {
+        "dense": {
+            "kernel": jnp.ones((2, 3)).at[1, 1].set(bad.get("kernel", 1.0)),
+            "bias": jnp.ones(3).at[0].set(bad.get("bias", 1.0)),
+        },
+        "phase": jnp.ones(2, jnp.complex64).at[1].set(bad.get("phase", 1.0)),
+        "none": None,
+        "_overwrite_with_gradient": {"amax": jnp.array(jnp.nan)},  # no gradient, so no overflow
+    }
+
+
+# Gradients and loss of some steps, and the leaves that the last overflow was in after each.
+STEPS = [
+    ({}, 1.0, []),
+    ({"kernel": jnp.nan}, 1.0, ["dense/kernel"]),
+    ({}, 1.0, ["dense/kernel"]),
+    ({"bias": -jnp.inf, "phase": complex(0, jnp.inf)}, 1.0, ["dense/bias", "phase"]),
+    ({}, jnp.nan, ["dense/bias", "phase"]),  # a bad loss is no overflow
+    ({"kernel": 3e38, "bias": -3e38}, 1.0, ["dense/bias", "phase"]),  # large, and finite
+    ({"kernel": jnp.inf, "bias": jnp.nan, "phase": jnp.nan}, 1.0, NAMES),
+]
+
+
+def by_update(tx, grads, state, params, value):
+    updates, state = tx.update(grads, state, params, value=value)
+    return optax.apply_updates(params, updates), state
+
+
+def by_apply(tx, grads, state, params, value):
+    return jaxscale.apply_gradients(tx, grads, state, params, value=value)
+
+
+WINDOWS = jaxscale.multi_steps(TRACKING, 2), jaxscale.multi_steps(PLAIN, 2)
+WAYS = {
+    # name: (an optimizer that tracks, one that does not, how a step is made)
+    "eager": (TRACKING, PLAIN, by_update),
+    "update": (TRACKING, PLAIN, jax.jit(by_update, static_argnums=0)),
+    "apply_gradients": (TRACKING, PLAIN, jax.jit(by_apply, static_argnums=0)),
+    "multi_steps": (*WINDOWS, jax.jit(by_update, static_argnums=0)),
+}
+
+
+@cases("name", WAYS, fast=["apply_gradients"])
+def test_the_last_overflow_is_kept_and_nothing_else_is_different(name):
+    tracking, plain, one_step = WAYS[name]
+    (params, state), (plain_params, plain_state) = (
+        (PARAMS, tx.init(PARAMS)) for tx in WAYS[name][:2]
+    )
+    first = avals(state)
+    for bad, loss, names in STEPS:
+        grads, value = gradients(**bad), jnp.float32(loss)
+        params, state = one_step(tracking, grads, state, params, value)
+        plain_params, plain_state = one_step(plain, grads, plain_state, plain_params, value)
+        assert flagged(state) == names
+        assert plain_state.nonfinite_leaves is None
+        assert_same_bits(state._replace(nonfinite_leaves=None), plain_state)
+        assert_same_bits(params, plain_params)
+        assert avals(state) == first
+
+
+def test_check_names_them():
+    def stuck(bad, steps=3, params=PARAMS, tx=TRACKING):
+        state, update = tx.init(params), jax.jit(tx.update)
+        for _ in range(steps):
+            _, state = update(bad, state, params)
+        return state
+
+    # Of a population, the leaves of its worst member.
+    states = [stuck(gradients(kernel=jnp.nan), 1), stuck(gradients(bias=jnp.nan), 4)]
+    many = {f"w{i}": jnp.full(1, jnp.inf) for i in range(9)}
+    for state, message in (
+        (
+            stuck(gradients(kernel=jnp.nan, phase=jnp.nan)),
+            r"not finite: dense/kernel, phase \(2 of 3 leaves\)\. `jaxscale doctor`",
+        ),
+        (stuck(many, params=many), r"w0, w1, w2, w3, w4 and 4 more \(9 of"),
+        (jax.tree.map(lambda *leaves: jnp.stack(leaves), *states), r"dense/bias \(1 of 3"),
+        (stuck(gradients(kernel=jnp.nan), tx=PLAIN), "^((?!leaves).)*$"),
+    ):
+        with pytest.raises(jaxscale.LossScaleStuckError, match=message):
+            jaxscale.check(state, max_consecutive=2)
+
+
+FROZEN = {"w": jnp.ones(1), "frozen": jnp.ones(1)}
+TREES = {
+    "empty": ({}, {}, []),
+    "integers": ({"n": jnp.arange(3)}, {"n": np.zeros(3, jax.dtypes.float0)}, []),
+    "the root": (jnp.ones(2), jnp.array([1.0, jnp.inf]), ["the root"]),
+    "no gradient": (FROZEN, {"w": jnp.array([jnp.nan]), "frozen": None}, ["w"]),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_of_all_kinds(name):
+    params, grads, names = TREES[name]
+    tx = jaxscale.skip_nonfinite(optax.identity(), track_leaves=True)
+    state = tx.init(params)
+    _, new = tx.update(grads, state, params)
+    assert flagged(new) == names
+    assert avals(new) == avals(state)
