@@ -25,6 +25,7 @@ from .apply import select_if_applied, select_if_stepped
 from .optimizer import apply_step, as_optimizer, check_same_optimizer
 from .plan import StepPlan
 from .retry import BackwardResult, is_traced
+from .wrapper import wrapper_of
 
 _Args = ParamSpec("_Args")
 _Params = TypeVar("_Params")
@@ -202,7 +203,7 @@ def train_step(
         )
     optimizer = as_optimizer("train_step", tx)
     plan.check_retries(optimizer)
-    for state in _possible_states(tx):
+    for state in () if wrapper_of(tx) else _possible_states(tx):
         plan.warn_if_bare(optimizer, state, stacklevel=3)
     order = "(params, opt_state, state, ...)" if has_state else "(params, opt_state, ...)"
 
