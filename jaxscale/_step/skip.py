@@ -92,7 +92,7 @@ def no_updates(like: Any, grads: Any) -> Any:
     made: dict[Any, jax.Array] = {}  # one array for each type
 
     def no_update(leaf: Any, grad: Any) -> jax.Array:
-        own = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
+        own = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
         key = own, None if grad is None else jax.typeof(grad)
         if key not in made:
             made[key] = _no_update(leaf, grad, sources)
