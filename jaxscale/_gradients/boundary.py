@@ -112,7 +112,8 @@ def scale_backward(
       scale: `"auto"`, or a number to scale by.
       retries: how often the backward pass may be repeated, each time at a 16th of the scale, if
         the gradients are not finite and the cotangents were. The forward pass is not repeated.
-        The loop keeps all gradients of `fun` in memory at once. 0 compiles to no loop.
+        The loop keeps all gradients of `fun` in memory at once, even if nothing overflows, where
+        an optimizer might use each as it comes. 0 compiles to no loop.
       axis_name: further axes of `shard_map` or `pmap` along which devices are to use one scale.
         They agree by themselves along those that need it: where gradients are summed, and
         where `fun` itself communicates.

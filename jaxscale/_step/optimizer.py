@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
@@ -24,7 +23,7 @@ from .._trees.overwrite import holds_overwrites, overwrite, zero_overwrites
 from .._trees.tree import apply_updates, combine, partition, tree_where
 from .inner import with_loss
 from .retry import BackwardResult
-from .wrapper import Wrapper, wrapper_of
+from .wrapper import Wrapper, types_of, wrapper_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +41,10 @@ class Bare:
     def inner_state(self, state: Any) -> Any:
         """Returns the part of a state that belongs to the optimizer itself."""
         return state
+
+    def expected_types(self, params: Any) -> Any:
+        """Returns the structure and the types of that part for some parameters."""
+        return types_of(jax.eval_shape(self.init, params))
 
     def check_state(self, given: str, state: Any, order: str) -> Any:
         """Returns the state that a step was given, or raises an error; see `Wrapper`."""
@@ -166,22 +169,22 @@ def check_same_optimizer(
     if not all(map(is_array_like, jax.tree.leaves(params))):
         return  # for such parameters `init` saw only a part of them, and which is not known
     try:
-        expected = jax.eval_shape(optimizer.init, params)
+        expected, types = optimizer.expected_types(params)
     except Exception:  # an `init` that needs values cannot be asked here
         return
-    trees = list(map(optimizer.inner_state, (expected, opt_state)))
-    structures = list(map(jax.tree.structure, trees))
-    if structures[0] != structures[1]:
-        makes, got = map(str, structures)
+    state = optimizer.inner_state(opt_state)
+    structure, got_types = types_of(state)
+    if structure != expected:
+        makes, got = map(str, (expected, structure))
     else:
-        shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in trees]
+        shapes = [(a, b) for (a, _), (b, _) in zip(types, got_types, strict=True)]
         # A scalar may have been replaced by numbers of the user's own, such as learning rates.
-        others = [i for i, (a, b) in enumerate(zip(*shapes, strict=True)) if a and a != b]
+        others = [i for i, (a, b) in enumerate(shapes) if a and a != b]
         if not others:
             return
-        path, _ = jax.tree_util.tree_leaves_with_path(trees[1])[others[0]]
-        makes = f"an array of shape {shapes[0][others[0]]} at {jax.tree_util.keystr(path)}"
-        got = f"one of shape {shapes[1][others[0]]}"
+        path, _ = jax.tree_util.tree_leaves_with_path(state)[others[0]]
+        makes = f"an array of shape {shapes[others[0]][0]} at {jax.tree_util.keystr(path)}"
+        got = f"one of shape {shapes[others[0]][1]}"
     raise ValueError(
         f"`{given}` is the state of another optimizer or of other parameters. `tx.init(params)` "
         f"makes {makes}, got {got}. {way}"

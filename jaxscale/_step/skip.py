@@ -87,13 +87,18 @@ def no_updates(like: Any, grads: Any) -> Any:
       grads: gradients, which vary along the same mesh axes as the updates.
     """
     sources = jax.tree.leaves(grads)
-    if jax.tree.structure(like) == jax.tree.structure(grads):
-        pairs = zip(jax.tree.leaves(like), sources, strict=True)
-    else:
-        pairs = ((leaf, None) for leaf in jax.tree.leaves(like))
-    return jax.tree.unflatten(
-        jax.tree.structure(like), [_no_update(leaf, grad, sources) for leaf, grad in pairs]
-    )
+    leaves, structure = jax.tree.flatten(like)
+    pairs = sources if structure == jax.tree.structure(grads) else [None] * len(leaves)
+    made: dict[Any, jax.Array] = {}  # one array for each type
+
+    def no_update(leaf: Any, grad: Any) -> jax.Array:
+        own = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        key = own, None if grad is None else jax.typeof(grad)
+        if key not in made:
+            made[key] = _no_update(leaf, grad, sources)
+        return made[key]
+
+    return structure.unflatten(map(no_update, leaves, pairs))
 
 
 def _no_update(leaf: Any, grad: Any, grads: list[Any]) -> jax.Array:

@@ -25,6 +25,7 @@ from .apply import select_if_applied, select_if_stepped
 from .optimizer import apply_step, as_optimizer, check_same_optimizer
 from .plan import StepPlan
 from .retry import BackwardResult, is_traced
+from .wrapper import wrapper_of
 
 _Args = ParamSpec("_Args")
 _Params = TypeVar("_Params")
@@ -137,8 +138,9 @@ def train_step(
       retries: how many times a step may repeat the backward pass at a lower scale if its loss is
         finite and its gradients are not, so that no batch is lost to the search for a scale. The
         model is still traced and compiled once. `total_retries` in the state counts them. If the
-        last pass fails, too, the scale was not to blame, and moves as by one overflow. (The passes
-        are a loop, so a step with retries has no reverse-mode derivative of its own.)
+        last pass fails, too, the scale was not to blame, and moves as by one overflow. The passes
+        are a loop. It carries all gradients, which takes temporary memory even if nothing
+        overflows, and has no reverse-mode derivative. With 0 there is no loop.
       on_grads: a function of the gradients that returns those to go on with: `jax.lax.pmean` in
         `pmap`, clipping by example, masks. It gets the true gradients, unscaled and in float32 or
         wider, in every pass, and returns gradients of their structure and dtypes, in their shapes
@@ -202,7 +204,7 @@ def train_step(
         )
     optimizer = as_optimizer("train_step", tx)
     plan.check_retries(optimizer)
-    for state in _possible_states(tx):
+    for state in () if wrapper_of(tx) else _possible_states(tx):
         plan.warn_if_bare(optimizer, state, stacklevel=3)
     order = "(params, opt_state, state, ...)" if has_state else "(params, opt_state, ...)"
 

@@ -95,19 +95,23 @@ class Wrapper:
     check_updates: bool = False
     track_leaves: bool = False
     spikes: SpikeRule | None = None
+    # What the last `init` was given and made: a step compares its own state with that.
+    last_init: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, compare=False)
 
     def init(self, params: Any) -> LossScaledState:
         # `update` passes the parameters in float32, so `init` does too, and moments keep their
         # dtype.
-        params = map_gradients(widen, params)
+        given, params = params, map_gradients(widen, params)
         inner_state = self.inner.init(without_overwrites(params))
         check_not_nested(inner_state)
         # Leaves that an optimizer makes from Python numbers are weakly typed, and after a step
         # they would not be: the second step would compile anew.
         inner_state = cast_like(inner_state, inner_state)
+        inner_state = self.window.open(params, inner_state)
+        self.last_init["types"] = types_of(given), types_of(inner_state)
         return LossScaledState(
             scaling=self.policy.init(),
-            inner_state=self.window.open(params, inner_state),
+            inner_state=inner_state,
             **zero_counters(),
             spikes=None if self.spikes is None else self.spikes.init(),
             nonfinite_leaves=flags_by_leaf(params) if self.track_leaves else None,
@@ -161,6 +165,14 @@ class Wrapper:
     def inner_state(self, state: LossScaledState) -> Any:
         """Returns the part of a state that belongs to the optimizer itself."""
         return state.inner_state
+
+    def expected_types(self, params: Any) -> Any:
+        """Returns the structure and the types of that part for some parameters."""
+        given, expected = self.last_init.get("types", (None, None))
+        if given != types_of(params):  # else nothing is traced for it, which takes a while
+            jax.eval_shape(self.init, params)
+            _, expected = self.last_init["types"]
+        return expected
 
     def check_state(self, given: str, state: Any, order: str) -> LossScaledState:
         """Returns the state that a step was given, as arrays, or raises an error.
@@ -371,6 +383,12 @@ class Wrapper:
         if self.max_norm is None or state.grad_norm is None:
             return state.grad_norm
         return agree_on_size(norm_bits(norm), axis_name)
+
+
+def types_of(tree: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """Returns the structure of a tree, and the shape and the dtype of each leaf."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
 
 
 def wrapper_of(tx: Any) -> Wrapper | None:

@@ -236,6 +236,9 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
     _check_same_structure(call, on_true, on_false)
 
     def select_leaf(path: tuple[Any, ...], a: Any, b: Any) -> Any:
+        both = isinstance(a, jax.Array) and isinstance(b, jax.Array)
+        if both and jax.typeof(a) == jax.typeof(b):
+            return jax.lax.select(pred, a, b)  # the usual case, first because it is fast
         if not (is_array_like(a) and is_array_like(b)):
             if is_equal(a, b):
                 return a
@@ -275,8 +278,6 @@ def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
 def _common_dtype(call: str, path: tuple[Any, ...], a: Any, b: Any) -> Any:
     """Returns the dtype of a selection from two leaves: that of the more strongly typed one."""
     dtypes = dtype_of(a), dtype_of(b)
-    if dtypes[0] == dtypes[1] and isinstance(a, jax.Array) and isinstance(b, jax.Array):
-        return dtypes[0]  # the usual case, first because it is fast
     strengths = strength(a), strength(b)
     if strengths[0] == strengths[1] < STRONG:
         dtype = jnp.result_type(a, b)

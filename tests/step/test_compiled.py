@@ -83,6 +83,17 @@ def test_kernels_do_not_grow_with_leaves(counts, clip):
     assert kernels(WHOLE, 3, True) < kernels(BARE, 3, True)
 
 
+def test_a_leaf_takes_few_equations_more_than_without_a_scale(counts):
+    """To unscale it, for the verdict, and four selections. The updates of a skip are shared."""
+
+    def equations(name):
+        few, many = (counts[f"{name}, {layers}, float32, False"]["equations"] for layers in (1, 3))
+        return (many - few) / (LEAVES[3] - LEAVES[1])
+
+    for name, most in ((WHOLE, 7), (APPLY, 6), (WRAPPER, 6)):
+        assert equations(name) - equations(BARE) <= most
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_no_byte_is_moved_but_for_the_verdict(counts, dtype):
     rows = [counts[f"{name}, 1, {dtype}, False"] for name in counted.NAMES]

@@ -106,6 +106,22 @@ def test_a_bare_optimizer_applies_every_step_and_is_warned_of_once(inner):
     assert not jaxscale.all_finite(run(jaxscale.train_step(loss_fn, meant), meant.init(PARAMS))[0])
 
 
+def test_a_step_asks_init_only_for_parameters_of_other_types():
+    asked, adam = [], INNERS["adam"]
+
+    def init(params):
+        asked.append(params)
+        return adam.init(params)
+
+    tx = jaxscale.loss_scaled(optax.GradientTransformation(init, adam.update))
+    opt_state, step = tx.init(PARAMS), jaxscale.train_step(loss_fn, tx)
+    step(PARAMS, opt_state, GOOD)
+    assert len(asked) == 1
+    with pytest.raises(ValueError, match="of another optimizer or of other parameters"):
+        step(jax.tree.map(lambda leaf: leaf[None], PARAMS), opt_state, GOOD)
+    assert len(asked) == 2
+
+
 CHAINED = {
     "chain": optax.chain(jaxscale.loss_scaled(optax.sgd(0.1)), optax.identity()),
     "named chain": optax.named_chain(("scaled", jaxscale.skip_nonfinite(optax.adam(0.1)))),

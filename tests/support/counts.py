@@ -8,6 +8,7 @@ import json
 import hlo
 import jax
 import jax.numpy as jnp
+import jaxprs
 import methods
 import trees
 
@@ -29,10 +30,11 @@ def shapes(layers):
 def count(name, layers, dtype, clip):
     tree, method = shapes(layers), methods.make(name, clip)
     carry = jax.eval_shape(method.init, trees.avals(tree, "float32"))
-    step = jax.jit(method.step, donate_argnums=0)
-    compiled = step.lower(carry, trees.avals(tree, dtype)).compile()
-    conditionals = compiled.as_text().count(" conditional(")
-    return hlo.program(compiled, trees.size(tree)) | {"conditionals": conditionals}
+    traced = jax.jit(method.step, donate_argnums=0).trace(carry, trees.avals(tree, dtype))
+    compiled = traced.lower().compile()
+    found = {"conditionals": compiled.as_text().count(" conditional(")}
+    found["equations"] = len(list(jaxprs.equations(traced.jaxpr)))
+    return hlo.program(compiled, trees.size(tree)) | found
 
 
 def count_alone(fun, dtype, size=2**20):
