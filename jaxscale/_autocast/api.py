@@ -18,16 +18,18 @@ _DTYPES = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32")]
 
 
 @functools.cache
-def _autocast(dtype: Any) -> Any:
+def _autocast(dtype: Any, half_carries: bool) -> Any:
     # Not imported before it is used: most programs do without.
     from .higher_order import run_as_written
     from .interpreter import Autocast
     from .rules import RULES
 
-    return Autocast(dtype, RULES, run_as_written)
+    return Autocast(dtype, RULES, run_as_written, half_carries)
 
 
-def autocast(fun: Callable[_Args, _Result], dtype: Any = jnp.float16) -> Callable[_Args, _Result]:
+def autocast(
+    fun: Callable[_Args, _Result], dtype: Any = jnp.float16, *, half_carries: bool = False
+) -> Callable[_Args, _Result]:
     """Returns the function, with its matrix products and convolutions in half precision.
 
     Parameters, gradients and outputs keep their dtypes, and no line of the model changes. The
@@ -123,7 +125,7 @@ def autocast(fun: Callable[_Args, _Result], dtype: Any = jnp.float16) -> Callabl
         )
     if checked == _DTYPES[2]:
         return fun
-    return wrap_call(_autocast(checked).call, fun)
+    return wrap_call(_autocast(checked, half_carries).call, fun)
 
 
 def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:

@@ -34,7 +34,7 @@ from .._jax import (
 )
 from .._trees.call import Flat
 from .frame import Frame, Outputs, Rule, as_written, atom_in, chained, in_float32
-from .products import is_cast, reads_half, under_autocast
+from .products import is_cast, joined, reads_half, under_autocast
 from .readers import last_uses, only_half
 from .recompute import Link, map_inputs
 from .table import CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
@@ -69,8 +69,10 @@ class Autocast:
     lives that they are from: a function that is called many times is rewritten once.
     """
 
-    def __init__(self, dtype: Any, rules: dict[str, Rule], other: Callable[..., Outputs]) -> None:
-        self.dtype = np.dtype(dtype)
+    def __init__(
+        self, dtype: Any, rules: dict[str, Rule], other: Callable[..., Outputs], half_carries: bool
+    ) -> None:
+        self.dtype, self.half_carries = np.dtype(dtype), half_carries
         self.rules, self.other = rules, other
         # For each jaxpr, by its signature: what it was rewritten to.
         self.rewritten: weakref.WeakKeyDictionary[Any, dict[Any, Any]]
@@ -175,7 +177,7 @@ def product(frame: Frame, eqn: JaxprEqn) -> Outputs:
     params = with_preferred_type(eqn, FLOAT32, frame.dtype)
     (var,) = eqn.outvars
     frame.kinds[var] = Product()
-    return bind(eqn, [frame.half(atom) for atom in eqn.invars], params), (True,)
+    return bind(eqn, joined(eqn, [frame.half(atom) for atom in eqn.invars]), params), (True,)
 
 
 def follow(frame: Frame, eqn: JaxprEqn) -> Outputs:

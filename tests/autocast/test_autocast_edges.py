@@ -326,7 +326,7 @@ def test_what_is_rewritten_is_forgotten_with_its_program():
 
     def remembered():
         gc.collect()
-        return len(_autocast(jnp.dtype("float16")).rewritten)
+        return len(_autocast(jnp.dtype("float16"), False).rewritten)
 
     once(0)
     jax.clear_caches()
