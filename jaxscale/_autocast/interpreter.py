@@ -35,7 +35,7 @@ from .._jax import (
 from .._trees.call import Flat
 from .frame import Frame, Outputs, Rule, as_written, atom_in, chained, in_float32
 from .products import is_cast, joined, reads_half, under_autocast
-from .readers import last_uses, only_half
+from .readers import last_uses, rounded_reads
 from .recompute import Link, map_inputs
 from .table import CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
 from .table import FLOAT32 as FLOAT32_OPERATIONS
@@ -99,7 +99,7 @@ class Autocast:
             without one are not.
         """
         jaxpr = closed.jaxpr
-        frame = Frame(self, jaxpr, in_loop, only_half(jaxpr, reads_half, wanted))
+        frame = Frame(self, jaxpr, in_loop, *rounded_reads(jaxpr, reads_half, wanted))
         for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
             frame.write(var, const, False, parameter(var))
         for var, arg, kind in zip(jaxpr.invars, args, kinds, strict=True):

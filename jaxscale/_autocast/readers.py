@@ -49,12 +49,13 @@ def only_float32(jaxpr: Jaxpr) -> set[Any]:
     return differences
 
 
-def only_half(
+def rounded_reads(
     jaxpr: Jaxpr, reads_half: Callable[[JaxprEqn], bool], wanted: Sequence[bool] = ()
-) -> set[Any]:
-    """Returns the variables of which nothing is lost if they are rounded to half precision.
+) -> tuple[set[Any], set[Any]]:
+    """Returns the variables that are read to be rounded to half precision, and those only read so.
 
-    They are read to be rounded, or by operations that commute with that and whose results are.
+    What commutes with that, and whose result is read only so, counts. Nothing is lost if one that
+    is read only so is rounded at once.
 
     Args:
       jaxpr: the program.
@@ -77,11 +78,11 @@ def only_half(
         if eqn.primitive.name in _CALLS:
             with contextlib.suppress(UnknownFormError):
                 program = callee(eqn).jaxpr
-                found = only_half(program, reads_half, kept)
+                _, found = rounded_reads(program, reads_half, kept)
                 halves = [var in found for var in program.invars]
         for atom, is_rounded in zip(eqn.invars, halves, strict=True):
             read(atom, is_rounded)
-    return rounded - others
+    return rounded, rounded - others
 
 
 def through_products(
