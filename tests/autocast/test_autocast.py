@@ -116,12 +116,13 @@ def test_half_carries_are_those_that_are_computed_from_a_product_of_themselves(n
     after, dtype = CARRIED[name]
 
     def fun(x, ws):
-        # It carries, too, a number of steps and the sum of what a product makes of the other.
+        # It carries, too, a token and the sum of what a product makes of the other.
         def body(carry, w):
-            x, n, total = carry
-            return (after(x, w), n + 1, total + jnp.sum(x @ w)), None
+            x, token, total = carry
+            token = jnp.argmax(token * X[0] @ w).astype("int32")
+            return (after(x, w), token, total + jnp.sum(x @ w)), None
 
-        return jax.lax.scan(body, (x, 0, 0.0), ws)[0]
+        return jax.lax.scan(body, (x, 1, 0.0), ws)[0]
 
     for half_carries, expected in ((False, "float32"), (True, dtype)):
         cast = jaxscale.autocast(fun, half_carries=half_carries)
