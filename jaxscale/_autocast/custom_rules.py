@@ -102,8 +102,8 @@ def _relu(x: Any, dtype: Any) -> Any:
 
 @_relu.defjvp
 def _relu_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
-    output = _relu(*primals, dtype)
-    return output, jnp.where(cast(output, dtype) > 0, *tangents, 0)
+    output, (tangent,) = _relu(*primals, dtype), tangents
+    return output, jnp.where(cast(output, dtype) > 0, tangent, 0)
 
 
 def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:

@@ -2,8 +2,8 @@
 
 Each of these programs is rewritten once for each combination of precisions that its inputs come
 in, and takes the place of the one that the program has. What a loop carries and what branches
-return keep the dtypes that the program declares. What a call returns, and what a `scan` stacks,
-may be narrow.
+return keep the dtypes that the program declares; a `scan` with `half_carries` may carry narrow
+values. What a call returns, and what a `scan` stacks, may be narrow.
 """
 
 import itertools
@@ -61,7 +61,7 @@ def rewrite(
     declared: int = 0,
     in_loop: bool = False,
     wanted: Sequence[bool] = (),
-    rounded: Sequence[bool] = (),
+    halved: Sequence[bool] = (),
 ) -> tuple[ClosedJaxpr, list[Kind]]:
     """Returns a program that an equation holds, rewritten, and the kinds of its outputs.
 
@@ -75,7 +75,7 @@ def rewrite(
       declared: how many of its outputs, from the first, keep the dtypes that it declares.
       in_loop: whether it is the body of a loop.
       wanted: for each output whether nothing is lost if it is rounded to half precision.
-      rounded: for each of the outputs that are `declared` whether it is rounded nevertheless.
+      halved: for each of the outputs that are `declared` whether it is in half precision instead.
     """
     autocast, in_loop = frame.autocast, in_loop or frame.in_loop
     jaxpr = closed(program).jaxpr
@@ -84,7 +84,7 @@ def rewrite(
         for var, arg in zip(jaxpr.invars, args, strict=True)
     )
     known = autocast.rewritten.setdefault(program, {})
-    key = (halves, tuple(kinds), declared, in_loop, tuple(wanted), tuple(rounded))
+    key = (halves, tuple(kinds), declared, in_loop, tuple(wanted), tuple(halved))
     opened = [parts(arg) if isinstance(arg, Link) else None for arg in args]
     if key in known and not any(opened):
         return known[key]
@@ -98,14 +98,12 @@ def rewrite(
         ]
         outputs, found = autocast.run(closed(program), args, kinds, in_loop, wanted)
         out_kinds[:] = found
-        kept = itertools.zip_longest(outputs[:declared], rounded, fillvalue=False)
-        return [
-            *(
-                cast(out, autocast.dtype) if is_half else as_declared(out, var)
-                for (out, is_half), var in zip(kept, jaxpr.outvars, strict=False)
-            ),
-            *outputs[declared:],
-        ]
+        for i, var in enumerate(jaxpr.outvars[:declared]):
+            is_half = i < len(halved) and halved[i]
+            outputs[i] = (
+                cast(outputs[i], autocast.dtype) if is_half else as_declared(outputs[i], var)
+            )
+        return outputs
 
     avals = [
         aval
@@ -205,24 +203,24 @@ def scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if _holds_refs(eqn) or is_unchanged(frame, eqn):
         return run_as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
-    rounded = _rounded_carries(frame, loop)
+    halved = _halved_carries(frame, loop)
     last = loop.consts + loop.carries
     for i, var in enumerate(loop.body.jaxpr.invars):
         if loop.consts <= i < last:
-            is_half = rounded[i - loop.consts]
+            is_half = halved[i - loop.consts]
             args[i] = frame.half(eqn.invars[i]) if is_half else as_declared(args[i], var)
             kinds[i] = None
         elif i >= last and isinstance(kinds[i], Parameter):
             kinds[i] = parameter(var)  # a slice of it
-    wanted = [*rounded, *_wanted(frame, eqn)[loop.carries :]]
+    wanted = [*halved, *_wanted(frame, eqn)[loop.carries :]]
     program, _ = rewrite(
-        *(frame, loop.body, args, kinds, loop.carries), in_loop=True, wanted=wanted, rounded=rounded
+        *(frame, loop.body, args, kinds, loop.carries), in_loop=True, wanted=wanted, halved=halved
     )
     outputs = bind(eqn, args, with_programs(eqn, [program]))
     return outputs, narrow(eqn, outputs, frame.dtype)
 
 
-def _rounded_carries(frame: Frame, loop: _jax.Scan) -> list[bool]:
+def _halved_carries(frame: Frame, loop: _jax.Scan) -> list[bool]:
     """Returns for each carry of a loop whether it is in half precision: see `half_carries`."""
     if not frame.autocast.half_carries:
         return [False] * loop.carries

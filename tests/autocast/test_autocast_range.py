@@ -84,6 +84,17 @@ def test_derivative_rules_decide_at_their_edge():
     assert jnp.isfinite(gradient).all()
 
 
+def test_what_a_loop_carries_is_not_rounded_for_the_product_that_reads_it_at_last():
+    def fun(w):
+        def grow(x, _):
+            return x * jnp.exp(w @ w), None  # by 2**-13, of which float16 has none beside 1
+
+        return jax.lax.scan(grow, jnp.ones((2, 2)), length=1024)[0] @ jnp.eye(2)
+
+    cast = jaxscale.autocast(fun)(jnp.full((2, 2), 2.0**-7))
+    np.testing.assert_allclose(cast, np.exp(1 / 8), rtol=1e-3)
+
+
 TINY = jnp.array([2.0**-30, 2.0**-20, 0.0, -1.0, jnp.inf])
 
 
