@@ -169,7 +169,12 @@ def test_readme_states_what_autocast_was_measured_to_do():
         ]
         (line,) = re.findall(rf"\| `?{name.replace('dtype', '`dtype=')}`? \|.*all.*", README)
         assert line.endswith(f"| {kept:.2f} | {memory[0]:.2f}; {memory[1]:.2f} |")
+    half, float32 = (
+        scanned[name]["h100"]["temporary_bytes"]
+        for name in ("jaxscale.autocast, half_carries", "float32")
+    )
     text = " ".join(README.split())
+    assert f"as it does in Flax with `dtype=`: {half / float32:.2f}." in text
     models = json.loads((RESULTS / "parity-cpu.json").read_text())["rows"]
     assert len(models) == 9
     assert "Nine small programs" in text
