@@ -18,16 +18,18 @@ _DTYPES = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32")]
 
 
 @functools.cache
-def _autocast(dtype: Any) -> Any:
+def _autocast(dtype: Any, half_carries: bool) -> Any:
     # Not imported before it is used: most programs do without.
     from .higher_order import run_as_written
     from .interpreter import Autocast
     from .rules import RULES
 
-    return Autocast(dtype, RULES, run_as_written)
+    return Autocast(dtype, RULES, run_as_written, half_carries)
 
 
-def autocast(fun: Callable[_Args, _Result], dtype: Any = jnp.float16) -> Callable[_Args, _Result]:
+def autocast(
+    fun: Callable[_Args, _Result], dtype: Any = jnp.float16, *, half_carries: bool = False
+) -> Callable[_Args, _Result]:
     """Returns the function, with its matrix products and convolutions in half precision.
 
     Parameters, gradients and outputs keep their dtypes, and no line of the model changes. The
@@ -64,14 +66,22 @@ def autocast(fun: Callable[_Args, _Result], dtype: Any = jnp.float16) -> Callabl
       subtraction runs in float32 if its result goes only to operations of the second group.
 
     Control flow and calls are entered, `jax.custom_jvp` and `jax.custom_vjp` functions keep their
-    rules, and what loops carry keeps its dtype. Integers, float64, complex numbers and what is
-    written in half precision by hand are left alone, and so are kernels, callbacks and products
-    with an `algorithm` of their own. The `precision` of a product and its
+    rules, and what loops carry keeps its dtype by default. Integers, float64, complex numbers and
+    what is written in half precision by hand are left alone, and so are kernels, callbacks and
+    products with an `algorithm` of their own. The `precision` of a product and its
     `preferred_element_type=float32` do not keep it from half precision: `full_precision` does.
     Source lines and named scopes stay those of the model.
 
     Elementwise operations in float32 between half-precision arrays are computed again in the
     backward pass, as if under `jax.checkpoint`, because their inputs take half the memory.
+
+    A `scan` over layers carries float32, which `jax.checkpoint` then keeps for each layer.
+    `half_carries=True` halves that, as in models written in half precision. The price: what a layer
+    adds is lost where it is less than 2**-12 of the sum (2**-9 in bfloat16), and in float16 the sum
+    ends at 65504. So it is for layers, and not for loops that add little to much many times, such
+    as the steps of an ODE or of an optimizer. What is not computed from a product of itself stays
+    as it is: counters, times, sums of losses, the cell of an LSTM. So does what `full_precision`
+    returns.
 
     Modules of Flax NNX may be arguments, and may be changed in place. NumPy arrays, numbers and
     everything else that is not an array of JAX reach the function as they are.
@@ -79,6 +89,7 @@ def autocast(fun: Callable[_Args, _Result], dtype: Any = jnp.float16) -> Callabl
     Args:
       fun: a function, such as a loss, Linen's `model.apply`, or a module of NNX.
       dtype: float16, bfloat16, or float32, which returns `fun` itself.
+      half_carries: whether a `scan` carries in half precision what its products read and make.
 
     Returns:
       A function with the arguments of `fun` and outputs of the same shapes and dtypes. Call it
@@ -123,7 +134,7 @@ def autocast(fun: Callable[_Args, _Result], dtype: Any = jnp.float16) -> Callabl
         )
     if checked == _DTYPES[2]:
         return fun
-    return wrap_call(_autocast(checked).call, fun)
+    return wrap_call(_autocast(checked, half_carries).call, fun)
 
 
 def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:

@@ -13,7 +13,16 @@ from jax.custom_derivatives import SymbolicZero
 from jax.lax import stop_gradient
 
 from .. import _jax
-from .._jax import ClosedJaxpr, JaxprEqn, bind, cast, context, jaxpr_as_fun
+from .._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    bind,
+    cast,
+    context,
+    frames_of_jax,
+    jaxpr_as_fun,
+    programs,
+)
 from .._trees.tree import blank
 from .frame import Frame, Outputs, as_written, chained, is_chained_call
 from .higher_order import is_unchanged, narrow, read_inputs, rewrite
@@ -31,6 +40,8 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if is_chained_call(frame, eqn):
         return chained(frame, eqn)
     if not any(map(frame.is_narrow, eqn.invars)) and is_unchanged(frame, eqn):
+        if eqn.outvars[0] in frame.rounded and _is_relu(declared):
+            return [_relu(frame.wide(eqn.invars[0]), frame.dtype)], (False,)
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
     program, out_kinds = rewrite(frame, declared, args, kinds)
@@ -67,6 +78,32 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     outputs = fun(*args)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
     return outputs, narrow(eqn, outputs, frame.dtype)
+
+
+def _is_relu(program: ClosedJaxpr) -> bool:
+    """Returns whether a program is that of `jax.nn.relu`, whose derivative rule is known."""
+    eqns = program.jaxpr.eqns
+    inner = [each for eqn in eqns for called in programs(eqn) for each in called.eqns]
+    is_single = len(eqns) == len(inner) == 1
+    return is_single and ("nn/functions.py", "relu") in frames_of_jax(inner[0])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _relu(x: Any, dtype: Any) -> Any:
+    """Computes a ReLU in float32 that a product in half precision reads.
+
+    Its derivative is 0 where what the product reads is 0. XLA keeps the rounded output for the
+    product anyway. Of the sum before it, such as that of a residual connection, it would keep all
+    of the float32 array, only to compare it with 0.
+    """
+    del dtype
+    return jax.nn.relu(x)
+
+
+@_relu.defjvp
+def _relu_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
+    output, (tangent,) = _relu(*primals, dtype), tangents
+    return output, jnp.where(cast(output, dtype) > 0, tangent, 0)
 
 
 def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:

@@ -21,15 +21,18 @@ class Frame:
 
     __slots__ = (
         *("autocast", "dtype", "grown", "halves", "in_loop", "kinds", "links", "narrow"),
-        *("only_float32", "only_half", "readers", "repeats", "scopes", "values", "wides"),
+        *("only_float32", "only_half", "readers", "repeats", "rounded", "scopes", "values"),
+        "wides",
     )
 
-    def __init__(self, autocast: Any, jaxpr: Jaxpr, in_loop: bool, only_half: set[Any]) -> None:
+    def __init__(
+        self, autocast: Any, jaxpr: Jaxpr, in_loop: bool, rounded: set[Any], only_half: set[Any]
+    ) -> None:
         self.autocast, self.dtype = autocast, autocast.dtype
         self.in_loop = in_loop  # part of a body: XLA compiles its backward pass apart
         self.scopes = current_scopes()
         self.only_float32 = only_float32(jaxpr)
-        self.only_half = only_half  # read to be rounded, and for nothing else
+        self.rounded, self.only_half = rounded, only_half  # read to be rounded; for nothing else
         self.readers = readers(jaxpr)
         self.links: dict[Any, Link] = {}  # float32 values that are not computed yet
         self.grown: dict[Any, Link] = {}  # how arrays were broadcast, for chains to keep less

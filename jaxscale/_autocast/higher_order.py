@@ -2,8 +2,8 @@
 
 Each of these programs is rewritten once for each combination of precisions that its inputs come
 in, and takes the place of the one that the program has. What a loop carries and what branches
-return keep the dtypes that the program declares. What a call returns, and what a `scan` stacks,
-may be narrow.
+return keep the dtypes that the program declares; a `scan` with `half_carries` may carry narrow
+values. What a call returns, and what a `scan` stacks, may be narrow.
 """
 
 import itertools
@@ -18,6 +18,7 @@ from .._jax import (
     Jaxpr,
     JaxprEqn,
     bind,
+    cast,
     closed,
     is_ref,
     programs,
@@ -26,7 +27,8 @@ from .._jax import (
 )
 from .frame import Frame, Outputs, as_written, atom_in, chained, is_chained_call
 from .interpreter import Autocast, as_declared, parameter
-from .products import is_cast
+from .products import is_cast, reads_half
+from .readers import through_products
 from .recompute import Link, parts
 from .table import FLOAT32 as FLOAT32_OPERATIONS
 from .table import KERNELS
@@ -59,6 +61,7 @@ def rewrite(
     declared: int = 0,
     in_loop: bool = False,
     wanted: Sequence[bool] = (),
+    halved: Sequence[bool] = (),
 ) -> tuple[ClosedJaxpr, list[Kind]]:
     """Returns a program that an equation holds, rewritten, and the kinds of its outputs.
 
@@ -72,6 +75,7 @@ def rewrite(
       declared: how many of its outputs, from the first, keep the dtypes that it declares.
       in_loop: whether it is the body of a loop.
       wanted: for each output whether nothing is lost if it is rounded to half precision.
+      halved: for each of the outputs that are `declared` whether it is in half precision instead.
     """
     autocast, in_loop = frame.autocast, in_loop or frame.in_loop
     jaxpr = closed(program).jaxpr
@@ -80,7 +84,7 @@ def rewrite(
         for var, arg in zip(jaxpr.invars, args, strict=True)
     )
     known = autocast.rewritten.setdefault(program, {})
-    key = (halves, tuple(kinds), declared, in_loop, tuple(wanted))
+    key = (halves, tuple(kinds), declared, in_loop, tuple(wanted), tuple(halved))
     opened = [parts(arg) if isinstance(arg, Link) else None for arg in args]
     if key in known and not any(opened):
         return known[key]
@@ -94,8 +98,12 @@ def rewrite(
         ]
         outputs, found = autocast.run(closed(program), args, kinds, in_loop, wanted)
         out_kinds[:] = found
-        kept = zip(outputs[:declared], jaxpr.outvars, strict=False)
-        return [*(as_declared(out, var) for out, var in kept), *outputs[declared:]]
+        for i, var in enumerate(jaxpr.outvars[:declared]):
+            is_half = i < len(halved) and halved[i]
+            outputs[i] = (
+                cast(outputs[i], autocast.dtype) if is_half else as_declared(outputs[i], var)
+            )
+        return outputs
 
     avals = [
         aval
@@ -190,22 +198,37 @@ def remat(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates `scan`. What it carries keeps its dtype; what it stacks need not."""
+    """Evaluates `scan`. What it carries keeps its dtype by default; what it stacks need not."""
     loop = _jax.scan(eqn)
     if _holds_refs(eqn) or is_unchanged(frame, eqn):
         return run_as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
+    halved = _halved_carries(frame, loop)
     last = loop.consts + loop.carries
     for i, var in enumerate(loop.body.jaxpr.invars):
         if loop.consts <= i < last:
-            args[i], kinds[i] = as_declared(args[i], var), None
+            is_half = halved[i - loop.consts]
+            args[i] = frame.half(eqn.invars[i]) if is_half else as_declared(args[i], var)
+            kinds[i] = None
         elif i >= last and isinstance(kinds[i], Parameter):
             kinds[i] = parameter(var)  # a slice of it
+    wanted = [*halved, *_wanted(frame, eqn)[loop.carries :]]
     program, _ = rewrite(
-        *(frame, loop.body, args, kinds, loop.carries), in_loop=True, wanted=_wanted(frame, eqn)
+        *(frame, loop.body, args, kinds, loop.carries), in_loop=True, wanted=wanted, halved=halved
     )
     outputs = bind(eqn, args, with_programs(eqn, [program]))
     return outputs, narrow(eqn, outputs, frame.dtype)
+
+
+def _halved_carries(frame: Frame, loop: _jax.Scan) -> list[bool]:
+    """Returns for each carry of a loop whether it is in half precision: see `half_carries`."""
+    if not frame.autocast.half_carries:
+        return [False] * loop.carries
+    body = loop.body.jaxpr
+    carried = body.invars[loop.consts : loop.consts + loop.carries]
+    through = through_products(body, reads_half, loop.consts, loop.carries)
+    pairs = zip(carried, through, strict=True)
+    return [is_float32(var) and is_through for var, is_through in pairs]
 
 
 def while_loop(frame: Frame, eqn: JaxprEqn) -> Outputs:

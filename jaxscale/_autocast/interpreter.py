@@ -34,8 +34,8 @@ from .._jax import (
 )
 from .._trees.call import Flat
 from .frame import Frame, Outputs, Rule, as_written, atom_in, chained, in_float32
-from .products import is_cast, reads_half, under_autocast
-from .readers import last_uses, only_half
+from .products import is_cast, joined, reads_half, under_autocast
+from .readers import last_uses, rounded_reads
 from .recompute import Link, map_inputs
 from .table import CHOICES, ELEMENTWISE, MOVES, PRODUCTS, SUMMED_BACKWARD
 from .table import FLOAT32 as FLOAT32_OPERATIONS
@@ -69,8 +69,10 @@ class Autocast:
     lives that they are from: a function that is called many times is rewritten once.
     """
 
-    def __init__(self, dtype: Any, rules: dict[str, Rule], other: Callable[..., Outputs]) -> None:
-        self.dtype = np.dtype(dtype)
+    def __init__(
+        self, dtype: Any, rules: dict[str, Rule], other: Callable[..., Outputs], half_carries: bool
+    ) -> None:
+        self.dtype, self.half_carries = np.dtype(dtype), half_carries
         self.rules, self.other = rules, other
         # For each jaxpr, by its signature: what it was rewritten to.
         self.rewritten: weakref.WeakKeyDictionary[Any, dict[Any, Any]]
@@ -97,7 +99,7 @@ class Autocast:
             without one are not.
         """
         jaxpr = closed.jaxpr
-        frame = Frame(self, jaxpr, in_loop, only_half(jaxpr, reads_half, wanted))
+        frame = Frame(self, jaxpr, in_loop, *rounded_reads(jaxpr, reads_half, wanted))
         for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
             frame.write(var, const, False, parameter(var))
         for var, arg, kind in zip(jaxpr.invars, args, kinds, strict=True):
@@ -175,7 +177,7 @@ def product(frame: Frame, eqn: JaxprEqn) -> Outputs:
     params = with_preferred_type(eqn, FLOAT32, frame.dtype)
     (var,) = eqn.outvars
     frame.kinds[var] = Product()
-    return bind(eqn, [frame.half(atom) for atom in eqn.invars], params), (True,)
+    return bind(eqn, joined(eqn, [frame.half(atom) for atom in eqn.invars]), params), (True,)
 
 
 def follow(frame: Frame, eqn: JaxprEqn) -> Outputs:

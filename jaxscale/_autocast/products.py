@@ -4,6 +4,7 @@ import contextvars
 from typing import Any
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 
 from .._jax import JaxprEqn, dot_dimensions, frames_of_jax, product_precision
 from .table import LIBRARIES, LIBRARY_PRODUCTS, PRODUCTS
@@ -55,3 +56,30 @@ def _is_of_library(eqn: JaxprEqn) -> bool:
 def reads_half(eqn: JaxprEqn) -> bool:
     """Returns whether an equation casts its inputs to half precision, whatever they are."""
     return is_cast(eqn) and not is_full_precision(eqn)
+
+
+def joined(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Returns the operands of a product of activations, whose gradients are read together.
+
+    Both operands of a product with batch dimensions are large, as in attention. Its gradients need
+    one operand each. If XLA goes on with what follows from the first gradient, it keeps the operand
+    of the second meanwhile: another array of queries times keys.
+    """
+    if eqn.primitive.name != "dot_general" or not any(batch for _, batch in dot_dimensions(eqn)):
+        return operands
+    return list(_joined(*operands))
+
+
+@jax.custom_jvp
+def _joined(*operands: Any) -> Any:
+    return operands
+
+
+def _joined_jvp(operands: Any, tangents: Any) -> Any:
+    # The gradient of an operand that is a constant is not computed for this.
+    if not any(isinstance(each, SymbolicZero) for each in tangents):
+        tangents = jax.lax.optimization_barrier(tangents)
+    return tuple(operands), tuple(tangents)
+
+
+_joined.defjvp(_joined_jvp, symbolic_zeros=True)

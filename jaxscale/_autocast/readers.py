@@ -9,6 +9,7 @@ from typing import Any
 from .._jax import CALLS, Jaxpr, JaxprEqn, Literal, UnknownFormError, callee, programs
 from .table import FLOAT32 as FLOAT32_OPERATIONS
 from .table import ROUNDED_ALIKE
+from .values import is_full_precision
 
 # They mean nothing but the program in them. The backward rule of a `custom_vjp` is not in it.
 _CALLS = CALLS.keys() - {"custom_vjp_call", "custom_vjp_call_jaxpr"}
@@ -48,12 +49,13 @@ def only_float32(jaxpr: Jaxpr) -> set[Any]:
     return differences
 
 
-def only_half(
+def rounded_reads(
     jaxpr: Jaxpr, reads_half: Callable[[JaxprEqn], bool], wanted: Sequence[bool] = ()
-) -> set[Any]:
-    """Returns the variables of which nothing is lost if they are rounded to half precision.
+) -> tuple[set[Any], set[Any]]:
+    """Returns the variables that are read to be rounded to half precision, and those only read so.
 
-    They are read to be rounded, or by operations that commute with that and whose results are.
+    What commutes with that, and whose result is read only so, counts. Nothing is lost if one that
+    is read only so is rounded at once.
 
     Args:
       jaxpr: the program.
@@ -76,8 +78,56 @@ def only_half(
         if eqn.primitive.name in _CALLS:
             with contextlib.suppress(UnknownFormError):
                 program = callee(eqn).jaxpr
-                found = only_half(program, reads_half, kept)
+                _, found = rounded_reads(program, reads_half, kept)
                 halves = [var in found for var in program.invars]
         for atom, is_rounded in zip(eqn.invars, halves, strict=True):
             read(atom, is_rounded)
-    return rounded - others
+    return rounded, rounded - others
+
+
+def through_products(
+    jaxpr: Jaxpr, reads_half: Callable[[JaxprEqn], bool], first: int, number: int
+) -> list[bool]:
+    """Returns for each carry whether its next value is computed from a product that reads it.
+
+    The residual stream of a scan over layers is, and the state of an RNN; a counter, a time or a
+    sum of losses is not, nor is what `full_precision` returns.
+
+    Args:
+      jaxpr: the body of a loop. Its first outputs are what it carries.
+      reads_half: whether an equation is a product in half precision.
+      first: the first input that it carries.
+      number: how many it carries.
+    """
+    carried = range(first, first + number)
+    given = [{(i, False)} if i in carried else set() for i in range(len(jaxpr.invars))]
+    outputs = _sources(jaxpr, reads_half, given)
+    return [(i, True) in found for i, found in zip(carried, outputs, strict=False)]
+
+
+def _sources(
+    jaxpr: Jaxpr, reads_half: Callable[[JaxprEqn], bool], given: Sequence[set[Any]]
+) -> list[set[Any]]:
+    """Returns which inputs each output is computed from, and whether through a product."""
+    found = dict(zip(jaxpr.invars, given, strict=True))
+
+    def read(atom: Any) -> set[Any]:
+        return set() if isinstance(atom, Literal) else found.get(atom, set())
+
+    for eqn in jaxpr.eqns:
+        if is_full_precision(eqn):
+            continue
+        inputs = [*map(read, eqn.invars)]
+        outputs = [set().union(*inputs)] * len(eqn.outvars)
+        if eqn.primitive.name in _CALLS:
+            with contextlib.suppress(UnknownFormError):
+                outputs = _sources(callee(eqn).jaxpr, reads_half, inputs)
+        elif _holds(eqn, reads_half):
+            outputs = [{(i, True) for i, _ in each} for each in outputs]
+        found |= zip(eqn.outvars, outputs, strict=True)
+    return [*map(read, jaxpr.outvars)]
+
+
+def _holds(eqn: JaxprEqn, reads_half: Callable[[JaxprEqn], bool]) -> bool:
+    inner = (inner for each in programs(eqn) for inner in each.eqns)
+    return reads_half(eqn) or any(_holds(each, reads_half) for each in inner)

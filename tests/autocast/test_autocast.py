@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from half_programs import PROGRAMS, dtypes, equations
+from half_programs import PROGRAMS, W, X, dtypes, equations
 from tables import avals, cases
 
 import jaxscale
@@ -94,3 +94,42 @@ def test_gradients_are_as_the_parameters_and_come_close_in_one_program(name):
     a, b = (np.concatenate([np.ravel(g) for g in jax.tree.leaves(t)]) for t in (actual, expected))
     assert np.dot(a, b) >= 0.999 * np.linalg.norm(a) * np.linalg.norm(b)
     np.testing.assert_allclose(np.linalg.norm(a), np.linalg.norm(b), rtol=0.02)
+
+
+def layer(x, w):
+    return x + jnp.tanh(x @ w)
+
+
+# What the next value of a carry is computed from, and its dtype with `half_carries`.
+CARRIED = {
+    "layer": (layer, "float16"),
+    "remat": (jax.checkpoint(jax.jit(layer)), "float16"),
+    "inner loop": (lambda x, w: jax.lax.scan(lambda x, _: (x @ w, 0), x, W[:2])[0], "float16"),
+    "sum of products": (lambda x, w: x + X @ w, "float32"),
+    "time": (jax.checkpoint(lambda x, w: jnp.where(jnp.sum(X @ w) > jnp.inf, 0, x)), "float32"),
+    "full_precision": (lambda x, w: jaxscale.full_precision(jnp.add)(x, x @ w), "float32"),
+}
+
+
+@cases("name", CARRIED, fast=["remat", "full_precision"])
+def test_half_carries_are_those_that_are_computed_from_a_product_of_themselves(name):
+    after, dtype = CARRIED[name]
+
+    def fun(x, ws):
+        # It carries, too, a token and the sum of what a product makes of the other.
+        def body(carry, w):
+            x, token, total = carry
+            token = jnp.argmax(token * X[0] @ w).astype("int32")
+            return (after(x, w), token, total + jnp.sum(x @ w)), None
+
+        return jax.lax.scan(body, (x, 1, 0.0), ws)[0]
+
+    for half_carries, expected in ((False, "float32"), (True, dtype)):
+        cast = jaxscale.autocast(fun, half_carries=half_carries)
+        (scan,) = [e for e in jax.make_jaxpr(cast)(X, W).eqns if e.primitive.name == "scan"]
+        assert [var.aval.dtype for var in scan.outvars] == [expected, "int32", "float32"]
+        for differentiated in (lambda f: f, lambda f: jax.grad(lambda *args: jnp.sum(f(*args)[0]))):
+            actual, plain = differentiated(cast)(X, W), differentiated(fun)(X, W)
+            assert avals(actual) == avals(plain)
+            for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(plain), strict=True):
+                np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02 * np.abs(b).max() + 1e-6)

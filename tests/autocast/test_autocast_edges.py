@@ -291,6 +291,24 @@ def test_what_a_loop_carries_keeps_its_dtype_and_what_it_stacks_is_half():
     assert jaxpr.out_avals[1].dtype == jnp.float32
 
 
+def test_gradients_of_a_product_of_activations_are_read_together():
+    def fun(x, y):
+        return jnp.sum(jnp.einsum("bij,bjk->bik", x, y) @ W[0])
+
+    def found(argnums, *args):
+        gradient = jax.grad(jaxscale.autocast(fun), argnums)
+        eqns = list(equations(jax.make_jaxpr(gradient)(*args)))
+        barriers = [e for e in eqns if e.primitive.name == "optimization_barrier"]
+        dots = sum(e.primitive.name in table.PRODUCTS for e in eqns)
+        return [[v.aval.shape for v in e.invars] for e in barriers], dots
+
+    x, y = jnp.ones((2, 3, 4)), jnp.ones((2, 4, 8))
+    assert found((0, 1), x, y) == ([[x.shape, y.shape]], 5)  # not those of a parameter
+    # The gradient of a constant is computed for nobody.
+    assert found(0, x, y) == ([], 4)
+    assert found(1, x, y) == ([], 4)
+
+
 @cases("policy", ["save_only_these_names", "save_any_names_but_these"])
 def test_a_remat_keeps_what_its_policy_says_in_half_precision(policy):
     policy = getattr(jax.checkpoint_policies, policy)("kept")
@@ -329,7 +347,7 @@ def test_what_is_rewritten_is_forgotten_with_its_program():
 
     def remembered():
         gc.collect()
-        return len(_autocast(jnp.dtype("float16")).rewritten)
+        return len(_autocast(jnp.dtype("float16"), False).rewritten)
 
     once(0)
     jax.clear_caches()

@@ -84,6 +84,47 @@ def test_derivative_rules_decide_at_their_edge():
     assert jnp.isfinite(gradient).all()
 
 
+def test_what_a_loop_carries_is_not_rounded_for_the_product_that_reads_it_at_last():
+    def fun(w):
+        def grow(x, _):
+            return x * jnp.exp(w @ w), None  # by 2**-13, of which float16 has none beside 1
+
+        return jax.lax.scan(grow, jnp.ones((2, 2)), length=1024)[0] @ jnp.eye(2)
+
+    cast = jaxscale.autocast(fun)(jnp.full((2, 2), 2.0**-7))
+    np.testing.assert_allclose(cast, np.exp(1 / 8), rtol=1e-3)
+
+
+TINY = jnp.array([2.0**-30, 2.0**-20, 0.0, -1.0, jnp.inf])
+
+
+@jax.custom_jvp
+def straight_through(x):
+    return jax.nn.relu(x)
+
+
+straight_through.defjvp(lambda x, dx: (straight_through(*x), dx[0]))
+DECIDED = {
+    "a product reads it": (jax.nn.relu, 1.0, [0, 1, 0, 0, 1]),
+    "no product reads it": (jax.nn.relu, None, [1, 1, 0, 0, 1]),
+    "a rule of its own": (straight_through, 1.0, [1, 1, 1, 1, 1]),
+}
+
+
+@cases("name", DECIDED)
+def test_a_relu_is_decided_by_what_a_product_reads_of_it(name):
+    fun, weight, expected = DECIDED[name]
+
+    def loss(x):
+        y = fun(x)
+        return jnp.sum(y), y if weight is None else y @ jnp.full((5, 2), weight)
+
+    gradient, _ = jax.grad(jaxscale.autocast(loss), has_aux=True)(TINY)
+    np.testing.assert_array_equal(gradient, expected)
+    value, _ = jaxscale.autocast(loss)(TINY[:4].repeat(2)[:5])
+    assert value == 2.0**-29 + 2.0**-19
+
+
 LARGE_BIAS = jnp.linspace(1e5, 2e5, 8)  # more than float16 holds
 FIRST_MASKED = jnp.where(jnp.arange(4) < 1, -1e9, 0.0)
 WHOLLY_MASKED = jnp.broadcast_to(FIRST_MASKED[:, None], (4, 4))

@@ -25,6 +25,11 @@ def autocast(task):
     return jaxscale.autocast(float32(task))
 
 
+def half_carries(task):
+    """The same, with the residual stream of scanned layers in float16."""
+    return jaxscale.autocast(float32(task), half_carries=True)
+
+
 def jaxamp(task):
     """jaxamp: "Replace `loss_fn(model, minibatch)` with `jaxamp.amp(loss_fn)(...)`"."""
     import jaxamp
@@ -87,6 +92,7 @@ FLOAT32 = "float32"
 METHODS = {
     FLOAT32: float32,
     "jaxscale.autocast": autocast,
+    "jaxscale.autocast, half_carries": half_carries,
     "jaxamp": jaxamp,
     "jmp": jmp,
     "MPX": mpx,
@@ -96,6 +102,7 @@ METHODS = {
 EDITS = {
     FLOAT32: "",
     "jaxscale.autocast": "none",
+    "jaxscale.autocast, half_carries": "none",
     "jaxamp": "none",
     "jmp": "casts around the model",
     "MPX": "casts; softmax and loss",
@@ -105,5 +112,8 @@ EDITS = {
 
 
 def apart(names, kind):
-    """Returns those names whose methods differ for this model: without attention, one less."""
-    return [name for name in names if "softmax" not in name or "transformer" in kind]
+    """Returns those names whose methods differ for this model, by its attention and its loop."""
+    needed = {"softmax": "transformer", "half_carries": "scanned"}
+    return [
+        name for name in names if all(part in kind for word, part in needed.items() if word in name)
+    ]
