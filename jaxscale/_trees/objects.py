@@ -84,8 +84,10 @@ def _may_change(node: Any) -> bool:
     """Returns whether all variables of an object are of this level of tracing."""
     nnx: Any = sys.modules["flax.nnx"]
     held = [node] if isinstance(node, nnx.Variable) else (each for _, each in nnx.iter_graph(node))
-    # NNX counts a class that a module holds, such as `kind = nnx.Param`, among its objects.
-    states = (getattr(each, "_trace_state", None) for each in held if not isinstance(each, type))
+    # Other objects of a graph are classes, such as `kind = nnx.Param`, and `nnx.Rngs`, which returns
+    # a stream as any attribute.
+    variables = (each for each in held if isinstance(each, nnx.Variable))
+    states = (getattr(each, "_trace_state", None) for each in variables)
     return all(state is None or state.is_valid() for state in states)
 
 

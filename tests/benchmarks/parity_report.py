@@ -7,8 +7,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from rich.table import Table
 
-# The ways to train, in the order of `parity_setup.WAYS`.
+# The ways to train, in the order of `parity_setup.WAYS`: without a scale or with the default one,
 NAMES = ["float32", "float16", "float16 + jaxscale"]
+# and what scales the backward pass.
+SCALINGS = [NAMES[2], "adaptive", "scale_backward(loss)", "scale_backward(network)"]
 
 
 # Of the two in float16: without a loss scale, and with it.
@@ -34,6 +36,39 @@ def markdown(rows):
     headings = ["model", "like", "measured", *NAMES, *HEADINGS]
     lines = [headings, ["---"] * len(headings)]
     lines += [[row["model"], row["like"], row["measured"], *_cells(row)] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def scalings(rows):
+    """Returns what scales the backward pass, side by side, as a table of Markdown."""
+    short = ["default", "adaptive", "loss", "network"]
+    headings = ["model", *short, "gradient error", "flushed", "skipped", "repeated", "bytes"]
+    headings += ["memory", "time"]
+    lines = [headings, ["---"] * len(headings)]
+    for row in rows:
+        ways = [row["ways"].get(name) for name in SCALINGS]
+
+        def each(form, value, ways=ways):
+            return " / ".join("-" if way is None else form.format(value(way)) for way in ways)
+
+        def relative(key, statistic, plain=row["ways"][NAMES[1]], each=each):
+            values = plain["cost"][key]
+            return each("{:.2f}", lambda way: statistic(way["cost"][key], values))
+
+        finals = each("{:.4g}", lambda way: np.mean(way["final"])).split(" / ")
+        lines.append(
+            [
+                row["model"],
+                *finals,
+                each("{:.1%}", lambda way: np.mean(way["gradient_error"])),
+                each("{:.1%}", lambda way: np.mean(way["flushed"])),
+                each("{:.3g}", lambda way: np.mean(way["skipped"])),
+                each("{:.2%}", lambda way: way["repeated"] / max(way["passes"], 1)),
+                relative("bytes", np.divide),
+                relative("temporary", np.divide),
+                relative("milliseconds", lambda one, other: np.median(np.divide(one, other))),
+            ]
+        )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
