@@ -54,6 +54,12 @@ def tiny():  # gradients that float16 flushes without a loss scale, and keeps wi
 def summed():  # as a loss over many examples: large gradients, and only a low scale fits
     return half(1.0, 2.0**9)
 
+def inward(by=2.0**9):  # what enters in float16 is small, and becomes larger by `by` squared
+    return half(by, 2.0**-10)[0], W, X | {"x": X["x"] * 2.0**-12}
+
+def far_inward():
+    return half(2.0**14, 2.0**-24)[0], W, X | {"x": X["x"] * 2.0**-22}
+
 def below():  # so large that no scale of at least 1 fits
     return half(1.0, 2.0**20)
 
@@ -197,6 +203,12 @@ CASES = {
          "From 2**15, the default rule skips steps first, 8 in all: write", "(init_scale=2**7))`, or use `retries=10` or"],
         ["low:", "shrink", "costs next to nothing"],
     ),
+    "inward": (
+        [], 0,
+        ["repeats the backward pass of this batch once.", "jaxscale.scale_backward(loss_fn, scale=2**6)", "y = y * jnp.float16(scale)"],
+        ["not enough"],
+    ),
+    "far_inward": ([], 0, ["twice, which is not enough.", "jaxscale.scale_backward(loss_fn, scale=2**10)"], []),
     "below": (
         [], 1,
         ["! The largest loss scale that does not overflow on this batch is 2**-4: the default rule, which never goes below 1, will skip every step.",
