@@ -109,8 +109,8 @@ def _find_inward_growth(exam: Exam) -> Iterator[Finding]:
     # Room for batches with larger gradients: these may repeat it, too.
     scale = power(exam.fits / 4)
     details = [
-        "It begins where those that enter half precision are about 1. Where a trainer owns the step, "
-        f"write `jaxscale.scale_backward(loss_fn, scale={scale})`. In a step of your own "
+        "It begins where those that enter half precision are about 1. Where a trainer owns the "
+        f"step, write `jaxscale.scale_backward(loss_fn, scale={scale})`. In a step of your own "
         "`jaxscale.loss_scaled` finds such a scale by itself.",
     ]
     if exam.ceiling:

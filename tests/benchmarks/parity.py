@@ -238,7 +238,8 @@ def main():
     console = Console(width=160)
     if options.redraw:
         result = json.loads(options.redraw.read_text())
-        console.print(markdown(result["rows"]), scalings(result["rows"]), sep="\n\n", soft_wrap=True)
+        tables = markdown(result["rows"]), scalings(result["rows"])
+        console.print(*tables, sep="\n\n", soft_wrap=True)
     else:
         result = {"machine": machine.describe()[0], "seeds": options.seeds, "rows": []}
         if options.add:
