@@ -563,7 +563,11 @@ def test_devices_of_a_shard_map_agree_by_themselves(name, scale, checked):
     assert error(jax.jit(mapped)(PARAMS, XS, YS, FACTORS), sum_over_devices()) < ACCURACY
 
 
-@cases("scale, checked, jitted", itertools.product(("auto", HIGH), (True, False), (True, False)))
+@cases(
+    "scale, checked, jitted",
+    itertools.product(("auto", HIGH), (True, False), (True, False)),
+    fast=[("auto", True, True), (HIGH, False, False)],
+)
 def test_a_shard_map_around_the_loss(scale, checked, jitted):
     """What follows the last half-precision value in it is unscaled, too; one axis is XLA's."""
     mapped = jax.shard_map(
