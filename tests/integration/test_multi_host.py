@@ -178,7 +178,7 @@ def test_processes_agree_by_themselves_on_the_scale_of_a_backward_pass():
     forms = re.findall(r"form (\w+) at (\w+): error ([\d.]+), digest (\w{8})", output)
     agreed = {(form, scale): (error, digest) for form, scale, error, digest in forms}
     assert len(forms) == 4 * len(set(forms)) == 4 * len(agreed) == 4 * 8, output
-    assert all(float(error) < 1e-3 for error, _ in agreed.values()), output
+    assert all(float(error) < 2e-3 for error, _ in agreed.values()), output
 
 
 def test_the_launcher_takes_its_processes_with_it():
