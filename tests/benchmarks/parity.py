@@ -36,6 +36,7 @@ import numpy as np
 import parity_linen
 import parity_objects
 import parity_plain
+import parity_report
 from parity_report import draw, markdown, scalings, table
 from parity_setup import WAYS, Model
 from rich.console import Console
@@ -240,8 +241,8 @@ def main():
     console = Console(width=160)
     if options.redraw:
         result = json.loads(options.redraw.read_text())
-        tables = markdown(result["rows"]), scalings(result["rows"])
-        console.print(*tables, sep="\n\n", soft_wrap=True)
+        for made in (markdown, scalings, parity_report.costs):
+            console.print(made(result["rows"]), end="\n\n", soft_wrap=True)
     else:
         result = {"machine": machine.describe()[0], "seeds": options.seeds, "rows": []}
         if options.add:
