@@ -54,11 +54,15 @@ def tiny():  # gradients that float16 flushes without a loss scale, and keeps wi
 def summed():  # as a loss over many examples: large gradients, and only a low scale fits
     return half(1.0, 2.0**9)
 
-def inward(by=2.0**9):  # what enters in float16 is small, and becomes larger by `by` squared
-    return half(by, 2.0**-10)[0], W, X | {"x": X["x"] * 2.0**-12}
+def inward(by=2.0**9, after=2.0**-10):  # small where it enters float16, then larger by `by` squared
+    def loss_fn(params, batch):
+        y = (batch["x"] * params["w"]).astype(jnp.float16)
+        y = y * batch["by"] * batch["by"]  # larger
+        return jnp.mean(y.astype(jnp.float32)) * after
+    return loss_fn, W, {"x": X["x"] * 2.0**6 / by**2, "by": jnp.full(2, by, jnp.float16)}
 
 def far_inward():
-    return half(2.0**14, 2.0**-24)[0], W, X | {"x": X["x"] * 2.0**-22}
+    return inward(2.0**14, 2.0**-24)
 
 def below():  # so large that no scale of at least 1 fits
     return half(1.0, 2.0**20)
@@ -205,7 +209,7 @@ CASES = {
     ),
     "inward": (
         [], 0,
-        ["repeats the backward pass of this batch once.", "jaxscale.scale_backward(loss_fn, scale=2**6)", "y = y * jnp.float16(scale)"],
+        ["repeats the backward pass of this batch once.", "jaxscale.scale_backward(loss_fn, scale=2**6)", "# larger"],
         ["not enough"],
     ),
     "far_inward": ([], 0, ["twice, which is not enough.", "jaxscale.scale_backward(loss_fn, scale=2**10)"], []),
