@@ -173,10 +173,13 @@ def test_readme_states_what_autocast_was_measured_to_do():
     models = json.loads((RESULTS / "parity-cpu.json").read_text())["rows"]
     assert len(models) == 9
     assert "Nine small programs" in text
-    exact, alone, scaled = (np.array(way["final"]) for way in models[0]["ways"].values())
+    exact, alone, scaled, *_ = (np.array(way["final"]) for way in models[0]["ways"].values())
     worse, near = alone.mean() / exact.mean() - 1, np.abs(scaled / exact - 1).max()
     assert f"ends {worse:.0%} above float32's error without a scale and within 0.03% with" in text
     assert 0.0002 < near <= 0.0003
+    ways = [way for model in models for way in model["ways"].values() if way.get("passes")]
+    assert f"in {sum(way['passes'] for way in ways):,} backward passes it repeated and" in text
+    assert not any(way["repeated"] or sum(way["skipped"]) for way in ways)
 
 
 def test_readme_states_what_the_adaptive_rule_did():
