@@ -114,8 +114,8 @@ def scale_backward(
         the gradients are not finite and the cotangents were. The forward pass is not repeated.
         Gradients that become 2**15 times larger on their way repeat it in every step; for these
         `jaxscale doctor` says which number to pass as `scale`. The loop keeps all gradients of
-        `fun` in memory at once, in half precision where parameters are cast to it. 0 compiles to
-        no loop.
+        `fun` in memory at once, in half precision where parameters are cast to it; and on a CPU
+        XLA takes many times as long for a convolution in a loop. 0 compiles to no loop.
       axis_name: further axes of `shard_map` or `pmap` along which devices are to use one scale.
         They agree by themselves along those that need it: where gradients are summed, and
         where `fun` itself communicates.
