@@ -235,7 +235,8 @@ _DECAY = (
 _IDLE = (
     "`check`: the loss scale has grown to 2**24 or more, and no step has ever overflowed. Maybe "
     "nothing scales the backward pass, as in a trainer that calls `jax.value_and_grad` itself: "
-    "make the gradients by `jaxscale.value_and_grad(loss_fn, opt_state)`, or the whole step by "
+    "give it `jaxscale.scale_backward(loss_fn)`, or in a step of your own make the gradients by "
+    "`jaxscale.value_and_grad(loss_fn, opt_state)`, or the whole step by "
     "`jaxscale.train_step(loss_fn, tx)`. Or the model computes in float32 or bfloat16, which need "
     "no loss scale: wrap its optimizer by `jaxscale.skip_nonfinite(tx)`. Or all gradients are very "
     'small: `jaxscale.loss_scaled(tx, "adaptive")` finds a scale for them, however high.'

@@ -13,9 +13,12 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 # Most of the time goes into compilation, a third of it into optimizations of LLVM. The slow run has
-# them, and so has a run with another level in XLA_FLAGS. Workers have the flags of what starts them.
-is_worker = "PYTEST_XDIST_WORKER" in os.environ
-if not is_worker and "--slow" not in sys.argv and "_optimization_" not in os.environ["XLA_FLAGS"]:
+# them, and so has one with a level in XLA_FLAGS. Workers have the flags of what started them.
+if (
+    "PYTEST_XDIST_WORKER" not in os.environ
+    and "--slow" not in sys.argv
+    and "_optimization_" not in os.environ["XLA_FLAGS"]
+):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 # On CPU each all-reduce that waits holds a thread, and there are as many as cores or devices:
 # several at once in one program, and it may wait for ever. XLA takes their number from here.

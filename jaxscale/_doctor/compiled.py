@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._gradients.boundary import scale_backward
 from .._gradients.value_and_grad import value_and_grad
 from .._gradients.verdict import all_finite
 from .._jax import ClosedJaxpr
@@ -69,6 +70,34 @@ class CompiledBackward:
         search = Search(try_scale, _LEAST, _LARGEST, _MOST_PASSES)
         search.look_at(None)
         return search.result()
+
+    def count_repeats(self) -> tuple[int, bool] | None:
+        """Returns how often `scale_backward` repeats its backward pass, and whether that is enough.
+
+        `None` if it refuses the loss, as with parameters in float16.
+        """
+        passes = []
+
+        @jax.custom_vjp
+        def tap(params: Any) -> Any:
+            return params
+
+        def count(_: None, cotangents: Any) -> tuple[Any]:
+            jax.debug.callback(lambda: passes.append(None))
+            return (cotangents,)
+
+        tap.defvjp(lambda params: (params, None), count)
+        scaled = scale_backward(lambda params, arrays: self._loss_of(tap(params), arrays))
+
+        def run(params: Any, arrays: list[Any]) -> Any:
+            return all_finite(value_and_grad(scaled, init_state(1.0))(params, arrays)[1])
+
+        try:
+            is_enough = bool(compile_fast(run, xla_allow_excess_precision=False)(*self._args))
+        except TypeError:
+            return None
+        jax.effects_barrier()
+        return len(passes) - 1, is_enough
 
     def how_far(self) -> str:
         """Returns how many loss scales were tried, in words."""

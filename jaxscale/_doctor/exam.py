@@ -59,6 +59,9 @@ class Exam(NamedTuple):
     # The largest scale that does not overflow. `None` if none of the model's dtypes needs one, or
     # the loss itself is not finite.
     calibration: Calibration | None
+    # How often `scale_backward` repeats the backward pass, and whether it is finite then. `None` if
+    # there is no calibration, or if it refuses this loss.
+    repeats: tuple[int, bool] | None
     largest: float  # the largest magnitude among the gradients at the largest scale
     # Whether a number on the way that is far larger than the gradients limits the scale.
     is_limited: bool
@@ -125,6 +128,10 @@ def examine(
     if np.isfinite(loss) and _is_half(dtypes):
         progress("looking for the largest loss scale that fits", compiled.how_far)
         calibration = compiled.calibrate()
+    repeats = None
+    if calibration and not is_quick:
+        progress("trying `scale_backward`")
+        repeats = compiled.count_repeats()
     # The largest that does not overflow: a dynamic scale ends near it, wherever it started.
     fits, overflows = calibration[:2] if calibration else (None, None)
     scales, shown = Scales(loss_scale or fits or 1.0, fits, overflows), loss_scale or 1.0
@@ -163,6 +170,7 @@ def examine(
         loss_scale=scales.used,
         shown_scale=shown,
         calibration=calibration,
+        repeats=repeats,
         largest=largest,
         is_limited=is_limited,
         comparison=(

@@ -43,6 +43,7 @@ def findings(exam: Exam) -> list[Finding]:
         *find_wrong(exam),
         *find_effect_of_autocast(exam),
         *_find_scale(exam),
+        *_find_inward_growth(exam),
         *_find_constants(exam, named),
         *find_harmless_nonfinite(exam, named),
         *find_underflows(exam),
@@ -94,6 +95,28 @@ def _find_scale(exam: Exam) -> Iterator[Finding]:
         is_problem = needs_scale(exam) and not exam.is_auto
         details = [largest, *judge_room(exam), *details]
         yield Finding(is_problem, judge_shown_scale(exam), tuple(details))
+
+
+def _find_inward_growth(exam: Exam) -> Iterator[Finding]:
+    """Notes gradients for which `scale_backward` does not find its scale at once."""
+    repeats, is_enough = exam.repeats or (0, True)
+    if not repeats or not exam.fits:
+        return
+    title = "Gradients grow on their way through the model, and "
+    often = {1: "once", 2: "twice"}.get(repeats, f"{repeats} times")
+    enough = "" if is_enough else ", which is not enough"
+    title += f"`scale_backward` repeats the backward pass of this batch {often}{enough}."
+    # Room for batches with larger gradients: these may repeat it, too.
+    scale = power(exam.fits / 4)
+    details = [
+        "It begins where those that enter half precision are about 1. Where a trainer owns the "
+        f"step, write `jaxscale.scale_backward(loss_fn, scale={scale})`. In a step of your own "
+        "`jaxscale.loss_scaled` finds such a scale by itself.",
+    ]
+    if exam.ceiling:
+        yield at_place(exam.ceiling, False, title, details)
+    else:
+        yield Finding(False, title, tuple(details))
 
 
 def _say_limit(exam: Exam) -> list[str]:

@@ -100,10 +100,10 @@ def scale_backward(
     half precision if a `jaxscale.autocast` is around the function, or if there is nothing else in
     half precision.
 
-    Loops, branches and `shard_map` belong to one side as a whole: wrap the loss inside of a
-    `jax.lax.scan` over micro-batches, not around it. `jit` and `jax.checkpoint` are entered. A
-    `jax.checkpoint` outside of the wrapped function is cheaper than one inside, which is computed
-    again with each retry.
+    Loops and branches belong to one side as a whole: wrap the loss inside of a `jax.lax.scan`
+    over micro-batches. Around it the scale would be about 1, however small the gradients are.
+    `jit`, `shard_map` and `jax.checkpoint` are entered. A `jax.checkpoint` outside of the wrapped
+    function is cheaper than one inside, which is computed again with each retry.
 
     Args:
       fun: a function, such as a loss, Linen's `model.apply`, a module or a method of NNX, or a
@@ -112,8 +112,10 @@ def scale_backward(
       scale: `"auto"`, or a number to scale by.
       retries: how often the backward pass may be repeated, each time at a 16th of the scale, if
         the gradients are not finite and the cotangents were. The forward pass is not repeated.
-        The loop keeps all gradients of `fun` in memory at once, even if nothing overflows, where
-        an optimizer might use each as it comes. 0 compiles to no loop.
+        Gradients that become 2**15 times larger on their way repeat it in every step; for these
+        `jaxscale doctor` says which number to pass as `scale`. The loop keeps all gradients of
+        `fun` in memory at once, where an optimizer might use each as it comes. On a CPU XLA takes
+        many times as long for a convolution in a loop. 0 compiles to no loop.
       axis_name: further axes of `shard_map` or `pmap` along which devices are to use one scale.
         They agree by themselves along those that need it: where gradients are summed, and
         where `fun` itself communicates.

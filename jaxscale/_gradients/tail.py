@@ -5,14 +5,17 @@ The *head* is every equation that a half-precision value comes from, and those t
 scale; and the cotangents that leave it for the head say which scale the head needs.
 
 Control flow and functions with derivative rules belong to one part as a whole. Calls that mean
-nothing but their program, such as `jit` and `jax.checkpoint`, are divided in two.
+nothing but their program, such as `jit` and `jax.checkpoint`, are divided in two, and so is
+`shard_map`.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from .. import _jax
 from .._autocast.products import reads_half
@@ -117,8 +120,13 @@ def is_inexact(aval: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _split(program: ClosedJaxpr, holds_half: Callable[[JaxprEqn], bool]) -> Split:
-    program = _with_divided_calls(program, holds_half)
+def _split(
+    program: ClosedJaxpr,
+    holds_half: Callable[[JaxprEqn], bool],
+    trace: Callable[[Callable[..., list[Any]]], ClosedJaxpr] | None = None,
+) -> Split:
+    """Returns a program in two, which `trace` can trace anew where its axes have names."""
+    program = _with_divided_calls(program, holds_half, trace)
     jaxpr = program.jaxpr
     needed: set[Any] = set()
     head, tail = [], []
@@ -137,15 +145,22 @@ def _split(program: ClosedJaxpr, holds_half: Callable[[JaxprEqn], bool]) -> Spli
 
 
 def _with_divided_calls(
-    program: ClosedJaxpr, holds_half: Callable[[JaxprEqn], bool]
+    program: ClosedJaxpr,
+    holds_half: Callable[[JaxprEqn], bool],
+    trace: Callable[[Callable[..., list[Any]]], ClosedJaxpr] | None,
 ) -> ClosedJaxpr:
     """Returns the same program with two calls for each that has a head and a tail."""
     jaxpr = program.jaxpr
     divided: dict[int, Split] = {}
     for index, eqn in enumerate(jaxpr.eqns):
-        if _jax.is_divisible(eqn) and holds_half(eqn):
+        is_mapped = eqn.primitive.name == "shard_map"
+        if (is_mapped or _jax.is_divisible(eqn)) and holds_half(eqn):
             try:
-                parts = _split(_jax.callee(eqn), holds_half)
+                if is_mapped:
+                    inner, retrace = _jax.mapped(eqn).program, functools.partial(_trace_in, eqn)
+                    parts = _split(inner, holds_half, retrace)
+                else:
+                    parts = _split(_jax.callee(eqn), holds_half, trace)
             except UnknownFormError:
                 continue
             if not parts.tail.is_empty:
@@ -164,13 +179,55 @@ def _with_divided_calls(
             values = [_read(env, atom) for atom in eqn.invars]
             inner = dict(zip(parts.inputs, values, strict=True))
             with context(eqn), source(eqn, _jax.current_scopes()):
+                if eqn.primitive.name == "shard_map":
+                    env |= zip(eqn.outvars, _call_mapped(eqn, parts, inner), strict=True)
+                    continue
                 crossing = _call(eqn, parts.head, inner)
                 inner |= zip(parts.head.outputs, crossing, strict=True)
                 outputs = _call(eqn, parts.tail, inner)
             env |= zip(eqn.outvars, outputs, strict=True)
         return [_read(env, atom) for atom in jaxpr.outvars]
 
-    return jax.make_jaxpr(run)(*program.in_avals)
+    return trace(run) if trace else jax.make_jaxpr(run)(*program.in_avals)
+
+
+def _trace_in(eqn: JaxprEqn, run: Callable[..., list[Any]]) -> ClosedJaxpr:
+    """Returns a function as the program of a `shard_map`, in which axes have names."""
+    avals = [atom.aval for atom in eqn.invars]
+    with context(eqn):
+        traced = jax.make_jaxpr(_jax.mapped(eqn).map(lambda *args: tuple(run(*args))))(*avals)
+    return _jax.mapped(traced.eqns[-1]).program
+
+
+def _call_mapped(eqn: JaxprEqn, parts: Split, env: dict[Any, Any]) -> list[Any]:
+    """Returns the outputs of a `shard_map` in two, for the values of its inputs.
+
+    What goes from one to the other gets an axis in front, along which devices that may differ hold
+    a piece each.
+    """
+    each, crossing = _jax.mapped(eqn), parts.head.outputs
+    specs = dict(zip(parts.inputs, each.options["in_specs"], strict=True))
+    is_checked, axes = each.options["check_vma"], each.options["axis_names"]
+    for var in crossing:
+        along = _jax.varying(var.aval) if is_checked else axes
+        specs[var] = PartitionSpec(tuple(sorted(along, key=repr)) or None)
+
+    def call(part: Part, of: Callable[..., Any], **out_specs: Any) -> list[Any]:
+        in_specs = tuple(specs[var] for var in part.inputs)
+        mapped = each.map(of, in_specs=in_specs, **out_specs)
+        return list(mapped(*(env[var] for var in part.inputs)))
+
+    def head(*args: Any) -> tuple[Any, ...]:
+        return tuple(jnp.expand_dims(output, 0) for output in parts.head(*args))
+
+    def tail(*args: Any) -> tuple[Any, ...]:
+        pairs = zip(args, parts.tail.inputs, strict=True)
+        return tuple(parts.tail(*(x[0] if var in crossed else x for x, var in pairs)))
+
+    crossed = set(crossing)
+    values = call(parts.head, head, out_specs=tuple(specs[var] for var in crossing))
+    env = env | dict(zip(crossing, values, strict=True))
+    return call(parts.tail, tail)
 
 
 def _call(eqn: JaxprEqn, part: Part, env: dict[Any, Any]) -> list[Any]:

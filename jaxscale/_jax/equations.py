@@ -333,10 +333,14 @@ def branches(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 
 
 class Mapped(NamedTuple):
-    """A `shard_map` or a `pmap`: its program, and what maps another function alike."""
+    """A `shard_map` or a `pmap`: its program, and what maps another function alike.
+
+    `map` takes other specs than its own for what they are called in `jax.shard_map`.
+    """
 
     program: ClosedJaxpr
-    map: Callable[[Callable[..., Any]], Callable[..., Any]]
+    map: Callable[..., Callable[..., Any]]
+    options: dict[str, Any]  # those of `jax.shard_map` or `jax.pmap`
 
 
 @_reader
@@ -365,4 +369,4 @@ def mapped(eqn: JaxprEqn) -> Mapped:
     if params:
         raise ValueError(f"more parameters: {', '.join(params)}")
     _check_size(closed(program).jaxpr.invars, eqn.invars)
-    return Mapped(closed(program), lambda fun: transform(fun, **options))
+    return Mapped(closed(program), lambda fun, **other: transform(fun, **options | other), options)

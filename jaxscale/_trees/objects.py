@@ -84,8 +84,10 @@ def _may_change(node: Any) -> bool:
     """Returns whether all variables of an object are of this level of tracing."""
     nnx: Any = sys.modules["flax.nnx"]
     held = [node] if isinstance(node, nnx.Variable) else (each for _, each in nnx.iter_graph(node))
-    # NNX counts a class that a module holds, such as `kind = nnx.Param`, among its objects.
-    states = (getattr(each, "_trace_state", None) for each in held if not isinstance(each, type))
+    # Of the others in a graph, a class such as `kind = nnx.Param` has no such state, and an
+    # `nnx.Rngs` takes any name for that of a stream.
+    variables = (each for each in held if isinstance(each, nnx.Variable))
+    states = (getattr(each, "_trace_state", None) for each in variables)
     return all(state is None or state.is_valid() for state in states)
 
 

@@ -3,18 +3,23 @@
     python tests/benchmarks/parity.py [--models NAME ...] [--json FILE] [--plot FILE]
     python tests/benchmarks/parity.py --redraw FILE --plot FILE
 
-Each model trains in three ways, from the same parameters on the same data: in float32 as written,
-by `jaxscale.autocast` alone, where a step that is not finite is skipped, and by both `autocast` and
-the default loss scale. Its code is the same each time (`parity_setup.py`). Several seeds show how
-far two runs differ anyhow. What is trained is evaluated in float32.
+Each model trains in six ways, from the same parameters on the same data: in float32 as written, by
+`jaxscale.autocast` alone, where a step that is not finite is skipped, and by `autocast` with the
+default loss scale, the adaptive one, `scale_backward` around the loss, and around the network. Its
+code is the same each time (`parity_setup.py`). Several seeds show how far two runs differ anyhow.
+What is trained is evaluated in float32.
 
 A gradient element counts as flushed if it is exactly zero, but not in float32 at the same
 parameters on the same batch. The gradient error is the norm of their difference from float32's,
 relative to the norm of the latter. Both are taken at several moments of the training, of which the
-share is the mean, the error the median.
+share is the mean, the error the median. Where `scale_backward` repeats a backward pass at a lower
+scale, that is counted in each step.
+
+Last, one step of one seed is compiled for each way in float16, and timed: the ways in turns.
 """
 
 import argparse
+import contextlib
 import json
 import operator
 import os
@@ -31,12 +36,14 @@ import numpy as np
 import parity_linen
 import parity_objects
 import parity_plain
-from parity_report import draw, markdown, table
+import parity_report
+from parity_report import draw, markdown, scalings, table
 from parity_setup import WAYS, Model
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import jaxscale
+from jaxscale._gradients import boundary
 
 # The chunks of a training, between which the gradients are looked at.
 CHUNKS = 5
@@ -66,13 +73,33 @@ MODELS = {
     ),
     "flow matching": Model(parity_plain.flow_matching, "plain JAX", "test loss", 800, 128),
     "PPO": Model(parity_linen.ppo, "purejaxrl's ppo.py", "return, of 500", 150, 8),
-    "PINN": Model(parity_plain.allen_cahn, "jaxpi's Allen-Cahn", "test loss", 1000, 256),
+    "PINN": Model(
+        parity_plain.allen_cahn, "jaxpi's Allen-Cahn", "test loss", 1000, 256, differentiated=True
+    ),
 }
 
 
 def stacked(trees):
     """Returns a tree of arrays with an axis for the given ones in front."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+@contextlib.contextmanager
+def counted_repeats():
+    """Yields a list to which each backward pass of `scale_backward` adds its repeats."""
+    repeats, repeated = [], boundary._repeated
+
+    def counted(pull, scale, *rest):
+        gradients, last = repeated(pull, scale, *rest)
+        number = jnp.log2(scale / last) / np.log2(boundary._BACKOFF)
+        jax.debug.callback(lambda number: repeats.append(round(float(number))), number)
+        return gradients, last
+
+    boundary._repeated = counted
+    try:
+        yield repeats
+    finally:
+        boundary._repeated = repeated
 
 
 def train(model, way, seeds, steps, batch, show):
@@ -143,15 +170,18 @@ def train(model, way, seeds, steps, batch, show):
     chunks = min(CHUNKS, steps)
     # Not compiled as a whole, which would take longer than all that it saves.
     begun = [program.init(jax.random.key(seed)) for seed in seeds]
-    carry, history, looks = stacked(begun), [], []
+    carry, history = stacked(begun), []
     seeds = jnp.asarray(seeds)
-    for chunk in range(chunks + 1):
-        first = jnp.full_like(seeds, chunk * (steps // chunks))
-        looks.append(look((carry, seeds, first)))
-        if chunk < chunks:
+    first = jnp.zeros_like(seeds)
+    looks = [look((carry, seeds, first))]  # compiled here, so that its repeats are not counted
+    with counted_repeats() as repeats:
+        for _ in range(chunks):
             carry, losses = advance(carry, first)
+            first += steps // chunks
+            looks.append(look((carry, seeds, first)))
             history.append(losses)
             show(float(losses[:, -1].mean()))
+        jax.effects_barrier()
     scales, skipped, flushed, errors = (np.array(column) for column in zip(*looks, strict=True))
     history = np.concatenate(history, 1)  # looks are [time, seed, loss]
     return {
@@ -162,18 +192,47 @@ def train(model, way, seeds, steps, batch, show):
         "gradient_error": np.median(np.nan_to_num(errors, nan=np.inf), (0, 2)).tolist(),
         "skipped": skipped[-1].sum(-1).tolist(),
         "loss_scale": scales[-1].tolist(),
+        "passes": len(repeats),
+        "repeated": sum(repeats),
         "seconds": time.perf_counter() - started,
     }
+
+
+def costs(model, ways, steps, batch, rounds):
+    """Returns what a step of one seed costs in float16: XLA's figures, and times in turns."""
+    found, runs = {}, {}
+    for way in ways:
+        if not way.half:
+            continue
+        program, key = model.make(way, steps, batch), jax.random.key(0)
+        carry = jax.jit(program.init)(key)
+        compiled = jax.jit(program.step).lower(carry, key).compile()
+        found[way.name] = {
+            "bytes": compiled.cost_analysis()["bytes accessed"],
+            "temporary": compiled.memory_analysis().temp_size_in_bytes,
+            "milliseconds": [],
+        }
+        runs[way.name] = compiled, carry, key
+    for _ in range(rounds):
+        for name, (compiled, *args) in runs.items():
+            started = time.perf_counter()
+            jax.block_until_ready(compiled(*args))
+            found[name]["milliseconds"].append(1e3 * (time.perf_counter() - started))
+    return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    names = [way.name for way in WAYS]
+    add("--ways", nargs="*", choices=names, default=names, metavar="WAY")
     add("--seeds", type=int, default=3, help="how many seeds")
     add("--steps", type=int, help="training steps of each model, instead of its own number")
     add("--batch", type=int, help="the size of a batch, instead of that of each model")
+    add("--rounds", type=int, default=15, help="how often a step of each way is timed; 0: no costs")
     add("--json", type=pathlib.Path, help="where to write the figures")
+    add("--add", action="store_true", help="keep what that file has, and add to it")
     add("--plot", type=pathlib.Path, help="where to draw them")
     add(
         "--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from a file of --json"
@@ -182,37 +241,52 @@ def main():
     console = Console(width=160)
     if options.redraw:
         result = json.loads(options.redraw.read_text())
-        console.print(markdown(result["rows"]), soft_wrap=True)
+        for made in (markdown, scalings, parity_report.costs):
+            console.print(made(result["rows"]), end="\n\n", soft_wrap=True)
     else:
         result = {"machine": machine.describe()[0], "seeds": options.seeds, "rows": []}
+        if options.add:
+            result = json.loads(options.json.read_text())
         console.print(machine.line(result["machine"]))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         columns += (TextColumn("loss {task.fields[loss]:.5g}"), TimeElapsedColumn())
+        rows = {row["model"]: row for row in result["rows"]}
         with Progress(*columns, console=console) as progress:
             for name in options.models:
-                row = _compare(name, options, progress)
-                result["rows"].append(row)
-                if options.json:
-                    options.json.write_text(json.dumps(result, indent=1) + "\n")
+                model, row = MODELS[name], rows.setdefault(name, _empty_row(name, options))
+                for way, outcome in _outcomes(model, row, options, progress):
+                    row["ways"].setdefault(way, {}).update(outcome)
+                    result["rows"] = list(rows.values())
+                    if options.json:
+                        options.json.write_text(json.dumps(result, indent=1) + "\n")
     console.print(table(result["rows"]))
     if options.plot:
         draw(result, options.plot)
 
 
-def _compare(name, options, progress):
-    model, ways = MODELS[name], {}
-    steps = options.steps or model.steps
-    batch = options.batch or model.batch
-    for way in WAYS:
-        total, description = min(CHUNKS, steps), f"{name}, {way.name}"
-        task = progress.add_task(f"{description:38}", total=total, loss=float("nan"))
-
-        def show(loss, task=task):
-            progress.update(task, advance=1, loss=loss)
-
-        ways[way.name] = train(model, way, range(options.seeds), steps, batch, show)
+def _empty_row(name, options):
+    model = MODELS[name]
     about = {"model": name, "like": model.like, "measured": model.measured}
-    return about | {"steps": steps, "batch": batch, "ways": ways}
+    steps, batch = options.steps or model.steps, options.batch or model.batch
+    return about | {"steps": steps, "batch": batch, "ways": {}}
+
+
+def _outcomes(model, row, options, progress):
+    """Yields the names of ways and what came of them."""
+    ways = [way for way in WAYS if way.boundary != "network" or not model.differentiated]
+    steps, batch = row["steps"], row["batch"]
+    for way in ways:
+        if way.name in options.ways:
+            total, description = min(CHUNKS, steps), f"{row['model']}, {way.name}"
+            task = progress.add_task(f"{description:40}", total=total, loss=float("nan"))
+
+            def show(loss, task=task):
+                progress.update(task, advance=1, loss=loss)
+
+            yield way.name, train(model, way, range(options.seeds), steps, batch, show)
+    if options.rounds:
+        for name, cost in costs(model, ways, steps, batch, options.rounds).items():
+            yield name, {"cost": cost}
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def transformer(way, steps, batch):
     tx = way.optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)))
 
     def loss_fn(params, tokens):
-        logits = model.apply(params, tokens[:, :-1])
+        logits = way.model(model.apply)(params, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     train_step = jaxscale.train_step(way.cast(loss_fn), tx)
@@ -133,7 +133,7 @@ def resnet(way, steps, batch):
     tx = way.optimizer(optax.sgd(schedule, 0.9, nesterov=True))
 
     def loss_fn(params, fields, images, labels):
-        logits, fields = model.apply(
+        logits, fields = way.model(model.apply)(
             {"params": params, **fields}, images, train=True, mutable=list(fields)
         )
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -227,7 +227,7 @@ def ppo(way, steps, batch):
     tx = way.optimizer(tx)
 
     def loss_fn(params, taken, advantages, targets):
-        log_probs, value = network.apply(params, taken.obs)
+        log_probs, value = way.model(network.apply)(params, taken.obs)
         log_prob = jnp.take_along_axis(log_probs, taken.action[:, None], 1)[:, 0]
         clipped = taken.value + jnp.clip(value - taken.value, -CLIP, CLIP)
         worse = jnp.maximum(jnp.square(value - targets), jnp.square(clipped - targets))

@@ -45,7 +45,7 @@ def vae(way, steps, batch):
     tx = way.optimizer(optax.adam(1e-3))
 
     def loss_fn(model, x):
-        logits = model(x)
+        logits = way.model(model)(x)
         divergence = sum(jax.tree.leaves(nnx.pop(model, Divergence)), 0.0)
         return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, x)) + 0.1 * divergence
 
@@ -150,14 +150,16 @@ def dcgan(way, steps, batch):
     def cross_entropy(logits, real):
         return optax.sigmoid_binary_cross_entropy(logits, jnp.full_like(logits, real)).mean()
 
+    run = way.model(_of_batch)
+
     def discriminator_loss(discriminator, state, real, fake):
-        on_real, state = _of_batch(discriminator, real, state)
-        on_fake, state = _of_batch(discriminator, fake, state)
+        on_real, state = run(discriminator, real, state)
+        on_fake, state = run(discriminator, fake, state)
         return (cross_entropy(on_real, 1.0) + cross_entropy(on_fake, 0.0)) / 2, state
 
     def generator_loss(generator, states, discriminator, noise):
-        fake, generator_state = _of_batch(generator, noise, states[0])
-        logits, discriminator_state = _of_batch(discriminator, fake, states[1])
+        fake, generator_state = run(generator, noise, states[0])
+        logits, discriminator_state = run(discriminator, fake, states[1])
         return cross_entropy(logits, 1.0), (generator_state, discriminator_state)
 
     def training_step(loss_fn):

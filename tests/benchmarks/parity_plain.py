@@ -43,7 +43,7 @@ def lstm(way, steps, batch):
         gates = _dense(keys[0], letters + hidden, 4 * hidden)
         return {"gates": gates, "out": _dense(keys[1], hidden, letters)}
 
-    def loss_fn(params, tokens):
+    def network(params, inputs):
         def cell(state, x):
             h, c = state
             gates = jnp.concatenate([x, h], -1) @ params["gates"]["w"] + params["gates"]["b"]
@@ -52,10 +52,13 @@ def lstm(way, steps, batch):
             h = jax.nn.sigmoid(o) * jnp.tanh(c)
             return (h, c), h
 
-        inputs = jax.nn.one_hot(tokens[:, :-1].T, letters)
-        zeros = jnp.zeros((len(tokens), hidden))
+        zeros = jnp.zeros((inputs.shape[1], hidden))
         _, outputs = jax.lax.scan(cell, (zeros, zeros), inputs)
-        log_probs = jax.nn.log_softmax(outputs @ params["out"]["w"] + params["out"]["b"])
+        return outputs @ params["out"]["w"] + params["out"]["b"]
+
+    def loss_fn(params, tokens):
+        inputs = jax.nn.one_hot(tokens[:, :-1].T, letters)
+        log_probs = jax.nn.log_softmax(way.model(network)(params, inputs))
         targets = jax.nn.one_hot(tokens[:, 1:].T, letters)
         return -jnp.sum(targets * log_probs) / jnp.sum(targets)
 
@@ -91,7 +94,7 @@ def flow_matching(way, steps, batch):
         noise_key, time_key = jax.random.split(key)
         noise = jax.random.normal(noise_key, target.shape)
         time = jax.random.uniform(time_key, (len(target), 1))
-        predicted = velocity(params, (1 - time) * noise + time * target, time)
+        predicted = way.model(velocity)(params, (1 - time) * noise + time * target, time)
         return jnp.mean((predicted - (target - noise)) ** 2)
 
     def draw(key):
@@ -132,11 +135,14 @@ def super_resolution(way, steps, batch):
         # The output is zero, so training starts at cubic interpolation.
         return [hidden, {"w": jnp.zeros((width, 12 * patch**2)), "b": jnp.zeros(12 * patch**2)}]
 
+    def network(params, small):
+        hidden = patches(small - 0.5, patch) @ params[0]["w"] + params[0]["b"]
+        return jax.nn.relu(hidden) @ params[1]["w"] + params[1]["b"]
+
     def loss_fn(params, large):
         number, height, across, _ = large.shape
         small = halve(large)
-        hidden = patches(small - 0.5, patch) @ params[0]["w"] + params[0]["b"]
-        detail = jax.nn.relu(hidden) @ params[1]["w"] + params[1]["b"]
+        detail = way.model(network)(params, small)
         cubic = jax.image.resize(small, (number, height, across, 3), "cubic")
         return jnp.mean((patches(cubic, 2 * patch) + detail - patches(large, 2 * patch)) ** 2)
 

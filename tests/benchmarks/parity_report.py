@@ -7,8 +7,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from rich.table import Table
 
-# The ways to train, in the order of `parity_setup.WAYS`.
+# The ways to train, in the order of `parity_setup.WAYS`: without a scale or with the default one,
 NAMES = ["float32", "float16", "float16 + jaxscale"]
+# and what scales the backward pass.
+SCALINGS = [NAMES[2], "adaptive", "scale_backward(loss)", "scale_backward(network)"]
 
 
 # Of the two in float16: without a loss scale, and with it.
@@ -32,8 +34,54 @@ def table(rows):
 def markdown(rows):
     """Returns the rows as a table of Markdown, as in `results/README.md`."""
     headings = ["model", "like", "measured", *NAMES, *HEADINGS]
-    lines = [headings, ["---"] * len(headings)]
-    lines += [[row["model"], row["like"], row["measured"], *_cells(row)] for row in rows]
+    return _in_markdown(rows, headings, lambda row: [row["like"], row["measured"], *_cells(row)])
+
+
+def scalings(rows):
+    """Returns what became of each way to scale, in the order of `SCALINGS`, in Markdown."""
+    headings = ["model", "default scale", "adaptive", "boundary at the loss", "at the network"]
+    headings += ["gradient error", "flushed", "skipped", "repeated"]
+    shares = {"gradient_error": "{:.1%}", "flushed": "{:.1%}", "skipped": "{:.3g}"}
+
+    def cells(row):
+        finals = _each(row, SCALINGS, "{:.4g}", lambda way: np.mean(way["final"]))
+        yield from finals.split(" / ")
+        for key, form in shares.items():
+            yield _each(row, SCALINGS, form, lambda way, key=key: np.mean(way[key]))
+        yield _each(row, SCALINGS[2:], "{} of {}", lambda way: (way["repeated"], way["passes"]))
+
+    return _in_markdown(rows, headings, cells)
+
+
+def costs(rows):
+    """Returns what each way to scale costs, relative to float16 without a scale, in Markdown."""
+    figures = {"bytes": np.divide, "temporary": np.divide, "milliseconds": _median_ratio}
+    headings = ["model", "bytes moved", "temporary memory", "time"]
+
+    def cells(row):
+        plain = row["ways"][NAMES[1]]["cost"]
+        for key, ratio in figures.items():
+            yield _each(
+                *(row, SCALINGS, "{:.2f}"),
+                lambda way, key=key, ratio=ratio: ratio(way["cost"][key], plain[key]),
+            )
+
+    return _in_markdown(rows, headings, cells)
+
+
+def _median_ratio(times, others):
+    return np.median(np.divide(times, others))
+
+
+def _each(row, names, form, value):
+    """Returns a value of each way in one cell."""
+    ways = [row["ways"].get(name) for name in names]
+    values = [way and np.atleast_1d(value(way)) for way in ways]
+    return " / ".join("-" if each is None else form.format(*each) for each in values)
+
+
+def _in_markdown(rows, headings, cells):
+    lines = [headings, ["---"] * len(headings), *([row["model"], *cells(row)] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -1,8 +1,8 @@
-"""What the models of `parity.py` share: the three ways to train them, their form, and their data.
+"""What the models of `parity.py` share: the ways to train them, their form, and their data.
 
 A model is a function `make(way, steps, batch)` that returns a `Program`. It is written in float32,
-and asks the way for two things only: `way.cast` around its loss, and `way.optimizer` around its
-optimizer. So the lines of a model are the same in all three ways.
+and asks the way for three things only: `way.model` around its network, `way.cast` around its loss,
+and `way.optimizer` around its optimizer. So the lines of a model are the same in all ways.
 """
 
 import functools
@@ -13,22 +13,33 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from parity_report import NAMES
+from parity_report import NAMES, SCALINGS
 from sklearn.datasets import load_digits, load_sample_images
 
 import jaxscale
 
 
 class Way(NamedTuple):
-    """How to train: in float32 or by `jaxscale.autocast`, with a loss scale or without."""
+    """How to train: in float32 or by `jaxscale.autocast`, and what scales the backward pass.
+
+    That is a loss scale, or `scale_backward` around the loss or around the network.
+    """
 
     name: str
     half: bool
-    loss_scale: Any
+    loss_scale: Any = None
+    boundary: str | None = None
+
+    def model(self, network):
+        """Returns a network as this way computes it: `cast` reaches into it."""
+        return jaxscale.scale_backward(network) if self.boundary == "network" else network
 
     def cast(self, loss_fn):
         """Returns the loss as this way computes it."""
-        return jaxscale.autocast(loss_fn) if self.half else loss_fn
+        if not self.half:
+            return loss_fn
+        half_fn = jaxscale.autocast(loss_fn)
+        return jaxscale.scale_backward(half_fn) if self.boundary == "loss" else half_fn
 
     def optimizer(self, tx):
         """Returns the optimizer of this way. That of float32 compiles to `tx` alone."""
@@ -36,9 +47,12 @@ class Way(NamedTuple):
 
 
 WAYS = [
-    Way(NAMES[0], False, None),
-    Way(NAMES[1], True, None),
+    Way(NAMES[0], False),
+    Way(NAMES[1], True),
     Way(NAMES[2], True, "dynamic"),
+    Way(SCALINGS[1], True, "adaptive"),
+    Way(SCALINGS[2], True, boundary="loss"),
+    Way(SCALINGS[3], True, boundary="network"),
 ]
 
 
@@ -77,6 +91,8 @@ class Model(NamedTuple):
       batch: the size of a batch by default.
       vmapped: whether the seeds train side by side, under `jax.vmap`. (Convolutions do not: with
         kernels of each seed they are grouped, which takes long on a CPU.)
+      differentiated: whether its loss differentiates the network. `scale_backward` around that
+        would be differentiated twice, and in forward mode.
     """
 
     make: Callable[[Way, int, int], Program]
@@ -85,6 +101,7 @@ class Model(NamedTuple):
     steps: int
     batch: int
     vmapped: bool = True
+    differentiated: bool = False
 
 
 @functools.cache

@@ -58,6 +58,16 @@ def uneven():  # one of two leaves loses all without a loss scale, and the other
 def summed():  # as a loss over many examples: large gradients, and only a low scale fits
     return half(1.0, 2.0**9)
 
+def inward(by=2.0**9, after=2.0**-10):  # small where it enters float16, then larger by `by` squared
+    def loss_fn(params, batch):
+        y = (batch["x"] * params["w"]).astype(jnp.float16)
+        y = y * batch["by"] * batch["by"]  # larger
+        return jnp.mean(y.astype(jnp.float32)) * after
+    return loss_fn, W, {"x": X["x"] * 2.0**6 / by**2, "by": jnp.full(2, by, jnp.float16)}
+
+def far_inward():
+    return inward(2.0**14, 2.0**-24)
+
 def below():  # so large that no scale of at least 1 fits
     return half(1.0, 2.0**20)
 
@@ -203,6 +213,12 @@ CASES = {
          "From 2**15, the default rule skips steps first, 8 in all: write", "(init_scale=2**7))`, or use `retries=10` or"],
         ["low:", "shrink", "costs next to nothing"],
     ),
+    "inward": (
+        [], 0,
+        ["repeats the backward pass of this batch once.", "jaxscale.scale_backward(loss_fn, scale=2**6)", "# larger"],
+        ["not enough"],
+    ),
+    "far_inward": ([], 0, ["twice, which is not enough.", "jaxscale.scale_backward(loss_fn, scale=2**10)"], []),
     "below": (
         [], 1,
         ["! The largest loss scale that does not overflow on this batch is 2**-4: the default rule, which never goes below 1, will skip every step.",

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import re
 
 import half_programs
@@ -514,6 +515,25 @@ def test_devices_of_a_shard_map_agree_by_themselves(name, scale, checked):
         **{half_programs.CHECK: checked},
     )
     assert error(jax.jit(mapped)(PARAMS, XS, YS, FACTORS), sum_over_devices()) < ACCURACY
+
+
+@cases(
+    "scale, checked, jitted",
+    itertools.product(("auto", HIGH), (True, False), (True, False)),
+    fast=[("auto", True, True), (HIGH, False, False)],
+)
+def test_a_shard_map_around_the_loss(scale, checked, jitted):
+    """What follows the last half-precision value in it is unscaled, too; one axis is XLA's."""
+    mapped = jax.shard_map(
+        *(jax.jit(summed_loss) if jitted else summed_loss,),
+        mesh=Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("auto", "d")),
+        in_specs=({"w": P(), "b": P()}, P("d"), P("d"), P("d")),
+        out_specs=P(),
+        axis_names={"d"},
+        **{half_programs.CHECK: checked},
+    )
+    grads = jax.jit(jax.grad(scale_backward(mapped, scale)))(PARAMS, XS, YS, FACTORS)
+    assert error(grads, sum_over_devices()) < ACCURACY
 
 
 @cases(

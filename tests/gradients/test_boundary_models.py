@@ -96,6 +96,7 @@ class Network(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.last = nnx.Linear(16, 4, dtype=dtype, rngs=rngs)
         self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.rngs = rngs  # of which any attribute is a stream
 
     def __call__(self, x):
         self.calls[...] += 1

@@ -20,6 +20,8 @@ import pytest
 import spikes_report
 import trees
 
+import jaxscale
+
 pytestmark = pytest.mark.standard_promotion
 
 FOLDER = pathlib.Path(__file__).parent.parent / "benchmarks"
@@ -204,10 +206,10 @@ def test_autocast_is_measured_beside_float32(tmp_path):
 
 
 @pytest.mark.slow
-def test_parity_trains_in_three_ways(tmp_path):
+def test_parity_trains_in_six_ways(tmp_path):
     path, picture = tmp_path / "parity.json", tmp_path / "parity.png"
     command = ["parity.py", "--models", "super-resolution"]
-    options = ["--seeds=2", "--steps=2", f"--json={path}", f"--plot={picture}"]
+    options = ["--seeds=2", "--steps=2", "--rounds=1", f"--json={path}", f"--plot={picture}"]
     run(*command, *options)
     assert picture.read_bytes().startswith(b"\x89PNG")
     result = json.loads(path.read_text())
@@ -221,12 +223,34 @@ def test_parity_trains_in_three_ways(tmp_path):
     assert max(scaled["flushed"]) < 0.01 < 0.1 < min(alone["flushed"])
     assert exact["loss_scale"] == alone["loss_scale"] == [[1], [1]]
     assert scaled["loss_scale"] == [[2**15], [2**15]]
+    for name in parity_report.SCALINGS:
+        way = row["ways"][name]
+        assert exact["final"] == pytest.approx(way["final"], rel=1e-2)
+        assert max(way["flushed"]) < 0.01
+        assert way["passes"] == 4 * ("scale_backward" in name)
+        assert way["cost"]["bytes"] > row["ways"]["float16"]["cost"]["bytes"]
+
+
+@pytest.mark.slow
+def test_parity_counts_the_repeats_of_each_seed():
+    parity = importlib.import_module("parity")
+
+    def loss(w, factor):
+        return factor * jnp.sum((w.astype(jnp.float16) * 2).astype(jnp.float32))
+
+    factors = jnp.array([1.0, 2.0**5, 2.0**9, 2.0**20])
+    with parity.counted_repeats() as repeats:
+        grad = jax.vmap(jax.grad(jaxscale.scale_backward(loss, 2.0**11)), (None, 0))
+        jax.block_until_ready(jax.jit(grad)(jnp.ones(3), factors))
+        jax.effects_barrier()
+    assert sorted(repeats) == [0, 1, 2, 2]
 
 
 def test_the_table_of_parity_is_that_of_its_figures():
     result = json.loads((FOLDER / "results" / "parity-cpu.json").read_text())
     readme = (FOLDER / "results" / "README.md").read_text()
-    assert parity_report.markdown(result["rows"]) in readme
+    for table in (parity_report.markdown, parity_report.scalings, parity_report.costs):
+        assert table(result["rows"]) in readme
 
 
 @pytest.mark.slow

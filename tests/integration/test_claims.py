@@ -83,6 +83,20 @@ def default_rule():
     return [*ends, policy.min_scale]
 
 
+def room_for_growth():
+    """By how much gradients may grow before the first scale of `scale_backward` is too high."""
+
+    def fits(exponent):
+        factors = jnp.exp2(jnp.array([exponent // 2, exponent - exponent // 2], jnp.float16))
+        grow = jaxscale.scale_backward(
+            lambda x: (x.astype(jnp.float16) * factors[0] * factors[1]).astype(jnp.float32),
+            retries=0,
+        )
+        return jnp.isfinite(jax.grad(grow)(jnp.float32(0)))
+
+    return power(2.0 ** max(exponent for exponent in range(12, 20) if fits(exponent)))
+
+
 def first_falls():
     policy = jaxscale.DynamicLossScale()
     return [power(policy.init_scale), power(policy.init_scale * policy.backoff_factor**2)]
@@ -141,16 +155,24 @@ def newest_versions():
 
 def parity():
     rows = results("parity-cpu")["rows"]
-    exact, alone, scaled = (np.array(way["final"]) for way in rows[0]["ways"].values())
+    exact, alone, scaled, *_ = (np.array(way["final"]) for way in rows[0]["ways"].values())
     worse, near = alone.mean() / exact.mean() - 1, np.abs(scaled / exact - 1).max()
     number, seeds = len(rows), len(exact)
     words = WORDS[number].capitalize(), WORDS[number - 1], WORDS[seeds]
     return [words[0], worse, math.ceil(near * 1e4) / 1e4, *words[1:]]
 
 
+def backward_passes():
+    """Those of `scale_backward`, around the loss and around the network. None was repeated."""
+    rows = results("parity-cpu")["rows"]
+    ways = [way for row in rows for name, way in row["ways"].items() if "scale_backward" in name]
+    assert not any(np.any(way["repeated"]) or np.any(way["skipped"]) for way in ways)
+    return WORDS[len(rows)], sum(way["passes"] for way in ways)
+
+
 def trainers():
     """How much larger losses are without a scale: the second table of the trainers' README."""
-    lines = text("tests/trainers/README.md").split("| float32 | float16 |")[1].splitlines()[2:6]
+    lines = text("tests/trainers/README.md").split("| float32 | float16 |")[1].splitlines()[2:7]
     rows = [[float(cell) for cell in line.split("|")[2:4]] for line in lines]
     return min(b / a for a, b in rows), max(b / a for a, b in rows)
 
@@ -246,7 +268,9 @@ CLAIMS = {
     "To show some skips in {} steps": lambda: re.findall(
         r"def main\(num_steps=(\d+)", text("examples/quickstart.py")
     ),
-    "at {:.1f} to {:.1f} times that loss without it": trainers,
+    "On {} small programs it was as good as a loss scale: in {:,} backward passes": backward_passes,
+    "more than {} times larger inside of the model": room_for_growth,
+    "at {:.1f} to {:.0f} times that loss without it": trainers,
     "{} that falls to {} in the first steps is normal": first_falls,
     "float16 flushes {:.1%} of these gradients": flushed,
     "gradients of a mean over {:.1f} million pixels": pixels,

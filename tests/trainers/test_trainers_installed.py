@@ -14,6 +14,7 @@ PROGRAMS = {
     "flax_example": "flax",
     "numpyro_svi": "numpyro",
     "tunix_peft": "tunix",
+    "tunix_grpo": "tunix",
 }
 
 pytestmark = [
@@ -21,6 +22,8 @@ pytestmark = [
     pytest.mark.standard_promotion,
     # The trainers call what JAX and Optax deprecate, and that is theirs to change.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    # Tunix's GRPO takes statistics of an inf reward.
+    pytest.mark.filterwarnings("ignore:(Mean of empty slice|invalid value):RuntimeWarning"),
 ]
 
 
