@@ -1,6 +1,6 @@
 """The machines that programs are compiled for, and their compilers, which need no such machine.
 
-    pip install libtpu "jax-cuda12-plugin[with-cuda]"
+pip install libtpu "jax-cuda12-plugin[with-cuda]"
 """
 
 import importlib.util
@@ -12,6 +12,9 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_WORKER_ID", "0")
+os.environ.setdefault(
+    "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
+)  # by several processes: no device is shared
 
 import jax
 from jax.experimental import topologies
@@ -80,8 +83,8 @@ def devices(kind, shape, slices=1):
         return topologies.get_topology_desc(name, platform, **extra).devices
     except Exception as error:
         raise CannotCompile(
-            f"the compiler does not know {name}: pip install --upgrade {package} "
-            f"({str(error).splitlines()[0]})"
+            f"the compiler has no devices {name} ({str(error).splitlines()[0]}); "
+            f"a newer one may have: pip install --upgrade {package}"
         ) from error
 
 

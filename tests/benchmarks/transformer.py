@@ -105,9 +105,7 @@ def prepare(name, size, clip):
     losses = _losses(step, init(jax.tree.map(jnp.copy, params)), tokens)
     expected = _losses(reference, init_bare(params), tokens)
     faults = [] if np.allclose(losses, expected, rtol=1e-2) else [f"{losses}, not {expected}"]
-    run = processes.timed(
-        lambda carry: step(carry, tokens)[0], init(params), jax.block_until_ready
-    )
+    run = processes.timed(lambda carry: step(carry, tokens)[0], init(params), jax.block_until_ready)
     times = {"trace_s": trace_s, "compile_s": compile_s}
     return {"faults": faults, "parameters": parameters} | times | hlo.program(step, parameters), run
 

@@ -29,9 +29,7 @@ def steps(loss_fn, clip):
 
     def scaled(policy, **options):
         max_norm = methods.CLIP if clip else None
-        return jaxscale.loss_scaled(
-            methods.optimizer(False), policy, max_norm=max_norm, **options
-        )
+        return jaxscale.loss_scaled(methods.optimizer(False), policy, max_norm=max_norm, **options)
 
     def plain(tx, loss_fn=loss_fn):
         def step(carry, *batch):
