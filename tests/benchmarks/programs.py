@@ -207,6 +207,7 @@ def main():
     add = parser.add_argument
     add("--targets", nargs="+", default=list(dict.fromkeys(row.target for row in ROWS)))
     add("--layouts", nargs="+", choices=[OPTIMIZER, *layouts.LAYOUTS], metavar="LAYOUT")
+    add("--dtypes", nargs="+", choices=trees.DTYPES, default=trees.DTYPES, help="of parameters")
     add("--only", nargs="+", choices=[*ALL, ADAPTIVE + CLIPPED], metavar="METHOD")
     add("--limit", type=float, default=600, help="seconds to compile a program")
     add("--json", type=pathlib.Path, help="where to write the figures")
@@ -214,9 +215,14 @@ def main():
     console = Console(width=140)
     result = {"machine": processes.call(machine.describe), "rows": []}
     console.print(machine.line(result["machine"]))
-    for row in ROWS:
-        if row.target not in options.targets or row.layout not in (options.layouts or [row.layout]):
-            continue
+    chosen = [
+        row
+        for row in ROWS
+        if row.target in options.targets
+        and row.layout in (options.layouts or [row.layout])
+        and row.dtype in options.dtypes
+    ]
+    for row in chosen:
         names = [name for name in row.names if name in (options.only or row.names)]
         missing = processes.call(find_devices, row)
         with console.status("") as status:
