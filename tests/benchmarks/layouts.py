@@ -32,7 +32,6 @@ class Layout(NamedTuple):
 PIPELINE = "pipeline"
 LAYOUTS = {
     "one device": Layout(("data",)),
-    "data parallel": Layout(("data",), batch=P("data")),
     "FSDP": Layout(("data",), P("data"), P("data"), P("data"), P("data")),
     "tensor parallel": Layout(("model",), P(None, "model"), P("model"), P("model")),
     "FSDP and tensor parallel": Layout(

@@ -43,7 +43,7 @@ OURS += [f"{TRAIN_STEP}, retries", f"{TRAIN_STEP}, spikes"]
 OTHERS = [APPLY, "jaxscale optax wrapper", "jaxscale.scale_backward"]
 OTHERS += ["Flax DynamicScale", "jmp", "optax.apply_if_finite"]
 PLAIN = [BARE, BARE + CLIPPED]
-BRIEF, MORE = [BARE, *OURS[:2]], [*PLAIN, *OURS]
+TWO, BRIEF, MORE = [BARE, TRAIN_STEP], [BARE, *OURS[:2]], [*PLAIN, *OURS]
 ALL = [*MORE, *OTHERS]
 # Of steps that begin with the gradients, which there is nothing to retry or to scale in.
 STEPS = [name for name in ALL if name.removesuffix(CLIPPED) in methods.METHODS]
@@ -57,7 +57,7 @@ class Row(NamedTuple):
     layout: str
     dtype: str = "float32"  # of the parameters; with the optimizer alone, of the gradients
     width: int = 2048
-    names: list[str] = BRIEF
+    names: list[str] = TWO
     slices: int = 1
 
     @property
@@ -67,25 +67,24 @@ class Row(NamedTuple):
 
 ROWS = [
     Row("H100", "1", OPTIMIZER, names=[*STEPS, ADAPTIVE + CLIPPED]),
-    Row("H100", "1", OPTIMIZER, "float16"),
+    Row("H100", "1", OPTIMIZER, "float16", names=BRIEF),
     Row("TPU v5e", "1x1", OPTIMIZER, names=[*BRIEF, APPLY, OTHERS[-1]]),
-    Row("TPU v5e", "1x1", OPTIMIZER, "bfloat16"),
-    Row("H100", "1", "one device", names=ALL),
-    Row("H100", "8", "FSDP"),
+    Row("TPU v5e", "1x1", OPTIMIZER, "bfloat16", names=BRIEF),
+    Row("TPU v5e", "16x16", "FSDP and tensor parallel", names=ALL),
+    Row("TPU v5e", "2x2", "FSDP", width=1024, names=MORE),
     Row("TPU v5e", "1x1", "one device", width=256),
-    Row("TPU v5e", "1x1", "one device", names=ALL),
+    Row("TPU v5e", "1x1", "one device", names=MORE),
+    Row("TPU v5e", "2x2", layouts.PIPELINE, width=1024),
+    Row("TPU v5e", "2x2", "tensor parallel", width=1024),
+    Row("H100", "1", "one device", names=ALL),
+    Row("TPU v5p", "8x8x4", "FSDP"),
+    Row("TPU v6e", "16x16", "FSDP and tensor parallel"),
+    Row("TPU v5e", "16x16", "FSDP and tensor parallel", "bfloat16"),
+    Row("TPU v5e", "4x4", "FSDP in each slice", width=1024, slices=2),
+    Row("H100", "8", "FSDP"),
     Row("TPU v5e", "1x1", "one device", "bfloat16"),
     Row("TPU v5p", "1x1x1", "one device"),
     Row("TPU v6e", "1x1", "one device"),
-    Row("TPU v5e", "2x2", "data parallel", width=1024),
-    Row("TPU v5e", "2x2", "FSDP", width=1024, names=MORE),
-    Row("TPU v5e", "2x2", "tensor parallel", width=1024),
-    Row("TPU v5e", "2x2", layouts.PIPELINE, width=1024),
-    Row("TPU v5e", "16x16", "FSDP and tensor parallel", names=ALL),
-    Row("TPU v5e", "16x16", "FSDP and tensor parallel", "bfloat16"),
-    Row("TPU v5p", "8x8x4", "FSDP"),
-    Row("TPU v6e", "16x16", "FSDP and tensor parallel"),
-    Row("TPU v5e", "4x4", "FSDP in each slice", width=1024, slices=2),
 ]
 
 
