@@ -200,7 +200,8 @@ def test_readme_states_the_costs_that_were_measured():
         (row["tree"], row["gradients"], row["clipped"]): row["methods"]
         for row in json.loads((results / "step-cpu.json").read_text())["rows"]
     }
-    (programs,) = json.loads((results / "programs.json").read_text())["rows"][:1]
+    compiled = json.loads((results / "programs.json").read_text())["rows"]
+    programs = compiled[0]
     assert (programs["target"], programs["layout"]) == ("H100", "optimizer alone")
     kernels = {name: report["kernels"] for name, report in programs["methods"].items()}
     table = re.search(r"\| \| float32 \| float16 .*\n\|---.*\n((?:\|.*\n)+)", README).group(1)
@@ -221,3 +222,22 @@ def test_readme_states_the_costs_that_were_measured():
     assert f"takes {whole} times as long as with plain optax with `train_step`" in text
     assert f"and {three_lines} times with the three lines" in text
     assert f"(with Flax's `DynamicScale` {flax}, with jmp {jmp})" in text
+    reports = {
+        (row["devices"], row["width"]): row["methods"]
+        for row in compiled
+        if (row["target"], row["dtype"]) == ("TPU v5e", "float32") and row["layout"] != "pipeline"
+    }
+    names = ["bare optax", "jaxscale.train_step", "bare optax, clipped"]
+    chip, pod = ([reports[each][name] for name in names] for each in ((1, 2048), (256, 2048)))
+    moved = [[report["bytes_per_parameter"] for report in each] for each in (chip, pod)]
+    assert f"a whole step moves {moved[1][1] / moved[1][0]:.2f} times the bytes of plain" in text
+    assert f"On one chip it moves {moved[0][1] / moved[0][0]:.2f} times the bytes" in text
+    assert moved[0][1] / moved[0][2] == pytest.approx(1, abs=0.01)  # "as with that"
+    counts, bytes_ = [], []
+    for report in pod:
+        sizes = report["collectives"]["all-reduce"].items()
+        counts.append(sum(number for _, number in sizes))
+        bytes_.append(sum(int(size) * number for size, number in sizes))
+    assert (counts[1], bytes_[1]) == (counts[2], bytes_[2])  # "as with"
+    more = f"{bytes_[1] - bytes_[0]} bytes more in {counts[1] - counts[0]} messages"
+    assert f"exchanges {more}, as with `optax.clip_by_global_norm`" in text

@@ -145,8 +145,11 @@ def test_on_a_tpu_a_step_exchanges_a_few_numbers_more_and_no_more_when_clipped(f
         plain, clipped = reports[programs.BARE], reports[CLIPPED_BARE]
         for name in (programs.TRAIN_STEP, CLIPPED_STEP):
             ours = reports[name]
-            kinds = {*plain["collectives"], *ours["collectives"]} - {"all-reduce"}
-            assert all(exchanged(ours, kind) == exchanged(plain, kind) for kind in kinds)
+            # As with Optax's clipping: XLA divides the gathering of parameters a little differently
+            # in a step that must see all gradients first.
+            assert ours["collectives"].keys() == clipped["collectives"].keys()
+            for kind in ours["collectives"].keys() - {"all-reduce"}:
+                assert exchanged(ours, kind) == exchanged(clipped, kind), kind
             # One number for each leaf, of which some travel together and some with the loss: never
             # more messages than the global norm of Optax takes.
             sizes = [exchanged(each, "all-reduce") for each in (plain, clipped, ours)]
