@@ -78,9 +78,9 @@ ROWS = [
     Row("TPU v5e", "2x2", "tensor parallel", width=1024),
     Row("H100", "1", "one device", names=ALL),
     Row("TPU v5p", "8x8x4", "FSDP"),
-    Row("TPU v6e", "16x16", "FSDP and tensor parallel"),
+    Row("TPU v6e", "16x16", "FSDP and tensor parallel", names=[*PLAIN, TRAIN_STEP]),
     Row("TPU v5e", "16x16", "FSDP and tensor parallel", "bfloat16"),
-    Row("TPU v5e", "4x4", "FSDP in each slice", width=1024, slices=2),
+    Row("TPU v5e", "4x4", "FSDP in each slice", width=1024, names=[*PLAIN, TRAIN_STEP], slices=2),
     Row("H100", "8", "FSDP"),
     Row("TPU v5e", "1x1", "one device", "bfloat16"),
     Row("TPU v5p", "1x1x1", "one device"),
@@ -168,7 +168,10 @@ def table(row):
 
 def markdown(rows, names):
     """Returns the tables of `results/README.md`: each method beside plain optax."""
-    lines = ["| | plain optax |" + "".join(f" {name.split('.')[-1]} |" for name in names)]
+    headings = [
+        name.split(".")[-1].replace("jaxscale optax wrapper", "three lines") for name in names
+    ]
+    lines = ["| | plain optax | " + " | ".join(headings) + " |"]
     lines += ["|---" * (2 + len(names)) + "|"]
     compiled = {name: [] for name in names}
     for row in rows:
@@ -224,6 +227,7 @@ def main():
     ]
     if options.goes_on:
         result["rows"] = json.loads(options.json.read_text())["rows"]
+    order = [title(row._asdict() | {"devices": row.devices}) for row in ROWS]
     known = {title(row) for row in result["rows"]}
     for row in chosen:
         names = [name for name in row.names if name in (options.only or row.names)]
@@ -237,7 +241,7 @@ def main():
                 reports[name] = processes.call(compile_step, row, name, limit=options.limit)
         figures = row._asdict() | {"devices": row.devices, "methods": reports} | missing
         del figures["names"]
-        result["rows"].append(figures)
+        result["rows"] = sorted([*result["rows"], figures], key=lambda row: order.index(title(row)))
         console.print(missing["error"] if missing else table(figures))
         if options.json:
             options.json.write_text(json.dumps(result, indent=1) + "\n")
