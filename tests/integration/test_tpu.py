@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -120,6 +121,7 @@ def figures(tmp_path_factory):
     options += ["--only", programs.BARE, CLIPPED_BARE, programs.TRAIN_STEP, CLIPPED_STEP]
     run([str(SCRIPT), *options], search=[str(folder)])
     rows = json.loads(path.read_text())["rows"]
+    shutil.rmtree(folder)  # half a gigabyte, of which pytest would keep that of three runs
     return {(row["devices"], row["width"]): row["methods"] for row in rows}
 
 
