@@ -9,6 +9,7 @@ so the verdict comes from the same pass.
 # The work on each leaf is written in `jax.lax`: `jax.numpy` takes three times as long to trace.
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -146,8 +147,10 @@ def _reduced(leaves: list[Any], squares: bool) -> jax.Array:
     """Returns the number that `Reduction` holds for a group of leaves of one type."""
     leaves, aval = list(map(jnp.asarray, leaves)), jax.typeof(leaves[0])
     if not squares and (_is_placed(aval) or nans_are_errors()):
-        parts = _in_parts(leaves, _PARTS)
-        return jnp.all(functools.reduce(jax.lax.bitwise_and, map(_is_finite, parts)))
+        return _over_parts(
+            lambda parts: jnp.all(functools.reduce(jax.lax.bitwise_and, map(_is_finite, parts))),
+            *(leaves, _PARTS),
+        )
     # A sum even if only the verdict is asked for: XLA merges the sums that devices exchange, that
     # of the loss included, into one exchange.
     squared = (_squares(leaf, _is_placed(aval)) for leaf in leaves)
@@ -169,10 +172,13 @@ def _size(leaves: list[Any], divisor: jax.Array | None) -> jax.Array:
     # not those of floats. The wider they are, the more parts, as it stores integers of that width.
     integer = jnp.dtype(f"int{jnp.finfo(leaves[0].dtype).bits}")
     mask = jnp.asarray(jnp.iinfo(integer).max, integer)
-    parts = _in_parts(leaves, _PARTS // 2 * integer.itemsize)
-    bits = [jax.lax.bitcast_convert_type(part, integer) & mask for part in parts]
-    # The initial value is for empty leaves. The size is not compared, as it may be a symbol.
-    most = jnp.max(functools.reduce(jax.lax.max, bits), initial=0)
+
+    def most_of(parts: list[jax.Array]) -> jax.Array:
+        bits = [jax.lax.bitcast_convert_type(part, integer) & mask for part in parts]
+        # The initial value is for empty leaves. The size is not compared, as it may be a symbol.
+        return jnp.max(functools.reduce(jax.lax.max, bits), initial=0)
+
+    most = _over_parts(most_of, leaves, _PARTS // 2 * integer.itemsize)
     size = widen(jax.lax.bitcast_convert_type(most, leaves[0].dtype))
     if divisor is not None:
         size /= representable(divisor, size.dtype)
@@ -200,11 +206,22 @@ def _is_finite(part: jax.Array) -> jax.Array:
     return jax.lax.is_finite(widen(part))
 
 
-def _in_parts(leaves: list[jax.Array], total: int) -> list[jax.Array]:
-    """Returns leaves of one type, and if they are large and few, `total` equal parts of them."""
+def _over_parts(
+    reduce: Callable[[list[jax.Array]], jax.Array], leaves: list[jax.Array], total: int
+) -> jax.Array:
+    """Returns what leaves of one type reduce to; on a CPU in `total` equal parts, if large and few.
+
+    A TPU would store the parts, and gradients that its matrix products could reduce as they write.
+    """
     whole = _is_whole(jax.typeof(leaves[0]))
     number = total // len(leaves) if whole and _is_large(leaves[0]) else 1
-    return [part for leaf in leaves for part in _parts(leaf, number)]
+    if number <= 1:
+        return reduce(leaves)
+    return jax.lax.platform_dependent(
+        *leaves,
+        cpu=lambda *leaves: reduce([part for leaf in leaves for part in _parts(leaf, number)]),
+        default=lambda *leaves: reduce(list(leaves)),
+    )
 
 
 def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:

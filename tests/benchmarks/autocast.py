@@ -14,7 +14,7 @@ The models are Flax models written for float32 (`models.py`), the ways are in `c
 - kept: the bytes that the forward pass keeps for the backward pass, besides parameters and batch;
   and temp, what XLA needs for loss and gradients on the device that this runs on, with what it
   computes again, reuses and converts. With `--h100` also on an NVIDIA H100, for which they
-  are compiled without one (see `programs.py`).
+  are compiled without one (see `targets.py`).
 - trace, compile: CPU time for loss and gradients with nothing cached, relative to float32; methods
   take turns.
 
@@ -148,11 +148,10 @@ def train(program, params, task, steps):
 
 def compile_for_h100(name, kind, size):
     """Returns the memory that loss and gradients need there, and nothing to run."""
-    import programs  # it says for which machine to compile
-    from jax.experimental import topologies
+    import targets
     from jax.sharding import SingleDeviceSharding
 
-    device, *_ = topologies.get_topology_desc(**programs.TARGETS["H100"]).devices
+    device, *_ = targets.devices("H100", "1")
     task = models.MODELS[kind](size)
     args = jax.tree.map(
         lambda aval: jax.ShapeDtypeStruct(

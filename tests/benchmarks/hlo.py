@@ -1,4 +1,4 @@
-"""What a compiled program holds: kernels, the bytes that they move, all-reduces.
+"""What a compiled program holds: kernels, the bytes that they move, what devices exchange.
 
 Counted in the program's text, in the same way for each machine and method. XLA's own figure for
 bytes is reported beside ours; programs for a GPU that is not there have none.
@@ -19,6 +19,12 @@ FREE = {
 # From one memory to another in the background, while kernels run: launched by no one.
 TRANSFERS = {"copy-done", "slice-done"}
 CALLS = {"call", "while", "async-start"}
+COLLECTIVES = {
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+}
+# What waits for the host; so does a call of Python.
+HOST = {"infeed", "outfeed", "send", "recv"}
 CALLED = re.compile(
     r"(?:to_apply|calls|body|condition|(?:branch|called)_computations|\w+_computation)="
     r"(\{[^}]*\}|%[\w.\-]+)"
@@ -144,11 +150,38 @@ def cost(text):
     return count(next(iter(found)))
 
 
+def exchanged(text):
+    """Returns the number of collectives by kind, and by the bytes that a device gives for one.
+
+    Wherever they stand: in a fusion, in a branch, in a loop, whose turns are not counted.
+    """
+    found = collections.defaultdict(collections.Counter)
+    for instructions in computations(text).values():
+        types = {instruction.name: instruction.type for instruction in instructions}
+        for instruction in instructions:
+            kind = instruction.opcode.removesuffix("-start")
+            if kind in COLLECTIVES:
+                given = (_bytes(types[name], anywhere=True) for name in instruction.operands)
+                found[kind][str(int(sum(given)))] += 1
+    return {kind: dict(sizes) for kind, sizes in sorted(found.items())}
+
+
+def oddities(text):
+    """Returns the number of instructions that wait for the host, and that have 64-bit numbers."""
+    every = [each for instructions in computations(text).values() for each in instructions]
+    return {
+        "host": sum(each.opcode.removesuffix("-done") in HOST for each in every)
+        + len(re.findall(r'custom_call_target="[^"]*(?:callback|host)', text, re.IGNORECASE)),
+        "64-bit": sum(bool(re.search(r"\b[fsu]64\[|c128\[", each.type)) for each in every),
+    }
+
+
 def program(compiled, parameters):
     """Returns what a compiled program moves and launches, as JSON types."""
     analysis = compiled.cost_analysis()
     analysis = analysis[0] if isinstance(analysis, list) else analysis
-    kernels, moved = cost(compiled.as_text())
+    text = compiled.as_text()
+    kernels, moved = cost(text)
     return {
         "bytes_per_parameter": moved / parameters,
         "xla_bytes_per_parameter": analysis and analysis["bytes accessed"] / parameters,
@@ -157,5 +190,5 @@ def program(compiled, parameters):
         ),
         "kernels": kernels.total(),
         "kernels_by_kind": dict(kernels.most_common()),
-        "all_reduces": kernels["all-reduce"],
-    }
+        "collectives": exchanged(text),
+    } | oddities(text)

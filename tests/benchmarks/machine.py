@@ -10,6 +10,7 @@ import jax
 import jaxscale
 
 PACKAGES = ["jax", "jaxlib", "optax", "flax", "jmp", "mixed-precision-for-jax", "jaxamp"]
+PACKAGES += ["libtpu", "jax-cuda12-plugin"]
 
 
 def describe():

@@ -2,10 +2,9 @@
 
     python tests/benchmarks/transformer.py [--size laptop|gpu] [--json FILE] [--only NAME ...]
 
-Parameters are float32, the arithmetic is float16, losses and norms are taken in float32. Each
-method scales the loss, takes the gradients, and makes its step in the way of its own
-documentation; ``bare optax`` neither scales nor checks. First of all the losses of three steps
-are compared with those of the same model in float32 (that the steps are right: `step.py`).
+Parameters are float32, the arithmetic is float16, losses and norms are taken in float32. The steps
+are those of `whole.py`. First of all the losses of three steps are compared with those of the same
+model in float32 (that the steps are right: `step.py`).
 """
 
 import argparse
@@ -27,10 +26,9 @@ import numpy as np
 import optax
 import processes
 import trees
+import whole
 from rich.console import Console
 from rich.table import Table
-
-import jaxscale
 
 VOCABULARY, HEAD = 512, 64
 SIZES = {  # width, layers, batch, length
@@ -86,86 +84,6 @@ def loss_fn(params, tokens, dtype=jnp.float16):
     return jnp.mean(losses)
 
 
-def train_steps(clip):
-    """Returns each method's ``(carry, tokens) -> (carry, loss)``; carries are `methods.py`'s."""
-    tx, ours = methods.optimizer(clip), methods.ours(clip)
-
-    def bare(carry, tokens, dtype=jnp.float16, tx=tx):
-        params, state = carry
-        loss, grads = jax.value_and_grad(loss_fn)(params, tokens, dtype)
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), loss
-
-    def apply_if_finite(carry, tokens):
-        return bare(carry, tokens, tx=optax.apply_if_finite(tx, 1_000_000))
-
-    def train_step(carry, tokens, retries=0):
-        params, state, loss = jaxscale.train_step(loss_fn, ours, retries=retries)(*carry, tokens)
-        return (params, state), loss
-
-    def retrying(carry, tokens):
-        return train_step(carry, tokens, retries=10)
-
-    def apply_gradients(carry, tokens):
-        params, state = carry
-        loss, grads = jaxscale.value_and_grad(loss_fn, state)(params, tokens)
-        return jaxscale.apply_gradients(ours, grads, state, params, value=loss), loss
-
-    def wrapper(carry, tokens):
-        params, state = carry
-        loss, grads = jaxscale.value_and_grad(loss_fn, state)(params, tokens)
-        updates, state = ours.update(grads, state, params, value=loss)
-        return (optax.apply_updates(params, updates), state), loss
-
-    def train_state(state, tokens):
-        loss, grads = jaxscale.value_and_grad(loss_fn, state.opt_state)(state.params, tokens)
-        return state.apply_gradients(grads=grads, value=loss), loss
-
-    def flax_dynamic_scale(carry, tokens):
-        params, (state, scaler) = carry
-        scaler, finite, loss, grads = scaler.value_and_grad(loss_fn)(params, tokens)
-        updates, new_state = tx.update(grads, state, params)
-        new = optax.apply_updates(params, updates), new_state
-        params, state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
-        return (params, (state, scaler)), loss
-
-    def jmp(carry, tokens):
-        import jmp
-
-        params, (state, scale, counter) = carry
-        scaler = jmp.DynamicLossScale(scale, counter)
-        loss, grads = jax.value_and_grad(lambda *args: scaler.scale(loss_fn(*args)))(params, tokens)
-        loss, grads = scaler.unscale((loss, grads))
-        finite = jmp.all_finite(grads)
-        updates, new_state = tx.update(grads, state, params)
-        new = optax.apply_updates(params, updates), new_state
-        params, state = jmp.select_tree(finite, new, (params, state))
-        scaler = scaler.adjust(finite)
-        return (params, (state, scaler.loss_scale, scaler.counter)), loss
-
-    def mpx(carry, tokens):
-        import mpx
-
-        params, (state, scale, counter) = carry
-        scaler = mpx.DynamicLossScaling(scale, jnp.float32(1), counter=counter)
-        loss, scaler, finite, grads = mpx.filter_value_and_grad(loss_fn, scaler)(params, tokens)
-        params, state = mpx.optimizer_update(params, tx, state, grads, finite)
-        return (params, (state, scaler.loss_scaling, scaler.counter)), loss
-
-    return {
-        "bare optax": bare,
-        "jaxscale.train_step": train_step,
-        "jaxscale.train_step, retries": retrying,
-        "jaxscale.apply_gradients": apply_gradients,
-        "jaxscale.flax.TrainState": train_state,
-        "jaxscale optax wrapper": wrapper,
-        "Flax DynamicScale": flax_dynamic_scale,
-        "jmp": jmp,
-        "MPX": mpx,
-        "optax.apply_if_finite": apply_if_finite,
-    }
-
-
 def prepare(name, size, clip):
     """Returns the report of a compiled training step, checked, and what runs it."""
     jax.config.update("jax_enable_compilation_cache", False)
@@ -173,23 +91,21 @@ def prepare(name, size, clip):
     rng = np.random.default_rng(0)
     params = init_params(rng, width, layers, length)
     tokens = jnp.array(rng.integers(0, VOCABULARY, (batch, length + 1), np.int32))
-    method, steps = methods.make(name.partition(",")[0], clip), train_steps(clip)
+    steps = whole.steps(loss_fn, clip)
+    (init, step), (init_bare, bare) = steps[name], steps[methods.BARE]
     start = time.perf_counter()
-    traced = jax.jit(steps[name], donate_argnums=0).trace(method.init(params), tokens)
+    traced = jax.jit(step, donate_argnums=0).trace(init(params), tokens)
     trace_s = time.perf_counter() - start
     start = time.perf_counter()
     step = traced.lower().compile()
     compile_s = time.perf_counter() - start
 
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-    reference = jax.jit(lambda carry, tokens: steps[methods.BARE](carry, tokens, jnp.float32))
-    start = jax.tree.map(jnp.copy, params)
-    losses = _losses(step, method.init(start), tokens)
-    expected = _losses(reference, methods.make(methods.BARE, clip).init(params), tokens)
+    reference = jax.jit(lambda carry, tokens: bare(carry, tokens, jnp.float32))
+    losses = _losses(step, init(jax.tree.map(jnp.copy, params)), tokens)
+    expected = _losses(reference, init_bare(params), tokens)
     faults = [] if np.allclose(losses, expected, rtol=1e-2) else [f"{losses}, not {expected}"]
-    run = processes.timed(
-        lambda carry: step(carry, tokens)[0], method.init(params), jax.block_until_ready
-    )
+    run = processes.timed(lambda carry: step(carry, tokens)[0], init(params), jax.block_until_ready)
     times = {"trace_s": trace_s, "compile_s": compile_s}
     return {"faults": faults, "parameters": parameters} | times | hlo.program(step, parameters), run
 
@@ -235,14 +151,14 @@ def main():
     add = parser.add_argument
     add("--size", choices=SIZES, default="laptop")
     add("--clip", nargs="+", choices=trees.CLIPS, default=list(trees.CLIPS))
-    add("--only", nargs="+", choices=train_steps(False), metavar="METHOD")
+    add("--only", nargs="+", choices=whole.NAMES, metavar="METHOD")
     add("--rounds", type=int, default=11, help="turns of each method")
     add("--seconds", type=float, default=1, help="length of a turn")
     add("--limit", type=float, default=300, help="seconds to trace, compile and check a method")
     add("--json", type=pathlib.Path, help="where to write the figures")
     options = parser.parse_args()
     console = Console(width=130)
-    names = [name for name in train_steps(False) if name in (options.only or train_steps(False))]
+    names = [name for name in whole.NAMES if name in (options.only or whole.NAMES)]
     result = {"machine": processes.call(machine.describe), "rows": []}
     console.print(machine.line(result["machine"]))
     with console.status("") as status:

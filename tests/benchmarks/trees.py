@@ -57,8 +57,11 @@ def size(shapes):
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def avals(shapes, dtype):
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+def avals(shapes, dtype, sharding=None):
+    return {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for name, shape in shapes.items()
+    }
 
 
 def params(shapes):

@@ -124,6 +124,11 @@ def test_kernels_and_bytes_are_those_of_the_text():
     # One pred in and out; 32 numbers in and out, and of 100 the ten that are taken; 32 more that
     # are fetched from main memory, but not what becomes of them on the chip.
     assert moved == 2 + 4 * (32 + 32 + 10) + 4 * 32
+    assert hlo.exchanged(PROGRAM) == {"all-reduce": {"1": 1}}
+    assert hlo.oddities(PROGRAM) == {"host": 0, "64-bit": 0}
+    wide = PROGRAM.replace("  %twice = f32", "  %wide = s64[]{:S(1)} add(%ok, %ok)\n  %twice = f32")
+    waits = wide.replace("  %wide", "  %out = token[] outfeed(%ok)\n  %wide")
+    assert hlo.oddities(waits) == {"host": 1, "64-bit": 1}
 
 
 def test_bytes_are_those_that_xla_counts():

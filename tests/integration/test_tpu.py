@@ -1,0 +1,177 @@
+"""What steps hold that are compiled for a TPU, none of which is here: `programs.py` counts it.
+
+The slow tests install the TPU's compiler into a folder of their own.
+"""
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import layouts
+import numpy as np
+import programs
+import pytest
+import targets
+
+pytestmark = pytest.mark.standard_promotion
+
+SCRIPT = pathlib.Path(programs.__file__)
+CLIPPED_BARE = programs.BARE + programs.CLIPPED
+CLIPPED_STEP = programs.TRAIN_STEP + programs.CLIPPED
+
+
+def test_a_missing_compiler_is_a_sentence_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr(targets, "_is_installed", lambda module: False)
+    for kind, package in {"H100": '"jax-cuda12-plugin[with-cuda]"', "TPU v5e": "libtpu"}.items():
+        sentence = re.escape(f"no compiler for {kind} is here: pip install {package}")
+        with pytest.raises(targets.CannotCompile, match=f"^{sentence}$"):
+            targets.devices(kind, "1")
+
+
+def test_so_are_devices_that_it_does_not_know(monkeypatch):
+    def refuse(name, platform, **options):
+        raise RuntimeError(f"{platform} has no {name}\nand more")
+
+    monkeypatch.setattr(targets, "_is_installed", lambda module: True)
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", refuse)
+    sentence = r"no devices v9:2x2 \(tpu has no v9:2x2\); .*: pip install --upgrade libtpu$"
+    with pytest.raises(targets.CannotCompile, match=sentence):
+        targets.devices("TPU v9", "2x2")
+
+
+def test_the_tables_of_programs_are_those_of_their_figures():
+    folder = SCRIPT.parent / "results"
+    rows = json.loads((folder / "programs.json").read_text())["rows"]
+    readme = (folder / "README.md").read_text()
+    for names in (programs.OURS, programs.OTHERS):
+        assert programs.markdown(rows, names) in readme
+
+
+@pytest.mark.slow
+def test_the_pipeline_is_the_model_in_one_piece():
+    loss_fn, types, _ = layouts.make("pipeline", jax.devices()[:4], 8, "float32", "bfloat16")
+    rng = np.random.default_rng(0)
+    block, batch = (
+        jax.tree.map(lambda aval: jnp.array(rng.normal(size=aval.shape), jnp.float32), tree)
+        for tree in (types, jax.ShapeDtypeStruct((2, 8 * layouts.ROWS, 8), jnp.float32))
+    )
+    apart = {str(i): jax.tree.map(lambda leaf, i=i: leaf[i], block) for i in range(4)}
+    one_piece, _, _ = layouts.make("one device", jax.devices()[:1], 8, "float32", "bfloat16")
+    # Each rounds its sums to bfloat16 in another order.
+    np.testing.assert_allclose(jax.jit(loss_fn)(block, batch), one_piece(apart, batch), rtol=1e-2)
+
+
+def run(command, search=()):
+    """What Python prints, given a command."""
+    path = os.pathsep.join([*search, str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=1500
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# The first are devices that no compiler knows.
+ROWS = """
+import programs
+names = [programs.BARE, programs.TRAIN_STEP]
+programs.ROWS[:] = [
+    programs.Row("TPU v0", "1x1", "one device"),
+    programs.Row("CPU", "4", "FSDP", width=16, names=names),
+]
+programs.main()
+"""
+
+
+@pytest.mark.slow
+def test_rows_without_a_compiler_do_not_stop_the_others(tmp_path):
+    path = tmp_path / "programs.json"
+    printed = " ".join(run(["-c", ROWS, f"--json={path}"]).split())
+    missing, made = json.loads(path.read_text())["rows"]
+    assert "pip install" in missing["error"]
+    assert (missing["error"] in printed, missing["methods"]) == (True, {})
+    kernels = {name: report["kernels"] for name, report in made["methods"].items()}
+    assert 0 < kernels[programs.BARE] < kernels[programs.TRAIN_STEP]
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory):
+    """The figures of each method by layout and width, for the TPU v5e."""
+    folder = tmp_path_factory.mktemp("compiler")
+    (wanted,) = {
+        each.split(";")[0].strip()
+        for each in importlib.metadata.requires("jax")
+        if each.startswith("libtpu")
+    }
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    installed = subprocess.run([*pip, wanted], capture_output=True, text=True)
+    if installed.returncode:
+        pytest.fail(f"pip cannot install {wanted}, the TPU's compiler: {installed.stderr[-500:]}")
+    path = folder / "programs.json"
+    options = ["--targets", "TPU v5e", "--dtypes", "float32", f"--json={path}"]
+    options += ["--layouts", "one device", "FSDP", "FSDP and tensor parallel"]
+    options += ["--only", programs.BARE, CLIPPED_BARE, programs.TRAIN_STEP, CLIPPED_STEP]
+    run([str(SCRIPT), *options], search=[str(folder)])
+    rows = json.loads(path.read_text())["rows"]
+    shutil.rmtree(folder)  # half a gigabyte, of which pytest would keep that of three runs
+    return {(row["devices"], row["width"]): row["methods"] for row in rows}
+
+
+def exchanged(report, kind):
+    """The sizes in bytes of all collectives of a kind, in order."""
+    sizes = report["collectives"].get(kind, {}).items()
+    return sorted(int(size) for size, number in sizes for _ in range(number))
+
+
+@pytest.mark.slow
+def test_on_a_tpu_nothing_waits_for_the_host_is_wide_or_compiles_twice(figures):
+    assert sorted(figures) == [(1, 256), (1, 2048), (4, 1024), (256, 2048)]
+    for place, reports in figures.items():
+        for name, report in reports.items():
+            assert "error" not in report, (place, name, report)
+            assert (report["host"], report["64-bit"], report["stable"]) == (0, 0, True), name
+
+
+@pytest.mark.slow
+def test_on_a_tpu_a_step_exchanges_a_few_numbers_more_and_no_more_when_clipped(figures):
+    for place in ((4, 1024), (256, 2048)):
+        reports = figures[place]
+        plain, clipped = reports[programs.BARE], reports[CLIPPED_BARE]
+        for name in (programs.TRAIN_STEP, CLIPPED_STEP):
+            ours = reports[name]
+            # As with Optax's clipping: XLA divides the gathering of parameters a little differently
+            # in a step that must see all gradients first.
+            assert ours["collectives"].keys() == clipped["collectives"].keys()
+            for kind in ours["collectives"].keys() - {"all-reduce"}:
+                assert exchanged(ours, kind) == exchanged(clipped, kind), kind
+            # One number for each leaf, of which some travel together and some with the loss: never
+            # more messages than the global norm of Optax takes.
+            sizes = [exchanged(each, "all-reduce") for each in (plain, clipped, ours)]
+            assert len(sizes[2]) <= len(sizes[1])
+            assert sum(sizes[2]) - sum(sizes[0]) <= 4 * 6
+    assert not any(report["collectives"] for report in figures[1, 256].values())
+
+
+@pytest.mark.slow
+def test_on_a_tpu_a_step_moves_the_bytes_of_optax_with_clipping(figures):
+    moved = {
+        place: {name: report["bytes_per_parameter"] for name, report in reports.items()}
+        for place, reports in figures.items()
+    }
+    for place, by_name in moved.items():
+        for name, most in by_name.items():
+            # Optax alone updates each parameter as its gradient leaves the matrix product, which no
+            # one can who must see all gradients first: they are written and read, 8 bytes at most.
+            assert most <= by_name[programs.BARE] + 8.1, (place, name)
+    for place in ((1, 2048), (4, 1024), (256, 2048)):
+        # Optax's own clipping has to see them first, too. 2 %: what is kept on the chip differs.
+        for name in (programs.TRAIN_STEP, CLIPPED_STEP):
+            assert moved[place][name] <= 1.02 * moved[place][CLIPPED_BARE], (place, name)
