@@ -212,23 +212,31 @@ def check(
         "{loss_scale}. ".format_map(counters)
         + _likely_cause(state, policy)
         + _leaves(state.nonfinite_leaves)
-        + " `jaxscale doctor` names the line of the model."
+        + " "
+        + _DOCTOR
     )
 
+
+_DOCTOR = (
+    "`jaxscale doctor` names the line of the model (with `--autocast float16` if it is under "
+    "`autocast`)."
+)
 
 _EXHAUSTED = (
     f"`check`: in {_FALLS} steps or more no retry helped: the loss was finite, and the gradients "
     "were not, at any of the scales that were tried, so these batches were lost. If the scale is "
     "not to blame, look at the data, as an inf gives a finite loss behind a tanh or a sigmoid, and "
-    "for a division by 0 or the square root of 0; `jaxscale doctor` names the line of the model. "
-    "If it is, start lower, lower its floor, or allow more `retries`."
+    "for a division by 0 or the square root of 0. "
+    + _DOCTOR
+    + " If the scale is, start lower, lower its floor, or allow more `retries`."
 )
 
 # Without numbers: Python's filter of warnings shows a text once for each line that calls `check`.
 _DECAY = (
     "`check`: the loss scale fell again and again without growing in between, so something in the "
     "model leaves float16's range at lower and lower scales, and small gradients are lost. "
-    "`jaxscale doctor` names the line of the model. If it is only in rare batches, "
+    + _DOCTOR
+    + " If it is only in rare batches, "
     "`jaxscale.train_step(..., retries=10)` loses none of them. If bad data is to blame instead, "
     "pass the loss as `value`: then a bad loss does not lower the scale."
 )

@@ -74,7 +74,10 @@ def _find_scale(exam: Exam) -> Iterator[Finding]:
         yield Finding(
             False,
             f"The model computes in {' and '.join(exam.dtypes)}, and needs no loss scale.",
-            ("`jaxscale.skip_nonfinite(optimizer)` keeps a bad batch from ruining the run.",),
+            (
+                "`jaxscale.skip_nonfinite(optimizer)` keeps a bad batch from ruining the run.",
+                "If you train it under `jaxscale.autocast`, look again with `--autocast float16`.",
+            ),
         )
         return
     if exam.fits is None or is_all_zero(exam):

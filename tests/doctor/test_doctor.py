@@ -240,9 +240,10 @@ CASES = {
     "odd": ([], 0, ["Nothing is wrong.", "1 of 2 leaves: unused"], ["Problems"]),
     "disconnected": ([], 1, ["exactly 0 everywhere in 2 of 2 leaves"], ["Nothing"]),
     "wide": (
-        [], 0, ["Nothing is wrong.", "without a loss scale.", "float32, and needs no loss scale"], ["float16"]
+        [], 0, ["Nothing is wrong.", "without a loss scale.", "float32, and needs no loss scale", "`--autocast float16`"],
+        ["in float16", "float16 holds"],
     ),
-    "dense": ([], 0, ["The model computes in float32.", "float32, and needs no loss scale"], ["float16"]),
+    "dense": ([], 0, ["The model computes in float32.", "float32, and needs no loss scale"], ["in float16"]),
     "dense in float16": (
         ["--autocast", "float16"], 0,
         ["Nothing is wrong in float16, with a loss scale: it needs one.", "without one 100% of the nonzero",

@@ -22,6 +22,7 @@ from tables import cases
 
 import jaxscale
 import jaxscale.presets
+from jaxscale import _progress
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -95,6 +96,11 @@ def room_for_growth():
         return jnp.isfinite(jax.grad(grow)(jnp.float32(0)))
 
     return power(2.0 ** max(exponent for exponent in range(12, 20) if fits(exponent)))
+
+
+def finer():
+    half, bfloat = jnp.finfo("float16"), jnp.finfo("bfloat16")
+    return WORDS[half.nmant - bfloat.nmant], float(bfloat.eps / half.eps)
 
 
 def first_falls():
@@ -280,6 +286,8 @@ CLAIMS = {
     "from the {}th step on neither": first_judged_step,
     "a mean over {:.1f} million numbers ends": pixels,
     "PSNR of {} dB in float32, {} dB in float16, and {} dB in float16 with a loss scale.": decibels,
+    "float16 has {} bits more than bfloat16, and rounds {:.0f} times less.": finer,
+    "or if nothing seems to be scaled, which it knows after {:,} steps": lambda: _progress._LONG,
     "by {:.2%} in bfloat16 and by {:.2%} in float16": lambda: mismatch("RMS of log(ratio)"),
     "at most by {:.0%} and by {:.1%}": lambda: mismatch("largest ratio, less 1"),
     "(means of {} seeds)": seeds_of_rl,
