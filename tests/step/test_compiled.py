@@ -84,13 +84,16 @@ def test_kernels_do_not_grow_with_leaves(counts, clip):
 
 
 def test_a_leaf_takes_few_equations_more_than_without_a_scale(counts):
-    """To unscale it, for the verdict, and four selections. The updates of a skip are shared."""
+    """To unscale it, for the verdict, and four selections. The updates of a skip are shared.
+
+    The verdict of large leaves is written down twice, for CPUs, which split them, and for others.
+    """
 
     def equations(name):
         few, many = (counts[f"{name}, {layers}, float32, False"]["equations"] for layers in (1, 3))
         return (many - few) / (LEAVES[3] - LEAVES[1])
 
-    for name, most in ((WHOLE, 7), (APPLY, 6), (WRAPPER, 6)):
+    for name, most in ((WHOLE, 8), (APPLY, 7), (WRAPPER, 7)):
         assert equations(name) - equations(BARE) <= most
 
 
