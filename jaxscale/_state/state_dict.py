@@ -152,6 +152,11 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
             surplus.extend(f"{path}/{name}" for name in values if not _is_empty(values[name]))
         return restored
 
+    if isinstance(target, dict) and "version" in target and not isinstance(state_dict, dict):
+        raise TypeError(
+            "`from_state_dict(target, state_dict)` got what was saved as `target`: pass it second, "
+            "after a fresh `tx.init(params)`."
+        )
     _check_root("from_state_dict(target)", target)
     saved, _ = _flatten(state_dict)
     if saved is None:

@@ -269,6 +269,7 @@ ERRORS = [
     (FRESH, saved(scaling=f32(4)), TypeError, "at /scaling must have .*LossScaleState, got float"),
     (FRESH, saved(total_steps="4"), TypeError, r"\(state_dict\)` at /total_steps must .* got '4'"),
     (FRESH, 4, TypeError, "must be a dict, got int"),
+    (VERSION_1, FRESH, TypeError, "got what was saved as `target`: pass it second"),
     (
         {"f": jnp.sin},
         {"f": 1},
