@@ -6,6 +6,7 @@ next parameters is that of `methods.py`, and so are the carries, but for the row
 have.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -94,8 +95,10 @@ def steps(loss_fn, clip):
         params, state = mpx.optimizer_update(params, tx, state, grads, finite)
         return (params, (state, scaler.loss_scaling, scaler.counter)), loss
 
-    def init_of(name):  # of its own module, where that is installed
-        return lambda params: methods.make(name, clip).init(params)
+    def init_of(name):
+        # Where its module is installed, and once: a `TrainState` holds its optimizer.
+        make = functools.cache(lambda: methods.make(name, clip))
+        return lambda params: make().init(params)
 
     mixed = {
         "jaxscale.apply_gradients": apply_gradients,
