@@ -241,9 +241,9 @@ CASES = {
     "disconnected": ([], 1, ["exactly 0 everywhere in 2 of 2 leaves"], ["Nothing"]),
     "wide": (
         [], 0, ["Nothing is wrong.", "without a loss scale.", "float32, and needs no loss scale", "`--autocast float16`"],
-        ["in float16", "float16 holds"],
+        ["float16"],
     ),
-    "dense": ([], 0, ["The model computes in float32.", "float32, and needs no loss scale"], ["in float16"]),
+    "dense": ([], 0, ["The model computes in float32.", "float32, and needs no loss scale"], ["float16"]),
     "dense in float16": (
         ["--autocast", "float16"], 0,
         ["Nothing is wrong in float16, with a loss scale: it needs one.", "without one 100% of the nonzero",
@@ -309,7 +309,7 @@ def test_it_says_what_is_wrong_and_where(name, models, capsys, monkeypatch):
     for words in says:
         assert words in flowing
     for words in says_not:
-        assert words not in flowing
+        assert words not in flowing.replace("look again with `--autocast float16`", "")
     if "--quick" not in options:
         page = re.sub(r"\s+", " ", pathlib.Path("jaxscale-doctor.html").read_text())
         assert all(f"<code>{code}</code>" in page for code in re.findall("write `(.*?)`", flowing))
