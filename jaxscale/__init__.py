@@ -110,51 +110,30 @@ from ._policies.fixed import FixedLossScale, NoOpLossScale
 from ._policies.spec import as_loss_scale
 from ._policies.spikes import SpikeRule
 from ._progress import LossScaleStuckError, check, metrics
-from ._state.optimizer import LossScaledState, MultiStepsState
+from ._state.optimizer import LossScaledState, MultiStepsState, SpikeState
 from ._state.scale import AdaptiveState, LossScaleState
-from ._state.spikes import SpikeState
 from ._state.state_dict import from_state_dict, to_state_dict
 from ._step.apply import apply_gradients
 from ._step.train_step import train_step
 from ._step.wrappers import loss_scaled, multi_steps, skip_nonfinite
 from ._trees.tree import tree_where
 
-# In the order of the docstring, which is that of the API reference, too.
+# A group a line, in the order of the docstring, which is that of the API reference, too.
 __all__ = [  # noqa: RUF022
-    "loss_scaled",
-    "train_step",
-    "metrics",
-    "check",
-    "value_and_grad",
-    "apply_gradients",
-    "grad",
+    "loss_scaled", "train_step", "metrics", "check",
+    "value_and_grad", "apply_gradients", "grad",
     "scale_backward",
-    "skip_nonfinite",
-    "multi_steps",
-    "autocast",
-    "full_precision",
-    "DynamicLossScale",
-    "AdaptiveLossScale",
-    "FixedLossScale",
-    "NoOpLossScale",
-    "LossScale",
+    "skip_nonfinite", "multi_steps",
+    "autocast", "full_precision",
+    "DynamicLossScale", "AdaptiveLossScale", "FixedLossScale", "NoOpLossScale", "LossScale",
     "as_loss_scale",
     "SpikeRule",
-    "scale",
-    "unscale",
-    "all_finite",
-    "tree_where",
-    "to_state_dict",
-    "from_state_dict",
-    "LossScaledState",
-    "LossScaleState",
-    "AdaptiveState",
-    "MultiStepsState",
-    "SpikeState",
+    "scale", "unscale", "all_finite", "tree_where",
+    "to_state_dict", "from_state_dict",
+    "LossScaledState", "LossScaleState", "AdaptiveState", "MultiStepsState", "SpikeState",
     "LossScaleStuckError",
-    "diagnostics",
-    "presets",
-]
+    "diagnostics", "presets",
+]  # fmt: skip
 if _util.find_spec("flax") is not None:  # `from jaxscale import *` and `help` read each of them
     __all__ += ["flax", "nnx"]
 

@@ -20,23 +20,18 @@ from ._gradients.verdict import flagged_paths, named_flags
 from ._policies.adaptive import UNSEEN
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale
-from ._state.find import find, find_scale_state, is_loss_scaled, restore_types
+from ._state.find import find_optimizer_state, find_scale_state, is_loss_scaled, restore_types
 from ._state.optimizer import WINDOW_STATES
 from ._state.scale import AdaptiveState, LossScaleState, unwrap
 from ._step.wrapper import wrapper_of
 from ._trees.checks import and_more
 
-# The counters of a `LossScaledState`, besides the state of its policy.
-_COUNTERS = (
-    "step_applied",
-    "notfinite_count",
-    "total_notfinite",
-    "total_notfinite_loss",
-    "total_steps",
-    "total_retries",
-    "total_exhausted",
-    "backoff_count",
-)
+# The fields of a `LossScaledState` that are not counters.
+_PARTS = {"scaling", "inner_state", "spikes", "nonfinite_leaves", "grad_norm"}
+# What is not shown of a `SpikeState`.
+_WINDOWS = {"losses", "grad_norms", "loss_count", "norm_count"}
+# The counters of accumulators, which have the same names here and in Optax.
+_WINDOW_COUNTERS = ("mini_step", "gradient_step")
 
 # From how many falls without a growth between them, and below which scale, `check` warns. On the
 # runs in `tests/policies/traces`, which are healthy, the counter reaches 3 at most. Where the
@@ -51,19 +46,6 @@ _ROOM = 6.0
 # where the default rule stops growing; half precision rarely bears it.
 _HIGH, _LONG = 2.0**24, 10_000
 
-# What is shown of a `SpikeState`.
-_SPIKE_FIELDS = (
-    "total_spikes",
-    "spike_count",
-    "loss_threshold",
-    "norm_threshold",
-    "loss_deviation",
-    "norm_deviation",
-)
-
-# The counters of windows, which have the same names here and in Optax.
-_WINDOW_COUNTERS = ("mini_step", "gradient_step")
-
 
 def metrics(tree: Any) -> dict[str, jax.Array]:
     """Returns the loss scale and the counters of a training state, for logging.
@@ -77,14 +59,11 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
 
     Returns:
       A dictionary of scalar arrays: `loss_scale` and the trackers of the policy, which its state
-      explains (`jaxscale.LossScaleState`, `jaxscale.AdaptiveState`), and, if
-      there is an optimizer state, `step_applied`, `notfinite_count`,
-      `total_notfinite`, `total_notfinite_loss`, `total_steps`, `total_retries`,
-      `total_exhausted` and `backoff_count`, as explained in `jaxscale.LossScaledState`
+      explains (`jaxscale.LossScaleState`, `jaxscale.AdaptiveState`), and, if there is an optimizer
+      state, `step_applied` and the counters that `jaxscale.LossScaledState` explains
       (`grads_finite` is `step_applied` under its old name, until 1.0). With
       `jaxscale.multi_steps` these count micro-batches, and `mini_step` and `gradient_step` are
-      added, as they are for an `optax.MultiSteps` inside of `loss_scaled`, whose own state is in
-      `opt_state.inner_state`.
+      added, as they are for an `optax.MultiSteps` inside of `loss_scaled`.
       With `max_norm` or `spikes` there is `grad_norm`, the norm of the last gradients before they
       were clipped. With `spikes` there are the counters, thresholds and deviations that
       `jaxscale.SpikeState` explains.
@@ -101,24 +80,21 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
       >>> jaxscale.metrics(opt_state)["loss_scale"]
       Array(32768., dtype=float32)
     """
+    tree = restore_types(tree)
     values = find_scale_state("metrics", tree)._asdict()
-    for node in jax.tree.leaves(restore_types(tree), is_leaf=is_loss_scaled):
-        if is_loss_scaled(node):
-            values |= {name: jnp.asarray(getattr(node, name)) for name in _COUNTERS}
-            values["grads_finite"] = values["step_applied"]  # its name in 0.1, until 1.0
-            if node.spikes is not None:
-                spikes = unwrap(node.spikes)._asdict()
-                values |= {name: jnp.asarray(spikes[name]) for name in _SPIKE_FIELDS}
-            if node.grad_norm is not None:
-                values["grad_norm"] = jnp.asarray(unwrap(node.grad_norm))
-            if isinstance(node.inner_state, WINDOW_STATES):
-                window: Any = node.inner_state
-                values |= {name: jnp.asarray(getattr(window, name)) for name in _WINDOW_COUNTERS}
-            values |= {
-                f"nonfinite_leaves/{name}": jnp.asarray(flag)
-                for name, flag in named_flags(unwrap(node.nonfinite_leaves)).items()
-            }
-    return values
+    for node in filter(is_loss_scaled, jax.tree.leaves(tree, is_leaf=is_loss_scaled)):
+        values |= {name: leaf for name, leaf in node._asdict().items() if name not in _PARTS}
+        values["grads_finite"] = values["step_applied"]  # its name in 0.1, until 1.0
+        if node.spikes is not None:
+            spikes = node.spikes._asdict().items()
+            values |= {name: leaf for name, leaf in spikes if name not in _WINDOWS}
+        if node.grad_norm is not None:
+            values["grad_norm"] = node.grad_norm
+        if isinstance(node.inner_state, WINDOW_STATES):
+            values |= {name: getattr(node.inner_state, name) for name in _WINDOW_COUNTERS}
+        flags = named_flags(unwrap(node.nonfinite_leaves))
+        values |= {f"nonfinite_leaves/{name}": flag for name, flag in flags.items()}
+    return {name: jax.tree.map(jnp.asarray, unwrap(value)) for name, value in values.items()}
 
 
 class LossScaleStuckError(RuntimeError):
@@ -149,24 +125,16 @@ def check(
 
     Warns:
       UserWarning: if `tree` is a `TrainState` that has made more steps than its optimizer, which
-        then was not restored from a checkpoint.
+        then was not restored from a checkpoint; if the loss scale decays, below 2**15 with a
+        `backoff_count` of 6 or more, or if an `AdaptiveLossScale` has made more and more room for
+        gradients of which it has seen none; if the scale may be of no use, as it is 2**24 or more
+        after 10,000 steps, none of which overflowed; if retries do not help, with a
+        `total_exhausted` of 6 or more; or if spikes are skipped again and again, 20 in a row, or
+        more than one step in 20 of at least 1000.
 
-        If the loss scale decays: if it is below 2**15 and `backoff_count` is 6 or more, which says
-        how often overflows have lowered it since it last grew, or if an `AdaptiveLossScale` has
-        made more and more room for gradients of which it has seen none. A policy that raises its
-        scale in every finite step, such as `presets.chainer()`, never gets there.
-
-        If the scale may be of no use: if it is 2**24 or more after 10,000 steps, none of which
-        overflowed. Then nothing may scale the backward pass, as in a trainer that calls
-        `jax.value_and_grad` itself. That is not seen earlier, nor where the policy follows the
-        gradients, nor from gradients of which most, but not all, are 0, as nobody counts them.
-
-        If retries do not help: if `total_exhausted` is 6 or more.
-
-        If spikes are skipped again and again: 20 in a row, or more than one step in 20 of at least
-        1000.
-
-        The texts are always the same, so that Python shows each of them once in a run.
+        A policy that raises its scale in every finite step, such as `presets.chainer()`, never
+        decays, and no scale that follows the gradients is of no use. The texts are always the same,
+        so that Python shows each of them once in a run.
 
     Raises:
       LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped, or if an
@@ -188,32 +156,32 @@ def check(
       Traceback (most recent call last):
       jaxscale.LossScaleStuckError: 3 steps in a row were skipped (3 of 3 in all, ...)
     """
-    state = find("check", restore_types(tree), is_loss_scaled, "`LossScaledState`")
+    state = find_optimizer_state("check", restore_types(tree))
     inner_state = unwrap(state.inner_state)
     state = jax.tree.map(_on_host, unwrap(state._replace(inner_state=None)))
     _warn_if_lost(unwrap(getattr(tree, "step", None)), state, inner_state)
+    warned = {
+        _EXHAUSTED: np.any(state.total_exhausted >= _FALLS),
+        _DECAY: _decays(state),
+        _IDLE: _is_idle(state),
+        _SPIKES: _skips_spikes(state),
+    }
     # The state of a population has leading axes: report the worst member.
-    exhausts = np.any(state.total_exhausted >= _FALLS)
-    decays, is_idle, is_stormy = _decays(state), _is_idle(state), _skips_spikes(state)
     axes, worst = np.ndim(state.notfinite_count), np.argmax(state.notfinite_count)
     state = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes:])[worst], state)
     if state.notfinite_count <= max_consecutive:
         _raise_if_blind(state, max_consecutive)
-        texts = {_EXHAUSTED: exhausts, _DECAY: decays, _IDLE: is_idle, _SPIKES: is_stormy}
-        for text in (text for text, is_told in texts.items() if is_told):
-            warnings.warn(text, stacklevel=2)
+        for text, is_told in warned.items():
+            if is_told:
+                warnings.warn(text, stacklevel=2)
         return
-    counters = metrics(state)
     wrapper = wrapper_of(tx or getattr(tree, "tx", None))
     policy = None if wrapper is None else wrapper.policy
     raise LossScaleStuckError(
-        "{notfinite_count} steps in a row were skipped ({total_notfinite} of {total_steps} "
-        "in all, {total_notfinite_loss} of them with a non-finite loss); the loss scale is "
-        "{loss_scale}. ".format_map(counters)
-        + _likely_cause(state, policy)
-        + _leaves(state.nonfinite_leaves)
-        + " "
-        + _DOCTOR
+        f"{state.notfinite_count} steps in a row were skipped ({state.total_notfinite} of "
+        f"{state.total_steps} in all, {state.total_notfinite_loss} of them with a non-finite "
+        f"loss); the loss scale is {state.scaling.loss_scale}. {_likely_cause(state, policy)}"
+        f"{_leaves(state.nonfinite_leaves)} {_DOCTOR}"
     )
 
 

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from flax.training import train_state
 
 from ._gradients.scaled import Scaled
-from ._state.find import find
-from ._state.optimizer import LossScaledState
+from ._state.find import find_optimizer_state
 from ._step.apply import select_if_stepped
 from ._step.counters import took_step
 from ._step.optimizer import Optimizer, apply_step, as_optimizer, check_same_optimizer
@@ -86,7 +85,7 @@ class TrainState(train_state.TrainState):
             # Flax gives the optimizer `params["params"]` alone. Here it knows what is overwritten,
             # as windows add that up, too.
             state = state.replace(opt_state=tx.init(params))
-        _find_verdict("TrainState.create(tx=...)", state.opt_state)
+        find_optimizer_state("TrainState.create(tx=...)", state.opt_state)
         # Strongly typed, unlike the Python 0 of Flax, or the second step would compile anew.
         state = state.replace(step=jnp.zeros((), jnp.int32))
         return cast_like(state, state)
@@ -138,7 +137,9 @@ class TrainState(train_state.TrainState):
         """
         call = "TrainState.apply_gradients"
         always_replace = _names(call, always_replace)
-        self._check_names(call, kwargs, always_replace)
+        hint = "Arguments for the optimizer go into `extra_args`."
+        _check_fields(f"{call}(**kwargs)", kwargs, {"apply_fn", *self._others()}, hint)
+        _check_fields(f"{call}(always_replace=...)", always_replace, kwargs)
         made = BackwardResult(value, None, None, Scaled(grads))
         return self._step(call, made, always_replace, kwargs, extra_args or {})
 
@@ -150,48 +151,23 @@ class TrainState(train_state.TrainState):
         replaced: Mapping[str, Any],
         extra_args: Mapping[str, Any] = MappingProxyType({}),
     ) -> Self:
-        """Returns the state after one step.
-
-        Args:
-          call: the public function, for messages.
-          made: the gradients and the loss, with their verdict if it is known.
-          always_replace: as in `apply_gradients`, checked.
-          replaced: new values of fields, by name, checked.
-          extra_args: as in `apply_gradients`.
-        """
+        """Returns the state after one step, with new values of fields that were checked."""
         optimizer = as_optimizer(call, self.tx)
         opt_state = optimizer.check_state(f"{call}(opt_state=...)", self.opt_state, "")
         params, opt_state = apply_step(optimizer, opt_state, self.params, made, extra_args)
-        before, after = (_find_verdict(call, state) for state in (self.opt_state, opt_state))
-
-        def kept(name: str, new: Any, old: Any) -> Any:
-            return select_like(f"{call}({name}=...)", after.step_applied, new, old)
-
+        before, after = (find_optimizer_state(call, each) for each in (self.opt_state, opt_state))
+        fields = dict(replaced)
         # In the order of the call, which is the same on all hosts: they must trace one program.
-        replaced = {
-            name: new if name in always_replace else kept(name, new, getattr(self, name))
-            for name, new in replaced.items()
-        }
+        for name, new in replaced.items():
+            if name not in always_replace:
+                given, old = f"{call}({name}=...)", getattr(self, name)
+                fields[name] = select_like(given, after.step_applied, new, old)
         step = select(call, took_step(before, after), self.step + 1, self.step)
-        return self.replace(step=step, params=params, opt_state=opt_state, **replaced)
+        return self.replace(step=step, params=params, opt_state=opt_state, **fields)
 
     def _others(self) -> list[str]:
         """Returns the names of the fields that a subclass adds."""
         return sorted(set(self.__dataclass_fields__) - _OWN_FIELDS)
-
-    def _check_names(
-        self, call: str, kwargs: Mapping[str, Any], always_replace: Collection[str]
-    ) -> None:
-        fields = {"apply_fn", *self._others()}
-        for given, names in (("**kwargs", kwargs), ("always_replace=...", always_replace)):
-            known = fields if given == "**kwargs" else set(kwargs)
-            unknown = sorted(set(names) - known)
-            if unknown:
-                raise ValueError(
-                    f"`{call}({given})` got {', '.join(unknown)}, but the fields that can be "
-                    f"replaced are: {', '.join(sorted(known)) or 'none'}. Arguments for the "
-                    "optimizer go into `extra_args`."
-                )
 
 
 def train_step(
@@ -235,12 +211,10 @@ def train_step(
       Keyword arguments go to `loss_fn`.
 
     Raises:
-      TypeError: if `loss_fn` or a hook is not callable; when called, if the first argument is not
-        a `jaxscale.flax.TrainState`, or if `loss_fn` takes or returns something else, or `after`.
-      ValueError: if `retries` is below 0; when called, if it is above 0 and the optimizer has no
-        loss scale that moves, if `opt_state` belongs to other parameters, if `loss_fn` returns a
-        field that is unknown, or if it or a hook changes the structure or the shapes of a field
-        or of the gradients.
+      TypeError: as `jaxscale.train_step`; when called, also if the first argument is not a
+        `jaxscale.flax.TrainState`, or if `after` does not return one.
+      ValueError: as `jaxscale.train_step`, or if `always_replace` comes without `has_state`; when
+        called, also if `loss_fn` returns a field that is unknown, or lacks one of them.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
@@ -291,7 +265,17 @@ def train_step(
         check_same_optimizer(given, optimizer, before, state.params)
         traced = is_traced(state, args, kwargs)
         made = plan.run_backward(optimizer, before, backward, traced, state.params)
-        replaced = _returned(call, made.state, fields, always_replace) if has_state else {}
+        replaced = made.state if has_state else {}
+        given = f"{call}(loss_fn, has_state=True)"
+        if not isinstance(replaced, Mapping):
+            raise TypeError(
+                f"`{given}`: `loss_fn` must return (loss, fields), with a dict from the names of "
+                f"fields to their new values, got {type(replaced).__name__}. The fields of the "
+                f"`TrainState` are: {', '.join(fields) or 'none'}."
+            )
+        _check_fields(given, replaced, fields)
+        hint = "What is always replaced, `loss_fn` must return."
+        _check_fields(f"{call}(always_replace=...)", always_replace, replaced, hint)
         state = state._step(call, made, always_replace, replaced)
         if after is not None:
             state = _completed(f"{call}(after=...)", optimizer, before, after(state), state)
@@ -309,37 +293,20 @@ def _completed(
             f"`{call}` must return the `TrainState` that it got, with other fields, got "
             f"{type(returned).__name__}. Return `state.replace(...)`."
         )
-    changed: dict[str, Any] = {}
-    for name in state.__dataclass_fields__:
-        new, old = getattr(returned, name), getattr(state, name)
-        if new is not old:
-            both = optimizer, before, state.opt_state, {name: new}, {name: old}
-            changed |= select_if_stepped(call, *both)
-    return state.replace(**changed)
+    fields = state.__dataclass_fields__
+    changed = [name for name in fields if getattr(returned, name) is not getattr(state, name)]
+    new, old = ({name: getattr(each, name) for name in changed} for each in (returned, state))
+    return state.replace(**select_if_stepped(call, optimizer, before, state.opt_state, new, old))
 
 
-def _returned(
-    call: str, returned: Any, fields: Mapping[str, Any], always_replace: Collection[str]
-) -> dict[str, Any]:
-    """Returns the fields that a loss function returned, by name, or raises an error."""
-    known = ", ".join(fields) or "none"
-    given = f"`{call}(loss_fn, has_state=True)`: `loss_fn` must return (loss, fields)"
-    if not isinstance(returned, Mapping):
-        raise TypeError(
-            f"{given}, with a dict from the names of fields to their new values, got "
-            f"{type(returned).__name__}. The fields of the `TrainState` are: {known}."
-        )
-    unknown = ", ".join(sorted(set(map(str, returned)) - set(fields)))
+def _check_fields(given: str, names: Iterable[str], known: Collection[str], hint: str = "") -> None:
+    """Raises a `ValueError` if a name is not among those of the fields that may be replaced."""
+    unknown = sorted(set(map(str, names)) - set(known))
     if unknown:
         raise ValueError(
-            f"{given}, got {unknown} among the fields, but those of the `TrainState` are: {known}."
+            f"`{given}` got {', '.join(unknown)} among the fields, but those that can be replaced "
+            f"are: {', '.join(sorted(known)) or 'none'}. {hint}"
         )
-    missing = ", ".join(name for name in always_replace if name not in returned)
-    if missing:
-        raise ValueError(
-            f"{given}, with each field that `always_replace` names: {missing} was not returned."
-        )
-    return dict(returned)
 
 
 def _names(call: str, always_replace: Any) -> tuple[str, ...]:
@@ -353,10 +320,4 @@ def _names(call: str, always_replace: Any) -> tuple[str, ...]:
     raise TypeError(
         f"`{call}(always_replace=...)` must be a collection of names of fields, got "
         f"{always_replace!r}. Pass a tuple, also for one: ({name!r},)."
-    )
-
-
-def _find_verdict(call: str, opt_state: Any) -> LossScaledState:
-    return find(
-        call, opt_state, lambda node: isinstance(node, LossScaledState), "`LossScaledState`"
     )

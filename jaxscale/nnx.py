@@ -53,8 +53,8 @@ def train_step(
     `jax.jit` it would change a copy of the model, and train nothing.)
 
     Args:
-      loss_fn: the loss, `loss_fn(model, *args)`, a floating-point scalar, preferably in float32.
-      has_aux: as in `jaxscale.train_step`.
+      loss_fn: the loss, `loss_fn(model, *args)`, as in `jaxscale.train_step`.
+      has_aux: as there.
       retries: as in `jaxscale.train_step`. Each pass starts from the model as it was.
       keep: which variables a skipped step keeps, as a filter of NNX. By default all but streams of
         random numbers and intermediates.
@@ -84,13 +84,10 @@ def train_step(
       UserWarning: as in `jaxscale.train_step`, at the first call.
 
     Raises:
-      TypeError: if `loss_fn` or a hook is not callable; when called, if the second argument is not
-        an `nnx.Optimizer`, if `loss_fn` takes or returns something else, if `after` returns
-        anything, or if `jax.jit` calls it.
-      ValueError: if `retries` is below 0; when called, if it is above 0 and the optimizer has no
-        loss scale that moves, if the optimizer belongs to another model, if `argnums` names
-        something that it does not train, if a variable that a skipped step keeps changed its
-        shape, or if a hook changes the structure or the shapes of the gradients or of the model.
+      TypeError: as `jaxscale.train_step`; when called, also if the second argument is not an
+        `nnx.Optimizer`, if `after` returns anything, or if `jax.jit` calls it.
+      ValueError: as `jaxscale.train_step`; when called, also if `argnums` names something that the
+        optimizer does not train, or if a hook adds or removes variables of the model.
 
     Example:
       >>> import jax.numpy as jnp, optax

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._state.spikes import SpikeState
+from .._state.optimizer import SpikeState
 from .._trees.checks import int32
 from .._trees.tree import tree_where
 

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from .._trees.checks import and_more
-from .optimizer import LossScaledState
+from .optimizer import LossScaledState, SpikeState
 from .scale import AdaptiveState, LossScaleState, is_policy_state, unwrap
-from .spikes import SpikeState
 
 
 def is_loss_scaled(node: Any) -> bool:
@@ -64,12 +63,16 @@ def _is_scaling(node: Any) -> bool:
 def find_scale_state(call: str, tree: Any) -> Any:
     """Returns the one loss scale state in a tree, as arrays.
 
-    The `scaling` of a `LossScaledState` may be of any type; other states need a mark (see
-    `is_policy_state`).
+    The `scaling` of a `LossScaledState` may be of any type; other states need a mark.
     """
     state = find(call, restore_types(tree), _is_scaling, "loss scale state")
     scaling = state.scaling if is_loss_scaled(state) else state
     return jax.tree.map(jnp.asarray, unwrap(scaling))
+
+
+def find_optimizer_state(call: str, tree: Any) -> LossScaledState:
+    """Returns the one `LossScaledState` in a tree."""
+    return find(call, tree, is_loss_scaled, "`LossScaledState`")
 
 
 def find_scale_or_none(call: str, tree: Any) -> Any:
@@ -86,33 +89,28 @@ def find_scale(call: str, argument: str, tree: Any) -> Any:
 
 
 def policy_state(call: str, state: Any, kind: type = object, grads: Any = None) -> Any:
-    """Returns the state that a policy was given, as arrays.
+    """Returns the state that a policy was given, as arrays, or says what to pass instead.
 
     Args:
       call: the method, such as `DynamicLossScale.update`.
       state: its argument `state`.
       kind: the type that the state must have.
       grads: its argument `grads`, to tell swapped arguments.
-
-    Raises:
-      TypeError: if it is not such a state. The message says what to pass.
-      ValueError: if it is the state of a population.
     """
-    if _is_state(grads) and not _is_state(state):
+    if _is_scaling(grads) and not _is_scaling(state):
         hint = "The order of the arguments is (state, grads)."
-    elif _is_optimizers(state) or hasattr(state, "opt_state"):
+    elif is_loss_scaled(state) or hasattr(state, "opt_state"):
         hint = "Pass `opt_state.scaling`, or call `tx.update`, which moves the scale too."
     elif isinstance(state, kind):
         state = unwrap(state)
         check_alone(f"{call}(state=...)", state)
         return state
-    elif is_policy_state(state):
+    else:
         hint = (
-            "To take over that of another policy, use `jaxscale.from_state_dict(policy.init(), "
+            "Pass what the policy's `init`, or its last step, returned. To take over the state of "
+            "another policy, use `jaxscale.from_state_dict(policy.init(), "
             "jaxscale.to_state_dict(state))`."
         )
-    else:
-        hint = "Pass what the policy's `init`, or its last step, returned."
     what = "the state of a policy" if kind is object else f"a `{kind.__name__}`"
     raise TypeError(f"`{call}(state=...)` must be {what}, got {type(state).__name__}. {hint}")
 
@@ -127,34 +125,17 @@ def check_alone(given: str, state: Any) -> None:
         )
 
 
-def _is_state(node: Any) -> bool:
-    return is_policy_state(node) or _is_optimizers(node)
-
-
-def _is_optimizers(node: Any) -> bool:
-    # Known by its fields, as `LossScaledState` is defined in a module that imports this one.
-    return hasattr(node, "scaling") and hasattr(node, "inner_state")
-
-
 def find(call: str, tree: Any, matches: Callable[[Any], bool], what: str) -> Any:
     """Returns the one node of a tree that `matches`, or raises a `ValueError` if it is not one."""
-    found = [
-        (jax.tree_util.keystr(path) or "the tree itself", node)
-        for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches)
-        if matches(node)
-    ]
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches)
+    found = [(jax.tree_util.keystr(path), node) for path, node in nodes if matches(node)]
     if len(found) == 1:
         return found[0][1]
+    got = f"none in {_contents(tree)}. {_way_out(tree)}"
     if found:
         places = ", ".join(path for path, _ in found)
-        raise ValueError(
-            f"`{call}` needs a tree with exactly one {what}, got {len(found)}, at {places}. "
-            "Pass the one that belongs to this loss."
-        )
-    raise ValueError(
-        f"`{call}` needs a tree with exactly one {what}, got none in {_contents(tree)}. "
-        + _way_out(tree)
-    )
+        got = f"{len(found)}, at {places}. Pass the one that belongs to this loss."
+    raise ValueError(f"`{call}` needs a tree with exactly one {what}, got {got}")
 
 
 def _way_out(tree: Any) -> str:
@@ -180,10 +161,7 @@ def _contents(tree: Any, most: int = 8) -> str:
     nodes = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: node is None or hasattr(node, "_fields")
     )
-    names = [
-        f"{type(node).__name__} at {jax.tree_util.keystr(path)}"
-        if path
-        else f"the {type(node).__name__}"
-        for path, node in nodes
-    ]
+    if nodes and nodes[0][1] is tree:
+        return f"the {type(tree).__name__}"
+    names = [f"{type(node).__name__} at {jax.tree_util.keystr(path)}" for path, node in nodes]
     return ", ".join(names[:most] + and_more(names, most)) or "an empty tree"

@@ -1,4 +1,4 @@
-"""The state of an optimizer under a loss scale."""
+"""The state of an optimizer under a loss scale, and what is in it: windows, and spikes."""
 
 from typing import Any, NamedTuple
 
@@ -111,6 +111,45 @@ class MultiStepsState(NamedTuple):
     acc_grads: Any
     acc_value: jax.Array  # f32[]
     inner_opt_state: Any
+
+
+class SpikeState(NamedTuple):
+    """The state that a `jaxscale.SpikeRule` carries from one step to the next.
+
+    Attributes:
+      losses: `f32[window]`, the losses of the last steps, the newest at the end. Places that are
+        not filled yet are at the front. A spike is in here as what the rule made of it.
+      grad_norms: `f32[window]`, the same for the global norms of the gradients.
+      loss_count: `i32[]`, how many entries `losses` has, up to `window`.
+      norm_count: `i32[]`, how many entries `grad_norms` has, up to `window`.
+      total_spikes: `i32[]`, steps skipped as spikes since `init`.
+      spike_count: `i32[]`, spikes in a row, up to now. Steps that were not finite do not end the
+        row, as they say nothing of the level.
+      loss_threshold: `f32[]`, what the loss of the last finite step had to exceed to be a spike;
+        inf if it was not judged.
+      norm_threshold: `f32[]`, the same for the norm.
+      loss_deviation: `f32[]`, by how many standard deviations the loss of the last finite step
+        stood above the mean; 0 if it was not judged.
+      norm_deviation: `f32[]`, the same for the norm.
+
+    Counters stay at their largest value instead of wrapping around.
+
+    Example:
+      >>> import jaxscale
+      >>> jaxscale.SpikeRule(window=4).init().losses
+      Array([0., 0., 0., 0.], dtype=float32)
+    """
+
+    losses: jax.Array  # f32[window]
+    grad_norms: jax.Array  # f32[window]
+    loss_count: jax.Array  # i32[]
+    norm_count: jax.Array  # i32[]
+    total_spikes: jax.Array  # i32[]
+    spike_count: jax.Array  # i32[]
+    loss_threshold: jax.Array  # f32[]
+    norm_threshold: jax.Array  # f32[]
+    loss_deviation: jax.Array  # f32[]
+    norm_deviation: jax.Array  # f32[]
 
 
 # The states of windows, which count the steps of the optimizer under the same names.

@@ -13,19 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .scale import UnitLossScaleState, is_wrapped, unwrap
-from .spikes import WINDOWS, SpikeState, resize
+from .optimizer import SpikeState
+from .scale import UnitLossScaleState, unwrap
 
 # Raise it if older code could not read a dictionary by its rules; a new field is not such a case.
 _VERSION = 1
 # Fields of our own states that have no default: the optimizer's states, and the number of
 # micro-batches in an accumulator, which cannot be read without it.
 _REQUIRED = ("inner_state", "inner_opt_state", "counted")
-# The fields by which the state of a `loss_scaled` optimizer is known.
-_WRAPPED = {"scaling", "inner_state"}
-
 # The names of fields in version 0.1, and what they are called now.
 _RENAMED = {"grads_finite": "step_applied"}
+# The windows of a `SpikeState`, and the field that counts the entries of each.
+_WINDOWS = {"losses": "loss_count", "grad_norms": "norm_count"}
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
@@ -54,13 +53,12 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
 
     def save(path: str, node: Any) -> Any:
         children, _ = _flatten(node)
-        if children is not None and _is_variable(node, children):
-            return save(path, *children.values())
         if children is None:
-            return np.array(_data(_at("tree", path), unwrap(node)))
+            return np.array(_data(_at("tree", path), node))
         nodes = {name: save(f"{path}/{name}", child) for name, child in children.items()}
         return None if node is None else nodes
 
+    tree = unwrap(tree)
     _check_root("to_state_dict(tree)", tree)
     return {"version": _VERSION} | save("", tree)
 
@@ -109,17 +107,13 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
     """
     missing: list[str] = []
     surplus: list[str] = []
-    hints: list[str] = []
 
     def restore(path: str, node: Any, saved: Any) -> Any:
-        children, rebuild = _flatten(node)
-        if children is not None and _is_variable(node, children):
-            (child,) = children.values()
-            return rebuild([restore(path, child, _held(saved, child))])
-        saved = _held(saved, node) if children is None else saved
-        values, _ = _flatten(saved)
+        (children, rebuild), (values, _) = _flatten(node), _flatten(saved)
+        if values is not None and values.keys() == {"value"} and "value" not in (children or ()):
+            return restore(path, node, values["value"])  # a variable, as Flax and Orbax write it
         if children is None and values is None:
-            return _like(path, unwrap(node), saved)
+            return _like(path, node, saved)
         if children is None or values is None:
             raise TypeError(
                 f"{_at('state_dict', path)} must have what the target has there, "
@@ -127,14 +121,12 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
             )
         if isinstance(node, UnitLossScaleState):
             return node  # its type says that the scale is 1, whatever was saved
-        if _is_spike_state(node):
-            values |= _resize_windows(children, values)
-        own = _is_own(node)
-        if values and values.keys().isdisjoint(children):
-            own = False  # not another version of this state, but something else
-            hints.append(_adoption(path, children, values))
+        # Without a field in common it is not another version of this state, but something else.
+        own = _is_own(node) and not (values and values.keys().isdisjoint(children))
         if own:
             values = {_RENAMED.get(name, name): value for name, value in values.items()}
+        if set(SpikeState._fields) <= children.keys():
+            _resize_windows(children, values)
 
         def restore_child(name: str, child: Any) -> Any:
             where, value = f"{path}/{name}", values.pop(name, None)
@@ -157,7 +149,8 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
             "`from_state_dict(target, state_dict)` got what was saved as `target`: pass it second, "
             "after a fresh `tx.init(params)`."
         )
-    _check_root("from_state_dict(target)", target)
+    arrays = unwrap(target)
+    _check_root("from_state_dict(target)", arrays)
     saved, _ = _flatten(state_dict)
     if saved is None:
         raise TypeError(
@@ -169,32 +162,18 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
             f"`from_state_dict(state_dict)` must have a version from 1 to {_VERSION}, got "
             f"{version!r}. If a later jaxscale wrote it, upgrade jaxscale to read it."
         )
-    restored = restore("", target, saved)
+    restored = restore("", arrays, saved)
     if missing or surplus:
         raise ValueError(
             "`from_state_dict(target, state_dict)` needs the same keys in both, except for fields "
             f"of jaxscale's own states. Only in the target: {', '.join(missing) or 'none'}; only "
-            f"in the dictionary: {', '.join(surplus) or 'none'}. {''.join(hints)}Make the target "
-            "from the model and the optimizer that were saved, or rename the keys of the "
-            "dictionary."
+            f"in the dictionary: {', '.join(surplus) or 'none'}. Make the target from the model "
+            "and the optimizer that were saved, or rename the keys of the dictionary. If only "
+            "one of the two is the state of a `loss_scaled` optimizer: as the target pass "
+            "`target.inner_state`, and put the result into it by `target._replace(inner_state=...)`"
+            '; or pass what was saved under "inner_state".'
         )
-    return restored
-
-
-def _adoption(path: str, children: Any, values: Any) -> str:
-    """Returns the way out if an optimizer was wrapped on one side only, and otherwise nothing."""
-    if children.keys() >= _WRAPPED:
-        return (
-            f"What was saved at {path or '/'} is the state of an optimizer that was not wrapped: "
-            "pass `target.inner_state` as the target, and put the result into the target by "
-            "`target._replace(inner_state=...)`. "
-        )
-    if values.keys() >= _WRAPPED:
-        return (
-            f"What was saved at {path or '/'} is the state of a `loss_scaled` optimizer, and the "
-            'target is not: pass what is under "inner_state". '
-        )
-    return ""
+    return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(restored))
 
 
 def _flatten(node: Any) -> tuple[dict[str, Any] | None, Any]:
@@ -206,49 +185,33 @@ def _flatten(node: Any) -> tuple[dict[str, Any] | None, Any]:
     return None if jax.tree_util.all_leaves([node]) else children, treedef.unflatten
 
 
-def _is_variable(node: Any, children: dict[str, Any]) -> bool:
-    """Returns whether a node is a variable of Flax NNX, which is written as its content."""
-    return len(children) == 1 and is_wrapped(node)
-
-
-def _held(saved: Any, target: Any) -> Any:
-    """Returns the content of a variable, if a dictionary is one as Flax and Orbax write it."""
-    (values, _), (children, _) = _flatten(saved), _flatten(target)
-    if values is None or values.keys() != {"value"} or "value" in (children or ()):
-        return saved
-    return values["value"]
-
-
 def _is_empty(node: Any) -> bool:
     return not jax.tree.leaves(node)
 
 
-def _is_spike_state(node: Any) -> bool:
-    # `nnx.state` makes a mapping of a named tuple.
-    is_mapping = isinstance(node, Mapping) and set(SpikeState._fields) <= set(node)
-    return isinstance(node, SpikeState) or is_mapping
+def _resize_windows(children: dict[str, Any], values: dict[str, Any]) -> None:
+    """Gives the saved windows of a `SpikeState`, and their counts, the lengths of a target."""
+    for name, count in _WINDOWS.items():
+        length = np.shape(children[name])[-1]
+        saved, number = (jax.tree.leaves(values.get(key)) for key in (name, count))
+        if saved and np.ndim(saved[0]) and np.shape(saved[0])[-1] != length:
+            values[name] = resize(np.asarray(saved[0]), length)
+            values[count] = np.minimum(number[0], np.int32(length)) if number else None
 
 
-def _resize_windows(children: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the windows of a saved `SpikeState`, and their counts, in the lengths of a target."""
-    resized: dict[str, Any] = {}
-    for name, count in WINDOWS.items():
-        target = unwrap(children[name])
-        saved, number = (_held(values.get(key), target) for key in (name, count))
-        arrays = isinstance(saved, np.ndarray | jax.Array) and not isinstance(saved, Tracer)
-        if arrays and np.ndim(saved) and np.shape(saved)[-1] != np.shape(target)[-1]:
-            resized[name] = resize(np.asarray(saved), np.shape(target)[-1])
-            if number is not None:
-                resized[count] = np.minimum(number, np.int32(np.shape(target)[-1]))
-    return resized
+def resize(window: np.ndarray, length: int) -> np.ndarray:
+    """Returns a window of another length, with its newest entries at the end, and zeros before."""
+    kept = window[..., max(window.shape[-1] - length, 0) :]
+    front = [(0, 0)] * (window.ndim - 1) + [(length - kept.shape[-1], 0)]
+    return np.pad(kept, front)
 
 
 def _is_own(node: Any) -> bool:
     # Only named tuples: a `TrainState` is jaxscale's own, too, but its fields have no defaults.
-    package = type(node).__module__.partition(".")[0]
-    named = hasattr(node, "_fields") and package == __name__.partition(".")[0]
+    if hasattr(node, "_fields"):
+        return type(node).__module__.partition(".")[0] == __name__.partition(".")[0]
     # `nnx.state` makes a mapping of a named tuple.
-    return named or (isinstance(node, Mapping) and {"scaling", "total_steps"} <= set(node))
+    return isinstance(node, Mapping) and {"scaling", "total_steps"} <= set(node)
 
 
 def _at(argument: str, path: str) -> str:

@@ -28,7 +28,7 @@ from tables import assert_same_bits, avals, cases
 import jaxscale
 from jaxscale import SpikeRule, presets
 from jaxscale._policies.spikes import check_spikes
-from jaxscale._state.spikes import resize
+from jaxscale._state.state_dict import resize
 
 OPTIONS = {"default": {}, "short": {"window": 16, "sigmas": 4.0, "min_history": 3}}
 
