@@ -33,7 +33,7 @@ explains those that do not, and says in its sentences what else there is:
 - `enable`, `enabled`: if it is `False`, nothing is scaled.
 
 A preset has the rule of its library, but not its defects. The following are not
-reproduced; each shows in the traces, or in a test that `test_user_reports.py` lists:
+reproduced; each shows in the traces, or in a test:
 
 ===================================  ==================================================
 library                              defect, and where it shows

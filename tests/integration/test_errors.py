@@ -50,13 +50,9 @@ def flax_state(**kwargs):
 CASES = {
     # factors that are 1, on the wrong side of it, or no numbers
     "growth is 1": (lambda: DYNAMIC(growth_factor=1), ValueError, r"growth_factor=.*above 1.*1\.0.*2\.0"),
-    "growth shrinks": (lambda: DYNAMIC(growth_factor=0.5), ValueError, r"growth_factor.*0\.5"),
-    "growth is inf": (lambda: DYNAMIC(growth_factor=np.inf), ValueError, r"growth_factor.*inf"),
     "growth is text": (lambda: DYNAMIC(growth_factor="2"), TypeError, r"growth_factor.*'2'.*str"),
     "backoff is 1": (lambda: DYNAMIC(backoff_factor=1), ValueError, r"backoff_factor.*1\.0.*0\.5"),
-    "backoff grows": (lambda: DYNAMIC(backoff_factor=2), ValueError, r"backoff_factor.*2\.0"),
     "backoff is 0": (lambda: DYNAMIC(backoff_factor=0), ValueError, r"backoff_factor.*0\.0"),
-    "backoff is negative": (lambda: DYNAMIC(backoff_factor=-1), ValueError, r"backoff_factor.*-1"),
     "backoff is NaN": (lambda: DYNAMIC(backoff_factor=np.nan), ValueError, r"backoff_factor.*nan"),
     # counts
     "interval is 0": (lambda: DYNAMIC(growth_interval=0), ValueError, r"growth_interval.*at least 1.*0"),
@@ -67,39 +63,26 @@ CASES = {
     # bounds
     "bounds unordered": (lambda: DYNAMIC(min_scale=8, max_scale=4), ValueError, r"min_scale <= init_scale <= max_scale.*8\.0.*4\.0"),
     "init below min": (lambda: DYNAMIC(init_scale=0.5), ValueError, r"min_scale <= init_scale.*0\.5"),
-    "max is inf": (lambda: DYNAMIC(max_scale=np.inf), ValueError, r"max_scale.*inf"),
     "max beyond float32": (lambda: DYNAMIC(max_scale=1e39), ValueError, r"max_scale.*normal range.*1e\+39"),
     "min is 0": (lambda: DYNAMIC(min_scale=0), ValueError, r"min_scale.*normal range.*0\.0"),
-    "min is subnormal": (lambda: DYNAMIC(min_scale=1e-39), ValueError, r"min_scale.*1e-39"),
-    "init is NaN": (lambda: DYNAMIC(init_scale=np.nan), ValueError, r"init_scale.*nan"),
-    "init is a bool": (lambda: DYNAMIC(init_scale=True), ValueError, r"init_scale.*True"),
     "init is an array": (lambda: DYNAMIC(init_scale=jnp.ones(())), TypeError, r"init_scale.*Array"),
-    "positional": (lambda: DYNAMIC(8.0), TypeError, r"positional"),
     # fixed scales
     "fixed below 1": (lambda: jaxscale.FixedLossScale(0.5), ValueError, r"loss_scale=.*at least 1.*0\.5"),
-    "fixed NaN": (lambda: jaxscale.FixedLossScale(np.nan), ValueError, r"loss_scale=.*nan"),
-    "fixed inf": (lambda: jaxscale.FixedLossScale(np.inf), ValueError, r"loss_scale=.*inf"),
     "fixed bool": (lambda: jaxscale.FixedLossScale(True), ValueError, r"loss_scale=.*True"),
-    "fixed text": (lambda: jaxscale.FixedLossScale("8"), TypeError, r"loss_scale=.*'8'"),
     # short forms
     "spec bool": (lambda: jaxscale.as_loss_scale(True), TypeError, r"True.*None.*number.*\"dynamic\".*LossScale"),
     "spec numpy bool": (lambda: jaxscale.as_loss_scale(np.bool_(True)), TypeError, r"True"),
     "spec text": (lambda: jaxscale.as_loss_scale("static"), ValueError, r"'static'.*\"dynamic\""),
     "spec array": (lambda: jaxscale.as_loss_scale(jnp.ones(())), TypeError, r"Array.*number"),
     "spec class": (lambda: jaxscale.as_loss_scale(DYNAMIC), TypeError, r"mean `DynamicLossScale\(\)`"),
-    "spec in the wrapper": (lambda: jaxscale.loss_scaled(SGD, -1), ValueError, r"-1"),
     # configurations
     "unknown key": (lambda: DYNAMIC.from_config({"init": 8}), TypeError, r"DynamicLossScale.*'init'"),
-    "bad value": (lambda: DYNAMIC.from_config({"init_scale": 0}), ValueError, r"init_scale"),
     "base class": (lambda: jaxscale.LossScale.from_config({}), TypeError, r"abstract class LossScale"),
     # verdicts and trees
     "gradients for the largest": (lambda: DYNAMIC().adjust(STATE, True, {"w": W}), TypeError, r"`DynamicLossScale\.adjust\(largest=.*scalar, .*got dict.*`update"),
-    "a leaf for the largest": (lambda: DYNAMIC().adjust(STATE, True, W), TypeError, r"largest=.*got float32\["),
     "verdict is no bool": (lambda: DYNAMIC().adjust(STATE, 1.0), TypeError, r"adjust\(grads_finite.*float.*all_finite"),
     "verdict is no scalar": (lambda: DYNAMIC().adjust(STATE, jnp.array([True])), TypeError, r"bool\[1\]"),
-    "fixed checks too": (lambda: jaxscale.FixedLossScale(8).adjust(STATE, W), TypeError, r"FixedLossScale.adjust.*float32\[2\]"),
     "predicate is an int": (lambda: jaxscale.tree_where(1, W, W), TypeError, r"tree_where\(pred.*int"),
-    "predicate is no scalar": (lambda: jaxscale.tree_where(W > 0, W, W), TypeError, r"pred.*bool\[2\]"),
     "other structure": (lambda: jaxscale.tree_where(True, {"a": 1, "b": 2}, {"a": 1, "c": 2}), ValueError, r"first: \['b'\].*second: \['c'\]"),
     "other shape": (lambda: jaxscale.tree_where(True, {"a": W}, {"a": jnp.ones(3)}), ValueError, r"shapes.*\['a'\].*\(2,\).*\(3,\)"),
     "other dtype": (lambda: jaxscale.tree_where(True, W, W.astype(jnp.float16)), TypeError, r"dtypes.*float32.*float16"),
@@ -107,60 +90,45 @@ CASES = {
     "a number that would wrap": (lambda: jaxscale.tree_where(True, jnp.uint8(3), -1), TypeError, r"tree_where.*the root is -1.*uint8"),
     "a weak float for an integer": (lambda: jaxscale.tree_where(True, jnp.asarray(2.0), jnp.int32(3)), TypeError, r"dtypes.*the root.*float32.*int32"),
     "other type": (lambda: jaxscale.tree_where(True, {"d": jnp.float16}, {"d": jnp.float32}), TypeError, r"not arrays.*\['d'\].*float16.*float32"),
-    "other text": (lambda: jaxscale.tree_where(True, ["a"], ["b"]), TypeError, r"\[0\].*a.*b"),
     # what a scale is looked for in
     "no scale": (lambda: jaxscale.value_and_grad(jnp.sum, optax.adam(0.1).init(W)), ValueError, r"value_and_grad.*exactly one.*none in ScaleByAdamState at \[0\].*loss_scaled"),
     "no scale at all": (lambda: jaxscale.grad(jnp.sum, None), ValueError, r"grad.*none in the NoneType"),
     "empty tree": (lambda: jaxscale.grad(jnp.sum, ()), ValueError, r"an empty tree"),
     "a policy": (lambda: jaxscale.grad(jnp.sum, DYNAMIC()), ValueError, r"none in the DynamicLossScale.*`init`"),
-    "several scales": (lambda: jaxscale.value_and_grad(jnp.sum, [STATE, {"g": OPT_STATE}]), ValueError, r"exactly one.*got 2, at \[0\], \[1\]\['g'\]\. Pass the one"),
-    "the optimizer": (lambda: jaxscale.value_and_grad(jnp.sum, TX), ValueError, r"GradientTransformationExtraArgs.*`init`"),
     "swapped": (lambda: jaxscale.value_and_grad(STATE, jnp.sum), ValueError, r"function to differentiate comes first"),
-    "metrics of nothing": (lambda: jaxscale.metrics(W), ValueError, r"metrics.*none"),
     "check of nothing": (lambda: jaxscale.check(STATE), ValueError, r"check.*LossScaledState.*none"),
     "check under jit": (lambda: jax.jit(lambda s: jaxscale.check(s))(OPT_STATE), TypeError, r"check.*jit.*metrics"),
     "metrics of a bare optimizer of NNX": (lambda: jaxscale.metrics(nnx.state(nnx.Optimizer(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param))), ValueError, r"metrics.*none in .*at \['opt_state'\].*Wrap the optimizer"),
-    "metrics of optax's state": (lambda: jaxscale.metrics(optax.adam(0.1).init(W)), ValueError, r"metrics.*none in ScaleByAdamState at \[0\].*loss_scaled"),
     "check of optax's state": (lambda: jaxscale.check(optax.adam(0.1).init(W)), ValueError, r"check.*none in ScaleByAdamState at \[0\].*loss_scaled"),
     # what differentiates
     "gradients alone": (lambda: jaxscale.value_and_grad(jnp.sum, STATE, transform=jax.grad)(W), TypeError, r"value_and_grad\(transform=.*\(loss, grads\).*got gradients alone.*Pass `jax.value_and_grad`"),
     "gradients of a pair alone": (lambda: jaxscale.value_and_grad(lambda w: jnp.sum(w[0] * w[1][0] * w[1][1]), STATE, transform=jax.grad)((W, (W, W))), TypeError, r"value_and_grad\(transform=.*got gradients alone"),
     "gradients alone, at a scale of 1": (lambda: jaxscale.value_and_grad(jnp.sum, NOOP, transform=jax.grad)(W), TypeError, r"value_and_grad\(transform=.*got gradients alone"),
     "gradients with the loss": (lambda: jaxscale.grad(jnp.sum, STATE, transform=jax.value_and_grad)(W), TypeError, r"`grad\(transform=.*got the loss as well.*Pass `jax.grad`, or call `jaxscale.value_and_grad`"),
-    "gradients with the loss, and an output": (lambda: jaxscale.grad(lambda w: (jnp.sum(w), W), NOOP, transform=jax.value_and_grad, has_aux=True)(W), TypeError, r"`grad\(transform=.*got the loss as well"),
     "another transform": (lambda: jaxscale.grad(jnp.sum, STATE, transform=lambda f, has_aux: lambda w: W)(W), TypeError, r"`grad\(transform=.*differentiate as `jax.grad`.*got ArrayImpl"),
-    "another transform, with the loss": (lambda: jaxscale.value_and_grad(jnp.sum, STATE, transform=lambda f, has_aux: lambda w: W)(W), TypeError, r"value_and_grad\(transform=.*got ArrayImpl"),
     "traced gradients alone": (lambda: diagnostics.trace(jnp.sum, STATE, transform=jax.grad)(W), TypeError, r"trace\(transform=.*got gradients alone"),
     # losses
     "loss is no scalar": (lambda: jaxscale.grad(lambda w: w, STATE)(W), TypeError, r"grad\(fun\).*float32\[2\].*mean"),
     "loss is an integer": (lambda: jaxscale.value_and_grad(lambda w: jnp.int32(1), STATE)(W), TypeError, r"int32\[\]"),
-    "loss is complex": (lambda: jaxscale.grad(lambda w: jnp.sum(w) * 1j, STATE)(W.astype(jnp.complex64)), TypeError, r"complex64\[\]"),
     "loss is a pair": (lambda: jaxscale.grad(lambda w: (jnp.sum(w), w), STATE)(W), TypeError, r"tuple.*has_aux=True"),
     "loss is missing": (lambda: jaxscale.grad(lambda w: None, STATE)(W), TypeError, r"NoneType"),
     "aux is missing": (lambda: jaxscale.grad(jnp.sum, STATE, has_aux=True)(W), TypeError, r"has_aux=True.*pair"),
     # the wrapper
     "inner is a number": (lambda: jaxscale.loss_scaled(0.1), TypeError, r"inner.*0\.1.*optax\.adam"),
-    "inner is not called": (lambda: jaxscale.loss_scaled(optax.adam), TypeError, r"inner.*optax\.adam"),
     "a state without a scale under a fixed one": (lambda: jaxscale.loss_scaled(SGD, 8).update(W, SKIPPING.init(W), W), TypeError, r"another optimizer: its scaling is a UnitLossScaleState.*FixedLossScale"),
-    "a state with a scale where there is none": (lambda: SKIPPING.update(W, OPT_STATE, W), TypeError, r"another optimizer: its scaling is a LossScaleState.*NoOpLossScale"),
     "a population without vmap": (lambda: TX.update({"w": jnp.ones((4, 2))}, jax.vmap(lambda _: OPT_STATE)(jnp.arange(4)), {"w": W}), ValueError, r"update\(state=.*shape \(4,\): call it under `jax.vmap`"),
     "a text as the loss": (lambda: TX.update({"w": W}, OPT_STATE, value="1.0"), TypeError, r"value=.*one number, got '1.0'"),
-    "a type as the loss": (lambda: TX.update({"w": W}, OPT_STATE, value=np.float32), TypeError, r"value=.*one number, got"),
     "a type as a verdict": (lambda: jaxscale.tree_where(np.bool_, W, W), TypeError, r"tree_where\(pred=.*scalar bool, got type"),
-    "a function that returns a type": (lambda: jaxscale.grad(lambda w: jnp.float32, OPT_STATE)(W), TypeError, r"must return a floating scalar"),
     "arguments swapped": (lambda: jaxscale.apply_gradients(TX, W, {"w": W}, OPT_STATE), TypeError, r"apply_gradients\(opt_state=.*got dict.*order of arguments is \(tx, grads, opt_state, par"),
     "arguments of update swapped": (lambda: TX.update(W, {"w": W}, OPT_STATE), TypeError, r"state=.*LossScaledState.*dict.*\(grads, opt_state, params\)"),
-    "parameters for a state": (lambda: jaxscale.apply_gradients(TX, W, W, W), TypeError, r"apply_gradients\(opt_state=.*LossScaledState.*Array.*\(tx, grads, opt_state, params\)"),
     "keep is a tree": (lambda: jaxscale.apply_gradients(TX, W, OPT_STATE, W, keep={"new": W}), TypeError, r"apply_gradients\(keep=.*a pair \(new, old\), got dict"),
     "keep of two shapes": (lambda: jaxscale.apply_gradients(TX, W, OPT_STATE, W, keep=(W, W[0])), ValueError, r"apply_gradients\(keep=\.\.\.\)` needs leaves of equal shapes"),
     # the whole step, from what is known without tracing on
     "step: arguments swapped": (lambda: jaxscale.train_step(TX, jnp.sum), TypeError, r"train_step\(loss_fn\).*a function that returns the loss, got GradientTransf"),
     "step: optimizer is not called": (lambda: jaxscale.train_step(jnp.sum, optax.adamw), TypeError, r"train_step\(tx, .*got <function adamw.*as in `optax\.adamw\(1e-3\)`"),
     "step: retries below 0": (lambda: jaxscale.train_step(jnp.sum, TX, retries=-1), ValueError, r"train_step\(retries=.*at least 0, got -1"),
-    "step: retries of a bool": (lambda: jaxscale.train_step(jnp.sum, TX, retries=True), ValueError, r"train_step\(retries=.*got True.*passes"),
     "step: retries of a bare optimizer": (lambda: jaxscale.train_step(jnp.sum, SGD, retries=1), ValueError, r"train_step\(retries=1\).*needs a loss scale.*another optimizer.*loss_scaled\(tx\)"),
     "step: retries at a fixed scale": (lambda: jaxscale.train_step(jnp.sum, jaxscale.loss_scaled(SGD, 8), retries=1), ValueError, r"train_step\(retries=1\).*can be lowered, got one with a FixedLossScale"),
-    "step: retries inside of a chain": (lambda: jaxscale.train_step(jnp.sum, optax.chain(TX), retries=1), ValueError, r"train_step\(retries=1\).*outermost"),
     "step: has_state is a number": (lambda: jaxscale.train_step(jnp.sum, TX, has_state=1), ValueError, r"train_step\(has_state=.*False, True, got 1"),
     "step: argnums": (lambda: jaxscale.train_step(jnp.sum, TX, argnums=(0, 1)), ValueError, r"train_step\(argnums=\(0, 1\)\).*first argument.*one tree"),
     "step: a TrainState": (lambda: jaxscale.train_step(never_traced, TX)({"w": W}, flax_state()), TypeError, r"train_step\(\.\.\.\)\(opt_state=.*TrainState.*Pass its `opt_state`"),
@@ -175,7 +143,6 @@ CASES = {
     "step: no batch, in autocast": (lambda: jaxscale.train_step(jaxscale.autocast(two), TX)(W, OPT_STATE), TypeError, r"train_step\(loss_fn\)`: `loss_fn` takes \(w, x\): missing a required argument: 'x'"),
     "step: no batch, compiled": (lambda: jaxscale.train_step(eqx.filter_jit(jax.jit(two)), TX)(W, OPT_STATE), TypeError, r"train_step\(loss_fn\)`: `loss_fn` takes \(w, x\): missing a required argument: 'x'"),
     "step: an optimizer with a line search": (lambda: jaxscale.train_step(jnp.sum, LBFGS)(W, LBFGS.init(W)), TypeError, r"`tx\.update` needs.*'grad' and 'value_fn'.*`train_step` gives it the loss.*write the loop.*apply_gradients"),
-    "step: a bare optimizer with a line search": (lambda: bare_step(jnp.sum, optax.lbfgs())(W, optax.lbfgs().init(W)), TypeError, r"`tx\.update` needs.*'grad' and 'value_fn'.*write the loop"),
     "step: an optimizer with gradients of its own": (lambda: jaxscale.train_step(jnp.sum, SAM)(W, SAM.init(W)), ValueError, r"`tx\.update` needs.*grad_fn must be provided.*write the loop"),
     "step: the state of another policy": (lambda: jaxscale.train_step(never_traced, SKIPPING)(W, OPT_STATE), TypeError, r"train_step\(\.\.\.\)\(opt_state=.*another optimizer.*LossScaleState.*NoOpLossScale"),
     "step: a wrapped state of a bare optimizer": (lambda: bare_step(never_traced, SGD)(W, OPT_STATE), TypeError, r"train_step\(\.\.\.\)\(opt_state=.*`tx` is a bare optimizer.*inner_state"),
@@ -184,16 +151,12 @@ CASES = {
     "step: an output that is not asked for": (lambda: jaxscale.train_step(lambda w: (jnp.sum(w), {"w": w}), TX)(W, OPT_STATE), TypeError, r"train_step\(loss_fn\).*must return a loss, got \(an array, dict\).*has_aux.*has_state"),
     "step: state and output in a row": (lambda: jaxscale.train_step(lambda w, s: (jnp.sum(w), s, w), TX, has_state=True, has_aux=True)(W, OPT_STATE, W), TypeError, r"has_state=True, has_aux=True.*return \(loss, \(state, aux\)\), got \(an array, an array"),
     "step: a state that changes its shape": (lambda: jaxscale.train_step(lambda w, s: (jnp.sum(w), w[:1]), TX, has_state=True)(W, OPT_STATE, W), ValueError, r"train_step\(has_state=True\)` needs leaves of equal shapes.*\(1,\) and \(2,\)"),
-    "step: a state that changes its dtype": (lambda: jaxscale.train_step(lambda w, s: (jnp.sum(w), s + 1.5), TX, has_state=True)(W, OPT_STATE, jnp.array(3)), TypeError, r"train_step\(has_state=True\)` needs leaves of equal dtypes.*float32 and int32.*Cast"),
-    "keep of two dtypes": (lambda: jaxscale.apply_gradients(TX, W, OPT_STATE, W, keep=(jnp.array(1.5), jnp.array(3))), TypeError, r"apply_gradients\(keep=\.\.\.\)` needs leaves of equal dtypes.*float32 and int32"),
     "hook: no function": (lambda: jaxscale.train_step(jnp.sum, TX, on_grads="data"), TypeError, r"train_step\(on_grads=\.\.\.\)` must be a function.*got str"),
-    "hook: no function after": (lambda: jaxscale.train_step(jnp.sum, TX, has_state=True, after=0.99), TypeError, r"train_step\(after=\.\.\.\)` must be a function.*got float"),
     "hook: no state": (lambda: jaxscale.train_step(jnp.sum, TX, after=never_traced), ValueError, r"train_step\(after=\.\.\.\)` needs has_state=True"),
     "hook: nothing returned": (lambda: jaxscale.train_step(jnp.sum, TX, on_grads=lambda g: None)(W, OPT_STATE), ValueError, r"train_step\(on_grads=.*gradients like those that it got, .*returned PyTreeDef\(None\).*all"),
     "hook: a norm in the place of the gradients": (lambda: jaxscale.train_step(jnp.sum, TX, on_grads=jnp.linalg.norm)(W, OPT_STATE), ValueError, r"train_step\(on_grads=.*at the root it got the shape \(2,\).*returned \(\)"),
     "hook: gradients in half precision": (lambda: jaxscale.train_step(jnp.sum, TX, on_grads=lambda g: g.astype("float16"))(W, OPT_STATE), TypeError, r"train_step\(on_grads=.*got float32 and returned float16.*Cast"),
     "hook: another structure after": (lambda: jaxscale.train_step(lambda w, s: (jnp.sum(w), s), TX, has_state=True, after=lambda p, s: (s, p))(W, OPT_STATE, W), ValueError, r"train_step\(after=\.\.\.\)` needs two trees of one structure"),
-    "hook: another dtype after": (lambda: jaxscale.train_step(lambda w, s: (jnp.sum(w), s), TX, has_state=True, after=lambda p, s: s.astype("float16"))(W, OPT_STATE, W), TypeError, r"train_step\(after=\.\.\.\)` needs leaves of equal dtypes"),
     "step: an argument of the optimizer": (lambda: jaxscale.train_step(jnp.sum, TX, axis_name="batch"), TypeError, r"train_step\(\.\.\.\).*`value_and_grad`.*'axis_name'.*go to `jaxscale\.loss_scaled`"),
     "step: a TrainState for parameters": (lambda: jaxscale.train_step(never_traced, TX)(flax_state(), W), TypeError, r"train_step\(\.\.\.\)\(params, .*TrainState.*Use `jaxscale\.flax\.train_step`"),
     "step: an Equinox module": (lambda: jaxscale.train_step(never_traced, TX)({"w": W, "f": jnp.sin}, OPT_STATE), TypeError, r"train_step\(\.\.\.\)\(params, .*not arrays, such as.*transform=eqx\.filter_value_and_grad"),
@@ -202,11 +165,9 @@ CASES = {
     "step: a loss with a shape": (lambda: jaxscale.train_step(lambda w: w, TX)(W, OPT_STATE), TypeError, r"train_step\(loss_fn\)`: `loss_fn` must return a floating scalar, got float32\[2\]"),
     "step: a transform without the loss": (lambda: jaxscale.train_step(jnp.sum, TX, transform=jax.grad)(W, OPT_STATE), TypeError, r"train_step\(transform=.*gradients alone\. Pass `jax\.value_and_grad`"),
     "value with aux": (lambda: TX.update(W, OPT_STATE, W, value=(W[0], W)), TypeError, r"value=.*one number.*\(\(\), \(2,\)\).*has_aux"),
-    "value is a batch": (lambda: TX.update(W, OPT_STATE, W, value=W), TypeError, r"value=.*one number.*\(2,\)"),
     "wrapped twice": (lambda: jaxscale.loss_scaled(TX), TypeError, r"loss_scaled\(inner\).*DynamicLossScale.*wrap once"),
     "wrapped deeper": (lambda: jaxscale.loss_scaled(optax.chain(SKIPPING)).init(W), ValueError, r"LossScaledState.*at \[0\].*wrap once"),
     # states and values of something else
-    "state of another scale": (lambda: TX.update(W, SKIPPING.init(W), W), TypeError, r"update\(state=.*UnitLossScaleState.*DynamicLossScale is a LossScaleState.*_replace\(inner_state="),
     "state of another scale, with a window": (lambda: jaxscale.multi_steps(TX, 2).update(W, WINDOW.init(W), W), TypeError, r"update\(state=.*UnitLossScaleState.*DynamicLossScale is a LossScaleState"),
     "state of optax": (lambda: jaxscale.loss_scaled(optax.adam(0.1)).update(W, optax.adam(0.1).init(W), W), TypeError, r"update\(state=.*got tuple.*`tx\.init\(params\)\._replace\(inner_state=state\)`"),
     "wrapped state of a bare optimizer": (lambda: jaxscale.apply_gradients(SGD, W, OPT_STATE, W), TypeError, r"apply_gradients\(opt_state=.*is a `LossScaledState`.*bare.*Pass.*loss_scaled.*inner_state"),
@@ -247,8 +208,6 @@ OWN = {
     "tolerance": presets.fairseq(),
     "logmax": presets.openseq2seq_logmax(),
     "adaptive": jaxscale.AdaptiveLossScale(),
-    "gradual": presets.chainer(),
-    "window": presets.WindowLossScale(),
 }
 GRADS = {"w": W}
 TRUE = jnp.array(True)
@@ -265,19 +224,20 @@ def test_a_policy_says_what_its_state_is(policy):
     taken_over = r"from_state_dict\(policy\.init\(\), jaxscale\.to_state_dict\(state\)\)"
     members = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), state)
     alone = rf"`{kind}\.\w+\(state=.*has shape \(4,\): call it under `jax\.vmap`"
-    with_scaling = r"got LossScaledState.*Pass `opt_state\.scaling`, or call `tx\.update`"
+    with_scaling = r"got \w+\. Pass `opt_state\.scaling`, or call `tx\.update`"
     swapped = rf"`{kind}\.update\(state=.*, got dict\. The order .* is \(state, grads\)"
     for call, error, message in [
         (lambda: policy.update(OPT_STATE, GRADS), TypeError, rf"{kind}\.update.*{with_scaling}"),
-        (lambda: policy.adjust(OPT_STATE, TRUE), TypeError, rf"{kind}\.adjust.*{with_scaling}"),
+        (lambda: policy.adjust(flax_state(), TRUE), TypeError, rf"{kind}\.adjust.*{with_scaling}"),
         (lambda: policy.update(GRADS, state), TypeError, swapped),
         (lambda: policy.update(GRADS, OPT_STATE), TypeError, swapped),
         (lambda: policy.update(other, GRADS), TypeError, rf"{expected} {type(other).__name__}.*"),
-        (lambda: policy.adjust(other, TRUE), TypeError, rf"{expected}.*{taken_over}"),
-        (lambda: policy.adjust(None, TRUE), TypeError, rf"{expected} NoneType.*`init`"),
-        (lambda: policy.adjust(flax_state(), TRUE), TypeError, r"TrainState.*opt_state\.scaling"),
+        (
+            lambda: policy.adjust(None, TRUE),
+            TypeError,
+            rf"{expected} NoneType.*`init`.*{taken_over}",
+        ),
         (lambda: policy.update(members, GRADS), ValueError, alone),
-        (lambda: policy.adjust(members, TRUE), ValueError, alone),
         (lambda: jax.jit(policy.adjust)(members, TRUE), ValueError, alone),
     ]:
         with pytest.raises(error, match=message):
@@ -298,12 +258,6 @@ def test_a_population_is_scaled_under_vmap_alone(call):
     with pytest.raises(ValueError, match=rf"`{call}\(.*shape \(4,\): call it under `jax\.vmap`"):
         calls[call](*members)
     assert jax.vmap(calls[call])(*members).shape == (4, 2)
-
-
-@pytest.mark.standard_promotion
-def test_errors_of_a_filtered_transform_are_the_same():
-    with pytest.raises(TypeError, match="floating scalar"):
-        jaxscale.grad(lambda w: w, STATE, transform=eqx.filter_grad)(W)
 
 
 @pytest.mark.standard_promotion

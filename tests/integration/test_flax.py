@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training import train_state
-from tables import BAD, INNERS, PARAMS, assert_same_bits, avals, cases, gradients, spoiled
+from tables import INNERS, PARAMS, assert_same_bits, avals, cases, gradients, spoiled
 
 import jaxscale
 import jaxscale.flax
@@ -15,7 +15,6 @@ import jaxscale.flax
 pytestmark = pytest.mark.standard_promotion
 
 GOOD = gradients(0, 4)
-OWG = "_overwrite_with_gradient"
 
 
 class State(jaxscale.flax.TrainState):
@@ -24,16 +23,15 @@ class State(jaxscale.flax.TrainState):
     key: jax.Array
 
 
-def create(cls=State, params=PARAMS, inner="adam", **kwargs):
-    params = jax.tree.map(jnp.copy, params)  # as tests donate them
-    if cls is State:
-        kwargs = {
-            "batch_stats": {"mean": jnp.zeros(2), "count": jnp.array(3)},
-            "ema": jax.tree.map(jnp.copy, params),
-            "key": jax.random.key(0),
-        } | kwargs
+def create(cls=State, inner="adam"):
+    params = jax.tree.map(jnp.copy, PARAMS)  # as tests donate them
+    fields = {
+        "batch_stats": {"mean": jnp.zeros(2), "count": jnp.array(3)},
+        "ema": jax.tree.map(jnp.copy, params),
+        "key": jax.random.key(0),
+    }
     tx = jaxscale.loss_scaled(INNERS[inner])
-    return cls.create(apply_fn=None, params=params, tx=tx, **kwargs)
+    return cls.create(apply_fn=None, params=params, tx=tx, **(fields if cls is State else {}))
 
 
 def advance(state, grads, **kwargs):
@@ -46,12 +44,11 @@ def advance(state, grads, **kwargs):
     )
 
 
-@cases("bad", BAD, fast=["inf"])
-def test_a_skipped_step_keeps_every_replaced_field(bad):
+def test_a_skipped_step_keeps_every_replaced_field():
     state, step = create(), jax.jit(advance)
     state = step(state, GOOD[0])
     assert (state.step, state.batch_stats["count"]) == (1, 4)
-    kept = step(state, spoiled(GOOD[1], BAD[bad]))
+    kept = step(state, spoiled(GOOD[1], jnp.inf))
     now = kept.replace(opt_state=kept.opt_state.inner_state)
     assert_same_bits(now, state.replace(opt_state=state.opt_state.inner_state))
     assert (kept.opt_state.total_notfinite, kept.opt_state.total_steps) == (1, 2)
@@ -94,18 +91,17 @@ def test_value_and_extra_arguments_are_forwarded():
     assert (state.step, state.opt_state.total_notfinite_loss) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "error"),
-    [
-        ("batch_stats", {"mean": jnp.zeros(2)}, ValueError),
-        ("batch_stats", {"mean": jnp.zeros(3), "count": jnp.array(0)}, ValueError),
-        ("batch_stats", {"mean": jnp.zeros(2, jnp.float16), "count": jnp.array(0)}, TypeError),
-        ("ema", None, ValueError),
-    ],
-)
-def test_a_field_that_changes_its_shape_is_named(field, value, error):
-    with pytest.raises(error, match=rf"TrainState.apply_gradients\({field}=\.\.\.\)"):
-        create().apply_gradients(grads=GOOD[0], **{field: value})
+OTHER_FIELDS = [
+    ("batch_stats", {"mean": jnp.zeros(2)}, ValueError),
+    ("batch_stats", {"mean": jnp.zeros(3), "count": jnp.array(0)}, ValueError),
+    ("batch_stats", {"mean": jnp.zeros(2, jnp.float16), "count": jnp.array(0)}, TypeError),
+]
+
+
+def test_a_field_that_changes_its_shape_is_named():
+    for field, value, error in OTHER_FIELDS:
+        with pytest.raises(error, match=rf"TrainState.apply_gradients\({field}=\.\.\.\)"):
+            create().apply_gradients(grads=GOOD[0], **{field: value})
 
 
 # The whole step
@@ -147,11 +143,9 @@ def test_fields_and_outputs_are_returned_and_types_never_change():
 
 
 STEP_ERRORS = {
-    "no batch": (lambda: jaxscale.flax.train_step(train_loss, has_state=True)(create()), TypeError, r"flax\.train_step\(loss_fn\)`: `loss_fn` takes \(params, fields, x\): missing.*\(dict, d"),
     "an optimizer of other parameters": (lambda: jaxscale.flax.train_step(train_loss, has_state=True)(create().replace(params=PARAMS | {"w": jnp.ones(5)}), FINE), ValueError, r"flax\.train_step\(\.\.\.\)\(state\.opt_state=.*other parameters.*\(5,\) at .*got .*\(3"),
     "a hook that returns a field": (lambda: jaxscale.flax.train_step(lambda p, x: jnp.sum(p["w"]), after=lambda state: state.ema)(create(), FINE), TypeError, r"flax\.train_step\(after=\.\.\.\)`.*`TrainState` that it got.*got dict.*state\.replace"),
     "a hook that changes a shape": (lambda: jaxscale.flax.train_step(lambda p, x: jnp.sum(p["w"]), after=lambda state: state.replace(ema=jnp.ones(3)))(create(), FINE), ValueError, r"flax\.train_step\(after=\.\.\.\)` needs two trees.*\['ema'\]"),
-    "a hook that is not a function": (lambda: jaxscale.flax.train_step(train_loss, after=3), TypeError, r"flax\.train_step\(after=\.\.\.\)` must be a function.*got int"),
     "Flax's own": (lambda: jaxscale.flax.train_step(train_loss)(train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=jaxscale.loss_scaled(optax.sgd(0.1))), FINE), TypeError, r"flax\.train_step.*`jaxscale\.flax\.TrainState`, got TrainState.*Flax's own"),
     "a state of an optimizer": (lambda: jaxscale.flax.train_step(train_loss)(create().opt_state, FINE), TypeError, r"flax\.train_step.*got LossScaledState"),
     "an unknown field": (lambda: jaxscale.flax.train_step(lambda p, f, x: (train_loss(p, f, x)[0], {"stats": 1}), has_state=True)(create(), FINE), ValueError, r"flax\.train_step\(loss_fn, has_state=True\).*got stats among.*: batch_stats, ema, key\."),
@@ -159,10 +153,7 @@ STEP_ERRORS = {
     "a field of another dtype": (lambda: jaxscale.flax.train_step(lambda p, f, x: (train_loss(p, f, x)[0], {"batch_stats": f["batch_stats"] | {"count": jnp.array(4.0)}}), has_state=True)(create(), FINE), TypeError, r"flax\.train_step\(batch_stats=.*equal dtypes.*count"),
     "a field that is always replaced and not returned": (lambda: jaxscale.flax.train_step(lambda p, f, x: (train_loss(p, f, x)[0], {}), has_state=True, always_replace=("key",))(create(), FINE), ValueError, r"flax\.train_step\(always_replace=\.\.\.\)` got key among.*`loss_fn` must return"),
     "fields to replace, and no state": (lambda: jaxscale.flax.train_step(train_loss, always_replace=("key",)), ValueError, r"flax\.train_step\(always_replace=\('key',\)\)` needs has_state=True"),
-    "an argument of the optimizer": (lambda: jaxscale.flax.train_step(train_loss, axis_name="batch"), TypeError, r"flax\.train_step.*`value_and_grad`.*axis_name.*go to `jaxscale\.loss_scaled`"),
-    "a field of another shape": (lambda: jaxscale.flax.train_step(lambda p, f, x: (train_loss(p, f, x)[0], {"ema": jnp.ones(3)}), has_state=True)(create(), FINE), ValueError, r"flax\.train_step\(ema=\.\.\.\)"),
     "no fields": (lambda: jaxscale.flax.train_step(lambda p, f, x: train_loss(p, f, x)[0], has_state=True)(create(), FINE), TypeError, r"flax\.train_step\(loss_fn, has_state=True\).*\(loss, state\), got an array"),
-    "fields that are not named": (lambda: jaxscale.flax.train_step(train_loss, has_state=True, always_replace="key"), TypeError, r"flax\.train_step\(always_replace=.*\('key',\)"),
     "retries without a scale": (lambda: jaxscale.flax.train_step(train_loss, retries=1)(create().replace(tx=jaxscale.skip_nonfinite(optax.sgd(0.1))), FINE), ValueError, r"flax\.train_step\(retries=1\).*loss scale that can be lowered.*NoOpLossScale"),
 }  # fmt: skip
 

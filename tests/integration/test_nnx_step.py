@@ -1,6 +1,5 @@
 """The training step for Flax NNX: a skipped step leaves no trace in the model."""
 
-import itertools
 import warnings
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tables import BAD, assert_close, assert_same_bits, cases
+from tables import assert_close, assert_same_bits, cases
 
 import jaxscale
 import jaxscale.nnx
@@ -93,20 +92,19 @@ def batches(bad=jnp.inf):
 
 JITS = {
     "eager": lambda step: step,
-    "jit": nnx.jit,
     "donated": lambda step: nnx.jit(step, donate_argnums=(0, 1)),
     "inside": lambda step: nnx.jit(lambda model, optimizer, x: step(model, optimizer, x)),
 }
 
 
-@cases("bad, way", itertools.product(BAD, JITS), fast=[("nan", "donated")])
-def test_it_is_the_step_by_hand_and_a_bad_batch_leaves_no_trace_but_noise(bad, way):
+@cases("way", JITS, fast=["donated"])
+def test_it_is_the_step_by_hand_and_a_bad_batch_leaves_no_trace_but_noise(way):
     ours, hand = (created(model=Network(nnx.Rngs(0))) for _ in range(2))
     step = JITS[way](jaxscale.nnx.train_step(loss_fn))
     expected = by_hand if way == "eager" else nnx.jit(by_hand)
     # Bit for bit where each operation runs by itself; two programs may round differently.
     same = assert_same_bits if way == "eager" else assert_close
-    for i, batch in enumerate(batches(BAD[bad])[1:4]):
+    for i, batch in enumerate(batches(jnp.nan)[1:4]):
         before = state_of(*ours, nnx.Not(nnx.RngState))[0]
         loss = step(*ours, batch)
         same((loss, *state_of(*ours)), (expected(*hand, batch), *state_of(*hand)))
@@ -128,17 +126,17 @@ def test_objects_among_the_arguments_are_kept_too():
 
     model, optimizer = created()
     metric, count, rngs = nnx.metrics.Average(), Counter(jnp.array(0)), nnx.Rngs(7)
-    more = {"count": count, "rngs": rngs, "name": "as it is"}
     step = jaxscale.nnx.train_step(fun, has_aux=True)
-    noises = []
+    noises = set()
     for batch in batches():
+        more = {"count": count, "rngs": rngs, "name": "as it is"}
         loss, aux = step(model, optimizer, batch, metric, more=more)
-        noises.append(jax.random.key_data(aux["noise"]).tolist())
+        noises.add(tuple(jax.random.key_data(aux["noise"]).tolist()))
     assert aux["name"] == "as it is"
     assert (metric.count[...], count[...]) == (4, 4)
     assert jnp.isfinite(metric.total[...])
     assert jnp.isfinite(loss)
-    assert len(set(map(tuple, noises))) == len(noises)
+    assert len(noises) == len(batches())
 
 
 def test_what_is_kept_is_the_users_to_say():
@@ -167,24 +165,22 @@ def test_intermediates_come_out():
 def test_other_optimizers_apply_every_step():
     model, optimizer = created(optax.sgd(0.1))
     same, plain = created(optax.sgd(0.1))
-    step, found = jaxscale.nnx.train_step(loss_fn), []
-    for batch in batches(0.0):
-        loss, grads = nnx.value_and_grad(loss_fn)(same, batch)
-        plain.update(same, grads)
-        with warnings.catch_warnings(record=True) as new:
-            warnings.simplefilter("always")
+    step = jaxscale.nnx.train_step(loss_fn)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for batch in batches(0.0):
+            loss, grads = nnx.value_and_grad(loss_fn)(same, batch)
+            plain.update(same, grads)
             assert_same_bits(step(model, optimizer, batch), loss)
-        found += new
     assert_same_bits(state_of(model, optimizer), state_of(same, plain))
     step(model, optimizer, X * jnp.inf)
     assert np.isinf(model.mean[...]).any()
     # They are warned of once, unless one says that it is meant.
-    (only,) = found
+    (only,) = (each for each in found if "bare optimizer" in str(each.message))
     assert "`nnx.train_step`: `tx` is a bare optimizer" in str(only.message)
     assert only.filename == __file__
-    jaxscale.nnx.train_step(loss_fn)(
-        *created(jaxscale.loss_scaled(optax.sgd(0.1), None, skip_nonfinite=False)), X
-    )
+    meant = jaxscale.loss_scaled(optax.sgd(0.1), None, skip_nonfinite=False)
+    jaxscale.nnx.train_step(loss_fn)(*created(meant), X)
 
 
 TRAINED = {
@@ -221,7 +217,6 @@ WRAPPERS = {
     "dynamic": lambda inner: jaxscale.loss_scaled(inner, track_leaves=True),
     "adaptive": lambda inner: jaxscale.loss_scaled(inner, "adaptive"),
     "other states": lambda inner: jaxscale.loss_scaled(inner, jaxscale.presets.fairseq()),
-    "no scale": jaxscale.skip_nonfinite,
     "window": lambda inner: jaxscale.multi_steps(jaxscale.loss_scaled(inner), 2),
     "window of Optax": lambda inner: jaxscale.loss_scaled(optax.MultiSteps(inner, 2)),
 }
@@ -281,19 +276,14 @@ def grown(model):
 ERRORS = {
     "a hook that returns the model": (lambda: jaxscale.nnx.train_step(loss_fn, after=lambda model: model)(*created(), X), TypeError, r"nnx\.train_step\(after=\.\.\.\)` changes the model in place.*return None, got Model"),
     "a hook that adds a variable": (lambda: jaxscale.nnx.train_step(loss_fn, after=grown)(*created(), X), ValueError, r"nnx\.train_step\(after=\.\.\.\)` must keep the variables.*added or removed extra\. Make"),
-    "no function": (lambda: jaxscale.nnx.train_step(created()[0].w[...]), TypeError, r"nnx\.train_step\(loss_fn\).*function.*Array"),
     "the transformation": (lambda: jaxscale.nnx.train_step(loss_fn)(created()[0], calm(), X), TypeError, r"must be an `nnx\.Optimizer`.*GradientTransformation.*wrt="),
     "swapped": (lambda: jaxscale.nnx.train_step(loss_fn)(*created()[::-1], X), TypeError, r"nnx\.train_step\(\.\.\.\)\(model, optimizer.*got Model"),
     "an auxiliary output": (lambda: jaxscale.nnx.train_step(lambda m, x: (loss_fn(m, x), x))(*created(), X), TypeError, r"nnx\.train_step\(loss_fn\).*got \(an array, an array\)\. Pass has_aux=True.* the loss\."),
-    "state, which NNX models have themselves": (lambda: jaxscale.nnx.train_step(loss_fn, has_state=True), TypeError, r"nnx\.train_step.*`value_and_grad`.*has_state"),
     "compiled by JAX": (lambda: jax.jit(jaxscale.nnx.train_step(loss_fn))(*created(), X), TypeError, r"nnx\.train_step.*`nnx\.jit\(step\)` for `jax\.jit"),
     "the step for plain functions": (lambda: jaxscale.train_step(loss_fn, calm(), transform=nnx.value_and_grad), TypeError, r"train_step\(transform=.*Use `jaxscale\.nnx\.train_step`"),
-    "an optimizer of a model of other shapes": (lambda: jaxscale.nnx.train_step(loss_fn)(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), other(), X), ValueError, r"`nnx\.train_step\(\.\.\.\)\(optimizer=.*other parameters.*\(4,\) at .* \(5,\)\. Make"),
     "an optimizer of another model": (lambda: jaxscale.nnx.train_step(loss_fn)(created()[0], other(), X), ValueError, r"`nnx\.train_step\(\.\.\.\)\(optimizer=.*of another optimizer or of other parameters"),
     "what is not trained": (lambda: jaxscale.nnx.train_step(loss_fn, argnums=1)(*created(), X), ValueError, r"nnx\.train_step\(argnums=1\).*wrt=<class 'flax.*Param'>.*tx, wrt=nnx\.LoRAParam"),
-    "what another filter names": (lambda: jaxscale.nnx.train_step(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(*created(), X), ValueError, r"nnx\.train_step\(argnums=DiffState.*Leave `argnums` out"),
     "no batch": (lambda: jaxscale.nnx.train_step(loss_fn)(*created()), TypeError, r"nnx\.train_step\(loss_fn\)`: `loss_fn` takes \(model, x\): missing.*with \(Model\)"),
-    "retries below 0": (lambda: jaxscale.nnx.train_step(loss_fn, retries=-1), ValueError, r"nnx\.train_step\(retries=.*at least 0, got -1"),
     "retries without a scale": (lambda: jaxscale.nnx.train_step(loss_fn, retries=2)(*created(optax.sgd(0.1)), X), ValueError, r"nnx\.train_step\(retries=2\).*loss scale.*loss_scaled\(tx\)"),
 }  # fmt: skip
 

@@ -57,6 +57,11 @@ def test_check_is_silent_while_training_makes_progress():
     jaxscale.check({"opt": after(3)}, max_consecutive=3)
     recovered = TX.update(jnp.ones(3), after(9))[1]
     jaxscale.check(recovered, max_consecutive=0)
+    # By default a scale may come down all the way.
+    top = jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale(init_scale=2.0**24))
+    jaxscale.check(after(24, tx=top))
+    with pytest.raises(jaxscale.LossScaleStuckError, match="51 steps"):
+        jaxscale.check(jax.tree.map(np.asarray, after(51, tx=top)))
 
 
 # What is to blame when training is stuck: each cause, made on purpose, and what `check` says.
@@ -124,10 +129,8 @@ def test_the_right_cause_is_named(case):
     state = trained(tx, loss_fn, batches, pass_value)
     with pytest.raises(jaxscale.LossScaleStuckError) as error:
         jaxscale.check(state, tx=tx if pass_tx else None)
-    for words in says:
-        assert words in str(error.value)
-    for words in says_not:
-        assert words not in str(error.value)
+    assert not [words for words in says if words not in str(error.value)]
+    assert not [words for words in says_not if words in str(error.value)]
 
 
 @cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
@@ -170,11 +173,12 @@ BUSY = {
     "a retry": IDLE._replace(total_retries=COUNT),
     "fixed": idle(jaxscale.loss_scaled(optax.sgd(0.1), 2.0**24)),
     "adaptive": idle(jaxscale.loss_scaled(optax.sgd(1e-9), "adaptive")),
-    "none": idle(jaxscale.skip_nonfinite(optax.sgd(0.1))),
 }
 
 
 def test_a_scale_that_only_ever_grew_is_warned_of_once():
+    for state in BUSY.values():
+        jaxscale.check(state)  # a warning is an error here
     bad_loss = IDLE._replace(total_notfinite=COUNT, total_notfinite_loss=COUNT)
     several = jax.tree.map(lambda *leaves: np.stack(leaves), BUSY["lower"], IDLE)
     with warnings.catch_warnings(record=True) as found:
@@ -185,13 +189,6 @@ def test_a_scale_that_only_ever_grew_is_warned_of_once():
     assert only.filename == __file__
     for words in ("`jax.value_and_grad`", "train_step(loss_fn, tx)", "skip_nonfinite(tx)"):
         assert words in str(only.message)
-
-
-def test_one_that_may_be_of_use_is_not():
-    for policy in ("adaptive", 2.0**24):
-        jaxscale.check(after(1, jnp.ones(3), jaxscale.loss_scaled(optax.sgd(1e-9), policy)))
-    for state in BUSY.values():
-        jaxscale.check(state)  # a warning is an error here
 
 
 def test_a_run_that_sees_nothing_but_zeros_is_stuck():
@@ -233,27 +230,14 @@ def test_check_reads_states_that_hold_more_than_scalars():
             jaxscale.check(state, tx=tx, max_consecutive=5)
 
 
-def test_check_by_default_lets_a_scale_come_down_all_the_way_and_reads_numpy():
-    top = jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale(init_scale=2.0**24))
-    jaxscale.check(after(24, tx=top))
-    with pytest.raises(jaxscale.LossScaleStuckError, match="51 steps"):
-        jaxscale.check(jax.tree.map(np.asarray, after(51, tx=top)))
-
-
 def test_the_advice_finds_where_an_overflow_is_born():
-    @jax.jit
-    def step(w, state):
-        grads = jaxscale.grad(lambda w: jnp.sum(jnp.sqrt(w)), state)(w)
-        updates, state = TX.update(grads, state, w)
-        return optax.apply_updates(w, updates), state
+    def step(w):
+        state = TX.init(w)
+        return TX.update(jaxscale.grad(lambda w: jnp.sum(jnp.sqrt(w)), state)(w), state, w)
 
-    for w in (jnp.ones(3), jnp.zeros(3)):
-        _, state = step(w, TX.init(w))
-        with jax.debug_infs(True):  # inside `jit` the skip hides it
-            step(w, TX.init(w))
-        with jax.disable_jit(), jax.debug_infs(True):
-            if state.step_applied:
-                step(w, TX.init(w))
-            else:
-                with pytest.raises(FloatingPointError):
-                    step(w, TX.init(w))
+    with jax.debug_infs(True):  # inside `jit` the skip hides it
+        jax.jit(step)(jnp.zeros(3))
+    with jax.disable_jit(), jax.debug_infs(True):
+        step(jnp.ones(3))
+        with pytest.raises(FloatingPointError):
+            step(jnp.zeros(3))

@@ -7,7 +7,6 @@ import re
 import runpy
 import subprocess
 import sys
-import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -54,19 +53,6 @@ def test_readme_names_what_is_there():
     assert {path.stem for path in EXAMPLES} == set(mentioned)
 
 
-def test_readme_states_the_status_and_the_license():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (line,) = (line for line in README.splitlines() if line.startswith("Status: "))
-    assert f"License: {project['license']}." in line
-    assert any(line[8:12] in each.lower() for each in project["classifiers"])
-
-
-def test_readme_states_the_rule_of_the_quickstart():
-    source = (ROOT / "examples" / "quickstart.py").read_text()
-    assert "DynamicLossScale(growth_interval=3, max_scale=2.0**40)" in source
-    assert "`growth_interval=3` and `max_scale=2**40`" in " ".join(README.split())
-
-
 def test_readme_says_how_a_run_begun_with_plain_optax_goes_on():
     # As `test_a_run_goes_on_as_if_nothing_had_changed` does, with the same bits.
     ((there, back),) = re.findall(r"`opt_state = (tx\.init\(params\).*?)`; back: `(.*?)`", README)
@@ -77,23 +63,12 @@ def test_readme_says_how_a_run_begun_with_plain_optax_goes_on():
     assert eval(back, names) is names["old_state"]
 
 
-def test_readme_has_two_commands():
-    (block,) = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    commands = block.strip().splitlines()
-    assert len(commands) == 2
-    assert "examples/quickstart.py" in commands[0]
-    assert commands[1].endswith("pytest -n2")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [path for path in EXAMPLES if path.stem not in DRAWN], ids=lambda path: path.stem
 )
-def test_example_runs_and_is_short(path):
-    # The one for many hosts has faults to show, and starts processes on one computer.
-    assert len(path.read_text().splitlines()) < (180 if path.stem == "multi_host" else 100)
-    result = runpy.run_path(str(path))["main"](3)
-    assert np.isfinite(result)
+def test_example_runs(path):
+    assert np.isfinite(runpy.run_path(str(path))["main"](3))
     assert not jax.config.jax_enable_x64
 
 
@@ -105,14 +80,8 @@ def test_drawn_example_runs_end_to_end(name, tmp_path):
     picture = tmp_path / "picture.png"
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--steps", "3"]
     command += ["--seeds", "1"] if name == "rl" else []
-    result = subprocess.run(
-        [*command, "--picture", str(picture)],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
+    result = subprocess.run([*command, "--picture", str(picture)], **options)
     assert result.returncode == 0, result.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     for word in DRAWN[name]:

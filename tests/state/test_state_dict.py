@@ -12,14 +12,16 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tables import POLICIES, assert_same_bits, avals, cases
+from tables import assert_same_bits, avals, cases
 
 import jaxscale
 import jaxscale.flax
 from jaxscale import presets
 
 PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5, jnp.bfloat16)}
-TX = jaxscale.loss_scaled(optax.sgd(0.5, momentum=0.5), POLICIES["dynamic"])
+TX = jaxscale.loss_scaled(
+    optax.sgd(0.5, momentum=0.5), jaxscale.DynamicLossScale(growth_interval=2)
+)
 FRESH = TX.init(PARAMS)
 
 f32, i32 = np.float32, np.int32
@@ -82,39 +84,33 @@ def test_version_1_is_read():
         assert avals(restored) == avals(FRESH)
 
 
-OWN = POLICIES | {
+POLICIES = {
+    "noop": jaxscale.NoOpLossScale(),
+    "dynamic": jaxscale.DynamicLossScale(),
     "fairseq": presets.fairseq(),
     "logmax": presets.openseq2seq_logmax(),
     "adaptive": jaxscale.AdaptiveLossScale(),
     "gradual": presets.chainer(),
     "window": presets.WindowLossScale(),
 }
-SCALING = ("loss_scale", "growth_tracker", "hysteresis_tracker")
-CORRECTIONS, TRENDS = ("b1_correction", "b2_correction"), ("peak", "level", "crest")
-NAMES = (
-    dict.fromkeys(("noop", "fixed", "dynamic"), SCALING)
-    | {  # as in checkpoints: for good
-        "fairseq": (
-            "loss_scale",
-            "growth_tracker",
-            "steps_since_change",
-            "overflows_since_backoff",
-        ),
-        "logmax": ("loss_scale", "x_hat", "slow_x_hat", "xsquared_hat", *CORRECTIONS),
-        "adaptive": ("loss_scale", *TRENDS, "finite_steps", "held_steps", "overflows"),
-        "gradual": ("loss_scale", "steps_since_backoff", "overflows"),
-        "window": (*SCALING[:2], "window_index", "window_up_count", "window_down_count"),
-    }
-)
+NAMES = {  # as in checkpoints: for good
+    "noop": "loss_scale growth_tracker hysteresis_tracker",
+    "dynamic": "loss_scale growth_tracker hysteresis_tracker",
+    "fairseq": "loss_scale growth_tracker steps_since_change overflows_since_backoff",
+    "logmax": "loss_scale x_hat slow_x_hat xsquared_hat b1_correction b2_correction",
+    "adaptive": "loss_scale peak level crest finite_steps held_steps overflows",
+    "gradual": "loss_scale steps_since_backoff overflows",
+    "window": "loss_scale growth_tracker window_index window_up_count window_down_count",
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_policys_state_is_written_by_the_names_of_version_1(name):
-    state = OWN[name].init()
-    assert tuple(jaxscale.to_state_dict(state)) == ("version", *NAMES[name])
+    state, names = POLICIES[name].init(), NAMES[name].split()
+    assert list(jaxscale.to_state_dict(state)) == ["version", *names]
     numbers = {
         field: np.full((), i, leaf.dtype)
-        for i, (field, leaf) in enumerate(zip(NAMES[name], state, strict=True), 1)
+        for i, (field, leaf) in enumerate(zip(names, state, strict=True), 1)
     }
     restored = jaxscale.from_state_dict(state, numbers)
     # The type of `NoOpLossScale`'s state says that its scale is 1.
@@ -143,14 +139,12 @@ def test_containers_by_key_and_index():
 
 # States of earlier and later versions.
 
-COUNTERS = tuple(
-    name for name in jaxscale.LossScaledState._fields if name not in ("scaling", "inner_state")
-)
+OURS = set(jaxscale.LossScaledState._fields) - {"inner_state"}
 
 
 @hypothesis.given(
-    lost=st.sets(st.sampled_from(["scaling", *COUNTERS])),
-    lost_inside=st.sets(st.sampled_from(SCALING)),
+    lost=st.sets(st.sampled_from(sorted(OURS))),
+    lost_inside=st.sets(st.sampled_from(FRESH.scaling._fields)),
     as_none=st.booleans(),
     new=st.booleans(),
 )
@@ -179,14 +173,13 @@ def test_what_is_missing_takes_its_default_and_nothing_else_is_lost(
 
 @cases(
     "origin, to",
-    itertools.product(OWN, OWN),
+    itertools.product(POLICIES, POLICIES),
     fast=[("dynamic", "adaptive"), ("fairseq", "dynamic"), ("logmax", "noop")],
 )
 def test_a_run_can_change_its_policy(origin, to):
-    before = OWN[origin].init()
-    before = type(before)(*(leaf + 1 for leaf in before))
-    after = jaxscale.from_state_dict(OWN[to].init(), jaxscale.to_state_dict(before))
-    expected = OWN[to].init()
+    before = jax.tree.map(lambda leaf: leaf + 1, POLICIES[origin].init())
+    after = jaxscale.from_state_dict(POLICIES[to].init(), jaxscale.to_state_dict(before))
+    expected = POLICIES[to].init()
     if to != "noop":
         expected = expected._replace(
             **{name: value for name, value in before._asdict().items() if hasattr(expected, name)}
@@ -211,7 +204,6 @@ TREES = [
     (WINDOW, "/inner_state/inner_opt_state"),
     (WINDOW, "/inner_state/counted"),
     (Foreign(POLICIES["dynamic"].init(), jnp.ones(2)), "/extra"),
-    (TRAIN_STATE, "/params"),
     (TRAIN_STATE, "/step"),
 ]
 
@@ -245,47 +237,23 @@ def test_every_state_of_an_optimizer_in_one_of_ours_is_required():
     assert optimizers == {"inner_state", "inner_opt_state"}  # of which each has a row above
 
 
-def test_a_window_of_optax_is_not_taken_for_ours():
-    # Its accumulator is a mean where ours is a part of a sum; no count says of how many.
-    saved_by_optax = jaxscale.loss_scaled(optax.MultiSteps(optax.sgd(0.5), 2)).init(PARAMS)
-    ours = jaxscale.loss_scaled(jaxscale.multi_steps(optax.sgd(0.5), 2)).init(PARAMS)
-    with pytest.raises(ValueError, match=r"Only in the target: /inner_state/counted; .*: none\."):
-        jaxscale.from_state_dict(ours, jaxscale.to_state_dict(saved_by_optax))
-
-
 ERRORS = [
     (FRESH, saved(version=2), ValueError, "from 1 to 1, got 2. If a later .* upgrade jaxscale"),
-    (FRESH, saved(version="1"), ValueError, "got '1'"),
     (FRESH, saved(version=0), ValueError, "from 1 to 1, got 0"),
-    (FRESH, {}, ValueError, "Only in the target: /inner_state;"),
     (FRESH, {"opt_state": {"w": np.ones(2)}}, ValueError, "dictionary: /opt_state"),
     (FRESH.scaling, VERSION_1, ValueError, "target: /loss_scale, /growth_tracker, .* /inner_state"),
-    (FRESH, saved(inner_state=None), ValueError, "Only in the target: /inner_state;"),
-    (TX.init({}), VERSION_1, ValueError, "target: none; only in the dictionary: /inner_state."),
     (FRESH, saved(total_steps=i32([4, 4])), ValueError, r"/total_steps must be .* \(\), got \(2,"),
     (FRESH, saved(total_steps=f32(4)), TypeError, "/total_steps must be int32, got float32: .4"),
     (FRESH, saved(total_steps=2**40), ValueError, "int32, got int64: 1099511627776 would become 0"),
     (FRESH, saved(total_steps={"a": 4}), TypeError, "at /total_steps must have .* Array.*got dict"),
     (FRESH, saved(scaling=f32(4)), TypeError, "at /scaling must have .*LossScaleState, got float"),
-    (FRESH, saved(total_steps="4"), TypeError, r"\(state_dict\)` at /total_steps must .* got '4'"),
     (FRESH, 4, TypeError, "must be a dict, got int"),
     (VERSION_1, FRESH, TypeError, "got what was saved as `target`: pass it second"),
-    (
-        {"f": jnp.sin},
-        {"f": 1},
-        TypeError,
-        r"\(target\)` at /f must be an array.*pass only its arrays",
-    ),
+    ({"f": jnp.sin}, {"f": 1}, TypeError, r"\(target\)` at /f must be an array.*pass only its ar"),
     ({"version": 1}, {"version": 1}, ValueError, r"\(target\)` must be .*, got dict"),
     (jnp.ones(2), {}, ValueError, r"\(target\)` must be a container.*, got ArrayImpl"),
     ({"w": f32(1)}, {"w": 0.1}, ValueError, "float32, got float64: 0.1 would become 0.1000"),
 ]
-
-
-@pytest.mark.parametrize(("target", "state_dict", "error", "message"), ERRORS)
-def test_errors_of_from_state_dict(target, state_dict, error, message):
-    with pytest.raises(error, match=f"^`from_state_dict.*{message}"):
-        jaxscale.from_state_dict(target, state_dict)
 
 
 UNSAVED = [
@@ -295,7 +263,10 @@ UNSAVED = [
 ]
 
 
-def test_errors_of_to_state_dict():
+def test_what_is_wrong_is_named():
+    for target, state_dict, error, message in ERRORS:
+        with pytest.raises(error, match=f"^`from_state_dict.*{message}"):
+            jaxscale.from_state_dict(target, state_dict)
     for tree, error, message in UNSAVED:
         with pytest.raises(error, match=rf"^`to_state_dict\(tree\)`.*{message}"):
             jaxscale.to_state_dict(tree)
@@ -315,33 +286,29 @@ def test_values_are_read_outside_of_jit_alone():
 
 DTYPES = ["bool", "int8", "uint8", "int32", "uint32", "float16", "bfloat16", "float32", "complex64"]
 WIDE = [*DTYPES, "int64", "uint64", "float64", "complex128"]
-INTERESTING = [0.0, -0.0, 1.0, -1.0, 0.5, 0.1, 200.0, 2.0**24 + 1, 2.0**31, 2.0**63, 1e-8, 7e4]
-INTERESTING += [3e38, 1e300, np.inf, -np.inf, np.nan]
+NUMBERS = [0.0, -0.0, 1.0, -1.0, 0.5, 0.1, 200.0, 2.0**24 + 1, 2.0**31, 2.0**63, 1e-8, 7e4]
+NUMBERS += [3e38, 1e300, np.inf, -np.inf, np.nan]
+# The type of Python that holds each number of a dtype; NumPy calls bfloat16 void.
 KINDS = {"b": bool, "i": int, "u": int, "f": float, "V": float, "c": complex}
-
-
-def kind(dtype):
-    """The type of Python that holds each number of a dtype; NumPy calls bfloat16 void."""
-    return KINDS[np.dtype(dtype).kind]
 
 
 @cases("dtype", DTYPES, fast=["bool", "uint8", "bfloat16"])
 def test_a_number_is_cast_if_one_of_its_kind_is_equal(dtype):
     target = {"x": jnp.zeros((), dtype)}
     dtype = target["x"].dtype
-    for origin in map(np.dtype, WIDE):
-        for number in INTERESTING:
-            with np.errstate(all="ignore"):
-                value = np.array(number).astype(origin)
-                cast = value.astype(dtype) if kind(origin) is kind(dtype) else None
-            if cast is None:
-                with pytest.raises(TypeError, match=f"at /x must be {dtype}, got {origin}"):
-                    jaxscale.from_state_dict(target, {"x": value})
-            elif kind(dtype)(cast[()]) == kind(dtype)(value[()]) or np.isnan(value):
-                assert_same_bits(jaxscale.from_state_dict(target, {"x": value})["x"], cast)
-            else:
-                with pytest.raises(ValueError, match=f"at /x must be {dtype}, got {origin}.*would"):
-                    jaxscale.from_state_dict(target, {"x": value})
+    kind = KINDS[dtype.kind]
+    for origin, number in itertools.product(map(np.dtype, WIDE), NUMBERS):
+        with np.errstate(all="ignore"):
+            value = np.array(number).astype(origin)
+            cast = value.astype(dtype) if KINDS[origin.kind] is kind else None
+        if cast is None:
+            with pytest.raises(TypeError, match=f"at /x must be {dtype}, got {origin}"):
+                jaxscale.from_state_dict(target, {"x": value})
+        elif kind(cast[()]) == kind(value[()]) or np.isnan(value):
+            assert_same_bits(jaxscale.from_state_dict(target, {"x": value})["x"], cast)
+        else:
+            with pytest.raises(ValueError, match=f"at /x must be {dtype}, got {origin}.*would"):
+                jaxscale.from_state_dict(target, {"x": value})
 
 
 MESH = Mesh(np.array(jax.devices("cpu")), ("data",))
@@ -350,27 +317,20 @@ LEAVES = {  # each of a number
     "uncommitted": lambda n: jnp.full(3, n, jnp.float32),
     "on a device": lambda n: jax.device_put(jnp.full(3, n), jax.devices("cpu")[5]),
     "sharded": lambda n: jax.device_put(jnp.full(16, n, jnp.float32), SPLIT),
-    "replicated": lambda n: jax.device_put(jnp.full(3, n, jnp.int8), WHOLE),
     "weak scalar": lambda n: jnp.asarray(float(n)),
-    "weak array": lambda n: jnp.broadcast_to(jnp.asarray(n), (3,)),
     "weak and sharded": lambda n: jax.device_put(jnp.broadcast_to(jnp.asarray(n), (8,)), SPLIT),
     "key": lambda n: jax.random.key(n),
     "another key": lambda n: jax.random.key(n, impl="rbg"),
     "sharded keys": lambda n: jax.device_put(jax.random.split(jax.random.key(n), 8), SPLIT),
-    "raw key": lambda n: jax.random.PRNGKey(n),
-    "float8": lambda n: jnp.full(3, n, jnp.float8_e4m3fn),
-    "complex": lambda n: jnp.array([n - 2j]),
-    "empty": lambda n: jnp.zeros((0, 3)),
     "NumPy": lambda n: np.full(3, n, np.float64),
     "NumPy scalar": lambda n: np.float32(n),
-    "bool": lambda n: bool(n),
     "int": lambda n: n,
     "float": lambda n: n + 0.1,
     "complex number": lambda n: n + 0.1j,
 }
 
 
-@cases("name", LEAVES, fast=["sharded", "weak array", "sharded keys", "float"])
+@cases("name", LEAVES, fast=["sharded", "weak scalar", "sharded keys", "float"])
 def test_a_leaf_comes_back_as_the_targets(name):
     make = LEAVES[name]
     leaf = make(7)
