@@ -49,16 +49,17 @@ class TrainState(train_state.TrainState):
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import jaxscale, jaxscale.flax
-      >>> state = jaxscale.flax.TrainState.create(
-      ...     apply_fn=None,
-      ...     params={"w": jnp.array(1.0)},
-      ...     tx=jaxscale.loss_scaled(optax.sgd(0.5)),
-      ... )
+      >>> class State(jaxscale.flax.TrainState):
+      ...     mean: jax.Array
+      >>> tx = jaxscale.loss_scaled(optax.sgd(0.5))
+      >>> w, mean = jnp.array(1.0), jnp.array(0.0)
+      >>> state = State.create(apply_fn=None, params={"w": w}, tx=tx, mean=mean)
       >>> for grad in [1.0, jnp.inf]:
-      ...     state = state.apply_gradients(grads={"w": jnp.array(grad)})
-      ...     print(state.params["w"], state.step)
-      0.5 1
-      0.5 1
+      ...     grads = {"w": jnp.array(grad)}
+      ...     state = state.apply_gradients(grads=grads, mean=state.mean + 7)
+      ...     print(state.params["w"], state.mean, state.step)
+      0.5 7.0 1
+      0.5 7.0 1
     """
 
     @classmethod
@@ -117,23 +118,6 @@ class TrainState(train_state.TrainState):
           ValueError: if a field is unknown, or changes its structure or shapes.
           TypeError: if a field changes its dtypes, or if `always_replace` is a single string:
             pass `("key",)`.
-
-        Example:
-          >>> import jax.numpy as jnp, optax
-          >>> import jaxscale, jaxscale.flax
-          >>> class State(jaxscale.flax.TrainState):
-          ...     batch_stats: dict
-          >>> state = State.create(
-          ...     apply_fn=None,
-          ...     params={"w": jnp.array(1.0)},
-          ...     tx=jaxscale.loss_scaled(optax.sgd(0.5)),
-          ...     batch_stats={"mean": jnp.array(0.0)},
-          ... )
-          >>> state = state.apply_gradients(
-          ...     grads={"w": jnp.array(jnp.inf)}, batch_stats={"mean": jnp.array(7.0)}
-          ... )
-          >>> print(state.batch_stats["mean"])
-          0.0
         """
         call = "TrainState.apply_gradients"
         always_replace = _names(call, always_replace)
@@ -187,8 +171,8 @@ def train_step(
     The step is not compiled: write `jax.jit(jaxscale.flax.train_step(loss_fn), donate_argnums=0)`.
 
     Args:
-      loss_fn: the loss, `loss_fn(params, *args)`, a floating-point scalar, preferably in float32.
-      transform: as in `jaxscale.train_step`.
+      loss_fn: the loss, `loss_fn(params, *args)`, as in `jaxscale.train_step`.
+      transform: as there.
       has_state: whether `loss_fn` reads and replaces other fields of the `TrainState`, such as
         batch statistics. It then is `loss_fn(params, fields, *args)`, where `fields` is a dict of
         all fields that the subclass adds, and returns `(loss, fields)` with those that it
@@ -202,8 +186,8 @@ def train_step(
       on_grads: as in `jaxscale.train_step`.
       after: a function `after(state)` of the `TrainState` after the step, with its new parameters,
         that returns it with other fields, for moving averages of the parameters and target
-        networks. It counts where `state.step` goes on: not after a skipped step. It should have
-        no side effects, as in `jaxscale.train_step`, and it needs no `has_state`.
+        networks. It counts where the optimizer made a step, and should have no side effects. It
+        needs no `has_state`.
       **kwargs: passed to `transform`.
 
     Returns:

@@ -137,7 +137,7 @@ def test_the_loss_is_judged_and_reaches_the_inner_optimizer(name):
 
 def test_trees_without_gradients_are_stepped():
     # PyTorch raises "No inf checks were recorded for this optimizer".
-    tx = jaxscale.loss_scaled(optax.adam(0.1))
+    tx = jaxscale.loss_scaled(injected())
     for tree in ({}, None, [], {"w": None}):
         updates, state = tx.update(tree, tx.init(tree), tree)
         assert jax.tree.structure(updates) == jax.tree.structure(tree)
