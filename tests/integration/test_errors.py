@@ -246,20 +246,6 @@ def test_a_policy_says_what_its_state_is(policy):
     assert jax.tree.structure(several) == jax.tree.structure(state)
 
 
-@cases("call", ["value_and_grad", "grad", "scale", "unscale"], fast=["grad"])
-def test_a_population_is_scaled_under_vmap_alone(call):
-    members = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), (OPT_STATE, W))
-    calls = {
-        "value_and_grad": lambda state, w: jaxscale.value_and_grad(jnp.sum, state)(w)[1],
-        "grad": lambda state, w: jaxscale.grad(jnp.sum, state)(w),
-        "scale": jaxscale.scale,
-        "unscale": jaxscale.unscale,
-    }
-    with pytest.raises(ValueError, match=rf"`{call}\(.*shape \(4,\): call it under `jax\.vmap`"):
-        calls[call](*members)
-    assert jax.vmap(calls[call])(*members).shape == (4, 2)
-
-
 @pytest.mark.standard_promotion
 def test_a_step_that_changes_the_structure_of_its_state_is_told():
     inner = optax.GradientTransformation(lambda _: (), lambda u, s, p=None: (u, (1,)))

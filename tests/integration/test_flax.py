@@ -54,7 +54,7 @@ def test_a_skipped_step_keeps_every_replaced_field():
     assert (kept.opt_state.total_notfinite, kept.opt_state.total_steps) == (1, 2)
 
 
-@cases("names", [tuple, list, set, dict.fromkeys, iter], fast=[iter])
+@cases("names", [tuple, iter])
 def test_a_field_can_be_opted_out(names):
     state = create(inner="sgd")
     step = jax.jit(lambda *args: advance(*args, always_replace=names(["key"])))

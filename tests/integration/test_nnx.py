@@ -164,16 +164,6 @@ def test_a_run_goes_on_from_what_was_saved(way, tmp_path):
     assert_same_bits(nnx.state(same_model), nnx.state(model))
 
 
-def test_a_scale_is_put_back_by_itself():
-    model, optimizer = trained([1, jnp.inf])
-    before, first = plain(optimizer.opt_state), OWN["dynamic"].init()
-    nnx.update(optimizer.opt_state.scaling, nnx.state(first))
-    assert_same_bits(plain(optimizer.opt_state), before._replace(scaling=first))
-    one_step(model, optimizer, jnp.float32(1))
-    expected = OWN["dynamic"].adjust(first, jnp.array(True))
-    assert_same_bits(plain(optimizer.opt_state).scaling, expected)
-
-
 def test_variables_of_the_parameters_stay():
     # As one has them without an `nnx.Optimizer`: in parameters, gradients and moments alike.
     params, tx = nnx.state(created()[0], nnx.Param), transformation("dynamic")

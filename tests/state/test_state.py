@@ -182,6 +182,16 @@ def test_a_name_is_not_a_state_and_one_of_several_is_not_chosen(call):
             CALLS[call](tree)
 
 
+@cases("call", list(CALLS)[:4], fast=["grad"])
+def test_a_population_is_scaled_under_vmap_alone(call):
+    members = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), OPT_STATE)
+    with pytest.raises(ValueError, match=rf"`{call}\(.*shape \(4,\): call it under `jax\.vmap`"):
+        CALLS[call](members)
+    alone = CALLS[call](OPT_STATE)
+    expected = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), alone)
+    assert_same_bits(jax.vmap(CALLS[call])(members), expected)
+
+
 def test_a_state_is_a_tree_of_strongly_typed_scalars():
     assert avals(jaxscale.DynamicLossScale().init()) == ("float32[]", "int32[]", "int32[]")
     with x64():

@@ -78,7 +78,9 @@ def test_version_1_is_written():
 
 
 def test_version_1_is_read():
-    for state_dict in (VERSION_1, {k: v for k, v in VERSION_1.items() if k != "version"}):
+    by_jaxscale_0_1 = saved(grads_finite=VERSION_1["step_applied"])
+    del by_jaxscale_0_1["step_applied"], by_jaxscale_0_1["version"]
+    for state_dict in (VERSION_1, by_jaxscale_0_1):
         restored = jaxscale.from_state_dict(FRESH, state_dict)
         assert_same_bits(restored, trained())
         assert avals(restored) == avals(FRESH)
@@ -347,11 +349,8 @@ def test_a_dictionary_is_a_copy():
     state = jax.tree.map(jnp.copy, trained())
     state_dict = jaxscale.to_state_dict(state)
     restored = jaxscale.from_state_dict(FRESH, state_dict)
-    donated = jax.jit(
-        lambda state: jax.tree.map(lambda x: ~x if x.dtype == bool else -x, state), donate_argnums=0
-    )(state)
+    jax.jit(lambda state: jax.tree.map(lambda x: x + x, state), donate_argnums=0)(state)
     assert state.total_steps.is_deleted()
-    assert donated.total_steps == -4
     assert_same_bits(state_dict, WRITTEN)
     for leaf in jax.tree.leaves(state_dict["inner_state"]):
         leaf[...] = 0
