@@ -86,29 +86,31 @@ def test_version_1_is_read():
         assert avals(restored) == avals(FRESH)
 
 
+# The names of their fields are those in checkpoints: for good.
 POLICIES = {
-    "noop": jaxscale.NoOpLossScale(),
-    "dynamic": jaxscale.DynamicLossScale(),
-    "fairseq": presets.fairseq(),
-    "logmax": presets.openseq2seq_logmax(),
-    "adaptive": jaxscale.AdaptiveLossScale(),
-    "gradual": presets.chainer(),
-    "window": presets.WindowLossScale(),
-}
-NAMES = {  # as in checkpoints: for good
-    "noop": "loss_scale growth_tracker hysteresis_tracker",
-    "dynamic": "loss_scale growth_tracker hysteresis_tracker",
-    "fairseq": "loss_scale growth_tracker steps_since_change overflows_since_backoff",
-    "logmax": "loss_scale x_hat slow_x_hat xsquared_hat b1_correction b2_correction",
-    "adaptive": "loss_scale peak level crest finite_steps held_steps overflows",
-    "gradual": "loss_scale steps_since_backoff overflows",
-    "window": "loss_scale growth_tracker window_index window_up_count window_down_count",
+    "noop": (jaxscale.NoOpLossScale(), "growth_tracker hysteresis_tracker"),
+    "dynamic": (jaxscale.DynamicLossScale(), "growth_tracker hysteresis_tracker"),
+    "fairseq": (presets.fairseq(), "growth_tracker steps_since_change overflows_since_backoff"),
+    "logmax": (
+        presets.openseq2seq_logmax(),
+        "x_hat slow_x_hat xsquared_hat b1_correction b2_correction",
+    ),
+    "adaptive": (
+        jaxscale.AdaptiveLossScale(),
+        "peak level crest finite_steps held_steps overflows",
+    ),
+    "gradual": (presets.chainer(), "steps_since_backoff overflows"),
+    "window": (
+        presets.WindowLossScale(),
+        "growth_tracker window_index window_up_count window_down_count",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_policys_state_is_written_by_the_names_of_version_1(name):
-    state, names = POLICIES[name].init(), NAMES[name].split()
+    policy, names = POLICIES[name]
+    state, names = policy.init(), ["loss_scale", *names.split()]
     assert list(jaxscale.to_state_dict(state)) == ["version", *names]
     numbers = {
         field: np.full((), i, leaf.dtype)
@@ -179,9 +181,9 @@ def test_what_is_missing_takes_its_default_and_nothing_else_is_lost(
     fast=[("dynamic", "adaptive"), ("fairseq", "dynamic"), ("logmax", "noop")],
 )
 def test_a_run_can_change_its_policy(origin, to):
-    before = jax.tree.map(lambda leaf: leaf + 1, POLICIES[origin].init())
-    after = jaxscale.from_state_dict(POLICIES[to].init(), jaxscale.to_state_dict(before))
-    expected = POLICIES[to].init()
+    before, expected = POLICIES[origin][0].init(), POLICIES[to][0].init()
+    before = jax.tree.map(lambda leaf: leaf + 1, before)
+    after = jaxscale.from_state_dict(expected, jaxscale.to_state_dict(before))
     if to != "noop":
         expected = expected._replace(
             **{name: value for name, value in before._asdict().items() if hasattr(expected, name)}
@@ -205,7 +207,7 @@ TREES = [
     (FRESH, "/inner_state/0/trace/w"),
     (WINDOW, "/inner_state/inner_opt_state"),
     (WINDOW, "/inner_state/counted"),
-    (Foreign(POLICIES["dynamic"].init(), jnp.ones(2)), "/extra"),
+    (Foreign(FRESH.scaling, jnp.ones(2)), "/extra"),
     (TRAIN_STATE, "/step"),
 ]
 
@@ -216,21 +218,13 @@ def test_elsewhere_missing_and_unknown_keys_are_named(tree, where):
     _, *parents, last = where.split("/")
     for name in parents:
         parent = parent[name]
-    node = parent.pop(last)
-    renamed = "/".join(["", *parents, "renamed"])
-
-    def is_told(target, dictionary):
-        message = rf"in the target: {target}; only in the dictionary: {dictionary}\."
-        with pytest.raises(ValueError, match=message):
-            jaxscale.from_state_dict(tree, state_dict)
-
-    is_told(where, "none")
+    parent["renamed"] = parent.pop(last)
+    unknown = "/".join(["", *parents, "renamed"])
     if where.startswith("/inner_state") and len(parents) < 2:
-        return  # beside it an unknown key is one of a later version
-    parent["renamed"] = node
-    is_told(where, renamed)
-    parent[last] = node
-    is_told("none", renamed)
+        unknown = "none"  # beside it an unknown key is one of a later version
+    message = rf"in the target: {where}; only in the dictionary: {unknown}\."
+    with pytest.raises(ValueError, match=message):
+        jaxscale.from_state_dict(tree, state_dict)
 
 
 def test_every_state_of_an_optimizer_in_one_of_ours_is_required():
@@ -244,6 +238,7 @@ ERRORS = [
     (FRESH, saved(version=0), ValueError, "from 1 to 1, got 0"),
     (FRESH, {"opt_state": {"w": np.ones(2)}}, ValueError, "dictionary: /opt_state"),
     (FRESH.scaling, VERSION_1, ValueError, "target: /loss_scale, /growth_tracker, .* /inner_state"),
+    (TX.init({}), VERSION_1, ValueError, "target: none; only in the dictionary: /inner_state"),
     (FRESH, saved(total_steps=i32([4, 4])), ValueError, r"/total_steps must be .* \(\), got \(2,"),
     (FRESH, saved(total_steps=f32(4)), TypeError, "/total_steps must be int32, got float32: .4"),
     (FRESH, saved(total_steps=2**40), ValueError, "int32, got int64: 1099511627776 would become 0"),
