@@ -157,29 +157,30 @@ def test_a_train_state_brings_its_optimizer():
 # A scale that has only ever grown.
 
 
-def idle(tx, steps=18_001):
-    def step(state, _):
-        return tx.update(jnp.ones(3), state)[1], None
+def idle(tx, scale=2.0**24, **counters):
+    """A state after many finite steps."""
+    state = jax.device_get(after(1, jnp.ones(3), tx))
+    scaling = state.scaling._replace(loss_scale=np.float32(scale))
+    counters = {"total_steps": 10_000, **counters}
+    counters = {name: np.int32(count) for name, count in counters.items()}
+    return state._replace(scaling=scaling, **counters)
 
-    return jax.jit(lambda state: jax.lax.scan(step, state, length=steps)[0])(tx.init(jnp.zeros(3)))
 
-
-IDLE = jax.device_get(idle(TX))
-COUNT = np.int32(1)
+IDLE = idle(TX)
 BUSY = {
-    "too early": IDLE._replace(total_steps=np.int32(9999)),
-    "lower": IDLE._replace(scaling=IDLE.scaling._replace(loss_scale=np.float32(2**23))),
-    "an overflow": IDLE._replace(total_notfinite=COUNT),
-    "a retry": IDLE._replace(total_retries=COUNT),
-    "fixed": idle(jaxscale.loss_scaled(optax.sgd(0.1), 2.0**24)),
-    "adaptive": idle(jaxscale.loss_scaled(optax.sgd(1e-9), "adaptive")),
+    "too early": idle(TX, total_steps=9999),
+    "lower": idle(TX, 2.0**23),
+    "an overflow": idle(TX, total_notfinite=1),
+    "a retry": idle(TX, total_retries=1),
+    "fixed": idle(FIXED),
+    "adaptive": idle(jaxscale.loss_scaled(optax.sgd(0.1), "adaptive")),
 }
 
 
 def test_a_scale_that_only_ever_grew_is_warned_of_once():
     for state in BUSY.values():
         jaxscale.check(state)  # a warning is an error here
-    bad_loss = IDLE._replace(total_notfinite=COUNT, total_notfinite_loss=COUNT)
+    bad_loss = idle(TX, total_notfinite=1, total_notfinite_loss=1)
     several = jax.tree.map(lambda *leaves: np.stack(leaves), BUSY["lower"], IDLE)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
