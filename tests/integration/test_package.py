@@ -3,7 +3,7 @@
 import ast
 import doctest
 import graphlib
-import importlib
+import importlib.util
 import inspect
 import json
 import pathlib
@@ -73,20 +73,18 @@ def module_of(file):
 
 def imports(file):
     """The modules of the package that a file imports, and the packages of others."""
-    own, others = set(), set()
-    package = file.parent.relative_to(PACKAGE).parts
+    package, found = ".".join(["jaxscale", *file.parent.relative_to(PACKAGE).parts]), set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            others |= {alias.name.split(".")[0] for alias in node.names}
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            others.add(node.module.split(".")[0])
-        if isinstance(node, ast.ImportFrom) and node.level:
-            start = package[: len(package) - node.level + 1]
-            base = ".".join([*start, *([node.module] if node.module else [])])
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             for alias in node.names:
-                below = f"{base}.{alias.name}".lstrip(".")
-                own.add(below if below in MODULES else base)
-    return own - {""}, others - sys.stdlib_module_names
+                below = f"{base}.{alias.name}"
+                found.add(below if below.removeprefix("jaxscale.") in MODULES else base)
+    own = {name.removeprefix("jaxscale.") for name in found if name.startswith("jaxscale.")}
+    others = {name.split(".")[0] for name in found} - {"jaxscale"}
+    return own, others - sys.stdlib_module_names
 
 
 MODULES = {module_of(file): file for file in FILES}
