@@ -97,6 +97,22 @@ def take_turns(processes, rounds, seconds, show=lambda name: None):
     return turns
 
 
+def measure(jobs, options, show, **references):
+    """Returns the reports of jobs that take turns, each with the medians of what its turns said.
+
+    `references` has the name of the job whose time a ratio is taken to, by the name of the ratio.
+    """
+    ready, reports = prepare(jobs, options.limit, show)
+    turns = take_turns(ready, options.rounds, options.seconds, show)
+    for name, taken in turns.items():
+        for key in taken[0]:
+            reports[name][key] = statistics.median(turn[key] for turn in taken)
+        for key, reference in references.items():
+            if reference in turns:
+                reports[name][key] = ratio(taken, turns[reference])
+    return reports
+
+
 def timed(call, carry, block):
     """Returns a ``run(seconds)`` that repeats ``carry = call(carry)`` and times it.
 
