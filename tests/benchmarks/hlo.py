@@ -5,7 +5,6 @@ bytes is reported beside ours; programs for a GPU that is not there have none.
 """
 
 import collections
-import itertools
 import math
 import re
 from typing import NamedTuple
@@ -25,11 +24,14 @@ COLLECTIVES = {
 }
 # What waits for the host; so does a call of Python.
 HOST = {"infeed", "outfeed", "send", "recv"}
+INSTRUCTION = re.compile(
+    r"  (?:ROOT )?%?(?P<name>\S+) = (?P<type>.*?) (?P<opcode>[a-z][\w\-]*)"
+    r"\((?P<operands>.*?)\)(?P<attributes>|, [a-z_]+=.*)"
+)
 CALLED = re.compile(
     r"(?:to_apply|calls|body|condition|(?:branch|called)_computations|\w+_computation)="
     r"(\{[^}]*\}|%[\w.\-]+)"
 )
-
 ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\](\{[^}]*\})?")
 
 
@@ -43,37 +45,22 @@ class Instruction(NamedTuple):
 
 def computations(text):
     """Returns the instructions of each computation by name, those of the entry first."""
-    found, entry, instructions = {}, None, None
+    found, entry = {}, None
     for line in text.splitlines():
         if line.endswith("{") and line.startswith(("%", "ENTRY ")):
             name = line.removeprefix("ENTRY ").split()[0].lstrip("%")
             instructions = found[name] = []
             entry = name if line.startswith("ENTRY ") else entry
-        elif instructions is not None and line.startswith("  ") and " = " in line:
-            instructions.append(_instruction(line))
+        elif found and line.startswith("  ") and " = " in line:
+            instructions.append(_instruction(**INSTRUCTION.fullmatch(line).groupdict()))
     return {entry: found.pop(entry)} | found
 
 
-def _instruction(line):
-    name, text = line.strip().removeprefix("ROOT ").split(" = ", 1)
-    end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
-    opcode, rest = text[end:].lstrip().split("(", 1)
-    close = _closing("(" + rest) - 1
-    called = " ".join(CALLED.findall(rest[close:]))
-    target = re.search(r'custom_call_target="(\w+)"', rest[close:])
-    return Instruction(
-        name.lstrip("%"),
-        text[:end],
-        target.group(1) if target and target.group(1) in FREE else opcode,
-        re.findall(r"%([\w.\-]+)", rest[:close]),
-        re.findall(r"[\w.\-]+", called),
-    )
-
-
-def _closing(text):
-    """The place of the parenthesis that closes the first one."""
-    depths = itertools.accumulate((c == "(") - (c == ")") for c in text)
-    return next(i for i, depth in enumerate(depths) if depth == 0)
+def _instruction(name, type, opcode, operands, attributes):
+    called = re.findall(r"[\w.\-]+", " ".join(CALLED.findall(attributes)))
+    target = re.search(r'custom_call_target="(\w+)"', attributes)
+    opcode = target.group(1) if target and target.group(1) in FREE else opcode
+    return Instruction(name, type, opcode, re.findall(r"%([\w.\-]+)", operands), called)
 
 
 def _bytes(type_, anywhere=False):

@@ -18,7 +18,6 @@ scale, that is counted in each step.
 Last, one step of one seed is compiled for each way in float16, and timed: the ways in turns.
 """
 
-import argparse
 import contextlib
 import json
 import operator
@@ -29,18 +28,15 @@ import time
 # For XLA on CPU, which may keep float32 between float16 operations. To be set before JAX starts.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
 
+import endings
 import jax
 import jax.numpy as jnp
-import machine
 import numpy as np
 import parity_linen
 import parity_objects
 import parity_plain
-import parity_report
-from parity_report import draw, markdown, scalings, table
+import report
 from parity_setup import WAYS, Model
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import jaxscale
 from jaxscale._gradients import boundary
@@ -49,11 +45,7 @@ from jaxscale._gradients import boundary
 CHUNKS = 5
 MODELS = {
     "super-resolution": Model(
-        parity_plain.super_resolution,
-        "examples/quickstart.py",
-        "test MSE, 1e-4",
-        steps=60,
-        batch=48,
+        parity_plain.super_resolution, "examples/quickstart.py", "test MSE, 1e-4", 60, 48
     ),
     "transformer": Model(
         parity_linen.transformer, "nanodo, in nn.scan and nn.remat", "test loss", 250, 8
@@ -222,71 +214,71 @@ def costs(model, ways, steps, batch, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [way.name for way in WAYS]
+    parser = report.parser(__doc__)
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
-    names = [way.name for way in WAYS]
     add("--ways", nargs="*", choices=names, default=names, metavar="WAY")
     add("--seeds", type=int, default=3, help="how many seeds")
     add("--steps", type=int, help="training steps of each model, instead of its own number")
     add("--batch", type=int, help="the size of a batch, instead of that of each model")
     add("--rounds", type=int, default=15, help="how often a step of each way is timed; 0: no costs")
-    add("--json", type=pathlib.Path, help="where to write the figures")
-    add("--add", action="store_true", help="keep what that file has, and add to it")
-    add("--plot", type=pathlib.Path, help="where to draw them")
-    add(
-        "--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from a file of --json"
-    )
+    add("--add", action="store_true", help="keep what the file of figures has, and add to it")
+    add("--plot", type=pathlib.Path, help="where to draw the figures")
+    add("--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from this file")
     options = parser.parse_args()
-    console = Console(width=160)
     if options.redraw:
         result = json.loads(options.redraw.read_text())
-        for made in (markdown, scalings, parity_report.costs):
-            console.print(made(result["rows"]), end="\n\n", soft_wrap=True)
     else:
-        result = {"machine": machine.describe()[0], "seeds": options.seeds, "rows": []}
+        console, result = report.begin()
+        result["seeds"] = options.seeds
         if options.add:
             result = json.loads(options.json.read_text())
-        console.print(machine.line(result["machine"]))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        columns += (TextColumn("loss {task.fields[loss]:.5g}"), TimeElapsedColumn())
-        rows = {row["model"]: row for row in result["rows"]}
-        with Progress(*columns, console=console) as progress:
+        with console.status("") as status:
             for name in options.models:
-                model, row = MODELS[name], rows.setdefault(name, _empty_row(name, options))
-                for way, outcome in _outcomes(model, row, options, progress):
-                    row["ways"].setdefault(way, {}).update(outcome)
-                    result["rows"] = list(rows.values())
-                    if options.json:
-                        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    console.print(table(result["rows"]))
+                for _ in fill(_row(name, result, options), options, status.update):
+                    report.write(options.json, result)
+    tables = [endings.parity, endings.scalings, endings.costs]
+    for table in tables if options.rounds else tables[:2]:
+        print(table(result["rows"]), end="\n\n")
     if options.plot:
-        draw(result, options.plot)
+        endings.draw_parity(result, options.plot)
 
 
-def _empty_row(name, options):
+def _row(name, result, options):
+    """Returns the row of a model among the results, which may have to be begun."""
+    for row in result["rows"]:
+        if row["model"] == name:
+            return row
     model = MODELS[name]
-    about = {"model": name, "like": model.like, "measured": model.measured}
-    steps, batch = options.steps or model.steps, options.batch or model.batch
-    return about | {"steps": steps, "batch": batch, "ways": {}}
+    row = {"model": name, "like": model.like, "measured": model.measured, "ways": {}}
+    row |= {"steps": options.steps or model.steps, "batch": options.batch or model.batch}
+    result["rows"].append(row)
+    return row
 
 
-def _outcomes(model, row, options, progress):
-    """Yields the names of ways and what came of them."""
+def fill(row, options, show):
+    """Puts into a row what came of each way, and yields after each."""
+    model, steps, batch = MODELS[row["model"]], row["steps"], row["batch"]
     ways = [way for way in WAYS if way.boundary != "network" or not model.differentiated]
-    steps, batch = row["steps"], row["batch"]
     for way in ways:
         if way.name in options.ways:
-            total, description = min(CHUNKS, steps), f"{row['model']}, {way.name}"
-            task = progress.add_task(f"{description:40}", total=total, loss=float("nan"))
-
-            def show(loss, task=task):
-                progress.update(task, advance=1, loss=loss)
-
-            yield way.name, train(model, way, range(options.seeds), steps, batch, show)
+            what = f"{row['model']}, {way.name}"
+            show(what)
+            outcome = train(
+                model,
+                way,
+                range(options.seeds),
+                steps,
+                batch,
+                lambda loss, what=what: show(f"{what}: loss {loss:.5g}"),
+            )
+            row["ways"].setdefault(way.name, {}).update(outcome)
+            yield
     if options.rounds:
         for name, cost in costs(model, ways, steps, batch, options.rounds).items():
-            yield name, {"cost": cost}
+            row["ways"].setdefault(name, {})["cost"] = cost
+        yield
 
 
 if __name__ == "__main__":

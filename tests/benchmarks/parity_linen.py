@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from parity_setup import Loss, Program, digits, held_out_text, some_text, text
+from parity_setup import Loss, Program, digits, held_out_text, program, some_text, text
 
 import jaxscale
 import jaxscale.flax
@@ -65,27 +65,19 @@ def transformer(way, steps, batch):
     """Like nanodo: a decoder-only transformer, AdamW, clipping, warmup and cosine decay."""
     model = Transformer()
     schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, steps // 10, steps)
-    tx = way.optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)))
 
     def loss_fn(params, tokens):
         logits = way.model(model.apply)(params, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    train_step = jaxscale.train_step(way.cast(loss_fn), tx)
-
-    def init(key):
-        params = model.init(key, jnp.zeros((1, LENGTH), jnp.int32))
-        return params, tx.init(params)
-
-    def step(carry, key):
-        *carry, loss = train_step(*carry, some_text(key, batch, LENGTH))
-        return tuple(carry), loss
-
-    def losses(carry, key):
-        tokens = some_text(key, batch, LENGTH)
-        return [Loss(lambda params: loss_fn(params, tokens), *carry)]
-
-    return Program(init, step, lambda carry: loss_fn(carry[0], held_out_text(LENGTH)), losses)
+    return program(
+        way,
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)),
+        lambda key: model.init(key, jnp.zeros((1, LENGTH), jnp.int32)),
+        loss_fn,
+        lambda key: (some_text(key, batch, LENGTH),),
+        lambda params: loss_fn(params, held_out_text(LENGTH)),
+    )
 
 
 class ResNetBlock(nn.Module):

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from parity_setup import Loss, Program, digits
+from parity_setup import Loss, Program, digits, distance
 
 import jaxscale
 import jaxscale.nnx
@@ -217,13 +217,9 @@ def dcgan(way, steps, batch):
         ]
 
     def evaluate(carry):
-        """Returns the sliced Wasserstein distance between drawn digits and held-out ones."""
         gen, gen_state, _ = whole(carry)[0]
         noise = jax.random.normal(jax.random.key(3), (len(held_out), NOISE))
         fake, _ = _of_batch(gen, noise, gen_state)
-        directions = jax.random.normal(jax.random.key(4), (64, 256))
-        directions = directions / jnp.linalg.norm(directions, axis=0)
-        shadows = [jnp.sort(x.reshape(-1, 64) @ directions, 0) for x in (fake, held_out)]
-        return jnp.sqrt(jnp.mean((shadows[0] - shadows[1]) ** 2))
+        return distance(fake.reshape(-1, 64), held_out.reshape(-1, 64))
 
     return Program(init, step, evaluate, losses)

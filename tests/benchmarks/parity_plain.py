@@ -4,29 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from parity_setup import Loss, Program, digits, held_out_text, photo, some_text, text
-
-import jaxscale
-
-
-def _program(way, tx, init_params, loss_fn, draw, evaluate):
-    """Returns the program of parameters and nothing else: `loss_fn(params, *draw(key))`."""
-    tx = way.optimizer(tx)
-    train_step = jaxscale.train_step(way.cast(loss_fn), tx)
-
-    def init(key):
-        params = init_params(key)
-        return params, tx.init(params)
-
-    def step(carry, key):
-        *carry, loss = train_step(*carry, *draw(key))
-        return tuple(carry), loss
-
-    def losses(carry, key):
-        drawn = draw(key)
-        return [Loss(lambda params: loss_fn(params, *drawn), *carry)]
-
-    return Program(init, step, lambda carry: evaluate(carry[0]), losses)
+from parity_setup import digits, held_out_text, photo, program, some_text, text
 
 
 def _dense(key, inputs, outputs):
@@ -63,7 +41,7 @@ def lstm(way, steps, batch):
         return -jnp.sum(targets * log_probs) / jnp.sum(targets)
 
     held_out = held_out_text(length)
-    return _program(
+    return program(
         way,
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(5e-3)),
         init_params,
@@ -101,7 +79,7 @@ def flow_matching(way, steps, batch):
         key, chosen_key = jax.random.split(key)
         return key, images[jax.random.randint(chosen_key, (batch,), 0, len(images))]
 
-    return _program(
+    return program(
         way,
         optax.adamw(optax.cosine_decay_schedule(2e-3, steps)),
         init_params,
@@ -154,7 +132,7 @@ def super_resolution(way, steps, batch):
         cut = jax.vmap(lambda yx: jax.lax.dynamic_slice(train_half[0], (yx[0], yx[1], 0), size))
         return (cut(corners),)
 
-    return _program(
+    return program(
         way,
         optax.adam(1e-3),
         init_params,
@@ -212,7 +190,7 @@ def allen_cahn(way, steps, batch):
     held_out = [draw(key) for key in jax.random.split(jax.random.key(7), 4096 // batch)]
     times, places = (jnp.concatenate(part) for part in zip(*held_out, strict=True))
     order = jnp.argsort(times)
-    return _program(
+    return program(
         way,
         tx,
         init_params,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from parity_report import NAMES, SCALINGS
+from endings import NAMES, SCALINGS
 from sklearn.datasets import load_digits, load_sample_images
 
 import jaxscale
@@ -78,6 +78,26 @@ class Program(NamedTuple):
     step: Callable[[Any, jax.Array], tuple[Any, jax.Array]]
     evaluate: Callable[[Any], jax.Array]
     losses: Callable[[Any, jax.Array], list[Loss]]
+
+
+def program(way, tx, init_params, loss_fn, draw, evaluate):
+    """Returns the program of parameters and nothing else: `loss_fn(params, *draw(key))`."""
+    tx = way.optimizer(tx)
+    train_step = jaxscale.train_step(way.cast(loss_fn), tx)
+
+    def init(key):
+        params = init_params(key)
+        return params, tx.init(params)
+
+    def step(carry, key):
+        *carry, loss = train_step(*carry, *draw(key))
+        return tuple(carry), loss
+
+    def losses(carry, key):
+        drawn = draw(key)
+        return [Loss(lambda params: loss_fn(params, *drawn), *carry)]
+
+    return Program(init, step, lambda carry: evaluate(carry[0]), losses)
 
 
 class Model(NamedTuple):
@@ -149,3 +169,11 @@ def photo():
     """Returns the left and the right half of a photograph, float32 in [0, 1]."""
     flower = load_sample_images().images[1][None, :426].astype(np.float32) / 255
     return flower[:, :, :320], flower[:, :, 320:]
+
+
+def distance(images, held_out):
+    """Returns the sliced Wasserstein distance between digits, each with an axis of 64 pixels."""
+    directions = jax.random.normal(jax.random.key(4), (64, 256))
+    directions /= jnp.linalg.norm(directions, axis=0)
+    shadows = [jnp.sort(x @ directions, 0) for x in (images, held_out)]
+    return jnp.sqrt(jnp.mean((shadows[0] - shadows[1]) ** 2))

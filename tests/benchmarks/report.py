@@ -31,10 +31,10 @@ def begin(width=150):
     return console, figures | {"rows": []}
 
 
-def write(path, figures):
+def write(path, figures, indent=1):
     """Writes the figures, if they are wanted: after each row, for a long run that is stopped."""
     if path:
-        path.write_text(json.dumps(figures, indent=1) + "\n")
+        path.write_text(json.dumps(figures, indent=indent) + "\n")
 
 
 def table(title, columns, reports, caption=None):

@@ -10,7 +10,6 @@ not finite is skipped in all of them. What a program is measured by does not see
 The figures of `--json` hold each loss and norm of the plain runs, which the tests replay.
 """
 
-import argparse
 import functools
 import json
 import pathlib
@@ -18,13 +17,13 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import endings
 import jax
 import jax.numpy as jnp
-import machine
 import numpy as np
 import optax
-from parity_setup import digits, held_out_text, some_text
-from spikes_report import WAYS, draw, markdown
+import report
+from parity_setup import digits, distance, held_out_text, some_text
 
 import jaxscale
 
@@ -128,12 +127,8 @@ def gan(optimizer, steps=800, noise=16, width=128, batch=64):
         return both[0].mean() + both[1].mean()
 
     def evaluate(players):
-        """Returns the sliced Wasserstein distance between drawn digits and held-out ones."""
         fake = generated(players[0], jax.random.key(3), len(held_out))
-        directions = jax.random.normal(jax.random.key(4), (64, 256))
-        directions /= jnp.linalg.norm(directions, axis=0)
-        shadows = [jnp.sort(x @ directions, 0) for x in (fake, held_out)]
-        return jnp.sqrt(jnp.mean((shadows[0] - shadows[1]) ** 2))
+        return distance(fake, held_out)
 
     losses = [generator_loss, discriminator_loss]
     return Program(init, losses, evaluate, optimizer, 1.0, steps)
@@ -200,38 +195,36 @@ def _short(numbers):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report.parser(__doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="NAME")
     add("--seeds", type=int, default=3, help="how many seeds")
     add("--steps", type=int, help="training steps, instead of each program's own number")
-    add("--json", type=pathlib.Path, help="where to write the figures")
-    add("--plot", type=pathlib.Path, help="where to draw them")
+    add("--plot", type=pathlib.Path, help="where to draw the figures")
     add("--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from this file")
     options = parser.parse_args()
     if options.redraw:
         result = json.loads(options.redraw.read_text())
     else:
-        result = {"machine": machine.describe()[0], "seeds": options.seeds, "rows": []}
+        _, result = report.begin()
+        result["seeds"] = options.seeds
         for name in options.only:
             make, about = PROGRAMS[name]
             program = make()
             program = program._replace(steps=options.steps or program.steps)
             row = {"program": name, "about": about, "steps": program.steps, "ways": {}}
-            for way in WAYS:
+            for way in endings.WAYS:
                 row["ways"][way] = train(program, way, range(options.seeds))
                 print(name, way, {k: row["ways"][way][k] for k in ("final", "skipped", "seconds")})
-            for way in WAYS[1:]:  # the tests replay the plain runs, and the picture shows the rule
+            for way in endings.WAYS[1:]:  # the tests replay the plain runs
                 del row["ways"][way]["norms"]
-            for way in set(WAYS[1:]) - {"rule"}:
-                del row["ways"][way]["losses"]
+                if way != "rule":  # the picture shows its losses
+                    del row["ways"][way]["losses"]
             result["rows"].append(row)
-    print(machine.line(result["machine"]))
-    print(markdown(result["rows"]))
-    if options.json:
-        options.json.write_text(json.dumps(result) + "\n")
+    print(endings.spikes(result["rows"]))
+    report.write(options.json, result, indent=None)
     if options.plot:
-        draw(result, options.plot)
+        endings.draw_spikes(result, options.plot)
 
 
 if __name__ == "__main__":

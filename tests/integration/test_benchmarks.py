@@ -1,5 +1,6 @@
 """The benchmarks run, every method that they time is right, and they count what they say."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 
 import checks
+import endings
 import hlo
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,10 @@ import jaxprs
 import methods
 import numpy as np
 import optax
-import parity_report
+import programs
 import pytest
-import spikes_report
 import trees
+from tables import cases
 
 import jaxscale
 
@@ -178,17 +180,17 @@ def test_products_are_counted_in_programs_inside_of_programs():
     assert jaxprs.products(jax.make_jaxpr(jax.value_and_grad(loss_fn))(w)) == (3, 3 + 6 + 1)
 
 
-KEPT = {
-    "nothing": (lambda w: jnp.sum(3 * w), 0),
-    "parameters": (lambda w: jnp.sum(w * w), 0),
-    "a result": (lambda w: jnp.sum(jnp.exp(w)), 400),
-    "a result in half precision": (lambda w: jnp.sum(jnp.exp(w.astype(jnp.float16))), 200),
-}
+KEPT = [
+    (lambda w: 3 * w, 0),
+    (lambda w: w * w, 0),  # the parameters, which are there anyway
+    (jnp.exp, 400),
+    (lambda w: jnp.exp(w.astype(jnp.float16)), 200),
+]
 
 
 def test_what_the_backward_pass_keeps_is_counted_without_parameters():
-    for kind, (fun, expected) in KEPT.items():
-        assert jaxprs.residual_bytes(fun, jnp.ones(100)) == expected, kind
+    for fun, expected in KEPT:
+        assert jaxprs.residual_bytes(lambda w, fun=fun: jnp.sum(fun(w)), jnp.ones(100)) == expected
 
 
 @pytest.mark.slow
@@ -220,7 +222,7 @@ def test_parity_trains_in_six_ways(tmp_path):
     result = json.loads(path.read_text())
     (row,) = result["rows"]
     assert (result["seeds"], row["model"], row["steps"]) == (2, "super-resolution", 2)
-    exact, alone, scaled = (row["ways"][name] for name in parity_report.NAMES)
+    exact, alone, scaled = (row["ways"][name] for name in endings.NAMES)
     assert len(set(exact["final"])) == 2  # the seeds differ
     assert exact["final"] == pytest.approx(scaled["final"], rel=1e-2)
     # The mean is over 2.4 million numbers. Float32 flushes nothing, and a loss scale little.
@@ -228,7 +230,7 @@ def test_parity_trains_in_six_ways(tmp_path):
     assert max(scaled["flushed"]) < 0.01 < 0.1 < min(alone["flushed"])
     assert exact["loss_scale"] == alone["loss_scale"] == [[1], [1]]
     assert scaled["loss_scale"] == [[2**15], [2**15]]
-    for name in parity_report.SCALINGS:
+    for name in endings.SCALINGS:
         way = row["ways"][name]
         assert exact["final"] == pytest.approx(way["final"], rel=1e-2)
         assert max(way["flushed"]) < 0.01
@@ -251,13 +253,6 @@ def test_parity_counts_the_repeats_of_each_seed():
     assert sorted(repeats) == [0, 1, 2, 2]
 
 
-def test_the_table_of_parity_is_that_of_its_figures():
-    result = json.loads((FOLDER / "results" / "parity-cpu.json").read_text())
-    readme = (FOLDER / "results" / "README.md").read_text()
-    for table in (parity_report.markdown, parity_report.scalings, parity_report.costs):
-        assert table(result["rows"]) in readme
-
-
 @pytest.mark.slow
 def test_spikes_trains_in_four_ways(tmp_path):
     path, picture = tmp_path / "spikes.json", tmp_path / "spikes.png"
@@ -265,7 +260,7 @@ def test_spikes_trains_in_four_ways(tmp_path):
     run("spikes.py", *options)
     assert picture.read_bytes().startswith(b"\x89PNG")
     (row,) = json.loads(path.read_text())["rows"]
-    plain, clipped, rule, _ = (row["ways"][way] for way in spikes_report.WAYS)
+    plain, clipped, rule, _ = (row["ways"][way] for way in endings.WAYS)
     assert len(set(plain["final"])) == 2  # the seeds differ
     assert plain["final"] != clipped["final"]
     # Until the rule skips a step it changes nothing. They are two compiled programs, which may
@@ -277,7 +272,18 @@ def test_spikes_trains_in_four_ways(tmp_path):
         np.testing.assert_allclose(*early, rtol=1e-3)  # of four digits
 
 
-def test_the_table_of_spikes_is_that_of_its_figures():
-    result = json.loads((FOLDER / "results" / "spikes-cpu.json").read_text())
-    readme = (FOLDER / "results" / "README.md").read_text()
-    assert spikes_report.markdown(result["rows"]) in readme
+TABLES = {
+    "parity-cpu": [endings.parity, endings.scalings, endings.costs],
+    "spikes-cpu": [endings.spikes],
+    "programs": [
+        functools.partial(programs.markdown, names=programs.OURS),
+        functools.partial(programs.markdown, names=programs.OTHERS),
+    ],
+}
+
+
+@cases("name", TABLES)
+def test_the_tables_in_the_readme_are_those_of_the_figures(name):
+    rows = json.loads((FOLDER / "results" / f"{name}.json").read_text())["rows"]
+    for table in TABLES[name]:
+        assert table(rows) in (FOLDER / "results" / "README.md").read_text()

@@ -46,14 +46,6 @@ def test_so_are_devices_that_it_does_not_know(monkeypatch):
         targets.devices("TPU v9", "2x2")
 
 
-def test_the_tables_of_programs_are_those_of_their_figures():
-    folder = SCRIPT.parent / "results"
-    rows = json.loads((folder / "programs.json").read_text())["rows"]
-    readme = (folder / "README.md").read_text()
-    for names in (programs.OURS, programs.OTHERS):
-        assert programs.markdown(rows, names) in readme
-
-
 @pytest.mark.slow
 def test_the_pipeline_is_the_model_in_one_piece():
     loss_fn, types, _ = layouts.make("pipeline", jax.devices()[:4], 8, "float32", "bfloat16")
