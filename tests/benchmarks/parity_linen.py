@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from parity_setup import Loss, Program, digits, held_out_text, program, some_text, text
+from parity_setup import Loss, Program, digits, held_out_text, program, some, some_text, text
 
 import jaxscale
 import jaxscale.flax
@@ -120,7 +120,7 @@ class BatchStatsState(jaxscale.flax.TrainState):
 def resnet(way, steps, batch):
     """Like Flax's `examples/imagenet/train.py`: batch norm, a weight penalty, Nesterov's SGD."""
     model = ResNet()
-    (images, labels), (test_images, test_labels) = digits()
+    training, (test_images, test_labels) = digits()
     schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, steps // 10, steps)
     tx = way.optimizer(optax.sgd(schedule, 0.9, nesterov=True))
 
@@ -134,17 +134,13 @@ def resnet(way, steps, batch):
 
     train_step = jaxscale.flax.train_step(way.cast(loss_fn), has_state=True)
 
-    def draw(key):
-        chosen = jax.random.randint(key, (batch,), 0, len(images))
-        return jnp.asarray(images)[chosen], jnp.asarray(labels)[chosen]
-
     def init(key):
         variables = model.init(key, jnp.zeros((1, 8, 8, 1)), train=False)
         return BatchStatsState.create(apply_fn=model.apply, tx=tx, **variables)
 
     def losses(state, key):
         fields = {"batch_stats": state.batch_stats}
-        drawn = draw(key)
+        drawn = some(key, batch, *training)
         return [
             Loss(lambda params: loss_fn(params, fields, *drawn)[0], state.params, state.opt_state)
         ]
@@ -154,7 +150,10 @@ def resnet(way, steps, batch):
         logits = model.apply(variables, test_images, train=False)
         return optax.softmax_cross_entropy_with_integer_labels(logits, test_labels).mean()
 
-    return Program(init, lambda state, key: train_step(state, *draw(key)), evaluate, losses)
+    def step(state, key):
+        return train_step(state, *some(key, batch, *training))
+
+    return Program(init, step, evaluate, losses)
 
 
 class ActorCritic(nn.Module):
@@ -170,10 +169,10 @@ class ActorCritic(nn.Module):
 
 
 class Pole(NamedTuple):
-    """A cart with a pole: position, velocity, angle, angular velocity; and steps so far."""
+    """A cart with a pole."""
 
-    x: jax.Array
-    time: jax.Array
+    x: jax.Array  # position, velocity, angle, angular velocity
+    time: jax.Array  # steps so far
 
 
 def reset(key):

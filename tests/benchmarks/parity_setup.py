@@ -134,6 +134,12 @@ def digits():
     return (images[360:], labels[360:]), (images[:360], labels[:360])
 
 
+def some(key, batch, *arrays):
+    """Returns `batch` elements of each of the arrays, drawn alike."""
+    chosen = jax.random.randint(key, (batch,), 0, len(arrays[0]))
+    return tuple(jnp.asarray(array)[chosen] for array in arrays)
+
+
 @functools.cache
 def text():
     """Returns scikit-learn's descriptions of its data sets, and the number of characters.
