@@ -162,15 +162,10 @@ def resnet(size):
         model = ResNet(channels, blocks)
         return jax.jit(model.init)(jax.random.key(0), jnp.zeros(shape))["params"]
 
-    def forward(dtype=None, attention=None):
-        del attention  # it has none
-        model = ResNet(channels, blocks, dtype)
-
-        def logits(params, inputs):
-            # Training reads no running averages: those of the batch are what is tested here.
-            return model.apply({"params": params}, inputs, mutable=["batch_stats"])[0]
-
-        return logits
+    def forward(dtype=None, attention=None):  # it has no attention
+        # Training reads no running averages: those of the batch are what is tested here.
+        apply = functools.partial(ResNet(channels, blocks, dtype).apply, mutable=["batch_stats"])
+        return lambda params, inputs: apply({"params": params}, inputs)[0]
 
     return Task(init, images_and_classes, forward)
 

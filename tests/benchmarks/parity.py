@@ -108,10 +108,8 @@ def train(model, way, seeds, steps, batch, show):
         compiled = jax.jit(function)
 
         def one_by_one(args):
-            parts = [
-                jax.tree.map(operator.itemgetter(number), args) for number in range(len(seeds))
-            ]
-            return stacked(map(compiled, parts))
+            numbers = map(operator.itemgetter, range(len(seeds)))
+            return stacked(compiled(jax.tree.map(number, args)) for number in numbers)
 
         return one_by_one
 
@@ -144,9 +142,8 @@ def train(model, way, seeds, steps, batch, show):
         seen = []
         for loss in program.losses(carry, step_key(seed, first)):
             metrics = jaxscale.metrics(loss.opt_state)
-            state = metrics["loss_scale"], metrics["total_notfinite"]
+            seen.append([metrics["loss_scale"], metrics["total_notfinite"], *jnp.zeros(2)])
             if not way.half:
-                seen.append((*state, jnp.zeros(()), jnp.zeros(())))
                 continue
             exact = jax.tree.leaves(jax.grad(loss.loss_fn)(loss.params))
             grads = jaxscale.grad(way.cast(loss.loss_fn), loss.opt_state)(loss.params)
@@ -155,17 +152,17 @@ def train(model, way, seeds, steps, batch, show):
             nonzero = sum(jnp.sum(true != 0) for _, true in pairs)
             error = sum(jnp.sum((grad - true) ** 2) for grad, true in pairs)
             error = jnp.sqrt(error / sum(jnp.sum(true**2) for true in exact))
-            seen.append((*state, flushed / jnp.maximum(nonzero, 1), error))
+            seen[-1][2:] = flushed / jnp.maximum(nonzero, 1), error
         return tuple(jnp.stack(column) for column in zip(*seen, strict=True))
 
     started = time.perf_counter()
     chunks = min(CHUNKS, steps)
     # Not compiled as a whole, which would take longer than all that it saves.
-    begun = [program.init(jax.random.key(seed)) for seed in seeds]
-    carry, history = stacked(begun), []
+    carry = stacked(program.init(jax.random.key(seed)) for seed in seeds)
     seeds = jnp.asarray(seeds)
     first = jnp.zeros_like(seeds)
     looks = [look((carry, seeds, first))]  # compiled here, so that its repeats are not counted
+    history = []
     with counted_repeats() as repeats:
         for _ in range(chunks):
             carry, losses = advance(carry, first)
@@ -193,9 +190,7 @@ def train(model, way, seeds, steps, batch, show):
 def costs(model, ways, steps, batch, rounds):
     """Returns what a step of one seed costs in float16: XLA's figures, and times in turns."""
     found, runs = {}, {}
-    for way in ways:
-        if not way.half:
-            continue
+    for way in (way for way in ways if way.half):
         program, key = model.make(way, steps, batch), jax.random.key(0)
         carry = jax.jit(program.init)(key)
         compiled = jax.jit(program.step).lower(carry, key).compile()

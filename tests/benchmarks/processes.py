@@ -10,8 +10,10 @@ import os
 import statistics
 import time
 
+import numpy as np
+
 # Its imports are made once, in the process that the others are forked from.
-PRELOAD = ["jax", "optax", "jaxscale", "jaxscale.flax", "flax.linen", "flax.training.dynamic_scale"]
+PRELOAD = ["jax", "optax", "jaxscale.flax", "flax.linen", "flax.training.dynamic_scale"]
 PRELOAD += ["jmp", "mpx"]
 # Several processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -141,8 +143,6 @@ def timed(call, carry, block):
 
 def ratio(turns, others, key="step_s"):
     """Returns median and quartiles of a ratio, taken round by round."""
-    ratios = sorted(a[key] / b[key] for a, b in zip(turns, others, strict=True))
-    low, _, high = (
-        statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    )
-    return {"median": statistics.median(ratios), "low": low, "high": high}
+    ratios = [a[key] / b[key] for a, b in zip(turns, others, strict=True)]
+    low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+    return {"median": median, "low": low, "high": high}

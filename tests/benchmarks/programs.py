@@ -103,9 +103,8 @@ def compile_step(row, name):
         method = methods.make(name, clip)
     else:
         half = "float16" if row.target == "H100" else "bfloat16"
-        loss_fn, params, batch = layouts.make(
-            row.layout, devices, row.width, row.dtype, half, row.slices
-        )
+        laid_out = layouts.make(row.layout, devices, row.width, row.dtype, half, row.slices)
+        loss_fn, params, batch = laid_out
         method = methods.make(name, clip, loss_fn)
     carry = layouts.place(jax.eval_shape(method.init, params), params)
     traced = jax.jit(method.step, donate_argnums=0).trace(carry, batch)
