@@ -166,7 +166,6 @@ def oddities(text):
 def program(compiled, parameters):
     """Returns what a compiled program moves and launches, as JSON types."""
     analysis = compiled.cost_analysis()
-    analysis = analysis[0] if isinstance(analysis, list) else analysis
     text = compiled.as_text()
     kernels, moved = cost(text)
     return {
