@@ -1,7 +1,8 @@
 """Models of `parity.py` in Flax Linen: a transformer, a ResNet, and an agent."""
 
+import collections
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -168,11 +169,9 @@ class ActorCritic(nn.Module):
         return nn.log_softmax(perceptron(2, 0.01)), perceptron(1, 1.0)[..., 0]
 
 
-class Pole(NamedTuple):
-    """A cart with a pole."""
-
-    x: jax.Array  # position, velocity, angle, angular velocity
-    time: jax.Array  # steps so far
+# A cart with a pole: position, velocity, angle, angular velocity; and steps so far.
+Pole = collections.namedtuple("Pole", "x time")
+Transition = collections.namedtuple("Transition", "obs action log_prob value done")
 
 
 def reset(key):
@@ -181,26 +180,17 @@ def reset(key):
 
 def advance(key, pole, action):
     """Returns the next state and whether the episode ended, by the rules of CartPole-v1."""
-    position, velocity, angle, turning = pole.x
+    _, velocity, angle, turning = pole.x
     force = jnp.where(action == 1, 10.0, -10.0)
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     pushed = (force + 0.05 * turning**2 * sin) / 1.1
     torque = (9.8 * sin - cos * pushed) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
     acceleration = pushed - 0.05 * torque * cos / 1.1
-    x = jnp.stack([position, velocity, angle, turning])
-    x = x + 0.02 * jnp.stack([velocity, acceleration, turning, torque])
+    x = pole.x + 0.02 * jnp.stack([velocity, acceleration, turning, torque])
     time = pole.time + 1
     done = (jnp.abs(x[0]) > 2.4) | (jnp.abs(x[2]) > 12 * np.pi / 180) | (time >= 500)
     new = jax.tree.map(lambda a, b: jnp.where(done, a, b), reset(key), Pole(x, time))
     return new, done
-
-
-class Transition(NamedTuple):
-    obs: jax.Array
-    action: jax.Array
-    log_prob: jax.Array
-    value: jax.Array
-    done: jax.Array
 
 
 ROLLOUT, EPOCHS, MINIBATCHES, GAMMA, LAMBDA, CLIP = 64, 4, 4, 0.99, 0.95, 0.2
@@ -209,10 +199,9 @@ ROLLOUT, EPOCHS, MINIBATCHES, GAMMA, LAMBDA, CLIP = 64, 4, 4, 0.99, 0.95, 0.2
 def ppo(way, steps, batch):
     """Like purejaxrl's `ppo.py`: one program of nested scans, environment included (CartPole)."""
     network = ActorCritic()
-    per_step = EPOCHS * MINIBATCHES
 
     def schedule(count):
-        return 1e-3 * (1.0 - (count // per_step) / steps)
+        return 1e-3 * (1.0 - (count // (EPOCHS * MINIBATCHES)) / steps)
 
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(schedule, eps=1e-5))
     tx = way.optimizer(tx)
@@ -252,12 +241,13 @@ def ppo(way, steps, batch):
         return poles, (taken, advantages, advantages + taken.value)
 
     def minibatches(played, key):
-        size = ROLLOUT * batch
-        order = jax.random.permutation(key, size)
-        return jax.tree.map(
-            lambda x: x.reshape(size, *x.shape[2:])[order].reshape(MINIBATCHES, -1, *x.shape[2:]),
-            played,
-        )
+        order = jax.random.permutation(key, ROLLOUT * batch)
+
+        def divided(x):
+            flat = x.reshape(len(order), *x.shape[2:])
+            return flat[order].reshape(MINIBATCHES, -1, *x.shape[2:])
+
+        return jax.tree.map(divided, played)
 
     def init(key):
         params_key, env_key = jax.random.split(key)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.standard_promotion
 FOLDER = pathlib.Path(__file__).parent.parent / "benchmarks"
 PACKAGES = {"Flax DynamicScale": "flax", "jmp": "jmp", "MPX": "mpx"}
 INSTALLED = [
-    name for name in methods.METHODS if importlib.util.find_spec(PACKAGES.get(name, "optax"))
+    name for name in methods.FROM_GRADIENTS if importlib.util.find_spec(PACKAGES.get(name, "optax"))
 ]
 
 
@@ -144,25 +144,48 @@ def test_bytes_are_those_that_xla_counts():
     )
 
 
-@pytest.mark.slow
-def test_the_command_prints_and_writes_its_figures(tmp_path):
-    path = tmp_path / "step.json"
-    names = [methods.BARE, "jaxscale.apply_gradients"]
-    command = ["step.py", "--size=tiny", "--trees=huge", "--clip=clipped"]
-    options = ["--gradients=float16", "--rounds=2", "--seconds=0.001", f"--json={path}"]
-    printed = run(*command, *options, "--only", *names)
-    assert all(name in printed for name in names)
+BOTH = [methods.BARE, "jaxscale.apply_gradients"]
+
+
+def timed(path, *command):
+    """The rows that one of the benchmarks that time steps writes, for `BOTH`."""
+    options = ["--rounds=2", "--seconds=0.001", f"--json={path}", "--only", *BOTH]
+    printed = run(*command, *options)
+    assert all(name in printed for name in BOTH)
     result = json.loads(path.read_text())
     assert result["machine"]["versions"]["jax"] == jax.__version__
-    (row,) = result["rows"]
+    for row in result["rows"]:
+        assert list(row["methods"]) == BOTH
+        assert all(report["faults"] == [] for report in row["methods"].values())
+    return result["rows"]
+
+
+@pytest.mark.slow
+def test_step_writes_what_a_step_moves_and_how_long_it_takes(tmp_path):
+    command = ["step.py", "--size=tiny", "--trees=huge", "--clip=clipped", "--gradients=float16"]
+    (row,) = timed(tmp_path / "step.json", *command)
     assert (row["tree"], row["leaves"], row["parameters"]) == ("huge", 1, 4096)
     assert row["limit_bytes_per_parameter"] == 2 * 2 + 2 * 3 * 4
-    assert list(row["methods"]) == names
     for name, report in row["methods"].items():
-        assert report["faults"] == []
         assert min(report["to_bare"]["median"], report["to_limit"]["median"]) > 0
         assert report["bytes_per_parameter"] > row["limit_bytes_per_parameter"] - 2, name
         assert report["kernels"] == sum(report["kernels_by_kind"].values()) > 0
+
+
+@pytest.mark.slow
+def test_transformer_times_whole_steps(tmp_path):
+    command = ["transformer.py", "--size=tiny", "--clip=unclipped"]
+    (row,) = timed(tmp_path / "transformer.json", *command)
+    assert all(report["to_bare"]["median"] > 0 for report in row["methods"].values())
+
+
+@pytest.mark.slow
+def test_leaves_goes_along_both_axes(tmp_path):
+    picture = tmp_path / "leaves.png"
+    command = ["leaves.py", "--leaves=10", "--parameters=10000", f"--picture={picture}"]
+    rows = timed(tmp_path / "leaves.json", *command)
+    assert [(row["axis"], row["number"]) for row in rows] == [("leaves", 10), ("parameters", 10**4)]
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_products_are_counted_in_programs_inside_of_programs():
