@@ -26,7 +26,7 @@ COLLECTIVES = {
 HOST = {"infeed", "outfeed", "send", "recv"}
 INSTRUCTION = re.compile(
     r"  (?:ROOT )?%?(?P<name>\S+) = (?P<type>.*?) (?P<opcode>[a-z][\w\-]*)"
-    r"\((?P<operands>.*?)\)(?P<attributes>|, [a-z_]+=.*)"
+    r"\((?P<operands>.*?)\)(?P<attributes>|, [\w\-]+=.*)"
 )
 CALLED = re.compile(
     r"(?:to_apply|calls|body|condition|(?:branch|called)_computations|\w+_computation)="

@@ -3,9 +3,9 @@
 import argparse
 import json
 import pathlib
-import statistics
 
 import machine
+import numpy as np
 import processes
 from rich.console import Console
 from rich.table import Table
@@ -69,8 +69,8 @@ def markdown(headings, rows):
 
 def mean_and_spread(values):
     """Returns the mean over the seeds and their standard deviation, as text."""
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.fmean(values):.4g} ± {spread:.2g}"
+    spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
+    return f"{np.mean(values):.4g} ± {spread:.2g}"
 
 
 def where(described):
