@@ -157,6 +157,6 @@ def test_on_a_tpu_a_step_moves_the_bytes_of_optax_with_clipping(figures):
         # one can who must see all gradients first: they are written and read, 8 bytes at most.
         assert max(moved.values()) <= moved[programs.BARE] + 8.1, place
         if place != (1, 256):
-            # Optax's own clipping has to see them first, too. 2 %: what is kept on the chip differs.
+            # So has Optax's own clipping. 2 %: what is kept on the chip differs.
             for name in (programs.TRAIN_STEP, CLIPPED_STEP):
                 assert moved[name] <= 1.02 * moved[CLIPPED_BARE], (place, name)
