@@ -14,6 +14,7 @@ FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
     *("opt-barrier", "add-dependency", "partition-id", "replica-id", "get-dimension-size"),
     *("AllocateBuffer", "ConcatBitcast"),
+    *("copy-start", "slice-start"),  # counted where they are done
 }
 # From one memory to another in the background, while kernels run: launched by no one.
 TRANSFERS = {"copy-done", "slice-done"}
@@ -76,10 +77,6 @@ def _bytes(type_, anywhere=False):
     )
 
 
-def _begins_transfer(instruction):
-    return instruction.opcode.replace("-start", "-done") in TRANSFERS - {instruction.opcode}
-
-
 class Cost(NamedTuple):
     """Kernels by kind, and the bytes of main memory that are read and written."""
 
@@ -98,8 +95,7 @@ def cost(text):
     found = computations(text)
 
     def count(name):
-        types = {instruction.name: instruction.type for instruction in found[name]}
-        sources = {i.name: i.operands[0] for i in found[name] if _begins_transfer(i)}
+        known = {instruction.name: instruction for instruction in found[name]}
         kernels, moved = collections.Counter(), 0.0
         for instruction in found[name]:
             parts = []
@@ -109,21 +105,19 @@ def cost(text):
             elif instruction.opcode in CALLS:
                 parts = [count(called) for called in instruction.called]
             elif instruction.opcode in TRANSFERS:
-                size = _bytes(instruction.type, anywhere=True)
-                read = size if _bytes(types[sources[instruction.operands[0]]]) else 0
+                (source, *_) = known[instruction.operands[0]].operands
+                read = _bytes(instruction.type, anywhere=True) if _bytes(known[source].type) else 0
                 moved += read + _bytes(instruction.type)
-            elif _begins_transfer(instruction):
-                continue  # counted where it is done
             elif instruction.opcode not in FREE and not instruction.opcode.endswith("-done"):
                 kernels[instruction.opcode.removesuffix("-start")] += 1
-                moved += _bytes(instruction.type) + _read(instruction, types)
+                moved += _bytes(instruction.type) + _read(instruction, known)
             for part in parts:
                 kernels += part.kernels
                 moved += part.bytes
         return Cost(kernels, moved)
 
-    def _read(instruction, types):
-        sizes = {name: _bytes(types[name]) for name in instruction.operands}
+    def _read(instruction, known):
+        sizes = {name: _bytes(known[name].type) for name in instruction.operands}
         if instruction.opcode == "fusion":
             body = found[instruction.called[0]]
             parameters = [i.name for i in body if i.opcode == "parameter"]

@@ -113,27 +113,16 @@ def train(model, way, seeds, steps, batch, show):
 
         return one_by_one
 
-    @each
-    def one_step(args):
-        carry, seed, index = args
-        return program.step(carry, step_key(seed, index))
+    chunks = min(CHUNKS, steps)
+    chunk = steps // chunks
+    # XLA on CPU takes many times as long for a convolution in a loop. It unrolls a loop of one.
+    compiled_steps = chunk if model.vmapped else 1
 
     @each
     def some_steps(args):
         carry, seed, first = args
-        indices = first + jnp.arange(steps // chunks)
+        indices = first + jnp.arange(compiled_steps)
         return jax.lax.scan(lambda c, i: program.step(c, step_key(seed, i)), carry, indices)
-
-    def advance(carry, first):
-        """Returns the carry after the steps of a chunk, and their losses, [seed, step]."""
-        if model.vmapped:
-            return some_steps((carry, seeds, first))
-        # XLA on CPU takes many times as long for a convolution in a loop.
-        losses = []
-        for index in range(steps // chunks):
-            carry, loss = one_step((carry, seeds, first + index))
-            losses.append(loss)
-        return carry, jnp.stack(losses, 1)
 
     @each
     def look(args):
@@ -156,7 +145,6 @@ def train(model, way, seeds, steps, batch, show):
         return tuple(jnp.stack(column) for column in zip(*seen, strict=True))
 
     started = time.perf_counter()
-    chunks = min(CHUNKS, steps)
     # Not compiled as a whole, which would take longer than all that it saves.
     carry = stacked(program.init(jax.random.key(seed)) for seed in seeds)
     seeds = jnp.asarray(seeds)
@@ -165,10 +153,11 @@ def train(model, way, seeds, steps, batch, show):
     history = []
     with counted_repeats() as repeats:
         for _ in range(chunks):
-            carry, losses = advance(carry, first)
-            first += steps // chunks
+            for _ in range(chunk // compiled_steps):
+                carry, losses = some_steps((carry, seeds, first))
+                first += compiled_steps
+                history.append(losses)
             looks.append(look((carry, seeds, first)))
-            history.append(losses)
             show(float(losses[:, -1].mean()))
         jax.effects_barrier()
     scales, skipped, flushed, errors = (np.array(column) for column in zip(*looks, strict=True))

@@ -57,7 +57,9 @@ def test_checks_see_what_is_wrong():
     def faults(method, **plant):
         method = method._replace(**plant)
         step = jax.jit(method.step)
-        return checks.run(method, step, {"w": (3,)}, "float32", False, ["w"], 1e-5, steps=3)
+        return "\n".join(
+            checks.run(method, step, {"w": (3,)}, "float32", False, ["w"], 1e-5, steps=3)
+        )
 
     def twice(carry, grads):
         return sound.step(carry, jax.tree.map(lambda g: 2 * g, grads))
@@ -77,12 +79,11 @@ def test_checks_see_what_is_wrong():
         return params, optax.tree_utils.tree_set(state, mu=mu)
 
     assert not faults(sound)
-    assert any("first moments" in fault for fault in faults(sound, step=twice))
-    assert any("skipped finite" in fault for fault in faults(sound, step=by_the_sum))
-    assert any("left a trace" in fault for fault in faults(sound, step=times_zero))
-    assert any("left a trace" in fault for fault in faults(sound, step=by_a_bit))
-    bare = methods.make(methods.BARE, clip=False)
-    assert any("was not skipped" in fault for fault in faults(bare, skips=True))
+    assert "first moments" in faults(sound, step=twice)
+    assert "skipped finite" in faults(sound, step=by_the_sum)
+    assert "left a trace" in faults(sound, step=times_zero)
+    assert "left a trace" in faults(sound, step=by_a_bit)
+    assert "was not skipped" in faults(methods.make(methods.BARE, clip=False), skips=True)
 
 
 PROGRAM = """
@@ -138,10 +139,9 @@ def test_bytes_are_those_that_xla_counts():
     method = methods.make(methods.BARE, clip=False)
     avals = trees.avals(trees.gpt2(64, layers=1), "float32")
     compiled = jax.jit(method.step).lower(jax.eval_shape(method.init, avals), avals).compile()
-    program = hlo.program(compiled, trees.size(trees.gpt2(64, layers=1)))
-    assert program["bytes_per_parameter"] == pytest.approx(
-        program["xla_bytes_per_parameter"], rel=1e-3
-    )
+    program = hlo.program(compiled, parameters=1)
+    expected = pytest.approx(program["xla_bytes_per_parameter"], rel=1e-3)
+    assert program["bytes_per_parameter"] == expected
 
 
 BOTH = [methods.BARE, "jaxscale.apply_gradients"]
