@@ -5,7 +5,6 @@ from a file of results, from what an example prints, from the package, from pypr
 number is a new row. Code is left out: `test_readme.py` runs it.
 """
 
-import functools
 import inspect
 import json
 import math
@@ -40,9 +39,12 @@ def text(path):
     return (ROOT / path).read_text()
 
 
-@functools.cache
-def results(name):
-    return json.loads(text(f"tests/benchmarks/results/{name}.json"))
+RL = json.loads(text("examples/rl.json"))
+RESULTS = {
+    path.stem: json.loads(path.read_text())
+    for path in (ROOT / "tests" / "benchmarks" / "results").glob("*.json")
+}
+QUICKSTART = RESULTS["examples-cpu"]["quickstart"]
 
 
 def power(number):
@@ -133,7 +135,7 @@ def flushed():
 
 def quickstart(run):
     """The cells of a row of the table that the quickstart printed."""
-    rows = [line for line in results("examples-cpu")["quickstart"]["printed"] if "│" in line]
+    rows = [line for line in QUICKSTART["printed"] if "│" in line]
     (cells,) = (row.split("│")[2:-1] for row in rows if f" {run} " in row)
     return [re.sub(" dB| steps", "", cell).strip() for cell in cells]
 
@@ -144,39 +146,30 @@ def decibels(*runs):
 
 def mismatch(name):
     """What bfloat16 and float16 have of it in the example of reinforcement learning, on average."""
-    runs = json.loads(text("examples/rl.json"))
-    return [np.mean(runs[dtype][name]) for dtype in ("bfloat16", "float16")]
-
-
-def seeds_of_rl():
-    return WORDS[len(json.loads(text("examples/rl.json"))["float16"]["reward, last fifth"])]
+    return [np.mean(RL[dtype][name]) for dtype in ("bfloat16", "float16")]
 
 
 # From the results.
 
 
 def newest_versions():
-    machine = results("autocast-cpu")["machine"]
+    machine = RESULTS["autocast-cpu"]["machine"]
     versions = machine["versions"]
     return [short(machine["python"]), short(versions["jax"]), versions["flax"]]
 
 
-def version_of_quickstart():
-    return short(results("examples-cpu")["quickstart"]["machine"]["versions"]["jax"])
-
-
 def parity():
-    rows = results("parity-cpu")["rows"]
+    rows = RESULTS["parity-cpu"]["rows"]
     exact, alone, scaled, *_ = (np.array(way["final"]) for way in rows[0]["ways"].values())
     worse, near = alone.mean() / exact.mean() - 1, np.abs(scaled / exact - 1).max()
-    number, seeds = len(rows), len(exact)
-    words = WORDS[number].capitalize(), WORDS[number - 1], WORDS[seeds]
-    return [words[0], worse, math.ceil(near * 1e4) / 1e4, *words[1:]]
+    near = math.ceil(near * 1e4) / 1e4
+    number = len(rows)
+    return [WORDS[number].capitalize(), worse, near, WORDS[number - 1], WORDS[len(exact)]]
 
 
 def backward_passes():
     """Those of `scale_backward`, around the loss and around the network. None was repeated."""
-    rows = results("parity-cpu")["rows"]
+    rows = RESULTS["parity-cpu"]["rows"]
     ways = [way for row in rows for name, way in row["ways"].items() if "scale_backward" in name]
     assert not any(np.any(way["repeated"]) or np.any(way["skipped"]) for way in ways)
     return WORDS[len(rows)], sum(way["passes"] for way in ways)
@@ -207,24 +200,24 @@ def faults():
 
 
 def whole_step(name):
-    return results("transformer-cpu")["rows"][0]["methods"][name]["to_bare"]["median"]
+    return RESULTS["transformer-cpu"]["rows"][0]["methods"][name]["to_bare"]["median"]
 
 
 def part(name):
     """Times relative to plain Optax by the dtype of the gradients, then kernels."""
     rows = {
         row["gradients"]: row["methods"][name]["to_bare"]["median"]
-        for row in results("step-cpu")["rows"]
+        for row in RESULTS["step-cpu"]["rows"]
         if row["tree"] == "gpt2" and not row["clipped"]
     }
-    program = results("programs")["rows"][0]
+    program = RESULTS["programs"]["rows"][0]
     assert (program["target"], program["layout"]) == ("H100", "optimizer alone")
     kernels = {name: report["kernels"] for name, report in program["methods"].items()}
     return rows["float32"], rows["float16"], kernels[name] / kernels["bare optax"]
 
 
 def part_machine():
-    found = results("step-cpu")
+    found = RESULTS["step-cpu"]
     assert found["machine"]["processor"] == "AMD EPYC"
     return found["rows"][0]["parameters"] / 1e6, found["machine"]["cores"]
 
@@ -234,7 +227,7 @@ def compiled(chips):
     wanted = {"target": "TPU v5e", "dtype": "float32", "devices": chips, "width": 2048}
     (methods,) = (
         row["methods"]
-        for row in results("programs")["rows"]
+        for row in RESULTS["programs"]["rows"]
         if row.items() >= wanted.items() and row["layout"] != "optimizer alone"
     )
     return [methods[name] for name in ("jaxscale.train_step", "bare optax", "bare optax, clipped")]
@@ -259,7 +252,7 @@ def messages(chips):
 
 def autocast(name):
     """What is kept, and the memory on an H100, relative to float32; all products are in half."""
-    unrolled, scanned = (row["methods"] for row in results("autocast-cpu")["rows"][:2])
+    unrolled, scanned = (row["methods"] for row in RESULTS["autocast-cpu"]["rows"][:2])
     for methods in (unrolled, scanned):
         for way in (methods[name]["forward"], methods[name]["backward"]):
             assert way["half"] == way["products"]
@@ -269,7 +262,7 @@ def autocast(name):
 
 def memory(row, name):
     """What a program compiled for an H100 takes, relative to float32."""
-    methods = results("autocast-cpu")["rows"][row]["methods"]
+    methods = RESULTS["autocast-cpu"]["rows"][row]["methods"]
     taken = [methods[each]["h100"]["temporary_bytes"] for each in (name, "float32")]
     return taken[0] / taken[1]
 
@@ -291,7 +284,7 @@ CLAIMS = {
     "or if nothing seems to be scaled, which it knows after {:,} steps": (lambda: _progress._LONG,),
     "by {:.2%} in bfloat16 and by {:.2%} in float16": (mismatch, RMS),
     "at most by {:.0%} and by {:.1%}": (mismatch, LARGEST),
-    "(means of {} seeds)": (seeds_of_rl,),
+    "(means of {} seeds)": (lambda: WORDS[len(RL["float16"][RMS])],),
     "probabilities differ {:.0f} times less": (lambda: np.divide(*mismatch(RMS)),),
     "Python {}, JAX {}, Optax {}, Flax {} (if you use Flax)": (oldest, "jax", "optax", "flax"),
     "tested up to Python {}, JAX {} and Flax {}.": (newest_versions,),
@@ -301,7 +294,9 @@ CLAIMS = {
         parity,
     ),
     "with Python {} or newer": (oldest,),
-    "On a CPU with JAX {} the first printed": (version_of_quickstart,),
+    "On a CPU with JAX {} the first printed": (
+        lambda: short(QUICKSTART["machine"]["versions"]["jax"]),
+    ),
     "(cubic interpolation: {} dB)": (decibels, "(cubic alone)"),
     "| float32 | {} | {} dB | {} | {} steps | {} |": (quickstart, THREE[0]),
     "| float16 | {} | {} dB | {} | {} steps | {} |": (quickstart, THREE[1]),
