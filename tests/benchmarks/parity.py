@@ -115,12 +115,15 @@ def train(model, way, seeds, steps, batch, show):
 
     chunks = min(CHUNKS, steps)
     chunk = steps // chunks
-    # XLA on CPU takes many times as long for a convolution in a loop. It unrolls a loop of one.
+    # XLA on CPU takes many times as long for a convolution in a loop.
     compiled_steps = chunk if model.vmapped else 1
 
     @each
     def some_steps(args):
         carry, seed, first = args
+        if compiled_steps == 1:
+            carry, loss = program.step(carry, step_key(seed, first))
+            return carry, loss[None]
         indices = first + jnp.arange(compiled_steps)
         return jax.lax.scan(lambda c, i: program.step(c, step_key(seed, i)), carry, indices)
 
