@@ -1,5 +1,7 @@
 """How trainings end: the tables and the pictures of `parity.py` and `spikes.py`."""
 
+import pathlib
+
 import matplotlib
 
 matplotlib.use("agg")
@@ -14,6 +16,17 @@ SCALINGS = [NAMES[2], "adaptive", "scale_backward(loss)", "scale_backward(networ
 # The ways of `spikes.py`.
 WAYS = ["plain", "clipped", "rule", "clipped, rule"]
 SHARES = {"flushed": "{:.1%}", "gradient_error": "{:.1%}", "skipped": "{:.3g}"}
+
+
+def parser(doc):
+    """Returns a parser of the options that both programs have."""
+    result = report.parser(doc)
+    add = result.add_argument
+    add("--seeds", type=int, default=3, help="how many seeds")
+    add("--steps", type=int, help="training steps, instead of each program's own number")
+    add("--plot", type=pathlib.Path, help="where to draw the figures")
+    add("--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from this file")
+    return result
 
 
 def parity(rows):

@@ -22,7 +22,6 @@ import contextlib
 import json
 import operator
 import os
-import pathlib
 import time
 
 # For XLA on CPU, which may keep float32 between float16 operations. To be set before JAX starts.
@@ -202,17 +201,13 @@ def costs(model, ways, steps, batch, rounds):
 
 def main():
     names = [way.name for way in WAYS]
-    parser = report.parser(__doc__)
+    parser = endings.parser(__doc__)
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
     add("--ways", nargs="*", choices=names, default=names, metavar="WAY")
-    add("--seeds", type=int, default=3, help="how many seeds")
-    add("--steps", type=int, help="training steps of each model, instead of its own number")
     add("--batch", type=int, help="the size of a batch, instead of that of each model")
     add("--rounds", type=int, default=15, help="how often a step of each way is timed; 0: no costs")
     add("--add", action="store_true", help="keep what the file of figures has, and add to it")
-    add("--plot", type=pathlib.Path, help="where to draw the figures")
-    add("--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from this file")
     options = parser.parse_args()
     if options.redraw:
         result = json.loads(options.redraw.read_text())

@@ -11,7 +11,6 @@ The figures of `--json` hold each loss and norm of the plain runs, which the tes
 """
 
 import json
-import pathlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -183,13 +182,8 @@ def _short(numbers):
 
 
 def main():
-    parser = report.parser(__doc__)
-    add = parser.add_argument
-    add("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="NAME")
-    add("--seeds", type=int, default=3, help="how many seeds")
-    add("--steps", type=int, help="training steps, instead of each program's own number")
-    add("--plot", type=pathlib.Path, help="where to draw the figures")
-    add("--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from this file")
+    parser, names = endings.parser(__doc__), list(PROGRAMS)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     options = parser.parse_args()
     if options.redraw:
         result = json.loads(options.redraw.read_text())
