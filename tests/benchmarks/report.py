@@ -24,7 +24,7 @@ def parser(doc, rounds=None, seconds=None, limit=None):
     return result
 
 
-def begin(width=150):
+def begin(width=170):
     """Returns a console, and the figures of a run that begins: what it runs on, and no rows."""
     console, figures = Console(width=width), {"machine": processes.call(machine.describe)}
     console.print(machine.line(figures["machine"]))
@@ -52,7 +52,7 @@ def table(title, columns, reports, caption=None):
     *figures, last = columns
     for heading in figures:
         result.add_column(heading, justify="right")
-    result.add_column(last, overflow="fold")
+    result.add_column(last, overflow="fold", max_width=40)
     for name, report in reports.items():
         cells = [""] * len(figures) + [report.get("error")]
         if "error" not in report:
