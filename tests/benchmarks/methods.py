@@ -13,8 +13,8 @@ next forward pass, and no method's own work is left out:
 - the skip, of parameters and optimizer state, as the method's own documentation has it.
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -261,15 +261,15 @@ BARE = "bare optax"
 METHODS = {
     BARE: bare,
     "jaxscale.train_step": train_step,
-    "jaxscale.train_step, adaptive": functools.partial(
+    "jaxscale.train_step, adaptive": partial(
         train_step, policy=jaxscale.AdaptiveLossScale(init_scale=INIT_SCALE)
     ),
-    "jaxscale.train_step, retries": functools.partial(train_step, retries=10),
-    "jaxscale.train_step, spikes": functools.partial(train_step, spikes=jaxscale.SpikeRule()),
+    "jaxscale.train_step, retries": partial(train_step, retries=10),
+    "jaxscale.train_step, spikes": partial(train_step, spikes=jaxscale.SpikeRule()),
     "jaxscale.scale_backward": scale_backward,
-    "jaxscale.apply_gradients": functools.partial(_apart, apply=jaxscale.apply_gradients),
+    "jaxscale.apply_gradients": partial(_apart, apply=jaxscale.apply_gradients),
     "jaxscale.flax.TrainState": train_state,
-    "jaxscale optax wrapper": functools.partial(_apart, apply=_three_lines),
+    "jaxscale optax wrapper": partial(_apart, apply=_three_lines),
     "Flax DynamicScale": flax_dynamic_scale,
     "jmp": jmp,
     "MPX": mpx,
