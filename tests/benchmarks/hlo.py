@@ -5,7 +5,6 @@ bytes is reported beside ours; programs for a GPU that is not there have none.
 """
 
 import collections
-import itertools
 import math
 import re
 from typing import NamedTuple
@@ -15,6 +14,7 @@ FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
     *("opt-barrier", "add-dependency", "partition-id", "replica-id", "get-dimension-size"),
     *("AllocateBuffer", "ConcatBitcast"),
+    *("copy-start", "slice-start"),  # counted where they are done
 }
 # From one memory to another in the background, while kernels run: launched by no one.
 TRANSFERS = {"copy-done", "slice-done"}
@@ -25,11 +25,14 @@ COLLECTIVES = {
 }
 # What waits for the host; so does a call of Python.
 HOST = {"infeed", "outfeed", "send", "recv"}
+INSTRUCTION = re.compile(
+    r"  (?:ROOT )?%?(?P<name>\S+) = (?P<type>.*?) (?P<opcode>[a-z][\w\-]*)"
+    r"\((?P<operands>.*?)\)(?P<attributes>|, [\w\-]+=.*)"
+)
 CALLED = re.compile(
     r"(?:to_apply|calls|body|condition|(?:branch|called)_computations|\w+_computation)="
     r"(\{[^}]*\}|%[\w.\-]+)"
 )
-
 ARRAY = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,]*)\](\{[^}]*\})?")
 
 
@@ -43,37 +46,22 @@ class Instruction(NamedTuple):
 
 def computations(text):
     """Returns the instructions of each computation by name, those of the entry first."""
-    found, entry, instructions = {}, None, None
+    found, entry = {}, None
     for line in text.splitlines():
         if line.endswith("{") and line.startswith(("%", "ENTRY ")):
             name = line.removeprefix("ENTRY ").split()[0].lstrip("%")
             instructions = found[name] = []
             entry = name if line.startswith("ENTRY ") else entry
-        elif instructions is not None and line.startswith("  ") and " = " in line:
-            instructions.append(_instruction(line))
+        elif found and line.startswith("  ") and " = " in line:
+            instructions.append(_instruction(**INSTRUCTION.fullmatch(line).groupdict()))
     return {entry: found.pop(entry)} | found
 
 
-def _instruction(line):
-    name, text = line.strip().removeprefix("ROOT ").split(" = ", 1)
-    end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
-    opcode, rest = text[end:].lstrip().split("(", 1)
-    close = _closing("(" + rest) - 1
-    called = " ".join(CALLED.findall(rest[close:]))
-    target = re.search(r'custom_call_target="(\w+)"', rest[close:])
-    return Instruction(
-        name.lstrip("%"),
-        text[:end],
-        target.group(1) if target and target.group(1) in FREE else opcode,
-        re.findall(r"%([\w.\-]+)", rest[:close]),
-        re.findall(r"[\w.\-]+", called),
-    )
-
-
-def _closing(text):
-    """The place of the parenthesis that closes the first one."""
-    depths = itertools.accumulate((c == "(") - (c == ")") for c in text)
-    return next(i for i, depth in enumerate(depths) if depth == 0)
+def _instruction(name, type, opcode, operands, attributes):
+    called = re.findall(r"[\w.\-]+", " ".join(CALLED.findall(attributes)))
+    target = re.search(r'custom_call_target="(\w+)"', attributes)
+    opcode = target.group(1) if target and target.group(1) in FREE else opcode
+    return Instruction(name, type, opcode, re.findall(r"%([\w.\-]+)", operands), called)
 
 
 def _bytes(type_, anywhere=False):
@@ -87,10 +75,6 @@ def _bytes(type_, anywhere=False):
         for dtype, shape, layout in ARRAY.findall(type_)
         if not re.search(r"S\([1-9]\d*\)", layout) or anywhere
     )
-
-
-def _begins_transfer(instruction):
-    return instruction.opcode.replace("-start", "-done") in TRANSFERS - {instruction.opcode}
 
 
 class Cost(NamedTuple):
@@ -111,8 +95,7 @@ def cost(text):
     found = computations(text)
 
     def count(name):
-        types = {instruction.name: instruction.type for instruction in found[name]}
-        sources = {i.name: i.operands[0] for i in found[name] if _begins_transfer(i)}
+        known = {instruction.name: instruction for instruction in found[name]}
         kernels, moved = collections.Counter(), 0.0
         for instruction in found[name]:
             parts = []
@@ -122,21 +105,19 @@ def cost(text):
             elif instruction.opcode in CALLS:
                 parts = [count(called) for called in instruction.called]
             elif instruction.opcode in TRANSFERS:
-                size = _bytes(instruction.type, anywhere=True)
-                read = size if _bytes(types[sources[instruction.operands[0]]]) else 0
+                (source, *_) = known[instruction.operands[0]].operands
+                read = _bytes(instruction.type, anywhere=True) if _bytes(known[source].type) else 0
                 moved += read + _bytes(instruction.type)
-            elif _begins_transfer(instruction):
-                continue  # counted where it is done
             elif instruction.opcode not in FREE and not instruction.opcode.endswith("-done"):
                 kernels[instruction.opcode.removesuffix("-start")] += 1
-                moved += _bytes(instruction.type) + _read(instruction, types)
+                moved += _bytes(instruction.type) + _read(instruction, known)
             for part in parts:
                 kernels += part.kernels
                 moved += part.bytes
         return Cost(kernels, moved)
 
-    def _read(instruction, types):
-        sizes = {name: _bytes(types[name]) for name in instruction.operands}
+    def _read(instruction, known):
+        sizes = {name: _bytes(known[name].type) for name in instruction.operands}
         if instruction.opcode == "fusion":
             body = found[instruction.called[0]]
             parameters = [i.name for i in body if i.opcode == "parameter"]
@@ -179,7 +160,6 @@ def oddities(text):
 def program(compiled, parameters):
     """Returns what a compiled program moves and launches, as JSON types."""
     analysis = compiled.cost_analysis()
-    analysis = analysis[0] if isinstance(analysis, list) else analysis
     text = compiled.as_text()
     kernels, moved = cost(text)
     return {

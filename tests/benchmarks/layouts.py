@@ -54,35 +54,27 @@ def make(name, devices, width, dtype, half, slices=1):
     def aval(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    specs = {"up": layout.up, "bias": layout.bias, "down": layout.down}
-    shapes = {"up": (width, 4 * width), "bias": (4 * width,), "down": (4 * width, width)}
+    stages = (number,) if name == PIPELINE else ()
+    params = {
+        "up": aval((*stages, width, 4 * width), dtype, layout.up),
+        "bias": aval((*stages, 4 * width), dtype, layout.bias),
+        "down": aval((*stages, 4 * width, width), dtype, layout.down),
+    }
     if name == PIPELINE:
-        block = {each: aval((number, *shapes[each]), dtype, specs[each]) for each in shapes}
-        return _pipelined(mesh, half), block, _batch(aval, 2 * number, width, P())
-    block = {each: aval(shapes[each], dtype, specs[each]) for each in shapes}
-    spread = math.prod(mesh.shape[axis] for axis in layout.axes if axis != "model")
-    batch = _batch(aval, spread if layout.batch else 1, width, layout.batch)
-    loss_fn = jaxscale.autocast(_loss, half)
-    return loss_fn, {f"block {i}": block for i in range(BLOCKS)}, batch
+        loss_fn, spread = _pipelined(mesh), 2 * number
+    else:
+        loss_fn, params = _loss, {f"block {i}": params for i in range(BLOCKS)}
+        divided = (mesh.shape[axis] for axis in layout.axes if axis != "model")
+        spread = math.prod(divided) if layout.batch else 1
+    batch = aval((2, spread * ROWS, width), jnp.float32, P(None, *layout.batch))
+    return jaxscale.autocast(loss_fn, half), params, batch
 
 
 def place(tree, params):
     """Lays out a carry as the parameters are, of which it has the shapes; the rest everywhere."""
     known = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(params)}
     everywhere = NamedSharding(next(iter(known.values())).mesh, P())
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape,
-            leaf.dtype,
-            weak_type=leaf.weak_type,
-            sharding=known.get(leaf.shape, everywhere),
-        ),
-        tree,
-    )
-
-
-def _batch(aval, devices, width, spec):
-    return aval((2, devices * ROWS, width), jnp.float32, P(None, *spec))
+    return jax.tree.map(lambda leaf: leaf.update(sharding=known.get(leaf.shape, everywhere)), tree)
 
 
 def _block(block, x):
@@ -96,7 +88,7 @@ def _loss(params, batch):
     return jnp.mean((x - y).astype(jnp.float32) ** 2)
 
 
-def _pipelined(mesh, half):
+def _pipelined(mesh):
     """The loss of blocks that lie on one device each; two micro-batches for each of them."""
     stages = mesh.size
 
@@ -119,6 +111,4 @@ def _pipelined(mesh, half):
         _, losses = jax.lax.scan(turn, start, turns)
         return jax.lax.psum(jnp.sum(losses), "stage") / len(inputs)
 
-    specs = {"up": P("stage"), "bias": P("stage"), "down": P("stage")}
-    whole = jax.shard_map(run, mesh=mesh, in_specs=(specs, P()), out_specs=P())
-    return jaxscale.autocast(whole, half)
+    return jax.shard_map(run, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P())

@@ -6,18 +6,13 @@ One axis at a time: leaves of 256 elements each, and sixteen leaves of more and 
 that is not ready within the limit is stopped, and not tried on larger trees.
 """
 
-import argparse
-import json
 import pathlib
 
-import machine
 import matplotlib
 import methods
-import processes
+import report
 import step
 import trees
-from rich.console import Console
-from rich.table import Table
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -31,26 +26,24 @@ AXES = {
 }
 
 
-def sweep(axis, options, names, console, status):
+def sweep(axis, options, console):
     """Returns the rows of `step.measure` along an axis, and prints each as it comes."""
     rows, too_slow = [], {}
-    largest = {"leaves": options.leaves, "parameters": options.parameters}[axis]
     numbers, shapes_of = AXES[axis]
-    for number in (number for number in numbers if number <= largest):
-        shapes = shapes_of(number)
-        what = f"{number:,} {axis}"
-        rest = [name for name in names if name not in too_slow]
-        row = step.measure(
-            what,
-            shapes,
-            options.gradients,
-            False,
-            rest,
-            options,
-            lambda text, what=what: status.update(f"{what}: {text}"),
-        )
+    for number in (number for number in numbers if number <= getattr(options, axis)):
+        what, rest = f"{number:,} {axis}", [name for name in options.only if name not in too_slow]
+        with console.status("") as status:
+            row = step.measure(
+                what,
+                shapes_of(number),
+                options.gradients,
+                False,
+                rest,
+                options,
+                lambda text, status=status, what=what: status.update(f"{what}: {text}"),
+            )
         row["methods"] |= too_slow
-        too_slow |= {name: report for name, report in row["methods"].items() if "limit" in report}
+        too_slow |= {name: each for name, each in row["methods"].items() if "limit" in each}
         rows.append({"axis": axis, "number": number} | row)
         console.print(step.table(row))
     return rows
@@ -58,39 +51,32 @@ def sweep(axis, options, names, console, status):
 
 def summary(rows):
     """Returns a table with a row for each method: compilation and step along an axis."""
-    result = Table(title=f"by {rows[0]['axis']}: seconds to compile, ratio of a step to bare")
-    result.add_column("method", no_wrap=True)
-    for row in rows:
-        result.add_column(f"{row['number']:,}", justify="right")
-    for name in rows[0]["methods"]:
-        reports = [row["methods"][name] for row in rows]
-        result.add_row(name, *map(_cell, reports))
-    return result
+    columns = {f"{row['number']:,}": _cell(row) for row in rows}
+    title = f"by {rows[0]['axis']}: seconds to compile, ratio of a step to bare"
+    return report.table(title, columns, {name: {"name": name} for name in rows[0]["methods"]})
 
 
-def _cell(report):
-    if "error" in report:
-        return report["error"] if "limit" in report else "-"
-    ratio = report.get("to_bare")
-    return f"{report['compile_s']:.1f} s" + (f", {ratio['median']:.2f}" if ratio else "")
+def _cell(row):
+    def text(method):
+        each = row["methods"][method["name"]]
+        if "error" in each:
+            return each["error"] if "limit" in each else "-"
+        ratio = f", {each['to_bare']['median']:.2f}" if "to_bare" in each else ""
+        return f"{each['compile_s']:.1f} s{ratio}"
+
+    return text
 
 
 def draw(rows, described, path):
     """Writes the picture: time to compile and time of a step, along both axes."""
     figure, axes = plt.subplots(2, 2, figsize=(11, 8), sharex="col", layout="constrained")
     quantities = {"compile_s": "seconds to compile", "step_s": "seconds of a step"}
-    # A marker for each, too: they can be told apart in grey.
-    styles = dict(
-        zip(
-            methods.METHODS,
-            zip(plt.color_sequences["tab10"], "os^vDPX*", strict=False),
-            strict=True,
-        )
-    )
     for column, axis in zip(axes.T, AXES, strict=True):
         along = [row for row in rows if row["axis"] == axis]
         for panel, (key, label) in zip(column, quantities.items(), strict=True):
-            for name, (color, marker) in styles.items():
+            # A marker for each, too: they can be told apart in grey.
+            colors = zip(methods.FROM_GRADIENTS, plt.color_sequences["tab10"], strict=True)
+            for (name, color), marker in zip(colors, "os^vDPX*<>", strict=True):
                 _line(panel, along, name, key, color, marker)
             panel.set(xscale="log", yscale="log", ylabel=label)
             panel.grid(alpha=0.3)
@@ -101,20 +87,21 @@ def draw(rows, described, path):
     axes[0, 1].sharey(axes[0, 0])
     figure.legend(handles, labels, loc="outside lower center", ncols=4)
     figure.suptitle(
-        f"AdamW, {rows[0]['gradients']} gradients: {described['device']}, "
-        f"JAX {described['versions']['jax']}, {described['date'][:10]}. A cross: stopped there."
+        f"AdamW, {rows[0]['gradients']} gradients: {report.where(described)}. "
+        "A cross: stopped there."
     )
     figure.savefig(path, dpi=120)
 
 
 def _line(panel, rows, name, key, color, marker):
     points = [(row["number"], row["methods"].get(name, {})) for row in rows]
-    measured = [(number, report[key]) for number, report in points if key in report]
-    style = {"color": color, "linewidth": 2.5 if name in (methods.BARE, *methods.OURS) else 1.2}
+    measured = [(number, each[key]) for number, each in points if key in each]
+    is_thick = name == methods.BARE or name.startswith("jaxscale")
+    style = {"color": color, "linewidth": 2.5 if is_thick else 1.2}
     if measured:
         line = {"marker": marker, "markersize": 5, "label": name}
         panel.plot(*zip(*measured, strict=True), **line, **style)
-    stopped = [(number, report["limit"]) for number, report in points if "limit" in report]
+    stopped = [(number, each["limit"]) for number, each in points if "limit" in each]
     if stopped and key == "compile_s":
         panel.plot(*stopped[0], "x", markersize=9, markeredgewidth=2, color=color)
         if measured:
@@ -122,33 +109,23 @@ def _line(panel, rows, name, key, color, marker):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = methods.FROM_GRADIENTS
+    parser = report.parser(__doc__, rounds=7, seconds=0.2, limit=180)
     add = parser.add_argument
     add("--gradients", choices=trees.DTYPES, default="float16")
     add("--leaves", type=int, default=3000, help="the largest number of leaves")
     add("--parameters", type=int, default=10**8, help="the largest number of parameters")
-    add("--only", nargs="+", choices=methods.METHODS, metavar="METHOD")
-    add("--rounds", type=int, default=7, help="turns of each method")
-    add("--seconds", type=float, default=0.2, help="length of a turn")
-    add("--limit", type=float, default=180, help="seconds to trace, compile and check a method")
-    add("--json", type=pathlib.Path, help="where to write the figures")
+    add("--only", nargs="+", choices=names, default=names, metavar="METHOD")
     add("--picture", type=pathlib.Path, default="leaves.png", help="where to draw them")
     options = parser.parse_args()
-    console = Console(width=150)
-    names = [name for name in methods.METHODS if name in (options.only or methods.METHODS)]
-    described = processes.call(machine.describe)
-    console.print(machine.line(described))
-    rows = []
-    with console.status("") as status:
-        for axis in AXES:
-            along = sweep(axis, options, names, console, status)
-            rows += along
-            if along:
-                console.print(summary(along))
-                draw(rows, described, options.picture)
-            if options.json:
-                figures = {"machine": described, "rows": rows}
-                options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    console, figures = report.begin()
+    for axis in AXES:
+        along = sweep(axis, options, console)
+        figures["rows"] += along
+        if along:
+            console.print(summary(along))
+            draw(figures["rows"], figures["machine"], options.picture)
+        report.write(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import datetime
 import importlib.metadata
 import pathlib
 import platform
+import re
 
 import jax
 
@@ -22,8 +23,7 @@ def describe():
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
     cpuinfo = pathlib.Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.split(": ")[1] for line in lines if line.startswith("model name")]
+    models = re.findall(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
     return {
         "device": jax.devices()[0].device_kind,
         "backend": jax.default_backend(),

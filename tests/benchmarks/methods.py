@@ -1,18 +1,20 @@
-"""One uniform step for each method: ``step(carry, grads) -> carry``.
+"""One training step for each method, with one optimizer: ``step(carry, *batch) -> carry, loss``.
 
-All methods have the same inner optimizer. What goes in are gradients as a backward pass left
-them, multiplied by the method's own scale; a method without one gets them unscaled. What comes
-out are parameters and optimizer state. So a step is everything between the backward pass and the
+Each method scales the loss, takes the gradients, and makes its step in the way of its own
+documentation; ``bare optax`` neither scales nor checks. Without a loss function, the gradients are
+what a step begins with, as a backward pass left them, multiplied by the method's own scale; a
+method without one gets them unscaled. Then a step is everything between the backward pass and the
 next forward pass, and no method's own work is left out:
 
-- unscaling, in float32, which half-precision gradients are cast to (``bare`` and
-  ``apply_if_finite`` only cast);
+- unscaling, in float32, which half-precision gradients are cast to (``bare optax`` and
+  ``optax.apply_if_finite`` only cast);
 - the verdict, and the move of the scale;
 - the optimizer, and the parameters' update;
 - the skip, of parameters and optimizer state, as the method's own documentation has it.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,14 +27,35 @@ INIT_SCALE = 2.0**15
 LEARNING_RATE, CLIP = 1e-3, 0.01
 
 
+def given(fun, has_aux=False):
+    """In the place of `jax.value_and_grad`: the gradients are what the function is called with."""
+    return lambda params, grads: (fun(params, grads), grads)
+
+
+class Setting(NamedTuple):
+    """What a step is made of."""
+
+    clip: bool  # whether the global norm is clipped
+    growth_interval: int
+    loss_fn: Callable[..., Any]  # (params, *batch) -> float32
+    value_and_grad: Callable[..., Any]
+
+    @property
+    def from_gradients(self):
+        return self.value_and_grad is given
+
+    def scaled(self, state):
+        return jaxscale.value_and_grad(self.loss_fn, state, transform=self.value_and_grad)
+
+
 class Method(NamedTuple):
-    """How a method steps, and where in its carry to find what."""
+    """How a method steps, and where in its carry to find what: here, where ours have it."""
 
     init: Callable[[Any], Any]  # parameters -> carry
-    step: Callable[[Any, Any], Any]  # carry, scaled gradients -> carry
-    params: Callable[[Any], Any]
-    inner: Callable[[Any], Any]  # the state of the inner optimizer
-    scale: Callable[[Any], Any] = lambda carry: 1.0
+    step: Callable[..., Any]  # carry, *batch -> carry, loss
+    params: Callable[[Any], Any] = lambda carry: carry[0]
+    inner: Callable[[Any], Any] = lambda carry: carry[1].inner_state  # of the inner optimizer
+    scale: Callable[[Any], Any] = lambda carry: carry[1].scaling.loss_scale
     skips: bool = True
 
 
@@ -41,93 +64,85 @@ def optimizer(clip):
     return optax.chain(optax.clip_by_global_norm(CLIP), adamw) if clip else adamw
 
 
-def ours(clip, growth_interval=2000):
+def ours(setting, policy="dynamic", **options):
     """The same optimizer; clipped, as jaxscale offers it, from the pass of the verdict."""
-    policy = jaxscale.DynamicLossScale(init_scale=INIT_SCALE, growth_interval=growth_interval)
-    return _wrapped(policy, clip)
+    if policy == "dynamic":
+        interval = setting.growth_interval
+        policy = jaxscale.DynamicLossScale(init_scale=INIT_SCALE, growth_interval=interval)
+    max_norm = CLIP if setting.clip else None
+    return jaxscale.loss_scaled(optimizer(False), policy, max_norm=max_norm, **options)
 
 
-def _wrapped(policy, clip):
-    return jaxscale.loss_scaled(optimizer(False), policy, max_norm=CLIP if clip else None)
+def _three_lines(tx, grads, state, params, **values):
+    """The plain optax loop, of `tx.update` and `optax.apply_updates`."""
+    updates, state = tx.update(grads, state, params, **values)
+    return optax.apply_updates(params, updates), state
 
 
-def to_float32(grads):
-    return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+def _without_scale(tx, setting):
+    def step(carry, *batch):
+        params, state = carry
+        loss, grads = setting.value_and_grad(setting.loss_fn)(params, *batch)
+        if setting.from_gradients:
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return _three_lines(tx, grads, state, params), loss
+
+    return Method(lambda params: (params, tx.init(params)), step, scale=lambda carry: 1.0)
 
 
-def bare(clip, growth_interval):
+def bare(setting):
     """Optax alone: no scale, no verdict, no skip. The floor."""
-    tx = optimizer(clip)
+    method = _without_scale(optimizer(setting.clip), setting)
+    return method._replace(inner=lambda carry: carry[1], skips=False)
 
-    def step(carry, grads):
+
+def apply_if_finite(setting):
+    """`optax.apply_if_finite`, which has no scale: the verdict and the skip alone."""
+    return _without_scale(optax.apply_if_finite(optimizer(setting.clip), 1_000_000), setting)
+
+
+def scale_backward(setting):
+    """`jaxscale.scale_backward`, whose scale no state holds."""
+    boundary = setting._replace(loss_fn=jaxscale.scale_backward(setting.loss_fn))
+    return _without_scale(ours(setting, None), boundary)
+
+
+def train_step(setting, policy="dynamic", retries=0, **options):
+    """`jaxscale.train_step`."""
+    tx = ours(setting, policy, **options)
+    of_loss = {"transform": setting.value_and_grad, "retries": retries}
+
+    def step(carry, *batch):
+        params, state, loss = jaxscale.train_step(setting.loss_fn, tx, **of_loss)(*carry, *batch)
+        return (params, state), loss
+
+    return Method(lambda params: (params, tx.init(params)), step)
+
+
+def _apart(setting, apply):
+    """`jaxscale.value_and_grad`, and what applies the gradients."""
+    tx = ours(setting)
+
+    def step(carry, *batch):
         params, state = carry
-        updates, state = tx.update(to_float32(grads), state, params)
-        return optax.apply_updates(params, updates), state
+        loss, grads = setting.scaled(state)(params, *batch)
+        return apply(tx, grads, state, params, value=loss), loss
 
-    return Method(_init(tx), step, _first, _second, skips=False)
-
-
-def train_step(clip, growth_interval):
-    """`jaxscale.train_step`, without its forward pass.
-
-    Its arithmetic is behind the function that differentiates; so that is replaced by one that
-    returns the gradients.
-    """
-    return _train_step(ours(clip, growth_interval))
+    return Method(lambda params: (params, tx.init(params)), step)
 
 
-def train_step_adaptive(clip, growth_interval):
-    """The same with the policy that follows the largest gradient."""
-    del growth_interval  # its scale may grow in each step
-    return _train_step(_wrapped(jaxscale.AdaptiveLossScale(init_scale=INIT_SCALE), clip))
-
-
-def _train_step(tx):
-    def given(fun, has_aux):
-        return lambda params, grads: (fun(params, grads), grads)
-
-    def step(carry, grads):
-        whole = jaxscale.train_step(lambda params, grads: jnp.float32(0), tx, transform=given)
-        return whole(*carry, grads)[:2]
-
-    return Method(_init(tx), step, _first, _inner, _scale)
-
-
-def apply_gradients(clip, growth_interval):
-    """`jaxscale.unscale` and `jaxscale.apply_gradients`."""
-    tx = ours(clip, growth_interval)
-
-    def step(carry, grads):
-        params, state = carry
-        grads = jaxscale.unscale(state, grads)
-        return jaxscale.apply_gradients(tx, grads, state, params)
-
-    return Method(_init(tx), step, _first, _inner, _scale)
-
-
-def wrapper(clip, growth_interval):
-    """`jaxscale.unscale`, `tx.update` and `optax.apply_updates`: the plain optax loop."""
-    tx = ours(clip, growth_interval)
-
-    def step(carry, grads):
-        params, state = carry
-        updates, state = tx.update(jaxscale.unscale(state, grads), state, params)
-        return optax.apply_updates(params, updates), state
-
-    return Method(_init(tx), step, _first, _inner, _scale)
-
-
-def train_state(clip, growth_interval):
-    """`jaxscale.unscale` and `jaxscale.flax.TrainState.apply_gradients`."""
+def train_state(setting):
+    """`jaxscale.value_and_grad` and `jaxscale.flax.TrainState.apply_gradients`."""
     import jaxscale.flax
 
-    tx = ours(clip, growth_interval)
+    tx = ours(setting)
 
     def init(params):
         return jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
 
-    def step(state, grads):
-        return state.apply_gradients(grads=jaxscale.unscale(state.opt_state, grads))
+    def step(state, *batch):
+        loss, grads = setting.scaled(state.opt_state)(state.params, *batch)
+        return state.apply_gradients(grads=grads, value=loss), loss
 
     return Method(
         init,
@@ -138,140 +153,57 @@ def train_state(clip, growth_interval):
     )
 
 
-def flax_dynamic_scale(clip, growth_interval):
-    """Flax `DynamicScale.value_and_grad`, and the `where` over state and parameters.
+def _peer(setting, differentiate, update):
+    """A step with another package's scaler, of which the carry has the numbers: scale and counter.
 
-    Its arithmetic is inside of its `value_and_grad`; so that is given a function without a
-    forward pass, whose backward pass returns the gradients. The `where` is that of Flax'
-    ImageNet example.
+    Args:
+      setting: the :class:`Setting`.
+      differentiate: `(numbers, params, *batch) -> new numbers, finite, loss, grads`.
+      update: `(params, tx, state, grads, finite) -> params, state`, which may skip.
     """
+    tx = optimizer(setting.clip)
+
+    def init(params):
+        return params, (tx.init(params), (jnp.float32(INIT_SCALE), jnp.int32(0)))
+
+    def step(carry, *batch):
+        params, (state, numbers) = carry
+        numbers, finite, loss, grads = differentiate(numbers, params, *batch)
+        params, state = update(params, tx, state, grads, finite)
+        return (params, (state, numbers)), loss
+
+    return Method(init, step, inner=lambda carry: carry[1][0], scale=lambda carry: carry[1][1][0])
+
+
+def _selected(select):
+    """Returns an update that takes the new parameters and the new state, or the old ones."""
+
+    def update(params, tx, state, grads, finite):
+        return select(finite, _three_lines(tx, grads, state, params), (params, state))
+
+    return update
+
+
+def flax_dynamic_scale(setting):
+    """Flax `DynamicScale.value_and_grad`, and the `where` of Flax' ImageNet example."""
     from flax.training.dynamic_scale import DynamicScale
 
-    tx = optimizer(clip)
-
-    def init(params):
+    def differentiate(numbers, params, *batch):
+        scale, counter = numbers
         scaler = DynamicScale(
-            growth_interval=growth_interval,
-            scale=jnp.float32(INIT_SCALE),
-            fin_steps=jnp.int32(0),
+            growth_interval=setting.growth_interval, scale=scale, fin_steps=counter
         )
-        return params, (tx.init(params), scaler)
+        # Its arithmetic is inside of its `value_and_grad`, which has to differentiate something.
+        if setting.from_gradients:
+            scaler, finite, loss, grads = scaler.value_and_grad(_backward(*batch))(*batch)
+        else:
+            scaler, finite, loss, grads = scaler.value_and_grad(setting.loss_fn)(params, *batch)
+        return (scaler.scale, scaler.fin_steps), finite, loss, grads
 
-    def step(carry, grads):
-        params, (state, scaler) = carry
-        scaler, finite, _, grads = scaler.value_and_grad(_backward(grads))(grads)
-        updates, new_state = tx.update(grads, state, params)
-        new = optax.apply_updates(params, updates), new_state
-        params, state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
-        return params, (state, scaler)
+    def select(finite, new, old):
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
-    return Method(init, step, _first, lambda carry: carry[1][0], lambda carry: carry[1][1].scale)
-
-
-def jmp(clip, growth_interval):
-    """jmp `DynamicLossScale`, `all_finite`, and `select_tree` over parameters and state."""
-    import jmp
-
-    tx = optimizer(clip)
-
-    # Of the carry are its numbers alone: made of anything but numbers, it cannot be.
-    def init(params):
-        return params, (tx.init(params), jnp.float32(INIT_SCALE), jnp.int32(0))
-
-    def step(carry, grads):
-        params, (state, scale, counter) = carry
-        scaler = jmp.DynamicLossScale(scale, counter, growth_interval)
-        grads = scaler.unscale(grads)
-        finite = jmp.all_finite(grads)
-        updates, new_state = tx.update(grads, state, params)
-        new = optax.apply_updates(params, updates), new_state
-        params, state = jmp.select_tree(finite, new, (params, state))
-        scaler = scaler.adjust(finite)
-        return params, (state, scaler.loss_scale, scaler.counter)
-
-    return Method(init, step, _first, lambda carry: carry[1][0], lambda carry: carry[1][1])
-
-
-def mpx(clip, growth_interval):
-    """MPX: the lines of its `filter_value_and_grad` after the gradient, `optimizer_update`.
-
-    Those lines, and not the function, as it casts all arguments to half precision and so has
-    no float32 gradients.
-    """
-    import mpx
-
-    tx = optimizer(clip)
-
-    def scaler(scale, counter):
-        return mpx.DynamicLossScaling(
-            scale, jnp.float32(1), period=growth_interval, counter=counter
-        )
-
-    def init(params):
-        return params, (tx.init(params), jnp.float32(INIT_SCALE), jnp.int32(0))
-
-    def step(carry, grads):
-        params, (state, scale, counter) = carry
-        finite = mpx.all_finite(grads)
-        new = scaler(scale, counter).adjust(finite)
-        grads = new.unscale(grads)
-        params, state = mpx.optimizer_update(params, tx, state, grads, finite)
-        return params, (state, new.loss_scaling, new.counter)
-
-    return Method(init, step, _first, lambda carry: carry[1][0], lambda carry: carry[1][1])
-
-
-def apply_if_finite(clip, growth_interval):
-    """`optax.apply_if_finite`, which has no scale: the verdict and the skip alone."""
-    tx = optax.apply_if_finite(optimizer(clip), 1_000_000)
-
-    def step(carry, grads):
-        params, state = carry
-        updates, state = tx.update(to_float32(grads), state, params)
-        return optax.apply_updates(params, updates), state
-
-    return Method(_init(tx), step, _first, _inner)
-
-
-METHODS = {
-    "bare optax": bare,
-    "jaxscale.train_step": train_step,
-    "jaxscale.train_step, adaptive": train_step_adaptive,
-    "jaxscale.apply_gradients": apply_gradients,
-    "jaxscale.flax.TrainState": train_state,
-    "jaxscale optax wrapper": wrapper,
-    "Flax DynamicScale": flax_dynamic_scale,
-    "jmp": jmp,
-    "MPX": mpx,
-    "optax.apply_if_finite": apply_if_finite,
-}
-BARE = "bare optax"
-OURS = tuple(name for name in METHODS if name.startswith("jaxscale"))
-
-
-def make(name, clip, growth_interval=2000):
-    """Returns a :class:`Method`; raises ``ImportError`` where its package is missing."""
-    return METHODS[name](clip, growth_interval)
-
-
-def _init(tx):
-    return lambda params: (params, tx.init(params))
-
-
-def _first(carry):
-    return carry[0]
-
-
-def _second(carry):
-    return carry[1]
-
-
-def _inner(carry):
-    return carry[1].inner_state
-
-
-def _scale(carry):
-    return carry[1].scaling.loss_scale
+    return _peer(setting, differentiate, _selected(select))
 
 
 def _backward(grads):
@@ -283,3 +215,77 @@ def _backward(grads):
 
     loss_fn.defvjp(lambda dummy: (jnp.float32(0), None), lambda _, cotangent: (grads,))
     return loss_fn
+
+
+def jmp(setting):
+    """jmp `DynamicLossScale`, `all_finite`, and `select_tree` over parameters and state."""
+    import jmp
+
+    def differentiate(numbers, params, *batch):
+        scaler = jmp.DynamicLossScale(*numbers, setting.growth_interval)
+        scaled = setting.value_and_grad(lambda *args: scaler.scale(setting.loss_fn(*args)))
+        loss, grads = scaler.unscale(scaled(params, *batch))
+        finite = jmp.all_finite(grads)
+        scaler = scaler.adjust(finite)
+        return (scaler.loss_scale, scaler.counter), finite, loss, grads
+
+    return _peer(setting, differentiate, _selected(jmp.select_tree))
+
+
+def mpx(setting):
+    """MPX `filter_value_and_grad` and `optimizer_update`.
+
+    Without a loss function, it is the lines of the former after the gradient: the function casts
+    all arguments to half precision, and so has no float32 gradients.
+    """
+    import mpx
+
+    def differentiate(numbers, params, *batch):
+        scale, counter = numbers
+        scaler = mpx.DynamicLossScaling(
+            scale, jnp.float32(1), period=setting.growth_interval, counter=counter
+        )
+        if setting.from_gradients:
+            (grads,), loss, finite = batch, jnp.float32(0), mpx.all_finite(*batch)
+            scaler = scaler.adjust(finite)
+            grads = scaler.unscale(grads)
+        else:
+            scaled = mpx.filter_value_and_grad(setting.loss_fn, scaler)
+            loss, scaler, finite, grads = scaled(params, *batch)
+        return (scaler.loss_scaling, scaler.counter), finite, loss, grads
+
+    return _peer(setting, differentiate, mpx.optimizer_update)
+
+
+BARE = "bare optax"
+METHODS = {
+    BARE: bare,
+    "jaxscale.train_step": train_step,
+    "jaxscale.train_step, adaptive": partial(
+        train_step, policy=jaxscale.AdaptiveLossScale(init_scale=INIT_SCALE)
+    ),
+    "jaxscale.train_step, retries": partial(train_step, retries=10),
+    "jaxscale.train_step, spikes": partial(train_step, spikes=jaxscale.SpikeRule()),
+    "jaxscale.scale_backward": scale_backward,
+    "jaxscale.apply_gradients": partial(_apart, apply=jaxscale.apply_gradients),
+    "jaxscale.flax.TrainState": train_state,
+    "jaxscale optax wrapper": partial(_apart, apply=_three_lines),
+    "Flax DynamicScale": flax_dynamic_scale,
+    "jmp": jmp,
+    "MPX": mpx,
+    "optax.apply_if_finite": apply_if_finite,
+}
+# Of steps that begin with the gradients, which there is nothing to retry or to scale in.
+FROM_GRADIENTS = [name for name in METHODS if not name.endswith(("retries", "spikes", "backward"))]
+
+
+def make(name, clip, loss_fn=None, growth_interval=2000):
+    """Returns a :class:`Method`; raises ``ImportError`` where its package is missing.
+
+    Without a loss function its step is ``step(carry, scaled_gradients) -> carry``.
+    """
+    if loss_fn:
+        return METHODS[name](Setting(clip, growth_interval, loss_fn, jax.value_and_grad))
+    setting = Setting(clip, growth_interval, lambda params, grads: jnp.float32(0), given)
+    method = METHODS[name](setting)
+    return method._replace(step=lambda carry, grads: method.step(carry, grads)[0])

@@ -122,9 +122,7 @@ class ResNet(nn.Module):
 
 def transformer(size, scanned=False):
     width, layers, batch, length = SIZES[size][0]
-
-    def model(**kwargs):
-        return Transformer(width, layers, scanned, **kwargs)
+    model = functools.partial(Transformer, width, layers, scanned)
 
     def tokens_and_next(step):
         """Nine of ten tokens follow from the one before."""
@@ -149,6 +147,7 @@ def transformer(size, scanned=False):
 def resnet(size):
     channels, blocks, batch, side = SIZES[size][1]
     shape = (batch, side, side, 3)
+    model = functools.partial(ResNet, channels, blocks)
 
     def images_and_classes(step):
         """Noise, and in it the pattern of a class."""
@@ -159,18 +158,12 @@ def resnet(size):
         return {"inputs": jnp.array(images), "targets": jnp.array(classes)}
 
     def init():
-        model = ResNet(channels, blocks)
-        return jax.jit(model.init)(jax.random.key(0), jnp.zeros(shape))["params"]
+        return jax.jit(model().init)(jax.random.key(0), jnp.zeros(shape))["params"]
 
-    def forward(dtype=None, attention=None):
-        del attention  # it has none
-        model = ResNet(channels, blocks, dtype)
-
-        def logits(params, inputs):
-            # Training reads no running averages: those of the batch are what is tested here.
-            return model.apply({"params": params}, inputs, mutable=["batch_stats"])[0]
-
-        return logits
+    def forward(dtype=None, attention=None):  # it has no attention
+        # Training reads no running averages: those of the batch are what is tested here.
+        apply = functools.partial(model(dtype=dtype).apply, mutable=["batch_stats"])
+        return lambda params, inputs: apply({"params": params}, inputs)[0]
 
     return Task(init, images_and_classes, forward)
 

@@ -18,29 +18,24 @@ scale, that is counted in each step.
 Last, one step of one seed is compiled for each way in float16, and timed: the ways in turns.
 """
 
-import argparse
 import contextlib
 import json
 import operator
 import os
-import pathlib
 import time
 
 # For XLA on CPU, which may keep float32 between float16 operations. To be set before JAX starts.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
 
+import endings
 import jax
 import jax.numpy as jnp
-import machine
 import numpy as np
 import parity_linen
 import parity_objects
 import parity_plain
-import parity_report
-from parity_report import draw, markdown, scalings, table
+import report
 from parity_setup import WAYS, Model
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import jaxscale
 from jaxscale._gradients import boundary
@@ -49,11 +44,7 @@ from jaxscale._gradients import boundary
 CHUNKS = 5
 MODELS = {
     "super-resolution": Model(
-        parity_plain.super_resolution,
-        "examples/quickstart.py",
-        "test MSE, 1e-4",
-        steps=60,
-        batch=48,
+        parity_plain.super_resolution, "examples/quickstart.py", "test MSE, 1e-4", 60, 48
     ),
     "transformer": Model(
         parity_linen.transformer, "nanodo, in nn.scan and nn.remat", "test loss", 250, 8
@@ -116,34 +107,24 @@ def train(model, way, seeds, steps, batch, show):
         compiled = jax.jit(function)
 
         def one_by_one(args):
-            parts = [
-                jax.tree.map(operator.itemgetter(number), args) for number in range(len(seeds))
-            ]
-            return stacked(map(compiled, parts))
+            numbers = map(operator.itemgetter, range(len(seeds)))
+            return stacked(compiled(jax.tree.map(number, args)) for number in numbers)
 
         return one_by_one
 
-    @each
-    def one_step(args):
-        carry, seed, index = args
-        return program.step(carry, step_key(seed, index))
+    chunks = min(CHUNKS, steps)
+    chunk = steps // chunks
+    # XLA on CPU takes many times as long for a convolution in a loop.
+    compiled_steps = chunk if model.vmapped else 1
 
     @each
     def some_steps(args):
         carry, seed, first = args
-        indices = first + jnp.arange(steps // chunks)
+        if compiled_steps == 1:
+            carry, loss = program.step(carry, step_key(seed, first))
+            return carry, loss[None]
+        indices = first + jnp.arange(compiled_steps)
         return jax.lax.scan(lambda c, i: program.step(c, step_key(seed, i)), carry, indices)
-
-    def advance(carry, first):
-        """Returns the carry after the steps of a chunk, and their losses, [seed, step]."""
-        if model.vmapped:
-            return some_steps((carry, seeds, first))
-        # XLA on CPU takes many times as long for a convolution in a loop.
-        losses = []
-        for index in range(steps // chunks):
-            carry, loss = one_step((carry, seeds, first + index))
-            losses.append(loss)
-        return carry, jnp.stack(losses, 1)
 
     @each
     def look(args):
@@ -152,9 +133,8 @@ def train(model, way, seeds, steps, batch, show):
         seen = []
         for loss in program.losses(carry, step_key(seed, first)):
             metrics = jaxscale.metrics(loss.opt_state)
-            state = metrics["loss_scale"], metrics["total_notfinite"]
+            seen.append([metrics["loss_scale"], metrics["total_notfinite"], *jnp.zeros(2)])
             if not way.half:
-                seen.append((*state, jnp.zeros(()), jnp.zeros(())))
                 continue
             exact = jax.tree.leaves(jax.grad(loss.loss_fn)(loss.params))
             grads = jaxscale.grad(way.cast(loss.loss_fn), loss.opt_state)(loss.params)
@@ -163,23 +143,23 @@ def train(model, way, seeds, steps, batch, show):
             nonzero = sum(jnp.sum(true != 0) for _, true in pairs)
             error = sum(jnp.sum((grad - true) ** 2) for grad, true in pairs)
             error = jnp.sqrt(error / sum(jnp.sum(true**2) for true in exact))
-            seen.append((*state, flushed / jnp.maximum(nonzero, 1), error))
+            seen[-1][2:] = flushed / jnp.maximum(nonzero, 1), error
         return tuple(jnp.stack(column) for column in zip(*seen, strict=True))
 
     started = time.perf_counter()
-    chunks = min(CHUNKS, steps)
     # Not compiled as a whole, which would take longer than all that it saves.
-    begun = [program.init(jax.random.key(seed)) for seed in seeds]
-    carry, history = stacked(begun), []
+    carry = stacked(program.init(jax.random.key(seed)) for seed in seeds)
     seeds = jnp.asarray(seeds)
     first = jnp.zeros_like(seeds)
     looks = [look((carry, seeds, first))]  # compiled here, so that its repeats are not counted
+    history = []
     with counted_repeats() as repeats:
         for _ in range(chunks):
-            carry, losses = advance(carry, first)
-            first += steps // chunks
+            for _ in range(chunk // compiled_steps):
+                carry, losses = some_steps((carry, seeds, first))
+                first += compiled_steps
+                history.append(losses)
             looks.append(look((carry, seeds, first)))
-            history.append(losses)
             show(float(losses[:, -1].mean()))
         jax.effects_barrier()
     scales, skipped, flushed, errors = (np.array(column) for column in zip(*looks, strict=True))
@@ -201,9 +181,7 @@ def train(model, way, seeds, steps, batch, show):
 def costs(model, ways, steps, batch, rounds):
     """Returns what a step of one seed costs in float16: XLA's figures, and times in turns."""
     found, runs = {}, {}
-    for way in ways:
-        if not way.half:
-            continue
+    for way in (way for way in ways if way.half):
         program, key = model.make(way, steps, batch), jax.random.key(0)
         carry = jax.jit(program.init)(key)
         compiled = jax.jit(program.step).lower(carry, key).compile()
@@ -222,71 +200,67 @@ def costs(model, ways, steps, batch, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [way.name for way in WAYS]
+    parser = endings.parser(__doc__)
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
-    names = [way.name for way in WAYS]
     add("--ways", nargs="*", choices=names, default=names, metavar="WAY")
-    add("--seeds", type=int, default=3, help="how many seeds")
-    add("--steps", type=int, help="training steps of each model, instead of its own number")
     add("--batch", type=int, help="the size of a batch, instead of that of each model")
     add("--rounds", type=int, default=15, help="how often a step of each way is timed; 0: no costs")
-    add("--json", type=pathlib.Path, help="where to write the figures")
-    add("--add", action="store_true", help="keep what that file has, and add to it")
-    add("--plot", type=pathlib.Path, help="where to draw them")
-    add(
-        "--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from a file of --json"
-    )
+    add("--add", action="store_true", help="keep what the file of figures has, and add to it")
     options = parser.parse_args()
-    console = Console(width=160)
     if options.redraw:
         result = json.loads(options.redraw.read_text())
-        for made in (markdown, scalings, parity_report.costs):
-            console.print(made(result["rows"]), end="\n\n", soft_wrap=True)
     else:
-        result = {"machine": machine.describe()[0], "seeds": options.seeds, "rows": []}
+        console, result = report.begin()
+        result["seeds"] = options.seeds
         if options.add:
             result = json.loads(options.json.read_text())
-        console.print(machine.line(result["machine"]))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        columns += (TextColumn("loss {task.fields[loss]:.5g}"), TimeElapsedColumn())
-        rows = {row["model"]: row for row in result["rows"]}
-        with Progress(*columns, console=console) as progress:
+        with console.status("") as status:
             for name in options.models:
-                model, row = MODELS[name], rows.setdefault(name, _empty_row(name, options))
-                for way, outcome in _outcomes(model, row, options, progress):
-                    row["ways"].setdefault(way, {}).update(outcome)
-                    result["rows"] = list(rows.values())
-                    if options.json:
-                        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    console.print(table(result["rows"]))
+                for _ in fill(_row(name, result, options), options, status.update):
+                    report.write(options.json, result)
+    tables = [endings.parity, endings.scalings, endings.costs]
+    for table in tables if options.rounds else tables[:2]:
+        print(table(result["rows"]), end="\n\n")
     if options.plot:
-        draw(result, options.plot)
+        endings.draw_parity(result, options.plot)
 
 
-def _empty_row(name, options):
+def _row(name, result, options):
+    """Returns the row of a model among the results, which may have to be begun."""
+    for row in result["rows"]:
+        if row["model"] == name:
+            return row
     model = MODELS[name]
-    about = {"model": name, "like": model.like, "measured": model.measured}
-    steps, batch = options.steps or model.steps, options.batch or model.batch
-    return about | {"steps": steps, "batch": batch, "ways": {}}
+    row = {"model": name, "like": model.like, "measured": model.measured, "ways": {}}
+    row |= {"steps": options.steps or model.steps, "batch": options.batch or model.batch}
+    result["rows"].append(row)
+    return row
 
 
-def _outcomes(model, row, options, progress):
-    """Yields the names of ways and what came of them."""
+def fill(row, options, show):
+    """Puts into a row what came of each way, and yields after each."""
+    model, steps, batch = MODELS[row["model"]], row["steps"], row["batch"]
     ways = [way for way in WAYS if way.boundary != "network" or not model.differentiated]
-    steps, batch = row["steps"], row["batch"]
     for way in ways:
         if way.name in options.ways:
-            total, description = min(CHUNKS, steps), f"{row['model']}, {way.name}"
-            task = progress.add_task(f"{description:40}", total=total, loss=float("nan"))
-
-            def show(loss, task=task):
-                progress.update(task, advance=1, loss=loss)
-
-            yield way.name, train(model, way, range(options.seeds), steps, batch, show)
+            what = f"{row['model']}, {way.name}"
+            show(what)
+            outcome = train(
+                model,
+                way,
+                range(options.seeds),
+                steps,
+                batch,
+                lambda loss, what=what: show(f"{what}: loss {loss:.5g}"),
+            )
+            row["ways"].setdefault(way.name, {}).update(outcome)
+            yield
     if options.rounds:
         for name, cost in costs(model, ways, steps, batch, options.rounds).items():
-            yield name, {"cost": cost}
+            row["ways"].setdefault(name, {})["cost"] = cost
+        yield
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Models of `parity.py` in Flax Linen: a transformer, a ResNet, and an agent."""
 
+import collections
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from parity_setup import Loss, Program, digits, held_out_text, some_text, text
+from parity_setup import Loss, Program, digits, held_out_text, program, some, some_text, text
 
 import jaxscale
 import jaxscale.flax
@@ -65,27 +66,19 @@ def transformer(way, steps, batch):
     """Like nanodo: a decoder-only transformer, AdamW, clipping, warmup and cosine decay."""
     model = Transformer()
     schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, steps // 10, steps)
-    tx = way.optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)))
 
     def loss_fn(params, tokens):
         logits = way.model(model.apply)(params, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    train_step = jaxscale.train_step(way.cast(loss_fn), tx)
-
-    def init(key):
-        params = model.init(key, jnp.zeros((1, LENGTH), jnp.int32))
-        return params, tx.init(params)
-
-    def step(carry, key):
-        *carry, loss = train_step(*carry, some_text(key, batch, LENGTH))
-        return tuple(carry), loss
-
-    def losses(carry, key):
-        tokens = some_text(key, batch, LENGTH)
-        return [Loss(lambda params: loss_fn(params, tokens), *carry)]
-
-    return Program(init, step, lambda carry: loss_fn(carry[0], held_out_text(LENGTH)), losses)
+    return program(
+        way,
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)),
+        lambda key: model.init(key, jnp.zeros((1, LENGTH), jnp.int32)),
+        loss_fn,
+        lambda key: (some_text(key, batch, LENGTH),),
+        lambda params: loss_fn(params, held_out_text(LENGTH)),
+    )
 
 
 class ResNetBlock(nn.Module):
@@ -128,7 +121,7 @@ class BatchStatsState(jaxscale.flax.TrainState):
 def resnet(way, steps, batch):
     """Like Flax's `examples/imagenet/train.py`: batch norm, a weight penalty, Nesterov's SGD."""
     model = ResNet()
-    (images, labels), (test_images, test_labels) = digits()
+    training, (test_images, test_labels) = digits()
     schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, steps // 10, steps)
     tx = way.optimizer(optax.sgd(schedule, 0.9, nesterov=True))
 
@@ -142,17 +135,13 @@ def resnet(way, steps, batch):
 
     train_step = jaxscale.flax.train_step(way.cast(loss_fn), has_state=True)
 
-    def draw(key):
-        chosen = jax.random.randint(key, (batch,), 0, len(images))
-        return jnp.asarray(images)[chosen], jnp.asarray(labels)[chosen]
-
     def init(key):
         variables = model.init(key, jnp.zeros((1, 8, 8, 1)), train=False)
         return BatchStatsState.create(apply_fn=model.apply, tx=tx, **variables)
 
     def losses(state, key):
         fields = {"batch_stats": state.batch_stats}
-        drawn = draw(key)
+        drawn = some(key, batch, *training)
         return [
             Loss(lambda params: loss_fn(params, fields, *drawn)[0], state.params, state.opt_state)
         ]
@@ -162,7 +151,10 @@ def resnet(way, steps, batch):
         logits = model.apply(variables, test_images, train=False)
         return optax.softmax_cross_entropy_with_integer_labels(logits, test_labels).mean()
 
-    return Program(init, lambda state, key: train_step(state, *draw(key)), evaluate, losses)
+    def step(state, key):
+        return train_step(state, *some(key, batch, *training))
+
+    return Program(init, step, evaluate, losses)
 
 
 class ActorCritic(nn.Module):
@@ -177,11 +169,9 @@ class ActorCritic(nn.Module):
         return nn.log_softmax(perceptron(2, 0.01)), perceptron(1, 1.0)[..., 0]
 
 
-class Pole(NamedTuple):
-    """A cart with a pole: position, velocity, angle, angular velocity; and steps so far."""
-
-    x: jax.Array
-    time: jax.Array
+# A cart with a pole: position, velocity, angle, angular velocity; and steps so far.
+Pole = collections.namedtuple("Pole", "x time")
+Transition = collections.namedtuple("Transition", "obs action log_prob value done")
 
 
 def reset(key):
@@ -190,26 +180,17 @@ def reset(key):
 
 def advance(key, pole, action):
     """Returns the next state and whether the episode ended, by the rules of CartPole-v1."""
-    position, velocity, angle, turning = pole.x
+    _, velocity, angle, turning = pole.x
     force = jnp.where(action == 1, 10.0, -10.0)
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     pushed = (force + 0.05 * turning**2 * sin) / 1.1
     torque = (9.8 * sin - cos * pushed) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
     acceleration = pushed - 0.05 * torque * cos / 1.1
-    x = jnp.stack([position, velocity, angle, turning])
-    x = x + 0.02 * jnp.stack([velocity, acceleration, turning, torque])
+    x = pole.x + 0.02 * jnp.stack([velocity, acceleration, turning, torque])
     time = pole.time + 1
     done = (jnp.abs(x[0]) > 2.4) | (jnp.abs(x[2]) > 12 * np.pi / 180) | (time >= 500)
     new = jax.tree.map(lambda a, b: jnp.where(done, a, b), reset(key), Pole(x, time))
     return new, done
-
-
-class Transition(NamedTuple):
-    obs: jax.Array
-    action: jax.Array
-    log_prob: jax.Array
-    value: jax.Array
-    done: jax.Array
 
 
 ROLLOUT, EPOCHS, MINIBATCHES, GAMMA, LAMBDA, CLIP = 64, 4, 4, 0.99, 0.95, 0.2
@@ -218,10 +199,9 @@ ROLLOUT, EPOCHS, MINIBATCHES, GAMMA, LAMBDA, CLIP = 64, 4, 4, 0.99, 0.95, 0.2
 def ppo(way, steps, batch):
     """Like purejaxrl's `ppo.py`: one program of nested scans, environment included (CartPole)."""
     network = ActorCritic()
-    per_step = EPOCHS * MINIBATCHES
 
     def schedule(count):
-        return 1e-3 * (1.0 - (count // per_step) / steps)
+        return 1e-3 * (1.0 - (count // (EPOCHS * MINIBATCHES)) / steps)
 
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(schedule, eps=1e-5))
     tx = way.optimizer(tx)
@@ -261,12 +241,13 @@ def ppo(way, steps, batch):
         return poles, (taken, advantages, advantages + taken.value)
 
     def minibatches(played, key):
-        size = ROLLOUT * batch
-        order = jax.random.permutation(key, size)
-        return jax.tree.map(
-            lambda x: x.reshape(size, *x.shape[2:])[order].reshape(MINIBATCHES, -1, *x.shape[2:]),
-            played,
-        )
+        order = jax.random.permutation(key, ROLLOUT * batch)
+
+        def divided(x):
+            flat = x.reshape(len(order), *x.shape[2:])
+            return flat[order].reshape(MINIBATCHES, -1, *x.shape[2:])
+
+        return jax.tree.map(divided, played)
 
     def init(key):
         params_key, env_key = jax.random.split(key)

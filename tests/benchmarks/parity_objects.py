@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from parity_setup import Loss, Program, digits
+from parity_setup import Loss, Program, digits, distance, some
 
 import jaxscale
 import jaxscale.nnx
@@ -58,23 +58,19 @@ def vae(way, steps, batch):
 
     description = nnx.graphdef(both(jax.random.key(0)))
 
-    def draw(key):
-        return jnp.asarray(images)[jax.random.randint(key, (batch,), 0, len(images))]
-
     def step(carry, key):
         model, optimizer = nnx.merge(description, carry)
-        loss = train_step(model, optimizer, draw(key))
+        loss = train_step(model, optimizer, *some(key, batch, images))
         return nnx.state((model, optimizer)), loss
 
     def losses(carry, key):
         model, optimizer = nnx.merge(description, carry)
         model_description, params, rest = nnx.split(model, nnx.Param, ...)
-        x = draw(key)
 
         def of_params(params):
             # Copies, made where the loss is traced: NNX lets the noise's counter change only there.
             copies = jax.tree.map(lambda leaf: leaf, (params, rest))
-            return loss_fn(nnx.merge(model_description, *copies), x)
+            return loss_fn(nnx.merge(model_description, *copies), *some(key, batch, images))
 
         return [Loss(of_params, params, optimizer.opt_state)]
 
@@ -95,12 +91,8 @@ class Generator(eqx.Module):
     norms: list[eqx.nn.BatchNorm]
 
     def __init__(self, key, width=32):
-        keys = jax.random.split(key, 3)
         sizes = [(NOISE, 2 * width, 2, 1, 0), (2 * width, width, 4, 2, 1), (width, 1, 4, 2, 1)]
-        self.convs = [
-            eqx.nn.ConvTranspose2d(*size[:4], padding=size[4], use_bias=False, key=each)
-            for size, each in zip(sizes, keys, strict=True)
-        ]
+        self.convs = _convs(eqx.nn.ConvTranspose2d, key, sizes)
         self.norms = [eqx.nn.BatchNorm(n, "batch", mode="batch") for n in (2 * width, width)]
 
     def __call__(self, noise, state):
@@ -118,18 +110,22 @@ class Discriminator(eqx.Module):
     norm: eqx.nn.BatchNorm
 
     def __init__(self, key, width=32):
-        keys = jax.random.split(key, 3)
         sizes = [(1, width, 4, 2, 1), (width, 2 * width, 4, 2, 1), (2 * width, 1, 2, 1, 0)]
-        self.convs = [
-            eqx.nn.Conv2d(*size[:4], padding=size[4], use_bias=False, key=each)
-            for size, each in zip(sizes, keys, strict=True)
-        ]
+        self.convs = _convs(eqx.nn.Conv2d, key, sizes)
         self.norm = eqx.nn.BatchNorm(2 * width, "batch", mode="batch")
 
     def __call__(self, x, state):
         x = jax.nn.leaky_relu(self.convs[0](x), 0.2)
         x, state = self.norm(self.convs[1](x), state)
         return self.convs[2](jax.nn.leaky_relu(x, 0.2)).reshape(()), state
+
+
+def _convs(kind, key, sizes):
+    """Layers of a kind, each of inputs, outputs, kernel, stride and padding."""
+    return [
+        kind(*size, padding=padding, use_bias=False, key=each)
+        for (*size, padding), each in zip(sizes, jax.random.split(key, len(sizes)), strict=True)
+    ]
 
 
 def _of_batch(model, x, state):
@@ -141,11 +137,6 @@ def dcgan(way, steps, batch):
     """Like Equinox's DCGAN example: two players, each with batch norm, a state and Adam."""
     images, held_out = (jnp.asarray(part[0]).transpose(0, 3, 1, 2) * 2 - 1 for part in digits())
     tx = way.optimizer(optax.adam(5e-4, b1=0.5, b2=0.999))
-    # What is not an array, such as the markers of the states, is the same for all seeds.
-    players = [
-        eqx.nn.make_with_state(kind)(jax.random.key(0)) for kind in (Generator, Discriminator)
-    ]
-    statics = [eqx.partition(player, eqx.is_array)[1] for player in players]
 
     def cross_entropy(logits, real):
         return optax.sigmoid_binary_cross_entropy(logits, jnp.full_like(logits, real)).mean()
@@ -169,39 +160,34 @@ def dcgan(way, steps, batch):
 
     generator_step, discriminator_step = map(training_step, (generator_loss, discriminator_loss))
 
-    def init(key):
-        made = []
+    def make(key):
+        players = []
         for kind, each in zip((Generator, Discriminator), jax.random.split(key), strict=True):
             model, state = eqx.nn.make_with_state(kind)(each)
-            made.append(((model, state), tx.init(eqx.filter(model, eqx.is_inexact_array))))
-        return [(eqx.filter(player, eqx.is_array), opt_state) for player, opt_state in made]
+            players.append((model, state, tx.init(eqx.filter(model, eqx.is_inexact_array))))
+        return players
 
-    def whole(carry):
-        return [
-            (*eqx.combine(arrays, static), opt_state)
-            for (arrays, opt_state), static in zip(carry, statics, strict=True)
-        ]
+    def arrays(players):
+        return eqx.filter(players, eqx.is_array)
 
-    def arrays_of(*player_and_opt_state):
-        model, state, opt_state = player_and_opt_state
-        return eqx.filter((model, state), eqx.is_array), opt_state
+    # What is not an array, such as the markers of the states, is the same for all seeds.
+    static = eqx.filter(make(jax.random.key(0)), eqx.is_array, inverse=True)
 
     def draw(key):
         chosen_key, noise_key = jax.random.split(key)
-        real = images[jax.random.randint(chosen_key, (batch,), 0, len(images))]
-        return real, jax.random.normal(noise_key, (batch, NOISE))
+        return *some(chosen_key, batch, images), jax.random.normal(noise_key, (batch, NOISE))
 
     def step(carry, key):
-        (gen, gen_state, gen_opt), (disc, disc_state, disc_opt) = whole(carry)
+        (gen, gen_state, gen_opt), (disc, disc_state, disc_opt) = eqx.combine(carry, static)
         real, noise = draw(key)
         fake, _ = _of_batch(gen, noise, gen_state)
         disc, disc_opt, disc_state, _ = discriminator_step(disc, disc_opt, disc_state, real, fake)
         states = gen_state, disc_state
         gen, gen_opt, states, loss = generator_step(gen, gen_opt, states, disc, noise)
-        return [arrays_of(gen, states[0], gen_opt), arrays_of(disc, states[1], disc_opt)], loss
+        return arrays([(gen, states[0], gen_opt), (disc, states[1], disc_opt)]), loss
 
     def losses(carry, key):
-        (gen, gen_state, gen_opt), (disc, disc_state, disc_opt) = whole(carry)
+        (gen, gen_state, gen_opt), (disc, disc_state, disc_opt) = eqx.combine(carry, static)
         real, noise = draw(key)
         fake, _ = _of_batch(gen, noise, gen_state)
 
@@ -217,13 +203,9 @@ def dcgan(way, steps, batch):
         ]
 
     def evaluate(carry):
-        """Returns the sliced Wasserstein distance between drawn digits and held-out ones."""
-        gen, gen_state, _ = whole(carry)[0]
+        gen, gen_state, _ = eqx.combine(carry, static)[0]
         noise = jax.random.normal(jax.random.key(3), (len(held_out), NOISE))
         fake, _ = _of_batch(gen, noise, gen_state)
-        directions = jax.random.normal(jax.random.key(4), (64, 256))
-        directions = directions / jnp.linalg.norm(directions, axis=0)
-        shadows = [jnp.sort(x.reshape(-1, 64) @ directions, 0) for x in (fake, held_out)]
-        return jnp.sqrt(jnp.mean((shadows[0] - shadows[1]) ** 2))
+        return distance(fake.reshape(-1, 64), held_out.reshape(-1, 64))
 
-    return Program(init, step, evaluate, losses)
+    return Program(lambda key: arrays(make(key)), step, evaluate, losses)

@@ -4,34 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from parity_setup import Loss, Program, digits, held_out_text, photo, some_text, text
-
-import jaxscale
-
-
-def _program(way, tx, init_params, loss_fn, draw, evaluate):
-    """Returns the program of parameters and nothing else: `loss_fn(params, *draw(key))`."""
-    tx = way.optimizer(tx)
-    train_step = jaxscale.train_step(way.cast(loss_fn), tx)
-
-    def init(key):
-        params = init_params(key)
-        return params, tx.init(params)
-
-    def step(carry, key):
-        *carry, loss = train_step(*carry, *draw(key))
-        return tuple(carry), loss
-
-    def losses(carry, key):
-        drawn = draw(key)
-        return [Loss(lambda params: loss_fn(params, *drawn), *carry)]
-
-    return Program(init, step, lambda carry: evaluate(carry[0]), losses)
+from parity_setup import digits, held_out_text, photo, program, some, some_text, text
 
 
 def _dense(key, inputs, outputs):
     weight = jax.nn.initializers.glorot_normal()(key, (inputs, outputs))
     return {"w": weight, "b": jnp.zeros(outputs)}
+
+
+def _apply(layer, x):
+    return x @ layer["w"] + layer["b"]
 
 
 def lstm(way, steps, batch):
@@ -46,7 +28,7 @@ def lstm(way, steps, batch):
     def network(params, inputs):
         def cell(state, x):
             h, c = state
-            gates = jnp.concatenate([x, h], -1) @ params["gates"]["w"] + params["gates"]["b"]
+            gates = _apply(params["gates"], jnp.concatenate([x, h], -1))
             i, g, f, o = jnp.split(gates, 4, axis=-1)
             c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
             h = jax.nn.sigmoid(o) * jnp.tanh(c)
@@ -54,7 +36,7 @@ def lstm(way, steps, batch):
 
         zeros = jnp.zeros((inputs.shape[1], hidden))
         _, outputs = jax.lax.scan(cell, (zeros, zeros), inputs)
-        return outputs @ params["out"]["w"] + params["out"]["b"]
+        return _apply(params["out"], outputs)
 
     def loss_fn(params, tokens):
         inputs = jax.nn.one_hot(tokens[:, :-1].T, letters)
@@ -63,7 +45,7 @@ def lstm(way, steps, batch):
         return -jnp.sum(targets * log_probs) / jnp.sum(targets)
 
     held_out = held_out_text(length)
-    return _program(
+    return program(
         way,
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(5e-3)),
         init_params,
@@ -83,12 +65,11 @@ def flow_matching(way, steps, batch):
         return [_dense(*each) for each in zip(keys, sizes[:-1], sizes[1:], strict=True)]
 
     def velocity(params, x, time):
-        frequencies = jnp.exp(jnp.linspace(0.0, np.log(1000.0), 16))
-        angles = time * frequencies
+        angles = time * jnp.exp(jnp.linspace(0.0, np.log(1000.0), 16))
         x = jnp.concatenate([x, jnp.sin(angles), jnp.cos(angles)], -1)
         for layer in params[:-1]:
-            x = jax.nn.silu(x @ layer["w"] + layer["b"])
-        return x @ params[-1]["w"] + params[-1]["b"]
+            x = jax.nn.silu(_apply(layer, x))
+        return _apply(params[-1], x)
 
     def loss_fn(params, key, target):
         noise_key, time_key = jax.random.split(key)
@@ -99,9 +80,9 @@ def flow_matching(way, steps, batch):
 
     def draw(key):
         key, chosen_key = jax.random.split(key)
-        return key, images[jax.random.randint(chosen_key, (batch,), 0, len(images))]
+        return key, *some(chosen_key, batch, images)
 
-    return _program(
+    return program(
         way,
         optax.adamw(optax.cosine_decay_schedule(2e-3, steps)),
         init_params,
@@ -121,14 +102,12 @@ def super_resolution(way, steps, batch):
     crop, patch, width = 128, 4, 64
     train_half, test_half = (jnp.asarray(half[:, :424]) for half in photo())
 
-    def halve(images):
-        number, height, across, channels = images.shape
-        return images.reshape(number, height // 2, 2, across // 2, 2, channels).mean((2, 4))
+    def cut(images, size):
+        number, height, across, _ = images.shape
+        return images.reshape(number, height // size, size, across // size, size, 3)
 
     def patches(images, size):
-        number, height, across, _ = images.shape
-        cut = images.reshape(number, height // size, size, across // size, size, 3)
-        return cut.transpose(0, 1, 3, 2, 4, 5).reshape(-1, size * size * 3)
+        return cut(images, size).transpose(0, 1, 3, 2, 4, 5).reshape(-1, size * size * 3)
 
     def init_params(key):
         hidden = _dense(key, patch * patch * 3, width)
@@ -136,25 +115,22 @@ def super_resolution(way, steps, batch):
         return [hidden, {"w": jnp.zeros((width, 12 * patch**2)), "b": jnp.zeros(12 * patch**2)}]
 
     def network(params, small):
-        hidden = patches(small - 0.5, patch) @ params[0]["w"] + params[0]["b"]
-        return jax.nn.relu(hidden) @ params[1]["w"] + params[1]["b"]
+        return _apply(params[1], jax.nn.relu(_apply(params[0], patches(small - 0.5, patch))))
 
     def loss_fn(params, large):
-        number, height, across, _ = large.shape
-        small = halve(large)
+        small = cut(large, 2).mean((2, 4))
         detail = way.model(network)(params, small)
-        cubic = jax.image.resize(small, (number, height, across, 3), "cubic")
+        cubic = jax.image.resize(small, large.shape, "cubic")
         return jnp.mean((patches(cubic, 2 * patch) + detail - patches(large, 2 * patch)) ** 2)
 
     def draw(key):
-        _, height, across, _ = train_half.shape
-        limits = jnp.array([height - crop + 1, across - crop + 1])
+        limits = jnp.array(train_half.shape[1:3]) - crop + 1
         corners = jax.random.randint(key, (batch, 2), 0, limits)
         size = crop, crop, 3
-        cut = jax.vmap(lambda yx: jax.lax.dynamic_slice(train_half[0], (yx[0], yx[1], 0), size))
-        return (cut(corners),)
+        crops = jax.vmap(lambda yx: jax.lax.dynamic_slice(train_half[0], (*yx, 0), size))
+        return (crops(corners),)
 
-    return _program(
+    return program(
         way,
         optax.adam(1e-3),
         init_params,
@@ -185,8 +161,8 @@ def allen_cahn(way, steps, batch):
         y = z @ params["fourier"]
         y = jnp.concatenate([jnp.cos(y), jnp.sin(y)])
         for layer in params["layers"]:
-            y = jnp.tanh(y @ layer["w"] + layer["b"])
-        return (y @ params["out"]["w"] + params["out"]["b"])[0]
+            y = jnp.tanh(_apply(layer, y))
+        return _apply(params["out"], y)[0]
 
     def r_net(params, t, x):
         u = u_net(params, t, x)
@@ -208,13 +184,12 @@ def allen_cahn(way, steps, batch):
         return times, jax.random.uniform(keys[1], (batch,), minval=-1.0, maxval=1.0)
 
     schedule = optax.warmup_exponential_decay_schedule(0.0, 2e-3, steps // 20, steps // 4, 0.5)
-    tx = optax.adam(schedule)
     held_out = [draw(key) for key in jax.random.split(jax.random.key(7), 4096 // batch)]
     times, places = (jnp.concatenate(part) for part in zip(*held_out, strict=True))
     order = jnp.argsort(times)
-    return _program(
+    return program(
         way,
-        tx,
+        optax.adam(schedule),
         init_params,
         loss_fn,
         draw,

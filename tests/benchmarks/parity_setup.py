@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from parity_report import NAMES, SCALINGS
+from endings import NAMES, SCALINGS
 from sklearn.datasets import load_digits, load_sample_images
 
 import jaxscale
@@ -80,6 +80,26 @@ class Program(NamedTuple):
     losses: Callable[[Any, jax.Array], list[Loss]]
 
 
+def program(way, tx, init_params, loss_fn, draw, evaluate):
+    """Returns the program of parameters and nothing else: `loss_fn(params, *draw(key))`."""
+    tx = way.optimizer(tx)
+    train_step = jaxscale.train_step(way.cast(loss_fn), tx)
+
+    def init(key):
+        params = init_params(key)
+        return params, tx.init(params)
+
+    def step(carry, key):
+        *carry, loss = train_step(*carry, *draw(key))
+        return tuple(carry), loss
+
+    def losses(carry, key):
+        drawn = draw(key)
+        return [Loss(lambda params: loss_fn(params, *drawn), *carry)]
+
+    return Program(init, step, lambda carry: evaluate(carry[0]), losses)
+
+
 class Model(NamedTuple):
     """An entry of the table of models.
 
@@ -112,6 +132,12 @@ def digits():
     order = np.random.default_rng(0).permutation(len(images))
     images, labels = images[order], labels[order].astype(np.int32)
     return (images[360:], labels[360:]), (images[:360], labels[:360])
+
+
+def some(key, batch, *arrays):
+    """Returns `batch` elements of each of the arrays, drawn alike."""
+    chosen = jax.random.randint(key, (batch,), 0, len(arrays[0]))
+    return tuple(jnp.asarray(array)[chosen] for array in arrays)
 
 
 @functools.cache
@@ -149,3 +175,11 @@ def photo():
     """Returns the left and the right half of a photograph, float32 in [0, 1]."""
     flower = load_sample_images().images[1][None, :426].astype(np.float32) / 255
     return flower[:, :, :320], flower[:, :, 320:]
+
+
+def distance(images, held_out):
+    """Returns the sliced Wasserstein distance between digits, each with an axis of 64 pixels."""
+    directions = jax.random.normal(jax.random.key(4), (64, 256))
+    directions /= jnp.linalg.norm(directions, axis=0)
+    shadows = [jnp.sort(x @ directions, 0) for x in (images, held_out)]
+    return jnp.sqrt(jnp.mean((shadows[0] - shadows[1]) ** 2))

@@ -10,8 +10,10 @@ import os
 import statistics
 import time
 
+import numpy as np
+
 # Its imports are made once, in the process that the others are forked from.
-PRELOAD = ["jax", "optax", "jaxscale", "jaxscale.flax", "flax.linen", "flax.training.dynamic_scale"]
+PRELOAD = ["jax", "optax", "jaxscale.flax", "flax.linen", "flax.training.dynamic_scale"]
 PRELOAD += ["jmp", "mpx"]
 # Several processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -97,6 +99,22 @@ def take_turns(processes, rounds, seconds, show=lambda name: None):
     return turns
 
 
+def measure(jobs, options, show, **references):
+    """Returns the reports of jobs that take turns, each with the medians of what its turns said.
+
+    `references` has the name of the job whose time a ratio is taken to, by the name of the ratio.
+    """
+    ready, reports = prepare(jobs, options.limit, show)
+    turns = take_turns(ready, options.rounds, options.seconds, show)
+    for name, taken in turns.items():
+        for key in taken[0]:
+            reports[name][key] = statistics.median(turn[key] for turn in taken)
+        for key, reference in references.items():
+            if reference in turns:
+                reports[name][key] = ratio(taken, turns[reference])
+    return reports
+
+
 def timed(call, carry, block):
     """Returns a ``run(seconds)`` that repeats ``carry = call(carry)`` and times it.
 
@@ -125,8 +143,6 @@ def timed(call, carry, block):
 
 def ratio(turns, others, key="step_s"):
     """Returns median and quartiles of a ratio, taken round by round."""
-    ratios = sorted(a[key] / b[key] for a, b in zip(turns, others, strict=True))
-    low, _, high = (
-        statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    )
-    return {"median": statistics.median(ratios), "low": low, "high": high}
+    ratios = [a[key] / b[key] for a, b in zip(turns, others, strict=True)]
+    low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+    return {"median": median, "low": low, "high": high}

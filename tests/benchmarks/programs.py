@@ -5,14 +5,10 @@
 
 Of each method's step: the bytes that it moves, the memory that it needs beside its arguments, its
 kernels, what devices send each other, and the time to compile. Nothing is run. How it is counted:
-`hlo.py`; the steps: `whole.py`, on the devices of `layouts.py`, and those of `methods.py`, which
-begin with the gradients.
+`hlo.py`; the steps: `methods.py`, on the devices of `layouts.py`.
 """
 
-import argparse
-import json
 import math
-import pathlib
 import statistics
 import time
 from typing import NamedTuple
@@ -23,15 +19,12 @@ import targets  # before JAX, whose compilers ask for the machine
 import hlo
 import jax
 import layouts
-import machine
 import methods
 import numpy as np
 import processes
+import report
 import trees
-import whole
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from rich.console import Console
-from rich.table import Table
 
 CLIPPED = ", clipped"
 OPTIMIZER = "optimizer alone"
@@ -45,8 +38,7 @@ OTHERS += ["Flax DynamicScale", "jmp", "optax.apply_if_finite"]
 PLAIN = [BARE, BARE + CLIPPED]
 TWO, BRIEF, MORE = [BARE, TRAIN_STEP], [BARE, *OURS[:2]], [*PLAIN, *OURS]
 ALL = [*MORE, *OTHERS]
-# Of steps that begin with the gradients, which there is nothing to retry or to scale in.
-STEPS = [name for name in ALL if name.removesuffix(CLIPPED) in methods.METHODS]
+STEPS = [name for name in ALL if name.removesuffix(CLIPPED) in methods.FROM_GRADIENTS]
 
 
 class Row(NamedTuple):
@@ -108,23 +100,22 @@ def compile_step(row, name):
         there = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec())
         shapes = trees.TREES["gpu"]["gpt2"]
         params, batch = (trees.avals(shapes, dtype, there) for dtype in ("float32", row.dtype))
-        init, step, *_ = methods.make(name, clip)
+        method = methods.make(name, clip)
     else:
         half = "float16" if row.target == "H100" else "bfloat16"
-        loss_fn, params, batch = layouts.make(
-            row.layout, devices, row.width, row.dtype, half, row.slices
-        )
-        init, step = whole.steps(loss_fn, clip)[name]
-    carry = layouts.place(jax.eval_shape(init, params), params)
-    traced = jax.jit(step, donate_argnums=0).trace(carry, batch)
+        laid_out = layouts.make(row.layout, devices, row.width, row.dtype, half, row.slices)
+        loss_fn, params, batch = laid_out
+        method = methods.make(name, clip, loss_fn)
+    carry = layouts.place(jax.eval_shape(method.init, params), params)
+    traced = jax.jit(method.step, donate_argnums=0).trace(carry, batch)
     start = time.process_time()
     compiled = traced.lower().compile()
     seconds = time.process_time() - start
     of_a_device = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params)
     )
-    report = hlo.program(compiled, of_a_device)
-    return report | {"stable": _is_stable(traced, compiled, carry), "compile_s": seconds}, None
+    more = {"stable": _is_stable(traced, compiled, carry), "compile_s": seconds}
+    return hlo.program(compiled, of_a_device) | more, None
 
 
 def _is_stable(traced, compiled, carry):
@@ -144,26 +135,18 @@ def title(row):
     return f"{row['devices']} x {row['target']}, {row['layout']}, {row['dtype']}{width}"
 
 
-def table(row):
-    result = Table(title=title(row))
-    result.add_column("method", no_wrap=True)
-    for heading in ["bytes/p", "temp/p", "kernels", "host", "64-bit", "stable", "compile s"]:
-        result.add_column(heading, justify="right")
-    result.add_column("collectives")
-    for name, report in row["methods"].items():
-        if "error" in report:
-            result.add_row(name, *[""] * 7, report["error"])
-            continue
-        counts = {kind: sum(sizes.values()) for kind, sizes in report["collectives"].items()}
-        result.add_row(
-            name,
-            f"{report['bytes_per_parameter']:.2f}",
-            f"{report['temporary_bytes_per_parameter']:.2f}",
-            *(str(report[key]) for key in ("kernels", "host", "64-bit", "stable")),
-            f"{report['compile_s']:.1f}",
-            ", ".join(f"{count} {kind}" for kind, count in counts.items()),
-        )
-    return result
+COLUMNS = {
+    "bytes/p": lambda each: f"{each['bytes_per_parameter']:.2f}",
+    "temp/p": lambda each: f"{each['temporary_bytes_per_parameter']:.2f}",
+    "kernels": lambda each: str(each["kernels"]),
+    "host": lambda each: str(each["host"]),
+    "64-bit": lambda each: str(each["64-bit"]),
+    "stable": lambda each: str(each["stable"]),
+    "compile s": lambda each: f"{each['compile_s']:.1f}",
+    "collectives": lambda each: ", ".join(
+        f"{sum(sizes.values())} {kind}" for kind, sizes in each["collectives"].items()
+    ),
+}
 
 
 def markdown(rows, names):
@@ -173,78 +156,64 @@ def markdown(rows, names):
     ]
     lines = ["| | plain optax | " + " | ".join(headings) + " |"]
     lines += ["|---" * (2 + len(names)) + "|"]
-    compiled = {name: [] for name in names}
+    times = {name: [] for name in names}
     for row in rows:
         reports = {name: each for name, each in row["methods"].items() if "error" not in each}
         if BARE not in reports or not set(names) & set(reports):
             continue
-        cells = []
+        cells = [title(row), f"{reports[BARE]['bytes_per_parameter']:.1f}"]
         for name in names:
             plain = reports.get(BARE + CLIPPED if name.endswith(CLIPPED) else BARE)
-            report = reports.get(name)
-            cells.append(_compared(report, plain) if report and plain else "")
-            if report and plain:
-                compiled[name].append(report["compile_s"] / plain["compile_s"])
-        plain = reports[BARE]["bytes_per_parameter"]
-        lines.append(f"| {title(row)} | {plain:.1f} | " + " | ".join(cells) + " |")
-    medians = [f"{statistics.median(each):.2f}" if each else "" for each in compiled.values()]
+            cells.append("")
+            if name in reports and plain:
+                cells[-1] = _compared(reports[name], plain)
+                times[name].append(reports[name]["compile_s"] / plain["compile_s"])
+        lines.append("| " + " | ".join(cells) + " |")
+    medians = [f"{statistics.median(each):.2f}" if each else "" for each in times.values()]
     lines.append("| *time to compile, median* | | " + " | ".join(medians) + " |")
     return "\n".join(lines)
 
 
-def _compared(report, plain):
+def _compared(ours, plain):
     """The bytes relative to those of plain optax, temporary memory and collectives beyond it."""
     counts = [
-        sum(sum(sizes.values()) for sizes in each["collectives"].values())
-        for each in (report, plain)
+        sum(sum(sizes.values()) for sizes in each["collectives"].values()) for each in (ours, plain)
     ]
-    moved = report["bytes_per_parameter"] / plain["bytes_per_parameter"]
-    memory, less = (each["temporary_bytes_per_parameter"] for each in (report, plain))
+    moved = ours["bytes_per_parameter"] / plain["bytes_per_parameter"]
+    memory, less = (each["temporary_bytes_per_parameter"] for each in (ours, plain))
     more = f", {counts[0] - counts[1]:+d}" if counts[1] else ""
     return f"{moved:.2f}, {memory - less:+.1f}{more}"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report.parser(__doc__, limit=600)
     add = parser.add_argument
-    add("--targets", nargs="+", default=list(dict.fromkeys(row.target for row in ROWS)))
-    add("--layouts", nargs="+", choices=[OPTIMIZER, *layouts.LAYOUTS], metavar="LAYOUT")
+    add("--targets", nargs="+", default=[row.target for row in ROWS])
+    places = [OPTIMIZER, *layouts.LAYOUTS]
+    add("--layouts", nargs="+", choices=places, default=places, metavar="LAYOUT")
     add("--dtypes", nargs="+", choices=trees.DTYPES, default=trees.DTYPES, help="of parameters")
     add("--only", nargs="+", choices=[*ALL, ADAPTIVE + CLIPPED], metavar="METHOD")
-    add("--limit", type=float, default=600, help="seconds to compile a program")
-    add("--json", type=pathlib.Path, help="where to write the figures")
-    add("--goes-on", action="store_true", help="keep the rows that are there, of a run that ended")
     options = parser.parse_args()
-    console = Console(width=140)
-    result = {"machine": processes.call(machine.describe), "rows": []}
-    console.print(machine.line(result["machine"]))
-    chosen = [
-        row
-        for row in ROWS
-        if row.target in options.targets
-        and row.layout in (options.layouts or [row.layout])
-        and row.dtype in options.dtypes
-    ]
-    if options.goes_on:
-        result["rows"] = json.loads(options.json.read_text())["rows"]
-    order = [title(row._asdict() | {"devices": row.devices}) for row in ROWS]
-    known = {title(row) for row in result["rows"]}
-    for row in chosen:
-        names = [name for name in row.names if name in (options.only or row.names)]
-        if title(row._asdict() | {"devices": row.devices}) in known:
+    console, result = report.begin()
+    for row in ROWS:
+        chosen = row.target in options.targets and row.layout in options.layouts
+        if not chosen or row.dtype not in options.dtypes:
             continue
-        missing = processes.call(find_devices, row)
+        figures = {key: value for key, value in row._asdict().items() if key != "names"}
+        figures |= {"devices": row.devices, "methods": {}} | processes.call(find_devices, row)
         with console.status("") as status:
-            reports = {}
-            for name in () if missing else names:
-                status.update(f"{row.devices} x {row.target}, {row.layout}: {name}")
-                reports[name] = processes.call(compile_step, row, name, limit=options.limit)
-        figures = row._asdict() | {"devices": row.devices, "methods": reports} | missing
-        del figures["names"]
-        result["rows"] = sorted([*result["rows"], figures], key=lambda row: order.index(title(row)))
-        console.print(missing["error"] if missing else table(figures))
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+            for name in row.names if "error" not in figures else ():
+                if name in (options.only or row.names):
+                    status.update(f"{title(figures)}: {name}")
+                    figures["methods"][name] = processes.call(
+                        compile_step, row, name, limit=options.limit
+                    )
+        result["rows"].append(figures)
+        if "error" in figures:
+            console.print(figures["error"])
+        else:
+            console.print(report.table(title(figures), COLUMNS, figures["methods"]))
+        report.write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -10,25 +10,24 @@ not finite is skipped in all of them. What a program is measured by does not see
 The figures of `--json` hold each loss and norm of the plain runs, which the tests replay.
 """
 
-import argparse
-import functools
 import json
-import pathlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import endings
 import jax
 import jax.numpy as jnp
-import machine
 import numpy as np
 import optax
-from parity_setup import digits, held_out_text, some_text
-from spikes_report import WAYS, draw, markdown
+import report
+from parity_setup import digits, distance, held_out_text, some, some_text
 
 import jaxscale
 
-LENGTH = 32
+LENGTH, LETTERS = 32, 64
+CLIP = 1.0
 
 
 class Program(NamedTuple):
@@ -38,38 +37,30 @@ class Program(NamedTuple):
       init: `init(key) -> players`, a list of parameters, each with an optimizer of its own.
       losses: for each player `loss(params, players, key, index) -> loss`.
       evaluate: `evaluate(players) -> value`, lower is better.
-      optimizer: the optimizer of each player.
-      clip: the norm to clip by, where that is done.
-      steps: how many steps it trains.
     """
 
     init: Callable[[jax.Array], list[Any]]
     losses: list[Callable[..., jax.Array]]
     evaluate: Callable[[list[Any]], jax.Array]
-    optimizer: optax.GradientTransformation
-    clip: float
-    steps: int
 
 
-def transformer(optimizer, steps=400, bad=0.0, width=64, layers=2, heads=4, batch=16):
+def transformer(bad=0.0, width=64, layers=2, heads=4, batch=16):
     """A decoder of letters; from step 100 on a part `bad` of its batches is random letters."""
-    letters = 64
 
     def init(key):
         def normal(number, *shape):
             return jax.random.normal(jax.random.fold_in(key, number), shape) * shape[-2] ** -0.5
 
-        return [
-            {
-                "embed": normal(0, letters, width),
-                "place": normal(1, LENGTH, width),
-                "qkv": normal(2, layers, width, 3 * width),
-                "out": normal(3, layers, width, width),
-                "up": normal(4, layers, width, 4 * width),
-                "down": normal(5, layers, 4 * width, width),
-                "read": normal(6, width, letters),
-            }
-        ]
+        params = {
+            "embed": normal(0, LETTERS, width),
+            "place": normal(1, LENGTH, width),
+            "qkv": normal(2, layers, width, 3 * width),
+            "out": normal(3, layers, width, width),
+            "up": normal(4, layers, width, 4 * width),
+            "down": normal(5, layers, 4 * width, width),
+            "read": normal(6, width, LETTERS),
+        }
+        return [params]
 
     def norm(x):
         return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
@@ -87,17 +78,17 @@ def transformer(optimizer, steps=400, bad=0.0, width=64, layers=2, heads=4, batc
 
     def loss(params, players, key, index):
         text = some_text(key, batch, LENGTH)
-        noise = jax.random.randint(jax.random.fold_in(key, 1), text.shape, 0, letters)
+        noise = jax.random.randint(jax.random.fold_in(key, 1), text.shape, 0, LETTERS)
         is_bad = jax.random.bernoulli(jax.random.fold_in(key, 2), bad) & (index >= 100)
         return cross_entropy(params, jnp.where(is_bad, noise, text))
 
     def evaluate(players):
         return cross_entropy(players[0], jnp.asarray(held_out_text(LENGTH)))
 
-    return Program(init, [loss], evaluate, optimizer, 1.0, steps)
+    return Program(init, [loss], evaluate)
 
 
-def gan(optimizer, steps=800, noise=16, width=128, batch=64):
+def gan(noise=16, width=128, batch=64):
     """Digits from noise: a generator and a discriminator of three layers each."""
     images, held_out = (jnp.asarray(part[0]).reshape(-1, 64) * 2 - 1 for part in digits())
 
@@ -122,40 +113,31 @@ def gan(optimizer, steps=800, noise=16, width=128, batch=64):
         return jax.nn.softplus(-run(players[1], generated(params, key, batch))).mean()
 
     def discriminator_loss(params, players, key, index):
-        real = images[jax.random.randint(jax.random.fold_in(key, 1), (batch,), 0, len(images))]
+        (real,) = some(jax.random.fold_in(key, 1), batch, images)
         fake = generated(players[0], key, batch)
         both = jax.nn.softplus(-run(params, real)), jax.nn.softplus(run(params, fake))
         return both[0].mean() + both[1].mean()
 
     def evaluate(players):
-        """Returns the sliced Wasserstein distance between drawn digits and held-out ones."""
-        fake = generated(players[0], jax.random.key(3), len(held_out))
-        directions = jax.random.normal(jax.random.key(4), (64, 256))
-        directions /= jnp.linalg.norm(directions, axis=0)
-        shadows = [jnp.sort(x @ directions, 0) for x in (fake, held_out)]
-        return jnp.sqrt(jnp.mean((shadows[0] - shadows[1]) ** 2))
+        return distance(generated(players[0], jax.random.key(3), len(held_out)), held_out)
 
-    losses = [generator_loss, discriminator_loss]
-    return Program(init, losses, evaluate, optimizer, 1.0, steps)
+    return Program(init, [generator_loss, discriminator_loss], evaluate)
 
 
-ADAM = optax.adam(2e-3, b2=0.99)
+ADAM, MOMENTUM = optax.adam(2e-3, b2=0.99), optax.sgd(0.3, momentum=0.9)
+# What it is, how it is made, the optimizer of each player, and the steps.
 PROGRAMS = {
-    "steady": (functools.partial(transformer, ADAM), "a transformer, Adam at 0.002"),
-    "high rate": (
-        functools.partial(transformer, optax.sgd(0.3, momentum=0.9)),
-        "the same, momentum at 0.3",
-    ),
-    "bad batches": (functools.partial(transformer, ADAM, bad=0.02), "as steady, 2 % random text"),
-    "GAN": (functools.partial(gan, optax.adam(1e-2, b1=0.5)), "digits, Adam at 0.01"),
+    "steady": ("a transformer, Adam at 0.002", transformer, ADAM, 400),
+    "high rate": ("the same, momentum at 0.3", transformer, MOMENTUM, 400),
+    "bad batches": ("as steady, 2 % random text", partial(transformer, bad=0.02), ADAM, 400),
+    "GAN": ("digits, Adam at 0.01", gan, optax.adam(1e-2, b1=0.5), 800),
 }
 
 
-def train(program, way, seeds):
+def train(program, tx, way, seeds, steps):
     """Returns what came of a training, with a list over the seeds in each field."""
-    tx = program.optimizer
     if "clipped" in way:
-        tx = optax.chain(optax.clip_by_global_norm(program.clip), tx)
+        tx = optax.chain(optax.clip_by_global_norm(CLIP), tx)
     tx = jaxscale.skip_nonfinite(tx, spikes=jaxscale.SpikeRule() if "rule" in way else None)
 
     def step(carry, index, key):
@@ -177,8 +159,8 @@ def train(program, way, seeds):
     def run(seed):
         players = program.init(jax.random.key(seed))
         carry = players, list(map(tx.init, players))
-        one = functools.partial(step, key=jax.random.key(seed + 1000))
-        carry, seen = jax.lax.scan(one, carry, jnp.arange(program.steps))
+        one = partial(step, key=jax.random.key(seed + 1000))
+        carry, seen = jax.lax.scan(one, carry, jnp.arange(steps))
         return program.evaluate(carry[0]), seen
 
     started = time.perf_counter()
@@ -200,38 +182,30 @@ def _short(numbers):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="NAME")
-    add("--seeds", type=int, default=3, help="how many seeds")
-    add("--steps", type=int, help="training steps, instead of each program's own number")
-    add("--json", type=pathlib.Path, help="where to write the figures")
-    add("--plot", type=pathlib.Path, help="where to draw them")
-    add("--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from this file")
+    parser, names = endings.parser(__doc__), list(PROGRAMS)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     options = parser.parse_args()
     if options.redraw:
         result = json.loads(options.redraw.read_text())
     else:
-        result = {"machine": machine.describe()[0], "seeds": options.seeds, "rows": []}
+        _, result = report.begin()
+        result["seeds"] = options.seeds
         for name in options.only:
-            make, about = PROGRAMS[name]
-            program = make()
-            program = program._replace(steps=options.steps or program.steps)
-            row = {"program": name, "about": about, "steps": program.steps, "ways": {}}
-            for way in WAYS:
-                row["ways"][way] = train(program, way, range(options.seeds))
+            about, make, tx, steps = PROGRAMS[name]
+            steps = options.steps or steps
+            row = {"program": name, "about": about, "steps": steps, "ways": {}}
+            for way in endings.WAYS:
+                row["ways"][way] = train(make(), tx, way, range(options.seeds), steps)
                 print(name, way, {k: row["ways"][way][k] for k in ("final", "skipped", "seconds")})
-            for way in WAYS[1:]:  # the tests replay the plain runs, and the picture shows the rule
+            for way in endings.WAYS[1:]:  # the tests replay the plain runs
                 del row["ways"][way]["norms"]
-            for way in set(WAYS[1:]) - {"rule"}:
-                del row["ways"][way]["losses"]
+                if way != "rule":  # the picture shows its losses
+                    del row["ways"][way]["losses"]
             result["rows"].append(row)
-    print(machine.line(result["machine"]))
-    print(markdown(result["rows"]))
-    if options.json:
-        options.json.write_text(json.dumps(result) + "\n")
+    print(endings.spikes(result["rows"]))
+    report.write(options.json, result, indent=None)
     if options.plot:
-        draw(result, options.plot)
+        endings.draw_spikes(result, options.plot)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,17 @@ import importlib.util
 import os
 
 # The TPU's compiler asks for the machine that it is on, before it is loaded, and no cloud answers.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_WORKER_ID", "0")
-os.environ.setdefault(
-    "ALLOW_MULTIPLE_LIBTPU_LOAD", "1"
-)  # by several processes: no device is shared
+os.environ.update(
+    {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # by several processes: no device is shared
+    }
+    | os.environ
+)
 
 import jax
 from jax.experimental import topologies

@@ -3,16 +3,11 @@
     python tests/benchmarks/transformer.py [--size laptop|gpu] [--json FILE] [--only NAME ...]
 
 Parameters are float32, the arithmetic is float16, losses and norms are taken in float32. The steps
-are those of `whole.py`. First of all the losses of three steps are compared with those of the same
-model in float32 (that the steps are right: `step.py`).
+are those of `methods.py`. First of all the losses of three steps are compared with those of the
+same model in float32 (that the steps are right: `step.py`).
 """
 
-import argparse
-import json
 import os
-import pathlib
-import statistics
-import time
 
 # For XLA on CPU, which may keep float32 between float16 operations. To be set before JAX starts.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
@@ -20,15 +15,13 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess
 import hlo
 import jax
 import jax.numpy as jnp
-import machine
 import methods
 import numpy as np
 import optax
 import processes
+import report
+import step as steps
 import trees
-import whole
-from rich.console import Console
-from rich.table import Table
 
 VOCABULARY, HEAD = 512, 64
 SIZES = {  # width, layers, batch, length
@@ -86,27 +79,20 @@ def loss_fn(params, tokens, dtype=jnp.float16):
 
 def prepare(name, size, clip):
     """Returns the report of a compiled training step, checked, and what runs it."""
-    jax.config.update("jax_enable_compilation_cache", False)
     width, layers, batch, length = SIZES[size]
     rng = np.random.default_rng(0)
     params = init_params(rng, width, layers, length)
     tokens = jnp.array(rng.integers(0, VOCABULARY, (batch, length + 1), np.int32))
-    steps = whole.steps(loss_fn, clip)
-    (init, step), (init_bare, bare) = steps[name], steps[methods.BARE]
-    start = time.perf_counter()
-    traced = jax.jit(step, donate_argnums=0).trace(init(params), tokens)
-    trace_s = time.perf_counter() - start
-    start = time.perf_counter()
-    step = traced.lower().compile()
-    compile_s = time.perf_counter() - start
-
+    method, bare = (methods.make(each, clip, loss_fn) for each in (name, methods.BARE))
+    step, times = steps.compiled(method.step, method.init(params), tokens)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-    reference = jax.jit(lambda carry, tokens: bare(carry, tokens, jnp.float32))
-    losses = _losses(step, init(jax.tree.map(jnp.copy, params)), tokens)
-    expected = _losses(reference, init_bare(params), tokens)
+    reference = jax.jit(lambda carry, tokens: bare.step(carry, tokens, jnp.float32))
+    losses = _losses(step, method.init(jax.tree.map(jnp.copy, params)), tokens)
+    expected = _losses(reference, bare.init(params), tokens)
     faults = [] if np.allclose(losses, expected, rtol=1e-2) else [f"{losses}, not {expected}"]
-    run = processes.timed(lambda carry: step(carry, tokens)[0], init(params), jax.block_until_ready)
-    times = {"trace_s": trace_s, "compile_s": compile_s}
+    run = processes.timed(
+        lambda carry: step(carry, tokens)[0], method.init(params), jax.block_until_ready
+    )
     return {"faults": faults, "parameters": parameters} | times | hlo.program(step, parameters), run
 
 
@@ -121,60 +107,28 @@ def _losses(step, carry, tokens):
 def table(row):
     parameters = next(r["parameters"] for r in row["methods"].values() if "parameters" in r)
     clipped = "global norm clipped" if row["clipped"] else "unclipped"
-    result = Table(title=f"transformer, {parameters / 1e6:.3g}M parameters, float16, {clipped}")
-    result.add_column("method", no_wrap=True)
-    headings = ["step ms", "/ bare", "quartiles", "temp/p", "kernels", "trace s", "compile s"]
-    for heading in headings:
-        result.add_column(heading, justify="right")
-    result.add_column("check", overflow="fold")
-    for name, report in row["methods"].items():
-        if "error" in report:
-            result.add_row(name, *[""] * len(headings), report["error"])
-            continue
-        to_bare = report.get("to_bare")
-        result.add_row(
-            name,
-            f"{1e3 * report['step_s']:.3g}",
-            f"{to_bare['median']:.3f}" if to_bare else "",
-            f"{to_bare['low']:.3f}-{to_bare['high']:.3f}" if to_bare else "",
-            f"{report['temporary_bytes_per_parameter']:.1f}",
-            str(report["kernels"]),
-            f"{report['trace_s']:.2f}",
-            f"{report['compile_s']:.1f}",
-            "; ".join(report["faults"]) or "right",
-        )
-    return result
+    title = f"transformer, {parameters / 1e6:.3g}M parameters, float16, {clipped}"
+    columns = {heading: text for heading, text in steps.COLUMNS.items() if heading != "/ limit"}
+    return report.table(title, columns, row["methods"])
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = list(methods.METHODS)
+    parser = report.parser(__doc__, rounds=11, seconds=1, limit=300)
     add = parser.add_argument
     add("--size", choices=SIZES, default="laptop")
     add("--clip", nargs="+", choices=trees.CLIPS, default=list(trees.CLIPS))
-    add("--only", nargs="+", choices=whole.NAMES, metavar="METHOD")
-    add("--rounds", type=int, default=11, help="turns of each method")
-    add("--seconds", type=float, default=1, help="length of a turn")
-    add("--limit", type=float, default=300, help="seconds to trace, compile and check a method")
-    add("--json", type=pathlib.Path, help="where to write the figures")
+    add("--only", nargs="+", choices=names, default=names, metavar="METHOD")
     options = parser.parse_args()
-    console = Console(width=130)
-    names = [name for name in whole.NAMES if name in (options.only or whole.NAMES)]
-    result = {"machine": processes.call(machine.describe), "rows": []}
-    console.print(machine.line(result["machine"]))
+    console, result = report.begin()
     with console.status("") as status:
         for clip in options.clip:
-            jobs = {name: (prepare, name, options.size, trees.CLIPS[clip]) for name in names}
-            ready, reports = processes.prepare(jobs, options.limit, status.update)
-            turns = processes.take_turns(ready, options.rounds, options.seconds, status.update)
-            for name, taken in turns.items():
-                reports[name]["step_s"] = statistics.median(turn["step_s"] for turn in taken)
-                if methods.BARE in turns:
-                    reports[name]["to_bare"] = processes.ratio(taken, turns[methods.BARE])
+            jobs = {name: (prepare, name, options.size, trees.CLIPS[clip]) for name in options.only}
+            reports = processes.measure(jobs, options, status.update, to_bare=methods.BARE)
             row = {"size": options.size, "clipped": trees.CLIPS[clip], "methods": reports}
             result["rows"].append(row)
             console.print(table(row))
-            if options.json:
-                options.json.write_text(json.dumps(result, indent=1) + "\n")
+            report.write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The benchmarks run, every method that they time is right, and they count what they say."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 
 import checks
+import endings
 import hlo
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,10 @@ import jaxprs
 import methods
 import numpy as np
 import optax
-import parity_report
+import programs
 import pytest
-import spikes_report
 import trees
+from tables import cases
 
 import jaxscale
 
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.standard_promotion
 FOLDER = pathlib.Path(__file__).parent.parent / "benchmarks"
 PACKAGES = {"Flax DynamicScale": "flax", "jmp": "jmp", "MPX": "mpx"}
 INSTALLED = [
-    name for name in methods.METHODS if importlib.util.find_spec(PACKAGES.get(name, "optax"))
+    name for name in methods.FROM_GRADIENTS if importlib.util.find_spec(PACKAGES.get(name, "optax"))
 ]
 
 
@@ -55,7 +57,9 @@ def test_checks_see_what_is_wrong():
     def faults(method, **plant):
         method = method._replace(**plant)
         step = jax.jit(method.step)
-        return checks.run(method, step, {"w": (3,)}, "float32", False, ["w"], 1e-5, steps=3)
+        return "\n".join(
+            checks.run(method, step, {"w": (3,)}, "float32", False, ["w"], 1e-5, steps=3)
+        )
 
     def twice(carry, grads):
         return sound.step(carry, jax.tree.map(lambda g: 2 * g, grads))
@@ -75,12 +79,11 @@ def test_checks_see_what_is_wrong():
         return params, optax.tree_utils.tree_set(state, mu=mu)
 
     assert not faults(sound)
-    assert any("first moments" in fault for fault in faults(sound, step=twice))
-    assert any("skipped finite" in fault for fault in faults(sound, step=by_the_sum))
-    assert any("left a trace" in fault for fault in faults(sound, step=times_zero))
-    assert any("left a trace" in fault for fault in faults(sound, step=by_a_bit))
-    bare = methods.make(methods.BARE, clip=False)
-    assert any("was not skipped" in fault for fault in faults(bare, skips=True))
+    assert "first moments" in faults(sound, step=twice)
+    assert "skipped finite" in faults(sound, step=by_the_sum)
+    assert "left a trace" in faults(sound, step=times_zero)
+    assert "left a trace" in faults(sound, step=by_a_bit)
+    assert "was not skipped" in faults(methods.make(methods.BARE, clip=False), skips=True)
 
 
 PROGRAM = """
@@ -136,31 +139,53 @@ def test_bytes_are_those_that_xla_counts():
     method = methods.make(methods.BARE, clip=False)
     avals = trees.avals(trees.gpt2(64, layers=1), "float32")
     compiled = jax.jit(method.step).lower(jax.eval_shape(method.init, avals), avals).compile()
-    program = hlo.program(compiled, trees.size(trees.gpt2(64, layers=1)))
-    assert program["bytes_per_parameter"] == pytest.approx(
-        program["xla_bytes_per_parameter"], rel=1e-3
-    )
+    program = hlo.program(compiled, parameters=1)
+    expected = pytest.approx(program["xla_bytes_per_parameter"], rel=1e-3)
+    assert program["bytes_per_parameter"] == expected
+
+
+BOTH = [methods.BARE, "jaxscale.apply_gradients"]
+
+
+def timed(path, *command):
+    """The rows that one of the benchmarks that time steps writes, for `BOTH`."""
+    options = ["--rounds=2", "--seconds=0.001", f"--json={path}", "--only", *BOTH]
+    printed = run(*command, *options)
+    assert all(name in printed for name in BOTH)
+    result = json.loads(path.read_text())
+    assert result["machine"]["versions"]["jax"] == jax.__version__
+    for row in result["rows"]:
+        assert list(row["methods"]) == BOTH
+        assert all(report["faults"] == [] for report in row["methods"].values())
+    return result["rows"]
 
 
 @pytest.mark.slow
-def test_the_command_prints_and_writes_its_figures(tmp_path):
-    path = tmp_path / "step.json"
-    names = [methods.BARE, "jaxscale.apply_gradients"]
-    command = ["step.py", "--size=tiny", "--trees=huge", "--clip=clipped"]
-    options = ["--gradients=float16", "--rounds=2", "--seconds=0.001", f"--json={path}"]
-    printed = run(*command, *options, "--only", *names)
-    assert all(name in printed for name in names)
-    result = json.loads(path.read_text())
-    assert result["machine"]["versions"]["jax"] == jax.__version__
-    (row,) = result["rows"]
+def test_step_writes_what_a_step_moves_and_how_long_it_takes(tmp_path):
+    command = ["step.py", "--size=tiny", "--trees=huge", "--clip=clipped", "--gradients=float16"]
+    (row,) = timed(tmp_path / "step.json", *command)
     assert (row["tree"], row["leaves"], row["parameters"]) == ("huge", 1, 4096)
     assert row["limit_bytes_per_parameter"] == 2 * 2 + 2 * 3 * 4
-    assert list(row["methods"]) == names
     for name, report in row["methods"].items():
-        assert report["faults"] == []
         assert min(report["to_bare"]["median"], report["to_limit"]["median"]) > 0
         assert report["bytes_per_parameter"] > row["limit_bytes_per_parameter"] - 2, name
         assert report["kernels"] == sum(report["kernels_by_kind"].values()) > 0
+
+
+@pytest.mark.slow
+def test_transformer_times_whole_steps(tmp_path):
+    command = ["transformer.py", "--size=tiny", "--clip=unclipped"]
+    (row,) = timed(tmp_path / "transformer.json", *command)
+    assert all(report["to_bare"]["median"] > 0 for report in row["methods"].values())
+
+
+@pytest.mark.slow
+def test_leaves_goes_along_both_axes(tmp_path):
+    picture = tmp_path / "leaves.png"
+    command = ["leaves.py", "--leaves=10", "--parameters=10000", f"--picture={picture}"]
+    rows = timed(tmp_path / "leaves.json", *command)
+    assert [(row["axis"], row["number"]) for row in rows] == [("leaves", 10), ("parameters", 10**4)]
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_products_are_counted_in_programs_inside_of_programs():
@@ -178,17 +203,17 @@ def test_products_are_counted_in_programs_inside_of_programs():
     assert jaxprs.products(jax.make_jaxpr(jax.value_and_grad(loss_fn))(w)) == (3, 3 + 6 + 1)
 
 
-KEPT = {
-    "nothing": (lambda w: jnp.sum(3 * w), 0),
-    "parameters": (lambda w: jnp.sum(w * w), 0),
-    "a result": (lambda w: jnp.sum(jnp.exp(w)), 400),
-    "a result in half precision": (lambda w: jnp.sum(jnp.exp(w.astype(jnp.float16))), 200),
-}
+KEPT = [
+    (lambda w: 3 * w, 0),
+    (lambda w: w * w, 0),  # the parameters, which are there anyway
+    (jnp.exp, 400),
+    (lambda w: jnp.exp(w.astype(jnp.float16)), 200),
+]
 
 
 def test_what_the_backward_pass_keeps_is_counted_without_parameters():
-    for kind, (fun, expected) in KEPT.items():
-        assert jaxprs.residual_bytes(fun, jnp.ones(100)) == expected, kind
+    for fun, expected in KEPT:
+        assert jaxprs.residual_bytes(lambda w, fun=fun: jnp.sum(fun(w)), jnp.ones(100)) == expected
 
 
 @pytest.mark.slow
@@ -220,7 +245,7 @@ def test_parity_trains_in_six_ways(tmp_path):
     result = json.loads(path.read_text())
     (row,) = result["rows"]
     assert (result["seeds"], row["model"], row["steps"]) == (2, "super-resolution", 2)
-    exact, alone, scaled = (row["ways"][name] for name in parity_report.NAMES)
+    exact, alone, scaled = (row["ways"][name] for name in endings.NAMES)
     assert len(set(exact["final"])) == 2  # the seeds differ
     assert exact["final"] == pytest.approx(scaled["final"], rel=1e-2)
     # The mean is over 2.4 million numbers. Float32 flushes nothing, and a loss scale little.
@@ -228,7 +253,7 @@ def test_parity_trains_in_six_ways(tmp_path):
     assert max(scaled["flushed"]) < 0.01 < 0.1 < min(alone["flushed"])
     assert exact["loss_scale"] == alone["loss_scale"] == [[1], [1]]
     assert scaled["loss_scale"] == [[2**15], [2**15]]
-    for name in parity_report.SCALINGS:
+    for name in endings.SCALINGS:
         way = row["ways"][name]
         assert exact["final"] == pytest.approx(way["final"], rel=1e-2)
         assert max(way["flushed"]) < 0.01
@@ -251,13 +276,6 @@ def test_parity_counts_the_repeats_of_each_seed():
     assert sorted(repeats) == [0, 1, 2, 2]
 
 
-def test_the_table_of_parity_is_that_of_its_figures():
-    result = json.loads((FOLDER / "results" / "parity-cpu.json").read_text())
-    readme = (FOLDER / "results" / "README.md").read_text()
-    for table in (parity_report.markdown, parity_report.scalings, parity_report.costs):
-        assert table(result["rows"]) in readme
-
-
 @pytest.mark.slow
 def test_spikes_trains_in_four_ways(tmp_path):
     path, picture = tmp_path / "spikes.json", tmp_path / "spikes.png"
@@ -265,7 +283,7 @@ def test_spikes_trains_in_four_ways(tmp_path):
     run("spikes.py", *options)
     assert picture.read_bytes().startswith(b"\x89PNG")
     (row,) = json.loads(path.read_text())["rows"]
-    plain, clipped, rule, _ = (row["ways"][way] for way in spikes_report.WAYS)
+    plain, clipped, rule, _ = (row["ways"][way] for way in endings.WAYS)
     assert len(set(plain["final"])) == 2  # the seeds differ
     assert plain["final"] != clipped["final"]
     # Until the rule skips a step it changes nothing. They are two compiled programs, which may
@@ -277,7 +295,18 @@ def test_spikes_trains_in_four_ways(tmp_path):
         np.testing.assert_allclose(*early, rtol=1e-3)  # of four digits
 
 
-def test_the_table_of_spikes_is_that_of_its_figures():
-    result = json.loads((FOLDER / "results" / "spikes-cpu.json").read_text())
-    readme = (FOLDER / "results" / "README.md").read_text()
-    assert spikes_report.markdown(result["rows"]) in readme
+TABLES = {
+    "parity-cpu": [endings.parity, endings.scalings, endings.costs],
+    "spikes-cpu": [endings.spikes],
+    "programs": [
+        functools.partial(programs.markdown, names=programs.OURS),
+        functools.partial(programs.markdown, names=programs.OTHERS),
+    ],
+}
+
+
+@cases("name", TABLES)
+def test_the_tables_in_the_readme_are_those_of_the_figures(name):
+    rows = json.loads((FOLDER / "results" / f"{name}.json").read_text())["rows"]
+    for table in TABLES[name]:
+        assert table(rows) in (FOLDER / "results" / "README.md").read_text()

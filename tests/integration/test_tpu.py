@@ -46,14 +46,6 @@ def test_so_are_devices_that_it_does_not_know(monkeypatch):
         targets.devices("TPU v9", "2x2")
 
 
-def test_the_tables_of_programs_are_those_of_their_figures():
-    folder = SCRIPT.parent / "results"
-    rows = json.loads((folder / "programs.json").read_text())["rows"]
-    readme = (folder / "README.md").read_text()
-    for names in (programs.OURS, programs.OTHERS):
-        assert programs.markdown(rows, names) in readme
-
-
 @pytest.mark.slow
 def test_the_pipeline_is_the_model_in_one_piece():
     loss_fn, types, _ = layouts.make("pipeline", jax.devices()[:4], 8, "float32", "bfloat16")
@@ -106,11 +98,8 @@ def test_rows_without_a_compiler_do_not_stop_the_others(tmp_path):
 def figures(tmp_path_factory):
     """The figures of each method by layout and width, for the TPU v5e."""
     folder = tmp_path_factory.mktemp("compiler")
-    (wanted,) = {
-        each.split(";")[0].strip()
-        for each in importlib.metadata.requires("jax")
-        if each.startswith("libtpu")
-    }
+    requirements = {each.split(";")[0].strip() for each in importlib.metadata.requires("jax")}
+    (wanted,) = (each for each in requirements if each.startswith("libtpu"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
     installed = subprocess.run([*pip, wanted], capture_output=True, text=True)
     if installed.returncode:
@@ -162,16 +151,12 @@ def test_on_a_tpu_a_step_exchanges_a_few_numbers_more_and_no_more_when_clipped(f
 
 @pytest.mark.slow
 def test_on_a_tpu_a_step_moves_the_bytes_of_optax_with_clipping(figures):
-    moved = {
-        place: {name: report["bytes_per_parameter"] for name, report in reports.items()}
-        for place, reports in figures.items()
-    }
-    for place, by_name in moved.items():
-        for name, most in by_name.items():
-            # Optax alone updates each parameter as its gradient leaves the matrix product, which no
-            # one can who must see all gradients first: they are written and read, 8 bytes at most.
-            assert most <= by_name[programs.BARE] + 8.1, (place, name)
-    for place in ((1, 2048), (4, 1024), (256, 2048)):
-        # Optax's own clipping has to see them first, too. 2 %: what is kept on the chip differs.
-        for name in (programs.TRAIN_STEP, CLIPPED_STEP):
-            assert moved[place][name] <= 1.02 * moved[place][CLIPPED_BARE], (place, name)
+    for place, reports in figures.items():
+        moved = {name: report["bytes_per_parameter"] for name, report in reports.items()}
+        # Optax alone updates each parameter as its gradient leaves the matrix product, which no
+        # one can who must see all gradients first: they are written and read, 8 bytes at most.
+        assert max(moved.values()) <= moved[programs.BARE] + 8.1, place
+        if place != (1, 256):
+            # So has Optax's own clipping. 2 %: what is kept on the chip differs.
+            for name in (programs.TRAIN_STEP, CLIPPED_STEP):
+                assert moved[name] <= 1.02 * moved[CLIPPED_BARE], (place, name)

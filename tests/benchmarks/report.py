@@ -1,0 +1,79 @@
+"""What the programs share beside their measurements: options, files of figures, and tables."""
+
+import argparse
+import json
+import pathlib
+
+import machine
+import numpy as np
+import processes
+from rich.console import Console
+from rich.table import Table
+
+
+def parser(doc, rounds=None, seconds=None, limit=None):
+    """Returns a parser of options, with those of methods that take turns if these are given."""
+    result = argparse.ArgumentParser(description=doc.splitlines()[0])
+    add = result.add_argument
+    add("--json", type=pathlib.Path, help="where to write the figures")
+    if rounds:
+        add("--rounds", type=int, default=rounds, help="turns of each method")
+        add("--seconds", type=float, default=seconds, help="length of a turn")
+    if limit:
+        add("--limit", type=float, default=limit, help="seconds until a method is ready")
+    return result
+
+
+def begin(width=170):
+    """Returns a console, and the figures of a run that begins: what it runs on, and no rows."""
+    console, figures = Console(width=width), {"machine": processes.call(machine.describe)}
+    console.print(machine.line(figures["machine"]))
+    return console, figures | {"rows": []}
+
+
+def write(path, figures, indent=1):
+    """Writes the figures, if they are wanted: after each row, for a long run that is stopped."""
+    if path:
+        path.write_text(json.dumps(figures, indent=indent) + "\n")
+
+
+def table(title, columns, reports, caption=None):
+    """Returns a table of methods.
+
+    Args:
+      title: above it.
+      columns: heading -> function of a report that gives its text. The last column has the error
+        of a method that has one.
+      reports: by method.
+      caption: below it.
+    """
+    result = Table(title=title, caption=caption)
+    result.add_column("method", no_wrap=True)
+    *figures, last = columns
+    for heading in figures:
+        result.add_column(heading, justify="right")
+    result.add_column(last, overflow="fold", max_width=40)
+    for name, report in reports.items():
+        cells = [""] * len(figures) + [report.get("error")]
+        if "error" not in report:
+            cells = [text(report) for text in columns.values()]
+        result.add_row(name, *cells)
+    return result
+
+
+def markdown(headings, rows):
+    """Returns a table of Markdown, as in `results/README.md`."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def mean_and_spread(values):
+    """Returns the mean over the seeds and their standard deviation, as text."""
+    spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
+    return f"{np.mean(values):.4g} ± {spread:.2g}"
+
+
+def where(described):
+    """Returns what a picture's title says of the machine."""
+    jax = described["versions"]["jax"]
+    return f"{described['device']}, JAX {jax}, {described['date'][:10]}"
