@@ -1,10 +1,7 @@
-"""The base classes of all policies: how a loss scale starts, and how it moves.
+"""The base classes of all policies: `LossScale`, and `CheckedLossScale` for those of this library.
 
-`LossScale` is what a policy is. `LossScale.update` is what a training loop calls: it decides
-whether the gradients are finite and leaves the rest to `adjust`, which each policy defines.
-
-`CheckedLossScale` is what the policies of this library share: arguments are checked by their names,
-and `adjust` checks what it gets before the rule of the policy sees it.
+`LossScale.update` decides whether the gradients are finite; `adjust`, which each policy defines,
+does the rest.
 """
 
 import abc

@@ -14,10 +14,9 @@ from .._policies.base import LossScale
 from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._state.scale import LossScaleState
-from ._common import number
+from ._frameworks import keras, tensorflow, tf_keras
 from ._jax import flax, jmp
-from ._rule import PresetLossScale
-from ._tensorflow import keras, tensorflow, tf_keras
+from ._rule import PresetLossScale, number
 from ._torch import torch
 
 _TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -35,21 +34,14 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
 
     Example:
       >>> from jaxscale import presets
-      >>> policy, state = presets.from_torch(
-      ...     {
-      ...         "scale": 1024.0,
-      ...         "growth_factor": 2.0,
-      ...         "backoff_factor": 0.5,
-      ...         "growth_interval": 2000,
-      ...         "_growth_tracker": 7,
-      ...     }
-      ... )
-      >>> state.loss_scale, state.growth_tracker
-      (Array(1024., dtype=float32), Array(7, dtype=int32))
+      >>> policy = presets.torch(growth_interval=500)
+      >>> saved = presets.to_torch(policy, policy.init())
+      >>> policy, state = presets.from_torch(saved)
+      >>> policy.growth_interval, state.loss_scale
+      (500, Array(65536., dtype=float32))
     """
     if not state_dict:
-        policy = NoOpLossScale()
-        return policy, policy.init()
+        return _resume(NoOpLossScale())
     if set(state_dict) != set(_TORCH):
         raise ValueError(
             "`presets.from_torch(state_dict)` must have the keys of PyTorch's "
@@ -61,21 +53,14 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
 
 
 def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
-    """Returns a dictionary for PyTorch's `GradScaler.load_state_dict`. Waits for the device.
+    """Returns a dictionary for PyTorch's `GradScaler.load_state_dict`, of Python numbers.
+
+    Waits for the device.
 
     Args:
       policy: a `DynamicLossScale` without hysteresis and growth delay, or the
         `NoOpLossScale` of a disabled scaler. Its bounds are lost, as PyTorch has none.
       state: its state, outside of `jit`.
-
-    Returns:
-      The dictionary, of Python numbers.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> policy = presets.torch(growth_interval=500)
-      >>> presets.to_torch(policy, policy.init())["growth_interval"]
-      500
     """
     if isinstance(policy, NoOpLossScale):
         return {}
@@ -91,19 +76,9 @@ def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
             f"each finite one, as PyTorch does, got hysteresis={policy.hysteresis} and "
             f"growth_delay={growth_delay}."
         )
-    if isinstance(state.loss_scale, jax.core.Tracer):
-        raise TypeError(
-            "`presets.to_torch` reads values, so it cannot run inside `jit`. Call it on the "
-            "state that the step returns."
-        )
-    values = (
-        float(state.loss_scale),
-        policy.growth_factor,
-        policy.backoff_factor,
-        policy.growth_interval,
-        int(state.growth_tracker),
-    )
-    return dict(zip(_TORCH, values, strict=True))
+    values = _read_attributes("to_torch", state, ("loss_scale", "growth_tracker"))
+    arguments = {name: getattr(policy, name) for name in _TORCH[1:-1]}
+    return {"scale": values["loss_scale"], **arguments, "_growth_tracker": values["growth_tracker"]}
 
 
 def from_tensorflow(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
@@ -123,12 +98,16 @@ def from_tensorflow(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleStat
       >>> presets.from_tensorflow(config)[1].loss_scale
       Array(8., dtype=float32)
     """
-    call = "presets.from_tensorflow"
     config = config.get("config", config)
     if set(config) == {"loss_scale_value"}:
         return _resume(FixedLossScale(config["loss_scale_value"]))
     names = {"initial_loss_scale", "increment_period", "multiplier"}
-    return _resume(tensorflow(**_check_keys(call, config, names)))
+    if set(config) - names or not config:
+        raise ValueError(
+            f"`presets.from_tensorflow(config)` takes the keys {', '.join(sorted(names))}, or "
+            f"loss_scale_value alone, got {', '.join(config) or 'none'}."
+        )
+    return _resume(tensorflow(**config))
 
 
 def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
@@ -142,21 +121,13 @@ def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
     Returns:
       A policy as `presets.keras` or `presets.tf_keras` returns it, and its initial state:
       Keras keeps the scale itself with the weights.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> policy, state = presets.from_keras({"initial_scale": 8.0, "dynamic_growth_steps": 9})
-      >>> policy.growth_interval, state.loss_scale
-      (9, Array(8., dtype=float32))
     """
-    call = "presets.from_keras"
-    if "loss_scale" in config and isinstance(config["loss_scale"], Mapping):
+    if isinstance(config.get("loss_scale"), Mapping):
         return from_tensorflow(config["loss_scale"])
-    names = {"initial_scale", "dynamic_growth_steps"}
-    missing = names - set(config)
-    if missing:
+    names = ("dynamic_growth_steps", "initial_scale")
+    if not config.keys() >= set(names):
         raise ValueError(
-            f"`{call}(config)` must have the keys {' and '.join(sorted(names))} of a "
+            f"`presets.from_keras(config)` must have the keys {' and '.join(names)} of a "
             f"`LossScaleOptimizer`, got {', '.join(config) or 'none'}."
         )
     arguments = {name: config[name] for name in names}
@@ -211,27 +182,19 @@ def _resume(policy: LossScale, tracker: Any = 0) -> tuple[LossScale, LossScaleSt
     return policy, state
 
 
-def _check_keys(call: str, config: Mapping[str, Any], names: set[str]) -> Mapping[str, Any]:
-    if set(config) - names or not config:
-        raise ValueError(
-            f"`{call}(config)` takes the keys {', '.join(sorted(names))}, or loss_scale_value "
-            f"alone, got {', '.join(config) or 'none'}."
-        )
-    return config
-
-
 def _read_attributes(call: str, instance: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Returns attributes of an object as Python numbers, or raises a `TypeError`."""
     missing = [name for name in names if not hasattr(instance, name)]
     if missing:
         raise TypeError(
             f"`presets.{call}` got {instance!r}, which has no {' and no '.join(missing)}. "
-            "Pass the scaler object of that library."
+            "Pass the scaler of that library, or to `to_torch` the state of a policy."
         )
     values = {name: getattr(instance, name) for name in names}
     traced = [name for name, value in values.items() if isinstance(value, jax.core.Tracer)]
     if traced:
         raise TypeError(
             f"`presets.{call}` reads values, so it cannot run inside `jit`: {traced[0]} is "
-            "traced. Call it once, before training goes on."
+            "traced. Call it between two steps."
         )
     return {name: number(value) for name, value in values.items()}
