@@ -147,7 +147,8 @@ class AdaptiveLossScale(CheckedLossScale):
     needs_largest = True
     _state_type = AdaptiveState
     _checks = (
-        dict.fromkeys(("init_scale", "min_scale", "max_scale"), _check_scale)
+        CheckedLossScale._checks
+        | dict.fromkeys(("init_scale", "min_scale", "max_scale"), _check_scale)
         | dict.fromkeys(("level", "min_level", "max_level"), _check_level)
         | dict.fromkeys(("memory", "period", "search_period"), int32)
     )
