@@ -11,6 +11,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from spike_rules import (
     FINITE,
@@ -21,13 +22,11 @@ from spike_rules import (
     recorded,
     shifted,
     skipped,
-    stream,
 )
 from tables import assert_same_bits, avals, cases
 
 import jaxscale
 from jaxscale import SpikeRule, presets
-from jaxscale._policies.spikes import check_spikes
 from jaxscale._state.spikes import resize
 
 OPTIONS = {"default": {}, "short": {"window": 16, "sigmas": 4.0, "min_history": 3}}
@@ -70,20 +69,11 @@ def test_recorded_runs_are_judged_as_promised():
     assert spikes > 10
 
 
-def test_one_spike_does_not_hide_the_next():
-    for first in (10.0, 1e30, np.finfo(np.float32).max):
-        assert skipped(SpikeRule(), stream(_200=first, _201=first, _230=3.0)[0]) == [200, 201, 230]
-    assert skipped(SpikeRule(), stream(_200=-1e30, _230=3.0)[0]) == [230]
-    # Before anything is judged, too.
-    assert skipped(SpikeRule(), stream(_5=1e6, _90=3.0)[0]) == [90]
-    assert skipped(presets.olmo(), stream(_200=10.0, _230=3.0)[0]) == [200]
-
-
-LEVELS = {(10, 4), (30, 4), (100, 5), (300, 6), (1000, 7), (1e5, 12), (1e20, 46)}
+LEVELS = {(100, 5), (1000, 7), (1e5, 12)}
 
 
 @cases(("deviations", "skips"), LEVELS, fast=[(100, 5)])
-def test_a_new_level_is_accepted_after_so_many_steps(deviations, skips):
+def test_a_new_level_is_accepted_after_as_many_steps_as_the_docstring_says(deviations, skips):
     numbers = []
     for seed in range(5):
         found = skipped(SpikeRule(), shifted(0.01 * deviations, seed=seed)[0])
@@ -93,12 +83,6 @@ def test_a_new_level_is_accepted_after_so_many_steps(deviations, skips):
 
 
 def test_rounding_is_not_a_spike():
-    steady = np.full(STEPS, 2.0)
-    for places, expected in (({200: 2.00001}, []), ({200: 2.0001}, [200])):
-        losses = steady.copy()
-        losses[list(places)] = list(places.values())
-        assert skipped(SpikeRule(), losses) == expected
-        assert skipped(presets.olmo(), losses) == [200]
     # The next number after 2 in bfloat16 is 1/64 higher. In float32 that is a spike, at first.
     norms = jnp.ones(STEPS)
     for rise, in_bfloat16, in_float32 in ((2.0**-6, False, True), (2.0**-4, True, True)):
@@ -206,14 +190,9 @@ def test_a_poisoned_window_heals():
 
 def test_it_composes_with_transformations():
     rule = SpikeRule(window=8)
-    values = [jnp.asarray(v[62:74]) for v in (STREAMS["spikes"][0], STREAMS["steady"][0])]
-    first = rule.init()
+    values = jnp.stack([STREAMS[name][0][62:74] for name in ("spikes", "steady")])
     states = [judge_all(rule, v, v)[1] for v in values]
-    assert states[0].total_spikes[-1] > states[1].total_spikes[-1]
-    for state in states:
-        last = jax.tree.map(lambda leaf: leaf[-1], state)
-        assert avals(last) == avals(first)
-    many = jax.vmap(functools.partial(judge_all, rule))(jnp.stack(values), jnp.stack(values))[1]
+    many = jax.vmap(functools.partial(judge_all, rule))(values, values)[1]
     # To rounding: the order of a sum is the compiler's.
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4)
     jax.tree.map(close, many, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
@@ -221,7 +200,7 @@ def test_it_composes_with_transformations():
     # No buffer is in a state twice, which could not be donated.
     donating = jax.jit(rule.judge, donate_argnums=0)
     _, state = donating(rule.init(), jnp.float32(1), jnp.float32(1), True)
-    assert avals(donating(state, jnp.float32(1), jnp.float32(1), True)[1]) == avals(first)
+    assert avals(donating(state, jnp.float32(1), jnp.float32(1), True)[1]) == avals(rule.init())
 
 
 def test_other_dtypes_are_judged_in_float32():
@@ -237,23 +216,15 @@ def test_other_dtypes_are_judged_in_float32():
 # What is rejected.
 
 REJECTED = {
-    "window 1": ({"window": 1}, ValueError, r"window=.*at least 2, got 1"),
-    "window 0": ({"window": 0}, ValueError, r"window=.*at least 2, got 0"),
-    "window part": ({"window": 12.5}, TypeError, r"window=.*integer.*got 12\.5"),
-    "window bool": ({"window": True}, ValueError, r"window=.*got True"),
-    "window text": ({"window": "128"}, TypeError, r"window=.*got '128'"),
+    "window": ({"window": 1}, ValueError, r"window=.*at least 2, got 1"),
+    "a part of a window": ({"window": 12.5}, TypeError, r"window=.*integer.*got 12\.5"),
     "sigmas 0": ({"sigmas": 0}, ValueError, r"sigmas=.*above 0.*got 0\..*pass 6\.0"),
-    "sigmas negative": ({"sigmas": -6.0}, ValueError, r"sigmas=.*above 0.*got -6\.0"),
     "sigmas NaN": ({"sigmas": math.nan}, ValueError, r"sigmas=.*got nan"),
     "sigmas inf": ({"sigmas": math.inf}, ValueError, r"sigmas=.*at most 1e6, got inf"),
     "sigmas bool": ({"sigmas": True}, ValueError, r"sigmas=.*got True"),
     "sigmas text": ({"sigmas": "6"}, TypeError, r"sigmas=.*got '6'"),
-    "history 1": ({"min_history": 1}, ValueError, r"min_history=.*at least 2, got 1"),
-    "history": (
-        {"window": 8, "min_history": 9},
-        ValueError,
-        r"at most window=8, got 9.*ever be judged",
-    ),
+    "history": ({"min_history": 1}, ValueError, r"min_history=.*at least 2, got 1"),
+    "a long history": ({"window": 8, "min_history": 9}, ValueError, r"at most window=8, got 9"),
 }
 
 
@@ -264,21 +235,11 @@ def test_bad_arguments_are_rejected(name):
         SpikeRule(**options)
 
 
-def test_the_preset_names_its_own_arguments():
-    with pytest.raises(ValueError, match=r"presets\.olmo\(rolling_interval_length=.*got 1"):
-        presets.olmo(rolling_interval_length=1)
-    with pytest.raises(ValueError, match=r"presets\.olmo\(sigma_factor=.*got 0"):
-        presets.olmo(sigma_factor=0)
-
-
 def test_what_is_not_a_rule_is_rejected():
-    assert check_spikes("loss_scaled", None) is None
-    for rule in (SpikeRule(), presets.olmo()):
-        assert check_spikes("loss_scaled", rule) is rule
     for wrong in (True, 6.0, SpikeRule, "olmo"):
         match = re.escape(f"`loss_scaled(spikes=...)` must be a `SpikeRule` or None, got {wrong!r}")
         with pytest.raises(TypeError, match=match + ".*spikes=jaxscale.SpikeRule()"):
-            check_spikes("loss_scaled", wrong)
+            jaxscale.loss_scaled(optax.identity(), spikes=wrong)
 
 
 def test_rules_are_values():
