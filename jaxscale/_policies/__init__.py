@@ -18,9 +18,6 @@ def as_loss_scale(spec: Any) -> LossScale:
         `"adaptive"` for `jaxscale.AdaptiveLossScale` with their defaults, or a
         `jaxscale.LossScale`, which is returned as it is.
 
-    Returns:
-      A `jaxscale.LossScale`.
-
     Raises:
       TypeError: if `spec` is anything else, such as a bool or an array.
       ValueError: if it is another string, or a number that is not a valid scale.

@@ -1,8 +1,7 @@
 """The policy that follows the largest gradient, instead of probing for the highest scale.
 
-It is the only policy for everyday use that reads the gradients: the largest of them says how far
-the scale may go. What it does not say is how much larger the numbers between the layers are, which
-overflow first. That is learned from overflows, as the `level`. Nor does it say how large the
+The largest gradient does not say how much larger the numbers between the layers are, which
+overflow first: that is learned from overflows, as the `level`. Nor does it say how large the
 gradients of rare batches are, as a step that overflows shows no size: that is tried, as the
 `crest`.
 

@@ -74,8 +74,9 @@ class LossScale(abc.ABC):
     ) -> LossScaleState:
         """Returns the state of the next step, given whether the gradients were finite.
 
-        Call this instead of `update` if you already know whether they were. A policy of your own
-        may leave out `largest` unless its class says `needs_largest = True`.
+        Call this instead of `update` if you already know whether they were. The next state has the
+        shapes and dtypes of `state`. A policy of your own may leave out `largest` unless its class
+        says `needs_largest = True`.
 
         Args:
           state: the state of this step.
@@ -84,9 +85,6 @@ class LossScale(abc.ABC):
           largest: an `f32[]`, the largest absolute value among the unscaled gradients of all
             devices, for a policy that needs it. `None` if it is not known, or if there are no
             gradients.
-
-        Returns:
-          The next state, with the shapes and dtypes of `state`.
 
         Raises:
           TypeError: if `grads_finite` is not a scalar bool, `largest` not a scalar, or `state`

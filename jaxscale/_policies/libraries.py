@@ -57,18 +57,6 @@ class GradualLossScale(CheckedLossScale):
       min_scale: a backoff ends at least here.
       max_scale: a growth ends at most here.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import presets
-      >>> policy = presets.GradualLossScale(init_scale=8.0, growth_factor=1.5, search_factor=4.0)
-      >>> state = policy.init()
-      >>> for grads_finite in [True, False, True]:
-      ...     state = policy.adjust(state, jnp.array(grads_finite))
-      ...     print(state.loss_scale)
-      32.0
-      16.0
-      24.0
-
     References:
       Chainer's `GradientMethod.loss_scaling`. The cooldown is from Ramesh et al., Zero-Shot
       Text-to-Image Generation, 2021, appendix D, https://arxiv.org/abs/2102.12092, who have
@@ -137,12 +125,10 @@ class ToleranceLossScale(CheckedLossScale):
 
     With `s` the scale:
 
-    - after `growth_interval` finite steps in a row,
-      `s <- min(s * growth_factor, max_scale)`;
+    - after `growth_interval` finite steps in a row, `s <- min(s * growth_factor, max_scale)`;
     - on a non-finite step, if `overflows / steps >= tolerance`,
-      `s <- max(s * backoff_factor, min_scale)`, where `steps` is the number of steps
-      since the scale last moved, and `overflows` the number of non-finite ones since it
-      last backed off;
+      `s <- max(s * backoff_factor, min_scale)`, where `steps` is the number of steps since the
+      scale last moved, and `overflows` the number of non-finite ones since it last backed off;
     - a non-finite step clears the growth tracker, whether it backs off or not.
 
     The scale is never 0, inf or NaN.
@@ -155,19 +141,6 @@ class ToleranceLossScale(CheckedLossScale):
       tolerance: the rate, from 0 (each non-finite step backs off) to 1.
       min_scale: a backoff ends at least here. `init_scale` may lie below.
       max_scale: a growth ends at most here.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import presets
-      >>> policy = presets.ToleranceLossScale(init_scale=8.0, tolerance=0.5)
-      >>> state = policy.init()
-      >>> for grads_finite in [True, True, False, False]:
-      ...     state = policy.adjust(state, jnp.array(grads_finite))
-      ...     print(state.loss_scale)
-      8.0
-      8.0
-      8.0
-      4.0
 
     References:
       fairseq's `DynamicLossScaler`.

@@ -61,14 +61,6 @@ class LogMaxLossScale(CheckedLossScale):
       beta2: the same for the slow averages, from which the deviation is computed.
       overflow_std_dev: how many standard deviations to stay away from an overflow.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import presets
-      >>> policy = presets.LogMaxLossScale(max_scale=2.0**14)
-      >>> state, should_apply = policy.update(policy.init(), {"w": jnp.array(2.0**-4)})
-      >>> state.loss_scale, should_apply  # 2**20, but for the maximum
-      (Array(16384., dtype=float32), Array(True, dtype=bool))
-
     References:
       The `LogMaxScaler` of NVIDIA's OpenSeq2Seq.
     """

@@ -6,9 +6,9 @@ from .._policies.base import LossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.libraries import GradualLossScale, WindowLossScale
 from .._policies.logmax import LogMaxLossScale
-from .._trees.checks import int32
+from .._trees.checks import int32, normal_float32
 from . import _rule
-from ._rule import PresetLossScale, dynamic, steps
+from ._rule import NO_MAX, PresetLossScale, dynamic, factors, steps
 
 
 def tensorflow(
@@ -21,14 +21,9 @@ def tensorflow(
     `tf.compat.v1.mixed_precision`. Source: TensorFlow 2.21,
     `python/training/experimental/loss_scale.py`. Behaves identically.
     """
-    return dynamic(
-        "presets.tensorflow",
-        initial_loss_scale=initial_loss_scale,
-        growth_interval=steps("presets.tensorflow", "increment_period", increment_period),
-        multiplier=multiplier,
-        min_scale=1.0,
-        clamp="moves",
-    )
+    growth_interval = steps("presets.tensorflow", "increment_period", increment_period)
+    del increment_period
+    return dynamic("presets.tensorflow", **locals(), min_scale=1.0, clamp="moves")
 
 
 def tensorflow_contrib(
@@ -61,15 +56,10 @@ def tf_keras(
 ) -> LossScale:
     """Returns the rule of `tf_keras.mixed_precision.LossScaleOptimizer`.
 
-    The rule of `tensorflow` with a multiplier of 2. Source: tf_keras 2.21,
+    The rule of `tensorflow` with a multiplier of 2; `None` means 2**15 and 2000. Without `dynamic`
+    the scale stays at `initial_scale`, which must be given. Source: tf_keras 2.21,
     `mixed_precision/loss_scale_optimizer.py`. What differs: without `dynamic`, tf_keras applies
     non-finite gradients; a `loss_scaled` optimizer never does.
-
-    Args:
-      dynamic: whether the scale moves.
-      initial_scale: the scale of the first step, 2**15 if `None`; without `dynamic` it must be
-        given.
-      dynamic_growth_steps: how many finite steps in a row it takes to grow, 2000 if `None`.
     """
     if not dynamic:
         if initial_scale is None or dynamic_growth_steps is not None:
@@ -92,8 +82,7 @@ def keras(*, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000) -> 
 
     After `dynamic_growth_steps` finite steps in a row the scale doubles; a non-finite step halves
     it. Source: Keras 3.15, `optimizers/loss_scale_optimizer.py`. What differs: in Keras the scale
-    has no bounds, and is lost for good at inf and at 0; here it stays within float32's normal
-    numbers.
+    has no bounds; here it stays within float32's normal numbers.
     """
     return dynamic("presets.keras", **locals())
 
@@ -171,9 +160,8 @@ def mindspore_manager(
     """Returns the rule of MindSpore's `DynamicLossScaleManager`.
 
     The rule of `mindspore`. Source: MindSpore 2.10, `mindspore/train/loss_scale_manager.py`. What
-    differs: the manager's scale is a Python float that can leave float32's range, and the manager
-    raises an error after more than 1000 non-finite steps in a row. A compiled step cannot: call
-    `jaxscale.check`.
+    differs: the manager's scale is a Python float that can leave float32's range, and it raises an
+    error after more than 1000 non-finite steps in a row: call `jaxscale.check`.
     """
     return dynamic("presets.mindspore_manager", **locals(), min_scale=1.0, clamp="moves")
 
@@ -205,18 +193,13 @@ def mindformers(
             f"`{call}` needs min_scale_window < max_scale_window, got {shortest} and {longest}. "
             "For one window, use `presets.mindspore_cell`."
         )
-    # Checked under the names of this preset, with the bounds that both have.
-    scale = {"loss_scale_value": loss_scale_value, "scale_factor": scale_factor}
-    rule = dynamic(call, **scale, min_scale=1.0, clamp="moves")
     windows = _windows(longest, shortest)
     return WindowLossScale(
-        init_scale=rule.init_scale,
-        growth_factor=rule.growth_factor,
-        backoff_factor=rule.backoff_factor,
+        init_scale=normal_float32(call, "loss_scale_value", loss_scale_value),
         windows=windows,
         start=windows.index(scale_window) if scale_window in windows else 0,
-        min_scale=rule.min_scale,
-        max_scale=rule.max_scale,
+        max_scale=NO_MAX,
+        **factors(call, "scale_factor", scale_factor),
     )
 
 
@@ -247,8 +230,8 @@ def paddle(
     After `incr_every_n_steps` finite steps in a row the scale grows; after
     `decr_every_n_nan_or_inf` non-finite steps in a row (Paddle's documentation says something else)
     it backs off. Without `use_dynamic_loss_scaling` it stays. Source: PaddlePaddle 3.3,
-    `paddle/amp/grad_scaler.py`. What differs: in Paddle the scale has no bounds, and is lost for
-    good at inf and at 0; here it stays within float32's normal numbers.
+    `paddle/amp/grad_scaler.py`. What differs: in Paddle the scale has no bounds; here it stays
+    within float32's normal numbers.
     """
     arguments = locals()
     if not arguments.pop("enable"):
@@ -287,12 +270,9 @@ def chainer(*, interval: int = 1000, scale: Any = None) -> LossScale:
 
     The scale starts at 1 and doubles in every finite step until the first non-finite one. From
     then on it doubles gradually over `interval` finite steps, and a non-finite step halves it,
-    between 1 and 65504. Source: Chainer 7, `chainer/optimizer.py`. What differs: in Chainer the
-    scale is a Python float; here it is a float32, which rounds each growth.
-
-    Args:
-      interval: over how many finite steps the scale doubles.
-      scale: a scale that does not move; `None` means that it does.
+    between 1 and 65504. A `scale` that is given does not move. Source: Chainer 7,
+    `chainer/optimizer.py`. What differs: in Chainer the scale is a Python float; here it is a
+    float32, which rounds each growth.
     """
     if scale is not None:
         return FixedLossScale(scale)

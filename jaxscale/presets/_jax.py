@@ -74,12 +74,9 @@ def jaxamp(
     the scale stays within float32's normal numbers. jaxamp repeats a step that is not finite with
     the next scale, up to 10 times, even if the loss itself is NaN.
     """
-    return dynamic(
-        "presets.jaxamp",
-        scaler=number(scaler),
-        growth_interval=int32("presets.jaxamp", "patience", number(patience), least=0) + 1,
-        adjust_factor=number(adjust_factor),
-    )
+    interval = int32("presets.jaxamp", "patience", number(patience), least=0) + 1
+    factor, scale = number(adjust_factor), number(scaler)
+    return dynamic("presets.jaxamp", scaler=scale, growth_interval=interval, adjust_factor=factor)
 
 
 def mpx(

@@ -133,6 +133,7 @@ _NAMES = {
     "growth_interval": "scale_window incr_every_n_steps dynamic_growth_steps period step_window",
     "hysteresis": "delayed_shift decr_every_n_nan_or_inf",
     "min_scale": "scale_min min_loss_scaling",
+    "max_scale": "max_loss_scale",
 }
 _FIELDS = {name: field for field, names in _NAMES.items() for name in names.split()}
 _FACTORS = ("factor", "scale_factor", "step_factor", "multiplier", "adjust_factor")

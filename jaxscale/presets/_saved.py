@@ -25,12 +25,8 @@ _TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growt
 def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
     """Returns the policy and the state of a PyTorch `GradScaler.state_dict()`.
 
-    Args:
-      state_dict: the dictionary; a disabled scaler has an empty one.
-
-    Returns:
-      A policy as `presets.torch` returns it, whose `init_scale` is the saved scale, and a state
-      with the saved tracker.
+    The policy is that of `torch`, and its `init_scale` the saved scale; the state has the saved
+    tracker. A disabled scaler has an empty `state_dict`.
 
     Example:
       >>> from jaxscale import presets
@@ -55,12 +51,9 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
 def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
     """Returns a dictionary for PyTorch's `GradScaler.load_state_dict`, of Python numbers.
 
-    Waits for the device.
-
-    Args:
-      policy: a `DynamicLossScale` without hysteresis and growth delay, or the
-        `NoOpLossScale` of a disabled scaler. Its bounds are lost, as PyTorch has none.
-      state: its state, outside of `jit`.
+    `policy` is a `DynamicLossScale` without hysteresis and growth delay, whose bounds are lost, as
+    PyTorch has none, or the `NoOpLossScale` of a disabled scaler. `state` is its state, outside of
+    `jit`: its numbers are waited for.
     """
     if isinstance(policy, NoOpLossScale):
         return {}
@@ -84,13 +77,9 @@ def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
 def from_tensorflow(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
     """Returns the policy and its initial state from a TensorFlow `LossScale.get_config()`.
 
-    Args:
-      config: the configuration of a `DynamicLossScale` or of a `FixedLossScale`, or the
-        form in which `tf.keras` stores it: `{"class_name": ..., "config": ...}`.
-
-    Returns:
-      A policy as `presets.tensorflow` returns it, or a `FixedLossScale`, and its initial
-      state: TensorFlow keeps the scale itself in its checkpoints.
+    The `config` is that of a `DynamicLossScale` or of a `FixedLossScale`, or the form in which
+    `tf.keras` stores it: `{"class_name": ..., "config": ...}`. The policy is that of `tensorflow`,
+    or a `FixedLossScale`; TensorFlow keeps the scale itself in its checkpoints.
 
     Example:
       >>> from jaxscale import presets
@@ -113,14 +102,9 @@ def from_tensorflow(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleStat
 def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
     """Returns the policy and its initial state from a Keras `LossScaleOptimizer.get_config()`.
 
-    Args:
-      config: the configuration of Keras 3, of tf_keras (which has a key `dynamic`), or of
-        Keras before TensorFlow 2.4 (which has `loss_scale`). Its entries for the inner
-        optimizer are ignored.
-
-    Returns:
-      A policy as `presets.keras` or `presets.tf_keras` returns it, and its initial state:
-      Keras keeps the scale itself with the weights.
+    The `config` is that of Keras 3, of tf_keras (which has a key `dynamic`), or of Keras before
+    TensorFlow 2.4 (which has `loss_scale`); its entries for the inner optimizer are ignored. The
+    policy is that of `keras` or `tf_keras`; Keras keeps the scale itself with the weights.
     """
     if isinstance(config.get("loss_scale"), Mapping):
         return from_tensorflow(config["loss_scale"])
@@ -139,12 +123,8 @@ def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
 def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
     """Returns the policy and the state of a `flax.training.dynamic_scale.DynamicScale`.
 
-    Args:
-      dynamic_scale: the object, outside of `jit`; Flax itself is not imported.
-
-    Returns:
-      A policy as `presets.flax` returns it, and a state with the scale and the counter
-      as they are.
+    The policy is that of `flax`; the state has the scale and the counter as they are in
+    `dynamic_scale`, outside of `jit`. Flax itself is not imported.
     """
     names = ("growth_factor", "backoff_factor", "growth_interval", "scale", "minimum_scale")
     values = _read_attributes("from_flax", dynamic_scale, (*names, "fin_steps"))
@@ -155,14 +135,10 @@ def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
 def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
     """Returns the policy and the state of a `jmp.DynamicLossScale`, or a fixed one.
 
-    Args:
-      loss_scale: the object, outside of `jit`; jmp itself is not imported. Under
-        `jit` jmp forgets its minimum: what is read is the minimum that the object has now.
-
-    Returns:
-      A policy as `presets.jmp` returns it, and a state with the scale and the counter as
-      they are. A `StaticLossScale` becomes a `FixedLossScale`, and a `NoOpLossScale` the
-      one of this library.
+    The policy is that of `jmp`; the state has the scale and the counter as they are in
+    `loss_scale`, outside of `jit`. A `StaticLossScale` becomes a `FixedLossScale`, and a
+    `NoOpLossScale` the one of this library. Under `jit` jmp forgets its minimum: what is read is
+    the minimum that the object has now. jmp itself is not imported.
     """
     if type(loss_scale).__name__ == "NoOpLossScale":
         return _resume(NoOpLossScale())

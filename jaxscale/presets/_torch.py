@@ -1,12 +1,13 @@
 """The presets for PyTorch, and for the libraries and training engines on top of it."""
 
+import dataclasses
 from typing import Any
 
 from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
 from .._policies.libraries import ToleranceLossScale
 from .._policies.spikes import OlmoSpikeRule, SpikeRule, check_sigmas
-from .._trees.checks import finite_number, int32, normal_float32
+from .._trees.checks import finite_number, int32
 from ._rule import NO_MAX, PresetLossScale, dynamic, factors, floor, steps
 
 
@@ -48,17 +49,8 @@ def apex(
     above the maximum is lowered to it.
     """
     del scale_factor
-    normal_float32("presets.apex", "init_scale", init_scale)
-    normal_float32("presets.apex", "max_loss_scale", max_loss_scale)
-    return dynamic(
-        "presets.apex",
-        init_scale=min(init_scale, max_loss_scale),
-        scale_window=scale_window,
-        min_loss_scale=min_loss_scale,
-        max_scale=max_loss_scale,
-        clip_growth=True,
-        clamp="moves",
-    )
+    policy = dynamic("presets.apex", **locals(), clip_growth=True, clamp="moves")
+    return dataclasses.replace(policy, init_scale=min(policy.init_scale, policy.max_scale))
 
 
 def apex_fp16_utils(
@@ -127,21 +119,12 @@ def deepspeed(
     step, the scale doubles. The `delayed_shift`-th non-finite step since the last growth (or, with
     `consecutive_hysteresis`, in a row), and each one after it, halves it, down to `min_scale`.
     Source: DeepSpeed, `runtime/fp16/loss_scaler.py`, whose factor is fixed. What differs:
-    DeepSpeed's scale is a Python float that can leave float32's range, and by default DeepSpeed
-    raises an error at the minimum. A compiled step cannot, so `raise_error_at_min_scale` is
-    ignored: call `jaxscale.check`.
+    DeepSpeed's scale is a Python float that can leave float32's range, and by default it raises an
+    error at the minimum. Here `raise_error_at_min_scale` is ignored: call `jaxscale.check`.
     """
-    del raise_error_at_min_scale
-    return dynamic(
-        "presets.deepspeed",
-        init_scale=init_scale,
-        scale_window=scale_window,
-        min_scale=min_scale,
-        delayed_shift=delayed_shift,
-        refill_on_finite=bool(consecutive_hysteresis),
-        growth_delay=1,
-        clamp="moves",
-    )
+    refill_on_finite = bool(consecutive_hysteresis)
+    del raise_error_at_min_scale, consecutive_hysteresis
+    return dynamic("presets.deepspeed", **locals(), growth_delay=1, clamp="moves")
 
 
 def colossalai(
@@ -215,10 +198,6 @@ def olmo(*, rolling_interval_length: int = 128, sigma_factor: Any = 6) -> SpikeR
     In OLMo-core one NaN skips all steps until it has left the window, and is applied if it comes
     in the first half of the first window. If `rolling_interval_length` is below 6, OLMo-core always
     skips the second step, as the standard deviation of a single number is NaN.
-
-    Args:
-      rolling_interval_length: how many of the last steps are kept, at least 2.
-      sigma_factor: how many standard deviations above the mean a step may stand, above 0.
     """
     call = "presets.olmo"
     window = int32(call, "rolling_interval_length", rolling_interval_length, least=2)

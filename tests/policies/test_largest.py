@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tables import assert_same_bits, cases
-from training import x64
+from training import trainer, x64
 
 import jaxscale
 from jaxscale._gradients import verdict as _verdict
@@ -122,27 +122,15 @@ def by_hand(params, scaling, x):
 
 
 def whole(tx, **kwargs):
-    return jaxscale.train_step(loss_fn, tx, **kwargs)
+    step = jaxscale.train_step(loss_fn, tx, **kwargs)
+    return lambda carry, x: step(*carry, x)[:2]
 
 
-def applied(tx):
-    def step(params, opt_state, x):
-        loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, x)
-        return *jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss), loss
-
-    return step
-
-
-def updated(tx):
-    def step(params, opt_state, x):
-        loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    return step
-
-
-STEPS = {"train_step": whole, "apply_gradients": applied, "update": updated}
+STEPS = {
+    "train_step": whole,
+    "apply_gradients": lambda tx: trainer(tx, loss_fn),
+    "update": lambda tx: trainer(tx, loss_fn, fused=False),
+}
 OPTIONS = {
     "": {},
     "norm": {"max_norm": 0.1},
@@ -163,7 +151,7 @@ def test_every_step_moves_the_scale_as_by_hand(name, option):
     verdicts = []
     for x in BATCHES:
         expected, finite = by_hand(params, opt_state.scaling, x)
-        params, opt_state, _ = step(params, opt_state, x)
+        params, opt_state = step((params, opt_state), x)
         assert_same_bits(opt_state.scaling, expected)
         assert opt_state.step_applied == finite
         verdicts.append(bool(finite))
@@ -177,7 +165,7 @@ def test_with_retries_each_pass_lowers_the_scale_and_the_last_one_teaches():
     x = jnp.full(3, 2.0**7)
     state = tx.init(PARAMS)
     state = state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(2.0**12)))
-    _, after, _ = jax.jit(whole(tx, retries=10))(PARAMS, state, x)
+    _, after = jax.jit(whole(tx, retries=10))((PARAMS, state), x)
     assert (after.total_retries, after.total_notfinite) == (2, 0)
     grads = jax.grad(loss_fn)(PARAMS, x)
     scaling = FOLLOWS.adjust(FOLLOWS.adjust(state.scaling, False), False)
@@ -191,7 +179,7 @@ def test_of_micro_batches_each_is_looked_at(unit):
     step, state = jax.jit(whole(tx)), tx.init(PARAMS)
     for x in BATCHES:
         expected, _ = by_hand(PARAMS, state.scaling, x)
-        _, state, _ = step(PARAMS, state, x)
+        _, state = step((PARAMS, state), x)
         if unit == "micro_batch":
             assert_same_bits(state.scaling, expected)
     assert (state.scaling.peak > -256, state.total_notfinite) == (True, 2)
@@ -216,7 +204,7 @@ def test_a_policy_of_ones_own_gets_the_largest_gradient_if_it_needs_it():
         policy.update(policy.init(), {})
         tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
         for retries in (0, 1):
-            jax.eval_shape(whole(tx, retries=retries), PARAMS, tx.init(PARAMS), BATCHES[0])
+            jax.eval_shape(whole(tx, retries=retries), (PARAMS, tx.init(PARAMS)), BATCHES[0])
     alone, none, *steps = seen[: len(seen) // 2]
     assert (alone, none) == (0.5, None)
     assert {(size.shape, str(size.dtype)) for size in steps} == {((), "float32")}

@@ -16,14 +16,6 @@ pytestmark = [pytest.mark.standard_promotion, pytest.mark.slow]
 STEPS, BATCH, LENGTH, WORDS, WIDTH = 2000, 8, 16, 24, 32
 
 
-def matrices(seed, **shapes):
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return {
-        name: jax.random.normal(key, shape) / np.sqrt(shape[0])
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
-
-
 def lstm(params, tokens):
     """The logits of the next token of each, by one layer of an LSTM."""
     inputs = params["embed"][tokens].swapaxes(0, 1)
@@ -57,31 +49,22 @@ def transformer(params, tokens):
     return norm(x) @ params["output"]
 
 
-MODELS = {
-    "lstm": (
-        lstm,
-        matrices(
-            0,
-            embed=(WORDS, WIDTH),
-            input=(WIDTH, 4 * WIDTH),
-            hidden=(WIDTH, 4 * WIDTH),
-            output=(WIDTH, WORDS),
-        ),
-    ),
-    "transformer": (
-        transformer,
-        matrices(
-            1,
-            embed=(WORDS, WIDTH),
-            places=(LENGTH, WIDTH),
-            qkv=(WIDTH, 3 * WIDTH),
-            mix=(WIDTH, WIDTH),
-            up=(WIDTH, 4 * WIDTH),
-            down=(4 * WIDTH, WIDTH),
-            output=(WIDTH, WORDS),
-        ),
-    ),
-}
+MODELS = {"lstm": lstm, "transformer": transformer}
+SHAPES = [
+    {"embed": (WORDS, WIDTH), "input": (WIDTH, 4 * WIDTH), "hidden": (WIDTH, 4 * WIDTH)},
+    {"embed": (WORDS, WIDTH), "places": (LENGTH, WIDTH), "qkv": (WIDTH, 3 * WIDTH)}
+    | {"mix": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)},
+]
+
+
+def init_params(model):
+    seed = list(MODELS).index(model)
+    shapes = SHAPES[seed] | {"output": (WIDTH, WORDS)}
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {
+        name: jax.random.normal(key, shape) / np.sqrt(shape[0])
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
 
 
 def batches():
@@ -96,17 +79,24 @@ def batches():
 def loss_of(model):
     def loss_fn(params, words):
         half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-        scores = MODELS[model][0](half, words[:, :-1]).astype(jnp.float32)
+        scores = MODELS[model](half, words[:, :-1]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(scores, words[:, 1:]).mean()
 
     return loss_fn
 
 
+def run(step, tx, model):
+    """The optimizer state after all steps, and what each of them returned."""
+    params = init_params(model)
+    scan = jax.jit(lambda carry, words: jax.lax.scan(step, carry, words))
+    (_, state), outputs = scan((params, tx.init(params)), batches())
+    return state, outputs
+
+
 @functools.cache
 def trained(model, policy):
     """The scale before each step, the losses, the share of zero gradients, and the last state."""
-    loss_fn, params = loss_of(model), MODELS[model][1]
-    tx = jaxscale.loss_scaled(optax.adam(3e-3), policy)
+    loss_fn, tx = loss_of(model), jaxscale.loss_scaled(optax.adam(3e-3), policy)
 
     def step(carry, words):
         params, state = carry
@@ -116,8 +106,7 @@ def trained(model, policy):
         share = zeros / sum(g.size for g in jax.tree.leaves(grads))
         return (params, new_state), (state.scaling.loss_scale, loss, share)
 
-    run = jax.jit(lambda carry, words: jax.lax.scan(step, carry, words))
-    (_, state), (scale, loss, share) = run((params, tx.init(params)), batches())
+    state, (scale, loss, share) = run(step, tx, model)
     return np.log2(scale), np.asarray(loss), np.asarray(share), state
 
 
@@ -128,9 +117,9 @@ def test_live_training_skips_little_and_flushes_no_more(model, record_property):
     probing = trained(model, presets.torch(growth_interval=200))
     late = slice(STEPS // 2, None)
     runs = {"adaptive": ours, "torch": theirs, "probing": probing}
-    for name, (scale, loss, share, state) in runs.items():
-        numbers = int(state.total_notfinite), scale[late].mean(), share[late].mean()
-        record_property(name, (*map(float, numbers), float(loss[-100:].mean())))
+    for name, (scale, loss, share, state) in runs.items():  # those of `traces/README.md`
+        numbers = state.total_notfinite, scale[late].mean(), share[late].mean(), loss[-100:].mean()
+        record_property(name, tuple(map(float, numbers)))
     assert ours[3].total_notfinite <= probing[3].total_notfinite / 4
     assert ours[0][late].mean() >= theirs[0][late].mean() - 2
     assert ours[2][late].mean() <= theirs[2][late].mean() + 0.0001
@@ -139,19 +128,17 @@ def test_live_training_skips_little_and_flushes_no_more(model, record_property):
 
 
 @pytest.mark.parametrize(("model", "scale"), [("lstm", 2.0**8), ("transformer", 2.0**24)])
-def test_with_retries_no_batch_of_live_training_is_lost(model, scale, record_property):
+def test_with_retries_no_batch_of_live_training_is_lost(model, scale):
     # From 2**8, and from where every batch overflows.
     policy = jaxscale.AdaptiveLossScale(init_scale=scale)
-    tx, params = jaxscale.loss_scaled(optax.adam(3e-3), policy), MODELS[model][1]
+    tx = jaxscale.loss_scaled(optax.adam(3e-3), policy)
     whole = jaxscale.train_step(loss_of(model), tx, retries=10)
 
     def step(carry, words):
         *carry, loss = whole(*carry, words)
         return tuple(carry), loss
 
-    run = jax.jit(lambda carry, words: jax.lax.scan(step, carry, words))
-    (_, state), loss = run((params, tx.init(params)), batches())
-    record_property("retries", (int(state.total_retries), float(loss[-100:].mean())))
+    state, loss = run(step, tx, model)
     assert (state.total_steps, state.total_notfinite) == (STEPS, 0)
     assert state.total_retries <= 2 + 2 * (scale > 2.0**8)
     assert loss[-100:].mean() < loss[:100].mean() / 2

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import pathlib
 
 import numpy as np
@@ -11,23 +10,14 @@ import replay_tables
 import simulator
 from tables import cases
 
-import jaxscale
-from jaxscale import presets
-
 ADAPTIVE, TORCH = replay_tables.ADAPTIVE, replay_tables.TORCH
 RECORDED = simulator.recorded()
-MADE_UP = simulator.made_up()
 README = pathlib.Path(__file__).parent / "traces" / "README.md"
 
 
 @functools.cache
 def recorded(policy, retries=0):
     return simulator.replay(policy, RECORDED, retries)
-
-
-@functools.cache
-def made_up(policy, retries=0):
-    return replay_tables.summaries(policy, MADE_UP, retries)
 
 
 def total(summaries, key):
@@ -54,17 +44,6 @@ def test_the_simulator_does_what_pytorchs_rule_says(retries):
         replay = recorded(TORCH, retries)[name]
         seen = replay.scale.tolist(), replay.skipped.tolist(), replay.extra.tolist()
         assert list(zip(*seen, strict=True)) == expected
-
-
-@pytest.mark.slow
-def test_a_bad_loss_that_is_told_leaves_no_trace():
-    trace = MADE_UP["1 % bad, told"]
-    good = trace.ceiling > simulator.BAD
-    alone = simulator.Trace(trace.ceiling[good], trace.largest[good])
-    with_bad, without = (
-        simulator.replay(ADAPTIVE, {"": each})[""].scale for each in (trace, alone)
-    )
-    assert with_bad[good].tolist() == without.tolist()
 
 
 def test_a_fifth_of_pytorchs_skips_at_a_scale_as_high():
@@ -118,27 +97,6 @@ def test_rare_large_batches_are_learned_and_not_lost(way, seed):
         assert again[run].extra.sum() <= 25, run
 
 
-MOVING = [name for name in MADE_UP if "gradients x" in name or "drift" in name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MOVING)
-def test_it_follows_gradients_that_move(name):
-    ours, theirs = made_up(ADAPTIVE)[name], made_up(TORCH)[name]
-    assert len(MOVING) == 7
-    assert ours["skips"] <= max(theirs["skips"], 2)
-    assert ours["low"] <= theirs["low"] / 2
-    again = made_up(ADAPTIVE, 20)[name]
-    assert again["skips"] == 0
-    assert again["extra"] <= max(theirs["skips"], 2)
-
-
-@pytest.mark.slow
-def test_where_no_batch_says_that_it_was_bad_a_scale_stays():
-    assert made_up(ADAPTIVE)["1 % bad, untold"]["late"] >= 0
-    assert made_up(TORCH)["1 % bad, untold"]["late"] < -70
-
-
 def table(readme):
     rows = [line for line in readme.splitlines() if line.count("|") == 10]
     return {row.split("|")[1].strip(): row for row in rows}
@@ -146,7 +104,7 @@ def table(readme):
 
 @pytest.mark.slow
 def test_the_table_of_runs_that_are_made_up():
-    for row in replay_tables.made_up_rows(MADE_UP):
+    for row in replay_tables.made_up_rows(simulator.made_up()):
         assert table(README.read_text())[row.split("|")[1].strip()] == row
 
 
@@ -160,5 +118,3 @@ def test_a_row_of_the_table(name):
 
 def test_every_policy_is_in_the_table():
     assert set(replay_tables.POLICIES) <= set(table(README.read_text()))
-    assert math.isclose(presets.chainer().growth_factor ** 1000, 2)
-    assert jaxscale.AdaptiveLossScale() == ADAPTIVE

@@ -127,7 +127,7 @@ def test_scale_and_counters_are_those_of_the_library(system, record_property):
         assert verdict.tolist() == [bool(a) for a in case["applied"][:steps]], where
         if not isinstance(policy, (jaxscale.FixedLossScale, jaxscale.NoOpLossScale)):
             counters = {name: np.array(v[: steps + 1]) for name, v in case["counters"].items()}
-            for name, expected in SYSTEMS[system][2](counters, policy):
+            for name, expected in SYSTEMS[system][1](counters, policy):
                 got = getattr(states, name)
                 same = expected(got) if callable(expected) else got == expected
                 assert np.all(same), f"{where}: {name} {got}"

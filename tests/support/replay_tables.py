@@ -1,12 +1,9 @@
 """Prints the tables of `tests/policies/traces/README.md`: policies replayed over runs.
 
-Run by hand, from the top of the project (about a minute); the second draws the picture there:
+Run by hand, from the top of the project (about a minute):
 
     PYTHONPATH=. python tests/support/replay_tables.py
-    PYTHONPATH=. python tests/support/replay_tables.py picture
 """
-
-import sys
 
 import numpy as np
 import simulator
@@ -89,27 +86,5 @@ def main():
         print(f"{name} with retries: {skips} skips, {extra} repeated, {extra / steps * 1e4:.2f}")
 
 
-def draw():
-    """Draws ceiling, scale and skips of both rules over a run whose gradients jump."""
-    import matplotlib.pyplot as plt
-
-    name = "gradients x 2**11 for a while"
-    traces = {name: simulator.made_up()[name]}
-    figure, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
-    axes.plot(traces[name].ceiling, color="0.8", lw=0.5, label="ceiling: above it, overflow")
-    for policy, label, color in (
-        (TORCH, "PyTorch's rule", "tab:orange"),
-        (ADAPTIVE, "AdaptiveLossScale", "tab:blue"),
-    ):
-        replay = simulator.replay(policy, traces)[name]
-        exponent, skips = np.log2(replay.scale), np.flatnonzero(replay.skipped)
-        axes.plot(exponent, color=color, lw=1.5, label=f"{label}: {len(skips)} steps skipped")
-        axes.plot(skips, exponent[skips], "x", color=color, ms=7)
-    axes.set(xlabel="step", ylabel="log2 of the loss scale")
-    axes.set_title("Gradients become 2**11 times larger, and small again", fontsize=10)
-    axes.legend(loc="lower left", fontsize=8)
-    figure.savefig(simulator.FOLDER / "jump.png", dpi=90)
-
-
 if __name__ == "__main__":
-    draw() if sys.argv[1:] == ["picture"] else main()
+    main()
