@@ -22,31 +22,35 @@ class Promised:
         self.history = max(2, window // 2) if min_history is None else min_history
 
     def spikes(self, losses, norms):
-        """Whether each step is skipped."""
+        """Whether each step is skipped. `seen` has both thresholds and deviations of each."""
         self.windows, self.margins, skipped = ([], []), [], []
+        self.seen = []
         for values in zip(losses, norms, strict=True):
-            if not all(map(math.isfinite, values)):
+            if all(map(math.isfinite, values)):
+                looks = [self.look(*pair) for pair in zip(self.windows, values, strict=True)]
+                skipped.append(any(is_spike for is_spike, _ in looks))
+                self.seen.append([seen for _, seen in looks])
+            else:
                 skipped.append(False)
-                continue
-            looks = [self.look(*pair) for pair in zip(self.windows, values, strict=True)]
-            skipped.append(any(looks))
+                self.seen.append(self.seen[-1])
         return skipped
 
     def look(self, window, value):
-        is_spike, judges = False, len(window) >= self.history
+        is_spike, seen, judges = False, (math.inf, 0.0), len(window) >= self.history
         if judges or len(window) >= 4:
             mean = math.fsum(window) / len(window)
             squares = math.fsum((x - mean) ** 2 for x in window)
             std = max(math.sqrt(squares / (len(window) - 1)), 1e-6 * abs(mean))
             if std > 0:
                 if judges:
-                    is_spike = value > mean + self.sigmas * std
-                    self.margins.append(abs((value - mean) / std - self.sigmas))
+                    seen = mean + self.sigmas * std, (value - mean) / std
+                    is_spike = value > seen[0]
+                    self.margins.append(abs(seen[1] - self.sigmas))
                 reach = 5 * self.sigmas * std
                 value = min(max(value, mean - reach), mean + reach)
         window.append(value)
         del window[: -self.window]
-        return is_spike
+        return is_spike, seen
 
 
 STEPS = 400
@@ -93,7 +97,6 @@ STREAMS = {
     name: tuple(np.broadcast_to(values, STEPS).astype(np.float32) for values in pair)
     for name, pair in STREAMS.items()
 }
-FINITE = [name for name, pair in STREAMS.items() if np.isfinite(pair).all()]
 
 
 @functools.partial(jax.jit, static_argnums=0)
