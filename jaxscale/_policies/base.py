@@ -67,10 +67,7 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def adjust(
-        self,
-        state: LossScaleState,
-        grads_finite: jax.Array,
-        largest: jax.Array | None = None,
+        self, state: LossScaleState, grads_finite: jax.Array, largest: jax.Array | None = None
     ) -> LossScaleState:
         """Returns the state of the next step, given whether the gradients were finite.
 
@@ -180,10 +177,7 @@ class CheckedLossScale(LossScale):
         return [("min_scale", "init_scale", "max_scale")]
 
     def adjust(
-        self,
-        state: LossScaleState,
-        grads_finite: jax.Array,
-        largest: jax.Array | None = None,
+        self, state: LossScaleState, grads_finite: jax.Array, largest: jax.Array | None = None
     ) -> LossScaleState:
         call = f"{type(self).__name__}.adjust"
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)

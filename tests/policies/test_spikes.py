@@ -13,15 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from spike_rules import (
-    STEPS,
-    STREAMS,
-    Promised,
-    judge_all,
-    recorded,
-    shifted,
-    skipped,
-)
+from spike_rules import STEPS, STREAMS, Promised, judge_all, recorded, shifted, skipped
 from tables import assert_same_bits, avals, cases
 
 import jaxscale
