@@ -6,7 +6,6 @@ single 1e30 would hide every spike until it leaves the window.
 """
 
 import dataclasses
-import numbers
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from .._state.spikes import SpikeState
-from .._trees.checks import int32
+from .._trees.checks import int32, positive
 from .._trees.tree import tree_where
 
 # The standard deviation is at least this part of the mean: float32 has about 1e-7.
@@ -202,17 +201,13 @@ def check_spikes(call: str, spikes: Any) -> SpikeRule | None:
 
 def check_sigmas(call: str, name: str, sigmas: Any) -> float:
     """Returns a number of standard deviations as a Python float, or raises an error."""
-    given = (
-        f"`{call}({name}=...)` must be a number above 0 and at most 1e6, got {sigmas!r}. It is "
-        "how many standard deviations above the mean a step may stand: pass 6.0, or leave "
-        "`spikes` out to skip no finite step."
-    )
-    if not isinstance(sigmas, numbers.Real):
-        raise TypeError(given)
-    number = float(sigmas)
-    if isinstance(sigmas, bool) or not 0 < number <= 1e6:
-        raise ValueError(given)
-    return number
+    sigmas = positive(call, name, sigmas)
+    if sigmas > 1e6:
+        raise ValueError(
+            f"`{call}({name}=...)` must be at most 1e6, got {sigmas}. It is how many standard "
+            "deviations above the mean a step may stand: pass 6.0."
+        )
+    return sigmas
 
 
 def _measure(window: jax.Array, count: jax.Array) -> _Level:

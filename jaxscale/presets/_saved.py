@@ -80,12 +80,6 @@ def from_tensorflow(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleStat
     The `config` is that of a `DynamicLossScale` or of a `FixedLossScale`, or the form in which
     `tf.keras` stores it: `{"class_name": ..., "config": ...}`. The policy is that of `tensorflow`,
     or a `FixedLossScale`; TensorFlow keeps the scale itself in its checkpoints.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> config = {"initial_loss_scale": 8.0, "increment_period": 9, "multiplier": 2.0}
-      >>> presets.from_tensorflow(config)[1].loss_scale
-      Array(8., dtype=float32)
     """
     config = config.get("config", config)
     if set(config) == {"loss_scale_value"}:

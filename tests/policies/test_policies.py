@@ -74,6 +74,17 @@ def test_it_follows_the_reference_from_its_first_state_and_any_restored_one(poli
     assert tuple(leaf.item() for leaf in policy.init()) == first
 
 
+def test_moves_at_the_bounds_are_those_of_the_reference():
+    numbers = {"init_scale": 8, "min_scale": 4, "max_scale": 12, "growth_interval": 1}
+    policies = [jaxscale.DynamicLossScale(**numbers)]
+    for clip, clamp in itertools.product([True, False], ["never", "moves", "steps"]):
+        policies.append(presets.PresetLossScale(**numbers, clip_growth=clip, clamp=clamp))
+    for policy, scale, finite in itertools.product(policies, [1.0, 8.0, 64.0], [True, False]):
+        (expected, *_), *_ = trajectory(policy, (scale, 0, 1), [finite])
+        state = policy.init()._replace(loss_scale=jnp.array(scale, jnp.float32))
+        assert policy.adjust(state, finite).loss_scale == expected
+
+
 def test_an_unusable_restored_scale_heals():
     policy = jaxscale.DynamicLossScale(growth_interval=1)
     for scale, finite in itertools.product([0.0, -1.0, np.inf, np.nan], [True, False]):
@@ -177,25 +188,20 @@ def test_no_gradients_and_every_kind_of_scalar_bool_are_taken():
         assert policy.adjust(policy.init(), verdict).loss_scale == 2.0**16
 
 
-def test_config_round_trips_through_json():
-    for policy in POLICIES.values():
-        config = json.loads(json.dumps(policy.get_config()))
-        assert type(policy).from_config(config) == policy
-
-
 def test_policies_are_plain_values():
-    numbers = {"init_scale": np.float16(8), "growth_interval": np.int64(3)}
-    policy = jaxscale.DynamicLossScale(**numbers)
-    assert policy == jaxscale.DynamicLossScale(init_scale=8, growth_interval=3)
-    assert hash(policy) == hash(jaxscale.DynamicLossScale(init_scale=8, growth_interval=3))
-    adaptive = jaxscale.AdaptiveLossScale(init_scale=np.float32(4), period=np.int64(3))
-    for each in (policy, adaptive, presets.PresetLossScale(**numbers)):
-        kinds = {type(value) for value in each.get_config().values()}
-        assert kinds <= {float, int, bool, str}
-    assert jax.tree.leaves(policy) == [policy]
-    assert pickle.loads(pickle.dumps((policy, policy.init()))) == (policy, policy.init())
+    for policy in ALL.values():
+        again = type(policy).from_config(json.loads(json.dumps(policy.get_config())))
+        assert (again, hash(again)) == (policy, hash(policy))
+        assert jax.tree.leaves(policy) == [policy]
+        assert pickle.loads(pickle.dumps((policy, policy.init()))) == (policy, policy.init())
+    numbers = {"init_scale": np.float16(8), "min_scale": np.float32(4)}
+    dynamic = jaxscale.DynamicLossScale(**numbers, growth_interval=np.int64(3))
+    adaptive = jaxscale.AdaptiveLossScale(**numbers, period=np.int64(3))
+    for policy in (dynamic, adaptive, presets.PresetLossScale(**numbers)):
+        assert {type(value) for value in policy.get_config().values()} <= {float, int, bool, str}
+    assert dynamic == jaxscale.DynamicLossScale(init_scale=8, min_scale=4, growth_interval=3)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        policy.init_scale = 1.0
+        dynamic.init_scale = 1.0
 
 
 def test_no_hyperparameter_is_lost_in_a_tree_map():

@@ -71,15 +71,12 @@ def replay(policies, states, grads):
         switches = tuple((name, fields[name]) for name in fields if is_switch[name])
         names = tuple(name for name in fields if not is_switch[name])
         groups[type(policy), switches, names].append(i)
-    longest = max(map(len, grads))
     outcome = {}
     for signature, members in groups.items():
         numbers = [np.array([getattr(policies[i], name) for i in members]) for name in signature[2]]
         numbers = [n.astype(np.float32 if n.dtype.kind == "f" else np.int32) for n in numbers]
         first = jax.tree.map(lambda *leaves: np.stack(leaves), *(states[i] for i in members))
-        padded = np.ones((len(members), longest), np.float32)
-        for row, i in zip(padded, members, strict=True):
-            row[: len(grads[i])] = grads[i]
+        padded = filled_up(grads)[members]
         after, applied = jax.tree.map(np.asarray, scan(signature, numbers, first, padded))
         whole = jax.tree.map(lambda a, b: np.concatenate([a[:, None], b], axis=1), first, after)
         for row, i in enumerate(members):
@@ -87,6 +84,12 @@ def replay(policies, states, grads):
             states_of_one = jax.tree.map(lambda x, row=row, n=steps: x[row, : n + 1], whole)
             outcome[i] = states_of_one, applied[row, :steps]
     return [outcome[i] for i in range(len(policies))]
+
+
+def filled_up(grads):
+    """Gradients of many cases in one array, with ones behind those of the shorter ones."""
+    longest = max(map(len, grads))
+    return np.stack([np.pad(g, (0, longest - len(g)), constant_values=1) for g in grads])
 
 
 def gradients(case, steps):
@@ -185,11 +188,8 @@ def test_steps_are_skipped_as_in_optax(system, record_property):
 
         group = [case for case in recorded if case["config"].get("every_k", 0) == every_k]
         grads = [gradients(case, len(case["finite"])) for case in group]
-        padded = np.ones((len(group), max(map(len, grads))), np.float32)
-        for row, values in zip(padded, grads, strict=True):
-            row[: len(values)] = values
         run = jax.vmap(lambda g, tx=tx, step=step: jax.lax.scan(step, tx.init(g[0]), g)[1])
-        states, applied = jax.tree.map(np.asarray, jax.jit(run)(padded))
+        states, applied = jax.tree.map(np.asarray, jax.jit(run)(filled_up(grads)))
         source = states.inner_state if is_multi else states
         for i, case in enumerate(group):
             n = len(case["finite"])
