@@ -1,4 +1,4 @@
-"""Prints the tables of `tests/policies/traces/README.md`: policies replayed over runs.
+"""Prints the rows of the tables of `tests/policies/traces/README.md`: policies replayed over runs.
 
 Run by hand, from the top of the project (about a minute):
 
@@ -70,15 +70,9 @@ def made_up_rows(traces):
 
 def main():
     traces = simulator.recorded()
-    print(f"| skips / mean exponent | {' | '.join(traces)} | skips | late | mean |")
-    print("|---" * (len(traces) + 4) + "|")
     for name, policy in POLICIES.items():
         print(recorded_row(name, policy, traces), flush=True)
-    print()
-    print("| | skips: this | PyTorch | mean: this | PyTorch | low: this | PyTorch ", end="")
-    print("| repeated: this | PyTorch |\n" + "|---" * 9 + "|")
     print(*made_up_rows(simulator.made_up()), sep="\n")
-    print()
     for name, policy in (("`AdaptiveLossScale()`", ADAPTIVE), ("`presets.torch()`", TORCH)):
         rows = summaries(policy, traces, 20).values()
         extra, skips = (sum(row[key] for row in rows) for key in ("extra", "skips"))
