@@ -145,8 +145,9 @@ def dynamic(call: str, **arguments: Any) -> PresetLossScale:
 
     Args:
       call: the preset, for errors.
-      **arguments: arguments of `PresetLossScale`, under the names of the library. The defaults are
-        those of most libraries: no bounds, and a growth that would leave float32 keeps the scale.
+      **arguments: arguments of `PresetLossScale` under the names of the library; most presets pass
+        on all of theirs, by `**locals()`. The defaults are those of most libraries: no bounds, and
+        a growth that would leave float32 keeps the scale.
     """
     fields: dict[str, Any] = {"min_scale": NO_MIN, "max_scale": NO_MAX, "clip_growth": False}
     for name, value in arguments.items():
