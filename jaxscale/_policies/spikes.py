@@ -6,6 +6,7 @@ single 1e30 would hide every spike until it leaves the window.
 """
 
 import dataclasses
+import numbers
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from .._state.spikes import SpikeState
-from .._trees.checks import int32, positive
+from .._trees.checks import int32
 from .._trees.tree import tree_where
 
 # The standard deviation is at least this part of the mean: float32 has about 1e-7.
@@ -157,7 +158,8 @@ class SpikeRule:
         value = jnp.asarray(value).astype(jnp.float32)
         scaled = value * level.per_unit  # may be inf, which compares right
         history = max(2, self.window // 2) if self.min_history is None else self.min_history
-        std, judged, entry = level.std, level.filled >= history, value
+        std, entry = level.std, value
+        judged = level.filled >= history
         if self._is_guarded:
             # Constant entries have some deviation, too; zeros say nothing of how large a value is.
             is_floating = jnp.issubdtype(dtype, jnp.floating)
@@ -201,13 +203,17 @@ def check_spikes(call: str, spikes: Any) -> SpikeRule | None:
 
 def check_sigmas(call: str, name: str, sigmas: Any) -> float:
     """Returns a number of standard deviations as a Python float, or raises an error."""
-    sigmas = positive(call, name, sigmas)
-    if sigmas > 1e6:
-        raise ValueError(
-            f"`{call}({name}=...)` must be at most 1e6, got {sigmas}. It is how many standard "
-            "deviations above the mean a step may stand: pass 6.0."
-        )
-    return sigmas
+    given = (
+        f"`{call}({name}=...)` must be a number above 0 and at most 1e6, got {sigmas!r}. It is "
+        "how many standard deviations above the mean a step may stand: pass 6.0, or leave "
+        "`spikes` out to skip no finite step."
+    )
+    if not isinstance(sigmas, numbers.Real):
+        raise TypeError(given)
+    number = float(sigmas)
+    if isinstance(sigmas, bool) or not 0 < number <= 1e6:
+        raise ValueError(given)
+    return number
 
 
 def _measure(window: jax.Array, count: jax.Array) -> _Level:

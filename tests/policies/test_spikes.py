@@ -188,9 +188,9 @@ def test_other_dtypes_are_judged_in_float32():
 REJECTED = {
     "window": ({"window": 1}, ValueError, r"window=.*at least 2, got 1"),
     "a part of a window": ({"window": 12.5}, TypeError, r"window=.*integer.*got 12\.5"),
-    "sigmas 0": ({"sigmas": 0}, ValueError, r"sigmas=.*above 0.*got 0"),
+    "sigmas 0": ({"sigmas": 0}, ValueError, r"sigmas=.*above 0.*got 0\..*pass 6\.0"),
     "sigmas NaN": ({"sigmas": math.nan}, ValueError, r"sigmas=.*got nan"),
-    "sigmas inf": ({"sigmas": 1e7}, ValueError, r"sigmas=.*at most 1e6, got 1.*pass 6\.0"),
+    "sigmas inf": ({"sigmas": math.inf}, ValueError, r"sigmas=.*at most 1e6, got inf"),
     "sigmas bool": ({"sigmas": True}, ValueError, r"sigmas=.*got True"),
     "sigmas text": ({"sigmas": "6"}, TypeError, r"sigmas=.*got '6'"),
     "history": ({"min_history": 1}, ValueError, r"min_history=.*at least 2, got 1"),
