@@ -103,11 +103,11 @@ from ._gradients.boundary import scale_backward
 from ._gradients.scaled import scale, unscale
 from ._gradients.value_and_grad import grad, value_and_grad
 from ._gradients.verdict import all_finite
+from ._policies import as_loss_scale
 from ._policies.adaptive import AdaptiveLossScale
 from ._policies.base import LossScale
 from ._policies.dynamic import DynamicLossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale
-from ._policies.spec import as_loss_scale
 from ._policies.spikes import SpikeRule
 from ._progress import LossScaleStuckError, check, metrics
 from ._state.optimizer import LossScaledState, MultiStepsState, SpikeState

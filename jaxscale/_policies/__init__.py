@@ -1,1 +1,47 @@
-"""The policies: how a loss scale starts, and how it moves."""
+"""The policies: how a loss scale starts and how it moves, and the short forms of them."""
+
+import numbers
+from typing import Any
+
+from .adaptive import AdaptiveLossScale
+from .base import LossScale
+from .dynamic import DynamicLossScale
+from .fixed import FixedLossScale, NoOpLossScale
+
+
+def as_loss_scale(spec: Any) -> LossScale:
+    """Returns the policy that a short form stands for.
+
+    Args:
+      spec: `None` for `jaxscale.NoOpLossScale`, a Python or NumPy number such as 8 for
+        `jaxscale.FixedLossScale`, `"dynamic"` for `jaxscale.DynamicLossScale` and
+        `"adaptive"` for `jaxscale.AdaptiveLossScale` with their defaults, or a
+        `jaxscale.LossScale`, which is returned as it is.
+
+    Raises:
+      TypeError: if `spec` is anything else, such as a bool or an array.
+      ValueError: if it is another string, or a number that is not a valid scale.
+
+    Example:
+      >>> import jaxscale
+      >>> jaxscale.as_loss_scale(8)
+      FixedLossScale(loss_scale=8.0)
+    """
+    if spec is None:
+        return NoOpLossScale()
+    if isinstance(spec, LossScale):
+        return spec
+    if isinstance(spec, str) and spec == "dynamic":
+        return DynamicLossScale()
+    if isinstance(spec, str) and spec == "adaptive":
+        return AdaptiveLossScale()
+    if isinstance(spec, numbers.Real) and not isinstance(spec, bool):
+        return FixedLossScale(float(spec))
+    error = ValueError if isinstance(spec, str) else TypeError
+    instance = f" Did you mean `{spec.__name__}()`?" if isinstance(spec, type) else ""
+    raise error(
+        f"`as_loss_scale` got {spec!r} of type {type(spec).__name__}. A loss scale is "
+        'given as None (no scaling), a number of at least 1 (fixed), "dynamic", "adaptive", or '
+        "a `jaxscale.LossScale` such as `jaxscale.DynamicLossScale(growth_interval=500)`."
+        f"{instance}"
+    )

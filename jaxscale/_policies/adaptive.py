@@ -1,8 +1,7 @@
 """The policy that follows the largest gradient, instead of probing for the highest scale.
 
-It is the only policy for everyday use that reads the gradients: the largest of them says how far
-the scale may go. What it does not say is how much larger the numbers between the layers are, which
-overflow first. That is learned from overflows, as the `level`. Nor does it say how large the
+The largest gradient does not say how much larger the numbers between the layers are, which
+overflow first: that is learned from overflows, as the `level`. Nor does it say how large the
 gradients of rare batches are, as a step that overflows shows no size: that is tried, as the
 `crest`.
 
@@ -13,8 +12,7 @@ may be off by an ulp, and a scale that is not a power of two rounds every gradie
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +37,7 @@ _SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
 
 def _check_scale(call: str, name: str, scale: Any) -> float:
-    power_of_two(call, name, scale)
-    return float(scale)
+    return 2.0 ** power_of_two(call, name, scale)
 
 
 def _check_level(call: str, name: str, level: Any) -> float:
@@ -147,21 +144,20 @@ class AdaptiveLossScale(CheckedLossScale):
     max_scale: float = 2.0**60
 
     needs_largest = True
-
     _state_type = AdaptiveState
-    _checks: ClassVar[dict[str, Callable[[str, str, Any], Any]]] = {
-        **dict.fromkeys(("init_scale", "min_scale", "max_scale"), _check_scale),
-        **dict.fromkeys(("level", "min_level", "max_level"), _check_level),
-        **dict.fromkeys(("memory", "period", "search_period"), int32),
-    }
+    _checks = (
+        CheckedLossScale._checks
+        | dict.fromkeys(("init_scale", "min_scale", "max_scale"), _check_scale)
+        | dict.fromkeys(("level", "min_level", "max_level"), _check_level)
+        | dict.fromkeys(("memory", "period", "search_period"), int32)
+    )
 
     def _ascending(self) -> list[tuple[str, ...]]:
-        return [("min_scale", "init_scale", "max_scale"), ("min_level", "level", "max_level")]
+        return [*super()._ascending(), ("min_level", "level", "max_level")]
 
     def init(self) -> Any:
         """Returns the initial `AdaptiveState`."""
-        level = _units(self.level) / _LEVEL
-        unseen = float(UNSEEN)
+        level, unseen = _units(self.level) / _LEVEL, float(UNSEEN)
         return new_state(AdaptiveState, self.init_scale, unseen, level, unseen, self.period, 0, 0)
 
     def _move(self, state: Any, grads_finite: jax.Array, largest: jax.Array | None) -> Any:
@@ -244,12 +240,11 @@ class AdaptiveLossScale(CheckedLossScale):
 
     def _follow(self, now: "_Counted", x: jax.Array | None) -> "_Counted":
         """Returns what follows a finite step, with `x` the logarithm of its largest gradient."""
-        slow, fast = (_rise(period) for period in (self.period, self.search_period))
+        slow, fast = (max(1, round(_LEVEL / p)) for p in (self.period, self.search_period))
         rise = jnp.where(now.finite_steps >= self.period, fast, slow)
         raised, highest = now.level + rise, _units(self.max_level)
-        finite_steps, held_steps = (
-            jnp.asarray(optax.safe_increment(steps)) for steps in (now.finite_steps, now.held_steps)
-        )
+        finite_steps = jnp.asarray(optax.safe_increment(now.finite_steps))
+        held_steps = jnp.asarray(optax.safe_increment(now.held_steps))
         if x is None:
             level = jnp.minimum(raised, highest)
             held = now.level // 2**_SHIFT - now.exponent * _BINADE
@@ -273,15 +268,9 @@ class AdaptiveLossScale(CheckedLossScale):
             held_steps = jnp.where(is_reached, 0, held_steps)
         target = (level // 2**_SHIFT - jnp.maximum(peak, crest)) // _BINADE
         bounds = _exponent(self.min_scale), _exponent(self.max_scale)
-        return _Counted(
-            exponent=jnp.clip(jnp.minimum(target, now.exponent + 1), *bounds),
-            peak=peak,
-            level=level,
-            crest=crest,
-            finite_steps=finite_steps,
-            held_steps=held_steps,
-            overflows=jnp.zeros_like(now.overflows),
-        )
+        exponent = jnp.clip(jnp.minimum(target, now.exponent + 1), *bounds)
+        overflows = jnp.zeros_like(now.overflows)
+        return _Counted(exponent, peak, level, crest, finite_steps, held_steps, overflows)
 
     def _faded(self, old: jax.Array, x: jax.Array) -> jax.Array:
         return old + jax.lax.div(x - old, jnp.asarray(self.memory, jnp.int32))
@@ -290,22 +279,17 @@ class AdaptiveLossScale(CheckedLossScale):
 class _Counted(NamedTuple):
     """An `AdaptiveState` in integers: the exponent of the scale, and units."""
 
-    exponent: jax.Array  # i32[]
-    peak: jax.Array  # i32[], in units of 2**-16
-    level: jax.Array  # i32[], in units of 2**-20
-    crest: jax.Array  # i32[], in units of 2**-16
-    finite_steps: jax.Array  # i32[]
-    held_steps: jax.Array  # i32[]
-    overflows: jax.Array  # i32[]
+    exponent: jax.Array
+    peak: jax.Array  # in units of 2**-16
+    level: jax.Array  # in units of 2**-20
+    crest: jax.Array  # in units of 2**-16
+    finite_steps: jax.Array
+    held_steps: jax.Array
+    overflows: jax.Array
 
 
 def _units(level: float) -> int:
     return int(level * _LEVEL)
-
-
-def _rise(period: int) -> int:
-    """Returns by how many units a level rises in a step."""
-    return max(1, round(_LEVEL / period))
 
 
 def _exponent(power: float) -> int:

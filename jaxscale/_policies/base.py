@@ -1,10 +1,7 @@
-"""The base classes of all policies: how a loss scale starts, and how it moves.
+"""The base classes of all policies: `LossScale`, and `CheckedLossScale` for those of this library.
 
-`LossScale` is what a policy is. `LossScale.update` is what a training loop calls: it decides
-whether the gradients are finite and leaves the rest to `adjust`, which each policy defines.
-
-`CheckedLossScale` is what the policies of this library share: arguments are checked by their names,
-and `adjust` checks what it gets before the rule of the policy sees it.
+`LossScale.update` decides whether the gradients are finite; `adjust`, which each policy defines,
+does the rest.
 """
 
 import abc
@@ -70,15 +67,13 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def adjust(
-        self,
-        state: LossScaleState,
-        grads_finite: jax.Array,
-        largest: jax.Array | None = None,
+        self, state: LossScaleState, grads_finite: jax.Array, largest: jax.Array | None = None
     ) -> LossScaleState:
         """Returns the state of the next step, given whether the gradients were finite.
 
-        Call this instead of `update` if you already know whether they were. A policy of your own
-        may leave out `largest` unless its class says `needs_largest = True`.
+        Call this instead of `update` if you already know whether they were. The next state has the
+        shapes and dtypes of `state`. A policy of your own may leave out `largest` unless its class
+        says `needs_largest = True`.
 
         Args:
           state: the state of this step.
@@ -87,9 +82,6 @@ class LossScale(abc.ABC):
           largest: an `f32[]`, the largest absolute value among the unscaled gradients of all
             devices, for a policy that needs it. `None` if it is not known, or if there are no
             gradients.
-
-        Returns:
-          The next state, with the shapes and dtypes of `state`.
 
         Raises:
           TypeError: if `grads_finite` is not a scalar bool, `largest` not a scalar, or `state`
@@ -185,10 +177,7 @@ class CheckedLossScale(LossScale):
         return [("min_scale", "init_scale", "max_scale")]
 
     def adjust(
-        self,
-        state: LossScaleState,
-        grads_finite: jax.Array,
-        largest: jax.Array | None = None,
+        self, state: LossScaleState, grads_finite: jax.Array, largest: jax.Array | None = None
     ) -> LossScaleState:
         call = f"{type(self).__name__}.adjust"
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)

@@ -1,8 +1,4 @@
-"""The default policy: a scale that grows after finite steps and backs off on overflows.
-
-The states after a finite step and after a non-finite one are methods of their own, so that
-`jaxscale.presets.PresetLossScale` can state what other libraries do differently.
-"""
+"""The default policy: a scale that grows after finite steps and backs off on overflows."""
 
 import dataclasses
 

@@ -52,10 +52,7 @@ class FixedLossScale(LossScale):
         return init_state(self.loss_scale)
 
     def adjust(
-        self,
-        state: LossScaleState,
-        grads_finite: jax.Array,
-        largest: jax.Array | None = None,
+        self, state: LossScaleState, grads_finite: jax.Array, largest: jax.Array | None = None
     ) -> LossScaleState:
         """Returns `state` as it is."""
         call = f"{type(self).__name__}.adjust"

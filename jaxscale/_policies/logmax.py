@@ -1,8 +1,4 @@
-"""The policy that follows the statistics of the largest gradients.
-
-It is the rule of OpenSeq2Seq's `LogMaxScaler`, public as
-`jaxscale.presets.LogMaxLossScale`.
-"""
+"""The policy that follows the statistics of the largest gradients, as OpenSeq2Seq's does."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -19,12 +15,12 @@ _TARGET = 16.0
 
 
 class LogMaxState(NamedTuple):
-    """What a `LogMaxLossScale` carries from one step to the next.
+    """The state that a `LogMaxLossScale` carries from one step to the next.
 
     With `x` the binary logarithm of the largest magnitude among a step's gradients:
 
     Attributes:
-      loss_scale: `f32[]`, what the next loss is scaled by.
+      loss_scale: `f32[]`, the number by which the next loss is scaled.
       x_hat: `f32[]`, the fast moving average of `x`, starting from 0.
       slow_x_hat: `f32[]`, the slow one.
       xsquared_hat: `f32[]`, the slow moving average of the square of `x`.
@@ -34,12 +30,12 @@ class LogMaxState(NamedTuple):
 
     is_loss_scale_state = True  # not a field: it tells this type from other named tuples
 
-    loss_scale: jax.Array  # f32[]
-    x_hat: jax.Array  # f32[]
-    slow_x_hat: jax.Array  # f32[]
-    xsquared_hat: jax.Array  # f32[]
-    b1_correction: jax.Array  # f32[]
-    b2_correction: jax.Array  # f32[]
+    loss_scale: jax.Array
+    x_hat: jax.Array
+    slow_x_hat: jax.Array
+    xsquared_hat: jax.Array
+    b1_correction: jax.Array
+    b2_correction: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,18 +60,6 @@ class LogMaxLossScale(CheckedLossScale):
       beta1: how much of the fast average is kept in a step, from 0 to below 1.
       beta2: the same for the slow averages, from which the deviation is computed.
       overflow_std_dev: how many standard deviations to stay away from an overflow.
-
-    Raises:
-      ValueError: if an argument is out of range.
-      TypeError: if an argument is not a number.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import presets
-      >>> policy = presets.LogMaxLossScale(max_scale=2.0**14)
-      >>> state, should_apply = policy.update(policy.init(), {"w": jnp.array(2.0**-4)})
-      >>> state.loss_scale, should_apply  # 2**20, but for the maximum
-      (Array(16384., dtype=float32), Array(True, dtype=bool))
 
     References:
       The `LogMaxScaler` of NVIDIA's OpenSeq2Seq.

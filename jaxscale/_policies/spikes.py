@@ -7,7 +7,7 @@ single 1e30 would hide every spike until it leaves the window.
 
 import dataclasses
 import numbers
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ _REACH = 5.0
 _FEW = 4
 
 
-class Level(NamedTuple):
+class _Level(NamedTuple):
     """What a window says: where its entries stand, in units of `unit`, a power of two."""
 
     mean: jax.Array  # f32[]
@@ -34,16 +34,6 @@ class Level(NamedTuple):
     filled: jax.Array  # i32[]  how many entries there are
     unit: jax.Array  # f32[]
     per_unit: jax.Array  # f32[]  1 / unit
-
-
-class _Judged(NamedTuple):
-    """What became of one window and its newest value."""
-
-    window: jax.Array  # f32[window]
-    filled: jax.Array  # i32[]
-    is_spike: jax.Array  # bool[]
-    threshold: jax.Array  # f32[]
-    deviation: jax.Array  # f32[]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +93,8 @@ class SpikeRule:
     sigmas: float = 6.0
     min_history: int | None = None
 
+    _is_guarded: ClassVar[bool] = True  # against constant windows, and spikes that hide others
+
     def __post_init__(self) -> None:
         call = type(self).__name__
         object.__setattr__(self, "window", int32(call, "window", self.window, least=2))
@@ -141,23 +133,14 @@ class SpikeRule:
         Returns:
           A `bool[]`, and the next state with the shapes and dtypes of `state`.
         """
-        norm = self._look(state.grad_norms, state.norm_count, grad_norm)
-        is_spike = norm.is_spike
-        seen = state._replace(
-            grad_norms=norm.window,
-            norm_count=norm.filled,
-            norm_threshold=norm.threshold,
-            norm_deviation=norm.deviation,
-        )
+        is_spike, *norm = self._look(state.grad_norms, state.norm_count, grad_norm)
+        fields = ("grad_norms", "norm_count", "norm_threshold", "norm_deviation")
+        seen = state._replace(**dict(zip(fields, norm, strict=True)))
         if loss is not None:
-            value = self._look(state.losses, state.loss_count, loss)
-            is_spike |= value.is_spike
-            seen = seen._replace(
-                losses=value.window,
-                loss_count=value.filled,
-                loss_threshold=value.threshold,
-                loss_deviation=value.deviation,
-            )
+            is_high, *value = self._look(state.losses, state.loss_count, loss)
+            is_spike |= is_high
+            fields = ("losses", "loss_count", "loss_threshold", "loss_deviation")
+            seen = seen._replace(**dict(zip(fields, value, strict=True)))
         one_more = optax.safe_increment
         seen = seen._replace(
             total_spikes=jnp.where(is_spike, one_more(state.total_spikes), state.total_spikes),
@@ -165,50 +148,47 @@ class SpikeRule:
         )
         return is_spike & finite, tree_where(finite, seen, state)
 
-    def _look(self, window: jax.Array, count: jax.Array, value: Any) -> _Judged:
-        """Judges a value by its window, and puts it there."""
-        dtype = jnp.result_type(value)
-        least = max(_LEAST, float(jnp.finfo(dtype).eps) / 2) if _is_floating(dtype) else _LEAST
+    def _look(self, window: jax.Array, count: jax.Array, value: Any) -> tuple[jax.Array, ...]:
+        """Judges a value by its window, and puts it there.
+
+        Returns whether it is a spike, and then what a state keeps: the window, how many entries it
+        has, the threshold and the deviation.
+        """
+        level, dtype = _measure(window, count), jnp.result_type(value)
         value = jnp.asarray(value).astype(jnp.float32)
-        level = _measure(window, count)
-        std = self._widen(level, least)
-        judged = self._is_ready(level, std)
         scaled = value * level.per_unit  # may be inf, which compares right
+        history = max(2, self.window // 2) if self.min_history is None else self.min_history
+        std, entry = level.std, value
+        judged = level.filled >= history
+        if self._is_guarded:
+            # Constant entries have some deviation, too; zeros say nothing of how large a value is.
+            is_floating = jnp.issubdtype(dtype, jnp.floating)
+            least = max(_LEAST, float(jnp.finfo(dtype).eps) / 2) if is_floating else _LEAST
+            std = jnp.maximum(std, least * jnp.abs(level.mean))
+            judged &= std > 0
+            # What stands far out would hide all that follow. That holds below the mean, too: after
+            # a single loss of -1e30 nothing would stand out.
+            reach = _REACH * (self.sigmas * std)
+            inside = jnp.clip(scaled, level.mean - reach, level.mean + reach)
+            is_level = judged | ((level.filled >= _FEW) & (std > 0))
+            entry = jnp.where(is_level & (inside != scaled), inside * level.unit, value)
         threshold = level.mean + self.sigmas * std
-        is_level = judged | ((level.filled >= _FEW) & (std > 0))
-        entry = jnp.where(is_level, self._confine(value, scaled, level, std), value)
         enters = jnp.isfinite(entry)  # a norm of inf from finite gradients, before it is judged
         moved = jnp.concatenate([window[1:], entry[None]])
-        return _Judged(
-            window=jnp.where(enters, moved, window),
-            filled=jnp.where(enters, jnp.minimum(count, self.window - 1) + 1, count),
-            is_spike=judged & (scaled > threshold),
-            threshold=jnp.where(judged, threshold * level.unit, jnp.inf),
-            deviation=jnp.where(judged, (scaled - level.mean) / jnp.where(judged, std, 1.0), 0.0),
+        return (
+            judged & (scaled > threshold),
+            jnp.where(enters, moved, window),
+            jnp.where(enters, jnp.minimum(count, self.window - 1) + 1, count),
+            jnp.where(judged, threshold * level.unit, jnp.inf),
+            jnp.where(judged, (scaled - level.mean) / jnp.where(judged, std, 1.0), 0.0),
         )
 
-    def _history(self) -> int:
-        """Returns how many entries a window must have before it judges."""
-        return max(2, self.window // 2) if self.min_history is None else self.min_history
 
-    def _is_ready(self, level: Level, std: jax.Array) -> jax.Array:
-        """Returns whether a window can judge: zeros alone say nothing of how large a value is."""
-        return (level.filled >= self._history()) & (std > 0)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OlmoSpikeRule(SpikeRule):
+    """A `SpikeRule` without what that adds to OLMo's: see `jaxscale.presets.olmo`."""
 
-    def _widen(self, level: Level, least: float) -> jax.Array:
-        """Returns the standard deviation, of which constant entries have some, too."""
-        return jnp.maximum(level.std, least * jnp.abs(level.mean))
-
-    def _confine(
-        self, value: jax.Array, scaled: jax.Array, level: Level, std: jax.Array
-    ) -> jax.Array:
-        """Returns a value as it enters: one that stands far out would hide all that follow.
-
-        That holds below the mean, too: after a single loss of -1e30 nothing would stand out.
-        """
-        reach = _REACH * (self.sigmas * std)
-        inside = jnp.clip(scaled, level.mean - reach, level.mean + reach)
-        return jnp.where(inside == scaled, value, inside * level.unit)
+    _is_guarded: ClassVar[bool] = False
 
 
 def check_spikes(call: str, spikes: Any) -> SpikeRule | None:
@@ -236,11 +216,7 @@ def check_sigmas(call: str, name: str, sigmas: Any) -> float:
     return number
 
 
-def _is_floating(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
-
-
-def _measure(window: jax.Array, count: jax.Array) -> Level:
+def _measure(window: jax.Array, count: jax.Array) -> _Level:
     """Returns the mean and the unbiased standard deviation of the entries of a window.
 
     In two passes over entries that are scaled by a power of two, with the newest entry as the
@@ -257,7 +233,7 @@ def _measure(window: jax.Array, count: jax.Array) -> Level:
     mean = jnp.sum(offsets) / number
     squares = jnp.where(entries, jnp.square(offsets - mean), 0.0)
     std = jnp.sqrt(jnp.sum(squares) / (number - 1))
-    return Level(newest + mean, std, filled, unit, per_unit)
+    return _Level(newest + mean, std, filled, unit, per_unit)
 
 
 def _powers_of_two(size: jax.Array) -> tuple[jax.Array, jax.Array]:

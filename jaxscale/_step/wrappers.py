@@ -13,9 +13,9 @@ from typing import Any, Literal
 import jax
 import optax
 
+from .._policies import as_loss_scale
 from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
-from .._policies.spec import as_loss_scale
 from .._policies.spikes import SpikeRule, check_spikes
 from .._trees.checks import int32, one_of, positive, with_article
 from .window import Window

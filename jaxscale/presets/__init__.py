@@ -66,33 +66,44 @@ policy and a state; pass the state on with `opt_state._replace(scaling=state)`. 
 `ValueError` or a `TypeError` if they cannot read what they are given.
 """
 
-from .._policies.gradual import GradualLossScale, GradualState
+from .._policies.libraries import (
+    GradualLossScale,
+    GradualState,
+    ToleranceLossScale,
+    ToleranceState,
+    WindowLossScale,
+    WindowState,
+)
 from .._policies.logmax import LogMaxLossScale, LogMaxState
-from .._policies.tolerance import ToleranceLossScale, ToleranceState
-from .._policies.window import WindowLossScale, WindowState
-from ._engines import colossalai, deepspeed, fairseq
 from ._frameworks import (
     chainer,
+    keras,
     mindformers,
     mindspore,
     mindspore_cell,
     mindspore_manager,
-    paddle,
-    paddle_op,
-)
-from ._jax import flax, jamp, jaxamp, jmp, mpx
-from ._olmo import olmo
-from ._rule import PresetLossScale
-from ._saved import from_flax, from_jmp, from_keras, from_tensorflow, from_torch, to_torch
-from ._tensorflow import (
-    keras,
     openseq2seq_backoff,
     openseq2seq_logmax,
+    paddle,
+    paddle_op,
     tensorflow,
     tensorflow_contrib,
     tf_keras,
 )
-from ._torch import apex, apex_fp16_utils, apex_hysteresis, megatron, torch
+from ._jax import flax, jamp, jaxamp, jmp, mpx
+from ._rule import PresetLossScale
+from ._saved import from_flax, from_jmp, from_keras, from_tensorflow, from_torch, to_torch
+from ._torch import (
+    apex,
+    apex_fp16_utils,
+    apex_hysteresis,
+    colossalai,
+    deepspeed,
+    fairseq,
+    megatron,
+    olmo,
+    torch,
+)
 
 __all__ = [
     "GradualLossScale", "GradualState", "LogMaxLossScale", "LogMaxState", "PresetLossScale",

@@ -1,23 +1,146 @@
-"""The presets for the scalers of other frameworks: MindSpore, Paddle and Chainer."""
+"""The presets for TensorFlow and what is built on it, MindSpore, Paddle and Chainer."""
 
 from typing import Any
 
 from .._policies.base import LossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
-from .._policies.gradual import GradualLossScale
-from .._policies.window import WindowLossScale
-from .._trees.checks import int32
-from ._common import dynamic
-from ._rule import PresetLossScale
+from .._policies.libraries import GradualLossScale, WindowLossScale
+from .._policies.logmax import LogMaxLossScale
+from .._trees.checks import int32, normal_float32
+from . import _rule
+from ._rule import NO_MAX, PresetLossScale, dynamic, factors, steps
+
+
+def tensorflow(
+    *, initial_loss_scale: Any = 2.0**15, increment_period: int = 2000, multiplier: Any = 2.0
+) -> PresetLossScale:
+    """Returns the rule of `tf.mixed_precision.experimental.DynamicLossScale`.
+
+    After `increment_period` finite steps in a row (0 means 1) the scale is multiplied, and stays if
+    the product is not finite; a non-finite step divides it, down to 1. Also
+    `tf.compat.v1.mixed_precision`. Source: TensorFlow 2.21,
+    `python/training/experimental/loss_scale.py`. Behaves identically.
+    """
+    growth_interval = steps("presets.tensorflow", "increment_period", increment_period)
+    del increment_period
+    return dynamic("presets.tensorflow", **locals(), min_scale=1.0, clamp="moves")
+
+
+def tensorflow_contrib(
+    *,
+    init_loss_scale: Any,
+    incr_every_n_steps: int,
+    decr_every_n_nan_or_inf: int = 2,
+    incr_ratio: Any = 2,
+    decr_ratio: Any = 0.8,
+) -> PresetLossScale:
+    """Returns the rule of TensorFlow 1's `ExponentialUpdateLossScaleManager`.
+
+    After `incr_every_n_steps` finite steps in a row the scale grows, and stays if the product is
+    not finite. On every `decr_every_n_nan_or_inf`-th non-finite step since it last moved, in a row
+    or not, it backs off, down to 1. Source: TensorFlow 1.15, `contrib/mixed_precision`. Its
+    documentation says that a backoff below 1 is refused; the code backs off to 1. Behaves
+    identically. For its `FixedLossScaleManager`, use `FixedLossScale` in a `loss_scaled` optimizer.
+    """
+    return dynamic(
+        "presets.tensorflow_contrib",
+        **locals(),
+        refill_on_backoff=True,
+        min_scale=1.0,
+        clamp="moves",
+    )
+
+
+def tf_keras(
+    *, dynamic: bool = True, initial_scale: Any = None, dynamic_growth_steps: int | None = None
+) -> LossScale:
+    """Returns the rule of `tf_keras.mixed_precision.LossScaleOptimizer`.
+
+    The rule of `tensorflow` with a multiplier of 2; `None` means 2**15 and 2000. Without `dynamic`
+    the scale stays at `initial_scale`, which must be given. Source: tf_keras 2.21,
+    `mixed_precision/loss_scale_optimizer.py`. What differs: without `dynamic`, tf_keras applies
+    non-finite gradients; a `loss_scaled` optimizer never does.
+    """
+    if not dynamic:
+        if initial_scale is None or dynamic_growth_steps is not None:
+            raise ValueError(
+                "`presets.tf_keras(dynamic=False)` needs `initial_scale`, the scale that stays, "
+                f"and no `dynamic_growth_steps`, got {initial_scale} and {dynamic_growth_steps}."
+            )
+        return FixedLossScale(initial_scale)
+    return _rule.dynamic(
+        "presets.tf_keras",
+        initial_scale=2.0**15 if initial_scale is None else initial_scale,
+        dynamic_growth_steps=2000 if dynamic_growth_steps is None else dynamic_growth_steps,
+        min_scale=1.0,
+        clamp="moves",
+    )
+
+
+def keras(*, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000) -> PresetLossScale:
+    """Returns the rule of Keras 3's `LossScaleOptimizer`.
+
+    After `dynamic_growth_steps` finite steps in a row the scale doubles; a non-finite step halves
+    it. Source: Keras 3.15, `optimizers/loss_scale_optimizer.py`. What differs: in Keras the scale
+    has no bounds; here it stays within float32's normal numbers.
+    """
+    return dynamic("presets.keras", **locals())
+
+
+def openseq2seq_backoff(
+    *,
+    scale_min: Any = 1.0,
+    scale_max: Any = 2.0**14,
+    step_factor: Any = 2.0,
+    step_window: int = 2000,
+) -> PresetLossScale:
+    """Returns the rule of OpenSeq2Seq's `BackoffScaler`.
+
+    It starts at `scale_max`; after `step_window` finite steps in a row it is multiplied by
+    `step_factor`, and a non-finite step divides it, both within the bounds. Source:
+    NVIDIA/OpenSeq2Seq at 8681d38, `optimizers/automatic_loss_scaler.py`; other revisions start at
+    2**24. What differs: OpenSeq2Seq does not order the step counter and its readers, so that a
+    growth may come one step late.
+    """
+    return dynamic("presets.openseq2seq_backoff", **locals(), max_scale=scale_max, clip_growth=True)
+
+
+def openseq2seq_logmax(
+    *,
+    scale_min: Any = 1.0,
+    scale_max: Any = 2.0**14,
+    log_max: Any = 16.0,
+    beta1: Any = 0.99,
+    beta2: Any = 0.999,
+    overflow_std_dev: Any = 3.09,
+) -> LogMaxLossScale:
+    """Returns the rule of OpenSeq2Seq's `LogMaxScaler`, a `LogMaxLossScale`.
+
+    The scale keeps the largest gradient some standard deviations below 2**16, from moving averages
+    of its logarithm, between `scale_min` and `scale_max`; `log_max`, `beta1`, `beta2` and
+    `overflow_std_dev` are those of `LogMaxLossScale`. Source: NVIDIA/OpenSeq2Seq at 8681d38,
+    `optimizers/automatic_loss_scaler.py`. What differs: two defects are not reproduced. In
+    OpenSeq2Seq a non-finite step counts as 2**`log_max`, although a binary logarithm is meant,
+    which holds the scale at its minimum for many steps; here it counts as `log_max`. In OpenSeq2Seq
+    one all-zero gradient makes the scale NaN for good; here such a step does not count.
+    """
+    return LogMaxLossScale(
+        min_scale=scale_min,
+        max_scale=scale_max,
+        log_max=log_max,
+        beta1=beta1,
+        beta2=beta2,
+        overflow_std_dev=overflow_std_dev,
+    )
 
 
 def mindspore(*, scale_value: Any, scale_factor: Any, scale_window: int) -> PresetLossScale:
     """Returns the rule of `mindspore.amp.DynamicLossScaler`.
 
-    The rule of `jmp`, with a minimum of 1. Source: MindSpore 2.10, `mindspore/amp.py`.
-    Behaves identically.
+    The rule of `jmp`, with a minimum of 1. Source: MindSpore 2.10, `mindspore/amp.py`. Behaves
+    identically.
     """
-    return _mindspore("presets.mindspore", scale_factor, scale_window, scale_value=scale_value)
+    return dynamic("presets.mindspore", **locals(), min_scale=1.0, clamp="moves")
 
 
 def mindspore_cell(
@@ -25,12 +148,10 @@ def mindspore_cell(
 ) -> PresetLossScale:
     """Returns the rule of `mindspore.nn.DynamicLossScaleUpdateCell`.
 
-    The rule of `mindspore`. Source: MindSpore 2.10,
-    `mindspore/nn/wrap/loss_scale.py`. What differs: in MindSpore a growth may end at inf
-    for good; here the scale stays.
+    The rule of `mindspore`. Source: MindSpore 2.10, `mindspore/nn/wrap/loss_scale.py`. What
+    differs: in MindSpore a growth may end at inf for good; here the scale stays.
     """
-    call = "presets.mindspore_cell"
-    return _mindspore(call, scale_factor, scale_window, loss_scale_value=loss_scale_value)
+    return dynamic("presets.mindspore_cell", **locals(), min_scale=1.0, clamp="moves")
 
 
 def mindspore_manager(
@@ -38,13 +159,11 @@ def mindspore_manager(
 ) -> PresetLossScale:
     """Returns the rule of MindSpore's `DynamicLossScaleManager`.
 
-    The rule of `mindspore`. Source: MindSpore 2.10,
-    `mindspore/train/loss_scale_manager.py`. What differs: the manager's scale is a Python
-    float that can leave float32's range, and the manager raises an error after more than
-    1000 non-finite steps in a row. A compiled step cannot: call `jaxscale.check`.
+    The rule of `mindspore`. Source: MindSpore 2.10, `mindspore/train/loss_scale_manager.py`. What
+    differs: the manager's scale is a Python float that can leave float32's range, and it raises an
+    error after more than 1000 non-finite steps in a row: call `jaxscale.check`.
     """
-    call = "presets.mindspore_manager"
-    return _mindspore(call, scale_factor, scale_window, init_loss_scale=init_loss_scale)
+    return dynamic("presets.mindspore_manager", **locals(), min_scale=1.0, clamp="moves")
 
 
 def mindformers(
@@ -74,17 +193,13 @@ def mindformers(
             f"`{call}` needs min_scale_window < max_scale_window, got {shortest} and {longest}. "
             "For one window, use `presets.mindspore_cell`."
         )
-    # Checked under the names of this preset, with the bounds that both have.
-    rule = _mindspore(call, scale_factor, 1, loss_scale_value=loss_scale_value)
     windows = _windows(longest, shortest)
     return WindowLossScale(
-        init_scale=rule.init_scale,
-        growth_factor=rule.growth_factor,
-        backoff_factor=rule.backoff_factor,
+        init_scale=normal_float32(call, "loss_scale_value", loss_scale_value),
         windows=windows,
         start=windows.index(scale_window) if scale_window in windows else 0,
-        min_scale=rule.min_scale,
-        max_scale=rule.max_scale,
+        max_scale=NO_MAX,
+        **factors(call, "scale_factor", scale_factor),
     )
 
 
@@ -100,12 +215,6 @@ def _windows(longest: int, shortest: int) -> tuple[int, ...]:
     return tuple(reversed(windows))
 
 
-def _mindspore(call: str, factor: Any, window: Any, **scale: Any) -> PresetLossScale:
-    """Returns the rule that the three scalers of MindSpore share."""
-    window = {"scale_window": window, "scale_factor": factor}
-    return dynamic(call, **scale, **window, min_scale=1.0, clamp="moves")
-
-
 def paddle(
     *,
     enable: bool = True,
@@ -119,25 +228,17 @@ def paddle(
     """Returns the rule of `paddle.amp.GradScaler`.
 
     After `incr_every_n_steps` finite steps in a row the scale grows; after
-    `decr_every_n_nan_or_inf` non-finite steps in a row (Paddle's documentation says
-    something else) it backs off. Without `use_dynamic_loss_scaling` it stays. Source:
-    PaddlePaddle 3.3, `paddle/amp/grad_scaler.py`. What differs: in Paddle the scale has no
-    bounds, and is lost for good at inf and at 0; here it stays within float32's normal numbers.
+    `decr_every_n_nan_or_inf` non-finite steps in a row (Paddle's documentation says something else)
+    it backs off. Without `use_dynamic_loss_scaling` it stays. Source: PaddlePaddle 3.3,
+    `paddle/amp/grad_scaler.py`. What differs: in Paddle the scale has no bounds; here it stays
+    within float32's normal numbers.
     """
-    if not enable:
+    arguments = locals()
+    if not arguments.pop("enable"):
         return NoOpLossScale()
-    if not use_dynamic_loss_scaling:
+    if not arguments.pop("use_dynamic_loss_scaling"):
         return FixedLossScale(init_loss_scaling)
-    return dynamic(
-        "presets.paddle",
-        init_loss_scaling=init_loss_scaling,
-        incr_ratio=incr_ratio,
-        decr_ratio=decr_ratio,
-        incr_every_n_steps=incr_every_n_steps,
-        decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
-        refill_on_finite=True,
-        refill_on_backoff=True,
-    )
+    return dynamic("presets.paddle", **arguments, refill_on_finite=True, refill_on_backoff=True)
 
 
 def paddle_op(
@@ -150,17 +251,13 @@ def paddle_op(
 ) -> PresetLossScale:
     """Returns the rule of Paddle's `update_loss_scaling` operation.
 
-    The rule of `paddle`, with a minimum of 1; a growth that is not finite leaves the scale.
-    Source: the CPU kernel of PaddlePaddle 3.3; the defaults are those of
-    `paddle.static.amp.decorate`. Behaves identically.
+    The rule of `paddle`, with a minimum of 1; a growth that is not finite leaves the scale. Source:
+    the CPU kernel of PaddlePaddle 3.3; the defaults are those of `paddle.static.amp.decorate`.
+    Behaves identically.
     """
     return dynamic(
         "presets.paddle_op",
-        init_loss_scaling=init_loss_scaling,
-        incr_ratio=incr_ratio,
-        decr_ratio=decr_ratio,
-        incr_every_n_steps=incr_every_n_steps,
-        decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
+        **locals(),
         refill_on_finite=True,
         refill_on_backoff=True,
         min_scale=1.0,
@@ -173,12 +270,9 @@ def chainer(*, interval: int = 1000, scale: Any = None) -> LossScale:
 
     The scale starts at 1 and doubles in every finite step until the first non-finite one. From
     then on it doubles gradually over `interval` finite steps, and a non-finite step halves it,
-    between 1 and 65504. Source: Chainer 7, `chainer/optimizer.py`. What differs: in Chainer the
-    scale is a Python float; here it is a float32, which rounds each growth.
-
-    Args:
-      interval: over how many finite steps the scale doubles.
-      scale: a scale that does not move; `None` means that it does.
+    between 1 and 65504. A `scale` that is given does not move. Source: Chainer 7,
+    `chainer/optimizer.py`. What differs: in Chainer the scale is a Python float; here it is a
+    float32, which rounds each growth.
     """
     if scale is not None:
         return FixedLossScale(scale)

@@ -5,8 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._trees.checks import int32
-from ._common import NO_MAX, NO_MIN, dynamic, floor, number
-from ._rule import PresetLossScale
+from ._rule import NO_MAX, NO_MIN, PresetLossScale, dynamic, number
 
 
 def flax(
@@ -19,23 +18,13 @@ def flax(
 ) -> PresetLossScale:
     """Returns the rule of `flax.training.dynamic_scale.DynamicScale`.
 
-    After `growth_interval + 1` finite steps in a row (that is how Flax counts) the scale
-    grows, up to float32's largest number, which is not a power of two; a non-finite step
-    backs off, down to `minimum_scale`. Source: Flax 0.12,
-    `flax/training/dynamic_scale.py`. What differs: without a minimum the scale stops at
-    float32's smallest normal number; in Flax it becomes 0.
+    After `growth_interval + 1` finite steps in a row (that is how Flax counts) the scale grows, up
+    to float32's largest number, which is not a power of two; a non-finite step backs off, down to
+    `minimum_scale`. Source: Flax 0.12, `flax/training/dynamic_scale.py`. What differs: without a
+    minimum the scale stops at float32's smallest normal number; in Flax it becomes 0.
     """
-    call = "presets.flax"
-    return dynamic(
-        call,
-        scale=scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=int32(call, "growth_interval", growth_interval, least=0) + 1,
-        min_scale=floor(call, "minimum_scale", minimum_scale),
-        clip_growth=True,
-        clamp="moves",
-    )
+    growth_interval = int32("presets.flax", "growth_interval", growth_interval, least=0) + 1
+    return dynamic("presets.flax", **locals(), clip_growth=True, clamp="moves")
 
 
 def jmp(
@@ -43,13 +32,13 @@ def jmp(
 ) -> PresetLossScale:
     """Returns the rule of `jmp.DynamicLossScale`.
 
-    After `period` finite steps in a row the scale is multiplied, and stays if the
-    product is not finite in its dtype; a non-finite step divides it, down to
-    `min_loss_scale`. Source: jmp 0.0.4, `jmp/_src/loss_scale.py`. What differs: in jmp
-    `jit` and every tree map reset the minimum to 1; here it keeps its value. The scale is
-    a float32 here, and a float16 or bfloat16 `loss_scale` sets its maximum only.
+    After `period` finite steps in a row the scale is multiplied, and stays if the product is not
+    finite in its dtype; a non-finite step divides it, down to `min_loss_scale`. Source: jmp 0.0.4,
+    `jmp/_src/loss_scale.py`. What differs: in jmp `jit` and every tree map reset the minimum to 1;
+    here it keeps its value. The scale is a float32 here, and a float16 or bfloat16 `loss_scale`
+    sets its maximum only.
     """
-    return _jmp("presets.jmp", loss_scale, period, factor, min_loss_scale)
+    return _jmp("presets.jmp", **locals())
 
 
 def jamp(
@@ -57,11 +46,22 @@ def jamp(
 ) -> PresetLossScale:
     """Returns the rule of jamp's `DynamicLossScale`.
 
-    The rule of `jmp`, of which jamp is a copy that keeps the minimum under `jit`. Source:
-    jamp 0.0.6, `jmp/loss_scale.py`. Behaves identically. The scale is a float32 here, and a
-    float16 or bfloat16 `loss_scale` sets its maximum only.
+    The rule of `jmp`, of which jamp is a copy that keeps the minimum under `jit`. Source: jamp
+    0.0.6, `jmp/loss_scale.py`. Behaves identically; of the dtype of the scale the same holds.
     """
-    return _jmp("presets.jamp", loss_scale, period, factor, min_loss_scale)
+    return _jmp("presets.jamp", **locals())
+
+
+def _jmp(call: str, loss_scale: Any, min_loss_scale: Any, **arguments: Any) -> PresetLossScale:
+    dtype = getattr(loss_scale, "dtype", jnp.float32)
+    return dynamic(
+        call,
+        loss_scale=number(loss_scale),
+        min_loss_scale=number(min_loss_scale),
+        max_scale=min(float(jnp.finfo(dtype).max), NO_MAX),
+        clamp="moves",
+        **arguments,
+    )
 
 
 def jaxamp(
@@ -69,33 +69,14 @@ def jaxamp(
 ) -> PresetLossScale:
     """Returns the rule of jaxamp's `DynamicScalerState`.
 
-    After `patience + 1` finite steps in a row (that is how jaxamp counts) the scale is
-    multiplied; a non-finite step divides it. Source: jaxamp 0.0.4,
-    `jaxamp/_dynamic_scaler.py`. What differs: in jaxamp the scale has no bounds, and is lost for
-    good at inf and at 0; here it stays within float32's normal numbers. jaxamp repeats a step
-    that is not finite with the next scale, up to 10 times, even if the loss itself is NaN.
+    After `patience + 1` finite steps in a row (that is how jaxamp counts) the scale is multiplied;
+    a non-finite step divides it. Source: jaxamp 0.0.4, `jaxamp/_dynamic_scaler.py`. What differs:
+    the scale stays within float32's normal numbers. jaxamp repeats a step that is not finite with
+    the next scale, up to 10 times, even if the loss itself is NaN.
     """
-    call = "presets.jaxamp"
-    return dynamic(
-        call,
-        scaler=number(scaler),
-        growth_interval=int32(call, "patience", number(patience), least=0) + 1,
-        adjust_factor=number(adjust_factor),
-    )
-
-
-def _jmp(
-    call: str, loss_scale: Any, period: Any, factor: Any, min_loss_scale: Any
-) -> PresetLossScale:
-    return dynamic(
-        call,
-        loss_scale=number(loss_scale),
-        period=period,
-        factor=factor,
-        min_scale=floor(call, "min_loss_scale", number(min_loss_scale)),
-        max_scale=_largest(loss_scale),
-        clamp="moves",
-    )
+    interval = int32("presets.jaxamp", "patience", number(patience), least=0) + 1
+    factor, scale = number(adjust_factor), number(scaler)
+    return dynamic("presets.jaxamp", scaler=scale, growth_interval=interval, adjust_factor=factor)
 
 
 def mpx(
@@ -103,16 +84,15 @@ def mpx(
 ) -> PresetLossScale:
     """Returns the rule of `mpx.DynamicLossScaling`.
 
-    The rule of `jmp`, but each step ends between `min_loss_scaling` and 65504, float16's
-    largest number, which is not a power of two. Source: mixed-precision-for-JAX 0.1.8,
-    `mpx/_loss_scaling.py`. Behaves identically. The scale is a float32 here; if
-    `loss_scaling` is a bfloat16 the maximum is 65536, to which bfloat16 rounds 65504, and
-    if it is a float16 the scale stays where a growth would overflow.
+    The rule of `jmp`, but each step ends between `min_loss_scaling` and 65504, float16's largest
+    number, which is not a power of two. Source: mixed-precision-for-JAX 0.1.8,
+    `mpx/_loss_scaling.py`. Behaves identically. The scale is a float32 here; if `loss_scaling` is a
+    bfloat16 the maximum is 65536, to which bfloat16 rounds 65504, and if it is a float16 the scale
+    stays where a growth would overflow.
     """
-    call = "presets.mpx"
     dtype = getattr(loss_scaling, "dtype", jnp.float32)
     return dynamic(
-        call,
+        "presets.mpx",
         loss_scaling=number(loss_scaling),
         period=period,
         factor=factor,
@@ -121,9 +101,3 @@ def mpx(
         clip_growth=dtype != jnp.float16,
         clamp="steps",
     )
-
-
-def _largest(loss_scale: Any) -> float:
-    """Returns the largest number of the dtype of a loss scale, at most that of float32."""
-    dtype = getattr(loss_scale, "dtype", jnp.float32)
-    return min(float(jnp.finfo(dtype).max), NO_MAX)

@@ -1,20 +1,26 @@
-"""The policy behind most presets: `DynamicLossScale` with a switch for each difference.
+"""The policy behind most presets, and how a preset makes it under the names of its library.
 
-Other libraries have the same rule with small differences: which steps count, which
-non-finite steps are tolerated, and what happens at a bound. Each method below calls or
-replaces one of `DynamicLossScale` and states one such difference.
+Other libraries have the rule of `DynamicLossScale` with small differences: which steps count, which
+non-finite steps are tolerated, and what happens at a bound. Each method of `PresetLossScale` calls
+or replaces one of `DynamicLossScale` and states one such difference.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._policies.base import new_state
 from .._policies.dynamic import DynamicLossScale
 from .._state.scale import LossScaleState
-from .._trees.checks import int32, one_of
+from .._trees.checks import growth_factor, int32, normal_float32, one_of
+
+# Where a library has no minimum or maximum, the scale stays within float32's normal numbers.
+NO_MIN = float(jnp.finfo(jnp.float32).smallest_normal)
+NO_MAX = float(jnp.finfo(jnp.float32).max)
 
 _SWITCH = functools.partial(one_of, choices=(False, True))
 
@@ -24,8 +30,7 @@ class PresetLossScale(DynamicLossScale):
     """A `DynamicLossScale` with options for how the rules of other libraries differ.
 
     The functions of `jaxscale.presets` return it. Use it directly for a rule that none of
-    them has. The first seven arguments are those of `DynamicLossScale`; with the defaults
-    of the others the rule is that of `DynamicLossScale` too.
+    them has. With the defaults the rule is that of `DynamicLossScale`.
 
     Args:
       init_scale: the scale of the first step.
@@ -48,11 +53,6 @@ class PresetLossScale(DynamicLossScale):
         `max_scale` and a backoff at least at `min_scale`, even if that lowers or raises
         it. `"steps"`: every step ends between the bounds. With the last two,
         `init_scale` may lie outside.
-
-    Raises:
-      ValueError: if an argument is out of range, or not
-        `min_scale <= init_scale <= max_scale` (see `clamp`).
-      TypeError: if an argument is not a number, or a count not an integer.
 
     Example:
       >>> import jax.numpy as jnp
@@ -121,3 +121,68 @@ class PresetLossScale(DynamicLossScale):
     def _lowered(self, scale: jax.Array) -> jax.Array:
         lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
         return jnp.minimum(scale, lowered) if self.clamp == "never" else lowered
+
+
+# What libraries call the arguments of `PresetLossScale`; and a factor that grows and backs off, and
+# a minimum that may be `None`.
+_NAMES = {
+    "init_scale": "initial_scale init_loss_scale initial_loss_scale init_loss_scaling loss_scale "
+    "loss_scale_value loss_scaling scale_value scaler scale scale_max",
+    "growth_factor": "incr_ratio",
+    "backoff_factor": "decr_ratio",
+    "growth_interval": "scale_window incr_every_n_steps dynamic_growth_steps period step_window",
+    "hysteresis": "delayed_shift decr_every_n_nan_or_inf",
+    "min_scale": "scale_min min_loss_scaling",
+    "max_scale": "max_loss_scale",
+}
+_FIELDS = {name: field for field, names in _NAMES.items() for name in names.split()}
+_FACTORS = ("factor", "scale_factor", "step_factor", "multiplier", "adjust_factor")
+_FLOORS = ("min_loss_scale", "minimum_scale")
+
+
+def dynamic(call: str, **arguments: Any) -> PresetLossScale:
+    """Returns a policy, or raises an error that names the arguments of the preset.
+
+    Args:
+      call: the preset, for errors.
+      **arguments: arguments of `PresetLossScale` under the names of the library; most presets pass
+        on all of theirs, by `**locals()`. The defaults are those of most libraries: no bounds, and
+        a growth that would leave float32 keeps the scale.
+    """
+    fields: dict[str, Any] = {"min_scale": NO_MIN, "max_scale": NO_MAX, "clip_growth": False}
+    for name, value in arguments.items():
+        if name in _FACTORS:
+            fields |= factors(call, name, value)
+        elif name in _FLOORS:
+            fields["min_scale"] = floor(call, name, value)
+        else:
+            field = _FIELDS.get(name, name)
+            fields[field] = PresetLossScale._checks[field](call, name, value)
+    return PresetLossScale(**fields)
+
+
+def factors(call: str, name: str, value: Any) -> dict[str, float]:
+    """Returns both factors of a library that multiplies and divides by the same number."""
+    value = growth_factor(call, name, value)
+    # Round the reciprocal down. Rounded up, it would back off from the maximum to a scale
+    # whose next growth passes the maximum and is refused, which a division never does. The
+    # reciprocal of a power of two is exact.
+    reciprocal = np.float32(1 / value)
+    if float(reciprocal) * float(np.float32(value)) > 1:
+        reciprocal = np.nextafter(reciprocal, np.float32(0))
+    return {"growth_factor": value, "backoff_factor": float(reciprocal)}
+
+
+def floor(call: str, name: str, value: Any) -> float:
+    """Returns a minimum of the scale; 0 and `None` mean none but that of float32."""
+    return normal_float32(call, name, value) if value else NO_MIN
+
+
+def steps(call: str, name: str, value: Any) -> int:
+    """Returns a number of steps; 0 means 1, as in libraries that count before they compare."""
+    return max(1, int32(call, name, value, least=0))
+
+
+def number(value: Any) -> Any:
+    """Returns a Python number for an array or a tensor without dimensions, or else `value`."""
+    return value.item() if hasattr(value, "item") else value

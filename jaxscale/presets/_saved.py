@@ -14,10 +14,9 @@ from .._policies.base import LossScale
 from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._state.scale import LossScaleState
-from ._common import number
+from ._frameworks import keras, tensorflow, tf_keras
 from ._jax import flax, jmp
-from ._rule import PresetLossScale
-from ._tensorflow import keras, tensorflow, tf_keras
+from ._rule import PresetLossScale, number
 from ._torch import torch
 
 _TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -26,30 +25,19 @@ _TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growt
 def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
     """Returns the policy and the state of a PyTorch `GradScaler.state_dict()`.
 
-    Args:
-      state_dict: the dictionary; a disabled scaler has an empty one.
-
-    Returns:
-      A policy as `presets.torch` returns it, whose `init_scale` is the saved scale, and a state
-      with the saved tracker.
+    The policy is that of `torch`, and its `init_scale` the saved scale; the state has the saved
+    tracker. A disabled scaler has an empty `state_dict`.
 
     Example:
       >>> from jaxscale import presets
-      >>> policy, state = presets.from_torch(
-      ...     {
-      ...         "scale": 1024.0,
-      ...         "growth_factor": 2.0,
-      ...         "backoff_factor": 0.5,
-      ...         "growth_interval": 2000,
-      ...         "_growth_tracker": 7,
-      ...     }
-      ... )
-      >>> state.loss_scale, state.growth_tracker
-      (Array(1024., dtype=float32), Array(7, dtype=int32))
+      >>> policy = presets.torch(growth_interval=500)
+      >>> saved = presets.to_torch(policy, policy.init())
+      >>> policy, state = presets.from_torch(saved)
+      >>> policy.growth_interval, state.loss_scale
+      (500, Array(65536., dtype=float32))
     """
     if not state_dict:
-        policy = NoOpLossScale()
-        return policy, policy.init()
+        return _resume(NoOpLossScale())
     if set(state_dict) != set(_TORCH):
         raise ValueError(
             "`presets.from_torch(state_dict)` must have the keys of PyTorch's "
@@ -61,21 +49,11 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
 
 
 def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
-    """Returns a dictionary for PyTorch's `GradScaler.load_state_dict`. Waits for the device.
+    """Returns a dictionary for PyTorch's `GradScaler.load_state_dict`, of Python numbers.
 
-    Args:
-      policy: a `DynamicLossScale` without hysteresis and growth delay, or the
-        `NoOpLossScale` of a disabled scaler. Its bounds are lost, as PyTorch has none.
-      state: its state, outside of `jit`.
-
-    Returns:
-      The dictionary, of Python numbers.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> policy = presets.torch(growth_interval=500)
-      >>> presets.to_torch(policy, policy.init())["growth_interval"]
-      500
+    `policy` is a `DynamicLossScale` without hysteresis and growth delay, whose bounds are lost, as
+    PyTorch has none, or the `NoOpLossScale` of a disabled scaler. `state` is its state, outside of
+    `jit`: its numbers are waited for.
     """
     if isinstance(policy, NoOpLossScale):
         return {}
@@ -91,72 +69,43 @@ def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
             f"each finite one, as PyTorch does, got hysteresis={policy.hysteresis} and "
             f"growth_delay={growth_delay}."
         )
-    if isinstance(state.loss_scale, jax.core.Tracer):
-        raise TypeError(
-            "`presets.to_torch` reads values, so it cannot run inside `jit`. Call it on the "
-            "state that the step returns."
-        )
-    values = (
-        float(state.loss_scale),
-        policy.growth_factor,
-        policy.backoff_factor,
-        policy.growth_interval,
-        int(state.growth_tracker),
-    )
-    return dict(zip(_TORCH, values, strict=True))
+    values = _read_attributes("to_torch", state, ("loss_scale", "growth_tracker"))
+    arguments = {name: getattr(policy, name) for name in _TORCH[1:-1]}
+    return {"scale": values["loss_scale"], **arguments, "_growth_tracker": values["growth_tracker"]}
 
 
 def from_tensorflow(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
     """Returns the policy and its initial state from a TensorFlow `LossScale.get_config()`.
 
-    Args:
-      config: the configuration of a `DynamicLossScale` or of a `FixedLossScale`, or the
-        form in which `tf.keras` stores it: `{"class_name": ..., "config": ...}`.
-
-    Returns:
-      A policy as `presets.tensorflow` returns it, or a `FixedLossScale`, and its initial
-      state: TensorFlow keeps the scale itself in its checkpoints.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> config = {"initial_loss_scale": 8.0, "increment_period": 9, "multiplier": 2.0}
-      >>> presets.from_tensorflow(config)[1].loss_scale
-      Array(8., dtype=float32)
+    The `config` is that of a `DynamicLossScale` or of a `FixedLossScale`, or the form in which
+    `tf.keras` stores it: `{"class_name": ..., "config": ...}`. The policy is that of `tensorflow`,
+    or a `FixedLossScale`; TensorFlow keeps the scale itself in its checkpoints.
     """
-    call = "presets.from_tensorflow"
     config = config.get("config", config)
     if set(config) == {"loss_scale_value"}:
         return _resume(FixedLossScale(config["loss_scale_value"]))
     names = {"initial_loss_scale", "increment_period", "multiplier"}
-    return _resume(tensorflow(**_check_keys(call, config, names)))
+    if set(config) - names or not config:
+        raise ValueError(
+            f"`presets.from_tensorflow(config)` takes the keys {', '.join(sorted(names))}, or "
+            f"loss_scale_value alone, got {', '.join(config) or 'none'}."
+        )
+    return _resume(tensorflow(**config))
 
 
 def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
     """Returns the policy and its initial state from a Keras `LossScaleOptimizer.get_config()`.
 
-    Args:
-      config: the configuration of Keras 3, of tf_keras (which has a key `dynamic`), or of
-        Keras before TensorFlow 2.4 (which has `loss_scale`). Its entries for the inner
-        optimizer are ignored.
-
-    Returns:
-      A policy as `presets.keras` or `presets.tf_keras` returns it, and its initial state:
-      Keras keeps the scale itself with the weights.
-
-    Example:
-      >>> from jaxscale import presets
-      >>> policy, state = presets.from_keras({"initial_scale": 8.0, "dynamic_growth_steps": 9})
-      >>> policy.growth_interval, state.loss_scale
-      (9, Array(8., dtype=float32))
+    The `config` is that of Keras 3, of tf_keras (which has a key `dynamic`), or of Keras before
+    TensorFlow 2.4 (which has `loss_scale`); its entries for the inner optimizer are ignored. The
+    policy is that of `keras` or `tf_keras`; Keras keeps the scale itself with the weights.
     """
-    call = "presets.from_keras"
-    if "loss_scale" in config and isinstance(config["loss_scale"], Mapping):
+    if isinstance(config.get("loss_scale"), Mapping):
         return from_tensorflow(config["loss_scale"])
-    names = {"initial_scale", "dynamic_growth_steps"}
-    missing = names - set(config)
-    if missing:
+    names = ("dynamic_growth_steps", "initial_scale")
+    if not config.keys() >= set(names):
         raise ValueError(
-            f"`{call}(config)` must have the keys {' and '.join(sorted(names))} of a "
+            f"`presets.from_keras(config)` must have the keys {' and '.join(names)} of a "
             f"`LossScaleOptimizer`, got {', '.join(config) or 'none'}."
         )
     arguments = {name: config[name] for name in names}
@@ -168,12 +117,8 @@ def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
 def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
     """Returns the policy and the state of a `flax.training.dynamic_scale.DynamicScale`.
 
-    Args:
-      dynamic_scale: the object, outside of `jit`; Flax itself is not imported.
-
-    Returns:
-      A policy as `presets.flax` returns it, and a state with the scale and the counter
-      as they are.
+    The policy is that of `flax`; the state has the scale and the counter as they are in
+    `dynamic_scale`, outside of `jit`. Flax itself is not imported.
     """
     names = ("growth_factor", "backoff_factor", "growth_interval", "scale", "minimum_scale")
     values = _read_attributes("from_flax", dynamic_scale, (*names, "fin_steps"))
@@ -184,14 +129,10 @@ def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
 def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
     """Returns the policy and the state of a `jmp.DynamicLossScale`, or a fixed one.
 
-    Args:
-      loss_scale: the object, outside of `jit`; jmp itself is not imported. Under
-        `jit` jmp forgets its minimum: what is read is the minimum that the object has now.
-
-    Returns:
-      A policy as `presets.jmp` returns it, and a state with the scale and the counter as
-      they are. A `StaticLossScale` becomes a `FixedLossScale`, and a `NoOpLossScale` the
-      one of this library.
+    The policy is that of `jmp`; the state has the scale and the counter as they are in
+    `loss_scale`, outside of `jit`. A `StaticLossScale` becomes a `FixedLossScale`, and a
+    `NoOpLossScale` the one of this library. Under `jit` jmp forgets its minimum: what is read is
+    the minimum that the object has now. jmp itself is not imported.
     """
     if type(loss_scale).__name__ == "NoOpLossScale":
         return _resume(NoOpLossScale())
@@ -211,27 +152,19 @@ def _resume(policy: LossScale, tracker: Any = 0) -> tuple[LossScale, LossScaleSt
     return policy, state
 
 
-def _check_keys(call: str, config: Mapping[str, Any], names: set[str]) -> Mapping[str, Any]:
-    if set(config) - names or not config:
-        raise ValueError(
-            f"`{call}(config)` takes the keys {', '.join(sorted(names))}, or loss_scale_value "
-            f"alone, got {', '.join(config) or 'none'}."
-        )
-    return config
-
-
 def _read_attributes(call: str, instance: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Returns attributes of an object as Python numbers, or raises a `TypeError`."""
     missing = [name for name in names if not hasattr(instance, name)]
     if missing:
         raise TypeError(
             f"`presets.{call}` got {instance!r}, which has no {' and no '.join(missing)}. "
-            "Pass the scaler object of that library."
+            "Pass the scaler of that library, or to `to_torch` the state of a policy."
         )
     values = {name: getattr(instance, name) for name in names}
     traced = [name for name, value in values.items() if isinstance(value, jax.core.Tracer)]
     if traced:
         raise TypeError(
             f"`presets.{call}` reads values, so it cannot run inside `jit`: {traced[0]} is "
-            "traced. Call it once, before training goes on."
+            "traced. Call it between two steps."
         )
     return {name: number(value) for name, value in values.items()}

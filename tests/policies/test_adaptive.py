@@ -1,6 +1,5 @@
-"""The policy that follows the largest gradient: its rule and its arithmetic."""
+"""The policy that follows the largest gradient: its rule, in plain Python and in arrays."""
 
-import contextlib
 import functools
 import itertools
 import math
@@ -14,19 +13,14 @@ import pytest
 import references
 import simulator
 from tables import assert_same_bits
-from training import x64
 
 import jaxscale
-from jaxscale._policies import adaptive
 
 ADAPTIVE = jaxscale.AdaptiveLossScale
 DEFAULT = ADAPTIVE()
-SMALL = ADAPTIVE(
-    init_scale=4.0, memory=3, period=5, search_period=2, min_scale=0.5, max_scale=2**20
-)
 BAD = math.inf  # a step that overflows; others are given by their largest gradient
 NO_GRADIENTS = -1.0
-LENGTH = 16
+LENGTH = 16  # of a run: one program for all
 
 
 def numbers(state):
@@ -34,7 +28,9 @@ def numbers(state):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _scan(policy, state, sizes):
+def scanned(policy, state, sizes):
+    """The states after each step, from a first one."""
+
     def body(state, size):
         finite = size < jnp.inf
         seen = policy.adjust(state, finite, size)
@@ -42,15 +38,6 @@ def _scan(policy, state, sizes):
         return state, state
 
     return jax.lax.scan(body, state, sizes)[1]
-
-
-def scanned(policy, sizes, state=None):
-    """The states after each step, from a first one. Runs are filled up: one program for all."""
-    length = -(-len(sizes) // LENGTH) * LENGTH
-    filled = np.full(length, NO_GRADIENTS, np.float32)
-    filled[: len(sizes)] = sizes
-    states = _scan(policy, policy.init() if state is None else state, filled)
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[: len(sizes)], states)
 
 
 def trajectory(policy, state, sizes):
@@ -64,9 +51,6 @@ def trajectory(policy, state, sizes):
 
 def by_step(states):
     return list(zip(*(leaf.tolist() for leaf in states), strict=True))
-
-
-# The rule.
 
 
 @st.composite
@@ -93,9 +77,8 @@ FEW = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples 
 
 @FEW
 @hypothesis.given(policies(), SIZES)
-@hypothesis.example(ADAPTIVE(period=2**31 - 16), [NO_GRADIENTS] * LENGTH)  # counters at their end
 def test_it_follows_the_reference(policy, sizes):
-    states = scanned(policy, sizes)
+    states = scanned(policy, policy.init(), np.float32(sizes))
     assert by_step(states) == trajectory(policy, numbers(policy.init()), sizes)
     assert set(np.frexp(states.loss_scale)[0].tolist()) == {0.5}  # powers of two
     assert policy.min_scale <= states.loss_scale.min()
@@ -112,6 +95,9 @@ def test_it_follows_the_reference(policy, sizes):
     st.integers(0, 9),
     SIZES,
 )
+@hypothesis.example(
+    8, 0, 0, 2**23, 2**31 - 5, 2**31 - 5, 0, [1.0] * LENGTH
+)  # counters at their end
 def test_it_follows_the_reference_from_any_state(
     exponent, peak, level, crest, finite_steps, held_steps, overflows, sizes
 ):
@@ -120,7 +106,7 @@ def test_it_follows_the_reference_from_any_state(
         *(jnp.float32(x) for x in (2.0**exponent, peak / 2**16, level / 2**20, crest / 2**16)),
         *map(jnp.int32, (finite_steps, held_steps, overflows)),
     )
-    states = scanned(DEFAULT, sizes, state)
+    states = scanned(DEFAULT, state, np.float32(sizes))
     assert by_step(states) == trajectory(DEFAULT, numbers(state), sizes)
 
 
@@ -136,50 +122,6 @@ def test_it_follows_the_reference_bit_for_bit_along_every_trace():
         assert by_step(replays[name].states) == states, name
 
 
-# What happens, in words: largest gradients, and the scale, peak and level after each. The level
-# begins at 13 and rises by half in each of these steps, as long as it searches.
-STORIES = {
-    "a first gradient is believed at once, and the scale doubles": (
-        [2.0**-5, 2.0**-5, 2.0**-5],
-        [(8, -5, 13.5), (16, -5, 14), (32, -5, 14.5)],
-    ),
-    "a larger one raises the peak, which fades": (
-        [1.0, 64.0, 1.0, 1.0],
-        [(8, 0, 13.5), (16, 6, 14), (32, 4, 14.5), (64, 4 - 4 / 3, 15)],
-    ),
-    "the scale falls at once": (
-        [2.0**-4, 2.0**12, 2.0**12],
-        [(8, -4, 13.5), (4, 12, 14), (4, 12, 14.5)],
-    ),
-    "what has fitted raises the level": (
-        [1.0, BAD, 2.0**11],
-        [(8, 0, 13.5), (4, 0, 2.5), (1, 11, 11)],
-    ),
-    "an overflow while the scale rises tells the level": (
-        [1.0, BAD, 1.0, 1.0],
-        [(8, 0, 13.5), (4, 0, 2.5), (8, 0, 3), (8, 0, 3.5)],
-    ),
-    "overflows in a row": (
-        [2.0**11, 2.0**11, BAD, BAD, BAD, BAD, 2.0**11],
-        [(4, 11, 13.5), (8, 11, 14), (4, 11, 13), *[(0.5, 11, 13)] * 3, (1, 11, 13.2)],
-    ),
-    "before the first gradient nothing is learned": (
-        [BAD, BAD, 2.0**-3],
-        [(2, -256, 13), (0.5, -256, 13), (1, -3, 13.5)],
-    ),
-    "zeros teach nothing": (
-        [1.0, 0.0, BAD, 0.0, 1.0],
-        [(8, 0, 13.5), (8, 0, 13.5), (4, 0, 2.5), (4, 0, 2.5), (8, 0, 3)],
-    ),
-}
-
-
-@pytest.mark.parametrize("story", STORIES)
-def test_what_happens_when(story):
-    sizes, expected = STORIES[story]
-    np.testing.assert_allclose(np.stack(scanned(SMALL, sizes)[:3], 1), expected, atol=1e-4)
-
-
 adjust = jax.jit(DEFAULT.adjust)
 
 
@@ -189,34 +131,11 @@ def test_a_tree_without_gradients_is_no_gradients():
         assert_same_bits(update(state, grads)[0], adjust(state, True))
 
 
-def test_gradients_of_zero_leave_every_bit():
+def test_what_has_no_size_leaves_every_bit():
     state = DEFAULT.init()
     for start in (state, adjust(adjust(state, True, jnp.float32(1)), False)):
-        for size in (0.0, 2.0**-140, -0.0):
+        for size in (0.0, 2.0**-140, -0.0, -jnp.nan):  # `adjust` believes that they were finite
             assert_same_bits(adjust(start, True, jnp.float32(size)), start)
-
-
-# Arithmetic.
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_logarithms_and_powers_are_exact(wide):
-    exponents = np.arange(-126, 128)
-    rng = np.random.default_rng(0)
-    between = rng.uniform(1, 2, (100, len(exponents))).astype(np.float32)
-    sizes = np.ldexp(between, exponents).astype(np.float32)
-    power, log2 = jax.jit(adaptive._power), jax.jit(adaptive._log2)
-    with x64() if wide else contextlib.nullcontext():
-        powers = power(jnp.asarray(exponents, jnp.int32))
-        logarithms, others = log2(powers), log2(jnp.asarray(sizes))
-        assert powers.dtype == jnp.float32
-        assert logarithms.dtype == others.dtype == jnp.int32
-    assert powers.tolist() == [math.ldexp(1, e) for e in exponents.tolist()]
-    assert logarithms.tolist() == (exponents * 2**16).tolist()
-    expected = exponents * 2.0**16 + np.floor((between.astype(np.float64) - 1) * 2**16)
-    assert (np.asarray(others) == expected).all()
-    error = np.log2(sizes.astype(np.float64)) - np.asarray(others) / 2**16
-    assert 0 <= error.min() <= error.max() < 0.0862
 
 
 def test_a_restored_state_that_is_unusable_heals():
@@ -241,34 +160,16 @@ def test_a_restored_state_starts_anew_or_from_the_power_of_two_below():
     assert adjust(state, True, jnp.float32(0)).loss_scale == 2.0**15
 
 
-def test_a_finite_verdict_on_gradients_that_are_not_changes_nothing_for_nan():
-    # `adjust` believes its caller. NaN is not a size.
-    state = adjust(DEFAULT.init(), True, jnp.float32(1))
-    assert_same_bits(adjust(state, True, jnp.float32(-jnp.nan)), state)
-
-
 REJECTED = {
-    "level too high": ({"level": 16}, ValueError, r"`AdaptiveLossScale\(level=.*below 16, got 16"),
-    "level too low": ({"level": -15}, ValueError, r"level=.*at least -14.*got -15.*pass 13\.0"),
-    "level NaN": ({"level": np.nan}, ValueError, r"`AdaptiveLossScale\(level=.*finite.*nan"),
-    "level text": ({"level": "13"}, TypeError, r"`AdaptiveLossScale\(level=.*'13' of type str"),
-    "min_level": ({"min_level": -20.0}, ValueError, r"min_level=.*got -20\.0"),
-    "max_level": ({"max_level": 16.0}, ValueError, r"max_level=.*below 16, got 16\.0"),
-    "levels": ({"level": 8, "min_level": 9}, ValueError, r"min_level <= level <= max_level, got 9"),
-    "period": ({"period": 0}, ValueError, r"`AdaptiveLossScale\(period=.*at least 1, got 0"),
-    "period float": ({"period": 2.5}, TypeError, r"period=.*integer.*got 2\.5.*pass an int"),
-    "search": ({"search_period": -1}, ValueError, r"search_period=.*at least 1, got -1"),
-    "memory": ({"memory": 0}, ValueError, r"memory=.*at least 1, got 0"),
-    "bounds": ({"min_scale": 2, "max_scale": 1}, ValueError, r"max_scale, got 2\.0, 256\.0 and 1"),
-    "init above": ({"init_scale": 2.0**61}, ValueError, r"min_scale <= init_scale <= max_scale"),
-    "no power": ({"init_scale": 1000}, ValueError, r"init_scale=.*power of two.*1000.*2\.0\*\*9"),
-    "max no power": ({"max_scale": 65504}, ValueError, r"max_scale=.*power of two, got 65504"),
-    "scale 0": ({"min_scale": 0}, ValueError, r"min_scale=.*normal range.*got 0"),
-}  # fmt: skip
+    "level too high": ({"level": 16}, r"`AdaptiveLossScale\(level=.*below 16, got 16.*pass 13\.0"),
+    "levels": ({"level": 8, "min_level": 9}, r"min_level <= level <= max_level, got 9"),
+    "scales": ({"min_scale": 2, "max_scale": 1}, r"<= max_scale, got 2\.0, 256\.0 and 1"),
+    "no power": ({"init_scale": 1000}, r"init_scale=.*power of two.*1000.*2\.0\*\*9"),
+} | {name: ({name: -20}, rf"`AdaptiveLossScale\({name}=.*got -20") for name in DEFAULT.get_config()}
 
 
 @pytest.mark.parametrize("case", REJECTED)
 def test_bad_arguments(case):
-    arguments, error, message = REJECTED[case]
-    with pytest.raises(error, match=message):
+    arguments, message = REJECTED[case]
+    with pytest.raises(ValueError, match=message):
         ADAPTIVE(**arguments)

@@ -1,6 +1,4 @@
-"""Policies in live float16 training of an LSTM and a transformer: skips, scale, what is flushed."""
-
-import functools
+"""Policies in live float16 training of a small transformer: skips, scale, what is flushed."""
 
 import jax
 import jax.numpy as jnp
@@ -14,34 +12,21 @@ from jaxscale import presets
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.slow]
 
 STEPS, BATCH, LENGTH, WORDS, WIDTH = 2000, 8, 16, 24, 32
+SHAPES = {"embed": (WORDS, WIDTH), "places": (LENGTH, WIDTH), "qkv": (WIDTH, 3 * WIDTH)}
+SHAPES |= {"mix": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+SHAPES |= {"output": (WIDTH, WORDS)}
 
 
-def matrices(seed, **shapes):
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
+def init_params():
+    keys = jax.random.split(jax.random.key(1), len(SHAPES))
     return {
         name: jax.random.normal(key, shape) / np.sqrt(shape[0])
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
     }
 
 
-def lstm(params, tokens):
-    """The logits of the next token of each, by one layer of an LSTM."""
-    inputs = params["embed"][tokens].swapaxes(0, 1)
-
-    def cell(carry, x):
-        hidden, memory = carry
-        gates = x @ params["input"] + hidden @ params["hidden"]
-        i, f, g, o = jnp.split(gates, 4, axis=-1)
-        memory = jax.nn.sigmoid(f + 1) * memory + jax.nn.sigmoid(i) * jnp.tanh(g)
-        hidden = jax.nn.sigmoid(o) * jnp.tanh(memory)
-        return (hidden, memory), hidden
-
-    zeros = jnp.zeros_like(inputs[0])
-    return jax.lax.scan(cell, (zeros, zeros), inputs)[1].swapaxes(0, 1) @ params["output"]
-
-
-def transformer(params, tokens):
-    """The same by one block of a transformer with four heads."""
+def logits(params, tokens):
+    """Those of the next token of each, by one block with four heads."""
     x = params["embed"][tokens] + params["places"]
 
     def norm(x):
@@ -57,31 +42,10 @@ def transformer(params, tokens):
     return norm(x) @ params["output"]
 
 
-MODELS = {
-    "lstm": (
-        lstm,
-        matrices(
-            0,
-            embed=(WORDS, WIDTH),
-            input=(WIDTH, 4 * WIDTH),
-            hidden=(WIDTH, 4 * WIDTH),
-            output=(WIDTH, WORDS),
-        ),
-    ),
-    "transformer": (
-        transformer,
-        matrices(
-            1,
-            embed=(WORDS, WIDTH),
-            places=(LENGTH, WIDTH),
-            qkv=(WIDTH, 3 * WIDTH),
-            mix=(WIDTH, WIDTH),
-            up=(WIDTH, 4 * WIDTH),
-            down=(4 * WIDTH, WIDTH),
-            output=(WIDTH, WORDS),
-        ),
-    ),
-}
+def loss_fn(params, words):
+    half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+    scores = logits(half, words[:, :-1]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(scores, words[:, 1:]).mean()
 
 
 def batches():
@@ -93,19 +57,16 @@ def batches():
     return jnp.asarray(np.where(rng.random(words.shape) < 0.05, noise, words).astype(np.int32))
 
 
-def loss_of(model):
-    def loss_fn(params, words):
-        half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-        scores = MODELS[model][0](half, words[:, :-1]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(scores, words[:, 1:]).mean()
+def run(step, tx):
+    """The optimizer state after all steps, and what each of them returned."""
+    params = init_params()
+    scan = jax.jit(lambda carry, words: jax.lax.scan(step, carry, words))
+    (_, state), outputs = scan((params, tx.init(params)), batches())
+    return state, outputs
 
-    return loss_fn
 
-
-@functools.cache
-def trained(model, policy):
-    """The scale before each step, the losses, the share of zero gradients, and the last state."""
-    loss_fn, params = loss_of(model), MODELS[model][1]
+def trained(policy):
+    """What `traces/README.md` has: skips, mean exponent, zeros and loss, at the end of a run."""
     tx = jaxscale.loss_scaled(optax.adam(3e-3), policy)
 
     def step(carry, words):
@@ -116,42 +77,35 @@ def trained(model, policy):
         share = zeros / sum(g.size for g in jax.tree.leaves(grads))
         return (params, new_state), (state.scaling.loss_scale, loss, share)
 
-    run = jax.jit(lambda carry, words: jax.lax.scan(step, carry, words))
-    (_, state), (scale, loss, share) = run((params, tx.init(params)), batches())
-    return np.log2(scale), np.asarray(loss), np.asarray(share), state
+    state, (scale, loss, share) = run(step, tx)
+    assert loss[-100:].mean() < loss[:100].mean() / 2
+    numbers = jnp.log2(scale)[STEPS // 2 :].mean(), share[STEPS // 2 :].mean(), loss[-100:].mean()
+    return int(state.total_notfinite), *map(float, numbers)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_live_training_skips_little_and_flushes_no_more(model, record_property):
+def test_live_training_skips_little_and_flushes_no_more():
     # PyTorch's rule probes once in 2,000 steps; with an interval of 200 it probes as a long run.
-    ours, theirs = trained(model, jaxscale.AdaptiveLossScale()), trained(model, presets.torch())
-    probing = trained(model, presets.torch(growth_interval=200))
-    late = slice(STEPS // 2, None)
-    runs = {"adaptive": ours, "torch": theirs, "probing": probing}
-    for name, (scale, loss, share, state) in runs.items():
-        numbers = int(state.total_notfinite), scale[late].mean(), share[late].mean()
-        record_property(name, (*map(float, numbers), float(loss[-100:].mean())))
-    assert ours[3].total_notfinite <= probing[3].total_notfinite / 4
-    assert ours[0][late].mean() >= theirs[0][late].mean() - 2
-    assert ours[2][late].mean() <= theirs[2][late].mean() + 0.0001
-    assert abs(ours[1][-100:].mean() - theirs[1][-100:].mean()) < 0.05
-    assert ours[1][-100:].mean() < ours[1][:100].mean() / 2
+    policies = jaxscale.AdaptiveLossScale(), presets.torch(), presets.torch(growth_interval=200)
+    ours, theirs, probing = runs = list(map(trained, policies))
+    print(*runs, sep="\n")
+    assert ours[0] <= probing[0] / 4
+    assert ours[1] >= theirs[1] - 2
+    assert ours[2] <= theirs[2] + 0.0001
+    assert abs(ours[3] - theirs[3]) < 0.05
 
 
-@pytest.mark.parametrize(("model", "scale"), [("lstm", 2.0**8), ("transformer", 2.0**24)])
-def test_with_retries_no_batch_of_live_training_is_lost(model, scale, record_property):
+@pytest.mark.parametrize("scale", [2.0**8, 2.0**24])
+def test_with_retries_no_batch_of_live_training_is_lost(scale):
     # From 2**8, and from where every batch overflows.
     policy = jaxscale.AdaptiveLossScale(init_scale=scale)
-    tx, params = jaxscale.loss_scaled(optax.adam(3e-3), policy), MODELS[model][1]
-    whole = jaxscale.train_step(loss_of(model), tx, retries=10)
+    tx = jaxscale.loss_scaled(optax.adam(3e-3), policy)
+    whole = jaxscale.train_step(loss_fn, tx, retries=10)
 
     def step(carry, words):
         *carry, loss = whole(*carry, words)
         return tuple(carry), loss
 
-    run = jax.jit(lambda carry, words: jax.lax.scan(step, carry, words))
-    (_, state), loss = run((params, tx.init(params)), batches())
-    record_property("retries", (int(state.total_retries), float(loss[-100:].mean())))
+    state, loss = run(step, tx)
     assert (state.total_steps, state.total_notfinite) == (STEPS, 0)
     assert state.total_retries <= 2 + 2 * (scale > 2.0**8)
     assert loss[-100:].mean() < loss[:100].mean() / 2

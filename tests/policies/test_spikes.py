@@ -11,24 +11,13 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from spike_rules import (
-    FINITE,
-    STEPS,
-    STREAMS,
-    Promised,
-    judge_all,
-    recorded,
-    shifted,
-    skipped,
-    stream,
-)
+from spike_rules import STEPS, STREAMS, Promised, judge_all, recorded, shifted, skipped
 from tables import assert_same_bits, avals, cases
 
 import jaxscale
 from jaxscale import SpikeRule, presets
-from jaxscale._policies.spikes import check_spikes
-from jaxscale._state.state_dict import resize
 
 OPTIONS = {"default": {}, "short": {"window": 16, "sigmas": 4.0, "min_history": 3}}
 
@@ -57,6 +46,12 @@ def test_it_decides_as_promised(name, options):
     for field, window in zip(["losses", "grad_norms"], reference.windows, strict=True):
         kept = np.asarray(getattr(states, field)[-1])[-len(window) :]
         np.testing.assert_allclose(kept, window, rtol=1e-4)
+    with np.errstate(over="ignore"):  # a deviation beyond float32 is inf
+        threshold, deviation = np.float32(reference.seen).transpose(2, 1, 0)
+    seen = [states.loss_threshold, states.norm_threshold]
+    np.testing.assert_allclose(seen, threshold, rtol=1e-4)
+    seen = [states.loss_deviation, states.norm_deviation]
+    np.testing.assert_allclose(seen, deviation, rtol=1e-3, atol=0.1)
 
 
 def test_recorded_runs_are_judged_as_promised():
@@ -70,20 +65,11 @@ def test_recorded_runs_are_judged_as_promised():
     assert spikes > 10
 
 
-def test_one_spike_does_not_hide_the_next():
-    for first in (10.0, 1e30, np.finfo(np.float32).max):
-        assert skipped(SpikeRule(), stream(_200=first, _201=first, _230=3.0)[0]) == [200, 201, 230]
-    assert skipped(SpikeRule(), stream(_200=-1e30, _230=3.0)[0]) == [230]
-    # Before anything is judged, too.
-    assert skipped(SpikeRule(), stream(_5=1e6, _90=3.0)[0]) == [90]
-    assert skipped(presets.olmo(), stream(_200=10.0, _230=3.0)[0]) == [200]
-
-
-LEVELS = {(10, 4), (30, 4), (100, 5), (300, 6), (1000, 7), (1e5, 12), (1e20, 46)}
+LEVELS = {(100, 5), (1000, 7), (1e5, 12)}
 
 
 @cases(("deviations", "skips"), LEVELS, fast=[(100, 5)])
-def test_a_new_level_is_accepted_after_so_many_steps(deviations, skips):
+def test_a_new_level_is_accepted_after_as_many_steps_as_the_docstring_says(deviations, skips):
     numbers = []
     for seed in range(5):
         found = skipped(SpikeRule(), shifted(0.01 * deviations, seed=seed)[0])
@@ -93,12 +79,6 @@ def test_a_new_level_is_accepted_after_so_many_steps(deviations, skips):
 
 
 def test_rounding_is_not_a_spike():
-    steady = np.full(STEPS, 2.0)
-    for places, expected in (({200: 2.00001}, []), ({200: 2.0001}, [200])):
-        losses = steady.copy()
-        losses[list(places)] = list(places.values())
-        assert skipped(SpikeRule(), losses) == expected
-        assert skipped(presets.olmo(), losses) == [200]
     # The next number after 2 in bfloat16 is 1/64 higher. In float32 that is a spike, at first.
     norms = jnp.ones(STEPS)
     for rise, in_bfloat16, in_float32 in ((2.0**-6, False, True), (2.0**-4, True, True)):
@@ -111,25 +91,6 @@ def test_rounding_is_not_a_spike():
 def test_false_alarms_of_heavy_tails_are_as_the_docstring_says(sigma, per_10_000):
     norms = np.exp(sigma * np.random.default_rng(0).standard_normal(100_000))
     assert len(skipped(SpikeRule(), norms)) / 10 == pytest.approx(per_10_000, rel=0.2)
-
-
-def test_the_threshold_is_of_the_unbiased_deviation():
-    values = [1.0, 2.0, 3.0, 2.0]
-    _, state = SpikeRule(window=4, sigmas=2).judge(
-        after(SpikeRule(window=4), values), jnp.float32(3), jnp.float32(1), True
-    )
-    expected = 2 + 2 * np.std(values, ddof=1)
-    np.testing.assert_allclose(state.loss_threshold, expected, rtol=1e-6)
-    np.testing.assert_allclose(state.loss_deviation, 1 / np.std(values, ddof=1), rtol=1e-6)
-
-
-def test_the_threshold_tells_spikes():
-    for name in FINITE:
-        is_spike, states = judge_all(SpikeRule(), *STREAMS[name])
-        losses, norms = STREAMS[name]
-        above = (losses > states.loss_threshold) | (norms > states.norm_threshold)
-        far = jnp.maximum(states.loss_deviation, states.norm_deviation) > 6
-        assert above.tolist() == is_spike.tolist() == far.tolist(), name
 
 
 def test_the_unit_does_not_matter():
@@ -145,16 +106,6 @@ def test_the_unit_does_not_matter():
 
 
 # What it keeps.
-
-
-def test_a_step_that_is_not_finite_leaves_no_trace():
-    rule = SpikeRule(window=4)
-    state = after(rule, [1.0, 1.1, 0.9, 9.0])
-    assert state.spike_count == 1
-    for loss, norm in ((np.nan, 1.0), (1.0, np.inf), (np.nan, np.nan), (99.0, 99.0)):
-        is_spike, same = rule.judge(state, jnp.float32(loss), jnp.float32(norm), jnp.array(False))
-        assert not is_spike
-        assert_same_bits(same, state)
 
 
 def test_a_norm_that_overflows_is_a_spike_and_never_enters():
@@ -183,14 +134,17 @@ def test_without_a_loss_the_norm_judges_alone():
 
 
 def test_counts_and_totals():
-    rule = SpikeRule(window=4)
+    rule, one = SpikeRule(window=4), jnp.float32(1)
     state = after(rule, [1.0, 1.1, 9.0, 99.0])
     assert (state.loss_count, state.total_spikes, state.spike_count) == (4, 2, 2)
-    _, state = rule.judge(state, jnp.float32(1), jnp.float32(1), True)
+    is_spike, same = rule.judge(state, jnp.float32(99), one, False)  # leaves no trace
+    assert not is_spike
+    assert_same_bits(same, state)
+    _, state = rule.judge(state, one, one, True)
     assert (state.loss_count, state.total_spikes, state.spike_count) == (4, 2, 0)
     most = jnp.int32(np.iinfo(np.int32).max)
     state = state._replace(total_spikes=most, loss_count=most)  # from a checkpoint, say
-    is_spike, state = rule.judge(state, jnp.float32(1e6), jnp.float32(1), True)
+    is_spike, state = rule.judge(state, jnp.float32(1e6), one, True)
     assert is_spike
     assert (state.total_spikes, state.loss_count) == (most, 4)
 
@@ -206,14 +160,9 @@ def test_a_poisoned_window_heals():
 
 def test_it_composes_with_transformations():
     rule = SpikeRule(window=8)
-    values = [jnp.asarray(v[62:74]) for v in (STREAMS["spikes"][0], STREAMS["steady"][0])]
-    first = rule.init()
+    values = jnp.stack([STREAMS[name][0][62:74] for name in ("spikes", "steady")])
     states = [judge_all(rule, v, v)[1] for v in values]
-    assert states[0].total_spikes[-1] > states[1].total_spikes[-1]
-    for state in states:
-        last = jax.tree.map(lambda leaf: leaf[-1], state)
-        assert avals(last) == avals(first)
-    many = jax.vmap(functools.partial(judge_all, rule))(jnp.stack(values), jnp.stack(values))[1]
+    many = jax.vmap(functools.partial(judge_all, rule))(values, values)[1]
     # To rounding: the order of a sum is the compiler's.
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4)
     jax.tree.map(close, many, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
@@ -221,7 +170,7 @@ def test_it_composes_with_transformations():
     # No buffer is in a state twice, which could not be donated.
     donating = jax.jit(rule.judge, donate_argnums=0)
     _, state = donating(rule.init(), jnp.float32(1), jnp.float32(1), True)
-    assert avals(donating(state, jnp.float32(1), jnp.float32(1), True)[1]) == avals(first)
+    assert avals(donating(state, jnp.float32(1), jnp.float32(1), True)[1]) == avals(rule.init())
 
 
 def test_other_dtypes_are_judged_in_float32():
@@ -237,23 +186,15 @@ def test_other_dtypes_are_judged_in_float32():
 # What is rejected.
 
 REJECTED = {
-    "window 1": ({"window": 1}, ValueError, r"window=.*at least 2, got 1"),
-    "window 0": ({"window": 0}, ValueError, r"window=.*at least 2, got 0"),
-    "window part": ({"window": 12.5}, TypeError, r"window=.*integer.*got 12\.5"),
-    "window bool": ({"window": True}, ValueError, r"window=.*got True"),
-    "window text": ({"window": "128"}, TypeError, r"window=.*got '128'"),
+    "window": ({"window": 1}, ValueError, r"window=.*at least 2, got 1"),
+    "a part of a window": ({"window": 12.5}, TypeError, r"window=.*integer.*got 12\.5"),
     "sigmas 0": ({"sigmas": 0}, ValueError, r"sigmas=.*above 0.*got 0\..*pass 6\.0"),
-    "sigmas negative": ({"sigmas": -6.0}, ValueError, r"sigmas=.*above 0.*got -6\.0"),
     "sigmas NaN": ({"sigmas": math.nan}, ValueError, r"sigmas=.*got nan"),
     "sigmas inf": ({"sigmas": math.inf}, ValueError, r"sigmas=.*at most 1e6, got inf"),
     "sigmas bool": ({"sigmas": True}, ValueError, r"sigmas=.*got True"),
     "sigmas text": ({"sigmas": "6"}, TypeError, r"sigmas=.*got '6'"),
-    "history 1": ({"min_history": 1}, ValueError, r"min_history=.*at least 2, got 1"),
-    "history": (
-        {"window": 8, "min_history": 9},
-        ValueError,
-        r"at most window=8, got 9.*ever be judged",
-    ),
+    "history": ({"min_history": 1}, ValueError, r"min_history=.*at least 2, got 1"),
+    "a long history": ({"window": 8, "min_history": 9}, ValueError, r"at most window=8, got 9"),
 }
 
 
@@ -264,21 +205,11 @@ def test_bad_arguments_are_rejected(name):
         SpikeRule(**options)
 
 
-def test_the_preset_names_its_own_arguments():
-    with pytest.raises(ValueError, match=r"presets\.olmo\(rolling_interval_length=.*got 1"):
-        presets.olmo(rolling_interval_length=1)
-    with pytest.raises(ValueError, match=r"presets\.olmo\(sigma_factor=.*got 0"):
-        presets.olmo(sigma_factor=0)
-
-
 def test_what_is_not_a_rule_is_rejected():
-    assert check_spikes("loss_scaled", None) is None
-    for rule in (SpikeRule(), presets.olmo()):
-        assert check_spikes("loss_scaled", rule) is rule
     for wrong in (True, 6.0, SpikeRule, "olmo"):
         match = re.escape(f"`loss_scaled(spikes=...)` must be a `SpikeRule` or None, got {wrong!r}")
         with pytest.raises(TypeError, match=match + ".*spikes=jaxscale.SpikeRule()"):
-            check_spikes("loss_scaled", wrong)
+            jaxscale.loss_scaled(optax.identity(), spikes=wrong)
 
 
 def test_rules_are_values():
@@ -292,25 +223,17 @@ def test_rules_are_values():
 
 
 @cases("length", [2, 5, 8, 11], fast=[5, 11])
-def test_a_state_is_restored_into_another_window(length):
-    state = after(SpikeRule(window=8), [1.0, 2.0, 3.0, 2.0, 1.0, 2.5])
+def test_states_are_restored_into_another_window(length):
+    values = [1.0, 2.0, 3.0, 2.0, 1.0, 2.5]
+    state = after(SpikeRule(window=8), values)
     state = state._replace(loss_count=jnp.int32(3))  # as if earlier steps had no loss
-    fresh = SpikeRule(window=length).init()
-    restored = jaxscale.from_state_dict(fresh, jaxscale.to_state_dict(state))
-    assert avals(restored) == avals(fresh)
+    one = SpikeRule(window=length).init()
+    several = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), (state, one))
+    many = jaxscale.from_state_dict(several[1], jaxscale.to_state_dict(several[0]))
+    restored = jaxscale.from_state_dict(one, jaxscale.to_state_dict(state))
+    assert_same_bits(many, jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), restored))
     kept = min(length, 6)
-    assert restored.grad_norms[-kept:].tolist() == [1.0, 2.0, 3.0, 2.0, 1.0, 2.5][-kept:]
-    assert not restored.grad_norms[:-kept].any()
+    assert restored.grad_norms.tolist() == [0.0] * (length - kept) + values[-kept:]
     assert (restored.norm_count, restored.loss_count) == (kept, min(length, 3))
     assert restored.total_spikes == state.total_spikes
-    assert resize(np.arange(6).reshape(2, 3), 2).tolist() == [[1, 2], [4, 5]]
-
-
-def test_a_population_is_restored_into_another_window():
-    def make(window):
-        return jax.vmap(lambda _: SpikeRule(window=window).init())(jnp.zeros(3))
-
-    state = make(4)._replace(losses=jnp.arange(12.0).reshape(3, 4), loss_count=jnp.full(3, 4))
-    restored = jaxscale.from_state_dict(make(2), jaxscale.to_state_dict(state))
-    assert restored.losses.tolist() == [[2, 3], [6, 7], [10, 11]]
-    assert restored.loss_count.tolist() == [2, 2, 2]
+    assert avals(restored) == avals(one)

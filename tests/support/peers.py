@@ -14,37 +14,25 @@ from jaxscale import presets
 FOLDER = pathlib.Path(__file__).parent.parent / "presets" / "traces"
 
 
-def renamed(**names):
-    """Returns what renames the configuration of a trace to the arguments of its preset."""
-
-    def rename(config):
-        config = {names.get(name, name): value for name, value in config.items()}
-        return {k: v for k, v in config.items() if k and not k.startswith("start_")}
-
-    return rename
-
-
-def jmp(config):
-    return {
-        "loss_scale": np.asarray(config["init"], config["scale_dtype"])[()],
-        # Under `jit` jmp loses its minimum, and 1 takes its place.
-        "min_loss_scale": 1.0 if config["mode"] == "jit" else config["min"],
-        "factor": config["factor"],
-        "period": config["period"],
-    }
+# How the names of a trace's configuration differ from the arguments of the preset.
+RENAMED = {
+    "flax_dynamic_scale": {"init": "scale"},
+    "jamp_dynamic_loss_scale": {"init": "loss_scale", "min": "min_loss_scale"},
+    "jmp_dynamic_loss_scale": {"init": "loss_scale", "min": "min_loss_scale"},
+    "mpx_dynamic_loss_scaling": {"init": "loss_scaling", "min": "min_loss_scaling"},
+}
+NO_ARGUMENTS = {"mode", "scale_dtype", "unscale_first", "optimizers"}
 
 
-def jamp(config):
-    return jmp(config | {"mode": "eager"})
-
-
-def mpx(config):
-    return {
-        "loss_scaling": np.asarray(config["init"], config["scale_dtype"])[()],
-        "min_loss_scaling": config["min"],
-        "factor": config["factor"],
-        "period": config["period"],
-    }
+def arguments(system, config):
+    """The arguments of the preset for a case of a trace."""
+    config = {name: v for name, v in config.items() if not name.startswith("start_")}
+    if "scale_dtype" in config:
+        config["init"] = np.asarray(config["init"], config["scale_dtype"])[()]
+    if system.startswith("jmp") and config["mode"] == "jit":
+        config["min"] = 1.0  # under `jit` jmp loses its minimum, and 1 takes its place
+    names = RENAMED.get(system, {})
+    return {names.get(name, name): v for name, v in config.items() if name not in NO_ARGUMENTS}
 
 
 def direct(growth, hysteresis=None, of=lambda count, policy: np.maximum(count, 0)):
@@ -106,54 +94,45 @@ def mindformers(counters, policy):
     yield "window_down_count", counters["window_down_count"]
 
 
-SAME = renamed()
 ITERATIONS = since("cur_iter", "last_overflow_iter")
 TRACKERS = direct("growth_tracker", "hysteresis_tracker")
-# system: (preset, from the traces' configuration to its arguments, counters)
+GROWTH, COUNTER, STEPS = direct("growth_tracker"), direct("counter"), direct("step_counter")
+GOOD_AND_BAD = direct("num_good_steps", "num_bad_steps", left)
+# system: (preset, counters)
 SYSTEMS = {
-    "apex_amp_loss_scaler": (presets.apex, SAME, direct("unskipped")),
-    "apex_fp16_utils_dynamic_loss_scaler": (presets.apex_fp16_utils, SAME, ITERATIONS),
-    "apex_update_scale_hysteresis": (presets.apex_hysteresis, SAME, TRACKERS),
-    "chainer_loss_scaling": (presets.chainer, SAME, chainer),
+    "apex_amp_loss_scaler": (presets.apex, direct("unskipped")),
+    "apex_fp16_utils_dynamic_loss_scaler": (presets.apex_fp16_utils, ITERATIONS),
+    "apex_update_scale_hysteresis": (presets.apex_hysteresis, TRACKERS),
+    "chainer_loss_scaling": (presets.chainer, chainer),
     "colossalai_dynamic_grad_scaler": (
         presets.colossalai,
-        SAME,
         direct("growth_step", "hysteresis_step", left),
     ),
-    "deepspeed_dynamic_loss_scaler": (presets.deepspeed, SAME, deepspeed),
-    "fairseq_dynamic_loss_scaler": (presets.fairseq, SAME, fairseq),
-    "flax_dynamic_scale": (presets.flax, renamed(init="scale"), direct("fin_steps")),
-    "jamp_dynamic_loss_scale": (presets.jamp, jamp, direct("counter")),
-    "jaxamp_dynamic_scaler": (presets.jaxamp, renamed(mode=None), direct("count")),
-    "jmp_dynamic_loss_scale": (presets.jmp, jmp, direct("counter")),
-    "keras3_loss_scale_optimizer_jax": (presets.keras, SAME, direct("step_counter")),
-    "keras3_loss_scale_optimizer_tensorflow": (presets.keras, SAME, direct("step_counter")),
-    "megatron_dynamic_grad_scaler": (presets.megatron, SAME, TRACKERS),
-    "mindformers_adaptive_loss_scale": (presets.mindformers, SAME, mindformers),
-    "mindspore_dynamic_loss_scale_manager": (presets.mindspore_manager, SAME, ITERATIONS),
-    "mindspore_dynamic_loss_scale_update_cell": (presets.mindspore_cell, SAME, ITERATIONS),
-    "mindspore_dynamic_loss_scaler": (presets.mindspore, SAME, direct("counter")),
-    "mpx_dynamic_loss_scaling": (presets.mpx, mpx, direct("counter")),
-    "openseq2seq_backoff": (presets.openseq2seq_backoff, SAME, backoff),
-    "paddle_grad_scaler": (presets.paddle, SAME, direct("incr_count", "decr_count", left)),
-    "paddle_update_loss_scaling_op": (
-        presets.paddle_op,
-        SAME,
-        direct("num_good_steps", "num_bad_steps", left),
-    ),
+    "deepspeed_dynamic_loss_scaler": (presets.deepspeed, deepspeed),
+    "fairseq_dynamic_loss_scaler": (presets.fairseq, fairseq),
+    "flax_dynamic_scale": (presets.flax, direct("fin_steps")),
+    "jamp_dynamic_loss_scale": (presets.jamp, COUNTER),
+    "jaxamp_dynamic_scaler": (presets.jaxamp, direct("count")),
+    "jmp_dynamic_loss_scale": (presets.jmp, COUNTER),
+    "keras3_loss_scale_optimizer_jax": (presets.keras, STEPS),
+    "keras3_loss_scale_optimizer_tensorflow": (presets.keras, STEPS),
+    "megatron_dynamic_grad_scaler": (presets.megatron, TRACKERS),
+    "mindformers_adaptive_loss_scale": (presets.mindformers, mindformers),
+    "mindspore_dynamic_loss_scale_manager": (presets.mindspore_manager, ITERATIONS),
+    "mindspore_dynamic_loss_scale_update_cell": (presets.mindspore_cell, ITERATIONS),
+    "mindspore_dynamic_loss_scaler": (presets.mindspore, COUNTER),
+    "mpx_dynamic_loss_scaling": (presets.mpx, COUNTER),
+    "openseq2seq_backoff": (presets.openseq2seq_backoff, backoff),
+    "paddle_grad_scaler": (presets.paddle, direct("incr_count", "decr_count", left)),
+    "paddle_update_loss_scaling_op": (presets.paddle_op, GOOD_AND_BAD),
     "tf1_contrib_exponential_update": (
         presets.tensorflow_contrib,
-        SAME,
         direct("good_steps", "bad_steps", left),
     ),
-    "tf_compat_v1_dynamic_loss_scale": (presets.tensorflow, SAME, direct("num_good_steps")),
-    "tf_keras_loss_scale_optimizer": (presets.tf_keras, SAME, direct("dynamic_counter")),
-    "torch_grad_scaler": (presets.torch, renamed(unscale_first=None), direct("growth_tracker")),
-    "torch_grad_scaler_two_optimizers": (
-        presets.torch,
-        renamed(optimizers=None),
-        direct("growth_tracker"),
-    ),
+    "tf_compat_v1_dynamic_loss_scale": (presets.tensorflow, direct("num_good_steps")),
+    "tf_keras_loss_scale_optimizer": (presets.tf_keras, direct("dynamic_counter")),
+    "torch_grad_scaler": (presets.torch, GROWTH),
+    "torch_grad_scaler_two_optimizers": (presets.torch, GROWTH),
 }
 # A fixed scale skips nothing by itself, as in TensorFlow; these skip, as `loss_scaled` does.
 FIXED_BUT_SKIPPING = {"tf1_contrib_exponential_update", "jmp_dynamic_loss_scale"}
@@ -171,8 +150,7 @@ def policy_of(system, case):
     config = case["config"]
     if "kind" in config:
         return jaxscale.as_loss_scale(config.get("loss_scale"))
-    make, arguments, _ = SYSTEMS[system]
-    return make(**arguments(config))
+    return SYSTEMS[system][0](**arguments(system, config))
 
 
 def first_state(system, case, policy):

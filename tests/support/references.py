@@ -11,20 +11,8 @@ F32 = np.float32
 
 
 def dynamic(policy, state, finite):
-    """One step of the rule of `DynamicLossScale`, as its docstring has it."""
-    scale, streak, left = state
-    scale = F32(scale)
-    if finite:
-        streak += 1
-        if streak >= policy.growth_interval:
-            grown = min(scale * F32(policy.growth_factor), F32(policy.max_scale))
-            scale, streak, left = max(scale, grown), 0, policy.hysteresis
-    else:
-        streak, left = 0, max(left - 1, 0)
-        if left == 0:
-            lower = max(scale * F32(policy.backoff_factor), F32(policy.min_scale))
-            scale = min(scale, lower)
-    return float(scale), streak, left
+    """One step of the rule of `DynamicLossScale`: that of `PresetLossScale` with its defaults."""
+    return preset(presets.PresetLossScale(**policy.get_config()), state, finite)
 
 
 def preset(policy, state, finite):

@@ -1,12 +1,9 @@
-"""Prints the tables of `tests/policies/traces/README.md`: policies replayed over runs.
+"""Prints the rows of the tables of `tests/policies/traces/README.md`: policies replayed over runs.
 
-Run by hand, from the top of the project (about a minute); the second draws the picture there:
+Run by hand, from the top of the project (about a minute):
 
     PYTHONPATH=. python tests/support/replay_tables.py
-    PYTHONPATH=. python tests/support/replay_tables.py picture
 """
-
-import sys
 
 import numpy as np
 import simulator
@@ -73,15 +70,9 @@ def made_up_rows(traces):
 
 def main():
     traces = simulator.recorded()
-    print(f"| skips / mean exponent | {' | '.join(traces)} | skips | late | mean |")
-    print("|---" * (len(traces) + 4) + "|")
     for name, policy in POLICIES.items():
         print(recorded_row(name, policy, traces), flush=True)
-    print()
-    print("| | skips: this | PyTorch | mean: this | PyTorch | low: this | PyTorch ", end="")
-    print("| repeated: this | PyTorch |\n" + "|---" * 9 + "|")
     print(*made_up_rows(simulator.made_up()), sep="\n")
-    print()
     for name, policy in (("`AdaptiveLossScale()`", ADAPTIVE), ("`presets.torch()`", TORCH)):
         rows = summaries(policy, traces, 20).values()
         extra, skips = (sum(row[key] for row in rows) for key in ("extra", "skips"))
@@ -89,27 +80,5 @@ def main():
         print(f"{name} with retries: {skips} skips, {extra} repeated, {extra / steps * 1e4:.2f}")
 
 
-def draw():
-    """Draws ceiling, scale and skips of both rules over a run whose gradients jump."""
-    import matplotlib.pyplot as plt
-
-    name = "gradients x 2**11 for a while"
-    traces = {name: simulator.made_up()[name]}
-    figure, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
-    axes.plot(traces[name].ceiling, color="0.8", lw=0.5, label="ceiling: above it, overflow")
-    for policy, label, color in (
-        (TORCH, "PyTorch's rule", "tab:orange"),
-        (ADAPTIVE, "AdaptiveLossScale", "tab:blue"),
-    ):
-        replay = simulator.replay(policy, traces)[name]
-        exponent, skips = np.log2(replay.scale), np.flatnonzero(replay.skipped)
-        axes.plot(exponent, color=color, lw=1.5, label=f"{label}: {len(skips)} steps skipped")
-        axes.plot(skips, exponent[skips], "x", color=color, ms=7)
-    axes.set(xlabel="step", ylabel="log2 of the loss scale")
-    axes.set_title("Gradients become 2**11 times larger, and small again", fontsize=10)
-    axes.legend(loc="lower left", fontsize=8)
-    figure.savefig(simulator.FOLDER / "jump.png", dpi=90)
-
-
 if __name__ == "__main__":
-    draw() if sys.argv[1:] == ["picture"] else main()
+    main()

@@ -1,8 +1,6 @@
-"""Rules for spikes in plain Python: what `SpikeRule` promises, and what MaxText and levanter do.
+"""What `SpikeRule` promises, in plain Python, and what it is compared on.
 
-Each has `spikes(losses, norms)`, which says of each step whether it is skipped. They do not guard
-against NaN more than the libraries do. Then the streams of losses and norms that the rules are
-compared on, what OLMo-core did on them, and the rules of the package run over them.
+That is streams of losses and norms, what OLMo-core did on them, and runs that were recorded.
 """
 
 import functools
@@ -16,13 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def mean_and_std(entries, ddof=1):
-    """In float64: the mean, and the standard deviation."""
-    mean = math.fsum(entries) / len(entries)
-    squares = math.fsum((x - mean) ** 2 for x in entries)
-    return mean, math.sqrt(squares / (len(entries) - ddof))
-
-
 class Promised:
     """`SpikeRule`, in float64 and on lists. It also says by how little each decision was made."""
 
@@ -31,69 +22,35 @@ class Promised:
         self.history = max(2, window // 2) if min_history is None else min_history
 
     def spikes(self, losses, norms):
+        """Whether each step is skipped. `seen` has both thresholds and deviations of each."""
         self.windows, self.margins, skipped = ([], []), [], []
+        self.seen = []
         for values in zip(losses, norms, strict=True):
-            if not all(map(math.isfinite, values)):
+            if all(map(math.isfinite, values)):
+                looks = [self.look(*pair) for pair in zip(self.windows, values, strict=True)]
+                skipped.append(any(is_spike for is_spike, _ in looks))
+                self.seen.append([seen for _, seen in looks])
+            else:
                 skipped.append(False)
-                continue
-            looks = [self.look(*pair) for pair in zip(self.windows, values, strict=True)]
-            skipped.append(any(looks))
+                self.seen.append(self.seen[-1])
         return skipped
 
     def look(self, window, value):
-        is_spike, judges = False, len(window) >= self.history
+        is_spike, seen, judges = False, (math.inf, 0.0), len(window) >= self.history
         if judges or len(window) >= 4:
-            mean, std = mean_and_std(window)
-            std = max(std, 1e-6 * abs(mean))
+            mean = math.fsum(window) / len(window)
+            squares = math.fsum((x - mean) ** 2 for x in window)
+            std = max(math.sqrt(squares / (len(window) - 1)), 1e-6 * abs(mean))
             if std > 0:
                 if judges:
-                    is_spike = value > mean + self.sigmas * std
-                    self.margins.append(abs((value - mean) / std - self.sigmas))
+                    seen = mean + self.sigmas * std, (value - mean) / std
+                    is_spike = value > seen[0]
+                    self.margins.append(abs(seen[1] - self.sigmas))
                 reach = 5 * self.sigmas * std
                 value = min(max(value, mean - reach), mean + reach)
         window.append(value)
         del window[: -self.window]
-        return is_spike
-
-
-class MaxText:
-    """`skip_step_on_spikes` of MaxText, August 2026: a ring buffer in float32."""
-
-    def __init__(self, window=128, sigmas=6):
-        self.window, self.sigmas = window, sigmas
-        self.start = max(2, window // 2)
-
-    def spikes(self, losses, norms):
-        rings, skipped = np.zeros((2, self.window), np.float32), []
-        for count, values in enumerate(zip(losses, norms, strict=True)):
-            entries = min(count, self.window)
-            ok = self.is_warm_up(count) or all(
-                self.is_ok(ring[:entries], value) for ring, value in zip(rings, values, strict=True)
-            )
-            rings[:, count % self.window] = values
-            skipped.append(not ok)
-        return skipped
-
-    def is_warm_up(self, count):
-        return count + 1 < self.start
-
-    def is_ok(self, earlier, newest):
-        mean, std = self.statistics(earlier)
-        return bool(newest - mean <= self.sigmas * std)
-
-    def statistics(self, earlier):
-        # It divides by at least 1, so that the deviation of one number is 0, and not NaN.
-        return earlier.mean(), earlier.std(ddof=int(len(earlier) > 1))
-
-
-class Levanter(MaxText):
-    """`SkipStepConfig` of levanter, September 2025."""
-
-    def is_warm_up(self, count):
-        return count < self.start
-
-    def statistics(self, earlier):
-        return earlier.mean(), np.maximum(earlier.std(), np.float32(1e-6))
+        return is_spike, seen
 
 
 STEPS = 400
@@ -140,7 +97,6 @@ STREAMS = {
     name: tuple(np.broadcast_to(values, STEPS).astype(np.float32) for values in pair)
     for name, pair in STREAMS.items()
 }
-FINITE = [name for name, pair in STREAMS.items() if np.isfinite(pair).all()]
 
 
 @functools.partial(jax.jit, static_argnums=0)
