@@ -120,23 +120,15 @@ def draw_histogram(
 def _draw_bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
     """Draws the share of each exponent, stacked by what becomes of it."""
     filled = np.flatnonzero(counts.sum(axis=1))
-    parts = np.zeros((3, len(filled)))
-    for i, row in enumerate(filled):
-        only = np.zeros_like(counts)
-        only[row] = counts[row]
-        flushed, subnormal, normal, overflowed = outcomes(only, dtype, exponent)
-        parts[:, i] = normal, subnormal, flushed + overflowed
-    parts *= 100 / max(counts.sum(), 1.0)
-    bottom = np.zeros(len(filled))
+    flushed, subnormal, normal, overflowed = outcomes(counts, dtype, exponent)[:, filled]
     whole = shares_of(counts, exponent)[dtype]  # not from the heights, which are rounded
-    words = {
-        f"kept by {dtype}": whole.normal,
-        "kept as subnormal": whole.subnormal,
-        "flushed to 0, or overflow": whole.lost,
-    }
-    for height, color, hatch, (word, share) in zip(
-        parts, (_NORMAL, _SUBNORMAL, _LOST), ("", "", "////"), words.items(), strict=True
+    bottom = np.zeros(len(filled))
+    for number, share, word, color, hatch in (
+        (normal, whole.normal, f"kept by {dtype}", _NORMAL, ""),
+        (subnormal, whole.subnormal, "kept as subnormal", _SUBNORMAL, ""),
+        (flushed + overflowed, whole.lost, "flushed to 0, or overflow", _LOST, "////"),
     ):
+        height = 100 * number / max(counts.sum(), 1.0)
         ax.bar(
             EXPONENTS[filled] + 0.5, height, width=1, bottom=bottom, color=color, hatch=hatch,
             edgecolor="black", linewidth=0.4, label=f"{word}: {percent(share)}",
