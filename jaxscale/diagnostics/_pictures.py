@@ -13,7 +13,7 @@ from .._trees.checks import one_of, power_of_two
 from ._formats import FORMAT, FORMATS
 from ._histogram import EXPONENTS, Histogram, Numbers, Shares, outcomes, read, shares_of
 from ._suggest import suggest_scale
-from ._text import head, percent, power, span
+from ._text import filled_rows, head, percent, power
 from ._underflow import Underflow
 
 # Lost, kept in part, kept: from light to dark, so that they differ in grey too.
@@ -95,7 +95,7 @@ def draw_histogram(
     axes = figure.subplots(
         1 + len(scales), 1, sharex=True, squeeze=False, height_ratios=[3] + [height] * len(scales)
     )[:, 0]
-    first, last = (int(EXPONENTS[row]) for row in span(numbers))
+    first, last = (int(EXPONENTS[row]) for row in filled_rows(numbers))
     edges = FORMAT[dtype]
     ends = [f - k for k in scales for f in (edges.least_exponent, edges.largest_exponent)]
     limits = min(first, *ends) - 2, max(last, *ends) + 3

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .._trees.checks import finite_number, one_of
 from ._formats import FORMATS
 from ._histogram import Histogram, Numbers, Shares, outcomes, read
-from ._text import percent, power
+from ._text import percent, power, span
 
 _SCALES = range(-126, 127)  # exponents of the loss scales whose reciprocals are normal numbers
 
@@ -127,16 +127,15 @@ def _say_need(dtype: str, needed: bool, unscaled: Shares, tolerance: float) -> s
 
 
 def _say_range(best: list[int], lossless: list[int], flushed: float) -> str:
-    words = f" Scales that lose nothing: {_span(lossless) if lossless else 'none'}."
+    words = f" Scales that lose nothing: {_ends(lossless) if lossless else 'none'}."
     if lossless == best:
         return words
     share = "less than 0.1%" if flushed < 0.001 else f"at most {percent(flushed)}"
-    return f" Scales that flush {share} without an overflow: {_span(best)}.{words}"
+    return f" Scales that flush {share} without an overflow: {_ends(best)}.{words}"
 
 
-def _span(exponents: list[int]) -> str:
-    ends = (power(2.0**k) for k in (exponents[0], exponents[-1]))
-    return " to ".join(dict.fromkeys(ends))
+def _ends(exponents: list[int]) -> str:
+    return span(power(2.0 ** exponents[0]), power(2.0 ** exponents[-1]))
 
 
 def _left_out(numbers: Numbers) -> str:

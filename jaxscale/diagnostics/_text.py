@@ -41,6 +41,11 @@ def power(loss_scale: float) -> str:
     return f"2**{exponent - 1}" if mantissa == 0.5 else f"{loss_scale:g}"
 
 
+def span(first: str, last: str, between: str = " to ") -> str:
+    """Returns both ends of a range, or one if they are the same."""
+    return first if first == last else f"{first}{between}{last}"
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Returns a table for a terminal, its first column aligned left and the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -102,14 +107,14 @@ def head(numbers: Numbers) -> str:
     return f"{numbers.everything:,.0f} gradients: {zero} are exactly 0, {rest}"
 
 
-def span(numbers: Numbers) -> tuple[int, int]:
+def filled_rows(numbers: Numbers) -> tuple[int, int]:
     """Returns the first and the last row that is not empty, or the row of 1.0 if all are."""
     filled = np.flatnonzero(numbers.counts.sum(axis=1)).tolist() or [-int(EXPONENTS[0])]
     return filled[0], filled[-1]
 
 
 def _format_bars(numbers: Numbers, exponent: int) -> list[tuple[str, ...]]:
-    first, last = span(numbers)
+    first, last = filled_rows(numbers)
     step = -(-(last - first + 1) // _ROWS)
     starts = np.arange(first, last + 1, step)
     # How many numbers there are in each row of text, and what each format makes of them.
