@@ -14,6 +14,7 @@ import jaxscale
 from jaxscale.diagnostics._trace.backward import TracedBackward
 from jaxscale.diagnostics._trace.interpreter import Interpreter, Value
 from jaxscale.diagnostics._trace.jaxpr import FORWARD
+from jaxscale.diagnostics._trace.places import Constants
 from jaxscale.diagnostics._trace.plan import Planner
 
 pytestmark = pytest.mark.standard_promotion
@@ -227,7 +228,7 @@ def test_what_it_computes_is_what_eager_evaluation_computes(name):
     fun, args = COMPUTED[name]()
     graded = jaxscale.value_and_grad(fun, scaling(8))
     closed, shapes = jax.make_jaxpr(graded, return_shape=True)(*args)
-    interpreter = Interpreter(Planner())
+    interpreter = Interpreter(Planner(Constants()))
     needs = (FORWARD,) * len(closed.jaxpr.outvars)
     values = interpreter.run(closed, [Value(leaf) for leaf in jax.tree.leaves(args)], needs)
     actual = jax.tree.unflatten(jax.tree.structure(shapes), [value.array for value in values])
@@ -264,6 +265,6 @@ def test_a_ref_has_a_backward_pass():
     assert first.inputs == ("Ref{float16[8]}", "float16[8]")
     graded = jaxscale.value_and_grad(fun, scaling(8))
     closed = jax.make_jaxpr(graded)(x)
-    interpreter = Interpreter(Planner())
+    interpreter = Interpreter(Planner(Constants()))
     values = interpreter.run(closed, [Value(x)], (FORWARD, FORWARD))
     assert_same_bits([value.array for value in values], list(jax.jit(graded)(x)))

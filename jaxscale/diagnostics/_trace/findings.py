@@ -1,13 +1,9 @@
-"""What was seen in a pass: where inf and NaN were made, and where small values were lost.
-
-`numbers` tells of each equation whether it did so. `report` turns what was noted into a
-`TraceReport`: there `places` finds the lines of the model.
-"""
+"""What was seen in a pass: where inf and NaN were made, and where small values were lost."""
 
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -104,41 +100,14 @@ class Findings:
             places.append(TracedNonfinite(**place, **numbers, reaches=reaches))
         return places
 
-    def report(
-        self,
-        outputs: dict[str, Value],
-        arguments: dict[str, Any],
-        rounded: Sequence[RoundedAt],
-        loss_scale: float,
-    ) -> TraceReport:
-        """Returns all that was seen, as Python values."""
-        reached = collections.defaultdict(list)
-        for name, value in outputs.items():
-            for origin in value.origins:
-                reached[origin].append(name)
-        births = self.born(reached)
-        made = [birth for birth in births if birth.cause != "given"]
-        # A given inf or NaN is of interest if a NaN was made of infinities, or if no place that
-        # made one explains the outputs.
-        explained = any(birth.reaches and birth.cause != "infinities" for birth in made)
-        given = [birth for birth in births if birth.cause == "given" and birth.reaches]
-        underflows = []
+    def underflows(self) -> list[TracedUnderflow]:
+        """Returns where most nonzero values were lost, in the order of execution."""
+        places = []
         for key, (visit, lost) in self.lost.items():
             numbers = lost._asdict()
             place = self._place("lost", key, visit, numbers.pop("output"), lost.share)
-            underflows.append(TracedUnderflow(**place, **numbers))
-        return TraceReport(
-            loss=float(np.mean(np.asarray(outputs["loss"].array), dtype=np.float64)),
-            loss_scale=loss_scale,
-            equations=self.visits.total(),
-            nonfinite=_without_repeats(made if explained else made + given),
-            underflows=_without_repeats(underflows),
-            nonfinite_arguments=_nonfinite_names(arguments),
-            nonfinite_outputs=_nonfinite_names({k: v.array for k, v in outputs.items()}),
-            not_compared=tuple(sorted(self.not_compared)),
-            not_entered=tuple(sorted(self.not_entered)),
-            constants=_traced_constants(rounded),
-        )
+            places.append(TracedUnderflow(**place, **numbers))
+        return places
 
     def place(self, visit: Visit, share: float) -> Place:
         """Returns a visited equation, which lost a share of its numbers, as a place of a report."""
@@ -167,6 +136,47 @@ class Findings:
             "visits": self.visits[key],
             "share": share,
         }
+
+
+class Run(NamedTuple):
+    """One pass."""
+
+    values: dict[str, Value]  # the loss, the gradients and what else is returned, by their names
+    findings: Findings  # what was seen on the way
+    arguments: dict[str, Any]  # the floating-point arguments, by their names
+    rounded: Sequence[RoundedAt]  # the numbers that a narrow format rounded to 0 or inf, and where
+    loss_scale: float
+
+    @property
+    def grads(self) -> dict[str, np.ndarray]:
+        """The gradients, by their names."""
+        values = self.values.items()
+        return {name: np.asarray(v.array) for name, v in values if name.startswith("grads")}
+
+    def report(self) -> TraceReport:
+        """Returns all that was seen, as Python values."""
+        reached = collections.defaultdict(list)
+        for name, value in self.values.items():
+            for origin in value.origins:
+                reached[origin].append(name)
+        births = self.findings.born(reached)
+        made = [birth for birth in births if birth.cause != "given"]
+        # A given inf or NaN is of interest if a NaN was made of infinities, or if no place that
+        # made one explains the outputs.
+        explained = any(birth.reaches and birth.cause != "infinities" for birth in made)
+        given = [birth for birth in births if birth.cause == "given" and birth.reaches]
+        return TraceReport(
+            loss=float(np.mean(np.asarray(self.values["loss"].array), dtype=np.float64)),
+            loss_scale=self.loss_scale,
+            equations=self.findings.visits.total(),
+            nonfinite=_without_repeats(made if explained else made + given),
+            underflows=_without_repeats(self.findings.underflows()),
+            nonfinite_arguments=_nonfinite_names(self.arguments),
+            nonfinite_outputs=_nonfinite_names({k: v.array for k, v in self.values.items()}),
+            not_compared=tuple(sorted(self.findings.not_compared)),
+            not_entered=tuple(sorted(self.findings.not_entered)),
+            constants=_traced_constants(self.rounded),
+        )
 
 
 def _traced_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...]:
