@@ -251,7 +251,7 @@ class Program:
 
     def _outputs(self, wide: tuple[bool, ...], inputs: Sequence[Any], shake: Any) -> list[Any]:
         values = list(inputs)
-        signs = np.random.default_rng(0).choice(np.float32([-1, 1]), len(self._inner))
+        signs = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), len(self._inner))
         for (eqn, reads), is_wide, sign in zip(self._inner, wide, signs, strict=True):
             # Numbers behind a barrier, or NumPy would compute with them while this is traced.
             given = [
