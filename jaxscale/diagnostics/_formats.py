@@ -37,6 +37,16 @@ def kind(leaf: Any) -> str:
     return f"`{type(leaf).__name__}`"
 
 
+def check_result(call: str, name: str, value: Any, kind: type, function: str) -> None:
+    """Raises a `TypeError` unless a value is what a function of diagnostics returned on the host."""
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
+    if is_traced or not isinstance(value, kind):
+        raise TypeError(
+            f"`{call}({name}=...)` must be what `jaxscale.diagnostics.{function}` returned, outside "
+            f"of `jit`, got {type(value).__name__}."
+        )
+
+
 def gradient_leaves(call: str, name: str, tree: Any) -> Any:
     """Returns the gradients in a tree, with `None` for other leaves, or raises a `ValueError`."""
     gradients = only_gradients(tree)

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from .._trees.checks import power_of_two
-from ._formats import CUTS, FORMAT, FORMATS, INFINITY, gradient_leaves, magnitude_bits
+from ._formats import CUTS, FORMAT, FORMATS, INFINITY, check_result, gradient_leaves, magnitude_bits
 
 EXPONENTS = np.arange(-149, 128)  # of float32's numbers
 _SHAPE = (len(EXPONENTS), len(CUTS) + 1)
@@ -178,11 +177,7 @@ class Numbers(NamedTuple):
 
 def read(call: str, histogram: Any) -> Numbers:
     """Returns the numbers of a histogram, or raises a `TypeError`."""
-    if not isinstance(histogram, Histogram) or isinstance(histogram.zero, Tracer):
-        raise TypeError(
-            f"`{call}(histogram=...)` must be what `jaxscale.diagnostics.histogram` returned, "
-            f"outside of `jit`, got {type(histogram).__name__}."
-        )
+    check_result(call, "histogram", histogram, Histogram, "histogram")
     arrays = [np.asarray(array, np.float64) for array in jax.device_get(histogram)]
     zero, inf, nan = (float(array.sum()) for array in arrays[1:])
     return Numbers(arrays[0].reshape(-1, *_SHAPE).sum(axis=0), zero, inf, nan)

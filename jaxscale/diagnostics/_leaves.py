@@ -9,11 +9,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from .._trees.checks import and_more, normal_float32
 from .._trees.tree import leaf_name
-from ._formats import FORMAT, INFINITY, Boundary, gradient_leaves, is_array, magnitude_bits
+from ._formats import (
+    FORMAT,
+    INFINITY,
+    Boundary,
+    check_result,
+    gradient_leaves,
+    is_array,
+    magnitude_bits,
+)
 from ._text import aligned, percent, power
 
 _PRINTED_ROWS = 24
@@ -253,11 +260,7 @@ def table(counts: LeafCounts) -> LeafTable:
       >>> [row.path for row in diagnostics.table(diagnostics.leaf_counts(grads)).nonfinite_rows]
       ['b']
     """
-    if not isinstance(counts, LeafCounts) or isinstance(counts.loss_scale, Tracer):
-        raise TypeError(
-            "`table(counts=...)` must be what `jaxscale.diagnostics.leaf_counts` returned, outside "
-            f"of `jit`, got {type(counts).__name__}."
-        )
+    check_result("table", "counts", counts, LeafCounts, "leaf_counts")
     counts = jax.device_get(counts)
     rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(counts.leaves):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .._trees.checks import one_of, power_of_two
-from ._formats import FORMAT, FORMATS
+from ._formats import FORMAT, FORMATS, check_result
 from ._histogram import EXPONENTS, Histogram, Numbers, Shares, outcomes, read, shares_of
 from ._suggest import suggest_scale
 from ._text import filled_rows, head, percent, power
@@ -147,16 +147,11 @@ def _draw_ranges(
     """Draws, for each format, the range of gradients that it holds once they are scaled."""
     for row, (name, lost) in enumerate(shares.items()):
         edges = FORMAT[name]
-        low, normal, high = (
-            max(min(end - exponent, limits[1]), limits[0])
-            for end in (*edges[3:5], edges.largest_exponent + 1)
-        )
-        ax.barh(
-            row, normal - low, left=low, height=0.6, color=_SUBNORMAL, edgecolor="black", lw=0.4
-        )
-        ax.barh(
-            row, high - normal, left=normal, height=0.6, color=_NORMAL, edgecolor="black", lw=0.4
-        )
+        ends = np.array([*edges[3:5], edges.largest_exponent + 1]) - exponent
+        low, normal, high = np.clip(ends, *limits)
+        for left, right, color in ((low, normal, _SUBNORMAL), (normal, high, _NORMAL)):
+            width = right - left
+            ax.barh(row, width, left=left, height=0.6, color=color, edgecolor="black", lw=0.4)
         words = (f"to 0: {percent(lost.flushed)}", f"overflow: {percent(lost.overflowed)}")
         ax.text(
             1.01, row, between.join(words),
@@ -183,11 +178,7 @@ def plot_underflow(underflow: Underflow) -> Any:
       >>> [text.get_text() for text in figure.axes[0].texts]
       ['50.0%', '0%', '50.0%', '50.0%']
     """
-    if not isinstance(underflow, Underflow):
-        raise TypeError(
-            "`plot_underflow(underflow=...)` must be what `jaxscale.diagnostics.underflow` "
-            f"returned, got {type(underflow).__name__}."
-        )
+    check_result("plot_underflow", "underflow", underflow, Underflow, "underflow")
     layers = underflow.layers
     lost = np.array([[shares[name].lost for name in FORMATS] for shares in layers.values()])
     texts = [text for _, *row in underflow.rows() for text in row]

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,7 +62,7 @@ class Findings:
             born = birth(visit.eqn, arrays, visit.outputs, explained=explained)
         if born is None and not origins:
             output = next(i for i, mask in enumerate(bad) if mask.any())
-            born = Birth(output, int(bad[output].sum()), "given")
+            born = Birth(output, int(bad[output].sum()), float(bad[output].mean()), "given")
         if born is not None:
             self.times["birth", key] += 1
             if key not in self.births or self.births[key][1].cause == "given" != born.cause:
@@ -90,28 +90,26 @@ class Findings:
 
         `reached` has the outputs that the inf and NaN of each equation reach.
         """
-        places = []
-        for key, (visit, born) in self.births.items():
-            numbers = born._asdict()
-            output = numbers.pop("output")
-            share = born.elements / visit.outputs[output].size
-            place = self._place("birth", key, visit, output, share)
-            reaches = tuple(reached.get(key, ()))
-            places.append(TracedNonfinite(**place, **numbers, reaches=reaches))
-        return places
+        return [
+            TracedNonfinite(**fields, reaches=tuple(reached.get(key, ())))
+            for key, fields in self._fields("birth", self.births)
+        ]
 
     def underflows(self) -> list[TracedUnderflow]:
         """Returns where most nonzero values were lost, in the order of execution."""
-        places = []
-        for key, (visit, lost) in self.lost.items():
-            numbers = lost._asdict()
-            place = self._place("lost", key, visit, numbers.pop("output"), lost.share)
-            places.append(TracedUnderflow(**place, **numbers))
-        return places
+        return [TracedUnderflow(**fields) for _, fields in self._fields("lost", self.lost)]
 
     def place(self, visit: Visit, share: float) -> Place:
         """Returns a visited equation, which lost a share of its numbers, as a place of a report."""
         return Place(**self._place("", key_of(visit.eqn, visit.around), visit, 0, share))
+
+    def _fields(
+        self, kind: str, found: Mapping[EquationKey, tuple[Visit, Birth | Lost]]
+    ) -> Iterator[tuple[EquationKey, dict[str, Any]]]:
+        for key, (visit, what) in found.items():
+            numbers = what._asdict()
+            output = numbers.pop("output")
+            yield key, self._place(kind, key, visit, output, what.share) | numbers
 
     def _place(
         self, kind: str, key: EquationKey, visit: Visit, output: int, share: float

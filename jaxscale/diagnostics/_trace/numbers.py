@@ -56,6 +56,7 @@ class Birth(NamedTuple):
 
     output: int
     elements: int
+    share: float  # of the elements of that output
     cause: str
     least_input: float = math.nan
     largest_input: float = math.nan
@@ -150,7 +151,8 @@ def birth(
             wide = _largest_in_float32(eqn, inputs, output, mask)
             if cause is None:
                 cause = "range" if math.isfinite(wide) else "value"
-            return Birth(output, int(mask.sum()), cause, *_find_ends(inputs), wide)
+            elements, share = int(mask.sum()), float(mask.mean())
+            return Birth(output, elements, share, cause, *_find_ends(inputs), wide)
     return None
 
 
