@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .._trees.leaf import is_array_like, is_python_number
 from .._trees.tree import only_gradients
@@ -37,13 +38,13 @@ def kind(leaf: Any) -> str:
     return f"`{type(leaf).__name__}`"
 
 
-def check_result(call: str, name: str, value: Any, kind: type, function: str) -> None:
-    """Raises a `TypeError` unless a value is what a function of diagnostics returned on the host."""
-    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
-    if is_traced or not isinstance(value, kind):
+def check_result(call: str, name: str, value: Any, cls: type, function: str) -> None:
+    """Raises a `TypeError` unless a value is what a function returned, and not traced."""
+    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
+    if is_traced or not isinstance(value, cls):
         raise TypeError(
-            f"`{call}({name}=...)` must be what `jaxscale.diagnostics.{function}` returned, outside "
-            f"of `jit`, got {type(value).__name__}."
+            f"`{call}({name}=...)` must be what `jaxscale.diagnostics.{function}` returned, "
+            f"outside of `jit`, got {type(value).__name__}."
         )
 
 

@@ -203,7 +203,7 @@ class Interpreter:
                 if isinstance(each, Cell):
                     each.value = _with_slice(each.value, i, part.value)
         if not length:
-            avals = [var.aval for var in inside.around[-1].outvars[size:]]
+            avals: list[Any] = [var.aval for var in inside.around[-1].outvars[size:]]
             return [*carry, *(Value(jax.lax.full(aval.shape, 0, aval.dtype)) for aval in avals)]
         return [*carry, *map(_stack, zip(*stacked, strict=True))]
 

@@ -208,8 +208,8 @@ def lost_values(
             subnormals &= actual != exact
         sizes = np.where(nonzero & np.isfinite(size), size, 0).astype(np.float64)
         lost_sum = float(sizes[zeros].sum() / sizes.sum()) if zeros.any() else 0.0
-        counts = (int(mask.sum()) for mask in (nonzero, zeros, subnormals))
-        found.append(Lost(i, *counts, lost_sum))
+        count, flushed, rounded = (int(mask.sum()) for mask in (nonzero, zeros, subnormals))
+        found.append(Lost(i, count, flushed, rounded, lost_sum))
     worst = max(found, key=lambda lost: lost.zeros + lost.subnormals)
     return worst if worst.share > least else None
 
