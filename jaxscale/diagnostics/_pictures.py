@@ -1,8 +1,4 @@
-"""The pictures: of a histogram, of what each layer loses, and of a run.
-
-They need matplotlib, an optional dependency, which is imported only when one is drawn. Each
-returns a figure that no window and no global state of matplotlib knows of.
-"""
+"""The pictures: figures of matplotlib, of which no window and no global state knows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,13 +77,8 @@ def draw_histogram(
 ) -> Any:
     """Returns the figure of `plot_histogram`, for any scales and formats.
 
-    Args:
-      numbers: the histogram, read.
-      titles: by the exponent of each loss scale, the title of the ranges there. The bars are
-        judged at the first.
-      dtype: the format that the bars are shaded for.
-      formats: the formats whose ranges are drawn.
-      is_narrow: whether it is for a narrow page, which says itself how many gradients there are.
+    `titles` has the title of the ranges by the exponent of each loss scale; the bars are judged
+    at the first. A narrow figure is for a page that says itself how many gradients there are.
     """
     scales = list(titles)
     height = 0.6 + (0.3 if is_narrow else 0.25) * len(formats)

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tables import assert_same_bits, cases
-from test_leaves import LEAVES, float32_bits, nonzero, numbers, really_cast, x64
+from test_leaves import LEAVES, float32_bits, nonzero, numbers, really_cast
 
 from jaxscale import diagnostics
 
@@ -63,28 +63,17 @@ def test_shares_are_those_of_a_real_cast(dtype, exponent):
     assert counted(histogram(leaf), dtype, scale) == really_cast(leaf, dtype, scale)
 
 
-def test_float64_ends_where_float32_does():
-    with x64():
-        leaf = np.array([1e300, 5e-324, 2.0**-149, 1 + 2.0**-40, np.inf, 0.0])
-        found = histogram(leaf)
-        assert counted(found, "bfloat16") == [2, 0, 1, 1]
-        above = np.nextafter(np.float64(2.0**-25), 1)  # its float32 is the tie, 2**-25
-        assert counted(histogram(np.array([above, 2.0**-25])), "float16") == [1, 1, 0, 0]
-
-
 def test_histograms_add_up():
     parts = [float32_bits(100, seed) for seed in range(3)]
     both = histogram(np.concatenate(parts))
     assert_same_bits(sum(map(histogram, parts)), both)
-    assert_same_bits(jax.jit(lambda a, b, c: a + b + c)(*map(histogram, parts)), both)
     assert_same_bits(histogram({"a": parts[0], "b": [parts[1], None, parts[2]]}), both)
-    leaves = leaf_histograms({"a": parts[0], "b": parts[1], "c": parts[2]})
-    assert_same_bits(leaves["a"] + leaves["b"] + leaves["c"], both)
-    empty = histogram(np.zeros(0, np.float32))
+    assert_same_bits(sum(leaf_histograms(parts)), both)
 
     def add(total, x):
         return total + diagnostics.histogram(x), None
 
+    empty = histogram(np.zeros(0, np.float32))
     assert_same_bits(jax.lax.scan(add, empty, np.stack(parts))[0], both)
     with pytest.raises(TypeError):
         both + 1

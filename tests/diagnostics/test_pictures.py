@@ -129,14 +129,12 @@ def test_the_histogram_as_text_fits_a_terminal():
 
 def test_the_underflow_map():
     layers = diagnostics.underflow(LEAVES)
-    figure = drawn(diagnostics.plot_underflow(layers))
-    (image,) = figure.axes[0].images
+    (ax,) = drawn(diagnostics.plot_underflow(layers)).axes
     lost = [[s.lost for s in shares.values()] for shares in layers.layers.values()]
-    np.testing.assert_array_equal(image.get_array(), 100 * np.array(lost))
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(layers.layers)
-    (tick, *_) = figure.axes[0].xaxis.get_major_ticks()  # its name is above and below
-    assert tick.label1.get_visible()
-    assert tick.label2.get_visible()
+    np.testing.assert_array_equal(ax.images[0].get_array(), 100 * np.array(lost))
+    assert [label.get_text() for label in ax.get_yticklabels()] == list(layers.layers)
+    tick = ax.xaxis.get_major_ticks()[0]  # its name is above and below
+    assert (tick.label1.get_visible(), tick.label2.get_visible()) == (True, True)
     many = diagnostics.underflow({f"layers/{i}": LEAVES["out"] for i in range(20)})
     drawn(diagnostics.plot_underflow(many))
 

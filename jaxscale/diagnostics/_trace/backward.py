@@ -171,14 +171,10 @@ class TracedBackward:
         is_brief: bool = False,
         is_shaken: bool = False,
     ) -> Run:
-        """Returns what one pass gives and does.
+        """Returns what one pass gives and does. `look` is shown each equation.
 
-        Args:
-          loss_scale: a `f32[]`.
-          is_wide: whether an equation is computed in float32, if it can be.
-          look: is shown each equation.
-          is_brief: whether to leave out what is made of numbers that are inf or NaN already.
-          is_shaken: whether what is computed in float32 is changed by as much as float32 rounds.
+        A brief one leaves out what is made of numbers that are inf or NaN already. A shaken one
+        changes what is computed in float32 by as much as float32 rounds.
         """
         findings = Findings(look, is_brief)
         outputs = self._interpret(findings, loss_scale, is_wide, is_shaken)

@@ -74,12 +74,9 @@ def key_of(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> EquationKey:
 class Interpreter:
     """Runs jaxprs, and shows each equation that holds no others to `watch`.
 
-    Args:
-      planner: makes the plans. Interpreters that share it share compiled programs.
-      watch: is shown each equation, and returns where the inf and NaN of its outputs come from.
-        Segments that are computed in float32 are not shown.
-      is_wide: whether an equation is computed in float32, if it can be.
-      is_shaken: whether what is computed in float32 is changed by as much as float32 rounds.
+    Interpreters that share a planner share compiled programs. Segments of which all equations are
+    computed in float32 are not shown. If these are shaken, each of their results is changed by as
+    much as float32 rounds.
     """
 
     def __init__(
