@@ -231,6 +231,8 @@ def test_other_transforms_and_their_arguments_pass():
     trace_fun = diagnostics.trace(fun, scaling(1), has_aux=True, argnums=(0, 1))
     report = trace_fun(jnp.ones(2, HALF), jnp.full(2, jnp.inf, HALF), offset=1.0)
     assert set(report.nonfinite_outputs) == {"loss", "grads[0]", "aux['aux']"}
+    # What is given is left out where another place explains an output.
+    assert {place.cause for place in report.nonfinite} == {"range"}
 
 
 def test_gradients_by_example_are_followed_as_well():
