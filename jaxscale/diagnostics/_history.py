@@ -95,10 +95,10 @@ class History:
                 )
         everything = sorted((values | given).items())
         numbers = {name: value for name, value in everything if jnp.shape(value) == ()}
-        dtypes = {
-            name: np.float32 if name in given or _is_float(value) else np.int32
-            for name, value in numbers.items()
-        }
+        dtypes: dict[str, Any] = dict.fromkeys(numbers, np.float32)
+        for name in numbers.keys() - given.keys():
+            if not jnp.issubdtype(jnp.result_type(numbers[name]), jnp.floating):
+                dtypes[name] = np.int32
         if some := {name for name, _ in dtypes.items() ^ (self._dtypes or dtypes).items()}:
             raise ValueError(
                 "`History.append` must be given the same names at each step; only some steps had "
@@ -164,10 +164,6 @@ class History:
         head += f"the loss scale {'' if np.all(scales == scales[0]) else 'from '}"
         head += _format_scales(scales, " to ")
         return f"{head}\n{aligned([list(rows[0]), *(list(row.values()) for row in rows)])}"
-
-
-def _is_float(value: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(value), jnp.floating)
 
 
 def _number_steps(columns: dict[str, np.ndarray]) -> np.ndarray:
