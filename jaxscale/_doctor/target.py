@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from .._trees.leaf import dtype_of, is_array_like
 from .._trees.tree import combine, only_gradients
 from ..diagnostics._formats import is_array, kind
-from ..diagnostics._trace.constants import Constants
+from ..diagnostics._trace.places import Constants
 
 _SHAPE = (
     "It must return (loss_fn, params, batch), where loss_fn(params, batch) is the loss, or a pair "

@@ -28,8 +28,8 @@ from ._leaves import LeafCounts, LeafRow, LeafTable, leaf_counts, table
 from ._pictures import plot_histogram, plot_underflow
 from ._suggest import Suggestion, suggest_scale
 from ._text import text_histogram, to_json
+from ._trace.backward import trace
 from ._trace.report import TracedConstant, TracedNonfinite, TracedUnderflow, TraceReport
-from ._trace.trace import trace
 from ._underflow import Underflow, underflow
 
 __all__ = [

@@ -1,9 +1,4 @@
-"""The largest loss scale that does not overflow, found by a few backward passes.
-
-`calibrate` runs one compiled backward pass for each scale it tries. `Search` decides which: it
-bisects the exponents on the first batch. Each further batch is tried at the scale found so
-far, and only if it overflows there, at lower ones.
-"""
+"""The largest loss scale that does not overflow, found by a few backward passes."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -127,7 +122,11 @@ def calibrate(
 
 
 class Search:
-    """The search for the largest exponent at which none of the batches so far overflows."""
+    """The search for the largest exponent at which none of the batches so far overflows.
+
+    It bisects the exponents on the first batch. Each further batch is tried at the one found so
+    far, and only if it overflows there, at lower ones.
+    """
 
     def __init__(
         self, try_scale: Callable[[int, Any], tuple[Any, bool]], low: int, high: int, passes: int

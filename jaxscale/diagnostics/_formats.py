@@ -1,8 +1,7 @@
 """Gradients as the bits of float32 magnitudes, and where smaller formats round them to what.
 
 A gradient's size is read from its bits, as integers: XLA on CPU may take subnormal numbers
-for zeros, but it does not touch integers. The second half of the module says from which
-number on a format rounds to a subnormal number instead of 0, to a normal one, and to inf.
+for zeros, but it does not touch integers.
 
 Formats round to nearest, ties to even. The mantissa of each boundary therefore has only a few
 nonzero bits, and all formats together have few different ones (`CUTS`). A histogram that
@@ -15,15 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .._trees.leaf import is_array_like, is_python_number
 from .._trees.tree import only_gradients
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 INFINITY = 0x7F800000  # the bits of float32's inf; those of a NaN are larger
-_LARGEST_FINITE = INFINITY - 1
-_MANTISSA = 23  # bits of float32's mantissa, without the implicit leading one
-_SMALLEST_EXPONENT = -149  # of float32's smallest subnormal
 
 
 def is_array(leaf: Any) -> bool:
@@ -39,6 +36,16 @@ def kind(leaf: Any) -> str:
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return f"{leaf.dtype}{list(leaf.shape)}"
     return f"`{type(leaf).__name__}`"
+
+
+def check_result(call: str, name: str, value: Any, cls: type, function: str) -> None:
+    """Raises a `TypeError` unless a value is what a function returned, and not traced."""
+    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
+    if is_traced or not isinstance(value, cls):
+        raise TypeError(
+            f"`{call}({name}=...)` must be what `jaxscale.diagnostics.{function}` returned, "
+            f"outside of `jit`, got {type(value).__name__}."
+        )
 
 
 def gradient_leaves(call: str, name: str, tree: Any) -> Any:
@@ -93,22 +100,9 @@ def _cut(bits: jax.Array) -> jax.Array:
     # The leading one of a normal number adds the missing one to its exponent field.
     field = jnp.maximum(exponent + 126, 0).astype(jnp.uint64) << 23
     finite = ((field + kept) | rest.astype(jnp.uint64)).astype(jnp.uint32)
-    finite = jnp.where(exponent > 127, jnp.uint32(_LARGEST_FINITE), finite)
+    finite = jnp.where(exponent > 127, jnp.uint32(INFINITY - 1), finite)
     special = jnp.uint32(INFINITY) + (mantissa != 2**52).astype(jnp.uint32)
     return jnp.where(bits == 0, jnp.uint32(0), jnp.where(exponent == 1024, special, finite))
-
-
-def exponent_and_mantissa(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns `e` and `m` of finite nonzero numbers `2**e * (1 + m / 2**23)`."""
-    field = (bits >> _MANTISSA).astype(jnp.int32)
-    mantissa = bits & jnp.uint32(2**_MANTISSA - 1)
-    leading = 31 - jax.lax.clz(bits).astype(jnp.int32)  # of a subnormal number
-    shift = jnp.clip(_MANTISSA - leading, 0, 31).astype(jnp.uint32)
-    subnormal = (bits << shift) & jnp.uint32(2**_MANTISSA - 1)
-    return (
-        jnp.where(field == 0, leading + _SMALLEST_EXPONENT, field - 127),
-        jnp.where(field == 0, subnormal, mantissa),
-    )
 
 
 class Boundary(NamedTuple):
@@ -162,11 +156,4 @@ def _format(name: str) -> Format:
 FORMAT = {name: _format(name) for name in FORMATS}
 
 # The mantissas of all boundaries. Class `i` holds the mantissas that are at least `i` of these.
-CUTS = sorted(
-    {
-        boundary.mantissa
-        for each in FORMAT.values()
-        for boundary in (each.nonzero, each.normal, each.overflow)
-        if boundary.mantissa
-    }
-)
+CUTS = sorted({edge.mantissa for each in FORMAT.values() for edge in each[:3]} - {0})

@@ -1,9 +1,8 @@
 """Exponent histograms: how large gradients are, by powers of two, and what formats make of them.
 
-`histogram` and `leaf_histograms` count on the device, also inside `jit`. Rows are powers of
-two. Columns split them at the few mantissas at which a format rounds differently (`CUTS` in
-`_formats`). A loss scale that is a power of two only moves the rows, so that one histogram
-tells exactly what each format loses at every such scale: see `outcomes` and `shares`.
+Rows are powers of two. Columns split them at the few mantissas at which a format rounds
+differently (`CUTS` in `_formats`). A loss scale that is a power of two only moves the rows, so
+that one histogram tells exactly what each format loses at every such scale: see `outcomes`.
 """
 
 from typing import Any, NamedTuple
@@ -11,22 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from .._trees.checks import power_of_two
-from ._formats import (
-    CUTS,
-    FORMAT,
-    FORMATS,
-    INFINITY,
-    Boundary,
-    exponent_and_mantissa,
-    gradient_leaves,
-    magnitude_bits,
-)
+from ._formats import CUTS, FORMAT, FORMATS, INFINITY, check_result, gradient_leaves, magnitude_bits
 
-MIN_EXPONENT, MAX_EXPONENT = -149, 127  # of float32's numbers
-EXPONENTS = np.arange(MIN_EXPONENT, MAX_EXPONENT + 1)
+EXPONENTS = np.arange(-149, 128)  # of float32's numbers
 _SHAPE = (len(EXPONENTS), len(CUTS) + 1)
 _CELLS = _SHAPE[0] * _SHAPE[1]
 
@@ -130,15 +118,12 @@ def leaf_histograms(tree: Any, *, axis_name: Any = None) -> Any:
     """Returns the base-2 exponent histogram of each gradient in a tree.
 
     Args:
-      tree: a pytree of gradients, as for `histogram`.
-      axis_name: the axes along which to sum the counts, as for `histogram`.
+      tree: a pytree of gradients, as in `histogram`.
+      axis_name: the axes along which to sum the counts, as in `histogram`.
 
     Returns:
       A tree of the same structure, with a `Histogram` of 10 kB for each gradient and
       `None` for other leaves. `underflow` reads it.
-
-    Raises:
-      ValueError: if no leaf is floating or complex, or a leaf has 2**31 elements or more.
 
     Example:
       >>> import jax.numpy as jnp
@@ -154,9 +139,13 @@ def leaf_histograms(tree: Any, *, axis_name: Any = None) -> Any:
 def _count_cells(leaf: Any) -> jax.Array:
     """Returns the counts of a leaf: the cells of the histogram, then zeros, infs and NaNs."""
     bits = magnitude_bits(leaf).reshape(-1)
-    exponent, mantissa = exponent_and_mantissa(bits)
-    column = sum((mantissa >= cut).astype(jnp.int32) for cut in CUTS)
-    cell = (exponent - MIN_EXPONENT) * _SHAPE[1] + column
+    # A subnormal number is an integer times 2**-149. Of that integer float32 knows the exponent.
+    is_subnormal = bits < 2**23
+    integers = jax.lax.bitcast_convert_type(bits.astype(jnp.float32), jnp.uint32)
+    normal = jnp.where(is_subnormal, integers, bits)
+    row = (normal >> 23).astype(jnp.int32) - jnp.where(is_subnormal, 127, 127 - 149)
+    column = sum((normal & (2**23 - 1) >= cut).astype(jnp.int32) for cut in CUTS)
+    cell = row * _SHAPE[1] + column
     cell = jnp.where(bits == 0, _CELLS, cell)
     cell = jnp.where(bits == INFINITY, _CELLS + 1, cell)
     cell = jnp.where(bits > INFINITY, _CELLS + 2, cell)
@@ -180,31 +169,33 @@ class Numbers(NamedTuple):
     inf: float
     nan: float
 
+    @property
+    def everything(self) -> float:
+        """How many numbers there are."""
+        return float(self.counts.sum()) + self.zero + self.inf + self.nan
+
 
 def read(call: str, histogram: Any) -> Numbers:
     """Returns the numbers of a histogram, or raises a `TypeError`."""
-    if not isinstance(histogram, Histogram) or isinstance(histogram.zero, Tracer):
-        raise TypeError(
-            f"`{call}(histogram=...)` must be what `jaxscale.diagnostics.histogram` returned, "
-            f"outside of `jit`, got {type(histogram).__name__}."
-        )
+    check_result(call, "histogram", histogram, Histogram, "histogram")
     arrays = [np.asarray(array, np.float64) for array in jax.device_get(histogram)]
     zero, inf, nan = (float(array.sum()) for array in arrays[1:])
     return Numbers(arrays[0].reshape(-1, *_SHAPE).sum(axis=0), zero, inf, nan)
 
 
-def outcomes(counts: np.ndarray, name: str, exponent: int) -> Shares:
-    """Returns how many numbers a format flushes, keeps and loses at scale 2**exponent."""
+def outcomes(counts: np.ndarray, name: str, exponent: int) -> np.ndarray:
+    """Returns what a format makes of some counts at loss scale 2**exponent.
 
-    def beyond(boundary: Boundary) -> float:
-        row = boundary.exponent - exponent - MIN_EXPONENT
-        if row < 0:
-            return counts.sum()
-        column = CUTS.index(boundary.mantissa) + 1 if boundary.mantissa else 0
-        return counts[row + 1 :].sum() + counts[row : row + 1, column:].sum()
-
-    nonzero, normal, overflow = map(beyond, FORMAT[name][:3])
-    return Shares(counts.sum() - nonzero, nonzero - normal, normal - overflow, overflow)
+    In the order of `Shares`, how many numbers of each row: `f64[4, 277]`.
+    """
+    beyond = [counts.sum(axis=1)]
+    for boundary in FORMAT[name][:3]:
+        # The cells are in the order of their numbers: first the rows, then the columns.
+        row = boundary.exponent - exponent - EXPONENTS[0]
+        cell = row * _SHAPE[1] + [0, *CUTS].index(boundary.mantissa)
+        is_beyond = np.arange(_CELLS).reshape(_SHAPE) >= cell
+        beyond.append(np.where(is_beyond, counts, 0).sum(axis=1))
+    return np.array([*-np.diff(beyond, axis=0), beyond[-1]])
 
 
 def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares]:
@@ -236,8 +227,8 @@ def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares
 
 def shares_of(counts: np.ndarray, exponent: int) -> dict[str, Shares]:
     """Returns the shares of some counts that each format flushes, keeps and loses."""
-    total = max(float(counts.sum()), 1.0)
+    total = max(counts.sum(), 1.0)
     return {
-        name: Shares(*(float(number) / total for number in outcomes(counts, name, exponent)))
+        name: Shares(*(outcomes(counts, name, exponent).sum(axis=1) / total).tolist())
         for name in FORMATS
     }

@@ -1,11 +1,12 @@
 """The metrics of a run, kept on the device and fetched when they are shown.
 
 `append` must not wait for the device, or each step would wait for the one before it. It copies
-the metrics of a step into two small arrays on the device. Once many steps have gone by,
+the metrics of a step into one small array on the device. Once many steps have gone by,
 `History` fetches the oldest, which are long done, so that not too many arrays are kept.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,24 +16,20 @@ from jax.core import Tracer
 
 from .._progress import metrics
 from ._pictures import plot_run
-from ._text import aligned, power
+from ._text import aligned, power, span
 
 _CHUNK = 512  # steps that are fetched together, once there are that many later ones
 _ROWS = 20  # of the text form
 
 
-@jax.jit
-def _pack(floats: dict[str, Any], ints: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-    """Returns the numbers of a step as two new arrays, in the order of their names.
+@functools.partial(jax.jit, static_argnames="dtypes")
+def _pack(values: Sequence[Any], dtypes: Sequence[Any]) -> jax.Array:
+    """Returns the bits of the numbers of a step, in dtypes of 32 bits.
 
-    The arrays are new, because those of a donated state are gone after the next step.
+    The array is new, because those of a donated state are gone after the next step.
     """
-
-    def stack(values: dict[str, Any], dtype: Any) -> jax.Array:
-        column = [jax.lax.convert_element_type(values[name], dtype) for name in sorted(values)]
-        return jnp.stack(column) if column else jnp.zeros(0, dtype)
-
-    return stack(floats, jnp.float32), stack(ints, jnp.int32)
+    numbers = map(jax.lax.convert_element_type, values, dtypes)
+    return jnp.stack([jax.lax.bitcast_convert_type(number, jnp.uint32) for number in numbers])
 
 
 class History:
@@ -60,12 +57,12 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._names: tuple[list[str], list[str]] | None = None
-        self._on_device: list[tuple[jax.Array, jax.Array]] = []
-        self._on_host: list[tuple[np.ndarray, np.ndarray]] = []
+        self._dtypes: dict[str, Any] = {}  # those of the numbers of a step, by their names
+        self._on_device: list[jax.Array] = []
+        self._on_host: list[np.ndarray] = []
 
     def __len__(self) -> int:
-        return sum(len(floats) for floats, _ in self._on_host) + len(self._on_device)
+        return sum(map(len, self._on_host)) + len(self._on_device)
 
     def append(self, tree: Any, *, loss: Any = None, **extra: Any) -> None:
         """Records one more step.
@@ -96,40 +93,37 @@ class History:
                     f"`History.append` takes scalars, got `{name}` of shape {jnp.shape(value)}. "
                     "Keep one `History` for each run or device."
                 )
-        values = {name: value for name, value in values.items() if jnp.shape(value) == ()}
-        ints = {n: v for n, v in values.items() if not _is_float(v)}
-        floats = {n: v for n, v in values.items() if n not in ints} | given
-        names = sorted(floats), sorted(ints)
-        if self._names not in (None, names):
-            known = sorted(set().union(*self._names or ()) ^ set().union(*names))
+        everything = sorted((values | given).items())
+        numbers = {name: value for name, value in everything if jnp.shape(value) == ()}
+        dtypes: dict[str, Any] = dict.fromkeys(numbers, np.float32)
+        for name in numbers.keys() - given.keys():
+            if not jnp.issubdtype(jnp.result_type(numbers[name]), jnp.floating):
+                dtypes[name] = np.int32
+        if some := {name for name, _ in dtypes.items() ^ (self._dtypes or dtypes).items()}:
             raise ValueError(
                 "`History.append` must be given the same names at each step; only some steps had "
-                f"{', '.join(known)}."
+                f"{', '.join(sorted(some))}."
             )
-        self._names = names
-        self._on_device.append(_pack(floats, ints))
+        self._dtypes = dtypes
+        self._on_device.append(_pack(list(numbers.values()), tuple(dtypes.values())))
         if len(self._on_device) >= 2 * _CHUNK:
             # The oldest: the device is done with them. Thousands of small arrays would pile up.
             self._fetch(_CHUNK)
 
     def _fetch(self, steps: int) -> None:
         some, self._on_device = self._on_device[:steps], self._on_device[steps:]
-        floats, ints = zip(*jax.device_get(some), strict=True)
-        self._on_host.append((np.stack(floats), np.stack(ints)))
+        self._on_host.append(np.stack(jax.device_get(some)))
 
     def columns(self) -> dict[str, np.ndarray]:
         """Returns what was appended: an array under each name, with an element for each step.
 
         Counters are integers. It waits for the device.
         """
-        if self._names is None:
-            return {}
         if self._on_device:
             self._fetch(len(self._on_device))
         return {
-            name: np.concatenate([part[kind][:, i] for part in self._on_host])
-            for kind in (0, 1)
-            for i, name in enumerate(self._names[kind])
+            name: np.concatenate([part[:, i] for part in self._on_host]).view(dtype)
+            for i, (name, dtype) in enumerate(self._dtypes.items())
         }
 
     def plot(self) -> Any:
@@ -145,26 +139,18 @@ class History:
         columns = self.columns()
         if not columns:
             raise ValueError("`History.plot` has nothing to draw: `append` was not called.")
-        return plot_run(
-            _number_steps(columns),
-            columns.get("loss"),
-            columns["loss_scale"],
-            _count_skipped(columns),
-        )
+        loss, loss_scale = columns.get("loss"), columns["loss_scale"]
+        return plot_run(_number_steps(columns), loss, loss_scale, _count_skipped(columns))
 
     def __str__(self) -> str:
         columns = self.columns()
         if not columns:
             return "no steps"
-        steps, skipped, scales = (
-            _number_steps(columns),
-            _count_skipped(columns),
-            columns["loss_scale"],
-        )
-        rows = []
+        steps, skipped = _number_steps(columns), _count_skipped(columns)
+        scales, rows = columns["loss_scale"], []
         for part in np.array_split(np.arange(len(steps)), min(_ROWS, len(steps))):
             first, last = part[0], part[-1]
-            row = {"steps": _format_span(str(steps[first]), str(steps[last]), "-")}
+            row = {"steps": span(str(steps[first]), str(steps[last]), "-")}
             if "loss" in columns:
                 finite = columns["loss"][part][np.isfinite(columns["loss"][part])]
                 row["loss"] = f"{finite.mean():.4g}" if finite.size else "not finite"
@@ -178,10 +164,6 @@ class History:
         head += f"the loss scale {'' if np.all(scales == scales[0]) else 'from '}"
         head += _format_scales(scales, " to ")
         return f"{head}\n{aligned([list(rows[0]), *(list(row.values()) for row in rows)])}"
-
-
-def _is_float(value: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(value), jnp.floating)
 
 
 def _number_steps(columns: dict[str, np.ndarray]) -> np.ndarray:
@@ -199,8 +181,4 @@ def _count_skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
 
 
 def _format_scales(scales: np.ndarray, between: str) -> str:
-    return _format_span(power(float(scales.min())), power(float(scales.max())), between)
-
-
-def _format_span(first: str, last: str, between: str) -> str:
-    return first if first == last else f"{first}{between}{last}"
+    return span(power(float(scales.min())), power(float(scales.max())), between)

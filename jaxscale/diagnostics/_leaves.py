@@ -1,9 +1,7 @@
 """Which leaves of the gradients hold inf, NaN or numbers too small for float16.
 
-`leaf_counts` counts on the device, also inside `jit`, and reads each leaf once: it compares the
-bits of float32 magnitudes (see `_formats`) with float16's boundaries, divided by the loss
-scale. (From a histogram the counts would take 16 times as long.) `table` fetches them and sorts
-the leaves, worst first. `partition_leaves` separates the leaves with nothing to report.
+`leaf_counts` reads each leaf once: it compares the bits of float32 magnitudes with float16's
+boundaries, divided by the loss scale. (From a histogram the counts would take 16 times as long.)
 """
 
 from typing import Any, NamedTuple
@@ -11,11 +9,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from .._trees.checks import and_more, normal_float32
 from .._trees.tree import leaf_name
-from ._formats import FORMAT, INFINITY, Boundary, gradient_leaves, is_array, magnitude_bits
+from ._formats import (
+    FORMAT,
+    INFINITY,
+    Boundary,
+    check_result,
+    gradient_leaves,
+    is_array,
+    magnitude_bits,
+)
 from ._text import aligned, percent, power
 
 _PRINTED_ROWS = 24
@@ -126,10 +131,9 @@ def partition_leaves(table: LeafTable, most: int) -> tuple[LeafTable, list[str]]
     telling = tuple(row for row in table.rows if not _is_kept(row))
     others = and_more(telling, most)
     if kept := len(table.rows) - len(telling):
-        count = f"{kept} of {len(table.rows)}"
-        scale = power(table.loss_scale)
         others.append(
-            f"finite, and stored in full by float16 at loss scale {scale}: {count} leaves"
+            f"finite, and stored in full by float16 at loss scale {power(table.loss_scale)}: "
+            f"{kept} of {len(table.rows)} leaves"
         )
     return LeafTable(telling[:most], table.loss_scale), others
 
@@ -160,23 +164,17 @@ def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> 
     never waits for the device. Read the result with `table`.
 
     Args:
-      grads: a pytree of gradients, unscaled, as `jaxscale.grad` returns them. Leaves
-        may have any floating or complex dtype. Other leaves, `None`, and everything under
-        a key `_overwrite_with_gradient` are left out.
+      grads: a pytree of gradients, as in `histogram`.
       loss_scale: a number or an `f32[]`, such as `jaxscale.metrics(opt_state)["loss_scale"]`:
         the scale at which float16 is judged. The counts are exact if it is a power of two.
-        Gradients that float16 flushed before they came here are zero already, and count as
-        zeros. Pass gradients computed in float32 or at a high scale.
-      axis_name: a mesh or `pmap` axis name, or a tuple of them, along which devices hold
-        different parts of the gradients: counts are summed. If they hold equal gradients,
-        leave it out, as under plain `jit`.
+      axis_name: the axes along which to sum the counts, as in `histogram`.
 
     Returns:
       A `LeafCounts`. Counts are exact up to 2**24 and rounded to 24 bits beyond.
 
     Raises:
-      ValueError: if no leaf is floating or complex, or a leaf has 2**31 elements or more;
-        if `loss_scale` is a Python number that is not positive.
+      ValueError: if `grads` is refused, as in `histogram`, or `loss_scale` is a Python number
+        that is not positive.
       TypeError: if `loss_scale` is not a scalar.
 
     Example:
@@ -187,9 +185,14 @@ def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> 
       >>> print(row.path, row.nan, row.flushed, row.subnormal)
       w 1 1 1
     """
-    gradients = gradient_leaves("leaf_counts", "grads", grads)
-    loss_scale = _scalar(loss_scale)
-    leaves, structure = jax.tree.flatten(gradients)
+    leaves, structure = jax.tree.flatten(gradient_leaves("leaf_counts", "grads", grads))
+    if not is_array(loss_scale):
+        loss_scale = normal_float32("leaf_counts", "loss_scale", loss_scale)
+    if jnp.shape(loss_scale):
+        raise TypeError(
+            f"`leaf_counts(loss_scale=...)` must be one number, got shape {jnp.shape(loss_scale)}."
+        )
+    loss_scale = jax.lax.convert_element_type(loss_scale, jnp.float32)
     counts = jnp.stack([_count(leaf, loss_scale) for leaf in leaves])
     if axis_name is not None:  # one collective for all leaves, and one for the magnitudes
         summed = jax.lax.psum(counts[:, :-1], axis_name)
@@ -197,24 +200,10 @@ def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> 
     return LeafCounts(jax.tree.unflatten(structure, list(counts)), loss_scale)
 
 
-def _scalar(loss_scale: Any) -> jax.Array:
-    if not is_array(loss_scale):
-        loss_scale = normal_float32("leaf_counts", "loss_scale", loss_scale)
-    if jnp.shape(loss_scale):
-        raise TypeError(
-            f"`leaf_counts(loss_scale=...)` must be one number, got shape {jnp.shape(loss_scale)}."
-        )
-    return jax.lax.convert_element_type(loss_scale, jnp.float32)
-
-
 @jax.jit  # one program for each leaf, even if the caller does not compile
 def _count(leaf: Any, loss_scale: jax.Array) -> jax.Array:
     bits = magnitude_bits(leaf)
-    float16 = FORMAT["float16"]
-    nonzero, normal, overflow = (
-        _bits(boundary, loss_scale)
-        for boundary in (float16.nonzero, float16.normal, float16.overflow)
-    )
+    nonzero, normal, overflow = (_bits(edge, loss_scale) for edge in FORMAT["float16"][:3])
     is_finite, is_zero = bits < INFINITY, bits == 0
     masks = [
         jnp.ones_like(is_zero),
@@ -271,25 +260,17 @@ def table(counts: LeafCounts) -> LeafTable:
       >>> [row.path for row in diagnostics.table(diagnostics.leaf_counts(grads)).nonfinite_rows]
       ['b']
     """
-    if not isinstance(counts, LeafCounts) or isinstance(counts.loss_scale, Tracer):
-        raise TypeError(
-            "`table(counts=...)` must be what `jaxscale.diagnostics.leaf_counts` returned, outside "
-            f"of `jit`, got {type(counts).__name__}."
-        )
+    check_result("table", "counts", counts, LeafCounts, "leaf_counts")
     counts = jax.device_get(counts)
     rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(counts.leaves):
         leaf = np.asarray(leaf, np.float64).reshape(-1, leaf.shape[-1])
-        size, nan, inf, zero, flushed, subnormal, overflowed = map(int, leaf[:, :-1].sum(axis=0))
-        largest = float(leaf[:, -1].max())
-        rows.append(
-            LeafRow(leaf_name(path), size, nan, inf, zero, flushed, subnormal, overflowed, largest)
-        )
+        sums = map(int, leaf[:, :-1].sum(axis=0))
+        rows.append(LeafRow(leaf_name(path), *sums, largest=float(leaf[:, -1].max())))
 
     def badness(row: LeafRow) -> tuple[float, ...]:
         size = max(row.size, 1)
         return (row.nan + row.inf) / size, row.lost, row.subnormal / size, row.largest
 
-    return LeafTable(
-        tuple(sorted(rows, key=badness, reverse=True)), float(np.max(counts.loss_scale))
-    )
+    rows.sort(key=badness, reverse=True)
+    return LeafTable(tuple(rows), float(np.max(counts.loss_scale)))

@@ -1,8 +1,4 @@
-"""The pictures: of a histogram, of what each layer loses, and of a run.
-
-They need matplotlib, an optional dependency, which is imported only when one is drawn. Each
-returns a figure that no window and no global state of matplotlib knows of.
-"""
+"""The pictures: figures of matplotlib, of which no window and no global state knows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from .._trees.checks import one_of, power_of_two
-from ._formats import FORMAT, FORMATS
+from ._formats import FORMAT, FORMATS, check_result
 from ._histogram import EXPONENTS, Histogram, Numbers, Shares, outcomes, read, shares_of
 from ._suggest import suggest_scale
-from ._text import head, percent, power, span
+from ._text import filled_rows, head, percent, power
 from ._underflow import Underflow
 
 # Lost, kept in part, kept: from light to dark, so that they differ in grey too.
@@ -81,13 +77,8 @@ def draw_histogram(
 ) -> Any:
     """Returns the figure of `plot_histogram`, for any scales and formats.
 
-    Args:
-      numbers: the histogram, read.
-      titles: by the exponent of each loss scale, the title of the ranges there. The bars are
-        judged at the first.
-      dtype: the format that the bars are shaded for.
-      formats: the formats whose ranges are drawn.
-      is_narrow: whether it is for a narrow page, which says itself how many gradients there are.
+    `titles` has the title of the ranges by the exponent of each loss scale; the bars are judged
+    at the first. A narrow figure is for a page that says itself how many gradients there are.
     """
     scales = list(titles)
     height = 0.6 + (0.3 if is_narrow else 0.25) * len(formats)
@@ -95,7 +86,7 @@ def draw_histogram(
     axes = figure.subplots(
         1 + len(scales), 1, sharex=True, squeeze=False, height_ratios=[3] + [height] * len(scales)
     )[:, 0]
-    first, last = (int(EXPONENTS[row]) for row in span(numbers))
+    first, last = (int(EXPONENTS[row]) for row in filled_rows(numbers))
     edges = FORMAT[dtype]
     ends = [f - k for k in scales for f in (edges.least_exponent, edges.largest_exponent)]
     limits = min(first, *ends) - 2, max(last, *ends) + 3
@@ -120,23 +111,15 @@ def draw_histogram(
 def _draw_bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
     """Draws the share of each exponent, stacked by what becomes of it."""
     filled = np.flatnonzero(counts.sum(axis=1))
-    parts = np.zeros((3, len(filled)))
-    for i, row in enumerate(filled):
-        only = np.zeros_like(counts)
-        only[row] = counts[row]
-        flushed, subnormal, normal, overflowed = outcomes(only, dtype, exponent)
-        parts[:, i] = normal, subnormal, flushed + overflowed
-    parts *= 100 / max(counts.sum(), 1.0)
-    bottom = np.zeros(len(filled))
+    flushed, subnormal, normal, overflowed = outcomes(counts, dtype, exponent)[:, filled]
     whole = shares_of(counts, exponent)[dtype]  # not from the heights, which are rounded
-    words = {
-        f"kept by {dtype}": whole.normal,
-        "kept as subnormal": whole.subnormal,
-        "flushed to 0, or overflow": whole.lost,
-    }
-    for height, color, hatch, (word, share) in zip(
-        parts, (_NORMAL, _SUBNORMAL, _LOST), ("", "", "////"), words.items(), strict=True
+    bottom = np.zeros(len(filled))
+    for number, share, word, color, hatch in (
+        (normal, whole.normal, f"kept by {dtype}", _NORMAL, ""),
+        (subnormal, whole.subnormal, "kept as subnormal", _SUBNORMAL, ""),
+        (flushed + overflowed, whole.lost, "flushed to 0, or overflow", _LOST, "////"),
     ):
+        height = 100 * number / max(counts.sum(), 1.0)
         ax.bar(
             EXPONENTS[filled] + 0.5, height, width=1, bottom=bottom, color=color, hatch=hatch,
             edgecolor="black", linewidth=0.4, label=f"{word}: {percent(share)}",
@@ -155,16 +138,11 @@ def _draw_ranges(
     """Draws, for each format, the range of gradients that it holds once they are scaled."""
     for row, (name, lost) in enumerate(shares.items()):
         edges = FORMAT[name]
-        low, normal, high = (
-            max(min(end - exponent, limits[1]), limits[0])
-            for end in (*edges[3:5], edges.largest_exponent + 1)
-        )
-        ax.barh(
-            row, normal - low, left=low, height=0.6, color=_SUBNORMAL, edgecolor="black", lw=0.4
-        )
-        ax.barh(
-            row, high - normal, left=normal, height=0.6, color=_NORMAL, edgecolor="black", lw=0.4
-        )
+        ends = np.array([*edges[3:5], edges.largest_exponent + 1]) - exponent
+        low, normal, high = np.clip(ends, *limits)
+        for left, right, color in ((low, normal, _SUBNORMAL), (normal, high, _NORMAL)):
+            width = right - left
+            ax.barh(row, width, left=left, height=0.6, color=color, edgecolor="black", lw=0.4)
         words = (f"to 0: {percent(lost.flushed)}", f"overflow: {percent(lost.overflowed)}")
         ax.text(
             1.01, row, between.join(words),
@@ -191,11 +169,7 @@ def plot_underflow(underflow: Underflow) -> Any:
       >>> [text.get_text() for text in figure.axes[0].texts]
       ['50.0%', '0%', '50.0%', '50.0%']
     """
-    if not isinstance(underflow, Underflow):
-        raise TypeError(
-            "`plot_underflow(underflow=...)` must be what `jaxscale.diagnostics.underflow` "
-            f"returned, got {type(underflow).__name__}."
-        )
+    check_result("plot_underflow", "underflow", underflow, Underflow, "underflow")
     layers = underflow.layers
     lost = np.array([[shares[name].lost for name in FORMATS] for shares in layers.values()])
     texts = [text for _, *row in underflow.rows() for text in row]

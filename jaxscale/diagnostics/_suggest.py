@@ -1,7 +1,6 @@
 """Which loss scales suit the gradients in a histogram, and whether one is needed at all.
 
-`suggest_scale` tries every power of two: a histogram tells exactly what a format would lose at
-each. The rest of the module puts the result into words.
+Every power of two is tried: a histogram tells exactly what a format would lose at each.
 """
 
 from typing import NamedTuple
@@ -9,7 +8,7 @@ from typing import NamedTuple
 from .._trees.checks import finite_number, one_of
 from ._formats import FORMATS
 from ._histogram import Histogram, Numbers, Shares, outcomes, read
-from ._text import percent, power
+from ._text import percent, power, span
 
 _SCALES = range(-126, 127)  # exponents of the loss scales whose reciprocals are normal numbers
 
@@ -87,10 +86,13 @@ zero, and 0% overflow. Scales that lose nothing: 2**6 to 2**15.
             "the share of gradients that may be flushed to zero."
         )
     numbers = read("suggest_scale", histogram)
-    total = float(numbers.counts.sum())
+    total = numbers.counts.sum()
     if not total:
-        return _nothing(dtype, numbers)
-    lost = {k: outcomes(numbers.counts, dtype, k) for k in _SCALES}
+        none = Shares(0.0, 0.0, 0.0, 0.0)
+        words = "No gradient is finite and nonzero, so no loss scale can be suggested."
+        words += _left_out(numbers)
+        return Suggestion(dtype, None, None, None, None, None, none, none, words)
+    lost = {k: Shares(*outcomes(numbers.counts, dtype, k).sum(axis=1)) for k in _SCALES}
     fits = [k for k in _SCALES if not lost[k].overflowed]
     # More scale never flushes more, so the last of them flushes the fewest.
     most = max(tolerance * total, lost[fits[-1]].flushed)
@@ -98,7 +100,7 @@ zero, and 0% overflow. Scales that lose nothing: 2**6 to 2**15.
     lossless = [k for k in best if not lost[k].flushed]
     needed = 0 not in best
     middle = (best[0] + best[-1]) // 2 if needed else 0
-    unscaled, scaled = (Shares(*(float(number) / total for number in lost[k])) for k in (0, middle))
+    unscaled, scaled = (Shares(*(float(number / total) for number in lost[k])) for k in (0, middle))
     words = _say_need(dtype, needed, unscaled, tolerance)
     if needed:
         words += _say_range(best, lossless, lost[best[0]].flushed / total)
@@ -113,12 +115,6 @@ zero, and 0% overflow. Scales that lose nothing: 2**6 to 2**15.
     )
 
 
-def _nothing(dtype: str, numbers: Numbers) -> Suggestion:
-    none = Shares(0.0, 0.0, 0.0, 0.0)
-    words = "No gradient is finite and nonzero, so no loss scale can be suggested."
-    return Suggestion(dtype, None, None, None, None, None, none, none, words + _left_out(numbers))
-
-
 def _say_need(dtype: str, needed: bool, unscaled: Shares, tolerance: float) -> str:
     flushed, overflowed = percent(unscaled.flushed), percent(unscaled.overflowed)
     without = "without one it loses nothing"
@@ -131,25 +127,24 @@ def _say_need(dtype: str, needed: bool, unscaled: Shares, tolerance: float) -> s
 
 
 def _say_range(best: list[int], lossless: list[int], flushed: float) -> str:
-    words = f" Scales that lose nothing: {_span(lossless) if lossless else 'none'}."
+    words = f" Scales that lose nothing: {_ends(lossless) if lossless else 'none'}."
     if lossless == best:
         return words
     share = "less than 0.1%" if flushed < 0.001 else f"at most {percent(flushed)}"
-    return f" Scales that flush {share} without an overflow: {_span(best)}.{words}"
+    return f" Scales that flush {share} without an overflow: {_ends(best)}.{words}"
 
 
-def _span(exponents: list[int]) -> str:
-    ends = (power(2.0**k) for k in (exponents[0], exponents[-1]))
-    return " to ".join(dict.fromkeys(ends))
+def _ends(exponents: list[int]) -> str:
+    return span(power(2.0 ** exponents[0]), power(2.0 ** exponents[-1]))
 
 
 def _left_out(numbers: Numbers) -> str:
     words = ""
-    everything = float(numbers.counts.sum()) + numbers.zero + numbers.inf + numbers.nan
     if numbers.zero:
         words += (
-            f" {percent(numbers.zero / everything)} of all gradients are exactly 0: true zeros, or "
-            "flushed before they were counted. To tell, compute them in float32 or at a high scale."
+            f" {percent(numbers.zero / numbers.everything)} of all gradients are exactly 0: true "
+            "zeros, or flushed before they were counted. To tell, compute them in float32 or at a "
+            "high scale."
         )
     if numbers.inf + numbers.nan:
         words += f" Inf or NaN, which are left out: {numbers.inf + numbers.nan:.0f}."

@@ -1,8 +1,7 @@
 """How results are written: numbers in words, tables, the histogram as text, and JSON.
 
 All results print through the small functions at the top, so that a share, a loss scale or a
-NaN reads the same everywhere. `text_histogram` is the form of `plot_histogram` for a terminal;
-`to_json` is for programs.
+NaN reads the same everywhere.
 """
 
 import dataclasses
@@ -40,6 +39,11 @@ def power(loss_scale: float) -> str:
     """Returns a loss scale as `2**k`, or as a decimal if it is not a power of two."""
     mantissa, exponent = math.frexp(loss_scale)
     return f"2**{exponent - 1}" if mantissa == 0.5 else f"{loss_scale:g}"
+
+
+def span(first: str, last: str, between: str = " to ") -> str:
+    """Returns both ends of a range, or one if they are the same."""
+    return first if first == last else f"{first}{between}{last}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -86,55 +90,43 @@ def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
     """
     exponent = power_of_two("text_histogram", "loss_scale", loss_scale)
     numbers = read("text_histogram", histogram)
-    rows = [
-        (
-            "|gradient|",
-            "share",
-            "".ljust(_WIDTH),
-            *(name.removeprefix("float8_") for name in FORMATS),
-        ),
-        *_format_bars(numbers, exponent),
-    ]
+    names = (name.removeprefix("float8_") for name in FORMATS)
+    rows = [("|gradient|", "share", "".ljust(_WIDTH), *names), *_format_bars(numbers, exponent)]
     whole = shares_of(numbers.counts, exponent)
     for sign, outcome in (("0", "flushed"), ("s", "subnormal"), ("!", "overflowed")):
         cells = (percent(getattr(whole[name], outcome)) for name in FORMATS)
         rows.append((f"{sign} {outcome}", "", "", *cells))
-    scale = power(loss_scale)
-    others = f"The others, and what formats make of them if stored at loss scale {scale}:"
-    return f"{head(numbers)}\n{others}\n{aligned(rows)}"
+    others = "The others, and what formats make of them if stored at loss scale"
+    return f"{head(numbers)}\n{others} {power(loss_scale)}:\n{aligned(rows)}"
 
 
 def head(numbers: Numbers) -> str:
     """Returns how many gradients there are, and how many of them no bar shows."""
-    everything = float(numbers.counts.sum()) + numbers.zero + numbers.inf + numbers.nan
-    zero = percent(numbers.zero / max(everything, 1.0))
+    zero = percent(numbers.zero / max(numbers.everything, 1.0))
     rest = f"{numbers.inf:,.0f} inf, {numbers.nan:,.0f} NaN."
-    return f"{everything:,.0f} gradients: {zero} are exactly 0, {rest}"
+    return f"{numbers.everything:,.0f} gradients: {zero} are exactly 0, {rest}"
 
 
-def span(numbers: Numbers) -> tuple[int, int]:
+def filled_rows(numbers: Numbers) -> tuple[int, int]:
     """Returns the first and the last row that is not empty, or the row of 1.0 if all are."""
-    filled = np.flatnonzero(numbers.counts.sum(axis=1))
-    if not filled.size:
-        return -int(EXPONENTS[0]), -int(EXPONENTS[0])
-    return int(filled[0]), int(filled[-1])
+    filled = np.flatnonzero(numbers.counts.sum(axis=1)).tolist() or [-int(EXPONENTS[0])]
+    return filled[0], filled[-1]
 
 
 def _format_bars(numbers: Numbers, exponent: int) -> list[tuple[str, ...]]:
-    first, last = span(numbers)
+    first, last = filled_rows(numbers)
     step = -(-(last - first + 1) // _ROWS)
-    starts = range(first, last + 1, step)
-    sums = [float(numbers.counts[start : start + step].sum()) for start in starts]
+    starts = np.arange(first, last + 1, step)
+    # How many numbers there are in each row of text, and what each format makes of them.
+    parts = [outcomes(numbers.counts, name, exponent)[:, : last + 1] for name in FORMATS]
+    parts = [np.add.reduceat(part, starts, axis=1) for part in parts]
+    sums = parts[0].sum(axis=0)
     rows = []
-    for start, number in zip(reversed(starts), reversed(sums), strict=True):
-        only = np.zeros_like(numbers.counts)
-        only[start : start + step] = numbers.counts[start : start + step]
-        signs = [_SIGNS[int(np.argmax(outcomes(only, name, exponent)))] for name in FORMATS]
-        bar = "#" * max(round(_WIDTH * number / max(*sums, 1.0)), 1) if number else ""
-        rows.append(
-            (f"2**{EXPONENTS[start]}", percent(number / max(sum(sums), 1.0)), bar.ljust(_WIDTH))
-            + (tuple(signs) if number else ("",) * len(FORMATS))
-        )
+    for i in reversed(range(len(starts))):
+        share = percent(sums[i] / max(sums.sum(), 1.0))
+        bar = "#" * max(round(_WIDTH * sums[i] / sums.max()), 1) if sums[i] else ""
+        signs = [_SIGNS[np.argmax(part[:, i])] if sums[i] else "" for part in parts]
+        rows.append((f"2**{EXPONENTS[starts[i]]}", share, bar.ljust(_WIDTH), *signs))
     return rows
 
 

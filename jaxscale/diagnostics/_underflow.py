@@ -1,8 +1,4 @@
-"""What smaller formats would lose of each layer.
-
-`underflow` sums the histograms of a layer's leaves and asks each format what it loses of them.
-`plot_underflow` draws the result.
-"""
+"""What smaller formats would lose of each layer, from the histograms of its leaves."""
 
 from typing import Any, NamedTuple
 

@@ -1,45 +1,19 @@
 """Exponents and formats against NumPy and real casts; scales against trying every one."""
 
 import itertools
-import json
-import re
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 from tables import assert_same_bits, cases
-from test_leaves import CHECK, LEAVES, MESH, float32_bits, x64
+from test_leaves import LEAVES, float32_bits, nonzero, numbers, really_cast
 
 from jaxscale import diagnostics
 
 FORMATS = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 histogram, leaf_histograms = map(jax.jit, (diagnostics.histogram, diagnostics.leaf_histograms))
-
-
-def numbers(leaf):
-    x = np.asarray(leaf)
-    x = np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x
-    with np.errstate(invalid="ignore"):  # of signaling NaNs
-        return x.astype(np.float64)
-
-
-def nonzero(leaf):
-    x = np.abs(numbers(leaf))
-    return x[np.isfinite(x) & (x > 0)]
-
-
-def really_cast(leaf, dtype, loss_scale):
-    """What becomes of each number, found by casting it."""
-    # In float64, multiplying by a power of two is exact, so that the cast is the only rounding.
-    scaled = nonzero(leaf) * loss_scale
-    with np.errstate(all="ignore"):
-        x = scaled.astype(np.float32).astype(dtype).astype(np.float64)
-    normal = float(ml_dtypes.finfo(dtype).smallest_normal)
-    masks = x == 0, (x > 0) & (x < normal), np.isfinite(x) & (x >= normal), ~np.isfinite(x)
-    return [int(mask.sum()) for mask in masks]
 
 
 def boundaries():
@@ -89,62 +63,23 @@ def test_shares_are_those_of_a_real_cast(dtype, exponent):
     assert counted(histogram(leaf), dtype, scale) == really_cast(leaf, dtype, scale)
 
 
-def test_float64_ends_where_float32_does():
-    with x64():
-        leaf = np.array([1e300, 5e-324, 2.0**-149, 1 + 2.0**-40, np.inf, 0.0])
-        found = histogram(leaf)
-        assert counted(found, "bfloat16") == [2, 0, 1, 1]
-        above = np.nextafter(np.float64(2.0**-25), 1)  # its float32 is the tie, 2**-25
-        assert counted(histogram(np.array([above, 2.0**-25])), "float16") == [1, 1, 0, 0]
-
-
 def test_histograms_add_up():
     parts = [float32_bits(100, seed) for seed in range(3)]
     both = histogram(np.concatenate(parts))
     assert_same_bits(sum(map(histogram, parts)), both)
-    assert_same_bits(jax.jit(lambda a, b, c: a + b + c)(*map(histogram, parts)), both)
     assert_same_bits(histogram({"a": parts[0], "b": [parts[1], None, parts[2]]}), both)
-    leaves = leaf_histograms({"a": parts[0], "b": parts[1], "c": parts[2]})
-    assert_same_bits(leaves["a"] + leaves["b"] + leaves["c"], both)
-    empty = histogram(np.zeros(0, np.float32))
+    assert_same_bits(sum(leaf_histograms(parts)), both)
 
     def add(total, x):
         return total + diagnostics.histogram(x), None
 
+    empty = histogram(np.zeros(0, np.float32))
     assert_same_bits(jax.lax.scan(add, empty, np.stack(parts))[0], both)
     with pytest.raises(TypeError):
         both + 1
     # Histograms stacked by `vmap` are summed when they are read.
     stacked = jax.vmap(diagnostics.histogram)(np.stack(parts))
     assert diagnostics.shares(stacked) == diagnostics.shares(both)
-
-
-@cases("check", [True, False], fast=[True])
-def test_devices_are_summed_up(check):
-    x = jnp.asarray(float32_bits(57))
-    spec = PartitionSpec("data")
-    run = jax.jit(
-        jax.shard_map(
-            lambda x: diagnostics.histogram({"w": x}, axis_name="data"),
-            mesh=MESH, in_specs=spec, out_specs=PartitionSpec(), **{CHECK: check},
-        )
-    )  # fmt: skip
-    expected = jax.tree.map(np.asarray, histogram(x))
-    assert_same_bits(jax.tree.map(np.asarray, run(x)), expected)
-    sharded = jax.device_put(x, NamedSharding(MESH, spec))
-    assert_same_bits(jax.tree.map(np.asarray, histogram(sharded)), expected)
-
-
-@pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="JAX has it elsewhere")
-def test_explicit_meshes():
-    types = (jax.sharding.AxisType.Explicit,)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=types, devices=jax.devices("cpu"))
-    with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec("data")))
-        auto = jax.sharding.auto_axes(diagnostics.histogram, out_sharding=PartitionSpec())
-        assert np.asarray(jax.jit(auto)(x).counts).sum() == 64
-        (row,) = diagnostics.table(jax.jit(diagnostics.leaf_counts)(x)).rows
-        assert row.size == 64
 
 
 def test_layers_are_grouped_by_depth():
@@ -196,8 +131,6 @@ def test_suggestions_are_the_best_of_all_scales(dtype, tolerance, center, spread
     assert found.needed or found.suggested == 1
     shares = diagnostics.shares(histogram(leaf), loss_scale=found.suggested)[dtype]
     assert found.scaled == shares
-    words = "needs a loss scale" if found.needed else "needs no loss scale|gains nothing"
-    assert re.match(f"{dtype} ({words})", found.sentence)
 
 
 def lost(flushed, overflowed):
@@ -215,27 +148,15 @@ SENTENCES = {
         [2.0**-40, 2.0**12],
         f"float16 gains nothing from a {lost('50.0%', '0%')}, and no scale loses less.",
     ),
-    "only one": (
-        [2.0**-30, 2.0**-28, 2.0**9, 2.0**9],
-        f"float16 needs a {lost('50.0%', '0%')}. Scales that lose nothing: 2**6.",
-    ),
     "no scale keeps all": (
         [2.0**-33, 2.0**-28, 2.0**9, 2.0**9],
         f"float16 needs a {lost('50.0%', '0%')}. Scales that flush at most 25.0% without an "
         "overflow: 2**4 to 2**6. Scales that lose nothing: none.",
     ),
     "nearly lossless": (
-        [2.0**-30, *[1.0] * 2000, 2.0**8],
-        f"float16 needs no {lost('<0.1%', '0%')}.",
-    ),
-    "nearly lossless, and needed": (
         [2.0**-40, *[2.0**-28] * 2000],
         f"float16 needs a {lost('100%', '0%')}. Scales that flush less than 0.1% without an "
         "overflow: 2**4 to 2**43. Scales that lose nothing: 2**16 to 2**43.",
-    ),
-    "too large": (
-        [2.0**17],
-        f"float16 needs a {lost('0%', '100%')}. Scales that lose nothing: 2**-41 to 2**-2.",
     ),
     "zeros": (
         [0.0, 1.0, np.inf, np.nan],
@@ -252,9 +173,7 @@ SENTENCES = {
 @cases("name", SENTENCES)
 def test_suggestions_in_words(name):
     values, expected = SENTENCES[name]
-    found = diagnostics.suggest_scale(histogram(np.array(values, np.float32)))
-    assert str(found) == expected
-    assert json.loads(json.dumps(diagnostics.to_json(found)))["sentence"] == expected
+    assert str(diagnostics.suggest_scale(histogram(np.array(values, np.float32)))) == expected
 
 
 W = jnp.ones(2)

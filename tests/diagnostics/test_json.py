@@ -7,9 +7,8 @@ import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from tables import cases
+from planted import HALF, trace
 
 import jaxscale
 from jaxscale import diagnostics
@@ -17,80 +16,60 @@ from jaxscale import diagnostics
 pytestmark = pytest.mark.standard_promotion
 
 W = jnp.array([1e-9, 2e-5, 1.0, jnp.inf, jnp.nan, -0.0], jnp.float32)
-GRADS = {"w": W, "b": [jnp.ones(2, jnp.float16), None]}
+GRADS = {"w": W, "b": [jnp.ones(2, HALF), None]}
 
 
-def _traced(scale, after):
-    """The trace of two float16 products, the second of which overflows or underflows."""
+def _report():
+    """An overflow, an underflow, a number rounded to 0, and a loss that is not finite."""
 
     def fun(w):
-        return jnp.sum((w * jnp.float16(scale) * jnp.float16(scale)).astype(jnp.float32)) * after
+        y = w * HALF(60000) * HALF(60000) + w * HALF(2.0**-11) * HALF(2.0**-11)
+        return -jnp.sum((y + 1e-9).astype(jnp.float32))
 
-    return diagnostics.trace(fun, jaxscale.FixedLossScale(1.0).init())(jnp.ones(3, jnp.float16))
-
-
-def _calibrated(factor):
-    def loss_fn(w, x):
-        return jnp.sqrt(w * x).astype(jnp.float32)
-
-    return diagnostics.calibrate(loss_fn, jnp.float16(1), [jnp.float16(factor)], max_passes=5)
+    return trace(fun, jnp.ones(3, HALF), loss_scale=1)
 
 
 def _history():
-    tx = jaxscale.loss_scaled(optax.sgd(0.1))
-    state, history = tx.init(W), diagnostics.History()
+    history = diagnostics.History()
     for loss in (1.5, jnp.inf, -jnp.inf, jnp.nan, 1 / 3):
-        history.append(state, loss=loss)
+        history.append(jaxscale.DynamicLossScale().init(), loss=loss)
     return history.columns()
 
 
-def _rounded():
-    def fun(w):
-        return jnp.sum((w / 70000 + 1e-9).astype(jnp.float32))
-
-    scaling = jaxscale.FixedLossScale(1.0).init()
-    return diagnostics.trace(fun, scaling)(jnp.ones(3, jnp.float16)).constants
+def _calibrated():
+    return diagnostics.calibrate(lambda w, x: jnp.sqrt(w * x), jnp.float32(1), [jnp.float32(0)])
 
 
-def _table():
-    return diagnostics.table(diagnostics.leaf_counts(GRADS))
-
-
-def _reports():
-    return [_traced(60000, 1.0), _traced(2.0**-11, 1.0), _traced(60000, 0.0), _traced(60000, -1.0)]
-
-
-def _suggestions():
-    nothing = diagnostics.histogram(jnp.zeros(1))
-    return [diagnostics.suggest_scale(h) for h in (diagnostics.histogram(W), nothing)]
-
-
-def _leaves():
-    return diagnostics.leaf_histograms(GRADS)
-
-
-# For each public class of `diagnostics`, what makes reports with all kinds of values.
-REPORTS = {
-    "Calibration": lambda: [_calibrated(0), _calibrated(1)],
-    "Histogram": lambda: [diagnostics.histogram(GRADS), _leaves()],
-    "History": lambda: [_history()],
-    "LeafCounts": lambda: [diagnostics.leaf_counts(GRADS, loss_scale=2.0**7)],
-    "LeafTable": lambda: [_table()],
-    "LeafRow": lambda: [_table().rows[0]],
-    "Shares": lambda: [diagnostics.shares(diagnostics.histogram(W))],
-    "Suggestion": _suggestions,
-    "TraceReport": _reports,
-    "TracedConstant": lambda: [_rounded()],
-    "TracedNonfinite": lambda: [_traced(60000, 1.0).nonfinite],
-    "TracedUnderflow": lambda: [_traced(2.0**-11, 1.0).underflows],
-    "Underflow": lambda: [diagnostics.underflow(_leaves(), loss_scale=2.0**9)],
-}
+def test_all_results_go_through_json_and_back():
+    report, histogram = _report(), diagnostics.histogram(GRADS)
+    counts, leaves = diagnostics.leaf_counts(GRADS), diagnostics.leaf_histograms(GRADS)
+    table, nothing = diagnostics.table(counts), diagnostics.histogram(jnp.zeros(1))
+    results = {
+        "Calibration": _calibrated(),
+        "Histogram": [histogram, leaves],
+        "History": _history(),
+        "LeafCounts": counts,
+        "LeafTable": table,
+        "LeafRow": table.rows[0],
+        "Shares": diagnostics.shares(histogram),
+        "Suggestion": list(map(diagnostics.suggest_scale, (histogram, nothing))),
+        "TraceReport": report,
+        "TracedConstant": report.constants[0],
+        "TracedNonfinite": report.nonfinite[0],
+        "TracedUnderflow": report.underflows[0],
+        "Underflow": diagnostics.underflow(leaves),
+    }
+    classes = {name for name, value in vars(diagnostics).items() if isinstance(value, type)}
+    assert set(results) == classes
+    assert report.loss == -np.inf
+    text = json.dumps(diagnostics.to_json(results), allow_nan=False)
+    assert plain(read(json.loads(text))) == plain(results)
 
 
 def plain(value):
     """The values of a report in dictionaries and lists: floats as bits, and all NaN as one."""
     if dataclasses.is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        value = vars(value)
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
@@ -111,23 +90,3 @@ def read(value):
     if isinstance(value, list):
         return [read(each) for each in value]
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
-
-
-@cases("name", REPORTS, fast=["Histogram", "History", "LeafTable", "Suggestion", "TraceReport"])
-def test_a_report_goes_through_json_and_back(name):
-    reports = REPORTS[name]()
-    for report in reports:
-        text = json.dumps(diagnostics.to_json(report), allow_nan=False)
-        assert plain(read(json.loads(text))) == plain(report)
-    if name == "TraceReport":
-        losses = [report.loss for report in reports]
-        assert (losses[0], losses[3], np.isnan(losses[2])) == (np.inf, -np.inf, True)
-        assert reports[0].nonfinite
-        assert reports[1].underflows
-    if name == "TracedConstant":
-        assert [constant.became for constant in reports[0]] == [np.inf, 0]
-
-
-def test_all_reports_are_there():
-    classes = {name for name, value in vars(diagnostics).items() if isinstance(value, type)}
-    assert set(REPORTS) == classes

@@ -1,8 +1,5 @@
 """What a trace counts as lost or not finite, what it leaves alone, and how it prints."""
 
-import dataclasses
-import json
-
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -51,14 +48,12 @@ def test_what_a_product_loses_is_what_numpy_counts(x, y):
     counts = [int(mask.sum()) for mask in (exact != 0, zeros, subnormals)]
 
     found = lost_values(PRODUCT, [x, y], [rounded], least=0.5)
-    if counts[1] + counts[2] > counts[0] / 2:
+    assert bool(found) == (counts[1] + counts[2] > counts[0] / 2)
+    if found:
         assert [found.nonzero, found.zeros, found.subnormals] == counts
-        magnitudes = np.abs(exact)
-        share = magnitudes[zeros].sum() / magnitudes.sum()
+        share = np.abs(exact[zeros]).sum() / np.abs(exact).sum()
         assert found.lost_sum == pytest.approx(share, rel=1e-12)  # sums, in some order
         assert found.share == (counts[1] + counts[2]) / counts[0]
-    else:
-        assert not found
 
 
 def test_a_value_is_lost_once_where_it_is_lost():
@@ -83,29 +78,6 @@ def test_only_the_first_places_are_printed():
     assert lines[-1] == "and 3 more places: underflow"
 
 
-def test_a_cast_loses_values_as_other_equations_do():
-    def fun(w):
-        return jnp.mean(w.astype(HALF).astype(jnp.float32) ** 2)  # plant: cast
-
-    small = trace(fun, jnp.full(4, 1e-8)).underflows[0]
-    assert (small.line, small.primitive) == (line("cast"), "convert_element_type")
-    assert (small.inputs, small.dtype, small.zeros) == (("float32[4]",), "float16", 4)
-    large = trace(fun, jnp.full(4, 1e5)).first_nonfinite
-    assert (large.line, large.primitive, large.cause) == (
-        line("cast"),
-        "convert_element_type",
-        "range",
-    )
-
-
-def _relu(w):
-    return jax.nn.relu(w - 100)
-
-
-def _dropout(w):
-    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.1, w.shape), w / 0.1, 0)
-
-
 def _dropout_in_a_scan(w):
     def body(carry, key):
         return carry, jnp.where(jax.random.bernoulli(key, 0.1, w.shape), w, 0)
@@ -113,25 +85,12 @@ def _dropout_in_a_scan(w):
     return jax.lax.scan(body, 0, jax.random.split(jax.random.key(0), 3))[1]
 
 
-def _padding(w):
-    return jnp.pad(w, (0, 100)) * jnp.ones(108, HALF)
-
-
 def _causal_mask(w):
     return jax.nn.softmax(jnp.where(jnp.tri(8, dtype=bool), w, -jnp.inf))
 
 
-def _large_mask(w):
-    return jax.nn.softmax(jnp.where(jnp.tri(8, dtype=bool), w, -1e4))
-
-
 def _argmax(w):
     return w * jnp.argmax(jnp.where(w > 1.5, w, -jnp.inf))
-
-
-def _dead_code(w):
-    jnp.log(w * 0)
-    return w
 
 
 def _dead_code_in_a_call(w):
@@ -154,13 +113,9 @@ def _cancelled(w):
     return w + a @ b
 
 
-def _empty_scan(w):
-    return jax.lax.scan(lambda c, x: (c, x), w, jnp.zeros((0, 3)))[0]
-
-
 HARMLESS = [
-    *(_relu, _dropout, _dropout_in_a_scan, _padding, _causal_mask, _large_mask),
-    *(_argmax, _dead_code, _dead_code_in_a_call, _printed, _cancelled, _difference, _empty_scan),
+    *(_dropout_in_a_scan, _causal_mask, _argmax, _dead_code_in_a_call),
+    *(_difference, _printed, _cancelled),
 ]
 
 
@@ -173,17 +128,17 @@ def test_nothing_is_found_where_zeros_and_infinities_are_meant(harmless):
     assert str(report).startswith("nothing found")
 
 
-@cases("dtype", [jnp.bfloat16, jnp.float32], fast=[jnp.bfloat16])
-def test_formats_of_the_range_of_float32_do_not_underflow(dtype):
-    assert not trace(lambda w: jnp.sum(w * 1e-30).astype(jnp.float32), jnp.ones(8, dtype)).found
-
-
-def test_float8_is_looked_at():
+def test_formats_of_the_range_of_float32_do_not_underflow_and_float8_does():
     def fun(w):
+        return jnp.sum(w * 1e-30).astype(jnp.float32)
+
+    assert not trace(fun, jnp.ones(8, jnp.bfloat16)).found
+    assert not trace(fun, jnp.ones(8, jnp.float32)).found
+
+    def cast(w):
         return jnp.mean(w.astype(jnp.float8_e4m3fn).astype(jnp.float32))  # plant: float8
 
-    report = trace(fun, jnp.full(8, 2.0**-12, HALF))
-    place = report.underflows[0]
+    place = trace(cast, jnp.full(8, 2.0**-12, HALF)).underflows[0]
     assert (place.line, place.dtype, place.zeros) == (line("float8"), "float8_e4m3fn", 8)
 
 
@@ -219,11 +174,8 @@ def test_two_overflows_of_one_array_are_told_apart_from_what_follows():
         return jnp.sum(x.astype(jnp.float32))
 
     report = trace(fun, jnp.full(4, 2, HALF), loss_scale=1)
-    assert [p.line for p in report.nonfinite if p.direction == "forward"] == [
-        line("one"),
-        line("two"),
-    ]
-    assert [p.elements for p in report.nonfinite if p.direction == "forward"] == [1, 1]
+    forward = [(p.line, p.elements) for p in report.nonfinite if p.direction == "forward"]
+    assert forward == [(line("one"), 1), (line("two"), 1)]
 
 
 def test_what_was_in_the_arguments_is_named():
@@ -238,12 +190,10 @@ def test_what_was_in_the_arguments_is_named():
     assert "inf or NaN in the arguments: args[1]['mask'], args[1]['x']" in str(report)
     assert "equations, loss NaN, loss scale 32768" in str(report)
 
-
-def test_a_mask_of_infinities_in_the_arguments_is_nothing():
-    def fun(w, mask):
+    def masked(w, mask):
         return jnp.sum(jax.nn.softmax(w + mask) ** 2)
 
-    assert not trace(fun, jnp.ones(2), jnp.array([0.0, -jnp.inf])).found
+    assert not trace(masked, jnp.ones(2), batch["mask"]).found  # infinities for a purpose
 
 
 def test_a_scale_of_one_and_none_has_a_backward_pass_too():
@@ -251,14 +201,10 @@ def test_a_scale_of_one_and_none_has_a_backward_pass_too():
         return jnp.sum(jnp.sqrt(w))  # plant: root
 
     report = diagnostics.trace(fun, jaxscale.NoOpLossScale().init())(jnp.zeros(2))
-    assert report.loss_scale == 1
-    assert report.first_nonfinite.direction == "backward"
-    assert report.first_nonfinite.line == line("root")
-
-
-def test_a_float16_loss_is_unscaled_without_a_trace():
+    first = report.first_nonfinite
+    assert (report.loss_scale, first.direction, first.line) == (1, "backward", line("root"))
     # In float16 the bounds of a float32 divisor are 0 and inf. That is not the model's doing.
-    assert not trace(lambda w: jnp.sum(w), jnp.ones(3, HALF)).found
+    assert not trace(jnp.sum, jnp.ones(3, HALF)).found
 
 
 def test_the_gradient_of_an_embedding_overflows_in_float16_only():
@@ -285,6 +231,8 @@ def test_other_transforms_and_their_arguments_pass():
     trace_fun = diagnostics.trace(fun, scaling(1), has_aux=True, argnums=(0, 1))
     report = trace_fun(jnp.ones(2, HALF), jnp.full(2, jnp.inf, HALF), offset=1.0)
     assert set(report.nonfinite_outputs) == {"loss", "grads[0]", "aux['aux']"}
+    # What is given is left out where another place explains an output.
+    assert {place.cause for place in report.nonfinite} == {"range"}
 
 
 def test_gradients_by_example_are_followed_as_well():
@@ -308,11 +256,6 @@ def test_the_report_is_plain_values_that_read_well():
         return jnp.sum((w * 40000).astype(jnp.float32))  # plant: report
 
     report = trace(fun, jnp.array([1, 1, 1, 2], HALF), loss_scale=1)
-    again = json.loads(json.dumps(dataclasses.asdict(report)))
-    assert again["nonfinite"][0]["line"] == line("report")
-    assert again["loss_scale"] == 1
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        report.loss = 0.0
     assert hash(report) == hash(trace(fun, jnp.array([1, 1, 1, 2], HALF), loss_scale=1))
     text = str(report).splitlines()
     assert text[0].endswith("equations, loss inf, loss scale 1")

@@ -1,30 +1,120 @@
 """The scaled backward pass, run equation by equation to see where numbers get lost.
 
-`TracedBackward` holds the jaxpr of the loss and its scaled gradients. It runs in the `Interpreter`
-at any loss scale, and with any part of it in float32. After each equation the interpreter calls
-`Findings.watch`, which notes what was lost.
+`TracedBackward` holds the jaxpr of the loss and its scaled gradients, and runs it in the
+`Interpreter`. The public function `trace` makes one pass, and returns its report.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.core import Tracer
 
 from ..._gradients.value_and_grad import seed_cotangent, unscale_seeded, with_loss
 from ..._jax import JaxprEqn
+from ..._state.find import find_scale_state
 from ..._state.scale import LossScaleState
 from ..._trees.leaf import is_inexact
 from ..._trees.tree import widen
-from .._formats import is_array
-from .constants import Constants
-from .findings import Findings, Found
+from .._formats import is_array, kind
+from .findings import Findings, Found, Run
 from .interpreter import NOTHING, EquationKey, Inside, Interpreter, Value, Visit
 from .jaxpr import BACKWARD, FORWARD
-from .places import lines
-from .plan import Planner, RoundedAt
+from .places import Constants, lines
+from .plan import Planner
 from .report import TracedNonfinite, TraceReport
+
+
+def trace(
+    fun: Callable[..., Any],
+    scaling: Any,
+    *,
+    transform: Callable[..., Any] = jax.value_and_grad,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> Callable[..., TraceReport]:
+    """Returns a function that finds where a backward pass overflows or underflows.
+
+    The function runs the operations of `jaxscale.value_and_grad` one equation at a time,
+    also those in `jit`, loops, `cond`, `remat` and custom derivatives. It looks at every
+    number, computes again in float32 where numbers may have been lost, and gives the lines
+    of the model where that happened. For the host, outside of `jit`, and for one small
+    batch: the results of all equations are checked one by one, which is slow.
+
+    Only float16 and narrower formats are checked for underflow: bfloat16 has the range of
+    float32. A `shard_map`, a `pmap` or a kernel counts as one equation. A ref from outside
+    `fun` keeps what it holds, because `fun` runs on a copy. A Python number is rounded
+    before anything runs, and no equation shows that: in float16 `x * 1e-9` is `x * 0`. Such
+    numbers are listed as `constants`, unless they stand in a function that was traced before.
+
+    Args:
+      fun: a function that returns a floating scalar, as for `jaxscale.value_and_grad`. It
+        may be jitted or not: the trace sees inside either way.
+      scaling: a `jaxscale.LossScaleState`, or a tree that holds exactly one. The
+        scale in it is the one to trace with.
+      transform: what differentiates, as for `jaxscale.value_and_grad`. Under a `vmap`, which
+        gives several losses, the report has their mean.
+      has_aux: whether `fun` returns a pair.
+      **kwargs: passed to `transform`: `argnums`, `allow_int` and so on.
+
+    Returns:
+      A function with the arguments of `fun` that returns a `TraceReport`: print it.
+
+    Raises:
+      ValueError: if `scaling` holds no loss scale, or several, or that of a population.
+      TypeError: when called, if the loss is not a floating scalar, if parameters are not
+        floating, or inside `jit`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> from jaxscale import diagnostics
+      >>> scaling = jaxscale.DynamicLossScale().init()
+      >>> def loss_fn(w, x):
+      ...     scores = x * w
+      ...     return jnp.mean((scores * scores).astype(jnp.float32))
+      >>> x = jnp.array([1.0, 2.0, 3.0, 400.0], jnp.float16)
+      >>> report = diagnostics.trace(loss_fn, scaling)(jnp.float16(1.0), x)
+      >>> first = report.first_nonfinite
+      >>> first.direction, first.primitive, first.dtype, first.share
+      ('forward', 'mul', 'float16', 0.25)
+      >>> first.source
+      'return jnp.mean((scores * scores).astype(jnp.float32))'
+    """
+    loss_scale = find_scale_state("trace", scaling).loss_scale
+    if loss_scale.shape:
+        raise ValueError(
+            f"`trace(scaling)` needs one loss scale, got an array of shape {loss_scale.shape}. "
+            "Pass the state of one member of the population."
+        )
+
+    def trace_fun(*args: Any, **fun_kwargs: Any) -> TraceReport:
+        leaves = jax.tree.leaves((args, fun_kwargs, loss_scale))
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            raise TypeError(
+                "`trace` reads values, so it cannot run inside `jit` or another transformation. "
+                "Call it where the training step is called, with the same arguments."
+            )
+        if transform is jax.value_and_grad and not kwargs.get("allow_int"):
+            _check_floating(args, kwargs.get("argnums", 0))
+        backward = TracedBackward(
+            fun, args, fun_kwargs, transform=transform, has_aux=has_aux, **kwargs
+        )
+        return backward.run(loss_scale).report()
+
+    return trace_fun
+
+
+def _check_floating(args: tuple[Any, ...], argnums: Any) -> None:
+    for i in argnums if isinstance(argnums, Sequence) else [argnums]:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[i : i + 1 or None]):
+            if not is_inexact(leaf):
+                raise TypeError(
+                    f"`trace(fun)` differentiates floating parameters, got {kind(leaf)} at "
+                    f"args[{i}]{jax.tree_util.keystr(path[1:])}. Take it out of the parameters, "
+                    "or pass allow_int=True or another argnums=...."
+                )
 
 
 class TracedBackward:
@@ -60,14 +150,13 @@ class TracedBackward:
             grads = unscale_seeded(grads, widen(one_seed(seed)))
             return {"loss": loss} | _inexact("aux", aux) | _inexact("grads", grads)
 
-        constants = Constants() if constants is None else constants
+        constants = constants or Constants()
         # The arguments are constants of the jaxpr, so that a leaf that is not an array is kept.
         with constants.notice():
             self._closed, shapes = jax.make_jaxpr(backward, return_shape=True)(jnp.float32(1))
         self._names = sorted(shapes)  # in the order in which a dictionary is flattened
-        self._needs = tuple(
-            BACKWARD if name.startswith("grads") else FORWARD for name in self._names
-        )
+        is_grads = [name.startswith("grads") for name in self._names]
+        self._needs = tuple(BACKWARD if each else FORWARD for each in is_grads)
         self._planner = Planner(constants)
         self._arguments = _inexact("args", args) | _inexact("kwargs", fun_kwargs)
         # For `how_far`: the equations of the last pass and of this, and where this one is.
@@ -81,15 +170,11 @@ class TracedBackward:
         look: Callable[[Visit], None] | None = None,
         is_brief: bool = False,
         is_shaken: bool = False,
-    ) -> "Run":
-        """Returns what one pass gives and does.
+    ) -> Run:
+        """Returns what one pass gives and does. `look` is shown each equation.
 
-        Args:
-          loss_scale: a `f32[]`.
-          is_wide: whether an equation is computed in float32, if it can be.
-          look: is shown each equation.
-          is_brief: whether to leave out what is made of numbers that are inf or NaN already.
-          is_shaken: whether what is computed in float32 is changed by as much as float32 rounds.
+        A brief one leaves out what is made of numbers that are inf or NaN already. A shaken one
+        changes what is computed in float32 by as much as float32 rounds.
         """
         findings = Findings(look, is_brief)
         outputs = self._interpret(findings, loss_scale, is_wide, is_shaken)
@@ -135,26 +220,6 @@ class TracedBackward:
         around, iteration = self._inside
         loops = [eqn for eqn in around if eqn.primitive.name in ("scan", "while")]
         return ", ".join([words, *map(_how_far, loops, iteration)])
-
-
-class Run(NamedTuple):
-    """One pass."""
-
-    values: dict[str, Value]  # the loss, the gradients and what else is returned, by their names
-    findings: Findings  # what was seen on the way
-    arguments: dict[str, Any]  # the floating-point arguments, by their names
-    rounded: Sequence[RoundedAt]  # the numbers that a narrow format rounded to 0 or inf, and where
-    loss_scale: float
-
-    @property
-    def grads(self) -> dict[str, np.ndarray]:
-        """The gradients, by their names."""
-        values = self.values.items()
-        return {name: np.asarray(v.array) for name, v in values if name.startswith("grads")}
-
-    def report(self) -> TraceReport:
-        """Returns all that was seen, as Python values."""
-        return self.findings.report(self.values, self.arguments, self.rounded, self.loss_scale)
 
 
 def _how_far(loop: JaxprEqn, iteration: int) -> str:

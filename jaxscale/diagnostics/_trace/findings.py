@@ -1,13 +1,9 @@
-"""What was seen in a pass: where inf and NaN were made, and where small values were lost.
-
-`numbers` tells of each equation whether it did so. `report` turns what was noted into a
-`TraceReport`: there `places` finds the lines of the model.
-"""
+"""What was seen in a pass: where inf and NaN were made, and where small values were lost."""
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,7 +62,7 @@ class Findings:
             born = birth(visit.eqn, arrays, visit.outputs, explained=explained)
         if born is None and not origins:
             output = next(i for i, mask in enumerate(bad) if mask.any())
-            born = Birth(output, int(bad[output].sum()), "given")
+            born = Birth(output, int(bad[output].sum()), float(bad[output].mean()), "given")
         if born is not None:
             self.times["birth", key] += 1
             if key not in self.births or self.births[key][1].cause == "given" != born.cause:
@@ -94,55 +90,26 @@ class Findings:
 
         `reached` has the outputs that the inf and NaN of each equation reach.
         """
-        places = []
-        for key, (visit, born) in self.births.items():
-            numbers = born._asdict()
-            output = numbers.pop("output")
-            share = born.elements / visit.outputs[output].size
-            place = self._place("birth", key, visit, output, share)
-            reaches = tuple(reached.get(key, ()))
-            places.append(TracedNonfinite(**place, **numbers, reaches=reaches))
-        return places
+        return [
+            TracedNonfinite(**fields, reaches=tuple(reached.get(key, ())))
+            for key, fields in self._fields("birth", self.births)
+        ]
 
-    def report(
-        self,
-        outputs: dict[str, Value],
-        arguments: dict[str, Any],
-        rounded: Sequence[RoundedAt],
-        loss_scale: float,
-    ) -> TraceReport:
-        """Returns all that was seen, as Python values."""
-        reached = collections.defaultdict(list)
-        for name, value in outputs.items():
-            for origin in value.origins:
-                reached[origin].append(name)
-        births = self.born(reached)
-        made = [birth for birth in births if birth.cause != "given"]
-        # A given inf or NaN is of interest if a NaN was made of infinities, or if no place that
-        # made one explains the outputs.
-        explained = any(birth.reaches and birth.cause != "infinities" for birth in made)
-        given = [birth for birth in births if birth.cause == "given" and birth.reaches]
-        underflows = []
-        for key, (visit, lost) in self.lost.items():
-            numbers = lost._asdict()
-            place = self._place("lost", key, visit, numbers.pop("output"), lost.share)
-            underflows.append(TracedUnderflow(**place, **numbers))
-        return TraceReport(
-            loss=float(np.mean(np.asarray(outputs["loss"].array), dtype=np.float64)),
-            loss_scale=loss_scale,
-            equations=self.visits.total(),
-            nonfinite=_without_repeats(made if explained else made + given),
-            underflows=_without_repeats(underflows),
-            nonfinite_arguments=_nonfinite_names(arguments),
-            nonfinite_outputs=_nonfinite_names({k: v.array for k, v in outputs.items()}),
-            not_compared=tuple(sorted(self.not_compared)),
-            not_entered=tuple(sorted(self.not_entered)),
-            constants=_traced_constants(rounded),
-        )
+    def underflows(self) -> list[TracedUnderflow]:
+        """Returns where most nonzero values were lost, in the order of execution."""
+        return [TracedUnderflow(**fields) for _, fields in self._fields("lost", self.lost)]
 
     def place(self, visit: Visit, share: float) -> Place:
         """Returns a visited equation, which lost a share of its numbers, as a place of a report."""
         return Place(**self._place("", key_of(visit.eqn, visit.around), visit, 0, share))
+
+    def _fields(
+        self, kind: str, found: Mapping[EquationKey, tuple[Visit, Birth | Lost]]
+    ) -> Iterator[tuple[EquationKey, dict[str, Any]]]:
+        for key, (visit, what) in found.items():
+            numbers = what._asdict()
+            output = numbers.pop("output")
+            yield key, self._place(kind, key, visit, output, what.share) | numbers
 
     def _place(
         self, kind: str, key: EquationKey, visit: Visit, output: int, share: float
@@ -167,6 +134,47 @@ class Findings:
             "visits": self.visits[key],
             "share": share,
         }
+
+
+class Run(NamedTuple):
+    """One pass."""
+
+    values: dict[str, Value]  # the loss, the gradients and what else is returned, by their names
+    findings: Findings  # what was seen on the way
+    arguments: dict[str, Any]  # the floating-point arguments, by their names
+    rounded: Sequence[RoundedAt]  # the numbers that a narrow format rounded to 0 or inf, and where
+    loss_scale: float
+
+    @property
+    def grads(self) -> dict[str, np.ndarray]:
+        """The gradients, by their names."""
+        values = self.values.items()
+        return {name: np.asarray(v.array) for name, v in values if name.startswith("grads")}
+
+    def report(self) -> TraceReport:
+        """Returns all that was seen, as Python values."""
+        reached = collections.defaultdict(list)
+        for name, value in self.values.items():
+            for origin in value.origins:
+                reached[origin].append(name)
+        births = self.findings.born(reached)
+        made = [birth for birth in births if birth.cause != "given"]
+        # A given inf or NaN is of interest if a NaN was made of infinities, or if no place that
+        # made one explains the outputs.
+        explained = any(birth.reaches and birth.cause != "infinities" for birth in made)
+        given = [birth for birth in births if birth.cause == "given" and birth.reaches]
+        return TraceReport(
+            loss=float(np.mean(np.asarray(self.values["loss"].array), dtype=np.float64)),
+            loss_scale=self.loss_scale,
+            equations=self.findings.visits.total(),
+            nonfinite=_without_repeats(made if explained else made + given),
+            underflows=_without_repeats(self.findings.underflows()),
+            nonfinite_arguments=_nonfinite_names(self.arguments),
+            nonfinite_outputs=_nonfinite_names({k: v.array for k, v in self.values.items()}),
+            not_compared=tuple(sorted(self.findings.not_compared)),
+            not_entered=tuple(sorted(self.findings.not_entered)),
+            constants=_traced_constants(self.rounded),
+        )
 
 
 def _traced_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...]:

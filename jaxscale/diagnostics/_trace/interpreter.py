@@ -1,11 +1,6 @@
-"""A jaxpr run step by step, including the equations in its loops and conditions.
+"""A jaxpr run step by step, including the equations in its loops and conditions."""
 
-The interpreter runs what a `Plan` says on actual inputs, and shows each equation to a `watch`
-function. `cond`, `while` and `scan` are opened, so that `watch` only sees equations that hold no
-others. With each value it carries whether the value depends on the loss scale, and where its inf
-and NaN come from. Any of the equations may be computed in float32 instead.
-"""
-
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jax import ClosedJaxpr, JaxprEqn, Literal, Scan, While, context, is_ref
-from .jaxpr import Needs, control_flow, results, union
+from .jaxpr import Needs, opened, results, union
 from .plan import Planner, Read, Rounded, Segment, Step, as_array, compute
 
 
@@ -77,14 +72,11 @@ def key_of(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> EquationKey:
 
 
 class Interpreter:
-    """Runs jaxprs, and shows each equation to `watch`.
+    """Runs jaxprs, and shows each equation that holds no others to `watch`.
 
-    Args:
-      planner: makes the plans. Interpreters that share it share compiled programs.
-      watch: is shown each equation, and returns where the inf and NaN of its outputs come from.
-        Segments that are computed in float32 are not shown.
-      is_wide: whether an equation is computed in float32, if it can be.
-      is_shaken: whether what is computed in float32 is changed by as much as float32 rounds.
+    Interpreters that share a planner share compiled programs. Segments of which all equations are
+    computed in float32 are not shown. If these are shaken, each of their results is changed by as
+    much as float32 rounds.
     """
 
     def __init__(
@@ -110,7 +102,10 @@ class Interpreter:
         plan = self._planner.plan(closed, needs)
         values: dict[int, Any] = dict(zip(plan.inputs, inputs, strict=True))
         for slot, var, const in plan.consts:
-            values[slot] = self._cell(const) if is_ref(var) else Value(const)
+            if is_ref(var):
+                values[slot] = self._cells.setdefault(id(const), Cell(Value(const[...])))
+            else:
+                values[slot] = Value(const)
 
         def read(slot: Read) -> Any:
             if isinstance(slot, int):
@@ -129,32 +124,24 @@ class Interpreter:
                 values.pop(slot, None)
         return list(map(read, plan.outputs))
 
-    def _cell(self, ref: Any) -> Cell:
-        return self._cells.setdefault(id(ref), Cell(Value(ref[...])))
-
     def _segment(
-        self,
-        segment: Segment,
-        values: dict[int, Any],
-        read: Callable[[Read], Any],
-        inside: Inside,
+        self, segment: Segment, values: dict[int, Any], read: Callable[[Read], Any], inside: Inside
     ) -> None:
-        program, inputs = segment.program, [values[slot].array for slot in segment.reads]
-        around = inside.around
+        inputs, around = [values[slot].array for slot in segment.reads], inside.around
         wide = tuple(self._is_wide(key_of(s.eqn, (*around, *s.around))) for s in segment.steps)
-        if all(wide):
-            made = program.run_in_float32(inputs, self._is_shaken)
-            values.update(zip(segment.writes, map(Value, made), strict=True))
-            return
-        for step, arrays in zip(segment.steps, program.run(inputs, wide), strict=True):
-            given = list(map(read, step.reads))
-            made = self._show(step, given, arrays, inside)
+        outputs = iter(segment.program.run(inputs, wide, self._is_shaken))
+        for step in segment.steps:
+            arrays = list(itertools.islice(outputs, len(step.writes)))
+            if all(wide):
+                made = list(map(Value, arrays))
+            else:
+                made = self._show(step, list(map(read, step.reads)), arrays, inside)
             values.update(zip(step.writes, made, strict=True))
 
     def _step(self, step: Step, inputs: list[Any], inside: Inside) -> Sequence[Value | Cell]:
         eqn, needs, around = step.eqn, step.needs, (*inside.around, *step.around)
         within = Inside((*around, eqn), inside.iteration)
-        match control_flow(eqn):
+        match opened(eqn):
             case Scan() as loop:
                 return self._scan(inputs, loop, needs, within)
             case While() as loop:
@@ -164,8 +151,12 @@ class Interpreter:
                 branch = branches[min(max(int(index.array), 0), len(branches) - 1)]
                 return self.run(branch, inputs, needs, within)
         given = [each.value if isinstance(each, Cell) else each for each in inputs]
-        arrays = _compute_step(step, given, self._is_wide(key_of(eqn, around)))
-        made = self._show(step, given, arrays, inside)
+        is_wide = self._is_wide(key_of(eqn, around))
+        arrays = [
+            as_array(read, is_wide) if isinstance(read, (Literal, Rounded)) else value.array
+            for read, value in zip(step.reads, given, strict=True)
+        ]
+        made = self._show(step, given, compute(eqn, arrays, is_wide), inside)
         outputs, held = made[: len(eqn.outvars)], made[len(eqn.outvars) :]
         for cell, value in zip((c for c in inputs if isinstance(c, Cell)), held, strict=True):
             cell.value = value
@@ -209,16 +200,9 @@ class Interpreter:
                 if isinstance(each, Cell):
                     each.value = _with_slice(each.value, i, part.value)
         if not length:
-            return [*carry, *(_empty(var.aval) for var in inside.around[-1].outvars[size:])]
+            avals: list[Any] = [var.aval for var in inside.around[-1].outvars[size:]]
+            return [*carry, *(Value(jax.lax.full(aval.shape, 0, aval.dtype)) for aval in avals)]
         return [*carry, *map(_stack, zip(*stacked, strict=True))]
-
-
-def _compute_step(step: Step, inputs: Sequence[Value], is_wide: bool) -> list[Any]:
-    arrays = [
-        as_array(read, is_wide) if isinstance(read, (Literal, Rounded)) else value.array
-        for read, value in zip(step.reads, inputs, strict=True)
-    ]
-    return compute(step.eqn, arrays, is_wide)
 
 
 def _is_extended(array: Any) -> bool:
@@ -241,10 +225,6 @@ def _with_slice(value: Value, index: int, part: Value) -> Value:
         value.scaled or part.scaled,
         value.origins | part.origins,
     )
-
-
-def _empty(aval: Any) -> Value:
-    return Value(jax.lax.full(aval.shape, 0, aval.dtype))
 
 
 def _stack(values: Sequence[Value]) -> Value:

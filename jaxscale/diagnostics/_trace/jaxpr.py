@@ -22,25 +22,20 @@ FORWARD, BACKWARD, EFFECT = 1, 2, 4
 # The needs of several values or results, in their order.
 Needs = tuple[int, ...]
 
-# What the interpreter opens, besides calls. A list is that of the branches of a `cond`.
-ControlFlow = Scan | While | list[ClosedJaxpr]
-
-_READERS = {"scan": _jax.scan, "while": _jax.while_loop, "cond": _jax.branches}
+_READERS = {
+    **dict.fromkeys(_jax.CALLS, _jax.callee),
+    **{"scan": _jax.scan, "while": _jax.while_loop, "cond": _jax.branches},
+}
 
 # An equation of these runs as one if its parameters are not known, or if it is that of devices.
-HOLDERS = _READERS.keys() | _jax.CALLS.keys() | {"shard_map", "pmap", "xla_pmap"}
+HOLDERS = _READERS.keys() | {"shard_map", "pmap", "xla_pmap"}
 
 
-def callee(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns the jaxpr that an equation calls with its own inputs, if it does just that."""
-    try:
-        return _jax.callee(eqn) if eqn.primitive.name in _jax.CALLS else None
-    except UnknownFormError:
-        return None
+def opened(eqn: JaxprEqn) -> ClosedJaxpr | Scan | While | list[ClosedJaxpr] | None:
+    """Returns what an equation holds, or `None` for what cannot be opened.
 
-
-def control_flow(eqn: JaxprEqn) -> ControlFlow | None:
-    """Returns what a loop or a `cond` does, or `None` for what cannot be opened."""
+    That is the jaxpr that it calls with its own inputs, a loop, or the branches of a `cond`.
+    """
     read: Any = _READERS.get(eqn.primitive.name)
     try:
         return read(eqn) if read else None
@@ -63,22 +58,21 @@ class Analysis:
         """Returns what the results of each equation are needed for, given those of the jaxpr."""
         return self._analyse(jaxpr, needs)[0]
 
-    def inputs(self, jaxpr: Jaxpr, needs: Needs) -> Needs:
-        """Returns what the inputs of a jaxpr are needed for, given the needs of its results."""
-        return self._analyse(jaxpr, needs)[1]
-
     def scanned(self, loop: Scan, needs: Needs) -> Needs:
         """Returns what the results of the body of a `scan` are needed for."""
         jaxpr, consts, size = loop.body.jaxpr, loop.consts, loop.carries
         while True:
             # A carry or a ref is also needed for what the next iteration computes from it.
-            inputs = self.inputs(jaxpr, needs)
+            inputs = self._inputs(jaxpr, needs)
             carry, stacked = inputs[consts : consts + size], (0,) * (len(jaxpr.outvars) - size)
             refs = itertools.compress(inputs, map(is_ref, jaxpr.invars))
             wider = tuple(map(operator.or_, needs, (*carry, *stacked, *refs)))
             if wider == needs:
                 return needs
             needs = wider
+
+    def _inputs(self, jaxpr: Jaxpr, needs: Needs) -> Needs:
+        return self._analyse(jaxpr, needs)[1]
 
     def _analyse(self, jaxpr: Jaxpr, needs: Needs) -> tuple[list[Needs], Needs]:
         key = (jaxpr, needs)
@@ -100,21 +94,20 @@ class Analysis:
         return self._known[key]
 
     def _of_inputs(self, eqn: JaxprEqn, needs: Needs) -> Needs:
-        called, inner = callee(eqn), control_flow(eqn)
-        if called is not None:
-            return self.inputs(called.jaxpr, needs)
-        if isinstance(inner, Scan):
-            consts, size = inner.consts, inner.carries
-            needs = self.scanned(inner, needs)
-            inputs = self.inputs(inner.body.jaxpr, needs)
-            return (*inputs[:consts], *needs[:size], *inputs[consts + size :])
         every = union(eqn, needs)
-        if isinstance(inner, list):
-            branches = [self.inputs(branch.jaxpr, needs) for branch in inner]
-            return (
-                every,
-                *(functools.reduce(operator.or_, of) for of in zip(*branches, strict=True)),
-            )
+        match opened(eqn):
+            case ClosedJaxpr() as called:
+                return self._inputs(called.jaxpr, needs)
+            case Scan() as loop:
+                consts, size = loop.consts, loop.carries
+                needs = self.scanned(loop, needs)
+                inputs = self._inputs(loop.body.jaxpr, needs)
+                return (*inputs[:consts], *needs[:size], *inputs[consts + size :])
+            case list() as branches:
+                of_branches = [self._inputs(branch.jaxpr, needs) for branch in branches]
+                return every, *(
+                    functools.reduce(operator.or_, of) for of in zip(*of_branches, strict=True)
+                )
         # The carry of a `while` decides how often it runs, so all inputs are needed alike.
         return (every,) * len(eqn.invars)
 

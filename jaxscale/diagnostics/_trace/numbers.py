@@ -1,13 +1,11 @@
 """What one equation did to its numbers: whether it made an inf or a NaN, and what it lost.
 
 Each equation is judged by its own inputs. A value that was lost earlier is a zero here, in
-float32 too, so it counts once, where it was lost. `birth` runs the equation again without the
-inf and NaN among its inputs, to see which of those in its outputs it makes itself.
-`lost_values` runs it again in float32, to see which zeros and subnormal numbers should not be.
+float32 too, so it counts once, where it was lost.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,19 +40,10 @@ _NEVER_MAKE = _NEVER_LOSE - {
 CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 
 
-def _scatter(function: Callable[..., Any]) -> Callable[..., Any]:
-    def scatter(*inputs: Any, update_jaxpr: Any, update_consts: Any, **params: Any) -> Any:
-        # These two are made for the narrow dtype. The function makes its own.
-        del update_jaxpr, update_consts
-        return function(*inputs, **params)
-
-    return scatter
-
-
 _SCATTERS = {
-    "scatter": _scatter(jax.lax.scatter),
-    "scatter-add": _scatter(jax.lax.scatter_add),
-    "scatter_add": _scatter(jax.lax.scatter_add),
+    "scatter": jax.lax.scatter,
+    "scatter-add": jax.lax.scatter_add,
+    "scatter_add": jax.lax.scatter_add,
 }
 
 
@@ -67,6 +56,7 @@ class Birth(NamedTuple):
 
     output: int
     elements: int
+    share: float  # of the elements of that output
     cause: str
     least_input: float = math.nan
     largest_input: float = math.nan
@@ -123,9 +113,13 @@ def _as_taken(value: Any, atom: Any) -> Any:
 
 def nonfinite_mask(value: Any) -> np.ndarray:
     """Returns where a value is inf or NaN: nowhere, unless it is floating-point or complex."""
-    if not _is(value, jnp.inexact):
-        return np.zeros(np.shape(value), bool)
-    return ~np.isfinite(np.asarray(value))
+    return ~np.isfinite(_inexact(value))
+
+
+def _inexact(value: Any) -> np.ndarray:
+    """Returns a floating-point or complex value on the host, and zeros for any other."""
+    is_inexact = jnp.issubdtype(_dtype(value), jnp.inexact)
+    return np.asarray(value) if is_inexact else np.zeros(np.shape(value), np.float32)
 
 
 def birth(
@@ -136,31 +130,29 @@ def birth(
     It is `explained` if an earlier equation made an inf or NaN among the inputs, so that not all
     of them were put there by the user.
     """
-    bad = [nonfinite_mask(output) for output in outputs]
-    if not any(mask.any() for mask in bad):
-        return None
-    fresh, cause = bad, None
-    repaired = inputs
+    fresh, cause = [nonfinite_mask(output) for output in outputs], None
     if any(nonfinite_mask(value).any() for value in inputs):
         # An output that stays inf or NaN when these inputs are replaced was made here.
         repaired = [_repair(value) for value in inputs]
         if eqn.primitive.name in _NEVER_MAKE:
-            fresh = [np.zeros_like(mask) for mask in bad]
+            fresh = [np.zeros_like(mask) for mask in fresh]
         else:
             again = evaluate(eqn, repaired)
-            fresh = [a & nonfinite_mask(b) for a, b in zip(bad, again, strict=True)]
-        if not explained and not any(mask.any() for mask in fresh):
-            if any(_is_nan(value).any() for value in inputs):
-                return None
+            fresh = [a & nonfinite_mask(b) for a, b in zip(fresh, again, strict=True)]
+        if explained or any(mask.any() for mask in fresh):
+            inputs = repaired
+        elif any(np.isnan(_inexact(value)).any() for value in inputs):
+            return None
+        else:
             # Infinities put there on purpose, such as a mask of -inf, and a row of nothing else.
-            fresh, cause = [_is_nan(output) for output in outputs], "infinities"
-        inputs = repaired if cause is None else inputs
+            fresh, cause = [np.isnan(_inexact(output)) for output in outputs], "infinities"
     for output, mask in enumerate(fresh):
         if mask.any():
             wide = _largest_in_float32(eqn, inputs, output, mask)
             if cause is None:
                 cause = "range" if math.isfinite(wide) else "value"
-            return Birth(output, int(mask.sum()), cause, *_find_ends(inputs), wide)
+            elements, share = int(mask.sum()), float(mask.mean())
+            return Birth(output, elements, share, cause, *_find_ends(inputs), wide)
     return None
 
 
@@ -177,12 +169,11 @@ def _largest_in_float32(
 
 def _find_ends(values: Sequence[Any]) -> tuple[float, float]:
     """Returns the least and the largest finite number among floating-point values."""
-    floating = [np.asarray(value).ravel() for value in values if _is(value, jnp.floating)]
-    numbers = [array[np.isfinite(array)].astype(np.float64) for array in floating]
-    all_numbers = np.concatenate([*numbers, np.zeros(0)])
-    if not all_numbers.size:
-        return math.nan, math.nan
-    return float(all_numbers.min()), float(all_numbers.max())
+    floating = [value for value in values if jnp.issubdtype(_dtype(value), jnp.floating)]
+    numbers = [np.asarray(value, np.float64).ravel() for value in floating]
+    numbers = np.concatenate([*numbers, np.zeros(0)])
+    numbers = numbers[np.isfinite(numbers)]
+    return (float(numbers.min()), float(numbers.max())) if numbers.size else (math.nan, math.nan)
 
 
 def lost_values(
@@ -207,7 +198,7 @@ def lost_values(
     subnormal_inputs = any(_is_subnormal(value).any() for value in inputs)
     found = []
     for i in suspects:
-        actual, exact = _numbers(outputs[i]), _numbers(wide[i])
+        actual, exact = (np.asarray(each[i], np.float32) for each in (outputs, wide))
         size = np.abs(exact)
         nonzero = size > _bound_noise(eqn, inputs)
         tiny = nonzero & (size < _smallest_normal(outputs[i]))
@@ -215,9 +206,10 @@ def lost_values(
         subnormals = tiny & ~zeros & _is_subnormal(outputs[i])
         if subnormal_inputs:
             subnormals &= actual != exact
-        share = _share_of_sum(np.where(nonzero, size, 0.0), zeros)
+        sizes = np.where(nonzero & np.isfinite(size), size, 0).astype(np.float64)
+        lost_sum = float(sizes[zeros].sum() / sizes.sum()) if zeros.any() else 0.0
         count, flushed, rounded = (int(mask.sum()) for mask in (nonzero, zeros, subnormals))
-        found.append(Lost(i, count, flushed, rounded, share))
+        found.append(Lost(i, count, flushed, rounded, lost_sum))
     worst = max(found, key=lambda lost: lost.zeros + lost.subnormals)
     return worst if worst.share > least else None
 
@@ -227,14 +219,7 @@ def _bound_noise(eqn: JaxprEqn, inputs: Sequence[Any]) -> Any:
     if eqn.primitive.name not in CONTRACTIONS:
         return 0.0
     magnitudes = evaluate_in_float32(eqn, [jnp.abs(value) for value in inputs])
-    return _numbers(magnitudes[0]) * np.float32(2.0**-20)
-
-
-def _share_of_sum(magnitudes: np.ndarray, mask: np.ndarray) -> float:
-    if not mask.any():
-        return 0.0
-    magnitudes = np.where(np.isfinite(magnitudes), magnitudes, 0.0).astype(np.float64)
-    return float(magnitudes[mask].sum() / magnitudes.sum())
+    return np.asarray(magnitudes[0], np.float32) * np.float32(2.0**-20)
 
 
 def evaluate_in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
@@ -249,8 +234,10 @@ def evaluate_in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
         jax.lax.convert_element_type(value, jnp.float32) if is_narrow(_dtype(value)) else value
         for value in inputs
     ]
+    scatter: Any = _SCATTERS.get(eqn.primitive.name)
+    if scatter is not None:  # what is made for the narrow dtype: the function makes its own
+        params = {name: v for name, v in params.items() if not name.startswith("update_")}
     try:
-        scatter = _SCATTERS.get(eqn.primitive.name)
         outputs = evaluate(eqn, inputs, params) if scatter is None else [scatter(*inputs, **params)]
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise IncomparableError(eqn.primitive.name) from error
@@ -269,10 +256,6 @@ def _dtype(value: Any) -> Any:
     return value.dtype if hasattr(value, "dtype") else np.result_type(value)
 
 
-def _is(value: Any, kind: Any) -> bool:
-    return jnp.issubdtype(_dtype(value), kind)
-
-
 def is_narrow(dtype: Any) -> bool:
     """Returns whether a dtype is floating-point with fewer bits than float32."""
     if not isinstance(dtype, np.dtype) or not jnp.issubdtype(dtype, jnp.floating):
@@ -280,36 +263,21 @@ def is_narrow(dtype: Any) -> bool:
     return jnp.finfo(dtype).bits < 32
 
 
-def _is_nan(value: Any) -> np.ndarray:
-    return (
-        np.isnan(np.asarray(value)) if _is(value, jnp.inexact) else np.zeros(np.shape(value), bool)
-    )
-
-
-def _numbers(value: Any) -> np.ndarray:
-    # Those of narrow formats, and what float32 gives in their place.
-    return np.asarray(value).astype(np.float32, copy=False)
-
-
 def _smallest_normal(value: Any) -> float:
     return float(jnp.finfo(_dtype(value)).smallest_normal)
 
 
 def _is_subnormal(value: Any) -> np.ndarray:
-    if not _is(value, jnp.floating):
-        return np.zeros(np.shape(value), bool)
-    magnitude = np.abs(np.asarray(value))
-    return (magnitude > 0) & (magnitude < magnitude.dtype.type(_smallest_normal(value)))
+    magnitude = np.abs(_inexact(value))
+    return (magnitude > 0) & (magnitude < magnitude.dtype.type(_smallest_normal(magnitude)))
 
 
 def _share_of_tiny(value: Any) -> float:
     """Returns the share of numbers below the normal range, if float32 would hold them."""
-    if not is_narrow(_dtype(value)):
+    if not is_narrow(_dtype(value)) or not value.size:
         return 0.0
     # bfloat16 has the range of float32, so a comparison with float32 would show nothing.
-    smallest = _smallest_normal(value)
-    if smallest <= float(jnp.finfo(jnp.float32).smallest_normal):
+    smallest, array = _smallest_normal(value), np.asarray(value)
+    if smallest <= jnp.finfo(jnp.float32).smallest_normal:
         return 0.0
-    array = np.asarray(value)
-    tiny = np.abs(array) < array.dtype.type(smallest)
-    return float(tiny.mean()) if tiny.size else 0.0
+    return float((np.abs(array) < array.dtype.type(smallest)).mean())

@@ -1,23 +1,33 @@
-"""The lines of the user's source that an equation comes from, and the layer it is in.
+"""The lines of the user's source that an equation comes from, the layer it is in, its numbers.
 
 JAX keeps a traceback with each equation. Frames of JAX, of libraries of layers and of the
 standard library are left out, so that the innermost one left is a line of the model.
+
+JAX rounds a Python number while it traces: in float16 `x + 1e-9` is `x + 0`, and no equation
+shows that. NumPy does the rounding, and can call a function when it underflows or overflows. So
+the number and its line are known if a function is traced inside of `Constants.notice`.
 """
 
+import contextlib
+import functools
 import linecache
 import os
 import re
 import sys
 import sysconfig
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..._jax import JaxprEqn, frames, scope_path
+import numpy as np
+
+from ..._jax import JaxprEqn, Literal, frames, numbers_being_converted, scope_path
 
 # Packages whose frames are left out: the user's model called them.
 _LIBRARIES = (
     *("jax", "jaxlib", "jaxscale", "flax", "optax", "equinox", "haiku", "keras", "penzai"),
     *("chex", "jmp", "einops", "jaxtyping", "beartype", "typeguard", "numpy"),
 )
+_ARITHMETIC = {"add", "sub", "mul", "div", "max", "min", "pow", "rem"}
 
 
 class Line(NamedTuple):
@@ -39,7 +49,8 @@ class Line(NamedTuple):
 
 def lines(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> list[Line]:
     """Returns the user's lines for an equation and the calls around it, innermost first."""
-    return [line for inner in (eqn, *reversed(around)) for line in _lines(inner)]
+    equations = (eqn, *reversed(around))
+    return [Line(*frame) for each in equations for frame in frames(each) if _is_users(frame[0])]
 
 
 def layer(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> str:
@@ -50,24 +61,51 @@ def layer(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> str:
     return "/".join(name for name in names if name and name != "rematted_computation")
 
 
-def _lines(eqn: JaxprEqn) -> list[Line]:
-    libraries = _library_folders()
-    return [Line(*frame) for frame in frames(eqn) if _is_users(frame[0], libraries)]
-
-
-def is_users_file(file: str) -> bool:
+@functools.cache
+def _is_users(file: str) -> bool:
     """Returns whether a file is neither Python's own nor that of JAX or a library of layers."""
-    return _is_users(file, _library_folders())
-
-
-def _is_users(file: str, libraries: tuple[str, ...]) -> bool:
-    if file.startswith(("<frozen ", *libraries)):
+    # Only of imported packages: others have no frames.
+    modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
+    folders = [os.path.join(path, "") for module in modules for path in module.__path__]
+    if file.startswith(("<frozen ", *folders)):
         return False
     is_installed = "site-packages" in file or "dist-packages" in file
     return is_installed or not file.startswith(os.path.join(sysconfig.get_path("stdlib"), ""))
 
 
-def _library_folders() -> tuple[str, ...]:
-    # Only of imported packages: others have no frames.
-    modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
-    return tuple(os.path.join(path, "") for module in modules for path in module.__path__)
+class Constants:
+    """The numbers that were rounded to 0 or inf, by the lines that they stand in."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, int], list[float]] = {}
+
+    @contextlib.contextmanager
+    def notice(self) -> Iterator[None]:
+        """Inside of this context, numbers that are rounded to 0 or inf are noted."""
+        with np.errstate(over="call", under="call", call=self._note):
+            yield
+
+    def exact(self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], literal: Literal) -> float | None:
+        """Returns the number that a 0 or inf in an equation was made of, if it is known."""
+        value = np.asarray(literal.val)
+        if value.shape or value.dtype.kind not in "fV" or not self._numbers:
+            return None
+        if eqn.primitive.name not in _ARITHMETIC:
+            return None  # derivatives compare with 0 and choose it, as that of `abs` does
+        if value != 0 and not np.isinf(value):
+            return None
+        line = next(iter(lines(eqn, around)), None)
+        for number in self._numbers.get((line.file, line.number), ()) if line else ():
+            with np.errstate(all="ignore"):
+                if np.asarray(number).astype(value.dtype) == value:
+                    return number
+        return None
+
+    def _note(self, kind: str, flag: int) -> None:
+        del kind, flag
+        numbers, frame = numbers_being_converted()
+        while frame is not None and not _is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None:
+            place = frame.f_code.co_filename, frame.f_lineno
+            self._numbers.setdefault(place, []).extend(n for n in numbers if 0 < abs(n) < np.inf)

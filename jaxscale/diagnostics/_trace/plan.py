@@ -1,11 +1,9 @@
 """A jaxpr as a list of steps, in which calls are opened and neighbours are compiled together.
 
-Compiling each equation by itself takes 30 ms, far longer than to run it. So a `Plan` cuts the
-steps into segments, and a `Program` compiles a segment once and returns the results of all its
-equations. A barrier after each equation keeps XLA from rewriting two into one: each number is the
-one that the equation by itself would give. Segments are cut before each matrix product, so that
-equal layers are cut alike, and share their programs. Loops, conditions, effects and refs are
-steps of their own.
+Compiling each equation by itself takes 30 ms, far longer than to run it. A barrier after each
+equation keeps XLA from rewriting two into one: each number is the one that the equation by itself
+would give. Segments are cut before each matrix product, so that equal layers are cut alike, and
+share their programs. Loops, conditions, effects and refs are steps of their own.
 """
 
 import itertools
@@ -17,16 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, context, context_key, is_ref
-from .constants import Constants
-from .jaxpr import Analysis, Needs, callee, union
+from .jaxpr import Analysis, Needs, opened, union
 from .numbers import CONTRACTIONS, IncomparableError, evaluate, evaluate_in_float32
+from .places import Constants
 
 _MOST_STEPS = 32  # of a segment without a product
 _MOST_BYTES = 2**28  # of the results of a segment, which are all kept until it was looked at
 
 _SHAKE = 2.0**-22  # a few times what float32 rounds by
-
-_SIGNS = np.array([-1, 1], np.float32)
 
 # The interpreter opens these, or they do more than to compute.
 _ALONE = {"cond", "while", "scan", "shard_map", "pmap", "xla_pmap"}
@@ -62,7 +58,6 @@ class Segment(NamedTuple):
     steps: tuple[Step, ...]
     program: "Program"  # what runs them
     reads: tuple[int, ...]  # the slots of its inputs
-    writes: tuple[int, ...]  # the slots of those results that others need
 
 
 class Plan(NamedTuple):
@@ -79,10 +74,10 @@ class Plan(NamedTuple):
 class Planner:
     """Makes plans, and remembers them and the programs of their segments."""
 
-    def __init__(self, constants: Constants | None = None) -> None:
+    def __init__(self, constants: Constants) -> None:
         self.analysis = Analysis()
         self.rounded: list[RoundedAt] = []  # the numbers that became 0 or inf, and where
-        self._constants = Constants() if constants is None else constants
+        self._constants = constants
         self._plans: dict[tuple[int, Needs], Plan] = {}
         self._programs: dict[Any, Program] = {}
 
@@ -106,10 +101,10 @@ class Planner:
             closed: ClosedJaxpr, inputs: Sequence[Read], needs: Needs, around: tuple[JaxprEqn, ...]
         ) -> tuple[Read, ...]:
             jaxpr: Jaxpr = closed.jaxpr
-            held = new_slots(jaxpr.constvars)
-            consts.extend(zip(held, jaxpr.constvars, closed.consts, strict=True))
-            slots: dict[Any, Read] = dict(zip(jaxpr.constvars, held, strict=True))
-            slots.update(zip(jaxpr.invars, inputs, strict=True))
+            own = new_slots(jaxpr.constvars)
+            consts.extend(zip(own, jaxpr.constvars, closed.consts, strict=True))
+            variables = (*jaxpr.constvars, *jaxpr.invars)
+            slots: dict[Any, Read] = dict(zip(variables, (*own, *inputs), strict=True))
 
             def read(atom: Any) -> Read:
                 return atom if isinstance(atom, Literal) else slots.get(atom)
@@ -118,9 +113,9 @@ class Planner:
             for eqn, eqn_needs in zip(jaxpr.eqns, all_needs, strict=True):
                 if not union(eqn, eqn_needs):
                     continue
-                reads, called = tuple(map(read, eqn.invars)), callee(eqn)
-                if called is not None:
-                    outputs = flatten(called, reads, eqn_needs, (*around, eqn))
+                reads, held = tuple(map(read, eqn.invars)), opened(eqn)
+                if isinstance(held, ClosedJaxpr):
+                    outputs = flatten(held, reads, eqn_needs, (*around, eqn))
                 else:
                     reads = tuple(self._exact(eqn, around, each) for each in reads)
                     outputs = new_slots(eqn.outvars)
@@ -135,8 +130,8 @@ class Planner:
         last: dict[int, int] = {}
         for index, part in enumerate(parts):
             for step in part:
-                last |= dict.fromkeys(step.writes, index)
-                last |= {slot: index for slot in step.reads if isinstance(slot, int)}
+                slots = (*step.writes, *step.reads)
+                last |= {slot: index for slot in slots if isinstance(slot, int)}
         last |= {slot: len(parts) for slot in (*inputs, *outputs) if isinstance(slot, int)}
         forgotten = [[] for _ in range(len(parts) + 1)]  # after the last part, nothing is
         for slot, index in last.items():
@@ -150,12 +145,11 @@ class Planner:
         return Plan(closed, tuple(consts), inputs, made, outputs, tuple(map(tuple, forgotten[:-1])))
 
     def _exact(self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], read: Read) -> Read:
-        if not isinstance(read, Literal):
+        """Returns an input of an equation, with the number of the source if it was rounded."""
+        number = self._constants.exact(eqn, around, read) if isinstance(read, Literal) else None
+        if not isinstance(read, Literal) or number is None:
             return read
-        exact = self._constants.exact(eqn, around, read)
-        if exact is None:
-            return read
-        self.rounded.append((eqn, around, Rounded(read, exact)))
+        self.rounded.append((eqn, around, Rounded(read, number)))
         return self.rounded[-1][-1]
 
     def _segment(self, steps: tuple[Step, ...], later: set[int]) -> Segment:
@@ -168,10 +162,9 @@ class Planner:
             (step.eqn, tuple(local[r] if isinstance(r, int) else r for r in step.reads))
             for step in steps
         )
-        writes = tuple(slot for slot in made if slot in later)
-        kept = tuple(local[slot] for slot in writes)
+        kept = frozenset(local[slot] for slot in made if slot in later)
         program = self._programs.setdefault(_key(inner, kept), Program(inner, kept))
-        return Segment(steps, program, outside, writes)
+        return Segment(steps, program, outside)
 
 
 def _may_share(eqn: JaxprEqn) -> bool:
@@ -208,7 +201,7 @@ def _bytes(eqn: JaxprEqn) -> int:
     )
 
 
-def _key(inner: Sequence[Any], kept: tuple[int, ...]) -> Any:
+def _key(inner: Sequence[Any], kept: frozenset[int]) -> Any:
     """Returns what two segments have in common if one program serves both."""
     key = tuple(
         (
@@ -235,45 +228,30 @@ def _bits(number: Literal | Rounded) -> Any:
 
 
 class Program:
-    """The equations of a segment, as functions that are compiled when they are first called."""
+    """Equations that are compiled together, in each way in which some of them are in float32."""
 
     def __init__(
-        self, inner: tuple[tuple[JaxprEqn, tuple[Any, ...]], ...], kept: tuple[int, ...]
+        self, inner: Sequence[tuple[JaxprEqn, tuple[Any, ...]]], kept: frozenset[int]
     ) -> None:
-        # Each equation, and its inputs among those of the program and the outputs before it; and
-        # which of all these others need.
+        # Each equation, with the numbers of its inputs among the inputs of the program and the
+        # outputs before it; and the numbers of those that are read after the program.
         self._inner, self._kept = inner, kept
         self._compiled: dict[tuple[bool, ...], Callable[..., Any]] = {}
 
-    def run(self, inputs: Sequence[Any], wide: tuple[bool, ...]) -> list[list[Any]]:
-        """Returns the outputs of each equation, given which are computed in float32."""
-        if wide not in self._compiled:
-            self._compiled[wide] = compile_fast(lambda inputs: self._outputs(list(inputs), wide))
-        return self._compiled[wide](inputs)
+    def run(self, inputs: Sequence[Any], wide: tuple[bool, ...], is_shaken: bool) -> list[Any]:
+        """Returns the outputs of all equations, given which are computed in float32.
 
-    def run_in_float32(self, inputs: Sequence[Any], is_shaken: bool) -> list[Any]:
-        """Returns the results that others need, with all equations computed in float32.
-
-        If `is_shaken`, what each equation gives is multiplied by a number near 1. What changes much
-        by that is nothing but the rounding of float32.
+        If all are, those that nothing reads are `None`. If they are shaken, each is multiplied by
+        a number near 1. What changes much by that is nothing but the rounding of float32.
         """
-
-        def run_in_float32(inputs: Sequence[Any], shake: Any) -> list[Any]:
-            values = list(inputs)
-            self._outputs(values, wide, shake)
-            return [values[i] for i in self._kept]
-
-        wide = (True,) * len(self._inner)
         if wide not in self._compiled:
-            self._compiled[wide] = compile_fast(run_in_float32)
+            self._compiled[wide] = compile_fast(lambda *args: self._outputs(wide, *args))
         # An argument, so that one program does both.
         return self._compiled[wide](inputs, np.float32(_SHAKE if is_shaken else 0))
 
-    def _outputs(
-        self, values: list[Any], wide: Sequence[bool], shake: Any = None
-    ) -> list[list[Any]]:
-        """Returns the outputs of each equation, and appends them to the inputs."""
-        outputs, signs = [], np.random.default_rng(0).choice(_SIGNS, len(self._inner))
+    def _outputs(self, wide: tuple[bool, ...], inputs: Sequence[Any], shake: Any) -> list[Any]:
+        values = list(inputs)
+        signs = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), len(self._inner))
         for (eqn, reads), is_wide, sign in zip(self._inner, wide, signs, strict=True):
             # Numbers behind a barrier, or NumPy would compute with them while this is traced.
             given = [
@@ -283,16 +261,13 @@ class Program:
                 for read in reads
             ]
             made = compute(eqn, given, is_wide)
-            if shake is not None:
-                made = [_shaken(value, 1 + sign * shake) for value in made]
-            # All-float32 segments may be fused: no intermediate value is inspected.
-            outputs.append(made if all(wide) else list(map(_behind_barrier, made)))
-            values += outputs[-1]
-        return outputs
-
-
-def _shaken(value: Any, factor: Any) -> Any:
-    return value * factor if value.dtype == np.float32 else value
+            if all(wide):  # nobody looks at each number, so XLA may fuse the equations
+                factor = 1 + sign * shake
+                values += [x * factor if x.dtype == np.float32 else x for x in made]
+            else:
+                values += map(_behind_barrier, made)
+        unread = set(range(len(values))) - self._kept if all(wide) else ()
+        return [None if i in unread else values[i] for i in range(len(inputs), len(values))]
 
 
 def as_array(read: Literal | Rounded, is_wide: bool) -> Any:

@@ -1,9 +1,4 @@
-"""What a trace found, as plain Python values, and how it prints.
-
-A `TraceReport` holds a `Place` for each equation at which something went wrong: a
-`TracedNonfinite` where an inf or a NaN was made, a `TracedUnderflow` where most nonzero values
-were lost.
-"""
+"""What a trace found, as plain Python values, and how it prints."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +11,7 @@ _MOST_PLACES = 5  # of each kind that are printed
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """An equation of the backward pass, and the line of the model it comes from."""
+    """An equation of the backward pass, and the line of the model: see `TracedNonfinite`."""
 
     primitive: str
     dtype: str
@@ -35,14 +30,11 @@ class Place:
     visits: int
     share: float
 
-    def _line(self, what: str) -> str:
-        """Returns the line of a report: where it was, and what happened there."""
+    def _say(self, what: str, *more: str) -> str:
+        """Returns two lines of a report: what happened to which numbers and where, and details."""
         shape = ",".join(map(str, self.shape))
-        where = f"{self.where}: `{self.source}`" if self.file else "no line of the model"
         operation = f"{self.direction}, {self.primitive}, {self.dtype}[{shape}]"
-        return f"{operation}, {percent(self.share)} {what}, {where}"
-
-    def _details(self) -> list[str]:
+        where = f"{self.where}: `{self.source}`" if self.file else "no line of the model"
         details = [f"in {self.layer}"] if self.layer else []
         if self.called_from:
             details.append(f"called from {', '.join(self.called_from[:3])}")
@@ -50,7 +42,8 @@ class Place:
             details.append(f"iteration {', '.join(map(str, self.iteration))}")
         if self.visits > 1:
             details.append(f"{self.times} of {self.visits} times")
-        return details
+        details = "; ".join([*details, *more])
+        return f"{operation}, {percent(self.share)} of the {what}, {where}\n    {details}"
 
 
 # What each cause means.
@@ -109,22 +102,19 @@ class TracedNonfinite(Place):
     float32_result: float
 
     def __str__(self) -> str:
-        first = self._line("of the elements")
-        details = [*self._details(), _CAUSES[self.cause].format(dtype=self.dtype)]
+        more = [_CAUSES[self.cause].format(dtype=self.dtype)]
         if self.cause == "range":
-            details.append(f"a lower loss scale {'may help' if self.scaled else 'cannot help'}")
-        details.append(self._reach())
-        return f"{first}\n    {'; '.join(details)}"
-
-    def _reach(self) -> str:
-        if not self.reaches:
-            return (
+            more.append(f"a lower loss scale {'may help' if self.scaled else 'cannot help'}")
+        if self.reaches:
+            grads = [name for name in self.reaches if name.startswith("grads")]
+            others = [name for name in self.reaches if name not in grads]
+            named = grads if len(grads) < 4 else [f"{len(grads)} of the gradients"]
+            more.append(f"reaches {', '.join(others + named)}")
+        else:
+            more.append(
                 "became finite before the loss and the gradients: fine for a mask, not for a norm"
             )
-        grads = [name for name in self.reaches if name.startswith("grads")]
-        others = [name for name in self.reaches if name not in grads]
-        named = grads if len(grads) < 4 else [f"{len(grads)} of the gradients"]
-        return f"reaches {', '.join(others + named)}"
+        return self._say("elements", *more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +152,9 @@ class TracedUnderflow(Place):
 
     def __str__(self) -> str:
         zeros, subnormals = (percent(n / self.nonzero) for n in (self.zeros, self.subnormals))
-        first = self._line(f"of the nonzero values lost ({zeros} zero, {subnormals} subnormal)")
+        what = f"nonzero values lost ({zeros} zero, {subnormals} subnormal)"
         advice = "a higher loss scale helps" if self.scaled else "no loss scale can help"
-        return f"{first}\n    {'; '.join([*self._details(), advice])}"
+        return self._say(what, advice)
 
 
 @dataclasses.dataclass(frozen=True)
