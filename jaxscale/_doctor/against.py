@@ -40,15 +40,12 @@ class _Reference:
     """The gradients in float32, and how far others are from them."""
 
     def __init__(self, backward: TracedBackward, loss_scale: float, params: Any) -> None:
-        self._backward, self._loss_scale = backward, loss_scale
+        self._run = functools.partial(backward.run, loss_scale, lambda key: True)
         pairs = jax.tree_util.tree_leaves_with_path(params)
         self._names = {f"grads{jax.tree_util.keystr(path)}": leaf_name(path) for path, _ in pairs}
         run = self._run()
         self.is_finite = are_finite({k: np.asarray(v.array) for k, v in run.values.items()})
         self.grads = self._rename(run.grads)
-
-    def _run(self, **kwargs: Any) -> Run:
-        return self._backward.run(self._loss_scale, lambda key: True, **kwargs)
 
     def _rename(self, grads: Mapping[str, Any]) -> dict[str, Any]:
         return {self._names[name]: grad for name, grad in grads.items()}

@@ -174,7 +174,7 @@ def examine(
         relief = find_relief(backward, run, ceiling, higher)
 
     _, histograms = count_numbers(grads[best], used)
-    histogram = sum(jax.tree.leaves(histograms, is_leaf=lambda x: isinstance(x, Histogram)))
+    histogram: Any = sum(jax.tree.leaves(histograms, is_leaf=lambda x: isinstance(x, Histogram)))
     is_lower = fits is not None and shown < fits
     exact = against.grads or named[best]
     return Exam(

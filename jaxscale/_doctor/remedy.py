@@ -104,7 +104,8 @@ class Trials:
 
     def find_remedy(self, first: Place, most: int = _MOST_LINES) -> Remedy:
         """Returns at most so many lines, that of `first` among them, and how well they do."""
-        wide, following = [], (first.file, first.line)
+        wide: list[tuple[str, int]] = []
+        following = first.file, first.line
         error = math.inf
         while following:
             wide.append(following)

