@@ -40,14 +40,10 @@ class Exam(NamedTuple):
 
     target: str  # what was examined, as named on the command line
     autocast: str  # the format in which `jaxscale.autocast` computed the loss, or `""`
-    # Whether nothing was compared with float32 or tried in it, and nothing was traced that is
-    # finite.
-    is_quick: bool
-    # Whether no scale was given, so that `loss_scale` is the largest that does not overflow.
-    is_auto: bool
+    is_quick: bool  # whether nothing was compared with float32, and nothing finite was traced
+    is_auto: bool  # whether no scale was given, so that `loss_scale` is the largest that fits
     loss: float
-    # The loss without `jaxscale.autocast`, or `None` if that was not used.
-    loss_as_written: float | None
+    loss_as_written: float | None  # without `jaxscale.autocast`; `None` if that was not used
     dtypes: tuple[str, ...]  # the formats in which the loss is computed
     # The functions that `jax.custom_vjp` was given as backward rules, by the line that calls
     # them, as `path/to/file.py:3`.
@@ -61,8 +57,7 @@ class Exam(NamedTuple):
     # there is no calibration, or if it refuses this loss.
     repeats: tuple[int, bool] | None
     largest: float  # the largest magnitude among the gradients at the largest scale
-    # Whether a number on the way that is far larger than the gradients limits the scale.
-    is_limited: bool
+    is_limited: bool  # whether a number on the way, far larger than the gradients, limits it
     trace: TraceReport  # where numbers get lost at the loss scale
     against: Against  # the gradients against those in float32
     ceiling: TracedNonfinite | None  # where the least loss scale that does not fit overflows
@@ -72,8 +67,7 @@ class Exam(NamedTuple):
     # The gradients at the shown scale against those at the largest. `None` if the shown scale is
     # not lower.
     comparison: Comparison | None
-    # The leaves whose gradient is exactly 0 everywhere, in float32 if that was computed.
-    zero: tuple[str, ...]
+    zero: tuple[str, ...]  # leaves whose gradient is 0 everywhere, in float32 if that is known
     leaves: LeafTable  # the gradients, leaf by leaf
     histogram: Histogram  # the gradients at the largest scale, where the fewest are flushed
     shares: dict[str, Shares]  # what each format keeps of these at the shown scale

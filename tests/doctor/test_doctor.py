@@ -290,7 +290,7 @@ def test_json_goes_to_standard_output_alone_or_to_a_file(models, capsys, monkeyp
     told |= {"dtypes": ["float16", "float32"], "start": start, "wrong": [], "remedy": None}
     assert results | told | {"zero": ["unused"]} == results
     assert results["calibration"]["init_scale"] == results["loss_scale"]
-    assert {row["path"] for row in results["leaves"]["rows"]} == {"w", "unused"}
+    assert {row["path"]: row["size"] for row in results["leaves"]["rows"]} == {"w": 2, "unused": 2}
     assert sum(results["histogram"]["counts"].values()) == 2
     assert results["trace"]["nonfinite"] == []
     assert results["comparison"]["error"] == 0
