@@ -121,7 +121,7 @@ def odd():  # leaves that are functions, or have a dtype but are not arrays
     loss_fn, params, batch = half()
     odd = {"type": jnp.float16, "numpy": np.float32, "aval": jax.ShapeDtypeStruct((2,), jnp.float16),
            "module": nn.Dense(2, dtype=jnp.float16), "act": jnp.tanh}
-    return (lambda p, b: p["act"](loss_fn(p, b).astype(p["aval"].dtype))), params | odd, batch | {"layers": odd}
+    return (lambda p, b: p["act"](loss_fn(p, b).astype(b["layers"]["aval"].dtype))), params | odd, batch | {"layers": odd}
 
 def no_scale_fits():  # the loss is finite, but its gradient at 0 is not
     return (lambda params, batch: jnp.sum(jnp.sqrt(params["w"] * 0).astype(jnp.float16) * 1.0).astype(jnp.float32)), W, X
