@@ -80,7 +80,7 @@ def compare_with_float32(
     """Returns what is wrong with the gradients, where, and what helps.
 
     `run` is a pass as it is written, and `whole` has the gradients of the same pass compiled as one
-    program. `best` is the largest loss scale that fits, if there is one.
+    program. `best` is the largest loss scale that fits, or that of the run if none is known.
     """
     report = run.report()
     if report.nonfinite_arguments:
