@@ -98,6 +98,12 @@ def sure():  # a softmax that flushes nearly all of its numbers to zero, as it s
         return jnp.sum((weights * params["values"].astype(jnp.float16)).astype(jnp.float32))
     return loss_fn, {"logits": jnp.zeros(1000).at[0].set(18.0), "values": jnp.ones(1000)}, None
 
+def cancels():  # what is added to all logits has no gradient but rounding, in float32, too
+    def loss_fn(params, x):
+        y = jax.nn.softmax((x * params["w"] + params["b"]).astype(jnp.float16))
+        return jnp.sum((y * x.astype(jnp.float16)).astype(jnp.float32))
+    return loss_fn, {"w": jnp.array([1.0, 2.0, 0.7]), "b": jnp.float32(0.3)}, jnp.array([[0.3, -1.1, 0.9], [1.7, 0.4, -0.6]])
+
 def masked(hidden=-jnp.inf):  # an additive mask in the batch, with infinities on purpose
     def loss_fn(params, mask):
         return jnp.mean(jax.nn.softmax(params["w"].astype(jnp.float16) + mask).astype(jnp.float32)[:1])
@@ -179,6 +185,7 @@ CASES = {
     "below at 1": (["--loss-scale", "1"], 1, ["Problems found: 1. ", "even without a loss scale", "2**-4 is the largest", "min_scale=2**-14"], ["Nothing"]),
     "on_the_way": ([], 0, ["it needs one", "without one 100% of the nonzero gradients become 0"], ["Problems"]),
     "sure": ([], 0, ["Nothing is wrong.", "Most of the nonzero numbers become 0 at doctored.py", "the softmax", "no harm"], ["Problems"]),
+    "cancels": ([], 0, ["Nothing is wrong."], ["Problems"]),
     "masked": ([], 0, ["Nothing is wrong.", "inf or NaN in batch, but none in the loss or the gradients"], ["Problems"]),
     "epsilon": (
         [], 1, ["Problems found: 1.", f"It begins at doctored.py:{line('# divides')}", "`div`, in the forward pass",
