@@ -11,8 +11,7 @@ import numpy as np
 from .._trees.tree import leaf_name
 from ..diagnostics._trace.backward import Run, TracedBackward
 from ..diagnostics._trace.report import Place
-from .compare import CLOSE, Comparison, compare_gradients
-from .compiled import are_finite
+from .gradients import CLOSE, Comparison, are_finite, compare_gradients
 from .progress import Progress
 from .remedy import Culprit, Remedy, Trials
 
@@ -41,15 +40,12 @@ class _Reference:
     """The gradients in float32, and how far others are from them."""
 
     def __init__(self, backward: TracedBackward, loss_scale: float, params: Any) -> None:
-        self._backward, self._loss_scale = backward, loss_scale
+        self._run = functools.partial(backward.run, loss_scale, lambda key: True)
         pairs = jax.tree_util.tree_leaves_with_path(params)
         self._names = {f"grads{jax.tree_util.keystr(path)}": leaf_name(path) for path, _ in pairs}
         run = self._run()
         self.is_finite = are_finite({k: np.asarray(v.array) for k, v in run.values.items()})
         self.grads = self._rename(run.grads)
-
-    def _run(self, **kwargs: Any) -> Run:
-        return self._backward.run(self._loss_scale, lambda key: True, **kwargs)
 
     def _rename(self, grads: Mapping[str, Any]) -> dict[str, Any]:
         return {self._names[name]: grad for name, grad in grads.items()}
@@ -78,13 +74,13 @@ def compare_with_float32(
     run: Run,
     whole: Mapping[str, np.ndarray],
     params: Any,
-    is_too_high: bool,
+    best: float,
     progress: Progress,
 ) -> Against:
     """Returns what is wrong with the gradients, where, and what helps.
 
     `run` is a pass as it is written, and `whole` has the gradients of the same pass compiled as one
-    program. The loss scale `is_too_high` if a lower one would fit.
+    program. `best` is the largest loss scale that fits, or that of the run if none is known.
     """
     report = run.report()
     if report.nonfinite_arguments:
@@ -99,7 +95,7 @@ def compare_with_float32(
     else:
         comparison = reference.compare(run.grads)
         found = found._replace(comparison=comparison, wrong=reference.find_wrong(comparison))
-        if not found.wrong and are_finite(dict(whole)):
+        if not found.wrong and are_finite(whole):
             # XLA may put two operations together, and lose what each by itself would keep.
             comparison = compare_gradients(whole, reference.grads)
             if fused := reference.find_wrong(comparison):
@@ -109,7 +105,7 @@ def compare_with_float32(
         wrong = set(found.wrong)
 
     def error_of(grads: Mapping[str, Any]) -> float:
-        if not are_finite(dict(grads)):
+        if not are_finite(grads):
             return math.inf
         leaves = reference.compare(grads).leaves
         return max((leaf.error for leaf in leaves if leaf.path in wrong), default=0.0)
@@ -118,14 +114,14 @@ def compare_with_float32(
         if place is None or not place.file:
             return None
         progress(f"trying {place.where} in float32", backward.how_far)
-        return trials.find_remedy((place.file, place.line))
+        return trials.find_remedy(place)
 
     progress("looking for the line at fault", backward.how_far)
-    trials = Trials(backward, run, error_of, CLOSE)
+    trials = Trials(backward, run, error_of, run.loss_scale)
     remedy = None
     if report.nonfinite_outputs:
         first = report.first_nonfinite
-        if first is None or (first.scaled and is_too_high):
+        if first is None or (first.scaled and best < run.loss_scale):
             return found  # a lower loss scale helps first
         remedy = try_in_float32(first)
         if remedy is not None and remedy.works:

@@ -22,7 +22,7 @@ from ..diagnostics._text import to_json
 from .exam import Exam, examine
 from .finding import Finding
 from .findings import findings, verdict
-from .html import Page, page, setting
+from .html import page, setting
 from .progress import Progress, Spoken
 from .scales import find_start
 from .target import Target, TargetError, error_line, load
@@ -40,23 +40,24 @@ def main(argv: Sequence[str]) -> int:
     try:
         with quiet:
             loss_scale = _loss_scale(options.loss_scale)
-            for path in (options.output, options.json_file or "."):  # before the exam
-                _check_folder(path)
+            for path in filter(None, (options.output, options.json_file)):  # before the exam
+                if not (folder := pathlib.Path(path).parent).is_dir():
+                    raise TargetError(f"Cannot write {path}: the folder {folder} does not exist.")
             with Spoken(_PATIENCE) as progress:
                 progress("loading the target")
                 target = load(options.target)
                 exam = _examine(target, loss_scale, options.autocast, progress, options.quick)
                 found = findings(exam)
-                report = Page(None, "")
+                report, missing = None, ""
                 if not options.quick:
                     progress("drawing the report")
-                    report = page(exam, found)
+                    report, missing = page(exam, found)
             print(_summary(exam, found), end="\n\n")
-            if report.text is not None:
-                _write(options.output, report.text)
+            if report is not None:
+                _write(options.output, report)
                 print(f"The report is in {options.output}.")
-            if report.missing:
-                print(report.missing)
+            if missing:
+                print(missing)
             record = json.dumps(_record(exam, found), indent=1, allow_nan=False) + "\n"
             if options.json_file:
                 _write(options.json_file, record)
@@ -147,12 +148,6 @@ def _examine(
         raise TargetError(
             f"{target.name} failed when it was run on its batch: {error_line(error)}"
         ) from error
-
-
-def _check_folder(path: str) -> None:
-    folder = pathlib.Path(path).parent
-    if not folder.is_dir():
-        raise TargetError(f"Cannot write {path}: the folder {folder} does not exist.")
 
 
 def _write(path: str, text: str) -> None:

@@ -1,20 +1,18 @@
 """The loss and its gradients as one compiled program, run at any loss scale.
 
-The trace of `look` runs the same backward pass equation by equation. This one is fast, so the
+The trace of `exam` runs the same backward pass equation by equation. This one is fast, so the
 largest loss scale that fits is found with it.
 """
 
 from typing import Any
 
 import jax
-import numpy as np
 
 from .._gradients.boundary import scale_backward
 from .._gradients.value_and_grad import value_and_grad
 from .._gradients.verdict import all_finite
-from .._jax import ClosedJaxpr
 from .._state.scale import init_state
-from .._trees.tree import leaf_name
+from .._trees.tree import combine
 from ..diagnostics._calibrate import Calibration, Search
 from ..diagnostics._formats import is_array
 from ..diagnostics._trace.plan import compile_fast
@@ -24,39 +22,30 @@ _LEAST, _LARGEST, _MOST_PASSES = -14, 24, 10  # exponents of the loss scales to 
 
 
 class CompiledBackward:
-    """The backward pass of a target, compiled once."""
+    """The backward pass of a target, compiled once.
+
+    `loss_of` is the loss as a function of `args`: the parameters and the arrays of the batch.
+    """
 
     def __init__(self, target: Target) -> None:
-        leaves, structure = jax.tree.flatten(target.batch)
-
-        def loss_of(params: Any, arrays: list[Any]) -> Any:
+        def loss_of(params: Any, arrays: Any) -> Any:
             # Compiled programs take arrays. Everything else in a batch stays as it is.
-            given = iter(arrays)
-            batch = [next(given) if is_array(leaf) else leaf for leaf in leaves]
-            output = target.loss_fn(params, jax.tree.unflatten(structure, batch))
+            output = target.loss_fn(params, combine(arrays, target.batch))
             return output[0] if target.has_aux else output
 
-        def backward(state: Any, params: Any, arrays: list[Any]) -> tuple[Any, Any, Any]:
+        def backward(state: Any, params: Any, arrays: Any) -> tuple[Any, Any, Any]:
             loss, grads = value_and_grad(loss_of, state)(params, arrays)
             return loss, grads, all_finite(grads)
 
-        self._args = target.params, list(filter(is_array, leaves))
-        self._loss_of = loss_of
+        arrays = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, target.batch)
+        self.loss_of, self.args = loss_of, (target.params, arrays)
         # As if each operation ran by itself, which is how the trace runs it.
         self._backward = compile_fast(backward, xla_allow_excess_precision=False)
         self._tried = 0
 
-    def program(self) -> ClosedJaxpr:
-        """Returns the jaxpr of the loss."""
-        return jax.make_jaxpr(self._loss_of)(*self._args)
-
-    def loss(self) -> float:
-        """Returns the loss, from the forward pass alone."""
-        return float(jax.jit(self._loss_of)(*self._args))
-
     def run(self, loss_scale: float) -> tuple[float, Any]:
         """Returns the loss and the gradients at a loss scale."""
-        loss, grads, _ = self._backward(init_state(loss_scale), *self._args)
+        loss, grads, _ = self._backward(init_state(loss_scale), *self.args)
         return float(loss), grads
 
     def calibrate(self) -> Calibration:
@@ -64,7 +53,7 @@ class CompiledBackward:
 
         def try_scale(exponent: int, batch: None) -> tuple[Any, bool]:
             self._tried += 1
-            loss, _, finite = self._backward(init_state(2.0**exponent), *self._args)
+            loss, _, finite = self._backward(init_state(2.0**exponent), *self.args)
             return loss, bool(finite)
 
         search = Search(try_scale, _LEAST, _LARGEST, _MOST_PASSES)
@@ -87,13 +76,13 @@ class CompiledBackward:
             return (cotangents,)
 
         tap.defvjp(lambda params: (params, None), count)
-        scaled = scale_backward(lambda params, arrays: self._loss_of(tap(params), arrays))
+        scaled = scale_backward(lambda params, arrays: self.loss_of(tap(params), arrays))
 
-        def run(params: Any, arrays: list[Any]) -> Any:
+        def run(params: Any, arrays: Any) -> Any:
             return all_finite(value_and_grad(scaled, init_state(1.0))(params, arrays)[1])
 
         try:
-            is_enough = bool(compile_fast(run, xla_allow_excess_precision=False)(*self._args))
+            is_enough = bool(compile_fast(run, xla_allow_excess_precision=False)(*self.args))
         except TypeError:
             return None
         jax.effects_barrier()
@@ -102,14 +91,3 @@ class CompiledBackward:
     def how_far(self) -> str:
         """Returns how many loss scales were tried, in words."""
         return f"{self._tried} tried"
-
-
-def by_name(grads: Any) -> dict[str, np.ndarray]:
-    """Returns the leaves of a tree on the host, by their names."""
-    pairs = jax.tree_util.tree_leaves_with_path(grads)
-    return {leaf_name(path): np.asarray(leaf) for path, leaf in pairs}
-
-
-def are_finite(grads: dict[str, np.ndarray]) -> bool:
-    """Returns whether all numbers of all leaves are finite."""
-    return all(np.isfinite(leaf).all() for leaf in grads.values())

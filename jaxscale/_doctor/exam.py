@@ -1,11 +1,10 @@
 """The exam: all diagnostics of one loss on its parameters and one batch.
 
 `examine` finds the largest loss scale that fits, near which a dynamic scale would train, looks at
-each equation there (`look`), and counts the gradients. `findings` decides what is a problem.
+each equation there, and counts the gradients. `findings` decides what is a problem.
 """
 
-import functools
-import operator
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,17 +22,16 @@ from ..diagnostics._trace.backward import TracedBackward
 from ..diagnostics._trace.places import lines
 from ..diagnostics._trace.report import TracedNonfinite, TraceReport
 from ..diagnostics._underflow import Underflow, underflow
-from .against import Against
-from .compare import Comparison, compare_gradients
-from .compiled import CompiledBackward, are_finite, by_name
-from .counts import count_numbers
-from .look import Scales, look_closely, look_quickly
-from .progress import Progress, silent
-from .remedy import Relief
+from .against import Against, compare_with_float32
+from .compiled import CompiledBackward
+from .gradients import Comparison, are_finite, by_name, compare_gradients, count_numbers
+from .progress import Progress
+from .remedy import Relief, find_relief
 from .target import Target
 
 # The largest gradient at the largest loss scale is below this if something else limits the scale.
 _FULL = 2.0**12
+_HIGHER = 2.0**8  # times the largest loss scale: the one to try with some lines in float32
 _MOST_LAYERS = 40  # in the map of layers
 
 
@@ -42,14 +40,10 @@ class Exam(NamedTuple):
 
     target: str  # what was examined, as named on the command line
     autocast: str  # the format in which `jaxscale.autocast` computed the loss, or `""`
-    # Whether nothing was compared with float32 or tried in it, and nothing was traced that is
-    # finite.
-    is_quick: bool
-    # Whether no scale was given, so that `loss_scale` is the largest that does not overflow.
-    is_auto: bool
+    is_quick: bool  # whether nothing was compared with float32, and nothing finite was traced
+    is_auto: bool  # whether no scale was given, so that `loss_scale` is the largest that fits
     loss: float
-    # The loss without `jaxscale.autocast`, or `None` if that was not used.
-    loss_as_written: float | None
+    loss_as_written: float | None  # without `jaxscale.autocast`; `None` if that was not used
     dtypes: tuple[str, ...]  # the formats in which the loss is computed
     # The functions that `jax.custom_vjp` was given as backward rules, by the line that calls
     # them, as `path/to/file.py:3`.
@@ -63,9 +57,8 @@ class Exam(NamedTuple):
     # there is no calibration, or if it refuses this loss.
     repeats: tuple[int, bool] | None
     largest: float  # the largest magnitude among the gradients at the largest scale
-    # Whether a number on the way that is far larger than the gradients limits the scale.
-    is_limited: bool
-    trace: TraceReport  # where numbers get lost
+    is_limited: bool  # whether a number on the way, far larger than the gradients, limits it
+    trace: TraceReport  # where numbers get lost at the loss scale
     against: Against  # the gradients against those in float32
     ceiling: TracedNonfinite | None  # where the least loss scale that does not fit overflows
     # The lines that in float32 let a higher loss scale fit, if the scale `is_limited` or the
@@ -74,8 +67,7 @@ class Exam(NamedTuple):
     # The gradients at the shown scale against those at the largest. `None` if the shown scale is
     # not lower.
     comparison: Comparison | None
-    # The leaves whose gradient is exactly 0 everywhere, in float32 if that was computed.
-    zero: tuple[str, ...]
+    zero: tuple[str, ...]  # leaves whose gradient is 0 everywhere, in float32 if that is known
     leaves: LeafTable  # the gradients, leaf by leaf
     histogram: Histogram  # the gradients at the largest scale, where the fewest are flushed
     shares: dict[str, Shares]  # what each format keeps of these at the shown scale
@@ -93,6 +85,16 @@ class Exam(NamedTuple):
         return self.against.comparison is not None and not self.against.wrong
 
     @property
+    def is_all_zero(self) -> bool:
+        """Whether all gradients are 0 at the largest scale, at which the histogram is taken."""
+        return self.suggestion.needed is None and not self.leaves.nonfinite_rows
+
+    @property
+    def is_of_autocast(self) -> bool:
+        """Whether half precision is due to autocast, and not written by hand."""
+        return bool(self.autocast) and math.isfinite(self.loss_as_written or 0.0)
+
+    @property
     def fits(self) -> float | None:
         """The largest loss scale that does not overflow, if there is one."""
         return self.calibration.init_scale if self.calibration else None
@@ -102,63 +104,74 @@ def examine(
     target: Target,
     loss_scale: float | None,
     dtype: str | None = None,
-    progress: Progress = silent,
+    progress: Progress = lambda *_: None,
     *,
     is_quick: bool = False,
 ) -> Exam:
     """Returns the results of all diagnostics.
 
-    Args:
-      target: the loss, its parameters and a batch.
-      loss_scale: the scale to examine at, or `None` for the largest that does not overflow.
-      dtype: the format in which `jaxscale.autocast` computes the loss, or `None` for the loss as
-        it is written.
-      progress: is told what is done next.
-      is_quick: whether to leave out what takes long.
+    `loss_scale` is `None` for the largest that does not overflow, and `dtype` is the format in
+    which `jaxscale.autocast` computes the loss, `None` for the loss as it is written.
     """
     loss_as_written = None
     if dtype:
-        loss_as_written = CompiledBackward(target).loss()
+        written = CompiledBackward(target)
+        loss_as_written = float(jax.jit(written.loss_of)(*written.args))
         target = target._replace(loss_fn=autocast(target.loss_fn, dtype=dtype))
     compiled = CompiledBackward(target)
-    program = compiled.program()
+    program = jax.make_jaxpr(compiled.loss_of)(*compiled.args)
     dtypes = _find_dtypes(program)
     progress("compiling the backward pass")
-    loss, calibration = compiled.run(1.0)[0], None
+    loss, calibration, repeats = compiled.run(1.0)[0], None, None
     if np.isfinite(loss) and _is_half(dtypes):
         progress("looking for the largest loss scale that fits", compiled.how_far)
         calibration = compiled.calibrate()
-    repeats = None
-    if calibration and not is_quick:
-        progress("trying `scale_backward`")
-        repeats = compiled.count_repeats()
+        if not is_quick:
+            progress("trying `scale_backward`")
+            repeats = compiled.count_repeats()
     # The largest that does not overflow: a dynamic scale ends near it, wherever it started.
     fits, overflows = calibration[:2] if calibration else (None, None)
-    scales, shown = Scales(loss_scale or fits or 1.0, fits, overflows), loss_scale or 1.0
-    grads = {scale: compiled.run(scale)[1] for scale in {scales.used, shown, fits or scales.used}}
-    used = by_name(grads[scales.used])
+    used, shown = loss_scale or fits or 1.0, loss_scale or 1.0
     # The gradients are most exact at the largest scale, where the fewest are flushed on the way.
-    seen = by_name(grads[fits or scales.used])
-    largest = max(float(np.abs(leaf).max(initial=0)) for leaf in seen.values())
-    is_limited = bool(fits and overflows) and 0 < largest * (fits or 0) < _FULL
+    best = fits or used
+    grads = {scale: compiled.run(scale)[1] for scale in {used, shown, best}}
+    named = {scale: by_name(tree) for scale, tree in grads.items()}
+    largest = max(float(np.abs(leaf).max(initial=0)) for leaf in named[best].values())
+    is_limited = bool(fits and overflows) and 0 < largest * best < _FULL
+
     backward = TracedBackward(
         target.loss_fn, (target.params, target.batch), {}, target.constants, has_aux=target.has_aux
     )
-    if is_quick:
-        needs_trace = target.has_aux or not (np.isfinite(loss) and are_finite(used))
-        looked = look_quickly(backward, scales, loss, needs_trace, progress)
-    else:
-        whole = seen if fits and fits > scales.used else used
-        needs_relief = is_limited or bool(fits and fits < 1)
-        looked = look_closely(backward, scales, whole, target.params, needs_relief, progress)
-    counted = count_numbers(grads[fits or scales.used], scales.used)
-    histogram = functools.reduce(
-        operator.add,
-        jax.tree.leaves(counted.histograms, is_leaf=lambda x: isinstance(x, Histogram)),
-    )
-    exact = looked.against.grads or seen
+    run = None  # if nothing is to be seen
+    if not is_quick or target.has_aux or not (np.isfinite(loss) and are_finite(named[used])):
+        progress("looking at each operation", backward.how_far)
+        run = backward.run(used, is_brief=True)
+    trace = run.report() if run else TraceReport(loss, used, 0, *((),) * 7)
+    against, ceiling, relief = Against(), None, None
+    if run and not is_quick:
+        right = run
+        if used < best and not trace.nonfinite_outputs:
+            # What a scale that is too low flushes is told apart from what the model gets wrong.
+            right = backward.run(best, is_brief=True)
+        whole = named[max(used, best)]
+        against = compare_with_float32(backward, right, whole, target.params, best, progress)
+    if overflows is not None and not trace.nonfinite_outputs:
+        progress("looking for what limits the loss scale", backward.how_far)
+        if is_quick:
+            ceiling = backward.first_overflow(overflows)
+        else:
+            first = backward.run(overflows, is_brief=True).report().first_nonfinite
+            ceiling = first if first and first.scaled and first.reaches else None
+    if run and not is_quick and fits and ceiling and ceiling.file and (is_limited or fits < 1):
+        progress(f"trying {ceiling.where} in float32", backward.how_far)
+        higher = max(fits * _HIGHER, 1.0)
+        relief = find_relief(backward, run, ceiling, higher)
+
+    _, histograms = count_numbers(grads[best], used)
+    histogram: Any = sum(jax.tree.leaves(histograms, is_leaf=lambda x: isinstance(x, Histogram)))
+    is_lower = fits is not None and shown < fits
+    exact = against.grads or named[best]
     return Exam(
-        **looked._asdict(),
         target=target.name,
         autocast=dtype or "",
         is_quick=is_quick,
@@ -167,20 +180,22 @@ def examine(
         loss_as_written=loss_as_written,
         dtypes=dtypes,
         backward_rules=_find_backward_rules(program),
-        loss_scale=scales.used,
+        loss_scale=used,
         shown_scale=shown,
         calibration=calibration,
         repeats=repeats,
         largest=largest,
         is_limited=is_limited,
-        comparison=(
-            compare_gradients(by_name(grads[shown]), seen) if fits and shown < fits else None
-        ),
+        trace=trace,
+        against=against,
+        ceiling=ceiling,
+        relief=relief,
+        comparison=compare_gradients(named[shown], named[best]) if is_lower else None,
         zero=tuple(name for name, grad in exact.items() if grad.size and not grad.any()),
-        leaves=table(count_numbers(grads[scales.used], scales.used).counts),
+        leaves=table(count_numbers(grads[used], used)[0]),
         histogram=histogram,
         shares=shares(histogram, loss_scale=shown),
-        layers=_find_layers(counted.histograms, shown),
+        layers=_find_layers(histograms, shown),
         suggestion=suggest_scale(histogram),
     )
 

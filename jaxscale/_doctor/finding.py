@@ -1,4 +1,4 @@
-"""What a finding is, and how it names a line of the model."""
+"""What a finding is, and how it names lines of the model."""
 
 import linecache
 from collections.abc import Iterable, Sequence
@@ -24,25 +24,27 @@ class Finding(NamedTuple):
     line: int = 0  # the number of that line, or 0
 
 
-def at_place(place: Place, is_problem: bool, title: str, details: Iterable[str]) -> Finding:
-    """Returns a finding at an equation: it names the layer, the callers and the iteration, too."""
-    extra = [f"It is in {place.layer}."] if place.layer else []
-    callers = [caller for caller in place.called_from if caller != place.where]
-    if callers:
-        extra.append(f"Called from {list_names(callers)}.")
-    if place.iteration:
-        extra.append(f"In iteration {', '.join(map(str, place.iteration))}.")
-    return at_line(place, is_problem, title, (*details, *extra))
-
-
-def at_line(
-    place: Place | TracedConstant, is_problem: bool, title: str, details: Iterable[str]
+def note(
+    title: str,
+    *details: str,
+    is_problem: bool = False,
+    place: Place | TracedConstant | None = None,
 ) -> Finding:
-    """Returns a finding with the source around its line."""
+    """Returns a finding; one at an equation names its layer, its callers and the iteration, too."""
+    if place is None:
+        return Finding(is_problem, title, details)
+    extra = []
+    if isinstance(place, Place):
+        if place.layer:
+            extra.append(f"It is in {place.layer}.")
+        if callers := [caller for caller in place.called_from if caller != place.where]:
+            extra.append(f"Called from {list_names(callers)}.")
+        if place.iteration:
+            extra.append(f"In iteration {', '.join(map(str, place.iteration))}.")
     length = len(linecache.getlines(place.file)) if place.file else 0
     lines = range(max(place.line - _AROUND, 1), min(place.line + _AROUND, length) + 1)
     source = tuple((i, linecache.getline(place.file, i).rstrip("\n")) for i in lines)
-    return Finding(is_problem, title, tuple(details), place.where, source, place.line)
+    return Finding(is_problem, title, (*details, *extra), place.where, source, place.line)
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -60,6 +62,12 @@ def lines_of(places: Iterable[Place]) -> str:
     return list_names(list(dict.fromkeys(map(line_of, places))))
 
 
+def join_lines(lines: Sequence[str], where: str, here: str) -> str:
+    """Returns files and lines in words, with the word `here` for the one just named, `where`."""
+    names = [here if line == where else line for line in lines]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
 def say_rounded(constant: TracedConstant) -> str:
     """Returns what a number of the source became, as `1e-09 is 0 in float16`."""
     return f"{number(constant.value)} is {number(constant.became)} in {constant.dtype}"
@@ -67,10 +75,9 @@ def say_rounded(constant: TracedConstant) -> str:
 
 def rounded_at(place: Place, exam: Exam) -> list[str]:
     """Returns which numbers of the line of an equation became 0 or inf."""
-    constants = exam.trace.constants
     return [
         f"{say_rounded(constant)}."
-        for constant in constants
+        for constant in exam.trace.constants
         if (constant.file, constant.line) == (place.file, place.line)
     ]
 
@@ -80,7 +87,5 @@ def rule_at(place: Place, exam: Exam) -> list[str]:
     rule = exam.backward_rules.get(place.where)
     if rule is None or place.direction != "backward":
         return []
-    return [
-        f"The line calls a function with a backward rule of its own, `{rule}`: the fault may lie "
-        "there."
-    ]
+    words = f"The line calls a function with a backward rule of its own, `{rule}`: the fault may "
+    return [f"{words}lie there."]

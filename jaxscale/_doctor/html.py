@@ -1,12 +1,10 @@
 """The report as one HTML page, with its picture inside: it needs no script and no network.
 
 The layout and most of the words are in `page.html.jinja`, which escapes whatever it is given. Here
-its data are prepared. Jinja2 and matplotlib are optional: without Jinja2 there is no page, without
-matplotlib it shows the histogram as text.
+its data are prepared. Without Jinja2 there is no page, without matplotlib no picture, but text.
 
 The findings are about computation, numbers lost on the way to the gradients. The tables and the
-picture are about storage, what a format would lose of the gradients themselves. A gradient that
-became 0 on the way is a 0 there, and storing a 0 loses nothing: the page has to say so.
+picture are about storage, what a format would lose of the gradients themselves: the page says so.
 """
 
 import base64
@@ -30,25 +28,6 @@ _MOST_LEAVES = 30  # in its table
 _MOST_LAYERS = 40  # in theirs
 _JUDGED = ("float16", "bfloat16")  # besides the formats that the model computes in
 
-WITHOUT_PAGE = 'The page needs jinja2, which is not installed: pip install "jaxscale[doctor]".'
-WITHOUT_PICTURES = (
-    'The picture needs matplotlib, which is not installed: pip install "jaxscale[pictures]".'
-)
-
-
-class Page(NamedTuple):
-    """The report."""
-
-    text: str | None  # the HTML, or `None` without Jinja2
-    missing: str  # what could not be made, and which package it needs, in a sentence, or `""`
-
-
-class _Card(NamedTuple):
-    """A finding, with its lines of source: number, text, and whether it is the faulty one."""
-
-    finding: Finding
-    lines: list[tuple[int, str, bool]]
-
 
 class _Table(NamedTuple):
     """The cells of a table, and sentences about the rows that it leaves out."""
@@ -58,26 +37,29 @@ class _Table(NamedTuple):
     others: Sequence[str]
 
 
-def page(exam: Exam, found: Sequence[Finding]) -> Page:
-    """Returns the report as HTML, if Jinja2 is installed, and what is missing."""
+def page(exam: Exam, found: Sequence[Finding]) -> tuple[str | None, str]:
+    """Returns the report as HTML, or `None` without Jinja2, and a sentence on what is missing."""
     try:
         import jinja2
     except ImportError:
-        return Page(None, WITHOUT_PAGE)
+        package = 'pip install "jaxscale[doctor]"'
+        return None, f"The page needs jinja2, which is not installed: {package}."
     numbers = read("doctor", exam.histogram)
-    has_sizes = bool(numbers.counts.sum())
+    has_sizes, missing = bool(numbers.counts.sum()), ""
     picture = _draw_picture(exam, numbers) if has_sizes else None
-    missing = WITHOUT_PICTURES if has_sizes and picture is None else ""
+    if has_sizes and picture is None:
+        package = 'pip install "jaxscale[pictures]"'
+        missing = f"The picture needs matplotlib, which is not installed: {package}."
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     source = importlib.resources.files("jaxscale._doctor") / "page.html.jinja"
     text = environment.from_string(source.read_text(encoding="utf-8")).render(
-        target=exam.target,
+        exam=exam,
+        found=found,
         verdict=verdict(exam, found),
         setting=setting(exam),
-        problems=[_make_card(finding) for finding in found if finding.is_problem],
-        notes=[_make_card(finding) for finding in found if not finding.is_problem],
+        dedent=textwrap.dedent,
         at_seen=_say_scale(exam, exam.fits or exam.loss_scale),
         at_shown=_say_scale(exam, exam.shown_scale),
         at_used=_say_scale(exam, exam.loss_scale),
@@ -89,7 +71,7 @@ def page(exam: Exam, found: Sequence[Finding]) -> Page:
         layers=_tabulate_layers(exam),
         leaves=_tabulate_leaves(exam),
     )
-    return Page(text, missing)
+    return text, missing
 
 
 def setting(exam: Exam) -> str:
@@ -111,15 +93,6 @@ def _say_scale(exam: Exam, scale: float) -> str:
         return "without a loss scale"
     largest = ", the largest that does not overflow" * (scale == exam.fits)
     return f"at loss scale {power(scale)}{largest}"
-
-
-def _make_card(finding: Finding) -> _Card:
-    texts = textwrap.dedent("\n".join(text for _, text in finding.source)).split("\n")
-    lines = [
-        (i, text, i == finding.line)
-        for (i, _), text in zip(finding.source, texts, strict=bool(finding.source))
-    ]
-    return _Card(finding, lines)
 
 
 def _draw_picture(exam: Exam, numbers: Numbers) -> str | None:

@@ -4,30 +4,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, Self
+from typing import Self
 
 _LONGEST = 30.0  # seconds between two signs of life
 _OFTEN = 0.2  # and between two looks at whether one is due
 
-
-class Progress(Protocol):
-    """Is told what is done next, and whom to ask how far it is."""
-
-    def __call__(self, words: str, how_far: Callable[[], str] = str, /) -> None: ...
-
-
-def silent(words: str, how_far: Callable[[], str] = str, /) -> None:
-    """Says nothing."""
+# Is told in words what is done next, and, if that takes long, whom to ask how far it is.
+Progress = Callable[..., None]
 
 
 class Spoken:
     """Says on standard error what is done, once the whole takes longer than a few seconds.
 
     What takes long by itself is said again from time to time, with how far it is. A thread does
-    that, as it also runs while XLA compiles.
-
-    Args:
-      patience: how many seconds may pass without a word.
+    that, as it also runs while XLA compiles. `patience` is how many seconds may pass without a
+    word.
     """
 
     def __init__(self, patience: float) -> None:
@@ -45,7 +36,7 @@ class Spoken:
         self._over.set()
         self._thread.join()
 
-    def __call__(self, words: str, how_far: Callable[[], str] = str, /) -> None:
+    def __call__(self, words: str, how_far: Callable[[], str] = str) -> None:
         self._doing, self._pause = (words, how_far), self._patience
         if time.monotonic() - self._start > self._patience:
             self._say(words)

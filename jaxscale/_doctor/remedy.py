@@ -7,7 +7,7 @@ and backwards, and adds the next line at which something goes wrong until nothin
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,14 +17,12 @@ from ..diagnostics._trace.interpreter import EquationKey, Visit, key_of
 from ..diagnostics._trace.places import Line, lines
 from ..diagnostics._trace.plan import compute
 from ..diagnostics._trace.report import Place
+from .gradients import CLOSE, are_finite
 
 _MOST_LINES = 6  # in float32: beyond that it is not a line that is at fault
 _MOST_RELIEVED = 4  # lines in float32 for a higher loss scale
 _BLAME = 0.5  # one equation is to blame if it makes this share of the error
 _FLUSHED = 0.5  # it flushes if it makes this share of its nonzero numbers 0
-
-# A line, by its file and number, or an equation that comes from no line.
-Where = tuple[str, int] | EquationKey
 
 
 class Culprit(NamedTuple):
@@ -54,35 +52,22 @@ class Relief(NamedTuple):
 
 
 def find_relief(
-    backward: TracedBackward, run: Run, first: tuple[str, int], loss_scale: float
+    backward: TracedBackward, run: Run, first: Place, loss_scale: float
 ) -> Relief | None:
     """Returns the lines, `first` among them, that in float32 let a loss scale fit, if few do."""
-    where, wide = _find_lines(run), [first]
-    for _ in range(_MOST_RELIEVED):
-        tried = backward.run(loss_scale, lambda key: where.get(key) in wide, is_brief=True).report()
-        following = tried.first_nonfinite
-        if not tried.nonfinite_outputs:
-            return Relief(loss_scale, tuple(str(Line(*line, "")) for line in wide))
-        if following is None or not following.file or (following.file, following.line) in wide:
-            return None
-        wide.append((following.file, following.line))
-    return None
 
+    def error_of(grads: Mapping[str, Any]) -> float:
+        return 0.0 if are_finite(grads) else math.inf
 
-def _find_lines(run: Run) -> dict[EquationKey, Where]:
-    """Returns the line of each equation, by keys that are the same in all runs of a backward."""
-    found: dict[EquationKey, Where] = {}
-    for key, (eqn, around) in run.findings.equations.items():
-        line = next(iter(lines(eqn, around)), None)
-        found[key] = (line.file, line.number) if line else key
-    return found
+    found = Trials(backward, run, error_of, loss_scale).find_remedy(first, _MOST_RELIEVED)
+    return Relief(loss_scale, found.lines) if found.works else None
 
 
 class Trials:
     """Passes in which some lines, and the end of the program, are computed in float32.
 
-    All have the loss scale of the first run. `error_of` gives the error of gradients, inf if they
-    are not finite; up to `close` they are right.
+    `first` is a pass as it is written. `error_of` gives the error of gradients, inf if they are not
+    finite; up to `CLOSE` they are right. Lines are pairs of a file and a number.
     """
 
     def __init__(
@@ -90,19 +75,22 @@ class Trials:
         backward: TracedBackward,
         first: Run,
         error_of: Callable[[Mapping[str, Any]], float],
-        close: float,
+        loss_scale: float,
     ) -> None:
-        self._backward, self._loss_scale = backward, first.loss_scale
-        self._error_of, self._close = error_of, close
-        self._keys = list(first.findings.visits)  # in the order of execution
+        self._backward, self._error_of, self._loss_scale = backward, error_of, loss_scale
+        self._keys = list(first.findings.visits)  # in the order of execution, in all passes
         self._order = {key: i for i, key in enumerate(self._keys)}
-        self._where = _find_lines(first)
+        self._lines = {
+            key: (line.file, line.number)
+            for key, (eqn, around) in first.findings.equations.items()
+            for line in lines(eqn, around)[:1]
+        }
 
-    def find_culprit(self, wide: frozenset[Where] = frozenset()) -> Culprit | None:
+    def find_culprit(self, wide: Sequence[tuple[str, int]] = ()) -> Culprit | None:
         """Returns the one equation, if there is one, at which gradients go wrong."""
         low, high = 0, len(self._keys)  # with so many equations as written: right, and wrong
         below, above = 0.0, self._error_of(self._run(wide).grads)
-        middle_error = above / 2 if math.isfinite(above) else self._close
+        middle_error = above / 2 if math.isfinite(above) else CLOSE
         while high - low > 1:
             middle = (low + high) // 2
             error = self._error_of(self._run(wide, middle).grads)
@@ -114,20 +102,20 @@ class Trials:
             return None
         return self._culprit(self._keys[high - 1], wide, above)
 
-    def find_remedy(self, first: Where) -> Remedy:
-        """Returns lines, from the first at fault on, that make the gradients right if any do."""
-        wide: list[Where] = []
-        following, error = first, math.inf
-        while following is not None:
+    def find_remedy(self, first: Place, most: int = _MOST_LINES) -> Remedy:
+        """Returns at most so many lines, that of `first` among them, and how well they do."""
+        wide: list[tuple[str, int]] = []
+        following = first.file, first.line
+        error = math.inf
+        while following:
             wide.append(following)
-            run = self._run(frozenset(wide))
+            run = self._run(wide)
             error = self._error_of(run.grads)
-            is_over = error <= self._close or len(wide) == _MOST_LINES
-            following = None if is_over else self._find_next(run, frozenset(wide))
-        names = (str(Line(where[0], where[1], "")) for where in wide if isinstance(where[0], str))
-        return Remedy(tuple(names), error <= self._close, error)
+            is_over = error <= CLOSE or len(wide) == most
+            following = None if is_over else self._find_next(run, wide)
+        return Remedy(tuple(str(Line(*line, "")) for line in wide), error <= CLOSE, error)
 
-    def _find_next(self, run: Run, wide: frozenset[Where]) -> Where | None:
+    def _find_next(self, run: Run, wide: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
         """Returns the next line at fault with some lines in float32, if there is another one."""
         report = run.report()
         if report.nonfinite_outputs:
@@ -138,23 +126,22 @@ class Trials:
         else:
             culprit = self.find_culprit(wide)
             places = [(culprit.place.file, culprit.place.line)] if culprit else []
-        return next((where for where in places if where[0] and where not in wide), None)
+        return next((line for line in places if line[0] and line not in wide), None)
 
     def _run(
         self,
-        wide: frozenset[Where],
-        start: int | None = None,
+        wide: Sequence[tuple[str, int]],
+        start: float = math.inf,
         look: Callable[[Visit], None] | None = None,
     ) -> Run:
         """Returns a pass with some lines, and all equations from one on, in float32."""
-        start = len(self._keys) if start is None else start
 
         def is_wide(key: EquationKey) -> bool:
-            return self._order.get(key, -1) >= start or self._where.get(key, key) in wide
+            return self._order.get(key, -1) >= start or self._lines.get(key) in wide
 
         return self._backward.run(self._loss_scale, is_wide, look=look, is_brief=True)
 
-    def _culprit(self, key: EquationKey, wide: frozenset[Where], error: float) -> Culprit:
+    def _culprit(self, key: EquationKey, wide: Sequence[tuple[str, int]], error: float) -> Culprit:
         found: list[Visit] = []
 
         def look(visit: Visit) -> None:

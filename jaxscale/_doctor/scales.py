@@ -1,4 +1,4 @@
-"""The loss scale in words: whether one is needed, which one fits, and how to start training.
+"""Findings on the loss scale: whether one is needed, which one fits, and how to start training.
 
 A low scale is not a bad one. Twice the loss has twice the gradients and half the scale, so a sum
 has a low one. What counts is how far the gradients stay below what float16 holds at that scale: far
@@ -6,12 +6,13 @@ below, if a number on the way to them is much larger than they are.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from .._policies.dynamic import DynamicLossScale
 from ..diagnostics._text import number, percent, power
-from .compare import Comparison
 from .exam import Exam
+from .finding import Finding, join_lines, line_of, note
 
 _NEEDED = 0.01  # a loss scale is needed if more than this share of the gradients is lost without it
 _LOW = 2.0**10  # a largest loss scale below this is worth a word
@@ -46,40 +47,86 @@ def find_start(exam: Exam) -> Start | None:
     return Start(skipped, retries, f"jaxscale.loss_scaled(optimizer, {policy})")
 
 
-def skips_all(exam: Exam) -> bool:
-    """Returns whether the default rule would skip every step."""
-    start = find_start(exam)
-    return start is not None and start.skipped is None
-
-
 def needs_scale(exam: Exam) -> bool:
     """Returns whether too much of the gradients is lost at the scale given, or without one."""
     compared = exam.comparison
     return compared is not None and max(compared.flushed, compared.error) > _NEEDED
 
 
-def judge_shown_scale(exam: Exam) -> str:
+def find_scale(exam: Exam) -> Iterator[Finding]:
+    """Notes which loss scale is needed and fits: a problem if the default rule skips every step."""
+    start = find_start(exam)
+    if not exam.is_half:
+        yield note(
+            f"The model computes in {' and '.join(exam.dtypes)}, and needs no loss scale.",
+            "`jaxscale.skip_nonfinite(optimizer)` keeps a bad batch from ruining the run.",
+            "If you train it under `jaxscale.autocast`, look again with `--autocast float16`.",
+        )
+    elif start is None or exam.is_all_zero:
+        reason = "some gradient is not 0" if start else "everything is finite"
+        yield note(f"Whether it needs a loss scale can only be said once {reason}.")
+    else:
+        largest = _judge_largest_scale(exam, start)
+        details = [*_say_how_to_start(exam, start), *_say_limit(exam)]
+        if start.skipped is None:
+            # Where a scale of 1 was asked for, what it overflows is a problem already.
+            is_problem = not exam.trace.nonfinite_outputs
+            yield note(largest, *details, is_problem=is_problem, place=exam.ceiling)
+        elif exam.comparison is None:
+            yield note(largest, *details)
+        else:
+            is_problem = needs_scale(exam) and not exam.is_auto
+            details = [largest, *_judge_room(exam), *details]
+            yield note(_judge_shown_scale(exam), *details, is_problem=is_problem)
+
+
+def find_inward_growth(exam: Exam) -> Iterator[Finding]:
+    """Notes gradients for which `scale_backward` does not find its scale at once."""
+    repeats, is_enough = exam.repeats or (0, True)
+    if not repeats or not exam.fits:
+        return
+    often = {1: "once", 2: "twice"}.get(repeats, f"{repeats} times")
+    enough = "" if is_enough else ", which is not enough"
+    # Room for batches with larger gradients: these may repeat it, too.
+    scale = power(exam.fits / 4)
+    yield note(
+        "Gradients grow on their way through the model, and `scale_backward` repeats the backward "
+        f"pass of this batch {often}{enough}.",
+        "It begins where those that enter half precision are about 1. Where a trainer owns the "
+        f"step, write `jaxscale.scale_backward(loss_fn, scale={scale})`. In a step of your own "
+        "`jaxscale.loss_scaled` finds such a scale by itself.",
+        place=exam.ceiling,
+    )
+
+
+def _judge_shown_scale(exam: Exam) -> str:
     """Returns what becomes of the gradients at the scale given, or without one."""
-    needed = needs_scale(exam)
+    needed, compared = needs_scale(exam), exam.comparison
+    losses = "the gradients are the same to the last bit"
+    if compared and compared.error:
+        losses = f"{percent(compared.flushed)} of the nonzero gradients become 0"
+        if 0 < compared.flushed < compared.worst_flushed:
+            losses += f" ({percent(compared.worst_flushed)} in {compared.worst})"
+        losses += f", and together they are off by {percent(min(compared.error, 1.0))}"
     if exam.shown_scale == 1:
         needs = "It needs a loss scale" if needed else "This batch needs no loss scale"
-        return f"{needs}: without one {_losses(exam.comparison)}."
+        return f"{needs}: without one {losses}."
     verdict = "is too low" if needed else "is high enough"
-    return f"Loss scale {power(exam.shown_scale)} {verdict}: there {_losses(exam.comparison)}."
+    return f"Loss scale {power(exam.shown_scale)} {verdict}: there {losses}."
 
 
-def judge_largest_scale(exam: Exam) -> str:
+def _judge_largest_scale(exam: Exam, start: Start) -> str:
     """Returns which scale is the largest that does not overflow."""
     fits = power(exam.fits or 0.0)
     if exam.calibration is None or exam.calibration.overflows_at is None:
         return f"On this batch no loss scale up to {fits}, the largest tried, overflows."
     words = f"The largest loss scale that does not overflow on this batch is {fits}"
-    if skips_all(exam):
+    if start.skipped is None:
         return f"{words}: the default rule, which never goes below 1, will skip every step."
     return f"{words}."
 
 
-def judge_room(exam: Exam) -> list[str]:
+def _judge_room(exam: Exam) -> list[str]:
     """Returns whether the largest loss scale is low for the size of the gradients."""
     fits = exam.fits or 1.0
     if exam.is_limited and fits < _LOW:
@@ -98,11 +145,8 @@ def judge_room(exam: Exam) -> list[str]:
     return ["Gradients shrink as a model learns, and a loss scale costs next to nothing."]
 
 
-def say_how_to_start(exam: Exam) -> list[str]:
+def _say_how_to_start(exam: Exam, start: Start) -> list[str]:
     """Returns which of the first steps the default rule skips, and the line that skips none."""
-    start = find_start(exam)
-    if start is None:
-        return []
     if start.skipped is None:
         return [
             f"Make the loss smaller, a mean and not a sum, or write `{start.code}`: below 1 a loss "
@@ -117,10 +161,18 @@ def say_how_to_start(exam: Exam) -> list[str]:
     ]
 
 
-def _losses(compared: Comparison | None) -> str:
-    if compared is None or not compared.error:
-        return "the gradients are the same to the last bit"
-    share = f"{percent(compared.flushed)} of the nonzero gradients become 0"
-    if 0 < compared.flushed < compared.worst_flushed:
-        share += f" ({percent(compared.worst_flushed)} in {compared.worst})"
-    return f"{share}, and together they are off by {percent(min(compared.error, 1.0))}"
+def _say_limit(exam: Exam) -> list[str]:
+    """Returns what overflows at the least scale that does not fit, and what helps."""
+    place = exam.ceiling
+    if place is None:
+        return []
+    at = power(exam.calibration.overflows_at or 0.0) if exam.calibration else ""
+    layer = f", in {place.layer}" if place.layer else ""
+    source = f", `{place.source}`" if place.source else ""
+    words = f"What limits it is {line_of(place)}{source}{layer}: at {at} `{place.primitive}` "
+    words += "overflows there. "
+    if exam.relief is None:
+        return [words + "If the loss scale falls in training, look at that line first."]
+    which = join_lines(exam.relief.lines, place.where, "that line")
+    scale = power(exam.relief.loss_scale)
+    return [words + f"With {which} in float32, {scale} fits, as was tried."]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from .._trees.leaf import dtype_of, is_array_like
 from .._trees.tree import combine, only_gradients
 from ..diagnostics._formats import is_array, kind
-from ..diagnostics._trace.places import Constants
+from ..diagnostics._trace.places import Constants, is_users_file
 
 _SHAPE = (
     "It must return (loss_fn, params, batch), where loss_fn(params, batch) is the loss, or a pair "
@@ -57,7 +57,7 @@ def load(name: str) -> Target:
     except (RuntimeError, AssertionError) as error:  # such as JAX_PLATFORMS=cuda without a GPU
         wanted = getattr(jax.config, "jax_platforms", None) or "what JAX looks for"
         raise TargetError(f"JAX has no device to run on: {wanted} is not there.") from error
-    module = _from_file(place) if place.endswith(".py") else _from_name(place)
+    module = _import(place)
     function = getattr(module, function_name, None)
     if not callable(function):
         raise TargetError(_no_such_function(module, place, function_name))
@@ -74,29 +74,23 @@ def load(name: str) -> Target:
     return _check_returned(name, f"`{function_name}()`", returned)
 
 
-def _from_file(path: str) -> ModuleType:
-    if not os.path.isfile(path):
-        raise TargetError(f"The file {path} does not exist.")
-    # Its own folder comes first, as when Python runs a script.
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    stem = os.path.basename(path).removesuffix(".py")
-    spec = importlib.util.spec_from_file_location(stem, os.path.abspath(path))
-    if spec is None or spec.loader is None:
-        raise TargetError(f"{path} does not import: it is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(stem, module)  # for classes that look for their module
-    loader = spec.loader
-    return _import_or_explain(path, lambda: (loader.exec_module(module), module)[1])
-
-
-def _from_name(name: str) -> ModuleType:
-    sys.path.insert(0, os.getcwd())
-    return _import_or_explain(name, lambda: importlib.import_module(name))
-
-
-def _import_or_explain(place: str, run: Callable[[], ModuleType]) -> ModuleType:
+def _import(place: str) -> ModuleType:
+    """Returns the module at the path of a file, or of a name."""
+    is_file = place.endswith(".py")
+    if is_file and not os.path.isfile(place):
+        raise TargetError(f"The file {place} does not exist.")
+    path = os.path.abspath(place)
+    # The folder of a file comes first, as when Python runs a script.
+    sys.path.insert(0, os.path.dirname(path) if is_file else os.getcwd())
     try:
-        return run()
+        if not is_file:
+            return importlib.import_module(place)
+        name = os.path.basename(place).removesuffix(".py")
+        spec: Any = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(name, module)  # for classes that look for their module
+        spec.loader.exec_module(module)
+        return module
     except (Exception, SystemExit) as error:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if missing and (place == missing or place.startswith(f"{missing}.")):
@@ -133,7 +127,11 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
             f"{call} returned parameters without any floating array: "
             f"{', '.join(others) or 'an empty tree'}."
         )
-    params, batch = (jax.tree.map(_on_device, tree) for tree in (params, batch))
+    # On the device, as in a compiled step. NumPy would compute with NumPy arrays, and nothing could
+    # be traced.
+    params, batch = jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if is_array(leaf) else leaf, (params, batch)
+    )
 
     def of_gradients(trained: Any, batch: Any) -> Any:
         # Modules hold functions and counters too, which have no derivative.
@@ -173,23 +171,15 @@ def _is_loss(value: Any) -> bool:
     return is_scalar and jnp.issubdtype(dtype_of(value), jnp.floating)
 
 
-def _on_device(leaf: Any) -> Any:
-    # As in a compiled step. NumPy would compute with NumPy arrays, and nothing could be traced.
-    return jnp.asarray(leaf) if is_array(leaf) else leaf
-
-
 def error_line(error: BaseException) -> str:
     """Returns an error in one line, with the innermost place in the user's own source."""
     first = next(iter(str(error).strip().splitlines()), "")
     what = f"{type(error).__name__}: {first}" if first else type(error).__name__
     if isinstance(error, SyntaxError):  # its message names the place
         return what
-    here = os.path.dirname(os.path.abspath(__file__))
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((here, "<frozen "))
-        and "site-packages" not in frame.filename
-        and os.path.dirname(importlib.__file__) not in frame.filename
+        if is_users_file(frame.filename) and "site-packages" not in frame.filename
     ]
     return f"{what} ({frames[-1].filename}:{frames[-1].lineno})" if frames else what

@@ -42,21 +42,18 @@ def fine():
     print("the model prints")
     return half()
 
-def overflow():
-    return half(60000.0)
-
-def underflow():
-    return half(2.0**-20)
-
-def tiny():  # gradients that float16 flushes without a loss scale, and keeps with one
-    return half(1.0, 2.0**-28)
+overflow = lambda: half(60000.0)
+underflow = lambda: half(2.0**-20)
+tiny = lambda: half(1.0, 2.0**-28)  # gradients that float16 flushes without a loss scale, and keeps with one
+summed = lambda: half(1.0, 2.0**9)  # as a loss over many examples: large gradients, and only a low scale fits
+below = lambda: half(1.0, 2.0**20)  # so large that no scale of at least 1 fits
+bad_batch = lambda: (half()[0], W, X | {"x": jnp.array([1.0, jnp.nan])})
+wide = lambda: ((lambda params, batch: jnp.mean((batch["x"] * params["w"]) ** 2)), W, X)
+disconnected = lambda: ((lambda params, batch: jnp.sum(batch["x"]) + 0 * params["w"][0]), W, X)
 
 def uneven():  # one of two leaves loses all without a loss scale, and the other nothing
     loss_fn, params, batch = tiny()
     return (lambda params, batch: loss_fn(params, batch) + jnp.sum(params["b"])), params | {"b": jnp.ones(2)}, batch
-
-def summed():  # as a loss over many examples: large gradients, and only a low scale fits
-    return half(1.0, 2.0**9)
 
 def inward(by=2.0**9, after=2.0**-10):  # small where it enters float16, then larger by `by` squared
     def loss_fn(params, batch):
@@ -65,14 +62,7 @@ def inward(by=2.0**9, after=2.0**-10):  # small where it enters float16, then la
         return jnp.mean(y.astype(jnp.float32)) * after
     return loss_fn, W, {"x": X["x"] * 2.0**6 / by**2, "by": jnp.full(2, by, jnp.float16)}
 
-def far_inward():
-    return inward(2.0**14, 2.0**-24)
-
-def below():  # so large that no scale of at least 1 fits
-    return half(1.0, 2.0**20)
-
-def wide():
-    return (lambda params, batch: jnp.mean((batch["x"] * params["w"]) ** 2)), W, X
+far_inward = lambda: inward(2.0**14, 2.0**-24)
 
 def dense():  # float32 models: one for which autocast is fine, ...
     def loss_fn(params, x):
@@ -97,9 +87,6 @@ def confident():  # the logarithm's derivative of up to 1e6 limits the loss scal
         return -jnp.mean(jnp.log(p + 1e-6)).astype(jnp.float32)  # the ceiling
     return loss_fn, W, jnp.array([[5.0, 0.0]])
 
-def bad_batch():
-    return half()[0], W, X | {"x": jnp.array([1.0, jnp.nan])}
-
 def on_the_way():  # the gradient of each number is less than float16 holds, but their sum is not
     def loss_fn(params, x):
         return jnp.sum((x @ params["w"].astype(jnp.float16)).astype(jnp.float32)) * 2.0**-30
@@ -111,11 +98,11 @@ def sure():  # a softmax that flushes nearly all of its numbers to zero, as it s
         return jnp.sum((weights * params["values"].astype(jnp.float16)).astype(jnp.float32))
     return loss_fn, {"logits": jnp.zeros(1000).at[0].set(18.0), "values": jnp.ones(1000)}, None
 
-def small():  # the cube in a GELU of small numbers becomes zero, and does not matter
-    def loss_fn(params, batch):
-        x = params["w"].astype(jnp.float16)
-        return jnp.sum((x + x * x * x).astype(jnp.float32))  # a cube
-    return loss_fn, {"w": jnp.full(9, 2.0**-9)}, None
+def cancels():  # what is added to all logits has no gradient but rounding, in float32, too
+    def loss_fn(params, x):
+        y = jax.nn.softmax((x * params["w"] + params["b"]).astype(jnp.float16))
+        return jnp.sum((y * x.astype(jnp.float16)).astype(jnp.float32))
+    return loss_fn, {"w": jnp.array([1.0, 2.0, 0.7]), "b": jnp.float32(0.3)}, jnp.array([[0.3, -1.1, 0.9], [1.7, 0.4, -0.6]])
 
 def masked(hidden=-jnp.inf):  # an additive mask in the batch, with infinities on purpose
     def loss_fn(params, mask):
@@ -132,23 +119,15 @@ def pair(bad=0.0):
     loss_fn, params, batch = half()
     return (lambda params, batch: (loss_fn(params, batch), {"name": "x", "ratio": 1 / (1 - bad * batch["x"])})), params, batch
 
-def bad_pair():
-    return pair(1.0)
+bad_pair = lambda: pair(1.0)
 
-def module():  # as in Equinox: a function and a counter are leaves of it
-    loss_fn, params, batch = half()
-    return (lambda params, batch: params["act"](loss_fn(params, batch))), params | {"act": jnp.tanh}, batch
-
-def odd():  # leaves that have a dtype but are not arrays
+def odd():  # leaves that are functions, or have a dtype but are not arrays
     import flax.linen as nn
     import numpy as np
     loss_fn, params, batch = half()
     odd = {"type": jnp.float16, "numpy": np.float32, "aval": jax.ShapeDtypeStruct((2,), jnp.float16),
-           "module": nn.Dense(2, dtype=jnp.float16)}
-    return (lambda p, b: loss_fn(p, b).astype(p["aval"].dtype)), params | odd, batch | {"layers": odd}
-
-def disconnected():
-    return (lambda params, batch: jnp.sum(batch["x"]) + 0 * params["w"][0]), W, X
+           "module": nn.Dense(2, dtype=jnp.float16), "act": jnp.tanh}
+    return (lambda p, b: p["act"](loss_fn(p, b).astype(b["layers"]["aval"].dtype))), params | odd, batch | {"layers": odd}
 
 def no_scale_fits():  # the loss is finite, but its gradient at 0 is not
     return (lambda params, batch: jnp.sum(jnp.sqrt(params["w"] * 0).astype(jnp.float16) * 1.0).astype(jnp.float32)), W, X
@@ -162,9 +141,9 @@ def models(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     path = tmp_path / "doctored.py"
     path.write_text(MODELS)
-    monkeypatch.delitem(sys.modules, "doctored", raising=False)
     yield path
-    sys.modules.pop("doctored", None)
+    for name in ("doctored", "f"):
+        sys.modules.pop(name, None)
 
 
 def run(capsys, target, *options):
@@ -173,8 +152,8 @@ def run(capsys, target, *options):
     return status, written.out, written.err
 
 
-def line(words):
-    return next(i for i, text in enumerate(MODELS.splitlines(), 1) if text.endswith(words))
+def line(words, source=MODELS):
+    return next(i for i, text in enumerate(source.splitlines(), 1) if words in text)
 
 
 LINE = line("# the line")
@@ -182,42 +161,20 @@ LINE = line("# the line")
 # name: (options, exit status, what the text says, what it does not)
 CASES = {
     "fine": ([], 0, ["Nothing is wrong.", "the largest that does not overflow"], ["Problems"]),
-    "fine at auto": (["--loss-scale", "auto"], 0, ["the largest that does not overflow"], ["Problems"]),
-    "overflow": (
-        [], 1,
-        [f"It begins at doctored.py:{LINE}", "y = y * jnp.float16(scale)", "Problems found: 1.", "The loss is inf"],
-        ["needs no", "lower"],
-    ),
-    "underflow": (
-        [], 1, ["Problems found: 1.", "1 of 2 gradients are wrong", ": w is flushed to 0. It begins", f"at doctored.py:{LINE}"], ["nan"]
-    ),
-    "tiny": (
-        [], 0,
-        ["Nothing is wrong, with a loss scale: it needs one.", "without one 100% of the nonzero"],
-        ["Problems"],
-    ),
+    "overflow": ([], 1, [f"It begins at doctored.py:{LINE}", "y = y * jnp.float16(scale)", "Problems found: 1.", "The loss is inf"], ["needs no", "lower"]),
+    "underflow": ([], 1, ["Problems found: 1.", "1 of 2 gradients are wrong", ": w is flushed to 0. It begins", f"at doctored.py:{LINE}"], ["nan"]),
+    "tiny": ([], 0, ["Nothing is wrong, with a loss scale: it needs one.", "without one 100% of the nonzero"], ["Problems"]),
     "tiny at 1": (["--loss-scale", "1"], 1, ["It needs a loss scale: without one 100%"], ["Nothing"]),
-    "uneven at 8": (
-        ["--loss-scale", "8"], 1, ["Loss scale 2**3 is too low: there 50.0% of the nonzero gradients become 0 (100% in w)"], ["Nothing"]
-    ),
+    "uneven at 8": (["--loss-scale", "8"], 1, ["Loss scale 2**3 is too low: there 50.0% of the nonzero gradients become 0 (100% in w)"], ["Nothing"]),
     "tiny at 2**20": (["--loss-scale", str(2**20)], 0, ["Loss scale 2**20 is high enough", "to the last bit"], []),
-    "fine at 2**20": (
-        ["--loss-scale", str(2**20)], 1,
-        ["inf or NaN is in 1 of 2 gradients, at loss scale 2**20", "Loss scale 2**16 is the largest",
-         "worst first: w."],
-        ["even", "Even"],
-    ),
+    "fine at 2**20": (["--loss-scale", str(2**20)], 1, ["inf or NaN is in 1 of 2 gradients, at loss scale 2**20", "Loss scale 2**16 is the largest", "worst first: w."], ["even", "Even"]),
     "summed": (
         [], 0,
         ["This batch needs no loss scale", "is not low for gradients as large as these, up to 768",
          "From 2**15, the default rule skips steps first, 8 in all: write", "(init_scale=2**7))`, or use `retries=10` or"],
         ["low:", "shrink", "costs next to nothing"],
     ),
-    "inward": (
-        [], 0,
-        ["repeats the backward pass of this batch once.", "jaxscale.scale_backward(loss_fn, scale=2**6)", "# larger"],
-        ["not enough"],
-    ),
+    "inward": ([], 0, ["repeats the backward pass of this batch once.", "jaxscale.scale_backward(loss_fn, scale=2**6)", "# larger"], ["not enough"]),
     "far_inward": ([], 0, ["twice, which is not enough.", "jaxscale.scale_backward(loss_fn, scale=2**10)"], []),
     "below": (
         [], 1,
@@ -228,7 +185,7 @@ CASES = {
     "below at 1": (["--loss-scale", "1"], 1, ["Problems found: 1. ", "even without a loss scale", "2**-4 is the largest", "min_scale=2**-14"], ["Nothing"]),
     "on_the_way": ([], 0, ["it needs one", "without one 100% of the nonzero gradients become 0"], ["Problems"]),
     "sure": ([], 0, ["Nothing is wrong.", "Most of the nonzero numbers become 0 at doctored.py", "the softmax", "no harm"], ["Problems"]),
-    "small": ([], 0, ["Nothing is wrong.", "Most of the nonzero numbers become 0 at doctored.py", "# a cube", "no harm"], ["Problems"]),
+    "cancels": ([], 0, ["Nothing is wrong."], ["Problems"]),
     "masked": ([], 0, ["Nothing is wrong.", "inf or NaN in batch, but none in the loss or the gradients"], ["Problems"]),
     "epsilon": (
         [], 1, ["Problems found: 1.", f"It begins at doctored.py:{line('# divides')}", "`div`, in the forward pass",
@@ -236,34 +193,22 @@ CASES = {
     ),
     "pair": ([], 0, ["Nothing is wrong."], ["Problems"]),
     "bad_pair": ([], 1, ["The loss and the gradients are finite, but aux['ratio'] is not"], ["Nothing"]),
-    "module": ([], 0, ["Nothing is wrong.", "1 of 2 leaves: unused"], ["Problems"]),
     "odd": ([], 0, ["Nothing is wrong.", "1 of 2 leaves: unused"], ["Problems"]),
     "disconnected": ([], 1, ["exactly 0 everywhere in 2 of 2 leaves"], ["Nothing"]),
-    "wide": (
-        [], 0, ["Nothing is wrong.", "without a loss scale.", "float32, and needs no loss scale", "`--autocast float16`"],
-        ["float16"],
-    ),
-    "dense": ([], 0, ["The model computes in float32.", "float32, and needs no loss scale"], ["float16"]),
+    "wide": ([], 0, ["Nothing is wrong.", "computes in float32. It was examined on one batch without a loss scale.", "float32, and needs no loss scale", "`--autocast float16`"], ["float16"]),
     "dense in float16": (
         ["--autocast", "float16"], 0,
         ["Nothing is wrong in float16, with a loss scale: it needs one.", "without one 100% of the nonzero",
          "float16 and float32, by `jaxscale.autocast`", "The gradients in float16 are those in float32, off by"],
         ["Problems", "changes nothing"],
     ),
-    "dense in bfloat16": (
-        ["--autocast", "bfloat16"], 0, ["Nothing is wrong in bfloat16.", "bfloat16 and float32, by", "needs no loss"], ["Problems"]
-    ),
-    "dense in float16 at 1": (
-        ["--autocast", "float16", "--loss-scale", "1"], 1, ["It needs a loss scale: without one 100% of the nonzero gradients become 0"], ["Nothing"]
-    ),
-    "scores": ([], 0, ["Nothing is wrong."], ["Problems"]),
+    "dense in bfloat16": (["--autocast", "bfloat16"], 0, ["Nothing is wrong in bfloat16.", "bfloat16 and float32, by", "needs no loss"], ["Problems"]),
     "scores in float16": (
         ["--autocast", "float16"], 1,
         [f"It begins at doctored.py:{line('# the product')}", "float16 cannot hold these numbers, but float32 could",
          "or a function of this line, through `jaxscale.full_precision`"],
         ["preferred_element_type", "Nothing"],
     ),
-    "rounded": ([], 0, ["Nothing is wrong."], ["Problems"]),
     "rounded in float16": (
         ["--autocast", "float16"], 1,
         ["1 of 1 gradients are wrong at loss scale 2**0", "w is off by 60.0%, compared with float32", f"It begins at doctored.py:{line('2.5]] * 2)')}",
@@ -279,23 +224,19 @@ CASES = {
          "fits, as was tried.", "That is low: gradients shrink"],
         ["Problems", "costs next to nothing"],
     ),
-    "bad_batch": (
-        [], 1, ["Problems found: 1.", "inf or NaN in batch['x'], before anything is computed", "The loss is NaN"], ["Nothing", "nan"]
-    ),
+    "bad_batch": ([], 1, ["Problems found: 1.", "inf or NaN in batch['x'], before anything is computed", "The loss is NaN"], ["Nothing", "nan"]),
+    "no_scale_fits": ([], 1, ["The loss is finite, 0, but", "even without a loss scale"], ["Nothing"]),
     **{
         f"{name} with --quick": (["--quick"], status, [*says, "finite and wrong were not looked for"], ["Nothing is wrong", "report is in"])
         for name, status, says in (
-            ("fine", 0, ["Nothing overflows.", "is 2**16."]),
             ("tiny", 0, ["Nothing overflows, with a loss scale: it needs one."]),
             ("confident", 0, ["is 2**9.", f"What limits it is doctored.py:{line('# the ceiling')}", "skips steps first, 6 in all"]),
             ("below", 1, ["Problems found: 1.", "What limits it is doctored.py:"]),
             ("overflow", 1, ["Problems found: 1.", f"It begins at doctored.py:{LINE}", "float16 cannot hold these numbers"]),
             ("bad_pair", 1, ["The loss and the gradients are finite, but aux['ratio'] is not"]),
             ("disconnected", 1, ["exactly 0 everywhere in 2 of 2 leaves"]),
-            ("wide", 0, ["float32, and needs no loss scale"]),
         )
     },
-    "no_scale_fits": ([], 1, ["The loss is finite, 0, but", "even without a loss scale"], ["Nothing"]),
 }  # fmt: skip
 
 
@@ -351,26 +292,17 @@ def test_json_goes_to_standard_output_alone_or_to_a_file(models, capsys, monkeyp
     assert results == json.loads(pathlib.Path("results.json").read_text())
     assert "the model prints" in err
     assert "Nothing is wrong." in err
-    assert (results["version"], results["found"], results["verdict"]) == (
-        2,
-        False,
-        "Nothing is wrong.",
-    )
-    assert results["loss"] == 3.5
-    assert results["dtypes"] == ["float16", "float32"]
+    start = {"skipped": 0, "retries": 0, "code": "jaxscale.loss_scaled(optimizer)"}
+    told = {"version": 2, "found": False, "verdict": "Nothing is wrong.", "loss": 3.5}
+    told |= {"dtypes": ["float16", "float32"], "start": start, "wrong": [], "remedy": None}
+    assert results | told | {"zero": ["unused"]} == results
     assert results["calibration"]["init_scale"] == results["loss_scale"]
-    assert {row["path"] for row in results["leaves"]["rows"]} == {"w", "unused"}
+    assert {row["path"]: row["size"] for row in results["leaves"]["rows"]} == {"w": 2, "unused": 2}
     assert sum(results["histogram"]["counts"].values()) == 2
     assert results["trace"]["nonfinite"] == []
     assert results["comparison"]["error"] == 0
     assert results["float32"]["error"] < 1e-3
     assert results["ceiling"]["line"]
-    assert results["start"] == {
-        "skipped": 0,
-        "retries": 0,
-        "code": "jaxscale.loss_scaled(optimizer)",
-    }
-    assert (results["wrong"], results["remedy"], results["zero"]) == ([], None, ["unused"])
 
 
 @pytest.mark.slow
@@ -378,17 +310,13 @@ def test_the_example_and_its_fix(models, capsys):
     status, out, _ = run(capsys, f"{EXAMPLE}:broken")
     assert status == 1
     flowing = re.sub(r"\s+", " ", out)
-    number = next(
-        i for i, line in enumerate(EXAMPLE.read_text().splitlines(), 1) if "mask_value)." in line
-    )
-    assert f"doctor.py:{number}." in flowing
+    assert f"doctor.py:{line('mask_value).', EXAMPLE.read_text())}." in flowing
     assert "inf or NaN is in 6 of 7 gradients, even without a loss scale" in flowing
     assert "worst first: down, embed" in flowing
     assert "float16 cannot hold these numbers, but float32 could" in flowing
     assert "-1e4 instead of -1e9" in flowing
     status, out, _ = run(capsys, f"{EXAMPLE}:fixed")
-    assert status == 0, out
-    assert "Nothing is wrong." in out
+    assert (status, "Nothing is wrong." in out) == (0, True), out
 
 
 BAD_USE = {
@@ -402,40 +330,25 @@ BAD_USE = {
     "does not import": ("f.py:f", "import nowhere", "f.py does not import: ModuleNotFoundError"),
     "exits": ("f.py:f", "raise SystemExit(3)", "f.py does not import: SystemExit: 3"),
     "needs arguments": ("f.py:f", "def f(x): pass", "callable without arguments"),
-    "fails": ("f.py:f", "def f():\n    return 1 / 0", "`f()` failed: ZeroDivisionError: division by"),
     "returns one value": ("f.py:f", "def f(): return 3", "`f()` returned `int`. It must return (loss"),
     "returns a pair": ("f.py:f", "def f(): return 3, 4", "`f()` returned 2 values. It must return"),
     "no loss": ("f.py:f", "def f(): return None, 1.0, 2", "returned `NoneType` instead of a loss function"),
     "empty tree": ("f.py:f", "def f(): return len, {}, 2", "without any floating array: an empty tree"),
-    "integers": (
-        "f.py:f",
-        "import numpy as np\ndef f(): return len, {'n': np.arange(3)}, 2",
-        "without any floating array: int64[3].",
-    ),
+    "integers": ("f.py:f", "import numpy as np\ndef f(): return len, {'n': np.arange(3)}, 2", "without any floating array: int64[3]."),
     "the loss fails": ("f.py:f", "def f(): return (lambda p, b: p[b]), {'w': 1.0}, 'v'", "failed: KeyError: 'v'"),
     "a loss for each example": (
-        "f.py:f",
-        "import jax.numpy as jnp\ndef f(): return (lambda p, b: p * jnp.ones(3)), 1.0, 2",
+        "f.py:f", "import jax.numpy as jnp\ndef f(): return (lambda p, b: p * jnp.ones(3)), 1.0, 2",
         "must return one floating number, or a pair that begins with one, got float32[3]",
     ),
-    "a loss and two others": (
-        "f.py:f", "def f(): return (lambda p, b: (p, b, b)), 1.0, 2", "got `tuple`. Reduce it"
-    ),
-    "a pair without a loss": (
-        "f.py:f", "def f(): return (lambda p, b: (b, p)), 1.0, 2", "got `tuple`. Reduce it"
-    ),
-    "no result": ("f.py:f", "def f(): return (lambda p, b: None), 1.0, 2", "got `NoneType`. Reduce"),
+    "a loss and two others": ("f.py:f", "def f(): return (lambda p, b: (p, b, b)), 1.0, 2", "got `tuple`. Reduce it"),
+    "a pair without a loss": ("f.py:f", "def f(): return (lambda p, b: (b, p)), 1.0, 2", "got `tuple`. Reduce it"),
     "fails only when it is run": (
         "f.py:f",
         "import jax, jax.numpy as jnp\ndef f():\n    def look(p): raise ZeroDivisionError('now')\n"
         "    return (lambda p, b: (jax.debug.callback(look, p), p * 1.0)[1]), 1.0, 2",
         "f.py:f failed when it was run on its batch: ",
     ),
-    "an integer loss": (
-        "f.py:f",
-        "import jax.numpy as jnp\ndef f(): return (lambda p, b: jnp.int32(1)), 1.0, 2",
-        "got int32[]",
-    ),
+    "an integer loss": ("f.py:f", "import jax.numpy as jnp\ndef f(): return (lambda p, b: jnp.int32(1)), 1.0, 2", "got int32[]"),
     "no derivative": (
         "f.py:f",
         "import jax, jax.numpy as jnp\ndef f():\n    return (lambda p, b: jax.lax.while_loop("
@@ -449,24 +362,12 @@ BAD_USE = {
 }  # fmt: skip
 
 
-@cases(
-    "name",
-    BAD_USE,
-    fast=[
-        "no function",
-        "exits",
-        "a loss for each example",
-        "fails only when it is run",
-        "a scale in words",
-    ],
-)
+@cases("name", BAD_USE, fast=["no function", "exits", "a loss for each example"])
 def test_bad_use_is_told_in_a_sentence(name, models, capsys):
     target, source, says = BAD_USE[name]
     if source is not None:
         pathlib.Path("f.py").write_text(source)
-        sys.modules.pop("f", None)
     status, out, err = run(capsys, *target.split())
-    sys.modules.pop("f", None)
     assert (status, out) == (2, "")
     assert err.startswith("jaxscale doctor: ")
     assert err.count("\n") == 1

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import TracedUnderflow
-from .advice import say_remedy
 from .exam import Exam
-from .finding import Finding, at_place, line_of, lines_of, list_names, rounded_at, rule_at
-from .remedy import Culprit
+from .finding import Finding, join_lines, line_of, lines_of, list_names, note, rounded_at, rule_at
+from .remedy import Culprit, Remedy
 
 _FLUSHED = 0.5  # an underflow may matter if at least this share of the nonzero values becomes 0,
 _LOST_SUM = 0.01  # and these values had at least this share of the sum of all magnitudes
@@ -20,8 +19,7 @@ def find_wrong(exam: Exam) -> Iterator[Finding]:
     against = exam.against
     if not against.wrong or against.comparison is None:
         return
-    errors = {leaf.path: leaf for leaf in against.comparison.leaves}
-    worst = errors[against.wrong[0]]
+    worst = next(leaf for leaf in against.comparison.leaves if leaf.path == against.wrong[0])
     count = f"{len(against.wrong)} of {len(exam.leaves.rows)}"
     at = f" at loss scale {power(exam.fits)}, the largest that fits" if exam.fits else ""
     off = f"off by {percent(min(worst.error, 1.0))}, compared with float32"
@@ -31,9 +29,10 @@ def find_wrong(exam: Exam) -> Iterator[Finding]:
     of_leaves = [f"Wrong gradients, worst first: {list_names(against.wrong)}."]
     of_leaves += _say_losses(exam)
     if against.culprit is None:
-        places = [place for place in exam.trace.underflows if may_matter(place)]
+        places = [place for place in exam.trace.underflows if _may_matter(place)]
         where = [f"Most of the numbers become 0 at {lines_of(places)}."] if places else []
-        yield Finding(True, title, (*where, "No single line accounts for it.", *of_leaves))
+        where.append("No single line accounts for it.")
+        yield note(title, *where, *of_leaves, is_problem=True)
         return
     place = against.culprit.place
     details = rounded_at(place, exam) or [explain_culprit(against.culprit)]
@@ -41,7 +40,7 @@ def find_wrong(exam: Exam) -> Iterator[Finding]:
     if against.remedy is not None:
         details.append(say_remedy(against.remedy, exam, place.where))
     title = f"{title} It begins at {line_of(place)}."
-    yield at_place(place, True, title, (*details, *of_leaves))
+    yield note(title, *details, *of_leaves, is_problem=True, place=place)
 
 
 def explain_culprit(culprit: Culprit) -> str:
@@ -65,19 +64,45 @@ def explain_culprit(culprit: Culprit) -> str:
     )
 
 
+def say_remedy(remedy: Remedy, exam: Exam, where: str) -> str:
+    """Returns which lines in float32 make the gradients right, below the name of one of them."""
+    which = join_lines(remedy.lines, where, "this line")
+    error = percent(min(remedy.error, 1.0))
+    if not remedy.works:
+        still = f"off by {error}" if math.isfinite(remedy.error) else "not finite"
+        return (
+            f"With {which} in float32, as was tried, the gradients are still {still}: more lines "
+            "need it."
+        )
+    return (
+        f"Compute {which} in float32: that was tried, and the gradients then are those of float32 "
+        f"{'within ' + error if remedy.error else 'to the last bit'}. {say_how_to_widen(exam)}"
+    )
+
+
+def say_how_to_widen(exam: Exam) -> str:
+    """Returns how a line is computed in float32."""
+    if exam.is_of_autocast:
+        return (
+            "Exempt it from autocast: call what this line calls, or a function of this line, "
+            "through `jaxscale.full_precision`."
+        )
+    return "Cast what goes into it to float32, and its result back."
+
+
 def find_effect_of_autocast(exam: Exam) -> Iterator[Finding]:
     """Notes what autocast changes, unless the gradients are wrong."""
     if not exam.autocast:
         return
     if exam.autocast not in exam.dtypes:
-        yield Finding(
-            False,
+        yield note(
             "`jaxscale.autocast` changes nothing: no product of float32 matrices, and no "
             "convolution, is left to it in this model.",
         )
     elif exam.is_right:
-        title = f"The gradients in {exam.autocast} are those in float32, off by {_say_error(exam)}."
-        yield Finding(False, title, tuple(_say_losses(exam)))
+        error = _say_error(exam)
+        title = f"The gradients in {exam.autocast} are those in float32, off by {error}."
+        yield note(title, *_say_losses(exam))
 
 
 def find_underflows(exam: Exam) -> Iterator[Finding]:
@@ -85,16 +110,16 @@ def find_underflows(exam: Exam) -> Iterator[Finding]:
     places = [place for place in exam.trace.underflows if place.zeros]
     if exam.trace.nonfinite_outputs or exam.against.wrong or not places:
         return
-    worst = max(places, key=lambda place: (may_matter(place), place.lost_sum))
+    worst = max(places, key=lambda place: (_may_matter(place), place.lost_sum))
     words = "They are the smallest values there."
     if exam.is_right:
         words = f"This does no harm: float32 gives the same gradients within {_say_error(exam)}."
     places.sort(key=lambda place: -place.lost_sum)
     title = f"Most of the nonzero numbers become 0 at {lines_of(places)}."
-    yield at_place(worst, False, title, (words,))
+    yield note(title, words, place=worst)
 
 
-def may_matter(place: TracedUnderflow) -> bool:
+def _may_matter(place: TracedUnderflow) -> bool:
     """Returns whether most values became zero, and not only the smallest of them."""
     return place.zeros >= _FLUSHED * place.nonzero and place.lost_sum >= _LOST_SUM
 
@@ -108,15 +133,10 @@ def find_zeros(exam: Exam) -> Iterator[Finding]:
     title += list_names(zero)
     if exam.against.comparison is None:
         words = "Either the loss does not depend on them, or they were flushed on the way."
-        yield Finding(is_all_zero(exam), f"{title}.", (words,))
-        return
-    words = "The loss does not depend on them."
-    yield Finding(len(zero) == len(rows), f"{title}, in float32 too.", (words,))
-
-
-def is_all_zero(exam: Exam) -> bool:
-    """Returns whether all gradients are 0 at the largest scale, at which the histogram is taken."""
-    return exam.suggestion.needed is None and not exam.leaves.nonfinite_rows
+        yield note(f"{title}.", words, is_problem=exam.is_all_zero)
+    else:
+        words = "The loss does not depend on them."
+        yield note(f"{title}, in float32 too.", words, is_problem=len(zero) == len(rows))
 
 
 def _say_error(exam: Exam) -> str:

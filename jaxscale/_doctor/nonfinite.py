@@ -1,28 +1,31 @@
-"""Findings on inf and NaN: those that reach the loss or the gradients, and those that do not."""
+"""Findings on inf and NaN, and what to do about them.
+
+Which lines help in float32 was tried (`remedy`). The rest is for what float32 cannot hold either.
+"""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import TracedNonfinite
-from .advice import advise_on_nonfinite
 from .exam import Exam
-from .finding import Finding, at_place, line_of, lines_of, list_names, rounded_at, rule_at
-from .findings_of_wrong import explain_culprit
+from .finding import Finding, line_of, lines_of, list_names, note, rounded_at, rule_at
+from .wrong import explain_culprit, say_how_to_widen, say_remedy
+
+_MASK = r"mask|-\s*1e\d|finfo"
 
 
 def find_nonfinite(exam: Exam) -> Iterator[Finding]:
     """Notes the inf and NaN in the loss, the auxiliary output and the gradients: problems."""
     report = exam.trace
-    bad = report.nonfinite_outputs
+    bad, worst = report.nonfinite_outputs, _list_worst_leaves(exam)
     reaching = [place for place in report.nonfinite if place.reaches]
     if report.nonfinite_arguments:
         yield _find_in_arguments(exam, [place for place in reaching if place.cause == "given"])
         reaching = [place for place in reaching if place.cause != "given"]
     elif bad and not reaching:
-        yield Finding(
-            True, f"{_say_outputs(exam)}, and no line explains why.", _list_worst_leaves(exam)
-        )
+        yield note(f"{_say_outputs(exam)}, and no line explains why.", *worst, is_problem=True)
     if reaching:
         begins = "Inf or NaN is also made at"
         if not report.nonfinite_arguments:
@@ -35,17 +38,16 @@ def find_nonfinite(exam: Exam) -> Iterator[Finding]:
         if culprit and line_of(culprit.place) != line_of(place):
             words = explain_culprit(culprit)
             details.append(f"It goes wrong before, at {line_of(culprit.place)}: {words}")
-        details += advise_on_nonfinite(place, exam)
+        details += _advise(place, exam)
         if elsewhere := [other for other in others if line_of(other) != line_of(place)]:
             details.append(f"After that, more of them are made at {lines_of(elsewhere)}.")
-        details += _list_worst_leaves(exam)
-        yield at_place(place, True, f"{begins} {line_of(place)}.", details)
+        yield note(f"{begins} {line_of(place)}.", *details, *worst, is_problem=True, place=place)
     if not bad and exam.leaves.nonfinite_rows:
         title = (
             "Compiled as one program, the model gives gradients with inf or NaN. Run operation by "
             "operation, it does not."
         )
-        yield Finding(True, title, _list_worst_leaves(exam))
+        yield note(title, *worst, is_problem=True)
 
 
 def find_harmless_nonfinite(exam: Exam, named: set[tuple[str, int]]) -> Iterator[Finding]:
@@ -61,7 +63,7 @@ def find_harmless_nonfinite(exam: Exam, named: set[tuple[str, int]]) -> Iterator
     words = "This is fine for a mask, unless a row is masked as a whole: then softmax is NaN."
     if not exam.is_right:
         words += " It is not fine for a norm or a sum."
-    yield at_place(places[0], False, title, (words,))
+    yield note(title, words, place=places[0])
 
 
 def _find_in_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Finding:
@@ -73,13 +75,16 @@ def _find_in_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Findin
     )
     if not exam.trace.nonfinite_outputs:
         title = f"There is inf or NaN in {names}, but none in the loss or the gradients."
-        return Finding(False, title, ("This is fine for a mask.",))
-    title = f"There is inf or NaN in {names}, before anything is computed."
-    advice = "No loss scale or format helps: look where these numbers come from."
-    details = (f"{_say_outputs(exam)}.", advice, *_list_worst_leaves(exam))
-    if not entries:
-        return Finding(True, title, details)
-    return at_place(entries[0], True, title, (f"It comes in at {line_of(entries[0])}.", *details))
+        return note(title, "This is fine for a mask.")
+    return note(
+        f"There is inf or NaN in {names}, before anything is computed.",
+        *(f"It comes in at {line_of(entry)}." for entry in entries[:1]),
+        f"{_say_outputs(exam)}.",
+        "No loss scale or format helps: look where these numbers come from.",
+        *_list_worst_leaves(exam),
+        is_problem=True,
+        place=next(iter(entries), None),
+    )
 
 
 def _say_outputs(exam: Exam) -> str:
@@ -97,9 +102,9 @@ def _say_outputs(exam: Exam) -> str:
     return f"The loss is finite, {number(exam.loss, 4)}, but {share}, {scale}"
 
 
-def _list_worst_leaves(exam: Exam) -> tuple[str, ...]:
+def _list_worst_leaves(exam: Exam) -> list[str]:
     names = [row.path for row in exam.leaves.nonfinite_rows]
-    return (f"Gradients with inf or NaN, worst first: {list_names(names)}.",) if names else ()
+    return [f"Gradients with inf or NaN, worst first: {list_names(names)}."] if names else []
 
 
 def _explain_cause(place: TracedNonfinite) -> str:
@@ -121,3 +126,55 @@ def _say_operands(place: TracedNonfinite) -> list[str]:
     if place.cause == "range":
         words += f"; float32 gives numbers up to {number(place.float32_result, 3)}"
     return [f"{words}."]
+
+
+def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
+    """Returns how to keep an inf or a NaN from being made at a place, a sentence or two each."""
+    fits, remedy = exam.fits, exam.against.remedy
+    if place.scaled and fits and fits < exam.loss_scale:
+        return [f"Loss scale {power(fits)} is the largest that does not overflow here."]
+    said = ["Even a loss scale of 1 overflows here." if place.scaled else "No loss scale helps."]
+    tried = [say_remedy(remedy, exam, place.where)] if remedy and remedy.works else []
+    if place.cause == "given":
+        return [*said, "Look where this number comes from."]
+    if place.cause == "infinities":
+        return [
+            *said,
+            "In a row that is masked as a whole, softmax is NaN. Mask with a number that "
+            f"{place.dtype} holds, such as -1e4, and leave such rows out of the loss.",
+        ]
+    is_by_hand = place.cause == "range" and not exam.is_of_autocast
+    if is_by_hand and re.search(_MASK, place.source):
+        return [*said, "For a mask, use -1e4 instead of -1e9 or `finfo.min`.", *tried]
+    if tried:
+        return said + tried
+    if exam.is_of_autocast:
+        return [*said, say_how_to_widen(exam)]
+    if is_by_hand:
+        return [*said, f"Compute this line in float32. {say_how_to_widen(exam)}"]
+    return [*said, _advise_on_point(place)]
+
+
+def _advise_on_point(place: TracedNonfinite) -> str:
+    """Returns what to do about an operation that is not finite in float32 either."""
+    if place.primitive in ("log", "sqrt", "rsqrt", "log1p", "pow") and place.least_input < 0:
+        return (
+            f"The operand is negative, {number(place.least_input, 3)}, as a difference of two "
+            "large numbers may become. An epsilon does not help: compute the difference another "
+            "way, a variance as `((x - x.mean())**2).mean()`."
+        )
+    if place.primitive in ("gather", "dynamic_slice", "scatter"):
+        return (
+            "An index is out of range: JAX fills in NaN. Look at the labels, tokens or positions."
+        )
+    if place.primitive in ("exp", "exp2"):
+        return (
+            "Even float32 cannot hold this exponential: clip the exponent, or subtract the maximum "
+            "first, as `jax.nn.softmax` does."
+        )
+    # By the primitive alone more cannot be told: a `div` may be the derivative of a square root.
+    return (
+        "Here the function or its derivative has no finite value, as a root, a logarithm or a "
+        "division has none at 0. Keep the operand away: clip it, add 1e-3 to it in float32, or "
+        "choose another with `jnp.where` before."
+    )
