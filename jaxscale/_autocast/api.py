@@ -20,11 +20,9 @@ _DTYPES = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32")]
 @functools.cache
 def _autocast(dtype: Any, half_carries: bool) -> Any:
     # Not imported before it is used: most programs do without.
-    from .higher_order import run_as_written
     from .interpreter import Autocast
-    from .rules import RULES
 
-    return Autocast(dtype, RULES, run_as_written, half_carries)
+    return Autocast(dtype, half_carries)
 
 
 def autocast(
