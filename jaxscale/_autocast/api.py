@@ -14,11 +14,8 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
-_DTYPES = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32")]
-
-
 @functools.cache
-def _autocast(dtype: Any, half_carries: bool) -> Any:
+def _autocast(dtype: str, half_carries: bool) -> Any:
     # Not imported before it is used: most programs do without.
     from .interpreter import Autocast
 
@@ -122,21 +119,19 @@ def autocast(
             "write `@functools.partial(jaxscale.autocast, dtype=...)`."
         )
     try:
-        checked = jnp.dtype(dtype)
+        name = jnp.dtype(dtype).name
     except TypeError:
-        checked = None
-    if checked not in _DTYPES:
+        name = None
+    if name not in ("float16", "bfloat16", "float32"):
         raise ValueError(
             "`autocast(dtype)` must be float16 or bfloat16, or float32 to switch it off, got "
             f"{dtype!r}."
         )
-    if checked == _DTYPES[2]:
-        return fun
-    return wrap_call(_autocast(checked, half_carries).call, fun)
+    return fun if name == "float32" else wrap_call(_autocast(name, half_carries).call, fun)
 
 
 def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Returns the function, marked so that `autocast` leaves it as it is written.
+    """Returns the same function, marked so that `autocast` leaves it as it is written.
 
     Mark a part of a model that needs more precision or range than half precision has, such as
     a product of large numbers. What `autocast` computes in half precision outside of it comes in
@@ -145,9 +140,6 @@ def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
     Args:
       fun: a function, a method or a layer, of any arguments.
-
-    Returns:
-      A function with the arguments and outputs of `fun`.
 
     Raises:
       TypeError: if `fun` is not callable.

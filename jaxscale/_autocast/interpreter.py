@@ -7,11 +7,11 @@ values of one jaxpr, each in the precision it was computed in, and casts them on
 each value once, in the equation that needs it first.
 """
 
-import contextvars
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -28,26 +28,19 @@ from .values import Kind, as_declared, is_full_precision, parameter
 
 # Which rule rewrites an equation, by the name of its primitive.
 RULES: dict[str, Rule] = SIMPLE_RULES | {
-    "jit": call,
-    "pjit": call,
-    "closed_call": inlined,
-    "core_call": inlined,
-    "call": inlined,
-    "remat2": remat,
-    "checkpoint": remat,
-    "remat": remat,
+    **dict.fromkeys(("jit", "pjit"), call),
+    **dict.fromkeys(("closed_call", "core_call", "call"), inlined),
+    **dict.fromkeys(("remat2", "checkpoint", "remat"), remat),
+    **dict.fromkeys(("shard_map", "xla_pmap"), mapped),
     "scan": scan,
     "while": while_loop,
     "cond": cond,
-    "shard_map": mapped,
-    "xla_pmap": mapped,
     "custom_jvp_call": custom_jvp,
     "custom_vjp_call": custom_vjp,
 }
 
 # The primitives that the call under way has warned of.
-_named: contextvars.ContextVar[frozenset[str]]
-_named = contextvars.ContextVar("named", default=frozenset())
+_named: ContextVar[frozenset[str]] = ContextVar("named", default=frozenset())
 
 # Why a primitive with a rule runs as it is written.
 _OTHER_FORM = (
@@ -68,8 +61,7 @@ class Autocast:
     def __init__(self, dtype: Any, half_carries: bool) -> None:
         self.dtype, self.half_carries = np.dtype(dtype), half_carries
         # For each jaxpr, by its signature: what it was rewritten to.
-        self.rewritten: weakref.WeakKeyDictionary[Any, dict[Any, Any]]
-        self.rewritten = weakref.WeakKeyDictionary()
+        self.rewritten: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
     def run(
         self,
@@ -120,7 +112,7 @@ class Autocast:
             under_autocast.reset(token)
         kinds = [parameter(var) for var in program.jaxpr.invars]
         # In a copy of the context, which forgets what was warned of.
-        outputs, _ = contextvars.copy_context().run(self.run, program, flat.arrays, kinds)
+        outputs, _ = copy_context().run(self.run, program, flat.arrays, kinds)
         return flat.restored(map(as_declared, outputs, program.jaxpr.outvars))
 
     def warn(self, name: str, reason: str) -> None:

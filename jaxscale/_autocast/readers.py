@@ -5,11 +5,11 @@ Cast are the products of matrices, and the convolutions, that the user's model a
 
 import collections
 import contextlib
-import contextvars
 import itertools
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,7 @@ from .values import is_float32, is_full_precision
 _CALLS = CALLS.keys() - {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 # Whether what is traced now is traced for an `autocast`.
-under_autocast: contextvars.ContextVar[bool]
-under_autocast = contextvars.ContextVar("under_autocast", default=False)
+under_autocast: ContextVar[bool] = ContextVar("under_autocast", default=False)
 
 
 def is_cast(eqn: JaxprEqn) -> bool:
@@ -76,7 +75,7 @@ def reads_half(eqn: JaxprEqn) -> bool:
     return is_cast(eqn) and not is_full_precision(eqn)
 
 
-_with_products: weakref.WeakKeyDictionary[Jaxpr, bool] = weakref.WeakKeyDictionary()
+_with_products: WeakKeyDictionary[Jaxpr, bool] = WeakKeyDictionary()
 
 
 def has_products(eqn: JaxprEqn) -> bool:

@@ -121,21 +121,14 @@ def inputs_of(last: Link) -> set[Any]:
     return set(_collected(last)[1])
 
 
-def map_inputs(last: Link, name: Callable[[Any], Any]) -> Link:
+def named(last: Link, name: Callable[[Any], Any]) -> Link:
     """Returns a chain whose half-precision arrays, which the backward pass keeps, have a name."""
-    links, found = _collected(last)
-    for key, given in found.items():
+    arrays, links_and_keys = _flatten(last)
+    for i, given in enumerate(arrays):
         if isinstance(given, Narrow):
             half = name(given.half)
-            found[key] = Narrow(half, cast(half, FLOAT32))
-    return _rebuilt(links, found)
-
-
-def _rebuilt(links: Sequence[Link], found: dict[Any, Any]) -> Link:
-    for link in links:
-        inputs = [None if each is None else found[_key(each)] for each in link.inputs]
-        found[link] = Link(link.eqn, inputs, link.index)
-    return found[links[-1]]
+            arrays[i] = Narrow(half, cast(half, FLOAT32))
+    return _unflatten(links_and_keys, arrays)
 
 
 def _collected(last: Link) -> tuple[list[Link], dict[Any, Any]]:
@@ -159,7 +152,11 @@ def _flatten(last: Link) -> tuple[list[Any], Any]:
 
 def _unflatten(links_and_keys: Any, arrays: Sequence[Any]) -> Link:
     links, keys = links_and_keys
-    return _rebuilt(links, dict(zip(keys, arrays, strict=True)))
+    found = dict(zip(keys, arrays, strict=True))
+    for link in links:
+        inputs = [None if each is None else found[_key(each)] for each in link.inputs]
+        found[link] = Link(link.eqn, inputs, link.index)
+    return found[links[-1]]
 
 
 jax.tree_util.register_pytree_node(Link, _flatten, _unflatten)
@@ -179,18 +176,14 @@ def _is_linear(link: Link) -> bool:
     return scaled or divided or name in _LINEAR
 
 
-def joined(operands: list[Any]) -> list[Any]:
+@jax.custom_jvp
+def joined(*operands: Any) -> Any:
     """Returns the operands of a product of activations, whose gradients are read together.
 
     Both operands of a product with batch dimensions are large, as in attention. Its gradients need
     one operand each. If XLA goes on with what follows from the first gradient, it keeps the operand
     of the second meanwhile: another array of queries times keys.
     """
-    return list(_joined(*operands))
-
-
-@jax.custom_jvp
-def _joined(*operands: Any) -> Any:
     return operands
 
 
@@ -201,4 +194,4 @@ def _joined_jvp(operands: Any, tangents: Any) -> Any:
     return tuple(operands), tuple(tangents)
 
 
-_joined.defjvp(_joined_jvp, symbolic_zeros=True)
+joined.defjvp(_joined_jvp, symbolic_zeros=True)

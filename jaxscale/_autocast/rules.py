@@ -13,7 +13,7 @@ from .._jax import JaxprEqn, bind, cast, dot_dimensions, programs, with_preferre
 from . import table
 from .frame import Frame
 from .readers import equations, is_cast
-from .recompute import LONGEST, inputs_of, joined, map_inputs
+from .recompute import LONGEST, inputs_of, joined, named
 from .values import FLOAT32, Constant, Parameter, Product, elements, is_float32
 
 Rule = Callable[[Frame, JaxprEqn], Sequence[Any]]
@@ -74,13 +74,9 @@ def _is_residual(frame: Frame, eqn: JaxprEqn) -> bool:
 
     What it adds to is read by others, too, and comes from other products.
     """
-    links = [frame.link(atom) for atom in eqn.invars]
-    one, other = (
-        inputs_of(link) if link else {id(frame.read(atom))}
-        for link, atom in zip(links, eqn.invars, strict=True)
-    )
-    pairs = zip(links, eqn.invars, strict=True)
-    return one != other and any(link and frame.readers.get(atom, 1) > 1 for link, atom in pairs)
+    links = [(atom, frame.link(atom)) for atom in eqn.invars]
+    one, other = (inputs_of(link) if link else {id(frame.read(atom))} for atom, link in links)
+    return one != other and any(link and frame.readers[atom] > 1 for atom, link in links)
 
 
 def product(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
@@ -92,7 +88,7 @@ def product(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     frame.kinds[eqn.outvars[0]] = Product()
     operands = [frame.half(atom) for atom in eqn.invars]
     if eqn.primitive.name == "dot_general" and any(batch for _, batch in dot_dimensions(eqn)):
-        operands = joined(operands)
+        operands = joined(*operands)
     return bind(eqn, operands, params)
 
 
@@ -134,7 +130,7 @@ def move(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         frame.grown[eqn.outvars[0]] = frame.linked(eqn)
     link = frame.link(moved)
     if eqn.primitive.name == "name" and link:
-        frame.defer(eqn.outvars[0], map_inputs(link, lambda half: bind(eqn, [half])[0]))
+        frame.defer(eqn.outvars[0], named(link, lambda half: bind(eqn, [half])[0]))
         return ()
     return follow(frame, eqn)
 

@@ -310,7 +310,7 @@ def test_what_is_rewritten_is_forgotten_with_its_program():
 
     def remembered():
         gc.collect()
-        return len(_autocast(jnp.dtype("float16"), False).rewritten)
+        return len(_autocast("float16", False).rewritten)
 
     once(0)
     jax.clear_caches()
