@@ -15,12 +15,10 @@ pytestmark = pytest.mark.standard_promotion
 F32 = frozenset({"float32"})
 BIG = jnp.full((4, 4), 100.0)  # their product is 40000, of which float16 holds no square
 LARGE = {
-    "square": lambda x: jnp.sum(jnp.square(x @ x)),
     "x * x": lambda x: (lambda y: jnp.sum(y * y))(x @ x),
     "through a call": lambda x: jnp.sum(jax.jit(jnp.exp)((x @ x) / 1000.0)),
     "through a scan": lambda x: jax.lax.scan(lambda c, y: (c + y, y**2), x[0], x @ x)[1].sum(),
     "variance": lambda x: jnp.var((x @ x) * jnp.arange(4.0)[None] / 4.0),
-    "scatter": lambda x: jnp.zeros(2).at[jnp.zeros(16, int)].add((x @ x).ravel())[0],
     # Programs that an equation holds are typed in float32.
     "apply": lambda x: (x @ x).at[0].apply(jnp.square),
     "reduce": lambda x: jax.lax.reduce(x @ x, 0.0, lambda a, b: a * 1e-9 * b + a + b, (0,)),
@@ -188,14 +186,3 @@ def test_gradients_from_several_chains_are_added_in_float32():
 
     gradient = jax.jit(jax.grad(jaxscale.autocast(fun)))(jnp.ones((2, 2)))
     np.testing.assert_allclose(gradient, -0.5 * np.e, rtol=2e-3)  # the spacing of halves: 2
-
-
-def test_the_gradient_of_a_bias_is_added_in_float32():
-    # 4096 ones: float16 counts to 2048.
-    fun = jaxscale.autocast(lambda b, x: jnp.sum(x @ jnp.ones((2, 1)) + b[None]))
-    gradient = jax.jit(jax.grad(fun))(jnp.zeros(1), jnp.ones((4096, 2)))
-    assert gradient == 4096
-    moved = jaxscale.autocast(lambda w: jnp.sum(jnp.tile(w @ w, (4096, 1)) * 0.5))
-    assert (jax.jit(jax.grad(moved))(jnp.eye(2)) == 4096).all()
-    found = primitives(jax.grad(moved), jnp.eye(2))
-    assert {frozenset(kinds) for name, kinds in found if name == "reduce_sum"} == {F32}
