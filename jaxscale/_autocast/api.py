@@ -31,34 +31,31 @@ def autocast(
     function is traced, as by `jax.jit`, and each operation of it runs in one of three ways. In
     brackets are the names of JAX's primitives:
 
-    - Matrix products and convolutions run in half precision, forward and backward
-      (dot_general, conv_general_dilated, ragged_dot, ragged_dot_general). Products of a matrix
-      with a vector are among them. Dots of vectors, also of many at once, outer products, and
-      what else sums over a dimension of 1 are not: they run in float32. A bias, a mask or
-      whatever else is added to a product is added in float32. The sum is rounded for the next
-      product and for what only leads there, such as a ReLU, and stays exact for the rest, such
-      as a loss.
+    - Matrix products and convolutions run in half precision, forward and backward (dot_general,
+      conv_general_dilated, ragged_dot, ragged_dot_general). Products of a matrix with a vector are
+      among them. Dots of vectors, also of many at once, outer products, and what else sums over a
+      dimension of 1 are not: they run in float32. A bias, a mask or whatever else is added to a
+      product is added in float32. The sum is rounded for the next product and for what only leads
+      there, such as a ReLU, and stays exact for the rest, such as a loss.
     - Operations whose results or derivatives may leave the range of float16 run in float32, and
-      their results stay in it: powers, quotients and roots (pow, integer_pow, square, sqrt,
-      rsqrt, cbrt, div, rem), exponentials and logarithms (exp, exp2, expm1,
-      log, log1p), trigonometry (sin, cos, tan, asin, acos, atan, atan2,
-      sinh, cosh, tanh, asinh, acosh, atanh), special functions (logistic, erf, erfc,
-      erf_inv, lgamma, digamma, polygamma, zeta, igamma, igammac, igamma_grad_a,
-      regularized_incomplete_beta, bessel_i0e, bessel_i1e), sums and products over elements
-      (reduce_sum, reduce_prod, cumsum, cumprod, cumlogsumexp, reduce_window_sum,
-      scatter-add, scatter-sub, scatter-mul, select_and_scatter_add), sums over
-      devices (psum, psum_invariant, reduce_scatter), linear algebra and Fourier
-      transforms (cholesky, cholesky_update, custom_linear_solve, eig, eigh, fft, geqrf,
-      geqp3, hessenberg, householder_product, lu, ormqr, qr, schur, svd,
-      symmetric_product, triangular_solve, tridiagonal, tridiagonal_solve). So norms,
-      losses and softmax, which are made of these, run in float32. So do products inside of
-      the functions of `jax.numpy.linalg`, `jax.scipy.linalg`, `jax.scipy.signal` and
-      `jax.image`, such as those of a matrix exponential; but not those that are products or
-      convolutions by name, such as matmul and multi_dot.
-    - All others follow their inputs: half precision if all floating-point arrays among them
-      are in it, otherwise float32. Constants do not force float32, unless half precision cannot
-      hold them, such as the -1e9 of a mask. A value that is multiplied by itself is a power. A
-      subtraction runs in float32 if its result goes only to operations of the second group.
+      their results stay in it: powers, quotients and roots (pow, integer_pow, square, sqrt, rsqrt,
+      cbrt, div, rem), exponentials and logarithms (exp, exp2, expm1, log, log1p), trigonometry
+      (sin, cos, tan, asin, acos, atan, atan2, sinh, cosh, tanh, asinh, acosh, atanh), special
+      functions (logistic, erf, erfc, erf_inv, lgamma, digamma, polygamma, zeta, igamma, igammac,
+      igamma_grad_a, regularized_incomplete_beta, bessel_i0e, bessel_i1e), sums and products over
+      elements (reduce_sum, reduce_prod, cumsum, cumprod, cumlogsumexp, reduce_window_sum,
+      scatter-add, scatter-sub, scatter-mul, select_and_scatter_add), sums over devices (psum,
+      psum_invariant, reduce_scatter), linear algebra and Fourier transforms (cholesky,
+      cholesky_update, custom_linear_solve, eig, eigh, fft, geqrf, geqp3, hessenberg,
+      householder_product, lu, ormqr, qr, schur, svd, symmetric_product, triangular_solve,
+      tridiagonal, tridiagonal_solve). So norms, losses and softmax, which are made of these, run in
+      float32. So do products inside of the functions of `jax.numpy.linalg`, `jax.scipy.linalg`,
+      `jax.scipy.signal` and `jax.image`, such as those of a matrix exponential; but not those that
+      are products or convolutions by name, such as matmul and multi_dot.
+    - All others follow their inputs: half precision if all floating-point arrays among them are in
+      it, otherwise float32. Constants do not force float32, unless half precision cannot hold them,
+      such as the -1e9 of a mask. A value that is multiplied by itself is a power. A subtraction
+      runs in float32 if its result goes only to operations of the second group.
 
     Control flow and calls are entered, `jax.custom_jvp` and `jax.custom_vjp` functions keep their
     rules, and what loops carry keeps its dtype by default. Integers, float64, complex numbers and
@@ -98,8 +95,7 @@ def autocast(
       UserWarning: if there are products in a primitive that has no rule here. They run as they
         are written.
 
-    Source: the autocast op reference of PyTorch and the lists of TensorFlow's
-    auto mixed precision.
+    Source: the autocast op reference of PyTorch and the lists of TensorFlow's auto mixed precision.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -1,4 +1,9 @@
-"""How functions with derivative rules of their own are rewritten."""
+"""How functions with derivative rules of their own are rewritten.
+
+What JAX does to derive the equation as it is written is traced by `jax.jvp` or `jax.vjp`, and then
+runs like any other program: nothing here depends on how JAX keeps a rule. The new rules do not hold
+the frame, whose arrays would live as long as they do.
+"""
 
 import dataclasses
 import functools
@@ -20,11 +25,6 @@ from .higher_order import read_inputs, rewrite
 from .readers import has_products
 from .rules import as_written, chained, is_chained_call
 from .values import check_cotangent, flushes, has_dtype, is_boundary
-
-# Functions with a derivative rule of their own. What JAX does to derive the equation as it is
-# written is traced by `jax.jvp` or `jax.vjp`, and then runs like any other program: nothing here
-# depends on how JAX keeps a rule. The new rules do not hold the frame, whose arrays would live as
-# long as they do.
 
 
 def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:

@@ -39,8 +39,8 @@ def rewrite(
       program: the program.
       args: arrays of the precisions in which its inputs come, or links.
       kinds: what is known of its inputs.
-      fixed: for each of its outputs that is not in the precision it was computed in, which come
-        first, whether that is half precision. The others have the dtypes that it declares.
+      fixed: for each of its first outputs, whose dtypes are fixed, whether that is half precision,
+        and not what it declares. The others come in the precision they were computed in.
       in_loop: whether it is the body of a loop.
       wanted: for each output whether nothing is lost if it is rounded to half precision.
     """
@@ -63,10 +63,8 @@ def rewrite(
         )
         out_kinds[:] = found
         for i, is_half in enumerate(fixed):
-            declared = jaxpr.outvars[i]
-            outputs[i] = (
-                cast(outputs[i], autocast.dtype) if is_half else as_declared(outputs[i], declared)
-            )
+            value, var = outputs[i], jaxpr.outvars[i]
+            outputs[i] = cast(value, autocast.dtype) if is_half else as_declared(value, var)
         return outputs
 
     avals: list[Any] = []
