@@ -57,14 +57,24 @@ def test_long_programs_do_not_recurse():
     assert len(primitives(jaxscale.autocast(long), jnp.ones((2, 2)))) >= 4000
 
 
-def test_reductions_between_chains_do_not_make_the_program_grow():
-    def deep(x):
-        y = x @ x
-        for _ in range(200):
-            y = jnp.exp(y) - jnp.sum(y)
-        return y
+def long_chain(x):
+    for _ in range(200):
+        x = jnp.exp(x) - jnp.sum(x)
+    return x
 
-    plain, cast = (len(primitives(f, jnp.ones((2, 2)))) for f in (deep, jaxscale.autocast(deep)))
+
+def many_readers(x):
+    for _ in range(20):
+        x = jnp.exp(x)
+    return sum(jnp.sum(jnp.sin(x) ** i) for i in range(100))
+
+
+@cases("after", [long_chain, many_readers])
+def test_reductions_between_chains_do_not_make_the_program_grow(after):
+    def fun(x):
+        return after(x @ x)
+
+    plain, cast = (len(primitives(f, jnp.ones((2, 2)))) for f in (fun, jaxscale.autocast(fun)))
     assert cast <= 5 * plain
 
 

@@ -162,7 +162,6 @@ ALGORITHMS = {
     "expm": (LINALG.expm, A),
     "funm": (lambda a: LINALG.funm(a, jnp.sin), A),
     "polar": (LINALG.polar, A),
-    "solve_sylvester": (LINALG.solve_sylvester, POSITIVE, POSITIVE, A),
     "sqrtm": (LINALG.sqrtm, A),
     "toeplitz": (LINALG.toeplitz, V),
     "detrend": (jax.scipy.signal.detrend, SIGNAL),
