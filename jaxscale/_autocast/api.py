@@ -14,17 +14,12 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
-_DTYPES = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32")]
-
-
 @functools.cache
-def _autocast(dtype: Any, half_carries: bool) -> Any:
+def _autocast(dtype: str, half_carries: bool) -> Any:
     # Not imported before it is used: most programs do without.
-    from .higher_order import run_as_written
     from .interpreter import Autocast
-    from .rules import RULES
 
-    return Autocast(dtype, RULES, run_as_written, half_carries)
+    return Autocast(dtype, half_carries)
 
 
 def autocast(
@@ -36,34 +31,31 @@ def autocast(
     function is traced, as by `jax.jit`, and each operation of it runs in one of three ways. In
     brackets are the names of JAX's primitives:
 
-    - Matrix products and convolutions run in half precision, forward and backward
-      (dot_general, conv_general_dilated, ragged_dot, ragged_dot_general). Products of a matrix
-      with a vector are among them. Dots of vectors, also of many at once, outer products, and
-      what else sums over a dimension of 1 are not: they run in float32. A bias, a mask or
-      whatever else is added to a product is added in float32. The sum is rounded for the next
-      product and for what only leads there, such as a ReLU, and stays exact for the rest, such
-      as a loss.
+    - Matrix products and convolutions run in half precision, forward and backward (dot_general,
+      conv_general_dilated, ragged_dot, ragged_dot_general). Products of a matrix with a vector are
+      among them. Dots of vectors, also of many at once, outer products, and what else sums over a
+      dimension of 1 are not: they run in float32. A bias, a mask or whatever else is added to a
+      product is added in float32. The sum is rounded for the next product and for what only leads
+      there, such as a ReLU, and stays exact for the rest, such as a loss.
     - Operations whose results or derivatives may leave the range of float16 run in float32, and
-      their results stay in it: powers, quotients and roots (pow, integer_pow, square, sqrt,
-      rsqrt, cbrt, div, rem), exponentials and logarithms (exp, exp2, expm1,
-      log, log1p), trigonometry (sin, cos, tan, asin, acos, atan, atan2,
-      sinh, cosh, tanh, asinh, acosh, atanh), special functions (logistic, erf, erfc,
-      erf_inv, lgamma, digamma, polygamma, zeta, igamma, igammac, igamma_grad_a,
-      regularized_incomplete_beta, bessel_i0e, bessel_i1e), sums and products over elements
-      (reduce_sum, reduce_prod, cumsum, cumprod, cumlogsumexp, reduce_window_sum,
-      scatter-add, scatter-sub, scatter-mul, select_and_scatter_add), sums over
-      devices (psum, psum_invariant, reduce_scatter), linear algebra and Fourier
-      transforms (cholesky, cholesky_update, custom_linear_solve, eig, eigh, fft, geqrf,
-      geqp3, hessenberg, householder_product, lu, ormqr, qr, schur, svd,
-      symmetric_product, triangular_solve, tridiagonal, tridiagonal_solve). So norms,
-      losses and softmax, which are made of these, run in float32. So do products inside of
-      the functions of `jax.numpy.linalg`, `jax.scipy.linalg`, `jax.scipy.signal` and
-      `jax.image`, such as those of a matrix exponential; but not those that are products or
-      convolutions by name, such as matmul and multi_dot.
-    - All others follow their inputs: half precision if all floating-point arrays among them
-      are in it, otherwise float32. Constants do not force float32, unless half precision cannot
-      hold them, such as the -1e9 of a mask. A value that is multiplied by itself is a power. A
-      subtraction runs in float32 if its result goes only to operations of the second group.
+      their results stay in it: powers, quotients and roots (pow, integer_pow, square, sqrt, rsqrt,
+      cbrt, div, rem), exponentials and logarithms (exp, exp2, expm1, log, log1p), trigonometry
+      (sin, cos, tan, asin, acos, atan, atan2, sinh, cosh, tanh, asinh, acosh, atanh), special
+      functions (logistic, erf, erfc, erf_inv, lgamma, digamma, polygamma, zeta, igamma, igammac,
+      igamma_grad_a, regularized_incomplete_beta, bessel_i0e, bessel_i1e), sums and products over
+      elements (reduce_sum, reduce_prod, cumsum, cumprod, cumlogsumexp, reduce_window_sum,
+      scatter-add, scatter-sub, scatter-mul, select_and_scatter_add), sums over devices (psum,
+      psum_invariant, reduce_scatter), linear algebra and Fourier transforms (cholesky,
+      cholesky_update, custom_linear_solve, eig, eigh, fft, geqrf, geqp3, hessenberg,
+      householder_product, lu, ormqr, qr, schur, svd, symmetric_product, triangular_solve,
+      tridiagonal, tridiagonal_solve). So norms, losses and softmax, which are made of these, run in
+      float32. So do products inside of the functions of `jax.numpy.linalg`, `jax.scipy.linalg`,
+      `jax.scipy.signal` and `jax.image`, such as those of a matrix exponential; but not those that
+      are products or convolutions by name, such as matmul and multi_dot.
+    - All others follow their inputs: half precision if all floating-point arrays among them are in
+      it, otherwise float32. Constants do not force float32, unless half precision cannot hold them,
+      such as the -1e9 of a mask. A value that is multiplied by itself is a power. A subtraction
+      runs in float32 if its result goes only to operations of the second group.
 
     Control flow and calls are entered, `jax.custom_jvp` and `jax.custom_vjp` functions keep their
     rules, and what loops carry keeps its dtype by default. Integers, float64, complex numbers and
@@ -103,8 +95,7 @@ def autocast(
       UserWarning: if there are products in a primitive that has no rule here. They run as they
         are written.
 
-    Source: the autocast op reference of PyTorch and the lists of TensorFlow's
-    auto mixed precision.
+    Source: the autocast op reference of PyTorch and the lists of TensorFlow's auto mixed precision.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -124,21 +115,19 @@ def autocast(
             "write `@functools.partial(jaxscale.autocast, dtype=...)`."
         )
     try:
-        checked = jnp.dtype(dtype)
+        name = jnp.dtype(dtype).name
     except TypeError:
-        checked = None
-    if checked not in _DTYPES:
+        name = None
+    if name not in ("float16", "bfloat16", "float32"):
         raise ValueError(
             "`autocast(dtype)` must be float16 or bfloat16, or float32 to switch it off, got "
             f"{dtype!r}."
         )
-    if checked == _DTYPES[2]:
-        return fun
-    return wrap_call(_autocast(checked, half_carries).call, fun)
+    return fun if name == "float32" else wrap_call(_autocast(name, half_carries).call, fun)
 
 
 def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Returns the function, marked so that `autocast` leaves it as it is written.
+    """Returns the same function, marked so that `autocast` leaves it as it is written.
 
     Mark a part of a model that needs more precision or range than half precision has, such as
     a product of large numbers. What `autocast` computes in half precision outside of it comes in
@@ -147,9 +136,6 @@ def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
     Args:
       fun: a function, a method or a layer, of any arguments.
-
-    Returns:
-      A function with the arguments and outputs of `fun`.
 
     Raises:
       TypeError: if `fun` is not callable.

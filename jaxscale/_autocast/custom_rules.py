@@ -1,4 +1,9 @@
-"""How functions with derivative rules of their own are rewritten."""
+"""How functions with derivative rules of their own are rewritten.
+
+What JAX does to derive the equation as it is written is traced by `jax.jvp` or `jax.vjp`, and then
+runs like any other program: nothing here depends on how JAX keeps a rule. The new rules do not hold
+the frame, whose arrays would live as long as they do.
+"""
 
 import dataclasses
 import functools
@@ -13,35 +18,23 @@ from jax.custom_derivatives import SymbolicZero
 from jax.lax import stop_gradient
 
 from .. import _jax
-from .._jax import (
-    ClosedJaxpr,
-    JaxprEqn,
-    bind,
-    cast,
-    context,
-    frames_of_jax,
-    jaxpr_as_fun,
-    programs,
-)
+from .._jax import ClosedJaxpr, JaxprEqn, bind, cast, context, jaxpr_as_fun, programs
 from .._trees.tree import blank
-from .frame import Frame, Outputs, as_written, chained, is_chained_call
-from .higher_order import is_unchanged, narrow, read_inputs, rewrite
+from .frame import Frame
+from .higher_order import read_inputs, rewrite
+from .readers import has_products
+from .rules import as_written, chained, is_chained_call
 from .values import check_cotangent, flushes, has_dtype, is_boundary
 
-# Functions with a derivative rule of their own. What JAX does to derive the equation as it is
-# written is traced by `jax.jvp` or `jax.vjp`, and then runs like any other program: nothing here
-# depends on how JAX keeps a rule. The new rules do not hold the frame, whose arrays would live as
-# long as they do.
 
-
-def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
+def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates a `custom_jvp` function, and keeps its rule."""
     autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
     if is_chained_call(frame, eqn):
         return chained(frame, eqn)
-    if not any(map(frame.is_narrow, eqn.invars)) and is_unchanged(frame, eqn):
+    if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn):
         if eqn.outvars[0] in frame.rounded and _is_relu(declared):
-            return [_relu(frame.wide(eqn.invars[0]), frame.dtype)], (False,)
+            return [_relu(frame.wide(eqn.invars[0]), frame.dtype)]
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
     program, out_kinds = rewrite(frame, declared, args, kinds)
@@ -75,9 +68,8 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         )
 
     fun.defjvp(jvp, symbolic_zeros=True)
-    outputs = fun(*args)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
-    return outputs, narrow(eqn, outputs, frame.dtype)
+    return fun(*args)
 
 
 def _is_relu(program: ClosedJaxpr) -> bool:
@@ -85,7 +77,7 @@ def _is_relu(program: ClosedJaxpr) -> bool:
     eqns = program.jaxpr.eqns
     inner = [each for eqn in eqns for called in programs(eqn) for each in called.eqns]
     is_single = len(eqns) == len(inner) == 1
-    return is_single and ("nn/functions.py", "relu") in frames_of_jax(inner[0])
+    return is_single and ("nn/functions.py", "relu") in _jax.frames_of_jax(inner[0])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -106,7 +98,7 @@ def _relu_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
     return output, jnp.where(cast(output, dtype) > 0, tangent, 0)
 
 
-def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
+def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates a `custom_vjp` function, and keeps its rule.
 
     What goes through the boundary of a `scale_backward` does so in float32. A cotangent in float16
@@ -114,14 +106,14 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     tell from others.
     """
     autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
-    if not any(map(frame.is_narrow, eqn.invars)) and is_unchanged(frame, eqn):
+    if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn):
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
-    size, kept = len(declared.out_avals), 0
-    at_boundary = is_boundary(eqn)
+    size, at_boundary = len(declared.out_avals), is_boundary(eqn)
     if at_boundary:
-        args, kept = [frame.wide(atom) for atom in eqn.invars], size
-    program, out_kinds = rewrite(frame, declared, args, kinds, declared=kept)
+        args = [frame.wide(atom) for atom in eqn.invars]
+    fixed = [False] * size if at_boundary else []
+    program, out_kinds = rewrite(frame, declared, args, kinds, fixed)
 
     @functools.cache
     def derived(perturbed: tuple[bool, ...]) -> tuple[ClosedJaxpr, Any]:
@@ -169,9 +161,8 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         )
 
     fun.defvjp(fwd, bwd, symbolic_zeros=True)
-    outputs = fun(*args)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
-    return outputs, narrow(eqn, outputs, frame.dtype)
+    return fun(*args)
 
 
 @functools.partial(

@@ -6,51 +6,19 @@ return keep the dtypes that the program declares; a `scan` with `half_carries` m
 values. What a call returns, and what a `scan` stacks, may be narrow.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from .. import _jax
-from .._jax import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    bind,
-    cast,
-    closed,
-    is_ref,
-    programs,
-    with_programs,
-    without_constants,
-)
-from .frame import Frame, Outputs, as_written, atom_in, chained, is_chained_call
-from .interpreter import Autocast, as_declared, parameter
-from .products import is_cast, reads_half
-from .readers import through_products
-from .recompute import Link, parts
-from .table import FLOAT32 as FLOAT32_OPERATIONS
+from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, bind, cast, closed, programs, with_programs
+from .frame import Frame
+from .readers import half_carries, has_products
+from .recompute import Link
+from .rules import as_written, chained, is_chained_call
 from .table import KERNELS
-from .values import Kind, Parameter, has_dtype, is_float32, is_full_precision
-
-
-def has_products(autocast: Autocast, program: Jaxpr | ClosedJaxpr) -> bool:
-    """Returns whether there is anything in a program that `autocast` casts on its own account."""
-    jaxpr = closed(program).jaxpr
-    if jaxpr not in autocast.with_products:
-        autocast.with_products[jaxpr] = any(
-            is_cast(eqn) or any(has_products(autocast, inner) for inner in _entered(eqn))
-            for eqn in jaxpr.eqns
-            if not is_full_precision(eqn)
-        )
-    return autocast.with_products[jaxpr]
-
-
-def _entered(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
-    name = eqn.primitive.name
-    is_left = name in KERNELS or name in FLOAT32_OPERATIONS
-    return iter(()) if is_left else programs(eqn)
+from .values import Kind, Parameter, as_declared, has_dtype, is_float32, parameter
 
 
 def rewrite(
@@ -58,10 +26,9 @@ def rewrite(
     program: Jaxpr | ClosedJaxpr,
     args: Sequence[Any],
     kinds: Sequence[Kind],
-    declared: int = 0,
+    fixed: Sequence[bool] = (),
     in_loop: bool = False,
     wanted: Sequence[bool] = (),
-    halved: Sequence[bool] = (),
 ) -> tuple[ClosedJaxpr, list[Kind]]:
     """Returns a program that an equation holds, rewritten, and the kinds of its outputs.
 
@@ -72,73 +39,51 @@ def rewrite(
       program: the program.
       args: arrays of the precisions in which its inputs come, or links.
       kinds: what is known of its inputs.
-      declared: how many of its outputs, from the first, keep the dtypes that it declares.
+      fixed: for each of its first outputs, whose dtypes are fixed, whether that is half precision,
+        and not what it declares. The others come in the precision they were computed in.
       in_loop: whether it is the body of a loop.
       wanted: for each output whether nothing is lost if it is rounded to half precision.
-      halved: for each of the outputs that are `declared` whether it is in half precision instead.
     """
     autocast, in_loop = frame.autocast, in_loop or frame.in_loop
     jaxpr = closed(program).jaxpr
-    halves = tuple(
-        is_float32(var) and has_dtype(arg, autocast.dtype)
-        for var, arg in zip(jaxpr.invars, args, strict=True)
-    )
-    known = autocast.rewritten.setdefault(program, {})
-    key = (halves, tuple(kinds), declared, in_loop, tuple(wanted), tuple(halved))
-    opened = [parts(arg) if isinstance(arg, Link) else None for arg in args]
-    if key in known and not any(opened):
+    pairs = list(zip(jaxpr.invars, args, strict=True))
+    halves = tuple(is_float32(var) and has_dtype(arg, autocast.dtype) for var, arg in pairs)
+    # A link belongs to one place of one program.
+    has_links = any(isinstance(arg, Link) for arg in args)
+    known = {} if has_links else autocast.rewritten.setdefault(program, {})
+    key = (halves, tuple(kinds), in_loop, tuple(wanted), tuple(fixed))
+    if key in known:
         return known[key]
     out_kinds: list[Kind] = []
+    tree = jax.tree.structure(list(args))
 
     def run(*leaves: Any) -> list[Any]:
-        given = iter(leaves)
-        args = [
-            each[1]([*itertools.islice(given, len(each[0]))]) if each else next(given)
-            for each in opened
-        ]
-        outputs, found = autocast.run(closed(program), args, kinds, in_loop, wanted)
+        outputs, found = autocast.run(
+            closed(program), jax.tree.unflatten(tree, leaves), kinds, in_loop, wanted
+        )
         out_kinds[:] = found
-        for i, var in enumerate(jaxpr.outvars[:declared]):
-            is_half = i < len(halved) and halved[i]
-            outputs[i] = (
-                cast(outputs[i], autocast.dtype) if is_half else as_declared(outputs[i], var)
-            )
+        for i, is_half in enumerate(fixed):
+            value, var = outputs[i], jaxpr.outvars[i]
+            outputs[i] = cast(value, autocast.dtype) if is_half else as_declared(value, var)
         return outputs
 
-    avals = [
-        aval
-        for var, half, each in zip(jaxpr.invars, halves, opened, strict=True)
-        for aval in (
-            map(jax.typeof, each[0])
-            if each
-            else [var.aval.update(dtype=autocast.dtype) if half else var.aval]
-        )
-    ]
-    result = jax.make_jaxpr(run)(*avals), out_kinds
-    if not any(opened):  # a link belongs to one place of one program
-        known[key] = result
-    return result
+    avals: list[Any] = []
+    for (var, arg), is_half in zip(pairs, halves, strict=True):
+        if isinstance(arg, Link):
+            avals += map(jax.typeof, jax.tree.leaves(arg))
+        else:
+            avals.append(var.aval.update(dtype=autocast.dtype) if is_half else var.aval)
+    known[key] = jax.make_jaxpr(run)(*avals), out_kinds
+    return known[key]
 
 
-def narrow(eqn: JaxprEqn, outputs: Sequence[Any], dtype: Any) -> list[bool]:
-    return [
-        is_float32(var) and has_dtype(value, dtype)
-        for var, value in zip(eqn.outvars, outputs, strict=True)
-    ]
-
-
-def read_inputs(frame: Frame, eqn: JaxprEqn) -> tuple[list[Any], list[Kind]]:
-    return [frame.read(a) for a in eqn.invars], [frame.kind(a) for a in eqn.invars]
-
-
-def _links(frame: Frame, eqn: JaxprEqn) -> tuple[list[Any], list[Kind]]:
-    links = frame.links
-    args = [links[a] if atom_in(a, links) else frame.read(a) for a in eqn.invars]
-    return args, [frame.kind(a) for a in eqn.invars]
-
-
-def _arrays(arg: Any) -> list[Any]:
-    return parts(arg)[0] if isinstance(arg, Link) else [arg]
+def read_inputs(
+    frame: Frame, eqn: JaxprEqn, with_links: bool = False
+) -> tuple[list[Any], list[Kind]]:
+    """Returns the inputs of an equation, maybe with links in the place of values, and kinds."""
+    links = [frame.link(atom) if with_links else None for atom in eqn.invars]
+    args = [link or frame.read(atom) for link, atom in zip(links, eqn.invars, strict=True)]
+    return args, [frame.kind(atom) for atom in eqn.invars]
 
 
 def _wanted(frame: Frame, eqn: JaxprEqn) -> list[bool]:
@@ -146,19 +91,16 @@ def _wanted(frame: Frame, eqn: JaxprEqn) -> list[bool]:
 
 
 def _is_as_written(frame: Frame, eqn: JaxprEqn) -> bool:
-    entered = any(frame.is_narrow(a) or atom_in(a, frame.links) for a in eqn.invars)
-    return not entered and is_unchanged(frame, eqn)
+    return not has_products(eqn) and not any(
+        frame.is_narrow(atom) or frame.link(atom) for atom in eqn.invars
+    )
 
 
-def is_unchanged(frame: Frame, eqn: JaxprEqn) -> bool:
-    return not any(has_products(frame.autocast, each) for each in programs(eqn))
+def _is_left(eqn: JaxprEqn) -> bool:
+    return any(map(_jax.is_ref, eqn.invars)) or not has_products(eqn)
 
 
-def _holds_refs(eqn: JaxprEqn) -> bool:
-    return any(map(is_ref, eqn.invars))
-
-
-def call(frame: Frame, eqn: JaxprEqn) -> Outputs:
+def call(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `jit`: it calls a rewritten program."""
     called = _jax.callee(eqn)
     if is_chained_call(frame, eqn):
@@ -166,44 +108,41 @@ def call(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if _is_as_written(frame, eqn):
         return as_written(frame, eqn)
     # What a chain starts from has no sharding or layout of its own.
-    args, kinds = (read_inputs if _jax.is_placed(eqn) else _links)(frame, eqn)
+    args, kinds = read_inputs(frame, eqn, with_links=not _jax.is_placed(eqn))
     program, out_kinds = rewrite(frame, called, args, kinds)
-    arrays = [*map(_arrays, args)]
-    params = _jax.with_inputs(with_programs(eqn, [program]), [*map(len, arrays)])
-    outputs = bind(eqn, [*itertools.chain(*arrays)], params)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
-    return outputs, narrow(eqn, outputs, frame.dtype)
+    numbers = [len(jax.tree.leaves(arg)) for arg in args]
+    params = _jax.with_inputs(with_programs(eqn, [program]), numbers)
+    return bind(eqn, jax.tree.leaves(args), params)
 
 
-def inlined(frame: Frame, eqn: JaxprEqn) -> Outputs:
+def inlined(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates a call that means nothing but its program."""
-    args, kinds = _links(frame, eqn)
+    args, kinds = read_inputs(frame, eqn, with_links=True)
     run, wanted = frame.autocast.run, _wanted(frame, eqn)
     outputs, out_kinds = run(_jax.callee(eqn), args, kinds, frame.in_loop, wanted)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
-    return outputs, narrow(eqn, outputs, frame.dtype)
+    return outputs
 
 
-def remat(frame: Frame, eqn: JaxprEqn) -> Outputs:
+def remat(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `jax.checkpoint`, with its policy."""
     called = _jax.callee(eqn)
     if _is_as_written(frame, eqn):
         return as_written(frame, eqn)
-    args, kinds = _links(frame, eqn)
+    args, kinds = read_inputs(frame, eqn, with_links=True)
     program, _ = rewrite(frame, called, args, kinds, wanted=_wanted(frame, eqn))
-    jaxpr, consts = without_constants(program)
-    arrays = itertools.chain(*map(_arrays, args))
-    outputs = bind(eqn, [*consts, *arrays], with_programs(eqn, [jaxpr]))
-    return outputs, narrow(eqn, outputs, frame.dtype)
+    jaxpr, consts = _jax.without_constants(program)
+    return bind(eqn, [*consts, *jax.tree.leaves(args)], with_programs(eqn, [jaxpr]))
 
 
-def scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
+def scan(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `scan`. What it carries keeps its dtype by default; what it stacks need not."""
     loop = _jax.scan(eqn)
-    if _holds_refs(eqn) or is_unchanged(frame, eqn):
+    if _is_left(eqn):
         return run_as_written(frame, eqn)
+    halved = half_carries(loop) if frame.autocast.half_carries else [False] * loop.carries
     args, kinds = read_inputs(frame, eqn)
-    halved = _halved_carries(frame, loop)
     last = loop.consts + loop.carries
     for i, var in enumerate(loop.body.jaxpr.invars):
         if loop.consts <= i < last:
@@ -213,82 +152,61 @@ def scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
         elif i >= last and isinstance(kinds[i], Parameter):
             kinds[i] = parameter(var)  # a slice of it
     wanted = [*halved, *_wanted(frame, eqn)[loop.carries :]]
-    program, _ = rewrite(
-        *(frame, loop.body, args, kinds, loop.carries), in_loop=True, wanted=wanted, halved=halved
-    )
-    outputs = bind(eqn, args, with_programs(eqn, [program]))
-    return outputs, narrow(eqn, outputs, frame.dtype)
+    program, _ = rewrite(frame, loop.body, args, kinds, halved, in_loop=True, wanted=wanted)
+    return bind(eqn, args, with_programs(eqn, [program]))
 
 
-def _halved_carries(frame: Frame, loop: _jax.Scan) -> list[bool]:
-    """Returns for each carry of a loop whether it is in half precision: see `half_carries`."""
-    if not frame.autocast.half_carries:
-        return [False] * loop.carries
-    body = loop.body.jaxpr
-    carried = body.invars[loop.consts : loop.consts + loop.carries]
-    through = through_products(body, reads_half, loop.consts, loop.carries)
-    pairs = zip(carried, through, strict=True)
-    return [is_float32(var) and is_through for var, is_through in pairs]
-
-
-def while_loop(frame: Frame, eqn: JaxprEqn) -> Outputs:
+def while_loop(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `while`. What it carries keeps its dtype."""
     loop = _jax.while_loop(eqn)
-    if _holds_refs(eqn) or is_unchanged(frame, eqn):
+    if _is_left(eqn):
         return run_as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
     tested = loop.test_consts
     first = tested + loop.body_consts
     variables = loop.body.jaxpr.invars[loop.body_consts :]
-    args[first:] = [as_declared(*each) for each in zip(args[first:], variables, strict=True)]
+    args[first:] = map(as_declared, args[first:], variables)
     kinds[first:] = [None] * len(variables)
     test, _ = rewrite(
-        frame, loop.test, args[:tested] + args[first:], kinds[:tested] + kinds[first:], declared=1
+        frame, loop.test, args[:tested] + args[first:], kinds[:tested] + kinds[first:], [False]
     )
-    body, _ = rewrite(
-        frame, loop.body, args[tested:], kinds[tested:], declared=len(variables), in_loop=True
-    )
+    carried = [False] * len(variables)
+    body, _ = rewrite(frame, loop.body, args[tested:], kinds[tested:], carried, in_loop=True)
     in_order = [test if closed(own) is loop.test else body for own in programs(eqn)]
-    outputs = bind(eqn, args, with_programs(eqn, in_order))
-    return outputs, (False,) * len(outputs)
+    return bind(eqn, args, with_programs(eqn, in_order))
 
 
-def cond(frame: Frame, eqn: JaxprEqn) -> Outputs:
+def cond(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `cond` and `switch`. The branches return the dtypes that they declare."""
     branches = _jax.branches(eqn)
-    if _holds_refs(eqn) or is_unchanged(frame, eqn):
+    if _is_left(eqn):
         return run_as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
-    branches = [
-        rewrite(frame, branch, args[1:], kinds[1:], declared=len(eqn.outvars))[0]
-        for branch in branches
-    ]
-    outputs = bind(eqn, args, with_programs(eqn, branches))
-    return outputs, (False,) * len(outputs)
+    fixed = [False] * len(eqn.outvars)
+    rewritten = [rewrite(frame, branch, args[1:], kinds[1:], fixed)[0] for branch in branches]
+    return bind(eqn, args, with_programs(eqn, rewritten))
 
 
-def mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
+def mapped(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `shard_map` and `pmap`: the program of each device is rewritten."""
     each = _jax.mapped(eqn)
-    if is_unchanged(frame, eqn):
+    if not has_products(eqn):
         return as_written(frame, eqn)
-    (args, kinds), out_narrow = read_inputs(frame, eqn), []
+    args, kinds = read_inputs(frame, eqn)
 
     def run(*args: Any) -> Any:
-        outputs, _ = frame.autocast.run(each.program, args, kinds, frame.in_loop)
-        out_narrow[:] = narrow(eqn, outputs, frame.dtype)
-        return tuple(outputs)
+        return tuple(frame.autocast.run(each.program, args, kinds, frame.in_loop)[0])
 
-    return each.map(run)(*args), out_narrow
+    return each.map(run)(*args)
 
 
 def run_as_written(
     frame: Frame, eqn: JaxprEqn, reason: str = "`autocast` has no rule for it"
-) -> Outputs:
+) -> Sequence[Any]:
     """Evaluates an equation as it is written, and warns if there are products in it."""
     name = eqn.primitive.name
     # A rule that found no program knows nothing of what is in it.
     is_unknown = name in frame.autocast.rules and not any(programs(eqn))
-    if name not in KERNELS and (is_unknown or not is_unchanged(frame, eqn)):
+    if name not in KERNELS and (is_unknown or has_products(eqn)):
         frame.autocast.warn(name, reason)
     return as_written(frame, eqn)

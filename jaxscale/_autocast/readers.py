@@ -1,66 +1,143 @@
-"""How a program uses its variables, as far as that can be told before it runs."""
+"""What can be told of a program before it runs: which products are cast, and who reads what.
+
+Cast are the products of matrices, and the convolutions, that the user's model asks for.
+"""
 
 import collections
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from .._jax import CALLS, Jaxpr, JaxprEqn, Literal, UnknownFormError, callee, programs
-from .table import FLOAT32 as FLOAT32_OPERATIONS
-from .table import ROUNDED_ALIKE
-from .values import is_full_precision
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+
+from .. import _jax
+from .._jax import CALLS, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, UnknownFormError, callee, programs
+from . import table
+from .values import is_float32, is_full_precision
 
 # They mean nothing but the program in them. The backward rule of a `custom_vjp` is not in it.
 _CALLS = CALLS.keys() - {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 
+# Whether what is traced now is traced for an `autocast`.
+under_autocast: ContextVar[bool] = ContextVar("under_autocast", default=False)
 
-def last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
-    """Returns the variables that can be forgotten after each equation, by its index."""
-    last: dict[Any, int] = {}
-    for index, eqn in enumerate(jaxpr.eqns):
-        for atom in (*eqn.invars, *eqn.outvars):
-            if not isinstance(atom, Literal):
-                last[atom] = index
-    for atom in jaxpr.outvars:
-        if not isinstance(atom, Literal):
-            last.pop(atom, None)
-    forgotten: dict[int, list[Any]] = {}
-    for var, index in last.items():
-        forgotten.setdefault(index, []).append(var)
-    return forgotten
+
+def is_cast(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a product of float32 arrays, without a demand of its own."""
+    if eqn.primitive.name not in table.PRODUCTS:
+        return False
+    precision = _jax.product_precision(eqn)
+    # An algorithm such as `F32_F32_F32` names the precision of each step.
+    named = not isinstance(precision, tuple | jax.lax.Precision | None)
+    floating = filter(_is_floating, (*eqn.invars, *eqn.outvars))
+    is_typed = is_float32(eqn.outvars[0]) and all(map(is_float32, floating)) and not named
+    return is_typed and _is_of_matrices(eqn) and not _is_of_library(eqn)
+
+
+def _is_floating(atom: Any) -> bool:
+    aval = atom.aval
+    return type(aval) is ShapedArray and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _is_of_matrices(eqn: JaxprEqn) -> bool:
+    """Returns whether a product has something to sum over, and a row or a column left over.
+
+    Otherwise it is a product of elements, or a sum of such products. Half precision makes these no
+    faster, and a sum that is a loss gets the loss scale itself as its cotangent.
+    """
+    if eqn.primitive.name != "dot_general":
+        return True
+    summed, free = [], []
+    operands: list[Any] = eqn.invars
+    for atom, (contracted, batch) in zip(operands, _jax.dot_dimensions(eqn), strict=True):
+        for i, size in enumerate(atom.aval.shape):
+            is_one = type(size) is int and size == 1  # it is not a number if it is not known yet
+            if i not in batch and not is_one:
+                (summed if i in contracted else free).append(size)
+    return bool(summed and free)
+
+
+def _is_of_library(eqn: JaxprEqn) -> bool:
+    """Returns whether a product is a step of an algorithm of JAX that is written for float32."""
+    for file, function in _jax.frames_of_jax(eqn):
+        if file in table.LIBRARIES:
+            return function not in table.LIBRARY_PRODUCTS
+    return False
+
+
+def reads_half(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation casts its inputs to half precision, whatever they are."""
+    return is_cast(eqn) and not is_full_precision(eqn)
+
+
+_with_products: WeakKeyDictionary[Jaxpr, bool] = WeakKeyDictionary()
+
+
+def has_products(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation holds programs with anything that `autocast` casts by itself."""
+    return any(map(_has_products, programs(eqn)))
+
+
+def _has_products(program: Jaxpr | ClosedJaxpr) -> bool:
+    jaxpr = _jax.closed(program).jaxpr
+    if jaxpr not in _with_products:
+        eqns = [eqn for eqn in jaxpr.eqns if not is_full_precision(eqn)]
+        left = table.KERNELS | table.FLOAT32
+        _with_products[jaxpr] = any(
+            is_cast(eqn) or (eqn.primitive.name not in left and has_products(eqn)) for eqn in eqns
+        )
+    return _with_products[jaxpr]
+
+
+def equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """Returns an equation, and all equations of the programs that it holds."""
+    yield eqn
+    for program in programs(eqn):
+        for inner in program.eqns:
+            yield from equations(inner)
+
+
+def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    return (atom for atom in atoms if not isinstance(atom, Literal))
+
+
+def last_uses(jaxpr: Jaxpr) -> list[set[Any]]:
+    """Returns for each equation the variables that can be forgotten after it."""
+    read, forgotten = {*_variables(jaxpr.outvars)}, []
+    for eqn in reversed(jaxpr.eqns):
+        forgotten.append({*_variables((*eqn.invars, *eqn.outvars))} - read)
+        read |= forgotten[-1]
+    return forgotten[::-1]
 
 
 def readers(jaxpr: Jaxpr) -> collections.Counter[Any]:
     """Returns how often each variable is read."""
     atoms = itertools.chain(*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars)
-    return collections.Counter(atom for atom in atoms if not isinstance(atom, Literal))
+    return collections.Counter(_variables(atoms))
 
 
 def only_float32(jaxpr: Jaxpr) -> set[Any]:
     """Returns the differences that are read by operations in float32 alone."""
     differences = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "sub"}
-    if differences:
-        for eqn in jaxpr.eqns:
-            is_power = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
-            if eqn.primitive.name not in FLOAT32_OPERATIONS and not is_power:
-                differences.difference_update(a for a in eqn.invars if not isinstance(a, Literal))
-        differences.difference_update(a for a in jaxpr.outvars if not isinstance(a, Literal))
-    return differences
+    for eqn in jaxpr.eqns if differences else ():
+        is_power = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
+        if eqn.primitive.name not in table.FLOAT32 and not is_power:
+            differences.difference_update(_variables(eqn.invars))
+    return differences.difference(_variables(jaxpr.outvars))
 
 
-def rounded_reads(
-    jaxpr: Jaxpr, reads_half: Callable[[JaxprEqn], bool], wanted: Sequence[bool] = ()
-) -> tuple[set[Any], set[Any]]:
+def rounded_reads(jaxpr: Jaxpr, wanted: Sequence[bool] = ()) -> tuple[set[Any], set[Any]]:
     """Returns the variables that are read to be rounded to half precision, and those only read so.
 
     What commutes with that, and whose result is read only so, counts. Nothing is lost if one that
     is read only so is rounded at once.
 
-    Args:
-      jaxpr: the program.
-      reads_half: whether an equation rounds its inputs.
-      wanted: for each output whether it is. Those without one are not.
+    `wanted` says for each output whether it is rounded. Those without one are not.
     """
     rounded: set[Any] = set()
     others: set[Any] = set()
@@ -73,41 +150,33 @@ def rounded_reads(
         read(atom, is_wanted)
     for eqn in reversed(jaxpr.eqns):
         kept = [var in rounded and var not in others for var in eqn.outvars]
-        alike = eqn.primitive.name in ROUNDED_ALIKE and all(kept) and not any(programs(eqn))
+        alike = eqn.primitive.name in table.ROUNDED_ALIKE and all(kept) and not any(programs(eqn))
         halves = [alike or reads_half(eqn)] * len(eqn.invars)
         if eqn.primitive.name in _CALLS:
             with contextlib.suppress(UnknownFormError):
                 program = callee(eqn).jaxpr
-                _, found = rounded_reads(program, reads_half, kept)
+                _, found = rounded_reads(program, kept)
                 halves = [var in found for var in program.invars]
         for atom, is_rounded in zip(eqn.invars, halves, strict=True):
             read(atom, is_rounded)
     return rounded, rounded - others
 
 
-def through_products(
-    jaxpr: Jaxpr, reads_half: Callable[[JaxprEqn], bool], first: int, number: int
-) -> list[bool]:
-    """Returns for each carry whether its next value is computed from a product that reads it.
+def half_carries(loop: _jax.Scan) -> list[bool]:
+    """Returns for each carry of a loop whether it may be in half precision.
 
-    The residual stream of a scan over layers is, and the state of an RNN; a counter, a time or a
-    sum of losses is not, nor is what `full_precision` returns.
-
-    Args:
-      jaxpr: the body of a loop. Its first outputs are what it carries.
-      reads_half: whether an equation is a product in half precision.
-      first: the first input that it carries.
-      number: how many it carries.
+    It may if its next value is computed from a product that reads it. The residual stream of a scan
+    over layers is, and the state of an RNN; a counter, a time or a sum of losses is not, nor is
+    what `full_precision` returns.
     """
-    carried = range(first, first + number)
-    given = [{(i, False)} if i in carried else set() for i in range(len(jaxpr.invars))]
-    outputs = _sources(jaxpr, reads_half, given)
-    return [(i, True) in found for i, found in zip(carried, outputs, strict=False)]
+    body = loop.body.jaxpr
+    carried = range(loop.consts, loop.consts + loop.carries)
+    given = [{(i, False)} if i in carried else set() for i in range(len(body.invars))]
+    pairs = zip(carried, _sources(body, given), strict=False)
+    return [is_float32(body.invars[i]) and (i, True) in found for i, found in pairs]
 
 
-def _sources(
-    jaxpr: Jaxpr, reads_half: Callable[[JaxprEqn], bool], given: Sequence[set[Any]]
-) -> list[set[Any]]:
+def _sources(jaxpr: Jaxpr, given: Sequence[set[Any]]) -> list[set[Any]]:
     """Returns which inputs each output is computed from, and whether through a product."""
     found = dict(zip(jaxpr.invars, given, strict=True))
 
@@ -121,13 +190,8 @@ def _sources(
         outputs = [set().union(*inputs)] * len(eqn.outvars)
         if eqn.primitive.name in _CALLS:
             with contextlib.suppress(UnknownFormError):
-                outputs = _sources(callee(eqn).jaxpr, reads_half, inputs)
-        elif _holds(eqn, reads_half):
+                outputs = _sources(callee(eqn).jaxpr, inputs)
+        elif any(map(reads_half, equations(eqn))):
             outputs = [{(i, True) for i, _ in each} for each in outputs]
         found |= zip(eqn.outvars, outputs, strict=True)
     return [*map(read, jaxpr.outvars)]
-
-
-def _holds(eqn: JaxprEqn, reads_half: Callable[[JaxprEqn], bool]) -> bool:
-    inner = (inner for each in programs(eqn) for inner in each.eqns)
-    return reads_half(eqn) or any(_holds(each, reads_half) for each in inner)

@@ -15,18 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 
-from .._jax import (
-    JaxprEqn,
-    Literal,
-    bind,
-    cast,
-    context,
-    current_scopes,
-    programs,
-    rematerialize,
-    source,
-)
+from .. import _jax
+from .._jax import JaxprEqn, Literal, bind, cast, context, source
+from .readers import equations
 from .table import CHAINED_MOVES
 from .values import FLOAT32
 
@@ -35,7 +28,6 @@ LONGEST = 32
 
 # Without derivatives that depend on their inputs: they keep nothing for the backward pass.
 _LINEAR = {"add", "convert_element_type", "neg", "stop_gradient", "sub"} | CHAINED_MOVES
-
 
 _order = itertools.count()
 
@@ -66,6 +58,8 @@ def _widened_jvp(primals: Any, tangents: Any) -> Any:
 class Link:
     """An equation that is not computed yet, and the arrays or links that it reads.
 
+    It is a pytree of the arrays that its chain starts from.
+
     Attributes:
       index: which of its outputs this is.
       size: how many equations it and the links before it have.
@@ -76,11 +70,8 @@ class Link:
     def __init__(self, eqn: JaxprEqn, inputs: Sequence[Any], index: int = 0) -> None:
         self.eqn, self.inputs, self.index = eqn, inputs, index
         self.order = next(_order)
-        self.size = _number(eqn) + sum(each.size for each in inputs if isinstance(each, Link))
-
-
-def _number(eqn: JaxprEqn) -> int:
-    return 1 + sum(_number(inner) for program in programs(eqn) for inner in program.eqns)
+        links = [each for each in inputs if isinstance(each, Link)]
+        self.size = len(list(equations(eqn))) + sum(link.size for link in links)
 
 
 def compute_chain(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[Any, int]:
@@ -99,7 +90,7 @@ def compute_chain(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[A
 
     def run(*given: Any) -> list[Any]:
         values = dict(zip(arrays, jax.tree.unflatten(tree, given), strict=True))
-        inside = current_scopes()
+        inside = _jax.current_scopes()
 
         def read(atom: Any, given: Any) -> Any:
             if isinstance(atom, Literal):
@@ -121,7 +112,7 @@ def compute_chain(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[A
         if is_linear:
             return run(*leaves)[0], len(links)
         program = jax.make_jaxpr(run)(*map(jax.typeof, leaves))
-        (value,) = rematerialize(program, leaves, prevent_cse=not in_loop)
+        (value,) = _jax.rematerialize(program, leaves, prevent_cse=not in_loop)
     return value, len(links)
 
 
@@ -130,33 +121,14 @@ def inputs_of(last: Link) -> set[Any]:
     return set(_collected(last)[1])
 
 
-def parts(last: Link) -> tuple[list[Any], Callable[[Sequence[Any]], Link]]:
-    """Returns the arrays that a chain starts from, and what makes the chain of others."""
-    links, arrays = _collected(last)
-    leaves, tree = jax.tree.flatten(list(arrays.values()))
-
-    def rebuilt(given: Sequence[Any]) -> Link:
-        found = dict(zip(arrays, jax.tree.unflatten(tree, given), strict=True))
-        return _rebuilt(links, found)
-
-    return leaves, rebuilt
-
-
-def map_inputs(last: Link, name: Callable[[Any], Any]) -> Link:
+def named(last: Link, name: Callable[[Any], Any]) -> Link:
     """Returns a chain whose half-precision arrays, which the backward pass keeps, have a name."""
-    links, found = _collected(last)
-    for key, given in found.items():
+    arrays, links_and_keys = _flatten(last)
+    for i, given in enumerate(arrays):
         if isinstance(given, Narrow):
             half = name(given.half)
-            found[key] = Narrow(half, cast(half, FLOAT32))
-    return _rebuilt(links, found)
-
-
-def _rebuilt(links: Sequence[Link], found: dict[Any, Any]) -> Link:
-    for link in links:
-        inputs = [None if each is None else found[_key(each)] for each in link.inputs]
-        found[link] = Link(link.eqn, inputs, link.index)
-    return found[links[-1]]
+            arrays[i] = Narrow(half, cast(half, FLOAT32))
+    return _unflatten(links_and_keys, arrays)
 
 
 def _collected(last: Link) -> tuple[list[Link], dict[Any, Any]]:
@@ -173,11 +145,28 @@ def _collected(last: Link) -> tuple[list[Link], dict[Any, Any]]:
     return sorted(found, key=lambda link: link.order), arrays
 
 
+def _flatten(last: Link) -> tuple[list[Any], Any]:
+    links, arrays = _collected(last)
+    return list(arrays.values()), (links, list(arrays))
+
+
+def _unflatten(links_and_keys: Any, arrays: Sequence[Any]) -> Link:
+    links, keys = links_and_keys
+    found = dict(zip(keys, arrays, strict=True))
+    for link in links:
+        inputs = [None if each is None else found[_key(each)] for each in link.inputs]
+        found[link] = Link(link.eqn, inputs, link.index)
+    return found[links[-1]]
+
+
+jax.tree_util.register_pytree_node(Link, _flatten, _unflatten)
+
+
 def _key(given: Any) -> Any:
     """Returns what tells a link or an array from others: variables are those of one jaxpr."""
-    return (
-        given if isinstance(given, Link) else id(given.half if isinstance(given, Narrow) else given)
-    )
+    if isinstance(given, Link):
+        return given
+    return id(given.half if isinstance(given, Narrow) else given)
 
 
 def _is_linear(link: Link) -> bool:
@@ -185,3 +174,24 @@ def _is_linear(link: Link) -> bool:
     scaled = name == "mul" and any(isinstance(atom, Literal) for atom in atoms)
     divided = name == "div" and isinstance(atoms[1], Literal)
     return scaled or divided or name in _LINEAR
+
+
+@jax.custom_jvp
+def joined(*operands: Any) -> Any:
+    """Returns the operands of a product of activations, whose gradients are read together.
+
+    Both operands of a product with batch dimensions are large, as in attention. Its gradients need
+    one operand each. If XLA goes on with what follows from the first gradient, it keeps the operand
+    of the second meanwhile: another array of queries times keys.
+    """
+    return operands
+
+
+def _joined_jvp(operands: Any, tangents: Any) -> Any:
+    # The gradient of an operand that is a constant is not computed for this.
+    if not any(isinstance(each, SymbolicZero) for each in tangents):
+        tangents = jax.lax.optimization_barrier(tangents)
+    return tuple(operands), tuple(tangents)
+
+
+joined.defjvp(_joined_jvp, symbolic_zeros=True)

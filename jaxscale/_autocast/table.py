@@ -8,9 +8,9 @@ functions. A primitive is smaller, so the tables differ in four places:
 - A function that both list as float32, such as a norm, a loss or softmax, is made of primitives:
   its sums, exponentials, powers and quotients are in `FLOAT32`, and what follows those in it is
   computed in float32, too, because it follows its inputs.
-- A square is a power, also if it is written `x * x`: see `transform`.
+- A square is a power, also if it is written `x * x`: see `multiply`.
 - What is added to a product, such as a bias, is added in float32 as PyTorch's promotion does, and
-  the sum is rounded where half precision is read, as in its `linear`: see `transform`.
+  the sum is rounded where half precision is read, as in its `linear`: see `add`.
 - `div`, `sqrt`, `erf`, `sin` and `cos` are in neither float32 list, as the kernels of PyTorch and
   TensorFlow compute them in float32 inside. XLA's need not.
 
@@ -20,7 +20,7 @@ float16 XLA's `logistic` is 0 below -11, and the derivatives of both are 0 where
 inputs were declared so.
 
 A product gains from half precision if it is one of matrices. Dots of vectors and outer products
-are sums and products of elements, and run in float32 as those do: see `products`. So do products
+are sums and products of elements, and run in float32 as those do: see `is_cast`. So do products
 in the algorithms of `LIBRARIES`, whose coefficients and cancellations are written for float32.
 """
 
@@ -31,91 +31,75 @@ FULL_PRECISION = "jaxscale_full_precision"
 BOUNDARY = "jaxscale_scale_backward"
 
 # Half precision: matrix products and convolutions.
-PRODUCTS = frozenset(
-    ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"),
-)
+PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 
 # Modules of JAX whose products run in float32, by their files, except in the functions that are
-# themselves products or convolutions. `products` looks for them among the frames of an equation,
-# from the innermost.
-LIBRARIES = frozenset(
-    (
-        *("numpy/linalg.py", "scipy/linalg.py", "lax/linalg.py", "tpu/linalg/qdwh.py"),
-        *("scipy/signal.py", "image/scale.py"),
-    )
-)
-LIBRARY_PRODUCTS = frozenset(("matmul", "multi_dot", "tensordot", "_convolve_nd"))
+# themselves products or convolutions. They are looked for among the frames of an equation, from the
+# innermost.
+LIBRARIES = {
+    *("numpy/linalg.py", "scipy/linalg.py", "lax/linalg.py", "tpu/linalg/qdwh.py"),
+    *("scipy/signal.py", "image/scale.py"),
+}
+LIBRARY_PRODUCTS = {"matmul", "multi_dot", "tensordot", "_convolve_nd"}
 
 # Float32, whatever comes in. The results stay in float32, as float16 may not hold them. First
 # those that treat each element by itself:
-FLOAT32_ELEMENTWISE = frozenset(
-    (
-        # powers, quotients and roots
-        *("pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt", "div", "rem"),
-        # exponentials and logarithms
-        *("exp", "exp2", "expm1", "log", "log1p"),
-        # trigonometry
-        *("sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
-        *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
-        # special functions
-        *("logistic", "erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "zeta"),
-        *("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta"),
-        *("bessel_i0e", "bessel_i1e"),
-    )
-)
-FLOAT32 = FLOAT32_ELEMENTWISE | frozenset(
-    (
-        # sums and products over elements, also those that end in one place of many
-        *("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum"),
-        *("scatter-add", "scatter-sub", "scatter-mul", "select_and_scatter_add"),
-        *("psum", "psum_invariant", "reduce_scatter"),
-        # linear algebra and transforms, which have no kernels for half precision
-        *("cholesky", "cholesky_update", "custom_linear_solve", "eig", "eigh", "fft", "geqrf"),
-        *("geqp3", "hessenberg", "householder_product", "lu", "ormqr", "qr", "schur", "svd"),
-        *("symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve"),
-    )
-)
+FLOAT32_ELEMENTWISE = {
+    # powers, quotients and roots
+    *("pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt", "div", "rem"),
+    # exponentials and logarithms
+    *("exp", "exp2", "expm1", "log", "log1p"),
+    # trigonometry
+    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
+    *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
+    # special functions
+    *("logistic", "erf", "erfc", "erf_inv", "lgamma", "digamma", "polygamma", "zeta"),
+    *("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta"),
+    *("bessel_i0e", "bessel_i1e"),
+}
+FLOAT32 = FLOAT32_ELEMENTWISE | {
+    # sums and products over elements, also those that end in one place of many
+    *("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum"),
+    *("scatter-add", "scatter-sub", "scatter-mul", "select_and_scatter_add"),
+    *("psum", "psum_invariant", "reduce_scatter"),
+    # linear algebra and transforms, which have no kernels for half precision
+    *("cholesky", "cholesky_update", "custom_linear_solve", "eig", "eigh", "fft", "geqrf"),
+    *("geqp3", "hessenberg", "householder_product", "lu", "ormqr", "qr", "schur", "svd"),
+    *("symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve"),
+}
 
 # These follow their inputs: half precision if all floating-point arrays among those are, otherwise
 # float32.
-ELEMENTWISE = frozenset(
-    (
-        *("abs", "add", "add_any", "ceil", "clamp", "floor", "max", "min", "mul", "neg"),
-        *("round", "select_n", "sign", "sub"),
-        *("eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "ne"),
-    )
-)
+ELEMENTWISE = {
+    *("abs", "add", "add_any", "ceil", "clamp", "floor", "max", "min", "mul", "neg"),
+    *("round", "select_n", "sign", "sub"),
+    *("eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "ne"),
+}
 
 # These follow their inputs, too, and only move the elements of one array.
-MOVES = frozenset(
-    (
-        *("broadcast_in_dim", "copy", "copy_p", "device_put", "dynamic_slice", "expand_dims"),
-        *("gather", "layout_constraint", "mesh_cast", "name", "pvary", "reshape", "reshard"),
-        *("rev", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "tile"),
-        *("transpose", "unstack", "with_memory_space_constraint"),
-    )
-)
+MOVES = {
+    *("broadcast_in_dim", "copy", "copy_p", "device_put", "dynamic_slice", "expand_dims"),
+    *("gather", "layout_constraint", "mesh_cast", "name", "pvary", "reshape", "reshard"),
+    *("rev", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "tile"),
+    *("transpose", "unstack", "with_memory_space_constraint"),
+}
 
 # These follow their inputs, too: they move or choose elements of several arrays.
-CHOICES = frozenset(
-    (
-        *("all_gather", "all_gather_invariant", "all_to_all", "approx_top_k", "argmax", "argmin"),
-        *("concatenate", "cummax", "cummin", "dynamic_update_slice", "optimization_barrier"),
-        *("pad", "pbroadcast", "pmax", "pmin", "ppermute", "reduce_max", "reduce_min"),
-        *("reduce_window_max", "reduce_window_min", "scatter", "sort", "stack", "top_k"),
-    )
-)
+CHOICES = {
+    *("all_gather", "all_gather_invariant", "all_to_all", "approx_top_k", "argmax", "argmin"),
+    *("concatenate", "cummax", "cummin", "dynamic_update_slice", "optimization_barrier"),
+    *("pad", "pbroadcast", "pmax", "pmin", "ppermute", "reduce_max", "reduce_min"),
+    *("reduce_window_max", "reduce_window_min", "scatter", "sort", "stack", "top_k"),
+}
 
 # Of those that follow their inputs: the derivatives are sums over elements or quotients. They run
 # in float32 on half-precision arrays and their results come back, which changes no bit of these,
 # so that those sums are in float32.
-SUMMED_BACKWARD = frozenset(
-    (
-        *("approx_top_k", "broadcast_in_dim", "cummax", "cummin", "gather", "pad", "pvary"),
-        *("reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min", "scatter"),
-        *("sort", "tile", "top_k"),
-    )
-)
+SUMMED_BACKWARD = {
+    *("approx_top_k", "broadcast_in_dim", "cummax", "cummin", "gather", "pad", "pvary"),
+    *("reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min", "scatter"),
+    *("sort", "tile", "top_k"),
+}
 
 # To round before these is to round after them: they move or choose elements, or change a sign.
 ROUNDED_ALIKE = (
@@ -125,19 +109,15 @@ ROUNDED_ALIKE = (
 )
 
 # Elementwise operations in float32 on half-precision arrays are computed again in the backward
-# pass, as their inputs need half the memory (see `chains`), together with these:
-CHAINED_MOVES = frozenset(
-    (
-        *("broadcast_in_dim", "concatenate", "copy", "expand_dims", "pad", "reshape", "rev"),
-        *("sharding_constraint", "slice", "split", "squeeze", "transpose"),
-    )
-)
-CHAINED = (
-    FLOAT32_ELEMENTWISE | ELEMENTWISE | CHAINED_MOVES | {"convert_element_type", "stop_gradient"}
-)
-
+# pass, as their inputs need half the memory (see `recompute.py`), together with these:
+CHAINED_MOVES = {
+    *("broadcast_in_dim", "concatenate", "copy", "expand_dims", "pad", "reshape", "rev"),
+    *("sharding_constraint", "slice", "split", "squeeze", "transpose"),
+}
 # Calls are part of a chain, too, if all that they hold is.
-CALLS = frozenset(("custom_jvp_call", "jit", "pjit"))
+CALLS = {"custom_jvp_call", "jit", "pjit"}
+CHAINED = FLOAT32_ELEMENTWISE | ELEMENTWISE | CHAINED_MOVES | CALLS
+CHAINED |= {"convert_element_type", "stop_gradient"}
 
 # Kernels that are written for the precision that they have.
 KERNELS = {"pallas_call", "composite", "custom_partitioning", "core_map", "mpmd_map"}

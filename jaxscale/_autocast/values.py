@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 
-from .._jax import JaxprEqn, Literal, scope_names
+from .._jax import JaxprEqn, Literal, cast, scope_names
 from .table import BOUNDARY, FULL_PRECISION
 
 FLOAT32 = np.dtype("float32")
@@ -51,12 +51,6 @@ def is_float32(atom: Any) -> bool:
     return type(aval) is ShapedArray and aval.dtype == FLOAT32
 
 
-def is_floating(atom: Any) -> bool:
-    """Returns whether a variable or a literal is an array of floating-point or complex numbers."""
-    aval = atom.aval
-    return type(aval) is ShapedArray and jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
 def is_full_precision(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is part of what `full_precision` has marked."""
     return FULL_PRECISION in scope_names(eqn)
@@ -74,12 +68,7 @@ def flushes(dtype: Any) -> bool:
 
 
 def check_cotangent(cotangent: Any, name: str = "") -> None:
-    """Raises a `TypeError` if what comes back to a boundary has flushed before it.
-
-    Args:
-      cotangent: the cotangent of an output, or a symbolic zero.
-      name: where the output is.
-    """
+    """Raises a `TypeError` if what comes back to the output of that name flushed before it."""
     if not isinstance(cotangent, SymbolicZero) and flushes(cotangent.dtype):
         raise TypeError(
             f"`scale_backward(fun)`: the output{name and ' '}{name} is {cotangent.dtype} and a "
@@ -91,6 +80,20 @@ def check_cotangent(cotangent: Any, name: str = "") -> None:
 def has_dtype(value: Any, dtype: Any) -> bool:
     """Returns whether a value is of a dtype. The numbers of a program need not have one."""
     return getattr(value, "dtype", None) == dtype
+
+
+def as_declared(value: Any, atom: Any) -> Any:
+    """Returns a value in the dtype that a program declares."""
+    if not is_float32(atom):
+        return value
+    weak_type = atom.aval.weak_type
+    is_same = has_dtype(value, FLOAT32) and getattr(value, "weak_type", False) == weak_type
+    return value if is_same else cast(value, FLOAT32, weak_type)
+
+
+def parameter(var: Any) -> Kind:
+    """Returns the kind of an array that a program is given."""
+    return Parameter(elements(var)) if is_float32(var) else None
 
 
 def literal_kind(literal: Literal, dtype: Any) -> Kind:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from .._autocast.products import under_autocast
+from .._autocast.readers import under_autocast
 from .._autocast.table import BOUNDARY
 from .._autocast.values import check_cotangent, flushes
 from .._jax import (

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _jax
-from .._autocast.products import reads_half
+from .._autocast.readers import reads_half
 from .._jax import ClosedJaxpr, JaxprEqn, Literal, UnknownFormError, bind, context, programs, source
 
 

@@ -116,18 +116,20 @@ def test_half_carries_are_those_that_are_computed_from_a_product_of_themselves(n
     after, dtype = CARRIED[name]
 
     def fun(x, ws):
-        # It carries, too, a token and the sum of what a product makes of the other.
+        # It carries, too, a token and the sum of what a product makes of the other. What it stacks
+        # is in half precision in any case.
         def body(carry, w):
             x, token, total = carry
             token = jnp.argmax(token * X[0] @ w).astype("int32")
-            return (after(x, w), token, total + jnp.sum(x @ w)), None
+            return (after(x, w), token, total + jnp.sum(x @ w)), jnp.abs(x @ w)
 
-        return jax.lax.scan(body, (x, 1, 0.0), ws)[0]
+        (x, token, total), stacked = jax.lax.scan(body, (x, 1, 0.0), ws)
+        return x, token, total, stacked
 
     for half_carries, expected in ((False, "float32"), (True, dtype)):
         cast = jaxscale.autocast(fun, half_carries=half_carries)
         (scan,) = [e for e in jax.make_jaxpr(cast)(X, W).eqns if e.primitive.name == "scan"]
-        assert [var.aval.dtype for var in scan.outvars] == [expected, "int32", "float32"]
+        assert [var.aval.dtype for var in scan.outvars] == [expected, "int32", "float32", "float16"]
         for differentiated in (lambda f: f, lambda f: jax.grad(lambda *args: jnp.sum(f(*args)[0]))):
             actual, plain = differentiated(cast)(X, W), differentiated(fun)(X, W)
             assert avals(actual) == avals(plain)

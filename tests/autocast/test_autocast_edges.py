@@ -47,28 +47,34 @@ def test_other_dtypes_are_untouched(dtype):
         assert_same_bits(jaxscale.autocast(fun)(x), fun(x))
 
 
-@cases("size", [1000, 100_000], fast=[1000])
-def test_long_programs_do_not_recurse(size):
+def test_long_programs_do_not_recurse():
     def long(x):
         y = x @ x
-        for i in range(size // 2):
+        for i in range(2000):
             y = jax.lax.exp(jax.lax.neg(y)) if i % 2 else jax.lax.neg(jax.lax.neg(y))
         return y
 
-    assert len(primitives(jaxscale.autocast(long), jnp.ones((2, 2)))) >= size
+    assert len(primitives(jaxscale.autocast(long), jnp.ones((2, 2)))) >= 4000
 
 
-def test_reductions_between_chains_do_not_make_the_program_grow():
-    def deep(x, size):
-        y = x @ x
-        for _ in range(size):
-            y = jnp.exp(y) - jnp.sum(y)
-        return y
+def long_chain(x):
+    for _ in range(200):
+        x = jnp.exp(x) - jnp.sum(x)
+    return x
 
-    plain, cast = (
-        len(primitives(lambda x, f=f: f(x, 200), jnp.ones((2, 2))))
-        for f in (deep, jaxscale.autocast(deep))
-    )
+
+def many_readers(x):
+    for _ in range(20):
+        x = jnp.exp(x)
+    return sum(jnp.sum(jnp.sin(x) ** i) for i in range(100))
+
+
+@cases("after", [long_chain, many_readers])
+def test_reductions_between_chains_do_not_make_the_program_grow(after):
+    def fun(x):
+        return after(x @ x)
+
+    plain, cast = (len(primitives(f, jnp.ones((2, 2)))) for f in (fun, jaxscale.autocast(fun)))
     assert cast <= 5 * plain
 
 
@@ -79,11 +85,8 @@ def test_chains_have_a_barrier_where_the_backward_pass_is_part_of_the_same_progr
     def scanned(x, ws):
         return jax.lax.scan(layer, x, ws)[0]
 
-    def unrolled(x, ws):
-        return layer(layer(x, ws[0])[0], ws[1])[0]
-
-    for fun, has_barrier in ((scanned, False), (unrolled, True)):
-        jaxpr = jax.make_jaxpr(jaxscale.autocast(fun))(X, W[:2])
+    for fun, ws, has_barrier in ((scanned, W, False), (layer, W[0], True)):
+        jaxpr = jax.make_jaxpr(jaxscale.autocast(fun))(X, ws)
         found = {e.params.get("prevent_cse") for e in equations(jaxpr)} - {None}
         assert found == {has_barrier}
 
@@ -133,96 +136,68 @@ def test_full_precision_leaves_a_part_as_it_is_written():
 
 
 def test_what_is_not_an_array_reaches_the_function_as_it_is():
-    def fun(x, *, number, text, array, flag, function, none=None):
+    def fun(x, *, number, text, array, function, none=None):
         assert type(number) is int
-        assert (text, flag, none) == ("text", True, None)
+        assert (text, none) == ("text", None)
         assert isinstance(array, np.ndarray)
         return function(x @ x) * number if number > 2 else x
 
     cast = jaxscale.autocast(fun)
-    arguments = {"number": 3, "text": "text", "array": np.ones(2), "flag": True}
-    arguments["function"] = jnp.tanh
+    arguments = {"number": 3, "text": "text", "array": np.ones(2), "function": jnp.tanh}
     np.testing.assert_allclose(cast(W[0], **arguments), fun(W[0], **arguments), atol=5e-3)
-    jitted = jax.jit(cast, static_argnames=["text", "array", "flag", "function", "number", "none"])
-    arguments["array"] = None
-    with pytest.raises(AssertionError):
-        jitted(W[0], **arguments)  # the one thing that differs
     assert inspect.signature(cast) == inspect.signature(fun)
     assert cast.__name__ == "fun"
 
 
-def test_arguments_that_the_function_closes_over_are_differentiated():
-    def loss(w):
-        return jaxscale.autocast(lambda x: jnp.mean((x @ w) ** 2))(X)
-
-    gradient = jax.grad(loss)(W[0])
-    expected = jax.grad(lambda w: jnp.mean((X @ w) ** 2))(W[0])
-    assert gradient.dtype == jnp.float32
-    np.testing.assert_allclose(gradient, expected, atol=2e-3)
-
-
 @pytest.mark.slow
 def test_it_composes_with_transformations():
-    fun = PROGRAMS["mlp"][0]
+    def plain(x):
+        return PROGRAMS["mlp"][0]({"w": W, "b": jnp.zeros(8)}, x)[0]
 
-    def loss(f):
-        return lambda x: f({"w": W, "b": jnp.zeros(8)}, x)[0]
-
-    plain, cast = loss(fun), loss(jaxscale.autocast(fun))
-    stacked = jnp.stack([X, X + 1])
-    close = functools.partial(np.testing.assert_allclose, rtol=0.02, atol=2e-3)
-    close(jax.vmap(cast)(stacked), jax.vmap(plain)(stacked))
-    close(jaxscale.autocast(jax.vmap(plain))(stacked), jax.vmap(plain)(stacked))
-    close(jax.jvp(cast, (X,), (X,)), jax.jvp(plain, (X,), (X,)))
-    close(jax.hessian(cast)(X), jax.hessian(plain)(X))
-    close(jaxscale.autocast(jax.grad(plain))(X), jax.grad(plain)(X))
-    close(jax.lax.map(cast, stacked), jax.vmap(plain)(stacked))
-    close(jax.grad(jax.checkpoint(cast))(X), jax.grad(plain)(X))
-    scaling = jaxscale.DynamicLossScale().init()
-    value, gradient = jaxscale.value_and_grad(cast, scaling)(X)
-    close(value, plain(X))
-    close(gradient, jax.grad(plain)(X))
+    cast, xs = jaxscale.autocast(plain), jnp.stack([X, X + 1])
+    gradient, batch = jax.grad(plain)(X), jax.vmap(plain)(xs)
+    for actual, expected in {
+        "vmap": (jax.vmap(cast)(xs), batch),
+        "of a vmap": (jaxscale.autocast(jax.vmap(plain))(xs), batch),
+        "map": (jax.lax.map(cast, xs), batch),
+        "jvp": (jax.jvp(cast, (X,), (X,)), jax.jvp(plain, (X,), (X,))),
+        "hessian": (jax.hessian(cast)(X), jax.hessian(plain)(X)),
+        "of a gradient": (jaxscale.autocast(jax.grad(plain))(X), gradient),
+        "remat": (jax.grad(jax.checkpoint(cast))(X), gradient),
+        "closed over": (jax.grad(lambda x: jaxscale.autocast(lambda: plain(x))())(X), gradient),
+        "value_and_grad": (jaxscale.grad(cast, jaxscale.DynamicLossScale().init())(X), gradient),
+    }.values():
+        np.testing.assert_allclose(actual, expected, rtol=0.02, atol=2e-3)
 
 
-def test_kernels_run_as_they_are_written():
-    def kernel(x_ref, y_ref, out_ref):
+def kernel(w, x):
+    def multiply(x_ref, y_ref, out_ref):
         out_ref[...] = x_ref[...] @ y_ref[...]
 
-    def fun(w, x):
-        shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-        call = pallas.pallas_call(kernel, out_shape=shape, interpret=True)
-        return call(w @ x, x) @ x
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kinds = products(jaxscale.autocast(fun), W[0], W[1])
-    assert sorted(map(str, kinds)) == ["{'float16'}", "{'float16'}", "{'float32'}"]
-    np.testing.assert_allclose(
-        jaxscale.autocast(fun)(W[0], W[1]), fun(W[0], W[1]), rtol=0.02, atol=0.01
-    )
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    call = pallas.pallas_call(multiply, out_shape=shape, interpret=True)
+    return call(w @ x, x) @ x
 
 
-def solved(w, x):
+def solver(w, x):
     return jax.lax.custom_linear_solve(
         lambda v: w @ v + 3 * v, x.T @ x @ jnp.ones(8), lambda _, b: b / 3
     )
 
 
-def test_linear_solvers_are_in_float32():
+@cases("fun", [kernel, solver])
+def test_kernels_run_as_they_are_written_and_linear_solvers_in_float32(fun):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kinds = products(jaxscale.autocast(solved), W[0], X)
+        kinds = products(jaxscale.autocast(fun), W[0], W[1])
     assert sorted(map(str, kinds)) == ["{'float16'}", "{'float16'}", "{'float32'}"]
+    result, expected = jaxscale.autocast(fun)(W[0], W[1]), fun(W[0], W[1])
+    np.testing.assert_allclose(result, expected, rtol=0.02, atol=0.01)
 
 
-@jax.custom_batching.custom_vmap
-def batched_by_hand(w, x):
-    return x @ w
-
-
-@batched_by_hand.def_vmap
-def _(size, is_batched, w, x):
-    return x @ w, True
+# The rule for `vmap`, which it needs, is not used.
+batched_by_hand = jax.custom_batching.custom_vmap(lambda w, x: x @ w)
+batched_by_hand.def_vmap(lambda *_: None)
 
 
 def test_a_primitive_without_a_rule_is_named_once_and_runs_as_written():
@@ -237,7 +212,7 @@ def test_a_primitive_without_a_rule_is_named_once_and_runs_as_written():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="full_precision"):
             jaxscale.autocast(fun)(W[0], X)
-        jaxscale.autocast(lambda w, x: jaxscale.full_precision(batched_by_hand)(w, x))(W[0], X)
+        jaxscale.autocast(jaxscale.full_precision(batched_by_hand))(W[0], X)
 
 
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no refs")
@@ -257,10 +232,9 @@ NAMED = r"`autocast\(dtype\)` must be float16 or bfloat16, or"
 FIRST = r"Pass the function first.*functools\.partial"
 BAD_INPUT = {
     f"dtype={dtype}": (lambda dtype=dtype: jaxscale.autocast(jnp.tanh, dtype=dtype), NAMED)
-    for dtype in ["float64", "int8", "float8_e4m3fn", "half a dozen", None, "complex64", 16]
+    for dtype in ["float64", "float8_e4m3fn", "half a dozen", None]
 } | {
     "a type first": (lambda: jaxscale.autocast(jnp.bfloat16), FIRST),
-    "a dtype first": (lambda: jaxscale.autocast(jnp.dtype("float16")), FIRST),
     "text first": (lambda: jaxscale.autocast("float16"), FIRST),
     "autocast": (lambda: jaxscale.autocast(X), r"`autocast\(fun\)` must .*, got ArrayImpl"),
     "full": (lambda: jaxscale.full_precision(X), r"`full_precision\(fun\)` must .*, got ArrayImpl"),
@@ -279,16 +253,6 @@ def test_help_shows_the_table():
     assert set(shown) >= table.PRODUCTS | table.FLOAT32
     tables = [table.PRODUCTS, table.FLOAT32, table.ELEMENTWISE, table.MOVES, table.CHOICES]
     assert len(frozenset().union(*tables)) == sum(map(len, tables))  # none is in two of them
-
-
-def test_what_a_loop_carries_keeps_its_dtype_and_what_it_stacks_is_half():
-    def fun(x, ws):
-        return jax.lax.scan(lambda c, w: (c @ w, jnp.abs(c @ w)), x, ws)
-
-    jaxpr = jax.make_jaxpr(jaxscale.autocast(fun))(X, W)
-    (scan,) = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
-    assert [var.aval.dtype for var in scan.outvars] == [jnp.float32, jnp.float16]
-    assert jaxpr.out_avals[1].dtype == jnp.float32
 
 
 def test_gradients_of_a_product_of_activations_are_read_together():
@@ -347,7 +311,7 @@ def test_what_is_rewritten_is_forgotten_with_its_program():
 
     def remembered():
         gc.collect()
-        return len(_autocast(jnp.dtype("float16"), False).rewritten)
+        return len(_autocast("float16", False).rewritten)
 
     once(0)
     jax.clear_caches()

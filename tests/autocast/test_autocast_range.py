@@ -1,7 +1,5 @@
 """What stays in float32: what float16 does not hold, and all that is added to a product."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,35 +12,20 @@ import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
-
 F32 = frozenset({"float32"})
-
-
 BIG = jnp.full((4, 4), 100.0)  # their product is 40000, of which float16 holds no square
 LARGE = {
-    "square": lambda x: jnp.sum(jnp.square(x @ x)),
     "x * x": lambda x: (lambda y: jnp.sum(y * y))(x @ x),
-    "power": lambda x: jnp.sum((x @ x) ** 3),
-    "sum": lambda x: jnp.sum(x @ x),
-    "norm": lambda x: jnp.linalg.norm(x @ x),
-    "exp": lambda x: jnp.sum(jnp.exp((x @ x) / 1000.0)),
-    "quotient": lambda x: jnp.sum((x @ x) / 1e-3),
-    "cumulative sum": lambda x: jnp.cumsum(x @ x)[-1],
     "through a call": lambda x: jnp.sum(jax.jit(jnp.exp)((x @ x) / 1000.0)),
     "through a scan": lambda x: jax.lax.scan(lambda c, y: (c + y, y**2), x[0], x @ x)[1].sum(),
     "variance": lambda x: jnp.var((x @ x) * jnp.arange(4.0)[None] / 4.0),
-    "scatter": lambda x: jnp.zeros(2).at[jnp.zeros(16, int)].add((x @ x).ravel())[0],
-    "convolution": lambda x: jnp.sum(jnp.convolve(x[0], x[1], "same") ** 2),
     # Programs that an equation holds are typed in float32.
     "apply": lambda x: (x @ x).at[0].apply(jnp.square),
     "reduce": lambda x: jax.lax.reduce(x @ x, 0.0, lambda a, b: a * 1e-9 * b + a + b, (0,)),
-    "window": lambda x: jax.lax.reduce_window(
-        x @ x, 0.0, lambda a, b: a * 1e-9 * b + a + b, (2, 1), (1, 1), "SAME"
-    ),
 }
 
 
-@cases("name", LARGE, fast=["x * x", "norm", "apply", "reduce"])
+@cases("name", LARGE, fast=["x * x", "apply", "reduce"])
 def test_what_float16_does_not_hold_stays_in_float32(name):
     np.testing.assert_allclose(jaxscale.autocast(LARGE[name])(BIG), LARGE[name](BIG), rtol=2e-3)
 
@@ -75,9 +58,8 @@ def test_a_difference_before_an_exponential_is_not_rounded():
 
 def test_derivative_rules_decide_at_their_edge():
     cast = jaxscale.autocast(lambda w, x: jnp.sum(jax.nn.relu(x @ w)))
-    assert (
-        jax.jit(jax.grad(cast))(jnp.zeros((8, 8)), X) == 0
-    ).all()  # that of a maximum would be a half
+    # That of a maximum would be a half.
+    assert not jax.jit(jax.grad(cast))(jnp.zeros((8, 8)), X).any()
     large = jaxscale.autocast(lambda w, x: jax.nn.logsumexp(x @ w) + jax.nn.softmax(x @ w)[0, 0])
     value, gradient = jax.jit(jax.value_and_grad(large))(jnp.eye(8) * 1000, X)
     assert jnp.isfinite(value)
@@ -140,10 +122,7 @@ ADDED = {
     "concatenate": lambda b: jnp.concatenate([X @ W[0] + b, X]),
     "relu": lambda b: jax.nn.relu(X @ W[0] + b),
     "softplus": lambda b: jax.nn.softplus(X @ W[0] + b),
-    "silu": lambda b: jax.nn.silu(X @ W[0] + b),
-    "where": lambda b: jnp.where(X > 0, X @ W[0] + b, 0.0),
     "residual": lambda b: (lambda y: y + jnp.tanh(y) @ W[1])(X @ W[0] + b),
-    "loss": lambda b: jnp.sqrt(jnp.mean((X @ W[0] + b) ** 2)),
     "jit": lambda b: jax.jit(lambda b: X @ W[0] + b)(b),
     "jit of a sum": lambda b: jax.jit(lambda y: jnp.max(y, 0) + 1)(X @ W[0] + b),
     "remat": lambda b: jax.checkpoint(lambda y: jnp.sin(y * 1e-5))(X @ W[0] + b),
@@ -167,16 +146,12 @@ def test_what_is_added_to_a_product_is_added_in_float32(name):
     assert set(map(frozenset, products(half, LARGE_BIAS))) == {frozenset({"float16"})}
 
 
-@cases(
-    "name, normalize",
-    itertools.product(MASKS, [jax.nn.softmax, jax.nn.log_softmax]),
-    fast=[("keys", jax.nn.softmax)],
-)
-def test_a_mask_that_is_added_is_no_bias(name, normalize):
+@cases("name", MASKS, fast=["keys"])
+def test_a_mask_that_is_added_is_no_bias(name):
     q = jnp.reshape(W[:2], (2, 4, 2, 8))
 
     def fun(q, mask):
-        return normalize(jnp.einsum("bqhd,bkhd->bhqk", q, q) + mask)
+        return jax.nn.log_softmax(jnp.einsum("bqhd,bkhd->bhqk", q, q) + mask)
 
     given = MASKS[name]
     for half in (
@@ -211,14 +186,3 @@ def test_gradients_from_several_chains_are_added_in_float32():
 
     gradient = jax.jit(jax.grad(jaxscale.autocast(fun)))(jnp.ones((2, 2)))
     np.testing.assert_allclose(gradient, -0.5 * np.e, rtol=2e-3)  # the spacing of halves: 2
-
-
-def test_the_gradient_of_a_bias_is_added_in_float32():
-    # 4096 ones: float16 counts to 2048.
-    fun = jaxscale.autocast(lambda b, x: jnp.sum(x @ jnp.ones((2, 1)) + b[None]))
-    gradient = jax.jit(jax.grad(fun))(jnp.zeros(1), jnp.ones((4096, 2)))
-    assert gradient == 4096
-    moved = jaxscale.autocast(lambda w: jnp.sum(jnp.tile(w @ w, (4096, 1)) * 0.5))
-    assert (jax.jit(jax.grad(moved))(jnp.eye(2)) == 4096).all()
-    found = primitives(jax.grad(moved), jnp.eye(2))
-    assert {frozenset(kinds) for name, kinds in found if name == "reduce_sum"} == {F32}

@@ -76,12 +76,7 @@ def compiled(fun, *args):
 def prepare(name, kind, size, steps, expected=None):
     """Returns the report of a method, and what times its tracing and compiling.
 
-    Args:
-      name: of the method.
-      kind: the name of the model.
-      size: of the model.
-      steps: how many to train.
-      expected: the gradients of float32, NumPy arrays. Without them, the report has the gradients.
+    Without the gradients of float32 that are expected, the report has the gradients themselves.
     """
     jax.config.update("jax_enable_compilation_cache", False)
     task = models.MODELS[kind](size)
@@ -107,25 +102,18 @@ def prepare(name, kind, size, steps, expected=None):
         rounded = jax.tree.map(lambda p: p.astype(jnp.float16).astype(jnp.float32), params)
         report["from_rounded"] = train(program, rounded, task, steps)
 
-    def run(seconds):
-        del seconds  # once, however long it takes
-        return compiled(step, params, batch)[1]
-
-    return report, run
+    return report, lambda _: compiled(step, params, batch)[1]  # once, however long it takes
 
 
 def cosines(grads, expected):
     """Returns the cosine of the whole tree, and of the leaf where it is smallest."""
 
-    def cosine(pairs):
-        inner, one, other = (
-            sum(np.vdot(pair[i], pair[j]) for pair in pairs) for i, j in ((0, 1), (0, 0), (1, 1))
-        )
-        return float(inner / np.sqrt(one * other)) if one * other else 0.0
+    def cosine(one, other):
+        norms = np.linalg.norm(one) * np.linalg.norm(other)
+        return float(np.vdot(one, other) / norms) if norms else 0.0
 
-    pairs = list(zip(grads, expected, strict=True))
-    leaves = [cosine([pair]) for pair in pairs]
-    return {"cosine": cosine(pairs), "smallest_cosine": min(leaves)}
+    whole = [np.concatenate([*map(np.ravel, leaves)]) for leaves in (grads, expected)]
+    return {"cosine": cosine(*whole), "smallest_cosine": min(map(cosine, grads, expected))}
 
 
 def train(program, params, task, steps):
@@ -193,30 +181,31 @@ def table(row):
     return result
 
 
-def measure(kind, size, names, steps, rounds, limit, h100, show):
+def measure(kind, names, options, show):
     """Returns the row of a model."""
     first, *others = names
-    ready, reports = processes.prepare({first: (prepare, first, kind, size, steps)}, limit, show)
+    model, limit = (kind, options.size, options.steps), options.limit
+    ready, reports = processes.prepare({first: (prepare, first, *model)}, limit, show)
     if "error" in reports[first]:
         raise SystemExit(f"{first}: {reports[first]['error']}")
     grads = reports[first].pop("grads")
     reports[first] |= cosines(grads, grads)
-    jobs = {name: (prepare, name, kind, size, steps, grads) for name in others}
+    jobs = {name: (prepare, name, *model, grads) for name in others}
     more, of_others = processes.prepare(jobs, limit, show)
     ready, reports = ready | more, reports | of_others
-    turns = processes.take_turns(ready, rounds, None, show)
+    turns = processes.take_turns(ready, options.rounds, None, show)
     for name, taken in turns.items():
         for key in ("trace", "compile"):
             seconds = statistics.median(turn[f"{key}_s"] for turn in taken)
             ratio = processes.ratio(taken, turns[first], f"{key}_s")
             reports[name][key] = ratio | {"seconds": seconds}
-    for name in ready if h100 else ():
+    for name in ready if options.h100 else ():
         show(f"{name}: compiling for an H100")
-        report = processes.call(compile_for_h100, name, kind, h100, limit=limit)
-        reports[name]["h100"] = {"size": h100} | report
-    parameters = reports[first]["parameters"]
-    row = {"model": kind, "size": size, "parameters": parameters, "steps": steps}
-    return row | {"scale": SCALE, "methods": reports}
+        report = processes.call(compile_for_h100, name, kind, options.h100, limit=limit)
+        reports[name]["h100"] = {"size": options.h100} | report
+    parameters, fixed = reports[first]["parameters"], {"steps": options.steps, "scale": SCALE}
+    row = {"model": kind, "size": options.size, "parameters": parameters}
+    return row | fixed | {"methods": reports}
 
 
 def main():
@@ -238,8 +227,7 @@ def main():
     console.print(machine.line(result["machine"]))
     with console.status("") as status:
         for kind in options.models:
-            fixed = options.steps, options.rounds, options.limit, options.h100, status.update
-            row = measure(kind, options.size, casts.apart(names, kind), *fixed)
+            row = measure(kind, casts.apart(names, kind), options, status.update)
             result["rows"].append(row)
             console.print(table(row))
             for name, report in row["methods"].items():

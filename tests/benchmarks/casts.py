@@ -1,7 +1,7 @@
 """One way to float16 for each method: ``method(task) -> loss_fn(params, batch)``.
 
 Parameters, gradients and losses are float32 for all of them. Each is what its own documentation
-has for a model that is written for float32; what a user has to write for it is in `EDITS`.
+has for a model that is written for float32.
 """
 
 import jax
@@ -88,32 +88,21 @@ def flax_dtype_and_softmax(task):
     return flax_dtype(task, attention={"force_fp32_for_softmax": True})
 
 
-FLOAT32 = "float32"
+FLOAT32, HALF_CARRIES = "float32", "jaxscale.autocast, half_carries"
+FLOAT32_SOFTMAX = "Flax dtype, float32 softmax"
 METHODS = {
     FLOAT32: float32,
     "jaxscale.autocast": autocast,
-    "jaxscale.autocast, half_carries": half_carries,
+    HALF_CARRIES: half_carries,
     "jaxamp": jaxamp,
     "jmp": jmp,
     "MPX": mpx,
     "Flax dtype": flax_dtype,
-    "Flax dtype, float32 softmax": flax_dtype_and_softmax,
-}
-EDITS = {
-    FLOAT32: "",
-    "jaxscale.autocast": "none",
-    "jaxscale.autocast, half_carries": "none",
-    "jaxamp": "none",
-    "jmp": "casts around the model",
-    "MPX": "casts; softmax and loss",
-    "Flax dtype": "each layer; cast of the loss",
-    "Flax dtype, float32 softmax": "each layer; softmax; cast of the loss",
+    FLOAT32_SOFTMAX: flax_dtype_and_softmax,
 }
 
 
 def apart(names, kind):
     """Returns those names whose methods differ for this model, by its attention and its loop."""
-    needed = {"softmax": "transformer", "half_carries": "scanned"}
-    return [
-        name for name in names if all(part in kind for word, part in needed.items() if word in name)
-    ]
+    needed = {FLOAT32_SOFTMAX: "transformer", HALF_CARRIES: "scanned"}
+    return [name for name in names if needed.get(name, "") in kind]
