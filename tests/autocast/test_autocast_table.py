@@ -1,5 +1,6 @@
 """Laws of the table of `autocast`: operation by operation, and functions of JAX and Optax."""
 
+import contextlib
 import inspect
 import itertools
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import jax.scipy.linalg
 import jax.scipy.signal
 import numpy as np
+import optax
 import pytest
 from half_programs import products
 from tables import cases
@@ -131,7 +133,16 @@ def test_products_of_a_matrix_are_in_half_precision(name):
     assert products(jaxscale.autocast(fun), *args) == [{"float16"}]
 
 
-NUMBERS = np.random.default_rng(0).standard_normal(64).astype(np.float16).astype(np.float32)
+# --- Functions of libraries, with the arguments that they take.
+
+MODULES = (jnp.linalg, jax.scipy.linalg, jax.scipy.signal, jax.image, jax.nn, optax.losses)
+FUNCTIONS = {
+    f"{module.__name__}.{name}": fun
+    for module in MODULES
+    for name, fun in vars(module).items()
+    if callable(fun) and not name.startswith("_") and not inspect.isclass(fun)
+}
+NUMBERS = np.random.default_rng(0).standard_normal(4096).astype(np.float16).astype(np.float32)
 
 
 def normal(*shape):
@@ -140,34 +151,96 @@ def normal(*shape):
 
 A, B, V, SIGNAL = normal(4, 4), normal(8, 4)[4:], normal(4), normal(64)
 POSITIVE = (A @ A.T + jnp.eye(4)).astype(jnp.float16).astype(jnp.float32)
-LINALG = jax.scipy.linalg
-# Functions of JAX that are products or convolutions by name, and algorithms that are made of these,
-# or have derivatives that are: of each file in `table.LIBRARIES`.
-IN_HALF = {
-    "matmul": (jnp.linalg.matmul, A, B),
-    "multi_dot": (lambda a, b: jnp.linalg.multi_dot([a, b, a]), A, B),
-    "tensordot": (lambda a, b: jnp.linalg.tensordot(a, b, axes=1), A, B),
-    "convolve": (jax.scipy.signal.convolve, SIGNAL, V),
-    "correlate2d": (jax.scipy.signal.correlate2d, A, B),
-    "dot_product_attention": (jax.nn.dot_product_attention, *(normal(1, 4, 2, 4),) * 3),
-}
-ALGORITHMS = {
-    "cholesky": (jnp.linalg.cholesky, POSITIVE),
-    "eigh": (jnp.linalg.eigh, POSITIVE),
-    "inv": (jnp.linalg.inv, A),
-    "lstsq": (jnp.linalg.lstsq, A, B),
-    "matrix_power": (lambda a: jnp.linalg.matrix_power(a, 2), A),
-    "pinv": (jnp.linalg.pinv, A),
-    "svd": (jnp.linalg.svd, A),
-    "expm": (LINALG.expm, A),
+LABELS, CHANCES = jnp.array([0, 2, 1, 0]), jax.nn.softmax(B)
+HOT, BITS = jax.nn.one_hot(LABELS, 4), jnp.array([0.0, 1.0, 0.0, 1.0])
+CTC = (
+    normal(2, 6, 4),
+    jnp.zeros((2, 6)),
+    jnp.array([[1, 2], [3, 0]]),
+    jnp.array([[0.0, 0], [0, 1]]),
+)
+# Tried in this order, where `ARGUMENTS` says nothing else.
+USUAL = [(A,), (A, B), (A, V), (V,), (V, V), (4,), (A, 2), (LABELS, 4)]
+ARGUMENTS = (
+    dict.fromkeys(("cholesky", "cho_factor"), (POSITIVE,))
+    | dict.fromkeys(("convolve", "correlate", "fftconvolve"), (SIGNAL, V))
+    | dict.fromkeys(("kl_divergence", "generalized_kl_divergence"), (A, CHANCES))
+    | dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), (A[None], HOT[None]))
+    | dict.fromkeys(("sparsemax_loss", "hinge_loss", "perceptron_loss"), (V, BITS))
+    | dict.fromkeys(("sigmoid_binary_cross_entropy", "sigmoid_focal_loss"), (V, BITS))
+    | dict.fromkeys(("softmax_cross_entropy", "safe_softmax_cross_entropy"), (A, HOT))
+    | dict.fromkeys(("poly_loss_cross_entropy", "ranking_softmax_loss"), (A, HOT))
+    | dict.fromkeys(("multiclass_hinge_loss", "multiclass_perceptron_loss", "ntxent"), (A, LABELS))
+    | dict.fromkeys(("multiclass_sparsemax_loss",), (A, LABELS))
+    | dict.fromkeys(("softmax_cross_entropy_with_integer_labels",), (A, LABELS))
+    | dict.fromkeys(("ctc_loss", "ctc_loss_with_forward_probs"), CTC)
+    | {
+        "binary_dice_loss": (A, HOT),
+        "convolution_matrix": (V, 5),
+        "cross": (normal(4, 3), normal(8, 3)[4:]),
+        "convex_kl_divergence": (A, CHANCES),
+        "dot_product_attention": (normal(1, 4, 2, 4),) * 3,
+        "leslie": (V, V[:3]),
+        "log1mexp": (POSITIVE,),
+        "solve_sylvester": (POSITIVE, POSITIVE, A),
+        "triplet_margin_loss": (A, B, CHANCES),
+    }
+)
+LINALG, STFT = jax.scipy.linalg, {"nperseg": 16}
+# Those that take something else than arrays, or whose arguments others compute.
+CALLS = {
+    "cho_solve": (lambda a, b: LINALG.cho_solve((LINALG.cho_factor(a)[0], False), b), POSITIVE, A),
+    "csd": (lambda x, y: jax.scipy.signal.csd(x, y, **STFT), SIGNAL, SIGNAL[::-1]),
+    "eigh_tridiagonal": (lambda d: LINALG.eigh_tridiagonal(d, d[1:], eigvals_only=True), V),
     "funm": (lambda a: LINALG.funm(a, jnp.sin), A),
-    "polar": (LINALG.polar, A),
-    "sqrtm": (LINALG.sqrtm, A),
-    "toeplitz": (LINALG.toeplitz, V),
-    "detrend": (jax.scipy.signal.detrend, SIGNAL),
-    "stft": (lambda x: jax.scipy.signal.stft(x, nperseg=16), SIGNAL),
+    "istft": (
+        lambda x: jax.scipy.signal.istft(jax.scipy.signal.stft(x, **STFT)[2], **STFT),
+        SIGNAL,
+    ),
+    "lu_solve": (lambda a, b: LINALG.lu_solve(LINALG.lu_factor(a), b), POSITIVE, A),
+    "make_fenchel_young_loss": (
+        lambda x, y: optax.losses.make_fenchel_young_loss(jax.nn.logsumexp)(x, y),
+        *(V, CHANCES[0]),
+    ),
+    "multi_dot": (lambda a, b: jnp.linalg.multi_dot([a, b, a]), A, B),
     "resize": (lambda x: jax.image.resize(x, (9, 7), "cubic"), A),
+    "rsf2csf": (lambda a: LINALG.rsf2csf(*LINALG.schur(a)), A),
+    "scale_and_translate": (
+        lambda x: jax.image.scale_and_translate(x, (9, 7), (0, 1), V[:2] ** 2, V[2:], "linear"),
+        A,
+    ),
+    "stft": (lambda x: jax.scipy.signal.stft(x, **STFT), SIGNAL),
+    "tensorinv": (lambda a: jnp.linalg.tensorinv(a.reshape(2, 2, 4)), A),
+    "welch": (lambda x: jax.scipy.signal.welch(x, **STFT), SIGNAL),
 }
+NOT_CALLED = {
+    "get_scaled_dot_general_config": "returns a configuration",
+    "scaled_dot_general": "a product of 8-bit or 4-bit numbers, which needs a GPU",
+    "scaled_matmul": "a product of 8-bit or 4-bit numbers, which needs a GPU",
+}
+# Those that are products or convolutions, or are made of these and nothing narrower.
+IN_HALF = {
+    *("matmul", "multi_dot", "convolve", "convolve2d", "correlate", "correlate2d"),
+    *("dot_product_attention", "ctc_loss", "ctc_loss_with_forward_probs"),
+}
+
+
+def of_arrays(fun, args):
+    """A function as one of the arrays among its arguments, which come first, and these."""
+    arrays = [arg for arg in args if isinstance(arg, jax.Array)]
+    return lambda *given: fun(*given, *args[len(given) :]), *arrays
+
+
+def callable_with(name):
+    """A function of a library as one of arrays, and these."""
+    name, fun = name.rpartition(".")[2], FUNCTIONS[name]
+    if name in CALLS:
+        return CALLS[name]
+    for args in [ARGUMENTS[name]] if name in ARGUMENTS else USUAL:
+        with contextlib.suppress(Exception):  # whatever it says of arguments that are not for it
+            fun(*args)
+            return of_arrays(fun, args)
+    pytest.fail("no arguments are known for it: it needs a row in `ARGUMENTS` or `CALLS`")
 
 
 def is_floating(x):
@@ -191,20 +264,25 @@ def assert_close(actual, expected, tolerance):
             np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.max(np.abs(b)), 1e-3))
 
 
-@cases("name", IN_HALF | ALGORITHMS, fast=["matmul", "pinv"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@cases(
+    "name",
+    [name for name in FUNCTIONS if name.rpartition(".")[2] not in NOT_CALLED],
+    fast=["jax.numpy.linalg.matmul", "jax.numpy.linalg.pinv"],
+)
 def test_functions_of_libraries_are_as_in_float32(name):
-    fun, *args = (IN_HALF | ALGORITHMS)[name]
-    is_half = name in IN_HALF
+    fun, *args = callable_with(name)
+    is_half = name.rpartition(".")[2] in IN_HALF
     cast = jaxscale.autocast(fun)
     # Given float32, those that are not products have no rounding at all: of whatever magnitude.
     exact = 2**-8 if is_half else 1e-4
     for magnitude in (1, 8) if is_half else (1, 1000):
-        given = [arg * magnitude for arg in args]
+        given = [arg * magnitude if is_floating(arg) else arg for arg in args]
         assert_close(cast(*given), fun(*given), exact)
     assert is_half == ({"float16"} in products(cast, *args))
 
     def after_products(*args):
-        return fun(*(x @ jnp.eye(x.shape[-1]) for x in args))
+        return fun(*(x @ jnp.eye(x.shape[-1]) if is_floating(x) else x for x in args))
 
     # Given half precision, some follow it: a few roundings of 2**-11.
     assert_close(jaxscale.autocast(after_products)(*args), fun(*args), 2**-8)
