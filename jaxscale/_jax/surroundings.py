@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -38,10 +38,13 @@ def varying(aval: Any) -> frozenset[Any]:
     return getattr(aval, "vma", None) or getattr(manual, "varying", frozenset())
 
 
-def vary(array: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
-    """Returns an array that is the same on all devices as one that may differ along axes."""
+def vary(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
+    """Returns an array as one that may differ along axes, too."""
+    more = tuple(sorted(frozenset(axes) - varying(jax.typeof(array)), key=repr))
+    if not more:
+        return array
     lax: Any = jax.lax  # JAX 0.6 calls it `pvary`
-    return lax.pcast(array, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, axes)
+    return lax.pcast(array, more, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, more)
 
 
 # --- Named axes. A program has the effect `NamedAxisEffect` for each axis that it communicates on.
