@@ -385,114 +385,88 @@ def test_the_power_is_exact():
         assert _power(jnp.array([1.0, others], jnp.float32), 4) == power
 
 
-# Two devices with losses of different size.
+# Two devices with losses of different size. Each function is the loss of one of them.
 MESH = Mesh(np.array(jax.devices()[:2]), ("d",))
-FACTORS = jnp.array([2.0**-30, 2.0**-34])
-XS, YS = jnp.concatenate([X, X / 2]), jnp.concatenate([Y, Y])
 P = PartitionSpec
+XS, YS = jnp.concatenate([X, X / 2]), jnp.concatenate([Y, Y])
+GIVEN = PARAMS, XS, YS, jnp.array([2.0**-30, 2.0**-34])
 
 
-def local_loss(model, p, x, y, factor):
-    return jnp.sum(factor) * jnp.mean((model(p, x) - y) ** 2)
+def local(dtype, p, x, y, factor):
+    return jnp.sum(factor) * jnp.mean((net(p, x, dtype) - y) ** 2)
 
 
-SUM = jax.tree.map(
-    jnp.add,
-    *(
-        jax.grad(functools.partial(local_loss, net32))(PARAMS, x, Y, factor)
-        for x, factor in zip((X, X / 2), FACTORS, strict=True)
-    ),
-)
+def summed(*args):
+    return jax.lax.psum(local(*args), "d")
 
 
-def sharded_parameters(p, x, y, factor):
-    w = jax.lax.all_gather(p["w"], "d", axis=2, tiled=True)
-    return jax.lax.psum(local_loss(net, p | {"w": w}, x, y, factor), "d")
+def sharded(dtype, p, *args):
+    return summed(dtype, p | {"w": jax.lax.all_gather(p["w"], "d", axis=2, tiled=True)}, *args)
 
 
-def summed_loss(*args):
-    return jax.lax.psum(local_loss(net, *args), "d")
-
-
-def normalized(p, x, y, factor, dtype=HALF):
+def normalized(dtype, p, x, y, factor):
     """Devices exchange numbers in the half-precision part, forward and backward."""
     x = net(p, x, dtype).astype(dtype)
-    return local_loss(lambda _, x: (x - jax.lax.pmean(x, "d")).astype(jnp.float32), p, x, y, factor)
+    x = (x - jax.lax.pmean(x, "d")).astype(jnp.float32)
+    return jnp.sum(factor) * jnp.mean((x - y) ** 2)
 
 
-MAPPED = {
-    # the loss of a device, and the spec of w
-    "loss": (functools.partial(local_loss, net), P()),
-    "sum inside": (summed_loss, P()),
-    "sharded parameters": (sharded_parameters, P(None, None, "d")),
-}
-
-
-def summed(grads, name):
-    """The sum of what each device has, where JAX does not sum by itself."""
-    return jax.tree.map(lambda g: jax.lax.psum(g, "d") / (1 if name == "loss" else 2), grads)
-
-
-@cases(
-    "name, scale, checked",
-    [(name, scale, True) for name in MAPPED for scale in ("auto", HIGH)]
-    + [(name, scale, False) for name in ("loss", "sum inside") for scale in ("auto", HIGH)],
-    fast=[("loss", HIGH, True), ("sum inside", HIGH, False)],
-)
-def test_devices_of_a_shard_map_agree_by_themselves(name, scale, checked):
-    fun, spec = MAPPED[name]
-
-    def grads(*args):
-        g = jax.grad(scale_backward(fun, scale))(*args)
-        return g if checked else summed(g, name)
-
-    specs = {"w": spec, "b": P()}
-    options = {"out_specs": specs, "check_vma": checked}
-    mapped = jax.shard_map(grads, mesh=MESH, in_specs=(specs, *[P("d")] * 3), **options)
-    assert error(jax.jit(mapped)(PARAMS, XS, YS, FACTORS), SUM) < ACCURACY
-
-
-def called_in_calls(p, x, y, factor):
+def called_in_calls(dtype, p, x, *more):
     """Calls in calls, which do not take the same."""
-    return jax.jit(lambda p, x, more: jax.jit(summed_loss)(p, x, *more))(p, x, (y, factor * 2)) / 2
+    inner = jax.jit(functools.partial(summed, dtype))
+    return jax.jit(lambda p, x, more: inner(p, x, *more))(p, x, more)
+
+
+def on_each(form, loss, wrap, dtype):
+    """The gradients that each device has."""
+    grad = jax.grad(wrap(functools.partial(loss, dtype)))
+    if form == "pmap":
+        split = [x.reshape(2, -1, *x.shape[1:]) for x in GIVEN[1:]]
+        mapped = jax.pmap(grad, "d", in_axes=(None, 0, 0, 0), devices=jax.devices()[:2])
+        return mapped(PARAMS, *split)
+    of_params = {"w": P(None, None, "d") if loss is sharded else P(), "b": P()}
+    specs = {"in_specs": (of_params, *[P("d")] * 3), "out_specs": P("d")}
+    one = jax.shard_map(
+        lambda *args: jax.tree.map(lambda g: g[None], grad(*args)),
+        mesh=MESH,
+        check_vma=form == "checked",
+        **specs,
+    )
+    return jax.jit(one)(*GIVEN)
+
+
+@cases("form", ["checked", "unchecked", "pmap"])
+@cases("loss", [local, summed, sharded, normalized], fast=[summed, normalized])
+@cases("scale", ["auto", HIGH], fast=[HIGH])
+def test_devices_agree_by_themselves(form, loss, scale):
+    """Otherwise one would wait for the other for ever, or sum what was scaled differently."""
+    if (form, loss) == ("pmap", sharded):
+        pytest.skip("a `pmap` does not divide parameters")
+    axis_name = "d" if (form, loss) == ("pmap", local) else None
+    wrap = functools.partial(scale_backward, scale=scale, axis_name=axis_name)
+    expected = on_each(form, loss, lambda f: f, jnp.float32)
+    assert error(on_each(form, loss, wrap, HALF), expected) < 2 * ACCURACY
 
 
 @cases("scale", ["auto", HIGH], fast=["auto"])
 @cases("checked", [True, False], fast=[True])
-@cases("fun", [summed_loss, called_in_calls], fast=[called_in_calls])
-def test_a_shard_map_around_the_loss(scale, checked, fun):
+@cases("loss", [summed, called_in_calls], fast=[called_in_calls])
+def test_a_shard_map_around_the_loss(scale, checked, loss):
     """What follows the last half-precision value in it is unscaled, too; one axis is XLA's."""
-    mapped = jax.shard_map(
-        fun,
-        mesh=Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("auto", "d")),
-        in_specs=(P(), *[P("d")] * 3),
-        out_specs=P(),
-        axis_names={"d"},
-        check_vma=checked,
-    )
-    grads = jax.jit(jax.grad(scale_backward(mapped, scale)))(PARAMS, XS, YS, FACTORS)
-    assert error(grads, SUM) < ACCURACY
 
+    def grads(wrap, dtype):
+        mapped = jax.shard_map(
+            functools.partial(loss, dtype),
+            mesh=Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("auto", "d")),
+            in_specs=(P(), *[P("d")] * 3),
+            out_specs=P(),
+            axis_names={"d"},
+            check_vma=checked,
+        )
+        return jax.jit(jax.grad(wrap(mapped)))(*GIVEN)
 
-def on_each(fun):
-    """What a function gives on each of the devices of a `pmap`."""
-    mapped = jax.pmap(fun, "d", in_axes=(None, 0, 0, 0), devices=jax.devices()[:2])
-    return mapped(PARAMS, XS.reshape(2, 4, 8), YS.reshape(2, 4, 8), FACTORS)
-
-
-@cases("name, axis_name", [("loss", "d"), ("sum inside", None)], fast=[("sum inside", None)])
-def test_devices_of_a_pmap_do_not_wait_for_each_other(name, axis_name):
-    grad = jax.grad(scale_backward(MAPPED[name][0], HIGH, axis_name=axis_name))
-    found = on_each(lambda *args: summed(grad(*args), name))
-    assert error(jax.tree.map(lambda g: g[0], found), SUM) < ACCURACY
-
-
-def test_devices_that_exchange_numbers_in_the_model_go_round_together():
-    """Otherwise one would wait for the other for ever."""
-    expected = on_each(jax.grad(functools.partial(normalized, dtype=jnp.float32)))
-    for scale in ("auto", HIGH):
-        found = on_each(jax.grad(scale_backward(normalized, scale)))
-        assert error(found, expected) < 2 * ACCURACY
+    wrap = functools.partial(scale_backward, scale=scale)
+    assert error(grads(wrap, HALF), grads(lambda f: f, jnp.float32)) < ACCURACY
 
 
 def test_axes_that_are_told_apart_are_left_alone_where_nothing_differs():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tables import assert_same_bits, cases
 
 import jaxscale
@@ -126,10 +126,22 @@ def hidden(grads):
 BY_TRANSFORM, BY_HOOK = ({"transform": averaged}, "data"), ({"on_grads": hidden}, None)
 
 
-def by_jit(retries):
-    step = jax.jit(jaxscale.train_step(half_loss, hot(), retries=retries))
-    place = NamedSharding(MESH, SHARDED)
-    return lambda params, state, x: step(params, state, jax.device_put(x, place))[:2]
+def by_jit(retries, kind=AxisType.Auto):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    use_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
+
+    def with_output(params, x):  # one whose type names its sharding
+        return half_loss(params, x), x * 2
+
+    step = jax.jit(jaxscale.train_step(with_output, hot(), has_aux=True, retries=retries))
+
+    def run(params, state, x):
+        with use_mesh(mesh):
+            x = jax.device_put(x, NamedSharding(mesh, SHARDED))
+            params = jax.device_put(params, NamedSharding(mesh, REPLICATED))
+            return jax.device_get(step(params, state, x)[:2])
+
+    return run
 
 
 def by_shard_map(retries, way=BY_TRANSFORM, **check):
@@ -153,24 +165,6 @@ def by_pmap(retries, way=BY_TRANSFORM):
     return run
 
 
-def by_explicit_mesh(retries):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    use_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
-
-    def with_output(params, x):  # one whose type names its sharding
-        return half_loss(params, x), x * 2
-
-    step = jax.jit(jaxscale.train_step(with_output, hot(), has_aux=True, retries=retries))
-
-    def run(params, state, x):
-        with use_mesh(mesh):
-            x = jax.device_put(x, NamedSharding(mesh, SHARDED))
-            params = jax.device_put(params, NamedSharding(mesh, REPLICATED))
-            return jax.device_get(step(params, state, x)[:2])
-
-    return run
-
-
 WAYS = {
     "jit": by_jit,
     "shard_map": by_shard_map,
@@ -180,7 +174,7 @@ WAYS = {
     "shard_map, unchecked, hook": functools.partial(by_shard_map, way=BY_HOOK, check_vma=False),
     "pmap, hook": functools.partial(by_pmap, way=BY_HOOK),
     "pmap, found": functools.partial(by_pmap, way=(BY_TRANSFORM[0], None)),
-    "explicit mesh": by_explicit_mesh,
+    "explicit mesh": functools.partial(by_jit, kind=AxisType.Explicit),
 }
 
 
@@ -197,13 +191,13 @@ def test_all_go_round_together(way):
     scale = 2.0 ** (24 - int(state.total_retries))
     expected, fitting = again(PARAMS, hot(scale).init(PARAMS), HOT_X)
     assert fitting.total_retries == 0
-    assert_same_bits(*(jax.tree.map(np.asarray, tree) for tree in (params, expected)))
+    assert_same_bits(*jax.device_get((params, expected)))
     # But for the hysteresis tracker, which the search has spent.
-    assert_same_bits(*(jax.device_get(each.scaling[:2]) for each in (state, fitting)))
+    assert_same_bits(*jax.device_get((state.scaling[:2], fitting.scaling[:2])))
     # A bad loss on one device is not repeated on any.
     kept, state = again(PARAMS, hot().init(PARAMS), X.at[13, 2].set(jnp.inf))
     assert (state.total_retries, state.total_notfinite_loss) == (0, 1)
-    assert_same_bits(jax.tree.map(np.asarray, kept), jax.tree.map(np.asarray, PARAMS))
+    assert_same_bits(*jax.device_get((kept, PARAMS)))
 
 
 def test_devices_that_might_part_are_told_so():

@@ -158,19 +158,6 @@ def test_calls_are_divided():
         assert not _jax.is_divisible(equation(jax.jit(jnp.sin, **{place: device}), X))
 
 
-def test_transposing_is_refused():
-    """And nothing else is: forward mode, batching and compilation."""
-
-    def fun(x):
-        return _jax.refuse_transposing(jnp.sin(x), "the reason")
-
-    for transform in (jax.jit, jax.vmap, lambda f: lambda x: jax.jvp(f, (x,), (x * 0 + 1,))[0]):
-        assert (transform(fun)(X) == jnp.sin(X)).all()
-    assert (jax.jvp(fun, (X,), (jnp.ones_like(X),))[1] == jnp.cos(X)).all()
-    with pytest.raises(TypeError, match="the reason"):
-        jax.jit(jax.grad(lambda x: jnp.sum(fun(x))))(X)
-
-
 def test_casts_and_checkpoints_are_one_equation():
     cast = equation(lambda x: _jax.cast(x, jnp.float16), X)
     assert cast.primitive.name == "convert_element_type"

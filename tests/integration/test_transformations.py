@@ -78,30 +78,6 @@ def test_each_member_of_a_population_trains_as_if_it_were_alone(order):
     assert len(set(metrics["loss_scale"].tolist())) == members
 
 
-def test_one_state_for_the_gradients_of_many_examples():
-    state = EXACT_TX.init(EXACT)
-    x, factors = small_integers(4, 3), jnp.array([1.0, INF, 1.0, NAN])
-
-    @jax.jit
-    def train_step(params, state):
-        per_example = jaxscale.value_and_grad(exact_loss, state)
-        losses, grads = jax.vmap(per_example, (None, 0))(params, (x, factors))
-        finite = jax.vmap(jaxscale.all_finite)(grads)
-        good = jax.tree.map(lambda g: (g[0] + g[2]) / 2, grads)
-        means = jax.tree.map(lambda g: jnp.mean(g, 0), grads), good
-        carries = [jaxscale.apply_gradients(EXACT_TX, g, state, params) for g in means]
-        return carries, finite, losses
-
-    (whole, dropped), finite, losses = train_step(EXACT, state)
-    assert finite.tolist() == [True, False, True, False]
-    assert_same_bits(losses, jnp.stack([exact_loss(EXACT, (row, 1.0)) for row in x]))
-    # One bad example and the mean is bad: the step is skipped, once. Or the bad ones are dropped.
-    assert_same_bits(whole[0], EXACT)
-    assert (whole[1].total_notfinite, whole[1].scaling.loss_scale) == (1, 2.0**14)
-    assert_same_bits(dropped[0]["w"], EXACT["w"] - 0.25 * (x[0] + x[2]) / 2)
-    assert avals(whole[1]) == avals(dropped[1]) == avals(state)
-
-
 def ways_to_train(tx, loss_fn):
     """Functions from carry and batches to carry."""
     train_step = trainer(tx, loss_fn)
