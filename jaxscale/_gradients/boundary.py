@@ -238,7 +238,7 @@ class _Plan:
         self, pull_head: Any, pull_tail: Any, cotangents: Any, options: _Options
     ) -> tuple[Any, ...]:
         """Returns the gradients for all inputs, `None` for those that have none."""
-        given = [each for each in cotangents if is_inexact(_aval(each))]
+        given = [each for each in cotangents if is_inexact(each)]
         if all(isinstance(each, SymbolicZero) for each in given):
             return (None,) * len(self.inputs)
         dense = [blank(each.aval) if isinstance(each, SymbolicZero) else each for each in given]
@@ -365,7 +365,3 @@ def _power(largest: jax.Array, most_raised: int) -> jax.Array:
     exponent = jnp.clip(254 - most + raised, 1, 253)
     power = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
     return jnp.where(jnp.all(jnp.isfinite(largest)), power, jnp.ones_like(power))
-
-
-def _aval(cotangent: Any) -> Any:
-    return cotangent.aval if isinstance(cotangent, SymbolicZero) else jax.typeof(cotangent)

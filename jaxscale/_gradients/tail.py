@@ -124,7 +124,7 @@ def is_half(aval: Any) -> bool:
 
 
 def is_inexact(aval: Any) -> bool:
-    """Returns whether arrays of a type are floating-point or complex numbers."""
+    """Returns whether an array, or arrays of a type, are floating-point or complex numbers."""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 

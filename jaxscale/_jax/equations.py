@@ -133,9 +133,13 @@ def _check_programs(eqn: JaxprEqn, *known: Any) -> None:
         raise ValueError("it holds another program")
 
 
-def _check_size(got: Sequence[Any], expected: Sequence[Any]) -> None:
-    if len(got) != len(expected):
-        raise ValueError(f"{len(got)} variables for {len(expected)}")
+def _fitting(program: Any, inputs: Sequence[Any], outputs: Sequence[Any] | None) -> ClosedJaxpr:
+    """Returns a program with its constants, or raises a `ValueError` if it takes other arrays."""
+    jaxpr = closed(program).jaxpr
+    for found, expected in ((jaxpr.invars, inputs), (jaxpr.outvars, outputs)):
+        if expected is not None and len(found) != len(expected):
+            raise ValueError(f"{len(found)} variables for {len(expected)}")
+    return closed(program)
 
 
 # --- Calls. The name of the equation, and the parameter with the program.
@@ -159,11 +163,8 @@ _DIVISIBLE = (*_JITS, *_INLINED, "remat2")
 def callee(eqn: JaxprEqn) -> ClosedJaxpr:
     """Returns the program that an equation calls with its own inputs."""
     program: Any = eqn.params[CALLS[eqn.primitive.name]]
-    called = closed(program)
     _check_programs(eqn, program)
-    _check_size(called.jaxpr.invars, eqn.invars)
-    _check_size(called.jaxpr.outvars, eqn.outvars)
-    return called
+    return _fitting(program, eqn.invars, eqn.outvars)
 
 
 def is_placed(eqn: JaxprEqn) -> bool:
@@ -262,7 +263,6 @@ class Scan(NamedTuple):
 def scan(eqn: JaxprEqn) -> Scan:
     """Returns what a `scan` does."""
     params = eqn.params
-    body = closed(params["jaxpr"])
     if "ft_in" in params:  # since JAX 0.11: https://github.com/jax-ml/jax/pull/39005
         consts, carries, _ = map(len, params["ft_in"].unpack())
         carried, _ = map(len, params["ft_out"].unpack())
@@ -271,8 +271,7 @@ def scan(eqn: JaxprEqn) -> Scan:
     else:
         consts, carries = params["num_consts"], params["num_carry"]
     _check_programs(eqn, params["jaxpr"])
-    _check_size(body.jaxpr.invars, eqn.invars)
-    _check_size(body.jaxpr.outvars, eqn.outvars)
+    body = _fitting(params["jaxpr"], eqn.invars, eqn.outvars)
     return Scan(body, consts, carries, int(params["length"]), bool(params["reverse"]))
 
 
@@ -289,23 +288,19 @@ class While(NamedTuple):
 def while_loop(eqn: JaxprEqn) -> While:
     """Returns what a `while` does."""
     params = eqn.params
-    test, body = closed(params["cond_jaxpr"]), closed(params["body_jaxpr"])
-    loop = While(test, params["cond_nconsts"], body, params["body_nconsts"])
-    _check_programs(eqn, params["cond_jaxpr"], params["body_jaxpr"])
-    _check_size(body.jaxpr.invars, eqn.invars[loop.test_consts :])
-    _check_size(test.jaxpr.invars, [*eqn.invars[: loop.test_consts], *eqn.outvars])
-    return loop
+    test, body, number = params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"]
+    _check_programs(eqn, test, body)
+    test = _fitting(test, [*eqn.invars[:number], *eqn.outvars], None)
+    body = _fitting(body, eqn.invars[number:], eqn.outvars)
+    return While(test, number, body, params["body_nconsts"])
 
 
 @_reader
 def branches(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """Returns the branches of a `cond`, whose first input is the index."""
-    found = list(map(closed, eqn.params["branches"]))
-    _check_programs(eqn, *eqn.params["branches"])
-    for branch in found:
-        _check_size(branch.jaxpr.invars, eqn.invars[1:])
-        _check_size(branch.jaxpr.outvars, eqn.outvars)
-    return found
+    found = eqn.params["branches"]
+    _check_programs(eqn, *found)
+    return [_fitting(branch, eqn.invars[1:], eqn.outvars) for branch in found]
 
 
 # --- Programs for each device. These are made anew, so that a parameter more would be lost.
@@ -347,5 +342,5 @@ def mapped(eqn: JaxprEqn) -> Mapped:
         transform = jax.pmap
     if params:
         raise ValueError(f"more parameters: {', '.join(params)}")
-    _check_size(closed(program).jaxpr.invars, eqn.invars)
-    return Mapped(closed(program), lambda fun, **other: transform(fun, **options | other), options)
+    program = _fitting(program, eqn.invars, None)
+    return Mapped(program, lambda fun, **other: transform(fun, **options | other), options)
