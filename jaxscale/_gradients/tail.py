@@ -166,10 +166,9 @@ def _steps(eqn: JaxprEqn, holds_half: Callable[[JaxprEqn], bool]) -> list[_Step]
     first = [outside[var] for var in parts.head.inputs]
     crossing = [outside[var] for var in parts.head.outputs]
     second = [outside[var] for var in parts.tail.inputs]
-    is_half_after = any(is_half(atom.aval) for atom in (*second, *eqn.outvars))
     return [
         _Step(eqn, first, crossing, True, parts, parts.head),
-        _Step(eqn, second, eqn.outvars, is_half_after, parts, parts.tail),
+        _Step(eqn, second, eqn.outvars, False, parts, parts.tail),
     ]
 
 

@@ -481,6 +481,19 @@ def test_axes_that_are_told_apart_are_left_alone_where_nothing_differs():
     assert error(jax.jit(mapped)(PARAMS), REFERENCE, SMALL) < ACCURACY
 
 
+def test_devices_with_parameters_of_their_own_have_scales_of_their_own():
+    def grads(p, factor):
+        def one(p):
+            return loss_of(net, factor[0])(jax.tree.map(lambda x: x[0], p))
+
+        return jax.grad(scale_backward(one, HIGH))(p)
+
+    mapped = jax.shard_map(grads, mesh=MESH, in_specs=P("d"), out_specs=P("d"))
+    found = jax.jit(mapped)(jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS), GIVEN[-1])
+    for i, factor in enumerate(GIVEN[-1].tolist()):
+        assert error(jax.tree.map(lambda g, i=i: g[i], found), REFERENCE, factor) < ACCURACY
+
+
 @cases("kind", ["Auto", "Explicit"], fast=["Auto"])
 def test_sharded_over_eight_devices(kind):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(getattr(AxisType, kind),))
