@@ -163,12 +163,11 @@ def _steps(eqn: JaxprEqn, holds_half: Callable[[JaxprEqn], bool]) -> list[_Step]
     # New variables, as a program may be called twice.
     outside: dict[Any, Any] = dict(zip(parts.inputs, eqn.invars, strict=True))
     outside |= {var: _Crossing(var.aval) for var in parts.head.outputs}
-    first = [outside[var] for var in parts.head.inputs]
     crossing = [outside[var] for var in parts.head.outputs]
-    second = [outside[var] for var in parts.tail.inputs]
+    before, after = ([outside[var] for var in part.inputs] for part in (parts.head, parts.tail))
     return [
-        _Step(eqn, first, crossing, True, parts, parts.head),
-        _Step(eqn, second, eqn.outvars, False, parts, parts.tail),
+        _Step(eqn, before, crossing, True, parts, parts.head),
+        _Step(eqn, after, eqn.outvars, False, parts, parts.tail),
     ]
 
 

@@ -1,8 +1,8 @@
 """Gradients of a loss that are scaled in the backward pass and unscaled after it.
 
-`seeding` wraps the loss function: the loss keeps its value, but its cotangent is multiplied by the
-loss scale, the *seed*. The seed leaves as an auxiliary output, so that `unseed` divides the
-gradients by the very number that scaled them, whatever differentiates in between.
+The loss keeps its value, but its cotangent is multiplied by the loss scale, the *seed*. The seed
+leaves as an auxiliary output, so that the gradients are divided by the very number that scaled
+them, whatever differentiates in between.
 """
 
 import functools
@@ -229,9 +229,7 @@ def seed_cotangent(
         loss, aux = _split(call, name, fun(*args, **kwargs), has_aux)
         if scale is None:
             return loss, Seeded(aux, None)
-        # The largest seed depends on the dtype of the loss, which is known only here. The seed
-        # leaves as an auxiliary output, so that the gradients are divided by just that number,
-        # whatever `transform` does in between.
+        # Its largest number depends on the dtype of the loss, which is known only here.
         seed = seed_of(loss.dtype)
         return _with_tangent(jnp.multiply, loss, seed), Seeded(aux, seed)
 
