@@ -7,7 +7,6 @@ scaled, and again at a lower scale if it overflows; and the division. All of it 
 alone.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -147,19 +146,14 @@ def scale_backward(
             f"`scale_backward(fun)` must be a function, got {type(fun).__name__}. Pass the loss "
             "or the model itself, such as `model.apply`, and not what it returns."
         )
-    return wrap_call(functools.partial(_call, _checked(scale, retries, axis_name)), fun)
-
-
-def _checked(scale: Any, retries: Any, axis_name: Any) -> _Options:
-    if isinstance(scale, str):
-        if scale != "auto":
-            raise ValueError(
-                f'`scale_backward(scale=...)` must be "auto" or a positive number, got {scale!r}.'
-            )
-        number = None
-    else:
-        number = normal_float32("scale_backward", "scale", scale)
-    return _Options(number, int32("scale_backward", "retries", retries, 0, "retries"), axis_name)
+    if isinstance(scale, str) and scale != "auto":
+        raise ValueError(
+            f'`scale_backward(scale=...)` must be "auto" or a positive number, got {scale!r}.'
+        )
+    is_auto = isinstance(scale, str)
+    number = None if is_auto else normal_float32("scale_backward", "scale", scale)
+    retries = int32("scale_backward", "retries", retries, 0, "retries")
+    return wrap_call(functools.partial(_call, _Options(number, retries, axis_name)), fun)
 
 
 def _call(options: _Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -197,26 +191,15 @@ def _with_scaled_backward(
             if is_perturbed and flushes(each.value.dtype):
                 raise TypeError(_HALF_INPUT.format(name, each.value.dtype))
         outputs, pulls = plan(perturbed).forward([each.value for each in inputs])
-        return outputs, _Residuals(pulls, perturbed)
+        return outputs, jax.tree_util.Partial(plan(perturbed).backward, *pulls)
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
+    def backward(pull: Any, cotangents: Any) -> Any:
         for each, name in zip(cotangents, output_names, strict=True):
             check_cotangent(each, name)
-        return plan(residuals.perturbed).backward(residuals.pulls, cotangents, options)
+        return pull(cotangents, options)
 
     scaled.defvjp(forward, backward, symbolic_zeros=True)
     return scaled
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["pulls"], meta_fields=["perturbed"]
-)
-@dataclasses.dataclass(frozen=True)
-class _Residuals:
-    """What a forward pass keeps, and by which inputs something is differentiated."""
-
-    pulls: Any
-    perturbed: tuple[bool, ...]
 
 
 class _Plan:
@@ -234,6 +217,8 @@ class _Plan:
         by |= set(self.sources)
         derived = self.head.derived(by)
         self.head_by = [var for var in self.head.inputs if var in by]
+        # Of these, the inputs of the program that they are or are cast from.
+        self.head_of = [self.sources.get(var, var) for var in self.head_by]
         self.tail_by = [var for var in self.tail.inputs if var in by]
         # Where the cotangents of the tail enter the head.
         self.entries = [var for var in self.head.outputs if var in derived]
@@ -249,10 +234,11 @@ class _Plan:
         outputs, pull_tail = _vjp(self.tail, env, by, inexact)
         return tuple(outputs), (pull_head, pull_tail)
 
-    def backward(self, pulls: Any, cotangents: Any, options: _Options) -> tuple[Any, ...]:
+    def backward(
+        self, pull_head: Any, pull_tail: Any, cotangents: Any, options: _Options
+    ) -> tuple[Any, ...]:
         """Returns the gradients for all inputs, `None` for those that have none."""
-        pull_head, pull_tail = pulls
-        given = [each for each in cotangents if is_inexact(_aval(each))]
+        given = [each for each in cotangents if is_inexact(each)]
         if all(isinstance(each, SymbolicZero) for each in given):
             return (None,) * len(self.inputs)
         dense = [blank(each.aval) if isinstance(each, SymbolicZero) else each for each in given]
@@ -261,10 +247,9 @@ class _Plan:
         gradients = dict(zip(self.tail_by, direct, strict=True))
         if self.entries and self.head_by:
             through = self._through_head(pull_head, entering, options)
-            for var, gradient in zip(self.head_by, through, strict=True):
-                source = self.sources.get(var, var)
-                known = gradients.get(source)
-                gradients[source] = gradient if known is None else gradient + widen(known)
+            for var, gradient in zip(self.head_of, through, strict=True):
+                known = gradients.get(var)
+                gradients[var] = gradient if known is None else gradient + widen(known)
         return tuple(
             cast(gradients[var], var.aval.dtype) if var in gradients else None
             for var in self.inputs
@@ -278,25 +263,23 @@ class _Plan:
             multiplied = multiply(entering, scale)
             return list(pull([cast(a, b.dtype) for a, b in zip(multiplied, entering, strict=True)]))
 
-        scale, is_finite = jnp.float32(options.scale or 1), None
+        scale, is_finite = jnp.float32(options.scale or 1), jnp.array(True)
         if options.scale is None or options.retries:
             bits = sizes(Scaled(entering), by_leaf=True).numbers
-            by_entry = {str(number): each for number, each in enumerate(bits)}
-            _, agreed = agree_on_sizes(jnp.zeros(0, jnp.bool_), by_entry, axes)
+            _, agreed = agree_on_sizes(jnp.zeros(0, jnp.bool_), dict(enumerate(bits)), axes)
             found = jnp.stack(list(agreed.values()))
             is_finite = jnp.all(jnp.isfinite(found))
             if options.scale is None:
                 scale = _power(found, _MOST_RAISED if options.retries else 0)
-        if is_finite is None or not options.retries:
+        if not options.retries:
             return self._unscaled(pull_scaled(scale), scale)
         gradients, scale = _repeated(pull_scaled, scale, is_finite, options.retries, axes)
         reason = _NO_SECOND.format(options.retries)
         return [refuse_transposing(each, reason) for each in self._unscaled(gradients, scale)]
 
     def _unscaled(self, gradients: list[Any], scale: jax.Array) -> list[Any]:
-        pairs = zip(gradients, self.head_by, strict=True)
-        dtypes = [(each, self.sources.get(var, var).aval.dtype) for each, var in pairs]
-        return divide([cast(each, dtype) for each, dtype in dtypes], scale)
+        pairs = zip(gradients, self.head_of, strict=True)
+        return divide([cast(each, var.aval.dtype) for each, var in pairs], scale)
 
     def _agreed_axes(self, entering: list[Any], axis_name: Any) -> tuple[Any, ...] | None:
         """Returns the axes along which the devices must use one scale."""
@@ -319,11 +302,8 @@ def _vjp(
 ) -> tuple[list[Any], Any]:
     """Returns the outputs of a part, and the function that pulls cotangents back through it.
 
-    Args:
-      part: the part.
-      env: the values of its inputs.
-      by: the inputs that it is differentiated by.
-      of: the outputs that are differentiated, in their order.
+    Given the values of its inputs, it is differentiated by some of these; of the outputs, those in
+    `of` are differentiated.
     """
     places = [i for i, atom in enumerate(part.outputs) if any(atom is each for each in of)]
 
@@ -360,15 +340,10 @@ def _repeated(
     number = jnp.zeros((), jnp.int32)
     *types, apart = jax.make_jaxpr(one_pass)(scale, number).out_avals
     axes_apart = varying(apart) | varying(jax.typeof(scale))
-    start = [_vary(each, axes_apart) for each in (scale, number, jnp.array(True))]
+    start = [vary(each, axes_apart) for each in (scale, number, jnp.array(True))]
     carry = *start, [blank(aval) for aval in types]
     scale, _, _, gradients = jax.lax.while_loop(lambda carry: carry[2], body, carry)
     return gradients, scale
-
-
-def _vary(array: jax.Array, axes: frozenset[Any]) -> jax.Array:
-    more = tuple(sorted(axes - varying(jax.typeof(array)), key=repr))
-    return vary(array, more) if more else array
 
 
 def _power(largest: jax.Array, most_raised: int) -> jax.Array:
@@ -390,7 +365,3 @@ def _power(largest: jax.Array, most_raised: int) -> jax.Array:
     exponent = jnp.clip(254 - most + raised, 1, 253)
     power = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
     return jnp.where(jnp.all(jnp.isfinite(largest)), power, jnp.ones_like(power))
-
-
-def _aval(cotangent: Any) -> Any:
-    return cotangent.aval if isinstance(cotangent, SymbolicZero) else jax.typeof(cotangent)

@@ -76,14 +76,11 @@ class Reduction(NamedTuple):
 
 
 def read(tree: Any, *, by_leaf: bool = False, squares: bool = False) -> Reduction:
-    """Returns the reduction on which a verdict on the gradients rests.
+    """Returns the reduction on which a verdict on the gradients in a tree rests.
 
-    Args:
-      tree: a pytree. Each gradient in it is read once.
-      by_leaf: whether each gradient is a group of its own. Otherwise leaves of one type form
-        groups and are combined element by element before the reduction. Each reduction is a
-        kernel, and hundreds of kernels are the cost of a verdict.
-      squares: whether to reduce to the sum of squares, which a norm needs.
+    Leaves of one type are combined element by element before they are reduced, as hundreds of
+    kernels are the cost of a verdict. With `by_leaf` each gradient is a group of its own. With
+    `squares` they are reduced to the sum of squares, which a norm needs.
     """
     return Reduction([_reduced(group, squares) for group in _groups(tree, by_leaf)])
 
@@ -93,10 +90,6 @@ def sizes(grads: Scaled, *, by_leaf: bool = False) -> Reduction:
 
     The gradients are read as the backward pass left them, and the largest is divided: division
     and rounding keep the order, so that is the largest of the divided ones.
-
-    Args:
-      grads: the gradients. Each is read once.
-      by_leaf: as in `read`.
     """
     return Reduction([_size(group, grads.divisor) for group in _groups(grads.grads, by_leaf)])
 
@@ -108,17 +101,16 @@ def nans_are_errors() -> bool:
 
 def _groups(tree: Any, by_leaf: bool) -> list[list[Any]]:
     """Returns the gradients in a tree, in groups that are reduced together."""
-    groups: dict[Any, list[Any]] = {}
+    by_type: dict[Any, list[Any]] = {}
     for i, leaf in enumerate(jax.tree.leaves(only_gradients(tree))):
         aval = jax.typeof(leaf)
         alone = by_leaf or not _is_placed(aval)
-        groups.setdefault((aval, i if alone else None), []).append(leaf)
-    return [chunk for leaves in groups.values() for chunk in _chunks(leaves)]
-
-
-def _chunks(leaves: list[Any]) -> list[list[Any]]:
-    most = _MAX_LARGE_LEAVES if _is_large(leaves[0]) else _MAX_LEAVES
-    return [leaves[i : i + most] for i in range(0, len(leaves), most)]
+        by_type.setdefault((aval, i if alone else None), []).append(leaf)
+    groups = []
+    for leaves in by_type.values():
+        most = _MAX_LARGE_LEAVES if _is_large(leaves[0]) else _MAX_LEAVES
+        groups += [leaves[i : i + most] for i in range(0, len(leaves), most)]
+    return groups
 
 
 def _is_placed(aval: Any) -> bool:
@@ -147,10 +139,7 @@ def _reduced(leaves: list[Any], squares: bool) -> jax.Array:
     """Returns the number that `Reduction` holds for a group of leaves of one type."""
     leaves, aval = list(map(jnp.asarray, leaves)), jax.typeof(leaves[0])
     if not squares and (_is_placed(aval) or nans_are_errors()):
-        return _over_parts(
-            lambda parts: jnp.all(functools.reduce(jax.lax.bitwise_and, map(_is_finite, parts))),
-            *(leaves, _PARTS),
-        )
+        return _over_parts(_all_finite, leaves, _PARTS)
     # A sum even if only the verdict is asked for: XLA merges the sums that devices exchange, that
     # of the loss included, into one exchange.
     squared = (_squares(leaf, _is_placed(aval)) for leaf in leaves)
@@ -197,6 +186,10 @@ def _holds(number: jax.Array) -> jax.Array:
     if number.dtype == jnp.bool_:
         return number
     return number < _INF if number.dtype == jnp.int32 else number >= 0
+
+
+def _all_finite(parts: list[jax.Array]) -> jax.Array:
+    return jnp.all(functools.reduce(jax.lax.bitwise_and, map(_is_finite, parts)))
 
 
 def _is_finite(part: jax.Array) -> jax.Array:

@@ -48,17 +48,15 @@ def unscale(state: Any, tree: Any) -> Any:
     Pass the state by which the gradients were scaled, not the updated one.
 
     Args:
-      state: a `LossScaleState`, or a tree that holds exactly one.
+      state: as in `scale`.
       tree: a pytree of scaled gradients.
 
     Returns:
-      The tree with its floating-point and complex leaves divided, in float32 or wider: float16
-      and bfloat16 leaves come back as float32, where small gradients do not underflow
-      again; float32, float64 and complex ones keep their dtype. Other leaves, and
-      everything under a key `_overwrite_with_gradient`, are unchanged.
+      The tree as `scale` returns it, but divided: float16 and bfloat16 leaves come back as
+      float32, where small gradients do not underflow again.
 
     Raises:
-      ValueError: if `state` holds no loss scale, or several, or those of a population.
+      ValueError: as `scale` does.
 
     Example:
       >>> import jax.numpy as jnp
@@ -75,14 +73,12 @@ def unscale(state: Any, tree: Any) -> Any:
 
 def multiply(tree: Any, factor: jax.Array) -> Any:
     """Returns a tree with its gradients multiplied by a scale, in float32 or wider."""
-    number = _by_dtype(factor)
-    return map_gradients(lambda leaf: _apply(jax.lax.mul, leaf, number(leaf)), tree)
+    return _mapped(jax.lax.mul, tree, lambda dtype: representable(factor, dtype))
 
 
 def divide(tree: Any, divisor: jax.Array) -> Any:
     """Returns a tree with its gradients divided by a scale, in float32 or wider."""
-    number = _by_dtype(divisor)
-    return map_gradients(lambda leaf: _apply(jax.lax.div, leaf, number(leaf)), tree)
+    return _mapped(jax.lax.div, tree, lambda dtype: representable(divisor, dtype))
 
 
 @functools.partial(
@@ -112,10 +108,16 @@ class Scaled:
         expensive, and would store the result if two moments use it. Both give the same numbers
         if the divisor is a power of two.
         """
-        if self.divisor is None:
+        divisor = self.divisor
+        if divisor is None:
             return grads
-        number = _by_dtype(self.divisor, lambda divisor: 1 / divisor)
-        return map_gradients(lambda leaf: _apply(jax.lax.mul, leaf, number(leaf)), grads)
+        return _mapped(jax.lax.mul, grads, lambda dtype: 1 / representable(divisor, dtype))
+
+
+def _mapped(op: Callable[[Any, Any], jax.Array], tree: Any, number: Callable[[Any], Any]) -> Any:
+    """Returns a tree with `op` applied to each gradient and to the number for its dtype."""
+    number = functools.cache(number)
+    return map_gradients(lambda leaf: _apply(op, leaf, number(widened(leaf))), tree)
 
 
 def _apply(op: Callable[[Any, Any], jax.Array], leaf: Any, number: jax.Array) -> jax.Array:
@@ -124,14 +126,6 @@ def _apply(op: Callable[[Any, Any], jax.Array], leaf: Any, number: jax.Array) ->
         # By parts: the product of two complex numbers also has terms such as inf * 0, a NaN.
         return jax.lax.complex(_apply(op, leaf.real, number), _apply(op, leaf.imag, number))
     return op(leaf, number)
-
-
-def _by_dtype(
-    loss_scale: jax.Array, of: Callable[[jax.Array], jax.Array] = lambda number: number
-) -> Callable[[Any], jax.Array]:
-    """Returns a function from a leaf to the number that it is multiplied or divided by."""
-    by_dtype = functools.cache(lambda dtype: of(representable(loss_scale, dtype)))
-    return lambda leaf: by_dtype(widened(leaf))
 
 
 def representable(loss_scale: jax.Array, dtype: Any) -> jax.Array:

@@ -9,11 +9,10 @@ nothing but their program, such as `jit` and `jax.checkpoint`, are divided in tw
 `shard_map`.
 """
 
-import functools
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
@@ -22,10 +21,29 @@ from .._autocast.readers import reads_half
 from .._jax import ClosedJaxpr, JaxprEqn, Literal, UnknownFormError, bind, context, programs, source
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Crossing:
+    """A value that goes from the head of a call to its tail: a variable outside of the call."""
+
+    aval: Any
+
+
+class _Step(NamedTuple):
+    """An equation, or the head or the tail of one that is divided."""
+
+    eqn: JaxprEqn
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    holds_half: bool
+    of: "Split | None" = None  # the parts of a divided call
+    part: "Part | None" = None  # and which of them this is
+
+
 class Part:
-    """Some equations of a program, as a function of lists of arrays.
+    """Some steps of a program, as a function of lists of arrays.
 
     Attributes:
+      steps: the steps.
       inputs: the variables that it reads and does not compute.
       outputs: the variables that it returns. Those of the program may be literals.
     """
@@ -33,56 +51,47 @@ class Part:
     def __init__(
         self,
         name: str,
-        eqns: Sequence[JaxprEqn],
+        steps: Sequence[_Step],
         inputs: Iterable[Any],
         outputs: Sequence[Any],
         constants: dict[Any, Any],
     ) -> None:
         self.__name__ = self.__qualname__ = name
-        self._eqns, self._constants = eqns, constants
-        read = set(_variables(outputs)).union(*(_variables(eqn.invars) for eqn in eqns))
+        self.steps, self._constants = steps, constants
+        read = set(_variables(outputs)).union(*(_variables(step.invars) for step in steps))
         self.inputs = [var for var in inputs if var in read]
         self.outputs = outputs
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it computes nothing."""
-        return not self._eqns
-
     def __call__(self, *args: Any) -> list[Any]:
         env = self._constants | dict(zip(self.inputs, args, strict=True))
-        for eqn in self._eqns:
-            _evaluate(eqn, env)
+        for step in self.steps:
+            values = _evaluate(step, [_read(env, atom) for atom in step.invars])
+            env.update(zip(step.outvars, values, strict=True))
         return [_read(env, atom) for atom in self.outputs]
 
     def without_casts(self, by: Iterable[Any]) -> tuple["Part", dict[Any, Any]]:
         """Returns the part without the casts of some inputs to half precision.
 
-        Args:
-          by: the inputs. What each is cast to becomes an input of the part.
-
-        Returns:
-          The part, and for each new input the one that it is a cast of.
+        What each is cast to becomes an input of the part. Also returned is, for each new input, the
+        one that it is a cast of.
         """
         wide = {var for var in by if not is_half(var.aval)}
-        casts = [
-            eqn
-            for eqn in self._eqns
-            if _is_cast_to_half(eqn) and not wide.isdisjoint(_variables(eqn.invars))
-        ]
-        sources: dict[Any, Any] = {eqn.outvars[0]: eqn.invars[0] for eqn in casts}
-        eqns = [eqn for eqn in self._eqns if eqn.outvars[0] not in sources]
+        sources: dict[Any, Any] = {
+            step.outvars[0]: step.invars[0]
+            for step in self.steps
+            if _is_cast_to_half(step.eqn) and not wide.isdisjoint(_variables(step.invars))
+        }
+        steps = [step for step in self.steps if step.outvars[0] not in sources]
         inputs = [*self.inputs, *sources]
-        return Part(self.__name__, eqns, inputs, self.outputs, self._constants), sources
+        return Part(self.__name__, steps, inputs, self.outputs, self._constants), sources
 
     def derived(self, by: Iterable[Any]) -> set[Any]:
         """Returns the variables that may have a derivative by some of the inputs, and these."""
         found = set(by)
-        for eqn in self._eqns:
-            if eqn.primitive.name != "stop_gradient" and not found.isdisjoint(
-                _variables(eqn.invars)
-            ):
-                found.update(var for var in eqn.outvars if is_inexact(var.aval))
+        for step in self.steps:
+            is_stopped = step.eqn.primitive.name == "stop_gradient"
+            if not is_stopped and not found.isdisjoint(_variables(step.invars)):
+                found.update(var for var in step.outvars if is_inexact(var.aval))
         return found
 
 
@@ -115,28 +124,22 @@ def is_half(aval: Any) -> bool:
 
 
 def is_inexact(aval: Any) -> bool:
-    """Returns whether arrays of a type are floating-point or complex numbers."""
+    """Returns whether an array, or arrays of a type, are floating-point or complex numbers."""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _split(
-    program: ClosedJaxpr,
-    holds_half: Callable[[JaxprEqn], bool],
-    trace: Callable[[Callable[..., list[Any]]], ClosedJaxpr] | None = None,
-) -> Split:
-    """Returns a program in two, which `trace` can trace anew where its axes have names."""
-    program = _with_divided_calls(program, holds_half, trace)
+def _split(program: ClosedJaxpr, holds_half: Callable[[JaxprEqn], bool]) -> Split:
     jaxpr = program.jaxpr
     needed: set[Any] = set()
     head, tail = [], []
-    for eqn in reversed(jaxpr.eqns):
-        if holds_half(eqn) or not needed.isdisjoint(eqn.outvars):
-            head.append(eqn)
-            needed.update(_variables(eqn.invars))
+    for step in reversed([step for eqn in jaxpr.eqns for step in _steps(eqn, holds_half)]):
+        if step.holds_half or not needed.isdisjoint(step.outvars):
+            head.append(step)
+            needed.update(_variables(step.invars))
         else:
-            tail.append(eqn)
-    made = [var for eqn in reversed(head) for var in eqn.outvars]
+            tail.append(step)
+    made = [var for step in reversed(head) for var in step.outvars]
     constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
     after = Part("tail", tail[::-1], [*made, *jaxpr.invars], jaxpr.outvars, constants)
     crossing = [var for var in after.inputs if var in set(made)]
@@ -144,100 +147,64 @@ def _split(
     return Split(list(jaxpr.invars), before, after)
 
 
-def _with_divided_calls(
-    program: ClosedJaxpr,
-    holds_half: Callable[[JaxprEqn], bool],
-    trace: Callable[[Callable[..., list[Any]]], ClosedJaxpr] | None,
-) -> ClosedJaxpr:
-    """Returns the same program with two calls for each that has a head and a tail."""
-    jaxpr = program.jaxpr
-    divided: dict[int, Split] = {}
-    for index, eqn in enumerate(jaxpr.eqns):
-        is_mapped = eqn.primitive.name == "shard_map"
-        if (is_mapped or _jax.is_divisible(eqn)) and holds_half(eqn):
-            try:
-                if is_mapped:
-                    inner, retrace = _jax.mapped(eqn).program, functools.partial(_trace_in, eqn)
-                    parts = _split(inner, holds_half, retrace)
-                else:
-                    parts = _split(_jax.callee(eqn), holds_half, trace)
-            except UnknownFormError:
-                continue
-            if not parts.tail.is_empty:
-                divided[index] = parts
-    if not divided:
-        return program
-
-    def run(*args: Any) -> list[Any]:
-        env = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        env |= zip(jaxpr.invars, args, strict=True)
-        for index, eqn in enumerate(jaxpr.eqns):
-            if index not in divided:
-                _evaluate(eqn, env)
-                continue
-            parts = divided[index]
-            values = [_read(env, atom) for atom in eqn.invars]
-            inner = dict(zip(parts.inputs, values, strict=True))
-            with context(eqn), source(eqn, _jax.current_scopes()):
-                if eqn.primitive.name == "shard_map":
-                    env |= zip(eqn.outvars, _call_mapped(eqn, parts, inner), strict=True)
-                    continue
-                crossing = _call(eqn, parts.head, inner)
-                inner |= zip(parts.head.outputs, crossing, strict=True)
-                outputs = _call(eqn, parts.tail, inner)
-            env |= zip(eqn.outvars, outputs, strict=True)
-        return [_read(env, atom) for atom in jaxpr.outvars]
-
-    return trace(run) if trace else jax.make_jaxpr(run)(*program.in_avals)
+def _steps(eqn: JaxprEqn, holds_half: Callable[[JaxprEqn], bool]) -> list[_Step]:
+    """Returns an equation as one step, or as two if it is a call that has a head and a tail."""
+    whole = _Step(eqn, eqn.invars, eqn.outvars, holds_half(eqn))
+    is_mapped = eqn.primitive.name == "shard_map"
+    if not whole.holds_half or not (is_mapped or _jax.is_divisible(eqn)):
+        return [whole]
+    try:
+        inner = _jax.mapped(eqn).program if is_mapped else _jax.callee(eqn)
+    except UnknownFormError:
+        return [whole]
+    parts = _split(inner, holds_half)
+    if not parts.tail.steps:
+        return [whole]
+    # New variables, as a program may be called twice.
+    outside: dict[Any, Any] = dict(zip(parts.inputs, eqn.invars, strict=True))
+    outside |= {var: _Crossing(var.aval) for var in parts.head.outputs}
+    crossing = [outside[var] for var in parts.head.outputs]
+    before, after = ([outside[var] for var in part.inputs] for part in (parts.head, parts.tail))
+    return [
+        _Step(eqn, before, crossing, True, parts, parts.head),
+        _Step(eqn, after, eqn.outvars, False, parts, parts.tail),
+    ]
 
 
-def _trace_in(eqn: JaxprEqn, run: Callable[..., list[Any]]) -> ClosedJaxpr:
-    """Returns a function as the program of a `shard_map`, in which axes have names."""
-    avals = [atom.aval for atom in eqn.invars]
-    with context(eqn):
-        traced = jax.make_jaxpr(_jax.mapped(eqn).map(lambda *args: tuple(run(*args))))(*avals)
-    return _jax.mapped(traced.eqns[-1]).program
+def _evaluate(step: _Step, values: list[Any]) -> list[Any]:
+    """Returns the outputs of a step."""
+    with context(step.eqn), source(step.eqn, _jax.current_scopes()):
+        if step.of is None or step.part is None:
+            return bind(step.eqn, values)
+        if step.eqn.primitive.name == "shard_map":
+            return _call_mapped(step.eqn, step.of, step.part, values)
+        return _jax.call_part(step.eqn, step.part, values)
 
 
-def _call_mapped(eqn: JaxprEqn, parts: Split, env: dict[Any, Any]) -> list[Any]:
-    """Returns the outputs of a `shard_map` in two, for the values of its inputs.
+def _call_mapped(eqn: JaxprEqn, parts: Split, part: Part, values: list[Any]) -> list[Any]:
+    """Returns the outputs of the head or the tail of a `shard_map`.
 
     What goes from one to the other gets an axis in front, along which devices that may differ hold
     a piece each.
     """
-    each, crossing = _jax.mapped(eqn), parts.head.outputs
+    each, crossing = _jax.mapped(eqn), set(parts.head.outputs)
     specs = dict(zip(parts.inputs, each.options["in_specs"], strict=True))
-    is_checked, axes = each.options["check_vma"], each.options["axis_names"]
     for var in crossing:
+        is_checked, axes = each.options["check_vma"], each.options["axis_names"]
         along = _jax.varying(var.aval) if is_checked else axes
         specs[var] = PartitionSpec(tuple(sorted(along, key=repr)) or None)
 
-    def call(part: Part, of: Callable[..., Any], **out_specs: Any) -> list[Any]:
-        in_specs = tuple(specs[var] for var in part.inputs)
-        mapped = each.map(of, in_specs=in_specs, **out_specs)
-        return list(mapped(*(env[var] for var in part.inputs)))
+    def call(*args: Any) -> tuple[Any, ...]:
+        pairs = zip(args, part.inputs, strict=True)
+        outputs = part(*(x[0] if var in crossing else x for x, var in pairs))
+        if part is parts.head:
+            return tuple(jnp.expand_dims(output, 0) for output in outputs)
+        return tuple(outputs)
 
-    def head(*args: Any) -> tuple[Any, ...]:
-        return tuple(jnp.expand_dims(output, 0) for output in parts.head(*args))
-
-    def tail(*args: Any) -> tuple[Any, ...]:
-        pairs = zip(args, parts.tail.inputs, strict=True)
-        return tuple(parts.tail(*(x[0] if var in crossed else x for x, var in pairs)))
-
-    crossed = set(crossing)
-    values = call(parts.head, head, out_specs=tuple(specs[var] for var in crossing))
-    env = env | dict(zip(crossing, values, strict=True))
-    return call(parts.tail, tail)
-
-
-def _call(eqn: JaxprEqn, part: Part, env: dict[Any, Any]) -> list[Any]:
-    return _jax.call_part(eqn, part, [env[var] for var in part.inputs])
-
-
-def _evaluate(eqn: JaxprEqn, env: dict[Any, Any]) -> None:
-    with context(eqn), source(eqn, _jax.current_scopes()):
-        values = bind(eqn, [_read(env, atom) for atom in eqn.invars])
-    env.update(zip(eqn.outvars, values, strict=True))
+    options = {"in_specs": tuple(specs[var] for var in part.inputs)}
+    if part is parts.head:
+        options["out_specs"] = tuple(specs[var] for var in part.outputs)
+    return list(each.map(call, **options)(*values))
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:

@@ -1,8 +1,8 @@
 """Gradients of a loss that are scaled in the backward pass and unscaled after it.
 
-`seeding` wraps the loss function: the loss keeps its value, but its cotangent is multiplied by the
-loss scale, the *seed*. The seed leaves as an auxiliary output, so that `unseed` divides the
-gradients by the very number that scaled them, whatever differentiates in between.
+The loss keeps its value, but its cotangent is multiplied by the loss scale, the *seed*. The seed
+leaves as an auxiliary output, so that the gradients are divided by the very number that scaled
+them, whatever differentiates in between.
 """
 
 import functools
@@ -16,7 +16,7 @@ from .._state.find import find_scale
 from .._state.scale import UnitLossScaleState
 from .._trees.leaf import is_array_like
 from .._trees.tree import map_gradients, widen
-from .scaled import Scaled, divide, representable
+from .scaled import Scaled, representable
 
 _Args = ParamSpec("_Args")
 _Aux = TypeVar("_Aux")
@@ -110,21 +110,12 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        loss, aux, grads = backward(*args, **kwargs)
-        return ((loss, aux) if has_aux else loss), map_gradients(widen, grads.divided)
+        loss, aux, scaled = backward(*args, **kwargs)
+        return ((loss, aux) if has_aux else loss), map_gradients(widen, scaled.divided)
 
     return value_and_grad_fun
 
 
-@overload
-def grad(
-    fun: Callable[_Args, Any],
-    scaling: Any,
-    *,
-    transform: Callable[..., Any] = jax.grad,
-    has_aux: Literal[False] = False,
-    **kwargs: Any,
-) -> Callable[_Args, Any]: ...
 @overload
 def grad(
     fun: Callable[_Args, tuple[Any, _Aux]],
@@ -140,7 +131,7 @@ def grad(
     scaling: Any,
     *,
     transform: Callable[..., Any] = jax.grad,
-    has_aux: bool,
+    has_aux: bool = False,
     **kwargs: Any,
 ) -> Callable[_Args, Any]: ...
 def grad(
@@ -178,13 +169,12 @@ def grad(
       Array(6., dtype=float32)
     """
     state = find_scale("grad", "scaling", scaling)
-    seeded, one_seed = seed_cotangent("grad", fun, state, has_aux)
-    differentiated = transform(seeded, has_aux=True, **kwargs)
+    backward = backward_pass("grad", fun, state, has_aux, transform, kwargs)
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        grads, (aux, seed) = without_loss("grad", differentiated(*args, **kwargs))
-        grads = unscale_seeded(grads, one_seed(seed))
+        _, aux, scaled = backward(*args, **kwargs)
+        grads = map_gradients(widen, scaled.divided)
         return (grads, aux) if has_aux else grads
 
     return grad_fun
@@ -198,25 +188,25 @@ def backward_pass(
     transform: Callable[..., Any],
     kwargs: Mapping[str, Any],
     name: str = "fun",
-) -> Callable[..., tuple[jax.Array, Any, Scaled]]:
+) -> Callable[..., tuple[Any, Any, Scaled]]:
     """Returns a function that evaluates a loss, its auxiliary output and its scaled gradients.
 
     Args:
-      call: the public function, for messages.
+      call: the public function. For `grad` the loss is `None`.
       fun: the loss function.
       state: the loss scale state, or `None` for a scale of 1.
       has_aux: whether `fun` returns a pair.
       transform: the function that differentiates.
       kwargs: its further arguments.
-      name: the name of the argument `fun` in `call`.
+      name: the name of the argument `fun` in `call`, for messages.
     """
     seeded, one_seed = seed_cotangent(call, fun, state, has_aux, name)
     differentiated = transform(seeded, has_aux=True, **kwargs)
 
-    def backward(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any, Scaled]:
-        loss, (aux, seed), grads = with_loss(call, differentiated(*args, **kwargs))
+    def backward(*args: Any, **kwargs: Any) -> tuple[Any, Any, Scaled]:
+        loss, (aux, seed), grads = unpacked(call, differentiated(*args, **kwargs))
         seed = one_seed(seed)
-        if seed is not None:  # an outer derivative of the loss must not be scaled
+        if seed is not None and loss is not None:  # no derivative of the loss must be scaled
             loss = _with_tangent(jnp.divide, loss, seed)
         return loss, aux, Scaled(grads, seed)
 
@@ -231,19 +221,17 @@ def seed_cotangent(
     if state is not None and not isinstance(state, UnitLossScaleState):
         scale = state.loss_scale
 
+    def seed_of(dtype: Any) -> jax.Array:
+        return representable(jax.lax.stop_gradient(scale), dtype)
+
     @functools.wraps(fun)
     def seeded(*args: Any, **kwargs: Any) -> Any:
         loss, aux = _split(call, name, fun(*args, **kwargs), has_aux)
         if scale is None:
             return loss, Seeded(aux, None)
-        # The largest seed depends on the dtype of the loss, which is known only here. The seed
-        # leaves as an auxiliary output, so that the gradients are divided by just that number,
-        # whatever `transform` does in between.
+        # Its largest number depends on the dtype of the loss, which is known only here.
         seed = seed_of(loss.dtype)
         return _with_tangent(jnp.multiply, loss, seed), Seeded(aux, seed)
-
-    def seed_of(dtype: Any) -> jax.Array:
-        return representable(jax.lax.stop_gradient(scale), dtype)
 
     def one_seed(seed: Any) -> Any:
         # A `vmap` in `transform` gives the seed axes, in any order, and maybe of length 0.
@@ -252,38 +240,28 @@ def seed_cotangent(
     return seeded, one_seed
 
 
-def unscale_seeded(grads: Any, seed: Any) -> Any:
-    """Returns gradients divided by the seed of their cotangent."""
-    return map_gradients(widen, grads) if seed is None else divide(grads, seed)
+def unpacked(call: str, output: Any) -> tuple[Any, Seeded, Any]:
+    """Returns loss, auxiliary output and gradients from what a transform returned.
 
-
-def with_loss(call: str, output: Any) -> tuple[Any, Seeded, Any]:
-    """Returns the loss, its auxiliary output and the gradients, if a transform returned these."""
+    For `grad` it must return no loss, which is `None` then.
+    """
+    like, form = "value_and_grad", "(loss, grads), and with has_aux=True ((loss, aux), grads)"
+    if call == "grad":
+        like, form = "grad", "the gradients, and with has_aux=True (grads, aux)"
     match output:
-        case ((loss, Seeded() as seeded), grads):
+        case ((loss, Seeded() as seeded), grads) if like == "value_and_grad":
             return loss, seeded, grads
+        case (grads, Seeded() as seeded) if like == "grad":
+            return None, seeded, grads
         case (_, Seeded()):
             got = "gradients alone. Pass `jax.value_and_grad`, or call `jaxscale.grad`."
-        case _:
-            got = f"{type(output).__name__}."
-    raise TypeError(
-        f"`{call}(transform=...)` must differentiate as `jax.value_and_grad` does, which returns "
-        f"(loss, grads), and with has_aux=True ((loss, aux), grads), got {got}"
-    )
-
-
-def without_loss(call: str, output: Any) -> tuple[Any, Seeded]:
-    """Returns the gradients and the auxiliary output, if a transform returned just these."""
-    match output:
-        case (grads, Seeded() as seeded):
-            return grads, seeded
         case ((_, Seeded()), _):
             got = "the loss as well. Pass `jax.grad`, or call `jaxscale.value_and_grad`."
         case _:
             got = f"{type(output).__name__}."
     raise TypeError(
-        f"`{call}(transform=...)` must differentiate as `jax.grad` does, which returns the "
-        f"gradients, and with has_aux=True (grads, aux), got {got}"
+        f"`{call}(transform=...)` must differentiate as `jax.{like}` does, which returns {form}, "
+        f"got {got}"
     )
 
 

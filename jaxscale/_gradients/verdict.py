@@ -1,14 +1,8 @@
 """The verdict on the gradients of a step, and what else the same pass over them tells.
 
-From top to bottom:
-
-- *The verdict*, `all_finite`: whether all gradients are finite. A sum or a norm of finite
-  numbers may overflow, so neither can decide this.
-- *Agreement*: all devices go by the same verdict, and exchange it in one message.
-- *The verdict of a step*, `judge`, on its gradients and its loss.
-- *Flags by leaf*: which gradients the last overflow was in, for `track_leaves=True`.
-- *Clipping*: the global norm comes from the same numbers as the verdict, if these are sums of
-  squares.
+All devices go by one verdict, and exchange it in one message. Flags by leaf say which gradients the
+last overflow was in, for `track_leaves=True`. The global norm comes from the same numbers as the
+verdict, if these are sums of squares.
 """
 
 import functools
@@ -55,10 +49,6 @@ def largest(grads: Scaled, axis_name: Any = None) -> jax.Array | None:
     Of complex gradients, real and imaginary parts count. It is inf or NaN exactly if one of them
     is, or becomes so as it is unscaled, and at most float32's largest number if none is. It is
     `None` if there are no gradients.
-
-    Args:
-      grads: a pytree. Each gradient in it is read once.
-      axis_name: as in `all_finite`.
     """
     evidence = sizes(grads)
     return agree_on_size(evidence.bits(), axis_name) if evidence.holds_sizes else None
@@ -79,14 +69,11 @@ def axis_names(axis_name: Any) -> tuple[Any, ...]:
 
 
 def agree_on_sizes(
-    finite: jax.Array, bits: dict[str, jax.Array], axis_name: Any
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+    finite: jax.Array, bits: dict[Any, jax.Array], axis_name: Any
+) -> tuple[jax.Array, dict[Any, jax.Array]]:
     """Returns what `agree` does for a `bool[n]`, and the largest of some sizes, in one message.
 
-    Args:
-      finite: the verdicts of this device.
-      bits: its sizes by name, each as the bits of a float32, which is what they are returned as.
-      axis_name: as in `agree`.
+    The sizes of this device are given as the bits of an `f32[]`, which is what is returned.
     """
     if not bits:
         return agree(finite, axis_name), {}
@@ -131,9 +118,9 @@ class Verdict(NamedTuple):
     loss_finite: jax.Array  # bool[], true if no loss was passed
     leaves_finite: list[jax.Array]  # a bool[] for each gradient, if leaves are tracked
     squares: jax.Array | None  # the sum of all squares, if the norm comes from the same pass
-    norm: jax.Array | None  # the norm that all devices agree on, an f32[], if that was asked for
-    loss: jax.Array | None  # the largest loss of all devices, if that was asked for
-    largest: jax.Array | None  # the largest gradient, an f32[], if the policy needs it
+    norm: jax.Array | None = None  # that all devices agree on, an f32[], if that was asked for
+    loss: jax.Array | None = None  # the largest of all devices, if that was asked for
+    largest: jax.Array | None = None  # the largest gradient, an f32[], if the policy needs it
 
 
 def judge(
@@ -186,16 +173,7 @@ def judge(
     if "loss" in known:
         # In its own dtype: how far a loss is rounded matters to who judges it.
         known["loss"] = cast(_as_float(_ordered(_bits(known["loss"]))), jnp.result_type(loss))
-    return Verdict(
-        axis_name,
-        grads_finite,
-        loss_finite,
-        leaves_finite,
-        squares,
-        norm=known.get("norm"),
-        loss=known.get("loss"),
-        largest=known.get("largest"),
-    )
+    return Verdict(axis_name, grads_finite, loss_finite, leaves_finite, squares, **known)
 
 
 def flags_by_leaf(tree: Any, finite: Sequence[jax.Array] | None = None) -> Any:

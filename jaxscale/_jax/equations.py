@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
-import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr as Jaxpr
@@ -134,9 +133,13 @@ def _check_programs(eqn: JaxprEqn, *known: Any) -> None:
         raise ValueError("it holds another program")
 
 
-def _check_size(got: Sequence[Any], expected: Sequence[Any]) -> None:
-    if len(got) != len(expected):
-        raise ValueError(f"{len(got)} variables for {len(expected)}")
+def _fitting(program: Any, inputs: Sequence[Any], outputs: Sequence[Any] | None) -> ClosedJaxpr:
+    """Returns a program with its constants, or raises a `ValueError` if it takes other arrays."""
+    jaxpr = closed(program).jaxpr
+    for found, expected in ((jaxpr.invars, inputs), (jaxpr.outvars, outputs)):
+        if expected is not None and len(found) != len(expected):
+            raise ValueError(f"{len(found)} variables for {len(expected)}")
+    return closed(program)
 
 
 # --- Calls. The name of the equation, and the parameter with the program.
@@ -145,41 +148,50 @@ CALLS = {
     "jit": "jaxpr",  # since JAX 0.7
     "pjit": "jaxpr",  # before
     "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "call": "call_jaxpr",
+    "call": "call_jaxpr",  # before JAX 0.12
     "remat2": "jaxpr",
-    "remat": "jaxpr",
-    "checkpoint": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
+
+# Those of them that mean no more than their program and could as well be two calls.
+_JITS, _INLINED = ("jit", "pjit"), ("closed_call", "call")
+_DIVISIBLE = (*_JITS, *_INLINED, "remat2")
 
 
 @_reader
 def callee(eqn: JaxprEqn) -> ClosedJaxpr:
     """Returns the program that an equation calls with its own inputs."""
     program: Any = eqn.params[CALLS[eqn.primitive.name]]
-    called = closed(program)
     _check_programs(eqn, program)
-    _check_size(called.jaxpr.invars, eqn.invars)
-    _check_size(called.jaxpr.outvars, eqn.outvars)
-    return called
+    return _fitting(program, eqn.invars, eqn.outvars)
 
 
 def is_placed(eqn: JaxprEqn) -> bool:
     """Returns whether a `jit` says where its inputs are, or how they are laid out."""
-    shardings, layouts = (eqn.params.get(name, ()) for name in ("in_shardings", "in_layouts"))
-    is_open = all(type(each).__name__ == "UnspecifiedValue" for each in shardings)
-    return not is_open or any(each is not None for each in layouts)
+    return not _is_open(eqn, "in")
+
+
+def is_divisible(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a call that could as well be two calls, one after the other.
+
+    Not so one that says where its inputs and outputs are.
+    """
+    is_call = eqn.primitive.name in _DIVISIBLE
+    return is_call and _is_open(eqn, "in") and _is_open(eqn, "out")
+
+
+def _is_open(eqn: JaxprEqn, side: str) -> bool:
+    shardings, layouts = (eqn.params.get(f"{side}_{what}", ()) for what in ("shardings", "layouts"))
+    unspecified = all(type(each).__name__ == "UnspecifiedValue" for each in shardings)
+    return unspecified and all(each is None for each in layouts)
 
 
 def with_inputs(params: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
     """Returns the parameters of a `jit` that takes a number of arrays for each of its inputs."""
-    names = ("in_shardings", "in_layouts", "donated_invars")
     return params | {
         name: tuple(x for x, n in zip(params[name], numbers, strict=True) for _ in range(n))
-        for name in names
+        for name in ("in_shardings", "in_layouts", "donated_invars")
         if name in params
     }
 
@@ -187,10 +199,7 @@ def with_inputs(params: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any
 def rematerialize(program: ClosedJaxpr, args: Sequence[Any], *, prevent_cse: bool) -> list[Any]:
     """Returns the outputs of a program, which the backward pass computes again.
 
-    Args:
-      program: the program.
-      args: its arguments.
-      prevent_cse: whether a barrier keeps XLA from taking what the forward pass computed.
+    With `prevent_cse` a barrier keeps XLA from taking what the forward pass computed.
     """
     eqn, (jaxpr, consts) = _remat(prevent_cse), without_constants(program)
     return eqn.primitive.bind(*consts, *args, **(eqn.params | {"jaxpr": jaxpr}))
@@ -204,40 +213,14 @@ def _remat(prevent_cse: bool) -> JaxprEqn:
 
 
 def call_part(eqn: JaxprEqn, part: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a part of the program that an equation calls, called as that is.
-
-    Args:
-      eqn: the equation: a `jit`, a `jax.checkpoint`, or another of `DIVIDED`.
-      part: a function of arrays.
-      args: its arguments.
-    """
+    """Returns the outputs of a part of what a divisible equation calls, called as that is."""
     name = eqn.primitive.name
-    if DIVIDED[name] == "jit":
+    if name in _JITS:
         return list(jax.jit(part)(*args))
-    if DIVIDED[name] == "inline":
+    if name in _INLINED:
         return list(part(*args))
     jaxpr, consts = without_constants(jax.make_jaxpr(part)(*map(jax.typeof, args)))
     return bind(eqn, [*consts, *args], eqn.params | {CALLS[name]: jaxpr})
-
-
-# The calls that mean no more than the program in them, and how a part of it is called.
-DIVIDED = {
-    **dict.fromkeys(("jit", "pjit"), "jit"),
-    **dict.fromkeys(("closed_call", "core_call", "call"), "inline"),
-    **dict.fromkeys(("remat2", "remat", "checkpoint"), "remat"),
-}
-
-
-def is_divisible(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a call that could as well be two calls, one after the other.
-
-    Not so one that says where its inputs and outputs are.
-    """
-    if eqn.primitive.name not in DIVIDED or is_placed(eqn):
-        return False
-    shardings, layouts = (eqn.params.get(name, ()) for name in ("out_shardings", "out_layouts"))
-    is_open = all(type(each).__name__ == "UnspecifiedValue" for each in shardings)
-    return is_open and all(each is None for each in layouts)
 
 
 def backward_rule(eqn: JaxprEqn) -> str | None:
@@ -247,10 +230,7 @@ def backward_rule(eqn: JaxprEqn) -> str | None:
 
 
 def refuse_transposing(array: Any, reason: str) -> Any:
-    """Returns an array as it is. A reverse-mode derivative of it is a `TypeError` with a reason.
-
-    Forward-mode derivatives pass.
-    """
+    """Returns an array as it is, of which a reverse-mode derivative is a `TypeError`."""
     return _REFUSING.bind(array, reason=reason)
 
 
@@ -283,7 +263,6 @@ class Scan(NamedTuple):
 def scan(eqn: JaxprEqn) -> Scan:
     """Returns what a `scan` does."""
     params = eqn.params
-    body = closed(params["jaxpr"])
     if "ft_in" in params:  # since JAX 0.11: https://github.com/jax-ml/jax/pull/39005
         consts, carries, _ = map(len, params["ft_in"].unpack())
         carried, _ = map(len, params["ft_out"].unpack())
@@ -292,8 +271,7 @@ def scan(eqn: JaxprEqn) -> Scan:
     else:
         consts, carries = params["num_consts"], params["num_carry"]
     _check_programs(eqn, params["jaxpr"])
-    _check_size(body.jaxpr.invars, eqn.invars)
-    _check_size(body.jaxpr.outvars, eqn.outvars)
+    body = _fitting(params["jaxpr"], eqn.invars, eqn.outvars)
     return Scan(body, consts, carries, int(params["length"]), bool(params["reverse"]))
 
 
@@ -310,23 +288,19 @@ class While(NamedTuple):
 def while_loop(eqn: JaxprEqn) -> While:
     """Returns what a `while` does."""
     params = eqn.params
-    test, body = closed(params["cond_jaxpr"]), closed(params["body_jaxpr"])
-    loop = While(test, params["cond_nconsts"], body, params["body_nconsts"])
-    _check_programs(eqn, params["cond_jaxpr"], params["body_jaxpr"])
-    _check_size(body.jaxpr.invars, eqn.invars[loop.test_consts :])
-    _check_size(test.jaxpr.invars, [*eqn.invars[: loop.test_consts], *eqn.outvars])
-    return loop
+    test, body, number = params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"]
+    _check_programs(eqn, test, body)
+    test = _fitting(test, [*eqn.invars[:number], *eqn.outvars], None)
+    body = _fitting(body, eqn.invars[number:], eqn.outvars)
+    return While(test, number, body, params["body_nconsts"])
 
 
 @_reader
 def branches(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """Returns the branches of a `cond`, whose first input is the index."""
-    found = list(map(closed, eqn.params["branches"]))
-    _check_programs(eqn, *eqn.params["branches"])
-    for branch in found:
-        _check_size(branch.jaxpr.invars, eqn.invars[1:])
-        _check_size(branch.jaxpr.outvars, eqn.outvars)
-    return found
+    found = eqn.params["branches"]
+    _check_programs(eqn, *found)
+    return [_fitting(branch, eqn.invars[1:], eqn.outvars) for branch in found]
 
 
 # --- Programs for each device. These are made anew, so that a parameter more would be lost.
@@ -368,5 +342,5 @@ def mapped(eqn: JaxprEqn) -> Mapped:
         transform = jax.pmap
     if params:
         raise ValueError(f"more parameters: {', '.join(params)}")
-    _check_size(closed(program).jaxpr.invars, eqn.invars)
-    return Mapped(closed(program), lambda fun, **other: transform(fun, **options | other), options)
+    program = _fitting(program, eqn.invars, None)
+    return Mapped(program, lambda fun, **other: transform(fun, **options | other), options)

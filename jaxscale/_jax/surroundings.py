@@ -1,26 +1,17 @@
 """What surrounds an equation: refs, mesh axes, source lines, scopes and the frames of JAX."""
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.experimental
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend import source_info_util
 
-if TYPE_CHECKING:  # JAX 0.12 has one class for both
-    from jax.extend.core import Jaxpr as ClosedJaxpr
-else:
-    from jax.extend.core import ClosedJaxpr
-
-try:  # not public; without them only the lines and scopes of the model are lost
-    from jax._src.source_info_util import current_name_stack, user_context
-except ImportError:  # pragma: no cover
-    current_name_stack = user_context = None
+from .equations import ClosedJaxpr, Jaxpr, JaxprEqn
 
 # --- Refs: mutable arrays. `Ref` and `new_ref` are public since JAX 0.8, and were called
 # `mutable_array` before (https://github.com/jax-ml/jax/pull/32107).
@@ -47,10 +38,13 @@ def varying(aval: Any) -> frozenset[Any]:
     return getattr(aval, "vma", None) or getattr(manual, "varying", frozenset())
 
 
-def vary(array: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
-    """Returns an array that is the same on all devices as one that may differ along axes."""
+def vary(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
+    """Returns an array as one that may differ along axes, too."""
+    more = tuple(sorted(frozenset(axes) - varying(jax.typeof(array)), key=repr))
+    if not more:
+        return array
     lax: Any = jax.lax  # JAX 0.6 calls it `pvary`
-    return lax.pcast(array, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, axes)
+    return lax.pcast(array, more, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, more)
 
 
 # --- Named axes. A program has the effect `NamedAxisEffect` for each axis that it communicates on.
@@ -85,20 +79,16 @@ def context_key(eqn: JaxprEqn) -> Any:
 def source(eqn: JaxprEqn, scopes: Any, *, own: bool = True) -> Any:
     """Returns a context in which what is bound has the line and the scopes of an equation.
 
-    Args:
-      eqn: the equation.
-      scopes: those around the program, from `current_scopes`.
-      own: whether its own scopes follow those.
+    Around its `own` scopes are those around the program, from `current_scopes`.
     """
-    if user_context is None:
-        return contextlib.nullcontext()
-    info = eqn.source_info
-    return user_context(info.traceback, name_stack=scopes + info.name_stack if own else scopes)
+    info: Any = eqn.source_info
+    stack = scopes + info.name_stack if own else scopes
+    return source_info_util.user_context(info.traceback, name_stack=stack)
 
 
 def current_scopes() -> Any:
     """Returns the named scopes around what is traced now."""
-    return None if current_name_stack is None else current_name_stack()
+    return source_info_util.current_name_stack()
 
 
 def scope_names(eqn: JaxprEqn) -> list[str]:

@@ -18,7 +18,6 @@ from training import x64
 import jaxscale
 from jaxscale import scale_backward
 from jaxscale._gradients.boundary import _power
-from jaxscale._jax import closed, collective_axes, programs
 
 HALF = jnp.float16
 rng = np.random.default_rng(0)
@@ -56,24 +55,18 @@ def error(got, expected, factor=1.0):
     return np.sqrt(difference / sum(np.sum(b**2) for _, b in pairs))
 
 
-def equations(program):
-    for eqn in closed(program).jaxpr.eqns:
-        yield eqn
-        for inner in programs(eqn):
-            yield from equations(inner)
+def named(name, fun, *args):
+    """The equations of a name in a function."""
+    program = jax.make_jaxpr(fun)(*args)
+    return [eqn for eqn in half_programs.equations(program) if eqn.primitive.name == name]
 
 
-def count(program, name, dtype=None):
-    found = (eqn for eqn in equations(program) if eqn.primitive.name == name)
-    return sum(dtype is None or eqn.outvars[0].aval.dtype == dtype for eqn in found)
-
-
-def over_micro_batches(wrap):
-    def grad(p, factor):
-        one = jax.grad(wrap(lambda p, x, y: loss_of(net, factor / 4)(p, x[None], y[None])))
+def over_micro_batches(factor):
+    def grad(p):
+        one = scale_backward(lambda p, x, y: loss_of(net, factor / 4)(p, x[None], y[None]))
         add = functools.partial(jax.tree.map, jnp.add)
         zeros = jax.tree.map(jnp.zeros_like, p)
-        return jax.lax.scan(lambda sum_, xy: (add(sum_, one(p, *xy)), None), zeros, (X, Y))[0]
+        return jax.lax.scan(lambda g, xy: (add(g, jax.grad(one)(p, *xy)), None), zeros, (X, Y))[0]
 
     return grad
 
@@ -85,49 +78,43 @@ def scanned(p, x, dtype=HALF):
     return jax.lax.scan(layer, x.astype(dtype), p["w"])[0].astype(jnp.float32)
 
 
-# Where it is put: each row differentiates a loss times a factor by the parameters.
+def mixed(p, x, dtype=HALF):
+    return net32(p, net(p, x, dtype) + x)
+
+
+def called_twice(p, x, dtype=HALF):
+    layer = jax.jit(lambda w: jnp.tanh((x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)))
+    return layer(p["w"][0]) + p["b"][None] * layer(p["w"][1])
+
+
+# Where it is put: each row makes the gradient of a loss times a factor.
 PLACES = {
-    "loss": lambda p, f: jax.grad(scale_backward(loss_of(net, f)))(p),
-    "model": lambda p, f: jax.grad(loss_of(scale_backward(net), f))(p),
-    "both": lambda p, f: jax.grad(scale_backward(loss_of(scale_backward(net), f)))(p),
-    "jitted loss": lambda p, f: jax.grad(scale_backward(jax.jit(loss_of(net, f))))(p),
-    "loss in jit": lambda p, f: jax.grad(jax.jit(scale_backward(loss_of(net, f))))(p),
-    "remat inside": lambda p, f: jax.grad(scale_backward(jax.checkpoint(loss_of(net, f))))(p),
-    "remat of jit inside": lambda p, f: jax.grad(
-        scale_backward(jax.checkpoint(jax.jit(loss_of(net, f))))
-    )(p),
-    "remat outside": lambda p, f: jax.grad(jax.checkpoint(scale_backward(loss_of(net, f))))(p),
-    "closure": lambda p, f: jax.grad(
-        lambda p: loss_of(lambda _, x: scale_backward(lambda x: net(p, x))(x), f)(p)
-    )(p),
-    "micro-batches": over_micro_batches(scale_backward),
-    "scan over layers": lambda p, f: jax.grad(scale_backward(loss_of(scanned, f)))(p),
-    "no retries": lambda p, f: jax.grad(scale_backward(loss_of(net, f), retries=0))(p),
-    "autocast inside": lambda p, f: jax.grad(scale_backward(jaxscale.autocast(loss_of(net32, f))))(
-        p
-    ),
-    "autocast outside": lambda p, f: jax.grad(jaxscale.autocast(scale_backward(loss_of(net32, f))))(
-        p
-    ),
-    "autocast of mixed": lambda p, f: jax.grad(
-        jaxscale.autocast(scale_backward(loss_of(lambda p, x: net32(p, net(p, x) + x), f)))
-    )(p),
-    "autocast of grad": lambda p, f: jaxscale.autocast(jax.grad(scale_backward(loss_of(net32, f))))(
-        p
-    ),
-}
-TWICE = jax.grad(loss_of(lambda p, x: net32(p, net32(p, x) + x), 1.0))(PARAMS)
+    "loss": lambda f: jax.grad(scale_backward(loss_of(net, f))),
+    "model": lambda f: jax.grad(loss_of(scale_backward(net), f)),
+    "both": lambda f: jax.grad(scale_backward(loss_of(scale_backward(net), f))),
+    "remat of jit inside": lambda f: jax.grad(scale_backward(jax.checkpoint(jax.jit(loss_of(net, f))))),
+    "remat outside": lambda f: jax.grad(jax.checkpoint(scale_backward(loss_of(net, f)))),
+    "closure": lambda f: jax.grad(lambda p: loss_of(lambda _, x: scale_backward(lambda x: net(p, x))(x), f)(p)),
+    "micro-batches": over_micro_batches,
+    "scan over layers": lambda f: jax.grad(scale_backward(loss_of(scanned, f))),
+    "one call twice": lambda f: jax.grad(scale_backward(loss_of(called_twice, f))),
+    "autocast inside": lambda f: jax.grad(scale_backward(jaxscale.autocast(loss_of(net32, f)))),
+    "autocast outside": lambda f: jax.grad(jaxscale.autocast(scale_backward(loss_of(net32, f)))),
+    "autocast of mixed": lambda f: jax.grad(jaxscale.autocast(scale_backward(loss_of(mixed, f)))),
+    "autocast of grad": lambda f: jaxscale.autocast(jax.grad(scale_backward(loss_of(net32, f)))),
+}  # fmt: skip
+MODELS = {"one call twice": called_twice, "autocast of mixed": mixed}  # else `net`
 
 
 @cases(
     "place, exponent",
-    [(place, e) for place in PLACES for e in (-60, -30, 0, 40)],
-    fast=[("loss", -60), ("model", 40), ("remat of jit inside", -30), ("autocast outside", -60)],
+    [(place, e) for place in PLACES for e in (-60, 40)],
+    fast=[("loss", -60), ("model", 40), ("one call twice", -60), ("autocast outside", -60)],
 )
 def test_gradients_are_right_whatever_the_size_of_the_loss(place, exponent):
-    grads = jax.jit(lambda p: PLACES[place](p, 2.0**exponent))(PARAMS)
-    expected = TWICE if place == "autocast of mixed" else REFERENCE
-    assert error(grads, expected, 2.0**exponent) < ACCURACY
+    grads = jax.jit(PLACES[place](2.0**exponent))(PARAMS)
+    model = functools.partial(MODELS.get(place, net), dtype=jnp.float32)
+    assert error(grads, jax.grad(loss_of(model, 1.0))(PARAMS), 2.0**exponent) < ACCURACY
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
 
 
@@ -135,27 +122,17 @@ def test_without_it_they_are_not():
     assert error(jax.grad(loss_of(net))(PARAMS), REFERENCE, SMALL) > 0.99
 
 
-@cases("place", ["loss", "model"], fast=["loss"])
-def test_a_small_loss_beside_a_large_one(place):
+def test_a_small_loss_beside_a_large_one():
     """Even where both go through one boundary, and so have one scale."""
 
-    def both(main, other, q):
-        return 1e-6 * jnp.mean((main(q["p"], X) - Y) ** 2) + jnp.mean(jnp.sin(other(q["q"], X)))
+    def both(net, q):
+        small = 1e-6 * jnp.mean((net(q["p"], X) - Y) ** 2)
+        return small + jnp.mean(jnp.sin(net(q["q"], X)))
 
-    other = {"w": PARAMS["w"][::-1], "b": PARAMS["b"]}
-    params = {"p": PARAMS, "q": other}
-    if place == "loss":
-        fun = scale_backward(functools.partial(both, net, net))
-    else:
-        scaled = scale_backward(lambda q: (net(q["p"], X), net(q["q"], X)))
-
-        def fun(q):
-            main, other = scaled(q)
-            return both(lambda *_: main, lambda *_: other, q)
-
-    grads = jax.jit(jax.grad(fun))(params)
+    params = {"p": PARAMS, "q": {"w": PARAMS["w"][::-1], "b": PARAMS["b"]}}
+    grads = jax.jit(jax.grad(scale_backward(functools.partial(both, net))))(params)
     assert error(grads["p"], REFERENCE, 1e-6) < ACCURACY
-    assert error(grads, jax.grad(functools.partial(both, net32, net32))(params)) < ACCURACY
+    assert error(grads, jax.grad(functools.partial(both, net32))(params)) < ACCURACY
 
 
 @cases("retries", [0, 1, 2], fast=[1, 2])
@@ -205,59 +182,42 @@ def test_values_keep_their_bits_and_are_computed_once():
     assert error(grads, REFERENCE, SMALL) < ACCURACY
     assert_same_bits(value, jax.jit(jax.value_and_grad(loss_of(net)))(PARAMS)[0])
     assert_same_bits(jax.jit(fun)(PARAMS), jax.jit(loss_of(net))(PARAMS))
-    plain, scaled = (jax.make_jaxpr(jax.grad(f))(PARAMS) for f in (loss_of(net), fun))
-    assert count(plain, "dot_general") == count(scaled, "dot_general") == 8
+    for each in (loss_of(net), fun):
+        assert len(named("dot_general", jax.grad(each), PARAMS)) == 8
 
 
-@cases("place", ["loss", "model"], fast=["loss"])
-def test_each_member_of_a_vmap_has_its_own_scale(place):
+def test_each_member_of_a_vmap_has_its_own_scale():
     factors = 2.0 ** jnp.array([-60.0, 0.0, 30.0])
     scaled = scale_backward(net)
-
-    def loss(p, factor):
-        return loss_of(net if place == "loss" else scaled, factor)(p)
-
-    fun = scale_backward(loss) if place == "loss" else loss
-    grads = jax.jit(jax.vmap(jax.grad(fun), (None, 0)))(PARAMS, factors)
-    # At a fixed scale only the second overflows, and only that is repeated.
-    some = jax.vmap(jax.grad(scale_backward(loss, 2.0**22)), (None, 0))(PARAMS, factors / 16)
+    grads = jax.jit(jax.vmap(lambda f: jax.grad(loss_of(scaled, f))(PARAMS)))(factors)
     for i in range(3):
         one = jax.tree.map(lambda g, i=i: g[i], grads)
         assert error(one, REFERENCE, float(factors[i])) < ACCURACY
-    if place == "loss":
-        second = jax.tree.map(lambda g: g[1], some)
-        assert error(second, REFERENCE, 1 / 16) < ACCURACY
+    # At a fixed scale only the second overflows, and only that is repeated.
+    fixed = jax.vmap(lambda f: jax.grad(scale_backward(loss_of(net, f), 2.0**22))(PARAMS))
+    second = jax.tree.map(lambda g: g[1], fixed(factors / 16))
+    assert error(second, REFERENCE, 1 / 16) < ACCURACY
 
 
 def test_what_is_no_array_of_numbers_passes():
-    key = jax.random.key(0)
-
-    def fun(p, n, *, nothing, text, function, key, batch):
+    def fun(p, n, *, batch, key, **others):
         y = net(p, X)
-        out = {
-            "n": n + 1,
-            "key": jax.random.split(key)[0],
-            "batch": batch * 2,
-            "sown": y.astype(HALF),
-        }
-        out |= {"nothing": nothing, "text": text, "function": function, "sign": n > 2, "list": [y]}
+        out = {"n": n + 1, "key": jax.random.split(key)[0], "batch": batch * 2, "list": [y]}
+        out |= {"sown": y.astype(HALF), "sign": n > 2} | others
         return SMALL * jnp.mean((y - Y) ** 2), out
 
-    given = {"nothing": None, "text": "text", "function": jnp.tanh, "key": key}
-    given["batch"] = jnp.ones(2, HALF)  # not differentiated, so it may be float16
+    others = {"nothing": None, "text": "text", "function": jnp.tanh}
+    # The batch is not differentiated, so it may be float16.
+    given = others | {"key": jax.random.key(0), "batch": jnp.ones(2, HALF)}
     wrapped, n = scale_backward(fun), jnp.int32(3)
-    pair = [
-        jax.tree.map(lambda x: x if isinstance(x, jax.Array) else None, f(PARAMS, n, **given))
-        for f in (wrapped, fun)
-    ]
-    assert_same_bits(*pair)
-    (_, out), (grads, none) = jax.value_and_grad(wrapped, (0, 1), has_aux=True, allow_int=True)(
-        PARAMS, n, **given
-    )
+    leaves = [jax.tree.leaves(f(PARAMS, n, **given)) for f in (wrapped, fun)]
+    assert_same_bits(*([x for x in each if isinstance(x, jax.Array)] for each in leaves))
+    grad = jax.value_and_grad(wrapped, (0, 1), has_aux=True, allow_int=True)
+    (_, out), (grads, none) = grad(PARAMS, n, **given)
     assert error(grads, REFERENCE, SMALL) < ACCURACY
     assert none.dtype == jax.dtypes.float0
-    assert (out["text"], out["nothing"], out["function"]) == ("text", None, jnp.tanh)
-    assert str(inspect.signature(wrapped)) == str(inspect.signature(fun))
+    assert others.items() <= out.items()
+    assert inspect.signature(wrapped) == inspect.signature(fun)
     assert wrapped.__name__ == "fun"
 
 
@@ -272,11 +232,9 @@ def test_float16_outputs_that_no_loss_depends_on_pass_in_a_scan():
 def test_only_what_is_differentiated_has_a_backward_pass():
     """Frozen weights and batches cost nothing, as in the fine-tuning of a few."""
 
-    def products(fun):
-        grad = jax.grad(lambda b: fun(PARAMS | {"b": b}))
-        return count(jax.make_jaxpr(grad)(PARAMS["b"]), "dot_general")
-
-    assert products(scale_backward(loss_of(net))) == products(loss_of(net)) == 5
+    for fun in (loss_of(net), scale_backward(loss_of(net))):
+        of_biases = jax.grad(lambda b, fun=fun: fun(PARAMS | {"b": b}))
+        assert len(named("dot_general", of_biases, PARAMS["b"])) == 5
     unused = scale_backward(lambda p, q: loss_of(net)(p))
     grads = jax.grad(unused, 1)(PARAMS, PARAMS)
     assert all((g == 0).all() for g in jax.tree.leaves(grads))
@@ -355,7 +313,8 @@ def test_autocast_is_the_same_inside_and_outside(name):
         lambda f: scale_backward(jaxscale.autocast(f)),
         lambda f: jaxscale.autocast(scale_backward(f)),
     ):
-        products.append(count(jax.make_jaxpr(grads(wrap))(*args), "dot_general", HALF))
+        found = named("dot_general", grads(wrap), *args)
+        products.append(sum(eqn.outvars[0].aval.dtype == HALF for eqn in found))
     assert error(jax.jit(grads(wrap))(*args), expected) < ACCURACY
     # Where a backward pass is rewritten, outer products and sums of products run in float32.
     if name not in ("over_devices", "second_derivatives"):
@@ -382,8 +341,7 @@ def test_second_derivatives():
     ]
     assert error(*products) < ACCURACY
     no_loop = scale_backward(loss_of(net, 1.0), retries=0)
-    assert count(jax.make_jaxpr(jax.grad(no_loop))(PARAMS), "while") == 0
-    assert count(jax.make_jaxpr(jax.grad(wrapped))(PARAMS), "while") == 1
+    assert not named("while", jax.grad(no_loop), PARAMS)
     got, expected = (jax.jit(jax.grad(second(f)))(PARAMS) for f in (no_loop, loss_of(net32, 1.0)))
     assert error(got, expected) < 2 * ACCURACY  # rounded in two backward passes
 
@@ -391,8 +349,7 @@ def test_second_derivatives():
 def test_the_loop_holds_gradients_of_cast_parameters_in_half_precision():
     params = [PARAMS["w"][0], PARAMS["b"]]
     fun = scale_backward(lambda p: loss_of(lambda _, x: net({"w": p[:1] * 3, "b": p[1]}, x))(p))
-    grads = jax.make_jaxpr(jax.grad(fun))(params)
-    (loop,) = (eqn for eqn in equations(grads) if eqn.primitive.name == "while")
+    (loop,) = named("while", jax.grad(fun), params)
     carried = [var.aval for var in loop.outvars if var.aval.shape]
     assert {aval.shape for aval in carried} == {(8, 8), (8,)}
     assert {aval.dtype for aval in carried} == {jnp.dtype(HALF)}
@@ -402,16 +359,11 @@ ERRORS = {
     "not a function": (lambda: scale_backward(PARAMS), TypeError, "fun.*must be a function"),
     "scale text": (lambda: scale_backward(net, "dynamic"), ValueError, 'must be "auto"'),
     "scale 0": (lambda: scale_backward(net, 0), ValueError, "scale=.*normal range"),
-    "scale below 0": (lambda: scale_backward(net, -2.0), ValueError, "scale=.*normal range"),
-    "scale nan": (lambda: scale_backward(net, float("nan")), ValueError, "scale=.*finite"),
-    "scale bool": (lambda: scale_backward(net, True), ValueError, "scale=.*True"),
     "scale array": (lambda: scale_backward(net, jnp.ones(())), TypeError, "scale="),
     "retries": (lambda: scale_backward(net, retries=-1), ValueError, "retries=.*-1"),
-    "retries float": (lambda: scale_backward(net, retries=1.5), TypeError, "retries=.*1.5"),
     "forward mode": (lambda: jax.jvp(scale_backward(loss_of(net)), (PARAMS,), (PARAMS,)), TypeError, "forward mode.*jax.grad"),
     "second derivative": (lambda: jax.jit(jax.grad(second(scale_backward(loss_of(net)))))(PARAMS), TypeError, "retries=2.*retries=0"),
     "float16 parameter": (lambda: jax.grad(loss_of(scale_backward(net)))(PARAMS | {"b": PARAMS["b"].astype(HALF)}), TypeError, r"args\[0\]\['b'\], which is float16.*cast them inside"),
-    "float16 activation": (lambda: jax.grad(lambda p: jnp.sum(scale_backward(net)(p, net(p, X).astype(HALF))))(PARAMS), TypeError, r"args\[1\], which is float16"),
     "float16 closure": (lambda: jax.grad(lambda p: jnp.sum(scale_backward(lambda x: x @ p)(X.astype(HALF)).astype(jnp.float32)))(jnp.ones((8, 8), HALF)), TypeError, "closes over, which is float16"),
     "float16 output": (lambda: jax.grad(lambda p: jnp.sum(scale_backward(lambda p: {"y": net(p, X).astype(HALF)})(p)["y"]))(PARAMS), TypeError, r"output \['y'\] is float16.*astype\(jnp.float32\)"),
     "float16 output under autocast": (lambda: jax.grad(jaxscale.autocast(lambda p: jnp.sum(scale_backward(lambda p: net(p, X).astype(HALF))(p))))(PARAMS), TypeError, "output is float16"),
@@ -431,146 +383,117 @@ def test_a_debugger_of_nans_sees_none_in_a_pass_that_is_repeated():
     assert error(grads, REFERENCE, SMALL) < ACCURACY
 
 
-SIZES = [2.0**-149, 2.0**-126, 3e-20, 0.999, 1.0, 1.5, 65504.0, 3e38]
+def test_the_power_is_exact():
+    for size in (2.0**-149, 2.0**-126, 3e-20, 0.999, 1.0, 1.5, 65504.0, 3e38):
+        power = float(_power(jnp.array([size, 0.0, size / 4], jnp.float32), 4))
+        exponent = np.clip(-np.floor(np.log2(np.float64(np.float32(size)))), -126, 126)
+        assert power == 2.0**exponent, size
+    for others, power in ((jnp.inf, 1), (2.0**-14, 4), (2.0**-40, 16)):
+        assert _power(jnp.array([1.0, others], jnp.float32), 4) == power
 
 
-@cases("size", SIZES)
-def test_the_power_is_exact(size):
-    power = float(_power(jnp.array([size, 0.0, size / 4], jnp.float32), 4))
-    expected = np.clip(-np.floor(np.log2(np.float64(np.float32(size)))), -126, 126)
-    assert power == 2.0**expected
-    assert _power(jnp.array([size, jnp.inf], jnp.float32), 4) == 1
-    assert _power(jnp.array([1.0, 2.0**-14], jnp.float32), 4) == 4
-    assert _power(jnp.array([1.0, 2.0**-40], jnp.float32), 4) == 16
-
-
-# Two devices with losses of different size.
-FACTORS = jnp.array([2.0**-30, 2.0**-34])
-XS, YS = jnp.concatenate([X, X / 2]), jnp.concatenate([Y, Y])
+# Two devices with losses of different size. Each function is the loss of one of them.
+MESH = Mesh(np.array(jax.devices()[:2]), ("d",))
 P = PartitionSpec
+XS, YS = jnp.concatenate([X, X / 2]), jnp.concatenate([Y, Y])
+GIVEN = PARAMS, XS, YS, jnp.array([2.0**-30, 2.0**-34])
 
 
-def local_loss(model, p, x, y, factor):
-    return jnp.sum(factor) * jnp.mean((model(p, x) - y) ** 2)
+def local(dtype, p, x, y, factor):
+    return jnp.sum(factor) * jnp.mean((net(p, x, dtype) - y) ** 2)
 
 
-def sum_over_devices():
-    grads = [
-        jax.grad(functools.partial(local_loss, net32))(PARAMS, x, Y, factor)
-        for x, factor in zip((X, X / 2), FACTORS, strict=True)
-    ]
-    return jax.tree.map(jnp.add, *grads)
+def summed(*args):
+    return jax.lax.psum(local(*args), "d")
 
 
-def sharded_parameters(p, x, y, factor):
-    w = jax.lax.all_gather(p["w"], "d", axis=2, tiled=True)
-    return jax.lax.psum(local_loss(net, p | {"w": w}, x, y, factor), "d")
+def sharded(dtype, p, *args):
+    return summed(dtype, p | {"w": jax.lax.all_gather(p["w"], "d", axis=2, tiled=True)}, *args)
 
 
-def summed_loss(*args):
-    return jax.lax.psum(local_loss(net, *args), "d")
-
-
-def normalized(p, x, y, factor, dtype=HALF):
+def normalized(dtype, p, x, y, factor):
     """Devices exchange numbers in the half-precision part, forward and backward."""
     x = net(p, x, dtype).astype(dtype)
-    return local_loss(lambda _, x: (x - jax.lax.pmean(x, "d")).astype(jnp.float32), p, x, y, factor)
+    x = (x - jax.lax.pmean(x, "d")).astype(jnp.float32)
+    return jnp.sum(factor) * jnp.mean((x - y) ** 2)
 
 
-MAPPED = {
-    # the loss of a device, the spec of w, whether devices sum the gradients themselves
-    "loss": (functools.partial(local_loss, net), P()),
-    "sum inside": (summed_loss, P()),
-    "sharded parameters": (sharded_parameters, P(None, None, "d")),
-}
+def called_in_calls(dtype, p, x, *more):
+    """Calls in calls, which do not take the same."""
+    inner = jax.jit(functools.partial(summed, dtype))
+    return jax.jit(lambda p, x, more: inner(p, x, *more))(p, x, more)
 
 
-@cases(
-    "name, scale, checked",
-    [
-        (n, s, c)
-        for n in MAPPED
-        for s in ("auto", HIGH)
-        for c in (True, False)
-        if n != "sharded parameters" or c
-    ],
-    fast=[("loss", HIGH, True), ("sum inside", HIGH, False)],
-)
-def test_devices_of_a_shard_map_agree_by_themselves(name, scale, checked):
-    fun, spec = MAPPED[name]
-    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
-
-    def grads(*args):
-        g = jax.grad(scale_backward(fun, scale))(*args)
-        if checked:
-            return g
-        return jax.tree.map(lambda g: jax.lax.psum(g, "d") / (1 if name == "loss" else 2), g)
-
-    specs = {"w": spec, "b": P()}
-    mapped = jax.shard_map(
-        *(grads,),
-        mesh=mesh,
-        in_specs=(specs, P("d"), P("d"), P("d")),
-        out_specs=specs,
-        **{half_programs.CHECK: checked},
+def on_each(form, loss, wrap, dtype):
+    """The gradients that each device has."""
+    grad = jax.grad(wrap(functools.partial(loss, dtype)))
+    if form == "pmap":
+        split = [x.reshape(2, -1, *x.shape[1:]) for x in GIVEN[1:]]
+        mapped = jax.pmap(grad, "d", in_axes=(None, 0, 0, 0), devices=jax.devices()[:2])
+        return mapped(PARAMS, *split)
+    of_params = {"w": P(None, None, "d") if loss is sharded else P(), "b": P()}
+    specs = {"in_specs": (of_params, *[P("d")] * 3), "out_specs": P("d")}
+    one = jax.shard_map(
+        lambda *args: jax.tree.map(lambda g: g[None], grad(*args)),
+        mesh=MESH,
+        check_vma=form == "checked",
+        **specs,
     )
-    assert error(jax.jit(mapped)(PARAMS, XS, YS, FACTORS), sum_over_devices()) < ACCURACY
+    return jax.jit(one)(*GIVEN)
 
 
-@cases(
-    "scale, checked, jitted",
-    itertools.product(("auto", HIGH), (True, False), (True, False)),
-    fast=[("auto", True, True), (HIGH, False, False)],
-)
-def test_a_shard_map_around_the_loss(scale, checked, jitted):
+MAPPED = list(itertools.product(["checked", "unchecked"], [local, summed, sharded, normalized]))
+MAPPED += [("pmap", local), ("pmap", summed), ("pmap", normalized)]
+
+
+@cases("form, loss", MAPPED, fast=[("checked", summed), ("unchecked", local), ("pmap", normalized)])
+@cases("scale", ["auto", HIGH], fast=[HIGH])
+def test_devices_agree_by_themselves(form, loss, scale):
+    """Otherwise one would wait for the other for ever, or sum what was scaled differently."""
+    axis_name = "d" if (form, loss) == ("pmap", local) else None
+    wrap = functools.partial(scale_backward, scale=scale, axis_name=axis_name)
+    expected = on_each(form, loss, lambda f: f, jnp.float32)
+    assert error(on_each(form, loss, wrap, HALF), expected) < 2 * ACCURACY
+
+
+@cases("scale", ["auto", HIGH], fast=["auto"])
+@cases("checked", [True, False], fast=[True])
+@cases("loss", [summed, called_in_calls], fast=[called_in_calls])
+def test_a_shard_map_around_the_loss(scale, checked, loss):
     """What follows the last half-precision value in it is unscaled, too; one axis is XLA's."""
-    mapped = jax.shard_map(
-        *(jax.jit(summed_loss) if jitted else summed_loss,),
-        mesh=Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("auto", "d")),
-        in_specs=({"w": P(), "b": P()}, P("d"), P("d"), P("d")),
-        out_specs=P(),
-        axis_names={"d"},
-        **{half_programs.CHECK: checked},
-    )
-    grads = jax.jit(jax.grad(scale_backward(mapped, scale)))(PARAMS, XS, YS, FACTORS)
-    assert error(grads, sum_over_devices()) < ACCURACY
 
+    def grads(wrap, dtype):
+        mapped = jax.shard_map(
+            functools.partial(loss, dtype),
+            mesh=Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("auto", "d")),
+            in_specs=(P(), *[P("d")] * 3),
+            out_specs=P(),
+            axis_names={"d"},
+            check_vma=checked,
+        )
+        return jax.jit(jax.grad(wrap(mapped)))(*GIVEN)
 
-@cases(
-    "name, scale, axis_name",
-    [("loss", "auto", None), ("loss", HIGH, None), ("loss", HIGH, "d"), ("sum inside", HIGH, None)],
-    fast=[("sum inside", HIGH, None)],
-)
-def test_devices_of_a_pmap_do_not_wait_for_each_other(name, scale, axis_name):
-    fun, _ = MAPPED[name]
-
-    def grads(*args):
-        g = jax.grad(scale_backward(fun, scale, axis_name=axis_name))(*args)
-        return jax.tree.map(lambda g: jax.lax.psum(g, "d") / (1 if name == "loss" else 2), g)
-
-    mapped = jax.pmap(grads, "d", in_axes=(None, 0, 0, 0), devices=jax.devices()[:2])
-    found = mapped(PARAMS, XS.reshape(2, 4, 8), YS.reshape(2, 4, 8), FACTORS)
-    assert error(jax.tree.map(lambda g: g[0], found), sum_over_devices()) < ACCURACY
-
-
-def test_devices_that_exchange_numbers_in_the_model_go_round_together():
-    """Otherwise one would wait for the other for ever."""
-
-    def grads(fun):
-        mapped = jax.pmap(jax.grad(fun), "d", in_axes=(None, 0, 0, 0), devices=jax.devices()[:2])
-        return mapped(PARAMS, XS.reshape(2, 4, 8), YS.reshape(2, 4, 8), FACTORS)
-
-    expected = grads(functools.partial(normalized, dtype=jnp.float32))
-    for scale in ("auto", HIGH):
-        assert error(grads(scale_backward(normalized, scale)), expected) < 2 * ACCURACY
+    wrap = functools.partial(scale_backward, scale=scale)
+    assert error(grads(wrap, HALF), grads(lambda f: f, jnp.float32)) < ACCURACY
 
 
 def test_axes_that_are_told_apart_are_left_alone_where_nothing_differs():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
     fun = scale_backward(loss_of(net), HIGH, axis_name="d")
-    mapped = jax.shard_map(jax.grad(fun), mesh=mesh, in_specs=P(), out_specs=P())
+    mapped = jax.shard_map(jax.grad(fun), mesh=MESH, in_specs=P(), out_specs=P())
     assert error(jax.jit(mapped)(PARAMS), REFERENCE, SMALL) < ACCURACY
-    assert not collective_axes(jax.make_jaxpr(loss_of(net))(PARAMS))
+
+
+def test_devices_with_parameters_of_their_own_have_scales_of_their_own():
+    def grads(p, factor):
+        def one(p):
+            return loss_of(net, factor[0])(jax.tree.map(lambda x: x[0], p))
+
+        return jax.grad(scale_backward(one, HIGH))(p)
+
+    mapped = jax.shard_map(grads, mesh=MESH, in_specs=P("d"), out_specs=P("d"))
+    found = jax.jit(mapped)(jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS), GIVEN[-1])
+    for i, factor in enumerate(GIVEN[-1].tolist()):
+        assert error(jax.tree.map(lambda g, i=i: g[i], found), REFERENCE, factor) < ACCURACY
 
 
 @cases("kind", ["Auto", "Explicit"], fast=["Auto"])

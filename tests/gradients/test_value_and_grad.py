@@ -7,10 +7,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from tables import assert_same_bits, cases
+from tables import assert_same_bits, cases, wide
 from training import x64
 
 import jaxscale
@@ -32,42 +31,14 @@ def loss_fn(params, x, y):
     return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
 
 
-def half_loss_fn(params, x, y):
-    params, x = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), (params, x))
-    output = jnp.tanh(x @ params["w"]) @ params["v"]
-    return jnp.mean((output.astype(jnp.float32) - y) ** 2)
-
-
-@jax.jit
-def scaled(state, params):
-    return jaxscale.value_and_grad(loss_fn, state)(params, X, Y)
-
-
 def test_power_of_two_scaling_is_exact():
-    expected = scaled(at(0), MODEL)
+    def scaled(state):
+        return jaxscale.value_and_grad(loss_fn, state)(MODEL, X, Y)
+
+    compiled = jax.jit(scaled)
     for exponent in (-60, -1, 1, 15, 24, 60):
-        assert_same_bits(scaled(at(exponent), MODEL), expected)
-    eagerly = jaxscale.value_and_grad(loss_fn, at(15))(MODEL, X, Y)
-    assert_same_bits(eagerly, jax.value_and_grad(loss_fn)(MODEL, X, Y))
-
-
-@pytest.mark.standard_promotion
-def test_parameters_after_many_steps_are_those_of_a_scale_of_1():
-    policy = jaxscale.DynamicLossScale(init_scale=1, growth_interval=1)
-    tx = jaxscale.loss_scaled(optax.adamw(1e-2), policy)
-
-    @jax.jit
-    def train_step(params, opt_state):
-        loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, X, Y)
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), opt_state
-
-    grown = held = MODEL, tx.init(MODEL)
-    for _ in range(50):  # growth on every step, up to 2**24; one program for both
-        grown = train_step(*grown)
-        held = train_step(held[0], optax.tree_utils.tree_set(held[1], loss_scale=jnp.float32(1)))
-    assert grown[1].scaling.loss_scale == 2.0**24
-    assert_same_bits((grown[0], grown[1].inner_state), (held[0], held[1].inner_state))
+        assert_same_bits(compiled(at(exponent)), compiled(at(0)))
+    assert_same_bits(scaled(at(15)), jax.value_and_grad(loss_fn)(MODEL, X, Y))
 
 
 def test_the_loss_is_exact_and_cannot_overflow():
@@ -88,9 +59,7 @@ def test_gradients_of_half_precision_come_back_float32_and_do_not_underflow():
 
 @cases(
     "loss_scale, dtype",
-    itertools.product(
-        [2.0**24, 2.0**15, 3.0, 40000.7, 2.0**-30, 2.0**-126], ["float16", "bfloat16", "float32"]
-    ),
+    itertools.product([2.0**24, 40000.7, 2.0**-30, 2.0**-126], ["float16", "bfloat16", "float32"]),
     fast=[(2.0**24, "float16"), (2.0**-126, "bfloat16")],
 )
 def test_the_seed_is_a_number_of_the_dtype_of_the_loss(loss_scale, dtype):
@@ -126,11 +95,11 @@ def test_signature_and_keyword_arguments_are_those_of_the_function():
 @cases("argnums, has_aux", itertools.product([0, 1, (0, 2)], [False, True]), fast=[((0, 2), True)])
 def test_it_mirrors_jax(argnums, has_aux):
     def fun(a, b, c):
-        loss = jnp.sum(a["w"]) * jnp.sum(b) * c
+        loss = jnp.sum(a["w"]) * jnp.sum(b) * c * a["n"].astype(jnp.float32)
         return (loss, {"aux": (b, None, "text")}) if has_aux else loss
 
-    args = ({"w": jnp.arange(3.0)}, jnp.ones(2), jnp.array(2.0))
-    kwargs = {"has_aux": has_aux, "argnums": argnums}
+    args = {"w": jnp.arange(3.0), "n": jnp.int32(2)}, jnp.ones(2), jnp.array(2.0)
+    kwargs = {"has_aux": has_aux, "argnums": argnums, "allow_int": True}
     expected = jax.value_and_grad(fun, **kwargs)(*args)
     result = jaxscale.value_and_grad(fun, at(5), **kwargs)(*args)
     assert jax.tree.structure(result) == jax.tree.structure(expected)
@@ -139,47 +108,28 @@ def test_it_mirrors_jax(argnums, has_aux):
     assert_same_bits(grads[0] if has_aux else grads, expected[1])
 
 
-def test_integer_parameters_with_allow_int():
-    def fun(params):
-        return jnp.sum(params["w"] * params["n"].astype(jnp.float32))
-
-    params = {"w": jnp.ones(2), "n": jnp.arange(2)}
-    grads = jaxscale.grad(fun, at(5), allow_int=True)(params)
-    assert grads["n"].dtype == jax.dtypes.float0
-    assert grads["w"].tolist() == [0, 1]
-
-
+MLP = eqx.nn.MLP(5, 2, 4, 1, key=jax.random.key(0))
 LIBRARIES = {
-    "equinox": (
-        lambda: eqx.nn.MLP(5, 2, 4, 1, key=jax.random.key(0)),
-        (eqx.filter_value_and_grad, eqx.filter_grad),
-    ),
-    "nnx": (lambda: nnx.Linear(5, 2, rngs=nnx.Rngs(0)), (nnx.value_and_grad, nnx.grad)),
+    "equinox": (MLP, eqx.filter_value_and_grad, eqx.filter_grad),
+    "nnx": (nnx.Linear(5, 2, rngs=nnx.Rngs(0)), nnx.value_and_grad, nnx.grad),
 }
 
 
 @pytest.mark.standard_promotion
-@cases(
-    "library, has_aux",
-    itertools.product(LIBRARIES, [False, True]),
-    fast=[("equinox", True)],
-)
+@cases("library, has_aux", itertools.product(LIBRARIES, [False, True]), fast=[("equinox", True)])
 def test_a_transform_of_models_is_that_of_its_library(library, has_aux):
-    make, transforms = LIBRARIES[library]
-    model = make()
+    model, *transforms = LIBRARIES[library]
 
     def fun(model, x):
         loss = jnp.mean(jax.vmap(model)(x) ** 2)
         return (loss, x) if has_aux else loss
 
-    def plain(tree):
-        return jax.tree.map(jnp.asarray, jax.tree.leaves(tree))
-
     for ours, transform in zip((jaxscale.value_and_grad, jaxscale.grad), transforms, strict=True):
         expected = transform(fun, has_aux=has_aux)(model, X)
         result = ours(fun, at(5), transform=transform, has_aux=has_aux)(model, X)
         assert jax.tree.structure(result) == jax.tree.structure(expected)
-        assert_same_bits(plain(result), plain(expected))
+        for got, leaf in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+            assert_same_bits(jnp.asarray(got), jnp.asarray(leaf))
 
 
 # What a `transform` may map `jax.value_and_grad` or `jax.grad` over, for gradients by example.
@@ -202,60 +152,36 @@ def looped(d, kind):
 
 
 MAPS = {
-    # name: (the examples, what maps a function over them, axes of the losses, and of gradients)
-    "examples": (DOUBLES[0], vmapped, (0,), (0,)),
-    "gradients last": (DOUBLES[0], lambda d, k: vmapped(d, k, (0, -1)), (0,), (-1,)),
-    "no examples": (DOUBLES[0, :0], vmapped, (0,), (0,)),
-    "one": (DOUBLES[0, :1], vmapped, (0,), (0,)),
-    "a loop": (DOUBLES[0], looped, (0,), (0,)),
-    "nested": (DOUBLES, nested((0, 0)), (0, 1), (0, 1)),
-    "nested, losses transposed": (DOUBLES, nested((1, 0)), (1, 0), (0, 1)),
-    "nested, gradients transposed": (DOUBLES, nested((0, 1)), (0, 1), (1, 0)),
+    # name: (the examples, what maps a function over them)
+    "examples": (DOUBLES[0], vmapped),
+    "gradients last": (DOUBLES[0], lambda d, kind: vmapped(d, kind, (0, -1))),
+    "no examples": (DOUBLES[0, :0], vmapped),
+    "a loop": (DOUBLES[0], looped),
+    "nested, losses transposed": (DOUBLES, nested((1, 0))),
+    "nested, gradients transposed": (DOUBLES, nested((0, 1))),
 }
 
 
 @cases(
     "name, dtype", itertools.product(MAPS, ["float32", "float16"]), fast=[("examples", "float16")]
 )
-def test_gradients_by_example_are_those_of_a_loop(name, dtype):
-    has_aux = dtype == "float16"
-    examples, mapped, loss_axes, grad_axes = MAPS[name]
-    examples = examples.astype(dtype)
-    batch = examples.shape[: len(loss_axes)]
-    w = jnp.array([1.0, -2.0, 0.5], dtype)
+def test_gradients_by_example_are_those_of_jax(name, dtype):
+    examples, mapped = MAPS[name]
+    w, xs = jnp.array([1.0, -2.0, 0.5], dtype), examples.astype(dtype)
 
     def fun(w, x):
-        loss = jnp.sum(w * x) / 8
-        return (loss, jnp.sum(x)) if has_aux else loss
+        return jnp.sum(w * x) / 8, jnp.sum(x)
 
-    def by_example(kind):
-        return lambda fun, **kwargs: mapped(kind(fun, **kwargs), kind)
+    kinds = {jax.value_and_grad: jaxscale.value_and_grad, jax.grad: jaxscale.grad}
+    for kind, ours in kinds.items():
 
-    @jax.jit
-    def both(state, w, xs):
-        return [
-            ours(fun, state, transform=by_example(kind), has_aux=has_aux)(w, xs)
-            for ours, kind in [
-                (jaxscale.value_and_grad, jax.value_and_grad),
-                (jaxscale.grad, jax.grad),
-            ]
-        ]
+        def by_example(fun, kind=kind, **kwargs):
+            return mapped(kind(fun, **kwargs), kind)
 
-    def stacked(leaves, like, axes):
-        array = np.array(leaves, like.dtype).reshape(*batch, *like.shape)
-        return jnp.moveaxis(array, range(len(batch)), axes)
-
-    for state in (at(24), jaxscale.NoOpLossScale().init()):  # a float16 loss caps the first
-        of_one = jaxscale.value_and_grad(fun, state, has_aux=has_aux)
-        loop = [of_one(w, x) for x in examples.reshape(-1, 3)]
-        like = of_one(w, jnp.ones(3, dtype))
-        losses = jax.tree.map(
-            lambda leaf, *leaves: stacked(leaves, leaf, loss_axes), like[0], *(o[0] for o in loop)
-        )
-        grads = stacked([output[1] for output in loop], like[1], grad_axes)
-        alone = (grads, losses[1]) if has_aux else grads
-        assert jnp.isfinite(grads).all()
-        assert_same_bits(both(state, w, examples), [(losses, grads), alone])
+        expected = wide(by_example(fun, has_aux=True)(w, xs))
+        for state in (at(24), jaxscale.NoOpLossScale().init()):  # a float16 loss caps the first
+            scaled = ours(fun, state, transform=by_example, has_aux=True)
+            assert_same_bits(wide(jax.jit(scaled)(w, xs)), expected)
 
 
 def test_losses_by_example_are_differentiated_by_their_own_rule():

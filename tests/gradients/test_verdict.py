@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import re
 import subprocess
 import sys
 
@@ -31,10 +32,6 @@ def finite(tree, **how):
     return read(tree, **how).finite()
 
 
-def of_quotients(tree, **how):
-    return finite(jaxscale.unscale(jaxscale.FixedLossScale(16).init(), tree), **how)
-
-
 def of_sizes(tree, divisor=None, **how):
     return sizes(Scaled(tree, None if divisor is None else jnp.float32(divisor)), **how).finite()
 
@@ -45,20 +42,16 @@ def of_a_step(make, **options):
 
 
 partial, both = functools.partial, {"max_norm": 1.0, "track_leaves": True}
-adaptive = partial(jaxscale.loss_scaled, loss_scale="adaptive")
 VERDICTS = {
     "public": jaxscale.all_finite,
     "with squares": partial(finite, squares=True),
     "by leaf": partial(finite, by_leaf=True),
-    "of quotients": of_quotients,
-    "of quotients with squares": partial(of_quotients, squares=True),
     "of the largest": of_sizes,
     "of the largest by leaf": partial(of_sizes, by_leaf=True),
     "of the largest, divided": partial(of_sizes, divisor=2.0**4),
     "of a step": of_a_step(jaxscale.skip_nonfinite),
     "of a step, both": of_a_step(jaxscale.skip_nonfinite, **both),
-    "of a step, adaptive": of_a_step(adaptive),
-    "of a step, adaptive, both": of_a_step(adaptive, **both),
+    "of a step, adaptive, both": of_a_step(jaxscale.loss_scaled, loss_scale="adaptive", **both),
 }
 
 
@@ -82,7 +75,7 @@ def filled(dtype, value=1.0):
     "name, dtype, placed",
     [
         *itertools.product(VERDICTS, ["mixed"], ["one device", "several"]),
-        *itertools.product(list(VERDICTS)[:8], DTYPES, ["one device"]),
+        *itertools.product(list(VERDICTS)[:6], DTYPES, ["one device"]),
     ],
     fast=[
         ("public", "mixed", "several"),
@@ -93,7 +86,7 @@ def filled(dtype, value=1.0):
 def test_no_element_of_any_leaf_is_overlooked(name, dtype, placed, request):
     if placed == "one device":
         request.getfixturevalue("one_device")
-    verdict = jax.jit(lambda tree: VERDICTS[name](tree))
+    verdict = jax.jit(VERDICTS[name])
     with x64():
         tree = filled(dtype)
         assert verdict(tree)
@@ -130,9 +123,9 @@ def reductions(fun, *args, branch=0):
 def test_leaves_of_one_type_are_reduced_as_one(squares, one_device):
     tree = {f"w{i}": jnp.ones((4, 2)) for i in range(70)}
     tree |= {"b": jnp.ones(8), "half": jnp.ones((4, 2), jnp.bfloat16)}
-    together = functools.partial(finite, squares=squares)
+    together = partial(finite, squares=squares)
     assert reductions(together, tree) == (2 + 1 + 1, 4 * 8)  # 64 + 6, and two more
-    assert reductions(functools.partial(together, by_leaf=True), tree) == (72, 72 * 8)
+    assert reductions(partial(together, by_leaf=True), tree) == (72, 72 * 8)
     large = {f"w{i}": jax.ShapeDtypeStruct((2**16,), jnp.float32) for i in range(20)}
     assert reductions(together, large)[0] == 2  # 16 + 4
 
@@ -165,14 +158,8 @@ def test_the_sum_of_squares_is_that_of_all(one_device):
         np.testing.assert_allclose(total, expected, rtol=1e-6)  # a float32 sum of 110 numbers
     evidence = read({"w": jnp.full(4, 3e38)}, squares=True)
     assert (bool(evidence.finite()), float(evidence.squares())) == (True, np.inf)
-
-
-def test_of_wider_numbers_the_sum_is_as_wide():
     with x64():
-        wide = {"a": jnp.full(2, 1e200), "b": jnp.ones(2, jnp.float32)}
-        assert read(wide).finite()
-        assert read(wide, squares=True).squares().dtype == jnp.float64
-        total = read({"a": jnp.full(2, 1e100)}, squares=True).squares()
+        total = read({"a": jnp.full(2, 1e100), "b": np.float32(1)}, squares=True).squares()
         np.testing.assert_allclose(total, 2e200, rtol=1e-15)
 
 
@@ -186,22 +173,14 @@ def test_by_leaf_says_which(one_device):
 def test_where_leaves_lie_is_known_or_they_stay_apart():
     # Of one shape, but divided differently: to put them together would send one of them around.
     # So would it to take them in parts, large as they are.
-    tree = {name: jnp.ones((512, 512)) for name in "abc"}
-    specs = {"a": PartitionSpec("x"), "b": PartitionSpec(None, "x"), "c": PartitionSpec("x")}
-
-    def placed(axis_type):
+    for axis_type, number in ((AxisType.Auto, 3), (AxisType.Explicit, 2)):
         mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
-        return {
-            name: jax.device_put(leaf, NamedSharding(mesh, specs[name]))
-            for name, leaf in tree.items()
-        }
-
-    assert reductions(jaxscale.all_finite, placed(AxisType.Auto))[0] == 3
-    assert reductions(jaxscale.all_finite, placed(AxisType.Explicit))[0] == 2
-    for axis_type in (AxisType.Auto, AxisType.Explicit):
-        compiled = jax.jit(jaxscale.all_finite).lower(placed(axis_type)).compile().as_text()
-        assert not any(name in compiled for name in ("all-gather", "all-to-all", "permute"))
-        assert jax.jit(jaxscale.all_finite)(placed(axis_type))
+        specs = [PartitionSpec("x"), PartitionSpec(None, "x"), PartitionSpec("x")]
+        tree = [jax.device_put(jnp.ones((512, 512)), NamedSharding(mesh, spec)) for spec in specs]
+        assert reductions(jaxscale.all_finite, tree)[0] == number
+        compiled = jax.jit(jaxscale.all_finite).lower(tree).compile()
+        assert not re.search("all-gather|all-to-all|permute", compiled.as_text())
+        assert compiled(tree)
 
 
 def test_inside_of_shard_map_they_are_put_together():

@@ -67,10 +67,6 @@ def start(layout):
     return params, state, placed(X, batch), push
 
 
-def on_host(tree):
-    return jax.tree.map(np.asarray, tree)
-
-
 def assert_devices_agree(state):
     for value in jax.tree.leaves(state._replace(inner_state=None)):
         assert len({str(np.asarray(shard.data)) for shard in value.addressable_shards}) == 1
@@ -93,25 +89,24 @@ def test_a_step_over_devices_is_the_step_on_one_and_all_skip_together(layout, le
             assert value.sharding.is_equivalent_to(shardings[name], value.ndim)
         return new_params, new_state
 
-    expected, expected_state = train_step(
-        PARAMS, TX.init(PARAMS), X, jax.tree.map(jnp.zeros_like, PARAMS)
-    )
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    expected, expected_state = train_step(PARAMS, TX.init(PARAMS), X, zeros)
     params, state = stepped(params, state, x, push)
     # To rounding: sums over devices have another order.
     for name, value in params.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-4)
-    assert_same_bits(on_host(state.scaling), on_host(expected_state.scaling))
+    assert_same_bits(*jax.device_get((state.scaling, expected_state.scaling)))
     assert state.step_applied
     for bad_x, bad_push, scale, bad_losses in (
         # An inf on one device, and a NaN in one example.
         (x, push | {leaf: push[leaf].at[PLACES[leaf]].set(jnp.inf)}, 2.0**7, 0),
         (x.at[11, 2].set(jnp.nan), push, 2.0**8, 1),
     ):
-        new_params, new_state = stepped(params, state, bad_x, bad_push)
-        assert_same_bits(on_host(new_params), on_host(params))
-        assert_same_bits(on_host(new_state.inner_state), on_host(state.inner_state))
-        assert (new_state.scaling.loss_scale, new_state.total_notfinite) == (scale, 1)
-        assert new_state.total_notfinite_loss == bad_losses
+        kept, after = stepped(params, state, bad_x, bad_push)
+        assert_same_bits(*jax.device_get((kept, params)))
+        assert_same_bits(*jax.device_get((after.inner_state, state.inner_state)))
+        assert (after.scaling.loss_scale, after.total_notfinite) == (scale, 1)
+        assert after.total_notfinite_loss == bad_losses
     assert step._cache_size() == 1
 
 
@@ -120,36 +115,39 @@ def test_a_step_over_devices_is_the_step_on_one_and_all_skip_together(layout, le
 LEAVES = {f"w{i}": jnp.ones((8 * (1 + i % 3), 16)) for i in range(12)}
 
 
-def all_reduces(fun, specs, *args):
+def laid_out(tree):
+    """The layout of arrays that are divided over all devices, and of scalars."""
+    return jax.tree.map(lambda leaf: P(BOTH) if jnp.ndim(leaf) else P(), tree)
+
+
+def all_reduces(fun, *args):
     """The operands of each all-reduce of a program whose arguments are laid out."""
-    text = jax.jit(fun).lower(*placed(args, specs)).compile().as_text()
+    text = jax.jit(fun).lower(*placed(args, laid_out(args))).compile().as_text()
     found = re.findall(r" all-reduce(?:-start)?\((.*?)\), ", text)
     return [operands.count("%") for operands in found]
 
 
-def optimizer_step(tx):
-    """A step of an optimizer from gradients, all of it laid out over the devices."""
-    state = tx.init(LEAVES)
-    specs = jax.tree.map(lambda leaf: P(BOTH) if jnp.ndim(leaf) else P(), (LEAVES, state, LEAVES))
+def stepped(tx):
+    """A step of an optimizer."""
 
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
+    def step(grads, state, params, **extra):
+        updates, state = tx.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
-    return all_reduces(step, specs, LEAVES, state, LEAVES)
+    return step
 
 
 def combines():
     """Whether this XLA makes one all-reduce of two that do not depend on each other."""
-    found = all_reduces(lambda x, y: (x.sum(), y.sum()), (P(BOTH), P(BOTH)), X, X + 1)
-    return len(found) == 1
+    return len(all_reduces(lambda x, y: (x.sum(), y.sum()), X, X + 1)) == 1
 
 
 @cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
 def test_the_verdict_costs_one_all_reduce(policy):
-    tx = optax.adamw(1e-3)
-    assert optimizer_step(tx) == []
-    found = optimizer_step(jaxscale.loss_scaled(tx, policy))
+    bare = optax.adamw(1e-3)
+    assert all_reduces(stepped(bare), LEAVES, bare.init(LEAVES), LEAVES) == []
+    tx = jaxscale.loss_scaled(bare, policy)
+    found = all_reduces(stepped(tx), LEAVES, tx.init(LEAVES), LEAVES)
     # One flag a leaf travels in it. XLA for GPUs and TPUs makes them one before, and older
     # versions for CPUs join nothing at all, be it sums of gradients or flags.
     assert sum(found) == len(LEAVES)
@@ -161,30 +159,26 @@ def test_in_a_whole_step_the_verdict_travels_with_the_loss():
     def loss_fn(params):
         return sum(jnp.sum(leaf**2) for leaf in params.values())
 
-    specs = jax.tree.map(lambda _: P(BOTH), (LEAVES,))
-    found = {"bare": all_reduces(lambda params: jax.value_and_grad(loss_fn)(params), specs, LEAVES)}
+    bare = all_reduces(jax.value_and_grad(loss_fn), LEAVES)
     for policy in ("dynamic", "adaptive"):
         tx = jaxscale.loss_scaled(optax.sgd(1e-3), policy)
-        state = tx.init(LEAVES)
-        specs = jax.tree.map(lambda leaf: P(BOTH) if jnp.ndim(leaf) else P(), (LEAVES, state))
-        found[policy] = all_reduces(jaxscale.train_step(loss_fn, tx), specs, LEAVES, state)
-        assert sum(found[policy]) - sum(found["bare"]) == len(LEAVES)
-    bare, dynamic, adaptive = map(len, found.values())
-    # Sums travel together, where XLA joins what is alike; maxima by themselves.
-    assert dynamic - bare == (0 if combines() else len(LEAVES))
-    assert adaptive - dynamic <= 1
+        found = all_reduces(jaxscale.train_step(loss_fn, tx), LEAVES, tx.init(LEAVES))
+        assert sum(found) - sum(bare) == len(LEAVES)
+        # Sums travel together, where XLA joins what is alike; maxima by themselves.
+        apart = 0 if combines() else len(LEAVES)
+        assert len(found) - len(bare) <= (1 if policy == "adaptive" else apart)
 
 
 @cases("policy, tracked", itertools.product(["dynamic", "adaptive"], [False, True]))
 def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags(policy, tracked):
     tx = jaxscale.loss_scaled(optax.identity(), policy, axis_name=BOTH, track_leaves=tracked)
-    state = tx.init(LEAVES)
-    specs = jax.tree.map(lambda leaf: P(BOTH) if jnp.ndim(leaf) else P(), (LEAVES, state))
-
-    def step(params, state):
-        updates, state = tx.update(params, state, params, value=jnp.array(1.0))
-        return optax.apply_updates(params, updates), state
-
-    run = jax.shard_map(step, mesh=MESH, in_specs=specs, out_specs=specs)
+    args = LEAVES, tx.init(LEAVES), LEAVES, jnp.array(1.0)
+    specs = laid_out(args)
+    run = jax.shard_map(
+        lambda *args: stepped(tx)(*args[:3], value=args[3]),
+        mesh=MESH,
+        in_specs=specs,
+        out_specs=specs[:2],
+    )
     # The gradients', or those of each leaf, and the loss's; of the largest gradient, its bits.
-    assert all_reduces(run, specs, LEAVES, state) == [1]
+    assert all_reduces(run, *args) == [1]

@@ -1,6 +1,5 @@
 """What JAX does to functions, done to whole steps: `vmap`, `scan`, no `jit`, derivatives."""
 
-import functools
 import itertools
 
 import jax
@@ -79,38 +78,6 @@ def test_each_member_of_a_population_trains_as_if_it_were_alone(order):
     assert len(set(metrics["loss_scale"].tolist())) == members
 
 
-def test_one_state_for_the_gradients_of_many_examples():
-    state = EXACT_TX.init(EXACT)
-    x, factors = small_integers(4, 3), jnp.array([1.0, INF, 1.0, NAN])
-
-    @jax.jit
-    def train_step(carry, batch):
-        params, state = carry
-        per_example = jaxscale.value_and_grad(exact_loss, state)
-        losses, grads = jax.vmap(per_example, (None, 0))(params, batch)
-        finite = jax.vmap(jaxscale.all_finite)(grads)
-        weights = finite / jnp.sum(finite)
-
-        def drop(grad):
-            kept = jnp.where(finite.reshape(-1, *[1] * (grad.ndim - 1)), grad, 0)
-            return jnp.tensordot(weights, kept, 1)
-
-        means = jax.tree.map(lambda g: jnp.mean(g, 0), grads), jax.tree.map(drop, grads)
-        carries = [jaxscale.apply_gradients(EXACT_TX, g, state, params) for g in means]
-        return carries, finite, losses
-
-    (whole, dropped), finite, losses = train_step((EXACT, state), (x, factors))
-    assert finite.tolist() == [True, False, True, False]
-    assert_same_bits(losses, jnp.stack([exact_loss(EXACT, (row, 1.0)) for row in x]))
-    # One bad example and the mean is bad: the step is skipped, once.
-    assert_same_bits(whole[0], EXACT)
-    assert (whole[1].total_notfinite, whole[1].scaling.loss_scale) == (1, 2.0**14)
-    # Or the bad examples are dropped by their own verdicts: the mean of the two others.
-    grad = (x[0] + x[2]) / 2
-    assert_same_bits(dropped[0]["w"], EXACT["w"] - 0.25 * grad)
-    assert avals(whole[1]) == avals(dropped[1]) == avals(state)
-
-
 def ways_to_train(tx, loss_fn):
     """Functions from carry and batches to carry."""
     train_step = trainer(tx, loss_fn)
@@ -168,7 +135,7 @@ def test_64_bit_numbers_change_nothing_of_32_bit_training(policy):
 @cases(
     "policy, jit, way",
     [(policy, False, "loop") for policy in ALL_POLICIES]
-    + [("dynamic", jit, way) for jit in (False, True) for way in ("loop", "scan", "vmap")][1:],
+    + [("dynamic", False, "scan"), ("dynamic", True, "scan"), ("dynamic", True, "vmap")],
     fast=[("dynamic", True, "scan")],
 )
 def test_a_skipped_step_raises_nothing_where_nans_are_errors(policy, jit, way):
@@ -208,15 +175,10 @@ def test_gradients_of_zero_are_no_nans_to_any_policy(policy):
 
 # Rematerialized models, and gradients that are differentiated once more.
 
-REMATS = {
-    "all": jax.checkpoint,
-    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable),
-}
 
-
-@cases("remat", REMATS, fast=["all"])
-def test_a_rematerialized_model_has_its_gradients(remat):
-    loss_fn = REMATS[remat](mlp_loss)
+@cases("policy", [None, jax.checkpoint_policies.dots_saveable], fast=[None])
+def test_a_rematerialized_model_has_its_gradients(policy):
+    loss_fn = jax.checkpoint(mlp_loss, policy=policy)
     batch = X[0], jnp.array(1.0)
     ours = jaxscale.value_and_grad(loss_fn, DYNAMIC.init())
     assert_same_bits(ours(MLP, batch), jax.value_and_grad(loss_fn)(MLP, batch))
@@ -235,11 +197,9 @@ def polynomial_with_aux(w):
 W = jnp.array([1.0, -2.0])
 ONCE_MORE = {
     "jvp": lambda fun: jax.jvp(fun, (W,), (jnp.array([1.0, 2.0]),)),
-    "jacfwd": lambda fun: jax.jacfwd(fun)(W),
     "jacrev": lambda fun: jax.jacrev(fun)(W),
     "hessian": lambda fun: jax.hessian(fun)(W),
     "vmapped jvp": lambda fun: jax.vmap(lambda t: jax.jvp(fun, (W,), (t,)))(jnp.eye(2)),
-    "remat": lambda fun: jax.jacrev(jax.checkpoint(fun))(W),
 }
 
 
@@ -270,30 +230,9 @@ def test_a_gradient_penalty_is_unscaled_inside_and_outside():
     )
 
 
-@pytest.mark.slow
-def test_inner_gradients_of_half_precision_do_not_underflow_either():
-    state = DYNAMIC.init()
-    w = jnp.ones((), jnp.float16)
-
-    def tiny(w):  # w**2 * 2**-26, of gradient 2**-25 and second derivative 2**-25
-        return ((w * 2.0**-13) ** 2).astype(jnp.float32)
-
-    def penalty(w, gradient):
-        return (gradient(tiny)(w).astype(jnp.float32) * 2.0**10) ** 2
-
-    assert jax.hessian(tiny)(w) == jax.grad(lambda w: penalty(w, jax.grad))(w) == 0
-    assert_same_bits(jax.jacfwd(jaxscale.grad(tiny, state))(w), jnp.float32(2.0**-25))
-
-    def ours(fun):
-        return jaxscale.grad(fun, state)
-
-    assert_same_bits(ours(lambda w: penalty(w, ours))(w), jnp.float32(2.0**-29))
-
-
 @cases("jit", [True, False], fast=[True])
 def test_a_step_can_be_differentiated_as_the_bare_one_can(jit):
     # As in meta-learning: how does the loss after a step depend on where it started?
-    params = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(4.0)}  # exact in few bits
     batch = jnp.array([2.0, -1.0, 1.0])
 
     def cubic(params, batch):
@@ -306,5 +245,5 @@ def test_a_step_can_be_differentiated_as_the_bare_one_can(jit):
 
     bare = after(optax.sgd(0.25), lambda fun, _: jax.value_and_grad(fun))
     ours = after(jaxscale.loss_scaled(optax.sgd(0.25), DYNAMIC), jaxscale.value_and_grad)
-    assert_same_bits(jax.grad(ours)(params), jax.grad(bare)(params))
-    assert_same_bits(jax.jvp(ours, (params,), (params,)), jax.jvp(bare, (params,), (params,)))
+    assert_same_bits(jax.grad(ours)(EXACT), jax.grad(bare)(EXACT))
+    assert_same_bits(jax.jvp(ours, (EXACT,), (EXACT,)), jax.jvp(bare, (EXACT,), (EXACT,)))

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from ..._gradients.value_and_grad import seed_cotangent, unscale_seeded, with_loss
+from ..._gradients.scaled import divide
+from ..._gradients.value_and_grad import seed_cotangent, unpacked
 from ..._jax import JaxprEqn
 from ..._state.find import find_scale_state
 from ..._state.scale import LossScaleState
@@ -144,10 +145,10 @@ class TracedBackward:
             # Copied inside the traced function: modules of Flax NNX may only change there.
             copies, copied_kwargs = jax.tree.map(lambda leaf: leaf, (args, fun_kwargs))
             output = differentiated(*copies, **copied_kwargs)
-            loss, (aux, seed), grads = with_loss("trace", output)
+            loss, (aux, seed), grads = unpacked("trace", output)
             # In float32: the bounds of the divisor would be 0 and inf in float16, and the trace
             # would report them.
-            grads = unscale_seeded(grads, widen(one_seed(seed)))
+            grads = divide(grads, widen(one_seed(seed)))
             return {"loss": loss} | _inexact("aux", aux) | _inexact("grads", grads)
 
         constants = constants or Constants()
