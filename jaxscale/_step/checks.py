@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .._gradients.verdict import axis_names
 from .._policies.base import LossScale
@@ -15,16 +16,24 @@ from .._trees.leaf import is_array_like
 from .._trees.tree import varying_axes
 
 
+def as_transformation(given: str, tx: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that takes extra arguments, or raises a `TypeError` if it is not one."""
+    if isinstance(tx, optax.MultiSteps):  # has `init` and `update`, but is not one itself
+        tx = tx.gradient_transformation()
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"`{given}` must be an `optax.GradientTransformation`, got {tx!r}. Call the function "
+            "that makes it, as in `optax.adamw(1e-3)`."
+        )
+    return optax.with_extra_args_support(tx)
+
+
 def check_state(
     call: str, state: Any, policy: LossScale, order: str = "(grads, opt_state, params)"
 ) -> LossScaledState:
     """Returns the state that a step was given, as arrays, or raises an error.
 
-    Args:
-      call: the step and its argument, for the message.
-      state: what was passed.
-      policy: that of the optimizer.
-      order: the order of the step's arguments, if they could be confused.
+    `order` is that of the arguments of `call`, if they could be confused.
     """
     if not isinstance(state, LossScaledState):
         hint = f"The order of arguments is {order}. " * bool(order) + (

@@ -31,31 +31,27 @@ class Ready(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EachStep:
-    """No window: each micro-batch that counts makes a step of the optimizer."""
+    """No window: each micro-batch that counts makes a step of the optimizer. See `Window`."""
 
     averages = False
 
     def open(self, params: Any, inner_state: Any) -> Any:
-        """Returns the state of the optimizer, which is not put into anything."""
         del params
         return inner_state
 
     def add(
         self, inner_state: Any, grads: Scaled, value: Any, counts: jax.Array
     ) -> tuple[Any, Ready]:
-        """Returns the state of the optimizer, and what its step is made from."""
         ready = Ready(counts, inner_state, grads.grads, grads.times_reciprocal, value)
         return inner_state, ready
 
     def close(self, filled: Any, inner_state: Any, stepped: jax.Array) -> Any:
-        """Returns the next state of the optimizer."""
         del filled, stepped
         return inner_state
 
     def lets_scale_move(self, verdict: Any, grads_finite: jax.Array, stepped: jax.Array) -> Any:
-        """Returns whether the policy is told: a bad loss says nothing about the scale."""
         del grads_finite, stepped
-        return verdict.loss_finite
+        return verdict.loss_finite  # a bad loss says nothing about the scale
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from .._policies.fixed import NoOpLossScale
 from .._policies.spec import as_loss_scale
 from .._policies.spikes import SpikeRule, check_spikes
 from .._trees.checks import int32, one_of, positive, with_article
+from .checks import as_transformation
 from .window import Window
 from .wrapper import Wrapper, wrapper_of
 
@@ -280,13 +281,6 @@ def _transformation(wrapper: Wrapper) -> optax.GradientTransformationExtraArgs:
 def _wrapper(call: str, inner: Any) -> Wrapper:
     """Returns the wrapper that made a transformation, or a new one around it."""
     wrapper = wrapper_of(inner)
-    if wrapper is not None:
-        return wrapper
-    if isinstance(inner, optax.MultiSteps):  # has `init` and `update`, but is not one itself
-        inner = inner.gradient_transformation()
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            f"`{call}(inner)` must be an `optax.GradientTransformation`, got "
-            f"{inner!r}. Pass an optimizer such as `optax.adam(1e-3)`."
-        )
-    return Wrapper(optax.with_extra_args_support(inner), NoOpLossScale())
+    if wrapper is None:
+        wrapper = Wrapper(as_transformation(f"{call}(inner)", inner), NoOpLossScale())
+    return wrapper

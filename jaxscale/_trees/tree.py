@@ -98,11 +98,11 @@ def cast(leaf: Any, dtype: Any) -> Any:
 
 def cast_like(tree: Any, like: Any) -> Any:
     """Returns a tree with the dtypes of another tree of the same structure."""
-
-    def cast_leaf(leaf: Any, other: Any) -> Any:
-        return cast(leaf, dtype_of(other)) if is_array_like(other) else leaf
-
-    return jax.tree.map(cast_leaf, tree, like)
+    return jax.tree.map(
+        lambda leaf, other: cast(leaf, dtype_of(other)) if is_array_like(other) else leaf,
+        tree,
+        like,
+    )
 
 
 def partition(params: Any, grads: Any) -> tuple[Any, Any]:
@@ -112,15 +112,14 @@ def partition(params: Any, grads: Any) -> tuple[Any, Any]:
     Gradients of another structure, as `optax.lookahead` takes them, need parameters that are all
     arrays.
     """
-
-    def having(gradient: bool) -> Any:
-        def keep(param: Any, grad: Any) -> Any:
-            return param if (grad is not None) == gradient else None
-
-        return jax.tree.map(keep, params, grads, is_leaf=_is_none)
-
     try:
-        return having(True), having(False)
+        trained = jax.tree.map(
+            lambda param, grad: None if grad is None else param, params, grads, is_leaf=_is_none
+        )
+        rest = jax.tree.map(
+            lambda param, kept: param if kept is None else None, params, trained, is_leaf=_is_none
+        )
+        return trained, rest
     except ValueError as error:
         if all(map(is_array_like, jax.tree.leaves(params))):
             return params, jax.tree.map(lambda _: None, params)
@@ -132,7 +131,7 @@ def partition(params: Any, grads: Any) -> tuple[Any, Any]:
 
 
 def combine(trained: Any, rest: Any) -> Any:
-    """Returns the one tree that `split` made two of."""
+    """Returns the one tree that `partition` made two of."""
     return jax.tree.map(
         lambda param, other: other if param is None else param, trained, rest, is_leaf=_is_none
     )
