@@ -8,7 +8,7 @@ import optax
 
 from .._gradients.verdict import axis_names
 from .._policies.base import LossScale
-from .._state.find import check_alone
+from .._state.find import check_alone, is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._state.scale import is_wrapped, unwrap
 from .._trees.checks import with_article
@@ -89,22 +89,19 @@ def check_devices_agree(grads: Any, value: Any, axis_name: Any) -> None:
 
 
 def check_state_kept(new_state: Any, opt_state: Any) -> None:
-    structures = jax.tree.structure(new_state), jax.tree.structure(opt_state)
-    if structures[0] != structures[1]:
+    before, after = jax.tree.structure(opt_state), jax.tree.structure(new_state)
+    if before != after:
         raise ValueError(
             "`loss_scaled(inner)`: `inner.update` must keep the structure of its state, or a "
             "skipped step could not keep the state. If a part fills its state at the first update, "
             "as `optax.monitor` does, put it outside: `optax.chain(loss_scaled(...), "
-            f"optax.monitor(...))`. The structures are {structures[1]} and then {structures[0]}."
+            f"optax.monitor(...))`. The structures are {before} and then {after}."
         )
 
 
 def check_not_nested(inner_state: Any) -> None:
-    nodes = jax.tree_util.tree_leaves_with_path(
-        inner_state, is_leaf=lambda node: isinstance(node, LossScaledState)
-    )
-    for path, node in nodes:
-        if isinstance(node, LossScaledState):
+    for path, node in jax.tree_util.tree_leaves_with_path(inner_state, is_leaf=is_loss_scaled):
+        if is_loss_scaled(node):
             raise ValueError(
                 "`loss_scaled(inner).init`: `inner` already holds a `LossScaledState`, at "
                 f"{jax.tree_util.keystr(path)} of its state. Two skips of one step cannot agree: "

@@ -39,8 +39,8 @@ def count_step(
 
     Args:
       state: the state before the step.
-      verdict: the verdict on the gradients of the last pass.
-      grads_finite: whether the gradients were finite, and the updates if checked.
+      verdict: that on the gradients of the last pass.
+      grads_finite: whether they were finite, and the updates if checked.
       is_spike: whether the step stood out, if that was judged.
       scaling: the scale state after the step.
       retries: what came of repeating the pass, if it may be repeated.

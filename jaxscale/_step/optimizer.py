@@ -99,15 +99,7 @@ def apply_step(
     made: BackwardResult,
     extra_args: Mapping[str, Any] = NO_ARGS,
 ) -> tuple[Any, Any]:
-    """Returns the parameters and the state after one step.
-
-    Args:
-      optimizer: the optimizer.
-      opt_state: its state, checked.
-      params: the parameters.
-      made: the backward pass, with its verdict if it is known.
-      extra_args: further arguments of the optimizer.
-    """
+    """Returns the parameters and the state after one step, given a state that was checked."""
     # Leaves without a gradient go around the step, as only arrays can be selected and compiled.
     trained, rest = partition(params, made.grads.grads)
     trained, state = optimizer.apply(made, opt_state, trained, extra_args)
@@ -123,12 +115,7 @@ def check_same_optimizer(
 ) -> None:
     """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes.
 
-    Args:
-      given: the step and its argument, for the message.
-      optimizer: the optimizer.
-      opt_state: what was passed as its state, checked.
-      params: the parameters.
-      way: the way out, for the message.
+    The message names the step and its argument, `given`, and the way out.
     """
     if not all(map(is_array_like, jax.tree.leaves(params))):
         return  # for such parameters `init` saw only a part of them, and which is not known

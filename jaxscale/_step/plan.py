@@ -70,8 +70,7 @@ class StepPlan:
         """Raises a `ValueError` if retries are asked for and no scale could be lowered."""
         if not self.retries or optimizer.can_back_off:
             return
-        policy = optimizer.policy
-        got = "another optimizer"
+        policy, got = optimizer.policy, "another optimizer"
         if policy is not None:
             got = f"one with {with_article(type(policy).__name__)}"
         raise ValueError(
@@ -137,12 +136,8 @@ class StepPlan:
     ) -> BackwardResult:
         """Returns the backward pass whose gradients are to be applied, with its verdict.
 
-        Args:
-          optimizer: the optimizer.
-          opt_state: its state, checked.
-          backward: makes a pass with a loss scale state.
-          traced: whether the step is traced, so that values are not known.
-          params: the parameters, of the structure of the gradients.
+        `backward` makes a pass with a loss scale state. If the step is `traced`, values are not
+        known. `params` have the structure of the gradients.
         """
 
         def run(scaling: Any) -> BackwardResult:
@@ -156,8 +151,7 @@ class StepPlan:
             # Devices that part would wait for each other for ever, or go on with other parameters.
             # Without a hook they cannot part unnoticed where types tell them apart.
             known = axis_names(axis_name)
-            apart = self.on_grads is not None
-            new = [axis for axis in axes if apart or not is_told_apart(axis)]
+            new = [axis for axis in axes if self.on_grads is not None or not is_told_apart(axis)]
             axis_name = (*known, *(axis for axis in new if axis not in known)) or None
 
         def judged(scaling: Any) -> BackwardResult:

@@ -1,9 +1,9 @@
 """Backward passes that are repeated at a lower scale, inside of one training step.
 
-Without retries, a step whose gradients overflow is skipped, and its batch is lost. `repeated` lets
-the policy back off and makes the pass again, a few times at most, so that a batch is lost only if
-no scale helps. The model is in the program once: its pass is the body of a loop that runs at least
-once, and a step that does not overflow runs it exactly once.
+Without retries, a step whose gradients overflow is skipped, and its batch is lost. Here the policy
+backs off and the pass is made again, a few times at most, so that a batch is lost only if no scale
+helps. The model is in the program once: its pass is the body of a loop that runs at least once, and
+a step that does not overflow runs it exactly once.
 """
 
 import functools

@@ -154,10 +154,7 @@ class Wrapper:
     ) -> Verdict | None:
         """Returns the verdict on a backward pass, if its step may be skipped.
 
-        Args:
-          made: the pass.
-          state: the state of this optimizer, checked.
-          axis_name: the axes along which devices agree, if not those of the optimizer alone.
+        Devices agree along `axis_name`, by default the axes of the optimizer.
         """
         check_loss(made.loss)
         if not self.skips:
@@ -190,14 +187,14 @@ class Wrapper:
         *,
         adds: bool = True,
     ) -> tuple[Any, LossScaledState]:
-        """Returns the parameters after one step, and the next state.
+        """Returns the parameters after one step, or only the updates, and the next state.
 
         Args:
           made: the backward pass, with what `judge` returned if it was called already.
           state: the state of this optimizer, checked.
           params: the parameters, each with its gradient.
           extra_args: further arguments of the wrapped optimizer.
-          adds: whether to add the updates to the parameters, rather than to return them.
+          adds: whether to add the updates to the parameters.
         """
         grads, retries = made.grads, made.retries
         overwrites = holds_overwrites(grads.grads)
