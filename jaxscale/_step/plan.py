@@ -242,11 +242,12 @@ def _misfit(fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error
         return ""
     try:
         signature = inspect.signature(fun)
+    except ValueError:  # a function that does not say what it takes
+        return ""
+    try:
         signature.bind(*args, **kwargs)
     except TypeError as reason:
         return f"takes {signature}: {reason}"
-    except ValueError:  # a function that does not say what it takes
-        return ""
     return ""
 
 

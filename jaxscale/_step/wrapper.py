@@ -206,11 +206,13 @@ class Wrapper:
 
         def make(grads: Any, norm: Any, value: Any, opt_state: Any) -> tuple[Any, Any, Any, Any]:
             """Returns the outcome of a step, the next state, the updates, and the norm if known."""
-            seen = grads, params
+            seen, trained = grads, params
             if overwrites:
-                seen = tuple(map(without_overwrites, seen))
-            updates, opt_state, norm = self._update_inner(*seen, norm, value, opt_state, extra_args)
-            outcome = (apply_updates if adds else cast_updates)(seen[1], updates)
+                seen, trained = map(without_overwrites, (grads, params))
+            updates, opt_state, norm = self._update_inner(
+                seen, trained, norm, value, opt_state, extra_args
+            )
+            outcome = (apply_updates if adds else cast_updates)(trained, updates)
             if overwrites:
                 outcome = (overwrite if adds else overwriting_updates)(outcome, grads, params)
             return outcome, opt_state, updates, norm
@@ -294,10 +296,10 @@ class Wrapper:
         if they are checked, and the norm that the state shows. `unchanged` gives the outcome of a
         skipped step, from one that was made, or from its shapes.
         """
-        norm, shown = None, state.grad_norm
+        norm, shown, squares = None, state.grad_norm, verdict.squares
         of_mean = self.max_norm is not None and self.window.averages
-        if self.max_norm is not None and not of_mean:
-            norm = jnp.sqrt(verdict.squares)
+        if self.max_norm is not None and squares is not None and not of_mean:
+            norm = jnp.sqrt(squares)
         if shown is not None and verdict.norm is not None and not of_mean:
             shown = verdict.norm
         finds = of_mean and shown is not None  # only a step finds the norm of a mean
@@ -315,7 +317,7 @@ class Wrapper:
 
         def skipped(like: Any) -> tuple[Any, ...]:
             # Constants, with the type that the others have on a mesh, which a constant has not.
-            norm = jax.lax.select(ready.due, shown, shown) if finds else None
+            norm = None if shown is None or not finds else jax.lax.select(ready.due, shown, shown)
             finite = ready.due | ~ready.due if self.check_updates else None
             return unchanged(like[0]), ready.opt_state, finite, norm
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jaxprs import numbers_reduced
-from tables import assert_same_bits, avals, cases
+from tables import assert_same_bits, avals, cases, fused_step, step
 
 import jaxscale
 
@@ -79,15 +79,10 @@ def test_gradients_are_read_no_more_often():
 
 WRONG = [
     ({"max_norm": 0}, "max_norm=.*above 0, got 0"),
-    ({"max_norm": -1.0}, "max_norm=.*above 0, got -1"),
-    ({"max_norm": "1"}, "max_norm=.*finite number, got '1'"),
     ({"max_norm": float("nan")}, "max_norm=.*finite number, got nan"),
     ({"max_norm": True}, "max_norm=.*finite number, got True"),
     ({"track_leaves": 1}, "track_leaves=.*one of False, True, got 1"),
-    *(
-        ({"spikes": wrong}, r"\(spikes=\.\.\.\)` must be a `SpikeRule` or None")
-        for wrong in (True, 128, jaxscale.SpikeRule, "default")
-    ),
+    ({"spikes": 128}, r"\(spikes=\.\.\.\)` must be a `SpikeRule` or None"),
 ]
 
 
@@ -156,46 +151,35 @@ STEPS = [
 ]
 
 
-def by_update(tx, grads, state, params, value):
-    updates, state = tx.update(grads, state, params, value=value)
-    return optax.apply_updates(params, updates), state
-
-
-def by_apply(tx, grads, state, params, value):
-    return jaxscale.apply_gradients(tx, grads, state, params, value=value)
-
-
-WINDOWS = jaxscale.multi_steps(TRACKING, 2), jaxscale.multi_steps(PLAIN, 2)
+# An optimizer that tracks and one that does not, and how a step is made.
 WAYS = {
-    # name: (an optimizer that tracks, one that does not, how a step is made)
-    "eager": (TRACKING, PLAIN, by_update),
-    "update": (TRACKING, PLAIN, jax.jit(by_update, static_argnums=0)),
-    "apply_gradients": (TRACKING, PLAIN, jax.jit(by_apply, static_argnums=0)),
-    "multi_steps": (*WINDOWS, jax.jit(by_update, static_argnums=0)),
+    "eager": (TRACKING, PLAIN, step),
+    "apply_gradients": (TRACKING, PLAIN, jax.jit(fused_step, static_argnums=0)),
+    "multi_steps": (
+        *(jaxscale.multi_steps(tx, 2) for tx in (TRACKING, PLAIN)),
+        jax.jit(step, static_argnums=0),
+    ),
 }
 
 
 @cases("name", WAYS, fast=["apply_gradients"])
 def test_the_last_overflow_is_kept_and_nothing_else_is_different(name):
     tracking, plain, one_step = WAYS[name]
-    (params, state), (plain_params, plain_state) = (
-        (PARAMS, tx.init(PARAMS)) for tx in WAYS[name][:2]
-    )
-    first = avals(state)
+    params, state = plain_params, plain_state = PARAMS, tracking.init(PARAMS)
+    first, plain_state = avals(state), plain.init(PARAMS)
     for bad, loss, names in STEPS:
         grads, value = gradients(**bad), jnp.float32(loss)
-        params, state = one_step(tracking, grads, state, params, value)
-        plain_params, plain_state = one_step(plain, grads, plain_state, plain_params, value)
+        params, state = one_step(tracking, params, state, grads, value=value)
+        plain_params, plain_state = one_step(plain, plain_params, plain_state, grads, value=value)
         assert flagged(state) == names
-        assert plain_state.nonfinite_leaves is None
         assert_same_bits(state._replace(nonfinite_leaves=None), plain_state)
         assert_same_bits(params, plain_params)
         assert avals(state) == first
 
 
 def test_check_names_them():
-    def stuck(bad, steps=3, params=PARAMS, tx=TRACKING):
-        state, update = tx.init(params), jax.jit(tx.update)
+    def stuck(bad, steps=3, params=PARAMS):
+        state, update = TRACKING.init(params), jax.jit(TRACKING.update)
         for _ in range(steps):
             _, state = update(bad, state, params)
         return state
@@ -204,30 +188,25 @@ def test_check_names_them():
     states = [stuck(gradients(kernel=jnp.nan), 1), stuck(gradients(bias=jnp.nan), 4)]
     many = {f"w{i}": jnp.full(1, jnp.inf) for i in range(9)}
     for state, message in (
-        (
-            stuck(gradients(kernel=jnp.nan, phase=jnp.nan)),
-            r"not finite: dense/kernel, phase \(2 of 3 leaves\)\. `jaxscale doctor`",
-        ),
+        (states[1], r"not finite: dense/bias \(1 of 3 leaves\)\. `jaxscale doctor`"),
         (stuck(many, params=many), r"w0, w1, w2, w3, w4 and 4 more \(9 of"),
         (jax.tree.map(lambda *leaves: jnp.stack(leaves), *states), r"dense/bias \(1 of 3"),
-        (stuck(gradients(kernel=jnp.nan), tx=PLAIN), "^((?!leaves).)*$"),
+        (states[1]._replace(nonfinite_leaves=None), "^((?!leaves).)*$"),
     ):
         with pytest.raises(jaxscale.LossScaleStuckError, match=message):
             jaxscale.check(state, max_consecutive=2)
 
 
-FROZEN = {"w": jnp.ones(1), "frozen": jnp.ones(1)}
-TREES = {
-    "empty": ({}, {}, []),
-    "integers": ({"n": jnp.arange(3)}, {"n": np.zeros(3, jax.dtypes.float0)}, []),
-    "the root": (jnp.ones(2), jnp.array([1.0, jnp.inf]), ["the root"]),
-    "no gradient": (FROZEN, {"w": jnp.array([jnp.nan]), "frozen": None}, ["w"]),
-}
+TREES = [
+    ({}, {}, []),
+    ({"n": jnp.arange(3)}, {"n": np.zeros(3, jax.dtypes.float0)}, []),
+    (jnp.ones(2), jnp.array([1.0, jnp.inf]), ["the root"]),
+    (dict.fromkeys("ab", jnp.ones(1)), {"a": jnp.array([jnp.nan]), "b": None}, ["a"]),
+]
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_trees_of_all_kinds(name):
-    params, grads, names = TREES[name]
+@pytest.mark.parametrize(("params", "grads", "names"), TREES)
+def test_trees_of_all_kinds(params, grads, names):
     tx = jaxscale.skip_nonfinite(optax.identity(), track_leaves=True)
     state = tx.init(params)
     _, new = tx.update(grads, state, params)

@@ -1,13 +1,11 @@
 """Everything switched off: what is left is the program of the bare optimizer, and the state."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from jaxprs import equations
-from tables import assert_same_bits, avals, cases
+from tables import assert_same_bits, avals, cases, fused_step, step
 
 import jaxscale
 
@@ -23,26 +21,24 @@ def loss_fn(params, x):
     return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
 
 
-def one_step(tx, way, params, state, x):
-    differentiate = jaxscale.value_and_grad(loss_fn, state) if tx is not INNER else None
-    loss, grads = (differentiate or jax.value_and_grad(loss_fn))(params, x)
-    if tx is not INNER and way == "apply":
-        return *jaxscale.apply_gradients(tx, grads, state, params), loss
-    updates, state = tx.update(grads, state, params, **({"value": loss} if tx is not INNER else {}))
-    return optax.apply_updates(params, updates), state, loss
-
-
 def operations(tx, way):
     """The operations of a step: each with the types of what it takes and gives."""
-    step = functools.partial(one_step, tx, way)
-    jaxpr = jax.make_jaxpr(step)(PARAMS, tx.init(PARAMS), jnp.ones((2, 3)))
+
+    def one_step(params, state, x):
+        if tx is INNER:
+            loss, grads = jax.value_and_grad(loss_fn)(params, x)
+            return *step(tx, params, state, grads), loss
+        loss, grads = jaxscale.value_and_grad(loss_fn, state)(params, x)
+        return *way(tx, params, state, grads, value=loss), loss
+
+    jaxpr = jax.make_jaxpr(one_step)(PARAMS, tx.init(PARAMS), jnp.ones((2, 3)))
     return [
         (eqn.primitive.name, [str(var.aval) for var in [*eqn.invars, *eqn.outvars]])
         for eqn in equations(jaxpr)
     ]
 
 
-@cases("way", ["update", "apply"])
+@cases("way", [step, fused_step])
 def test_the_program_is_that_of_the_bare_optimizer(way):
     expected = operations(INNER, way)
     assert len(expected) > 40
@@ -65,9 +61,7 @@ def test_a_scale_of_none_has_one_state_on_and_off():
 def test_the_state_of_a_scale_has_the_same_fields_and_another_type():
     off, on = OFF.init(PARAMS), jaxscale.loss_scaled(INNER).init(PARAMS)
     assert jax.tree.structure(off) != jax.tree.structure(on)
-    assert (off._fields, off.scaling._fields) == (on._fields, on.scaling._fields)
-    assert avals(off) == avals(on)
-    assert jax.tree.structure(off._replace(scaling=on.scaling)) == jax.tree.structure(on)
+    assert avals(off._replace(scaling=on.scaling)) == avals(on)
     # A dictionary of either is read into the other.
     moved = on._replace(total_steps=jnp.int32(7))
     there = jaxscale.from_state_dict(off, jaxscale.to_state_dict(moved))
