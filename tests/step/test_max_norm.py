@@ -114,7 +114,6 @@ def test_it_is_kept_by_every_wrapper():
     grads = gradients(5, 10.0)
     for tx in (
         jaxscale.skip_nonfinite(INNER, max_norm=MAX_NORM),
-        jaxscale.loss_scaled(jaxscale.skip_nonfinite(INNER, max_norm=MAX_NORM)),
         jaxscale.loss_scaled(jaxscale.skip_nonfinite(INNER, max_norm=7.0), max_norm=MAX_NORM),
         jaxscale.loss_scaled(INNER, None, max_norm=MAX_NORM, skip_nonfinite=False),
     ):

@@ -62,13 +62,10 @@ def test_the_state_of_a_scale_has_the_same_fields_and_another_type():
     off, on = OFF.init(PARAMS), jaxscale.loss_scaled(INNER).init(PARAMS)
     assert jax.tree.structure(off) != jax.tree.structure(on)
     assert avals(off._replace(scaling=on.scaling)) == avals(on)
-    # A dictionary of either is read into the other.
+    # A dictionary of one is read into the other.
     moved = on._replace(total_steps=jnp.int32(7))
     there = jaxscale.from_state_dict(off, jaxscale.to_state_dict(moved))
     assert_same_bits(there, moved._replace(scaling=off.scaling))
-    back = jaxscale.from_state_dict(on, jaxscale.to_state_dict(there))
-    assert back.scaling.loss_scale == 1  # as saved
-    assert_same_bits(back._replace(scaling=on.scaling), moved)
 
 
 def test_a_scale_that_never_moves_still_scales():
