@@ -146,7 +146,8 @@ def test_check_tells_of_spikes_without_end():
     tx = jaxscale.skip_nonfinite(inner(), spikes=RULE)
     state = tx.init(PARAMS)
     jaxscale.check(state)
-    in_variables = nnx.state(nnx.Optimizer(nnx.Param(jnp.ones(2)), tx, wrt=nnx.Param))
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    in_variables = nnx.state(nnx.Optimizer(model, tx, wrt=nnx.Param))
     assert jaxscale.metrics(in_variables)["total_spikes"] == 0
     for fields in ({"spike_count": 20}, {"total_spikes": 51}):
         spikes = state.spikes._replace(**{k: jnp.array(v) for k, v in fields.items()})
