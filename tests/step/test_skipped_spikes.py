@@ -137,9 +137,12 @@ def test_a_loss_is_judged_by_the_largest_of_all_devices():
 
 def test_nans_that_are_errors_are_not_made():
     tx = jaxscale.skip_nonfinite(inner(), spikes=RULE)
+    state, norm = tx.init(PARAMS), np.sqrt(1 + 4 + 0.25 + 0.0625)
     with jax.debug_nans(True):
-        _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
-    np.testing.assert_allclose(state.grad_norm, np.sqrt(1 + 4 + 0.25 + 0.0625), rtol=1e-6)
+        for scale, shown in [*[(1.0, norm)] * 5, (jnp.inf, jnp.inf)]:
+            grads = {name: leaf * scale for name, leaf in PARAMS.items()}
+            _, state = jax.jit(tx.update)(grads, state, PARAMS)
+            np.testing.assert_allclose(state.grad_norm, shown, rtol=1e-6)
 
 
 def test_check_tells_of_spikes_without_end():
