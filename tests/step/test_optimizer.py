@@ -111,23 +111,6 @@ def test_bad_steps_leave_no_trace(wrapper, inner, way, monkeypatch):
     same(jax.tree.leaves(first), jax.tree.leaves(expected))
 
 
-def test_a_bad_loss_skips_and_leaves_the_scale_alone():
-    tx = jaxscale.loss_scaled(optax.adam(0.1), jaxscale.DynamicLossScale(growth_interval=5))
-    params, update = jnp.array(1.0), jax.jit(tx.update)
-    _, state = update(jnp.array(1.0), tx.init(params), params, value=jnp.array(2.0))
-    assert state.total_notfinite_loss == 0
-    for value, grad in itertools.product(BAD.values(), [1.0, jnp.inf]):
-        updates, new_state = update(jnp.array(grad), state, params, value=jnp.array(value))
-        assert updates == 0
-        assert_same_bits(new_state.scaling, state.scaling)
-        assert_same_bits(new_state.inner_state, state.inner_state)
-        assert not new_state.step_applied
-        assert new_state.total_notfinite == new_state.total_notfinite_loss == 1
-    # A finite one clears it of nothing.
-    _, state = update(jnp.array(jnp.inf), tx.init(params), params, value=jnp.array(2.0))
-    assert (state.scaling.loss_scale, state.total_notfinite_loss) == (2.0**14, 0)
-
-
 def test_the_inner_optimizer_sees_float32_and_extra_arguments_untouched():
     seen = []
 
