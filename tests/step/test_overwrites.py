@@ -66,7 +66,7 @@ def test_a_window_writes_the_largest():
 
 
 def test_a_bare_optimizer_overwrites_where_the_step_is_ours():
-    tx = optax.sgd(1.0)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))  # which does not see them
     params, _ = fused_step(tx, PARAMS, tx.init(PARAMS), grads(0.5, 7.0, 3.0))
     assert params[OWG]["amax"].tolist() == [7, 3]
     assert params["params"]["w"].tolist() == [0.5, -2.5]

@@ -60,7 +60,7 @@ NOT_ARRAYS = {
     "text of NumPy": (np.str_("a"), np.str_("b")),
     "array of text": (np.array(["a", "b"]), np.array(["a", "c"])),
     "array of objects": (np.array([None, print]), np.array([None])),
-    "differences in time": (np.array([1, 2], "m8[s]"), np.array([1, 2], "m8[ms]")),
+    "differences in time": (np.array([1, 2], "m8[s]"), np.array([1000, 2000], "m8[ms]")),
     "choice": (Choice.FIRST, Choice.SECOND),
     "awkward": (Awkward(), Awkward()),
     "elementwise": (Elementwise(), Elementwise()),
