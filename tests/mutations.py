@@ -37,7 +37,7 @@ CHOSEN = {
     "test_verdict test_max_norm": "verdict.agree_on_size reduction.Reduction verdict.judge",
     "test_accumulation": "Window.add Window.close",
     "test_optimizer test_inner test_options": "skip.step_if",
-    "test_optimizer test_accumulation test_inner": "Wrapper._step Wrapper._make_or_skip",
+    "test_optimizer test_accumulation test_inner": "Wrapper.apply Wrapper._make_or_skip",
     "test_train_step test_decay": "retry.repeat_backward retry._is_lower counters._count_backoffs",
 }
 

@@ -2,7 +2,6 @@
 
 from typing import Any, TypeVar, overload
 
-import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
@@ -96,16 +95,15 @@ def apply_gradients(
         raise TypeError(
             f"`apply_gradients(keep=...)` must be a pair (new, old), got {type(keep).__name__}."
         )
-    call = "apply_gradients"
-    value = extra_args.pop("value", extra_args.get("loss"))
-    optimizer = as_optimizer(call, tx)
+    optimizer = as_optimizer("apply_gradients", tx)
     order = "(tx, grads, opt_state, params)"
-    opt_state = optimizer.check_state(f"{call}(opt_state=...)", opt_state, order)
+    opt_state = optimizer.check_state("apply_gradients(opt_state=...)", opt_state, order)
+    value = extra_args.pop("value", extra_args.get("loss"))
     made = BackwardResult(value, None, None, Scaled(grads))
     params, opt_state = apply_step(optimizer, opt_state, params, made, extra_args)
     if keep is None:
         return params, opt_state
-    kept = select_if_applied(f"{call}(keep=...)", optimizer, opt_state, *keep)
+    kept = select_if_applied("apply_gradients(keep=...)", optimizer, opt_state, *keep)
     return params, opt_state, kept
 
 
@@ -125,14 +123,14 @@ def select_if_stepped(
 
     A micro-batch of a window that is not full makes none, though it is not skipped either.
     """
-    verdicts = [optimizer.find_verdict(call, each) for each in (before, after)]
-    states = [
-        given if verdict is None else verdict
-        for given, verdict in zip((before, after), verdicts, strict=True)
-    ]
-    windows: Any = [each.inner_state if is_loss_scaled(each) else each for each in states]
-    if isinstance(windows[0], WINDOW_STATES):
-        stepped = windows[0].gradient_step != windows[1].gradient_step
+
+    def window(state: Any) -> Any:
+        state = optimizer.find_verdict(call, state) or state
+        return state.inner_state if is_loss_scaled(state) else state
+
+    if isinstance(window(before), WINDOW_STATES):
+        stepped = window(before).gradient_step != window(after).gradient_step
     else:
-        stepped = jnp.array(True) if verdicts[1] is None else verdicts[1].step_applied
+        verdict = optimizer.find_verdict(call, after)
+        stepped = True if verdict is None else verdict.step_applied
     return select_like(call, stepped, new, old)

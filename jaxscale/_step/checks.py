@@ -4,10 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .._gradients.verdict import axis_names
 from .._policies.base import LossScale
-from .._state.find import check_alone
+from .._state.find import check_alone, is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._state.scale import is_wrapped, unwrap
 from .._trees.checks import with_article
@@ -15,16 +16,24 @@ from .._trees.leaf import is_array_like
 from .._trees.tree import varying_axes
 
 
+def as_transformation(given: str, tx: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that takes extra arguments, or raises a `TypeError` if it is not one."""
+    if isinstance(tx, optax.MultiSteps):  # has `init` and `update`, but is not one itself
+        tx = tx.gradient_transformation()
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"`{given}` must be an `optax.GradientTransformation`, got {tx!r}. Call the function "
+            "that makes it, as in `optax.adamw(1e-3)`."
+        )
+    return optax.with_extra_args_support(tx)
+
+
 def check_state(
     call: str, state: Any, policy: LossScale, order: str = "(grads, opt_state, params)"
 ) -> LossScaledState:
     """Returns the state that a step was given, as arrays, or raises an error.
 
-    Args:
-      call: the step and its argument, for the message.
-      state: what was passed.
-      policy: that of the optimizer.
-      order: the order of the step's arguments, if they could be confused.
+    `order` is that of the arguments of `call`, if they could be confused.
     """
     if not isinstance(state, LossScaledState):
         hint = f"The order of arguments is {order}. " * bool(order) + (
@@ -80,22 +89,19 @@ def check_devices_agree(grads: Any, value: Any, axis_name: Any) -> None:
 
 
 def check_state_kept(new_state: Any, opt_state: Any) -> None:
-    structures = jax.tree.structure(new_state), jax.tree.structure(opt_state)
-    if structures[0] != structures[1]:
+    before, after = jax.tree.structure(opt_state), jax.tree.structure(new_state)
+    if before != after:
         raise ValueError(
             "`loss_scaled(inner)`: `inner.update` must keep the structure of its state, or a "
             "skipped step could not keep the state. If a part fills its state at the first update, "
             "as `optax.monitor` does, put it outside: `optax.chain(loss_scaled(...), "
-            f"optax.monitor(...))`. The structures are {structures[1]} and then {structures[0]}."
+            f"optax.monitor(...))`. The structures are {before} and then {after}."
         )
 
 
 def check_not_nested(inner_state: Any) -> None:
-    nodes = jax.tree_util.tree_leaves_with_path(
-        inner_state, is_leaf=lambda node: isinstance(node, LossScaledState)
-    )
-    for path, node in nodes:
-        if isinstance(node, LossScaledState):
+    for path, node in jax.tree_util.tree_leaves_with_path(inner_state, is_leaf=is_loss_scaled):
+        if is_loss_scaled(node):
             raise ValueError(
                 "`loss_scaled(inner).init`: `inner` already holds a `LossScaledState`, at "
                 f"{jax.tree_util.keystr(path)} of its state. Two skips of one step cannot agree: "

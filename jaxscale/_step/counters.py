@@ -23,10 +23,8 @@ class Retries(NamedTuple):
 
 def zero_counters() -> dict[str, jax.Array]:
     """Returns the counters of a first state, each in a buffer of its own, for donation."""
-    counters = (name for name in LossScaledState._fields if name.endswith("_count"))
-    totals = (name for name in LossScaledState._fields if name.startswith("total_"))
-    zeros = {name: jnp.array(0, jnp.int32) for name in (*counters, *totals)}
-    return {"step_applied": jnp.array(True), **zeros}
+    names = (name for name in LossScaledState._fields if "total_" in name or "_count" in name)
+    return {"step_applied": jnp.array(True), **{name: jnp.array(0, jnp.int32) for name in names}}
 
 
 def count_step(
@@ -41,9 +39,9 @@ def count_step(
 
     Args:
       state: the state before the step.
-      verdict: the verdict on the gradients of the last pass.
-      grads_finite: a `bool[]`, whether the gradients were finite, and the updates if checked.
-      is_spike: a `bool[]`, whether the step stood out, if that was judged.
+      verdict: that on the gradients of the last pass.
+      grads_finite: whether they were finite, and the updates if checked.
+      is_spike: whether the step stood out, if that was judged.
       scaling: the scale state after the step.
       retries: what came of repeating the pass, if it may be repeated.
     """

@@ -3,19 +3,23 @@
 import dataclasses
 import functools
 import inspect
+import operator
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from .._gradients.scaled import Scaled
 from .._gradients.value_and_grad import backward_pass
 from .._gradients.verdict import axis_names
 from .._jax import is_told_apart
 from .._state.find import is_loss_scaled
-from .._trees.checks import describe_misfit, int32, one_of, with_article
-from .._trees.leaf import is_array_like
-from .hooks import apply_hook
+from .._trees.checks import int32, one_of, with_article
+from .._trees.leaf import dtype_of, is_array_like, is_inexact
+from .._trees.tree import cast, leaf_name, map_gradients, partition, widen
 from .optimizer import Optimizer
 from .retry import BackwardResult, repeat_backward, trace_once
 from .wrapper import Wrapper
@@ -66,8 +70,7 @@ class StepPlan:
         """Raises a `ValueError` if retries are asked for and no scale could be lowered."""
         if not self.retries or optimizer.can_back_off:
             return
-        policy = optimizer.policy
-        got = "another optimizer"
+        policy, got = optimizer.policy, "another optimizer"
         if policy is not None:
             got = f"one with {with_article(type(policy).__name__)}"
         raise ValueError(
@@ -96,7 +99,7 @@ class StepPlan:
         try:
             return self.loss_fn(*args, **kwargs)
         except TypeError as error:
-            reason = describe_misfit(self.loss_fn, args, kwargs, error)
+            reason = _misfit(self.loss_fn, args, kwargs, error)
             if not reason:
                 raise
             given = ", ".join([*map(_described, args), *(f"{name}=..." for name in kwargs)])
@@ -133,17 +136,12 @@ class StepPlan:
     ) -> BackwardResult:
         """Returns the backward pass whose gradients are to be applied, with its verdict.
 
-        Args:
-          optimizer: the optimizer.
-          opt_state: its state, checked.
-          backward: makes a pass with a loss scale state.
-          traced: whether the step is traced, so that values are not known.
-          params: the parameters, of the structure of the gradients.
+        `backward` makes a pass with a loss scale state. If the step is `traced`, values are not
+        known. `params` have the structure of the gradients.
         """
 
         def run(scaling: Any) -> BackwardResult:
-            given = f"{self.call}(on_grads=...)"
-            return apply_hook(given, self.on_grads, backward(scaling), params)
+            return self._hooked(backward(scaling), params)
 
         self.warn_if_bare(optimizer, opt_state, stacklevel=4)
         start, axis_name = optimizer.scale_state(self.call, opt_state), optimizer.axis_name
@@ -153,13 +151,12 @@ class StepPlan:
             # Devices that part would wait for each other for ever, or go on with other parameters.
             # Without a hook they cannot part unnoticed where types tell them apart.
             known = axis_names(axis_name)
-            apart = self.on_grads is not None
-            new = [axis for axis in axes if apart or not is_told_apart(axis)]
+            new = [axis for axis in axes if self.on_grads is not None or not is_told_apart(axis)]
             axis_name = (*known, *(axis for axis in new if axis not in known)) or None
 
         def judged(scaling: Any) -> BackwardResult:
             made = one_pass(scaling)
-            verdict = optimizer.judge(made.grads, opt_state, made.loss, made.seen, axis_name)
+            verdict = optimizer.judge(made, opt_state, axis_name)
             return made._replace(verdict=verdict, seen=None)
 
         if not self.retries:
@@ -170,29 +167,88 @@ class StepPlan:
     def _checked_loss_fn(self) -> Callable[..., Any]:
         """Returns the loss function with a check of what it returns."""
         parts = ["state"] * self.has_state + ["aux"] * self.has_aux
-        expected = {0: "a loss", 1: "(loss, {})", 2: "(loss, ({}, {}))"}[len(parts)].format(*parts)
+        expected = ["a loss", "(loss, {})", "(loss, ({}, {}))"][len(parts)].format(*parts)
         flags = "".join(f", has_{part}=True" for part in parts)
 
         @functools.wraps(self.loss_fn)
         def checked(*args: Any, **kwargs: Any) -> Any:
             output = self.run_loss(*args, **kwargs)
-            got, is_pair = output, _is_pair(output)
-            fits = not isinstance(output, tuple) if not parts else is_pair
-            if fits and len(parts) == 2:
-                fits = _is_pair(output[1])
-            if not fits:
-                hint = f"Return it so, or leave{flags[1:]} out."
-                if not parts:
-                    hint = "Pass has_aux=True if it returns anything beside the loss"
-                    state = ", and has_state=True if that is state that a skipped step keeps"
-                    hint += "." if self.call.startswith("nnx") else f"{state}."
-                raise TypeError(
-                    f"`{self.call}(loss_fn{flags})`: `loss_fn` must return {expected}, got "
-                    f"{_described(got)}. {hint}"
-                )
-            return output
+            fits = _is_pair(output) if parts else not isinstance(output, tuple)
+            if fits and (len(parts) < 2 or _is_pair(output[1])):
+                return output
+            hint = f"Return it so, or leave{flags[1:]} out."
+            if not parts:
+                hint = "Pass has_aux=True if it returns anything beside the loss"
+                state = ", and has_state=True if that is state that a skipped step keeps"
+                hint += "." if self.call.startswith("nnx") else f"{state}."
+            raise TypeError(
+                f"`{self.call}(loss_fn{flags})`: `loss_fn` must return {expected}, got "
+                f"{_described(output)}. {hint}"
+            )
 
         return checked
+
+    def _hooked(self, made: BackwardResult, params: Any) -> BackwardResult:
+        """Returns a pass with the gradients that `on_grads` made of its own, unscaled."""
+        if self.on_grads is None:
+            return made
+        old, structure = jax.tree.flatten(map_gradients(widen, made.grads.divided))
+        grads = self.on_grads(structure.unflatten(old))
+        new = jax.tree.leaves(grads)
+        if jax.tree.structure(grads) == structure and all(map(operator.is_, new, old)):
+            return made  # it only looked at them
+        call = f"{self.call}(on_grads=...)"
+        grads = _like(call, grads, structure.unflatten(old), params)
+        return made._replace(grads=Scaled(grads), seen=made.grads)
+
+
+def _like(call: str, grads: Any, old: Any, params: Any) -> Any:
+    """Returns the gradients of a hook in the dtypes of those that it got, or raises an error.
+
+    Their shapes may also be those of the parameters, where it got gradients by example.
+    """
+    got = f"`{call}` must return gradients like those that it got"
+    structures = jax.tree.structure(old), jax.tree.structure(grads)
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"{got}, {structures[0]}, and returned {structures[1]}. Return all of them, those "
+            "that it does not change, too."
+        )
+
+    def check(path: Any, grad: Any, new: Any, param: Any) -> Any:
+        if not is_inexact(grad):
+            return new
+        at, shapes = f"{got}: at {leaf_name(path)} it", (jnp.shape(grad), jnp.shape(param))
+        if not is_inexact(new) or dtype_of(new) != dtype_of(grad):
+            kind = dtype_of(new) if is_array_like(new) else type(new).__name__
+            raise TypeError(f"{at} got {dtype_of(grad)} and returned {kind}. Cast the result.")
+        if jnp.shape(new) not in shapes:
+            raise ValueError(
+                f"{at} got the shape {shapes[0]}, and the parameter has {shapes[1]}, but it "
+                f"returned {jnp.shape(new)}."
+            )
+        return cast(new, dtype_of(grad))
+
+    params = partition(params, old)[0]
+    params = params if jax.tree.structure(params) == structures[0] else old
+    return jax.tree_util.tree_map_with_path(check, old, grads, params)
+
+
+def _misfit(fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error: TypeError) -> str:
+    """Returns why a call of a function failed before the function ran, or nothing if it did run."""
+    fun = inspect.unwrap(fun)  # a decorator, such as `autocast`, may say nothing of what it takes
+    entered = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if getattr(fun, "__code__", None) in entered:
+        return ""
+    try:
+        signature = inspect.signature(fun)
+    except ValueError:  # a function that does not say what it takes
+        return ""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as reason:
+        return f"takes {signature}: {reason}"
+    return ""
 
 
 def _name_of(function: Any) -> str:

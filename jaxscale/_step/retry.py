@@ -1,9 +1,9 @@
 """Backward passes that are repeated at a lower scale, inside of one training step.
 
-Without retries, a step whose gradients overflow is skipped, and its batch is lost. `repeated` lets
-the policy back off and makes the pass again, a few times at most, so that a batch is lost only if
-no scale helps. The model is in the program once: its pass is the body of a loop that runs at least
-once, and a step that does not overflow runs it exactly once.
+Without retries, a step whose gradients overflow is skipped, and its batch is lost. Here the policy
+backs off and the pass is made again, a few times at most, so that a batch is lost only if no scale
+helps. The model is in the program once: its pass is the body of a loop that runs at least once, and
+a step that does not overflow runs it exactly once.
 """
 
 import functools
@@ -12,22 +12,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from .._gradients.scaled import Scaled
 from .._gradients.verdict import Verdict
 from .._jax import collective_axes, varying
 from .._policies.base import LossScale, adjust_scale
-from .._trees.leaf import dtype_of, is_array_like
+from .._trees.call import Flat
 from .._trees.tree import blank, tree_where
 from .counters import Retries
 
 # How often a policy is told of one overflow. A policy with hysteresis lowers its scale only after
 # several; one that tolerates more than this is left alone, and the step is skipped.
 _MAX_BACKOFFS_PER_OVERFLOW = 100
-
-_CARRIED = object()  # stands where a tree has an array that the loop carries
 
 
 class BackwardResult(NamedTuple):
@@ -53,18 +50,10 @@ def repeat_backward(
 ) -> BackwardResult:
     """Returns the last pass, with the scale state to go on with and the number of passes before.
 
-    A pass is made again if its loss is finite and its gradients are not, unless the policy does
-    not lower the scale. A bad loss says nothing about the scale. Neither does a batch that is bad
-    at every scale that was tried: the scale state is then the first one, and otherwise that of
-    the last pass.
-
-    Args:
-      call: the public function, for messages.
-      policy: the policy, which backs off between passes.
-      backward: makes a pass with a scale state.
-      scaling: the scale state of the first pass.
-      retries: how many passes may follow the first.
-      traced: whether the step is traced, so that values are not known.
+    A pass is made again, at most `retries` times, if its loss is finite and its gradients are not,
+    unless the policy does not lower the scale. A bad loss says nothing about the scale. Neither
+    does a batch that is bad at every scale that was tried: the scale state is then the first one,
+    and otherwise that of the last pass. If the step is `traced`, values are not known.
     """
 
     def one_pass(scaling: Any, number: Any) -> tuple[BackwardResult, Any, jax.Array]:
@@ -83,32 +72,30 @@ def repeat_backward(
             made, lower, again = one_pass(scaling, number)
         return _with_retries(made, number, scaling, first)
 
-    unflatten: list[Callable[[list[Any]], BackwardResult]] = []
-
-    @jax.jit  # traced once, for its types and for the loop
-    def arrays_of_pass(scaling: Any, number: Any) -> Any:
-        made, lower, again = one_pass(scaling, number)
-        arrays, unflatten[:] = _split(made)
-        return arrays, lower, again
-
-    types = jax.make_jaxpr(arrays_of_pass)(scaling, number).out_avals
+    # Traced once, for its types and for the loop.
+    flat = Flat(one_pass, (scaling, number), {}, "arrays_of_pass")
+    arrays_of_pass = jax.jit(flat)
+    types = jax.make_jaxpr(arrays_of_pass)(*flat.arrays).out_avals
     if apart := varying(types[-1]):
         axes = ", ".join(map(repr, sorted(apart)))
         raise ValueError(
             f"`{call}(retries={retries})`: the devices along {axes} may disagree on whether to "
             f"retry. Pass `axis_name={axes}` to `loss_scaled`."
         )
+    # The last outputs are a scale state and a flag, as the inputs are a scale state and a number.
+    carried = len(types) - len(flat.arrays)
 
     def body(carry: Any) -> Any:
         scaling, number, *_ = carry
-        arrays, lower, again = arrays_of_pass(scaling, number)
+        arrays = arrays_of_pass(*jax.tree.leaves((scaling, number)))
+        _, lower, again = flat.restored(arrays)
         number += again.astype(jnp.int32)  # a bool is not promoted where promotion is strict
-        return tree_where(again, lower, scaling), number, again, arrays
+        return tree_where(again, lower, scaling), number, again, arrays[:carried]
 
-    arrays = [blank(aval) for aval in types[: -1 - len(jax.tree.leaves(scaling))]]
-    carry = scaling, number, jnp.array(True), arrays
-    scaling, number, _, arrays = jax.lax.while_loop(lambda carry: carry[2], body, carry)
-    return _with_retries(unflatten[0](arrays), number, scaling, first)
+    carry = scaling, number, jnp.array(True), [blank(aval) for aval in types[:carried]]
+    scaling, number, again, arrays = jax.lax.while_loop(lambda carry: carry[2], body, carry)
+    made, _, _ = flat.restored([*arrays, *jax.tree.leaves(scaling), again])
+    return _with_retries(made, number, scaling, first)
 
 
 def _with_retries(made: BackwardResult, number: Any, last: Any, first: Any) -> BackwardResult:
@@ -119,21 +106,11 @@ def _with_retries(made: BackwardResult, number: Any, last: Any, first: Any) -> B
 def trace_once(
     backward: Callable[[Any], BackwardResult], scaling: Any
 ) -> tuple[Callable[[Any], BackwardResult], list[Any]]:
-    """Returns a pass that is traced once, wherever it is called, and the axes it communicates on.
-
-    Args:
-      backward: makes a pass with a scale state.
-      scaling: a scale state, for its types.
-    """
-    unflatten: list[Callable[[list[Any]], BackwardResult]] = []
-
-    @jax.jit
-    def arrays_of_pass(scaling: Any) -> list[jax.Array]:
-        arrays, unflatten[:] = _split(backward(scaling))
-        return arrays
-
-    axes = collective_axes(jax.make_jaxpr(arrays_of_pass)(scaling))
-    return lambda scaling: unflatten[0](arrays_of_pass(scaling)), axes
+    """Returns a pass that is traced once, for the types of a scale state, and the axes it uses."""
+    flat = Flat(backward, (scaling,), {}, "arrays_of_pass")
+    arrays_of_pass = jax.jit(flat)
+    axes = collective_axes(jax.make_jaxpr(arrays_of_pass)(*flat.arrays))
+    return lambda scaling: flat.restored(arrays_of_pass(*jax.tree.leaves(scaling))), axes
 
 
 def is_traced(*inputs: Any) -> bool:
@@ -172,24 +149,3 @@ def _lowered(
 def _is_lower(state: Any, than: Any) -> jax.Array:
     # So that a scale which is NaN, as a checkpoint of another scaler may have it, is higher.
     return ~(state.loss_scale >= than.loss_scale)
-
-
-def _split(tree: Any) -> tuple[list[jax.Array], list[Callable[[list[Any]], Any]]]:
-    """Returns the arrays of a tree, which a loop can carry, and how to put them back."""
-    leaves, treedef = jax.tree.flatten(tree)
-    rest = [_CARRIED if _is_carried(leaf) else _known(leaf) for leaf in leaves]
-
-    def unflatten(arrays: list[Any]) -> Any:
-        carried = iter(arrays)
-        return treedef.unflatten(next(carried) if leaf is _CARRIED else leaf for leaf in rest)
-
-    return [jnp.asarray(leaf) for leaf in leaves if _is_carried(leaf)], [unflatten]
-
-
-def _is_carried(leaf: Any) -> bool:
-    return is_array_like(leaf) and dtype_of(leaf) != jax.dtypes.float0
-
-
-def _known(leaf: Any) -> Any:
-    """Returns a leaf that no loop can carry: text, a function, or a `float0`, maybe traced."""
-    return np.zeros(jnp.shape(leaf), jax.dtypes.float0) if is_array_like(leaf) else leaf

@@ -3,8 +3,6 @@
 On a GPU or TPU a selection fuses into the step's own kernels and reads nothing twice. On a CPU it
 would keep XLA from updating buffers in place and take minutes to compile over hundreds of leaves;
 a branch does neither. The program holds both, as one program may be lowered for any platform.
-
-`wrapper.py` calls `step_if`: it says what a step computes, and what to return if it is skipped.
 """
 
 from collections.abc import Callable
@@ -29,11 +27,7 @@ def step_if(
       pred: a `bool[]`.
       step: the computation to select; it is traced once.
       operand: a tree of arrays, which may be non-finite if `pred` does not hold.
-      skipped: a function that is called with a tree of the shapes and dtypes of
-        `step(operand)`, and returns the values to take instead.
-
-    Returns:
-      A tree of arrays with the shapes and dtypes of `step(operand)`.
+      skipped: gets a tree of the shapes and dtypes of `step(operand)`, and returns a like one.
     """
 
     def select(branches: jax.Array, step: Callable[[Any], Any]) -> Any:
@@ -80,11 +74,9 @@ def _zeros(tree: Any) -> Any:
 
 
 def no_updates(like: Any, grads: Any) -> Any:
-    """Returns updates that change nothing, with the types of `like`.
+    """Returns updates that change nothing, with the types of `like`, updates or their shapes.
 
-    Args:
-      like: updates, or their shapes and dtypes.
-      grads: gradients, which vary along the same mesh axes as the updates.
+    They vary along the mesh axes of `grads`.
     """
     sources = jax.tree.leaves(grads)
     leaves, structure = jax.tree.flatten(like)

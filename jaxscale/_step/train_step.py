@@ -4,11 +4,9 @@
 `jaxscale.nnx.train_step` are made of the same parts:
 
 1. `StepPlan` holds the arguments of a step, checked before anything is traced. Its `backward`
-   makes one pass with a loss scale: the loss, the state that the model carries, and scaled
-   gradients.
-2. Its `run_backward` makes that pass, and with `retries` makes it again at lower scales. In each
-   pass `on_grads` gets the gradients, unscaled.
-3. `apply_step` makes the step of the optimizer, which divides the gradients.
+   makes one pass with a loss scale, and its `run_backward` the one whose gradients count: with
+   `retries` it makes passes at lower scales, and in each `on_grads` gets the gradients, unscaled.
+2. `apply_step` makes the step of the optimizer, which divides the gradients.
    `select_if_applied` and `select_if_stepped` choose between new and old state.
 """
 
@@ -255,22 +253,18 @@ def with_name(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_params(transform: Any, params: Any) -> None:
     """Raises a `TypeError` if the parameters belong to another front end."""
-    given = "`train_step(...)(params, ...)`: `params` is a"
-    if hasattr(params, "opt_state"):
-        raise TypeError(
-            f"{given} {type(params).__name__}, which holds its optimizer's state. Use "
-            "`jaxscale.flax.train_step`."
-        )
     bases = {f"{base.__module__}.{base.__name__}" for base in type(params).__mro__}
-    if "flax.nnx.module.Module" in bases:
-        raise TypeError(
-            f"{given} {type(params).__name__}, a module of Flax NNX, which changes in place. Use "
-            "`jaxscale.nnx.train_step`."
-        )
     others = [leaf for leaf in jax.tree.leaves(params) if not is_array_like(leaf)]
-    if others and transform is jax.value_and_grad:
-        raise TypeError(
-            f"{given} {type(params).__name__} with leaves that are not arrays, such as "
-            f"{others[0]!r}. For an Equinox module pass transform=eqx.filter_value_and_grad; for "
-            "Flax NNX use `jaxscale.nnx.train_step`."
+    if hasattr(params, "opt_state"):
+        way = ", which holds its optimizer's state. Use `jaxscale.flax.train_step`."
+    elif "flax.nnx.module.Module" in bases:
+        way = ", which changes in place. Use `jaxscale.nnx.train_step`."
+    elif others and transform is jax.value_and_grad:
+        way = (
+            f" with leaves that are not arrays, such as {others[0]!r}. For an Equinox module pass "
+            "transform=eqx.filter_value_and_grad."
         )
+    else:
+        return
+    name = type(params).__name__
+    raise TypeError(f"`train_step(...)(params, ...)`: `params` is a {name}{way}")

@@ -31,31 +31,27 @@ class Ready(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EachStep:
-    """No window: each micro-batch that counts makes a step of the optimizer."""
+    """No window: each micro-batch that counts makes a step of the optimizer. See `Window`."""
 
     averages = False
 
     def open(self, params: Any, inner_state: Any) -> Any:
-        """Returns the state of the optimizer, which is not put into anything."""
         del params
         return inner_state
 
     def add(
         self, inner_state: Any, grads: Scaled, value: Any, counts: jax.Array
     ) -> tuple[Any, Ready]:
-        """Returns the state of the optimizer, and what its step is made from."""
         ready = Ready(counts, inner_state, grads.grads, grads.times_reciprocal, value)
         return inner_state, ready
 
     def close(self, filled: Any, inner_state: Any, stepped: jax.Array) -> Any:
-        """Returns the next state of the optimizer."""
         del filled, stepped
         return inner_state
 
     def lets_scale_move(self, verdict: Any, grads_finite: jax.Array, stepped: jax.Array) -> Any:
-        """Returns whether the policy is told: a bad loss says nothing about the scale."""
         del grads_finite, stepped
-        return verdict.loss_finite
+        return verdict.loss_finite  # a bad loss says nothing about the scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +80,13 @@ class Window:
         self, state: Any, grads: Scaled, value: Any, counts: jax.Array
     ) -> tuple[MultiStepsState, Ready]:
         """Returns the window with one more micro-batch, and what a step is made from."""
-        new = grads.divided
-        _check_window(state)
-        _check_gradients(state.acc_grads, new)
-        length = self._length(state)
+        if not isinstance(state, MultiStepsState):
+            raise TypeError(
+                "`multi_steps(...).update(state=...)` must be a state that its `init` or the last "
+                f"step returned, got one with a {type(state).__name__} for its window. Call "
+                "`init` of the optimizer that `multi_steps` returned."
+            )
+        new, length = grads.divided, self._length(state)
 
         def add_leaf(acc: Any, leaf: Any) -> Any:
             # Divide first, so that a sum overflows only by rounding; this is exact if the length
@@ -96,8 +95,14 @@ class Window:
             return jnp.where(counts, saturate(acc + share), acc)
 
         def accumulate(path: Any, acc: Any, leaf: Any) -> Any:
-            if _is_absent(acc):
-                return acc
+            if acc is None:
+                return None
+            if leaf is None:
+                raise ValueError(
+                    "`multi_steps(...).update(updates=...)` needs a gradient for each parameter "
+                    f"that `init` was called with, got None at {leaf_name(path)}. Call `init` with "
+                    "only the parameters that are trained, or pass zeros."
+                )
             if is_overwrite(path):  # the largest of the finite ones, as FP8 statistics are maxima
                 value = cast(leaf, acc.dtype)
                 return jnp.where(counts & jnp.isfinite(value), jnp.maximum(acc, value), acc)
@@ -106,26 +111,27 @@ class Window:
         state = state._replace(
             mini_step=jnp.asarray(optax.safe_increment(state.mini_step)),
             counted=state.counted + counts.astype(jnp.int32),
-            acc_grads=jax.tree_util.tree_map_with_path(
-                accumulate, state.acc_grads, new, is_leaf=_is_absent
-            ),
+            acc_grads=_map(accumulate, state.acc_grads, new),
             acc_value=state.acc_value if value is None else add_leaf(state.acc_value, value),
         )
         whole = state.counted == state.mini_step if self.drop == "window" else state.counted > 0
         due = (state.mini_step >= length) & whole
-        ratio = self._ratio(state)
+        # From the sums to the mean of those that counted.
+        counted = jnp.maximum(state.counted, 1).astype(jnp.float32)
+        ratio = self._length(state).astype(jnp.float32) / counted
 
-        def mean_leaf(path: Any, acc: Any, grad: Any) -> Any:
-            if _is_absent(acc) or is_overwrite(path):  # neither has a mean
-                return grad if _is_absent(acc) else acc
+        def mean(path: Any, acc: Any, grad: Any) -> Any:
+            if acc is None or is_overwrite(path):  # neither has a mean
+                return grad if acc is None else acc
             return saturate(acc * ratio.astype(acc.dtype))
-
-        def mean(acc_grads: Any) -> Any:
-            return jax.tree_util.tree_map_with_path(mean_leaf, acc_grads, new, is_leaf=_is_absent)
 
         if value is not None:
             value = saturate(state.acc_value * ratio)
-        return state, Ready(due, state.inner_opt_state, state.acc_grads, mean, value)
+
+        def mean_of(acc_grads: Any) -> Any:
+            return _map(mean, acc_grads, new)
+
+        return state, Ready(due, state.inner_opt_state, state.acc_grads, mean_of, value)
 
     def close(
         self, state: MultiStepsState, inner_state: Any, stepped: jax.Array
@@ -154,11 +160,6 @@ class Window:
     def _length(self, state: MultiStepsState) -> jax.Array:
         return jnp.asarray(self.length(state.gradient_step), jnp.int32)
 
-    def _ratio(self, state: MultiStepsState) -> jax.Array:
-        """Returns the factor from `acc_grads` to the mean of those that counted."""
-        counted = jnp.maximum(state.counted, 1).astype(jnp.float32)
-        return self._length(state).astype(jnp.float32) / counted
-
 
 def saturate(x: jax.Array) -> jax.Array:
     """Returns numbers with an inf replaced by the largest finite number of that sign.
@@ -183,28 +184,8 @@ def _emptied(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(empty, tree)
 
 
-def _is_absent(leaf: Any) -> bool:
-    return leaf is None
-
-
-def _check_window(state: Any) -> None:
-    if not isinstance(state, MultiStepsState):
-        raise TypeError(
-            "`multi_steps(...).update(state=...)` must be a state that its `init` or the last "
-            f"step returned, got one with a {type(state).__name__} for its window. Call "
-            "`init` of the optimizer that `multi_steps` returned."
-        )
-
-
-def _check_gradients(acc_grads: Any, grads: Any) -> None:
-    """Raises an error if a parameter that is summed up for has no gradient."""
-
-    def check(path: tuple[Any, ...], acc: Any, grad: Any) -> None:
-        if not _is_absent(acc) and _is_absent(grad):
-            raise ValueError(
-                "`multi_steps(...).update(updates=...)` needs a gradient for each parameter that "
-                f"`init` was called with, got None at {leaf_name(path)}. Call `init` with "
-                "only the parameters that are trained, or pass zeros."
-            )
-
-    jax.tree_util.tree_map_with_path(check, acc_grads, grads, is_leaf=_is_absent)
+def _map(fun: Callable[[Any, Any, Any], Any], acc_grads: Any, grads: Any) -> Any:
+    """Returns `fun(path, sum, gradient)` for each leaf, `None` among them."""
+    return jax.tree_util.tree_map_with_path(
+        fun, acc_grads, grads, is_leaf=lambda leaf: leaf is None
+    )

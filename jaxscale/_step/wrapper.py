@@ -20,20 +20,23 @@ With `skip_nonfinite=False` none of this happens: the step is that of the wrappe
 """
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._gradients.reduction import nans_are_errors
+from .._gradients.reduction import nans_are_errors, read
 from .._gradients.scaled import Scaled
 from .._gradients.verdict import (
     Verdict,
     agree_on_size,
     all_finite,
+    clip_by_global_norm,
     flags_by_leaf,
     global_norm,
     judge,
@@ -50,36 +53,23 @@ from .._trees.overwrite import (
     overwriting_updates,
     without_overwrites,
 )
-from .._trees.tree import (
-    apply_updates,
-    cast_like,
-    cast_updates,
-    map_gradients,
-    tree_where,
-    widen,
-)
+from .._trees.tree import apply_updates, cast_like, cast_updates, map_gradients, tree_where, widen
 from .checks import (
     check_devices_agree,
     check_loss,
     check_not_nested,
     check_state,
+    check_state_kept,
 )
-from .counters import Retries, count_step, zero_counters
-from .inner import update_inner
+from .counters import count_step, zero_counters
+from .retry import BackwardResult
 from .skip import no_updates, step_if
 from .window import EachStep, Ready, Window
 
 # Policies whose scale stays as it is.
 NEVER_MOVE = (NoOpLossScale, FixedLossScale)
 
-
-class _Made(NamedTuple):
-    """What became of a step of the optimizer, made or skipped."""
-
-    outcome: Any  # the updates, or the parameters
-    opt_state: Any
-    updates_finite: jax.Array | None  # bool[], with `check_updates`
-    norm: Any  # f32[], what the state shows
+NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,64 +120,29 @@ class Wrapper:
     ) -> tuple[Any, LossScaledState]:
         state = check_state("loss_scaled(...).update(state=...)", state, self.policy)
         value = extra_args.get("loss") if value is None else value
-        grads = Scaled(updates)
-        verdict = self.judge(grads, state, value)
-        return self._step(grads, verdict, state, params, value, extra_args, applies=False)
-
-    def apply(
-        self,
-        grads: Scaled,
-        state: LossScaledState,
-        params: Any,
-        value: Any = None,
-        extra_args: Mapping[str, Any] = MappingProxyType({}),
-        verdict: Verdict | None = None,
-        retries: Retries | None = None,
-    ) -> tuple[Any, LossScaledState]:
-        """Returns the parameters after one step, and the next state.
-
-        Args:
-          grads: the gradients, scaled or not.
-          state: the state of this optimizer, checked.
-          params: the parameters, each with its gradient.
-          value: the loss, if it is known.
-          extra_args: further arguments of the wrapped optimizer.
-          verdict: what `judge` returned, if it was called already.
-          retries: what came of repeating the backward pass, if it may be repeated.
-        """
-        verdict = self.judge(grads, state, value) if verdict is None else verdict
-        return self._step(grads, verdict, state, params, value, extra_args, retries, applies=True)
+        made = BackwardResult(value, None, None, Scaled(updates))
+        return self.apply(made, state, params, extra_args, adds=False)
 
     @property
     def can_back_off(self) -> bool:
         """Whether the scale ever moves, so that a retry may help."""
         return not isinstance(self.policy, NEVER_MOVE)
 
-    def inner_state(self, state: LossScaledState) -> Any:
-        """Returns the part of a state that belongs to the optimizer itself."""
-        return state.inner_state
-
     def expected_types(self, params: Any) -> Any:
-        """Returns the structure and the types of that part for some parameters."""
+        """Returns `types_of` what `init` makes of some parameters, but for counters and scale."""
         given, expected = self.last_init.get("types", (None, None))
         if given == types_of(params):
             return expected
-        return types_of(self.inner_state(jax.eval_shape(self.init, params)))
+        return types_of(jax.eval_shape(self.init, params).inner_state)
 
     def check_state(self, given: str, state: Any, order: str) -> LossScaledState:
-        """Returns the state that a step was given, as arrays, or raises an error.
-
-        Args:
-          given: the step and its argument, for the message.
-          state: what was passed.
-          order: the order of the step's arguments, if they could be confused.
-        """
+        """Returns the state that a step was given, as arrays, or raises an error."""
         return check_state(given, state, self.policy, order)
 
     def scale_state(self, call: str, state: LossScaledState) -> Any:
         """Returns the scale state that a backward pass starts with."""
         del call
-        return state.scaling
+        return jax.tree.map(jnp.asarray, state.scaling)  # NumPy's, too, may go round a loop
 
     def find_verdict(self, call: str, state: LossScaledState) -> LossScaledState | None:
         """Returns the state that tells whether a step was applied, `None` if all are."""
@@ -195,54 +150,53 @@ class Wrapper:
         return state if self.skips else None
 
     def judge(
-        self,
-        grads: Scaled,
-        state: LossScaledState,
-        value: Any,
-        seen: Scaled | None = None,
-        axis_name: Any = None,
+        self, made: BackwardResult, state: LossScaledState, axis_name: Any = None
     ) -> Verdict | None:
-        """Returns the verdict on the gradients and the loss of one step, if it may be skipped.
+        """Returns the verdict on a backward pass, if its step may be skipped.
 
-        Args:
-          grads: the gradients.
-          state: the state of this optimizer, checked.
-          value: the loss, if it is known.
-          seen: the gradients before a hook changed them, if one did.
-          axis_name: the axes along which devices agree, if not those of the optimizer alone.
+        Devices agree along `axis_name`, by default the axes of the optimizer.
         """
-        check_loss(value)
+        check_loss(made.loss)
         if not self.skips:
             return None
         axis_name = self.axis_name if axis_name is None else axis_name
-        check_devices_agree(grads.divided, value, axis_name)
-        spikes = self._judges_spikes(state)
-        return judge(
-            grads,
-            value,
+        check_devices_agree(made.grads.divided, made.loss, axis_name)
+        spikes = self.spikes is not None and state.spikes is not None
+        # The norm of a micro-batch is of no use to a step that is made from a mean.
+        wants_squares = spikes or (self.max_norm is not None and not self.window.averages)
+        verdict = judge(
+            made.grads,
+            made.loss,
             axis_name,
-            seen=seen,
+            seen=made.seen,
             # The state decides, not `track_leaves`: its structure must not change.
             by_leaf=state.nonfinite_leaves is not None,
             wants_largest=self.policy.needs_largest,
-            wants_squares=self._shares_norm or (spikes and not nans_are_errors()),
-            agrees_on_norm=state.grad_norm is not None,
+            wants_squares=wants_squares and not nans_are_errors(),
+            agrees_on_norm=spikes or state.grad_norm is not None,
             agrees_on_loss=spikes,
         )
+        return _with_squares(verdict, made.grads) if wants_squares else verdict
 
-    def _step(
+    def apply(
         self,
-        grads: Scaled,
-        verdict: Verdict | None,
+        made: BackwardResult,
         state: LossScaledState,
         params: Any,
-        value: Any,
-        extra_args: Mapping[str, Any],
-        retries: Retries | None = None,
+        extra_args: Mapping[str, Any] = NO_ARGS,
         *,
-        applies: bool,
+        adds: bool = True,
     ) -> tuple[Any, LossScaledState]:
-        """Returns the updates, or with `applies` the parameters, and the next state."""
+        """Returns the parameters after one step, or only the updates, and the next state.
+
+        Args:
+          made: the backward pass, with what `judge` returned if it was called already.
+          state: the state of this optimizer, checked.
+          params: the parameters, each with its gradient.
+          extra_args: further arguments of the wrapped optimizer.
+          adds: whether to add the updates to the parameters.
+        """
+        grads, retries = made.grads, made.retries
         overwrites = holds_overwrites(grads.grads)
         if overwrites and params is None:
             raise ValueError(
@@ -251,43 +205,40 @@ class Wrapper:
             )
 
         def make(grads: Any, norm: Any, value: Any, opt_state: Any) -> tuple[Any, Any, Any, Any]:
-            seen = grads, params
+            """Returns the outcome of a step, the next state, the updates, and the norm if known."""
+            seen, trained = grads, params
             if overwrites:
-                seen = tuple(map(without_overwrites, seen))
-            updates, opt_state, norm = update_inner(
-                self.inner,
-                *(seen[0], norm, value, opt_state, seen[1], extra_args),
-                max_norm=self.max_norm,
-                keeps_state=self.skips,
+                seen, trained = map(without_overwrites, (grads, params))
+            updates, opt_state, norm = self._update_inner(
+                seen, trained, norm, value, opt_state, extra_args
             )
-            finish = apply_updates if applies else cast_updates
-            outcome = finish(seen[1], updates)
+            outcome = (apply_updates if adds else cast_updates)(trained, updates)
             if overwrites:
-                finish = overwrite if applies else overwriting_updates
-                outcome = finish(outcome, grads, params)
+                outcome = (overwrite if adds else overwriting_updates)(outcome, grads, params)
             return outcome, opt_state, updates, norm
 
+        def unchanged(like: Any) -> Any:
+            return params if adds else no_updates(like, grads.divided)
+
+        verdict = made.verdict or self.judge(made, state)
         if verdict is None:
-            outcome, opt_state, _, norm = make(grads.divided, None, value, state.inner_state)
-            norm = self._shown(state, norm, self.axis_name)
+            outcome, opt_state, _, norm = make(grads.divided, None, made.loss, state.inner_state)
+            norm = _shown(state, norm, self.axis_name)
             return outcome, state._replace(inner_state=opt_state, grad_norm=norm)
 
         # A step may be finite and bad.
         good, is_spike, spikes = verdict.grads_finite & verdict.loss_finite, None, state.spikes
         if self.spikes is not None and spikes is not None:
-            verdict = verdict._replace(norm=self._known_norm(grads, verdict))
             is_spike, spikes = self.spikes.judge(spikes, verdict.loss, verdict.norm, good)
             good &= ~is_spike
 
-        window, ready = self.window.add(state.inner_state, grads, value, good)
-
-        def unchanged(like: Any) -> Any:
-            return params if applies else no_updates(like, grads.divided)
-
-        made = self._make_or_skip(ready, verdict, state, make, unchanged)
+        window, ready = self.window.add(state.inner_state, grads, made.loss, good)
+        outcome, opt_state, updates_finite, norm = self._make_or_skip(
+            ready, verdict, state, make, unchanged
+        )
         stepped, grads_finite = ready.due, verdict.grads_finite
-        if made.updates_finite is not None:
-            stepped, grads_finite = (each & made.updates_finite for each in (stepped, grads_finite))
+        if updates_finite is not None:
+            stepped, grads_finite = (each & updates_finite for each in (stepped, grads_finite))
 
         start = state.scaling if retries is None else retries.scaling
         moved = adjust_scale(self.policy, start, grads_finite, verdict.largest)
@@ -301,13 +252,35 @@ class Wrapper:
         if flags is not None:
             new = flags_by_leaf(grads.divided, verdict.leaves_finite)
             flags = last_flags(flags, new, grads_finite)
-        return made.outcome, counted._replace(
+        return outcome, counted._replace(
             scaling=scaling,
-            inner_state=self.window.close(window, made.opt_state, stepped),
+            inner_state=self.window.close(window, opt_state, stepped),
             spikes=spikes,
             nonfinite_leaves=flags,
-            grad_norm=made.norm,
+            grad_norm=norm,
         )
+
+    def _update_inner(
+        self,
+        grads: Any,
+        params: Any,
+        norm: Any,
+        value: Any,
+        opt_state: Any,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, Any, Any]:
+        """Returns the updates of the wrapped optimizer, its next state, and the norm if known."""
+        grads = map_gradients(widen, grads)
+        if self.max_norm is not None:
+            norm = global_norm(grads) if norm is None else norm
+            grads = clip_by_global_norm(grads, norm, self.max_norm)
+        params = map_gradients(widen, params)
+        updates, new_state = call_update(self.inner, grads, opt_state, params, value, extra_args)
+        if self.skips:
+            check_state_kept(new_state, opt_state)
+        elif jax.tree.structure(new_state) != jax.tree.structure(opt_state):
+            return updates, new_state, norm
+        return updates, cast_like(new_state, opt_state), norm
 
     def _make_or_skip(
         self,
@@ -316,32 +289,26 @@ class Wrapper:
         state: LossScaledState,
         make: Callable[[Any, Any, Any, Any], tuple[Any, Any, Any, Any]],
         unchanged: Callable[[Any], Any],
-    ) -> _Made:
-        """Returns what a step of the optimizer comes to if it is due, and otherwise what was.
+    ) -> tuple[Any, Any, Any, Any]:
+        """Returns what `make` does if a step is due, and otherwise what was.
 
-        Args:
-          ready: what it is made from.
-          verdict: the verdict on the gradients.
-          state: the state before the step.
-          make: a step: gradients, their norm if known, loss and state to the outcome, the next
-            state, the updates and the norm.
-          unchanged: the outcome of a skipped step, given one of a step, or its shapes.
+        That is the outcome, the state of the optimizer, whether the updates are finite, a `bool[]`
+        if they are checked, and the norm that the state shows. `unchanged` gives the outcome of a
+        skipped step, from one that was made, or from its shapes.
         """
-        # That of a micro-batch is of no use to a step that is made from a mean.
-        squares = verdict.squares if self._shares_norm else None
-        norm = None if squares is None else jnp.sqrt(squares)
-        is_of_mean = self.window.averages and self.max_norm is not None
-        shown = state.grad_norm if verdict.norm is None or is_of_mean else verdict.norm
-        # Whether only the step finds the norm, if it is made.
-        finds = norm is None and self.max_norm is not None and state.grad_norm is not None
-        if finds and not self.window.averages:
-            shown = jnp.full_like(shown, jnp.inf)
+        norm, shown, squares = None, state.grad_norm, verdict.squares
+        of_mean = self.max_norm is not None and self.window.averages
+        if self.max_norm is not None and squares is not None and not of_mean:
+            norm = jnp.sqrt(squares)
+        if shown is not None and verdict.norm is not None and not of_mean:
+            shown = verdict.norm
+        finds = of_mean and shown is not None  # only a step finds the norm of a mean
 
         def step(operand: Any) -> tuple[Any, ...]:
             stored, norm = operand
             grads = ready.gradients_of(stored)
             outcome, opt_state, updates, norm = make(grads, norm, ready.value, ready.opt_state)
-            norm = self._shown(state, norm, verdict.axis_name) if finds else None
+            norm = _shown(state, norm, verdict.axis_name) if finds else None
             if not self.check_updates:
                 return outcome, opt_state, None, norm
             finite = all_finite(updates, axis_name=verdict.axis_name)
@@ -350,39 +317,68 @@ class Wrapper:
 
         def skipped(like: Any) -> tuple[Any, ...]:
             # Constants, with the type that the others have on a mesh, which a constant has not.
-            norm = jax.lax.select(ready.due, shown, shown) if finds else None
+            norm = None if shown is None or not finds else jax.lax.select(ready.due, shown, shown)
             finite = ready.due | ~ready.due if self.check_updates else None
             return unchanged(like[0]), ready.opt_state, finite, norm
 
-        outcome, opt_state, finite, found = step_if(ready.due, step, (ready.stored, norm), skipped)
-        return _Made(outcome, opt_state, finite, shown if found is None else found)
+        *made, found = step_if(ready.due, step, (ready.stored, norm), skipped)
+        return *made, found if finds else shown
 
-    @property
-    def _shares_norm(self) -> bool:
-        """Whether the norm comes from the pass that gives the verdict.
 
-        It does not if it is the norm of a mean of several gradients, or if JAX raises an error
-        at a NaN, which the sums of squares of a bad step are.
-        """
-        return self.max_norm is not None and not self.window.averages and not nans_are_errors()
+def _with_squares(verdict: Verdict, grads: Scaled) -> Verdict:
+    """Returns a verdict with the sum of all squares, inf if the gradients are not finite."""
+    if verdict.squares is not None:
+        return verdict
+    # JAX raises an error at a NaN, so that the pass which found them could not square them.
+    zeros = map_gradients(jnp.zeros_like, grads.divided)
+    finite = tree_where(verdict.grads_finite, grads.divided, zeros)
+    squares = jnp.where(verdict.grads_finite, read(finite, squares=True).squares(), jnp.inf)
+    norm = agree_on_size(norm_bits(jnp.sqrt(squares)), verdict.axis_name)
+    return verdict._replace(squares=squares, norm=norm)
 
-    def _judges_spikes(self, state: LossScaledState) -> bool:
-        return self.spikes is not None and state.spikes is not None
 
-    def _known_norm(self, grads: Scaled, verdict: Verdict) -> jax.Array:
-        """Returns the norm of the gradients, of any number if they are not finite."""
-        if verdict.norm is not None:
-            return verdict.norm
-        # JAX raises an error at a NaN, so that the pass which found them could not square them.
-        zeros = map_gradients(jnp.zeros_like, grads.divided)
-        norm = global_norm(tree_where(verdict.grads_finite, grads.divided, zeros))
-        return agree_on_size(norm_bits(norm), verdict.axis_name)
+def _shown(state: LossScaledState, norm: Any, axis_name: Any) -> Any:
+    """Returns a norm that the step found, if any, as the state shows it, if it does."""
+    if norm is None or state.grad_norm is None:
+        return state.grad_norm
+    return agree_on_size(norm_bits(norm), axis_name)
 
-    def _shown(self, state: LossScaledState, norm: Any, axis_name: Any) -> Any:
-        """Returns a norm that the step found as the state shows it, if it does."""
-        if self.max_norm is None or state.grad_norm is None:
-            return state.grad_norm
-        return agree_on_size(norm_bits(norm), axis_name)
+
+def call_update(
+    tx: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    value: Any,
+    extra_args: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """Returns what `tx.update` does, given the loss by the names that it takes.
+
+    Most updates accept arguments that they do not know. A few take only those that they name, and
+    would raise an error at `value`, which was meant for the wrapper. Some name it `loss`.
+    """
+    others = dict(extra_args)
+    if value is not None:
+        parameters = inspect.signature(tx.update).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        others.pop("loss", None)
+        if "value" in parameters or takes_any:
+            others["value"] = value
+        if "loss" in parameters or ("loss" in extra_args and takes_any):
+            others["loss"] = value
+    try:
+        return tx.update(grads, opt_state, params, **others)
+    except (TypeError, ValueError) as error:
+        if not re.search(r"required keyword-only argument|must be provided", str(error)):
+            raise
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"`tx.update` needs arguments that it was not given, and says: {error} A `train_step` "
+            "gives it the loss, as `value`, and no more. If it needs more, write the loop: `loss, "
+            "grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, ...)`, and then "
+            "`jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss, ...)` with what "
+            "is missing."
+        ) from error
 
 
 def types_of(tree: Any) -> tuple[Any, list[tuple[Any, Any]]]:

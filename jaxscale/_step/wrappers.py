@@ -18,6 +18,7 @@ from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
 from .._policies.spikes import SpikeRule, check_spikes
 from .._trees.checks import int32, one_of, positive, with_article
+from .checks import as_transformation
 from .window import Window
 from .wrapper import Wrapper, wrapper_of
 
@@ -122,7 +123,7 @@ def loss_scaled(
     )
     if not wrapper.skips:
         _check_needs_no_verdict(wrapper)
-    return _transformation(wrapper)
+    return optax.GradientTransformationExtraArgs(wrapper.init, wrapper.update)
 
 
 def skip_nonfinite(
@@ -137,7 +138,8 @@ def skip_nonfinite(
     """Returns a transformation that skips non-finite steps, without any scaling.
 
     For bfloat16 and float32, where gradients do not underflow but a bad batch may still
-    ruin a run. Unlike `optax.apply_if_finite` it never gives up.
+    ruin a run. Unlike `optax.apply_if_finite` it never gives up. It returns
+    `loss_scaled(inner, None)`, and raises its errors.
 
     Args:
       inner: the transformation to wrap, as in `loss_scaled`.
@@ -146,13 +148,6 @@ def skip_nonfinite(
       check_updates: as in `loss_scaled`.
       track_leaves: as in `loss_scaled`.
       spikes: as in `loss_scaled`.
-
-    Returns:
-      `loss_scaled(inner, None)`.
-
-    Raises:
-      TypeError: if `inner` is not a gradient transformation.
-      ValueError: if `max_norm` is not above 0, or if a flag is not a bool.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -245,7 +240,8 @@ def multi_steps(
         one_of("multi_steps", "drop", drop, ("micro_batch", "window")),
         one_of("multi_steps", "growth_unit", growth_unit, ("optimizer_step", "micro_batch")),
     )
-    return _transformation(dataclasses.replace(wrapper, window=window))
+    wrapper = dataclasses.replace(wrapper, window=window)
+    return optax.GradientTransformationExtraArgs(wrapper.init, wrapper.update)
 
 
 def _constant(length: int, step: jax.Array) -> int:
@@ -254,18 +250,14 @@ def _constant(length: int, step: jax.Array) -> int:
 
 
 def _check_needs_no_verdict(wrapper: Wrapper) -> None:
-    needs = [
-        what
-        for what, needed in {
-            with_article(type(wrapper.policy).__name__): wrapper.can_back_off,
-            "check_updates=True": wrapper.check_updates,
-            "track_leaves=True": wrapper.track_leaves,
-            "a `SpikeRule`": wrapper.spikes is not None,
-            "a window of `multi_steps`": wrapper.window.averages,
-        }.items()
-        if needed
-    ]
-    if needs:
+    needed = {
+        with_article(type(wrapper.policy).__name__): wrapper.can_back_off,
+        "check_updates=True": wrapper.check_updates,
+        "track_leaves=True": wrapper.track_leaves,
+        "a `SpikeRule`": wrapper.spikes is not None,
+        "a window of `multi_steps`": wrapper.window.averages,
+    }
+    if needs := [what for what in needed if needed[what]]:
         raise ValueError(
             f"`loss_scaled(skip_nonfinite=False)` with {', '.join(needs)}: these need the check "
             "for inf and NaN that `skip_nonfinite=False` turns off. It is for scales that never "
@@ -273,20 +265,9 @@ def _check_needs_no_verdict(wrapper: Wrapper) -> None:
         )
 
 
-def _transformation(wrapper: Wrapper) -> optax.GradientTransformationExtraArgs:
-    return optax.GradientTransformationExtraArgs(wrapper.init, wrapper.update)
-
-
 def _wrapper(call: str, inner: Any) -> Wrapper:
     """Returns the wrapper that made a transformation, or a new one around it."""
     wrapper = wrapper_of(inner)
-    if wrapper is not None:
-        return wrapper
-    if isinstance(inner, optax.MultiSteps):  # has `init` and `update`, but is not one itself
-        inner = inner.gradient_transformation()
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            f"`{call}(inner)` must be an `optax.GradientTransformation`, got "
-            f"{inner!r}. Pass an optimizer such as `optax.adam(1e-3)`."
-        )
-    return Wrapper(optax.with_extra_args_support(inner), NoOpLossScale())
+    if wrapper is None:
+        wrapper = Wrapper(as_transformation(f"{call}(inner)", inner), NoOpLossScale())
+    return wrapper

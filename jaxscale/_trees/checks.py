@@ -4,14 +4,10 @@ Each reads Python values or shapes and dtypes, never the values of arrays. `call
 in a message which argument of which function is wrong.
 """
 
-import contextlib
-import inspect
 import math
 import numbers
 import operator
-import re
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -131,60 +127,6 @@ def scalar_bool(call: str, name: str, value: Any) -> jax.Array:
             "To reduce a tree of gradients to one, use `jaxscale.all_finite(grads)`."
         )
     return jnp.asarray(value, jnp.bool_)
-
-
-@contextlib.contextmanager
-def explain_errors() -> Iterator[None]:
-    """Adds the way out to the error of an optimizer that needs further arguments."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if not re.search(r"required keyword-only argument|must be provided", str(error)):
-            raise
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(
-            f"`tx.update` needs arguments that it was not given, and says: {error} A `train_step` "
-            "gives it the loss, as `value`, and no more. If it needs more, write the loop: `loss, "
-            "grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, ...)`, and then "
-            "`jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss, ...)` with what "
-            "is missing."
-        ) from error
-
-
-def describe_misfit(
-    fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error: TypeError
-) -> str:
-    """Returns why a call of a function failed before the function ran, or nothing if it did run.
-
-    Args:
-      fun: the function. A decorator that only passes on what it gets, such as that of `autocast`,
-        says nothing of what the function takes, so it is looked through.
-      args: what it was called with.
-      kwargs: and by name.
-      error: what the call raised.
-    """
-    fun = inspect.unwrap(fun, stop=lambda each: not _passes_on(each))
-    entered = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if getattr(fun, "__code__", None) in entered:
-        return ""
-    try:
-        signature = inspect.signature(fun)
-    except ValueError:  # a function that does not say what it takes
-        return ""
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as reason:
-        return f"takes {signature}: {reason}"
-    return ""
-
-
-def _passes_on(fun: Callable[..., Any]) -> bool:
-    try:
-        signature = inspect.signature(fun, follow_wrapped=False)
-    except ValueError:
-        return True
-    kinds = [parameter.kind for parameter in signature.parameters.values()]
-    return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
 def scalar_float32(call: str, name: str, value: Any) -> jax.Array:

@@ -11,9 +11,6 @@ import numpy as np
 # From the lowest to the highest, as JAX promotes them.
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
-# The strengths of arrays; a Python number has 0.
-WEAK, STRONG = 1, 2
-
 
 def is_array_like(leaf: Any) -> bool:
     """Returns whether a leaf is an array to JAX, or a number.
@@ -26,7 +23,7 @@ def is_array_like(leaf: Any) -> bool:
     if isinstance(leaf, (np.ndarray, np.generic)):
         dtype = leaf.dtype
         # NumPy counts time differences among the integers.
-        return dtype == jax.dtypes.float0 or (_kind(dtype) is not None and dtype.kind != "m")
+        return dtype == jax.dtypes.float0 or (kind_of(dtype) >= 0 and dtype.kind != "m")
     return is_python_number(leaf)
 
 
@@ -38,9 +35,14 @@ def is_python_number(leaf: Any) -> bool:
     return number and not isinstance(leaf, (enum.Enum, np.generic))
 
 
-def _kind(dtype: Any) -> int | None:
-    """Returns the rank of a dtype's kind of numbers, or `None` if it does not hold numbers."""
-    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
+def is_weak(leaf: Any) -> bool:
+    """Returns whether a leaf is a weakly typed array."""
+    return isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type
+
+
+def kind_of(dtype: Any) -> int:
+    """Returns the rank of a dtype's kind of numbers, or -1 if it does not hold numbers."""
+    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -67,25 +69,10 @@ def is_equal(a: Any, b: Any) -> bool:
         return False
 
 
-def strength(leaf: Any) -> int:
-    """Returns how strongly a leaf is typed: 0 for a Python number, `WEAK` or `STRONG`."""
-    if is_python_number(leaf):
-        return 0
-    return WEAK if isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type else STRONG
-
-
-def takes(leaf: Any, dtype: Any) -> bool:
-    """Returns whether an array may take a dtype: its own; if weakly typed, any not lower."""
-    own, kind = dtype_of(leaf), _kind(dtype)
-    if own == dtype or strength(leaf) == STRONG or kind is None:
-        return own == dtype
-    return kind >= (_kind(own) or 0)
-
-
 def holds(dtype: Any, number: Any) -> bool:
     """Returns whether a dtype holds a Python number: exactly, or rounded if it is inexact."""
-    kind = _kind(dtype)
-    if kind is None or (kind < 3 and number.imag != 0):
+    kind = kind_of(dtype)
+    if kind < 0 or (kind < 3 and number.imag != 0):
         return False
     if kind < 2:
         least, most = (0, 1) if kind == 0 else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
@@ -98,6 +85,6 @@ def holds(dtype: Any, number: Any) -> bool:
 def as_array(number: Any, dtype: Any) -> np.ndarray:
     """Returns a Python number as an array of a dtype that holds it."""
     # With NumPy, as JAX makes a Python number an int32 or a float32 first.
-    kind = _kind(dtype) or 0
+    kind = kind_of(dtype)
     number = (bool, int, float, complex)[kind](number if kind == 3 else number.real)
     return np.asarray(number, dtype)

@@ -44,13 +44,9 @@ def holds_objects(tree: Any) -> bool:
 def call_with_objects(
     call: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Returns what `call` returns for a function that takes objects of NNX, and updates these.
+    """Returns what `call(fun, args, kwargs)` returns, where `call` knows trees of arrays alone.
 
-    Args:
-      call: takes a function of trees of arrays, its arguments and its keyword arguments.
-      fun: the function.
-      args: its arguments.
-      kwargs: its keyword arguments.
+    Objects of NNX among the arguments are brought up to date.
     """
     nnx: Any = sys.modules["flax.nnx"]
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_object)

@@ -50,12 +50,7 @@ def overwriting_updates(updates: Any, new: Any, old: Any) -> Any:
     """Returns updates which, added to the parameters, replace those leaves by their new values.
 
     A sum p + u cannot always be exact: it is to the rounding of the larger of both values, and
-    never 0 if the new value is not 0.
-
-    Args:
-      updates: the updates of the step, as `outcome` in `overwrite`.
-      new: the gradients.
-      old: the parameters.
+    never 0 if the new value is not 0. Arguments are as in `overwrite`.
     """
 
     def difference(new: Any, old: Any) -> Any:

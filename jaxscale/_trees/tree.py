@@ -15,8 +15,6 @@ from jax.sharding import AxisType
 from .._jax import vary, varying
 from .checks import scalar_bool
 from .leaf import (
-    STRONG,
-    WEAK,
     as_array,
     dtype_of,
     holds,
@@ -24,14 +22,13 @@ from .leaf import (
     is_equal,
     is_inexact,
     is_python_number,
-    strength,
-    takes,
+    is_weak,
+    kind_of,
 )
 
 # The collection in which Flax keeps FP8 statistics. Its "gradients" are new values that replace
 # the old ones. They are not scaled, so they must not be unscaled; nor are they checked.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-
 
 _Tree = TypeVar("_Tree")
 
@@ -41,7 +38,7 @@ def _has_dtype(leaf: Any, dtype: Any) -> bool:
 
     Most are, and tracing a conversion to the same dtype takes longer than tracing a product.
     """
-    return isinstance(leaf, jax.Array) and leaf.dtype == dtype and not jax.typeof(leaf).weak_type
+    return isinstance(leaf, jax.Array) and leaf.dtype == dtype and not is_weak(leaf)
 
 
 def is_overwrite(path: tuple[Any, ...]) -> bool:
@@ -98,11 +95,11 @@ def cast(leaf: Any, dtype: Any) -> Any:
 
 def cast_like(tree: Any, like: Any) -> Any:
     """Returns a tree with the dtypes of another tree of the same structure."""
-
-    def cast_leaf(leaf: Any, other: Any) -> Any:
-        return cast(leaf, dtype_of(other)) if is_array_like(other) else leaf
-
-    return jax.tree.map(cast_leaf, tree, like)
+    return jax.tree.map(
+        lambda leaf, other: cast(leaf, dtype_of(other)) if is_array_like(other) else leaf,
+        tree,
+        like,
+    )
 
 
 def partition(params: Any, grads: Any) -> tuple[Any, Any]:
@@ -112,15 +109,14 @@ def partition(params: Any, grads: Any) -> tuple[Any, Any]:
     Gradients of another structure, as `optax.lookahead` takes them, need parameters that are all
     arrays.
     """
-
-    def having(gradient: bool) -> Any:
-        def keep(param: Any, grad: Any) -> Any:
-            return param if (grad is not None) == gradient else None
-
-        return jax.tree.map(keep, params, grads, is_leaf=_is_none)
-
     try:
-        return having(True), having(False)
+        trained = jax.tree.map(
+            lambda param, grad: None if grad is None else param, params, grads, is_leaf=_is_none
+        )
+        rest = jax.tree.map(
+            lambda param, kept: param if kept is None else None, params, trained, is_leaf=_is_none
+        )
+        return trained, rest
     except ValueError as error:
         if all(map(is_array_like, jax.tree.leaves(params))):
             return params, jax.tree.map(lambda _: None, params)
@@ -132,7 +128,7 @@ def partition(params: Any, grads: Any) -> tuple[Any, Any]:
 
 
 def combine(trained: Any, rest: Any) -> Any:
-    """Returns the one tree that `split` made two of."""
+    """Returns the one tree that `partition` made two of."""
     return jax.tree.map(
         lambda param, other: other if param is None else param, trained, rest, is_leaf=_is_none
     )
@@ -236,8 +232,7 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
     _check_same_structure(call, on_true, on_false)
 
     def select_leaf(path: tuple[Any, ...], a: Any, b: Any) -> Any:
-        both = isinstance(a, jax.Array) and isinstance(b, jax.Array)
-        if both and jax.typeof(a) == jax.typeof(b):
+        if isinstance(a, jax.Array) and isinstance(b, jax.Array) and _type(a) == _type(b):
             return jax.lax.select(pred, a, b)  # the usual case, first because it is fast
         if not (is_array_like(a) and is_array_like(b)):
             if is_equal(a, b):
@@ -248,16 +243,14 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
         dtype = _common_dtype(call, path, a, b)
         if dtype == jax.dtypes.float0:  # holds no values, and XLA knows no such type
             return a
-
-        if strength(a) == strength(b) == WEAK and dtype_of(a) == dtype_of(b):
-            return jax.lax.select(pred, a, b)  # stays weakly typed, or a step would compile anew
-
-        def strong(leaf: Any) -> Any:
-            return cast(as_array(leaf, dtype) if is_python_number(leaf) else leaf, dtype)
-
-        return jax.lax.select(pred, strong(a), strong(b))
+        numbers = (as_array(leaf, dtype) if is_python_number(leaf) else leaf for leaf in (a, b))
+        return jax.lax.select(pred, *(cast(leaf, dtype) for leaf in numbers))
 
     return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
+
+
+def _type(array: jax.Array) -> tuple[Any, Any, bool]:
+    return array.shape, array.dtype, is_weak(array)
 
 
 def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
@@ -277,22 +270,21 @@ def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
 
 def _common_dtype(call: str, path: tuple[Any, ...], a: Any, b: Any) -> Any:
     """Returns the dtype of a selection from two leaves: that of the more strongly typed one."""
-    dtypes = dtype_of(a), dtype_of(b)
-    strengths = strength(a), strength(b)
-    if strengths[0] == strengths[1] < STRONG:
-        dtype = jnp.result_type(a, b)
-    else:
-        dtype = dtypes[0] if strengths[0] > strengths[1] else dtypes[1]
-    for leaf in (a, b):
-        if is_python_number(leaf) and not holds(dtype, leaf):
+    numbers = [leaf for leaf in (a, b) if is_python_number(leaf)]
+    weak = [leaf for leaf in (a, b) if is_weak(leaf)]
+    strong = [leaf for leaf in (a, b) if not (is_python_number(leaf) or is_weak(leaf))]
+    dtype = dtype_of(strong[0]) if strong else jnp.result_type(*(weak or numbers))
+    same = all(dtype_of(leaf) == dtype for leaf in strong)
+    if not same or any(kind_of(dtype) < kind_of(dtype_of(leaf)) for leaf in weak):
+        raise TypeError(_unequal(call, path, "dtypes", dtype_of(a), dtype_of(b)))
+    for leaf in numbers:
+        if not holds(dtype, leaf):
             where = jax.tree_util.keystr(path) or "the root"
             raise TypeError(
                 f"`{call}` needs leaves of equal dtypes: that at {where} is {leaf!r} in one tree "
                 f"and {dtype} in the other, which does not hold that number. Pass a number that "
                 f"{dtype} holds, or arrays of one dtype."
             )
-        if not (is_python_number(leaf) or takes(leaf, dtype)):
-            raise TypeError(_unequal(call, path, "dtypes", *dtypes))
     return dtype
 
 
@@ -309,10 +301,8 @@ def _check_same_structure(call: str, first: Any, second: Any) -> None:
     structures = jax.tree.structure(first), jax.tree.structure(second)
     if structures[0] == structures[1]:
         return
-    paths = [
-        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        for tree in (first, second)
-    ]
+    trees = map(jax.tree_util.tree_leaves_with_path, (first, second))
+    paths = [[jax.tree_util.keystr(path) for path, _ in leaves] for leaves in trees]
     only_first = ", ".join(path for path in paths[0] if path not in paths[1]) or "none"
     only_second = ", ".join(path for path in paths[1] if path not in paths[0]) or "none"
     raise ValueError(

@@ -94,7 +94,6 @@ def counted(policy, states):
 # Runs: those that were recorded, and those that are made up.
 
 
-@functools.cache
 def healthy(by, steps=16_000):
     """The recorded runs, as of a model whose gradients are 2**by times larger."""
     return {
@@ -120,15 +119,23 @@ def recorded_decay(name):
 
 
 RECORDED = simulator.recorded()
-DECAYING = {
-    **{f"a binade in {every} steps": falling(every) for every in (50, 100, 300, 500)},
-    **{f"{rate:.1%} of batches bad": at_any_scale(rate) for rate in (0.005, 0.01, 0.02)},
+STILL = ("drift up", "heavy tails", "spikes", "bad")
+# What moves once and stays.
+MADE_UP = {
+    name: trace
+    for name, trace in simulator.made_up().items()
+    if not any(words in name for words in STILL)
 }
+DECAYING = {
+    **{f"a binade in {every} steps": falling(every) for every in (50, 500)},
+    **{f"{rate:.1%} of batches bad": at_any_scale(rate) for rate in (0.005, 0.02)},
+}
+# A vision transformer whose loss takes a logarithm in half precision: of wrong labels it decays.
+# The other one learns its labels by heart, and its scale rests at 2**9 after 150 steps.
 VIT = {name: recorded_decay(name) for name in ("vit_wrong_labels", "vit_memorised")}
-DEFAULT = jaxscale.DynamicLossScale()
 STARTS = {
     f"from 2**{start}": jaxscale.DynamicLossScale(init_scale=2.0**start, max_scale=2.0**40)
-    for start in (16, 24, 40)
+    for start in (24, 40)
 }
 POLICIES = replay_tables.POLICIES | STARTS
 NAMES = ["`DynamicLossScale()`", "from 2**24", "**`AdaptiveLossScale()`**"]
@@ -142,17 +149,8 @@ def test_a_healthy_run_is_never_warned_of(name, retries):
             assert not warned(states), run
             # Far from it: half of what it takes.
             assert states.backoff_count.max() <= 3, run
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", replay_tables.POLICIES)
-def test_neither_is_one_that_moves_once_and_stays(name):
-    still = ("drift up", "heavy tails", "spikes", "bad")
-    made_up = simulator.made_up()
-    traces = {run: made_up[run] for run in made_up if not any(words in run for words in still)}
-    assert len(traces) == 13
-    for run, states in histories(replay_tables.POLICIES[name], traces).items():
-        assert not warned(states), run
+    if not retries and name not in STARTS:
+        assert not any(map(warned, histories(POLICIES[name], MADE_UP).values()))
 
 
 # Their scale grows in almost every finite step, so that no two falls are without a growth.
@@ -161,36 +159,20 @@ GROWING = ["`presets.chainer()`", "`presets.openseq2seq_logmax(scale_max=2**24)`
 # one overflow in 20.
 LATE = ["fairseq(tolerance=0.05)", "mindformers(2**16, 2, 20)", "torch(growth_interval=200)"]
 LATE = [f"`presets.{name}`" for name in LATE]
-STEADY = [name for name in POLICIES if name not in GROWING + LATE]
+RUNS = [(name, 0) for name in POLICIES if name not in LATE]
+RUNS += [(name, 8) for name, _ in RUNS if name not in GROWING]
 
 
-@cases("name, retries", itertools.product(STEADY, [0, 8]), fast=[(name, 0) for name in NAMES])
+@cases("name, retries", RUNS, fast=[(name, 0) for name in NAMES])
 def test_a_scale_that_decays_is_warned_of(name, retries):
     for run, states in histories(POLICIES[name], DECAYING, retries).items():
         if retries and "Adaptive" in name and "bad" not in run:
             continue  # it grows again between two falls
-        assert warned(states), run
-
-
-@cases(
-    "name, retries",
-    itertools.product(["`DynamicLossScale()`", "`presets.torch()`"], [0, 8]),
-    fast=[("`DynamicLossScale()`", 8)],
-)
-def test_so_is_the_vision_transformer_whose_loss_takes_a_logarithm_in_half_precision(name, retries):
-    states = histories(POLICIES[name], VIT, retries)
-    assert warned(states["vit_wrong_labels"])
-    scale = states["vit_wrong_labels"].scaling.loss_scale
-    assert (scale.max() >= 2**15, scale.min()) == (True, 2**5)
-    # The other one learns its labels by heart, and its scale rests at 2**9 after 150 steps.
-    assert states["vit_memorised"].backoff_count.max() >= 5
-
-
-@cases("name", GROWING, fast=GROWING[:1])
-def test_a_scale_that_grows_all_the_time_is_never_warned_of(name):
-    for states in histories(POLICIES[name], DECAYING).values():
-        assert not warned(states)
-        assert states.backoff_count.max() <= 1 + 2 * ("logmax" in name)
+        assert warned(states) == (name not in GROWING), run
+    if name == "`DynamicLossScale()`":
+        states = histories(POLICIES[name], VIT, retries)
+        assert warned(states["vit_wrong_labels"])
+        assert states["vit_memorised"].backoff_count.max() >= 5
 
 
 COUNTED = {
@@ -224,7 +206,7 @@ def test_falls_are_counted(name, retries):
         assert states.backoff_count.tolist() == counted(COUNTED[name], states)
 
 
-# One state of each form that `check` takes, and how it is used.
+# Single states.
 
 GOOD, BAD = jnp.ones(3), jnp.full(3, jnp.inf)
 TX = jaxscale.loss_scaled(optax.sgd(0.1))
@@ -283,26 +265,19 @@ def test_retries_that_do_not_help_are_warned_of(policy):
         assert warned(states) == (told or policy == "adaptive")
 
 
-def test_micro_batches_count_as_steps():
-    state = decayed(jaxscale.multi_steps(TX, 4))
-    assert warned(state)
-    assert jaxscale.metrics(state)["backoff_count"] == 6
-
-
 def test_it_is_warned_of_in_other_forms_of_a_state():
     state, fine = decayed(), decayed(falls=0)
+    window = decayed(jaxscale.multi_steps(TX, 4))  # whose micro-batches count as steps
     optimizer = nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
     assert not warned(optimizer)
     optimizer.opt_state.backoff_count[...] = state.backoff_count
     optimizer.opt_state.scaling.loss_scale[...] = state.scaling.loss_scale
-    population = jax.tree.map(lambda *leaves: jnp.stack(leaves), fine, state, fine)
-    restored = jaxscale.from_state_dict(fine, jaxscale.to_state_dict(state))
-    for form in ({"opt": (state,), "params": GOOD}, optimizer, population, restored):
+    population = jax.tree.map(lambda *leaves: jnp.stack(leaves), fine, state)
+    for form in ({"opt": (state,), "params": GOOD}, window, optimizer, population):
         assert warned(form)
     # A low scale is another member's than many falls.
-    parted = jax.tree.map(lambda *leaves: jnp.stack(leaves), state, fine)
-    swapped = parted.scaling._replace(loss_scale=parted.scaling.loss_scale[::-1])
-    assert not warned(parted._replace(scaling=swapped))
+    swapped = population.scaling._replace(loss_scale=population.scaling.loss_scale[::-1])
+    assert not warned(population._replace(scaling=swapped))
 
 
 def test_it_is_shown_once_and_at_the_line_that_calls_check():
@@ -314,9 +289,3 @@ def test_it_is_shown_once_and_at_the_line_that_calls_check():
     (only,) = found
     assert re.match(DECAYS, str(only.message))
     assert (only.category, only.filename) == (UserWarning, __file__)
-
-
-def test_a_run_that_is_stuck_is_an_error_and_nothing_else(recwarn):
-    with pytest.raises(jaxscale.LossScaleStuckError, match="1 steps in a row"):
-        jaxscale.check(decayed(), max_consecutive=0)
-    assert not recwarn.list

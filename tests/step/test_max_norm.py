@@ -30,21 +30,10 @@ def norm_of(tree):
 
 def gradients(seed, norm):
     """Gradients of a norm, with the shapes of PARAMS, in float32."""
-    keys = jax.random.split(jax.random.key(seed), 3)
-    grads = {
-        "w": jax.random.normal(keys[0], (3, 4)),
-        "half": jax.random.normal(keys[1], (5,)),
-        "phase": jax.random.normal(keys[2], (2,), jnp.complex64),
-        "none": None,
-    }
-    scale = float(norm / norm_of(grads))
-    return jax.tree.map(lambda g: g * scale, grads)
-
-
-WAYS = {
-    "eager": lambda tx, *args: tx.update(*args),
-    "jit": lambda tx, *args: jax.jit(tx.update)(*args),
-}
+    rng = np.random.default_rng(seed)
+    grads = jax.tree.map(lambda p: np.asarray(rng.standard_normal(p.shape), np.float32), PARAMS)
+    grads["phase"] = grads["phase"] * np.complex64(1 + 0.5j)
+    return jax.tree.map(lambda g: jnp.asarray(g * np.float32(norm / norm_of(grads))), grads)
 
 
 def assert_close(a, b):
@@ -54,17 +43,17 @@ def assert_close(a, b):
 
 
 @cases(
-    "norm, debug_nans, form, way",
-    itertools.product([0.0, 0.1, 0.5, 3.0, 1e10], [False, True], ["cpu", "accelerator"], WAYS),
-    fast=[(3.0, False, "accelerator", "jit")],
+    "norm, debug_nans, way",
+    itertools.product([0.0, 0.1, 3.0, 1e10], [False, True], ["eager", "jit", "accelerator"]),
+    fast=[(3.0, False, "accelerator")],
 )
-def test_it_is_what_optax_does(norm, debug_nans, form, way, monkeypatch):
-    if form == "accelerator":
+def test_it_is_what_optax_does(norm, debug_nans, way, monkeypatch):
+    if way == "accelerator":
         monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
-    grads = gradients(0, norm) if norm else jax.tree.map(jnp.zeros_like, gradients(0, 1.0))
-    tx = jaxscale.loss_scaled(INNER, max_norm=MAX_NORM)
+    grads, tx = gradients(0, norm), jaxscale.loss_scaled(INNER, max_norm=MAX_NORM)
+    update = tx.update if way == "eager" else jax.jit(tx.update)
     with jax.debug_nans(debug_nans):
-        updates, state = WAYS[way](tx, grads, tx.init(PARAMS), PARAMS)
+        updates, state = update(grads, tx.init(PARAMS), PARAMS)
     bare = optax.chain(optax.clip_by_global_norm(MAX_NORM), INNER)
     expected, _ = bare.update(grads, bare.init(PARAMS), PARAMS)
     assert_close(updates, expected)
@@ -102,7 +91,7 @@ def test_the_norm_is_that_of_a_window():
         updates, state = update(second, state, PARAMS)
         np.testing.assert_allclose(state.grad_norm, norm_of(mean), rtol=1e-6)
         assert update(first, state, PARAMS)[1].grad_norm == state.grad_norm
-        expected, _ = WAYS["jit"](clipped, mean, clipped.init(PARAMS), PARAMS)
+        expected, _ = jax.jit(clipped.update)(mean, clipped.init(PARAMS), PARAMS)
         assert_close(updates, expected)
 
 
@@ -125,7 +114,6 @@ def test_it_is_kept_by_every_wrapper():
     grads = gradients(5, 10.0)
     for tx in (
         jaxscale.skip_nonfinite(INNER, max_norm=MAX_NORM),
-        jaxscale.loss_scaled(jaxscale.skip_nonfinite(INNER, max_norm=MAX_NORM)),
         jaxscale.loss_scaled(jaxscale.skip_nonfinite(INNER, max_norm=7.0), max_norm=MAX_NORM),
         jaxscale.loss_scaled(INNER, None, max_norm=MAX_NORM, skip_nonfinite=False),
     ):

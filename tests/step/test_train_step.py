@@ -25,6 +25,7 @@ from overflowing import (
     run,
 )
 from tables import INNERS, PARAMS, POLICIES, assert_same_bits, cases, wide
+from tables import step as one_step
 
 import jaxscale
 
@@ -34,8 +35,7 @@ pytestmark = pytest.mark.standard_promotion
 def three_lines(loss_fn, tx):
     def step(params, opt_state, *args):
         loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, *args)
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), opt_state, loss
+        return *one_step(tx, params, opt_state, grads, value=loss), loss
 
     return step
 
@@ -67,13 +67,8 @@ def test_it_is_the_loop_of_three_lines(name):
     expected = trained(three_lines(loss_fn, tx))
     for hook in UNCHANGING if name in WINDOWS | OPTIONS else UNCHANGING[:1]:
         assert_same_bits(trained(jaxscale.train_step(loss_fn, tx, on_grads=hook)), expected)
-    opt_state = expected[1]
     if name != "switched off":
-        assert opt_state.total_notfinite_loss > 0
-        # The batches overflow, but at a low scale, or one that the policy lowers before.
-        first, last = tx.init(PARAMS).scaling.loss_scale, opt_state.scaling.loss_scale
-        overflows = opt_state.total_notfinite - opt_state.total_notfinite_loss
-        assert overflows > 0 or first < 2**10 or ("adaptive" in name and last < first)
+        assert expected[1].total_notfinite >= expected[1].total_notfinite_loss > 0
 
 
 BARE = r"`train_step`: `tx` is a bare optimizer.*loss_scaled\(tx\).*skip_nonfinite=False"
@@ -86,8 +81,7 @@ def test_a_bare_optimizer_applies_every_step_and_is_warned_of_once(inner):
 
     def plain(params, opt_state, batch):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = bare.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        return *one_step(bare, params, opt_state, grads), loss
 
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -96,14 +90,15 @@ def test_a_bare_optimizer_applies_every_step_and_is_warned_of_once(inner):
         assert len(found) == (inner not in ("masked", "multi_transform"))
         step(PARAMS, tx.init(PARAMS), GOOD)
         ours = run(step, tx.init(PARAMS))
+        # Whoever says that it is meant gets no warning.
+        meant = jaxscale.loss_scaled(bare, None, skip_nonfinite=False)
+        as_meant = run(jaxscale.train_step(loss_fn, meant), meant.init(PARAMS))
     (only,) = found
     assert re.match(BARE, str(only.message))
     assert only.filename == __file__
     assert_same_bits(ours, run(plain, bare.init(PARAMS)))
     assert not jaxscale.all_finite(ours[0])
-    # Whoever says that it is meant gets no warning.
-    meant = jaxscale.loss_scaled(bare, None, skip_nonfinite=False)
-    assert not jaxscale.all_finite(run(jaxscale.train_step(loss_fn, meant), meant.init(PARAMS))[0])
+    assert not jaxscale.all_finite(as_meant[0])
 
 
 def test_a_step_asks_init_only_for_parameters_of_other_types():
@@ -122,31 +117,28 @@ def test_a_step_asks_init_only_for_parameters_of_other_types():
     assert len(asked) == 2
 
 
-CHAINED = {
-    "chain": optax.chain(jaxscale.loss_scaled(optax.sgd(0.1)), optax.identity()),
-    "named chain": optax.named_chain(("scaled", jaxscale.skip_nonfinite(optax.adam(0.1)))),
-}
-
-
-@cases("name", CHAINED, fast=["chain"])
-def test_a_loss_scale_is_found_wherever_it_is(name):
-    tx = CHAINED[name]
+def test_a_loss_scale_is_found_wherever_it_is():
+    tx = optax.named_chain(("scaled", jaxscale.loss_scaled(optax.adam(0.1))))
     with_state = jaxscale.train_step(counting, tx, has_state=True)
-    params, opt_state, seen = PARAMS, tx.init(PARAMS), jnp.zeros(())
+    params, opt_state, state = PARAMS, tx.init(PARAMS), STATE
     for batch in BATCHES:
         with pytest.warns(UserWarning, match=r"`train_step`.*inside of another.*outermost"):
-            params, opt_state, seen, _ = with_state(params, opt_state, seen, batch)
+            params, opt_state, state, _ = with_state(params, opt_state, state, batch)
     expected = run(three_lines(loss_fn, tx), tx.init(PARAMS))
     assert_same_bits((params, opt_state), expected[:2])
     skipped = jaxscale.metrics(opt_state)["total_notfinite"]
     assert skipped >= 1
-    assert seen == len(BATCHES) - skipped
+    assert state["n"] == len(BATCHES) - skipped
+
+
+KEYS = jax.random.split(jax.random.key(0))
+STATE = {"key": KEYS[0], "n": jnp.array(0), "bad": jnp.zeros(()), "none": None, "text": "as it is"}
 
 
 def counting(params, state, x):
     """A loss with state, which counts the forward passes and is NaN where the loss is."""
     loss = loss_fn(params, x)
-    return loss, state + 1 + 0 * loss
+    return loss, state | {"key": KEYS[1], "n": state["n"] + 1, "bad": 0 * loss}
 
 
 def counting_with_aux(params, state, x):
@@ -171,31 +163,17 @@ def test_state_is_kept_and_outputs_are_returned(has_state, has_aux, retries):
     fun = OUTPUTS[has_state, has_aux]
     tx = jaxscale.loss_scaled(optax.adam(0.1))
     step = jaxscale.train_step(fun, tx, has_state=has_state, has_aux=has_aux, retries=retries)
-    params, opt_state, state = PARAMS, tx.init(PARAMS), (jnp.zeros(()),) * has_state
+    params, opt_state, state = PARAMS, tx.init(PARAMS), (STATE,) * has_state
     expected = run(jaxscale.train_step(loss_fn, tx, retries=retries), tx.init(PARAMS))
     for batch, loss in zip(BATCHES, expected[2], strict=True):
-        params, opt_state, *state, output = step(params, opt_state, *state, batch)
+        params, opt_state, *state, output = step(params, opt_state, *state, x=batch)
         assert_same_bits(output[0] if has_aux else output, loss)
         if has_aux:
             assert_same_bits(output[1]["x"], batch)
     assert_same_bits((params, opt_state), expected[:2])
     if has_state:
-        assert state == [opt_state.total_steps - opt_state.total_notfinite]
-
-
-def test_keyword_arguments_and_trees_of_state():
-    keys = jax.random.split(jax.random.key(0))
-    state = {"key": keys[0], "n": jnp.array(0), "none": None, "text": "as it is"}
-
-    def fun(params, state, *, x):
-        return loss_fn(params, x), state | {"key": keys[1], "n": state["n"] + 1}
-
-    tx = jaxscale.loss_scaled(optax.adam(0.1))
-    step = jaxscale.train_step(fun, tx, has_state=True, retries=2)
-    kept = step(PARAMS, tx.init(PARAMS), state, x=jnp.full(3, jnp.inf))[2]
-    assert_same_bits(arrays(kept), arrays(state))
-    new = step(PARAMS, tx.init(PARAMS), state, x=GOOD)[2]
-    assert_same_bits(arrays(new), arrays(state | {"key": keys[1], "n": jnp.array(1)}))
+        counted = {"key": KEYS[1], "n": opt_state.total_steps - opt_state.total_notfinite}
+        assert_same_bits(arrays(state), arrays([STATE | counted]))
 
 
 def arrays(tree):
@@ -205,23 +183,8 @@ def arrays(tree):
 # Hooks
 
 
-class Watching(jaxscale.DynamicLossScale):
-    """A policy that shows the largest gradient it was given."""
-
-    needs_largest = True
-
-    def adjust(self, state, grads_finite, largest=None):
-        state = super().adjust(state, grads_finite)
-        return state._replace(growth_tracker=jax.lax.bitcast_convert_type(largest, jnp.int32))
-
-
-JUDGED = {name: optimizer(name) for name in [*WINDOWS, "norm", "checked", "tracked"]} | {
-    name: jaxscale.loss_scaled(INNERS["adam"], policy, max_norm=1.0)
-    for name, policy in {
-        "largest": POLICIES["adaptive"],
-        "watching": Watching(),
-    }.items()
-}
+JUDGED = {name: optimizer(name) for name in [*WINDOWS, "norm", "checked", "tracked"]}
+JUDGED["largest"] = jaxscale.loss_scaled(INNERS["adam"], POLICIES["adaptive"], max_norm=1.0)
 
 
 def sanitized(grads):
@@ -271,11 +234,9 @@ def averages(params, state):
 
 
 def with_average(params, state, x):
-    loss = loss_fn(params, x)
-    return loss, state | {"seen": state["seen"] + 1}
+    return loss_fn(params, x), state | {"seen": state["seen"] + 1}
 
 
-START = {"mean": wide(PARAMS), "count": jnp.array(0), "seen": jnp.array(0)}
 AVERAGED = {
     "scaled": hot(2.0**15),
     "bare": INNERS["adam"],
@@ -285,76 +246,46 @@ AVERAGED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.train_step.*inside of another")
-@pytest.mark.filterwarnings("ignore:.train_step.*is a bare optimizer")
-@cases(
-    "name, mode",
-    itertools.product(AVERAGED, ["eager", "scan"]),
-    fast=[("scaled", "scan"), ("bare window", "eager")],
-)
-def test_after_counts_where_the_optimizer_made_a_step(name, mode):
+@pytest.mark.filterwarnings("ignore:.train_step.*(inside of another|is a bare optimizer)")
+@cases("name", AVERAGED, fast=["scaled", "bare window"])
+def test_after_counts_where_the_optimizer_made_a_step(name):
     tx, never_skips = AVERAGED[name], "bare" in name or name == "switched off"
     step = jaxscale.train_step(with_average, tx, has_state=True, after=averages)
     batches = [GOOD, GOOD * 2] * 2 if never_skips else BATCHES
-
-    def body(carry, batch):
-        carry = step(*carry, batch)[:3]
-        return carry, carry
-
-    carry, made = (PARAMS, tx.init(PARAMS), START), []
-    if mode == "scan":
-        stacked = jax.jit(lambda *args: jax.lax.scan(body, *args))(carry, jnp.stack(batches))[1]
-        made = [jax.tree.map(operator.itemgetter(i), stacked) for i in range(len(batches))]
-    else:
-        for batch in batches:
-            carry, _ = body(carry, batch)
-            made.append(carry)
-    before, expected = PARAMS, START
-    for params, _, state in made:
+    start = {"mean": wide(PARAMS), "count": jnp.array(0), "seen": jnp.array(0)}
+    params, opt_state, state, expected = PARAMS, tx.init(PARAMS), start, start
+    for batch in batches:
+        before = params
+        params, opt_state, state, _ = step(params, opt_state, state, batch)
         # Adam moves the parameters in every step that it makes.
         if not np.array_equal(params["w"], before["w"]):
             expected = averages(params, expected)
-        before = params
         assert_same_bits((state["mean"], state["count"]), (expected["mean"], expected["count"]))
     assert (expected["count"] == len(batches)) == (never_skips and "window" not in name)
     # What the loss function makes of the state goes by the micro-batch.
-    skipped = 0 if never_skips else jaxscale.metrics(made[-1][1])["total_notfinite"]
+    skipped = 0 if never_skips else jaxscale.metrics(opt_state)["total_notfinite"]
     assert state["seen"] == len(batches) - skipped
 
 
-# Equinox
+class Counting(eqx.Module):
+    w: jax.Array
+    calls: eqx.nn.StateIndex
+
+    def __init__(self):
+        self.w, self.calls = jnp.ones(3), eqx.nn.StateIndex(jnp.array(0))
 
 
-class Net(eqx.Module):
-    linear: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
-    activation: object = jax.nn.relu
+def test_a_state_of_equinox_may_be_read_once():
+    def loss_fn(model, state, x):
+        state = state.set(model.calls, state.get(model.calls) + 1)
+        return jnp.mean((model.w * x) ** 2), state
 
-    def __init__(self, key):
-        self.linear = eqx.nn.Linear(3, 4, key=key)
-        self.norm = eqx.nn.BatchNorm(4, "batch", mode="ema")
-
-    def __call__(self, x, state):
-        x, state = self.norm(self.linear(x), state)
-        return self.activation(x), state
-
-
-def equinox_loss(model, state, x):
-    outputs, state = jax.vmap(model, (0, None), (0, None), axis_name="batch")(x, state)
-    return jnp.mean(outputs**2) * 1e3, state
-
-
-def test_equinox_with_state():
-    model, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
-    tx = hot(2.0**10)
+    (model, state), tx = eqx.nn.make_with_state(Counting)(), hot()
     opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
     how = {"transform": eqx.filter_value_and_grad, "has_state": True, "retries": 3}
-    step = eqx.filter_jit(jaxscale.train_step(equinox_loss, tx, **how))
-    x = jax.random.normal(jax.random.key(1), (8, 3))
-    for _ in range(3):
-        model, opt_state, state, loss = step(model, opt_state, state, x)
-    before = jax.tree.leaves(arrays((model, state)))
-    model, opt_state, state, loss = step(model, opt_state, state, x.at[0, 0].set(jnp.inf))
-    assert not jnp.isfinite(loss)
-    assert_same_bits(jax.tree.leaves(arrays((model, state))), before)
-    assert step(model, opt_state, state, x)[1].total_notfinite == opt_state.total_notfinite == 1
+    step = eqx.filter_jit(jaxscale.train_step(loss_fn, tx, after=lambda _, state: state, **how))
+    for x, calls in ((1.0, 1), (jnp.inf, 1), (2.0, 2)):
+        before = model.w
+        model, opt_state, state, loss = step(model, opt_state, state, jnp.full(3, x))
+        assert state.get(model.calls) == calls
+        assert jnp.isfinite(loss) == (x < jnp.inf) == (model.w != before).all()

@@ -99,9 +99,13 @@ def wide(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def step(tx, params, opt_state, grads):
-    updates, opt_state = tx.update(grads, opt_state, params)
+def step(tx, params, opt_state, grads, **extra):
+    updates, opt_state = tx.update(grads, opt_state, params, **extra)
     return optax.apply_updates(params, updates), opt_state
+
+
+def fused_step(tx, params, opt_state, grads, **extra):
+    return jaxscale.apply_gradients(tx, grads, opt_state, params, **extra)
 
 
 def run(tx, grads, compiled=True, params=PARAMS):

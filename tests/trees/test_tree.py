@@ -1,9 +1,9 @@
 """Finiteness and selection, over every kind of leaf."""
 
+import copy
 import enum
 import itertools
 import warnings
-from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -36,14 +36,6 @@ class Choice(enum.IntEnum):
     SECOND = 2
 
 
-class Rate(float):
-    """A float of somebody's own, which JAX takes for one."""
-
-
-class Constant(float, enum.Enum):
-    NOTHING = float("nan")
-
-
 class Awkward:
     """What has a dtype, and cannot be compared."""
 
@@ -60,48 +52,28 @@ class Elementwise(Awkward):
         return np.array([True, True])
 
 
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
 # Leaves that are not arrays, in twos: whatever they have by the name of a dtype.
 NOT_ARRAYS = {
     "scalar type": (jnp.float16, jnp.bfloat16),
-    "type of NumPy": (np.float32, np.float64),
-    "type of Python": (float, int),
-    "dtype": (np.dtype("float32"), jnp.dtype("bfloat16")),
     "aval": (jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)),
     "Linen module": (nn.Dense(2, dtype=jnp.float16), nn.Dense(3, dtype=jnp.float16)),
-    "text": ("a", "b"),
     "text of NumPy": (np.str_("a"), np.str_("b")),
-    "bytes of NumPy": (np.bytes_(b"a"), np.bytes_(b"b")),
     "array of text": (np.array(["a", "b"]), np.array(["a", "c"])),
     "array of objects": (np.array([None, print]), np.array([None])),
-    "times": (np.array([1, 2], "M8[s]"), np.array([1, 3], "M8[s]")),
-    "differences in time": (np.array([1, 2], "m8[s]"), np.array([1, 2], "m8[ms]")),
-    "time": (np.datetime64("2020"), np.datetime64("2021")),
-    "record": (np.zeros(2, [("x", "f4")]), np.ones(2, [("x", "f4")])),
+    "differences in time": (np.array([1, 2], "m8[s]"), np.array([1000, 2000], "m8[ms]")),
     "choice": (Choice.FIRST, Choice.SECOND),
-    "constant": (Constant.NOTHING, Choice.FIRST),
-    "function": (jax.nn.relu, jnp.tanh),
     "awkward": (Awkward(), Awkward()),
     "elementwise": (Elementwise(), Elementwise()),
 }
 # What is one: with a NaN in it, a verdict sees it.
-NUMBERS = {
-    "Python": float("nan"),
-    "Python, complex": complex(0, float("nan")),
-    "Python, one's own": Rate("nan"),
-    "NumPy": np.full(2, np.nan, np.float16),
-    "NumPy's float64": np.float64("nan"),
-    "NumPy's float16": np.float16("nan"),
-    "NumPy's complex": np.complex64(complex(0, float("nan"))),
-    "bfloat16": ml_dtypes.bfloat16(float("nan")),
-    "float8": ml_dtypes.float8_e4m3fn(float("nan")),
-    "array of bfloat16": np.full(2, np.nan, ml_dtypes.bfloat16),
-    "weakly typed": jnp.asarray(float("nan")),
-}
+NUMBERS = [
+    float("nan"),
+    complex(0, float("nan")),
+    np.full(2, np.nan, np.float16),
+    np.float64("nan"),
+    ml_dtypes.bfloat16(float("nan")),
+    jnp.asarray(float("nan")),
+]
 
 
 def moved_by_nothing(tree):
@@ -131,33 +103,31 @@ FUNCTIONS = {
 @cases("leaf", NOT_ARRAYS, fast=["scalar type", "array of objects", "elementwise"])
 def test_what_is_not_an_array_passes_through_everything(leaf):
     leaf, other = NOT_ARRAYS[leaf]
-    tree = Pair(first={"w": jnp.ones(2), "leaf": leaf}, second=[leaf, None])
+    tree = {"w": jnp.ones(2), "leaf": leaf, "none": None}
     for name, function in FUNCTIONS.items():
         passed = function(tree)
-        assert type(passed) is Pair
-        assert passed.first["leaf"] is passed.second[0] is leaf, name
-        assert passed.first["w"].shape == (2,)
-    assert jax.tree.leaves(only_gradients(tree)) == [tree.first["w"]]
+        assert (passed["leaf"] is leaf, passed["none"]) == (True, None), name
+        assert passed["w"].shape == (2,)
+    assert jax.tree.leaves(only_gradients(tree)) == [tree["w"]]
     assert _verdict.largest(Scaled(tree)) == 1
     assert jaxscale.all_finite(tree)
-    assert not jaxscale.all_finite(tree._replace(second=[leaf, jnp.nan]))
     for pred in (True, False):
-        with pytest.raises(TypeError, match=r"not arrays.*\.first\['leaf'\]"):
-            jaxscale.tree_where(pred, tree, Pair({"w": jnp.ones(2), "leaf": other}, [leaf, None]))
+        with pytest.raises(TypeError, match=r"not arrays.*\['leaf'\]"):
+            jaxscale.tree_where(pred, tree, tree | {"leaf": other})
+    if not isinstance(leaf, Awkward) and leaf is not jnp.float16:  # compared by its value
+        assert jaxscale.tree_where(False, leaf, copy.deepcopy(leaf)) is leaf
 
 
 STEPS = {
     "bare": lambda tx: tx,
     "unskipped": lambda tx: jaxscale.loss_scaled(tx, None, skip_nonfinite=False),
-    "scaled": jaxscale.loss_scaled,
     "tracking": lambda tx: jaxscale.loss_scaled(tx, track_leaves=True),
-    "safe": jaxscale.skip_nonfinite,
     "window": lambda tx: jaxscale.multi_steps(jaxscale.loss_scaled(tx), 1),
     "chained": lambda tx: optax.chain(jaxscale.loss_scaled(tx), optax.identity()),
 }
 
 
-@cases("name", STEPS, fast=["scaled"])
+@cases("name", STEPS, fast=["tracking"])
 def test_a_step_leaves_alone_what_has_no_gradient(name):
     """As in a module of Equinox, whose gradients hold None there."""
     rest = PASSIVE | {leaf: first for leaf, (first, _) in NOT_ARRAYS.items()} | {"rate": 0.5}
@@ -172,40 +142,15 @@ def test_a_step_leaves_alone_what_has_no_gradient(name):
         assert all(new is old for new, old in zip(*leaves, strict=True))
 
 
-# What makes a leaf that is not an array, and each time another object that is equal to the last.
-EQUAL = [
-    lambda: np.array(["a", "b"]),
-    lambda: np.array([None, 1]),
-    lambda: np.str_("a"),
-    lambda: np.zeros(2, [("x", "f4")]),
-    lambda: jaxscale.DynamicLossScale(init_scale=2.0),
-    lambda: jax.ShapeDtypeStruct((2,), jnp.float32),
-    lambda: nn.Dense(2, dtype=jnp.float16),
-]
-
-
-@pytest.mark.parametrize("make", EQUAL)
-def test_what_is_not_an_array_is_compared_by_its_value(make):
-    first, second = make(), make()
-    assert first is not second
-    for pred in (True, False):
-        assert jaxscale.tree_where(pred, [first], [second])[0] is first
-
-
-def test_numbers_of_every_type_are_gradients():
-    for name, number in NUMBERS.items():
-        assert not jaxscale.all_finite({"w": jnp.ones(2), "number": number}), name
-        assert only_gradients([number])[0] is number, name
+def test_numbers_of_every_type_are_gradients_and_nothing_else_is():
+    for number in NUMBERS:
+        assert not jaxscale.all_finite(PASSIVE | {"w": jnp.ones(2), "number": number})
+        assert only_gradients([number])[0] is number
         unscaled = jaxscale.unscale(EIGHT, number)
-        assert isinstance(unscaled, jax.Array), name
-        assert not jnp.isfinite(unscaled).all(), name
-
-
-def test_only_gradients_are_looked_at():
+        assert isinstance(unscaled, jax.Array)
+        assert not jnp.isfinite(unscaled).all()
     assert jaxscale.all_finite(PASSIVE)
     assert jaxscale.all_finite({"_overwrite_with_gradient": {"amax": jnp.array(jnp.nan)}})
-    assert not jaxscale.all_finite(PASSIVE | {"w": jnp.array(jnp.nan)})
-    assert not jaxscale.all_finite({"python": float("nan"), "numpy": np.float64(1)})
 
 
 @cases("transform", TRANSFORMS, fast=[jax.jit])
@@ -230,13 +175,11 @@ def test_tree_where_takes_every_kind_of_leaf():
             assert jnp.all(chosen[name] == expected[name])
 
 
-MEETING = ["bool", "int8", "uint8", "int32", "uint32", "float8_e5m2", "float16", "bfloat16"]
-MEETING += ["float32", "complex64"]
+MEETING = ["bool", "int8", "uint8", "int32", "float8_e5m2", "float16", "float32", "complex64"]
 # At the ends of the ranges, and beyond.
-PYTHON = [True, False, 0, 1, -1, 2, 127, 128, -128, -129, 255, 256, 2**31 - 1, 2**31, -(2**31)]
-PYTHON += [-(2**31) - 1, 2**32 - 1, 2**32, 2**40, 10**30, 10**400, 0.0, -0.0, 1.0, 2.0, 1.5, -1.0]
-PYTHON += [0.1, 127.5, 3e9, 61439.0, 61440.0, 65519.99, 65520.0, -65520.0, 1e10, 3.4028235e38, 1e39]
-PYTHON += [-1e300, float("inf"), float("-inf"), float("nan"), 1 + 0j, 1.5 + 0j, 1 + 2j]
+PYTHON = [True, False, 0, -1, 2, 127, 128, -128, -129, 255, 256, 2**31 - 1, 2**31, -(2**31)]
+PYTHON += [-(2**31) - 1, 10**400, -0.0, 1.0, 1.5, 0.1, 3e9, 61439.0, 61440.0, 65519.99, 65520.0]
+PYTHON += [-65520.0, 3.4028235e38, 1e39, -1e300, float("-inf"), float("nan"), 1 + 0j, 1 + 2j]
 PYTHON += [complex(0, float("nan")), complex(1e39, 0)]
 
 
@@ -266,7 +209,7 @@ def test_a_python_number_takes_the_dtype_of_the_array_it_meets(dtype):
     for number in PYTHON:
         expected = converted(number, dtype)
         for pred, (a, b) in itertools.product(
-            (True, False), ((number, array), (array, number), (np.asarray(array), number))
+            (True, False), ((number, array), (np.asarray(array), number))
         ):
             if expected is None:
                 with pytest.raises(TypeError, match=r"\['x'\].*does not hold"):
@@ -283,32 +226,20 @@ def test_a_python_number_takes_the_dtype_of_the_array_it_meets(dtype):
 
 @cases("transform", TRANSFORMS, fast=[eager])
 def test_a_weakly_typed_array_takes_the_dtype_of_a_strongly_typed_one(transform):
-    weak = {"int32": jnp.asarray(3), "float32": jnp.asarray(3.0), "complex64": jnp.asarray(3 + 0j)}
-    kinds = [jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating]
-
-    def rank(dtype):
-        return [jnp.issubdtype(dtype, kind) for kind in kinds].index(True)
-
-    for (own, leaf), dtype in itertools.product(weak.items(), MEETING):
-        strong = jnp.ones((), dtype)
-        assert jax.typeof(leaf).weak_type
-        tree_where = transform(lambda pred, a, b, one=jaxscale.tree_where: one(pred, a, b))
-        for pred, (a, b) in itertools.product((True, False), ((leaf, strong), (strong, leaf))):
-            if rank(own) > rank(jnp.dtype(dtype)):
+    tree_where = transform(lambda pred, a, b: jaxscale.tree_where(pred, a, b))
+    ranks = {"bool": 0, "int8": 1, "uint8": 1, "int32": 1, "complex64": 3}
+    for number, dtype in itertools.product((3, 3.0, 3 + 0j), MEETING):
+        weak, strong = jnp.asarray(number), jnp.ones((), dtype)
+        for pred, (a, b) in itertools.product((True, False), ((weak, strong), (strong, weak))):
+            if [int, float, complex].index(type(number)) + 1 > ranks.get(dtype, 2):
                 with pytest.raises(TypeError, match=r"dtypes.*the root"):
                     tree_where(pred, a, b)
                 continue
             chosen = tree_where(pred, a, b)
             assert avals(chosen) == avals(strong)
-            assert chosen == jnp.asarray(3 if (a if pred else b) is leaf else 1, dtype)
-
-
-@cases("transform", TRANSFORMS, fast=[eager])
-def test_two_weakly_typed_arrays_stay_so(transform):
-    tree_where = transform(lambda pred, a, b: jaxscale.tree_where(pred, a, b))
-    for number in (3, 3.0, 3 + 0j):
-        weak = jnp.asarray(number)
-        assert avals(tree_where(jnp.array(True), weak, weak + 1)) == avals(weak)
+            assert chosen == jnp.asarray(3 if (a if pred else b) is weak else 1, dtype)
+        # Two of one dtype stay weakly typed.
+        assert avals(tree_where(True, weak, weak + 1)) == avals(weak)
 
 
 @pytest.mark.standard_promotion
@@ -333,20 +264,9 @@ def test_what_holds_no_numbers_meets_none():
                     jaxscale.tree_where(True, a, b)
 
 
-LOGMAX = {
-    "preset": presets.openseq2seq_logmax(),
-    "quick": presets.openseq2seq_logmax(beta1=0.0, beta2=0.0),
-    "class": presets.LogMaxLossScale(beta1=0.5),
-}
-
-
-@cases(
-    "policy, dtype",
-    itertools.product(LOGMAX, ["float32", "complex64", "float64", "complex128"]),
-    fast=[("quick", "complex128")],
-)
-def test_no_finite_gradient_ruins_logmax_for_good(policy, dtype):
-    policy = LOGMAX[policy]
+@cases("dtype", ["float32", "complex64", "float64", "complex128"], fast=["complex128"])
+def test_no_finite_gradient_ruins_logmax_for_good(dtype):
+    policy = presets.openseq2seq_logmax(beta1=0.0, beta2=0.0)
     with x64():
         info = np.finfo(dtype)
         extremes = [info.max, info.max, info.smallest_normal, info.smallest_subnormal, 0, 1.0]
