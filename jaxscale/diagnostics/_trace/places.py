@@ -50,7 +50,7 @@ class Line(NamedTuple):
 def lines(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> list[Line]:
     """Returns the user's lines for an equation and the calls around it, innermost first."""
     equations = (eqn, *reversed(around))
-    return [Line(*frame) for each in equations for frame in frames(each) if _is_users(frame[0])]
+    return [Line(*frame) for each in equations for frame in frames(each) if is_users_file(frame[0])]
 
 
 def layer(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> str:
@@ -62,7 +62,7 @@ def layer(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> str:
 
 
 @functools.cache
-def _is_users(file: str) -> bool:
+def is_users_file(file: str) -> bool:
     """Returns whether a file is neither Python's own nor that of JAX or a library of layers."""
     # Only of imported packages: others have no frames.
     modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
@@ -104,7 +104,7 @@ class Constants:
     def _note(self, kind: str, flag: int) -> None:
         del kind, flag
         numbers, frame = numbers_being_converted()
-        while frame is not None and not _is_users(frame.f_code.co_filename):
+        while frame is not None and not is_users_file(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is not None:
             place = frame.f_code.co_filename, frame.f_lineno
