@@ -33,16 +33,24 @@ TIMEOUT = 600  # some bugs make a loop without an end, which is noticed, too
 CHOSEN = {
     "test_policies": "DynamicLossScale._after_finite DynamicLossScale._after_nonfinite "
     "DynamicLossScale._grown DynamicLossScale._lowered",
-    "test_state test_value_and_grad": "scaled.Scaled",
-    "test_verdict test_max_norm": "verdict.agree_on_size reduction.Reduction verdict.judge",
-    "test_accumulation": "Window.add Window.close",
+    "test_value_and_grad test_optimizer": "scaled.Scaled",
+    "test_verdict test_max_norm": "reduction.Reduction",
+    "test_verdict test_max_norm test_skipped_spikes test_adaptive test_train_step test_options": (
+        "verdict.judge verdict.agree_on_size"
+    ),
+    "test_accumulation test_overwrites": "Window.add Window.close",
     "test_optimizer test_inner test_options": "skip.step_if",
-    "test_optimizer test_accumulation test_inner": "Wrapper.apply Wrapper._make_or_skip",
-    "test_train_step test_decay": "retry.repeat_backward retry._is_lower counters._count_backoffs",
+    "test_optimizer test_accumulation test_inner test_skipped_spikes test_max_norm test_overwrites "
+    "test_options": "Wrapper.apply Wrapper._make_or_skip",
+    "test_retries test_train_step test_decay": (
+        "retry.repeat_backward retry._is_lower counters._count_backoffs"
+    ),
 }
 
 # Mutants that do what the original does, by function and text: why nothing can notice.
-EQUIVALENT: dict[tuple[str, str], str] = {}
+EQUIVALENT = {
+    ("agree_on_size", "0 -> 1  in  jnp.zeros(0, jnp.bool_)"): "a verdict more, which is dropped",
+}
 
 _OPERATORS = {
     (ast.Lt, ast.LtE),

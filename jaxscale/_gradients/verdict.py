@@ -128,12 +128,12 @@ def judge(
     loss: Any,
     axis_name: Any,
     *,
-    seen: Scaled | None = None,
-    by_leaf: bool = False,
-    wants_largest: bool = False,
-    wants_squares: bool = False,
-    agrees_on_norm: bool = False,
-    agrees_on_loss: bool = False,
+    seen: Scaled | None,
+    by_leaf: bool,
+    wants_largest: bool,
+    wants_squares: bool,
+    agrees_on_norm: bool,
+    agrees_on_loss: bool,
 ) -> Verdict:
     """Returns the verdict on the gradients and the loss of one step.
 
