@@ -14,7 +14,6 @@ from jaxprs import equations as equations
 
 from jaxscale._autocast import table
 
-CHECK = "check_vma" if "check_vma" in jax.shard_map.__kwdefaults__ else "check_rep"
 P = PartitionSpec
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32))
 W = jnp.asarray(np.random.default_rng(1).standard_normal((5, 8, 8)).astype(np.float32) * 0.3)
