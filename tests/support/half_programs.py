@@ -52,13 +52,6 @@ def activations(p, x):
 
 
 @program(X)
-def softmax_losses(p, x):
-    logits = biased(x, p["w"][0], p["b"])
-    losses = -jax.nn.log_softmax(logits)[:, 0] + jax.nn.logsumexp(logits, -1)
-    return jnp.mean(losses), jax.nn.softmax(logits)
-
-
-@program(X)
 def attention(p, x):
     def normalized(x):
         mean = jnp.mean(x, -1, keepdims=True)
@@ -96,15 +89,6 @@ def lstm(p, h, xs):
 
     (h, c), hs = jax.lax.scan(cell, (h, jnp.zeros_like(h)), xs)
     return jnp.mean(h**2), {"c": c, "hs": hs}
-
-
-@program(X)
-def scan_over_layers(p, x):
-    def layer(x, w):
-        return x + jnp.tanh(x @ w), jnp.max(x)
-
-    x, maxima = jax.lax.scan(layer, x, p["w"])
-    return jnp.mean(x**2), maxima
 
 
 @program(X)
@@ -162,24 +146,6 @@ def custom_vjp(p, x):
 
     f.defvjp(forward, backward)
     x = f(x @ p["w"][0], p["w"][1], 3)
-    return jnp.mean(x), x
-
-
-@program(X)
-def jit_many_times(p, x):
-    @jax.jit
-    def layer(x, w):
-        return jax.nn.relu(x @ w)
-
-    for i in range(5):
-        x = layer(x, p["w"][i])
-    return jnp.mean(x), x
-
-
-@program(X)
-def vmap_inside(p, x):
-    x = jax.vmap(lambda x: p["w"][0] @ x + p["b"])(x)
-    x = jax.vmap(lambda w: jnp.tanh(x @ w))(p["w"])
     return jnp.mean(x), x
 
 
