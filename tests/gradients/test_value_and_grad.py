@@ -212,13 +212,6 @@ def test_the_loss_itself_is_not_multiplied():
     assert text.count(" multiply(") == 1, text
 
 
-def test_overwrites_of_fp8_are_neither_divided_nor_checked():
-    params = {"params": jnp.ones(2), "_overwrite_with_gradient": jnp.ones(2)}
-    grads = jaxscale.grad(lambda p: sum(jnp.sum(v) for v in p.values()), at(4))(params)
-    assert grads["params"].tolist() == [1, 1]
-    assert grads["_overwrite_with_gradient"].tolist() == [16, 16]  # as it came
-
-
 def test_a_numpy_scalar_and_a_python_float_are_losses():
     for loss in (1.5, np.float32(1.5)):
         value, grad = jaxscale.value_and_grad(lambda w, loss=loss: loss, at(4))(jnp.ones(2))
