@@ -24,6 +24,7 @@ if (
 # several at once in one program, and it may wait for ever. XLA takes their number from here.
 os.environ.setdefault("NPROC", "128")
 
+import itertools
 import shutil
 import tempfile
 
@@ -98,34 +99,14 @@ def promotion(request):
         yield
 
 
-def _recorded(terminalreporter, name):
-    """What tests recorded under a name. Under xdist, too: properties travel with the reports."""
-    return [
-        value
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        for key, value in getattr(report, "user_properties", ())
-        if key == name and report.when == "call"
-    ]
-
-
 def pytest_terminal_summary(terminalreporter, config):
-    """How many slow tests were left out, the doctor's score, and what was replayed."""
+    """How many slow tests were left out, and the doctor's score."""
     if skipped := config.stash.get(SKIPPED, 0):
         terminalreporter.line(f"{skipped} slow tests were left out; --slow runs them, too.")
-    for lines in _recorded(terminalreporter, "trial"):
-        terminalreporter.section("the doctor's trial")
-        for line in lines:
-            terminalreporter.line(line)
-    rows = _recorded(terminalreporter, "replayed")
-    if not rows:
-        return
-    terminalreporter.section("traces replayed")
-    terminalreporter.line(f"{'system':42} {'cases':>6} {'steps':>7}  left out")
-    for system, cases, steps, left_out in sorted(rows):
-        reasons = "; ".join(
-            f"{some} cases ({n} steps): {reason}" for reason, (some, n) in sorted(left_out.items())
-        )
-        terminalreporter.line(f"{system:42} {cases:6} {steps:7}  {reasons}".rstrip())
-    cases, steps = (sum(row[i] for row in rows) for i in (1, 2))
-    terminalreporter.line(f"{'all':42} {cases:6} {steps:7}")
+    # Under xdist, too: properties travel with the reports.
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        for key, lines in getattr(report, "user_properties", ()):
+            if key == "trial" and report.when == "call":
+                terminalreporter.section("the doctor's trial")
+                for line in lines:
+                    terminalreporter.line(line)

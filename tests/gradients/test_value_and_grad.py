@@ -201,9 +201,6 @@ def test_losses_by_example_are_differentiated_by_their_own_rule():
 
 def test_noop_adds_no_operation():
     noop = jaxscale.NoOpLossScale().init()
-    ours = jax.make_jaxpr(lambda s, p: jaxscale.value_and_grad(loss_fn, s)(p, X, Y))(noop, MODEL)
-    bare = jax.make_jaxpr(lambda s, p: jax.value_and_grad(loss_fn)(p, X, Y))(noop, MODEL)
-    assert str(ours) == str(bare)
     scaled_grads = {"w": jnp.ones(2), "b": jnp.ones(2, jnp.complex64)}
     for function in (jaxscale.scale, jaxscale.unscale):
         assert not jax.make_jaxpr(function)(noop, scaled_grads).eqns
@@ -213,13 +210,6 @@ def test_the_loss_itself_is_not_multiplied():
     loss = jax.jit(lambda s, w: jaxscale.value_and_grad(lambda w: w * 3.0, s)(w)[0])
     text = loss.lower(at(5), jnp.array(1.0)).compile().as_text()
     assert text.count(" multiply(") == 1, text
-
-
-def test_overwrites_of_fp8_are_neither_divided_nor_checked():
-    params = {"params": jnp.ones(2), "_overwrite_with_gradient": jnp.ones(2)}
-    grads = jaxscale.grad(lambda p: sum(jnp.sum(v) for v in p.values()), at(4))(params)
-    assert grads["params"].tolist() == [1, 1]
-    assert grads["_overwrite_with_gradient"].tolist() == [16, 16]  # as it came
 
 
 def test_a_numpy_scalar_and_a_python_float_are_losses():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from compilations import COMPILED
 from flax import nnx
-from half_programs import CHECK, equations, products
+from half_programs import equations, products
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -298,7 +298,7 @@ def test_meshes_with_explicit_axes():
 
 def by_shard_map(check):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    specs = {"in_specs": (P(), P("data")), "out_specs": P(), CHECK: check}
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check}
     return lambda run: jax.jit(jax.shard_map(run, mesh=mesh, **specs))
 
 

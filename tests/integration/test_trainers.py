@@ -5,7 +5,6 @@ Each row does what one or several public trainers do between the gradients and t
 
 import functools
 
-import flax.training.train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,24 +49,6 @@ def by_arguments(*names):
     return looped(update)
 
 
-def in_a_train_state_of_flax(tx):
-    state = flax.training.train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-    for grads in GRADS:
-        state = step(state, grads)
-    return state.params, state.opt_state
-
-
-def in_a_scan(tx):
-    def step(carry, grads):
-        p, state = carry
-        updates, state = tx.update(grads, state, p)
-        return (optax.apply_updates(p, updates), state), None
-
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *GRADS)
-    return jax.jit(lambda carry: jax.lax.scan(step, carry, stacked))((PARAMS, tx.init(PARAMS)))[0]
-
-
 def in_an_optimizer_of_nnx(tx):
     class Model(nnx.Module):
         def __init__(self):
@@ -82,7 +63,7 @@ def in_an_optimizer_of_nnx(tx):
 
 
 WAYS = {
-    "three arguments (Kauldron, big_vision, Penzai)": by_arguments(),
+    "three arguments (Kauldron, big_vision, Penzai, Flax, purejaxrl)": by_arguments(),
     "no parameters (brax)": looped(lambda tx, grads, state, *_: tx.update(grads, state)),
     "value= (numpyro)": by_arguments("value"),
     "loss= and others (MaxText, levanter)": by_arguments("loss", "grad_norm", "obj_fn"),
@@ -90,8 +71,6 @@ WAYS = {
     "all by keyword (EasyDeL)": looped(
         lambda tx, grads, state, params, _: tx.update(updates=grads, state=state, params=params)
     ),
-    "TrainState (Flax, t5x)": in_a_train_state_of_flax,
-    "scan (purejaxrl)": in_a_scan,
     "nnx.Optimizer (Tunix)": in_an_optimizer_of_nnx,
     # The trainer rounds gradients to the dtype of the parameters before it hands them over.
     "cast gradients (Tunix)": looped(
@@ -104,7 +83,7 @@ WAYS = {
 @cases(
     "way",
     WAYS,
-    fast=["loss= and others (MaxText, levanter)", "scan (purejaxrl)", "nnx.Optimizer (Tunix)"],
+    fast=["loss= and others (MaxText, levanter)", "nnx.Optimizer (Tunix)"],
 )
 def test_a_bad_step_is_skipped_and_hyperparameters_are_in_reach(way):
     params, state = WAYS[way](jaxscale.skip_nonfinite(injected(), spikes=jaxscale.SpikeRule()))

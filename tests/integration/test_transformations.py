@@ -27,18 +27,6 @@ def exact_loss(params, batch):
     return amplified(jnp.sum(params["w"] * x) + params["b"] * x[0], factor)
 
 
-def exact_training(params, xs, factors):
-    """The same in NumPy: momentum, on the good steps only."""
-    params = {name: np.asarray(leaf) for name, leaf in params.items()}
-    trace = {name: np.zeros_like(leaf) for name, leaf in params.items()}
-    for x, factor in zip(np.asarray(xs), factors, strict=True):
-        if np.isfinite(factor):
-            grads = {"w": x, "b": x[0]}
-            trace = {name: grads[name] + np.float32(0.5) * trace[name] for name in params}
-            params = {name: params[name] - np.float32(0.25) * trace[name] for name in params}
-    return params
-
-
 def small_integers(*shape):
     return jnp.round(2 * jax.random.normal(jax.random.key(len(shape)), shape))
 
@@ -71,7 +59,6 @@ def test_each_member_of_a_population_trains_as_if_it_were_alone(order):
         mine = tuple(batch[:, i] for batch in batches)
         one = alone((params, EXACT_TX.init(params)), mine)
         assert_same_bits(jax.tree.map(lambda leaf, i=i: leaf[i], together), one)
-        assert_same_bits(one[0], exact_training(params, *mine))
     metrics = jaxscale.metrics(together[1])
     skipped = np.sum(~np.isfinite(POPULATION), axis=0)
     assert metrics["total_notfinite"].tolist() == skipped.tolist() == [3, 0, 8, 1]

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import references
-import simulator
 from tables import assert_same_bits
 
 import jaxscale
@@ -108,18 +107,6 @@ def test_it_follows_the_reference_from_any_state(
     )
     states = scanned(DEFAULT, state, np.float32(sizes))
     assert by_step(states) == trajectory(DEFAULT, numbers(state), sizes)
-
-
-def test_it_follows_the_reference_bit_for_bit_along_every_trace():
-    traces = simulator.recorded()
-    replays = simulator.replay(DEFAULT, traces)
-    for name, (ceiling, largest, _) in traces.items():
-        state, states = numbers(DEFAULT.init()), []
-        sizes = np.exp2(largest).astype(np.float32).tolist()
-        for fits, size in zip(ceiling.tolist(), sizes, strict=True):
-            states.append(state)
-            state = references.adaptive(DEFAULT, state, state[0] <= 2.0**fits, size)
-        assert by_step(replays[name].states) == states, name
 
 
 adjust = jax.jit(DEFAULT.adjust)

@@ -11,7 +11,6 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from references import trajectory
 from tables import POLICIES, assert_same_bits, avals, cases
@@ -103,19 +102,6 @@ def test_no_scale_is_zero_inf_or_nan(finite):
     assert replay(policy, policy.init(), [finite] * 300)[0] == (largest if finite else smallest)
 
 
-def test_every_scale_is_a_power_of_two_where_every_factor_is():
-    policy = jaxscale.DynamicLossScale(growth_interval=1, max_scale=2.0**20, min_scale=2.0**3)
-
-    def body(state, finite):
-        state = policy.adjust(state, finite)
-        return state, state.loss_scale
-
-    finite = jnp.asarray(np.random.default_rng(0).random(1000) < 0.5)
-    mantissas, exponents = np.frexp(jax.lax.scan(body, policy.init(), finite)[1])
-    assert set(mantissas.tolist()) == {0.5}
-    assert set((exponents - 1).tolist()) == set(range(3, 21))
-
-
 def test_a_tracker_restored_beyond_the_interval_grows_at_once():
     policy, most = jaxscale.DynamicLossScale(growth_interval=5), jnp.iinfo(jnp.int32)
     for tracker in (10, most.max):  # where it does not wrap
@@ -202,16 +188,6 @@ def test_policies_are_plain_values():
     assert dynamic == jaxscale.DynamicLossScale(init_scale=8, min_scale=4, growth_interval=3)
     with pytest.raises(dataclasses.FrozenInstanceError):
         dynamic.init_scale = 1.0
-
-
-def test_no_hyperparameter_is_lost_in_a_tree_map():
-    tx = jaxscale.loss_scaled(
-        optax.sgd(0.1), jaxscale.DynamicLossScale(init_scale=64.0, min_scale=32.0)
-    )
-    state = jax.jit(lambda s: jax.tree.map(lambda x: x, s))(tx.init(jnp.ones(2)))
-    for _ in range(3):
-        _, state = jax.jit(tx.update)(jnp.full(2, jnp.inf), state, jnp.ones(2))
-    assert state.scaling.loss_scale == 32
 
 
 def test_as_loss_scale():

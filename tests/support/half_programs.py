@@ -14,7 +14,6 @@ from jaxprs import equations as equations
 
 from jaxscale._autocast import table
 
-CHECK = "check_vma" if "check_vma" in jax.shard_map.__kwdefaults__ else "check_rep"
 P = PartitionSpec
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32))
 W = jnp.asarray(np.random.default_rng(1).standard_normal((5, 8, 8)).astype(np.float32) * 0.3)
@@ -50,13 +49,6 @@ def activations(p, x):
     for i, name in enumerate(("relu", "silu", "gelu", "softplus", "elu", "tanh", "sigmoid")):
         outs[name] = getattr(jax.nn, name)(biased(x, p["w"][i % 5], p["b"]))
     return sum(jnp.mean(out) for out in outs.values()), outs
-
-
-@program(X)
-def softmax_losses(p, x):
-    logits = biased(x, p["w"][0], p["b"])
-    losses = -jax.nn.log_softmax(logits)[:, 0] + jax.nn.logsumexp(logits, -1)
-    return jnp.mean(losses), jax.nn.softmax(logits)
 
 
 @program(X)
@@ -97,15 +89,6 @@ def lstm(p, h, xs):
 
     (h, c), hs = jax.lax.scan(cell, (h, jnp.zeros_like(h)), xs)
     return jnp.mean(h**2), {"c": c, "hs": hs}
-
-
-@program(X)
-def scan_over_layers(p, x):
-    def layer(x, w):
-        return x + jnp.tanh(x @ w), jnp.max(x)
-
-    x, maxima = jax.lax.scan(layer, x, p["w"])
-    return jnp.mean(x**2), maxima
 
 
 @program(X)
@@ -163,24 +146,6 @@ def custom_vjp(p, x):
 
     f.defvjp(forward, backward)
     x = f(x @ p["w"][0], p["w"][1], 3)
-    return jnp.mean(x), x
-
-
-@program(X)
-def jit_many_times(p, x):
-    @jax.jit
-    def layer(x, w):
-        return jax.nn.relu(x @ w)
-
-    for i in range(5):
-        x = layer(x, p["w"][i])
-    return jnp.mean(x), x
-
-
-@program(X)
-def vmap_inside(p, x):
-    x = jax.vmap(lambda x: p["w"][0] @ x + p["b"])(x)
-    x = jax.vmap(lambda w: jnp.tanh(x @ w))(p["w"])
     return jnp.mean(x), x
 
 

@@ -74,10 +74,6 @@ def cases(names, table, fast=()):
     return pytest.mark.parametrize(names, list(map(parameter, table)))
 
 
-policies = pytest.mark.parametrize("policy", POLICIES)
-bads = pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
-
-
 def gradients(seed, number):
     """Gradients of ordinary size, a bfloat16 leaf among them."""
     rng = np.random.default_rng(seed)  # NumPy's: with JAX's, whoever imports this would compile
