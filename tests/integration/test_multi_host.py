@@ -37,13 +37,13 @@ def example():
 
 
 @contextlib.contextmanager
-def started(number, *options):
+def started(number, *options, command=(EXAMPLE, "--local")):
     """The launcher of some processes. When it is left, whatever happened, none of them lives."""
     flags = f"--xla_force_host_platform_device_count={DEVICES // number}"
     # What takes long here is compilation; and without the second flag float16 might be float32.
     flags += " --xla_backend_optimization_level=0 --xla_allow_excess_precision=false"
     with subprocess.Popen(
-        [sys.executable, *map(str, [EXAMPLE, "--local", number, *options])],
+        [sys.executable, *map(str, [*command, number, *options])],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_LOG_COMPILES": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -65,9 +65,9 @@ def kill_group(launcher):
     return True
 
 
-def run(number, *options):
+def run(number, *options, **command):
     """The exit code and the output, of all processes, of a run that leaves no process behind."""
-    with started(number, *options) as launcher:
+    with started(number, *options, **command) as launcher:
         output, _ = launcher.communicate(timeout=300)
         assert not kill_group(launcher), output
     return launcher.returncode, output
@@ -145,6 +145,16 @@ def test_a_lost_process_costs_nothing_but_the_steps_since_the_checkpoint(uninter
     # The last one may not have been complete when the process was lost.
     assert int(re.search(r"from step (\d+)", output).group(1)) in (SAVE_EVERY, 2 * SAVE_EVERY)
     assert resumed == agreed
+
+
+def test_processes_agree_by_themselves_on_the_scale_of_a_backward_pass():
+    """Where only one of them overflows, too: otherwise it would wait for the others for ever."""
+    code, output = run(4, command=(EXAMPLE.parent.parent / "tests" / "support" / "hosts.py",))
+    assert code == 0, output
+    forms = re.findall(r"form (\w+) at (\w+): error ([\d.]+), digest (\w{8})", output)
+    agreed = {(form, scale): (error, digest) for form, scale, error, digest in forms}
+    assert len(forms) == 4 * len(set(forms)) == 4 * len(agreed) == 4 * 8, output
+    assert all(float(error) < 2e-3 for error, _ in agreed.values()), output
 
 
 def test_the_launcher_takes_its_processes_with_it():
