@@ -239,8 +239,6 @@ class _Plan:
     ) -> tuple[Any, ...]:
         """Returns the gradients for all inputs, `None` for those that have none."""
         given = [each for each in cotangents if is_inexact(each)]
-        if all(isinstance(each, SymbolicZero) for each in given):
-            return (None,) * len(self.inputs)
         dense = [blank(each.aval) if isinstance(each, SymbolicZero) else each for each in given]
         pulled, number = pull_tail(dense), len(self.entries)
         entering, direct = list(pulled[:number]), pulled[number:]
@@ -349,14 +347,10 @@ def _repeated(
 def _power(largest: jax.Array, most_raised: int) -> jax.Array:
     """Returns the power of two to scale cotangents by: it brings the largest to 1 or more, below 2.
 
-    If the others of one entry are so much smaller that they would flush, it is raised, by as much
-    as one retry takes back at most. Without finite cotangents it is 1, and otherwise 2**-126 to
-    2**126, so that it and its reciprocal are normal numbers. Exponents are taken from the bits, as
-    a rounded logarithm gives other numbers than powers of two.
-
-    Args:
-      largest: the largest magnitude of each entry, an `f32[n]`.
-      most_raised: by which power of two it may be raised.
+    Given is the largest magnitude of each entry, an `f32[n]`. If those of some are so small that
+    they would flush, it is raised, by as much as one retry takes back at most. Without finite
+    cotangents it is 1, and otherwise 2**-126 to 2**126, so that it and its reciprocal are normal
+    numbers. Exponents are taken from the bits: a rounded logarithm gives other numbers.
     """
     exponents = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
     most = jnp.max(exponents)

@@ -91,11 +91,7 @@ def find_scale(call: str, argument: str, tree: Any) -> Any:
 def policy_state(call: str, state: Any, kind: type = object, grads: Any = None) -> Any:
     """Returns the state that a policy was given, as arrays, or says what to pass instead.
 
-    Args:
-      call: the method, such as `DynamicLossScale.update`.
-      state: its argument `state`.
-      kind: the type that the state must have.
-      grads: its argument `grads`, to tell swapped arguments.
+    The `grads` that came with it tell whether the arguments were swapped.
     """
     if _is_scaling(grads) and not _is_scaling(state):
         hint = "The order of the arguments is (state, grads)."

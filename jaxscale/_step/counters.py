@@ -37,13 +37,8 @@ def count_step(
 ) -> LossScaledState:
     """Returns a state with the counters after one more step.
 
-    Args:
-      state: the state before the step.
-      verdict: that on the gradients of the last pass.
-      grads_finite: whether they were finite, and the updates if checked.
-      is_spike: whether the step stood out, if that was judged.
-      scaling: the scale state after the step.
-      retries: what came of repeating the pass, if it may be repeated.
+    The verdict is that on the last pass; `grads_finite` covers the updates, too, if these are
+    checked. `scaling` is the scale state after the step.
     """
     finite = grads_finite & verdict.loss_finite
     state = state._replace(backoff_count=_count_backoffs(state, grads_finite, scaling, retries))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import optax
 
-from .._state.find import find, find_scale_or_none, is_loss_scaled
+from .._state.find import find_optimizer_state, find_scale_or_none, is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._trees.leaf import is_array_like
 from .._trees.overwrite import holds_overwrites, overwrite, zero_overwrites
@@ -60,9 +60,7 @@ class Bare:
     def find_verdict(self, call: str, state: Any) -> LossScaledState | None:
         """Returns the state that tells whether a step was applied, if there is one inside."""
         nodes = jax.tree.leaves(state, is_leaf=is_loss_scaled)
-        if not any(map(is_loss_scaled, nodes)):
-            return None
-        return find(call, state, is_loss_scaled, "`LossScaledState`")
+        return find_optimizer_state(call, state) if any(map(is_loss_scaled, nodes)) else None
 
     def judge(self, *args: Any) -> None:
         """Returns no verdict: every step is applied."""
@@ -113,10 +111,7 @@ def check_same_optimizer(
     params: Any,
     way: str = "Pass the state that `init` of this optimizer returned for these parameters.",
 ) -> None:
-    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes.
-
-    The message names the step and its argument, `given`, and the way out.
-    """
+    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
     if not all(map(is_array_like, jax.tree.leaves(params))):
         return  # for such parameters `init` saw only a part of them, and which is not known
     try:

@@ -241,13 +241,11 @@ def _misfit(fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error
     if getattr(fun, "__code__", None) in entered:
         return ""
     try:
-        signature = inspect.signature(fun)
-    except ValueError:  # a function that does not say what it takes
-        return ""
-    try:
-        signature.bind(*args, **kwargs)
+        inspect.signature(fun).bind(*args, **kwargs)
     except TypeError as reason:
-        return f"takes {signature}: {reason}"
+        return f"takes {inspect.signature(fun)}: {reason}"
+    except ValueError:  # a function that does not say what it takes
+        pass
     return ""
 
 

@@ -23,11 +23,8 @@ def step_if(
 ) -> Any:
     """Returns `step(operand)` if `pred` holds, and otherwise what `skipped` returns.
 
-    Args:
-      pred: a `bool[]`.
-      step: the computation to select; it is traced once.
-      operand: a tree of arrays, which may be non-finite if `pred` does not hold.
-      skipped: gets a tree of the shapes and dtypes of `step(operand)`, and returns a like one.
+    The operand may be non-finite if `pred` does not hold. `step` is traced once. `skipped` gets a
+    tree of the shapes and dtypes of what it returns, and returns a like one.
     """
 
     def select(branches: jax.Array, step: Callable[[Any], Any]) -> Any:

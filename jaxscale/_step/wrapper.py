@@ -152,10 +152,7 @@ class Wrapper:
     def judge(
         self, made: BackwardResult, state: LossScaledState, axis_name: Any = None
     ) -> Verdict | None:
-        """Returns the verdict on a backward pass, if its step may be skipped.
-
-        Devices agree along `axis_name`, by default the axes of the optimizer.
-        """
+        """Returns the verdict on a pass, if its step may be skipped, agreed on along the axes."""
         check_loss(made.loss)
         if not self.skips:
             return None
@@ -189,12 +186,8 @@ class Wrapper:
     ) -> tuple[Any, LossScaledState]:
         """Returns the parameters after one step, or only the updates, and the next state.
 
-        Args:
-          made: the backward pass, with what `judge` returned if it was called already.
-          state: the state of this optimizer, checked.
-          params: the parameters, each with its gradient.
-          extra_args: further arguments of the wrapped optimizer.
-          adds: whether to add the updates to the parameters.
+        The pass has what `judge` returned, if that was called already. The state was checked, and
+        each parameter has a gradient. The updates are added if `adds` says so.
         """
         grads, retries = made.grads, made.retries
         overwrites = holds_overwrites(grads.grads)

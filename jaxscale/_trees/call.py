@@ -11,11 +11,8 @@ from .._jax import TRACED
 class Flat:
     """A function that takes and returns lists of arrays.
 
-    Arrays of JAX are its arguments. Everything else, numbers and NumPy arrays among them, reaches
-    the original function as it is, and comes back as it is.
-
-    Attributes:
-      arrays: the arrays among the arguments.
+    Its arguments are `arrays`, those of JAX among the arguments of the original function.
+    Everything else, numbers and NumPy arrays among them, reaches that, and comes back, as it is.
     """
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, name: str) -> None:

@@ -36,12 +36,9 @@ def zero_overwrites(grads: Any) -> Any:
 
 
 def overwrite(outcome: Any, new: Any, old: Any) -> Any:
-    """Returns parameters after a step, with the leaves that are replaced in their new values.
+    """Returns the outcome of a step, with the leaves that are replaced in their new values.
 
-    Args:
-      outcome: the parameters after the step. What it has in the place of such leaves is ignored.
-      new: the gradients. Where one is not finite, the leaf stays as it is.
-      old: the parameters before the step.
+    These are gradients; where one is not finite, the leaf stays as in `old`, before the step.
     """
     return _map_overwrites(replace_finite, outcome, new, old)
 
@@ -50,7 +47,7 @@ def overwriting_updates(updates: Any, new: Any, old: Any) -> Any:
     """Returns updates which, added to the parameters, replace those leaves by their new values.
 
     A sum p + u cannot always be exact: it is to the rounding of the larger of both values, and
-    never 0 if the new value is not 0. Arguments are as in `overwrite`.
+    never 0 if the new value is not 0.
     """
 
     def difference(new: Any, old: Any) -> Any:

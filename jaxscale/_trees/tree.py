@@ -173,10 +173,7 @@ def cast_updates(params: Any, updates: Any) -> Any:
 
 
 def varying_axes(tree: Any) -> set[Any]:
-    """Returns the mesh axes along which gradients in a tree may differ, inside `shard_map`.
-
-    The set is empty where JAX does not know: in `pmap`, and with `check_vma=False`.
-    """
+    """Returns the mesh axes along which gradients in a tree may differ, as `varying` does."""
     gradients = jax.tree.leaves(only_gradients(tree))
     return set().union(*(varying(jax.typeof(leaf)) for leaf in gradients))
 
@@ -186,9 +183,7 @@ def blank(aval: Any) -> jax.Array:
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)  # `full` of keys takes no sharding
     explicit = not is_key and AxisType.Explicit in aval.sharding.mesh.axis_types
     sharding = {"sharding": aval.sharding} if explicit else {}
-    zeros = jax.lax.full(aval.shape, 0, aval.dtype, **sharding)
-    axes = tuple(varying(aval))
-    return vary(zeros, axes) if axes else zeros
+    return vary(jax.lax.full(aval.shape, 0, aval.dtype, **sharding), varying(aval))
 
 
 def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
