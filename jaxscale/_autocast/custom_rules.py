@@ -88,7 +88,6 @@ def _relu(x: Any, dtype: Any) -> Any:
     product anyway. Of the sum before it, such as that of a residual connection, it would keep all
     of the float32 array, only to compare it with 0.
     """
-    del dtype
     return jax.nn.relu(x)
 
 

@@ -164,9 +164,8 @@ def rounded_reads(jaxpr: Jaxpr, wanted: Sequence[bool] = ()) -> tuple[set[Any], 
 def half_carries(loop: _jax.Scan) -> list[bool]:
     """Returns for each carry of a loop whether it may be in half precision.
 
-    It may if its next value is computed from a product that reads it. The residual stream of a scan
-    over layers is, and the state of an RNN; a counter, a time or a sum of losses is not, nor is
-    what `full_precision` returns.
+    It may if its next value is computed from a product that reads it, as the residual stream of a
+    scan over layers and the state of an RNN are; not so a counter, a time or a sum of losses.
     """
     body = loop.body.jaxpr
     carried = range(loop.consts, loop.consts + loop.carries)

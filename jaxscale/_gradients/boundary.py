@@ -298,11 +298,7 @@ class _Plan:
 def _vjp(
     part: Part, env: dict[Any, Any], by: Sequence[Any], of: Sequence[Any]
 ) -> tuple[list[Any], Any]:
-    """Returns the outputs of a part, and the function that pulls cotangents back through it.
-
-    Given the values of its inputs, it is differentiated by some of these; of the outputs, those in
-    `of` are differentiated.
-    """
+    """Returns the outputs of a part, and what pulls cotangents of those in `of` back to `by`."""
     places = [i for i, atom in enumerate(part.outputs) if any(atom is each for each in of)]
 
     def fun(*given: Any) -> Any:

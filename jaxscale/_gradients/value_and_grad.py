@@ -279,7 +279,6 @@ def _split(call: str, name: str, output: Any, has_aux: bool) -> tuple[jax.Array,
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _with_tangent(op: Callable[[Any, Any], Any], loss: jax.Array, seed: jax.Array) -> jax.Array:
     """Returns `loss`, with tangents `op(tangent, seed)`, and hence such cotangents."""
-    del op, seed
     return loss
 
 

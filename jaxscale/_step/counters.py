@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.verdict import Verdict
-from .._state.optimizer import LossScaledState, MultiStepsState
+from .._state.optimizer import LossScaledState
 
 # In so many steps a scale may come down from its start, in falls with a few finite steps between
 # them, before `backoff_count` counts.
@@ -77,14 +77,6 @@ def _count_backoffs(
     # Several falls in a row of skipped steps count as one.
     counts = falls & state.step_applied & (state.total_steps >= _FIRST_STEPS)
     return jnp.where(new > start, 0, _increment_if(counts, state.backoff_count))
-
-
-def took_step(before: LossScaledState, after: LossScaledState) -> jax.Array:
-    """Returns whether the optimizer made a step, which not every micro-batch leads to."""
-    windows = before.inner_state, after.inner_state
-    if isinstance(windows[0], MultiStepsState):
-        return windows[0].gradient_step != windows[1].gradient_step
-    return after.step_applied
 
 
 def _increment_if(event: jax.Array, counter: jax.Array) -> jax.Array:

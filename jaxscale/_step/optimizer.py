@@ -38,7 +38,6 @@ class Bare:
 
     def check_state(self, given: str, state: Any, order: str) -> Any:
         """Returns the state that a step was given, or raises an error; see `Wrapper`."""
-        del order
         if isinstance(state, LossScaledState):
             raise TypeError(
                 f"`{given}` is a `LossScaledState`, but `tx` is a bare optimizer. Pass the one "
@@ -64,7 +63,6 @@ class Bare:
 
     def judge(self, *args: Any) -> None:
         """Returns no verdict: every step is applied."""
-        del args
 
     def apply(
         self, made: BackwardResult, state: Any, params: Any, extra_args: Mapping[str, Any]

@@ -136,8 +136,7 @@ class StepPlan:
     ) -> BackwardResult:
         """Returns the backward pass whose gradients are to be applied, with its verdict.
 
-        `backward` makes a pass with a loss scale state. If the step is `traced`, values are not
-        known. `params` have the structure of the gradients.
+        If the step is `traced`, values are not known. `params` have the structure of the gradients.
         """
 
         def run(scaling: Any) -> BackwardResult:

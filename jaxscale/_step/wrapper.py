@@ -141,12 +141,10 @@ class Wrapper:
 
     def scale_state(self, call: str, state: LossScaledState) -> Any:
         """Returns the scale state that a backward pass starts with."""
-        del call
         return jax.tree.map(jnp.asarray, state.scaling)  # NumPy's, too, may go round a loop
 
     def find_verdict(self, call: str, state: LossScaledState) -> LossScaledState | None:
         """Returns the state that tells whether a step was applied, `None` if all are."""
-        del call
         return state if self.skips else None
 
     def judge(

@@ -237,7 +237,6 @@ def multi_steps(
 
 
 def _constant(length: int, step: jax.Array) -> int:
-    del step
     return length
 
 

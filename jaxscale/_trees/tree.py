@@ -105,9 +105,8 @@ def cast_like(tree: Any, like: Any) -> Any:
 def partition(params: Any, grads: Any) -> tuple[Any, Any]:
     """Returns the parameters that have a gradient, and the others, each with `None` elsewhere.
 
-    Parameters without a gradient may be functions or text, which cannot be selected or compiled.
-    Gradients of another structure, as `optax.lookahead` takes them, need parameters that are all
-    arrays.
+    Those may be functions or text, which cannot be selected or compiled. Gradients of another
+    structure, as `optax.lookahead` takes them, need parameters that are all arrays.
     """
     try:
         trained = jax.tree.map(
@@ -142,8 +141,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """Returns `optax.apply_updates(params, updates)`, for every kind of leaf.
 
     The sum is taken in float32 or wider and rounded once. A leaf stays as it is if it is not an
-    array, or if its update is `None` or a `float0`, as for integers, bools and typed keys, which
-    have no gradient.
+    array, or has no gradient: its update is `None`, or a `float0`, as for integers and typed keys.
     """
 
     def add(param: Any, update: Any) -> Any:
@@ -158,8 +156,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
 def cast_updates(params: Any, updates: Any) -> Any:
     """Returns updates in dtypes that `optax.apply_updates` can add to the parameters.
 
-    JAX does not promote floating-point numbers of 8 bits or less, so their updates take their
-    dtype.
+    JAX does not promote floating-point numbers of 8 bits or less: these need their own dtype.
     """
 
     def addable_leaf(update: Any, param: Any) -> Any:
