@@ -23,8 +23,7 @@ from ._step.optimizer import Optimizer, apply_step, as_optimizer, check_same_opt
 from ._step.plan import StepPlan
 from ._step.retry import BackwardResult, is_traced
 from ._step.train_step import with_name
-from ._trees.overwrite import replace_finite
-from ._trees.tree import OVERWRITE_WITH_GRADIENT
+from ._trees.tree import OVERWRITE_WITH_GRADIENT, replace_finite
 
 __all__ = ["train_step"]
 

@@ -29,9 +29,8 @@ from .._jax import (
     varying,
     without_constants,
 )
-from .._trees.call import Flat
+from .._trees.call import Flat, wrap_call
 from .._trees.checks import int32, normal_float32
-from .._trees.objects import wrap_call
 from .._trees.tree import blank, cast, widen
 from .reduction import read, sizes
 from .scaled import Scaled, divide, multiply

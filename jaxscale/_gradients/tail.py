@@ -78,7 +78,9 @@ class Part:
         sources: dict[Any, Any] = {
             step.outvars[0]: step.invars[0]
             for step in self.steps
-            if _is_cast_to_half(step.eqn) and not wide.isdisjoint(variables(step.invars))
+            if step.eqn.primitive.name == "convert_element_type"
+            and is_half(step.outvars[0].aval)
+            and not wide.isdisjoint(variables(step.invars))
         }
         steps = [step for step in self.steps if step.outvars[0] not in sources]
         inputs = [*self.inputs, *sources]
@@ -208,10 +210,6 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
 
 def _is_typed_half(eqn: JaxprEqn) -> bool:
     return any(is_half(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
-
-
-def _is_cast_to_half(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "convert_element_type" and is_half(eqn.outvars[0].aval)
 
 
 def _is_half_or_cast(eqn: JaxprEqn) -> bool:

@@ -16,8 +16,15 @@ import optax
 from .._state.find import find_optimizer_state, find_scale_or_none, is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._trees.leaf import is_array_like
-from .._trees.overwrite import holds_overwrites, overwrite, zero_overwrites
-from .._trees.tree import apply_updates, combine, partition, tree_where
+from .._trees.tree import (
+    apply_updates,
+    combine,
+    holds_overwrites,
+    overwrite,
+    partition,
+    tree_where,
+    zero_overwrites,
+)
 from .checks import as_transformation
 from .retry import BackwardResult
 from .wrapper import NO_ARGS, Wrapper, call_update, types_of, wrapper_of

@@ -58,9 +58,10 @@ class StepPlan:
         try:
             inspect.signature(self.transform).bind(self.loss_fn, has_aux=True, **self.kwargs)
         except TypeError as error:
+            name = getattr(self.transform, "__name__", type(self.transform).__name__)
             raise TypeError(
                 f"`{self.call}(...)` got unexpected keyword arguments for `transform`, "
-                f"{_name_of(self.transform)}: {error}. Arguments of the optimizer, such as "
+                f"`{name}`: {error}. Arguments of the optimizer, such as "
                 "`axis_name`, go to `jaxscale.loss_scaled`."
             ) from error
         except ValueError:  # a function that does not say what it takes
@@ -246,10 +247,6 @@ def _misfit(fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error
     except ValueError:  # a function that does not say what it takes
         pass
     return ""
-
-
-def _name_of(function: Any) -> str:
-    return f"`{getattr(function, '__name__', type(function).__name__)}`"
 
 
 def _is_pair(output: Any) -> bool:

@@ -102,8 +102,6 @@ def _no_update(leaf: Any, grad: Any, grads: list[Any]) -> jax.Array:
     alike = [each for each in known if jnp.shape(each) == leaf.shape]
     source = alike[0] if alike else jnp.sum(known[0])
     source = source.real if jnp.iscomplexobj(source) and not is_complex else source
-    return jnp.broadcast_to(_constant_like(cast(source, leaf.dtype), zero), leaf.shape)
-
-
-def _constant_like(leaf: jax.Array, value: complex) -> jax.Array:
-    return jax.lax.select(jnp.zeros((), jnp.bool_), leaf, jax.lax.full_like(leaf, value))
+    source = cast(source, leaf.dtype)
+    zero = jax.lax.select(jnp.zeros((), jnp.bool_), source, jax.lax.full_like(source, zero))
+    return jnp.broadcast_to(zero, leaf.shape)

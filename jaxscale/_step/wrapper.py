@@ -47,13 +47,18 @@ from .._policies.base import LossScale, adjust_scale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.spikes import SpikeRule
 from .._state.optimizer import LossScaledState
-from .._trees.overwrite import (
+from .._trees.tree import (
+    apply_updates,
+    cast_like,
+    cast_updates,
     holds_overwrites,
+    map_gradients,
     overwrite,
     overwriting_updates,
+    tree_where,
+    widen,
     without_overwrites,
 )
-from .._trees.tree import apply_updates, cast_like, cast_updates, map_gradients, tree_where, widen
 from .checks import (
     check_devices_agree,
     check_loss,
