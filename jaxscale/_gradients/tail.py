@@ -71,8 +71,7 @@ class Part:
     def without_casts(self, by: Iterable[Any]) -> tuple["Part", dict[Any, Any]]:
         """Returns the part without the casts of some inputs to half precision.
 
-        What each is cast to becomes an input of the part. Also returned is, for each new input, the
-        one that it is a cast of.
+        What each is cast to becomes an input: returned, too, with what it is a cast of.
         """
         wide = {var for var in by if not is_half(var.aval)}
         sources: dict[Any, Any] = {

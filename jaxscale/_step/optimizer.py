@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import optax
 
-from .._state.find import find_optimizer_state, find_scale_or_none, is_loss_scaled
+from .._state.find import find_optimizer_state, find_scale, is_loss_scaled, is_scaling
 from .._state.optimizer import LossScaledState
 from .._trees.leaf import is_array_like
 from .._trees.tree import (
@@ -54,13 +54,14 @@ class Bare:
 
     def scale_state(self, call: str, state: Any) -> Any:
         """Returns the scale state of a `loss_scaled` optimizer inside of this one, if any."""
-        scaling = find_scale_or_none(call, state)
-        if scaling is not None:
-            warnings.warn(
-                f"`{call}`: the `loss_scaled` optimizer is inside of another one, whose state a "
-                "bad step may ruin for good. Wrap outermost: `tx = loss_scaled(tx)`.",
-                stacklevel=4,
-            )
+        if not any(map(is_scaling, jax.tree.leaves(state, is_leaf=is_scaling))):
+            return None
+        scaling = find_scale(call, "opt_state", state)
+        warnings.warn(
+            f"`{call}`: the `loss_scaled` optimizer is inside of another one, whose state a bad "
+            "step may ruin for good. Wrap outermost: `tx = loss_scaled(tx)`.",
+            stacklevel=4,
+        )
         return scaling
 
     def find_verdict(self, call: str, state: Any) -> LossScaledState | None:

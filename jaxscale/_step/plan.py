@@ -114,14 +114,9 @@ class StepPlan:
 
     def backward(self, scaling: Any, *args: Any, **kwargs: Any) -> BackwardResult:
         """Returns one pass with a loss scale state; `None` is a scale of 1."""
+        loss_fn, has_aux = self._checked_loss_fn(), self.has_state or self.has_aux
         differentiated = backward_pass(
-            self.call,
-            self._checked_loss_fn(),
-            scaling,
-            self.has_state or self.has_aux,
-            self.transform,
-            self.kwargs,
-            "loss_fn",
+            self.call, loss_fn, scaling, has_aux, self.transform, self.kwargs, "loss_fn"
         )
         loss, aux, grads = differentiated(*args, **kwargs)
         state, aux = aux if self.has_state and self.has_aux else (aux, aux)
