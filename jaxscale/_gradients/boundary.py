@@ -76,11 +76,7 @@ class _Options(NamedTuple):
 
 
 def scale_backward(
-    fun: Callable[_Args, _Result],
-    scale: Any = "auto",
-    *,
-    retries: int = 2,
-    axis_name: Any = None,
+    fun: Callable[_Args, _Result], scale: Any = "auto", *, retries: int = 2, axis_name: Any = None
 ) -> Callable[_Args, _Result]:
     """Returns the function with a scaled backward pass: loss scaling without a state.
 

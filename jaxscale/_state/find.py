@@ -57,7 +57,7 @@ def _with_types(node: Any) -> LossScaledState:
 
 
 def is_scaling(node: Any) -> bool:
-    """Returns whether a node of a tree is or holds a loss scale state, by its type."""
+    """Returns whether a node of a tree is, or directly holds, a loss scale state."""
     return is_loss_scaled(node) or is_policy_state(node)
 
 

@@ -16,10 +16,7 @@ from .._trees.tree import cast, map_gradients, tree_where
 
 
 def step_if(
-    pred: jax.Array,
-    step: Callable[[Any], Any],
-    operand: Any,
-    skipped: Callable[[Any], Any],
+    pred: jax.Array, step: Callable[[Any], Any], operand: Any, skipped: Callable[[Any], Any]
 ) -> Any:
     """Returns `step(operand)` if `pred` holds, and otherwise what `skipped` returns.
 

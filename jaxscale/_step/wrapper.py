@@ -59,13 +59,7 @@ from .._trees.tree import (
     widen,
     without_overwrites,
 )
-from .checks import (
-    check_devices_agree,
-    check_loss,
-    check_not_nested,
-    check_state,
-    check_state_kept,
-)
+from .checks import check_devices_agree, check_loss, check_not_nested, check_state, check_state_kept
 from .counters import count_step, zero_counters
 from .retry import BackwardResult
 from .skip import no_updates, step_if
@@ -115,13 +109,7 @@ class Wrapper:
         )
 
     def update(
-        self,
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        value: Any = None,
-        **extra_args: Any,
+        self, updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra_args: Any
     ) -> tuple[Any, LossScaledState]:
         state = check_state("loss_scaled(...).update(state=...)", state, self.policy)
         value = extra_args.get("loss") if value is None else value
