@@ -4,10 +4,9 @@ Flax's own `TrainState` would replace batch statistics and other fields on a ste
 optimizer skipped. This one selects each field by the verdict that the state of the optimizer
 holds. `train_step` is the whole step for it, in one function.
 
-Name what the model carries as fields of a subclass, such as `batch_stats: Any`. With
-`has_state=True` the loss function gets them as a dictionary and returns the new ones. What every
-step replaces, a skipped one, too, such as a key for dropout, is named in `always_replace`: the next
-step would draw the same noise again. In a step of your own, take
+Name what the model carries as fields of a subclass, such as `batch_stats: Any`. What every step
+replaces, a skipped one, too, such as a key for dropout, is named in `always_replace`: the next step
+would draw the same noise again. In a step of your own, take
 `jaxscale.value_and_grad(loss_fn, state)` and `TrainState.apply_gradients`.
 """
 
@@ -21,8 +20,8 @@ from flax.training import train_state
 
 from ._gradients.scaled import Scaled
 from ._state.find import find_optimizer_state
+from ._state.optimizer import MultiStepsState
 from ._step.apply import select_if_stepped
-from ._step.counters import took_step
 from ._step.optimizer import Optimizer, apply_step, as_optimizer, check_same_optimizer
 from ._step.plan import StepPlan
 from ._step.retry import BackwardResult, is_traced
@@ -146,7 +145,10 @@ class TrainState(train_state.TrainState):
             if name not in always_replace:
                 given, old = f"{call}({name}=...)", getattr(self, name)
                 fields[name] = select_like(given, after.step_applied, new, old)
-        step = select(call, took_step(before, after), self.step + 1, self.step)
+        stepped = after.step_applied
+        if isinstance(before.inner_state, MultiStepsState):  # not each micro-batch leads to a step
+            stepped = before.inner_state.gradient_step != after.inner_state.gradient_step
+        step = select(call, stepped, self.step + 1, self.step)
         return self.replace(step=step, params=params, opt_state=opt_state, **fields)
 
     def _others(self) -> list[str]:
@@ -177,17 +179,14 @@ def train_step(
         batch statistics. It then is `loss_fn(params, fields, *args)`, where `fields` is a dict of
         all fields that the subclass adds, and returns `(loss, fields)` with those that it
         replaces. If each of them is a collection, `model.apply({"params": params, **fields}, ...,
-        mutable=list(fields))` returns just that. A skipped step keeps the old ones. If they may
-        turn NaN while loss and gradients are finite, return
-        `jnp.where(jaxscale.all_finite(fields), loss, jnp.nan)` as the loss.
+        mutable=list(fields))` returns just that. A skipped step keeps the old ones. What to return
+        as the loss if they may turn NaN is said in `jaxscale.train_step`.
       has_aux: whether `loss_fn` returns `(loss, aux)`; with `has_state`, `(loss, (fields, aux))`.
       retries: as in `jaxscale.train_step`.
       always_replace: names of fields that a skipped step replaces, too, such as a PRNG key.
       on_grads: as in `jaxscale.train_step`.
       after: a function `after(state)` of the `TrainState` after the step, with its new parameters,
-        that returns it with other fields, for moving averages of the parameters and target
-        networks. It counts where the optimizer made a step, and should have no side effects. It
-        needs no `has_state`.
+        that returns it with other fields, as in `jaxscale.train_step`. It needs no `has_state`.
       **kwargs: passed to `transform`.
 
     Returns:

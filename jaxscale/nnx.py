@@ -23,8 +23,7 @@ from ._step.optimizer import Optimizer, apply_step, as_optimizer, check_same_opt
 from ._step.plan import StepPlan
 from ._step.retry import BackwardResult, is_traced
 from ._step.train_step import with_name
-from ._trees.overwrite import replace_finite
-from ._trees.tree import OVERWRITE_WITH_GRADIENT
+from ._trees.tree import OVERWRITE_WITH_GRADIENT, replace_finite
 
 __all__ = ["train_step"]
 
@@ -62,10 +61,9 @@ def train_step(
         those of FP8 statistics: variables of a type named `_overwrite_with_gradient`, as
         `nnx.bridge.ToNNX` makes them of Flax's. Every applied step replaces these, whatever
         `wrt` is.
-      after: a function `after(model)` that changes the model in place, after the optimizer has: for
-        moving averages of the parameters and target networks among its variables. Whatever it
-        changes is put back where the optimizer made no step, random numbers included. It should
-        have no other side effects, as in `jaxscale.train_step`.
+      after: a function `after(model)` that changes the model in place, after the optimizer has, for
+        the uses in `jaxscale.train_step`. Whatever it changes is put back where the optimizer made
+        no step, random numbers included. It should have no other side effects.
       **kwargs: passed to `nnx.value_and_grad`. Leave `argnums` out: the optimizer's `wrt` says
         what is differentiated.
 
@@ -187,7 +185,6 @@ def train_step(
 
 def _is_overwrite(path: Any, variable: Any) -> bool:
     """Returns whether what is returned as the gradient of a variable is its next value."""
-    del path
     return OVERWRITE_WITH_GRADIENT in (base.__name__ for base in type(variable).__mro__)
 
 

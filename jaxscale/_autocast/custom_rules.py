@@ -88,7 +88,6 @@ def _relu(x: Any, dtype: Any) -> Any:
     product anyway. Of the sum before it, such as that of a residual connection, it would keep all
     of the float32 array, only to compare it with 0.
     """
-    del dtype
     return jax.nn.relu(x)
 
 
@@ -101,9 +100,8 @@ def _relu_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
 def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates a `custom_vjp` function, and keeps its rule.
 
-    What goes through the boundary of a `scale_backward` does so in float32. A cotangent in float16
-    would have flushed before that scales it. So it takes none, not even zeros, which it could not
-    tell from others.
+    What goes through the boundary of a `scale_backward` does so in float32. It takes no cotangent
+    in float16, not even zeros: one that flushed before it was scaled looks the same.
     """
     autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
     if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn):

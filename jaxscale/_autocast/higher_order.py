@@ -32,17 +32,10 @@ def rewrite(
 ) -> tuple[ClosedJaxpr, list[Kind]]:
     """Returns a program that an equation holds, rewritten, and the kinds of its outputs.
 
-    In the place of each link it takes the arrays that the link starts from.
-
-    Args:
-      frame: the frame of the equation.
-      program: the program.
-      args: arrays of the precisions in which its inputs come, or links.
-      kinds: what is known of its inputs.
-      fixed: for each of its first outputs, whose dtypes are fixed, whether that is half precision,
-        and not what it declares. The others come in the precision they were computed in.
-      in_loop: whether it is the body of a loop.
-      wanted: for each output whether nothing is lost if it is rounded to half precision.
+    In the place of each link it takes the arrays that the link starts from. `fixed` says for each
+    of its first outputs, whose dtypes are fixed, whether that is half precision, and not what it
+    declares; the others come in the precision they were computed in. `wanted` is as in
+    `rounded_reads`.
     """
     autocast, in_loop = frame.autocast, in_loop or frame.in_loop
     jaxpr = closed(program).jaxpr

@@ -29,9 +29,9 @@ from .values import Kind, as_declared, is_full_precision, parameter
 # Which rule rewrites an equation, by the name of its primitive.
 RULES: dict[str, Rule] = SIMPLE_RULES | {
     **dict.fromkeys(("jit", "pjit"), call),
-    **dict.fromkeys(("closed_call", "core_call", "call"), inlined),
-    **dict.fromkeys(("remat2", "checkpoint", "remat"), remat),
+    **dict.fromkeys(("closed_call", "call"), inlined),
     **dict.fromkeys(("shard_map", "xla_pmap"), mapped),
+    "remat2": remat,
     "scan": scan,
     "while": while_loop,
     "cond": cond,
@@ -73,12 +73,7 @@ class Autocast:
     ) -> tuple[list[Any], list[Kind]]:
         """Returns the outputs of a program, some of them narrow, and their kinds.
 
-        Args:
-          closed: the program.
-          args: its arguments. Some may be narrow, or links.
-          kinds: what is known of them.
-          in_loop: whether it is part of the body of a loop.
-          wanted: as in `rounded_reads`.
+        Some of the arguments may be narrow, or links. `wanted` is as in `rounded_reads`.
         """
         jaxpr = closed.jaxpr
         frame = Frame(self, jaxpr, in_loop, wanted)

@@ -21,7 +21,7 @@ from . import table
 from .values import is_float32, is_full_precision
 
 # They mean nothing but the program in them. The backward rule of a `custom_vjp` is not in it.
-_CALLS = CALLS.keys() - {"custom_vjp_call", "custom_vjp_call_jaxpr"}
+_CALLS = CALLS.keys() - {"custom_vjp_call"}
 
 # Whether what is traced now is traced for an `autocast`.
 under_autocast: ContextVar[bool] = ContextVar("under_autocast", default=False)
@@ -102,15 +102,16 @@ def equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
             yield from equations(inner)
 
 
-def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
+def variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    """Returns those of some variables and literals that are variables."""
     return (atom for atom in atoms if not isinstance(atom, Literal))
 
 
 def last_uses(jaxpr: Jaxpr) -> list[set[Any]]:
     """Returns for each equation the variables that can be forgotten after it."""
-    read, forgotten = {*_variables(jaxpr.outvars)}, []
+    read, forgotten = {*variables(jaxpr.outvars)}, []
     for eqn in reversed(jaxpr.eqns):
-        forgotten.append({*_variables((*eqn.invars, *eqn.outvars))} - read)
+        forgotten.append({*variables((*eqn.invars, *eqn.outvars))} - read)
         read |= forgotten[-1]
     return forgotten[::-1]
 
@@ -118,7 +119,7 @@ def last_uses(jaxpr: Jaxpr) -> list[set[Any]]:
 def readers(jaxpr: Jaxpr) -> collections.Counter[Any]:
     """Returns how often each variable is read."""
     atoms = itertools.chain(*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars)
-    return collections.Counter(_variables(atoms))
+    return collections.Counter(variables(atoms))
 
 
 def only_float32(jaxpr: Jaxpr) -> set[Any]:
@@ -127,17 +128,15 @@ def only_float32(jaxpr: Jaxpr) -> set[Any]:
     for eqn in jaxpr.eqns if differences else ():
         is_power = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
         if eqn.primitive.name not in table.FLOAT32 and not is_power:
-            differences.difference_update(_variables(eqn.invars))
-    return differences.difference(_variables(jaxpr.outvars))
+            differences.difference_update(variables(eqn.invars))
+    return differences.difference(variables(jaxpr.outvars))
 
 
 def rounded_reads(jaxpr: Jaxpr, wanted: Sequence[bool] = ()) -> tuple[set[Any], set[Any]]:
     """Returns the variables that are read to be rounded to half precision, and those only read so.
 
     What commutes with that, and whose result is read only so, counts. Nothing is lost if one that
-    is read only so is rounded at once.
-
-    `wanted` says for each output whether it is rounded. Those without one are not.
+    is read only so is rounded at once. `wanted` says for each output whether it is rounded.
     """
     rounded: set[Any] = set()
     others: set[Any] = set()
@@ -165,9 +164,8 @@ def rounded_reads(jaxpr: Jaxpr, wanted: Sequence[bool] = ()) -> tuple[set[Any], 
 def half_carries(loop: _jax.Scan) -> list[bool]:
     """Returns for each carry of a loop whether it may be in half precision.
 
-    It may if its next value is computed from a product that reads it. The residual stream of a scan
-    over layers is, and the state of an RNN; a counter, a time or a sum of losses is not, nor is
-    what `full_precision` returns.
+    It may if its next value is computed from a product that reads it, as the residual stream of a
+    scan over layers and the state of an RNN are; not so a counter, a time or a sum of losses.
     """
     body = loop.body.jaxpr
     carried = range(loop.consts, loop.consts + loop.carries)

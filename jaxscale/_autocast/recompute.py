@@ -45,7 +45,6 @@ class Narrow(NamedTuple):
 
 @jax.custom_jvp
 def _widened(half: Any, wide: Any) -> Any:
-    del wide
     return cast(half, FLOAT32)
 
 
@@ -58,11 +57,8 @@ def _widened_jvp(primals: Any, tangents: Any) -> Any:
 class Link:
     """An equation that is not computed yet, and the arrays or links that it reads.
 
-    It is a pytree of the arrays that its chain starts from.
-
-    Attributes:
-      index: which of its outputs this is.
-      size: how many equations it and the links before it have.
+    It is a pytree of the arrays that its chain starts from. `index` says which of the outputs of
+    the equation it is, and `size` how many equations it and the links before it have.
     """
 
     __slots__ = ("eqn", "index", "inputs", "order", "size")
@@ -75,14 +71,10 @@ class Link:
 
 
 def compute_chain(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[Any, int]:
-    """Returns the value of a chain, and how many equations it has.
+    """Returns the value of a chain, cast to `dtype` inside of it, and how many equations it has.
 
-    Args:
-      last: its last link.
-      dtype: float32 or half precision, to which the value is then cast inside of the chain.
-      scopes: the named scopes around the program.
-      in_loop: whether it is computed in the body of a loop. There XLA cannot take what the forward
-        pass computed for what the backward pass computes again, and needs no barrier against it.
+    In the body of a loop XLA cannot take what the forward pass computed for what the backward pass
+    computes again, and needs no barrier against it.
     """
     links, arrays = _collected(last)
     leaves, tree = jax.tree.flatten(list(arrays.values()))

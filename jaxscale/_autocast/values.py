@@ -23,13 +23,9 @@ class Constant(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """An array that the function was given or closes over, or some of its elements, moved.
+    """An array that the function was given or closes over, or some of its elements, moved."""
 
-    Attributes:
-      size: how many elements it had before it was broadcast.
-    """
-
-    size: float
+    size: float  # how many elements it had before it was broadcast
 
 
 class Product(NamedTuple):

@@ -29,9 +29,8 @@ from .._jax import (
     varying,
     without_constants,
 )
-from .._trees.call import Flat
+from .._trees.call import Flat, wrap_call
 from .._trees.checks import int32, normal_float32
-from .._trees.objects import wrap_call
 from .._trees.tree import blank, cast, widen
 from .reduction import read, sizes
 from .scaled import Scaled, divide, multiply
@@ -77,11 +76,7 @@ class _Options(NamedTuple):
 
 
 def scale_backward(
-    fun: Callable[_Args, _Result],
-    scale: Any = "auto",
-    *,
-    retries: int = 2,
-    axis_name: Any = None,
+    fun: Callable[_Args, _Result], scale: Any = "auto", *, retries: int = 2, axis_name: Any = None
 ) -> Callable[_Args, _Result]:
     """Returns the function with a scaled backward pass: loss scaling without a state.
 
@@ -239,8 +234,6 @@ class _Plan:
     ) -> tuple[Any, ...]:
         """Returns the gradients for all inputs, `None` for those that have none."""
         given = [each for each in cotangents if is_inexact(each)]
-        if all(isinstance(each, SymbolicZero) for each in given):
-            return (None,) * len(self.inputs)
         dense = [blank(each.aval) if isinstance(each, SymbolicZero) else each for each in given]
         pulled, number = pull_tail(dense), len(self.entries)
         entering, direct = list(pulled[:number]), pulled[number:]
@@ -300,11 +293,7 @@ class _Plan:
 def _vjp(
     part: Part, env: dict[Any, Any], by: Sequence[Any], of: Sequence[Any]
 ) -> tuple[list[Any], Any]:
-    """Returns the outputs of a part, and the function that pulls cotangents back through it.
-
-    Given the values of its inputs, it is differentiated by some of these; of the outputs, those in
-    `of` are differentiated.
-    """
+    """Returns the outputs of a part, and what pulls cotangents of those in `of` back to `by`."""
     places = [i for i, atom in enumerate(part.outputs) if any(atom is each for each in of)]
 
     def fun(*given: Any) -> Any:
@@ -349,14 +338,10 @@ def _repeated(
 def _power(largest: jax.Array, most_raised: int) -> jax.Array:
     """Returns the power of two to scale cotangents by: it brings the largest to 1 or more, below 2.
 
-    If the others of one entry are so much smaller that they would flush, it is raised, by as much
-    as one retry takes back at most. Without finite cotangents it is 1, and otherwise 2**-126 to
-    2**126, so that it and its reciprocal are normal numbers. Exponents are taken from the bits, as
-    a rounded logarithm gives other numbers than powers of two.
-
-    Args:
-      largest: the largest magnitude of each entry, an `f32[n]`.
-      most_raised: by which power of two it may be raised.
+    Given is the largest magnitude of each entry, an `f32[n]`. If those of some are so small that
+    they would flush, it is raised, by as much as one retry takes back at most. Without finite
+    cotangents it is 1, and otherwise 2**-126 to 2**126, so that it and its reciprocal are normal
+    numbers. Exponents are taken from the bits: a rounded logarithm gives other numbers.
     """
     exponents = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
     most = jnp.max(exponents)

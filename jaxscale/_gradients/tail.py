@@ -10,15 +10,16 @@ nothing but their program, such as `jit` and `jax.checkpoint`, are divided in tw
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _jax
-from .._autocast.readers import reads_half
-from .._jax import ClosedJaxpr, JaxprEqn, Literal, UnknownFormError, bind, context, programs, source
+from .._autocast.readers import equations, reads_half, variables
+from .._jax import ClosedJaxpr, JaxprEqn, Literal, UnknownFormError, bind, context, source
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,10 +43,8 @@ class _Step(NamedTuple):
 class Part:
     """Some steps of a program, as a function of lists of arrays.
 
-    Attributes:
-      steps: the steps.
-      inputs: the variables that it reads and does not compute.
-      outputs: the variables that it returns. Those of the program may be literals.
+    Its `inputs` are the variables that it reads and does not compute. Its `outputs` may be
+    literals, if the program returns these.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Part:
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self.steps, self._constants = steps, constants
-        read = set(_variables(outputs)).union(*(_variables(step.invars) for step in steps))
+        read = set(variables(outputs)).union(*(variables(step.invars) for step in steps))
         self.inputs = [var for var in inputs if var in read]
         self.outputs = outputs
 
@@ -72,14 +71,15 @@ class Part:
     def without_casts(self, by: Iterable[Any]) -> tuple["Part", dict[Any, Any]]:
         """Returns the part without the casts of some inputs to half precision.
 
-        What each is cast to becomes an input of the part. Also returned is, for each new input, the
-        one that it is a cast of.
+        What each is cast to becomes an input: returned, too, with what it is a cast of.
         """
         wide = {var for var in by if not is_half(var.aval)}
         sources: dict[Any, Any] = {
             step.outvars[0]: step.invars[0]
             for step in self.steps
-            if _is_cast_to_half(step.eqn) and not wide.isdisjoint(_variables(step.invars))
+            if step.eqn.primitive.name == "convert_element_type"
+            and is_half(step.outvars[0].aval)
+            and not wide.isdisjoint(variables(step.invars))
         }
         steps = [step for step in self.steps if step.outvars[0] not in sources]
         inputs = [*self.inputs, *sources]
@@ -90,7 +90,7 @@ class Part:
         found = set(by)
         for step in self.steps:
             is_stopped = step.eqn.primitive.name == "stop_gradient"
-            if not is_stopped and not found.isdisjoint(_variables(step.invars)):
+            if not is_stopped and not found.isdisjoint(variables(step.invars)):
                 found.update(var for var in step.outvars if is_inexact(var.aval))
         return found
 
@@ -106,16 +106,12 @@ class Split(NamedTuple):
 def split(program: ClosedJaxpr, under_autocast: bool) -> Split:
     """Returns a program in its two parts.
 
-    Matrix products in float32 count as half precision if an `autocast` may yet make them that.
-
-    Args:
-      program: the program.
-      under_autocast: whether it was traced for one. Even if not, one may come later, so that
-        products also count if nothing else in the program is in half precision.
+    Matrix products in float32 count as half precision if an `autocast` may yet make them that:
+    if the program was traced for one, or if nothing else in it is in half precision.
     """
-    has_half = any(_holds(eqn, _is_typed_half) for eqn in program.jaxpr.eqns)
+    has_half = any(map(_is_typed_half, itertools.chain(*map(equations, program.jaxpr.eqns))))
     of_half = _is_typed_half if has_half and not under_autocast else _is_half_or_cast
-    return _split(program, lambda eqn: _holds(eqn, of_half))
+    return _split(program, lambda eqn: any(map(of_half, equations(eqn))))
 
 
 def is_half(aval: Any) -> bool:
@@ -136,7 +132,7 @@ def _split(program: ClosedJaxpr, holds_half: Callable[[JaxprEqn], bool]) -> Spli
     for step in reversed([step for eqn in jaxpr.eqns for step in _steps(eqn, holds_half)]):
         if step.holds_half or not needed.isdisjoint(step.outvars):
             head.append(step)
-            needed.update(_variables(step.invars))
+            needed.update(variables(step.invars))
         else:
             tail.append(step)
     made = [var for step in reversed(head) for var in step.outvars]
@@ -211,21 +207,8 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
-def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
-    return (atom for atom in atoms if not isinstance(atom, Literal))
-
-
-def _holds(eqn: JaxprEqn, of_half: Callable[[JaxprEqn], bool]) -> bool:
-    inner = (each for program in programs(eqn) for each in program.eqns)
-    return of_half(eqn) or any(_holds(each, of_half) for each in inner)
-
-
 def _is_typed_half(eqn: JaxprEqn) -> bool:
     return any(is_half(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
-
-
-def _is_cast_to_half(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "convert_element_type" and is_half(eqn.outvars[0].aval)
 
 
 def _is_half_or_cast(eqn: JaxprEqn) -> bool:

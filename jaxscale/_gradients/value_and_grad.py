@@ -153,13 +153,12 @@ def grad(
       **kwargs: passed to `transform`.
 
     Returns:
-      A function with the arguments of `fun`, which returns the gradients, unscaled and
-      in float32 or wider, or `(grads, aux)`.
+      A function with the arguments of `fun`, which returns the gradients as `value_and_grad`
+      does, or `(grads, aux)`.
 
     Raises:
-      ValueError: if `scaling` holds no loss scale, or several, or those of a population.
-      TypeError: when called, if the loss is not a floating-point scalar, or if `transform`
-        does not return the gradients alone.
+      ValueError: as in `value_and_grad`.
+      TypeError: as in `value_and_grad`, or if `transform` does not return the gradients alone.
 
     Example:
       >>> import jax.numpy as jnp
@@ -191,14 +190,8 @@ def backward_pass(
 ) -> Callable[..., tuple[Any, Any, Scaled]]:
     """Returns a function that evaluates a loss, its auxiliary output and its scaled gradients.
 
-    Args:
-      call: the public function. For `grad` the loss is `None`.
-      fun: the loss function.
-      state: the loss scale state, or `None` for a scale of 1.
-      has_aux: whether `fun` returns a pair.
-      transform: the function that differentiates.
-      kwargs: its further arguments.
-      name: the name of the argument `fun` in `call`, for messages.
+    If the public function, `call`, is `grad`, the loss is `None`. A `state` of `None` is a scale
+    of 1. Messages call `fun` by the `name` that it has in `call`.
     """
     seeded, one_seed = seed_cotangent(call, fun, state, has_aux, name)
     differentiated = transform(seeded, has_aux=True, **kwargs)
@@ -241,10 +234,7 @@ def seed_cotangent(
 
 
 def unpacked(call: str, output: Any) -> tuple[Any, Seeded, Any]:
-    """Returns loss, auxiliary output and gradients from what a transform returned.
-
-    For `grad` it must return no loss, which is `None` then.
-    """
+    """Returns the loss (`None` for `grad`), auxiliary output and gradients of a transform."""
     like, form = "value_and_grad", "(loss, grads), and with has_aux=True ((loss, aux), grads)"
     if call == "grad":
         like, form = "grad", "the gradients, and with has_aux=True (grads, aux)"
@@ -289,7 +279,6 @@ def _split(call: str, name: str, output: Any, has_aux: bool) -> tuple[jax.Array,
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _with_tangent(op: Callable[[Any, Any], Any], loss: jax.Array, seed: jax.Array) -> jax.Array:
     """Returns `loss`, with tangents `op(tangent, seed)`, and hence such cotangents."""
-    del op, seed
     return loss
 
 

@@ -137,17 +137,9 @@ def judge(
 ) -> Verdict:
     """Returns the verdict on the gradients and the loss of one step.
 
-    Args:
-      grads: the gradients.
-      loss: the loss, or `None` if it is not known.
-      axis_name: as in `all_finite`.
-      seen: the gradients before a hook changed them, if one did. The verdict covers both, as a
-        clip hides an inf; the largest is that of these, and the norm that of `grads`.
-      by_leaf: whether to tell which gradients are finite.
-      wants_largest: whether to find the largest gradient.
-      wants_squares: whether to find the sum of all squares.
-      agrees_on_norm: whether devices agree on the norm, too.
-      agrees_on_loss: whether they agree on the loss, if there is one.
+    `seen` are the gradients before a hook changed them, if one did. The verdict covers both, as a
+    clip hides an inf; the largest is that of `seen`, and the norm that of `grads`. The flags say
+    what else to find (`by_leaf` is which gradients are finite), and on what devices agree, too.
     """
     first = grads if seen is None else seen
     if wants_largest:
@@ -210,10 +202,7 @@ def named_flags(flags: Any) -> dict[str, Any]:
 
 
 def flagged_paths(flags: Any) -> list[str]:
-    """Returns the paths of the flags that are set, on the host.
-
-    The flags of a population have leading axes; one counts as set if it is in any member.
-    """
+    """Returns the paths of the flags that are set, on the host, in any member of a population."""
     named = named_flags(jax.device_get(flags))
     return [name for name, flag in named.items() if np.any(flag)]
 

@@ -173,10 +173,7 @@ def is_placed(eqn: JaxprEqn) -> bool:
 
 
 def is_divisible(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a call that could as well be two calls, one after the other.
-
-    Not so one that says where its inputs and outputs are.
-    """
+    """Returns whether an equation is a call that could as well be two, and says no placement."""
     is_call = eqn.primitive.name in _DIVISIBLE
     return is_call and _is_open(eqn, "in") and _is_open(eqn, "out")
 

@@ -141,8 +141,7 @@ def is_called_by_jax() -> bool:
 def numbers_being_converted() -> tuple[list[float], FrameType | None]:
     """Returns the numbers that JAX is casting, and its innermost frame, or `None` outside of JAX.
 
-    For a function that NumPy calls when a cast underflows or overflows. The numbers are local
-    variables of frames, so a change inside of JAX may hide them.
+    NumPy calls whoever asks. The numbers are local variables of frames, which JAX may yet hide.
     """
     frame: FrameType | None = sys._getframe(2)
     if not frame.f_code.co_filename.startswith(_FOLDER):

@@ -161,11 +161,7 @@ class AdaptiveLossScale(CheckedLossScale):
         return new_state(AdaptiveState, self.init_scale, unseen, level, unseen, self.period, 0, 0)
 
     def _move(self, state: Any, grads_finite: jax.Array, largest: jax.Array | None) -> Any:
-        """Returns the next state.
-
-        Without `largest` a finite step says nothing about the size of the gradients: the scale
-        then doubles every `period` finite steps.
-        """
+        """Returns the next state. Without `largest` a scale doubles in `period` finite steps."""
         now = self._counted(state)
         if largest is None:
             after_finite = self._follow(now, None)

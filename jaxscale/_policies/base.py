@@ -147,6 +147,10 @@ class CheckedLossScale(LossScale):
 
     init_scale: float
 
+    # The states that follow a step whose gradients were finite, or were not.
+    _after_finite: Callable[[Any], Any]
+    _after_nonfinite: Callable[[Any], Any]
+
     # The type of the states, and what checks an argument of a name and returns its value.
     _state_type: ClassVar[type] = LossScaleState
     _checks: ClassVar[dict[str, Callable[[str, str, Any], Any]]] = {
@@ -190,14 +194,6 @@ class CheckedLossScale(LossScale):
     def _move(self, state: Any, grads_finite: jax.Array, largest: jax.Array | None) -> Any:
         """Returns the next state, given one that is checked and whose scale is usable."""
         return tree_where(grads_finite, self._after_finite(state), self._after_nonfinite(state))
-
-    def _after_finite(self, state: Any) -> Any:
-        """Returns the state that follows a step with finite gradients."""
-        raise NotImplementedError
-
-    def _after_nonfinite(self, state: Any) -> Any:
-        """Returns the state that follows a step with gradients that are not finite."""
-        raise NotImplementedError
 
 
 def new_state(kind: type, *numbers: float) -> Any:

@@ -246,20 +246,6 @@ class WindowLossScale(CheckedLossScale):
       min_scale: a backoff ends at least here.
       max_scale: a growth beyond this does not happen.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import presets
-      >>> policy = presets.WindowLossScale(init_scale=1.0, windows=(1, 2))
-      >>> state = policy.init()
-      >>> for _ in range(5):
-      ...     state = policy.adjust(state, jnp.array(True))
-      ...     print(state.loss_scale)
-      2.0
-      4.0
-      8.0
-      8.0
-      16.0
-
     References:
       MindFormers' `AdaptiveLossScaleUpdateCell`.
     """

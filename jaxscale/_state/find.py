@@ -27,8 +27,8 @@ def restore_types(tree: Any) -> Any:
 
     `nnx.state(optimizer)` and `nnx.split(optimizer)` make such mappings of named tuples.
     """
-    nodes = jax.tree.leaves(tree, is_leaf=_is_scaling)
-    if any(map(_is_scaling, nodes)):
+    nodes = jax.tree.leaves(tree, is_leaf=is_scaling)
+    if any(map(is_scaling, nodes)):
         return tree
     return jax.tree.map(
         lambda node: _with_types(node) if _has_fields(node) else node, tree, is_leaf=_has_fields
@@ -56,7 +56,8 @@ def _with_types(node: Any) -> LossScaledState:
     return LossScaledState(**fields | {"scaling": kind(**scaling), "inner_state": inner_state})
 
 
-def _is_scaling(node: Any) -> bool:
+def is_scaling(node: Any) -> bool:
+    """Returns whether a node of a tree is, or directly holds, a loss scale state."""
     return is_loss_scaled(node) or is_policy_state(node)
 
 
@@ -65,7 +66,7 @@ def find_scale_state(call: str, tree: Any) -> Any:
 
     The `scaling` of a `LossScaledState` may be of any type; other states need a mark.
     """
-    state = find(call, restore_types(tree), _is_scaling, "loss scale state")
+    state = find(call, restore_types(tree), is_scaling, "loss scale state")
     scaling = state.scaling if is_loss_scaled(state) else state
     return jax.tree.map(jnp.asarray, unwrap(scaling))
 
@@ -73,12 +74,6 @@ def find_scale_state(call: str, tree: Any) -> Any:
 def find_optimizer_state(call: str, tree: Any) -> LossScaledState:
     """Returns the one `LossScaledState` in a tree."""
     return find(call, tree, is_loss_scaled, "`LossScaledState`")
-
-
-def find_scale_or_none(call: str, tree: Any) -> Any:
-    """Returns the one loss scale state in a tree, as `find_scale` does, or `None` without one."""
-    nodes = jax.tree.leaves(tree, is_leaf=_is_scaling)
-    return find_scale(call, "opt_state", tree) if any(map(_is_scaling, nodes)) else None
 
 
 def find_scale(call: str, argument: str, tree: Any) -> Any:
@@ -91,13 +86,9 @@ def find_scale(call: str, argument: str, tree: Any) -> Any:
 def policy_state(call: str, state: Any, kind: type = object, grads: Any = None) -> Any:
     """Returns the state that a policy was given, as arrays, or says what to pass instead.
 
-    Args:
-      call: the method, such as `DynamicLossScale.update`.
-      state: its argument `state`.
-      kind: the type that the state must have.
-      grads: its argument `grads`, to tell swapped arguments.
+    The `grads` that came with it tell whether the arguments were swapped.
     """
-    if _is_scaling(grads) and not _is_scaling(state):
+    if is_scaling(grads) and not is_scaling(state):
         hint = "The order of the arguments is (state, grads)."
     elif is_loss_scaled(state) or hasattr(state, "opt_state"):
         hint = "Pass `opt_state.scaling`, or call `tx.update`, which moves the scale too."

@@ -108,11 +108,9 @@ def apply_gradients(
 
 
 def select_if_applied(call: str, optimizer: Optimizer, opt_state: Any, new: Any, old: Any) -> Any:
-    """Returns `new` if the step that led to `opt_state` was applied, otherwise `old`.
-
-    An optimizer without a verdict applies every step.
-    """
+    """Returns `new` if the step that led to `opt_state` was applied, otherwise `old`."""
     state = optimizer.find_verdict(call, opt_state)
+    # An optimizer without a verdict applies every step.
     return new if state is None else select_like(call, state.step_applied, new, old)
 
 

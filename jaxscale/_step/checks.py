@@ -31,10 +31,7 @@ def as_transformation(given: str, tx: Any) -> optax.GradientTransformationExtraA
 def check_state(
     call: str, state: Any, policy: LossScale, order: str = "(grads, opt_state, params)"
 ) -> LossScaledState:
-    """Returns the state that a step was given, as arrays, or raises an error.
-
-    `order` is that of the arguments of `call`, if they could be confused.
-    """
+    """Returns the state that a step was given, as arrays, or raises an error."""
     if not isinstance(state, LossScaledState):
         hint = f"The order of arguments is {order}. " * bool(order) + (
             "To go on with the state of an optimizer that was not wrapped, pass "

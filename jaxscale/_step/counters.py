@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.verdict import Verdict
-from .._state.optimizer import LossScaledState, MultiStepsState
+from .._state.optimizer import LossScaledState
 
 # In so many steps a scale may come down from its start, in falls with a few finite steps between
 # them, before `backoff_count` counts.
@@ -37,13 +37,8 @@ def count_step(
 ) -> LossScaledState:
     """Returns a state with the counters after one more step.
 
-    Args:
-      state: the state before the step.
-      verdict: that on the gradients of the last pass.
-      grads_finite: whether they were finite, and the updates if checked.
-      is_spike: whether the step stood out, if that was judged.
-      scaling: the scale state after the step.
-      retries: what came of repeating the pass, if it may be repeated.
+    The verdict is that on the last pass; `grads_finite` covers the updates, too, if these are
+    checked. `scaling` is the scale state after the step.
     """
     finite = grads_finite & verdict.loss_finite
     state = state._replace(backoff_count=_count_backoffs(state, grads_finite, scaling, retries))
@@ -82,14 +77,6 @@ def _count_backoffs(
     # Several falls in a row of skipped steps count as one.
     counts = falls & state.step_applied & (state.total_steps >= _FIRST_STEPS)
     return jnp.where(new > start, 0, _increment_if(counts, state.backoff_count))
-
-
-def took_step(before: LossScaledState, after: LossScaledState) -> jax.Array:
-    """Returns whether the optimizer made a step, which not every micro-batch leads to."""
-    windows = before.inner_state, after.inner_state
-    if isinstance(windows[0], MultiStepsState):
-        return windows[0].gradient_step != windows[1].gradient_step
-    return after.step_applied
 
 
 def _increment_if(event: jax.Array, counter: jax.Array) -> jax.Array:

@@ -13,11 +13,18 @@ from typing import Any
 import jax
 import optax
 
-from .._state.find import find, find_scale_or_none, is_loss_scaled
+from .._state.find import find_optimizer_state, find_scale, is_loss_scaled, is_scaling
 from .._state.optimizer import LossScaledState
 from .._trees.leaf import is_array_like
-from .._trees.overwrite import holds_overwrites, overwrite, zero_overwrites
-from .._trees.tree import apply_updates, combine, partition, tree_where
+from .._trees.tree import (
+    apply_updates,
+    combine,
+    holds_overwrites,
+    overwrite,
+    partition,
+    tree_where,
+    zero_overwrites,
+)
 from .checks import as_transformation
 from .retry import BackwardResult
 from .wrapper import NO_ARGS, Wrapper, call_update, types_of, wrapper_of
@@ -38,7 +45,6 @@ class Bare:
 
     def check_state(self, given: str, state: Any, order: str) -> Any:
         """Returns the state that a step was given, or raises an error; see `Wrapper`."""
-        del order
         if isinstance(state, LossScaledState):
             raise TypeError(
                 f"`{given}` is a `LossScaledState`, but `tx` is a bare optimizer. Pass the one "
@@ -48,25 +54,23 @@ class Bare:
 
     def scale_state(self, call: str, state: Any) -> Any:
         """Returns the scale state of a `loss_scaled` optimizer inside of this one, if any."""
-        scaling = find_scale_or_none(call, state)
-        if scaling is not None:
-            warnings.warn(
-                f"`{call}`: the `loss_scaled` optimizer is inside of another one, whose state a "
-                "bad step may ruin for good. Wrap outermost: `tx = loss_scaled(tx)`.",
-                stacklevel=4,
-            )
+        if not any(map(is_scaling, jax.tree.leaves(state, is_leaf=is_scaling))):
+            return None
+        scaling = find_scale(call, "opt_state", state)
+        warnings.warn(
+            f"`{call}`: the `loss_scaled` optimizer is inside of another one, whose state a bad "
+            "step may ruin for good. Wrap outermost: `tx = loss_scaled(tx)`.",
+            stacklevel=4,
+        )
         return scaling
 
     def find_verdict(self, call: str, state: Any) -> LossScaledState | None:
         """Returns the state that tells whether a step was applied, if there is one inside."""
         nodes = jax.tree.leaves(state, is_leaf=is_loss_scaled)
-        if not any(map(is_loss_scaled, nodes)):
-            return None
-        return find(call, state, is_loss_scaled, "`LossScaledState`")
+        return find_optimizer_state(call, state) if any(map(is_loss_scaled, nodes)) else None
 
     def judge(self, *args: Any) -> None:
         """Returns no verdict: every step is applied."""
-        del args
 
     def apply(
         self, made: BackwardResult, state: Any, params: Any, extra_args: Mapping[str, Any]
@@ -113,10 +117,7 @@ def check_same_optimizer(
     params: Any,
     way: str = "Pass the state that `init` of this optimizer returned for these parameters.",
 ) -> None:
-    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes.
-
-    The message names the step and its argument, `given`, and the way out.
-    """
+    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
     if not all(map(is_array_like, jax.tree.leaves(params))):
         return  # for such parameters `init` saw only a part of them, and which is not known
     try:

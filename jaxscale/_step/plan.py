@@ -58,9 +58,10 @@ class StepPlan:
         try:
             inspect.signature(self.transform).bind(self.loss_fn, has_aux=True, **self.kwargs)
         except TypeError as error:
+            name = getattr(self.transform, "__name__", type(self.transform).__name__)
             raise TypeError(
                 f"`{self.call}(...)` got unexpected keyword arguments for `transform`, "
-                f"{_name_of(self.transform)}: {error}. Arguments of the optimizer, such as "
+                f"`{name}`: {error}. Arguments of the optimizer, such as "
                 "`axis_name`, go to `jaxscale.loss_scaled`."
             ) from error
         except ValueError:  # a function that does not say what it takes
@@ -113,14 +114,9 @@ class StepPlan:
 
     def backward(self, scaling: Any, *args: Any, **kwargs: Any) -> BackwardResult:
         """Returns one pass with a loss scale state; `None` is a scale of 1."""
+        loss_fn, has_aux = self._checked_loss_fn(), self.has_state or self.has_aux
         differentiated = backward_pass(
-            self.call,
-            self._checked_loss_fn(),
-            scaling,
-            self.has_state or self.has_aux,
-            self.transform,
-            self.kwargs,
-            "loss_fn",
+            self.call, loss_fn, scaling, has_aux, self.transform, self.kwargs, "loss_fn"
         )
         loss, aux, grads = differentiated(*args, **kwargs)
         state, aux = aux if self.has_state and self.has_aux else (aux, aux)
@@ -136,8 +132,7 @@ class StepPlan:
     ) -> BackwardResult:
         """Returns the backward pass whose gradients are to be applied, with its verdict.
 
-        `backward` makes a pass with a loss scale state. If the step is `traced`, values are not
-        known. `params` have the structure of the gradients.
+        If the step is `traced`, values are not known. `params` have the structure of the gradients.
         """
 
         def run(scaling: Any) -> BackwardResult:
@@ -241,18 +236,12 @@ def _misfit(fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error
     if getattr(fun, "__code__", None) in entered:
         return ""
     try:
-        signature = inspect.signature(fun)
-    except ValueError:  # a function that does not say what it takes
-        return ""
-    try:
-        signature.bind(*args, **kwargs)
+        inspect.signature(fun).bind(*args, **kwargs)
     except TypeError as reason:
-        return f"takes {signature}: {reason}"
+        return f"takes {inspect.signature(fun)}: {reason}"
+    except ValueError:  # a function that does not say what it takes
+        pass
     return ""
-
-
-def _name_of(function: Any) -> str:
-    return f"`{getattr(function, '__name__', type(function).__name__)}`"
 
 
 def _is_pair(output: Any) -> bool:

@@ -50,10 +50,9 @@ def repeat_backward(
 ) -> BackwardResult:
     """Returns the last pass, with the scale state to go on with and the number of passes before.
 
-    A pass is made again, at most `retries` times, if its loss is finite and its gradients are not,
-    unless the policy does not lower the scale. A bad loss says nothing about the scale. Neither
-    does a batch that is bad at every scale that was tried: the scale state is then the first one,
-    and otherwise that of the last pass. If the step is `traced`, values are not known.
+    A pass is made again if its loss is finite and its gradients are not, unless the policy does not
+    lower the scale. A bad loss says nothing about the scale. Neither does a batch that is bad at
+    every scale that was tried: the scale state is then the first one, and otherwise the last.
     """
 
     def one_pass(scaling: Any, number: Any) -> tuple[BackwardResult, Any, jax.Array]:

@@ -1,13 +1,9 @@
 """The whole training step in one function: loss, gradients, retries, skip.
 
 `train_step` is for plain functions and for Equinox; `jaxscale.flax.train_step` and
-`jaxscale.nnx.train_step` are made of the same parts:
-
-1. `StepPlan` holds the arguments of a step, checked before anything is traced. Its `backward`
-   makes one pass with a loss scale, and its `run_backward` the one whose gradients count: with
-   `retries` it makes passes at lower scales, and in each `on_grads` gets the gradients, unscaled.
-2. `apply_step` makes the step of the optimizer, which divides the gradients.
-   `select_if_applied` and `select_if_stepped` choose between new and old state.
+`jaxscale.nnx.train_step` are made of the same parts: a `StepPlan` makes the backward pass whose
+gradients count, `apply_step` the step of the optimizer, which divides them, and
+`select_if_applied` and `select_if_stepped` choose between new and old state.
 """
 
 import contextlib

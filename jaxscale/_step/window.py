@@ -36,7 +36,6 @@ class EachStep:
     averages = False
 
     def open(self, params: Any, inner_state: Any) -> Any:
-        del params
         return inner_state
 
     def add(
@@ -46,11 +45,9 @@ class EachStep:
         return inner_state, ready
 
     def close(self, filled: Any, inner_state: Any, stepped: jax.Array) -> Any:
-        del filled, stepped
         return inner_state
 
     def lets_scale_move(self, verdict: Any, grads_finite: jax.Array, stepped: jax.Array) -> Any:
-        del grads_finite, stepped
         return verdict.loss_finite  # a bad loss says nothing about the scale
 
 

@@ -47,20 +47,19 @@ from .._policies.base import LossScale, adjust_scale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.spikes import SpikeRule
 from .._state.optimizer import LossScaledState
-from .._trees.overwrite import (
+from .._trees.tree import (
+    apply_updates,
+    cast_like,
+    cast_updates,
     holds_overwrites,
+    map_gradients,
     overwrite,
     overwriting_updates,
+    tree_where,
+    widen,
     without_overwrites,
 )
-from .._trees.tree import apply_updates, cast_like, cast_updates, map_gradients, tree_where, widen
-from .checks import (
-    check_devices_agree,
-    check_loss,
-    check_not_nested,
-    check_state,
-    check_state_kept,
-)
+from .checks import check_devices_agree, check_loss, check_not_nested, check_state, check_state_kept
 from .counters import count_step, zero_counters
 from .retry import BackwardResult
 from .skip import no_updates, step_if
@@ -110,13 +109,7 @@ class Wrapper:
         )
 
     def update(
-        self,
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        *,
-        value: Any = None,
-        **extra_args: Any,
+        self, updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra_args: Any
     ) -> tuple[Any, LossScaledState]:
         state = check_state("loss_scaled(...).update(state=...)", state, self.policy)
         value = extra_args.get("loss") if value is None else value
@@ -141,21 +134,16 @@ class Wrapper:
 
     def scale_state(self, call: str, state: LossScaledState) -> Any:
         """Returns the scale state that a backward pass starts with."""
-        del call
         return jax.tree.map(jnp.asarray, state.scaling)  # NumPy's, too, may go round a loop
 
     def find_verdict(self, call: str, state: LossScaledState) -> LossScaledState | None:
         """Returns the state that tells whether a step was applied, `None` if all are."""
-        del call
         return state if self.skips else None
 
     def judge(
         self, made: BackwardResult, state: LossScaledState, axis_name: Any = None
     ) -> Verdict | None:
-        """Returns the verdict on a backward pass, if its step may be skipped.
-
-        Devices agree along `axis_name`, by default the axes of the optimizer.
-        """
+        """Returns the verdict on a pass, if its step may be skipped, agreed on along the axes."""
         check_loss(made.loss)
         if not self.skips:
             return None
@@ -189,12 +177,8 @@ class Wrapper:
     ) -> tuple[Any, LossScaledState]:
         """Returns the parameters after one step, or only the updates, and the next state.
 
-        Args:
-          made: the backward pass, with what `judge` returned if it was called already.
-          state: the state of this optimizer, checked.
-          params: the parameters, each with its gradient.
-          extra_args: further arguments of the wrapped optimizer.
-          adds: whether to add the updates to the parameters.
+        The pass has what `judge` returned, if that was called already. The state was checked, and
+        each parameter has a gradient. The updates are added if `adds` says so.
         """
         grads, retries = made.grads, made.retries
         overwrites = holds_overwrites(grads.grads)

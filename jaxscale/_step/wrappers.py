@@ -158,15 +158,7 @@ def skip_nonfinite(
       >>> print(params + updates, state.total_notfinite)
       1.0 1
     """
-    return loss_scaled(
-        inner,
-        None,
-        axis_name=axis_name,
-        max_norm=max_norm,
-        check_updates=check_updates,
-        track_leaves=track_leaves,
-        spikes=spikes,
-    )
+    return loss_scaled(loss_scale=None, **locals())
 
 
 def multi_steps(
@@ -245,7 +237,6 @@ def multi_steps(
 
 
 def _constant(length: int, step: jax.Array) -> int:
-    del step
     return length
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AxisType
 
 from .._jax import vary, varying
@@ -26,8 +27,8 @@ from .leaf import (
     kind_of,
 )
 
-# The collection in which Flax keeps FP8 statistics. Its "gradients" are new values that replace
-# the old ones. They are not scaled, so they must not be unscaled; nor are they checked.
+# The collection in which Flax keeps FP8 statistics, see below. Its "gradients" are not scaled, so
+# they must not be unscaled; nor are they checked.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 _Tree = TypeVar("_Tree")
@@ -105,9 +106,8 @@ def cast_like(tree: Any, like: Any) -> Any:
 def partition(params: Any, grads: Any) -> tuple[Any, Any]:
     """Returns the parameters that have a gradient, and the others, each with `None` elsewhere.
 
-    Parameters without a gradient may be functions or text, which cannot be selected or compiled.
-    Gradients of another structure, as `optax.lookahead` takes them, need parameters that are all
-    arrays.
+    Those may be functions or text, which cannot be selected or compiled. Gradients of another
+    structure, as `optax.lookahead` takes them, need parameters that are all arrays.
     """
     try:
         trained = jax.tree.map(
@@ -142,8 +142,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """Returns `optax.apply_updates(params, updates)`, for every kind of leaf.
 
     The sum is taken in float32 or wider and rounded once. A leaf stays as it is if it is not an
-    array, or if its update is `None` or a `float0`, as for integers, bools and typed keys, which
-    have no gradient.
+    array, or has no gradient: its update is `None`, or a `float0`, as for integers and typed keys.
     """
 
     def add(param: Any, update: Any) -> Any:
@@ -158,8 +157,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
 def cast_updates(params: Any, updates: Any) -> Any:
     """Returns updates in dtypes that `optax.apply_updates` can add to the parameters.
 
-    JAX does not promote floating-point numbers of 8 bits or less, so their updates take their
-    dtype.
+    JAX does not promote floating-point numbers of 8 bits or less: these need their own dtype.
     """
 
     def addable_leaf(update: Any, param: Any) -> Any:
@@ -173,10 +171,7 @@ def cast_updates(params: Any, updates: Any) -> Any:
 
 
 def varying_axes(tree: Any) -> set[Any]:
-    """Returns the mesh axes along which gradients in a tree may differ, inside `shard_map`.
-
-    The set is empty where JAX does not know: in `pmap`, and with `check_vma=False`.
-    """
+    """Returns the mesh axes along which gradients in a tree may differ, as `varying` does."""
     gradients = jax.tree.leaves(only_gradients(tree))
     return set().union(*(varying(jax.typeof(leaf)) for leaf in gradients))
 
@@ -186,9 +181,7 @@ def blank(aval: Any) -> jax.Array:
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)  # `full` of keys takes no sharding
     explicit = not is_key and AxisType.Explicit in aval.sharding.mesh.axis_types
     sharding = {"sharding": aval.sharding} if explicit else {}
-    zeros = jax.lax.full(aval.shape, 0, aval.dtype, **sharding)
-    axes = tuple(varying(aval))
-    return vary(zeros, axes) if axes else zeros
+    return vary(jax.lax.full(aval.shape, 0, aval.dtype, **sharding), varying(aval))
 
 
 def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
@@ -309,3 +302,72 @@ def _check_same_structure(call: str, first: Any, second: Any) -> None:
         f"`{call}` needs two trees of one structure. Leaves only in the first: {only_first}; "
         f"only in the second: {only_second}. They are {structures[0]} and {structures[1]}."
     )
+
+
+# --- State that travels as a gradient: leaves under a key `_overwrite_with_gradient`, where Flax
+# and Transformer Engine keep the statistics of FP8. What a backward pass returns for such a leaf is
+# not a slope but its next value, which is to replace it. No optimizer may see it.
+
+
+def holds_overwrites(tree: Any) -> bool:
+    """Returns whether a tree has leaves that their gradients replace."""
+    return any(is_overwrite(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+
+
+def without_overwrites(tree: Any) -> Any:
+    """Returns a tree with an empty node in the place of each leaf that its gradient replaces."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: optax.MaskedNode() if is_overwrite(path) else leaf, tree
+    )
+
+
+def zero_overwrites(grads: Any) -> Any:
+    """Returns gradients with zeros in the place of values that replace a leaf."""
+
+    def zero(path: Any, leaf: Any) -> Any:
+        return jnp.zeros_like(leaf) if is_overwrite(path) and is_inexact(leaf) else leaf
+
+    return jax.tree_util.tree_map_with_path(zero, grads)
+
+
+def overwrite(outcome: Any, new: Any, old: Any) -> Any:
+    """Returns the outcome of a step, with the leaves that are replaced in their new values.
+
+    These are gradients; where one is not finite, the leaf stays as in `old`, before the step.
+    """
+    return _map_overwrites(replace_finite, outcome, new, old)
+
+
+def overwriting_updates(updates: Any, new: Any, old: Any) -> Any:
+    """Returns updates which, added to the parameters, replace those leaves by their new values.
+
+    A sum p + u cannot always be exact: it is to the rounding of the larger of both values, and
+    never 0 if the new value is not 0.
+    """
+
+    def difference(new: Any, old: Any) -> Any:
+        if not is_inexact(old) or not is_inexact(new):
+            return new
+        new, old = widen(replace_finite(new, old)), widen(old)
+        update = new - old
+        vanishes = (old + update == 0) & (new != 0)
+        return jnp.where(vanishes, jnp.nextafter(-old, jnp.sign(new) * jnp.inf), update)
+
+    return _map_overwrites(difference, updates, new, old)
+
+
+def _map_overwrites(fun: Any, outcome: Any, new: Any, old: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf, *pair: fun(*pair) if is_overwrite(path) else leaf,
+        outcome,
+        new,
+        old,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+    )
+
+
+def replace_finite(new: Any, old: Any) -> Any:
+    """Returns the next value of a leaf: the new one where it is finite, otherwise the old one."""
+    if not is_inexact(old) or not is_inexact(new):
+        return old  # integers and keys, with `float0` gradients
+    return jnp.where(jnp.isfinite(new), cast(new, dtype_of(old)), old)

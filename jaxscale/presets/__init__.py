@@ -77,11 +77,16 @@ from .._policies.libraries import (
 from .._policies.logmax import LogMaxLossScale, LogMaxState
 from ._frameworks import (
     chainer,
+    flax,
+    jamp,
+    jaxamp,
+    jmp,
     keras,
     mindformers,
     mindspore,
     mindspore_cell,
     mindspore_manager,
+    mpx,
     openseq2seq_backoff,
     openseq2seq_logmax,
     paddle,
@@ -90,7 +95,6 @@ from ._frameworks import (
     tensorflow_contrib,
     tf_keras,
 )
-from ._jax import flax, jamp, jaxamp, jmp, mpx
 from ._rule import PresetLossScale
 from ._saved import from_flax, from_jmp, from_keras, from_tensorflow, from_torch, to_torch
 from ._torch import (
