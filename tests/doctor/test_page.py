@@ -35,7 +35,7 @@ def overflow():
     return loss_fn, {{"{EVIL}": jnp.ones(2), "unused": jnp.ones(2)}}, jnp.array([1.0, 3.0])
 
 def wide():
-    return (lambda params, batch: jnp.mean(batch * params)), jnp.ones(2), jnp.ones(2)
+    return (lambda params, batch: sum(map(sum, params))), [(jnp.ones(()), jnp.ones(()))] * 21, None
 """
 FINITE = "Finite, and stored in full by float16 at loss scale"
 HISTOGRAM = jax.jit(diagnostics.histogram)
@@ -227,5 +227,7 @@ def test_without_jinja2_the_results_are_still_told(model, capsys, monkeypatch, t
     assert "Nothing is wrong." in out
     assert out.count('pip install "jaxscale[doctor]"') == 1
     assert "The report is in" not in out
-    assert not json.loads(pathlib.Path("results.json").read_text())["found"]
+    results = json.loads(pathlib.Path("results.json").read_text())
+    assert not results["found"]
+    assert len(results["layers"]["layers"]) == 21  # each with its two leaves: 42 are too many
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
