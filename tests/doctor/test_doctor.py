@@ -134,13 +134,14 @@ nan = jnp.array(jnp.nan)
 given = lambda: ((lambda params, batch: half()[0](params, batch) * nan), W, X)
 harmless = lambda: ((lambda params, batch: jnp.mean(((batch["x"] * params["w"]).astype(jnp.float16) + 1e-9).astype(jnp.float32))), W, X)
 
-def rewritten(dtype=jnp.float16, divisor=2.0**-18, size=2.0**-16, after=2.0**-6):  # XLA multiplies by the inverse, which is inf
+def rewritten(of=lambda y: y):  # XLA divides by multiplying with the inverse, which is inf
     def loss_fn(params, batch):
-        y = (batch["x"] * size * params["w"]).astype(dtype) / (jnp.ones(2, dtype) * dtype(divisor))
-        return jnp.mean(y.astype(jnp.float32)) * after
+        y = batch["x"].astype(jnp.float16) * jnp.float16(2.0**-17)
+        y = y / (jnp.ones(2, jnp.float16) * jnp.float16(2.0**-18))
+        return jnp.mean(params["w"] * of(y).astype(jnp.float32))
     return loss_fn, W, X
 
-flushed = lambda: rewritten(jnp.float32, 2.0**127, 2.0**100, 2.0**30)  # or 0
+inverted = lambda: rewritten(lambda y: 1 / (1 + y))  # finite again, but 0
 
 def cancelled():  # float32 adds these numbers to 0, and float16 does not
     def loss_fn(params, batch):
@@ -231,7 +232,7 @@ CASES = {
     "given": ([], 1, ["The loss is NaN", "it was there before, in a constant or an input", "Look where this number comes from."], ["Nothing"]),
     "harmless": ([], 0, ["Nothing is wrong.", "1e-09 is 0 in float16, at doctored.py", "It does no harm on this batch."], ["Problems"]),
     "rewritten": ([], 1, ["Compiled as one program, the model gives gradients with inf or NaN."], ["It begins"]),
-    "flushed": ([], 1, ["w is flushed to 0. No single operation accounts for it."], ["It begins"]),
+    "inverted": ([], 1, ["w is flushed to 0. No single operation accounts for it."], ["It begins"]),
     "cancelled": ([], 1, [f"It begins at doctored.py:{line('# the sum')}", "`reduce_sum`, in the forward pass, gives other numbers than in float32."], ["Nothing"]),
     "mapped": ([], 0, ["Nothing is wrong.", "It was not looked inside of shard_map."], ["Problems"]),
     "odd": ([], 0, ["Nothing is wrong.", "1 of 2 leaves: unused"], ["Problems"]),
