@@ -56,7 +56,10 @@ def _find_constants(exam: Exam, named: set[tuple[str, int]]) -> Iterator[Finding
             continue
         words = "It does no harm on this batch."
         if not exam.is_right:
-            words = f"Use a number that {constant.dtype} holds, or compute this line in float32."
+            use = "larger number, such as 1e-3,"
+            if constant.became:
+                use = f"number that {constant.dtype} holds,"
+            words = f"Use a {use} or compute this line in float32."
         yield note(f"{say_rounded(constant)}, at {constant.where}.", words, place=constant)
 
 

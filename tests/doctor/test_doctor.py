@@ -130,9 +130,13 @@ def repeated(first=0.0):  # five equal operations are at fault, and before them 
 
 mostly_one = lambda: repeated(10.0)
 best = lambda: ((lambda params, batch: (half()[0](params, batch), {"best": jnp.array(jnp.inf)})), W, X)
-nan = jnp.array(jnp.nan)
-given = lambda: ((lambda params, batch: half()[0](params, batch) * nan), W, X)
 harmless = lambda: ((lambda params, batch: jnp.mean(((batch["x"] * params["w"]).astype(jnp.float16) + 1e-9).astype(jnp.float32))), W, X)
+
+def given(nan=jnp.array(jnp.nan)):  # and a number that float16 does not hold
+    def loss_fn(params, batch):
+        y = (batch["x"] * params["w"]).astype(jnp.float16) / 70000
+        return jnp.mean(y.astype(jnp.float32)) * nan
+    return loss_fn, W, X
 
 def rewritten(of=lambda y: y):  # XLA divides by multiplying with the inverse, which is inf
     def loss_fn(params, batch):
@@ -229,7 +233,7 @@ CASES = {
     "repeated": ([], 1, ["w is flushed to 0.", "Most of the numbers become 0 at doctored.py:", f"doctored.py:{LINE}. No single operation accounts for it."], ["It begins"]),
     "mostly_one": ([], 1, [f"It begins at doctored.py:{line('# the worst')}", "With this line and doctored.py:", "in float32, the gradients are still wrong"], ["No single"]),
     "best": ([], 1, ["The loss and the gradients are finite, but aux['best'] is not, and no line explains why."], ["Nothing"]),
-    "given": ([], 1, ["The loss is NaN", "it was there before, in a constant or an input", "Look where this number comes from."], ["Nothing"]),
+    "given": ([], 1, ["The loss is NaN", "it was there before, in a constant or an input", "Look where this number comes from.", "Use a number that float16 holds, or"], ["Nothing"]),
     "harmless": ([], 0, ["Nothing is wrong.", "1e-09 is 0 in float16, at doctored.py", "It does no harm on this batch."], ["Problems"]),
     "rewritten": ([], 1, ["Compiled as one program, the model gives gradients with inf or NaN."], ["It begins"]),
     "inverted": ([], 1, ["w is flushed to 0. No single operation accounts for it."], ["It begins"]),
