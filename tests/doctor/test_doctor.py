@@ -79,7 +79,7 @@ def rounded():  # ... and one where it holds the product, but only every fourth 
     return (lambda params, x: jnp.mean((x @ params["w"] - 4096) ** 2)), {"w": jnp.ones(2)}, jnp.array([[4096, 2.5]] * 2)
 
 def in_a_pair():  # parameters whose containers look like anything else
-    return (lambda params, x: jnp.mean((x * params[0].astype(jnp.float16)).astype(jnp.float32)) + params[1][1].real), (jnp.ones(2), (jnp.ones(3), jnp.complex64(1))), jnp.ones(2, jnp.float16)
+    return (lambda params, x: jnp.mean((x * params[0].astype(jnp.float16)).astype(jnp.float32)) + params[1][1]), (jnp.ones(2), (jnp.ones(3), jnp.float32(1))), jnp.ones(2, jnp.float16)
 
 def confident():  # the logarithm's derivative of up to 1e6 limits the loss scale
     def loss_fn(params, x):
