@@ -54,14 +54,14 @@ def main(argv: Sequence[str]) -> int:
                     report, missing = page(exam, found)
             print(_summary(exam, found), end="\n\n")
             if report is not None:
-                _write(options.output, report)
+                pathlib.Path(options.output).write_text(report, encoding="utf-8")
                 print(f"The report is in {options.output}.")
             if missing:
                 print(missing)
             record = json.dumps(_record(exam, found), indent=1, allow_nan=False) + "\n"
             if options.json_file:
-                _write(options.json_file, record)
-    except TargetError as error:
+                pathlib.Path(options.json_file).write_text(record, encoding="utf-8")
+    except (TargetError, OSError) as error:  # also a full disk, or a name that is a folder
         if options.traceback:
             traceback.print_exception(error)
         print(f"jaxscale doctor: {error}", file=sys.stderr)
@@ -148,13 +148,6 @@ def _examine(
         raise TargetError(
             f"{target.name} failed when it was run on its batch: {error_line(error)}"
         ) from error
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        pathlib.Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise TargetError(f"Cannot write {path}: {error.strerror}.") from error
 
 
 def _summary(exam: Exam, found: Sequence[Finding]) -> str:

@@ -54,11 +54,12 @@ def _find_constants(exam: Exam, named: set[tuple[str, int]]) -> Iterator[Finding
     for constant in exam.trace.constants:
         if (constant.file, constant.line) in named:
             continue
-        words = "Use a larger number, such as 1e-3, or compute this line in float32."
-        if constant.became:
-            words = f"Use a number that {constant.dtype} holds, or compute this line in float32."
-        if exam.is_right:
-            words = "It does no harm on this batch."
+        words = "It does no harm on this batch."
+        if not exam.is_right:
+            use = "larger number, such as 1e-3,"
+            if constant.became:
+                use = f"number that {constant.dtype} holds,"
+            words = f"Use a {use} or compute this line in float32."
         yield note(f"{say_rounded(constant)}, at {constant.where}.", words, place=constant)
 
 

@@ -57,13 +57,10 @@ def find_harmless_nonfinite(exam: Exam, named: set[tuple[str, int]]) -> Iterator
         for place in exam.trace.nonfinite
         if place.file and not place.reaches and (place.file, place.line) not in named
     ]
-    if not places:
-        return
-    title = f"Inf or NaN made at {lines_of(places)} does not reach the loss or the gradients."
-    words = "This is fine for a mask, unless a row is masked as a whole: then softmax is NaN."
-    if not exam.is_right:
-        words += " It is not fine for a norm or a sum."
-    yield note(title, words, place=places[0])
+    if places:
+        title = f"Inf or NaN made at {lines_of(places)} does not reach the loss or the gradients."
+        words = "This is fine for a mask, unless a row is masked as a whole: then softmax is NaN."
+        yield note(title, words, place=places[0])
 
 
 def _find_in_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Finding:
@@ -99,7 +96,7 @@ def _say_outputs(exam: Exam) -> str:
     scale = f"at loss scale {power(exam.loss_scale)}"
     if exam.loss_scale == 1:
         scale = "even without a loss scale"
-    return f"The loss is finite, {number(exam.loss, 4)}, but {share}, {scale}"
+    return f"The loss is finite, {number(exam.trace.loss, 4)}, but {share}, {scale}"
 
 
 def _list_worst_leaves(exam: Exam) -> list[str]:
@@ -143,14 +140,12 @@ def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
             "In a row that is masked as a whole, softmax is NaN. Mask with a number that "
             f"{place.dtype} holds, such as -1e4, and leave such rows out of the loss.",
         ]
-    is_by_hand = place.cause == "range" and not exam.is_of_autocast
-    if is_by_hand and re.search(_MASK, place.source):
+    is_range = place.cause == "range"
+    if is_range and not exam.is_of_autocast and re.search(_MASK, place.source):
         return [*said, "For a mask, use -1e4 instead of -1e9 or `finfo.min`.", *tried]
     if tried:
         return said + tried
-    if exam.is_of_autocast:
-        return [*said, say_how_to_widen(exam)]
-    if is_by_hand:
+    if is_range or exam.is_of_autocast:
         return [*said, f"Compute this line in float32. {say_how_to_widen(exam)}"]
     return [*said, _advise_on_point(place)]
 

@@ -55,11 +55,8 @@ def find_relief(
     backward: TracedBackward, run: Run, first: Place, loss_scale: float
 ) -> Relief | None:
     """Returns the lines, `first` among them, that in float32 let a loss scale fit, if few do."""
-
-    def error_of(grads: Mapping[str, Any]) -> float:
-        return 0.0 if are_finite(grads) else math.inf
-
-    found = Trials(backward, run, error_of, loss_scale).find_remedy(first, _MOST_RELIEVED)
+    trials = Trials(backward, run, lambda grads: 0.0 if are_finite(grads) else math.inf, loss_scale)
+    found = trials.find_remedy(first, _MOST_RELIEVED)
     return Relief(loss_scale, found.lines) if found.works else None
 
 

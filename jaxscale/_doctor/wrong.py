@@ -31,7 +31,7 @@ def find_wrong(exam: Exam) -> Iterator[Finding]:
     if against.culprit is None:
         places = [place for place in exam.trace.underflows if _may_matter(place)]
         where = [f"Most of the numbers become 0 at {lines_of(places)}."] if places else []
-        where.append("No single line accounts for it.")
+        where.append("No single operation accounts for it.")
         yield note(title, *where, *of_leaves, is_problem=True)
         return
     place = against.culprit.place
@@ -67,16 +67,12 @@ def explain_culprit(culprit: Culprit) -> str:
 def say_remedy(remedy: Remedy, exam: Exam, where: str) -> str:
     """Returns which lines in float32 make the gradients right, below the name of one of them."""
     which = join_lines(remedy.lines, where, "this line")
-    error = percent(min(remedy.error, 1.0))
     if not remedy.works:
-        still = f"off by {error}" if math.isfinite(remedy.error) else "not finite"
-        return (
-            f"With {which} in float32, as was tried, the gradients are still {still}: more lines "
-            "need it."
-        )
+        return f"With {which} in float32, the gradients are still wrong: more lines need it."
+    how = f"within {percent(remedy.error)}" if remedy.error else "to the last bit"
     return (
         f"Compute {which} in float32: that was tried, and the gradients then are those of float32 "
-        f"{'within ' + error if remedy.error else 'to the last bit'}. {say_how_to_widen(exam)}"
+        f"{how}. {say_how_to_widen(exam)}"
     )
 
 

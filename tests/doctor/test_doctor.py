@@ -121,6 +121,43 @@ def pair(bad=0.0):
 
 bad_pair = lambda: pair(1.0)
 
+def repeated(first=0.0):  # five equal operations are at fault, and before them one as bad as `first` of them
+    def loss_fn(params, batch):
+        tiny, y = half(2.0**-22)[0], (batch["x"] * params["w"]).astype(jnp.float16)
+        y = y * jnp.float16(2.0**-22) * jnp.float16(2.0**-22)  # the worst
+        return first * jnp.mean(y.astype(jnp.float32)) + sum(tiny(params, batch) for _ in range(5))
+    return loss_fn, W, X
+
+mostly_one = lambda: repeated(10.0)
+best = lambda: ((lambda params, batch: (half()[0](params, batch), {"best": jnp.array(jnp.inf)})), W, X)
+harmless = lambda: ((lambda params, batch: jnp.mean(((batch["x"] * params["w"]).astype(jnp.float16) + 1e-9).astype(jnp.float32))), W, X)
+
+def given(nan=jnp.array(jnp.nan)):  # and a number that float16 does not hold
+    def loss_fn(params, batch):
+        y = (batch["x"] * params["w"]).astype(jnp.float16) / 70000
+        return jnp.mean(y.astype(jnp.float32)) * nan
+    return loss_fn, W, X
+
+def rewritten(of=lambda y: y):  # XLA divides by multiplying with the inverse, which is inf
+    def loss_fn(params, batch):
+        y = batch["x"].astype(jnp.float16) * jnp.float16(2.0**-17)
+        y = y / (jnp.ones(2, jnp.float16) * jnp.float16(2.0**-18))
+        return jnp.mean(params["w"] * of(y).astype(jnp.float32))
+    return loss_fn, W, X
+
+inverted = lambda: rewritten(lambda y: 1 / (1 + y))  # finite again, but 0
+
+def cancelled():  # float32 adds these numbers to 0, and float16 does not
+    def loss_fn(params, batch):
+        total = jax.lax.reduce_sum(batch["x"] * 1, axes=(0,))  # the sum
+        return (total * 1).astype(jnp.float32) * jnp.sum(params["w"]) + jnp.sum(params["w"])
+    return loss_fn, W, {"x": jnp.array([2048, 1, -2048, -1], jnp.float16)}
+
+def mapped():
+    one, everywhere = jax.sharding.Mesh(jax.devices()[:1], ("d",)), jax.sharding.PartitionSpec()
+    double = jax.shard_map(lambda w: w.astype(jnp.float16) * 2, mesh=one, in_specs=everywhere, out_specs=everywhere)
+    return (lambda params, batch: jnp.mean(double(params["w"]).astype(jnp.float32) * batch["x"])), W, X
+
 def odd():  # leaves that are functions, or have a dtype but are not arrays
     import flax.linen as nn
     import numpy as np
@@ -193,6 +230,15 @@ CASES = {
     ),
     "pair": ([], 0, ["Nothing is wrong."], ["Problems"]),
     "bad_pair": ([], 1, ["The loss and the gradients are finite, but aux['ratio'] is not"], ["Nothing"]),
+    "repeated": ([], 1, ["w is flushed to 0.", "Most of the numbers become 0 at doctored.py:", f"doctored.py:{LINE}. No single operation accounts for it."], ["It begins"]),
+    "mostly_one": ([], 1, [f"It begins at doctored.py:{line('# the worst')}", "With this line and doctored.py:", "in float32, the gradients are still wrong"], ["No single"]),
+    "best": ([], 1, ["The loss and the gradients are finite, but aux['best'] is not, and no line explains why."], ["Nothing"]),
+    "given": ([], 1, ["The loss is NaN", "it was there before, in a constant or an input", "Look where this number comes from.", "Use a number that float16 holds, or"], ["Nothing"]),
+    "harmless": ([], 0, ["Nothing is wrong.", "1e-09 is 0 in float16, at doctored.py", "It does no harm on this batch."], ["Problems"]),
+    "rewritten": ([], 1, ["Compiled as one program, the model gives gradients with inf or NaN."], ["It begins"]),
+    "inverted": ([], 1, ["w is flushed to 0. No single operation accounts for it."], ["It begins"]),
+    "cancelled": ([], 1, [f"It begins at doctored.py:{line('# the sum')}", "`reduce_sum`, in the forward pass, gives other numbers than in float32."], ["Nothing"]),
+    "mapped": ([], 0, ["Nothing is wrong.", "It was not looked inside of shard_map."], ["Problems"]),
     "odd": ([], 0, ["Nothing is wrong.", "1 of 2 leaves: unused"], ["Problems"]),
     "disconnected": ([], 1, ["exactly 0 everywhere in 2 of 2 leaves"], ["Nothing"]),
     "wide": ([], 0, ["Nothing is wrong.", "computes in float32. It was examined on one batch without a loss scale.", "float32, and needs no loss scale", "`--autocast float16`"], ["float16"]),
@@ -240,7 +286,11 @@ CASES = {
 }  # fmt: skip
 
 
-@cases("name", CASES, fast=["rounded in float16", "uneven at 8", "confident with --quick"])
+@cases(
+    "name",
+    CASES,
+    fast=["rounded in float16", "uneven at 8", "overflow with --quick", "confident with --quick"],
+)
 def test_it_says_what_is_wrong_and_where(name, models, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take time
     options, expected, says, says_not = CASES[name]
@@ -405,6 +455,12 @@ def test_a_traceback_if_asked_for(models, capsys):
     assert (status, out) == (2, "")
     assert "Traceback" in err
     assert err.splitlines()[-1].startswith("jaxscale doctor: `f()` failed: ZeroDivisionError")
+
+
+def test_what_cannot_be_written_does_not_hide_the_results(models, capsys):
+    status, out, err = run(capsys, "doctored:wide", "--quick", "--json-file", ".")
+    assert (status, out[:8]) == (2, "Nothing ")
+    assert "'.'" in err
 
 
 @pytest.mark.slow

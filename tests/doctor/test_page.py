@@ -35,7 +35,8 @@ def overflow():
     return loss_fn, {{"{EVIL}": jnp.ones(2), "unused": jnp.ones(2)}}, jnp.array([1.0, 3.0])
 
 def wide():
-    return (lambda params, batch: jnp.mean(batch * params)), jnp.ones(2), jnp.ones(2)
+    layers = [(jnp.float32(1), jnp.complex64(1))] * 21
+    return (lambda params, batch: sum(map(sum, params)).real), layers, None
 """
 FINITE = "Finite, and stored in full by float16 at loss scale"
 HISTOGRAM = jax.jit(diagnostics.histogram)
@@ -227,5 +228,8 @@ def test_without_jinja2_the_results_are_still_told(model, capsys, monkeypatch, t
     assert "Nothing is wrong." in out
     assert out.count('pip install "jaxscale[doctor]"') == 1
     assert "The report is in" not in out
-    assert not json.loads(pathlib.Path("results.json").read_text())["found"]
+    results = json.loads(pathlib.Path("results.json").read_text())
+    assert not results["found"]
+    assert len(results["layers"]["layers"]) == 21  # each with its two leaves: 42 are too many
+    assert results["histogram"]["zero"] == 21  # the imaginary parts
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
