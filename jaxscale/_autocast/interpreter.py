@@ -29,7 +29,7 @@ from .values import Kind, as_declared, is_full_precision, parameter
 # Which rule rewrites an equation, by the name of its primitive.
 RULES: dict[str, Rule] = SIMPLE_RULES | {
     **dict.fromkeys(("jit", "pjit"), call),
-    **dict.fromkeys(("closed_call", "call"), inlined),
+    **dict.fromkeys(("closed_call", "call", "eval_jaxpr"), inlined),
     **dict.fromkeys(("shard_map", "xla_pmap"), mapped),
     "remat2": remat,
     "scan": scan,

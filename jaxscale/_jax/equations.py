@@ -149,13 +149,14 @@ CALLS = {
     "pjit": "jaxpr",  # before
     "closed_call": "call_jaxpr",
     "call": "call_jaxpr",  # before JAX 0.12
+    "eval_jaxpr": "call_jaxpr",  # since: what a traced function leaves where it is called
     "remat2": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
 
 # Those of them that mean no more than their program and could as well be two calls.
-_JITS, _INLINED = ("jit", "pjit"), ("closed_call", "call")
+_JITS, _INLINED = ("jit", "pjit"), ("closed_call", "call", "eval_jaxpr")
 _DIVISIBLE = (*_JITS, *_INLINED, "remat2")
 
 
