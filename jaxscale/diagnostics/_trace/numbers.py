@@ -225,7 +225,7 @@ def _bound_noise(eqn: JaxprEqn, inputs: Sequence[Any]) -> Any:
 def evaluate_in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Returns the outputs of an equation in float32, or raises an `IncomparableError`."""
     if eqn.primitive.name == "bitcast_convert_type":  # its bits mean something in one dtype only
-        return evaluate(eqn, inputs, eqn.params)
+        return evaluate(eqn, inputs)
     params = {
         name: np.dtype(np.float32) if is_narrow(value) else value
         for name, value in eqn.params.items()
