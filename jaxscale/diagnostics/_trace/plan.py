@@ -24,8 +24,8 @@ _MOST_BYTES = 2**28  # of the results of a segment, which are all kept until it 
 
 _SHAKE = 2.0**-22  # a few times what float32 rounds by
 
-# The interpreter opens these, or they do more than to compute.
-_ALONE = {"cond", "while", "scan", "shard_map", "pmap", "xla_pmap"}
+# The interpreter opens these, or they do more than to compute, or fail only once they are compiled.
+_ALONE = {"cond", "while", "scan", "shard_map", "pmap", "xla_pmap", "pallas_call"}
 
 
 class Rounded(NamedTuple):
@@ -109,7 +109,7 @@ class Planner:
             def read(atom: Any) -> Read:
                 return atom if isinstance(atom, Literal) else slots.get(atom)
 
-            all_needs = self.analysis.outputs(jaxpr, needs)
+            all_needs, _ = self.analysis.analyse(jaxpr, needs)
             for eqn, eqn_needs in zip(jaxpr.eqns, all_needs, strict=True):
                 if not union(eqn, eqn_needs):
                     continue
@@ -203,7 +203,7 @@ def _bytes(eqn: JaxprEqn) -> int:
 
 def _key(inner: Sequence[Any], kept: frozenset[int]) -> Any:
     """Returns what two segments have in common if one program serves both."""
-    key = tuple(
+    equations = tuple(
         (
             eqn.primitive,
             tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
@@ -213,11 +213,7 @@ def _key(inner: Sequence[Any], kept: frozenset[int]) -> Any:
         )
         for eqn, reads in inner
     )
-    try:
-        hash(key)
-    except TypeError:
-        return object()
-    return key, kept
+    return equations, kept
 
 
 def _bits(number: Literal | Rounded) -> Any:
