@@ -41,10 +41,10 @@ class Histogram(NamedTuple):
       Array(2., dtype=float32)
     """
 
-    counts: jax.Array  # f32[277, 9]
-    zero: jax.Array  # f32[]
-    inf: jax.Array  # f32[]
-    nan: jax.Array  # f32[]
+    counts: jax.Array
+    zero: jax.Array
+    inf: jax.Array
+    nan: jax.Array
 
     def __add__(self, other: Any) -> Any:
         """Returns the histogram of both. Tuples alone would be concatenated."""
