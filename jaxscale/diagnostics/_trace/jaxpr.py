@@ -32,10 +32,7 @@ HOLDERS = _READERS.keys() | {"shard_map", "pmap", "xla_pmap"}
 
 
 def opened(eqn: JaxprEqn) -> ClosedJaxpr | Scan | While | list[ClosedJaxpr] | None:
-    """Returns what an equation holds, or `None` for what cannot be opened.
-
-    That is the jaxpr that it calls with its own inputs, a loop, or the branches of a `cond`.
-    """
+    """Returns the jaxpr that an equation calls, its loop, or its branches; `None` for others."""
     read: Any = _READERS.get(eqn.primitive.name)
     try:
         return read(eqn) if read else None
