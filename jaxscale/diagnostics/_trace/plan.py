@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import optimization_barrier
 
 from ..._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, context, context_key, is_ref
 from .jaxpr import Analysis, Needs, opened, union
@@ -253,7 +254,7 @@ class Program:
             given = [
                 values[read]
                 if isinstance(read, int)
-                else _behind_barrier(jnp.asarray(as_array(read, is_wide)))
+                else optimization_barrier(jnp.asarray(as_array(read, is_wide)))
                 for read in reads
             ]
             made = compute(eqn, given, is_wide)
@@ -261,7 +262,7 @@ class Program:
                 factor = 1 + sign * shake
                 values += [x * factor if x.dtype == np.float32 else x for x in made]
             else:
-                values += map(_behind_barrier, made)
+                values += optimization_barrier(made)
         unread = set(range(len(values))) - self._kept if all(wide) else ()
         return [None if i in unread else values[i] for i in range(len(inputs), len(values))]
 
@@ -283,11 +284,6 @@ def compute(eqn: JaxprEqn, inputs: Sequence[Any], is_wide: bool) -> list[Any]:
             except IncomparableError:  # such as a kernel for one dtype
                 pass
         return list(evaluate(eqn, inputs))
-
-
-def _behind_barrier(value: Any) -> Any:
-    is_plain = isinstance(value, jax.Array) and isinstance(value.dtype, np.dtype)
-    return jax.lax.optimization_barrier(value) if is_plain else value
 
 
 def compile_fast(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
