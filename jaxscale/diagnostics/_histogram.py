@@ -41,13 +41,13 @@ class Histogram(NamedTuple):
       Array(2., dtype=float32)
     """
 
-    counts: jax.Array  # f32[277, 9]
-    zero: jax.Array  # f32[]
-    inf: jax.Array  # f32[]
-    nan: jax.Array  # f32[]
+    counts: jax.Array
+    zero: jax.Array
+    inf: jax.Array
+    nan: jax.Array
 
     def __add__(self, other: Any) -> Any:
-        """Returns the histogram of both. Tuples alone would be concatenated."""
+        """Returns the histogram of both: tuples alone would be concatenated."""
         if not isinstance(other, Histogram):
             return NotImplemented
         return Histogram(*(a + b for a, b in zip(self, other, strict=True)))
@@ -184,10 +184,7 @@ def read(call: str, histogram: Any) -> Numbers:
 
 
 def outcomes(counts: np.ndarray, name: str, exponent: int) -> np.ndarray:
-    """Returns what a format makes of some counts at loss scale 2**exponent.
-
-    In the order of `Shares`, how many numbers of each row: `f64[4, 277]`.
-    """
+    """Returns, in the order of `Shares`, what a format makes of each row: `f64[4, 277]`."""
     beyond = [counts.sum(axis=1)]
     for boundary in FORMAT[name][:3]:
         # The cells are in the order of their numbers: first the rows, then the columns.

@@ -24,10 +24,7 @@ _ROWS = 20  # of the text form
 
 @functools.partial(jax.jit, static_argnames="dtypes")
 def _pack(values: Sequence[Any], dtypes: Sequence[Any]) -> jax.Array:
-    """Returns the bits of the numbers of a step, in dtypes of 32 bits.
-
-    The array is new, because those of a donated state are gone after the next step.
-    """
+    """Returns the bits of a step's numbers, copied: those of a donated state are gone soon."""
     numbers = map(jax.lax.convert_element_type, values, dtypes)
     return jnp.stack([jax.lax.bitcast_convert_type(number, jnp.uint32) for number in numbers])
 
@@ -115,10 +112,7 @@ class History:
         self._on_host.append(np.stack(jax.device_get(some)))
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Returns what was appended: an array under each name, with an element for each step.
-
-        Counters are integers. It waits for the device.
-        """
+        """Returns what was appended: under each name an array over the steps, counters as int32."""
         if self._on_device:
             self._fetch(len(self._on_device))
         return {
@@ -127,10 +121,7 @@ class History:
         }
 
     def plot(self) -> Any:
-        """Returns a figure of loss, loss scale and skipped steps over time.
-
-        Returns:
-          A `matplotlib.figure.Figure`: `history.plot().savefig("run.png")`.
+        """Returns a `matplotlib.figure.Figure` of loss, loss scale and skipped steps over time.
 
         Raises:
           ImportError: if matplotlib is not installed.

@@ -31,16 +31,13 @@ class LeafCounts(NamedTuple):
     """What `leaf_counts` counted, on the device; `table` reads it.
 
     Attributes:
-      leaves: a tree with the structure of the gradients: an `f32[8]` for each of them,
-        `None` for other leaves. The first four numbers count all elements, and those that
-        are NaN, inf and zero. The next three count those that float16, at the loss scale,
-        would flush to zero, keep as subnormal, and make inf. The last is the largest finite
-        magnitude, without the scale.
+      leaves: a tree with the structure of the gradients: an `f32[8]` for each of them, the
+        numbers of a `LeafRow` from `size` to `largest`, and `None` for other leaves.
       loss_scale: `f32[]`, the loss scale that float16 is judged at.
     """
 
-    leaves: Any  # f32[8] each
-    loss_scale: jax.Array  # f32[]
+    leaves: Any
+    loss_scale: jax.Array
 
 
 class LeafRow(NamedTuple):
@@ -90,16 +87,6 @@ class LeafTable(NamedTuple):
     Attributes:
       rows: one `LeafRow` for each leaf.
       loss_scale: the loss scale that float16 is judged at.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import diagnostics
-      >>> grads = {"w": jnp.array([1.0, jnp.inf, 0.0]), "b": jnp.array([1e-9, 2e-5])}
-      >>> print(diagnostics.table(diagnostics.leaf_counts(grads)))
-      Leaves with inf or NaN: 1 of 2. In float16 at loss scale 2**0:
-      leaf  numbers  NaN  inf   zero  flushed  subnormal  overflow  max |g|
-      w           3    0    1  33.3%       0%         0%        0%        1
-      b           2    0    0     0%    50.0%      50.0%        0%    2e-05
     """
 
     rows: tuple[LeafRow, ...]
@@ -139,7 +126,6 @@ def partition_leaves(table: LeafTable, most: int) -> tuple[LeafTable, list[str]]
 
 
 def _is_kept(row: LeafRow) -> bool:
-    """Returns whether a leaf is finite, not 0 everywhere, and stored in full by float16."""
     is_zero = row.size > 0 and row.zero == row.size
     return row.is_finite and not (row.flushed or row.subnormal or row.overflowed or is_zero)
 
@@ -250,15 +236,18 @@ def table(counts: LeafCounts) -> LeafTable:
       counts: what `leaf_counts` returned. Leading axes, of `vmap` or `scan`, are
         summed up. The largest magnitude is the largest along them.
 
-    Returns:
-      A `LeafTable` of Python numbers.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics
-      >>> grads = {"w": jnp.ones(3), "b": jnp.array([jnp.inf])}
-      >>> [row.path for row in diagnostics.table(diagnostics.leaf_counts(grads)).nonfinite_rows]
-      ['b']
+      >>> grads = {"w": jnp.array([1.0, jnp.inf, 0.0]), "b": jnp.array([1e-9, 2e-5])}
+      >>> table = diagnostics.table(diagnostics.leaf_counts(grads))
+      >>> print(table)
+      Leaves with inf or NaN: 1 of 2. In float16 at loss scale 2**0:
+      leaf  numbers  NaN  inf   zero  flushed  subnormal  overflow  max |g|
+      w           3    0    1  33.3%       0%         0%        0%        1
+      b           2    0    0     0%    50.0%      50.0%        0%    2e-05
+      >>> [row.path for row in table.nonfinite_rows]
+      ['w']
     """
     check_result("table", "counts", counts, LeafCounts, "leaf_counts")
     counts = jax.device_get(counts)

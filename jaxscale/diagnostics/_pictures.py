@@ -29,7 +29,7 @@ def _new_figure(call: str, width: float, height: float) -> Any:
 
 
 def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str = "float16") -> Any:
-    """Returns a figure of the exponent histogram and of the range of each format.
+    """Returns a `matplotlib.figure.Figure` of a histogram and of the range of each format.
 
     The upper part shows the gradients by their size, shaded by what `dtype` makes of them at
     the given loss scale. The lower part shows the gradients that each format holds, at that
@@ -41,9 +41,6 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
       loss_scale: a power of two.
       dtype: `"float16"`, `"bfloat16"`, `"float8_e4m3fn"` or `"float8_e5m2"`.
 
-    Returns:
-      A `matplotlib.figure.Figure`: `figure.savefig("gradients.png")`.
-
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics
@@ -51,6 +48,7 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
       >>> figure = diagnostics.plot_histogram(histogram, loss_scale=2.0**10)
       >>> [axes.get_title(loc="left") for axes in figure.axes][1:]
       ['what formats hold at loss scale 2**10', 'at the suggested loss scale, 2**15']
+      >>> figure.savefig("gradients.png")  # doctest: +SKIP
     """
     exponent = power_of_two("plot_histogram", "loss_scale", loss_scale)
     one_of("plot_histogram", "dtype", dtype, FORMATS)
@@ -153,13 +151,10 @@ def _draw_ranges(
 
 
 def plot_underflow(underflow: Underflow) -> Any:
-    """Returns a figure of the share that each format would lose of each layer.
+    """Returns a `matplotlib.figure.Figure` of what each format would lose of each layer.
 
     Args:
       underflow: what `underflow` returned.
-
-    Returns:
-      A `matplotlib.figure.Figure` with a row for each layer and a column for each format.
 
     Example:
       >>> import jax.numpy as jnp

@@ -62,9 +62,6 @@ def suggest_scale(
       dtype: `"float16"`, `"bfloat16"`, `"float8_e4m3fn"` or `"float8_e5m2"`.
       tolerance: the share of nonzero gradients that may be flushed to zero, from 0 to 1.
 
-    Returns:
-      A `Suggestion`.
-
     Raises:
       ValueError: if `dtype` or `tolerance` is out of range.
 

@@ -16,19 +16,8 @@ class Underflow(NamedTuple):
     """What `underflow` found; `print` it, or draw it with `plot_underflow`.
 
     Attributes:
-      layers: what `shares` returns for each layer, under its path, in the order of the
-        leaves.
+      layers: what `shares` returns for each layer, under its path, in the order of the leaves.
       loss_scale: the loss scale that the formats are judged at.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import diagnostics
-      >>> grads = {"w": jnp.array([1e-9, 1.0]), "b": jnp.array([1.0, 1e3])}
-      >>> print(diagnostics.underflow(diagnostics.leaf_histograms(grads)))
-      share of the nonzero gradients that becomes 0, inf or NaN if stored at loss scale 2**0
-         float16  bfloat16  float8_e4m3fn  float8_e5m2
-      b       0%        0%          50.0%           0%
-      w    50.0%        0%          50.0%        50.0%
     """
 
     layers: dict[str, dict[str, Shares]]
@@ -38,10 +27,7 @@ class Underflow(NamedTuple):
         return f"{self.title}\n{aligned([('', *FORMATS), *self.rows()])}"
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns the name of each layer and what each format loses of it.
-
-        A dash stands for a layer whose gradients are all zero, inf or NaN.
-        """
+        """Returns the name of each layer and what each format loses: a dash if all is 0 or bad."""
         return [
             (layer, *(percent(shares[name].lost) if any(shares[name]) else "-" for name in FORMATS))
             for layer, shares in self.layers.items()
@@ -55,18 +41,13 @@ class Underflow(NamedTuple):
 
 
 def underflow(histograms: Any, *, loss_scale: float = 1.0, depth: int | None = None) -> Underflow:
-    """Returns what each small format would lose of each layer at a loss scale.
-
-    For the host: it waits for the device.
+    """Returns what each small format would lose of each layer, on the host, at a loss scale.
 
     Args:
       histograms: what `leaf_histograms` returned.
       loss_scale: a power of two.
       depth: how many keys of a leaf's path make a layer. With 2, `params/Dense_0/kernel`
         and `params/Dense_0/bias` are one layer. With `None`, each leaf is a layer.
-
-    Returns:
-      An `Underflow`.
 
     Raises:
       ValueError: if `histograms` is empty, `loss_scale` is not a power of two, or `depth` is
@@ -75,11 +56,12 @@ def underflow(histograms: Any, *, loss_scale: float = 1.0, depth: int | None = N
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics
-      >>> grads = {"dense": {"w": jnp.full(3, 1e-9), "b": jnp.ones(1)}, "out": jnp.ones(2)}
-      >>> histograms = diagnostics.leaf_histograms(grads)
-      >>> layers = diagnostics.underflow(histograms, depth=1).layers
-      >>> print(layers["dense"]["float16"].flushed, layers["out"]["float16"].flushed)
-      0.75 0.0
+      >>> grads = {"dense": {"w": jnp.full(3, 1e-9), "b": jnp.ones(1)}, "out": jnp.array([1, 1e3])}
+      >>> print(diagnostics.underflow(diagnostics.leaf_histograms(grads), depth=1))
+      share of the nonzero gradients that becomes 0, inf or NaN if stored at loss scale 2**0
+             float16  bfloat16  float8_e4m3fn  float8_e5m2
+      dense    75.0%        0%          75.0%        75.0%
+      out         0%        0%          50.0%           0%
     """
     exponent = power_of_two("underflow", "loss_scale", loss_scale)
     if depth is not None:

@@ -205,6 +205,15 @@ def test_a_pass_with_everything_in_float32_has_the_gradients_of_float32():
     np.testing.assert_array_equal(backward.run(1.0).grads["grads"], written)
 
 
+def test_bits_are_those_of_the_narrow_dtype_in_float32_too():
+    def fun(w):
+        is_large = jax.lax.bitcast_convert_type(w * 2, jnp.uint16) > 0x4400  # 4, in float16
+        return jnp.sum((w * is_large).astype(jnp.float32))
+
+    backward = TracedBackward(fun, (jnp.array([1, 3], HALF),), {})
+    assert backward.run(1.0, lambda key: True).grads["grads"].tolist() == [0, 1]
+
+
 def test_what_is_only_rounding_changes_when_float32_is_shaken():
     def fun(params, x):
         weights = jax.nn.softmax(x @ params["w"] + params["shift"])  # the same for all: no effect

@@ -93,8 +93,10 @@ def _argmax(w):
     return w * jnp.argmax(jnp.where(w > 1.5, w, -jnp.inf))
 
 
-def _dead_code_in_a_call(w):
-    return jax.jit(lambda a, b: (a * 2, b * 2))(w, jnp.log(w * 0))[0]
+def _dead_code(w):
+    w = jax.jit(lambda a, b: (a * 2, b * 2))(w, jnp.log(w * 0))[0]
+    start = jax.lax.stop_gradient(w)
+    return w * jax.lax.scan(lambda x, _: (x * 2, jnp.log(x * 0)), start, length=2)[0]
 
 
 def _difference(w):
@@ -114,12 +116,12 @@ def _cancelled(w):
 
 
 HARMLESS = [
-    *(_dropout_in_a_scan, _causal_mask, _argmax, _dead_code_in_a_call),
+    *(_dropout_in_a_scan, _causal_mask, _argmax, _dead_code),
     *(_difference, _printed, _cancelled),
 ]
 
 
-@cases("harmless", HARMLESS, fast=[_dead_code_in_a_call, _cancelled])
+@cases("harmless", HARMLESS, fast=[_dead_code, _cancelled])
 def test_nothing_is_found_where_zeros_and_infinities_are_meant(harmless):
     def fun(w):
         return jnp.sum(harmless(w).astype(jnp.float32))

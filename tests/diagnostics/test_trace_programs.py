@@ -207,14 +207,19 @@ def _small(w):
     return jnp.mean(jnp.tanh(jax.jit(lambda w: w @ w)(w)).astype(jnp.float32))
 
 
+def _rewritten(w):
+    return jnp.sum(jnp.abs(1 / (1 / w) - w)) + jnp.sum((w / 3) * 3 - w)  # XLA may give 0
+
+
 COMPUTED = {
     _held: lambda: (jnp.linspace(1, 3, 8, dtype=HALF),),
     planted.rnn: planted.rnn_case,
     _small: lambda: (jnp.ones((2, 2), HALF),),
+    _rewritten: lambda: (jnp.linspace(1, 3, 64),),
 }
 
 
-@cases("fun", COMPUTED, fast=[_small])
+@cases("fun", COMPUTED, fast=[_small, _rewritten])
 def test_what_it_computes_is_what_eager_evaluation_computes(fun):
     args, graded = COMPUTED[fun](), jaxscale.value_and_grad(fun, scaling(8))
     with jax.disable_jit():

@@ -12,6 +12,8 @@ from planted import HALF, marked, new_ref, trace
 from tables import cases
 from test_trace_programs import not_differentiated
 
+from jaxscale.diagnostics._trace.backward import TracedBackward
+
 pytestmark = pytest.mark.standard_promotion
 
 
@@ -150,3 +152,26 @@ def test_the_rest_of_a_program_is_reported(identity):
     assert (place.line, place.primitive) == (marked("rest", __file__), "convert_element_type")
     assert (place.inputs, place.subnormals) == (("float32[8]",), 8)
     np.testing.assert_array_equal(OUTSIDE[...], np.ones(2))  # as it was
+
+
+@not_differentiated
+def _kernel(x, _):
+    def square(x, out):
+        out[...] = x[...] * x[...]
+
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pallas.pallas_call(square, out, interpret=True)(x)
+
+
+def test_a_kernel_is_an_equation_that_float32_cannot_run():
+    def fun(x):
+        return jnp.sum(_kernel(x, None).astype(jnp.float32))
+
+    backward = TracedBackward(fun, (jnp.array([1e-4] * 7 + [6e4], HALF),), {})
+    report = backward.run(1.0).report()
+    (place,) = report.nonfinite
+    assert (place.primitive, place.elements) == ("pallas_call", 1)
+    assert np.isnan(place.float32_result)
+    assert (report.underflows, report.not_compared) == ((), ("pallas_call",))
+    assert str(report).endswith("not compared with float32: pallas_call")
+    assert backward.run(1.0, lambda key: True).report().loss == np.inf  # as it is written

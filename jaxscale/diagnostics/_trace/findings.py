@@ -86,10 +86,7 @@ class Findings:
                 self.lost[key] = visit, lost
 
     def born(self, reached: Mapping[Any, Sequence[str]]) -> list[TracedNonfinite]:
-        """Returns where inf and NaN were made or given, in the order of execution.
-
-        `reached` has the outputs that the inf and NaN of each equation reach.
-        """
+        """Returns where inf and NaN were made or given, given the outputs that those `reached`."""
         return [
             TracedNonfinite(**fields, reaches=tuple(reached.get(key, ())))
             for key, fields in self._fields("birth", self.births)

@@ -32,10 +32,7 @@ HOLDERS = _READERS.keys() | {"shard_map", "pmap", "xla_pmap"}
 
 
 def opened(eqn: JaxprEqn) -> ClosedJaxpr | Scan | While | list[ClosedJaxpr] | None:
-    """Returns what an equation holds, or `None` for what cannot be opened.
-
-    That is the jaxpr that it calls with its own inputs, a loop, or the branches of a `cond`.
-    """
+    """Returns the jaxpr that an equation calls, its loop, or its branches; `None` for others."""
     read: Any = _READERS.get(eqn.primitive.name)
     try:
         return read(eqn) if read else None
@@ -54,10 +51,6 @@ class Analysis:
     def __init__(self) -> None:
         self._known: dict[tuple[Jaxpr, Needs], tuple[list[Needs], Needs]] = {}
 
-    def outputs(self, jaxpr: Jaxpr, needs: Needs) -> list[Needs]:
-        """Returns what the results of each equation are needed for, given those of the jaxpr."""
-        return self._analyse(jaxpr, needs)[0]
-
     def scanned(self, loop: Scan, needs: Needs) -> Needs:
         """Returns what the results of the body of a `scan` are needed for."""
         jaxpr, consts, size = loop.body.jaxpr, loop.consts, loop.carries
@@ -72,9 +65,10 @@ class Analysis:
             needs = wider
 
     def _inputs(self, jaxpr: Jaxpr, needs: Needs) -> Needs:
-        return self._analyse(jaxpr, needs)[1]
+        return self.analyse(jaxpr, needs)[1]
 
-    def _analyse(self, jaxpr: Jaxpr, needs: Needs) -> tuple[list[Needs], Needs]:
+    def analyse(self, jaxpr: Jaxpr, needs: Needs) -> tuple[list[Needs], Needs]:
+        """Returns the needs of the results of each equation and of the inputs of a jaxpr."""
         key = (jaxpr, needs)
         if key not in self._known:
             found: dict[Any, int] = collections.defaultdict(int)

@@ -38,8 +38,6 @@ _NEVER_MAKE = _NEVER_LOSE - {
     *("dynamic_slice", "pad", "reduce_max", "reduce_min", "reduce_window_max", "iota"),
 }
 CONTRACTIONS = {"dot_general", "conv_general_dilated"}
-
-
 _SCATTERS = {
     "scatter": jax.lax.scatter,
     "scatter-add": jax.lax.scatter_add,
@@ -127,8 +125,7 @@ def birth(
 ) -> Birth | None:
     """Returns the first output in which an equation made inf or NaN itself, or `None`.
 
-    It is `explained` if an earlier equation made an inf or NaN among the inputs, so that not all
-    of them were put there by the user.
+    It is `explained` if an earlier equation, not the user, made an inf or NaN among the inputs.
     """
     fresh, cause = [nonfinite_mask(output) for output in outputs], None
     if any(nonfinite_mask(value).any() for value in inputs):
@@ -184,9 +181,8 @@ def lost_values(
     A value is lost if the equation gives zero or a subnormal number in the dtype of its
     output, and the same equation on the same inputs gives another number in float32. The
     zeros of a mask, a ReLU or a padding are zeros in float32 too. An exact subnormal number
-    counts only if no input was subnormal: otherwise it may have been subnormal before. It is of
-    interest if a larger share of the nonzero values than `least` is lost. If the equation cannot
-    be run in float32, that raises an `IncomparableError`.
+    counts only if no input was subnormal: otherwise it may have been subnormal before. A share
+    of up to `least` of the nonzero values is no loss. Raises as `evaluate_in_float32` does.
     """
     if eqn.primitive.name in _NEVER_LOSE:
         return None
@@ -225,7 +221,7 @@ def _bound_noise(eqn: JaxprEqn, inputs: Sequence[Any]) -> Any:
 def evaluate_in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Returns the outputs of an equation in float32, or raises an `IncomparableError`."""
     if eqn.primitive.name == "bitcast_convert_type":  # its bits mean something in one dtype only
-        return evaluate(eqn, inputs, eqn.params)
+        return evaluate(eqn, inputs)
     params = {
         name: np.dtype(np.float32) if is_narrow(value) else value
         for name, value in eqn.params.items()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import optimization_barrier
 
 from ..._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, context, context_key, is_ref
 from .jaxpr import Analysis, Needs, opened, union
@@ -24,8 +25,8 @@ _MOST_BYTES = 2**28  # of the results of a segment, which are all kept until it 
 
 _SHAKE = 2.0**-22  # a few times what float32 rounds by
 
-# The interpreter opens these, or they do more than to compute.
-_ALONE = {"cond", "while", "scan", "shard_map", "pmap", "xla_pmap"}
+# The interpreter opens these, or they do more than to compute, or fail only once they are compiled.
+_ALONE = {"cond", "while", "scan", "shard_map", "pmap", "xla_pmap", "pallas_call"}
 
 
 class Rounded(NamedTuple):
@@ -109,7 +110,7 @@ class Planner:
             def read(atom: Any) -> Read:
                 return atom if isinstance(atom, Literal) else slots.get(atom)
 
-            all_needs = self.analysis.outputs(jaxpr, needs)
+            all_needs, _ = self.analysis.analyse(jaxpr, needs)
             for eqn, eqn_needs in zip(jaxpr.eqns, all_needs, strict=True):
                 if not union(eqn, eqn_needs):
                     continue
@@ -203,7 +204,7 @@ def _bytes(eqn: JaxprEqn) -> int:
 
 def _key(inner: Sequence[Any], kept: frozenset[int]) -> Any:
     """Returns what two segments have in common if one program serves both."""
-    key = tuple(
+    equations = tuple(
         (
             eqn.primitive,
             tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
@@ -213,11 +214,7 @@ def _key(inner: Sequence[Any], kept: frozenset[int]) -> Any:
         )
         for eqn, reads in inner
     )
-    try:
-        hash(key)
-    except TypeError:
-        return object()
-    return key, kept
+    return equations, kept
 
 
 def _bits(number: Literal | Rounded) -> Any:
@@ -257,7 +254,7 @@ class Program:
             given = [
                 values[read]
                 if isinstance(read, int)
-                else _behind_barrier(jnp.asarray(as_array(read, is_wide)))
+                else optimization_barrier(jnp.asarray(as_array(read, is_wide)))
                 for read in reads
             ]
             made = compute(eqn, given, is_wide)
@@ -265,7 +262,7 @@ class Program:
                 factor = 1 + sign * shake
                 values += [x * factor if x.dtype == np.float32 else x for x in made]
             else:
-                values += map(_behind_barrier, made)
+                values += optimization_barrier(made)
         unread = set(range(len(values))) - self._kept if all(wide) else ()
         return [None if i in unread else values[i] for i in range(len(inputs), len(values))]
 
@@ -287,11 +284,6 @@ def compute(eqn: JaxprEqn, inputs: Sequence[Any], is_wide: bool) -> list[Any]:
             except IncomparableError:  # such as a kernel for one dtype
                 pass
         return list(evaluate(eqn, inputs))
-
-
-def _behind_barrier(value: Any) -> Any:
-    is_plain = isinstance(value, jax.Array) and isinstance(value.dtype, np.dtype)
-    return jax.lax.optimization_barrier(value) if is_plain else value
 
 
 def compile_fast(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -121,22 +121,13 @@ class TracedNonfinite(Place):
 class TracedUnderflow(Place):
     """A place where most nonzero values became zero or subnormal.
 
+    The attributes that are not listed are those of `TracedNonfinite`.
+
     Attributes:
-      primitive: the operation. The attributes up to `layer` are those of `TracedNonfinite`.
       dtype: the dtype of its output, in which the values are zero or subnormal.
-      shape: the shape of its output.
-      inputs: dtypes and shapes of its inputs.
-      direction: `"forward"` or `"backward"`.
       scaled: whether it depends on the loss scale. If so, a higher one helps.
-      where: file and line.
-      file: the file.
-      line: its line.
-      source: the text of that line.
-      called_from: files and lines that called it.
-      layer: the scopes it is in.
       iteration: the index of each loop around it, on the visit that lost most.
       times: on how many visits most nonzero values were lost.
-      visits: how many times this equation was run.
       share: the share of the nonzero values that was lost, on the visit that lost most.
       nonzero: how many values are not zero in float32 on that visit.
       zeros: how many of them became zero.
@@ -165,11 +156,7 @@ class TracedConstant:
       value: the number, such as 1e-9.
       became: what it is in the dtype: 0, inf or -inf.
       dtype: the dtype, such as `"float16"`.
-      primitive: the operation that uses it, as JAX calls it.
-      where: file and line, relative to the working directory.
-      file: the file.
-      line: the line.
-      source: the text of that line.
+      primitive: the operation that uses it; its place is told as in `TracedNonfinite`.
     """
 
     value: float
@@ -187,9 +174,7 @@ class TracedConstant:
 
 @dataclasses.dataclass(frozen=True)
 class TraceReport:
-    """What `trace` found.
-
-    It holds plain Python values. `str(report)` is for people, `to_json(report)` for programs.
+    """What `trace` found, as plain Python values; `print` it, or pass it to `to_json`.
 
     Attributes:
       loss: the loss.
