@@ -3,6 +3,7 @@
 import functools
 import io
 import itertools
+import pickle
 from typing import Any
 
 import equinox as eqx
@@ -126,7 +127,13 @@ def equinox(tree, fresh, path):
     return eqx.tree_deserialise_leaves(file, fresh)
 
 
-WAYS = (dict_in_msgpack, dict_in_orbax, equinox, flax_bytes, flax_dict, orbax, raw_orbax)
+def pickled(tree, fresh, path):
+    # Of the leaves, as the functions in a TrainState cannot be pickled.
+    leaves = pickle.loads(pickle.dumps(jax.tree.leaves(tree)))
+    return jax.tree.unflatten(jax.tree.structure(fresh), leaves)
+
+
+WAYS = (dict_in_msgpack, dict_in_orbax, equinox, flax_bytes, flax_dict, orbax, pickled, raw_orbax)
 WAYS = {way.__name__: way for way in WAYS}
 LACK_KEYS = (equinox, flax_bytes)  # refuse typed PRNG keys
 

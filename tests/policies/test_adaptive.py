@@ -94,9 +94,12 @@ def test_it_follows_the_reference(policy, sizes):
     st.integers(0, 9),
     SIZES,
 )
-@hypothesis.example(
-    8, 0, 0, 2**23, 2**31 - 5, 2**31 - 5, 0, [1.0] * LENGTH
-)  # counters at their end
+# Counters at their end; and between a threshold and its double or half: an overflow that repeats, a
+# gradient that comes near the crest, a crest that is held no longer.
+@hypothesis.example(8, 0, 0, 2**23, 2**31 - 5, 2**31 - 5, 0, [1.0] * LENGTH)
+@hypothesis.example(8, 0, 2**23, 0, DEFAULT.period * 3 // 8, None, 0, [BAD] * LENGTH)
+@hypothesis.example(4, 0, 2**23, 2**19, 9, 1, 0, [8.0] * LENGTH)
+@hypothesis.example(4, 0, 2**23, 2**19, 10**6, DEFAULT.period * 3 // 4, 0, [1.0] * LENGTH)
 def test_it_follows_the_reference_from_any_state(
     exponent, peak, level, crest, finite_steps, held_steps, overflows, sizes
 ):
