@@ -43,14 +43,19 @@ def assert_close(a, b):
 
 
 @cases(
-    "norm, debug_nans, way",
-    itertools.product([0.0, 0.1, 3.0, 1e10], [False, True], ["eager", "jit", "accelerator"]),
-    fast=[(3.0, False, "accelerator")],
+    "norm, debug_nans, way, policy",
+    itertools.product(
+        [0.0, 0.1, 3.0, 1e10],
+        [False, True],
+        ["eager", "jit", "accelerator"],
+        ["dynamic", "adaptive"],  # which also needs the largest gradient
+    ),
+    fast=[(3.0, False, "accelerator", "dynamic"), (3.0, False, "jit", "adaptive")],
 )
-def test_it_is_what_optax_does(norm, debug_nans, way, monkeypatch):
+def test_it_is_what_optax_does(norm, debug_nans, way, policy, monkeypatch):
     if way == "accelerator":
         monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
-    grads, tx = gradients(0, norm), jaxscale.loss_scaled(INNER, max_norm=MAX_NORM)
+    grads, tx = gradients(0, norm), jaxscale.loss_scaled(INNER, policy, max_norm=MAX_NORM)
     update = tx.update if way == "eager" else jax.jit(tx.update)
     with jax.debug_nans(debug_nans):
         updates, state = update(grads, tx.init(PARAMS), PARAMS)
