@@ -46,7 +46,7 @@ pytestmark = [
 TRIAL = pathlib.Path(__file__).parent / "trial"
 MODULES = sorted(path.stem for path in TRIAL.glob("*.py") if path.stem != "trial_entry")
 FAST = ["losses:log_of_epsilon"]
-TUNED = ["attention:minus_1e9", "healthy:gelu_of_small_numbers", *FAST]
+TUNED = ["attention:minus_1e9", "healthy:causal_mask", "healthy:gelu_of_small_numbers", *FAST]
 WRONG = 0.1  # a leaf that is off by more than this is wrong, at the scale where it is closest,
 CLOSE = 0.05  # and one that is off by less is right
 SCALES = [2.0**k for k in range(-12, 42)]
@@ -60,7 +60,7 @@ class Score(NamedTuple):
     alarms: int
 
 
-HELD = Score(verdicts=37, lines=23, alarms=0)
+HELD = Score(verdicts=62, lines=39, alarms=0)
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +81,8 @@ def test_the_trial_is_large_enough_and_mostly_unseen():
     from trial_entry import KINDS, fault_lines
 
     entries = {name: f.entry for name, f in all_factories().items()}
-    assert sum(entry.is_faulty for entry in entries.values()) >= 26
-    assert sum(not entry.is_faulty for entry in entries.values()) >= 13
+    assert sum(entry.is_faulty for entry in entries.values()) >= 42
+    assert sum(not entry.is_faulty for entry in entries.values()) >= 22
     assert sum(entry.tuned for entry in entries.values()) * 3 <= len(entries)
     assert {entry.kind for entry in entries.values()} == {*KINDS, ""}
     for name, factory in all_factories().items():
@@ -118,12 +118,13 @@ def is_finite(leaves):
 def error(factory):
     """The share by which the worst leaf is off at the best loss scale; inf if none is finite."""
     exact, at = gradients(factory, jnp.float32)(1.0), gradients(factory, jnp.float16)
+    noise = factory.entry.noise
 
     def off(leaves, name):
         norm = np.linalg.norm(exact[name])
         return np.linalg.norm(leaves[name] - exact[name]) / norm if norm else np.any(leaves[name])
 
-    names = exact.keys() - {"the loss"}
+    names = [name for name in exact if name != "the loss" and not (noise and noise in name)]
     tried = [leaves for leaves in map(at, SCALES) if is_finite(leaves)]
     return min((max(off(leaves, name) for name in names) for leaves in tried), default=np.inf)
 
@@ -154,10 +155,13 @@ def judge(name, factory):
 def test_the_score_of_the_doctor(record_property):
     found = all_factories()
     judged = {name: judge(name, factory) for name, factory in found.items()}
-    faulty = {name for name, factory in found.items() if factory.entry.is_faulty}
-    wrong = {name for name, (verdict, _) in judged.items() if not verdict}
-    lines = sum(judged[name][1] for name in faulty)
-    got = Score(verdicts=len(found) - len(wrong), lines=lines, alarms=len(wrong - faulty))
+    faulty = [name for name, factory in found.items() if factory.entry.is_faulty]
+    right = [name for name, (verdict, _) in judged.items() if verdict]
+    got = Score(
+        verdicts=len(right),
+        lines=sum(judged[name][1] for name in faulty),
+        alarms=len(found.keys() - set(faulty) - set(right)),
+    )
     tuned = [name for name, factory in found.items() if factory.entry.tuned]
     missed = ", ".join(n for n in tuned if judged[n] != (True, n in faulty)) or "none"
     report = f"{got} of {len(faulty)} faulty and {len(found) - len(faulty)} healthy models"

@@ -1,12 +1,13 @@
-"""Faults in attention and normalization: masks, scores, normalizers and variances."""
+"""Faults in attention: masks, scores and normalizers."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from trial_entry import cast, faulty, mean_square, normal
 
 
-def _projections(half):
-    params = {name: normal(i, 4, 4) for i, name in enumerate("qkv")}
+def _projections(half, *, scale=1.0):
+    params = {name: normal(i, 4, 4, scale=scale) for i, name in enumerate("qkv")}
     return params, lambda params, x: (x.astype(half) @ cast(params, half)[name] for name in "qkv")
 
 
@@ -40,6 +41,29 @@ def packed_padding(half=jnp.float16):
     return loss_fn, params, normal(3, 5, 4)
 
 
+@faulty(source="https://github.com/huggingface/diffusers/pull/1590", kind="overflow")
+def scores_before_scaling(half=jnp.float16):
+    """The product of queries and keys overflows before it is divided by the root of the width."""
+
+    class Attention(eqx.Module):
+        query: eqx.nn.Linear
+        key: eqx.nn.Linear
+        value: eqx.nn.Linear
+
+        def __call__(self, x):
+            q, k, v = (jax.vmap(layer)(x) for layer in (self.query, self.key, self.value))
+            scores = q @ k.T  # fault
+            return jax.nn.softmax(scores * 16**-0.5) @ v
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    model = Attention(*(eqx.nn.Linear(4, 16, key=key) for key in keys))
+
+    def loss_fn(model, x):
+        return mean_square(cast(model, half)(x.astype(half)))
+
+    return loss_fn, model, normal(5, 6, 4, scale=250.0)
+
+
 @faulty(source="https://github.com/uTensor/uTensor/issues/175", kind="overflow")
 def softmax_without_its_maximum(half=jnp.float16):
     params, project = _projections(half)
@@ -51,6 +75,20 @@ def softmax_without_its_maximum(half=jnp.float16):
         return mean_square(weights @ v)
 
     return loss_fn, params, normal(6, 5, 4, scale=2.0)
+
+
+@faulty(source="https://github.com/idiap/fast-transformers/issues/32", kind="overflow")
+def linear_attention(half=jnp.float16):
+    """The keys are added up over a long sequence, and the outputs are divided by inf: all are 0."""
+    params = {"q": 0.02 * jnp.eye(4), "k": 40 * jnp.eye(4), "v": normal(2, 4, 4, scale=0.01)}
+
+    def loss_fn(params, x):
+        q, k, v = (x.astype(half) @ params[name].astype(half) for name in "qkv")
+        q, k = jax.nn.relu(q), jax.nn.relu(k)
+        normalizer = jnp.sum(k, axis=0)  # fault
+        return mean_square(q @ (k.T @ v) / (q @ normalizer)[:, None])
+
+    return loss_fn, params, 5 + normal(7, 400, 4, scale=0.5)
 
 
 @faulty(source="https://github.com/facebookresearch/xformers/issues/96", kind="underflow")
@@ -69,19 +107,3 @@ def random_features(half=jnp.float16):
 
     params = {"q": jnp.eye(4), "k": jnp.eye(4), "v": normal(2, 4, 4)}
     return loss_fn, params, 3.2 + normal(9, 6, 4, scale=0.1)
-
-
-@faulty(source="https://github.com/pytorch/pytorch/issues/66707", kind="overflow", tuned=True)
-def layer_norm(half=jnp.float16):
-    """Squares beyond 65504: the variance is inf, its inverse root 0, and no gradient is left."""
-    params = {"w": normal(0, 4, 8), "scale": jnp.ones(8), "bias": jnp.zeros(8)}
-
-    def loss_fn(params, batch):
-        p = cast(params, half)
-        x = batch["x"].astype(half) @ p["w"]
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)  # fault
-        y = x * jax.lax.rsqrt(variance + 1e-5) * p["scale"] + p["bias"]
-        return mean_square(y - batch["y"].astype(half))
-
-    return loss_fn, params, {"x": normal(1, 3, 4, scale=400.0), "y": normal(2, 3, 8)}

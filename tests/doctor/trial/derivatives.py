@@ -144,3 +144,17 @@ def adam_inside_of_a_loss(half=jnp.float16):
 
     x = normal(6, 4, 3).at[:, 2].set(0.0)  # a feature that is always 0
     return loss_fn, params, {"x": x, "y": normal(7, 4)}
+
+
+@faulty(source="https://github.com/pytorch/pytorch/pull/33596", kind="backward")
+def epsilon_squared(half=jnp.float16):
+    """1e-3 protects a division, but not its derivative, which divides by the square of 1e-3."""
+    params = {"w": normal(8, 3, 4), "v": normal(9, 4)}
+
+    def loss_fn(params, x):
+        p = cast(params, half)
+        z = x.astype(half) @ p["w"]
+        z = z / (jnp.max(jnp.abs(z), axis=-1, keepdims=True) + 1e-3)  # fault
+        return mean_square(z @ p["v"] - 1)
+
+    return loss_fn, params, normal(10, 4, 3).at[2].set(0.0)

@@ -3,7 +3,9 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from trial_entry import cast, faulty, mean_square, normal
+from flax import nnx
+from jax.scipy.special import gammaln
+from trial_entry import cast, faulty, mean_square, normal, split
 
 
 @faulty(
@@ -75,6 +77,24 @@ def clipped_divergence(half=jnp.float16):
     return loss_fn, params, batch
 
 
+@faulty(
+    source="https://github.com/qubvel-org/segmentation_models.pytorch/issues/463", kind="overflow"
+)
+def dice(half=jnp.float16):
+    """The sum over a mask of 512 by 512 pixels."""
+    params = {"w": jnp.array(3.0), "b": jnp.array(0.5)}
+
+    def loss_fn(params, batch):
+        p = cast(params, half)
+        output = jax.nn.sigmoid(p["w"] * batch["image"].astype(half) + p["b"])
+        target = batch["mask"].astype(half)
+        intersection = jnp.sum(output * target)  # fault
+        return 1.0 - (2 * intersection / jnp.sum(output + target)).astype(jnp.float32)  # fault
+
+    image = 1 + normal(4, 512, 512, scale=0.1)
+    return loss_fn, params, {"image": image, "mask": jnp.ones((512, 512))}
+
+
 @faulty(source="https://github.com/pytorch/pytorch/issues/91597", kind="overflow", tuned=True)
 def number_of_elements(half=jnp.float16):
     """A sum divided by 70000, which is inf in float16: the loss is 0, and so are its gradients."""
@@ -85,6 +105,55 @@ def number_of_elements(half=jnp.float16):
         return (total / x.size).astype(jnp.float32)  # fault
 
     return loss_fn, params, normal(5, 70000)
+
+
+@faulty(source="https://github.com/huggingface/trl/issues/7221", kind="overflow")
+def entropy_bonus(half=jnp.float16):
+    """The logarithm of a probability is -inf, and the probability 0."""
+
+    class Policy(nnx.Module):
+        def __init__(self, rngs):
+            self.head = nnx.Linear(2, 3, dtype=half, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(x) * 40
+
+    definition, params = split(lambda: Policy(nnx.Rngs(0)))
+
+    def loss_fn(params, x):
+        log_p = jax.nn.log_softmax(nnx.merge(definition, params)(x))  # fault
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)  # fault
+        return -jnp.mean(entropy.astype(jnp.float32))
+
+    return loss_fn, params, jnp.array([[0.1, 0.2], [1500.0, -1000.0]])
+
+
+@faulty(source="https://github.com/kscalelabs/minppo/pull/19", kind="underflow")
+def gaussian_entropy(half=jnp.float16):
+    """The entropy of a Gaussian policy whose deviation is 1e-4: its square is 0."""
+    params = {"log_std": jnp.array([-9.2, -1.0]), "w": normal(14, 3, 2)}
+
+    def loss_fn(params, x):
+        p = cast(params, half)
+        deviation = jnp.exp(p["log_std"])
+        entropy = 0.5 * jnp.log(2 * jnp.pi * jnp.square(deviation + 1e-8))  # fault
+        return mean_square(x.astype(half) @ p["w"]) - jnp.mean(entropy.astype(jnp.float32))
+
+    return loss_fn, params, normal(15, 4, 3)
+
+
+@faulty(source="https://github.com/scverse/scvi-tools/issues/2965", kind="overflow")
+def negative_binomial(half=jnp.float16):
+    """The logarithm of the gamma function of a large inverse dispersion."""
+    params = {"mu": jnp.array([1.0, 0.5]), "log_theta": jnp.array([9.4, 2.0])}
+
+    def loss_fn(params, counts):
+        p, y = cast(params, half), counts.astype(half)
+        mu, theta = jnp.exp(p["mu"]), jnp.exp(p["log_theta"])
+        choose = gammaln(y + theta) - gammaln(theta)  # fault
+        return jnp.mean((y * jnp.log(mu + theta) - y * p["mu"] - choose).astype(jnp.float32)) * 1e-2
+
+    return loss_fn, params, jnp.array([[1.0, 0.0], [3.0, 1.0]])
 
 
 @faulty(source="https://github.com/NVIDIA/physicsnemo-sym/pull/160", kind="overflow")

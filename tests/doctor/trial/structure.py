@@ -1,5 +1,6 @@
 """Faults inside of scans, branches, remat and experts, and gradients that are flushed."""
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,51 @@ def dense_relu_dense(half=jnp.float16):
     return loss_fn, params, x * 3
 
 
+@faulty(source="https://github.com/tenstorrent/tt-metal/issues/56550", kind="overflow")
+def decay_in_two_factors(half=jnp.float16):
+    """Gated attention in chunks: exp(a - b) as exp(a) * exp(-b), one inf and the other 0."""
+    params = {"gate": normal(9, 3, scale=0.3), "w": normal(10, 3, 2)}
+
+    def loss_fn(params, x):
+        p, x = cast(params, half), x.astype(half)
+        log_decay = jnp.cumsum(-jax.nn.softplus(x @ p["gate"] + 1))
+        inverse = jnp.exp(-log_decay)  # fault
+        weights = jnp.tril(jnp.exp(log_decay)[:, None] * inverse)  # fault
+        return mean_square(weights @ (x @ p["w"]) - 1)
+
+    return loss_fn, params, normal(11, 16, 3)
+
+
+@faulty(source="https://github.com/VincentStimper/normalizing-flows/issues/47", kind="overflow")
+def affine_coupling(half=jnp.float16):
+    """The exponential of an unbounded scale, twice in a row."""
+
+    class Coupling(eqx.Module):
+        net: eqx.nn.Linear
+
+        def __call__(self, z):
+            shift, log_scale = jnp.split(self.net(z[:2]), 2)
+            moved = z[2:] * jnp.exp(log_scale) + shift  # fault
+            return jnp.concatenate([moved, z[:2]]), jnp.sum(log_scale)
+
+    keys = jax.random.split(jax.random.key(3), 2)
+    first, last = (Coupling(eqx.nn.Linear(2, 4, key=key)) for key in keys)
+    layers = [first, jax.tree.map(lambda w: w * 1e-6, last)]
+
+    def loss_fn(layers, x):
+        def likelihood(z):
+            total = jnp.zeros((), half)
+            for layer in cast(layers, half):
+                z, log_det = layer(z)
+                total = total + log_det
+            return jnp.log1p(jnp.max(jnp.abs(z.astype(jnp.float32)))) - total.astype(jnp.float32)
+
+        return jnp.mean(jax.vmap(likelihood)(x.astype(half)))
+
+    row = first.net.weight[3]
+    return loss_fn, layers, normal(14, 4, 4).at[1, :2].set(row * 12 / jnp.sum(jnp.square(row)))
+
+
 @faulty(source="https://github.com/jax-ml/jax/issues/9839", kind="input", tuned=True)
 def token_out_of_range(half=jnp.float16):
     """A token beyond the vocabulary: its embedding is NaN."""
@@ -85,6 +131,28 @@ def token_out_of_range(half=jnp.float16):
     return loss_fn, params, tokens
 
 
+@faulty(source="https://github.com/nerfstudio-project/nerfstudio/pull/104", kind="overflow")
+def density(half=jnp.float16):
+    """A density network whose hidden numbers overflow before the softplus, in one branch."""
+    params = {"features": normal(15, 4, 3, scale=9e3), "w": normal(16, 3, 4), "v": normal(17, 4)}
+
+    def loss_fn(params, batch):
+        p = cast(params, half)
+        x = p["features"][batch["cell"]]
+
+        def fine(x):
+            return jax.nn.relu(x @ p["w"] * 4)  # fault
+
+        def coarse(x):
+            return jax.nn.relu(x @ p["w"] * 1e-4)
+
+        h = jax.lax.cond(batch["is_fine"], fine, coarse, x)
+        sigma = jax.nn.softplus((h * 1e-5).astype(half) @ p["v"])
+        return mean_square(jnp.exp(-sigma) - 0.5)
+
+    return loss_fn, params, {"cell": jnp.array([0, 2, 3]), "is_fine": jnp.array(True)}
+
+
 @faulty(
     source="https://github.com/AUTOMATIC1111/stable-diffusion-webui/issues/14071", kind="epsilon"
 )
@@ -103,3 +171,16 @@ def noise_schedule(half=jnp.float16):
 
     batch = {"x": normal(19, 4, 2), "noise": normal(20, 4, 2), "step": jnp.array([0, 3, 1, 2])}
     return loss_fn, params, batch
+
+
+@faulty(source="https://github.com/tenstorrent/tt-metal/issues/55724", kind="flushed")
+def saturated_gate(half=jnp.float16):
+    """The sigmoid of 9 is 1, and its derivative s (1 - s) 0, whatever the loss scale."""
+    params = {"gate": normal(21, 3, 4, scale=0.1), "w": normal(22, 3, 4)}
+
+    def loss_fn(params, x):
+        p, x = cast(params, half), x.astype(half)
+        gate = jax.nn.sigmoid(x @ p["gate"] + 9)  # fault
+        return mean_square(gate * jnp.tanh(x @ p["w"]) - 1)
+
+    return loss_fn, params, normal(23, 5, 3)

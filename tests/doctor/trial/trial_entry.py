@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 KINDS = {
     "overflow": "a number beyond 65504",
@@ -27,11 +28,19 @@ KINDS = {
 
 
 class Entry(NamedTuple):
-    """What is known of a model of the trial."""
+    """What is known of a model of the trial.
 
-    kind: str  # one of `KINDS`, or `""` if the model is healthy
-    source: str  # the public report whose fault this is, or what looks suspicious in a healthy one
-    tuned: bool  # whether the doctor may be tuned on it; the others only count
+    Attributes:
+      kind: one of `KINDS`, or `""` if the model is healthy.
+      source: the public report whose fault this is, or for a healthy model what looks suspicious.
+      tuned: whether the doctor may be tuned on it. The others only count.
+      noise: part of the path of leaves whose gradients are 0 but for rounding, in float32, too.
+    """
+
+    kind: str
+    source: str
+    tuned: bool = False
+    noise: str = ""
 
     @property
     def is_faulty(self) -> bool:
@@ -42,8 +51,8 @@ def faulty(*, source: str, kind: str, tuned: bool = False) -> Callable[..., Any]
     return lambda factory: _marked(factory, Entry(kind, source, tuned))
 
 
-def healthy(*, looks: str, tuned: bool = False) -> Callable[..., Any]:
-    return lambda factory: _marked(factory, Entry("", looks, tuned))
+def healthy(*, looks: str, tuned: bool = False, noise: str = "") -> Callable[..., Any]:
+    return lambda factory: _marked(factory, Entry("", looks, tuned, noise=noise))
 
 
 def _marked(factory, entry):
@@ -68,6 +77,16 @@ def filled(make: Callable[[], Any]) -> Any:
 
     Matrices are random, biases 0 and other vectors 1.
     """
+    return _filled(jax.eval_shape(make))
+
+
+def split(make: Callable[[], Any]) -> Any:
+    """An NNX module as its definition and its parameters, `filled`."""
+    definition, shapes = nnx.split(nnx.eval_shape(make))
+    return definition, _filled(shapes)
+
+
+def _filled(shapes):
     seeds = iter(range(100, 200))
 
     def fill(path, leaf):
@@ -76,7 +95,7 @@ def filled(make: Callable[[], Any]) -> Any:
         constant = jnp.zeros if "bias" in jax.tree_util.keystr(path) else jnp.ones
         return constant(leaf.shape, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(fill, jax.eval_shape(make))
+    return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
 def cast(tree: Any, dtype: Any) -> Any:
