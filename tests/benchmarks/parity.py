@@ -31,8 +31,8 @@ import endings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import parity_equinox
 import parity_linen
-import parity_objects
 import parity_plain
 import report
 from parity_setup import WAYS, Model
@@ -53,16 +53,14 @@ MODELS = {
         parity_linen.resnet, "Flax's imagenet example", "test loss", 160, 32, vmapped=False
     ),
     "LSTM": Model(parity_plain.lstm, "Haiku's rnn example", "test loss", 300, 16),
-    "VAE": Model(parity_objects.vae, "Flax NNX's 05_vae.py", "test loss", 1000, 64),
     "GAN": Model(
-        parity_objects.dcgan,
+        parity_equinox.dcgan,
         "Equinox's DCGAN example",
         "distance to digits",
         250,
         32,
         vmapped=False,
     ),
-    "flow matching": Model(parity_plain.flow_matching, "plain JAX", "test loss", 800, 128),
     "PPO": Model(parity_linen.ppo, "purejaxrl's ppo.py", "return, of 500", 150, 8),
     "PINN": Model(
         parity_plain.allen_cahn, "jaxpi's Allen-Cahn", "test loss", 1000, 256, differentiated=True

@@ -1,10 +1,10 @@
-"""Models of `parity.py` in plain JAX: an LSTM, flow matching, super-resolution, and a PINN."""
+"""Models of `parity.py` in plain JAX: an LSTM, super-resolution, and a PINN."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from parity_setup import digits, held_out_text, photo, program, some, some_text, text
+from parity_setup import held_out_text, photo, program, some_text, text
 
 
 def _dense(key, inputs, outputs):
@@ -52,43 +52,6 @@ def lstm(way, steps, batch):
         loss_fn,
         lambda key: (some_text(key, batch, length),),
         lambda params: loss_fn(params, held_out),
-    )
-
-
-def flow_matching(way, steps, batch):
-    """Flow matching along straight lines from noise to digits: regression on velocities."""
-    images, held_out = (jnp.asarray(part[0].reshape(-1, 64)) * 2 - 1 for part in digits())
-    sizes = [64 + 32, 192, 192, 192, 64]
-
-    def init_params(key):
-        keys = jax.random.split(key, len(sizes) - 1)
-        return [_dense(*each) for each in zip(keys, sizes[:-1], sizes[1:], strict=True)]
-
-    def velocity(params, x, time):
-        angles = time * jnp.exp(jnp.linspace(0.0, np.log(1000.0), 16))
-        x = jnp.concatenate([x, jnp.sin(angles), jnp.cos(angles)], -1)
-        for layer in params[:-1]:
-            x = jax.nn.silu(_apply(layer, x))
-        return _apply(params[-1], x)
-
-    def loss_fn(params, key, target):
-        noise_key, time_key = jax.random.split(key)
-        noise = jax.random.normal(noise_key, target.shape)
-        time = jax.random.uniform(time_key, (len(target), 1))
-        predicted = way.model(velocity)(params, (1 - time) * noise + time * target, time)
-        return jnp.mean((predicted - (target - noise)) ** 2)
-
-    def draw(key):
-        key, chosen_key = jax.random.split(key)
-        return key, *some(chosen_key, batch, images)
-
-    return program(
-        way,
-        optax.adamw(optax.cosine_decay_schedule(2e-3, steps)),
-        init_params,
-        loss_fn,
-        draw,
-        lambda params: loss_fn(params, jax.random.key(7), jnp.tile(held_out, (8, 1))),
     )
 
 

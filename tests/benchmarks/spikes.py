@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import report
+from parity_linen import Transformer
 from parity_setup import digits, distance, held_out_text, some, some_text
 
 import jaxscale
@@ -44,36 +45,15 @@ class Program(NamedTuple):
     evaluate: Callable[[list[Any]], jax.Array]
 
 
-def transformer(bad=0.0, width=64, layers=2, heads=4, batch=16):
+def transformer(bad=0.0, batch=16):
     """A decoder of letters; from step 100 on a part `bad` of its batches is random letters."""
+    model = Transformer()
 
     def init(key):
-        def normal(number, *shape):
-            return jax.random.normal(jax.random.fold_in(key, number), shape) * shape[-2] ** -0.5
-
-        params = {
-            "embed": normal(0, LETTERS, width),
-            "place": normal(1, LENGTH, width),
-            "qkv": normal(2, layers, width, 3 * width),
-            "out": normal(3, layers, width, width),
-            "up": normal(4, layers, width, 4 * width),
-            "down": normal(5, layers, 4 * width, width),
-            "read": normal(6, width, LETTERS),
-        }
-        return [params]
-
-    def norm(x):
-        return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+        return [model.init(key, jnp.zeros((1, LENGTH), jnp.int32))]
 
     def cross_entropy(params, text):
-        x = params["embed"][text[:, :-1]] + params["place"]
-        for layer in range(layers):
-            qkv = norm(x) @ params["qkv"][layer]
-            q, k, v = jnp.split(qkv.reshape(*x.shape[:2], heads, -1), 3, axis=-1)
-            mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-            x += mixed.reshape(x.shape) @ params["out"][layer]
-            x += jax.nn.gelu(norm(x) @ params["up"][layer]) @ params["down"][layer]
-        logits = norm(x) @ params["read"]
+        logits = model.apply(params, text[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
     def loss(params, players, key, index):
@@ -82,10 +62,7 @@ def transformer(bad=0.0, width=64, layers=2, heads=4, batch=16):
         is_bad = jax.random.bernoulli(jax.random.fold_in(key, 2), bad) & (index >= 100)
         return cross_entropy(params, jnp.where(is_bad, noise, text))
 
-    def evaluate(players):
-        return cross_entropy(players[0], jnp.asarray(held_out_text(LENGTH)))
-
-    return Program(init, [loss], evaluate)
+    return Program(init, [loss], lambda players: cross_entropy(players[0], held_out_text(LENGTH)))
 
 
 def gan(noise=16, width=128, batch=64):

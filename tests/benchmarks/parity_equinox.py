@@ -1,84 +1,12 @@
-"""Models of `parity.py` whose parameters are in objects: a VAE in Flax NNX, a GAN in Equinox."""
+"""The model of `parity.py` in Equinox: a GAN."""
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from parity_setup import Loss, Program, digits, distance, some
 
 import jaxscale
-import jaxscale.nnx
-
-
-class Divergence(nnx.Variable):
-    """What the encoder leaves for the loss function to collect."""
-
-
-class Encoder(nnx.Module):
-    def __init__(self, inputs, hidden, latent, rngs):
-        self.hidden = nnx.Linear(inputs, hidden, rngs=rngs)
-        self.mean = nnx.Linear(hidden, latent, rngs=rngs)
-        self.log_std = nnx.Linear(hidden, latent, rngs=rngs)
-        self.rngs = rngs
-
-    def __call__(self, x):
-        hidden = nnx.relu(self.hidden(x))
-        mean, std = self.mean(hidden), jnp.exp(self.log_std(hidden))
-        self.divergence = Divergence(0.5 * jnp.mean(-jnp.log(std**2) - 1 + std**2 + mean**2))
-        return mean + std * jax.random.normal(self.rngs.noise(), mean.shape)
-
-
-class VAE(nnx.Module):
-    def __init__(self, rngs, hidden=128, latent=16):
-        self.encoder = Encoder(64, hidden, latent, rngs)
-        self.hidden = nnx.Linear(latent, hidden, rngs=rngs)
-        self.out = nnx.Linear(hidden, 64, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(nnx.relu(self.hidden(self.encoder(x))))
-
-
-def vae(way, steps, batch):
-    """Like Flax's `examples/nnx_toy_examples/05_vae.py`: binary pixels, and Adam."""
-    images, held_out = ((part[0].reshape(-1, 64) > 0.5).astype(jnp.float32) for part in digits())
-    tx = way.optimizer(optax.adam(1e-3))
-
-    def loss_fn(model, x):
-        logits = way.model(model)(x)
-        divergence = sum(jax.tree.leaves(nnx.pop(model, Divergence)), 0.0)
-        return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, x)) + 0.1 * divergence
-
-    train_step = jaxscale.nnx.train_step(way.cast(loss_fn))
-
-    def both(key):
-        params_key, noise_key = jax.random.split(key)
-        model = VAE(nnx.Rngs(params_key, noise=noise_key))
-        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    description = nnx.graphdef(both(jax.random.key(0)))
-
-    def step(carry, key):
-        model, optimizer = nnx.merge(description, carry)
-        loss = train_step(model, optimizer, *some(key, batch, images))
-        return nnx.state((model, optimizer)), loss
-
-    def losses(carry, key):
-        model, optimizer = nnx.merge(description, carry)
-        model_description, params, rest = nnx.split(model, nnx.Param, ...)
-
-        def of_params(params):
-            # Copies, made where the loss is traced: NNX lets the noise's counter change only there.
-            copies = jax.tree.map(lambda leaf: leaf, (params, rest))
-            return loss_fn(nnx.merge(model_description, *copies), *some(key, batch, images))
-
-        return [Loss(of_params, params, optimizer.opt_state)]
-
-    def evaluate(carry):
-        model, _ = nnx.merge(description, carry)
-        return loss_fn(model, jnp.tile(held_out, (8, 1)))
-
-    return Program(lambda key: nnx.state(both(key)), step, evaluate, losses)
 
 
 NOISE = 32
