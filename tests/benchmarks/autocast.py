@@ -22,10 +22,7 @@ All methods multiply the loss by 1024, which is fixed, and divide the gradients 
 differ.
 """
 
-import argparse
-import json
 import os
-import pathlib
 import statistics
 import sys
 import time
@@ -41,13 +38,11 @@ import casts
 import jax
 import jax.numpy as jnp
 import jaxprs
-import machine
 import models
 import numpy as np
 import optax
 import processes
-from rich.console import Console
-from rich.table import Table
+import report
 
 SCALE = 2.0**10
 LEARNING_RATE, LAST = 1e-3, 10
@@ -153,32 +148,27 @@ def compile_for_h100(name, kind, size):
 
 
 def table(row):
-    float32 = row["methods"][casts.FLOAT32]
-    rounded = float32["from_rounded"]["loss"] - float32["loss"]
-    result = Table(
-        title=f"{row['model']}, {row['parameters'] / 1e6:.3g}M parameters",
-        caption=f"loss after {row['steps']} steps; float32 from rounded weights: {rounded:+.4f}",
+    exact = row["methods"][casts.FLOAT32]
+    rounded = exact["from_rounded"]["loss"] - exact["loss"]
+    columns = {
+        "forward": lambda each: "{half}/{products}".format(**each["forward"]),
+        "backward": lambda each: "{half}/{products}".format(**each["backward"]),
+        "1 - cosine": lambda each: f"{1 - each['cosine']:.1e}",
+        "largest": lambda each: f"{1 - each['smallest_cosine']:.1e}",
+        "loss - float32": lambda each: f"{each['loss'] - exact['loss']:+.4f}",
+        "kept MB": lambda each: f"{each['kept_bytes'] / 1e6:.1f}",
+        "temp MB": lambda each: f"{each['temporary_bytes'] / 1e6:.1f}",
+        "H100 MB": lambda each: f"{each.get('h100', {}).get('temporary_bytes', np.nan) / 1e6:.0f}",
+        "trace": lambda each: f"{each['trace']['median']:.2f}",
+        "compile": lambda each: f"{each['compile']['median']:.2f}",
+    }
+    return report.table(
+        f"{row['model']}, {row['parameters'] / 1e6:.3g}M parameters",
+        columns,
+        row["methods"],
+        f"float32 after {row['steps']} steps: {exact['loss']:.4f}, {rounded:+.4f} if it starts "
+        "from rounded weights",
     )
-    result.add_column("method", no_wrap=True)
-    headings = ["forward", "backward", "1 - cosine", "largest", "loss", "kept MB", "temp MB"]
-    for heading in [*headings, "H100 MB", "trace", "compile"]:
-        result.add_column(heading, justify="right", no_wrap=True)
-    for name, report in row["methods"].items():
-        if "error" in report:
-            continue
-        loss, memory = report["loss"], report.get("h100", {}).get("temporary_bytes")
-        both = report["forward"], report["backward"]
-        result.add_row(
-            name,
-            *(f"{counted['half']}/{counted['products']}" for counted in both),
-            *(f"{1 - report[key]:.1e}" for key in ("cosine", "smallest_cosine")),
-            f"{loss:.4f}" if name == casts.FLOAT32 else f"{loss - float32['loss']:+.4f}",
-            f"{report['kept_bytes'] / 1e6:.1f}",
-            f"{report['temporary_bytes'] / 1e6:.1f}",
-            "" if memory is None else f"{memory / 1e6:.0f}",
-            *(f"{report[key]['median']:.2f}" for key in ("trace", "compile")),
-        )
-    return result
 
 
 def measure(kind, names, options, show):
@@ -209,32 +199,20 @@ def measure(kind, names, options, show):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report.parser(__doc__, 3, None, 600, casts.METHODS, models.SIZES)
     add = parser.add_argument
-    add("--size", choices=models.SIZES, default="laptop")
     add("--models", nargs="+", choices=models.MODELS, default=list(models.MODELS), metavar="MODEL")
-    add("--only", nargs="+", choices=casts.METHODS, metavar="METHOD", help="besides float32")
     add("--steps", type=int, default=60, help="of the training")
-    add("--rounds", type=int, default=3, help="turns of each method, to trace and compile")
-    add("--limit", type=float, default=600, help="seconds to check and train a method")
     add("--h100", choices=models.SIZES, help="also compile models of this size for an H100")
-    add("--json", type=pathlib.Path, help="where to write the figures")
     options = parser.parse_args()
-    console = Console(width=140)
-    wanted = {casts.FLOAT32, *(options.only or casts.METHODS)}
-    names = [name for name in casts.METHODS if name in wanted]
-    result = {"machine": processes.call(machine.describe), "rows": []}
-    console.print(machine.line(result["machine"]))
+    names = [name for name in casts.METHODS if name in {casts.FLOAT32, *options.only}]
+    console, result = report.begin(width=140)
     with console.status("") as status:
         for kind in options.models:
             row = measure(kind, casts.apart(names, kind), options, status.update)
             result["rows"].append(row)
             console.print(table(row))
-            for name, report in row["methods"].items():
-                if "error" in report:
-                    console.print(f"{name}: {report['error']}")
-            if options.json:
-                options.json.write_text(json.dumps(result, indent=1) + "\n")
+            report.write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ Last, one step of one seed is compiled for each way in float16, and timed: the w
 """
 
 import contextlib
+import functools
 import json
 import operator
 import os
@@ -197,68 +198,42 @@ def costs(model, ways, steps, batch, rounds):
     return found
 
 
+def measure(name, options, show):
+    """Returns the row of a model: what came of each way, and what a step of it costs."""
+    model = MODELS[name]
+    steps, batch = options.steps or model.steps, options.batch or model.batch
+    row = {"model": name, "like": model.like, "measured": model.measured, "ways": {}}
+    ways = [way for way in WAYS if way.boundary != "network" or not model.differentiated]
+    for way in ways:
+        shown = functools.partial("{}, {}: loss {:.5g}".format, name, way.name)
+        seeds = range(options.seeds)
+        outcome = train(model, way, seeds, steps, batch, lambda loss, of=shown: show(of(loss)))
+        row["ways"][way.name] = outcome
+    for way, cost in costs(model, ways, steps, batch, options.rounds).items():
+        row["ways"][way]["cost"] = cost
+    return row | {"steps": steps, "batch": batch}
+
+
 def main():
-    names = [way.name for way in WAYS]
     parser = endings.parser(__doc__)
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
-    add("--ways", nargs="*", choices=names, default=names, metavar="WAY")
     add("--batch", type=int, help="the size of a batch, instead of that of each model")
-    add("--rounds", type=int, default=15, help="how often a step of each way is timed; 0: no costs")
-    add("--add", action="store_true", help="keep what the file of figures has, and add to it")
+    add("--rounds", type=int, default=15, help="how often a step of each way is timed")
     options = parser.parse_args()
     if options.redraw:
         result = json.loads(options.redraw.read_text())
     else:
         console, result = report.begin()
         result["seeds"] = options.seeds
-        if options.add:
-            result = json.loads(options.json.read_text())
         with console.status("") as status:
             for name in options.models:
-                for _ in fill(_row(name, result, options), options, status.update):
-                    report.write(options.json, result)
-    tables = [endings.parity, endings.scalings, endings.costs]
-    for table in tables if options.rounds else tables[:2]:
+                result["rows"].append(measure(name, options, status.update))
+                report.write(options.json, result)
+    for table in (endings.parity, endings.scalings, endings.costs):
         print(table(result["rows"]), end="\n\n")
     if options.plot:
         endings.draw_parity(result, options.plot)
-
-
-def _row(name, result, options):
-    """Returns the row of a model among the results, which may have to be begun."""
-    for row in result["rows"]:
-        if row["model"] == name:
-            return row
-    model = MODELS[name]
-    row = {"model": name, "like": model.like, "measured": model.measured, "ways": {}}
-    row |= {"steps": options.steps or model.steps, "batch": options.batch or model.batch}
-    result["rows"].append(row)
-    return row
-
-
-def fill(row, options, show):
-    """Puts into a row what came of each way, and yields after each."""
-    model, steps, batch = MODELS[row["model"]], row["steps"], row["batch"]
-    ways = [way for way in WAYS if way.boundary != "network" or not model.differentiated]
-    for way in ways:
-        if way.name in options.ways:
-            what = f"{row['model']}, {way.name}"
-            show(what)
-            outcome = train(
-                model,
-                way,
-                range(options.seeds),
-                steps,
-                batch,
-                lambda loss, what=what: show(f"{what}: loss {loss:.5g}"),
-            )
-            row["ways"].setdefault(way.name, {}).update(outcome)
-            yield
-    if options.rounds:
-        for name, cost in costs(model, ways, steps, batch, options.rounds).items():
-            row["ways"].setdefault(name, {})["cost"] = cost
-        yield
 
 
 if __name__ == "__main__":

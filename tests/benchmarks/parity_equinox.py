@@ -8,7 +8,6 @@ from parity_setup import Loss, Program, digits, distance, some
 
 import jaxscale
 
-
 NOISE = 32
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 
-import machine
+import report
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RESULTS = ROOT / "tests" / "benchmarks" / "results" / "examples-cpu.json"
@@ -26,7 +26,7 @@ def main(names):
         # Without where the picture is, and how long it took.
         left_out = re.compile(re.escape(folder) + r"|\d:\d\d:\d\d$")
         lines = [line for line in printed.splitlines() if not left_out.search(line)]
-        recorded[name] = {"machine": machine.describe()[0], "printed": lines}
+        recorded[name] = {"machine": report.describe()[0], "printed": lines}
     RESULTS.write_text(json.dumps(recorded, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -1,17 +1,26 @@
-"""What the programs share beside their measurements: options, files of figures, and tables."""
+"""What the programs share: options, what they ran on, files of figures, and tables."""
 
 import argparse
+import datetime
+import importlib.metadata
 import json
 import pathlib
+import platform
+import re
 
-import machine
+import jax
 import numpy as np
 import processes
 from rich.console import Console
 from rich.table import Table
 
+import jaxscale
 
-def parser(doc, rounds=None, seconds=None, limit=None):
+PACKAGES = ["jax", "jaxlib", "optax", "flax", "jmp", "mixed-precision-for-jax", "jaxamp"]
+PACKAGES += ["libtpu", "jax-cuda12-plugin"]
+
+
+def parser(doc, rounds=None, seconds=None, limit=None, methods=(), sizes=()):
     """Returns a parser of options, with those of methods that take turns if these are given."""
     result = argparse.ArgumentParser(description=doc.splitlines()[0])
     add = result.add_argument
@@ -21,13 +30,49 @@ def parser(doc, rounds=None, seconds=None, limit=None):
         add("--seconds", type=float, default=seconds, help="length of a turn")
     if limit:
         add("--limit", type=float, default=limit, help="seconds until a method is ready")
+    if methods:
+        add("--only", nargs="+", choices=methods, default=list(methods), metavar="METHOD")
+    if sizes:
+        add("--size", choices=sizes, default="laptop")
     return result
+
+
+def describe():
+    """Returns machine, device, versions and date, and nothing to run: see `processes.call`."""
+    versions = {"jaxscale": jaxscale.__version__}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    return {
+        "device": jax.devices()[0].device_kind,
+        "backend": jax.default_backend(),
+        "processor": models[0] if models else platform.processor(),
+        "cores": len(models) or None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }, None
+
+
+def line(described):
+    """Returns it as one line of text."""
+    versions = [f"{name} {version}" for name, version in described["versions"].items() if version]
+    return (
+        f"{described['date']}: {described['backend']} ({described['device']}), "
+        f"{described['cores']} cores of {described['processor']}, "
+        f"Python {described['python']}, {', '.join(versions)}"
+    )
 
 
 def begin(width=170):
     """Returns a console, and the figures of a run that begins: what it runs on, and no rows."""
-    console, figures = Console(width=width), {"machine": processes.call(machine.describe)}
-    console.print(machine.line(figures["machine"]))
+    console, figures = Console(width=width), {"machine": processes.call(describe)}
+    console.print(line(figures["machine"]))
     return console, figures | {"rows": []}
 
 
@@ -75,5 +120,4 @@ def mean_and_spread(values):
 
 def where(described):
     """Returns what a picture's title says of the machine."""
-    jax = described["versions"]["jax"]
-    return f"{described['device']}, JAX {jax}, {described['date'][:10]}"
+    return f"{described['device']}, JAX {described['versions']['jax']}, {described['date'][:10]}"

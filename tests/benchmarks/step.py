@@ -126,14 +126,11 @@ def table(row):
 
 
 def main():
-    names = methods.FROM_GRADIENTS
-    parser = report.parser(__doc__, rounds=15, seconds=0.3, limit=300)
+    parser = report.parser(__doc__, 15, 0.3, 300, methods.FROM_GRADIENTS, trees.TREES)
     add = parser.add_argument
-    add("--size", choices=trees.TREES, default="laptop")
     add("--trees", nargs="+", choices=trees.TREES["laptop"], default=list(trees.TREES["laptop"]))
     add("--gradients", nargs="+", choices=trees.DTYPES, default=list(trees.DTYPES))
     add("--clip", nargs="+", choices=trees.CLIPS, default=list(trees.CLIPS))
-    add("--only", nargs="+", choices=names, default=names, metavar="METHOD", help=str(names))
     options = parser.parse_args()
     kinds = list(itertools.product(options.gradients, options.clip))
     console, result = report.begin()

@@ -61,28 +61,23 @@ def test_checks_see_what_is_wrong():
             checks.run(method, step, {"w": (3,)}, "float32", False, ["w"], 1e-5, steps=3)
         )
 
-    def twice(carry, grads):
-        return sound.step(carry, jax.tree.map(lambda g: 2 * g, grads))
+    def before(change):
+        return lambda carry, grads: sound.step(carry, {"w": change(grads["w"])})
 
-    def by_the_sum(carry, grads):
-        bad = ~jnp.isfinite(jnp.sum(grads["w"]))
-        return sound.step(carry, {"w": jnp.where(bad, jnp.nan, grads["w"])})
+    def after(change):
+        return lambda carry, grads: change(*sound.step(carry, grads), grads["w"])
 
-    def times_zero(carry, grads):
-        params, state = sound.step(carry, grads)
-        return jax.tree.map(lambda p: p + 0 * grads["w"][0], params), state
+    def by_a_bit(params, state, grads):
+        mu = jnp.nextafter(optax.tree_utils.tree_get(state, "mu")["w"], jnp.inf)
+        return params, optax.tree_utils.tree_set(state, mu={"w": mu})
 
-    def by_a_bit(carry, grads):
-        params, state = sound.step(carry, grads)
-        mu = optax.tree_utils.tree_get(state, "mu")
-        mu = jax.tree.map(lambda m: jnp.nextafter(m, jnp.inf), mu)
-        return params, optax.tree_utils.tree_set(state, mu=mu)
-
+    by_the_sum = before(lambda g: jnp.where(jnp.isfinite(jnp.sum(g)), g, jnp.nan))
+    times_zero = after(lambda params, state, g: ({"w": params["w"] + 0 * g[0]}, state))
     assert not faults(sound)
-    assert "first moments" in faults(sound, step=twice)
+    assert "first moments" in faults(sound, step=before(lambda g: 2 * g))
     assert "skipped finite" in faults(sound, step=by_the_sum)
     assert "left a trace" in faults(sound, step=times_zero)
-    assert "left a trace" in faults(sound, step=by_a_bit)
+    assert "left a trace" in faults(sound, step=after(by_a_bit))
     assert "was not skipped" in faults(methods.make(methods.BARE, clip=False), skips=True)
 
 
@@ -161,7 +156,9 @@ def timed(path, *command):
 
 
 @pytest.mark.slow
-def test_step_writes_what_a_step_moves_and_how_long_it_takes(tmp_path):
+def test_steps_are_timed_alone_and_with_their_model(tmp_path):
+    (row,) = timed(tmp_path / "whole.json", "transformer.py", "--size=tiny", "--clip=unclipped")
+    assert all(report["to_bare"]["median"] > 0 for report in row["methods"].values())
     command = ["step.py", "--size=tiny", "--trees=huge", "--clip=clipped", "--gradients=float16"]
     (row,) = timed(tmp_path / "step.json", *command)
     assert (row["tree"], row["leaves"], row["parameters"]) == ("huge", 1, 4096)
@@ -170,22 +167,6 @@ def test_step_writes_what_a_step_moves_and_how_long_it_takes(tmp_path):
         assert min(report["to_bare"]["median"], report["to_limit"]["median"]) > 0
         assert report["bytes_per_parameter"] > row["limit_bytes_per_parameter"] - 2, name
         assert report["kernels"] == sum(report["kernels_by_kind"].values()) > 0
-
-
-@pytest.mark.slow
-def test_transformer_times_whole_steps(tmp_path):
-    command = ["transformer.py", "--size=tiny", "--clip=unclipped"]
-    (row,) = timed(tmp_path / "transformer.json", *command)
-    assert all(report["to_bare"]["median"] > 0 for report in row["methods"].values())
-
-
-@pytest.mark.slow
-def test_leaves_goes_along_both_axes(tmp_path):
-    picture = tmp_path / "leaves.png"
-    command = ["leaves.py", "--leaves=10", "--parameters=10000", f"--picture={picture}"]
-    rows = timed(tmp_path / "leaves.json", *command)
-    assert [(row["axis"], row["number"]) for row in rows] == [("leaves", 10), ("parameters", 10**4)]
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_products_are_counted_in_programs_inside_of_programs():
@@ -203,17 +184,13 @@ def test_products_are_counted_in_programs_inside_of_programs():
     assert jaxprs.products(jax.make_jaxpr(jax.value_and_grad(loss_fn))(w)) == (3, 3 + 6 + 1)
 
 
-KEPT = [
-    (lambda w: 3 * w, 0),
-    (lambda w: w * w, 0),  # the parameters, which are there anyway
-    (jnp.exp, 400),
-    (lambda w: jnp.exp(w.astype(jnp.float16)), 200),
-]
-
-
 def test_what_the_backward_pass_keeps_is_counted_without_parameters():
-    for fun, expected in KEPT:
-        assert jaxprs.residual_bytes(lambda w, fun=fun: jnp.sum(fun(w)), jnp.ones(100)) == expected
+    def kept(fun):
+        return jaxprs.residual_bytes(lambda w: jnp.sum(fun(w)), jnp.ones(100))
+
+    assert kept(lambda w: 3 * w) == 0
+    assert kept(lambda w: w * w) == 0  # the parameters, which are there anyway
+    assert (kept(jnp.exp), kept(lambda w: jnp.exp(w.astype(jnp.float16)))) == (400, 200)
 
 
 @pytest.mark.slow

@@ -77,10 +77,9 @@ def first_judged_step():
 
 
 def default_rule():
-    policy = jaxscale.DynamicLossScale()
-    assert (policy.growth_factor, policy.backoff_factor) == (2, 0.5)
-    ends = power(policy.init_scale), policy.growth_interval, power(policy.max_scale)
-    return [*ends, policy.min_scale]
+    assert (RULE.growth_factor, RULE.backoff_factor) == (2, 0.5)
+    ends = power(RULE.init_scale), RULE.growth_interval, power(RULE.max_scale)
+    return [*ends, RULE.min_scale]
 
 
 def room_for_growth():
@@ -95,21 +94,6 @@ def room_for_growth():
         return jnp.isfinite(jax.grad(grow)(jnp.float32(0)))
 
     return power(2.0 ** max(exponent for exponent in range(12, 20) if fits(exponent)))
-
-
-def smallest():
-    """What half of the smallest number of float16 is, in one digit."""
-    return f"{float(jnp.finfo('float16').smallest_subnormal) / 2:.0e}".replace("e-0", "e-")
-
-
-def finer():
-    half, bfloat = jnp.finfo("float16"), jnp.finfo("bfloat16")
-    return WORDS[half.nmant - bfloat.nmant], float(bfloat.eps / half.eps)
-
-
-def first_falls():
-    policy = jaxscale.DynamicLossScale()
-    return [power(policy.init_scale), power(policy.init_scale * policy.backoff_factor**2)]
 
 
 def scalers():
@@ -129,19 +113,11 @@ def pixels():
     return int(sizes[0]) * int(sizes[1]) ** 2 * 3 / 1e6
 
 
-def flushed():
-    return runpy.run_path(str(ROOT / "examples" / "gradients.py"))["main"]()
-
-
 def quickstart(run):
     """The cells of a row of the table that the quickstart printed."""
     rows = [line for line in QUICKSTART["printed"] if "│" in line]
     (cells,) = (row.split("│")[2:-1] for row in rows if f" {run} " in row)
     return [re.sub(" dB| steps", "", cell).strip() for cell in cells]
-
-
-def decibels(*runs):
-    return [quickstart(run)[1] for run in runs]
 
 
 def mismatch(name):
@@ -150,12 +126,6 @@ def mismatch(name):
 
 
 # From the results.
-
-
-def newest_versions():
-    machine = RESULTS["autocast-cpu"]["machine"]
-    versions = machine["versions"]
-    return [short(machine["python"]), short(versions["jax"]), versions["flax"]]
 
 
 def parity():
@@ -199,10 +169,6 @@ def faults():
     return WORDS[jax.device_count()], WORDS[max(number for number, _ in hosts.values())]
 
 
-def whole_step(name):
-    return RESULTS["transformer-cpu"]["rows"][0]["methods"][name]["to_bare"]["median"]
-
-
 def part(name):
     """Times relative to plain Optax by the dtype of the gradients, then kernels."""
     rows = {
@@ -214,12 +180,6 @@ def part(name):
     assert (program["target"], program["layout"]) == ("H100", "optimizer alone")
     kernels = {name: report["kernels"] for name, report in program["methods"].items()}
     return rows["float32"], rows["float16"], kernels[name] / kernels["bare optax"]
-
-
-def part_machine():
-    found = RESULTS["step-cpu"]
-    assert found["machine"]["processor"] == "AMD EPYC"
-    return found["rows"][0]["parameters"] / 1e6, found["machine"]["cores"]
 
 
 def compiled(chips):
@@ -268,8 +228,17 @@ def memory(row, name):
 
 
 THREE = ("float32", "float16", "float16, scaled")
+HALF, BFLOAT, RULE = jnp.finfo("float16"), jnp.finfo("bfloat16"), jaxscale.DynamicLossScale()
+TESTED, PARTS = RESULTS["autocast-cpu"]["machine"], RESULTS["step-cpu"]
+WHOLE = {
+    name: [m["to_bare"]["median"]]
+    for name, m in RESULTS["transformer-cpu"]["rows"][0]["methods"].items()
+    if "to_bare" in m
+}
 RMS, LARGEST = "RMS of log(ratio)", "largest ratio, less 1"
 STEP, APPLY, LINES = "jaxscale.train_step", "jaxscale.apply_gradients", "jaxscale optax wrapper"
+
+FLUSHED = "float16 flushes {:.1%} of these gradients"
 
 # Pieces of the README; a function, and its arguments. What it computes, one number or several, is
 # formatted into the fields.
@@ -277,18 +246,26 @@ CLAIMS = {
     "from the {}th step on neither": (first_judged_step,),
     "a mean over {:.1f} million numbers ends": (pixels,),
     "PSNR of {} dB in float32, {} dB in float16, and {} dB in float16 with a loss scale.": (
-        decibels,
-        *THREE,
+        lambda: [quickstart(run)[1] for run in THREE],
     ),
-    "float16 has {} bits more than bfloat16, and rounds {:.0f} times less.": (finer,),
+    "float16 has {} bits more than bfloat16, and rounds {:.0f} times less.": (
+        lambda: [WORDS[HALF.nmant - BFLOAT.nmant], float(BFLOAT.eps / HALF.eps)],
+    ),
     "or if nothing seems to be scaled, which it knows after {:,} steps": (lambda: _progress._LONG,),
     "by {:.2%} in bfloat16 and by {:.2%} in float16": (mismatch, RMS),
     "at most by {:.0%} and by {:.1%}": (mismatch, LARGEST),
     "(means of {} seeds)": (lambda: WORDS[len(RL["float16"][RMS])],),
     "probabilities differ {:.0f} times less": (lambda: np.divide(*mismatch(RMS)),),
     "Python {}, JAX {}, Optax {}, Flax {} (if you use Flax)": (oldest, "jax", "optax", "flax"),
-    "tested up to Python {}, JAX {} and Flax {}.": (newest_versions,),
-    "float16 flushes numbers below {} to zero": (smallest,),
+    "tested up to Python {}, JAX {} and Flax {}.": (
+        lambda: [
+            *map(short, [TESTED["python"], TESTED["versions"]["jax"]]),
+            TESTED["versions"]["flax"],
+        ],
+    ),
+    "float16 flushes numbers below {} to zero": (
+        lambda: f"{float(HALF.smallest_subnormal) / 2:.0e}".replace("e-0", "e-"),
+    ),
     "{} small programs, from PPO to a ResNet, were trained: super-resolution ends {:.0%} above "
     "float32's error without a scale and within {:.2%} with it; for the other {}, {} seeds": (
         parity,
@@ -297,7 +274,7 @@ CLAIMS = {
     "On a CPU with JAX {} the first printed": (
         lambda: short(QUICKSTART["machine"]["versions"]["jax"]),
     ),
-    "(cubic interpolation: {} dB)": (decibels, "(cubic alone)"),
+    "(cubic interpolation: {} dB)": (lambda: quickstart("(cubic alone)")[1],),
     "| float32 | {} | {} dB | {} | {} steps | {} |": (quickstart, THREE[0]),
     "| float16 | {} | {} dB | {} | {} steps | {} |": (quickstart, THREE[1]),
     "| float16, scaled | {} | {} dB | {} | {} steps | {} |": (quickstart, THREE[2]),
@@ -309,8 +286,10 @@ CLAIMS = {
     ),
     "more than {} times larger inside of the model": (room_for_growth,),
     "at {:.1f} to {:.0f} times that loss without it": (trainers,),
-    "{} that falls to {} in the first steps is normal": (first_falls,),
-    "float16 flushes {:.1%} of these gradients": (flushed,),
+    "{} that falls to {} in the first steps is normal": (
+        lambda: [power(RULE.init_scale * RULE.backoff_factor**falls) for falls in (0, 2)],
+    ),
+    FLUSHED: (lambda: runpy.run_path(str(ROOT / "examples" / "gradients.py"))["main"](),),
     "gradients of a mean over {:.1f} million pixels": (pixels,),
     "the scale rises to {} and nothing": (lambda: default_rule()[2],),
     "starts at `init_scale`, {}; after `growth_interval` ({}) finite steps in a row it doubles, up "
@@ -320,16 +299,22 @@ CLAIMS = {
     "{} passes": (replays,),
     "the rules of {} other scalers": (scalers,),
     "on one of {} devices, in one of {} processes": (faults,),
-    "takes {:.2f} times as long as with plain optax with `train_step`": (whole_step, STEP),
-    "and {:.2f} times with the three lines": (whole_step, LINES),
-    "with Flax's `DynamicScale` {:.2f}": (whole_step, "Flax DynamicScale"),
-    "with jmp {:.2f}": (whole_step, "jmp"),
+    "takes {:.2f} times as long as with plain optax with `train_step`": (WHOLE.get, STEP),
+    "and {:.2f} times with the three lines": (WHOLE.get, LINES),
+    "with Flax's `DynamicScale` {:.2f}": (WHOLE.get, "Flax DynamicScale"),
+    "with jmp {:.2f}": (WHOLE.get, "jmp"),
     "| `jaxscale.train_step` | {:.2f} | {:.2f} | {:.2f} |": (part, STEP),
     "| `jaxscale.apply_gradients` | {:.2f} | {:.2f} | {:.2f} |": (part, APPLY),
     "| three lines, `tx.update` | {:.2f} | {:.2f} | {:.2f} |": (part, LINES),
     "| Flax `DynamicScale` | {:.2f} | {:.2f} | {:.2f} |": (part, "Flax DynamicScale"),
     "| `optax.apply_if_finite` | {:.2f} | {:.2f} | {:.2f} |": (part, "optax.apply_if_finite"),
-    "AdamW, {:.0f} million parameters as in GPT-2, {} cores of an AMD EPYC": (part_machine,),
+    "AdamW, {:.0f} million parameters as in GPT-2, {} cores of an {}": (
+        lambda: [
+            PARTS["rows"][0]["parameters"] / 1e6,
+            PARTS["machine"]["cores"],
+            PARTS["machine"]["processor"],
+        ],
+    ),
     "on {} chips of a TPU v5e a whole step moves {:.2f} times the bytes of plain optax and "
     "exchanges {} bytes more in {} messages": (messages, 256),
     "On one chip it moves {:.2f} times the bytes, as clipping does": (bytes_moved_by_one,),
@@ -361,7 +346,7 @@ def test_every_number_comes_from_somewhere():
 
 
 # 3 million gradients take long.
-@cases("claim", CLAIMS, fast=[claim for claim, source in CLAIMS.items() if source[0] != flushed])
+@cases("claim", CLAIMS, fast=[claim for claim in CLAIMS if claim != FLUSHED])
 def test_a_number_is_what_its_source_says(claim):
     source, *args = CLAIMS[claim]
     figures = source(*args)
