@@ -98,7 +98,7 @@ def compile_step(row, name):
     clip, name = name.endswith(CLIPPED), name.removesuffix(CLIPPED)
     if row.layout == OPTIMIZER:
         there = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec())
-        shapes = trees.TREES["gpu"]["gpt2"]
+        shapes = trees.SIZES["gpu"]
         params, batch = (trees.avals(shapes, dtype, there) for dtype in ("float32", row.dtype))
         method = methods.make(name, clip)
     else:

@@ -2,20 +2,17 @@
 
     python tests/benchmarks/step.py [--size laptop|gpu] [--json FILE] [--only NAME ...]
 
-Checks each method first, then times all of them in turn, and prints a table for each tree,
-dtype of gradients, and with and without clipping of the global norm. What a row includes:
-`methods.py`. What is counted as a kernel: `hlo.py`.
+Checks each method first, then times all of them in turn on a tree like GPT-2: a table for each
+dtype of gradients. What a row includes: `methods.py`. What is counted as a kernel: `hlo.py`.
 """
 
 import gc
-import itertools
 import statistics
 import time
 
 import checks
 import hlo
 import jax
-import jax.numpy as jnp
 import methods
 import processes
 import report
@@ -53,44 +50,16 @@ def prepare(name, shapes, dtype, clip):
     return {"faults": faults} | times | hlo.program(step, trees.size(shapes)), run
 
 
-def prepare_stream(number_of_bytes):
-    """Returns an empty report, and what times the plainest loop over so many bytes: ``x += y``.
-
-    It holds no more than a gibibyte, which is far beyond any cache, and repeats it.
-    """
-    held = min(number_of_bytes, 2**30)
-    x, y = (jnp.full(max(1, held // 12), value, jnp.float32) for value in (0.0, 1.0))
-    add = jax.jit(jnp.add, donate_argnums=0)
-    run = processes.timed(lambda x: add(x, y), x, jax.block_until_ready)
-
-    def scaled(seconds):
-        turn = run(seconds)
-        return turn | {"step_s": turn["step_s"] * number_of_bytes / held}
-
-    return {}, scaled
-
-
-def measure(tree, shapes, dtype, clip, names, options, show):
+def measure(dtype, options, show):
     """Returns one table's figures, as JSON types."""
-    number_of_bytes = trees.limit_bytes(shapes, dtype)
-    jobs = {name: (prepare, name, shapes, dtype, clip) for name in names}
-    jobs["limit"] = (prepare_stream, number_of_bytes)
-    reports = processes.measure(jobs, options, show, to_bare=methods.BARE, to_limit="limit")
-    limit_s = reports.pop("limit")["step_s"]
+    shapes = trees.SIZES[options.size]
+    jobs = {name: (prepare, name, shapes, dtype, options.clip) for name in options.only}
+    reports = processes.measure(jobs, options, show, to_bare=methods.BARE)
     for each in reports.values():
         for key in ("trace_s", "compile_s", "dispatch_s") if "to_bare" in each else ():
             each[f"{key[:-2]}_to_bare"] = each[key] / reports[methods.BARE][key]
-    return {
-        "tree": tree,
-        "leaves": len(shapes),
-        "parameters": trees.size(shapes),
-        "gradients": dtype,
-        "clipped": clip,
-        "limit_bytes_per_parameter": number_of_bytes / trees.size(shapes),
-        "limit_s": limit_s,
-        "bytes_per_second": number_of_bytes / limit_s,
-        "methods": reports,
-    }
+    number = {"leaves": len(shapes), "parameters": trees.size(shapes)}
+    return number | {"gradients": dtype, "clipped": options.clip, "methods": reports}
 
 
 def _ratio(key, form):
@@ -101,7 +70,6 @@ COLUMNS = {
     "step ms": lambda report: f"{1e3 * report['step_s']:.3g}",
     "/ bare": _ratio("to_bare", "{median:.2f}"),
     "quartiles": _ratio("to_bare", "{low:.2f}-{high:.2f}"),
-    "/ limit": _ratio("to_limit", "{median:.2f}"),
     "bytes/p": lambda report: f"{report['bytes_per_parameter']:.1f}",
     "temp/p": lambda report: f"{report['temporary_bytes_per_parameter']:.1f}",
     "kernels": lambda report: str(report["kernels"]),
@@ -115,41 +83,32 @@ COLUMNS = {
 def table(row):
     """Returns a table of one row of :func:`measure`."""
     clipped = "global norm clipped" if row["clipped"] else "unclipped"
-    return report.table(
-        f"{row['tree']}: {row['leaves']} leaves, {row['parameters'] / 1e6:.3g}M parameters, "
-        f"{row['gradients']} gradients, {clipped}",
-        COLUMNS,
-        row["methods"],
-        f"limit: {row['limit_bytes_per_parameter']:g} bytes/parameter at "
-        f"{row['bytes_per_second'] / 1e9:.3g} GB/s, in {1e3 * row['limit_s']:.3g} ms",
-    )
+    size = f"{row['leaves']} leaves, {row['parameters'] / 1e6:.3g}M parameters"
+    title = f"GPT-2: {size}, {row['gradients']} gradients, {clipped}"
+    return report.table(title, COLUMNS, row["methods"])
 
 
 def main():
-    parser = report.parser(__doc__, 15, 0.3, 300, methods.FROM_GRADIENTS, trees.TREES)
+    parser = report.parser(__doc__, 15, 0.3, 300, methods.FROM_GRADIENTS, trees.SIZES)
     add = parser.add_argument
-    add("--trees", nargs="+", choices=trees.TREES["laptop"], default=list(trees.TREES["laptop"]))
     add("--gradients", nargs="+", choices=trees.DTYPES, default=list(trees.DTYPES))
-    add("--clip", nargs="+", choices=trees.CLIPS, default=list(trees.CLIPS))
+    add("--clip", action="store_true", help="clip the global norm")
     options = parser.parse_args()
-    kinds = list(itertools.product(options.gradients, options.clip))
     console, result = report.begin()
     result["checks"] = []
     result["settings"] = {"size": options.size, "rounds": options.rounds, "limit_s": options.limit}
     with console.status("") as status:
-        for dtype, clip in kinds:
-            status.update(f"checks of every leaf: {dtype} gradients, {clip}")
-            reports = processes.call(checks.small, options.only, dtype, trees.CLIPS[clip])
-            checked = {"gradients": dtype, "clipped": trees.CLIPS[clip], "methods": reports}
+        for dtype in options.gradients:
+            status.update(f"checks of every leaf: {dtype} gradients")
+            reports = processes.call(checks.small, options.only, dtype, options.clip)
+            checked = {"gradients": dtype, "clipped": options.clip, "methods": reports}
             result["checks"].append(checked)
             for name, each in reports.items():
                 for fault in [each["error"]] if "error" in each else each["faults"]:
-                    console.print(f"{dtype}, {clip}: {name}: {fault}")
-        for tree, (dtype, clip) in itertools.product(options.trees, kinds):
-            shapes, clipped = trees.TREES[options.size][tree], trees.CLIPS[clip]
-            row = measure(tree, shapes, dtype, clipped, options.only, options, status.update)
-            result["rows"].append(row)
-            console.print(table(row))
+                    console.print(f"{dtype}: {name}: {fault}")
+        for dtype in options.gradients:
+            result["rows"].append(measure(dtype, options, status.update))
+            console.print(table(result["rows"][-1]))
             report.write(options.json, result)
 
 

@@ -22,7 +22,6 @@ import numpy as np
 import processes
 import report
 import step as steps
-import trees
 
 
 def prepare(name, size, clip):
@@ -50,27 +49,20 @@ def _losses(step, carry, batch):
     return losses
 
 
-def table(row):
-    parameters = next(r["parameters"] for r in row["methods"].values() if "parameters" in r)
-    clipped = "global norm clipped" if row["clipped"] else "unclipped"
-    title = f"transformer, {parameters / 1e6:.3g}M parameters, float16, {clipped}"
-    columns = {heading: text for heading, text in steps.COLUMNS.items() if heading != "/ limit"}
-    return report.table(title, columns, row["methods"])
-
-
 def main():
     parser = report.parser(__doc__, 11, 1, 300, methods.METHODS, models.SIZES)
-    parser.add_argument("--clip", nargs="+", choices=trees.CLIPS, default=list(trees.CLIPS))
+    parser.add_argument("--clip", action="store_true", help="clip the global norm")
     options = parser.parse_args()
     console, result = report.begin()
+    jobs = {name: (prepare, name, options.size, options.clip) for name in options.only}
     with console.status("") as status:
-        for clip in options.clip:
-            jobs = {name: (prepare, name, options.size, trees.CLIPS[clip]) for name in options.only}
-            reports = processes.measure(jobs, options, status.update, to_bare=methods.BARE)
-            row = {"size": options.size, "clipped": trees.CLIPS[clip], "methods": reports}
-            result["rows"].append(row)
-            console.print(table(row))
-            report.write(options.json, result)
+        reports = processes.measure(jobs, options, status.update, to_bare=methods.BARE)
+    result["rows"] = [{"size": options.size, "clipped": options.clip, "methods": reports}]
+    parameters = reports[methods.BARE]["parameters"]
+    clipped = "global norm clipped" if options.clip else "unclipped"
+    title = f"transformer, {parameters / 1e6:.3g}M parameters, float16, {clipped}"
+    console.print(report.table(title, steps.COLUMNS, reports))
+    report.write(options.json, result)
 
 
 if __name__ == "__main__":

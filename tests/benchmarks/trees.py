@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 DTYPES = ("float32", "float16", "bfloat16")
-CLIPS = {"unclipped": False, "clipped": True}
 GRADIENT = 1e-3  # the standard deviation of unscaled gradients
 
 
@@ -35,21 +34,8 @@ def gpt2(width, layers=12, positions=1024):
     return shapes | {"norm/scale": (width,), "norm/bias": (width,)}
 
 
-def small(leaves, elements=4096):
-    """Many small leaves, of three shapes in turn, and of one size."""
-    shapes = [(elements,), (elements // 32, 32), (elements // 128, 128)]
-    return {f"{i:04}": shapes[i % 3] for i in range(leaves)}
-
-
-TREES = {
-    "tiny": {
-        "gpt2": gpt2(16, layers=1, positions=16),
-        "huge": {"leaf": (4096,)},
-        "small": small(12, 128),
-    },
-    "laptop": {"gpt2": gpt2(192), "huge": {"leaf": (2**23,)}, "small": small(1200)},
-    "gpu": {"gpt2": gpt2(768), "huge": {"leaf": (2**28,)}, "small": small(1200)},
-}
+# For AdamW on a laptop and on a GPU, and for the tests.
+SIZES = {"tiny": gpt2(16, layers=1, positions=16), "laptop": gpt2(192), "gpu": gpt2(768)}
 
 
 def size(shapes):
@@ -83,12 +69,3 @@ def _normal(shapes, seed, deviation, dtype):
         name: jnp.array(np.resize(pool[start : start + 2**18], shape))
         for start, (name, shape) in zip(starts, shapes.items(), strict=True)
     }
-
-
-def limit_bytes(shapes, dtype):
-    """The least that a safe step of AdamW moves: gradients read twice, all else once.
-
-    Twice, as nothing may be written before the last gradient has been seen. Parameters and
-    two moments, in float32, are read once and written once.
-    """
-    return size(shapes) * (2 * jnp.dtype(dtype).itemsize + 2 * 3 * np.float32().itemsize)

@@ -157,15 +157,15 @@ def timed(path, *command):
 
 @pytest.mark.slow
 def test_steps_are_timed_alone_and_with_their_model(tmp_path):
-    (row,) = timed(tmp_path / "whole.json", "transformer.py", "--size=tiny", "--clip=unclipped")
+    (row,) = timed(tmp_path / "whole.json", "transformer.py", "--size=tiny")
     assert all(report["to_bare"]["median"] > 0 for report in row["methods"].values())
-    command = ["step.py", "--size=tiny", "--trees=huge", "--clip=clipped", "--gradients=float16"]
+    command = ["step.py", "--size=tiny", "--clip", "--gradients=float16"]
     (row,) = timed(tmp_path / "step.json", *command)
-    assert (row["tree"], row["leaves"], row["parameters"]) == ("huge", 1, 4096)
-    assert row["limit_bytes_per_parameter"] == 2 * 2 + 2 * 3 * 4
+    assert (row["leaves"], row["parameters"]) == (16, trees.size(trees.SIZES["tiny"]))
     for name, report in row["methods"].items():
-        assert min(report["to_bare"]["median"], report["to_limit"]["median"]) > 0
-        assert report["bytes_per_parameter"] > row["limit_bytes_per_parameter"] - 2, name
+        assert report["to_bare"]["median"] > 0
+        # Gradients are read twice, parameters and moments read and written.
+        assert report["bytes_per_parameter"] > 2 * 2 + 2 * 3 * 4 - 2, name
         assert report["kernels"] == sum(report["kernels_by_kind"].values()) > 0
 
 
