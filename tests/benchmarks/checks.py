@@ -1,4 +1,4 @@
-"""Whether a method's step is right: against NumPy in float64, and on gradients that overflow."""
+"""Whether a method's step is right: beside plain optax, and on gradients that overflow."""
 
 import functools
 
@@ -12,7 +12,6 @@ import trees
 # Few leaves, but a scalar, an odd size, and several of one shape, as groups may be formed of them.
 SMALL = {"w": (8, 16), "scalar": (), "odd": (3, 7), "a": (40,), "b": (40,), "c": (40,), "one": (1,)}
 BAD = {"inf": np.inf, "-inf": -np.inf, "NaN": np.nan}
-SAMPLE = 1024  # elements of a leaf that are compared with the reference
 
 
 def run(method, step, shapes, dtype, clip, leaves, rtol, steps):
@@ -25,18 +24,20 @@ def run(method, step, shapes, dtype, clip, leaves, rtol, steps):
       dtype: of the gradients.
       clip: whether the global norm is clipped.
       leaves: the names of the leaves to spoil, one after the other.
-      rtol: of moments against the reference, whose norm is exact.
+      rtol: of moments, beside those of plain optax on the unscaled gradients.
       steps: how many steps to compare.
     """
     faults = []
     scaled = functools.cache(functools.partial(trees.gradients, shapes, dtype))
-    carry = method.init(trees.params(shapes))
-    reference = Reference(trees.params(shapes), clip)
+    bare = methods.make(methods.BARE, clip)
+    bare_step = jax.jit(bare.step)
+    carry, exact = (each.init(trees.params(shapes)) for each in (method, bare))
     for i in range(steps):
         scale = float(method.scale(carry))
-        reference.step(scaled(scale), scale)
-        carry = step(carry, scaled(scale))
-        faults += [f"step {i + 1}: {fault}" for fault in reference.differences(method, carry, rtol)]
+        unscaled = jax.tree.map(lambda g, by=scale: g.astype(jnp.float32) / by, scaled(scale))
+        carry, exact = step(carry, scaled(scale)), bare_step(exact, unscaled)
+        wrong = _differences((method, carry), (bare, exact), rtol)
+        faults += [f"step {i + 1}: {what} are wrong" for what in wrong]
 
     scale = float(method.scale(carry))
     finite = scaled(scale)
@@ -71,51 +72,21 @@ def small(names, dtype, clip):
     return reports, None
 
 
-class Reference:
-    """AdamW with clipping, in NumPy and float64, on the first elements of each leaf."""
+def _differences(ours, theirs, rtol):
+    """The names of what differs by more than rounding; parameters are of order one."""
 
-    def __init__(self, params, clip):
-        self.params = {name: _sample(leaf) for name, leaf in params.items()}
-        self.mu = {name: np.zeros_like(leaf) for name, leaf in self.params.items()}
-        self.nu = dict(self.mu)
-        self.count, self.clip, self._norms = 0, clip, {}
-
-    def step(self, scaled, scale):
-        self.count += 1
-        factor = min(1.0, methods.CLIP / self._norm(scaled, scale)) if self.clip else 1.0
-        for name in scaled:
-            grad = _sample(scaled[name]) / scale * factor
-            mu = self.mu[name] = 0.9 * self.mu[name] + 0.1 * grad
-            nu = self.nu[name] = 0.999 * self.nu[name] + 0.001 * grad**2
-            mu, nu = mu / (1 - 0.9**self.count), nu / (1 - 0.999**self.count)
-            update = mu / (np.sqrt(nu) + 1e-8) + 1e-4 * self.params[name]
-            self.params[name] = self.params[name] - methods.LEARNING_RATE * update
-
-    def _norm(self, scaled, scale):
-        if scale not in self._norms:
-            leaves = (np.asarray(leaf, np.float64) / scale for leaf in scaled.values())
-            self._norms[scale] = np.sqrt(sum(np.sum(leaf**2) for leaf in leaves))
-        return self._norms[scale]
-
-    def differences(self, method, carry, rtol):
-        """The names of what differs by more than rounding; parameters are of order one."""
+    def trees_of(method, carry):
         state = method.inner(carry)
         mu, nu = (optax.tree_utils.tree_get(state, name) for name in ("mu", "nu"))
-        compared = {
-            "parameters": (method.params(carry), self.params, 1e-6, 1e-6),
-            "first moments": (mu, self.mu, rtol, rtol * 0.1 * trees.GRADIENT),
-            "second moments": (nu, self.nu, 2 * rtol, 0.0),
-        }
-        return [
-            f"{what} are wrong"
-            for what, (tree, expected, *tolerances) in compared.items()
-            if not all(np.allclose(_sample(tree[k]), expected[k], *tolerances) for k in expected)
-        ]
+        return {"parameters": method.params(carry), "first moments": mu, "second moments": nu}
 
-
-def _sample(leaf):
-    small = leaf if leaf.size < 2**20 else leaf.ravel()[:SAMPLE]
-    return np.asarray(small).ravel()[:SAMPLE].astype(np.float64)
+    tolerances = [(1e-6, 1e-6), (rtol, rtol * 0.1 * trees.GRADIENT), (2 * rtol, 0.0)]
+    pairs = zip(trees_of(*ours).items(), trees_of(*theirs).values(), tolerances, strict=True)
+    return [
+        what
+        for (what, tree), expected, (relative, absolute) in pairs
+        if not all(jnp.allclose(tree[k], expected[k], relative, absolute) for k in expected)
+    ]
 
 
 def _spoiled(leaf, bad, index):
