@@ -66,7 +66,6 @@ ROWS = [
     Row("TPU v5e", "2x2", "FSDP", width=1024, names=MORE),
     Row("TPU v5e", "1x1", "one device", width=256),
     Row("TPU v5e", "1x1", "one device", names=MORE),
-    Row("TPU v5e", "2x2", layouts.PIPELINE, width=1024),
     Row("TPU v5e", "2x2", "tensor parallel", width=1024),
     Row("H100", "1", "one device", names=ALL),
     Row("TPU v5p", "8x8x4", "FSDP"),
@@ -154,9 +153,7 @@ def markdown(rows, names):
     headings = [
         name.split(".")[-1].replace("jaxscale optax wrapper", "three lines") for name in names
     ]
-    lines = ["| | plain optax | " + " | ".join(headings) + " |"]
-    lines += ["|---" * (2 + len(names)) + "|"]
-    times = {name: [] for name in names}
+    lines, times = [], {name: [] for name in names}
     for row in rows:
         reports = {name: each for name, each in row["methods"].items() if "error" not in each}
         if BARE not in reports or not set(names) & set(reports):
@@ -168,10 +165,10 @@ def markdown(rows, names):
             if name in reports and plain:
                 cells[-1] = _compared(reports[name], plain)
                 times[name].append(reports[name]["compile_s"] / plain["compile_s"])
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
     medians = [f"{statistics.median(each):.2f}" if each else "" for each in times.values()]
-    lines.append("| *time to compile, median* | | " + " | ".join(medians) + " |")
-    return "\n".join(lines)
+    lines.append(["*time to compile, median*", "", *medians])
+    return report.markdown(["", "plain optax", *headings], lines)
 
 
 def _compared(ours, plain):
