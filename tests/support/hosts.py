@@ -1,8 +1,8 @@
-"""Processes that JAX joins on loopback: each prints what `scale_backward` gave it, in each form.
+"""`scale_backward` over devices, in each form that a program may have.
 
-    python tests/support/hosts.py 4
-
-The loss of one process is so much larger than the others' that it alone overflows at their scale.
+Those of one process are in the hands of a test. `python tests/support/hosts.py 4` has four of them,
+which JAX joins on loopback: each prints what it got. The loss of one device is so much larger than
+the others' that it alone overflows at their scale.
 """
 
 import functools
@@ -14,6 +14,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxscale
@@ -22,59 +23,117 @@ EXAMPLE = pathlib.Path(__file__).parent.parent.parent / "examples" / "multi_host
 P = PartitionSpec
 SMALL, LARGE = 2.0**-30, 2.0**-24
 HIGH = 2.0**50  # a scale at which the large loss overflows, and the small ones do not
-ROWS = 4  # of each process
-rng = np.random.default_rng(0)
-W = (rng.standard_normal((8, 8)) * 0.3).astype(np.float32)
+ROWS = 4  # of each device
+use_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
 
 
-def loss_fn(dtype, mean, w, x, factors):
-    """A mean over the rows, which exchange numbers in half precision by a mean of all devices."""
+def local(dtype, w, x, factors, mean=lambda x: x):
     y = jnp.tanh(x.astype(dtype) @ w.astype(dtype))
-    y = jnp.tanh((y - mean(y.mean(0))) @ w.astype(dtype))
+    y = jnp.tanh((y - mean(y.mean(0))[None]) @ w.astype(dtype))
     return jnp.mean(factors[:, None] * y.astype(jnp.float32) ** 2)
 
 
-def forms(mesh, scale):
-    """The gradient by `w` of the mean of all devices: `shard_map` around the loss or outside."""
-    half_fn, specs = functools.partial(loss_fn, jnp.float16), (P(), P("d"), P("d"))
-    of_all = functools.partial(jax.lax.pmean, axis_name="d")
-    mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P())
+def summed(*args):
+    return jax.lax.psum(local(*args), "d")
 
-    def mean(*args):
-        return of_all(half_fn(of_all, *args))
 
-    def grad(fun, *args):
-        return jax.grad(jaxscale.scale_backward(fun, scale))(*args)
+def sharded(dtype, w, *args):
+    return summed(dtype, jax.lax.all_gather(w, "d", axis=1, tiled=True), *args)
 
-    return {
-        "jit": functools.partial(grad, functools.partial(half_fn, lambda x: x)),
-        "around": functools.partial(grad, mapped(mean)),
-        "inside": mapped(functools.partial(grad, mean)),
-        "unchecked": mapped(lambda *args: of_all(grad(mean, *args)), check_vma=False),
-    }
+
+def normalized(*args):
+    """Devices exchange numbers in the half-precision part, forward and backward."""
+    return local(*args, lambda x: jax.lax.pmean(x, "d"))
+
+
+def averaged(*args):
+    return jax.lax.pmean(normalized(*args), "d")
+
+
+def own(dtype, w, *args):
+    """Each device has parameters of its own, and so a scale of its own."""
+    return local(dtype, jnp.tile(w, (1, 8 // w.shape[1])), *args)
+
+
+def called_in_calls(dtype, w, *args):
+    """Calls in calls, which do not take the same."""
+    inner = jax.jit(functools.partial(summed, dtype))
+    return jax.jit(lambda args, w: inner(w, *args))(args, w)
+
+
+def inside(loss, mesh, wrap, dtype, **options):
+    """The gradients that each device has."""
+    grad = jax.grad(wrap(functools.partial(loss, dtype)))
+    of_w = P(None, "d") if loss in (sharded, own) else P()
+    options |= {"in_specs": (of_w, P("d"), P("d")), "out_specs": P("d")}
+    return jax.jit(jax.shard_map(lambda *args: grad(*args)[None], mesh=mesh, **options))
+
+
+def around(loss, mesh, wrap, dtype, **options):
+    """The loss of all devices; another axis of the mesh may be XLA's."""
+    options |= {"in_specs": (P(), P("d"), P("d")), "out_specs": P(), "axis_names": {"d"}}
+    mapped = jax.shard_map(functools.partial(loss, dtype), mesh=mesh, **options)
+    return jax.jit(jax.grad(wrap(mapped)))
+
+
+def by_jit(mesh, wrap, dtype):
+    grad = jax.jit(jax.grad(wrap(functools.partial(local, dtype))))
+
+    def run(*args):
+        with use_mesh(mesh):
+            return grad(*args)
+
+    return run
+
+
+def by_pmap(loss, mesh, wrap, dtype):
+    grad = jax.grad(wrap(functools.partial(loss, dtype)))
+    mapped = jax.pmap(grad, "d", in_axes=(None, 0, 0), devices=list(mesh.devices.flat))
+    return lambda w, *args: mapped(w, *(x.reshape(mesh.size, -1, *x.shape[1:]) for x in args))
+
+
+LOSSES = {
+    inside: (local, summed, sharded, normalized, averaged, own),
+    around: (summed, averaged, called_in_calls),
+    by_pmap: (local, summed, normalized),
+}
+FORMS = {"by_jit": by_jit, "by_jit, explicit": by_jit}
+for make, losses in LOSSES.items():
+    for loss in losses:
+        name = f"{make.__name__} {loss.__name__}"
+        FORMS[name] = functools.partial(make, loss)
+        if make is not by_pmap:
+            FORMS[f"{name}, unchecked"] = functools.partial(make, loss, check_vma=False)
+# Of these, what the devices of several processes do.
+ACROSS = ["by_jit", "around averaged", "inside averaged", "inside averaged, unchecked"]
+
+
+def compared(form, mesh, scale="auto", **options):
+    """The error of the gradients of a form, beside those of float32, and a digest of them."""
+    rng, rows = np.random.default_rng(0), ROWS * mesh.shape["d"]
+    x = rng.standard_normal((rows, 8)).astype(np.float32)
+    w = (rng.standard_normal((8, 8)) * 0.3).astype(np.float32)
+    factors = np.where(np.arange(rows) < ROWS, LARGE, SMALL).astype(np.float32)
+    args = [
+        jax.make_array_from_callback(each.shape, NamedSharding(mesh, spec), each.__getitem__)
+        for each, spec in ((w, P()), (x, P("d")), (factors, P("d")))
+    ]
+    wrap = functools.partial(jaxscale.scale_backward, scale=scale, **options)
+    found, exact = (
+        process_allgather(form(mesh, *how)(*args), tiled=True)
+        for how in ((wrap, jnp.float16), (lambda fun: fun, jnp.float32))
+    )
+    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    return error, hashlib.sha256(found.tobytes()).hexdigest()[:8]
 
 
 def main(address, number, process):
     jax.distributed.initialize(address, number, process)
     mesh = Mesh(np.array(jax.devices()), "d")
-    x = rng.standard_normal((number * ROWS, 8)).astype(np.float32)
-    factors = np.full(len(x), SMALL, np.float32)
-    factors[:ROWS] = LARGE
-    exact = jax.grad(functools.partial(loss_fn, jnp.float32, lambda x: x))(W, x, factors)
-    split = NamedSharding(mesh, P("d"))
-    given = [
-        jax.make_array_from_process_local_data(NamedSharding(mesh, P()), W),
-        *(
-            jax.make_array_from_process_local_data(split, np.split(whole, number)[process])
-            for whole in (x, factors)
-        ),
-    ]
-    for scale_name, scale in {"auto": "auto", "high": HIGH}.items():
-        for name, form in forms(mesh, scale).items():
-            found = np.asarray(jax.jit(form, out_shardings=NamedSharding(mesh, P()))(*given))
-            error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
-            digest = hashlib.sha256(found.tobytes()).hexdigest()[:8]
-            print(f"form {name} at {scale_name}: error {error:.5f}, digest {digest}", flush=True)
+    for scale in ("auto", HIGH):
+        for name in ACROSS:
+            error, digest = compared(FORMS[name], mesh, scale)
+            print(f"form {name} at {scale}: error {error:.5f}, digest {digest}", flush=True)
 
 
 if __name__ == "__main__":
