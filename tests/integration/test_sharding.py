@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hosts import use_mesh
+from hosts import under
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tables import assert_same_bits, cases, fused_step, step
@@ -37,11 +37,9 @@ def loss_fn(params, x):
 
 
 def is_equal_on_all(tree):
-    """Whether each array is the same on all devices; as text, where NaN is NaN."""
-    texts = [
-        [str(np.asarray(x.data)) for x in leaf.addressable_shards] for leaf in jax.tree.leaves(tree)
-    ]
-    return all(len(each) == 8 and len(set(each)) == 1 for each in texts)
+    """Whether each array is the same on all devices."""
+    parts = [[x.data for x in leaf.addressable_shards] for leaf in jax.tree.leaves(tree)]
+    return all(len(x) == 8 and len({np.asarray(one).tobytes() for one in x}) == 1 for x in parts)
 
 
 def over_devices(fun, in_specs, out_specs, **check):
@@ -102,13 +100,10 @@ def test_a_loss_that_differs_among_devices_needs_the_axis():
 
 LAYOUTS = {
     # name: the layout of the batch, and of the parameters
-    "data parallel": (P(BOTH), {"in": P(), "bias": P(), "out": P()}),
-    "fully sharded": (P(BOTH), {"in": P(BOTH), "bias": P(BOTH), "out": P(BOTH)}),
-    "tensor parallel": (P(), {"in": P(None, BOTH), "bias": P(BOTH), "out": P(BOTH)}),
-    "sharded twice": (
-        P("data"),
-        {"in": P("data", "model"), "bias": P("model"), "out": P("model", "data")},
-    ),
+    "data parallel": (P(BOTH), P(), P(), P()),
+    "fully sharded": (P(BOTH), P(BOTH), P(BOTH), P(BOTH)),
+    "tensor parallel": (P(), P(None, BOTH), P(BOTH), P(BOTH)),
+    "sharded twice": (P("data"), P("data", "model"), P("model"), P("model", "data")),
 }
 TX = jaxscale.loss_scaled(optax.adamw(1e-2), jaxscale.DynamicLossScale(init_scale=2.0**8))
 PLACES = {"in": (3, 17), "bias": (9,), "out": (31, 5)}
@@ -125,7 +120,8 @@ def placed(tree, specs):
 
 @cases("layout, leaf", itertools.product(LAYOUTS, PLACES), fast=[("sharded twice", "in")])
 def test_a_step_over_devices_is_the_step_on_one_and_all_skip_together(layout, leaf):
-    batch, specs = LAYOUTS[layout]
+    batch, *specs = LAYOUTS[layout]
+    specs = dict(zip(PARAMS, specs, strict=True))
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     params, x, push = placed(PARAMS, specs), placed(X, batch), placed(zeros, specs)
     state = jax.tree.map(  # the scalars on all devices, the moments as they lie
@@ -173,34 +169,18 @@ def hot(scale=2.0**24, **kwargs):
 
 def averaged(fun, **kwargs):
     """Differentiates on each device, and averages over all."""
-    differentiated = jax.value_and_grad(fun, **kwargs)
 
     def value_and_grad(*args):
-        value, grads = differentiated(*args)
+        value, grads = jax.value_and_grad(fun, **kwargs)(*args)
         return value, jax.lax.pmean(grads, "data")
 
     return value_and_grad
 
 
-def hidden(grads):
-    """The mean over all devices, whatever one of them got."""
-    return jax.lax.pmean(jax.tree.map(jnp.nan_to_num, grads), "data")
-
-
 def by_jit(train_step, kind=AxisType.Auto):
-    mesh, jitted = jax.make_mesh((8,), ("data",), axis_types=(kind,)), jax.jit(train_step)
-
-    def run(params, state, x):
-        with use_mesh(mesh):
-            x = jax.device_put(x, NamedSharding(mesh, SHARDED))
-            params = jax.device_put(params, NamedSharding(mesh, P()))
-            return jax.device_get(jitted(params, state, x))
-
-    return run
-
-
-def by_shard_map(train_step, **check):
-    return over_devices(train_step, (P(), P(), SHARDED), P(), **check)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    places = NamedSharding(mesh, P()), None, NamedSharding(mesh, SHARDED)
+    return under(mesh, jax.jit(train_step, in_shardings=places))
 
 
 def by_pmap(train_step):
@@ -208,23 +188,22 @@ def by_pmap(train_step):
 
     def run(params, state, x):
         outputs = mapped(params, state, x.reshape(8, 2, 16))
-        for leaf in jax.tree.leaves(outputs):
-            assert len({np.asarray(part).tobytes() for part in leaf}) == 1
+        assert is_equal_on_all(outputs)
         return jax.tree.map(lambda leaf: leaf[0], outputs)
 
     return run
 
 
-def with_output(params, x):  # one whose type names its sharding
-    return loss_fn(params, x), x * 2
-
-
+by_shard_map = functools.partial(over_devices, in_specs=(P(), P(), SHARDED), out_specs=P())
 unchecked = functools.partial(by_shard_map, check_vma=False)
-explicit = functools.partial(by_jit, kind=AxisType.Explicit)
-# How gradients are averaged, with the axis that the optimizer knows: a hook brings its own.
-BY_TRANSFORM, BY_HOOK = {"transform": averaged}, {"on_grads": hidden}
+# An output whose type names its sharding.
+WITH_OUTPUT = {"loss_fn": lambda params, x: (loss_fn(params, x), x * 2), "has_aux": True}
+# How gradients are averaged, with the axis that the optimizer knows. A hook brings its own, and
+# hides what one of the devices got.
+BY_TRANSFORM, HIDDEN = {"transform": averaged}, functools.partial(jax.tree.map, jnp.nan_to_num)
+BY_HOOK = {"on_grads": lambda grads: jax.lax.pmean(HIDDEN(grads), "data")}
 WAYS = {
-    "jit": (by_jit, {"loss_fn": with_output, "has_aux": True}, None),
+    "jit": (by_jit, WITH_OUTPUT, None),
     "shard_map": (by_shard_map, BY_TRANSFORM, "data"),
     "shard_map, unchecked": (unchecked, BY_TRANSFORM, "data"),
     "pmap": (by_pmap, BY_TRANSFORM, "data"),
@@ -232,7 +211,7 @@ WAYS = {
     "shard_map, unchecked, hook": (unchecked, BY_HOOK, None),
     "pmap, hook": (by_pmap, BY_HOOK, None),
     "pmap, found": (by_pmap, BY_TRANSFORM, None),
-    "explicit mesh": (explicit, {"loss_fn": with_output, "has_aux": True}, None),
+    "explicit mesh": (functools.partial(by_jit, kind=AxisType.Explicit), WITH_OUTPUT, None),
 }
 
 
@@ -331,11 +310,7 @@ def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags(policy, tracked):
     tx = jaxscale.loss_scaled(optax.identity(), policy, axis_name=BOTH, track_leaves=tracked)
     args = LEAVES, tx.init(LEAVES), LEAVES, jnp.array(1.0)
     specs = laid_out(args)
-    run = jax.shard_map(
-        lambda *args: step(tx, *args[:3], value=args[3]),
-        mesh=GRID,
-        in_specs=specs,
-        out_specs=specs[:2],
-    )
+    run = functools.partial(jax.shard_map, mesh=GRID, in_specs=specs, out_specs=specs[:2])
+    reduced = all_reduces(run(lambda *args: step(tx, *args[:3], value=args[3])), *args)
     # The gradients', or those of each leaf, and the loss's; of the largest gradient, its bits.
-    assert all_reduces(run, *args) == [1]
+    assert reduced == [1]

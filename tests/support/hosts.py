@@ -7,6 +7,7 @@ the others' that it alone overflows at their scale.
 
 import functools
 import hashlib
+import itertools
 import pathlib
 import runpy
 import sys
@@ -24,7 +25,16 @@ P = PartitionSpec
 SMALL, LARGE = 2.0**-30, 2.0**-24
 HIGH = 2.0**50  # a scale at which the large loss overflows, and the small ones do not
 ROWS = 4  # of each device
-use_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
+
+
+def under(mesh, fun):
+    """A function that is called where a mesh is in use."""
+
+    def call(*args):
+        with jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
+            return fun(*args)
+
+    return call
 
 
 def local(dtype, w, x, factors, mean=lambda x: x):
@@ -51,7 +61,7 @@ def averaged(*args):
 
 
 def own(dtype, w, *args):
-    """Each device has parameters of its own, and so a scale of its own."""
+    """Each device has parameters, and so a scale, of its own."""
     return local(dtype, jnp.tile(w, (1, 8 // w.shape[1])), *args)
 
 
@@ -77,13 +87,7 @@ def around(loss, mesh, wrap, dtype, **options):
 
 
 def by_jit(mesh, wrap, dtype):
-    grad = jax.jit(jax.grad(wrap(functools.partial(local, dtype))))
-
-    def run(*args):
-        with use_mesh(mesh):
-            return grad(*args)
-
-    return run
+    return under(mesh, jax.jit(jax.grad(wrap(functools.partial(local, dtype)))))
 
 
 def by_pmap(loss, mesh, wrap, dtype):
@@ -127,18 +131,12 @@ def compared(form, mesh, scale="auto", **options):
     return error, hashlib.sha256(found.tobytes()).hexdigest()[:8]
 
 
-def main(address, number, process):
-    jax.distributed.initialize(address, number, process)
-    mesh = Mesh(np.array(jax.devices()), "d")
-    for scale in ("auto", HIGH):
-        for name in ACROSS:
-            error, digest = compared(FORMS[name], mesh, scale)
-            print(f"form {name} at {scale}: error {error:.5f}, digest {digest}", flush=True)
-
-
 if __name__ == "__main__":
-    if "--process-id" in sys.argv:
-        address, number, process = sys.argv[-5::2]
-        main(address, int(number), int(process))
-    else:
+    if "--process-id" not in sys.argv:
         sys.exit(runpy.run_path(str(EXAMPLE))["launch"](int(sys.argv[1])))
+    address, number, process = sys.argv[-5::2]
+    jax.distributed.initialize(address, int(number), int(process))
+    mesh = Mesh(np.array(jax.devices()), "d")
+    for name, scale in itertools.product(ACROSS, ("auto", HIGH)):
+        error, digest = compared(FORMS[name], mesh, scale)
+        print(f"form {name} at {scale}: error {error:.5f}, digest {digest}", flush=True)
