@@ -137,7 +137,7 @@ def test_processes_agree_by_themselves_on_the_scale_of_a_backward_pass():
     """Where only one of them overflows, too: otherwise it would wait for the others for ever."""
     code, output = run(4, command=(EXAMPLE.parent.parent / "tests" / "support" / "hosts.py",))
     assert code == 0, output
-    forms = re.findall(r"form (.+) at (\S+): error ([\d.]+), digest (\w{8})", output)
+    forms = re.findall(r"form (.+?) at (\S+?): error ([\d.]+), digest (\w{8})", output)
     agreed = {(form, scale): (error, digest) for form, scale, error, digest in forms}
     assert len(forms) == 4 * len(set(forms)) == 4 * len(agreed) == 4 * 8, output
     assert all(float(error) < 2e-3 for error, _ in agreed.values()), output
