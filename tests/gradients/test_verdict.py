@@ -61,32 +61,28 @@ def one_device(monkeypatch):
 
 def filled(dtype, value=1.0):
     """A tree of numbers of a dtype, or of all dtypes in turn."""
-    kinds = itertools.cycle(DTYPES if dtype == "mixed" else [dtype])
+    kinds = itertools.cycle(DTYPES if "mixed" in dtype else [dtype])
     pairs = zip(SHAPES.items(), kinds, strict=False)
     return {name: np.full(shape, value, jnp.dtype(kind)) for (name, shape), kind in pairs}
 
 
+MIXED = ["mixed, on one device", "mixed, on several"]
+
+
 @pytest.mark.standard_promotion
 @cases(
-    "name, dtype, placed",
-    [
-        *itertools.product(VERDICTS, ["mixed"], ["one device", "several"]),
-        *itertools.product(list(VERDICTS)[:6], DTYPES, ["one device"]),
-    ],
-    fast=[
-        ("public", "mixed", "several"),
-        ("of the largest", "complex64", "one device"),
-        ("of a step, both", "mixed", "one device"),
-    ],
+    "name, dtype",
+    [*itertools.product(VERDICTS, MIXED), *itertools.product(list(VERDICTS)[:6], DTYPES)],
+    fast=[("public", MIXED[1]), ("of the largest", "complex64"), ("of a step, both", MIXED[0])],
 )
-def test_no_element_of_any_leaf_is_overlooked(name, dtype, placed, request):
-    if placed == "one device":
+def test_no_element_of_any_leaf_is_overlooked(name, dtype, request):
+    if dtype != MIXED[1]:
         request.getfixturevalue("one_device")
     verdict = jax.jit(VERDICTS[name])
     with x64():
         tree = filled(dtype)
         assert verdict(tree)
-        if dtype != "mixed":
+        if dtype in DTYPES:
             for value in (largest := float(jnp.finfo(dtype).max), -largest):
                 assert verdict(filled(dtype, value))
         for leaf, i in ((name, i) for name in SHAPES for i in range(tree[name].size)):
@@ -105,12 +101,12 @@ def reductions(fun, *args, branch=0):
 
     def equations(jaxpr):
         for eqn in jaxpr.eqns:
-            chosen = eqn.params["branches"][branch].jaxpr if "branches" in eqn.params else None
-            yield from equations(chosen) if chosen else [eqn]
+            branches = eqn.params.get("branches")
+            yield from equations(branches[branch].jaxpr) if branches else [eqn]
 
     every = equations(jax.make_jaxpr(fun)(*args).jaxpr)
-    found = [eqn for eqn in every if eqn.primitive.name.startswith("reduce_")]
-    return len(found), sum(eqn.invars[0].aval.size for eqn in found)
+    sizes = [e.invars[0].aval.size for e in every if e.primitive.name.startswith("reduce_")]
+    return len(sizes), sum(sizes)
 
 
 @cases("squares", [False, True])
@@ -144,10 +140,8 @@ def test_a_large_leaf_is_taken_in_parts_on_a_cpu_alone(one_device):
 def test_the_sum_of_squares_is_that_of_all(one_device):
     rng = np.random.default_rng(0)
     for dtype in ("float16", "complex64"):
-        tree = {
-            name: rng.standard_normal(leaf.shape).astype(leaf.dtype)
-            for name, leaf in filled(dtype).items()
-        }
+        tree = filled(dtype)
+        tree = {k: rng.standard_normal(v.shape).astype(v.dtype) for k, v in tree.items()}
         expected = sum(np.sum(np.abs(leaf.astype(np.complex128)) ** 2) for leaf in tree.values())
         total = read(tree, squares=True).squares()
         assert total.dtype == jnp.float32
@@ -162,8 +156,7 @@ def test_the_sum_of_squares_is_that_of_all(one_device):
 def test_by_leaf_says_which(one_device):
     tree = filled("float32") | {"a": np.array([[1, np.nan], [1, 1]], np.float32)}
     for evidence in (read(tree, by_leaf=True), sizes(Scaled(tree), by_leaf=True)):
-        flags = [bool(flag) for flag in evidence.finite_groups()]
-        assert flags == [name != "a" for name in sorted(tree)]
+        assert list(map(bool, evidence.finite_groups())) == [name != "a" for name in sorted(tree)]
 
 
 def test_where_leaves_lie_is_known_or_they_stay_apart():
@@ -194,9 +187,6 @@ def test_inside_of_shard_map_they_are_put_together():
     assert set(counts) == {1}
 
 
-FAST = "--xla_cpu_enable_fast_math=true --xla_force_host_platform_device_count="
-
-
 @cases("devices", [1, 8], fast=[8])
 def test_fast_math_removes_no_verdict(devices):
     # A compiler that may reorder arithmetic makes 0 of x - x. In a process of its own: such
@@ -218,5 +208,6 @@ for name, leaf in tree.items():
         spoiled.flat[-1] = complex(1, bad) if name == "c" else bad
         assert not any(verdicts(tree | {name: spoiled})), (name, bad)
 """
-    environment = os.environ | {"XLA_FLAGS": FAST + str(devices)}
+    flags = f"--xla_cpu_enable_fast_math=true --xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"XLA_FLAGS": flags}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
