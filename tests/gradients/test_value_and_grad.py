@@ -22,6 +22,7 @@ MODEL = {
     "v": jax.random.normal(jax.random.key(3), (16, 2)),
 }
 NOOP = jaxscale.NoOpLossScale().init()
+KINDS = (jax.value_and_grad, jaxscale.value_and_grad), (jax.grad, jaxscale.grad)
 
 
 def at(exponent):
@@ -112,7 +113,7 @@ def test_it_mirrors_what_differentiates(name, has_aux):
     def fun(*args):
         return (loss(*args), (args[-1], None, "text")) if has_aux else loss(*args)
 
-    for ours, transform in zip((jaxscale.value_and_grad, jaxscale.grad), transforms, strict=True):
+    for (_, ours), transform in zip(KINDS, transforms, strict=True):
         expected = transform(fun, has_aux=has_aux, **options)(*args)
         result = ours(fun, at(5), transform=transform, has_aux=has_aux, **options)(*args)
         assert jax.tree.structure(result) == jax.tree.structure(expected)
@@ -126,7 +127,7 @@ def test_signature_and_keyword_arguments_are_those_of_the_function():
         """My loss."""
         return jnp.mean((params["w"] - batch) ** power)
 
-    for ours, theirs in ((jaxscale.value_and_grad, jax.value_and_grad), (jaxscale.grad, jax.grad)):
+    for theirs, ours in KINDS:
         fun, expected = ours(keyword_loss, at(3)), theirs(keyword_loss)
         assert (inspect.signature(fun), fun.__doc__) == (
             inspect.signature(keyword_loss),
@@ -172,10 +173,7 @@ def test_gradients_by_example_are_those_of_jax(name, dtype):
     def fun(w, x):
         return jnp.sum(w * x) ** 2 / 64, jnp.sum(x)
 
-    for kind, ours in {
-        jax.value_and_grad: jaxscale.value_and_grad,
-        jax.grad: jaxscale.grad,
-    }.items():
+    for kind, ours in KINDS:
 
         def by_example(fun, kind=kind, **kwargs):
             return mapped(kind(fun, **kwargs), kind)

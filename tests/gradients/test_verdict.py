@@ -170,18 +170,16 @@ def test_where_leaves_lie_is_known_or_they_stay_apart():
         compiled = jax.jit(jaxscale.all_finite).lower(tree).compile()
         assert not re.search("all-gather|all-to-all|permute", compiled.as_text())
         assert compiled(tree)
-
-
-def test_inside_of_shard_map_they_are_put_together():
-    mesh, data = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec("x")
+    # Inside of `shard_map` all of them lie on one device.
     counts = []
 
     def verdict(tree):
         counts.append(reductions(jaxscale.all_finite, tree)[0])
         return jaxscale.all_finite(tree, axis_name="x")
 
-    tree = {name: jnp.ones(16) for name in "abcd"}
+    mesh, data = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec("x")
     fun = jax.jit(jax.shard_map(verdict, mesh=mesh, in_specs=data, out_specs=PartitionSpec()))
+    tree = {name: jnp.ones(16) for name in "abcd"}
     assert fun(tree)
     assert not fun(tree | {"c": tree["c"].at[13].set(jnp.inf)})
     assert set(counts) == {1}
