@@ -42,14 +42,10 @@ def started(number, *options, command=(EXAMPLE, "--local")):
     flags = f"--xla_force_host_platform_device_count={DEVICES // number}"
     # What takes long here is compilation; and without the second flag float16 might be float32.
     flags += " --xla_backend_optimization_level=0 --xla_allow_excess_precision=false"
-    with subprocess.Popen(
-        [sys.executable, *map(str, [*command, number, *options])],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_LOG_COMPILES": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as launcher:
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_LOG_COMPILES": "1"}
+    command = [sys.executable, *map(str, [*command, number, *options])]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **how) as launcher:
         try:
             yield launcher
         finally:

@@ -229,11 +229,8 @@ def test_all_go_round_together(way):
 def test_devices_that_might_part_are_told_to_pass_the_axis():
     """Those whose parameters differ, or whose losses do; with it a bad loss counts once."""
     train_step = jaxscale.train_step(loss_fn, hot(), retries=3)
-    own = over_devices(
-        lambda bias, *args: train_step(PARAMS | {"bias": bias}, *args)[2][None],
-        (SHARDED, P(), SHARDED),
-        SHARDED,
-    )
+    specs = {"in_specs": (SHARDED, P(), SHARDED), "out_specs": SHARDED}
+    own = over_devices(lambda b, *args: train_step(PARAMS | {"bias": b}, *args)[2][None], **specs)
     with pytest.raises(ValueError, match=r"train_step\(retries=3\).*'data' may.*axis_name='data'"):
         own(jnp.ones(8 * 32), hot().init(PARAMS), X)
 

@@ -43,38 +43,31 @@ def local(dtype, w, x, factors, mean=lambda x: x):
     return jnp.mean(factors[:, None] * y.astype(jnp.float32) ** 2)
 
 
-def summed(*args):
-    return jax.lax.psum(local(*args), "d")
-
-
-def sharded(dtype, w, *args):
-    return summed(dtype, jax.lax.all_gather(w, "d", axis=1, tiled=True), *args)
-
-
-def normalized(*args):
-    """Devices exchange numbers in the half-precision part, forward and backward."""
-    return local(*args, lambda x: jax.lax.pmean(x, "d"))
-
-
-def averaged(*args):
-    return jax.lax.pmean(normalized(*args), "d")
-
-
-def own(dtype, w, *args):
-    """Each device has parameters, and so a scale, of its own."""
-    return local(dtype, jnp.tile(w, (1, 8 // w.shape[1])), *args)
-
-
 def called_in_calls(dtype, w, *args):
     """Calls in calls, which do not take the same."""
-    inner = jax.jit(functools.partial(summed, dtype))
+    inner = jax.jit(functools.partial(LOSSES["summed"], dtype))
     return jax.jit(lambda args, w: inner(w, *args))(args, w)
+
+
+total, mean = (functools.partial(of, axis_name="d") for of in (jax.lax.psum, jax.lax.pmean))
+gathered = functools.partial(jax.lax.all_gather, axis_name="d", axis=1, tiled=True)
+LOSSES = {
+    "local": local,
+    "summed": lambda *args: total(local(*args)),
+    "sharded": lambda dtype, w, *args: total(local(dtype, gathered(w), *args)),
+    # Devices exchange numbers in the half-precision part, forward and backward.
+    "normalized": lambda *args: local(*args, mean),
+    "averaged": lambda *args: mean(local(*args, mean)),
+    # Each device has parameters, and so a scale, of its own.
+    "own": lambda dtype, w, *args: local(dtype, jnp.tile(w, (1, 8 // w.shape[1])), *args),
+    "called_in_calls": called_in_calls,
+}
 
 
 def inside(loss, mesh, wrap, dtype, **options):
     """The gradients that each device has."""
-    grad = jax.grad(wrap(functools.partial(loss, dtype)))
-    of_w = P(None, "d") if loss in (sharded, own) else P()
+    grad = jax.grad(wrap(functools.partial(LOSSES[loss], dtype)))
+    of_w = P(None, "d") if loss in ("sharded", "own") else P()
     options |= {"in_specs": (of_w, P("d"), P("d")), "out_specs": P("d")}
     return jax.jit(jax.shard_map(lambda *args: grad(*args)[None], mesh=mesh, **options))
 
@@ -82,7 +75,7 @@ def inside(loss, mesh, wrap, dtype, **options):
 def around(loss, mesh, wrap, dtype, **options):
     """The loss of all devices; another axis of the mesh may be XLA's."""
     options |= {"in_specs": (P(), P("d"), P("d")), "out_specs": P(), "axis_names": {"d"}}
-    mapped = jax.shard_map(functools.partial(loss, dtype), mesh=mesh, **options)
+    mapped = jax.shard_map(functools.partial(LOSSES[loss], dtype), mesh=mesh, **options)
     return jax.jit(jax.grad(wrap(mapped)))
 
 
@@ -91,20 +84,19 @@ def by_jit(mesh, wrap, dtype):
 
 
 def by_pmap(loss, mesh, wrap, dtype):
-    grad = jax.grad(wrap(functools.partial(loss, dtype)))
+    grad = jax.grad(wrap(functools.partial(LOSSES[loss], dtype)))
     mapped = jax.pmap(grad, "d", in_axes=(None, 0, 0), devices=list(mesh.devices.flat))
     return lambda w, *args: mapped(w, *(x.reshape(mesh.size, -1, *x.shape[1:]) for x in args))
 
 
-LOSSES = {
-    inside: (local, summed, sharded, normalized, averaged, own),
-    around: (summed, averaged, called_in_calls),
-    by_pmap: (local, summed, normalized),
-}
 FORMS = {"by_jit": by_jit, "by_jit, explicit": by_jit}
-for make, losses in LOSSES.items():
-    for loss in losses:
-        FORMS[name := f"{make.__name__} {loss.__name__}"] = functools.partial(make, loss)
+for make, names in {
+    inside: ("local", "summed", "sharded", "normalized", "averaged", "own"),
+    around: ("summed", "averaged", "called_in_calls"),
+    by_pmap: ("local", "summed", "normalized"),
+}.items():
+    for loss in names:
+        FORMS[name := f"{make.__name__} {loss}"] = functools.partial(make, loss)
         if make is not by_pmap:
             FORMS[f"{name}, unchecked"] = functools.partial(make, loss, check_vma=False)
 # Of these, what the devices of several processes do.
