@@ -31,6 +31,9 @@ PARAMS = {
 ACCURACY = 2e-3  # of float16 in these small networks; rounding alone costs 6e-4
 SMALL = 2.0**-30  # a loss that float16 flushes all gradients of
 HIGH = 2.0**54  # a scale at which that loss overflows twice, and no more
+# Of a factor of the loss and a scale: how many backward passes there are.
+PASSES = [(jnp.inf, "auto", 1), (jnp.nan, "auto", 1), (1.0, "auto", 1), (1.0, HIGH, 3)]
+FAST = ["inside summed", "inside local, unchecked", "by_pmap normalized", "by_jit"]
 
 
 def net(p, x, dtype=HALF, out=jnp.float32):
@@ -180,9 +183,6 @@ def test_an_overflow_is_repeated_at_a_lower_scale(retries):
         assert jaxscale.all_finite(member(grads, 1)) == (retries > 0)
         assert retries == 0 or error(member(grads, 1), REFERENCE, SMALL) < ACCURACY
         assert not jaxscale.all_finite(member(grads, 2))
-
-
-PASSES = [(jnp.inf, "auto", 1), (jnp.nan, "auto", 1), (1.0, "auto", 1), (1.0, HIGH, 3)]
 
 
 @cases("factor, scale, passes", PASSES)
@@ -342,8 +342,6 @@ def test_the_power_is_exact():
 
 # Models of libraries: each row makes what comes out besides the gradients, and these, of a model
 # in which `scale_backward`, or nothing, is in its place.
-
-
 class Linen(nn.Module):
     dtype: object
 
@@ -435,9 +433,6 @@ def test_models_of_libraries_have_their_gradients_and_change_as_they_do(name):
     assert_same_bits(others, BUILT[name](lambda fun: fun, HALF, SMALL)[0])
     _, expected = BUILT[name](lambda fun: fun, jnp.float32, 1.0)
     assert error(grads, expected, SMALL) < 5e-3  # normalization doubles what float16 loses
-
-
-FAST = ["inside summed", "inside local, unchecked", "by_pmap normalized", "by_jit"]
 
 
 @cases(

@@ -22,6 +22,7 @@ MODEL = {
     "v": jax.random.normal(jax.random.key(3), (16, 2)),
 }
 NOOP = jaxscale.NoOpLossScale().init()
+SCALES, DTYPES = [2.0**24, 40000.7, 2.0**-30, 2.0**-126], ["float16", "bfloat16"]
 KINDS = (jax.value_and_grad, jaxscale.value_and_grad), (jax.grad, jaxscale.grad)
 
 
@@ -57,9 +58,6 @@ def test_gradients_of_half_precision_come_back_float32_and_do_not_underflow():
 
     assert jax.grad(tiny)(jnp.float16(1)) == 0
     assert_same_bits(jaxscale.grad(tiny, at(15))(jnp.float16(1)), jnp.float32(2.0**-30))
-
-
-SCALES, DTYPES = [2.0**24, 40000.7, 2.0**-30, 2.0**-126], ["float16", "bfloat16"]
 
 
 @cases(
@@ -137,7 +135,6 @@ def test_signature_and_keyword_arguments_are_those_of_the_function():
 
 
 # What a `transform` may map `jax.value_and_grad` or `jax.grad` over, for gradients by example.
-
 DOUBLES = jnp.arange(1.0, 25.0).reshape(2, 4, 3) / 8
 
 

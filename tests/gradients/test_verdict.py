@@ -22,6 +22,7 @@ from jaxscale._gradients.verdict import read, sizes
 
 DTYPES = ["float32", "float16", "bfloat16", "complex64", "float64", "complex128"]
 DTYPES += ["float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2fnuz"]
+MIXED = ["mixed, on one device", "mixed, on several"]
 # More of one shape than are put together, and some of another.
 SHAPES = {f"{i:02}": (3,) for i in range(66)} | {"a": (2, 2), "b": (2, 2), "c": (), "d": (0,)}
 
@@ -64,9 +65,6 @@ def filled(dtype, value=1.0):
     kinds = itertools.cycle(DTYPES if "mixed" in dtype else [dtype])
     pairs = zip(SHAPES.items(), kinds, strict=False)
     return {name: np.full(shape, value, jnp.dtype(kind)) for (name, shape), kind in pairs}
-
-
-MIXED = ["mixed, on one device", "mixed, on several"]
 
 
 @pytest.mark.standard_promotion

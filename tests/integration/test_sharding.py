@@ -28,6 +28,7 @@ PARAMS = {
     "out": jnp.linspace(1.0, -1.0, 32 * 8).reshape(32, 8),
 }
 X = jnp.linspace(0.1, 1.0, 16 * 16).reshape(16, 16)
+HOT_X = X.at[13].multiply(16.0)  # of one device alone
 
 
 def loss_fn(params, x):
@@ -140,10 +141,6 @@ def test_a_step_over_devices_is_the_step_on_one_and_all_skip_together(layout, le
 
 
 # Retries: one device overflows, and all go round together.
-
-HOT_X = X.at[13].multiply(16.0)  # of one device alone
-
-
 def hot(scale=2.0**24, **kwargs):
     policy = jaxscale.DynamicLossScale(init_scale=scale, growth_interval=3)
     return jaxscale.loss_scaled(optax.adam(0.1), policy, **kwargs)
@@ -246,7 +243,6 @@ def test_devices_that_might_part_are_told_to_pass_the_axis():
 
 
 # How many all-reduces the verdict costs, counted in the compiled program.
-
 LEAVES = {f"w{i}": jnp.ones((8 * (1 + i % 3), 16)) for i in range(12)}
 
 
