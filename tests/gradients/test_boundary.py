@@ -123,7 +123,7 @@ PLACES = {
     "loss scale": lambda f: jaxscale.grad(scale_backward(loss_of(net, f)), jaxscale.FixedLossScale(2.0**20).init()),
     "sowing": lambda f: jax.grad(sowing(f)),
     "sowing in autocast": lambda f: jax.grad(jaxscale.autocast(sowing(f))),
-    "beside a target": lambda f: jax.grad(beside_a_target(f)),
+    "target": lambda f: jax.grad(beside_a_target(f)),
     # Each member has its own scale.
     "population": lambda f: lambda p: member(jax.vmap(lambda f: jax.grad(loss_of(scale_backward(net), f))(p))(f * 2.0 ** jnp.array([-40.0, 0.0, 40.0])), 1),
     # Where nothing differs, an axis that devices can be told apart by is left alone.
@@ -136,7 +136,7 @@ MODELS = {"one call twice": called_twice, "autocast of mixed": mixed}  # else `n
 @cases(
     "place, exponent",
     [(place, e) for place in PLACES for e in (-60, 40)],
-    fast=[("loss", -60), ("model", 40), ("one call twice", -60), ("autocast outside", -60)],
+    fast=[("loss", -60), ("target", 40), ("one call twice", -60), ("autocast outside", -60)],
 )
 def test_gradients_are_right_whatever_the_size_of_the_loss(place, exponent):
     grads = jax.jit(PLACES[place](2.0**exponent))(PARAMS)
@@ -177,7 +177,7 @@ def test_an_overflow_is_repeated_at_a_lower_scale(retries):
     def grad(f):
         return jax.grad(scale_backward(loss_of(net, f), high, retries=retries))(PARAMS)
 
-    factors = SMALL * 2.0 ** jnp.array([-16.0, 0.0, 12.0])
+    factors = SMALL * 2.0 ** jnp.array([-16.0, 0.0, 4.0])  # the last needs one retry more
     for grads in jax.jit(lambda f: (jax.vmap(grad)(f), jax.lax.map(grad, f)))(factors):
         assert error(member(grads, 0), REFERENCE, SMALL / 2**16) < ACCURACY
         assert jaxscale.all_finite(member(grads, 1)) == (retries > 0)
