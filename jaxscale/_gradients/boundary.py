@@ -1,10 +1,8 @@
 """`scale_backward`: a function whose backward pass is scaled, and nothing outside of it is.
 
-The function is traced and split in two (see `tail`). Its backward pass then has four steps: the
-tail, unscaled; the scale, from the cotangents that leave it; the head, with these cotangents
-scaled, and again at a lower scale if it overflows; and the division. All of it is the rule of one
-`jax.custom_vjp`. A pair of scaled identities around the function would do for first derivatives
-alone.
+The function is traced and split in two (see `tail`). Its backward pass, the rule of one
+`jax.custom_vjp`, has four steps: the tail, unscaled; the scale, from the cotangents that leave it;
+the head, with these cotangents scaled, and again at a lower scale if it overflows; the division.
 """
 
 import functools
@@ -15,20 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from .. import _jax
 from .._autocast.readers import under_autocast
 from .._autocast.table import BOUNDARY
 from .._autocast.values import check_cotangent, flushes
-from .._jax import (
-    ClosedJaxpr,
-    closed,
-    collective_axes,
-    is_told_apart,
-    jaxpr_as_fun,
-    refuse_transposing,
-    vary,
-    varying,
-    without_constants,
-)
 from .._trees.call import Flat, wrap_call
 from .._trees.checks import int32, normal_float32
 from .._trees.tree import blank, cast, widen
@@ -44,8 +32,7 @@ _Result = TypeVar("_Result")
 _BACKOFF = 16.0
 
 # The cotangents of one loss may be smaller than those of another by this power of two, and keep
-# their accuracy in float16 beside them. Below that the scale rises, by no more than one retry takes
-# back: a scale that is too high for the model costs a retry in every step.
+# their accuracy in float16. Below that the scale rises, by no more than one retry takes back.
 _UNHARMED, _MOST_RAISED = 12, 4
 
 # A scale below it would not be a normal number, and might be flushed to 0.
@@ -80,19 +67,17 @@ def scale_backward(
 ) -> Callable[_Args, _Result]:
     """Returns the function with a scaled backward pass: loss scaling without a state.
 
-    It is for training steps that you cannot edit. Most trainers call `jax.value_and_grad` and
-    the optimizer themselves; give them the loss, or the model, wrapped by this. Values are
-    unchanged, and the gradients that come out are unscaled, so nobody outside notices. Wrap the
-    optimizer by `jaxscale.skip_nonfinite`, as a bad batch still gives bad gradients. In a step of
-    your own, `jaxscale.train_step` does it all.
+    It is for trainers that call `jax.value_and_grad` and the optimizer themselves: give them the
+    loss, or the model, wrapped by this. Values are unchanged, and the gradients that come out are
+    unscaled. Wrap the optimizer by `jaxscale.skip_nonfinite`, as a bad batch still gives bad
+    gradients. In a step of your own, `jaxscale.train_step` does it all.
 
     The function is traced, as by `jax.jit`. What follows its last half-precision value, such as
     the loss, runs backward unscaled in float32. The cotangents that reach half precision are
-    multiplied by one power of two, which brings the largest to about 1. So it does not matter
-    how large the loss is, and nothing is searched for, saved or carried. The gradients for all
-    inputs are divided by that number, in float32 or wider. Matrix products in float32 count as
-    half precision if a `jaxscale.autocast` is around the function, or if there is nothing else in
-    half precision.
+    multiplied by one power of two, which brings the largest to about 1, however large the loss is.
+    The gradients for all inputs are divided by that number, in float32 or wider. Matrix products
+    in float32 count as half precision if a `jaxscale.autocast` is around the function, or if there
+    is nothing else in half precision.
 
     Loops and branches belong to one side as a whole: wrap the loss inside of a `jax.lax.scan`
     over micro-batches. Around it the scale would be about 1, however small the gradients are.
@@ -105,11 +90,10 @@ def scale_backward(
         get gradients, too.
       scale: `"auto"`, or a number to scale by.
       retries: how often the backward pass may be repeated, each time at a 16th of the scale, if
-        the gradients are not finite and the cotangents were. The forward pass is not repeated.
-        Gradients that become 2**15 times larger on their way repeat it in every step; for these
-        `jaxscale doctor` says which number to pass as `scale`. The loop keeps all gradients of
-        `fun` in memory at once, where an optimizer might use each as it comes. On a CPU XLA takes
-        many times as long for a convolution in a loop. 0 compiles to no loop.
+        the gradients are not finite and the cotangents were. Gradients that become 2**15 times
+        larger on their way repeat it in every step; for these `jaxscale doctor` says which number
+        to pass as `scale`. The loop keeps all gradients of `fun` in memory at once. On a CPU XLA
+        takes many times as long for a convolution in a loop. 0 compiles to no loop.
       axis_name: further axes of `shard_map` or `pmap` along which devices are to use one scale.
         They agree by themselves along those that need it: where gradients are summed, and
         where `fun` itself communicates.
@@ -141,44 +125,30 @@ def scale_backward(
             f"`scale_backward(fun)` must be a function, got {type(fun).__name__}. Pass the loss "
             "or the model itself, such as `model.apply`, and not what it returns."
         )
-    if isinstance(scale, str) and scale != "auto":
+    is_auto = isinstance(scale, str)
+    if is_auto and scale != "auto":
         raise ValueError(
             f'`scale_backward(scale=...)` must be "auto" or a positive number, got {scale!r}.'
         )
-    is_auto = isinstance(scale, str)
     number = None if is_auto else normal_float32("scale_backward", "scale", scale)
     retries = int32("scale_backward", "retries", retries, 0, "retries")
     return wrap_call(functools.partial(_call, _Options(number, retries, axis_name)), fun)
 
 
 def _call(options: _Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns what a function returns, with a scaled backward pass."""
     flat = Flat(fun, args, kwargs, getattr(fun, "__name__", "scale_backward"))
     # What the function closes over, tracers among it, becomes an input: a `custom_vjp` function
     # must not close over what it is differentiated by.
-    program, consts = without_constants(jax.make_jaxpr(flat)(*flat.arrays))
-    inputs = ["that it closes over"] * len(consts) + flat.input_names()
-    scaled = _with_scaled_backward(closed(program), options, inputs, flat.output_names())
-    try:
-        with jax.named_scope(BOUNDARY):
-            outputs = scaled(*consts, *flat.arrays)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(_NO_FORWARD) from error
-    return flat.restored(outputs)
-
-
-def _with_scaled_backward(
-    program: ClosedJaxpr, options: _Options, input_names: list[str], output_names: list[str]
-) -> Callable[..., Any]:
-    """Returns a program without constants as a function with a scaled backward pass."""
+    jaxpr, consts = _jax.without_constants(jax.make_jaxpr(flat)(*flat.arrays))
+    program = _jax.closed(jaxpr)
+    input_names = ["that it closes over"] * len(consts) + flat.input_names()
+    output_names = flat.output_names()
     # Asked now: JAX may trace the backward pass when the `autocast` is through.
     plan = functools.cache(functools.partial(_Plan, program, under_autocast.get()))
 
     @jax.custom_vjp
     def scaled(*inputs: Any) -> Any:
-        return tuple(jaxpr_as_fun(program)(*inputs))
+        return tuple(_jax.jaxpr_as_fun(program)(*inputs))
 
     def forward(*inputs: Any) -> Any:
         perturbed = tuple(each.perturbed and is_inexact(each.value) for each in inputs)
@@ -194,17 +164,24 @@ def _with_scaled_backward(
         return pull(cotangents, options)
 
     scaled.defvjp(forward, backward, symbolic_zeros=True)
-    return scaled
+    try:
+        with jax.named_scope(BOUNDARY):
+            outputs = scaled(*consts, *flat.arrays)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(_NO_FORWARD) from error
+    return flat.restored(outputs)
 
 
 class _Plan:
     """A program, split, and what is differentiated in each part by what."""
 
     def __init__(
-        self, program: ClosedJaxpr, under_autocast: bool, perturbed: tuple[bool, ...]
+        self, program: _jax.ClosedJaxpr, under_autocast: bool, perturbed: tuple[bool, ...]
     ) -> None:
         self.inputs, head, self.tail = split(program, under_autocast)
-        self.axes = collective_axes(program)
+        self.axes = _jax.collective_axes(program)
         by = {v for v, is_given in zip(self.inputs, perturbed, strict=True) if is_given}
         # Parameters are cast before the head, and the gradients cast back after it: in the loop
         # of retries all of them are in memory at once, and take half of it.
@@ -264,20 +241,21 @@ class _Plan:
             is_finite = jnp.all(jnp.isfinite(found))
             if options.scale is None:
                 scale = _power(found, _MOST_RAISED if options.retries else 0)
-        if not options.retries:
-            return self._unscaled(pull_scaled(scale), scale)
-        gradients, scale = _repeated(pull_scaled, scale, is_finite, options.retries, axes)
-        reason = _NO_SECOND.format(options.retries)
-        return [refuse_transposing(each, reason) for each in self._unscaled(gradients, scale)]
-
-    def _unscaled(self, gradients: list[Any], scale: jax.Array) -> list[Any]:
+        if options.retries:
+            gradients, scale = _repeated(pull_scaled, scale, is_finite, options.retries, axes)
+        else:
+            gradients = pull_scaled(scale)
         pairs = zip(gradients, self.head_of, strict=True)
-        return divide([cast(each, var.aval.dtype) for each, var in pairs], scale)
+        gradients = divide([cast(each, var.aval.dtype) for each, var in pairs], scale)
+        reason = _NO_SECOND.format(options.retries)
+        return [_jax.refuse_transposing(x, reason) if options.retries else x for x in gradients]
 
     def _agreed_axes(self, entering: list[Any], axis_name: Any) -> tuple[Any, ...] | None:
         """Returns the axes along which the devices must use one scale."""
-        inputs = [varying(var.aval) for var in self.head_by]
-        vary_somewhere = frozenset().union(*inputs, *(varying(jax.typeof(x)) for x in entering))
+        inputs = [_jax.varying(var.aval) for var in self.head_by]
+        vary_somewhere = frozenset().union(
+            *inputs, *(_jax.varying(jax.typeof(x)) for x in entering)
+        )
         # Where an input does not vary, its gradient is a sum over devices.
         axes = set(vary_somewhere.difference(frozenset.intersection(*inputs)))
         # Where the devices exchange numbers, none may go round again alone. What does not vary
@@ -285,7 +263,7 @@ class _Plan:
         axes.update(
             axis
             for axis in (*self.axes, *axis_names(axis_name))
-            if axis in vary_somewhere or not is_told_apart(axis)
+            if axis in vary_somewhere or not _jax.is_told_apart(axis)
         )
         return tuple(sorted(axes, key=repr)) or None
 
@@ -328,8 +306,8 @@ def _repeated(
 
     number = jnp.zeros((), jnp.int32)
     *types, apart = jax.make_jaxpr(one_pass)(scale, number).out_avals
-    axes_apart = varying(apart) | varying(jax.typeof(scale))
-    start = [vary(each, axes_apart) for each in (scale, number, jnp.array(True))]
+    axes_apart = _jax.varying(apart) | _jax.varying(jax.typeof(scale))
+    start = [_jax.vary(each, axes_apart) for each in (scale, number, jnp.array(True))]
     carry = *start, [blank(aval) for aval in types]
     scale, _, _, gradients = jax.lax.while_loop(lambda carry: carry[2], body, carry)
     return gradients, scale
@@ -339,9 +317,9 @@ def _power(largest: jax.Array, most_raised: int) -> jax.Array:
     """Returns the power of two to scale cotangents by: it brings the largest to 1 or more, below 2.
 
     Given is the largest magnitude of each entry, an `f32[n]`. If those of some are so small that
-    they would flush, it is raised, by as much as one retry takes back at most. Without finite
-    cotangents it is 1, and otherwise 2**-126 to 2**126, so that it and its reciprocal are normal
-    numbers. Exponents are taken from the bits: a rounded logarithm gives other numbers.
+    they would flush, it is raised. Without finite cotangents it is 1, and otherwise 2**-126 to
+    2**126, so that it and its reciprocal are normal numbers. Exponents are taken from the bits: a
+    rounded logarithm gives other numbers.
     """
     exponents = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
     most = jnp.max(exponents)

@@ -25,8 +25,7 @@ _LARGE = 2**16
 # Up to 64 small or 16 large leaves share one reduction; a CPU slows down beyond that.
 _MAX_LEAVES, _MAX_LARGE_LEAVES = 64, 16
 
-# Split a lone large leaf into 8 parts, so that XLA on a CPU stores an eighth of it and uses all
-# cores.
+# Into so many parts a lone large leaf is split: XLA on a CPU stores one of them and uses all cores.
 _PARTS = 8
 
 # The bits of inf. As integers, those of finite absolute values are lower, those of NaN higher.
@@ -78,9 +77,8 @@ class Reduction(NamedTuple):
 def read(tree: Any, *, by_leaf: bool = False, squares: bool = False) -> Reduction:
     """Returns the reduction on which a verdict on the gradients in a tree rests.
 
-    Leaves of one type are combined element by element before they are reduced, as hundreds of
-    kernels are the cost of a verdict. With `by_leaf` each gradient is a group of its own. With
-    `squares` they are reduced to the sum of squares, which a norm needs.
+    With `by_leaf` each gradient is a group of its own. With `squares` they are reduced to the sum
+    of squares, which a norm needs.
     """
     return Reduction([_reduced(group, squares) for group in _groups(tree, by_leaf)])
 
@@ -100,7 +98,7 @@ def nans_are_errors() -> bool:
 
 
 def _groups(tree: Any, by_leaf: bool) -> list[list[Any]]:
-    """Returns the gradients in a tree, in groups that are reduced together."""
+    """Returns the gradients in a tree, in groups of one type that are reduced as one leaf."""
     by_type: dict[Any, list[Any]] = {}
     for i, leaf in enumerate(jax.tree.leaves(only_gradients(tree))):
         aval = jax.typeof(leaf)
@@ -124,12 +122,6 @@ def _is_placed(aval: Any) -> bool:
     return mesh.size == 1 or AxisType.Auto not in mesh.axis_types
 
 
-def _is_whole(aval: Any) -> bool:
-    """Returns whether arrays of a placed type lie on one device each."""
-    mesh = aval.sharding.mesh
-    return mesh.size <= 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
-
-
 def _is_large(leaf: Any) -> bool:
     size = jnp.size(leaf)
     return isinstance(size, int) and size >= _LARGE  # a symbol in `jax.export`
@@ -139,7 +131,11 @@ def _reduced(leaves: list[Any], squares: bool) -> jax.Array:
     """Returns the number that `Reduction` holds for a group of leaves of one type."""
     leaves, aval = list(map(jnp.asarray, leaves)), jax.typeof(leaves[0])
     if not squares and (_is_placed(aval) or nans_are_errors()):
-        return _over_parts(_all_finite, leaves, _PARTS)
+        return _over_parts(
+            lambda parts: jnp.all(functools.reduce(jax.lax.bitwise_and, map(_is_finite, parts))),
+            leaves,
+            _PARTS,
+        )
     # A sum even if only the verdict is asked for: XLA merges the sums that devices exchange, that
     # of the loss included, into one exchange.
     squared = (_squares(leaf, _is_placed(aval)) for leaf in leaves)
@@ -147,18 +143,19 @@ def _reduced(leaves: list[Any], squares: bool) -> jax.Array:
 
 
 def _size(leaves: list[Any], divisor: jax.Array | None) -> jax.Array:
-    """Returns the largest absolute value in leaves of one type, as the bits of a float32.
+    """Returns the largest absolute value in leaves of one type, divided, as a float32's bits.
 
-    It is divided by `divisor`. A finite float64 may exceed float32's largest number, and becomes
-    that.
+    A finite float64 may exceed float32's largest number, and becomes that.
     """
-    leaves = [part for leaf in map(jnp.asarray, leaves) for part in _real_parts(leaf)]
+    leaves = list(map(jnp.asarray, leaves))
+    if jnp.iscomplexobj(leaves[0]):
+        leaves = [part for leaf in leaves for part in (leaf.real, leaf.imag)]
     if jnp.finfo(leaves[0].dtype).bits < 16 or not _is_placed(jax.typeof(leaves[0])):
         # All in one type, so that devices exchange what they found in one message.
         leaves = list(map(widen, leaves))
-    # By their bits: without the sign, floats are ordered as integers are, and no NaN is lost, as
-    # in a maximum of floats it may be. XLA on a CPU fuses maxima of integers into one pass, but
-    # not those of floats. The wider they are, the more parts, as it stores integers of that width.
+    # By their bits: without the sign, floats are ordered as integers are. A maximum of floats may
+    # lose a NaN, and XLA on a CPU does not fuse it into one pass. The wider they are, the more
+    # parts, as it stores integers of that width.
     integer = jnp.dtype(f"int{jnp.finfo(leaves[0].dtype).bits}")
     mask = jnp.asarray(jnp.iinfo(integer).max, integer)
 
@@ -177,10 +174,6 @@ def _size(leaves: list[Any], divisor: jax.Array | None) -> jax.Array:
     return jax.lax.bitcast_convert_type(cast(size, jnp.float32), jnp.int32)
 
 
-def _real_parts(leaf: jax.Array) -> list[jax.Array]:
-    return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
-
-
 def _holds(number: jax.Array) -> jax.Array:
     """Returns whether a number of `Reduction` says that its group is finite."""
     if number.dtype == jnp.bool_:
@@ -188,12 +181,7 @@ def _holds(number: jax.Array) -> jax.Array:
     return number < _INF if number.dtype == jnp.int32 else number >= 0
 
 
-def _all_finite(parts: list[jax.Array]) -> jax.Array:
-    return jnp.all(functools.reduce(jax.lax.bitwise_and, map(_is_finite, parts)))
-
-
 def _is_finite(part: jax.Array) -> jax.Array:
-    """Returns which elements are finite."""
     if jnp.iscomplexobj(part):
         return _is_finite(part.real) & _is_finite(part.imag)
     return jax.lax.is_finite(widen(part))
@@ -206,8 +194,9 @@ def _over_parts(
 
     A TPU would store the parts, and gradients that its matrix products could reduce as they write.
     """
-    whole = _is_whole(jax.typeof(leaves[0]))
-    number = total // len(leaves) if whole and _is_large(leaves[0]) else 1
+    mesh = jax.typeof(leaves[0]).sharding.mesh
+    is_whole = mesh.size <= 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
+    number = total // len(leaves) if is_whole and _is_large(leaves[0]) else 1
     if number <= 1:
         return reduce(leaves)
     return jax.lax.platform_dependent(
@@ -228,8 +217,7 @@ def _parts(leaf: jax.Array, number: int) -> list[jax.Array]:
 def _squares(leaf: jax.Array, placed: bool) -> jax.Array:
     """Returns the squares of finite elements, and NaN or a number below 0 for the others.
 
-    Adding x - x would do the same, but compilers remove it if they may reorder arithmetic, as in
-    XLA's fast math.
+    Adding x - x would do the same, but compilers with fast math remove it.
     """
     if jnp.iscomplexobj(leaf):
         return _squares(leaf.real, placed) + _squares(leaf.imag, placed)

@@ -88,9 +88,8 @@ def divide(tree: Any, divisor: jax.Array) -> Any:
 class Scaled:
     """Gradients as a backward pass left them, and the number that they are to be divided by.
 
-    On a CPU a step is skipped by a branch. Gradients that are divided before it would be stored,
-    eight bytes for each parameter, written and read. Divided inside of the branch they fuse into
-    the step. So the gradients and their divisor travel separately, and each reader divides.
+    Each reader divides. On a CPU a step is skipped by a branch: gradients that are divided before
+    it would be written and read again, and inside of it they fuse into the step.
     """
 
     grads: Any
@@ -104,9 +103,8 @@ class Scaled:
     def times_reciprocal(self, grads: Any) -> Any:
         """Returns `grads`, which may be zeros in the place of these, times the reciprocal.
 
-        XLA itself divides by one number in this way. But it treats a written division as
-        expensive, and would store the result if two moments use it. Both give the same numbers
-        if the divisor is a power of two.
+        XLA itself divides so. But it treats a written division as expensive, and would store the
+        result if two moments use it. Both are the same if the divisor is a power of two.
         """
         divisor = self.divisor
         if divisor is None:
@@ -134,8 +132,7 @@ def representable(loss_scale: jax.Array, dtype: Any) -> jax.Array:
     For a complex dtype the number has the dtype of its parts.
     """
     info = jnp.finfo(dtype)
-    # At most the largest power of two, rather than the largest number, so that scaling stays
-    # exact. And at most 2**126: XLA divides by multiplying with the reciprocal, and that of 2**127
-    # is subnormal. It would be flushed to zero, and all gradients with it, though they are finite.
+    # At most the largest power of two, so that scaling stays exact. And at most 2**126: XLA divides
+    # by multiplying with the reciprocal. That of 2**127 would be flushed to 0, and all gradients.
     largest = 2.0 ** min(info.maxexp - 1, 126)
     return jnp.clip(loss_scale, float(info.smallest_normal), largest).astype(info.dtype)

@@ -1,12 +1,11 @@
 """A traced program in two parts: the half-precision part, and what follows it in float32.
 
 The *head* is every equation that a half-precision value comes from, and those that take one. The
-*tail* is the rest. No half-precision value is reached from it, so that its backward pass needs no
-scale; and the cotangents that leave it for the head say which scale the head needs.
+*tail* is the rest. Its backward pass needs no scale, and the cotangents that leave it for the head
+say which scale that needs.
 
 Control flow and functions with derivative rules belong to one part as a whole. Calls that mean
-nothing but their program, such as `jit` and `jax.checkpoint`, are divided in two, and so is
-`shard_map`.
+nothing but their program, such as `jit` and `jax.checkpoint`, and `shard_map` are divided in two.
 """
 
 import dataclasses
@@ -109,9 +108,12 @@ def split(program: ClosedJaxpr, under_autocast: bool) -> Split:
     Matrix products in float32 count as half precision if an `autocast` may yet make them that:
     if the program was traced for one, or if nothing else in it is in half precision.
     """
-    has_half = any(map(_is_typed_half, itertools.chain(*map(equations, program.jaxpr.eqns))))
-    of_half = _is_typed_half if has_half and not under_autocast else _is_half_or_cast
-    return _split(program, lambda eqn: any(map(of_half, equations(eqn))))
+    every = itertools.chain(*map(equations, program.jaxpr.eqns))
+    casts = under_autocast or not any(map(_is_typed_half, every))
+    return _split(
+        program,
+        lambda eqn: any(_is_typed_half(e) or (casts and reads_half(e)) for e in equations(eqn)),
+    )
 
 
 def is_half(aval: Any) -> bool:
@@ -168,7 +170,6 @@ def _steps(eqn: JaxprEqn, holds_half: Callable[[JaxprEqn], bool]) -> list[_Step]
 
 
 def _evaluate(step: _Step, values: list[Any]) -> list[Any]:
-    """Returns the outputs of a step."""
     with context(step.eqn), source(step.eqn, _jax.current_scopes()):
         if step.of is None or step.part is None:
             return bind(step.eqn, values)
@@ -209,7 +210,3 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
 
 def _is_typed_half(eqn: JaxprEqn) -> bool:
     return any(is_half(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
-
-
-def _is_half_or_cast(eqn: JaxprEqn) -> bool:
-    return _is_typed_half(eqn) or reads_half(eqn)

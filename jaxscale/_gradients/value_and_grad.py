@@ -1,8 +1,7 @@
 """Gradients of a loss that are scaled in the backward pass and unscaled after it.
 
-The loss keeps its value, but its cotangent is multiplied by the loss scale, the *seed*. The seed
-leaves as an auxiliary output, so that the gradients are divided by the very number that scaled
-them, whatever differentiates in between.
+The cotangent of the loss is multiplied by the loss scale, the *seed*. That leaves as an auxiliary
+output, so that the gradients are divided by the very number that scaled them.
 """
 
 import functools
@@ -67,9 +66,8 @@ def value_and_grad(
     """Returns a function that evaluates a loss and its gradients, with a scaled backward pass.
 
     The backward pass is scaled, not the loss: the cotangent starts at the loss scale instead
-    of 1. So the loss is exact and scaling cannot make it overflow, and the gradients are divided
-    by the very number that scaled them. Call this inside the training step, with the state of
-    that step.
+    of 1. So the loss is exact, and scaling cannot make it overflow. Call this inside the training
+    step, with the state of that step.
 
     Args:
       fun: a function that returns a floating-point scalar, preferably in float32; with
@@ -147,8 +145,7 @@ def grad(
     Args:
       fun: as in `value_and_grad`.
       scaling: as in `value_and_grad`.
-      transform: the function that differentiates: `jax.grad`, `equinox.filter_grad`,
-        `flax.nnx.grad` or the like.
+      transform: what differentiates: `jax.grad`, `equinox.filter_grad`, `flax.nnx.grad`.
       has_aux: whether `fun` returns a pair.
       **kwargs: passed to `transform`.
 
@@ -190,8 +187,8 @@ def backward_pass(
 ) -> Callable[..., tuple[Any, Any, Scaled]]:
     """Returns a function that evaluates a loss, its auxiliary output and its scaled gradients.
 
-    If the public function, `call`, is `grad`, the loss is `None`. A `state` of `None` is a scale
-    of 1. Messages call `fun` by the `name` that it has in `call`.
+    The loss of `call` "grad" is `None`. A `state` of `None` is a scale of 1. Messages call `fun` by
+    the `name` that it has in the public function, `call`.
     """
     seeded, one_seed = seed_cotangent(call, fun, state, has_aux, name)
     differentiated = transform(seeded, has_aux=True, **kwargs)

@@ -1,8 +1,7 @@
 """The verdict on the gradients of a step, and what else the same pass over them tells.
 
 All devices go by one verdict, and exchange it in one message. Flags by leaf say which gradients the
-last overflow was in, for `track_leaves=True`. The global norm comes from the same numbers as the
-verdict, if these are sums of squares.
+last overflow was in, for `track_leaves=True`.
 """
 
 import functools
@@ -44,11 +43,10 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
 
 
 def largest(grads: Scaled, axis_name: Any = None) -> jax.Array | None:
-    """Returns the largest absolute value among gradients, unscaled, an `f32[]`.
+    """Returns the largest absolute value among gradients, unscaled, an `f32[]`, or `None`.
 
     Of complex gradients, real and imaginary parts count. It is inf or NaN exactly if one of them
-    is, or becomes so as it is unscaled, and at most float32's largest number if none is. It is
-    `None` if there are no gradients.
+    is, or becomes so as it is unscaled, and at most float32's largest number if none is.
     """
     evidence = sizes(grads)
     return agree_on_size(evidence.bits(), axis_name) if evidence.holds_sizes else None
@@ -171,8 +169,7 @@ def judge(
 def flags_by_leaf(tree: Any, finite: Sequence[jax.Array] | None = None) -> Any:
     """Returns a tree like `tree` with a `bool[]` for each gradient and `None` elsewhere.
 
-    A flag is set if its leaf is not `finite`; without `finite`, none is. The tree has the paths of
-    the gradients, and the same structure and types for any gradients of these parameters.
+    A flag is set if its leaf is not `finite`; without `finite`, none is.
     """
     gradients, structure = jax.tree.flatten(only_gradients(tree))
     if not gradients:
@@ -215,8 +212,8 @@ def global_norm(grads: Any) -> jax.Array:
 def clip_by_global_norm(grads: Any, norm: jax.Array, max_norm: float) -> Any:
     """Returns gradients of a known norm, scaled down to `max_norm` if that is less.
 
-    The rule is that of `optax.clip_by_global_norm`, but each gradient is multiplied by one factor.
-    Optimizers use a gradient twice, and XLA treats a division as expensive and would store it.
+    The rule is that of `optax.clip_by_global_norm`, but with one factor, as XLA treats a division
+    as expensive and would store a gradient that an optimizer uses twice.
     """
     info = jnp.finfo(norm.dtype)
     if max_norm > float(info.max):

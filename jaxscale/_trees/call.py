@@ -1,9 +1,8 @@
 """A function of any arguments as one of arrays, with objects of Flax NNX among them.
 
-The function is traced, so what it writes into a module of NNX, which it may change in place, must
-leave the trace as an output. NNX can split its objects into arrays and a description, and later
-bring the objects up to date. Flax is not imported here: if there are such objects, it is loaded
-already.
+What a traced function writes into a module of NNX, in place, must leave the trace as an output. NNX
+can split its objects into arrays and a description, and later bring the objects up to date. Flax is
+not imported here: if there are such objects, it is loaded already.
 """
 
 import functools
@@ -20,9 +19,8 @@ _TAG = "jaxscale"
 
 
 class Flat:
-    """A function that takes and returns lists of arrays.
+    """A function that takes and returns lists of arrays, those of JAX in another function's trees.
 
-    Its arguments are `arrays`, those of JAX among the arguments of the original function.
     Everything else, numbers and NumPy arrays among them, reaches that, and comes back, as it is.
     """
 
@@ -52,11 +50,8 @@ class Flat:
 
     def output_names(self) -> list[str]:
         """Returns where each array is in what the function returns, as `['logits']`."""
-        return [
-            jax.tree_util.keystr(path)
-            for path, other in _with_paths(self._out_tree, self._others)
-            if other is None
-        ]
+        pairs = _with_paths(self._out_tree, self._others)
+        return [jax.tree_util.keystr(path) for path, other in pairs if other is None]
 
     def restored(self, outputs: Iterable[Any]) -> Any:
         """Returns what the original function returns, given the arrays in it."""
@@ -117,9 +112,7 @@ def call_with_objects(
     def pure(given: Any) -> Any:
         args, kwargs = nnx.from_tree(given, ctxtag=_TAG, is_inner=True)
         output = fun(*args, **kwargs)
-        objects = jax.tree.map(
-            lambda x: x if _is_object(x) else None, (args, kwargs), is_leaf=_is_object
-        )
+        objects = [x for x in jax.tree.leaves((args, kwargs), is_leaf=_is_object) if _is_object(x)]
         return nnx.to_tree((objects, output), ctxtag=_TAG)
 
     with nnx.update_context(_TAG):

@@ -142,7 +142,6 @@ def scalar_float32(call: str, name: str, value: Any) -> jax.Array:
 
 
 def _kind(value: Any) -> str:
-    """Returns what a value is: the dtype and the shape of an array, or a type."""
     if hasattr(value, "dtype") and not isinstance(value, type):
         return f"{value.dtype}{list(jnp.shape(value))}"
     return type(value).__name__

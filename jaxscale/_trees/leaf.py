@@ -15,8 +15,8 @@ _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 def is_array_like(leaf: Any) -> bool:
     """Returns whether a leaf is an array to JAX, or a number.
 
-    The type decides, as many other objects have a `dtype`: scalar types, modules, abstract values.
-    A NumPy array of numbers counts even if JAX does not support its dtype, so that JAX refuses it.
+    The type decides, as modules and abstract values have a `dtype`, too. A NumPy array of numbers
+    counts even if JAX does not support its dtype, so that JAX refuses it.
     """
     if isinstance(leaf, jax.Array):
         return True

@@ -1,10 +1,10 @@
 """Operations on trees: on their gradients, on parameters and updates, and a selection.
 
-Nothing here knows of loss scales. The rule for leaves is written here and nowhere else: only
-floating-point and complex leaves are gradients; `None`, `float0`, integers, bools, typed PRNG
+Only floating-point and complex leaves are gradients; `None`, `float0`, integers, bools, typed PRNG
 keys and leaves that are not arrays pass through.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,18 +27,16 @@ from .leaf import (
     kind_of,
 )
 
-# The collection in which Flax keeps FP8 statistics, see below. Its "gradients" are not scaled, so
-# they must not be unscaled; nor are they checked.
+# The collection of state that travels as a gradient, where Flax and Transformer Engine keep the
+# statistics of FP8. What a backward pass returns for such a leaf is not a slope but its next value,
+# which is to replace it. It is not scaled, unscaled or checked, and no optimizer may see it.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 _Tree = TypeVar("_Tree")
 
 
 def _has_dtype(leaf: Any, dtype: Any) -> bool:
-    """Returns whether a leaf is a strongly typed array of a dtype already.
-
-    Most are, and tracing a conversion to the same dtype takes longer than tracing a product.
-    """
+    # Most have theirs already, and a conversion takes longer to trace than a product.
     return isinstance(leaf, jax.Array) and leaf.dtype == dtype and not is_weak(leaf)
 
 
@@ -96,11 +94,11 @@ def cast(leaf: Any, dtype: Any) -> Any:
 
 def cast_like(tree: Any, like: Any) -> Any:
     """Returns a tree with the dtypes of another tree of the same structure."""
-    return jax.tree.map(
-        lambda leaf, other: cast(leaf, dtype_of(other)) if is_array_like(other) else leaf,
-        tree,
-        like,
-    )
+
+    def cast_leaf(leaf: Any, other: Any) -> Any:
+        return cast(leaf, dtype_of(other)) if is_array_like(other) else leaf
+
+    return jax.tree.map(cast_leaf, tree, like)
 
 
 def partition(params: Any, grads: Any) -> tuple[Any, Any]:
@@ -109,17 +107,13 @@ def partition(params: Any, grads: Any) -> tuple[Any, Any]:
     Those may be functions or text, which cannot be selected or compiled. Gradients of another
     structure, as `optax.lookahead` takes them, need parameters that are all arrays.
     """
+    map_all = functools.partial(jax.tree.map, is_leaf=_is_none)
     try:
-        trained = jax.tree.map(
-            lambda param, grad: None if grad is None else param, params, grads, is_leaf=_is_none
-        )
-        rest = jax.tree.map(
-            lambda param, kept: param if kept is None else None, params, trained, is_leaf=_is_none
-        )
-        return trained, rest
+        trained = map_all(lambda p, grad: None if grad is None else p, params, grads)
+        return trained, map_all(lambda p, kept: p if kept is None else None, params, trained)
     except ValueError as error:
         if all(map(is_array_like, jax.tree.leaves(params))):
-            return params, jax.tree.map(lambda _: None, params)
+            return params, map_all(lambda _: None, params)
         raise ValueError(
             "`apply_gradients(grads=...)` must have the structure of `params`, with `None` where "
             "there is no gradient. The order of arguments is (tx, grads, opt_state, params). JAX "
@@ -129,9 +123,7 @@ def partition(params: Any, grads: Any) -> tuple[Any, Any]:
 
 def combine(trained: Any, rest: Any) -> Any:
     """Returns the one tree that `partition` made two of."""
-    return jax.tree.map(
-        lambda param, other: other if param is None else param, trained, rest, is_leaf=_is_none
-    )
+    return jax.tree.map(lambda a, b: b if a is None else a, trained, rest, is_leaf=_is_none)
 
 
 def _is_none(leaf: Any) -> bool:
@@ -141,8 +133,8 @@ def _is_none(leaf: Any) -> bool:
 def apply_updates(params: Any, updates: Any) -> Any:
     """Returns `optax.apply_updates(params, updates)`, for every kind of leaf.
 
-    The sum is taken in float32 or wider and rounded once. A leaf stays as it is if it is not an
-    array, or has no gradient: its update is `None`, or a `float0`, as for integers and typed keys.
+    The sum is taken in float32 or wider and rounded once. A leaf without a gradient stays as it is:
+    its update is `None`, or a `float0`, as for integers and typed keys.
     """
 
     def add(param: Any, update: Any) -> Any:
@@ -160,14 +152,13 @@ def cast_updates(params: Any, updates: Any) -> Any:
     JAX does not promote floating-point numbers of 8 bits or less: these need their own dtype.
     """
 
-    def addable_leaf(update: Any, param: Any) -> Any:
-        if update is None or not is_inexact(param) or jnp.finfo(dtype_of(param)).bits > 8:
-            return update
-        return cast(update, dtype_of(param))
+    def addable(update: Any, param: Any) -> Any:
+        is_narrow = is_inexact(param) and jnp.finfo(dtype_of(param)).bits <= 8
+        return cast(update, dtype_of(param)) if is_narrow and update is not None else update
 
     if jax.tree.structure(updates) != jax.tree.structure(params):
         return updates
-    return jax.tree.map(addable_leaf, updates, params)
+    return jax.tree.map(addable, updates, params)
 
 
 def varying_axes(tree: Any) -> set[Any]:
@@ -225,7 +216,8 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
     _check_same_structure(call, on_true, on_false)
 
     def select_leaf(path: tuple[Any, ...], a: Any, b: Any) -> Any:
-        if isinstance(a, jax.Array) and isinstance(b, jax.Array) and _type(a) == _type(b):
+        are_arrays = isinstance(a, jax.Array) and isinstance(b, jax.Array)
+        if are_arrays and (a.shape, a.dtype, is_weak(a)) == (b.shape, b.dtype, is_weak(b)):
             return jax.lax.select(pred, a, b)  # the usual case, first because it is fast
         if not (is_array_like(a) and is_array_like(b)):
             if is_equal(a, b):
@@ -242,15 +234,8 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
     return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
 
 
-def _type(array: jax.Array) -> tuple[Any, Any, bool]:
-    return array.shape, array.dtype, is_weak(array)
-
-
 def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
-    """Returns what `select` does; a dtype that is not the old one is an error.
-
-    State that goes through a step has to come out with its own dtypes, or the step compiles anew.
-    """
+    """Returns what `select` does; a dtype that is not the old one is an error."""
     kept = select(call, pred, new, old)
 
     def check(path: tuple[Any, ...], leaf: Any, old: Any) -> None:
@@ -283,9 +268,8 @@ def _common_dtype(call: str, path: tuple[Any, ...], a: Any, b: Any) -> Any:
 
 def _unequal(call: str, path: tuple[Any, ...], what: str, a: Any, b: Any) -> str:
     where = jax.tree_util.keystr(path) or "the root"
-    hint = " Cast one to the dtype of the other, or the step would compile anew." * (
-        what == "dtypes"
-    )
+    hint = " Cast one to the dtype of the other, or the step would compile anew."
+    hint *= what == "dtypes"
     return f"`{call}` needs leaves of equal {what}: those at {where} have {a} and {b}.{hint}"
 
 
@@ -304,11 +288,6 @@ def _check_same_structure(call: str, first: Any, second: Any) -> None:
     )
 
 
-# --- State that travels as a gradient: leaves under a key `_overwrite_with_gradient`, where Flax
-# and Transformer Engine keep the statistics of FP8. What a backward pass returns for such a leaf is
-# not a slope but its next value, which is to replace it. No optimizer may see it.
-
-
 def holds_overwrites(tree: Any) -> bool:
     """Returns whether a tree has leaves that their gradients replace."""
     return any(is_overwrite(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
@@ -323,18 +302,13 @@ def without_overwrites(tree: Any) -> Any:
 
 def zero_overwrites(grads: Any) -> Any:
     """Returns gradients with zeros in the place of values that replace a leaf."""
-
-    def zero(path: Any, leaf: Any) -> Any:
-        return jnp.zeros_like(leaf) if is_overwrite(path) and is_inexact(leaf) else leaf
-
-    return jax.tree_util.tree_map_with_path(zero, grads)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, g: jnp.zeros_like(g) if is_overwrite(path) and is_inexact(g) else g, grads
+    )
 
 
 def overwrite(outcome: Any, new: Any, old: Any) -> Any:
-    """Returns the outcome of a step, with the leaves that are replaced in their new values.
-
-    These are gradients; where one is not finite, the leaf stays as in `old`, before the step.
-    """
+    """Returns the outcome of a step, with the leaves that are replaced as in `replace_finite`."""
     return _map_overwrites(replace_finite, outcome, new, old)
 
 

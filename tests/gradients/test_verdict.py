@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -23,9 +22,9 @@ from jaxscale._gradients.verdict import read, sizes
 
 DTYPES = ["float32", "float16", "bfloat16", "complex64", "float64", "complex128"]
 DTYPES += ["float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2fnuz"]
+MIXED = ["mixed, on one device", "mixed, on several"]
 # More of one shape than are put together, and some of another.
 SHAPES = {f"{i:02}": (3,) for i in range(66)} | {"a": (2, 2), "b": (2, 2), "c": (), "d": (0,)}
-BAD = {"inf": np.inf, "-inf": -np.inf, "NaN": np.nan}
 
 
 def finite(tree, **how):
@@ -33,7 +32,7 @@ def finite(tree, **how):
 
 
 def of_sizes(tree, divisor=None, **how):
-    return sizes(Scaled(tree, None if divisor is None else jnp.float32(divisor)), **how).finite()
+    return sizes(Scaled(tree, divisor), **how).finite()
 
 
 def of_a_step(make, **options):
@@ -48,7 +47,7 @@ VERDICTS = {
     "by leaf": partial(finite, by_leaf=True),
     "of the largest": of_sizes,
     "of the largest by leaf": partial(of_sizes, by_leaf=True),
-    "of the largest, divided": partial(of_sizes, divisor=2.0**4),
+    "of the largest, divided": partial(of_sizes, divisor=jnp.float32(2.0**4)),
     "of a step": of_a_step(jaxscale.skip_nonfinite),
     "of a step, both": of_a_step(jaxscale.skip_nonfinite, **both),
     "of a step, adaptive, both": of_a_step(jaxscale.loss_scaled, loss_scale="adaptive", **both),
@@ -63,44 +62,33 @@ def one_device(monkeypatch):
 
 def filled(dtype, value=1.0):
     """A tree of numbers of a dtype, or of all dtypes in turn."""
-    kinds = itertools.cycle(DTYPES if dtype == "mixed" else [dtype])
-    return {
-        name: np.full(shape, value, jnp.dtype(kind))
-        for (name, shape), kind in zip(SHAPES.items(), kinds, strict=False)
-    }
+    kinds = itertools.cycle(DTYPES if "mixed" in dtype else [dtype])
+    pairs = zip(SHAPES.items(), kinds, strict=False)
+    return {name: np.full(shape, value, jnp.dtype(kind)) for (name, shape), kind in pairs}
 
 
 @pytest.mark.standard_promotion
 @cases(
-    "name, dtype, placed",
-    [
-        *itertools.product(VERDICTS, ["mixed"], ["one device", "several"]),
-        *itertools.product(list(VERDICTS)[:6], DTYPES, ["one device"]),
-    ],
-    fast=[
-        ("public", "mixed", "several"),
-        ("of the largest", "complex64", "one device"),
-        ("of a step, both", "mixed", "one device"),
-    ],
+    "name, dtype",
+    [*itertools.product(VERDICTS, MIXED), *itertools.product(list(VERDICTS)[:6], DTYPES)],
+    fast=[("public", MIXED[1]), ("of the largest", "complex64"), ("of a step, both", MIXED[0])],
 )
-def test_no_element_of_any_leaf_is_overlooked(name, dtype, placed, request):
-    if placed == "one device":
+def test_no_element_of_any_leaf_is_overlooked(name, dtype, request):
+    if dtype != MIXED[1]:
         request.getfixturevalue("one_device")
     verdict = jax.jit(VERDICTS[name])
     with x64():
         tree = filled(dtype)
         assert verdict(tree)
-        if dtype != "mixed":
+        if dtype in DTYPES:
             for value in (largest := float(jnp.finfo(dtype).max), -largest):
                 assert verdict(filled(dtype, value))
-        for leaf, shape in SHAPES.items():
-            for i in range(int(np.prod(shape))):
-                bad = list(BAD.values())[i % 3]
-                spoiled = tree[leaf].copy()
-                if np.iscomplexobj(spoiled):
-                    bad = complex(1, bad) if i % 2 else complex(bad, 1)
-                spoiled.flat[i] = bad  # float8 without an inf has a NaN for it
-                assert not verdict(tree | {leaf: spoiled}), (leaf, i)
+        for leaf, i in ((name, i) for name in SHAPES for i in range(tree[name].size)):
+            bad, spoiled = (np.inf, -np.inf, np.nan)[i % 3], tree[leaf].copy()
+            if np.iscomplexobj(spoiled):
+                bad = complex(1, bad) if i % 2 else complex(bad, 1)
+            spoiled.flat[i] = bad  # float8 without an inf has a NaN for it
+            assert not verdict(tree | {leaf: spoiled}), (leaf, i)
 
 
 def reductions(fun, *args, branch=0):
@@ -111,12 +99,12 @@ def reductions(fun, *args, branch=0):
 
     def equations(jaxpr):
         for eqn in jaxpr.eqns:
-            chosen = eqn.params["branches"][branch].jaxpr if "branches" in eqn.params else None
-            yield from equations(chosen) if chosen else [eqn]
+            branches = eqn.params.get("branches")
+            yield from equations(branches[branch].jaxpr) if branches else [eqn]
 
     every = equations(jax.make_jaxpr(fun)(*args).jaxpr)
-    found = [eqn for eqn in every if eqn.primitive.name.startswith("reduce_")]
-    return len(found), sum(eqn.invars[0].aval.size for eqn in found)
+    sizes = [e.invars[0].aval.size for e in every if e.primitive.name.startswith("reduce_")]
+    return len(sizes), sum(sizes)
 
 
 @cases("squares", [False, True])
@@ -134,26 +122,26 @@ def test_a_large_leaf_is_taken_in_parts_on_a_cpu_alone(one_device):
     # Of an axis that can be divided, the rest stays whole.
     shapes = {(2**16,): 8, (9, 2**13): 8, (2**14 + 2, 6): 2, (2**16 + 1,): 1, (2**15,): 1}
     for shape, parts in shapes.items():
-        assert reductions(jaxscale.all_finite, jnp.ones(shape)) == (1, np.prod(shape) // parts)
-        whole = reductions(jaxscale.all_finite, jnp.ones(shape), branch=-1)
-        assert whole == (1, np.prod(shape))
-        verdict = jax.jit(jaxscale.all_finite)
-        for i in np.random.default_rng(0).integers(0, np.prod(shape), 16):
-            leaf = np.ones(shape, np.float32)
-            leaf.flat[i] = np.nan
-            assert not verdict(leaf)
+        leaf, size, verdict = (
+            np.ones(shape, np.float32),
+            np.prod(shape),
+            jax.jit(jaxscale.all_finite),
+        )
+        assert reductions(jaxscale.all_finite, leaf) == (1, size // parts)
+        assert reductions(jaxscale.all_finite, leaf, branch=-1) == (1, size)
+        for i in np.random.default_rng(0).integers(0, size, 16):
+            spoiled = leaf.copy()
+            spoiled.flat[i] = np.nan
+            assert not verdict(spoiled)
 
 
 def test_the_sum_of_squares_is_that_of_all(one_device):
     rng = np.random.default_rng(0)
     for dtype in ("float16", "complex64"):
         tree = filled(dtype)
-        for name, leaf in tree.items():
-            tree[name] = rng.standard_normal(leaf.shape).astype(leaf.dtype)
+        tree = {k: rng.standard_normal(v.shape).astype(v.dtype) for k, v in tree.items()}
         expected = sum(np.sum(np.abs(leaf.astype(np.complex128)) ** 2) for leaf in tree.values())
-        evidence = read(tree, squares=True)
-        assert evidence.finite()
-        total = evidence.squares()
+        total = read(tree, squares=True).squares()
         assert total.dtype == jnp.float32
         np.testing.assert_allclose(total, expected, rtol=1e-6)  # a float32 sum of 110 numbers
     evidence = read({"w": jnp.full(4, 3e38)}, squares=True)
@@ -166,8 +154,7 @@ def test_the_sum_of_squares_is_that_of_all(one_device):
 def test_by_leaf_says_which(one_device):
     tree = filled("float32") | {"a": np.array([[1, np.nan], [1, 1]], np.float32)}
     for evidence in (read(tree, by_leaf=True), sizes(Scaled(tree), by_leaf=True)):
-        flags = [bool(flag) for flag in evidence.finite_groups()]
-        assert flags == [name != "a" for name in sorted(tree)]
+        assert list(map(bool, evidence.finite_groups())) == [name != "a" for name in sorted(tree)]
 
 
 def test_where_leaves_lie_is_known_or_they_stay_apart():
@@ -181,25 +168,19 @@ def test_where_leaves_lie_is_known_or_they_stay_apart():
         compiled = jax.jit(jaxscale.all_finite).lower(tree).compile()
         assert not re.search("all-gather|all-to-all|permute", compiled.as_text())
         assert compiled(tree)
-
-
-def test_inside_of_shard_map_they_are_put_together():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    # Inside of `shard_map` all of them lie on one device.
     counts = []
 
     def verdict(tree):
         counts.append(reductions(jaxscale.all_finite, tree)[0])
         return jaxscale.all_finite(tree, axis_name="x")
 
-    data = PartitionSpec("x")
-    tree = {name: jnp.ones(16) for name in "abcd"}
+    mesh, data = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec("x")
     fun = jax.jit(jax.shard_map(verdict, mesh=mesh, in_specs=data, out_specs=PartitionSpec()))
+    tree = {name: jnp.ones(16) for name in "abcd"}
     assert fun(tree)
     assert not fun(tree | {"c": tree["c"].at[13].set(jnp.inf)})
     assert set(counts) == {1}
-
-
-FAST = "--xla_cpu_enable_fast_math=true --xla_force_host_platform_device_count="
 
 
 @cases("devices", [1, 8], fast=[8])
@@ -223,19 +204,6 @@ for name, leaf in tree.items():
         spoiled.flat[-1] = complex(1, bad) if name == "c" else bad
         assert not any(verdicts(tree | {name: spoiled})), (name, bad)
 """
-    environment = os.environ | {"XLA_FLAGS": FAST + str(devices)}
+    flags = f"--xla_cpu_enable_fast_math=true --xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"XLA_FLAGS": flags}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-
-
-def test_of_symbolic_shapes_there_is_a_verdict():
-    shapes = jax.export.symbolic_shape("n, m")
-    tree = {
-        "a": jax.ShapeDtypeStruct((2 * shapes[0],), jnp.float32),
-        "b": jax.ShapeDtypeStruct(shapes, jnp.float16),
-        "c": jax.ShapeDtypeStruct((2**17,), jnp.float32),
-    }
-    exported = jax.export.export(jax.jit(jaxscale.all_finite))(tree)
-    good = {"a": jnp.ones(6), "b": jnp.ones((3, 2), jnp.float16), "c": jnp.ones(2**17)}
-    assert exported.call(good)
-    for name, leaf in good.items():
-        assert not exported.call(good | {name: leaf.at[..., -1].set(jnp.inf)})

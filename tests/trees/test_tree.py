@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import functools
 import itertools
 import warnings
 
@@ -22,36 +23,24 @@ from jaxscale._gradients import verdict as _verdict
 from jaxscale._gradients.scaled import Scaled
 from jaxscale._trees.tree import apply_updates, cast_like, map_gradients, only_gradients
 
-
-def eager(fun):
-    return fun
-
-
-TRANSFORMS = [eager, jax.jit]
 DTYPES = ["float16", "bfloat16", "float32", "complex64", "float8_e5m2", "float8_e4m3fn"]
 
 
-class Choice(enum.IntEnum):
-    FIRST = 1
-    SECOND = 2
-
-
 class Awkward:
-    """What has a dtype, and cannot be compared."""
+    """What has a dtype, and cannot be compared, or only by element."""
 
     dtype = np.dtype(np.float32)
-
-    def __eq__(self, other):
-        raise ValueError("no")
-
     __hash__ = None
 
+    def __init__(self, compare):
+        self.compare = compare
 
-class Elementwise(Awkward):
     def __eq__(self, other):
-        return np.array([True, True])
+        return self.compare()
 
 
+RAISING, BY_ELEMENT = (lambda: 1 / 0), (lambda: np.array([True, True]))
+Choice = enum.IntEnum("Choice", "FIRST SECOND")
 # Leaves that are not arrays, in twos: whatever they have by the name of a dtype.
 NOT_ARRAYS = {
     "scalar type": (jnp.float16, jnp.bfloat16),
@@ -62,38 +51,22 @@ NOT_ARRAYS = {
     "array of objects": (np.array([None, print]), np.array([None])),
     "differences in time": (np.array([1, 2], "m8[s]"), np.array([1000, 2000], "m8[ms]")),
     "choice": (Choice.FIRST, Choice.SECOND),
-    "awkward": (Awkward(), Awkward()),
-    "elementwise": (Elementwise(), Elementwise()),
+    "awkward": (Awkward(RAISING), Awkward(RAISING)),
+    "elementwise": (Awkward(BY_ELEMENT), Awkward(BY_ELEMENT)),
 }
 # What is one: with a NaN in it, a verdict sees it.
-NUMBERS = [
-    float("nan"),
-    complex(0, float("nan")),
-    np.full(2, np.nan, np.float16),
-    np.float64("nan"),
-    ml_dtypes.bfloat16(float("nan")),
-    jnp.asarray(float("nan")),
-]
-
-
-def moved_by_nothing(tree):
-    return apply_updates(tree, jax.tree.map(lambda _: None, tree))
-
-
-def stepped(tree):
-    tx, grads = jaxscale.loss_scaled(optax.sgd(1.0)), only_gradients(tree)
-    return jaxscale.apply_gradients(tx, grads, tx.init(grads), tree)[0]
-
-
-EIGHT = jaxscale.FixedLossScale(8).init()
+NAN = float("nan")
+NUMBERS = [NAN, complex(0, NAN), np.full(2, NAN, np.float16), np.float64(NAN)]
+NUMBERS += [ml_dtypes.bfloat16(NAN), jnp.asarray(NAN)]
+EIGHT, NOOP = jaxscale.FixedLossScale(8).init(), jaxscale.NoOpLossScale().init()
+NONE = functools.partial(jax.tree.map, lambda _: None)
 # All that leave alone what is not a gradient: a tree as each gives it back.
 FUNCTIONS = {
-    "scale": lambda tree: jaxscale.scale(EIGHT, tree),
-    "unscale": lambda tree: jaxscale.unscale(EIGHT, tree),
-    "noop": lambda tree: jaxscale.unscale(jaxscale.NoOpLossScale().init(), tree),
-    "apply_updates": moved_by_nothing,
-    "apply_gradients": stepped,
-    "map_gradients": lambda tree: map_gradients(lambda leaf: leaf * 2, tree),
+    "scale": functools.partial(jaxscale.scale, EIGHT),
+    "unscale": functools.partial(jaxscale.unscale, EIGHT),
+    "noop": functools.partial(jaxscale.unscale, NOOP),
+    "apply_updates": lambda tree: apply_updates(tree, NONE(tree)),
+    "map_gradients": functools.partial(map_gradients, lambda leaf: leaf * 2),
     "cast_like": lambda tree: cast_like(tree, tree),
     "tree_where": lambda tree: jaxscale.tree_where(True, tree, tree),
     "or else": lambda tree: jaxscale.tree_where(jnp.array(False), tree, tree),
@@ -131,7 +104,7 @@ STEPS = {
 def test_a_step_leaves_alone_what_has_no_gradient(name):
     """As in a module of Equinox, whose gradients hold None there."""
     rest = PASSIVE | {leaf: first for leaf, (first, _) in NOT_ARRAYS.items()} | {"rate": 0.5}
-    tx, none = STEPS[name](optax.sgd(0.5)), jax.tree.map(lambda _: None, rest)
+    tx, none = STEPS[name](optax.sgd(0.5)), NONE(rest)
     params, state = rest | {"w": jnp.ones(2)}, tx.init(none | {"w": jnp.ones(2)})
     kept = -jnp.inf if name in ("bare", "unskipped") else 0.5
     for number, moved in ((1.0, 0.5), (jnp.inf, kept)):
@@ -153,12 +126,12 @@ def test_numbers_of_every_type_are_gradients_and_nothing_else_is():
     assert jaxscale.all_finite({"_overwrite_with_gradient": {"amax": jnp.array(jnp.nan)}})
 
 
-@cases("transform", TRANSFORMS, fast=[jax.jit])
-def test_tree_where_selects_bits(transform):
+@cases("compiled", [False, True], fast=[True])
+def test_tree_where_selects_bits(compiled):
     new = {dtype: jnp.array([1.5, -0.0], dtype) for dtype in DTYPES}
     # Not for float8: XLA on CPU selects it by way of float16, and NaN has many forms.
     old = {dtype: jnp.array([2.0 if "float8" in dtype else np.nan, 0.0], dtype) for dtype in DTYPES}
-    tree_where = transform(jaxscale.tree_where)
+    tree_where = jax.jit(jaxscale.tree_where) if compiled else jaxscale.tree_where
     for pred, expected in ((True, new), (False, old)):
         chosen = tree_where(jnp.array(pred), new, old)
         assert_same_bits(chosen, expected)
@@ -184,70 +157,60 @@ PYTHON += [complex(0, float("nan")), complex(1e39, 0)]
 
 
 def converted(number, dtype):
-    """What NumPy makes of a Python number, or ``None`` where that is another number."""
-    if isinstance(number, complex) and dtype.kind != "c":
-        if number.imag != 0:
-            return None
-        number = number.real
-    inexact = jnp.issubdtype(dtype, jnp.inexact)
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            if inexact and isinstance(number, int):
-                number = float(number)
-            there = np.asarray(number).astype(dtype)
-        except OverflowError:
-            return None
-        # Integers and bools are exact, and what rounds stays as finite as it was.
-        same = np.isfinite(there) == np.isfinite(number) if inexact else there.item() == number
-    return there if same else None
+    """What NumPy makes of a Python number, or `None` where that is another number."""
+    inexact, is_complex = jnp.issubdtype(dtype, jnp.inexact), dtype.kind == "c"
+    given = number if is_complex else number.real
+    try:
+        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
+            there = np.asarray(given * 1.0 if inexact else given).astype(dtype)
+    except OverflowError:
+        return None
+    # Integers and bools are exact, and what rounds stays as finite as it was.
+    same = np.isfinite(there) == np.isfinite(given) if inexact else there.item() == given
+    return there if same and (is_complex or number.imag == 0) else None
+
+
+def assert_meets(leaf, array, expected, message="", tree_where=jaxscale.tree_where):
+    """It becomes what is expected, of the array's type, or is an error where that is `None`."""
+    for pred, (a, b) in itertools.product((True, False), ((leaf, array), (array, leaf))):
+        if expected is None:
+            with pytest.raises(TypeError, match=rf"{message}.*\['x'\]|\['x'\].*{message}"):
+                tree_where(pred, {"x": a}, {"x": b})
+            continue
+        chosen = tree_where(pred, {"x": a}, {"x": b})["x"]
+        assert avals(chosen) == avals(jnp.asarray(array))
+        right = expected if (a if pred else b) is leaf else np.asarray(array)
+        if right == right:
+            assert_same_bits(chosen, right)
+        else:  # of which there are several in float8
+            assert chosen != chosen
 
 
 @cases("dtype", MEETING, fast=["bool", "uint8", "float16"])
 def test_a_python_number_takes_the_dtype_of_the_array_it_meets(dtype):
-    array, dtype = jnp.ones((), dtype), jnp.dtype(dtype)
-    for number in PYTHON:
-        expected = converted(number, dtype)
-        for pred, (a, b) in itertools.product(
-            (True, False), ((number, array), (np.asarray(array), number))
-        ):
-            if expected is None:
-                with pytest.raises(TypeError, match=r"\['x'\].*does not hold"):
-                    jaxscale.tree_where(pred, {"x": a}, {"x": b})
-                continue
-            chosen = jaxscale.tree_where(pred, {"x": a}, {"x": b})["x"]
-            assert avals(chosen) == avals(array)
-            right = expected if (a if pred else b) is number else np.asarray(array)
-            if right == right:
-                assert_same_bits(chosen, right)
-            else:  # of which there are several in float8
-                assert chosen != chosen
+    for number, array in itertools.product(PYTHON, (jnp.ones((), dtype), np.ones((), dtype))):
+        assert_meets(number, array, converted(number, jnp.dtype(dtype)), "does not hold")
 
 
-@cases("transform", TRANSFORMS, fast=[eager])
-def test_a_weakly_typed_array_takes_the_dtype_of_a_strongly_typed_one(transform):
-    tree_where = transform(lambda pred, a, b: jaxscale.tree_where(pred, a, b))
+@cases("compiled", [False, True], fast=[False])
+def test_a_weakly_typed_array_takes_the_dtype_of_a_strongly_typed_one(compiled):
+    tree_where = jax.jit(jaxscale.tree_where) if compiled else jaxscale.tree_where
     ranks = {"bool": 0, "int8": 1, "uint8": 1, "int32": 1, "complex64": 3}
-    for number, dtype in itertools.product((3, 3.0, 3 + 0j), MEETING):
-        weak, strong = jnp.asarray(number), jnp.ones((), dtype)
-        for pred, (a, b) in itertools.product((True, False), ((weak, strong), (strong, weak))):
-            if [int, float, complex].index(type(number)) + 1 > ranks.get(dtype, 2):
-                with pytest.raises(TypeError, match=r"dtypes.*the root"):
-                    tree_where(pred, a, b)
-                continue
-            chosen = tree_where(pred, a, b)
-            assert avals(chosen) == avals(strong)
-            assert chosen == jnp.asarray(3 if (a if pred else b) is weak else 1, dtype)
+    for rank, number in enumerate((3, 3.0, 3 + 0j), 1):
+        weak = jnp.asarray(number)
+        for dtype in MEETING:
+            expected = jnp.asarray(3, dtype) if rank <= ranks.get(dtype, 2) else None
+            assert_meets(weak, jnp.ones((), dtype), expected, "dtypes", tree_where)
         # Two of one dtype stay weakly typed.
         assert avals(tree_where(True, weak, weak + 1)) == avals(weak)
 
 
 @pytest.mark.standard_promotion
 def test_two_python_numbers_become_what_jax_makes_of_them():
-    for a, b in itertools.product((True, 2, 1.5, 2j), repeat=2):
-        dtype = jnp.result_type(a, b)
-        for pred, expected in ((True, a), (False, b)):
-            assert_same_bits(jaxscale.tree_where(pred, a, b), jnp.asarray(expected, dtype))
+    for pair in itertools.product((True, 2, 1.5, 2j), repeat=2):
+        for pred, expected in zip((True, False), pair, strict=True):
+            chosen = jaxscale.tree_where(pred, *pair)
+            assert_same_bits(chosen, jnp.asarray(expected, jnp.result_type(*pair)))
     for large in (2**31, 1e39):
         with pytest.raises(TypeError, match="does not hold"):
             jaxscale.tree_where(True, large, large)
@@ -259,18 +222,15 @@ def test_two_python_numbers_become_what_jax_makes_of_them():
 def test_what_holds_no_numbers_meets_none():
     for leaf in (np.zeros((), jax.dtypes.float0), jax.random.key(0)):
         for other in (1, 1.5, jnp.asarray(1), jnp.int32(1)):
-            for a, b in ((leaf, other), (other, leaf)):
-                with pytest.raises(TypeError, match="dtypes"):
-                    jaxscale.tree_where(True, a, b)
+            assert_meets(leaf, other, None, "dtypes")
 
 
 @cases("dtype", ["float32", "complex64", "float64", "complex128"], fast=["complex128"])
 def test_no_finite_gradient_ruins_logmax_for_good(dtype):
-    policy = presets.openseq2seq_logmax(beta1=0.0, beta2=0.0)
+    policy, info = presets.openseq2seq_logmax(beta1=0.0, beta2=0.0), np.finfo(dtype)
+    extremes = np.array([info.max, info.max, info.smallest_normal, info.smallest_subnormal, 0, 1])
+    numbers = [*(extremes * (1 + 1j) if "complex" in dtype else extremes)]
     with x64():
-        info = np.finfo(dtype)
-        extremes = [info.max, info.max, info.smallest_normal, info.smallest_subnormal, 0, 1.0]
-        numbers = [n * (1 + 1j) if "complex" in dtype else n for n in extremes]
         update, state = jax.jit(policy.update), policy.init()
         for number in [*numbers, np.inf, *numbers, *[0.25] * 3]:
             state, _ = update(state, {"w": jnp.asarray([0.125, number], dtype)})
@@ -279,18 +239,22 @@ def test_no_finite_gradient_ruins_logmax_for_good(dtype):
 
 
 def test_shapes_may_be_symbols():
-    (rows,) = export.symbolic_shape("rows")
+    n, m = export.symbolic_shape("n, m")
 
-    def step(pred, params, grads):
+    def step(params, grads):
         moved = apply_updates(params, jaxscale.unscale(EIGHT, grads))
-        return cast_like(jaxscale.tree_where(pred, moved, params), params)
+        return cast_like(jaxscale.tree_where(jaxscale.all_finite(grads), moved, params), params)
 
-    def sizes(rows):
-        return rows, rows - 1, 2 * rows  # of which the second may be 0
+    def typed(of, n, m):  # the second may be empty; the last is large, and has no symbol
+        halves = of((n, m), jnp.float16), of((n - 1, m), jnp.float16)
+        return [*halves, of((2 * n, 2), jnp.float32), of((2**17,), jnp.float32)]
 
-    shapes = [jax.ShapeDtypeStruct((size, 2), jnp.float32) for size in sizes(rows)]
-    exported = export.export(jax.jit(step))(jax.ShapeDtypeStruct((), jnp.bool_), shapes, shapes)
+    shapes = typed(jax.ShapeDtypeStruct, n, m)
+    exported = export.export(jax.jit(step))(shapes, shapes)
     for number in (1, 3):
-        params = [jnp.ones((size, 2)) for size in sizes(number)]
-        moved = exported.call(jnp.array(True), params, [-16 * leaf for leaf in params])
-        assert all((leaf == -1).all() for leaf in moved)
+        params = typed(jnp.ones, number, 2)
+        good = [-16 * leaf for leaf in params]
+        assert all((leaf == -1).all() for leaf in exported.call(params, good))
+        for i in (0, 2, 3):
+            bad = [*good[:i], good[i].at[..., -1].set(jnp.inf), *good[i + 1 :]]
+            assert_same_bits(exported.call(params, bad), params)
