@@ -1,8 +1,11 @@
-"""What the pictures and their text forms show, and the history that draws itself."""
+"""What the pictures, their text forms and JSON show, and the history that draws itself."""
 
+import dataclasses
 import functools
 import io
 import itertools
+import json
+import re
 import sys
 
 import jax
@@ -11,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from planted import HALF, trace
 from tables import assert_same_bits, cases
 
 import jaxscale
@@ -26,10 +30,8 @@ GRADS = {
     "dense": {"kernel": np.exp2(RNG.normal(-22, 4, 4000)).astype(np.float32), "bias": np.ones(3)},
     "out": np.array([0.0, np.inf, 1e-3], np.float32),
 }
-histogram = jax.jit(diagnostics.histogram)
-HISTOGRAM, LEAVES = jax.jit(lambda g: (diagnostics.histogram(g), diagnostics.leaf_histograms(g)))(
-    GRADS
-)
+histogram, leaf_histograms = map(jax.jit, (diagnostics.histogram, diagnostics.leaf_histograms))
+HISTOGRAM, LEAVES = histogram(GRADS), leaf_histograms(GRADS)
 SUGGESTED = diagnostics.suggest_scale(HISTOGRAM).suggested
 TX = jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale(growth_interval=3))
 PARAMS = jnp.ones(2)
@@ -91,12 +93,11 @@ def test_a_narrow_histogram_shows_what_it_is_asked_for():
     assert [ax.get_title(loc="left") for ax in ranges] == list(titles.values())
     for ax in ranges:
         assert [label.get_text() for label in ax.get_yticklabels()] == formats
-    legend, renderer = bars.get_legend(), FigureCanvasAgg(figure).get_renderer()
-    assert legend.get_title().get_text() == "at loss scale 2**3"
-    box = legend.get_window_extent(renderer)
-    assert not box.overlaps(bars.get_window_extent(renderer))
-    assert figure.bbox.padded(1).containsx(box.x1)
-    assert figure.bbox.padded(1).containsy(box.y1)
+    assert bars.get_legend().get_title().get_text() == "at loss scale 2**3"
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    box, of_bars = (each.get_window_extent(renderer) for each in (bars.get_legend(), bars))
+    assert not box.overlaps(of_bars)
+    assert figure.bbox.padded(1).contains(box.x1, box.y1)
 
 
 @cases("loss_scale", [2.0**-9, 1.0, 2.0**10], fast=[2.0**10])
@@ -181,7 +182,7 @@ def test_a_long_history_is_fetched_in_parts_and_summed_up(monkeypatch):
     drawn(history.plot())
 
 
-def test_append_does_not_wait_for_the_device():
+def test_append_does_not_wait_for_the_device_and_copies_what_it_is_given():
     @jax.jit
     def slow(state, x):
         x = jax.lax.fori_loop(0, 300, lambda i, x: jnp.tanh(x @ x), x)
@@ -195,9 +196,7 @@ def test_append_does_not_wait_for_the_device():
         history.append(state, loss=state.scaling.loss_scale)
     assert not state.total_steps.is_ready()
     assert history.columns()["total_steps"].tolist() == [1, 2]
-
-
-def test_a_state_may_be_donated_to_the_next_step():
+    # And the state may be donated to the next step.
     step = jax.jit(lambda state: TX.update(PARAMS, state, PARAMS)[1], donate_argnums=0)
     history, state = diagnostics.History(), TX.init(PARAMS)
     for _ in range(4):
@@ -260,23 +259,17 @@ def test_without_matplotlib_there_is_still_text(monkeypatch):
     assert diagnostics.text_histogram(HISTOGRAM)
 
 
-STATE = TX.init(PARAMS)
-
-
-def append(*args, **kwargs):
-    diagnostics.History().append(*args, **kwargs)
-
-
+STATE, NEW = TX.init(PARAMS), diagnostics.History()
 ERRORS = {
-    "exactly one loss scale": lambda: append(PARAMS),
-    r"got `loss_scale` of shape \(2,\)": lambda: append(jax.vmap(lambda _: STATE)(PARAMS)),
+    "exactly one loss scale": lambda: NEW.append(PARAMS),
+    r"got `loss_scale` of shape \(2,\)": lambda: NEW.append(jax.vmap(lambda _: STATE)(PARAMS)),
     r"`plot_histogram\(dtype=.*'x'": lambda: diagnostics.plot_histogram(HISTOGRAM, dtype="x"),
-    r"takes scalars, got `loss` of shape \(2,\)": lambda: append(STATE, loss=PARAMS),
+    r"takes scalars, got `loss` of shape \(2,\)": lambda: NEW.append(STATE, loss=PARAMS),
     r"only some steps had loss, norm": lambda: run(1)[0].append(STATE, norm=1.0),
-    r"nothing to draw": diagnostics.History().plot,
+    r"nothing to draw": NEW.plot,
 }
 OF_TYPE = {
-    r"cannot run inside `jit`": lambda: jax.jit(append)(STATE),
+    r"cannot run inside `jit`": lambda: jax.jit(NEW.append)(STATE),
     r"`plot_underflow.*dict": lambda: diagnostics.plot_underflow(LEAVES),
 }
 
@@ -285,3 +278,55 @@ OF_TYPE = {
 def test_errors(message):
     with pytest.raises(TypeError if message in OF_TYPE else ValueError, match=message):
         (ERRORS | OF_TYPE)[message]()
+
+
+def traced():
+    """An overflow, an underflow, a number rounded to 0, and a loss that is not finite."""
+
+    def fun(w):
+        y = w * HALF(60000) * HALF(60000) + w * HALF(2.0**-11) * HALF(2.0**-11)
+        return -jnp.sum((y + 1e-9).astype(jnp.float32))
+
+    return trace(fun, jnp.ones(3, HALF), loss_scale=1)
+
+
+def plain(value):
+    """The values of a report in dictionaries and lists, as `json` takes them."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return np.asarray(value).tolist()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return [*map(plain, value)] if isinstance(value, (tuple, list)) else value
+
+
+def test_all_results_are_the_same_in_json():
+    w = jnp.array([1e-9, 2e-5, 1.0, jnp.inf, jnp.nan, -0.0], jnp.float32)
+    report, counts = traced(), diagnostics.leaf_counts(grads := {"w": w, "b": [PARAMS, None]})
+    found, leaves = histogram(grads), leaf_histograms(grads)
+    table, history = diagnostics.table(counts), diagnostics.History()
+    for loss in (1.5, jnp.inf, -jnp.inf, jnp.nan, 1 / 3):
+        history.append(STATE, loss=loss)
+    results = {
+        "Calibration": diagnostics.calibrate(lambda w, x: jnp.sqrt(w * x), 1.0, [jnp.float32(0)]),
+        "Histogram": [found, leaves],
+        "History": history.columns(),
+        "LeafCounts": counts,
+        "LeafTable": table,
+        "LeafRow": table.rows[0],
+        "Shares": diagnostics.shares(found),
+        "Suggestion": list(map(diagnostics.suggest_scale, (found, histogram(jnp.zeros(1))))),
+        "TraceReport": report,
+        "TracedConstant": report.constants[0],
+        "TracedNonfinite": report.nonfinite[0],
+        "TracedUnderflow": report.underflows[0],
+        "Underflow": diagnostics.underflow(leaves),
+    }
+    assert set(results) == {name for name, of in vars(diagnostics).items() if isinstance(of, type)}
+    assert report.loss == -np.inf
+    # To the last bit; the numbers that JSON lacks are strings, which `float` reads.
+    text = json.dumps(diagnostics.to_json(results), allow_nan=False)
+    assert re.sub('"(NaN|-?Infinity)"', r"\1", text) == json.dumps(plain(results))
