@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 
 import hypothesis
 import hypothesis.strategies as st
@@ -20,11 +21,7 @@ from tables import assert_same_bits, cases
 import jaxscale
 from jaxscale import diagnostics
 from jaxscale.diagnostics._trace.backward import TracedBackward
-from jaxscale.diagnostics._trace.interpreter import Interpreter, Value
-from jaxscale.diagnostics._trace.jaxpr import FORWARD
 from jaxscale.diagnostics._trace.numbers import lost_values
-from jaxscale.diagnostics._trace.places import Constants
-from jaxscale.diagnostics._trace.plan import Planner
 
 pytestmark = pytest.mark.standard_promotion
 line = functools.partial(planted.marked, file=__file__)
@@ -110,10 +107,6 @@ def not_differentiated(fun):
     return lambda x, *more: with_backward(lambda x: fun(x, *more), lambda ct: ct)(x)
 
 
-def by_example(fun, **kwargs):
-    return jax.vmap(jax.value_and_grad(fun, **kwargs), (None, 0))
-
-
 backward_times_32 = with_backward(lambda x: x, lambda ct: ct * HALF(32))
 MASK = np.eye(2) > [1, 0]
 BATCH = {"x": np.float32([1, np.nan]), "mask": np.float32([0, -np.inf])}
@@ -168,7 +161,8 @@ FIRST = {
     "by example": (lambda: trace(
         lambda w, x: jnp.sum(w * x),  # plant: by example
         half(1, 2), half([1, 2], [3, 4], [1, 300]),
-        transform=by_example, loss_scale=2.0**24,  # float16 caps it
+        transform=lambda fun, **options: jax.vmap(jax.value_and_grad(fun, **options), (None, 0)),
+        loss_scale=2.0**24,  # float16 caps it
     ), {"primitive": "mul", "direction": "backward", "share": 4 / 6, "loss": (5 + 11 + 601) / 3,
         "nonfinite_outputs": ("grads",)}),
     "report": (lambda: trace(
@@ -261,23 +255,19 @@ def test_bad_input_gets_one_clear_sentence(message):
 
 # What a trace counts as lost, and what it leaves alone.
 
-EIGHT_HALVES = jax.ShapeDtypeStruct((8,), HALF)
-(PRODUCT,) = jax.make_jaxpr(jax.lax.mul)(EIGHT_HALVES, EIGHT_HALVES).eqns
-
-
-@st.composite
-def half_floats(draw):
-    """Float16 numbers around the lower end of its range, zeros included."""
-    exponents = draw(st.lists(st.integers(-12, 2), min_size=8, max_size=8))
-    digits = draw(st.lists(st.integers(-2047, 2047), min_size=8, max_size=8))
-    return half(*np.ldexp(np.array(digits) / 2048, exponents))
+(PRODUCT,) = jax.make_jaxpr(jax.lax.mul)(EIGHT, EIGHT).eqns
+# Float16 numbers around the lower end of its range, zeros included.
+PAIRS = st.tuples(st.integers(-2047, 2047), st.integers(-23, -9))
+HALVES = st.lists(PAIRS, min_size=8, max_size=8).map(
+    lambda pairs: half(*(math.ldexp(*pair) for pair in pairs))
+)
 
 
 def is_subnormal(x):
     return (x != 0) & (np.abs(x) < 2.0**-14)
 
 
-@hypothesis.given(half_floats(), half_floats())
+@hypothesis.given(HALVES, HALVES)
 def test_what_a_product_loses_is_what_numpy_counts(x, y):
     # The product of two float16 numbers is exact in float64.
     exact = x.astype(np.float64) * y.astype(np.float64)
@@ -309,9 +299,7 @@ def test_a_value_is_lost_once_where_it_is_lost():
 
 
 def test_only_the_first_places_are_printed():
-    def fun(w):
-        return sum(jnp.sum((w * 1e-4).astype(jnp.float32)) for _ in range(8))
-
+    fun = summed(lambda w: sum((w * 1e-4).astype(jnp.float32) for _ in range(8)))
     report, again = (trace(fun, half(*[1e-4] * 4), loss_scale=2.0**12) for _ in range(2))
     assert hash(report) == hash(again)
     assert len(report.underflows) == 8
@@ -495,15 +483,6 @@ def test_a_pass_in_a_hurry_stops_at_the_first_overflow_of_a_full_one(holder):
     assert found
 
 
-def interpreted(fun, *args):
-    """The leaves of what a function returns, run equation by equation."""
-    closed = jax.make_jaxpr(fun)(*args)
-    needs = (FORWARD,) * len(closed.jaxpr.outvars)
-    values = map(Value, jax.tree.leaves(args))
-    found = Interpreter(Planner(Constants())).run(closed, list(values), needs)
-    return [value.array for value in found]
-
-
 def _held(x):
     for name, holder in HOLDERS.items():
         x = holder(x, HALF(1.25 if len(name) % 2 else 0.75))
@@ -527,8 +506,9 @@ def test_what_it_computes_is_what_eager_evaluation_computes(name):
     args, graded = jax.tree.map(jnp.asarray, args), jaxscale.value_and_grad(fun, scaling(8))
     with jax.disable_jit():
         expected = graded(*args)
-    assert_same_bits(interpreted(graded, *args), jax.tree.leaves(expected))
-    assert trace(fun, *args, loss_scale=8).loss == float(expected[0])
+    run = TracedBackward(fun, args, {}).run(8.0)
+    assert_same_bits([run.values["loss"].array, *run.grads.values()], jax.tree.leaves(expected))
+    assert run.report().loss == float(expected[0])
 
 
 @pytest.mark.slow
@@ -556,8 +536,9 @@ def test_a_ref_has_a_backward_pass():
     assert (first.line, first.primitive) == (line("sum in a ref"), "addupdate")
     assert (first.direction, first.cause) == ("forward", "range")
     assert first.inputs == ("Ref{float16[8]}", "float16[8]")
-    graded = jaxscale.value_and_grad(fun, scaling(8))
-    assert_same_bits(interpreted(graded, x), list(jax.jit(graded)(x)))
+    run = TracedBackward(fun, (x,), {}).run(8.0)
+    expected = jax.jit(jaxscale.value_and_grad(fun, scaling(8)))(x)
+    assert_same_bits([run.values["loss"].array, run.grads["grads"]], list(expected))
 
 
 # Programs with parts that never run, or with refs. Each returns x.
