@@ -11,7 +11,7 @@ from ..._jax import JaxprEqn
 from .interpreter import EquationKey, Value, Visit, key_of
 from .jaxpr import EFFECT, FORWARD, HOLDERS
 from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
-from .places import layer, lines
+from .places import Line, layer, lines
 from .plan import RoundedAt
 from .report import Place, TracedConstant, TracedNonfinite, TracedUnderflow, TraceReport
 
@@ -120,10 +120,7 @@ class Findings:
             "inputs": tuple(atom.aval.str_short() for atom in eqn.invars),
             "direction": "forward" if visit.need & FORWARD else "backward",
             "scaled": any(value.scaled for value in visit.inputs),
-            "where": str(line) if line else "",
-            "file": line.file if line else "",
-            "line": line.number if line else 0,
-            "source": line.text if line else "",
+            **_told(line),
             "called_from": tuple(map(str, callers)),
             "layer": layer(eqn, visit.around),
             "iteration": visit.iteration,
@@ -131,6 +128,12 @@ class Findings:
             "visits": self.visits[key],
             "share": share,
         }
+
+
+def _told(line: Line | None) -> dict[str, Any]:
+    line = line or Line("", 0, "")
+    where = str(line) if line.file else ""
+    return {"where": where, "file": line.file, "line": line.number, "source": line.text}
 
 
 class Run(NamedTuple):
@@ -183,10 +186,7 @@ def _traced_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...
             became=float(number.literal.val),
             dtype=str(np.asarray(number.literal.val).dtype),
             primitive=eqn.primitive.name,
-            where=str(line),
-            file=line.file,
-            line=line.number,
-            source=line.text,
+            **_told(line),
         )
         found.setdefault((line.file, line.number, constant.value, constant.dtype), constant)
     return tuple(found.values())
