@@ -33,23 +33,22 @@ def trace(
 ) -> Callable[..., TraceReport]:
     """Returns a function that finds where a backward pass overflows or underflows.
 
-    The function runs the operations of `jaxscale.value_and_grad` one equation at a time,
-    also those in `jit`, loops, `cond`, `remat` and custom derivatives. It looks at every
-    number, computes again in float32 where numbers may have been lost, and gives the lines
-    of the model where that happened. For the host, outside of `jit`, and for one small
-    batch: the results of all equations are checked one by one, which is slow.
+    The function runs the operations of `jaxscale.value_and_grad` one equation at a time, also those
+    in `jit`, loops, `cond`, `remat` and custom derivatives. It looks at every number, computes
+    again in float32 where numbers may have been lost, and gives the lines of the model where that
+    happened. For the host, outside of `jit`, and for one small batch: it is slow.
 
-    Only float16 and narrower formats are checked for underflow: bfloat16 has the range of
-    float32. A `shard_map`, a `pmap` or a kernel counts as one equation. A ref from outside
-    `fun` keeps what it holds, because `fun` runs on a copy. A Python number is rounded
-    before anything runs, and no equation shows that: in float16 `x * 1e-9` is `x * 0`. Such
-    numbers are listed as `constants`, unless they stand in a function that was traced before.
+    Only float16 and narrower formats are checked for underflow: bfloat16 has the range of float32.
+    A `shard_map`, a `pmap` or a kernel counts as one equation. A ref from outside `fun` keeps what
+    it holds, because `fun` runs on a copy. A Python number is rounded before anything runs, and no
+    equation shows that: in float16 `x * 1e-9` is `x * 0`. Such numbers are listed as `constants`,
+    unless they stand in a function that was traced before.
 
     Args:
       fun: a function that returns a floating scalar. The trace sees inside a jitted one, too.
       scaling: a `jaxscale.LossScaleState` with the scale to trace with, or a tree with one.
-      transform: what differentiates, as for `jaxscale.value_and_grad`. Under a `vmap`, which
-        gives several losses, the report has their mean.
+      transform: what differentiates, as for `jaxscale.value_and_grad`. Of several losses, under a
+        `vmap`, the report has the mean.
       has_aux: whether `fun` returns a pair.
       **kwargs: passed to `transform`: `argnums`, `allow_int` and so on.
 
@@ -58,8 +57,7 @@ def trace(
 
     Raises:
       ValueError: if `scaling` holds no loss scale, or several, or that of a population.
-      TypeError: when called, if the loss is not a floating scalar, if parameters are not
-        floating, or inside `jit`.
+      TypeError: when called, if the loss or a parameter is not floating, or inside `jit`.
 
     Example:
       >>> import jax.numpy as jnp

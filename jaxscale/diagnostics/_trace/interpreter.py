@@ -56,8 +56,8 @@ EquationKey = tuple[int, ...]
 IsWide = Callable[[EquationKey], bool]  # whether an equation runs in float32
 Watch = Callable[[Visit], Sequence[frozenset[Any]]]  # where the inf and NaN of outputs come from
 
-# Stands for a value that nothing needs. The equations that compute it are not run.
-_UNUSED = Value(None)
+_NUMBERS = (Literal, Rounded)  # inputs that are no values
+_UNUSED = Value(None)  # stands for a value that nothing needs: what computes it is not run
 
 
 def key_of(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> EquationKey:
@@ -134,11 +134,8 @@ class Interpreter:
                 branch = branches[min(max(int(index.array), 0), len(branches) - 1)]
                 return self.run(branch, inputs, needs, within)
         given = [each.value if isinstance(each, Cell) else each for each in inputs]
-        is_wide = self._is_wide(key_of(eqn, around))
-        arrays = [
-            as_array(read, is_wide) if isinstance(read, (Literal, Rounded)) else value.array
-            for read, value in zip(step.reads, given, strict=True)
-        ]
+        is_wide, pairs = self._is_wide(key_of(eqn, around)), zip(step.reads, given, strict=True)
+        arrays = [as_array(r, is_wide) if isinstance(r, _NUMBERS) else v.array for r, v in pairs]
         made = self._show(step, given, compute(eqn, arrays, is_wide), inside)
         cells = [each for each in inputs if isinstance(each, Cell)]
         for cell, value in zip(cells, made[len(eqn.outvars) :], strict=True):

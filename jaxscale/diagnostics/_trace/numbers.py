@@ -77,10 +77,9 @@ class Lost(NamedTuple):
 
 
 def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None) -> Any:
-    """Returns the results of an equation, as a list of arrays.
+    """Returns the results of an equation, as arrays, and works on copies of what refs hold.
 
-    A ref is given and returned as the array that it holds: the equation works on a copy. Inputs
-    that were computed in float32 are cast to what the equation takes, unless it has new `params`.
+    Inputs in float32 are cast to what the equation takes, unless it has new `params`.
     """
     if params is None:
         inputs = list(map(_as_taken, inputs, eqn.invars))
@@ -166,11 +165,10 @@ def lost_values(
 ) -> Lost | None:
     """Returns what an equation lost in the output that lost most, or `None`.
 
-    A value is lost if the equation gives zero or a subnormal number in the dtype of its
-    output, and the same equation on the same inputs gives another number in float32. The
-    zeros of a mask, a ReLU or a padding are zeros in float32 too. An exact subnormal number
-    counts only if no input was subnormal: otherwise it may have been subnormal before. A share
-    of up to `least` of the nonzero values is no loss. Raises as `evaluate_in_float32` does.
+    A value is lost if the equation gives zero or a subnormal number in the dtype of its output, and
+    another number in float32. The zeros of a mask, a ReLU or a padding are zeros there, too. An
+    exact subnormal number counts only if no input was subnormal: otherwise it may have been so
+    before. A share of up to `least` of the nonzero values is no loss. Raises `IncomparableError`.
     """
     if eqn.primitive.name in _NEVER_LOSE:
         return None
@@ -239,9 +237,8 @@ def _dtype(value: Any) -> Any:
 
 def is_narrow(dtype: Any) -> bool:
     """Returns whether a dtype is floating-point with fewer bits than float32."""
-    if not isinstance(dtype, np.dtype) or not jnp.issubdtype(dtype, jnp.floating):
-        return False
-    return jnp.finfo(dtype).bits < 32
+    is_floating = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
+    return is_floating and jnp.finfo(dtype).bits < 32
 
 
 def _smallest_normal(value: Any) -> float:
