@@ -107,9 +107,8 @@ def calibrate(
         value, grads = value_and_grad(fun, state, has_aux=has_aux, **kwargs)(params, batch)
         return (value[0] if has_aux else value), all_finite(grads)
 
-    def try_scale(exponent: int, batch: Any) -> tuple[Any, bool]:
-        loss, finite = backward(init_state(2.0**exponent), params, batch)
-        return loss, bool(finite)
+    def try_scale(exponent: int, batch: Any) -> tuple[Any, Any]:
+        return backward(init_state(2.0**exponent), params, batch)
 
     search = Search(try_scale, low, high, max_passes)
     for batch in batches:
@@ -123,7 +122,7 @@ class Search:
     """The search for the largest exponent at which none of the batches so far overflows."""
 
     def __init__(
-        self, try_scale: Callable[[int, Any], tuple[Any, bool]], low: int, high: int, passes: int
+        self, try_scale: Callable[[int, Any], tuple[Any, Any]], low: int, high: int, passes: int
     ):
         self.try_scale = try_scale
         self.low, self.high = low, high
@@ -175,7 +174,7 @@ class Search:
         largest = float(representable(jnp.float32(2.0**126), loss.dtype))
         self.high = min(self.high, math.frexp(largest)[1] - 1)
         self.low = min(self.low, self.high)
-        return finite
+        return bool(finite)
 
     def result(self) -> Calibration:
         if not self.passes:

@@ -57,7 +57,8 @@ def trace(
 
     Raises:
       ValueError: if `scaling` holds no loss scale, or several, or that of a population.
-      TypeError: when called, if the loss or a parameter is not floating, or inside `jit`.
+      TypeError: when called, if the loss is no floating scalar, a parameter is not floating, or
+        inside `jit`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -27,7 +27,7 @@ class Findings:
     """What was seen at each equation, by its key."""
 
     def __init__(
-        self, look: Callable[[Visit], None] | None, is_brief: bool, is_hasty: bool = False
+        self, look: Callable[[Visit], Any] | None, is_brief: bool, is_hasty: bool = False
     ) -> None:
         self._look, self._is_brief, self._is_hasty = look, is_brief, is_hasty
         self.visits: collections.Counter[Any] = collections.Counter()  # in order of execution
@@ -180,14 +180,9 @@ class Run(NamedTuple):
 def _traced_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...]:
     found: dict[Any, TracedConstant] = {}
     for eqn, around, number in rounded:
-        line = lines(eqn, around)[0]
-        constant = TracedConstant(
-            value=number.exact,
-            became=float(number.literal.val),
-            dtype=str(np.asarray(number.literal.val).dtype),
-            primitive=eqn.primitive.name,
-            **_told(line),
-        )
+        line, became = lines(eqn, around)[0], np.asarray(number.literal.val)
+        numbers = number.exact, float(became), str(became.dtype)
+        constant = TracedConstant(*numbers, eqn.primitive.name, **_told(line))
         found.setdefault((line.file, line.number, constant.value, constant.dtype), constant)
     return tuple(found.values())
 
