@@ -150,13 +150,9 @@ def test_what_only_has_a_dtype_is_no_gradient_and_reaches_the_loss_as_it_is(odd)
 
 
 def test_worst_first_and_readable():
-    grads = {
-        "fine": jnp.ones(4),
-        "few": {"kernel": jnp.ones(100).at[3].set(jnp.nan)},
-        "many": [jnp.array([jnp.inf, -jnp.inf, 1.0])],
-        "tiny": jnp.full(4, 1e-9),
-        "small": jnp.full(4, 1e-6),
-    }
+    grads = {"fine": jnp.ones(4), "tiny": jnp.full(4, 1e-9), "small": jnp.full(4, 1e-6)}
+    grads["few"] = {"kernel": jnp.ones(100).at[3].set(jnp.nan)}
+    grads["many"] = [jnp.array([jnp.inf, -jnp.inf, 1.0])]
     found = diagnostics.table(leaf_counts(grads))
     assert [row.path for row in found.rows] == ["many/0", "few/kernel", "tiny", "small", "fine"]
     assert [row.path for row in found.nonfinite_rows] == ["many/0", "few/kernel"]
@@ -282,11 +278,8 @@ def test_histograms_add_up():
 
 
 def test_layers_are_grouped_by_depth():
-    grads = {
-        "a": {"w": jnp.full(3, 1e-9), "b": jnp.ones(1)},
-        "c": [jnp.array([1.0, 1e6]), None, jnp.zeros(2)],
-    }
-    leaves = leaf_histograms(grads)
+    rows = [jnp.array([1.0, 1e6]), None, jnp.zeros(2)]
+    leaves = leaf_histograms({"a": {"w": jnp.full(3, 1e-9), "b": jnp.ones(1)}, "c": rows})
     layers = {depth: diagnostics.underflow(leaves, depth=depth).layers for depth in (None, 2, 1)}
     lost = {
         k: {name: of["float16"].lost for name, of in each.items()} for k, each in layers.items()
@@ -352,11 +345,10 @@ def test_suggestions_in_words(name):
     assert str(diagnostics.suggest_scale(histogram(np.array(values, np.float32)))) == expected
 
 
-HUGE = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)
 TREES = {
     "empty": ({}, r"must hold floating or complex arrays, got a tree without any leaf"),
     "integers": ({"a": np.arange(3, dtype=np.int32), "b": True}, r"got only .*bool.*int32"),
-    "huge": (HUGE, r"got 2147483648 elements at the root"),
+    "huge": (jax.ShapeDtypeStruct((2**16, 2**15), "f4"), r"got 2147483648 elements at the root"),
 }
 
 

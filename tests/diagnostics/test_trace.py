@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 
 import hypothesis
 import hypothesis.strategies as st
@@ -253,14 +252,10 @@ def test_bad_input_gets_one_clear_sentence(message):
         BAD_INPUT[message]()
 
 
-# What a trace counts as lost, and what it leaves alone.
-
 (PRODUCT,) = jax.make_jaxpr(jax.lax.mul)(EIGHT, EIGHT).eqns
 # Float16 numbers around the lower end of its range, zeros included.
 PAIRS = st.tuples(st.integers(-2047, 2047), st.integers(-23, -9))
-HALVES = st.lists(PAIRS, min_size=8, max_size=8).map(
-    lambda pairs: half(*(math.ldexp(*pair) for pair in pairs))
-)
+HALVES = st.lists(PAIRS, min_size=8, max_size=8).map(lambda p: half(*np.ldexp(*np.transpose(p))))
 
 
 def is_subnormal(x):
@@ -642,9 +637,6 @@ def test_the_rest_of_a_program_is_reported(name):
     np.testing.assert_array_equal(OUTSIDE[...], np.ones(2))  # as it was
 
 
-# A pass in float32, in whole or in part.
-
-
 def test_a_kernel_is_an_equation_that_float32_cannot_run():
     def square(x, out):
         out[...] = x[...] * x[...]
@@ -693,10 +685,9 @@ def test_a_pass_with_everything_in_float32_has_the_gradients_of_float32():
 
 
 def test_bits_are_those_of_the_narrow_dtype_in_float32_too():
-    def fun(w):
-        return w * (jax.lax.bitcast_convert_type(w * 2, jnp.uint16) > 0x4400)  # 4, in float16
-
-    backward = TracedBackward(summed(fun), (half(1, 3),), {})
+    # 0x4400 is 4 in float16.
+    fun = summed(lambda w: w * (jax.lax.bitcast_convert_type(w * 2, jnp.uint16) > 0x4400))
+    backward = TracedBackward(fun, (half(1, 3),), {})
     assert backward.run(1.0, lambda key: True).grads["grads"].tolist() == [0, 1]
 
 

@@ -90,8 +90,7 @@ def rnn(params, xs, plant=None):
             h = h / at(t, 1, 60000)  # plant: rnn, underflow
         return h, h
 
-    slices = jnp.arange(len(xs)), xs.astype(HALF)
-    _, hs = jax.lax.scan(cell, jnp.zeros((2, 4), HALF), slices)
+    _, hs = jax.lax.scan(cell, jnp.zeros((2, 4), HALF), (jnp.arange(len(xs)), xs.astype(HALF)))
     return jnp.mean(jnp.square((hs @ params["out"]).astype(jnp.float32) - 1))
 
 
