@@ -147,11 +147,11 @@ def test_the_underflow_map():
     assert (texts[0], texts[4:]) == ("50.0%", ["-"] * 8)
 
 
-def run(steps, bad=(), nan=()):
+def run(steps, bad=(), losses=None):
     """A history, and the metrics of each step, fetched at once."""
     history, state, seen = diagnostics.History(), TX.init(PARAMS), []
     for step in range(steps):
-        loss = jnp.float32(np.nan if step in nan else 2.0 / (step + 1))
+        loss = jnp.float32((losses or {}).get(step, 2.0 / (step + 1)))
         state = STEP(state, jnp.float32(np.inf if step in bad else 1), loss)
         history.append(state, loss=loss)
         seen.append({"loss": loss} | jaxscale.metrics(state))
@@ -159,7 +159,7 @@ def run(steps, bad=(), nan=()):
 
 
 def test_a_history_is_what_the_metrics_were():
-    history, seen = run(12, bad=(3, 4), nan=(7,))
+    history, seen = run(12, bad=(3, 4), losses={7: np.nan, 9: np.inf})
     columns = history.columns()
     jax.tree.map(np.testing.assert_array_equal, columns, seen)
     assert len(history) == 12
@@ -167,11 +167,11 @@ def test_a_history_is_what_the_metrics_were():
     loss, scale, skipped = figure.axes
     np.testing.assert_array_equal(scale.lines[0].get_ydata(), np.log2(seen["loss_scale"]))
     np.testing.assert_array_equal(skipped.lines[0].get_ydata(), seen["total_notfinite"])
-    np.testing.assert_array_equal(skipped.lines[1].get_xdata(), [4, 5, 8])
-    np.testing.assert_array_equal(loss.lines[1].get_xdata(), [8])
+    np.testing.assert_array_equal(skipped.lines[1].get_xdata(), [4, 5, 8, 10])
+    np.testing.assert_array_equal(loss.lines[1].get_xdata(), [8, 10])
     lines = str(history).splitlines()
-    assert lines[0].startswith("steps 1 to 12: 3 skipped, the loss scale from 2**")
-    assert [line.split()[-1] for line in lines[2:]] == list("000110010000")
+    assert lines[0].startswith("steps 1 to 12: 4 skipped, the loss scale from 2**")
+    assert [line.split()[-1] for line in lines[2:]] == list("000110010100")
 
 
 def test_a_long_history_is_fetched_in_parts_and_summed_up(monkeypatch):

@@ -142,6 +142,10 @@ FIRST = {
     "root": (lambda: diagnostics.trace(  # a scale of one and none has a backward pass, too
         lambda w: jnp.sum(jnp.sqrt(w)), jaxscale.NoOpLossScale().init()  # plant: root
     )(np.zeros(2, np.float32)), {"loss_scale": 1, "direction": "backward"}),
+    "given, then made": (lambda: trace(
+        summed(lambda w, xs: jax.lax.map(lambda x: x * w, xs)),  # plant: given, then made
+        HALF(2), half(np.inf, 60000), loss_scale=1,
+    ), {"cause": "range", "iteration": (1,), "times": 2}),
     "embedding": (lambda: trace(  # in float16 only
         summed(lambda embedding: embedding[jnp.zeros(3, int)]),  # plant: embedding
         np.ones((2, 1), HALF),
@@ -227,7 +231,7 @@ def test_two_overflows_of_one_array_are_told_apart_from_what_follows():
     def fun(w):
         x = w * half(1, 1, 60000, 1)  # plant: one
         x = x * half(60000, 1, 1, 1)  # plant: two
-        return x + x.sum() - 1
+        return x - x.sum() - 1
 
     report = trace(summed(fun), half(2, 2, 2, 2), loss_scale=1)
     forward = [(p.line, p.elements) for p in report.nonfinite if p.direction == "forward"]
