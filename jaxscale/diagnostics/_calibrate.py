@@ -19,8 +19,7 @@ class Calibration(NamedTuple):
     """What `calibrate` found; `print` it for the sentence.
 
     Attributes:
-      init_scale: the largest power-of-two scale that did not overflow on any batch tried,
-        or `None` if each one tried did.
+      init_scale: the largest power of two that overflowed on no batch tried, or `None`.
       overflows_at: the least scale that was seen to overflow, or `None` if none was.
       passes: how many backward passes it took.
       batches: how many batches `init_scale` was tried on.
@@ -53,19 +52,18 @@ def calibrate(
 ) -> Calibration:
     """Returns the largest power-of-two loss scale that does not overflow on some batches.
 
-    As `init_scale` of a `jaxscale.DynamicLossScale` it saves a run the steps that it would
-    skip while a higher scale comes down. The scale is found by bisection on the first batch.
-    Each further batch takes one pass, or a few if it overflows at that scale. All passes run
-    one compiled program, if the batches have the same shapes.
+    As `init_scale` of a `jaxscale.DynamicLossScale` it saves a run the steps that it would skip
+    while a higher scale comes down. It is found by bisection on the first batch. Each further batch
+    takes one pass, or a few if it overflows at that scale. All passes run one compiled program, if
+    the batches have the same shapes.
 
     Args:
       fun: the loss, `fun(params, batch)`, as for `jaxscale.value_and_grad`.
       params: what to differentiate with respect to.
-      batches: a list or another iterable of batches. Batches are taken from it until the
-        passes are used up. For one batch, pass `[batch]`.
+      batches: an iterable of batches, taken until the passes are used up. Pass `[batch]` for one.
       min_scale: the least scale to try, a power of two.
-      max_scale: the largest scale to try, a power of two. With a float16 loss no scale
-        above 2**15 is tried, because its cotangent cannot hold one.
+      max_scale: the largest scale to try, a power of two. With a float16 loss none above 2**15 is
+        tried, because its cotangent cannot hold it.
       max_passes: the most backward passes to make. By default one batch takes up to 5.
       has_aux: whether `fun` returns a pair of the loss and an auxiliary output.
       jit: what compiles: `jax.jit`, `equinox.filter_jit` or `flax.nnx.jit`.
@@ -75,8 +73,8 @@ def calibrate(
       A `Calibration`. If even `min_scale` overflows, its `init_scale` is `None`.
 
     Raises:
-      ValueError: if the loss itself is not finite on a batch, which no scale can change; if
-        there is no batch, or a number is out of range.
+      ValueError: if the loss itself is not finite on a batch, which no scale can change; if there
+        is no batch, or a number is out of range.
       TypeError: if `batches` is a single batch, or `fun` does not return a floating scalar.
 
     Example:
@@ -109,9 +107,8 @@ def calibrate(
         value, grads = value_and_grad(fun, state, has_aux=has_aux, **kwargs)(params, batch)
         return (value[0] if has_aux else value), all_finite(grads)
 
-    def try_scale(exponent: int, batch: Any) -> tuple[Any, bool]:
-        loss, finite = backward(init_state(2.0**exponent), params, batch)
-        return loss, bool(finite)
+    def try_scale(exponent: int, batch: Any) -> tuple[Any, Any]:
+        return backward(init_state(2.0**exponent), params, batch)
 
     search = Search(try_scale, low, high, max_passes)
     for batch in batches:
@@ -122,14 +119,10 @@ def calibrate(
 
 
 class Search:
-    """The search for the largest exponent at which none of the batches so far overflows.
-
-    It bisects the exponents on the first batch. Each further batch is tried at the one found so
-    far, and only if it overflows there, at lower ones.
-    """
+    """The search for the largest exponent at which none of the batches so far overflows."""
 
     def __init__(
-        self, try_scale: Callable[[int, Any], tuple[Any, bool]], low: int, high: int, passes: int
+        self, try_scale: Callable[[int, Any], tuple[Any, Any]], low: int, high: int, passes: int
     ):
         self.try_scale = try_scale
         self.low, self.high = low, high
@@ -152,7 +145,7 @@ class Search:
                 # It probably fits like the batches before: step down faster and faster.
                 exponent, step = max(bad - 1 - step, self.low), 2 * step + 1
             if self._is_finite(exponent, batch):
-                good = min(exponent, self.high)
+                good = exponent
             else:
                 bad = min(exponent, self.high)
             # The first pass moves both ends down if the loss is float16.
@@ -181,7 +174,7 @@ class Search:
         largest = float(representable(jnp.float32(2.0**126), loss.dtype))
         self.high = min(self.high, math.frexp(largest)[1] - 1)
         self.low = min(self.low, self.high)
-        return finite
+        return bool(finite)
 
     def result(self) -> Calibration:
         if not self.passes:

@@ -1,11 +1,11 @@
 """Gradients as the bits of float32 magnitudes, and where smaller formats round them to what.
 
-A gradient's size is read from its bits, as integers: XLA on CPU may take subnormal numbers
-for zeros, but it does not touch integers.
+A gradient's size is read from its bits, as integers: XLA on CPU may take subnormal numbers for
+zeros, but it does not touch integers.
 
-Formats round to nearest, ties to even. The mantissa of each boundary therefore has only a few
-nonzero bits, and all formats together have few different ones (`CUTS`). A histogram that
-splits each power of two at these cuts is exact at every loss scale that is a power of two.
+Formats round to nearest, ties to even. The mantissas of all boundaries therefore have few nonzero
+bits, and few different values (`CUTS`). A histogram that splits each power of two at these cuts is
+exact at every loss scale that is a power of two.
 """
 
 import math
@@ -25,8 +25,7 @@ INFINITY = 0x7F800000  # the bits of float32's inf; those of a NaN are larger
 
 def is_array(leaf: Any) -> bool:
     """Returns whether a leaf is an array of numbers, and not a Python number."""
-    # `is_array_like` counts Python numbers as arrays. Here they are not: one in a batch stays
-    # static, and one given as a loss scale is checked first.
+    # A Python number in a batch stays static, and one given as a loss scale is checked first.
     return is_array_like(leaf) and not is_python_number(leaf)
 
 
@@ -53,11 +52,11 @@ def gradient_leaves(call: str, name: str, tree: Any) -> Any:
     gradients = only_gradients(tree)
     leaves = jax.tree_util.tree_leaves_with_path(gradients)
     if not leaves:
-        others = sorted(set(map(kind, jax.tree.leaves(tree))))
+        others = ", ".join(sorted(set(map(kind, jax.tree.leaves(tree)))))
         raise ValueError(
             f"`{call}({name}=...)` must hold floating or complex arrays, got "
-            + (f"only {', '.join(others)}." if others else "a tree without any leaf.")
-            + " Pass what `jaxscale.grad` returned."
+            f"{f'only {others}' if others else 'a tree without any leaf'}. Pass what "
+            "`jaxscale.grad` returned."
         )
     for path, leaf in leaves:
         if jnp.size(leaf) >= 2**31:  # twice as many numbers, if complex
@@ -72,9 +71,9 @@ def gradient_leaves(call: str, name: str, tree: Any) -> Any:
 def magnitude_bits(leaf: Any) -> jax.Array:
     """Returns the bits of `|leaf|` in float32, as integers in the order of the numbers.
 
-    A complex leaf becomes its real and imaginary parts. A float64 number is cut to 24 bits.
-    The last of them is set if any nonzero bit was cut off, so that it compares with numbers
-    of fewer bits as before. Outside float32's range it becomes the nearest end of the range.
+    A complex leaf becomes its real and imaginary parts. A float64 number is cut to 24 bits. The
+    last is set if any nonzero bit was cut off, so that it compares with numbers of fewer bits as
+    before. Outside float32's range it becomes the nearest end of the range.
     """
     leaf = jnp.asarray(leaf)
     if jnp.iscomplexobj(leaf):
@@ -108,12 +107,21 @@ def _cut(bits: jax.Array) -> jax.Array:
 class Boundary(NamedTuple):
     """The least number beyond a boundary, `2**exponent * (1 + mantissa / 2**23)`.
 
-    No boundary needs the last bit of the mantissa. It is set if a number exactly at the
-    boundary is not beyond it, and then stands for "more than".
+    No boundary needs the last bit of the mantissa. Set, it stands for "more than": a number exactly
+    at the boundary is not beyond it.
     """
 
     exponent: int
     mantissa: int
+
+    def bits(self, loss_scale: jax.Array) -> jax.Array:
+        """Returns the bits of the least number that is beyond it once it is scaled."""
+        # The last bit is left out of the division, so that the quotient by a power of two is
+        # exact, and added again.
+        exact = self.mantissa // 2 * 2
+        value = jnp.float32(2.0**self.exponent * (1 + exact / 2**23))
+        bits = jax.lax.bitcast_convert_type(value / loss_scale, jnp.uint32)
+        return bits + jnp.uint32(self.mantissa - exact)
 
 
 class Format(NamedTuple):
@@ -141,10 +149,10 @@ def _format(name: str) -> Format:
     subnormal = float(info.smallest_subnormal)
     exponents = [math.frexp(value)[1] - 1 for value in (subnormal, normal, largest)]
     spacing = 2.0 ** (exponents[2] - info.nmant)  # of the largest numbers
-    # A tie goes to the even neighbour. Between 0 and the smallest subnormal that is 0. Just
-    # below the smallest normal number it is that number. Above the largest number it is the
-    # next one, which overflows, if the last bit of the largest is 1. In e4m3fn it is 0, as all
-    # ones mean NaN there, and the tie stays finite.
+    # A tie goes to the even neighbour. Between 0 and the smallest subnormal that is 0. Just below
+    # the smallest normal number it is that number. Above the largest number it is the next one,
+    # which overflows, if the last bit of the largest is 1. In e4m3fn, where all ones mean NaN, it
+    # is 0, and the tie stays finite.
     return Format(
         _boundary(subnormal / 2, inclusive=False),
         _boundary(normal - subnormal / 2, inclusive=True),

@@ -1,8 +1,8 @@
 """Exponent histograms: how large gradients are, by powers of two, and what formats make of them.
 
-Rows are powers of two. Columns split them at the few mantissas at which a format rounds
-differently (`CUTS` in `_formats`). A loss scale that is a power of two only moves the rows, so
-that one histogram tells exactly what each format loses at every such scale: see `outcomes`.
+Rows are powers of two. Columns split them at the few mantissas at which a format rounds differently
+(`CUTS`). A loss scale that is a power of two only moves the rows, so that one histogram tells
+exactly what each format loses at every such scale: see `outcomes`.
 """
 
 from typing import Any, NamedTuple
@@ -26,9 +26,9 @@ class Histogram(NamedTuple):
     histogram of both, so a run may carry their sum along.
 
     Attributes:
-      counts: `f32[277, 9]`, the finite nonzero numbers `g`. The rows are
-        `floor(log2(abs(g)))` from -149, float32's smallest subnormal, to 127. Columns
-        tell mantissas apart where the formats round differently.
+      counts: `f32[277, 9]`, the finite nonzero numbers `g`. The rows are `floor(log2(abs(g)))` from
+        -149, float32's smallest subnormal, to 127. Columns tell mantissas apart where the formats
+        round differently.
       zero: `f32[]`, how many numbers are exactly 0.
       inf: `f32[]`, how many are inf or -inf.
       nan: `f32[]`, how many are NaN.
@@ -46,14 +46,12 @@ class Histogram(NamedTuple):
     inf: jax.Array
     nan: jax.Array
 
-    def __add__(self, other: Any) -> Any:
-        """Returns the histogram of both: tuples alone would be concatenated."""
+    def __add__(self, other: Any) -> Any:  # tuples alone would be concatenated
         if not isinstance(other, Histogram):
             return NotImplemented
         return Histogram(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def __radd__(self, other: Any) -> Any:
-        """Returns the same histogram if the other summand is 0, with which `sum` starts."""
+    def __radd__(self, other: Any) -> Any:  # `sum` starts with 0
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
 
@@ -81,23 +79,23 @@ class Shares(NamedTuple):
 def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
     """Returns the base-2 exponent histogram of all gradients in a tree.
 
-    Works inside `jit`, `vmap`, `scan` and `shard_map`, and never waits for the
-    device. `shares`, `suggest_scale`, `text_histogram` and `plot_histogram` read it.
+    Works inside `jit`, `vmap`, `scan` and `shard_map`, and never waits for the device. `shares`,
+    `suggest_scale`, `text_histogram` and `plot_histogram` read it.
 
     Args:
-      tree: a pytree of gradients, unscaled, of any floating or complex dtypes. Other
-        leaves, `None`, and everything under a key `_overwrite_with_gradient` are left
-        out. Pass gradients computed in float32, or by `jaxscale.grad` at a high
-        scale: a gradient that float16 flushed on the way counts as 0, as a true zero does.
-      axis_name: a mesh or `pmap` axis name, or a tuple of them, along which devices hold
-        different parts of the gradients: counts are summed. If they hold equal gradients,
-        leave it out, as under plain `jit`. In a mesh of explicit axes, wrap the call in
-        JAX's auto_axes (from jax.sharding, in newer versions of JAX).
+      tree: a pytree of gradients, unscaled, of any floating or complex dtypes. Other leaves,
+        `None`, and everything under a key `_overwrite_with_gradient` are left out. Pass gradients
+        computed in float32, or by `jaxscale.grad` at a high scale: a gradient that float16 flushed
+        on the way counts as 0, as a true zero does.
+      axis_name: a mesh or `pmap` axis name, or a tuple of them, along which devices hold different
+        parts of the gradients: counts are summed. If they hold equal gradients, leave it out, as
+        under plain `jit`. In a mesh of explicit axes, wrap the call in JAX's auto_axes (from
+        jax.sharding, in newer versions of JAX).
 
     Returns:
-      A `Histogram`. Exponents are exact, those of subnormal numbers too. Counts
-      are exact up to 2**24 and rounded to 24 bits beyond. A complex element counts as two
-      numbers. A float64 number outside float32's range counts as the nearest end of the range.
+      A `Histogram`. Exponents are exact, those of subnormal numbers too. Counts are exact up to
+      2**24 and rounded to 24 bits beyond. A complex element counts as two numbers. A float64 number
+      outside float32's range counts as the nearest end of the range.
 
     Raises:
       ValueError: if no leaf is floating or complex, or a leaf has 2**31 elements or more.
@@ -122,8 +120,8 @@ def leaf_histograms(tree: Any, *, axis_name: Any = None) -> Any:
       axis_name: the axes along which to sum the counts, as in `histogram`.
 
     Returns:
-      A tree of the same structure, with a `Histogram` of 10 kB for each gradient and
-      `None` for other leaves. `underflow` reads it.
+      A tree of the same structure for `underflow`: a `Histogram` of 10 kB for each gradient, and
+      `None` for other leaves.
 
     Example:
       >>> import jax.numpy as jnp
@@ -156,9 +154,8 @@ def _count_cells(leaf: Any) -> jax.Array:
 def _histogram(cells: jax.Array, axis_name: Any) -> Histogram:
     if axis_name is not None:
         cells = jax.lax.psum(cells, axis_name)
-    return Histogram(
-        cells[:_CELLS].reshape(_SHAPE), cells[_CELLS], cells[_CELLS + 1], cells[_CELLS + 2]
-    )
+    special = (cells[_CELLS + i] for i in range(3))
+    return Histogram(cells[:_CELLS].reshape(_SHAPE), *special)
 
 
 class Numbers(NamedTuple):

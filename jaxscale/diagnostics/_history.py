@@ -1,8 +1,8 @@
 """The metrics of a run, kept on the device and fetched when they are shown.
 
-`append` must not wait for the device, or each step would wait for the one before it. It copies
-the metrics of a step into one small array on the device. Once many steps have gone by,
-`History` fetches the oldest, which are long done, so that not too many arrays are kept.
+`append` must not wait for the device, or each step would wait for the one before it. It copies the
+metrics into one small array on the device. Once many steps have gone by, `History` fetches the
+oldest, which are long done, so that not too many arrays are kept.
 """
 
 import functools
@@ -32,8 +32,7 @@ def _pack(values: Sequence[Any], dtypes: Sequence[Any]) -> jax.Array:
 class History:
     """The metrics of a run, step by step: `append` them, then `print` or `plot`.
 
-    `append` leaves the numbers on the device and does not wait for it, so it may be
-    called at each step. `print`, `plot` and `columns` wait.
+    `append` leaves the numbers on the device and does not wait. `print`, `plot` and `columns` do.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -65,15 +64,14 @@ class History:
         """Records one more step.
 
         Args:
-          tree: what `jaxscale.metrics` accepts, such as the `opt_state` that the step
-            returned, or the dictionary that `jaxscale.metrics` returned. The arrays are
-            copied, so the state may be donated to the next step.
+          tree: what `jaxscale.metrics` accepts, such as the `opt_state` that the step returned, or
+            the dictionary that it returned. The state may be donated to the next step.
           loss: the loss of that step, a scalar.
           **extra: other scalars under their own names, such as the learning rate.
 
         Raises:
-          ValueError: if `tree` holds no loss scale, or several, or those of several runs;
-            if the names are not those of the first step.
+          ValueError: if `tree` holds no loss scale, or several, or those of several runs; if the
+            names are not those of the first step.
           TypeError: if it is called inside `jit`.
         """
         is_metrics = isinstance(tree, Mapping) and "loss_scale" in tree
@@ -130,14 +128,14 @@ class History:
         columns = self.columns()
         if not columns:
             raise ValueError("`History.plot` has nothing to draw: `append` was not called.")
-        loss, loss_scale = columns.get("loss"), columns["loss_scale"]
-        return plot_run(_number_steps(columns), loss, loss_scale, _count_skipped(columns))
+        steps, skipped = _count(columns)
+        return plot_run(steps, columns.get("loss"), columns["loss_scale"], skipped)
 
     def __str__(self) -> str:
         columns = self.columns()
         if not columns:
             return "no steps"
-        steps, skipped = _number_steps(columns), _count_skipped(columns)
+        steps, skipped = _count(columns)
         scales, rows = columns["loss_scale"], []
         for part in np.array_split(np.arange(len(steps)), min(_ROWS, len(steps))):
             first, last = part[0], part[-1]
@@ -149,26 +147,20 @@ class History:
             if skipped is not None:
                 row["skipped"] = f"{skipped[last] - (skipped[first - 1] if first else 0)}"
             rows.append(row)
-        head = f"steps {steps[0]} to {steps[-1]}: "
-        if skipped is not None:
-            head += f"{skipped[-1]} skipped, "
-        head += f"the loss scale {'' if np.all(scales == scales[0]) else 'from '}"
-        head += _format_scales(scales, " to ")
+        known = "" if skipped is None else f"{skipped[-1]} skipped, "
+        head = f"steps {steps[0]} to {steps[-1]}: {known}the loss scale "
+        head += ("" if np.all(scales == scales[0]) else "from ") + _format_scales(scales, " to ")
         return f"{head}\n{aligned([list(rows[0]), *(list(row.values()) for row in rows)])}"
 
 
-def _number_steps(columns: dict[str, np.ndarray]) -> np.ndarray:
-    """Returns the number of each step, counted from 1, even if not every step was appended."""
-    return columns.get("total_steps", np.arange(1, len(columns["loss_scale"]) + 1))
-
-
-def _count_skipped(columns: dict[str, np.ndarray]) -> np.ndarray | None:
-    """Returns how many steps were skipped up to each recorded step, from the first one on."""
+def _count(columns: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the number of each step, from 1 on, and how many were skipped since the first."""
+    steps = columns.get("total_steps", np.arange(1, len(columns["loss_scale"]) + 1))
     if "step_applied" not in columns:
-        return None
+        return steps, None
     bad = 1 - columns["step_applied"]
     total = columns.get("total_notfinite", np.cumsum(bad))
-    return total - total[0] + bad[0]
+    return steps, total - total[0] + bad[0]
 
 
 def _format_scales(scales: np.ndarray, between: str) -> str:

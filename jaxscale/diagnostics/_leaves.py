@@ -12,15 +12,7 @@ import numpy as np
 
 from .._trees.checks import and_more, normal_float32
 from .._trees.tree import leaf_name
-from ._formats import (
-    FORMAT,
-    INFINITY,
-    Boundary,
-    check_result,
-    gradient_leaves,
-    is_array,
-    magnitude_bits,
-)
+from ._formats import FORMAT, INFINITY, check_result, gradient_leaves, is_array, magnitude_bits
 from ._text import aligned, percent, power
 
 _PRINTED_ROWS = 24
@@ -79,10 +71,9 @@ class LeafRow(NamedTuple):
 class LeafTable(NamedTuple):
     """The leaves of a tree of gradients, worst first; `print` it.
 
-    Leaves with the largest share of inf and NaN come first, then those of which float16
-    loses the largest share. A long table prints only the leaves that have something to tell:
-    inf, NaN, zeros everywhere, or numbers that float16 would not keep in full. A dash stands
-    for a share of nothing.
+    Leaves with the largest share of inf and NaN come first, then those of which float16 loses the
+    largest share. A long table prints only the leaves that have something to tell: inf, NaN, zeros
+    everywhere, or numbers that float16 would not keep in full. A dash is a share of nothing.
 
     Attributes:
       rows: one `LeafRow` for each leaf.
@@ -108,14 +99,14 @@ class LeafTable(NamedTuple):
             if not shown.rows:
                 return others[0].capitalize()
         bad, total = len(self.nonfinite_rows), len(self.rows)
-        head = f"Leaves with inf or NaN: {bad} of {total}."
-        head += f" In float16 at loss scale {power(self.loss_scale)}:"
+        scale = f"In float16 at loss scale {power(self.loss_scale)}:"
+        head = f"Leaves with inf or NaN: {bad} of {total}. {scale}"
         return "\n".join([head, aligned(shown.cells()), *others])
 
 
 def partition_leaves(table: LeafTable, most: int) -> tuple[LeafTable, list[str]]:
     """Returns up to `most` rows that have something to tell, and sentences on the other rows."""
-    telling = tuple(row for row in table.rows if not _is_kept(row))
+    telling = tuple(row for row in table.rows if _tells(row))
     others = and_more(telling, most)
     if kept := len(table.rows) - len(telling):
         others.append(
@@ -125,42 +116,38 @@ def partition_leaves(table: LeafTable, most: int) -> tuple[LeafTable, list[str]]
     return LeafTable(telling[:most], table.loss_scale), others
 
 
-def _is_kept(row: LeafRow) -> bool:
-    is_zero = row.size > 0 and row.zero == row.size
-    return row.is_finite and not (row.flushed or row.subnormal or row.overflowed or is_zero)
+def _tells(row: LeafRow) -> bool:
+    is_zero = 0 < row.size == row.zero
+    return any((row.nan, row.inf, row.flushed, row.subnormal, row.overflowed, is_zero))
 
 
 def _format_row(row: LeafRow) -> tuple[str, ...]:
     finite = row.size - row.nan - row.inf
     rest = finite - row.zero
-    shares = [_format_share(n, rest) for n in (row.flushed, row.subnormal, row.overflowed)]
     counts = [f"{n:,}" for n in (row.size, row.nan, row.inf)]
-    largest = f"{row.largest:.3g}" if finite else "-"
-    return row.path, *counts, _format_share(row.zero, row.size), *shares, largest
-
-
-def _format_share(number: int, of: int) -> str:
-    return percent(number / of) if of else "-"
+    shares = [(row.zero, row.size)] + [
+        (n, rest) for n in (row.flushed, row.subnormal, row.overflowed)
+    ]
+    cells = [percent(number / of) if of else "-" for number, of in shares]
+    return row.path, *counts, *cells, f"{row.largest:.3g}" if finite else "-"
 
 
 def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> LeafCounts:
     """Returns how many numbers are inf, NaN or tiny in each leaf of a tree of gradients.
 
-    Works inside `jit`, `vmap`, `scan` and `shard_map`, reads each leaf once and
-    never waits for the device. Read the result with `table`.
+    Works inside `jit`, `vmap`, `scan` and `shard_map`, and never waits for the device.
 
     Args:
       grads: a pytree of gradients, as in `histogram`.
-      loss_scale: a number or an `f32[]`, such as `jaxscale.metrics(opt_state)["loss_scale"]`:
-        the scale at which float16 is judged. The counts are exact if it is a power of two.
+      loss_scale: a number or an `f32[]`, such as `jaxscale.metrics(opt_state)["loss_scale"]`, at
+        which float16 is judged. The counts are exact if it is a power of two.
       axis_name: the axes along which to sum the counts, as in `histogram`.
 
     Returns:
-      A `LeafCounts`. Counts are exact up to 2**24 and rounded to 24 bits beyond.
+      A `LeafCounts` for `table`. Counts are exact up to 2**24, and rounded to 24 bits beyond.
 
     Raises:
-      ValueError: if `grads` is refused, as in `histogram`, or `loss_scale` is a Python number
-        that is not positive.
+      ValueError: if `histogram` refuses `grads`, or `loss_scale` is a number that is not positive.
       TypeError: if `loss_scale` is not a scalar.
 
     Example:
@@ -189,17 +176,11 @@ def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> 
 @jax.jit  # one program for each leaf, even if the caller does not compile
 def _count(leaf: Any, loss_scale: jax.Array) -> jax.Array:
     bits = magnitude_bits(leaf)
-    nonzero, normal, overflow = (_bits(edge, loss_scale) for edge in FORMAT["float16"][:3])
+    nonzero, normal, overflow = (edge.bits(loss_scale) for edge in FORMAT["float16"][:3])
     is_finite, is_zero = bits < INFINITY, bits == 0
-    masks = [
-        jnp.ones_like(is_zero),
-        bits > INFINITY,
-        bits == INFINITY,
-        is_zero,
-        ~is_zero & (bits < nonzero),
-        (bits >= nonzero) & (bits < normal),
-        is_finite & (bits >= overflow),
-    ]
+    masks = [jnp.ones_like(is_zero), bits > INFINITY, bits == INFINITY, is_zero]
+    masks += [~is_zero & (bits < nonzero), (bits >= nonzero) & (bits < normal)]
+    masks += [is_finite & (bits >= overflow)]
     # One reduction for all: with a loop for each, XLA on CPU takes a hundred times as long.
     zero = jnp.uint32(0)
     *counts, largest = jax.lax.reduce(
@@ -217,24 +198,12 @@ def _add_and_max(first: Any, second: Any) -> Any:
     return *(a + b for a, b in sums), jnp.maximum(*largest)
 
 
-def _bits(boundary: Boundary, loss_scale: jax.Array) -> jax.Array:
-    """Returns the bits of the least number that is beyond a boundary once it is scaled."""
-    # The last bit only says "more than". It is left out of the division, so that the quotient
-    # by a power of two is exact, and added again.
-    exact = boundary.mantissa // 2 * 2
-    value = 2.0**boundary.exponent * (1 + exact / 2**23)
-    bits = jax.lax.bitcast_convert_type(jnp.float32(value) / loss_scale, jnp.uint32)
-    return bits + jnp.uint32(boundary.mantissa - exact)
-
-
 def table(counts: LeafCounts) -> LeafTable:
-    """Returns what `leaf_counts` counted as a table of the leaves, worst first.
-
-    For the host: it waits for the device.
+    """Returns what `leaf_counts` counted as a table, worst first. It waits for the device.
 
     Args:
-      counts: what `leaf_counts` returned. Leading axes, of `vmap` or `scan`, are
-        summed up. The largest magnitude is the largest along them.
+      counts: what `leaf_counts` returned. Leading axes, of `vmap` or `scan`, are summed up, and
+        the largest magnitude is the largest along them.
 
     Example:
       >>> import jax.numpy as jnp

@@ -31,10 +31,9 @@ def _new_figure(call: str, width: float, height: float) -> Any:
 def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str = "float16") -> Any:
     """Returns a `matplotlib.figure.Figure` of a histogram and of the range of each format.
 
-    The upper part shows the gradients by their size, shaded by what `dtype` makes of them at
-    the given loss scale. The lower part shows the gradients that each format holds, at that
-    scale and at the scale that `suggest_scale` suggests for `dtype`, if it is another one: a
-    larger scale moves these ranges to the left.
+    The upper part shows the gradients by their size, shaded by what `dtype` makes of them at the
+    loss scale. The lower part shows the gradients that each format holds, at that scale and at the
+    one that `suggest_scale` suggests for `dtype`: a larger scale moves these ranges to the left.
 
     Args:
       histogram: what `histogram` returned; leading axes are summed up.
@@ -86,7 +85,7 @@ def draw_histogram(
     )[:, 0]
     first, last = (int(EXPONENTS[row]) for row in filled_rows(numbers))
     edges = FORMAT[dtype]
-    ends = [f - k for k in scales for f in (edges.least_exponent, edges.largest_exponent)]
+    ends = [end - k for k in scales for end in (edges.least_exponent, edges.largest_exponent)]
     limits = min(first, *ends) - 2, max(last, *ends) + 3
     _draw_bars(axes[0], numbers.counts, scales[0], dtype)
     if is_narrow:  # no room for the legend beside the bars, nor for so long a title
@@ -189,7 +188,16 @@ def plot_run(
     figure = _new_figure("History.plot", 8, 1 + 1.7 * rows)
     axes = iter(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
     if loss is not None:
-        _draw_loss(next(axes), steps, loss)
+        ax, finite = next(axes), np.isfinite(loss)
+        ax.plot(steps, np.where(finite, loss, np.nan), color=_NORMAL, lw=1)
+        if finite.any() and np.all(loss[finite] > 0):
+            ax.set_yscale("log")
+        ax.set_ylabel("loss")
+        if not finite.all():
+            bad = steps[~finite]
+            place = ax.get_xaxis_transform()  # at the top, because they have no height
+            ax.plot(bad, np.full(bad.shape, 0.93), "kx", ms=5, transform=place, label="inf or NaN")
+            ax.legend(fontsize=8, loc="best")
     ax = next(axes)
     ax.step(steps, np.log2(loss_scale), where="post", color=_NORMAL)
     ax.yaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
@@ -207,16 +215,3 @@ def plot_run(
     figure.axes[-1].set_xlabel("step")
     figure.axes[-1].xaxis.get_major_locator().set_params(integer=True)
     return figure
-
-
-def _draw_loss(ax: Any, steps: np.ndarray, loss: np.ndarray) -> None:
-    finite = np.isfinite(loss)
-    ax.plot(steps, np.where(finite, loss, np.nan), color=_NORMAL, lw=1)
-    if finite.any() and np.all(loss[finite] > 0):
-        ax.set_yscale("log")
-    ax.set_ylabel("loss")
-    if not finite.all():
-        bad = steps[~finite]
-        place = ax.get_xaxis_transform()  # at the top, because they have no height
-        ax.plot(bad, np.full(bad.shape, 0.93), "kx", ms=5, transform=place, label="inf or NaN")
-        ax.legend(fontsize=8, loc="best")

@@ -18,12 +18,10 @@ class Suggestion(NamedTuple):
 
     Attributes:
       dtype: the name of the format.
-      needed: whether a scale other than 1 is needed. `None` if no gradient is nonzero and
-        finite, because nothing can be said then.
+      needed: whether a scale other than 1 is needed; `None` if no gradient is nonzero and finite.
       lowest: the least scale in the range that `suggest_scale` returns.
       highest: the largest scale in it. At twice that, something overflows.
-      suggested: one scale in the range: 1 if none is needed, otherwise the middle one, which
-        leaves equal room on both sides.
+      suggested: 1 if none is needed, or the middle one, which leaves equal room on both sides.
       lossless: the least and the largest scale that lose nothing at all, or `None`.
       unscaled: what the format makes of the gradients at scale 1, a `Shares`.
       scaled: what it makes of them at the suggested scale.
@@ -49,16 +47,15 @@ def suggest_scale(
 ) -> Suggestion:
     """Returns the range of power-of-two loss scales that lose nothing, or least.
 
-    A scale is in the range if no gradient overflows at it and the share that is flushed to
-    zero is at most `tolerance`. If there is no such scale, the range is that of the scales
-    that flush the fewest without an overflow. Only the gradients in the histogram are
-    judged. Those of activations, computed on the way, may be larger: `calibrate` tries the
-    whole backward pass. For the host: it waits for the device.
+    A scale is in the range if no gradient overflows at it and the share that is flushed to zero is
+    at most `tolerance`. If there is no such scale, the range is that of the scales that flush the
+    fewest without an overflow. Only the gradients in the histogram are judged. Those of
+    activations, computed on the way, may be larger: `calibrate` tries the whole backward pass.
+    For the host: it waits for the device.
 
     Args:
-      histogram: what `histogram` returned; leading axes are summed up. Compute the
-        gradients in float32 or at a high scale: those that float16 flushed on the way
-        count as 0, and their size is not known.
+      histogram: what `histogram` returned; leading axes are summed up. Compute the gradients in
+        float32 or at a high scale: those that float16 flushed on the way count as 0.
       dtype: `"float16"`, `"bfloat16"`, `"float8_e4m3fn"` or `"float8_e5m2"`.
       tolerance: the share of nonzero gradients that may be flushed to zero, from 0 to 1.
 

@@ -44,30 +44,27 @@ def span(first: str, last: str, between: str = " to ") -> str:
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Returns a table for a terminal, its first column aligned left and the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        ).rstrip()
-        for row in rows
-    )
+    columns = [
+        [cell.rjust(max(map(len, each))) for cell in each] for each in zip(*rows, strict=True)
+    ]
+    columns[0] = [row[0].ljust(len(cell)) for row, cell in zip(rows, columns[0], strict=True)]
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
     """Returns the exponent histogram as text, with what each format makes of each row.
 
-    `plot_histogram` draws the same as a picture. For the host: it waits for the device.
+    `plot_histogram` draws the same as a picture. It waits for the device.
 
     Args:
       histogram: what `histogram` returned; leading axes are summed up.
       loss_scale: a power of two, at which the formats are judged.
 
     Returns:
-      Lines of text. Each row is named by its least number, and shows its share of the
-      finite nonzero gradients as a number and a bar. Then comes a sign for each format:
-      `0` if it flushes most of the row to zero, `s` if it keeps most of it as subnormal, `.`
-      if it keeps most in full, `!` if most overflows. The last lines give the totals.
+      Lines of text. Each row is named by its least number, and shows its share of the finite
+      nonzero gradients as a number and a bar. Then comes a sign for each format: `0` if it flushes
+      most of the row to zero, `s` if it keeps most of it as subnormal, `.` if it keeps most in
+      full, `!` if most overflows. The last lines give the totals.
 
     Example:
       >>> import jax.numpy as jnp
@@ -130,8 +127,8 @@ def to_json(result: Any) -> Any:
     """Returns a result of this module as what `json.dumps` accepts.
 
     Args:
-      result: what any function of this module returned, outside of `jit`, or a container
-        of such results. For a `History`, pass `history.columns()`.
+      result: what any function of this module returned, outside of `jit`, or a container of such
+        results. For a `History`, pass `history.columns()`.
 
     Returns:
       Named tuples and dataclasses as dictionaries, arrays and other sequences as lists.

@@ -50,8 +50,7 @@ def underflow(histograms: Any, *, loss_scale: float = 1.0, depth: int | None = N
         and `params/Dense_0/bias` are one layer. With `None`, each leaf is a layer.
 
     Raises:
-      ValueError: if `histograms` is empty, `loss_scale` is not a power of two, or `depth` is
-        below 1.
+      ValueError: if `histograms` is empty, `loss_scale` is no power of two, or `depth` is below 1.
 
     Example:
       >>> import jax.numpy as jnp

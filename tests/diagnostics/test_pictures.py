@@ -1,8 +1,11 @@
-"""What the pictures and their text forms show, and the history that draws itself."""
+"""What the pictures, their text forms and JSON show, and the history that draws itself."""
 
+import dataclasses
 import functools
 import io
 import itertools
+import json
+import re
 import sys
 
 import jax
@@ -11,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from planted import HALF, trace
 from tables import assert_same_bits, cases
 
 import jaxscale
@@ -26,10 +30,8 @@ GRADS = {
     "dense": {"kernel": np.exp2(RNG.normal(-22, 4, 4000)).astype(np.float32), "bias": np.ones(3)},
     "out": np.array([0.0, np.inf, 1e-3], np.float32),
 }
-histogram = jax.jit(diagnostics.histogram)
-HISTOGRAM, LEAVES = jax.jit(lambda g: (diagnostics.histogram(g), diagnostics.leaf_histograms(g)))(
-    GRADS
-)
+histogram, leaf_histograms = map(jax.jit, (diagnostics.histogram, diagnostics.leaf_histograms))
+HISTOGRAM, LEAVES = histogram(GRADS), leaf_histograms(GRADS)
 SUGGESTED = diagnostics.suggest_scale(HISTOGRAM).suggested
 TX = jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale(growth_interval=3))
 PARAMS = jnp.ones(2)
@@ -76,11 +78,15 @@ def test_the_bars_are_the_shares(loss_scale, dtype):
         assert ends == tuple(np.clip(np.array([-24, -14, 16]) - np.log2(scale), *limits).tolist())
 
 
-def test_the_histogram_of_nothing_and_of_one_number():
+def test_the_histogram_of_few_different_numbers():
     for grads in (jnp.zeros(3), jnp.ones(1)):
         figure = drawn(diagnostics.plot_histogram(histogram(grads)))
         assert len(figure.axes) == 2
         assert len(diagnostics.text_histogram(histogram(grads)).splitlines()) == 7
+    # 49 equal shares, which do not add up to 1 in floating point.
+    grads = 2.0 ** jnp.arange(-7.0, 7.0)[:, None] * jnp.ones((14, 7))
+    figure = diagnostics.plot_histogram(histogram(grads))
+    assert figure.axes[0].get_legend().get_texts()[0].get_text() == "kept by float16: 100%"
 
 
 def test_a_narrow_histogram_shows_what_it_is_asked_for():
@@ -91,12 +97,11 @@ def test_a_narrow_histogram_shows_what_it_is_asked_for():
     assert [ax.get_title(loc="left") for ax in ranges] == list(titles.values())
     for ax in ranges:
         assert [label.get_text() for label in ax.get_yticklabels()] == formats
-    legend, renderer = bars.get_legend(), FigureCanvasAgg(figure).get_renderer()
-    assert legend.get_title().get_text() == "at loss scale 2**3"
-    box = legend.get_window_extent(renderer)
-    assert not box.overlaps(bars.get_window_extent(renderer))
-    assert figure.bbox.padded(1).containsx(box.x1)
-    assert figure.bbox.padded(1).containsy(box.y1)
+    assert bars.get_legend().get_title().get_text() == "at loss scale 2**3"
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    box, of_bars = (each.get_window_extent(renderer) for each in (bars.get_legend(), bars))
+    assert not box.overlaps(of_bars)
+    assert figure.bbox.padded(1).contains(box.x1, box.y1)
 
 
 @cases("loss_scale", [2.0**-9, 1.0, 2.0**10], fast=[2.0**10])
@@ -111,12 +116,9 @@ def test_the_histogram_as_text(loss_scale):
         shares = diagnostics.shares(one, loss_scale=loss_scale).values()
         signs = ["0s.!"[list(each).index(1)] for each in shares]
         assert line.split() == [f"2**{exponent}", "3.1%", "#" * 24, *signs]
-    flushed, subnormal, _, overflowed = zip(
-        *diagnostics.shares(found, loss_scale=loss_scale).values(), strict=True
-    )
-    for line, shares in zip(lines[-3:], (flushed, subnormal, overflowed), strict=True):
-        numbers = [float(word.removesuffix("%")) for word in line.split()[-4:]]
-        np.testing.assert_allclose(numbers, 100 * np.array(shares), atol=0.051)
+    shares = np.array([*diagnostics.shares(found, loss_scale=loss_scale).values()])
+    totals = [[float(word.removesuffix("%")) for word in line.split()[-4:]] for line in lines[-3:]]
+    np.testing.assert_allclose(totals, 100 * shares.T[[0, 1, 3]], atol=0.051)  # not those kept
 
 
 def test_the_histogram_as_text_fits_a_terminal():
@@ -137,13 +139,19 @@ def test_the_underflow_map():
     assert (tick.label1.get_visible(), tick.label2.get_visible()) == (True, True)
     many = diagnostics.underflow({f"layers/{i}": LEAVES["out"] for i in range(20)})
     drawn(diagnostics.plot_underflow(many))
+    # Layers without numbers are not said to lose nothing.
+    grads = {"a": jnp.array([1.0, 1e-9]), "b": jnp.full(2, jnp.nan), "c": jnp.zeros(2)}
+    found = diagnostics.underflow(leaf_histograms(grads))
+    assert [line.split()[1:] for line in str(found).splitlines()[3:]] == [["-"] * 4] * 2
+    texts = [text.get_text() for text in drawn(diagnostics.plot_underflow(found)).axes[0].texts]
+    assert (texts[0], texts[4:]) == ("50.0%", ["-"] * 8)
 
 
-def run(steps, bad=(), nan=()):
+def run(steps, bad=(), losses=None):
     """A history, and the metrics of each step, fetched at once."""
     history, state, seen = diagnostics.History(), TX.init(PARAMS), []
     for step in range(steps):
-        loss = jnp.float32(np.nan if step in nan else 2.0 / (step + 1))
+        loss = jnp.float32((losses or {}).get(step, 2.0 / (step + 1)))
         state = STEP(state, jnp.float32(np.inf if step in bad else 1), loss)
         history.append(state, loss=loss)
         seen.append({"loss": loss} | jaxscale.metrics(state))
@@ -151,7 +159,7 @@ def run(steps, bad=(), nan=()):
 
 
 def test_a_history_is_what_the_metrics_were():
-    history, seen = run(12, bad=(3, 4), nan=(7,))
+    history, seen = run(12, bad=(3, 4), losses={7: np.nan, 9: np.inf})
     columns = history.columns()
     jax.tree.map(np.testing.assert_array_equal, columns, seen)
     assert len(history) == 12
@@ -159,17 +167,16 @@ def test_a_history_is_what_the_metrics_were():
     loss, scale, skipped = figure.axes
     np.testing.assert_array_equal(scale.lines[0].get_ydata(), np.log2(seen["loss_scale"]))
     np.testing.assert_array_equal(skipped.lines[0].get_ydata(), seen["total_notfinite"])
-    np.testing.assert_array_equal(skipped.lines[1].get_xdata(), [4, 5, 8])
-    np.testing.assert_array_equal(loss.lines[1].get_xdata(), [8])
+    np.testing.assert_array_equal(skipped.lines[1].get_xdata(), [4, 5, 8, 10])
+    np.testing.assert_array_equal(loss.lines[1].get_xdata(), [8, 10])
     lines = str(history).splitlines()
-    assert lines[0].startswith("steps 1 to 12: 3 skipped, the loss scale from 2**")
-    assert [line.split()[-1] for line in lines[2:]] == list("000110010000")
+    assert lines[0].startswith("steps 1 to 12: 4 skipped, the loss scale from 2**")
+    assert [line.split()[-1] for line in lines[2:]] == list("000110010100")
 
 
 def test_a_long_history_is_fetched_in_parts_and_summed_up(monkeypatch):
     monkeypatch.setattr(_history, "_CHUNK", 4)
-    fetched = []
-    device_get = jax.device_get
+    fetched, device_get = [], jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: fetched.append(len(x)) or device_get(x))
     history, seen = run(47, bad=(0, 20, 21))
     assert fetched == [4] * 10  # never the latest
@@ -181,7 +188,7 @@ def test_a_long_history_is_fetched_in_parts_and_summed_up(monkeypatch):
     drawn(history.plot())
 
 
-def test_append_does_not_wait_for_the_device():
+def test_append_does_not_wait_for_the_device_and_copies_what_it_is_given():
     @jax.jit
     def slow(state, x):
         x = jax.lax.fori_loop(0, 300, lambda i, x: jnp.tanh(x @ x), x)
@@ -195,9 +202,7 @@ def test_append_does_not_wait_for_the_device():
         history.append(state, loss=state.scaling.loss_scale)
     assert not state.total_steps.is_ready()
     assert history.columns()["total_steps"].tolist() == [1, 2]
-
-
-def test_a_state_may_be_donated_to_the_next_step():
+    # And the state may be donated to the next step.
     step = jax.jit(lambda state: TX.update(PARAMS, state, PARAMS)[1], donate_argnums=0)
     history, state = diagnostics.History(), TX.init(PARAMS)
     for _ in range(4):
@@ -222,30 +227,12 @@ def test_metrics_of_the_step_itself_and_other_numbers():
         state = STEP(state, jnp.float32(grad), jnp.float32(1))
         history.append(state)
     assert str(history).startswith("steps 91 to 92: 1 skipped")
-
-
-def test_metrics_as_python_numbers_are_the_same():
+    # And Python numbers.
     numbers, history = {"loss_scale": 2.0**15, "step_applied": True, "n": 3}, diagnostics.History()
     for values in (numbers, jax.tree.map(jnp.asarray, numbers), jax.tree.map(np.asarray, numbers)):
         history.append(values)
     columns = {"loss_scale": np.float32([2**15] * 3), "n": np.int32([3] * 3)}
     assert_same_bits(history.columns(), columns | {"step_applied": np.int32([1] * 3)})
-
-
-def test_layers_without_numbers_are_not_said_to_lose_nothing():
-    grads = {"a": jnp.array([1.0, 1e-9]), "b": jnp.full(2, jnp.nan), "c": jnp.zeros(2)}
-    found = diagnostics.underflow(diagnostics.leaf_histograms(grads))
-    assert [line.split()[1:] for line in str(found).splitlines()[3:]] == [["-"] * 4] * 2
-    texts = [text.get_text() for text in drawn(diagnostics.plot_underflow(found)).axes[0].texts]
-    assert texts[0] == "50.0%"
-    assert texts[4:] == ["-"] * 8
-
-
-def test_the_legend_counts_and_does_not_round():
-    # 49 equal shares, which do not add up to 1 in floating point.
-    grads = 2.0 ** jnp.arange(-7.0, 7.0)[:, None] * jnp.ones((14, 7))
-    figure = diagnostics.plot_histogram(histogram(grads))
-    assert figure.axes[0].get_legend().get_texts()[0].get_text() == "kept by float16: 100%"
 
 
 def test_without_matplotlib_there_is_still_text(monkeypatch):
@@ -260,23 +247,17 @@ def test_without_matplotlib_there_is_still_text(monkeypatch):
     assert diagnostics.text_histogram(HISTOGRAM)
 
 
-STATE = TX.init(PARAMS)
-
-
-def append(*args, **kwargs):
-    diagnostics.History().append(*args, **kwargs)
-
-
+STATE, NEW = TX.init(PARAMS), diagnostics.History()
 ERRORS = {
-    "exactly one loss scale": lambda: append(PARAMS),
-    r"got `loss_scale` of shape \(2,\)": lambda: append(jax.vmap(lambda _: STATE)(PARAMS)),
+    "exactly one loss scale": lambda: NEW.append(PARAMS),
+    r"got `loss_scale` of shape \(2,\)": lambda: NEW.append(jax.vmap(lambda _: STATE)(PARAMS)),
     r"`plot_histogram\(dtype=.*'x'": lambda: diagnostics.plot_histogram(HISTOGRAM, dtype="x"),
-    r"takes scalars, got `loss` of shape \(2,\)": lambda: append(STATE, loss=PARAMS),
+    r"takes scalars, got `loss` of shape \(2,\)": lambda: NEW.append(STATE, loss=PARAMS),
     r"only some steps had loss, norm": lambda: run(1)[0].append(STATE, norm=1.0),
-    r"nothing to draw": diagnostics.History().plot,
+    r"nothing to draw": NEW.plot,
 }
 OF_TYPE = {
-    r"cannot run inside `jit`": lambda: jax.jit(append)(STATE),
+    r"cannot run inside `jit`": lambda: jax.jit(NEW.append)(STATE),
     r"`plot_underflow.*dict": lambda: diagnostics.plot_underflow(LEAVES),
 }
 
@@ -285,3 +266,45 @@ OF_TYPE = {
 def test_errors(message):
     with pytest.raises(TypeError if message in OF_TYPE else ValueError, match=message):
         (ERRORS | OF_TYPE)[message]()
+
+
+def plain(value):
+    """The values of a report in dictionaries and lists, as `json` takes them."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return np.asarray(value).tolist()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return [*map(plain, value)] if isinstance(value, (tuple, list)) else value
+
+
+def test_all_results_are_the_same_in_json():
+    w = jnp.array([1e-9, 2e-5, 1.0, jnp.inf, jnp.nan, -0.0], jnp.float32)
+    counts = diagnostics.leaf_counts(grads := {"w": w, "b": [PARAMS, None]})
+    found, leaves = histogram(grads), leaf_histograms(grads)
+
+    def loss_fn(w):  # with an overflow, an underflow, and a number that is rounded to 0
+        y = w * HALF(60000) * HALF(60000) + w * HALF(2.0**-11) * HALF(2.0**-11)
+        return -jnp.sum((y + 1e-9).astype(jnp.float32))
+
+    report = trace(loss_fn, jnp.ones(3, HALF), loss_scale=1)
+    table, history = diagnostics.table(counts), diagnostics.History()
+    for loss in (1.5, jnp.inf, -jnp.inf, jnp.nan, 1 / 3):
+        history.append(STATE, loss=loss)
+    results = [
+        *(counts, table, *table.rows, found, leaves, history.columns()),
+        *(diagnostics.shares(found), *diagnostics.shares(found).values()),
+        *map(diagnostics.suggest_scale, (found, histogram(jnp.zeros(1)))),
+        *(report, *report.constants, *report.nonfinite, *report.underflows),
+        diagnostics.underflow(leaves),
+        diagnostics.calibrate(lambda w, x: jnp.sqrt(w * x), 1.0, [jnp.float32(0)]),
+    ]
+    classes = {of for of in vars(diagnostics).values() if isinstance(of, type)}
+    assert classes - set(map(type, results)) == {diagnostics.History}
+    assert report.loss == -np.inf
+    # To the last bit; the numbers that JSON lacks are strings, which `float` reads.
+    text = json.dumps(diagnostics.to_json(results), allow_nan=False)
+    assert re.sub('"(NaN|-?Infinity)"', r"\1", text) == json.dumps(plain(results))

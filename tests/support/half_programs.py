@@ -4,8 +4,6 @@ The first argument is a tree of float32 parameters, and each function returns a 
 tree of other outputs.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,31 +17,17 @@ X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)).astype(np.float
 W = jnp.asarray(np.random.default_rng(1).standard_normal((5, 8, 8)).astype(np.float32) * 0.3)
 PARAMS = {"w": W, "b": jnp.linspace(-0.1, 0.1, 8)}
 
-PROGRAMS = {}
-
-
-def program(*args):
-    """Adds a function to the table, with the arguments it takes besides the parameters."""
-
-    def add(fun):
-        PROGRAMS[fun.__name__] = fun, (PARAMS, *args)
-        return fun
-
-    return add
-
 
 def biased(x, w, b):
     return x @ w + b[None]
 
 
-@program(X)
 def mlp(p, x):
     for i in range(3):
         x = jax.nn.gelu(biased(x, p["w"][i], p["b"]))
     return jnp.mean(x**2), {"x": x}
 
 
-@program(X)
 def activations(p, x):
     outs = {}
     for i, name in enumerate(("relu", "silu", "gelu", "softplus", "elu", "tanh", "sigmoid")):
@@ -51,7 +35,6 @@ def activations(p, x):
     return sum(jnp.mean(out) for out in outs.values()), outs
 
 
-@program(X)
 def attention(p, x):
     def normalized(x):
         mean = jnp.mean(x, -1, keepdims=True)
@@ -66,7 +49,6 @@ def attention(p, x):
     return jnp.mean(x**2), x
 
 
-@program(jnp.ones((2, 8, 8, 3)))
 def convolutions(p, x):
     kernel = jnp.reshape(p["w"][0, :3, :].repeat(3, 0), (3, 3, 1, 8))[:, :, :1].repeat(3, 2)
     dims = ("NHWC", "HWIO", "NHWC")
@@ -78,7 +60,6 @@ def convolutions(p, x):
     return jnp.mean(x[:, 0, 0] @ p["w"][1]), {"mean": mean, "var": var}
 
 
-@program(X, jnp.ones((6, 4, 8)))
 def lstm(p, h, xs):
     def cell(carry, x):
         h, c = carry
@@ -91,36 +72,29 @@ def lstm(p, h, xs):
     return jnp.mean(h**2), {"c": c, "hs": hs}
 
 
-@program(X)
 def remat_in_scan(p, x):
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-
-    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
-    def layer(x, w):
-        return jax.nn.relu(biased(x, w, p["b"])), None
-
+    layer = jax.checkpoint(
+        lambda x, w: (jax.nn.relu(biased(x, w, p["b"])), None),
+        policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        prevent_cse=False,
+    )
     x, _ = jax.lax.scan(layer, x, p["w"])
     return jnp.mean(x**2), x
 
 
-@program(X)
 def loops(p, x):
     x = jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["w"][i]), x)
     return jnp.mean(x), x
 
 
-@program(X)
 def branches(p, x):
     x = jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ p["w"][0], lambda x: x, x)
     x = jax.lax.switch(1, [lambda x: x, lambda x: x @ p["w"][1], lambda x: -x], x @ p["w"][2])
     return jnp.mean(x**2), x
 
 
-@program(X)
 def custom_jvp(p, x):
-    @jax.custom_jvp
-    def f(x, w):
-        return jnp.sin(x @ w)
+    f = jax.custom_jvp(lambda x, w: jnp.sin(x @ w))
 
     @f.defjvp
     def jvp(primals, tangents):
@@ -131,25 +105,17 @@ def custom_jvp(p, x):
     return jnp.mean(x), x
 
 
-@program(X)
 def custom_vjp(p, x):
-    @jax.custom_vjp
-    def f(x, w, n):
-        return x @ w
-
-    def forward(x, w, n):
-        return x @ w, (x, w, n)
-
-    def backward(residuals, g):
-        x, w, _ = residuals
-        return g @ w.T, 2 * (x.T @ g), None  # not the derivative, to see that it is this
-
-    f.defvjp(forward, backward)
+    f = jax.custom_vjp(lambda x, w, n: x @ w)
+    # Not the derivative, to see that it is this.
+    f.defvjp(
+        lambda x, w, n: (x @ w, (x, w, n)),
+        lambda saved, g: (g @ saved[1].T, 2 * (saved[0].T @ g), None),
+    )
     x = f(x @ p["w"][0], p["w"][1], 3)
     return jnp.mean(x), x
 
 
-@program(X)
 def second_derivatives(p, x):  # a physics-informed network
     def u(x):
         return jnp.sum(jnp.tanh(jnp.sin(x @ p["w"][0]) @ p["w"][1]))
@@ -158,7 +124,6 @@ def second_derivatives(p, x):  # a physics-informed network
     return jnp.mean((laplace - 1.0) ** 2), laplace
 
 
-@program(X, jax.random.key(0))
 def dropout_and_keys(p, x, key):
     x = biased(x, p["w"][0], p["b"])
     kept = jax.random.bernoulli(key, 0.5, x.shape)
@@ -166,7 +131,6 @@ def dropout_and_keys(p, x, key):
     return jnp.mean((x + jax.random.normal(key, x.shape)) @ p["w"][1]), jax.random.split(key)
 
 
-@program(jnp.array([1, 3, 0]))
 def embedding(p, tokens):
     x = p["w"][0][tokens]
     x = x @ p["w"][1]
@@ -174,7 +138,6 @@ def embedding(p, tokens):
     return -jnp.mean(taken), {"argmax": jnp.argmax(x, -1), "none": None}
 
 
-@program(X)
 def moves(p, x):
     x = x @ p["w"][0]
     x = jnp.concatenate([jnp.pad(x, ((0, 1), (0, 0))), jnp.flip(x, 0)])
@@ -185,7 +148,6 @@ def moves(p, x):
     return jnp.mean(x @ p["w"][1]), jnp.max(x, 0)
 
 
-@program(X)
 def broadcasts(p, x):
     x, y = x @ p["w"][0], x @ p["w"][1]
     x = x * y[:1] + x[:1] - y[:, :1] + jnp.maximum(x, y[:1]) + jnp.clip(x, y[:1], y[:1] + 0.5)
@@ -194,7 +156,6 @@ def broadcasts(p, x):
     return jnp.mean(pairs @ p["w"][2]), jax.vmap(lambda a: a * y[0])(x)
 
 
-@program(X)
 def orders(p, x):
     x = x @ p["w"][0]
     window = (jax.lax.max, (2, 1), (1, 1), "SAME")
@@ -205,14 +166,12 @@ def orders(p, x):
     return jnp.mean(x @ p["w"][1]), jnp.max(x, 0)
 
 
-@program(X)
 def linear_algebra(p, x):
     a = p["w"][0] @ p["w"][0].T + jnp.eye(8)
     solved = jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(a), x.T @ x)
     return jnp.mean(solved @ p["w"][1]), jnp.abs(jnp.fft.fft(a)), jnp.linalg.norm(a)
 
 
-@program(X)
 def effects(p, x):
     x = x @ p["w"][0]
     jax.debug.callback(lambda x: None, x)
@@ -221,21 +180,17 @@ def effects(p, x):
     return jnp.mean((x + y) @ p["w"][1]), y
 
 
-@program(X)
 def over_devices(p, x):
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=(P(), P("data"))
-    )
     def f(x, w):
         x = jax.nn.relu(x @ w[0]) @ w[1]
         return jax.lax.pmean(jnp.mean(x), "data"), x
 
-    return f(x, p["w"])
+    specs = {"in_specs": (P("data"), P()), "out_specs": (P(), P("data"))}
+    return jax.shard_map(f, mesh=mesh, **specs)(x, p["w"])
 
 
-@program(X)
 def numbers_and_text(p, x):
     return jnp.mean(x @ p["w"][0]), [3, "text", None, np.ones(2), jnp.arange(3), jnp.tanh]
 
@@ -246,17 +201,28 @@ def own_precision(p, x):
     return jnp.mean(half @ p["w"][1]), half.astype(jnp.float16)
 
 
-PROGRAMS["own_precision"] = own_precision, (PARAMS, X)
+# What the programs take besides the parameters, unless it is X.
+OTHERS = {
+    convolutions: [jnp.ones((2, 8, 8, 3))],
+    lstm: [X, jnp.ones((6, 4, 8))],
+    dropout_and_keys: [X, jax.random.key(0)],
+    embedding: [jnp.array([1, 3, 0])],
+}
+PROGRAMS = {
+    fun.__name__: (fun, (PARAMS, *OTHERS.get(fun, [X])))
+    for fun in (
+        *(mlp, activations, attention, convolutions, lstm, remat_in_scan, loops, branches),
+        *(custom_jvp, custom_vjp, second_derivatives, dropout_and_keys, embedding, moves),
+        *(broadcasts, orders, linear_algebra, effects, over_devices, numbers_and_text),
+        own_precision,
+    )
+}
 
 
 def dtypes(eqn):
     """The dtypes of the floating-point arrays of an equation."""
-    avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
-    return {
-        str(aval.dtype)
-        for aval in avals
-        if hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
-    }
+    found = [getattr(atom.aval, "dtype", bool) for atom in (*eqn.invars, *eqn.outvars)]
+    return {str(dtype) for dtype in found if jnp.issubdtype(dtype, jnp.inexact)}
 
 
 def primitives(fun, *args):

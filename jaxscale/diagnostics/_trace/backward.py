@@ -1,8 +1,4 @@
-"""The scaled backward pass, run equation by equation to see where numbers get lost.
-
-`TracedBackward` holds the jaxpr of the loss and its scaled gradients, and runs it in the
-`Interpreter`. The public function `trace` makes one pass, and returns its report.
-"""
+"""The scaled backward pass, run equation by equation to see where numbers get lost."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +16,7 @@ from ..._trees.leaf import is_inexact
 from ..._trees.tree import widen
 from .._formats import is_array, kind
 from .findings import Findings, Found, Run
-from .interpreter import NOTHING, EquationKey, Inside, Interpreter, Value, Visit
+from .interpreter import NOTHING, EquationKey, Inside, Interpreter, IsWide, Value, Visit
 from .jaxpr import BACKWARD, FORWARD
 from .places import Constants, lines
 from .plan import Planner
@@ -37,25 +33,22 @@ def trace(
 ) -> Callable[..., TraceReport]:
     """Returns a function that finds where a backward pass overflows or underflows.
 
-    The function runs the operations of `jaxscale.value_and_grad` one equation at a time,
-    also those in `jit`, loops, `cond`, `remat` and custom derivatives. It looks at every
-    number, computes again in float32 where numbers may have been lost, and gives the lines
-    of the model where that happened. For the host, outside of `jit`, and for one small
-    batch: the results of all equations are checked one by one, which is slow.
+    The function runs the operations of `jaxscale.value_and_grad` one equation at a time, also those
+    in `jit`, loops, `cond`, `remat` and custom derivatives. It looks at every number, computes
+    again in float32 where numbers may have been lost, and gives the lines of the model where that
+    happened. For the host, outside of `jit`, and for one small batch: it is slow.
 
-    Only float16 and narrower formats are checked for underflow: bfloat16 has the range of
-    float32. A `shard_map`, a `pmap` or a kernel counts as one equation. A ref from outside
-    `fun` keeps what it holds, because `fun` runs on a copy. A Python number is rounded
-    before anything runs, and no equation shows that: in float16 `x * 1e-9` is `x * 0`. Such
-    numbers are listed as `constants`, unless they stand in a function that was traced before.
+    Only float16 and narrower formats are checked for underflow: bfloat16 has the range of float32.
+    A `shard_map`, a `pmap` or a kernel counts as one equation. A ref from outside `fun` keeps what
+    it holds, because `fun` runs on a copy. A Python number is rounded before anything runs, and no
+    equation shows that: in float16 `x * 1e-9` is `x * 0`. Such numbers are listed as `constants`,
+    unless they stand in a function that was traced before.
 
     Args:
-      fun: a function that returns a floating scalar, as for `jaxscale.value_and_grad`. It
-        may be jitted or not: the trace sees inside either way.
-      scaling: a `jaxscale.LossScaleState`, or a tree that holds exactly one. The
-        scale in it is the one to trace with.
-      transform: what differentiates, as for `jaxscale.value_and_grad`. Under a `vmap`, which
-        gives several losses, the report has their mean.
+      fun: a function that returns a floating scalar. The trace sees inside a jitted one, too.
+      scaling: a `jaxscale.LossScaleState` with the scale to trace with, or a tree with one.
+      transform: what differentiates, as for `jaxscale.value_and_grad`. Of several losses, under a
+        `vmap`, the report has the mean.
       has_aux: whether `fun` returns a pair.
       **kwargs: passed to `transform`: `argnums`, `allow_int` and so on.
 
@@ -64,8 +57,8 @@ def trace(
 
     Raises:
       ValueError: if `scaling` holds no loss scale, or several, or that of a population.
-      TypeError: when called, if the loss is not a floating scalar, if parameters are not
-        floating, or inside `jit`.
+      TypeError: when called, if the loss is no floating scalar, a parameter is not floating, or
+        inside `jit`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -119,10 +112,9 @@ def _check_floating(args: tuple[Any, ...], argnums: Any) -> None:
 
 
 class TracedBackward:
-    """The loss and its scaled gradients as a program that can be run in many ways.
+    """The loss and its scaled gradients, given as to `trace`, as a program to run in many ways.
 
-    It takes the arguments of `trace`, and `constants`: the numbers of the source that were rounded
-    when `fun` was traced before.
+    `constants` are the numbers of the source that were rounded when `fun` was traced before.
     """
 
     def __init__(
@@ -167,7 +159,7 @@ class TracedBackward:
     def run(
         self,
         loss_scale: Any,
-        is_wide: Callable[[EquationKey], bool] = lambda key: False,
+        is_wide: IsWide = lambda key: False,
         look: Callable[[Visit], None] | None = None,
         is_brief: bool = False,
         is_shaken: bool = False,
@@ -185,21 +177,17 @@ class TracedBackward:
     def first_overflow(self, loss_scale: float) -> TracedNonfinite | None:
         """Returns the first place that depends on the loss scale and makes inf or NaN.
 
-        The pass stops there. So it is not known whether that reaches the gradients.
+        The pass stops there, so it is not known whether that reaches the gradients.
         """
         findings = Findings(None, True, is_hasty=True)
         try:
-            self._interpret(findings, loss_scale)
+            self._interpret(findings, loss_scale, lambda key: False, False)
         except Found:
             return findings.born({})[-1]
         return None
 
     def _interpret(
-        self,
-        findings: Findings,
-        loss_scale: Any,
-        is_wide: Callable[[EquationKey], bool] = lambda key: False,
-        is_shaken: bool = False,
+        self, findings: Findings, loss_scale: Any, is_wide: IsWide, is_shaken: bool
     ) -> list[Value]:
         def watch(visit: Visit) -> list[frozenset[Any]]:
             self._inside = Inside(visit.around, visit.iteration)
@@ -210,7 +198,7 @@ class TracedBackward:
             return is_wide(key)
 
         self._total, self._done, self._inside = self._done, 0, NOTHING
-        interpreter = Interpreter(self._planner, watch, count, is_shaken=is_shaken)
+        interpreter = Interpreter(self._planner, watch, count, is_shaken)
         scale = Value(jnp.float32(loss_scale), True)
         with jax.debug_nans(False), jax.debug_infs(False):
             return interpreter.run(self._closed, [scale], self._needs)

@@ -11,7 +11,7 @@ from ..._jax import JaxprEqn
 from .interpreter import EquationKey, Value, Visit, key_of
 from .jaxpr import EFFECT, FORWARD, HOLDERS
 from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
-from .places import layer, lines
+from .places import Line, layer, lines
 from .plan import RoundedAt
 from .report import Place, TracedConstant, TracedNonfinite, TracedUnderflow, TraceReport
 
@@ -27,7 +27,7 @@ class Findings:
     """What was seen at each equation, by its key."""
 
     def __init__(
-        self, look: Callable[[Visit], None] | None, is_brief: bool, is_hasty: bool = False
+        self, look: Callable[[Visit], Any] | None, is_brief: bool, is_hasty: bool = False
     ) -> None:
         self._look, self._is_brief, self._is_hasty = look, is_brief, is_hasty
         self.visits: collections.Counter[Any] = collections.Counter()  # in order of execution
@@ -120,10 +120,7 @@ class Findings:
             "inputs": tuple(atom.aval.str_short() for atom in eqn.invars),
             "direction": "forward" if visit.need & FORWARD else "backward",
             "scaled": any(value.scaled for value in visit.inputs),
-            "where": str(line) if line else "",
-            "file": line.file if line else "",
-            "line": line.number if line else 0,
-            "source": line.text if line else "",
+            **_told(line),
             "called_from": tuple(map(str, callers)),
             "layer": layer(eqn, visit.around),
             "iteration": visit.iteration,
@@ -131,6 +128,12 @@ class Findings:
             "visits": self.visits[key],
             "share": share,
         }
+
+
+def _told(line: Line | None) -> dict[str, Any]:
+    line = line or Line("", 0, "")
+    where = str(line) if line.file else ""
+    return {"where": where, "file": line.file, "line": line.number, "source": line.text}
 
 
 class Run(NamedTuple):
@@ -177,17 +180,9 @@ class Run(NamedTuple):
 def _traced_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...]:
     found: dict[Any, TracedConstant] = {}
     for eqn, around, number in rounded:
-        line = lines(eqn, around)[0]
-        constant = TracedConstant(
-            value=number.exact,
-            became=float(number.literal.val),
-            dtype=str(np.asarray(number.literal.val).dtype),
-            primitive=eqn.primitive.name,
-            where=str(line),
-            file=line.file,
-            line=line.number,
-            source=line.text,
-        )
+        line, became = lines(eqn, around)[0], np.asarray(number.literal.val)
+        numbers = number.exact, float(became), str(became.dtype)
+        constant = TracedConstant(*numbers, eqn.primitive.name, **_told(line))
         found.setdefault((line.file, line.number, constant.value, constant.dtype), constant)
     return tuple(found.values())
 

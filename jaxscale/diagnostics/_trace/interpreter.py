@@ -32,11 +32,7 @@ class Inside(NamedTuple):
     """What a jaxpr runs inside of."""
 
     around: tuple[JaxprEqn, ...]  # the equations that hold it, outermost first
-    iteration: tuple[int, ...]  # the index of each loop among them
-
-    def at(self, index: int) -> "Inside":
-        """Returns the inside of one iteration of the innermost loop."""
-        return Inside(self.around, (*self.iteration, index))
+    iteration: tuple[int, ...]  # the index of each loop among them; of a scan, that of the slice
 
 
 NOTHING = Inside((), ())
@@ -48,9 +44,7 @@ class Visit(NamedTuple):
     eqn: JaxprEqn
     inputs: Sequence[Value]  # its input values. For a ref, the value that it held.
     outputs: Sequence[Any]  # its output arrays, followed by what its refs hold now
-    around: tuple[JaxprEqn, ...]  # the equations that hold it, outermost first
-    # The index of each loop around it. For a scan it is the index of the slice, also if the scan
-    # runs in reverse.
+    around: tuple[JaxprEqn, ...]  # as in `Inside`
     iteration: tuple[int, ...]
     need: int  # what it is needed for, as bits
 
@@ -59,11 +53,11 @@ class Visit(NamedTuple):
 # compared while their `TracedBackward` lives, as it holds these equations.
 EquationKey = tuple[int, ...]
 
-# Returns where the inf and NaN of each output come from.
-Watch = Callable[[Visit], Sequence[frozenset[Any]]]
+IsWide = Callable[[EquationKey], bool]  # whether an equation runs in float32
+Watch = Callable[[Visit], Sequence[frozenset[Any]]]  # where the inf and NaN of outputs come from
 
-# Stands for a value that nothing needs. The equations that compute it are not run.
-_UNUSED = Value(None)
+_NUMBERS = (Literal, Rounded)  # inputs that are no values
+_UNUSED = Value(None)  # stands for a value that nothing needs: what computes it is not run
 
 
 def key_of(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> EquationKey:
@@ -79,24 +73,13 @@ class Interpreter:
     much as float32 rounds.
     """
 
-    def __init__(
-        self,
-        planner: Planner,
-        watch: Watch = lambda visit: [frozenset()] * len(visit.outputs),
-        is_wide: Callable[[EquationKey], bool] = lambda key: False,
-        *,
-        is_shaken: bool = False,
-    ) -> None:
+    def __init__(self, planner: Planner, watch: Watch, is_wide: IsWide, is_shaken: bool) -> None:
         self._planner, self._watch, self._is_wide = planner, watch, is_wide
         self._is_shaken = is_shaken
         self._cells: dict[int, Cell] = {}  # of refs from outside: these are not changed
 
     def run(
-        self,
-        closed: ClosedJaxpr,
-        inputs: Sequence[Value | Cell],
-        needs: Needs,
-        inside: Inside = NOTHING,
+        self, closed: ClosedJaxpr, inputs: Sequence[Any], needs: Needs, inside: Inside = NOTHING
     ) -> list[Value]:
         """Returns the outputs of a jaxpr, whose results are needed for `needs`, as bits."""
         plan = self._planner.plan(closed, needs)
@@ -151,19 +134,14 @@ class Interpreter:
                 branch = branches[min(max(int(index.array), 0), len(branches) - 1)]
                 return self.run(branch, inputs, needs, within)
         given = [each.value if isinstance(each, Cell) else each for each in inputs]
-        is_wide = self._is_wide(key_of(eqn, around))
-        arrays = [
-            as_array(read, is_wide) if isinstance(read, (Literal, Rounded)) else value.array
-            for read, value in zip(step.reads, given, strict=True)
-        ]
+        is_wide, pairs = self._is_wide(key_of(eqn, around)), zip(step.reads, given, strict=True)
+        arrays = [as_array(r, is_wide) if isinstance(r, _NUMBERS) else v.array for r, v in pairs]
         made = self._show(step, given, compute(eqn, arrays, is_wide), inside)
-        outputs, held = made[: len(eqn.outvars)], made[len(eqn.outvars) :]
-        for cell, value in zip((c for c in inputs if isinstance(c, Cell)), held, strict=True):
+        cells = [each for each in inputs if isinstance(each, Cell)]
+        for cell, value in zip(cells, made[len(eqn.outvars) :], strict=True):
             cell.value = value
-        return [
-            Cell(value) if is_ref(var) else value
-            for var, value in zip(eqn.outvars, outputs, strict=True)
-        ]
+        outputs = zip(eqn.outvars, made, strict=False)
+        return [Cell(value) if is_ref(var) else value for var, value in outputs]
 
     def _show(
         self, step: Step, given: list[Value], arrays: Sequence[Any], inside: Inside
@@ -179,7 +157,8 @@ class Interpreter:
 
         def call(closed: ClosedJaxpr, consts: list[Any]) -> list[Value]:
             needs = (need,) * len(results(closed.jaxpr))
-            return self.run(closed, [*consts, *carry], needs, inside.at(index))
+            within = inside._replace(iteration=(*inside.iteration, index))
+            return self.run(closed, [*consts, *carry], needs, within)
 
         while call(loop.test, inputs[:tested])[0].array:
             carry = call(loop.body, inputs[tested : tested + done])
@@ -194,7 +173,8 @@ class Interpreter:
         for i in reversed(range(length)) if loop.reverse else range(length):
             slices = [_slice(each, i) for each in scanned]
             given = [*inputs[:consts], *carry, *slices]
-            outputs = self.run(loop.body, given, needs, inside.at(i))
+            within = inside._replace(iteration=(*inside.iteration, i))
+            outputs = self.run(loop.body, given, needs, within)
             carry, stacked[i] = outputs[:size], outputs[size:]
             for each, part in zip(scanned, slices, strict=True):
                 if isinstance(each, Cell):

@@ -1,9 +1,9 @@
 """Which equations hold other equations, and what each equation is needed for.
 
-Nothing here looks at values. The jaxpr of `value_and_grad` has the equations of both
-passes in one list, and some that no output needs. The equations that the loss needs are the
-forward pass. Those that only the gradients need are the backward pass: it includes what
-`remat` computes again, and the derivatives that JAX computes ahead of time.
+Nothing here looks at values. The jaxpr of `value_and_grad` has the equations of both passes in one
+list, and some that no output needs. Those that the loss needs are the forward pass. Those that only
+the gradients need are the backward pass: it includes what `remat` computes again, and the
+derivatives that JAX computes ahead of time.
 """
 
 import collections
@@ -56,16 +56,13 @@ class Analysis:
         jaxpr, consts, size = loop.body.jaxpr, loop.consts, loop.carries
         while True:
             # A carry or a ref is also needed for what the next iteration computes from it.
-            inputs = self._inputs(jaxpr, needs)
+            inputs = self.analyse(jaxpr, needs)[1]
             carry, stacked = inputs[consts : consts + size], (0,) * (len(jaxpr.outvars) - size)
             refs = itertools.compress(inputs, map(is_ref, jaxpr.invars))
             wider = tuple(map(operator.or_, needs, (*carry, *stacked, *refs)))
             if wider == needs:
                 return needs
             needs = wider
-
-    def _inputs(self, jaxpr: Jaxpr, needs: Needs) -> Needs:
-        return self.analyse(jaxpr, needs)[1]
 
     def analyse(self, jaxpr: Jaxpr, needs: Needs) -> tuple[list[Needs], Needs]:
         """Returns the needs of the results of each equation and of the inputs of a jaxpr."""
@@ -91,17 +88,16 @@ class Analysis:
         every = union(eqn, needs)
         match opened(eqn):
             case ClosedJaxpr() as called:
-                return self._inputs(called.jaxpr, needs)
+                return self.analyse(called.jaxpr, needs)[1]
             case Scan() as loop:
                 consts, size = loop.consts, loop.carries
                 needs = self.scanned(loop, needs)
-                inputs = self._inputs(loop.body.jaxpr, needs)
+                inputs = self.analyse(loop.body.jaxpr, needs)[1]
                 return (*inputs[:consts], *needs[:size], *inputs[consts + size :])
             case list() as branches:
-                of_branches = [self._inputs(branch.jaxpr, needs) for branch in branches]
-                return every, *(
-                    functools.reduce(operator.or_, of) for of in zip(*of_branches, strict=True)
-                )
+                of_branches = [self.analyse(branch.jaxpr, needs)[1] for branch in branches]
+                pairs = zip(*of_branches, strict=True)
+                return every, *(functools.reduce(operator.or_, of) for of in pairs)
         # The carry of a `while` decides how often it runs, so all inputs are needed alike.
         return (every,) * len(eqn.invars)
 

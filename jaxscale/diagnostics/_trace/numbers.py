@@ -4,6 +4,7 @@ Each equation is judged by its own inputs. A value that was lost earlier is a ze
 float32 too, so it counts once, where it was lost.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -72,30 +73,24 @@ class Lost(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The share of the nonzero values that was lost."""
         return (self.zeros + self.subnormals) / max(self.nonzero, 1)
 
 
 def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None) -> Any:
-    """Returns the results of an equation, as a list of arrays.
+    """Returns the results of an equation, as arrays, and works on copies of what refs hold.
 
-    A ref is given and returned as the array that it holds: the equation works on a copy. Inputs
-    that were computed in float32 are cast to what the equation takes, unless it has new `params`.
+    Inputs in float32 are cast to what the equation takes, unless it has new `params`.
     """
     if params is None:
         inputs = list(map(_as_taken, inputs, eqn.invars))
 
     def bind(*inputs: Any) -> list[Any]:
-        given = [
-            new_ref(jnp.asarray(value)) if is_ref(atom) else value
-            for atom, value in zip(eqn.invars, inputs, strict=True)
-        ]
+        pairs = zip(eqn.invars, inputs, strict=True)
+        given = [new_ref(jnp.asarray(value)) if is_ref(atom) else value for atom, value in pairs]
         outputs = _jax.bind(eqn, given, params)
-        refs = [value for atom, value in zip(eqn.invars, given, strict=True) if is_ref(atom)]
-        return [
-            value[...] if is_ref(atom) else value
-            for atom, value in zip(results(eqn), [*outputs, *refs], strict=True)
-        ]
+        refs = itertools.compress(given, map(is_ref, eqn.invars))
+        pairs = zip(results(eqn), [*outputs, *refs], strict=True)
+        return [value[...] if is_ref(atom) else value for atom, value in pairs]
 
     if eqn.primitive.name in _ON_REFS or not any(map(is_ref, results(eqn))):
         return bind(*inputs)
@@ -145,7 +140,11 @@ def birth(
             fresh, cause = [np.isnan(_inexact(output)) for output in outputs], "infinities"
     for output, mask in enumerate(fresh):
         if mask.any():
-            wide = _largest_in_float32(eqn, inputs, output, mask)
+            try:
+                exact = np.asarray(evaluate_in_float32(eqn, inputs)[output])
+                wide = float(np.abs(exact[mask]).max())
+            except IncomparableError:
+                wide = math.nan
             if cause is None:
                 cause = "range" if math.isfinite(wide) else "value"
             elements, share = int(mask.sum()), float(mask.mean())
@@ -153,22 +152,10 @@ def birth(
     return None
 
 
-def _largest_in_float32(
-    eqn: JaxprEqn, inputs: Sequence[Any], output: int, mask: np.ndarray
-) -> float:
-    """Returns the largest magnitude where `mask` is set: NaN or inf if float32 gives them, too."""
-    try:
-        numbers = np.abs(np.asarray(evaluate_in_float32(eqn, inputs)[output])[mask])
-    except IncomparableError:
-        return math.nan
-    return float(numbers.max())
-
-
 def _find_ends(values: Sequence[Any]) -> tuple[float, float]:
     """Returns the least and the largest finite number among floating-point values."""
     floating = [value for value in values if jnp.issubdtype(_dtype(value), jnp.floating)]
-    numbers = [np.asarray(value, np.float64).ravel() for value in floating]
-    numbers = np.concatenate([*numbers, np.zeros(0)])
+    numbers = np.concatenate([np.zeros(0), *(np.asarray(x, np.float64).ravel() for x in floating)])
     numbers = numbers[np.isfinite(numbers)]
     return (float(numbers.min()), float(numbers.max())) if numbers.size else (math.nan, math.nan)
 
@@ -178,11 +165,10 @@ def lost_values(
 ) -> Lost | None:
     """Returns what an equation lost in the output that lost most, or `None`.
 
-    A value is lost if the equation gives zero or a subnormal number in the dtype of its
-    output, and the same equation on the same inputs gives another number in float32. The
-    zeros of a mask, a ReLU or a padding are zeros in float32 too. An exact subnormal number
-    counts only if no input was subnormal: otherwise it may have been subnormal before. A share
-    of up to `least` of the nonzero values is no loss. Raises as `evaluate_in_float32` does.
+    A value is lost if the equation gives zero or a subnormal number in the dtype of its output, and
+    another number in float32. The zeros of a mask, a ReLU or a padding are zeros there, too. An
+    exact subnormal number counts only if no input was subnormal: otherwise it may have been so
+    before. A share of up to `least` of the nonzero values is no loss. Raises `IncomparableError`.
     """
     if eqn.primitive.name in _NEVER_LOSE:
         return None
@@ -222,10 +208,7 @@ def evaluate_in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Returns the outputs of an equation in float32, or raises an `IncomparableError`."""
     if eqn.primitive.name == "bitcast_convert_type":  # its bits mean something in one dtype only
         return evaluate(eqn, inputs)
-    params = {
-        name: np.dtype(np.float32) if is_narrow(value) else value
-        for name, value in eqn.params.items()
-    }
+    params = {k: np.dtype(np.float32) if is_narrow(v) else v for k, v in eqn.params.items()}
     inputs = [
         jax.lax.convert_element_type(value, jnp.float32) if is_narrow(_dtype(value)) else value
         for value in inputs
@@ -254,9 +237,8 @@ def _dtype(value: Any) -> Any:
 
 def is_narrow(dtype: Any) -> bool:
     """Returns whether a dtype is floating-point with fewer bits than float32."""
-    if not isinstance(dtype, np.dtype) or not jnp.issubdtype(dtype, jnp.floating):
-        return False
-    return jnp.finfo(dtype).bits < 32
+    is_floating = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
+    return is_floating and jnp.finfo(dtype).bits < 32
 
 
 def _smallest_normal(value: Any) -> float:

@@ -1,8 +1,5 @@
 """The lines of the user's source that an equation comes from, the layer it is in, its numbers.
 
-JAX keeps a traceback with each equation. Frames of JAX, of libraries of layers and of the
-standard library are left out, so that the innermost one left is a line of the model.
-
 JAX rounds a Python number while it traces: in float16 `x + 1e-9` is `x + 0`, and no equation
 shows that. NumPy does the rounding, and can call a function when it underflows or overflows. So
 the number and its line are known if a function is traced inside of `Constants.notice`.
@@ -90,9 +87,8 @@ class Constants:
         value = np.asarray(literal.val)
         if value.shape or value.dtype.kind not in "fV" or not self._numbers:
             return None
-        if eqn.primitive.name not in _ARITHMETIC:
-            return None  # derivatives compare with 0 and choose it, as that of `abs` does
-        if value != 0 and not np.isinf(value):
+        # Derivatives compare with 0 and choose it, as that of `abs` does.
+        if eqn.primitive.name not in _ARITHMETIC or (value != 0 and not np.isinf(value)):
             return None
         line = next(iter(lines(eqn, around)), None)
         for number in self._numbers.get((line.file, line.number), ()) if line else ():

@@ -1,9 +1,9 @@
 """A jaxpr as a list of steps, in which calls are opened and neighbours are compiled together.
 
-Compiling each equation by itself takes 30 ms, far longer than to run it. A barrier after each
-equation keeps XLA from rewriting two into one: each number is the one that the equation by itself
-would give. Segments are cut before each matrix product, so that equal layers are cut alike, and
-share their programs. Loops, conditions, effects and refs are steps of their own.
+Compiling each equation by itself takes 30 ms, far longer than to run it. A barrier after each keeps
+XLA from rewriting two into one: each number is the one that the equation by itself would give.
+Segments are cut before each matrix product, so that equal layers are cut alike, and share their
+programs. Loops, conditions, effects and refs are steps of their own.
 """
 
 import itertools
@@ -33,7 +33,7 @@ class Rounded(NamedTuple):
     """A number of the source that a narrow format rounded to 0 or inf."""
 
     literal: Literal  # what became of it
-    exact: float  # the number
+    exact: float
 
 
 # An equation, what holds it, and a number among its inputs.
@@ -57,14 +57,14 @@ class Segment(NamedTuple):
     """Steps that run as one program."""
 
     steps: tuple[Step, ...]
-    program: "Program"  # what runs them
+    program: "Program"
     reads: tuple[int, ...]  # the slots of its inputs
 
 
 class Plan(NamedTuple):
     """What to run for a jaxpr."""
 
-    closed: ClosedJaxpr  # the jaxpr
+    closed: ClosedJaxpr
     consts: tuple[tuple[int, Any, Any], ...]  # the slots of its constants, with their variables
     inputs: tuple[int, ...]  # the slots of its inputs
     parts: tuple[Segment | Step, ...]  # what to run
@@ -178,14 +178,9 @@ def _cut(steps: Sequence[Step]) -> list[tuple[Step, ...]]:
     size = 0
     for step in steps:
         size += (more := _bytes(step.eqn))
-        if (
-            parts
-            and _may_share(step.eqn)
-            and _may_share(parts[-1][0].eqn)
-            and step.eqn.primitive.name not in CONTRACTIONS
-            and len(parts[-1]) < _MOST_STEPS
-            and size < _MOST_BYTES
-        ):
+        joins = parts and _may_share(step.eqn) and _may_share(parts[-1][0].eqn)
+        joins = joins and step.eqn.primitive.name not in CONTRACTIONS
+        if joins and len(parts[-1]) < _MOST_STEPS and size < _MOST_BYTES:
             parts[-1].append(step)
         else:
             parts.append([step])
@@ -195,26 +190,19 @@ def _cut(steps: Sequence[Step]) -> list[tuple[Step, ...]]:
 
 def _bytes(eqn: JaxprEqn) -> int:
     avals: list[Any] = [var.aval for var in eqn.outvars]
-    return sum(
-        aval.size * getattr(aval.dtype, "itemsize", 8)
-        for aval in avals
-        if isinstance(getattr(aval, "size", None), int)
-    )
+    arrays = [aval for aval in avals if isinstance(getattr(aval, "size", None), int)]
+    return sum(aval.size * getattr(aval.dtype, "itemsize", 8) for aval in arrays)
 
 
 def _key(inner: Sequence[Any], kept: frozenset[int]) -> Any:
     """Returns what two segments have in common if one program serves both."""
-    equations = tuple(
-        (
-            eqn.primitive,
-            tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
-            tuple(read if isinstance(read, int) else _bits(read) for read in reads),
-            tuple(atom.aval for atom in eqn.invars),
-            context_key(eqn),
-        )
-        for eqn, reads in inner
-    )
-    return equations, kept
+    equations: list[Any] = []
+    for eqn, reads in inner:
+        params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+        numbers = tuple(read if isinstance(read, int) else _bits(read) for read in reads)
+        avals = tuple(atom.aval for atom in eqn.invars)
+        equations.append((eqn.primitive, params, numbers, avals, context_key(eqn)))
+    return tuple(equations), kept
 
 
 def _bits(number: Literal | Rounded) -> Any:
@@ -230,8 +218,8 @@ class Program:
     def __init__(
         self, inner: Sequence[tuple[JaxprEqn, tuple[Any, ...]]], kept: frozenset[int]
     ) -> None:
-        # Each equation, with the numbers of its inputs among the inputs of the program and the
-        # outputs before it; and the numbers of those that are read after the program.
+        # Each equation, with the numbers of its inputs among those of the program and the outputs
+        # before it; and the numbers of those that are read after the program.
         self._inner, self._kept = inner, kept
         self._compiled: dict[tuple[bool, ...], Callable[..., Any]] = {}
 
@@ -239,7 +227,7 @@ class Program:
         """Returns the outputs of all equations, given which are computed in float32.
 
         If all are, those that nothing reads are `None`. If they are shaken, each is multiplied by
-        a number near 1. What changes much by that is nothing but the rounding of float32.
+        a number near 1: what changes much by that is nothing but the rounding of float32.
         """
         if wide not in self._compiled:
             self._compiled[wide] = compile_fast(lambda *args: self._outputs(wide, *args))
@@ -251,12 +239,10 @@ class Program:
         signs = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), len(self._inner))
         for (eqn, reads), is_wide, sign in zip(self._inner, wide, signs, strict=True):
             # Numbers behind a barrier, or NumPy would compute with them while this is traced.
-            given = [
-                values[read]
-                if isinstance(read, int)
-                else optimization_barrier(jnp.asarray(as_array(read, is_wide)))
-                for read in reads
-            ]
+            numbers = (
+                r if isinstance(r, int) else jnp.asarray(as_array(r, is_wide)) for r in reads
+            )
+            given = [values[n] if isinstance(n, int) else optimization_barrier(n) for n in numbers]
             made = compute(eqn, given, is_wide)
             if all(wide):  # nobody looks at each number, so XLA may fuse the equations
                 factor = 1 + sign * shake
@@ -288,8 +274,7 @@ def compute(eqn: JaxprEqn, inputs: Sequence[Any], is_wide: bool) -> list[Any]:
 
 def compile_fast(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Returns a function, which runs a few times at most, compiled fast; `options` are XLA's."""
-    # Not optimised, a CPU does not contract products and sums either, as it does in no operation
-    # that runs by itself.
+    # Not optimised, a CPU contracts no products and sums, as in operations that run by themselves.
     if jax.default_backend() == "cpu":
         options["xla_backend_optimization_level"] = 0
     return jax.jit(fun, compiler_options=options)

@@ -1,7 +1,6 @@
 """What a trace found, as plain Python values, and how it prints."""
 
 import dataclasses
-from collections.abc import Sequence
 
 from ..._trees.checks import and_more
 from .._text import number, percent
@@ -35,7 +34,7 @@ class Place:
         shape = ",".join(map(str, self.shape))
         operation = f"{self.direction}, {self.primitive}, {self.dtype}[{shape}]"
         where = f"{self.where}: `{self.source}`" if self.file else "no line of the model"
-        details = [f"in {self.layer}"] if self.layer else []
+        details = [f"in {self.layer}"] * bool(self.layer)
         if self.called_from:
             details.append(f"called from {', '.join(self.called_from[:3])}")
         if self.iteration:
@@ -64,34 +63,31 @@ class TracedNonfinite(Place):
       dtype: the dtype of its output.
       shape: the shape of its output.
       inputs: dtypes and shapes of its inputs, such as `"float16[8,128]"`.
-      direction: `"forward"` if the loss or the auxiliary output needs it, otherwise
-        `"backward"`.
+      direction: `"forward"` if the loss or the auxiliary output needs it, or `"backward"`.
       scaled: whether it depends on the loss scale. If not, no other scale can help.
       where: file and line, relative to the working directory, or `""`.
-      file: the file of the innermost frame outside of JAX and libraries of layers, or
-        `""`. For an operation of a custom backward rule it is that of the call.
+      file: the file of the innermost frame outside of JAX and libraries of layers, or `""`. For
+        an operation of a custom backward rule it is that of the call.
       line: its line, or 0.
       source: the text of that line.
       called_from: files and lines that called it, innermost first.
       layer: the scopes it is in, as modules of Flax and `jax.named_scope` set them.
-      iteration: the index of each loop around it, outermost first, when it first happened.
-        In a scan it is the index of the slice, in the backward pass too.
+      iteration: the index of each loop around it, outermost first, when it first happened. In
+        a scan it is the index of the slice, in the backward pass too.
       times: how many times it happened at this place.
       visits: how many times this equation was run.
-      share: the share of the elements of its output that it made inf or NaN itself, when it
-        first happened.
+      share: the share of its output's elements that it made inf or NaN, when it first happened.
       elements: the number of these elements.
       cause: `"range"`: the inputs are finite, and so is the output in float32.
         `"value"`: the inputs are finite, and the output is not, in float32 either.
         `"infinities"`: a NaN made of infinities that were put there on purpose.
         `"given"`: an inf or NaN of a constant or an argument is first used here.
-      reaches: the outputs that the inf or NaN got to, such as `"loss"`, `"grads['w']"` or
-        `"aux['stats']"`. Empty if it was turned into finite numbers on the way, which is
-        right for a mask and wrong for a norm.
+      reaches: the outputs that the inf or NaN got to, such as `"loss"` or `"grads['w']"`. Empty
+        if it became finite on the way, which is right for a mask and wrong for a norm.
       least_input: the least finite number among its floating-point inputs.
       largest_input: the largest one.
       float32_result: the largest magnitude that float32 gives in place of these elements: inf
-        or NaN if it cannot hold them either, or if the equation cannot be run in float32.
+        or NaN if it cannot hold them either, or cannot run the equation.
     """
 
     elements: int
@@ -105,16 +101,11 @@ class TracedNonfinite(Place):
         more = [_CAUSES[self.cause].format(dtype=self.dtype)]
         if self.cause == "range":
             more.append(f"a lower loss scale {'may help' if self.scaled else 'cannot help'}")
-        if self.reaches:
-            grads = [name for name in self.reaches if name.startswith("grads")]
-            others = [name for name in self.reaches if name not in grads]
-            named = grads if len(grads) < 4 else [f"{len(grads)} of the gradients"]
-            more.append(f"reaches {', '.join(others + named)}")
-        else:
-            more.append(
-                "became finite before the loss and the gradients: fine for a mask, not for a norm"
-            )
-        return self._say("elements", *more)
+        grads = [name for name in self.reaches if name.startswith("grads")]
+        others = [name for name in self.reaches if name not in grads]
+        named = others + (grads if len(grads) < 4 else [f"{len(grads)} of the gradients"])
+        finite = "became finite before the loss and the gradients: fine for a mask, not for a norm"
+        return self._say("elements", *more, f"reaches {', '.join(named)}" if named else finite)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +123,8 @@ class TracedUnderflow(Place):
       nonzero: how many values are not zero in float32 on that visit.
       zeros: how many of them became zero.
       subnormals: how many of them became subnormal.
-      lost_sum: the share of the sum of all magnitudes that the values that became zero had.
-        It is small if only the smallest values were lost, as in a confident softmax.
+      lost_sum: the share of those that became zero in the sum of all magnitudes. It is small if
+        only the smallest values were lost, as in a confident softmax.
     """
 
     nonzero: int
@@ -184,12 +175,11 @@ class TraceReport:
         `"given"` come last, and only if no other place explains the outputs they reach.
       underflows: where most nonzero values were lost, in the order of execution. The first
         place is the likely cause of the others.
-      nonfinite_arguments: the arguments that held inf or NaN before anything ran, such as
-        `"args[1]['x']"`.
+      nonfinite_arguments: the arguments that held inf or NaN at first, such as `"args[1]['x']"`.
       nonfinite_outputs: which of the loss, the auxiliary output and the gradients hold them.
       not_compared: primitives that may have lost values but cannot be run in float32.
-      not_entered: primitives that hold operations and ran as one, such as a `shard_map`, or what
-        a newer version of JAX describes in a form that is not known here.
+      not_entered: primitives that hold operations and ran as one, such as a `shard_map`, or one
+        of a newer version of JAX that is not known here.
       constants: the numbers of the source that their dtype rounds to 0 or inf.
     """
 
@@ -231,12 +221,9 @@ class TraceReport:
             lines.append(f"first {kind}: {first}")
         lines += [f"rounded: {constant}" for constant in self.constants[:_MOST_PLACES]]
         others = [place for place in self.nonfinite if place is not first]
-        lines += _first_few("also inf or NaN", others) + _first_few("underflow", self.underflows)
+        for what, places in (("also inf or NaN", others), ("underflow", self.underflows)):
+            lines += [f"{what}: {place}" for place in places[:_MOST_PLACES]]
+            lines += [f"{words} places: {what}" for words in and_more(places, _MOST_PLACES)]
         if self.not_compared:
             lines.append(f"not compared with float32: {', '.join(self.not_compared)}")
         return "\n".join(lines)
-
-
-def _first_few(what: str, places: Sequence[Place]) -> list[str]:
-    more = [f"{words} places: {what}" for words in and_more(places, _MOST_PLACES)]
-    return [f"{what}: {place}" for place in places[:_MOST_PLACES]] + more
