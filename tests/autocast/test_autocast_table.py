@@ -153,50 +153,37 @@ A, B, V, SIGNAL = normal(4, 4), normal(8, 4)[4:], normal(4), normal(64)
 POSITIVE = (A @ A.T + jnp.eye(4)).astype(jnp.float16).astype(jnp.float32)
 LABELS, CHANCES = jnp.array([0, 2, 1, 0]), jax.nn.softmax(B)
 HOT, BITS = jax.nn.one_hot(LABELS, 4), jnp.array([0.0, 1.0, 0.0, 1.0])
-CTC = (
-    normal(2, 6, 4),
-    jnp.zeros((2, 6)),
-    jnp.array([[1, 2], [3, 0]]),
-    jnp.array([[0.0, 0], [0, 1]]),
-)
+WORDS, ENDS = jnp.array([[1, 2], [3, 0]]), jnp.array([[0.0, 0], [0, 1]])
 # Tried in this order, where `ARGUMENTS` says nothing else.
 USUAL = [(A,), (A, B), (A, V), (V,), (V, V), (4,), (A, 2), (LABELS, 4)]
-ARGUMENTS = (
-    dict.fromkeys(("cholesky", "cho_factor"), (POSITIVE,))
-    | dict.fromkeys(("convolve", "correlate", "fftconvolve"), (SIGNAL, V))
-    | dict.fromkeys(("kl_divergence", "generalized_kl_divergence"), (A, CHANCES))
-    | dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), (A[None], HOT[None]))
-    | dict.fromkeys(("sparsemax_loss", "hinge_loss", "perceptron_loss"), (V, BITS))
-    | dict.fromkeys(("sigmoid_binary_cross_entropy", "sigmoid_focal_loss"), (V, BITS))
-    | dict.fromkeys(("softmax_cross_entropy", "safe_softmax_cross_entropy"), (A, HOT))
-    | dict.fromkeys(("poly_loss_cross_entropy", "ranking_softmax_loss"), (A, HOT))
-    | dict.fromkeys(("multiclass_hinge_loss", "multiclass_perceptron_loss", "ntxent"), (A, LABELS))
-    | dict.fromkeys(("multiclass_sparsemax_loss",), (A, LABELS))
-    | dict.fromkeys(("softmax_cross_entropy_with_integer_labels",), (A, LABELS))
-    | dict.fromkeys(("ctc_loss", "ctc_loss_with_forward_probs"), CTC)
-    | {
-        "binary_dice_loss": (A, HOT),
-        "convolution_matrix": (V, 5),
-        "cross": (normal(4, 3), normal(8, 3)[4:]),
-        "convex_kl_divergence": (A, CHANCES),
-        "dot_product_attention": (normal(1, 4, 2, 4),) * 3,
-        "leslie": (V, V[:3]),
-        "log1mexp": (POSITIVE,),
-        "solve_sylvester": (POSITIVE, POSITIVE, A),
-        "triplet_margin_loss": (A, B, CHANCES),
-    }
-)
-LINALG, STFT = jax.scipy.linalg, {"nperseg": 16}
+ARGUMENTS = {
+    "cholesky cho_factor log1mexp": (POSITIVE,),
+    "convolve correlate fftconvolve": (SIGNAL, V),
+    "kl_divergence generalized_kl_divergence convex_kl_divergence": (A, CHANCES),
+    "dice_loss multiclass_generalized_dice_loss": (A[None], HOT[None]),
+    "sparsemax_loss hinge_loss perceptron_loss": (V, BITS),
+    "sigmoid_binary_cross_entropy sigmoid_focal_loss": (V, BITS),
+    "softmax_cross_entropy safe_softmax_cross_entropy binary_dice_loss": (A, HOT),
+    "poly_loss_cross_entropy ranking_softmax_loss": (A, HOT),
+    "multiclass_hinge_loss multiclass_perceptron_loss ntxent": (A, LABELS),
+    "multiclass_sparsemax_loss softmax_cross_entropy_with_integer_labels": (A, LABELS),
+    "ctc_loss ctc_loss_with_forward_probs": (normal(2, 6, 4), jnp.zeros((2, 6)), WORDS, ENDS),
+    "convolution_matrix": (V, 5),
+    "cross": (normal(4, 3), normal(8, 3)[4:]),
+    "dot_product_attention": (normal(1, 4, 2, 4),) * 3,
+    "leslie": (V, V[:3]),
+    "solve_sylvester": (POSITIVE, POSITIVE, A),
+    "triplet_margin_loss": (A, B, CHANCES),
+}
+ARGUMENTS = {name: args for names, args in ARGUMENTS.items() for name in names.split()}
+LINALG, SIGNALS, STFT = jax.scipy.linalg, jax.scipy.signal, {"nperseg": 16}
 # Those that take something else than arrays, or whose arguments others compute.
 CALLS = {
     "cho_solve": (lambda a, b: LINALG.cho_solve((LINALG.cho_factor(a)[0], False), b), POSITIVE, A),
-    "csd": (lambda x, y: jax.scipy.signal.csd(x, y, **STFT), SIGNAL, SIGNAL[::-1]),
+    "csd": (lambda x, y: SIGNALS.csd(x, y, **STFT), SIGNAL, SIGNAL[::-1]),
     "eigh_tridiagonal": (lambda d: LINALG.eigh_tridiagonal(d, d[1:], eigvals_only=True), V),
     "funm": (lambda a: LINALG.funm(a, jnp.sin), A),
-    "istft": (
-        lambda x: jax.scipy.signal.istft(jax.scipy.signal.stft(x, **STFT)[2], **STFT),
-        SIGNAL,
-    ),
+    "istft": (lambda x: SIGNALS.istft(SIGNALS.stft(x, **STFT)[2], **STFT), SIGNAL),
     "lu_solve": (lambda a, b: LINALG.lu_solve(LINALG.lu_factor(a), b), POSITIVE, A),
     "make_fenchel_young_loss": (
         lambda x, y: optax.losses.make_fenchel_young_loss(jax.nn.logsumexp)(x, y),
@@ -209,26 +196,17 @@ CALLS = {
         lambda x: jax.image.scale_and_translate(x, (9, 7), (0, 1), V[:2] ** 2, V[2:], "linear"),
         A,
     ),
-    "stft": (lambda x: jax.scipy.signal.stft(x, **STFT), SIGNAL),
+    "stft": (lambda x: SIGNALS.stft(x, **STFT), SIGNAL),
     "tensorinv": (lambda a: jnp.linalg.tensorinv(a.reshape(2, 2, 4)), A),
-    "welch": (lambda x: jax.scipy.signal.welch(x, **STFT), SIGNAL),
+    "welch": (lambda x: SIGNALS.welch(x, **STFT), SIGNAL),
 }
-NOT_CALLED = {
-    "get_scaled_dot_general_config": "returns a configuration",
-    "scaled_dot_general": "a product of 8-bit or 4-bit numbers, which needs a GPU",
-    "scaled_matmul": "a product of 8-bit or 4-bit numbers, which needs a GPU",
-}
+# The first returns a configuration. Products of 8-bit or 4-bit numbers need a GPU.
+NOT_CALLED = {"get_scaled_dot_general_config", "scaled_dot_general", "scaled_matmul"}
 # Those that are products or convolutions, or are made of these and nothing narrower.
 IN_HALF = {
     *("matmul", "multi_dot", "convolve", "convolve2d", "correlate", "correlate2d"),
     *("dot_product_attention", "ctc_loss", "ctc_loss_with_forward_probs"),
 }
-
-
-def of_arrays(fun, args):
-    """A function as one of the arrays among its arguments, which come first, and these."""
-    arrays = [arg for arg in args if isinstance(arg, jax.Array)]
-    return lambda *given: fun(*given, *args[len(given) :]), *arrays
 
 
 def callable_with(name):
@@ -239,7 +217,8 @@ def callable_with(name):
     for args in [ARGUMENTS[name]] if name in ARGUMENTS else USUAL:
         with contextlib.suppress(Exception):  # whatever it says of arguments that are not for it
             fun(*args)
-            return of_arrays(fun, args)
+            arrays = [arg for arg in args if isinstance(arg, jax.Array)]  # which come first
+            return lambda *given, args=args: fun(*given, *args[len(given) :]), *arrays
     pytest.fail("no arguments are known for it: it needs a row in `ARGUMENTS` or `CALLS`")
 
 
