@@ -118,33 +118,24 @@ def branches(p, x):
 
 @program(X)
 def custom_jvp(p, x):
-    @jax.custom_jvp
-    def f(x, w):
-        return jnp.sin(x @ w)
-
-    @f.defjvp
     def jvp(primals, tangents):
         (x, w), (dx, dw) = primals, tangents
         return f(x, w), jnp.cos(x @ w) * (dx @ w + x @ dw)
 
+    f = jax.custom_jvp(lambda x, w: jnp.sin(x @ w))
+    f.defjvp(jvp)
     x = f(x @ p["w"][0], p["w"][1])
     return jnp.mean(x), x
 
 
 @program(X)
 def custom_vjp(p, x):
-    @jax.custom_vjp
-    def f(x, w, n):
-        return x @ w
-
-    def forward(x, w, n):
-        return x @ w, (x, w, n)
-
     def backward(residuals, g):
         x, w, _ = residuals
         return g @ w.T, 2 * (x.T @ g), None  # not the derivative, to see that it is this
 
-    f.defvjp(forward, backward)
+    f = jax.custom_vjp(lambda x, w, n: x @ w)
+    f.defvjp(lambda x, w, n: (x @ w, (x, w, n)), backward)
     x = f(x @ p["w"][0], p["w"][1], 3)
     return jnp.mean(x), x
 
@@ -223,16 +214,13 @@ def effects(p, x):
 
 @program(X)
 def over_devices(p, x):
-    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
-
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=(P(), P("data"))
-    )
     def f(x, w):
         x = jax.nn.relu(x @ w[0]) @ w[1]
         return jax.lax.pmean(jnp.mean(x), "data"), x
 
-    return f(x, p["w"])
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
+    specs = {"in_specs": (P("data"), P()), "out_specs": (P(), P("data"))}
+    return jax.shard_map(f, mesh=mesh, **specs)(x, p["w"])
 
 
 @program(X)
@@ -240,23 +228,16 @@ def numbers_and_text(p, x):
     return jnp.mean(x @ p["w"][0]), [3, "text", None, np.ones(2), jnp.arange(3), jnp.tanh]
 
 
-def own_precision(p, x):
-    """Parts that are written in half precision by hand, and stay as they are."""
+@program(X)
+def own_precision(p, x):  # parts that are written in half precision by hand, and stay as they are
     half = (x.astype(jnp.bfloat16) @ p["w"][0].astype(jnp.bfloat16)).astype(jnp.float32)
     return jnp.mean(half @ p["w"][1]), half.astype(jnp.float16)
 
 
-PROGRAMS["own_precision"] = own_precision, (PARAMS, X)
-
-
 def dtypes(eqn):
     """The dtypes of the floating-point arrays of an equation."""
-    avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
-    return {
-        str(aval.dtype)
-        for aval in avals
-        if hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
-    }
+    found = {getattr(atom.aval, "dtype", np.bool_) for atom in (*eqn.invars, *eqn.outvars)}
+    return {str(dtype) for dtype in found if jnp.issubdtype(dtype, jnp.inexact)}
 
 
 def primitives(fun, *args):
