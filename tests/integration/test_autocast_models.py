@@ -1,6 +1,7 @@
 """`autocast` with models of other libraries, over devices, and what it costs."""
 
 import collections
+import contextlib
 import functools
 
 import equinox as eqx
@@ -215,9 +216,13 @@ def test_a_module_or_a_method_is_a_function_too():
     assert products(jaxscale.autocast(model), IMAGES[0]) == [{"float16"}] * 3
 
 
+def hidden(params, x):
+    return jax.nn.gelu(x @ params["in"] + params["bias"])
+
+
 def mlp(params, x):
-    h = jax.nn.gelu(x @ params["in"] + params["bias"])
-    return jnp.sum(jax.nn.softmax(h @ params["out"]) ** 2)  # float16 would flush those of a mean
+    outputs = jax.nn.softmax(hidden(params, x) @ params["out"])
+    return jnp.sum(outputs.astype(jnp.float32) ** 2)  # float16 would flush those of a mean
 
 
 MLP = {
@@ -226,17 +231,6 @@ MLP = {
     "out": jnp.linspace(1.0, -1.0, 32 * 8).reshape(32, 8),
 }
 X = jnp.linspace(0.1, 1.0, 16 * 16).reshape(16, 16)
-LAYOUTS = {
-    "data parallel": ({"in": P(), "bias": P(), "out": P()}, P(("data", "model"))),
-    "sharded": ({"in": P(None, "model"), "bias": P("model"), "out": P("model")}, P("data")),
-    "explicit": ({"in": P(None, "model"), "bias": P("model"), "out": P(None, None)}, P(None, None)),
-}
-
-
-def on_mesh(layout, axis_type):
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
-    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), LAYOUTS[layout])
-    return mesh, *jax.device_put((MLP, X), places)
 
 
 def assert_near(actual, expected, share=0.015):
@@ -246,42 +240,42 @@ def assert_near(actual, expected, share=0.015):
 
 
 def test_gradients_are_nearer_than_those_of_a_model_written_in_float16():
-    def by_hand(params, x):
-        half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-        h = jax.nn.gelu(x.astype(jnp.float16) @ half["in"] + half["bias"])
-        return jnp.sum(jax.nn.softmax(h @ half["out"]).astype(jnp.float32) ** 2)
+    def by_hand(*args):
+        return mlp(*jax.tree.map(lambda a: a.astype(jnp.float16), args))
 
-    expected = jax.jit(jax.grad(mlp))(MLP, X)
-    assert_near(jax.jit(jax.grad(jaxscale.autocast(mlp)))(MLP, X), expected, 0.01)
+    expected, ours, theirs = (
+        jax.jit(jax.grad(fun))(MLP, X) for fun in (mlp, jaxscale.autocast(mlp), by_hand)
+    )
+    assert_near(ours, expected, 0.01)
     with pytest.raises(AssertionError):  # its softmax cancels in float16
-        assert_near(jax.jit(jax.grad(by_hand))(MLP, X), expected, 0.02)
+        assert_near(theirs, expected, 0.02)
+
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+LAYOUTS = {
+    "data parallel": (AUTO, {"in": P(), "bias": P(), "out": P()}, P(("data", "model"))),
+    "sharded": (AUTO, {"in": P(None, "model"), "bias": P("model"), "out": P("model")}, P("data")),
+}
+if hasattr(jax, "set_mesh"):  # since JAX 0.7
+    LAYOUTS["explicit"] = EXPLICIT, {"in": P(None, "model"), "bias": P("model"), "out": P()}, P()
 
 
 @cases("layout", LAYOUTS, fast=["sharded"])
 def test_arrays_stay_where_they_are(layout):
-    _, params, x = on_mesh(layout, AxisType.Auto)
-    plain = jax.jit(jax.value_and_grad(mlp))(params, x)
-    cast = jax.jit(jax.value_and_grad(jaxscale.autocast(mlp)))(params, x)
-    assert_near(cast, plain)
-    for a, b in zip(jax.tree.leaves(cast), jax.tree.leaves(plain), strict=True):
-        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this version of JAX has no set_mesh")
-def test_meshes_with_explicit_axes():
-    def fun(params, x):
-        h = jax.nn.gelu(x @ params["in"] + params["bias"])
-        return jnp.mean(jnp.square(h.T @ x)), h
-
-    mesh, *args = on_mesh("explicit", AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        for given in (fun, jax.jit(fun)):
-            cast = jaxscale.autocast(given)
-            assert jax.typeof(cast(*args)[1]) == jax.typeof(given(*args)[1])
-            assert products(cast, *args) == [{"float16"}] * 2
-            actual, expected = (jax.jit(jax.grad(f, has_aux=True))(*args) for f in (cast, given))
-            assert avals(actual) == avals(expected)
+    axis_type, *specs = LAYOUTS[layout]
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    args = jax.device_put([MLP, X], places)
+    with jax.set_mesh(mesh) if layout == "explicit" else contextlib.nullcontext():
+        for fun in (mlp, jax.jit(mlp)):
+            both = fun, jaxscale.autocast(fun)
+            plain, cast = (jax.jit(jax.value_and_grad(f))(*args) for f in both)
+            assert_near(cast, plain)
+            assert avals(cast) == avals(plain)
+            for a, b in zip(jax.tree.leaves(cast), jax.tree.leaves(plain), strict=True):
+                assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+            assert products(jaxscale.autocast(fun), *args) == [{"float16"}] * 2
+        assert avals(jaxscale.autocast(hidden)(*args)) == avals(hidden(*args))
 
 
 @cases("check_vma", [True, False, None], fast=[True])
