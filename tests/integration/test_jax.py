@@ -140,10 +140,8 @@ SCOPED = jax.named_scope("inner")(lambda x: -x)
 PRODUCT = functools.partial(jnp.dot, b=W, precision=HIGHEST)
 # What holds programs, or another function of `x`, and what its first equation shows.
 ASSUMED = {name: (name, is_called) for name in HOLDING if name not in READERS} | {
-    "scan": ("scan", lambda e: read(e)[1:] == (1, 1, 3, True)),
-    "body of a scan": ("scan", lambda e: len(read(e).body.jaxpr.outvars) == 2),
-    "while": ("while", lambda e: read(e)[1::2] == (0, 1)),
-    "body of a while": ("while", lambda e: names(read(e).body) == ["dot_general"]),
+    "scan": ("scan", lambda e: (len(read(e)[0].jaxpr.outvars), *read(e)[1:]) == (2, 1, 1, 3, True)),
+    "while": ("while", lambda e: (names(read(e)[2]), *read(e)[1::2]) == (["dot_general"], 0, 1)),
     "cond": ("cond", lambda e: [*map(names, read(e))] == [[], ["dot_general"]]),
     "order of branches": ("cond", lambda e: (swapped(e)[0] == X @ W).all()),
     "shard_map": ("shard_map", lambda e: "dot_general" in names(read(e).program)),
@@ -153,8 +151,7 @@ ASSUMED = {name: (name, is_called) for name in HOLDING if name not in READERS} |
     "placed inputs": (jax.jit(jnp.sin, in_shardings=DEVICE), lambda e: not _jax.is_divisible(e)),
     "placed outputs": (jax.jit(jnp.sin, out_shardings=DEVICE), lambda e: not _jax.is_divisible(e)),
     "cast": (lambda x: _jax.cast(x, "float16"), lambda e: e.params["new_dtype"] == np.float16),
-    "scopes": (SCOPED, lambda e: _jax.scope_names(e) == ["inner"]),
-    "scopes again": (SCOPED, lambda e: _jax.scope_names(made_again(e)) == ["inner"]),
+    "scopes": (SCOPED, lambda e: [*map(_jax.scope_names, (e, made_again(e)))] == [["inner"]] * 2),
     "lines": (SCOPED, lambda e: __file__ in [file for file, *_ in _jax.frames(e)]),
     "lines again": (SCOPED, lambda e: [*_jax.frames(made_again(e))] == [*_jax.frames(e)]),
     "backward rule": ("custom_vjp_call", lambda e: _jax.backward_rule(e) == "own_backward"),

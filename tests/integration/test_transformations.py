@@ -46,10 +46,9 @@ def test_each_member_of_a_population_trains_as_if_it_were_alone(order):
     batches = small_integers(steps, members, 3), POPULATION
     start = jax.tree.map(lambda p: p + jnp.arange(members).reshape(-1, *[1] * p.ndim), EXACT)
     carry = start, jax.vmap(EXACT_TX.init)(start)
-    if order == "vmap in scan":
-        together = jax.jit(scanned(jax.vmap(train_step)))(carry, batches)
-    else:
-        together = jax.jit(jax.vmap(scanned(train_step), in_axes=(0, 1)))(carry, batches)
+    inside = jax.vmap(scanned(train_step), in_axes=(0, 1))
+    run = scanned(jax.vmap(train_step)) if order == "vmap in scan" else inside
+    together = jax.jit(run)(carry, batches)
     assert avals(together) == avals(carry)
     alone = jax.jit(scanned(train_step))
     for i in range(members):
@@ -72,9 +71,8 @@ def ways_to_train(tx, loss_fn):
             carry = train_step(carry, batch)
         return carry
 
-    def population(carry, batches):
-        carry, batches = jax.tree.map(lambda leaf: leaf[None], (carry, batches))
-        carry = jax.vmap(loop)(carry, batches)
+    def population(*args):
+        carry = jax.vmap(loop)(*jax.tree.map(lambda leaf: leaf[None], args))
         return jax.tree.map(lambda leaf: leaf[0], carry)
 
     return {"loop": loop, "scan": scanned(train_step), "vmap": population}
