@@ -180,12 +180,10 @@ def test_programs_give_their_constants_and_are_called_again_backward():
         np.testing.assert_array_equal(fun([X])[0], X * np.arange(4.0))
 
 
-def test_numbers_of_the_source_are_seen():
+def test_callers_in_jax_and_the_numbers_that_it_casts_are_seen():
     report = diagnostics.trace(lambda x: jnp.sum(x * 1e-9), SCALING)(jnp.float16(1))
     assert [constant.value for constant in report.constants] == [1e-9]
 
-
-def test_callers_in_jax_are_seen():
     def is_called_by_jax(x):
         return _jax.is_called_by_jax()
 
