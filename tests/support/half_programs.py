@@ -19,31 +19,17 @@ X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)).astype(np.float
 W = jnp.asarray(np.random.default_rng(1).standard_normal((5, 8, 8)).astype(np.float32) * 0.3)
 PARAMS = {"w": W, "b": jnp.linspace(-0.1, 0.1, 8)}
 
-PROGRAMS = {}
-
-
-def program(*args):
-    """Adds a function to the table, with the arguments it takes besides the parameters."""
-
-    def add(fun):
-        PROGRAMS[fun.__name__] = fun, (PARAMS, *args)
-        return fun
-
-    return add
-
 
 def biased(x, w, b):
     return x @ w + b[None]
 
 
-@program(X)
 def mlp(p, x):
     for i in range(3):
         x = jax.nn.gelu(biased(x, p["w"][i], p["b"]))
     return jnp.mean(x**2), {"x": x}
 
 
-@program(X)
 def activations(p, x):
     outs = {}
     for i, name in enumerate(("relu", "silu", "gelu", "softplus", "elu", "tanh", "sigmoid")):
@@ -51,7 +37,6 @@ def activations(p, x):
     return sum(jnp.mean(out) for out in outs.values()), outs
 
 
-@program(X)
 def attention(p, x):
     def normalized(x):
         mean = jnp.mean(x, -1, keepdims=True)
@@ -66,7 +51,6 @@ def attention(p, x):
     return jnp.mean(x**2), x
 
 
-@program(jnp.ones((2, 8, 8, 3)))
 def convolutions(p, x):
     kernel = jnp.reshape(p["w"][0, :3, :].repeat(3, 0), (3, 3, 1, 8))[:, :, :1].repeat(3, 2)
     dims = ("NHWC", "HWIO", "NHWC")
@@ -78,7 +62,6 @@ def convolutions(p, x):
     return jnp.mean(x[:, 0, 0] @ p["w"][1]), {"mean": mean, "var": var}
 
 
-@program(X, jnp.ones((6, 4, 8)))
 def lstm(p, h, xs):
     def cell(carry, x):
         h, c = carry
@@ -91,7 +74,6 @@ def lstm(p, h, xs):
     return jnp.mean(h**2), {"c": c, "hs": hs}
 
 
-@program(X)
 def remat_in_scan(p, x):
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
@@ -103,20 +85,17 @@ def remat_in_scan(p, x):
     return jnp.mean(x**2), x
 
 
-@program(X)
 def loops(p, x):
     x = jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["w"][i]), x)
     return jnp.mean(x), x
 
 
-@program(X)
 def branches(p, x):
     x = jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ p["w"][0], lambda x: x, x)
     x = jax.lax.switch(1, [lambda x: x, lambda x: x @ p["w"][1], lambda x: -x], x @ p["w"][2])
     return jnp.mean(x**2), x
 
 
-@program(X)
 def custom_jvp(p, x):
     def jvp(primals, tangents):
         (x, w), (dx, dw) = primals, tangents
@@ -128,7 +107,6 @@ def custom_jvp(p, x):
     return jnp.mean(x), x
 
 
-@program(X)
 def custom_vjp(p, x):
     def backward(residuals, g):
         x, w, _ = residuals
@@ -140,7 +118,6 @@ def custom_vjp(p, x):
     return jnp.mean(x), x
 
 
-@program(X)
 def second_derivatives(p, x):  # a physics-informed network
     def u(x):
         return jnp.sum(jnp.tanh(jnp.sin(x @ p["w"][0]) @ p["w"][1]))
@@ -149,7 +126,6 @@ def second_derivatives(p, x):  # a physics-informed network
     return jnp.mean((laplace - 1.0) ** 2), laplace
 
 
-@program(X, jax.random.key(0))
 def dropout_and_keys(p, x, key):
     x = biased(x, p["w"][0], p["b"])
     kept = jax.random.bernoulli(key, 0.5, x.shape)
@@ -157,7 +133,6 @@ def dropout_and_keys(p, x, key):
     return jnp.mean((x + jax.random.normal(key, x.shape)) @ p["w"][1]), jax.random.split(key)
 
 
-@program(jnp.array([1, 3, 0]))
 def embedding(p, tokens):
     x = p["w"][0][tokens]
     x = x @ p["w"][1]
@@ -165,7 +140,6 @@ def embedding(p, tokens):
     return -jnp.mean(taken), {"argmax": jnp.argmax(x, -1), "none": None}
 
 
-@program(X)
 def moves(p, x):
     x = x @ p["w"][0]
     x = jnp.concatenate([jnp.pad(x, ((0, 1), (0, 0))), jnp.flip(x, 0)])
@@ -176,7 +150,6 @@ def moves(p, x):
     return jnp.mean(x @ p["w"][1]), jnp.max(x, 0)
 
 
-@program(X)
 def broadcasts(p, x):
     x, y = x @ p["w"][0], x @ p["w"][1]
     x = x * y[:1] + x[:1] - y[:, :1] + jnp.maximum(x, y[:1]) + jnp.clip(x, y[:1], y[:1] + 0.5)
@@ -185,7 +158,6 @@ def broadcasts(p, x):
     return jnp.mean(pairs @ p["w"][2]), jax.vmap(lambda a: a * y[0])(x)
 
 
-@program(X)
 def orders(p, x):
     x = x @ p["w"][0]
     window = (jax.lax.max, (2, 1), (1, 1), "SAME")
@@ -196,14 +168,12 @@ def orders(p, x):
     return jnp.mean(x @ p["w"][1]), jnp.max(x, 0)
 
 
-@program(X)
 def linear_algebra(p, x):
     a = p["w"][0] @ p["w"][0].T + jnp.eye(8)
     solved = jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(a), x.T @ x)
     return jnp.mean(solved @ p["w"][1]), jnp.abs(jnp.fft.fft(a)), jnp.linalg.norm(a)
 
 
-@program(X)
 def effects(p, x):
     x = x @ p["w"][0]
     jax.debug.callback(lambda x: None, x)
@@ -212,7 +182,6 @@ def effects(p, x):
     return jnp.mean((x + y) @ p["w"][1]), y
 
 
-@program(X)
 def over_devices(p, x):
     def f(x, w):
         x = jax.nn.relu(x @ w[0]) @ w[1]
@@ -223,15 +192,24 @@ def over_devices(p, x):
     return jax.shard_map(f, mesh=mesh, **specs)(x, p["w"])
 
 
-@program(X)
 def numbers_and_text(p, x):
     return jnp.mean(x @ p["w"][0]), [3, "text", None, np.ones(2), jnp.arange(3), jnp.tanh]
 
 
-@program(X)
 def own_precision(p, x):  # parts that are written in half precision by hand, and stay as they are
     half = (x.astype(jnp.bfloat16) @ p["w"][0].astype(jnp.bfloat16)).astype(jnp.float32)
     return jnp.mean(half @ p["w"][1]), half.astype(jnp.float16)
+
+
+OF_X = [mlp, activations, attention, remat_in_scan, loops, branches, custom_jvp, custom_vjp]
+OF_X += [second_derivatives, moves, broadcasts, orders, linear_algebra, effects, over_devices]
+OF_X += [numbers_and_text, own_precision]
+PROGRAMS = {fun.__name__: (fun, (PARAMS, X)) for fun in OF_X} | {
+    "convolutions": (convolutions, (PARAMS, jnp.ones((2, 8, 8, 3)))),
+    "lstm": (lstm, (PARAMS, X, jnp.ones((6, 4, 8)))),
+    "dropout_and_keys": (dropout_and_keys, (PARAMS, X, jax.random.key(0))),
+    "embedding": (embedding, (PARAMS, jnp.array([1, 3, 0]))),
+}
 
 
 def dtypes(eqn):
