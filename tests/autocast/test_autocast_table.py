@@ -21,8 +21,7 @@ from jaxscale._autocast import table
 pytestmark = pytest.mark.standard_promotion
 
 
-# Every operation that follows its inputs, but for the sum of two gradients and comparisons for
-# sorting.
+# Every operation that follows its inputs; the sum of two gradients, and what compares for sorting.
 NOT_IN_LAX = {"add_any", "eq_to", "le_to", "lt_to"}
 OPERATIONS = {name: getattr(jax.lax, name) for name in sorted(table.ELEMENTWISE - NOT_IN_LAX)} | {
     "clamp": lambda x, y: jax.lax.clamp(-jnp.abs(y), x, jnp.abs(y)),
@@ -41,10 +40,7 @@ TAILS = {
 
 
 def units(x, dtype):
-    """Numbers of a half-precision type as integers: neighbours differ by one.
-
-    NaN is one number, and so are those that are not normal, which lose digits in any case.
-    """
+    """Numbers as integers: neighbours differ by one, and those that are not normal are the same."""
     x = np.asarray(x).astype(dtype)
     bits = np.where(np.isnan(x), np.asarray(np.nan, dtype), x).view(np.int16).astype(np.int32)
     smallest = int(np.asarray(jnp.finfo(dtype).tiny, dtype).view(np.int16))
@@ -172,6 +168,7 @@ ARGUMENTS = {
 }
 ARGUMENTS = {name: args for names, args in ARGUMENTS.items() for name in names.split()}
 LINALG, SIGNALS, STFT = jax.scipy.linalg, jax.scipy.signal, {"nperseg": 16}
+MOVED = jax.image.scale_and_translate
 # Those that take something else than arrays, or whose arguments others compute.
 CALLS = {
     "cho_solve": (lambda a, b: LINALG.cho_solve((LINALG.cho_factor(a)[0], False), b), POSITIVE, A),
@@ -187,10 +184,7 @@ CALLS = {
     "multi_dot": (lambda a, b: jnp.linalg.multi_dot([a, b, a]), A, B),
     "resize": (lambda x: jax.image.resize(x, (9, 7), "cubic"), A),
     "rsf2csf": (lambda a: LINALG.rsf2csf(*LINALG.schur(a)), A),
-    "scale_and_translate": (
-        lambda x: jax.image.scale_and_translate(x, (9, 7), (0, 1), V[:2] ** 2, V[2:], "linear"),
-        A,
-    ),
+    "scale_and_translate": (lambda x: MOVED(x, (9, 7), (0, 1), V[:2] ** 2, V[2:], "linear"), A),
     "stft": (lambda x: SIGNALS.stft(x, **STFT), SIGNAL),
     "tensorinv": (lambda a: jnp.linalg.tensorinv(a.reshape(2, 2, 4)), A),
     "welch": (lambda x: SIGNALS.welch(x, **STFT), SIGNAL),

@@ -95,7 +95,6 @@ READERS |= {"shard_map": _jax.mapped}
 
 
 def holding(name):
-    """The equation of a name in its program."""
     eqns = jax.make_jaxpr(HOLDING[name])(X).eqns
     (eqn,) = (e for e in eqns if e.primitive.name in NAMES.get(name, (name,)))
     return eqn
@@ -211,11 +210,9 @@ def forged(name, params, fun):
     primitive.def_abstract_eval(lambda *avals, **params: avals[:1])  # it makes what it is given
     lower = mlir.lower_fun(lambda *args: [fun(*args)], multiple_results=True)
     # A cached rule would get the parameters beside arguments of JAX's own, under the same names.
-    uncached = "cacheable" in inspect.signature(mlir.register_lowering).parameters
-    options = {"cacheable": False} if uncached else {}
-    mlir.register_lowering(
-        primitive, lambda context, *args, **params: lower(context, *args), **options
-    )
+    known = inspect.signature(mlir.register_lowering).parameters
+    options = {"cacheable": False} if "cacheable" in known else {}
+    mlir.register_lowering(primitive, lambda c, *args, **params: lower(c, *args), **options)
     return lambda *args: primitive.bind(*args, **params)[0]
 
 

@@ -63,7 +63,6 @@ def test_each_member_of_a_population_trains_as_if_it_were_alone(order):
 
 
 def ways_to_train(tx, loss_fn):
-    """Functions from carry and batches to carry."""
     train_step = trainer(tx, loss_fn)
 
     def loop(carry, batches):

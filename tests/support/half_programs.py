@@ -134,8 +134,7 @@ def dropout_and_keys(p, x, key):
 
 
 def embedding(p, tokens):
-    x = p["w"][0][tokens]
-    x = x @ p["w"][1]
+    x = p["w"][0][tokens] @ p["w"][1]
     taken = jnp.take_along_axis(jax.nn.log_softmax(x), tokens[:, None], -1)
     return -jnp.mean(taken), {"argmax": jnp.argmax(x, -1), "none": None}
 
@@ -212,15 +211,13 @@ PROGRAMS = {fun.__name__: (fun, (PARAMS, X)) for fun in OF_X} | {
 }
 
 
-def dtypes(eqn):
-    """The dtypes of the floating-point arrays of an equation."""
-    found = {getattr(atom.aval, "dtype", np.bool_) for atom in (*eqn.invars, *eqn.outvars)}
-    return {str(dtype) for dtype in found if jnp.issubdtype(dtype, jnp.inexact)}
-
-
 def primitives(fun, *args):
-    """The primitives of a function, each with the dtypes that it takes and returns."""
-    return [(e.primitive.name, dtypes(e)) for e in equations(jax.make_jaxpr(fun)(*args))]
+    """The primitives of a function, each with the dtypes of its floating-point arrays."""
+    found = []
+    for e in equations(jax.make_jaxpr(fun)(*args)):
+        dtypes = {getattr(atom.aval, "dtype", np.bool_) for atom in (*e.invars, *e.outvars)}
+        found.append((e.primitive.name, {str(d) for d in dtypes if jnp.issubdtype(d, jnp.inexact)}))
+    return found
 
 
 def products(fun, *args):
