@@ -15,7 +15,8 @@ from compilations import COMPILED
 from flax import nnx
 from half_programs import primitives, products
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from tables import avals, cases
 
 import jaxscale
@@ -25,7 +26,6 @@ from jaxscale.diagnostics._trace import places
 
 pytestmark = pytest.mark.standard_promotion
 
-P = PartitionSpec
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 64)))
 
 

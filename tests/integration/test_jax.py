@@ -244,7 +244,6 @@ def test_a_form_that_is_not_known_runs_as_it_is_written(name, form):
     assert f"JAX {jax.__version__} gives it other parameters" in message
     assert _jax.TESTED in message
     assert jaxscale.autocast(jaxscale.full_precision(fun))(X) == fun(X)  # without a warning
-
     # And the doctor's trace, of gradients that do not go through it.
     report = diagnostics.trace(lambda w: w * jax.lax.stop_gradient(fun(X)), SCALING)(jnp.float32(2))
     assert report.loss == 2 * fun(X)

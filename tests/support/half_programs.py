@@ -9,12 +9,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxprs import equations as equations
 
 from jaxscale._autocast import table
 
-P = PartitionSpec
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32))
 W = jnp.asarray(np.random.default_rng(1).standard_normal((5, 8, 8)).astype(np.float32) * 0.3)
 PARAMS = {"w": W, "b": jnp.linspace(-0.1, 0.1, 8)}
