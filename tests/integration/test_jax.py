@@ -82,7 +82,9 @@ HOLDING = {
     "remat2": jax.checkpoint(lambda x: x @ W),
     "custom_jvp_call": own_jvp,
     "custom_vjp_call": own_vjp,
-    "scan": lambda x: jax.lax.scan(lambda c, row: (c @ W + row, c), x[0], x, reverse=True),
+    "scan": lambda x: jax.lax.scan(
+        lambda c, y: ((c[1] @ W, y), c[0]), (x[0], x[0]), x, reverse=True
+    ),
     "while": lambda x: jax.lax.while_loop(lambda c: c[0, 0] > 9.0, lambda c: c @ W, x),
     "cond": lambda x: jax.lax.cond(x[0, 0] > 0.0, lambda x: x @ W, lambda x: x, x),
     "shard_map": on_one_device(lambda x: x @ W),
@@ -139,7 +141,7 @@ SCOPED = jax.named_scope("inner")(lambda x: -x)
 PRODUCT = functools.partial(jnp.dot, b=W, precision=HIGHEST)
 # What holds programs, or another function of `x`, and what its first equation shows.
 ASSUMED = {name: (name, is_called) for name in HOLDING if name not in READERS} | {
-    "scan": ("scan", lambda e: (len(read(e)[0].jaxpr.outvars), *read(e)[1:]) == (2, 1, 1, 3, True)),
+    "scan": ("scan", lambda e: (len(read(e)[0].jaxpr.outvars), *read(e)[1:]) == (3, 1, 2, 3, True)),
     "while": ("while", lambda e: (names(read(e)[2]), *read(e)[1::2]) == (["dot_general"], 0, 1)),
     "cond": ("cond", lambda e: [*map(names, read(e))] == [[], ["dot_general"]]),
     "order of branches": ("cond", lambda e: (swapped(e)[0] == X @ W).all()),
