@@ -107,8 +107,10 @@ def autocast(
       >>> jax.value_and_grad(jaxscale.autocast(loss_fn))(w, x)[0]  # float16 ends at 65504
       Array(320000., dtype=float32)
     """
-    if not callable(fun) or _is_dtype(fun):
-        got = repr(fun) if _is_dtype(fun) else type(fun).__name__
+    # `jnp.float16` can be called, but is not a function to compute with.
+    is_dtype = isinstance(fun, str | jnp.dtype) or (isinstance(fun, type) and hasattr(fun, "dtype"))
+    if not callable(fun) or is_dtype:
+        got = repr(fun) if is_dtype else type(fun).__name__
         raise TypeError(
             f"`autocast(fun)` must be a function, got {got}. Pass the function first, such as the "
             "loss or `model.apply`, and not what it returns. As a decorator with another dtype, "
@@ -162,8 +164,3 @@ def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
             return fun(*args, **kwargs)
 
     return full_precision_fun
-
-
-def _is_dtype(fun: Any) -> bool:
-    # `jnp.float16` can be called, but is not a function to compute with.
-    return isinstance(fun, str | jnp.dtype) or (isinstance(fun, type) and hasattr(fun, "dtype"))

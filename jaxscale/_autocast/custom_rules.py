@@ -5,7 +5,6 @@ runs like any other program: nothing here depends on how JAX keeps a rule. The n
 the frame, whose arrays would live as long as they do.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -24,7 +23,8 @@ from .frame import Frame
 from .higher_order import read_inputs, rewrite
 from .readers import has_products
 from .rules import as_written, chained, is_chained_call
-from .values import check_cotangent, flushes, has_dtype, is_boundary
+from .table import BOUNDARY
+from .values import check_cotangent, flushes, has_dtype
 
 
 def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
@@ -107,7 +107,7 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn):
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
-    size, at_boundary = len(declared.out_avals), is_boundary(eqn)
+    size, at_boundary = len(declared.out_avals), BOUNDARY in _jax.scope_names(eqn)
     if at_boundary:
         args = [frame.wide(atom) for atom in eqn.invars]
     fixed = [False] * size if at_boundary else []
@@ -140,13 +140,15 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         forward, _ = derived(perturbed)
         outputs, _ = autocast.run(forward, [each.value for each in given], kinds, in_loop)
         primals = tuple(map(_as_aval, outputs, program.out_avals))
-        return primals, _Residuals(outputs[size:], perturbed)
+        # The second says by its structure alone by which inputs something is differentiated.
+        return primals, (outputs[size:], [() if each else None for each in perturbed])
 
     def bwd(residuals: Any, cotangents: Any) -> Any:
         for cotangent in cotangents if at_boundary else ():
             check_cotangent(cotangent)
-        forward, tree = derived(residuals.perturbed)
-        values = list(map(_as_aval, residuals.values, forward.out_avals[size:]))
+        kept, perturbed = residuals[0], tuple(each is not None for each in residuals[1])
+        forward, tree = derived(perturbed)
+        values = list(map(_as_aval, kept, forward.out_avals[size:]))
         cotangents = tuple(map(_cotangent, cotangents, declared.out_avals))
 
         def pull(values: Any, cotangents: Any) -> Any:
@@ -155,23 +157,12 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         gradients = iter(autocast.call(pull, (values, cotangents), {}))
         return tuple(
             _as_aval(next(gradients), aval) if given else None
-            for given, aval in zip(residuals.perturbed, program.in_avals, strict=True)
+            for given, aval in zip(perturbed, program.in_avals, strict=True)
         )
 
     fun.defvjp(fwd, bwd, symbolic_zeros=True)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
     return fun(*args)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["perturbed"]
-)
-@dataclasses.dataclass(frozen=True)
-class _Residuals:
-    """What a forward pass keeps, and by which inputs something is differentiated."""
-
-    values: Any
-    perturbed: tuple[bool, ...]
 
 
 def _of_perturbed(
@@ -181,9 +172,9 @@ def _of_perturbed(
 
     def fun(*given: Any) -> Any:
         of = iter(given)
-        pairs = zip(values, perturbed, strict=True)
+        inputs = [next(of) if given else x for x, given in zip(values, perturbed, strict=True)]
         with context(eqn):
-            return tuple(bind(eqn, [next(of) if is_given else value for value, is_given in pairs]))
+            return tuple(bind(eqn, inputs))
 
     return fun, tuple(itertools.compress(values, perturbed))
 

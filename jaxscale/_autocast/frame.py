@@ -100,7 +100,6 @@ class Frame:
             self.write(var, half)
 
     def write(self, var: Any, value: Any) -> None:
-        """Stores the value of a variable."""
         self.values[var] = value
         if has_dtype(value, self.dtype) and is_float32(var):
             self.narrow.add(var)

@@ -1,10 +1,8 @@
 """A traced program, run again with its matrix products in half precision.
 
 `Autocast.run` goes through a jaxpr once, in one flat loop, and binds each equation in whatever
-trace is current, so that `grad`, `vmap` and `jit` outside see ordinary operations. A value that
-the program declares as float32 may be *narrow*: computed in half precision. A `Frame` holds the
-values of one jaxpr, each in the precision it was computed in, and casts them on demand. It casts
-each value once, in the equation that needs it first.
+trace is current, so that `grad`, `vmap` and `jit` outside see ordinary operations. A `Frame` holds
+the values of one jaxpr, each in the precision it was computed in, and casts each once, on demand.
 """
 
 import warnings
@@ -41,12 +39,6 @@ RULES: dict[str, Rule] = SIMPLE_RULES | {
 
 # The primitives that the call under way has warned of.
 _named: ContextVar[frozenset[str]] = ContextVar("named", default=frozenset())
-
-# Why a primitive with a rule runs as it is written.
-_OTHER_FORM = (
-    f"JAX {jax.__version__} gives it other parameters than the versions that jaxscale was tested "
-    f"with, {TESTED}"
-)
 
 
 class Autocast:
@@ -88,7 +80,9 @@ class Autocast:
                 try:
                     outputs = rule(frame, eqn)
                 except UnknownFormError:
-                    outputs = run_as_written(frame, eqn, _OTHER_FORM)
+                    reason = f"JAX {jax.__version__} gives it other parameters than the versions "
+                    reason += f"that jaxscale was tested with, {TESTED}"
+                    outputs = run_as_written(frame, eqn, reason)
             if outputs:  # otherwise they are left to be computed
                 for var, value in zip(eqn.outvars, outputs, strict=True):
                     frame.write(var, value)

@@ -34,14 +34,11 @@ def is_cast(eqn: JaxprEqn) -> bool:
     precision = _jax.product_precision(eqn)
     # An algorithm such as `F32_F32_F32` names the precision of each step.
     named = not isinstance(precision, tuple | jax.lax.Precision | None)
-    floating = filter(_is_floating, (*eqn.invars, *eqn.outvars))
+    atoms: list[Any] = [*eqn.invars, *eqn.outvars]
+    arrays = (atom for atom in atoms if type(atom.aval) is ShapedArray)
+    floating = (atom for atom in arrays if jnp.issubdtype(atom.aval.dtype, jnp.inexact))
     is_typed = is_float32(eqn.outvars[0]) and all(map(is_float32, floating)) and not named
     return is_typed and _is_of_matrices(eqn) and not _is_of_library(eqn)
-
-
-def _is_floating(atom: Any) -> bool:
-    aval = atom.aval
-    return type(aval) is ShapedArray and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _is_of_matrices(eqn: JaxprEqn) -> bool:

@@ -76,7 +76,7 @@ def compute_chain(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[A
     In the body of a loop XLA cannot take what the forward pass computed for what the backward pass
     computes again, and needs no barrier against it.
     """
-    links, arrays = _collected(last)
+    links, arrays = collected(last)
     leaves, tree = jax.tree.flatten(list(arrays.values()))
     is_linear = all(map(_is_linear, links))
 
@@ -108,11 +108,6 @@ def compute_chain(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[A
     return value, len(links)
 
 
-def inputs_of(last: Link) -> set[Any]:
-    """Returns keys of the arrays that a chain starts from."""
-    return set(_collected(last)[1])
-
-
 def named(last: Link, name: Callable[[Any], Any]) -> Link:
     """Returns a chain whose half-precision arrays, which the backward pass keeps, have a name."""
     arrays, links_and_keys = _flatten(last)
@@ -123,7 +118,7 @@ def named(last: Link, name: Callable[[Any], Any]) -> Link:
     return _unflatten(links_and_keys, arrays)
 
 
-def _collected(last: Link) -> tuple[list[Link], dict[Any, Any]]:
+def collected(last: Link) -> tuple[list[Link], dict[Any, Any]]:
     """Returns the links of a chain in the order of the program, and the arrays they start from."""
     found, arrays, waiting = {last}, {}, [last]
     while waiting:
@@ -138,7 +133,7 @@ def _collected(last: Link) -> tuple[list[Link], dict[Any, Any]]:
 
 
 def _flatten(last: Link) -> tuple[list[Any], Any]:
-    links, arrays = _collected(last)
+    links, arrays = collected(last)
     return list(arrays.values()), (links, list(arrays))
 
 

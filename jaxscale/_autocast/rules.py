@@ -13,7 +13,7 @@ from .._jax import JaxprEqn, bind, cast, dot_dimensions, programs, with_preferre
 from . import table
 from .frame import Frame
 from .readers import equations, is_cast
-from .recompute import LONGEST, inputs_of, joined, named
+from .recompute import LONGEST, collected, joined, named
 from .values import FLOAT32, Constant, Parameter, Product, elements, is_float32
 
 Rule = Callable[[Frame, JaxprEqn], Sequence[Any]]
@@ -57,16 +57,12 @@ def _is_chained(frame: Frame, eqn: JaxprEqn) -> bool:
     is_linked = any(map(frame.link, eqn.invars))
     if eqn.primitive.name != "add":
         return is_linked or any(map(frame.is_narrow, eqn.invars))
-    return (
-        is_linked
-        and not _is_residual(frame, eqn)
-        and all(
-            frame.link(atom)
-            or frame.is_narrow(atom)
-            or isinstance(frame.kind(atom), Constant | Parameter)
-            for atom in eqn.invars
-        )
-    )
+
+    def fits(atom: Any) -> bool:
+        is_known = isinstance(frame.kind(atom), Constant | Parameter)
+        return is_known or frame.is_narrow(atom) or frame.link(atom) is not None
+
+    return is_linked and not _is_residual(frame, eqn) and all(map(fits, eqn.invars))
 
 
 def _is_residual(frame: Frame, eqn: JaxprEqn) -> bool:
@@ -75,7 +71,7 @@ def _is_residual(frame: Frame, eqn: JaxprEqn) -> bool:
     What it adds to is read by others, too, and comes from other products.
     """
     links = [(atom, frame.link(atom)) for atom in eqn.invars]
-    one, other = (inputs_of(link) if link else {id(frame.read(atom))} for atom, link in links)
+    one, other = ({*collected(link)[1]} if link else {id(frame.read(atom))} for atom, link in links)
     return one != other and any(link and frame.readers[atom] > 1 for atom, link in links)
 
 
@@ -94,13 +90,10 @@ def product(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
 
 def follow(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates an equation in half precision if all its floating-point arrays are in it."""
-    narrow = False
-    for atom in eqn.invars:
-        if frame.is_narrow(atom):
-            narrow = True
-        elif is_float32(atom) and not isinstance(frame.kind(atom), Constant):
-            return in_float32(frame, eqn)
-    if not narrow or any(programs(eqn)):  # a program in it is typed in float32
+    others = [atom for atom in eqn.invars if is_float32(atom) and not frame.is_narrow(atom)]
+    if not all(isinstance(frame.kind(atom), Constant) for atom in others):
+        return in_float32(frame, eqn)
+    if not any(map(frame.is_narrow, eqn.invars)) or any(programs(eqn)):  # typed in float32
         return as_written(frame, eqn)
     if eqn.primitive.name not in table.SUMMED_BACKWARD:
         return bind(eqn, [frame.half(atom) for atom in eqn.invars])
@@ -111,12 +104,10 @@ def follow(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
 def elementwise(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates an elementwise equation that follows its inputs."""
     var: Any = eqn.outvars[0]
-    invars: list[Any] = eqn.invars
-    if is_float32(var) and any(
-        frame.is_narrow(atom) and atom.aval.shape != var.aval.shape for atom in invars
-    ):  # it broadcasts by itself, so that the derivative is a sum
-        return chained(frame, eqn)
-    return follow(frame, eqn)
+    narrow: list[Any] = [*filter(frame.is_narrow, eqn.invars)]
+    # Where it broadcasts by itself, the derivative is a sum.
+    broadcasts = is_float32(var) and any(atom.aval.shape != var.aval.shape for atom in narrow)
+    return (chained if broadcasts else follow)(frame, eqn)
 
 
 def move(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
@@ -187,11 +178,6 @@ def convert(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     return as_written(frame, eqn)
 
 
-def each(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
-    """Evaluates an equation whose outputs are its inputs, one by one."""
-    return bind(eqn, [frame.read(atom) for atom in eqn.invars])
-
-
 SIMPLE_RULES: dict[str, Rule] = (
     dict.fromkeys(table.FLOAT32, in_float32)
     | dict.fromkeys(table.PRODUCTS, product)
@@ -203,6 +189,7 @@ SIMPLE_RULES: dict[str, Rule] = (
         "mul": multiply,
         "sub": subtract,
         "convert_element_type": convert,
-        "optimization_barrier": each,
+        # Its outputs are its inputs, one by one.
+        "optimization_barrier": lambda frame, eqn: bind(eqn, [*map(frame.read, eqn.invars)]),
     }
 )

@@ -16,12 +16,8 @@ functions. A primitive is smaller, so the tables differ in four places:
 
 `tanh` and `logistic` are in neither list, as they are bounded by 1. But their tails are not: in
 float16 XLA's `logistic` is 0 below -11, and the derivatives of both are 0 where they are rounded to
-1. They are in `FLOAT32`. A primitive in no table runs as it is written: that is in float32, if its
-inputs were declared so.
-
-A product gains from half precision if it is one of matrices. Dots of vectors and outer products
-are sums and products of elements, and run in float32 as those do: see `is_cast`. So do products
-in the algorithms of `LIBRARIES`, whose coefficients and cancellations are written for float32.
+1. They are in `FLOAT32`. Products of `PRODUCTS` that are not of matrices run in float32 as sums and
+products of elements do: see `is_cast`. A primitive in no table runs as it is written.
 """
 
 # The named scope of what runs as it is written. It stays through `grad` and `vmap`.
@@ -33,9 +29,8 @@ BOUNDARY = "jaxscale_scale_backward"
 # Half precision: matrix products and convolutions.
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 
-# Modules of JAX whose products run in float32, by their files, except in the functions that are
-# themselves products or convolutions. They are looked for among the frames of an equation, from the
-# innermost.
+# Modules of JAX, by their files, whose algorithms are written for float32, but for the functions
+# that are products or convolutions by name. They are looked for from the innermost frame.
 LIBRARIES = {
     *("numpy/linalg.py", "scipy/linalg.py", "lax/linalg.py", "tpu/linalg/qdwh.py"),
     *("scipy/signal.py", "image/scale.py"),
@@ -68,8 +63,7 @@ FLOAT32 = FLOAT32_ELEMENTWISE | {
     *("symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve"),
 }
 
-# These follow their inputs: half precision if all floating-point arrays among those are, otherwise
-# float32.
+# These follow their inputs: half precision if all their floating-point arrays are, else float32.
 ELEMENTWISE = {
     *("abs", "add", "add_any", "ceil", "clamp", "floor", "max", "min", "mul", "neg"),
     *("round", "select_n", "sign", "sub"),

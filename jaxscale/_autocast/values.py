@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 
 from .._jax import JaxprEqn, Literal, cast, scope_names
-from .table import BOUNDARY, FULL_PRECISION
+from .table import FULL_PRECISION
 
 FLOAT32 = np.dtype("float32")
 
@@ -50,11 +50,6 @@ def is_float32(atom: Any) -> bool:
 def is_full_precision(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is part of what `full_precision` has marked."""
     return FULL_PRECISION in scope_names(eqn)
-
-
-def is_boundary(eqn: JaxprEqn) -> bool:
-    """Returns whether a function with a derivative rule is one that `scale_backward` made."""
-    return BOUNDARY in scope_names(eqn)
 
 
 def flushes(dtype: Any) -> bool:

@@ -47,12 +47,12 @@ def _reader(read: Callable[[JaxprEqn], _Read]) -> Callable[[JaxprEqn], _Read]:
     return read_or_raise
 
 
-# --- Programs. Since JAX 0.12 a `Jaxpr` holds its constants, and `ClosedJaxpr` is another name of
-# it (https://github.com/jax-ml/jax/pull/39009). Before, equations held now one, now the other.
-
-
 def closed(program: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a program with its constants, of which an open one has none."""
+    """Returns a program with its constants, of which an open one has none.
+
+    Since JAX 0.12 a `Jaxpr` holds its constants, and `ClosedJaxpr` is another name of it
+    (https://github.com/jax-ml/jax/pull/39009). Before, equations held now one, now the other.
+    """
     return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
 
 
@@ -128,7 +128,6 @@ def _is_program(value: Any) -> bool:
 
 
 def _check_programs(eqn: JaxprEqn, *known: Any) -> None:
-    """Raises a `ValueError` if an equation holds programs that its reader does not know."""
     if any(all(each is not one for one in known) for each in programs(eqn)):
         raise ValueError("it holds another program")
 
@@ -142,8 +141,7 @@ def _fitting(program: Any, inputs: Sequence[Any], outputs: Sequence[Any] | None)
     return closed(program)
 
 
-# --- Calls. The name of the equation, and the parameter with the program.
-
+# Calls: the name of the equation, and the parameter with the program.
 CALLS = {
     "jit": "jaxpr",  # since JAX 0.7
     "pjit": "jaxpr",  # before
@@ -244,9 +242,6 @@ batching.defvectorized(_REFUSING)
 mlir.register_lowering(_REFUSING, mlir.lower_fun(lambda array, **_: array, multiple_results=False))
 
 
-# --- Loops and branches.
-
-
 class Scan(NamedTuple):
     """A `scan`: the numbers of its constants and carries, which come first, and its body."""
 
@@ -259,7 +254,6 @@ class Scan(NamedTuple):
 
 @_reader
 def scan(eqn: JaxprEqn) -> Scan:
-    """Returns what a `scan` does."""
     params = eqn.params
     if "ft_in" in params:  # since JAX 0.11: https://github.com/jax-ml/jax/pull/39005
         consts, carries, _ = map(len, params["ft_in"].unpack())
@@ -284,7 +278,6 @@ class While(NamedTuple):
 
 @_reader
 def while_loop(eqn: JaxprEqn) -> While:
-    """Returns what a `while` does."""
     params = eqn.params
     test, body, number = params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"]
     _check_programs(eqn, test, body)
@@ -301,13 +294,11 @@ def branches(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     return [_fitting(branch, eqn.invars[1:], eqn.outvars) for branch in found]
 
 
-# --- Programs for each device. These are made anew, so that a parameter more would be lost.
-
-
 class Mapped(NamedTuple):
     """A `shard_map` or a `pmap`: its program, and what maps another function alike.
 
-    `map` takes other specs than its own for what they are called in `jax.shard_map`.
+    `map` makes a new one, so that a parameter more would be lost. It takes other specs than its
+    own by their names in `jax.shard_map`.
     """
 
     program: ClosedJaxpr

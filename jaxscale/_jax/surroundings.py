@@ -26,11 +26,8 @@ def is_ref(atom: Any) -> bool:
     return hasattr(atom.aval, "inner_aval")
 
 
-# --- Mesh axes along which an array varies, inside `shard_map`.
-
-
 def varying(aval: Any) -> frozenset[Any]:
-    """Returns the mesh axes along which arrays of a type may differ.
+    """Returns the mesh axes along which arrays of a type may differ, inside `shard_map`.
 
     The set is empty where JAX does not know: in `pmap`, and with `check_vma=False`.
     """
@@ -47,12 +44,9 @@ def vary(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
     return lax.pcast(array, more, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, more)
 
 
-# --- Named axes. A program has the effect `NamedAxisEffect` for each axis that it communicates on.
-
-
 def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
     """Returns the named axes along which the devices that run a program exchange numbers."""
-    found: Any = jaxpr.effects
+    found: Any = jaxpr.effects  # one for each such axis
     effects = [each for each in found if type(each).__name__ == "NamedAxisEffect"]
     # Sorted, as all hosts must trace one program, and the order of a set is up to the process.
     return sorted((effect.name for effect in effects), key=repr)
@@ -61,9 +55,6 @@ def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
 def is_told_apart(axis: Any) -> bool:
     """Returns whether types say what differs along a named axis, as in a checked `shard_map`."""
     return bool(varying(jax.make_jaxpr(lambda: jax.lax.axis_index(axis))().out_avals[0]))
-
-
-# --- Where an equation comes from.
 
 
 def context(eqn: JaxprEqn) -> Any:
@@ -128,8 +119,6 @@ def frames_of_jax(eqn: JaxprEqn) -> Iterator[tuple[str, str]]:
             yield file.removeprefix(_SOURCES).replace(os.sep, "/"), name
 
 
-# --- Python frames of JAX that are running.
-
 _INNERMOST = 3  # frames of JAX in which a number is looked for
 
 
@@ -143,15 +132,13 @@ def numbers_being_converted() -> tuple[list[float], FrameType | None]:
 
     NumPy calls whoever asks. The numbers are local variables of frames, which JAX may yet hide.
     """
-    frame: FrameType | None = sys._getframe(2)
-    if not frame.f_code.co_filename.startswith(_FOLDER):
+    innermost = sys._getframe(2)
+    if not innermost.f_code.co_filename.startswith(_FOLDER):
         return [], None
-    innermost, numbers = frame, []
-    for _ in range(_INNERMOST):
-        if frame is None:
-            break
+    numbers, frame, left = [], innermost, _INNERMOST
+    while frame and left:
         numbers += [float(v) for v in frame.f_locals.values() if _is_number(v)]
-        frame = frame.f_back
+        frame, left = frame.f_back, left - 1
     return numbers, innermost
 
 

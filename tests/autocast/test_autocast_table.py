@@ -20,14 +20,9 @@ from jaxscale._autocast import table
 
 pytestmark = pytest.mark.standard_promotion
 
-
-# Every operation that follows its inputs. `add_any` is the sum of two gradients, and the others
-# compare for sorting: `jax.lax` has none of these.
-OPERATIONS = {name: getattr(jax.lax, name, None) for name in sorted(table.ELEMENTWISE)}
-assert {name for name, fun in OPERATIONS.items() if fun is None} == {
-    *("add_any", "eq_to", "le_to", "lt_to")
-}
-OPERATIONS = {name: fun for name, fun in OPERATIONS.items() if fun is not None} | {
+# Every operation that follows its inputs; the sum of two gradients, and what compares for sorting.
+NOT_IN_LAX = {"add_any", "eq_to", "le_to", "lt_to"}
+OPERATIONS = {name: getattr(jax.lax, name) for name in sorted(table.ELEMENTWISE - NOT_IN_LAX)} | {
     "clamp": lambda x, y: jax.lax.clamp(-jnp.abs(y), x, jnp.abs(y)),
     "select_n": lambda x, y: jax.lax.select_n(x < y, x, y),
 }
@@ -44,10 +39,7 @@ TAILS = {
 
 
 def units(x, dtype):
-    """Numbers of a half-precision type as integers: neighbours differ by one.
-
-    NaN is one number, and so are those that are not normal, which lose digits in any case.
-    """
+    """Numbers as integers: neighbours differ by one, and those that are not normal are the same."""
     x = np.asarray(x).astype(dtype)
     bits = np.where(np.isnan(x), np.asarray(np.nan, dtype), x).view(np.int16).astype(np.int32)
     smallest = int(np.asarray(jnp.finfo(dtype).tiny, dtype).view(np.int16))
@@ -86,6 +78,7 @@ def test_operations_are_as_in_float32_over_the_whole_range(name, dtype):
 
 
 ROWS, COLUMN = jnp.full((4, 300), 20.0), jnp.full((300, 1), 20.0)
+QUERY, KEYS = jnp.ones((2, 1, 2, 4)), jnp.ones((2, 3, 2, 4))
 POSITIONS, FREQUENCIES = jnp.arange(4096.0), 1.5 ** -jnp.arange(4.0)
 # Products that sum over nothing or leave nothing: their values leave float16, or its digits.
 OF_ELEMENTS = {
@@ -100,10 +93,7 @@ OF_ELEMENTS = {
 OF_MATRICES = {
     "matrix @ vector": (lambda x, y: x @ y, ROWS, ROWS[0]),
     "vector @ matrix": (lambda x, y: x @ y, ROWS[0], ROWS.T),
-    "one query": (
-        lambda q, k: jnp.einsum("bthd,bshd->bhts", q, k),
-        *(jnp.ones((2, 1, 2, 4)), jnp.ones((2, 3, 2, 4))),
-    ),
+    "one query": (lambda q, k: jnp.einsum("bthd,bshd->bhts", q, k), QUERY, KEYS),
     "mapped": (jax.vmap(jnp.dot, (0, None)), ROWS, ROWS[0]),
     "1x1": (lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), *(jnp.ones((1, 1, 1, 1)),) * 2),
 }
@@ -133,14 +123,16 @@ def test_products_of_a_matrix_are_in_half_precision(name):
     assert products(jaxscale.autocast(fun), *args) == [{"float16"}]
 
 
-# --- Functions of libraries, with the arguments that they take.
-
+# Functions of libraries, with the arguments that they take.
 MODULES = (jnp.linalg, jax.scipy.linalg, jax.scipy.signal, jax.image, jax.nn, optax.losses)
+# The first returns a configuration. Products of 8-bit or 4-bit numbers need a GPU.
+NOT_CALLED = {"get_scaled_dot_general_config", "scaled_dot_general", "scaled_matmul"}
 FUNCTIONS = {
     f"{module.__name__}.{name}": fun
     for module in MODULES
     for name, fun in vars(module).items()
     if callable(fun) and not name.startswith("_") and not inspect.isclass(fun)
+    if name not in NOT_CALLED
 }
 NUMBERS = np.random.default_rng(0).standard_normal(4096).astype(np.float16).astype(np.float32)
 
@@ -153,50 +145,38 @@ A, B, V, SIGNAL = normal(4, 4), normal(8, 4)[4:], normal(4), normal(64)
 POSITIVE = (A @ A.T + jnp.eye(4)).astype(jnp.float16).astype(jnp.float32)
 LABELS, CHANCES = jnp.array([0, 2, 1, 0]), jax.nn.softmax(B)
 HOT, BITS = jax.nn.one_hot(LABELS, 4), jnp.array([0.0, 1.0, 0.0, 1.0])
-CTC = (
-    normal(2, 6, 4),
-    jnp.zeros((2, 6)),
-    jnp.array([[1, 2], [3, 0]]),
-    jnp.array([[0.0, 0], [0, 1]]),
-)
+WORDS, ENDS = jnp.array([[1, 2], [3, 0]]), jnp.array([[0.0, 0], [0, 1]])
 # Tried in this order, where `ARGUMENTS` says nothing else.
 USUAL = [(A,), (A, B), (A, V), (V,), (V, V), (4,), (A, 2), (LABELS, 4)]
-ARGUMENTS = (
-    dict.fromkeys(("cholesky", "cho_factor"), (POSITIVE,))
-    | dict.fromkeys(("convolve", "correlate", "fftconvolve"), (SIGNAL, V))
-    | dict.fromkeys(("kl_divergence", "generalized_kl_divergence"), (A, CHANCES))
-    | dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), (A[None], HOT[None]))
-    | dict.fromkeys(("sparsemax_loss", "hinge_loss", "perceptron_loss"), (V, BITS))
-    | dict.fromkeys(("sigmoid_binary_cross_entropy", "sigmoid_focal_loss"), (V, BITS))
-    | dict.fromkeys(("softmax_cross_entropy", "safe_softmax_cross_entropy"), (A, HOT))
-    | dict.fromkeys(("poly_loss_cross_entropy", "ranking_softmax_loss"), (A, HOT))
-    | dict.fromkeys(("multiclass_hinge_loss", "multiclass_perceptron_loss", "ntxent"), (A, LABELS))
-    | dict.fromkeys(("multiclass_sparsemax_loss",), (A, LABELS))
-    | dict.fromkeys(("softmax_cross_entropy_with_integer_labels",), (A, LABELS))
-    | dict.fromkeys(("ctc_loss", "ctc_loss_with_forward_probs"), CTC)
-    | {
-        "binary_dice_loss": (A, HOT),
-        "convolution_matrix": (V, 5),
-        "cross": (normal(4, 3), normal(8, 3)[4:]),
-        "convex_kl_divergence": (A, CHANCES),
-        "dot_product_attention": (normal(1, 4, 2, 4),) * 3,
-        "leslie": (V, V[:3]),
-        "log1mexp": (POSITIVE,),
-        "solve_sylvester": (POSITIVE, POSITIVE, A),
-        "triplet_margin_loss": (A, B, CHANCES),
-    }
-)
-LINALG, STFT = jax.scipy.linalg, {"nperseg": 16}
+ARGUMENTS = {
+    "cholesky cho_factor log1mexp": (POSITIVE,),
+    "convolve correlate fftconvolve": (SIGNAL, V),
+    "kl_divergence generalized_kl_divergence convex_kl_divergence": (A, CHANCES),
+    "dice_loss multiclass_generalized_dice_loss": (A[None], HOT[None]),
+    "sparsemax_loss hinge_loss perceptron_loss": (V, BITS),
+    "sigmoid_binary_cross_entropy sigmoid_focal_loss": (V, BITS),
+    "softmax_cross_entropy safe_softmax_cross_entropy binary_dice_loss": (A, HOT),
+    "poly_loss_cross_entropy ranking_softmax_loss": (A, HOT),
+    "multiclass_hinge_loss multiclass_perceptron_loss ntxent": (A, LABELS),
+    "multiclass_sparsemax_loss softmax_cross_entropy_with_integer_labels": (A, LABELS),
+    "ctc_loss ctc_loss_with_forward_probs": (normal(2, 6, 4), jnp.zeros((2, 6)), WORDS, ENDS),
+    "convolution_matrix": (V, 5),
+    "cross": (normal(4, 3), normal(8, 3)[4:]),
+    "dot_product_attention": (normal(1, 4, 2, 4),) * 3,
+    "leslie": (V, V[:3]),
+    "solve_sylvester": (POSITIVE, POSITIVE, A),
+    "triplet_margin_loss": (A, B, CHANCES),
+}
+ARGUMENTS = {name: args for names, args in ARGUMENTS.items() for name in names.split()}
+LINALG, SIGNALS, STFT = jax.scipy.linalg, jax.scipy.signal, {"nperseg": 16}
+MOVED = jax.image.scale_and_translate
 # Those that take something else than arrays, or whose arguments others compute.
 CALLS = {
     "cho_solve": (lambda a, b: LINALG.cho_solve((LINALG.cho_factor(a)[0], False), b), POSITIVE, A),
-    "csd": (lambda x, y: jax.scipy.signal.csd(x, y, **STFT), SIGNAL, SIGNAL[::-1]),
+    "csd": (lambda x, y: SIGNALS.csd(x, y, **STFT), SIGNAL, SIGNAL[::-1]),
     "eigh_tridiagonal": (lambda d: LINALG.eigh_tridiagonal(d, d[1:], eigvals_only=True), V),
     "funm": (lambda a: LINALG.funm(a, jnp.sin), A),
-    "istft": (
-        lambda x: jax.scipy.signal.istft(jax.scipy.signal.stft(x, **STFT)[2], **STFT),
-        SIGNAL,
-    ),
+    "istft": (lambda x: SIGNALS.istft(SIGNALS.stft(x, **STFT)[2], **STFT), SIGNAL),
     "lu_solve": (lambda a, b: LINALG.lu_solve(LINALG.lu_factor(a), b), POSITIVE, A),
     "make_fenchel_young_loss": (
         lambda x, y: optax.losses.make_fenchel_young_loss(jax.nn.logsumexp)(x, y),
@@ -205,30 +185,14 @@ CALLS = {
     "multi_dot": (lambda a, b: jnp.linalg.multi_dot([a, b, a]), A, B),
     "resize": (lambda x: jax.image.resize(x, (9, 7), "cubic"), A),
     "rsf2csf": (lambda a: LINALG.rsf2csf(*LINALG.schur(a)), A),
-    "scale_and_translate": (
-        lambda x: jax.image.scale_and_translate(x, (9, 7), (0, 1), V[:2] ** 2, V[2:], "linear"),
-        A,
-    ),
-    "stft": (lambda x: jax.scipy.signal.stft(x, **STFT), SIGNAL),
+    "scale_and_translate": (lambda x: MOVED(x, (9, 7), (0, 1), V[:2] ** 2, V[2:], "linear"), A),
+    "stft": (lambda x: SIGNALS.stft(x, **STFT), SIGNAL),
     "tensorinv": (lambda a: jnp.linalg.tensorinv(a.reshape(2, 2, 4)), A),
-    "welch": (lambda x: jax.scipy.signal.welch(x, **STFT), SIGNAL),
-}
-NOT_CALLED = {
-    "get_scaled_dot_general_config": "returns a configuration",
-    "scaled_dot_general": "a product of 8-bit or 4-bit numbers, which needs a GPU",
-    "scaled_matmul": "a product of 8-bit or 4-bit numbers, which needs a GPU",
+    "welch": (lambda x: SIGNALS.welch(x, **STFT), SIGNAL),
 }
 # Those that are products or convolutions, or are made of these and nothing narrower.
-IN_HALF = {
-    *("matmul", "multi_dot", "convolve", "convolve2d", "correlate", "correlate2d"),
-    *("dot_product_attention", "ctc_loss", "ctc_loss_with_forward_probs"),
-}
-
-
-def of_arrays(fun, args):
-    """A function as one of the arrays among its arguments, which come first, and these."""
-    arrays = [arg for arg in args if isinstance(arg, jax.Array)]
-    return lambda *given: fun(*given, *args[len(given) :]), *arrays
+IN_HALF = {"matmul", "multi_dot", "convolve", "convolve2d", "correlate", "correlate2d"}
+IN_HALF |= {"dot_product_attention", "ctc_loss", "ctc_loss_with_forward_probs"}
 
 
 def callable_with(name):
@@ -239,7 +203,8 @@ def callable_with(name):
     for args in [ARGUMENTS[name]] if name in ARGUMENTS else USUAL:
         with contextlib.suppress(Exception):  # whatever it says of arguments that are not for it
             fun(*args)
-            return of_arrays(fun, args)
+            arrays = [arg for arg in args if isinstance(arg, jax.Array)]  # which come first
+            return lambda *given, args=args: fun(*given, *args[len(given) :]), *arrays
     pytest.fail("no arguments are known for it: it needs a row in `ARGUMENTS` or `CALLS`")
 
 
@@ -252,10 +217,10 @@ def floating(tree):
 
 
 def weighted_sum(fun):
-    def weighted(x):
-        return jnp.sum(jnp.abs(x) * jnp.cos(jnp.arange(x.size)).reshape(x.shape))
-
-    return lambda *args: sum(map(weighted, floating(fun(*args))))
+    return lambda *args: sum(
+        jnp.sum(jnp.abs(x) * jnp.cos(jnp.arange(x.size)).reshape(x.shape))
+        for x in floating(fun(*args))
+    )
 
 
 def assert_close(actual, expected, tolerance):
@@ -265,11 +230,7 @@ def assert_close(actual, expected, tolerance):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@cases(
-    "name",
-    [name for name in FUNCTIONS if name.rpartition(".")[2] not in NOT_CALLED],
-    fast=["jax.numpy.linalg.matmul", "jax.numpy.linalg.pinv"],
-)
+@cases("name", FUNCTIONS, fast=["jax.numpy.linalg.matmul", "jax.numpy.linalg.pinv"])
 def test_functions_of_libraries_are_as_in_float32(name):
     fun, *args = callable_with(name)
     is_half = name.rpartition(".")[2] in IN_HALF

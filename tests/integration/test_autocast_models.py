@@ -1,6 +1,7 @@
 """`autocast` with models of other libraries, over devices, and what it costs."""
 
 import collections
+import contextlib
 import functools
 
 import equinox as eqx
@@ -12,79 +13,62 @@ import optax
 import pytest
 from compilations import COMPILED
 from flax import nnx
-from half_programs import dtypes, equations
+from half_programs import primitives, products
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from tables import avals, cases
 
 import jaxscale
+from jaxscale import _jax
 from jaxscale._autocast import table
 from jaxscale.diagnostics._trace import places
 
 pytestmark = pytest.mark.standard_promotion
 
-P = PartitionSpec
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 64)))
 
 
 class Block(nn.Module):
     dtype: object
-    width: int = 32
 
     @nn.compact
     def __call__(self, x, mask):
         h = nn.LayerNorm(dtype=self.dtype)(x)
         x = x + nn.MultiHeadDotProductAttention(2, dtype=self.dtype)(h, h, mask=mask)
-        h = nn.LayerNorm(dtype=self.dtype)(x)
-        h = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(h))
-        return x + nn.Dense(self.width, dtype=self.dtype)(h), None
+        h = nn.Dense(128, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+        return x + nn.Dense(32, dtype=self.dtype)(nn.gelu(h)), None
 
 
 class Transformer(nn.Module):
-    """A language model whose layers are unrolled or scanned, with or without remat."""
-
+    kind: str  # whether its layers are unrolled or scanned, with or without remat
     dtype: object = jnp.float32
-    layers: int = 2
-    scanned: bool = False
-    remat: bool = False
 
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(32, 32, dtype=self.dtype)(tokens)
-        mask = nn.make_causal_mask(tokens)
-        block = nn.remat(Block, prevent_cse=not self.scanned) if self.remat else Block
-        if self.scanned:
+        mask, is_scanned = nn.make_causal_mask(tokens), "scanned" in self.kind
+        block = nn.remat(Block, prevent_cse=not is_scanned) if "remat" in self.kind else Block
+        if is_scanned:
             axes = {"variable_axes": {"params": 0}, "in_axes": nn.broadcast}
-            layers = nn.scan(block, split_rngs={"params": True}, length=self.layers, **axes)
-            x, _ = layers(self.dtype)(x, mask)
-        else:
-            for _ in range(self.layers):
-                x, _ = block(self.dtype)(x, mask)
+            block = nn.scan(block, split_rngs={"params": True}, length=2, **axes)
+        for _ in range(1 if is_scanned else 2):
+            x, _ = block(self.dtype)(x, mask)
         return nn.Dense(32, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
 
 
-def loss_of(model):
+@functools.cache
+def transformer(kind, dtype=jnp.float32):
     def loss_fn(params, tokens):
         logits = model.apply(params, tokens).astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
         return jnp.mean(losses)
 
-    return loss_fn
+    model = Transformer(kind, dtype)
+    return loss_fn, jax.jit(model.init)(jax.random.key(0), TOKENS)
 
 
-@functools.cache
-def transformer(**kwargs):
-    model = Transformer(**kwargs)
-    return loss_of(model), jax.jit(model.init)(jax.random.key(0), TOKENS)
-
-
-KINDS = {
-    "unrolled": {},
-    "scanned": {"scanned": True},
-    "remat": {"remat": True},
-    "scanned remat": {"scanned": True, "remat": True},
-}
-kinds = cases("kind", KINDS, fast=["scanned remat"])
+kinds = cases("kind", ["unrolled", "scanned", "remat", "scanned remat"], fast=["scanned remat"])
 
 
 def residual_bytes(loss_fn, params, x=TOKENS):
@@ -95,8 +79,8 @@ def residual_bytes(loss_fn, params, x=TOKENS):
 
 @kinds
 def test_a_transformer_keeps_no_more_than_one_written_in_float16(kind):
-    plain, params = transformer(**KINDS[kind])
-    by_hand, _ = transformer(dtype=jnp.float16, **KINDS[kind])
+    plain, params = transformer(kind)
+    by_hand, _ = transformer(kind, jnp.float16)
     expected = residual_bytes(by_hand, params)
     ours = residual_bytes(jaxscale.autocast(plain), params)
     assert ours <= 1.1 * expected
@@ -106,9 +90,7 @@ def test_a_transformer_keeps_no_more_than_one_written_in_float16(kind):
 
 
 class Layers(nn.Module):
-    """Layers with biases, and one kind of operation after each."""
-
-    kind: str
+    kind: str  # which operation is after each
     dtype: object = jnp.float32
 
     @nn.compact
@@ -118,91 +100,64 @@ class Layers(nn.Module):
         return nn.Dense(8, dtype=self.dtype)(x)
 
 
-def gated(x):
-    one, other = jnp.split(x, 2, -1)
-    return one * nn.silu(other)
-
-
-def normalized(x):
-    return nn.gelu(nn.LayerNorm(use_scale=False, use_bias=False, dtype=x.dtype)(x))
-
-
+NORM = functools.partial(nn.LayerNorm, use_scale=False, use_bias=False)
 AFTER = {
     **{name: getattr(nn, name) for name in ("relu", "gelu", "tanh", "silu", "softplus", "elu")},
     "dropped": lambda x: jnp.where(jnp.arange(64) % 7 > 0, nn.relu(x) / 0.9, 0.0),
-    "gated": gated,
-    "normalized": normalized,
+    "gated": lambda x: (lambda one, other: one * nn.silu(other))(*jnp.split(x, 2, -1)),
+    "normalized": lambda x: nn.gelu(NORM(dtype=x.dtype)(x)),
     "named": lambda x: nn.gelu(checkpoint_name(x, "sum")),
+    # Sums that are not rounded yet, and that calls begin with.
+    "jit": lambda x: jax.jit(lambda x: nn.gelu(x) @ jnp.eye(64, dtype=x.dtype))(x),
+    "remat": lambda x: jax.checkpoint(lambda x: nn.silu(x) @ jnp.eye(64, dtype=x.dtype))(x),
     "residual": lambda x: x + nn.Dense(64, dtype=x.dtype)(nn.relu(x)),
 }
 
 
 @cases("kind", AFTER, fast=["gated"])
 def test_layers_with_biases_keep_no_more_than_those_written_in_float16(kind):
+    def loss_fn(params, x, dtype=jnp.float32):
+        return jnp.sum(Layers(kind, dtype).apply(params, x).astype(jnp.float32) ** 2)
+
     x = jnp.ones((64, 64))
     params = Layers(kind).init(jax.random.key(0), x)
-
-    def loss_of(model):
-        return lambda params, x: jnp.sum(model.apply(params, x).astype(jnp.float32) ** 2)
-
-    by_hand = residual_bytes(loss_of(Layers(kind, jnp.float16)), params, x)
-    assert residual_bytes(jaxscale.autocast(loss_of(Layers(kind))), params, x) <= 1.02 * by_hand
-
-
-@pytest.mark.slow
-def test_the_program_grows_by_half_at_most():
-    """Tracing and compiling take as long as there are equations: `benchmarks/autocast.py`."""
-    plain, params = transformer()
-    for differentiated in (lambda fun: fun, jax.grad):
-        expected, actual = (
-            len(list(equations(jax.make_jaxpr(differentiated(fun))(params, TOKENS))))
-            for fun in (plain, jaxscale.autocast(plain))
-        )
-        assert actual <= 1.5 * expected
+    by_hand = residual_bytes(functools.partial(loss_fn, dtype=jnp.float16), params, x)
+    assert residual_bytes(jaxscale.autocast(loss_fn), params, x) <= 1.02 * by_hand
 
 
 @kinds
-def test_lines_and_scopes_are_those_of_the_model(kind):
-    plain, params = transformer(**KINDS[kind])
+def test_lines_and_scopes_are_those_of_the_model_and_there_are_half_more_at_most(kind):
+    plain, params = transformer(kind)
+    half = jaxscale.autocast(plain)
+    # Tracing and compiling take as long as there are equations: `benchmarks/autocast.py`.
+    for fun, cast in ((plain, half), (jax.grad(plain), jax.grad(half))):
+        number = len(primitives(fun, params, TOKENS))
+        assert len(primitives(cast, params, TOKENS)) <= 1.5 * number
 
-    def found(fun):
-        jaxpr = jax.make_jaxpr(fun)(params, TOKENS)
-        where = collections.Counter()
+    def found(jaxpr, around=()):
+        for eqn in jaxpr.eqns:
+            for inner in _jax.programs(eqn):
+                yield from found(inner, (*around, eqn))
+            if eqn.primitive.name in table.PRODUCTS | {"tanh", "exp", "rsqrt", "log"}:
+                line = places.lines(eqn, around)[0]
+                yield eqn.primitive.name, str(line), places.layer(eqn, around)
 
-        def visit(jaxpr, around):
-            for eqn in jaxpr.eqns:
-                inner = [
-                    getattr(each, "jaxpr", each)
-                    for value in eqn.params.values()
-                    for each in (value if isinstance(value, tuple | list) else (value,))
-                    if hasattr(getattr(each, "jaxpr", each), "eqns")
-                ]
-                for each in inner:
-                    visit(each, (*around, eqn))
-                if eqn.primitive.name in table.PRODUCTS | {"tanh", "exp", "rsqrt", "log"}:
-                    line = places.lines(eqn, around)[0]
-                    where[eqn.primitive.name, str(line), places.layer(eqn, around)] += 1
-
-        visit(jaxpr.jaxpr, ())
-        return where
-
-    expected, actual = found(plain), found(jaxscale.autocast(plain))
+    jaxprs = (jax.make_jaxpr(fun)(params, TOKENS) for fun in (plain, half))
+    expected, actual = map(collections.Counter, map(found, jaxprs))
     assert sum(expected.values()) >= 16
     assert set(actual) == set(expected)
     # Operations in float32 between products may be computed more than once.
     assert all(actual[key] >= number for key, number in expected.items())
-    named = [key for key in expected if "Dense" in key[2] or "Attention" in key[2]]
-    assert named
+    assert any("Dense" in layer or "Attention" in layer for *_, layer in expected)
 
 
 class Network(nnx.Module):
     """It changes itself as it runs: batch statistics, the dropout's keys and a counter."""
 
-    def __init__(self, rngs):
-        self.first = nnx.Linear(8, 16, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.last = nnx.Linear(16, 4, rngs=rngs)
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first, self.last = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
         self.shared = self.first
         self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
 
@@ -214,16 +169,15 @@ class Network(nnx.Module):
 IMAGES = jnp.asarray(np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32))
 
 
-def nnx_loss(model, x):
-    return jnp.mean((model(x) - 1.0) ** 2)
-
-
 @cases("jit", [nnx.jit, lambda fun: fun], fast=[nnx.jit])
 def test_an_nnx_module_is_changed_in_place(jit):
-    half_loss_fn, how = jaxscale.autocast(nnx_loss), {"transform": nnx.value_and_grad}
-    ours = jit(jaxscale.value_and_grad(half_loss_fn, jaxscale.DynamicLossScale().init(), **how))
+    def nnx_loss(model, x):
+        return jnp.mean((model(x) - 1.0) ** 2)
+
+    half, state = jaxscale.autocast(nnx_loss), jaxscale.DynamicLossScale().init()
+    ours = jit(jaxscale.value_and_grad(half, state, transform=nnx.value_and_grad))
     theirs = jit(nnx.value_and_grad(nnx_loss))
-    plain, cast = (Network(nnx.Rngs(0)) for _ in range(2))
+    plain, cast = (Network() for _ in range(2))
     for _ in range(2):
         loss, gradients = theirs(plain, IMAGES)
         half_loss, half_gradients = ours(cast, IMAGES)
@@ -241,24 +195,23 @@ def test_an_nnx_module_is_changed_in_place(jit):
 
 @pytest.mark.slow
 def test_a_module_or_a_method_is_a_function_too():
-    plain, cast = (Network(nnx.Rngs(0)) for _ in range(2))
+    plain, cast = (Network() for _ in range(2))
     lora = nnx.LoRALinear(8, 4, lora_rank=2, rngs=nnx.Rngs(0))  # it holds a class of variables
     for fun, same in ((cast, plain), (cast.__call__, plain), (nnx.clone(lora), lora)):
-        expected = same(IMAGES)
-        np.testing.assert_allclose(jaxscale.autocast(fun)(IMAGES), expected, rtol=0.02, atol=5e-3)
+        actual = jaxscale.autocast(fun)(IMAGES)
+        np.testing.assert_allclose(actual, same(IMAGES), rtol=0.02, atol=5e-3)
     assert cast.calls[...] == 2
     model = eqx.nn.MLP(8, 4, 16, 2, activation=jax.nn.gelu, key=jax.random.key(0))
     assert products(jaxscale.autocast(model), IMAGES[0]) == [{"float16"}] * 3
 
 
-def products(fun, *args):
-    jaxpr = jax.make_jaxpr(fun)(*args)
-    return [dtypes(e) for e in equations(jaxpr) if e.primitive.name in table.PRODUCTS]
+def hidden(params, x):
+    return jax.nn.gelu(x @ params["in"] + params["bias"])
 
 
 def mlp(params, x):
-    h = jax.nn.gelu(x @ params["in"] + params["bias"])
-    return jnp.sum(jax.nn.softmax(h @ params["out"]) ** 2)  # float16 would flush those of a mean
+    outputs = jax.nn.softmax(hidden(params, x) @ params["out"])
+    return jnp.sum(outputs.astype(jnp.float32) ** 2)  # float16 would flush those of a mean
 
 
 MLP = {
@@ -267,10 +220,6 @@ MLP = {
     "out": jnp.linspace(1.0, -1.0, 32 * 8).reshape(32, 8),
 }
 X = jnp.linspace(0.1, 1.0, 16 * 16).reshape(16, 16)
-LAYOUTS = {
-    "data parallel": (P(("data", "model")), {"in": P(), "bias": P(), "out": P()}),
-    "sharded": (P("data"), {"in": P(None, "model"), "bias": P("model"), "out": P("model")}),
-}
 
 
 def assert_near(actual, expected, share=0.015):
@@ -280,77 +229,57 @@ def assert_near(actual, expected, share=0.015):
 
 
 def test_gradients_are_nearer_than_those_of_a_model_written_in_float16():
-    def by_hand(params, x):
-        half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-        h = jax.nn.gelu(x.astype(jnp.float16) @ half["in"] + half["bias"])
-        return jnp.sum(jax.nn.softmax(h @ half["out"]).astype(jnp.float32) ** 2)
+    def by_hand(*args):
+        return mlp(*jax.tree.map(lambda a: a.astype(jnp.float16), args))
 
-    expected = jax.jit(jax.grad(mlp))(MLP, X)
-    assert_near(jax.jit(jax.grad(jaxscale.autocast(mlp)))(MLP, X), expected, 0.01)
+    expected, ours, theirs = (
+        jax.jit(jax.grad(fun))(MLP, X) for fun in (mlp, jaxscale.autocast(mlp), by_hand)
+    )
+    assert_near(ours, expected, 0.01)
     with pytest.raises(AssertionError):  # its softmax cancels in float16
-        assert_near(jax.jit(jax.grad(by_hand))(MLP, X), expected, 0.02)
+        assert_near(theirs, expected, 0.02)
+
+
+SHARDED = {"in": P(None, "model"), "bias": P("model"), "out": P("model")}
+LAYOUTS = {
+    "data parallel": ({"in": P(), "bias": P(), "out": P()}, P(("data", "model"))),
+    "sharded": (SHARDED, P("data")),
+}
+if hasattr(jax, "set_mesh"):  # since JAX 0.7
+    LAYOUTS["explicit"] = SHARDED | {"out": P()}, P()
 
 
 @cases("layout", LAYOUTS, fast=["sharded"])
 def test_arrays_stay_where_they_are(layout):
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    batch, specs = LAYOUTS[layout]
-    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, batch))
-    params, x = jax.device_put((MLP, X), places)
-    plain = jax.jit(jax.value_and_grad(mlp))(params, x)
-    cast = jax.jit(jax.value_and_grad(jaxscale.autocast(mlp)))(params, x)
-    assert_near(cast, plain)
-    for a, b in zip(jax.tree.leaves(cast), jax.tree.leaves(plain), strict=True):
-        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    axis_type = AxisType.Explicit if layout == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
+    places = jax.tree.map(functools.partial(NamedSharding, mesh), LAYOUTS[layout])
+    args = jax.device_put((MLP, X), places)
+    with jax.set_mesh(mesh) if layout == "explicit" else contextlib.nullcontext():
+        for fun in (mlp, jax.jit(mlp)):
+            both = fun, jaxscale.autocast(fun)
+            plain, cast = (jax.jit(jax.value_and_grad(f))(*args) for f in both)
+            assert_near(cast, plain)
+            assert avals(cast) == avals(plain)
+            for a, b in zip(jax.tree.leaves(cast), jax.tree.leaves(plain), strict=True):
+                assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+            assert products(jaxscale.autocast(fun), *args) == [{"float16"}] * 2
+        assert avals(jaxscale.autocast(hidden)(*args)) == avals(hidden(*args))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this version of JAX has no set_mesh")
-def test_meshes_with_explicit_axes():
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    with jax.set_mesh(mesh):
-        params = jax.tree.map(
-            lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec)),
-            MLP,
-            {"in": P(None, "model"), "bias": P("model"), "out": P(None, None)},
-        )
-        x = jax.device_put(X, NamedSharding(mesh, P(None, None)))
-
-        def fun(params, x):
-            h = jax.nn.gelu(x @ params["in"] + params["bias"])
-            return jnp.mean(jnp.square(h.T @ x)), h
-
-        for given in (fun, jax.jit(fun)):
-            _, expected = given(params, x)
-            _, actual = jaxscale.autocast(given)(params, x)
-            assert jax.typeof(actual) == jax.typeof(expected)
-            assert products(jaxscale.autocast(given), params, x) == [{"float16"}] * 2
-            gradients = jax.jit(jax.grad(jaxscale.autocast(given), has_aux=True))(params, x)
-            assert avals(gradients) == avals(jax.jit(jax.grad(given, has_aux=True))(params, x))
-
-
-def by_shard_map(check):
+@cases("check_vma", [True, False, None], fast=[True])
+def test_inside_and_outside_of_what_maps_a_step_over_devices(check_vma):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check}
-    return lambda run: jax.jit(jax.shard_map(run, mesh=mesh, **specs))
-
-
-MAPS = {
-    "shard_map": (by_shard_map(True), X),
-    "shard_map, unchecked": (by_shard_map(False), X),
-    "pmap": (lambda run: jax.pmap(run, "data", in_axes=(None, 0)), X.reshape(8, 2, 16)),
-}
-
-
-@cases("name", MAPS, fast=["shard_map"])
-def test_inside_and_outside_of_what_maps_a_step_over_devices(name):
-    mapped, x = MAPS[name]
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
+    x = X.reshape(8, 2, 16) if check_vma is None else X
 
     def step(fun):
         def run(params, x):
             return jax.lax.pmean(jax.value_and_grad(fun)(params, x), "data")
 
-        return mapped(run)
+        if check_vma is None:
+            return jax.pmap(run, "data", in_axes=(None, 0))
+        return jax.jit(jax.shard_map(run, mesh=mesh, **specs))
 
     plain = step(mlp)(MLP, x)
     for half in (step(jaxscale.autocast(mlp)), jaxscale.autocast(step(mlp))):
@@ -362,34 +291,29 @@ def test_inside_and_outside_of_what_maps_a_step_over_devices(name):
 def test_a_function_called_eagerly_compiles_once():
     layer = jax.jit(lambda x, w: jax.nn.gelu(x @ w))
     fun = jaxscale.autocast(lambda x, w: layer(layer(x, w), w))
-    x, before = jnp.ones((3, 3)), len(COMPILED)
-    fun(x, x)
-    first = len(COMPILED)
-    assert first > before
-    fun(x, x)
-    assert len(COMPILED) == first
+    x, seen = jnp.ones((3, 3)), [len(COMPILED)]
+    for _ in range(2):
+        fun(x, x)
+        seen.append(len(COMPILED))
+    assert seen[0] < seen[1] == seen[2]
 
 
 @cases("jit", [jax.jit, nnx.jit], fast=[nnx.jit])
 def test_a_module_from_outside_of_a_jit_is_read_and_stays_whole(jit):
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-    expected = model(IMAGES)
     by_argument = jaxscale.autocast(lambda model, x: model(x))
     for fun in (jaxscale.autocast(model), lambda x: by_argument(model, x)):
-        np.testing.assert_allclose(jit(fun)(IMAGES), expected, rtol=0.02, atol=5e-3)
-    changing = Network(nnx.Rngs(0))
+        np.testing.assert_allclose(jit(fun)(IMAGES), model(IMAGES), rtol=0.02, atol=5e-3)
+    changing = Network()
     with pytest.raises(Exception, match="from a different trace level"):
         jit(jaxscale.autocast(changing))(IMAGES)
     assert changing(IMAGES).shape == (16, 4)
 
 
 class Mixed(nn.Module):
-    """Layers that run as they are written, one of which keeps statistics."""
-
     @nn.compact
     def __call__(self, x):
-        x = nn.Dense(8)(x)
-        x = jaxscale.full_precision(nn.BatchNorm(use_running_average=False))(x)
+        x = jaxscale.full_precision(nn.BatchNorm(use_running_average=False))(nn.Dense(8)(x))
         return jaxscale.full_precision(nn.Dense(4))(x)
 
 
@@ -404,12 +328,12 @@ def test_full_precision_takes_layers_of_linen():
     cast = jaxscale.autocast(loss_fn)
     assert products(cast, variables["params"], IMAGES) == [{"float16"}, {"float32"}]
     backward = products(jax.grad(cast, has_aux=True), variables["params"], IMAGES)
-    assert [kind for kind in backward if kind == {"float32"}] == [{"float32"}] * 3
-    assert len(backward) == 2 + 3  # the first layer needs no gradient of its inputs
+    # The first layer needs no gradient of its inputs.
+    assert sorted(map(str, backward)) == ["{'float16'}"] * 2 + ["{'float32'}"] * 3
 
 
 def test_full_precision_may_change_a_module_of_nnx_that_it_closes_over():
-    model = Network(nnx.Rngs(0))
+    model = Network()
 
     def loss_fn(model, x):
         part = jaxscale.full_precision(lambda x: model.norm(x))

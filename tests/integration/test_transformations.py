@@ -1,7 +1,5 @@
 """What JAX does to functions, done to whole steps: `vmap`, `scan`, no `jit`, derivatives."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,10 +46,9 @@ def test_each_member_of_a_population_trains_as_if_it_were_alone(order):
     batches = small_integers(steps, members, 3), POPULATION
     start = jax.tree.map(lambda p: p + jnp.arange(members).reshape(-1, *[1] * p.ndim), EXACT)
     carry = start, jax.vmap(EXACT_TX.init)(start)
-    if order == "vmap in scan":
-        together = jax.jit(scanned(jax.vmap(train_step)))(carry, batches)
-    else:
-        together = jax.jit(jax.vmap(scanned(train_step), in_axes=(0, 1)))(carry, batches)
+    inside = jax.vmap(scanned(train_step), in_axes=(0, 1))
+    run = scanned(jax.vmap(train_step)) if order == "vmap in scan" else inside
+    together = jax.jit(run)(carry, batches)
     assert avals(together) == avals(carry)
     alone = jax.jit(scanned(train_step))
     for i in range(members):
@@ -66,7 +63,6 @@ def test_each_member_of_a_population_trains_as_if_it_were_alone(order):
 
 
 def ways_to_train(tx, loss_fn):
-    """Functions from carry and batches to carry."""
     train_step = trainer(tx, loss_fn)
 
     def loop(carry, batches):
@@ -74,9 +70,8 @@ def ways_to_train(tx, loss_fn):
             carry = train_step(carry, batch)
         return carry
 
-    def population(carry, batches):
-        carry, batches = jax.tree.map(lambda leaf: leaf[None], (carry, batches))
-        carry = jax.vmap(loop)(carry, batches)
+    def population(*args):
+        carry = jax.vmap(loop)(*jax.tree.map(lambda leaf: leaf[None], args))
         return jax.tree.map(lambda leaf: leaf[0], carry)
 
     return {"loop": loop, "scan": scanned(train_step), "vmap": population}
@@ -136,101 +131,88 @@ def test_a_skipped_step_raises_nothing_where_nans_are_errors(policy, jit, way):
     with jax.debug_nans(True):
         params, state = run((EXACT, tx.init(EXACT)), batches)
         jax.block_until_ready(params)
+        zeros = jax.tree.map(jnp.zeros_like, EXACT)  # which are no NaNs to any policy
+        jax.jit(ALL_POLICIES[policy].update)(ALL_POLICIES[policy].init(), zeros)
     assert (state.total_notfinite, state.total_steps) == (1, 2)
     assert jaxscale.all_finite(params)
 
 
 def test_where_nans_are_errors_one_in_a_compiled_step_that_is_skipped_is_none():
     tx = jaxscale.skip_nonfinite(optax.adam(0.1))
-
-    @jax.jit
-    def train_step(carry, x):
-        return trainer(tx, mlp_loss)(carry, (x, x[0, 0] / x[0, 0]))
-
+    train_step = jax.jit(lambda carry, x: trainer(tx, mlp_loss)(carry, (x, x[0, 0] / x[0, 0])))
     with jax.debug_nans(True):
         params, state = train_step((MLP, tx.init(MLP)), jnp.zeros((5, 3)))
     assert_same_bits(params, MLP)
     assert state.total_notfinite == 1
 
 
-@cases("policy", ALL_POLICIES, fast=["logmax"])
-def test_gradients_of_zero_are_no_nans_to_any_policy(policy):
-    policy = ALL_POLICIES[policy]
-    with jax.debug_nans(True):
-        jax.jit(policy.update)(policy.init(), jax.tree.map(jnp.zeros_like, EXACT))
-
-
-# Rematerialized models, and gradients that are differentiated once more.
-
-
-@cases("policy", [None, jax.checkpoint_policies.dots_saveable], fast=[None])
-def test_a_rematerialized_model_has_its_gradients(policy):
-    loss_fn = jax.checkpoint(mlp_loss, policy=policy)
-    batch = X[0], jnp.array(1.0)
-    ours = jaxscale.value_and_grad(loss_fn, DYNAMIC.init())
-    assert_same_bits(ours(MLP, batch), jax.value_and_grad(loss_fn)(MLP, batch))
-    # The forward pass is there twice, as its intermediate results are not kept.
-    assert str(jax.make_jaxpr(ours)(MLP, batch)).count("= tanh") == 2
-
-
-def polynomial(w):
-    return jnp.sum(w**3) + w[0] * w[1]
-
-
-def polynomial_with_aux(w):
-    return polynomial(w), jnp.sum(w**2)
-
-
+# Functions of a differentiation and an optimizer: rematerialized models, and gradients that are
+# differentiated once more. The loss is, too: its derivative has nothing of the scale.
+BATCH, STATE = (X[0], jnp.array(1.0)), DYNAMIC.init()
 W = jnp.array([1.0, -2.0])
-ONCE_MORE = {
-    "jvp": lambda fun: jax.jvp(fun, (W,), (jnp.array([1.0, 2.0]),)),
-    "jacrev": lambda fun: jax.jacrev(fun)(W),
-    "hessian": lambda fun: jax.hessian(fun)(W),
-    "vmapped jvp": lambda fun: jax.vmap(lambda t: jax.jvp(fun, (W,), (t,)))(jnp.eye(2)),
-}
 
 
-@cases("once_more, has_aux", itertools.product(ONCE_MORE, [False, True]), fast=[("jvp", True)])
-def test_value_and_grad_differentiated_once_more_is_that_of_jax(once_more, has_aux):
-    # The loss, too: its derivative is that of the loss, and has nothing of the scale.
-    fun = polynomial_with_aux if has_aux else polynomial
-    expected = ONCE_MORE[once_more](jax.value_and_grad(fun, has_aux=has_aux))
-    ours = jaxscale.value_and_grad(fun, DYNAMIC.init(), has_aux=has_aux)
-    assert_same_bits(ONCE_MORE[once_more](ours), expected)
+def remat(d, _, policy=None):
+    fun = d(jax.checkpoint(mlp_loss, policy=policy))
+    # The forward pass is there twice, as its intermediate results are not kept.
+    assert str(jax.make_jaxpr(fun)(MLP, BATCH)).count("= tanh") == 2
+    return fun(MLP, BATCH)
 
 
-def test_a_gradient_penalty_is_unscaled_inside_and_outside():
+def gradient_penalty(d, _):
     # Loss and penalty from one inner call, as a user writes it: both have to be unscaled.
-    def penalized(inner):
-        def loss_fn(params, batch):
-            loss, grads = inner(lambda p: mlp_loss(p, (batch[0], 1.0)))(params)
-            penalty = sum(jnp.sum(grad**2) for grad in jax.tree.leaves(grads))
-            return amplified(loss + 0.1 * penalty, batch[1])
+    def loss_fn(params, batch):
+        loss, grads = d(lambda p: mlp_loss(p, (batch[0], 1.0)))(params)
+        penalty = sum(jnp.sum(grad**2) for grad in jax.tree.leaves(grads))
+        return amplified(loss + 0.1 * penalty, batch[1])
 
-        return loss_fn
-
-    state, batch = DYNAMIC.init(), (X[0], jnp.array(1.0))
-    ours = penalized(lambda fun: jaxscale.value_and_grad(fun, state))
-    assert_same_bits(  # op by op, and all scales are powers of two
-        jaxscale.value_and_grad(ours, state)(MLP, batch),
-        jax.value_and_grad(penalized(jax.value_and_grad))(MLP, batch),
-    )
+    return d(loss_fn)(MLP, BATCH)  # op by op, and all scales are powers of two
 
 
-@cases("jit", [True, False], fast=[True])
-def test_a_step_can_be_differentiated_as_the_bare_one_can(jit):
+def step(d, tx, jit=lambda fun: fun):
     # As in meta-learning: how does the loss after a step depend on where it started?
-    batch = jnp.array([2.0, -1.0, 1.0])
-
     def cubic(params, batch):
         return jnp.sum(params["w"] ** 3 * batch) + params["b"] ** 2
 
-    def after(optimizer, differentiate):
-        train_step = trainer(optimizer, cubic, jit, differentiate)
-        train_step = jax.jit(train_step) if jit else train_step
-        return lambda params: cubic(train_step((params, optimizer.init(params)), batch)[0], batch)
+    def after(params):
+        return cubic(train_step((params, tx.init(params)), batch)[0], batch)
 
-    bare = after(optax.sgd(0.25), lambda fun, _: jax.value_and_grad(fun))
-    ours = after(jaxscale.loss_scaled(optax.sgd(0.25), DYNAMIC), jaxscale.value_and_grad)
-    assert_same_bits(jax.grad(ours)(EXACT), jax.grad(bare)(EXACT))
-    assert_same_bits(jax.jvp(ours, (EXACT,), (EXACT,)), jax.jvp(bare, (EXACT,), (EXACT,)))
+    batch, train_step = jnp.array([2.0, -1.0, 1.0]), jit(trainer(tx, cubic, jit is jax.jit, d))
+    return jax.grad(after)(EXACT), jax.jvp(after, (EXACT,), (EXACT,))
+
+
+def more(differentiated):
+    def polynomial(w):
+        return jnp.sum(w**3) + w[0] * w[1], jnp.sum(w**2)
+
+    def both(d, _):
+        alone = d(lambda w: polynomial(w)[0])
+        return differentiated(alone), differentiated(d(polynomial, has_aux=True))
+
+    return both
+
+
+DIFFERENTIATED = {
+    "remat": remat,
+    "remat of products": lambda *args: remat(*args, jax.checkpoint_policies.dots_saveable),
+    "gradient penalty": gradient_penalty,
+    "step": step,
+    "compiled step": lambda *args: step(*args, jax.jit),
+    "jvp": more(lambda fun: jax.jvp(fun, (W,), (jnp.array([1.0, 2.0]),))),
+    "jacrev": more(lambda fun: jax.jacrev(fun)(W)),
+    "hessian": more(lambda fun: jax.hessian(fun)(W)),
+    "vmapped jvp": more(lambda fun: jax.vmap(lambda t: jax.jvp(fun, (W,), (t,)))(jnp.eye(2))),
+}
+
+
+@cases("name", DIFFERENTIATED, fast=["remat", "gradient penalty", "compiled step", "jvp"])
+def test_value_and_grad_is_that_of_jax(name):
+    def bare(fun, state=None, **kwargs):
+        return jax.value_and_grad(fun, **kwargs)
+
+    def ours(fun, state=STATE, **kwargs):
+        return jaxscale.value_and_grad(fun, state, **kwargs)
+
+    tx = optax.sgd(0.25)
+    actual = DIFFERENTIATED[name](ours, jaxscale.loss_scaled(tx, DYNAMIC))
+    assert_same_bits(actual, DIFFERENTIATED[name](bare, tx))

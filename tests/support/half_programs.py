@@ -4,15 +4,17 @@ The first argument is a tree of float32 parameters, and each function returns a 
 tree of other outputs.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxprs import equations as equations
 
 from jaxscale._autocast import table
 
-P = PartitionSpec
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32))
 W = jnp.asarray(np.random.default_rng(1).standard_normal((5, 8, 8)).astype(np.float32) * 0.3)
 PARAMS = {"w": W, "b": jnp.linspace(-0.1, 0.1, 8)}
@@ -73,11 +75,12 @@ def lstm(p, h, xs):
 
 
 def remat_in_scan(p, x):
-    layer = jax.checkpoint(
-        lambda x, w: (jax.nn.relu(biased(x, w, p["b"])), None),
-        policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        prevent_cse=False,
-    )
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    def layer(x, w):
+        return jax.nn.relu(biased(x, w, p["b"])), None
+
     x, _ = jax.lax.scan(layer, x, p["w"])
     return jnp.mean(x**2), x
 
@@ -94,24 +97,23 @@ def branches(p, x):
 
 
 def custom_jvp(p, x):
-    f = jax.custom_jvp(lambda x, w: jnp.sin(x @ w))
-
-    @f.defjvp
     def jvp(primals, tangents):
         (x, w), (dx, dw) = primals, tangents
         return f(x, w), jnp.cos(x @ w) * (dx @ w + x @ dw)
 
+    f = jax.custom_jvp(lambda x, w: jnp.sin(x @ w))
+    f.defjvp(jvp)
     x = f(x @ p["w"][0], p["w"][1])
     return jnp.mean(x), x
 
 
 def custom_vjp(p, x):
+    def backward(residuals, g):
+        x, w, _ = residuals
+        return g @ w.T, 2 * (x.T @ g), None  # not the derivative, to see that it is this
+
     f = jax.custom_vjp(lambda x, w, n: x @ w)
-    # Not the derivative, to see that it is this.
-    f.defvjp(
-        lambda x, w, n: (x @ w, (x, w, n)),
-        lambda saved, g: (g @ saved[1].T, 2 * (saved[0].T @ g), None),
-    )
+    f.defvjp(lambda x, w, n: (x @ w, (x, w, n)), backward)
     x = f(x @ p["w"][0], p["w"][1], 3)
     return jnp.mean(x), x
 
@@ -132,8 +134,7 @@ def dropout_and_keys(p, x, key):
 
 
 def embedding(p, tokens):
-    x = p["w"][0][tokens]
-    x = x @ p["w"][1]
+    x = p["w"][0][tokens] @ p["w"][1]
     taken = jnp.take_along_axis(jax.nn.log_softmax(x), tokens[:, None], -1)
     return -jnp.mean(taken), {"argmax": jnp.argmax(x, -1), "none": None}
 
@@ -181,12 +182,11 @@ def effects(p, x):
 
 
 def over_devices(p, x):
-    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
-
     def f(x, w):
         x = jax.nn.relu(x @ w[0]) @ w[1]
         return jax.lax.pmean(jnp.mean(x), "data"), x
 
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
     specs = {"in_specs": (P("data"), P()), "out_specs": (P(), P("data"))}
     return jax.shard_map(f, mesh=mesh, **specs)(x, p["w"])
 
@@ -195,39 +195,29 @@ def numbers_and_text(p, x):
     return jnp.mean(x @ p["w"][0]), [3, "text", None, np.ones(2), jnp.arange(3), jnp.tanh]
 
 
-def own_precision(p, x):
-    """Parts that are written in half precision by hand, and stay as they are."""
+def own_precision(p, x):  # parts that are written in half precision by hand, and stay as they are
     half = (x.astype(jnp.bfloat16) @ p["w"][0].astype(jnp.bfloat16)).astype(jnp.float32)
     return jnp.mean(half @ p["w"][1]), half.astype(jnp.float16)
 
 
-# What the programs take besides the parameters, unless it is X.
-OTHERS = {
-    convolutions: [jnp.ones((2, 8, 8, 3))],
-    lstm: [X, jnp.ones((6, 4, 8))],
-    dropout_and_keys: [X, jax.random.key(0)],
-    embedding: [jnp.array([1, 3, 0])],
+OF_X = [mlp, activations, attention, remat_in_scan, loops, branches, custom_jvp, custom_vjp]
+OF_X += [second_derivatives, moves, broadcasts, orders, linear_algebra, effects, over_devices]
+OF_X += [numbers_and_text, own_precision]
+PROGRAMS = {fun.__name__: (fun, (PARAMS, X)) for fun in OF_X} | {
+    "convolutions": (convolutions, (PARAMS, jnp.ones((2, 8, 8, 3)))),
+    "lstm": (lstm, (PARAMS, X, jnp.ones((6, 4, 8)))),
+    "dropout_and_keys": (dropout_and_keys, (PARAMS, X, jax.random.key(0))),
+    "embedding": (embedding, (PARAMS, jnp.array([1, 3, 0]))),
 }
-PROGRAMS = {
-    fun.__name__: (fun, (PARAMS, *OTHERS.get(fun, [X])))
-    for fun in (
-        *(mlp, activations, attention, convolutions, lstm, remat_in_scan, loops, branches),
-        *(custom_jvp, custom_vjp, second_derivatives, dropout_and_keys, embedding, moves),
-        *(broadcasts, orders, linear_algebra, effects, over_devices, numbers_and_text),
-        own_precision,
-    )
-}
-
-
-def dtypes(eqn):
-    """The dtypes of the floating-point arrays of an equation."""
-    found = [getattr(atom.aval, "dtype", bool) for atom in (*eqn.invars, *eqn.outvars)]
-    return {str(dtype) for dtype in found if jnp.issubdtype(dtype, jnp.inexact)}
 
 
 def primitives(fun, *args):
-    """The primitives of a function, each with the dtypes that it takes and returns."""
-    return [(e.primitive.name, dtypes(e)) for e in equations(jax.make_jaxpr(fun)(*args))]
+    """The primitives of a function, each with the dtypes of its floating-point arrays."""
+    found = []
+    for e in equations(jax.make_jaxpr(fun)(*args)):
+        dtypes = {getattr(atom.aval, "dtype", np.bool_) for atom in (*e.invars, *e.outvars)}
+        found.append((e.primitive.name, {str(d) for d in dtypes if jnp.issubdtype(d, jnp.inexact)}))
+    return found
 
 
 def products(fun, *args):
