@@ -1,6 +1,6 @@
 """Models with the fault of a public report, which each names. Its line is marked."""
 
-# ruff: noqa: B006, B008 (what a model is given are its defaults)
+# ruff: noqa: B008 (what a model is given are its defaults)
 
 import equinox as eqx
 import flax.linen as nn
@@ -30,6 +30,10 @@ SAMPLES = array([[1.0, 0.5], [-1.0, 0.2], [3.0, 3.5]])
 PIXELS = (512, 512)
 COUNTS = array([[1.0, 0.0], [3.0, 1.0]])
 OFTEN = np.where(np.arange(6000) % 90, np.where(np.arange(6000) % 100, 0, 1), 2)
+LARGE_KEYS = [0.02 * eye(4), 40 * eye(4), normal(2, 4, 4, scale=0.01)]
+AS_THEY_ARE = [eye(4), eye(4), normal(2, 4, 4)]
+POSITIONS = np.array([1, 1030, 2051, 2555, 3001, 3997])
+STEPS = np.array([0, 3, 1, 2])
 PRODUCT = array([0.99, 0.6, 0.1, 2.9e-8])
 
 # Attention: masks, scores and normalizers.
@@ -44,7 +48,7 @@ def minus_1e9(x=normal(3, 5, 4), *, qkv=projections(0)):
 
 
 @faulty("input", "pytorch/pytorch/issues/41508", tuned=True)
-def packed_padding(x=normal(3, 5, 4), segment=array([1, 1, 2, 2, 0]), *, qkv=projections(0)):
+def packed_padding(x=normal(3, 5, 4), segment=np.array([1, 1, 2, 2, 0]), *, qkv=projections(0)):
     """Packed sequences: the padding belongs to none, so that its row of the mask is empty."""
     q, k, v = (x @ w for w in qkv)
     seen = (segment[:, None] == segment) & (segment > 0)
@@ -75,15 +79,9 @@ def softmax_without_its_maximum(x=normal(6, 5, 4, scale=2.0), *, qkv=projections
 
 
 @faulty("overflow", "idiap/fast-transformers/issues/32")
-def linear_attention(
-    x=5 + normal(7, 400, 4, scale=0.5),
-    *,
-    q=0.02 * eye(4),
-    k=40 * eye(4),
-    v=normal(2, 4, 4, scale=0.01),
-):
+def linear_attention(x=5 + normal(7, 400, 4, scale=0.5), *, qkv=LARGE_KEYS):
     """The keys are added up over a long sequence, and the outputs are divided by inf: all are 0."""
-    q, k, v = (x @ w for w in (q, k, v))
+    q, k, v = (x @ w for w in qkv)
     q, k = jax.nn.relu(q), jax.nn.relu(k)
     normalizer = jnp.sum(k, axis=0)  # fault
     return mean_square(q @ (k.T @ v) / (q @ normalizer)[:, None])
@@ -91,10 +89,7 @@ def linear_attention(
 
 @faulty("underflow", "facebookresearch/xformers/issues/96")
 def random_features(
-    x=3.2 + normal(9, 6, 4, scale=0.1),
-    directions=normal(8, 4, 8, scale=0.3),
-    *,
-    qkv=[eye(4), eye(4), normal(2, 4, 4)],
+    x=3.2 + normal(9, 6, 4, scale=0.1), directions=normal(8, 4, 8, scale=0.3), *, qkv=AS_THEY_ARE
 ):
     """FAVOR: exp(w x - |x|**2 / 2) is 0 for all features, and so is their sum."""
 
@@ -176,11 +171,7 @@ def count_in_a_rule(x=ones(70000), *, w=array(1.5), b=zeros(70000)):
 
 @faulty("epsilon", "google-deepmind/optax/issues/1754")
 def adam_inside_of_a_loss(
-    x=normal(6, 4, 3, zero=np.s_[:, 2]),
-    y=normal(7, 4),
-    *,
-    w=array([0.5, -1.0, 0.3]),
-    rate=array(0.1),
+    x=normal(6, 4, 3, zero=np.s_[:, 2]), y=normal(7, 4), *, w=array([0.5, -1, 0.3]), rate=array(0.1)
 ):
     """Meta-learning: a step of Adam in half precision, for a weight without a gradient."""
 
@@ -212,9 +203,7 @@ def log_of_epsilon(x=normal(1, 6, 3), *, w=normal(0, 3, 2), b=zeros(2)):
 
 
 @faulty("epsilon", "keras-team/keras-core/issues/196")
-def clipped_probability(
-    x=array([[2.0, 1.0], [-6.0, 12.0]]), y=array([1.0, 0.0]), *, w=array([[0.5], [1.0]])
-):
+def clipped_probability(x=array([[2, 1], [-6, 12]]), y=array([1, 0]), *, w=array([[0.5], [1]])):
     """Clipping at 1 - 1e-7 does nothing: that is 1, and log(1 - 1) is -inf."""
     p = jax.nn.sigmoid((x @ w)[:, 0])
     p = jnp.clip(p, 1e-7, 1 - 1e-7)  # fault
@@ -288,7 +277,7 @@ def negative_binomial(y=COUNTS, *, log_mu=array([1.0, 0.5]), log_theta=array([9.
 
 @faulty("overflow", "NVIDIA/physicsnemo-sym/pull/160")
 def second_derivative(
-    points=array([0.005, 0.0052, 0.0044]), *, w=array([330.0, 40.0]), a=array([1.0, 0.5])
+    points=array([0.005, 0.0052, 0.0044]), *, w=array([330, 40]), a=array([1, 0.5])
 ):
     """The residual of a differential equation: the second derivative is beyond 65504."""
     u_xx = jax.vmap(jax.grad(jax.grad(lambda x: jnp.sum(a * jnp.sin(w * x)))))(points)  # fault
@@ -300,18 +289,13 @@ def second_derivative(
 
 @faulty("overflow", "pytorch/pytorch/issues/66707", tuned=True)
 def layer_norm(
-    x=normal(1, 3, 4, scale=400.0),
-    y=normal(2, 3, 8),
-    *,
-    w=normal(0, 4, 8),
-    scale=ones(8),
-    bias=zeros(8),
+    x=normal(1, 3, 4, scale=400.0), y=normal(2, 3, 8), *, w=normal(0, 4, 8), g=ones(8), b=zeros(8)
 ):
     """Squares beyond 65504: the variance is inf, its inverse root 0, and no gradient is left."""
     x = x @ w
     x = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)  # fault
-    return mean_square(x * jax.lax.rsqrt(variance + 1e-5) * scale + bias - y)
+    return mean_square(x * jax.lax.rsqrt(variance + 1e-5) * g + b - y)
 
 
 @faulty("epsilon", "deepspeedai/DeepSpeed/issues/581", tuned=True)
@@ -348,7 +332,7 @@ def norm_is_inf(x=normal(8, 4, 6), *, w=normal(7, 6, scale=300.0), g=ones(())):
 def rotary(
     x=normal(2, 6, 4),
     y=normal(3, 6, 6),
-    position=array([1, 1030, 2051, 2555, 3001, 3997]),
+    position=POSITIONS,
     *,
     q=normal(0, 4, 8),
     k=normal(1, 4, 8),
@@ -423,7 +407,7 @@ def auxiliary_head(
 
 @faulty("overflow", "huggingface/transformers/pull/36832")
 def residual_stream(
-    tokens=array([0, 3, 1, 4]), *, embed=normal(5, 5, 4), layers=normal(6, 6, 4, 4, scale=0.3)
+    tokens=np.array([0, 3, 1, 4]), *, embed=normal(5, 5, 4), layers=normal(6, 6, 4, 4, scale=0.3)
 ):
     """The residual stream of Gemma grows from layer to layer, here in a scan over the layers."""
 
@@ -481,7 +465,7 @@ def affine_coupling(half):
 
 
 @faulty("input", "jax-ml/jax/issues/9839", tuned=True, linen=True)
-def token_out_of_range(half, tokens=array([[0, 1, 5], [2, 6, 3]])):
+def token_out_of_range(half, tokens=np.array([[0, 1, 5], [2, 6, 3]])):
     """A token beyond the vocabulary: its embedding is NaN."""
     x = nn.Embed(6, 4, dtype=half)(tokens)  # fault
     log_p = jax.nn.log_softmax(nn.Dense(6, dtype=half)(x).astype(jnp.float32))
@@ -490,8 +474,8 @@ def token_out_of_range(half, tokens=array([[0, 1, 5], [2, 6, 3]])):
 
 @faulty("overflow", "nerfstudio-project/nerfstudio/pull/104")
 def density(
-    cell=array([0, 2, 3]),
-    is_fine=array(True),
+    cell=np.array([0, 2, 3]),
+    is_fine=np.array(True),
     *,
     features=normal(15, 4, 3, scale=9e3),
     w=normal(16, 3, 4),
@@ -510,13 +494,7 @@ def density(
 
 @faulty("epsilon", "AUTOMATIC1111/stable-diffusion-webui/issues/14071")
 def noise_schedule(
-    half,
-    x=normal(19, 4, 2),
-    noise=normal(20, 4, 2),
-    step=array([0, 3, 1, 2]),
-    *,
-    w=normal(18, 2, 2),
-    b=zeros(2),
+    half, x=normal(19, 4, 2), noise=normal(20, 4, 2), step=STEPS, *, w=normal(18, 2, 2), b=zeros(2)
 ):
     """The last cumulative product of a schedule of zero terminal SNR, 4.9e-8 or less, is 0."""
     x, noise, w, b = (leaf.astype(half) for leaf in (x, noise, w, b))

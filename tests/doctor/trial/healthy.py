@@ -9,6 +9,8 @@ import numpy as np
 from flax import nnx
 from trial_entry import array, filled, healthy, mean_square, normal, ones, projections, zeros
 
+IDS = np.array([[1_000_003, 70_001, 5], [2**30, 12, 99_999]])
+
 
 @healthy("a causal mask of -inf, of which each row keeps one key", tuned=True)
 def causal_mask(x=normal(3, 5, 4), *, qkv=projections(0)):
@@ -18,7 +20,7 @@ def causal_mask(x=normal(3, 5, 4), *, qkv=projections(0)):
 
 
 @healthy("a mask of -1e4, a row masked wholly, keys with a bias", True, "['k']['bias']", linen=True)
-def finite_mask(half, x=normal(1, 2, 4, 4), valid=np.arange(4) < array([[4], [2]])):
+def finite_mask(half, x=normal(1, 2, 4, 4), valid=np.arange(4) < np.array([[4], [2]])):
     q, k, v = (nn.Dense(4, dtype=half, name=name)(x) for name in "qkv")  # the bias of k cancels
     bias = jnp.where(valid[:, None, :] & valid[:, :, None], 0.0, -1e4).astype(half)
     weights = nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) / 2 + bias)
@@ -28,7 +30,7 @@ def finite_mask(half, x=normal(1, 2, 4, 4), valid=np.arange(4) < array([[4], [2]
 
 @healthy("a mask in the batch whose -inf never reaches the loss", tuned=True)
 def infinities_in_the_batch(
-    x=normal(4, 3, 2), y=array([0, 2, 1]), mask=array([0, 0, 0, -jnp.inf]), *, w=normal(5, 2, 4)
+    x=normal(4, 3, 2), y=np.array([0, 2, 1]), mask=array([0, 0, 0, -jnp.inf]), *, w=normal(5, 2, 4)
 ):
     log_p = jax.nn.log_softmax((x @ w + mask).astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(log_p, y[:, None], axis=1))
@@ -53,7 +55,7 @@ def stopped_head(
     trunk=normal(16, 3, 4),
     head=normal(17, 4),
     probe=normal(18, 4),
-    unused=normal(19, 5),
+    unused=ones(5),
 ):
     h = jnp.tanh(x @ trunk)
     frozen = h @ jax.lax.stop_gradient(head)
@@ -61,7 +63,7 @@ def stopped_head(
 
 
 @healthy("padding, whose embeddings get no gradients, and rows that are all 0", linen=True)
-def padded_tokens(half, tokens=array([[5, 17, 0, 0], [299, 8, 8, 0]])):
+def padded_tokens(half, tokens=np.array([[5, 17, 0, 0], [299, 8, 8, 0]])):
     x = nn.Embed(300, 4, dtype=half)(tokens) * (tokens > 0)[..., None].astype(half)
     y = nn.Dense(2, dtype=half)(nn.LayerNorm(dtype=half)(x))
     return mean_square((y - 1) * (tokens > 0)[..., None])
@@ -109,18 +111,14 @@ def scanned_and_rematerialized(
 
 
 @healthy("a branch that would overflow, and is not taken")
-def branch_not_taken(x=normal(35, 4, 3), is_large=array(False), *, w=normal(34, 3, 2)):
+def branch_not_taken(x=normal(35, 4, 3), is_large=np.array(False), *, w=normal(34, 3, 2)):
     y = jax.lax.cond(is_large, lambda y: jnp.exp(y * 1000), jnp.tanh, x @ w)
     return mean_square(y - 1)
 
 
 @healthy("a model in bfloat16, with scores of 1e6")
 def bfloat16(
-    half,
-    x=array([[1024.0, 512.0], [256.0, -512.0]]),
-    *,
-    w=array([[1.0, -2.0], [0.5, 4.0]]),
-    v=array([1.0, 0.25]),
+    half, x=array([[1024, 512], [256, -512]]), *, w=array([[1, -2], [0.5, 4]]), v=array([1, 0.25])
 ):
     half = jnp.bfloat16 if half == jnp.float16 else half
     x, w, v = (leaf.astype(half) for leaf in (x, w, v))
@@ -142,14 +140,8 @@ def batch_norm(half, x=normal(41, 8, 3, scale=10.0)):
 
 
 @healthy("integers in the batch, among them large ones")
-def integers(
-    user=array([1_000_003, 70_001, 5]),
-    item=array([2**30, 12, 99_999]),
-    stars=array([5, 1, 3]),
-    *,
-    table=normal(46, 7, 3),
-):
-    x = table[user % 7] + table[item % 7]
+def integers(ids=IDS, stars=np.array([5, 1, 3]), *, table=normal(46, 7, 3)):
+    x = table[ids[0] % 7] + table[ids[1] % 7]
     return mean_square(jnp.sum(x, axis=-1) - stars.astype(table.dtype))
 
 

@@ -62,7 +62,7 @@ def _enter(loss, entry):
         if not batch:
             return loss(half)
         if entry.linen:
-            return _in_a_module(lambda *batch: loss(half, *batch), batch, entry.scale)
+            return _in_a_module(functools.partial(loss, half), batch, entry.scale)
         if "half" in names:
             return lambda params, batch: loss(half, *batch, **params), params, batch
         return lambda p, batch: loss(*cast(batch, half), **cast(p, half)), params, batch
@@ -91,13 +91,9 @@ def _in_a_module(body, batch, scale):
     return loss_fn, params, batch
 
 
-def array(numbers):
-    """An array of float32 or of integers, of NumPy, so that nothing is compiled for it."""
-    found = np.array(numbers)
-    return found.astype(np.float32) if found.dtype == float else found
-
-
-ones, zeros, eye = (functools.partial(f, dtype=np.float32) for f in (np.ones, np.zeros, np.eye))
+# What a model is given is of NumPy, so that nothing is compiled for it.
+MAKERS = np.array, np.ones, np.zeros, np.eye
+array, ones, zeros, eye = (functools.partial(make, dtype=np.float32) for make in MAKERS)
 
 
 def normal(seed, *shape, scale=1.0, zero=slice(0)):
