@@ -22,7 +22,7 @@ _ROOM = 2.0**-10  # how far a scale that must be below 1 may still fall
 class Start(NamedTuple):
     """How to start training at the largest loss scale that fits."""
 
-    skipped: int | None  # how many such steps the default rule skips first; `None` for all of them
+    skipped: int | None  # first steps like this batch that the default rule skips; `None` for all
     retries: int | None  # with so many the first step finds the scale; `None` if none do
     code: str  # the line to write
 
