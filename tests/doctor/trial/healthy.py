@@ -19,7 +19,7 @@ def causal_mask(x=normal(3, 5, 4), *, qkv=projections(0)):
     return mean_square(jax.nn.softmax(q @ k.T / 2 + bias) @ v)
 
 
-@healthy("a mask of -1e4, a row masked wholly, keys with a bias", True, "['k']['bias']", linen=True)
+@healthy("a row that a mask of -1e4 hides wholly", tuned=True, noise="['k']['bias']", linen=True)
 def finite_mask(half, x=normal(1, 2, 4, 4), valid=np.arange(4) < np.array([[4], [2]])):
     q, k, v = (nn.Dense(4, dtype=half, name=name)(x) for name in "qkv")  # the bias of k cancels
     bias = jnp.where(valid[:, None, :] & valid[:, :, None], 0.0, -1e4).astype(half)

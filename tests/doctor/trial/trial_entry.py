@@ -50,8 +50,8 @@ def faulty(kind, report, **others):
     return lambda loss: _enter(loss, Entry(kind, f"https://github.com/{report}", **others))
 
 
-def healthy(looks, *others, **named):
-    return lambda loss: _enter(loss, Entry("", looks, *others, **named))
+def healthy(looks, **others):
+    return lambda loss: _enter(loss, Entry("", looks, **others))
 
 
 def _enter(loss, entry):
