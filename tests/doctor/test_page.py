@@ -202,6 +202,7 @@ def test_nothing_is_drawn_of_nothing(exam):
     assert "img" not in shown.texts
     assert "2 gradients: 0% are exactly 0, 0 inf, 2 NaN. They were computed" in shown.flowing
     assert "None of them is finite and nonzero, so there is nothing to draw." in shown.flowing
+    assert shown.texts["tbody"][-1].split() == ["w22-"]  # path, numbers, NaN, max |g|
 
 
 def test_without_matplotlib_there_is_text(exam, no_matplotlib):
