@@ -24,16 +24,12 @@ _STABLE = 0.3
 class Against(NamedTuple):
     """The gradients against those in float32. Nothing is known if the arguments are not finite."""
 
-    # The gradients in float32, by their names; none if they are not finite. What cannot be
-    # computed in float32, as a kernel for one dtype, is as written.
-    grads: Mapping[str, np.ndarray] = {}
+    grads: Mapping[str, np.ndarray] = {}  # in float32, by their names, if they are finite
     is_finite: bool | None = None  # whether loss and gradients are finite in float32
-    # What is lost. `None` if the gradients or those in float32 are not finite.
-    comparison: Comparison | None = None
+    comparison: Comparison | None = None  # what is lost, if both gradients are finite
     wrong: tuple[str, ...] = ()  # the leaves of the gradients that are far from those in float32
     culprit: Culprit | None = None  # where they go wrong, if it is one equation
-    # The lines that in float32 make loss and gradients right, or that were tried in vain.
-    remedy: Remedy | None = None
+    remedy: Remedy | None = None  # the lines that make them right in float32, or do not
 
 
 class _Reference:
@@ -51,7 +47,6 @@ class _Reference:
         return {self._names[name]: grad for name, grad in grads.items()}
 
     def compare(self, grads: Mapping[str, Any]) -> Comparison:
-        """Returns what the gradients of a trace lost."""
         return compare_gradients(self._rename(grads), self.grads)
 
     @functools.cached_property
@@ -61,7 +56,6 @@ class _Reference:
         return {leaf.path: leaf.error for leaf in shaken.leaves}
 
     def find_wrong(self, comparison: Comparison) -> tuple[str, ...]:
-        """Returns the leaves that are wrong, worst first."""
         return tuple(
             leaf.path
             for leaf in comparison.leaves
@@ -77,10 +71,10 @@ def compare_with_float32(
     best: float,
     progress: Progress,
 ) -> Against:
-    """Returns what is wrong with the gradients, where, and what helps.
+    """Returns what is wrong with the gradients of `run`, where, and what helps.
 
-    `run` is a pass as it is written, and `whole` has the gradients of the same pass compiled as one
-    program. `best` is the largest loss scale that fits, or that of the run if none is known.
+    `whole` has the gradients of the same pass compiled as one program. `best` is the largest loss
+    scale that fits, or that of the run if none is known.
     """
     report = run.report()
     if report.nonfinite_arguments:

@@ -1,8 +1,4 @@
-"""The command `doctor`: its arguments, what it writes where, and its exit status.
-
-The text goes to standard output and the report to a file. With `--json` standard output holds the
-JSON alone, and the text goes to standard error.
-"""
+"""The command `doctor`: its arguments, what it writes where, and its exit status."""
 
 import argparse
 import contextlib
@@ -82,44 +78,41 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 if nothing is wrong, 1 if something is, 2 for bad use. The results "
         "of all operations are looked at, which is slow: use a small model and a small batch.",
     )
-    doctor.add_argument(
+    option = doctor.add_argument
+    option(
         "target",
         metavar="module:function",
         help="or path/to/file.py:function; called without arguments, it returns (loss_fn, params, "
         "batch), where loss_fn(params, batch) is the loss",
     )
-    doctor.add_argument(
+    option(
         "--loss-scale",
         default="auto",
         metavar="SCALE",
         help='a power of two, 1 for none, or "auto", the largest that does not overflow on the '
         "batch (default: auto)",
     )
-    doctor.add_argument(
+    option(
         "--autocast",
         choices=("float16", "bfloat16"),
         help="compute the loss under `jaxscale.autocast` in this format, and "
         "compare it with the loss as it is written: would a float32 model survive?",
     )
-    doctor.add_argument(
+    option(
         "--quick",
         action="store_true",
         help="only look for what is not finite, for the largest loss scale, and for what limits "
         "it: no comparison with float32, no remedies, no report; in about three fifths of the time",
     )
-    doctor.add_argument(
+    option(
         "--output",
         default="jaxscale-doctor.html",
         metavar="FILE",
         help="the report, one HTML file (default: jaxscale-doctor.html)",
     )
-    doctor.add_argument(
-        "--json", action="store_true", help="print all results as JSON, and the text on stderr"
-    )
-    doctor.add_argument("--json-file", metavar="FILE", help="also write the JSON to this file")
-    doctor.add_argument(
-        "--traceback", action="store_true", help="for bad use, print the Python traceback too"
-    )
+    option("--json", action="store_true", help="print all results as JSON, and the text on stderr")
+    option("--json-file", metavar="FILE", help="also write the JSON to this file")
+    option("--traceback", action="store_true", help="for bad use, print the Python traceback too")
     return parser
 
 
@@ -172,7 +165,6 @@ def _wrap(text: str, indent: str) -> list[str]:
 
 
 def _record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:
-    """Returns all results as what `json.dumps` accepts."""
     counts = np.asarray(exam.histogram.counts, np.float64).sum(axis=1)
     histogram = exam.histogram._asdict() | {
         "counts": {str(k): n for k, n in zip(EXPONENTS, counts, strict=True) if n}

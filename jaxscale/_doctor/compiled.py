@@ -1,8 +1,4 @@
-"""The loss and its gradients as one compiled program, run at any loss scale.
-
-The trace of `exam` runs the same backward pass equation by equation. This one is fast, so the
-largest loss scale that fits is found with it.
-"""
+"""The loss and its gradients as one compiled program, fast enough to be run at many scales."""
 
 from typing import Any
 
@@ -22,10 +18,7 @@ _LEAST, _LARGEST, _MOST_PASSES = -14, 24, 10  # exponents of the loss scales to 
 
 
 class CompiledBackward:
-    """The backward pass of a target, compiled once.
-
-    `loss_of` is the loss as a function of `args`: the parameters and the arrays of the batch.
-    """
+    """The backward pass of a target: `loss_of` is its loss as a function of `args`."""
 
     def __init__(self, target: Target) -> None:
         def loss_of(params: Any, arrays: Any) -> Any:
@@ -44,13 +37,10 @@ class CompiledBackward:
         self._tried = 0
 
     def run(self, loss_scale: float) -> tuple[float, Any]:
-        """Returns the loss and the gradients at a loss scale."""
         loss, grads, _ = self._backward(init_state(loss_scale), *self.args)
         return float(loss), grads
 
     def calibrate(self) -> Calibration:
-        """Returns the largest loss scale that does not overflow."""
-
         def try_scale(exponent: int, batch: None) -> tuple[Any, bool]:
             self._tried += 1
             loss, _, finite = self._backward(init_state(2.0**exponent), *self.args)
@@ -67,27 +57,23 @@ class CompiledBackward:
         """
         passes = []
 
-        @jax.custom_vjp
-        def tap(params: Any) -> Any:
-            return params
-
         def count(_: None, cotangents: Any) -> tuple[Any]:
             jax.debug.callback(lambda: passes.append(None))
             return (cotangents,)
 
+        tap = jax.custom_vjp(lambda params: params)
         tap.defvjp(lambda params: (params, None), count)
         scaled = scale_backward(lambda params, arrays: self.loss_of(tap(params), arrays))
-
-        def run(params: Any, arrays: Any) -> Any:
-            return all_finite(value_and_grad(scaled, init_state(1.0))(params, arrays)[1])
-
+        grads = value_and_grad(scaled, init_state(1.0))
+        run = compile_fast(
+            lambda *args: all_finite(grads(*args)[1]), xla_allow_excess_precision=False
+        )
         try:
-            is_enough = bool(compile_fast(run, xla_allow_excess_precision=False)(*self.args))
+            is_enough = bool(run(*self.args))
         except TypeError:
             return None
         jax.effects_barrier()
         return len(passes) - 1, is_enough
 
     def how_far(self) -> str:
-        """Returns how many loss scales were tried, in words."""
         return f"{self._tried} tried"

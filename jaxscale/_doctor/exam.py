@@ -1,8 +1,4 @@
-"""The exam: all diagnostics of one loss on its parameters and one batch.
-
-`examine` finds the largest loss scale that fits, near which a dynamic scale would train, looks at
-each equation there, and counts the gradients. `findings` decides what is a problem.
-"""
+"""The exam: all diagnostics of one loss on its parameters and one batch."""
 
 import math
 from collections.abc import Iterator
@@ -45,39 +41,26 @@ class Exam(NamedTuple):
     loss: float
     loss_as_written: float | None  # without `jaxscale.autocast`; `None` if that was not used
     dtypes: tuple[str, ...]  # the formats in which the loss is computed
-    # The functions that `jax.custom_vjp` was given as backward rules, by the line that calls
-    # them, as `path/to/file.py:3`.
-    backward_rules: dict[str, str]
+    backward_rules: dict[str, str]  # by the line that calls a function with such a rule
     loss_scale: float  # the scale of the trace and the table of leaves
     shown_scale: float  # the scale at which formats are judged: the one given, or 1
     # The largest scale that does not overflow. `None` if none of the model's dtypes needs one, or
     # the loss itself is not finite.
     calibration: Calibration | None
-    # How often `scale_backward` repeats the backward pass, and whether it is finite then. `None` if
-    # there is no calibration, or if it refuses this loss.
-    repeats: tuple[int, bool] | None
+    repeats: tuple[int, bool] | None  # what `count_repeats` returns, after a calibration
     largest: float  # the largest magnitude among the gradients at the largest scale
     is_limited: bool  # whether a number on the way, far larger than the gradients, limits it
     trace: TraceReport  # where numbers get lost at the loss scale
     against: Against  # the gradients against those in float32
     ceiling: TracedNonfinite | None  # where the least loss scale that does not fit overflows
-    # The lines that in float32 let a higher loss scale fit, if the scale `is_limited` or the
-    # largest is below 1, and some were found.
-    relief: Relief | None
-    # The gradients at the shown scale against those at the largest. `None` if the shown scale is
-    # not lower.
-    comparison: Comparison | None
+    relief: Relief | None  # if the scale `is_limited` or the largest is below 1
+    comparison: Comparison | None  # gradients at the shown scale, if lower, and at the largest
     zero: tuple[str, ...]  # leaves whose gradient is 0 everywhere, in float32 if that is known
     leaves: LeafTable  # the gradients, leaf by leaf
     histogram: Histogram  # the gradients at the largest scale, where the fewest are flushed
     shares: dict[str, Shares]  # what each format keeps of these at the shown scale
     layers: Underflow  # the same for each layer
     suggestion: Suggestion  # the scale at which float16 would store these gradients best
-
-    @property
-    def is_half(self) -> bool:
-        """Whether anything is computed in a format with a smaller range than float32."""
-        return _is_half(self.dtypes)
 
     @property
     def is_right(self) -> bool:
@@ -96,7 +79,6 @@ class Exam(NamedTuple):
 
     @property
     def fits(self) -> float | None:
-        """The largest loss scale that does not overflow, if there is one."""
         return self.calibration.init_scale if self.calibration else None
 
 
@@ -110,8 +92,8 @@ def examine(
 ) -> Exam:
     """Returns the results of all diagnostics.
 
-    `loss_scale` is `None` for the largest that does not overflow, and `dtype` is the format in
-    which `jaxscale.autocast` computes the loss, `None` for the loss as it is written.
+    `loss_scale` is `None` for the largest that does not overflow. `jaxscale.autocast` computes the
+    loss in `dtype`, if there is one.
     """
     loss_as_written = None
     if dtype:
@@ -123,7 +105,7 @@ def examine(
     dtypes = _find_dtypes(program)
     progress("compiling the backward pass")
     loss, calibration, repeats = compiled.run(1.0)[0], None, None
-    if np.isfinite(loss) and _is_half(dtypes):
+    if np.isfinite(loss) and is_half(dtypes):
         progress("looking for the largest loss scale that fits", compiled.how_far)
         calibration = compiled.calibrate()
         if not is_quick:
@@ -200,8 +182,8 @@ def examine(
     )
 
 
-def _is_half(dtypes: tuple[str, ...]) -> bool:
-    # With fewer than float32's 8 bits of exponent: gradients may leave their range.
+def is_half(dtypes: tuple[str, ...]) -> bool:
+    """Returns whether any has a smaller range than float32, which gradients may leave."""
     return any(jnp.finfo(dtype).nexp < 8 for dtype in dtypes)
 
 
@@ -217,7 +199,6 @@ def _find_layers(histograms: Any, loss_scale: float) -> Underflow:
 
 
 def _find_dtypes(program: ClosedJaxpr) -> tuple[str, ...]:
-    """Returns the floating dtypes in which a loss is computed."""
     made = (var for eqn in _walk_equations(program) for var in eqn.outvars)
     dtypes = {getattr(var.aval, "dtype", None) for var in (*made, *program.jaxpr.outvars)}
     return tuple(sorted(str(d) for d in dtypes if d and jnp.issubdtype(d, jnp.floating)))
@@ -229,7 +210,6 @@ def _find_backward_rules(program: ClosedJaxpr) -> dict[str, str]:
 
 
 def _walk_equations(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
-    """Returns the equations of a program, and those that they hold."""
     for eqn in program.jaxpr.eqns:
         yield eqn
         for inner in programs(eqn):

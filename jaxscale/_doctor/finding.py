@@ -14,8 +14,6 @@ _MOST_NAMES = 5  # in a list
 
 
 class Finding(NamedTuple):
-    """Something that was found."""
-
     is_problem: bool  # whether something is wrong, and not only worth knowing
     title: str  # a sentence that says what was found
     details: tuple[str, ...] = ()  # more sentences: why, and what to do
@@ -53,12 +51,10 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def line_of(place: Place) -> str:
-    """Returns the file and line of an equation, if it has one."""
     return place.where or "no line of the model"
 
 
 def lines_of(places: Iterable[Place]) -> str:
-    """Returns the lines of some equations, each once."""
     return list_names(list(dict.fromkeys(map(line_of, places))))
 
 
@@ -74,7 +70,6 @@ def say_rounded(constant: TracedConstant) -> str:
 
 
 def rounded_at(place: Place, exam: Exam) -> list[str]:
-    """Returns which numbers of the line of an equation became 0 or inf."""
     return [
         f"{say_rounded(constant)}."
         for constant in exam.trace.constants

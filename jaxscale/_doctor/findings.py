@@ -42,7 +42,6 @@ def findings(exam: Exam) -> list[Finding]:
 
 
 def verdict(exam: Exam, found: Sequence[Finding]) -> str:
-    """Returns whether anything is wrong, in one sentence."""
     if problems := sum(finding.is_problem for finding in found):
         return f"Problems found: {problems}."
     needs = ", with a loss scale: it needs one" * (needs_scale(exam) and exam.is_auto)
@@ -64,7 +63,6 @@ def _find_constants(exam: Exam, named: set[tuple[str, int]]) -> Iterator[Finding
 
 
 def _find_gaps(exam: Exam) -> Iterator[Finding]:
-    """Notes what was not looked at."""
     if exam.trace.not_entered:
         yield note(
             f"It was not looked inside of {list_names(exam.trace.not_entered)}.",

@@ -16,8 +16,6 @@ _ROW = 2**15
 
 
 class LeafError(NamedTuple):
-    """What one leaf of the gradients lost."""
-
     path: str  # where it is, such as `params/Dense_0/kernel`
     flushed: float  # the share of the nonzero numbers that became 0
     error: float  # the norm of the difference, divided by the norm of what the leaf should be
@@ -40,7 +38,6 @@ def by_name(grads: Any) -> dict[str, np.ndarray]:
 
 
 def are_finite(grads: Mapping[str, np.ndarray]) -> bool:
-    """Returns whether all numbers of all leaves are finite."""
     return all(np.isfinite(leaf).all() for leaf in grads.values())
 
 
@@ -76,9 +73,8 @@ def _ratio(part: Any, whole: Any) -> float:
 def count_numbers(grads: Any, loss_scale: float) -> tuple[LeafCounts, Any]:
     """Returns what `leaf_counts` and `leaf_histograms` do, on the host.
 
-    These compile a program for each shape. A model has many, and compiling takes longer than
-    counting, so each leaf is counted in rows of one length, the last filled up with zeros, which
-    are taken off again.
+    These compile a program for each shape, which takes longer than counting. So each leaf is
+    counted in rows of one length, the last filled up with zeros, which are taken off again.
     """
     leaves, structure = jax.tree.flatten(grads)
     pairs = [_count_leaf(np.asarray(leaf), jnp.float32(loss_scale)) for leaf in leaves]

@@ -1,19 +1,16 @@
 """The report as one HTML page, with its picture inside: it needs no script and no network.
 
-The layout and most of the words are in `page.html.jinja`, which escapes whatever it is given. Here
-its data are prepared. Without Jinja2 there is no page, without matplotlib no picture, but text.
-
-The findings are about computation, numbers lost on the way to the gradients. The tables and the
-picture are about storage, what a format would lose of the gradients themselves: the page says so.
+The layout and most of the words are in `page.html.jinja`, which escapes whatever it is given.
 """
 
 import base64
 import importlib.resources
 import io
+import itertools
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..diagnostics._formats import FORMATS
 from ..diagnostics._histogram import Numbers, read
@@ -27,14 +24,7 @@ from .findings import verdict
 _MOST_LEAVES = 30  # in its table
 _MOST_LAYERS = 40  # in theirs
 _JUDGED = ("float16", "bfloat16")  # besides the formats that the model computes in
-
-
-class _Table(NamedTuple):
-    """The cells of a table, and sentences about the rows that it leaves out."""
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    others: Sequence[str]
+_MISSING = 'The {} needs {}, which is not installed: pip install "jaxscale[{}]".'
 
 
 def page(exam: Exam, found: Sequence[Finding]) -> tuple[str | None, str]:
@@ -42,14 +32,12 @@ def page(exam: Exam, found: Sequence[Finding]) -> tuple[str | None, str]:
     try:
         import jinja2
     except ImportError:
-        package = 'pip install "jaxscale[doctor]"'
-        return None, f"The page needs jinja2, which is not installed: {package}."
+        return None, _MISSING.format("page", "jinja2", "doctor")
     numbers = read("doctor", exam.histogram)
     has_sizes, missing = bool(numbers.counts.sum()), ""
     picture = _draw_picture(exam, numbers) if has_sizes else None
     if has_sizes and picture is None:
-        package = 'pip install "jaxscale[pictures]"'
-        missing = f"The picture needs matplotlib, which is not installed: {package}."
+        missing = _MISSING.format("picture", "matplotlib", "pictures")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -75,7 +63,6 @@ def page(exam: Exam, found: Sequence[Finding]) -> tuple[str | None, str]:
 
 
 def setting(exam: Exam) -> str:
-    """Returns the loss, the dtypes of the model, and the scale of the exam, in words."""
     scale = f"at loss scale {power(exam.loss_scale)}, as given"
     if exam.is_auto:
         scale = f"at loss scale {power(exam.loss_scale)}, the largest that does not overflow"
@@ -113,7 +100,7 @@ def _judged_formats(exam: Exam) -> list[str]:
     return [name for name in FORMATS if name in _JUDGED or name in exam.dtypes]
 
 
-def _tabulate_layers(exam: Exam) -> _Table:
+def _tabulate_layers(exam: Exam) -> dict[str, Any]:
     """Returns what each layer loses: for each format the share as text, and in percent."""
     formats, layers = _judged_formats(exam), exam.layers.layers
     # The shares of a layer without finite nonzero gradients are all 0.
@@ -134,16 +121,14 @@ def _tabulate_layers(exam: Exam) -> _Table:
         what = "less or nothing" if len(worst) < sum(map(bool, lost.values())) else "nothing"
         where = " or ".join(formats)
         others.append(f"Layers that lose {what} in {where}: {rest} of {len(layers)}.")
-    return _Table(formats, rows, others)
+    return {"headings": formats, "rows": rows, "others": others}
 
 
-def _tabulate_leaves(exam: Exam) -> _Table:
+def _tabulate_leaves(exam: Exam) -> dict[str, Any]:
     """Returns the leaves that have something to tell, without the columns that have nothing."""
     shown, others = partition_leaves(exam.leaves, _MOST_LEAVES)
-    headings, *rows = shown.cells()
-    kept = [
-        i
-        for i, column in enumerate(zip(headings, *rows, strict=True))
-        if i in (0, 1, len(headings) - 1) or not {"0", "0%", "-"}.issuperset(column[1:])
-    ]
-    return _Table([headings[i] for i in kept], [[row[i] for i in kept] for row in rows], others)
+    columns = list(zip(*shown.cells(), strict=True))
+    told = [not {"0", "0%", "-"}.issuperset(column[1:]) for column in columns]
+    told[0] = told[1] = told[-1] = True
+    headings, *rows = zip(*itertools.compress(columns, told), strict=True)
+    return {"headings": headings, "rows": rows, "others": others}

@@ -17,7 +17,6 @@ _MASK = r"mask|-\s*1e\d|finfo"
 
 
 def find_nonfinite(exam: Exam) -> Iterator[Finding]:
-    """Notes the inf and NaN in the loss, the auxiliary output and the gradients: problems."""
     report = exam.trace
     bad, worst = report.nonfinite_outputs, _list_worst_leaves(exam)
     reaching = [place for place in report.nonfinite if place.reaches]
@@ -64,12 +63,8 @@ def find_harmless_nonfinite(exam: Exam, named: set[tuple[str, int]]) -> Iterator
 
 
 def _find_in_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Finding:
-    names = list_names(
-        [
-            name.replace("args[0]", "params").replace("args[1]", "batch")
-            for name in exam.trace.nonfinite_arguments
-        ]
-    )
+    names = list_names(exam.trace.nonfinite_arguments)
+    names = names.replace("args[0]", "params").replace("args[1]", "batch")
     if not exam.trace.nonfinite_outputs:
         title = f"There is inf or NaN in {names}, but none in the loss or the gradients."
         return note(title, "This is fine for a mask.")

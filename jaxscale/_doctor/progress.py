@@ -14,11 +14,10 @@ Progress = Callable[..., None]
 
 
 class Spoken:
-    """Says on standard error what is done, once the whole takes longer than a few seconds.
+    """Says on standard error what is done, once the whole takes longer than `patience` in seconds.
 
     What takes long by itself is said again from time to time, with how far it is. A thread does
-    that, as it also runs while XLA compiles. `patience` is how many seconds may pass without a
-    word.
+    that, as it also runs while XLA compiles.
     """
 
     def __init__(self, patience: float) -> None:

@@ -48,13 +48,12 @@ class Relief(NamedTuple):
     """A higher loss scale, and the lines that must be in float32 for it to fit."""
 
     loss_scale: float
-    lines: tuple[str, ...]  # file and line of each
+    lines: tuple[str, ...]
 
 
 def find_relief(
     backward: TracedBackward, run: Run, first: Place, loss_scale: float
 ) -> Relief | None:
-    """Returns the lines, `first` among them, that in float32 let a loss scale fit, if few do."""
     trials = Trials(backward, run, lambda grads: 0.0 if are_finite(grads) else math.inf, loss_scale)
     found = trials.find_remedy(first, _MOST_RELIEVED)
     return Relief(loss_scale, found.lines) if found.works else None

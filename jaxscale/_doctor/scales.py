@@ -1,8 +1,7 @@
 """Findings on the loss scale: whether one is needed, which one fits, and how to start training.
 
-A low scale is not a bad one. Twice the loss has twice the gradients and half the scale, so a sum
-has a low one. What counts is how far the gradients stay below what float16 holds at that scale: far
-below, if a number on the way to them is much larger than they are.
+A low scale is not a bad one: twice the loss has twice the gradients and half the scale. What counts
+is how far the gradients stay below what float16 holds at that scale.
 """
 
 import math
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 from .._policies.dynamic import DynamicLossScale
 from ..diagnostics._text import number, percent, power
-from .exam import Exam
+from .exam import Exam, is_half
 from .finding import Finding, join_lines, line_of, note
 
 _NEEDED = 0.01  # a loss scale is needed if more than this share of the gradients is lost without it
@@ -23,11 +22,8 @@ _ROOM = 2.0**-10  # how far a scale that must be below 1 may still fall
 class Start(NamedTuple):
     """How to start training at the largest loss scale that fits."""
 
-    # How many of the first steps the default rule skips, if all are like this batch; `None` if it
-    # skips every step, however many.
-    skipped: int | None
-    # The `retries` with which the first step finds the scale; `None` if none do.
-    retries: int | None
+    skipped: int | None  # first steps like this batch that the default rule skips; `None` for all
+    retries: int | None  # with so many the first step finds the scale; `None` if none do
     code: str  # the line to write
 
 
@@ -48,15 +44,13 @@ def find_start(exam: Exam) -> Start | None:
 
 
 def needs_scale(exam: Exam) -> bool:
-    """Returns whether too much of the gradients is lost at the scale given, or without one."""
     compared = exam.comparison
     return compared is not None and max(compared.flushed, compared.error) > _NEEDED
 
 
 def find_scale(exam: Exam) -> Iterator[Finding]:
-    """Notes which loss scale is needed and fits: a problem if the default rule skips every step."""
     start = find_start(exam)
-    if not exam.is_half:
+    if not is_half(exam.dtypes):
         yield note(
             f"The model computes in {' and '.join(exam.dtypes)}, and needs no loss scale.",
             "`jaxscale.skip_nonfinite(optimizer)` keeps a bad batch from ruining the run.",
@@ -100,7 +94,6 @@ def find_inward_growth(exam: Exam) -> Iterator[Finding]:
 
 
 def _judge_shown_scale(exam: Exam) -> str:
-    """Returns what becomes of the gradients at the scale given, or without one."""
     needed, compared = needs_scale(exam), exam.comparison
     losses = "the gradients are the same to the last bit"
     if compared and compared.error:
@@ -116,7 +109,6 @@ def _judge_shown_scale(exam: Exam) -> str:
 
 
 def _judge_largest_scale(exam: Exam, start: Start) -> str:
-    """Returns which scale is the largest that does not overflow."""
     fits = power(exam.fits or 0.0)
     if exam.calibration is None or exam.calibration.overflows_at is None:
         return f"On this batch no loss scale up to {fits}, the largest tried, overflows."
@@ -127,7 +119,6 @@ def _judge_largest_scale(exam: Exam, start: Start) -> str:
 
 
 def _judge_room(exam: Exam) -> list[str]:
-    """Returns whether the largest loss scale is low for the size of the gradients."""
     fits = exam.fits or 1.0
     if exam.is_limited and fits < _LOW:
         return [
@@ -146,7 +137,6 @@ def _judge_room(exam: Exam) -> list[str]:
 
 
 def _say_how_to_start(exam: Exam, start: Start) -> list[str]:
-    """Returns which of the first steps the default rule skips, and the line that skips none."""
     if start.skipped is None:
         return [
             f"Make the loss smaller, a mean and not a sum, or write `{start.code}`: below 1 a loss "
@@ -162,7 +152,6 @@ def _say_how_to_start(exam: Exam, start: Start) -> list[str]:
 
 
 def _say_limit(exam: Exam) -> list[str]:
-    """Returns what overflows at the least scale that does not fit, and what helps."""
     place = exam.ceiling
     if place is None:
         return []

@@ -1,7 +1,6 @@
 """The target of the doctor: a function that is found, imported and called.
 
-It returns a loss function, parameters and a batch. These are checked here without running the
-loss, so that bad use ends in one sentence instead of a traceback (`TargetError`).
+What it returns is checked without running the loss, so that bad use ends in one sentence.
 """
 
 import importlib
@@ -33,8 +32,6 @@ class TargetError(ValueError):
 
 
 class Target(NamedTuple):
-    """What to examine."""
-
     name: str  # the target, as named on the command line
     # Takes `params` and `batch`, and returns the loss, or a pair that begins with it.
     loss_fn: Callable[[Any, Any], Any]
@@ -75,7 +72,6 @@ def load(name: str) -> Target:
 
 
 def _import(place: str) -> ModuleType:
-    """Returns the module at the path of a file, or of a name."""
     is_file = place.endswith(".py")
     if is_file and not os.path.isfile(place):
         raise TargetError(f"The file {place} does not exist.")

@@ -15,7 +15,6 @@ _BITS = {"float16": 10, "bfloat16": 7}  # of the mantissas
 
 
 def find_wrong(exam: Exam) -> Iterator[Finding]:
-    """Notes gradients that are finite, but far from those in float32: a problem."""
     against = exam.against
     if not against.wrong or against.comparison is None:
         return
@@ -26,8 +25,7 @@ def find_wrong(exam: Exam) -> Iterator[Finding]:
     if worst.flushed == 1:
         off = "flushed to 0"
     title = f"Everything is finite, but {count} gradients are wrong{at}: {worst.path} is {off}."
-    of_leaves = [f"Wrong gradients, worst first: {list_names(against.wrong)}."]
-    of_leaves += _say_losses(exam)
+    of_leaves = [f"Wrong gradients, worst first: {list_names(against.wrong)}.", *_say_losses(exam)]
     if against.culprit is None:
         places = [place for place in exam.trace.underflows if _may_matter(place)]
         where = [f"Most of the numbers become 0 at {lines_of(places)}."] if places else []
@@ -77,7 +75,6 @@ def say_remedy(remedy: Remedy, exam: Exam, where: str) -> str:
 
 
 def say_how_to_widen(exam: Exam) -> str:
-    """Returns how a line is computed in float32."""
     if exam.is_of_autocast:
         return (
             "Exempt it from autocast: call what this line calls, or a function of this line, "
@@ -121,7 +118,6 @@ def _may_matter(place: TracedUnderflow) -> bool:
 
 
 def find_zeros(exam: Exam) -> Iterator[Finding]:
-    """Notes leaves whose gradient is 0 everywhere: a problem if that is all of them."""
     zero, rows = exam.zero, exam.leaves.rows
     if not zero or exam.trace.nonfinite_outputs:
         return

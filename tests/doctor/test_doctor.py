@@ -1,6 +1,5 @@
-"""The command: what it finds, what it writes where, and what it says about bad use."""
+"""The command: what it finds and advises, what it writes where, and what it says about bad use."""
 
-import functools
 import json
 import os
 import pathlib
@@ -27,16 +26,21 @@ MODELS = '''
 import jax
 import jax.numpy as jnp
 
+HALF, FULL = jnp.float16, jnp.float32
 W = {"w": jnp.array([1.0, 2.0]), "unused": jnp.ones(2), "count": jnp.arange(2)}
 X = {"x": jnp.array([1.0, 3.0]), "name": "a batch"}
+ROWS = jnp.array([[1.0, 2.0, 3.0], [0.5, -1.0, 2.0]])
 
-def half(scale=1.0, after=1.0):
+def model(of, params=W, batch=X, reduce=jnp.mean):
+    return lambda: ((lambda p, b: reduce(of(p, b).astype(FULL))), params, batch)
+
+def half(scale=1.0, after=1.0, **batch):
     """A loss of x * w in float16, whose product or gradient is too large or too small."""
-    def loss_fn(params, batch):
-        y = (batch["x"] * params["w"]).astype(jnp.float16)
-        y = y * jnp.float16(scale) * jnp.float16(scale)  # the line
-        return jnp.mean(y.astype(jnp.float32)) * after
-    return loss_fn, W, X
+    def loss_fn(p, b):
+        y, by = (b["x"] * p["w"]).astype(HALF), b.get("by", HALF(scale))
+        y = y * by * by  # the line
+        return jnp.mean(y.astype(FULL)) * after
+    return loss_fn, W, X | batch
 
 def fine():
     print("the model prints")
@@ -45,130 +49,106 @@ def fine():
 overflow = lambda: half(60000.0)
 underflow = lambda: half(2.0**-20)
 tiny = lambda: half(1.0, 2.0**-28)  # gradients that float16 flushes without a loss scale, and keeps with one
+# One of two leaves loses all without a loss scale, and the other nothing.
+uneven = lambda: ((lambda p, b: tiny()[0](p, b) + jnp.sum(p["b"])), W | {"b": jnp.ones(2)}, X)
 summed = lambda: half(1.0, 2.0**9)  # as a loss over many examples: large gradients, and only a low scale fits
 below = lambda: half(1.0, 2.0**20)  # so large that no scale of at least 1 fits
-bad_batch = lambda: (half()[0], W, X | {"x": jnp.array([1.0, jnp.nan])})
-wide = lambda: ((lambda params, batch: jnp.mean((batch["x"] * params["w"]) ** 2)), W, X)
-disconnected = lambda: ((lambda params, batch: jnp.sum(batch["x"]) + 0 * params["w"][0]), W, X)
-
-def uneven():  # one of two leaves loses all without a loss scale, and the other nothing
-    loss_fn, params, batch = tiny()
-    return (lambda params, batch: loss_fn(params, batch) + jnp.sum(params["b"])), params | {"b": jnp.ones(2)}, batch
-
-def inward(by=2.0**9, after=2.0**-10):  # small where it enters float16, then larger by `by` squared
-    def loss_fn(params, batch):
-        y = (batch["x"] * params["w"]).astype(jnp.float16)
-        y = y * batch["by"] * batch["by"]  # larger
-        return jnp.mean(y.astype(jnp.float32)) * after
-    return loss_fn, W, {"x": X["x"] * 2.0**6 / by**2, "by": jnp.full(2, by, jnp.float16)}
-
+# Small where it enters float16, then larger by `by` squared.
+inward = lambda by=2.0**9, after=2.0**-10: half(after=after, x=X["x"] * 2.0**6 / by**2, by=jnp.full(2, by, HALF))
 far_inward = lambda: inward(2.0**14, 2.0**-24)
+bad_batch = lambda: half(x=jnp.array([1.0, jnp.nan]))
+wide = model(lambda p, b: (b["x"] * p["w"]) ** 2)
+disconnected = model(lambda p, b: jnp.sum(b["x"]) + 0 * p["w"][0])
 
-def dense():  # float32 models: one for which autocast is fine, ...
-    def loss_fn(params, x):
-        return jnp.mean((x @ params["w"]) ** 2) * 2.0**-30
-    return loss_fn, W, jnp.array([[1.0, 3.0]] * 2)
+# float32 models: one for which autocast is fine, one with a product that float16 cannot hold, and one where it holds the
+# product, but only every fourth number near it.
+dense = model(lambda p, x: (x @ p["w"]) ** 2 * 2.0**-30, batch=jnp.array([[1.0, 3.0]] * 2))
+scores = model(lambda p, x: jnp.log(
+    x @ p["w"]  # the product
+), batch=jnp.array([[4e4, 4e4]] * 2))
+rounded = model(lambda p, x: (x @ p["w"] - 4096) ** 2, {"w": jnp.ones(2)}, jnp.array([[4096, 2.5]] * 2))
 
-def scores():  # ..., one with a product that float16 cannot hold, ...
-    def loss_fn(params, x):
-        y = x @ params["w"]  # the product
-        return jnp.mean(jnp.log(y))
-    return loss_fn, W, jnp.array([[4e4, 4e4]] * 2)
+# Parameters whose containers look like anything else.
+in_a_pair = model(lambda p, x: (x * p[0].astype(HALF)).astype(FULL) + p[1][1], (jnp.ones(2), (jnp.ones(3), FULL(1))), jnp.ones(2, HALF))
+confident = model(lambda p, x: -jnp.log(  # the ceiling: the logarithm's derivative of up to 1e6 limits the loss scale
+    jax.nn.softmax((x * p["w"]).astype(HALF)) + 1e-6
+), batch=jnp.array([[5.0, 0.0]]))
+# The gradient of each number is less than float16 holds, but their sum is not.
+on_the_way = model(lambda p, x: (x @ p["w"].astype(HALF)).astype(FULL) * 2.0**-30, {"w": jnp.ones(2)}, jnp.full((2**12, 2), 100, HALF), jnp.sum)
+# A softmax that flushes nearly all of its numbers to zero, as it should.
+sure = model(lambda p, _: p["values"].astype(HALF) *
+    jax.nn.softmax(p["logits"].astype(HALF)),  # the softmax
+    {"logits": jnp.zeros(1000).at[0].set(18.0), "values": jnp.ones(1000)}, None, jnp.sum)
+# What is added to all logits has no gradient but rounding, in float32, too.
+cancels = model(lambda p, x: jax.nn.softmax((x * p["w"] + p["b"]).astype(HALF)) * x.astype(HALF),
+    {"w": jnp.array([1.0, 2.0, 0.7]), "b": jnp.float32(0.3)}, jnp.array([[0.3, -1.1, 0.9], [1.7, 0.4, -0.6]]), jnp.sum)
+# An additive mask in the batch, with infinities on purpose.
+masked = model(lambda p, mask: jax.nn.softmax(p["w"].astype(HALF) + mask)[:1], {"w": jnp.ones(3)}, jnp.array([0.0, 0.0, -jnp.inf], HALF))
 
-def rounded():  # ... and one where it holds the product, but only every fourth number near it
-    return (lambda params, x: jnp.mean((x @ params["w"] - 4096) ** 2)), {"w": jnp.ones(2)}, jnp.array([[4096, 2.5]] * 2)
+def divided(p, x):
+    y = x.astype(HALF) * p["w"].astype(HALF)
+    return y / jnp.sqrt(jnp.mean(y * y, axis=1, keepdims=True) + 1e-9)  # divides
 
-def in_a_pair():  # parameters whose containers look like anything else
-    return (lambda params, x: jnp.mean((x * params[0].astype(jnp.float16)).astype(jnp.float32)) + params[1][1]), (jnp.ones(2), (jnp.ones(3), jnp.float32(1))), jnp.ones(2, jnp.float16)
-
-def confident():  # the logarithm's derivative of up to 1e6 limits the loss scale
-    def loss_fn(params, x):
-        p = jax.nn.softmax((x * params["w"]).astype(jnp.float16))
-        return -jnp.mean(jnp.log(p + 1e-6)).astype(jnp.float32)  # the ceiling
-    return loss_fn, W, jnp.array([[5.0, 0.0]])
-
-def on_the_way():  # the gradient of each number is less than float16 holds, but their sum is not
-    def loss_fn(params, x):
-        return jnp.sum((x @ params["w"].astype(jnp.float16)).astype(jnp.float32)) * 2.0**-30
-    return loss_fn, {"w": jnp.ones(2)}, jnp.full((2**12, 2), 100, jnp.float16)
-
-def sure():  # a softmax that flushes nearly all of its numbers to zero, as it should
-    def loss_fn(params, batch):
-        weights = jax.nn.softmax(params["logits"].astype(jnp.float16))  # the softmax
-        return jnp.sum((weights * params["values"].astype(jnp.float16)).astype(jnp.float32))
-    return loss_fn, {"logits": jnp.zeros(1000).at[0].set(18.0), "values": jnp.ones(1000)}, None
-
-def cancels():  # what is added to all logits has no gradient but rounding, in float32, too
-    def loss_fn(params, x):
-        y = jax.nn.softmax((x * params["w"] + params["b"]).astype(jnp.float16))
-        return jnp.sum((y * x.astype(jnp.float16)).astype(jnp.float32))
-    return loss_fn, {"w": jnp.array([1.0, 2.0, 0.7]), "b": jnp.float32(0.3)}, jnp.array([[0.3, -1.1, 0.9], [1.7, 0.4, -0.6]])
-
-def masked(hidden=-jnp.inf):  # an additive mask in the batch, with infinities on purpose
-    def loss_fn(params, mask):
-        return jnp.mean(jax.nn.softmax(params["w"].astype(jnp.float16) + mask).astype(jnp.float32)[:1])
-    return loss_fn, {"w": jnp.ones(3)}, jnp.array([0.0, 0.0, hidden], jnp.float16)
-
-def epsilon():
-    def loss_fn(params, x):
-        y = x.astype(jnp.float16) * params["w"].astype(jnp.float16)
-        return jnp.mean((y / jnp.sqrt(jnp.mean(y * y, axis=1, keepdims=True) + 1e-9)).astype(jnp.float32))  # divides
-    return loss_fn, W, jnp.array([[1.0, 2.0], [0.0, 0.0]])
-
-def pair(bad=0.0):
-    loss_fn, params, batch = half()
-    return (lambda params, batch: (loss_fn(params, batch), {"name": "x", "ratio": 1 / (1 - bad * batch["x"])})), params, batch
-
+epsilon = model(divided, batch=jnp.array([[1.0, 2.0], [0.0, 0.0]]))
+pair = lambda bad=0.0: ((lambda p, b: (half()[0](p, b), {"name": "x", "ratio": 1 / (1 - bad * b["x"])})), W, X)
 bad_pair = lambda: pair(1.0)
+best = lambda: ((lambda p, b: (half()[0](p, b), {"best": jnp.array(jnp.inf)})), W, X)
 
 def repeated(first=0.0):  # five equal operations are at fault, and before them one as bad as `first` of them
-    def loss_fn(params, batch):
-        tiny, y = half(2.0**-22)[0], (batch["x"] * params["w"]).astype(jnp.float16)
-        y = y * jnp.float16(2.0**-22) * jnp.float16(2.0**-22)  # the worst
-        return first * jnp.mean(y.astype(jnp.float32)) + sum(tiny(params, batch) for _ in range(5))
+    def loss_fn(p, b):
+        y = (b["x"] * p["w"]).astype(HALF)
+        y = y * HALF(2.0**-22) * HALF(2.0**-22)  # the worst
+        return first * jnp.mean(y.astype(FULL)) + sum(half(2.0**-22)[0](p, b) for _ in range(5))
     return loss_fn, W, X
 
 mostly_one = lambda: repeated(10.0)
-best = lambda: ((lambda params, batch: (half()[0](params, batch), {"best": jnp.array(jnp.inf)})), W, X)
-harmless = lambda: ((lambda params, batch: jnp.mean(((batch["x"] * params["w"]).astype(jnp.float16) + 1e-9).astype(jnp.float32))), W, X)
+harmless = model(lambda p, b: (b["x"] * p["w"]).astype(HALF) + 1e-9)
+NAN = jnp.array(jnp.nan)
+given = model(lambda p, b: (b["x"] * p["w"]).astype(HALF) / 70000,
+    reduce=lambda y: jnp.mean(y) * NAN)
 
-def given(nan=jnp.array(jnp.nan)):  # and a number that float16 does not hold
-    def loss_fn(params, batch):
-        y = (batch["x"] * params["w"]).astype(jnp.float16) / 70000
-        return jnp.mean(y.astype(jnp.float32)) * nan
-    return loss_fn, W, X
+def ratio(b):  # XLA divides by multiplying with the inverse, which is inf
+    return b["x"].astype(HALF) * HALF(2.0**-17) / (jnp.ones(2, HALF) * HALF(2.0**-18))
 
-def rewritten(of=lambda y: y):  # XLA divides by multiplying with the inverse, which is inf
-    def loss_fn(params, batch):
-        y = batch["x"].astype(jnp.float16) * jnp.float16(2.0**-17)
-        y = y / (jnp.ones(2, jnp.float16) * jnp.float16(2.0**-18))
-        return jnp.mean(params["w"] * of(y).astype(jnp.float32))
-    return loss_fn, W, X
+rewritten = model(lambda p, b: p["w"] * ratio(b).astype(FULL))
+inverted = model(lambda p, b: p["w"] * (1 / (1 + ratio(b))).astype(FULL))  # finite again, but 0
 
-inverted = lambda: rewritten(lambda y: 1 / (1 + y))  # finite again, but 0
+def total(p, b):  # float32 adds these numbers to 0, and float16 does not
+    total = jax.lax.reduce_sum(b["x"] * 1, axes=(0,))  # the sum
+    return (total * 1).astype(FULL) * jnp.sum(p["w"]) + jnp.sum(p["w"])
 
-def cancelled():  # float32 adds these numbers to 0, and float16 does not
-    def loss_fn(params, batch):
-        total = jax.lax.reduce_sum(batch["x"] * 1, axes=(0,))  # the sum
-        return (total * 1).astype(jnp.float32) * jnp.sum(params["w"]) + jnp.sum(params["w"])
-    return loss_fn, W, {"x": jnp.array([2048, 1, -2048, -1], jnp.float16)}
+cancelled = model(total, batch={"x": jnp.array([2048, 1, -2048, -1], HALF)})
 
 def mapped():
     one, everywhere = jax.sharding.Mesh(jax.devices()[:1], ("d",)), jax.sharding.PartitionSpec()
-    double = jax.shard_map(lambda w: w.astype(jnp.float16) * 2, mesh=one, in_specs=everywhere, out_specs=everywhere)
-    return (lambda params, batch: jnp.mean(double(params["w"]).astype(jnp.float32) * batch["x"])), W, X
+    double = jax.shard_map(lambda w: w.astype(HALF) * 2, mesh=one, in_specs=everywhere, out_specs=everywhere)
+    return model(lambda p, b: double(p["w"]).astype(FULL) * b["x"])()
 
 def odd():  # leaves that are functions, or have a dtype but are not arrays
     import flax.linen as nn
     import numpy as np
-    loss_fn, params, batch = half()
-    odd = {"type": jnp.float16, "numpy": np.float32, "aval": jax.ShapeDtypeStruct((2,), jnp.float16),
-           "module": nn.Dense(2, dtype=jnp.float16), "act": jnp.tanh}
-    return (lambda p, b: p["act"](loss_fn(p, b).astype(b["layers"]["aval"].dtype))), params | odd, batch | {"layers": odd}
+    odd = {"type": HALF, "numpy": np.float32, "aval": jax.ShapeDtypeStruct((2,), HALF), "module": nn.Dense(2, dtype=HALF), "act": jnp.tanh}
+    return (lambda p, b: p["act"](half()[0](p, b).astype(b["layers"]["aval"].dtype))), W | odd, X | {"layers": odd}
 
-def no_scale_fits():  # the loss is finite, but its gradient at 0 is not
-    return (lambda params, batch: jnp.sum(jnp.sqrt(params["w"] * 0).astype(jnp.float16) * 1.0).astype(jnp.float32)), W, X
+@jax.custom_vjp
+def scaled(x):
+    return x
+
+def scaled_backward(_, cotangent):
+    return (cotangent * HALF(60000) * HALF(60000),)
+
+scaled.defvjp(lambda x: (x, None), scaled_backward)
+no_scale_fits = model(lambda p, b: jnp.sqrt(p["w"] * 0).astype(HALF) * 1.0, reduce=jnp.sum)  # the loss is finite, but its gradient at 0 is not
 '''
+# One line of it is wrong, and another in its place is what the advice says.
+ADVISED = """
+def advised():
+    def loss_fn(params, x):
+        w = params["w"].astype(HALF)
+        {}
+        return jnp.mean(y.astype(FULL))
+    return loss_fn, {{"w": jnp.array([1.0, 0.5, 2.0])}}, {}
+"""
 
 
 @pytest.fixture
@@ -181,6 +161,11 @@ def models(tmp_path, monkeypatch):
     yield path
     for name in ("doctored", "f"):
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # they take time
 
 
 def run(capsys, target, *options):
@@ -198,7 +183,7 @@ LINE = line("# the line")
 # name: (options, exit status, what the text says, what it does not)
 CASES = {
     "fine": ([], 0, ["Nothing is wrong.", "the largest that does not overflow"], ["Problems"]),
-    "overflow": ([], 1, [f"It begins at doctored.py:{LINE}", "y = y * jnp.float16(scale)", "Problems found: 1.", "The loss is inf"], ["needs no", "lower"]),
+    "overflow": ([], 1, [f"It begins at doctored.py:{LINE}", "y = y * by * by", "Problems found: 1.", "The loss is inf"], ["needs no", "lower"]),
     "underflow": ([], 1, ["Problems found: 1.", "1 of 2 gradients are wrong", ": w is flushed to 0. It begins", f"at doctored.py:{LINE}"], ["nan"]),
     "tiny": ([], 0, ["Nothing is wrong, with a loss scale: it needs one.", "without one 100% of the nonzero"], ["Problems"]),
     "tiny at 1": (["--loss-scale", "1"], 1, ["It needs a loss scale: without one 100%"], ["Nothing"]),
@@ -211,7 +196,7 @@ CASES = {
          "From 2**15, the default rule skips steps first, 8 in all: write", "(init_scale=2**7))`, or use `retries=10` or"],
         ["low:", "shrink", "costs next to nothing"],
     ),
-    "inward": ([], 0, ["repeats the backward pass of this batch once.", "jaxscale.scale_backward(loss_fn, scale=2**6)", "# larger"], ["not enough"]),
+    "inward": ([], 0, ["repeats the backward pass of this batch once.", "jaxscale.scale_backward(loss_fn, scale=2**6)", "# the line"], ["not enough"]),
     "far_inward": ([], 0, ["twice, which is not enough.", "jaxscale.scale_backward(loss_fn, scale=2**10)"], []),
     "below": (
         [], 1,
@@ -291,8 +276,7 @@ CASES = {
     CASES,
     fast=["rounded in float16", "uneven at 8", "overflow with --quick", "confident with --quick"],
 )
-def test_it_says_what_is_wrong_and_where(name, models, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take time
+def test_it_says_what_is_wrong_and_where(name, models, no_pictures, capsys):
     options, expected, says, says_not = CASES[name]
     status, out, err = run(capsys, f"doctored:{name.split()[0]}", *options)
     assert (status, err) == (expected, "")
@@ -304,6 +288,47 @@ def test_it_says_what_is_wrong_and_where(name, models, capsys, monkeypatch):
     if "--quick" not in options:
         page = re.sub(r"\s+", " ", pathlib.Path("jaxscale-doctor.html").read_text())
         assert all(f"<code>{code}</code>" in page for code in re.findall("write `(.*?)`", flowing))
+
+
+# name: (the batch, what is said, the faulty line, what of it is replaced, what by)
+ADVICE = {
+    "mask": ("ROWS", "For a mask, use -1e4 instead of -1e9", "y = jax.nn.softmax(jnp.where(x > 5, x * w, -1e9).astype(HALF)) * w", "-1e9", "-1e4"),
+    "an epsilon": (
+        "jnp.array([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])", "Compute this line in float32",
+        "z = x.astype(HALF) * w; y = x * z / (jnp.sum(jnp.abs(z), 1, keepdims=True) + 1e-9)", "x.astype(HALF) * w", "(x.astype(HALF) * w).astype(FULL)",
+    ),
+    "an arc": ("jnp.ones((2, 3))", "Keep the operand away: clip it", "y = jnp.arccos(jnp.clip(x.astype(HALF) * w, -1, 1))", "-1, 1", "-0.999, 0.999"),
+    "a negative variance": (
+        "jnp.zeros((2, 3))", "An epsilon does not help", "z = x.astype(HALF) - w; y = jnp.sqrt(jnp.sum(z * z, 1) - jnp.sum(z, 1) ** 2 - 1)",
+        "jnp.sum(z * z, 1) - jnp.sum(z, 1) ** 2 - 1", "jnp.mean((z - jnp.mean(z, 1, keepdims=True)) ** 2, 1)",
+    ),
+    "an exponential": (
+        "jnp.array([[90.0, 2.0, 3.0], [1.0, 2.0, -1.0]])", "clip the exponent",
+        "y = jnp.exp((x.astype(HALF) * w).astype(FULL))", "(x.astype(HALF) * w).astype(FULL)", "jnp.minimum((x.astype(HALF) * w).astype(FULL), 5.0)",
+    ),
+    "a number of elements": ("jnp.ones((1000, 3))", "70000 is inf in float16.", "y = (x.astype(HALF) * w).sum(0) / 70000", ".sum(0)", ".sum(0).astype(FULL)"),
+    "positions": ("jnp.arange(5000)[::7, None]", "Compute this line in float32", "y = jnp.sin(x.astype(HALF) * w)", "HALF) * w", "FULL) * params['w']"),
+    "a rule of one's own": ("ROWS", "`scaled_backward`", "y = scaled(x.astype(HALF) * w)", "scaled(x.astype(HALF) * w)", "x * w"),
+    "an index": ("jnp.arange(4)", "An index is out of range", "y = jnp.take(w, x)", "x)", "jnp.minimum(x, 2))"),
+}  # fmt: skip
+
+
+@cases("name", ADVICE, fast=["an index"])
+def test_what_is_said_helps(name, models, no_pictures, capsys):
+    batch, said, faulty, *replaced = ADVICE[name]
+
+    def doctor(line):
+        models.write_text(MODELS + ADVISED.format(line, batch))
+        status, out, _ = run(capsys, f"{models.name}:advised")
+        return status, re.sub(r"\s+", " ", out)
+
+    status, text = doctor(faulty)
+    number = len(MODELS.splitlines()) + ADVISED.splitlines().index("        {}") + 1
+    assert status == 1, text
+    assert f"begins at doctored.py:{number}" in text
+    assert said in text
+    status, text = doctor(faulty.replace(*replaced))
+    assert (status, text[:16]) == (0, "Nothing is wrong"), text
 
 
 @cases("unit", range(-4, 25), fast=[9])
@@ -334,8 +359,7 @@ def test_training_skips_what_is_said(unit, models, capsys):
             assert opt_state.total_notfinite == (20 if skipped is None else skipped)
 
 
-def test_json_goes_to_standard_output_alone_or_to_a_file(models, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+def test_json_goes_to_standard_output_alone_or_to_a_file(models, no_pictures, capsys):
     status, out, err = run(capsys, "doctored:fine", "--json", "--json-file", "results.json")
     assert status == 0
     results = json.loads(out)
@@ -374,7 +398,7 @@ BAD_USE = {
     "no colon": ("doctored", None, "The target must be module:function or path/to/file.py:function, got"),
     "no file": ("nowhere.py:f", None, "The file nowhere.py does not exist."),
     "no module": ("nowhere.at.all:f", None, "There is no module nowhere"),
-    "no function": ("doctored:typo", None, "no function `typo` in doctored; it has half, fine"),
+    "no function": ("doctored:typo", None, "no function `typo` in doctored; it has model, half, fine"),
     "a value": ("doctored:W", None, "`W` in doctored is not a function, but `dict`"),
     "does not parse": ("f.py:f", "def f(:", "f.py does not import: SyntaxError"),
     "does not import": ("f.py:f", "import nowhere", "f.py does not import: ModuleNotFoundError"),
@@ -426,7 +450,6 @@ def test_bad_use_is_told_in_a_sentence(name, models, capsys):
 
 def test_signs_of_life_go_to_standard_error(models, capsys, monkeypatch):
     monkeypatch.setattr(cli, "_PATIENCE", -1.0)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     status, out, err = run(capsys, "doctored:masked", "--quick")
     assert status == 0
     lines = err.splitlines()
@@ -465,18 +488,17 @@ def test_what_cannot_be_written_does_not_hide_the_results(models, capsys):
 
 @pytest.mark.slow
 def test_from_a_shell(tmp_path):
-    command = [sys.executable, "-m", "jaxscale"]
-    shell = functools.partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)
-    bad = shell([*command, "doctor", "nowhere:f"], check=False)
-    assert (bad.returncode, bad.stdout) == (2, "")
-    assert "Traceback" not in bad.stderr
+    def shell(*words, **env):
+        command, env = [sys.executable, "-m", "jaxscale", "doctor", *words], os.environ | env
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+
     (tmp_path / "f.py").write_text(
         "import numpy as np\ndef f(): return (lambda p, b: p.sum()), np.ones(3, np.float32), None"
     )
-    absent = shell(
-        [*command, "doctor", "f.py:f"], check=False, env=os.environ | {"JAX_PLATFORMS": "cuda"}
-    )
-    assert (absent.returncode, absent.stdout) == (2, "")
+    absent = shell("f.py:f", JAX_PLATFORMS="cuda")
+    for bad in (absent, shell("nowhere:f")):
+        assert (bad.returncode, bad.stdout) == (2, "")
+        assert "Traceback" not in bad.stderr
     assert "JAX has no device to run on: cuda is not there." in absent.stderr
-    assert "Traceback" not in absent.stderr
-    assert "Exit status: 0 if" in shell([*command, "doctor", "--help"], check=True).stdout
+    told = shell("--help")
+    assert (told.returncode, "Exit status: 0 if" in told.stdout) == (0, True)

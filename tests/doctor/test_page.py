@@ -46,10 +46,11 @@ LINE = next(i for i, line in enumerate(MODEL.splitlines(), 1) if "60000" in line
 class Page(html.parser.HTMLParser):
     """A page as its elements, with tags and attributes, its text, and the text of each element."""
 
-    def __init__(self, text):
+    def __init__(self, source, missing):
         super().__init__()
         self.tags, self.text, self.texts, self.open = [], "", {}, []
-        self.feed(text)
+        self.source, self.missing = source, missing
+        self.feed(source)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
@@ -87,28 +88,27 @@ def no_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
 
-def with_grads(exam, grads, loss_scale=1.0, shown=None):
-    """The same exam, but with other gradients."""
+def with_grads(exam, grads, loss_scale=1.0, shown=None, **others):
+    """The page of the same exam, but with other gradients."""
     histograms = jax.tree.map(HISTOGRAM, grads)  # compiled once, not once for each leaf
     leaves = jax.tree.leaves(histograms, is_leaf=lambda node: isinstance(node, tuple))
     shown = shown or loss_scale
     counts = diagnostics.leaf_counts(grads, loss_scale=loss_scale)
-    return exam._replace(
-        loss_scale=loss_scale,
-        shown_scale=shown,
-        is_auto=shown != loss_scale,
+    others |= {"loss_scale": loss_scale, "shown_scale": shown, "is_auto": shown != loss_scale}
+    exam = exam._replace(
         leaves=diagnostics.table(counts),
         histogram=jax.tree.map(lambda *counts: sum(counts), *leaves),
         layers=diagnostics.underflow(histograms, loss_scale=shown),
+        **others,
     )
+    return Page(*page(exam, []))
 
 
 def test_it_holds_everything_and_asks_for_nothing(exam):
-    text, missing = page(exam, findings(exam))
-    shown = Page(text)
-    assert missing == ""
+    shown = Page(*page(exam, findings(exam)))
+    assert shown.missing == ""
     assert not {"script", "link", "iframe"} & {tag for tag, _ in shown.tags}
-    assert not re.search(r"https?://|@import|url\(", text)
+    assert not re.search(r"https?://|@import|url\(", shown.source)
     (picture,) = [attrs for tag, attrs in shown.tags if tag == "img"]
     kind, data = picture["src"].split(",")
     assert kind == "data:image/png;base64"
@@ -123,7 +123,7 @@ def test_it_holds_everything_and_asks_for_nothing(exam):
 
 
 def test_the_faulty_line_is_marked_and_not_by_colour_alone(exam, no_matplotlib):
-    shown = Page(page(exam, findings(exam))[0])
+    shown = Page(*page(exam, findings(exam)))
     (marked,) = shown.texts["mark"]
     assert marked == f" >{LINE:5}      y = y * jnp.float16(60000)  # {EVIL} "
     # The lines around it are there as well, and keep their own indentation.
@@ -138,9 +138,8 @@ def test_whatever_it_is_given_is_escaped(exam, model, no_matplotlib):
     found = [*findings(exam), Finding(True, EVIL, (EVIL, f"`{EVIL}` and an odd `"), EVIL)]
     found.append(Finding(False, EVIL, (EVIL,)))
     exam = exam._replace(loss_as_written=1.0, autocast=EVIL, dtypes=(EVIL,))
-    text = page(exam, found)[0]
-    assert "<script" not in text
-    shown = Page(text)
+    shown = Page(*page(exam, found))
+    assert "<script" not in shown.source
     assert shown.texts["title"] == [f"jaxscale doctor: {model}:overflow"]
     assert {EVIL, "unused"} <= set(shown.texts["th"])
     assert shown.texts["h2"].count(EVIL) == 1
@@ -151,9 +150,8 @@ def test_whatever_it_is_given_is_escaped(exam, model, no_matplotlib):
 
 def test_what_is_computed_and_what_is_stored_is_told_apart(exam, no_matplotlib):
     grads = {"small": jnp.array([2.0**-30, 1.0]), "fine": jnp.ones(2)}
-    exam = with_grads(exam, grads, loss_scale=2.0**8, shown=1.0)
-    exam = exam._replace(calibration=diagnostics.Calibration(2.0**8, *[None] * 5))
-    shown = Page(page(exam, [])[0])
+    calibration = diagnostics.Calibration(2.0**8, *[None] * 5)
+    shown = with_grads(exam, grads, 2.0**8, shown=1.0, calibration=calibration)
     assert "above are about computation" in shown.flowing
     assert "The finished gradients, and what storing them would lose" in shown.texts["h2"]
     # Each table names its own scale.
@@ -171,18 +169,16 @@ def test_what_is_computed_and_what_is_stored_is_told_apart(exam, no_matplotlib):
 
 
 def test_only_the_formats_of_the_model_are_judged(exam, no_matplotlib):
-    exam = with_grads(exam, {"w": jnp.array([2.0**-20, 2.0**-30])})
     for dtypes, judged in {
         ("float16", "float32"): ["layer", "float16", "bfloat16"],
         ("float8_e5m2",): ["layer", "float16", "bfloat16", "float8_e5m2"],
     }.items():
-        shown = Page(page(exam._replace(dtypes=dtypes), [])[0])
+        shown = with_grads(exam, {"w": jnp.array([2.0**-20, 2.0**-30])}, dtypes=dtypes)
         assert shown.texts["th"][: len(judged) + 1] == [*judged, "w"]
 
 
 def test_a_table_without_anything_to_tell_is_a_sentence(exam, no_matplotlib):
-    exam = with_grads(exam, [np.ones(2, np.float32)] * 40, loss_scale=4.0)
-    shown = Page(page(exam, [])[0])
+    shown = with_grads(exam, [np.ones(2, np.float32)] * 40, loss_scale=4.0)
     assert "table" not in shown.texts
     assert f"{FINITE} 2**2: 40 of 40 leaves." in shown.flowing
     assert "Layers that lose nothing in float16 or bfloat16: 40 of 40." in shown.flowing
@@ -190,8 +186,7 @@ def test_a_table_without_anything_to_tell_is_a_sentence(exam, no_matplotlib):
 
 def test_a_table_shows_the_rows_that_tell_something(exam, no_matplotlib):
     fine, tiny, bad = (np.full(2, value, np.float32) for value in (1.0, 2.0**-40, np.nan))
-    exam = with_grads(exam, {"0": bad, "fine": [fine] * 20, "tiny": [tiny] * 45})
-    shown = Page(page(exam, [])[0])
+    shown = with_grads(exam, {"0": bad, "fine": [fine] * 20, "tiny": [tiny] * 45})
     layers, leaves = (text.split("\n") for text in shown.texts["tbody"])
     assert len([row for row in layers if row]) == 40
     assert "Layers that lose less or nothing in float16 or bfloat16: 25 of 66." in shown.flowing
@@ -202,20 +197,18 @@ def test_a_table_shows_the_rows_that_tell_something(exam, no_matplotlib):
 
 
 def test_nothing_is_drawn_of_nothing(exam):
-    exam = with_grads(exam, {"w": np.full(2, np.nan, np.float32)})
-    text, missing = page(exam, [])
-    assert missing == ""
-    shown = Page(text)
+    shown = with_grads(exam, {"w": np.full(2, np.nan, np.float32)})
+    assert shown.missing == ""
     assert "img" not in shown.texts
     assert "2 gradients: 0% are exactly 0, 0 inf, 2 NaN. They were computed" in shown.flowing
     assert "None of them is finite and nonzero, so there is nothing to draw." in shown.flowing
+    assert shown.texts["tbody"][-1].split() == ["w22-"]  # path, numbers, NaN, max |g|
 
 
 def test_without_matplotlib_there_is_text(exam, no_matplotlib):
-    text, missing = page(exam, [])
-    assert 'pip install "jaxscale[pictures]"' in missing
-    shown = Page(text)
-    assert missing in shown.text
+    shown = Page(*page(exam, []))
+    assert 'pip install "jaxscale[pictures]"' in shown.missing
+    assert shown.missing in shown.text
     assert "img" not in shown.texts
     assert shown.texts["pre"][0] == diagnostics.text_histogram(exam.histogram)
 

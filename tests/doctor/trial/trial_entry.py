@@ -1,18 +1,22 @@
-"""How a model enters the doctor's trial: `@faulty(...)` or `@healthy(...)` above its factory.
+"""How a model enters the doctor's trial: `@faulty(...)` or `@healthy(...)` above its loss.
 
-The factory takes the half-precision dtype and returns `(loss_fn, params, batch)`. Called with
-`jnp.float32` it returns the twin that says what the gradients should be. Each line that ends in
-`# fault` is a line that the doctor should point to.
+The arguments of the loss are the batch, and those by keyword alone the parameters, with their
+values as defaults. All come in half precision. A loss that takes `half`, this dtype, gets them in
+float32 and casts them by itself, and one that takes nothing else returns `loss_fn, params, batch`.
+With `linen=True` a loss is the body of a Flax module, which makes its own parameters.
+
+Each line that ends in `# fault` is a line that the doctor should point to. What enters is a
+function of `half`: with float32 it returns the twin that says what the gradients should be.
 """
 
+import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 KINDS = {
     "overflow": "a number beyond 65504",
@@ -28,65 +32,84 @@ KINDS = {
 
 
 class Entry(NamedTuple):
-    """What is known of a model of the trial.
+    """What is known of a model of the trial."""
 
-    Attributes:
-      kind: one of `KINDS`, or `""` if the model is healthy.
-      source: the public report whose fault this is, or for a healthy model what looks suspicious.
-      tuned: whether the doctor may be tuned on it. The others only count.
-      noise: part of the path of leaves whose gradients are 0 but for rounding, in float32, too.
-    """
-
-    kind: str
-    source: str
-    tuned: bool = False
-    noise: str = ""
+    kind: str  # one of `KINDS`, or `""` if the model is healthy
+    source: str  # the public report of this fault, or what looks suspicious in a healthy model
+    tuned: bool = False  # whether the doctor may be tuned on it; the others only count
+    noise: str = ""  # in the paths of leaves whose gradients are 0 but for rounding in float32, too
+    linen: bool = False  # whether the loss is the body of a Flax module,
+    scale: float = 1.0  # and the scale of its parameters
 
     @property
-    def is_faulty(self) -> bool:
+    def is_faulty(self):
         return bool(self.kind)
 
 
-def faulty(*, source: str, kind: str, tuned: bool = False) -> Callable[..., Any]:
-    return lambda factory: _marked(factory, Entry(kind, source, tuned))
+def faulty(kind, report, **others):
+    return lambda loss: _enter(loss, Entry(kind, f"https://github.com/{report}", **others))
 
 
-def healthy(*, looks: str, tuned: bool = False, noise: str = "") -> Callable[..., Any]:
-    return lambda factory: _marked(factory, Entry("", looks, tuned, noise=noise))
+def healthy(looks, **others):
+    return lambda loss: _enter(loss, Entry("", looks, **others))
 
 
-def _marked(factory, entry):
-    factory.entry = entry
-    return factory
+def _enter(loss, entry):
+    params, batch = loss.__kwdefaults__, loss.__defaults__
+    names = inspect.signature(loss).parameters
+
+    def model(half=jnp.float16):
+        if not batch:
+            return loss(half)
+        if entry.linen:
+            return _in_a_module(functools.partial(loss, half), batch, entry.scale)
+        if "half" in names:
+            return lambda params, batch: loss(half, *batch, **params), params, batch
+        return lambda p, batch: loss(*cast(batch, half), **cast(p, half)), params, batch
+
+    lines, first = inspect.getsourcelines(loss)
+    model.entry = entry
+    model.faults = [first + i for i, line in enumerate(lines) if line.endswith("# fault\n")]
+    return model
 
 
-def fault_lines(factory) -> list[int]:
-    """The numbers of the lines that end in `# fault`."""
-    lines, first = inspect.getsourcelines(factory)
-    return [first + i for i, line in enumerate(lines) if line.rstrip().endswith("# fault")]
+def _in_a_module(body, batch, scale):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, *batch):
+            return body(*batch)
+
+    keys = {name: jax.random.key(i) for i, name in enumerate(["params", "dropout"])}
+    # With numbers of its own: compiling initializers takes time.
+    others = filled(jax.eval_shape(Net().init, keys, *batch))
+    params = jax.tree.map(lambda w: w * scale, others.pop("params"))
+
+    def loss_fn(params, batch):
+        given, rngs = {"params": params} | others, {"dropout": jax.random.key(2)}
+        return Net().apply(given, *batch, rngs=rngs, mutable=list(others))[0]
+
+    return loss_fn, params, batch
 
 
-def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    """Normally distributed float32 numbers, always the same."""
+# What a model is given is of NumPy, so that nothing is compiled for it.
+MAKERS = np.array, np.ones, np.zeros, np.eye
+array, ones, zeros, eye = (functools.partial(make, dtype=np.float32) for make in MAKERS)
+
+
+def normal(seed, *shape, scale=1.0, zero=slice(0)):
+    """Normally distributed float32 numbers, always the same, some of them set to 0."""
     numbers = np.random.default_rng(seed).standard_normal(shape) * scale
-    return jnp.asarray(numbers, jnp.float32)
+    numbers[zero] = 0
+    return array(numbers)
 
 
-def filled(make: Callable[[], Any]) -> Any:
-    """What a function would return, with numbers of its own: compiling initializers takes time.
-
-    Matrices are random, biases 0 and other vectors 1.
-    """
-    return _filled(jax.eval_shape(make))
+def projections(seed):
+    """The matrices that make queries, keys and values."""
+    return [normal(seed + i, 4, 4) for i in range(3)]
 
 
-def split(make: Callable[[], Any]) -> Any:
-    """An NNX module as its definition and its parameters, `filled`."""
-    definition, shapes = nnx.split(nnx.eval_shape(make))
-    return definition, _filled(shapes)
-
-
-def _filled(shapes):
+def filled(shapes):
+    """Arrays of these shapes: matrices are random, biases 0 and other vectors 1."""
     seeds = iter(range(100, 200))
 
     def fill(path, leaf):
@@ -98,13 +121,13 @@ def _filled(shapes):
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-def cast(tree: Any, dtype: Any) -> Any:
+def cast(tree, dtype):
     """The same tree with its floating-point leaves in one dtype."""
     return jax.tree.map(
         lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
     )
 
 
-def mean_square(x: jax.Array) -> jax.Array:
+def mean_square(x):
     """A harmless loss, in float32."""
     return jnp.mean(jnp.square(x.astype(jnp.float32)))

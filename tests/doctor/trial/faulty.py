@@ -1,0 +1,511 @@
+"""Models with the fault of a public report, which each names. Its line is marked."""
+
+# ruff: noqa: B008 (what a model is given are its defaults)
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.scipy.special import gammaln
+from trial_entry import (
+    array,
+    cast,
+    eye,
+    faulty,
+    filled,
+    mean_square,
+    normal,
+    ones,
+    projections,
+    zeros,
+)
+
+ANGLE = normal(0, 3) / np.linalg.norm(normal(0, 3))
+ROTATIONS = np.stack([ANGLE * 1.001, np.roll(ANGLE, 1), -ANGLE[::-1]])
+ATOMS = array([[0, 0, 0], [1e-4, 0, -1e-4], [0.5, 0.4, 0.1], [1, -0.5, 0.3]])
+POINTS = array([[0.5, 1.0], [2e-3, 2e-3], [-1.0, 0.4]])
+SAMPLES = array([[1.0, 0.5], [-1.0, 0.2], [3.0, 3.5]])
+PIXELS = (512, 512)
+COUNTS = array([[1.0, 0.0], [3.0, 1.0]])
+OFTEN = np.where(np.arange(6000) % 90, np.where(np.arange(6000) % 100, 0, 1), 2)
+LARGE_KEYS = [0.02 * eye(4), 40 * eye(4), normal(2, 4, 4, scale=0.01)]
+AS_THEY_ARE = [eye(4), eye(4), normal(2, 4, 4)]
+POSITIONS = np.array([1, 1030, 2051, 2555, 3001, 3997])
+STEPS = np.array([0, 3, 1, 2])
+PRODUCT = array([0.99, 0.6, 0.1, 2.9e-8])
+
+# Attention: masks, scores and normalizers.
+
+
+@faulty("overflow", "google/flax/issues/982", tuned=True)
+def minus_1e9(x=normal(3, 5, 4), *, qkv=projections(0)):
+    """A causal mask of 0 and 1 times -1e9, which is -inf: 0 times that is NaN."""
+    q, k, v = (x @ w for w in qkv)
+    scores = q @ k.T / 2 + (1 - jnp.tril(jnp.ones((5, 5), x.dtype))) * -1e9  # fault
+    return mean_square(jax.nn.softmax(scores) @ v)
+
+
+@faulty("input", "pytorch/pytorch/issues/41508", tuned=True)
+def packed_padding(x=normal(3, 5, 4), segment=np.array([1, 1, 2, 2, 0]), *, qkv=projections(0)):
+    """Packed sequences: the padding belongs to none, so that its row of the mask is empty."""
+    q, k, v = (x @ w for w in qkv)
+    seen = (segment[:, None] == segment) & (segment > 0)
+    scores = jnp.where(seen, q @ k.T / 2, -jnp.inf)  # fault
+    y = jax.nn.softmax(scores) @ v  # fault
+    return mean_square(y * (segment > 0)[:, None])
+
+
+@faulty("overflow", "huggingface/diffusers/pull/1590")
+def scores_before_scaling(half):
+    """The product of queries and keys overflows before it is divided by the root of the width."""
+    keys = jax.random.split(jax.random.key(0), 3)
+
+    def loss_fn(layers, x):
+        q, k, v = (jax.vmap(layer)(x.astype(half)) for layer in cast(layers, half))
+        scores = q @ k.T  # fault
+        return mean_square(jax.nn.softmax(scores * 16**-0.5) @ v)
+
+    return loss_fn, [eqx.nn.Linear(4, 16, key=key) for key in keys], normal(5, 6, 4, scale=250.0)
+
+
+@faulty("overflow", "uTensor/uTensor/issues/175")
+def softmax_without_its_maximum(x=normal(6, 5, 4, scale=2.0), *, qkv=projections(0)):
+    q, k, v = (x @ w for w in qkv)
+    weights = jnp.exp(q @ k.T)  # fault
+    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return mean_square(weights @ v)
+
+
+@faulty("overflow", "idiap/fast-transformers/issues/32")
+def linear_attention(x=5 + normal(7, 400, 4, scale=0.5), *, qkv=LARGE_KEYS):
+    """The keys are added up over a long sequence, and the outputs are divided by inf: all are 0."""
+    q, k, v = (x @ w for w in qkv)
+    q, k = jax.nn.relu(q), jax.nn.relu(k)
+    normalizer = jnp.sum(k, axis=0)  # fault
+    return mean_square(q @ (k.T @ v) / (q @ normalizer)[:, None])
+
+
+@faulty("underflow", "facebookresearch/xformers/issues/96")
+def random_features(
+    x=3.2 + normal(9, 6, 4, scale=0.1), directions=normal(8, 4, 8, scale=0.3), *, qkv=AS_THEY_ARE
+):
+    """FAVOR: exp(w x - |x|**2 / 2) is 0 for all features, and so is their sum."""
+
+    def features(x):
+        size = jnp.sum(jnp.square(x), axis=-1, keepdims=True) / 2
+        return jnp.exp(x @ directions - size)  # fault
+
+    q, k, v = (x @ w for w in qkv)
+    q, k = features(q), features(k)
+    return mean_square(q @ (k.T @ v) / (q @ jnp.sum(k, axis=0))[:, None])  # fault
+
+
+# The backward pass: infinite derivatives, and rules that were written by hand.
+
+
+@faulty("backward", "pytorch/pytorch/issues/8069", tuned=True)
+def angle_between_rotations(target=ROTATIONS, *, r=normal(0, 3)):
+    """The arccos of a cosine clipped at 1 - 1e-7, which is 1."""
+    r = r / jnp.linalg.norm(r.astype(jnp.float32)).astype(r.dtype)
+    cosine = jnp.clip(target @ r, -1 + 1e-7, 1 - 1e-7)  # fault
+    return jnp.mean(jnp.arccos(cosine).astype(jnp.float32))  # fault
+
+
+@faulty("backward", "kornia/kornia/pull/4613")
+def branch_not_taken(x=normal(1, 2, 3), *, axis=array([[1e-4, 2e-4, 0.0], [0.3, -0.2, 0.5]])):
+    """A small rotation takes the other branch of a `where`, but the derivative takes both."""
+    square = jnp.sum(axis * axis, axis=-1, keepdims=True)
+    angle = jnp.sqrt(jnp.maximum(square, 1e-12))  # fault
+    turned = jnp.where(square > 1e-6, jnp.sin(angle) / angle, 1 - square / 6) * axis  # fault
+    return mean_square(jnp.cross(turned, x) + x - 1)
+
+
+@faulty("underflow", "pytorch/pytorch/issues/37154")
+def distances(position=ATOMS, *, w=eye(3), v=array([0.5, -0.2])):
+    """Two atoms so close that the square of their distance is 0."""
+    d = jnp.diff(position @ w, axis=0)
+    d = jnp.sqrt(jnp.sum(jnp.square(d), axis=1))  # fault
+    return mean_square(jnp.stack([d, d * d], axis=-1) @ v - 1)
+
+
+@faulty("cancellation", "lucidrains/vector-quantize-pytorch/issues/106")
+def codebook_distances(
+    x=12 + normal(3, 5, 4, scale=0.05), *, codes=12 + normal(2, 6, 4, scale=0.05)
+):
+    """x**2 - 2 x y + y**2 of vectors close together is less than 0."""
+    square = jnp.sum(x * x, axis=1)[:, None] - 2 * x @ codes.T  # fault
+    square = square + jnp.sum(codes * codes, axis=1)  # fault
+    d = jnp.sqrt(square)  # fault
+    return jnp.mean((jax.nn.softmax(-d) * d).astype(jnp.float32))
+
+
+@faulty("backward", "pytorch/pytorch/issues/193040", tuned=True)
+def reciprocal_in_a_rule(x=POINTS, *, w=array([[1.0, 0.3], [-0.2, 1.0]])):
+    """A rule for atan2 that forms 1 / (a**2 + b**2) before it multiplies by a or b."""
+    angle = jax.custom_vjp(jnp.arctan2)
+
+    def backward(saved, g):
+        a, b = saved
+        r = 1 / (a * a + b * b)  # fault
+        return g * b * r, -g * a * r
+
+    angle.defvjp(lambda a, b: (angle(a, b), (a, b)), backward)
+    return mean_square(angle(*(x @ w).T))
+
+
+@faulty("backward", "tinygrad/tinygrad/pull/15363")
+def count_in_a_rule(x=ones(70000), *, w=array(1.5), b=zeros(70000)):
+    """A rule for the maximum that shares the gradient among 70000 equal elements."""
+    largest = jax.custom_vjp(lambda x: jnp.max(x))
+
+    def backward(saved, g):
+        x, y = saved
+        mask = (x == y).astype(x.dtype)
+        return (g * mask / jnp.sum(mask),)  # fault
+
+    largest.defvjp(lambda x: (jnp.max(x), (x, jnp.max(x))), backward)
+    return jnp.square(largest(x * w + b).astype(jnp.float32) - 3)
+
+
+@faulty("epsilon", "google-deepmind/optax/issues/1754")
+def adam_inside_of_a_loss(
+    x=normal(6, 4, 3, zero=np.s_[:, 2]), y=normal(7, 4), *, w=array([0.5, -1, 0.3]), rate=array(0.1)
+):
+    """Meta-learning: a step of Adam in half precision, for a weight without a gradient."""
+
+    def inner(w):
+        return jnp.mean(jnp.square(x @ w - y))
+
+    g = jax.lax.stop_gradient(jax.grad(inner)(w))
+    moment, square = 0.1 * g, 0.001 * g * g
+    update = (moment / 0.1) / (jnp.sqrt(square / 0.001) + 1e-8)  # fault
+    return inner(w - rate * update).astype(jnp.float32)
+
+
+@faulty("backward", "pytorch/pytorch/pull/33596")
+def epsilon_squared(x=normal(10, 4, 3, zero=2), *, w=normal(8, 3, 4), v=normal(9, 4)):
+    """1e-3 protects a division, but not its derivative, which divides by the square of 1e-3."""
+    z = x @ w
+    z = z / (jnp.max(jnp.abs(z), axis=-1, keepdims=True) + 1e-3)  # fault
+    return mean_square(z @ v - 1)
+
+
+# Losses: logarithms, exponentials and constants that float16 cannot hold.
+
+
+@faulty("epsilon", "rwightman/efficientdet-pytorch/issues/291", tuned=True)
+def log_of_epsilon(x=normal(1, 6, 3), *, w=normal(0, 3, 2), b=zeros(2)):
+    """The logarithm of a width of 0 plus 1e-8, which is 0."""
+    width = jax.nn.relu(x @ w + b)
+    return mean_square(jnp.log(width + 1e-8) * 0.01)  # fault
+
+
+@faulty("epsilon", "keras-team/keras-core/issues/196")
+def clipped_probability(x=array([[2, 1], [-6, 12]]), y=array([1, 0]), *, w=array([[0.5], [1]])):
+    """Clipping at 1 - 1e-7 does nothing: that is 1, and log(1 - 1) is -inf."""
+    p = jax.nn.sigmoid((x @ w)[:, 0])
+    p = jnp.clip(p, 1e-7, 1 - 1e-7)  # fault
+    losses = y * jnp.log(p) + (1 - y) * jnp.log(1 - p)  # fault
+    return -jnp.mean(losses.astype(jnp.float32))
+
+
+@faulty("backward", "kornia/kornia/issues/918")
+def focal_loss(x=SAMPLES, *, w=array([1.0, 2.0]), b=zeros(())):
+    """The derivative of a root of 1 - p, where p is 1."""
+    probability = jax.nn.sigmoid(x @ w + b)
+    weight = jnp.power(1 - probability, 0.5)  # fault
+    return -jnp.mean((weight * jnp.log(probability)).astype(jnp.float32))
+
+
+@faulty("backward", "OpenRLHF/OpenRLHF/pull/1335")
+def clipped_divergence(
+    x=normal(3, 4, 3), reference=array([-0.5, -0.3, -1.0, 12.0]), *, w=normal(2, 3)
+):
+    """The k3 estimate of the KL divergence is clipped after the exponential: inf in the forward
+    pass becomes 10, and in the backward pass 0 times inf."""
+    log_ratio = reference - jax.nn.log_sigmoid(x @ w)
+    kl = jnp.exp(log_ratio) - 1 - log_ratio  # fault
+    return jnp.mean(jnp.clip(kl, -10, 10).astype(jnp.float32))
+
+
+@faulty("overflow", "qubvel-org/segmentation_models.pytorch/issues/463")
+def dice(image=1 + normal(4, *PIXELS, scale=0.1), mask=ones(PIXELS), *, w=array(3.0), b=array(0.5)):
+    """The sum over a mask of 512 by 512 pixels."""
+    output = jax.nn.sigmoid(w * image + b)
+    intersection = jnp.sum(output * mask)  # fault
+    return 1.0 - (2 * intersection / jnp.sum(output + mask)).astype(jnp.float32)  # fault
+
+
+@faulty("overflow", "pytorch/pytorch/issues/91597", tuned=True)
+def number_of_elements(x=normal(5, 70000), *, w=array(0.01)):
+    """A sum divided by 70000, which is inf in float16: the loss is 0, and so are its gradients."""
+    total = jnp.sum(jnp.abs(w * x))
+    return (total / x.size).astype(jnp.float32)  # fault
+
+
+@faulty("overflow", "huggingface/trl/issues/7221")
+def entropy_bonus(half):
+    """The logarithm of a probability is -inf, and the probability 0."""
+    head = nnx.eval_shape(lambda: nnx.Linear(2, 3, dtype=half, rngs=nnx.Rngs(0)))
+    definition, shapes = nnx.split(head)
+
+    def loss_fn(params, x):
+        log_p = jax.nn.log_softmax(nnx.merge(definition, params)(x) * 40)  # fault
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)  # fault
+        return -jnp.mean(entropy.astype(jnp.float32))
+
+    return loss_fn, filled(shapes), array([[0.1, 0.2], [1500.0, -1000.0]])
+
+
+@faulty("underflow", "kscalelabs/minppo/pull/19")
+def gaussian_entropy(x=normal(15, 4, 3), *, log_std=array([-9.2, -1.0]), w=normal(14, 3, 2)):
+    """The entropy of a Gaussian policy whose deviation is 1e-4: its square is 0."""
+    deviation = jnp.exp(log_std)
+    entropy = 0.5 * jnp.log(2 * jnp.pi * jnp.square(deviation + 1e-8))  # fault
+    return mean_square(x @ w) - jnp.mean(entropy.astype(jnp.float32))
+
+
+@faulty("overflow", "scverse/scvi-tools/issues/2965")
+def negative_binomial(y=COUNTS, *, log_mu=array([1.0, 0.5]), log_theta=array([9.4, 2.0])):
+    """The logarithm of the gamma function of a large inverse dispersion."""
+    mu, theta = jnp.exp(log_mu), jnp.exp(log_theta)
+    choose = gammaln(y + theta) - gammaln(theta)  # fault
+    return jnp.mean((y * jnp.log(mu + theta) - y * log_mu - choose).astype(jnp.float32)) * 1e-2
+
+
+@faulty("overflow", "NVIDIA/physicsnemo-sym/pull/160")
+def second_derivative(
+    points=array([0.005, 0.0052, 0.0044]), *, w=array([330, 40]), a=array([1, 0.5])
+):
+    """The residual of a differential equation: the second derivative is beyond 65504."""
+    u_xx = jax.vmap(jax.grad(jax.grad(lambda x: jnp.sum(a * jnp.sin(w * x)))))(points)  # fault
+    return mean_square(u_xx.astype(jnp.float32) * 1e-5 + 1)
+
+
+# Normalization: variances, norms and their epsilons.
+
+
+@faulty("overflow", "pytorch/pytorch/issues/66707", tuned=True)
+def layer_norm(
+    x=normal(1, 3, 4, scale=400.0), y=normal(2, 3, 8), *, w=normal(0, 4, 8), g=ones(8), b=zeros(8)
+):
+    """Squares beyond 65504: the variance is inf, its inverse root 0, and no gradient is left."""
+    x = x @ w
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)  # fault
+    return mean_square(x * jax.lax.rsqrt(variance + 1e-5) * g + b - y)
+
+
+@faulty("epsilon", "deepspeedai/DeepSpeed/issues/581", tuned=True)
+def constant_row(x=normal(1, 3, 4, zero=2), *, w=normal(0, 4, 8), scale=ones(8)):
+    """1e-12 is 0, and a row of padding has no variance."""
+    x = x @ w
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    y = x * jax.lax.rsqrt(variance + 1e-12) * scale  # fault
+    return mean_square(y - 1)
+
+
+@faulty("cancellation", "google/flax/issues/1491", tuned=True)
+def negative_variance(x=25.3 + normal(2, 16, 3, scale=0.03), *, scale=ones(3), bias=zeros(3)):
+    """The mean of the squares minus the square of the mean is less than 0."""
+    x = x + bias
+    mean = jnp.mean(x, axis=0)
+    variance = jnp.mean(jnp.square(x), axis=0) - jnp.square(mean)  # fault
+    y = (x - mean) * jax.lax.rsqrt(variance + 1e-5) * scale  # fault
+    return mean_square(y - 1)
+
+
+@faulty("overflow", "numpy/numpy/issues/8775", tuned=True)
+def norm_is_inf(x=normal(8, 4, 6), *, w=normal(7, 6, scale=300.0), g=ones(())):
+    """The norm of a long vector is inf, and the normalized vector 0."""
+    norm = jnp.sqrt(jnp.sum(w * w))  # fault
+    return mean_square(x @ (g * w / norm) - 1)
+
+
+# Silent faults in positions, times and counts: float16 has no odd numbers beyond 2048.
+
+
+@faulty("rounding", "EleutherAI/gpt-neox/issues/1003", tuned=True)
+def rotary(
+    x=normal(2, 6, 4),
+    y=normal(3, 6, 6),
+    position=POSITIONS,
+    *,
+    q=normal(0, 4, 8),
+    k=normal(1, 4, 8),
+):
+    """Rotary angles in half precision, for positions beyond 2048."""
+    frequency = (100.0 ** (-jnp.arange(4) / 4)).astype(x.dtype)
+    angle = position.astype(x.dtype)[:, None] * frequency  # fault
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+
+    def rotated(x):
+        a, b = x[:, :4], x[:, 4:]
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    return jnp.mean((rotated(x @ q) @ rotated(x @ k).T * y).astype(jnp.float32))
+
+
+@faulty("rounding", "numpy/numpy/issues/24443")
+def positions_from_a_mask(
+    half, x=normal(10, 3000, 2), mask=ones(3000), *, table=normal(9, 3000, 2)
+):
+    """Positions as the cumulative sum of a mask: beyond 2048 neighbours share one."""
+    mask = mask.astype(half)
+    position = jnp.cumsum(mask).astype(jnp.int32) - 1  # fault
+    return mean_square((table.astype(half)[position] + x.astype(half)) * mask[:, None] - 1)
+
+
+@faulty("accumulation", "jax-ml/jax/issues/18440", tuned=True)
+def degrees(x=normal(12, 4, 2), to=np.where(np.arange(6000) % 50, 0, 1), *, w=normal(11, 2, 3)):
+    """The degree of a node counted in half precision stops at 2048."""
+    degree = jax.ops.segment_sum(jnp.ones(6000, x.dtype), to, 2)  # fault
+    message = (x @ w)[to + 2] / degree[to, None]
+    return mean_square(jax.ops.segment_sum(message.astype(jnp.float32), to, 2) - 1)
+
+
+@faulty("accumulation", "apache/mxnet/issues/17703", linen=True)
+def frequent_token(half, tokens=OFTEN):
+    """The gradients of a token that occurs 6000 times are added up in half precision."""
+    x = nn.Embed(4, 2, dtype=half)(tokens)  # fault
+    return jnp.mean(jnp.sin(x.astype(jnp.float32)) * 8)
+
+
+@faulty("rounding", "konpatp/diffae/issues/16")
+def moving_average(xs=normal(17, 8, 3), *, w=normal(15, 3, 2), v=normal(16, 2)):
+    """A decay of 0.9999 is 1, and the moving average never moves."""
+
+    def step(average, x):
+        decay = jnp.asarray(0.9999, x.dtype)  # fault
+        return decay * average + (1 - decay) * jnp.tanh(x @ w), None  # fault
+
+    average, _ = jax.lax.scan(step, jnp.ones(2, xs.dtype), xs)
+    return mean_square(average @ v - 1)
+
+
+# Scans, branches, remat and experts, and gradients that are flushed.
+
+
+@faulty("flushed", "huggingface/transformers/pull/43543", tuned=True)
+def auxiliary_head(
+    x=normal(3, 4, 3),
+    target=150 + normal(4, 4, scale=20.0),
+    *,
+    trunk=normal(0, 3, 4),
+    value=normal(1, 4),
+    aux=normal(2, 4, scale=3e-3),
+):
+    """One head has large gradients, so that no scale fits that would rescue the other's."""
+    h = jnp.tanh(x @ trunk)
+    value = jnp.square(h @ value * 100 - target)
+    aux = jnp.square(h @ aux) * 1e-6  # fault
+    return jnp.sum((value + aux).astype(jnp.float32))
+
+
+@faulty("overflow", "huggingface/transformers/pull/36832")
+def residual_stream(
+    tokens=np.array([0, 3, 1, 4]), *, embed=normal(5, 5, 4), layers=normal(6, 6, 4, 4, scale=0.3)
+):
+    """The residual stream of Gemma grows from layer to layer, here in a scan over the layers."""
+
+    def layer(x, w):
+        return x + x @ w * 2, None  # fault
+
+    x = jax.lax.scan(layer, embed[tokens] * 3000, layers)[0].astype(jnp.float32)
+    return mean_square(x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1) - 1)
+
+
+@faulty("overflow", "huggingface/transformers/issues/5651", linen=True, scale=500.0)
+def dense_relu_dense(half, x=3 * normal(7, 3, 4)):
+    """The second layer of T5's feed-forward block overflows, under `nn.remat`."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.relu(nn.Dense(8, use_bias=False, dtype=half, name="wi")(x))
+            return nn.Dense(4, use_bias=False, dtype=half, name="wo")(h)  # fault
+
+    y = nn.remat(Block)()(x).astype(jnp.float32)
+    return mean_square(y / (1 + jnp.max(jnp.abs(y), axis=-1, keepdims=True)) - 1)
+
+
+@faulty("overflow", "tenstorrent/tt-metal/issues/56550")
+def decay_in_two_factors(x=normal(11, 16, 3), *, gate=normal(9, 3, scale=0.3), w=normal(10, 3, 2)):
+    """Gated attention in chunks: exp(a - b) as exp(a) * exp(-b), one inf and the other 0."""
+    log_decay = jnp.cumsum(-jax.nn.softplus(x @ gate + 1))
+    inverse = jnp.exp(-log_decay)  # fault
+    weights = jnp.tril(jnp.exp(log_decay)[:, None] * inverse)  # fault
+    return mean_square(weights @ (x @ w) - 1)
+
+
+@faulty("overflow", "VincentStimper/normalizing-flows/issues/47")
+def affine_coupling(half):
+    """The exponential of an unbounded scale, twice in a row."""
+    keys = jax.random.split(jax.random.key(3), 2)
+    first, last = (eqx.nn.Linear(2, 4, key=key) for key in keys)
+
+    def likelihood(layers, z):
+        total = jnp.zeros((), half)
+        for layer in layers:
+            shift, log_scale = jnp.split(layer(z[:2]), 2)
+            moved = z[2:] * jnp.exp(log_scale) + shift  # fault
+            z = jnp.concatenate([moved, z[:2]])
+            total = total + jnp.sum(log_scale)
+        return jnp.log1p(jnp.max(jnp.abs(z.astype(jnp.float32)))) - total.astype(jnp.float32)
+
+    def loss_fn(layers, x):
+        return jnp.mean(jax.vmap(likelihood, (None, 0))(cast(layers, half), x.astype(half)))
+
+    x, row = jnp.asarray(normal(14, 4, 4)), first.weight[3]
+    x = x.at[1, :2].set(row * 12 / jnp.sum(jnp.square(row)))
+    return loss_fn, [first, jax.tree.map(lambda w: w * 1e-6, last)], x
+
+
+@faulty("input", "jax-ml/jax/issues/9839", tuned=True, linen=True)
+def token_out_of_range(half, tokens=np.array([[0, 1, 5], [2, 6, 3]])):
+    """A token beyond the vocabulary: its embedding is NaN."""
+    x = nn.Embed(6, 4, dtype=half)(tokens)  # fault
+    log_p = jax.nn.log_softmax(nn.Dense(6, dtype=half)(x).astype(jnp.float32))
+    return -jnp.mean(log_p[..., 0])
+
+
+@faulty("overflow", "nerfstudio-project/nerfstudio/pull/104")
+def density(
+    cell=np.array([0, 2, 3]),
+    is_fine=np.array(True),
+    *,
+    features=normal(15, 4, 3, scale=9e3),
+    w=normal(16, 3, 4),
+    v=normal(17, 4),
+):
+    """A density network whose hidden numbers overflow before the softplus, in one branch."""
+    h = jax.lax.cond(
+        is_fine,
+        lambda x: jax.nn.relu(x @ w * 4),  # fault
+        lambda x: jax.nn.relu(x @ w * 1e-4),
+        features[cell],
+    )
+    sigma = jax.nn.softplus((h * 1e-5).astype(v.dtype) @ v)
+    return mean_square(jnp.exp(-sigma) - 0.5)
+
+
+@faulty("epsilon", "AUTOMATIC1111/stable-diffusion-webui/issues/14071")
+def noise_schedule(
+    half, x=normal(19, 4, 2), noise=normal(20, 4, 2), step=STEPS, *, w=normal(18, 2, 2), b=zeros(2)
+):
+    """The last cumulative product of a schedule of zero terminal SNR, 4.9e-8 or less, is 0."""
+    x, noise, w, b = (leaf.astype(half) for leaf in (x, noise, w, b))
+    alpha = jnp.asarray(PRODUCT).astype(half)[step][:, None]  # fault
+    sigma = jnp.sqrt((1 - alpha) / alpha)  # fault
+    x = x + 1e-3 * sigma * noise
+    return mean_square((x @ w + b) / jnp.sqrt(1 + sigma * 1e-3) - noise)
+
+
+@faulty("flushed", "tenstorrent/tt-metal/issues/55724")
+def saturated_gate(x=normal(23, 5, 3), *, gate=normal(21, 3, 4, scale=0.1), w=normal(22, 3, 4)):
+    """The sigmoid of 9 is 1, and its derivative s (1 - s) 0, whatever the loss scale."""
+    gate = jax.nn.sigmoid(x @ gate + 9)  # fault
+    return mean_square(gate * jnp.tanh(x @ w) - 1)
