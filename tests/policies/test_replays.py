@@ -92,20 +92,12 @@ def test_rare_large_batches_are_learned_and_not_lost(way, seed):
         assert again[run].extra.sum() <= 25, run
 
 
-def table(readme):
-    rows = [line for line in readme.splitlines() if line.count("|") == 10]
-    return {row.split("|")[1].strip(): row for row in rows}
-
-
 @pytest.mark.slow
 def test_the_table_of_runs_that_are_made_up():
-    for row in replay_tables.made_up_rows(simulator.made_up()):
-        assert table(README.read_text())[row.split("|")[1].strip()] == row
+    assert set(replay_tables.made_up_rows()) <= set(README.read_text().splitlines())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", replay_tables.POLICIES)
 def test_a_row_of_the_table(name):
-    policy = replay_tables.POLICIES[name]
-    row = replay_tables.recorded_row(name, policy, RECORDED)
-    assert table(README.read_text())[name] == row
+    assert replay_tables.recorded_row(name, RECORDED) in README.read_text().splitlines()
