@@ -1,6 +1,7 @@
 """The largest gradient: its value, that it is the verdict too, and where it goes.
 
-What it costs is counted in `tests/step/test_compiled.py` and `tests/integration/test_sharding.py`.
+What it costs is counted in `tests/step/test_compiled.py` and `tests/integration/test_sharding.py`;
+what it does to a step with retries is in `tests/step/test_retries.py`.
 """
 
 import itertools
@@ -20,9 +21,6 @@ import jaxscale
 from jaxscale._gradients import verdict as _verdict
 from jaxscale._gradients.scaled import Scaled
 
-DTYPES = ["float16", "bfloat16", "float32", "float8_e5m2", "float8_e4m3fn"]
-SHAPES = [(), (1,), (3, 5), (2**16,), (7, 2**14), (0,), (4, 0)]
-
 
 def largest(tree, axis_name=None, divisor=None):
     return _verdict.largest(Scaled(tree, divisor), axis_name)
@@ -36,9 +34,13 @@ def numbers(shape, dtype, seed=0):
 # Its value.
 
 
+DTYPES = ["float16", "bfloat16", "float32", "float8_e5m2", "float8_e4m3fn"]
+
+
 @cases("dtype", DTYPES, fast=["float16"])
 def test_it_is_the_largest_absolute_value(dtype):
-    leaves = [numbers(shape, dtype, seed) for seed, shape in enumerate(SHAPES)]
+    shapes = [(), (1,), (3, 5), (2**16,), (7, 2**14), (0,), (4, 0)]
+    leaves = [numbers(shape, dtype, seed) for seed, shape in enumerate(shapes)]
     for tree in (leaves, leaves[3:4], leaves[-2:]):
         size = jax.jit(largest)(tree)
         assert (size.dtype, size.shape) == (jnp.float32, ())
@@ -122,12 +124,8 @@ STEPS = {
     "apply_gradients": lambda tx: trainer(tx, loss_fn),
     "update": lambda tx: trainer(tx, loss_fn, fused=False),
 }
-OPTIONS = {
-    "": {},
-    "norm": {"max_norm": 0.1},
-    "tracked": {"track_leaves": True},
-    "checked": {"check_updates": True},
-}
+OPTIONS = {"": {}, "norm": {"max_norm": 0.1}, "tracked": {"track_leaves": True}}
+OPTIONS["checked"] = {"check_updates": True}
 
 
 @pytest.mark.standard_promotion
@@ -149,20 +147,6 @@ def test_every_step_moves_the_scale_as_by_hand(name, option):
     assert verdicts == [True, True, False, True, False, True, True]
 
 
-@pytest.mark.standard_promotion
-def test_with_retries_each_pass_lowers_the_scale_and_the_last_one_teaches():
-    tx = jaxscale.loss_scaled(optax.sgd(0.0), FOLLOWS)
-    # It overflows from 2**4 on. The first overflow halves the scale, the second divides it by 2**8.
-    x = jnp.full(3, 2.0**7)
-    state = tx.init(PARAMS)
-    state = state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(2.0**12)))
-    _, after = jax.jit(whole(tx, retries=10))((PARAMS, state), x)
-    assert (after.total_retries, after.total_notfinite) == (2, 0)
-    grads = jax.grad(loss_fn)(PARAMS, x)
-    scaling = FOLLOWS.adjust(FOLLOWS.adjust(state.scaling, False), False)
-    assert_same_bits(after.scaling, FOLLOWS.adjust(scaling, True, largest(grads)))
-
-
 @cases("unit", ["micro_batch", "optimizer_step"], fast=["micro_batch"])
 def test_of_micro_batches_each_is_looked_at(unit):
     inner = jaxscale.loss_scaled(optax.sgd(0.0), FOLLOWS)
@@ -177,29 +161,28 @@ def test_of_micro_batches_each_is_looked_at(unit):
 
 
 @pytest.mark.standard_promotion
-def test_a_policy_of_ones_own_gets_the_largest_gradient_if_it_needs_it():
+@cases("needs", [True, False])
+def test_a_policy_of_ones_own_gets_the_largest_gradient_if_it_needs_it(needs):
     seen = []
 
-    class Needs(jaxscale.DynamicLossScale):
-        needs_largest = True
+    class Own(jaxscale.DynamicLossScale):
+        needs_largest = needs
 
         def adjust(self, state, grads_finite, largest=None):
             seen.append(largest)
             return super().adjust(state, grads_finite)
 
-    class NeedsNot(Needs):
-        needs_largest = False
-
-    for policy in (Needs(), NeedsNot()):
-        policy.update(policy.init(), {"w": jnp.full(3, -0.5)})
-        policy.update(policy.init(), {})
-        tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
-        for retries in (0, 1):
-            jax.eval_shape(whole(tx, retries=retries), (PARAMS, tx.init(PARAMS)), BATCHES[0])
-    alone, none, *steps = seen[: len(seen) // 2]
-    assert (alone, none) == (0.5, None)
-    assert {(size.shape, str(size.dtype)) for size in steps} == {((), "float32")}
-    assert seen[len(seen) // 2 :] == [None] * (2 + len(steps))
+    policy = Own()
+    for grads in ({"w": jnp.full(3, -0.5)}, {}):
+        policy.update(policy.init(), grads)
+    assert seen == ([0.5, None] if needs else [None, None])
+    tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
+    for retries in (0, 1):
+        jax.eval_shape(whole(tx, retries=retries), (PARAMS, tx.init(PARAMS)), BATCHES[0])
+    assert len(seen) > 3
+    assert {str(getattr(size, "aval", size)) for size in seen[2:]} == {
+        "float32[]" if needs else "None"
+    }
 
 
 @cases("axis", ["data", None], fast=["data"])
