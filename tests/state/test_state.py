@@ -1,5 +1,6 @@
 """Multiplying and dividing by a scale, and finding it in a tree."""
 
+import collections
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -16,15 +17,8 @@ import jaxscale.flax
 from jaxscale import presets
 
 STATE = jaxscale.FixedLossScale(2.0**10).init()
-WIDE = {
-    "float16": "float32",
-    "bfloat16": "float32",
-    "float8_e5m2": "float32",
-    "float32": "float32",
-    "complex64": "complex64",
-    "float64": "float64",
-    "complex128": "complex128",
-}
+WIDE = {name: name for name in ("float32", "complex64", "float64", "complex128")}
+WIDE |= dict.fromkeys(("float16", "bfloat16", "float8_e5m2"), "float32")
 
 
 def test_results_are_float32_or_wider_and_exact():
@@ -36,13 +30,13 @@ def test_results_are_float32_or_wider_and_exact():
             for dtype, leaf in leaves.items():
                 expected = np.asarray(leaf, WIDE[dtype]) * times
                 assert_same_bits(results[dtype], expected.astype(WIDE[dtype]))
-
-
-def test_other_factors_are_right_to_rounding():
-    # Twice: XLA divides by multiplying with the reciprocal.
+    # Other factors to rounding, twice: XLA divides by multiplying with the reciprocal.
     leaf = jnp.linspace(-1, 1, 999)
     result = jaxscale.unscale(jaxscale.FixedLossScale(3).init(), leaf)
     np.testing.assert_allclose(result, np.asarray(leaf) / np.float32(3), rtol=2**-23)
+    # An overflow in one part of a complex number stays there.
+    result = jaxscale.unscale(STATE, jax.lax.complex(jnp.array(jnp.inf), jnp.array(2.0**10)))
+    assert (result.real, result.imag) == (jnp.inf, 1.0)
 
 
 def test_no_scale_is_so_extreme_that_gradients_vanish():
@@ -58,12 +52,6 @@ def test_no_scale_is_so_extreme_that_gradients_vanish():
         assert there_and_back(state, leaf) == (leaf, 3.0)
 
 
-def test_an_overflow_in_one_part_of_a_complex_number_stays_there():
-    leaf = jax.lax.complex(jnp.array(jnp.inf), jnp.array(2.0**10))
-    result = jaxscale.unscale(STATE, leaf)
-    assert (result.real, result.imag) == (jnp.inf, 1.0)
-
-
 @cases("function", [jaxscale.scale, jaxscale.unscale])
 def test_other_leaves_and_overwrites_pass_through(function):
     tree = PASSIVE | {"_overwrite_with_gradient": {"amax": jnp.array(0.5)}}
@@ -72,50 +60,29 @@ def test_other_leaves_and_overwrites_pass_through(function):
     assert all(a is b for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(tree), strict=True))
 
 
-# What a loss scale is looked for in: by type, as a name says nothing.
+# What a loss scale is looked for in: by type, as a name says nothing. Parameters have it, a training
+# loop with a log, and the states of policies of one's own, of which one says what it is.
 
-
-class Model(NamedTuple):
-    """Parameters of that name, which its moments have, too."""
-
-    loss_scale: jax.Array
-
-
-class Carry(NamedTuple):
-    """What a training loop carries, with a log in it."""
-
-    opt_state: Any
-    loss_scale: Any
-    growth_tracker: jax.Array
-    hysteresis_tracker: jax.Array
+Model = collections.namedtuple("Model", "loss_scale")
+Carry = collections.namedtuple("Carry", "opt_state loss_scale growth_tracker hysteresis_tracker")
+UnmarkedState = collections.namedtuple("UnmarkedState", "loss_scale")
 
 
 class OwnState(NamedTuple):
-    """The state of a policy of one's own."""
-
     is_loss_scale_state = True
 
     loss_scale: jax.Array
     steps: tuple[jax.Array, jax.Array]
 
 
-class UnmarkedState(NamedTuple):
-    """One that does not say what it is."""
-
-    loss_scale: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
-class Halving(jaxscale.LossScale):
-    """A policy of one's own, with a state of a type of its own."""
-
+class Own(jaxscale.LossScale):
     start: Any
 
     def init(self):
         return self.start
 
-    def adjust(self, state, grads_finite, **_):
-        return state._replace(loss_scale=state.loss_scale / 2)
+    adjust = update = None  # only its state is looked at
 
 
 FOUR = jnp.array(4.0)
@@ -123,8 +90,8 @@ PARAMS = [Model(jnp.array(2.0)), {"head": (jnp.ones(3), Model(jnp.ones(1)))}]
 SCALINGS = {
     "dynamic": jaxscale.DynamicLossScale(init_scale=4.0),
     "logmax": presets.LogMaxLossScale(init_scale=4.0),
-    "marked": Halving(OwnState(FOUR, (FOUR, FOUR))),
-    "unmarked": Halving(UnmarkedState(FOUR)),
+    "marked": Own(OwnState(FOUR, (FOUR, FOUR))),
+    "unmarked": Own(UnmarkedState(FOUR)),
 }
 CALLS = {
     "scale": lambda tree: jaxscale.scale(tree, jnp.ones(2)),

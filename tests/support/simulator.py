@@ -37,7 +37,6 @@ class Trace(NamedTuple):
 class Replay(NamedTuple):
     """What a policy did on a trace, step by step."""
 
-    states: NamedTuple  # the state before each step
     scale: np.ndarray  # f[n], the scale of the last backward pass of each step
     skipped: np.ndarray  # bool[n]
     extra: np.ndarray  # i[n], backward passes that were repeated
@@ -124,21 +123,18 @@ def replay(policy, traces, retries=0):
     longest = max(len(trace.ceiling) for trace in traces.values())
     run = jax.jit(jax.vmap(lambda *steps: _run(policy, retries, steps)))
     steps = zip(*(_steps(trace, longest) for trace in traces.values()), strict=True)
-    outcome = Replay(*jax.tree.map(np.asarray, run(*map(np.stack, steps))))
-
-    def of_one(i, length):
-        return jax.tree.map(lambda x: x[i, :length], outcome)
-
-    return {name: of_one(i, len(t.ceiling)) for i, (name, t) in enumerate(traces.items())}
+    outcome = jax.tree.map(np.asarray, run(*map(np.stack, steps)))
+    lengths = enumerate(len(trace.ceiling) for trace in traces.values())
+    parts = [jax.tree.map(lambda x, i=i, n=n: x[i, :n], outcome) for i, n in lengths]
+    return {name: Replay(*part) for name, part in zip(traces, parts, strict=True)}
 
 
 def _steps(trace, length):
     """The highest scale, the largest gradient and whether the loss was bad, for `length` steps."""
-    ceiling, largest = np.asarray(trace.ceiling), np.asarray(trace.largest, np.float64)
+    ceiling, missing = trace.ceiling, (0, length - len(trace.ceiling))
     highest = np.where(ceiling > BAD, np.ldexp(1.0, ceiling), 0)
     told = np.zeros(len(ceiling), bool) if trace.told is None else trace.told
-    missing = (0, length - len(ceiling))
-    columns = [np.pad(x.astype(np.float32), missing) for x in (highest, np.exp2(largest))]
+    columns = [np.pad(x.astype(np.float32), missing) for x in (highest, np.exp2(trace.largest))]
     return *columns, np.pad(told, missing, constant_values=True)
 
 
@@ -146,20 +142,17 @@ def _run(policy, retries, steps):
     def step(state, now):
         highest, size, told = now
 
-        def overflows(state):
-            return state.loss_scale > highest
+        def again(carry):
+            return (carry[0].loss_scale > highest) & (carry[1] < retries) & ~told
 
         def back_off(carry):
             state, extra = carry
             return policy.adjust(state, jnp.array(False), jnp.float32(jnp.inf)), extra + 1
 
-        def again(carry):
-            return overflows(carry[0]) & (carry[1] < retries) & ~told
-
         tried, extra = jax.lax.while_loop(again, back_off, (state, jnp.int32(0)))
-        bad = overflows(tried)
+        bad = tried.loss_scale > highest
         moved = policy.adjust(tried, ~bad, jnp.where(bad, jnp.inf, size))
         after = jaxscale.tree_where(told, tried, moved)
-        return after, (state, tried.loss_scale, bad | told, extra)
+        return after, (tried.loss_scale, bad | told, extra)
 
     return jax.lax.scan(step, policy.init(), steps)[1]
