@@ -60,8 +60,8 @@ def test_other_leaves_and_overwrites_pass_through(function):
     assert all(a is b for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(tree), strict=True))
 
 
-# What a loss scale is looked for in: by type, as a name says nothing. Parameters have it, a training
-# loop with a log, and the states of policies of one's own, of which one says what it is.
+# What a loss scale is looked for in: by type, as a name says nothing. Parameters have that name, a
+# training loop with a log, and states of policies of one's own, of which one says what it is.
 
 Model = collections.namedtuple("Model", "loss_scale")
 Carry = collections.namedtuple("Carry", "opt_state loss_scale growth_tracker hysteresis_tracker")

@@ -1,8 +1,6 @@
 """Prints the rows of the tables of `tests/policies/traces/README.md`: policies replayed over runs.
 
-Run by hand, from the top of the project (about a minute):
-
-    PYTHONPATH=. python tests/support/replay_tables.py
+By hand, from the top of the project: PYTHONPATH=. python tests/support/replay_tables.py
 """
 
 import numpy as np
@@ -57,12 +55,5 @@ def made_up_rows():
 
 
 if __name__ == "__main__":
-    traces = simulator.recorded()
-    for name in POLICIES:
-        print(recorded_row(name, traces), flush=True)
-    print(*made_up_rows(), sep="\n")
-    steps = sum(len(trace.ceiling) for trace in traces.values())
-    for policy in (ADAPTIVE, TORCH):
-        rows = summaries(policy, traces, 20).values()
-        extra, skips = (sum(row[key] for row in rows) for key in ("extra", "skips"))
-        print(f"with retries: {skips} skips, {extra} repeated, {extra / steps * 1e4:.2f} in 10,000")
+    recorded = simulator.recorded()
+    print(*(recorded_row(name, recorded) for name in POLICIES), *made_up_rows(), sep="\n")
