@@ -7,6 +7,7 @@ are compared.
 
 import functools
 import gzip
+import itertools
 import json
 import math
 import pathlib
@@ -30,16 +31,13 @@ class Promised:
 
     def spikes(self, losses, norms):
         """Whether each step is skipped. `seen` has both thresholds and deviations of each."""
-        self.windows, self.margins, skipped = ([], []), [], []
-        self.seen = []
+        self.windows, self.margins, self.seen, skipped = ([], []), [], [], []
         for values in zip(losses, norms, strict=True):
+            is_spike, seen = [False], self.seen and self.seen[-1]
             if all(map(math.isfinite, values)):
-                looks = [self.look(*pair) for pair in zip(self.windows, values, strict=True)]
-                skipped.append(any(is_spike for is_spike, _ in looks))
-                self.seen.append([seen for _, seen in looks])
-            else:
-                skipped.append(False)
-                self.seen.append(self.seen[-1])
+                is_spike, seen = zip(*map(self.look, self.windows, values), strict=True)
+            skipped.append(any(is_spike))
+            self.seen.append(seen)
         return skipped
 
     def look(self, window, value):
@@ -72,20 +70,13 @@ STREAMS = {
 STEPS = 400
 
 
-def shifted(by, at=200, seed=0):
-    """Losses that stand higher from a step on."""
-    noise = 0.01 * np.random.default_rng(seed).standard_normal(STEPS)
-    return 1 + noise + by * (np.arange(STEPS) >= at)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def judge_all(rule, losses, norms):
     """Whether each step is a spike, and the states after each step."""
 
     def step(state, values):
-        is_spike, state = rule.judge(
-            state, *values, jnp.isfinite(values[0]) & jnp.isfinite(values[1])
-        )
+        finite = jnp.isfinite(values[0]) & jnp.isfinite(values[1])
+        is_spike, state = rule.judge(state, *values, finite)
         return state, (is_spike, state)
 
     return jax.lax.scan(step, rule.init(), (losses, norms))[1]
@@ -95,17 +86,6 @@ def skipped(rule, losses):
     """The numbers of the steps that are spikes, with norms of 1."""
     losses = np.asarray(losses, np.float32)
     return np.flatnonzero(judge_all(rule, losses, np.ones_like(losses))[0]).tolist()
-
-
-def recorded():
-    """Losses and norms of the plain runs of `benchmarks/spikes.py`, by program, seed and player."""
-    for row in json.loads(RECORDED.read_text())["rows"]:
-        plain = row["ways"]["plain"]
-        for seed, runs in enumerate(zip(plain["losses"], plain["norms"], strict=True)):
-            for player, pair in enumerate(zip(*runs, strict=True)):
-                # A run that diverged is not finite in the end.
-                pair = np.array(pair, np.float32)
-                yield f"{row['program']} {seed} {player}", pair[:, np.isfinite(pair).all(0)]
 
 
 OPTIONS = {"default": {}, "short": {"window": 16, "sigmas": 4.0, "min_history": 3}}
@@ -137,20 +117,24 @@ def test_it_decides_as_promised(name, options):
         np.testing.assert_allclose(kept, window, rtol=1e-4)
     with np.errstate(over="ignore"):  # a deviation beyond float32 is inf
         threshold, deviation = np.float32(reference.seen).transpose(2, 1, 0)
-    seen = [states.loss_threshold, states.norm_threshold]
-    np.testing.assert_allclose(seen, threshold, rtol=1e-4)
-    seen = [states.loss_deviation, states.norm_deviation]
-    np.testing.assert_allclose(seen, deviation, rtol=1e-3, atol=0.1)
+    close = np.testing.assert_allclose
+    close([states.loss_threshold, states.norm_threshold], threshold, rtol=1e-4)
+    close([states.loss_deviation, states.norm_deviation], deviation, rtol=1e-3, atol=0.1)
 
 
 def test_recorded_runs_are_judged_as_promised():
+    # The plain ones of `benchmarks/spikes.py`, of each seed and player.
     spikes = 0
-    for name, pair in recorded():
-        reference = Promised()
-        expected = reference.spikes(*np.float64(pair))
-        assert min(reference.margins) > 1e-4, name
-        assert judge_all(SpikeRule(), *pair)[0].tolist() == expected, name
-        spikes += sum(expected)
+    for row in json.loads(RECORDED.read_text())["rows"]:
+        both = (itertools.chain(*row["ways"]["plain"][key]) for key in ("losses", "norms"))
+        for pair in zip(*both, strict=True):
+            pair = np.array(pair, np.float32)
+            pair = pair[:, np.isfinite(pair).all(0)]  # one that diverged is not, in the end
+            reference = Promised()
+            expected = reference.spikes(*np.float64(pair))
+            assert min(reference.margins) > 1e-4, row["program"]
+            assert judge_all(SpikeRule(), *pair)[0].tolist() == expected, row["program"]
+            spikes += sum(expected)
     assert spikes > 10
 
 
@@ -161,7 +145,9 @@ LEVELS = {(100, 5), (1000, 7), (1e5, 12)}
 def test_a_new_level_is_accepted_after_as_many_steps_as_the_docstring_says(deviations, skips):
     numbers = []
     for seed in range(5):
-        found = skipped(SpikeRule(), shifted(0.01 * deviations, seed=seed))
+        losses = 1 + 0.01 * np.random.default_rng(seed).standard_normal(STEPS)
+        losses[200:] += 0.01 * deviations
+        found = skipped(SpikeRule(), losses)
         assert set(found) <= set(range(200, 200 + skips))
         numbers.append(len(found))
     assert max(numbers) in (skips, skips - 1)
@@ -283,10 +269,8 @@ def test_it_composes_with_transformations():
 
 def test_other_dtypes_are_judged_in_float32():
     rule = SpikeRule(window=4)
-    state = after(rule, [1.0, 1.25, 0.75])
-    numbers = [jnp.bfloat16(9), jnp.float16(9), np.float64(9), 9.0]
-    states = [rule.judge(state, 1.0, number, True) for number in numbers]
-    for is_spike, state in states:
+    for number in (jnp.bfloat16(9), jnp.float16(9), np.float64(9), 9.0):
+        is_spike, state = rule.judge(after(rule, [1.0, 1.25, 0.75]), 1.0, number, True)
         assert is_spike
         assert avals(state) == avals(rule.init())
 
