@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tables import PASSIVE, assert_same_bits, avals, cases
+from tables import PASSIVE, assert_same_bits, cases
 from training import x64
 
 import jaxscale
@@ -157,11 +157,3 @@ def test_a_population_is_scaled_under_vmap_alone(call):
     alone = CALLS[call](OPT_STATE)
     expected = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), alone)
     assert_same_bits(jax.vmap(CALLS[call])(members), expected)
-
-
-def test_a_state_is_a_tree_of_strongly_typed_scalars():
-    assert avals(jaxscale.DynamicLossScale().init()) == ("float32[]", "int32[]", "int32[]")
-    with x64():
-        state = jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
-        kinds = {str(jax.typeof(leaf)) for leaf in jax.tree.leaves(state)}
-    assert kinds == {"float32[]", "int32[]", "bool[]"}
