@@ -1,4 +1,4 @@
-"""Policies over recorded and made-up runs, and in live ones: what they skip, and how low they are."""
+"""Policies over recorded and made-up runs, and in live ones: skips, and how low the scale is."""
 
 import functools
 import itertools
@@ -122,7 +122,7 @@ def trained(policy, retries=0):
 @pytest.mark.standard_promotion
 def test_live_training_skips_little_and_keeps_its_scale():
     # PyTorch's rule probes once in 2,000 steps; with an interval of 200 it probes as a long run.
-    policies = jaxscale.AdaptiveLossScale(), presets.torch(), presets.torch(growth_interval=200)
+    policies = ADAPTIVE, TORCH, presets.torch(growth_interval=200)
     (ours, scale, loss), (_, their_scale, their_loss), (probing, *_) = map(trained, policies)
     assert ours.total_notfinite <= probing.total_notfinite / 4
     assert scale >= their_scale - 2

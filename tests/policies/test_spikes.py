@@ -72,11 +72,10 @@ STEPS = 400
 
 @functools.partial(jax.jit, static_argnums=0)
 def judge_all(rule, losses, norms):
-    """Whether each step is a spike, and the states after each step."""
+    """Whether each step is a spike, and the states after each step. There may be no losses."""
 
     def step(state, values):
-        finite = jnp.isfinite(values[0]) & jnp.isfinite(values[1])
-        is_spike, state = rule.judge(state, *values, finite)
+        is_spike, state = rule.judge(state, *values, jaxscale.all_finite(values))
         return state, (is_spike, state)
 
     return jax.lax.scan(step, rule.init(), (losses, norms))[1]
@@ -213,18 +212,15 @@ def test_a_norm_that_overflows_is_a_spike_and_never_enters():
 
 
 def test_without_a_loss_the_norm_judges_alone():
-    losses, norms = STREAMS["spiking norm"]
-    state, found = SpikeRule().init(), []
-    judge = jax.jit(lambda state, norm: SpikeRule().judge(state, None, norm, True))
-    for norm in norms:
-        is_spike, state = judge(state, norm)
-        found.append(bool(is_spike))
-    with_loss = judge_all(SpikeRule(), np.ones_like(losses), norms)
-    assert found == with_loss[0].tolist()
-    blank = SpikeRule().init()
+    rule, (losses, norms) = SpikeRule(), STREAMS["spiking norm"]
+    (found, states), (expected, with_loss) = (
+        judge_all(rule, each, norms) for each in (None, np.ones_like(losses))
+    )
+    assert found.tolist() == expected.tolist()
     untouched = ("losses", "loss_count", "loss_threshold", "loss_deviation")
-    last = jax.tree.map(lambda leaf: leaf[-1], with_loss[1])
-    assert_same_bits(state, last._replace(**{name: getattr(blank, name) for name in untouched}))
+    blank = {name: getattr(rule.init(), name) for name in untouched}
+    last, expected = (jax.tree.map(lambda leaf: leaf[-1], tree) for tree in (states, with_loss))
+    assert_same_bits(last, expected._replace(**blank))
 
 
 def test_counts_and_totals():

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import gzip
+import itertools
 import json
 import pathlib
 
@@ -182,12 +183,12 @@ def scan(cls, switches, numbers, states, grads):
 
 def replay(policies, states, grads):
     """Every state and verdict of every case, in few programs."""
-    groups, outcome, padded = collections.defaultdict(list), {}, filled_up(grads)
-    for i, policy in enumerate(policies):
-        fields = dataclasses.asdict(policy)
-        switches = {n: v for n, v in fields.items() if isinstance(v, (bool, str, tuple))}
-        numbers = {name: fields[name] for name in fields if name not in switches}
-        groups[type(policy), tuple(switches.items())].append((i, numbers, states[i], padded[i]))
+    groups, outcome = collections.defaultdict(list), {}
+    for i, (policy, *columns) in enumerate(zip(policies, states, filled_up(grads), strict=True)):
+        fields = dataclasses.asdict(policy).items()
+        switches = tuple(field for field in fields if isinstance(field[1], (bool, str, tuple)))
+        numbers = dict(field for field in fields if field not in switches)
+        groups[type(policy), switches].append((i, numbers, *columns))
     for signature, members in groups.items():
         columns = jax.tree.map(lambda *leaves: np.stack(leaves), *(row[1:] for row in members))
         before, applied = jax.tree.map(np.asarray, scan(*signature, *columns))
@@ -209,11 +210,8 @@ def gradients(case, steps):
     return np.where(np.array(case["finite"][:steps]) == 1, 1.0, bad).astype(np.float32)
 
 
-def normal(scale):
-    """How many scales are normal float32 numbers, before the first that is not."""
-    info, scale = np.finfo(np.float32), np.array(scale, np.float64)
-    good = (scale >= info.smallest_normal) & (scale <= info.max)
-    return len(scale) if good.all() else int(np.argmin(good))
+def is_normal(scale):
+    return 2.0**-126 <= float(scale) <= float(np.finfo(np.float32).max)
 
 
 FAST = ["deepspeed_dynamic_loss_scaler", "mpx_dynamic_loss_scaling", "torch_grad_scaler"]
@@ -228,7 +226,7 @@ def test_scale_and_counters_are_those_of_the_library(system):
         if tracker >= getattr(policy, "growth_interval", 1) and "tf" not in system:
             continue  # a counter restored beyond the interval, which grows at once here
         # Until the library's scale leaves the normal float32 numbers.
-        steps = min(len(case["finite"]), normal(case["scale"]) - 1)
+        steps = len(list(itertools.takewhile(is_normal, case["scale"]))) - 1
         replayed.append((case, policy, state, gradients(case, steps)))
     outcome = replay(*zip(*(each[1:] for each in replayed), strict=True))
     for (case, policy, _, grads), (states, applied) in zip(replayed, outcome, strict=True):
