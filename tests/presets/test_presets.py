@@ -1,6 +1,7 @@
 """The presets: the defaults of each library, what is rejected, and what a library saved."""
 
 import inspect
+import itertools
 import json
 import types
 
@@ -66,13 +67,24 @@ def test_the_presets_are_these():
     assert functions == {*DEFAULTS, *saved}
 
 
+# Arguments that are ignored, or whose policy checks them under its own names.
+OTHERS = {"apex": ["scale_factor"], "chainer": ["scale"]}
+OTHERS["fairseq"] = ["init_scale", "scale_window", "tolerance", "threshold", "min_loss_scale"]
+OTHERS["openseq2seq_logmax"] = inspect.signature(presets.openseq2seq_logmax).parameters
+
+
 @cases("name", DEFAULTS)
-def test_defaults_are_those_of_the_library(name):
+def test_defaults_and_names_in_errors_are_those_of_the_library(name):
     policy = make(name)
     assert tuple(getattr(policy, field, None) for field in FIELDS.split()) == DEFAULTS[name]
     assert hash(policy) == hash(make(name))
     if name == "olmo":
         assert (policy.window, policy.sigmas, policy.min_history) == (128, 6, 63)
+    parameters = inspect.signature(getattr(presets, name)).parameters.values()
+    numbers = {p.name for p in parameters if not isinstance(p.default, bool)}
+    for argument in numbers - set(OTHERS.get(name, ())):
+        with pytest.raises(ValueError, match=rf"^`presets\.{name}\({argument}=.* got -1"):
+            make(name, **{argument: -1})
 
 
 def test_there_are_scalers_that_do_not_move():
@@ -82,21 +94,6 @@ def test_there_are_scalers_that_do_not_move():
     assert presets.paddle(init_loss_scaling=8, use_dynamic_loss_scaling=False) == fixed
     assert presets.tf_keras(dynamic=False, initial_scale=8) == fixed
     assert presets.chainer(scale=8) == fixed
-
-
-# Arguments that are ignored, or whose policy checks them under its own names.
-OTHERS = {"apex": ["scale_factor"], "chainer": ["scale"]}
-OTHERS["fairseq"] = ["init_scale", "scale_window", "tolerance", "threshold", "min_loss_scale"]
-OTHERS["openseq2seq_logmax"] = inspect.signature(presets.openseq2seq_logmax).parameters
-
-
-@cases("name", DEFAULTS)
-def test_an_error_names_the_argument_as_the_library_does(name):
-    parameters = inspect.signature(getattr(presets, name)).parameters.values()
-    numbers = {p.name for p in parameters if not isinstance(p.default, bool)}
-    for argument in numbers - set(OTHERS.get(name, ())):
-        with pytest.raises(ValueError, match=rf"^`presets\.{name}\({argument}=.* got -1"):
-            make(name, **{argument: -1})
 
 
 # What a library saved.
@@ -221,15 +218,11 @@ def test_logmax_keeps_its_state_through_zeros_and_heals():
 
 def test_a_cooldown_holds_a_scale_after_a_backoff():
     policy = presets.GradualLossScale(init_scale=64.0, growth_factor=4.0, cooldown=3)
-    good, bad = True, False
     for verdicts, expected in [
         # The first backoff is free; of the next bad steps, every third one backs off.
-        ([bad] * 5, [32, 32, 32, 16, 16]),
+        ([False] * 5, [32, 32, 32, 16, 16]),
         # Finite steps count as well, and grow by `search_factor` before the first bad one.
-        ([good, bad, bad, good, bad, bad], [128, 64, 64, 256, 128, 128]),
+        ([True, False, False] * 2, [128, 64, 64, 256, 128, 128]),
     ]:
-        state, scales = policy.init(), []
-        for finite in verdicts:
-            state = policy.adjust(state, finite)
-            scales.append(state.loss_scale)
-        assert scales == expected
+        _, *states = itertools.accumulate(verdicts, policy.adjust, initial=policy.init())
+        assert [state.loss_scale for state in states] == expected
