@@ -203,20 +203,17 @@ def test_a_tree_without_gradients_is_no_gradients_and_no_size_leaves_every_bit()
             assert_same_bits(adjust(start, True, jnp.float32(size)), start)
 
 
-def test_a_restored_adaptive_state_that_is_unusable_heals():
+def test_a_restored_adaptive_state_heals_or_starts_anew_or_from_the_power_of_two_below():
+    first = ADAPTIVE.init()
     fields = jaxscale.AdaptiveState._fields[:4]
     for name, bad, finite in itertools.product(fields, (0.0, -1.0, np.inf, np.nan, 3e38), (1, 0)):
-        ruined = replaced(ADAPTIVE.init(), **{name: bad})
+        ruined = replaced(first, **{name: bad})
         for _ in range(3):
             ruined = adjust(ruined, bool(finite), jnp.float32(1))
             assert ADAPTIVE.min_scale <= ruined.loss_scale <= ADAPTIVE.max_scale
             assert math.frexp(ruined.loss_scale)[0] == 0.5
             assert ADAPTIVE.min_level <= ruined.level <= ADAPTIVE.max_level
             assert -256 <= min(ruined.peak, ruined.crest) <= max(ruined.peak, ruined.crest) <= 128
-
-
-def test_a_restored_adaptive_state_starts_anew_or_from_the_power_of_two_below():
-    first = ADAPTIVE.init()
     for bad in (np.inf, -np.inf, np.nan):
         assert_same_bits(adjust(replaced(first, level=bad), True), adjust(first, True))
     state = replaced(first, loss_scale=65504)
@@ -224,19 +221,33 @@ def test_a_restored_adaptive_state_starts_anew_or_from_the_power_of_two_below():
     assert adjust(state, True, jnp.float32(0)).loss_scale == 2.0**15
 
 
+# What it rejects, and what the rule for spikes does.
+
+Rule, Spikes = jaxscale.AdaptiveLossScale, jaxscale.SpikeRule
 REJECTED = {
-    "level too high": ({"level": 16}, r"\(level=.*below 16, got 16.*pass 13\.0"),
-    "levels": ({"level": 8, "min_level": 9}, r"min_level <= level <= max_level, got 9"),
-    "scales": ({"min_scale": 2, "max_scale": 1}, r"<= max_scale, got 2\.0, 256\.0 and 1"),
-    "no power": ({"init_scale": 1000}, r"\(init_scale=.*power of two.*1000.*2\.0\*\*9"),
-} | {name: ({name: -20}, rf"\({name}=.*got -20") for name in ADAPTIVE.get_config()}
+    "level too high": (Rule, {"level": 16}, r"\(level=.*below 16, got 16.*pass 13\.0"),
+    "levels": (Rule, {"level": 8, "min_level": 9}, r"min_level <= level <= max_level, got 9"),
+    "scales": (Rule, {"min_scale": 2, "max_scale": 1}, r"<= max_scale, got 2\.0, 256\.0 and 1"),
+    "no power": (Rule, {"init_scale": 1000}, r"\(init_scale=.*power of two.*1000.*2\.0\*\*9"),
+    **{name: (Rule, {name: -20}, rf"\({name}=.*got -20") for name in ADAPTIVE.get_config()},
+    "window": (Spikes, {"window": 1}, r"window=.*at least 2, got 1"),
+    "a part of a window": (Spikes, {"window": 12.5}, r"window=.*integer.*got 12\.5"),
+    "sigmas 0": (Spikes, {"sigmas": 0}, r"sigmas=.*above 0.*got 0\..*pass 6\.0"),
+    "sigmas NaN": (Spikes, {"sigmas": math.nan}, r"sigmas=.*got nan"),
+    "sigmas inf": (Spikes, {"sigmas": math.inf}, r"sigmas=.*at most 1e6, got inf"),
+    "sigmas bool": (Spikes, {"sigmas": True}, r"sigmas=.*got True"),
+    "sigmas text": (Spikes, {"sigmas": "6"}, r"sigmas=.*got '6'"),
+    "history": (Spikes, {"min_history": 1}, r"min_history=.*at least 2, got 1"),
+    "a long history": (Spikes, {"window": 8, "min_history": 9}, r"at most window=8, got 9"),
+}
 
 
 @cases("case", REJECTED)
 def test_bad_arguments(case):
-    arguments, message = REJECTED[case]
-    with pytest.raises(ValueError, match=f"^`AdaptiveLossScale.*{message}"):
-        jaxscale.AdaptiveLossScale(**arguments)
+    rule, arguments, message = REJECTED[case]
+    error = TypeError if case in ("a part of a window", "sigmas text") else ValueError
+    with pytest.raises(error, match=rf"^`{rule.__name__}\b.*{message}"):
+        rule(**arguments)
 
 
 # All policies.

@@ -81,12 +81,6 @@ def judge_all(rule, losses, norms):
     return jax.lax.scan(step, rule.init(), (losses, norms))[1]
 
 
-def skipped(rule, losses):
-    """The numbers of the steps that are spikes, with norms of 1."""
-    losses = np.asarray(losses, np.float32)
-    return np.flatnonzero(judge_all(rule, losses, np.ones_like(losses))[0]).tolist()
-
-
 OPTIONS = {"default": {}, "short": {"window": 16, "sigmas": 4.0, "min_history": 3}}
 
 
@@ -146,8 +140,8 @@ def test_a_new_level_is_accepted_after_as_many_steps_as_the_docstring_says(devia
     for seed in range(5):
         losses = 1 + 0.01 * np.random.default_rng(seed).standard_normal(STEPS)
         losses[200:] += 0.01 * deviations
-        found = skipped(SpikeRule(), losses)
-        assert set(found) <= set(range(200, 200 + skips))
+        found = np.flatnonzero(judge_all(SpikeRule(), losses, np.ones(STEPS))[0])
+        assert set(found.tolist()) <= set(range(200, 200 + skips))
         numbers.append(len(found))
     assert max(numbers) in (skips, skips - 1)
 
@@ -164,7 +158,8 @@ def test_rounding_is_not_a_spike():
 @cases(("sigma", "per_10_000"), [(0.3, 3), (0.6, 22), (1.0, 57)], fast=[(1.0, 57)])
 def test_false_alarms_of_heavy_tails_are_as_the_docstring_says(sigma, per_10_000):
     norms = np.exp(sigma * np.random.default_rng(0).standard_normal(100_000))
-    assert len(skipped(SpikeRule(), norms)) / 10 == pytest.approx(per_10_000, rel=0.2)
+    alarms = judge_all(SpikeRule(), None, norms)[0].sum()
+    assert alarms / 10 == pytest.approx(per_10_000, rel=0.2)
 
 
 def test_the_unit_does_not_matter():
@@ -269,28 +264,6 @@ def test_other_dtypes_are_judged_in_float32():
         is_spike, state = rule.judge(after(rule, [1.0, 1.25, 0.75]), 1.0, number, True)
         assert is_spike
         assert avals(state) == avals(rule.init())
-
-
-# What is rejected.
-
-REJECTED = {
-    "window": ({"window": 1}, ValueError, r"window=.*at least 2, got 1"),
-    "a part of a window": ({"window": 12.5}, TypeError, r"window=.*integer.*got 12\.5"),
-    "sigmas 0": ({"sigmas": 0}, ValueError, r"sigmas=.*above 0.*got 0\..*pass 6\.0"),
-    "sigmas NaN": ({"sigmas": math.nan}, ValueError, r"sigmas=.*got nan"),
-    "sigmas inf": ({"sigmas": math.inf}, ValueError, r"sigmas=.*at most 1e6, got inf"),
-    "sigmas bool": ({"sigmas": True}, ValueError, r"sigmas=.*got True"),
-    "sigmas text": ({"sigmas": "6"}, TypeError, r"sigmas=.*got '6'"),
-    "history": ({"min_history": 1}, ValueError, r"min_history=.*at least 2, got 1"),
-    "a long history": ({"window": 8, "min_history": 9}, ValueError, r"at most window=8, got 9"),
-}
-
-
-@pytest.mark.parametrize("name", REJECTED)
-def test_bad_arguments_are_rejected(name):
-    options, error, match = REJECTED[name]
-    with pytest.raises(error, match=r"`SpikeRule\(.*" + match):
-        SpikeRule(**options)
 
 
 def test_rules_are_values():

@@ -5,8 +5,6 @@ finite (`ceiling`), and the binary logarithm of the largest unscaled gradient (`
 gradients do not depend on the scale, up to rounding, so one run serves all policies. A step whose
 scale lies above the ceiling overflows; with `retries` the policy backs off within the step, until
 the scale fits.
-
-`python tests/support/replay_tables.py` prints the tables of `tests/policies/traces/README.md`.
 """
 
 import pathlib
@@ -20,9 +18,7 @@ import jaxscale
 
 FOLDER = pathlib.Path(__file__).parent.parent / "policies" / "traces"
 
-# No scale would have helped: the batch is bad.
-BAD = -99
-
+BAD = -99  # no scale would have helped: the batch is bad
 LOW = 6  # binades below the ceiling: a scale this low is needlessly low
 
 
@@ -57,11 +53,8 @@ class Replay(NamedTuple):
 
 def recorded():
     """The five runs that were recorded, by name."""
-    files = {path.stem: np.load(path) for path in sorted(FOLDER.glob("*.npz"))}
-    return {
-        name: Trace(file["ceiling"].astype(np.int32), file["largest"] / 256)
-        for name, file in files.items()
-    }
+    files = ((path.stem, np.load(path)) for path in sorted(FOLDER.glob("*.npz")))
+    return {n: Trace(f["ceiling"].astype(np.int32), f["largest"] / 256) for n, f in files}
 
 
 def made_up(steps=20_000):
@@ -82,16 +75,13 @@ def made_up(steps=20_000):
         return (step >= start * steps) & (step < stop * steps)
 
     middle, some = between(0.3, 0.6), rng.random(steps) < 0.01
-    moved = {
-        f"gradients x 2**{by} for a while": trace(-4 + noise() + by * middle)
-        for by in (-16, -11, -6, 6, 11)
-    }
+    moved = {by: trace(-4 + noise() + by * middle) for by in (-16, -11, -6, 6, 11)}
     return {
         "constant": Trace(np.full(steps, 18, np.int32), np.full(steps, -4.0)),
         "noise alone": trace(-4 + noise()),
         "drift up by 2**20": trace(-14 + noise() + 20 * step / steps),
         "drift down by 2**20": trace(-4 + noise() - 20 * step / steps),
-        **moved,
+        **{f"gradients x 2**{by} for a while": run for by, run in moved.items()},
         "x 2**8 in every other 2,000 steps": trace(-8 + noise() + 8 * (step // 2000 % 2)),
         "heavy tails (t, 3 degrees)": trace(-4 + 0.5 * rng.standard_t(3, steps)),
         "spikes of 2**6 in 0.2 %": trace(-4 + noise() + 6 * (rng.random(steps) < 0.002)),
