@@ -26,13 +26,8 @@ from .base import CheckedLossScale, new_state
 # In units: a binade of a logarithm, and of a level, which rises in smaller steps.
 _BINADE, _LEVEL = 2**16, 2**20
 _SHIFT = 4  # from units of a level to those of a logarithm
-
 # The logarithm of the usual largest gradient as long as none was seen, and of a rare one.
 UNSEEN = -256
-
-# The exponents of float16's normal numbers: from 2**-14 to below 2**16.
-_LOWEST, _HIGHEST = -14.0, 16.0
-
 _SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
 
@@ -42,7 +37,7 @@ def _check_scale(call: str, name: str, scale: Any) -> float:
 
 def _check_level(call: str, name: str, level: Any) -> float:
     level = finite_number(call, name, level)
-    if not _LOWEST <= level < _HIGHEST:
+    if not -14 <= level < 16:
         raise ValueError(
             f"`{call}({name}=...)` must be at least -14 and below 16, got {level}. It is a binary "
             "logarithm, of what the largest scaled gradient may reach, and float16 holds normal "
@@ -170,15 +165,11 @@ class AdaptiveLossScale(CheckedLossScale):
             is_seen = largest >= _SMALLEST
             after_finite = tree_where(is_seen, self._follow(now, _log2(largest)), now)
         after = tree_where(grads_finite, after_finite, self._after_overflow(now))
-        return AdaptiveState(
-            loss_scale=_power(after.exponent),
-            peak=after.peak.astype(jnp.float32) / _BINADE,
-            level=after.level.astype(jnp.float32) / _LEVEL,
-            crest=after.crest.astype(jnp.float32) / _BINADE,
-            finite_steps=after.finite_steps,
-            held_steps=after.held_steps,
-            overflows=after.overflows,
-        )
+        # 2 to the power of the exponent, of one of float32's normal numbers.
+        scale = jax.lax.bitcast_convert_type((after.exponent + 127) << 23, jnp.float32)
+        units = zip(after[1:4], (_BINADE, _LEVEL, _BINADE), strict=True)
+        logarithms = [number.astype(jnp.float32) / unit for number, unit in units]
+        return AdaptiveState._make([scale, *logarithms, *after[4:]])
 
     def _counted(self, state: AdaptiveState) -> "_Counted":
         """Returns a state in integers. Numbers that no step leaves behind are replaced."""
@@ -186,13 +177,11 @@ class AdaptiveLossScale(CheckedLossScale):
         level = jnp.clip(level, self.min_level, self.max_level)
         peak, crest = (jnp.where(jnp.abs(x) <= 128, x, UNSEEN) for x in (state.peak, state.crest))
         return _Counted(
-            exponent=jnp.minimum(_log2(state.loss_scale) // _BINADE, _exponent(self.max_scale)),
-            peak=(peak * _BINADE).astype(jnp.int32),
-            level=(level * _LEVEL).astype(jnp.int32),
-            crest=(crest * _BINADE).astype(jnp.int32),
-            finite_steps=jnp.maximum(jnp.asarray(state.finite_steps, jnp.int32), 0),
-            held_steps=jnp.maximum(jnp.asarray(state.held_steps, jnp.int32), 0),
-            overflows=jnp.maximum(jnp.asarray(state.overflows, jnp.int32), 0),
+            jnp.minimum(_log2(state.loss_scale) // _BINADE, _exponent(self.max_scale)),
+            (peak * _BINADE).astype(jnp.int32),
+            (level * _LEVEL).astype(jnp.int32),
+            (crest * _BINADE).astype(jnp.int32),
+            *(jnp.maximum(jnp.asarray(count, jnp.int32), 0) for count in state[4:]),
         )
 
     def _after_overflow(self, now: "_Counted") -> "_Counted":
@@ -276,9 +265,9 @@ class _Counted(NamedTuple):
     """An `AdaptiveState` in integers: the exponent of the scale, and units."""
 
     exponent: jax.Array
-    peak: jax.Array  # in units of 2**-16
-    level: jax.Array  # in units of 2**-20
-    crest: jax.Array  # in units of 2**-16
+    peak: jax.Array
+    level: jax.Array
+    crest: jax.Array
     finite_steps: jax.Array
     held_steps: jax.Array
     overflows: jax.Array
@@ -299,8 +288,3 @@ def _log2(number: jax.Array) -> jax.Array:
     exponent, and the first bits of the mantissa behind it.
     """
     return (jax.lax.bitcast_convert_type(number, jnp.int32) >> 7) - 127 * _BINADE
-
-
-def _power(exponent: jax.Array) -> jax.Array:
-    """Returns 2 to the power of an exponent of float32's normal numbers."""
-    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

@@ -142,15 +142,12 @@ class CheckedLossScale(LossScale):
     """A policy whose arguments are checked by name, and whose `adjust` checks what it gets.
 
     A subclass is a frozen dataclass with a field `init_scale`. It defines `init`, and either
-    `_after_finite` and `_after_nonfinite` or `_move`.
+    `_move`, or the states after a step whose gradients were finite, and were not.
     """
 
     init_scale: float
-
-    # The states that follow a step whose gradients were finite, or were not.
     _after_finite: Callable[[Any], Any]
     _after_nonfinite: Callable[[Any], Any]
-
     # The type of the states, and what checks an argument of a name and returns its value.
     _state_type: ClassVar[type] = LossScaleState
     _checks: ClassVar[dict[str, Callable[[str, str, Any], Any]]] = {
@@ -194,6 +191,14 @@ class CheckedLossScale(LossScale):
     def _move(self, state: Any, grads_finite: jax.Array, largest: jax.Array | None) -> Any:
         """Returns the next state, given one that is checked and whose scale is usable."""
         return tree_where(grads_finite, self._after_finite(state), self._after_nonfinite(state))
+
+    def _grown(self: Any, scale: jax.Array, factor: Any) -> jax.Array:
+        grown = jnp.minimum(scale * factor, self.max_scale)
+        return jnp.maximum(scale, grown)  # a restored scale may lie above the maximum
+
+    def _lowered(self: Any, scale: jax.Array) -> jax.Array:
+        lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
+        return jnp.minimum(scale, lowered)  # a restored scale may lie below the minimum
 
 
 def new_state(kind: type, *numbers: float) -> Any:

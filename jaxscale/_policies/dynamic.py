@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -76,8 +75,9 @@ class DynamicLossScale(CheckedLossScale):
     def _after_finite(self, state: LossScaleState) -> LossScaleState:
         streak = jnp.asarray(optax.safe_increment(state.growth_tracker))
         grow = streak >= self.growth_interval
+        grown = self._grown(state.loss_scale, self.growth_factor)
         return LossScaleState(
-            loss_scale=jnp.where(grow, self._grown(state.loss_scale), state.loss_scale),
+            loss_scale=jnp.where(grow, grown, state.loss_scale),
             growth_tracker=jnp.where(grow, 0, streak),
             hysteresis_tracker=jnp.where(grow, self.hysteresis, state.hysteresis_tracker),
         )
@@ -89,11 +89,3 @@ class DynamicLossScale(CheckedLossScale):
             growth_tracker=jnp.zeros_like(state.growth_tracker),
             hysteresis_tracker=left,
         )
-
-    def _grown(self, scale: jax.Array) -> jax.Array:
-        grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
-        return jnp.maximum(scale, grown)  # a restored scale may lie above the maximum
-
-    def _lowered(self, scale: jax.Array) -> jax.Array:
-        lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
-        return jnp.minimum(scale, lowered)  # a restored scale may lie below the minimum

@@ -83,17 +83,15 @@ class GradualLossScale(CheckedLossScale):
 
     def _after_finite(self, state: GradualState) -> GradualState:
         factor = jnp.where(state.overflows > 0, self.growth_factor, self.search_factor)
-        grown = jnp.minimum(state.loss_scale * factor.astype(jnp.float32), self.max_scale)
         return state._replace(
-            loss_scale=jnp.maximum(state.loss_scale, grown),
+            loss_scale=self._grown(state.loss_scale, factor.astype(jnp.float32)),
             steps_since_backoff=jnp.asarray(optax.safe_increment(state.steps_since_backoff)),
         )
 
     def _after_nonfinite(self, state: GradualState) -> GradualState:
         steps = jnp.asarray(optax.safe_increment(state.steps_since_backoff))
         backs_off = steps >= self.cooldown
-        lower = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
-        lower = jnp.minimum(state.loss_scale, lower)
+        lower = self._lowered(state.loss_scale)
         return GradualState(
             loss_scale=jnp.where(backs_off, lower, state.loss_scale),
             steps_since_backoff=jnp.where(backs_off, 0, steps),
@@ -177,8 +175,7 @@ class ToleranceLossScale(CheckedLossScale):
         steps = jnp.asarray(optax.safe_increment(state.steps_since_change))
         streak = jnp.asarray(optax.safe_increment(state.growth_tracker))
         grow = streak >= self.growth_interval
-        grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
-        grown = jnp.maximum(state.loss_scale, grown)
+        grown = self._grown(state.loss_scale, self.growth_factor)
         return state._replace(
             loss_scale=jnp.where(grow, grown, state.loss_scale),
             growth_tracker=jnp.where(grow, 0, streak),

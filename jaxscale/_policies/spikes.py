@@ -7,7 +7,7 @@ single 1e30 would hide every spike until it leaves the window.
 
 import dataclasses
 import numbers
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +24,6 @@ _REACH = 5.0
 # From so many entries on that holds before anything is judged, too: a spike among the first steps
 # would hide others until it has left the window.
 _FEW = 4
-
-
-class _Level(NamedTuple):
-    """What a window says: where its entries stand, in units of `unit`, a power of two."""
-
-    mean: jax.Array  # f32[]
-    std: jax.Array  # f32[]
-    filled: jax.Array  # i32[]  how many entries there are
-    unit: jax.Array  # f32[]
-    per_unit: jax.Array  # f32[]  1 / unit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,33 +144,32 @@ class SpikeRule:
         Returns whether it is a spike, and then what a state keeps: the window, how many entries it
         has, the threshold and the deviation.
         """
-        level, dtype = _measure(window, count), jnp.result_type(value)
+        (mean, std, filled, unit, per_unit), dtype = _measure(window, count), jnp.result_type(value)
         value = jnp.asarray(value).astype(jnp.float32)
-        scaled = value * level.per_unit  # may be inf, which compares right
+        scaled = value * per_unit  # may be inf, which compares right
         history = max(2, self.window // 2) if self.min_history is None else self.min_history
-        std, entry = level.std, value
-        judged = level.filled >= history
+        entry, judged = value, filled >= history
         if self._is_guarded:
             # Constant entries have some deviation, too; zeros say nothing of how large a value is.
             is_floating = jnp.issubdtype(dtype, jnp.floating)
             least = max(_LEAST, float(jnp.finfo(dtype).eps) / 2) if is_floating else _LEAST
-            std = jnp.maximum(std, least * jnp.abs(level.mean))
+            std = jnp.maximum(std, least * jnp.abs(mean))
             judged &= std > 0
             # What stands far out would hide all that follow. That holds below the mean, too: after
             # a single loss of -1e30 nothing would stand out.
             reach = _REACH * (self.sigmas * std)
-            inside = jnp.clip(scaled, level.mean - reach, level.mean + reach)
-            is_level = judged | ((level.filled >= _FEW) & (std > 0))
-            entry = jnp.where(is_level & (inside != scaled), inside * level.unit, value)
-        threshold = level.mean + self.sigmas * std
+            inside = jnp.clip(scaled, mean - reach, mean + reach)
+            is_level = judged | ((filled >= _FEW) & (std > 0))
+            entry = jnp.where(is_level & (inside != scaled), inside * unit, value)
+        threshold = mean + self.sigmas * std
         enters = jnp.isfinite(entry)  # a norm of inf from finite gradients, before it is judged
         moved = jnp.concatenate([window[1:], entry[None]])
         return (
             judged & (scaled > threshold),
             jnp.where(enters, moved, window),
             jnp.where(enters, jnp.minimum(count, self.window - 1) + 1, count),
-            jnp.where(judged, threshold * level.unit, jnp.inf),
-            jnp.where(judged, (scaled - level.mean) / jnp.where(judged, std, 1.0), 0.0),
+            jnp.where(judged, threshold * unit, jnp.inf),
+            jnp.where(judged, (scaled - mean) / jnp.where(judged, std, 1.0), 0.0),
         )
 
 
@@ -216,11 +205,12 @@ def check_sigmas(call: str, name: str, sigmas: Any) -> float:
     return number
 
 
-def _measure(window: jax.Array, count: jax.Array) -> _Level:
+def _measure(window: jax.Array, count: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the mean and the unbiased standard deviation of the entries of a window.
 
-    In two passes over entries that are scaled by a power of two, with the newest entry as the
-    origin: exact for a constant window, where a sum of 128 numbers is off by several roundings.
+    Both are in units of a power of two; how many entries there are, the unit and its inverse
+    follow. The passes are two, with the newest entry as the origin: exact for a constant window,
+    where a sum of 128 numbers is off by several roundings.
     """
     length = window.shape[0]
     # A restored window may hold what is not finite, which would make all of it useless.
@@ -233,7 +223,7 @@ def _measure(window: jax.Array, count: jax.Array) -> _Level:
     mean = jnp.sum(offsets) / number
     squares = jnp.where(entries, jnp.square(offsets - mean), 0.0)
     std = jnp.sqrt(jnp.sum(squares) / (number - 1))
-    return _Level(newest + mean, std, filled, unit, per_unit)
+    return newest + mean, std, filled, unit, per_unit
 
 
 def _powers_of_two(size: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -112,8 +112,8 @@ class PresetLossScale(DynamicLossScale):
         delayed = jnp.full_like(after.growth_tracker, -self.growth_delay)
         return after._replace(growth_tracker=delayed, hysteresis_tracker=left)
 
-    def _grown(self, scale: jax.Array) -> jax.Array:
-        grown = scale * self.growth_factor
+    def _grown(self, scale: jax.Array, factor: Any) -> jax.Array:
+        grown = scale * factor
         at_bound = self.max_scale if self.clip_growth else scale
         grown = jnp.where(grown > self.max_scale, at_bound, grown)
         return jnp.maximum(scale, grown) if self.clamp == "never" else grown
