@@ -1,9 +1,8 @@
 """The policy that follows the largest gradient, instead of probing for the highest scale.
 
-The largest gradient does not say how much larger the numbers between the layers are, which
-overflow first: that is learned from overflows, as the `level`. Nor does it say how large the
-gradients of rare batches are, as a step that overflows shows no size: that is tried, as the
-`crest`.
+It does not say how much larger the numbers between the layers are, which overflow first: that is
+learned from overflows, as the `level`. Nor how large the gradients of rare batches are, as a step
+that overflows shows no size: that is tried, as the `crest`.
 
 All arithmetic is that of integers. Binary logarithms count in units of 2**-16, levels in units of
 2**-20; both are whole numbers that float32 holds exactly, so the state shows them as floats. The
@@ -62,28 +61,24 @@ class AdaptiveLossScale(CheckedLossScale):
     gradients (linear between two powers of two):
 
     - Finite step: `peak <- max(x, peak + (x - peak) / memory)`. The level rises by
-      `1 / period`, or by `1 / search_period` at the start and when the last overflow is
-      `period` finite steps ago, and at least to 2 below what this step has shown to fit, up to
-      `max_level`. Then `loss_scale <- 2**floor(level - max(peak, crest))`, but at most twice
-      the last scale.
-    - First overflow in a row: `loss_scale <- loss_scale / 2`. The level falls by one; if the
-      scale was still rising towards it, to 1/2 below the levels that the scale stood for, and
-      a search goes on. Where the level would fall below `min_level` the peak rises instead,
-      which wears off.
-    - If there was another one less than `period / 4` finite steps ago, the crest rises, too: to
-      3 above itself or the peak. If it was raised then and not reached since, or is less than 3
-      above the peak, its distance is multiplied by 4 before, so that it is 3, 15 and 63 above. A
-      finite step reaches it whose `x` is a quarter of the way up or more: then it falls half
-      the way to `x`, or rises to `x`; and if the first one finds the level more than 2 below
-      that at the start, a search begins. If no step reaches it in `period / 2` finite steps it
-      fades as the peak does.
+      `1 / period`, or by `1 / search_period` at the start and when the last overflow is `period`
+      finite steps ago, and at least to 2 below what this step has shown to fit, up to `max_level`.
+      Then `loss_scale <- 2**floor(level - max(peak, crest))`, but at most twice the last scale.
+    - First overflow in a row: `loss_scale <- loss_scale / 2`. The level falls by one; if the scale
+      was still rising towards it, to 1/2 below the levels that the scale stood for, and a search
+      goes on. Instead of the level falling below `min_level`, the peak rises, which wears off.
+    - If there was another one less than `period / 4` finite steps ago, the crest rises, too: to 3
+      above itself or the peak. If it was raised then and not reached since, or is less than 3 above
+      the peak, its distance is multiplied by 4 before, so that it is 3, 15 and 63 above. A finite
+      step reaches it whose `x` is a quarter of the way up or more: then it falls half the way to
+      `x`, or rises to `x`; and if the first one finds the level more than 2 below that at the
+      start, a search begins. If none reaches it in `period / 2` finite steps it fades as the peak.
     - Second overflow in a row: `loss_scale <- loss_scale / 2**8`; each further one:
       `loss_scale <- loss_scale / 2**16`. Level, peak and crest stay.
-    - All gradients are zero: nothing changes. If they are flushed to zero at `init_scale`, start
-      higher: `jaxscale.check` says so.
-    - Finite step without gradients, as in `adjust(state, True)`: the peak stays, and is
-      raised where the scale has been lowered, so that the scale grows by the rise of the
-      level alone. At `max_level` the peak falls in its place.
+    - All gradients are zero: nothing changes. If they are flushed at first, start higher.
+    - Finite step without gradients, as in `adjust(state, True)`: the peak stays, or is raised where
+      the scale has been lowered, so that the scale grows by the rise of the level alone. At
+      `max_level` the peak falls in its place.
 
     The scale is always a power of two between `min_scale` and `max_scale`. In a step the largest
     gradient comes from the pass that finds whether all are finite: no gradient is read once more
@@ -92,8 +87,7 @@ class AdaptiveLossScale(CheckedLossScale):
     Args:
       init_scale: the scale of the first step, a power of two. The next steps at most double
         it, so that a low one finds its level within a few dozen steps and without a skip.
-      level: the level at the start, from -14 to below 16, as float16 holds numbers up to
-        2**16.
+      level: the level at the start, from -14 to below 16: float16 holds numbers below 2**16.
       min_level: the level never falls below this.
       max_level: the level never rises above this. Half a binade below 16 leaves room for
         gradients that are larger than usual.
@@ -123,9 +117,8 @@ class AdaptiveLossScale(CheckedLossScale):
       True False
 
     References:
-      The rule is jaxscale's own. Relatives: OpenSeq2Seq's `LogMaxScaler`, which also follows
-      the largest gradient, and Transformer Engine's `DelayedScaling`, which also divides by
-      the largest of the past.
+      The rule is jaxscale's own. OpenSeq2Seq's `LogMaxScaler` also follows the largest gradient,
+      and Transformer Engine's `DelayedScaling` also divides by the largest of the past.
     """
 
     init_scale: float = 2.0**8
@@ -187,8 +180,8 @@ class AdaptiveLossScale(CheckedLossScale):
     def _after_overflow(self, now: "_Counted") -> "_Counted":
         run, lowest = now.overflows, _exponent(self.min_scale)
         top = jnp.maximum(now.peak, now.crest)
-        # While the scale is still rising, or if `max_scale` holds it, the level lies beyond the
-        # levels that this scale stands for. Then the middle of these is what overflowed.
+        # While the scale is rising, or if `max_scale` holds it, the level lies beyond the levels
+        # that it stands for. Then the middle of these is what overflowed.
         beyond = (now.exponent + 1) * _LEVEL + top * 2**_SHIFT
         is_ahead = now.level >= beyond
         # Before the first gradients the level is not known to be wrong.
@@ -200,8 +193,7 @@ class AdaptiveLossScale(CheckedLossScale):
         level += short
         peak = jnp.minimum(now.peak + (short + 2**_SHIFT - 1) // 2**_SHIFT, 128 * _BINADE)
 
-        # Raised by the last overflow, and nothing finite has come near: it was not enough. Usual
-        # gradients come near what is low.
+        # It was not enough if nothing finite has come near. Usual gradients come near a low one.
         room = top - now.peak
         is_guess = (now.held_steps == now.finite_steps) | (room < 3 * _BINADE)
         higher = top + 3 * _BINADE + jnp.where(is_guess, 3 * room, 0)

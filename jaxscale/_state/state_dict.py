@@ -90,9 +90,8 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
           nnx.update(fresh.scaling, nnx.state(policy.init()))  # starts the scale anew
 
     Raises:
-      ValueError: if keys are missing or unknown, with their paths; if a shape differs, or
-        a number has no equal in the dtype of `target`; or if a later version wrote the
-        dictionary.
+      ValueError: if keys are missing or unknown, with their paths; if a shape differs, or a number
+        has no equal in the dtype of `target`; or if a later version wrote the dictionary.
       TypeError: if a leaf is not an array or a number, or is traced; or if it is of another
         kind than that of `target`, such as a float for an integer.
 
