@@ -52,9 +52,7 @@ PLACES = {
 }
 EXACT = jaxscale.loss_scaled(optax.sgd(0.5, momentum=0.5), DYNAMIC)
 STEPS = [jnp.full((8, 8), value) for value in (1.0, jnp.nan, 4.0, -2.0, jnp.inf, 1.0)]
-GRADS = [
-    spoiled(grads, jnp.inf) if i in (2, 5, 6) else grads for i, grads in enumerate(gradients(5, 8))
-]
+GRADS = [spoiled(g, jnp.inf) if i in (2, 5, 6) else g for i, g in enumerate(gradients(5, 8))]
 
 
 class State(jaxscale.flax.TrainState):
@@ -82,10 +80,8 @@ def training(case):
         advance = jax.jit(lambda tree, grads: step(EXACT, *tree, grads))
         return placed(SPLIT), placed(PLACES[case]), advance, STEPS
     if case == "train_state":
-        stats = {"mean": jnp.zeros(3)}
-        fresh = State.create(
-            apply_fn=None, tx=OPTIMIZERS["dynamic"], params=PARAMS, batch_stats=stats
-        )
+        trees = {"params": PARAMS, "batch_stats": {"mean": jnp.zeros(3)}}
+        fresh = State.create(apply_fn=None, tx=OPTIMIZERS["dynamic"], **trees)
 
         def apply(state, grads):
             stats = {"mean": 0.9 * state.batch_stats["mean"] + grads["w"]}

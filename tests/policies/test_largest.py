@@ -33,7 +33,6 @@ def numbers(shape, dtype, seed):
 
 # Its value.
 
-
 DTYPES = ["float16", "bfloat16", "float32", "float8_e5m2", "float8_e4m3fn"]
 
 
@@ -47,16 +46,14 @@ def test_it_is_the_largest_absolute_value(dtype):
         assert size == max(np.abs(np.float32(leaf)).max(initial=0) for leaf in tree)
 
 
-def test_signs_and_parts_of_complex_numbers():
+def test_signs_and_parts_of_complex_numbers_count_and_overwrites_do_not():
     assert largest({"w": jnp.array([3 - 4j, 1 + 1j], jnp.complex64)}) == 4
     assert largest({"w": jnp.array([-6 + 1j], jnp.complex64), "b": jnp.float16(5)}) == 6
     # Overwrites of Flax' FP8 statistics do not count.
     assert largest({"w": -jnp.ones(2), "_overwrite_with_gradient": jnp.full(2, 9.0)}) == 1
     for nothing in ({"n": jnp.arange(9), "none": None, "text": "no"}, {}, None):
         assert largest(nothing) is None
-
-
-def test_it_works_for_symbolic_shapes():
+    # Of symbolic shapes, too.
     aval = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n"), jnp.float32)
     exported = jax.export.export(jax.jit(lambda x: largest([x])))(aval)
     assert exported.call(jnp.array([1.0, -7.0, 2.0])) == 7

@@ -89,11 +89,10 @@ def test_defaults_and_names_in_errors_are_those_of_the_library(name):
 
 def test_there_are_scalers_that_do_not_move():
     fixed = jaxscale.FixedLossScale(8)
-    assert presets.torch(enabled=False) == jaxscale.NoOpLossScale()
-    assert presets.paddle(enable=False) == jaxscale.NoOpLossScale()
+    none = jaxscale.NoOpLossScale()
+    assert presets.torch(enabled=False) == presets.paddle(enable=False) == none
     assert presets.paddle(init_loss_scaling=8, use_dynamic_loss_scaling=False) == fixed
-    assert presets.tf_keras(dynamic=False, initial_scale=8) == fixed
-    assert presets.chainer(scale=8) == fixed
+    assert presets.tf_keras(dynamic=False, initial_scale=8) == presets.chainer(scale=8) == fixed
 
 
 # What a library saved.

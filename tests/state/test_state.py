@@ -177,19 +177,12 @@ VERSION_1 = {
     "version": 1,
     "scaling": {"loss_scale": f32(16384), "growth_tracker": i32(1), "hysteresis_tracker": i32(0)},
     "inner_state": {"0": {"trace": {"b": f32(-1.5), "w": np.array([2, 3], f32)}}, "1": {}},
-    "step_applied": np.bool_(False),
-    "notfinite_count": i32(1),
-    "total_notfinite": i32(2),
-    "total_notfinite_loss": i32(1),
-    "total_steps": i32(4),
-    "nonfinite_leaves": None,
+    **{"step_applied": np.bool_(False), "notfinite_count": i32(1), "total_notfinite": i32(2)},
+    **{"total_notfinite_loss": i32(1), "total_steps": i32(4), "nonfinite_leaves": None},
 }
 # Fields that came later.
-WRITTEN = (
-    VERSION_1
-    | {name: i32(0) for name in ("total_retries", "total_exhausted", "backoff_count")}
-    | {"spikes": None, "grad_norm": None}
-)
+WRITTEN = VERSION_1 | {"spikes": None, "grad_norm": None}
+WRITTEN |= dict.fromkeys(("total_retries", "total_exhausted", "backoff_count"), i32(0))
 
 
 def saved(**changes):
@@ -252,10 +245,7 @@ def test_containers_by_key_and_index():
     expected = {
         "version": 1,
         "l": {"0": np.ones(1, f32), "1": {"0": None, "1": np.float64(2.5)}},
-        "none": None,
-        "empty": {},
-        "t": {},
-        "ints": {"3": np.ones(1, jnp.bfloat16)},
+        **{"none": None, "empty": {}, "t": {}, "ints": {"3": np.ones(1, jnp.bfloat16)}},
         "key": np.array([0, 7], np.uint32),
     }
     assert_same_bits(jaxscale.to_state_dict(tree), expected)
@@ -406,8 +396,7 @@ def test_a_number_is_cast_if_one_of_its_kind_is_equal(dtype):
                 jaxscale.from_state_dict(target, {"x": value})
 
 
-MESH = Mesh(np.array(jax.devices("cpu")), ("data",))
-SPLIT, WHOLE = (NamedSharding(MESH, PartitionSpec(*spec)) for spec in (("data",), ()))
+SPLIT = NamedSharding(Mesh(np.array(jax.devices("cpu")), ("data",)), PartitionSpec("data"))
 LEAVES = {  # each of a number
     "uncommitted": lambda n: jnp.full(3, n, jnp.float32),
     "on a device": lambda n: jax.device_put(jnp.full(3, n), jax.devices("cpu")[5]),

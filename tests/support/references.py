@@ -119,10 +119,6 @@ def adaptive(policy, state, finite, largest=None):
 
 
 RULES = {
-    # With its defaults the other rule is that of `DynamicLossScale`.
-    jaxscale.DynamicLossScale: lambda policy, *step: preset(
-        presets.PresetLossScale(**policy.get_config()), *step
-    ),
     presets.PresetLossScale: preset,
     presets.ToleranceLossScale: tolerance,
     jaxscale.AdaptiveLossScale: adaptive,
@@ -136,6 +132,8 @@ def trajectory(policy, state, steps):
 
     A step that is `None` does not count.
     """
+    if type(policy) is jaxscale.DynamicLossScale:  # whose rule that of the presets is by default
+        policy = presets.PresetLossScale(**policy.get_config())
     states = []
     for step in steps:
         if step is not None:
