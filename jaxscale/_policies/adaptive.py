@@ -1,9 +1,8 @@
 """The policy that follows the largest gradient, instead of probing for the highest scale.
 
-The largest gradient does not say how much larger the numbers between the layers are, which
-overflow first: that is learned from overflows, as the `level`. Nor does it say how large the
-gradients of rare batches are, as a step that overflows shows no size: that is tried, as the
-`crest`.
+It does not say how much larger the numbers between the layers are, which overflow first: that is
+learned from overflows, as the `level`. Nor how large the gradients of rare batches are, as a step
+that overflows shows no size: that is tried, as the `crest`.
 
 All arithmetic is that of integers. Binary logarithms count in units of 2**-16, levels in units of
 2**-20; both are whole numbers that float32 holds exactly, so the state shows them as floats. The
@@ -26,13 +25,8 @@ from .base import CheckedLossScale, new_state
 # In units: a binade of a logarithm, and of a level, which rises in smaller steps.
 _BINADE, _LEVEL = 2**16, 2**20
 _SHIFT = 4  # from units of a level to those of a logarithm
-
 # The logarithm of the usual largest gradient as long as none was seen, and of a rare one.
 UNSEEN = -256
-
-# The exponents of float16's normal numbers: from 2**-14 to below 2**16.
-_LOWEST, _HIGHEST = -14.0, 16.0
-
 _SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
 
@@ -42,7 +36,7 @@ def _check_scale(call: str, name: str, scale: Any) -> float:
 
 def _check_level(call: str, name: str, level: Any) -> float:
     level = finite_number(call, name, level)
-    if not _LOWEST <= level < _HIGHEST:
+    if not -14 <= level < 16:
         raise ValueError(
             f"`{call}({name}=...)` must be at least -14 and below 16, got {level}. It is a binary "
             "logarithm, of what the largest scaled gradient may reach, and float16 holds normal "
@@ -67,28 +61,24 @@ class AdaptiveLossScale(CheckedLossScale):
     gradients (linear between two powers of two):
 
     - Finite step: `peak <- max(x, peak + (x - peak) / memory)`. The level rises by
-      `1 / period`, or by `1 / search_period` at the start and when the last overflow is
-      `period` finite steps ago, and at least to 2 below what this step has shown to fit, up to
-      `max_level`. Then `loss_scale <- 2**floor(level - max(peak, crest))`, but at most twice
-      the last scale.
-    - First overflow in a row: `loss_scale <- loss_scale / 2`. The level falls by one; if the
-      scale was still rising towards it, to 1/2 below the levels that the scale stood for, and
-      a search goes on. Where the level would fall below `min_level` the peak rises instead,
-      which wears off.
-    - If there was another one less than `period / 4` finite steps ago, the crest rises, too: to
-      3 above itself or the peak. If it was raised then and not reached since, or is less than 3
-      above the peak, its distance is multiplied by 4 before, so that it is 3, 15 and 63 above. A
-      finite step reaches it whose `x` is a quarter of the way up or more: then it falls half
-      the way to `x`, or rises to `x`; and if the first one finds the level more than 2 below
-      that at the start, a search begins. If no step reaches it in `period / 2` finite steps it
-      fades as the peak does.
+      `1 / period`, or by `1 / search_period` at the start and when the last overflow is `period`
+      finite steps ago, and at least to 2 below what this step has shown to fit, up to `max_level`.
+      Then `loss_scale <- 2**floor(level - max(peak, crest))`, but at most twice the last scale.
+    - First overflow in a row: `loss_scale <- loss_scale / 2`. The level falls by one; if the scale
+      was still rising towards it, to 1/2 below the levels that the scale stood for, and a search
+      goes on. Instead of the level falling below `min_level`, the peak rises, which wears off.
+    - If there was another one less than `period / 4` finite steps ago, the crest rises, too: to 3
+      above itself or the peak. If it was raised then and not reached since, or is less than 3 above
+      the peak, its distance is multiplied by 4 before, so that it is 3, 15 and 63 above. A finite
+      step reaches it whose `x` is a quarter of the way up or more: then it falls half the way to
+      `x`, or rises to `x`; and if the first one finds the level more than 2 below that at the
+      start, a search begins. If none reaches it in `period / 2` finite steps it fades as the peak.
     - Second overflow in a row: `loss_scale <- loss_scale / 2**8`; each further one:
       `loss_scale <- loss_scale / 2**16`. Level, peak and crest stay.
-    - All gradients are zero: nothing changes. If they are flushed to zero at `init_scale`, start
-      higher: `jaxscale.check` says so.
-    - Finite step without gradients, as in `adjust(state, True)`: the peak stays, and is
-      raised where the scale has been lowered, so that the scale grows by the rise of the
-      level alone. At `max_level` the peak falls in its place.
+    - All gradients are zero: nothing changes. If they are flushed at first, start higher.
+    - Finite step without gradients, as in `adjust(state, True)`: the peak stays, or is raised where
+      the scale has been lowered, so that the scale grows by the rise of the level alone. At
+      `max_level` the peak falls in its place.
 
     The scale is always a power of two between `min_scale` and `max_scale`. In a step the largest
     gradient comes from the pass that finds whether all are finite: no gradient is read once more
@@ -97,8 +87,7 @@ class AdaptiveLossScale(CheckedLossScale):
     Args:
       init_scale: the scale of the first step, a power of two. The next steps at most double
         it, so that a low one finds its level within a few dozen steps and without a skip.
-      level: the level at the start, from -14 to below 16, as float16 holds numbers up to
-        2**16.
+      level: the level at the start, from -14 to below 16: float16 holds numbers below 2**16.
       min_level: the level never falls below this.
       max_level: the level never rises above this. Half a binade below 16 leaves room for
         gradients that are larger than usual.
@@ -128,9 +117,8 @@ class AdaptiveLossScale(CheckedLossScale):
       True False
 
     References:
-      The rule is jaxscale's own. Relatives: OpenSeq2Seq's `LogMaxScaler`, which also follows
-      the largest gradient, and Transformer Engine's `DelayedScaling`, which also divides by
-      the largest of the past.
+      The rule is jaxscale's own. OpenSeq2Seq's `LogMaxScaler` also follows the largest gradient,
+      and Transformer Engine's `DelayedScaling` also divides by the largest of the past.
     """
 
     init_scale: float = 2.0**8
@@ -170,15 +158,11 @@ class AdaptiveLossScale(CheckedLossScale):
             is_seen = largest >= _SMALLEST
             after_finite = tree_where(is_seen, self._follow(now, _log2(largest)), now)
         after = tree_where(grads_finite, after_finite, self._after_overflow(now))
-        return AdaptiveState(
-            loss_scale=_power(after.exponent),
-            peak=after.peak.astype(jnp.float32) / _BINADE,
-            level=after.level.astype(jnp.float32) / _LEVEL,
-            crest=after.crest.astype(jnp.float32) / _BINADE,
-            finite_steps=after.finite_steps,
-            held_steps=after.held_steps,
-            overflows=after.overflows,
-        )
+        # 2 to the power of the exponent, of one of float32's normal numbers.
+        scale = jax.lax.bitcast_convert_type((after.exponent + 127) << 23, jnp.float32)
+        units = zip(after[1:4], (_BINADE, _LEVEL, _BINADE), strict=True)
+        logarithms = [number.astype(jnp.float32) / unit for number, unit in units]
+        return AdaptiveState._make([scale, *logarithms, *after[4:]])
 
     def _counted(self, state: AdaptiveState) -> "_Counted":
         """Returns a state in integers. Numbers that no step leaves behind are replaced."""
@@ -186,20 +170,18 @@ class AdaptiveLossScale(CheckedLossScale):
         level = jnp.clip(level, self.min_level, self.max_level)
         peak, crest = (jnp.where(jnp.abs(x) <= 128, x, UNSEEN) for x in (state.peak, state.crest))
         return _Counted(
-            exponent=jnp.minimum(_log2(state.loss_scale) // _BINADE, _exponent(self.max_scale)),
-            peak=(peak * _BINADE).astype(jnp.int32),
-            level=(level * _LEVEL).astype(jnp.int32),
-            crest=(crest * _BINADE).astype(jnp.int32),
-            finite_steps=jnp.maximum(jnp.asarray(state.finite_steps, jnp.int32), 0),
-            held_steps=jnp.maximum(jnp.asarray(state.held_steps, jnp.int32), 0),
-            overflows=jnp.maximum(jnp.asarray(state.overflows, jnp.int32), 0),
+            jnp.minimum(_log2(state.loss_scale) // _BINADE, _exponent(self.max_scale)),
+            (peak * _BINADE).astype(jnp.int32),
+            (level * _LEVEL).astype(jnp.int32),
+            (crest * _BINADE).astype(jnp.int32),
+            *(jnp.maximum(jnp.asarray(count, jnp.int32), 0) for count in state[4:]),
         )
 
     def _after_overflow(self, now: "_Counted") -> "_Counted":
         run, lowest = now.overflows, _exponent(self.min_scale)
         top = jnp.maximum(now.peak, now.crest)
-        # While the scale is still rising, or if `max_scale` holds it, the level lies beyond the
-        # levels that this scale stands for. Then the middle of these is what overflowed.
+        # While the scale is rising, or if `max_scale` holds it, the level lies beyond the levels
+        # that it stands for. Then the middle of these is what overflowed.
         beyond = (now.exponent + 1) * _LEVEL + top * 2**_SHIFT
         is_ahead = now.level >= beyond
         # Before the first gradients the level is not known to be wrong.
@@ -211,8 +193,7 @@ class AdaptiveLossScale(CheckedLossScale):
         level += short
         peak = jnp.minimum(now.peak + (short + 2**_SHIFT - 1) // 2**_SHIFT, 128 * _BINADE)
 
-        # Raised by the last overflow, and nothing finite has come near: it was not enough. Usual
-        # gradients come near what is low.
+        # It was not enough if nothing finite has come near. Usual gradients come near a low one.
         room = top - now.peak
         is_guess = (now.held_steps == now.finite_steps) | (room < 3 * _BINADE)
         higher = top + 3 * _BINADE + jnp.where(is_guess, 3 * room, 0)
@@ -276,9 +257,9 @@ class _Counted(NamedTuple):
     """An `AdaptiveState` in integers: the exponent of the scale, and units."""
 
     exponent: jax.Array
-    peak: jax.Array  # in units of 2**-16
-    level: jax.Array  # in units of 2**-20
-    crest: jax.Array  # in units of 2**-16
+    peak: jax.Array
+    level: jax.Array
+    crest: jax.Array
     finite_steps: jax.Array
     held_steps: jax.Array
     overflows: jax.Array
@@ -299,8 +280,3 @@ def _log2(number: jax.Array) -> jax.Array:
     exponent, and the first bits of the mantissa behind it.
     """
     return (jax.lax.bitcast_convert_type(number, jnp.int32) >> 7) - 127 * _BINADE
-
-
-def _power(exponent: jax.Array) -> jax.Array:
-    """Returns 2 to the power of an exponent of float32's normal numbers."""
-    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

@@ -1,8 +1,4 @@
-"""The base classes of all policies: `LossScale`, and `CheckedLossScale` for those of this library.
-
-`LossScale.update` decides whether the gradients are finite; `adjust`, which each policy defines,
-does the rest.
-"""
+"""The base classes of policies: `LossScale`, and `CheckedLossScale` for those of this library."""
 
 import abc
 import dataclasses
@@ -31,18 +27,17 @@ from .._trees.tree import tree_where
 class LossScale(abc.ABC):
     """How a loss scale starts and how it moves: a policy.
 
-    Loss scaling multiplies the backward pass of a network by a number, the loss scale,
-    and divides the gradients by it again. In exact arithmetic that changes nothing; in
-    float16 it keeps small gradients from becoming zero.
+    Loss scaling multiplies the backward pass of a network by a number, the loss scale, and divides
+    the gradients by it again. In exact arithmetic that changes nothing; in float16 it keeps small
+    gradients from becoming zero.
 
-    A policy is a frozen dataclass of Python values, checked once when it is made. It is
-    hashable and not a pytree; what changes from step to step is in the
-    `jaxscale.LossScaleState` that `init` returns. To write your own, derive a frozen
-    dataclass from this class and define `init` and `adjust`. If its state needs other
-    fields, write a `NamedTuple` with a field `loss_scale`, and mark it by a line in its
-    body, without an annotation: `is_loss_scale_state = True`. If the rule looks at the size of
-    the gradients, write `needs_largest = True` in the class: `adjust` is then given the
-    largest of them, which comes from the same pass as the verdict.
+    A policy is a frozen dataclass of Python values, checked once when it is made. It is hashable
+    and not a pytree; what changes from step to step is in the `jaxscale.LossScaleState` that `init`
+    returns. To write your own, derive a frozen dataclass from this class and define `init` and
+    `adjust`. If its state needs other fields, write a `NamedTuple` with a field `loss_scale`, and
+    mark it by a line in its body, without an annotation: `is_loss_scale_state = True`. If the rule
+    looks at the size of the gradients, write `needs_largest = True` in the class: `adjust` is then
+    given the largest of them, which comes from the same pass as the verdict.
 
     Example:
       >>> import jax.numpy as jnp
@@ -55,8 +50,7 @@ class LossScale(abc.ABC):
 
     References:
       Micikevicius et al., Mixed Precision Training, 2017, https://arxiv.org/abs/1710.03740.
-      The interface is that of TensorFlow's
-      `tf.train.experimental.LossScale`.
+      The interface is that of TensorFlow's `tf.train.experimental.LossScale`.
     """
 
     needs_largest: ClassVar[bool] = False  # whether `adjust` is given the largest gradient
@@ -71,21 +65,18 @@ class LossScale(abc.ABC):
     ) -> LossScaleState:
         """Returns the state of the next step, given whether the gradients were finite.
 
-        Call this instead of `update` if you already know whether they were. The next state has the
-        shapes and dtypes of `state`. A policy of your own may leave out `largest` unless its class
-        says `needs_largest = True`.
+        Call this instead of `update` if you know whether they were. The next state has the shapes
+        and dtypes of `state`. Only with `needs_largest = True` must a policy take `largest`.
 
         Args:
           state: the state of this step.
-          grads_finite: a `bool[]`, whether the gradients of this step were finite, on
-            all devices.
+          grads_finite: a `bool[]`, whether the gradients of this step were finite, on all devices.
           largest: an `f32[]`, the largest absolute value among the unscaled gradients of all
-            devices, for a policy that needs it. `None` if it is not known, or if there are no
-            gradients.
+            devices, for a policy that needs it. `None` if it is not known, or without gradients.
 
         Raises:
-          TypeError: if `grads_finite` is not a scalar bool, `largest` not a scalar, or `state`
-            is the state of another policy.
+          TypeError: if `grads_finite` is not a scalar bool, `largest` not a scalar, or `state` that
+            of another policy.
           ValueError: if `state` is the state of a population: call this under `jax.vmap`.
         """
 
@@ -142,15 +133,12 @@ class CheckedLossScale(LossScale):
     """A policy whose arguments are checked by name, and whose `adjust` checks what it gets.
 
     A subclass is a frozen dataclass with a field `init_scale`. It defines `init`, and either
-    `_after_finite` and `_after_nonfinite` or `_move`.
+    `_move`, or the states after a step whose gradients were finite, and were not.
     """
 
     init_scale: float
-
-    # The states that follow a step whose gradients were finite, or were not.
     _after_finite: Callable[[Any], Any]
     _after_nonfinite: Callable[[Any], Any]
-
     # The type of the states, and what checks an argument of a name and returns its value.
     _state_type: ClassVar[type] = LossScaleState
     _checks: ClassVar[dict[str, Callable[[str, str, Any], Any]]] = {

@@ -1,6 +1,7 @@
 """The default policy: a scale that grows after finite steps and backs off on overflows."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,7 @@ class DynamicLossScale(CheckedLossScale):
 
     With `s` the scale:
 
-    - after `growth_interval` finite steps in a row,
-      `s <- min(s * growth_factor, max_scale)`;
+    - after `growth_interval` finite steps in a row, `s <- min(s * growth_factor, max_scale)`;
     - on the `hysteresis`-th non-finite step since the last growth or the start, and on
       each one after it, `s <- max(s * backoff_factor, min_scale)`;
     - a non-finite step clears the growth tracker.
@@ -27,8 +27,7 @@ class DynamicLossScale(CheckedLossScale):
     is compared with `>=`, so one restored beyond the interval grows at once.
 
     Args:
-      init_scale: the scale of the first step. The default, 2**15, is the largest power of
-        two that float16 holds.
+      init_scale: the scale of the first step, by default the largest power of two in float16.
       growth_factor: the scale is multiplied by this when it grows, above 1.
       backoff_factor: the scale is multiplied by this when it backs off, between 0 and 1.
       growth_interval: how many finite steps in a row it takes to grow.
@@ -36,12 +35,10 @@ class DynamicLossScale(CheckedLossScale):
       min_scale: the scale never backs off below this.
       max_scale: the scale never grows above this.
 
-    Keep the three scales and both factors powers of two, as the defaults are: scaling and
-    unscaling are then exact.
+    Keep scales and factors powers of two, as the defaults are: then scaling is exact.
 
     Raises:
-      ValueError: if an argument is out of range, or not
-        `min_scale <= init_scale <= max_scale`.
+      ValueError: if an argument is out of range, or not `min_scale <= init_scale <= max_scale`.
       TypeError: if an argument is not a number, or a count not an integer.
 
     Example:
@@ -57,8 +54,8 @@ class DynamicLossScale(CheckedLossScale):
       4.0
 
     References:
-      The rule is that of PyTorch's `GradScaler`; bounds as in NVIDIA's Apex;
-      hysteresis as in Megatron-LM, refilled by growth only.
+      The rule is that of PyTorch's `GradScaler`, with the bounds of NVIDIA's Apex and the
+      hysteresis of Megatron-LM, refilled by growth only.
     """
 
     init_scale: float = 2.0**15
@@ -76,8 +73,9 @@ class DynamicLossScale(CheckedLossScale):
     def _after_finite(self, state: LossScaleState) -> LossScaleState:
         streak = jnp.asarray(optax.safe_increment(state.growth_tracker))
         grow = streak >= self.growth_interval
+        grown = self._grown(state.loss_scale, self.growth_factor)
         return LossScaleState(
-            loss_scale=jnp.where(grow, self._grown(state.loss_scale), state.loss_scale),
+            loss_scale=jnp.where(grow, grown, state.loss_scale),
             growth_tracker=jnp.where(grow, 0, streak),
             hysteresis_tracker=jnp.where(grow, self.hysteresis, state.hysteresis_tracker),
         )
@@ -90,10 +88,10 @@ class DynamicLossScale(CheckedLossScale):
             hysteresis_tracker=left,
         )
 
-    def _grown(self, scale: jax.Array) -> jax.Array:
-        grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
+    def _grown(self: Any, scale: jax.Array, factor: Any) -> jax.Array:
+        grown = jnp.minimum(scale * factor, self.max_scale)
         return jnp.maximum(scale, grown)  # a restored scale may lie above the maximum
 
-    def _lowered(self, scale: jax.Array) -> jax.Array:
+    def _lowered(self: Any, scale: jax.Array) -> jax.Array:
         lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
         return jnp.minimum(scale, lowered)  # a restored scale may lie below the minimum

@@ -16,12 +16,10 @@ from .base import LossScale
 class FixedLossScale(LossScale):
     """A loss scale that stays the same.
 
-    Its ideal value depends on the model: too small, and gradients underflow; too large,
-    and they overflow. A power of two keeps scaling exact.
-
-    `update` always says that the gradients should be applied, as TensorFlow's
-    `FixedLossScale` does, since this scale cannot react to an overflow. Inside
-    `jaxscale.loss_scaled` a non-finite step is still skipped.
+    Its ideal value depends on the model: too small, and gradients underflow; too large, and they
+    overflow. A power of two keeps scaling exact. `update` always says that the gradients should be
+    applied, as TensorFlow's `FixedLossScale` does. Inside `jaxscale.loss_scaled` a non-finite step
+    is still skipped.
 
     Args:
       loss_scale: the scale, at least 1.
@@ -71,8 +69,7 @@ class FixedLossScale(LossScale):
 class NoOpLossScale(LossScale):
     """A loss scale of 1, for bfloat16 and float32: it switches scaling off.
 
-    It adds no operation to the program: `jaxscale.value_and_grad` sees from the
-    type of its state that there is nothing to multiply or divide.
+    It adds no operation to the program: the type of its state says that the scale is 1.
 
     Example:
       >>> import jaxscale

@@ -1,7 +1,6 @@
-"""The policies of other libraries whose rule needs a state of its own.
+"""The policies of Chainer, fairseq and MindFormers, which remember more than `DynamicLossScale`.
 
-They are public in `jaxscale.presets`: the rules of Chainer, fairseq and MindFormers, which remember
-more than `DynamicLossScale` does. OpenSeq2Seq's, which follows statistics, is in `logmax.py`.
+They are public in `jaxscale.presets`. OpenSeq2Seq's, which follows statistics, is in `logmax.py`.
 """
 
 import dataclasses
@@ -15,6 +14,7 @@ import optax
 
 from .._trees.checks import finite_number, int32
 from .base import CheckedLossScale, new_state
+from .dynamic import DynamicLossScale
 
 
 class GradualState(NamedTuple):
@@ -22,8 +22,7 @@ class GradualState(NamedTuple):
 
     Attributes:
       loss_scale: `f32[]`, the number by which the next loss is scaled.
-      steps_since_backoff: `i32[]`, steps since the scale last backed off. It starts at
-        `cooldown`.
+      steps_since_backoff: `i32[]`, steps since the last backoff. It starts at `cooldown`.
       overflows: `i32[]`, non-finite steps since the start.
     """
 
@@ -40,10 +39,10 @@ class GradualLossScale(CheckedLossScale):
 
     With `s` the scale:
 
-    - in a finite step, `s <- min(s * growth_factor, max_scale)`; before the first non-finite
-      step, `search_factor` takes the place of `growth_factor`;
-    - in a non-finite step, `s <- max(s * backoff_factor, min_scale)`, unless the last backoff
-      is less than `cooldown` steps ago.
+    - in a finite step, `s <- min(s * growth_factor, max_scale)`; before the first non-finite step,
+      `search_factor` takes the place of `growth_factor`;
+    - in a non-finite step, `s <- max(s * backoff_factor, min_scale)`, unless the last backoff is
+      less than `cooldown` steps ago.
 
     The scale is never 0, inf or NaN. It is not a power of two: scaling and unscaling round.
 
@@ -51,8 +50,7 @@ class GradualLossScale(CheckedLossScale):
       init_scale: the scale of the first step, from `min_scale` to `max_scale`.
       growth_factor: what the scale is multiplied by in a finite step, above 1.
       backoff_factor: what it is multiplied by in a non-finite step, between 0 and 1.
-      search_factor: what it is multiplied by in a finite step before the first non-finite
-        one, above 1.
+      search_factor: the growth factor before the first non-finite step, above 1.
       cooldown: for how many steps after a backoff the scale does not back off again.
       min_scale: a backoff ends at least here.
       max_scale: a growth ends at most here.
@@ -71,6 +69,7 @@ class GradualLossScale(CheckedLossScale):
     min_scale: float = 1.0
     max_scale: float = 2.0**24
 
+    _grown, _lowered = DynamicLossScale._grown, DynamicLossScale._lowered
     _state_type = GradualState
     _checks = CheckedLossScale._checks | {
         "search_factor": CheckedLossScale._checks["growth_factor"],
@@ -83,17 +82,15 @@ class GradualLossScale(CheckedLossScale):
 
     def _after_finite(self, state: GradualState) -> GradualState:
         factor = jnp.where(state.overflows > 0, self.growth_factor, self.search_factor)
-        grown = jnp.minimum(state.loss_scale * factor.astype(jnp.float32), self.max_scale)
         return state._replace(
-            loss_scale=jnp.maximum(state.loss_scale, grown),
+            loss_scale=self._grown(state.loss_scale, factor.astype(jnp.float32)),
             steps_since_backoff=jnp.asarray(optax.safe_increment(state.steps_since_backoff)),
         )
 
     def _after_nonfinite(self, state: GradualState) -> GradualState:
         steps = jnp.asarray(optax.safe_increment(state.steps_since_backoff))
         backs_off = steps >= self.cooldown
-        lower = jnp.maximum(state.loss_scale * self.backoff_factor, self.min_scale)
-        lower = jnp.minimum(state.loss_scale, lower)
+        lower = self._lowered(state.loss_scale)
         return GradualState(
             loss_scale=jnp.where(backs_off, lower, state.loss_scale),
             steps_since_backoff=jnp.where(backs_off, 0, steps),
@@ -154,6 +151,7 @@ class ToleranceLossScale(CheckedLossScale):
     min_scale: float = 1.0
     max_scale: float = 2.0**24
 
+    _grown = DynamicLossScale._grown
     _state_type = ToleranceState
     _checks = CheckedLossScale._checks | {"tolerance": finite_number}
 
@@ -177,8 +175,7 @@ class ToleranceLossScale(CheckedLossScale):
         steps = jnp.asarray(optax.safe_increment(state.steps_since_change))
         streak = jnp.asarray(optax.safe_increment(state.growth_tracker))
         grow = streak >= self.growth_interval
-        grown = jnp.minimum(state.loss_scale * self.growth_factor, self.max_scale)
-        grown = jnp.maximum(state.loss_scale, grown)
+        grown = self._grown(state.loss_scale, self.growth_factor)
         return state._replace(
             loss_scale=jnp.where(grow, grown, state.loss_scale),
             growth_tracker=jnp.where(grow, 0, streak),

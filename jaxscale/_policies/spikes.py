@@ -7,7 +7,7 @@ single 1e30 would hide every spike until it leaves the window.
 
 import dataclasses
 import numbers
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,8 @@ from .._trees.tree import tree_where
 _LEAST = 1e-6
 # An entry stands at most this many thresholds away from the mean.
 _REACH = 5.0
-# From so many entries on that holds before anything is judged, too: a spike among the first steps
-# would hide others until it has left the window.
+# From so many entries on that holds before anything is judged: an early spike would hide others.
 _FEW = 4
-
-
-class _Level(NamedTuple):
-    """What a window says: where its entries stand, in units of `unit`, a power of two."""
-
-    mean: jax.Array  # f32[]
-    std: jax.Array  # f32[]
-    filled: jax.Array  # i32[]  how many entries there are
-    unit: jax.Array  # f32[]
-    per_unit: jax.Array  # f32[]  1 / unit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +31,7 @@ class SpikeRule:
 
     Pass it as `spikes=` to `jaxscale.loss_scaled` or `jaxscale.skip_nonfinite`. A step is skipped
     if its loss, or the global norm of its gradients, exceeds the mean of the last `window` ones by
-    more than `sigmas` standard deviations. A step whose loss is not given is judged by its norm
-    alone.
+    more than `sigmas` standard deviations. Without a loss, a step is judged by its norm alone.
 
     - Nothing is judged by a window that has fewer than `min_history` entries: by default the first
       64 steps are taken as they are, and a spike among them is applied.
@@ -52,19 +40,16 @@ class SpikeRule:
       fifth step on. So one spike does not hide the next, and a new level is accepted after a few
       steps: with the defaults after 5 skipped steps where it is 100 standard deviations higher, 7
       where it is 1000, and 12 where it is 100 000.
-    - The standard deviation counts as at least 1e-6 of the mean, and as half the spacing of
-      numbers in the dtype of the loss, so that rounding alone is never a spike. A window of zeros
-      has neither, and judges nothing.
-
-    A loss below zero is judged alike, and a low one is never a spike.
+    - The standard deviation counts as at least 1e-6 of the mean, and as half the spacing of numbers
+      in the dtype of the loss, so that rounding alone is never a spike. A window of zeros judges
+      nothing. A loss below zero is judged alike, and a low one is never a spike.
 
     Args:
       window: how many of the last steps are kept, at least 2.
       sigmas: how many standard deviations above the mean a step may stand, above 0 and at most
         1e6. Norms are often far from a normal distribution: with a logarithm whose standard
         deviation is 0.3, 0.6 or 1, the default takes 3, 22 or 57 of 10 000 good steps for spikes.
-      min_history: how many entries a window must have before it judges, from 2 to `window`. By
-        default half of `window`.
+      min_history: how many entries a window judges from, 2 to `window`; by default half of it.
 
     Raises:
       ValueError: if an argument is out of range.
@@ -123,12 +108,11 @@ class SpikeRule:
 
         Args:
           state: the state of this step.
-          loss: the loss, a floating scalar, or `None`: the step is then judged by its norm alone,
-            and the window of losses stays as it is.
+          loss: the loss, a floating scalar. If it is `None`, the window of losses stays as it is.
           grad_norm: the global norm of the gradients, a floating scalar; inf if the squares of
             finite gradients overflow, which is a spike where steps are judged.
-          finite: a `bool[]`, whether the gradients and the loss are finite. If they are not, the
-            step is not a spike, and the state stays as it is.
+          finite: a `bool[]`, whether the gradients and the loss are. If not, the step is no spike,
+            and the state stays as it is.
 
         Returns:
           A `bool[]`, and the next state with the shapes and dtypes of `state`.
@@ -154,33 +138,31 @@ class SpikeRule:
         Returns whether it is a spike, and then what a state keeps: the window, how many entries it
         has, the threshold and the deviation.
         """
-        level, dtype = _measure(window, count), jnp.result_type(value)
+        (mean, std, filled, unit, per_unit), dtype = _measure(window, count), jnp.result_type(value)
         value = jnp.asarray(value).astype(jnp.float32)
-        scaled = value * level.per_unit  # may be inf, which compares right
+        scaled = value * per_unit  # may be inf, which compares right
         history = max(2, self.window // 2) if self.min_history is None else self.min_history
-        std, entry = level.std, value
-        judged = level.filled >= history
+        entry, judged = value, filled >= history
         if self._is_guarded:
             # Constant entries have some deviation, too; zeros say nothing of how large a value is.
             is_floating = jnp.issubdtype(dtype, jnp.floating)
             least = max(_LEAST, float(jnp.finfo(dtype).eps) / 2) if is_floating else _LEAST
-            std = jnp.maximum(std, least * jnp.abs(level.mean))
+            std = jnp.maximum(std, least * jnp.abs(mean))
             judged &= std > 0
-            # What stands far out would hide all that follow. That holds below the mean, too: after
-            # a single loss of -1e30 nothing would stand out.
+            # What stands far out would hide all that follow; below the mean, too.
             reach = _REACH * (self.sigmas * std)
-            inside = jnp.clip(scaled, level.mean - reach, level.mean + reach)
-            is_level = judged | ((level.filled >= _FEW) & (std > 0))
-            entry = jnp.where(is_level & (inside != scaled), inside * level.unit, value)
-        threshold = level.mean + self.sigmas * std
+            inside = jnp.clip(scaled, mean - reach, mean + reach)
+            is_level = judged | ((filled >= _FEW) & (std > 0))
+            entry = jnp.where(is_level & (inside != scaled), inside * unit, value)
+        threshold = mean + self.sigmas * std
         enters = jnp.isfinite(entry)  # a norm of inf from finite gradients, before it is judged
         moved = jnp.concatenate([window[1:], entry[None]])
         return (
             judged & (scaled > threshold),
             jnp.where(enters, moved, window),
             jnp.where(enters, jnp.minimum(count, self.window - 1) + 1, count),
-            jnp.where(judged, threshold * level.unit, jnp.inf),
-            jnp.where(judged, (scaled - level.mean) / jnp.where(judged, std, 1.0), 0.0),
+            jnp.where(judged, threshold * unit, jnp.inf),
+            jnp.where(judged, (scaled - mean) / jnp.where(judged, std, 1.0), 0.0),
         )
 
 
@@ -216,11 +198,12 @@ def check_sigmas(call: str, name: str, sigmas: Any) -> float:
     return number
 
 
-def _measure(window: jax.Array, count: jax.Array) -> _Level:
+def _measure(window: jax.Array, count: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the mean and the unbiased standard deviation of the entries of a window.
 
-    In two passes over entries that are scaled by a power of two, with the newest entry as the
-    origin: exact for a constant window, where a sum of 128 numbers is off by several roundings.
+    Both are in units of a power of two; how many entries there are, the unit and its inverse
+    follow. The passes are two, with the newest entry as the origin: exact for a constant window,
+    where a sum of 128 numbers is off by several roundings.
     """
     length = window.shape[0]
     # A restored window may hold what is not finite, which would make all of it useless.
@@ -233,7 +216,7 @@ def _measure(window: jax.Array, count: jax.Array) -> _Level:
     mean = jnp.sum(offsets) / number
     squares = jnp.where(entries, jnp.square(offsets - mean), 0.0)
     std = jnp.sqrt(jnp.sum(squares) / (number - 1))
-    return _Level(newest + mean, std, filled, unit, per_unit)
+    return newest + mean, std, filled, unit, per_unit
 
 
 def _powers_of_two(size: jax.Array) -> tuple[jax.Array, jax.Array]:

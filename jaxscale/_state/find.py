@@ -1,7 +1,6 @@
 """How the loss scale in a training state is found, and checks of the state that was found.
 
-Public functions take any tree that holds exactly one loss scale: the state of a policy, of an
-optimizer, or a `TrainState`.
+Public functions take any tree with exactly one: a policy's or optimizer's state, a `TrainState`.
 """
 
 import collections

@@ -44,13 +44,11 @@ class AdaptiveState(NamedTuple):
 
     Attributes:
       loss_scale: `f32[]`, the number by which the next loss is scaled, a power of two.
-      peak: `f32[]`, the binary logarithm of the usual largest gradient; -256 before the
-        first.
+      peak: `f32[]`, the binary logarithm of the usual largest gradient; -256 before the first.
       level: `f32[]`, the binary logarithm that the largest scaled gradient may reach.
       crest: `f32[]`, the binary logarithm of what the gradients of rare batches are taken to
         reach; -256 unless overflows repeat.
-      finite_steps: `i32[]`, finite steps since the last overflow that lowered the level.
-        It starts at `period`.
+      finite_steps: `i32[]`, finite steps since the level was lowered, `period` at first.
       held_steps: `i32[]`, finite steps since the crest was raised or reached.
       overflows: `i32[]`, overflows in a row, up to now.
 

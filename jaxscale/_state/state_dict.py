@@ -90,9 +90,8 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
           nnx.update(fresh.scaling, nnx.state(policy.init()))  # starts the scale anew
 
     Raises:
-      ValueError: if keys are missing or unknown, with their paths; if a shape differs, or
-        a number has no equal in the dtype of `target`; or if a later version wrote the
-        dictionary.
+      ValueError: if keys are missing or unknown, with their paths; if a shape differs, or a number
+        has no equal in the dtype of `target`; or if a later version wrote the dictionary.
       TypeError: if a leaf is not an array or a number, or is traced; or if it is of another
         kind than that of `target`, such as a float for an integer.
 
@@ -195,15 +194,11 @@ def _resize_windows(children: dict[str, Any], values: dict[str, Any]) -> None:
         length = np.shape(children[name])[-1]
         saved, number = (jax.tree.leaves(values.get(key)) for key in (name, count))
         if saved and np.ndim(saved[0]) and np.shape(saved[0])[-1] != length:
-            values[name] = resize(np.asarray(saved[0]), length)
+            # The newest entries are at the end, and zeros before them.
+            kept = np.asarray(saved[0])[..., -length:]
+            front = [(0, 0)] * (kept.ndim - 1) + [(length - kept.shape[-1], 0)]
+            values[name] = np.pad(kept, front)
             values[count] = np.minimum(number[0], np.int32(length)) if number else None
-
-
-def resize(window: np.ndarray, length: int) -> np.ndarray:
-    """Returns a window of another length, with its newest entries at the end, and zeros before."""
-    kept = window[..., max(window.shape[-1] - length, 0) :]
-    front = [(0, 0)] * (window.ndim - 1) + [(length - kept.shape[-1], 0)]
-    return np.pad(kept, front)
 
 
 def _is_own(node: Any) -> bool:

@@ -1,12 +1,11 @@
 """The rules of other loss scalers under their own argument names, and what they saved.
 
 If you come from another loss scaler, keep the behaviour with which your run was tuned:
-`jaxscale.loss_scaled(optimizer, jaxscale.presets.torch(growth_interval=500))`. Each
-function takes the arguments of one library and returns a policy; its docstring says where
-the rule comes from and what differs. Most return a `PresetLossScale`, a
-`jaxscale.DynamicLossScale` with switches. All raise a `ValueError` if an argument is out of
-range, and a `TypeError` if it is of a wrong type; the error names the argument as the library
-does.
+`jaxscale.loss_scaled(optimizer, jaxscale.presets.torch(growth_interval=500))`. Each function takes
+the arguments of one library and returns a policy; its docstring says where the rule comes from and
+what differs. Most return a `PresetLossScale`, a `jaxscale.DynamicLossScale` with switches. All
+raise a `ValueError` if an argument is out of range, and a `TypeError` if it is of a wrong type; the
+error names the argument as the library does.
 
 >>> from jaxscale import presets
 >>> presets.flax(growth_interval=2000).growth_interval  # Flax counts one less than it takes
@@ -14,8 +13,7 @@ does.
 
 The tests replay, step by step, what 30 versions of these scalers did.
 
-Arguments have the names and defaults of the library. Most mean the same everywhere; a docstring
-explains those that do not, and says in its sentences what else there is:
+Arguments have the names and defaults of the library. Docstrings explain those that are not here:
 
 - `init_scale`, `initial_scale`, `init_loss_scale`, `initial_loss_scale`, `init_loss_scaling`,
   `loss_scale`, `loss_scale_value`, `loss_scaling`, `scale_value`, `scaler`, `scale`: the scale of
@@ -26,14 +24,12 @@ explains those that do not, and says in its sentences what else there is:
 - `backoff_factor`, `decr_ratio`: the scale is multiplied by this when it backs off;
 - `factor`, `scale_factor`, `step_factor`, `multiplier`, `adjust_factor`: a growth multiplies the
   scale by this, and a backoff divides it;
-- `min_scale`, `minimum_scale`, `min_loss_scale`, `scale_min`: a backoff ends at least here; `None`
-  and 0 mean no minimum;
-- `hysteresis`, `delayed_shift`, `decr_every_n_nan_or_inf`: how many non-finite steps it takes to
-  back off;
+- `min_scale`, `minimum_scale`, `min_loss_scale`, `scale_min`: a backoff ends at least here, unless
+  it is `None` or 0;
+- `hysteresis`, `delayed_shift`, `decr_every_n_nan_or_inf`: how many non-finite steps back off once;
 - `enable`, `enabled`: if it is `False`, nothing is scaled.
 
-A preset has the rule of its library, but not its defects. The following are not
-reproduced; each shows in the traces, or in a test:
+A preset has the rule of its library, but not these defects. Each shows in the traces, or in a test:
 
 ===================================  ==================================================
 library                              defect, and where it shows
@@ -61,9 +57,8 @@ OpenSeq2Seq's LogMax                 the units of a non-finite step, and NaN aft
 `olmo` is not a policy but a rule for spikes, a `jaxscale.SpikeRule` to pass as `spikes=`; its
 docstring says which defects of its library it has not.
 
-The functions `from_...` read what a library saved, or its scaler object, and return a
-policy and a state; pass the state on with `opt_state._replace(scaling=state)`. They raise a
-`ValueError` or a `TypeError` if they cannot read what they are given.
+The functions `from_...` read what a library saved, or its scaler object, or raise a `ValueError` or
+a `TypeError`. They return a policy and a state, for `opt_state._replace(scaling=state)`.
 """
 
 from .._policies.libraries import (

@@ -19,9 +19,8 @@ def tensorflow(
     """Returns the rule of `tf.mixed_precision.experimental.DynamicLossScale`.
 
     After `increment_period` finite steps in a row (0 means 1) the scale is multiplied, and stays if
-    the product is not finite; a non-finite step divides it, down to 1. Also
-    `tf.compat.v1.mixed_precision`. Source: TensorFlow 2.21,
-    `python/training/experimental/loss_scale.py`. Behaves identically.
+    the product is not finite; a non-finite step divides it, down to 1. Source: TensorFlow 2.21,
+    `python/training/experimental/loss_scale.py`, also in `tf.compat.v1`. Behaves identically.
     """
     growth_interval = steps("presets.tensorflow", "increment_period", increment_period)
     del increment_period
@@ -44,13 +43,8 @@ def tensorflow_contrib(
     documentation says that a backoff below 1 is refused; the code backs off to 1. Behaves
     identically. For its `FixedLossScaleManager`, use `FixedLossScale` in a `loss_scaled` optimizer.
     """
-    return dynamic(
-        "presets.tensorflow_contrib",
-        **locals(),
-        refill_on_backoff=True,
-        min_scale=1.0,
-        clamp="moves",
-    )
+    call = "presets.tensorflow_contrib"
+    return dynamic(**locals(), refill_on_backoff=True, min_scale=1.0, clamp="moves")
 
 
 def tf_keras(
@@ -83,8 +77,8 @@ def keras(*, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000) -> 
     """Returns the rule of Keras 3's `LossScaleOptimizer`.
 
     After `dynamic_growth_steps` finite steps in a row the scale doubles; a non-finite step halves
-    it. Source: Keras 3.15, `optimizers/loss_scale_optimizer.py`. What differs: in Keras the scale
-    has no bounds; here it stays within float32's normal numbers.
+    it. Source: Keras 3.15, `optimizers/loss_scale_optimizer.py`. What differs: here the scale stays
+    within float32's normal numbers.
     """
     return dynamic("presets.keras", **locals())
 
@@ -101,8 +95,7 @@ def openseq2seq_backoff(
     It starts at `scale_max`; after `step_window` finite steps in a row it is multiplied by
     `step_factor`, and a non-finite step divides it, both within the bounds. Source:
     NVIDIA/OpenSeq2Seq at 8681d38, `optimizers/automatic_loss_scaler.py`; other revisions start at
-    2**24. What differs: OpenSeq2Seq does not order the step counter and its readers, so that a
-    growth may come one step late.
+    2**24. What differs: in OpenSeq2Seq a growth may come one step late, as reads are not ordered.
     """
     return dynamic("presets.openseq2seq_backoff", **locals(), max_scale=scale_max, clip_growth=True)
 
@@ -126,21 +119,15 @@ def openseq2seq_logmax(
     which holds the scale at its minimum for many steps; here it counts as `log_max`. In OpenSeq2Seq
     one all-zero gradient makes the scale NaN for good; here such a step does not count.
     """
-    return LogMaxLossScale(
-        min_scale=scale_min,
-        max_scale=scale_max,
-        log_max=log_max,
-        beta1=beta1,
-        beta2=beta2,
-        overflow_std_dev=overflow_std_dev,
-    )
+    arguments = locals()
+    bounds = {"min_scale": arguments.pop("scale_min"), "max_scale": arguments.pop("scale_max")}
+    return LogMaxLossScale(**bounds, **arguments)
 
 
 def mindspore(*, scale_value: Any, scale_factor: Any, scale_window: int) -> PresetLossScale:
     """Returns the rule of `mindspore.amp.DynamicLossScaler`.
 
-    The rule of `jmp`, with a minimum of 1. Source: MindSpore 2.10, `mindspore/amp.py`. Behaves
-    identically.
+    That of `jmp`, with a minimum of 1. Source: MindSpore 2.10, `mindspore/amp.py`. No difference.
     """
     return dynamic("presets.mindspore", **locals(), min_scale=1.0, clamp="moves")
 
@@ -182,9 +169,8 @@ def mindformers(
     `max_scale_window`: with each third growth to the next longer one, and with the third
     non-finite step without a growth between them to 1. It starts at `scale_window`, or at the
     shortest if that is not in the list. Source: MindFormers,
-    `mindformers/wrapper/adaptive_loss_scale.py`. What differs: in MindFormers a growth may end
-    at inf for good; here the scale stays. A window of 0, which MindFormers makes for some
-    limits, is 1 here, which means the same.
+    `mindformers/wrapper/adaptive_loss_scale.py`. What differs: in MindFormers a growth may end at
+    inf for good; here the scale stays. A window of 0, which it makes for some limits, is 1 here.
     """
     call = "presets.mindformers"
     int32(call, "scale_window", scale_window)
@@ -232,8 +218,7 @@ def paddle(
     After `incr_every_n_steps` finite steps in a row the scale grows; after
     `decr_every_n_nan_or_inf` non-finite steps in a row (Paddle's documentation says something else)
     it backs off. Without `use_dynamic_loss_scaling` it stays. Source: PaddlePaddle 3.3,
-    `paddle/amp/grad_scaler.py`. What differs: in Paddle the scale has no bounds; here it stays
-    within float32's normal numbers.
+    `paddle/amp/grad_scaler.py`. What differs: here the scale stays within float32's normal numbers.
     """
     arguments = locals()
     if not arguments.pop("enable"):
@@ -257,14 +242,8 @@ def paddle_op(
     the CPU kernel of PaddlePaddle 3.3; the defaults are those of `paddle.static.amp.decorate`.
     Behaves identically.
     """
-    return dynamic(
-        "presets.paddle_op",
-        **locals(),
-        refill_on_finite=True,
-        refill_on_backoff=True,
-        min_scale=1.0,
-        clamp="moves",
-    )
+    call, refill_on_finite, refill_on_backoff = "presets.paddle_op", True, True
+    return dynamic(**locals(), min_scale=1.0, clamp="moves")
 
 
 def chainer(*, interval: int = 1000, scale: Any = None) -> LossScale:
@@ -273,8 +252,7 @@ def chainer(*, interval: int = 1000, scale: Any = None) -> LossScale:
     The scale starts at 1 and doubles in every finite step until the first non-finite one. From
     then on it doubles gradually over `interval` finite steps, and a non-finite step halves it,
     between 1 and 65504. A `scale` that is given does not move. Source: Chainer 7,
-    `chainer/optimizer.py`. What differs: in Chainer the scale is a Python float; here it is a
-    float32, which rounds each growth.
+    `chainer/optimizer.py`. What differs: the scale is a float32 here, which rounds each growth.
     """
     if scale is not None:
         return FixedLossScale(scale)
@@ -308,9 +286,8 @@ def jmp(
 
     After `period` finite steps in a row the scale is multiplied, and stays if the product is not
     finite in its dtype; a non-finite step divides it, down to `min_loss_scale`. Source: jmp 0.0.4,
-    `jmp/_src/loss_scale.py`. What differs: in jmp `jit` and every tree map reset the minimum to 1;
-    here it keeps its value. The scale is a float32 here, and a float16 or bfloat16 `loss_scale`
-    sets its maximum only.
+    `jmp/_src/loss_scale.py`. What differs: in jmp `jit` and every tree map reset the minimum to 1.
+    The scale is a float32 here, and a float16 or bfloat16 `loss_scale` sets its maximum only.
     """
     return _jmp("presets.jmp", **locals())
 

@@ -1,8 +1,7 @@
 """The policy behind most presets, and how a preset makes it under the names of its library.
 
-Other libraries have the rule of `DynamicLossScale` with small differences: which steps count, which
-non-finite steps are tolerated, and what happens at a bound. Each method of `PresetLossScale` calls
-or replaces one of `DynamicLossScale` and states one such difference.
+Other libraries differ a little from `DynamicLossScale`: in which steps count, which non-finite ones
+are tolerated, and what happens at a bound. Each method of `PresetLossScale` states a difference.
 """
 
 import dataclasses
@@ -42,17 +41,15 @@ class PresetLossScale(DynamicLossScale):
       max_scale: the upper bound of the scale.
       growth_delay: how many finite steps do not count towards growth, at the start and
         after each non-finite step: the growth tracker starts from minus this.
-      refill_on_finite: whether each finite step, not only a growth, resets the hysteresis
-        counter, so that only non-finite steps in a row lead to a backoff.
-      refill_on_backoff: whether a backoff resets it too, so that each backoff takes
-        `hysteresis` non-finite steps.
-      clip_growth: whether a growth beyond `max_scale` ends there. Otherwise the scale
-        stays, which keeps it a power of two even if `max_scale` is not one.
-      clamp: when a scale outside of the bounds is brought back. `"never"`: a growth never
-        lowers it and a backoff never raises it. `"moves"`: a growth ends at most at
-        `max_scale` and a backoff at least at `min_scale`, even if that lowers or raises
-        it. `"steps"`: every step ends between the bounds. With the last two,
-        `init_scale` may lie outside.
+      refill_on_finite: whether each finite step, not only a growth, resets the hysteresis counter:
+        only non-finite steps in a row lead to a backoff.
+      refill_on_backoff: whether each backoff takes `hysteresis` non-finite steps.
+      clip_growth: whether a growth beyond `max_scale` ends there. Otherwise the scale stays, which
+        keeps it a power of two even if `max_scale` is not one.
+      clamp: when a scale outside of the bounds is brought back. `"never"`: a growth never lowers it
+        and a backoff never raises it. `"moves"`: a growth ends at most at `max_scale` and a backoff
+        at least at `min_scale`, even if that lowers or raises it. `"steps"`: every step ends
+        between the bounds. With the last two, `init_scale` may lie outside.
 
     Example:
       >>> import jax.numpy as jnp
@@ -112,8 +109,8 @@ class PresetLossScale(DynamicLossScale):
         delayed = jnp.full_like(after.growth_tracker, -self.growth_delay)
         return after._replace(growth_tracker=delayed, hysteresis_tracker=left)
 
-    def _grown(self, scale: jax.Array) -> jax.Array:
-        grown = scale * self.growth_factor
+    def _grown(self, scale: jax.Array, factor: Any) -> jax.Array:
+        grown = scale * factor
         at_bound = self.max_scale if self.clip_growth else scale
         grown = jnp.where(grown > self.max_scale, at_bound, grown)
         return jnp.maximum(scale, grown) if self.clamp == "never" else grown
@@ -143,11 +140,9 @@ _FLOORS = ("min_loss_scale", "minimum_scale")
 def dynamic(call: str, **arguments: Any) -> PresetLossScale:
     """Returns a policy, or raises an error that names the arguments of the preset.
 
-    Args:
-      call: the preset, for errors.
-      **arguments: arguments of `PresetLossScale` under the names of the library; most presets pass
-        on all of theirs, by `**locals()`. The defaults are those of most libraries: no bounds, and
-        a growth that would leave float32 keeps the scale.
+    These are arguments of `PresetLossScale` under the names of the library; most presets pass on
+    all of theirs, by `**locals()`. The defaults are those of most libraries: no bounds, and a
+    growth that would leave float32 keeps the scale. `call` is the preset, for errors.
     """
     fields: dict[str, Any] = {"min_scale": NO_MIN, "max_scale": NO_MAX, "clip_growth": False}
     for name, value in arguments.items():
@@ -164,9 +159,8 @@ def dynamic(call: str, **arguments: Any) -> PresetLossScale:
 def factors(call: str, name: str, value: Any) -> dict[str, float]:
     """Returns both factors of a library that multiplies and divides by the same number."""
     value = growth_factor(call, name, value)
-    # Round the reciprocal down. Rounded up, it would back off from the maximum to a scale
-    # whose next growth passes the maximum and is refused, which a division never does. The
-    # reciprocal of a power of two is exact.
+    # Round the reciprocal down. Rounded up, it would back off from the maximum to a scale whose
+    # next growth passes the maximum and is refused, which a division never does.
     reciprocal = np.float32(1 / value)
     if float(reciprocal) * float(np.float32(value)) > 1:
         reciprocal = np.nextafter(reciprocal, np.float32(0))

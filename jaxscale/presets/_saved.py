@@ -1,8 +1,4 @@
-"""Reads what another library saved into a policy and a state, and writes PyTorch's back.
-
-Each `from_...` calls the preset of that library with the saved arguments, and puts the
-saved counter into the state that the policy's `init` returns.
-"""
+"""Reads what another library saved into a policy and a state, and writes PyTorch's back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -50,9 +46,8 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
 def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
     """Returns a dictionary for PyTorch's `GradScaler.load_state_dict`, of Python numbers.
 
-    `policy` is a `DynamicLossScale` without hysteresis and growth delay, whose bounds are lost, as
-    PyTorch has none, or the `NoOpLossScale` of a disabled scaler. `state` is its state, outside of
-    `jit`: its numbers are waited for.
+    `policy` is a `DynamicLossScale` without hysteresis and growth delay, whose bounds are lost, or
+    the `NoOpLossScale` of a disabled scaler. `state` is its state, outside of `jit`.
     """
     if isinstance(policy, NoOpLossScale):
         return {}

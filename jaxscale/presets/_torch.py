@@ -24,8 +24,7 @@ def torch(
     After `growth_interval` finite steps in a row the scale grows, and stays if the product is not
     finite; a non-finite step backs off. Source: PyTorch 2.13, `torch/amp/grad_scaler.py`. What
     differs: in PyTorch the scale has no floor, and at 0 the parameters become NaN; here it stops at
-    float32's smallest normal number. A tracker restored beyond the interval grows at once; in
-    PyTorch it never grows.
+    float32's smallest normal number. A tracker restored beyond the interval grows here alone.
     """
     arguments = locals()
     if not arguments.pop("enabled"):
@@ -60,8 +59,7 @@ def apex_fp16_utils(
 
     After `scale_window` finite steps in a row the scale is multiplied; a non-finite step divides
     it, down to 1. Its ancestors in Megatron-LM and FP16_Optimizer have the same rule. Source:
-    NVIDIA/apex, `apex/fp16_utils/loss_scaler.py`. What differs: Apex's scale is a Python float that
-    can leave float32's range; here it stays within.
+    NVIDIA/apex, `apex/fp16_utils/loss_scaler.py`. What differs: Apex's scale can leave float32.
     """
     return dynamic("presets.apex_fp16_utils", **locals(), min_scale=1.0, clamp="moves")
 
@@ -78,8 +76,7 @@ def apex_hysteresis(
 
     The rule of `torch`, but only the `hysteresis`-th non-finite step in a row, and each one after
     it, backs off. Source: NVIDIA/apex, `csrc/update_scale_hysteresis.cu`, as used in NeMo, whose
-    defaults these are. What differs: the same as in `torch`; and the hysteresis tracker stops at 0,
-    where Apex counts on below it.
+    defaults these are. What differs: as in `torch`; and the hysteresis tracker stops at 0.
     """
     return dynamic("presets.apex_hysteresis", **locals(), refill_on_finite=True)
 
@@ -141,8 +138,7 @@ def colossalai(
 
     The rule of `megatron` with optional bounds. Source: hpcaitech/ColossalAI,
     `amp/naive_amp/grad_scaler`. What differs: in ColossalAI, without a maximum, a growth may end at
-    inf for good; here the scale stays. With `None` for `max_scale` there is none, and a
-    `hysteresis` of 0 means 1.
+    inf for good; here the scale stays. A `max_scale` of `None` is none, a `hysteresis` of 0 is 1.
     """
     clip_growth = bool(max_scale)
     max_scale = max_scale or NO_MAX
@@ -164,10 +160,9 @@ def fairseq(
 
     After `scale_window` finite steps in a row the scale is multiplied; a non-finite step divides
     it, down to `threshold`, if the rate of such steps has reached `tolerance`. Source:
-    facebookresearch/fairseq, `optim/dynamic_loss_scaler.py`. What differs: fairseq's scale is a
-    Python float that can leave float32's range, and fairseq raises an error when it reaches
-    `min_loss_scale`. Here that is a floor, like `threshold`, and the larger of the two counts: call
-    `jaxscale.check`.
+    facebookresearch/fairseq, `optim/dynamic_loss_scaler.py`. What differs: fairseq's scale can
+    leave float32's range, and fairseq raises an error when it reaches `min_loss_scale`. Here that
+    is a floor, like `threshold`, and the larger of the two counts: call `jaxscale.check`.
     """
     call = "presets.fairseq"
     for name, value in {"threshold": threshold, "min_loss_scale": min_loss_scale}.items():

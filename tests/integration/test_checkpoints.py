@@ -39,85 +39,69 @@ OPTIMIZERS = {
     name: jaxscale.loss_scaled(INNERS[name])
     for name in ("multi_steps", "inject_hyperparams", "masked", NOISY)
 }
-CASES = [*OPTIMIZERS, "train_state"]
-
-GRADS = [
-    spoiled(grads, jnp.inf) if i in (2, 5, 6) else grads for i, grads in enumerate(gradients(5, 8))
-]
-STOP = 4  # amid a streak of finite steps, and amid the window of `MultiSteps`
+DEVICES = np.array(jax.devices("cpu"))
+FLAT, GRID = Mesh(DEVICES, ("data",)), Mesh(DEVICES.reshape(4, 2), ("data", "model"))
+# Where a run goes on whose matrices were split over all devices. Its arithmetic is exact, and so
+# independent of the mesh.
+SPLIT = NamedSharding(FLAT, PartitionSpec("data"))
+PLACES = {
+    "4x2": NamedSharding(GRID, PartitionSpec("model", "data")),
+    "4x2, in part": NamedSharding(GRID, PartitionSpec("model")),
+    "replicated": NamedSharding(FLAT, PartitionSpec()),
+    "one device": jax.sharding.SingleDeviceSharding(DEVICES[3]),
+}
+EXACT = jaxscale.loss_scaled(optax.sgd(0.5, momentum=0.5), DYNAMIC)
+STEPS = [jnp.full((8, 8), value) for value in (1.0, jnp.nan, 4.0, -2.0, jnp.inf, 1.0)]
+GRADS = [spoiled(g, jnp.inf) if i in (2, 5, 6) else g for i, g in enumerate(gradients(5, 8))]
 
 
 class State(jaxscale.flax.TrainState):
     batch_stats: Any
 
 
+def placed(sharding):
+    """A fresh state of which each matrix has a sharding, and the scalars are everywhere."""
+    params = jnp.arange(64.0).reshape(8, 8)
+    mesh = getattr(sharding, "mesh", None)
+    everywhere = NamedSharding(mesh, PartitionSpec()) if mesh else sharding
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, sharding if leaf.ndim else everywhere),
+        (params, EXACT.init(params)),
+    )
+
+
 @functools.cache
 def training(case):
-    """What makes a fresh state, and the compiled step that moves it."""
-    if case == "train_state":
+    """Fresh states to begin and to go on from, the compiled step that moves them, and its batches.
 
-        def create():
-            kwargs = {"params": PARAMS, "batch_stats": {"mean": jnp.zeros(3)}}
-            return State.create(apply_fn=None, tx=OPTIMIZERS["dynamic"], **kwargs)
+    A run is saved in the middle: amid a streak of finite steps, and amid a window of `MultiSteps`.
+    """
+    if case in PLACES:
+        advance = jax.jit(lambda tree, grads: step(EXACT, *tree, grads))
+        return placed(SPLIT), placed(PLACES[case]), advance, STEPS
+    if case == "train_state":
+        trees = {"params": PARAMS, "batch_stats": {"mean": jnp.zeros(3)}}
+        fresh = State.create(apply_fn=None, tx=OPTIMIZERS["dynamic"], **trees)
 
         def apply(state, grads):
             stats = {"mean": 0.9 * state.batch_stats["mean"] + grads["w"]}
             return state.apply_gradients(grads=grads, batch_stats=stats)
 
-        return create, jax.jit(apply)
+        return fresh, fresh, jax.jit(apply), GRADS
     tx = OPTIMIZERS[case]
-    return lambda: (PARAMS, tx.init(PARAMS)), jax.jit(lambda tree, grads: step(tx, *tree, grads))
+    fresh = PARAMS, tx.init(PARAMS)
+    return fresh, fresh, jax.jit(lambda tree, grads: step(tx, *tree, grads)), GRADS
 
 
-@functools.cache
-def uninterrupted(case, place):
-    """The states in the middle and at the end of a run."""
-    fresh, advance = training(case)
-    stopped = functools.reduce(advance, GRADS[:STOP], place(fresh()))
-    return stopped, functools.reduce(advance, GRADS[STOP:], stopped)
-
-
-def committed(tree):
-    """As Orbax restores it."""
-    return jax.device_put(tree, jax.devices()[0])
-
-
-def uncommitted(tree):
-    return tree
-
-
-def save_with_orbax(tree, path):
+def from_orbax(path, tree, *target):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path / "saved", tree)
-    return path / "saved"
-
-
-def orbax(tree, fresh, path):
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(save_with_orbax(tree, path), fresh)
+        return checkpointer.restore(path / "saved", *target)
 
 
-def raw_orbax(tree, fresh, path):
-    with ocp.StandardCheckpointer() as checkpointer:
-        raw = checkpointer.restore(save_with_orbax(tree, path))
-    return jaxscale.from_state_dict(fresh, raw)
-
-
-def dict_in_orbax(tree, fresh, path):
-    return raw_orbax(jaxscale.to_state_dict(tree), fresh, path)
-
-
-def dict_in_msgpack(tree, fresh, path):
-    data = serialization.msgpack_serialize(jaxscale.to_state_dict(tree))
-    return jaxscale.from_state_dict(fresh, serialization.msgpack_restore(data))
-
-
-def flax_bytes(tree, fresh, path):
-    return serialization.from_bytes(fresh, serialization.to_bytes(tree))
-
-
-def flax_dict(tree, fresh, path):
-    return jaxscale.from_state_dict(fresh, serialization.to_state_dict(tree))
+def from_msgpack(tree):
+    return serialization.msgpack_restore(serialization.msgpack_serialize(tree))
 
 
 def equinox(tree, fresh, path):
@@ -133,83 +117,52 @@ def pickled(tree, fresh, path):
     return jax.tree.unflatten(jax.tree.structure(fresh), leaves)
 
 
-WAYS = (dict_in_msgpack, dict_in_orbax, equinox, flax_bytes, flax_dict, orbax, pickled, raw_orbax)
-WAYS = {way.__name__: way for way in WAYS}
-LACK_KEYS = (equinox, flax_bytes)  # refuse typed PRNG keys
+read, write = jaxscale.from_state_dict, jaxscale.to_state_dict
+WAYS = {
+    "dict_in_msgpack": lambda tree, fresh, path: read(fresh, from_msgpack(write(tree))),
+    "dict_in_orbax": lambda tree, fresh, path: read(fresh, from_orbax(path, write(tree))),
+    "equinox": equinox,
+    "flax_bytes": lambda tree, fresh, _: serialization.from_bytes(fresh, serialization.to_bytes(tree)),
+    "flax_dict": lambda tree, fresh, path: read(fresh, serialization.to_state_dict(tree)),
+    "orbax": lambda tree, fresh, path: from_orbax(path, tree, fresh),
+    "pickled": pickled,
+    "raw_orbax": lambda tree, fresh, path: read(fresh, from_orbax(path, tree)),
+}  # fmt: skip
+LACK_KEYS = ("equinox", "flax_bytes")  # refuse typed PRNG keys
 
 
 @cases(
     "case, way",
-    itertools.product(CASES, WAYS),
-    fast=[("noisy", "dict_in_msgpack"), ("train_state", "raw_orbax")],
+    [
+        *itertools.product([*OPTIMIZERS, "train_state"], WAYS),
+        *itertools.product(PLACES, ["dict_in_msgpack", "raw_orbax"]),
+    ],
+    fast=[(NOISY, "dict_in_msgpack"), ("train_state", "raw_orbax"), ("4x2", "dict_in_msgpack")],
 )
 def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
-    way = WAYS[way]
+    first, fresh, advance, grads = training(case)
     if case == NOISY and way in LACK_KEYS:
         with pytest.raises(Exception, match=r"key|leaf"):
-            way(training(case)[0](), training(case)[0](), tmp_path)
+            WAYS[way](first, fresh, tmp_path)
         return
-    place = committed if way is orbax else uncommitted
-    fresh, advance = training(case)
-    saved, expected = uninterrupted(case, place)
-    restored = way(saved, place(fresh()), tmp_path)
+    if way == "orbax":  # which restores to devices
+        first, fresh = jax.device_put((first, fresh), jax.devices()[0])
+    saved = functools.reduce(advance, grads[: len(grads) // 2], first)
+    advance(fresh, grads[0])  # compiled for where it goes on
+    restored = WAYS[way](saved, fresh, tmp_path)
     assert_same_bits(restored, saved)
     assert avals(restored) == avals(saved)
     before = len(COMPILED)
-    restored = functools.reduce(advance, GRADS[STOP:], restored)
+    end = functools.reduce(advance, grads[len(grads) // 2 :], restored)
     assert len(COMPILED) == before
-    assert_same_bits(restored, expected)
+    assert_same_bits(end, functools.reduce(advance, grads[len(grads) // 2 :], saved))
+    if case in PLACES:
+        for tree in (restored, end):
+            for leaf, target in zip(jax.tree.leaves(tree), jax.tree.leaves(fresh), strict=True):
+                assert leaf.sharding == target.sharding
+    before = len(COMPILED)
     jax.jit(lambda x: x * 3)(jnp.ones(3))  # what counts compilations does count
     assert len(COMPILED) > before
-
-
-# Many devices. The arithmetic of this run is exact, and so independent of the mesh.
-
-DEVICES = np.array(jax.devices("cpu"))
-FLAT, GRID = Mesh(DEVICES, ("data",)), Mesh(DEVICES.reshape(4, 2), ("data", "model"))
-SHARDED = NamedSharding(FLAT, PartitionSpec("data"))
-PLACES = {
-    "4x2": NamedSharding(GRID, PartitionSpec("model", "data")),
-    "4x2, in part": NamedSharding(GRID, PartitionSpec("model")),
-    "replicated": NamedSharding(FLAT, PartitionSpec()),
-    "one device": jax.sharding.SingleDeviceSharding(DEVICES[3]),
-}
-EXACT = jaxscale.loss_scaled(optax.sgd(0.5, momentum=0.5), DYNAMIC)
-STEPS = [jnp.full((8, 8), value) for value in (1.0, jnp.nan, 4.0, -2.0, jnp.inf, 1.0)]
-
-
-def placed(sharding):
-    """A fresh state of which each matrix has a sharding, and the scalars are everywhere."""
-    params = jnp.arange(64.0).reshape(8, 8)
-    mesh = getattr(sharding, "mesh", None)
-    everywhere = NamedSharding(mesh, PartitionSpec()) if mesh else sharding
-    return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, sharding if leaf.ndim else everywhere),
-        (params, EXACT.init(params)),
-    )
-
-
-exact_step = jax.jit(lambda tree, grads: step(EXACT, *tree, grads))
-
-
-@cases(
-    "place, way",
-    itertools.product(PLACES, ["dict_in_msgpack", "raw_orbax"]),
-    fast=[("4x2", "dict_in_msgpack")],
-)
-def test_a_run_goes_on_on_another_mesh(place, way, tmp_path):
-    saved, fresh = functools.reduce(exact_step, STEPS[:3], placed(SHARDED)), placed(PLACES[place])
-    exact_step(fresh, STEPS[0])  # compiled for that mesh
-    restored = WAYS[way](saved, fresh, tmp_path)
-    assert avals(restored) == avals(saved)
-    before = len(COMPILED)
-    end = functools.reduce(exact_step, STEPS[3:], restored)
-    assert len(COMPILED) == before
-    expected_end = functools.reduce(exact_step, STEPS[3:], saved)
-    for tree, expected in ((restored, saved), (end, expected_end)):
-        assert_same_bits(*(jax.tree.map(np.asarray, each) for each in (tree, expected)))
-        for leaf, target in zip(jax.tree.leaves(tree), jax.tree.leaves(fresh), strict=True):
-            assert leaf.sharding == target.sharding
 
 
 # A run begun with a bare optimizer goes on with a wrapped one, and the other way round.
@@ -227,17 +180,13 @@ def trained(tx, opt_state, params, grads):
 WIDE = wide(PARAMS)
 
 
-def to_dict_and_back(fresh, old):
-    return jaxscale.from_state_dict(fresh, jaxscale.to_state_dict(old))
-
-
 @cases("inner", [name for name in INNERS if name != "multi_steps"], fast=["momentum"])
 def test_a_run_goes_on_as_if_nothing_had_changed(inner):
     bare = INNERS[inner]
     wrapped = jaxscale.loss_scaled(bare)
     expected = trained(bare, bare.init(WIDE), WIDE, GOOD)
     begun, old = trained(bare, bare.init(WIDE), WIDE, GOOD[:2])
-    for carry in (lambda fresh, state: state, to_dict_and_back):
+    for carry in (lambda fresh, state: state, lambda fresh, state: read(fresh, write(state))):
         fresh = wrapped.init(WIDE)
         opt_state = fresh._replace(inner_state=carry(fresh.inner_state, old))
         params, opt_state = trained(wrapped, opt_state, begun, GOOD[2:4])
@@ -250,8 +199,8 @@ ONE_ALONE = r"in the target: {}; only .*: {}.*If only one .*`target\._replace\(i
 MESSAGES = {
     "a bare state for a training step": (lambda: jaxscale.train_step(lambda p: p["w"].sum(), WRAPPED)(WIDE, BARE.init(WIDE)), r"train_step.*tx\.init\(params\)\._replace\(inner_state=state\)"),
     "a bare state in a TrainState": (lambda: flax_state(WRAPPED, jaxscale.flax.TrainState).replace(opt_state=BARE.init(WIDE)).apply_gradients(grads=GOOD[0]), r"got tuple\. To go on with.*tx\.init\(params\)\._replace\(inner_state=state\)"),
-    "a saved bare state": (lambda: jaxscale.from_state_dict({"opt": WRAPPED.init(WIDE)}, jaxscale.to_state_dict({"opt": BARE.init(WIDE)})), ONE_ALONE.format("/opt/scaling, /opt/inner_state, .*", "/opt/0")),
-    "a saved wrapped state": (lambda: jaxscale.from_state_dict(BARE.init(WIDE), jaxscale.to_state_dict(WRAPPED.init(WIDE))), ONE_ALONE.format("/0", "/.*/inner_state")),
+    "a saved bare state": (lambda: read({"opt": WRAPPED.init(WIDE)}, write({"opt": BARE.init(WIDE)})), ONE_ALONE.format("/opt/scaling, /opt/inner_state, .*", "/opt/0")),
+    "a saved wrapped state": (lambda: read(BARE.init(WIDE), write(WRAPPED.init(WIDE))), ONE_ALONE.format("/0", "/.*/inner_state")),
 }  # fmt: skip
 
 

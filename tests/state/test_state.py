@@ -1,6 +1,10 @@
-"""Multiplying and dividing by a scale, and finding it in a tree."""
+"""The state of a loss scale: arithmetic with it, how it is found in a tree, and how it is saved."""
 
+import collections
+import copy
 import dataclasses
+import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tables import PASSIVE, assert_same_bits, avals, cases
 from training import x64
 
@@ -16,33 +21,26 @@ import jaxscale.flax
 from jaxscale import presets
 
 STATE = jaxscale.FixedLossScale(2.0**10).init()
-WIDE = {
-    "float16": "float32",
-    "bfloat16": "float32",
-    "float8_e5m2": "float32",
-    "float32": "float32",
-    "complex64": "complex64",
-    "float64": "float64",
-    "complex128": "complex128",
-}
+WIDENED = {name: name for name in ("float32", "complex64", "float64", "complex128")}
+WIDENED |= dict.fromkeys(("float16", "bfloat16", "float8_e5m2"), "float32")
 
 
 def test_results_are_float32_or_wider_and_exact():
     for function, factor in ((jaxscale.scale, 2.0**10), (jaxscale.unscale, 2.0**-10)):
         for state, times in ((STATE, factor), (jaxscale.NoOpLossScale().init(), 1)):
             with x64():
-                leaves = {dtype: jnp.array([1.5, -2.0, 0.25], dtype) for dtype in WIDE}
+                leaves = {dtype: jnp.array([1.5, -2.0, 0.25], dtype) for dtype in WIDENED}
                 results = jax.jit(function)(state, leaves)
             for dtype, leaf in leaves.items():
-                expected = np.asarray(leaf, WIDE[dtype]) * times
-                assert_same_bits(results[dtype], expected.astype(WIDE[dtype]))
-
-
-def test_other_factors_are_right_to_rounding():
-    # Twice: XLA divides by multiplying with the reciprocal.
+                expected = np.asarray(leaf, WIDENED[dtype]) * times
+                assert_same_bits(results[dtype], expected.astype(WIDENED[dtype]))
+    # Other factors to rounding, twice: XLA divides by multiplying with the reciprocal.
     leaf = jnp.linspace(-1, 1, 999)
     result = jaxscale.unscale(jaxscale.FixedLossScale(3).init(), leaf)
     np.testing.assert_allclose(result, np.asarray(leaf) / np.float32(3), rtol=2**-23)
+    # An overflow in one part of a complex number stays there.
+    result = jaxscale.unscale(STATE, jax.lax.complex(jnp.array(jnp.inf), jnp.array(2.0**10)))
+    assert (result.real, result.imag) == (jnp.inf, 1.0)
 
 
 def test_no_scale_is_so_extreme_that_gradients_vanish():
@@ -58,12 +56,6 @@ def test_no_scale_is_so_extreme_that_gradients_vanish():
         assert there_and_back(state, leaf) == (leaf, 3.0)
 
 
-def test_an_overflow_in_one_part_of_a_complex_number_stays_there():
-    leaf = jax.lax.complex(jnp.array(jnp.inf), jnp.array(2.0**10))
-    result = jaxscale.unscale(STATE, leaf)
-    assert (result.real, result.imag) == (jnp.inf, 1.0)
-
-
 @cases("function", [jaxscale.scale, jaxscale.unscale])
 def test_other_leaves_and_overwrites_pass_through(function):
     tree = PASSIVE | {"_overwrite_with_gradient": {"amax": jnp.array(0.5)}}
@@ -72,59 +64,38 @@ def test_other_leaves_and_overwrites_pass_through(function):
     assert all(a is b for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(tree), strict=True))
 
 
-# What a loss scale is looked for in: by type, as a name says nothing.
+# What a loss scale is looked for in: by type, as a name says nothing. Parameters have that name, a
+# training loop with a log, and states of policies of one's own, of which one says what it is.
 
-
-class Model(NamedTuple):
-    """Parameters of that name, which its moments have, too."""
-
-    loss_scale: jax.Array
-
-
-class Carry(NamedTuple):
-    """What a training loop carries, with a log in it."""
-
-    opt_state: Any
-    loss_scale: Any
-    growth_tracker: jax.Array
-    hysteresis_tracker: jax.Array
+Model = collections.namedtuple("Model", "loss_scale")
+Carry = collections.namedtuple("Carry", "opt_state loss_scale growth_tracker hysteresis_tracker")
+UnmarkedState = collections.namedtuple("UnmarkedState", "loss_scale")
 
 
 class OwnState(NamedTuple):
-    """The state of a policy of one's own."""
-
     is_loss_scale_state = True
 
     loss_scale: jax.Array
     steps: tuple[jax.Array, jax.Array]
 
 
-class UnmarkedState(NamedTuple):
-    """One that does not say what it is."""
-
-    loss_scale: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
-class Halving(jaxscale.LossScale):
-    """A policy of one's own, with a state of a type of its own."""
-
+class Own(jaxscale.LossScale):
     start: Any
 
     def init(self):
         return self.start
 
-    def adjust(self, state, grads_finite, **_):
-        return state._replace(loss_scale=state.loss_scale / 2)
+    adjust = update = None  # only its state is looked at
 
 
 FOUR = jnp.array(4.0)
-PARAMS = [Model(jnp.array(2.0)), {"head": (jnp.ones(3), Model(jnp.ones(1)))}]
+NAMED = [Model(jnp.array(2.0)), {"head": (jnp.ones(3), Model(jnp.ones(1)))}]
 SCALINGS = {
     "dynamic": jaxscale.DynamicLossScale(init_scale=4.0),
     "logmax": presets.LogMaxLossScale(init_scale=4.0),
-    "marked": Halving(OwnState(FOUR, (FOUR, FOUR))),
-    "unmarked": Halving(UnmarkedState(FOUR)),
+    "marked": Own(OwnState(FOUR, (FOUR, FOUR))),
+    "unmarked": Own(UnmarkedState(FOUR)),
 }
 CALLS = {
     "scale": lambda tree: jaxscale.scale(tree, jnp.ones(2)),
@@ -138,7 +109,7 @@ CALLS = {
 @pytest.mark.standard_promotion
 @cases("scaling", SCALINGS, fast=["dynamic", "unmarked"])
 def test_a_state_is_found_by_its_type_wherever_it_is(scaling):
-    params = PARAMS
+    params = NAMED
     tx = jaxscale.loss_scaled(optax.adam(0.1), SCALINGS[scaling])
     opt_state = tx.init(params)
     trees = [
@@ -165,9 +136,9 @@ def test_a_state_is_found_by_its_type_wherever_it_is(scaling):
 
 OPT_STATE = jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
 NOT_FOUND = [
-    (PARAMS, "none in"),
-    (optax.adam(0.1).init(PARAMS), "none in"),
-    (Carry(PARAMS, FOUR, FOUR, FOUR), "none in"),
+    (NAMED, "none in"),
+    (optax.adam(0.1).init(NAMED), "none in"),
+    (Carry(NAMED, FOUR, FOUR, FOUR), "none in"),
     (UnmarkedState(FOUR), r"none in .*`class UnmarkedState`, write `is_loss_scale_state = True`"),
     ([OPT_STATE, {"d": OPT_STATE}], r"2, at \[0\], \[1\]\['d'\]\. Pass"),
     (Carry((OPT_STATE, STATE), STATE, FOUR, FOUR), r"3, at .*\[0\], .*\[1\], \.loss_scale\. Pass"),
@@ -192,9 +163,277 @@ def test_a_population_is_scaled_under_vmap_alone(call):
     assert_same_bits(jax.vmap(CALLS[call])(members), expected)
 
 
-def test_a_state_is_a_tree_of_strongly_typed_scalars():
-    assert avals(jaxscale.DynamicLossScale().init()) == ("float32[]", "int32[]", "int32[]")
-    with x64():
-        state = jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
-        kinds = {str(jax.typeof(leaf)) for leaf in jax.tree.leaves(state)}
-    assert kinds == {"float32[]", "int32[]", "bool[]"}
+# The state dictionary: what is in it, and what is read from those of other versions.
+
+PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5, jnp.bfloat16)}
+POLICY = jaxscale.DynamicLossScale(growth_interval=2)
+TX = jaxscale.loss_scaled(optax.sgd(0.5, momentum=0.5), POLICY)
+FRESH = TX.init(PARAMS)
+
+f32, i32 = np.float32, np.int32
+# What version 1 wrote after a good step, an overflow, a good step, and one of a loss of inf:
+# no number is that of `FRESH`. A later version reads it as it stands here.
+VERSION_1 = {
+    "version": 1,
+    "scaling": {"loss_scale": f32(16384), "growth_tracker": i32(1), "hysteresis_tracker": i32(0)},
+    "inner_state": {"0": {"trace": {"b": f32(-1.5), "w": np.array([2, 3], f32)}}, "1": {}},
+    **{"step_applied": np.bool_(False), "notfinite_count": i32(1), "total_notfinite": i32(2)},
+    **{"total_notfinite_loss": i32(1), "total_steps": i32(4), "nonfinite_leaves": None},
+}
+# Fields that came later.
+WRITTEN = VERSION_1 | {"spikes": None, "grad_norm": None}
+WRITTEN |= dict.fromkeys(("total_retries", "total_exhausted", "backoff_count"), i32(0))
+
+
+def saved(**changes):
+    return copy.deepcopy(VERSION_1) | changes
+
+
+@functools.cache
+def trained():
+    state, inf = FRESH, jnp.inf
+    for value, w, b in ((1, [2.0, 4], 1), (1, [inf, 0], 1), (1, [1.0, 1], -2), (inf, [1.0, 1], 1)):
+        grads = {"w": jnp.array(w), "b": jnp.array(b, jnp.bfloat16)}
+        _, state = TX.update(grads, state, PARAMS, value=jnp.float32(value))
+    return state
+
+
+def test_version_1_is_written_and_read():
+    state_dict = jaxscale.to_state_dict(trained())
+    assert_same_bits(state_dict, WRITTEN)
+    arrays = jax.tree.leaves({name: node for name, node in state_dict.items() if name != "version"})
+    assert {type(leaf) for leaf in arrays} == {np.ndarray}
+    by_jaxscale_0_1 = saved(grads_finite=VERSION_1["step_applied"])
+    del by_jaxscale_0_1["step_applied"], by_jaxscale_0_1["version"]
+    for state_dict in (VERSION_1, by_jaxscale_0_1):
+        restored = jaxscale.from_state_dict(FRESH, state_dict)
+        assert_same_bits(restored, trained())
+        assert avals(restored) == avals(FRESH)
+
+
+# The names of their fields are those in checkpoints: for good.
+TRACKERS = "growth_tracker hysteresis_tracker"
+OF_TOLERANCE = "growth_tracker steps_since_change overflows_since_backoff"
+OF_LOGMAX = "x_hat slow_x_hat xsquared_hat b1_correction b2_correction"
+OF_WINDOW = "growth_tracker window_index window_up_count window_down_count"
+OF_ADAPTIVE = "peak level crest finite_steps held_steps overflows"
+POLICIES = {
+    "noop": (jaxscale.NoOpLossScale(), TRACKERS),
+    "dynamic": (jaxscale.DynamicLossScale(), TRACKERS),
+    "fairseq": (presets.fairseq(), OF_TOLERANCE),
+    "logmax": (presets.openseq2seq_logmax(), OF_LOGMAX),
+    "adaptive": (jaxscale.AdaptiveLossScale(), OF_ADAPTIVE),
+    "gradual": (presets.chainer(), "steps_since_backoff overflows"),
+    "window": (presets.WindowLossScale(), OF_WINDOW),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policys_state_is_written_by_the_names_of_version_1(name):
+    policy, names = POLICIES[name]
+    state, names = policy.init(), ["loss_scale", *names.split()]
+    assert list(jaxscale.to_state_dict(state)) == ["version", *names]
+    numbers = [np.full((), i, leaf.dtype) for i, leaf in enumerate(state, 1)]
+    restored = jaxscale.from_state_dict(state, dict(zip(names, numbers, strict=True)))
+    # The type of `NoOpLossScale`'s state says that its scale is 1.
+    assert list(map(float, restored)) == ([1, 0, 0] if name == "noop" else numbers)
+
+
+def test_containers_by_key_and_index():
+    tree = {"l": [jnp.ones(1), (None, 2.5)], "none": None, "empty": optax.EmptyState(), "t": ()}
+    tree |= {"ints": {3: jnp.ones(1, jnp.bfloat16)}, "key": jax.random.key(7)}
+    expected = {
+        "version": 1,
+        "l": {"0": np.ones(1, f32), "1": {"0": None, "1": np.float64(2.5)}},
+        **{"none": None, "empty": {}, "t": {}, "ints": {"3": np.ones(1, jnp.bfloat16)}},
+        "key": np.array([0, 7], np.uint32),
+    }
+    assert_same_bits(jaxscale.to_state_dict(tree), expected)
+    fresh = jax.tree.map(lambda x: x * 0, tree | {"key": None}) | {"key": jax.random.key(0)}
+    # Orbax has lists where there were lists and tuples, and None for what is empty.
+    as_orbax = expected | {"l": [np.ones(1, f32), [None, 2.5]], "empty": None, "key": tree["key"]}
+    for state_dict in (expected, as_orbax):
+        assert_same_bits(jaxscale.from_state_dict(fresh, state_dict), tree)
+
+
+# States of earlier and later versions.
+
+OURS = set(jaxscale.LossScaledState._fields) - {"inner_state"}
+
+
+def test_what_is_missing_takes_its_default_and_nothing_else_is_lost():
+    sets = ({}, OURS, *({name} for name in OURS))
+    for lost, as_none in itertools.product(sets, [False, True]):
+        state_dict = saved(born_later=np.ones(3), nested={"later": np.ones(3)})
+        state_dict["scaling"]["born_later"] = np.ones(3)
+        for name in lost:
+            state_dict[name] = None
+            if not as_none:
+                del state_dict[name]
+        restored = jaxscale.from_state_dict(FRESH, state_dict)
+        expected = trained()._replace(**{name: getattr(FRESH, name) for name in lost})
+        assert_same_bits(restored, expected)
+        assert avals(restored) == avals(FRESH)
+
+
+@cases(
+    "origin, to",
+    itertools.product(POLICIES, POLICIES),
+    fast=[("dynamic", "adaptive"), ("fairseq", "dynamic"), ("logmax", "noop")],
+)
+def test_a_run_can_change_its_policy(origin, to):
+    before, expected = POLICIES[origin][0].init(), POLICIES[to][0].init()
+    before = jax.tree.map(lambda leaf: leaf + 1, before)
+    after = jaxscale.from_state_dict(expected, jaxscale.to_state_dict(before))
+    if to != "noop":
+        kept = set(before._fields) & set(expected._fields)
+        expected = expected._replace(**{name: getattr(before, name) for name in kept})
+    assert_same_bits(after, expected)
+
+
+Foreign = collections.namedtuple("Foreign", "scaling extra")
+# In what is not ours, and in the optimizer's state, nothing is missing unnoticed.
+WINDOW = jaxscale.multi_steps(optax.adam(0.1), 2).init(PARAMS)
+TRAIN_STATE = jaxscale.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
+BOTH = {"params": PARAMS, "opt_state": FRESH}
+TREES = [
+    (BOTH, "/params/w"),
+    (BOTH, "/opt_state"),
+    (FRESH, "/inner_state"),
+    (FRESH, "/inner_state/0/trace/w"),
+    (WINDOW, "/inner_state/inner_opt_state"),
+    (WINDOW, "/inner_state/counted"),
+    (Foreign(FRESH.scaling, jnp.ones(2)), "/extra"),
+    (TRAIN_STATE, "/step"),
+]
+
+
+@pytest.mark.parametrize(("tree", "where"), TREES, ids=[where for _, where in TREES])
+def test_elsewhere_missing_and_unknown_keys_are_named(tree, where):
+    state_dict = parent = jaxscale.to_state_dict(tree)
+    _, *parents, last = where.split("/")
+    for name in parents:
+        parent = parent[name]
+    parent["renamed"] = parent.pop(last)
+    unknown = "/".join(["", *parents, "renamed"])
+    if where.startswith("/inner_state") and len(parents) < 2:
+        unknown = "none"  # beside it an unknown key is one of a later version
+    message = rf"in the target: {where}; only in the dictionary: {unknown}\."
+    with pytest.raises(ValueError, match=message):
+        jaxscale.from_state_dict(tree, state_dict)
+
+
+ERRORS = [
+    (FRESH, saved(version=2), ValueError, "from 1 to 1, got 2. If a later .* upgrade jaxscale"),
+    (FRESH, saved(version=0), ValueError, "from 1 to 1, got 0"),
+    (FRESH, {"opt_state": {"w": np.ones(2)}}, ValueError, "dictionary: /opt_state"),
+    (FRESH.scaling, VERSION_1, ValueError, "target: /loss_scale, /growth_tracker, .* /inner_state"),
+    (TX.init({}), VERSION_1, ValueError, "target: none; only in the dictionary: /inner_state"),
+    (FRESH, saved(total_steps=i32([4, 4])), ValueError, r"/total_steps must be .* \(\), got \(2,"),
+    (FRESH, saved(total_steps=f32(4)), TypeError, "/total_steps must be int32, got float32: .4"),
+    (FRESH, saved(total_steps=2**40), ValueError, "int32, got int64: 1099511627776 would become 0"),
+    (FRESH, saved(total_steps={"a": 4}), TypeError, "at /total_steps must have .* Array.*got dict"),
+    (FRESH, saved(scaling=f32(4)), TypeError, "at /scaling must have .*LossScaleState, got float"),
+    (FRESH, 4, TypeError, "must be a dict, got int"),
+    (VERSION_1, FRESH, TypeError, "got what was saved as `target`: pass it second"),
+    ({"f": jnp.sin}, {"f": 1}, TypeError, r"\(target\)` at /f must be an array.*pass only its ar"),
+    ({"version": 1}, {"version": 1}, ValueError, r"\(target\)` must be .*, got dict"),
+    (jnp.ones(2), {}, ValueError, r"\(target\)` must be a container.*, got ArrayImpl"),
+    ({"w": f32(1)}, {"w": 0.1}, ValueError, "float32, got float64: 0.1 would become 0.1000"),
+]
+
+
+UNSAVED = [
+    (jnp.ones(2), ValueError, "a container .*, got ArrayImpl"),
+    ({"version": 3}, ValueError, 'version.* Pass {"state": ...}'),
+    ({"a": ["text"]}, TypeError, "at /a/0 must be an array or a number, .*got 'text'"),
+]
+TRACED = [
+    jaxscale.to_state_dict,
+    lambda state: jaxscale.from_state_dict(FRESH, {"inner_state": state.inner_state}),
+    lambda state: jaxscale.from_state_dict(state, VERSION_1),
+]
+
+
+def test_what_is_wrong_is_named():
+    for target, state_dict, error, message in ERRORS:
+        with pytest.raises(error, match=f"^`from_state_dict.*{message}"):
+            jaxscale.from_state_dict(target, state_dict)
+    for tree, error, message in UNSAVED:
+        with pytest.raises(error, match=rf"^`to_state_dict\(tree\)`.*{message}"):
+            jaxscale.to_state_dict(tree)
+    for function in TRACED:
+        with pytest.raises(TypeError, match=r"outside of `jit`"):
+            jax.jit(function)(FRESH)
+
+
+# Numbers: as the target has them, and exactly so.
+
+DTYPES = ["bool", "int8", "uint8", "int32", "uint32", "float16", "bfloat16", "float32", "complex64"]
+WIDE = [*DTYPES, "int64", "uint64", "float64", "complex128"]
+NUMBERS = [0.0, -0.0, 1.0, -1.0, 0.5, 0.1, 200.0, 2.0**24 + 1, 2.0**31, 2.0**63, 1e-8, 7e4]
+NUMBERS += [3e38, 1e300, np.inf, -np.inf, np.nan]
+# The type of Python that holds each number of a dtype; NumPy calls bfloat16 void.
+KINDS = {"b": bool, "i": int, "u": int, "f": float, "V": float, "c": complex}
+
+
+@cases("dtype", DTYPES, fast=["bool", "uint8", "bfloat16"])
+def test_a_number_is_cast_if_one_of_its_kind_is_equal(dtype):
+    target = {"x": jnp.zeros((), dtype)}
+    dtype = target["x"].dtype
+    kind = KINDS[dtype.kind]
+    for origin, number in itertools.product(map(np.dtype, WIDE), NUMBERS):
+        with np.errstate(all="ignore"):
+            value = np.array(number).astype(origin)
+            cast = value.astype(dtype) if KINDS[origin.kind] is kind else None
+        if cast is None:
+            with pytest.raises(TypeError, match=f"at /x must be {dtype}, got {origin}"):
+                jaxscale.from_state_dict(target, {"x": value})
+        elif kind(cast[()]) == kind(value[()]) or np.isnan(value):
+            assert_same_bits(jaxscale.from_state_dict(target, {"x": value})["x"], cast)
+        else:
+            with pytest.raises(ValueError, match=f"at /x must be {dtype}, got {origin}.*would"):
+                jaxscale.from_state_dict(target, {"x": value})
+
+
+SPLIT = NamedSharding(Mesh(np.array(jax.devices("cpu")), ("data",)), PartitionSpec("data"))
+LEAVES = {  # each of a number
+    "uncommitted": lambda n: jnp.full(3, n, jnp.float32),
+    "on a device": lambda n: jax.device_put(jnp.full(3, n), jax.devices("cpu")[5]),
+    "sharded": lambda n: jax.device_put(jnp.full(16, n, jnp.float32), SPLIT),
+    "weak scalar": lambda n: jnp.asarray(float(n)),
+    "weak and sharded": lambda n: jax.device_put(jnp.broadcast_to(jnp.asarray(n), (8,)), SPLIT),
+    "key": lambda n: jax.random.key(n),
+    "another key": lambda n: jax.random.key(n, impl="rbg"),
+    "sharded keys": lambda n: jax.device_put(jax.random.split(jax.random.key(n), 8), SPLIT),
+    "NumPy": lambda n: np.full(3, n, np.float64),
+    "NumPy scalar": lambda n: np.float32(n),
+    "int": lambda n: n,
+    "float": lambda n: n + 0.1,
+    "complex number": lambda n: n + 0.1j,
+}
+
+
+@cases("name", LEAVES, fast=["sharded", "weak scalar", "sharded keys", "float"])
+def test_a_leaf_comes_back_as_the_targets(name):
+    make = LEAVES[name]
+    leaf = make(7)
+    restored = jaxscale.from_state_dict([make(0)], jaxscale.to_state_dict([leaf]))[0]
+    assert type(restored) is type(leaf)
+    assert_same_bits(restored, leaf)
+    if isinstance(leaf, jax.Array):
+        assert avals(restored) == avals(leaf)
+        assert (restored.committed, restored.sharding) == (leaf.committed, leaf.sharding)
+
+
+def test_a_dictionary_is_a_copy():
+    # What steps donate, and what is done to a dictionary, does not reach the other.
+    state = jax.tree.map(jnp.copy, trained())
+    state_dict = jaxscale.to_state_dict(state)
+    restored = jaxscale.from_state_dict(FRESH, state_dict)
+    jax.jit(lambda state: jax.tree.map(lambda x: x + x, state), donate_argnums=0)(state)
+    assert state.total_steps.is_deleted()
+    assert_same_bits(state_dict, WRITTEN)
+    for leaf in jax.tree.leaves(state_dict["inner_state"]):
+        leaf[...] = 0
+    assert_same_bits(restored, trained())

@@ -10,12 +10,7 @@ from jaxscale import presets
 F32 = np.float32
 
 
-def dynamic(policy, state, finite):
-    """One step of the rule of `DynamicLossScale`: that of `PresetLossScale` with its defaults."""
-    return preset(presets.PresetLossScale(**policy.get_config()), state, finite)
-
-
-def preset(policy, state, finite):
+def preset(policy, state, finite, largest=None):
     """One step of the rule of `PresetLossScale`, as its docstring has it."""
     scale, streak, left = state
     scale, low, high = F32(scale), F32(policy.min_scale), F32(policy.max_scale)
@@ -41,7 +36,7 @@ def preset(policy, state, finite):
     return float(scale), streak, left
 
 
-def tolerance(policy, state, finite):
+def tolerance(policy, state, finite, largest=None):
     """One step of the rule of `ToleranceLossScale`, as its docstring has it."""
     scale, streak, steps, overflows = state
     scale, steps = F32(scale), steps + 1
@@ -123,27 +118,26 @@ def adaptive(policy, state, finite, largest=None):
     return *values, finite_steps, held_steps, overflows
 
 
-def still(policy, state, finite):
-    """One step of a policy whose scale never moves."""
-    del policy, finite
-    return state
-
-
 RULES = {
-    jaxscale.DynamicLossScale: dynamic,
     presets.PresetLossScale: preset,
     presets.ToleranceLossScale: tolerance,
     jaxscale.AdaptiveLossScale: adaptive,
-    jaxscale.FixedLossScale: still,
-    jaxscale.NoOpLossScale: still,
+    jaxscale.FixedLossScale: lambda policy, state, *step: state,
+    jaxscale.NoOpLossScale: lambda policy, state, *step: state,
 }
 
 
-def trajectory(policy, state, verdicts):
-    """The state after each step; where a verdict is `None` the step does not count."""
-    rule, states = RULES[type(policy)], []
-    for finite in verdicts:
-        if finite is not None:
-            state = rule(policy, state, finite)
+def trajectory(policy, state, steps):
+    """The state after each step: whether it was finite, or that and its largest gradient.
+
+    A step that is `None` does not count.
+    """
+    if type(policy) is jaxscale.DynamicLossScale:  # whose rule that of the presets is by default
+        policy = presets.PresetLossScale(**policy.get_config())
+    states = []
+    for step in steps:
+        if step is not None:
+            seen = step if isinstance(step, tuple) else (step,)
+            state = RULES[type(policy)](policy, state, *seen)
         states.append(state)
     return states

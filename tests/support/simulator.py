@@ -5,8 +5,6 @@ finite (`ceiling`), and the binary logarithm of the largest unscaled gradient (`
 gradients do not depend on the scale, up to rounding, so one run serves all policies. A step whose
 scale lies above the ceiling overflows; with `retries` the policy backs off within the step, until
 the scale fits.
-
-`python tests/support/replay_tables.py` prints the tables of `tests/policies/traces/README.md`.
 """
 
 import pathlib
@@ -20,9 +18,7 @@ import jaxscale
 
 FOLDER = pathlib.Path(__file__).parent.parent / "policies" / "traces"
 
-# No scale would have helped: the batch is bad.
-BAD = -99
-
+BAD = -99  # no scale would have helped: the batch is bad
 LOW = 6  # binades below the ceiling: a scale this low is needlessly low
 
 
@@ -37,7 +33,6 @@ class Trace(NamedTuple):
 class Replay(NamedTuple):
     """What a policy did on a trace, step by step."""
 
-    states: NamedTuple  # the state before each step
     scale: np.ndarray  # f[n], the scale of the last backward pass of each step
     skipped: np.ndarray  # bool[n]
     extra: np.ndarray  # i[n], backward passes that were repeated
@@ -58,11 +53,8 @@ class Replay(NamedTuple):
 
 def recorded():
     """The five runs that were recorded, by name."""
-    files = {path.stem: np.load(path) for path in sorted(FOLDER.glob("*.npz"))}
-    return {
-        name: Trace(file["ceiling"].astype(np.int32), file["largest"] / 256)
-        for name, file in files.items()
-    }
+    files = ((path.stem, np.load(path)) for path in sorted(FOLDER.glob("*.npz")))
+    return {n: Trace(f["ceiling"].astype(np.int32), f["largest"] / 256) for n, f in files}
 
 
 def made_up(steps=20_000):
@@ -83,16 +75,13 @@ def made_up(steps=20_000):
         return (step >= start * steps) & (step < stop * steps)
 
     middle, some = between(0.3, 0.6), rng.random(steps) < 0.01
-    moved = {
-        f"gradients x 2**{by} for a while": trace(-4 + noise() + by * middle)
-        for by in (-16, -11, -6, 6, 11)
-    }
+    moved = {by: trace(-4 + noise() + by * middle) for by in (-16, -11, -6, 6, 11)}
     return {
         "constant": Trace(np.full(steps, 18, np.int32), np.full(steps, -4.0)),
         "noise alone": trace(-4 + noise()),
         "drift up by 2**20": trace(-14 + noise() + 20 * step / steps),
         "drift down by 2**20": trace(-4 + noise() - 20 * step / steps),
-        **moved,
+        **{f"gradients x 2**{by} for a while": run for by, run in moved.items()},
         "x 2**8 in every other 2,000 steps": trace(-8 + noise() + 8 * (step // 2000 % 2)),
         "heavy tails (t, 3 degrees)": trace(-4 + 0.5 * rng.standard_t(3, steps)),
         "spikes of 2**6 in 0.2 %": trace(-4 + noise() + 6 * (rng.random(steps) < 0.002)),
@@ -124,21 +113,18 @@ def replay(policy, traces, retries=0):
     longest = max(len(trace.ceiling) for trace in traces.values())
     run = jax.jit(jax.vmap(lambda *steps: _run(policy, retries, steps)))
     steps = zip(*(_steps(trace, longest) for trace in traces.values()), strict=True)
-    outcome = Replay(*jax.tree.map(np.asarray, run(*map(np.stack, steps))))
-
-    def of_one(i, length):
-        return jax.tree.map(lambda x: x[i, :length], outcome)
-
-    return {name: of_one(i, len(t.ceiling)) for i, (name, t) in enumerate(traces.items())}
+    outcome = jax.tree.map(np.asarray, run(*map(np.stack, steps)))
+    lengths = enumerate(len(trace.ceiling) for trace in traces.values())
+    parts = [jax.tree.map(lambda x, i=i, n=n: x[i, :n], outcome) for i, n in lengths]
+    return {name: Replay(*part) for name, part in zip(traces, parts, strict=True)}
 
 
 def _steps(trace, length):
     """The highest scale, the largest gradient and whether the loss was bad, for `length` steps."""
-    ceiling, largest = np.asarray(trace.ceiling), np.asarray(trace.largest, np.float64)
+    ceiling, missing = trace.ceiling, (0, length - len(trace.ceiling))
     highest = np.where(ceiling > BAD, np.ldexp(1.0, ceiling), 0)
     told = np.zeros(len(ceiling), bool) if trace.told is None else trace.told
-    missing = (0, length - len(ceiling))
-    columns = [np.pad(x.astype(np.float32), missing) for x in (highest, np.exp2(largest))]
+    columns = [np.pad(x.astype(np.float32), missing) for x in (highest, np.exp2(trace.largest))]
     return *columns, np.pad(told, missing, constant_values=True)
 
 
@@ -146,20 +132,17 @@ def _run(policy, retries, steps):
     def step(state, now):
         highest, size, told = now
 
-        def overflows(state):
-            return state.loss_scale > highest
+        def again(carry):
+            return (carry[0].loss_scale > highest) & (carry[1] < retries) & ~told
 
         def back_off(carry):
             state, extra = carry
             return policy.adjust(state, jnp.array(False), jnp.float32(jnp.inf)), extra + 1
 
-        def again(carry):
-            return overflows(carry[0]) & (carry[1] < retries) & ~told
-
         tried, extra = jax.lax.while_loop(again, back_off, (state, jnp.int32(0)))
-        bad = overflows(tried)
+        bad = tried.loss_scale > highest
         moved = policy.adjust(tried, ~bad, jnp.where(bad, jnp.inf, size))
         after = jaxscale.tree_where(told, tried, moved)
-        return after, (state, tried.loss_scale, bad | told, extra)
+        return after, (tried.loss_scale, bad | told, extra)
 
     return jax.lax.scan(step, policy.init(), steps)[1]
