@@ -187,19 +187,24 @@ def test_falls_are_counted(name, retries):
         "still": falling(10_000, 600, noise=1.5),
         # A policy that follows the gradients lowers the scale before anything overflows.
         "gradients that grow": (np.full(600, 60), np.arange(600) / 40),
+        # The first fall that counts is in step 25.
+        "every second": of_ceiling([30, simulator.BAD] * 300),
+        "every third": of_ceiling([simulator.BAD, 30, 30] * 200),
+        "all": of_ceiling([simulator.BAD] * 600),
     }
-    for states in histories(COUNTED[name], traces, retries).values():
+    for run, states in histories(COUNTED[name], traces, retries).items():
         assert states.backoff_count.tolist() == counted(COUNTED[name], states)
+        assert (states.notfinite_count[-1] == 600) == (run == "all")  # it never gives up
 
 
 GOOD, BAD = jnp.ones(3), jnp.full(3, jnp.inf)
 TX = jaxscale.loss_scaled(optax.sgd(0.1))
 
 
-def decayed(tx=TX, falls=6, free=FREE):
+def decayed(tx=TX, falls=6):
     """The state after falls with a finite step before each."""
     update, state = jax.jit(tx.update), tx.init(GOOD)
-    for grads in [GOOD] * free + [GOOD, BAD] * falls:
+    for grads in [GOOD] * FREE + [GOOD, BAD] * falls:
         _, state = update(grads, state)
     return state
 
@@ -223,20 +228,6 @@ def test_it_takes_six_falls_below_two_to_the_fifteen_in_any_form_of_a_state():
     in_a_tree = {"opt": (state,), "params": GOOD}
     told = [warned(each) for each in (state, low, in_a_tree, window, optimizer, population)]
     assert (quiet, told) == ([False] * 4, [True] * 6)
-
-
-def test_neither_first_steps_nor_a_bad_loss_nor_the_floor_of_a_scale_count():
-    def count(state, **extra):
-        for grads in (GOOD, BAD):
-            _, state = TX.update(grads, state, **extra)
-        return int(state.backoff_count), float(state.scaling.loss_scale)
-
-    assert count(decayed(falls=0, free=FREE - 1)) == (1, 2.0**14)
-    assert count(decayed(falls=0, free=FREE - 2)) == (0, 2.0**14)
-    assert count(decayed(falls=0), value=jnp.array(jnp.nan)) == (0, 2.0**15)
-    bottom = decayed()
-    bottom = bottom._replace(scaling=bottom.scaling._replace(loss_scale=jnp.float32(1)))
-    assert count(bottom) == (6, 1.0)
 
 
 def test_updates_that_are_not_finite_after_retries_are_one_fall():

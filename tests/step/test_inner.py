@@ -112,19 +112,6 @@ def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(mode,
     assert not jnp.array_equal(params["w"], PARAMS["w"])
 
 
-def test_checked_updates_cost_a_window_its_step_and_no_more():
-    inner = optax.stateless(lambda updates, _: jax.tree.map(lambda u: 1 / (u - 1), updates))
-    tx = jaxscale.multi_steps(jaxscale.loss_scaled(inner, 8, check_updates=True), 2)
-    params, update = jnp.zeros(2), jax.jit(tx.update)
-    state = tx.init(params)
-    for grads, finite, steps in [(1, True, 0), (1, False, 0), (3, True, 0), (3, True, 1)]:
-        updates, state = update(jnp.full(2, grads, jnp.float32), state, params)
-        assert state.step_applied == finite
-        assert state.inner_state.gradient_step == steps
-        assert jnp.all(jnp.isfinite(updates))
-    assert updates.tolist() == [0.5, 0.5]
-
-
 def test_no_loss_in_is_no_loss_out():
     """What `multi_steps` must not make up: with a loss of 0 the optimizer stands still."""
     inner = optax.polyak_sgd()

@@ -163,29 +163,6 @@ def test_one_program_serves_all_platforms_and_a_cpu_alone_branches(monkeypatch):
     assert " conditional(" not in selecting.compile().as_text()
 
 
-def test_counters_stay_at_their_largest_value():
-    tx = jaxscale.loss_scaled(optax.sgd(0.1))
-    top = jnp.array(jnp.iinfo(jnp.int32).max, jnp.int32)
-    state = tx.init(PARAMS)
-    names = [name for name, leaf in state._asdict().items() if avals(leaf) == "int32[]"]
-    state = state._replace(**dict.fromkeys(names, top))
-    for value in (0.0, jnp.nan):  # an overflow, then a bad loss
-        _, state = tx.update(BADS[0], state, PARAMS, value=jnp.array(value))
-        assert {name: int(getattr(state, name)) for name in names} == dict.fromkeys(names, top)
-
-
-def test_a_run_of_bad_steps_never_gives_up():
-    tx = jaxscale.loss_scaled(INNERS["adam"], DYNAMIC)
-
-    def body(carry, _):
-        return step(tx, *carry, BADS[0]), None
-
-    params, state = jax.lax.scan(body, (PARAMS, tx.init(PARAMS)), length=300)[0]
-    assert_same_bits(params, PARAMS)
-    assert (state.scaling.loss_scale, state.notfinite_count) == (1.0, 300)
-    assert state.backoff_count == 0  # one overflow
-
-
 def test_weakly_typed_states_and_parameters_do_not_compile_twice():
     # As `optax.contrib.reduce_on_plateau` once had it: Python numbers in the first state.
     inner = optax.GradientTransformation(
