@@ -1,6 +1,6 @@
 """What the training step of each front end must do: those of a tree, Equinox, Linen and NNX."""
 
-import itertools
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def test_statistics_may_have_a_say(name):
 
 @cases(
     "name, window, retries",
-    itertools.product(FRONT_ENDS, (1, 2), (0, 3)),
+    product(FRONT_ENDS, (1, 2), (0, 3)),
     fast=[("linen", 1, 0), ("objects", 2, 3)],
 )
 def test_hooks_get_the_gradients_and_what_a_step_has_made(name, window, retries):

@@ -87,23 +87,6 @@ def test_a_bad_step_is_skipped_and_hyperparameters_are_in_reach(way):
     assert float(rate[...] if hasattr(rate, "get_value") else rate) == 0.5
 
 
-@pytest.mark.parametrize("name", ["value", "loss"])
-def test_the_loss_is_judged_and_reaches_the_inner_optimizer(name):
-    seen = []
-
-    def update(updates, state, params=None, *, loss=None, **extra):
-        seen.append({"loss": loss, **extra})
-        return updates, state
-
-    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
-    tx = jaxscale.loss_scaled(inner)
-    state = tx.init(PARAMS)
-    _, state = tx.update(GRADS[0], state, PARAMS, **{name: jnp.array(jnp.nan)})
-    assert (state.total_notfinite_loss, state.scaling.loss_scale) == (1, 2.0**15)
-    tx.update(GRADS[0], state, PARAMS, **{name: jnp.array(3.0)}, other=1)
-    assert seen[-1] == {"loss": 3.0, "value": 3.0, "other": 1}
-
-
 def test_hyperparameters_are_written_through_the_wrapper():
     """As trainers do that adapt the learning rate on the host: into the dictionary."""
     for tx in (

@@ -1,10 +1,10 @@
 """A loss scale that decays: how its falls are counted, and which runs `check` warns of."""
 
 import functools
-import itertools
 import operator
 import re
 import warnings
+from itertools import product
 
 import flax.nnx as nnx
 import jax
@@ -125,7 +125,7 @@ POLICIES = replay_tables.POLICIES | STARTS
 NAMES = ["`DynamicLossScale()`", "from 2**24", "**`AdaptiveLossScale()`**"]
 
 
-@cases("name, retries", itertools.product(POLICIES, [0, 8]), fast=[(name, 0) for name in NAMES])
+@cases("name, retries", product(POLICIES, [0, 8]), fast=[(name, 0) for name in NAMES])
 def test_a_healthy_run_is_never_warned_of(name, retries):
     # The floor of DALL-E's rule is too high for the larger gradients: retries lose batches there.
     for by in (0, 8)[: 1 if retries and "dalle" in name else 2]:
@@ -176,7 +176,7 @@ REPEATED = ("dynamic", "hysteresis", "tolerance")
 
 @cases(
     "name, retries",
-    [*itertools.product(COUNTED, [0]), *itertools.product(REPEATED, [3])],
+    [*product(COUNTED, [0]), *product(REPEATED, [3])],
     fast=[("fixed", 0), ("logmax", 0), ("hysteresis", 3)],
 )
 def test_falls_are_counted(name, retries):

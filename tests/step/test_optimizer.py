@@ -2,48 +2,39 @@
 
 import contextlib
 import copy
-import itertools
+import functools
 import logging
 import math
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
-from tables import (
-    BAD,
-    INNERS,
-    PARAMS,
-    POLICIES,
-    assert_close,
-    assert_same_bits,
-    avals,
-    cases,
-    counters,
-    fused_step,
-    gradients,
-    spoiled,
-    step,
-    wide,
-)
-from training import x64
+import tables
+from references import trajectory
+from tables import INNERS, PARAMS, assert_same_bits, avals, cases, fused_step, step, wide
+from training import amplified, x64
 
 import jaxscale
+from jaxscale import presets
 
 pytestmark = pytest.mark.standard_promotion
 
-GOOD = gradients(0, 5)
-BADS = [spoiled(g, bad) for g, bad in zip(gradients(1, 3), BAD.values(), strict=True)]
+GOOD = tables.gradients(0, 5)
+BADS = [
+    tables.spoiled(g, bad)
+    for g, bad in zip(tables.gradients(1, 3), tables.BAD.values(), strict=True)
+]
 MIXED = [GOOD[0], BADS[0], GOOD[1], GOOD[2], BADS[1], BADS[2], GOOD[3], GOOD[4]]
 
-DYNAMIC = POLICIES["dynamic"]
+DYNAMIC = tables.POLICIES["dynamic"]
 OPTIONS = {"max_norm": 1e9, "track_leaves": True, "check_updates": True}
 # The policy, and further arguments of `loss_scaled`.
-WRAPPERS = {name: (policy, {}) for name, policy in POLICIES.items()}
+WRAPPERS = {name: (policy, {}) for name, policy in tables.POLICIES.items()}
 WRAPPERS |= {name: (DYNAMIC, {name: value}) for name, value in OPTIONS.items()}
-WRAPPERS["everything"] = POLICIES["adaptive"], OPTIONS
+WRAPPERS["everything"] = tables.POLICIES["adaptive"], OPTIONS
 OTHERS = {  # with more arguments, or other types
     "adamw": optax.adamw(1e-2),
     "half_moments": optax.adam(1e-2, mu_dtype=jnp.bfloat16),
@@ -57,7 +48,7 @@ WAYS = ["update", "apply", "eager", "accelerator"]
 USUAL = ("dynamic", "adam", "update")
 ROWS = [
     (*row, None)
-    for row in itertools.product(WRAPPERS, INNERS, WAYS)
+    for row in product(WRAPPERS, INNERS, WAYS)
     if sum(a != b for a, b in zip(row, USUAL, strict=True)) < 3
 ]
 ROWS += [("dynamic", inner, "apply", "bfloat16") for inner in OTHERS]
@@ -124,7 +115,7 @@ def test_bad_steps_leave_no_trace(wrapper, inner, way, dtype, monkeypatch):
                     scaling = adjust(state.scaling, jnp.array(False))
                     assert_same_bits((new, new_state.inner_state), (params, state.inner_state))
                     assert_same_bits(new_state.scaling, scaling)
-                    before, after = counters(state), counters(new_state)
+                    before, after = tables.counters(state), tables.counters(new_state)
                     assert not after["step_applied"]
                     for counter in ("notfinite_count", "total_notfinite"):
                         assert after[counter] == before[counter] + 1
@@ -149,7 +140,7 @@ def test_bad_steps_leave_no_trace(wrapper, inner, way, dtype, monkeypatch):
     # differently, so that is to rounding; by hand it is bit for bit.
     updates, expected = inner.update(wide(GOOD[0]), inner.init(wide(PARAMS)), wide(PARAMS))
     expected = optax.apply_updates(PARAMS, updates), expected
-    same = assert_same_bits if way == "eager" else assert_close
+    same = assert_same_bits if way == "eager" else tables.assert_close
     same(jax.tree.leaves(first), jax.tree.leaves(expected))
 
 
@@ -160,14 +151,22 @@ def test_the_inner_optimizer_sees_float32_and_extra_arguments_untouched():
         seen.append((updates, params, extra_args))
         return updates, state
 
+    def takes_loss(updates, state, params=None, *, loss=None, **extra_args):
+        return update(updates, state, params, loss=loss, **extra_args)
+
     def refuses(updates, state, params=None, *, value_fn=None, other=None):
         return updates, state
 
     extra = {"value": jnp.array(3.0), "value_fn": jnp.sum, "other": {"a": "text"}}
-    for takes in (update, refuses):
+    for takes in (takes_loss, refuses, update):
         tx = jaxscale.loss_scaled(optax.GradientTransformationExtraArgs(lambda _: (), takes))
+        for name in ("value", "loss") if takes is takes_loss else ():
+            _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, **{name: jnp.array(jnp.nan)})
+            assert (state.total_notfinite_loss, state.scaling.loss_scale) == (1, 2.0**15)
+            tx.update(PARAMS, state, PARAMS, **{name: jnp.array(3.0)}, other=1)
+            assert seen[-1][2] == {"loss": 3.0, "value": 3.0, "other": 1}
         tx.update(PARAMS, tx.init(PARAMS), params=PARAMS, **extra)  # by keyword, as MultiSteps does
-    ((updates, params, received),) = seen
+    updates, params, received = seen[-1]
     assert avals(updates) == avals(wide(PARAMS))
     assert_same_bits(params, wide(PARAMS))
     assert received.keys() == extra.keys()
@@ -230,7 +229,7 @@ def test_the_optimizer_is_an_ordinary_value():
 HALVES = ["bfloat16", "float16"]
 
 
-@cases("dtype, way", itertools.product(HALVES, [step, fused_step]), fast=[("float16", fused_step)])
+@cases("dtype, way", product(HALVES, [step, fused_step]), fast=[("float16", fused_step)])
 def test_the_sum_of_parameter_and_update_is_rounded_once(dtype, way):
     rng = np.random.default_rng(0)
     params = jnp.asarray(rng.standard_normal(4096).astype(dtype))
@@ -292,7 +291,7 @@ OTHER_UPDATES = {
 
 @cases(
     "name, mode",
-    itertools.product(OTHER_UPDATES, ["eager", "jit", "accelerator", "shard_map"]),
+    product(OTHER_UPDATES, ["eager", "jit", "accelerator", "shard_map"]),
     fast=[("another structure", "jit"), ("no update for a leaf", "accelerator")],
 )
 def test_a_skipped_step_is_no_update_of_what_the_inner_returns(name, mode, monkeypatch):
@@ -303,15 +302,15 @@ def test_a_skipped_step_is_no_update_of_what_the_inner_returns(name, mode, monke
     update = tx.update
     if mode == "shard_map":
         mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-        specs = {"mesh": mesh, "in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
-        update = jax.shard_map(lambda g, s, p: tx.update(g, s, p), **specs)
+        specs = dict.fromkeys(("in_specs", "out_specs"), jax.sharding.PartitionSpec())
+        update = jax.shard_map(lambda g, s, p: tx.update(g, s, p), mesh=mesh, **specs)
     if mode != "eager":
         update = jax.jit(update)
     state = tx.init(params)
     expected, _ = inner.update(grads, inner.init(params), params)
     updates, new = update(grads, state, params)
     assert jax.tree.structure(updates) == jax.tree.structure(expected)
-    assert_close(updates, expected)
+    tables.assert_close(updates, expected)
     assert new.step_applied
     if name == "no update for a leaf":
         moved, _ = jaxscale.apply_gradients(tx, grads, state, params)
@@ -373,7 +372,7 @@ def test_no_loss_in_is_no_loss_out():
             tx.update(GRADS, tx.init(TWO), TWO)
         updates, _ = tx.update(GRADS, tx.init(TWO), TWO, value=jnp.float32(2))
         expected, _ = inner.update(GRADS, inner.init(TWO), TWO, value=jnp.float32(2))
-        assert_close(updates, expected)
+        tables.assert_close(updates, expected)
     transparent = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))  # whose update takes none
     tx = jaxscale.multi_steps(transparent, 1)
     _, state = tx.update(GRADS, tx.init(TWO), TWO, value=jnp.float32(2))
@@ -382,7 +381,7 @@ def test_no_loss_in_is_no_loss_out():
 
 @cases(
     "max_norm, window, size",
-    itertools.product([1e39, math.inf, 3.4e38, 1e-300], [False, True], [1.0, 1e30, 0.0]),
+    product([1e39, math.inf, 3.4e38, 1e-300], [False, True], [1.0, 1e30, 0.0]),
     fast=[(math.inf, False, 1e30), (1e-300, False, 1.0)],
 )
 def test_any_largest_norm_is_a_number_to_clip_to(max_norm, window, size):
@@ -399,9 +398,7 @@ def test_any_largest_norm_is_a_number_to_clip_to(max_norm, window, size):
 
 
 @cases(
-    "length, dtype",
-    itertools.product([10, 22], ["float32", "bfloat16", "complex64"]),
-    fast=[(10, "float32")],
+    "length, dtype", product([10, 22], ["float32", "bfloat16", "complex64"]), fast=[(10, "float32")]
 )
 def test_a_mean_of_the_largest_numbers_is_finite(dtype, length):
     largest = float(jnp.finfo(dtype).max)
@@ -435,7 +432,7 @@ def test_a_step_that_is_not_compiled_compiles_nothing_under_vmap(caplog):
     assert not [record for record in caplog.records if "Compiling" in record.message]
     assert eager[1].total_notfinite.tolist() == [0, 2, 0]
     assert_same_bits(eager[0]["w"][1], params["w"][1])
-    assert_close(eager, jax.jit(jax.vmap(both))(*inputs))
+    tables.assert_close(eager, jax.jit(jax.vmap(both))(*inputs))
 
 
 def test_optax_can_tell_parameters_from_flags():
@@ -456,3 +453,111 @@ def test_subnormal_parameters_are_kept_by_apply_gradients_alone():
     assert_same_bits(kept, params)
     flushed, _ = step(tx, params, tx.init(params), bad)
     assert np.all(np.abs(np.asarray(flushed["w"] - kept["w"])) <= 1e-40)
+
+
+# Faults at random: after each batch a run has the bits of one on its good batches alone.
+
+STEPS = 500
+# Where a fault is born. The first two make the loss itself non-finite.
+PLACES = ["input", "loss", "cotangent", "gradient"]
+VALUES = np.float32([np.inf, -np.inf, np.nan])
+RUNS = {
+    # Policies with bounds within which float32 gradients neither overflow nor underflow.
+    "no scale, masked": (tables.POLICIES["noop"], INNERS["masked"]),
+    "fixed, momentum": (tables.POLICIES["fixed"], INNERS["momentum"]),
+    "dynamic, clipped adamw": (tables.POLICIES["dynamic"], INNERS["adamw_clipped"]),
+    "dynamic, MultiSteps": (tables.POLICIES["dynamic"], INNERS["multi_steps"]),
+    "hysteresis, inject_hyperparams": (tables.POLICIES["hysteresis"], INNERS["inject_hyperparams"]),
+    "apex, adam with a schedule": (
+        presets.apex(scale_window=50, min_loss_scale=2.0**-10),
+        optax.adam(optax.cosine_decay_schedule(0.1, 10**6)),
+    ),
+    "colossalai, noise": (
+        presets.colossalai(growth_interval=20, min_scale=1.0, max_scale=2.0**20),
+        INNERS["noisy"],
+    ),
+    "tolerance, clipped lion": (
+        presets.ToleranceLossScale(growth_interval=5, tolerance=0.25, max_scale=2.0**20),
+        INNERS["lion_clipped"],
+    ),
+}
+
+
+def drawn(rng, rate):
+    """The place of each step's fault, "" for none; by place what is added to each leaf there."""
+    added = {
+        place: {name: np.zeros((STEPS, *leaf.shape), np.float32) for name, leaf in PARAMS.items()}
+        for place in PLACES
+    }
+    places = np.where(rng.random(STEPS) < rate, rng.choice(PLACES, STEPS), "")
+    for i in np.flatnonzero(places):
+        leaf = added[places[i]][rng.choice(list(PARAMS))].reshape(STEPS, -1)
+        leaf[i, rng.integers(leaf.shape[1])] = rng.choice(VALUES)
+    return places, added
+
+
+def spoiled(tree, added):
+    return jax.tree.map(lambda x, bad: (x + bad).astype(x.dtype), tree, added)
+
+
+def total(tree):
+    return sum(map(jnp.sum, jax.tree.leaves(tree)))
+
+
+@functools.cache
+def run(name):
+    """What a run holds before each step, and what the metrics say after it."""
+    policy, inner = RUNS[name]
+    tx = jaxscale.loss_scaled(inner, policy)
+
+    def distance(params, target, factor):
+        squares = jax.tree.map(lambda p, t: jnp.mean((jnp.float32(p) - t) ** 2), params, target)
+        return amplified(total(squares), factor)
+
+    def advance(carry, batch):
+        target, added = batch
+        target, factor = spoiled(target, added["input"]), 1 + total(added["cotangent"])
+        loss, grads = jaxscale.value_and_grad(distance, carry[1])(carry[0], target, factor)
+        grads, loss = spoiled(grads, added["gradient"]), loss + total(added["loss"])
+        after = step(tx, *carry, grads, value=loss)
+        return after, ((carry[0], carry[1].inner_state), jaxscale.metrics(after[1]))
+
+    start = PARAMS, tx.init(PARAMS)
+    return jax.jit(lambda batches: jax.lax.scan(advance, start, batches)[1])
+
+
+@cases("name", RUNS, fast=["dynamic, clipped adamw"])
+def test_faults_leave_no_trace(name):
+    policy, _ = RUNS[name]
+    rng = np.random.default_rng(0)
+    for rate in (0.02, 0.1, 0.5):
+        places, added = drawn(rng, rate)
+        assert set(places) == {"", *PLACES}
+        bad, bad_loss = places != "", np.isin(places, PLACES[:2])
+        targets = {
+            key: np.float32(rng.normal(size=bad.shape + p.shape)) for key, p in PARAMS.items()
+        }
+        # The good batches, then some of them again: as many steps, so one program for both.
+        chosen, number = np.resize(np.flatnonzero(~bad), STEPS), np.cumsum(~bad)
+        kept, seen = run(name)((targets, added))
+        alone, _ = run(name)(jax.tree.map(lambda x, chosen=chosen: x[chosen], (targets, added)))
+        assert_same_bits(
+            jax.tree.map(lambda x: x[1:], kept),
+            jax.tree.map(lambda x, number=number: x[number[:-1]], alone),
+        )
+        assert jaxscale.all_finite(alone)
+
+        steps, start = np.arange(1, STEPS + 1), policy.init()
+        # If the loss is to blame, the scale is not.
+        verdicts = np.where(bad_loss, None, ~bad)
+        states = trajectory(policy, tuple(leaf.item() for leaf in start), verdicts)
+        expected = {
+            "step_applied": ~bad,
+            "notfinite_count": steps - np.maximum.accumulate(np.where(bad, 0, steps)),
+            "total_notfinite": np.cumsum(bad),
+            "total_notfinite_loss": np.cumsum(bad_loss),
+            "total_steps": steps,
+            **dict(zip(start._fields, np.array(states).T, strict=True)),
+        }
+        for key, wanted in expected.items():
+            np.testing.assert_array_equal(seen[key], wanted, key)

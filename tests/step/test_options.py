@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -295,9 +296,7 @@ JITTED = [(3.0, False, "jit", name) for name in CLIPPED]
 
 @cases(
     "norm, debug_nans, way, name",
-    itertools.product(
-        [0.0, 0.1, 3.0, 1e10], [False, True], ["eager", "jit", "accelerator"], CLIPPED
-    ),
+    product([0.0, 0.1, 3.0, 1e10], [False, True], ["eager", "jit", "accelerator"], CLIPPED),
     fast=[(3.0, False, "accelerator", "dynamic"), *JITTED[1:]],
 )
 def test_it_is_what_optax_does(norm, debug_nans, way, name, monkeypatch):

@@ -1,6 +1,6 @@
 """State that travels as a gradient: leaves under `_overwrite_with_gradient`, in every entry."""
 
-import itertools
+from itertools import product
 
 import flax.linen as nn
 import jax
@@ -36,7 +36,7 @@ WRAPPERS = {
 @cases(
     "entry, wrap",
     # Not "inside" with `tx.update`: what comes after would see a difference for a gradient.
-    [*itertools.product([step, fused_step], list(WRAPPERS)[:3]), (fused_step, "inside")],
+    [*product([step, fused_step], list(WRAPPERS)[:3]), (fused_step, "inside")],
     fast=[(step, "scaled"), (fused_step, "inside")],
 )
 def test_a_good_step_writes_and_a_bad_one_keeps(entry, wrap):

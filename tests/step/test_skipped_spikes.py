@@ -1,7 +1,7 @@
 """A step that is finite and bad: `spikes=SpikeRule()` in every entry, in strict promotion."""
 
-import itertools
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ SCALED = [("retries", "scaled"), ("retries", "adaptive")]  # whose scale can fal
 
 @cases(
     "entry, wrapper",
-    [*itertools.product(list(ENTRIES)[:3], JUDGED), *SCALED],
+    [*product(list(ENTRIES)[:3], JUDGED), *SCALED],
     fast=[("update", "safe"), ("train_step", "scaled"), ("retries", "adaptive")],
 )
 def test_only_good_steps_are_made(entry, wrapper):
