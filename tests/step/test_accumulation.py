@@ -86,10 +86,8 @@ def test_it_does_what_the_rule_says(length, drop, unit, kinds):
     assert (got["total_steps"], got["total_notfinite_loss"]) == (24, kinds.count("loss"))
 
 
-LOST = [
-    tables.spoiled(grads, bad)
-    for grads, bad in zip(GOOD[4:], [jnp.nan, jnp.inf, -jnp.inf, jnp.nan], strict=True)
-]
+VALUES = [jnp.nan, jnp.inf, -jnp.inf, jnp.nan]
+LOST = [tables.spoiled(*grads_and_bad) for grads_and_bad in zip(GOOD[4:], VALUES, strict=True)]
 # By what is dropped: how long a window is, and micro-batches that leave four of `GOOD`, in twos.
 MIXED = {
     "window": (2, [LOST[0], GOOD[7], *GOOD[:2], GOOD[7], LOST[1], *LOST[2:], *GOOD[2:4]]),
@@ -98,22 +96,18 @@ MIXED = {
 }
 
 
-SAFE = jaxscale.skip_nonfinite
-NESTINGS = [
-    lambda inner, window: window(jaxscale.loss_scaled(inner, POLICY)),
-    lambda inner, window: jaxscale.loss_scaled(window(inner), POLICY),
-    lambda inner, window: window(inner),
-    lambda inner, window: window(SAFE(inner)),
-    lambda inner, window: SAFE(window(inner)),
-]
+SAFE, SCALED = jaxscale.skip_nonfinite, functools.partial(jaxscale.loss_scaled, loss_scale=POLICY)
+WINDOW = jaxscale.multi_steps
+NESTINGS = [(SCALED, WINDOW), (WINDOW, SCALED), (WINDOW,), (SAFE, WINDOW), (WINDOW, SAFE)]
 
 
 @cases("inner, drop", product(INNERS, DROPS), fast=[("adamw_clipped", "window")])
 def test_bad_micro_batches_leave_no_trace_in_any_nesting(inner, drop):
     outcomes = []
     for nest, (length, sequence, bad) in product(NESTINGS, ((*MIXED[drop], 4), (2, GOOD[:4], 0))):
-        window = functools.partial(jaxscale.multi_steps, every_k_schedule=length, drop=drop)
-        tx = nest(INNERS[inner], window)
+        tx = INNERS[inner]
+        for wrap in nest:
+            tx = wrap(tx, length, drop=drop) if wrap is jaxscale.multi_steps else wrap(tx)
         step = functools.partial(jaxscale.apply_gradients, tx)
         if drop == "window":  # windows of two and of four are two programs, which may differ
             step = jax.jit(step, donate_argnums=(1, 2))

@@ -50,42 +50,34 @@ def count():
 
 BARE, WHOLE, APPLY, WRAPPER = counted.NAMES
 FEW, MANY = (len(counted.shapes(layers)) for layers in (1, 3))
-# By step: how many kernels a leaf takes, and how many equations at the most. Gradients that are
-# unscaled before the branch are stored, each by a kernel of its own. Of the wrapper's updates, each
-# is applied outside of the branch. The equations are to unscale, for the verdict, and four
-# selections; the verdict of large leaves is written down twice, for CPUs, which split them, and for
-# others.
+# How many kernels and, at the most, equations a leaf takes. Gradients that are unscaled before the
+# branch are stored, each by a kernel; an update of the wrapper is applied outside of it. Equations
+# are to unscale, for the verdict (twice: CPUs split large leaves), and four selections.
 EACH = {WHOLE: (0, 8), APPLY: (1, 7), WRAPPER: (2, 7)}
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_a_leaf_takes_few_kernels_and_equations_more_than_without_a_scale(count, name):
-    def grown(name, clip=False):
-        few, many = (count("equations", name, layers, "float32", clip) for layers in (1, 3))
-        return (many - few) / (MANY - FEW)
+    def more(what, layers, clip=False):
+        bare = count(what, BARE, layers, "float32", False)
+        return count(what, name, layers, "float32", clip) - bare
 
     kernels, equations = EACH[name]
     for clip in (False, True):
-        extra = [
-            count("kernels", name, layers, "float32", clip)
-            - count("kernels", BARE, layers, "float32", False)
-            - kernels * leaves
-            for layers, leaves in ((1, FEW), (3, MANY))
-        ]
-        assert extra[1] - extra[0] < 3
-        assert extra[0] < 60
-    assert grown(name) - grown(BARE) <= equations
+        few = more("kernels", 1, clip) - kernels * FEW
+        assert more("kernels", 3, clip) - kernels * MANY < few + 3
+        assert few < 60
+    assert more("equations", 3) - more("equations", 1) <= equations * (MANY - FEW)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_no_byte_is_moved_but_for_the_verdict(count, dtype):
-    bare, whole, apply, wrapper = (
-        count("bytes_per_parameter", name, 1, dtype, False) for name in counted.NAMES
-    )
+    row, moved = (1, dtype, False), "bytes_per_parameter"
+    bare, whole, apply, wrapper = (count(moved, name, *row) for name in counted.NAMES)
     # XLA stores what it reduces, or not: that depends on dtype and version, and is the same for
     # one leaf alone. The scalars of the state are some bytes in a thousand.
-    assert whole <= bare + count("bytes_per_parameter", "verdict", dtype) + 0.1
-    stored = count("temporary_bytes_per_parameter", WHOLE, 1, dtype, False)
+    assert whole <= bare + count(moved, "verdict", dtype) + 0.1
+    stored = count("temporary_bytes_per_parameter", WHOLE, *row)
     assert stored <= count("temporary_bytes_per_parameter", "verdict", dtype) + 0.1
     # Unscaled before the branch, gradients are written in float32, and read. Those of half
     # precision are read in float32 by the verdict, too, and no longer by the step.
@@ -93,8 +85,7 @@ def test_no_byte_is_moved_but_for_the_verdict(count, dtype):
     # And the updates, in float32, are written, and read to apply them to parameters, which are
     # read and written once more.
     assert wrapper <= apply + 12.1
-    conditionals = [count("conditionals", name, 1, dtype, False) for name in counted.NAMES]
-    assert conditionals == [0, 1, 1, 1]
+    assert [count("conditionals", name, *row) for name in counted.NAMES] == [0, 1, 1, 1]
 
 
 def test_norm_and_verdict_are_one_pass(count):

@@ -271,21 +271,15 @@ TWO = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.5)}
 GRADS = {"w": jnp.array([0.3, -0.1, 0.2]), "b": jnp.array(1.0)}
 
 
-def another_structure(updates, _):
-    return updates["w"], {"bias": jnp.stack([updates["b"]] * 2)}
-
-
 SLOW_AND_FAST = optax.LookaheadParams(TWO, jax.tree.map(jnp.ones_like, TWO))
+BY_EXAMPLE = jax.tree.map(lambda g: jnp.stack([g, 2 * g]), GRADS)
+PRIVATE = optax.contrib.differentially_private_aggregate(1.0, 0.1, 0)
 # An optimizer, its parameters and its gradients, unlike which its updates are.
 OTHER_UPDATES = {
     "lookahead": (optax.lookahead(optax.sgd(0.1), 2, 0.5), SLOW_AND_FAST, GRADS),
-    "a gradient per example": (
-        optax.contrib.differentially_private_aggregate(1.0, 0.1, 0),
-        TWO,
-        jax.tree.map(lambda g: jnp.stack([g, 2 * g]), GRADS),
-    ),
+    "a gradient per example": (PRIVATE, TWO, BY_EXAMPLE),
     "no update for a leaf": (optax.stateless(lambda g, _: g | {"b": None}), TWO, GRADS),
-    "another structure": (optax.stateless(another_structure), TWO, GRADS),
+    "another structure": (optax.stateless(lambda g, _: (g["w"], {"2": g["b"][None]})), TWO, GRADS),
 }
 
 
@@ -315,19 +309,10 @@ def test_a_skipped_step_is_no_update_of_what_the_inner_returns(name, mode, monke
     if name == "no update for a leaf":
         moved, _ = jaxscale.apply_gradients(tx, grads, state, params)
         assert_same_bits(moved["b"], params["b"])
-    bad = grads | {"w": grads["w"] * jnp.nan}
-    none, after = update(bad, new, params)
+    none, after = update(grads | {"w": grads["w"] * jnp.nan}, new, params)
     minus_zeros = jax.tree.map(lambda u: jnp.full_like(u, -0.0), expected)
-    assert_same_bits(none, minus_zeros)
-    assert_same_bits(after.inner_state, new.inner_state)
+    assert_same_bits((none, after.inner_state), (minus_zeros, new.inner_state))
     assert not after.step_applied
-
-
-def test_what_fills_its_state_later_is_told_where_to_go():
-    inner = optax.GradientTransformation(lambda _: None, lambda updates, *_: (updates, updates))
-    tx = jaxscale.loss_scaled(inner)
-    with pytest.raises(ValueError, match=r"optax.chain\(loss_scaled\(...\), optax.monitor"):
-        tx.update(GRADS, tx.init(TWO), TWO)
 
 
 @cases("mode", ["eager", "jit", "accelerator"], fast=["jit"])
@@ -341,13 +326,8 @@ def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(mode,
     def run(grads, **options):
         sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
         tx = jaxscale.loss_scaled(sam, **options)
-
-        def step(state, params):
-            return jaxscale.apply_gradients(
-                tx, grads, state, params, value=jnp.float32(1), grad_fn=gradient
-            )
-
-        return (step if mode == "eager" else jax.jit(step))(tx.init(TWO), TWO)
+        step = functools.partial(fused_step, tx, value=jnp.float32(1), grad_fn=gradient)
+        return (step if mode == "eager" else jax.jit(step))(TWO, tx.init(TWO), grads)
 
     params, state = run(GRADS)
     assert state.step_applied  # the verdict cannot see it
@@ -404,15 +384,13 @@ def test_a_mean_of_the_largest_numbers_is_finite(dtype, length):
     largest = float(jnp.finfo(dtype).max)
     number = complex(largest, -largest) if dtype == "complex64" else -largest
     for bad in (0, 1):  # of the window so many do not count
-        tx = jaxscale.multi_steps(optax.identity(), length)
-        update = jax.jit(tx.update)
-        params = {"w": jnp.zeros(2, dtype)}
-        state = tx.init(params)
+        tx, params = jaxscale.multi_steps(optax.identity(), length), jnp.zeros(2, dtype)
+        state, update = tx.init(params), jax.jit(tx.update)
         for i in range(length):
-            grads = {"w": jnp.full(2, jnp.nan if i < bad else number, dtype)}
+            grads = jnp.full(2, jnp.nan if i < bad else number, dtype)
             updates, state = update(grads, state, params, value=jnp.float32(3e38))
         assert state.inner_state.gradient_step == 1
-        wide = np.asarray(updates["w"], np.complex128)  # XLA cannot divide by so large a number
+        wide = np.asarray(updates, np.complex128)  # XLA cannot divide by so large a number
         np.testing.assert_allclose(wide / largest, np.full(2, number) / largest, rtol=1e-5)
 
 
@@ -435,7 +413,11 @@ def test_a_step_that_is_not_compiled_compiles_nothing_under_vmap(caplog):
     tables.assert_close(eager, jax.jit(jax.vmap(both))(*inputs))
 
 
-def test_optax_can_tell_parameters_from_flags():
+def test_optax_can_tell_parameters_from_flags_and_what_fills_its_state_later_is_told_where_to_go():
+    later = optax.GradientTransformation(lambda _: None, lambda updates, *_: (updates, updates))
+    later = jaxscale.loss_scaled(later)
+    with pytest.raises(ValueError, match=r"optax.chain\(loss_scaled\(...\), optax.monitor"):
+        later.update(GRADS, later.init(TWO), TWO)
     tx = jaxscale.loss_scaled(optax.adam(0.1), track_leaves=True)
     state = tx.init(TWO)
     mapped = optax.tree_map_params(tx, lambda leaf: "a parameter", state)
