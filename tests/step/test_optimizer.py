@@ -80,12 +80,9 @@ def test_bad_steps_leave_no_trace(wrapper, inner, way, dtype, monkeypatch):
     tx = jaxscale.loss_scaled(inner, policy, **options)
     chosen, traces = [], []
 
-    def platform_dependent(*, cpu, default):
-        chosen.append(default)
-        return default()
-
     if way == "accelerator":  # compiled here for the CPU, which otherwise takes the other form
-        monkeypatch.setattr(jax.lax, "platform_dependent", platform_dependent)
+        choose = lambda *, cpu, default: (chosen.append(default), default())[1]  # noqa: E731
+        monkeypatch.setattr(jax.lax, "platform_dependent", choose)
 
     def one_step(params, state, grads):
         traces.append(None)

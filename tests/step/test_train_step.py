@@ -344,18 +344,22 @@ def test_a_batch_that_no_scale_helps_costs_one_overflow(policy, retries, mode):
         assert got.total_notfinite_loss[-1] == 1
 
 
-def test_it_counts_the_passes_and_compiles_the_model_once():
-    traces, passes = [], []
+@cases("window", [None, "inside", "outside"], fast=[None, "outside"])
+def test_it_counts_the_passes_compiles_the_model_once_and_loses_no_batch(window):
+    policy, traces, passes = jaxscale.DynamicLossScale(init_scale=2.0**24), [], []
+    tx = WINDOWS[window](INNERS["adam"], policy) if window else hot()
 
     def counted(params, x):
         traces.append(jax.debug.callback(lambda: passes.append(1)))
         return loss_fn(params, x)
 
-    step = jax.jit(jaxscale.train_step(counted, hot(), retries=30))
-    _, opt_state, _ = run(step, hot().init(PARAMS), FINITE)
+    step = jax.jit(jaxscale.train_step(counted, tx, retries=30))
+    _, opt_state, _ = run(step, tx.init(PARAMS), FINITE)
     jax.effects_barrier()
     assert len(traces) == step._cache_size() == 1
     assert len(passes) == len(FINITE) + opt_state.total_retries > len(FINITE)
+    assert opt_state.total_notfinite == 0
+    assert window is None or opt_state.inner_state.gradient_step == len(FINITE) // 2
 
 
 def test_the_model_is_in_the_program_once():
@@ -370,16 +374,6 @@ def test_the_model_is_in_the_program_once():
     assert "stablehlo.while" in with_them
     for operation in ("dot_general", "tanh"):
         assert with_them.count(f"stablehlo.{operation}") == without.count(f"stablehlo.{operation}")
-
-
-@cases("window", ["inside", "outside"], fast=["outside"])
-def test_no_micro_batch_is_lost(window):
-    tx = WINDOWS[window](INNERS["adam"], jaxscale.DynamicLossScale(init_scale=2.0**24))
-    step = jax.jit(jaxscale.train_step(loss_fn, tx, retries=30))
-    _, opt_state, _ = run(step, tx.init(PARAMS), FINITE)
-    assert opt_state.total_notfinite == 0
-    assert opt_state.inner_state.gradient_step == len(FINITE) // 2
-    assert opt_state.total_retries > 0
 
 
 @cases("mode", ["jit", "eager"], fast=["jit"])
