@@ -1,7 +1,4 @@
-"""How trainers call an optimizer that they were given: with what arguments, from where.
-
-Each row does what one or several public trainers do between the gradients and the next parameters.
-"""
+"""How public trainers call an optimizer that they were given: with what arguments, from where."""
 
 import functools
 

@@ -81,8 +81,9 @@ def test_bad_steps_leave_no_trace(wrapper, inner, way, dtype, monkeypatch):
     chosen, traces = [], []
 
     if way == "accelerator":  # compiled here for the CPU, which otherwise takes the other form
-        choose = lambda *, cpu, default: (chosen.append(default), default())[1]  # noqa: E731
-        monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+        monkeypatch.setattr(
+            jax.lax, "platform_dependent", lambda *, cpu, default: chosen.append(0) or default()
+        )
 
     def one_step(params, state, grads):
         traces.append(None)
@@ -440,25 +441,19 @@ STEPS = 500
 # Where a fault is born. The first two make the loss itself non-finite.
 PLACES = ["input", "loss", "cotangent", "gradient"]
 VALUES = np.float32([np.inf, -np.inf, np.nan])
+# Policies with bounds within which float32 gradients neither overflow nor underflow.
+APEX = presets.apex(scale_window=50, min_loss_scale=2.0**-10)
+COLOSSAL = presets.colossalai(growth_interval=20, min_scale=1.0, max_scale=2.0**20)
+TOLERANT = presets.ToleranceLossScale(growth_interval=5, tolerance=0.25, max_scale=2.0**20)
 RUNS = {
-    # Policies with bounds within which float32 gradients neither overflow nor underflow.
     "no scale, masked": (tables.POLICIES["noop"], INNERS["masked"]),
     "fixed, momentum": (tables.POLICIES["fixed"], INNERS["momentum"]),
     "dynamic, clipped adamw": (tables.POLICIES["dynamic"], INNERS["adamw_clipped"]),
     "dynamic, MultiSteps": (tables.POLICIES["dynamic"], INNERS["multi_steps"]),
     "hysteresis, inject_hyperparams": (tables.POLICIES["hysteresis"], INNERS["inject_hyperparams"]),
-    "apex, adam with a schedule": (
-        presets.apex(scale_window=50, min_loss_scale=2.0**-10),
-        optax.adam(optax.cosine_decay_schedule(0.1, 10**6)),
-    ),
-    "colossalai, noise": (
-        presets.colossalai(growth_interval=20, min_scale=1.0, max_scale=2.0**20),
-        INNERS["noisy"],
-    ),
-    "tolerance, clipped lion": (
-        presets.ToleranceLossScale(growth_interval=5, tolerance=0.25, max_scale=2.0**20),
-        INNERS["lion_clipped"],
-    ),
+    "apex, adam with a schedule": (APEX, optax.adam(optax.cosine_decay_schedule(0.1, 10**6))),
+    "colossalai, noise": (COLOSSAL, INNERS["noisy"]),
+    "tolerance, clipped lion": (TOLERANT, INNERS["lion_clipped"]),
 }
 
 
