@@ -173,12 +173,12 @@ RUNS = {
 @cases("name", RUNS, fast=[name for name in RUNS if name != "skips"])
 def test_a_step_is_made_when_the_window_is_full(name):
     tx, grads, expected, bad, made = RUNS[name]
-    params, start = [], jnp.zeros_like(grads[0])
+    params, start = [], {"w": jnp.zeros_like(grads[0])}
     state = jaxscale.flax.TrainState.create(apply_fn=None, params=start, tx=tx)
     step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
     for i, grad in enumerate(grads):
-        state = step(state, jnp.asarray(grad))
-        params.append(float(state.params))
+        state = step(state, {"w": jnp.asarray(grad)})
+        params.append(float(state.params["w"]))
         assert state.opt_state.step_applied == (i not in bad)
     assert (params, counters(state)["gradient_step"]) == (expected, made)
     assert state.step == (9 if name in ("inside", "skips") else made)
