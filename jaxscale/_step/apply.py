@@ -50,11 +50,10 @@ def apply_gradients(
     The same as `tx.update` followed by `optax.apply_updates`, to rounding. If `tx` is a
     `loss_scaled` optimizer, both are skipped together, so no updates are stored.
 
-    Leaves without a gradient stay as they are. If a gradient is `None`, as
-    `equinox.filter_grad` returns it for functions, text and integers, the leaf may be anything,
-    and the optimizer sees `None` for it. Integers and typed keys with `float0` gradients
-    stay if the optimizer passes these on, as `optax.masked` does. A leaf whose update is
-    `None` stays, too.
+    A leaf whose gradient is `None`, as `equinox.filter_grad` returns it for functions, text and
+    integers, stays as it is, whatever it is. The optimizer sees `None` for it. Integers and typed
+    keys with `float0` gradients stay if the optimizer passes these on, as `optax.masked` does. A
+    leaf whose update is `None` stays, too.
 
     Args:
       tx: the optimizer.
@@ -117,10 +116,7 @@ def select_if_applied(call: str, optimizer: Optimizer, opt_state: Any, new: Any,
 def select_if_stepped(
     call: str, optimizer: Optimizer, before: Any, after: Any, new: Any, old: Any
 ) -> Any:
-    """Returns `new` if the optimizer made a step between two of its states, otherwise `old`.
-
-    A micro-batch of a window that is not full makes none, though it is not skipped either.
-    """
+    """Returns `new` if the optimizer made a step between two states, in a window once, or `old`."""
 
     def window(state: Any) -> Any:
         state = optimizer.find_verdict(call, state) or state
@@ -129,6 +125,5 @@ def select_if_stepped(
     if isinstance(window(before), WINDOW_STATES):
         stepped = window(before).gradient_step != window(after).gradient_step
     else:
-        verdict = optimizer.find_verdict(call, after)
-        stepped = True if verdict is None else verdict.step_applied
+        stepped = getattr(optimizer.find_verdict(call, after), "step_applied", True)
     return select_like(call, stepped, new, old)

@@ -9,8 +9,7 @@ import optax
 from .._gradients.verdict import Verdict
 from .._state.optimizer import LossScaledState
 
-# In so many steps a scale may come down from its start, in falls with a few finite steps between
-# them, before `backoff_count` counts.
+# The first steps, in which a scale comes down from its start: their falls do not count.
 _FIRST_STEPS = 25
 
 
@@ -35,10 +34,9 @@ def count_step(
     scaling: Any,
     retries: Retries | None,
 ) -> LossScaledState:
-    """Returns a state with the counters after one more step.
+    """Returns a state with the counters after one more step, which led to the state `scaling`.
 
-    The verdict is that on the last pass; `grads_finite` covers the updates, too, if these are
-    checked. `scaling` is the scale state after the step.
+    The verdict is that on the last pass. `grads_finite` covers the updates, too, if checked.
     """
     finite = grads_finite & verdict.loss_finite
     state = state._replace(backoff_count=_count_backoffs(state, grads_finite, scaling, retries))
@@ -50,13 +48,13 @@ def count_step(
         exhausted &= state.step_applied | (state.total_steps >= _FIRST_STEPS)
         state = state._replace(
             total_retries=total + jnp.minimum(retries.number, room),
-            total_exhausted=_increment_if(exhausted, state.total_exhausted),
+            total_exhausted=increment_if(exhausted, state.total_exhausted),
         )
     return state._replace(
         step_applied=finite if is_spike is None else finite & ~is_spike,
         notfinite_count=jnp.where(finite, 0, optax.safe_increment(state.notfinite_count)),
-        total_notfinite=_increment_if(~finite, state.total_notfinite),
-        total_notfinite_loss=_increment_if(~verdict.loss_finite, state.total_notfinite_loss),
+        total_notfinite=increment_if(~finite, state.total_notfinite),
+        total_notfinite_loss=increment_if(~verdict.loss_finite, state.total_notfinite_loss),
         total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
     )
 
@@ -66,8 +64,7 @@ def _count_backoffs(
 ) -> jax.Array:
     """Returns `backoff_count` after the scale moved: one fall a step, none after growth.
 
-    A policy that follows the gradients also lowers the scale before anything overflows. That does
-    not count.
+    Falls before anything overflows, by a policy that follows the gradients, do not count.
     """
     before, new = state.scaling.loss_scale, scaling.loss_scale
     start = before if retries is None else retries.scaling.loss_scale
@@ -76,8 +73,8 @@ def _count_backoffs(
         falls |= (retries.number > 0) & (start < before)
     # Several falls in a row of skipped steps count as one.
     counts = falls & state.step_applied & (state.total_steps >= _FIRST_STEPS)
-    return jnp.where(new > start, 0, _increment_if(counts, state.backoff_count))
+    return jnp.where(new > start, 0, increment_if(counts, state.backoff_count))
 
 
-def _increment_if(event: jax.Array, counter: jax.Array) -> jax.Array:
+def increment_if(event: jax.Array, counter: jax.Array) -> jax.Array:
     return jnp.where(event, optax.safe_increment(counter), counter)

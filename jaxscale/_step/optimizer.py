@@ -1,8 +1,7 @@
-"""An optimizer as a training step sees it: wrapped by `loss_scaled`, or bare.
+"""An optimizer as a training step sees it: a `Wrapper` of `loss_scaled`, or `Bare`.
 
-`as_optimizer` asks which of the two it is, once, at the door of every step. A `Wrapper` and a
-`Bare` optimizer then answer the same questions: what their state is to be, which scale a backward
-pass starts with, whether a step may be skipped, and what it comes to.
+Both answer the same questions: what their state is to be, which scale a backward pass starts with,
+whether a step may be skipped, and what it comes to.
 """
 
 import dataclasses
@@ -32,7 +31,7 @@ from .wrapper import NO_ARGS, Wrapper, call_update, types_of, wrapper_of
 
 @dataclasses.dataclass(frozen=True)
 class Bare:
-    """An optimizer of Optax that `loss_scaled` has not wrapped. It applies every step."""
+    """An optimizer that `loss_scaled` has not wrapped; it applies every step. See `Wrapper`."""
 
     tx: optax.GradientTransformationExtraArgs
 
@@ -40,11 +39,9 @@ class Bare:
     skips = can_back_off = False
 
     def expected_types(self, params: Any) -> Any:
-        """Returns `types_of` what `init` makes of some parameters."""
         return types_of(jax.eval_shape(self.tx.init, params))
 
     def check_state(self, given: str, state: Any, order: str) -> Any:
-        """Returns the state that a step was given, or raises an error; see `Wrapper`."""
         if isinstance(state, LossScaledState):
             raise TypeError(
                 f"`{given}` is a `LossScaledState`, but `tx` is a bare optimizer. Pass the one "
@@ -65,7 +62,6 @@ class Bare:
         return scaling
 
     def find_verdict(self, call: str, state: Any) -> LossScaledState | None:
-        """Returns the state that tells whether a step was applied, if there is one inside."""
         nodes = jax.tree.leaves(state, is_leaf=is_loss_scaled)
         return find_optimizer_state(call, state) if any(map(is_loss_scaled, nodes)) else None
 
@@ -75,15 +71,13 @@ class Bare:
     def apply(
         self, made: BackwardResult, state: Any, params: Any, extra_args: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        """Returns the parameters after one step, and the next state; see `Wrapper`."""
         new, overwrites = made.grads.divided, holds_overwrites(made.grads.grads)
         seen = zero_overwrites(new) if overwrites else new
         updates, state = call_update(self.tx, seen, state, params, made.loss, extra_args)
         outcome = apply_updates(params, updates)
         if overwrites:
             outcome = overwrite(outcome, new, params)
-            verdict = self.find_verdict("apply_gradients", state)
-            if verdict is not None:
+            if (verdict := self.find_verdict("apply_gradients", state)) is not None:
                 outcome = tree_where(verdict.step_applied, outcome, params)
         return outcome, state
 

@@ -27,8 +27,6 @@ from .wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """The arguments of a training step, whichever front end it is for."""
-
     call: str
     loss_fn: Callable[..., Any]
     transform: Callable[..., Any]
@@ -68,12 +66,10 @@ class StepPlan:
             pass
 
     def check_retries(self, optimizer: Optimizer) -> None:
-        """Raises a `ValueError` if retries are asked for and no scale could be lowered."""
         if not self.retries or optimizer.can_back_off:
             return
-        policy, got = optimizer.policy, "another optimizer"
-        if policy is not None:
-            got = f"one with {with_article(type(policy).__name__)}"
+        policy = with_article(type(optimizer.policy).__name__)
+        got = "another optimizer" if optimizer.policy is None else f"one with {policy}"
         raise ValueError(
             f"`{self.call}(retries={self.retries})` needs a loss scale that can be lowered, got "
             f"{got}. Wrap the optimizer outermost, `tx = jaxscale.loss_scaled(tx)`, or leave "
@@ -130,10 +126,7 @@ class StepPlan:
         traced: bool,
         params: Any,
     ) -> BackwardResult:
-        """Returns the backward pass whose gradients are to be applied, with its verdict.
-
-        If the step is `traced`, values are not known. `params` have the structure of the gradients.
-        """
+        """Returns the backward pass whose gradients are to be applied, with its verdict."""
 
         def run(scaling: Any) -> BackwardResult:
             return self._hooked(backward(scaling), params)
@@ -233,14 +226,13 @@ def _misfit(fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error
     """Returns why a call of a function failed before the function ran, or nothing if it did run."""
     fun = inspect.unwrap(fun)  # a decorator, such as `autocast`, may say nothing of what it takes
     entered = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if getattr(fun, "__code__", None) in entered:
-        return ""
-    try:
-        inspect.signature(fun).bind(*args, **kwargs)
-    except TypeError as reason:
-        return f"takes {inspect.signature(fun)}: {reason}"
-    except ValueError:  # a function that does not say what it takes
-        pass
+    if getattr(fun, "__code__", None) not in entered:
+        try:
+            inspect.signature(fun).bind(*args, **kwargs)
+        except TypeError as reason:
+            return f"takes {inspect.signature(fun)}: {reason}"
+        except ValueError:  # a function that does not say what it takes
+            pass
     return ""
 
 

@@ -1,9 +1,7 @@
 """Backward passes that are repeated at a lower scale, inside of one training step.
 
-Without retries, a step whose gradients overflow is skipped, and its batch is lost. Here the policy
-backs off and the pass is made again, a few times at most, so that a batch is lost only if no scale
-helps. The model is in the program once: its pass is the body of a loop that runs at least once, and
-a step that does not overflow runs it exactly once.
+So a batch is lost only if no scale helps. The model is in the program once: its pass is the body of
+a loop that runs at least once, and exactly once if nothing overflows.
 """
 
 import functools
@@ -50,9 +48,9 @@ def repeat_backward(
 ) -> BackwardResult:
     """Returns the last pass, with the scale state to go on with and the number of passes before.
 
-    A pass is made again if its loss is finite and its gradients are not, unless the policy does not
-    lower the scale. A bad loss says nothing about the scale. Neither does a batch that is bad at
-    every scale that was tried: the scale state is then the first one, and otherwise the last.
+    A pass is made again if its loss is finite, its gradients are not, and the policy lowers the
+    scale. A bad loss says nothing about the scale. Neither does a batch that is bad at every scale
+    that was tried: the scale state is then the first one, and otherwise the last.
     """
 
     def one_pass(scaling: Any, number: Any) -> tuple[BackwardResult, Any, jax.Array]:

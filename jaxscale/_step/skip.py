@@ -18,10 +18,9 @@ from .._trees.tree import cast, map_gradients, tree_where
 def step_if(
     pred: jax.Array, step: Callable[[Any], Any], operand: Any, skipped: Callable[[Any], Any]
 ) -> Any:
-    """Returns `step(operand)` if `pred` holds, and otherwise what `skipped` returns.
+    """Returns `step(operand)` if `pred` holds, and otherwise `skipped` of a tree like that.
 
-    The operand may be non-finite if `pred` does not hold. `step` is traced once. `skipped` gets a
-    tree of the shapes and dtypes of what it returns, and returns a like one.
+    The operand may be non-finite if `pred` does not hold. `step` is traced once.
     """
 
     def select(branches: jax.Array, step: Callable[[Any], Any]) -> Any:
@@ -66,10 +65,7 @@ def _zeros(tree: Any) -> Any:
 
 
 def no_updates(like: Any, grads: Any) -> Any:
-    """Returns updates that change nothing, with the types of `like`, updates or their shapes.
-
-    They vary along the mesh axes of `grads`.
-    """
+    """Returns updates that change nothing, of the types of `like`, on the mesh axes of `grads`."""
     sources = jax.tree.leaves(grads)
     leaves, structure = jax.tree.flatten(like)
     pairs = sources if structure == jax.tree.structure(grads) else [None] * len(leaves)

@@ -1,8 +1,7 @@
 """The whole training step in one function: loss, gradients, retries, skip.
 
-`train_step` is for plain functions and for Equinox; `jaxscale.flax.train_step` and
-`jaxscale.nnx.train_step` are made of the same parts: a `StepPlan` makes the backward pass whose
-gradients count, `apply_step` the step of the optimizer, which divides them, and
+Those of `jaxscale.flax` and `jaxscale.nnx` are made of the same parts: a `StepPlan` makes the
+backward pass whose gradients count, `apply_step` the step of the optimizer, which divides them, and
 `select_if_applied` and `select_if_stepped` choose between new and old state.
 """
 
@@ -109,43 +108,40 @@ def train_step(
     after: Any = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Returns a training step: a function from parameters and a batch to the next parameters.
+    """Returns a training step: the loop of `value_and_grad` and `apply_gradients` in one function.
 
-    The step is the loop of `value_and_grad` and `apply_gradients` in one function. It is not
-    compiled: use it in `jax.jit`, with `donate_argnums=(0, 1)` to update in place, or in
+    It is not compiled: use it in `jax.jit`, with `donate_argnums=(0, 1)` to update in place, or in
     `jax.lax.scan`, `jax.vmap`, `jax.shard_map`.
 
     Args:
       loss_fn: the loss, `loss_fn(params, *args)`, a floating-point scalar, preferably in float32.
-      tx: the optimizer: a `jaxscale.loss_scaled` one, or any other of Optax, which applies every
-        step, bad ones too. It gets the loss as `value`. If its `update` needs more arguments,
-        write the loop.
+      tx: the optimizer: a `jaxscale.loss_scaled` one, or any other, which applies every step, bad
+        ones too. It gets the loss as `value`. If its `update` needs more, write the loop.
       transform: the function that differentiates: `jax.value_and_grad`,
         `equinox.filter_value_and_grad` or the like.
       has_state: whether `loss_fn` carries state beside the parameters, such as batch statistics
         or an `equinox.nn.State`. It then is `loss_fn(params, state, *args)` and returns
-        `(loss, state)`. A skipped step keeps the old state. The verdict is about the loss and the
-        gradients: if the state may turn NaN while these are finite, let `loss_fn` return
-        `jnp.where(jaxscale.all_finite(state), loss, jnp.nan)` as the loss, and such a step is
-        skipped, too.
+        `(loss, state)`. A skipped step keeps the old state. If the state may turn NaN while loss
+        and gradients are finite, let `loss_fn` return
+        `jnp.where(jaxscale.all_finite(state), loss, jnp.nan)`, and such a step is skipped, too.
       has_aux: whether `loss_fn` returns `(loss, aux)`; with `has_state`, `(loss, (state, aux))`.
       retries: how many times a step may repeat the backward pass at a lower scale if its loss is
-        finite and its gradients are not, so that no batch is lost to the search for a scale. The
-        model is still traced and compiled once. `total_retries` in the state counts them. If the
-        last pass fails, too, the scale was not to blame, and moves as by one overflow. The passes
-        are a loop. It carries all gradients, which takes temporary memory even if nothing
+        finite and its gradients are not, so that no batch is lost to the search for a scale.
+        `total_retries` in the state counts them. If the last pass fails, too, the scale was not
+        to blame, and moves as by one overflow. The passes are a loop, so the model is compiled
+        once. The loop carries all gradients, which takes temporary memory even if nothing
         overflows, and has no reverse-mode derivative. With 0 there is no loop.
       on_grads: a function of the gradients that returns those to go on with: `jax.lax.pmean` in
-        `pmap`, clipping by example, masks. It gets the true gradients, unscaled and in float32 or
-        wider, in every pass, and returns gradients of their structure and dtypes, in their shapes
-        or in those of the parameters. If it gets or returns an inf or a NaN, the step is skipped,
-        so that no clipping hides an overflow. All devices along the axes that it or `loss_fn`
-        averages over skip and repeat together, also without the `axis_name` of `tx`.
+        `pmap`, clipping by example, masks. In every pass it gets the gradients, unscaled and in
+        float32 or wider, and returns some of their structure and dtypes, in their shapes or in
+        those of the parameters. If it gets or returns an inf or a NaN, the step is skipped. All
+        devices along the axes that it or `loss_fn` averages over skip and repeat together, also
+        without the `axis_name` of `tx`.
       after: a function `after(params, state)` of the new parameters and the state that returns
         the next state, for moving averages of the parameters and target networks. It counts where
         the optimizer made a step: with `jaxscale.multi_steps` that is once in a window. It needs
-        `has_state`, and gets the state that `loss_fn` returned. On some machines it is computed in
-        every step and dropped where it does not count, so it should have no side effects.
+        `has_state`, and should have no side effects: on some machines it runs in every step, and
+        the result is dropped where it does not count.
       **kwargs: passed to `transform`.
 
     Warns:
@@ -156,16 +152,14 @@ def train_step(
       `step(params, opt_state, *args) -> (params, opt_state, loss)`; with `has_state`
       `step(params, opt_state, state, *args) -> (params, opt_state, state, loss)`. With `has_aux`
       the last output is `(loss, aux)`. Keyword arguments go to `loss_fn`. The loss is not scaled.
-      Parameters, optimizer state and state keep their shapes and dtypes, so that the step
-      compiles once.
+      Parameters and states keep their shapes and dtypes, so that the step compiles once.
 
     Raises:
       TypeError: if `loss_fn` or a hook is not callable, or `tx` is not an optimizer; when called,
         if `opt_state` is not the state of `tx`, or if `loss_fn` takes or returns something else.
-      ValueError: if `retries` is below 0, or above 0 without a loss scale that moves, or if
-        `after` comes without `has_state`; when called, if `opt_state` belongs to other
-        parameters, or if `loss_fn` or a hook changes the structure or the shapes of the state or
-        of the gradients.
+      ValueError: if `retries` is below 0, or above 0 without a loss scale that moves, or if `after`
+        comes without `has_state`; when called, if `opt_state` belongs to other parameters, or if
+        `loss_fn` or a hook changes the structure or the shapes of the state or of the gradients.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -242,14 +236,14 @@ def _possible_states(tx: Any) -> Iterator[Any]:
 
 
 def with_name(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a step under the name that profiles and logs show it by."""
+    # For profiles and logs.
     step.__name__ = step.__qualname__ = "train_step"
     return step
 
 
 def _check_params(transform: Any, params: Any) -> None:
     """Raises a `TypeError` if the parameters belong to another front end."""
-    bases = {f"{base.__module__}.{base.__name__}" for base in type(params).__mro__}
+    bases = [f"{base.__module__}.{base.__name__}" for base in type(params).__mro__]
     others = [leaf for leaf in jax.tree.leaves(params) if not is_array_like(leaf)]
     if hasattr(params, "opt_state"):
         way = ", which holds its optimizer's state. Use `jaxscale.flax.train_step`."

@@ -1,11 +1,11 @@
 """The window of `multi_steps`: the mean gradients of the micro-batches that count.
 
 A step calls `add` with each micro-batch, and gets what a step of the optimizer is to be made from,
-and whether it is due; `close` empties a window that is full. Without `multi_steps` there is no
-window: `EachStep` has the same methods, and a step is due whenever the gradients are good.
+and whether it is due; `close` empties a window that is full. `EachStep` is no window.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from .._gradients.scaled import Scaled
 from .._state.optimizer import MultiStepsState
 from .._trees.leaf import dtype_of, is_inexact
 from .._trees.tree import cast, is_overwrite, leaf_name, tree_where
+from .counters import increment_if
 
 
 class Ready(NamedTuple):
@@ -31,7 +32,7 @@ class Ready(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EachStep:
-    """No window: each micro-batch that counts makes a step of the optimizer. See `Window`."""
+    """What is there without `multi_steps`: a step is due whenever the gradients are good."""
 
     averages = False
 
@@ -55,14 +56,13 @@ class EachStep:
 class Window:
     """How many micro-batches make a step of the optimizer, and what a bad one costs."""
 
-    length: Callable[[jax.Array], Any]  # of the steps made so far
+    length: int | Callable[[jax.Array], Any]  # or a function of the steps made so far
     drop: Literal["micro_batch", "window"]
     growth_unit: Literal["optimizer_step", "micro_batch"]
 
     averages = True  # whether gradients are means of several micro-batches
 
     def open(self, params: Any, inner_state: Any) -> MultiStepsState:
-        """Returns an empty window."""
         # Each in a buffer of its own, as a donated state may hold none twice.
         return MultiStepsState(
             mini_step=jnp.zeros((), jnp.int32),
@@ -125,10 +125,10 @@ class Window:
         if value is not None:
             value = saturate(state.acc_value * ratio)
 
-        def mean_of(acc_grads: Any) -> Any:
-            return _map(mean, acc_grads, new)
-
-        return state, Ready(due, state.inner_opt_state, state.acc_grads, mean_of, value)
+        stored = state.acc_grads
+        return state, Ready(
+            due, state.inner_opt_state, stored, lambda sums: _map(mean, sums, new), value
+        )
 
     def close(
         self, state: MultiStepsState, inner_state: Any, stepped: jax.Array
@@ -137,25 +137,22 @@ class Window:
         full = state.mini_step >= self._length(state)
         return MultiStepsState(
             mini_step=jnp.where(full, 0, state.mini_step),
-            gradient_step=jnp.where(
-                stepped, optax.safe_increment(state.gradient_step), state.gradient_step
-            ),
+            gradient_step=increment_if(stepped, state.gradient_step),
             counted=jnp.where(full, 0, state.counted),
             acc_grads=tree_where(full, _emptied(state.acc_grads), state.acc_grads),
             acc_value=jnp.where(full, 0.0, state.acc_value),
             inner_opt_state=inner_state,
         )
 
-    def lets_scale_move(
-        self, verdict: Any, grads_finite: jax.Array, stepped: jax.Array
-    ) -> jax.Array:
+    def lets_scale_move(self, verdict: Any, grads_finite: jax.Array, stepped: jax.Array) -> Any:
         """Returns whether the policy is told of a micro-batch, by `growth_unit`."""
         if self.growth_unit == "micro_batch":
             return verdict.loss_finite
         return verdict.loss_finite & (stepped | ~grads_finite)
 
     def _length(self, state: MultiStepsState) -> jax.Array:
-        return jnp.asarray(self.length(state.gradient_step), jnp.int32)
+        length = self.length(state.gradient_step) if callable(self.length) else self.length
+        return jnp.asarray(length, jnp.int32)
 
 
 def saturate(x: jax.Array) -> jax.Array:
@@ -181,8 +178,5 @@ def _emptied(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(empty, tree)
 
 
-def _map(fun: Callable[[Any, Any, Any], Any], acc_grads: Any, grads: Any) -> Any:
-    """Returns `fun(path, sum, gradient)` for each leaf, `None` among them."""
-    return jax.tree_util.tree_map_with_path(
-        fun, acc_grads, grads, is_leaf=lambda leaf: leaf is None
-    )
+# Of `fun(path, sum, gradient)`, for each leaf, `None` among them.
+_map = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=lambda leaf: leaf is None)

@@ -1,20 +1,15 @@
-"""One step of an optimizer under a loss scale.
+"""One step of an optimizer under a loss scale: `update` and `apply` of a `Wrapper`.
 
-`jaxscale.loss_scaled` and the other wrappers of an optimizer make a `Wrapper`, which holds their
-arguments. Its `update` and `apply` make one step, in this order:
-
-1. *Verdict.* It says whether all gradients are finite, and the loss, if it was passed. It takes
-   one pass over the gradients, and all devices agree on it. It covers the gradients rather than
-   the updates, as clipping by value and sign-based optimizers hide an inf; with `check_updates`
-   it covers the updates, too.
-2. *Window.* If gradients are accumulated over several micro-batches, those of good micro-batches
-   are added up. A step is due when the window is full; without a window, whenever the verdict is
-   good.
+1. *Verdict.* Are all gradients finite, and the loss, if it was passed? It takes one pass, and all
+   devices agree on it. It covers the gradients rather than the updates, as clipping by value and
+   sign-based optimizers hide an inf; with `check_updates` it covers the updates, too.
+2. *Window.* If gradients are accumulated, those of good micro-batches are added up. A step is due
+   when the window is full; without a window, whenever the verdict is good.
 3. *Skip.* If a step is due, the wrapped optimizer makes it. If not, its state and the parameters
    stay as they are: by a branch on a CPU, by a selection on other machines.
 4. *Scale.* The policy gets the verdict, and the largest gradient if it needs that, and moves the
    loss scale, unless the loss is to blame.
-5. *Counters.* The state counts what happened, so that nothing has to wait for the host.
+5. *Counters.* The state counts what happened.
 
 With `skip_nonfinite=False` none of this happens: the step is that of the wrapped optimizer.
 """
@@ -65,16 +60,11 @@ from .retry import BackwardResult
 from .skip import no_updates, step_if
 from .window import EachStep, Ready, Window
 
-# Policies whose scale stays as it is.
-NEVER_MOVE = (NoOpLossScale, FixedLossScale)
-
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
 class Wrapper:
-    """The arguments of a wrapper, and the functions of the optimizer that it returned."""
-
     inner: optax.GradientTransformationExtraArgs
     policy: LossScale
     axis_name: Any = None
@@ -84,13 +74,12 @@ class Wrapper:
     check_updates: bool = False
     track_leaves: bool = False
     spikes: SpikeRule | None = None
-    # The types that the last `init` was given and made. A step compares its own state with them, so
-    # that `init` is not traced again: that took a fifth as long as tracing plain Optax.
+    # The types that the last `init` was given and made: to trace it in each step again would take a
+    # fifth as long as tracing plain Optax.
     last_init: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, compare=False)
 
     def init(self, params: Any) -> LossScaledState:
-        # `update` passes the parameters in float32, so `init` does too, and moments keep their
-        # dtype.
+        # `update` passes the parameters in float32, too, so moments keep their dtype.
         given, params = params, map_gradients(widen, params)
         inner_state = self.inner.init(without_overwrites(params))
         check_not_nested(inner_state)
@@ -119,7 +108,7 @@ class Wrapper:
     @property
     def can_back_off(self) -> bool:
         """Whether the scale ever moves, so that a retry may help."""
-        return not isinstance(self.policy, NEVER_MOVE)
+        return not isinstance(self.policy, NoOpLossScale | FixedLossScale)
 
     def expected_types(self, params: Any) -> Any:
         """Returns `types_of` what `init` makes of some parameters, but for counters and scale."""
@@ -137,7 +126,7 @@ class Wrapper:
         return jax.tree.map(jnp.asarray, state.scaling)  # NumPy's, too, may go round a loop
 
     def find_verdict(self, call: str, state: LossScaledState) -> LossScaledState | None:
-        """Returns the state that tells whether a step was applied, `None` if all are."""
+        """Returns the state that tells whether a step was applied, `None` if every step is."""
         return state if self.skips else None
 
     def judge(
@@ -177,8 +166,7 @@ class Wrapper:
     ) -> tuple[Any, LossScaledState]:
         """Returns the parameters after one step, or only the updates, and the next state.
 
-        The pass has what `judge` returned, if that was called already. The state was checked, and
-        each parameter has a gradient. The updates are added if `adds` says so.
+        The state was checked, and each parameter has a gradient.
         """
         grads, retries = made.grads, made.retries
         overwrites = holds_overwrites(grads.grads)
@@ -276,9 +264,8 @@ class Wrapper:
     ) -> tuple[Any, Any, Any, Any]:
         """Returns what `make` does if a step is due, and otherwise what was.
 
-        That is the outcome, the state of the optimizer, whether the updates are finite, a `bool[]`
-        if they are checked, and the norm that the state shows. `unchanged` gives the outcome of a
-        skipped step, from one that was made, or from its shapes.
+        That is the outcome, the state of the optimizer, whether the updates are finite if they are
+        checked, and the norm that the state shows.
         """
         norm, shown, squares = None, state.grad_norm, verdict.squares
         of_mean = self.max_norm is not None and self.window.averages
@@ -338,8 +325,7 @@ def call_update(
 ) -> tuple[Any, Any]:
     """Returns what `tx.update` does, given the loss by the names that it takes.
 
-    Most updates accept arguments that they do not know. A few take only those that they name, and
-    would raise an error at `value`, which was meant for the wrapper. Some name it `loss`.
+    A few take only arguments that they name, and would raise an error at `value`.
     """
     others = dict(extra_args)
     if value is not None:

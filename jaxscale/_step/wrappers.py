@@ -1,11 +1,6 @@
-"""The public wrappers of an optimizer.
-
-`loss_scaled`, `skip_nonfinite` and `multi_steps` check their arguments and put them into one
-`Wrapper`, whichever is called first; `wrapper.py` has the step itself.
-"""
+"""The public wrappers of an optimizer: in any order they put their arguments into one `Wrapper`."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -36,14 +31,13 @@ def loss_scaled(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that skips non-finite steps and moves the loss scale.
 
-    Wrap the whole optimizer: clipping, weight decay, schedules and accumulation go
-    inside. Feed it the gradients of `jaxscale.value_and_grad`, which are unscaled. On its own
-    this scales nothing: in a trainer that calls `jax.value_and_grad` itself, wrap the loss by
-    `jaxscale.scale_backward`, and the optimizer by `jaxscale.skip_nonfinite`.
+    Wrap the whole optimizer: clipping, weight decay, schedules and accumulation go inside. Feed it
+    the gradients of `jaxscale.value_and_grad`, which are unscaled. On its own this scales nothing:
+    in a trainer that calls `jax.value_and_grad` itself, wrap the loss by `jaxscale.scale_backward`,
+    and the optimizer by `jaxscale.skip_nonfinite`.
 
-    If all gradients are finite, the step is that of `inner`. If any is not, nothing
-    changes but the loss scale and the counters: the updates are zero and `inner` keeps
-    its state, however many steps are skipped in a row.
+    If all gradients are finite, the step is that of `inner`. If any is not, nothing changes but the
+    loss scale and the counters, however many steps are skipped in a row.
 
     Args:
       inner: the transformation to wrap. It sees float32 (or wider) gradients and, where
@@ -51,35 +45,32 @@ def loss_scaled(
       loss_scale: a policy, or a short form of one, as `jaxscale.as_loss_scale` takes it.
       axis_name: as in `jaxscale.all_finite`, inside `shard_map` and `pmap`: needed
         where devices may hold different gradients, or different losses as `value`.
-      max_norm: the largest global norm of the gradients, which are clipped to it first, by
-        the rule of `optax.clip_by_global_norm`. Any number above 0; one that the dtype of
-        the gradients cannot hold, such as `math.inf`, clips nothing. This takes no extra
-        pass. (If the squares overflow, beyond a norm of 1.8e19, the gradients are clipped
-        to 0, as by optax.)
+      max_norm: the largest global norm of the gradients, which are clipped to it first, by the rule
+        of `optax.clip_by_global_norm`. Any number above 0; one that the dtype of the gradients
+        cannot hold, such as `math.inf`, clips nothing. This takes no extra pass. (If the squares
+        overflow, beyond a norm of 1.8e19, the gradients are clipped to 0, as by optax.)
       skip_nonfinite: whether to skip at all. `False` is for scales that never move, and
         switches everything off: no verdict, no counters, and if `loss_scale` is `None`, the
-        program is that of `inner` alone. The state keeps its fields. (Its `scaling` has a type of
-        its own if `loss_scale` is `None`, skips or not; `jaxscale.to_state_dict` and
-        `jaxscale.from_state_dict` move a run from one to the other.)
-      check_updates: whether the verdict also covers the updates that `inner` returns. Some
-        transformations compute gradients inside of `update`, where the verdict does not see
-        them: `optax.contrib.sam` with `opaque_mode=True`, or a line search. It takes one more
-        pass, over the updates.
-      track_leaves: whether the state records in `nonfinite_leaves` which leaves the last
-        overflow was in, so that `jaxscale.metrics` and `jaxscale.check` can name them. This
-        takes no extra pass over the gradients.
-      spikes: a `jaxscale.SpikeRule`: a step is then also skipped if it is finite and its loss, or
-        the norm of its gradients, stands out among those of the last steps. The scale stays where
-        it is. With `multi_steps` each micro-batch is judged by itself. This takes no extra pass.
+        program is that of `inner` alone. The state keeps its fields. (If `loss_scale` is `None`,
+        `scaling` has a type of its own; `jaxscale.to_state_dict` and `jaxscale.from_state_dict`
+        move a run from one to the other.)
+      check_updates: whether the verdict also covers the updates that `inner` returns, for those
+        that compute gradients inside of `update`: `optax.contrib.sam` with `opaque_mode=True`, or
+        a line search. It takes one more pass, over the updates.
+      track_leaves: whether the state records which leaves the last overflow was in, for
+        `jaxscale.metrics` and `jaxscale.check` to name. This takes no extra pass.
+      spikes: a `jaxscale.SpikeRule`: a step is then also skipped if its loss, or the norm of its
+        gradients, is finite and stands out among the last ones. The scale stays where it is. With
+        `multi_steps` each micro-batch is judged by itself. This takes no extra pass.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a `jaxscale.LossScaledState`.
       Its `update(grads, state, params=None, *, value=None, **extra_args)` passes extra
-      arguments to `inner` unchanged. Pass the loss as `value`, and a step whose loss itself is
-      not finite is skipped and counted without lowering the scale, which is not to blame then.
-      Updates and state have the same shapes and dtypes after each step. The updates of a skipped
-      step are -0.0. Adding them keeps the bits of every parameter except subnormal numbers, which
-      a CPU flushes to 0 as it adds; `jaxscale.apply_gradients` keeps those, too.
+      arguments to `inner` unchanged. Pass the loss as `value`: a step whose loss is not finite is
+      skipped without lowering the scale, which is not to blame then. Updates and state keep their
+      shapes and dtypes. The updates of a skipped step are -0.0. Adding them keeps the bits of every
+      parameter except subnormal numbers, which a CPU flushes to 0 as it adds;
+      `jaxscale.apply_gradients` keeps those, too.
 
     Raises:
       TypeError: if `inner` is not a gradient transformation, or `loss_scale` is not a policy.
@@ -121,8 +112,19 @@ def loss_scaled(
         track_leaves=tracks or wrapper.track_leaves,
         spikes=check_spikes("loss_scaled", spikes) or wrapper.spikes,
     )
-    if not wrapper.skips:
-        _check_needs_no_verdict(wrapper)
+    needed = {
+        with_article(type(wrapper.policy).__name__): wrapper.can_back_off,
+        "check_updates=True": wrapper.check_updates,
+        "track_leaves=True": wrapper.track_leaves,
+        "a `SpikeRule`": wrapper.spikes is not None,
+        "a window of `multi_steps`": wrapper.window.averages,
+    }
+    if not wrapper.skips and (needs := [what for what in needed if needed[what]]):
+        raise ValueError(
+            f"`loss_scaled(skip_nonfinite=False)` with {', '.join(needs)}: these need the check "
+            "for inf and NaN that `skip_nonfinite=False` turns off. It is for scales that never "
+            "move: pass None or a number, or leave it out."
+        )
     return optax.GradientTransformationExtraArgs(wrapper.init, wrapper.update)
 
 
@@ -137,9 +139,8 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that skips non-finite steps, without any scaling.
 
-    For bfloat16 and float32, where gradients do not underflow but a bad batch may still
-    ruin a run. Unlike `optax.apply_if_finite` it never gives up. It returns
-    `loss_scaled(inner, None)`, and raises its errors.
+    For bfloat16 and float32, where gradients do not underflow but a bad batch may still ruin a run.
+    Unlike `optax.apply_if_finite` it never gives up. It is `loss_scaled(inner, None)`.
 
     Args:
       inner: the transformation to wrap, as in `loss_scaled`.
@@ -171,10 +172,9 @@ def multi_steps(
     """Returns a transformation that steps once for several micro-batches.
 
     It does what `optax.MultiSteps` does, but a non-finite micro-batch cannot ruin the sum:
-    gradients are added in float32 or wider, and only if they are finite. Put it inside or
-    outside of `loss_scaled`, which is the same; on its own it skips as `skip_nonfinite` does.
-    (Put an `optax.MultiSteps` inside only: outside, its accumulator never recovers from an
-    overflow.)
+    gradients are added in float32 or wider, and only if they are finite. Put it inside or outside
+    of `loss_scaled`, which is the same; on its own it skips as `skip_nonfinite` does. (Put an
+    `optax.MultiSteps` inside only: outside, its accumulator never recovers from an overflow.)
 
     Each micro-batch takes one `update`, with its own loss as `value`. Until the window is full
     the updates are zero. Then `inner` sees the mean gradients of the micro-batches that counted,
@@ -185,17 +185,15 @@ def multi_steps(
       inner: the transformation to wrap, or a `loss_scaled` one.
       every_k_schedule: how many micro-batches make a window: an integer, or a schedule, which is
         a function of the number of steps made so far, an `i32[]`.
-      drop: what a non-finite micro-batch costs. `"micro_batch"`: only itself; the step is
-        made from the others, if there are any. `"window"`: its whole window; the optimizer
-        makes no step. (Other state of a training loop, such as batch statistics, goes by
-        `step_applied`, which is about the micro-batch.)
+      drop: what a non-finite micro-batch costs. `"micro_batch"`: only itself; the step is made from
+        the others, if any. `"window"`: its whole window; the optimizer makes no step. (Other state
+        of a loop, such as batch statistics, goes by `step_applied`, that is by micro-batch.)
       growth_unit: what the loss scale counts towards its growth: `"optimizer_step"` or
         `"micro_batch"`.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` as `loss_scaled` returns it.
-      The `inner_state` of its state is a `jaxscale.MultiStepsState`, and its
-      counters count micro-batches.
+      An `optax.GradientTransformationExtraArgs` as `loss_scaled` returns it. The `inner_state` of
+      its state is a `jaxscale.MultiStepsState`, and its counters count micro-batches.
 
     Raises:
       TypeError: if `inner` is not a gradient transformation or has a window already, or if
@@ -220,45 +218,19 @@ def multi_steps(
             "`multi_steps(inner)`: `inner` has a window already. Make that one longer instead."
         )
     if not callable(every_k_schedule):
-        length = int32("multi_steps", "every_k_schedule", every_k_schedule)
-        every_k_schedule = functools.partial(_constant, length)
+        every_k_schedule = int32("multi_steps", "every_k_schedule", every_k_schedule)
     if not wrapper.skips:
         raise ValueError(
             "`multi_steps(inner)`: `inner` has skip_nonfinite=False, but the verdict decides which "
             "micro-batches count. Leave it out."
         )
-    window = Window(
-        every_k_schedule,
-        one_of("multi_steps", "drop", drop, ("micro_batch", "window")),
-        one_of("multi_steps", "growth_unit", growth_unit, ("optimizer_step", "micro_batch")),
-    )
-    wrapper = dataclasses.replace(wrapper, window=window)
+    one_of("multi_steps", "drop", drop, ("micro_batch", "window"))
+    one_of("multi_steps", "growth_unit", growth_unit, ("optimizer_step", "micro_batch"))
+    wrapper = dataclasses.replace(wrapper, window=Window(every_k_schedule, drop, growth_unit))
     return optax.GradientTransformationExtraArgs(wrapper.init, wrapper.update)
-
-
-def _constant(length: int, step: jax.Array) -> int:
-    return length
-
-
-def _check_needs_no_verdict(wrapper: Wrapper) -> None:
-    needed = {
-        with_article(type(wrapper.policy).__name__): wrapper.can_back_off,
-        "check_updates=True": wrapper.check_updates,
-        "track_leaves=True": wrapper.track_leaves,
-        "a `SpikeRule`": wrapper.spikes is not None,
-        "a window of `multi_steps`": wrapper.window.averages,
-    }
-    if needs := [what for what in needed if needed[what]]:
-        raise ValueError(
-            f"`loss_scaled(skip_nonfinite=False)` with {', '.join(needs)}: these need the check "
-            "for inf and NaN that `skip_nonfinite=False` turns off. It is for scales that never "
-            "move: pass None or a number, or leave it out."
-        )
 
 
 def _wrapper(call: str, inner: Any) -> Wrapper:
     """Returns the wrapper that made a transformation, or a new one around it."""
-    wrapper = wrapper_of(inner)
-    if wrapper is None:
-        wrapper = Wrapper(as_transformation(f"{call}(inner)", inner), NoOpLossScale())
-    return wrapper
+    made = wrapper_of(inner)
+    return made or Wrapper(as_transformation(f"{call}(inner)", inner), NoOpLossScale())

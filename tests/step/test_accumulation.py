@@ -1,27 +1,18 @@
 """Several micro-batches a step: what a bad one costs, in every nesting."""
 
 import functools
-import itertools
 import math
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tables
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import (
-    INNERS,
-    PARAMS,
-    assert_same_bits,
-    avals,
-    cases,
-    counters,
-    gradients,
-    run,
-    spoiled,
-)
+from tables import INNERS, PARAMS, assert_same_bits, avals, cases, counters, step
 from training import x64
 
 import jaxscale
@@ -29,7 +20,7 @@ import jaxscale.flax
 
 pytestmark = pytest.mark.standard_promotion
 
-GOOD = gradients(2, 8)
+GOOD = tables.gradients(2, 8)
 DROPS = ["micro_batch", "window"]
 UNITS = ["optimizer_step", "micro_batch"]
 POLICY = jaxscale.DynamicLossScale(growth_interval=2, init_scale=2.0**10, max_scale=2.0**13)
@@ -69,29 +60,24 @@ def reference(kinds, length, drop, unit):
 def scanned(length, drop, unit):
     tx = windowed(optax.sgd(1.0), length, drop=drop, growth_unit=unit)
 
-    def body(carry, kind_and_grad):
-        kind, grad = kind_and_grad
-        grad = jnp.where(kind == 0, grad, jnp.inf)
-        value = jnp.where(kind == 2, jnp.nan, 1.0)
-        updates, state = tx.update(grad, carry[1], carry[0], value=value)
-        return (carry[0] + updates, state), None
+    def body(carry, batch):
+        return step(tx, *carry, batch["grad"], value=batch["loss"]), None
 
-    def train(kinds, grads):
-        param = jnp.zeros(())
-        return jax.lax.scan(body, (param, tx.init(param)), (kinds, grads))[0]
-
-    return jax.jit(train)
+    start = jnp.zeros(()), tx.init(jnp.zeros(()))
+    return jax.jit(lambda batches: jax.lax.scan(body, start, batches)[0])
 
 
 @cases(
     "length, drop, unit",
-    itertools.product([1, 2, 3, 4], DROPS, UNITS),
+    product([1, 2, 3, 4], DROPS, UNITS),
     fast=[(3, "micro_batch", "optimizer_step"), (2, "window", "micro_batch")],
 )
 @given(kinds=st.lists(st.sampled_from(["good", "good", "grads", "loss"]), min_size=24, max_size=24))
 def test_it_does_what_the_rule_says(length, drop, unit, kinds):
-    numbers = jnp.array([["good", "grads", "loss"].index(kind) for kind in kinds])
-    param, state = scanned(length, drop, unit)(numbers, jnp.arange(1.0, 25.0))
+    grads = [i + 1.0 if kind == "good" else jnp.inf for i, kind in enumerate(kinds)]
+    losses = [jnp.nan if kind == "loss" else 1.0 for kind in kinds]
+    batches = {"grad": jnp.array(grads), "loss": jnp.array(losses)}
+    param, state = scanned(length, drop, unit)(batches)
     got = jaxscale.metrics(state)
     expected = reference(kinds, length, drop, unit)
     np.testing.assert_allclose(param, expected[0], rtol=1e-5)  # means of 3 are rounded
@@ -100,33 +86,8 @@ def test_it_does_what_the_rule_says(length, drop, unit, kinds):
     assert (got["total_steps"], got["total_notfinite_loss"]) == (24, kinds.count("loss"))
 
 
-@cases(
-    "inner, drop",
-    itertools.product(["adamw_clipped", "noisy"], DROPS),
-    fast=[("adamw_clipped", "window")],
-)
-def test_every_nesting_is_the_same(inner, drop):
-    inner = INNERS[inner]
-    sequence = [GOOD[0], spoiled(GOOD[1], jnp.nan), *GOOD[2:5], spoiled(GOOD[5], jnp.inf)]
-
-    def window(inner):
-        return jaxscale.multi_steps(inner, 2, drop=drop)
-
-    safe, scaled = jaxscale.skip_nonfinite, functools.partial(jaxscale.loss_scaled, loss_scale=8)
-    for nestings in (
-        [window(scaled(inner)), scaled(window(inner))],
-        [window(inner), window(safe(inner)), safe(window(inner))],
-    ):
-        first, *others = (run(tx, sequence) for tx in nestings)
-        for other in others:
-            assert_same_bits(other, first)
-        assert counters(first[1])["gradient_step"] == {"window": 1, "micro_batch": 3}[drop]
-
-
-LOST = [
-    spoiled(grads, bad)
-    for grads, bad in zip(GOOD[4:], [jnp.nan, jnp.inf, -jnp.inf, jnp.nan], strict=True)
-]
+VALUES = [jnp.nan, jnp.inf, -jnp.inf, jnp.nan]
+LOST = [tables.spoiled(*grads_and_bad) for grads_and_bad in zip(GOOD[4:], VALUES, strict=True)]
 # By what is dropped: how long a window is, and micro-batches that leave four of `GOOD`, in twos.
 MIXED = {
     "window": (2, [LOST[0], GOOD[7], *GOOD[:2], GOOD[7], LOST[1], *LOST[2:], *GOOD[2:4]]),
@@ -135,11 +96,18 @@ MIXED = {
 }
 
 
-@cases("inner, drop", itertools.product(INNERS, DROPS), fast=[("adamw_clipped", "window")])
-def test_bad_micro_batches_leave_no_trace(inner, drop):
+SAFE, SCALED = jaxscale.skip_nonfinite, functools.partial(jaxscale.loss_scaled, loss_scale=POLICY)
+WINDOW = jaxscale.multi_steps
+NESTINGS = [(SCALED, WINDOW), (WINDOW, SCALED), (WINDOW,), (SAFE, WINDOW), (WINDOW, SAFE)]
+
+
+@cases("inner, drop", product(INNERS, DROPS), fast=[("adamw_clipped", "window")])
+def test_bad_micro_batches_leave_no_trace_in_any_nesting(inner, drop):
     outcomes = []
-    for length, sequence, bad in ((*MIXED[drop], 4), (2, GOOD[:4], 0)):
-        tx = windowed(INNERS[inner], length, drop=drop)
+    for nest, (length, sequence, bad) in product(NESTINGS, ((*MIXED[drop], 4), (2, GOOD[:4], 0))):
+        tx = INNERS[inner]
+        for wrap in nest:
+            tx = wrap(tx, length, drop=drop) if wrap is jaxscale.multi_steps else wrap(tx)
         step = functools.partial(jaxscale.apply_gradients, tx)
         if drop == "window":  # windows of two and of four are two programs, which may differ
             step = jax.jit(step, donate_argnums=(1, 2))
@@ -152,14 +120,12 @@ def test_bad_micro_batches_leave_no_trace(inner, drop):
                 assert_same_bits(params, before)
         outcomes.append((params, state.inner_state))
         assert (state.total_notfinite, state.total_steps) == (bad, len(sequence))
-    assert_same_bits(*outcomes)
+        assert_same_bits(outcomes[-1], outcomes[0])
 
 
 def test_the_accumulator_is_float32_or_wider_and_holds_only_gradients_and_overwrites():
-    kinds = {
-        **{"float16": "float32", "bfloat16": "float32", "float64": "float64"},
-        **{"complex64": "complex64", "int32": None},
-    }
+    kinds = dict.fromkeys(("float16", "bfloat16"), "float32") | {"int32": None}
+    kinds |= {name: name for name in ("float64", "complex64")}
     owg = "_overwrite_with_gradient"
     with x64():
         params = {kind: jnp.ones(2, kind) for kind in kinds} | {owg: jnp.ones(2, jnp.float32)}
@@ -178,22 +144,44 @@ def test_the_accumulator_is_float32_or_wider_and_holds_only_gradients_and_overwr
     assert updates[owg].tolist() == [0, 0]  # 1, the largest, as it was
 
 
-def test_no_share_underflows():
-    tx = windowed(optax.sgd(1.0), 4)
-    state = tx.init(jnp.zeros((), jnp.float16))
-    for _ in range(4):
-        updates, state = tx.update(jnp.float16(2.0**-24), state)
-    assert updates == -(2.0**-24)
+ONE_BAD = [1.0, jnp.inf, *[1.0] * 8]
+BY_TWO = [0, 0, -1, -1, -2, -2, -3, -3, -4, -4]  # the nine good ones make four windows
+INF_AT_ONE = optax.stateless(lambda updates, _: jax.tree.map(lambda u: 1 / (u - 1), updates))
+OF_OPTAX = optax.MultiSteps(optax.sgd(1.0), 2)
+SKIPS_TOO = optax.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=optax.skip_not_finite)
+# An optimizer, its gradients, the parameter after each, which are bad, and how many steps it made.
+RUNS = {
+    "no share underflows": (
+        *(windowed(optax.sgd(1.0), 4), [jnp.float16(2.0**-24)] * 4),
+        *([0, 0, 0, -(2.0**-24)], [], 1),
+    ),
+    "the length may follow a schedule": (
+        *(windowed(optax.sgd(1.0), lambda step: jnp.where(step < 2, 1, 3)), [1.0] * 8),
+        *([-1, -2, -2, -2, -3, -3, -3, -4], [], 4),
+    ),
+    "checked updates cost a window its step and no more": (
+        jaxscale.multi_steps(jaxscale.loss_scaled(INF_AT_ONE, 8, check_updates=True), 2),
+        *([1.0, 1.0, 3.0, 3.0], [0, 0, 0, 0.5], [1], 1),
+    ),
+    # What happens in the nestings that optax's own accumulator allows.
+    "inside": (jaxscale.loss_scaled(OF_OPTAX), ONE_BAD, BY_TWO, [1], 4),
+    "skips": (jaxscale.loss_scaled(SKIPS_TOO), ONE_BAD, BY_TWO, [1], 4),
+    "windows": (windowed(OF_OPTAX, 2), ONE_BAD, [0, 0, 0, -1, -1, -1, -1, -2, -2, -2], [1], 5),
+}
 
 
-def test_the_length_may_follow_a_schedule():
-    tx = windowed(optax.sgd(1.0), lambda step: jnp.where(step < 2, 1, 3))
-    state = tx.init(jnp.zeros(()))
-    lengths = []
-    for _ in range(8):
-        _, state = tx.update(jnp.ones(()), state)
-        lengths.append(int(state.inner_state.gradient_step))
-    assert lengths == [1, 2, 2, 2, 3, 3, 3, 4]
+@cases("name", RUNS, fast=[name for name in RUNS if name != "skips"])
+def test_a_step_is_made_when_the_window_is_full(name):
+    tx, grads, expected, bad, made = RUNS[name]
+    params, start = [], {"w": jnp.zeros_like(grads[0])}
+    state = jaxscale.flax.TrainState.create(apply_fn=None, params=start, tx=tx)
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    for i, grad in enumerate(grads):
+        state = step(state, {"w": jnp.asarray(grad)})
+        params.append(float(state.params["w"]))
+        assert state.opt_state.step_applied == (i not in bad)
+    assert (params, counters(state)["gradient_step"]) == (expected, made)
+    assert state.step == (9 if name in ("inside", "skips") else made)
 
 
 def test_inner_is_given_the_mean_loss_of_what_counted():
@@ -210,42 +198,3 @@ def test_inner_is_given_the_mean_loss_of_what_counted():
     assert seen[-1] == (3.0, "text")
     assert state.total_notfinite_loss == 2
     assert state.inner_state.acc_value == 0
-
-
-def test_train_state_counts_steps_of_the_optimizer():
-    tx = windowed(optax.sgd(1.0), 3)
-    state = jaxscale.flax.TrainState.create(apply_fn=None, params=jnp.zeros(2), tx=tx)
-    steps = []
-    for grad in [1.0, 3.0, jnp.nan, 1.0, 1.0, 1.0, jnp.inf]:
-        state = state.apply_gradients(grads=jnp.full(2, grad))
-        steps.append(int(state.step))
-    assert steps == [0, 0, 1, 1, 1, 2, 2]
-    assert state.params[0] == -3  # the mean of 1 and 3 is 2
-
-
-# What happens in the nestings that optax's own accumulator allows.
-
-
-def with_one_bad(tx):
-    """Parameter and state after ten gradients of 1, of which the second is inf."""
-    state, update = tx.init(jnp.zeros(())), jax.jit(tx.update)
-    params = jnp.zeros(())
-    for i in range(10):
-        updates, state = update(jnp.array(jnp.inf if i == 1 else 1.0), state, params)
-        params += updates
-    return params, state
-
-
-@cases("skip", [None, optax.skip_not_finite], fast=[None])
-def test_optax_multi_steps_inside_replaces_the_bad_micro_batch(skip):
-    options = {} if skip is None else {"should_skip_update_fn": skip}
-    params, state = with_one_bad(
-        jaxscale.loss_scaled(optax.MultiSteps(optax.sgd(1.0), 2, **options), POLICY)
-    )
-    assert (params, state.total_notfinite) == (-4, 1)  # nine good ones make four windows
-    assert (counters(state)["mini_step"], counters(state)["gradient_step"]) == (1, 4)
-
-
-def test_windows_of_windows():
-    params, state = with_one_bad(windowed(optax.MultiSteps(optax.sgd(1.0), 2), 2))
-    assert (params, state.inner_state.gradient_step) == (-2, 5)

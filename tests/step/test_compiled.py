@@ -21,36 +21,21 @@ PARAMS = {f"w{i}": jnp.ones((64, 64)) for i in range(6)}
 TX = jaxscale.loss_scaled(optax.adamw(1e-3))
 
 
-def loss_fn(params, x):
-    for w in params.values():
-        x = jnp.tanh(x @ w.astype(jnp.float16))
-    return jnp.mean(x.astype(jnp.float32))
+def test_nothing_is_transferred_and_donated_parameters_are_updated_in_place():
+    def loss_fn(params, x):
+        for w in params.values():
+            x = jnp.tanh(x @ w.astype(jnp.float16))
+        return jnp.mean(x.astype(jnp.float32))
 
-
-def train_step(params, opt_state, x):
-    loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, x)
-    return *jaxscale.apply_gradients(TX, grads, opt_state, params, value=loss), loss
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    x = jnp.ones((8, 64), jnp.float16)
-    step = jax.jit(train_step, donate_argnums=(0, 1))
-    return step.lower(PARAMS, TX.init(PARAMS), x).compile()
-
-
-def test_no_host_callback_and_no_transfer(compiled):
+    step = jax.jit(jaxscale.train_step(loss_fn, TX), donate_argnums=(0, 1))
+    compiled = step.lower(PARAMS, TX.init(PARAMS), jnp.ones((8, 64), jnp.float16)).compile()
     assert not re.search(r"custom-call.*callback|infeed|outfeed|\bsend\b", compiled.as_text())
-
-
-def test_donated_parameters_are_updated_in_place(compiled):
-    memory = compiled.memory_analysis()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((PARAMS, TX.init(PARAMS).inner_state)))
-    assert memory.alias_size_in_bytes >= size
+    assert compiled.memory_analysis().alias_size_in_bytes >= size
 
 
 @pytest.fixture(scope="module")
-def counts():
+def count():
     """What the benchmarks' steps hold, compiled for one device, of one layer and of three."""
     script = pathlib.Path(__file__).parent.parent / "support" / "counts.py"
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -58,79 +43,74 @@ def counts():
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    counts = json.loads(done.stdout)
+    return lambda what, name, *row: counts[", ".join(map(str, (name, *row)))][what]
 
 
 BARE, WHOLE, APPLY, WRAPPER = counted.NAMES
-LEAVES = {layers: len(counted.shapes(layers)) for layers in (1, 3)}
+FEW, MANY = (len(counted.shapes(layers)) for layers in (1, 3))
+# How many kernels and, at the most, equations a leaf takes. Gradients that are unscaled before the
+# branch are stored, each by a kernel; an update of the wrapper is applied outside of it. Equations
+# are to unscale, for the verdict (twice: CPUs split large leaves), and four selections.
+EACH = {WHOLE: (0, 8), APPLY: (1, 7), WRAPPER: (2, 7)}
 
 
-@pytest.mark.parametrize("clip", [False, True])
-def test_kernels_do_not_grow_with_leaves(counts, clip):
-    def kernels(name, layers, clip):
-        return counts[f"{name}, {layers}, float32, {clip}"]["kernels"]
+@pytest.mark.parametrize("name", EACH)
+def test_a_leaf_takes_few_kernels_and_equations_more_than_without_a_scale(count, name):
+    def more(what, layers, clip=False):
+        bare = count(what, BARE, layers, "float32", False)
+        return count(what, name, layers, "float32", clip) - bare
 
-    # Gradients that are unscaled before the branch are stored, each by a kernel of its own. Of the
-    # wrapper's updates, each is applied outside of the branch.
-    for name, each in ((WHOLE, 0), (APPLY, 1), (WRAPPER, 2)):
-        extra = {
-            layers: kernels(name, layers, clip) - kernels(BARE, layers, False) - each * leaves
-            for layers, leaves in LEAVES.items()
-        }
-        assert extra[3] - extra[1] < 3
-        assert extra[1] < 60
-    # Optax's norm has a kernel for each leaf.
-    assert kernels(WHOLE, 3, True) < kernels(BARE, 3, True)
-
-
-def test_a_leaf_takes_few_equations_more_than_without_a_scale(counts):
-    """To unscale it, for the verdict, and four selections. The updates of a skip are shared.
-
-    The verdict of large leaves is written down twice, for CPUs, which split them, and for others.
-    """
-
-    def equations(name):
-        few, many = (counts[f"{name}, {layers}, float32, False"]["equations"] for layers in (1, 3))
-        return (many - few) / (LEAVES[3] - LEAVES[1])
-
-    for name, most in ((WHOLE, 8), (APPLY, 7), (WRAPPER, 7)):
-        assert equations(name) - equations(BARE) <= most
+    kernels, equations = EACH[name]
+    for clip in (False, True):
+        few = more("kernels", 1, clip) - kernels * FEW
+        assert more("kernels", 3, clip) - kernels * MANY < few + 3
+        assert few < 60
+    assert more("equations", 3) - more("equations", 1) <= equations * (MANY - FEW)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_no_byte_is_moved_but_for_the_verdict(counts, dtype):
-    rows = [counts[f"{name}, 1, {dtype}, False"] for name in counted.NAMES]
-    bare, whole, apply, wrapper = (row["bytes_per_parameter"] for row in rows)
+def test_no_byte_is_moved_but_for_the_verdict(count, dtype):
+    row, moved = (1, dtype, False), "bytes_per_parameter"
+    bare, whole, apply, wrapper = (count(moved, name, *row) for name in counted.NAMES)
     # XLA stores what it reduces, or not: that depends on dtype and version, and is the same for
     # one leaf alone. The scalars of the state are some bytes in a thousand.
-    verdict = counts[f"verdict, {dtype}"]
-    assert whole <= bare + verdict["bytes_per_parameter"] + 0.1
-    stored = rows[1]["temporary_bytes_per_parameter"]
-    assert stored <= verdict["temporary_bytes_per_parameter"] + 0.1
+    assert whole <= bare + count(moved, "verdict", dtype) + 0.1
+    stored = count("temporary_bytes_per_parameter", WHOLE, *row)
+    assert stored <= count("temporary_bytes_per_parameter", "verdict", dtype) + 0.1
     # Unscaled before the branch, gradients are written in float32, and read. Those of half
     # precision are read in float32 by the verdict, too, and no longer by the step.
     assert whole + 7.9 <= apply <= whole + (8.1 if dtype == "float32" else 12.1)
     # And the updates, in float32, are written, and read to apply them to parameters, which are
     # read and written once more.
     assert wrapper <= apply + 12.1
-    assert [row["conditionals"] for row in rows] == [0, 1, 1, 1]
+    assert [count("conditionals", name, *row) for name in counted.NAMES] == [0, 1, 1, 1]
 
 
-def test_norm_and_verdict_are_one_pass(counts):
-    norm = counts["norm, float32"]["bytes_per_parameter"]
-    for layers in LEAVES:
-        bare = counts[f"{BARE}, {layers}, float32, False"]["bytes_per_parameter"]
-        clipped = counts[f"{WHOLE}, {layers}, float32, True"]["bytes_per_parameter"]
-        assert clipped <= bare + norm + 0.1
+def test_norm_and_verdict_are_one_pass(count):
+    norm = count("bytes_per_parameter", "norm", "float32")
+    for layers in (1, 3):
+        bare = count("bytes_per_parameter", BARE, layers, "float32", False)
+        assert count("bytes_per_parameter", WHOLE, layers, "float32", True) <= bare + norm + 0.1
+    # Optax's norm has a kernel for each leaf.
+    assert count("kernels", WHOLE, 3, "float32", True) < count("kernels", BARE, 3, "float32", True)
 
 
-@pytest.mark.parametrize("key", ["1, float32", "3, float32", "1, float16", "1, bfloat16"])
-def test_the_largest_gradient_costs_neither_a_pass_nor_a_kernel_for_each_leaf(counts, key):
-    # XLA on a CPU stores integers where the verdict has bools: a quarter or half of a byte, in all.
-    # The kernels are those of the state, which is made of integers. A norm is a sum over the same
-    # numbers, which XLA on a CPU takes in a pass of its own.
-    rows = [(f"{key}, False", 0.6, 15)] + [(f"{key}, True", 4.6, 40)] * (key == "1, float32")
-    for row, moved, kernels in rows:
-        default, largest = (counts[f"{name}, {row}"] for name in (WHOLE, counted.ADAPTIVE))
-        assert largest["bytes_per_parameter"] - default["bytes_per_parameter"] <= moved
-        assert largest["kernels"] - default["kernels"] < kernels
+# XLA on a CPU stores integers where the verdict has bools: a quarter or half of a byte, in all. The
+# kernels are those of the state, which is made of integers. A norm is a sum over the same numbers,
+# which XLA on a CPU takes in a pass of its own.
+LARGEST = {
+    (layers, dtype, False): (0.6, 15)
+    for layers, dtype in ((1, "float32"), (3, "float32"), (1, "float16"), (1, "bfloat16"))
+}
+LARGEST[1, "float32", True] = 4.6, 40
+
+
+@pytest.mark.parametrize("row", LARGEST)
+def test_the_largest_gradient_costs_neither_a_pass_nor_a_kernel_for_each_leaf(count, row):
+    moved, kernels = (
+        count(what, counted.ADAPTIVE, *row) - count(what, WHOLE, *row)
+        for what in ("bytes_per_parameter", "kernels")
+    )
+    assert moved <= LARGEST[row][0]
+    assert kernels < LARGEST[row][1]

@@ -30,16 +30,14 @@ OPTIONS = {
     "norm": {"max_norm": 0.1},
     "checked": {"check_updates": True},
     "tracked": {"track_leaves": True},
-    "switched off": {"skip_nonfinite": False},
+    "switched off": {"skip_nonfinite": False, "loss_scale": None},
 }
-
-
-def optimizer(name):
-    """An optimizer with one thing that is not the default."""
-    if name in WINDOWS:
-        return WINDOWS[name](INNERS["adam"], POLICIES["dynamic"])
-    policy = None if name == "switched off" else POLICIES["dynamic"]
-    return jaxscale.loss_scaled(INNERS["adam"], policy, **OPTIONS[name])
+# Each with one thing that is not the default.
+OPTIMIZERS = {name: wrap(INNERS["adam"], POLICIES["dynamic"]) for name, wrap in WINDOWS.items()}
+OPTIMIZERS |= {
+    name: jaxscale.loss_scaled(INNERS["adam"], **{"loss_scale": POLICIES["dynamic"]} | options)
+    for name, options in OPTIONS.items()
+}
 
 
 def hot(scale=2.0**24):
