@@ -1,6 +1,7 @@
 """Bad input: an error names the call, the argument, the value and the way out."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,10 +11,12 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
+from flax.training import train_state
 from tables import cases
 
 import jaxscale
 import jaxscale.flax
+import jaxscale.nnx
 from jaxscale import diagnostics, presets
 
 DYNAMIC = jaxscale.DynamicLossScale
@@ -27,6 +30,7 @@ OPT_STATE = TX.init(jnp.ones(2))
 W = jnp.ones(2)
 ADAM = jaxscale.skip_nonfinite(optax.adam(0.1))
 LBFGS = jaxscale.skip_nonfinite(optax.lbfgs())
+LINEN, NNX = jaxscale.flax.train_step, jaxscale.nnx.train_step
 SAM = jaxscale.skip_nonfinite(optax.contrib.sam(SGD, SGD, opaque_mode=True))
 
 
@@ -43,8 +47,37 @@ def bare_step(loss_fn, tx):
         return jaxscale.train_step(loss_fn, tx)
 
 
-def flax_state(**kwargs):
-    return jaxscale.flax.TrainState.create(apply_fn=None, params={"w": W}, tx=TX, **kwargs)
+class OwnTrainState(jaxscale.flax.TrainState):
+    stats: Any
+    ema: Any
+
+
+def flax_state(tx=TX):
+    fields = {"stats": {"mean": W, "count": jnp.array(3)}, "ema": W}
+    return OwnTrainState.create(apply_fn=None, params={"w": W}, tx=tx, **fields)
+
+
+def apply(**fields):
+    return flax_state().apply_gradients(grads={"w": W}, **fields)
+
+
+def returned(fields, **options):
+    """The step of Linen with a loss that returns these fields."""
+    step = LINEN(lambda p, f: (jnp.sum(p["w"]), fields), has_state=True, **options)
+    return step(flax_state())
+
+
+def nnx_pair(tx=TX, size=2):
+    model = nnx.Linear(2, size, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def of_model(model, x):
+    return jnp.mean(model(x))
+
+
+def grown(model):
+    model.extra = nnx.BatchStat(W)
 
 
 CASES = {
@@ -183,11 +216,38 @@ CASES = {
     "two windows": (lambda: jaxscale.multi_steps(WINDOW, 2), TypeError, r"multi_steps\(inner\).*window already"),
     "a state without a window": (lambda: jaxscale.multi_steps(TX, 2).update(W, OPT_STATE, W), TypeError, r"multi_steps.*state=.*init"),
     # the TrainState
-    "unknown field": (lambda: flax_state().apply_gradients(grads={"w": W}, batch_stat=1), ValueError, r"batch_stat.*extra_args"),
-    "unknown always": (lambda: flax_state().apply_gradients(grads={"w": W}, always_replace=["rng"]), ValueError, r"always_replace.*rng"),
-    "one name for several": (lambda: flax_state().apply_gradients(grads={"w": W}, always_replace="rng"), TypeError, r"always_replace=.*'rng'.*Pass a tuple.*\('rng',\)"),
-    "no names": (lambda: flax_state().apply_gradients(grads={"w": W}, always_replace=[3]), TypeError, r"always_replace=.*\[3\].*Pass a tuple"),
+    "unknown field": (lambda: apply(batch_stat=1), ValueError, r"batch_stat.*extra_args"),
+    "unknown always": (lambda: apply(always_replace=["rng"]), ValueError, r"always_replace.*rng"),
+    "one name for several": (lambda: apply(always_replace="rng"), TypeError, r"always_replace=.*'rng'.*Pass a tuple.*\('rng',\)"),
+    "no names": (lambda: apply(always_replace=[3]), TypeError, r"always_replace=.*\[3\].*Pass a tuple"),
     "no verdict": (lambda: jaxscale.flax.TrainState.create(apply_fn=None, params=W, tx=SGD), ValueError, r"TrainState.create\(tx=.*LossScaledState.*loss_scaled"),
+    "a field of another structure": (lambda: apply(stats={"mean": W}), ValueError, r"TrainState.apply_gradients\(stats=\.\.\.\)"),
+    "a field of another shape": (lambda: apply(stats={"mean": jnp.ones(3), "count": jnp.array(0)}), ValueError, r"TrainState.apply_gradients\(stats=\.\.\.\)"),
+    "a field of another dtype": (lambda: apply(stats={"mean": W.astype("float16"), "count": jnp.array(0)}), TypeError, r"TrainState.apply_gradients\(stats=\.\.\.\)"),
+    # the steps of Flax
+    "linen: an optimizer of other parameters": (lambda: LINEN(never_traced)(flax_state(ADAM).replace(params={"w": jnp.ones(5)}), W), ValueError, r"flax\.train_step\(\.\.\.\)\(state\.opt_state=.*other parameters.*\(5,\) at .*got .*\(2"),
+    "linen: a hook that returns a field": (lambda: LINEN(lambda p: jnp.sum(p["w"]), after=lambda state: state.stats)(flax_state()), TypeError, r"flax\.train_step\(after=\.\.\.\)`.*`TrainState` that it got.*got dict.*state\.replace"),
+    "linen: a hook that changes a shape": (lambda: LINEN(lambda p: jnp.sum(p["w"]), after=lambda state: state.replace(stats=W))(flax_state()), ValueError, r"flax\.train_step\(after=\.\.\.\)` needs two trees.*\['stats'\]"),
+    "linen: Flax's own": (lambda: LINEN(never_traced)(train_state.TrainState.create(apply_fn=None, params=W, tx=TX), W), TypeError, r"flax\.train_step.*`jaxscale\.flax\.TrainState`, got TrainState.*Flax's own"),
+    "linen: a state of an optimizer": (lambda: LINEN(never_traced)(OPT_STATE, W), TypeError, r"flax\.train_step.*got LossScaledState"),
+    "linen: an unknown field": (lambda: returned({"batch_stats": 1}), ValueError, r"flax\.train_step\(loss_fn, has_state=True\).*got batch_stats among.*: ema, stats\."),
+    "linen: a collection instead of its field": (lambda: returned(W), TypeError, r"flax\.train_step\(loss_fn, has_state=True\).*a dict from the names.*Array.*stats"),
+    "linen: a field of another dtype": (lambda: returned({"stats": {"mean": W, "count": jnp.array(4.0)}}), TypeError, r"flax\.train_step\(stats=.*equal dtypes.*count"),
+    "linen: a field that is always replaced and not returned": (lambda: returned({}, always_replace=("ema",)), ValueError, r"flax\.train_step\(always_replace=\.\.\.\)` got ema among.*`loss_fn` must return"),
+    "linen: fields to replace, and no state": (lambda: LINEN(never_traced, always_replace=("key",)), ValueError, r"flax\.train_step\(always_replace=\('key',\)\)` needs has_state=True"),
+    "linen: no fields": (lambda: LINEN(lambda p, f: jnp.sum(p["w"]), has_state=True)(flax_state()), TypeError, r"flax\.train_step\(loss_fn, has_state=True\).*\(loss, state\), got an array"),
+    "linen: retries without a scale": (lambda: LINEN(never_traced, retries=1)(flax_state(SKIPPING), W), ValueError, r"flax\.train_step\(retries=1\).*loss scale that can be lowered.*NoOpLossScale"),
+    "nnx: a hook that returns the model": (lambda: NNX(of_model, after=lambda model: model)(*nnx_pair(), W), TypeError, r"nnx\.train_step\(after=\.\.\.\)` changes the model in place.*return None, got Linear"),
+    "nnx: a hook that adds a variable": (lambda: NNX(of_model, after=grown)(*nnx_pair(), W), ValueError, r"nnx\.train_step\(after=\.\.\.\)` must keep the variables.*added or removed extra\. Make"),
+    "nnx: the transformation": (lambda: NNX(never_traced)(nnx_pair()[0], TX, W), TypeError, r"must be an `nnx\.Optimizer`.*GradientTransformation.*wrt="),
+    "nnx: swapped": (lambda: NNX(never_traced)(*nnx_pair()[::-1], W), TypeError, r"nnx\.train_step\(\.\.\.\)\(model, optimizer.*got Linear"),
+    "nnx: an auxiliary output": (lambda: NNX(lambda m, x: (jnp.sum(m(x)), x))(*nnx_pair(), W), TypeError, r"nnx\.train_step\(loss_fn\).*got \(an array, an array\)\. Pass has_aux=True.* the loss\."),
+    "nnx: compiled by JAX": (lambda: jax.jit(NNX(never_traced))(*nnx_pair(), W), TypeError, r"nnx\.train_step.*`nnx\.jit\(step\)` for `jax\.jit"),
+    "nnx: the step for plain functions": (lambda: jaxscale.train_step(never_traced, TX, transform=nnx.value_and_grad), TypeError, r"train_step\(transform=.*Use `jaxscale\.nnx\.train_step`"),
+    "nnx: an optimizer of another model": (lambda: NNX(never_traced)(nnx_pair(ADAM)[0], nnx_pair(ADAM, 5)[1], W), ValueError, r"`nnx\.train_step\(\.\.\.\)\(optimizer=.*of another optimizer or of other parameters"),
+    "nnx: what is not trained": (lambda: NNX(never_traced, argnums=1)(*nnx_pair(), W), ValueError, r"nnx\.train_step\(argnums=1\).*wrt=<class 'flax.*Param'>.*tx, wrt=nnx\.LoRAParam"),
+    "nnx: no batch": (lambda: NNX(of_model)(*nnx_pair()), TypeError, r"nnx\.train_step\(loss_fn\)`: `loss_fn` takes \(model, x\): missing.*with \(Linear\)"),
+    "nnx: retries without a scale": (lambda: NNX(never_traced, retries=2)(*nnx_pair(SGD), W), ValueError, r"nnx\.train_step\(retries=2\).*loss scale.*loss_scaled\(tx\)"),
 }  # fmt: skip
 
 
@@ -199,8 +259,6 @@ def test_bad_input(case):
         call()
 
 
-# What a policy may be given for a state, and what the message says then.
-
 OWN = {
     "fixed": jaxscale.FixedLossScale(8),
     "noop": jaxscale.NoOpLossScale(),
@@ -209,13 +267,11 @@ OWN = {
     "logmax": presets.openseq2seq_logmax(),
     "adaptive": jaxscale.AdaptiveLossScale(),
 }
-GRADS = {"w": W}
-TRUE = jnp.array(True)
 
 
 @cases("policy", OWN, fast=["dynamic", "adaptive"])
 def test_a_policy_says_what_its_state_is(policy):
-    policy, name = OWN[policy], "LossScaleState"
+    policy, name, grads, true = OWN[policy], "LossScaleState", {"w": W}, jnp.array(True)
     state, kind = policy.init(), type(policy).__name__
     other = OWN["tolerance"].init()
     if not isinstance(state, jaxscale.LossScaleState) and kind != "NoOpLossScale":
@@ -226,23 +282,19 @@ def test_a_policy_says_what_its_state_is(policy):
     alone = rf"`{kind}\.\w+\(state=.*has shape \(4,\): call it under `jax\.vmap`"
     with_scaling = r"got \w+\. Pass `opt_state\.scaling`, or call `tx\.update`"
     swapped = rf"`{kind}\.update\(state=.*, got dict\. The order .* is \(state, grads\)"
-    for call, error, message in [
-        (lambda: policy.update(OPT_STATE, GRADS), TypeError, rf"{kind}\.update.*{with_scaling}"),
-        (lambda: policy.adjust(flax_state(), TRUE), TypeError, rf"{kind}\.adjust.*{with_scaling}"),
-        (lambda: policy.update(GRADS, state), TypeError, swapped),
-        (lambda: policy.update(GRADS, OPT_STATE), TypeError, swapped),
-        (lambda: policy.update(other, GRADS), TypeError, rf"{expected} {type(other).__name__}.*"),
-        (
-            lambda: policy.adjust(None, TRUE),
-            TypeError,
-            rf"{expected} NoneType.*`init`.*{taken_over}",
-        ),
-        (lambda: policy.update(members, GRADS), ValueError, alone),
-        (lambda: jax.jit(policy.adjust)(members, TRUE), ValueError, alone),
+    for call, args, message in [
+        (policy.update, (OPT_STATE, grads), rf"{kind}\.update.*{with_scaling}"),
+        (policy.adjust, (flax_state(), true), rf"{kind}\.adjust.*{with_scaling}"),
+        (policy.update, (grads, state), swapped),
+        (policy.update, (grads, OPT_STATE), swapped),
+        (policy.update, (other, grads), rf"{expected} {type(other).__name__}.*"),
+        (policy.adjust, (None, true), rf"{expected} NoneType.*`init`.*{taken_over}"),
+        (policy.update, (members, grads), alone),
+        (jax.jit(policy.adjust), (members, true), alone),
     ]:
-        with pytest.raises(error, match=message):
-            call()
-    several = jax.vmap(policy.update, (0, None))(members, GRADS)[0]
+        with pytest.raises(ValueError if message == alone else TypeError, match=message):
+            call(*args)
+    several = jax.vmap(policy.update, (0, None))(members, grads)[0]
     assert jax.tree.structure(several) == jax.tree.structure(state)
 
 
@@ -256,16 +308,12 @@ def test_a_step_that_changes_the_structure_of_its_state_is_told():
 
 
 def test_a_type_error_of_the_loss_itself_is_left_alone():
-    def inner(w):  # called wrongly, but by the user
-        return two(w)
-
-    def raising(w, x):
-        return len(w, x)
-
     def with_data(fun):
         return functools.wraps(fun)(lambda *args, **kwargs: fun(*args, W, **kwargs))
 
-    for loss_fn in (inner, jaxscale.autocast(inner), jax.jit(inner), with_data(raising)):
+    # Called wrongly, but by the user.
+    inner, raising = lambda w: two(w), with_data(lambda w, x: len(w, x))
+    for loss_fn in (inner, jaxscale.autocast(inner), jax.jit(inner), raising):
         with pytest.raises(TypeError, match=r"^two\(\) missing 1|^len\(\) takes exactly one"):
             jaxscale.train_step(loss_fn, TX)(W, OPT_STATE)
     assert jaxscale.train_step(with_data(two), TX)(W, OPT_STATE)[1].step_applied
