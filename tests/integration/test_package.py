@@ -91,29 +91,20 @@ MODULES = {module_of(file): file for file in FILES}
 IMPORTS = {module: imports(file) for module, file in MODULES.items()}
 
 
-def test_imports_run_one_way():
+def test_imports_run_one_way_and_nothing_else_is_imported():
+    graph = {module: own for module, (own, _) in IMPORTS.items() if module != "__init__"}
+    graphlib.TopologicalSorter(graph).prepare()  # raises an error that names the circle
     assert not [
         f"{module} imports {other}"
-        for module, (own, _) in IMPORTS.items()
-        if module not in ("__init__", "__main__")
+        for module, own in graph.items()
+        if module != "__main__"
         for other in own
         if ROW[other.split(".")[0]] > ROW[module.split(".")[0]]
     ]
-
-
-def test_no_modules_import_each_other():
-    graph = {module: own for module, (own, _) in IMPORTS.items() if module != "__init__"}
-    graphlib.TopologicalSorter(graph).prepare()  # raises an error that names the circle
-
-
-def test_nothing_else_is_imported():
     extras = {"flax": {"flax"}, "nnx": {"flax"}, "diagnostics._pictures": {"matplotlib"}}
     extras |= {"_doctor.html": {"jinja2"}}
-    foreign = {
-        module: others - {"jax", "numpy", "optax"} - extras.get(module, set())
-        for module, (_, others) in IMPORTS.items()
-    }
-    assert not {module: others for module, others in foreign.items() if others}
+    for module, (_, others) in IMPORTS.items():
+        assert others <= {"jax", "numpy", "optax"} | extras.get(module, set()), module
 
 
 CONTRACT = """
@@ -132,10 +123,15 @@ FIELDS = {
 }
 
 
-def test_public_names_are_those_of_the_contract():
+def test_names_and_dependencies_are_those_of_the_contract():
     assert set(PUBLIC) == set(CONTRACT.split())
     for name, fields in FIELDS.items():
         assert PUBLIC[name]._fields == tuple(fields.split())
+    update = inspect.signature(jaxscale.loss_scaled(optax.sgd(0.1)).update)
+    assert list(update.parameters) == ["updates", "state", "params", "value", "extra_args"]
+    # `test_help.py` sees in a fresh process that nothing else is imported.
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {re.match(r"\w+", line).group() for line in declared} == {"jax", "jaxlib", "optax"}
 
 
 def test_options_are_keyword_only():
@@ -154,17 +150,6 @@ def test_options_are_keyword_only():
     ]
 
 
-def test_update_takes_the_arguments_of_the_contract():
-    update = inspect.signature(jaxscale.loss_scaled(optax.sgd(0.1)).update)
-    assert list(update.parameters) == ["updates", "state", "params", "value", "extra_args"]
-
-
-def test_its_core_dependencies_are_three():
-    # `test_help.py` sees in a fresh process that nothing else is imported.
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert {re.match(r"\w+", line).group() for line in declared} == {"jax", "jaxlib", "optax"}
-
-
 def test_bugs_are_planted_in_functions_that_there_are():
     mutations = runpy.run_path(str(ROOT / "tests" / "mutations.py"))
     known = list(mutations["definitions"]())
@@ -181,36 +166,22 @@ def test_examples_in_docstrings_run(module):
     assert failed == 0
 
 
-# Types: pyright finds nothing in a right program of a user, and each typo in another.
-
-SUPPORT = ROOT / "tests" / "support"
-# JAX and optax are judged by their own types, which strict mode finds fault with.
-CONFIG = {
-    "typeCheckingMode": "strict",
-    "pythonVersion": "3.11",
-    "reportMissingTypeStubs": "none",
-    "extraPaths": [str(ROOT)],
-}
-
-
-def found(folder, program):
-    """The errors that pyright finds in a program: pairs of a line and a message."""
-    (folder / "pyrightconfig.json").write_text(json.dumps(CONFIG))
-    (folder / "program.py").write_text((SUPPORT / program).read_text())
+@pytest.mark.slow
+def test_pyright_finds_each_typo_of_a_users_program_and_nothing_else(tmp_path):
+    program = (ROOT / "tests" / "support" / "typed_program.py").read_text()
+    # JAX and optax are judged by their own types, which strict mode finds fault with.
+    config = {"typeCheckingMode": "strict", "pythonVersion": "3.11"}
+    config |= {"reportMissingTypeStubs": "none", "extraPaths": [str(ROOT)]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
+    (tmp_path / "program.py").write_text(program)
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
-    result = subprocess.run([*command, "-p", str(folder)], capture_output=True, text=True)
+    result = subprocess.run([*command, "-p", str(tmp_path)], capture_output=True, text=True)
     report = json.loads(result.stdout)
     assert report["summary"]["filesAnalyzed"] == 1
-    return [(e["range"]["start"]["line"], e["message"]) for e in report["generalDiagnostics"]]
-
-
-@pytest.mark.slow
-def test_a_right_program_has_no_errors_and_each_typo_is_one(tmp_path):
-    assert found(tmp_path, "typed_program.py") == []
-    lines = (SUPPORT / "typed_typos.py").read_text().splitlines()
-    marks = [(i, re.search(r'# error: "(\w+)"', line)) for i, line in enumerate(lines)]
-    expected = [(i, mark.group(1)) for i, mark in marks if mark]
-    errors = found(tmp_path, "typed_typos.py")
-    assert [line for line, _ in errors] == [line for line, _ in expected]
-    for (_, message), (_, word) in zip(errors, expected, strict=True):
-        assert word in message
+    errors = {e["range"]["start"]["line"]: e["message"] for e in report["generalDiagnostics"]}
+    marks = [re.search(r'# error: "(\w+)"', line) for line in program.splitlines()]
+    expected = {i: mark.group(1) for i, mark in enumerate(marks) if mark}
+    assert len(expected) == 8
+    assert errors.keys() == expected.keys()
+    assert len(errors) == len(report["generalDiagnostics"])
+    assert not [word for line, word in expected.items() if word not in errors[line]]

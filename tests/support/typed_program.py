@@ -1,4 +1,7 @@
-"""A user's program in which pyright, in its strict mode, finds no error. `test_package` runs it."""
+"""A user's program in which pyright, in its strict mode, finds the errors that are marked.
+
+A mark is a word of the message. `test_package` runs pyright, and nothing runs this program.
+"""
 
 from typing import NamedTuple
 
@@ -68,3 +71,15 @@ def whole_steps(params: Params, x: jax.Array) -> tuple[jax.Array, int, int]:
         tx, grads, opt_state, params, keep=(count, 2)
     )
     return loss + params.w.sum(), output["size"], count
+
+
+def typos(params: Params, opt_state: jaxscale.LossScaledState, x: jax.Array) -> None:
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), "dynamc")  # error: "dynamc"
+    jaxscale.multi_steps(tx, 2, drop="windw")  # error: "windw"
+    jaxscale.multi_steps(tx, 2, growth_unit="step")  # error: "step"
+    jaxscale.value_and_grad(loss_fn, opt_state)(params)  # error: "x"
+    jaxscale.grad(loss_fn, opt_state)(params, x, y=x)  # error: "y"
+    params, opt_state = jaxscale.apply_gradients(tx, params, x, params)  # error: "LossScaledState"
+    kept: int = jaxscale.tree_where(True, x, x)  # error: "Array"
+    jaxscale.train_step(loss_fn, tx)(params, opt_state)  # error: "x"
+    print(params, opt_state, kept)
