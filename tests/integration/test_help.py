@@ -21,10 +21,6 @@ from test_package import ALL, METHODS, PUBLIC, ROOT
 
 import jaxscale
 import jaxscale.__main__
-import jaxscale.diagnostics
-import jaxscale.flax
-import jaxscale.nnx
-import jaxscale.presets
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -18,10 +18,6 @@ import pytest
 from tables import cases
 
 import jaxscale
-import jaxscale.diagnostics
-import jaxscale.flax
-import jaxscale.nnx
-import jaxscale.presets
 
 # A module imports from its own row and from the rows above it in this list; never in a circle.
 ROWS = """

@@ -14,7 +14,6 @@ import pytest
 from tables import cases
 
 import jaxscale
-import jaxscale.flax
 
 pytestmark = pytest.mark.standard_promotion
 

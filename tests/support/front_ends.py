@@ -12,8 +12,6 @@ from flax import nnx
 from tables import counters
 
 import jaxscale
-import jaxscale.flax
-import jaxscale.nnx
 
 RNG = np.random.default_rng(0)
 BATCHES = [jnp.asarray(RNG.standard_normal((16, 8)), jnp.float32) for _ in range(4)]

@@ -77,13 +77,11 @@ def cases(names, table, fast=()):
 def gradients(seed, number):
     """Gradients of ordinary size, a bfloat16 leaf among them."""
     rng = np.random.default_rng(seed)  # NumPy's: with JAX's, whoever imports this would compile
-    return [
-        {
-            name: jnp.asarray(rng.standard_normal(p.shape).astype(p.dtype))
-            for name, p in PARAMS.items()
-        }
-        for _ in range(number)
-    ]
+
+    def like(leaf):
+        return jnp.asarray(rng.standard_normal(leaf.shape).astype(leaf.dtype))
+
+    return [{name: like(leaf) for name, leaf in PARAMS.items()} for _ in range(number)]
 
 
 def spoiled(grads, bad):
@@ -122,24 +120,18 @@ def _numbers(leaf):
 def assert_same_bits(actual, expected):
     """Two trees have one structure, and their leaves the same dtypes and bits."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
-    ):
-        a, b = _numbers(a), _numbers(b)
-        where = jax.tree_util.keystr(path)
-        assert a.dtype == b.dtype, where
-        assert a.shape == b.shape, where
+    leaves = jax.tree_util.tree_leaves_with_path(actual)
+    for (path, a), b in zip(leaves, map(_numbers, jax.tree.leaves(expected)), strict=True):
+        a, where = _numbers(a), jax.tree_util.keystr(path)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), where
         assert a.tobytes() == b.tobytes(), f"{where}: {a} != {b}"
 
 
 def assert_close(actual, expected):
     """Equal to rounding: two compiled programs may contract products and sums differently."""
+    actual, expected = jax.tree.map(lambda x: _numbers(x).astype("float64"), (actual, expected))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(
-            _numbers(a).astype(np.float64), _numbers(b).astype(np.float64), rtol=2e-5, atol=1e-7
-        ),
-        actual,
-        expected,
+        functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7), actual, expected
     )
 
 
