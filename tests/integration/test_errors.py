@@ -12,7 +12,7 @@ import optax.contrib
 import pytest
 from flax import nnx
 from flax.training import train_state
-from tables import cases
+from tables import POLICIES, cases
 
 import jaxscale
 from jaxscale import diagnostics, presets
@@ -74,37 +74,30 @@ def nnx_pair(tx=TX, size=2):
 
 
 CASES = {
-    # factors that are 1, on the wrong side of it, or no numbers
     "growth is 1": (lambda: DYNAMIC(growth_factor=1), ValueError, r"growth_factor=.*above 1.*1\.0.*2\.0"),
     "growth is text": (lambda: DYNAMIC(growth_factor="2"), TypeError, r"growth_factor.*'2'.*str"),
     "backoff is 1": (lambda: DYNAMIC(backoff_factor=1), ValueError, r"backoff_factor.*1\.0.*0\.5"),
     "backoff is 0": (lambda: DYNAMIC(backoff_factor=0), ValueError, r"backoff_factor.*0\.0"),
     "backoff is NaN": (lambda: DYNAMIC(backoff_factor=np.nan), ValueError, r"backoff_factor.*nan"),
-    # counts
     "interval is 0": (lambda: DYNAMIC(growth_interval=0), ValueError, r"growth_interval.*at least 1.*0"),
     "interval is a float": (lambda: DYNAMIC(growth_interval=1e6), TypeError, r"growth_interval.*1000000\.0.*int"),
     "interval is a bool": (lambda: DYNAMIC(growth_interval=True), ValueError, r"growth_interval.*True"),
     "interval is too large": (lambda: DYNAMIC(growth_interval=2**31), ValueError, r"growth_interval.*int32"),
     "hysteresis is 0": (lambda: DYNAMIC(hysteresis=0), ValueError, r"hysteresis.*0"),
-    # bounds
     "bounds unordered": (lambda: DYNAMIC(min_scale=8, max_scale=4), ValueError, r"min_scale <= init_scale <= max_scale.*8\.0.*4\.0"),
     "init below min": (lambda: DYNAMIC(init_scale=0.5), ValueError, r"min_scale <= init_scale.*0\.5"),
     "max beyond float32": (lambda: DYNAMIC(max_scale=1e39), ValueError, r"max_scale.*normal range.*1e\+39"),
     "min is 0": (lambda: DYNAMIC(min_scale=0), ValueError, r"min_scale.*normal range.*0\.0"),
     "init is an array": (lambda: DYNAMIC(init_scale=jnp.ones(())), TypeError, r"init_scale.*Array"),
-    # fixed scales
     "fixed below 1": (lambda: jaxscale.FixedLossScale(0.5), ValueError, r"loss_scale=.*at least 1.*0\.5"),
     "fixed bool": (lambda: jaxscale.FixedLossScale(True), ValueError, r"loss_scale=.*True"),
-    # short forms
     "spec bool": (lambda: jaxscale.as_loss_scale(True), TypeError, r"True.*None.*number.*\"dynamic\".*LossScale"),
     "spec numpy bool": (lambda: jaxscale.as_loss_scale(np.bool_(True)), TypeError, r"True"),
     "spec text": (lambda: jaxscale.as_loss_scale("static"), ValueError, r"'static'.*\"dynamic\""),
     "spec array": (lambda: jaxscale.as_loss_scale(jnp.ones(())), TypeError, r"Array.*number"),
     "spec class": (lambda: jaxscale.as_loss_scale(DYNAMIC), TypeError, r"mean `DynamicLossScale\(\)`"),
-    # configurations
     "unknown key": (lambda: DYNAMIC.from_config({"init": 8}), TypeError, r"DynamicLossScale.*'init'"),
     "base class": (lambda: jaxscale.LossScale.from_config({}), TypeError, r"abstract class LossScale"),
-    # verdicts and trees
     "gradients for the largest": (lambda: DYNAMIC().adjust(STATE, True, {"w": W}), TypeError, r"`DynamicLossScale\.adjust\(largest=.*scalar, .*got dict.*`update"),
     "verdict is no bool": (lambda: DYNAMIC().adjust(STATE, 1.0), TypeError, r"adjust\(grads_finite.*float.*all_finite"),
     "verdict is no scalar": (lambda: DYNAMIC().adjust(STATE, jnp.array([True])), TypeError, r"bool\[1\]"),
@@ -116,7 +109,6 @@ CASES = {
     "a number that would wrap": (lambda: jaxscale.tree_where(True, jnp.uint8(3), -1), TypeError, r"tree_where.*the root is -1.*uint8"),
     "a weak float for an integer": (lambda: jaxscale.tree_where(True, jnp.asarray(2.0), jnp.int32(3)), TypeError, r"dtypes.*the root.*float32.*int32"),
     "other type": (lambda: jaxscale.tree_where(True, {"d": jnp.float16}, {"d": jnp.float32}), TypeError, r"not arrays.*\['d'\].*float16.*float32"),
-    # what a scale is looked for in
     "no scale": (lambda: jaxscale.value_and_grad(jnp.sum, optax.adam(0.1).init(W)), ValueError, r"value_and_grad.*exactly one.*none in ScaleByAdamState at \[0\].*loss_scaled"),
     "no scale at all": (lambda: jaxscale.grad(jnp.sum, None), ValueError, r"grad.*none in the NoneType"),
     "empty tree": (lambda: jaxscale.grad(jnp.sum, ()), ValueError, r"an empty tree"),
@@ -126,20 +118,17 @@ CASES = {
     "check under jit": (lambda: jax.jit(lambda s: jaxscale.check(s))(OPT_STATE), TypeError, r"check.*jit.*metrics"),
     "metrics of a bare optimizer of NNX": (lambda: jaxscale.metrics(nnx.state(nnx.Optimizer(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param))), ValueError, r"metrics.*none in .*at \['opt_state'\].*Wrap the optimizer"),
     "check of optax's state": (lambda: jaxscale.check(optax.adam(0.1).init(W)), ValueError, r"check.*none in ScaleByAdamState at \[0\].*loss_scaled"),
-    # what differentiates
     "gradients alone": (lambda: jaxscale.value_and_grad(jnp.sum, STATE, transform=jax.grad)(W), TypeError, r"value_and_grad\(transform=.*\(loss, grads\).*got gradients alone.*Pass `jax.value_and_grad`"),
     "gradients of a pair alone": (lambda: jaxscale.value_and_grad(lambda w: jnp.sum(w[0] * w[1][0] * w[1][1]), STATE, transform=jax.grad)((W, (W, W))), TypeError, r"value_and_grad\(transform=.*got gradients alone"),
     "gradients alone, at a scale of 1": (lambda: jaxscale.value_and_grad(jnp.sum, NOOP, transform=jax.grad)(W), TypeError, r"value_and_grad\(transform=.*got gradients alone"),
     "gradients with the loss": (lambda: jaxscale.grad(jnp.sum, STATE, transform=jax.value_and_grad)(W), TypeError, r"`grad\(transform=.*got the loss as well.*Pass `jax.grad`, or call `jaxscale.value_and_grad`"),
     "another transform": (lambda: jaxscale.grad(jnp.sum, STATE, transform=lambda f, has_aux: lambda w: W)(W), TypeError, r"`grad\(transform=.*differentiate as `jax.grad`.*got ArrayImpl"),
     "traced gradients alone": (lambda: diagnostics.trace(jnp.sum, STATE, transform=jax.grad)(W), TypeError, r"trace\(transform=.*got gradients alone"),
-    # losses
     "loss is no scalar": (lambda: jaxscale.grad(lambda w: w, STATE)(W), TypeError, r"grad\(fun\).*float32\[2\].*mean"),
     "loss is an integer": (lambda: jaxscale.value_and_grad(lambda w: jnp.int32(1), STATE)(W), TypeError, r"int32\[\]"),
     "loss is a pair": (lambda: jaxscale.grad(lambda w: (jnp.sum(w), w), STATE)(W), TypeError, r"tuple.*has_aux=True"),
     "loss is missing": (lambda: jaxscale.grad(lambda w: None, STATE)(W), TypeError, r"NoneType"),
     "aux is missing": (lambda: jaxscale.grad(jnp.sum, STATE, has_aux=True)(W), TypeError, r"has_aux=True.*pair"),
-    # the wrapper
     "inner is a number": (lambda: jaxscale.loss_scaled(0.1), TypeError, r"inner.*0\.1.*optax\.adam"),
     "a state without a scale under a fixed one": (lambda: jaxscale.loss_scaled(SGD, 8).update(W, SKIPPING.init(W), W), TypeError, r"another optimizer: its scaling is a UnitLossScaleState.*FixedLossScale"),
     "a population without vmap": (lambda: TX.update({"w": jnp.ones((4, 2))}, jax.vmap(lambda _: OPT_STATE)(jnp.arange(4)), {"w": W}), ValueError, r"update\(state=.*shape \(4,\): call it under `jax.vmap`"),
@@ -149,7 +138,6 @@ CASES = {
     "arguments of update swapped": (lambda: TX.update(W, {"w": W}, OPT_STATE), TypeError, r"state=.*LossScaledState.*dict.*\(grads, opt_state, params\)"),
     "keep is a tree": (lambda: jaxscale.apply_gradients(TX, W, OPT_STATE, W, keep={"new": W}), TypeError, r"apply_gradients\(keep=.*a pair \(new, old\), got dict"),
     "keep of two shapes": (lambda: jaxscale.apply_gradients(TX, W, OPT_STATE, W, keep=(W, W[0])), ValueError, r"apply_gradients\(keep=\.\.\.\)` needs leaves of equal shapes"),
-    # the whole step, from what is known without tracing on
     "step: arguments swapped": (lambda: jaxscale.train_step(TX, jnp.sum), TypeError, r"train_step\(loss_fn\).*a function that returns the loss, got GradientTransf"),
     "step: optimizer is not called": (lambda: jaxscale.train_step(jnp.sum, optax.adamw), TypeError, r"train_step\(tx, .*got <function adamw.*as in `optax\.adamw\(1e-3\)`"),
     "step: retries below 0": (lambda: jaxscale.train_step(jnp.sum, TX, retries=-1), ValueError, r"train_step\(retries=.*at least 0, got -1"),
@@ -195,13 +183,11 @@ CASES = {
     "wrapped deeper": (lambda: jaxscale.loss_scaled(optax.chain(SKIPPING)).init(W), ValueError, r"LossScaledState.*at \[0\].*wrap once"),
     "a step that changes the structure of its state": (lambda: CHANGING.update(W, CHANGING.init(W), W), ValueError, r"inner\.update"),
     "a compiled step that changes the structure": (lambda: jax.jit(CHANGING.update)(W, CHANGING.init(W), W), ValueError, r"inner\.update"),
-    # states and values of something else
     "state of another scale, with a window": (lambda: jaxscale.multi_steps(TX, 2).update(W, WINDOW.init(W), W), TypeError, r"update\(state=.*UnitLossScaleState.*DynamicLossScale is a LossScaleState"),
     "state of optax": (lambda: jaxscale.loss_scaled(optax.adam(0.1)).update(W, optax.adam(0.1).init(W), W), TypeError, r"update\(state=.*got tuple.*`tx\.init\(params\)\._replace\(inner_state=state\)`"),
     "wrapped state of a bare optimizer": (lambda: jaxscale.apply_gradients(SGD, W, OPT_STATE, W), TypeError, r"apply_gradients\(opt_state=.*is a `LossScaledState`.*bare.*Pass.*loss_scaled.*inner_state"),
     "optimizer is not called": (lambda: jaxscale.apply_gradients(optax.adamw, W, optax.adamw(0.1).init(W), W), TypeError, r"apply_gradients\(tx.*got <function adamw.*as in `optax\.adamw\(1e-3\)`"),
     "value is a function": (lambda: TX.update(W, OPT_STATE, W, value=jnp.mean), TypeError, r"value=.*got the function mean\. Pass what it returned"),
-    # accumulation
     "a gradient is None": (lambda: WINDOW.update({"a": W, "b": None}, WINDOW.init({"a": W, "b": W})), ValueError, r"multi_steps.*updates=.*got None at b\. Call `init`.*or pass zeros"),
     "no window": (lambda: jaxscale.multi_steps(SGD, 0), ValueError, r"multi_steps\(every_k_schedule=.*at least 1.*0"),
     "half a window": (lambda: jaxscale.multi_steps(SGD, 2.5), TypeError, r"every_k_schedule=.*2\.5"),
@@ -210,7 +196,6 @@ CASES = {
     "accumulate a number": (lambda: jaxscale.multi_steps(0.1, 2), TypeError, r"multi_steps\(inner\).*0\.1.*optax\.adam"),
     "two windows": (lambda: jaxscale.multi_steps(WINDOW, 2), TypeError, r"multi_steps\(inner\).*window already"),
     "a state without a window": (lambda: jaxscale.multi_steps(TX, 2).update(W, OPT_STATE, W), TypeError, r"multi_steps.*state=.*init"),
-    # the TrainState
     "unknown field": (lambda: apply(batch_stat=1), ValueError, r"batch_stat.*extra_args"),
     "unknown always": (lambda: apply(always_replace=["rng"]), ValueError, r"always_replace.*rng"),
     "one name for several": (lambda: apply(always_replace="rng"), TypeError, r"always_replace=.*'rng'.*Pass a tuple.*\('rng',\)"),
@@ -219,7 +204,6 @@ CASES = {
     "a field of another structure": (lambda: apply(stats={"mean": W}), ValueError, r"TrainState.apply_gradients\(stats=\.\.\.\)"),
     "a field of another shape": (lambda: apply(stats={"mean": jnp.ones(3), "count": jnp.array(0)}), ValueError, r"TrainState.apply_gradients\(stats=\.\.\.\)"),
     "a field of another dtype": (lambda: apply(stats={"mean": W.astype("float16"), "count": jnp.array(0)}), TypeError, r"TrainState.apply_gradients\(stats=\.\.\.\)"),
-    # the steps of Flax
     "linen: an optimizer of other parameters": (lambda: LINEN(never_traced)(flax_state(ADAM).replace(params={"w": jnp.ones(5)}), W), ValueError, r"flax\.train_step\(\.\.\.\)\(state\.opt_state=.*other parameters.*\(5,\) at .*got .*\(2"),
     "linen: a hook that returns a field": (lambda: LINEN(lambda p: jnp.sum(p["w"]), after=lambda state: state.stats)(flax_state()), TypeError, r"flax\.train_step\(after=\.\.\.\)`.*`TrainState` that it got.*got dict.*state\.replace"),
     "linen: a hook that changes a shape": (lambda: LINEN(lambda p: jnp.sum(p["w"]), after=lambda state: state.replace(stats=W))(flax_state()), ValueError, r"flax\.train_step\(after=\.\.\.\)` needs two trees.*\['stats'\]"),
@@ -254,14 +238,7 @@ def test_bad_input(case):
         call()
 
 
-OWN = {
-    "fixed": jaxscale.FixedLossScale(8),
-    "noop": jaxscale.NoOpLossScale(),
-    "dynamic": DYNAMIC(),
-    "tolerance": presets.fairseq(),
-    "logmax": presets.openseq2seq_logmax(),
-    "adaptive": jaxscale.AdaptiveLossScale(),
-}
+OWN = POLICIES | {"tolerance": presets.fairseq(), "logmax": presets.openseq2seq_logmax()}
 
 
 @cases("policy", OWN, fast=["dynamic", "adaptive"])

@@ -13,7 +13,16 @@ from flax import nnx, serialization
 from flax.training import train_state
 from overflowing import BAD_LOSS, GOOD, OVERFLOW
 from overflowing import loss_fn as half_loss
-from tables import INNERS, PARAMS, assert_close, assert_same_bits, avals, cases, gradients, spoiled
+from tables import (
+    PARAMS,
+    POLICIES,
+    assert_close,
+    assert_same_bits,
+    avals,
+    cases,
+    gradients,
+    spoiled,
+)
 from training import amplified
 
 import jaxscale
@@ -32,7 +41,7 @@ class State(jaxscale.flax.TrainState):
     key: jax.Array
 
 
-def create(cls=jaxscale.flax.TrainState, tx=INNERS["adam"], **fields):
+def create(cls=jaxscale.flax.TrainState, tx=optax.adam(0.1), **fields):
     params = jax.tree.map(jnp.copy, PARAMS)  # as tests donate them
     return cls.create(apply_fn=None, params=params, tx=jaxscale.loss_scaled(tx), **fields)
 
@@ -304,15 +313,8 @@ def plain(tree):
     return jax.tree.map(lambda v: v[...] if is_variable(v) else v, tree, is_leaf=is_variable)
 
 
-OWN = {
-    "noop": jaxscale.NoOpLossScale(),
-    "dynamic": jaxscale.DynamicLossScale(growth_interval=2),
-    "tolerance": presets.fairseq(),
-    "logmax": presets.openseq2seq_logmax(),
-    "adaptive": jaxscale.AdaptiveLossScale(),
-    "window": jaxscale.DynamicLossScale(),
-    "window of Optax": jaxscale.DynamicLossScale(),
-}
+OWN = POLICIES | {"tolerance": presets.fairseq(), "logmax": presets.openseq2seq_logmax()}
+OWN |= dict.fromkeys(("window", "window of Optax"), POLICIES["dynamic"])
 INNER = {name: optax.sgd(0.1, momentum=0.5) for name in OWN}
 INNER["window of Optax"] = optax.MultiSteps(optax.adam(0.1), 2)
 TXS = {n: jaxscale.loss_scaled(INNER[n], OWN[n], track_leaves=True) for n in OWN}

@@ -45,16 +45,9 @@ PARAMS = {
     "b": jnp.array(0.5, jnp.float32),
 }
 # Leaves that are no gradients.
-PASSIVE = {
-    "int": jnp.arange(3),
-    "bool": jnp.array([True, False]),
-    "key": jax.random.key(0),
-    "none": None,
-    "masked": optax.MaskedNode(),
-    "float0": np.zeros((2,), jax.dtypes.float0),
-    "text": "no array",
-    "python_int": 3,
-}
+PASSIVE = {"int": jnp.arange(3), "bool": jnp.array([True, False]), "key": jax.random.key(0)}
+PASSIVE |= {"none": None, "masked": optax.MaskedNode(), "text": "no array", "python_int": 3}
+PASSIVE |= {"float0": np.zeros((2,), jax.dtypes.float0)}
 
 
 def cases(names, table, fast=()):

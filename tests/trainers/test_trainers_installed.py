@@ -9,13 +9,8 @@ import math
 import pytest
 from runs import RUNS
 
-PROGRAMS = {
-    "keras_fit": "keras",
-    "flax_example": "flax",
-    "numpyro_svi": "numpyro",
-    "tunix_peft": "tunix",
-    "tunix_grpo": "tunix",
-}
+PROGRAMS = {"keras_fit": "keras", "flax_example": "flax", "numpyro_svi": "numpyro"}
+PROGRAMS |= {"tunix_peft": "tunix", "tunix_grpo": "tunix"}
 
 pytestmark = [
     pytest.mark.slow,
