@@ -37,9 +37,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "standard_promotion: dtypes promote as users have it; optax's Adam needs it"
-    )
+    config.addinivalue_line("markers", "standard_promotion: dtypes promote as users have it")
     config.addinivalue_line("markers", "slow: runs only with --slow")
     options = {"max_examples": 60 if config.option.slow else 20, "derandomize": True}
     hypothesis.settings.register_profile("ours", deadline=None, **options)

@@ -328,11 +328,6 @@ def columns(state):
     return history.columns()
 
 
-def restored(name, state):
-    target = plain(created(TXS[name])[1].opt_state)
-    return jaxscale.from_state_dict(target, jaxscale.to_state_dict(state))
-
-
 WHOLE = {  # of the name of an optimizer, and of its state, or a tree that holds it
     "metrics": lambda n, s: jaxscale.metrics(s),
     "value_and_grad": lambda n, s: jaxscale.value_and_grad(jnp.sum, s)(X),
@@ -347,7 +342,9 @@ CALLS = WHOLE | {  # of the state alone
     "update": lambda n, s: OWN[n].update(s.scaling, GRADS),
     "adjust": lambda n, s: OWN[n].adjust(s.scaling, jnp.array(False), jnp.float32(3)),
     "to_state_dict": lambda n, s: jaxscale.to_state_dict(s),
-    "from_state_dict": restored,
+    "from_state_dict": lambda n, s: jaxscale.from_state_dict(
+        plain(created(TXS[n])[1].opt_state), jaxscale.to_state_dict(s)
+    ),
     "tx.update": lambda n, s: TXS[n].update(ONES, s, LEAVES),
     "apply_gradients": lambda n, s: jaxscale.apply_gradients(
         TXS[n], ONES, s, LEAVES, value=jnp.float32(1)

@@ -48,15 +48,12 @@ def stuck(tree, match=None, **options):
     return str(error.value)
 
 
-def test_metrics_of_a_loss_scale_alone():
+def test_metrics_are_scalars_inside_jit_and_outside_and_of_a_loss_scale_alone():
     for policy in (jaxscale.DynamicLossScale(), jaxscale.AdaptiveLossScale()):
         state = policy.init()
         assert jaxscale.metrics({"policy": state}) == state._asdict()
     state = after(1, jnp.ones(3), ADAPTIVE)
     assert jaxscale.metrics(state).items() >= state.scaling._asdict().items()
-
-
-def test_metrics_work_inside_jit_and_are_scalars():
     state = after(2)
     inside = jax.jit(jaxscale.metrics)({"opt": (state,), "params": jnp.zeros(3)})
     outside = jaxscale.metrics(state)
@@ -65,13 +62,18 @@ def test_metrics_work_inside_jit_and_are_scalars():
     assert (outside["notfinite_count"], outside["step_applied"]) == (2, False)
 
 
-def test_check_is_silent_while_training_makes_progress():
+def test_check_is_silent_while_training_makes_progress_and_no_longer():
     jaxscale.check(after(5, jnp.ones(3)), max_consecutive=0)
     jaxscale.check({"opt": after(3)}, max_consecutive=3)
     jaxscale.check(TX.update(jnp.ones(3), after(9))[1], max_consecutive=0)  # it has recovered
     # By default a scale may come down all the way.
     jaxscale.check(after(24, tx=TOP))
     stuck(jax.tree.map(np.asarray, after(51, tx=TOP)), "51 steps")
+    # A policy that follows gradients needs some that are not 0.
+    for steps, size, tx in ((5, 0.0, ADAPTIVE), (6, 1.0, ADAPTIVE), (6, 0.0, TX)):
+        jaxscale.check(after(steps, jnp.full(3, size), tx), max_consecutive=5)
+    blind = after(6, jnp.zeros(3), ADAPTIVE)
+    stuck(blind, r"0 in 6 steps at loss scale 256.*init", max_consecutive=5)
 
 
 # What is to blame when training is stuck: each cause, made on purpose, and what `check` says.
@@ -168,14 +170,6 @@ def test_a_scale_that_only_ever_grew_is_warned_of_once():
         assert words in text
 
 
-def test_a_run_that_sees_nothing_but_zeros_is_stuck():
-    zeros = jnp.zeros(3)
-    jaxscale.check(after(5, zeros, ADAPTIVE), max_consecutive=5)
-    stuck(after(6, zeros, ADAPTIVE), r"0 in 6 steps at loss scale 256.*init", max_consecutive=5)
-    jaxscale.check(after(6, jnp.ones(3), ADAPTIVE), max_consecutive=5)
-    jaxscale.check(after(6, zeros, TX), max_consecutive=5)
-
-
 class Tracked(NamedTuple):
     is_loss_scale_state = True
 
@@ -191,8 +185,7 @@ class Tracking(jaxscale.LossScale):
         return Tracked(jnp.array(2.0**20), jnp.zeros(3))
 
     def adjust(self, state, grads_finite):
-        last = jnp.roll(state.last, 1).at[0].set(state.loss_scale)
-        return Tracked(jnp.maximum(state.loss_scale / 2, 4.0), last)
+        return Tracked(jnp.maximum(state.loss_scale / 2, 4.0), jnp.roll(state.last, 1))
 
 
 def test_check_reads_states_that_hold_more_than_scalars():
