@@ -308,6 +308,16 @@ LEAVES = plain(nnx.state(Model(), nnx.Param))
 ONES, GRADS = jax.tree.map(jnp.ones_like, LEAVES), {"w": jnp.array([1.0, -3.0])}
 
 
+class Opaque:
+    """A variable that is a leaf, as those of Flax in its `hijax` mode and of Keras are."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __jax_array__(self):
+        return self.array
+
+
 def trained(factors, name="dynamic"):
     """A model and its optimizer after steps with gradients that many times as large."""
     both = created(TXS[name])
@@ -359,16 +369,19 @@ OF_ONE_POLICY = {  # as there is only that rule, and as it is slow
 @cases("name", OWN, fast=["dynamic"])
 def test_every_function_takes_a_state_in_variables_as_one_without(name):
     model, optimizer = trained([jnp.inf] * 3, name)
-    state, whole = optimizer.opt_state, nnx.state(optimizer)
+    state, whole, arrays = optimizer.opt_state, nnx.state(optimizer), plain(optimizer.opt_state)
+    opaque = jax.tree.map(Opaque, arrays)
+    split_off = nnx.to_pure_dict(whole), nnx.split((model, optimizer))[1]
     assert any(map(is_variable, jax.tree.leaves(state, is_leaf=is_variable)))
     for call, function in (CALLS | (OF_ONE_POLICY if name == "dynamic" else {})).items():
-        result, expected = function(name, state), function(name, plain(state))
-        assert_same_bits(result, expected)
-        assert not any(map(is_variable, jax.tree.leaves(result, is_leaf=is_variable))), call
-        if call in WHOLE:
-            split_off = nnx.to_pure_dict(whole), nnx.split((model, optimizer))[1]
-            for tree in (optimizer, whole, *split_off):
-                assert_same_bits(function(name, tree), expected)
+        expected = function(name, arrays)
+        trees = [state] + [opaque] * (call in CALLS)
+        for tree in trees + [optimizer, whole, *split_off] * (call in WHOLE):
+            result = function(name, tree)
+            assert_same_bits(result, expected)
+            assert not any(map(is_variable, jax.tree.leaves(result, is_leaf=is_variable))), call
+    # What is in it goes into an optimizer by `nnx.update`, as without a variable.
+    assert_same_bits(jaxscale.from_state_dict(opaque, jaxscale.to_state_dict(opaque)), arrays)
     names = {key for key in jaxscale.metrics(state) if "leaves" in key}
     assert names == {"nonfinite_leaves/w", "nonfinite_leaves/bias"}
     saved = jaxscale.to_state_dict(whole)
@@ -424,29 +437,6 @@ def test_variables_of_the_parameters_stay():
     updates, after = tx.update(grads, state, params)
     assert jax.tree.structure((updates, after)) == jax.tree.structure((params, state))
     assert_same_bits(plain((updates, after)), tx.update(*map(plain, (grads, state, params))))
-
-
-class Opaque:
-    """A variable that is a leaf, as those of Flax in its `hijax` mode and of Keras are."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __jax_array__(self):
-        return self.array
-
-
-def test_a_variable_may_be_a_leaf():
-    state = OWN["dynamic"].init()
-    opaque = jax.tree.map(Opaque, state)
-    for fun in (
-        lambda s: OWN["dynamic"].update(s, GRADS),
-        lambda s: jaxscale.metrics({"a": s}),
-        jaxscale.to_state_dict,
-    ):
-        assert_same_bits(fun(opaque), fun(state))
-    # What is in it goes into an optimizer by `nnx.update`, as without a variable.
-    assert_same_bits(jaxscale.from_state_dict(opaque, jaxscale.to_state_dict(opaque)), state)
 
 
 def test_a_variable_may_hold_a_tree():

@@ -1,5 +1,6 @@
 """What a user reads is true: `help`, names, the command line, the API reference, the README."""
 
+import functools
 import inspect
 import json
 import operator
@@ -116,35 +117,27 @@ def test_the_command_sets_the_flag_first(monkeypatch, flags):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     seen = []
 
-    def run(argv):
-        seen.append((argv, os.environ["XLA_FLAGS"].split()))
-        return 7
-
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setattr(sys, "argv", ["jaxscale", "doctor", "a:b"])
-    monkeypatch.setattr("jaxscale._doctor.cli.main", run)
+    main = "jaxscale._doctor.cli.main"
+    monkeypatch.setattr(main, lambda argv: seen.append((argv, os.environ["XLA_FLAGS"])) or 7)
     assert pkgutil.resolve_name(scripts["jaxscale"])() == 7
+    ((argv, flags_then),) = seen
     own = [] if "excess" in flags else ["--xla_allow_excess_precision=false"]
-    assert seen == [(["doctor", "a:b"], flags.split() + own)]
+    assert (argv, flags_then.split()) == (["doctor", "a:b"], flags.split() + own)
 
 
-@pytest.fixture
-def said(monkeypatch, capsys):
-    """What a command prints that ends well, in this process, as starting another takes long."""
-
-    def said(run, *argv):
-        monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
-        monkeypatch.setattr(sys, "argv", list(argv))
-        with pytest.raises(SystemExit) as exit_:
-            run()
-        assert exit_.value.code == 0
-        return capsys.readouterr().out
-
-    return said
+def prints(word, run, argv, monkeypatch, capsys):
+    """Whether a command ends well and says this, in this process: another takes long to start."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as exit_:
+        run()
+    return exit_.value.code == 0 and word in capsys.readouterr().out
 
 
-def test_the_command_alone_prints_the_help(said):
-    assert "doctor" in said(jaxscale.__main__.main, "jaxscale")
+def test_the_command_alone_prints_the_help(monkeypatch, capsys):
+    assert prints("doctor", jaxscale.__main__.main, ["jaxscale"], monkeypatch, capsys)
 
 
 @pytest.mark.slow
@@ -227,7 +220,8 @@ def test_drawn_example_runs_end_to_end(name, tmp_path):
 
 @pytest.mark.slow
 @cases("name", EXAMPLES)
-def test_example_has_help(name, said):
+def test_example_has_help(name, monkeypatch, capsys):
     path = str(EXAMPLES[name])
     option = "--picture" if name == "gradients" else "--steps"  # the one trains nothing
-    assert option in said(lambda: runpy.run_path(path, run_name="__main__"), path, "--help")
+    run = functools.partial(runpy.run_path, path, run_name="__main__")
+    assert prints(option, run, [path, "--help"], monkeypatch, capsys)

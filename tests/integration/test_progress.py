@@ -36,9 +36,7 @@ def one_step(tx, grads, state):
 
 def after(steps, grads=BAD, tx=TX):
     state = tx.init(jnp.zeros(3))
-    for _ in range(steps):
-        state = one_step(tx, grads, state)
-    return state
+    return functools.reduce(lambda state, _: one_step(tx, grads, state), range(steps), state)
 
 
 def stuck(tree, match=None, **options):
