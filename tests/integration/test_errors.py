@@ -43,11 +43,6 @@ def two(w, x):
     return jnp.sum(w * x)
 
 
-def bare_step(loss_fn, tx):
-    with pytest.warns(UserWarning, match="bare optimizer"):
-        return jaxscale.train_step(loss_fn, tx)
-
-
 class OwnTrainState(jaxscale.flax.TrainState):
     stats: Any
     ema: Any
@@ -159,7 +154,7 @@ CASES = {
     "step: an optimizer with a line search": (lambda: jaxscale.train_step(jnp.sum, LBFGS)(W, LBFGS.init(W)), TypeError, r"`tx\.update` needs.*'grad' and 'value_fn'.*`train_step` gives it the loss.*write the loop.*apply_gradients"),
     "step: an optimizer with gradients of its own": (lambda: jaxscale.train_step(jnp.sum, SAM)(W, SAM.init(W)), ValueError, r"`tx\.update` needs.*grad_fn must be provided.*write the loop"),
     "step: the state of another policy": (lambda: jaxscale.train_step(never_traced, SKIPPING)(W, OPT_STATE), TypeError, r"train_step\(\.\.\.\)\(opt_state=.*another optimizer.*LossScaleState.*NoOpLossScale"),
-    "step: a wrapped state of a bare optimizer": (lambda: bare_step(never_traced, SGD)(W, OPT_STATE), TypeError, r"train_step\(\.\.\.\)\(opt_state=.*`tx` is a bare optimizer.*inner_state"),
+    "step: a wrapped state of a bare optimizer": (lambda: jaxscale.train_step(never_traced, SGD)(W, OPT_STATE), TypeError, r"train_step\(\.\.\.\)\(opt_state=.*`tx` is a bare optimizer.*inner_state"),
     "step: no state": (lambda: jaxscale.train_step(never_traced, TX, has_state=True)(W, OPT_STATE), TypeError, r"train_step\(has_state=True\).*\(params, opt_state, state, \.\.\.\)"),
     "step: state that is not returned": (lambda: jaxscale.train_step(lambda w, s: jnp.sum(w), TX, has_state=True)(W, OPT_STATE, W), TypeError, r"train_step\(loss_fn, has_state=True\).*must return \(loss, state\), got an array"),
     "step: an output that is not asked for": (lambda: jaxscale.train_step(lambda w: (jnp.sum(w), {"w": w}), TX)(W, OPT_STATE), TypeError, r"train_step\(loss_fn\).*must return a loss, got \(an array, dict\).*has_aux.*has_state"),
@@ -231,7 +226,8 @@ CASES = {
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:.*bare optimizer:UserWarning")
+@cases("case", CASES)
 def test_bad_input(case):
     call, error, message = CASES[case]
     with pytest.raises(error, match=f"(?s){message}"):

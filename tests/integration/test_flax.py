@@ -21,8 +21,6 @@ from jaxscale import diagnostics, presets
 
 pytestmark = pytest.mark.standard_promotion
 
-# A `TrainState`: every field is kept on a skipped step, or named as an exception.
-
 GRADIENTS, ADAM = gradients(0, 4), optax.adam(0.1)
 
 
@@ -110,15 +108,12 @@ def test_the_step_returns_fields_and_outputs_and_never_changes_types():
     assert state.batch_stats["count"] == 3 + 4
 
 
-# NNX: a skipped step leaves no trace in the model.
-
-
 class Counter(nnx.Variable):
     """A variable of a type of its own."""
 
 
 class Model(nnx.Module):
-    """With all that a forward pass changes: statistics, noise, and a counter."""
+    """A model with all that a forward pass changes: statistics, noise, and a counter."""
 
     def __init__(self):
         self.w, self.bias = nnx.Param(jnp.ones(3)), nnx.Param(jnp.zeros(3))
@@ -284,9 +279,6 @@ def test_a_hook_draws_noise_where_a_step_was_made_and_nowhere_else():
     assert [count for count, _ in seen] == [0, 1, 1, 2, 2]
     assert [drawn != 0 for _, drawn in seen] == [False, True, True, True, True]
     assert len(set(seen)) == 3
-
-
-# States in variables, in all functions.
 
 
 def is_variable(node):

@@ -1,6 +1,5 @@
 """What the counters say, on the device and on the host."""
 
-import dataclasses
 import functools
 import re
 import warnings
@@ -175,7 +174,6 @@ class Tracked(NamedTuple):
     last: jax.Array  # f32[3]
 
 
-@dataclasses.dataclass(frozen=True)
 class Tracking(jaxscale.LossScale):
     """A policy of one's own, whose state holds more than scalars."""
 

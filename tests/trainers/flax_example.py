@@ -46,7 +46,6 @@ def train_step(state, x, y):
 
 
 def train(dtype, scaled, skips, batch):
-    """The last loss over all examples, and how many steps were skipped."""
     x, y = examples()
     model = Model(jnp.dtype(dtype))
     variables = model.init(jax.random.key(0), x)

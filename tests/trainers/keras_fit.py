@@ -46,7 +46,6 @@ def small_loss(y, predictions):
 
 
 def train(dtype, scaled, skips, batch):
-    """The last loss over all examples, and how many steps were skipped."""
     keras.utils.set_random_seed(0)
     policy = "mixed_float16" if dtype == "float16" else dtype
     layers = [

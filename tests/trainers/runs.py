@@ -22,7 +22,8 @@ BATCH, WIDTH, FEATURES = 32, 32, 8
 BAD_STEP = 3
 
 # What `train` of each program is called with: a dtype, whether it is scaled, whether bad steps are
-# skipped, and the batch that it meets in step 3.
+# skipped, and the batch that it meets in step 3. It returns the last loss over all examples, and
+# how many steps were skipped.
 RUNS = {
     "float32": ("float32", False, False, "good"),
     "float16": ("float16", False, False, "good"),
