@@ -17,22 +17,16 @@ from tables import POLICIES, cases
 import jaxscale
 from jaxscale import diagnostics, presets
 
-DYNAMIC = jaxscale.DynamicLossScale
-STATE = DYNAMIC().init()
-NOOP = jaxscale.NoOpLossScale().init()
-SGD = optax.sgd(0.1)
-TX = jaxscale.loss_scaled(SGD)
-SKIPPING = jaxscale.skip_nonfinite(SGD)
-WINDOW = jaxscale.multi_steps(SGD, 2)
-OPT_STATE = TX.init(jnp.ones(2))
-W = jnp.ones(2)
-ADAM = jaxscale.skip_nonfinite(optax.adam(0.1))
-LBFGS = jaxscale.skip_nonfinite(optax.lbfgs())
+DYNAMIC, SGD, W = jaxscale.DynamicLossScale, optax.sgd(0.1), jnp.ones(2)
+STATE, NOOP = DYNAMIC().init(), jaxscale.NoOpLossScale().init()
+TX, WINDOW = jaxscale.loss_scaled(SGD), jaxscale.multi_steps(SGD, 2)
+OPT_STATE = TX.init(W)
+SAM = optax.contrib.sam(SGD, SGD, opaque_mode=True)
+OTHERS = SGD, optax.adam(0.1), optax.lbfgs(), SAM
+SKIPPING, ADAM, LBFGS, SAM = map(jaxscale.skip_nonfinite, OTHERS)
+CHANGING = optax.GradientTransformation(lambda p: (), lambda u, s, p: (u, (1,)))
+CHANGING = jaxscale.loss_scaled(CHANGING)
 LINEN, NNX = jaxscale.flax.train_step, jaxscale.nnx.train_step
-CHANGING = jaxscale.loss_scaled(
-    optax.GradientTransformation(lambda p: (), lambda u, s, p: (u, (1,)))
-)
-SAM = jaxscale.skip_nonfinite(optax.contrib.sam(SGD, SGD, opaque_mode=True))
 
 
 def never_traced(*args):

@@ -72,12 +72,9 @@ def test_it_applies_what_flax_applies():
 
 def test_value_and_extra_arguments_are_forwarded():
     seen = {}
-
-    def update(updates, state, params=None, **extra_args):
-        seen.update(extra_args)
-        return updates, state
-
-    tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    tx = optax.GradientTransformationExtraArgs(
+        lambda _: optax.EmptyState(), lambda u, s, p=None, **extra: (seen.update(extra) or u, s)
+    )
     step = functools.partial(create(tx=tx).apply_gradients, extra_args={"value_fn": jnp.sum})
     state = step(grads=GRADIENTS[0], value=jnp.array(jnp.nan))
     assert jnp.isnan(seen["value"])
