@@ -43,13 +43,9 @@ def public(module, prefix=""):
     return {name: value for name, value in named.items() if not inspect.ismodule(value)}
 
 
-PUBLIC = public(jaxscale) | {
-    "flax.TrainState": jaxscale.flax.TrainState,
-    "flax.train_step": jaxscale.flax.train_step,
-    "nnx.train_step": jaxscale.nnx.train_step,
-}
-DIAGNOSTICS = public(jaxscale.diagnostics, "diagnostics.")
-ALL = PUBLIC | public(jaxscale.presets, "presets.") | DIAGNOSTICS
+PUBLIC = public(jaxscale) | {"nnx.train_step": jaxscale.nnx.train_step}
+PUBLIC |= {f"flax.{name}": getattr(jaxscale.flax, name) for name in jaxscale.flax.__all__}
+ALL = PUBLIC | public(jaxscale.presets, "presets.") | public(jaxscale.diagnostics, "diagnostics.")
 METHODS = {
     f"{name}.{method}": function
     for name, cls in ALL.items()

@@ -21,9 +21,7 @@ SGD = optax.sgd(0.1)
 TX = jaxscale.loss_scaled(optax.adam(0.1))
 ADAPTIVE = jaxscale.loss_scaled(SGD, "adaptive")
 FIXED = jaxscale.loss_scaled(SGD, 2.0**12)
-FLOORED = jaxscale.loss_scaled(
-    SGD, jaxscale.DynamicLossScale(init_scale=2.0**12, min_scale=2.0**10)
-)
+FLOORED = jaxscale.loss_scaled(SGD, jaxscale.DynamicLossScale(init_scale=2**12, min_scale=2**10))
 SLOW = jaxscale.loss_scaled(SGD, jaxscale.DynamicLossScale(backoff_factor=0.99))
 TOP = jaxscale.loss_scaled(SGD, jaxscale.DynamicLossScale(init_scale=2.0**24))
 

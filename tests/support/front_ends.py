@@ -1,7 +1,6 @@
-"""One small model, trained by the step of each front end: a tree, Equinox, Linen and NNX.
+"""One small model, trained by the step of each front end, which makes a `Run` of it.
 
-Each front end makes, of an optimizer and a loss, a `Run`. The loss is a function of parameters,
-statistics and a batch, and returns the statistics as they are after it.
+Its loss takes parameters, statistics and a batch, and returns the statistics as they are after it.
 """
 
 import equinox as eqx

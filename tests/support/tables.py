@@ -98,8 +98,7 @@ def fused_step(tx, params, opt_state, grads, **extra):
 def run(tx, grads, compiled=True, params=PARAMS):
     """Parameters and optimizer state after a list of gradients."""
     opt_state = tx.init(params)
-    one_step = functools.partial(step, tx)
-    one_step = jax.jit(one_step) if compiled else one_step
+    one_step = (jax.jit if compiled else lambda fun: fun)(functools.partial(step, tx))
     for g in grads:
         params, opt_state = one_step(params, opt_state, g)
     return params, opt_state

@@ -6,7 +6,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import jax
 import keras
-from runs import FACTOR, WIDTH, batches, examples, optimizer, skipped
+from runs import FACTOR, FEATURES, WIDTH, batches, examples, optimizer, skipped
 
 import jaxscale
 
@@ -48,12 +48,9 @@ def small_loss(y, predictions):
 def train(dtype, scaled, skips, batch):
     keras.utils.set_random_seed(0)
     policy = "mixed_float16" if dtype == "float16" else dtype
-    layers = [
-        keras.layers.Input((examples()[0].shape[1],)),
-        keras.layers.Dense(WIDTH, activation="tanh", dtype=policy),
-        keras.layers.Dense(1, dtype=policy),
-    ]
-    model = keras.Sequential(layers)
+    first = keras.layers.Dense(WIDTH, activation="tanh", dtype=policy)
+    last = keras.layers.Dense(1, dtype=policy)
+    model = keras.Sequential([keras.layers.Input((FEATURES,)), first, last])
     if scaled:
         model.compute_loss_and_updates = jaxscale.scale_backward(model.compute_loss_and_updates)
     # Without the last argument Keras wraps the optimizer by its own LossScaleOptimizer.

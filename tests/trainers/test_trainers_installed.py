@@ -24,7 +24,6 @@ pytestmark = [
 
 @pytest.fixture(params=PROGRAMS)
 def train(request, monkeypatch, tmp_path):
-    """What runs a trainer, by the name of a run."""
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     pytest.importorskip(PROGRAMS[request.param])
