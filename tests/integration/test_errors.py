@@ -52,7 +52,6 @@ def apply(**fields):
 
 
 def returned(fields, **options):
-    """The step of Linen with a loss that returns these fields."""
     step = LINEN(lambda p, f: (jnp.sum(p["w"]), fields), has_state=True, **options)
     return step(flax_state())
 
@@ -233,9 +232,8 @@ OWN = POLICIES | {"tolerance": presets.fairseq(), "logmax": presets.openseq2seq_
 
 @cases("policy", OWN, fast=["dynamic", "adaptive"])
 def test_a_policy_says_what_its_state_is(policy):
-    policy, name, grads, true = OWN[policy], "LossScaleState", {"w": W}, jnp.array(True)
-    state, kind = policy.init(), type(policy).__name__
-    other = OWN["tolerance"].init()
+    policy, other, grads, true = OWN[policy], OWN["tolerance"].init(), {"w": W}, jnp.array(True)
+    state, kind, name = policy.init(), type(policy).__name__, "LossScaleState"
     if not isinstance(state, jaxscale.LossScaleState) and kind != "NoOpLossScale":
         other, name = OWN["dynamic"].init(), type(state).__name__
     expected = rf"state=.*must be a `{name}`, got"
@@ -256,7 +254,7 @@ def test_a_policy_says_what_its_state_is(policy):
     ]:
         with pytest.raises(ValueError if message == alone else TypeError, match=message):
             call(*args)
-    several = jax.vmap(policy.update, (0, None))(members, grads)[0]
+    several, _ = jax.vmap(policy.update, (0, None))(members, grads)
     assert jax.tree.structure(several) == jax.tree.structure(state)
 
 

@@ -202,15 +202,13 @@ def test_objects_among_the_arguments_are_kept_too():
     assert {aux["name"] for _, aux in outputs} == {"as it is"}
 
 
-def test_what_is_kept_is_the_users_to_say():
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_what_is_kept_is_the_users_to_say_and_intermediates_come_out():
     model, optimizer = created()
     jaxscale.nnx.train_step(loss_fn, keep=nnx.BatchStat)(model, optimizer, X * jnp.inf)
     assert model.mean[...].tolist() == [0, 0, 0]
     assert model.calls[...] == 1
 
-
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
-def test_intermediates_come_out():
     class Sowing(Model):
         def __call__(self, x):
             y = super().__call__(x)
@@ -308,7 +306,6 @@ class Opaque:
 
 
 def trained(factors, name="dynamic"):
-    """A model and its optimizer after steps with gradients that many times as large."""
     both = created(TXS[name])
     for factor in factors:
         STEP(*both, X, jnp.float32(factor))
@@ -371,6 +368,12 @@ def test_every_function_takes_a_state_in_variables_as_one_without(name):
             assert not any(map(is_variable, jax.tree.leaves(result, is_leaf=is_variable))), call
     # What is in it goes into an optimizer by `nnx.update`, as without a variable.
     assert_same_bits(jaxscale.from_state_dict(opaque, jaxscale.to_state_dict(opaque)), arrays)
+    # As one has them without an `nnx.Optimizer`: in parameters, gradients and moments alike.
+    params = nnx.state(model, nnx.Param)
+    grads, fresh = jax.tree.map(jnp.ones_like, params), TXS[name].init(params)
+    updated = TXS[name].update(grads, fresh, params)
+    assert jax.tree.structure(updated) == jax.tree.structure((params, fresh))
+    assert_same_bits(plain(updated), TXS[name].update(*map(plain, (grads, fresh, params))))
     names = {key for key in jaxscale.metrics(state) if "leaves" in key}
     assert names == {"nonfinite_leaves/w", "nonfinite_leaves/bias"}
     saved = jaxscale.to_state_dict(whole)
@@ -417,15 +420,6 @@ def test_a_run_goes_on_from_what_was_saved(way, tmp_path):
         STEP(same_model, fresh, X, jnp.float32(factor))
     assert_same_bits(fresh.opt_state, optimizer.opt_state)
     assert_same_bits(nnx.state(same_model), nnx.state(model))
-
-
-def test_variables_of_the_parameters_stay():
-    # As one has them without an `nnx.Optimizer`: in parameters, gradients and moments alike.
-    params, tx = nnx.state(Model(), nnx.Param), TXS["dynamic"]
-    grads, state = jax.tree.map(jnp.ones_like, params), tx.init(params)
-    updates, after = tx.update(grads, state, params)
-    assert jax.tree.structure((updates, after)) == jax.tree.structure((params, state))
-    assert_same_bits(plain((updates, after)), tx.update(*map(plain, (grads, state, params))))
 
 
 def test_a_variable_may_hold_a_tree():

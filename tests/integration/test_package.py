@@ -172,8 +172,6 @@ def test_pyright_finds_each_typo_of_a_users_program_and_nothing_else(tmp_path):
     assert not [word for line, word in expected.items() if word not in errors[line]]
 
 
-# What a user reads: `help`, names, the command line, the API reference, the README, the examples.
-
 FIRST = ["loss_scaled", "train_step", "metrics", "check"]
 PARTS = (jaxscale, jaxscale.diagnostics, jaxscale.flax, jaxscale.nnx, jaxscale.presets)
 DOCUMENTED = {module.__name__: module for module in PARTS}
@@ -182,8 +180,7 @@ DOCS = {
     for name, value in (ALL | METHODS | DOCUMENTED).items()
 }
 
-# A name in single backticks must resolve if it has points and starts with a public class, or with a
-# package of `PACKAGES`.
+# A name in backticks must resolve if it starts with a public class and a point, or with these.
 NAME = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.\w+)*)(?:\([^`]*\))?`(?!`)", re.DOTALL)
 PACKAGES = ("equinox", "flax", "jax", "jaxscale", "json", "math", "matplotlib", "optax")
 CLASSES = {name.rpartition(".")[2]: value for name, value in ALL.items() if inspect.isclass(value)}

@@ -71,8 +71,6 @@ def test_check_is_silent_while_training_makes_progress_and_no_longer():
     stuck(blind, r"0 in 6 steps at loss scale 256.*init", max_consecutive=5)
 
 
-# What is to blame when training is stuck: each cause, made on purpose, and what `check` says.
-
 LOSSES = {
     # Finite, with gradients that overflow float16 at a scale of more than about 100, and an eighth.
     "half": lambda w, x: jnp.sum((w * x).astype(jnp.float16).astype(jnp.float32) * 500),
@@ -131,13 +129,6 @@ def test_the_line_that_is_named_helps(policy):
     assert 2.0**-6 <= state.scaling.loss_scale <= 2.0**-3
 
 
-def test_a_train_state_brings_its_optimizer():
-    state = jaxscale.flax.TrainState.create(apply_fn=None, params=W, tx=FIXED)
-    for _ in range(4):
-        state = state.apply_gradients(grads=BAD)
-    stuck(state, "The scale is fixed", max_consecutive=3)
-
-
 def idle(tx, scale=2.0**24, **counters):
     """A state after many finite steps, with a scale that has only ever grown."""
     state = jax.device_get(after(1, jnp.ones(3), tx))
@@ -182,7 +173,11 @@ class Tracking(jaxscale.LossScale):
         return Tracked(jnp.maximum(state.loss_scale / 2, 4.0), jnp.roll(state.last, 1))
 
 
-def test_check_reads_states_that_hold_more_than_scalars():
+def test_check_reads_a_train_state_and_states_that_hold_more_than_scalars():
+    state = jaxscale.flax.TrainState.create(apply_fn=None, params=W, tx=FIXED)
+    for _ in range(4):
+        state = state.apply_gradients(grads=BAD)
+    stuck(state, "The scale is fixed", max_consecutive=3)  # it brings its optimizer
     tx = jaxscale.loss_scaled(SGD, Tracking())
     alone = after(7, tx=tx)
     states = jax.tree.map(lambda *xs: jnp.stack(xs), after(1, tx=tx), alone)

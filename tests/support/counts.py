@@ -39,9 +39,8 @@ def count_alone(fun, dtype, size=2**20):
 
 
 def main():
-    names = (*NAMES, ADAPTIVE)
-    rows = [*itertools.product(names, (1, 3), ["float32"], (False, True))]
-    rows += itertools.product(names, [1], ["float16", "bfloat16"], [False])
+    rows = [*itertools.product((*NAMES, ADAPTIVE), (1, 3), ["float32"], (False, True))]
+    rows += itertools.product((*NAMES, ADAPTIVE), [1], ["float16", "bfloat16"], [False])
     counted = {", ".join(map(str, row)): count(*row) for row in rows}
     for dtype in trees.DTYPES:
         counted[f"verdict, {dtype}"] = count_alone(jaxscale.all_finite, dtype)

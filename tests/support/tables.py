@@ -122,9 +122,8 @@ def assert_same_bits(actual, expected):
 def assert_close(actual, expected):
     """Equal to rounding: two compiled programs may contract products and sums differently."""
     actual, expected = jax.tree.map(lambda x: _numbers(x).astype("float64"), (actual, expected))
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7), actual, expected
-    )
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7)
+    jax.tree.map(close, actual, expected)
 
 
 def avals(tree):

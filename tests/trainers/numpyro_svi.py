@@ -49,7 +49,6 @@ def train(dtype, scaled, skips, batch):
     params = svi.get_params(state)
     if not all(bool(jnp.isfinite(p).all()) for p in params.values()):
         return float("nan"), skipped(state)  # NumPyro would refuse to build its distributions
-    loss = Trace_ELBO(num_particles=16).loss(
-        jax.random.key(1), params, network("float32"), guide, x, y
-    )
+    key, full = jax.random.key(1), network("float32")
+    loss = Trace_ELBO(num_particles=16).loss(key, params, full, guide, x, y)
     return float(loss), skipped(state)

@@ -111,9 +111,7 @@ def train(dtype, scaled, skips, batch):
         role_to_mesh=dict.fromkeys((roles.ACTOR, roles.REFERENCE, roles.ROLLOUT), mesh),
         rollout_engine=Rollout,
         training_config=rl_cluster.RLTrainingConfig(
-            actor_optimizer=optimizer(skips),
-            eval_every_n_steps=STEPS,
-            max_steps=STEPS,
+            actor_optimizer=optimizer(skips), eval_every_n_steps=STEPS, max_steps=STEPS
         ),
         rollout_config=base_rollout.RolloutConfig(
             max_tokens_to_generate=LENGTH, max_prompt_length=1, temperature=1.0
