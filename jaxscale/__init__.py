@@ -13,11 +13,11 @@ The rest, by group:
   scaled on the way, and `apply_gradients(tx, grads, opt_state, params)` updates or skips. `grad` is
   `value_and_grad` without the loss.
 - In a step that is not yours to edit, such as a trainer's: `scale_backward(fun)` scales the
-  backward pass of a loss or a model, and needs no state.
+  backward pass of a loss or a model. It has no state, and no `metrics`.
 - Optimizers: `skip_nonfinite` skips bad steps without scaling, for bfloat16 and float32.
   `multi_steps` accumulates several micro-batches for each step.
-- Precision: `autocast` computes matrix products in float16 without touching the model, and
-  `full_precision` exempts a part of it.
+- Precision: `autocast` computes matrix products in float16 without touching the model, which needs
+  it unless it casts by itself. `full_precision` exempts a part of it.
 - Policies, the rules by which the scale moves: `DynamicLossScale`, the default;
   `AdaptiveLossScale`, which follows the largest gradient; `FixedLossScale`, `NoOpLossScale`, their
   base class `LossScale`, and `as_loss_scale`, which reads short forms such as `"dynamic"`,
@@ -34,22 +34,18 @@ The rest, by group:
 - Diagnostics: `jaxscale.diagnostics` shows where gradients overflow and what underflows. The
   command `jaxscale doctor` runs all of it on a model and writes a report.
 
-## What float16 holds, and what it loses
+## What float16 loses, and what to do about it
 
-float16 ends at 65504, and what would be 65520 or more is inf. Below 2**-14, about 6e-5, it loses
-digits, and half of its smallest number, 2**-24, rounds to 0:
+float16 ends at 65504, and half of its smallest number, 2**-24, rounds to 0:
 
 >>> import jax, jax.numpy as jnp, jaxscale
 >>> jnp.array([65519.0, 65520, 2**-24, 2**-25]).astype(jnp.float16).tolist()
 [65504.0, inf, 5.960464477539063e-08, 0.0]
 
-A forward pass overflows: squares, sums over many numbers, and exponentials, as exp(11.1) is more
-than 65504. A loss scale cannot help there. `autocast` keeps such operations in float32.
-
-A backward pass underflows. The gradient of a mean over a million numbers begins at 1e-6, and each
-layer multiplies it by something small. But it is linear: if the loss is a thousand times as large,
-so is each gradient on the way. So the loss is multiplied by a power of two, which rounds nothing,
-and the gradients are divided by it in float32:
+A forward pass overflows, in squares, long sums and exponentials. A loss scale cannot help there:
+`autocast` keeps such operations in float32. A backward pass underflows, as the gradient of a mean
+over a million numbers begins at 1e-6. But it is linear: so the loss is multiplied by a power of
+two, which rounds nothing, and the gradients are divided by it in float32:
 
 >>> def loss_fn(w):  # its derivative is 2**-30
 ...     return jnp.float32(2**-10) * (w.astype(jnp.float16) * jnp.float16(2**-20))
@@ -59,39 +55,16 @@ and the gradients are divided by it in float32:
 >>> float(jaxscale.grad(loss_fn, jaxscale.FixedLossScale(2**15).init())(w)) * 2**30
 1.0
 
-Too large a scale makes the backward pass overflow, which shows as inf or NaN in the gradients. The
-step is then skipped and the scale is lowered: that is how the right one is found, and why a few
-skipped steps are no fault.
+Too large a scale makes the gradients inf or NaN. The step is then skipped and the scale is lowered:
+that is how the right one is found, and why one skip in thousands of steps is no fault. Where there
+is one, `check` says what it is, and `jaxscale doctor` names the line. bfloat16 has the range of
+float32, so it needs no scale, only `skip_nonfinite`.
 
-bfloat16 has the range of float32 and three bits fewer than float16: 1.008 is the next number after
-1, where float16 has 1.001. Nothing is flushed, so it needs no scale, only `skip_nonfinite`.
-
-## How to read `metrics`
-
-- A `loss_scale` that moves by a factor of 2 now and then, and one skip in thousands of steps: fine.
-- `notfinite_count` grows with each step: all are skipped, and nothing is learned. `check` says why.
-- `total_notfinite_loss` grows as fast as `total_notfinite`: the loss itself is inf or NaN. Look at
-  the data and the forward pass; no scale helps.
-- `loss_scale` falls and stays low, `backoff_count` grows: something comes near 65504 by itself.
-  `jaxscale doctor` names the line.
-- `loss_scale` is 2**24 and `total_notfinite` 0: nothing is scaled, or nothing is in float16.
-- `total_exhausted` grows: retries do not help, so it is the batch and not the scale.
-- `total_spikes` is more than one step in 20: spikes are how this run is. Lower the rate, or clip.
-
-## What to choose
-
-- A model in float32: `autocast(loss_fn)`. One that casts by itself, as Flax layers with `dtype=`
-  do, needs none.
-- The rule: the default first. `"adaptive"` where gradients change their size during the run, or
-  where skips cost too much: it follows the largest gradient instead of trying. A number, such as
-  128, if you know it: it never moves, so a step that overflows at it is lost each time. `None`:
-  no scale, as `skip_nonfinite`.
-- Retries where no batch may be lost: `train_step(loss_fn, tx, retries=10)`. Each overflow then
-  costs a backward pass, and the step has no reverse-mode derivative of its own.
-- `spikes=SpikeRule()` in long runs in any precision, against single bad batches. It is no
-  substitute for `max_norm`, which clips, nor for a lower rate.
-- `scale_backward` only where the step is not yours. It finds its scale anew in each pass, so it
-  has nothing to save and no `metrics`; put `skip_nonfinite` around the optimizer.
+- Take the default rule first; `"adaptive"` where gradients change their size during the run, or
+  where skips cost too much; a number, such as 128, if you know that it fits.
+- `retries=10` of `train_step` loses no batch, for a backward pass more after each overflow.
+- `SpikeRule` skips single bad batches in any precision. It is no substitute for `max_norm`, which
+  clips, nor for a lower rate.
 """
 
 import importlib as _importlib

@@ -1,9 +1,7 @@
 """What happened in training: as numbers for a log, and as an error if nothing moves.
 
-`metrics` collects the scale and the counters of a state, inside `jit` or outside. `check` reads
-the same counters on the host, and if too many steps in a row were skipped, it derives the likely
-cause from them, from the policy, and from the leaves that were tracked. Where training goes on but
-the scale decays, or has never been of use, it warns.
+`metrics` collects the scale and the counters of a state. `check` reads them on the host, and if
+training is stuck, derives the likely cause from them, the policy and the leaves that were tracked.
 """
 
 import math
@@ -30,8 +28,6 @@ from ._trees.checks import and_more
 _PARTS = {"scaling", "inner_state", "spikes", "nonfinite_leaves", "grad_norm"}
 # What is not shown of a `SpikeState`.
 _WINDOWS = {"losses", "grad_norms", "loss_count", "norm_count"}
-# The counters of accumulators, which have the same names here and in Optax.
-_WINDOW_COUNTERS = ("mini_step", "gradient_step")
 
 # From how many falls without a growth between them, and below which scale, `check` warns. On the
 # runs in `tests/policies/traces`, which are healthy, the counter reaches 3 at most. Where the
@@ -41,7 +37,6 @@ _FALLS, _LOW = 6, 2.0**15
 # An `AdaptiveLossScale` falls in larger and larger steps. It is too low this many binades below
 # what usual gradients allow, if no larger ones were seen and the usual ones are scaled to below 1.
 _ROOM = 6.0
-
 # From which scale, and after how many steps, it is told that nothing has ever overflowed. It is
 # where the default rule stops growing; half precision rarely bears it.
 _HIGH, _LONG = 2.0**24, 10_000
@@ -53,9 +48,8 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
     Works inside `jit` and never waits for the device.
 
     Args:
-      tree: a `jaxscale.LossScaledState` or `jaxscale.LossScaleState`, or a
-        tree that holds exactly one, such as `opt_state`, a `TrainState`, or the
-        `nnx.state` of an optimizer of Flax NNX.
+      tree: a `jaxscale.LossScaledState` or `jaxscale.LossScaleState`, or a tree that holds exactly
+        one, such as `opt_state`, a `TrainState`, or the `nnx.state` of an optimizer of Flax NNX.
 
     Returns:
       A dictionary of scalar arrays: `loss_scale` and the trackers of the policy, which its state
@@ -91,7 +85,8 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
         if node.grad_norm is not None:
             values["grad_norm"] = node.grad_norm
         if isinstance(node.inner_state, WINDOW_STATES):
-            values |= {name: getattr(node.inner_state, name) for name in _WINDOW_COUNTERS}
+            window = node.inner_state  # has the same names here and in Optax
+            values |= {name: getattr(window, name) for name in ("mini_step", "gradient_step")}
         flags = named_flags(unwrap(node.nonfinite_leaves))
         values |= {f"nonfinite_leaves/{name}": flag for name, flag in flags.items()}
     return {name: jax.tree.map(jnp.asarray, unwrap(value)) for name, value in values.items()}
@@ -117,9 +112,8 @@ def check(
 
     Args:
       tree: a `jaxscale.LossScaledState`, or a tree that holds exactly one.
-      tx: the optimizer, which knows how far the scale can fall. With it the message tells
-        a scale at its floor from one that is fixed or still falling. A `TrainState` has its
-        own.
+      tx: the optimizer, which knows how far the scale can fall. With it the message tells a scale
+        at its floor from one that is fixed or still falling. A `TrainState` has its own.
       max_consecutive: how many steps skipped in a row are still accepted. Halving takes 24
         of them from 2**24 down to 1.
 
@@ -130,17 +124,13 @@ def check(
         gradients of which it has seen none; if the scale may be of no use, as it is 2**24 or more
         after 10,000 steps, none of which overflowed; if retries do not help, with a
         `total_exhausted` of 6 or more; or if spikes are skipped again and again, 20 in a row, or
-        more than one step in 20 of at least 1000.
-
-        A policy that raises its scale in every finite step, such as `presets.chainer()`, never
-        decays, and no scale that follows the gradients is of no use. The texts are always the same,
-        so that Python shows each of them once in a run.
+        more than one step in 20 of at least 1000. A policy that raises its scale in every finite
+        step, such as `presets.chainer()`, never decays. Python shows each text once in a run.
 
     Raises:
       LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped, or if an
-        `AdaptiveLossScale` has seen nothing but zeros in more steps than that. The
-        message has the numbers and the likely cause and, if `tx` was made with
-        `track_leaves=True`, the leaves that the last overflow was in.
+        `AdaptiveLossScale` has seen nothing but zeros in more steps than that. The message has the
+        numbers, the likely cause and, with `track_leaves=True`, the leaves of the last overflow.
       ValueError: if `tree` holds no such state, or several.
       TypeError: if called inside `jit`.
 
@@ -160,20 +150,14 @@ def check(
     inner_state = unwrap(state.inner_state)
     state = jax.tree.map(_on_host, unwrap(state._replace(inner_state=None)))
     _warn_if_lost(unwrap(getattr(tree, "step", None)), state, inner_state)
-    warned = {
-        _EXHAUSTED: np.any(state.total_exhausted >= _FALLS),
-        _DECAY: _decays(state),
-        _IDLE: _is_idle(state),
-        _SPIKES: _skips_spikes(state),
-    }
+    told = _told(state)
     # The state of a population has leading axes: report the worst member.
     axes, worst = np.ndim(state.notfinite_count), np.argmax(state.notfinite_count)
     state = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes:])[worst], state)
     if state.notfinite_count <= max_consecutive:
         _raise_if_blind(state, max_consecutive)
-        for text, is_told in warned.items():
-            if is_told:
-                warnings.warn(text, stacklevel=2)
+        for text in told:
+            warnings.warn(text, stacklevel=2)
         return
     wrapper = wrapper_of(tx or getattr(tree, "tx", None))
     policy = None if wrapper is None else wrapper.policy
@@ -199,7 +183,6 @@ _EXHAUSTED = (
     + " If the scale is, start lower, lower its floor, or allow more `retries`."
 )
 
-# Without numbers: Python's filter of warnings shows a text once for each line that calls `check`.
 _DECAY = (
     "`check`: the loss scale fell again and again without growing in between, so something in the "
     "model leaves float16's range at lower and lower scales, and small gradients are lost. "
@@ -218,7 +201,6 @@ _IDLE = (
     'small: `jaxscale.loss_scaled(tx, "adaptive")` finds a scale for them, however high.'
 )
 
-
 _SPIKES = (
     "`check`: spikes are skipped again and again: 20 or more in a row, or more than one step in "
     "20. If the loss has reached a new level, for example with new data, these are good steps: "
@@ -227,32 +209,29 @@ _SPIKES = (
 )
 
 
-def _skips_spikes(state: Any) -> bool:
-    """Returns whether spikes are skipped more often than bad batches explain."""
-    if state.spikes is None:
-        return False
-    often = (state.spikes.total_spikes > state.total_steps // 20) & (state.total_steps >= 1000)
-    return bool(np.any(often | (state.spikes.spike_count >= 20)))
-
-
-def _decays(state: Any) -> bool:
-    """Returns whether overflows lower the scale again and again, in any of a population."""
-    scaling, falls = state.scaling, state.backoff_count >= _FALLS
+def _told(state: Any) -> list[str]:
+    """Returns the texts of what `check` warns of in a state, or in any of a population."""
+    scaling, spikes, steps = state.scaling, state.spikes, state.total_steps
+    falls, is_idle, are_often = state.backoff_count >= _FALLS, False, False
     if isinstance(scaling, AdaptiveState):
         is_guess = scaling.held_steps == scaling.finite_steps
         is_small = scaling.loss_scale * np.exp2(scaling.peak) < 1
         falls |= is_guess & is_small & (scaling.crest - scaling.peak >= _ROOM)
-    return bool(np.any(falls & (scaling.loss_scale < _LOW)))
-
-
-def _is_idle(state: Any) -> bool:
-    """Returns whether a scale has only ever grown, in any of a population."""
-    scaling = state.scaling
-    if not isinstance(scaling, LossScaleState):  # others may start there, as they see gradients
-        return False
-    overflows = state.total_notfinite - state.total_notfinite_loss + state.total_retries
-    has_grown = (scaling.loss_scale >= _HIGH) & (scaling.growth_tracker > 0)  # 0: maybe it is fixed
-    return bool(np.any(has_grown & (overflows == 0) & (state.total_steps >= _LONG)))
+    if isinstance(scaling, LossScaleState):  # others may start there, as they see gradients
+        overflows = state.total_notfinite - state.total_notfinite_loss + state.total_retries
+        # A growth tracker of 0: maybe the scale is fixed.
+        has_grown = (scaling.loss_scale >= _HIGH) & (scaling.growth_tracker > 0)
+        is_idle = has_grown & (overflows == 0) & (steps >= _LONG)
+    if spikes is not None:
+        are_often = (spikes.total_spikes > steps // 20) & (steps >= 1000)
+        are_often |= spikes.spike_count >= 20
+    told = {
+        _EXHAUSTED: state.total_exhausted >= _FALLS,
+        _DECAY: falls & (scaling.loss_scale < _LOW),
+        _IDLE: is_idle,
+        _SPIKES: are_often,
+    }
+    return [text for text, holds in told.items() if np.any(holds)]
 
 
 def _on_host(leaf: Any) -> np.ndarray:
@@ -299,13 +278,12 @@ def _raise_if_blind(state: Any, most: int) -> None:
         )
 
 
-def _leaves(flags: Any, most: int = 5) -> str:
+def _leaves(flags: Any) -> str:
     """Returns which gradients overflowed last, if that was tracked."""
-    bad, number = flagged_paths(flags), len(jax.tree.leaves(flags))
-    if not bad:
-        return ""
-    shown = " ".join([", ".join(bad[:most]), *and_more(bad, most)])
-    return f" The last gradients that were not finite: {shown} ({len(bad)} of {number} leaves)."
+    bad = flagged_paths(flags)
+    shown = " ".join([", ".join(bad[:5]), *and_more(bad, 5)])
+    number = f"({len(bad)} of {len(jax.tree.leaves(flags))} leaves)"
+    return f" The last gradients that were not finite: {shown} {number}." if bad else ""
 
 
 def _likely_cause(state: Any, policy: LossScale | None) -> str:
@@ -360,9 +338,8 @@ def _backward(state: Any, policy: LossScale | None) -> str:
 
 def _lowest(scaling: Any, policy: LossScale) -> float:
     """Returns where a scale ends if all further steps are bad."""
-
-    def backoff(_: Any, state: Any) -> Any:
-        return policy.adjust(state, jnp.array(False))
-
     scaling = jax.tree.map(jnp.asarray, policy.init()._replace(**scaling._asdict()))
-    return float(jax.lax.fori_loop(0, 10_000, backoff, scaling).loss_scale)
+    bad = jnp.array(False)
+    return float(
+        jax.lax.fori_loop(0, 10_000, lambda _, s: policy.adjust(s, bad), scaling).loss_scale
+    )

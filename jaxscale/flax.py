@@ -4,10 +4,9 @@ Flax's own `TrainState` would replace batch statistics and other fields on a ste
 optimizer skipped. This one selects each field by the verdict that the state of the optimizer
 holds. `train_step` is the whole step for it, in one function.
 
-Name what the model carries as fields of a subclass, such as `batch_stats: Any`. What every step
-replaces, a skipped one, too, such as a key for dropout, is named in `always_replace`: the next step
-would draw the same noise again. In a step of your own, take
-`jaxscale.value_and_grad(loss_fn, state)` and `TrainState.apply_gradients`.
+Name what the model carries as fields of a subclass, such as `batch_stats: Any`. Name a key for
+dropout in `always_replace`, or the step after a skipped one would draw the same noise again. In a
+step of your own, take `jaxscale.value_and_grad(loss_fn, state)` and `TrainState.apply_gradients`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,7 +21,7 @@ from ._gradients.scaled import Scaled
 from ._state.find import find_optimizer_state
 from ._state.optimizer import MultiStepsState
 from ._step.apply import select_if_stepped
-from ._step.optimizer import Optimizer, apply_step, as_optimizer, check_same_optimizer
+from ._step.optimizer import apply_step, as_optimizer, check_same_optimizer
 from ._step.plan import StepPlan
 from ._step.retry import BackwardResult, is_traced
 from ._step.train_step import with_name
@@ -261,25 +260,20 @@ def train_step(
         _check_fields(f"{call}(always_replace=...)", always_replace, replaced, hint)
         state = state._step(call, made, always_replace, replaced)
         if after is not None:
-            state = _completed(f"{call}(after=...)", optimizer, before, after(state), state)
+            given, returned = f"{call}(after=...)", after(state)
+            if type(returned) is not type(state):
+                raise TypeError(
+                    f"`{given}` must return the `TrainState` that it got, with other fields, got "
+                    f"{type(returned).__name__}. Return `state.replace(...)`."
+                )
+            old = {name: getattr(state, name) for name in state.__dataclass_fields__}
+            new = {n: getattr(returned, n) for n in old if getattr(returned, n) is not old[n]}
+            old = {name: old[name] for name in new}
+            new = select_if_stepped(given, optimizer, before, state.opt_state, new, old)
+            state = state.replace(**new)
         return state, (made.loss, made.aux) if has_aux else made.loss
 
     return with_name(step)
-
-
-def _completed(
-    call: str, optimizer: Optimizer, before: Any, returned: Any, state: TrainState
-) -> TrainState:
-    """Returns what a hook made of a state if the optimizer made a step, otherwise the state."""
-    if type(returned) is not type(state):
-        raise TypeError(
-            f"`{call}` must return the `TrainState` that it got, with other fields, got "
-            f"{type(returned).__name__}. Return `state.replace(...)`."
-        )
-    fields = state.__dataclass_fields__
-    changed = [name for name in fields if getattr(returned, name) is not getattr(state, name)]
-    new, old = ({name: getattr(each, name) for name in changed} for each in (returned, state))
-    return state.replace(**select_if_stepped(call, optimizer, before, state.opt_state, new, old))
 
 
 def _check_fields(given: str, names: Iterable[str], known: Collection[str], hint: str = "") -> None:

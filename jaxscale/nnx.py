@@ -19,7 +19,7 @@ from ._gradients.scaled import Scaled
 from ._jax import is_called_by_jax
 from ._state.scale import unwrap
 from ._step.apply import select_if_applied, select_if_stepped
-from ._step.optimizer import Optimizer, apply_step, as_optimizer, check_same_optimizer
+from ._step.optimizer import apply_step, as_optimizer, check_same_optimizer
 from ._step.plan import StepPlan
 from ._step.retry import BackwardResult, is_traced
 from ._step.train_step import with_name
@@ -113,8 +113,14 @@ def train_step(
     is_kept = nnx.filterlib.to_predicate(keep)
 
     def step(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        tx, start = _parts(f"{call}(...)", optimizer)
-        wrt = optimizer.wrt
+        if not isinstance(optimizer, nnx.Optimizer):
+            raise TypeError(
+                f"`{call}(...)(model, optimizer, ...)`: `optimizer` must be an `nnx.Optimizer`, "
+                f"got {type(optimizer).__name__}. {_MAKE_IT}"
+            )
+        tx, wrt = as_optimizer(f"{call}(...)", optimizer.tx), optimizer.wrt
+        given, order = f"{call}(...)(opt_state=...)", "(model, optimizer, ...)"
+        start = unwrap(tx.check_state(given, optimizer.opt_state, order))
         if is_called_by_jax():
             # Nothing else shows it: the step would run, and its changes would be thrown away.
             raise TypeError(
@@ -213,17 +219,6 @@ def _change(
         name = ".".join(map(str, path))
         changed[path] = finish({name: leaf}, {name: old[path]})[name]
     nnx.update(model, nnx.from_flat_state(changed))
-
-
-def _parts(call: str, optimizer: Any) -> tuple[Optimizer, Any]:
-    """Returns what an `nnx.Optimizer` holds: the optimizer, and its state as arrays."""
-    if not isinstance(optimizer, nnx.Optimizer):
-        raise TypeError(
-            f"`{call}(model, optimizer, ...)`: `optimizer` must be an `nnx.Optimizer`, got "
-            f"{type(optimizer).__name__}. {_MAKE_IT}"
-        )
-    tx, given = as_optimizer(call, optimizer.tx), f"{call}(opt_state=...)"
-    return tx, unwrap(tx.check_state(given, optimizer.opt_state, "(model, optimizer, ...)"))
 
 
 def _taken_apart(model: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -5,12 +5,9 @@ import sys
 
 # Before JAX is imported. Without the second flag XLA on CPU keeps float32 between two
 # float16 operations, and nothing would underflow.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        "--xla_allow_excess_precision=false",
-    ]
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8 --xla_allow_excess_precision=false"
 )
 # Most of the time goes into compilation, a third of it into optimizations of LLVM. The slow run has
 # them, and so has one with a level in XLA_FLAGS. Workers have the flags of what started them.
@@ -32,12 +29,6 @@ import hypothesis
 import jax
 import pytest
 
-for name, examples in {"fast": 20, "slow": 60}.items():
-    hypothesis.settings.register_profile(
-        name, deadline=None, max_examples=examples, derandomize=True
-    )
-
-SKIPPED = pytest.StashKey[int]()  # how many slow tests were deselected
 CACHE = pytest.StashKey[str]()  # the folder of programs that were compiled
 
 
@@ -46,11 +37,11 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "standard_promotion: dtypes promote as users have it; optax's Adam needs it"
-    )
+    config.addinivalue_line("markers", "standard_promotion: dtypes promote as users have it")
     config.addinivalue_line("markers", "slow: runs only with --slow")
-    hypothesis.settings.load_profile("slow" if config.option.slow else "fast")
+    options = {"max_examples": 60 if config.option.slow else 20, "derandomize": True}
+    hypothesis.settings.register_profile("ours", deadline=None, **options)
+    hypothesis.settings.load_profile("ours")
     # Most of the time goes into compilation, and many tests compile the same program. What one
     # has compiled, the others load, in both workers, until this run ends.
     worker_input = getattr(config, "workerinput", None)
@@ -72,20 +63,10 @@ def pytest_unconfigure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m slow` selects
 def pytest_collection_modifyitems(config, items):
-    if config.option.slow:
-        return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    items[:] = [item for item in items if not item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=slow)
-    config.stash[SKIPPED] = len(slow)
-    if hasattr(config, "workerinput"):
-        config.workeroutput["skipped"] = len(slow)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    # Each worker collects all tests, and the terminal is not theirs.
-    node.config.stash[SKIPPED] = getattr(node, "workeroutput", {}).get("skipped", 0)
+    if not config.option.slow:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +81,9 @@ def promotion(request):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """How many slow tests were left out, and the doctor's score."""
-    if skipped := config.stash.get(SKIPPED, 0):
-        terminalreporter.line(f"{skipped} slow tests were left out; --slow runs them, too.")
+    """Whether slow tests were left out, and the doctor's score."""
+    if not config.option.slow:
+        terminalreporter.line("Slow tests were left out; --slow runs them, too.")
     # Under xdist, too: properties travel with the reports.
     for report in itertools.chain(*terminalreporter.stats.values()):
         for key, lines in getattr(report, "user_properties", ()):

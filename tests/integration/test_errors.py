@@ -1,6 +1,7 @@
 """Bad input: an error names the call, the argument, the value and the way out."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,24 +11,22 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
-from tables import cases
+from flax.training import train_state
+from tables import POLICIES, cases
 
 import jaxscale
-import jaxscale.flax
 from jaxscale import diagnostics, presets
 
-DYNAMIC = jaxscale.DynamicLossScale
-STATE = DYNAMIC().init()
-NOOP = jaxscale.NoOpLossScale().init()
-SGD = optax.sgd(0.1)
-TX = jaxscale.loss_scaled(SGD)
-SKIPPING = jaxscale.skip_nonfinite(SGD)
-WINDOW = jaxscale.multi_steps(SGD, 2)
-OPT_STATE = TX.init(jnp.ones(2))
-W = jnp.ones(2)
-ADAM = jaxscale.skip_nonfinite(optax.adam(0.1))
-LBFGS = jaxscale.skip_nonfinite(optax.lbfgs())
-SAM = jaxscale.skip_nonfinite(optax.contrib.sam(SGD, SGD, opaque_mode=True))
+DYNAMIC, SGD, W = jaxscale.DynamicLossScale, optax.sgd(0.1), jnp.ones(2)
+STATE, NOOP = DYNAMIC().init(), jaxscale.NoOpLossScale().init()
+TX, WINDOW = jaxscale.loss_scaled(SGD), jaxscale.multi_steps(SGD, 2)
+OPT_STATE = TX.init(W)
+SAM = optax.contrib.sam(SGD, SGD, opaque_mode=True)
+OTHERS = SGD, optax.adam(0.1), optax.lbfgs(), SAM
+SKIPPING, ADAM, LBFGS, SAM = map(jaxscale.skip_nonfinite, OTHERS)
+CHANGING = optax.GradientTransformation(lambda p: (), lambda u, s, p: (u, (1,)))
+CHANGING = jaxscale.loss_scaled(CHANGING)
+LINEN, NNX = jaxscale.flax.train_step, jaxscale.nnx.train_step
 
 
 def never_traced(*args):
@@ -38,47 +37,55 @@ def two(w, x):
     return jnp.sum(w * x)
 
 
-def bare_step(loss_fn, tx):
-    with pytest.warns(UserWarning, match="bare optimizer"):
-        return jaxscale.train_step(loss_fn, tx)
+class OwnTrainState(jaxscale.flax.TrainState):
+    stats: Any
+    ema: Any
 
 
-def flax_state(**kwargs):
-    return jaxscale.flax.TrainState.create(apply_fn=None, params={"w": W}, tx=TX, **kwargs)
+def flax_state(tx=TX):
+    fields = {"stats": {"mean": W, "count": jnp.array(3)}, "ema": W}
+    return OwnTrainState.create(apply_fn=None, params={"w": W}, tx=tx, **fields)
+
+
+def apply(**fields):
+    return flax_state().apply_gradients(grads={"w": W}, **fields)
+
+
+def returned(fields, **options):
+    step = LINEN(lambda p, f: (jnp.sum(p["w"]), fields), has_state=True, **options)
+    return step(flax_state())
+
+
+def nnx_pair(tx=TX, size=2):
+    model = nnx.Linear(2, size, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
 CASES = {
-    # factors that are 1, on the wrong side of it, or no numbers
     "growth is 1": (lambda: DYNAMIC(growth_factor=1), ValueError, r"growth_factor=.*above 1.*1\.0.*2\.0"),
     "growth is text": (lambda: DYNAMIC(growth_factor="2"), TypeError, r"growth_factor.*'2'.*str"),
     "backoff is 1": (lambda: DYNAMIC(backoff_factor=1), ValueError, r"backoff_factor.*1\.0.*0\.5"),
     "backoff is 0": (lambda: DYNAMIC(backoff_factor=0), ValueError, r"backoff_factor.*0\.0"),
     "backoff is NaN": (lambda: DYNAMIC(backoff_factor=np.nan), ValueError, r"backoff_factor.*nan"),
-    # counts
     "interval is 0": (lambda: DYNAMIC(growth_interval=0), ValueError, r"growth_interval.*at least 1.*0"),
     "interval is a float": (lambda: DYNAMIC(growth_interval=1e6), TypeError, r"growth_interval.*1000000\.0.*int"),
     "interval is a bool": (lambda: DYNAMIC(growth_interval=True), ValueError, r"growth_interval.*True"),
     "interval is too large": (lambda: DYNAMIC(growth_interval=2**31), ValueError, r"growth_interval.*int32"),
     "hysteresis is 0": (lambda: DYNAMIC(hysteresis=0), ValueError, r"hysteresis.*0"),
-    # bounds
     "bounds unordered": (lambda: DYNAMIC(min_scale=8, max_scale=4), ValueError, r"min_scale <= init_scale <= max_scale.*8\.0.*4\.0"),
     "init below min": (lambda: DYNAMIC(init_scale=0.5), ValueError, r"min_scale <= init_scale.*0\.5"),
     "max beyond float32": (lambda: DYNAMIC(max_scale=1e39), ValueError, r"max_scale.*normal range.*1e\+39"),
     "min is 0": (lambda: DYNAMIC(min_scale=0), ValueError, r"min_scale.*normal range.*0\.0"),
     "init is an array": (lambda: DYNAMIC(init_scale=jnp.ones(())), TypeError, r"init_scale.*Array"),
-    # fixed scales
     "fixed below 1": (lambda: jaxscale.FixedLossScale(0.5), ValueError, r"loss_scale=.*at least 1.*0\.5"),
     "fixed bool": (lambda: jaxscale.FixedLossScale(True), ValueError, r"loss_scale=.*True"),
-    # short forms
     "spec bool": (lambda: jaxscale.as_loss_scale(True), TypeError, r"True.*None.*number.*\"dynamic\".*LossScale"),
     "spec numpy bool": (lambda: jaxscale.as_loss_scale(np.bool_(True)), TypeError, r"True"),
     "spec text": (lambda: jaxscale.as_loss_scale("static"), ValueError, r"'static'.*\"dynamic\""),
     "spec array": (lambda: jaxscale.as_loss_scale(jnp.ones(())), TypeError, r"Array.*number"),
     "spec class": (lambda: jaxscale.as_loss_scale(DYNAMIC), TypeError, r"mean `DynamicLossScale\(\)`"),
-    # configurations
     "unknown key": (lambda: DYNAMIC.from_config({"init": 8}), TypeError, r"DynamicLossScale.*'init'"),
     "base class": (lambda: jaxscale.LossScale.from_config({}), TypeError, r"abstract class LossScale"),
-    # verdicts and trees
     "gradients for the largest": (lambda: DYNAMIC().adjust(STATE, True, {"w": W}), TypeError, r"`DynamicLossScale\.adjust\(largest=.*scalar, .*got dict.*`update"),
     "verdict is no bool": (lambda: DYNAMIC().adjust(STATE, 1.0), TypeError, r"adjust\(grads_finite.*float.*all_finite"),
     "verdict is no scalar": (lambda: DYNAMIC().adjust(STATE, jnp.array([True])), TypeError, r"bool\[1\]"),
@@ -90,7 +97,6 @@ CASES = {
     "a number that would wrap": (lambda: jaxscale.tree_where(True, jnp.uint8(3), -1), TypeError, r"tree_where.*the root is -1.*uint8"),
     "a weak float for an integer": (lambda: jaxscale.tree_where(True, jnp.asarray(2.0), jnp.int32(3)), TypeError, r"dtypes.*the root.*float32.*int32"),
     "other type": (lambda: jaxscale.tree_where(True, {"d": jnp.float16}, {"d": jnp.float32}), TypeError, r"not arrays.*\['d'\].*float16.*float32"),
-    # what a scale is looked for in
     "no scale": (lambda: jaxscale.value_and_grad(jnp.sum, optax.adam(0.1).init(W)), ValueError, r"value_and_grad.*exactly one.*none in ScaleByAdamState at \[0\].*loss_scaled"),
     "no scale at all": (lambda: jaxscale.grad(jnp.sum, None), ValueError, r"grad.*none in the NoneType"),
     "empty tree": (lambda: jaxscale.grad(jnp.sum, ()), ValueError, r"an empty tree"),
@@ -100,20 +106,17 @@ CASES = {
     "check under jit": (lambda: jax.jit(lambda s: jaxscale.check(s))(OPT_STATE), TypeError, r"check.*jit.*metrics"),
     "metrics of a bare optimizer of NNX": (lambda: jaxscale.metrics(nnx.state(nnx.Optimizer(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param))), ValueError, r"metrics.*none in .*at \['opt_state'\].*Wrap the optimizer"),
     "check of optax's state": (lambda: jaxscale.check(optax.adam(0.1).init(W)), ValueError, r"check.*none in ScaleByAdamState at \[0\].*loss_scaled"),
-    # what differentiates
     "gradients alone": (lambda: jaxscale.value_and_grad(jnp.sum, STATE, transform=jax.grad)(W), TypeError, r"value_and_grad\(transform=.*\(loss, grads\).*got gradients alone.*Pass `jax.value_and_grad`"),
     "gradients of a pair alone": (lambda: jaxscale.value_and_grad(lambda w: jnp.sum(w[0] * w[1][0] * w[1][1]), STATE, transform=jax.grad)((W, (W, W))), TypeError, r"value_and_grad\(transform=.*got gradients alone"),
     "gradients alone, at a scale of 1": (lambda: jaxscale.value_and_grad(jnp.sum, NOOP, transform=jax.grad)(W), TypeError, r"value_and_grad\(transform=.*got gradients alone"),
     "gradients with the loss": (lambda: jaxscale.grad(jnp.sum, STATE, transform=jax.value_and_grad)(W), TypeError, r"`grad\(transform=.*got the loss as well.*Pass `jax.grad`, or call `jaxscale.value_and_grad`"),
     "another transform": (lambda: jaxscale.grad(jnp.sum, STATE, transform=lambda f, has_aux: lambda w: W)(W), TypeError, r"`grad\(transform=.*differentiate as `jax.grad`.*got ArrayImpl"),
     "traced gradients alone": (lambda: diagnostics.trace(jnp.sum, STATE, transform=jax.grad)(W), TypeError, r"trace\(transform=.*got gradients alone"),
-    # losses
     "loss is no scalar": (lambda: jaxscale.grad(lambda w: w, STATE)(W), TypeError, r"grad\(fun\).*float32\[2\].*mean"),
     "loss is an integer": (lambda: jaxscale.value_and_grad(lambda w: jnp.int32(1), STATE)(W), TypeError, r"int32\[\]"),
     "loss is a pair": (lambda: jaxscale.grad(lambda w: (jnp.sum(w), w), STATE)(W), TypeError, r"tuple.*has_aux=True"),
     "loss is missing": (lambda: jaxscale.grad(lambda w: None, STATE)(W), TypeError, r"NoneType"),
     "aux is missing": (lambda: jaxscale.grad(jnp.sum, STATE, has_aux=True)(W), TypeError, r"has_aux=True.*pair"),
-    # the wrapper
     "inner is a number": (lambda: jaxscale.loss_scaled(0.1), TypeError, r"inner.*0\.1.*optax\.adam"),
     "a state without a scale under a fixed one": (lambda: jaxscale.loss_scaled(SGD, 8).update(W, SKIPPING.init(W), W), TypeError, r"another optimizer: its scaling is a UnitLossScaleState.*FixedLossScale"),
     "a population without vmap": (lambda: TX.update({"w": jnp.ones((4, 2))}, jax.vmap(lambda _: OPT_STATE)(jnp.arange(4)), {"w": W}), ValueError, r"update\(state=.*shape \(4,\): call it under `jax.vmap`"),
@@ -123,7 +126,6 @@ CASES = {
     "arguments of update swapped": (lambda: TX.update(W, {"w": W}, OPT_STATE), TypeError, r"state=.*LossScaledState.*dict.*\(grads, opt_state, params\)"),
     "keep is a tree": (lambda: jaxscale.apply_gradients(TX, W, OPT_STATE, W, keep={"new": W}), TypeError, r"apply_gradients\(keep=.*a pair \(new, old\), got dict"),
     "keep of two shapes": (lambda: jaxscale.apply_gradients(TX, W, OPT_STATE, W, keep=(W, W[0])), ValueError, r"apply_gradients\(keep=\.\.\.\)` needs leaves of equal shapes"),
-    # the whole step, from what is known without tracing on
     "step: arguments swapped": (lambda: jaxscale.train_step(TX, jnp.sum), TypeError, r"train_step\(loss_fn\).*a function that returns the loss, got GradientTransf"),
     "step: optimizer is not called": (lambda: jaxscale.train_step(jnp.sum, optax.adamw), TypeError, r"train_step\(tx, .*got <function adamw.*as in `optax\.adamw\(1e-3\)`"),
     "step: retries below 0": (lambda: jaxscale.train_step(jnp.sum, TX, retries=-1), ValueError, r"train_step\(retries=.*at least 0, got -1"),
@@ -145,7 +147,7 @@ CASES = {
     "step: an optimizer with a line search": (lambda: jaxscale.train_step(jnp.sum, LBFGS)(W, LBFGS.init(W)), TypeError, r"`tx\.update` needs.*'grad' and 'value_fn'.*`train_step` gives it the loss.*write the loop.*apply_gradients"),
     "step: an optimizer with gradients of its own": (lambda: jaxscale.train_step(jnp.sum, SAM)(W, SAM.init(W)), ValueError, r"`tx\.update` needs.*grad_fn must be provided.*write the loop"),
     "step: the state of another policy": (lambda: jaxscale.train_step(never_traced, SKIPPING)(W, OPT_STATE), TypeError, r"train_step\(\.\.\.\)\(opt_state=.*another optimizer.*LossScaleState.*NoOpLossScale"),
-    "step: a wrapped state of a bare optimizer": (lambda: bare_step(never_traced, SGD)(W, OPT_STATE), TypeError, r"train_step\(\.\.\.\)\(opt_state=.*`tx` is a bare optimizer.*inner_state"),
+    "step: a wrapped state of a bare optimizer": (lambda: jaxscale.train_step(never_traced, SGD)(W, OPT_STATE), TypeError, r"train_step\(\.\.\.\)\(opt_state=.*`tx` is a bare optimizer.*inner_state"),
     "step: no state": (lambda: jaxscale.train_step(never_traced, TX, has_state=True)(W, OPT_STATE), TypeError, r"train_step\(has_state=True\).*\(params, opt_state, state, \.\.\.\)"),
     "step: state that is not returned": (lambda: jaxscale.train_step(lambda w, s: jnp.sum(w), TX, has_state=True)(W, OPT_STATE, W), TypeError, r"train_step\(loss_fn, has_state=True\).*must return \(loss, state\), got an array"),
     "step: an output that is not asked for": (lambda: jaxscale.train_step(lambda w: (jnp.sum(w), {"w": w}), TX)(W, OPT_STATE), TypeError, r"train_step\(loss_fn\).*must return a loss, got \(an array, dict\).*has_aux.*has_state"),
@@ -167,13 +169,13 @@ CASES = {
     "value with aux": (lambda: TX.update(W, OPT_STATE, W, value=(W[0], W)), TypeError, r"value=.*one number.*\(\(\), \(2,\)\).*has_aux"),
     "wrapped twice": (lambda: jaxscale.loss_scaled(TX), TypeError, r"loss_scaled\(inner\).*DynamicLossScale.*wrap once"),
     "wrapped deeper": (lambda: jaxscale.loss_scaled(optax.chain(SKIPPING)).init(W), ValueError, r"LossScaledState.*at \[0\].*wrap once"),
-    # states and values of something else
+    "a step that changes the structure of its state": (lambda: CHANGING.update(W, CHANGING.init(W), W), ValueError, r"inner\.update"),
+    "a compiled step that changes the structure": (lambda: jax.jit(CHANGING.update)(W, CHANGING.init(W), W), ValueError, r"inner\.update"),
     "state of another scale, with a window": (lambda: jaxscale.multi_steps(TX, 2).update(W, WINDOW.init(W), W), TypeError, r"update\(state=.*UnitLossScaleState.*DynamicLossScale is a LossScaleState"),
     "state of optax": (lambda: jaxscale.loss_scaled(optax.adam(0.1)).update(W, optax.adam(0.1).init(W), W), TypeError, r"update\(state=.*got tuple.*`tx\.init\(params\)\._replace\(inner_state=state\)`"),
     "wrapped state of a bare optimizer": (lambda: jaxscale.apply_gradients(SGD, W, OPT_STATE, W), TypeError, r"apply_gradients\(opt_state=.*is a `LossScaledState`.*bare.*Pass.*loss_scaled.*inner_state"),
     "optimizer is not called": (lambda: jaxscale.apply_gradients(optax.adamw, W, optax.adamw(0.1).init(W), W), TypeError, r"apply_gradients\(tx.*got <function adamw.*as in `optax\.adamw\(1e-3\)`"),
     "value is a function": (lambda: TX.update(W, OPT_STATE, W, value=jnp.mean), TypeError, r"value=.*got the function mean\. Pass what it returned"),
-    # accumulation
     "a gradient is None": (lambda: WINDOW.update({"a": W, "b": None}, WINDOW.init({"a": W, "b": W})), ValueError, r"multi_steps.*updates=.*got None at b\. Call `init`.*or pass zeros"),
     "no window": (lambda: jaxscale.multi_steps(SGD, 0), ValueError, r"multi_steps\(every_k_schedule=.*at least 1.*0"),
     "half a window": (lambda: jaxscale.multi_steps(SGD, 2.5), TypeError, r"every_k_schedule=.*2\.5"),
@@ -182,42 +184,56 @@ CASES = {
     "accumulate a number": (lambda: jaxscale.multi_steps(0.1, 2), TypeError, r"multi_steps\(inner\).*0\.1.*optax\.adam"),
     "two windows": (lambda: jaxscale.multi_steps(WINDOW, 2), TypeError, r"multi_steps\(inner\).*window already"),
     "a state without a window": (lambda: jaxscale.multi_steps(TX, 2).update(W, OPT_STATE, W), TypeError, r"multi_steps.*state=.*init"),
-    # the TrainState
-    "unknown field": (lambda: flax_state().apply_gradients(grads={"w": W}, batch_stat=1), ValueError, r"batch_stat.*extra_args"),
-    "unknown always": (lambda: flax_state().apply_gradients(grads={"w": W}, always_replace=["rng"]), ValueError, r"always_replace.*rng"),
-    "one name for several": (lambda: flax_state().apply_gradients(grads={"w": W}, always_replace="rng"), TypeError, r"always_replace=.*'rng'.*Pass a tuple.*\('rng',\)"),
-    "no names": (lambda: flax_state().apply_gradients(grads={"w": W}, always_replace=[3]), TypeError, r"always_replace=.*\[3\].*Pass a tuple"),
+    "unknown field": (lambda: apply(batch_stat=1), ValueError, r"batch_stat.*extra_args"),
+    "unknown always": (lambda: apply(always_replace=["rng"]), ValueError, r"always_replace.*rng"),
+    "one name for several": (lambda: apply(always_replace="rng"), TypeError, r"always_replace=.*'rng'.*Pass a tuple.*\('rng',\)"),
+    "no names": (lambda: apply(always_replace=[3]), TypeError, r"always_replace=.*\[3\].*Pass a tuple"),
     "no verdict": (lambda: jaxscale.flax.TrainState.create(apply_fn=None, params=W, tx=SGD), ValueError, r"TrainState.create\(tx=.*LossScaledState.*loss_scaled"),
+    "a field of another structure": (lambda: apply(stats={"mean": W}), ValueError, r"TrainState.apply_gradients\(stats=\.\.\.\)"),
+    "a field of another shape": (lambda: apply(stats={"mean": jnp.ones(3), "count": jnp.array(0)}), ValueError, r"TrainState.apply_gradients\(stats=\.\.\.\)"),
+    "a field of another dtype": (lambda: apply(stats={"mean": W.astype("float16"), "count": jnp.array(0)}), TypeError, r"TrainState.apply_gradients\(stats=\.\.\.\)"),
+    "linen: an optimizer of other parameters": (lambda: LINEN(never_traced)(flax_state(ADAM).replace(params={"w": jnp.ones(5)}), W), ValueError, r"flax\.train_step\(\.\.\.\)\(state\.opt_state=.*other parameters.*\(5,\) at .*got .*\(2"),
+    "linen: a hook that returns a field": (lambda: LINEN(lambda p: jnp.sum(p["w"]), after=lambda state: state.stats)(flax_state()), TypeError, r"flax\.train_step\(after=\.\.\.\)`.*`TrainState` that it got.*got dict.*state\.replace"),
+    "linen: a hook that changes a shape": (lambda: LINEN(lambda p: jnp.sum(p["w"]), after=lambda state: state.replace(stats=W))(flax_state()), ValueError, r"flax\.train_step\(after=\.\.\.\)` needs two trees.*\['stats'\]"),
+    "linen: Flax's own": (lambda: LINEN(never_traced)(train_state.TrainState.create(apply_fn=None, params=W, tx=TX), W), TypeError, r"flax\.train_step.*`jaxscale\.flax\.TrainState`, got TrainState.*Flax's own"),
+    "linen: a state of an optimizer": (lambda: LINEN(never_traced)(OPT_STATE, W), TypeError, r"flax\.train_step.*got LossScaledState"),
+    "linen: an unknown field": (lambda: returned({"batch_stats": 1}), ValueError, r"flax\.train_step\(loss_fn, has_state=True\).*got batch_stats among.*: ema, stats\."),
+    "linen: a collection instead of its field": (lambda: returned(W), TypeError, r"flax\.train_step\(loss_fn, has_state=True\).*a dict from the names.*Array.*stats"),
+    "linen: a field of another dtype": (lambda: returned({"stats": {"mean": W, "count": jnp.array(4.0)}}), TypeError, r"flax\.train_step\(stats=.*equal dtypes.*count"),
+    "linen: a field that is always replaced and not returned": (lambda: returned({}, always_replace=("ema",)), ValueError, r"flax\.train_step\(always_replace=\.\.\.\)` got ema among.*`loss_fn` must return"),
+    "linen: fields to replace, and no state": (lambda: LINEN(never_traced, always_replace=("key",)), ValueError, r"flax\.train_step\(always_replace=\('key',\)\)` needs has_state=True"),
+    "linen: no fields": (lambda: LINEN(lambda p, f: jnp.sum(p["w"]), has_state=True)(flax_state()), TypeError, r"flax\.train_step\(loss_fn, has_state=True\).*\(loss, state\), got an array"),
+    "linen: retries without a scale": (lambda: LINEN(never_traced, retries=1)(flax_state(SKIPPING), W), ValueError, r"flax\.train_step\(retries=1\).*loss scale that can be lowered.*NoOpLossScale"),
+    "nnx: a hook that returns the model": (lambda: NNX(lambda model, x: jnp.sum(model(x)), after=lambda model: model)(*nnx_pair(), W), TypeError, r"nnx\.train_step\(after=\.\.\.\)` changes the model in place.*return None, got Linear"),
+    "nnx: a hook that adds a variable": (lambda: NNX(lambda model, x: jnp.sum(model(x)), after=lambda model: setattr(model, "extra", nnx.BatchStat(W)))(*nnx_pair(), W), ValueError, r"nnx\.train_step\(after=\.\.\.\)` must keep the variables.*added or removed extra\. Make"),
+    "nnx: the transformation": (lambda: NNX(never_traced)(nnx_pair()[0], TX, W), TypeError, r"must be an `nnx\.Optimizer`.*GradientTransformation.*wrt="),
+    "nnx: swapped": (lambda: NNX(never_traced)(*nnx_pair()[::-1], W), TypeError, r"nnx\.train_step\(\.\.\.\)\(model, optimizer.*got Linear"),
+    "nnx: an auxiliary output": (lambda: NNX(lambda m, x: (jnp.sum(m(x)), x))(*nnx_pair(), W), TypeError, r"nnx\.train_step\(loss_fn\).*got \(an array, an array\)\. Pass has_aux=True.* the loss\."),
+    "nnx: compiled by JAX": (lambda: jax.jit(NNX(never_traced))(*nnx_pair(), W), TypeError, r"nnx\.train_step.*`nnx\.jit\(step\)` for `jax\.jit"),
+    "nnx: the step for plain functions": (lambda: jaxscale.train_step(never_traced, TX, transform=nnx.value_and_grad), TypeError, r"train_step\(transform=.*Use `jaxscale\.nnx\.train_step`"),
+    "nnx: an optimizer of another model": (lambda: NNX(never_traced)(nnx_pair(ADAM)[0], nnx_pair(ADAM, 5)[1], W), ValueError, r"`nnx\.train_step\(\.\.\.\)\(optimizer=.*of another optimizer or of other parameters"),
+    "nnx: what is not trained": (lambda: NNX(never_traced, argnums=1)(*nnx_pair(), W), ValueError, r"nnx\.train_step\(argnums=1\).*wrt=<class 'flax.*Param'>.*tx, wrt=nnx\.LoRAParam"),
+    "nnx: no batch": (lambda: NNX(lambda model, x: jnp.sum(model(x)))(*nnx_pair()), TypeError, r"nnx\.train_step\(loss_fn\)`: `loss_fn` takes \(model, x\): missing.*with \(Linear\)"),
+    "nnx: retries without a scale": (lambda: NNX(never_traced, retries=2)(*nnx_pair(SGD), W), ValueError, r"nnx\.train_step\(retries=2\).*loss scale.*loss_scaled\(tx\)"),
 }  # fmt: skip
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:.*bare optimizer:UserWarning")
+@cases("case", CASES)
 def test_bad_input(case):
     call, error, message = CASES[case]
     with pytest.raises(error, match=f"(?s){message}"):
         call()
 
 
-# What a policy may be given for a state, and what the message says then.
-
-OWN = {
-    "fixed": jaxscale.FixedLossScale(8),
-    "noop": jaxscale.NoOpLossScale(),
-    "dynamic": DYNAMIC(),
-    "tolerance": presets.fairseq(),
-    "logmax": presets.openseq2seq_logmax(),
-    "adaptive": jaxscale.AdaptiveLossScale(),
-}
-GRADS = {"w": W}
-TRUE = jnp.array(True)
+OWN = POLICIES | {"tolerance": presets.fairseq(), "logmax": presets.openseq2seq_logmax()}
 
 
 @cases("policy", OWN, fast=["dynamic", "adaptive"])
 def test_a_policy_says_what_its_state_is(policy):
-    policy, name = OWN[policy], "LossScaleState"
-    state, kind = policy.init(), type(policy).__name__
-    other = OWN["tolerance"].init()
+    policy, other, grads, true = OWN[policy], OWN["tolerance"].init(), {"w": W}, jnp.array(True)
+    state, kind, name = policy.init(), type(policy).__name__, "LossScaleState"
     if not isinstance(state, jaxscale.LossScaleState) and kind != "NoOpLossScale":
         other, name = OWN["dynamic"].init(), type(state).__name__
     expected = rf"state=.*must be a `{name}`, got"
@@ -226,46 +242,29 @@ def test_a_policy_says_what_its_state_is(policy):
     alone = rf"`{kind}\.\w+\(state=.*has shape \(4,\): call it under `jax\.vmap`"
     with_scaling = r"got \w+\. Pass `opt_state\.scaling`, or call `tx\.update`"
     swapped = rf"`{kind}\.update\(state=.*, got dict\. The order .* is \(state, grads\)"
-    for call, error, message in [
-        (lambda: policy.update(OPT_STATE, GRADS), TypeError, rf"{kind}\.update.*{with_scaling}"),
-        (lambda: policy.adjust(flax_state(), TRUE), TypeError, rf"{kind}\.adjust.*{with_scaling}"),
-        (lambda: policy.update(GRADS, state), TypeError, swapped),
-        (lambda: policy.update(GRADS, OPT_STATE), TypeError, swapped),
-        (lambda: policy.update(other, GRADS), TypeError, rf"{expected} {type(other).__name__}.*"),
-        (
-            lambda: policy.adjust(None, TRUE),
-            TypeError,
-            rf"{expected} NoneType.*`init`.*{taken_over}",
-        ),
-        (lambda: policy.update(members, GRADS), ValueError, alone),
-        (lambda: jax.jit(policy.adjust)(members, TRUE), ValueError, alone),
+    for call, args, message in [
+        (policy.update, (OPT_STATE, grads), rf"{kind}\.update.*{with_scaling}"),
+        (policy.adjust, (flax_state(), true), rf"{kind}\.adjust.*{with_scaling}"),
+        (policy.update, (grads, state), swapped),
+        (policy.update, (grads, OPT_STATE), swapped),
+        (policy.update, (other, grads), rf"{expected} {type(other).__name__}.*"),
+        (policy.adjust, (None, true), rf"{expected} NoneType.*`init`.*{taken_over}"),
+        (policy.update, (members, grads), alone),
+        (jax.jit(policy.adjust), (members, true), alone),
     ]:
-        with pytest.raises(error, match=message):
-            call()
-    several = jax.vmap(policy.update, (0, None))(members, GRADS)[0]
+        with pytest.raises(ValueError if message == alone else TypeError, match=message):
+            call(*args)
+    several, _ = jax.vmap(policy.update, (0, None))(members, grads)
     assert jax.tree.structure(several) == jax.tree.structure(state)
 
 
-@pytest.mark.standard_promotion
-def test_a_step_that_changes_the_structure_of_its_state_is_told():
-    inner = optax.GradientTransformation(lambda _: (), lambda u, s, p=None: (u, (1,)))
-    tx = jaxscale.loss_scaled(inner)
-    for update in (tx.update, jax.jit(tx.update)):
-        with pytest.raises(ValueError, match=r"inner\.update"):
-            update(W, tx.init(W), W)
-
-
 def test_a_type_error_of_the_loss_itself_is_left_alone():
-    def inner(w):  # called wrongly, but by the user
-        return two(w)
-
-    def raising(w, x):
-        return len(w, x)
-
     def with_data(fun):
         return functools.wraps(fun)(lambda *args, **kwargs: fun(*args, W, **kwargs))
 
-    for loss_fn in (inner, jaxscale.autocast(inner), jax.jit(inner), with_data(raising)):
+    # Called wrongly, but by the user.
+    inner, raising = lambda w: two(w), with_data(lambda w, x: len(w, x))
+    for loss_fn in (inner, jaxscale.autocast(inner), jax.jit(inner), raising):
         with pytest.raises(TypeError, match=r"^two\(\) missing 1|^len\(\) takes exactly one"):
             jaxscale.train_step(loss_fn, TX)(W, OPT_STATE)
     assert jaxscale.train_step(with_data(two), TX)(W, OPT_STATE)[1].step_applied

@@ -1,61 +1,51 @@
-"""The package's own promises: its layers, names and types, and docstrings that are true."""
+"""The package's own promises: layers, names, types, and that what a user reads is true."""
 
 import ast
 import doctest
+import functools
 import graphlib
 import importlib.util
 import inspect
 import json
+import operator
+import os
 import pathlib
+import pkgutil
 import re
 import runpy
 import subprocess
 import sys
 import tomllib
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from tables import cases
 
 import jaxscale
-import jaxscale.diagnostics
-import jaxscale.flax
-import jaxscale.nnx
-import jaxscale.presets
+import jaxscale.__main__
+
+pytestmark = pytest.mark.standard_promotion  # as users have it
 
 # A module imports from its own row and from the rows above it in this list; never in a circle.
-ROWS = """
-_jax
-_trees
-_autocast _state
-_gradients
-_policies
-_step
-_progress
-diagnostics flax nnx presets
-_doctor
-"""
-ROW = {name: i for i, line in enumerate(ROWS.splitlines()) for name in line.split()}
+ROWS = ["_jax", "_trees", "_autocast _state", "_gradients", "_policies", "_step", "_progress"]
+ROWS += ["diagnostics flax nnx presets", "_doctor"]
+ROW = {name: i for i, row in enumerate(ROWS) for name in row.split()}
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PACKAGE = pathlib.Path(jaxscale.__file__).parent
-FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def public(module, prefix=""):
-    return {
-        f"{prefix}{name}": value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
-    }
+    names = [name for name in vars(module) if not name.startswith("_")]
+    named = {f"{prefix}{name}": getattr(module, name) for name in names}
+    return {name: value for name, value in named.items() if not inspect.ismodule(value)}
 
 
-PUBLIC = public(jaxscale) | {
-    "flax.TrainState": jaxscale.flax.TrainState,
-    "flax.train_step": jaxscale.flax.train_step,
-    "nnx.train_step": jaxscale.nnx.train_step,
-}
-DIAGNOSTICS = public(jaxscale.diagnostics, "diagnostics.")
-ALL = PUBLIC | public(jaxscale.presets, "presets.") | DIAGNOSTICS
+PUBLIC = public(jaxscale) | {"nnx.train_step": jaxscale.nnx.train_step}
+PUBLIC |= {f"flax.{name}": getattr(jaxscale.flax, name) for name in jaxscale.flax.__all__}
+ALL = PUBLIC | public(jaxscale.presets, "presets.") | public(jaxscale.diagnostics, "diagnostics.")
 METHODS = {
     f"{name}.{method}": function
     for name, cls in ALL.items()
@@ -87,33 +77,24 @@ def imports(file):
     return own, others - sys.stdlib_module_names
 
 
-MODULES = {module_of(file): file for file in FILES}
+MODULES = {module_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 IMPORTS = {module: imports(file) for module, file in MODULES.items()}
 
 
-def test_imports_run_one_way():
+def test_imports_run_one_way_and_nothing_else_is_imported():
+    graph = {module: own for module, (own, _) in IMPORTS.items() if module != "__init__"}
+    graphlib.TopologicalSorter(graph).prepare()  # raises an error that names the circle
     assert not [
         f"{module} imports {other}"
-        for module, (own, _) in IMPORTS.items()
-        if module not in ("__init__", "__main__")
+        for module, own in graph.items()
+        if module != "__main__"
         for other in own
         if ROW[other.split(".")[0]] > ROW[module.split(".")[0]]
     ]
-
-
-def test_no_modules_import_each_other():
-    graph = {module: own for module, (own, _) in IMPORTS.items() if module != "__init__"}
-    graphlib.TopologicalSorter(graph).prepare()  # raises an error that names the circle
-
-
-def test_nothing_else_is_imported():
     extras = {"flax": {"flax"}, "nnx": {"flax"}, "diagnostics._pictures": {"matplotlib"}}
     extras |= {"_doctor.html": {"jinja2"}}
-    foreign = {
-        module: others - {"jax", "numpy", "optax"} - extras.get(module, set())
-        for module, (_, others) in IMPORTS.items()
-    }
-    assert not {module: others for module, others in foreign.items() if others}
+    for module, (_, others) in IMPORTS.items():
+        assert others <= {"jax", "numpy", "optax"} | extras.get(module, set()), module
 
 
 CONTRACT = """
@@ -132,10 +113,14 @@ FIELDS = {
 }
 
 
-def test_public_names_are_those_of_the_contract():
+def test_names_and_dependencies_are_those_of_the_contract():
     assert set(PUBLIC) == set(CONTRACT.split())
     for name, fields in FIELDS.items():
         assert PUBLIC[name]._fields == tuple(fields.split())
+    update = inspect.signature(jaxscale.loss_scaled(optax.sgd(0.1)).update)
+    assert list(update.parameters) == ["updates", "state", "params", "value", "extra_args"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {re.match(r"\w+", line).group() for line in declared} == {"jax", "jaxlib", "optax"}
 
 
 def test_options_are_keyword_only():
@@ -154,26 +139,11 @@ def test_options_are_keyword_only():
     ]
 
 
-def test_update_takes_the_arguments_of_the_contract():
-    update = inspect.signature(jaxscale.loss_scaled(optax.sgd(0.1)).update)
-    assert list(update.parameters) == ["updates", "state", "params", "value", "extra_args"]
-
-
-def test_its_core_dependencies_are_three():
-    # `test_help.py` sees in a fresh process that nothing else is imported.
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert {re.match(r"\w+", line).group() for line in declared} == {"jax", "jaxlib", "optax"}
-
-
 def test_bugs_are_planted_in_functions_that_there_are():
     mutations = runpy.run_path(str(ROOT / "tests" / "mutations.py"))
-    known = list(mutations["definitions"]())
-    for names in mutations["CHOSEN"].values():
-        for name in names.split():
-            assert mutations["found"](name, known)
+    mutations["tests_by_definition"](list(mutations["definitions"]()))  # exits at any other
 
 
-@pytest.mark.standard_promotion  # as users have it
 @cases("module", [module for module in MODULES if not module.endswith("__main__")])
 def test_examples_in_docstrings_run(module):
     name = f"jaxscale.{module}".removesuffix(".__init__")
@@ -181,36 +151,223 @@ def test_examples_in_docstrings_run(module):
     assert failed == 0
 
 
-# Types: pyright finds nothing in a right program of a user, and each typo in another.
+@pytest.mark.slow
+def test_pyright_finds_each_typo_of_a_users_program_and_nothing_else(tmp_path):
+    program = (ROOT / "tests" / "support" / "typed_program.py").read_text()
+    # JAX and optax are judged by their own types, which strict mode finds fault with.
+    config = {"typeCheckingMode": "strict", "pythonVersion": "3.11"}
+    config |= {"reportMissingTypeStubs": "none", "extraPaths": [str(ROOT)]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
+    result = subprocess.run([*command, "-p", str(tmp_path)], capture_output=True, text=True)
+    report = json.loads(result.stdout)
+    assert report["summary"]["filesAnalyzed"] == 1
+    errors = {e["range"]["start"]["line"]: e["message"] for e in report["generalDiagnostics"]}
+    marks = [re.search(r'# error: "(\w+)"', line) for line in program.splitlines()]
+    expected = {i: mark.group(1) for i, mark in enumerate(marks) if mark}
+    assert len(expected) == 8
+    assert errors.keys() == expected.keys()
+    assert len(errors) == len(report["generalDiagnostics"])
+    assert not [word for line, word in expected.items() if word not in errors[line]]
 
-SUPPORT = ROOT / "tests" / "support"
-# JAX and optax are judged by their own types, which strict mode finds fault with.
-CONFIG = {
-    "typeCheckingMode": "strict",
-    "pythonVersion": "3.11",
-    "reportMissingTypeStubs": "none",
-    "extraPaths": [str(ROOT)],
+
+FIRST = ["loss_scaled", "train_step", "metrics", "check"]
+PARTS = (jaxscale, jaxscale.diagnostics, jaxscale.flax, jaxscale.nnx, jaxscale.presets)
+DOCUMENTED = {module.__name__: module for module in PARTS}
+DOCS = {
+    name: inspect.getdoc(getattr(value, "__func__", value)) or ""
+    for name, value in (ALL | METHODS | DOCUMENTED).items()
+}
+
+# A name in backticks must resolve if it starts with a public class and a point, or with these.
+NAME = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.\w+)*)(?:\([^`]*\))?`(?!`)", re.DOTALL)
+PACKAGES = ("equinox", "flax", "jax", "jaxscale", "json", "math", "matplotlib", "optax")
+CLASSES = {name.rpartition(".")[2]: value for name, value in ALL.items() if inspect.isclass(value)}
+
+
+def resolves(name):
+    """Whether attributes, modules or fields lead along these names, where they must."""
+    first, _, rest = name.partition(".")
+    if first in CLASSES and rest:
+        fields = getattr(CLASSES[first], "__dataclass_fields__", ())
+        return hasattr(CLASSES[first], rest) or rest in fields
+    try:
+        return first not in PACKAGES or bool(pkgutil.resolve_name(name))
+    except (AttributeError, ImportError):
+        return False
+
+
+def test_help_starts_with_what_most_people_need():
+    doc = inspect.getdoc(jaxscale)
+    assert re.findall(r"^- `(\w+)\(", doc, flags=re.MULTILINE) == FIRST
+    assert jaxscale.__all__[:4] == FIRST
+    assert not set(jaxscale.__all__) - set(re.findall(r"`(?:jaxscale\.)?(\w+)[`(.]", doc))
+
+
+def test_all_is_what_is_public():
+    core = {name for name in PUBLIC if "." not in name}
+    assert set(jaxscale.__all__) == core | {"diagnostics", "flax", "nnx", "presets"}
+    assert set(jaxscale.__all__) <= set(dir(jaxscale))
+    with pytest.raises(AttributeError, match=r"^module 'jaxscale' has no attribute 'nothing'$"):
+        _ = jaxscale.nothing
+    for module in (jaxscale.diagnostics, jaxscale.presets):
+        prefix = module.__name__.removeprefix("jaxscale.") + "."
+        public = {name.removeprefix(prefix) for name in ALL if name.startswith(prefix)}
+        assert set(module.__all__) == public
+
+
+def test_names_in_docstrings_resolve():
+    for name, doc in DOCS.items():
+        assert not [each for each in NAME.findall(doc) if not resolves(each)], name
+    wrong = ("jaxscale.presets.pytorch", "LossScaledState.scale", "optax.apply_if", "jax.nunpy")
+    assert not any(map(resolves, wrong))
+
+
+PROGRAMS = {
+    "lazy": """
+import optax, sys
+before = set(sys.modules)
+import jaxscale
+added = {name.split(".")[0] for name in set(sys.modules) - before} - {"jaxscale", "jax"}
+assert not added - set(sys.stdlib_module_names), added
+names = ["diagnostics", "flax", "nnx", "presets"]
+modules = [f"jaxscale.{name}" for name in names]
+assert set(names) <= set(dir(jaxscale))
+assert not set(modules) & set(sys.modules) and "flax" not in sys.modules
+assert [getattr(jaxscale, name) for name in names] == [sys.modules[m] for m in modules]
+""",
+    "without Flax": """
+import importlib.util, pydoc, pytest, sys
+own = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *args: None if name == "flax" else own(name, *args)
+sys.modules["flax"] = None
+import jaxscale
+assert not {"flax", "nnx"} & {*jaxscale.__all__, *dir(jaxscale)}
+for statement in ("jaxscale.flax", "from jaxscale import flax", "jaxscale.nnx"):
+    with pytest.raises(ImportError, match=r'pip install "jaxscale\\[flax\\]"'):
+        exec(statement)
+exec("from jaxscale import *")
+assert "four functions" in pydoc.render_doc(jaxscale)
+""",
 }
 
 
-def found(folder, program):
-    """The errors that pyright finds in a program: pairs of a line and a message."""
-    (folder / "pyrightconfig.json").write_text(json.dumps(CONFIG))
-    (folder / "program.py").write_text((SUPPORT / program).read_text())
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
-    result = subprocess.run([*command, "-p", str(folder)], capture_output=True, text=True)
-    report = json.loads(result.stdout)
-    assert report["summary"]["filesAnalyzed"] == 1
-    return [(e["range"]["start"]["line"], e["message"]) for e in report["generalDiagnostics"]]
+@cases("name", PROGRAMS, fast=["lazy"])
+def test_modules_are_imported_when_used_and_without_flax_it_is_said_what_to_install(name):
+    subprocess.run([sys.executable, "-c", PROGRAMS[name]], check=True)
+
+
+@cases("flags", ["", "--xla_a=1", "--xla_allow_excess_precision=true"])
+def test_the_command_sets_the_flag_first(monkeypatch, flags):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    seen = []
+
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(sys, "argv", ["jaxscale", "doctor", "a:b"])
+    main = "jaxscale._doctor.cli.main"
+    monkeypatch.setattr(main, lambda argv: seen.append((argv, os.environ["XLA_FLAGS"])) or 7)
+    assert pkgutil.resolve_name(scripts["jaxscale"])() == 7
+    ((argv, flags_then),) = seen
+    own = [] if "excess" in flags else ["--xla_allow_excess_precision=false"]
+    assert (argv, flags_then.split()) == (["doctor", "a:b"], flags.split() + own)
+
+
+def prints(word, run, argv, monkeypatch, capsys):
+    """Whether a command ends well and says this, in this process: another takes long to start."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as exit_:
+        run()
+    return exit_.value.code == 0 and word in capsys.readouterr().out
+
+
+def test_the_command_alone_prints_the_help(monkeypatch, capsys):
+    assert prints("doctor", jaxscale.__main__.main, ["jaxscale"], monkeypatch, capsys)
 
 
 @pytest.mark.slow
-def test_a_right_program_has_no_errors_and_each_typo_is_one(tmp_path):
-    assert found(tmp_path, "typed_program.py") == []
-    lines = (SUPPORT / "typed_typos.py").read_text().splitlines()
-    marks = [(i, re.search(r'# error: "(\w+)"', line)) for i, line in enumerate(lines)]
-    expected = [(i, mark.group(1)) for i, mark in marks if mark]
-    errors = found(tmp_path, "typed_typos.py")
-    assert [line for line, _ in errors] == [line for line, _ in expected]
-    for (_, message), (_, word) in zip(errors, expected, strict=True):
-        assert word in message
+def test_the_api_reference_builds(tmp_path):
+    guide = (ROOT / ".github/CONTRIBUTING.md").read_text()
+    (command,) = re.findall(r"^python -m (pdoc .*)$", guide, re.MULTILINE)
+    command = [sys.executable, "-m", *command.replace("-o api", f"-o {tmp_path}").split()]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    # The type of an optimizer state in Optax, which Flax annotates with, names itself, and pdoc
+    # cannot resolve that.
+    warnings = [line for line in result.stderr.splitlines() if line.startswith("Warn")]
+    assert not [line for line in warnings if "'ArrayTree'" not in line]
+    pages = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.html")} - {"index.html"}
+    assert pages == {f"{name.replace('.', '/')}.html" for name in DOCUMENTED}
+
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
+DRAWN = {  # the examples that print a table and write a picture, and words of that table
+    "quickstart": ["float32", "float16", "scaled", "skipped", "flushed"],
+    "rl": ["float32", "bfloat16", "float16", "KL", "reward", "skipped", "repeated", "lost"],
+}
+
+
+@cases("number", [2, len(BLOCKS)], fast=[2])
+def test_readme_runs(number):
+    names = {}
+    for block in BLOCKS[:number]:  # each goes on from those before
+        exec(compile(block, "README.md", "exec"), names)
+    start = names["params"], names["opt_state"], names["batch"]
+    params, opt_state, _ = names["my_step"](*start)
+    assert opt_state.step_applied
+    assert not np.array_equal(params["w"], start[0]["w"])
+
+
+def test_readme_names_what_is_there():
+    for name in set(re.findall(r"jaxscale\.([a-zA-Z_]+(?:\.\w+)?)", README)) - {"py"}:
+        operator.attrgetter(name)(jaxscale)
+    for path in re.findall(r"`((?:examples|tests|jaxscale)/[\w./]+)`", README):
+        assert (ROOT / path).exists(), path
+    assert set(EXAMPLES) == set(re.findall(r"examples/(\w+)\.py", README))
+
+
+def test_readme_says_how_a_run_begun_with_plain_optax_goes_on():
+    # As `test_a_run_goes_on_as_if_nothing_had_changed` does, with the same bits.
+    ((there, back),) = re.findall(r"`opt_state = (tx\.init\(params\).*?)`; back: `(.*?)`", README)
+    params, bare = jnp.ones(3), optax.adam(0.1)
+    names = {"tx": jaxscale.loss_scaled(bare), "params": params, "old_state": bare.init(params)}
+    names["opt_state"] = eval(there, names)
+    assert names["opt_state"].inner_state is names["old_state"]
+    assert eval(back, names) is names["old_state"]
+
+
+@pytest.mark.slow
+@cases("name", [name for name in EXAMPLES if name not in DRAWN])
+def test_example_runs(name):
+    assert np.isfinite(runpy.run_path(str(EXAMPLES[name]))["main"](3))
+    assert not jax.config.jax_enable_x64
+
+
+@pytest.mark.slow
+@cases("name", DRAWN)
+def test_drawn_example_runs_end_to_end(name, tmp_path):
+    # As a user runs it: it sets XLA flags of its own, before JAX is imported.
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    picture = tmp_path / "picture.png"
+    command = [sys.executable, str(EXAMPLES[name]), "--steps", "3", "--picture", str(picture)]
+    command += ["--seeds", "1"] if name == "rl" else []
+    options = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
+    result = subprocess.run(command, **options)
+    assert result.returncode == 0, result.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not [word for word in DRAWN[name] if word not in result.stdout]
+    if name == "rl":  # 8 times with rounding errors of random signs, 3 bits apart
+        figures = json.loads(picture.with_suffix(".json").read_text())
+        (half,), (bfloat,) = (figures[f]["RMS of log(ratio)"] for f in ("float16", "bfloat16"))
+        assert bfloat > 3 * half > 0
+
+
+@pytest.mark.slow
+@cases("name", EXAMPLES)
+def test_example_has_help(name, monkeypatch, capsys):
+    path = str(EXAMPLES[name])
+    option = "--picture" if name == "gradients" else "--steps"  # the one trains nothing
+    run = functools.partial(runpy.run_path, path, run_name="__main__")
+    assert prints(option, run, [path, "--help"], monkeypatch, capsys)

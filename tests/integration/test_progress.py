@@ -1,6 +1,5 @@
 """What the counters say, on the device and on the host."""
 
-import dataclasses
 import functools
 import re
 import warnings
@@ -14,12 +13,17 @@ import pytest
 from tables import cases
 
 import jaxscale
-import jaxscale.flax
 
 pytestmark = pytest.mark.standard_promotion
 
+W, BAD = jnp.full(3, 0.5), jnp.full(3, jnp.nan)
+SGD = optax.sgd(0.1)
 TX = jaxscale.loss_scaled(optax.adam(0.1))
-BAD = jnp.full(3, jnp.nan)
+ADAPTIVE = jaxscale.loss_scaled(SGD, "adaptive")
+FIXED = jaxscale.loss_scaled(SGD, 2.0**12)
+FLOORED = jaxscale.loss_scaled(SGD, jaxscale.DynamicLossScale(init_scale=2**12, min_scale=2**10))
+SLOW = jaxscale.loss_scaled(SGD, jaxscale.DynamicLossScale(backoff_factor=0.99))
+TOP = jaxscale.loss_scaled(SGD, jaxscale.DynamicLossScale(init_scale=2.0**24))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -29,78 +33,60 @@ def one_step(tx, grads, state):
 
 def after(steps, grads=BAD, tx=TX):
     state = tx.init(jnp.zeros(3))
-    for _ in range(steps):
-        state = one_step(tx, grads, state)
-    return state
+    return functools.reduce(lambda state, _: one_step(tx, grads, state), range(steps), state)
 
 
-def test_metrics_of_a_loss_scale_alone():
+def stuck(tree, match=None, **options):
+    """What `check` says of a run that is stuck."""
+    with pytest.raises(jaxscale.LossScaleStuckError, match=match) as error:
+        jaxscale.check(tree, **options)
+    return str(error.value)
+
+
+def test_metrics_are_scalars_inside_jit_and_outside_and_of_a_loss_scale_alone():
     for policy in (jaxscale.DynamicLossScale(), jaxscale.AdaptiveLossScale()):
         state = policy.init()
         assert jaxscale.metrics({"policy": state}) == state._asdict()
-    state = after(1, jnp.ones(3), jaxscale.loss_scaled(optax.sgd(0.1), "adaptive"))
+    state = after(1, jnp.ones(3), ADAPTIVE)
     assert jaxscale.metrics(state).items() >= state.scaling._asdict().items()
-
-
-def test_metrics_work_inside_jit_and_are_scalars():
     state = after(2)
     inside = jax.jit(jaxscale.metrics)({"opt": (state,), "params": jnp.zeros(3)})
     outside = jaxscale.metrics(state)
-    assert set(inside) == set(outside)
-    for name, value in outside.items():
-        assert (value.shape, inside[name]) == ((), value)
+    assert inside == outside
+    assert {value.shape for value in (inside | outside).values()} == {()}
     assert (outside["notfinite_count"], outside["step_applied"]) == (2, False)
 
 
-def test_check_is_silent_while_training_makes_progress():
+def test_check_is_silent_while_training_makes_progress_and_no_longer():
     jaxscale.check(after(5, jnp.ones(3)), max_consecutive=0)
     jaxscale.check({"opt": after(3)}, max_consecutive=3)
-    recovered = TX.update(jnp.ones(3), after(9))[1]
-    jaxscale.check(recovered, max_consecutive=0)
+    jaxscale.check(TX.update(jnp.ones(3), after(9))[1], max_consecutive=0)  # it has recovered
     # By default a scale may come down all the way.
-    top = jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale(init_scale=2.0**24))
-    jaxscale.check(after(24, tx=top))
-    with pytest.raises(jaxscale.LossScaleStuckError, match="51 steps"):
-        jaxscale.check(jax.tree.map(np.asarray, after(51, tx=top)))
+    jaxscale.check(after(24, tx=TOP))
+    stuck(jax.tree.map(np.asarray, after(51, tx=TOP)), "51 steps")
+    # A policy that follows gradients needs some that are not 0.
+    for steps, size, tx in ((5, 0.0, ADAPTIVE), (6, 1.0, ADAPTIVE), (6, 0.0, TX)):
+        jaxscale.check(after(steps, jnp.full(3, size), tx), max_consecutive=5)
+    blind = after(6, jnp.zeros(3), ADAPTIVE)
+    stuck(blind, r"0 in 6 steps at loss scale 256.*init", max_consecutive=5)
 
 
-# What is to blame when training is stuck: each cause, made on purpose, and what `check` says.
-
-W = jnp.full(3, 0.5)
-FIXED = jaxscale.loss_scaled(optax.sgd(0.1), 2.0**12)
-FLOORED = jaxscale.loss_scaled(
-    optax.sgd(0.1), jaxscale.DynamicLossScale(init_scale=2.0**12, min_scale=2.0**10)
-)
-SLOW = jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale(backoff_factor=0.99))
-
-
-def half_loss(w, x):
-    """Finite, with gradients that overflow float16 at a scale of more than about 100."""
-    return jnp.sum((w * x).astype(jnp.float16).astype(jnp.float32) * 500)
+LOSSES = {
+    # Finite, with gradients that overflow float16 at a scale of more than about 100, and an eighth.
+    "half": lambda w, x: jnp.sum((w * x).astype(jnp.float16).astype(jnp.float32) * 500),
+    "large": lambda w, x: 1000 * LOSSES["half"](w, x),
+    # Finite, with gradients of inf at any scale where x is 0.
+    "root": lambda w, x: jnp.sum(jnp.sqrt(jnp.abs(w * x))),
+    # NaN where x is negative.
+    "domain": lambda w, x: -jnp.sum(jnp.sqrt(w * x)),
+}
 
 
-def large_loss(w, x):
-    """Finite, with gradients that overflow float16 at a scale of more than about an eighth."""
-    return 1000 * half_loss(w, x)
-
-
-def root_loss(w, x):
-    """Finite, with gradients of inf at any scale where x is 0."""
-    return jnp.sum(jnp.sqrt(jnp.abs(w * x)))
-
-
-def domain_loss(w, x):
-    """NaN where x is negative."""
-    return -jnp.sum(jnp.sqrt(w * x))
-
-
-def trained(tx, loss_fn, batches, pass_value=True):
+def trained(tx, name, batches, pass_value=True):
     @jax.jit
     def step(w, state, x):
-        loss, grads = jaxscale.value_and_grad(loss_fn, state)(w, x)
-        value = {"value": loss} if pass_value else {}
-        updates, state = tx.update(grads, state, w, **value)
-        return optax.apply_updates(w, updates), state
+        loss, grads = jaxscale.value_and_grad(LOSSES[name], state)(w, x)
+        return jaxscale.apply_gradients(tx, grads, state, w, value=loss if pass_value else None)
 
     w, state = W, tx.init(W)
     for x in batches:
@@ -110,97 +96,64 @@ def trained(tx, loss_fn, batches, pass_value=True):
 
 HOPELESS = {
     # name: (optimizer, loss, batches, is the loss passed, is the optimizer passed, says, says not)
-    "the forward pass never worked": ((TX, domain_loss, [-1.0] * 51, True, True), ["51 of them with a non-finite loss", "is 32768.0", "no loss scale can help", "never was"], ["backward", "were fine"]),
-    "a shard of bad data": ((TX, domain_loss, [1.0] * 20 + [-1.0] * 60, True, True), ["60 steps in a row", "60 of 80 in all", "20 steps were fine", "stretch of bad data"], ["backward", "range of its dtype"]),
-    "no scale is low enough": ((TX, root_loss, [1.0] * 5 + [0.0] * 60, True, True), ["0 of them with a non-finite loss", "scale is 1.0", "square root of 0", "debug_infs"], ["no loss scale can help", "fixed", "floor"]),
-    "the loss is too large": ((TX, large_loss, [1.0] * 70, True, True), ["scale is 1.0", "loss is too large for float16", "mean instead of a sum", "min_scale"], ["no loss scale can help", "fixed", "at its floor"]),
-    "the loss is not passed": ((TX, domain_loss, [-1.0] * 60, False, True), ["scale is 1.0", "if not, pass it"], ["no loss scale can help"]),
-    "a floor that is too high": ((FLOORED, half_loss, [400.0] * 60, True, True), ["scale is 1024.0", "at its floor", "(min_scale=2.0**-4)", "at any scale"], ["is fixed", "on its way down"]),
-    "a fixed scale that is too high": ((FIXED, half_loss, [400.0] * 60, True, True), ["scale is 4096.0", "The scale is fixed, and too high"], ["floor", "on its way down"]),
-    "a scale that comes down slowly": ((SLOW, half_loss, [400.0] * 60, True, True), ["still on its way down, to 1:", "start lower"], ["floor", "is fixed", "square root"]),
-    "an optimizer that is not known": ((FLOORED, half_loss, [400.0] * 60, True, False), ["fixed and too high, or still on its way down", "Pass `tx`"], ["floor"]),
-    "no scaling at all": ((jaxscale.skip_nonfinite(optax.sgd(0.1)), root_loss, [0.0] * 60, True, True), ["scale is 1.0", "A scale of 1 scales nothing", "square root of 0"], ["no loss scale can help", "floor"]),
+    "the forward pass never worked": ((TX, "domain", [-1.0] * 51, True, True), ["51 of them with a non-finite loss", "is 32768.0", "no loss scale can help", "never was"], ["backward", "were fine"]),
+    "a shard of bad data": ((TX, "domain", [1.0] * 20 + [-1.0] * 60, True, True), ["60 steps in a row", "60 of 80 in all", "20 steps were fine", "stretch of bad data"], ["backward", "range of its dtype"]),
+    "no scale is low enough": ((TX, "root", [1.0] * 5 + [0.0] * 60, True, True), ["0 of them with a non-finite loss", "scale is 1.0", "square root of 0", "debug_infs"], ["no loss scale can help", "fixed", "floor"]),
+    "the loss is too large": ((TX, "large", [1.0] * 70, True, True), ["scale is 1.0", "loss is too large for float16", "mean instead of a sum", "min_scale"], ["no loss scale can help", "fixed", "at its floor"]),
+    "the loss is not passed": ((TX, "domain", [-1.0] * 60, False, True), ["scale is 1.0", "if not, pass it"], ["no loss scale can help"]),
+    "a floor that is too high": ((FLOORED, "half", [400.0] * 60, True, True), ["scale is 1024.0", "at its floor", "(min_scale=2.0**-4)", "at any scale"], ["is fixed", "on its way down"]),
+    "a fixed scale that is too high": ((FIXED, "half", [400.0] * 60, True, True), ["scale is 4096.0", "The scale is fixed, and too high"], ["floor", "on its way down"]),
+    "a scale that comes down slowly": ((SLOW, "half", [400.0] * 60, True, True), ["still on its way down, to 1:", "start lower"], ["floor", "is fixed", "square root"]),
+    "an optimizer that is not known": ((FLOORED, "half", [400.0] * 60, True, False), ["fixed and too high, or still on its way down", "Pass `tx`"], ["floor"]),
+    "no scaling at all": ((jaxscale.skip_nonfinite(SGD), "root", [0.0] * 60, True, True), ["scale is 1.0", "A scale of 1 scales nothing", "square root of 0"], ["no loss scale can help", "floor"]),
 }  # fmt: skip
 
 
 @cases("case", HOPELESS, fast=["a shard of bad data", "a floor that is too high"])
 def test_the_right_cause_is_named(case):
-    (tx, loss_fn, batches, pass_value, pass_tx), says, says_not = HOPELESS[case]
-    state = trained(tx, loss_fn, batches, pass_value)
-    with pytest.raises(jaxscale.LossScaleStuckError) as error:
-        jaxscale.check(state, tx=tx if pass_tx else None)
-    assert not [words for words in says if words not in str(error.value)]
-    assert not [words for words in says_not if words in str(error.value)]
+    (tx, loss, batches, pass_value, pass_tx), says, says_not = HOPELESS[case]
+    message = stuck(trained(tx, loss, batches, pass_value), tx=tx if pass_tx else None)
+    assert not [words for words in says if words not in message]
+    assert not [words for words in says_not if words in message]
 
 
 @cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
 def test_the_line_that_is_named_helps(policy):
     tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
-    with pytest.raises(jaxscale.LossScaleStuckError) as error:
-        jaxscale.check(trained(tx, large_loss, [1.0] * 70), tx=tx)
-    line = re.search(r"`(jaxscale\.loss_scaled\(tx, .*?\)\))`", str(error.value)).group(1)
+    message = stuck(trained(tx, "large", [1.0] * 70), tx=tx)
+    line = re.search(r"`(jaxscale\.loss_scaled\(tx, .*?\)\))`", message).group(1)
     assert ("Adaptive" in line) == (policy == "adaptive")
     tx = eval(line, {"jaxscale": jaxscale, "tx": optax.sgd(0.0)})
-    state = trained(tx, large_loss, [1.0] * 70)
+    state = trained(tx, "large", [1.0] * 70)
     jaxscale.check(state, tx=tx, max_consecutive=0)
     assert 2.0**-6 <= state.scaling.loss_scale <= 2.0**-3
 
 
-def test_a_train_state_brings_its_optimizer():
-    state = jaxscale.flax.TrainState.create(apply_fn=None, params=W, tx=FIXED)
-    for _ in range(4):
-        state = state.apply_gradients(grads=BAD)
-    with pytest.raises(jaxscale.LossScaleStuckError, match="The scale is fixed"):
-        jaxscale.check(state, max_consecutive=3)
-
-
-# A scale that has only ever grown.
-
-
 def idle(tx, scale=2.0**24, **counters):
-    """A state after many finite steps."""
+    """A state after many finite steps, with a scale that has only ever grown."""
     state = jax.device_get(after(1, jnp.ones(3), tx))
     scaling = state.scaling._replace(loss_scale=np.float32(scale))
-    counters = {"total_steps": 10_000, **counters}
-    counters = {name: np.int32(count) for name, count in counters.items()}
-    return state._replace(scaling=scaling, **counters)
-
-
-IDLE = idle(TX)
-BUSY = {
-    "too early": idle(TX, total_steps=9999),
-    "lower": idle(TX, 2.0**23),
-    "an overflow": idle(TX, total_notfinite=1),
-    "a retry": idle(TX, total_retries=1),
-    "fixed": idle(FIXED),
-    "adaptive": idle(jaxscale.loss_scaled(optax.sgd(0.1), "adaptive")),
-}
+    counters = {"total_steps": 10_000} | counters
+    return state._replace(scaling=scaling, **{k: np.int32(v) for k, v in counters.items()})
 
 
 def test_a_scale_that_only_ever_grew_is_warned_of_once():
-    for state in BUSY.values():
+    lower, told = idle(TX, 2.0**23), idle(TX)
+    overflown, retried = idle(TX, total_notfinite=1), idle(TX, total_retries=1)
+    early = idle(TX, total_steps=9999)
+    for state in (early, lower, overflown, retried, idle(FIXED), idle(ADAPTIVE)):
         jaxscale.check(state)  # a warning is an error here
     bad_loss = idle(TX, total_notfinite=1, total_notfinite_loss=1)
-    several = jax.tree.map(lambda *leaves: np.stack(leaves), BUSY["lower"], IDLE)
+    several = jax.tree.map(lambda *leaves: np.stack(leaves), lower, told)
     with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("default")
-        for state in (IDLE, bad_loss, several, {"opt": IDLE}):
+        warnings.simplefilter("always")
+        for state in (told, bad_loss, several, {"opt": told}):
             jaxscale.check(state)
-    (only,) = found
-    assert only.filename == __file__
+    # By default Python shows one text of one line of a program once.
+    ((text, file, _),) = {(str(each.message), each.filename, each.lineno) for each in found}
+    assert (file, len(found)) == (__file__, 4)
     for words in ("`jax.value_and_grad`", "train_step(loss_fn, tx)", "skip_nonfinite(tx)"):
-        assert words in str(only.message)
-
-
-def test_a_run_that_sees_nothing_but_zeros_is_stuck():
-    def run(policy, value, steps):
-        return after(steps, jnp.full(3, value), jaxscale.loss_scaled(optax.sgd(0.1), policy))
-
-    jaxscale.check(run("adaptive", 0.0, 5), max_consecutive=5)
-    with pytest.raises(jaxscale.LossScaleStuckError, match=r"0 in 6 steps at loss scale 256.*init"):
-        jaxscale.check(run("adaptive", 0.0, 6), max_consecutive=5)
-    jaxscale.check(run("adaptive", 1.0, 6), max_consecutive=5)
-    jaxscale.check(run("dynamic", 0.0, 6), max_consecutive=5)
+        assert words in text
 
 
 class Tracked(NamedTuple):
@@ -210,7 +163,6 @@ class Tracked(NamedTuple):
     last: jax.Array  # f32[3]
 
 
-@dataclasses.dataclass(frozen=True)
 class Tracking(jaxscale.LossScale):
     """A policy of one's own, whose state holds more than scalars."""
 
@@ -218,17 +170,19 @@ class Tracking(jaxscale.LossScale):
         return Tracked(jnp.array(2.0**20), jnp.zeros(3))
 
     def adjust(self, state, grads_finite):
-        last = jnp.roll(state.last, 1).at[0].set(state.loss_scale)
-        return Tracked(jnp.maximum(state.loss_scale / 2, 4.0), last)
+        return Tracked(jnp.maximum(state.loss_scale / 2, 4.0), jnp.roll(state.last, 1))
 
 
-def test_check_reads_states_that_hold_more_than_scalars():
-    tx = jaxscale.loss_scaled(optax.sgd(0.1), Tracking())
+def test_check_reads_a_train_state_and_states_that_hold_more_than_scalars():
+    state = jaxscale.flax.TrainState.create(apply_fn=None, params=W, tx=FIXED)
+    for _ in range(4):
+        state = state.apply_gradients(grads=BAD)
+    stuck(state, "The scale is fixed", max_consecutive=3)  # it brings its optimizer
+    tx = jaxscale.loss_scaled(SGD, Tracking())
     alone = after(7, tx=tx)
     states = jax.tree.map(lambda *xs: jnp.stack(xs), after(1, tx=tx), alone)
     for state in (alone, states):
-        with pytest.raises(jaxscale.LossScaleStuckError, match=r"7 steps.*on its way down, to 4:"):
-            jaxscale.check(state, tx=tx, max_consecutive=5)
+        stuck(state, r"7 steps.*on its way down, to 4:", tx=tx, max_consecutive=5)
 
 
 def test_the_advice_finds_where_an_overflow_is_born():

@@ -1,7 +1,4 @@
-"""What was compiled in this process: an event for each compilation.
-
-The listener stays, as older versions of JAX can only remove all listeners at once.
-"""
+"""What was compiled in this process: an event for each compilation."""
 
 import jax
 

@@ -3,6 +3,7 @@
 The tests have eight devices, where leaves are not put together: so this is a process of its own.
 """
 
+import itertools
 import json
 
 import hlo
@@ -14,12 +15,7 @@ import trees
 
 import jaxscale
 
-NAMES = (
-    methods.BARE,
-    "jaxscale.train_step",
-    "jaxscale.apply_gradients",
-    "jaxscale optax wrapper",
-)
+NAMES = (methods.BARE, "jaxscale.train_step", "jaxscale.apply_gradients", "jaxscale optax wrapper")
 ADAPTIVE = "jaxscale.train_step, adaptive"
 
 
@@ -43,16 +39,9 @@ def count_alone(fun, dtype, size=2**20):
 
 
 def main():
-    counted = {}
-    for name in NAMES:
-        for layers in (1, 3):
-            for clip in (False, True):
-                counted[f"{name}, {layers}, float32, {clip}"] = count(name, layers, "float32", clip)
-        for dtype in ("float16", "bfloat16"):
-            counted[f"{name}, 1, {dtype}, False"] = count(name, 1, dtype, False)
-    for layers, dtype in ((1, "float32"), (3, "float32"), (1, "float16"), (1, "bfloat16")):
-        counted[f"{ADAPTIVE}, {layers}, {dtype}, False"] = count(ADAPTIVE, layers, dtype, False)
-    counted[f"{ADAPTIVE}, 1, float32, True"] = count(ADAPTIVE, 1, "float32", True)
+    rows = [*itertools.product((*NAMES, ADAPTIVE), (1, 3), ["float32"], (False, True))]
+    rows += itertools.product((*NAMES, ADAPTIVE), [1], ["float16", "bfloat16"], [False])
+    counted = {", ".join(map(str, row)): count(*row) for row in rows}
     for dtype in trees.DTYPES:
         counted[f"verdict, {dtype}"] = count_alone(jaxscale.all_finite, dtype)
     counted["norm, float32"] = count_alone(lambda x: jnp.sqrt(jnp.sum(x * x)), "float32")

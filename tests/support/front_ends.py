@@ -1,7 +1,6 @@
-"""One small model, trained by the step of each front end: a tree, Equinox, Linen and NNX.
+"""One small model, trained by the step of each front end, which makes a `Run` of it.
 
-Each front end makes, of an optimizer and a loss, a `Run`. The loss is a function of parameters,
-statistics and a batch, and returns the statistics as they are after it.
+Its loss takes parameters, statistics and a batch, and returns the statistics as they are after it.
 """
 
 import equinox as eqx
@@ -9,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from tables import counters
 
 import jaxscale
-import jaxscale.flax
-import jaxscale.nnx
 
 RNG = np.random.default_rng(0)
 BATCHES = [jnp.asarray(RNG.standard_normal((16, 8)), jnp.float32) for _ in range(4)]
@@ -35,37 +33,34 @@ def averaged(params, stats):
     return stats | {"average": stats["average"] / 2 + params["last"] / 2}
 
 
+def frozen(grads):
+    """What the hook before a step makes of the gradients."""
+    return grads | type(grads)({"first": jnp.zeros((8, 16))})
+
+
 class Run:
-    """A run: `step` takes a batch and returns the loss."""
+    """A run: `step` takes a batch and returns the loss, `now` parameters and statistics."""
 
-    def __init__(self, step, now, state):
-        self.step = step
-        self.now = now  # returns parameters and statistics
-        self.state = state  # returns what holds the state of the optimizer
+    def __init__(self, step, carry, now, optimizer=None):
+        self._step, self._carry, self._now, self._optimizer = step, carry, now, optimizer
 
-    def metrics(self):
-        return {name: value.item() for name, value in jaxscale.metrics(self.state()).items()}
-
-
-def _looped(inner, *carry):
-    """A step that keeps its carry, and what returns that."""
-    held = list(carry)
-
-    def step(x):
-        *held[:], loss = inner(*held, x)
+    def step(self, x):
+        *self._carry, loss = self._step(*self._carry, x)
         return loss
 
-    return step, held
+    def now(self):
+        return self._now(*self._carry)
+
+    def metrics(self):
+        return counters(self._optimizer or self._carry)
 
 
 def plain(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
     """A function of a tree."""
     if hooks:
-        options |= {"after": averaged}
-        options |= {"on_grads": lambda grads: grads | {"first": jnp.zeros((8, 16))}}
-    inner = jax.jit(jaxscale.train_step(cast(loss_fn), tx, has_state=True, **options))
-    step, held = _looped(inner, PARAMS, tx.init(PARAMS), STATS)
-    return Run(step, lambda: (held[0], held[2]), lambda: held[1])
+        options |= {"after": averaged, "on_grads": frozen}
+    step = jax.jit(jaxscale.train_step(cast(loss_fn), tx, has_state=True, **options))
+    return Run(step, (PARAMS, tx.init(PARAMS), STATS), lambda params, _, stats: (params, stats))
 
 
 class Module(eqx.Module):
@@ -73,22 +68,21 @@ class Module(eqx.Module):
     last: jax.Array
     name: str = "not an array"
 
+    def as_dict(self):
+        return {"first": self.first, "last": self.last}
+
 
 def equinox(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
     """A module that is differentiated by a transformation of its library."""
-
-    def as_dict(model):
-        return {"first": model.first, "last": model.last}
-
     if hooks:
-        options |= {"after": lambda model, stats: averaged(as_dict(model), stats)}
+        options |= {"after": lambda model, stats: averaged(model.as_dict(), stats)}
         options |= {"on_grads": lambda g: eqx.tree_at(lambda m: m.first, g, jnp.zeros((8, 16)))}
     options |= {"transform": eqx.filter_value_and_grad, "has_state": True}
-    loss = cast(lambda model, stats, x: loss_fn(as_dict(model), stats, x))
+    loss = cast(lambda model, stats, x: loss_fn(model.as_dict(), stats, x))
     model = Module(**PARAMS)
-    inner = eqx.filter_jit(jaxscale.train_step(loss, tx, **options))
-    step, held = _looped(inner, model, tx.init(eqx.filter(model, eqx.is_inexact_array)), STATS)
-    return Run(step, lambda: (as_dict(held[0]), held[2]), lambda: held[1])
+    step = eqx.filter_jit(jaxscale.train_step(loss, tx, **options))
+    carry = model, tx.init(eqx.filter(model, eqx.is_inexact_array)), STATS
+    return Run(step, carry, lambda model, _, stats: (model.as_dict(), stats))
 
 
 class State(jaxscale.flax.TrainState):
@@ -102,16 +96,12 @@ def linen(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
         value, stats = loss_fn(params, fields["batch_stats"], x)
         return value, {"batch_stats": stats}
 
-    def after(state):
-        return state.replace(batch_stats=averaged(state.params, state.batch_stats))
-
     if hooks:
-        options |= {"after": after}
-        options |= {"on_grads": lambda grads: grads | {"first": jnp.zeros((8, 16))}}
-    inner = jax.jit(jaxscale.flax.train_step(cast(loss), has_state=True, **options))
+        options |= {"on_grads": frozen}
+        options |= {"after": lambda s: s.replace(batch_stats=averaged(s.params, s.batch_stats))}
+    step = jax.jit(jaxscale.flax.train_step(cast(loss), has_state=True, **options))
     state = State.create(apply_fn=None, params=PARAMS, tx=tx, batch_stats=STATS)
-    step, held = _looped(inner, state)
-    return Run(step, lambda: (held[0].params, held[0].batch_stats), lambda: held[0])
+    return Run(step, (state,), lambda state: (state.params, state.batch_stats))
 
 
 class Network(nnx.Module):
@@ -120,35 +110,29 @@ class Network(nnx.Module):
             for name, leaf in leaves.items():
                 setattr(self, name, kind(leaf))
 
+    def as_dicts(self):
+        return [{name: getattr(self, name)[...] for name in names} for names in (PARAMS, STATS)]
+
+    def write(self, stats):
+        for name, value in stats.items():
+            getattr(self, name)[...] = value
+
 
 def objects(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
     """A module of NNX, which changes in place."""
 
-    def as_dicts(model):
-        return [{name: getattr(model, name)[...] for name in names} for names in (PARAMS, STATS)]
-
-    def write(model, stats):
-        for name, value in stats.items():
-            getattr(model, name)[...] = value
-
     def loss(model, x):
-        value, stats = loss_fn(*as_dicts(model), x)
-        write(model, stats)
+        value, stats = loss_fn(*model.as_dicts(), x)
+        model.write(stats)
         return value
 
-    def freeze(grads):
-        grads["first"] = jnp.zeros((8, 16))
-        return grads
-
     if hooks:
-        options |= {
-            "on_grads": freeze,
-            "after": lambda model: write(model, averaged(*as_dicts(model))),
-        }
+        options |= {"after": lambda model: model.write(averaged(*model.as_dicts()))}
+        options |= {"on_grads": frozen}
     model = Network()
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    inner = nnx.jit(jaxscale.nnx.train_step(cast(loss), **options))
-    return Run(lambda x: inner(model, optimizer, x), lambda: as_dicts(model), lambda: optimizer)
+    step = nnx.jit(jaxscale.nnx.train_step(cast(loss), **options))
+    return Run(lambda x: (step(model, optimizer, x),), (), model.as_dicts, optimizer)
 
 
 FRONT_ENDS = {fun.__name__: fun for fun in (plain, equinox, linen, objects)}

@@ -45,16 +45,9 @@ PARAMS = {
     "b": jnp.array(0.5, jnp.float32),
 }
 # Leaves that are no gradients.
-PASSIVE = {
-    "int": jnp.arange(3),
-    "bool": jnp.array([True, False]),
-    "key": jax.random.key(0),
-    "none": None,
-    "masked": optax.MaskedNode(),
-    "float0": np.zeros((2,), jax.dtypes.float0),
-    "text": "no array",
-    "python_int": 3,
-}
+PASSIVE = {"int": jnp.arange(3), "bool": jnp.array([True, False]), "key": jax.random.key(0)}
+PASSIVE |= {"none": None, "masked": optax.MaskedNode(), "text": "no array", "python_int": 3}
+PASSIVE |= {"float0": np.zeros((2,), jax.dtypes.float0)}
 
 
 def cases(names, table, fast=()):
@@ -77,13 +70,11 @@ def cases(names, table, fast=()):
 def gradients(seed, number):
     """Gradients of ordinary size, a bfloat16 leaf among them."""
     rng = np.random.default_rng(seed)  # NumPy's: with JAX's, whoever imports this would compile
-    return [
-        {
-            name: jnp.asarray(rng.standard_normal(p.shape).astype(p.dtype))
-            for name, p in PARAMS.items()
-        }
-        for _ in range(number)
-    ]
+
+    def like(leaf):
+        return jnp.asarray(rng.standard_normal(leaf.shape).astype(leaf.dtype))
+
+    return [{name: like(leaf) for name, leaf in PARAMS.items()} for _ in range(number)]
 
 
 def spoiled(grads, bad):
@@ -107,8 +98,7 @@ def fused_step(tx, params, opt_state, grads, **extra):
 def run(tx, grads, compiled=True, params=PARAMS):
     """Parameters and optimizer state after a list of gradients."""
     opt_state = tx.init(params)
-    one_step = functools.partial(step, tx)
-    one_step = jax.jit(one_step) if compiled else one_step
+    one_step = (jax.jit if compiled else lambda fun: fun)(functools.partial(step, tx))
     for g in grads:
         params, opt_state = one_step(params, opt_state, g)
     return params, opt_state
@@ -122,25 +112,18 @@ def _numbers(leaf):
 def assert_same_bits(actual, expected):
     """Two trees have one structure, and their leaves the same dtypes and bits."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
-    ):
-        a, b = _numbers(a), _numbers(b)
-        where = jax.tree_util.keystr(path)
-        assert a.dtype == b.dtype, where
-        assert a.shape == b.shape, where
+    leaves = jax.tree_util.tree_leaves_with_path(actual)
+    for (path, a), b in zip(leaves, map(_numbers, jax.tree.leaves(expected)), strict=True):
+        a, where = _numbers(a), jax.tree_util.keystr(path)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), where
         assert a.tobytes() == b.tobytes(), f"{where}: {a} != {b}"
 
 
 def assert_close(actual, expected):
     """Equal to rounding: two compiled programs may contract products and sums differently."""
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(
-            _numbers(a).astype(np.float64), _numbers(b).astype(np.float64), rtol=2e-5, atol=1e-7
-        ),
-        actual,
-        expected,
-    )
+    actual, expected = jax.tree.map(lambda x: _numbers(x).astype("float64"), (actual, expected))
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7)
+    jax.tree.map(close, actual, expected)
 
 
 def avals(tree):

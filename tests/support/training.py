@@ -47,9 +47,8 @@ def trainer(tx, loss_fn, fused=True, differentiate=jaxscale.value_and_grad, extr
         extra_args = {"value": loss} | (extra(batch, grads) if extra else {})
         if fused:
             return jaxscale.apply_gradients(tx, grads, state, params, **extra_args)
-        updates, state = optax.with_extra_args_support(tx).update(
-            grads, state, params, **extra_args
-        )
+        update = optax.with_extra_args_support(tx).update
+        updates, state = update(grads, state, params, **extra_args)
         return optax.apply_updates(params, updates), state
 
     return train_step

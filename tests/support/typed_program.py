@@ -1,4 +1,7 @@
-"""A user's program in which pyright, in its strict mode, finds no error. `test_package` runs it."""
+"""A user's program in which pyright, in its strict mode, finds the errors that are marked.
+
+A mark is a word of the message. `test_package` runs pyright, and nothing runs this program.
+"""
 
 from typing import NamedTuple
 
@@ -32,28 +35,18 @@ others = [
 ]
 
 
-def step(
-    params: Params, state: jaxscale.LossScaledState, x: jax.Array
-) -> tuple[Params, jaxscale.LossScaledState, jax.Array]:
-    loss, grads = jaxscale.value_and_grad(loss_fn, state)(params, x, noise=0.5)
-    params, state = jaxscale.apply_gradients(tx, grads, state, params, value=loss)
-    return params, state, loss
-
-
-def step_with_output(params: Params, state: jaxscale.LossScaledState, x: jax.Array) -> int:
-    (loss, output), _ = jaxscale.value_and_grad(loss_with_output, state, has_aux=True)(params, x)
-    _, again = jaxscale.grad(loss_with_output, state, has_aux=True)(params, x)
-    print(loss.dtype)
-    return output["size"] + again["size"]
-
-
-def keep(old: Params, new: Params, state: jaxscale.LossScaledState) -> jax.Array:
-    kept = jaxscale.tree_where(jaxscale.metrics(state)["step_applied"], new, old)
-    return kept.w
-
-
 def loss_with_state(params: Params, count: int, x: jax.Array) -> tuple[jax.Array, int]:
     return loss_fn(params, x), count + 1
+
+
+def step(params: Params, state: jaxscale.LossScaledState, x: jax.Array) -> tuple[jax.Array, int]:
+    old = params
+    loss, grads = jaxscale.value_and_grad(loss_fn, state)(params, x, noise=0.5)
+    params, state = jaxscale.apply_gradients(tx, grads, state, params, value=loss)
+    kept = jaxscale.tree_where(jaxscale.metrics(state)["step_applied"], params, old)
+    (loss, output), _ = jaxscale.value_and_grad(loss_with_output, state, has_aux=True)(params, x)
+    _, again = jaxscale.grad(loss_with_output, state, has_aux=True)(params, x)
+    return loss + kept.w.sum(), output["size"] + again["size"]
 
 
 def whole_steps(params: Params, x: jax.Array) -> tuple[jax.Array, int, int]:
@@ -63,8 +56,18 @@ def whole_steps(params: Params, x: jax.Array) -> tuple[jax.Array, int, int]:
     params, opt_state, (loss, output) = with_output(params, opt_state, x)
     with_state = jaxscale.train_step(loss_with_state, tx, has_state=True)
     params, opt_state, count, loss = with_state(params, opt_state, 3, x)
-    grads = jaxscale.grad(loss_fn, opt_state)(params, x)
-    params, opt_state, count = jaxscale.apply_gradients(
-        tx, grads, opt_state, params, keep=(count, 2)
-    )
+    grads, keep = jaxscale.grad(loss_fn, opt_state)(params, x), (count, 2)
+    params, opt_state, count = jaxscale.apply_gradients(tx, grads, opt_state, params, keep=keep)
     return loss + params.w.sum(), output["size"], count
+
+
+def typos(params: Params, opt_state: jaxscale.LossScaledState, x: jax.Array) -> None:
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), "dynamc")  # error: "dynamc"
+    jaxscale.multi_steps(tx, 2, drop="windw")  # error: "windw"
+    jaxscale.multi_steps(tx, 2, growth_unit="step")  # error: "step"
+    jaxscale.value_and_grad(loss_fn, opt_state)(params)  # error: "x"
+    jaxscale.grad(loss_fn, opt_state)(params, x, y=x)  # error: "y"
+    params, opt_state = jaxscale.apply_gradients(tx, params, x, params)  # error: "LossScaledState"
+    kept: int = jaxscale.tree_where(True, x, x)  # error: "Array"
+    jaxscale.train_step(loss_fn, tx)(params, opt_state)  # error: "x"
+    print(params, opt_state, kept)

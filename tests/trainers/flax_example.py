@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.training import train_state
-from runs import FACTOR, WIDTH, batches, examples, optimizer, report, skipped
+from runs import FACTOR, WIDTH, batches, examples, optimizer, skipped
 
 import jaxscale
 
@@ -45,24 +45,19 @@ def train_step(state, x, y):
     return state.apply_gradients(grads=grads, batch_stats=new_state["batch_stats"])
 
 
-def train(dtype, ours=False, skips=None, batch="good"):
-    """The last loss over all examples, and how many steps were skipped."""
+def train(dtype, scaled, skips, batch):
     x, y = examples()
     model = Model(jnp.dtype(dtype))
     variables = model.init(jax.random.key(0), x)
     state = TrainState.create(
-        apply_fn=jaxscale.scale_backward(model.apply) if ours else model.apply,
+        apply_fn=jaxscale.scale_backward(model.apply) if scaled else model.apply,
         params=variables["params"],
         batch_stats=variables["batch_stats"],
-        tx=optimizer(ours if skips is None else skips),
+        tx=optimizer(skips),
     )
     for pair in batches(STEPS, batch):
-        state = state if pair is None else train_step(state, *pair)
+        state = train_step(state, *pair)
     # With the statistics of these examples: those that the step kept have met the inf batch.
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     predictions, _ = model.apply(variables, x, mutable=["batch_stats"])
     return float(mean_squared_error(predictions, y)), skipped(state.opt_state)
-
-
-if __name__ == "__main__":
-    report(train)

@@ -6,7 +6,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import jax
 import keras
-from runs import FACTOR, WIDTH, batches, examples, optimizer, report, skipped
+from runs import FACTOR, FEATURES, WIDTH, batches, examples, optimizer, skipped
 
 import jaxscale
 
@@ -45,26 +45,17 @@ def small_loss(y, predictions):
     return FACTOR * keras.losses.mean_squared_error(y, predictions)
 
 
-def train(dtype, ours=False, skips=None, batch="good"):
-    """The last loss over all examples, and how many steps were skipped."""
+def train(dtype, scaled, skips, batch):
     keras.utils.set_random_seed(0)
     policy = "mixed_float16" if dtype == "float16" else dtype
-    layers = [
-        keras.layers.Input((examples()[0].shape[1],)),
-        keras.layers.Dense(WIDTH, activation="tanh", dtype=policy),
-        keras.layers.Dense(1, dtype=policy),
-    ]
-    model = keras.Sequential(layers)
-    if ours:
+    first = keras.layers.Dense(WIDTH, activation="tanh", dtype=policy)
+    last = keras.layers.Dense(1, dtype=policy)
+    model = keras.Sequential([keras.layers.Input((FEATURES,)), first, last])
+    if scaled:
         model.compute_loss_and_updates = jaxscale.scale_backward(model.compute_loss_and_updates)
-    tx = optimizer(ours if skips is None else skips)
     # Without the last argument Keras wraps the optimizer by its own LossScaleOptimizer.
-    model.compile(Optax(tx), loss=small_loss, auto_scale_loss=False)
-    feed = [pair for pair in batches(STEPS, batch) if pair is not None]
-    model.fit((pair for pair in feed), steps_per_epoch=len(feed), shuffle=False, verbose=0)
+    model.compile(Optax(optimizer(skips)), loss=small_loss, auto_scale_loss=False)
+    steps = STEPS - (batch is None)
+    model.fit(batches(STEPS, batch), steps_per_epoch=steps, shuffle=False, verbose=0)
     loss = model.evaluate(*examples(), batch_size=len(examples()[0]), verbose=0)
     return loss / FACTOR, skipped(model.optimizer.state)
-
-
-if __name__ == "__main__":
-    report(train)

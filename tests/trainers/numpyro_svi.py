@@ -7,7 +7,7 @@ import numpyro.distributions as dist
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 from numpyro.optim import optax_to_numpyro
-from runs import batches, examples, optimizer, report, skipped
+from runs import BAD_STEP, batches, examples, optimizer, skipped
 
 import jaxscale
 
@@ -26,35 +26,29 @@ def network(dtype):
     return model
 
 
-def train(dtype, ours=False, skips=None, batch="good"):
+def train(dtype, scaled, skips, batch):
     """The last ELBO over all examples, negative, and how many steps were skipped."""
     model = network(dtype)
     guide = AutoNormal(model, init_scale=0.05)
     elbo = Trace_ELBO()
-    if ours:
+    if scaled:
         elbo.loss_with_mutable_state = jaxscale.scale_backward(elbo.loss_with_mutable_state)
     svi = SVI(
         numpyro.handlers.scale(model, scale=FACTOR),
         numpyro.handlers.scale(guide, scale=FACTOR),
-        optax_to_numpyro(optimizer(ours if skips is None else skips, FACTOR)),
+        optax_to_numpyro(optimizer(skips, FACTOR)),
         elbo,
     )
     x, y = examples()
     state = svi.init(jax.random.key(0), x, y)
     update = jax.jit(svi.update)
-    for pair in batches(STEPS, batch):
-        if pair is None:  # the random numbers of the steps after it stay the same
+    for step, pair in enumerate(batches(STEPS, batch)):
+        if step == BAD_STEP and batch is None:  # the random numbers after it stay the same
             state = state._replace(rng_key=jax.random.split(state.rng_key)[0])
-        else:
-            state, _ = update(state, *pair)
+        state, _ = update(state, *pair)
     params = svi.get_params(state)
     if not all(bool(jnp.isfinite(p).all()) for p in params.values()):
         return float("nan"), skipped(state)  # NumPyro would refuse to build its distributions
-    loss = Trace_ELBO(num_particles=16).loss(
-        jax.random.key(1), params, network("float32"), guide, x, y
-    )
+    key, full = jax.random.key(1), network("float32")
+    loss = Trace_ELBO(num_particles=16).loss(key, params, full, guide, x, y)
     return float(loss), skipped(state)
-
-
-if __name__ == "__main__":
-    report(train)

@@ -1,6 +1,12 @@
-"""What every trainer runs here: one regression in float16, whose loss is too small for it."""
+"""What every trainer runs here: one regression in float16, whose loss is too small for it.
 
+`python tests/trainers/runs.py keras_fit` prints a line for each run of a program: its last loss,
+and how many steps were skipped.
+"""
+
+import importlib
 import os
+import sys
 
 # Before JAX is imported. Without the flag XLA on CPU keeps float32 between two float16 operations.
 os.environ.setdefault("XLA_FLAGS", "--xla_allow_excess_precision=false")
@@ -15,14 +21,16 @@ FACTOR = 2.0**-18
 BATCH, WIDTH, FEATURES = 32, 32, 8
 BAD_STEP = 3
 
-# What `train` of each program is called with. `batch` is what it meets in step 3.
+# What `train` of each program is called with: a dtype, whether it is scaled, whether bad steps are
+# skipped, and the batch that it meets in step 3. It returns the last loss over all examples, and
+# how many steps were skipped.
 RUNS = {
-    "float32": {"dtype": "float32"},
-    "float16": {"dtype": "float16"},
-    "float16, scaled": {"dtype": "float16", "ours": True},
-    "inf batch": {"dtype": "float16", "ours": True, "skips": False, "batch": "inf"},
-    "inf batch, skipped": {"dtype": "float16", "ours": True, "batch": "inf"},
-    "batch left out": {"dtype": "float16", "ours": True, "batch": None},
+    "float32": ("float32", False, False, "good"),
+    "float16": ("float16", False, False, "good"),
+    "float16, scaled": ("float16", True, True, "good"),
+    "inf batch": ("float16", True, False, "inf"),
+    "inf batch, skipped": ("float16", True, True, "inf"),
+    "batch left out": ("float16", True, True, None),
 }
 
 
@@ -34,15 +42,16 @@ def examples():
     return x.astype("float32"), y.astype("float32")
 
 
-def batches(number, batch="good"):
-    """That many batches. That of `BAD_STEP` has an inf in it if asked for, or is None."""
+def batches(number, batch):
+    """That many batches. That of `BAD_STEP` has an inf in it, or is left out, if asked for."""
     x, y = examples()
     for step in range(number):
         part = slice(step * BATCH % len(x), step * BATCH % len(x) + BATCH)
         inputs = x[part].copy()
         if step == BAD_STEP and batch == "inf":
             inputs[0, 0] = np.inf
-        yield None if step == BAD_STEP and batch is None else (inputs, y[part])
+        if step != BAD_STEP or batch is not None:
+            yield inputs, y[part]
 
 
 def optimizer(skips, factor=FACTOR):
@@ -59,8 +68,8 @@ def skipped(state):
         return 0
 
 
-def report(train):
-    """Prints a line for each run: its last loss, and how many steps were skipped."""
-    for name, run in RUNS.items():
-        loss, count = train(**run)
+if __name__ == "__main__":
+    program = importlib.import_module(sys.argv[1])
+    for name, run in (RUNS | getattr(program, "MORE_RUNS", {})).items():
+        loss, count = program.train(*run)
         print(f"{name:20} {loss:.5f}  skipped {count}", flush=True)

@@ -9,13 +9,8 @@ import math
 import pytest
 from runs import RUNS
 
-PROGRAMS = {
-    "keras_fit": "keras",
-    "flax_example": "flax",
-    "numpyro_svi": "numpyro",
-    "tunix_peft": "tunix",
-    "tunix_grpo": "tunix",
-}
+PROGRAMS = {"keras_fit": "keras", "flax_example": "flax", "numpyro_svi": "numpyro"}
+PROGRAMS |= {"tunix_peft": "tunix", "tunix_grpo": "tunix"}
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,12 +24,11 @@ pytestmark = [
 
 @pytest.fixture(params=PROGRAMS)
 def train(request, monkeypatch, tmp_path):
-    """What runs a trainer, by the name of a run."""
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     pytest.importorskip(PROGRAMS[request.param])
     program = importlib.import_module(request.param)
-    return lambda name: program.train(**RUNS[name])
+    return lambda name: program.train(*RUNS[name])
 
 
 def test_float16_ends_where_float32_does_if_its_backward_pass_is_scaled(train):
@@ -56,9 +50,5 @@ def test_accumulate_in_the_optimizer_not_by_tunix():
     """Tunix's accumulation is Optax's: what has once been inf stays in its sum, as 0 * inf."""
     pytest.importorskip("tunix")
     program = importlib.import_module("tunix_peft")
-    windows = program.STEPS // program.WINDOW
-    run = RUNS["inf batch, skipped"]
-    _, skipped = program.train(**run, accumulates="trainer")
-    assert skipped == windows
-    _, skipped = program.train(**run, accumulates="optimizer")
-    assert skipped == 1
+    skipped = [program.train(*run)[1] for run in program.MORE_RUNS.values()]
+    assert skipped == [program.STEPS // program.WINDOW, 1]

@@ -7,7 +7,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from runs import BAD_STEP, FACTOR, optimizer, report, skipped
+from runs import BAD_STEP, FACTOR, optimizer, skipped
 from tunix.rl import function_registry, rl_cluster
 from tunix.rl.grpo import grpo_learner
 from tunix.rl.rollout import base_rollout
@@ -17,7 +17,15 @@ import jaxscale
 STEPS, PROMPTS, GENERATIONS, LENGTH, PAD, EOS, WORDS, WIDTH = 60, 8, 8, 6, 0, 1, 10, 32
 
 
-class Tokenizer:
+class Ids:
+    def pad_id(self):
+        return PAD
+
+    def eos_id(self):
+        return EOS
+
+
+class Tokenizer(Ids):
     """Words are numbers."""
 
     def encode(self, text):
@@ -29,24 +37,16 @@ class Tokenizer:
     def bos_id(self):
         return EOS
 
-    def eos_id(self):
-        return EOS
 
-    def pad_id(self):
-        return PAD
-
-
-class Rollout(base_rollout.BaseRollout):
+class Rollout(Ids, base_rollout.BaseRollout):
     """Draws completions at random. A prompt is the step, the word that is wanted, and a reward."""
 
     def __init__(self, rollout_actor, tokenizer, **_):
         self._model, self._tokenizer = rollout_actor, tokenizer
 
     def generate(self, prompts, rollout_config, **_):
-        drawn = []
-        for number, prompt in enumerate(prompts):
-            rng = np.random.default_rng([number, *prompt.encode()])
-            drawn.append(rng.integers(2, WORDS, LENGTH).astype(np.int32))
+        rngs = [np.random.default_rng([i, *prompt.encode()]) for i, prompt in enumerate(prompts)]
+        drawn = [rng.integers(2, WORDS, LENGTH).astype(np.int32) for rng in rngs]
         return base_rollout.RolloutOutput(
             text=list(map(self._tokenizer.decode, drawn)),
             logits=[],
@@ -60,12 +60,6 @@ class Rollout(base_rollout.BaseRollout):
 
     def update_params(self, params, filter_types=None):
         pass
-
-    def pad_id(self):
-        return PAD
-
-    def eos_id(self):
-        return EOS
 
     def model(self):
         return self._model
@@ -88,11 +82,8 @@ class Policy(nnx.Module):
 
 def reward(prompts, completions, **_):
     """The share of words that are the wanted one, times what the prompt says."""
-    rewards = []
-    for prompt, text in zip(prompts, completions, strict=True):
-        _, wanted, times = prompt.split()
-        rewards.append(float(times) * text.split().count(wanted) / LENGTH)
-    return rewards
+    pairs = [(p.split(), text.split()) for p, text in zip(prompts, completions, strict=True)]
+    return [float(p[2]) * words.count(p[1]) / LENGTH for p, words in pairs]
 
 
 def small_loss(*args, **kwargs):
@@ -112,7 +103,7 @@ def batches(batch):
             yield {"prompts": np.array([f"{step} {2 + i} {n}" for i, n in enumerate(times)])}
 
 
-def train(dtype, ours=False, skips=None, batch="good"):
+def train(dtype, scaled, skips, batch):
     """How unlikely the wanted word is at the end, and how many steps were skipped."""
     model, roles = Policy(jnp.dtype(dtype)), rl_cluster.Role
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("fsdp",))
@@ -120,9 +111,7 @@ def train(dtype, ours=False, skips=None, batch="good"):
         role_to_mesh=dict.fromkeys((roles.ACTOR, roles.REFERENCE, roles.ROLLOUT), mesh),
         rollout_engine=Rollout,
         training_config=rl_cluster.RLTrainingConfig(
-            actor_optimizer=optimizer(ours if skips is None else skips),
-            eval_every_n_steps=STEPS,
-            max_steps=STEPS,
+            actor_optimizer=optimizer(skips), eval_every_n_steps=STEPS, max_steps=STEPS
         ),
         rollout_config=base_rollout.RolloutConfig(
             max_tokens_to_generate=LENGTH, max_prompt_length=1, temperature=1.0
@@ -130,7 +119,7 @@ def train(dtype, ours=False, skips=None, batch="good"):
     )
     cluster = rl_cluster.RLCluster(actor=model, tokenizer=Tokenizer(), cluster_config=config)
     algorithm = grpo_learner.GRPOConfig(
-        num_generations=GENERATIONS, beta=0.0, policy_loss_fn="small, scaled" if ours else "small"
+        num_generations=GENERATIONS, beta=0.0, policy_loss_fn="small, scaled" if scaled else "small"
     )
     learner = grpo_learner.GRPOLearner(cluster, algorithm, reward)
     learner.train(batches(batch))
@@ -138,7 +127,3 @@ def train(dtype, ours=False, skips=None, batch="good"):
     logits, _ = cluster.actor_trainer.model(wanted[:, None], None, None, None)
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits[:, 0]), wanted[:, None], 1)
     return float(-log_p.mean()), skipped(cluster.actor_trainer.optimizer)
-
-
-if __name__ == "__main__":
-    report(train)

@@ -2,12 +2,15 @@
 
 import flax.nnx as nnx
 import jax.numpy as jnp
-from runs import FACTOR, FEATURES, WIDTH, batches, examples, optimizer, report, skipped
+from runs import FACTOR, FEATURES, RUNS, WIDTH, batches, examples, optimizer, skipped
 from tunix.sft import peft_trainer
 
 import jaxscale
 
 STEPS, WINDOW = 160, 4
+MORE_RUNS = {
+    f"{by} accumulates": (*RUNS["inf batch, skipped"], by) for by in ("trainer", "optimizer")
+}
 
 
 class Model(nnx.Module):
@@ -24,13 +27,13 @@ def small_loss(model, x, y):
     return FACTOR * jnp.mean((model(x).astype(jnp.float32) - y) ** 2)
 
 
-def train(dtype, ours=False, skips=None, batch="good", accumulates=None):
+def train(dtype, scaled, skips, batch, accumulates=None):
     """The last loss over all examples, and how many steps were skipped.
 
     `accumulates`, where micro-batches are to be accumulated, is "trainer" or "optimizer".
     """
     model = Model(jnp.dtype(dtype))
-    tx = optimizer(ours if skips is None else skips)
+    tx = optimizer(skips)
     if accumulates == "optimizer":
         tx = jaxscale.multi_steps(tx, WINDOW)
     config = peft_trainer.TrainingConfig(
@@ -38,13 +41,6 @@ def train(dtype, ours=False, skips=None, batch="good", accumulates=None):
         gradient_accumulation_steps=WINDOW if accumulates == "trainer" else None,
     )
     trainer = peft_trainer.PeftTrainer(model, tx, config)
-    trainer.with_loss_fn(jaxscale.scale_backward(small_loss) if ours else small_loss)
-    pairs = [pair for pair in batches(STEPS, batch) if pair is not None]
-    trainer.train([{"x": x, "y": y} for x, y in pairs])
+    trainer.with_loss_fn(jaxscale.scale_backward(small_loss) if scaled else small_loss)
+    trainer.train([{"x": x, "y": y} for x, y in batches(STEPS, batch)])
     return float(small_loss(model, *examples())) / FACTOR, skipped(trainer.optimizer)
-
-
-if __name__ == "__main__":
-    report(train)
-    for where in ("trainer", "optimizer"):
-        print(where, "accumulates, inf batch", train("float16", True, None, "inf", where))
