@@ -2,7 +2,7 @@
 
 `CLAIMS` has pieces of the README with a field for each number, and functions that compute them:
 from a file of results, from what an example prints, from the package, from pyproject.toml. A new
-number is a new row. Code is left out: `test_readme.py` runs it.
+number is a new row. Code is left out: `test_package.py` runs it.
 """
 
 import inspect

@@ -139,11 +139,6 @@ def test_options_are_keyword_only():
     ]
 
 
-def test_bugs_are_planted_in_functions_that_there_are():
-    mutations = runpy.run_path(str(ROOT / "tests" / "mutations.py"))
-    mutations["tests_by_definition"](list(mutations["definitions"]()))  # exits at any other
-
-
 @cases("module", [module for module in MODULES if not module.endswith("__main__")])
 def test_examples_in_docstrings_run(module):
     name = f"jaxscale.{module}".removesuffix(".__init__")
