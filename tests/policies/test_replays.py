@@ -6,12 +6,12 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import optax
 import pytest
 import replay_tables
 import simulator
+import transformer
 from replay_tables import ADAPTIVE, TORCH
 from tables import cases
 
@@ -89,13 +89,7 @@ def test_a_row_of_the_table(name):
 
 # Live training in float16, of a small transformer.
 
-STEPS, BATCH, LENGTH, WORDS = 2000, 8, 16, 24
-MODEL = models.Transformer(width=64, layers=1, scanned=False, dtype=jnp.float16)
-
-
-def loss_fn(params, words):
-    logits = MODEL.apply(params, words[:, :-1])
-    return models.cross_entropy(logits.astype(jnp.float32), words[:, 1:])
+STEPS, BATCH, LENGTH, WORDS, WIDTH = 2000, 8, 16, 24, 64
 
 
 def batches():
@@ -110,13 +104,14 @@ def batches():
 def trained(policy, retries=0):
     """The state after all steps; the mean exponent of the scale, and the loss, of the last ones."""
     tx = jaxscale.loss_scaled(optax.adam(3e-3), policy)
-    train_step = jaxscale.train_step(loss_fn, tx, retries=retries)
+    train_step = jaxscale.train_step(transformer.loss_fn, tx, retries=retries)
 
     def step(carry, words):
         *after, loss = train_step(*carry, words)
         return tuple(after), (carry[1].scaling.loss_scale, loss)
 
-    params = MODEL.init(jax.random.key(1), batches()[0, :, 1:])
+    params = transformer.init_params(np.random.default_rng(1), WIDTH, 1, LENGTH)
+    params["tokens"] = params["tokens"][:WORDS]
     scan = jax.jit(functools.partial(jax.lax.scan, step))
     (_, state), (scale, loss) = scan((params, tx.init(params)), batches())
     assert loss[-100:].mean() < loss[:100].mean() / 2
