@@ -16,8 +16,8 @@ The rest, by group:
   backward pass of a loss or a model. It has no state, and no `metrics`.
 - Optimizers: `skip_nonfinite` skips bad steps without scaling, for bfloat16 and float32.
   `multi_steps` accumulates several micro-batches for each step.
-- Precision: `autocast` computes matrix products in float16 without touching the model, which needs
-  it unless it casts by itself. `full_precision` exempts a part of it.
+- Precision: `autocast` computes matrix products in float16 without touching the model. One that
+  casts by itself, as Flax layers with `dtype=` do, needs none. `full_precision` exempts a part.
 - Policies, the rules by which the scale moves: `DynamicLossScale`, the default;
   `AdaptiveLossScale`, which follows the largest gradient; `FixedLossScale`, `NoOpLossScale`, their
   base class `LossScale`, and `as_loss_scale`, which reads short forms such as `"dynamic"`,
@@ -43,9 +43,10 @@ float16 ends at 65504, and half of its smallest number, 2**-24, rounds to 0:
 [65504.0, inf, 5.960464477539063e-08, 0.0]
 
 A forward pass overflows, in squares, long sums and exponentials. A loss scale cannot help there:
-`autocast` keeps such operations in float32. A backward pass underflows, as the gradient of a mean
-over a million numbers begins at 1e-6. But it is linear: so the loss is multiplied by a power of
-two, which rounds nothing, and the gradients are divided by it in float32:
+`autocast` keeps such operations in float32. A backward pass underflows: the gradient of a mean over
+a million numbers begins at 1e-6, and each layer multiplies it by something small. But it is linear,
+so the loss is multiplied by a power of two, which rounds nothing, and the gradients are divided by
+it in float32:
 
 >>> def loss_fn(w):  # its derivative is 2**-30
 ...     return jnp.float32(2**-10) * (w.astype(jnp.float16) * jnp.float16(2**-20))
@@ -57,14 +58,15 @@ two, which rounds nothing, and the gradients are divided by it in float32:
 
 Too large a scale makes the gradients inf or NaN. The step is then skipped and the scale is lowered:
 that is how the right one is found, and why one skip in thousands of steps is no fault. Where there
-is one, `check` says what it is, and `jaxscale doctor` names the line. bfloat16 has the range of
+is a fault, `check` says what it is, and `jaxscale doctor` names the line. bfloat16 has the range of
 float32, so it needs no scale, only `skip_nonfinite`.
 
 - Take the default rule first; `"adaptive"` where gradients change their size during the run, or
   where skips cost too much; a number, such as 128, if you know that it fits.
-- `retries=10` of `train_step` loses no batch, for a backward pass more after each overflow.
+- `retries=10` of `train_step` loses no batch to a scale that is too high, for a backward pass more
+  after each overflow.
 - `SpikeRule` skips single bad batches in any precision. It is no substitute for `max_norm`, which
-  clips, nor for a lower rate.
+  clips, nor for a lower rate. More than one skip in 20 steps says that spikes are how the run is.
 """
 
 import importlib as _importlib

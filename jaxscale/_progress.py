@@ -125,7 +125,8 @@ def check(
         after 10,000 steps, none of which overflowed; if retries do not help, with a
         `total_exhausted` of 6 or more; or if spikes are skipped again and again, 20 in a row, or
         more than one step in 20 of at least 1000. A policy that raises its scale in every finite
-        step, such as `presets.chainer()`, never decays. Python shows each text once in a run.
+        step, such as `presets.chainer()`, never decays, and no scale that follows the gradients is
+        of no use. Python shows each text once in a run.
 
     Raises:
       LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped, or if an
@@ -183,6 +184,7 @@ _EXHAUSTED = (
     + " If the scale is, start lower, lower its floor, or allow more `retries`."
 )
 
+# Without numbers: Python's filter of warnings shows a text once for each line that calls `check`.
 _DECAY = (
     "`check`: the loss scale fell again and again without growing in between, so something in the "
     "model leaves float16's range at lower and lower scales, and small gradients are lost. "

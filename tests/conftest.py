@@ -10,7 +10,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8 --xla_allow_excess_precision=false"
 )
-# A CPU with float16 of its own fuses and rounds it in another way. These instructions all CPUs have.
+# A CPU with float16 of its own fuses and rounds it in another way; up to AVX2 none has it.
 if platform.machine() in ("x86_64", "AMD64"):
     os.environ["XLA_FLAGS"] += " --xla_cpu_max_isa=AVX2"
 # Most of the time goes into compilation, a third of it into optimizations of LLVM. The slow run has

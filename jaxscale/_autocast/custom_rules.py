@@ -140,7 +140,7 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         forward, _ = derived(perturbed)
         outputs, _ = autocast.run(forward, [each.value for each in given], kinds, in_loop)
         primals = tuple(map(_as_aval, outputs, program.out_avals))
-        # The second says by its structure alone by which inputs something is differentiated.
+        # The second holds no array: its structure says by which inputs something is differentiated.
         return primals, (outputs[size:], [() if each else None for each in perturbed])
 
     def bwd(residuals: Any, cotangents: Any) -> Any:

@@ -1,8 +1,9 @@
 """A traced program, run again with its matrix products in half precision.
 
 `Autocast.run` goes through a jaxpr once, in one flat loop, and binds each equation in whatever
-trace is current, so that `grad`, `vmap` and `jit` outside see ordinary operations. A `Frame` holds
-the values of one jaxpr, each in the precision it was computed in, and casts each once, on demand.
+trace is current, so that `grad`, `vmap` and `jit` outside see ordinary operations. A value that the
+program declares as float32 may be *narrow*: computed in half precision. A `Frame` holds the values
+of one jaxpr, each in the precision it was computed in, and casts each once, on demand.
 """
 
 import warnings

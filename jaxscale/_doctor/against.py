@@ -24,12 +24,14 @@ _STABLE = 0.3
 class Against(NamedTuple):
     """The gradients against those in float32. Nothing is known if the arguments are not finite."""
 
-    grads: Mapping[str, np.ndarray] = {}  # in float32, by their names, if they are finite
+    # The gradients in float32, by their names, if they are finite. What cannot be computed in
+    # float32, as a kernel for one dtype, is as written.
+    grads: Mapping[str, np.ndarray] = {}
     is_finite: bool | None = None  # whether loss and gradients are finite in float32
     comparison: Comparison | None = None  # what is lost, if both gradients are finite
     wrong: tuple[str, ...] = ()  # the leaves of the gradients that are far from those in float32
     culprit: Culprit | None = None  # where they go wrong, if it is one equation
-    remedy: Remedy | None = None  # the lines that make them right in float32, or do not
+    remedy: Remedy | None = None  # the lines that make them right in float32, or were tried in vain
 
 
 class _Reference:

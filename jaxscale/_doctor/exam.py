@@ -41,7 +41,7 @@ class Exam(NamedTuple):
     loss: float
     loss_as_written: float | None  # without `jaxscale.autocast`; `None` if that was not used
     dtypes: tuple[str, ...]  # the formats in which the loss is computed
-    backward_rules: dict[str, str]  # by the line that calls a function with such a rule
+    backward_rules: dict[str, str]  # their names, by the line that calls their functions
     loss_scale: float  # the scale of the trace and the table of leaves
     shown_scale: float  # the scale at which formats are judged: the one given, or 1
     # The largest scale that does not overflow. `None` if none of the model's dtypes needs one, or
@@ -53,8 +53,11 @@ class Exam(NamedTuple):
     trace: TraceReport  # where numbers get lost at the loss scale
     against: Against  # the gradients against those in float32
     ceiling: TracedNonfinite | None  # where the least loss scale that does not fit overflows
-    relief: Relief | None  # if the scale `is_limited` or the largest is below 1
-    comparison: Comparison | None  # gradients at the shown scale, if lower, and at the largest
+    # What lets a higher scale fit, sought if the scale `is_limited` or the largest is below 1.
+    # `None` otherwise, or if nothing was found.
+    relief: Relief | None
+    # The gradients at the shown scale against those at the largest, if it is lower.
+    comparison: Comparison | None
     zero: tuple[str, ...]  # leaves whose gradient is 0 everywhere, in float32 if that is known
     leaves: LeafTable  # the gradients, leaf by leaf
     histogram: Histogram  # the gradients at the largest scale, where the fewest are flushed

@@ -14,7 +14,7 @@ Progress = Callable[..., None]
 
 
 class Spoken:
-    """Says on standard error what is done, once the whole takes longer than `patience` in seconds.
+    """Says on standard error what is done, once the whole takes longer than `patience` seconds.
 
     What takes long by itself is said again from time to time, with how far it is. A thread does
     that, as it also runs while XLA compiles.

@@ -90,10 +90,11 @@ def scale_backward(
         get gradients, too.
       scale: `"auto"`, or a number to scale by.
       retries: how often the backward pass may be repeated, each time at a 16th of the scale, if
-        the gradients are not finite and the cotangents were. Gradients that become 2**15 times
-        larger on their way repeat it in every step; for these `jaxscale doctor` says which number
-        to pass as `scale`. The loop keeps all gradients of `fun` in memory at once. On a CPU XLA
-        takes many times as long for a convolution in a loop. 0 compiles to no loop.
+        the gradients are not finite and the cotangents were. The forward pass is not repeated.
+        Gradients that become 2**15 times larger on their way repeat it in every step; for these
+        `jaxscale doctor` says which number to pass as `scale`. The loop keeps all gradients of
+        `fun` in memory at once, where an optimizer might use each as it comes. On a CPU XLA takes
+        many times as long for a convolution in a loop. 0 compiles to no loop.
       axis_name: further axes of `shard_map` or `pmap` along which devices are to use one scale.
         They agree by themselves along those that need it: where gradients are summed, and
         where `fun` itself communicates.
@@ -317,9 +318,9 @@ def _power(largest: jax.Array, most_raised: int) -> jax.Array:
     """Returns the power of two to scale cotangents by: it brings the largest to 1 or more, below 2.
 
     Given is the largest magnitude of each entry, an `f32[n]`. If those of some are so small that
-    they would flush, it is raised. Without finite cotangents it is 1, and otherwise 2**-126 to
-    2**126, so that it and its reciprocal are normal numbers. Exponents are taken from the bits: a
-    rounded logarithm gives other numbers.
+    they would flush, it is raised, by 2**`most_raised` at most. Without finite cotangents it is 1,
+    and otherwise 2**-126 to 2**126, so that it and its reciprocal are normal numbers. Exponents are
+    taken from the bits: a rounded logarithm gives other numbers.
     """
     exponents = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
     most = jnp.max(exponents)

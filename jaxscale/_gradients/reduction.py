@@ -25,7 +25,8 @@ _LARGE = 2**16
 # Up to 64 small or 16 large leaves share one reduction; a CPU slows down beyond that.
 _MAX_LEAVES, _MAX_LARGE_LEAVES = 64, 16
 
-# Into so many parts a lone large leaf is split: XLA on a CPU stores one of them and uses all cores.
+# A lone large leaf is split into so many parts, so that XLA on a CPU stores one of them and uses
+# all cores.
 _PARTS = 8
 
 # The bits of inf. As integers, those of finite absolute values are lower, those of NaN higher.
@@ -77,8 +78,9 @@ class Reduction(NamedTuple):
 def read(tree: Any, *, by_leaf: bool = False, squares: bool = False) -> Reduction:
     """Returns the reduction on which a verdict on the gradients in a tree rests.
 
-    With `by_leaf` each gradient is a group of its own. With `squares` they are reduced to the sum
-    of squares, which a norm needs.
+    Leaves of one type are combined element by element before they are reduced, as hundreds of
+    kernels are the cost of a verdict. With `by_leaf` each gradient is a group of its own. With
+    `squares` they are reduced to the sum of squares, which a norm needs.
     """
     return Reduction([_reduced(group, squares) for group in _groups(tree, by_leaf)])
 

@@ -145,7 +145,8 @@ def grad(
     Args:
       fun: as in `value_and_grad`.
       scaling: as in `value_and_grad`.
-      transform: what differentiates: `jax.grad`, `equinox.filter_grad`, `flax.nnx.grad`.
+      transform: what differentiates: `jax.grad`, `equinox.filter_grad`, `flax.nnx.grad`, or the
+        like, as in `value_and_grad`.
       has_aux: whether `fun` returns a pair.
       **kwargs: passed to `transform`.
 

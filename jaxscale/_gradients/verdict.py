@@ -169,7 +169,8 @@ def judge(
 def flags_by_leaf(tree: Any, finite: Sequence[jax.Array] | None = None) -> Any:
     """Returns a tree like `tree` with a `bool[]` for each gradient and `None` elsewhere.
 
-    A flag is set if its leaf is not `finite`; without `finite`, none is.
+    A flag is set if its leaf is not `finite`; without `finite`, none is. The tree has the paths of
+    the gradients, and the same structure and types for any gradients of these parameters.
     """
     gradients, structure = jax.tree.flatten(only_gradients(tree))
     if not gradients:

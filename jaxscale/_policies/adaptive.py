@@ -1,8 +1,9 @@
 """The policy that follows the largest gradient, instead of probing for the highest scale.
 
-It does not say how much larger the numbers between the layers are, which overflow first: that is
-learned from overflows, as the `level`. Nor how large the gradients of rare batches are, as a step
-that overflows shows no size: that is tried, as the `crest`.
+The largest gradient does not say how much larger the numbers between the layers are, which
+overflow first: that is learned from overflows, as the `level`. Nor does it say how large the
+gradients of rare batches are, as a step that overflows shows no size: that is tried, as the
+`crest`.
 
 All arithmetic is that of integers. Binary logarithms count in units of 2**-16, levels in units of
 2**-20; both are whole numbers that float32 holds exactly, so the state shows them as floats. The
@@ -75,7 +76,8 @@ class AdaptiveLossScale(CheckedLossScale):
       start, a search begins. If none reaches it in `period / 2` finite steps it fades as the peak.
     - Second overflow in a row: `loss_scale <- loss_scale / 2**8`; each further one:
       `loss_scale <- loss_scale / 2**16`. Level, peak and crest stay.
-    - All gradients are zero: nothing changes. If they are flushed at first, start higher.
+    - All gradients are zero: nothing changes. If they are flushed to zero at `init_scale`, start
+      higher: `jaxscale.check` says so.
     - Finite step without gradients, as in `adjust(state, True)`: the peak stays, or is raised where
       the scale has been lowered, so that the scale grows by the rise of the level alone. At
       `max_level` the peak falls in its place.
@@ -158,11 +160,16 @@ class AdaptiveLossScale(CheckedLossScale):
             is_seen = largest >= _SMALLEST
             after_finite = tree_where(is_seen, self._follow(now, _log2(largest)), now)
         after = tree_where(grads_finite, after_finite, self._after_overflow(now))
-        # 2 to the power of the exponent, of one of float32's normal numbers.
-        scale = jax.lax.bitcast_convert_type((after.exponent + 127) << 23, jnp.float32)
-        units = zip(after[1:4], (_BINADE, _LEVEL, _BINADE), strict=True)
-        logarithms = [number.astype(jnp.float32) / unit for number, unit in units]
-        return AdaptiveState._make([scale, *logarithms, *after[4:]])
+        return AdaptiveState(
+            # 2 to the power of the exponent, which is that of a normal number of float32.
+            loss_scale=jax.lax.bitcast_convert_type((after.exponent + 127) << 23, jnp.float32),
+            peak=after.peak.astype(jnp.float32) / _BINADE,
+            level=after.level.astype(jnp.float32) / _LEVEL,
+            crest=after.crest.astype(jnp.float32) / _BINADE,
+            finite_steps=after.finite_steps,
+            held_steps=after.held_steps,
+            overflows=after.overflows,
+        )
 
     def _counted(self, state: AdaptiveState) -> "_Counted":
         """Returns a state in integers. Numbers that no step leaves behind are replaced."""
@@ -170,11 +177,13 @@ class AdaptiveLossScale(CheckedLossScale):
         level = jnp.clip(level, self.min_level, self.max_level)
         peak, crest = (jnp.where(jnp.abs(x) <= 128, x, UNSEEN) for x in (state.peak, state.crest))
         return _Counted(
-            jnp.minimum(_log2(state.loss_scale) // _BINADE, _exponent(self.max_scale)),
-            (peak * _BINADE).astype(jnp.int32),
-            (level * _LEVEL).astype(jnp.int32),
-            (crest * _BINADE).astype(jnp.int32),
-            *(jnp.maximum(jnp.asarray(count, jnp.int32), 0) for count in state[4:]),
+            exponent=jnp.minimum(_log2(state.loss_scale) // _BINADE, _exponent(self.max_scale)),
+            peak=(peak * _BINADE).astype(jnp.int32),
+            level=(level * _LEVEL).astype(jnp.int32),
+            crest=(crest * _BINADE).astype(jnp.int32),
+            finite_steps=jnp.maximum(jnp.asarray(state.finite_steps, jnp.int32), 0),
+            held_steps=jnp.maximum(jnp.asarray(state.held_steps, jnp.int32), 0),
+            overflows=jnp.maximum(jnp.asarray(state.overflows, jnp.int32), 0),
         )
 
     def _after_overflow(self, now: "_Counted") -> "_Counted":
@@ -193,7 +202,8 @@ class AdaptiveLossScale(CheckedLossScale):
         level += short
         peak = jnp.minimum(now.peak + (short + 2**_SHIFT - 1) // 2**_SHIFT, 128 * _BINADE)
 
-        # It was not enough if nothing finite has come near. Usual gradients come near a low one.
+        # The last crest was not enough if nothing finite has come near it. Usual gradients come
+        # near a low one.
         room = top - now.peak
         is_guess = (now.held_steps == now.finite_steps) | (room < 3 * _BINADE)
         higher = top + 3 * _BINADE + jnp.where(is_guess, 3 * room, 0)
@@ -257,9 +267,9 @@ class _Counted(NamedTuple):
     """An `AdaptiveState` in integers: the exponent of the scale, and units."""
 
     exponent: jax.Array
-    peak: jax.Array
-    level: jax.Array
-    crest: jax.Array
+    peak: jax.Array  # in units of 2**-16
+    level: jax.Array  # in units of 2**-20
+    crest: jax.Array  # in units of 2**-16
     finite_steps: jax.Array
     held_steps: jax.Array
     overflows: jax.Array

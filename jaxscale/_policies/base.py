@@ -75,8 +75,8 @@ class LossScale(abc.ABC):
             devices, for a policy that needs it. `None` if it is not known, or without gradients.
 
         Raises:
-          TypeError: if `grads_finite` is not a scalar bool, `largest` not a scalar, or `state` that
-            of another policy.
+          TypeError: if `grads_finite` is not a scalar bool, `largest` not a scalar, or `state` is
+            that of another policy.
           ValueError: if `state` is the state of a population: call this under `jax.vmap`.
         """
 
@@ -133,7 +133,7 @@ class CheckedLossScale(LossScale):
     """A policy whose arguments are checked by name, and whose `adjust` checks what it gets.
 
     A subclass is a frozen dataclass with a field `init_scale`. It defines `init`, and either
-    `_move`, or the states after a step whose gradients were finite, and were not.
+    `_after_finite` and `_after_nonfinite`, the states after a step, or `_move`.
     """
 
     init_scale: float
@@ -163,6 +163,14 @@ class CheckedLossScale(LossScale):
                 raise ValueError(
                     f"`{call}` needs {' <= '.join(names)}, got {', '.join(first)} and {last}."
                 )
+
+    def _grown(self: Any, scale: jax.Array, factor: Any) -> jax.Array:
+        grown = jnp.minimum(scale * factor, self.max_scale)
+        return jnp.maximum(scale, grown)  # a restored scale may lie above the maximum
+
+    def _lowered(self: Any, scale: jax.Array) -> jax.Array:
+        lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
+        return jnp.minimum(scale, lowered)  # a restored scale may lie below the minimum
 
     def _ascending(self) -> list[tuple[str, ...]]:
         """Returns chains of arguments, none of which may be above the next."""

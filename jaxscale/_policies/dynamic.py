@@ -1,9 +1,7 @@
 """The default policy: a scale that grows after finite steps and backs off on overflows."""
 
 import dataclasses
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -87,11 +85,3 @@ class DynamicLossScale(CheckedLossScale):
             growth_tracker=jnp.zeros_like(state.growth_tracker),
             hysteresis_tracker=left,
         )
-
-    def _grown(self: Any, scale: jax.Array, factor: Any) -> jax.Array:
-        grown = jnp.minimum(scale * factor, self.max_scale)
-        return jnp.maximum(scale, grown)  # a restored scale may lie above the maximum
-
-    def _lowered(self: Any, scale: jax.Array) -> jax.Array:
-        lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
-        return jnp.minimum(scale, lowered)  # a restored scale may lie below the minimum

@@ -17,9 +17,9 @@ class FixedLossScale(LossScale):
     """A loss scale that stays the same.
 
     Its ideal value depends on the model: too small, and gradients underflow; too large, and they
-    overflow. A power of two keeps scaling exact. `update` always says that the gradients should be
-    applied, as TensorFlow's `FixedLossScale` does. Inside `jaxscale.loss_scaled` a non-finite step
-    is still skipped.
+    overflow, each time anew. A power of two keeps scaling exact. `update` always says that the
+    gradients should be applied, as TensorFlow's `FixedLossScale` does, since this scale cannot
+    react to an overflow. Inside `jaxscale.loss_scaled` a non-finite step is still skipped.
 
     Args:
       loss_scale: the scale, at least 1.

@@ -14,7 +14,6 @@ import optax
 
 from .._trees.checks import finite_number, int32
 from .base import CheckedLossScale, new_state
-from .dynamic import DynamicLossScale
 
 
 class GradualState(NamedTuple):
@@ -69,7 +68,6 @@ class GradualLossScale(CheckedLossScale):
     min_scale: float = 1.0
     max_scale: float = 2.0**24
 
-    _grown, _lowered = DynamicLossScale._grown, DynamicLossScale._lowered
     _state_type = GradualState
     _checks = CheckedLossScale._checks | {
         "search_factor": CheckedLossScale._checks["growth_factor"],
@@ -151,7 +149,6 @@ class ToleranceLossScale(CheckedLossScale):
     min_scale: float = 1.0
     max_scale: float = 2.0**24
 
-    _grown = DynamicLossScale._grown
     _state_type = ToleranceState
     _checks = CheckedLossScale._checks | {"tolerance": finite_number}
 

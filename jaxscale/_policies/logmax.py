@@ -45,7 +45,8 @@ class LogMaxLossScale(CheckedLossScale):
     With `x` the binary logarithm of the largest magnitude among the unscaled gradients of a step,
     `mu` its moving average and `sigma` its standard deviation, both corrected for their start from
     0: `s <- 2**(16 - mu - overflow_std_dev * sigma)`, between `min_scale` and `max_scale`. The
-    largest scaled gradient would then pass 2**16, the range of float16, in one of a thousand steps.
+    largest scaled gradient would then pass 2**16, the range of float16, in one of a thousand steps
+    by default.
 
     A non-finite step counts as one with `x = log_max`. If all gradients are 0 there is no
     logarithm, and the state stays as it is. The scale is never 0, inf or NaN, but it is not a power

@@ -49,7 +49,8 @@ class SpikeRule:
       sigmas: how many standard deviations above the mean a step may stand, above 0 and at most
         1e6. Norms are often far from a normal distribution: with a logarithm whose standard
         deviation is 0.3, 0.6 or 1, the default takes 3, 22 or 57 of 10 000 good steps for spikes.
-      min_history: how many entries a window judges from, 2 to `window`; by default half of it.
+      min_history: from how many entries on a window judges, from 2 to `window`; by default from
+        half of it.
 
     Raises:
       ValueError: if an argument is out of range.
@@ -111,8 +112,8 @@ class SpikeRule:
           loss: the loss, a floating scalar. If it is `None`, the window of losses stays as it is.
           grad_norm: the global norm of the gradients, a floating scalar; inf if the squares of
             finite gradients overflow, which is a spike where steps are judged.
-          finite: a `bool[]`, whether the gradients and the loss are. If not, the step is no spike,
-            and the state stays as it is.
+          finite: a `bool[]`, whether the gradients and the loss are finite. If not, the step is no
+            spike, and the state stays as it is.
 
         Returns:
           A `bool[]`, and the next state with the shapes and dtypes of `state`.

@@ -116,7 +116,10 @@ def select_if_applied(call: str, optimizer: Optimizer, opt_state: Any, new: Any,
 def select_if_stepped(
     call: str, optimizer: Optimizer, before: Any, after: Any, new: Any, old: Any
 ) -> Any:
-    """Returns `new` if the optimizer made a step between two states, in a window once, or `old`."""
+    """Returns `new` if the optimizer made a step between two of its states, otherwise `old`.
+
+    A micro-batch of a window that is not full makes none, though it is not skipped either.
+    """
 
     def window(state: Any) -> Any:
         state = optimizer.find_verdict(call, state) or state

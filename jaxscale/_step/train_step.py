@@ -1,6 +1,6 @@
 """The whole training step in one function: loss, gradients, retries, skip.
 
-Those of `jaxscale.flax` and `jaxscale.nnx` are made of the same parts: a `StepPlan` makes the
+The steps of `jaxscale.flax` and `jaxscale.nnx` are made of the same parts: a `StepPlan` makes the
 backward pass whose gradients count, `apply_step` the step of the optimizer, which divides them, and
 `select_if_applied` and `select_if_stepped` choose between new and old state.
 """
@@ -133,10 +133,10 @@ def train_step(
         overflows, and has no reverse-mode derivative. With 0 there is no loop.
       on_grads: a function of the gradients that returns those to go on with: `jax.lax.pmean` in
         `pmap`, clipping by example, masks. In every pass it gets the gradients, unscaled and in
-        float32 or wider, and returns some of their structure and dtypes, in their shapes or in
-        those of the parameters. If it gets or returns an inf or a NaN, the step is skipped. All
-        devices along the axes that it or `loss_fn` averages over skip and repeat together, also
-        without the `axis_name` of `tx`.
+        float32 or wider, and returns gradients of their structure and dtypes, in their shapes or in
+        those of the parameters. If it gets or returns an inf or a NaN, the step is skipped, so that
+        no clipping hides an overflow. All devices along the axes that it or `loss_fn` averages over
+        skip and repeat together, also without the `axis_name` of `tx`.
       after: a function `after(params, state)` of the new parameters and the state that returns
         the next state, for moving averages of the parameters and target networks. It counts where
         the optimizer made a step: with `jaxscale.multi_steps` that is once in a window. It needs

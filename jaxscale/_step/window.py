@@ -178,5 +178,5 @@ def _emptied(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(empty, tree)
 
 
-# Of `fun(path, sum, gradient)`, for each leaf, `None` among them.
+# Maps `fun(path, sum, gradient)` over all leaves, `None` among them.
 _map = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=lambda leaf: leaf is None)

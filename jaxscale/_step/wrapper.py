@@ -166,7 +166,7 @@ class Wrapper:
     ) -> tuple[Any, LossScaledState]:
         """Returns the parameters after one step, or only the updates, and the next state.
 
-        The state was checked, and each parameter has a gradient.
+        The state was checked, and each parameter has a gradient. The updates are added if `adds`.
         """
         grads, retries = made.grads, made.retries
         overwrites = holds_overwrites(grads.grads)
@@ -265,7 +265,8 @@ class Wrapper:
         """Returns what `make` does if a step is due, and otherwise what was.
 
         That is the outcome, the state of the optimizer, whether the updates are finite if they are
-        checked, and the norm that the state shows.
+        checked, and the norm that the state shows. `unchanged` gives the outcome of a skipped step,
+        from one that was made, or from its shapes.
         """
         norm, shown, squares = None, state.grad_norm, verdict.squares
         of_mean = self.max_norm is not None and self.window.averages

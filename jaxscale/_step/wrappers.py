@@ -57,8 +57,8 @@ def loss_scaled(
       check_updates: whether the verdict also covers the updates that `inner` returns, for those
         that compute gradients inside of `update`: `optax.contrib.sam` with `opaque_mode=True`, or
         a line search. It takes one more pass, over the updates.
-      track_leaves: whether the state records which leaves the last overflow was in, for
-        `jaxscale.metrics` and `jaxscale.check` to name. This takes no extra pass.
+      track_leaves: whether `nonfinite_leaves` of the state says which leaves the last overflow was
+        in, for `jaxscale.metrics` and `jaxscale.check` to name. This takes no extra pass.
       spikes: a `jaxscale.SpikeRule`: a step is then also skipped if its loss, or the norm of its
         gradients, is finite and stands out among the last ones. The scale stays where it is. With
         `multi_steps` each micro-batch is judged by itself. This takes no extra pass.
@@ -140,7 +140,8 @@ def skip_nonfinite(
     """Returns a transformation that skips non-finite steps, without any scaling.
 
     For bfloat16 and float32, where gradients do not underflow but a bad batch may still ruin a run.
-    Unlike `optax.apply_if_finite` it never gives up. It is `loss_scaled(inner, None)`.
+    Unlike `optax.apply_if_finite` it never gives up. It is `loss_scaled(inner, None)`, and raises
+    its errors.
 
     Args:
       inner: the transformation to wrap, as in `loss_scaled`.

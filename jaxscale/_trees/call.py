@@ -19,8 +19,9 @@ _TAG = "jaxscale"
 
 
 class Flat:
-    """A function that takes and returns lists of arrays, those of JAX in another function's trees.
+    """A function that takes and returns lists of arrays.
 
+    Its arguments are `arrays`, those of JAX among the arguments of the original function.
     Everything else, numbers and NumPy arrays among them, reaches that, and comes back, as it is.
     """
 

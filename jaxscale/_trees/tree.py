@@ -308,7 +308,7 @@ def zero_overwrites(grads: Any) -> Any:
 
 
 def overwrite(outcome: Any, new: Any, old: Any) -> Any:
-    """Returns the outcome of a step, with the leaves that are replaced as in `replace_finite`."""
+    """Returns the outcome of a step, with each leaf that is replaced as `replace_finite` says."""
     return _map_overwrites(replace_finite, outcome, new, old)
 
 

@@ -19,7 +19,8 @@ class Calibration(NamedTuple):
     """What `calibrate` found; `print` it for the sentence.
 
     Attributes:
-      init_scale: the largest power of two that overflowed on no batch tried, or `None`.
+      init_scale: the largest power of two that overflowed on no batch tried, or `None` if
+        every one did.
       overflows_at: the least scale that was seen to overflow, or `None` if none was.
       passes: how many backward passes it took.
       batches: how many batches `init_scale` was tried on.

@@ -65,7 +65,8 @@ class History:
 
         Args:
           tree: what `jaxscale.metrics` accepts, such as the `opt_state` that the step returned, or
-            the dictionary that it returned. The state may be donated to the next step.
+            the dictionary that `jaxscale.metrics` returned. The arrays are copied, so the state may
+            be donated to the next step.
           loss: the loss of that step, a scalar.
           **extra: other scalars under their own names, such as the learning rate.
 

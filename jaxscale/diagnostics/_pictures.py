@@ -32,8 +32,9 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
     """Returns a `matplotlib.figure.Figure` of a histogram and of the range of each format.
 
     The upper part shows the gradients by their size, shaded by what `dtype` makes of them at the
-    loss scale. The lower part shows the gradients that each format holds, at that scale and at the
-    one that `suggest_scale` suggests for `dtype`: a larger scale moves these ranges to the left.
+    loss scale. The lower part shows the gradients that each format holds, at that scale and, if it
+    is another, at the one that `suggest_scale` suggests for `dtype`: a larger scale moves these
+    ranges to the left.
 
     Args:
       histogram: what `histogram` returned; leading axes are summed up.

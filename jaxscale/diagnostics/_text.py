@@ -54,7 +54,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
     """Returns the exponent histogram as text, with what each format makes of each row.
 
-    `plot_histogram` draws the same as a picture. It waits for the device.
+    For the host: it waits for the device. `plot_histogram` draws the same as a picture.
 
     Args:
       histogram: what `histogram` returned; leading axes are summed up.

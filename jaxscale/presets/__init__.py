@@ -24,9 +24,10 @@ Arguments have the names and defaults of the library. Docstrings explain those t
 - `backoff_factor`, `decr_ratio`: the scale is multiplied by this when it backs off;
 - `factor`, `scale_factor`, `step_factor`, `multiplier`, `adjust_factor`: a growth multiplies the
   scale by this, and a backoff divides it;
-- `min_scale`, `minimum_scale`, `min_loss_scale`, `scale_min`: a backoff ends at least here, unless
-  it is `None` or 0;
-- `hysteresis`, `delayed_shift`, `decr_every_n_nan_or_inf`: how many non-finite steps back off once;
+- `min_scale`, `minimum_scale`, `min_loss_scale`, `scale_min`: a backoff ends at least here; `None`
+  and 0 mean no minimum;
+- `hysteresis`, `delayed_shift`, `decr_every_n_nan_or_inf`: how many non-finite steps it takes to
+  back off;
 - `enable`, `enabled`: if it is `False`, nothing is scaled.
 
 A preset has the rule of its library, but not these defects. Each shows in the traces, or in a test:

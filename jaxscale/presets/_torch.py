@@ -24,7 +24,8 @@ def torch(
     After `growth_interval` finite steps in a row the scale grows, and stays if the product is not
     finite; a non-finite step backs off. Source: PyTorch 2.13, `torch/amp/grad_scaler.py`. What
     differs: in PyTorch the scale has no floor, and at 0 the parameters become NaN; here it stops at
-    float32's smallest normal number. A tracker restored beyond the interval grows here alone.
+    float32's smallest normal number. With a tracker restored beyond the interval the scale grows at
+    once; in PyTorch it never grows.
     """
     arguments = locals()
     if not arguments.pop("enabled"):

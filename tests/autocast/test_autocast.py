@@ -136,7 +136,7 @@ LARGE = {
     "x * x": lambda x: (lambda y: jnp.sum(y * y))(x @ x),
     "through a call": lambda x: jnp.sum(jax.jit(jnp.exp)((x @ x) / 1000.0)),
     "through a scan": lambda x: jax.lax.scan(lambda c, y: (c + y, y**2), x[0], x @ x)[1].sum(),
-    # What a loop carries grows by 2**-13, of which float16 has none beside 1.
+    # What a loop carries grows by less than 2**-12, of which float16 has none beside 1.
     "last read by a product": lambda x: (
         jax.lax.scan(lambda c, _: (c * jnp.exp(x @ x * 2.0**-28), None), x / 100.0, length=1024)[0]
         @ jnp.eye(4)
@@ -148,7 +148,7 @@ LARGE = {
 }
 
 
-@cases("name", LARGE, fast=["x * x", "apply", "reduce"])
+@cases("name", LARGE, fast=["x * x", "last read by a product", "apply", "reduce"])
 def test_what_float16_does_not_hold_stays_in_float32(name):
     np.testing.assert_allclose(jaxscale.autocast(LARGE[name])(BIG), LARGE[name](BIG), rtol=1e-3)
 
@@ -506,16 +506,17 @@ def test_gradients_of_a_product_of_activations_are_read_together():
 @cases("policy", ["save_only_these_names", "save_any_names_but_these"])
 def test_a_remat_keeps_what_its_policy_says_in_half_precision(policy):
     def residuals(fun):
-        kept = jax.eval_shape(lambda w: jax.vjp(fun, w)[1], W[0])
+        kept = jax.eval_shape(lambda w: jax.vjp(lambda w: fun(w, X[:3]), w)[1], W[0])
         return sorted(str(leaf.dtype) for leaf in jax.tree.leaves(kept) if leaf.shape == (3, 8))
 
     kept, other = (functools.partial(checkpoint_name, name=name) for name in ("kept", "other"))
     for layer in (
-        lambda w: jnp.abs(other(jnp.abs(kept(X[:3] @ w)))),
-        lambda w: jnp.sin(kept(jnp.exp(X[:3] @ w))),
+        lambda w, x: jnp.abs(other(jnp.abs(kept(x @ w)))),
+        lambda w, x: jnp.sin(kept(jnp.exp(x @ w))),
     ):
         layer = jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy)("kept"))
-        assert residuals(jaxscale.autocast(layer)) == ["float16"] * len(residuals(layer))
+        plain, cast = residuals(layer), residuals(jaxscale.autocast(layer))
+        assert cast == ["float16"] * (len(plain) - 1) + ["float32"]  # the input, as it came
 
 
 @cases("name", ["attention", "activations", "custom_jvp", "custom_vjp"], fast=["custom_vjp"])

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.standard_promotion
 
 # Every operation that follows its inputs; the sum of two gradients, and what compares for sorting.
 NOT_IN_LAX = {"add_any", "eq_to", "le_to", "lt_to"}
+assert {name for name in table.ELEMENTWISE if not hasattr(jax.lax, name)} == NOT_IN_LAX
 OPERATIONS = {name: getattr(jax.lax, name) for name in sorted(table.ELEMENTWISE - NOT_IN_LAX)} | {
     "clamp": lambda x, y: jax.lax.clamp(-jnp.abs(y), x, jnp.abs(y)),
     "select_n": lambda x, y: jax.lax.select_n(x < y, x, y),

@@ -158,7 +158,9 @@ def table(row):
         "loss - float32": lambda each: f"{each['loss'] - exact['loss']:+.4f}",
         "kept MB": lambda each: f"{each['kept_bytes'] / 1e6:.1f}",
         "temp MB": lambda each: f"{each['temporary_bytes'] / 1e6:.1f}",
-        "H100 MB": lambda each: f"{each.get('h100', {}).get('temporary_bytes', np.nan) / 1e6:.0f}",
+        "H100 MB": lambda each: (
+            f"{each['h100']['temporary_bytes'] / 1e6:.0f}" if "h100" in each else ""
+        ),
         "trace": lambda each: f"{each['trace']['median']:.2f}",
         "compile": lambda each: f"{each['compile']['median']:.2f}",
     }

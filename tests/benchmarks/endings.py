@@ -156,6 +156,8 @@ def draw_spikes(result, path):
             color = "#0072b2" if "rule" in way else "black"
             ends.plot([place] * len(values), values, marker, color=color, alpha=0.7)
             ends.hlines(np.mean(values), place - 0.3, place + 0.3, color=color)
+        if ends.get_ylim()[1] > 1e3:  # of a run that diverged
+            ends.set_yscale("log")
         ends.set_xticks(range(len(WAYS)), WAYS, rotation=20)
         ends.set_xlim(-0.5, len(WAYS) - 0.5)
         ends.set_title(f"{row['program']}\n{row['about']}", fontsize=10)

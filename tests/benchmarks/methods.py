@@ -131,28 +131,6 @@ def _apart(setting, apply):
     return Method(lambda params: (params, tx.init(params)), step)
 
 
-def train_state(setting):
-    """`jaxscale.value_and_grad` and `jaxscale.flax.TrainState.apply_gradients`."""
-    import jaxscale.flax
-
-    tx = ours(setting)
-
-    def init(params):
-        return jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
-
-    def step(state, *batch):
-        loss, grads = setting.scaled(state.opt_state)(state.params, *batch)
-        return state.apply_gradients(grads=grads, value=loss), loss
-
-    return Method(
-        init,
-        step,
-        lambda state: state.params,
-        lambda state: state.opt_state.inner_state,
-        lambda state: state.opt_state.scaling.loss_scale,
-    )
-
-
 def _peer(setting, differentiate, update):
     """A step with another package's scaler, of which the carry has the numbers: scale and counter.
 
@@ -268,7 +246,6 @@ METHODS = {
     "jaxscale.train_step, spikes": partial(train_step, spikes=jaxscale.SpikeRule()),
     "jaxscale.scale_backward": scale_backward,
     "jaxscale.apply_gradients": partial(_apart, apply=jaxscale.apply_gradients),
-    "jaxscale.flax.TrainState": train_state,
     "jaxscale optax wrapper": partial(_apart, apply=_three_lines),
     "Flax DynamicScale": flax_dynamic_scale,
     "jmp": jmp,

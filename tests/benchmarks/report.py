@@ -27,6 +27,7 @@ def parser(doc, rounds=None, seconds=None, limit=None, methods=(), sizes=()):
     add("--json", type=pathlib.Path, help="where to write the figures")
     if rounds:
         add("--rounds", type=int, default=rounds, help="turns of each method")
+    if seconds:
         add("--seconds", type=float, default=seconds, help="length of a turn")
     if limit:
         add("--limit", type=float, default=limit, help="seconds until a method is ready")

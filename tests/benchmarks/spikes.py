@@ -101,11 +101,11 @@ def gan(noise=16, width=128, batch=64):
     return Program(init, [generator_loss, discriminator_loss], evaluate)
 
 
-ADAM, MOMENTUM = optax.adam(2e-3, b2=0.99), optax.sgd(0.3, momentum=0.9)
+ADAM, MOMENTUM = optax.adam(2e-3, b2=0.99), optax.sgd(0.4, momentum=0.9)
 # What it is, how it is made, the optimizer of each player, and the steps.
 PROGRAMS = {
     "steady": ("a transformer, Adam at 0.002", transformer, ADAM, 400),
-    "high rate": ("the same, momentum at 0.3", transformer, MOMENTUM, 400),
+    "high rate": ("the same, momentum at 0.4", transformer, MOMENTUM, 400),
     "bad batches": ("as steady, 2 % random text", partial(transformer, bad=0.02), ADAM, 400),
     "GAN": ("digits, Adam at 0.01", gan, optax.adam(1e-2, b1=0.5), 800),
 }

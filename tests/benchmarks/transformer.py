@@ -112,11 +112,11 @@ def main():
     with console.status("") as status:
         reports = processes.measure(jobs, options, status.update, to_bare=methods.BARE)
     result["rows"] = [{"size": options.size, "clipped": options.clip, "methods": reports}]
-    parameters = reports[methods.BARE]["parameters"]
+    report.write(options.json, result)
+    parameters = next(each["parameters"] for each in reports.values() if "parameters" in each)
     clipped = "global norm clipped" if options.clip else "unclipped"
     title = f"transformer, {parameters / 1e6:.3g}M parameters, float16, {clipped}"
     console.print(report.table(title, steps.COLUMNS, reports))
-    report.write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def test_one_program_for_all_passes():
 
 def test_even_the_least_scale_overflows_or_none():
     batches = list(jnp.float16([1, 0]))  # the gradient of the root is inf where x is 0
-    found = calibrate(batches, lambda w, x: jnp.sqrt(w * x).astype(jnp.float32))
+    found = diagnostics.calibrate(lambda w, x: jnp.sqrt(w * x).astype(jnp.float32), W, batches)
     assert (found.init_scale, found.overflows_at, found.batches) == (None, 1.0, 2)
     assert "Even loss scale 2**0 overflows on batches[1]" in str(found)
     assert found.passes <= 10

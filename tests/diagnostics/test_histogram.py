@@ -373,6 +373,7 @@ ERRORS = {
 }
 OF_TYPE = {
     r"`shares\(histogram=.*ndarray": lambda: diagnostics.shares(W),
+    r"`shares\(histogram=.*Array": lambda: diagnostics.shares(jnp.ones(2)),
     r"underflow.*float": lambda: diagnostics.underflow({"w": 1.0}),
     r"outside of `jit`, got Hist": lambda: jax.jit(diagnostics.shares)(H),
     r"one number.*\(2,\)": lambda: COUNTED(W, loss_scale=W),

@@ -20,7 +20,7 @@ TOO_HIGH = 2.0**40
 
 
 def from_scale(scale):
-    """An optimizer that starts from a scale: the same program for all."""
+    """An optimizer that starts from a scale."""
     policy = jaxscale.DynamicLossScale(init_scale=scale, max_scale=TOO_HIGH)
     return jaxscale.loss_scaled(optax.adam(1e-2), policy)
 

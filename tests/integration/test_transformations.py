@@ -118,7 +118,7 @@ def test_64_bit_numbers_change_nothing_of_32_bit_training(policy):
     "policy, jit, way",
     [(policy, False, "loop") for policy in ALL_POLICIES]
     + [("dynamic", False, "scan"), ("dynamic", True, "scan"), ("dynamic", True, "vmap")],
-    fast=[("dynamic", True, "scan")],
+    fast=[("dynamic", True, "scan"), ("logmax", False, "loop")],
 )
 def test_a_skipped_step_raises_nothing_where_nans_are_errors(policy, jit, way):
     # Infinite gradients are what an overflow is. What makes NaNs of them, inf / inf in Adam

@@ -123,7 +123,10 @@ def trained(policy, retries=0):
 def test_live_training_skips_little_and_keeps_its_scale():
     # PyTorch's rule probes once in 2,000 steps; with an interval of 200 it probes as a long run.
     policies = ADAPTIVE, TORCH, presets.torch(growth_interval=200)
-    (ours, scale, loss), (_, their_scale, their_loss), (probing, *_) = map(trained, policies)
+    (ours, scale, loss), (_, their_scale, their_loss), (probing, *_) = runs = [
+        *map(trained, policies)
+    ]
+    print(*((int(state.total_notfinite), *numbers) for state, *numbers in runs), sep="\n")
     assert ours.total_notfinite <= probing.total_notfinite / 4
     assert scale >= their_scale - 2
     assert abs(loss - their_loss) < 0.05

@@ -64,8 +64,8 @@ def test_other_leaves_and_overwrites_pass_through(function):
     assert all(a is b for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(tree), strict=True))
 
 
-# What a loss scale is looked for in: by type, as a name says nothing. Parameters have that name, a
-# training loop with a log, and states of policies of one's own, of which one says what it is.
+# What a loss scale is looked for in: by type, as a name says nothing. Parameters have that name,
+# what a loop carries for its log, and states of policies of one's own, of which one is marked.
 
 Model = collections.namedtuple("Model", "loss_scale")
 Carry = collections.namedtuple("Carry", "opt_state loss_scale growth_tracker hysteresis_tracker")
@@ -308,8 +308,15 @@ TREES = [
 ]
 
 
+# Each field that holds the state of another optimizer has a row above.
+OF_OTHERS = {
+    n for cls in vars(jaxscale).values() for n in getattr(cls, "_fields", ()) if "_state" in n
+}
+
+
 @pytest.mark.parametrize(("tree", "where"), TREES, ids=[where for _, where in TREES])
 def test_elsewhere_missing_and_unknown_keys_are_named(tree, where):
+    assert sorted(OF_OTHERS) == ["inner_opt_state", "inner_state"]
     state_dict = parent = jaxscale.to_state_dict(tree)
     _, *parents, last = where.split("/")
     for name in parents:

@@ -27,11 +27,16 @@ def test_nothing_is_transferred_and_donated_parameters_are_updated_in_place():
             x = jnp.tanh(x @ w.astype(jnp.float16))
         return jnp.mean(x.astype(jnp.float32))
 
-    step = jax.jit(jaxscale.train_step(loss_fn, TX), donate_argnums=(0, 1))
-    compiled = step.lower(PARAMS, TX.init(PARAMS), jnp.ones((8, 64), jnp.float16)).compile()
-    assert not re.search(r"custom-call.*callback|infeed|outfeed|\bsend\b", compiled.as_text())
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves((PARAMS, TX.init(PARAMS).inner_state)))
-    assert compiled.memory_analysis().alias_size_in_bytes >= size
+    def by_hand(params, opt_state, x):
+        loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, x)
+        return *jaxscale.apply_gradients(TX, grads, opt_state, params, value=loss), loss
+
+    for fun in (by_hand, jaxscale.train_step(loss_fn, TX)):
+        step = jax.jit(fun, donate_argnums=(0, 1))
+        compiled = step.lower(PARAMS, TX.init(PARAMS), jnp.ones((8, 64), jnp.float16)).compile()
+        assert not re.search(r"custom-call.*callback|infeed|outfeed|\bsend\b", compiled.as_text())
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves((PARAMS, TX.init(PARAMS).inner_state)))
+        assert compiled.memory_analysis().alias_size_in_bytes >= size
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +55,8 @@ def count():
 BARE, WHOLE, APPLY, WRAPPER = counted.NAMES
 FEW, MANY = (len(counted.shapes(layers)) for layers in (1, 3))
 # How many kernels and, at the most, equations a leaf takes. Gradients that are unscaled before the
-# branch are stored, each by a kernel; an update of the wrapper is applied outside of it. Equations
-# are to unscale, for the verdict (twice: CPUs split large leaves), and four selections.
+# branch are stored, each by a kernel; an update of the wrapper is applied outside of it. The
+# equations unscale, judge (twice: CPUs split large leaves), and select four times.
 EACH = {WHOLE: (0, 8), APPLY: (1, 7), WRAPPER: (2, 7)}
 
 

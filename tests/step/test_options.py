@@ -78,10 +78,16 @@ OFF = partial(jaxscale.loss_scaled, skip_nonfinite=False)
 WINDOW = jaxscale.multi_steps(INNER, 2)
 REFUSED = {  # by what it says: calls with values that are wrong, or that need a verdict
     "max_norm=.*above 0, got 0": [partial(wrap, INNER, max_norm=0) for wrap in BOTH],
-    "max_norm=.*number, got nan": [partial(wrap, INNER, max_norm=float("nan")) for wrap in BOTH],
-    "max_norm=.*number, got True": [partial(wrap, INNER, max_norm=True) for wrap in BOTH],
-    "track_leaves=.*True, got 1": [partial(wrap, INNER, track_leaves=1) for wrap in BOTH],
-    "be a `SpikeRule` or None": [partial(wrap, INNER, spikes=128) for wrap in BOTH],
+    "max_norm=.*finite number, got nan": [
+        partial(wrap, INNER, max_norm=float("nan")) for wrap in BOTH
+    ],
+    "max_norm=.*finite number, got True": [partial(wrap, INNER, max_norm=True) for wrap in BOTH],
+    "track_leaves=.*one of False, True, got 1": [
+        partial(wrap, INNER, track_leaves=1) for wrap in BOTH
+    ],
+    r"\(spikes=\.\.\.\)` must be a `SpikeRule` or None": [
+        partial(wrap, INNER, spikes=128) for wrap in BOTH
+    ],
     "skip_nonfinite=.*got 0": [partial(jaxscale.loss_scaled, INNER, skip_nonfinite=0)],
     "a DynamicLossScale": [partial(OFF, INNER)],
     "track_leaves=True": [partial(OFF, INNER, 8, track_leaves=True)],
@@ -233,13 +239,17 @@ TREES = [
 
 @pytest.mark.parametrize(("params", "grads", "names"), TREES)
 def test_trees_of_all_kinds(params, grads, names):
-    tx = jaxscale.skip_nonfinite(optax.identity(), track_leaves=True)
-    state = tx.init(params)
-    updates, new = tx.update(grads, state, params)
-    assert jax.tree.structure(updates) == jax.tree.structure(grads)
-    assert (new.step_applied, new.total_steps) == (not names, 1)
-    assert flagged(new) == names
-    assert avals(new) == avals(state)
+    has_state = optax.inject_hyperparams(optax.sgd)(0.5, momentum=0.9)
+    for wrap, inner in product(
+        BOTH, [optax.identity()] + [has_state] * (not jax.tree.leaves(params))
+    ):
+        tx = wrap(inner, track_leaves=True)
+        state = tx.init(params)
+        updates, new = tx.update(grads, state, params)
+        assert jax.tree.structure(updates) == jax.tree.structure(grads)
+        assert (new.step_applied, new.total_steps) == (not names, 1)
+        assert flagged(new) == names
+        assert avals(new) == avals(state)
 
 
 # Clipping by the global norm: optax's rule, from the pass that gives the verdict.

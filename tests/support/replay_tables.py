@@ -57,3 +57,6 @@ def made_up_rows():
 if __name__ == "__main__":
     recorded = simulator.recorded()
     print(*(recorded_row(name, recorded) for name in POLICIES), *made_up_rows(), sep="\n")
+    for policy in (ADAPTIVE, TORCH):
+        rows = summaries(policy, recorded, 20).values()
+        print("With retries:", *(sum(row[key] for row in rows) for key in ("skips", "extra")))

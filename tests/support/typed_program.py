@@ -41,12 +41,13 @@ def loss_with_state(params: Params, count: int, x: jax.Array) -> tuple[jax.Array
 
 def step(params: Params, state: jaxscale.LossScaledState, x: jax.Array) -> tuple[jax.Array, int]:
     old = params
-    loss, grads = jaxscale.value_and_grad(loss_fn, state)(params, x, noise=0.5)
-    params, state = jaxscale.apply_gradients(tx, grads, state, params, value=loss)
+    first: jax.Array
+    first, grads = jaxscale.value_and_grad(loss_fn, state)(params, x, noise=0.5)
+    params, state = jaxscale.apply_gradients(tx, grads, state, params, value=first)
     kept = jaxscale.tree_where(jaxscale.metrics(state)["step_applied"], params, old)
     (loss, output), _ = jaxscale.value_and_grad(loss_with_output, state, has_aux=True)(params, x)
     _, again = jaxscale.grad(loss_with_output, state, has_aux=True)(params, x)
-    return loss + kept.w.sum(), output["size"] + again["size"]
+    return first + loss + kept.w.sum(), output["size"] + again["size"]
 
 
 def whole_steps(params: Params, x: jax.Array) -> tuple[jax.Array, int, int]:

@@ -82,8 +82,9 @@ class TracedNonfinite(Place):
         `"value"`: the inputs are finite, and the output is not, in float32 either.
         `"infinities"`: a NaN made of infinities that were put there on purpose.
         `"given"`: an inf or NaN of a constant or an argument is first used here.
-      reaches: the outputs that the inf or NaN got to, such as `"loss"` or `"grads['w']"`. Empty
-        if it became finite on the way, which is right for a mask and wrong for a norm.
+      reaches: the outputs that the inf or NaN got to, such as `"loss"`, `"grads['w']"` or
+        `"aux['stats']"`. Empty if it became finite on the way, which is right for a mask and wrong
+        for a norm.
       least_input: the least finite number among its floating-point inputs.
       largest_input: the largest one.
       float32_result: the largest magnitude that float32 gives in place of these elements: inf
@@ -175,11 +176,12 @@ class TraceReport:
         `"given"` come last, and only if no other place explains the outputs they reach.
       underflows: where most nonzero values were lost, in the order of execution. The first
         place is the likely cause of the others.
-      nonfinite_arguments: the arguments that held inf or NaN at first, such as `"args[1]['x']"`.
+      nonfinite_arguments: the arguments that held inf or NaN before anything ran, such as
+        `"args[1]['x']"`.
       nonfinite_outputs: which of the loss, the auxiliary output and the gradients hold them.
       not_compared: primitives that may have lost values but cannot be run in float32.
       not_entered: primitives that hold operations and ran as one, such as a `shard_map`, or one
-        of a newer version of JAX that is not known here.
+        that a newer JAX describes in a form not known here.
       constants: the numbers of the source that their dtype rounds to 0 or inf.
     """
 

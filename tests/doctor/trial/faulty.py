@@ -60,14 +60,21 @@ def packed_padding(x=normal(3, 5, 4), segment=np.array([1, 1, 2, 2, 0]), *, qkv=
 @faulty("overflow", "huggingface/diffusers/pull/1590")
 def scores_before_scaling(half):
     """The product of queries and keys overflows before it is divided by the root of the width."""
+
+    class Attention(eqx.Module):
+        query: eqx.nn.Linear
+        key: eqx.nn.Linear
+        value: eqx.nn.Linear
+
+        def __call__(self, x):
+            q, k, v = (jax.vmap(layer)(x) for layer in (self.query, self.key, self.value))
+            scores = q @ k.T  # fault
+            return jax.nn.softmax(scores * 16**-0.5) @ v
+
     keys = jax.random.split(jax.random.key(0), 3)
-
-    def loss_fn(layers, x):
-        q, k, v = (jax.vmap(layer)(x.astype(half)) for layer in cast(layers, half))
-        scores = q @ k.T  # fault
-        return mean_square(jax.nn.softmax(scores * 16**-0.5) @ v)
-
-    return loss_fn, [eqx.nn.Linear(4, 16, key=key) for key in keys], normal(5, 6, 4, scale=250.0)
+    model = Attention(*(eqx.nn.Linear(4, 16, key=key) for key in keys))
+    x = normal(5, 6, 4, scale=250.0)
+    return lambda model, x: mean_square(cast(model, half)(x.astype(half))), model, x
 
 
 @faulty("overflow", "uTensor/uTensor/issues/175")
@@ -131,14 +138,22 @@ def distances(position=ATOMS, *, w=eye(3), v=array([0.5, -0.2])):
 
 
 @faulty("cancellation", "lucidrains/vector-quantize-pytorch/issues/106")
-def codebook_distances(
-    x=12 + normal(3, 5, 4, scale=0.05), *, codes=12 + normal(2, 6, 4, scale=0.05)
-):
+def codebook_distances(half):
     """x**2 - 2 x y + y**2 of vectors close together is less than 0."""
-    square = jnp.sum(x * x, axis=1)[:, None] - 2 * x @ codes.T  # fault
-    square = square + jnp.sum(codes * codes, axis=1)  # fault
-    d = jnp.sqrt(square)  # fault
-    return jnp.mean((jax.nn.softmax(-d) * d).astype(jnp.float32))
+
+    class Quantizer(nnx.Module):
+        def __init__(self):
+            self.codes = nnx.Param(12 + normal(2, 6, 4, scale=0.05))
+
+        def __call__(self, x):
+            codes = self.codes[...].astype(half)
+            square = jnp.sum(x * x, axis=1)[:, None] - 2 * x @ codes.T  # fault
+            square = square + jnp.sum(codes * codes, axis=1)  # fault
+            d = jnp.sqrt(square)  # fault
+            return jnp.mean((jax.nn.softmax(-d) * d).astype(jnp.float32))
+
+    (definition, params), x = nnx.split(Quantizer()), 12 + normal(3, 5, 4, scale=0.05)
+    return lambda params, x: nnx.merge(definition, params)(x.astype(half)), params, x
 
 
 @faulty("backward", "pytorch/pytorch/issues/193040", tuned=True)
@@ -252,7 +267,8 @@ def entropy_bonus(half):
     definition, shapes = nnx.split(head)
 
     def loss_fn(params, x):
-        log_p = jax.nn.log_softmax(nnx.merge(definition, params)(x) * 40)  # fault
+        logits = nnx.merge(definition, params)(x) * 40
+        log_p = jax.nn.log_softmax(logits)  # fault
         entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)  # fault
         return -jnp.mean(entropy.astype(jnp.float32))
 

@@ -10,6 +10,7 @@ from flax import nnx
 from trial_entry import array, filled, healthy, mean_square, normal, ones, projections, zeros
 
 IDS = np.array([[1_000_003, 70_001, 5], [2**30, 12, 99_999]])
+MASKED = "a mask of -1e4, a row that is masked wholly, and a bias of the keys, which cancels"
 
 
 @healthy("a causal mask of -inf, of which each row keeps one key", tuned=True)
@@ -19,9 +20,9 @@ def causal_mask(x=normal(3, 5, 4), *, qkv=projections(0)):
     return mean_square(jax.nn.softmax(q @ k.T / 2 + bias) @ v)
 
 
-@healthy("a row that a mask of -1e4 hides wholly", tuned=True, noise="['k']['bias']", linen=True)
+@healthy(MASKED, tuned=True, noise="['k']['bias']", linen=True)
 def finite_mask(half, x=normal(1, 2, 4, 4), valid=np.arange(4) < np.array([[4], [2]])):
-    q, k, v = (nn.Dense(4, dtype=half, name=name)(x) for name in "qkv")  # the bias of k cancels
+    q, k, v = (nn.Dense(4, dtype=half, name=name)(x) for name in "qkv")
     bias = jnp.where(valid[:, None, :] & valid[:, :, None], 0.0, -1e4).astype(half)
     weights = nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) / 2 + bias)
     y = jnp.einsum("bqk,bkd->bqd", weights, v).astype(jnp.float32)
@@ -158,7 +159,10 @@ def large_epsilons(x=normal(51, 5, 3, zero=0), *, w=normal(50, 3, 4)):
     return -jnp.mean(jnp.log(jnp.square(y) + 1e-3).astype(jnp.float32))
 
 
-@healthy("a gradient for each example, and a loss so large that few scales fit", tuned=True)
+@healthy(
+    "per-example gradients under vmap, and a large loss that leaves little room for a scale",
+    tuned=True,
+)
 def large_loss(half, x=normal(53, 4, 3), y=100 + normal(54, 4), *, w=normal(52, 3), b=zeros(())):
     x, y, w = (leaf.astype(half) for leaf in (x, y, w))
     losses = jax.vmap(lambda x, y: jnp.square(x @ w - y))(x, y)
