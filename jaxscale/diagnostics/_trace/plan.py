@@ -202,7 +202,12 @@ def _key(inner: Sequence[Any], kept: frozenset[int]) -> Any:
         numbers = tuple(read if isinstance(read, int) else _bits(read) for read in reads)
         avals = tuple(atom.aval for atom in eqn.invars)
         equations.append((eqn.primitive, params, numbers, avals, context_key(eqn)))
-    return tuple(equations), kept
+    key = tuple(equations), kept
+    try:
+        hash(key)
+    except TypeError:  # a parameter may be a list: then the segment has a program of its own
+        return object()
+    return key
 
 
 def _bits(number: Literal | Rounded) -> Any:
