@@ -22,9 +22,10 @@ from .._trees.tree import blank
 from .frame import Frame
 from .higher_order import read_inputs, rewrite
 from .readers import has_products
+from .recompute import Narrow
 from .rules import as_written, chained, is_chained_call
 from .table import BOUNDARY
-from .values import check_cotangent, flushes, has_dtype
+from .values import ToRound, check_cotangent, flushes, has_dtype
 
 
 def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
@@ -37,7 +38,8 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
             return [_relu(frame.wide(eqn.invars[0]), frame.dtype)]
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
-    program, out_kinds = rewrite(frame, declared, args, kinds)
+    program, out_kinds, _ = rewrite(frame, declared, args, kinds)
+    leaves, tree = jax.tree.flatten(args)
 
     @functools.cache
     def derived(perturbed: tuple[bool, ...]) -> ClosedJaxpr:
@@ -52,14 +54,15 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         return jax.make_jaxpr(derive)(tuple(declared.in_avals), tuple(tangents))
 
     @jax.custom_jvp
-    def fun(*args: Any) -> Any:
-        return tuple(jaxpr_as_fun(program)(*args))
+    def fun(*leaves: Any) -> Any:
+        return tuple(jaxpr_as_fun(program)(*leaves))
 
     def jvp(primals: Any, tangents: Any) -> Any:
+        tangents = _of_sources(jax.tree.unflatten(tree, tangents))
         perturbed = tuple(not isinstance(each, SymbolicZero) for each in tangents)
-        given = list(itertools.compress(tangents, perturbed))
-        known = [*kinds, *[None] * len(given)]
-        outputs, _ = autocast.run(derived(perturbed), [*primals, *given], known, in_loop)
+        values = [*jax.tree.unflatten(tree, primals), *itertools.compress(tangents, perturbed)]
+        known = [*kinds, *[None] * sum(perturbed)]
+        outputs, _ = autocast.run(derived(perturbed), values, known, in_loop)
         avals = program.out_avals
         derivatives = iter(outputs[len(avals) :])
         return tuple(map(_as_aval, outputs, avals)), tuple(
@@ -69,7 +72,12 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
 
     fun.defjvp(jvp, symbolic_zeros=True)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
-    return fun(*args)
+    return fun(*leaves)
+
+
+def _of_sources(args: Sequence[Any]) -> list[Any]:
+    """Returns what belongs to each input: of two views of a value, the second has the gradient."""
+    return [arg.wide if isinstance(arg, Narrow) else arg for arg in args]
 
 
 def _is_relu(program: ClosedJaxpr) -> bool:
@@ -111,7 +119,8 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     if at_boundary:
         args = [frame.wide(atom) for atom in eqn.invars]
     fixed = [False] * size if at_boundary else []
-    program, out_kinds = rewrite(frame, declared, args, kinds, fixed)
+    program, out_kinds, _ = rewrite(frame, declared, args, kinds, fixed)
+    leaves, views = jax.tree.flatten(args)
 
     @functools.cache
     def derived(perturbed: tuple[bool, ...]) -> tuple[ClosedJaxpr, Any]:
@@ -132,16 +141,19 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         return jax.make_jaxpr(derive)(*declared.in_avals), trees[0]
 
     @jax.custom_vjp
-    def fun(*args: Any) -> Any:
-        return tuple(jaxpr_as_fun(program)(*args))
+    def fun(*leaves: Any) -> Any:
+        return tuple(jaxpr_as_fun(program)(*leaves))
 
     def fwd(*given: Any) -> Any:
-        perturbed = tuple(each.perturbed and _is_inexact(each.value) for each in given)
+        sources = _of_sources(jax.tree.unflatten(views, given))
+        perturbed = tuple(each.perturbed and _is_inexact(each.value) for each in sources)
         forward, _ = derived(perturbed)
-        outputs, _ = autocast.run(forward, [each.value for each in given], kinds, in_loop)
+        values = jax.tree.unflatten(views, [each.value for each in given])
+        outputs, _ = autocast.run(forward, values, kinds, in_loop)
         primals = tuple(map(_as_aval, outputs, program.out_avals))
         # The second holds no array: its structure says by which inputs something is differentiated.
-        return primals, (outputs[size:], [() if each else None for each in perturbed])
+        kept = [each.wide if isinstance(each, ToRound) else each for each in outputs[size:]]
+        return primals, (kept, [() if each else None for each in perturbed])
 
     def bwd(residuals: Any, cotangents: Any) -> Any:
         for cotangent in cotangents if at_boundary else ():
@@ -155,14 +167,18 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
             return tree.unflatten(values)(cotangents)
 
         gradients = iter(autocast.call(pull, (values, cotangents), {}))
-        return tuple(
-            _as_aval(next(gradients), aval) if given else None
-            for given, aval in zip(perturbed, program.in_avals, strict=True)
-        )
+        avals = jax.tree.unflatten(views, program.in_avals)
+        pulled: list[Any] = []
+        for given, aval in zip(perturbed, avals, strict=True):
+            if isinstance(aval, Narrow):
+                pulled.append(None)
+                aval = aval.wide
+            pulled.append(_as_aval(next(gradients), aval) if given else None)
+        return tuple(pulled)
 
     fun.defvjp(fwd, bwd, symbolic_zeros=True)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
-    return fun(*args)
+    return fun(*leaves)
 
 
 def _of_perturbed(
@@ -195,4 +211,6 @@ def _cotangent(cotangent: Any, aval: Any) -> Any:
 
 
 def _as_aval(value: Any, aval: Any) -> Any:
+    if isinstance(value, ToRound):
+        value = value.wide
     return value if has_dtype(value, aval.dtype) else cast(value, aval.dtype)

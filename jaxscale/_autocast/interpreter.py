@@ -90,7 +90,7 @@ class Autocast:
             for var in done:
                 frame.forget(var)
         outvars = jaxpr.outvars
-        return [frame.read(atom) for atom in outvars], [frame.kind(atom) for atom in outvars]
+        return [frame.returned(atom) for atom in outvars], [frame.kind(atom) for atom in outvars]
 
     def call(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns what a function returns, computed with its products in half precision."""

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 
 from .. import _jax
@@ -117,6 +118,29 @@ def readers(jaxpr: Jaxpr) -> collections.Counter[Any]:
     """Returns how often each variable is read."""
     atoms = itertools.chain(*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars)
     return collections.Counter(variables(atoms))
+
+
+def has_gradient(eqn: JaxprEqn) -> bool:
+    """Returns whether cotangents may go through an equation."""
+    if eqn.primitive.name in table.WITHOUT_GRADIENT:
+        return False
+    return any(jnp.issubdtype(_dtype(var), jnp.inexact) for var in eqn.outvars)
+
+
+def _dtype(atom: Any) -> Any:
+    return getattr(atom.aval, "dtype", np.bool_)  # that of a token is none
+
+
+def meeting(jaxpr: Jaxpr) -> set[Any]:
+    """Returns the variables to which cotangents come from several readers, not all products."""
+    reads: collections.Counter[Any] = collections.Counter(variables(jaxpr.outvars))
+    of_products: collections.Counter[Any] = collections.Counter()
+    for eqn in jaxpr.eqns:
+        if has_gradient(eqn):
+            reads.update(variables(eqn.invars))
+        if reads_half(eqn):
+            of_products.update(variables(eqn.invars))
+    return {var for var, number in reads.items() if number > max(1, of_products[var])}
 
 
 def only_float32(jaxpr: Jaxpr) -> set[Any]:

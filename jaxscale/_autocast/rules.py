@@ -12,9 +12,9 @@ import numpy as np
 from .._jax import JaxprEqn, bind, cast, dot_dimensions, programs, with_preferred_type
 from . import table
 from .frame import Frame
-from .readers import equations, is_cast
+from .readers import equations, has_gradient, is_cast
 from .recompute import LONGEST, collected, joined, named
-from .values import FLOAT32, Constant, Parameter, Product, elements, is_float32
+from .values import FLOAT32, Constant, Parameter, Product, ToRound, elements, is_float32
 
 Rule = Callable[[Frame, JaxprEqn], Sequence[Any]]
 
@@ -71,7 +71,9 @@ def _is_residual(frame: Frame, eqn: JaxprEqn) -> bool:
     What it adds to is read by others, too, and comes from other products.
     """
     links = [(atom, frame.link(atom)) for atom in eqn.invars]
-    one, other = ({*collected(link)[1]} if link else {id(frame.read(atom))} for atom, link in links)
+    one, other = (
+        {*collected(link)[1]} if link else {frame.identity(atom)} for atom, link in links
+    )
     return one != other and any(link and frame.readers[atom] > 1 for atom, link in links)
 
 
@@ -90,15 +92,48 @@ def product(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
 
 def follow(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates an equation in half precision if all its floating-point arrays are in it."""
-    others = [atom for atom in eqn.invars if is_float32(atom) and not frame.is_narrow(atom)]
-    if not all(isinstance(frame.kind(atom), Constant) for atom in others):
-        return in_float32(frame, eqn)
-    if not any(map(frame.is_narrow, eqn.invars)) or any(programs(eqn)):  # typed in float32
+    for atom in eqn.invars:
+        is_wide = is_float32(atom) and not frame.is_narrow(atom)
+        if is_wide and not isinstance(frame.kind(atom), Constant):
+            return in_float32(frame, eqn)
+    holds_programs = any(programs(eqn))  # such as a comparator, which is typed in float32
+    if holds_programs or not _reads_narrow(frame, eqn):
         return as_written(frame, eqn)
-    if eqn.primitive.name not in table.SUMMED_BACKWARD:
-        return bind(eqn, [frame.half(atom) for atom in eqn.invars])
+    if not has_gradient(eqn):
+        return bind(eqn, [_rounded(frame, atom) for atom in eqn.invars])
+    is_summed = eqn.primitive.name in table.SUMMED_BACKWARD
+    if any(map(frame.meets, eqn.invars)) and (is_summed or not _is_rounded_alone(frame, eqn)):
+        return _follow_in_float32(frame, eqn)
+    if not is_summed:
+        return bind(eqn, [frame.own_half(atom) for atom in eqn.invars])
+    outputs = []
+    for value, var in zip(as_written(frame, eqn), eqn.outvars, strict=True):
+        if is_float32(var):
+            frame.wides[var] = value
+            value = cast(value, frame.dtype)
+        outputs.append(value)
+    return outputs
+
+
+def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+    """Evaluates an equation in float32, or leaves it to a chain. What it returns is narrow."""
+    if _is_chained(frame, eqn):
+        return chained(frame, eqn)
     pairs = zip(as_written(frame, eqn), eqn.outvars, strict=True)
-    return [cast(value, frame.dtype) if is_float32(var) else value for value, var in pairs]
+    return [ToRound(value) if is_float32(var) else value for value, var in pairs]
+
+
+def _rounded(frame: Frame, atom: Any) -> Any:
+    return frame.in_half(atom) if frame.is_narrow(atom) else frame.half(atom)
+
+
+def _reads_narrow(frame: Frame, eqn: JaxprEqn) -> bool:
+    return any(map(frame.is_narrow, eqn.invars))
+
+
+def _is_rounded_alone(frame: Frame, eqn: JaxprEqn) -> bool:
+    """Returns whether what an equation returns is only read to be rounded, as by a product."""
+    return all(var in frame.only_half for var in eqn.outvars if is_float32(var))
 
 
 def elementwise(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
@@ -123,6 +158,10 @@ def move(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     if eqn.primitive.name == "name" and link:
         frame.defer(eqn.outvars[0], named(link, lambda half: bind(eqn, [half])[0]))
         return ()
+    if eqn.primitive.name == "name" and frame.meets(moved):
+        # Named is what the backward pass keeps, and that is the half-precision array.
+        both = frame.both(moved)
+        return [both._replace(half=bind(eqn, [both.half])[0])]
     return follow(frame, eqn)
 
 
@@ -165,17 +204,29 @@ def convert(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     var: Any = eqn.outvars[0]
     dtype = np.dtype(var.aval.dtype)
     if is_float32(atom) and dtype == frame.dtype:
-        return [frame.half(atom)]
+        return [frame.own_half(atom)]
     if frame.is_narrow(atom):
         if dtype != FLOAT32:  # what half precision holds is what there is
-            return bind(eqn, [frame.read(atom)])
+            return bind(eqn, [frame.own_half(atom)])
         frame.kinds[var] = frame.kind(atom)
-        return [frame.read(atom)]
+        return [frame.passed(atom)]
     if is_float32(atom) and dtype == FLOAT32:
         return move(frame, eqn)
     if dtype == FLOAT32 and atom.aval.dtype == frame.dtype:
-        frame.halves[var] = frame.read(atom)  # to cast it back would be exact
+        frame.written[var] = frame.wide(atom)  # to cast it back would be exact
     return as_written(frame, eqn)
+
+
+def barrier(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+    """Evaluates an `optimization_barrier`, whose outputs are its inputs, each in its precision."""
+    narrow = map(frame.is_narrow, eqn.invars)
+    return bind(
+        eqn,
+        [
+            frame.own_half(atom) if is_narrow else frame.wide(atom)
+            for atom, is_narrow in zip(eqn.invars, narrow, strict=True)
+        ],
+    )
 
 
 SIMPLE_RULES: dict[str, Rule] = (
@@ -189,7 +240,6 @@ SIMPLE_RULES: dict[str, Rule] = (
         "mul": multiply,
         "sub": subtract,
         "convert_element_type": convert,
-        # Its outputs are its inputs, one by one.
-        "optimization_barrier": lambda frame, eqn: bind(eqn, [*map(frame.read, eqn.invars)]),
+        "optimization_barrier": barrier,
     }
 )

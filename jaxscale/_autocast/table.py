@@ -95,6 +95,9 @@ SUMMED_BACKWARD = {
     *("sort", "tile", "top_k"),
 }
 
+# Nothing comes back through these in the backward pass, nor through what returns no float.
+WITHOUT_GRADIENT = {"ceil", "floor", "round", "sign", "stop_gradient"}
+
 # To round before these is to round after them: they move or choose elements, or change a sign.
 ROUNDED_ALIKE = (
     MOVES
