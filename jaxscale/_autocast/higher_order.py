@@ -27,7 +27,7 @@ from .frame import Frame
 from .readers import half_carries, has_products
 from .recompute import Link
 from .rules import as_written, chained, is_chained_call
-from .table import KERNELS
+from .unsaid import hides_products, warn_of_primitive
 from .values import Kind, Parameter, as_declared, has_dtype, is_float32, parameter
 
 
@@ -54,7 +54,7 @@ def rewrite(
     # A link belongs to one place of one program.
     has_links = any(isinstance(arg, Link) for arg in args)
     known = {} if has_links else autocast.rewritten.setdefault(program, {})
-    key = (halves, tuple(kinds), in_loop, tuple(wanted), tuple(fixed), _jax.forms_asked_for())
+    key = (halves, tuple(kinds), in_loop, tuple(wanted), tuple(fixed), _jax.form_asked_for())
     if key in known:
         return known[key]
     out_kinds: list[Kind] = []
@@ -212,6 +212,6 @@ def run_as_written(
     name = operation(eqn)
     # A rule that found no program knows nothing of what is in it.
     is_unknown = name in frame.autocast.rules and not any(programs(eqn))
-    if name not in KERNELS and (is_unknown or has_products(eqn)):
-        frame.autocast.warn(name, reason)
+    if is_unknown or hides_products(eqn):
+        warn_of_primitive(eqn.primitive.name, reason)
     return as_written(frame, eqn)

@@ -232,7 +232,28 @@ def rematerialize(program: ClosedJaxpr, args: Sequence[Any], *, prevent_cse: boo
     With `prevent_cse` a barrier keeps XLA from taking what the forward pass computed.
     """
     eqn, (jaxpr, consts) = _remat(prevent_cse), without_constants(program)
+    if eqn.primitive.name == OBJECT and hijax.in_forward_rule.get():
+        return _recompute_transposed(program, args, prevent_cse)
     return bind(eqn, [*consts, *args], with_rematted(eqn, jaxpr))
+
+
+def _recompute_transposed(
+    program: ClosedJaxpr, args: Sequence[Any], prevent_cse: bool
+) -> list[Any]:
+    """Returns the outputs of a program, which the transposed program computes again.
+
+    JAX's new `jax.checkpoint` cannot be transposed where it stands. A `custom_jvp` function can,
+    and all that is kept for that are its arguments.
+    """
+
+    def run(*args: Any) -> list[Any]:
+        # One barrier each: the outputs of a common one would all depend on what is transposed.
+        given = map(jax.lax.optimization_barrier, args) if prevent_cse else args
+        return list(jaxpr_as_fun(program)(*given))
+
+    recomputed = jax.custom_jvp(run)
+    recomputed.defjvp(functools.partial(jax.jvp, run))
+    return list(recomputed(*args))
 
 
 @hijax.remember_by_form
