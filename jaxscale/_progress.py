@@ -27,7 +27,8 @@ from ._trees.checks import and_more, int32
 # The fields of a `LossScaledState` that are not counters.
 _PARTS = {"scaling", "inner_state", "spikes", "nonfinite_leaves", "grad_norm"}
 # What is not shown of a `SpikeState`.
-_WINDOWS = {"losses", "grad_norms", "loss_count", "norm_count"}
+_WINDOWS = {"losses", "grad_norms", "loss_count", "norm_count", "cooldown"}
+_WINDOWS |= {"recent_losses", "past_levels", "level_steps", "past_count"}
 
 # From which recent share of skipped steps `check` warns, and from which share of spikes.
 _OFTEN = 0.05
