@@ -313,11 +313,17 @@ def _told(members: Any, policy: LossScale | None) -> list[str]:
 
 
 def _blames_loss(members: Any) -> Any:
-    """Returns whether most steps that were skipped had a bad loss: in this row, if there is one."""
-    is_row = members.notfinite_count > 0
-    skipped = np.where(is_row, members.notfinite_count, members.total_notfinite)
-    bad_loss = np.where(is_row, members.row_notfinite_loss, members.total_notfinite_loss)
-    return 2 * bad_loss >= skipped
+    """Returns whether most steps that were skipped had a bad loss.
+
+    Those of the present row decide, as what was long ago may have had another cause. Between two
+    rows all do. There the overflows of a policy that grows every few steps are many, so it is also
+    the loss if that alone explains half of the recent rate.
+    """
+    of_row = 2 * members.row_notfinite_loss >= members.notfinite_count
+    bad_losses, steps = members.total_notfinite_loss, np.maximum(members.total_steps, 1)
+    of_all = 2 * bad_losses >= members.total_notfinite
+    of_all |= 2 * bad_losses / steps >= np.maximum(members.skip_rate, _OFTEN)
+    return np.where(members.notfinite_count > 0, of_row, of_all)
 
 
 def _is_unscaled(state: Any, policy: LossScale | None) -> bool:
