@@ -20,6 +20,9 @@ FACTOR, ROUNDING = 1.25, 2e-4
 # others close by, and the error is the root of the mean square.
 DRAWS, APART = 6, 0.02
 
+# A leaf that is smaller than this part of the whole gradient counts as this large.
+SMALLEST = 1e-3
+
 
 class Found(NamedTuple):
     """What an entry did with a program: what is wrong, in words, and the largest ratio."""
@@ -57,24 +60,25 @@ def leaf_names(case: Case) -> list[str]:
 def errors(found: Any, exact: Any) -> list[float]:
     """Returns the error of each leaf: the norm of the difference, over that of the leaf.
 
-    A leaf that is 0 must be 0. The root of the mean square over all draws.
+    A leaf counts as at least `SMALLEST` of the whole gradient, as one that is 0 but for rounding,
+    such as that of a bias before a normalization, has no digits to be right. Errors are roots of
+    the mean squares over all draws.
     """
-    squares = [
-        [_relative_square(a, b) for a, b in zip(one.grads, other.grads, strict=True)]
-        for one, other in zip(found, exact, strict=True)
-    ]
+    squares = []
+    for one, other in zip(found, exact, strict=True):
+        norms = [_square(leaf) for leaf in other.grads]
+        least = SMALLEST**2 * sum(norms)
+        differences = [
+            _square(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+            for a, b in zip(one.grads, other.grads, strict=True)
+        ]
+        pairs = zip(differences, norms, strict=True)
+        squares.append([square / max(norm, least) if square else 0.0 for square, norm in pairs])
     return [float(root) for root in np.sqrt(np.mean(squares, axis=0))]
 
 
-def _relative_square(found: Any, exact: Any) -> float:
-    found, exact = np.asarray(found, np.float64), np.asarray(exact, np.float64)
-    if found.shape != exact.shape:
-        return np.inf
-    square = np.sum(np.abs(found - exact) ** 2)
-    if square == 0:
-        return 0.0
-    norm = np.sum(np.abs(exact) ** 2)
-    return square / norm if norm and np.isfinite(square) else np.inf
+def _square(array: Any) -> float:
+    return float(np.sum(np.abs(np.asarray(array, np.float64)) ** 2))
 
 
 @functools.lru_cache(maxsize=2)  # entries of one program follow each other
