@@ -1,4 +1,4 @@
-"""Both forms of `jax.checkpoint` and of functions with rules of their own: JAX has flags for them."""
+"""Both forms of `jax.checkpoint` and of functions with rules of their own, by the flags of JAX."""
 
 import contextlib
 

@@ -215,11 +215,12 @@ PROGRAMS = {fun.__name__: (fun, (PARAMS, X)) for fun in OF_X} | {
 
 
 def primitives(fun, *args):
-    """The primitives of a function, in the old form, each with the dtypes of its floating-point arrays."""
+    """The primitives of a function, by their old names, each with its floating-point dtypes."""
     found = []
     for e in equations(jax.make_jaxpr(fun)(*args)):
         dtypes = {getattr(atom.aval, "dtype", np.bool_) for atom in (*e.invars, *e.outvars)}
-        found.append((_jax.operation(e), {str(d) for d in dtypes if jnp.issubdtype(d, jnp.inexact)}))
+        floating = {str(d) for d in dtypes if jnp.issubdtype(d, jnp.inexact)}
+        found.append((_jax.operation(e), floating))
     return found
 
 
