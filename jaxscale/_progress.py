@@ -14,20 +14,16 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from ._gradients.verdict import flagged_paths, named_flags
+from ._gradients.verdict import flagged_paths
 from ._policies.adaptive import UNSEEN
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale
 from ._state.find import find_optimizer_state, find_scale_state, is_loss_scaled, restore_types
 from ._state.optimizer import WINDOW_STATES, MultiStepsState
 from ._state.scale import AdaptiveState, LossScaleState, UnitLossScaleState, unwrap
+from ._step.report import counters_of
 from ._step.wrapper import wrapper_of
 from ._trees.checks import and_more, int32
-
-# The fields of a `LossScaledState` that are not counters.
-_PARTS = {"scaling", "inner_state", "spikes", "nonfinite_leaves", "grad_norm"}
-# What is not shown of a `SpikeState`.
-_WINDOWS = {"losses", "grad_norms", "loss_count", "norm_count"}
 
 # From which recent share of skipped steps `check` warns, and from which share of spikes.
 _OFTEN = 0.05
@@ -79,18 +75,7 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
     tree = restore_types(tree)
     values = find_scale_state("metrics", tree)._asdict()
     for node in filter(is_loss_scaled, jax.tree.leaves(tree, is_leaf=is_loss_scaled)):
-        values |= {name: leaf for name, leaf in node._asdict().items() if name not in _PARTS}
-        values["grads_finite"] = values["step_applied"]  # its name in 0.1, until 1.0
-        if node.spikes is not None:
-            spikes = node.spikes._asdict().items()
-            values |= {name: leaf for name, leaf in spikes if name not in _WINDOWS}
-        if node.grad_norm is not None:
-            values["grad_norm"] = node.grad_norm
-        if isinstance(node.inner_state, WINDOW_STATES):
-            window = node.inner_state  # has the same names here and in Optax
-            values |= {name: getattr(window, name) for name in ("mini_step", "gradient_step")}
-        flags = named_flags(unwrap(node.nonfinite_leaves))
-        values |= {f"nonfinite_leaves/{name}": flag for name, flag in flags.items()}
+        values |= counters_of(node)
     return {name: jax.tree.map(jnp.asarray, unwrap(value)) for name, value in values.items()}
 
 
