@@ -56,6 +56,7 @@ from .._trees.tree import (
 )
 from .checks import check_devices_agree, check_loss, check_not_nested, check_state, check_state_kept
 from .counters import count_step, move_skip_rate, zero_counters
+from .report import report_skip
 from .retry import BackwardResult
 from .skip import no_updates, step_if
 from .window import EachStep, Ready, Window
@@ -74,6 +75,7 @@ class Wrapper:
     check_updates: bool = False
     track_leaves: bool = False
     spikes: SpikeRule | None = None
+    on_skip: Callable[[dict[str, Any]], Any] | None = None
     # The types that the last `init` was given and made: to trace it in each step again would take a
     # fifth as long as tracing plain Optax.
     last_init: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, compare=False)
@@ -233,7 +235,7 @@ class Wrapper:
         if flags is not None:
             new = flags_by_leaf(grads.divided, verdict.leaves_finite)
             flags = last_flags(flags, new, grads_finite)
-        return outcome, counted._replace(
+        next_state = counted._replace(
             scaling=scaling,
             inner_state=self.window.close(window, opt_state, stepped),
             skip_rate=skip_rate,
@@ -241,6 +243,9 @@ class Wrapper:
             nonfinite_leaves=flags,
             grad_norm=norm,
         )
+        if self.on_skip is not None:
+            report_skip(self.on_skip, next_state)
+        return outcome, next_state
 
     def _update_inner(
         self,

@@ -263,3 +263,33 @@ def test_the_rate_is_that_of_the_reference(name):
             lost, counted = lost + (counted if counted < length else 0), 0
         rate = min(1, max(0, rate + (lost - grown - rate) / (1000 * length)))
         np.testing.assert_allclose(now.skip_rate, rate, rtol=1e-3, atol=1e-7)
+
+
+def test_a_raised_level_is_mentioned_where_something_is_said_anyway():
+    rule = jaxscale.SpikeRule(window=16)
+    tx = jaxscale.skip_nonfinite(SGD, spikes=rule)
+    noise = 1 + 0.1 * np.random.default_rng(0).standard_normal(2000)
+    rises = noise + 3 * (np.arange(2000) >= 1000)
+    silent = states_of(Run(tx, np.full(2000, np.inf), rises))
+    assert after(silent, 1100).spikes.level_count >= 16
+    assert told(after(silent, 1100)) == []
+    bad = rows(60, [1100], 2000)
+    speaking = states_of(Run(tx, overflowing(bad), rises))
+    (text,) = told(after(speaking, 1160))
+    assert re.search(r"60 steps in a row.*above that of its past\. Most often .* new mix of", text)
+    (good,) = map(int, re.findall(r"a checkpoint from step (\d+) or before", text))
+    assert 900 <= good <= 1000
+    # It stays the same text as steps pass, so that Python shows it once.
+    often = states_of(Run(tx, overflowing(every(0.25, 2000)), rises))
+    texts = {tuple(told(after(often, step))) for step in (1100, 1200, 1300)}
+    assert len(texts) == 1
+    assert "new mix of data" in texts.pop()[-1]
+
+
+def test_a_norm_that_is_inf_is_named_where_spikes_are_told():
+    tx = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule(window=16))
+    states = states_of(Run(tx, np.full(100, np.inf), 0.0, np.where(np.arange(100) < 40, 1.0, 1e25)))
+    assert told(after(states, 59)) == []
+    (text,) = told(after(states, 60))
+    assert "again and again" in text
+    assert "norm is inf in float32" in text
