@@ -46,7 +46,7 @@ def hides_equations(eqn: JaxprEqn) -> bool:
 
     The function of a `scatter` or a reduction is one operation.
     """
-    if eqn.primitive.name in HOLDERS | OPAQUE:
+    if _jax.operation(eqn) in HOLDERS | OPAQUE:
         return True
     held = list(_jax.programs(eqn))
     return any(len(each.eqns) > 1 for each in held) if held else _jax.reaches_program(eqn)
