@@ -235,15 +235,20 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
 
 
 def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
-    """Returns what `select` does; a dtype that is not the old one is an error."""
-    kept = select(call, pred, new, old)
+    """Returns what `select` does, in the types of `old`; another dtype is an error."""
 
-    def check(path: tuple[Any, ...], leaf: Any, old: Any) -> None:
-        if is_array_like(leaf) and is_array_like(old) and dtype_of(leaf) != dtype_of(old):
+    def keep_type(path: tuple[Any, ...], leaf: Any, old: Any) -> Any:
+        if not (is_array_like(leaf) and is_array_like(old)):
+            return leaf
+        if dtype_of(leaf) != dtype_of(old):
             raise TypeError(_unequal(call, path, "dtypes", dtype_of(leaf), dtype_of(old)))
+        if isinstance(old, jax.Array) and is_weak(old) and not is_weak(leaf):
+            # A step whose state came back strongly typed would compile anew. No cast makes a weak
+            # type, but what is written into a weakly typed array takes it.
+            return old.at[...].set(leaf)
+        return leaf
 
-    jax.tree_util.tree_map_with_path(check, kept, old)
-    return kept
+    return jax.tree_util.tree_map_with_path(keep_type, select(call, pred, new, old), old)
 
 
 def _common_dtype(call: str, path: tuple[Any, ...], a: Any, b: Any) -> Any:
