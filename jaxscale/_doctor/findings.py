@@ -13,6 +13,7 @@ Each line of the model is named once: what follows from the first fault is liste
 
 from collections.abc import Iterator, Sequence
 
+from ..diagnostics._trace.report import TracedConstant
 from .exam import Exam
 from .finding import Finding, list_names, note, say_rounded
 from .nonfinite import find_harmless_nonfinite, find_nonfinite
@@ -56,14 +57,18 @@ def _find_constants(exam: Exam, named: set[tuple[str, int]]) -> Iterator[Finding
             continue
         words = "It does no harm on this batch."
         if not exam.is_right:
-            words = "Use a larger number, such as 1e-3, or compute this line in float32."
-            if constant.became:
-                words = (
-                    f"Use a number that {constant.dtype} holds, or compute this line in float32."
-                )
-            elif "log" in constant.source:  # most probabilities are far below 1e-3
-                words = "Compute this line in float32."
+            words = _advise_on_constant(constant)
         yield note(f"{say_rounded(constant)}, at {constant.where}.", words, place=constant)
+
+
+def _advise_on_constant(constant: TracedConstant) -> str:
+    if constant.became:
+        use = f"Use a number that {constant.dtype} holds,"
+    elif "log" in constant.source:  # most probabilities are far below 1e-3
+        return "Compute this line in float32."
+    else:
+        use = "Use a larger number, such as 1e-3,"
+    return f"{use} or compute this line in float32."
 
 
 def _find_gaps(exam: Exam) -> Iterator[Finding]:
