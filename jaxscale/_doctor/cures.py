@@ -20,15 +20,15 @@ _CURES = {
         "`jax.nn.log_sigmoid(-logits)` for the logarithm of 1 minus them."
     ),
     pattern.PRODUCT: (
-        "This is a product of many numbers, and then its logarithm is taken. Add up their "
-        "logarithms instead: float16 holds that sum, but not the product."
+        "This is a product of many numbers. Add up their logarithms instead: float16 holds that "
+        "sum, but not the product."
     ),
     pattern.EXPONENTIAL: (
         "These are exponentials, and then their logarithm is taken. Compute with the exponents "
         "instead: the logarithm of `exp(x)` is `x`."
     ),
     pattern.LOG_OF_SUM: (
-        "This is the logarithm of a sum of exponentials. Write `jax.nn.logsumexp(x)` instead, which "
+        "This is the logarithm of a sum of exponentials. Write `jax.nn.logsumexp(x)` instead: it "
         "subtracts the maximum first."
     ),
 }
@@ -41,7 +41,11 @@ def cure_of(culprit: Culprit) -> list[str]:
 
 def find_large_sum(exam: Exam) -> Sum | None:
     """Returns the sum that makes the loss far larger than a mean would, if there is one."""
-    sums = [each for each in exam.loss_sums if each.size * abs(each.weight) >= _MANY]
+    sums = [
+        each
+        for each in exam.loss_sums
+        if each.size >= _MANY and each.size * abs(each.weight) >= _MANY
+    ]
     return max(sums, key=lambda each: each.size, default=None)
 
 

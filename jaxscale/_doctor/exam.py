@@ -293,7 +293,7 @@ def _find_limit(
     is_limited: bool,
     progress: Progress,
 ) -> _Traced:
-    """Returns the same with what limits the loss scale, and with what would let a higher one fit."""
+    """Returns the same with what limits the loss scale, and what would let a higher one fit."""
     first = backward.run(overflows_at, is_brief=True).report().first_nonfinite
     if first is None or not (first.scaled and first.reaches):
         return traced

@@ -65,14 +65,18 @@ class Operations:
 
     def _find_use(self, exponential: EquationKey) -> str:
         """Returns what an exponential is a part of: a softmax, a `logsumexp` or neither."""
-        readers = {
-            self._name(reader)
-            for total in self._find_totals(exponential)
-            for reader in self._readers(total, _SAME_NUMBERS | {"add"})
-        }
-        if "div" in readers:
-            return SOFTMAX
-        return LOG_OF_SUM if "log" in readers else EXPONENTIAL
+        use = EXPONENTIAL
+        for total in self._find_totals(exponential):
+            for reader in self._readers(total, _SAME_NUMBERS | {"add"}):
+                if self._name(reader) == "div" and self._is_divided_by(reader, total):
+                    return SOFTMAX
+                if self._name(reader) == "log":
+                    use = LOG_OF_SUM
+        return use
+
+    def _is_divided_by(self, quotient: EquationKey, total: EquationKey) -> bool:
+        divisor = self._makers[quotient][1]
+        return total in self._sources(divisor, _SAME_NUMBERS | {"add"})
 
     def _find_totals(self, exponential: EquationKey) -> list[EquationKey]:
         """Returns the sums that an exponential goes into."""

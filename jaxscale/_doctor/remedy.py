@@ -35,7 +35,7 @@ class Culprit(NamedTuple):
     kind: str
     largest: float  # the largest finite magnitude among its results
     error: float  # the error of the gradients from there on
-    # What its numbers are, as a softmax, if a logarithm of them is taken: see `pattern`. Or `""`.
+    # What made its numbers, as a softmax, where that has a cure of its own: see `pattern`. Or `""`.
     made_by: str
 
 
@@ -182,8 +182,9 @@ class Trials:
             kind = "underflow"
         place = run.findings.place(visit, share=loss.share)
         operations = pattern.Operations(self._first.findings)
-        is_read = kind != "overflow" and operations.is_read_by_logarithm(key)
-        made_by = operations.find_origin(key) if is_read else ""
+        made_by = operations.find_origin(key) if kind != "overflow" else ""
+        if made_by != pattern.PRODUCT and not operations.is_read_by_logarithm(key):
+            made_by = ""
         return Culprit(place, kind, loss.largest, error, made_by)
 
 
