@@ -47,6 +47,18 @@ def vary(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
     return lax.pcast(array, more, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, more)
 
 
+def axes_of_devices() -> tuple[Any, ...]:
+    """Returns the named axes along which this code runs on several devices, each for itself.
+
+    These are the manual axes of `shard_map`, and the axis of `pmap`. Before JAX 0.8 those of
+    `vmap(axis_name=...)` are among them: there the index along an axis is batched.
+    """
+    if jax.__version_info__ < (0, 8):  # since then a `pmap` is a `shard_map`
+        core: Any = jax.core
+        return tuple(core.unsafe_get_axis_names_DO_NOT_USE())
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
     """Returns the named axes along which the devices that run a program exchange numbers."""
     found: Any = jaxpr.effects  # one for each such axis

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._jax import JaxprEqn
+from ..._jax import JaxprEqn, operation
 from .interpreter import EquationKey, Value, Visit, key_of
 from .jaxpr import EFFECT, FORWARD, HOLDERS
 from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
@@ -47,8 +47,8 @@ class Findings:
         self.visits[key] += 1
         self.equations[key] = visit.eqn, visit.around
         self.makers[key] = tuple(value.maker for value in visit.inputs)
-        if visit.eqn.primitive.name in HOLDERS:
-            self.not_entered.add(visit.eqn.primitive.name)
+        if operation(visit.eqn) in HOLDERS:
+            self.not_entered.add(operation(visit.eqn))
         if self._look:
             self._look(visit)
         if visit.need == EFFECT:  # only printed: it reaches no output
