@@ -12,12 +12,20 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax
-from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, bind, cast, closed, programs, with_programs
+from .._jax import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    bind,
+    cast,
+    closed,
+    programs,
+    with_programs,
+)
 from .frame import Frame
 from .readers import half_carries, has_products
 from .recompute import Link, Narrow
 from .rules import as_written, chained, is_chained_call
-from .table import KERNELS
 from .values import Kind, Parameter, ToRound, as_declared, has_dtype, is_float32, parameter
 
 
@@ -70,7 +78,8 @@ def rewrite(
             is_half = is_float32(var) and has_dtype(arg, autocast.dtype)
             views.append("half" if is_half else "declared")
             avals.append(half if is_half else var.aval)
-    key = (tuple(views), tuple(kinds), in_loop, tuple(wanted), tuple(fixed))
+    how = (in_loop, tuple(wanted), tuple(fixed), _jax.form_asked_for())
+    key = (tuple(views), tuple(kinds), how)
     if key in known:
         return known[key]
     out_kinds: list[Kind] = []
@@ -151,15 +160,16 @@ def remat(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     args, kinds = read_inputs(frame, eqn, with_links=True)
     rewritten = rewrite(frame, called, args, kinds, wanted=_wanted(frame, eqn))
     jaxpr, consts = _jax.without_constants(rewritten.program)
-    outputs = bind(eqn, [*consts, *jax.tree.leaves(args)], with_programs(eqn, [jaxpr]))
-    return rewritten.outputs(outputs)
+    numbers = [len(jax.tree.leaves(arg)) for arg in args]
+    params = _jax.with_rematted(eqn, jaxpr, numbers)
+    return rewritten.outputs(bind(eqn, [*consts, *jax.tree.leaves(args)], params))
 
 
 def scan(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `scan`. What it carries keeps its dtype by default; what it stacks need not."""
     loop = _jax.scan(eqn)
     if _is_left(eqn):
-        return run_as_written(frame, eqn)
+        return as_written(frame, eqn)
     halved = half_carries(loop) if frame.autocast.half_carries else [False] * loop.carries
     args, kinds = read_inputs(frame, eqn)
     last = loop.consts + loop.carries
@@ -186,7 +196,7 @@ def while_loop(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `while`. What it carries keeps its dtype."""
     loop = _jax.while_loop(eqn)
     if _is_left(eqn):
-        return run_as_written(frame, eqn)
+        return as_written(frame, eqn)
     args = [frame.only(atom) for atom in eqn.invars]
     kinds = [frame.kind(atom) for atom in eqn.invars]
     tested = loop.test_consts
@@ -199,9 +209,7 @@ def while_loop(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     )
     carried = [False] * len(variables)
     body = rewrite(frame, loop.body, args[tested:], kinds[tested:], carried, in_loop=True)
-    in_order = [
-        test.program if closed(own) is loop.test else body.program for own in programs(eqn)
-    ]
+    in_order = [test.program if closed(own) is loop.test else body.program for own in programs(eqn)]
     return bind(eqn, args, with_programs(eqn, in_order))
 
 
@@ -209,7 +217,7 @@ def cond(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `cond` and `switch`. The branches return the dtypes that they declare."""
     branches = _jax.branches(eqn)
     if _is_left(eqn):
-        return run_as_written(frame, eqn)
+        return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
     fixed = [False] * len(eqn.outvars)
     rewritten = [rewrite(frame, branch, args[1:], kinds[1:], fixed) for branch in branches]
@@ -238,15 +246,3 @@ def mapped(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         return tuple(each.wide if isinstance(each, ToRound) else each for each in outputs)
 
     return each.map(run, **{each.inputs: tuple(specs)})(*leaves)
-
-
-def run_as_written(
-    frame: Frame, eqn: JaxprEqn, reason: str = "`autocast` has no rule for it"
-) -> Sequence[Any]:
-    """Evaluates an equation as it is written, and warns if there are products in it."""
-    name = eqn.primitive.name
-    # A rule that found no program knows nothing of what is in it.
-    is_unknown = name in frame.autocast.rules and not any(programs(eqn))
-    if name not in KERNELS and (is_unknown or has_products(eqn)):
-        frame.autocast.warn(name, reason)
-    return as_written(frame, eqn)

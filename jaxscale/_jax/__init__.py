@@ -8,4 +8,6 @@ version of JAX which breaks one is told from a fault of jaxscale.
 
 from .equations import *
 from .gradients import *
+from .hijax import *
+from .reach import *
 from .surroundings import *
