@@ -1,7 +1,7 @@
 """A traced program in two parts: the half-precision part, and what follows it in float32.
 
-The *head* is every equation that a half-precision value comes from, and those that take one. The
-*tail* is the rest. Its backward pass needs no scale, and the cotangents that leave it for the head
+The *head* is every equation that a half-precision value comes from, and those that take one, if a
+cotangent comes back to it. The *tail* is the rest. Its backward pass needs no scale, and the cotangents that leave it for the head
 say which scale that needs.
 
 Control flow and functions with derivative rules belong to one part as a whole. Calls that mean
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _jax
-from .._autocast.readers import equations, reads_half, variables
+from .._autocast.readers import equations, has_gradient, reads_half, variables
 from .._jax import ClosedJaxpr, JaxprEqn, Literal, UnknownFormError, bind, context, source
 
 
@@ -110,10 +110,56 @@ def split(program: ClosedJaxpr, under_autocast: bool) -> Split:
     """
     every = itertools.chain(*map(equations, program.jaxpr.eqns))
     casts = under_autocast or not any(map(_is_typed_half, every))
-    return _split(
-        program,
-        lambda eqn: any(_is_typed_half(e) or (casts and reads_half(e)) for e in equations(eqn)),
-    )
+    half: set[int] = set()
+    _find_half(program, [True] * len(program.jaxpr.outvars), casts, half)
+    return _split(program, lambda eqn: id(eqn) in half)
+
+
+def _find_half(
+    program: ClosedJaxpr, pulled_outputs: Sequence[bool], casts: bool, half: set[int]
+) -> list[bool]:
+    """Finds the equations with half-precision values that a cotangent comes back to.
+
+    A value in half precision that is only kept, for what is computed again, has no cotangent that
+    could flush.
+
+    Args:
+      program: a program.
+      pulled_outputs: for each of its outputs, whether a cotangent comes back to it.
+      casts: whether products in float32 count as half precision.
+      half: gets the identities of the equations, also those of the calls that may be divided.
+
+    Returns:
+      For each input of the program, whether a cotangent comes back to it.
+    """
+    jaxpr = program.jaxpr
+    outputs = zip(jaxpr.outvars, pulled_outputs, strict=True)
+    pulled = {atom for atom, is_pulled in outputs if is_pulled and not isinstance(atom, Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        inner = _divided(eqn)
+        if inner is not None:
+            given = [var in pulled for var in eqn.outvars]
+            back = _find_half(inner, given, casts, half)
+        elif pulled.isdisjoint(eqn.outvars) or not has_gradient(eqn):
+            continue
+        elif _jax.is_stand_in(eqn):
+            back = [False, True]
+        else:
+            back = [True] * len(eqn.invars)
+        pairs = zip(eqn.invars, back, strict=True)
+        pulled.update(variables(atom for atom, is_pulled in pairs if is_pulled))
+    for eqn in jaxpr.eqns:
+        inner = _divided(eqn)
+        atoms = {*variables(eqn.invars), *eqn.outvars} if inner is None else {*eqn.outvars}
+        holds = any(is_half(atom.aval) for atom in atoms & pulled)
+        nested = inner.jaxpr.eqns if inner is not None else ()
+        if inner is None:
+            within = itertools.islice(equations(eqn), 1, None)
+            holds |= any(map(_is_typed_half, within))
+            holds |= casts and any(map(reads_half, equations(eqn)))
+        if holds or any(id(each) in half for each in nested):
+            half.add(id(eqn))
+    return [var in pulled for var in jaxpr.invars]
 
 
 def is_half(aval: Any) -> bool:
@@ -148,12 +194,8 @@ def _split(program: ClosedJaxpr, holds_half: Callable[[JaxprEqn], bool]) -> Spli
 def _steps(eqn: JaxprEqn, holds_half: Callable[[JaxprEqn], bool]) -> list[_Step]:
     """Returns an equation as one step, or as two if it is a call that has a head and a tail."""
     whole = _Step(eqn, eqn.invars, eqn.outvars, holds_half(eqn))
-    is_mapped = eqn.primitive.name == "shard_map"
-    if not whole.holds_half or not (is_mapped or _jax.is_divisible(eqn)):
-        return [whole]
-    try:
-        inner = _jax.mapped(eqn).program if is_mapped else _jax.callee(eqn)
-    except UnknownFormError:
+    inner = _divided(eqn)
+    if not whole.holds_half or inner is None:
         return [whole]
     parts = _split(inner, holds_half)
     if not parts.tail.steps:
@@ -167,6 +209,17 @@ def _steps(eqn: JaxprEqn, holds_half: Callable[[JaxprEqn], bool]) -> list[_Step]
         _Step(eqn, before, crossing, True, parts, parts.head),
         _Step(eqn, after, eqn.outvars, False, parts, parts.tail),
     ]
+
+
+def _divided(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Returns the program of an equation that may be divided in two, such as a call."""
+    is_mapped = eqn.primitive.name == "shard_map"
+    if not is_mapped and not _jax.is_divisible(eqn):
+        return None
+    try:
+        return _jax.mapped(eqn).program if is_mapped else _jax.callee(eqn)
+    except UnknownFormError:
+        return None
 
 
 def _evaluate(step: _Step, values: list[Any]) -> list[Any]:
