@@ -14,7 +14,7 @@ import numpy as np
 from .._jax import Jaxpr, JaxprEqn, Literal, cast, current_scopes, stand_in
 from .readers import meeting, only_float32, readers, rounded_reads
 from .recompute import LONGEST, Link, Narrow, compute_chain
-from .values import FLOAT32, Constant, Kind, ToRound, has_dtype, is_float32, literal_kind
+from .values import FLOAT32, Kind, ToRound, has_dtype, is_float32, literal_kind
 
 
 class Frame:
@@ -94,9 +94,10 @@ class Frame:
         """Returns a value as `half` does, for one reader that is not a product."""
         if self.meets(atom):
             return stand_in(self.in_half(atom), self.wide(atom), self.dtype)
-        if isinstance(self.kind(atom), Constant) or self.is_narrow(atom) or not is_float32(atom):
-            return self.half(atom)
-        if self.readers[atom] > 1:
+        is_shared = (
+            not isinstance(atom, Literal) and atom in self.rounded and self.readers[atom] > 1
+        )
+        if is_shared and is_float32(atom) and atom not in self.narrow:
             return stand_in(self.half(atom), self.wide(atom), self.dtype)
         return self.half(atom)
 
