@@ -20,7 +20,7 @@ from .. import _jax
 from .._jax import ClosedJaxpr, JaxprEqn, bind, cast, context, jaxpr_as_fun, programs
 from .._trees.tree import blank
 from .frame import Frame
-from .higher_order import inlined, read_inputs, rewrite
+from .higher_order import inlined, place_inside, read_inputs, rewrite
 from .readers import has_products
 from .recompute import Narrow
 from .rules import as_written, chained, is_chained_call
@@ -30,16 +30,17 @@ from .values import ToRound, check_cotangent, flushes, has_dtype
 
 def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates a `custom_jvp` function, and keeps its rule."""
-    autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
+    autocast, declared = frame.autocast, _jax.callee(eqn)
+    place = place_inside(frame, eqn)
     if is_chained_call(frame, eqn):
         return chained(frame, eqn)
-    if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn):
+    if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn, frame.place.owner):
         is_rounded = any(var in frame.rounded for var in eqn.outvars)  # there may be no outputs
         if is_rounded and _is_relu(declared):
             return [_relu(frame.wide(eqn.invars[0]), frame.dtype)]
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
-    program, out_kinds, _ = rewrite(frame, declared, args, kinds)
+    program, out_kinds, _ = rewrite(frame, eqn, declared, args, kinds)
     leaves, tree = jax.tree.flatten(args)
 
     @_jax.remember_by_form
@@ -65,7 +66,7 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         known = [*kinds, *[None] * sum(perturbed)]
         token = _jax.in_forward_rule.set(True)
         try:
-            outputs, _ = autocast.run(derived(perturbed), values, known, in_loop)
+            outputs, _ = autocast.run(derived(perturbed), values, known, place)
         finally:
             _jax.in_forward_rule.reset(token)
         avals = program.out_avals
@@ -116,15 +117,16 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     What goes through the boundary of a `scale_backward` does so in float32. It takes no cotangent
     in float16, not even zeros: one that flushed before it was scaled looks the same.
     """
-    autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
-    if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn):
+    autocast, declared = frame.autocast, _jax.callee(eqn)
+    place = place_inside(frame, eqn)
+    if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn, frame.place.owner):
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
     size, at_boundary = len(declared.out_avals), BOUNDARY in _jax.scope_names(eqn)
     if at_boundary:
         args = [frame.wide(atom) for atom in eqn.invars]
     fixed = [False] * size if at_boundary else []
-    program, out_kinds, _ = rewrite(frame, declared, args, kinds, fixed)
+    program, out_kinds, _ = rewrite(frame, eqn, declared, args, kinds, fixed)
     leaves, views = jax.tree.flatten(args)
 
     # Whatever flags are set: the backward pass needs the program that made its residuals.
@@ -155,7 +157,7 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         perturbed = tuple(each.perturbed and _is_inexact(each.value) for each in sources)
         forward, _ = derived(perturbed)
         values = jax.tree.unflatten(views, [each.value for each in given])
-        outputs, _ = autocast.run(forward, values, kinds, in_loop)
+        outputs, _ = autocast.run(forward, values, kinds, place)
         primals = tuple(map(_as_aval, outputs, program.out_avals))
         # The second holds no array: its structure says by which inputs something is differentiated.
         kept = [each.wide if isinstance(each, ToRound) else each for each in outputs[size:]]
@@ -172,7 +174,7 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         def pull(values: Any, cotangents: Any) -> Any:
             return tree.unflatten(values)(cotangents)
 
-        gradients = iter(autocast.call_rule(pull, values, cotangents))
+        gradients = iter(autocast.call_rule(pull, place, values, cotangents))
         avals = jax.tree.unflatten(views, program.in_avals)
         pulled: list[Any] = []
         for given, aval in zip(perturbed, avals, strict=True):
@@ -193,7 +195,7 @@ def own_rules(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     Of what it computes without a product nothing is known: that stays in float32.
     """
     _jax.callee(eqn)  # raises if it has another form
-    if not has_products(eqn):
+    if not has_products(eqn, frame.place.owner):
         return as_written(frame, eqn)
     match _jax.differentiated_by(eqn):
         case "jvp":

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .._jax import Jaxpr, JaxprEqn, Literal, cast, current_scopes, stand_in
+from .callers import Place
 from .readers import meeting, only_float32, readers, rounded_reads
 from .recompute import LONGEST, Link, Narrow, compute_chain
 from .values import FLOAT32, Kind, ToRound, has_dtype, is_float32, literal_kind
@@ -20,20 +21,22 @@ from .values import FLOAT32, Kind, ToRound, has_dtype, is_float32, literal_kind
 class Frame:
     """The values of one jaxpr while it runs."""
 
-    def __init__(self, autocast: Any, jaxpr: Jaxpr, in_loop: bool, wanted: Sequence[bool]) -> None:
+    def __init__(self, autocast: Any, jaxpr: Jaxpr, place: Place, wanted: Sequence[bool]) -> None:
         self.autocast, self.dtype = autocast, autocast.dtype
-        self.in_loop = in_loop  # part of a body: XLA compiles its backward pass apart
+        self.place = place
         self.scopes = current_scopes()
         self.only_float32 = only_float32(jaxpr)
         # read to be rounded; for nothing else
-        self.rounded, self.only_half = rounded_reads(jaxpr, wanted)
+        self.rounded, self.only_half = rounded_reads(jaxpr, wanted, place.owner)
         self.readers = readers(jaxpr)
         self.links: dict[Any, Link] = {}  # float32 values that are not computed yet
         self.grown: dict[Any, Link] = {}  # how arrays were broadcast, for chains to keep less
         self.repeats = 2 * len(jaxpr.eqns) + LONGEST  # how often their equations may be computed
         self.values: dict[Any, Any] = {}
         self.narrow: set[Any] = set()  # declared as float32, and computed in half precision
-        self.meeting = meeting(jaxpr)  # cotangents meet in float32, here or further back
+        self.meeting = meeting(
+            jaxpr, place.owner
+        )  # cotangents meet in float32, here or further back
         self.kinds: dict[Any, Kind] = {}
         self.halves: dict[Any, Any] = {}  # what products read
         self.wides: dict[Any, Any] = {}  # narrow values and links in float32
@@ -111,7 +114,7 @@ class Frame:
         return cast(self.values[atom], self.dtype, atom.aval.weak_type)
 
     def _computed(self, atom: Any, dtype: Any) -> Any:
-        value, count = compute_chain(self.links[atom], dtype, self.scopes, self.in_loop)
+        value, count = compute_chain(self.links[atom], dtype, self.scopes, self.place.in_loop)
         self.repeats -= count
         return value
 
@@ -130,6 +133,10 @@ class Frame:
     def only(self, atom: Any) -> Any:
         """Returns a value as a call takes it whose cotangents JAX cannot compute."""
         return self.in_half(atom) if self.is_narrow(atom) else self.wide(atom)
+
+    def only_half_of(self, atom: Any) -> Any:
+        """Returns a value in half precision for what has no gradient."""
+        return self.in_half(atom) if self.is_narrow(atom) else self.half(atom)
 
     def both(self, atom: Any) -> Narrow:
         """Returns both views of a narrow value."""

@@ -22,6 +22,7 @@ from .._jax import (
     programs,
     with_programs,
 )
+from .callers import Place, owner_of
 from .frame import Frame
 from .readers import half_carries, has_products
 from .recompute import Link, Narrow
@@ -44,6 +45,7 @@ class Rewritten(NamedTuple):
 
 def rewrite(
     frame: Frame,
+    eqn: JaxprEqn,
     program: Jaxpr | ClosedJaxpr,
     args: Sequence[Any],
     kinds: Sequence[Kind],
@@ -51,7 +53,7 @@ def rewrite(
     in_loop: bool = False,
     wanted: Sequence[bool] = (),
 ) -> Rewritten:
-    """Returns a program that an equation holds, rewritten.
+    """Returns a program that an equation holds, rewritten for its place in the program around.
 
     In the place of each link it takes the arrays that the link starts from, and in the place of a
     narrow value whose cotangents meet both views of it. `fixed` says for each
@@ -59,7 +61,7 @@ def rewrite(
     declares; the others come in the precision they were computed in. `wanted` is as in
     `rounded_reads`.
     """
-    autocast, in_loop = frame.autocast, in_loop or frame.in_loop
+    autocast, place = frame.autocast, place_inside(frame, eqn, in_loop)
     jaxpr = closed(program).jaxpr
     # A link belongs to one place of one program.
     has_links = any(isinstance(arg, Link) for arg in args)
@@ -78,7 +80,7 @@ def rewrite(
             is_half = is_float32(var) and has_dtype(arg, autocast.dtype)
             views.append("half" if is_half else "declared")
             avals.append(half if is_half else var.aval)
-    how = (in_loop, tuple(wanted), tuple(fixed), _jax.form_asked_for())
+    how = (place, tuple(wanted), tuple(fixed), _jax.form_asked_for())
     key = (tuple(views), tuple(kinds), how)
     if key in known:
         return known[key]
@@ -88,7 +90,7 @@ def rewrite(
 
     def run(*leaves: Any) -> list[Any]:
         outputs, out_kinds[:] = autocast.run(
-            closed(program), jax.tree.unflatten(tree, leaves), kinds, in_loop, wanted
+            closed(program), jax.tree.unflatten(tree, leaves), kinds, place, wanted
         )
         for i, is_half in enumerate(fixed):
             value = outputs[i].wide if isinstance(outputs[i], ToRound) else outputs[i]
@@ -102,6 +104,11 @@ def rewrite(
     program = jax.make_jaxpr(run)(*avals)
     known[key] = Rewritten(program, out_kinds, to_round)
     return known[key]
+
+
+def place_inside(frame: Frame, eqn: JaxprEqn, in_loop: bool = False) -> Place:
+    """Returns what programs that an equation holds know of where they are."""
+    return Place(in_loop or frame.place.in_loop, owner_of(eqn, frame.place.owner))
 
 
 def read_inputs(
@@ -118,13 +125,13 @@ def _wanted(frame: Frame, eqn: JaxprEqn) -> list[bool]:
 
 
 def _is_as_written(frame: Frame, eqn: JaxprEqn) -> bool:
-    return not has_products(eqn) and not any(
+    return not has_products(eqn, frame.place.owner) and not any(
         frame.is_narrow(atom) or frame.link(atom) for atom in eqn.invars
     )
 
 
-def _is_left(eqn: JaxprEqn) -> bool:
-    return any(map(_jax.is_ref, eqn.invars)) or not has_products(eqn)
+def _is_left(frame: Frame, eqn: JaxprEqn) -> bool:
+    return any(map(_jax.is_ref, eqn.invars)) or not has_products(eqn, frame.place.owner)
 
 
 def call(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
@@ -136,7 +143,7 @@ def call(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         return as_written(frame, eqn)
     # What a chain starts from has no sharding or layout of its own.
     args, kinds = read_inputs(frame, eqn, with_links=not _jax.is_placed(eqn))
-    rewritten = rewrite(frame, called, args, kinds)
+    rewritten = rewrite(frame, eqn, called, args, kinds)
     frame.kinds.update(zip(eqn.outvars, rewritten.kinds, strict=True))
     numbers = [len(jax.tree.leaves(arg)) for arg in args]
     params = _jax.with_inputs(with_programs(eqn, [rewritten.program]), numbers)
@@ -147,7 +154,7 @@ def inlined(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates a call that means nothing but its program."""
     args, kinds = read_inputs(frame, eqn, with_links=True)
     run, wanted = frame.autocast.run, _wanted(frame, eqn)
-    outputs, out_kinds = run(_jax.callee(eqn), args, kinds, frame.in_loop, wanted)
+    outputs, out_kinds = run(_jax.callee(eqn), args, kinds, place_inside(frame, eqn), wanted)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
     return outputs
 
@@ -158,7 +165,7 @@ def remat(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     if _is_as_written(frame, eqn):
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn, with_links=True)
-    rewritten = rewrite(frame, called, args, kinds, wanted=_wanted(frame, eqn))
+    rewritten = rewrite(frame, eqn, called, args, kinds, wanted=_wanted(frame, eqn))
     jaxpr, consts = _jax.without_constants(rewritten.program)
     numbers = [len(jax.tree.leaves(arg)) for arg in args]
     params = _jax.with_rematted(eqn, jaxpr, numbers)
@@ -168,9 +175,13 @@ def remat(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
 def scan(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `scan`. What it carries keeps its dtype by default; what it stacks need not."""
     loop = _jax.scan(eqn)
-    if _is_left(eqn):
+    if _is_left(frame, eqn):
         return as_written(frame, eqn)
-    halved = half_carries(loop) if frame.autocast.half_carries else [False] * loop.carries
+    halved = (
+        half_carries(loop, owner_of(eqn, frame.place.owner))
+        if frame.autocast.half_carries
+        else [False] * loop.carries
+    )
     args, kinds = read_inputs(frame, eqn)
     last = loop.consts + loop.carries
     for i, (atom, var) in enumerate(zip(eqn.invars, loop.body.jaxpr.invars, strict=True)):
@@ -183,7 +194,7 @@ def scan(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         elif i >= last and isinstance(kinds[i], Parameter):
             kinds[i] = parameter(var)  # a slice of it
     wanted = [*halved, *_wanted(frame, eqn)[loop.carries :]]
-    rewritten = rewrite(frame, loop.body, args, kinds, halved, in_loop=True, wanted=wanted)
+    rewritten = rewrite(frame, eqn, loop.body, args, kinds, halved, in_loop=True, wanted=wanted)
     if any(isinstance(arg, Narrow) for arg in args):
         of_body = args[: loop.consts], args[loop.consts : last], args[last:]
         outputs = _jax.scan_again(eqn, rewritten.program, *map(jax.tree.leaves, of_body))
@@ -195,7 +206,7 @@ def scan(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
 def while_loop(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `while`. What it carries keeps its dtype."""
     loop = _jax.while_loop(eqn)
-    if _is_left(eqn):
+    if _is_left(frame, eqn):
         return as_written(frame, eqn)
     args = [frame.only(atom) for atom in eqn.invars]
     kinds = [frame.kind(atom) for atom in eqn.invars]
@@ -205,10 +216,10 @@ def while_loop(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     args[first:] = map(as_declared, map(frame.wide, eqn.invars[first:]), variables)
     kinds[first:] = [None] * len(variables)
     test = rewrite(
-        frame, loop.test, args[:tested] + args[first:], kinds[:tested] + kinds[first:], [False]
+        frame, eqn, loop.test, args[:tested] + args[first:], kinds[:tested] + kinds[first:], [False]
     )
     carried = [False] * len(variables)
-    body = rewrite(frame, loop.body, args[tested:], kinds[tested:], carried, in_loop=True)
+    body = rewrite(frame, eqn, loop.body, args[tested:], kinds[tested:], carried, in_loop=True)
     in_order = [test.program if closed(own) is loop.test else body.program for own in programs(eqn)]
     return bind(eqn, args, with_programs(eqn, in_order))
 
@@ -216,11 +227,11 @@ def while_loop(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
 def cond(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `cond` and `switch`. The branches return the dtypes that they declare."""
     branches = _jax.branches(eqn)
-    if _is_left(eqn):
+    if _is_left(frame, eqn):
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
     fixed = [False] * len(eqn.outvars)
-    rewritten = [rewrite(frame, branch, args[1:], kinds[1:], fixed) for branch in branches]
+    rewritten = [rewrite(frame, eqn, branch, args[1:], kinds[1:], fixed) for branch in branches]
     params = with_programs(eqn, [each.program for each in rewritten])
     return bind(eqn, jax.tree.leaves(args), params)
 
@@ -228,7 +239,7 @@ def cond(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
 def mapped(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `shard_map` and `pmap`: the program of each device is rewritten."""
     each = _jax.mapped(eqn)
-    if not has_products(eqn):
+    if not has_products(eqn, frame.place.owner):
         return as_written(frame, eqn)
     args: list[Any] = []
     specs: list[Any] = []
@@ -242,7 +253,7 @@ def mapped(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
 
     def run(*leaves: Any) -> Any:
         args = jax.tree.unflatten(tree, leaves)
-        outputs, _ = frame.autocast.run(each.program, args, kinds, frame.in_loop)
+        outputs, _ = frame.autocast.run(each.program, args, kinds, place_inside(frame, eqn))
         return tuple(each.wide if isinstance(each, ToRound) else each for each in outputs)
 
     return each.map(run, **{each.inputs: tuple(specs)})(*leaves)

@@ -1,8 +1,8 @@
 """A traced program in two parts: the half-precision part, and what follows it in float32.
 
 The *head* is every equation that a half-precision value comes from, and those that take one, if a
-cotangent comes back to it. The *tail* is the rest. Its backward pass needs no scale, and the cotangents that leave it for the head
-say which scale that needs.
+cotangent comes back to it. The *tail* is the rest. Its backward pass needs no scale, and the
+cotangents that leave it for the head say which scale that needs.
 
 Control flow and functions with derivative rules belong to one part as a whole. Calls that mean
 nothing but their program, such as `jit` and `jax.checkpoint`, and `shard_map` are divided in two.
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _jax
-from .._autocast.readers import equations, has_gradient, reads_half, variables
+from .._autocast.callers import Owner, owner_of
+from .._autocast.readers import equations, has_gradient, has_products, reads_half, variables
 from .._jax import ClosedJaxpr, JaxprEqn, Literal, UnknownFormError, bind, context, source
 
 
@@ -111,12 +112,16 @@ def split(program: ClosedJaxpr, under_autocast: bool) -> Split:
     every = itertools.chain(*map(equations, program.jaxpr.eqns))
     casts = under_autocast or not any(map(_is_typed_half, every))
     half: set[int] = set()
-    _find_half(program, [True] * len(program.jaxpr.outvars), casts, half)
+    _find_half(program, [True] * len(program.jaxpr.outvars), casts, Owner.MODEL, half)
     return _split(program, lambda eqn: id(eqn) in half)
 
 
 def _find_half(
-    program: ClosedJaxpr, pulled_outputs: Sequence[bool], casts: bool, half: set[int]
+    program: ClosedJaxpr,
+    pulled_outputs: Sequence[bool],
+    casts: bool,
+    owner: Owner,
+    half: set[int],
 ) -> list[bool]:
     """Finds the equations with half-precision values that a cotangent comes back to.
 
@@ -127,6 +132,7 @@ def _find_half(
       program: a program.
       pulled_outputs: for each of its outputs, whether a cotangent comes back to it.
       casts: whether products in float32 count as half precision.
+      owner: whose products these are, as in `owner_of`.
       half: gets the identities of the equations, also those of the calls that may be divided.
 
     Returns:
@@ -139,7 +145,7 @@ def _find_half(
         inner = _divided(eqn)
         if inner is not None:
             given = [var in pulled for var in eqn.outvars]
-            back = _find_half(inner, given, casts, half)
+            back = _find_half(inner, given, casts, owner_of(eqn, owner), half)
         elif pulled.isdisjoint(eqn.outvars) or not has_gradient(eqn):
             continue
         elif _jax.is_stand_in(eqn):
@@ -156,7 +162,7 @@ def _find_half(
         if inner is None:
             within = itertools.islice(equations(eqn), 1, None)
             holds |= any(map(_is_typed_half, within))
-            holds |= casts and any(map(reads_half, equations(eqn)))
+            holds |= casts and (reads_half(eqn, owner) or has_products(eqn, owner))
         if holds or any(id(each) in half for each in nested):
             half.add(id(eqn))
     return [var in pulled for var in jaxpr.invars]

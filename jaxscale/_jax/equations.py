@@ -117,6 +117,20 @@ def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
     )
 
 
+def demands_precision(eqn: JaxprEqn) -> bool:
+    """Returns whether a product names how precise it is to be, and not all products do.
+
+    An algorithm such as `F32_F32_F32` names the precision of each step.
+    """
+    precision = product_precision(eqn)
+    if not isinstance(precision, tuple | jax.lax.Precision | None):
+        return True
+    highest = jax.lax.Precision.HIGHEST
+    is_highest = precision is highest or (isinstance(precision, tuple) and highest in precision)
+    # Set for all products, it says nothing of this one.
+    return is_highest and jax.config.jax_default_matmul_precision not in ("highest", "float32")
+
+
 def product_precision(eqn: JaxprEqn) -> Any:
     """Returns what a matrix product or a convolution asks of its precision, if it does."""
     return eqn.params.get("precision")
