@@ -123,6 +123,28 @@ def tangent_type(aval: Any) -> Any:
     return aval.to_tangent_aval()
 
 
+def zero_cotangent(aval: Any) -> Any:
+    """Returns what says to a function of `jax.vjp` that nothing depends on an output.
+
+    It is `None` if this JAX takes only arrays there. A derivative rule sees the difference: that of
+    `vmap` raises an error for zeros which are one array for the whole batch.
+    """
+    if not _takes_zeros():
+        return None
+    return ad.Zero(aval.to_ct_aval() if hasattr(aval, "to_ct_aval") else tangent_type(aval))
+
+
+@functools.cache
+def _takes_zeros() -> bool:
+    with jax.ensure_compile_time_eval():
+        _, pull = jax.vjp(lambda x: (x, x), np.float32(1))
+        try:
+            pull((np.float32(1), ad.Zero(jax.typeof(np.float32(1)))))
+        except Exception:  # nobody knows what a JAX that does not take it raises
+            return False
+    return True
+
+
 def _is_program(value: Any) -> bool:
     return isinstance(value, Jaxpr | ClosedJaxpr)
 
