@@ -192,12 +192,13 @@ class _Plan:
     def __init__(
         self, program: _jax.ClosedJaxpr, under_autocast: bool, perturbed: tuple[bool, ...]
     ) -> None:
-        self.inputs, head, self.tail = split(program, under_autocast)
+        parts = split(program, under_autocast)
+        self.inputs, self.tail = parts.inputs, parts.tail
         self.axes = _jax.collective_axes(program)
         by = {v for v, is_given in zip(self.inputs, perturbed, strict=True) if is_given}
         # Parameters are cast before the head, and the gradients cast back after it: in the loop
         # of retries all of them are in memory at once, and take half of it.
-        self.head, self.sources = head.without_casts(by)
+        self.head, self.sources = parts.head.without_casts(by)
         by |= set(self.sources)
         derived = self.head.derived(by)
         self.head_by = [var for var in self.head.inputs if var in by]

@@ -8,6 +8,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -301,8 +302,19 @@ def call_part(eqn: JaxprEqn, part: Callable[..., Any], args: Sequence[Any]) -> l
         return list(jax.jit(part)(*args))
     if name in _INLINED:
         return list(part(*args))
-    jaxpr, consts = without_constants(jax.make_jaxpr(part)(*map(jax.typeof, args)))
+    jaxpr, consts = _traced(part, tuple(map(jax.typeof, args)))
     return bind(eqn, [*consts, *args], with_rematted(eqn, jaxpr))
+
+
+_traced_parts: WeakKeyDictionary[Any, dict[Any, tuple[Jaxpr, list[Any]]]] = WeakKeyDictionary()
+
+
+def _traced(part: Callable[..., Any], types: tuple[Any, ...]) -> tuple[Jaxpr, list[Any]]:
+    """Returns the program of a part and its constants. It is one, however often it is called."""
+    known = _traced_parts.setdefault(part, {})
+    if types not in known:
+        known[types] = without_constants(jax.make_jaxpr(part)(*types))
+    return known[types]
 
 
 def backward_rule(eqn: JaxprEqn) -> str | None:
