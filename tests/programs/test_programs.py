@@ -16,7 +16,6 @@ import reference
 from additions import find_foreign_additions
 from jax.experimental.ode import odeint
 from law import Trial
-from tables import cases
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -29,7 +28,8 @@ def test_a_program_is_no_worse_than_with_its_products_in_half(name, entry):
     assert Trial.recorded(ROWS[name], entry).judge(entry).wrong == []
 
 
-@cases("name", ROWS, fast=[])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
 def test_each_program_through_two_entries(name):
     trial = Trial(ROWS[name])
     assert {entry: trial.judge(entry).wrong for entry in SELECTED[name]} == {
