@@ -20,7 +20,7 @@ from .. import _jax
 from .._jax import ClosedJaxpr, JaxprEqn, bind, cast, context, jaxpr_as_fun, programs
 from .._trees.tree import blank
 from .frame import Frame
-from .higher_order import read_inputs, rewrite
+from .higher_order import inlined, read_inputs, rewrite
 from .readers import has_products
 from .rules import as_written, chained, is_chained_call
 from .table import BOUNDARY
@@ -33,13 +33,14 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     if is_chained_call(frame, eqn):
         return chained(frame, eqn)
     if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn):
-        if eqn.outvars[0] in frame.rounded and _is_relu(declared):
+        is_rounded = any(var in frame.rounded for var in eqn.outvars)  # there may be no outputs
+        if is_rounded and _is_relu(declared):
             return [_relu(frame.wide(eqn.invars[0]), frame.dtype)]
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
     program, out_kinds = rewrite(frame, declared, args, kinds)
 
-    @functools.cache
+    @_jax.remember_by_form
     def derived(perturbed: tuple[bool, ...]) -> ClosedJaxpr:
         """Returns a program of values and tangents, given which inputs have a tangent."""
 
@@ -59,7 +60,11 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         perturbed = tuple(not isinstance(each, SymbolicZero) for each in tangents)
         given = list(itertools.compress(tangents, perturbed))
         known = [*kinds, *[None] * len(given)]
-        outputs, _ = autocast.run(derived(perturbed), [*primals, *given], known, in_loop)
+        token = _jax.in_forward_rule.set(True)
+        try:
+            outputs, _ = autocast.run(derived(perturbed), [*primals, *given], known, in_loop)
+        finally:
+            _jax.in_forward_rule.reset(token)
         avals = program.out_avals
         derivatives = iter(outputs[len(avals) :])
         return tuple(map(_as_aval, outputs, avals)), tuple(
@@ -113,6 +118,7 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     fixed = [False] * size if at_boundary else []
     program, out_kinds = rewrite(frame, declared, args, kinds, fixed)
 
+    # Whatever flags are set: the backward pass needs the program that made its residuals.
     @functools.cache
     def derived(perturbed: tuple[bool, ...]) -> tuple[ClosedJaxpr, Any]:
         """Returns a program that gives outputs and residuals, and the tree of the residuals."""
@@ -154,7 +160,7 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         def pull(values: Any, cotangents: Any) -> Any:
             return tree.unflatten(values)(cotangents)
 
-        gradients = iter(autocast.call(pull, (values, cotangents), {}))
+        gradients = iter(autocast.call_rule(pull, values, cotangents))
         return tuple(
             _as_aval(next(gradients), aval) if given else None
             for given, aval in zip(perturbed, program.in_avals, strict=True)
@@ -163,6 +169,22 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     fun.defvjp(fwd, bwd, symbolic_zeros=True)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
     return fun(*args)
+
+
+def own_rules(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+    """Evaluates an operation with rules of its own that is an object, such as a `custom_root`.
+
+    Of what it computes without a product nothing is known: that stays in float32.
+    """
+    _jax.callee(eqn)  # raises if it has another form
+    if not has_products(eqn):
+        return as_written(frame, eqn)
+    match _jax.differentiated_by(eqn):
+        case "jvp":
+            return custom_jvp(frame, eqn)
+        case "vjp":
+            return custom_vjp(frame, eqn)
+    return inlined(frame, eqn)
 
 
 def _of_perturbed(

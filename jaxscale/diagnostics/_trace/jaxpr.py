@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import _jax
+from ..._autocast.table import OPAQUE
 from ..._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Scan, UnknownFormError, While, is_ref
 
 # What an equation is needed for, as bits. An equation with none of them is dead code.
@@ -33,11 +34,22 @@ HOLDERS = _READERS.keys() | {"shard_map", "pmap", "xla_pmap"}
 
 def opened(eqn: JaxprEqn) -> ClosedJaxpr | Scan | While | list[ClosedJaxpr] | None:
     """Returns the jaxpr that an equation calls, its loop, or its branches; `None` for others."""
-    read: Any = _READERS.get(eqn.primitive.name)
+    read: Any = _READERS.get(_jax.operation(eqn))
     try:
         return read(eqn) if read else None
     except UnknownFormError:
         return None
+
+
+def hides_equations(eqn: JaxprEqn) -> bool:
+    """Returns whether there is more than one operation, or may be, in an equation that runs as one.
+
+    The function of a `scatter` or a reduction is one operation.
+    """
+    if _jax.operation(eqn) in HOLDERS | OPAQUE:
+        return True
+    held = list(_jax.programs(eqn))
+    return any(len(each.eqns) > 1 for each in held) if held else _jax.reaches_program(eqn)
 
 
 def results(of: Jaxpr | JaxprEqn) -> list[Any]:
