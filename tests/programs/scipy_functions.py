@@ -113,11 +113,11 @@ def stats_of_vectors():
 
 @program("jax")
 def stats_of_kernels():
-    """A kernel density of points that were transformed, which it whitens."""
+    """A kernel density of points that were transformed, far from 0, which it whitens."""
 
     def loss(x):
-        density = jsp.stats.gaussian_kde(x.T)
-        return -density.logpdf(normal(2, 6, seed=8))
+        density = jsp.stats.gaussian_kde(20.0 + x.T)
+        return -density.logpdf(20.0 + normal(2, 6, seed=8))
 
     return behind_layers(loss, outputs=2, rows=16)
 
