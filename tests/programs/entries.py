@@ -126,7 +126,10 @@ def _trained(case: Case) -> Callable[[Any, Any], Made]:
         )
         same = jax.tree.structure(state) == jax.tree.structure(case.state)
         moved = jnp.array([jnp.any(a != b) for a, b in _pairs(new, params) if a.size])
-        checks = {"a state of the same structure": same, "the step was made": opt_state.step_applied}
+        checks = {
+            "a state of the same structure": same,
+            "the step was made": opt_state.step_applied,
+        }
         checks["parameters that moved"] = jnp.any(moved)
         return Made(value, _kept(opt_state), checks)
 
@@ -177,13 +180,15 @@ class _State(jaxscale.flax.TrainState):
 def _by_linen(case: Case) -> Callable[[Any, Any], Made]:
     def make(params: Any, batch: Any) -> Made:
         def loss(params: Any, fields: Any, batch: Any) -> Any:
-            value, (extra, aux) = case.loss(params, fields["extra"], batch)
+            value, (extra, aux) = case.loss(params["model"], fields["extra"], batch)
             return value, ({"extra": extra}, aux)
 
         tx = jaxscale.loss_scaled(_keeping_gradients(), case.scale)
         options = {"has_state": True, "has_aux": True}
         step = jaxscale.flax.train_step(jaxscale.autocast(loss), **options)
-        state = _State.create(apply_fn=None, params=params, tx=tx, extra=case.state)
+        # In a dict, as Flax looks for keys in it.
+        fields = {"params": {"model": params}, "extra": case.state}
+        state = _State.create(apply_fn=None, tx=tx, **fields)
         state, (value, _) = step(state, batch)
         return Made(value, _kept(state.opt_state), {"the step was made": state.step == 1})
 
@@ -220,16 +225,19 @@ def _by_nnx(case: Case) -> Callable[[Any, Any], Made]:
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         step = jaxscale.nnx.train_step(jaxscale.autocast(loss), has_aux=True)
         value, _ = step(model, optimizer, batch)
-        state = nnx.pure(nnx.state(optimizer))["opt_state"]
-        grads = jax.tree.leaves(_trace_of(state))
-        return Made(value, grads, {"the step was made": state["step_applied"]})
+        return Made(value, _kept_by_nnx(optimizer), {"the step was made": _has_stepped(optimizer)})
 
     return make
 
 
-def _trace_of(state: Any) -> Any:
-    """The gradients in what NNX makes of the state of `_keeping_gradients`."""
-    return state["inner_state"][0]["trace"]
+def _kept_by_nnx(optimizer: nnx.Optimizer) -> list[Any]:
+    """The gradients in the state of `_keeping_gradients`, as NNX holds it."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(optimizer))
+    return [leaf for path, leaf in leaves if "'trace'" in jax.tree_util.keystr(path)]
+
+
+def _has_stepped(optimizer: nnx.Optimizer) -> Any:
+    return jaxscale.metrics(optimizer)["step_applied"]
 
 
 ENTRIES = {

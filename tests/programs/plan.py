@@ -18,6 +18,7 @@ FAST = {
     "sequence.diagonal_state_space": "half_carries",
     "speech.masked_ctc": "value_and_grad, bfloat16",
     "activations.attention_with_large_logits": "value_and_grad",
+    "scipy_functions.integral_of_a_curve": "value_and_grad",
     "losses.log_cosh": DOCTOR,
 }
 

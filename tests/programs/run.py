@@ -4,9 +4,9 @@
     PYTHONPATH=. python tests/programs/run.py                       # two entries for each program
     PYTHONPATH=. python tests/programs/run.py --only vision.vit speech --entries flax nnx
 
-`--part 1/2` takes every second program, to use two processes. The last lines are a table: for each
-family and entry how many programs are right, of how many, and the largest error beside that of the
-reference.
+`--part 1/2` takes every second program, to use two processes. `--record` writes what the fast tests
+compare with. The last lines are a table: for each family and entry how many programs are right, of
+how many, and the largest error beside that of the reference.
 """
 
 import argparse
@@ -23,13 +23,14 @@ import traceback
 # As in the tests: no float32 between two operations in half precision, on any CPU.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_allow_excess_precision=false --xla_cpu_max_isa=AVX2"
-    " --xla_backend_optimization_level=0",
+    "--xla_allow_excess_precision=false --xla_cpu_max_isa=AVX2 --xla_backend_optimization_level=0",
 )
 
 import corpus
-from law import Trial, Verdict
-from plan import ALL_ENTRIES, two_entries
+import numpy as np
+from entries import DOCTOR
+from law import FILE, Trial, Verdict
+from plan import ALL_ENTRIES, FAST, two_entries
 
 
 def try_out(trial: Trial, entry: str) -> Verdict:
@@ -74,7 +75,10 @@ def main() -> int:
     parser.add_argument("--part", default="1/1", help="the i-th of n parts: every n-th program")
     parser.add_argument("--json", help="a file for the results, which others may be added to")
     parser.add_argument("--table", nargs="+", help="print the table of such files, and run nothing")
+    parser.add_argument("--record", action="store_true", help="write the file of the fast tests")
     options = parser.parse_args()
+    if options.record:
+        return record()
     rows = corpus.load()
     results = {}
     for path in options.table or ():
@@ -82,7 +86,9 @@ def main() -> int:
             results[tuple(key.split(": "))] = Verdict(wrong, ratio)
     if not options.table:
         part, parts = map(int, options.part.split("/"))
-        chosen = {n: r for n, r in rows.items() if not options.only or {n, r.family} & {*options.only}}
+        chosen = {
+            n: r for n, r in rows.items() if not options.only or {n, r.family} & {*options.only}
+        }
         for name in list(chosen)[part - 1 :: parts]:
             given = options.entries or (ALL_ENTRIES if options.all else two_entries(rows)[name])
             run_program(rows[name], given, results)
@@ -95,6 +101,16 @@ def main() -> int:
     return int(wrong > 0)
 
 
+def record() -> int:
+    rows, found = corpus.load(), {}
+    for name, entry in FAST.items():
+        if entry != DOCTOR:
+            found |= Trial(rows[name]).record(entry)
+    np.savez_compressed(FILE, **found)
+    print(f"wrote {FILE}: {FILE.stat().st_size} bytes")
+    return 0
+
+
 def run_program(row: corpus.Row, given: list[str], results: dict[tuple[str, str], Verdict]) -> None:
     start = time.perf_counter(), time.process_time()
     trial = Trial(row)
@@ -105,7 +121,10 @@ def run_program(row: corpus.Row, given: list[str], results: dict[tuple[str, str]
             for line in verdict.wrong[:8]:
                 print(f"    {line}", flush=True)
     wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
-    print(f"{row.name} ({row.framework}): {len(given)} entries, {wall:.1f} s, CPU {cpu:.1f} s", flush=True)
+    print(
+        f"{row.name} ({row.framework}): {len(given)} entries, {wall:.1f} s, CPU {cpu:.1f} s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
