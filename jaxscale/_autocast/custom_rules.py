@@ -20,7 +20,7 @@ from .. import _jax
 from .._jax import ClosedJaxpr, JaxprEqn, bind, cast, context, jaxpr_as_fun, programs
 from .._trees.tree import blank
 from .frame import Frame
-from .higher_order import read_inputs, rewrite
+from .higher_order import inlined, read_inputs, rewrite
 from .readers import has_products
 from .rules import as_written, chained, is_chained_call
 from .table import BOUNDARY
@@ -33,13 +33,14 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     if is_chained_call(frame, eqn):
         return chained(frame, eqn)
     if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn):
-        if eqn.outvars[0] in frame.rounded and _is_relu(declared):
+        is_rounded = any(var in frame.rounded for var in eqn.outvars)  # there may be no outputs
+        if is_rounded and _is_relu(declared):
             return [_relu(frame.wide(eqn.invars[0]), frame.dtype)]
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
     program, out_kinds = rewrite(frame, declared, args, kinds)
 
-    @functools.cache
+    @_jax.remember_by_form
     def derived(perturbed: tuple[bool, ...]) -> ClosedJaxpr:
         """Returns a program of values and tangents, given which inputs have a tangent."""
 
@@ -113,6 +114,7 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     fixed = [False] * size if at_boundary else []
     program, out_kinds = rewrite(frame, declared, args, kinds, fixed)
 
+    # Whatever flags are set: the backward pass needs the program that made its residuals.
     @functools.cache
     def derived(perturbed: tuple[bool, ...]) -> tuple[ClosedJaxpr, Any]:
         """Returns a program that gives outputs and residuals, and the tree of the residuals."""
@@ -163,6 +165,22 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     fun.defvjp(fwd, bwd, symbolic_zeros=True)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
     return fun(*args)
+
+
+def own_rules(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+    """Evaluates an operation with rules of its own that is an object, such as a `custom_root`.
+
+    Of what it computes without a product nothing is known: that stays in float32.
+    """
+    _jax.callee(eqn)  # raises if it has another form
+    if not has_products(eqn):
+        return as_written(frame, eqn)
+    match _jax.differentiated_by(eqn):
+        case "jvp":
+            return custom_jvp(frame, eqn)
+        case "vjp":
+            return custom_vjp(frame, eqn)
+    return inlined(frame, eqn)
 
 
 def _of_perturbed(

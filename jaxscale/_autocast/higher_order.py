@@ -12,7 +12,17 @@ from typing import Any
 import jax
 
 from .. import _jax
-from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, bind, cast, closed, programs, with_programs
+from .._jax import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    bind,
+    cast,
+    closed,
+    operation,
+    programs,
+    with_programs,
+)
 from .frame import Frame
 from .readers import half_carries, has_products
 from .recompute import Link
@@ -44,7 +54,7 @@ def rewrite(
     # A link belongs to one place of one program.
     has_links = any(isinstance(arg, Link) for arg in args)
     known = {} if has_links else autocast.rewritten.setdefault(program, {})
-    key = (halves, tuple(kinds), in_loop, tuple(wanted), tuple(fixed))
+    key = (halves, tuple(kinds), in_loop, tuple(wanted), tuple(fixed), _jax.forms_asked_for())
     if key in known:
         return known[key]
     out_kinds: list[Kind] = []
@@ -126,7 +136,9 @@ def remat(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     args, kinds = read_inputs(frame, eqn, with_links=True)
     program, _ = rewrite(frame, called, args, kinds, wanted=_wanted(frame, eqn))
     jaxpr, consts = _jax.without_constants(program)
-    return bind(eqn, [*consts, *jax.tree.leaves(args)], with_programs(eqn, [jaxpr]))
+    numbers = [len(jax.tree.leaves(arg)) for arg in args]
+    params = _jax.with_rematted(eqn, jaxpr, numbers)
+    return bind(eqn, [*consts, *jax.tree.leaves(args)], params)
 
 
 def scan(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
@@ -197,7 +209,7 @@ def run_as_written(
     frame: Frame, eqn: JaxprEqn, reason: str = "`autocast` has no rule for it"
 ) -> Sequence[Any]:
     """Evaluates an equation as it is written, and warns if there are products in it."""
-    name = eqn.primitive.name
+    name = operation(eqn)
     # A rule that found no program knows nothing of what is in it.
     is_unknown = name in frame.autocast.rules and not any(programs(eqn))
     if name not in KERNELS and (is_unknown or has_products(eqn)):

@@ -15,9 +15,10 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 
-from .._jax import TESTED, ClosedJaxpr, UnknownFormError, context, source
+from .. import _jax
+from .._jax import TESTED, ClosedJaxpr, UnknownFormError, context, operation, source
 from .._trees.call import Flat
-from .custom_rules import custom_jvp, custom_vjp
+from .custom_rules import custom_jvp, custom_vjp, own_rules
 from .frame import Frame
 from .higher_order import call, cond, inlined, mapped, remat, run_as_written, scan, while_loop
 from .readers import last_uses, under_autocast
@@ -36,6 +37,7 @@ RULES: dict[str, Rule] = SIMPLE_RULES | {
     "cond": cond,
     "custom_jvp_call": custom_jvp,
     "custom_vjp_call": custom_vjp,
+    _jax.OBJECT: own_rules,
 }
 
 # The primitives that the call under way has warned of.
@@ -75,8 +77,8 @@ class Autocast:
         for var, arg in zip(invars, [*closed.consts, *args], strict=True):
             (frame.defer if isinstance(arg, Link) else frame.write)(var, arg)
         for eqn, done in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
-            name = eqn.primitive.name
-            rule = as_written if is_full_precision(eqn) else RULES.get(name, run_as_written)
+            rule = RULES.get(operation(eqn), run_as_written)
+            rule = as_written if is_full_precision(eqn) else rule
             with context(eqn), source(eqn, frame.scopes):
                 try:
                     outputs = rule(frame, eqn)

@@ -16,12 +16,22 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from .. import _jax
-from .._jax import CALLS, ClosedJaxpr, Jaxpr, JaxprEqn, Literal, UnknownFormError, callee, programs
+from .._jax import (
+    CALLS,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    UnknownFormError,
+    callee,
+    operation,
+    programs,
+)
 from . import table
 from .values import is_float32, is_full_precision
 
 # They mean nothing but the program in them. The backward rule of a `custom_vjp` is not in it.
-_CALLS = CALLS.keys() - {"custom_vjp_call"}
+_CALLS = CALLS.keys() - {"custom_vjp_call", _jax.OBJECT}
 
 # Whether what is traced now is traced for an `autocast`.
 under_autocast: ContextVar[bool] = ContextVar("under_autocast", default=False)
@@ -146,9 +156,9 @@ def rounded_reads(jaxpr: Jaxpr, wanted: Sequence[bool] = ()) -> tuple[set[Any], 
         read(atom, is_wanted)
     for eqn in reversed(jaxpr.eqns):
         kept = [var in rounded and var not in others for var in eqn.outvars]
-        alike = eqn.primitive.name in table.ROUNDED_ALIKE and all(kept) and not any(programs(eqn))
+        alike = operation(eqn) in table.ROUNDED_ALIKE and all(kept) and not any(programs(eqn))
         halves = [alike or reads_half(eqn)] * len(eqn.invars)
-        if eqn.primitive.name in _CALLS:
+        if operation(eqn) in _CALLS:
             with contextlib.suppress(UnknownFormError):
                 program = callee(eqn).jaxpr
                 _, found = rounded_reads(program, kept)
@@ -183,7 +193,7 @@ def _sources(jaxpr: Jaxpr, given: Sequence[set[Any]]) -> list[set[Any]]:
             continue
         inputs = [*map(read, eqn.invars)]
         outputs = [set().union(*inputs)] * len(eqn.outvars)
-        if eqn.primitive.name in _CALLS:
+        if operation(eqn) in _CALLS:
             with contextlib.suppress(UnknownFormError):
                 outputs = _sources(callee(eqn).jaxpr, inputs)
         elif any(map(reads_half, equations(eqn))):

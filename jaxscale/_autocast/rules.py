@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .._jax import JaxprEqn, bind, cast, dot_dimensions, programs, with_preferred_type
+from .._jax import JaxprEqn, bind, cast, dot_dimensions, operation, programs, with_preferred_type
 from . import table
 from .frame import Frame
 from .readers import equations, is_cast
@@ -45,13 +45,13 @@ def chained(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
 
 def is_chained_call(frame: Frame, eqn: JaxprEqn) -> bool:
     """Returns whether a call is of elementwise operations in float32, and may be in a chain."""
-    inner = (each.primitive.name for each in equations(eqn))
+    inner = (operation(each) for each in equations(eqn))
     has_float32 = not table.FLOAT32_ELEMENTWISE.isdisjoint(inner)
     return (has_float32 or any(map(frame.link, eqn.invars))) and _is_chained(frame, eqn)
 
 
 def _is_chained(frame: Frame, eqn: JaxprEqn) -> bool:
-    inner = (each.primitive.name for each in equations(eqn))
+    inner = (operation(each) for each in equations(eqn))
     if not (all(map(is_float32, eqn.outvars)) and table.CHAINED.issuperset(inner)):
         return False
     is_linked = any(map(frame.link, eqn.invars))
@@ -120,7 +120,7 @@ def move(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     if eqn.primitive.name == "broadcast_in_dim" and is_float32(moved):
         frame.grown[eqn.outvars[0]] = frame.linked(eqn)
     link = frame.link(moved)
-    if eqn.primitive.name == "name" and link:
+    if operation(eqn) == "name" and link:
         frame.defer(eqn.outvars[0], named(link, lambda half: bind(eqn, [half])[0]))
         return ()
     return follow(frame, eqn)

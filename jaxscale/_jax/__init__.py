@@ -7,4 +7,5 @@ version of JAX which breaks one is told from a fault of jaxscale.
 """
 
 from .equations import *
+from .hijax import *
 from .surroundings import *

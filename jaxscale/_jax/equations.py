@@ -4,6 +4,7 @@ An equation whose parameters have no form that is known here raises an `UnknownF
 reads it runs it as it is written, and says so.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -18,6 +19,9 @@ from jax.extend.core import Primitive
 from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, batching, mlir
+
+from . import hijax
+from .hijax import OBJECT, operation
 
 if TYPE_CHECKING:  # JAX 0.12 has one class for both
     from jax.extend.core import Jaxpr as ClosedJaxpr
@@ -70,6 +74,9 @@ def without_constants(program: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
 
 def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
     """Returns the programs that an equation holds, in the order of its parameters."""
+    if hijax.holds_program(eqn):
+        with contextlib.suppress(UnknownFormError):
+            yield callee(eqn)
     for value in eqn.params.values():
         yield from filter(_is_program, value if isinstance(value, tuple | list) else (value,))
 
@@ -88,7 +95,8 @@ def with_programs(eqn: JaxprEqn, replaced: Sequence[Jaxpr | ClosedJaxpr]) -> dic
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """Returns the outputs of an equation for other arguments, and maybe other parameters."""
-    given: Any = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+    params = hijax.fitted(eqn, args, eqn.params if params is None else params)
+    given: Any = eqn.primitive.get_bind_params(params)
     # Until 0.7 or so a pair: functions, which come before the arguments, and the other parameters.
     functions, given = given if isinstance(given, tuple) else ((), given)
     outputs = eqn.primitive.bind(*functions, *args, **given)
@@ -151,6 +159,7 @@ CALLS = {
     "remat2": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
+    OBJECT: "_prim",
 }
 
 # Those of them that mean no more than their program and could as well be two calls.
@@ -161,6 +170,8 @@ _DIVISIBLE = (*_JITS, *_INLINED, "remat2")
 @_reader
 def callee(eqn: JaxprEqn) -> ClosedJaxpr:
     """Returns the program that an equation calls with its own inputs."""
+    if eqn.primitive.name == OBJECT:
+        return _fitting(hijax.program_of(eqn), eqn.invars, eqn.outvars)
     program: Any = eqn.params[CALLS[eqn.primitive.name]]
     _check_programs(eqn, program)
     return _fitting(program, eqn.invars, eqn.outvars)
@@ -173,7 +184,7 @@ def is_placed(eqn: JaxprEqn) -> bool:
 
 def is_divisible(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is a call that could as well be two, and says no placement."""
-    is_call = eqn.primitive.name in _DIVISIBLE
+    is_call = operation(eqn) in _DIVISIBLE
     return is_call and _is_open(eqn, "in") and _is_open(eqn, "out")
 
 
@@ -192,16 +203,39 @@ def with_inputs(params: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any
     }
 
 
+def with_rematted(
+    eqn: JaxprEqn, program: Jaxpr, numbers: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Returns the parameters of a `jax.checkpoint` of another program.
+
+    That takes a number of arrays for each of the inputs, after constants of its own; or inputs of
+    which nothing is known.
+    """
+    held = eqn.params.get("_prim")
+    prevent_cse = eqn.params["prevent_cse"] if held is None else held.prevent_cse
+    if not isinstance(prevent_cse, bool):  # since JAX 0.12 one for each input
+        size = len(program.invars)
+        prevent_cse = _spread(prevent_cse, numbers, size) if numbers else any(prevent_cse)
+    if held is not None:
+        return {"_prim": type(held)(program, held.policy, prevent_cse)}
+    return with_programs(eqn, [program]) | {"prevent_cse": prevent_cse}
+
+
+def _spread(of_inputs: Sequence[bool], numbers: Sequence[int], size: int) -> tuple[bool, ...]:
+    of_arrays = [x for x, n in zip(of_inputs, numbers, strict=True) for _ in range(n)]
+    return (*[False] * (size - len(of_arrays)), *of_arrays)
+
+
 def rematerialize(program: ClosedJaxpr, args: Sequence[Any], *, prevent_cse: bool) -> list[Any]:
     """Returns the outputs of a program, which the backward pass computes again.
 
     With `prevent_cse` a barrier keeps XLA from taking what the forward pass computed.
     """
     eqn, (jaxpr, consts) = _remat(prevent_cse), without_constants(program)
-    return eqn.primitive.bind(*consts, *args, **(eqn.params | {"jaxpr": jaxpr}))
+    return bind(eqn, [*consts, *args], with_rematted(eqn, jaxpr))
 
 
-@functools.cache
+@hijax.remember_by_form
 def _remat(prevent_cse: bool) -> JaxprEqn:
     # Its primitive and parameters come from JAX itself, as both have changed.
     negate = jax.checkpoint(jnp.negative, prevent_cse=prevent_cse)
@@ -210,18 +244,19 @@ def _remat(prevent_cse: bool) -> JaxprEqn:
 
 def call_part(eqn: JaxprEqn, part: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
     """Returns the outputs of a part of what a divisible equation calls, called as that is."""
-    name = eqn.primitive.name
+    name = operation(eqn)
     if name in _JITS:
         return list(jax.jit(part)(*args))
     if name in _INLINED:
         return list(part(*args))
     jaxpr, consts = without_constants(jax.make_jaxpr(part)(*map(jax.typeof, args)))
-    return bind(eqn, [*consts, *args], eqn.params | {CALLS[name]: jaxpr})
+    return bind(eqn, [*consts, *args], with_rematted(eqn, jaxpr))
 
 
 def backward_rule(eqn: JaxprEqn) -> str | None:
     """Returns the name of the backward rule of a `custom_vjp` function, if it has one."""
-    name = getattr(eqn.params.get("bwd"), "__name__", None)
+    rules = getattr(eqn.params.get("_prim"), "params", eqn.params)
+    name = getattr(rules.get("bwd"), "__name__", None)
     return None if name is None else str(name)
 
 

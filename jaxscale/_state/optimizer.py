@@ -31,6 +31,14 @@ class LossScaledState(NamedTuple):
       backoff_count: `i32[]`, how often an overflow lowered the scale since it last grew. Several
         falls in a row of skipped steps count as one, and those of the first 25 steps do not
         count: a scale that comes down from a high start does not decay.
+      skip_rate: `f32[]`, the recent share of steps that were skipped, spikes among them: an
+        exponential mean over about a thousand steps, from 0. Each growth of the scale takes back
+        the overflow that it leads to, so that a policy which grows every few steps, and falls as
+        often, has a rate of about 0. With accumulation it is the share of micro-batches that were
+        lost, over a thousand steps of the optimizer; a window that leads to no step loses all of
+        its own.
+      row_notfinite_loss: `i32[]`, steps among the `notfinite_count` whose loss itself was not
+        finite.
       spikes: with `spikes=SpikeRule()` a `jaxscale.SpikeState`, which counts the steps that were
         skipped because they stood out. Otherwise `None`.
       nonfinite_leaves: with `track_leaves=True` the leaves that the last overflow was in: a
@@ -61,6 +69,8 @@ class LossScaledState(NamedTuple):
     total_retries: jax.Array  # i32[]
     total_exhausted: jax.Array  # i32[]
     backoff_count: jax.Array  # i32[]
+    skip_rate: jax.Array  # f32[]
+    row_notfinite_loss: jax.Array  # i32[]
     spikes: Any = None  # SpikeState or None
     nonfinite_leaves: Any = None
     grad_norm: Any = None  # f32[] or None

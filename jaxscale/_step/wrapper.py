@@ -55,7 +55,7 @@ from .._trees.tree import (
     without_overwrites,
 )
 from .checks import check_devices_agree, check_loss, check_not_nested, check_state, check_state_kept
-from .counters import count_step, zero_counters
+from .counters import count_step, move_skip_rate, zero_counters
 from .retry import BackwardResult
 from .skip import no_updates, step_if
 from .window import EachStep, Ready, Window
@@ -220,6 +220,15 @@ class Wrapper:
         scaling = tree_where(moves, moved, start)
 
         counted = count_step(state, verdict, grads_finite, is_spike, scaling, retries)
+        skip_rate = move_skip_rate(
+            state.skip_rate,
+            self.policy,
+            before=start,
+            after=scaling,
+            lost=self.window.count_lost(window, counted.step_applied, stepped),
+            part=self.window.find_part(window),
+            retries=retries is not None,
+        )
         flags = state.nonfinite_leaves
         if flags is not None:
             new = flags_by_leaf(grads.divided, verdict.leaves_finite)
@@ -227,6 +236,7 @@ class Wrapper:
         return outcome, counted._replace(
             scaling=scaling,
             inner_state=self.window.close(window, opt_state, stepped),
+            skip_rate=skip_rate,
             spikes=spikes,
             nonfinite_leaves=flags,
             grad_norm=norm,

@@ -16,7 +16,9 @@ def equations(jaxpr):
     while waiting:
         for eqn in waiting.pop().eqns:
             yield eqn
-            for value in eqn.params.values():
+            # JAX's new form of `jax.checkpoint` and of custom rules holds them in an object.
+            params = getattr(eqn.params.get("_prim"), "params", eqn.params)
+            for value in params.values():
                 for each in value if isinstance(value, tuple | list) else (value,):
                     inner = getattr(each, "jaxpr", each)
                     if hasattr(inner, "eqns"):

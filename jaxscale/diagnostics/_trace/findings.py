@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._jax import JaxprEqn
+from ..._jax import JaxprEqn, operation
 from .interpreter import EquationKey, Value, Visit, key_of
 from .jaxpr import EFFECT, FORWARD, HOLDERS
 from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
@@ -43,8 +43,8 @@ class Findings:
         key = key_of(visit.eqn, visit.around)
         self.visits[key] += 1
         self.equations[key] = visit.eqn, visit.around
-        if visit.eqn.primitive.name in HOLDERS:
-            self.not_entered.add(visit.eqn.primitive.name)
+        if operation(visit.eqn) in HOLDERS:
+            self.not_entered.add(operation(visit.eqn))
         if self._look:
             self._look(visit)
         if visit.need == EFFECT:  # only printed: it reaches no output

@@ -33,7 +33,7 @@ HOLDERS = _READERS.keys() | {"shard_map", "pmap", "xla_pmap"}
 
 def opened(eqn: JaxprEqn) -> ClosedJaxpr | Scan | While | list[ClosedJaxpr] | None:
     """Returns the jaxpr that an equation calls, its loop, or its branches; `None` for others."""
-    read: Any = _READERS.get(eqn.primitive.name)
+    read: Any = _READERS.get(_jax.operation(eqn))
     try:
         return read(eqn) if read else None
     except UnknownFormError:

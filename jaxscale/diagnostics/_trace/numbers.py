@@ -126,7 +126,7 @@ def birth(
     if any(nonfinite_mask(value).any() for value in inputs):
         # An output that stays inf or NaN when these inputs are replaced was made here.
         repaired = [_repair(value) for value in inputs]
-        if eqn.primitive.name in _NEVER_MAKE:
+        if _jax.operation(eqn) in _NEVER_MAKE:
             fresh = [np.zeros_like(mask) for mask in fresh]
         else:
             again = evaluate(eqn, repaired)
@@ -170,7 +170,7 @@ def lost_values(
     exact subnormal number counts only if no input was subnormal: otherwise it may have been so
     before. A share of up to `least` of the nonzero values is no loss. Raises `IncomparableError`.
     """
-    if eqn.primitive.name in _NEVER_LOSE:
+    if _jax.operation(eqn) in _NEVER_LOSE:
         return None
     # Values that are neither zero nor subnormal were not lost, so not more than the others were.
     suspects = [i for i, output in enumerate(outputs) if _share_of_tiny(output) > least]

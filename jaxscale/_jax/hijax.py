@@ -1,0 +1,139 @@
+"""Operations that are objects, which is the next form of `jax.checkpoint` and of custom rules.
+
+JAX calls these operations hijax. All are equations of one primitive, `call_hi_primitive`, whose one
+parameter is an object, a `HiPrim`. The object says how the operation runs (`expand`) and has the
+rules that it is differentiated by.
+
+Since JAX 0.12 the flags `JAX_REMAT3`, `JAX_CUSTOM_VJP3` and `JAX_CUSTOM_JVP3` ask for this form.
+Without any flag, `jax.lax.custom_root` and a few functions of `jax.numpy` have it, and users may
+write such operations themselves (`jax.experimental.hijax`).
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
+
+OBJECT = "call_hi_primitive"
+
+# Classes of JAX, and the primitives that mean the same.
+_OLD_NAMES = {
+    "RematTraced": "remat2",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+    "CheckpointName": "name",
+    "CheckpointNameFwd": "name",
+}
+
+# A name says nothing but the name: what it runs is not looked at.
+_NAMES = {"CheckpointName", "CheckpointNameFwd"}
+
+_FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
+
+
+def forms_asked_for() -> tuple[bool, ...]:
+    """Returns which new forms the flags of JAX ask for. What is made in one form is not kept."""
+    return tuple(bool(getattr(jax.config, flag, False)) for flag in _FLAGS)
+
+
+def remember_by_form(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that remembers its results, each as long as the flags stay the same."""
+
+    @functools.cache
+    def known(forms: tuple[bool, ...], *args: Any) -> Any:
+        return fun(*args)
+
+    @functools.wraps(fun)
+    def remembered(*args: Any) -> Any:
+        return known(forms_asked_for(), *args)
+
+    return remembered
+
+
+def operation(eqn: JaxprEqn) -> str:
+    """Returns the name of the primitive of an equation, or of one that means the same.
+
+    So it is `remat2` for `jax.checkpoint` in either form.
+    """
+    name = eqn.primitive.name
+    return _OLD_NAMES.get(_class_of_jax(eqn), name) if name == OBJECT else name
+
+
+def holds_program(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is an object that runs a program."""
+    return eqn.primitive.name == OBJECT and _class_of_jax(eqn) not in _NAMES
+
+
+def program_of(eqn: JaxprEqn) -> Any:
+    """Returns the program that an object runs, of all inputs of its equation."""
+    held = eqn.params["_prim"]
+    match _class_of_jax(eqn):
+        case "RematTraced":
+            return held.jaxpr
+        case "CustomJVPTraced" | "CustomVJPTraced":
+            program = held.traced.jaxpr
+            # Others of its inputs are for the rules alone.
+            if len(program.in_avals) == len(eqn.invars):
+                return program
+    return _expanded(eqn, held)
+
+
+_expansions: dict[Any, Any] = {}
+
+
+def _expanded(eqn: JaxprEqn, held: Any) -> Any:
+    """Returns what an object runs, traced once for as long as it lives."""
+    # By its identity: objects that are equal may take other arrays.
+    key = id(held), forms_asked_for()
+    if key not in _expansions:
+
+        def expand(*args: Any) -> Any:
+            outputs = held.expand(*held.in_tree.unflatten(args))
+            return held.out_tree.flatten_up_to(outputs)
+
+        with eqn.ctx.manager:
+            program = jax.make_jaxpr(expand)(*held.in_avals_flat)
+        weakref.finalize(held, _expansions.pop, key, None)
+        _expansions[key] = program
+    return _expansions[key]
+
+
+def fitted(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of an equation for other arguments than its own.
+
+    An object knows the types of its arguments. A name may be that of an array of any type.
+    """
+    if eqn.primitive.name != OBJECT or _class_of_jax(eqn) not in _NAMES:
+        return params
+    held, (named,) = params["_prim"], args
+    return {"_prim": type(held)(held.name, jax.typeof(named))}
+
+
+def differentiated_by(eqn: JaxprEqn) -> str | None:
+    """Returns by which kind of rule an object is differentiated: `jvp`, `vjp`, or by its program.
+
+    One with a rule for `jvp` has it in reverse mode, too, unless there is a `vjp` of its own. One
+    with a rule to transpose it is linear: so are then the operations in it.
+    """
+    cls = type(eqn.params["_prim"])
+    base = cls.__mro__[-2]
+
+    def is_own(name: str) -> bool:
+        rule = getattr(cls, name, None)
+        return rule is not None and rule is not getattr(base, name, None)
+
+    if is_own("transpose"):
+        return None
+    if is_own("vjp_fwd") and cls.vjp_fwd.__module__ != base.__module__:
+        return "vjp"
+    return "jvp" if is_own("jvp") else "vjp" if is_own("vjp_fwd") else None
+
+
+def _class_of_jax(eqn: JaxprEqn) -> str:
+    """Returns the name of the class of an object if that is JAX's own, and otherwise `""`."""
+    cls = type(eqn.params.get("_prim"))
+    return cls.__name__ if cls.__module__.startswith("jax.") else ""
