@@ -15,7 +15,7 @@ from gpjax.parameters import Real
 from runs import FACTOR, examples
 from watch import Journal, in_precision
 
-STEPS, BATCH, WIDTH, BAD_ROW = 100, 32, 32, 7
+STEPS, BATCH, WIDTH, BAD_ROW = 200, 32, 32, 7
 
 
 class DeepKernel(AbstractKernel):
