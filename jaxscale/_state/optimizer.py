@@ -133,14 +133,26 @@ class SpikeState(NamedTuple):
       loss_count: `i32[]`, how many entries `losses` has, up to `window`.
       norm_count: `i32[]`, how many entries `grad_norms` has, up to `window`.
       total_spikes: `i32[]`, steps skipped as spikes since `init`.
-      spike_count: `i32[]`, spikes in a row, up to now. Steps that were not finite do not end the
-        row, as they say nothing of the level.
-      loss_threshold: `f32[]`, what the loss of the last finite step had to exceed to be a spike;
-        inf if it was not judged.
+      spike_count: `i32[]`, spikes in a row, up to now. Steps that were not finite, or whose norm
+        was 0, do not end the row, as they say nothing of the level.
+      loss_threshold: `f32[]`, what the loss of the last judged step had to exceed to be a spike;
+        inf if there were too few to judge by.
       norm_threshold: `f32[]`, the same for the norm.
-      loss_deviation: `f32[]`, by how many standard deviations the loss of the last finite step
-        stood above the mean; 0 if it was not judged.
+      loss_deviation: `f32[]`, by how many standard deviations the loss of the last judged step
+        stood above the mean; 0 if there were too few to judge by.
       norm_deviation: `f32[]`, the same for the norm.
+      total_norm_overflows: `i32[]`, those of `total_spikes` whose gradients were finite, but so
+        large that their norm was not.
+      cooldown: `i32[]`, for how many more steps a spike is not the only one of a window.
+      level_count: `i32[]`, for how many steps in a row the level of the loss has stood above that
+        of its past, skipped steps included; 0 if it does not. The level is the median of the
+        last 8 losses.
+      level_threshold: `f32[]`, what the level must exceed; inf while the past is not known.
+      recent_losses: `f32[8]`, the last losses as they were, the newest at the end.
+      past_levels: `f32[64]`, the levels of the past, one for each 8 steps, the newest at the end.
+        A level that stands above them does not enter.
+      level_steps: `i32[]`, how many losses there were since a level last could enter, up to 7.
+      past_count: `i32[]`, how many entries `past_levels` has, up to 64.
 
     Counters stay at their largest value instead of wrapping around.
 
@@ -160,6 +172,14 @@ class SpikeState(NamedTuple):
     norm_threshold: jax.Array  # f32[]
     loss_deviation: jax.Array  # f32[]
     norm_deviation: jax.Array  # f32[]
+    total_norm_overflows: jax.Array  # i32[]
+    cooldown: jax.Array  # i32[]
+    level_count: jax.Array  # i32[]
+    level_threshold: jax.Array  # f32[]
+    recent_losses: jax.Array  # f32[8]
+    past_levels: jax.Array  # f32[64]
+    level_steps: jax.Array  # i32[]
+    past_count: jax.Array  # i32[]
 
 
 # The states of windows, which count the steps of the optimizer under the same names.
