@@ -34,7 +34,7 @@ _SIGMAS = 10.0
 _QUARTILE_DISTANCE = 1.349
 # - its median, by so many times the distance from there to its fourth highest level, which is far
 #   where losses have a heavy tail;
-_TAILS = 5.0
+_TAILS = 6.0
 # - its highest level, as losses of a few values, such as rewards, may have no distance elsewhere.
 
 # After so many steps above its past, a level is the new past: four times as long as it takes to

@@ -105,7 +105,7 @@ class PromisedLevel:
             old = sorted(self.past[:60])
             middle = statistics.median(old)
             sigma = max((old[44] - old[15]) / 1.349, 1e-6 * abs(middle))
-            self.limit = max(middle + 10 * sigma, middle + 5 * (old[56] - middle), old[59])
+            self.limit = max(middle + 10 * sigma, middle + 6 * (old[56] - middle), old[59])
 
     def wait(self):
         """A step that says nothing of the loss."""
