@@ -14,21 +14,17 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from ._gradients.verdict import flagged_paths, named_flags
+from ._gradients.verdict import flagged_paths
 from ._policies.adaptive import UNSEEN
 from ._policies.base import LossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale
+from ._policies.level import find_raised_level
 from ._state.find import find_optimizer_state, find_scale_state, is_loss_scaled, restore_types
 from ._state.optimizer import WINDOW_STATES, MultiStepsState
 from ._state.scale import AdaptiveState, LossScaleState, UnitLossScaleState, unwrap
+from ._step.report import counters_of
 from ._step.wrapper import wrapper_of
 from ._trees.checks import and_more, int32
-
-# The fields of a `LossScaledState` that are not counters.
-_PARTS = {"scaling", "inner_state", "spikes", "nonfinite_leaves", "grad_norm"}
-# What is not shown of a `SpikeState`.
-_WINDOWS = {"losses", "grad_norms", "loss_count", "norm_count", "cooldown"}
-_WINDOWS |= {"recent_losses", "past_levels", "level_steps", "past_count"}
 
 # From which recent share of skipped steps `check` warns, and from which share of spikes.
 _OFTEN = 0.05
@@ -80,18 +76,7 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
     tree = restore_types(tree)
     values = find_scale_state("metrics", tree)._asdict()
     for node in filter(is_loss_scaled, jax.tree.leaves(tree, is_leaf=is_loss_scaled)):
-        values |= {name: leaf for name, leaf in node._asdict().items() if name not in _PARTS}
-        values["grads_finite"] = values["step_applied"]  # its name in 0.1, until 1.0
-        if node.spikes is not None:
-            spikes = node.spikes._asdict().items()
-            values |= {name: leaf for name, leaf in spikes if name not in _WINDOWS}
-        if node.grad_norm is not None:
-            values["grad_norm"] = node.grad_norm
-        if isinstance(node.inner_state, WINDOW_STATES):
-            window = node.inner_state  # has the same names here and in Optax
-            values |= {name: getattr(window, name) for name in ("mini_step", "gradient_step")}
-        flags = named_flags(unwrap(node.nonfinite_leaves))
-        values |= {f"nonfinite_leaves/{name}": flag for name, flag in flags.items()}
+        values |= counters_of(node)
     return {name: jax.tree.map(jnp.asarray, unwrap(value)) for name, value in values.items()}
 
 
@@ -167,9 +152,13 @@ def check(
 
     worst = int(np.argmax(members.notfinite_count))
     if members.notfinite_count[worst] > most:
-        raise LossScaleStuckError(_name_member(worst, axes) + _stuck(members, worst, policy))
+        text = _name_member(worst, axes) + _stuck(members, worst, policy)
+        raise LossScaleStuckError(text + _mention_level(members, axes))
     _raise_if_blind(members, steps.reshape(-1), most, axes)
-    for text in _told(members, policy):
+    told = _told(members, policy)
+    if told:
+        told[-1] += _mention_level(members, axes)
+    for text in told:
         warnings.warn(text, stacklevel=2)
 
 
@@ -236,9 +225,15 @@ _IDLE = (
 
 _SPIKES = (
     "`check`: spikes are skipped again and again: 20 or more in a row, or more than one step in "
-    "20. If the loss has reached a new level, for example with new data, these are good steps: "
-    "raise `sigmas` of the `SpikeRule`, or shorten its `window`. If the run diverges, skipping "
-    "does not help: lower the learning rate, or go back to a checkpoint."
+    "20. A new level of the loss is accepted before that, within 15 steps. If it is one kind of "
+    "batch that stands out, such as those with a reward among many without, these are good steps, "
+    "and nothing is learned from them: raise `sigmas` of the `SpikeRule`, or do without it. If the "
+    "run diverges, skipping does not help: lower the learning rate, or go back to a checkpoint."
+)
+_NORMS = (
+    " Some of the spikes had finite gradients whose norm is inf in float32, with elements of about "
+    "1e19 or more: their squares would make the second moment of Adam inf for good. No such level "
+    "is ever accepted: look for what makes them so large, or make the loss smaller."
 )
 
 # What may make a NaN without any half precision, most likely things first.
@@ -288,13 +283,16 @@ def _told(members: Any, policy: LossScale | None) -> list[str]:
         moves = (scaling.growth_tracker > 0) | (scaling.hysteresis_tracker > 0)
         is_idle = moves & (scaling.loss_scale >= _HIGH) & (overflows == 0) & (steps >= _LONG)
     is_often = members.skip_rate >= _OFTEN
-    spikes_are_often = np.array(False)
+    spikes_are_often, of_spikes = np.array(False), _SPIKES
     if spikes is not None:
         spikes_are_often = (spikes.total_spikes > steps // 20) & (steps >= 1000)
         spikes_are_often |= spikes.spike_count >= 20
         are_mostly_spikes = spikes.total_spikes > members.total_notfinite
         spikes_are_often |= is_often & are_mostly_spikes
         is_often &= ~are_mostly_spikes
+        of_spikes = _SPIKES
+        if np.any(spikes_are_often & (spikes.total_norm_overflows > 0)):
+            of_spikes += _NORMS
 
     blames_loss = _blames_loss(members)
     if _is_unscaled(members, policy):
@@ -307,17 +305,41 @@ def _told(members: Any, policy: LossScale | None) -> list[str]:
         _EXHAUSTED: members.total_exhausted >= _FALLS,
         _DECAY: falls & (scaling.loss_scale < _LOW),
         _IDLE: is_idle,
-        _SPIKES: spikes_are_often,
+        of_spikes: spikes_are_often,
     }
     return [text for text, holds in told.items() if np.any(holds)]
 
 
+def _mention_level(members: Any, axes: tuple[int, ...]) -> str:
+    """Returns a word on a level of the loss that stands above its past, nothing without one.
+
+    It alone is no reason to speak, as a loss may rise for good reasons.
+    """
+    level = find_raised_level(members)
+    if level is None or not np.any(level.is_raised):
+        return ""
+    index = int(np.argmax(np.where(level.is_raised, level.num_steps, 0)))
+    # Without the number of steps, so that the text stays the same as they pass.
+    return (
+        f" {_name_member(index, axes)}The level of the loss stands above that of its past. Most "
+        "often that is a new mix of data. If the data are the same, the run may be ruined, as by a "
+        "learning rate that was too high for a while: then go back to a checkpoint from step "
+        f"{int(level.good_until[index])} or before, when the loss was at its old level."
+    )
+
+
 def _blames_loss(members: Any) -> Any:
-    """Returns whether most steps that were skipped had a bad loss: in this row, if there is one."""
-    is_row = members.notfinite_count > 0
-    skipped = np.where(is_row, members.notfinite_count, members.total_notfinite)
-    bad_loss = np.where(is_row, members.row_notfinite_loss, members.total_notfinite_loss)
-    return 2 * bad_loss >= skipped
+    """Returns whether most steps that were skipped had a bad loss.
+
+    Those of the present row decide, as what was long ago may have had another cause. Between two
+    rows all do. There the overflows of a policy that grows every few steps are many, so it is also
+    the loss if that alone explains half of the recent rate.
+    """
+    of_row = 2 * members.row_notfinite_loss >= members.notfinite_count
+    bad_losses, steps = members.total_notfinite_loss, np.maximum(members.total_steps, 1)
+    of_all = 2 * bad_losses >= members.total_notfinite
+    of_all |= 2 * bad_losses / steps >= np.maximum(members.skip_rate, _OFTEN)
+    return np.where(members.notfinite_count > 0, of_row, of_all)
 
 
 def _is_unscaled(state: Any, policy: LossScale | None) -> bool:

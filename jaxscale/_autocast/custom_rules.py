@@ -60,7 +60,11 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         perturbed = tuple(not isinstance(each, SymbolicZero) for each in tangents)
         given = list(itertools.compress(tangents, perturbed))
         known = [*kinds, *[None] * len(given)]
-        outputs, _ = autocast.run(derived(perturbed), [*primals, *given], known, in_loop)
+        token = _jax.in_forward_rule.set(True)
+        try:
+            outputs, _ = autocast.run(derived(perturbed), [*primals, *given], known, in_loop)
+        finally:
+            _jax.in_forward_rule.reset(token)
         avals = program.out_avals
         derivatives = iter(outputs[len(avals) :])
         return tuple(map(_as_aval, outputs, avals)), tuple(
@@ -156,7 +160,7 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         def pull(values: Any, cotangents: Any) -> Any:
             return tree.unflatten(values)(cotangents)
 
-        gradients = iter(autocast.call(pull, (values, cotangents), {}))
+        gradients = iter(autocast.call_rule(pull, values, cotangents))
         return tuple(
             _as_aval(next(gradients), aval) if given else None
             for given, aval in zip(perturbed, program.in_avals, strict=True)

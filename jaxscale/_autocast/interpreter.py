@@ -6,9 +6,8 @@ program declares as float32 may be *narrow*: computed in half precision. A `Fram
 of one jaxpr, each in the precision it was computed in, and casts each once, on demand.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar, copy_context
+from contextvars import copy_context
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,14 +15,15 @@ import jax
 import numpy as np
 
 from .. import _jax
-from .._jax import TESTED, ClosedJaxpr, UnknownFormError, context, operation, source
+from .._jax import ClosedJaxpr, UnknownFormError, context, operation, source
 from .._trees.call import Flat
 from .custom_rules import custom_jvp, custom_vjp, own_rules
 from .frame import Frame
-from .higher_order import call, cond, inlined, mapped, remat, run_as_written, scan, while_loop
+from .higher_order import call, cond, inlined, mapped, remat, scan, while_loop
 from .readers import last_uses, under_autocast
 from .recompute import Link
 from .rules import SIMPLE_RULES, Rule, as_written
+from .unsaid import forget_warnings, warn_if_unchanged, warn_of_what_is_left
 from .values import Kind, as_declared, is_full_precision, parameter
 
 # Which rule rewrites an equation, by the name of its primitive.
@@ -39,9 +39,6 @@ RULES: dict[str, Rule] = SIMPLE_RULES | {
     "custom_vjp_call": custom_vjp,
     _jax.OBJECT: own_rules,
 }
-
-# The primitives that the call under way has warned of.
-_named: ContextVar[frozenset[str]] = ContextVar("named", default=frozenset())
 
 
 class Autocast:
@@ -70,6 +67,7 @@ class Autocast:
 
         Some of the arguments may be narrow, or links. `wanted` is as in `rounded_reads`.
         """
+        warn_of_what_is_left(closed, RULES)
         jaxpr = closed.jaxpr
         frame = Frame(self, jaxpr, in_loop, wanted)
         invars = [*jaxpr.constvars, *jaxpr.invars]
@@ -77,15 +75,13 @@ class Autocast:
         for var, arg in zip(invars, [*closed.consts, *args], strict=True):
             (frame.defer if isinstance(arg, Link) else frame.write)(var, arg)
         for eqn, done in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
-            rule = RULES.get(operation(eqn), run_as_written)
+            rule = RULES.get(operation(eqn), as_written)
             rule = as_written if is_full_precision(eqn) else rule
             with context(eqn), source(eqn, frame.scopes):
                 try:
                     outputs = rule(frame, eqn)
                 except UnknownFormError:
-                    reason = f"JAX {jax.__version__} gives it other parameters than the versions "
-                    reason += f"that jaxscale was tested with, {TESTED}"
-                    outputs = run_as_written(frame, eqn, reason)
+                    outputs = as_written(frame, eqn)
             if outputs:  # otherwise they are left to be computed
                 for var, value in zip(eqn.outvars, outputs, strict=True):
                     frame.write(var, value)
@@ -95,27 +91,38 @@ class Autocast:
         return [frame.read(atom) for atom in outvars], [frame.kind(atom) for atom in outvars]
 
     def call(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Returns what a function returns, computed with its products in half precision."""
+        """Returns what a function that a user wrapped returns, with products in half precision.
+
+        Warns of what stays as it is written. Of a function in which nothing changes, only the
+        outermost call speaks.
+        """
+        is_outermost = not under_autocast.get()
+        flat, program = self._trace(fun, args, kwargs)
+
+        def run_and_tell() -> list[Any]:
+            forget_warnings()
+            outputs = self._run_traced(program, flat.arrays)
+            if is_outermost:
+                warn_if_unchanged(program, flat.__name__, self.half_carries)
+            return outputs
+
+        # In a copy of the context, which forgets what was warned of when the call is over.
+        return flat.restored(copy_context().run(run_and_tell))
+
+    def call_rule(self, fun: Callable[..., Any], *args: Any) -> Any:
+        """Returns what a derivative rule returns: the call of a function is still under way."""
+        flat, program = self._trace(fun, args, {})
+        return flat.restored(self._run_traced(program, flat.arrays))
+
+    def _trace(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Flat, ClosedJaxpr]:
         flat = Flat(fun, args, kwargs, getattr(fun, "__name__", "autocast"))
         token = under_autocast.set(True)
         try:
-            program = jax.make_jaxpr(flat)(*flat.arrays)
+            return flat, jax.make_jaxpr(flat)(*flat.arrays)
         finally:
             under_autocast.reset(token)
-        kinds = [parameter(var) for var in program.jaxpr.invars]
-        # In a copy of the context, which forgets what was warned of.
-        outputs, _ = copy_context().run(self.run, program, flat.arrays, kinds)
-        return flat.restored(map(as_declared, outputs, program.jaxpr.outvars))
 
-    def warn(self, name: str, reason: str) -> None:
-        """Warns that the products inside of a primitive run as they are written, once a call."""
-        if name in _named.get():
-            return
-        _named.set(_named.get() | {name})
-        warnings.warn(
-            f"`autocast`: the products inside of the JAX primitive `{name}` run as they are "
-            f"written, because {reason}. If that is what you want, mark it with "
-            "`jaxscale.full_precision`.",
-            UserWarning,
-            stacklevel=2,
-        )
+    def _run_traced(self, program: ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
+        kinds = [parameter(var) for var in program.jaxpr.invars]
+        outputs, _ = self.run(program, arrays, kinds)
+        return list(map(as_declared, outputs, program.jaxpr.outvars))

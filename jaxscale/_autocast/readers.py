@@ -90,6 +90,11 @@ def has_products(eqn: JaxprEqn) -> bool:
     return any(map(_has_products, programs(eqn)))
 
 
+def casts_anything(program: ClosedJaxpr) -> bool:
+    """Returns whether a program has anything that `autocast` casts by itself."""
+    return _has_products(program)
+
+
 def _has_products(program: Jaxpr | ClosedJaxpr) -> bool:
     jaxpr = _jax.closed(program).jaxpr
     if jaxpr not in _with_products:

@@ -113,5 +113,11 @@ CALLS = {"custom_jvp_call", "jit", "pjit"}
 CHAINED = FLOAT32_ELEMENTWISE | ELEMENTWISE | CHAINED_MOVES | CALLS
 CHAINED |= {"convert_element_type", "stop_gradient"}
 
+# What runs in them is not a program of JAX, or not any more.
+OPAQUE = {
+    *("call_exported", "call_tf", "xla_call_module", "ffi_call", "pure_callback", "io_callback"),
+    *("triton_kernel_call", "tpu_custom_call", "mosaic_gpu"),
+}
+
 # Kernels that are written for the precision that they have.
 KERNELS = {"pallas_call", "composite", "custom_partitioning", "core_map", "mpmd_map"}

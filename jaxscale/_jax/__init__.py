@@ -8,4 +8,5 @@ version of JAX which breaks one is told from a fault of jaxscale.
 
 from .equations import *
 from .hijax import *
+from .reach import *
 from .surroundings import *

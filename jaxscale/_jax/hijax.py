@@ -12,11 +12,11 @@ write such operations themselves (`jax.experimental.hijax`).
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
-from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 
 OBJECT = "call_hi_primitive"
 
@@ -35,21 +35,27 @@ _NAMES = {"CheckpointName", "CheckpointNameFwd"}
 _FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
 
 
-def forms_asked_for() -> tuple[bool, ...]:
-    """Returns which new forms the flags of JAX ask for. What is made in one form is not kept."""
-    return tuple(bool(getattr(jax.config, flag, False)) for flag in _FLAGS)
+# Whether what is made now is the derivative part of a forward-mode rule. Reverse mode transposes
+# that as it stands.
+in_forward_rule: ContextVar[bool] = ContextVar("in_forward_rule", default=False)
+
+
+def form_asked_for() -> tuple[bool, ...]:
+    """Returns what decides which form is made. What is made in one form is not used in another."""
+    flags = (bool(getattr(jax.config, flag, False)) for flag in _FLAGS)
+    return (*flags, in_forward_rule.get())
 
 
 def remember_by_form(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that remembers its results, each as long as the flags stay the same."""
+    """Returns a function that remembers its results, each for calls that ask for the same form."""
 
     @functools.cache
-    def known(forms: tuple[bool, ...], *args: Any) -> Any:
+    def known(form: tuple[bool, ...], *args: Any) -> Any:
         return fun(*args)
 
     @functools.wraps(fun)
     def remembered(*args: Any) -> Any:
-        return known(forms_asked_for(), *args)
+        return known(form_asked_for(), *args)
 
     return remembered
 
@@ -88,7 +94,7 @@ _expansions: dict[Any, Any] = {}
 def _expanded(eqn: JaxprEqn, held: Any) -> Any:
     """Returns what an object runs, traced once for as long as it lives."""
     # By its identity: objects that are equal may take other arrays.
-    key = id(held), forms_asked_for()
+    key = id(held), form_asked_for()
     if key not in _expansions:
 
         def expand(*args: Any) -> Any:

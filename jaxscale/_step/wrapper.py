@@ -38,7 +38,7 @@ from .._gradients.verdict import (
     last_flags,
     norm_bits,
 )
-from .._policies.base import LossScale, adjust_scale
+from .._policies.base import CheckedLossScale, LossScale, adjust_scale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.spikes import SpikeRule
 from .._state.optimizer import LossScaledState
@@ -56,6 +56,7 @@ from .._trees.tree import (
 )
 from .checks import check_devices_agree, check_loss, check_not_nested, check_state, check_state_kept
 from .counters import count_step, move_skip_rate, zero_counters
+from .report import report_skip
 from .retry import BackwardResult
 from .skip import no_updates, step_if
 from .window import EachStep, Ready, Window
@@ -74,6 +75,7 @@ class Wrapper:
     check_updates: bool = False
     track_leaves: bool = False
     spikes: SpikeRule | None = None
+    on_skip: Callable[[dict[str, Any]], Any] | None = None
     # The types that the last `init` was given and made: to trace it in each step again would take a
     # fifth as long as tracing plain Optax.
     last_init: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, compare=False)
@@ -100,7 +102,8 @@ class Wrapper:
     def update(
         self, updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra_args: Any
     ) -> tuple[Any, LossScaledState]:
-        state = check_state("loss_scaled(...).update(state=...)", state, self.policy)
+        order = "(grads, opt_state, params)"
+        state = self.check_state("loss_scaled(...).update(state=...)", state, order)
         value = extra_args.get("loss") if value is None else value
         made = BackwardResult(value, None, None, Scaled(updates))
         return self.apply(made, state, params, extra_args, adds=False)
@@ -118,8 +121,19 @@ class Wrapper:
         return types_of(jax.eval_shape(self.init, params).inner_state)
 
     def check_state(self, given: str, state: Any, order: str) -> LossScaledState:
-        """Returns the state that a step was given, as arrays, or raises an error."""
-        return check_state(given, state, self.policy, order)
+        """Returns the state that a step was given, as arrays, or raises an error.
+
+        Its scale may be that of another policy, and is then at most what this one ever has.
+        """
+        state = check_state(given, state, self.policy, order)
+        if not (self.skips and isinstance(self.policy, CheckedLossScale)):
+            return state
+        highest = getattr(self.policy, "max_scale", float(jnp.finfo(jnp.float32).max))
+        highest = jnp.float32(max(highest, self.policy.init_scale))
+        scale = jnp.asarray(state.scaling.loss_scale)
+        # A scale of NaN stays, for the policy to replace.
+        scaling = state.scaling._replace(loss_scale=jnp.where(scale > highest, highest, scale))
+        return state._replace(scaling=scaling)
 
     def scale_state(self, call: str, state: LossScaledState) -> Any:
         """Returns the scale state that a backward pass starts with."""
@@ -233,7 +247,7 @@ class Wrapper:
         if flags is not None:
             new = flags_by_leaf(grads.divided, verdict.leaves_finite)
             flags = last_flags(flags, new, grads_finite)
-        return outcome, counted._replace(
+        next_state = counted._replace(
             scaling=scaling,
             inner_state=self.window.close(window, opt_state, stepped),
             skip_rate=skip_rate,
@@ -241,6 +255,9 @@ class Wrapper:
             nonfinite_leaves=flags,
             grad_norm=norm,
         )
+        if self.on_skip is not None:
+            report_skip(self.on_skip, next_state)
+        return outcome, next_state
 
     def _update_inner(
         self,

@@ -77,11 +77,15 @@ def make_case(row: corpus.Row) -> Case:
 def _case_of_nnx(row: corpus.Row, made: corpus.Program) -> Case:
     graphdef, params, rest = nnx.split(made.model, nnx.Param, ...)
 
+    def merge(params: Any, state: Any) -> Any:
+        # With new variables, that belong to where they are traced.
+        return nnx.merge(graphdef, *jax.tree.map(jnp.asarray, (params, state)))
+
     def build(params: Any) -> Any:
-        return nnx.merge(graphdef, params, rest)
+        return merge(params, rest)
 
     def loss(params: Any, state: Any, batch: Any) -> Any:
-        model = nnx.merge(graphdef, params, state)
+        model = merge(params, state)
         value, aux = made.loss(model, batch)
         return value, (nnx.split(model, nnx.Param, ...)[2], aux)
 
