@@ -100,7 +100,12 @@ def check_grads(given: str, grads: Any, params: Any) -> None:
 
 
 def explain_structures(given: str, grads: Any, params: Any) -> str:
-    """Returns how the structure of gradients differs from that of the parameters, if it does."""
+    """Returns how the structure of gradients differs from that of the parameters, if it does.
+
+    Trees of two types, as `optax.lookahead` takes them, are meant to differ.
+    """
+    if type(grads) is not type(params):
+        return ""
     if jax.tree.structure(grads, is_leaf=_is_none) == jax.tree.structure(params, is_leaf=_is_none):
         return ""
     of_grads, of_params = (
