@@ -7,7 +7,7 @@ reads it runs it as it is written, and says so.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,20 +31,22 @@ else:
 # The versions of JAX that the tests were run with.
 TESTED = "0.6.2 to 0.12.0"
 
-_Read = TypeVar("_Read")
+_Read, _More = TypeVar("_Read"), ParamSpec("_More")
 
 
 class UnknownFormError(Exception):
     """Raised for an equation whose parameters have no form that is known here."""
 
 
-def _reader(read: Callable[[JaxprEqn], _Read]) -> Callable[[JaxprEqn], _Read]:
+def _reader(
+    read: Callable[Concatenate[JaxprEqn, _More], _Read],
+) -> Callable[Concatenate[JaxprEqn, _More], _Read]:
     """Returns a function that reads the parameters of an equation, or says that it cannot."""
 
     @functools.wraps(read)
-    def read_or_raise(eqn: JaxprEqn) -> _Read:
+    def read_or_raise(eqn: JaxprEqn, *args: _More.args, **kwargs: _More.kwargs) -> _Read:
         try:
-            return read(eqn)
+            return read(eqn, *args, **kwargs)
         except Exception as error:  # nobody knows what a form that is not known yet raises
             raise UnknownFormError(eqn.primitive.name) from error
 
@@ -77,6 +79,11 @@ def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
     if hijax.holds_program(eqn):
         with contextlib.suppress(UnknownFormError):
             yield callee(eqn)
+    yield from _own_programs(eqn)
+
+
+def _own_programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
+    """Returns the programs among the parameters themselves."""
     for value in eqn.params.values():
         yield from filter(_is_program, value if isinstance(value, tuple | list) else (value,))
 
@@ -136,7 +143,7 @@ def _is_program(value: Any) -> bool:
 
 
 def _check_programs(eqn: JaxprEqn, *known: Any) -> None:
-    if any(all(each is not one for one in known) for each in programs(eqn)):
+    if any(all(each is not one for one in known) for each in _own_programs(eqn)):
         raise ValueError("it holds another program")
 
 
@@ -171,6 +178,7 @@ _DIVISIBLE = (*_JITS, *_INLINED, "remat2")
 def callee(eqn: JaxprEqn) -> ClosedJaxpr:
     """Returns the program that an equation calls with its own inputs."""
     if eqn.primitive.name == OBJECT:
+        _check_programs(eqn)
         return _fitting(hijax.program_of(eqn), eqn.invars, eqn.outvars)
     program: Any = eqn.params[CALLS[eqn.primitive.name]]
     _check_programs(eqn, program)
@@ -203,6 +211,7 @@ def with_inputs(params: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any
     }
 
 
+@_reader
 def with_rematted(
     eqn: JaxprEqn, program: Jaxpr, numbers: Sequence[int] | None = None
 ) -> dict[str, Any]:
@@ -212,13 +221,13 @@ def with_rematted(
     which nothing is known.
     """
     held = eqn.params.get("_prim")
-    prevent_cse = eqn.params["prevent_cse"] if held is None else held.prevent_cse
+    options = eqn.params if held is None else held.params
+    prevent_cse = options["prevent_cse"]
     if not isinstance(prevent_cse, bool):  # since JAX 0.12 one for each input
         size = len(program.invars)
         prevent_cse = _spread(prevent_cse, numbers, size) if numbers else any(prevent_cse)
-    if held is not None:
-        return {"_prim": type(held)(program, held.policy, prevent_cse)}
-    return with_programs(eqn, [program]) | {"prevent_cse": prevent_cse}
+    options = options | {"jaxpr": program, "prevent_cse": prevent_cse}
+    return options if held is None else eqn.params | {"_prim": type(held)(**options)}
 
 
 def _spread(of_inputs: Sequence[bool], numbers: Sequence[int], size: int) -> tuple[bool, ...]:

@@ -20,7 +20,7 @@ from .._trees.tree import (
     combine,
     holds_overwrites,
     overwrite,
-    partition,
+    trained_params,
     tree_where,
     zero_overwrites,
 )
@@ -113,9 +113,9 @@ def apply_step(
                 raise ValueError(reason) from error
             raise
     # Leaves without a gradient go around the step, as only arrays can be selected and compiled.
-    trained, rest = partition(params, made.grads.grads)
+    trained = trained_params(params, made.grads.grads)
     trained, state = optimizer.apply(made, opt_state, trained, extra_args)
-    return combine(trained, rest), state
+    return combine(trained, params), state
 
 
 def check_same_optimizer(

@@ -100,6 +100,7 @@ OF_MATRICES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:`autocast` changes nothing")
 @cases("name", OF_ELEMENTS, fast=["vdot", "i,j->ij", "mapped"])
 def test_dots_and_outer_products_are_in_float32(name):
     fun, *args = OF_ELEMENTS[name]
@@ -231,6 +232,7 @@ def assert_close(actual, expected, tolerance):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`autocast` changes nothing")
 @cases("name", FUNCTIONS, fast=["jax.numpy.linalg.matmul", "jax.numpy.linalg.pinv"])
 def test_functions_of_libraries_are_as_in_float32(name):
     fun, *args = callable_with(name)

@@ -5,7 +5,6 @@ changed: mend that entry of `jaxscale/_jax`. Until then users of that version se
 """
 
 import functools
-import inspect
 import itertools
 import pathlib
 import re
@@ -15,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from autodiff import FORMS as AUTODIFF
+from autodiff import HAS_NEW_FORM, form
+from forged import forged
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 from tables import cases
 
@@ -91,6 +92,12 @@ HOLDING = {
 }
 if jax.__version_info__ >= (0, 12):  # before, its equations stand in place of the call
     HOLDING["eval_jaxpr"] = jax.jit(lambda x: x @ W).trace(X)
+# In JAX's new form of autodiff all of these are one primitive, without any flag a `custom_root`.
+OLD_AND_NEW = ["remat2", "custom_jvp_call", "custom_vjp_call"]
+if HAS_NEW_FORM:
+    HOLDING["call_hi_primitive"] = lambda x: jax.lax.custom_root(
+        lambda y: y @ W - x, x, lambda f, y: y @ W, lambda f, y: y
+    )
 NAMES = {"jit": ("jit", "pjit")}
 READERS = {"scan": _jax.scan, "while": _jax.while_loop, "cond": _jax.branches}
 READERS |= {"shard_map": _jax.mapped}
@@ -98,7 +105,7 @@ READERS |= {"shard_map": _jax.mapped}
 
 def holding(name):
     eqns = jax.make_jaxpr(HOLDING[name])(X).eqns
-    (eqn,) = (e for e in eqns if e.primitive.name in NAMES.get(name, (name,)))
+    (eqn,) = (e for e in eqns if _jax.operation(e) in NAMES.get(name, (name,)))
     return eqn
 
 
@@ -111,11 +118,17 @@ def is_called(eqn):
     return names(called) == ["dot_general"] and len(called.jaxpr.invars) == len(eqn.invars)
 
 
+def ends_in_product(eqn):
+    (program,) = _jax.programs(eqn)
+    inner = [each for eqn in program.jaxpr.eqns for each in _jax.programs(eqn)]
+    return [*map(names, inner)] == [["dot_general"]]
+
+
 def is_divided(eqn):
     """A call of a part of a program is the same kind of call, and means the same."""
     call = functools.partial(_jax.call_part, eqn, lambda x: [x * 2])
-    same = equation(call, [X]).primitive is eqn.primitive and (call([X])[0] == X * 2).all()
-    return same and _jax.is_divisible(eqn)
+    same = _jax.operation(equation(call, [X])) == _jax.operation(eqn)
+    return same and (call([X])[0] == X * 2).all() and _jax.is_divisible(eqn)
 
 
 def made_again(eqn):
@@ -133,6 +146,19 @@ def with_half(eqn):
 
 def swapped(eqn):
     return _jax.bind(eqn, [0, W, X], _jax.with_programs(eqn, read(eqn)[::-1]))
+
+
+def options(eqn):
+    """The parameters of a `jax.checkpoint`, in either form."""
+    return getattr(eqn.params.get("_prim"), "params", eqn.params)
+
+
+def is_pinned(eqn):
+    """A program that takes two arrays in the place of one pins both, and not its constants."""
+    jaxpr = jax.make_jaxpr(lambda constant, a, b: a + b)(X, X, X).jaxpr
+    again = eqn.replace(params=_jax.with_rematted(eqn, jaxpr, [2]))
+    part = eqn.replace(params=_jax.with_rematted(eqn, jaxpr))
+    return [options(e)["prevent_cse"] for e in (again, part)] == [(False, True, True), True]
 
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -159,26 +185,59 @@ ASSUMED = {name: (name, is_called) for name in HOLDING if name not in READERS} |
     "no backward rule": ("jit", lambda e: _jax.backward_rule(e) is None),
     "ref": (lambda x: _jax.new_ref(x)[...], lambda e: _jax.is_ref(e.outvars[0])),
     "no ref": (jnp.sin, lambda e: not _jax.is_ref(e.outvars[0])),
+    "name": (lambda x: checkpoint_name(x, "x"), lambda e: _jax.operation(e) == "name"),
+    "name of another type": (
+        lambda x: checkpoint_name(x, "x"),
+        lambda e: _jax.bind(e, [X.astype("float16")])[0].dtype == np.float16,
+    ),
     "precision": (PRODUCT, lambda e: HIGHEST in _jax.product_precision(e)),
     "preferred type": (PRODUCT, lambda e: with_half(e)[0].dtype == np.float16),
 }
 
 
-@cases("name", ASSUMED)
-def test_an_equation_is_as_assumed(name):
+OF_NEW = {}
+# Rows whose equation has two forms, and what is assumed of the new one alone.
+OF_BOTH = {name for name, (what, _) in ASSUMED.items() if what in OLD_AND_NEW}
+OF_BOTH |= {"name", "name of another type", "pinned inputs"}
+if HAS_NEW_FORM:
+    ASSUMED["pinned inputs"] = (jax.checkpoint(lambda x: x * 2.0, prevent_cse=(True,)), is_pinned)
+    OF_NEW = {
+        "expansion": (jnp.frexp.__wrapped__, lambda e: len(_jax.callee(e).out_avals) == 2),
+        "a root": ("call_hi_primitive", lambda e: _jax.differentiated_by(e) == "jvp"),
+        # Its program takes what its rules need, too.
+        "call_hi_primitive": (
+            "call_hi_primitive",
+            lambda e: len(_jax.callee(e).in_avals) == len(e.invars) and ends_in_product(e),
+        ),
+    }
+    ASSUMED |= OF_NEW
+
+
+def rows():
+    for name in ASSUMED:
+        yield from ((name, kind) for kind in (AUTODIFF if name in OF_BOTH else ["old"]))
+
+
+@cases("name, kind", rows())
+def test_an_equation_is_as_assumed(name, kind):
     what, holds = ASSUMED[name]
-    assert holds(holding(what) if isinstance(what, str) else equation(what, X))
+    with form(AUTODIFF[kind]):
+        eqn = holding(what) if isinstance(what, str) else equation(what, X)
+        assert (eqn.primitive.name == _jax.OBJECT) == (name in OF_NEW or kind == "new")
+        assert holds(eqn)
 
 
-def test_programs_give_their_constants_and_are_called_again_backward():
+@cases("kind", AUTODIFF)
+def test_programs_give_their_constants_and_are_called_again_backward(kind):
     program = jax.make_jaxpr(lambda x: x * np.arange(4.0, dtype=np.float32))(X)
     jaxpr, constants = _jax.without_constants(program)
     assert not jaxpr.constvars
     assert len(jaxpr.invars) == 1 + len(constants)
     for barrier in (False, True):
         fun = functools.partial(_jax.rematerialize, program, prevent_cse=barrier)
-        assert equation(fun, [X]).params["prevent_cse"] is barrier
-        np.testing.assert_array_equal(fun([X])[0], X * np.arange(4.0))
+        with form(AUTODIFF[kind]):
+            assert options(equation(fun, [X]))["prevent_cse"] is barrier
+            np.testing.assert_array_equal(fun([X])[0], X * np.arange(4.0))
 
 
 def test_callers_in_jax_and_the_numbers_that_it_casts_are_seen():
@@ -202,20 +261,6 @@ def test_axes_that_vary_are_known():
 
     jax.jit(on_one_device(fun))(X)
     assert seen[:3] == [{"i"}, frozenset(), {"i"}]
-
-
-def forged(name, params, fun):
-    """A function whose one equation has the name of a primitive of JAX, and other parameters."""
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_impl(lambda *args, **params: [fun(*args)])
-    primitive.def_abstract_eval(lambda *avals, **params: avals[:1])  # it makes what it is given
-    lower = mlir.lower_fun(lambda *args: [fun(*args)], multiple_results=True)
-    # A cached rule would get the parameters beside arguments of JAX's own, under the same names.
-    known = inspect.signature(mlir.register_lowering).parameters
-    options = {"cacheable": False} if "cacheable" in known else {}
-    mlir.register_lowering(primitive, lambda c, *args, **params: lower(c, *args), **options)
-    return lambda *args: primitive.bind(*args, **params)[0]
 
 
 FORMS = {
@@ -259,4 +304,5 @@ def test_a_new_option_is_passed_on():
         eqn = holding(name)
         more = eqn.replace(params=eqn.params | {"new_option": 1})
         assert str(read(more)) == str(read(eqn))
-        assert _jax.with_programs(more, list(_jax.programs(eqn)))["new_option"] == 1
+        if eqn.primitive.name != _jax.OBJECT:
+            assert _jax.with_programs(more, list(_jax.programs(eqn)))["new_option"] == 1

@@ -227,7 +227,7 @@ def vector_quantized_autoencoder():
 
 @program("jax")
 def masked_autoregression():
-    """MADE over 4-valued pixels: masked matrices, and a sum of log-probabilities by one-hot."""
+    """MADE over pixels of 4 values, with masked matrices; its author prints a product."""
     degrees = jnp.arange(24) % 5 + 1
     inner = (degrees[None, :] >= jnp.arange(1, 7)[:, None]).astype(jnp.float32)
     outer = (jnp.repeat(jnp.arange(1, 7), 4)[None, :] > degrees[:, None]).astype(jnp.float32)
@@ -238,7 +238,9 @@ def masked_autoregression():
         x = pixels / 2.0 - 0.75
         hidden = params["hidden"]
         x = jax.nn.relu(x @ (hidden["w"] * inner) + hidden["b"])
-        logits = x @ (params["out"]["w"] * outer) + params["out"]["b"]
+        logits = x @ (params["out"]["w"] * outer)
+        jax.debug.print("the first logits: {}", logits[0, 0])
+        logits = logits + params["out"]["b"]
         log_probs = jax.nn.log_softmax(logits.reshape(16, 6, 4))
         taken = jnp.sum(jax.nn.one_hot(pixels, 4) * log_probs, axis=(1, 2))
         return -taken.mean(), {"bits": -taken.mean() / jnp.log(2.0) / 6}

@@ -85,21 +85,25 @@ class Trial:
 
 def run(fun: Any, case: Case) -> tuple[list[Made], Any]:
     """Returns what a function makes of all draws, and its program."""
-    traced = jax.jit(fun).trace(case.params, case.batch)
+    leaves, treedef = jax.tree.flatten(case.params)
+    others, other_treedef = jax.tree.flatten(case.batch)
+
+    # Of leaves, as `trace` puts what is no array into trees of its arguments.
+    def of_leaves(leaves: Any, others: Any) -> Made:
+        return fun(treedef.unflatten(leaves), other_treedef.unflatten(others))
+
+    traced = jax.jit(of_leaves).trace(leaves, others)
     compiled = traced.lower().compile()
-    draws = [_move(case.params, draw) for draw in range(DRAWS)]
-    return [jax.device_get(compiled(params, case.batch)) for params in draws], traced.jaxpr
+    draws = [_move(leaves, draw) for draw in range(DRAWS)]
+    return [jax.device_get(compiled(moved, others)) for moved in draws], traced.jaxpr
 
 
-def _move(params: Any, draw: int) -> Any:
+def _move(leaves: Sequence[Any], draw: int) -> list[Any]:
     """Returns the parameters, and for another number than 0 some that are close to them."""
     rng = np.random.default_rng(draw)
-
-    def move(leaf: Any) -> Any:
-        factors = 1 + APART * rng.standard_normal(leaf.shape)
-        return leaf * jnp.asarray(factors, leaf.dtype)
-
-    return params if draw == 0 else jax.tree.map(move, params)
+    factors = [1 + APART * rng.standard_normal(leaf.shape) * (draw > 0) for leaf in leaves]
+    pairs = zip(leaves, factors, strict=True)
+    return [leaf * jnp.asarray(factor, leaf.dtype) for leaf, factor in pairs]
 
 
 def leaf_names(case: Case) -> list[str]:

@@ -1,5 +1,6 @@
 """Physics and what is given by an equation: derivatives, solvers, fixed points, integrators."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -232,20 +233,49 @@ def neural_operator():
     return Program(loss, params, batch)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Dataset:
+    x: jax.Array
+    y: jax.Array
+
+    def __post_init__(self):
+        if self.x.ndim != 2 or self.y.shape != (len(self.x), 1):
+            raise ValueError(f"inputs {self.x.shape}, outputs {self.y.shape}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Kernel:
+    """Parameters that insist on their shapes."""
+
+    features: jax.Array
+    bias: jax.Array
+    length: jax.Array
+    noise: jax.Array
+
+    def __post_init__(self):
+        if self.features.shape[-1:] != self.bias.shape:
+            raise ValueError(f"features {self.features.shape}, bias {self.bias.shape}")
+
+    def __call__(self, x):
+        f = jnp.tanh(x @ self.features + self.bias)
+        squares = jnp.sum((f[:, None] - f[None]) ** 2, axis=-1)
+        kernel = jnp.exp(-squares / (2 * jnp.exp(self.length) ** 2))
+        return kernel + jnp.exp(self.noise) * jnp.eye(len(x))
+
+
 @program("jax")
 def gaussian_process():
-    """The marginal likelihood of a Gaussian process on learned features, by Cholesky."""
-    params = {"features": dense(3, 6, seed=1), "noise": jnp.array(-1.0), "length": jnp.array(0.5)}
+    """The marginal likelihood of a Gaussian process; parameters, data and outputs are classes."""
+    params = Kernel(weight(3, 6, seed=1), normal(6, seed=2), jnp.array(0.5), jnp.array(-1.0))
 
-    def loss(params, batch):
-        x, y = batch
-        f = jnp.tanh(apply_dense(params["features"], x))
-        squares = jnp.sum((f[:, None] - f[None]) ** 2, axis=-1)
-        kernel = jnp.exp(-squares / (2 * jnp.exp(params["length"]) ** 2))
-        kernel = kernel + jnp.exp(params["noise"]) * jnp.eye(len(x))
-        factor = jax.scipy.linalg.cho_factor(kernel, lower=True)
-        weights = jax.scipy.linalg.cho_solve(factor, y)
+    def loss(params, data):
+        factor = jax.scipy.linalg.cho_factor(params(data.x), lower=True)
+        weights = jax.scipy.linalg.cho_solve(factor, data.y)
         determinant = jnp.sum(jnp.log(jnp.diag(factor[0])))
-        return jnp.dot(y, weights) / 2 + determinant, {}
+        smoothed = Dataset(data.x, params(data.x) @ weights)
+        return jnp.sum(data.y * weights) / 2 + determinant, smoothed
 
-    return Program(loss, params, (normal(12, 3, seed=2), normal(12, seed=3)), scale=2.0**8)
+    data = Dataset(normal(12, 3, seed=3), normal(12, 1, seed=4))
+    return Program(loss, params, data, scale=2.0**8)

@@ -5,9 +5,20 @@ from entries import DOCTOR, ENTRIES
 
 ALL_ENTRIES = (*ENTRIES, DOCTOR)
 
-# Quick to compile, and each the first to show a kind of fault.
+# Quick to compile, and each the first to show a fault of its kind.
 FAST = {
     "losses.softmax_cross_entropy_with_integer_labels": "scale_backward outside",
+    "contrastive.clip_by_diagonal": "value_and_grad",
+    "reinforcement.deep_q_learning": "train_step",
+    "physics.gaussian_process": "scale_backward, bfloat16",
+    "generative.masked_autoregression": "skip_nonfinite",
+    "quantization.quantization_aware": "nnx",
+    "graphs.graph_convolution": "flax",
+    "sequence.conditional_random_field": "scale_backward inside",
+    "sequence.diagonal_state_space": "half_carries",
+    "speech.masked_ctc": "value_and_grad, bfloat16",
+    "activations.attention_with_large_logits": "value_and_grad",
+    "losses.log_cosh": DOCTOR,
 }
 
 

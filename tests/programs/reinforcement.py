@@ -40,20 +40,31 @@ def transitions(seed, actions):
     )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Values:
+    """A network as a class that insists on its shapes: parameters, and the state of a target."""
+
+    hidden: dict
+    head: dict
+
+    def __post_init__(self):
+        if self.hidden["b"].shape != self.head["w"].shape[:1]:
+            raise ValueError("layers that do not fit")
+
+    def __call__(self, x):
+        return apply_dense(self.head, jax.nn.relu(apply_dense(self.hidden, x)))
+
+
 @program("jax")
 def deep_q_learning():
-    """DQN: the value of the action that was taken, by `take_along_axis`; a checked batch."""
-    params = {"hidden": dense(6, 32, seed=1), "head": dense(32, 4, seed=2)}
-    target = {"hidden": dense(6, 32, seed=3), "head": dense(32, 4, seed=4)}
-
-    def values(params, x):
-        return apply_dense(params["head"], jax.nn.relu(apply_dense(params["hidden"], x)))
+    """DQN: the value of the action that was taken, by `take_along_axis`; everything a class."""
+    params = Values(dense(6, 32, seed=1), dense(32, 4, seed=2))
+    target = Values(dense(6, 32, seed=3), dense(32, 4, seed=4))
 
     def loss(params, target, batch):
-        taken = jnp.take_along_axis(
-            values(params, batch.observations), batch.actions[:, None], axis=-1
-        )
-        after = jnp.max(values(target, batch.next_observations), axis=-1)
+        taken = jnp.take_along_axis(params(batch.observations), batch.actions[:, None], axis=-1)
+        after = jnp.max(target(batch.next_observations), axis=-1)
         wanted = batch.rewards + 0.99 * after * (1.0 - batch.done)
         error = optax.huber_loss(taken[:, 0], jax.lax.stop_gradient(wanted))
         return error.mean(), (target, {"value": taken.mean()})

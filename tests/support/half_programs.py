@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations as equations
 
+import jaxscale
+from jaxscale import _jax
 from jaxscale._autocast import table
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32))
@@ -177,7 +179,8 @@ def effects(p, x):
     x = x @ p["w"][0]
     jax.debug.callback(lambda x: None, x)
     shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    y = jax.pure_callback(lambda x: np.asarray(x), shape, jax.lax.stop_gradient(x))
+    on_host = jaxscale.full_precision(jax.pure_callback)  # or there is a warning
+    y = on_host(lambda x: np.asarray(x), shape, jax.lax.stop_gradient(x))
     return jnp.mean((x + y) @ p["w"][1]), y
 
 
@@ -212,11 +215,12 @@ PROGRAMS = {fun.__name__: (fun, (PARAMS, X)) for fun in OF_X} | {
 
 
 def primitives(fun, *args):
-    """The primitives of a function, each with the dtypes of its floating-point arrays."""
+    """The primitives of a function, by their old names, each with its floating-point dtypes."""
     found = []
     for e in equations(jax.make_jaxpr(fun)(*args)):
         dtypes = {getattr(atom.aval, "dtype", np.bool_) for atom in (*e.invars, *e.outvars)}
-        found.append((e.primitive.name, {str(d) for d in dtypes if jnp.issubdtype(d, jnp.inexact)}))
+        floating = {str(d) for d in dtypes if jnp.issubdtype(d, jnp.inexact)}
+        found.append((_jax.operation(e), floating))
     return found
 
 

@@ -1,5 +1,6 @@
 """What the laws range over: policies, inner optimizers, gradients, and ways to run."""
 
+import contextlib
 import functools
 
 import jax
@@ -132,3 +133,8 @@ def avals(tree):
 
 def counters(state):
     return {name: value.item() for name, value in jaxscale.metrics(state).items()}
+
+
+def warned(match, is_due):
+    """Returns a context in which there must be a warning, if it is due, and otherwise none."""
+    return pytest.warns(UserWarning, match=match) if is_due else contextlib.nullcontext()

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._jax import JaxprEqn, operation
+from ..._jax import JaxprEqn
 from .interpreter import EquationKey, Value, Visit, key_of
-from .jaxpr import EFFECT, FORWARD, HOLDERS
+from .jaxpr import EFFECT, FORWARD, hides_equations
 from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
 from .places import Line, layer, lines
 from .plan import RoundedAt
@@ -32,6 +32,9 @@ class Findings:
         self._look, self._is_brief, self._is_hasty = look, is_brief, is_hasty
         self.visits: collections.Counter[Any] = collections.Counter()  # in order of execution
         self.equations: dict[Any, tuple[JaxprEqn, tuple[JaxprEqn, ...]]] = {}
+        # What made the inputs of each equation, `()` for an argument or a number. In a loop: when
+        # it was visited last, so that what is carried comes from the iteration before.
+        self.makers: dict[EquationKey, tuple[EquationKey, ...]] = {}
         self.times: collections.Counter[Any] = collections.Counter()
         self.births: dict[EquationKey, tuple[Visit, Birth]] = {}
         self.lost: dict[EquationKey, tuple[Visit, Lost]] = {}
@@ -41,10 +44,11 @@ class Findings:
     def watch(self, visit: Visit) -> list[frozenset[Any]]:
         """Returns where the inf and NaN of each output come from, and notes new ones."""
         key = key_of(visit.eqn, visit.around)
+        if key not in self.visits and hides_equations(visit.eqn):
+            self.not_entered.add(visit.eqn.primitive.name)
         self.visits[key] += 1
         self.equations[key] = visit.eqn, visit.around
-        if operation(visit.eqn) in HOLDERS:
-            self.not_entered.add(operation(visit.eqn))
+        self.makers[key] = tuple(value.maker for value in visit.inputs)
         if self._look:
             self._look(visit)
         if visit.need == EFFECT:  # only printed: it reaches no output
