@@ -301,6 +301,7 @@ def test_all_results_are_the_same_in_json():
         *(report, *report.constants, *report.nonfinite, *report.underflows),
         diagnostics.underflow(leaves),
         diagnostics.calibrate(lambda w, x: jnp.sqrt(w * x), 1.0, [jnp.float32(0)]),
+        *(products := diagnostics.products(lambda w: w @ w, jnp.ones((2, 2))), *products.lines),
     ]
     classes = {of for of in vars(diagnostics).values() if isinstance(of, type)}
     assert classes - set(map(type, results)) == {diagnostics.History}

@@ -1,5 +1,6 @@
 """The command: what it finds and advises, what it writes where, and what it says about bad use."""
 
+import io
 import json
 import os
 import pathlib
@@ -14,7 +15,7 @@ import pytest
 from tables import cases
 
 import jaxscale
-from jaxscale._doctor import cli
+from jaxscale._doctor import cli, compiled, exam
 from jaxscale._doctor.progress import Spoken
 from jaxscale._doctor.target import load
 
@@ -413,6 +414,15 @@ def test_training_skips_what_is_said(unit, models, capsys):
             assert opt_state.total_notfinite == (20 if skipped is None else skipped)
 
 
+# What programs that read the JSON rely on. A field may be added; else the version changes.
+FIELDS = """
+version found verdict findings target autocast is_quick is_auto loss loss_as_written dtypes
+backward_rules loss_scale shown_scale calibration start repeats scale_backward_raised largest
+is_limited ceiling relief comparison trace is_finite_in_float32 float32 wrong culprit remedy
+unshifted loss_sums zero leaves histogram shares layers suggestion
+"""
+
+
 def test_json_goes_to_standard_output_alone_or_to_a_file(models, no_pictures, capsys):
     status, out, err = run(capsys, "doctored:fine", "--json", "--json-file", "results.json")
     assert status == 0
@@ -431,6 +441,7 @@ def test_json_goes_to_standard_output_alone_or_to_a_file(models, no_pictures, ca
     assert results["comparison"]["error"] == 0
     assert results["float32"]["error"] < 1e-3
     assert results["ceiling"]["line"]
+    assert list(results) == FIELDS.split()
 
 
 @pytest.mark.slow
@@ -524,6 +535,98 @@ def test_what_takes_long_is_told_again_with_how_far_it_is(capsys, patience):
     assert bool(said) == is_long
     assert all(re.fullmatch(r" *\d+ s: dreaming(, half way)?", line) for line in said)
     assert progress._pause >= 2 * patience or not is_long  # less and less often
+
+
+class Terminal(io.StringIO):
+    """What a terminal would be sent, and the lines that then stand on it."""
+
+    def isatty(self):
+        return True
+
+    def lines(self):
+        return [re.split(r"\r\x1b\[K", line)[-1] for line in self.getvalue().split("\n")]
+
+
+def test_a_terminal_shows_one_line_of_progress_and_none_at_the_end(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "30")
+    with Spoken(-1.0) as progress:
+        for words in ("one", "a line that is far longer than the terminal is wide"):
+            progress(words)
+            (shown,) = terminal.lines()
+            assert re.fullmatch(r" *\d+ s: .*", shown)
+            assert len(shown) < 30
+        progress.pause()
+        print("a warning", file=terminal)
+        progress("more")
+    assert terminal.lines() == ["a warning", ""]
+
+
+@cases("columns", [44, 60, 88, 1000], fast=[44])
+def test_the_text_fits_the_terminal(columns, models, no_pictures, capsys, monkeypatch):
+    """Only what one may want to copy, such as a path or a line of code, is not broken."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    source = models.read_text().replace("  # the line", f"  # the line{' and more' * 30}")
+    models.write_text(source)
+    _, out, _ = run(capsys, "doctored:overflow", "--quick")
+    long = [text for text in out.splitlines() if len(text) > min(columns, 100)]
+    assert not [text for text in long if len(text.split()) > 1]
+    assert max(map(len, out.splitlines())) > min(columns, 100) - 25
+
+
+def test_ctrl_c_ends_it_with_one_line(models, capsys, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "examine", interrupted)
+    status, out, err = run(capsys, "doctored:wide", "--quick")
+    assert (status, out, err) == (130, "", "jaxscale doctor: interrupted.\n")
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"jaxscale {jaxscale.__version__}\n"
+
+
+@cases("error", [IndexError("first line\nsecond"), TypeError("no"), NotImplementedError()])
+def test_what_scale_backward_raises_is_told_and_all_else_too(
+    error, models, no_pictures, capsys, monkeypatch
+):
+    def scale_backward(fun):
+        def raising(*args):
+            raise error
+
+        return raising
+
+    monkeypatch.setattr(compiled, "scale_backward", scale_backward)
+    status, out, _ = run(capsys, "doctored:tiny", "--json-file", "results.json")
+    flowing = re.sub(r"\s+", " ", out)
+    assert status == 0
+    said = ": ".join(filter(None, [type(error).__name__, str(error).split("\n")[0]]))
+    assert f"- `jaxscale.scale_backward` was tried on this loss, and raised {said}" in flowing
+    assert "Nothing is wrong, with a loss scale: it needs one." in flowing
+    results = json.loads(pathlib.Path("results.json").read_text())
+    assert results["scale_backward_raised"].startswith(said)
+    assert results["repeats"] is None
+
+
+def test_what_autocast_raises_is_told_in_a_sentence(models, capsys, monkeypatch):
+    def autocast(fun, dtype):
+        def raising(*args):
+            raise ValueError("it cannot")
+
+        return raising
+
+    monkeypatch.setattr(exam, "autocast", autocast)
+    status, out, err = run(capsys, "doctored:wide", "--autocast", "float16", "--quick")
+    assert (status, out) == (2, "")
+    assert err.startswith(
+        "jaxscale doctor: `jaxscale.autocast` raised on the loss of doctored:wide"
+    )
+    assert "ValueError: it cannot" in err
 
 
 def test_a_traceback_if_asked_for(models, capsys):

@@ -16,9 +16,24 @@ ADDITIONS = ("add", "add_any", "sub", "reduce_sum", "cumsum", "scatter-add", "sc
 ADDITIONS += ("reduce_window_sum", "select_and_scatter_add", "psum_invariant", "add_jaxvals")
 # They move numbers, round them, or turn their signs. What they return is from where they have it.
 MOVES = ("convert_element_type", "reshape", "transpose", "broadcast_in_dim", "slice", "squeeze")
-MOVES += ("dynamic_slice", "dynamic_update_slice", "rev", "concatenate", "pad", "gather", "select_n")
+MOVES += (
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "rev",
+    "concatenate",
+    "pad",
+    "gather",
+    "select_n",
+)
 MOVES += ("copy", "copy_p", "scatter", "optimization_barrier", "neg", "name", "expand_dims")
-MOVES += ("split", "sharding_constraint", "pvary", "reduce_precision", "stop_gradient", "pbroadcast")
+MOVES += (
+    "split",
+    "sharding_constraint",
+    "pvary",
+    "reduce_precision",
+    "stop_gradient",
+    "pbroadcast",
+)
 MOVES += ("device_put", "all_gather", "all_to_all", "ppermute", "copy_to_host", "tile", "unstack")
 
 # Where a value comes from. What is nothing is 0, or a number of the program's text.
@@ -39,7 +54,9 @@ def _walk(jaxpr: Any, given: Sequence[int], found: dict[str, None]) -> list[int]
     origins |= zip(jaxpr.invars, given, strict=True)
 
     def read(atom: Any) -> int:
-        return NOTHING if hasattr(atom, "val") and np.ndim(atom.val) == 0 else origins.get(atom, OTHER)
+        return (
+            NOTHING if hasattr(atom, "val") and np.ndim(atom.val) == 0 else origins.get(atom, OTHER)
+        )
 
     for eqn in jaxpr.eqns:
         outputs = _origins_of(eqn, [read(atom) for atom in eqn.invars], found)
@@ -129,6 +146,8 @@ def _is_floating(atom: Any) -> bool:
 def _describe(eqn: Any, inputs: list[int]) -> str:
     words = ("nothing", "a product", "elsewhere")
     summands = ", ".join(words[origin] for origin in inputs)
-    user = [f for f in getattr(eqn.source_info.traceback, "frames", ()) if "/programs/" in f.file_name]
+    user = [
+        f for f in getattr(eqn.source_info.traceback, "frames", ()) if "/programs/" in f.file_name
+    ]
     place = f"{user[0].file_name.rsplit('/', 1)[-1]}:{user[0].line_num}" if user else "?"
     return f"{eqn.primitive.name} {eqn.outvars[0].aval.str_short()} at {place}: from {summands}"

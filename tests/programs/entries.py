@@ -126,7 +126,10 @@ def _trained(case: Case) -> Callable[[Any, Any], Made]:
         )
         same = jax.tree.structure(state) == jax.tree.structure(case.state)
         moved = jnp.array([jnp.any(a != b) for a, b in _pairs(new, params) if a.size])
-        checks = {"a state of the same structure": same, "the step was made": opt_state.step_applied}
+        checks = {
+            "a state of the same structure": same,
+            "the step was made": opt_state.step_applied,
+        }
         checks["parameters that moved"] = jnp.any(moved)
         return Made(value, _kept(opt_state), checks)
 

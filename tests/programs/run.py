@@ -23,8 +23,7 @@ import traceback
 # As in the tests: no float32 between two operations in half precision, on any CPU.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_allow_excess_precision=false --xla_cpu_max_isa=AVX2"
-    " --xla_backend_optimization_level=0",
+    "--xla_allow_excess_precision=false --xla_cpu_max_isa=AVX2 --xla_backend_optimization_level=0",
 )
 
 import corpus
@@ -82,7 +81,9 @@ def main() -> int:
             results[tuple(key.split(": "))] = Verdict(wrong, ratio)
     if not options.table:
         part, parts = map(int, options.part.split("/"))
-        chosen = {n: r for n, r in rows.items() if not options.only or {n, r.family} & {*options.only}}
+        chosen = {
+            n: r for n, r in rows.items() if not options.only or {n, r.family} & {*options.only}
+        }
         for name in list(chosen)[part - 1 :: parts]:
             given = options.entries or (ALL_ENTRIES if options.all else two_entries(rows)[name])
             run_program(rows[name], given, results)
@@ -105,7 +106,10 @@ def run_program(row: corpus.Row, given: list[str], results: dict[tuple[str, str]
             for line in verdict.wrong[:8]:
                 print(f"    {line}", flush=True)
     wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
-    print(f"{row.name} ({row.framework}): {len(given)} entries, {wall:.1f} s, CPU {cpu:.1f} s", flush=True)
+    print(
+        f"{row.name} ({row.framework}): {len(given)} entries, {wall:.1f} s, CPU {cpu:.1f} s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
