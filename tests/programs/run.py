@@ -4,9 +4,9 @@
     PYTHONPATH=. python tests/programs/run.py                       # two entries for each program
     PYTHONPATH=. python tests/programs/run.py --only vision.vit speech --entries flax nnx
 
-`--part 1/2` takes every second program, to use two processes. `--json` keeps the results,
-`--again` tries once more what was wrong in such files. `--record` writes what the fast tests compare
-with. The last lines are a table: for each family and entry how many programs are right, of
+`--part 1/2` takes every second program, to use two processes. `--json` keeps the results, and
+`--again` tries once more what was wrong in such files. `--record` writes what the fast tests
+compare with. The last lines are a table: for each family and entry how many programs are right, of
 how many, and the largest error beside that of the reference.
 """
 
