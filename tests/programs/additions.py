@@ -36,8 +36,8 @@ MOVES += (
 )
 MOVES += ("device_put", "all_gather", "all_to_all", "ppermute", "copy_to_host", "tile", "unstack")
 
-# Where a value comes from: it is 0, another number of the program's text, or comes from a product or
-# from elsewhere. What is joined of several is from the last of these.
+# Where a value comes from: it is 0, another number of the program's text, or comes from a product
+# or from elsewhere. What is joined of several is from the last of these.
 ZERO, NUMBER, PRODUCT, OTHER = range(4)
 
 

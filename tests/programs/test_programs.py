@@ -160,6 +160,7 @@ def exponential(x, w):
     return jax.scipy.linalg.expm(w / 8)
 
 
+@pytest.mark.slow
 def test_the_reference_leaves_dots_of_vectors_and_products_of_libraries():
     for fun in (dot_of_vectors, ode, ctc, exponential):
         assert np.array_equal(traced_by_reference(fun, X, W), jax.jit(fun)(X, W)), fun.__name__
