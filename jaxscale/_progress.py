@@ -14,21 +14,20 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from ._gradients.verdict import flagged_paths, named_flags
+from ._gradients.verdict import flagged_paths
 from ._policies.adaptive import UNSEEN
 from ._policies.base import LossScale
-from ._policies.fixed import FixedLossScale
+from ._policies.fixed import FixedLossScale, NoOpLossScale
+from ._policies.level import find_raised_level
 from ._state.find import find_optimizer_state, find_scale_state, is_loss_scaled, restore_types
-from ._state.optimizer import WINDOW_STATES
-from ._state.scale import AdaptiveState, LossScaleState, unwrap
+from ._state.optimizer import WINDOW_STATES, MultiStepsState
+from ._state.scale import AdaptiveState, LossScaleState, UnitLossScaleState, unwrap
+from ._step.report import counters_of
 from ._step.wrapper import wrapper_of
-from ._trees.checks import and_more
+from ._trees.checks import and_more, int32
 
-# The fields of a `LossScaledState` that are not counters.
-_PARTS = {"scaling", "inner_state", "spikes", "nonfinite_leaves", "grad_norm"}
-# What is not shown of a `SpikeState`.
-_WINDOWS = {"losses", "grad_norms", "loss_count", "norm_count"}
-
+# From which recent share of skipped steps `check` warns, and from which share of spikes.
+_OFTEN = 0.05
 # From how many falls without a growth between them, and below which scale, `check` warns. On the
 # runs in `tests/policies/traces`, which are healthy, the counter reaches 3 at most. Where the
 # scale keeps falling it reaches 6 and more (`tests/step/test_decay.py`). Most policies start from
@@ -77,18 +76,7 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
     tree = restore_types(tree)
     values = find_scale_state("metrics", tree)._asdict()
     for node in filter(is_loss_scaled, jax.tree.leaves(tree, is_leaf=is_loss_scaled)):
-        values |= {name: leaf for name, leaf in node._asdict().items() if name not in _PARTS}
-        values["grads_finite"] = values["step_applied"]  # its name in 0.1, until 1.0
-        if node.spikes is not None:
-            spikes = node.spikes._asdict().items()
-            values |= {name: leaf for name, leaf in spikes if name not in _WINDOWS}
-        if node.grad_norm is not None:
-            values["grad_norm"] = node.grad_norm
-        if isinstance(node.inner_state, WINDOW_STATES):
-            window = node.inner_state  # has the same names here and in Optax
-            values |= {name: getattr(window, name) for name in ("mini_step", "gradient_step")}
-        flags = named_flags(unwrap(node.nonfinite_leaves))
-        values |= {f"nonfinite_leaves/{name}": flag for name, flag in flags.items()}
+        values |= counters_of(node)
     return {name: jax.tree.map(jnp.asarray, unwrap(value)) for name, value in values.items()}
 
 
@@ -111,28 +99,32 @@ def check(
     A dynamic loss scale skips a step now and then, and falls after it has grown; that is normal.
 
     Args:
-      tree: a `jaxscale.LossScaledState`, or a tree that holds exactly one.
+      tree: a `jaxscale.LossScaledState`, or a tree that holds exactly one. In the state of a
+        population each member is judged in its own right, and the worst one is reported.
       tx: the optimizer, which knows how far the scale can fall. With it the message tells a scale
         at its floor from one that is fixed or still falling. A `TrainState` has its own.
-      max_consecutive: how many steps skipped in a row are still accepted. Halving takes 24
-        of them from 2**24 down to 1.
+      max_consecutive: how many steps skipped in a row are still accepted, at least 0. Halving takes
+        24 of them from 2**24 down to 1.
 
     Warns:
-      UserWarning: if `tree` is a `TrainState` that has made more steps than its optimizer, which
-        then was not restored from a checkpoint; if the loss scale decays, below 2**15 with a
-        `backoff_count` of 6 or more, or if an `AdaptiveLossScale` has made more and more room for
-        gradients of which it has seen none; if the scale may be of no use, as it is 2**24 or more
-        after 10,000 steps, none of which overflowed; if retries do not help, with a
-        `total_exhausted` of 6 or more; or if spikes are skipped again and again, 20 in a row, or
-        more than one step in 20 of at least 1000. A policy that raises its scale in every finite
-        step, such as `presets.chainer()`, never decays, and no scale that follows the gradients is
-        of no use. Python shows each text once in a run.
+      UserWarning: if the `skip_rate` is 0.05 or more, so that one step in 20 is lost: at 6 % of
+        skipped steps that takes about 1800 of them, at 10 % 700, at 50 % 105; if `tree` is a
+        `TrainState` that has made more steps than its optimizer, which then was not restored from a
+        checkpoint; if the loss scale decays, below 2**15 with a `backoff_count` of 6 or more, or if
+        an `AdaptiveLossScale` has made more and more room for gradients of which it has seen none;
+        if the scale may be of no use, as it has grown to 2**24 or more after 10,000 steps, none of
+        which overflowed (from 2**15, the default policy gets there after 18,000); if retries do not
+        help, with a `total_exhausted` of 6 or more; or if spikes are skipped again and again, 20 in
+        a row, or more than one step in 20 of at least 1000. A policy that raises its scale in every
+        finite step, such as `presets.chainer()`, never decays, and no scale that follows the
+        gradients is of no use. Python shows each text once in a run.
 
     Raises:
       LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped, or if an
-        `AdaptiveLossScale` has seen nothing but zeros in more steps than that. The message has the
-        numbers, the likely cause and, with `track_leaves=True`, the leaves of the last overflow.
-      ValueError: if `tree` holds no such state, or several.
+        `AdaptiveLossScale` has seen nothing but zeros in more steps of the optimizer than that. The
+        message has the numbers, the likely cause and, with `track_leaves=True`, the leaves of the
+        last overflow. The cause is that of the steps in this row.
+      ValueError: if `tree` holds no such state, or several, or if `max_consecutive` is below 0.
       TypeError: if called inside `jit`.
 
     Example:
@@ -147,27 +139,55 @@ def check(
       Traceback (most recent call last):
       jaxscale.LossScaleStuckError: 3 steps in a row were skipped (3 of 3 in all, ...)
     """
+    most = int32("check", "max_consecutive", max_consecutive, least=0)
     state = find_optimizer_state("check", restore_types(tree))
     inner_state = unwrap(state.inner_state)
     state = jax.tree.map(_on_host, unwrap(state._replace(inner_state=None)))
     _warn_if_lost(unwrap(getattr(tree, "step", None)), state, inner_state)
-    told = _told(state)
-    # The state of a population has leading axes: report the worst member.
-    axes, worst = np.ndim(state.notfinite_count), np.argmax(state.notfinite_count)
-    state = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[axes:])[worst], state)
-    if state.notfinite_count <= max_consecutive:
-        _raise_if_blind(state, max_consecutive)
-        for text in told:
-            warnings.warn(text, stacklevel=2)
-        return
+    axes = np.shape(state.notfinite_count)  # those of a population
+    steps = np.broadcast_to(_count_optimizer_steps(state, inner_state), axes)
+    members = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(axes) :]), state)
     wrapper = wrapper_of(tx or getattr(tree, "tx", None))
     policy = None if wrapper is None else wrapper.policy
-    raise LossScaleStuckError(
+
+    worst = int(np.argmax(members.notfinite_count))
+    if members.notfinite_count[worst] > most:
+        text = _name_member(worst, axes) + _stuck(members, worst, policy)
+        raise LossScaleStuckError(text + _mention_level(members, axes))
+    _raise_if_blind(members, steps.reshape(-1), most, axes)
+    told = _told(members, policy)
+    if told:
+        told[-1] += _mention_level(members, axes)
+    for text in told:
+        warnings.warn(text, stacklevel=2)
+
+
+def _stuck(members: Any, worst: int, policy: LossScale | None) -> str:
+    """Returns what happened to a member of a population in which too many steps were skipped."""
+    state = jax.tree.map(lambda leaf: leaf[worst], members)
+    return (
         f"{state.notfinite_count} steps in a row were skipped ({state.total_notfinite} of "
         f"{state.total_steps} in all, {state.total_notfinite_loss} of them with a non-finite "
         f"loss); the loss scale is {state.scaling.loss_scale}. {_likely_cause(state, policy)}"
         f"{_leaves(state.nonfinite_leaves)} {_DOCTOR}"
     )
+
+
+def _name_member(index: int, axes: tuple[int, ...]) -> str:
+    """Returns which member of a population is meant, nothing for a run that is alone."""
+    if not axes:
+        return ""
+    place = ", ".join(str(int(i)) for i in np.unravel_index(index, axes))
+    return f"Of a population of shape {axes}, the member at [{place}]: "
+
+
+def _count_optimizer_steps(state: Any, inner_state: Any) -> Any:
+    """Returns how many steps the optimizer has made under this state, as far as that is known."""
+    applied = state.total_steps - state.total_notfinite
+    if isinstance(inner_state, WINDOW_STATES):
+        # A window that was adopted has counted the steps of its former life, too.
+        return np.minimum(applied, np.asarray(inner_state.gradient_step))
+    return applied
 
 
 _DOCTOR = (
@@ -205,35 +225,126 @@ _IDLE = (
 
 _SPIKES = (
     "`check`: spikes are skipped again and again: 20 or more in a row, or more than one step in "
-    "20. If the loss has reached a new level, for example with new data, these are good steps: "
-    "raise `sigmas` of the `SpikeRule`, or shorten its `window`. If the run diverges, to skip does "
-    "not help: lower the learning rate, or go back to a checkpoint."
+    "20. A new level of the loss is accepted before that, within 15 steps. If it is one kind of "
+    "batch that stands out, such as those with a reward among many without, these are good steps, "
+    "and nothing is learned from them: raise `sigmas` of the `SpikeRule`, or do without it. If the "
+    "run diverges, skipping does not help: lower the learning rate, or go back to a checkpoint."
+)
+_NORMS = (
+    " Some of the spikes had finite gradients whose norm is inf in float32, with elements of about "
+    "1e19 or more: their squares would make the second moment of Adam inf for good. No such level "
+    "is ever accepted: look for what makes them so large, or make the loss smaller."
+)
+
+# What may make a NaN without any half precision, most likely things first.
+_WITHOUT_HALF = (
+    "The batch comes first: look for NaN and inf in it. Then for 0/0, for the square root or the "
+    "norm of 0, whose derivative is inf, for the logarithm of 0, and for a mask of -inf that "
+    "covers a whole row of a softmax."
+)
+_AT_ANY_SCALE = (
+    "a division by zero, the square root of 0, a mask of -inf (run one step under `with "
+    "jax.disable_jit(), jax.debug_infs(True)`)"
+)
+_ON_CPU = "On a CPU, XLA may lose a NaN of the loss on the way, so a finite loss proves little."
+
+_RATE = "`check`: one step in 20 or more was skipped lately (`skip_rate` of `metrics`). "
+_RATE_LOSS = (
+    _RATE + "Mostly the loss itself was not finite, so no loss scale can help: look for NaN and "
+    "inf in the batches, and for an operation in the forward pass that leaves the range of its "
+    "dtype. " + _DOCTOR
+)
+_RATE_GRADS = (
+    _RATE + "Mostly the gradients were not finite. If the loss was passed as `value`, it was "
+    "finite; if not, pass it, so that a bad forward pass is told apart. If the scale is at its "
+    "floor or fixed, it may be too high. Otherwise some batches overflow at any scale: look into "
+    f"them, and for {_AT_ANY_SCALE}. " + _DOCTOR
+)
+_RATE_UNSCALED_LOSS = f"{_RATE}Mostly the loss itself was not finite. {_WITHOUT_HALF} {_DOCTOR}"
+_RATE_UNSCALED_GRADS = (
+    f"{_RATE}Mostly the gradients were not finite. {_WITHOUT_HALF} If the loss was not passed as "
+    f"`value`, pass it, so that a bad forward pass is told apart. {_ON_CPU} {_DOCTOR}"
 )
 
 
-def _told(state: Any) -> list[str]:
-    """Returns the texts of what `check` warns of in a state, or in any of a population."""
-    scaling, spikes, steps = state.scaling, state.spikes, state.total_steps
-    falls, is_idle, are_often = state.backoff_count >= _FALLS, False, False
+def _told(members: Any, policy: LossScale | None) -> list[str]:
+    """Returns the texts of what `check` warns of, in any member of a population."""
+    scaling, spikes, steps = members.scaling, members.spikes, members.total_steps
+    falls = members.backoff_count >= _FALLS
     if isinstance(scaling, AdaptiveState):
         is_guess = scaling.held_steps == scaling.finite_steps
         is_small = scaling.loss_scale * np.exp2(scaling.peak) < 1
         falls |= is_guess & is_small & (scaling.crest - scaling.peak >= _ROOM)
+    is_idle = np.array(False)
     if isinstance(scaling, LossScaleState):  # others may start there, as they see gradients
-        overflows = state.total_notfinite - state.total_notfinite_loss + state.total_retries
-        # A growth tracker of 0: maybe the scale is fixed.
-        has_grown = (scaling.loss_scale >= _HIGH) & (scaling.growth_tracker > 0)
-        is_idle = has_grown & (overflows == 0) & (steps >= _LONG)
+        overflows = members.total_notfinite - members.total_notfinite_loss + members.total_retries
+        # One that is fixed tracks nothing. One that grows has 0 finite steps just after it grew,
+        # but as nothing overflowed, all of its hysteresis is left.
+        moves = (scaling.growth_tracker > 0) | (scaling.hysteresis_tracker > 0)
+        is_idle = moves & (scaling.loss_scale >= _HIGH) & (overflows == 0) & (steps >= _LONG)
+    is_often = members.skip_rate >= _OFTEN
+    spikes_are_often, of_spikes = np.array(False), _SPIKES
     if spikes is not None:
-        are_often = (spikes.total_spikes > steps // 20) & (steps >= 1000)
-        are_often |= spikes.spike_count >= 20
+        spikes_are_often = (spikes.total_spikes > steps // 20) & (steps >= 1000)
+        spikes_are_often |= spikes.spike_count >= 20
+        are_mostly_spikes = spikes.total_spikes > members.total_notfinite
+        spikes_are_often |= is_often & are_mostly_spikes
+        is_often &= ~are_mostly_spikes
+        of_spikes = _SPIKES
+        if np.any(spikes_are_often & (spikes.total_norm_overflows > 0)):
+            of_spikes += _NORMS
+
+    blames_loss = _blames_loss(members)
+    if _is_unscaled(members, policy):
+        rate_loss, rate_grads = _RATE_UNSCALED_LOSS, _RATE_UNSCALED_GRADS
+    else:
+        rate_loss, rate_grads = _RATE_LOSS, _RATE_GRADS
     told = {
-        _EXHAUSTED: state.total_exhausted >= _FALLS,
+        rate_loss: is_often & blames_loss,
+        rate_grads: is_often & ~blames_loss,
+        _EXHAUSTED: members.total_exhausted >= _FALLS,
         _DECAY: falls & (scaling.loss_scale < _LOW),
         _IDLE: is_idle,
-        _SPIKES: are_often,
+        of_spikes: spikes_are_often,
     }
     return [text for text, holds in told.items() if np.any(holds)]
+
+
+def _mention_level(members: Any, axes: tuple[int, ...]) -> str:
+    """Returns a word on a level of the loss that stands above its past, nothing without one.
+
+    It alone is no reason to speak, as a loss may rise for good reasons.
+    """
+    level = find_raised_level(members)
+    if level is None or not np.any(level.is_raised):
+        return ""
+    index = int(np.argmax(np.where(level.is_raised, level.num_steps, 0)))
+    # Without the number of steps, so that the text stays the same as they pass.
+    return (
+        f" {_name_member(index, axes)}The level of the loss stands above that of its past. Most "
+        "often that is a new mix of data. If the data are the same, the run may be ruined, as by a "
+        "learning rate that was too high for a while: then go back to a checkpoint from step "
+        f"{int(level.good_until[index])} or before, when the loss was at its old level."
+    )
+
+
+def _blames_loss(members: Any) -> Any:
+    """Returns whether most steps that were skipped had a bad loss.
+
+    Those of the present row decide, as what was long ago may have had another cause. Between two
+    rows all do. There the overflows of a policy that grows every few steps are many, so it is also
+    the loss if that alone explains half of the recent rate.
+    """
+    of_row = 2 * members.row_notfinite_loss >= members.notfinite_count
+    bad_losses, steps = members.total_notfinite_loss, np.maximum(members.total_steps, 1)
+    of_all = 2 * bad_losses >= members.total_notfinite
+    of_all |= 2 * bad_losses / steps >= np.maximum(members.skip_rate, _OFTEN)
+    return np.where(members.notfinite_count > 0, of_row, of_all)
+
+
+def _is_unscaled(state: Any, policy: LossScale | None) -> bool:
+    """Returns whether the state is that of `skip_nonfinite`, without a loss scale."""
+    return isinstance(state.scaling, UnitLossScaleState) or isinstance(policy, NoOpLossScale)
 
 
 def _on_host(leaf: Any) -> np.ndarray:
@@ -249,10 +360,19 @@ def _warn_if_lost(step: Any, state: Any, inner_state: Any) -> None:
     """Warns if a restored `TrainState` has made more steps than the optimizer that it holds."""
     if step is None or np.ndim(state.total_steps) or not np.all(step > state.total_steps):
         return
+    applied = state.total_steps - state.total_notfinite
     counts = [np.max(count) for _, count in optax.tree.get_all_with_path(inner_state, "count")]
     leaves = jax.tree.leaves(inner_state)
-    if counts:
-        lost = max(counts) <= state.total_steps - state.total_notfinite
+    if isinstance(inner_state, optax.MultiStepsState):
+        # Its optimizer steps once in a few micro-batches, and how many is not known here. Only a
+        # fresh one shows: an adopted one has made a step, or is further in its window.
+        lost = inner_state.gradient_step == 0 and inner_state.mini_step <= applied
+    elif isinstance(inner_state, MultiStepsState):
+        # Here `step` counts the steps of the optimizer, as its window does.
+        made = inner_state.gradient_step
+        lost = step > made and (max(counts) <= made if counts else made == 0)
+    elif counts:
+        lost = max(counts) <= applied
     else:  # such as momentum, which is 0 at first
         lost = bool(leaves) and state.total_steps == 0 and not any(map(np.any, leaves))
     if lost:
@@ -266,18 +386,26 @@ def _warn_if_lost(step: Any, state: Any, inner_state: Any) -> None:
         )
 
 
-def _raise_if_blind(state: Any, most: int) -> None:
-    """Raises an error if a policy that follows the largest gradient has only ever seen zeros."""
-    steps = state.total_steps - state.total_notfinite
-    if isinstance(state.scaling, AdaptiveState) and state.scaling.peak <= UNSEEN and steps > most:
-        raise LossScaleStuckError(
-            f"All gradients were 0 in {steps} steps at loss scale {state.scaling.loss_scale:g}, "
-            "where `AdaptiveLossScale` learns nothing. If they are flushed to 0, start higher, as "
-            "with `AdaptiveLossScale(init_scale=2.0**15)`, or where "
-            "`jaxscale.diagnostics.calibrate` says. If `jax.value_and_grad` makes them, nothing "
-            "scales them: use `jaxscale.value_and_grad(loss_fn, opt_state)`. If neither, the loss "
-            "does not depend on the parameters."
-        )
+def _raise_if_blind(members: Any, steps: Any, most: int, axes: tuple[int, ...]) -> None:
+    """Raises an error if a policy that follows the largest gradient has only ever seen zeros.
+
+    The steps are those of the optimizer: a window of micro-batches shows the policy only its mean.
+    """
+    if not isinstance(members.scaling, AdaptiveState):
+        return
+    is_blind = (members.scaling.peak <= UNSEEN) & (steps > most)
+    if not is_blind.any():
+        return
+    worst = int(np.argmax(np.where(is_blind, steps, 0)))
+    raise LossScaleStuckError(
+        f"{_name_member(worst, axes)}All gradients were 0 in {steps[worst]} steps at loss scale "
+        f"{members.scaling.loss_scale[worst]:g}, "
+        "where `AdaptiveLossScale` learns nothing. If they are flushed to 0, start higher, as "
+        "with `AdaptiveLossScale(init_scale=2.0**15)`, or where "
+        "`jaxscale.diagnostics.calibrate` says. If `jax.value_and_grad` makes them, nothing "
+        "scales them: use `jaxscale.value_and_grad(loss_fn, opt_state)`. If neither, the loss "
+        "does not depend on the parameters."
+    )
 
 
 def _leaves(flags: Any) -> str:
@@ -289,28 +417,43 @@ def _leaves(flags: Any) -> str:
 
 
 def _likely_cause(state: Any, policy: LossScale | None) -> str:
-    if state.total_notfinite_loss < state.notfinite_count:
-        return (
+    """Returns why the steps of the present row were skipped."""
+    unscaled = _is_unscaled(state, policy)
+    if not _blames_loss(state):
+        told_apart = (
             "If the loss was passed as `value`, it is finite, and the backward pass overflows; if "
-            f"not, pass it, so that a bad forward pass is told apart. {_backward(state, policy)}"
+            "not, pass it, so that a bad forward pass is told apart."
         )
+        if unscaled:
+            return (
+                f"{told_apart} A scale of 1 scales nothing, so it is not to blame. {_WITHOUT_HALF} "
+                "To find the line, run one step under `with jax.disable_jit(), "
+                f"jax.debug_infs(True)`. {_ON_CPU}"
+            )
+        return f"{told_apart} {_backward(state, policy)}"
+    bad = "The loss itself is not finite"
+    if state.row_notfinite_loss < state.notfinite_count:
+        bad += f" in {state.row_notfinite_loss} of these {state.notfinite_count} steps"
     applied = state.total_steps - state.total_notfinite
-    since = (
-        f"{applied} steps were fine: look for a stretch of bad data, or for parameters that have "
-        "diverged."
-        if applied
-        else "It never was: look for NaN in the data, and for an operation in the forward pass "
-        "that leaves the range of its dtype; compute norms, softmax and the loss in float32."
-    )
-    return f"The loss itself is not finite, so no loss scale can help. {since}"
+    if applied:
+        since = (
+            f"{applied} steps were fine: look for a stretch of bad data, or for parameters that "
+            "have diverged."
+        )
+    elif unscaled:
+        since = f"It never was. {_WITHOUT_HALF}"
+    else:
+        since = (
+            "It never was: look for NaN in the data, and for an operation in the forward pass "
+            "that leaves the range of its dtype; compute norms, softmax and the loss in float32."
+        )
+    helps_not = "" if unscaled else ", so no loss scale can help"
+    return f"{bad}{helps_not}. {since}"
 
 
 def _backward(state: Any, policy: LossScale | None) -> str:
     """Returns the likely cause if the backward pass overflows."""
-    unscaled = (
-        "at any scale: a division by zero, the square root of 0, a mask of -inf (run one step "
-        "under `with jax.disable_jit(), jax.debug_infs(True)`)"
-    )
+    unscaled = f"at any scale: {_AT_ANY_SCALE}"
     stale = "`jaxscale.value_and_grad` was called outside of the step and uses an older scale"
     scale = float(state.scaling.loss_scale)
     name = "AdaptiveLossScale" if isinstance(state.scaling, AdaptiveState) else "DynamicLossScale"

@@ -33,7 +33,8 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     if is_chained_call(frame, eqn):
         return chained(frame, eqn)
     if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn):
-        if eqn.outvars[0] in frame.rounded and _is_relu(declared):
+        is_rounded = any(var in frame.rounded for var in eqn.outvars)  # there may be no outputs
+        if is_rounded and _is_relu(declared):
             return [_relu(frame.wide(eqn.invars[0]), frame.dtype)]
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._trees.tree import leaf_name
+from .._trees.tree import leaf_name, replace_gradients
 from ..diagnostics._histogram import Histogram, histogram
 from ..diagnostics._leaves import LeafCounts, leaf_counts
 
@@ -76,9 +76,10 @@ def count_numbers(grads: Any, loss_scale: float) -> tuple[LeafCounts, Any]:
     These compile a program for each shape, which takes longer than counting. So each leaf is
     counted in rows of one length, the last filled up with zeros, which are taken off again.
     """
-    leaves, structure = jax.tree.flatten(grads)
+    leaves = jax.tree.leaves(grads)
     pairs = [_count_leaf(np.asarray(leaf), jnp.float32(loss_scale)) for leaf in leaves]
-    counts, histograms = (structure.unflatten([pair[i] for pair in pairs]) for i in (0, 1))
+    counts = replace_gradients(grads, [counts for counts, _ in pairs])
+    histograms = replace_gradients(grads, [histogram for _, histogram in pairs])
     return LeafCounts(counts, jnp.float32(loss_scale)), histograms
 
 

@@ -17,7 +17,7 @@ from .. import _jax
 from .._autocast.readers import under_autocast
 from .._autocast.table import BOUNDARY
 from .._autocast.values import check_cotangent, flushes
-from .._trees.call import Flat, wrap_call
+from .._trees.call import Flat, array_names, wrap_call
 from .._trees.checks import int32, normal_float32
 from .._trees.tree import blank, cast, widen
 from .reduction import read, sizes
@@ -137,13 +137,21 @@ def scale_backward(
 
 
 def _call(options: _Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    flat = Flat(fun, args, kwargs, getattr(fun, "__name__", "scale_backward"))
+    output_names: list[str] = []  # those of the arrays
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        output = fun(*args, **kwargs)
+        output_names[:] = array_names(output, jax.Array)
+        return output
+
+    flat = Flat(named, args, kwargs, getattr(fun, "__name__", "scale_backward"))
     # What the function closes over, tracers among it, becomes an input: a `custom_vjp` function
     # must not close over what it is differentiated by.
     jaxpr, consts = _jax.without_constants(jax.make_jaxpr(flat)(*flat.arrays))
     program = _jax.closed(jaxpr)
-    input_names = ["that it closes over"] * len(consts) + flat.input_names()
-    output_names = flat.output_names()
+    input_names = ["that it closes over"] * len(consts)
+    input_names += [f"args{name}" for name in array_names(args)]
+    input_names += [f"kwargs{name}" for name in array_names(kwargs)]
     # Asked now: JAX may trace the backward pass when the `autocast` is through.
     plan = functools.cache(functools.partial(_Plan, program, under_autocast.get()))
 

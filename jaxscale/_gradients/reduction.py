@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from .._trees.tree import cast, only_gradients, widen
+from .._trees.tree import cast, list_gradients, widen
 from .scaled import Scaled, representable
 
 # From this many elements on, a leaf is large: reading it takes longer than starting its kernel.
@@ -102,7 +102,7 @@ def nans_are_errors() -> bool:
 def _groups(tree: Any, by_leaf: bool) -> list[list[Any]]:
     """Returns the gradients in a tree, in groups of one type that are reduced as one leaf."""
     by_type: dict[Any, list[Any]] = {}
-    for i, leaf in enumerate(jax.tree.leaves(only_gradients(tree))):
+    for i, (_, leaf) in enumerate(list_gradients(tree)):
         aval = jax.typeof(leaf)
         alone = by_leaf or not _is_placed(aval)
         by_type.setdefault((aval, i if alone else None), []).append(leaf)

@@ -80,7 +80,7 @@ class Part:
             and is_half(step.outvars[0].aval)
             and not wide.isdisjoint(variables(step.invars))
         }
-        steps = [step for step in self.steps if step.outvars[0] not in sources]
+        steps = [step for step in self.steps if sources.keys().isdisjoint(step.outvars)]
         inputs = [*self.inputs, *sources]
         return Part(self.__name__, steps, inputs, self.outputs, self._constants), sources
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._trees.tree import cast, leaf_name, map_gradients, only_gradients
+from .._trees.tree import cast, leaf_name, list_gradients, map_gradients, replace_gradients
 from .reduction import read, sizes
 from .scaled import Scaled
 
@@ -172,14 +172,14 @@ def flags_by_leaf(tree: Any, finite: Sequence[jax.Array] | None = None) -> Any:
     A flag is set if its leaf is not `finite`; without `finite`, none is. The tree has the paths of
     the gradients, and the same structure and types for any gradients of these parameters.
     """
-    gradients, structure = jax.tree.flatten(only_gradients(tree))
+    gradients = list_gradients(tree)
     if not gradients:
         # One flag that is never set. `optax.tree_map_params` finds the parameters in a state by
         # calling `init` with placeholders, and would take an empty tree of flags for parameters.
         return jnp.array(False)
     if finite is None:  # each in a buffer of its own, as a donated state may hold none twice
-        return jax.tree.unflatten(structure, [jnp.array(False) for _ in gradients])
-    return jax.tree.unflatten(structure, [~each for each in finite])
+        return replace_gradients(tree, [jnp.array(False) for _ in gradients])
+    return replace_gradients(tree, [~each for each in finite])
 
 
 def last_flags(flags: Any, new: Any, grads_finite: jax.Array) -> Any:

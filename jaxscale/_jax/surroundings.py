@@ -1,8 +1,11 @@
 """What surrounds an equation: refs, mesh axes, source lines, scopes and the frames of JAX."""
 
+import contextlib
+import copy
+import functools
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -42,6 +45,18 @@ def vary(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
         return array
     lax: Any = jax.lax  # JAX 0.6 calls it `pvary`
     return lax.pcast(array, more, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, more)
+
+
+def axes_of_devices() -> tuple[Any, ...]:
+    """Returns the named axes along which this code runs on several devices, each for itself.
+
+    These are the manual axes of `shard_map`, and the axis of `pmap`. Before JAX 0.8 those of
+    `vmap(axis_name=...)` are among them: there the index along an axis is batched.
+    """
+    if jax.__version_info__ < (0, 8):  # since then a `pmap` is a `shard_map`
+        core: Any = jax.core
+        return tuple(core.unsafe_get_axis_names_DO_NOT_USE())
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
@@ -106,6 +121,74 @@ def frames(eqn: JaxprEqn) -> Iterator[tuple[str, int, str]]:
         if name in _TRACING:
             return
         yield frame.file_name, frame.line_num, name
+
+
+@contextlib.contextmanager
+def keep_lines_of_rules(is_users_file: Callable[[str], bool]) -> Iterator[None]:
+    """Inside of this context, the equations of a user's backward rule keep their own lines.
+
+    JAX gives all that a rule of a `custom_vjp` function computes the line that calls the function.
+    Only functions that are traced in here are affected, and only in their source lines.
+    """
+    call = jax.custom_vjp.__call__
+
+    @functools.wraps(call)
+    def call_with_lines(function: Any, *args: Any, **kwargs: Any) -> Any:
+        # Of a library's rule no line is the user's, so the line of the call says more.
+        if _is_written_in(function.bwd, is_users_file):
+            function = copy.copy(function)
+            function.bwd = _with_own_lines(function.bwd)
+        return call(function, *args, **kwargs)
+
+    jax.custom_vjp.__call__ = call_with_lines
+    try:
+        yield
+    finally:
+        jax.custom_vjp.__call__ = call
+
+
+def _with_own_lines(rule: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(rule)
+    def rule_with_own_lines(*args: Any, **kwargs: Any) -> Any:
+        scopes = source_info_util.current_name_stack()
+        with source_info_util.user_context(_NoTraceback(), name_stack=scopes):
+            return rule(*args, **kwargs)
+
+    return rule_with_own_lines
+
+
+class _NoTraceback:
+    """In place of a traceback that is given it makes JAX take the present one: it is false.
+
+    `None` would not do: it leaves the one that was given before.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+    def as_python_traceback(self) -> None:
+        """Returns nothing to add to an error's traceback, which has the lines itself."""
+
+
+def _is_written_in(rule: Any, is_users_file: Callable[[str], bool]) -> bool:
+    """Returns whether a rule, or what a library wraps into one, is a function of a user's file."""
+    while hasattr(rule, "__wrapped__") or isinstance(rule, functools.partial):
+        rule = rule.func if isinstance(rule, functools.partial) else rule.__wrapped__
+    code = getattr(rule, "__code__", None)
+    if code is None:
+        return False
+    if is_users_file(code.co_filename):
+        return True
+    cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or () if _is_set(cell)]
+    codes = [getattr(each, "__code__", None) for each in cells]
+    return any(is_users_file(each.co_filename) for each in codes if each is not None)
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # the variable has no value yet
+        return False
 
 
 _FOLDER = os.path.join(os.path.dirname(jax.__file__), "")

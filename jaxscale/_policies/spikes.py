@@ -1,13 +1,14 @@
-"""The rule by which a finite step is skipped: its loss or gradient norm stands out.
+"""The rule that skips finite steps whose loss or gradient norm stands out.
 
-A window of the last losses and one of the last norms are judged alike, each by itself. All is done
-in float32, on windows that are scaled to about 1 first: their squares would overflow else, and a
-single 1e30 would hide every spike until it leaves the window.
+The last losses are kept in one window and the last gradient norms in another, and each new value is
+judged by its own window. All arithmetic is in float32, on windows that are first scaled to about 1.
+Otherwise their squares would overflow, and a single 1e30 would hide every spike until it has left
+the window.
 """
 
 import dataclasses
 import numbers
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,41 +17,70 @@ import optax
 from .._state.optimizer import SpikeState
 from .._trees.checks import int32
 from .._trees.tree import tree_where
+from .level import BLOCK, PAST, count_blind_step, follow_level
 
-# The standard deviation is at least this part of the mean: float32 has about 1e-7.
-_LEAST = 1e-6
-# An entry stands at most this many thresholds away from the mean.
-_REACH = 5.0
-# From so many entries on that holds before anything is judged: an early spike would hide others.
-_FEW = 4
+# The standard deviation counts as at least this part of the mean: float32 resolves about 1e-7.
+_MIN_RELATIVE_STD = 1e-6
+
+# A value further from the mean than this many times the distance of the threshold is clipped as it
+# enters its window.
+_CLIP_FACTOR = 5.0
+
+# Values are clipped from this many entries on, even before any is judged: an early spike would hide
+# others.
+_MIN_CLIP_HISTORY = 4
+
+# From this spike of a row on, values enter as they are: with a full default window they then are
+# accepted in 6 more steps, however large they are.
+_FIRST_UNCLIPPED = 10
+
+
+class _Statistics(NamedTuple):
+    """The mean and the standard deviation of a window, both in multiples of `unit`."""
+
+    mean: jax.Array  # f32[]
+    std: jax.Array  # f32[], unbiased
+    num_entries: jax.Array  # i32[], how many entries they come from
+    unit: jax.Array  # f32[], a power of two
+    inverse_unit: jax.Array  # f32[]
+
+
+class _Judgement(NamedTuple):
+    """Whether a value is a spike, and what the state keeps of it."""
+
+    is_spike: jax.Array  # bool[]
+    window: jax.Array  # f32[window], with the value as its newest entry
+    num_entries: jax.Array  # i32[], how many the window has
+    threshold: jax.Array  # f32[], what the value had to exceed
+    deviation: jax.Array  # f32[], by how many standard deviations it stands above the mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpikeRule:
-    """A rule that skips steps which are finite, and bad: their loss or gradient norm stands out.
+    """Skips steps that are finite but bad: their loss or gradient norm stands out.
 
     Pass it as `spikes=` to `jaxscale.loss_scaled` or `jaxscale.skip_nonfinite`. A step is skipped
     if its loss, or the global norm of its gradients, exceeds the mean of the last `window` ones by
     more than `sigmas` standard deviations. Without a loss, a step is judged by its norm alone.
 
-    - Nothing is judged by a window that has fewer than `min_history` entries: by default the first
-      64 steps are taken as they are, and a spike among them is applied.
-    - A step that is not finite enters neither window; it is skipped by another rule.
-    - What stands more than `5 * sigmas` standard deviations from the mean enters as that, from the
-      fifth step on. So one spike does not hide the next, and a new level is accepted after a few
-      steps: with the defaults after 5 skipped steps where it is 100 standard deviations higher, 7
-      where it is 1000, and 12 where it is 100 000.
-    - The standard deviation counts as at least 1e-6 of the mean, and as half the spacing of numbers
-      in the dtype of the loss, so that rounding alone is never a spike. A window of zeros judges
-      nothing. A loss below zero is judged alike, and a low one is never a spike.
+    - A window judges nothing while it has fewer than `min_history` entries: by default the first 64
+      steps are taken as they are, and a spike among them is applied.
+    - A step that is not finite enters neither window; it is skipped anyway.
+    - From the fifth step on, a value more than `5 * sigmas` standard deviations from the mean is
+      clipped to that distance as it enters its window. So one spike does not hide the next, and a
+      new level is accepted after a few steps: with the defaults after 5 skipped steps where it is
+      100 standard deviations higher, 7 where it is 1000, and 12 where it is 100 000.
+    - The standard deviation counts as at least 1e-6 of the mean, and at least half the spacing of
+      numbers in the dtype of the loss, so that rounding alone is never a spike. A window of zeros
+      judges nothing. Losses below zero are judged in the same way. A low value is never a spike.
 
     Args:
       window: how many of the last steps are kept, at least 2.
       sigmas: how many standard deviations above the mean a step may stand, above 0 and at most
         1e6. Norms are often far from a normal distribution: with a logarithm whose standard
         deviation is 0.3, 0.6 or 1, the default takes 3, 22 or 57 of 10 000 good steps for spikes.
-      min_history: from how many entries on a window judges, from 2 to `window`; by default from
-        half of it.
+      min_history: how many entries a window must have before it judges, from 2 to `window`; by
+        default half of `window`.
 
     Raises:
       ValueError: if an argument is out of range.
@@ -71,105 +101,179 @@ class SpikeRule:
       False
 
     References:
-      OLMo-core's `SkipStepOptimizer`, which `jaxscale.presets.olmo` follows to the letter. Its
-      spikes enter the windows as they are.
+      OLMo-core's `SkipStepOptimizer`, which `jaxscale.presets.olmo` follows to the letter. There,
+      spikes enter the windows unclipped.
     """
 
     window: int = 128
     sigmas: float = 6.0
     min_history: int | None = None
 
-    _is_guarded: ClassVar[bool] = True  # against constant windows, and spikes that hide others
+    # Whether windows are guarded against constant entries, and against spikes that hide others.
+    _is_guarded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         call = type(self).__name__
-        object.__setattr__(self, "window", int32(call, "window", self.window, least=2))
-        object.__setattr__(self, "sigmas", check_sigmas(call, "sigmas", self.sigmas))
-        if self.min_history is not None:
-            min_history = int32(call, "min_history", self.min_history, least=2)
-            if min_history > self.window:
-                raise ValueError(
-                    f"`{call}(min_history=...)` must be at most window={self.window}, got "
-                    f"{min_history}: no step would ever be judged."
-                )
-            object.__setattr__(self, "min_history", min_history)
+        window = int32(call, "window", self.window, least=2)
+        sigmas = check_sigmas(call, "sigmas", self.sigmas)
+        # A frozen dataclass does not allow plain assignment.
+        object.__setattr__(self, "window", window)
+        object.__setattr__(self, "sigmas", sigmas)
+        if self.min_history is None:
+            return
+        min_history = int32(call, "min_history", self.min_history, least=2)
+        if min_history > window:
+            raise ValueError(
+                f"`{call}(min_history=...)` must be at most window={window}, got "
+                f"{min_history}: no step would ever be judged."
+            )
+        object.__setattr__(self, "min_history", min_history)
 
     def init(self) -> SpikeState:
         """Returns the initial state: both windows are empty."""
-        zeros = [jnp.zeros((self.window,), jnp.float32) for _ in range(2)]
-        counts = [jnp.zeros((), jnp.int32) for _ in range(4)]
-        thresholds = [jnp.full((), jnp.inf, jnp.float32) for _ in range(2)]
-        deviations = [jnp.zeros((), jnp.float32) for _ in range(2)]
-        return SpikeState(*zeros, *counts, *thresholds, *deviations)
+        # Each field has an array of its own, as a donated state may not hold a buffer twice.
+        return SpikeState(
+            losses=jnp.zeros((self.window,), jnp.float32),
+            grad_norms=jnp.zeros((self.window,), jnp.float32),
+            loss_count=jnp.zeros((), jnp.int32),
+            norm_count=jnp.zeros((), jnp.int32),
+            total_spikes=jnp.zeros((), jnp.int32),
+            spike_count=jnp.zeros((), jnp.int32),
+            loss_threshold=jnp.full((), jnp.inf, jnp.float32),
+            norm_threshold=jnp.full((), jnp.inf, jnp.float32),
+            loss_deviation=jnp.zeros((), jnp.float32),
+            norm_deviation=jnp.zeros((), jnp.float32),
+            total_norm_overflows=jnp.zeros((), jnp.int32),
+            cooldown=jnp.zeros((), jnp.int32),
+            level_count=jnp.zeros((), jnp.int32),
+            level_threshold=jnp.full((), jnp.inf, jnp.float32),
+            recent_losses=jnp.zeros((BLOCK,), jnp.float32),
+            past_levels=jnp.zeros((PAST,), jnp.float32),
+            level_steps=jnp.zeros((), jnp.int32),
+            past_count=jnp.zeros((), jnp.int32),
+        )
 
     def judge(
         self, state: SpikeState, loss: Any, grad_norm: Any, finite: Any
     ) -> tuple[jax.Array, SpikeState]:
-        """Returns whether a step is a spike, and the state of the next step.
+        """Judges whether a step is a spike, and returns that with the next state.
 
         Args:
           state: the state of this step.
           loss: the loss, a floating scalar. If it is `None`, the window of losses stays as it is.
-          grad_norm: the global norm of the gradients, a floating scalar; inf if the squares of
-            finite gradients overflow, which is a spike where steps are judged.
-          finite: a `bool[]`, whether the gradients and the loss are finite. If not, the step is no
-            spike, and the state stays as it is.
+          grad_norm: the global norm of the gradients, a floating scalar. It is inf if the squares
+            of finite gradients overflow; that is a spike once steps are judged.
+          finite: a `bool[]`, whether the gradients and the loss are finite. If not, the step is not
+            a spike, and the state stays as it is.
 
         Returns:
           A `bool[]`, and the next state with the shapes and dtypes of `state`.
         """
-        is_spike, *norm = self._look(state.grad_norms, state.norm_count, grad_norm)
-        fields = ("grad_norms", "norm_count", "norm_threshold", "norm_deviation")
-        seen = state._replace(**dict(zip(fields, norm, strict=True)))
-        if loss is not None:
-            is_high, *value = self._look(state.losses, state.loss_count, loss)
-            is_spike |= is_high
-            fields = ("losses", "loss_count", "loss_threshold", "loss_deviation")
-            seen = seen._replace(**dict(zip(fields, value, strict=True)))
-        one_more = optax.safe_increment
-        seen = seen._replace(
-            total_spikes=jnp.where(is_spike, one_more(state.total_spikes), state.total_spikes),
-            spike_count=jnp.where(is_spike, one_more(state.spike_count), 0),
+        # From here on the reach of a spike is the same for both.
+        reach = self._find_reach(state)
+        norm = self._judge_value(grad_norm, state.grad_norms, state.norm_count, reach)
+        is_spike = norm.is_spike
+        next_state = state._replace(
+            grad_norms=norm.window,
+            norm_count=norm.num_entries,
+            norm_threshold=norm.threshold,
+            norm_deviation=norm.deviation,
         )
-        return is_spike & finite, tree_where(finite, seen, state)
+        if loss is None:
+            next_state = count_blind_step(next_state)
+        else:
+            judgement = self._judge_value(loss, state.losses, state.loss_count, reach)
+            is_spike |= judgement.is_spike
+            next_state = next_state._replace(
+                losses=judgement.window,
+                loss_count=judgement.num_entries,
+                loss_threshold=judgement.threshold,
+                loss_deviation=judgement.deviation,
+            )
+            next_state = follow_level(
+                next_state,
+                jnp.asarray(loss).astype(jnp.float32),
+                min_relative_deviation=_min_relative_std(jnp.result_type(loss)),
+            )
 
-    def _look(self, window: jax.Array, count: jax.Array, value: Any) -> tuple[jax.Array, ...]:
-        """Judges a value by its window, and puts it there.
-
-        Returns whether it is a spike, and then what a state keeps: the window, how many entries it
-        has, the threshold and the deviation.
-        """
-        (mean, std, filled, unit, per_unit), dtype = _measure(window, count), jnp.result_type(value)
-        value = jnp.asarray(value).astype(jnp.float32)
-        scaled = value * per_unit  # may be inf, which compares right
-        history = max(2, self.window // 2) if self.min_history is None else self.min_history
-        entry, judged = value, filled >= history
+        is_judged = jnp.asarray(finite)
+        norm_overflows = jnp.zeros((), jnp.bool_)
         if self._is_guarded:
-            # Constant entries have some deviation, too; zeros say nothing of how large a value is.
-            is_floating = jnp.issubdtype(dtype, jnp.floating)
-            least = max(_LEAST, float(jnp.finfo(dtype).eps) / 2) if is_floating else _LEAST
-            std = jnp.maximum(std, least * jnp.abs(mean))
-            judged &= std > 0
-            # What stands far out would hide all that follow; below the mean, too.
-            reach = _REACH * (self.sigmas * std)
-            inside = jnp.clip(scaled, mean - reach, mean + reach)
-            is_level = judged | ((filled >= _FEW) & (std > 0))
-            entry = jnp.where(is_level & (inside != scaled), inside * unit, value)
+            # There is nothing to learn: a norm of 0 is not a norm to judge others by.
+            is_judged &= jnp.asarray(grad_norm) != 0
+            # Adam's second moment would be inf for good.
+            norm_overflows = ~jnp.isfinite(grad_norm)
+            is_spike |= norm_overflows
+        total_spikes = optax.safe_increment(state.total_spikes)
+        spike_count = optax.safe_increment(state.spike_count)
+        overflows = optax.safe_increment(state.total_norm_overflows)
+        next_state = next_state._replace(
+            total_spikes=jnp.where(is_spike, total_spikes, state.total_spikes),
+            spike_count=jnp.where(is_spike, spike_count, 0),
+            total_norm_overflows=jnp.where(norm_overflows, overflows, state.total_norm_overflows),
+            cooldown=jnp.where(is_spike, self.window, jnp.maximum(state.cooldown, 1) - 1),
+        )
+        return is_spike & is_judged, tree_where(is_judged, next_state, count_blind_step(state))
+
+    def _find_reach(self, state: SpikeState) -> jax.Array:
+        """Returns how far above the mean a spike enters its window, in multiples of `sigmas`."""
+        row = jnp.minimum(state.spike_count, _FIRST_UNCLIPPED - 1)
+        of_row = jnp.maximum(_CLIP_FACTOR, _CLIP_FACTOR ** row.astype(jnp.float32))
+        of_row = jnp.where(row + 1 < _FIRST_UNCLIPPED, of_row, jnp.inf)
+        return jnp.where(state.cooldown == 0, 1.0, of_row)
+
+    def _judge_value(
+        self, value: Any, window: jax.Array, count: jax.Array, spike_reach: jax.Array
+    ) -> _Judgement:
+        """Judges a value by the window of the last ones, and enters it there."""
+        dtype = jnp.result_type(value)
+        statistics = _measure(window, count)
+        mean = statistics.mean
+        std = statistics.std
+        value = jnp.asarray(value).astype(jnp.float32)
+        # In multiples of the unit, as the statistics are. It may be inf, which compares correctly.
+        scaled = value * statistics.inverse_unit
+
+        min_history = self.min_history
+        if min_history is None:
+            min_history = max(2, self.window // 2)
+        is_judged = statistics.num_entries >= min_history
+        entry = value
+        if self._is_guarded:
+            # Equal entries would make any other value a spike.
+            std = jnp.maximum(std, _min_relative_std(dtype) * jnp.abs(mean))
+            distance = self.sigmas * std
+            # Zeros alone do not say how large a value may be.
+            is_judged &= distance > 0
+            # A value far above the mean, or far below, would hide the spikes that follow.
+            highest = mean + jnp.where(is_judged, spike_reach, _CLIP_FACTOR) * distance
+            lowest = mean - _CLIP_FACTOR * distance
+            clipped = jnp.clip(scaled, lowest, highest)
+            has_history = statistics.num_entries >= _MIN_CLIP_HISTORY
+            may_clip = is_judged | (has_history & (distance > 0))
+            is_clipped = may_clip & (clipped != scaled)
+            entry = jnp.where(is_clipped, clipped * statistics.unit, value)
+
         threshold = mean + self.sigmas * std
-        enters = jnp.isfinite(entry)  # a norm of inf from finite gradients, before it is judged
-        moved = jnp.concatenate([window[1:], entry[None]])
-        return (
-            judged & (scaled > threshold),
-            jnp.where(enters, moved, window),
-            jnp.where(enters, jnp.minimum(count, self.window - 1) + 1, count),
-            jnp.where(judged, threshold * unit, jnp.inf),
-            jnp.where(judged, (scaled - mean) / jnp.where(judged, std, 1.0), 0.0),
+        is_spike = is_judged & (scaled > threshold)
+        # The norm of finite gradients may be inf. It is no level that others could be judged by.
+        enters = jnp.isfinite(value)
+        next_window = jnp.concatenate([window[1:], entry[None]])
+        next_count = jnp.minimum(count, self.window - 1) + 1
+        safe_std = jnp.where(is_judged, std, 1.0)
+        deviation = (scaled - mean) / safe_std
+        return _Judgement(
+            is_spike=is_spike,
+            window=jnp.where(enters, next_window, window),
+            num_entries=jnp.where(enters, next_count, count),
+            threshold=jnp.where(is_judged, threshold * statistics.unit, jnp.inf),
+            deviation=jnp.where(is_judged, deviation, 0.0),
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OlmoSpikeRule(SpikeRule):
-    """A `SpikeRule` without what that adds to OLMo's: see `jaxscale.presets.olmo`."""
+    """OLMo's rule, without the guards that `SpikeRule` adds: see `jaxscale.presets.olmo`."""
 
     _is_guarded: ClassVar[bool] = False
 
@@ -186,48 +290,67 @@ def check_spikes(call: str, spikes: Any) -> SpikeRule | None:
 
 def check_sigmas(call: str, name: str, sigmas: Any) -> float:
     """Returns a number of standard deviations as a Python float, or raises an error."""
-    given = (
+    message = (
         f"`{call}({name}=...)` must be a number above 0 and at most 1e6, got {sigmas!r}. It is "
         "how many standard deviations above the mean a step may stand: pass 6.0, or leave "
         "`spikes` out to skip no finite step."
     )
     if not isinstance(sigmas, numbers.Real):
-        raise TypeError(given)
+        raise TypeError(message)
     number = float(sigmas)
     if isinstance(sigmas, bool) or not 0 < number <= 1e6:
-        raise ValueError(given)
+        raise ValueError(message)
     return number
 
 
-def _measure(window: jax.Array, count: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the mean and the unbiased standard deviation of the entries of a window.
+def _min_relative_std(dtype: Any) -> float:
+    """Returns the least standard deviation of values of a dtype, as a part of their mean."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return _MIN_RELATIVE_STD
+    half_spacing = float(jnp.finfo(dtype).eps) / 2
+    return max(_MIN_RELATIVE_STD, half_spacing)
 
-    Both are in units of a power of two; how many entries there are, the unit and its inverse
-    follow. The passes are two, with the newest entry as the origin: exact for a constant window,
-    where a sum of 128 numbers is off by several roundings.
-    """
+
+def _measure(window: jax.Array, count: jax.Array) -> _Statistics:
+    """Measures the mean and the standard deviation of the `count` newest entries of a window."""
     length = window.shape[0]
-    # A restored window may hold what is not finite, which would make all of it useless.
-    entries = (jnp.arange(length, dtype=jnp.int32) >= length - count) & jnp.isfinite(window)
-    filled = jnp.sum(entries, dtype=jnp.int32)
-    unit, per_unit = _powers_of_two(jnp.max(jnp.where(entries, jnp.abs(window), 0.0)))
-    newest = window[-1] * per_unit
-    offsets = jnp.where(entries, window * per_unit - newest, 0.0)
-    number = jnp.maximum(filled, 2).astype(jnp.float32)
-    mean = jnp.sum(offsets) / number
-    squares = jnp.where(entries, jnp.square(offsets - mean), 0.0)
-    std = jnp.sqrt(jnp.sum(squares) / (number - 1))
-    return newest + mean, std, filled, unit, per_unit
+    positions = jnp.arange(length, dtype=jnp.int32)
+    # A restored window may hold an inf or a NaN, which would spoil both results.
+    is_entry = (positions >= length - count) & jnp.isfinite(window)
+    num_entries = jnp.sum(is_entry, dtype=jnp.int32)
+    sizes = jnp.where(is_entry, jnp.abs(window), 0.0)
+    unit, inverse_unit = _round_down_to_power_of_two(jnp.max(sizes))
+
+    # Take two passes, with the newest entry as the origin. This is exact for equal entries, where
+    # the sum of 128 numbers would be off by several roundings.
+    scaled = jnp.where(is_entry, window * inverse_unit, 0.0)
+    origin = scaled[jnp.max(jnp.where(is_entry, positions, 0))]
+    offsets = jnp.where(is_entry, scaled - origin, 0.0)
+    # At least 2, as the variance is divided by one less.
+    divisor = jnp.maximum(num_entries, 2).astype(jnp.float32)
+    mean = jnp.sum(offsets) / divisor
+    squares = jnp.where(is_entry, jnp.square(offsets - mean), 0.0)
+    std = jnp.sqrt(jnp.sum(squares) / (divisor - 1))
+    return _Statistics(
+        mean=origin + mean,
+        std=std,
+        num_entries=num_entries,
+        unit=unit,
+        inverse_unit=inverse_unit,
+    )
 
 
-def _powers_of_two(size: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _round_down_to_power_of_two(size: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the largest power of two up to `size`, and its inverse, both normal numbers.
 
-    From the bits, as a logarithm is rounded, and division is not exact on every device.
+    They are made from bits: a logarithm is rounded, and a division is not exact on every device.
     """
-    one = 127 << 23  # the bits of 1.0: its exponent in the upper part, no fraction in the lower
-    bits = jax.lax.bitcast_convert_type(size, jnp.int32) & (0xFF << 23)
-    bits = jnp.clip(bits, 1 << 23, 2 * one - (1 << 23))
-    both = jnp.stack([bits, 2 * one - bits])
-    unit, per_unit = jax.lax.bitcast_convert_type(both, jnp.float32)
-    return unit, per_unit
+    exponent_mask = 0xFF << 23
+    smallest = 1 << 23  # the bits of the smallest normal number
+    # The bits of a power of two and those of its inverse add up to twice the bits of 1.0.
+    total = 2 * (127 << 23)
+    bits = jax.lax.bitcast_convert_type(size, jnp.int32) & exponent_mask
+    bits = jnp.clip(bits, smallest, total - smallest)
+    both = jnp.stack([bits, total - bits])
+    power, inverse = jax.lax.bitcast_convert_type(both, jnp.float32)
+    return power, inverse

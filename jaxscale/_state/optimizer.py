@@ -31,6 +31,14 @@ class LossScaledState(NamedTuple):
       backoff_count: `i32[]`, how often an overflow lowered the scale since it last grew. Several
         falls in a row of skipped steps count as one, and those of the first 25 steps do not
         count: a scale that comes down from a high start does not decay.
+      skip_rate: `f32[]`, the recent share of steps that were skipped, spikes among them: an
+        exponential mean over about a thousand steps, from 0. Each growth of the scale takes back
+        the overflow that it leads to, so that a policy which grows every few steps, and falls as
+        often, has a rate of about 0. With accumulation it is the share of micro-batches that were
+        lost, over a thousand steps of the optimizer; a window that leads to no step loses all of
+        its own.
+      row_notfinite_loss: `i32[]`, steps among the `notfinite_count` whose loss itself was not
+        finite.
       spikes: with `spikes=SpikeRule()` a `jaxscale.SpikeState`, which counts the steps that were
         skipped because they stood out. Otherwise `None`.
       nonfinite_leaves: with `track_leaves=True` the leaves that the last overflow was in: a
@@ -61,6 +69,8 @@ class LossScaledState(NamedTuple):
     total_retries: jax.Array  # i32[]
     total_exhausted: jax.Array  # i32[]
     backoff_count: jax.Array  # i32[]
+    skip_rate: jax.Array  # f32[]
+    row_notfinite_loss: jax.Array  # i32[]
     spikes: Any = None  # SpikeState or None
     nonfinite_leaves: Any = None
     grad_norm: Any = None  # f32[] or None
@@ -123,14 +133,26 @@ class SpikeState(NamedTuple):
       loss_count: `i32[]`, how many entries `losses` has, up to `window`.
       norm_count: `i32[]`, how many entries `grad_norms` has, up to `window`.
       total_spikes: `i32[]`, steps skipped as spikes since `init`.
-      spike_count: `i32[]`, spikes in a row, up to now. Steps that were not finite do not end the
-        row, as they say nothing of the level.
-      loss_threshold: `f32[]`, what the loss of the last finite step had to exceed to be a spike;
-        inf if it was not judged.
+      spike_count: `i32[]`, spikes in a row, up to now. Steps that were not finite, or whose norm
+        was 0, do not end the row, as they say nothing of the level.
+      loss_threshold: `f32[]`, what the loss of the last judged step had to exceed to be a spike;
+        inf if there were too few to judge by.
       norm_threshold: `f32[]`, the same for the norm.
-      loss_deviation: `f32[]`, by how many standard deviations the loss of the last finite step
-        stood above the mean; 0 if it was not judged.
+      loss_deviation: `f32[]`, by how many standard deviations the loss of the last judged step
+        stood above the mean; 0 if there were too few to judge by.
       norm_deviation: `f32[]`, the same for the norm.
+      total_norm_overflows: `i32[]`, those of `total_spikes` whose gradients were finite, but so
+        large that their norm was not.
+      cooldown: `i32[]`, for how many more steps a spike is not the only one of a window.
+      level_count: `i32[]`, for how many steps in a row the level of the loss has stood above that
+        of its past, skipped steps included; 0 if it does not. The level is the median of the
+        last 8 losses.
+      level_threshold: `f32[]`, what the level must exceed; inf while the past is not known.
+      recent_losses: `f32[8]`, the last losses as they were, the newest at the end.
+      past_levels: `f32[64]`, the levels of the past, one for each 8 steps, the newest at the end.
+        A level that stands above them does not enter.
+      level_steps: `i32[]`, how many losses there were since a level last could enter, up to 7.
+      past_count: `i32[]`, how many entries `past_levels` has, up to 64.
 
     Counters stay at their largest value instead of wrapping around.
 
@@ -150,6 +172,14 @@ class SpikeState(NamedTuple):
     norm_threshold: jax.Array  # f32[]
     loss_deviation: jax.Array  # f32[]
     norm_deviation: jax.Array  # f32[]
+    total_norm_overflows: jax.Array  # i32[]
+    cooldown: jax.Array  # i32[]
+    level_count: jax.Array  # i32[]
+    level_threshold: jax.Array  # f32[]
+    recent_losses: jax.Array  # f32[8]
+    past_levels: jax.Array  # f32[64]
+    level_steps: jax.Array  # i32[]
+    past_count: jax.Array  # i32[]
 
 
 # The states of windows, which count the steps of the optimizer under the same names.

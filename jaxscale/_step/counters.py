@@ -1,5 +1,6 @@
 """The counters of a step: what happened, so that nothing has to wait for the host."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -7,10 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.verdict import Verdict
+from .._policies.base import CheckedLossScale, LossScale
 from .._state.optimizer import LossScaledState
 
 # The first steps, in which a scale comes down from its start: their falls do not count.
 _FIRST_STEPS = 25
+# After how many steps of the optimizer `skip_rate` has forgotten most of a skipped one.
+_MEMORY = 1000.0
 
 
 class Retries(NamedTuple):
@@ -22,8 +26,18 @@ class Retries(NamedTuple):
 
 def zero_counters() -> dict[str, jax.Array]:
     """Returns the counters of a first state, each in a buffer of its own, for donation."""
-    names = (name for name in LossScaledState._fields if "total_" in name or "_count" in name)
-    return {"step_applied": jnp.array(True), **{name: jnp.array(0, jnp.int32) for name in names}}
+    return {
+        "step_applied": jnp.array(True),
+        "notfinite_count": jnp.array(0, jnp.int32),
+        "total_notfinite": jnp.array(0, jnp.int32),
+        "total_notfinite_loss": jnp.array(0, jnp.int32),
+        "total_steps": jnp.array(0, jnp.int32),
+        "total_retries": jnp.array(0, jnp.int32),
+        "total_exhausted": jnp.array(0, jnp.int32),
+        "backoff_count": jnp.array(0, jnp.int32),
+        "skip_rate": jnp.array(0, jnp.float32),
+        "row_notfinite_loss": jnp.array(0, jnp.int32),
+    }
 
 
 def count_step(
@@ -55,6 +69,9 @@ def count_step(
         notfinite_count=jnp.where(finite, 0, optax.safe_increment(state.notfinite_count)),
         total_notfinite=increment_if(~finite, state.total_notfinite),
         total_notfinite_loss=increment_if(~verdict.loss_finite, state.total_notfinite_loss),
+        row_notfinite_loss=jnp.where(
+            finite, 0, increment_if(~verdict.loss_finite, state.row_notfinite_loss)
+        ),
         total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
     )
 
@@ -74,6 +91,52 @@ def _count_backoffs(
     # Several falls in a row of skipped steps count as one.
     counts = falls & state.step_applied & (state.total_steps >= _FIRST_STEPS)
     return jnp.where(new > start, 0, increment_if(counts, state.backoff_count))
+
+
+def move_skip_rate(
+    rate: jax.Array,
+    policy: LossScale,
+    before: Any,
+    after: Any,
+    lost: jax.Array,
+    part: Any,
+    *,
+    retries: bool,
+) -> jax.Array:
+    """Returns `skip_rate` after one more step, in which the scale moved.
+
+    A growth that goes too far costs an overflow, and the scale falls back. A run in which that is
+    all that happens is healthy, however often its policy grows: each growth takes back as many
+    skipped steps as it takes to undo it. So only skips at a scale that did not grow add up.
+
+    Args:
+      rate: that of the last step, an `f32[]`.
+      policy: how the scale moves.
+      before: the scale state of this step.
+      after: that of the next step.
+      lost: how many steps were lost, an `f32[]`: 1 if this one was skipped, otherwise 0; with
+        micro-batches, maybe more.
+      part: which part of a step of the optimizer this was, an `f32[]` or a number.
+      retries: whether overflows are repeated, so that none of them costs a step.
+    """
+    net = lost
+    # A policy that follows the gradients also grows after it fell without an overflow.
+    if not (policy.needs_largest or retries):
+        grows = after.loss_scale > before.loss_scale
+        ratio = jnp.where(grows, after.loss_scale / before.loss_scale, 1.0)
+        # From 0, NaN and inf, as another scaler may have left them, a scale does not grow.
+        binades = jnp.where(jnp.isfinite(ratio), jnp.log2(ratio), 0.0)
+        net -= binades * _skips_per_binade(policy)
+    return jnp.clip(rate + part * (net - rate) / _MEMORY, 0.0, 1.0)
+
+
+def _skips_per_binade(policy: LossScale) -> float:
+    """Returns how many skipped steps it takes a policy to halve its scale."""
+    if not isinstance(policy, CheckedLossScale):  # a name may mean something else in others
+        return 1.0
+    backoff_factor = getattr(policy, "backoff_factor", 0.5)
+    hysteresis = getattr(policy, "hysteresis", 1)
+    return hysteresis / -math.log2(backoff_factor)
 
 
 def increment_if(event: jax.Array, counter: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from .._trees.tree import (
     combine,
     holds_overwrites,
     overwrite,
-    partition,
+    trained_params,
     tree_where,
     zero_overwrites,
 )
@@ -99,9 +99,9 @@ def apply_step(
 ) -> tuple[Any, Any]:
     """Returns the parameters and the state after one step, given a state that was checked."""
     # Leaves without a gradient go around the step, as only arrays can be selected and compiled.
-    trained, rest = partition(params, made.grads.grads)
+    trained = trained_params(params, made.grads.grads)
     trained, state = optimizer.apply(made, opt_state, trained, extra_args)
-    return combine(trained, rest), state
+    return combine(trained, params), state
 
 
 def check_same_optimizer(

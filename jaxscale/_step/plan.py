@@ -19,7 +19,7 @@ from .._jax import is_told_apart
 from .._state.find import is_loss_scaled
 from .._trees.checks import int32, one_of, with_article
 from .._trees.leaf import dtype_of, is_array_like, is_inexact
-from .._trees.tree import cast, leaf_name, map_gradients, partition, widen
+from .._trees.tree import cast, leaf_name, map_gradients, trained_params, widen
 from .optimizer import Optimizer
 from .retry import BackwardResult, repeat_backward, trace_once
 from .wrapper import Wrapper
@@ -217,7 +217,7 @@ def _like(call: str, grads: Any, old: Any, params: Any) -> Any:
             )
         return cast(new, dtype_of(grad))
 
-    params = partition(params, old)[0]
+    params = trained_params(params, old)
     params = params if jax.tree.structure(params) == structures[0] else old
     return jax.tree_util.tree_map_with_path(check, old, grads, params)
 

@@ -12,15 +12,18 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from .._trees.call import Flat, Leaves
+from .._trees.leaf import is_array_like
 from .._trees.tree import cast, map_gradients, tree_where
 
 
 def step_if(
     pred: jax.Array, step: Callable[[Any], Any], operand: Any, skipped: Callable[[Any], Any]
 ) -> Any:
-    """Returns `step(operand)` if `pred` holds, and otherwise `skipped` of a tree like that.
+    """Returns `step(operand)` if `pred` holds, and otherwise `skipped` of a tuple like that.
 
-    The operand may be non-finite if `pred` does not hold. `step` is traced once.
+    The operand may be non-finite if `pred` does not hold. `step` returns a tuple, and is traced
+    once. Each element of the tuple that `skipped` gets is a tree, or `Leaves` with types.
     """
 
     def select(branches: jax.Array, step: Callable[[Any], Any]) -> Any:
@@ -42,11 +45,14 @@ def step_if(
         # Nothing is traced: each operation runs by itself, under `vmap` too. So `step` rounds as
         # it does when called alone, and nothing is compiled for a single call.
         return select(jnp.array(False), step)
-    step = jax.jit(step)  # traced once, for its avals and for the branch
-    kept = skipped(jax.eval_shape(step, operand))
 
     def branch(operand: Any) -> Any:
-        return jax.lax.cond(pred | ~branches, lambda: step(operand), lambda: kept)
+        flat = Flat(step, (operand,), {}, "step")
+        compiled = jax.jit(flat)  # traced once, for its types and for the branch
+        kept = skipped(tuple(flat.parts(jax.make_jaxpr(compiled)(*flat.arrays).out_avals)))
+        return jax.lax.cond(
+            pred | ~branches, lambda: flat.restored(compiled(*flat.arrays)), lambda: kept
+        )
 
     return select(branches, branch)
 
@@ -67,12 +73,12 @@ def _zeros(tree: Any) -> Any:
 def no_updates(like: Any, grads: Any) -> Any:
     """Returns updates that change nothing, of the types of `like`, on the mesh axes of `grads`."""
     sources = jax.tree.leaves(grads)
-    leaves, structure = jax.tree.flatten(like)
+    leaves, structure = like if isinstance(like, Leaves) else jax.tree.flatten(like)
     pairs = sources if structure == jax.tree.structure(grads) else [None] * len(leaves)
     made: dict[Any, jax.Array] = {}  # one array for each type
 
     def no_update(leaf: Any, grad: Any) -> jax.Array:
-        own = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        own = jax.typeof(leaf) if is_array_like(leaf) else leaf  # a type, in `Leaves`
         key = own, None if grad is None else jax.typeof(grad)
         if key not in made:
             made[key] = _no_update(leaf, grad, sources)

@@ -51,6 +51,12 @@ class EachStep:
     def lets_scale_move(self, verdict: Any, grads_finite: jax.Array, stepped: jax.Array) -> Any:
         return verdict.loss_finite  # a bad loss says nothing about the scale
 
+    def find_part(self, filled: Any) -> float:
+        return 1.0
+
+    def count_lost(self, filled: Any, applied: jax.Array, stepped: jax.Array) -> jax.Array:
+        return (~applied).astype(jnp.float32)
+
 
 @dataclasses.dataclass(frozen=True)
 class Window:
@@ -150,9 +156,22 @@ class Window:
             return verdict.loss_finite
         return verdict.loss_finite & (stepped | ~grads_finite)
 
+    def find_part(self, state: MultiStepsState) -> jax.Array:
+        """Returns which part of a step of the optimizer a micro-batch is."""
+        return 1 / self._length(state).astype(jnp.float32)
+
+    def count_lost(
+        self, state: MultiStepsState, applied: jax.Array, stepped: jax.Array
+    ) -> jax.Array:
+        """Returns how many micro-batches were lost: this one, or a whole window at its end."""
+        full = state.mini_step >= self._length(state)
+        wasted = jnp.where(full & ~stepped, state.counted, 0)  # good ones that led to no step
+        return (~applied).astype(jnp.float32) + wasted.astype(jnp.float32)
+
     def _length(self, state: MultiStepsState) -> jax.Array:
         length = self.length(state.gradient_step) if callable(self.length) else self.length
-        return jnp.asarray(length, jnp.int32)
+        # A window below 1 would divide its gradients by 0, and lose them.
+        return jnp.maximum(jnp.asarray(length, jnp.int32), 1)
 
 
 def saturate(x: jax.Array) -> jax.Array:

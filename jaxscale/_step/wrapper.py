@@ -55,7 +55,8 @@ from .._trees.tree import (
     without_overwrites,
 )
 from .checks import check_devices_agree, check_loss, check_not_nested, check_state, check_state_kept
-from .counters import count_step, zero_counters
+from .counters import count_step, move_skip_rate, zero_counters
+from .report import report_skip
 from .retry import BackwardResult
 from .skip import no_updates, step_if
 from .window import EachStep, Ready, Window
@@ -74,6 +75,7 @@ class Wrapper:
     check_updates: bool = False
     track_leaves: bool = False
     spikes: SpikeRule | None = None
+    on_skip: Callable[[dict[str, Any]], Any] | None = None
     # The types that the last `init` was given and made: to trace it in each step again would take a
     # fifth as long as tracing plain Optax.
     last_init: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, compare=False)
@@ -220,17 +222,30 @@ class Wrapper:
         scaling = tree_where(moves, moved, start)
 
         counted = count_step(state, verdict, grads_finite, is_spike, scaling, retries)
+        skip_rate = move_skip_rate(
+            state.skip_rate,
+            self.policy,
+            before=start,
+            after=scaling,
+            lost=self.window.count_lost(window, counted.step_applied, stepped),
+            part=self.window.find_part(window),
+            retries=retries is not None,
+        )
         flags = state.nonfinite_leaves
         if flags is not None:
             new = flags_by_leaf(grads.divided, verdict.leaves_finite)
             flags = last_flags(flags, new, grads_finite)
-        return outcome, counted._replace(
+        next_state = counted._replace(
             scaling=scaling,
             inner_state=self.window.close(window, opt_state, stepped),
+            skip_rate=skip_rate,
             spikes=spikes,
             nonfinite_leaves=flags,
             grad_norm=norm,
         )
+        if self.on_skip is not None:
+            report_skip(self.on_skip, next_state)
+        return outcome, next_state
 
     def _update_inner(
         self,

@@ -28,6 +28,7 @@ def loss_scaled(
     check_updates: bool = False,
     track_leaves: bool = False,
     spikes: SpikeRule | None = None,
+    on_skip: Callable[[dict[str, Any]], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that skips non-finite steps and moves the loss scale.
 
@@ -62,6 +63,17 @@ def loss_scaled(
       spikes: a `jaxscale.SpikeRule`: a step is then also skipped if its loss, or the norm of its
         gradients, is finite and stands out among the last ones. The scale stays where it is. With
         `multi_steps` each micro-batch is judged by itself. This takes no extra pass.
+      on_skip: a function on the host, which is called with what `jaxscale.metrics` shows, as Python
+        numbers, after each step that was skipped, and nowhere else: for trainers that do not return
+        the state of their optimizer. It should be quick, and return nothing. Without it nothing of
+        this is in the program, and as long as nothing is skipped, nothing waits for the host. With
+        `train_step(retries=...)` a step counts once; with `multi_steps`, each micro-batch that was
+        skipped does. Under `vmap`, in whatever order with `scan`, it is called for each member of
+        the population that skipped, whose number is added as `"member"`. In `shard_map` and `pmap`
+        it is called once, by the first device, or by each one whose type says that it skips by
+        itself. Several calls may arrive in another order than that of the steps, which
+        `total_steps` tells. An exception in it surfaces later, as an error of the step or of
+        `jax.effects_barrier()`. `jax.export` cannot serialize such a program.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a `jaxscale.LossScaledState`.
@@ -73,10 +85,11 @@ def loss_scaled(
       `jaxscale.apply_gradients` keeps those, too.
 
     Raises:
-      TypeError: if `inner` is not a gradient transformation, or `loss_scale` is not a policy.
+      TypeError: if `inner` is not a gradient transformation, `loss_scale` is not a policy, or
+        `on_skip` is not a function.
       ValueError: if `max_norm` is not above 0, if a flag is not a bool, or if
         `skip_nonfinite=False` comes with something that needs a verdict: a dynamic scale,
-        `check_updates`, `track_leaves`, a window of `multi_steps`.
+        `check_updates`, `track_leaves`, `on_skip`, a window of `multi_steps`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -100,6 +113,11 @@ def loss_scaled(
         )
     checks = one_of("loss_scaled", "check_updates", check_updates, (False, True))
     tracks = one_of("loss_scaled", "track_leaves", track_leaves, (False, True))
+    if on_skip is not None and not callable(on_skip):
+        raise TypeError(
+            "`loss_scaled(on_skip=...)` must be a function of a dict of numbers, or None, got "
+            f"{on_skip!r}. To print them, pass `on_skip=print`."
+        )
     if max_norm is not None and max_norm != math.inf:
         max_norm = positive("loss_scaled", "max_norm", max_norm)
     wrapper = dataclasses.replace(
@@ -111,12 +129,14 @@ def loss_scaled(
         check_updates=checks or wrapper.check_updates,
         track_leaves=tracks or wrapper.track_leaves,
         spikes=check_spikes("loss_scaled", spikes) or wrapper.spikes,
+        on_skip=wrapper.on_skip if on_skip is None else on_skip,
     )
     needed = {
         with_article(type(wrapper.policy).__name__): wrapper.can_back_off,
         "check_updates=True": wrapper.check_updates,
         "track_leaves=True": wrapper.track_leaves,
         "a `SpikeRule`": wrapper.spikes is not None,
+        "`on_skip`": wrapper.on_skip is not None,
         "a window of `multi_steps`": wrapper.window.averages,
     }
     if not wrapper.skips and (needs := [what for what in needed if needed[what]]):
@@ -136,6 +156,7 @@ def skip_nonfinite(
     check_updates: bool = False,
     track_leaves: bool = False,
     spikes: SpikeRule | None = None,
+    on_skip: Callable[[dict[str, Any]], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns a transformation that skips non-finite steps, without any scaling.
 
@@ -150,6 +171,7 @@ def skip_nonfinite(
       check_updates: as in `loss_scaled`.
       track_leaves: as in `loss_scaled`.
       spikes: as in `loss_scaled`.
+      on_skip: as in `loss_scaled`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -160,7 +182,16 @@ def skip_nonfinite(
       >>> print(params + updates, state.total_notfinite)
       1.0 1
     """
-    return loss_scaled(loss_scale=None, **locals())
+    return loss_scaled(
+        inner,
+        loss_scale=None,
+        axis_name=axis_name,
+        max_norm=max_norm,
+        check_updates=check_updates,
+        track_leaves=track_leaves,
+        spikes=spikes,
+        on_skip=on_skip,
+    )
 
 
 def multi_steps(
@@ -185,7 +216,8 @@ def multi_steps(
     Args:
       inner: the transformation to wrap, or a `loss_scaled` one.
       every_k_schedule: how many micro-batches make a window: an integer, or a schedule, which is
-        a function of the number of steps made so far, an `i32[]`.
+        a function of the number of steps made so far, an `i32[]`. What it returns is rounded down,
+        and below 1 it acts as 1.
       drop: what a non-finite micro-batch costs. `"micro_batch"`: only itself; the step is made from
         the others, if any. `"window"`: its whole window; the optimizer makes no step. (Other state
         of a loop, such as batch statistics, goes by `step_applied`, that is by micro-batch.)

@@ -6,9 +6,10 @@ not imported here: if there are such objects, it is loaded already.
 """
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -41,29 +42,49 @@ class Flat:
         self._others = [None if isinstance(out, jax.Array) else (out,) for out in outputs]
         return [out for out in outputs if isinstance(out, jax.Array)]
 
-    def input_names(self) -> list[str]:
-        """Returns where each array is among the arguments, as `args[0]['w']`."""
-        return [
-            ("kwargs" if path[0].idx else "args") + jax.tree_util.keystr(path[1:])
-            for path, leaf in _with_paths(self._tree, self._leaves)
-            if isinstance(leaf, TRACED)
-        ]
-
-    def output_names(self) -> list[str]:
-        """Returns where each array is in what the function returns, as `['logits']`."""
-        pairs = _with_paths(self._out_tree, self._others)
-        return [jax.tree_util.keystr(path) for path, other in pairs if other is None]
-
     def restored(self, outputs: Iterable[Any]) -> Any:
         """Returns what the original function returns, given the arrays in it."""
+        return jax.tree.unflatten(self._out_tree, self._with_others(outputs))
+
+    def parts(self, outputs: Iterable[Any]) -> list["Leaves"]:
+        """Returns the elements of the tuple that the original function returns, not rebuilt.
+
+        The outputs may be anything, such as the types of arrays. Classes that look at their
+        children would refuse those.
+        """
+        leaves = iter(self._with_others(outputs))
+        return [
+            Leaves(list(itertools.islice(leaves, part.num_leaves)), part)
+            for part in self._out_tree.children()
+        ]
+
+    def _with_others(self, outputs: Iterable[Any]) -> list[Any]:
         arrays = iter(outputs)
-        leaves = [next(arrays) if other is None else other[0] for other in self._others]
-        return jax.tree.unflatten(self._out_tree, leaves)
+        return [next(arrays) if other is None else other[0] for other in self._others]
 
 
-def _with_paths(tree: Any, leaves: list[Any]) -> list[tuple[Any, Any]]:
-    numbered = jax.tree_util.tree_leaves_with_path(tree.unflatten(range(len(leaves))))
-    return [(path, leaves[number]) for path, number in numbered]
+class Leaves(NamedTuple):
+    """The leaves of a tree, or what stands for them, and its structure."""
+
+    leaves: list[Any]
+    structure: Any
+
+
+def array_names(tree: Any, kind: Any = TRACED) -> list[str]:
+    """Returns where each array of JAX is in a tree, as `['w']`, for messages.
+
+    A class need not know how to name its children. Then its leaves are numbered.
+    """
+    leaves = jax.tree.leaves(tree)
+    try:
+        pairs = jax.tree_util.tree_leaves_with_path(tree)
+        names = [jax.tree_util.keystr(path) for path, _ in pairs]
+    except Exception:  # a message is no reason to stop
+        names = []
+    if len(names) != len(leaves):
+        names = [f", leaf {i}" for i in range(len(leaves))]
+    pairs = zip(leaves, names, strict=True)
+    return [name for leaf, name in pairs if isinstance(leaf, kind)]
 
 
 def wrap_call(call: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,8 +4,7 @@ Only floating-point and complex leaves are gradients; `None`, `float0`, integers
 keys and leaves that are not arrays pass through.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -69,6 +68,31 @@ def only_gradients(tree: Any) -> Any:
     )
 
 
+def list_gradients(tree: Any) -> list[tuple[Any, Any]]:
+    """Returns the gradients in a tree, each with its path."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return [(path, leaf) for path, leaf in pairs if _is_gradient(path, leaf)]
+
+
+def replace_gradients(tree: Any, values: Iterable[Any]) -> Any:
+    """Returns `tree` with other values in the place of its gradients, and `None` elsewhere.
+
+    A class may look at its children, and refuse what is not an array of the shape that it knows.
+    Then the values come in a dict, by the paths of the gradients.
+    """
+    values = list(values)
+    remaining = iter(values)
+
+    def replace(path: tuple[Any, ...], leaf: Any) -> Any:
+        return next(remaining) if _is_gradient(path, leaf) else None
+
+    try:
+        return jax.tree_util.tree_map_with_path(replace, tree)
+    except Exception:  # whatever the class raises
+        names = [leaf_name(path) for path, _ in list_gradients(tree)]
+        return dict(zip(names, values, strict=True))
+
+
 def widen(leaf: Any) -> jax.Array:
     """Returns an inexact leaf in float32, or in its own dtype if that is as wide or wider."""
     return leaf if _has_dtype(leaf, jnp.float32) else cast(leaf, widened(leaf))
@@ -101,29 +125,34 @@ def cast_like(tree: Any, like: Any) -> Any:
     return jax.tree.map(cast_leaf, tree, like)
 
 
-def partition(params: Any, grads: Any) -> tuple[Any, Any]:
-    """Returns the parameters that have a gradient, and the others, each with `None` elsewhere.
+def trained_params(params: Any, grads: Any) -> Any:
+    """Returns the parameters that have a gradient, with `None` in the place of the others.
 
     Those may be functions or text, which cannot be selected or compiled. Gradients of another
     structure, as `optax.lookahead` takes them, need parameters that are all arrays.
     """
-    map_all = functools.partial(jax.tree.map, is_leaf=_is_none)
+    leaves, structure = jax.tree.flatten(params, is_leaf=_is_none)
     try:
-        trained = map_all(lambda p, grad: None if grad is None else p, params, grads)
-        return trained, map_all(lambda p, kept: p if kept is None else None, params, trained)
+        by_leaf = structure.flatten_up_to(grads)
     except ValueError as error:
         if all(map(is_array_like, jax.tree.leaves(params))):
-            return params, map_all(lambda _: None, params)
+            return params
         raise ValueError(
             "`apply_gradients(grads=...)` must have the structure of `params`, with `None` where "
             "there is no gradient. The order of arguments is (tx, grads, opt_state, params). JAX "
             f"says, and calls `params` the prefix: {error}"
         ) from error
+    pairs = list(zip(leaves, by_leaf, strict=True))
+    if all(leaf is None or grad is not None for leaf, grad in pairs):
+        return params  # not rebuilt, as its classes may look at their children
+    return structure.unflatten([None if grad is None else leaf for leaf, grad in pairs])
 
 
-def combine(trained: Any, rest: Any) -> Any:
-    """Returns the one tree that `partition` made two of."""
-    return jax.tree.map(lambda a, b: b if a is None else a, trained, rest, is_leaf=_is_none)
+def combine(trained: Any, params: Any) -> Any:
+    """Returns what `trained_params` returned, with the others in the place of `None` again."""
+    if not any(map(_is_none, jax.tree.leaves(trained, is_leaf=_is_none))):
+        return trained
+    return jax.tree.map(lambda a, b: b if a is None else a, trained, params, is_leaf=_is_none)
 
 
 def _is_none(leaf: Any) -> bool:
@@ -163,8 +192,7 @@ def cast_updates(params: Any, updates: Any) -> Any:
 
 def varying_axes(tree: Any) -> set[Any]:
     """Returns the mesh axes along which gradients in a tree may differ, as `varying` does."""
-    gradients = jax.tree.leaves(only_gradients(tree))
-    return set().union(*(varying(jax.typeof(leaf)) for leaf in gradients))
+    return set().union(*(varying(jax.typeof(leaf)) for _, leaf in list_gradients(tree)))
 
 
 def blank(aval: Any) -> jax.Array:
@@ -238,11 +266,11 @@ def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
     """Returns what `select` does; a dtype that is not the old one is an error."""
     kept = select(call, pred, new, old)
 
-    def check(path: tuple[Any, ...], leaf: Any, old: Any) -> None:
-        if is_array_like(leaf) and is_array_like(old) and dtype_of(leaf) != dtype_of(old):
-            raise TypeError(_unequal(call, path, "dtypes", dtype_of(leaf), dtype_of(old)))
-
-    jax.tree_util.tree_map_with_path(check, kept, old)
+    pairs = jax.tree_util.tree_leaves_with_path(kept)
+    for (path, leaf), before in zip(pairs, jax.tree.leaves(old), strict=True):
+        both_are_arrays = is_array_like(leaf) and is_array_like(before)
+        if both_are_arrays and dtype_of(leaf) != dtype_of(before):
+            raise TypeError(_unequal(call, path, "dtypes", dtype_of(leaf), dtype_of(before)))
     return kept
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._trees.leaf import is_array_like, is_python_number
-from .._trees.tree import only_gradients
+from .._trees.tree import list_gradients
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 INFINITY = 0x7F800000  # the bits of float32's inf; those of a NaN are larger
@@ -47,10 +47,9 @@ def check_result(call: str, name: str, value: Any, cls: type, function: str) -> 
         )
 
 
-def gradient_leaves(call: str, name: str, tree: Any) -> Any:
-    """Returns the gradients in a tree, with `None` for other leaves, or raises a `ValueError`."""
-    gradients = only_gradients(tree)
-    leaves = jax.tree_util.tree_leaves_with_path(gradients)
+def gradient_leaves(call: str, name: str, tree: Any) -> list[Any]:
+    """Returns the gradients in a tree, or raises a `ValueError` if they cannot be counted."""
+    leaves = list_gradients(tree)
     if not leaves:
         others = ", ".join(sorted(set(map(kind, jax.tree.leaves(tree)))))
         raise ValueError(
@@ -65,7 +64,7 @@ def gradient_leaves(call: str, name: str, tree: Any) -> Any:
                 f"{jnp.size(leaf)} elements at {jax.tree_util.keystr(path) or 'the root'}. "
                 "Pass the leaf in several parts."
             )
-    return gradients
+    return [leaf for _, leaf in leaves]
 
 
 def magnitude_bits(leaf: Any) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._trees.checks import power_of_two
+from .._trees.tree import replace_gradients
 from ._formats import CUTS, FORMAT, FORMATS, INFINITY, check_result, gradient_leaves, magnitude_bits
 
 EXPONENTS = np.arange(-149, 128)  # of float32's numbers
@@ -107,7 +108,7 @@ def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
       >>> print(histogram.counts.sum(axis=1)[149], histogram.counts.sum(axis=1)[0])
       2.0 1.0
     """
-    leaves = jax.tree.leaves(gradient_leaves("histogram", "tree", tree))
+    leaves = gradient_leaves("histogram", "tree", tree)
     cells = sum((_count_cells(leaf) for leaf in leaves), jnp.zeros(_CELLS + 3, jnp.float32))
     return _histogram(cells, axis_name)
 
@@ -129,8 +130,8 @@ def leaf_histograms(tree: Any, *, axis_name: Any = None) -> Any:
       >>> diagnostics.leaf_histograms({"w": jnp.zeros(3), "b": jnp.ones(2)})["w"].zero
       Array(3., dtype=float32)
     """
-    gradients = gradient_leaves("leaf_histograms", "tree", tree)
-    return jax.tree.map(lambda leaf: _histogram(_count_cells(leaf), axis_name), gradients)
+    leaves = gradient_leaves("leaf_histograms", "tree", tree)
+    return replace_gradients(tree, [_histogram(_count_cells(leaf), axis_name) for leaf in leaves])
 
 
 @jax.jit  # one program for each leaf, even if the caller does not compile

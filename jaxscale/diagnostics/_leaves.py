@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._trees.checks import and_more, normal_float32
-from .._trees.tree import leaf_name
+from .._trees.tree import leaf_name, replace_gradients
 from ._formats import FORMAT, INFINITY, check_result, gradient_leaves, is_array, magnitude_bits
 from ._text import aligned, percent, power
 
@@ -158,7 +158,7 @@ def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> 
       >>> print(row.path, row.nan, row.flushed, row.subnormal)
       w 1 1 1
     """
-    leaves, structure = jax.tree.flatten(gradient_leaves("leaf_counts", "grads", grads))
+    leaves = gradient_leaves("leaf_counts", "grads", grads)
     if not is_array(loss_scale):
         loss_scale = normal_float32("leaf_counts", "loss_scale", loss_scale)
     if jnp.shape(loss_scale):
@@ -170,7 +170,7 @@ def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> 
     if axis_name is not None:  # one collective for all leaves, and one for the magnitudes
         summed = jax.lax.psum(counts[:, :-1], axis_name)
         counts = jnp.concatenate([summed, jax.lax.pmax(counts[:, -1:], axis_name)], axis=1)
-    return LeafCounts(jax.tree.unflatten(structure, list(counts)), loss_scale)
+    return LeafCounts(replace_gradients(grads, counts), loss_scale)
 
 
 @jax.jit  # one program for each leaf, even if the caller does not compile

@@ -32,6 +32,9 @@ class Findings:
         self._look, self._is_brief, self._is_hasty = look, is_brief, is_hasty
         self.visits: collections.Counter[Any] = collections.Counter()  # in order of execution
         self.equations: dict[Any, tuple[JaxprEqn, tuple[JaxprEqn, ...]]] = {}
+        # What made the inputs of each equation, `()` for an argument or a number. In a loop: when
+        # it was visited last, so that what is carried comes from the iteration before.
+        self.makers: dict[EquationKey, tuple[EquationKey, ...]] = {}
         self.times: collections.Counter[Any] = collections.Counter()
         self.births: dict[EquationKey, tuple[Visit, Birth]] = {}
         self.lost: dict[EquationKey, tuple[Visit, Lost]] = {}
@@ -45,6 +48,7 @@ class Findings:
             self.not_entered.add(visit.eqn.primitive.name)
         self.visits[key] += 1
         self.equations[key] = visit.eqn, visit.around
+        self.makers[key] = tuple(value.maker for value in visit.inputs)
         if self._look:
             self._look(visit)
         if visit.need == EFFECT:  # only printed: it reaches no output

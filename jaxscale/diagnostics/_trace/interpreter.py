@@ -19,6 +19,7 @@ class Value(NamedTuple):
     array: Any
     scaled: bool = False
     origins: frozenset[Any] = frozenset()
+    maker: "EquationKey" = ()  # the equation that made it, or `()`
 
 
 class Cell:
@@ -148,8 +149,9 @@ class Interpreter:
     ) -> list[Value]:
         around, need = (*inside.around, *step.around), union(step.eqn, step.needs)
         origins = self._watch(Visit(step.eqn, given, arrays, around, inside.iteration, need))
-        scaled = any(value.scaled for value in given)
-        return [Value(array, scaled, of) for array, of in zip(arrays, origins, strict=True)]
+        scaled, maker = any(value.scaled for value in given), key_of(step.eqn, around)
+        pairs = zip(arrays, origins, strict=True)
+        return [Value(array, scaled, of, maker) for array, of in pairs]
 
     def _while(self, inputs: list[Any], loop: While, need: int, inside: Inside) -> list[Value]:
         tested, done = loop.test_consts, loop.body_consts
@@ -215,4 +217,5 @@ def _stack(values: Sequence[Value]) -> Value:
         jnp.stack(arrays) if _is_extended(arrays[0]) else jnp.asarray(np.stack(arrays)),
         any(value.scaled for value in values),
         frozenset().union(*(value.origins for value in values)),
+        values[0].maker,
     )

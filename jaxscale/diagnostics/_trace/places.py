@@ -17,7 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..._jax import JaxprEqn, Literal, frames, numbers_being_converted, scope_path
+from ..._jax import (
+    JaxprEqn,
+    Literal,
+    frames,
+    keep_lines_of_rules,
+    numbers_being_converted,
+    scope_path,
+)
 
 # Packages whose frames are left out: the user's model called them.
 _LIBRARIES = (
@@ -78,8 +85,12 @@ class Constants:
 
     @contextlib.contextmanager
     def notice(self) -> Iterator[None]:
-        """Inside of this context, numbers that are rounded to 0 or inf are noted."""
-        with np.errstate(over="call", under="call", call=self._note):
+        """Inside of this context, numbers that are rounded to 0 or inf are noted.
+
+        The backward rules of the user's functions keep their lines, where such numbers may stand.
+        """
+        noting = np.errstate(over="call", under="call", call=self._note)
+        with noting, keep_lines_of_rules(is_users_file):
             yield
 
     def exact(self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], literal: Literal) -> float | None:

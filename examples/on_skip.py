@@ -1,0 +1,68 @@
+"""Sees which steps are skipped in a trainer that hands back nothing but the parameters.
+
+Many trainers take a loss and an optimizer, run the whole loop by themselves, and return what was
+trained. The state of the optimizer, which counts what was skipped, is gone then: a run that skips
+each step looks like any other. `on_skip` is told of each skipped step while the trainer runs.
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxscale
+
+BATCH_SIZE, BAD_BATCH = 64, 1
+
+
+def fit(loss_fn, tx, params, batches):
+    """Trains on one batch after the other, as a trainer that is not ours to edit would."""
+
+    def step(carry, batch):
+        params, opt_state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    (params, _), losses = jax.lax.scan(step, (params, tx.init(params)), batches)
+    return params, losses
+
+
+def loss_fn(params, x):
+    """Returns the mean squared error of a small network that learns a sine."""
+    hidden = jnp.tanh(x[:, None] @ params["in"] + params["bias"])
+    return jnp.mean(((hidden @ params["out"])[:, 0] - jnp.sin(3 * x)) ** 2)
+
+
+def main(num_steps: int = 300) -> float:
+    """Trains for a number of steps, the second batch bad, and returns the last loss."""
+    skipped = []
+
+    def on_skip(numbers):
+        """Is called on the host, with what `jaxscale.metrics` shows."""
+        skipped.append(numbers["total_steps"])
+        print(f"batch {numbers['total_steps'] - 1} is bad: {numbers['total_notfinite']} skipped")
+
+    # The trainer takes the gradients by itself: the loss brings its scale, and the optimizer skips.
+    scaled = jaxscale.scale_backward(jaxscale.autocast(loss_fn))
+    tx = jaxscale.skip_nonfinite(optax.adam(1e-2), on_skip=on_skip)
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "in": 3 * jax.random.normal(keys[0], (1, 32)),
+        "bias": jnp.zeros(32),
+        "out": 0.1 * jax.random.normal(keys[1], (32, 1)),
+    }
+    batches = jax.random.uniform(keys[2], (num_steps, BATCH_SIZE), minval=-1.0)
+    batches = batches.at[BAD_BATCH, 0].set(jnp.nan)
+    _, losses = jax.jit(fit, static_argnums=(0, 1))(scaled, tx, params, batches)
+    losses.block_until_ready()
+    jax.effects_barrier()  # the host may hear of a step a little later
+    print(f"loss {losses[-1]:.5f}, skipped {len(skipped)} of {num_steps}")
+    return float(losses[-1])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300, help="training steps")
+    main(parser.parse_args().steps)

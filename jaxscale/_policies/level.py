@@ -1,0 +1,138 @@
+"""Whether the level of the loss stands above that of its past.
+
+A run that is ruined, by a learning rate that was too high for some steps, say, keeps a high loss
+for good. No rule that skips spikes tells, as each of them accepts a new level. So the level of the
+loss is followed beside the spikes. It only tells: new data may lift a loss, too.
+
+All of it is medians, which a few spikes do not move. The level is the median of the last 8 losses.
+Each 8 steps it enters the past, unless it stands above that already. So the past holds medians of
+blocks that share no loss, and their spread is not made small by losses that follow each other
+closely.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._state.optimizer import LossScaledState, SpikeState
+
+# The level is the median of so many losses.
+BLOCK = 8
+# The past is so many levels: it is known after 512 steps.
+PAST = 64
+
+# A level stands above the past if it exceeds all of these:
+# - its median, by so many standard deviations, of which a normal distribution has 1.349 between its
+#   quartiles. With 3 of them the noise of half of all healthy runs would do, where losses are
+#   correlated.
+_SIGMAS = 10.0
+_QUARTILE_DISTANCE = 1.349
+# - its median, by so many times the distance from there to its 61st of 64 levels, which is far where
+#   the tail of the losses is heavy;
+_TAILS = 5.0
+# - its highest level, as losses of few values, such as rewards, may have no distance elsewhere.
+
+# After so many steps above its past, a level is the new past: four times as long as it takes to
+# know one. A loop that looks every thousand steps sees it, and new data are not held against a run
+# for ever.
+_FORGET_AFTER = 2048
+
+# A level may stand above its past by chance for some steps: from so many in a row on it counts.
+_RAISED_AFTER = 16
+# The level rises some steps after the loss: the median of 8 after 4 to 5, that of a slow rise
+# later.
+_RISE_TAKES = 64
+
+
+class RaisedLevel(NamedTuple):
+    """What a state says of the level of its loss. Each field has the shape of a population.
+
+    Attributes:
+      is_raised: `bool[]`, whether the level has stood above its past for 16 steps or more.
+      num_steps: `i32[]`, for how many steps.
+      good_until: `i32[]`, up to which of `total_steps` the loss was at its old level, with room
+        for a slow rise: a checkpoint from there is good. Without a raised level all steps are.
+    """
+
+    is_raised: jax.Array
+    num_steps: jax.Array
+    good_until: jax.Array
+
+
+def find_raised_level(state: LossScaledState) -> RaisedLevel | None:
+    """Returns what a state says of the level of its loss, `None` without a `SpikeRule`.
+
+    It works on the host and under `jit`, and on the state of a population.
+    """
+    if state.spikes is None:
+        return None
+    num_steps = jnp.asarray(state.spikes.level_count)
+    total_steps = jnp.asarray(state.total_steps)
+    is_raised = num_steps >= _RAISED_AFTER
+    good_until = jnp.maximum(total_steps - num_steps - _RISE_TAKES, 0)
+    return RaisedLevel(
+        is_raised=is_raised,
+        num_steps=num_steps,
+        good_until=jnp.where(is_raised, good_until, total_steps),
+    )
+
+
+def follow_level(
+    state: SpikeState, loss: jax.Array, *, min_relative_deviation: float
+) -> SpikeState:
+    """Enters a finite loss, of float32, into the level of the loss and its past.
+
+    Levels deviate by at least `min_relative_deviation` of their median.
+    """
+    recent_losses = jnp.concatenate([state.recent_losses[1:], loss[None]])
+    level = _find_middle(jnp.sort(recent_losses))
+    stands_above = level > state.level_threshold
+    level_count = jnp.where(stands_above, optax.safe_increment(state.level_count), 0)
+
+    num_losses = state.level_steps + 1
+    ends_block = num_losses >= BLOCK
+    # A restored window may hold an inf or a NaN.
+    enters = ends_block & ~stands_above & jnp.isfinite(level)
+    longer_past = jnp.concatenate([state.past_levels[1:], level[None]])
+    past_levels = jnp.where(enters, longer_past, state.past_levels)
+    past_count = jnp.where(enters, jnp.minimum(state.past_count, PAST - 1) + 1, state.past_count)
+
+    forgets = level_count >= _FORGET_AFTER
+    past_count = jnp.where(forgets, 0, past_count)
+    threshold = _find_threshold(past_levels, min_relative_deviation)
+    is_known = (past_count >= PAST) & jnp.isfinite(threshold)
+    return state._replace(
+        level_count=jnp.where(forgets, 0, level_count),
+        level_threshold=jnp.where(is_known, threshold, jnp.inf),
+        recent_losses=recent_losses,
+        past_levels=past_levels,
+        level_steps=jnp.where(ends_block, 0, num_losses),
+        past_count=past_count,
+    )
+
+
+def count_blind_step(state: SpikeState) -> SpikeState:
+    """Counts a step that says nothing of the loss: a raised level stays where it is."""
+    is_raised = state.level_count > 0
+    level_count = jnp.where(is_raised, optax.safe_increment(state.level_count), state.level_count)
+    return state._replace(level_count=level_count)
+
+
+def _find_threshold(levels: jax.Array, min_relative_deviation: float) -> jax.Array:
+    """Returns what a level must exceed to stand above the levels of the past."""
+    ordered = jnp.sort(levels)
+    middle = _find_middle(ordered)
+    deviation = (ordered[PAST * 3 // 4 - 1] - ordered[PAST // 4]) / _QUARTILE_DISTANCE
+    # Equal losses deviate by rounding, at least.
+    deviation = jnp.maximum(deviation, min_relative_deviation * jnp.abs(middle))
+    distance = jnp.maximum(_SIGMAS * deviation, _TAILS * (ordered[PAST - 4] - middle))
+    return jnp.maximum(middle + distance, ordered[-1])
+
+
+def _find_middle(ordered: jax.Array) -> jax.Array:
+    """Returns the median of an even number of sorted values."""
+    half = ordered.shape[0] // 2
+    # Halved before they are added, as their sum may overflow.
+    return ordered[half - 1] / 2 + ordered[half] / 2

@@ -1,0 +1,248 @@
+"""Models that make things: autoencoders, diffusion, flows, adversaries, energies, codes."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import optax
+from corpus import Program, apply_dense, dense, integers, normal, program, weight
+from flax import nnx
+
+
+@program("haiku")
+def vae():
+    """Haiku's variational autoencoder: a Bernoulli likelihood, a key in the batch."""
+
+    def network(images, noise):
+        x = hk.Flatten()(images)
+        x = jax.nn.relu(hk.Linear(32)(x))
+        mean, log_std = hk.Linear(4)(x), hk.Linear(4)(x)
+        z = mean + jnp.exp(log_std) * noise
+        logits = hk.Linear(16)(jax.nn.relu(hk.Linear(32)(z)))
+        return mean, log_std, logits.reshape(images.shape)
+
+    model = hk.without_apply_rng(hk.transform(network))
+    images = jnp.asarray(integers(2, 8, 4, 4, seed=1), jnp.float32)
+    params = model.init(jax.random.key(0), images, normal(8, 4))
+
+    def loss(params, batch):
+        images, key = batch
+        mean, log_std, logits = model.apply(params, images, jax.random.normal(key, (8, 4)))
+        likelihood = optax.sigmoid_binary_cross_entropy(logits, images).sum((1, 2))
+        divergence = -log_std - 0.5 * (1 - jnp.exp(2 * log_std) - mean**2)
+        return jnp.mean(likelihood + divergence.sum(-1)), {"divergence": divergence.mean()}
+
+    return Program(loss, params, (images, jax.random.key(3)))
+
+
+class Denoiser(nnx.Module):
+    def __init__(self, rngs):
+        self.time = nnx.Linear(16, 32, rngs=rngs)
+        self.inside = nnx.Conv(2, 16, (3, 3), rngs=rngs)
+        self.shift = nnx.Linear(32, 32, rngs=rngs)
+        self.norm = nnx.GroupNorm(16, num_groups=4, rngs=rngs)
+        self.outside = nnx.Conv(16, 2, (3, 3), rngs=rngs)
+
+    def __call__(self, x, t):
+        angles = t[:, None] * jnp.exp(-jnp.arange(8) * 0.5)
+        t = nnx.silu(self.time(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)))
+        scale, shift = jnp.split(self.shift(t)[:, None, None], 2, axis=-1)
+        x = self.norm(self.inside(x)) * (1 + scale) + shift
+        return self.outside(nnx.silu(x))
+
+
+@program("nnx")
+def diffusion():
+    """Denoising diffusion: the noise is predicted, times are embedded, scales modulate."""
+    betas = jnp.linspace(1e-3, 0.2, 20)
+    kept = jnp.cumprod(1 - betas)
+
+    def loss(model, batch):
+        images, times, noise = batch
+        level = kept[times][:, None, None, None]
+        noisy = jnp.sqrt(level) * images + jnp.sqrt(1 - level) * noise
+        found = model(noisy, times.astype(jnp.float32))
+        return jnp.mean(jnp.square(found - noise)), {}
+
+    batch = normal(4, 6, 6, 2, seed=1), integers(20, 4, seed=2), normal(4, 6, 6, 2, seed=3)
+    return Program(loss, Denoiser(nnx.Rngs(0)), batch)
+
+
+@program("equinox")
+def score_matching():
+    """Score-based diffusion with a Mixer block, vmapped over examples, times of their own."""
+
+    class Mixer(eqx.Module):
+        patches: eqx.nn.MLP
+        hidden: eqx.nn.MLP
+        norm: eqx.nn.LayerNorm
+        out: eqx.nn.Linear
+
+        def __init__(self, key):
+            keys = jax.random.split(key, 3)
+            self.patches = eqx.nn.MLP(4, 4, 16, 1, key=keys[0])
+            self.hidden = eqx.nn.MLP(8, 8, 16, 1, key=keys[1])
+            self.norm = eqx.nn.LayerNorm((8, 4))
+            self.out = eqx.nn.Linear(8, 7, key=keys[2])
+
+        def __call__(self, t, x):
+            x = jnp.concatenate([x, jnp.full((1, 4), t)])
+            x = x + jax.vmap(self.patches)(self.norm(x))
+            x = x + jax.vmap(self.hidden, in_axes=1, out_axes=1)(x)
+            return jax.vmap(self.out, in_axes=1, out_axes=1)(x)
+
+    def one(model, x, t, noise):
+        mean = x * jnp.exp(-0.5 * t)
+        std = jnp.sqrt(jnp.maximum(1 - jnp.exp(-t), 1e-5))
+        found = model(t, mean + std * noise)
+        return (1 - jnp.exp(-t)) * jnp.mean((found + noise / std) ** 2)
+
+    def loss(model, batch):
+        losses = jax.vmap(one, in_axes=(None, 0, 0, 0))(model, *batch)
+        return losses.mean(), {"largest": losses.max()}
+
+    batch = normal(8, 7, 4, seed=1), jnp.linspace(0.2, 8.0, 8), normal(8, 7, 4, seed=2)
+    return Program(loss, Mixer(jax.random.key(0)), batch)
+
+
+@program("jax")
+def flow_matching():
+    """Rectified flow: a straight path from noise to data, and the velocity along it."""
+    params = {"hidden": dense(9, 32, seed=1), "middle": dense(32, 32, seed=2)}
+    params["out"] = dense(32, 8, seed=3)
+
+    def velocity(params, x, t):
+        x = jnp.concatenate([x, t[:, None]], axis=-1)
+        x = jax.nn.silu(apply_dense(params["hidden"], x))
+        x = x + jax.nn.silu(apply_dense(params["middle"], x))
+        return apply_dense(params["out"], x)
+
+    def loss(params, batch):
+        data, noise, t = batch
+        x = t[:, None] * data + (1 - t[:, None]) * noise
+        return jnp.mean((velocity(params, x, t) - (data - noise)) ** 2), {}
+
+    return Program(loss, params, (normal(16, 8, seed=4), normal(16, 8, seed=5), jnp.arange(16) / 16))
+
+
+@program("jax")
+def affine_coupling_flow():
+    """RealNVP: two coupling layers with their log determinants, the likelihood of a normal."""
+    params = [
+        {"hidden": dense(4, 24, seed=i), "out": {"w": weight(24, 8, seed=i + 9), "b": jnp.zeros(8)}}
+        for i in range(2)
+    ]
+
+    def loss(params, x):
+        total = 0.0
+        for layer in params:
+            kept, changed = jnp.split(x, 2, axis=-1)
+            hidden = jnp.tanh(apply_dense(layer["hidden"], kept))
+            log_scale, shift = jnp.split(apply_dense(layer["out"], hidden), 2, axis=-1)
+            log_scale = 0.5 * jnp.tanh(log_scale)
+            total += log_scale.sum(-1)
+            x = jnp.concatenate([changed * jnp.exp(log_scale) + shift, kept], axis=-1)
+        likelihood = jax.scipy.stats.norm.logpdf(x).sum(-1) + total
+        return -likelihood.mean(), {}
+
+    return Program(loss, params, normal(16, 8, seed=6))
+
+
+@program("linen")
+def adversarial_networks():
+    """A generator and a discriminator in one loss, of which each sees its own part."""
+
+    class MLP(nn.Module):
+        out: int
+
+        @nn.compact
+        def __call__(self, x):
+            x = nn.leaky_relu(nn.Dense(32)(x), 0.2)
+            return nn.Dense(self.out)(nn.leaky_relu(nn.Dense(32)(x), 0.2))
+
+    generator, discriminator = MLP(6), MLP(1)
+    noise, real = normal(16, 4, seed=1), normal(16, 6, seed=2)
+    params = {
+        "generator": generator.init(jax.random.key(0), noise),
+        "discriminator": discriminator.init(jax.random.key(1), real),
+    }
+
+    def loss(params, batch):
+        noise, real = batch
+        fake = generator.apply(params["generator"], noise)
+        frozen = jax.lax.stop_gradient(params["discriminator"])
+        fooled = jax.nn.softplus(-discriminator.apply(frozen, fake)).mean()
+        on_fake = discriminator.apply(params["discriminator"], jax.lax.stop_gradient(fake))
+        on_real = discriminator.apply(params["discriminator"], real)
+        seen = jax.nn.softplus(on_fake).mean() + jax.nn.softplus(-on_real).mean()
+        return fooled + seen, {"right": jnp.mean(on_real > 0)}
+
+    return Program(loss, params, (noise, real))
+
+
+@program("jax")
+def wasserstein_with_gradient_penalty():
+    """A critic whose gradient at points between the real and the fake has norm 1."""
+    params = {"hidden": dense(6, 32, seed=1), "middle": dense(32, 32, seed=2)}
+    params["out"] = dense(32, 1, seed=3)
+
+    def critic(params, x):
+        x = jnp.tanh(apply_dense(params["hidden"], x))
+        x = jnp.tanh(apply_dense(params["middle"], x))
+        return apply_dense(params["out"], x)[0]
+
+    def loss(params, batch):
+        real, fake, mix = batch
+        score = jax.vmap(critic, in_axes=(None, 0))
+        between = mix[:, None] * real + (1 - mix[:, None]) * fake
+        slopes = jax.vmap(jax.grad(critic, argnums=1), in_axes=(None, 0))(params, between)
+        penalty = jnp.mean((jnp.linalg.norm(slopes, axis=-1) - 1) ** 2)
+        return score(params, fake).mean() - score(params, real).mean() + 10 * penalty, {}
+
+    batch = normal(8, 6, seed=4), normal(8, 6, seed=5), jnp.linspace(0, 1, 8)
+    return Program(loss, params, batch, scale=2.0**8)
+
+
+@program("jax")
+def vector_quantized_autoencoder():
+    """VQ-VAE: the nearest code by argmin, straight through, with a commitment loss."""
+    params = {"encoder": dense(12, 8, seed=1), "decoder": dense(8, 12, seed=2)}
+    params["codes"] = normal(10, 8, seed=3)
+
+    def loss(params, x):
+        z = apply_dense(params["encoder"], x)
+        distances = jnp.sum((z[:, None] - params["codes"][None]) ** 2, axis=-1)
+        chosen = jnp.argmin(distances, axis=-1)
+        codes = params["codes"][chosen]
+        straight = z + jax.lax.stop_gradient(codes - z)
+        error = jnp.mean((apply_dense(params["decoder"], straight) - x) ** 2)
+        codebook = jnp.mean((jax.lax.stop_gradient(z) - codes) ** 2)
+        commitment = jnp.mean((z - jax.lax.stop_gradient(codes)) ** 2)
+        used = jnp.zeros(10).at[chosen].add(1.0)
+        return error + codebook + 0.25 * commitment, {"used": jnp.sum(used > 0)}
+
+    return Program(loss, params, normal(16, 12, seed=4))
+
+
+@program("jax")
+def masked_autoregression():
+    """MADE over pixels of 4 values, with masked matrices; its author prints a product."""
+    degrees = jnp.arange(24) % 5 + 1
+    inner = (degrees[None, :] >= jnp.arange(1, 7)[:, None]).astype(jnp.float32)
+    outer = (jnp.repeat(jnp.arange(1, 7), 4)[None, :] > degrees[:, None]).astype(jnp.float32)
+    params = {"hidden": dense(6, 24, seed=1), "out": dense(24, 24, seed=2)}
+    pixels = integers(4, 16, 6, seed=3)
+
+    def loss(params, pixels):
+        x = pixels / 2.0 - 0.75
+        hidden = params["hidden"]
+        x = jax.nn.relu(x @ (hidden["w"] * inner) + hidden["b"])
+        logits = x @ (params["out"]["w"] * outer)
+        jax.debug.print("the first logits: {}", logits[0, 0])
+        logits = logits + params["out"]["b"]
+        log_probs = jax.nn.log_softmax(logits.reshape(16, 6, 4))
+        taken = jnp.sum(jax.nn.one_hot(pixels, 4) * log_probs, axis=(1, 2))
+        return -taken.mean(), {"bits": -taken.mean() / jnp.log(2.0) / 6}
+
+    return Program(loss, params, pixels)

@@ -1,0 +1,223 @@
+"""Graphs: messages along edges, attention over neighbours, sets, molecules, embeddings."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import optax
+from corpus import (
+    Program,
+    accuracy,
+    apply_dense,
+    confident_head,
+    dense,
+    integers,
+    normal,
+    program,
+    weight,
+)
+from flax import nnx
+
+NODES, EDGES = 12, 30
+
+
+def random_graph(seed):
+    """Nodes with features, and edges as two lists of integers."""
+    return normal(NODES, 8, seed=seed), integers(NODES, 2, EDGES, seed=seed)
+
+
+def cross_entropy(logits, labels):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), {"accuracy": accuracy(logits, labels)}
+
+
+@program("jax")
+def graph_convolution():
+    """GraphSAGE: a node beside the mean of its neighbours, a biased head and integer labels."""
+    x, (senders, receivers) = random_graph(1)
+    adjacency = jnp.eye(NODES).at[senders, receivers].set(1.0).at[receivers, senders].set(1.0)
+    adjacency = adjacency / adjacency.sum(1, keepdims=True)
+    labels = integers(4, NODES, seed=2)
+    params = {"first": dense(16, 32, seed=3), "head": dense(32, 4, seed=4)}
+
+    def features(params, x, adjacency):
+        both = jnp.concatenate([x, adjacency @ x], axis=-1)
+        return jax.nn.relu(apply_dense(params["first"], both))
+
+    params["head"]["w"] = confident_head(features(params, x, adjacency), labels, 4, margin=8.0)
+
+    def loss(params, batch):
+        x, adjacency, labels = batch
+        logits = apply_dense(params["head"], features(params, x, adjacency))
+        return cross_entropy(logits, labels)
+
+    return Program(loss, params, (x, adjacency, labels))
+
+
+@program("haiku")
+def message_passing():
+    """Messages of edges, summed at their receivers by `jax.ops.segment_sum`, twice."""
+
+    def network(x, senders, receivers):
+        x = hk.Linear(16)(x)
+        for _ in range(2):
+            messages = hk.nets.MLP([16, 16])(jnp.concatenate([x[senders], x[receivers]], -1))
+            received = jax.ops.segment_sum(messages, receivers, num_segments=NODES)
+            x = hk.LayerNorm(-1, True, True)(x + hk.Linear(16)(received))
+        return hk.Linear(1)(x.mean(0))[0]
+
+    model = hk.without_apply_rng(hk.transform(network))
+    x, edges = random_graph(3)
+    params = model.init(jax.random.key(0), x, *edges)
+
+    def loss(params, batch):
+        x, edges, target = batch
+        return (model.apply(params, x, *edges) - target) ** 2, {}
+
+    return Program(loss, params, (x, edges, jnp.array(1.5)))
+
+
+@program("linen")
+def graph_attention():
+    """A GAT: softmax over the edges of a node by segment maximum and sum, two heads."""
+
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, x, senders, receivers):
+            h = nn.Dense(2 * 8)(x).reshape(NODES, 2, 8)
+            ours = self.param("ours", nn.initializers.normal(0.3), (2, 8))
+            theirs = self.param("theirs", nn.initializers.normal(0.3), (2, 8))
+            scores = jnp.sum(h * ours, -1)[receivers] + jnp.sum(h * theirs, -1)[senders]
+            scores = nn.leaky_relu(scores, 0.2)
+            peak = jax.ops.segment_max(scores, receivers, num_segments=NODES)
+            weights = jnp.exp(scores - peak[receivers])
+            total = jax.ops.segment_sum(weights, receivers, num_segments=NODES)
+            weights = weights / (total[receivers] + 1e-9)
+            out = jax.ops.segment_sum(weights[..., None] * h[senders], receivers, NODES)
+            return nn.elu(out.reshape(NODES, 16))
+
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x, edges):
+            x = Attention()(x, *edges)
+            return nn.Dense(3)(Attention()(x, *edges))
+
+    model = Network()
+    x, edges = random_graph(4)
+    params = model.init(jax.random.key(0), x, edges)
+
+    def loss(params, batch):
+        x, edges, labels = batch
+        return cross_entropy(model.apply(params, x, edges), labels)
+
+    return Program(loss, params, (x, edges, integers(3, NODES, seed=5)))
+
+
+@program("nnx")
+def deep_sets():
+    """A set of points, summed after a network of its own, with a mask of those that are there."""
+
+    class Sets(nnx.Module):
+        def __init__(self, rngs):
+            self.inner = nnx.Sequential(
+                nnx.Linear(4, 24, rngs=rngs), nnx.relu, nnx.Linear(24, 16, rngs=rngs)
+            )
+            self.outer = nnx.Linear(16, 5, rngs=rngs)
+
+        def __call__(self, points, present):
+            summed = jnp.sum(self.inner(points) * present[..., None], axis=1)
+            return self.outer(nnx.relu(summed / present.sum(1, keepdims=True)))
+
+    def loss(model, batch):
+        points, present, labels = batch
+        return cross_entropy(model(points, present), labels)
+
+    present = jnp.asarray(jnp.arange(6) < integers(4, 8, 1, seed=1) + 3, jnp.float32)
+    batch = normal(8, 6, 4, seed=2), present, integers(5, 8, seed=3)
+    return Program(loss, Sets(nnx.Rngs(0)), batch)
+
+
+@program("equinox")
+def molecule_with_forces():
+    """An energy of distances between atoms, whose gradient must be the forces (SchNet's loss)."""
+
+    class Potential(eqx.Module):
+        filters: eqx.nn.MLP
+        atoms: eqx.nn.Embedding
+        out: eqx.nn.MLP
+
+        def __init__(self, key):
+            keys = jax.random.split(key, 3)
+            self.filters = eqx.nn.MLP(8, 8, 16, 1, jax.nn.softplus, key=keys[0])
+            self.atoms = eqx.nn.Embedding(4, 8, key=keys[1])
+            self.out = eqx.nn.MLP(8, "scalar", 16, 1, jax.nn.softplus, key=keys[2])
+
+        def __call__(self, positions, kinds):
+            apart = positions[:, None] - positions[None] + 10 * jnp.eye(len(kinds))[..., None]
+            distances = jnp.sqrt(jnp.sum(apart**2, axis=-1))
+            basis = jnp.exp(-((distances[..., None] - jnp.linspace(0.5, 4.0, 8)) ** 2))
+            filters = jax.vmap(jax.vmap(self.filters))(basis)
+            x = jax.vmap(self.atoms)(kinds)
+            x = x + jnp.sum(filters * x[None], axis=1)
+            return jnp.sum(jax.vmap(self.out)(x))
+
+    def loss(model, batch):
+        positions, kinds, energies, forces = batch
+
+        def found(positions, kinds):
+            energy, slope = jax.value_and_grad(model)(positions, kinds)
+            return energy, -slope
+
+        energy, force = jax.vmap(found)(positions, kinds)
+        return jnp.mean((energy - energies) ** 2) + jnp.mean((force - forces) ** 2), {}
+
+    batch = (
+        normal(4, 5, 3, seed=1, size=1.5),
+        integers(4, 4, 5, seed=2),
+        normal(4, seed=3),
+        normal(4, 5, 3, seed=4),
+    )
+    return Program(loss, Potential(jax.random.key(0)), batch, scale=2.0**6)
+
+
+@program("jax")
+def link_prediction():
+    """Node2vec: embeddings of nodes by integers, negatives, and dots of many vectors."""
+    params = {"in": normal(20, 16, seed=1, size=0.5), "out": normal(20, 16, seed=2, size=0.5)}
+    params["mix"] = weight(16, 16, seed=3)
+    batch = integers(20, 12, seed=4), integers(20, 12, seed=5), integers(20, 12, 4, seed=6)
+
+    def loss(params, batch):
+        centers, contexts, negatives = batch
+        x = jnp.tanh(params["in"][centers] @ params["mix"])
+        near = jnp.einsum("nd,nd->n", x, params["out"][contexts])
+        far = jnp.einsum("nd,nkd->nk", x, params["out"][negatives])
+        losses = jax.nn.softplus(-near) + jax.nn.softplus(far).sum(-1)
+        return losses.mean(), {"right": jnp.mean(near > far.max(-1))}
+
+    return Program(loss, params, batch)
+
+
+@program("jax")
+def sinkhorn_matching():
+    """Two graphs are matched by Sinkhorn's iterations in log space, in a `fori_loop`."""
+    params = {"embed": dense(8, 16, seed=1)}
+    one, _ = random_graph(6)
+    shuffled = jax.random.permutation(jax.random.key(0), NODES)
+    batch = one, one[shuffled] + 0.1 * normal(NODES, 8, seed=7), jnp.argsort(shuffled)
+
+    def loss(params, batch):
+        one, other, partners = batch
+        one, other = (jnp.tanh(apply_dense(params["embed"], x)) for x in (one, other))
+        scores = one @ other.T / 0.5
+
+        def normalize(_, scores):
+            scores = scores - jax.nn.logsumexp(scores, axis=1, keepdims=True)
+            return scores - jax.nn.logsumexp(scores, axis=0, keepdims=True)
+
+        scores = jax.lax.fori_loop(0, 5, normalize, scores)
+        taken = jnp.take_along_axis(scores, partners[:, None], axis=1)
+        return -taken.mean(), {"right": accuracy(scores, partners)}
+
+    return Program(loss, params, batch)

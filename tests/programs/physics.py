@@ -1,0 +1,281 @@
+"""Physics and what is given by an equation: derivatives, solvers, fixed points, integrators."""
+
+import dataclasses
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from corpus import Program, apply_dense, dense, normal, program, weight
+from flax import nnx
+from jax.experimental.ode import odeint
+
+
+@program("jax")
+def informed_network():
+    """A network that solves the heat equation: derivatives of it in the loss, by `jax.grad`."""
+    params = {"first": dense(2, 24, seed=1), "second": dense(24, 24, seed=2)}
+    params["out"] = dense(24, 1, seed=3)
+
+    def solution(params, t, x):
+        hidden = jnp.tanh(apply_dense(params["first"], jnp.stack([t, x])))
+        hidden = jnp.tanh(apply_dense(params["second"], hidden))
+        return apply_dense(params["out"], hidden)[0]
+
+    def residual(params, t, x):
+        rate = jax.grad(solution, argnums=1)(params, t, x)
+        curvature = jax.grad(jax.grad(solution, argnums=2), argnums=2)(params, t, x)
+        return rate - 0.1 * curvature
+
+    def loss(params, points):
+        t, x = points.T
+        inside = jax.vmap(residual, in_axes=(None, 0, 0))(params, t, x)
+        start = jax.vmap(solution, in_axes=(None, None, 0))(params, 0.0, x)
+        return jnp.mean(inside**2) + jnp.mean((start - jnp.sin(3 * x)) ** 2), {}
+
+    return Program(loss, params, normal(16, 2, seed=4))
+
+
+@program("equinox")
+def laplacian_by_hessian():
+    """A Laplace equation on points, with `jax.hessian` of an Equinox network, vmapped."""
+    model = eqx.nn.MLP(2, "scalar", 16, 2, jnp.sin, key=jax.random.key(0))
+
+    def loss(model, points):
+        def laplacian(x):
+            return jnp.trace(jax.hessian(model)(x))
+
+        wanted = jnp.sin(points).sum(-1)
+        return jnp.mean((jax.vmap(laplacian)(points) - wanted) ** 2), {}
+
+    return Program(loss, model, normal(8, 2, seed=1))
+
+
+@program("jax")
+def neural_ode():
+    """`jax.experimental.ode.odeint` around a network, with its adjoint."""
+    params = {"hidden": dense(3, 16, seed=1), "out": dense(16, 3, seed=2)}
+    times = jnp.linspace(0.0, 1.0, 4)
+
+    def field(x, t, params):
+        return apply_dense(params["out"], jnp.tanh(apply_dense(params["hidden"], x)))
+
+    def loss(params, batch):
+        starts, ends = batch
+        paths = odeint(field, starts, times, params, rtol=1e-2, atol=1e-2)
+        return jnp.mean((paths[-1] - ends) ** 2), {}
+
+    return Program(loss, params, (normal(4, 3, seed=3), normal(4, 3, seed=4)))
+
+
+@program("nnx")
+def runge_kutta_in_scan():
+    """A vector field of NNX, integrated by Runge and Kutta's fourth order, over a scan."""
+
+    class Field(nnx.Module):
+        def __init__(self, rngs):
+            self.hidden = nnx.Linear(4, 24, rngs=rngs)
+            self.out = nnx.Linear(24, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(nnx.tanh(self.hidden(x)))
+
+    def loss(model, batch):
+        starts, ends = batch
+        h = 0.2
+
+        def step(x, _):
+            k1 = model(x)
+            k2 = model(x + h / 2 * k1)
+            k3 = model(x + h / 2 * k2)
+            k4 = model(x + h * k3)
+            return x + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4), None
+
+        x, _ = jax.lax.scan(step, starts, None, length=4)
+        return jnp.mean((x - ends) ** 2), {"speed": jnp.linalg.norm(model(x))}
+
+    return Program(loss, Field(nnx.Rngs(0)), (normal(8, 4, seed=1), normal(8, 4, seed=2)))
+
+
+@program("jax")
+def hamiltonian_network():
+    """A Hamiltonian network: the field is a derivative of the energy, rolled out by leapfrog."""
+    params = {"hidden": dense(4, 24, seed=1), "out": weight(24, 1, seed=2)}
+
+    def energy(params, q, p):
+        hidden = jnp.tanh(apply_dense(params["hidden"], jnp.concatenate([q, p])))
+        return jnp.sum(p**2) / 2 + (hidden @ params["out"])[0]
+
+    def roll_out(params, q, p):
+        by_q, by_p = (jax.grad(energy, argnums=i) for i in (1, 2))
+
+        @jax.checkpoint
+        def step(state, _):
+            q, p = state
+            p = p - 0.05 * by_q(params, q, p)
+            q = q + 0.1 * by_p(params, q, p)
+            p = p - 0.05 * by_q(params, q, p)
+            return (q, p), q
+
+        return jax.lax.scan(step, (q, p), None, length=3)[1]
+
+    def loss(params, batch):
+        q, p, wanted = batch
+        paths = jax.vmap(roll_out, in_axes=(None, 0, 0))(params, q, p)
+        return jnp.mean((paths - wanted) ** 2), {}
+
+    batch = normal(4, 2, seed=3), normal(4, 2, seed=4), normal(4, 3, 2, seed=5)
+    return Program(loss, params, batch)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fixed_point(f, params, x):
+    """Returns z = f(params, x, z), differentiated by the implicit function theorem."""
+
+    def keep_going(state):
+        old, new, i = state
+        return (jnp.max(jnp.abs(new - old)) > 1e-4) & (i < 30)
+
+    def step(state):
+        _, new, i = state
+        return new, f(params, x, new), i + 1
+
+    start = jnp.zeros_like(x)
+    _, found, _ = jax.lax.while_loop(keep_going, step, (start + 1, f(params, x, start), 0))
+    return found
+
+
+def _fixed_point_forward(f, params, x):
+    found = fixed_point(f, params, x)
+    return found, (params, x, found)
+
+
+def _fixed_point_backward(f, residuals, cotangent):
+    params, x, found = residuals
+    _, by_state = jax.vjp(lambda z: f(params, x, z), found)
+    solved = jax.lax.fori_loop(0, 12, lambda _, u: cotangent + by_state(u)[0], cotangent)
+    _, by_inputs = jax.vjp(lambda params, x: f(params, x, found), params, x)
+    return by_inputs(solved)
+
+
+fixed_point.defvjp(_fixed_point_forward, _fixed_point_backward)
+
+
+@program("jax")
+def deep_equilibrium():
+    """A layer that is its own fixed point, by a while loop with a custom derivative."""
+    params = {"inside": {"w": 0.3 * weight(12, 12, seed=1), "b": normal(12, seed=2, size=0.1)}}
+    params["out"] = dense(12, 2, seed=3)
+
+    def layer(params, x, z):
+        return jnp.tanh(apply_dense(params, z) + x)
+
+    def loss(params, batch):
+        x, wanted = batch
+        z = fixed_point(layer, params["inside"], x)
+        return jnp.mean((apply_dense(params["out"], z) - wanted) ** 2), {}
+
+    return Program(loss, params, (normal(8, 12, seed=4), normal(8, 2, seed=5)))
+
+
+@program("jax")
+def ridge_regression_inside():
+    """Features are learned through the solution of a linear system: a meta-learner's head."""
+    params = {"hidden": dense(6, 16, seed=1)}
+
+    def features(params, x):
+        return jnp.tanh(apply_dense(params["hidden"], x))
+
+    def loss(params, batch):
+        x, y, new_x, new_y = batch
+        f = features(params, x)
+        gram = f.T @ f + jnp.eye(16)
+        head = jnp.linalg.solve(gram, f.T @ y)
+        return jnp.mean((features(params, new_x) @ head - new_y) ** 2), {}
+
+    batch = normal(24, 6, seed=2), normal(24, 2, seed=3), normal(8, 6, seed=4), normal(8, 2, seed=5)
+    return Program(loss, params, batch)
+
+
+@program("linen")
+def neural_operator():
+    """A Fourier layer: complex weights on a few modes, beside a pointwise dense layer."""
+
+    class FourierLayer(nn.Module):
+        modes: int = 4
+
+        @nn.compact
+        def __call__(self, x):
+            shape = (self.modes, x.shape[-1], x.shape[-1])
+            real = self.param("real", nn.initializers.normal(0.2), shape)
+            imaginary = self.param("imaginary", nn.initializers.normal(0.2), shape)
+            spectrum = jnp.fft.rfft(x, axis=1)[:, : self.modes]
+            mixed = jnp.einsum("bki,kio->bko", spectrum, jax.lax.complex(real, imaginary))
+            smooth = jnp.fft.irfft(mixed, n=x.shape[1], axis=1)
+            return nn.gelu(smooth + nn.Dense(x.shape[-1])(x))
+
+    class Operator(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8)(x)
+            return nn.Dense(1)(FourierLayer()(FourierLayer()(x)))
+
+    model = Operator()
+    batch = normal(4, 12, 2, seed=1), normal(4, 12, 1, seed=2)
+    params = model.init(jax.random.key(0), batch[0])
+
+    def loss(params, batch):
+        x, wanted = batch
+        error = jnp.linalg.norm(model.apply(params, x) - wanted, axis=1)
+        return jnp.mean(error / jnp.linalg.norm(wanted, axis=1)), {}
+
+    return Program(loss, params, batch)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Dataset:
+    x: jax.Array
+    y: jax.Array
+
+    def __post_init__(self):
+        if self.x.ndim != 2 or self.y.shape != (len(self.x), 1):
+            raise ValueError(f"inputs {self.x.shape}, outputs {self.y.shape}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Kernel:
+    """Parameters that insist on their shapes."""
+
+    features: jax.Array
+    bias: jax.Array
+    length: jax.Array
+    noise: jax.Array
+
+    def __post_init__(self):
+        if self.features.shape[-1:] != self.bias.shape:
+            raise ValueError(f"features {self.features.shape}, bias {self.bias.shape}")
+
+    def __call__(self, x):
+        f = jnp.tanh(x @ self.features + self.bias)
+        squares = jnp.sum((f[:, None] - f[None]) ** 2, axis=-1)
+        kernel = jnp.exp(-squares / (2 * jnp.exp(self.length) ** 2))
+        return kernel + jnp.exp(self.noise) * jnp.eye(len(x))
+
+
+@program("jax")
+def gaussian_process():
+    """The marginal likelihood of a Gaussian process; parameters, data and outputs are classes."""
+    params = Kernel(weight(3, 6, seed=1), normal(6, seed=2), jnp.array(0.5), jnp.array(-1.0))
+
+    def loss(params, data):
+        factor = jax.scipy.linalg.cho_factor(params(data.x), lower=True)
+        weights = jax.scipy.linalg.cho_solve(factor, data.y)
+        determinant = jnp.sum(jnp.log(jnp.diag(factor[0])))
+        smoothed = Dataset(data.x, params(data.x) @ weights)
+        return jnp.sum(data.y * weights) / 2 + determinant, smoothed
+
+    data = Dataset(normal(12, 3, seed=3), normal(12, 1, seed=4))
+    return Program(loss, params, data, scale=2.0**8)

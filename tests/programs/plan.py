@@ -1,0 +1,34 @@
+"""Which programs go through which entries: a few in the fast loop, two for each in the slow one."""
+
+import corpus
+from entries import DOCTOR, ENTRIES
+
+ALL_ENTRIES = (*ENTRIES, DOCTOR)
+
+# Quick to compile, and each the first to show a fault of its kind.
+FAST = {
+    "losses.softmax_cross_entropy_with_integer_labels": "scale_backward outside",
+    "contrastive.clip_by_diagonal": "value_and_grad",
+    "reinforcement.deep_q_learning": "train_step",
+    "physics.gaussian_process": "scale_backward, bfloat16",
+    "generative.masked_autoregression": "skip_nonfinite",
+    "quantization.quantization_aware": "nnx",
+    "graphs.graph_convolution": "flax",
+    "sequence.conditional_random_field": "scale_backward inside",
+    "sequence.diagonal_state_space": "half_carries",
+    "speech.masked_ctc": "value_and_grad, bfloat16",
+    "activations.attention_with_large_logits": "value_and_grad",
+    "losses.log_cosh": DOCTOR,
+}
+
+
+def two_entries(rows: dict[str, corpus.Row]) -> dict[str, tuple[str, str]]:
+    """Returns two entries for each program, so that every family meets every entry."""
+    chosen = {}
+    for number, family in enumerate(corpus.FAMILIES):
+        names = [name for name, row in rows.items() if row.family == family]
+        for i, name in enumerate(names):
+            first = (2 * i + number) % len(ALL_ENTRIES)
+            second = (2 * i + number + 1) % len(ALL_ENTRIES)
+            chosen[name] = ALL_ENTRIES[first], ALL_ENTRIES[second]
+    return chosen

@@ -1,0 +1,261 @@
+"""Quantization with straight-through derivatives, and adapters of low rank."""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import optax
+from corpus import (
+    Program,
+    accuracy,
+    apply_dense,
+    confident_head,
+    dense,
+    integers,
+    normal,
+    program,
+    weight,
+)
+from flax import nnx
+
+
+def cross_entropy(logits, labels):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), {"accuracy": accuracy(logits, labels)}
+
+
+@jax.custom_vjp
+def rounded(x):
+    """The nearest integer, with the derivative of the identity."""
+    return jnp.round(x)
+
+
+rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, cotangent: (cotangent,))
+
+
+@program("jax")
+def quantization_aware():
+    """Weights and activations on 8 bits, rounded with a custom derivative, labels integers."""
+    params = {"hidden": dense(12, 32, seed=1), "head": dense(32, 5, seed=2)}
+    batch = normal(16, 12, seed=3), integers(5, 16, seed=4)
+
+    def fake(x, axis):
+        scale = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=axis, keepdims=True)) / 127
+        return rounded(x / scale) * scale
+
+    def layer(layer, x):
+        return fake(x, -1) @ fake(layer["w"], 0) + layer["b"]
+
+    def loss(params, batch):
+        x, labels = batch
+        hidden = jax.nn.relu(layer(params["hidden"], x))
+        return cross_entropy(layer(params["head"], hidden), labels)
+
+    return Program(loss, params, batch)
+
+
+@jax.custom_jvp
+def sign(x):
+    return jnp.where(x > 0, 1.0, -1.0)
+
+
+@sign.defjvp
+def _sign_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return sign(x), jnp.where(jnp.abs(x) <= 1, dx, 0.0)
+
+
+@program("linen")
+def binary_network():
+    """Weights of -1 and 1 with a custom forward derivative, and batch normalization."""
+
+    class BinaryDense(nn.Module):
+        features: int
+
+        @nn.compact
+        def __call__(self, x):
+            shape = (x.shape[-1], self.features)
+            kernel = self.param("kernel", nn.initializers.normal(0.5), shape)
+            return x @ sign(kernel) / jnp.sqrt(x.shape[-1])
+
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.BatchNorm(use_running_average=False)(BinaryDense(32)(x))
+            return nn.Dense(4)(BinaryDense(32)(sign(x)))
+
+    model = Network()
+    x, labels = normal(16, 12, seed=1), integers(4, 16, seed=2)
+    variables = model.init(jax.random.key(0), x)
+
+    def loss(params, stats, batch):
+        x, labels = batch
+        variables = {"params": params, "batch_stats": stats}
+        logits, new = model.apply(variables, x, mutable=["batch_stats"])
+        value, aux = cross_entropy(logits, labels)
+        return value, (new["batch_stats"], aux)
+
+    return Program(loss, variables["params"], (x, labels), state=variables["batch_stats"])
+
+
+@program("jax")
+def learned_step_size():
+    """LSQ: the step of a quantizer is a parameter with a gradient of its own."""
+    params = {"hidden": dense(12, 24, seed=1), "head": dense(24, 3, seed=2)}
+    params["steps"] = jnp.array([0.05, 0.04])
+
+    def quantized(x, step):
+        levels = jnp.clip(x / step, -8, 7)
+        levels = levels + jax.lax.stop_gradient(jnp.round(levels) - levels)
+        return levels * step
+
+    def loss(params, batch):
+        x, wanted = batch
+        hidden, head = params["hidden"], params["head"]
+        x = jax.nn.gelu(x @ quantized(hidden["w"], params["steps"][0]) + hidden["b"])
+        outputs = x @ quantized(head["w"], params["steps"][1]) + head["b"]
+        return jnp.mean((outputs - wanted) ** 2), {}
+
+    return Program(loss, params, (normal(16, 12, seed=3), normal(16, 3, seed=4)))
+
+
+@program("jax")
+def integer_weights_with_adapter():
+    """QLoRA: the base is int8 with scales by column and stays, the adapter is trained."""
+    base = jnp.clip(jnp.round(weight(16, 16, seed=1) * 100), -127, 127).astype(jnp.int8)
+    scales = jnp.full((16,), 0.01)
+    params = {"down": weight(16, 4, seed=2), "up": 0.1 * normal(4, 16, seed=3)}
+    x, labels = normal(12, 16, seed=4), integers(6, 12, seed=5)
+
+    def features(params, x, base):
+        y = x @ (base.astype(jnp.float32) * scales) + 2.0 * (x @ params["down"]) @ params["up"]
+        return x + jax.nn.silu(y)
+
+    head = confident_head(features(params, x, base), labels, 6, margin=10.0)
+
+    def loss(params, batch):
+        x, labels, base, head = batch
+        return cross_entropy(features(params, x, base) @ head, labels)
+
+    return Program(loss, params, (x, labels, base, head))
+
+
+@program("nnx")
+def low_rank_adapters():
+    """NNX's own LoRA layers around frozen ones: both are parameters, biases and all."""
+
+    class Network(nnx.Module):
+        def __init__(self, rngs):
+            self.hidden = nnx.LoRALinear(12, 24, lora_rank=4, rngs=rngs)
+            self.head = nnx.LoRALinear(24, 5, lora_rank=4, rngs=rngs)
+            for layer in (self.hidden, self.head):
+                b = layer.lora.lora_b
+                b[...] = normal(*b[...].shape, seed=3, size=0.1)
+
+        def __call__(self, x):
+            return self.head(nnx.relu(self.hidden(x)))
+
+    def loss(model, batch):
+        x, labels = batch
+        return cross_entropy(model(x), labels)
+
+    batch = normal(12, 12, seed=1), integers(5, 12, seed=2)
+    return Program(loss, Network(nnx.Rngs(0)), batch)
+
+
+@program("equinox")
+def adapter_on_frozen_attention():
+    """An adapter beside the projections of attention, whose own weights are stopped."""
+
+    class Adapter(eqx.Module):
+        base: eqx.nn.Linear
+        down: jax.Array
+        up: jax.Array
+
+        def __init__(self, base, key):
+            self.base = base
+            self.down = jax.random.normal(key, (base.in_features, 4)) / 4
+            self.up = jnp.full((4, base.out_features), 0.05)
+
+        def __call__(self, x):
+            frozen = jax.lax.stop_gradient(self.base.weight)
+            return frozen @ x + (x @ self.down) @ self.up
+
+    class Network(eqx.Module):
+        attention: eqx.nn.MultiheadAttention
+        head: eqx.nn.Linear
+
+        def __call__(self, x):
+            y = self.attention(x, x, x)
+            return self.head(jnp.mean(x + y, axis=0))
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    attention = eqx.nn.MultiheadAttention(2, 16, key=keys[0])
+    adapted = tuple(
+        Adapter(each, key)
+        for each, key in zip((attention.query_proj, attention.value_proj), keys[1:3], strict=True)
+    )
+    attention = eqx.tree_at(lambda a: (a.query_proj, a.value_proj), attention, adapted)
+    model = Network(attention, eqx.nn.Linear(16, 4, key=keys[3]))
+
+    def loss(model, batch):
+        x, labels = batch
+        return cross_entropy(jax.vmap(model)(x), labels)
+
+    return Program(loss, model, (normal(8, 6, 16, seed=1), integers(4, 8, seed=2)))
+
+
+@program("haiku")
+def prefix_tuning():
+    """Only a prefix of keys and values is trained, of a frozen attention layer of Haiku."""
+
+    def network(x, prefix):
+        memory = jnp.concatenate([jnp.broadcast_to(prefix, (len(x), *prefix.shape)), x], axis=1)
+        y = hk.MultiHeadAttention(2, 8, w_init=hk.initializers.VarianceScaling(1.0))(x, memory, memory)
+        return hk.Linear(4)(jax.nn.relu(x + y).mean(1))
+
+    model = hk.without_apply_rng(hk.transform(network))
+    x, prefix = normal(6, 5, 16, seed=1), normal(3, 16, seed=2)
+    frozen = model.init(jax.random.key(0), x, prefix)
+
+    def loss(params, batch):
+        x, labels, frozen = batch
+        return cross_entropy(model.apply(frozen, x, params["prefix"]), labels)
+
+    return Program(loss, {"prefix": prefix}, (x, integers(4, 6, seed=3), frozen))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def compressed_product(x, w, rank):
+    """A product that keeps only a projection of its input for the backward pass."""
+    return x @ w
+
+
+def _compressed_forward(x, w, rank):
+    projection = weight(x.shape[0], rank, seed=9)
+    return x @ w, (projection.T @ x, projection, w)
+
+
+def _compressed_backward(rank, residuals, cotangent):
+    kept, projection, w = residuals
+    return cotangent @ w.T, kept.T @ (projection.T @ cotangent)
+
+
+compressed_product.defvjp(_compressed_forward, _compressed_backward)
+
+
+@program("jax")
+def compressed_activations():
+    """A layer with a backward rule of its own, in which there are more products."""
+    params = {"hidden": dense(12, 24, seed=1), "head": dense(24, 3, seed=2)}
+
+    def loss(params, batch):
+        x, wanted = batch
+        hidden = compressed_product(x, params["hidden"]["w"], 8) + params["hidden"]["b"]
+        outputs = apply_dense(params["head"], jax.nn.tanh(hidden))
+        return jnp.mean((outputs - wanted) ** 2), {}
+
+    return Program(loss, params, (normal(16, 12, seed=3), normal(16, 3, seed=4)))

@@ -1,0 +1,297 @@
+"""Reinforcement learning: values, policies, advantages, distributions of returns, preferences."""
+
+import dataclasses
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import optax
+from corpus import Program, apply_dense, confident_head, dense, integers, normal, program, weight
+from flax import nnx
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Transitions:
+    """What a replay buffer gives. It looks at its shapes, as many such classes do."""
+
+    observations: jax.Array
+    actions: jax.Array
+    rewards: jax.Array
+    next_observations: jax.Array
+    done: jax.Array
+
+    def __post_init__(self):
+        if self.observations.shape != self.next_observations.shape:
+            raise ValueError("observations of two sizes")
+        if self.actions.shape != self.rewards.shape or self.actions.ndim != 1:
+            raise ValueError("an action and a reward for each transition")
+
+
+def transitions(seed, actions):
+    return Transitions(
+        observations=normal(16, 6, seed=seed),
+        actions=integers(actions, 16, seed=seed),
+        rewards=normal(16, seed=seed + 1),
+        next_observations=normal(16, 6, seed=seed + 2),
+        done=integers(2, 16, seed=seed + 3) == 1,
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Values:
+    """A network as a class that insists on its shapes: parameters, and the state of a target."""
+
+    hidden: dict
+    head: dict
+
+    def __post_init__(self):
+        if self.hidden["b"].shape != self.head["w"].shape[:1]:
+            raise ValueError("layers that do not fit")
+
+    def __call__(self, x):
+        return apply_dense(self.head, jax.nn.relu(apply_dense(self.hidden, x)))
+
+
+@program("jax")
+def deep_q_learning():
+    """DQN: the value of the action that was taken, by `take_along_axis`; everything a class."""
+    params = Values(dense(6, 32, seed=1), dense(32, 4, seed=2))
+    target = Values(dense(6, 32, seed=3), dense(32, 4, seed=4))
+
+    def loss(params, target, batch):
+        taken = jnp.take_along_axis(params(batch.observations), batch.actions[:, None], axis=-1)
+        after = jnp.max(target(batch.next_observations), axis=-1)
+        wanted = batch.rewards + 0.99 * after * (1.0 - batch.done)
+        error = optax.huber_loss(taken[:, 0], jax.lax.stop_gradient(wanted))
+        return error.mean(), (target, {"value": taken.mean()})
+
+    return Program(loss, params, transitions(5, 4), state=target)
+
+
+@program("jax")
+def categorical_q_learning():
+    """C51: a distribution of returns, the labels of its bins sure, the head with a bias."""
+    atoms = 9
+    params = {"hidden": dense(6, 32, seed=1), "head": dense(32, 2 * atoms, seed=2)}
+    batch = transitions(6, 2)
+    bins = integers(atoms, 16, seed=7)
+
+    def hidden(params, x):
+        return jnp.tanh(apply_dense(params["hidden"], x))
+
+    chosen = confident_head(
+        hidden(params, batch.observations), bins + atoms * batch.actions, 2 * atoms, margin=9.0
+    )
+    params["head"]["w"] = chosen
+
+    def loss(params, batch):
+        data, bins = batch
+        logits = apply_dense(params["head"], hidden(params, data.observations))
+        logits = logits.reshape(-1, 2, atoms)[jnp.arange(16), data.actions]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, bins)
+        value = jnp.sum(jax.nn.softmax(logits) * jnp.linspace(-1, 1, atoms), axis=-1)
+        return losses.mean(), {"value": value.mean()}
+
+    return Program(loss, params, (batch, bins))
+
+
+class ActorCritic(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        actor = nn.tanh(nn.Dense(32)(x))
+        critic = nn.tanh(nn.Dense(32)(x))
+        return nn.Dense(3)(actor), nn.Dense(1)(critic)[..., 0]
+
+
+@program("linen")
+def proximal_policy():
+    """PPO with clipped ratios and values, normalized advantages and an entropy bonus."""
+    model = ActorCritic()
+    observations, actions = normal(16, 6, seed=1), integers(3, 16, seed=2)
+    params = model.init(jax.random.key(0), observations)
+
+    def loss(params, batch):
+        logits, values = model.apply(params, batch["observations"])
+        log_probs = jax.nn.log_softmax(logits)
+        taken = jnp.take_along_axis(log_probs, batch["actions"][:, None], axis=1)[:, 0]
+        ratio = jnp.exp(taken - batch["log_probs"])
+        advantages = batch["advantages"]
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        clipped = jnp.clip(ratio, 0.8, 1.2) * advantages
+        actor = -jnp.minimum(ratio * advantages, clipped).mean()
+        near = batch["values"] + jnp.clip(values - batch["values"], -0.2, 0.2)
+        returns = batch["returns"]
+        critic = jnp.maximum((values - returns) ** 2, (near - returns) ** 2).mean()
+        entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1).mean()
+        aux = {"clipped": jnp.mean(jnp.abs(ratio - 1) > 0.2), "entropy": entropy}
+        return actor + 0.5 * critic - 0.01 * entropy, aux
+
+    batch = {
+        "observations": observations,
+        "actions": actions,
+        "log_probs": -1.1 + 0.2 * normal(16, seed=3),
+        "advantages": normal(16, seed=4),
+        "values": normal(16, seed=5),
+        "returns": normal(16, seed=6),
+    }
+    return Program(loss, params, batch)
+
+
+@program("haiku")
+def advantage_actor_critic():
+    """A2C over a rollout: returns by a reverse scan, an LSTM that is reset at the end."""
+
+    def network(observations, done):
+        core = hk.ResetCore(hk.LSTM(16))
+        inputs = jax.nn.relu(hk.Linear(16)(observations)), done
+        hs, _ = hk.dynamic_unroll(core, inputs, core.initial_state(observations.shape[1]))
+        return hk.Linear(3)(hs), hk.Linear(1)(hs)[..., 0]
+
+    model = hk.without_apply_rng(hk.transform(network))
+    observations, done = normal(6, 4, 5, seed=1), integers(5, 6, 4, seed=2) == 0
+    params = model.init(jax.random.key(0), observations, done)
+
+    def loss(params, batch):
+        observations, done, actions, rewards = batch
+        logits, values = model.apply(params, observations, done)
+
+        def turn(total, step):
+            reward, ended = step
+            total = reward + 0.9 * total * (1.0 - ended)
+            return total, total
+
+        _, returns = jax.lax.scan(turn, jnp.zeros(4), (rewards, done), reverse=True)
+        advantages = returns - values
+        log_probs = jax.nn.log_softmax(logits)
+        taken = jnp.take_along_axis(log_probs, actions[..., None], axis=-1)[..., 0]
+        actor = -jnp.mean(taken * jax.lax.stop_gradient(advantages))
+        return actor + 0.5 * jnp.mean(advantages**2), {"return": returns[0].mean()}
+
+    batch = observations, done, integers(3, 6, 4, seed=3), normal(6, 4, seed=4)
+    return Program(loss, params, batch)
+
+
+@program("nnx")
+def soft_actor_critic():
+    """SAC: a squashed normal policy with its log-probability, two critics of which the least."""
+
+    class MLP(nnx.Module):
+        def __init__(self, inputs, outputs, rngs):
+            self.first = nnx.Linear(inputs, 24, rngs=rngs)
+            self.last = nnx.Linear(24, outputs, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(nnx.relu(self.first(x)))
+
+    class Agent(nnx.Module):
+        def __init__(self, rngs):
+            self.policy = MLP(6, 4, rngs)
+            self.critics = nnx.List([MLP(8, 1, rngs), MLP(8, 1, rngs)])
+            self.temperature = nnx.Param(jnp.array(-1.0))
+
+    def loss(agent, batch):
+        observations, noise, rewards = batch
+        mean, log_std = jnp.split(agent.policy(observations), 2, axis=-1)
+        log_std = jnp.clip(log_std, -5, 2)
+        raw = mean + jnp.exp(log_std) * noise
+        action = jnp.tanh(raw)
+        log_prob = jax.scipy.stats.norm.logpdf(noise) - log_std
+        log_prob = jnp.sum(log_prob - jnp.log(1 - action**2 + 1e-6), axis=-1)
+        x = jnp.concatenate([observations, action], axis=-1)
+        values = jnp.concatenate([critic(x) for critic in agent.critics], axis=-1)
+        temperature = jnp.exp(agent.temperature[...])
+        actor = jnp.mean(jax.lax.stop_gradient(temperature) * log_prob - values.min(-1))
+        critic = jnp.mean((values - rewards[:, None]) ** 2)
+        tuned = -jnp.mean(temperature * jax.lax.stop_gradient(log_prob - 2.0))
+        return actor + critic + tuned, {"entropy": -log_prob.mean()}
+
+    batch = normal(8, 6, seed=1), normal(8, 2, seed=2), normal(8, seed=3)
+    return Program(loss, Agent(nnx.Rngs(0)), batch)
+
+
+@program("equinox")
+def decision_transformer():
+    """Returns, states and actions as one sequence of tokens; vmapped, causal, labels integers."""
+
+    class Agent(eqx.Module):
+        embed: list
+        attention: eqx.nn.MultiheadAttention
+        norm: eqx.nn.LayerNorm
+        head: eqx.nn.Linear
+
+        def __init__(self, key):
+            keys = jax.random.split(key, 5)
+            self.embed = [eqx.nn.Linear(1, 16, key=keys[0]), eqx.nn.Linear(6, 16, key=keys[1])]
+            self.attention = eqx.nn.MultiheadAttention(2, 16, key=keys[2])
+            self.norm = eqx.nn.LayerNorm(16)
+            self.head = eqx.nn.Linear(16, 4, key=keys[3])
+
+        def __call__(self, returns, observations):
+            pairs = jax.vmap(self.embed[0])(returns[:, None]), jax.vmap(self.embed[1])(observations)
+            x = jnp.stack(pairs, axis=1).reshape(-1, 16)
+            y = jax.vmap(self.norm)(x)
+            x = x + self.attention(y, y, y, mask=jnp.tril(jnp.ones((len(x), len(x)), bool)))
+            return jax.vmap(self.head)(x[1::2])
+
+    def loss(model, batch):
+        returns, observations, actions = batch
+        logits = jax.vmap(model)(returns, observations)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, actions)
+        return losses.mean(), {"accuracy": jnp.mean(logits.argmax(-1) == actions)}
+
+    batch = normal(4, 5, seed=1), normal(4, 5, 6, seed=2), integers(4, 4, 5, seed=3)
+    return Program(loss, Agent(jax.random.key(0)), batch)
+
+
+def sequence_log_probs(params, tokens):
+    """The log-probability of the sequence that follows each token, by indexing."""
+    x = jnp.cumsum(params["embedding"][tokens[:, :-1]], axis=1) / jnp.arange(1, 6)[:, None]
+    log_probs = jax.nn.log_softmax(apply_dense(params["head"], jnp.tanh(x @ params["mix"])))
+    rows, columns = jnp.arange(4)[:, None], jnp.arange(5)[None]
+    return log_probs[rows, columns, tokens[:, 1:]].sum(-1)
+
+
+@program("jax")
+def direct_preferences():
+    """DPO: what is chosen against what is rejected, beside a reference that is frozen."""
+    names = {"embedding": normal(10, 16, seed=1), "mix": weight(16, 16, seed=2)}
+    params = names | {"head": dense(16, 10, seed=3)}
+    frozen = names | {"head": dense(16, 10, seed=4)}
+
+    def loss(params, batch):
+        chosen, rejected, frozen = batch
+
+        def gain(tokens):
+            before = jax.lax.stop_gradient(sequence_log_probs(frozen, tokens))
+            return sequence_log_probs(params, tokens) - before
+
+        margin = 0.5 * (gain(chosen) - gain(rejected))
+        return -jax.nn.log_sigmoid(margin).mean(), {"right": jnp.mean(margin > 0)}
+
+    batch = integers(10, 4, 6, seed=5), integers(10, 4, 6, seed=6), frozen
+    return Program(loss, params, batch)
+
+
+@program("jax")
+def group_relative_policy():
+    """GRPO: rewards normalized in their group, a clipped ratio, a penalty for divergence."""
+    params = {"embedding": normal(10, 16, seed=1), "mix": weight(16, 16, seed=2)}
+    params["head"] = dense(16, 10, seed=3)
+
+    def loss(params, batch):
+        tokens, rewards, old = batch
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        log_probs = sequence_log_probs(params, tokens)
+        ratio = jnp.exp((log_probs - old) / 5)
+        gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
+        difference = (old - log_probs) / 5
+        divergence = jnp.exp(difference) - difference - 1
+        return -jnp.mean(gain - 0.04 * divergence), {"ratio": ratio.mean()}
+
+    tokens = integers(10, 4, 6, seed=4)
+    old = sequence_log_probs(params, tokens) + 0.2 * normal(4, seed=5)
+    return Program(loss, params, (tokens, normal(4, seed=6), old))

@@ -1,0 +1,269 @@
+"""The functions of `jax.scipy` that have a derivative, behind a layer that is trained."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.scipy as jsp
+from corpus import Program, apply_dense, dense, normal, program, weight
+
+
+def behind_layers(loss_of: Callable[[Any], Any], outputs: int = 8, rows: int = 8) -> Program:
+    """Returns a program with a loss of the outputs of two layers."""
+    params = {"hidden": dense(6, 24, seed=1), "head": dense(24, outputs, seed=2)}
+
+    def loss(params, x):
+        hidden = jnp.tanh(apply_dense(params["hidden"], x))
+        return jnp.mean(loss_of(apply_dense(params["head"], hidden))), {}
+
+    return Program(loss, params, normal(rows, 6, seed=3))
+
+
+def positive(x: jax.Array) -> jax.Array:
+    return jax.nn.softplus(x) + 0.1
+
+
+def definite(x: jax.Array) -> jax.Array:
+    """A matrix that is symmetric and positive definite, of a matrix."""
+    return x.T @ x / len(x) + jnp.eye(x.shape[-1])
+
+
+@program("jax")
+def special_of_gamma():
+    def loss(x):
+        x, y = positive(x), positive(-x)
+        sums = jsp.special.gammaln(x) + jsp.special.digamma(y) + jsp.special.polygamma(1, x)
+        sums += jsp.special.betaln(x, y) + jsp.special.gammainc(x, 1.5)
+        return sums + jsp.special.multigammaln(x + 2.0, 2)
+
+    return behind_layers(loss)
+
+
+@program("jax")
+def special_of_errors():
+    def loss(x):
+        sums = jsp.special.erf(x) + jsp.special.erfc(x) + jsp.special.log_ndtr(x)
+        return sums + jsp.special.ndtri(0.9 * jsp.special.ndtr(x) + 0.05)
+
+    return behind_layers(loss)
+
+
+@program("jax")
+def special_of_entropies():
+    def loss(x):
+        p, q = jsp.special.expit(x), jsp.special.softmax(x, axis=-1)
+        sums = jsp.special.entr(p) + jsp.special.xlogy(p, q) + jsp.special.xlog1py(p, q)
+        sums += jsp.special.rel_entr(p, q) + jsp.special.kl_div(p, q) + jsp.special.logit(p)
+        return sums.sum(-1) + jsp.special.logsumexp(x, axis=-1)
+
+    return behind_layers(loss)
+
+
+@program("jax")
+def special_of_bessel():
+    def loss(x):
+        sums = jsp.special.i0(x) + jsp.special.i0e(x) + jsp.special.i1(x) + jsp.special.i1e(x)
+        return sums + jsp.special.betainc(1.5, 2.5, jax.nn.sigmoid(x)) + jsp.special.spence(x**2)
+
+    return behind_layers(loss)
+
+
+@program("jax")
+def stats_of_reals():
+    def loss(x):
+        location, scale = x[:, :4], positive(x[:, 4:])
+        y = jnp.linspace(-2.0, 2.0, 4)
+        densities = jsp.stats.norm.logpdf(y, location, scale)
+        densities += jsp.stats.laplace.logpdf(y, location, scale)
+        densities += jsp.stats.logistic.logpdf(y, location, scale)
+        densities += jsp.stats.cauchy.logpdf(y, location, scale)
+        densities += jsp.stats.t.logpdf(y, 4.0, location, scale)
+        return -densities - jsp.stats.norm.logcdf(y, location, scale)
+
+    return behind_layers(loss)
+
+
+@program("jax")
+def stats_of_positives_and_counts():
+    def loss(x):
+        a, b = positive(x[:, :4]), positive(x[:, 4:])
+        y, counts = jnp.linspace(0.2, 0.8, 4), jnp.arange(4)
+        densities = jsp.stats.gamma.logpdf(y, a, scale=b) + jsp.stats.beta.logpdf(y, a, b)
+        densities += jsp.stats.expon.logpdf(y, scale=a) + jsp.stats.pareto.logpdf(y + 4.0, b)
+        densities += jsp.stats.chi2.logpdf(y, a) + jsp.stats.vonmises.logpdf(y, a)
+        densities += jsp.stats.poisson.logpmf(counts, a)
+        return -densities - jsp.stats.nbinom.logpmf(counts, b, 0.5)
+
+    return behind_layers(loss)
+
+
+@program("jax")
+def stats_of_vectors():
+    def loss(x):
+        covariance = definite(x)
+        y = normal(5, 8, seed=7)
+        density = jsp.stats.multivariate_normal.logpdf(y, jnp.mean(x, 0), covariance)
+        shares = jnp.full(8, 0.125)
+        return -density.mean() - jsp.stats.dirichlet.logpdf(shares, positive(x[0]))
+
+    return behind_layers(loss)
+
+
+@program("jax")
+def stats_of_kernels():
+    """A kernel density of points that were transformed, which it whitens."""
+
+    def loss(x):
+        density = jsp.stats.gaussian_kde(x.T)
+        return -density.logpdf(normal(2, 6, seed=8))
+
+    return behind_layers(loss, outputs=2, rows=16)
+
+
+@program("jax")
+def linalg_of_solutions():
+    def loss(x):
+        matrix, right = definite(x), x.T
+        lower = jsp.linalg.cholesky(matrix, lower=True)
+        solved = jsp.linalg.solve(matrix, right, assume_a="pos")
+        solved += jsp.linalg.cho_solve((lower, True), right)
+        solved += jsp.linalg.lu_solve(jsp.linalg.lu_factor(matrix), right)
+        solved += jsp.linalg.solve_triangular(lower, right, lower=True)
+        return jnp.sum(solved**2) + jnp.log(jsp.linalg.det(matrix)) + jsp.linalg.inv(matrix).sum()
+
+    return behind_layers(loss, outputs=6)
+
+
+@program("jax")
+def linalg_of_factors():
+    def loss(x):
+        values, vectors = jsp.linalg.eigh(definite(x) + jnp.diag(jnp.arange(5.0)))
+        q, r = jsp.linalg.qr(x, mode="economic")
+        singular = jsp.linalg.svd(x, compute_uv=False)
+        return jnp.sum(jnp.log(values)) + jnp.sum(r**2) + jnp.sum(singular) + jnp.sum(q[0] ** 2)
+
+    return behind_layers(loss, outputs=5)
+
+
+@program("jax")
+def linalg_of_exponentials():
+    """A matrix exponential, as in flows and continuous-time chains: its products are its own."""
+
+    def loss(x):
+        rates = x.reshape(2, 4, 4) / 2
+        moved = jax.vmap(jsp.linalg.expm)(rates) @ jnp.ones(4)
+        return jnp.square(moved)
+
+    return behind_layers(loss, outputs=4)
+
+
+@program("jax")
+def linalg_of_shapes():
+    def loss(x):
+        blocks = jsp.linalg.block_diag(x[:2, :2], x[2:5, 2:5])
+        bands = jsp.linalg.toeplitz(x[0])
+        return jnp.sum((blocks @ bands[:5, :3]) ** 2) + jnp.sum((bands @ x.T) ** 2)
+
+    return behind_layers(loss)
+
+
+@program("jax")
+def signal_of_filters():
+    """Learned filters over signals, by convolutions that are asked for by name."""
+
+    def loss(x):
+        filters, noise = x[:3, :5], normal(3, 20, seed=9)
+        filtered = jax.vmap(lambda a, b: jsp.signal.convolve(a, b, mode="same"))(noise, filters)
+        image = jsp.signal.convolve2d(normal(6, 6, seed=10), x[3:6, :3], mode="valid")
+        lags = jsp.signal.correlate(filtered[0], x[6], mode="valid")
+        return jnp.mean(filtered**2) + jnp.mean(jnp.abs(image)) + jnp.mean(lags**2)
+
+    return behind_layers(loss)
+
+
+@program("jax")
+def signal_of_spectra():
+    def loss(x):
+        waves = x.reshape(2, -1)
+        _, _, found = jsp.signal.stft(waves, nperseg=8)
+        _, power = jsp.signal.welch(waves, nperseg=8)
+        quick = jsp.signal.fftconvolve(waves[0], x[0])
+        steady = jsp.signal.detrend(waves)
+        powers = jnp.mean(jnp.abs(found) ** 2) + jnp.mean(jnp.log(power + 0.1))
+        return powers + jnp.mean(quick**2) + jnp.mean(steady**2)
+
+    return behind_layers(loss)
+
+
+@program("jax")
+def fft_of_cosines():
+    def loss(x):
+        coefficients = jsp.fft.dct(x, norm="ortho")
+        again = jsp.fft.idct(coefficients * 0.9, norm="ortho")
+        return jnp.mean(jnp.abs(coefficients)) + jnp.mean((again - x) ** 2)
+
+    return behind_layers(loss)
+
+
+@program("jax")
+def warped_images():
+    """`map_coordinates` and an interpolator at places that are learned."""
+    image = normal(8, 8, seed=11)
+
+    def loss(x):
+        places = 3.5 + 2.0 * jnp.tanh(x)
+        rows, columns = places[:, :4], places[:, 4:]
+        seen = jsp.ndimage.map_coordinates(image, [rows, columns], order=1)
+        grid = (jnp.arange(8.0), jnp.arange(8.0))
+        lookup = jsp.interpolate.RegularGridInterpolator(grid, image, method="linear")
+        return seen**2 + lookup(jnp.stack([rows, columns], axis=-1))
+
+    return behind_layers(loss)
+
+
+@program("jax")
+def integral_of_a_curve():
+    def loss(x):
+        return jsp.integrate.trapezoid(jnp.cos(x) ** 2, dx=0.1, axis=-1)
+
+    return behind_layers(loss)
+
+
+@program("jax")
+def solution_by_conjugate_gradients():
+    """`sparse.linalg.cg` with a product of the user, and its implicit derivative."""
+
+    def loss(x):
+        matrix, right = definite(x), normal(6, seed=12)
+        solved, _ = jsp.sparse.linalg.cg(lambda v: matrix @ v, right, maxiter=12)
+        other, _ = jsp.sparse.linalg.bicgstab(lambda v: matrix @ v, right, maxiter=12)
+        return jnp.sum(solved**2) + jnp.sum(other**2)
+
+    return behind_layers(loss, outputs=6)
+
+
+@program("jax")
+def rotations():
+    """Poses from quaternions, applied to points."""
+
+    def loss(x):
+        rotations = jsp.spatial.transform.Rotation.from_quat(x[:, :4])
+        points = rotations.apply(normal(8, 3, seed=13))
+        return jnp.mean((points - normal(8, 3, seed=14)) ** 2)
+
+    return behind_layers(loss, outputs=4)
+
+
+@program("jax")
+def vector_quantization():
+    """The nearest of some codes by `cluster.vq`: integers, and distances with a derivative."""
+    params = {"in": dense(6, 4, seed=1), "codes": normal(5, 4, seed=2), "out": weight(4, 6, seed=3)}
+
+    def loss(params, x):
+        z = apply_dense(params["in"], x)
+        codes, distances = jsp.cluster.vq.vq(z, params["codes"])
+        decoded = params["codes"][codes] @ params["out"]
+        return jnp.mean(distances) + jnp.mean((decoded - x) ** 2), {"codes": codes}
+
+    return Program(loss, params, normal(12, 6, seed=4))

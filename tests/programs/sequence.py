@@ -1,0 +1,444 @@
+"""Sequences: language models, taggers, recurrent networks, state spaces, experts."""
+
+import dataclasses
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import optax
+from corpus import (
+    Program,
+    accuracy,
+    apply_dense,
+    confident_head,
+    dense,
+    integers,
+    normal,
+    program,
+    weight,
+)
+from flax import nnx
+
+
+def cross_entropy(logits, labels):
+    """The mean over tokens, and how many are right."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), {"accuracy": accuracy(logits, labels)}
+
+
+def rms_norm(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * scale
+
+
+def layer_norm(x, scale, bias):
+    mean = x.mean(-1, keepdims=True)
+    variance = jnp.square(x - mean).mean(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(variance + 1e-5) * scale + bias
+
+
+def causal_attention(q, k, v):
+    """Attention of arrays [tokens, heads, features], with a mask of -1e9."""
+    logits = jnp.einsum("qhd,khd->hqk", q, k) / jnp.sqrt(q.shape[-1])
+    mask = jnp.tril(jnp.ones(logits.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(mask, logits, -1e9), axis=-1)
+    return jnp.einsum("hqk,khd->qhd", weights, v)
+
+
+@program("jax")
+def gpt2():
+    """GPT-2: learned positions, biases everywhere but in the head, layers unrolled."""
+    width, heads, vocabulary = 32, 2, 16
+    layers = [
+        {
+            "norm1": {"scale": jnp.ones(width), "bias": jnp.zeros(width)},
+            "qkv": dense(width, 3 * width, seed=10 * i),
+            "out": dense(width, width, seed=10 * i + 1),
+            "norm2": {"scale": jnp.ones(width), "bias": jnp.zeros(width)},
+            "up": dense(width, 64, seed=10 * i + 2),
+            "down": dense(64, width, seed=10 * i + 3),
+        }
+        for i in range(2)
+    ]
+    params = {
+        "embedding": normal(vocabulary, width, seed=90),
+        "positions": normal(8, width, seed=91),
+        "layers": layers,
+    }
+    tokens = integers(vocabulary, 2, 9)
+
+    def block(layer, x):
+        q, k, v = jnp.split(apply_dense(layer["qkv"], layer_norm(x, **layer["norm1"])), 3, axis=-1)
+        q, k, v = (each.reshape(-1, heads, width // heads) for each in (q, k, v))
+        x = x + apply_dense(layer["out"], causal_attention(q, k, v).reshape(-1, width))
+        y = jax.nn.gelu(apply_dense(layer["up"], layer_norm(x, **layer["norm2"])))
+        return x + apply_dense(layer["down"], y)
+
+    def features(params, tokens):
+        x = params["embedding"][tokens] + params["positions"]
+        for layer in params["layers"]:
+            x = block(layer, x)
+        return layer_norm(x, 1.0, 0.0)
+
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    final = jax.vmap(features, in_axes=(None, 0))(params, inputs)
+    params["head"] = confident_head(final, labels, vocabulary, margin=10.0)
+
+    def loss(params, tokens):
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        final = jax.vmap(features, in_axes=(None, 0))(params, inputs)
+        return cross_entropy(final @ params["head"], labels)
+
+    return Program(loss, params, tokens)
+
+
+@program("jax")
+def llama():
+    """Llama: rotary positions, RMS norms, gated layers; scanned, with `jax.checkpoint`."""
+    width, heads, vocabulary, depth = 32, 2, 16, 2
+    shapes = {"q": (32, 32), "k": (32, 32), "v": (32, 32), "o": (32, 32)}
+    shapes |= {"gate": (32, 48), "up": (32, 48), "down": (48, 32)}
+    layers = {
+        name: jnp.stack([weight(*shape, seed=20 * i + j) for i in range(depth)])
+        for j, (name, shape) in enumerate(shapes.items())
+    }
+    layers |= {"norm1": jnp.ones((depth, width)), "norm2": jnp.ones((depth, width))}
+    params = {"embedding": normal(vocabulary, width, seed=5), "layers": layers}
+    tokens = integers(vocabulary, 2, 9, seed=1)
+
+    def rotate(x):
+        half = x.shape[-1] // 2
+        angles = jnp.arange(len(x))[:, None] * 100.0 ** (-jnp.arange(half) / half)
+        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+    @jax.checkpoint
+    def block(x, layer):
+        y = rms_norm(x, layer["norm1"])
+        q, k, v = ((y @ layer[name]).reshape(-1, heads, width // heads) for name in "qkv")
+        x = x + causal_attention(rotate(q), rotate(k), v).reshape(-1, width) @ layer["o"]
+        y = rms_norm(x, layer["norm2"])
+        return x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"], None
+
+    def features(params, tokens):
+        x, _ = jax.lax.scan(block, params["embedding"][tokens], params["layers"])
+        return rms_norm(x, 1.0)
+
+    final = jax.vmap(features, in_axes=(None, 0))(params, tokens[:, :-1])
+    params["head"] = confident_head(final, tokens[:, 1:], vocabulary, margin=12.0)
+
+    def loss(params, tokens):
+        final = jax.vmap(features, in_axes=(None, 0))(params, tokens[:, :-1])
+        return cross_entropy(final @ params["head"], tokens[:, 1:])
+
+    return Program(loss, params, tokens)
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, mask):
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(y, mask=mask)
+        y = nn.gelu(nn.Dense(64)(nn.LayerNorm()(x)))
+        return x + nn.Dense(32)(y), None
+
+
+class ScannedTransformer(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(16, 32, embedding_init=nn.initializers.normal(1.0))(tokens)
+        layers = nn.scan(
+            nn.remat(Layer, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=2,
+        )
+        x, _ = layers()(x, nn.make_causal_mask(tokens))
+        return nn.LayerNorm()(x)
+
+
+@program("linen")
+def scanned_transformer():
+    """Linen's layers under `nn.scan` and `nn.remat`, with a biased head and integer labels."""
+    model = ScannedTransformer()
+    tokens = integers(16, 2, 9, seed=2)
+    params = model.init(jax.random.key(0), tokens[:, :-1])
+    final = model.apply(params, tokens[:, :-1])
+    head = {"w": confident_head(final, tokens[:, 1:], 16, margin=8.0), "b": normal(16, size=0.1)}
+
+    def loss(params, tokens):
+        final = model.apply(params["model"], tokens[:, :-1])
+        return cross_entropy(apply_dense(params["head"], final), tokens[:, 1:])
+
+    return Program(loss, {"model": params, "head": head}, tokens)
+
+
+class MaskedLanguageModel(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(16, 32, rngs=rngs)
+        self.norm = nnx.LayerNorm(32, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs)
+        self.hidden = nnx.Linear(32, 32, rngs=rngs)
+        self.head = nnx.Linear(32, 16, rngs=rngs)
+
+    def features(self, tokens, mask):
+        x = self.embed(tokens) * 5.0
+        x = x + self.attention(self.norm(x), mask=mask)
+        return jnp.tanh(self.hidden(x))
+
+    def __call__(self, tokens, mask):
+        return self.head(self.features(tokens, mask))
+
+
+@program("nnx")
+def bert():
+    """A masked language model of NNX: padding masks, and a loss over the masked tokens alone."""
+    model = MaskedLanguageModel(nnx.Rngs(1))
+    tokens, present = integers(16, 2, 8, seed=3), jnp.arange(8) < jnp.array([[8], [6]])
+    chosen = (integers(3, 2, 8, seed=4) == 0) & present
+    inputs = jnp.where(chosen, 0, tokens)
+    mask = present[:, None, None, :] & present[:, None, :, None]
+    final = model.features(inputs, mask)
+    model.head.kernel[...] = confident_head(final, tokens, 16, margin=9.0)
+
+    def loss(model, batch):
+        logits = model(batch["inputs"], batch["mask"])
+        labels, chosen = batch["labels"], batch["chosen"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        right = jnp.sum((logits.argmax(-1) == labels) * chosen)
+        return jnp.sum(losses, where=chosen) / jnp.sum(chosen), {"right": right}
+
+    batch = {"inputs": inputs, "mask": mask, "labels": tokens, "chosen": chosen}
+    return Program(loss, model, batch)
+
+
+class Tagger(eqx.Module):
+    embedding: eqx.nn.Embedding
+    forward: eqx.nn.GRUCell
+    backward: eqx.nn.GRUCell
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 4)
+        self.embedding = eqx.nn.Embedding(16, 16, key=keys[0])
+        self.forward = eqx.nn.GRUCell(16, 16, key=keys[1])
+        self.backward = eqx.nn.GRUCell(16, 16, key=keys[2])
+        self.head = eqx.nn.Linear(32, 6, key=keys[3])
+
+    def features(self, tokens):
+        def run(cell, xs, reverse):
+            def turn(h, x):
+                h = cell(x, h)
+                return h, h
+
+            return jax.lax.scan(turn, jnp.zeros(16), xs, reverse=reverse)[1]
+
+        xs = jax.vmap(self.embedding)(tokens)
+        both = run(self.forward, xs, False), run(self.backward, xs, True)
+        return jnp.concatenate(both, axis=-1)
+
+    def __call__(self, tokens):
+        return jax.vmap(self.head)(self.features(tokens))
+
+
+@program("equinox")
+def bigru():
+    """A tagger of two GRUs, one of them from the end, with a biased head."""
+    model = Tagger(jax.random.key(2))
+    tokens, tags = integers(16, 4, 6, seed=5), integers(6, 4, 6, seed=6)
+    matrix = confident_head(jax.vmap(model.features)(tokens), tags, 6, margin=7.0)
+    model = eqx.tree_at(lambda m: m.head.weight, model, matrix.T)
+
+    def loss(model, batch):
+        tokens, tags = batch
+        return cross_entropy(jax.vmap(model)(tokens), tags)
+
+    return Program(loss, model, (tokens, tags))
+
+
+@program("haiku")
+def character_lstm():
+    """Haiku's LSTM over characters, unrolled dynamically, one-hot inputs and labels."""
+
+    def network(tokens):
+        core = hk.LSTM(24)
+        xs = jax.nn.one_hot(tokens[:, :-1], 12).swapaxes(0, 1)
+        hs, _ = hk.dynamic_unroll(core, xs, core.initial_state(len(tokens)))
+        return hk.Linear(12)(jax.nn.relu(hk.Linear(24)(hs))).swapaxes(0, 1)
+
+    model = hk.without_apply_rng(hk.transform(network))
+    tokens = integers(12, 4, 7, seed=7)
+    params = model.init(jax.random.key(0), tokens)
+
+    def loss(params, tokens):
+        logits = model.apply(params, tokens)
+        log_probs = jax.nn.log_softmax(logits)
+        labels = jax.nn.one_hot(tokens[:, 1:], 12)
+        aux = {"accuracy": accuracy(logits, tokens[:, 1:])}
+        return -jnp.mean(jnp.sum(labels * log_probs, axis=-1)), aux
+
+    return Program(loss, params, tokens)
+
+
+@program("jax")
+def sequence_to_sequence():
+    """A recurrent encoder, and a decoder that attends to it, both in `scan`, teacher forced."""
+    width, vocabulary = 16, 10
+    params = {
+        "embedding": normal(vocabulary, width, seed=1),
+        "encoder": dense(2 * width, width, seed=2),
+        "decoder": dense(3 * width, width, seed=3),
+        "query": weight(width, width, seed=4),
+        "head": dense(width, vocabulary, seed=5),
+    }
+    batch = integers(vocabulary, 4, 6, seed=8), integers(vocabulary, 4, 5, seed=9)
+
+    def translate(params, source, target):
+        def encode(h, x):
+            h = jnp.tanh(apply_dense(params["encoder"], jnp.concatenate([h, x])))
+            return h, h
+
+        def decode(h, x):
+            weights = jax.nn.softmax(memory @ (h @ params["query"]))
+            inputs = jnp.concatenate([h, x, weights @ memory])
+            h = jnp.tanh(apply_dense(params["decoder"], inputs))
+            return h, apply_dense(params["head"], h)
+
+        h, memory = jax.lax.scan(encode, jnp.zeros(width), params["embedding"][source])
+        _, logits = jax.lax.scan(decode, h, params["embedding"][target[:-1]])
+        return logits
+
+    def loss(params, batch):
+        source, target = batch
+        logits = jax.vmap(translate, in_axes=(None, 0, 0))(params, source, target)
+        return cross_entropy(logits, target[:, 1:])
+
+    return Program(loss, params, batch)
+
+
+@program("jax")
+def diagonal_state_space():
+    """A state space with a diagonal matrix, by an associative scan, between two dense layers."""
+    width, states = 16, 16
+    params = {
+        "in": dense(8, states, seed=1),
+        "decay": normal(states, seed=2),
+        "out": dense(states, width, seed=3),
+        "head": dense(width, 3, seed=4),
+    }
+    batch = normal(4, 12, 8, seed=5), normal(4, 12, 3, seed=6)
+
+    def combine(left, right):
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    def loss(params, batch):
+        xs, targets = batch
+        inputs = apply_dense(params["in"], xs)
+        decay = jnp.broadcast_to(jax.nn.sigmoid(params["decay"] + 2), inputs.shape)
+        _, hidden = jax.lax.associative_scan(combine, (decay, inputs), axis=1)
+        y = jax.nn.gelu(apply_dense(params["out"], hidden))
+        return jnp.mean(jnp.square(apply_dense(params["head"], y) - targets)), {}
+
+    return Program(loss, params, batch)
+
+
+@program("jax")
+def mixture_of_experts():
+    """Tokens go to the best two of four experts, and a loss balances the load."""
+    width, experts = 16, 4
+    params = {
+        "router": weight(width, experts, seed=1),
+        "up": jnp.stack([weight(width, 32, seed=2 + i) for i in range(experts)]),
+        "down": jnp.stack([weight(32, width, seed=6 + i) for i in range(experts)]),
+        "head": dense(width, 5, seed=10),
+    }
+    batch = normal(16, width, seed=11), integers(5, 16, seed=12)
+
+    def loss(params, batch):
+        x, labels = batch
+        probabilities = jax.nn.softmax(x @ params["router"])
+        gates, chosen = jax.lax.top_k(probabilities, 2)
+        gates = gates / gates.sum(-1, keepdims=True)
+        hidden = jax.nn.relu(jnp.einsum("td,edf->tef", x, params["up"]))
+        outputs = jnp.einsum("tef,efd->ted", hidden, params["down"])
+        picked = jnp.take_along_axis(outputs, chosen[:, :, None], axis=1)
+        x = x + jnp.sum(gates[:, :, None] * picked, axis=1)
+        value, aux = cross_entropy(apply_dense(params["head"], x), labels)
+        load = jax.nn.one_hot(chosen[:, 0], experts).mean(0)
+        balance = experts * jnp.sum(load * probabilities.mean(0))
+        return value + 0.01 * balance, aux | {"load": load}
+
+    return Program(loss, params, batch)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Tokens:
+    """A batch that insists on its shapes, as those of Equinox and jaxtyping do."""
+
+    inputs: jax.Array
+    labels: jax.Array
+
+    def __post_init__(self):
+        if self.inputs.shape != self.labels.shape:
+            raise ValueError(f"{self.inputs.shape} inputs, {self.labels.shape} labels")
+
+
+@program("jax")
+def conditional_random_field():
+    """A tagger with a transition matrix: the forward algorithm in log space, a checked batch."""
+    tags = 5
+    params = {
+        "embedding": normal(12, 16, seed=1),
+        "emission": dense(16, tags, seed=2),
+        "transition": normal(tags, tags, seed=3, size=0.3),
+    }
+    batch = Tokens(integers(12, 4, 7, seed=4), integers(tags, 4, 7, seed=5))
+
+    def log_likelihood(params, tokens, labels):
+        emissions = apply_dense(params["emission"], params["embedding"][tokens])
+
+        def turn(alpha, emission):
+            scores = alpha[:, None] + params["transition"] + emission[None, :]
+            return jax.nn.logsumexp(scores, axis=0), None
+
+        alpha, _ = jax.lax.scan(turn, emissions[0], emissions[1:])
+        path = jnp.sum(jnp.take_along_axis(emissions, labels[:, None], axis=1))
+        path = path + jnp.sum(params["transition"][labels[:-1], labels[1:]])
+        return path - jax.nn.logsumexp(alpha)
+
+    def loss(params, batch):
+        each = jax.vmap(log_likelihood, in_axes=(None, 0, 0))(params, batch.inputs, batch.labels)
+        return -jnp.mean(each), {}
+
+    return Program(loss, params, batch)
+
+
+@program("jax")
+def fused_attention():
+    """`jax.nn.dot_product_attention` between the layers of a causal model."""
+    width, heads = 32, 2
+    params = {
+        "embedding": normal(16, width, seed=1),
+        "qkv": weight(width, 3 * width, seed=2),
+        "out": dense(width, width, seed=3),
+    }
+    tokens = integers(16, 2, 9, seed=4)
+
+    def features(params, tokens):
+        x = params["embedding"][tokens]
+        q, k, v = jnp.split(x @ params["qkv"], 3, axis=-1)
+        q, k, v = (each.reshape(*each.shape[:2], heads, -1) for each in (q, k, v))
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return x + apply_dense(params["out"], y.reshape(x.shape))
+
+    final = features(params, tokens[:, :-1])
+    params["head"] = confident_head(final, tokens[:, 1:], 16, margin=13.0)
+
+    def loss(params, tokens):
+        return cross_entropy(features(params, tokens[:, :-1]) @ params["head"], tokens[:, 1:])
+
+    return Program(loss, params, tokens)

@@ -1,0 +1,295 @@
+"""What `check` says of runs that lose steps: nothing of healthy ones, and the cause of others.
+
+A run is simulated: the real update, of gradients that are inf where the scale is above what a step
+allows. Its states after all steps are a population to `check`, which judges each in its own right:
+if that is silent, no call was told anything, however often it came.
+"""
+
+import functools
+import math
+import operator
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tables import cases
+
+import jaxscale
+
+pytestmark = pytest.mark.standard_promotion
+
+STEPS = 10_000
+FINE, NEVER = 2.0**18, 0.0  # up to which scale the gradients of a step are finite
+SGD, W = optax.sgd(0.0), jnp.zeros(())
+
+
+class Run(NamedTuple):
+    tx: Any
+    highest: Any  # f32[n], up to which scale the gradients of each step are finite
+    loss: Any = 0.0  # f32[n], the loss of each step
+    size: Any = 0.25  # f32[n], the gradient of each step
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def simulated(tx, *steps):
+    def advance(state, now):
+        highest, loss, size = now
+        grad = jnp.where(state.scaling.loss_scale > highest, jnp.inf, size)
+        _, state = tx.update(grad, state, W, value=loss)
+        return state, state
+
+    return jax.lax.scan(advance, tx.init(W), steps)[1]
+
+
+def states_of(run):
+    """The states after each step."""
+    columns = np.broadcast_arrays(*map(np.float32, run[1:]))
+    return jax.device_get(simulated(run.tx, *map(np.array, columns)))
+
+
+def after(states, step):
+    """The state after so many steps."""
+    return jax.tree.map(operator.itemgetter(step - 1), states)
+
+
+def told(state, tx=None, **options):
+    """The texts that `check` says of a state."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        try:
+            jaxscale.check(state, tx=tx, **options)
+        except jaxscale.LossScaleStuckError as error:
+            return [str(error)]
+    return [str(each.message) for each in found]
+
+
+def some(share, seed=0, steps=STEPS):
+    """Steps drawn at random."""
+    return np.random.default_rng(seed).random(steps) < share
+
+
+def every(share, steps=STEPS):
+    """Steps that are spread evenly."""
+    return np.diff(np.floor(np.arange(steps + 1) * share + 1e-9)) > 0
+
+
+def overflowing(bad, at=FINE):
+    """Steps whose gradients are finite at no scale, and otherwise up to one."""
+    return np.where(bad, NEVER, at)
+
+
+def noisy(binades, seed=0):
+    return 2.0 ** np.floor(18 + binades * np.random.default_rng(seed).standard_normal(STEPS))
+
+
+def rows(length, at, steps=STEPS):
+    """Steps in a row, from some on."""
+    place = np.arange(steps)
+    return np.any([(place >= start) & (place < start + length) for start in at], axis=0)
+
+
+def dynamic(**options):
+    return jaxscale.loss_scaled(SGD, jaxscale.DynamicLossScale(**options))
+
+
+TX, SAFE, ADAPTIVE = dynamic(), jaxscale.skip_nonfinite(SGD), jaxscale.loss_scaled(SGD, "adaptive")
+FIXED = jaxscale.loss_scaled(SGD, 2.0**10)
+HASTY = dynamic(growth_interval=3, max_scale=2.0**40)
+PATIENT = dynamic(growth_interval=3, max_scale=2.0**40, hysteresis=2)
+WIDE = dynamic(growth_interval=3, max_scale=2.0**40, growth_factor=4.0, backoff_factor=0.25)
+WINDOW = jaxscale.multi_steps(TX, 4)
+STRICT = jaxscale.multi_steps(TX, 32, drop="window")
+HASTY_WINDOW = jaxscale.multi_steps(HASTY, 2)
+
+HEALTHY = {
+    "nothing ever": Run(TX, np.full(STEPS, FINE)),
+    "3 % of gradients": Run(SAFE, overflowing(some(0.03))),
+    "3 % of losses": Run(SAFE, FINE, np.where(some(0.03, 1), np.nan, 0.0)),
+    "3 %, evenly": Run(FIXED, overflowing(every(0.03))),
+    "down from 2**40": Run(dynamic(init_scale=2.0**40, max_scale=2.0**40), FINE, np.where(every(0.03), np.nan, 0.0)),
+    "50 in a row": Run(SAFE, overflowing(rows(50, [300, 6000]))),
+    "grows every 3 steps": Run(HASTY, np.full(STEPS, FINE)),
+    "grows every 3 steps, noise": Run(HASTY, noisy(1.5)),
+    "grows every 3 steps, and falls in two": Run(PATIENT, noisy(0.5)),
+    "grows by 4": Run(WIDE, noisy(1.0)),
+    "grows every 3 steps, and 2 % of losses": Run(HASTY, noisy(0.3), np.where(some(0.02), np.nan, 0)),
+    "adaptive, heavy tails": Run(ADAPTIVE, noisy(1.5) / 4, 0.0, noisy(1.5) / 2.0**22),
+    "3 % of micro-batches": Run(WINDOW, FINE, np.where(some(0.03), np.nan, 0.0)),
+    "micro-batches, grows every 3 steps": Run(HASTY_WINDOW, noisy(0.3)),
+    "few windows lost": Run(STRICT, FINE, np.where(every(0.0005), np.nan, 0.0)),
+}  # fmt: skip
+
+
+@cases("name", HEALTHY, fast=["3 % of gradients", "grows every 3 steps, noise", "50 in a row"])
+def test_a_healthy_run_hears_nothing_however_often_it_asks(name):
+    states = states_of(HEALTHY[name])
+    assert told(states) == []
+    # Far from it, so that it is no luck; 50 in a row alone come close.
+    assert states.skip_rate.max() < (0.049 if "row" in name or "2**40" in name else 0.045)
+
+
+def test_where_gradients_are_lost_at_any_scale_three_in_a_hundred_are_told_as_a_decay():
+    (text,) = told(states_of(Run(TX, overflowing(every(0.03)))))
+    assert "fell again and again" in text
+
+
+LOSS, GRADS = r"Mostly the loss itself was not finite", r"Mostly the gradients were not finite"
+SCALED, UNSCALED = r"(no loss scale|floor or fixed)", r"The batch comes first"
+NAN = np.where(some(0.1, 3), np.nan, 0.0)
+BROKEN = {
+    # name: (run, told within so many steps, what is said, what is not)
+    "6 % of gradients": (Run(TX, overflowing(every(0.06))), 2500, [GRADS, SCALED], [LOSS, UNSCALED]),
+    "6 % of losses": (Run(TX, FINE, np.where(every(0.06), np.nan, 0.0)), 2500, [LOSS, "no loss scale can help"], [GRADS]),
+    "10 % of gradients, drawn": (Run(TX, overflowing(some(0.1, 1))), 1000, [GRADS], [LOSS]),
+    "10 % of losses": (Run(TX, FINE, NAN), 1000, [LOSS], [GRADS]),
+    "10 %, adaptive": (Run(ADAPTIVE, overflowing(every(0.1))), 1000, [GRADS], [LOSS]),
+    "10 %, fixed": (Run(FIXED, overflowing(every(0.1))), 1000, [GRADS, "floor or fixed"], [LOSS]),
+    "10 % in bfloat16": (Run(SAFE, overflowing(every(0.1))), 1000, [GRADS, UNSCALED, "0/0", "square root", "-inf", "On a CPU"], [LOSS, "scale"]),
+    "10 % of losses in bfloat16": (Run(SAFE, FINE, NAN), 1000, [LOSS, UNSCALED], [GRADS, "scale", "On a CPU"]),
+    "50 % of gradients": (Run(TX, overflowing(every(0.5))), 150, [GRADS], [LOSS]),
+    "50 % of losses": (Run(TX, FINE, np.where(every(0.5), np.inf, 0.0)), 150, [LOSS], [GRADS]),
+    "98 %": (Run(SAFE, overflowing(every(0.98))), 150, [GRADS, UNSCALED], [LOSS]),
+    "10 % of losses, grows every 3 steps": (Run(HASTY, FINE, NAN), 1000, [LOSS], [GRADS]),
+    "10 % of micro-batches": (Run(WINDOW, overflowing(every(0.1))), 4000, [GRADS], [LOSS]),
+    "most windows lost": (Run(STRICT, overflowing(every(0.02))), 150 * 32, [GRADS], [LOSS]),
+}  # fmt: skip
+
+
+@cases("name", BROKEN, fast=["6 % of gradients", "10 % in bfloat16", "most windows lost"])
+def test_a_broken_run_is_told_in_time_however_often_it_asks(name):
+    run, within, says, says_not = BROKEN[name]
+    states = states_of(run)
+    # From then on at each step, so whichever it asks at.
+    assert (states.skip_rate[within - 1 :] >= 0.05).all()
+    for period in (1, 7, 100, 2500, STEPS):
+        first = period * math.ceil(within / period)
+        (text,) = [text for text in told(after(states, first), run.tx) if "skipped lately" in text]
+        assert [words for words in says if not re.search(words, text)] == [], period
+        # `skip_rate` is the name of a counter.
+        advice = text.replace("`skip_rate`", "").replace("jaxscale", "")
+        assert [words for words in says_not if words in advice] == [], period
+
+
+# A run that was healthy before and one that was not, in which the present row is another.
+LOSS_ROW, GRADS_ROW = "The loss itself is not finite", "it is finite, and the backward pass"
+MIXED = {
+    "bad losses long ago, overflows now": (True, GRADS_ROW, LOSS_ROW),
+    "overflows long ago, bad losses now": (False, LOSS_ROW, GRADS_ROW),
+}
+
+
+@cases("name", MIXED)
+def test_the_cause_is_that_of_the_present_row(name):
+    begins_with_loss, says, says_not = MIXED[name]
+    early, late = rows(300, [0], 1000), rows(60, [940], 1000)
+    bad_loss, bad_grads = (early, late) if begins_with_loss else (late, early)
+    run = Run(SAFE, overflowing(bad_grads), np.where(bad_loss, np.nan, 0.0))
+    states = states_of(run)
+    (text,) = told(after(states, 1000))
+    assert says in text
+    assert says_not not in text
+    row = [int(after(states, step).row_notfinite_loss) for step in (300, 301, 1000)]
+    assert row == ([300, 0, 0] if begins_with_loss else [0, 0, 60])
+
+
+def test_that_nothing_is_scaled_is_told_however_often_it_asks():
+    states = states_of(Run(TX, np.full(25_000, np.inf)))
+    for period in (1, 7, 2000, 10_000):  # the policy grows every 2000 steps
+        asked = [period * n for n in (18_000 // period, -(-18_000 // period), 24_000 // period)]
+        for step in asked:
+            texts = told(after(states, step))
+            assert ["nothing scales the backward pass" in text for text in texts] == [True] * (
+                step >= 18_000
+            ), (period, step)
+    steps = [18_000 - 1, 18_000, 18_000 + 1]
+    assert [len(told(after(states, step))) for step in steps] == [0, 1, 1]
+    assert told(states_of(Run(dynamic(init_scale=2.0**24), np.full(9_999, np.inf)))) == []
+    fixed = jaxscale.loss_scaled(SGD, 2.0**24)
+    assert told(states_of(Run(fixed, np.full(25_000, np.inf)))) == []
+
+
+def test_a_window_of_zeros_is_not_blind_before_a_step_is_due():
+    for tx in (
+        jaxscale.multi_steps(ADAPTIVE, 64),
+        jaxscale.loss_scaled(optax.MultiSteps(SGD, 64), "adaptive"),
+    ):
+        states = states_of(Run(tx, np.full(51 * 64, np.inf), 0.0, 0.0))
+        for step in (51, 64, 50 * 64):
+            assert told(after(states, step)) == []
+        (text,) = told(after(states, 51 * 64))
+        assert "All gradients were 0 in 51 steps" in text
+
+
+def test_each_member_of_a_population_is_judged_in_its_own_right():
+    fine = states_of(Run(ADAPTIVE, np.full(100, np.inf)))
+    blind = states_of(Run(ADAPTIVE, np.full(100, np.inf), 0.0, 0.0))
+    skipping = states_of(Run(ADAPTIVE, overflowing(rows(30, [70], 100))))
+    lossy = states_of(Run(ADAPTIVE, overflowing(every(0.6, 100))))
+
+    def population(*members):
+        grid = jax.tree.map(lambda *leaves: np.stack(leaves), *(after(m, 100) for m in members))
+        return jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), grid)
+
+    assert told(population(fine, fine, skipping, fine)) == []
+    (text,) = told(population(fine, skipping, blind, fine))
+    assert text.startswith("Of a population of shape (2, 2), the member at [1, 0]: All gradients")
+    (text,) = told(population(fine, skipping, blind, fine), max_consecutive=29)
+    assert text.startswith("Of a population of shape (2, 2), the member at [0, 1]: 30 steps in a")
+    (text,) = told(population(fine, skipping, lossy, fine))
+    assert "skipped lately" in text
+
+
+@cases(
+    "name",
+    ["3 % of losses", "grows every 3 steps, noise", "grows by 4", "few windows lost"],
+    fast=["grows every 3 steps, noise"],
+)
+def test_the_rate_is_that_of_the_reference(name):
+    run = HEALTHY[name]
+    states, rate, scale = states_of(run), 0.0, run.tx.init(W).scaling.loss_scale
+    length = 32 if "windows" in name else 1
+    counted = 0
+    for step in range(STEPS):
+        now = after(states, step + 1)
+        grown = max(0.0, math.log2(now.scaling.loss_scale / scale)) / (2 if "4" in name else 1)
+        scale, lost = now.scaling.loss_scale, not now.step_applied
+        counted += not lost
+        if length > 1 and (step + 1) % length == 0:
+            lost, counted = lost + (counted if counted < length else 0), 0
+        rate = min(1, max(0, rate + (lost - grown - rate) / (1000 * length)))
+        np.testing.assert_allclose(now.skip_rate, rate, rtol=1e-3, atol=1e-7)
+
+
+def test_a_raised_level_is_mentioned_where_something_is_said_anyway():
+    rule = jaxscale.SpikeRule(window=16)
+    tx = jaxscale.skip_nonfinite(SGD, spikes=rule)
+    noise = 1 + 0.1 * np.random.default_rng(0).standard_normal(2000)
+    rises = noise + 3 * (np.arange(2000) >= 1000)
+    silent = states_of(Run(tx, np.full(2000, np.inf), rises))
+    assert after(silent, 1100).spikes.level_count >= 16
+    assert told(after(silent, 1100)) == []
+    bad = rows(60, [1100], 2000)
+    speaking = states_of(Run(tx, overflowing(bad), rises))
+    (text,) = told(after(speaking, 1160))
+    assert re.search(r"60 steps in a row.*above that of its past\. Most often .* new mix of", text)
+    (good,) = map(int, re.findall(r"a checkpoint from step (\d+) or before", text))
+    assert 900 <= good <= 1000
+    # It stays the same text as steps pass, so that Python shows it once.
+    often = states_of(Run(tx, overflowing(every(0.25, 2000)), rises))
+    texts = {tuple(told(after(often, step))) for step in (1100, 1200, 1300)}
+    assert len(texts) == 1
+    assert "new mix of data" in texts.pop()[-1]
+
+
+def test_a_norm_that_is_inf_is_named_where_spikes_are_told():
+    tx = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule(window=16))
+    states = states_of(Run(tx, np.full(100, np.inf), 0.0, np.where(np.arange(100) < 40, 1.0, 1e25)))
+    assert told(after(states, 59)) == []
+    (text,) = told(after(states, 60))
+    assert "again and again" in text
+    assert "norm is inf in float32" in text
