@@ -119,6 +119,10 @@ def compare_with_float32(
         first = report.first_nonfinite
         if first is None or (first.scaled and best < run.loss_scale):
             return found  # a lower loss scale helps first
+        # In float32 this operation makes none: what came to it was lost before.
+        flush = trials.find_flush() if first.cause == "value" else None
+        if flush is not None:
+            return found._replace(culprit=flush, remedy=try_in_float32(flush.place))
         remedy = try_in_float32(first)
         if remedy is not None and remedy.works:
             return found._replace(remedy=remedy)

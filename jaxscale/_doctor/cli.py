@@ -4,27 +4,37 @@ import argparse
 import contextlib
 import json
 import pathlib
+import shutil
 import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
+from .. import __version__
 from .._trees.checks import power_of_two
-from ..diagnostics._histogram import EXPONENTS
-from ..diagnostics._text import to_json
 from .exam import Exam, examine
 from .finding import Finding
 from .findings import findings, verdict
-from .html import page, setting
+from .html import draw_page, find_missing, setting
 from .progress import Progress, Spoken
-from .scales import find_start
+from .record import make_record
 from .target import Target, TargetError, error_line, load
 
-_VERSION = 2  # of the JSON
 _PATIENCE = 3.0  # seconds without a sign of life
+_WIDTH = 88  # of the text, where standard output is not a terminal
+_WIDEST = 100  # and at most: longer lines are hard to read
+_INTERRUPTED = 130  # the exit status after Ctrl-C, by the rule of shells
+
+
+class _Results(NamedTuple):
+    """What is printed and written."""
+
+    exam: Exam
+    found: Sequence[Finding]
+    page: str | None  # the report as HTML, or `None` with `--quick` and without Jinja2
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,48 +45,67 @@ def main(argv: Sequence[str]) -> int:
     quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
     try:
         with quiet:
-            loss_scale = _loss_scale(options.loss_scale)
-            for path in filter(None, (options.output, options.json_file)):  # before the exam
-                if not (folder := pathlib.Path(path).parent).is_dir():
-                    raise TargetError(f"Cannot write {path}: the folder {folder} does not exist.")
-            with Spoken(_PATIENCE) as progress:
-                progress("loading the target")
-                target = load(options.target)
-                exam = _examine(target, loss_scale, options.autocast, progress, options.quick)
-                found = findings(exam)
-                report, missing = None, ""
-                if not options.quick:
-                    progress("drawing the report")
-                    report, missing = page(exam, found)
-            print(_summary(exam, found), end="\n\n")
-            if report is not None:
-                pathlib.Path(options.output).write_text(report, encoding="utf-8")
-                print(f"The report is in {options.output}.")
-            if missing:
-                print(missing)
-            record = json.dumps(_record(exam, found), indent=1, allow_nan=False) + "\n"
-            if options.json_file:
-                pathlib.Path(options.json_file).write_text(record, encoding="utf-8")
+            results = _look(options)
+            record = _write(options, results)
     except (TargetError, OSError) as error:  # also a full disk, or a name that is a folder
         if options.traceback:
             traceback.print_exception(error)
         print(f"jaxscale doctor: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("jaxscale doctor: interrupted.", file=sys.stderr)
+        return _INTERRUPTED
     if options.json:
         stdout.write(record)
-    return int(any(finding.is_problem for finding in found))
+    return int(any(finding.is_problem for finding in results.found))
+
+
+def _look(options: argparse.Namespace) -> _Results:
+    """Returns the results of the exam that the options ask for."""
+    loss_scale = _loss_scale(options.loss_scale)
+    for path in filter(None, (options.output, options.json_file)):  # before the exam
+        if not (folder := pathlib.Path(path).parent).is_dir():
+            raise TargetError(f"Cannot write {path}: the folder {folder} does not exist.")
+    with Spoken(_PATIENCE) as progress:
+        progress("loading the target")
+        target = load(options.target)
+        missing = "" if options.quick else find_missing()
+        if missing:  # before the exam, too: it takes a while
+            progress.pause()
+            print(f"jaxscale doctor: {missing}", file=sys.stderr)
+        exam = _examine(target, loss_scale, options.autocast, progress, options.quick)
+        found = findings(exam)
+        if options.quick:
+            return _Results(exam, found, None)
+        progress("drawing the report")
+        return _Results(exam, found, draw_page(exam, found))
+
+
+def _write(options: argparse.Namespace, results: _Results) -> str:
+    """Prints the summary, writes the files, and returns the results as JSON."""
+    print(summarize(results.exam, results.found), end="\n\n")
+    if results.page is not None:
+        pathlib.Path(options.output).write_text(results.page, encoding="utf-8")
+        print(f"The report is in {options.output}.")
+    record = make_record(results.exam, results.found)
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    if options.json_file:
+        pathlib.Path(options.json_file).write_text(text, encoding="utf-8")
+    return text
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxscale", description="Loss scaling for JAX and Optax.")
+    parser.add_argument("--version", action="version", version=f"jaxscale {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     doctor = commands.add_parser(
         "doctor",
         help="find out where a model overflows or underflows",
         description="Runs one backward pass of a model in many ways, and writes a report of where "
         "it overflows, what underflows, and which loss scale would work.",
-        epilog="Exit status: 0 if nothing is wrong, 1 if something is, 2 for bad use. The results "
-        "of all operations are looked at, which is slow: use a small model and a small batch.",
+        epilog="Exit status: 0 if nothing is wrong, 1 if something is, 2 for bad use, 130 after "
+        "Ctrl-C. The doctor looks at the results of all operations, which is slow: use a small "
+        "model and a small batch.",
     )
     option = doctor.add_argument
     option(
@@ -137,50 +166,39 @@ def _examine(
         # The numbers that NumPy warns of while JAX traces are in the report.
         with np.errstate(over="ignore", under="ignore"):
             return examine(target, loss_scale, dtype, progress, is_quick=is_quick)
+    except TargetError:
+        raise
     except Exception as error:
         raise TargetError(
             f"{target.name} failed when it was run on its batch: {error_line(error)}"
         ) from error
 
 
-def _summary(exam: Exam, found: Sequence[Finding]) -> str:
-    lines = [verdict(exam, found), *_wrap(setting(exam), "")]
+def summarize(exam: Exam, found: Sequence[Finding]) -> str:
+    """Returns the findings as text that fits the terminal."""
+    # `COLUMNS` counts before the terminal itself does.
+    width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDEST)
+    lines = [*_wrap(verdict(exam, found), "", width), *_wrap(setting(exam), "", width)]
     for finding in found:
-        lines += ["", *_wrap(finding.title, "! " if finding.is_problem else "- ")]
-        lines += [f"      {text.strip()}" for i, text in finding.source if i == finding.line]
+        lines += ["", *_wrap(finding.title, "! " if finding.is_problem else "- ", width)]
+        for number, text in finding.source:
+            if number == finding.line:
+                lines.append(_shorten(f"      {text.strip()}", width))
         for detail in finding.details:
-            lines += _wrap(detail, "  ")
+            lines += _wrap(detail, "  ", width)
     return "\n".join(lines)
 
 
-def _wrap(text: str, indent: str) -> list[str]:
+def _wrap(text: str, indent: str, width: int) -> list[str]:
     return textwrap.wrap(
         text,
-        88,
+        width,
         initial_indent=indent,
         subsequent_indent=" " * len(indent),
-        break_long_words=False,  # paths
+        break_long_words=False,  # paths, which one may want to copy
         break_on_hyphens=False,
     )
 
 
-def _record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:
-    counts = np.asarray(exam.histogram.counts, np.float64).sum(axis=1)
-    histogram = exam.histogram._asdict() | {
-        "counts": {str(k): n for k, n in zip(EXPONENTS, counts, strict=True) if n}
-    }
-    measured = exam._asdict() | exam.against._asdict() | {"histogram": histogram}
-    measured["float32"] = measured.pop("comparison")
-    measured["comparison"] = exam.comparison
-    measured["is_finite_in_float32"] = measured.pop("is_finite")
-    del measured["against"], measured["grads"]
-    return to_json(
-        {
-            "version": _VERSION,
-            "found": any(finding.is_problem for finding in found),
-            "verdict": verdict(exam, found),
-            "findings": list(found),
-            "start": find_start(exam),
-        }
-        | measured
-    )
+def _shorten(line: str, width: int) -> str:
+    return line if len(line) <= width else f"{line[: width - 4]} ..."

@@ -1,6 +1,6 @@
 """The loss and its gradients as one compiled program, fast enough to be run at many scales."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -12,9 +12,17 @@ from .._trees.tree import combine
 from ..diagnostics._calibrate import Calibration, Search
 from ..diagnostics._formats import is_array
 from ..diagnostics._trace.plan import compile_fast
-from .target import Target
+from .target import Target, error_line
 
 _LEAST, _LARGEST, _MOST_PASSES = -14, 24, 10  # exponents of the loss scales to try
+
+
+class BackwardTrial(NamedTuple):
+    """What `jaxscale.scale_backward` does on a loss."""
+
+    repeats: int  # how often it repeats the backward pass
+    is_enough: bool  # whether the gradients are finite then
+    raised: str  # what it raised, in one line, or `""`
 
 
 class CompiledBackward:
@@ -50,11 +58,8 @@ class CompiledBackward:
         search.look_at(None)
         return search.result()
 
-    def count_repeats(self) -> tuple[int, bool] | None:
-        """Returns how often `scale_backward` repeats its backward pass, and whether that is enough.
-
-        `None` if it refuses the loss, as with parameters in float16.
-        """
+    def try_scale_backward(self) -> BackwardTrial:
+        """Returns what `jaxscale.scale_backward` does on the loss. It raises nothing."""
         passes = []
 
         def count(_: None, cotangents: Any) -> tuple[Any]:
@@ -63,17 +68,18 @@ class CompiledBackward:
 
         tap = jax.custom_vjp(lambda params: params)
         tap.defvjp(lambda params: (params, None), count)
-        scaled = scale_backward(lambda params, arrays: self.loss_of(tap(params), arrays))
-        grads = value_and_grad(scaled, init_state(1.0))
-        run = compile_fast(
-            lambda *args: all_finite(grads(*args)[1]), xla_allow_excess_precision=False
-        )
+
+        def are_gradients_finite(*args: Any) -> jax.Array:
+            scaled = scale_backward(lambda params, arrays: self.loss_of(tap(params), arrays))
+            return all_finite(value_and_grad(scaled, init_state(1.0))(*args)[1])
+
         try:
+            run = compile_fast(are_gradients_finite, xla_allow_excess_precision=False)
             is_enough = bool(run(*self.args))
-        except TypeError:
-            return None
-        jax.effects_barrier()
-        return len(passes) - 1, is_enough
+            jax.effects_barrier()
+        except Exception as error:  # whatever it is: the exam can do without
+            return BackwardTrial(repeats=0, is_enough=False, raised=error_line(error))
+        return BackwardTrial(repeats=len(passes) - 1, is_enough=is_enough, raised="")
 
     def how_far(self) -> str:
         return f"{self._tried} tried"

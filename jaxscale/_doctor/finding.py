@@ -8,6 +8,7 @@ from .._trees.checks import and_more
 from ..diagnostics._text import number
 from ..diagnostics._trace.report import Place, TracedConstant
 from .exam import Exam
+from .pattern import Sum
 
 _AROUND = 2  # lines of source shown before and after the line of a finding
 _MOST_NAMES = 5  # in a list
@@ -26,9 +27,9 @@ def note(
     title: str,
     *details: str,
     is_problem: bool = False,
-    place: Place | TracedConstant | None = None,
+    place: Place | TracedConstant | Sum | None = None,
 ) -> Finding:
-    """Returns a finding; one at an equation names its layer, its callers and the iteration, too."""
+    """Returns a finding; one at an equation also names its layer, its callers and the iteration."""
     if place is None:
         return Finding(is_problem, title, details)
     extra = []
@@ -46,7 +47,7 @@ def note(
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Returns the first few names, and how many there are more."""
+    """Returns the first few names, and how many more there are."""
     return " ".join([", ".join(names[:_MOST_NAMES]), *and_more(names, _MOST_NAMES)])
 
 
@@ -78,9 +79,12 @@ def rounded_at(place: Place, exam: Exam) -> list[str]:
 
 
 def rule_at(place: Place, exam: Exam) -> list[str]:
-    """Returns that a backward rule may be at fault, if the line of an equation calls one."""
+    """Returns that a backward rule may be at fault, if the line of an equation calls one.
+
+    The lines of a rule itself are known, unless a library wrote it or it was traced before.
+    """
     rule = exam.backward_rules.get(place.where)
     if rule is None or place.direction != "backward":
         return []
-    words = f"The line calls a function with a backward rule of its own, `{rule}`: the fault may "
-    return [f"{words}lie there."]
+    words = f"This line calls a function with a backward rule of its own, `{rule}`: the fault may "
+    return [f"{words}be there."]

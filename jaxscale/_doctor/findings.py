@@ -13,10 +13,11 @@ Each line of the model is named once: what follows from the first fault is liste
 
 from collections.abc import Iterator, Sequence
 
+from ..diagnostics._trace.report import TracedConstant
 from .exam import Exam
 from .finding import Finding, list_names, note, say_rounded
 from .nonfinite import find_harmless_nonfinite, find_nonfinite
-from .scales import find_inward_growth, find_scale, needs_scale
+from .scales import find_inward_growth, find_refusal, find_scale, needs_scale
 from .wrong import find_effect_of_autocast, find_underflows, find_wrong, find_zeros
 
 
@@ -32,6 +33,7 @@ def findings(exam: Exam) -> list[Finding]:
         *find_effect_of_autocast(exam),
         *find_scale(exam),
         *find_inward_growth(exam),
+        *find_refusal(exam),
         *_find_constants(exam, named),
         *find_harmless_nonfinite(exam, named),
         *find_underflows(exam),
@@ -55,21 +57,28 @@ def _find_constants(exam: Exam, named: set[tuple[str, int]]) -> Iterator[Finding
             continue
         words = "It does no harm on this batch."
         if not exam.is_right:
-            use = "larger number, such as 1e-3,"
-            if constant.became:
-                use = f"number that {constant.dtype} holds,"
-            words = f"Use a {use} or compute this line in float32."
+            words = _advise_on_constant(constant)
         yield note(f"{say_rounded(constant)}, at {constant.where}.", words, place=constant)
+
+
+def _advise_on_constant(constant: TracedConstant) -> str:
+    if constant.became:
+        use = f"Use a number that {constant.dtype} holds,"
+    elif "log" in constant.source:  # most probabilities are far below 1e-3
+        return "Compute this line in float32."
+    else:
+        use = "Use a larger number, such as 1e-3,"
+    return f"{use} or compute this line in float32."
 
 
 def _find_gaps(exam: Exam) -> Iterator[Finding]:
     if exam.trace.not_entered:
         yield note(
-            f"It was not looked inside of {list_names(exam.trace.not_entered)}.",
+            f"The doctor did not look inside {list_names(exam.trace.not_entered)}.",
             "Each ran as one operation: its lines are not named, and its numbers not compared.",
         )
     if exam.is_quick:
         yield note(
             "Gradients that are finite and wrong were not looked for.",
-            "Without `--quick` the gradients are compared with those in float32, too.",
+            "Without `--quick` the doctor also compares the gradients with those in float32.",
         )

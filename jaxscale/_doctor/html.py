@@ -15,7 +15,7 @@ from typing import Any
 from ..diagnostics._formats import FORMATS
 from ..diagnostics._histogram import Numbers, read
 from ..diagnostics._leaves import partition_leaves
-from ..diagnostics._pictures import draw_histogram
+from ..diagnostics._pictures import can_draw, draw_histogram
 from ..diagnostics._text import head, number, percent, power, text_histogram
 from .exam import Exam
 from .finding import Finding, list_names
@@ -24,25 +24,36 @@ from .findings import verdict
 _MOST_LEAVES = 30  # in its table
 _MOST_LAYERS = 40  # in theirs
 _JUDGED = ("float16", "bfloat16")  # besides the formats that the model computes in
-_MISSING = 'The {} needs {}, which is not installed: pip install "jaxscale[{}]".'
+_NO_PAGE = "There will be no report: it needs jinja2, which is not installed: pip install jinja2"
+_NO_PICTURE = (
+    "The report will have no picture: it needs matplotlib, which is not installed: pip install "
+    "matplotlib"
+)
 
 
-def page(exam: Exam, found: Sequence[Finding]) -> tuple[str | None, str]:
-    """Returns the report as HTML, or `None` without Jinja2, and a sentence on what is missing."""
+def find_missing() -> str:
+    """Returns a sentence on what the report needs and is not installed, or `""`."""
+    try:
+        import jinja2  # noqa: F401
+    except ImportError:
+        return _NO_PAGE
+    return "" if can_draw() else _NO_PICTURE
+
+
+def draw_page(exam: Exam, found: Sequence[Finding]) -> str | None:
+    """Returns the report as HTML, or `None` without Jinja2."""
     try:
         import jinja2
     except ImportError:
-        return None, _MISSING.format("page", "jinja2", "doctor")
+        return None
     numbers = read("doctor", exam.histogram)
-    has_sizes, missing = bool(numbers.counts.sum()), ""
-    picture = _draw_picture(exam, numbers) if has_sizes else None
-    if has_sizes and picture is None:
-        missing = _MISSING.format("picture", "matplotlib", "pictures")
+    has_sizes = bool(numbers.counts.sum())
+    picture = _draw_picture(exam, numbers) if has_sizes and can_draw() else None
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     source = importlib.resources.files("jaxscale._doctor") / "page.html.jinja"
-    text = environment.from_string(source.read_text(encoding="utf-8")).render(
+    return environment.from_string(source.read_text(encoding="utf-8")).render(
         exam=exam,
         found=found,
         verdict=verdict(exam, found),
@@ -55,11 +66,9 @@ def page(exam: Exam, found: Sequence[Finding]) -> tuple[str | None, str]:
         has_sizes=has_sizes,
         picture=picture,
         text_picture=text_histogram(exam.histogram, loss_scale=exam.shown_scale),
-        missing=missing,
         layers=_tabulate_layers(exam),
         leaves=_tabulate_leaves(exam),
     )
-    return text, missing
 
 
 def setting(exam: Exam) -> str:
@@ -82,15 +91,12 @@ def _say_scale(exam: Exam, scale: float) -> str:
     return f"at loss scale {power(scale)}{largest}"
 
 
-def _draw_picture(exam: Exam, numbers: Numbers) -> str | None:
-    """Returns the histogram as the base64 of a PNG, or `None` without matplotlib."""
+def _draw_picture(exam: Exam, numbers: Numbers) -> str:
+    """Returns the histogram as the base64 of a PNG."""
     # First the scale of the table of layers. The suggestion of `plot_histogram` would be one more.
     scales = exam.shown_scale, exam.loss_scale, exam.fits or exam.loss_scale
     titles = {round(math.log2(scale)): f"ranges {_say_scale(exam, scale)}" for scale in scales}
-    try:
-        figure = draw_histogram(numbers, titles, formats=_judged_formats(exam), is_narrow=True)
-    except ImportError:
-        return None
+    figure = draw_histogram(numbers, titles, formats=_judged_formats(exam), is_narrow=True)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return base64.b64encode(buffer.getvalue()).decode()

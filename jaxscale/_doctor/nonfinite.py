@@ -8,9 +8,11 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..diagnostics._text import number, percent, power
-from ..diagnostics._trace.report import TracedNonfinite
+from ..diagnostics._trace.report import Place, TracedNonfinite
+from .cures import cure_of, cure_of_sum
 from .exam import Exam
 from .finding import Finding, line_of, lines_of, list_names, note, rounded_at, rule_at
+from .remedy import Culprit
 from .wrong import explain_culprit, say_how_to_widen, say_remedy
 
 _MASK = r"mask|-\s*1e\d|finfo"
@@ -18,35 +20,23 @@ _MASK = r"mask|-\s*1e\d|finfo"
 
 def find_nonfinite(exam: Exam) -> Iterator[Finding]:
     report = exam.trace
-    bad, worst = report.nonfinite_outputs, _list_worst_leaves(exam)
     reaching = [place for place in report.nonfinite if place.reaches]
     if report.nonfinite_arguments:
         yield _find_in_arguments(exam, [place for place in reaching if place.cause == "given"])
         reaching = [place for place in reaching if place.cause != "given"]
-    elif bad and not reaching:
-        yield note(f"{_say_outputs(exam)}, and no line explains why.", *worst, is_problem=True)
+    elif report.nonfinite_outputs and not reaching:
+        title = f"{_say_outputs(exam)}, and no line explains why."
+        yield note(title, *_list_worst_leaves(exam), is_problem=True)
     if reaching:
-        begins = "Inf or NaN is also made at"
-        if not report.nonfinite_arguments:
-            begins = f"{_say_outputs(exam)}. It begins at"
         # The forward pass first: what goes wrong there explains the backward pass.
-        place, *others = sorted(reaching, key=lambda place: place.direction != "forward")
-        details = [_explain_cause(place), *_say_operands(place), *rounded_at(place, exam)]
-        details += rule_at(place, exam)
-        culprit = exam.against.culprit
-        if culprit and line_of(culprit.place) != line_of(place):
-            words = explain_culprit(culprit)
-            details.append(f"It goes wrong before, at {line_of(culprit.place)}: {words}")
-        details += _advise(place, exam)
-        if elsewhere := [other for other in others if line_of(other) != line_of(place)]:
-            details.append(f"After that, more of them are made at {lines_of(elsewhere)}.")
-        yield note(f"{begins} {line_of(place)}.", *details, *worst, is_problem=True, place=place)
-    if not bad and exam.leaves.nonfinite_rows:
+        reaching.sort(key=lambda place: place.direction != "forward")
+        yield _find_beginning(exam, reaching[0], reaching[1:])
+    if not report.nonfinite_outputs and exam.leaves.nonfinite_rows:
         title = (
             "Compiled as one program, the model gives gradients with inf or NaN. Run operation by "
             "operation, it does not."
         )
-        yield note(title, *worst, is_problem=True)
+        yield note(title, *_list_worst_leaves(exam), is_problem=True)
 
 
 def find_harmless_nonfinite(exam: Exam, named: set[tuple[str, int]]) -> Iterator[Finding]:
@@ -58,8 +48,45 @@ def find_harmless_nonfinite(exam: Exam, named: set[tuple[str, int]]) -> Iterator
     ]
     if places:
         title = f"Inf or NaN made at {lines_of(places)} does not reach the loss or the gradients."
-        words = "This is fine for a mask, unless a row is masked as a whole: then softmax is NaN."
+        words = "This is fine for a mask, unless a whole row is masked: then softmax is NaN."
         yield note(title, words, place=places[0])
+
+
+def flush_behind(exam: Exam) -> Culprit | None:
+    """Returns where the zeros come from that became inf or NaN later, if that was found."""
+    culprit = exam.against.culprit
+    is_flush = culprit is not None and culprit.kind == "underflow"
+    return culprit if is_flush and exam.trace.nonfinite_outputs else None
+
+
+def _find_beginning(
+    exam: Exam, symptom: TracedNonfinite, others: Sequence[TracedNonfinite]
+) -> Finding:
+    """Returns a finding at the line where inf and NaN begin, or where numbers became 0 before."""
+    flush = flush_behind(exam)
+    begins = "Inf or NaN is also made at"
+    if not exam.trace.nonfinite_arguments:
+        begins = f"{_say_outputs(exam)}. It begins at"
+    place: Place = flush.place if flush else symptom
+    details = []
+    if flush is not None:
+        details.append(explain_culprit(flush))
+        if line_of(symptom) != line_of(flush.place):
+            details.append(f"At {line_of(symptom)} that becomes inf or NaN.")
+    details += [_explain_cause(symptom), *_say_operands(symptom), *rounded_at(place, exam)]
+    details += rule_at(place, exam)
+    culprit = exam.against.culprit
+    if culprit and not flush and line_of(culprit.place) != line_of(symptom):
+        words = explain_culprit(culprit)
+        details.append(
+            f"Numbers already go wrong before that, at {line_of(culprit.place)}: {words}"
+        )
+    details += _advise_on_flush(flush, exam) if flush else _advise(symptom, exam)
+    named = {line_of(place), line_of(symptom)}
+    if elsewhere := [other for other in others if line_of(other) not in named]:
+        details.append(f"After that, more inf or NaN is made at {lines_of(elsewhere)}.")
+    details += _list_worst_leaves(exam)
+    return note(f"{begins} {line_of(place)}.", *details, is_problem=True, place=place)
 
 
 def _find_in_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Finding:
@@ -72,7 +99,7 @@ def _find_in_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Findin
         f"There is inf or NaN in {names}, before anything is computed.",
         *(f"It comes in at {line_of(entry)}." for entry in entries[:1]),
         f"{_say_outputs(exam)}.",
-        "No loss scale or format helps: look where these numbers come from.",
+        "No loss scale or format helps: find out where these numbers come from.",
         *_list_worst_leaves(exam),
         is_problem=True,
         place=next(iter(entries), None),
@@ -84,7 +111,8 @@ def _say_outputs(exam: Exam) -> str:
     grads = sum(name.startswith("grads") for name in bad)
     share = f"inf or NaN is in {grads} of {len(exam.leaves.rows)} gradients"
     if "loss" in bad:
-        return f"The loss is {number(exam.trace.loss)}" + f", and {share}" * (grads > 0)
+        loss = f"The loss is {number(exam.trace.loss)}"
+        return f"{loss}, and {share}" if grads else loss
     if not grads:
         others = [name for name in bad if name.startswith("aux")]
         return f"The loss and the gradients are finite, but {list_names(others)} is not"
@@ -104,7 +132,7 @@ def _explain_cause(place: TracedNonfinite) -> str:
     made += f"{percent(place.share)} of {place.dtype}{list(place.shape)}"
     return {
         "range": f"{made}: {place.dtype} cannot hold these numbers, but float32 could.",
-        "value": f"{made}, and would in float32 too, of the same operands.",
+        "value": f"{made}. Of the same operands float32 would make them, too.",
         "infinities": f"{made} from infinities: one minus another, or 0 times one.",
         "given": f"{made}: it was there before, in a constant or an input.",
     }[place.cause]
@@ -120,13 +148,23 @@ def _say_operands(place: TracedNonfinite) -> list[str]:
     return [f"{words}."]
 
 
+def _advise_on_flush(flush: Culprit, exam: Exam) -> list[str]:
+    """Returns how to keep the numbers that become 0, before inf or NaN is made of the zeros."""
+    remedy = exam.against.remedy
+    cures = [*cure_of(flush)]
+    if remedy and remedy.works:
+        cures.append(say_remedy(remedy, exam, flush.place.where, is_first=not cures))
+    elif not cures:
+        cures = [f"Compute this line in float32. {say_how_to_widen(exam)}"]
+    return ["No loss scale helps.", *cures]
+
+
 def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
     """Returns how to keep an inf or a NaN from being made at a place, a sentence or two each."""
     fits, remedy = exam.fits, exam.against.remedy
     if place.scaled and fits and fits < exam.loss_scale:
         return [f"Loss scale {power(fits)} is the largest that does not overflow here."]
     said = ["Even a loss scale of 1 overflows here." if place.scaled else "No loss scale helps."]
-    tried = [say_remedy(remedy, exam, place.where)] if remedy and remedy.works else []
     if place.cause == "given":
         return [*said, "Look where this number comes from."]
     if place.cause == "infinities":
@@ -137,9 +175,19 @@ def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
         ]
     is_range = place.cause == "range"
     if is_range and not exam.is_of_autocast and re.search(_MASK, place.source):
-        return [*said, "For a mask, use -1e4 instead of -1e9 or `finfo.min`.", *tried]
-    if tried:
-        return said + tried
+        said.append("For a mask, use -1e4 instead of -1e9 or `finfo.min`.")
+    elif place.where in exam.unshifted:
+        said.append(
+            "Subtract the maximum of each row before the exponential, as `jax.nn.softmax` and "
+            "`jax.nn.logsumexp` do: then no exponential is above 1."
+        )
+    elif is_range:
+        said += cure_of_sum(place, exam)
+    is_first = len(said) == 1
+    if remedy and remedy.works:
+        return [*said, say_remedy(remedy, exam, place.where, is_first=is_first)]
+    if not is_first:
+        return said
     if is_range or exam.is_of_autocast:
         return [*said, f"Compute this line in float32. {say_how_to_widen(exam)}"]
     return [*said, _advise_on_point(place)]
@@ -155,7 +203,8 @@ def _advise_on_point(place: TracedNonfinite) -> str:
         )
     if place.primitive in ("gather", "dynamic_slice", "scatter"):
         return (
-            "An index is out of range: JAX fills in NaN. Look at the labels, tokens or positions."
+            "An index is out of range, where JAX fills in NaN. Check the labels, tokens or "
+            "positions."
         )
     if place.primitive in ("exp", "exp2"):
         return (
@@ -163,8 +212,17 @@ def _advise_on_point(place: TracedNonfinite) -> str:
             "first, as `jax.nn.softmax` does."
         )
     # By the primitive alone more cannot be told: a `div` may be the derivative of a square root.
-    return (
+    words = (
         "Here the function or its derivative has no finite value, as a root, a logarithm or a "
-        "division has none at 0. Keep the operand away: clip it, add 1e-3 to it in float32, or "
-        "choose another with `jnp.where` before."
+        "division has none at 0. Keep the operand away: "
     )
+    if place.least_input < 0 or place.largest_input > 1:
+        return f"{words}clip it, add 1e-3 to it in float32, or choose another with `jnp.where`."
+    # Most probabilities are far below 1e-3.
+    words += "clip it, or choose another with `jnp.where` before."
+    if place.primitive == "log" or "log" in place.source:
+        words += (
+            " Of a probability, compute the logarithm from the logits, with `jax.nn.log_softmax` "
+            "or `jax.nn.log_sigmoid`."
+        )
+    return words

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from .._policies.dynamic import DynamicLossScale
 from ..diagnostics._text import number, percent, power
+from .cures import find_large_sum, say_mean
 from .exam import Exam, is_half
 from .finding import Finding, join_lines, line_of, note
 
@@ -58,14 +59,18 @@ def find_scale(exam: Exam) -> Iterator[Finding]:
         )
     elif start is None or exam.is_all_zero:
         reason = "some gradient is not 0" if start else "everything is finite"
-        yield note(f"Whether it needs a loss scale can only be said once {reason}.")
+        yield note(f"The doctor can only say whether it needs a loss scale once {reason}.")
     else:
         largest = _judge_largest_scale(exam, start)
         details = [*_say_how_to_start(exam, start), *_say_limit(exam)]
         if start.skipped is None:
             # Where a scale of 1 was asked for, what it overflows is a problem already.
             is_problem = not exam.trace.nonfinite_outputs
-            yield note(largest, *details, is_problem=is_problem, place=exam.ceiling)
+            large = find_large_sum(exam)
+            if large is not None:
+                details.insert(0, say_mean(large, f", at {large.where}" if large.where else ""))
+            place = large if large is not None and large.where else exam.ceiling
+            yield note(largest, *details, is_problem=is_problem, place=place)
         elif exam.comparison is None:
             yield note(largest, *details)
         else:
@@ -76,11 +81,11 @@ def find_scale(exam: Exam) -> Iterator[Finding]:
 
 def find_inward_growth(exam: Exam) -> Iterator[Finding]:
     """Notes gradients for which `scale_backward` does not find its scale at once."""
-    repeats, is_enough = exam.repeats or (0, True)
-    if not repeats or not exam.fits:
+    trial = exam.backward_trial
+    if trial is None or not trial.repeats or not exam.fits:
         return
-    often = {1: "once", 2: "twice"}.get(repeats, f"{repeats} times")
-    enough = "" if is_enough else ", which is not enough"
+    often = {1: "once", 2: "twice"}.get(trial.repeats, f"{trial.repeats} times")
+    enough = "" if trial.is_enough else ", which is not enough"
     # Room for batches with larger gradients: these may repeat it, too.
     scale = power(exam.fits / 4)
     yield note(
@@ -91,6 +96,16 @@ def find_inward_growth(exam: Exam) -> Iterator[Finding]:
         "`jaxscale.loss_scaled` finds such a scale by itself.",
         place=exam.ceiling,
     )
+
+
+def find_refusal(exam: Exam) -> Iterator[Finding]:
+    """Notes what `scale_backward` raised when it was tried."""
+    trial = exam.backward_trial
+    if trial is not None and trial.raised:
+        yield note(
+            f"`jaxscale.scale_backward` was tried on this loss, and raised {trial.raised}",
+            "It matters only if you use `scale_backward`. All other findings are made without it.",
+        )
 
 
 def _judge_shown_scale(exam: Exam) -> str:
@@ -129,7 +144,7 @@ def _judge_room(exam: Exam) -> list[str]:
     if fits < _LOW:
         return [
             f"That is not low for gradients as large as these, up to {number(exam.largest, 3)}, "
-            "such as those of a sum: at it they nearly fill the range of float16."
+            "such as those of a sum: at that scale they nearly fill the range of float16."
         ]
     if needs_scale(exam):
         return []

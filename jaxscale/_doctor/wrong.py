@@ -5,8 +5,10 @@ from collections.abc import Iterator
 
 from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import TracedUnderflow
+from .cures import cure_of
 from .exam import Exam
 from .finding import Finding, join_lines, line_of, lines_of, list_names, note, rounded_at, rule_at
+from .gradients import CLOSE
 from .remedy import Culprit, Remedy
 
 _FLUSHED = 0.5  # an underflow may matter if at least this share of the nonzero values becomes 0,
@@ -35,8 +37,10 @@ def find_wrong(exam: Exam) -> Iterator[Finding]:
     place = against.culprit.place
     details = rounded_at(place, exam) or [explain_culprit(against.culprit)]
     details += rule_at(place, exam)
+    cures = cure_of(against.culprit)
+    details += cures
     if against.remedy is not None:
-        details.append(say_remedy(against.remedy, exam, place.where))
+        details.append(say_remedy(against.remedy, exam, place.where, is_first=not cures))
     title = f"{title} It begins at {line_of(place)}."
     yield note(title, *details, *of_leaves, is_problem=True, place=place)
 
@@ -47,12 +51,12 @@ def explain_culprit(culprit: Culprit) -> str:
     what = f"`{place.primitive}`, in the {place.direction} pass,"
     if culprit.kind == "overflow":
         return (
-            f"{what} makes inf of numbers that {place.dtype} cannot hold, and that becomes finite "
-            "again before it reaches the loss: 1/inf is 0."
+            f"{what} turns numbers that {place.dtype} cannot hold into inf. That becomes finite "
+            "again before it reaches the loss, as 1/inf is 0."
         )
     if culprit.kind == "underflow":
         scaled = "" if place.scaled else ", and no loss scale helps"
-        return f"{what} makes {percent(place.share)} of its nonzero numbers 0{scaled}."
+        return f"{what} flushes {percent(place.share)} of its nonzero numbers to 0{scaled}."
     if not culprit.largest:
         return f"{what} gives other numbers than in float32."
     spacing = 2.0 ** (math.frexp(culprit.largest)[1] - 1 - _BITS.get(place.dtype, 10))
@@ -62,14 +66,18 @@ def explain_culprit(culprit: Culprit) -> str:
     )
 
 
-def say_remedy(remedy: Remedy, exam: Exam, where: str) -> str:
-    """Returns which lines in float32 make the gradients right, below the name of one of them."""
+def say_remedy(remedy: Remedy, exam: Exam, where: str, *, is_first: bool = True) -> str:
+    """Returns which lines in float32 make the gradients right, below the name of one of them.
+
+    It is the `is_first` advice, or comes after another.
+    """
     which = join_lines(remedy.lines, where, "this line")
     if not remedy.works:
         return f"With {which} in float32, the gradients are still wrong: more lines need it."
     how = f"within {percent(remedy.error)}" if remedy.error else "to the last bit"
+    verb = "Compute" if is_first else "Or compute"
     return (
-        f"Compute {which} in float32: that was tried, and the gradients then are those of float32 "
+        f"{verb} {which} in float32: that was tried, and the gradients then are those of float32 "
         f"{how}. {say_how_to_widen(exam)}"
     )
 
@@ -89,8 +97,8 @@ def find_effect_of_autocast(exam: Exam) -> Iterator[Finding]:
         return
     if exam.autocast not in exam.dtypes:
         yield note(
-            "`jaxscale.autocast` changes nothing: no product of float32 matrices, and no "
-            "convolution, is left to it in this model.",
+            "`jaxscale.autocast` changes nothing: this model has no float32 matrix product or "
+            "convolution to cast.",
         )
     elif exam.is_right:
         error = _say_error(exam)
@@ -105,8 +113,11 @@ def find_underflows(exam: Exam) -> Iterator[Finding]:
         return
     worst = max(places, key=lambda place: (_may_matter(place), place.lost_sum))
     words = "They are the smallest values there."
-    if exam.is_right:
+    compared = exam.against.comparison
+    if exam.is_right and compared and compared.error <= CLOSE:
         words = f"This does no harm: float32 gives the same gradients within {_say_error(exam)}."
+    elif exam.is_right:
+        words = "The gradients are not stable: rounding in float32 changes them as much."
     places.sort(key=lambda place: -place.lost_sum)
     title = f"Most of the nonzero numbers become 0 at {lines_of(places)}."
     yield note(title, words, place=worst)

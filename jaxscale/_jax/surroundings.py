@@ -179,8 +179,8 @@ def _is_written_in(rule: Any, is_users_file: Callable[[str], bool]) -> bool:
         return False
     if is_users_file(code.co_filename):
         return True
-    cells = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or () if _is_set(cell)]
-    codes = [getattr(each, "__code__", None) for each in cells]
+    cells = filter(_is_set, getattr(rule, "__closure__", None) or ())
+    codes = [getattr(cell.cell_contents, "__code__", None) for cell in cells]
     return any(is_users_file(each.co_filename) for each in codes if each is not None)
 
 

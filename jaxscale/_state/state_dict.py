@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .optimizer import SpikeState
-from .scale import UnitLossScaleState, unwrap
+from .scale import UnitLossScaleState, is_policy_state, unwrap
 
 # Raise it if older code could not read a dictionary by its rules; a new field is not such a case.
 _VERSION = 1
@@ -80,7 +80,9 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
       and of other policies can be read. `inner_state`, `inner_opt_state` and `counted` have no
       default; they, and everything that is not jaxscale's own, must match. If a `SpikeRule` has
       another window than the one that was saved, the newest entries are kept. A saved loss scale
-      replaces the policy's own; `opt_state._replace(scaling=policy.init())` starts it anew.
+      replaces the policy's own; `opt_state._replace(scaling=policy.init())` starts it anew. A run
+      that scaled nothing, as `skip_nonfinite` does, saved no loss scale, and the policy starts with
+      its own. A scale above the largest one of a policy is lowered to that in the first step.
 
       The tree has variables of Flax NNX where `target` has them, and arrays where `target` has
       arrays, whichever were saved. `nnx.update` puts either into an optimizer::
@@ -124,6 +126,10 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
         own = _is_own(node) and not (values and values.keys().isdisjoint(children))
         if own:
             values = {_RENAMED.get(name, name): value for name, value in values.items()}
+            if "scaling" in children and _scaled_nothing(values.get("scaling"), values):
+                values["scaling"] = None  # so that of the target stays
+            if not path and is_policy_state(node) and _scaled_nothing(values, {}):
+                return node
         if set(SpikeState._fields) <= children.keys():
             _resize_windows(children, values)
 
@@ -182,6 +188,29 @@ def _flatten(node: Any) -> tuple[dict[str, Any] | None, Any]:
     )
     children = {jax.tree_util.keystr(path, simple=True): child for path, child in pairs}
     return None if jax.tree_util.all_leaves([node]) else children, treedef.unflatten
+
+
+def _scaled_nothing(scaling: Any, state: dict[str, Any]) -> bool:
+    """Returns whether a saved scale of 1 is none, as `skip_nonfinite` and a fixed one of 1 have.
+
+    One that came down to 1 looks the same after an overflow, and only there: any other step counts
+    towards growth. So it is one if the last step of the `state` around it was an overflow.
+    """
+    names = ("loss_scale", "growth_tracker", "hysteresis_tracker")
+    saved = _flatten(scaling)[0] or {}
+    numbers = [jax.tree.leaves(saved.get(name)) for name in names]
+    if not all(numbers):
+        return False
+    scale, *trackers = (each[0] for each in numbers)
+    if np.any(np.asarray(scale) != 1) or np.any(trackers):
+        return False
+
+    def count(name: str, default: Any) -> np.ndarray:
+        leaves = jax.tree.leaves(state.get(name))
+        return np.asarray(leaves[0] if leaves else default)
+
+    overflows = count("total_notfinite", 0) - count("total_notfinite_loss", 0)
+    return not np.any((overflows > 0) & ~count("step_applied", True))
 
 
 def _is_empty(node: Any) -> bool:

@@ -28,9 +28,7 @@ def as_transformation(given: str, tx: Any) -> optax.GradientTransformationExtraA
     return optax.with_extra_args_support(tx)
 
 
-def check_state(
-    call: str, state: Any, policy: LossScale, order: str = "(grads, opt_state, params)"
-) -> LossScaledState:
+def check_state(call: str, state: Any, policy: LossScale, order: str) -> LossScaledState:
     """Returns the state that a step was given, as arrays, or raises an error."""
     if not isinstance(state, LossScaledState):
         hint = f"The order of arguments is {order}. " * bool(order) + (

@@ -16,6 +16,15 @@ from ._underflow import Underflow
 _LOST, _SUBNORMAL, _NORMAL = "#fde0c5", "#eb7f5e", "#3f3b7a"
 
 
+def can_draw() -> bool:
+    """Returns whether matplotlib is installed."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def _new_figure(call: str, width: float, height: float) -> Any:
     """Returns an empty figure, or raises an `ImportError` without matplotlib."""
     try:
@@ -23,7 +32,7 @@ def _new_figure(call: str, width: float, height: float) -> Any:
     except ImportError as error:
         raise ImportError(
             f"`{call}` draws with matplotlib, which is not installed: "
-            'pip install "jaxscale[pictures]". In a terminal, use the text form.'
+            "pip install matplotlib. In a terminal, use the text form."
         ) from error
     return Figure(figsize=(width, height), layout="constrained")
 

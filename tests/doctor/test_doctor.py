@@ -223,7 +223,7 @@ CASES = {
     "rewritten": ([], 1, ["Compiled as one program, the model gives gradients with inf or NaN."], ["It begins"]),
     "inverted": ([], 1, ["w is flushed to 0. No single operation accounts for it."], ["It begins"]),
     "cancelled": ([], 1, [f"It begins at doctored.py:{line('# the sum')}", "`reduce_sum`, in the forward pass, gives other numbers than in float32."], ["Nothing"]),
-    "mapped": ([], 0, ["Nothing is wrong.", "It was not looked inside of shard_map."], ["Problems"]),
+    "mapped": ([], 0, ["Nothing is wrong.", "The doctor did not look inside shard_map."], ["Problems"]),
     "odd": ([], 0, ["Nothing is wrong.", "1 of 2 leaves: unused"], ["Problems"]),
     "disconnected": ([], 1, ["exactly 0 everywhere in 2 of 2 leaves"], ["Nothing"]),
     "wide": ([], 0, ["Nothing is wrong.", "computes in float32. It was examined on one batch without a loss scale.", "float32, and needs no loss scale", "`--autocast float16`"], ["float16"]),
