@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 import spike_streams
-from hypothesis import assume, example, given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tables import assert_same_bits, avals, cases
 
@@ -198,7 +198,6 @@ STEP_KINDS = {
     seed=st.integers(0, 99),
     options=st.sampled_from(list(OPTIONS)),
 )
-@example(rows=[("huge", 15)], seed=0, options="default")
 def test_any_row_of_steps_is_judged_as_promised(rows, seed, options):
     start = [("usual", 70)] if options == "default" else []
     kinds = [kind for kind, number in [*start, *rows] for _ in range(number)][:200]
@@ -384,9 +383,10 @@ JUMPS = {
     "from 1e-30 to 1e38": {"size": 1e68, "start": 1e-30, "noise": 0, "runs": 1},
 }
 ACCEPTED = {"1 +- 0.1 x 10": 7, "1 +- 0.1 x 1e+06": 9, "1 +- 0.1 x 1e+30": 14}
+ACCEPTED["from 1e-30 to 1e38"] = 13  # by spikes that enter as they are, from the tenth on
 
 
-@cases("name", JUMPS, fast=["1 +- 0.1 x 1e+30"])
+@cases("name", JUMPS, fast=["1 +- 0.1 x 1e+30", "from 1e-30 to 1e38"])
 def test_a_new_level_is_accepted_before_check_would_alarm(name):
     stream = spike_streams.jumps(**JUMPS[name])
     skipped = simulated(SpikeRule(), stream)
