@@ -88,6 +88,9 @@ def scale_backward(
     `jit`, `shard_map` and `jax.checkpoint` are entered. A `jax.checkpoint` outside of the wrapped
     function is cheaper than one inside, which is computed again with each retry.
 
+    A backward rule that is not linear, such as `clip_gradient` in JAX's documentation, sees scaled
+    cotangents inside of the function. Apply it outside, to what goes in, or clip in the optimizer.
+
     Args:
       fun: a function, such as a loss, Linen's `model.apply`, a module or a method of NNX, or a
         module of Equinox. Its inputs and outputs may be any trees. Arrays that it closes over

@@ -298,20 +298,20 @@ def test_it_says_what_is_wrong_and_where(name, models, no_pictures, capsys):
 # name: (the batch, what is said, the faulty line, what of it is replaced, what by)
 ADVICE = {
     "the logarithm of a softmax": (
-        "20 * ROWS", "Write `jax.nn.log_softmax(logits)` instead",
+        "5 * ROWS", "Write `jax.nn.log_softmax(logits)` instead",
         "y = jnp.log(jax.nn.softmax(x.astype(HALF) * w))", "jnp.log(jax.nn.softmax(x.astype(HALF) * w))", "jax.nn.log_softmax(x.astype(HALF) * w)",
     ),
     "the logarithm of a softmax written out": (
-        "20 * ROWS", "Write `jax.nn.log_softmax(logits)` instead",
+        "5 * ROWS", "Write `jax.nn.log_softmax(logits)` instead",
         "z = x.astype(HALF) * w; e = jnp.exp(z - jnp.max(z, 1, keepdims=True)); y = jnp.log(e / jnp.sum(e, 1, keepdims=True))",
         "e = jnp.exp(z - jnp.max(z, 1, keepdims=True)); y = jnp.log(e / jnp.sum(e, 1, keepdims=True))", "y = jax.nn.log_softmax(z)",
     ),
     "the logarithm of a probability that is cast": (
-        "20 * ROWS", "Write `jax.nn.log_softmax(logits)` instead",
+        "5 * ROWS", "Write `jax.nn.log_softmax(logits)` instead",
         "y = jnp.log(jax.nn.softmax((x * w).astype(FULL)).astype(HALF))", "jnp.log(jax.nn.softmax((x * w).astype(FULL)).astype(HALF))", "jax.nn.log_softmax((x * w).astype(HALF))",
     ),
     "the logarithm of a sigmoid": (
-        "-20 * jnp.abs(ROWS)", "Write `jax.nn.log_sigmoid(logits)` instead",
+        "-5 * jnp.abs(ROWS)", "Write `jax.nn.log_sigmoid(logits)` instead",
         "y = jnp.log(jax.nn.sigmoid(x.astype(HALF) * w))", "jnp.log(jax.nn.sigmoid(x.astype(HALF) * w))", "jax.nn.log_sigmoid(x.astype(HALF) * w)",
     ),
     "a product of probabilities": (
@@ -324,7 +324,7 @@ ADVICE = {
         "jnp.log(jax.lax.scan(lambda c, q: (c * q, None), jnp.ones(3, HALF), p)[0])", "jax.lax.scan(lambda c, q: (c + q, None), jnp.zeros(3, HALF), jnp.log(p))[0]",
     ),
     "the logarithm of a density": (
-        "3 * ROWS", "the logarithm of `exp(x)` is `x`",
+        "ROWS", "the logarithm of `exp(x)` is `x`",
         "z = x.astype(HALF) * w; y = jnp.log(jnp.exp(-z * z / 2) / 2.5)", "jnp.log(jnp.exp(-z * z / 2) / 2.5)", "-z * z / 2 - 0.92",
     ),
     "the logarithm of a sum of exponentials": (
@@ -359,7 +359,7 @@ ADVICE = {
     ),
     "a number of elements": ("jnp.ones((1000, 3))", "70000 is inf in float16.", "y = (x.astype(HALF) * w).sum(0) / 70000", ".sum(0)", ".sum(0).astype(FULL)"),
     "positions": ("jnp.arange(5000)[::7, None]", "Compute this line in float32", "y = jnp.sin(x.astype(HALF) * w)", "HALF) * w", "FULL) * params['w']"),
-    "a rule of one's own": ("ROWS", "Compute this line in float32", "y = scaled(x.astype(HALF) * w)", "scaled(x.astype(HALF) * w)", "x * w"),
+    "a rule of one's own": ("ROWS", "`mul`, in the backward pass, makes inf or NaN", "y = scaled(x.astype(HALF) * w)", "scaled(x.astype(HALF) * w)", "x * w"),
     "an index": ("jnp.arange(4)", "An index is out of range", "y = jnp.take(w, x)", "x)", "jnp.minimum(x, 2))"),
 }  # fmt: skip
 

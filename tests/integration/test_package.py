@@ -108,8 +108,8 @@ FIELDS = {
     "LossScaleState": "loss_scale growth_tracker hysteresis_tracker",
     "AdaptiveState": "loss_scale peak level crest finite_steps held_steps overflows",
     "LossScaledState": "scaling inner_state step_applied notfinite_count total_notfinite "
-    "total_notfinite_loss total_steps total_retries total_exhausted backoff_count spikes "
-    "nonfinite_leaves grad_norm",
+    "total_notfinite_loss total_steps total_retries total_exhausted backoff_count "
+    "skip_rate row_notfinite_loss spikes nonfinite_leaves grad_norm",
 }
 
 

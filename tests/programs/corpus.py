@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 FAMILIES = (
     "vision",
@@ -28,6 +29,8 @@ FAMILIES = (
 )
 
 FRAMEWORKS = ("jax", "linen", "nnx", "equinox", "haiku")
+
+nnx_list = getattr(nnx, "List", list)  # since Flax 0.12 a list of modules is one itself
 
 
 class Program(NamedTuple):

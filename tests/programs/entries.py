@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from cases import Case
+from corpus import nnx_list
 from flax import nnx
 
 import jaxscale
@@ -125,20 +126,21 @@ def _trained(case: Case) -> Callable[[Any, Any], Made]:
             case.build(params) if is_equinox else params, tx.init(params), case.state, batch
         )
         same = jax.tree.structure(state) == jax.tree.structure(case.state)
-        moved = jnp.array([jnp.any(a != b) for a, b in _pairs(new, params) if a.size])
         checks = {
             "a state of the same structure": same,
             "the step was made": opt_state.step_applied,
+            "parameters that moved": _have_moved(new, params),
         }
-        checks["parameters that moved"] = jnp.any(moved)
         return Made(value, _kept(opt_state), checks)
 
     return make
 
 
-def _pairs(one: Any, other: Any) -> Any:
-    one, other = (jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array)) for tree in (one, other))
-    return zip(one, other, strict=True)
+def _have_moved(new: Any, old: Any) -> Any:
+    """Returns whether any parameter is another one, of those that are trained."""
+    leaves = [leaf for leaf in jax.tree.leaves(new) if eqx.is_inexact_array(leaf)]
+    pairs = zip(leaves, jax.tree.leaves(old), strict=True)
+    return jnp.any(jnp.array([jnp.any(one != other) for one, other in pairs]))
 
 
 def _skipping(case: Case) -> Callable[[Any, Any], Made]:
@@ -199,8 +201,8 @@ class _Model(nnx.Module):
     """A model of another framework, as one of NNX."""
 
     def __init__(self, params: Any, state: Any) -> None:
-        self.leaves = nnx.List([nnx.Param(leaf) for leaf in jax.tree.leaves(params)])
-        self.state = nnx.List([nnx.BatchStat(leaf) for leaf in jax.tree.leaves(state)])
+        self.leaves = nnx_list([nnx.Param(leaf) for leaf in jax.tree.leaves(params)])
+        self.state = nnx_list([nnx.BatchStat(leaf) for leaf in jax.tree.leaves(state)])
 
 
 def _by_nnx(case: Case) -> Callable[[Any, Any], Made]:

@@ -6,6 +6,7 @@ One of its rows is bad, and each row is seen once.
 import jax
 import numpy as np
 import optax
+from flowjax.bijections import RationalQuadraticSpline
 from flowjax.distributions import Normal
 from flowjax.flows import coupling_flow
 from flowjax.train import fit_to_data
@@ -45,7 +46,8 @@ def fit(dtype, scaled, skips, batch, left_out=()):
     flow = coupling_flow(
         key,
         base_dist=Normal(np.zeros(2, "float32")),
-        flow_layers=3,
+        transformer=RationalQuadraticSpline(knots=6, interval=4),
+        flow_layers=2,
         nn_width=32,
     )
     likelihood, journal = MaximumLikelihoodLoss(), Journal()
