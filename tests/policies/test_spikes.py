@@ -468,6 +468,16 @@ def test_a_rise_of_the_loss_raises_its_level(name):
     assert np.median(first) <= after_steps
 
 
+def test_rounding_does_not_raise_the_level():
+    is_late = jnp.arange(700) >= 600
+    rises = {jnp.float32: (2.0**-22, 2.0**-10), jnp.bfloat16: (2.0**-6, 2.0**-2)}
+    for dtype, (of_rounding, of_more) in rises.items():
+        for rise, expected in ((of_rounding, False), (of_more, True)):
+            losses = jnp.where(is_late, 2.0 + rise, 2.0).astype(dtype)
+            states = judge_all(SpikeRule(window=2), losses, jnp.ones(700))[1]
+            assert (states.level_count >= 16).any() == expected, (dtype, rise)
+
+
 def test_a_raised_level_tells_which_checkpoints_are_good():
     losses = np.where(np.arange(4000) < 1000, 1.0, 3.0) + 0.1 * np.arange(4000) % 0.3
     finite = np.arange(4000) % 7 > 0  # a bad step says nothing of the loss, and counts
