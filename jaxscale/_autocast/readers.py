@@ -77,6 +77,19 @@ def _is_of_library(eqn: JaxprEqn) -> bool:
     return False
 
 
+def why_not_cast(eqn: JaxprEqn) -> str:
+    """Returns why `autocast` leaves a product of float32 arrays alone, or `""` if it does not."""
+    if is_full_precision(eqn):
+        return "marked by `jaxscale.full_precision`"
+    if is_cast(eqn):
+        return ""
+    if not _is_of_matrices(eqn):
+        return "of vectors or elements, not of matrices"
+    if _is_of_library(eqn):
+        return "a step of a library that is written for float32"
+    return "it asks for a precision of its own"
+
+
 def reads_half(eqn: JaxprEqn) -> bool:
     """Returns whether an equation casts its inputs to half precision, whatever they are."""
     return is_cast(eqn) and not is_full_precision(eqn)

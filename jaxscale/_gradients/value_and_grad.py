@@ -69,6 +69,10 @@ def value_and_grad(
     of 1. So the loss is exact, and scaling cannot make it overflow. Call this inside the training
     step, with the state of that step.
 
+    A backward rule that is not linear sees scaled cotangents: a `jax.custom_vjp` that clips them,
+    as `clip_gradient` in JAX's documentation does, clips to another number than it says. Clip the
+    gradients that come back instead, or in `on_grads` of `jaxscale.train_step`.
+
     Args:
       fun: a function that returns a floating-point scalar, preferably in float32; with
         `has_aux` a pair of that and anything.

@@ -169,6 +169,11 @@ def skip_nonfinite(
     Unlike `optax.apply_if_finite` it never gives up. It is `loss_scaled(inner, None)`, and raises
     its errors.
 
+    A skipped step is an update of 0, which a solver that stops at small updates, such as that of
+    Optimistix, takes for convergence: set its tolerances to 0 and bound its steps, or look at
+    `total_notfinite` before you trust its result. A solver that stops at small gradients, such as
+    `run` of jaxopt, stops at the first one that is NaN, whatever its tolerance is.
+
     Args:
       inner: the transformation to wrap, as in `loss_scaled`.
       axis_name: as in `loss_scaled`.
