@@ -19,7 +19,6 @@ from .._jax import (
     bind,
     cast,
     closed,
-    operation,
     programs,
     with_programs,
 )
@@ -27,7 +26,6 @@ from .frame import Frame
 from .readers import half_carries, has_products
 from .recompute import Link
 from .rules import as_written, chained, is_chained_call
-from .unsaid import hides_products, warn_of_primitive
 from .values import Kind, Parameter, as_declared, has_dtype, is_float32, parameter
 
 
@@ -145,7 +143,7 @@ def scan(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `scan`. What it carries keeps its dtype by default; what it stacks need not."""
     loop = _jax.scan(eqn)
     if _is_left(eqn):
-        return run_as_written(frame, eqn)
+        return as_written(frame, eqn)
     halved = half_carries(loop) if frame.autocast.half_carries else [False] * loop.carries
     args, kinds = read_inputs(frame, eqn)
     last = loop.consts + loop.carries
@@ -165,7 +163,7 @@ def while_loop(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `while`. What it carries keeps its dtype."""
     loop = _jax.while_loop(eqn)
     if _is_left(eqn):
-        return run_as_written(frame, eqn)
+        return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
     tested = loop.test_consts
     first = tested + loop.body_consts
@@ -185,7 +183,7 @@ def cond(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates `cond` and `switch`. The branches return the dtypes that they declare."""
     branches = _jax.branches(eqn)
     if _is_left(eqn):
-        return run_as_written(frame, eqn)
+        return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
     fixed = [False] * len(eqn.outvars)
     rewritten = [rewrite(frame, branch, args[1:], kinds[1:], fixed)[0] for branch in branches]
@@ -203,15 +201,3 @@ def mapped(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         return tuple(frame.autocast.run(each.program, args, kinds, frame.in_loop)[0])
 
     return each.map(run)(*args)
-
-
-def run_as_written(
-    frame: Frame, eqn: JaxprEqn, reason: str = "`autocast` has no rule for it"
-) -> Sequence[Any]:
-    """Evaluates an equation as it is written, and warns if there are products in it."""
-    name = operation(eqn)
-    # A rule that found no program knows nothing of what is in it.
-    is_unknown = name in frame.autocast.rules and not any(programs(eqn))
-    if is_unknown or hides_products(eqn):
-        warn_of_primitive(eqn.primitive.name, reason)
-    return as_written(frame, eqn)

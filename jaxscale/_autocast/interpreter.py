@@ -15,15 +15,15 @@ import jax
 import numpy as np
 
 from .. import _jax
-from .._jax import TESTED, ClosedJaxpr, UnknownFormError, context, operation, source
+from .._jax import ClosedJaxpr, UnknownFormError, context, operation, source
 from .._trees.call import Flat
 from .custom_rules import custom_jvp, custom_vjp, own_rules
 from .frame import Frame
-from .higher_order import call, cond, inlined, mapped, remat, run_as_written, scan, while_loop
+from .higher_order import call, cond, inlined, mapped, remat, scan, while_loop
 from .readers import last_uses, under_autocast
 from .recompute import Link
 from .rules import SIMPLE_RULES, Rule, as_written
-from .unsaid import warn_if_unchanged
+from .unsaid import forget_warnings, warn_if_unchanged, warn_of_what_is_left
 from .values import Kind, as_declared, is_full_precision, parameter
 
 # Which rule rewrites an equation, by the name of its primitive.
@@ -67,6 +67,7 @@ class Autocast:
 
         Some of the arguments may be narrow, or links. `wanted` is as in `rounded_reads`.
         """
+        warn_of_what_is_left(closed, RULES)
         jaxpr = closed.jaxpr
         frame = Frame(self, jaxpr, in_loop, wanted)
         invars = [*jaxpr.constvars, *jaxpr.invars]
@@ -74,15 +75,13 @@ class Autocast:
         for var, arg in zip(invars, [*closed.consts, *args], strict=True):
             (frame.defer if isinstance(arg, Link) else frame.write)(var, arg)
         for eqn, done in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
-            rule = RULES.get(operation(eqn), run_as_written)
+            rule = RULES.get(operation(eqn), as_written)
             rule = as_written if is_full_precision(eqn) else rule
             with context(eqn), source(eqn, frame.scopes):
                 try:
                     outputs = rule(frame, eqn)
                 except UnknownFormError:
-                    reason = f"JAX {jax.__version__} gives it other parameters than the versions "
-                    reason += f"that jaxscale was tested with, {TESTED}"
-                    outputs = run_as_written(frame, eqn, reason)
+                    outputs = as_written(frame, eqn)
             if outputs:  # otherwise they are left to be computed
                 for var, value in zip(eqn.outvars, outputs, strict=True):
                     frame.write(var, value)
@@ -101,12 +100,13 @@ class Autocast:
         flat, program = self._trace(fun, args, kwargs)
 
         def run_and_tell() -> list[Any]:
+            forget_warnings()
             outputs = self._run_traced(program, flat.arrays)
             if is_outermost:
                 warn_if_unchanged(program, flat.__name__, self.half_carries)
             return outputs
 
-        # In a copy of the context, which forgets what was warned of.
+        # In a copy of the context, which forgets what was warned of when the call is over.
         return flat.restored(copy_context().run(run_and_tell))
 
     def call_rule(self, fun: Callable[..., Any], *args: Any) -> Any:

@@ -6,22 +6,89 @@ it changed nothing at all.
 
 import itertools
 import warnings
+from collections.abc import Container, Iterator
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import jax
 import jax.numpy as jnp
 
 from .. import _jax
-from .._jax import ClosedJaxpr, JaxprEqn, programs
+from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, operation, programs
 from . import table
 from .readers import casts_anything, equations, half_carries, has_products
 from .values import is_float32, is_full_precision
 
+_NO_RULE = "`autocast` has no rule for it"
+_UNKNOWN_FORM = (
+    f"JAX {jax.__version__} gives it other parameters than the versions that jaxscale was tested "
+    f"with, {_jax.TESTED}"
+)
+
+_READERS = {
+    **dict.fromkeys(_jax.CALLS, _jax.callee),
+    **{"scan": _jax.scan, "while": _jax.while_loop, "cond": _jax.branches},
+    **dict.fromkeys(("shard_map", "xla_pmap"), _jax.mapped),
+}
+_LOOPS = {"scan", "while", "cond"}
+
 # The primitives that the call under way has warned of.
 _named: ContextVar[frozenset[str]] = ContextVar("named", default=frozenset())
 
+# For each program that was searched: what is left in it, and why.
+_left: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
 
-def hides_products(eqn: JaxprEqn) -> bool:
+
+def forget_warnings() -> None:
+    """Begins a call, which warns of each primitive once."""
+    _named.set(frozenset())
+
+
+def warn_of_what_is_left(program: ClosedJaxpr, rules: Container[str]) -> None:
+    """Warns of the primitives in a program whose products, if any, run as they are written."""
+    for name, reason in _find_left(program, rules).items():
+        if name not in _named.get():
+            _named.set(_named.get() | {name})
+            _warn(
+                f"`autocast`: the products inside of the JAX primitive `{name}` run as they are "
+                f"written, because {reason}. If that is what you want, mark it with "
+                "`jaxscale.full_precision`."
+            )
+
+
+def _find_left(program: Jaxpr | ClosedJaxpr, rules: Container[str]) -> dict[str, str]:
+    jaxpr = _jax.closed(program).jaxpr
+    if jaxpr not in _left:
+        found: dict[str, str] = {}
+        for eqn in jaxpr.eqns:
+            if is_full_precision(eqn):
+                continue
+            name = operation(eqn)
+            reason = _why_left(eqn) if name in _READERS or name not in rules else None
+            if reason:
+                found[eqn.primitive.name] = reason
+            elif name in _READERS:
+                for inner in programs(eqn):
+                    found |= _find_left(inner, rules)
+        _left[jaxpr] = found
+    return _left[jaxpr]
+
+
+def _why_left(eqn: JaxprEqn) -> str | None:
+    """Returns why what is in an equation runs as it is written, or `None` if it does not."""
+    read: Any = _READERS.get(operation(eqn))
+    if read is None:
+        return _NO_RULE if _may_have_products(eqn) else None
+    try:
+        read(eqn)
+    except _jax.UnknownFormError:
+        return None if any(programs(eqn)) and not has_products(eqn) else _UNKNOWN_FORM
+    is_with_refs = eqn.primitive.name in _LOOPS and any(map(_jax.is_ref, eqn.invars))
+    return _NO_RULE if is_with_refs and has_products(eqn) else None
+
+
+def _may_have_products(eqn: JaxprEqn) -> bool:
     """Returns whether there may be products in an equation that no rule looks into.
 
     There are if it holds programs with products; maybe, if programs can be reached from it in
@@ -30,17 +97,6 @@ def hides_products(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name in table.OPAQUE:
         return any(map(is_float32, eqn.invars)) and any(map(is_float32, eqn.outvars))
     return has_products(eqn) if any(programs(eqn)) else _jax.reaches_program(eqn)
-
-
-def warn_of_primitive(name: str, reason: str) -> None:
-    """Warns that the products inside of a primitive run as they are written, once a call."""
-    if name not in _named.get():
-        _named.set(_named.get() | {name})
-        _warn(
-            f"`autocast`: the products inside of the JAX primitive `{name}` run as they are "
-            f"written, because {reason}. If that is what you want, mark it with "
-            "`jaxscale.full_precision`."
-        )
 
 
 def warn_if_unchanged(program: ClosedJaxpr, name: str, carries_may_be_half: bool) -> None:
@@ -95,7 +151,7 @@ def _has_half_carries(eqn: JaxprEqn) -> bool:
         return False
 
 
-def _equations(program: ClosedJaxpr) -> Any:
+def _equations(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
     return itertools.chain.from_iterable(map(equations, program.jaxpr.eqns))
 
 

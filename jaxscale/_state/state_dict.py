@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 
 from .optimizer import SpikeState
-from .scale import UnitLossScaleState, unwrap
+from .scale import UnitLossScaleState, is_policy_state, unwrap
 
 # Raise it if older code could not read a dictionary by its rules; a new field is not such a case.
 _VERSION = 1
@@ -58,6 +59,7 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
         nodes = {name: save(f"{path}/{name}", child) for name, child in children.items()}
         return None if node is None else nodes
 
+    _check_not_optimizer("to_state_dict(tree)", tree)
     tree = unwrap(tree)
     _check_root("to_state_dict(tree)", tree)
     return {"version": _VERSION} | save("", tree)
@@ -80,7 +82,9 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
       and of other policies can be read. `inner_state`, `inner_opt_state` and `counted` have no
       default; they, and everything that is not jaxscale's own, must match. If a `SpikeRule` has
       another window than the one that was saved, the newest entries are kept. A saved loss scale
-      replaces the policy's own; `opt_state._replace(scaling=policy.init())` starts it anew.
+      replaces the policy's own; `opt_state._replace(scaling=policy.init())` starts it anew. A run
+      that scaled nothing, as `skip_nonfinite` does, saved no loss scale, and the policy starts with
+      its own. A scale above the largest one of a policy is lowered to that in the first step.
 
       The tree has variables of Flax NNX where `target` has them, and arrays where `target` has
       arrays, whichever were saved. `nnx.update` puts either into an optimizer::
@@ -124,6 +128,10 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
         own = _is_own(node) and not (values and values.keys().isdisjoint(children))
         if own:
             values = {_RENAMED.get(name, name): value for name, value in values.items()}
+            if "scaling" in children and _scaled_nothing(values.get("scaling"), values):
+                values["scaling"] = None  # so that of the target stays
+            if not path and is_policy_state(node) and _scaled_nothing(values, {}):
+                return node
         if set(SpikeState._fields) <= children.keys():
             _resize_windows(children, values)
 
@@ -148,6 +156,7 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
             "`from_state_dict(target, state_dict)` got what was saved as `target`: pass it second, "
             "after a fresh `tx.init(params)`."
         )
+    _check_not_optimizer("from_state_dict(target)", target)
     arrays = unwrap(target)
     _check_root("from_state_dict(target)", arrays)
     saved, _ = _flatten(state_dict)
@@ -156,7 +165,9 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
             f"`from_state_dict(state_dict)` must be a dict, got {type(state_dict).__name__}."
         )
     version = saved.pop("version", 1)
-    if version not in range(1, _VERSION + 1):
+    # Orbax and NumPy's files make an array of it.
+    is_number = np.shape(version) == () and np.asarray(version).dtype.kind in "iu"
+    if not is_number or int(version) not in range(1, _VERSION + 1):
         raise ValueError(
             f"`from_state_dict(state_dict)` must have a version from 1 to {_VERSION}, got "
             f"{version!r}. If a later jaxscale wrote it, upgrade jaxscale to read it."
@@ -182,6 +193,29 @@ def _flatten(node: Any) -> tuple[dict[str, Any] | None, Any]:
     )
     children = {jax.tree_util.keystr(path, simple=True): child for path, child in pairs}
     return None if jax.tree_util.all_leaves([node]) else children, treedef.unflatten
+
+
+def _scaled_nothing(scaling: Any, state: dict[str, Any]) -> bool:
+    """Returns whether a saved scale of 1 is none, as `skip_nonfinite` and a fixed one of 1 have.
+
+    One that came down to 1 looks the same after an overflow, and only there: any other step counts
+    towards growth. So it is one if the last step of the `state` around it was an overflow.
+    """
+    names = ("loss_scale", "growth_tracker", "hysteresis_tracker")
+    saved = _flatten(scaling)[0] or {}
+    numbers = [jax.tree.leaves(saved.get(name)) for name in names]
+    if not all(numbers):
+        return False
+    scale, *trackers = (each[0] for each in numbers)
+    if np.any(np.asarray(scale) != 1) or np.any(trackers):
+        return False
+
+    def count(name: str, default: Any) -> np.ndarray:
+        leaves = jax.tree.leaves(state.get(name))
+        return np.asarray(leaves[0] if leaves else default)
+
+    overflows = count("total_notfinite", 0) - count("total_notfinite_loss", 0)
+    return not np.any((overflows > 0) & ~count("step_applied", True))
 
 
 def _is_empty(node: Any) -> bool:
@@ -212,6 +246,14 @@ def _is_own(node: Any) -> bool:
 def _at(argument: str, path: str) -> str:
     call = "to_state_dict" if argument == "tree" else "from_state_dict"
     return f"`{call}({argument})` at {path or '/'}"
+
+
+def _check_not_optimizer(given: str, tree: Any) -> None:
+    if isinstance(tree, optax.GradientTransformation):
+        raise TypeError(
+            f"`{given}` must be a state, got the optimizer itself, a {type(tree).__name__}. Pass "
+            "`tx.init(params)`, or the state of the last step."
+        )
 
 
 def _check_root(given: str, tree: Any) -> None:

@@ -38,7 +38,7 @@ from .._gradients.verdict import (
     last_flags,
     norm_bits,
 )
-from .._policies.base import LossScale, adjust_scale
+from .._policies.base import CheckedLossScale, LossScale, adjust_scale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.spikes import SpikeRule
 from .._state.optimizer import LossScaledState
@@ -54,7 +54,15 @@ from .._trees.tree import (
     widen,
     without_overwrites,
 )
-from .checks import check_devices_agree, check_loss, check_not_nested, check_state, check_state_kept
+from .checks import (
+    check_devices_agree,
+    check_grads,
+    check_loss,
+    check_not_nested,
+    check_outcome,
+    check_state,
+    check_state_kept,
+)
 from .counters import count_step, move_skip_rate, zero_counters
 from .report import report_skip
 from .retry import BackwardResult
@@ -102,7 +110,10 @@ class Wrapper:
     def update(
         self, updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra_args: Any
     ) -> tuple[Any, LossScaledState]:
-        state = check_state("loss_scaled(...).update(state=...)", state, self.policy)
+        order = "(grads, opt_state, params)"
+        state = self.check_state("loss_scaled(...).update(state=...)", state, order)
+        if params is not None:
+            check_grads("loss_scaled(...).update(updates=...)", updates, params)
         value = extra_args.get("loss") if value is None else value
         made = BackwardResult(value, None, None, Scaled(updates))
         return self.apply(made, state, params, extra_args, adds=False)
@@ -120,8 +131,19 @@ class Wrapper:
         return types_of(jax.eval_shape(self.init, params).inner_state)
 
     def check_state(self, given: str, state: Any, order: str) -> LossScaledState:
-        """Returns the state that a step was given, as arrays, or raises an error."""
-        return check_state(given, state, self.policy, order)
+        """Returns the state that a step was given, as arrays, or raises an error.
+
+        Its scale may be that of another policy, and is then at most what this one ever has.
+        """
+        state = check_state(given, state, self.policy, order)
+        if not (self.skips and isinstance(self.policy, CheckedLossScale)):
+            return state
+        highest = getattr(self.policy, "max_scale", float(jnp.finfo(jnp.float32).max))
+        highest = jnp.float32(max(highest, self.policy.init_scale))
+        scale = jnp.asarray(state.scaling.loss_scale)
+        # A scale of NaN stays, for the policy to replace.
+        scaling = state.scaling._replace(loss_scale=jnp.where(scale > highest, highest, scale))
+        return state._replace(scaling=scaling)
 
     def scale_state(self, call: str, state: LossScaledState) -> Any:
         """Returns the scale state that a backward pass starts with."""
@@ -186,6 +208,8 @@ class Wrapper:
             updates, opt_state, norm = self._update_inner(
                 seen, trained, norm, value, opt_state, extra_args
             )
+            if trained is not None:
+                check_outcome(updates, trained)
             outcome = (apply_updates if adds else cast_updates)(trained, updates)
             if overwrites:
                 outcome = (overwrite if adds else overwriting_updates)(outcome, grads, params)

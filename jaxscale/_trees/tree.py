@@ -263,15 +263,20 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
 
 
 def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
-    """Returns what `select` does; a dtype that is not the old one is an error."""
-    kept = select(call, pred, new, old)
+    """Returns what `select` does, in the types of `old`; another dtype is an error."""
 
-    pairs = jax.tree_util.tree_leaves_with_path(kept)
-    for (path, leaf), before in zip(pairs, jax.tree.leaves(old), strict=True):
-        both_are_arrays = is_array_like(leaf) and is_array_like(before)
-        if both_are_arrays and dtype_of(leaf) != dtype_of(before):
-            raise TypeError(_unequal(call, path, "dtypes", dtype_of(leaf), dtype_of(before)))
-    return kept
+    def keep_type(path: tuple[Any, ...], leaf: Any, old: Any) -> Any:
+        if not (is_array_like(leaf) and is_array_like(old)):
+            return leaf
+        if dtype_of(leaf) != dtype_of(old):
+            raise TypeError(_unequal(call, path, "dtypes", dtype_of(leaf), dtype_of(old)))
+        if isinstance(old, jax.Array) and is_weak(old) and not is_weak(leaf):
+            # A step whose state came back strongly typed would compile anew. No cast makes a weak
+            # type, but what is written into a weakly typed array takes it.
+            return old.at[...].set(leaf)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(keep_type, select(call, pred, new, old), old)
 
 
 def _common_dtype(call: str, path: tuple[Any, ...], a: Any, b: Any) -> Any:

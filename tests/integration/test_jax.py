@@ -5,7 +5,6 @@ changed: mend that entry of `jaxscale/_jax`. Until then users of that version se
 """
 
 import functools
-import inspect
 import itertools
 import pathlib
 import re
@@ -17,9 +16,8 @@ import numpy as np
 import pytest
 from autodiff import FORMS as AUTODIFF
 from autodiff import HAS_NEW_FORM, form
+from forged import forged
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jax.sharding import AxisType, PartitionSpec
 from tables import cases
 
@@ -263,20 +261,6 @@ def test_axes_that_vary_are_known():
 
     jax.jit(on_one_device(fun))(X)
     assert seen[:3] == [{"i"}, frozenset(), {"i"}]
-
-
-def forged(name, params, fun):
-    """A function whose one equation has the name of a primitive of JAX, and other parameters."""
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_impl(lambda *args, **params: [fun(*args)])
-    primitive.def_abstract_eval(lambda *avals, **params: avals[:1])  # it makes what it is given
-    lower = mlir.lower_fun(lambda *args: [fun(*args)], multiple_results=True)
-    # A cached rule would get the parameters beside arguments of JAX's own, under the same names.
-    known = inspect.signature(mlir.register_lowering).parameters
-    options = {"cacheable": False} if "cacheable" in known else {}
-    mlir.register_lowering(primitive, lambda c, *args, **params: lower(c, *args), **options)
-    return lambda *args: primitive.bind(*args, **params)[0]
 
 
 FORMS = {

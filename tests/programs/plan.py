@@ -15,9 +15,10 @@ FAST = {
     "quantization.quantization_aware": "nnx",
     "graphs.graph_convolution": "flax",
     "sequence.conditional_random_field": "scale_backward inside",
-    "sequence.diagonal_state_space": "half_carries",
+    "sequence.recurrent_adder": "half_carries",
     "speech.masked_ctc": "value_and_grad, bfloat16",
     "activations.attention_with_large_logits": "value_and_grad",
+    "scipy_functions.integral_of_a_curve": "value_and_grad",
     "losses.log_cosh": DOCTOR,
 }
 

@@ -4,9 +4,9 @@
     PYTHONPATH=. python tests/programs/run.py                       # two entries for each program
     PYTHONPATH=. python tests/programs/run.py --only vision.vit speech --entries flax nnx
 
-`--part 1/2` takes every second program, to use two processes. The last lines are a table: for each
-family and entry how many programs are right, of how many, and the largest error beside that of the
-reference.
+`--part 1/2` takes every second program, to use two processes. `--record` writes what the fast tests
+compare with. The last lines are a table: for each family and entry how many programs are right, of
+how many, and the largest error beside that of the reference.
 """
 
 import argparse
@@ -27,8 +27,10 @@ os.environ.setdefault(
 )
 
 import corpus
-from law import Trial, Verdict
-from plan import ALL_ENTRIES, two_entries
+import numpy as np
+from entries import DOCTOR
+from law import FILE, Trial, Verdict
+from plan import ALL_ENTRIES, FAST, two_entries
 
 
 def try_out(trial: Trial, entry: str) -> Verdict:
@@ -73,7 +75,10 @@ def main() -> int:
     parser.add_argument("--part", default="1/1", help="the i-th of n parts: every n-th program")
     parser.add_argument("--json", help="a file for the results, which others may be added to")
     parser.add_argument("--table", nargs="+", help="print the table of such files, and run nothing")
+    parser.add_argument("--record", action="store_true", help="write the file of the fast tests")
     options = parser.parse_args()
+    if options.record:
+        return record()
     rows = corpus.load()
     results = {}
     for path in options.table or ():
@@ -94,6 +99,16 @@ def main() -> int:
     wrong = sum(bool(verdict.wrong) for verdict in results.values())
     print(f"{len(results) - wrong} of {len(results)} are right.")
     return int(wrong > 0)
+
+
+def record() -> int:
+    rows, found = corpus.load(), {}
+    for name, entry in FAST.items():
+        if entry != DOCTOR:
+            found |= Trial(rows[name]).record(entry)
+    np.savez_compressed(FILE, **found)
+    print(f"wrote {FILE}: {FILE.stat().st_size} bytes")
+    return 0
 
 
 def run_program(row: corpus.Row, given: list[str], results: dict[tuple[str, str], Verdict]) -> None:

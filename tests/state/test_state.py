@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tables import PASSIVE, assert_same_bits, avals, cases
 from training import x64
@@ -183,6 +184,9 @@ VERSION_1 = {
 # Fields that came later.
 WRITTEN = VERSION_1 | {"spikes": None, "grad_norm": None}
 WRITTEN |= dict.fromkeys(("total_retries", "total_exhausted", "backoff_count"), i32(0))
+# One overflow in 1000, another step, and a bad loss.
+WRITTEN |= {"skip_rate": f32(0.001 * 0.999**2 + 0.001), "row_notfinite_loss": i32(1)}
+LATER = {name: getattr(FRESH, name) for name in ("skip_rate", "row_notfinite_loss")}
 
 
 def saved(**changes):
@@ -200,14 +204,15 @@ def trained():
 
 def test_version_1_is_written_and_read():
     state_dict = jaxscale.to_state_dict(trained())
-    assert_same_bits(state_dict, WRITTEN)
+    np.testing.assert_allclose(state_dict["skip_rate"], WRITTEN["skip_rate"], rtol=1e-6)
+    assert_same_bits(state_dict | {"skip_rate": WRITTEN["skip_rate"]}, WRITTEN)
     arrays = jax.tree.leaves({name: node for name, node in state_dict.items() if name != "version"})
     assert {type(leaf) for leaf in arrays} == {np.ndarray}
     by_jaxscale_0_1 = saved(grads_finite=VERSION_1["step_applied"])
     del by_jaxscale_0_1["step_applied"], by_jaxscale_0_1["version"]
     for state_dict in (VERSION_1, by_jaxscale_0_1):
         restored = jaxscale.from_state_dict(FRESH, state_dict)
-        assert_same_bits(restored, trained())
+        assert_same_bits(restored, trained()._replace(**LATER))
         assert avals(restored) == avals(FRESH)
 
 
@@ -271,7 +276,8 @@ def test_what_is_missing_takes_its_default_and_nothing_else_is_lost():
             if not as_none:
                 del state_dict[name]
         restored = jaxscale.from_state_dict(FRESH, state_dict)
-        expected = trained()._replace(**{name: getattr(FRESH, name) for name in lost})
+        lost_fields = {name: getattr(FRESH, name) for name in lost}
+        expected = trained()._replace(**LATER | lost_fields)
         assert_same_bits(restored, expected)
         assert avals(restored) == avals(FRESH)
 
@@ -289,6 +295,85 @@ def test_a_run_can_change_its_policy(origin, to):
         kept = set(before._fields) & set(expected._fields)
         expected = expected._replace(**{name: getattr(before, name) for name in kept})
     assert_same_bits(after, expected)
+
+
+def state_after(tx, *grads):
+    state = tx.init(PARAMS)
+    for value in grads:
+        updates = {"w": jnp.array([value, 1.0]), "b": jnp.array(1, jnp.bfloat16)}
+        _, state = tx.update(updates, state, PARAMS)
+    return state
+
+
+LOW = jaxscale.DynamicLossScale(init_scale=2.0)
+TO = {"dynamic": jaxscale.DynamicLossScale(), "adaptive": jaxscale.AdaptiveLossScale()}
+# The policy of the run that was saved, its gradients, and the scale that is restored, or `None` if
+# it had none, so that the new policy starts with its own.
+WITHOUT_SCALE = {
+    "no scaling": (None, [1.0, 1.0], None),
+    "no scaling, and no step": (None, [], None),
+    "no scaling, with a bad step": (None, [1.0, np.nan, 1.0], None),
+    "fixed at 1": (1.0, [1.0], None),
+    "fixed at 2": (2.0, [1.0], 2.0),
+    "down to 1, just now": (LOW, [1.0, np.inf], 1.0),
+    "at the floor": (LOW, [np.inf, np.inf], 1.0),
+    "down to 1, and a good step": (LOW, [np.inf, 1.0], 1.0),
+}
+
+
+@cases(
+    "name, to",
+    itertools.product(WITHOUT_SCALE, TO),
+    fast=[("no scaling", "dynamic"), ("at the floor", "dynamic")],
+)
+def test_no_scale_is_restored_where_none_was_saved(name, to):
+    policy, grads, scale = WITHOUT_SCALE[name]
+    state = state_after(jaxscale.loss_scaled(optax.sgd(0.5), policy), *grads)
+    fresh = jaxscale.loss_scaled(optax.sgd(0.5), TO[to]).init(PARAMS)
+    if scale is None:
+        scale = fresh.scaling.loss_scale
+    saved = jaxscale.to_state_dict(state)
+    by_flax = serialization.to_state_dict(state)
+    for state_dict in (saved, by_flax, {name: saved[name] for name in saved if name != "version"}):
+        restored = jaxscale.from_state_dict(fresh, state_dict)
+        assert restored.scaling.loss_scale == scale
+        assert restored.total_steps == len(grads)
+    nested = jaxscale.from_state_dict({"opt": fresh}, jaxscale.to_state_dict({"opt": state}))
+    assert nested["opt"].scaling.loss_scale == scale
+    if policy is None and not grads:  # the state of a policy alone
+        alone = jaxscale.from_state_dict(fresh.scaling, jaxscale.to_state_dict(state.scaling))
+        assert_same_bits(alone, fresh.scaling)
+
+
+def test_a_scale_above_the_largest_of_a_policy_is_lowered_to_it():
+    tx = jaxscale.loss_scaled(optax.sgd(0.5), jaxscale.DynamicLossScale(growth_interval=1))
+    for scale, good, after in (
+        (2.0**40, True, 2.0**24),
+        (2.0**40, False, 2.0**23),
+        (jnp.inf, True, 2.0**24),
+        (2.0**24, True, 2.0**24),
+        (2.0**23, True, 2.0**24),
+    ):
+        state = tx.init(PARAMS)
+        high = state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(scale)))
+        grads = jax.tree.map(lambda p, good=good: p if good else p * jnp.inf, PARAMS)
+        _, new = jax.jit(tx.update)(grads, high, PARAMS)
+        assert new.scaling.loss_scale == after, scale
+        assert avals(new) == avals(state)
+
+    # A whole step begins with it, so that no batch is lost on the way down.
+    def loss_fn(params):
+        return jnp.sum(params["w"].astype(jnp.float16).astype(jnp.float32) * 1e-4)
+
+    step = jaxscale.train_step(loss_fn, tx)
+    params, high = {"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)})
+    high = high._replace(scaling=high.scaling._replace(loss_scale=jnp.float32(2.0**40)))
+    assert jax.jit(step)(params, high)[1].step_applied
+    # One that may start above its largest scale is left there.
+    above = presets.PresetLossScale(init_scale=2.0**30, max_scale=2.0**20, clamp="moves")
+    tx = jaxscale.loss_scaled(optax.sgd(0.5), above)
+    _, new = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    assert new.scaling.loss_scale == 2.0**30
 
 
 Foreign = collections.namedtuple("Foreign", "scaling extra")
@@ -440,7 +525,7 @@ def test_a_dictionary_is_a_copy():
     restored = jaxscale.from_state_dict(FRESH, state_dict)
     jax.jit(lambda state: jax.tree.map(lambda x: x + x, state), donate_argnums=0)(state)
     assert state.total_steps.is_deleted()
-    assert_same_bits(state_dict, WRITTEN)
+    assert_same_bits(state_dict, jaxscale.to_state_dict(trained()))
     for leaf in jax.tree.leaves(state_dict["inner_state"]):
         leaf[...] = 0
     assert_same_bits(restored, trained())

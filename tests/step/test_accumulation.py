@@ -199,3 +199,23 @@ def test_inner_is_given_the_mean_loss_of_what_counted():
     assert seen[-1] == (3.0, "text")
     assert state.total_notfinite_loss == 2
     assert state.inner_state.acc_value == 0
+
+
+@pytest.mark.parametrize("length", [0, -1, 0.5, 1.9, -(2**31), 1])
+def test_a_schedule_below_1_acts_as_1_and_drops_no_gradient(length):
+    tx = jaxscale.multi_steps(optax.sgd(1.0), lambda step: length)
+    params, state = jnp.zeros(2), tx.init(jnp.zeros(2))
+    for _ in range(3):
+        params, state = jaxscale.apply_gradients(tx, jnp.array([1.0, -2.0]), state, params)
+    assert params.tolist() == [-3, 6]
+    assert state.inner_state.gradient_step == 3
+
+
+def test_a_schedule_is_rounded_down_and_may_go_through_0():
+    lengths = jnp.array([2.9, 0.0, 3.0])
+    tx = jaxscale.multi_steps(optax.sgd(1.0), lambda step: lengths[jnp.minimum(step, 2)])
+    params, state, made = jnp.zeros(()), tx.init(jnp.zeros(())), []
+    for grad in (1.0, 3.0, 5.0, 1.0, 2.0, 6.0):
+        params, state = jaxscale.apply_gradients(tx, jnp.array(grad), state, params)
+        made.append(float(params))
+    assert made == [0, -2, -7, -7, -7, -10]

@@ -422,3 +422,39 @@ def test_a_hook_gets_true_gradients_in_every_pass():
     assert not jaxscale.all_finite(seen[0])
     assert_same_bits(seen[-1], jaxscale.grad(loss_fn, opt_state)(PARAMS, OVERFLOW))
     assert {leaf.dtype for leaf in jax.tree.leaves(seen)} == {jnp.dtype("float32")}
+
+
+WEAK = {
+    "zeros": jnp.asarray(0.0),
+    "an integer": jnp.asarray(1),
+    "a tree": {"mean": jnp.asarray(0.5), "count": jnp.asarray(0), "w": jnp.ones(2)},
+}
+
+
+@pytest.mark.standard_promotion
+@cases("name", WEAK)
+def test_a_weakly_typed_state_compiles_once(name):
+    strong = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype), WEAK[name])
+
+    def loss_fn(w, state, x):
+        new = jax.tree.map(
+            lambda old: jax.lax.convert_element_type(old + jnp.sum(x), old.dtype), state
+        )
+        return jnp.sum(w * x), new
+
+    def moved(params, state):
+        return jax.tree.map(lambda old: old + jnp.ones((), old.dtype), state)
+
+    tx = jaxscale.loss_scaled(optax.sgd(0.1))
+    for after in (None, moved):
+        step = jax.jit(jaxscale.train_step(loss_fn, tx, has_state=True, after=after))
+        runs = []
+        for state in (WEAK[name], strong):
+            w, opt_state = jnp.ones(2), tx.init(jnp.ones(2))
+            for x in (jnp.ones(2), jnp.array([1, jnp.inf]), jnp.ones(2)):
+                types = avals(state)
+                w, opt_state, state, _ = step(w, opt_state, state, x)
+                assert avals(state) == types
+            runs.append(state)
+        assert step._cache_size() == 2  # once for each of the two
+        jax.tree.map(np.testing.assert_array_equal, *runs)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..._jax import JaxprEqn, operation
+from ..._jax import JaxprEqn
 from .interpreter import EquationKey, Value, Visit, key_of
-from .jaxpr import EFFECT, FORWARD, HOLDERS
+from .jaxpr import EFFECT, FORWARD, hides_equations
 from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
 from .places import Line, layer, lines
 from .plan import RoundedAt
@@ -44,11 +44,11 @@ class Findings:
     def watch(self, visit: Visit) -> list[frozenset[Any]]:
         """Returns where the inf and NaN of each output come from, and notes new ones."""
         key = key_of(visit.eqn, visit.around)
+        if key not in self.visits and hides_equations(visit.eqn):
+            self.not_entered.add(visit.eqn.primitive.name)
         self.visits[key] += 1
         self.equations[key] = visit.eqn, visit.around
         self.makers[key] = tuple(value.maker for value in visit.inputs)
-        if operation(visit.eqn) in HOLDERS:
-            self.not_entered.add(operation(visit.eqn))
         if self._look:
             self._look(visit)
         if visit.need == EFFECT:  # only printed: it reaches no output

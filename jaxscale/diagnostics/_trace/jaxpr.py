@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import _jax
+from ..._autocast.table import OPAQUE
 from ..._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Scan, UnknownFormError, While, is_ref
 
 # What an equation is needed for, as bits. An equation with none of them is dead code.
@@ -38,6 +39,17 @@ def opened(eqn: JaxprEqn) -> ClosedJaxpr | Scan | While | list[ClosedJaxpr] | No
         return read(eqn) if read else None
     except UnknownFormError:
         return None
+
+
+def hides_equations(eqn: JaxprEqn) -> bool:
+    """Returns whether there is more than one operation, or may be, in an equation that runs as one.
+
+    The function of a `scatter` or a reduction is one operation.
+    """
+    if _jax.operation(eqn) in HOLDERS | OPAQUE:
+        return True
+    held = list(_jax.programs(eqn))
+    return any(len(each.eqns) > 1 for each in held) if held else _jax.reaches_program(eqn)
 
 
 def results(of: Jaxpr | JaxprEqn) -> list[Any]:

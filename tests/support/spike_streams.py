@@ -1,0 +1,143 @@
+"""Losses and norms that are made up, to see what a rule for spikes skips of them.
+
+Each stream is an array, [run, step]. The runs differ by their noise alone.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+STEPS = 20_000
+
+
+class Stream(NamedTuple):
+    """Norms, and which of their steps one asks about.
+
+    Attributes:
+      norms: f64[runs, steps].
+      counted: bool[runs, steps], the steps that a rule should not skip, or should; those whose
+        share is told.
+    """
+
+    norms: np.ndarray
+    counted: np.ndarray
+
+
+def jumps(size, start=1.0, noise=0.1, runs=8, steps=1000, at=600):
+    """A level that is `size` times as high from step `at` on, up to float32's largest."""
+    level = start * (1 + noise * _normal(runs, steps, seed=1))
+    after = np.arange(steps) >= at
+    with np.errstate(over="ignore"):
+        norms = np.minimum(np.where(after, level * size, level), 3e38)
+    return Stream(norms, np.broadcast_to(after, norms.shape))
+
+
+def rare_gradients(share, otherwise=0.0, runs=8, steps=STEPS):
+    """Norms of about 1 in a share of the steps, and next to nothing in the others."""
+    rng = np.random.default_rng(2)
+    has_gradient = rng.random((runs, steps)) < share
+    sizes = np.exp(0.3 * rng.standard_normal((runs, steps)))
+    nothing = otherwise * (1 + 0.1 * _normal(runs, steps, seed=3))
+    return Stream(np.where(has_gradient, sizes, nothing), has_gradient)
+
+
+def rare_kind(share, size, noise=0.1, runs=8, steps=STEPS):
+    """A kind of batch whose norm stands out, drawn for a share of the steps."""
+    is_rare = np.random.default_rng(4).random((runs, steps)) < share
+    return Stream(np.where(is_rare, size, 1.0) * (1 + noise * _normal(runs, steps, 5)), is_rare)
+
+
+def every_50th(size=10.0, noise=0.01, runs=1, steps=STEPS):
+    """The same, in every 50th step."""
+    is_rare = np.broadcast_to(np.arange(steps) % 50 == 0, (runs, steps))
+    return Stream(np.where(is_rare, size, 1.0) * (1 + noise * _normal(runs, steps, 6)), is_rare)
+
+
+def single(at, later=30, runs=8, steps=1000):
+    """One spike of 1000 among 1 +- 0.1, and one of 2 some steps later, which is asked about."""
+    norms = 1 + 0.1 * _normal(runs, steps, seed=7)
+    norms[:, at] = 1000.0
+    norms[:, at + later] = 2.0
+    counted = np.zeros(norms.shape, bool)
+    counted[:, at + later] = True
+    return Stream(norms, counted)
+
+
+def drawn(name, runs=8, steps=STEPS):
+    """Norms of which each is drawn by itself, all of them good."""
+    rng, shape = np.random.default_rng(8), (runs, steps)
+    draw = {
+        "normal, 1 +- 0.1": lambda: 1 + 0.1 * rng.standard_normal(shape),
+        "lognormal, 0.3": lambda: np.exp(0.3 * rng.standard_normal(shape)),
+        "lognormal, 1": lambda: np.exp(rng.standard_normal(shape)),
+        "Student, 3 degrees": lambda: np.abs(rng.standard_t(3, shape)),
+        "Cauchy": lambda: np.abs(rng.standard_cauchy(shape)),
+        "Pareto, 1.5": lambda: 1 + rng.pareto(1.5, shape),
+    }
+    return Stream(draw[name](), np.ones(shape, bool))
+
+
+DRAWN = [
+    "normal, 1 +- 0.1",
+    "lognormal, 0.3",
+    "lognormal, 1",
+    "Student, 3 degrees",
+    "Cauchy",
+    "Pareto, 1.5",
+]
+
+
+# Losses of 6000 steps, for the level.
+
+HEALTHY = {
+    "white": lambda runs: _around_one(_normal(runs, 6000)),
+    "decay": lambda runs: 1 + 3 * _decay() + 0.1 * _normal(runs, 6000),
+    "correlated, 0.9": lambda runs: _around_one(_correlated(0.9, runs)),
+    "correlated, 0.98": lambda runs: _around_one(_correlated(0.98, runs)),
+    "cycles of 200": lambda runs: _around_one(_normal(runs, 6000)) + 0.5 * _cycle(200),
+    "cycles of 1000": lambda runs: _around_one(_normal(runs, 6000)) + 0.5 * _cycle(1000),
+    "warm restarts": lambda runs: _around_one(_normal(runs, 6000)) + 0.3 * _restarts(),
+    "Student, 3 degrees": lambda runs: _around_one(
+        np.random.default_rng(9).standard_t(3, (runs, 6000))
+    ),
+    "heavy tails": lambda runs: np.exp(_correlated(0.9, runs)),
+    "three values": lambda runs: np.random.default_rng(9).choice([-1.0, 0.0, 1.0], (runs, 6000)),
+    "three values, sticky": lambda runs: np.sign(np.round(0.7 * _correlated(0.9, runs))),
+    "two values": lambda runs: 1.0 * (np.random.default_rng(9).random((runs, 6000)) < 0.3),
+}
+
+
+def raised(rise, takes=1, noise=0.1, at=3003, runs=8, steps=6000):
+    """Losses of about 1 that rise by `rise` from step `at` on, over some steps."""
+    height = np.clip((np.arange(steps) - at + 1) / takes, 0, 1)
+    return 1 + noise * _normal(runs, steps, seed=10) + rise * height
+
+
+def _around_one(noise):
+    return 1 + 0.1 * noise
+
+
+def _normal(runs, steps, seed=9):
+    return np.random.default_rng(seed).standard_normal((runs, steps))
+
+
+def _correlated(rho, runs, steps=6000):
+    """A process with a standard deviation of 1 in which each value remembers the one before."""
+    values = _normal(runs, steps)
+    values[:, 1:] *= np.sqrt(1 - rho**2)
+    for step in range(1, steps):
+        values[:, step] += rho * values[:, step - 1]
+    return values
+
+
+def _decay(steps=6000):
+    return np.exp(-np.arange(steps) / 1000)
+
+
+def _cycle(period, steps=6000):
+    return np.sin(2 * np.pi * np.arange(steps) / period)
+
+
+def _restarts(steps=6000):
+    """A peak in every 1000 steps that takes 100 to come down."""
+    return np.clip(1 - np.arange(steps) % 1000 / 100, 0, 1)
