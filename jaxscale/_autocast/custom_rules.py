@@ -172,7 +172,11 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         cotangents = tuple(map(_cotangent, cotangents, declared.out_avals))
 
         def pull(values: Any, cotangents: Any) -> Any:
-            return tree.unflatten(values)(cotangents)
+            # The rule may ask which cotangents are zeros, so these are not made arrays.
+            pairs = zip(cotangents, declared.out_avals, strict=True)
+            return tree.unflatten(values)(
+                tuple(_zero(aval) if each is None else each for each, aval in pairs)
+            )
 
         gradients = iter(autocast.call_rule(pull, place, values, cotangents))
         avals = jax.tree.unflatten(views, program.in_avals)
@@ -229,9 +233,15 @@ def _float0(aval: Any) -> Any:
 
 
 def _cotangent(cotangent: Any, aval: Any) -> Any:
+    """Returns a cotangent as the function of `jax.vjp` takes it, `None` for a symbolic zero."""
     if not _is_inexact(aval):
         return _float0(aval)
-    return blank(aval) if isinstance(cotangent, SymbolicZero) else _as_aval(cotangent, aval)
+    return None if isinstance(cotangent, SymbolicZero) else _as_aval(cotangent, aval)
+
+
+def _zero(aval: Any) -> Any:
+    zero = _jax.zero_cotangent(aval)
+    return blank(aval) if zero is None else zero
 
 
 def _as_aval(value: Any, aval: Any) -> Any:

@@ -71,6 +71,19 @@ def _is_of_matrices(eqn: JaxprEqn) -> bool:
     return bool(summed and free)
 
 
+def why_not_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> str:
+    """Returns why `autocast` leaves a product of float32 arrays alone, or `""` if it does not."""
+    if is_full_precision(eqn):
+        return "marked by `jaxscale.full_precision`"
+    if is_cast(eqn, around):
+        return ""
+    if not _is_of_matrices(eqn):
+        return "of vectors or elements, not of matrices"
+    if owner_of(eqn, around) is Owner.LIBRARY:
+        return "a step of a library that is written for float32"
+    return "it asks for a precision of its own"
+
+
 def reads_half(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
     """Returns whether an equation casts its inputs to half precision, whatever they are."""
     return is_cast(eqn, around) and not is_full_precision(eqn)

@@ -70,10 +70,12 @@ def flushes(dtype: Any) -> bool:
 def check_cotangent(cotangent: Any, name: str = "") -> None:
     """Raises a `TypeError` if what comes back to the output of that name flushed before it."""
     if not isinstance(cotangent, SymbolicZero) and flushes(cotangent.dtype):
+        # What is one number may be the loss itself.
+        hint = ", or let `fun` include the loss" * bool(cotangent.shape)
         raise TypeError(
             f"`scale_backward(fun)`: the output{name and ' '}{name} is {cotangent.dtype} and a "
             "loss depends on it, so that its cotangent has flushed to 0 before it could be scaled. "
-            "Return it `.astype(jnp.float32)`, or let `fun` include the loss."
+            f"Return it `.astype(jnp.float32)`{hint}."
         )
 
 

@@ -8,6 +8,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +153,28 @@ def tangent_type(aval: Any) -> Any:
     return aval.to_tangent_aval()
 
 
+def zero_cotangent(aval: Any) -> Any:
+    """Returns what says to a function of `jax.vjp` that nothing depends on an output.
+
+    It is `None` if this JAX takes only arrays there. A derivative rule sees the difference: that of
+    `vmap` raises an error for zeros which are one array for the whole batch.
+    """
+    if not _takes_zeros():
+        return None
+    return ad.Zero(aval.to_ct_aval() if hasattr(aval, "to_ct_aval") else tangent_type(aval))
+
+
+@functools.cache
+def _takes_zeros() -> bool:
+    with jax.ensure_compile_time_eval():
+        _, pull = jax.vjp(lambda x: (x, x), np.float32(1))
+        try:
+            pull((np.float32(1), ad.Zero(jax.typeof(np.float32(1)))))
+        except Exception:  # nobody knows what a JAX that does not take it raises
+            return False
+    return True
+
+
 def _is_program(value: Any) -> bool:
     return isinstance(value, Jaxpr | ClosedJaxpr)
 
@@ -293,8 +316,19 @@ def call_part(eqn: JaxprEqn, part: Callable[..., Any], args: Sequence[Any]) -> l
         return list(jax.jit(part)(*args))
     if name in _INLINED:
         return list(part(*args))
-    jaxpr, consts = without_constants(jax.make_jaxpr(part)(*map(jax.typeof, args)))
+    jaxpr, consts = _traced(part, tuple(map(jax.typeof, args)))
     return bind(eqn, [*consts, *args], with_rematted(eqn, jaxpr))
+
+
+_traced_parts: WeakKeyDictionary[Any, dict[Any, tuple[Jaxpr, list[Any]]]] = WeakKeyDictionary()
+
+
+def _traced(part: Callable[..., Any], types: tuple[Any, ...]) -> tuple[Jaxpr, list[Any]]:
+    """Returns the program of a part and its constants. It is one, however often it is called."""
+    known = _traced_parts.setdefault(part, {})
+    if types not in known:
+        known[types] = without_constants(jax.make_jaxpr(part)(*types))
+    return known[types]
 
 
 def backward_rule(eqn: JaxprEqn) -> str | None:

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import jax
+import jax.core
 import jax.experimental
 import numpy as np
 from jax.extend import source_info_util
