@@ -155,14 +155,15 @@ def test_the_logits_of_attention_leave_half_precision(dtype):
     query, key, value = (jnp.sin(jnp.arange(64.0) + i).reshape(1, 4, 2, 8) for i in range(3))
 
     def attend(query, key, value):
-        return jax.nn.dot_product_attention(200 * query, 200 * key, value)
+        return jax.nn.dot_product_attention(query, key, value)
 
     cast = jaxscale.autocast(attend, dtype)
     half = jnp.dtype(dtype).name
     found = products(cast, query, key, value)
     assert found.count({half, "float32"}) == found.count({half}) == 1
-    expected = attend(query, key, value)
-    np.testing.assert_allclose(cast(query, key, value), expected, atol=0.02, rtol=0.02)
+    large = 200 * query, 200 * key, value
+    assert jnp.max(jnp.abs(jnp.einsum("btnh,bsnh->bnts", *large[:2]))) > 65504
+    np.testing.assert_allclose(cast(*large), attend(*large), atol=0.02, rtol=0.02)
 
     def total(fun):
         return lambda *args: jnp.sum(fun(*args) ** 2)
@@ -171,7 +172,7 @@ def test_the_logits_of_attention_leave_half_precision(dtype):
     found = products(jax.grad(total(cast), (0, 1, 2)), query, key, value)
     assert found.count({half, "float32"}) == 1
     assert found.count({half}) == len(found) - 1 == 5
-    actual = jax.grad(total(cast), (0, 1, 2))(query / 200, key, value)
-    expected = jax.grad(total(attend), (0, 1, 2))(query / 200, key, value)
+    actual = jax.grad(total(cast), (0, 1, 2))(query, key, value)
+    expected = jax.grad(total(attend), (0, 1, 2))(query, key, value)
     for a, b in zip(actual, expected, strict=True):
-        assert np.linalg.norm(a - b) <= 0.05 * np.linalg.norm(b)
+        assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b)

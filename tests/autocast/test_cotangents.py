@@ -184,12 +184,10 @@ def chosen(w):
     return jnp.sum(rows) + jnp.sum(jnp.sort(x) * jnp.arange(8.0)) + jnp.sum(jnp.max(x, 0))
 
 
-MEETINGS = {
-    fun.__name__: fun
-    for fun in (in_jit, in_two_jits, stacked_by_scan, constant_of_scan, sliced_by_scan, in_remat)
-    + (named, in_branches, in_own_rules, rotated, residual, gated, read_by_products)
-    + (written_in_half, cast_by_hand, over_devices, gradient_inside, behind_barrier, chosen)
-}
+FUNCTIONS = [in_jit, in_two_jits, stacked_by_scan, constant_of_scan, sliced_by_scan, in_remat]
+FUNCTIONS += [named, in_branches, in_own_rules, rotated, residual, gated, read_by_products]
+FUNCTIONS += [written_in_half, cast_by_hand, over_devices, gradient_inside, behind_barrier, chosen]
+MEETINGS = {fun.__name__: fun for fun in FUNCTIONS}
 MEETINGS["plain"] = lambda w: cross_entropy(X @ w[0])
 MEETINGS["stacked by map"] = lambda w: cross_entropy(jax.lax.map(lambda x: x @ w[0], X))
 AROUND = {
