@@ -34,6 +34,8 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     place = place_inside(frame, eqn)
     if is_chained_call(frame, eqn):
         return chained(frame, eqn)
+    if any(map(frame.is_narrow, eqn.invars)) and _is_relu(declared):
+        return _narrow_relu(frame, eqn)
     if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn, frame.place.owner):
         is_rounded = any(var in frame.rounded for var in eqn.outvars)  # there may be no outputs
         if is_rounded and _is_relu(declared):
@@ -84,6 +86,14 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
 def _of_sources(args: Sequence[Any]) -> list[Any]:
     """Returns what belongs to each input: of two views of a value, the second has the gradient."""
     return [arg.wide if isinstance(arg, Narrow) else arg for arg in args]
+
+
+def _narrow_relu(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+    """Evaluates a ReLU by JAX's own, which takes any dtype, instead of a rule made of its rule."""
+    var, read = eqn.outvars[0], eqn.invars[0]
+    if frame.meets(read) and var not in frame.only_half:
+        return [ToRound(jax.nn.relu(frame.wide(read)))]
+    return [jax.nn.relu(frame.own_half(read))]
 
 
 def _is_relu(program: ClosedJaxpr) -> bool:

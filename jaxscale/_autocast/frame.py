@@ -13,7 +13,7 @@ import numpy as np
 
 from .._jax import Jaxpr, JaxprEqn, Literal, cast, current_scopes, stand_in
 from .callers import Place
-from .readers import meeting, only_float32, readers, rounded_reads
+from .readers import find_half_readers, meeting, only_float32, readers, rounded_reads
 from .recompute import LONGEST, Link, Narrow, compute_chain
 from .values import FLOAT32, Kind, ToRound, has_dtype, is_float32, literal_kind
 
@@ -27,16 +27,18 @@ class Frame:
         self.scopes = current_scopes()
         self.only_float32 = only_float32(jaxpr)
         # read to be rounded; for nothing else
-        self.rounded, self.only_half = rounded_reads(jaxpr, wanted, place.owner)
+        self.half_readers = find_half_readers(jaxpr, place.owner)
+        self.rounded, self.only_half = rounded_reads(jaxpr, wanted, place.owner, self.half_readers)
         self.readers = readers(jaxpr)
         self.links: dict[Any, Link] = {}  # float32 values that are not computed yet
         self.grown: dict[Any, Link] = {}  # how arrays were broadcast, for chains to keep less
         self.repeats = 2 * len(jaxpr.eqns) + LONGEST  # how often their equations may be computed
+        # Equal chains share a program, if it is still there: it may be in no equation that lasts.
+        self.programs: list[Any] = []
         self.values: dict[Any, Any] = {}
         self.narrow: set[Any] = set()  # declared as float32, and computed in half precision
-        self.meeting = meeting(
-            jaxpr, place.owner
-        )  # cotangents meet in float32, here or further back
+        # Cotangents meet in float32, here or further back.
+        self.meeting = meeting(jaxpr, self.half_readers)
         self.kinds: dict[Any, Kind] = {}
         self.halves: dict[Any, Any] = {}  # what products read
         self.wides: dict[Any, Any] = {}  # narrow values and links in float32
@@ -114,9 +116,11 @@ class Frame:
         return cast(self.values[atom], self.dtype, atom.aval.weak_type)
 
     def _computed(self, atom: Any, dtype: Any) -> Any:
-        value, count = compute_chain(self.links[atom], dtype, self.scopes, self.place.in_loop)
-        self.repeats -= count
-        return value
+        chain = self.links[atom]
+        computed = compute_chain(chain, dtype, self.scopes, self.place.in_loop)
+        self.repeats -= computed.equations
+        self.programs.append(computed.program)
+        return computed.value
 
     def identity(self, atom: Any) -> int:
         """Returns what tells the array of a value from others."""

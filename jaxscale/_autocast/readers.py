@@ -170,14 +170,19 @@ def _dtype(atom: Any) -> Any:
     return getattr(atom.aval, "dtype", np.bool_)  # that of a token is none
 
 
-def meeting(jaxpr: Jaxpr, owner: Owner) -> set[Any]:
+def find_half_readers(jaxpr: Jaxpr, owner: Owner) -> set[int]:
+    """Returns the identities of the equations that cast their inputs to half precision."""
+    return {id(eqn) for eqn in jaxpr.eqns if reads_half(eqn, owner)}
+
+
+def meeting(jaxpr: Jaxpr, half_readers: set[int]) -> set[Any]:
     """Returns the variables to which cotangents come from several readers, not all products."""
     reads: collections.Counter[Any] = collections.Counter(variables(jaxpr.outvars))
     of_products: collections.Counter[Any] = collections.Counter()
     for eqn in jaxpr.eqns:
         if has_gradient(eqn):
             reads.update(variables(eqn.invars))
-        if reads_half(eqn, owner):
+        if id(eqn) in half_readers:
             of_products.update(variables(eqn.invars))
     return {var for var, number in reads.items() if number > max(1, of_products[var])}
 
@@ -192,11 +197,14 @@ def only_float32(jaxpr: Jaxpr) -> set[Any]:
     return differences.difference(variables(jaxpr.outvars))
 
 
-def rounded_reads(jaxpr: Jaxpr, wanted: Sequence[bool], owner: Owner) -> tuple[set[Any], set[Any]]:
+def rounded_reads(
+    jaxpr: Jaxpr, wanted: Sequence[bool], owner: Owner, half_readers: set[int]
+) -> tuple[set[Any], set[Any]]:
     """Returns the variables that are read to be rounded to half precision, and those only read so.
 
     What commutes with that, and whose result is read only so, counts. Nothing is lost if one that
-    is read only so is rounded at once. `wanted` says for each output whether it is rounded.
+    is read only so is rounded at once. `wanted` says for each output whether it is rounded;
+    `half_readers` are the equations that `find_half_readers` found.
     """
     rounded: set[Any] = set()
     others: set[Any] = set()
@@ -210,11 +218,13 @@ def rounded_reads(jaxpr: Jaxpr, wanted: Sequence[bool], owner: Owner) -> tuple[s
     for eqn in reversed(jaxpr.eqns):
         kept = [var in rounded and var not in others for var in eqn.outvars]
         alike = operation(eqn) in table.ROUNDED_ALIKE and all(kept) and not any(programs(eqn))
-        halves = [alike or reads_half(eqn, owner)] * len(eqn.invars)
+        halves = [alike or id(eqn) in half_readers] * len(eqn.invars)
         if operation(eqn) in _CALLS:
             with contextlib.suppress(UnknownFormError):
                 program = callee(eqn).jaxpr
-                _, found = rounded_reads(program, kept, owner_of(eqn, owner))
+                inner = owner_of(eqn, owner)
+                readers_inside = find_half_readers(program, inner)
+                _, found = rounded_reads(program, kept, inner, readers_inside)
                 halves = [var in found for var in program.invars]
         for atom, is_rounded in zip(eqn.invars, halves, strict=True):
             read(atom, is_rounded)

@@ -18,7 +18,20 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from .. import _jax
-from .._jax import JaxprEqn, Literal, bind, cast, context, source, stand_in
+from .._jax import (
+    ClosedJaxpr,
+    Copy,
+    JaxprEqn,
+    Literal,
+    assemble,
+    bind,
+    cast,
+    context,
+    copy_of,
+    copy_of_cast,
+    copy_of_stand_in,
+    source,
+)
 from .readers import equations
 from .table import CHAINED_MOVES
 from .values import FLOAT32
@@ -59,43 +72,78 @@ class Link:
         self.size = len(list(equations(eqn))) + sum(link.size for link in links)
 
 
-def compute_chain(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[Any, int]:
-    """Returns the value of a chain, cast to `dtype` inside of it, and how many equations it has.
+class Computed(NamedTuple):
+    """The value of a chain."""
+
+    value: Any
+    equations: int  # how many were computed
+    program: ClosedJaxpr | None  # computed again in the backward pass, if it is
+
+
+def compute_chain(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> Computed:
+    """Computes a chain, and casts its value to `dtype` inside of it.
 
     In the body of a loop XLA cannot take what the forward pass computed for what the backward pass
     computes again, and needs no barrier against it.
     """
     links, arrays = collected(last)
-    leaves, tree = jax.tree.flatten(list(arrays.values()))
-    is_linear = all(map(_is_linear, links))
-
-    def run(*given: Any) -> list[Any]:
-        values = dict(zip(arrays, jax.tree.unflatten(tree, given), strict=True))
-        inside = _jax.current_scopes()
-
-        def read(atom: Any, given: Any) -> Any:
-            if isinstance(atom, Literal):
-                return atom.val
-            value = values[_key(given)]
-            if isinstance(value, Narrow):
-                wide = value.wide if is_linear else stand_in(*value, FLOAT32)
-                value = values[_key(given)] = wide
-            return value
-
-        for link in links:
-            with context(link.eqn), source(link.eqn, inside):
-                inputs = [*map(read, link.eqn.invars, link.inputs)]
-                values[link] = bind(link.eqn, inputs)[link.index]
-                if link is last and dtype != FLOAT32:
-                    return [cast(values[link], dtype)]
-        return [values[last]]
-
     with source(last.eqn, scopes, own=False):
-        if is_linear:
-            return run(*leaves)[0], len(links)
-        program = jax.make_jaxpr(run)(*map(jax.typeof, leaves))
+        if all(map(_is_linear, links)):
+            return Computed(_compute_linear(links, arrays, dtype), len(links), None)
+        program = _assemble(links, arrays, dtype)
+        leaves = jax.tree.leaves(list(arrays.values()))
         (value,) = _jax.rematerialize(program, leaves, prevent_cse=not in_loop)
-    return value, len(links)
+    return Computed(value, len(links), program)
+
+
+def _compute_linear(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -> Any:
+    """Returns the value of a chain that keeps nothing for the backward pass."""
+    values = {key: x.wide if isinstance(x, Narrow) else x for key, x in arrays.items()}
+    scopes = _jax.current_scopes()
+    for link in links:
+        pairs = zip(link.eqn.invars, link.inputs, strict=True)
+        inputs = [
+            atom.val if isinstance(atom, Literal) else values[_key(given)] for atom, given in pairs
+        ]
+        with context(link.eqn), source(link.eqn, scopes):
+            value = values[link] = bind(link.eqn, inputs)[link.index]
+            if link is links[-1] and dtype != FLOAT32:
+                value = cast(value, dtype)
+    return value
+
+
+def _assemble(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -> ClosedJaxpr:
+    """Returns the program of a chain, of the arrays that it starts from."""
+    inputs: list[Any] = []
+    numbers: dict[Any, Any] = {}  # of values; of an array in two views, of both
+    for key, given in arrays.items():
+        leaves = jax.tree.leaves(given)
+        numbers[key] = tuple(range(len(inputs), len(inputs) + len(leaves)))
+        inputs += map(jax.typeof, leaves)
+    copies: list[Copy] = []
+    made = len(inputs)
+    for link in links:
+        read: list[int | None] = []
+        for given in link.inputs:
+            if given is None:
+                read.append(None)
+                continue
+            found = numbers[_key(given)]
+            if len(found) == 2:
+                half, wide = found
+                copies.append(copy_of_stand_in(half, wide, inputs[half], FLOAT32, link.eqn))
+                found = numbers[_key(given)] = (made,)
+                made += 1
+            read += found
+        copies.append(copy_of(link.eqn, read))
+        numbers[link] = (made + link.index,)
+        made += len(link.eqn.outvars)
+    (output,) = numbers[links[-1]]
+    if dtype != FLOAT32:
+        last = links[-1].eqn
+        copies.append(copy_of_cast(output, last.outvars[links[-1].index].aval, dtype, last))
+        output = made
+    return assemble(inputs, copies, output)
 
 
 def named(last: Link, name: Callable[[Any], Any]) -> Link:

@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._jax import JaxprEqn, bind, cast, dot_dimensions, operation, programs, with_preferred_type
 from . import table
 from .frame import Frame
-from .readers import equations, has_gradient, is_cast, is_logits
+from .readers import equations, has_gradient, is_logits
 from .recompute import LONGEST, collected, joined, named
 from .values import FLOAT32, Constant, Kind, Parameter, Product, ToRound, elements, is_float32
 
@@ -128,7 +128,7 @@ def _primitives(eqn: JaxprEqn) -> Iterator[str]:
 
 def product(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates a matrix product or a convolution in half precision, and others as written."""
-    if not is_cast(eqn, frame.place.owner):
+    if id(eqn) not in frame.half_readers:
         return as_written(frame, eqn)
     operands = [frame.half(atom) for atom in eqn.invars]
     if eqn.primitive.name == "dot_general" and any(batch for _, batch in dot_dimensions(eqn)):

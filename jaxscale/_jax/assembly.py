@@ -1,0 +1,107 @@
+"""Programs that are put together from equations of others, without tracing.
+
+Tracing a few equations as a function takes JAX many times as long as copying them. Equal programs
+are one object, so that JAX differentiates them once.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from .equations import ClosedJaxpr, cast, closed
+from .gradients import stand_in
+
+
+class Copy(NamedTuple):
+    """An equation that is to be copied.
+
+    Values have numbers: first the inputs of the program, then the outputs of the copies in order.
+    """
+
+    eqn: JaxprEqn
+    inputs: tuple[int | None, ...]  # the numbers of what it reads, `None` for its literals
+    types: tuple[Any, ...]  # of its outputs
+
+
+def copy_of(eqn: JaxprEqn, inputs: Sequence[int | None]) -> Copy:
+    """Returns the copy of an equation of a traced program."""
+    return Copy(eqn, tuple(inputs), tuple(var.aval for var in eqn.outvars))
+
+
+def copy_of_cast(value: int, aval: Any, dtype: Any, like: JaxprEqn) -> Copy:
+    """Returns the cast of a value of a type, in the line and the scopes of another equation."""
+    eqn = _as_if_from(like, _cast_to(np.dtype(dtype)))
+    return Copy(eqn, (value,), (aval.update(dtype=np.dtype(dtype), weak_type=False),))
+
+
+def copy_of_stand_in(value: int, source: int, aval: Any, dtype: Any, like: JaxprEqn) -> Copy:
+    """Returns a `stand_in` for a value of a type, in the line and scopes of another equation."""
+    eqn = _as_if_from(like, _stand_in_as(np.dtype(dtype)))
+    return Copy(eqn, (value, source), (aval.update(dtype=np.dtype(dtype), weak_type=False),))
+
+
+def _as_if_from(like: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
+    return eqn.replace(source_info=like.source_info, ctx=like.ctx)
+
+
+@functools.cache
+def _cast_to(dtype: Any) -> JaxprEqn:
+    return jax.make_jaxpr(lambda x: cast(x, dtype))(np.float32(0)).eqns[0]
+
+
+@functools.cache
+def _stand_in_as(dtype: Any) -> JaxprEqn:
+    return jax.make_jaxpr(lambda x: stand_in(x, x, dtype))(np.float32(0)).eqns[0]
+
+
+# By what they are copied from. An entry lives as long as an equation holds the program.
+_assembled: WeakValueDictionary[Any, Jaxpr] = WeakValueDictionary()
+
+
+def assemble(inputs: Sequence[Any], copies: Sequence[Copy], output: int) -> ClosedJaxpr:
+    """Returns a program of inputs of some types, which returns one of its values.
+
+    It is the one that was returned before, if that is still there and is the same in all: in the
+    lines and scopes of its equations, too.
+    """
+    key = (tuple(inputs), tuple(map(_key, copies)), output)
+    try:
+        known = _assembled.get(key)
+    except TypeError:  # a parameter that has no hash
+        return closed(_copy_all(inputs, copies, output))
+    if known is None:
+        known = _assembled[key] = _copy_all(inputs, copies, output)
+    return closed(known)
+
+
+def _key(copy: Copy) -> Any:
+    """Returns what is equal for copies that are the same."""
+    eqn = copy.eqn
+    info: Any = eqn.source_info
+    literals = [_literal_key(atom) for atom in eqn.invars if isinstance(atom, Literal)]
+    place = info.traceback, info.name_stack, eqn.ctx
+    params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    return eqn.primitive, params, copy.inputs, copy.types, tuple(literals), place
+
+
+def _literal_key(literal: Any) -> Any:
+    value = np.asarray(literal.val)
+    return literal.aval, value.dtype, value.tobytes()  # as 0.0 == -0.0, and NaN equals nothing
+
+
+def _copy_all(inputs: Sequence[Any], copies: Sequence[Copy], output: int) -> Jaxpr:
+    values = [Var(aval) for aval in inputs]
+    invars = list(values)
+    eqns = []
+    for copy in copies:
+        pairs = zip(copy.inputs, copy.eqn.invars, strict=True)
+        read = [atom if number is None else values[number] for number, atom in pairs]
+        made = [Var(aval) for aval in copy.types]
+        eqns.append(copy.eqn.replace(invars=read, outvars=made))
+        values += made
+    return Jaxpr(constvars=(), invars=invars, outvars=[values[output]], eqns=eqns)
