@@ -6,7 +6,7 @@ read the first in a form whose gradient goes to the second. One such form is for
 read the value: what they add to each other is rounded to half precision anyway.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from .._jax import Jaxpr, JaxprEqn, Literal, cast, current_scopes, stand_in
 from .callers import Place
 from .readers import find_half_readers, meeting, only_float32, readers, rounded_reads
-from .recompute import LONGEST, Link, Narrow, compute_chain
+from .recompute import LONGEST, Link, Narrow, Single, compute_chain
 from .values import FLOAT32, Kind, ToRound, has_dtype, is_float32, literal_kind
 
 
@@ -40,6 +40,7 @@ class Frame:
         # Cotangents meet in float32, here or further back.
         self.meeting = meeting(jaxpr, self.half_readers)
         self.kinds: dict[Any, Kind] = {}
+        self.singles: dict[Any, Single] = {}  # narrow values from which chains start
         self.halves: dict[Any, Any] = {}  # what products read
         self.wides: dict[Any, Any] = {}  # narrow values and links in float32
         self.written: dict[Any, Any] = {}  # what the program itself cast to float32, before that
@@ -152,15 +153,26 @@ class Frame:
 
     def linked(self, eqn: JaxprEqn, index: int = 0) -> Link:
         """Returns an equation with what it reads, to be computed later."""
-        return Link(eqn, [*map(self._held, eqn.invars)], index)
+        return Link(eqn, [self._held(atom, self._single) for atom in eqn.invars], index)
 
-    def _held(self, atom: Any) -> Any:
+    def linked_besides(self, eqn: JaxprEqn) -> Link:
+        """Returns an equation with what it reads, to be computed later as well as now."""
+        link = Link(eqn, [self._held(atom, self.both) for atom in eqn.invars])
+        link.is_shared = True
+        return link
+
+    def _held(self, atom: Any, hold_narrow: Callable[[Any], Any]) -> Any:
         if isinstance(atom, Literal):
             return None
         if atom in self.narrow:
-            return self.both(atom)
+            return self.both(atom) if self.meets(atom) else hold_narrow(atom)
         link = self.links.get(atom, self.grown.get(atom))
         return self.values[atom] if link is None else link
+
+    def _single(self, atom: Any) -> Single:
+        if atom not in self.singles:
+            self.singles[atom] = Single(self.values[atom])
+        return self.singles[atom]
 
     def defer(self, var: Any, link: Link) -> None:
         """Leaves a value to be computed when it is read, or as it will be read, if that is known.
@@ -168,6 +180,7 @@ class Frame:
         Rounded at once, it is narrow. So is then what follows, such as a ReLU.
         """
         self.links[var] = link
+        link.is_shared |= self.readers[var] > 1
         if var in self.only_half:
             half = self._computed(var, self.dtype)
             del self.links[var]
@@ -188,5 +201,7 @@ class Frame:
 
     def forget(self, var: Any) -> None:
         """Lets go of the arrays of a variable that is not read again."""
-        for held in (self.values, self.halves, self.wides, self.written, self.links, self.grown):
+        for held in (self.values, self.halves, self.wides, self.written, self.singles):
             held.pop(var, None)
+        for links in (self.links, self.grown):
+            links.pop(var, None)

@@ -56,17 +56,44 @@ class Narrow(NamedTuple):
     wide: Any
 
 
+class Half(NamedTuple):
+    """A half-precision array from which one chain starts, and nothing else."""
+
+    half: Any
+
+
+class Single:
+    """A half-precision array that one equation reads: its cotangents meet no others there.
+
+    They may where several chains have that equation. The cast to float32 is made for these.
+    """
+
+    __slots__ = ("_wide", "half")
+
+    def __init__(self, half: Any) -> None:
+        self.half = half
+        self._wide: Any = None
+
+    def both(self) -> Narrow:
+        """Returns both views, of which there are two at most however often they are asked for."""
+        if self._wide is None:
+            self._wide = cast(self.half, FLOAT32)
+        return Narrow(self.half, self._wide)
+
+
 class Link:
     """An equation that is not computed yet, and the arrays or links that it reads.
 
     It is a pytree of the arrays that its chain starts from. `index` says which of the outputs of
-    the equation it is, and `size` how many equations it and the links before it have.
+    the equation it is, `size` how many equations it and the links before it have, and `is_shared`
+    whether its equation may be in several chains.
     """
 
-    __slots__ = ("eqn", "index", "inputs", "order", "size")
+    __slots__ = ("eqn", "index", "inputs", "is_shared", "order", "size")
 
     def __init__(self, eqn: JaxprEqn, inputs: Sequence[Any], index: int = 0) -> None:
         self.eqn, self.inputs, self.index = eqn, inputs, index
+        self.is_shared = len(eqn.outvars) > 1
         self.order = next(_order)
         links = [each for each in inputs if isinstance(each, Link)]
         self.size = len(list(equations(eqn))) + sum(link.size for link in links)
@@ -88,7 +115,12 @@ def compute_chain(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> Compute
     """
     links, arrays = collected(last)
     with source(last.eqn, scopes, own=False):
-        if all(map(_is_linear, links)):
+        is_linear = all(map(_is_linear, links))
+        is_alone = not is_linear and not any(link.is_shared for link in links)
+        for key, given in arrays.items():
+            if isinstance(given, Single):
+                arrays[key] = Half(given.half) if is_alone else given.both()
+        if is_linear:
             return Computed(_compute_linear(links, arrays, dtype), len(links), None)
         program = _assemble(links, arrays, dtype)
         leaves = jax.tree.leaves(list(arrays.values()))
@@ -121,6 +153,7 @@ def _assemble(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -> Clos
         numbers[key] = tuple(range(len(inputs), len(inputs) + len(leaves)))
         inputs += map(jax.typeof, leaves)
     copies: list[Copy] = []
+    widened: set[Any] = set()
     made = len(inputs)
     for link in links:
         read: list[int | None] = []
@@ -128,13 +161,19 @@ def _assemble(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -> Clos
             if given is None:
                 read.append(None)
                 continue
-            found = numbers[_key(given)]
-            if len(found) == 2:
-                half, wide = found
-                copies.append(copy_of_stand_in(half, wide, inputs[half], FLOAT32, link.eqn))
-                found = numbers[_key(given)] = (made,)
+            key = _key(given)
+            start = arrays.get(key)
+            if isinstance(start, Narrow | Half) and key not in widened:
+                half, *wide = numbers[key]
+                if wide:
+                    (source,) = wide
+                    copies.append(copy_of_stand_in(half, source, inputs[half], FLOAT32, link.eqn))
+                else:
+                    copies.append(copy_of_cast(half, inputs[half], FLOAT32, link.eqn))
+                widened.add(key)
+                numbers[key] = (made,)
                 made += 1
-            read += found
+            read += numbers[key]
         copies.append(copy_of(link.eqn, read))
         numbers[link] = (made + link.index,)
         made += len(link.eqn.outvars)
@@ -148,10 +187,13 @@ def _assemble(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -> Clos
 
 def named(last: Link, name: Callable[[Any], Any]) -> Link:
     """Returns a chain whose half-precision arrays, which the backward pass keeps, have a name."""
-    arrays, links_and_keys = _flatten(last)
+    links, starts = collected(last)
+    arrays, links_and_keys = list(starts.values()), (links, list(starts))
     for i, given in enumerate(arrays):
         if isinstance(given, Narrow):
             arrays[i] = given._replace(half=name(given.half))
+        elif isinstance(given, Single):
+            arrays[i] = Single(name(given.half))
     return _unflatten(links_and_keys, arrays)
 
 
@@ -171,7 +213,8 @@ def collected(last: Link) -> tuple[list[Link], dict[Any, Any]]:
 
 def _flatten(last: Link) -> tuple[list[Any], Any]:
     links, arrays = collected(last)
-    return list(arrays.values()), (links, list(arrays))
+    views = [each.both() if isinstance(each, Single) else each for each in arrays.values()]
+    return views, (links, list(arrays))
 
 
 def _unflatten(links_and_keys: Any, arrays: Sequence[Any]) -> Link:
@@ -180,6 +223,7 @@ def _unflatten(links_and_keys: Any, arrays: Sequence[Any]) -> Link:
     for link in links:
         inputs = [None if each is None else found[_key(each)] for each in link.inputs]
         found[link] = Link(link.eqn, inputs, link.index)
+        found[link].is_shared = link.is_shared
     return found[links[-1]]
 
 
@@ -190,7 +234,7 @@ def _key(given: Any) -> Any:
     """Returns what tells a link or an array from others: variables are those of one jaxpr."""
     if isinstance(given, Link):
         return given
-    return id(given.half if isinstance(given, Narrow) else given)
+    return id(given.half if isinstance(given, Narrow | Single) else given)
 
 
 def _is_linear(link: Link) -> bool:

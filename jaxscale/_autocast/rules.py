@@ -231,7 +231,7 @@ def move(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         else:
             frame.kinds[var] = kind
     if eqn.primitive.name == "broadcast_in_dim" and is_float32(moved):
-        frame.grown[eqn.outvars[0]] = frame.linked(eqn)
+        frame.grown[eqn.outvars[0]] = frame.linked_besides(eqn)
     link = frame.link(moved)
     if operation(eqn) == "name" and link is not None:
         # Name what the backward pass keeps: the arrays that the chain starts from.

@@ -51,7 +51,7 @@ def _as_if_from(like: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
 
 @functools.cache
 def _cast_to(dtype: Any) -> JaxprEqn:
-    return jax.make_jaxpr(lambda x: cast(x, dtype))(np.float32(0)).eqns[0]
+    return jax.make_jaxpr(lambda x: cast(x, dtype))(np.int32(0)).eqns[0]
 
 
 @functools.cache
