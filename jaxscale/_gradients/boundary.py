@@ -5,13 +5,17 @@ The function is traced and split in two (see `tail`). Its backward pass, the rul
 the head, with these cotangents scaled, and again at a lower scale if it overflows; the division.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.tree_util import Partial
 
 from .. import _jax
 from .._autocast.readers import under_autocast
@@ -167,8 +171,7 @@ def _call(options: _Options, fun: Callable[..., Any], args: Any, kwargs: Any) ->
         for each, is_perturbed, name in zip(inputs, perturbed, input_names, strict=True):
             if is_perturbed and flushes(each.value.dtype):
                 raise TypeError(_HALF_INPUT.format(name, each.value.dtype))
-        outputs, pulls = plan(perturbed).forward([each.value for each in inputs])
-        return outputs, jax.tree_util.Partial(plan(perturbed).backward, *pulls)
+        return plan(perturbed).forward([each.value for each in inputs])
 
     def backward(pull: Any, cotangents: Any) -> Any:
         for each, name in zip(cotangents, output_names, strict=True):
@@ -192,42 +195,60 @@ class _Plan:
     def __init__(
         self, program: _jax.ClosedJaxpr, under_autocast: bool, perturbed: tuple[bool, ...]
     ) -> None:
-        self.inputs, head, self.tail = split(program, under_autocast)
+        parts = split(program, under_autocast)
+        self.inputs, self.tail = parts.inputs, parts.tail
         self.axes = _jax.collective_axes(program)
         by = {v for v, is_given in zip(self.inputs, perturbed, strict=True) if is_given}
         # Parameters are cast before the head, and the gradients cast back after it: in the loop
         # of retries all of them are in memory at once, and take half of it.
-        self.head, self.sources = head.without_casts(by)
+        self.head, self.sources = parts.head.without_casts(by)
         by |= set(self.sources)
         derived = self.head.derived(by)
         self.head_by = [var for var in self.head.inputs if var in by]
         # Of these, the inputs of the program that they are or are cast from.
         self.head_of = [self.sources.get(var, var) for var in self.head_by]
         self.tail_by = [var for var in self.tail.inputs if var in by]
-        # Where the cotangents of the tail enter the head.
+        # Where the cotangents of the tail may enter the head.
         self.entries = [var for var in self.head.outputs if var in derived]
 
     def forward(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
-        """Returns the outputs, and the functions that pull cotangents back through both parts."""
+        """Returns the outputs, and what pulls cotangents back through both parts."""
         env = dict(zip(self.inputs, inputs, strict=True))
         env |= {var: cast(env[source], var.aval.dtype) for var, source in self.sources.items()}
-        crossing, pull_head = _vjp(self.head, env, self.head_by, self.entries)
+        with _noting() as have_tangents:
+            crossing, pull_head = _vjp(
+                self.head, env, self.head_by, self.entries, note_outputs=_note_tangents
+            )
         env |= zip(self.head.outputs, crossing, strict=True)
+        # If none has a tangent, no rule was asked.
+        have_tangents = have_tangents or [False] * len(self.entries)
+        entries = list(itertools.compress(self.entries, have_tangents))
         inexact = [atom for atom in self.tail.outputs if is_inexact(atom.aval)]
-        by = [*self.entries, *self.tail_by]
-        outputs, pull_tail = _vjp(self.tail, env, by, inexact)
-        return tuple(outputs), (pull_head, pull_tail)
+
+        def note_entries(*given: Any) -> Any:
+            return *_note_zeros(*given[: len(entries)]), *given[len(entries) :]
+
+        by = [*entries, *self.tail_by]
+        outputs, pull_tail = _vjp(self.tail, env, by, inexact, note_inputs=note_entries)
+        # It holds no array: its structure says which entries there are.
+        kept = [() if each else None for each in have_tangents]
+        return tuple(outputs), Partial(self.backward, kept, pull_head, pull_tail)
 
     def backward(
-        self, pull_head: Any, pull_tail: Any, cotangents: Any, options: _Options
+        self, kept: Any, pull_head: Any, pull_tail: Any, cotangents: Any, options: _Options
     ) -> tuple[Any, ...]:
         """Returns the gradients for all inputs, `None` for those that have none."""
         given = [each for each in cotangents if is_inexact(each)]
-        dense = [blank(each.aval) if isinstance(each, SymbolicZero) else each for each in given]
-        pulled, number = pull_tail(dense), len(self.entries)
-        entering, direct = list(pulled[:number]), pulled[number:]
-        gradients = dict(zip(self.tail_by, direct, strict=True))
-        if self.entries and self.head_by:
+        with _noting() as are_zeros:
+            pulled = pull_tail([_zero(x.aval) if isinstance(x, SymbolicZero) else x for x in given])
+        number = len(pulled) - len(self.tail_by)
+        gradients = dict(zip(self.tail_by, pulled[number:], strict=True))
+        # If all of them are zeros, no rule was asked.
+        are_zeros = are_zeros or [True] * number
+        pairs = zip(pulled, are_zeros, strict=False)
+        known = iter([None if is_zero else each for each, is_zero in pairs])
+        entering = [None if each is None else next(known) for each in kept]
+        if self.head_by and any(each is not None for each in entering):
             through = self._through_head(pull_head, entering, options)
             for var, gradient in zip(self.head_of, through, strict=True):
                 known = gradients.get(var)
@@ -237,13 +258,21 @@ class _Plan:
             for var in self.inputs
         )
 
-    def _through_head(self, pull: Any, entering: list[Any], options: _Options) -> list[Any]:
-        """Returns what the head makes of cotangents, in float32 or wider."""
+    def _through_head(self, pull: Any, cotangents: list[Any], options: _Options) -> list[Any]:
+        """Returns what the head makes of cotangents, in float32 or wider.
+
+        Given is one for each entry, and `None` for an entry that nothing depends on.
+        """
+        entering = [each for each in cotangents if each is not None]
         axes = self._agreed_axes(entering, options.axis_name)
 
         def pull_scaled(scale: jax.Array) -> list[Any]:
-            multiplied = multiply(entering, scale)
-            return list(pull([cast(a, b.dtype) for a, b in zip(multiplied, entering, strict=True)]))
+            scaled = iter(zip(multiply(entering, scale), entering, strict=True))
+            given = [
+                _zero(var.aval) if each is None else _cast_like(*next(scaled))
+                for var, each in zip(self.entries, cotangents, strict=True)
+            ]
+            return list(pull(given))
 
         scale, is_finite = jnp.float32(options.scale or 1), jnp.array(True)
         if options.scale is None or options.retries:
@@ -281,18 +310,93 @@ class _Plan:
 
 
 def _vjp(
-    part: Part, env: dict[Any, Any], by: Sequence[Any], of: Sequence[Any]
+    part: Part,
+    env: dict[Any, Any],
+    by: Sequence[Any],
+    of: Sequence[Any],
+    note_inputs: Callable[..., Sequence[Any]] = lambda *inputs: inputs,
+    note_outputs: Callable[..., Sequence[Any]] = lambda *outputs: outputs,
 ) -> tuple[list[Any], Any]:
-    """Returns the outputs of a part, and what pulls cotangents of those in `of` back to `by`."""
+    """Returns the outputs of a part, and what pulls cotangents of those in `of` back to `by`.
+
+    Both may go through functions that note what JAX knows of their derivatives.
+    """
     places = [i for i, atom in enumerate(part.outputs) if any(atom is each for each in of)]
 
     def fun(*given: Any) -> Any:
-        values = env | dict(zip(by, given, strict=True))
+        values = env | dict(zip(by, note_inputs(*given), strict=True))
         outputs = part(*(values[var] for var in part.inputs))
-        return [outputs[i] for i in places], outputs
+        return list(note_outputs(*(outputs[i] for i in places))), outputs
 
     _, pull, outputs = jax.vjp(fun, *(env[var] for var in by), has_aux=True)
     return outputs, pull
+
+
+# Where `_note_tangents` and `_note_zeros` write what they see.
+_noted: ContextVar[list[bool]] = ContextVar("noted")
+
+
+@contextlib.contextmanager
+def _noting() -> Iterator[list[bool]]:
+    """Gives a list of what `_note_tangents` or `_note_zeros` sees inside of this context.
+
+    JAX knows of some derivatives that they are zero, and derivative rules of functions may ask. But
+    `jax.vjp` takes and returns arrays: what crosses from one part to the other would look as if it
+    had a derivative, and rules in the other part would fail, or compute with zeros.
+    """
+    noted: list[bool] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def _note(flags: list[bool]) -> None:
+    noted = _noted.get(None)
+    if noted is not None:  # else it is in a program that is differentiated later: nobody asks
+        noted[:] = flags
+
+
+@jax.custom_jvp
+def _note_tangents(*values: Any) -> tuple[Any, ...]:
+    """Returns values as they are, and notes which of them have a tangent."""
+    return values
+
+
+def _tangents_noted(values: Any, tangents: Any) -> Any:
+    _note([not isinstance(each, SymbolicZero) for each in tangents])
+    return tuple(values), tuple(tangents)
+
+
+_note_tangents.defjvp(_tangents_noted, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def _note_zeros(*values: Any) -> tuple[Any, ...]:
+    """Returns values as they are, and notes which of their cotangents are zero."""
+    return values
+
+
+def _zeros_noted(_: None, cotangents: Any) -> Any:
+    are_zeros = [isinstance(each, SymbolicZero) for each in cotangents]
+    _note(are_zeros)
+    return tuple(None if z else x for x, z in zip(cotangents, are_zeros, strict=True))
+
+
+_note_zeros.defvjp(
+    lambda *values: (tuple(each.value for each in values), None), _zeros_noted, symbolic_zeros=True
+)
+
+
+def _zero(aval: Any) -> Any:
+    """Returns the cotangent of what nothing depends on."""
+    zero = _jax.zero_cotangent(aval)
+    return blank(aval) if zero is None else zero
+
+
+def _cast_like(array: jax.Array, like: jax.Array) -> jax.Array:
+    return cast(array, like.dtype)
 
 
 def _repeated(

@@ -1,8 +1,8 @@
 """A traced program in two parts: the half-precision part, and what follows it in float32.
 
-The *head* is every equation that a half-precision value comes from, and those that take one. The
-*tail* is the rest. Its backward pass needs no scale, and the cotangents that leave it for the head
-say which scale that needs.
+The *head* is every equation that a half-precision value comes from, and those that take one, if a
+cotangent comes back to that value. The *tail* is the rest. Its backward pass needs no scale, and
+the cotangents that leave it for the head say which scale that needs.
 
 Control flow and functions with derivative rules belong to one part as a whole. Calls that mean
 nothing but their program, such as `jit` and `jax.checkpoint`, and `shard_map` are divided in two.
@@ -17,8 +17,18 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _jax
-from .._autocast.readers import equations, reads_half, variables
-from .._jax import ClosedJaxpr, JaxprEqn, Literal, UnknownFormError, bind, context, source
+from .._autocast.callers import Owner, owner_of
+from .._autocast.readers import has_gradient, has_products, reads_half, variables
+from .._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    UnknownFormError,
+    bind,
+    context,
+    programs,
+    source,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,22 +108,215 @@ class Split(NamedTuple):
     """A program in two parts."""
 
     inputs: list[Any]  # the variables of its inputs
-    head: Part  # returns what the tail reads of it
-    tail: Part  # returns what the program does
+    head: Part  # returns what the tail reads of it, and then the outputs in `from_head`
+    tail: Part  # returns the other outputs
+    crossing: list[Any]  # the variables that go from the head to the tail
+    from_head: list[int]  # which outputs of the program the head returns itself
 
 
 def split(program: ClosedJaxpr, under_autocast: bool) -> Split:
-    """Returns a program in its two parts.
+    """Returns a program in its two parts, of which the tail returns all outputs.
 
     Matrix products in float32 count as half precision if an `autocast` may yet make them that:
     if the program was traced for one, or if nothing else in it is in half precision.
     """
-    every = itertools.chain(*map(equations, program.jaxpr.eqns))
-    casts = under_autocast or not any(map(_is_typed_half, every))
-    return _split(
-        program,
-        lambda eqn: any(_is_typed_half(e) or (casts and reads_half(e)) for e in equations(eqn)),
-    )
+    holds_typed_half = _Search(_is_typed_half)
+    casts = under_autocast or not any(map(holds_typed_half, program.jaxpr.eqns))
+    finder = _HalfFinder(holds_typed_half, casts)
+    finder.search(program, [True] * len(program.jaxpr.outvars), Owner.MODEL)
+    splitter = _Splitter(finder.holds_half)
+    return splitter.make_parts(program, *splitter.divide(program, ()), from_head=[])
+
+
+class _Search:
+    """Whether an equation, or one in the programs that it holds, has a property.
+
+    A program that several equations hold is searched once.
+    """
+
+    def __init__(self, has: Callable[[JaxprEqn], bool]) -> None:
+        self._has = has
+        self._known: dict[Any, bool] = {}
+
+    def __call__(self, eqn: JaxprEqn) -> bool:
+        return self._has(eqn) or self.within(eqn)
+
+    def within(self, eqn: JaxprEqn) -> bool:
+        """Returns whether an equation in the programs that this one holds has the property."""
+        return any(map(self._in_program, programs(eqn)))
+
+    def _in_program(self, program: Any) -> bool:
+        jaxpr = _jax.closed(program).jaxpr
+        if jaxpr not in self._known:
+            self._known[jaxpr] = any(map(self, jaxpr.eqns))
+        return self._known[jaxpr]
+
+
+class _HalfFinder:
+    """Finds the equations with half-precision values that a cotangent comes back to.
+
+    A value in half precision that is only kept, for what is computed again, has no cotangent that
+    could flush. With `casts`, products in float32 count as half precision.
+
+    An equation of a program that is called many times counts if it does in one of these calls.
+    """
+
+    def __init__(self, holds_typed_half: _Search, casts: bool) -> None:
+        self._holds_typed_half = holds_typed_half
+        self._casts = casts
+        self._found: set[int] = set()  # identities of equations
+        self._known: dict[Any, list[bool]] = {}
+
+    def holds_half(self, eqn: JaxprEqn) -> bool:
+        """Returns whether an equation of a program that was searched was found."""
+        return id(eqn) in self._found
+
+    def search(
+        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], owner: Owner
+    ) -> list[bool]:
+        """Searches a program, and those that its divisible calls hold.
+
+        Args:
+          program: a program.
+          pulled_outputs: for each of its outputs, whether a cotangent comes back to it.
+          owner: whose products these are, as in `owner_of`.
+
+        Returns:
+          For each input of the program, whether a cotangent comes back to it.
+        """
+        key = program.jaxpr, tuple(pulled_outputs), owner
+        if key not in self._known:
+            pulled = self._find_pulled(program, pulled_outputs, owner)
+            for eqn in program.jaxpr.eqns:
+                if self._is_half(eqn, pulled, owner):
+                    self._found.add(id(eqn))
+            self._known[key] = [var in pulled for var in program.jaxpr.invars]
+        return self._known[key]
+
+    def _find_pulled(
+        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], owner: Owner
+    ) -> set[Any]:
+        """Returns the variables that a cotangent comes back to, and searches the calls."""
+        pulled = set(variables(itertools.compress(program.jaxpr.outvars, pulled_outputs)))
+        for eqn in reversed(program.jaxpr.eqns):
+            inner = _divided(eqn)
+            if inner is not None:
+                of_call = [var in pulled for var in eqn.outvars]
+                back = self.search(inner, of_call, owner_of(eqn, owner))
+            elif pulled.isdisjoint(eqn.outvars) or not has_gradient(eqn):
+                continue
+            elif _jax.is_stand_in(eqn):
+                back = [False, True]
+            else:
+                back = [True] * len(eqn.invars)
+            pulled.update(variables(itertools.compress(eqn.invars, back)))
+        return pulled
+
+    def _is_half(self, eqn: JaxprEqn, pulled: set[Any], owner: Owner) -> bool:
+        inner = _divided(eqn)
+        atoms = {*eqn.outvars}
+        if inner is None:
+            atoms.update(variables(eqn.invars))
+        if any(is_half(atom.aval) for atom in atoms & pulled):
+            return True
+        if inner is not None:
+            return any(map(self.holds_half, inner.jaxpr.eqns))
+        if self._holds_typed_half.within(eqn):
+            return True
+        return self._casts and (reads_half(eqn, owner) or has_products(eqn, owner))
+
+
+class _Splitter:
+    """Splits a program, and those that its calls hold.
+
+    A program that is called many times is split once for each set of outputs that the head needs,
+    so that its parts are functions that are called many times.
+    """
+
+    def __init__(self, holds_half: Callable[[JaxprEqn], bool]) -> None:
+        self._holds_half = holds_half
+        self._known: dict[Any, Split | None] = {}
+
+    def divide(
+        self, program: ClosedJaxpr, needed: Iterable[Any]
+    ) -> tuple[list[_Step], list[_Step]]:
+        """Returns the steps of the head and of the tail.
+
+        The head computes all that is in half precision, what that is computed from, and what is
+        `needed` besides.
+        """
+        in_head = set(variables(needed))
+        head: list[_Step] = []
+        tail: list[_Step] = []
+        for eqn in reversed(program.jaxpr.eqns):
+            for step in reversed(self._steps(eqn, in_head)):
+                if step.holds_half or not in_head.isdisjoint(step.outvars):
+                    head.append(step)
+                    in_head.update(variables(step.invars))
+                else:
+                    tail.append(step)
+        return head[::-1], tail[::-1]
+
+    def make_parts(
+        self,
+        program: ClosedJaxpr,
+        head: Sequence[_Step],
+        tail: Sequence[_Step],
+        from_head: list[int],
+    ) -> Split:
+        """Returns steps as two parts, of which the head returns some of the outputs itself."""
+        jaxpr = program.jaxpr
+        made = [var for step in head for var in step.outvars]
+        constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
+        others = [atom for i, atom in enumerate(jaxpr.outvars) if i not in from_head]
+        after = Part("tail", tail, [*made, *jaxpr.invars], others, constants)
+        crossing = [var for var in after.inputs if var in set(made)]
+        outputs = [*crossing, *(jaxpr.outvars[i] for i in from_head)]
+        before = Part("head", head, jaxpr.invars, outputs, constants)
+        return Split(list(jaxpr.invars), before, after, crossing, from_head)
+
+    def _steps(self, eqn: JaxprEqn, in_head: set[Any]) -> list[_Step]:
+        """Returns an equation as one step, or as two if it is a call with a head and a tail."""
+        whole = _Step(eqn, eqn.invars, eqn.outvars, self._holds_half(eqn))
+        inner = _divided(eqn)
+        if not whole.holds_half or inner is None:
+            return [whole]
+        is_mapped = eqn.primitive.name == "shard_map"
+        # What a device returns has another shape than what a `shard_map` does, so that its tail
+        # returns all of it, and belongs to the head as a whole if that reads any.
+        needed = [not is_mapped and var in in_head for var in eqn.outvars]
+        parts = self._split_call(inner, needed, is_mapped)
+        if parts is None:
+            return [whole]
+        # New variables, as a program may be called twice.
+        outside: dict[Any, Any] = dict(zip(parts.inputs, eqn.invars, strict=True))
+        outside |= {var: _Crossing(var.aval) for var in parts.crossing}
+        crossing = [outside[var] for var in parts.crossing]
+        returned = [eqn.outvars[i] for i in parts.from_head]
+        others = [var for i, var in enumerate(eqn.outvars) if i not in parts.from_head]
+        before, after = ([outside[var] for var in part.inputs] for part in (parts.head, parts.tail))
+        return [
+            _Step(eqn, before, [*crossing, *returned], True, parts, parts.head),
+            _Step(eqn, after, others, False, parts, parts.tail),
+        ]
+
+    def _split_call(
+        self, program: ClosedJaxpr, needed: Sequence[bool], is_mapped: bool
+    ) -> Split | None:
+        """Returns a program that is called in its parts, `None` if all of it is the head's."""
+        jaxpr = program.jaxpr
+        key = jaxpr, tuple(map(id, program.consts)), tuple(needed), is_mapped
+        if key not in self._known:
+            head, tail = self.divide(program, itertools.compress(jaxpr.outvars, needed))
+            made = {var for step in head for var in step.outvars}
+            from_head = [
+                i
+                for i, (atom, is_needed) in enumerate(zip(jaxpr.outvars, needed, strict=True))
+                if is_needed or (not is_mapped and not isinstance(atom, Literal) and atom in made)
+            ]
+            parts = self.make_parts(program, head, tail, from_head) if tail else None
+            self._known[key] = parts
+        return self._known[key]
 
 
 def is_half(aval: Any) -> bool:
@@ -127,46 +330,15 @@ def is_inexact(aval: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _split(program: ClosedJaxpr, holds_half: Callable[[JaxprEqn], bool]) -> Split:
-    jaxpr = program.jaxpr
-    needed: set[Any] = set()
-    head, tail = [], []
-    for step in reversed([step for eqn in jaxpr.eqns for step in _steps(eqn, holds_half)]):
-        if step.holds_half or not needed.isdisjoint(step.outvars):
-            head.append(step)
-            needed.update(variables(step.invars))
-        else:
-            tail.append(step)
-    made = [var for step in reversed(head) for var in step.outvars]
-    constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    after = Part("tail", tail[::-1], [*made, *jaxpr.invars], jaxpr.outvars, constants)
-    crossing = [var for var in after.inputs if var in set(made)]
-    before = Part("head", head[::-1], jaxpr.invars, crossing, constants)
-    return Split(list(jaxpr.invars), before, after)
-
-
-def _steps(eqn: JaxprEqn, holds_half: Callable[[JaxprEqn], bool]) -> list[_Step]:
-    """Returns an equation as one step, or as two if it is a call that has a head and a tail."""
-    whole = _Step(eqn, eqn.invars, eqn.outvars, holds_half(eqn))
+def _divided(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Returns the program of an equation that may be divided in two, such as a call."""
     is_mapped = eqn.primitive.name == "shard_map"
-    if not whole.holds_half or not (is_mapped or _jax.is_divisible(eqn)):
-        return [whole]
+    if not is_mapped and not _jax.is_divisible(eqn):
+        return None
     try:
-        inner = _jax.mapped(eqn).program if is_mapped else _jax.callee(eqn)
+        return _jax.mapped(eqn).program if is_mapped else _jax.callee(eqn)
     except UnknownFormError:
-        return [whole]
-    parts = _split(inner, holds_half)
-    if not parts.tail.steps:
-        return [whole]
-    # New variables, as a program may be called twice.
-    outside: dict[Any, Any] = dict(zip(parts.inputs, eqn.invars, strict=True))
-    outside |= {var: _Crossing(var.aval) for var in parts.head.outputs}
-    crossing = [outside[var] for var in parts.head.outputs]
-    before, after = ([outside[var] for var in part.inputs] for part in (parts.head, parts.tail))
-    return [
-        _Step(eqn, before, crossing, True, parts, parts.head),
-        _Step(eqn, after, eqn.outvars, False, parts, parts.tail),
-    ]
+        return None
 
 
 def _evaluate(step: _Step, values: list[Any]) -> list[Any]:
@@ -184,7 +356,7 @@ def _call_mapped(eqn: JaxprEqn, parts: Split, part: Part, values: list[Any]) -> 
     What goes from one to the other gets an axis in front, along which devices that may differ hold
     a piece each.
     """
-    each, crossing = _jax.mapped(eqn), set(parts.head.outputs)
+    each, crossing = _jax.mapped(eqn), set(parts.crossing)
     specs = dict(zip(parts.inputs, each.options["in_specs"], strict=True))
     for var in crossing:
         is_checked, axes = each.options["check_vma"], each.options["axis_names"]

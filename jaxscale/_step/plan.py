@@ -7,7 +7,7 @@ import operator
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,33 @@ from .._trees.leaf import dtype_of, is_array_like, is_inexact
 from .._trees.tree import cast, leaf_name, map_gradients, trained_params, widen
 from .optimizer import Optimizer
 from .retry import BackwardResult, repeat_backward, trace_once
+from .skip import store_once
 from .wrapper import Wrapper
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def refuse_more_arguments(call: str, way: str) -> Callable[[_Function], _Function]:
+    """Returns a decorator for a function of the loss, which says where the optimizer goes."""
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def checked(loss_fn: Any, *others: Any, **kwargs: Any) -> Any:
+            if others:
+                raise TypeError(
+                    f"`{call}(loss_fn)` takes the loss alone, got {with_article(_kind(others[0]))} "
+                    f"beside it. Leave that out: {way}."
+                )
+            return function(loss_fn, **kwargs)
+
+        checked_function: Any = checked
+        return checked_function
+
+    return decorate
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +170,8 @@ class StepPlan:
 
         def judged(scaling: Any) -> BackwardResult:
             made = one_pass(scaling)
+            if optimizer.skips:
+                made = made._replace(grads=Scaled(store_once(made.grads.grads), made.grads.divisor))
             verdict = optimizer.judge(made, opt_state, axis_name)
             return made._replace(verdict=verdict, seen=None)
 

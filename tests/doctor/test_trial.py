@@ -15,9 +15,10 @@ has not seen. So look at these as a number, never one by one: what is missed is 
 tuned entries.
 
 What the doctor cannot see: what is not in the batch that it gets, such as a row that is masked as
-a whole, or weights after a thousand steps; which line of a backward rule of one's own is at fault,
-of which it names the function; what happens inside of a kernel, a `shard_map` or a callback; and
-rounding that builds up over many lines, of which no single one is to blame.
+a whole, or weights after a thousand steps; which line of a library's backward rule is at fault, or
+of one in a jitted function that was called before, of which it names the function; what happens
+inside of a kernel, a `shard_map` or a callback; and rounding that builds up over many lines, of
+which no single one is to blame.
 """
 
 import importlib

@@ -38,7 +38,7 @@ def network_with(activation: Callable[[Any], Any], width: int = 24) -> Program:
         x = activation(apply_dense(second, x))
         return jnp.mean((apply_dense(last, x) - wanted) ** 2), {}
 
-    return Program(loss, params, (x, normal(8, 3, seed=5)))
+    return Program(loss, params, (x, normal(8, 3, seed=5)), scale=2.0**6)
 
 
 for _name in ACTIVATIONS:
