@@ -343,16 +343,34 @@ def refuse_transposing(array: Any, reason: str) -> Any:
     return _REFUSING.bind(array, reason=reason)
 
 
+def note_transposing(array: Any, note: Callable[[], None]) -> Any:
+    """Returns an array as it is, of which a reverse-mode derivative calls `note` as it is traced."""
+    return _NOTING.bind(array, note=note)
+
+
+def _identity(name: str, transpose: Callable[..., Any]) -> Primitive:
+    """Returns a primitive that does nothing, with a rule of its own for reverse mode."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda array, **_: array)
+    primitive.def_abstract_eval(lambda aval, **_: aval)
+    ad.deflinear2(primitive, transpose)
+    batching.defvectorized(primitive)
+    lowering = mlir.lower_fun(lambda array, **_: array, multiple_results=False)
+    mlir.register_lowering(primitive, lowering)
+    return primitive
+
+
 def _raise_reason(*_: Any, reason: str) -> Any:
     raise TypeError(reason)
 
 
-_REFUSING = Primitive("jaxscale_refuse_transposing")
-_REFUSING.def_impl(lambda array, **_: array)
-_REFUSING.def_abstract_eval(lambda aval, **_: aval)
-ad.deflinear2(_REFUSING, _raise_reason)
-batching.defvectorized(_REFUSING)
-mlir.register_lowering(_REFUSING, mlir.lower_fun(lambda array, **_: array, multiple_results=False))
+def _call_note(cotangent: Any, *_: Any, note: Callable[[], None]) -> list[Any]:
+    note()
+    return [cotangent]
+
+
+_REFUSING = _identity("jaxscale_refuse_transposing", _raise_reason)
+_NOTING = _identity("jaxscale_note_transposing", _call_note)
 
 
 class Scan(NamedTuple):
