@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
+import jax.scipy.spatial.transform  # which `jax.scipy` does not import by itself
 from corpus import Program, apply_dense, dense, normal, program, weight
 
 
