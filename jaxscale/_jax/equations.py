@@ -118,6 +118,20 @@ def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
     )
 
 
+def demands_precision(eqn: JaxprEqn) -> bool:
+    """Returns whether a product names how precise it is to be, and not all products do.
+
+    An algorithm such as `F32_F32_F32` names the precision of each step.
+    """
+    precision = product_precision(eqn)
+    if not isinstance(precision, tuple | jax.lax.Precision | None):
+        return True
+    highest = jax.lax.Precision.HIGHEST
+    is_highest = precision is highest or (isinstance(precision, tuple) and highest in precision)
+    # Set for all products, it says nothing of this one.
+    return is_highest and jax.config.jax_default_matmul_precision not in ("highest", "float32")
+
+
 def product_precision(eqn: JaxprEqn) -> Any:
     """Returns what a matrix product or a convolution asks of its precision, if it does."""
     return eqn.params.get("precision")
@@ -366,6 +380,21 @@ def scan(eqn: JaxprEqn) -> Scan:
     return Scan(body, consts, carries, int(params["length"]), bool(params["reverse"]))
 
 
+def scan_again(
+    eqn: JaxprEqn, body: ClosedJaxpr, consts: Sequence[Any], carries: Sequence[Any], xs: Any
+) -> list[Any]:
+    """Returns the outputs of a `scan` with another body, of more constants or slices."""
+
+    def step(carries: Any, sliced: Any) -> Any:
+        outputs = jaxpr_as_fun(body)(*consts, *carries, *sliced)
+        return tuple(outputs[: len(carries)]), outputs[len(carries) :]
+
+    names = ("length", "reverse", "unroll", "_split_transpose")  # the last until JAX 0.10
+    options: Any = {name: eqn.params[name] for name in names if name in eqn.params}
+    carried, stacked = jax.lax.scan(step, tuple(carries), tuple(xs), **options)
+    return [*carried, *stacked]
+
+
 class While(NamedTuple):
     """A `while`: its test and its body, with the numbers of the constants that each takes."""
 
@@ -403,6 +432,7 @@ class Mapped(NamedTuple):
     program: ClosedJaxpr
     map: Callable[..., Callable[..., Any]]
     options: dict[str, Any]  # those of `jax.shard_map` or `jax.pmap`
+    inputs: str  # the option that says for each input how it is mapped
 
 
 @_reader
@@ -420,15 +450,15 @@ def mapped(eqn: JaxprEqn) -> Mapped:
             "mesh": params.pop("mesh"),
             "check_vma": params.pop("check_vma"),
         }
-        transform = jax.shard_map
+        transform, inputs = jax.shard_map, "in_specs"
     else:
         program = params.pop("call_jaxpr")
         names = ("axis_name", "in_axes", "out_axes", "devices", "backend", "axis_size")
         options = {name: params.pop(name) for name in names}
         for name in ("name", "donated_invars", "global_axis_size", "is_explicit_global_axis_size"):
             params.pop(name, None)
-        transform = jax.pmap
+        transform, inputs = jax.pmap, "in_axes"
     if params:
         raise ValueError(f"more parameters: {', '.join(params)}")
     program = _fitting(program, eqn.invars, None)
-    return Mapped(program, lambda fun, **other: transform(fun, **options | other), options)
+    return Mapped(program, lambda fun, **other: transform(fun, **options | other), options, inputs)

@@ -57,6 +57,22 @@ def step_if(
     return select(branches, branch)
 
 
+def store_once(grads: Any) -> Any:
+    """Returns gradients that a CPU computes once: for the verdict, and for the step.
+
+    XLA takes casts for cheap, and would fuse those at the end of a half-precision backward pass
+    into each reader. On a CPU they cost more than to read float32. On other machines the products
+    may reduce what they write.
+    """
+    arrays = jax.tree.leaves(grads)
+    if not any(isinstance(each, Tracer) for each in arrays):
+        return grads
+    stored = jax.lax.platform_dependent(
+        arrays, cpu=jax.lax.optimization_barrier, default=lambda arrays: arrays
+    )
+    return jax.tree.unflatten(jax.tree.structure(grads), stored)
+
+
 def _zeros(tree: Any) -> Any:
     """Returns a tree with zeros in place of the gradients, one array for each type."""
     zeros: dict[Any, jax.Array] = {}

@@ -116,13 +116,12 @@ def rule_of_nnx():
 
 def rule_forward():
     def forward(x):
-        cosine = jnp.cosh(x * 8)
-        cosine = cosine * cosine  # fault
-        return jnp.tanh(x), cosine
+        square = (x * 300) * (x * 300)  # fault
+        return x, (x, square)
 
-    function = jax.custom_vjp(jnp.tanh)
-    function.defvjp(forward, lambda cosine, g: (g / jnp.sqrt(jnp.sqrt(cosine)),))
-    return layer(function, 0.7)
+    function = jax.custom_vjp(lambda x: x)
+    function.defvjp(forward, lambda saved, g: (g * jnp.abs(saved[0] * 300) / jnp.sqrt(saved[1]),))
+    return layer(function)
 
 
 def classify(logarithm, scale=3.0):
@@ -205,7 +204,7 @@ def density():
         p = jnp.exp(-z * z / 2)  # fault
         return -jnp.mean(jnp.log(p / HALF(2.5)).astype(FULL))
 
-    return loss_fn, {"w": normal(0, 4, 3)}, normal(1, 8, 4, scale=4.0)
+    return loss_fn, {"w": normal(0, 4, 3)}, normal(1, 8, 4, scale=2.0)
 
 
 def rotated(angles):
