@@ -67,8 +67,8 @@ def autocast(
     products with an `algorithm` of their own or the `precision` "highest", unless that is set for
     all products. `preferred_element_type=float32`, which JAX gives any product in a float32
     program, does not keep one from half precision: `full_precision` does. But the logits of
-    `jax.nn.dot_product_attention`, which asks for them in float32, are not rounded. Source lines and
-    named scopes stay those of the model.
+    `jax.nn.dot_product_attention`, which asks for them in float32, are not rounded. Source lines
+    and named scopes stay those of the model.
 
     Elementwise operations in float32 between half-precision arrays are computed again in the
     backward pass, as if under `jax.checkpoint`, because their inputs take half the memory.

@@ -32,7 +32,8 @@ else:
 # The versions of JAX that the tests were run with.
 TESTED = "0.6.2 to 0.12.0"
 
-_Read, _More = TypeVar("_Read"), ParamSpec("_More")
+_Read = TypeVar("_Read")
+_More = ParamSpec("_More")
 
 
 class UnknownFormError(Exception):
@@ -352,7 +353,7 @@ def refuse_transposing(array: Any, reason: str) -> Any:
 
 
 def note_transposing(array: Any, note: Callable[[], None]) -> Any:
-    """Returns an array as it is, of which a reverse-mode derivative calls `note` as it is traced."""
+    """Returns an array as it is, whose reverse-mode derivative calls `note` as it is traced."""
     return _NOTING.bind(array, note=note)
 
 

@@ -1,6 +1,7 @@
 """How many products a function computes in which precision, and the lines of those."""
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +21,8 @@ _MOST_LINES = 20  # that are printed
 _IN_A_KERNEL = "inside of a kernel"
 
 
-class ProductLine(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ProductLine:
     """The products of one line in one precision.
 
     Attributes:
