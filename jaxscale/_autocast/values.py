@@ -32,6 +32,15 @@ class Product(NamedTuple):
     """The result of matrix products or convolutions, their biases added."""
 
 
+class ToRound(NamedTuple):
+    """A float32 array that is narrow: it is rounded where it is read in half precision.
+
+    Its cotangents meet others further back, and are not to be rounded before.
+    """
+
+    wide: Any
+
+
 Kind = Constant | Parameter | Product | None
 
 
@@ -77,6 +86,8 @@ def has_dtype(value: Any, dtype: Any) -> bool:
 
 def as_declared(value: Any, atom: Any) -> Any:
     """Returns a value in the dtype that a program declares."""
+    if isinstance(value, ToRound):
+        value = value.wide
     if not is_float32(atom):
         return value
     weak_type = atom.aval.weak_type

@@ -22,7 +22,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, batching, mlir
 
 from . import hijax
-from .hijax import OBJECT, operation
+from .hijax import OBJECT, operation, takes_own_types
 
 if TYPE_CHECKING:  # JAX 0.12 has one class for both
     from jax.extend.core import Jaxpr as ClosedJaxpr
@@ -79,7 +79,7 @@ def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
     """Returns the programs that an equation holds, in the order of its parameters."""
     if hijax.holds_program(eqn):
         with contextlib.suppress(UnknownFormError):
-            yield callee(eqn)
+            yield _held(eqn)
     yield from _own_programs(eqn)
 
 
@@ -116,6 +116,20 @@ def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
     return convert_element_type_p.bind(
         array, new_dtype=np.dtype(dtype), weak_type=weak_type, sharding=None
     )
+
+
+def demands_precision(eqn: JaxprEqn) -> bool:
+    """Returns whether a product names how precise it is to be, and not all products do.
+
+    An algorithm such as `F32_F32_F32` names the precision of each step.
+    """
+    precision = product_precision(eqn)
+    if not isinstance(precision, tuple | jax.lax.Precision | None):
+        return True
+    highest = jax.lax.Precision.HIGHEST
+    is_highest = precision is highest or (isinstance(precision, tuple) and highest in precision)
+    # Set for all products, it says nothing of this one.
+    return is_highest and jax.config.jax_default_matmul_precision not in ("highest", "float32")
 
 
 def product_precision(eqn: JaxprEqn) -> Any:
@@ -201,11 +215,19 @@ _DIVISIBLE = (*_JITS, *_INLINED, "remat2")
 def callee(eqn: JaxprEqn) -> ClosedJaxpr:
     """Returns the program that an equation calls with its own inputs."""
     if eqn.primitive.name == OBJECT:
+        if takes_own_types(eqn):
+            raise ValueError("its program takes what these values consist of")
         _check_programs(eqn)
-        return _fitting(hijax.program_of(eqn), eqn.invars, eqn.outvars)
+        return _fitting(_held(eqn), eqn.invars, eqn.outvars)
     program: Any = eqn.params[CALLS[eqn.primitive.name]]
     _check_programs(eqn, program)
     return _fitting(program, eqn.invars, eqn.outvars)
+
+
+@_reader
+def _held(eqn: JaxprEqn) -> ClosedJaxpr:
+    """Returns the program of an object, which takes the arrays that its inputs consist of."""
+    return closed(hijax.program_of(eqn))
 
 
 def is_placed(eqn: JaxprEqn) -> bool:
@@ -329,16 +351,34 @@ def refuse_transposing(array: Any, reason: str) -> Any:
     return _REFUSING.bind(array, reason=reason)
 
 
+def note_transposing(array: Any, note: Callable[[], None]) -> Any:
+    """Returns an array as it is, of which a reverse-mode derivative calls `note` as it is traced."""
+    return _NOTING.bind(array, note=note)
+
+
+def _identity(name: str, transpose: Callable[..., Any]) -> Primitive:
+    """Returns a primitive that does nothing, with a rule of its own for reverse mode."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda array, **_: array)
+    primitive.def_abstract_eval(lambda aval, **_: aval)
+    ad.deflinear2(primitive, transpose)
+    batching.defvectorized(primitive)
+    lowering = mlir.lower_fun(lambda array, **_: array, multiple_results=False)
+    mlir.register_lowering(primitive, lowering)
+    return primitive
+
+
 def _raise_reason(*_: Any, reason: str) -> Any:
     raise TypeError(reason)
 
 
-_REFUSING = Primitive("jaxscale_refuse_transposing")
-_REFUSING.def_impl(lambda array, **_: array)
-_REFUSING.def_abstract_eval(lambda aval, **_: aval)
-ad.deflinear2(_REFUSING, _raise_reason)
-batching.defvectorized(_REFUSING)
-mlir.register_lowering(_REFUSING, mlir.lower_fun(lambda array, **_: array, multiple_results=False))
+def _call_note(cotangent: Any, *_: Any, note: Callable[[], None]) -> list[Any]:
+    note()
+    return [cotangent]
+
+
+_REFUSING = _identity("jaxscale_refuse_transposing", _raise_reason)
+_NOTING = _identity("jaxscale_note_transposing", _call_note)
 
 
 class Scan(NamedTuple):
@@ -364,6 +404,21 @@ def scan(eqn: JaxprEqn) -> Scan:
     _check_programs(eqn, params["jaxpr"])
     body = _fitting(params["jaxpr"], eqn.invars, eqn.outvars)
     return Scan(body, consts, carries, int(params["length"]), bool(params["reverse"]))
+
+
+def scan_again(
+    eqn: JaxprEqn, body: ClosedJaxpr, consts: Sequence[Any], carries: Sequence[Any], xs: Any
+) -> list[Any]:
+    """Returns the outputs of a `scan` with another body, of more constants or slices."""
+
+    def step(carries: Any, sliced: Any) -> Any:
+        outputs = jaxpr_as_fun(body)(*consts, *carries, *sliced)
+        return tuple(outputs[: len(carries)]), outputs[len(carries) :]
+
+    names = ("length", "reverse", "unroll", "_split_transpose")  # the last until JAX 0.10
+    options: Any = {name: eqn.params[name] for name in names if name in eqn.params}
+    carried, stacked = jax.lax.scan(step, tuple(carries), tuple(xs), **options)
+    return [*carried, *stacked]
 
 
 class While(NamedTuple):
@@ -403,6 +458,7 @@ class Mapped(NamedTuple):
     program: ClosedJaxpr
     map: Callable[..., Callable[..., Any]]
     options: dict[str, Any]  # those of `jax.shard_map` or `jax.pmap`
+    inputs: str  # the option that says for each input how it is mapped
 
 
 @_reader
@@ -420,15 +476,15 @@ def mapped(eqn: JaxprEqn) -> Mapped:
             "mesh": params.pop("mesh"),
             "check_vma": params.pop("check_vma"),
         }
-        transform = jax.shard_map
+        transform, inputs = jax.shard_map, "in_specs"
     else:
         program = params.pop("call_jaxpr")
         names = ("axis_name", "in_axes", "out_axes", "devices", "backend", "axis_size")
         options = {name: params.pop(name) for name in names}
         for name in ("name", "donated_invars", "global_axis_size", "is_explicit_global_axis_size"):
             params.pop(name, None)
-        transform = jax.pmap
+        transform, inputs = jax.pmap, "in_axes"
     if params:
         raise ValueError(f"more parameters: {', '.join(params)}")
     program = _fitting(program, eqn.invars, None)
-    return Mapped(program, lambda fun, **other: transform(fun, **options | other), options)
+    return Mapped(program, lambda fun, **other: transform(fun, **options | other), options, inputs)

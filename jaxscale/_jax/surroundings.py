@@ -196,6 +196,34 @@ _FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 _SOURCES = os.path.join(_FOLDER, "_src", "")
 
 
+_PACKAGES = os.path.join(os.path.dirname(os.path.dirname(jax.__file__)), "")
+_OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_STANDARD = os.path.join(os.path.dirname(os.__file__), "")
+
+
+def callers(eqn: JaxprEqn) -> Iterator[tuple[str, str, list[str]]]:
+    """Returns who called the function that an equation is from, innermost first.
+
+    For each frame the package, such as `jax`, and the file in it, such as `numpy/linalg.py`, both
+    empty for files that are not installed beside JAX; and the function, after those around it.
+    Frames of Python's own library and of this one are left out.
+    """
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        functions = frame.function_name.split(".")
+        if functions[-1] in _TRACING:
+            return
+        path = frame.file_name
+        if path.startswith(_SOURCES):
+            yield "jax", path.removeprefix(_SOURCES).replace(os.sep, "/"), functions
+        elif path.startswith(_PACKAGES):
+            package, _, file = path.removeprefix(_PACKAGES).partition(os.sep)
+            if not path.startswith(_OWN):
+                yield package, file.replace(os.sep, "/"), functions
+        elif not path.startswith((_OWN, _STANDARD)):
+            yield "", "", functions
+
+
 def frames_of_jax(eqn: JaxprEqn) -> Iterator[tuple[str, str]]:
     """Returns the file, such as `numpy/linalg.py`, and the function of each frame of JAX's own."""
     for file, _, name in frames(eqn):

@@ -22,6 +22,7 @@ from .._trees.leaf import dtype_of, is_array_like, is_inexact
 from .._trees.tree import cast, leaf_name, map_gradients, trained_params, widen
 from .optimizer import Optimizer
 from .retry import BackwardResult, repeat_backward, trace_once
+from .skip import store_once
 from .wrapper import Wrapper
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -169,6 +170,8 @@ class StepPlan:
 
         def judged(scaling: Any) -> BackwardResult:
             made = one_pass(scaling)
+            if optimizer.skips:
+                made = made._replace(grads=Scaled(store_once(made.grads.grads), made.grads.divisor))
             verdict = optimizer.judge(made, opt_state, axis_name)
             return made._replace(verdict=verdict, seen=None)
 

@@ -57,6 +57,25 @@ def step_if(
     return select(branches, branch)
 
 
+def store_once(grads: Any) -> Any:
+    """Returns gradients that a CPU computes once: for the verdict, and for the step.
+
+    XLA takes casts for cheap, and would fuse those at the end of a half-precision backward pass
+    into each reader. On a CPU they cost more than to read float32. On other machines the products
+    may reduce what they write.
+    """
+    leaves, structure = jax.tree.flatten(grads)
+    traced = [leaf for leaf in leaves if isinstance(leaf, Tracer)]
+    if not traced:
+        return grads
+    stored = iter(
+        jax.lax.platform_dependent(
+            traced, cpu=jax.lax.optimization_barrier, default=lambda arrays: arrays
+        )
+    )
+    return structure.unflatten(next(stored) if isinstance(x, Tracer) else x for x in leaves)
+
+
 def _zeros(tree: Any) -> Any:
     """Returns a tree with zeros in place of the gradients, one array for each type."""
     zeros: dict[Any, jax.Array] = {}

@@ -120,7 +120,7 @@ def loss_scaled(
         )
     if isinstance(max_norm, bool):
         raise ValueError(
-            f"`loss_scaled(max_norm=...)` must be a number above 0, got {max_norm}. Pass the "
+            f"`loss_scaled(max_norm=...)` must be a finite number, got {max_norm}. Pass the "
             "largest norm that is not clipped, such as 1.0, or None to clip nothing."
         )
     if max_norm is not None and max_norm != math.inf:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._autocast.callers import Owner, owner_of
 from .._autocast.readers import why_not_cast
 from .._autocast.table import KERNELS, PRODUCTS
 from .._jax import Jaxpr, JaxprEqn, closed, programs
@@ -142,7 +143,7 @@ class _Product(NamedTuple):
 
 
 def _count(program: Jaxpr) -> Products:
-    found = collections.Counter(_find(program, (), is_kernel=False))
+    found = collections.Counter(_find(program, (), Owner.MODEL, is_kernel=False))
     counts: collections.Counter[str] = collections.Counter()
     by_line = []
     for product, count in found.items():
@@ -154,16 +155,19 @@ def _count(program: Jaxpr) -> Products:
     return Products(dict(counts), tuple(by_line))
 
 
-def _find(program: Jaxpr, around: tuple[JaxprEqn, ...], is_kernel: bool) -> Iterator[_Product]:
+def _find(
+    program: Jaxpr, around: tuple[JaxprEqn, ...], owner: Owner, is_kernel: bool
+) -> Iterator[_Product]:
     for eqn in program.eqns:
         if eqn.primitive.name in PRODUCTS:
             line = next(iter(lines(eqn, around)), None)
             dtype = _dtype(eqn)
-            reason = why_not_cast(eqn) if dtype == "float32" else ""
+            reason = why_not_cast(eqn, owner) if dtype == "float32" else ""
             yield _Product(dtype, line, _IN_A_KERNEL if is_kernel else reason)
         is_held = is_kernel or eqn.primitive.name in KERNELS
         for inner in programs(eqn):
-            yield from _find(closed(inner).jaxpr, (*around, eqn), is_held)
+            inner_owner = owner_of(eqn, owner)
+            yield from _find(closed(inner).jaxpr, (*around, eqn), inner_owner, is_held)
 
 
 def _dtype(eqn: JaxprEqn) -> str:

@@ -248,7 +248,7 @@ CASES = {
     "a preset for spikes as the loss scale": (lambda: jaxscale.loss_scaled(SGD, presets.olmo()), TypeError, r"`loss_scaled\(loss_scale=.*pass it as `spikes=`"),
     "a preset that was not called": (lambda: jaxscale.loss_scaled(SGD, presets.torch), TypeError, r"`loss_scaled\(loss_scale=\.\.\.\)` got <function torch.*call it, as in `torch\(\)`"),
     "a class of policies": (lambda: jaxscale.loss_scaled(SGD, DYNAMIC), TypeError, r"`loss_scaled\(loss_scale=.*mean `DynamicLossScale\(\)`"),
-    "a flag as a norm": (lambda: jaxscale.loss_scaled(SGD, max_norm=True), ValueError, r"`loss_scaled\(max_norm=\.\.\.\)` must be a number above 0, got True\. .*such as 1\.0, or None"),
+    "a flag as a norm": (lambda: jaxscale.loss_scaled(SGD, max_norm=True), ValueError, r"`loss_scaled\(max_norm=\.\.\.\)` must be a finite number, got True\. .*such as 1\.0, or None"),
     "linen: the optimizer beside the loss": (lambda: LINEN(never_traced, TX), TypeError, r"`flax\.train_step\(loss_fn\)` takes the loss alone, got a GradientTransformationExtraArgs.*TrainState\.create\(.*tx=tx\)"),
     "nnx: the optimizer beside the loss": (lambda: NNX(never_traced, nnx_pair()[1]), TypeError, r"`nnx\.train_step\(loss_fn\)` takes the loss alone, got an Optimizer.*`loss = step\(model, optimizer, \.\.\.\)`"),
     "a state of ours for PyTorch's": (lambda: presets.from_torch(OPT_STATE), TypeError, r"`presets\.from_torch\(state_dict\)` must be a dict, got LossScaledState\. Pass.*state_dict\(\).*from_state_dict"),

@@ -160,6 +160,7 @@ def exponential(x, w):
     return jax.scipy.linalg.expm(w / 8)
 
 
+@pytest.mark.slow
 def test_the_reference_leaves_dots_of_vectors_and_products_of_libraries():
     for fun in (dot_of_vectors, ode, ctc, exponential):
         assert np.array_equal(traced_by_reference(fun, X, W), jax.jit(fun)(X, W)), fun.__name__
@@ -203,13 +204,29 @@ def over_turns_from_afar(x, w):
     return jax.lax.scan(lambda sum, _: (sum + half(x) @ half(w), None), start, None, length=3)[0]
 
 
+def with_zeros(x, w):
+    return half(x) + jnp.zeros(x.shape, jnp.float16)
+
+
+def with_a_number(x, w):
+    return half(x) @ half(w) + jnp.float16(1), half(x) + jnp.float16(1)
+
+
 def in_a_branch(x, w):
     return jax.lax.cond(x[0, 0] > 0, jax.jit(foreign), of_products, x, w)
 
 
 @pytest.mark.parametrize(
     ("fun", "count"),
-    [(foreign, 1), (of_products, 0), (over_turns, 0), (over_turns_from_afar, 1), (in_a_branch, 1)],
+    [
+        (foreign, 1),
+        (of_products, 0),
+        (over_turns, 0),
+        (over_turns_from_afar, 1),
+        (with_zeros, 0),
+        (with_a_number, 1),
+        (in_a_branch, 1),
+    ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_additions_of_anything_but_products_are_found(fun, count):

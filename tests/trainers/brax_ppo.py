@@ -19,6 +19,7 @@ from runs import BAD_STEP
 from watch import Journal, in_precision, small
 
 STEPS, UPDATES, ENVS, UNROLL = 40, 2, 32, 16
+BAD_STEPS = UPDATES
 
 
 class Point(envs.Env):

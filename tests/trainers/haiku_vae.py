@@ -15,7 +15,7 @@ from runs import BAD_STEP
 from watch import Journal, in_precision, small
 
 sys.modules.setdefault("tensorflow_datasets", types.ModuleType("tensorflow_datasets"))
-from others import haiku_vae as vae
+from others import haiku_vae as vae  # noqa: E402
 
 STEPS, BATCH, SIDE = 60, 32, 8
 

@@ -46,9 +46,9 @@ def train(dtype, scaled, skips, batch):
     """The last loss over all examples, and how many steps were skipped."""
     model = Velocity(dtype, scaled)
     held = nnx.Optimizer(model, optimizer(skips), wrt=nnx.Param)
-    step = nnx.jit(lambda model, held, batch: flow_matching_step(
-        model, held, batch, loss_fn=small_error
-    ))
+    step = nnx.jit(
+        lambda model, held, batch: flow_matching_step(model, held, batch, loss_fn=small_error)
+    )
     for given in batches(batch):
         step(model, held, given)
     model.precision = "float32", False

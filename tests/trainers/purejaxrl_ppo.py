@@ -18,6 +18,7 @@ from runs import BAD_STEP
 from watch import Journal, in_precision, small
 
 STEPS, UPDATES, SEEDS, LAST = 40, 4, 8, 10
+BAD_STEPS = UPDATES
 CONFIG = {
     "LR": 5e-3,
     "NUM_ENVS": 8,
@@ -35,8 +36,6 @@ CONFIG = {
     "ENV_NAME": "CartPole-v1",
     "ANNEAL_LR": False,
 }
-
-
 
 
 class BadReward(purerl.GymnaxWrapper):
@@ -65,7 +64,7 @@ class LogWrapper(BadReward):
 sys.modules["wrappers"] = types.ModuleType("wrappers")
 sys.modules["wrappers"].LogWrapper = LogWrapper
 sys.modules["wrappers"].FlattenObservationWrapper = purerl.FlattenObservationWrapper
-from others import purejaxrl_ppo as ppo
+from others import purejaxrl_ppo as ppo  # noqa: E402
 
 Plain = ppo.ActorCritic
 

@@ -54,13 +54,15 @@ def batches(number, batch):
             yield inputs, y[part]
 
 
-def optimizer(skips, factor=FACTOR, tx=None):
+def optimizer(skips, factor=FACTOR, tx=None, on_skip=None):
     """Adam, or another optimizer, guarded or not.
 
     It divides by the factor of the loss first, so that float32 does not mind how small that is.
     """
     tx = optax.chain(optax.scale(1 / factor), tx or optax.adam(1e-2))
-    return jaxscale.skip_nonfinite(tx, spikes=jaxscale.SpikeRule()) if skips else tx
+    if not skips:
+        return tx
+    return jaxscale.skip_nonfinite(tx, spikes=jaxscale.SpikeRule(), on_skip=on_skip)
 
 
 def skipped(state):

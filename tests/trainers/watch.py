@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from runs import FACTOR, optimizer
 
@@ -37,21 +38,23 @@ class Journal:
     Attributes:
       steps: how many steps were taken.
       bad: the steps whose gradients were not finite.
-      skipped: how many steps `skip_nonfinite` skipped.
+      skipped: how many steps `skip_nonfinite` skipped, as its `on_skip` says.
     """
 
     def __init__(self):
         self.steps, self.bad, self.skipped = 0, set(), 0
 
-    def _write(self, step, is_finite, skipped):
+    def _write(self, step, is_finite):
         self.steps = max(self.steps, int(step) + 1)
-        self.skipped = max(self.skipped, int(skipped))
         if not is_finite:
             self.bad.add(int(step))
 
+    def _write_skip(self, metrics):
+        self.skipped = max(self.skipped, int(np.max(metrics["total_notfinite"])))
+
     def optimizer(self, skips, left_out=(), tx=None):
         """The optimizer of `runs`, which tells the journal, and leaves out those steps."""
-        tx = optimizer(skips, tx=tx)
+        tx = optimizer(skips, tx=tx, on_skip=self._write_skip)
         left_out = jnp.array([-1, *sorted(left_out)])
 
         def init(params):
@@ -63,8 +66,7 @@ class Journal:
             is_out = (left_out == state.step).any()
             updates = jax.tree.map(lambda u: jnp.where(is_out, jnp.zeros_like(u), u), updates)
             inner = jax.tree.map(lambda new, old: jnp.where(is_out, old, new), inner, state.inner)
-            skipped = jaxscale.metrics(inner)["total_notfinite"] if skips else 0
-            jax.debug.callback(self._write, state.step, is_finite, skipped)
+            jax.debug.callback(self._write, state.step, is_finite)
             return updates, WatchedState(state.step + 1, inner)
 
         return optax.GradientTransformationExtraArgs(init, update)
