@@ -1,7 +1,6 @@
 """How many products a function computes in which precision, and the lines of those."""
 
 import collections
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,8 +20,7 @@ _MOST_LINES = 20  # that are printed
 _IN_A_KERNEL = "inside of a kernel"
 
 
-@dataclasses.dataclass(frozen=True)
-class ProductLine:
+class ProductLine(NamedTuple):
     """The products of one line in one precision.
 
     Attributes:
