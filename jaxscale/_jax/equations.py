@@ -353,7 +353,7 @@ def refuse_transposing(array: Any, reason: str) -> Any:
 
 
 def note_transposing(array: Any, note: Callable[[], None]) -> Any:
-    """Returns an array as it is, whose reverse-mode derivative calls `note` as it is traced."""
+    """Returns an array as it is. Tracing a reverse-mode derivative of it calls `note`."""
     return _NOTING.bind(array, note=note)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.custom_derivatives import SymbolicZero
 from tables import assert_same_bits, cases
 from training import x64
 
@@ -471,6 +472,27 @@ def looped(kind):
         return jnp.mean(y**2) + 0 * jax.lax.stop_gradient(time)
 
     return loss
+
+
+@functools.partial(jax.custom_jvp)
+def shifted(y, shift):
+    return y + shift
+
+
+@functools.partial(shifted.defjvp, symbolic_zeros=True)
+def _(primals, tangents):
+    assert isinstance(tangents[1], SymbolicZero), "a shift has no derivative"
+    return shifted(*primals), tangents[0]
+
+
+def test_a_rule_after_the_boundary_sees_what_has_no_tangent():
+    """Though the call that returns it returns something that has one, too."""
+    layer = jax.jit(lambda p, x: (net(p, x), net(PARAMS, x)))
+
+    def loss(p):
+        return jnp.mean(shifted(*layer(p, X)) ** 2)
+
+    assert error(jax.grad(scale_backward(loss))(PARAMS), jax.grad(loss)(PARAMS)) < ACCURACY
 
 
 @pytest.mark.standard_promotion
