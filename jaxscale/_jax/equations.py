@@ -22,7 +22,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, batching, mlir
 
 from . import hijax
-from .hijax import OBJECT, operation
+from .hijax import OBJECT, operation, takes_own_types
 
 if TYPE_CHECKING:  # JAX 0.12 has one class for both
     from jax.extend.core import Jaxpr as ClosedJaxpr
@@ -79,7 +79,7 @@ def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
     """Returns the programs that an equation holds, in the order of its parameters."""
     if hijax.holds_program(eqn):
         with contextlib.suppress(UnknownFormError):
-            yield callee(eqn)
+            yield _held(eqn)
     yield from _own_programs(eqn)
 
 
@@ -215,11 +215,19 @@ _DIVISIBLE = (*_JITS, *_INLINED, "remat2")
 def callee(eqn: JaxprEqn) -> ClosedJaxpr:
     """Returns the program that an equation calls with its own inputs."""
     if eqn.primitive.name == OBJECT:
+        if takes_own_types(eqn):
+            raise ValueError("its program takes what these values consist of")
         _check_programs(eqn)
-        return _fitting(hijax.program_of(eqn), eqn.invars, eqn.outvars)
+        return _fitting(_held(eqn), eqn.invars, eqn.outvars)
     program: Any = eqn.params[CALLS[eqn.primitive.name]]
     _check_programs(eqn, program)
     return _fitting(program, eqn.invars, eqn.outvars)
+
+
+@_reader
+def _held(eqn: JaxprEqn) -> ClosedJaxpr:
+    """Returns the program of an object, which takes the arrays that its inputs consist of."""
+    return closed(hijax.program_of(eqn))
 
 
 def is_placed(eqn: JaxprEqn) -> bool:
@@ -343,16 +351,34 @@ def refuse_transposing(array: Any, reason: str) -> Any:
     return _REFUSING.bind(array, reason=reason)
 
 
+def note_transposing(array: Any, note: Callable[[], None]) -> Any:
+    """Returns an array as it is, of which a reverse-mode derivative calls `note` as it is traced."""
+    return _NOTING.bind(array, note=note)
+
+
+def _identity(name: str, transpose: Callable[..., Any]) -> Primitive:
+    """Returns a primitive that does nothing, with a rule of its own for reverse mode."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda array, **_: array)
+    primitive.def_abstract_eval(lambda aval, **_: aval)
+    ad.deflinear2(primitive, transpose)
+    batching.defvectorized(primitive)
+    lowering = mlir.lower_fun(lambda array, **_: array, multiple_results=False)
+    mlir.register_lowering(primitive, lowering)
+    return primitive
+
+
 def _raise_reason(*_: Any, reason: str) -> Any:
     raise TypeError(reason)
 
 
-_REFUSING = Primitive("jaxscale_refuse_transposing")
-_REFUSING.def_impl(lambda array, **_: array)
-_REFUSING.def_abstract_eval(lambda aval, **_: aval)
-ad.deflinear2(_REFUSING, _raise_reason)
-batching.defvectorized(_REFUSING)
-mlir.register_lowering(_REFUSING, mlir.lower_fun(lambda array, **_: array, multiple_results=False))
+def _call_note(cotangent: Any, *_: Any, note: Callable[[], None]) -> list[Any]:
+    note()
+    return [cotangent]
+
+
+_REFUSING = _identity("jaxscale_refuse_transposing", _raise_reason)
+_NOTING = _identity("jaxscale_note_transposing", _call_note)
 
 
 class Scan(NamedTuple):

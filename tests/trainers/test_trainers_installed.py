@@ -69,6 +69,7 @@ def program(name):
 def name(request, monkeypatch, tmp_path):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setenv("NETKET_SHARDING", "0")  # there are eight devices
     return request.param
 
 
