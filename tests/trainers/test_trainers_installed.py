@@ -35,7 +35,7 @@ PROGRAMS = {
     "tunix_grpo": Program("tunix"),
     "jaxopt_fit": Program("jaxopt", lost=0.3),
     "optimistix_min": Program("optimistix", lost=0.3),
-    "flowjax_fit": Program("flowjax", lost=0.03, near=0.1),
+    "flowjax_fit": Program("flowjax", lost=0.03, near=0.2),
     "gpjax_fit": Program("gpjax", lost=0.1, near=0.05),
     "netket_vmc": Program("netket"),
     "haiku_vae": Program("haiku", lost=0.15),
