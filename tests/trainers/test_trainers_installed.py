@@ -55,6 +55,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     # Tunix's GRPO takes statistics of an inf reward.
     pytest.mark.filterwarnings("ignore:(Mean of empty slice|invalid value):RuntimeWarning"),
+    # diffrax checks its solution in one, which has no products.
+    pytest.mark.filterwarnings("ignore:.*inside of the JAX primitive `pure_callback`:UserWarning"),
     # gpjax prefers float64.
     pytest.mark.filterwarnings("ignore:[Xy] is not of type float64:UserWarning"),
 ]
