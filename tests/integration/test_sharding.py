@@ -367,7 +367,7 @@ def remat_in_shard_map(w, x):
 EXPLICIT = {fun.__name__: (fun, REPLICATED) for fun in (mlp, scan_of_remat, likelihood, looked_up)}
 EXPLICIT |= {fun.__name__: (fun, REPLICATED) for fun in (ruled, in_shard_map, remat_in_shard_map)}
 EXPLICIT |= {fun.__name__: (fun, TENSOR_PARALLEL) for fun in (tensor_parallel, resharded)}
-WAYS = {
+WRAPPERS = {
     "autocast": jaxscale.autocast,
     "scale_backward": jaxscale.scale_backward,
     "scale_backward of autocast": lambda fun: jaxscale.scale_backward(jaxscale.autocast(fun)),
@@ -378,7 +378,7 @@ WAYS = {
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="axes are not Explicit by default")
 @cases(
     "name, way",
-    itertools.product(EXPLICIT, WAYS),
+    itertools.product(EXPLICIT, WRAPPERS),
     fast=[
         ("tensor_parallel", "autocast"),
         ("remat_in_shard_map", "scale_backward of autocast"),
@@ -393,9 +393,9 @@ def test_meshes_with_explicit_axes(name, way):
         w = {key: jax.device_put(x, NamedSharding(mesh, specs[key])) for key, x in WEIGHTS.items()}
         x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
         expected = jax.jit(jax.value_and_grad(fun))(w, x)
-        actual = jax.jit(jax.value_and_grad(WAYS[way](fun)))(w, x)
+        actual = jax.jit(jax.value_and_grad(WRAPPERS[way](fun)))(w, x)
         tx = jaxscale.loss_scaled(optax.adam(1e-3))
-        after, _, loss = jax.jit(jaxscale.train_step(WAYS[way](fun), tx))(w, tx.init(w), x)
+        after, _, loss = jax.jit(jaxscale.train_step(WRAPPERS[way](fun), tx))(w, tx.init(w), x)
     assert float(loss) == float(actual[0])
     pairs = [*zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)]
     for a, b in pairs:
