@@ -496,7 +496,7 @@ def test_a_rule_after_the_boundary_sees_what_has_no_tangent():
 
 
 @pytest.mark.standard_promotion
-@cases("around", AROUND_BOTH, fast=["scale_backward"])
+@cases("around", AROUND_BOTH, fast=["scale_backward", "autocast"])
 def test_what_has_no_derivative_has_none_at_the_boundary_either(around):
     """JAX refuses a cotangent for what a batch shares, even one of zeros."""
     loss = looped("checkpointed")
