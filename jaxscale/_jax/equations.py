@@ -105,11 +105,20 @@ def with_programs(eqn: JaxprEqn, replaced: Sequence[Jaxpr | ClosedJaxpr]) -> dic
 def bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """Returns the outputs of an equation for other arguments, and maybe other parameters."""
     params = hijax.fitted(eqn, args, eqn.params if params is None else params)
+    if eqn.primitive.name == OBJECT:
+        # The rules of an object get what they are given, and ask numbers of literals for a shape.
+        args = [x if hasattr(x, "shape") else _as_array(x) for x in args]
     given: Any = eqn.primitive.get_bind_params(params)
     # Until 0.7 or so a pair: functions, which come before the arguments, and the other parameters.
     functions, given = given if isinstance(given, tuple) else ((), given)
     outputs = eqn.primitive.bind(*functions, *args, **given)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def _as_array(number: Any) -> Any:
+    """Returns the number of a literal as an array of its type."""
+    aval: Any = jax.typeof(number)
+    return cast(number, aval.dtype, aval.weak_type)
 
 
 def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
