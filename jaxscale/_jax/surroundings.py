@@ -131,7 +131,8 @@ def keep_lines_of_rules(is_users_file: Callable[[str], bool]) -> Iterator[None]:
     JAX gives all that a rule of a `custom_vjp` function computes the line that calls the function.
     Only functions that are traced in here are affected, and only in their source lines.
     """
-    call = jax.custom_vjp.__call__
+    custom_vjp: Any = jax.custom_vjp
+    call = custom_vjp.__call__
 
     @functools.wraps(call)
     def call_with_lines(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,11 +142,11 @@ def keep_lines_of_rules(is_users_file: Callable[[str], bool]) -> Iterator[None]:
             function.bwd = _with_own_lines(function.bwd)
         return call(function, *args, **kwargs)
 
-    jax.custom_vjp.__call__ = call_with_lines
+    custom_vjp.__call__ = call_with_lines
     try:
         yield
     finally:
-        jax.custom_vjp.__call__ = call
+        custom_vjp.__call__ = call
 
 
 def _with_own_lines(rule: Callable[..., Any]) -> Callable[..., Any]:
