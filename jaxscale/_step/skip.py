@@ -68,11 +68,12 @@ def store_once(grads: Any) -> Any:
     traced = [leaf for leaf in leaves if isinstance(leaf, Tracer)]
     if not traced:
         return grads
-    stored = iter(
-        jax.lax.platform_dependent(
-            traced, cpu=jax.lax.optimization_barrier, default=lambda arrays: arrays
-        )
-    )
+
+    def keep_apart(arrays: list[Any]) -> list[Any]:
+        # Each by itself: JAX 0.10 gives all that share a barrier the mesh axes of all of them.
+        return [jax.lax.optimization_barrier(each) for each in arrays]
+
+    stored = iter(jax.lax.platform_dependent(traced, cpu=keep_apart, default=lambda arrays: arrays))
     return structure.unflatten(next(stored) if isinstance(x, Tracer) else x for x in leaves)
 
 

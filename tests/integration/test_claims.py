@@ -11,6 +11,7 @@ import math
 import pathlib
 import re
 import runpy
+import sys
 import tomllib
 
 import jax
@@ -64,6 +65,14 @@ def oldest(*names):
     required = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["flax"]
     versions = dict(requirement.split(">=") for requirement in required)
     return [PROJECT["requires-python"].removeprefix(">="), *(versions[name] for name in names)]
+
+
+def newest_of_oldest_python():
+    """The oldest version of Python, and the newest JAX that there is for it."""
+    newest = "0.10"  # JAX 0.11 dropped it
+    if sys.version_info[:2] == (3, 11):
+        assert jax.__version_info__[:2] <= tuple(map(int, newest.split(".")))
+    return *oldest(), newest
 
 
 def first_judged_step():
@@ -257,6 +266,7 @@ CLAIMS = {
     "float16 has {} bits more than bfloat16, and rounds {:.0f} times less.": (
         lambda: [WORDS[HALF.nmant - BFLOAT.nmant], float(BFLOAT.eps / HALF.eps)],
     ),
+    "Python {} gets JAX {}, newer ones get today's": (newest_of_oldest_python,),
     "after {:,} steps with the default rule, if nothing seems to be scaled": (steps_to_idle,),
     "by {:.2%} in bfloat16 and by {:.2%} in float16": (mismatch, RMS),
     "at most by {:.0%} and by {:.1%}": (mismatch, LARGEST),
