@@ -125,15 +125,7 @@ else:  # hidden from type checkers, which would take any name for one that `__ge
         """Returns a module that is imported when it is first used, so that the core stays light."""
         if name not in ("diagnostics", "flax", "nnx", "presets"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        try:
-            return _importlib.import_module(f".{name}", __name__)
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "flax":
-                raise
-            raise ImportError(
-                f"`jaxscale.{name}` needs Flax, which is not installed: "
-                'pip install "jaxscale[flax]"'
-            ) from error
+        return _importlib.import_module(f".{name}", __name__)
 
     def __dir__():
         """Returns all names, those of modules that are not imported yet among them."""

@@ -15,17 +15,23 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from flax.training import train_state
+
+try:
+    from flax.training import train_state
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "flax":
+        raise
+    message = "`jaxscale.flax` needs Flax, which is not installed: pip install flax"
+    raise ImportError(message) from error
 
 from ._gradients.scaled import Scaled
 from ._state.find import find_optimizer_state
-from ._state.optimizer import MultiStepsState
 from ._step.apply import select_if_stepped
 from ._step.optimizer import apply_step, as_optimizer, check_same_optimizer
-from ._step.plan import StepPlan
+from ._step.plan import StepPlan, refuse_more_arguments
 from ._step.retry import BackwardResult, is_traced
 from ._step.train_step import with_name
-from ._trees.tree import OVERWRITE_WITH_GRADIENT, cast_like, select, select_like
+from ._trees.tree import OVERWRITE_WITH_GRADIENT, cast_like, select_like
 
 __all__ = ["TrainState", "train_step"]
 
@@ -41,7 +47,8 @@ class TrainState(train_state.TrainState):
       fields: on a skipped step batch statistics, moving averages and every other field
       given to `apply_gradients` keep their old values;
     - `step` counts the steps that were applied, as optax's schedules and moments do. With
-      `jaxscale.multi_steps` it counts the optimizer's steps rather than the micro-batches.
+      `jaxscale.multi_steps`, or an `optax.MultiSteps` inside of `loss_scaled`, it counts the
+      optimizer's steps rather than the micro-batches.
       `jaxscale.metrics(state)["total_steps"]` has the number of steps that were tried.
 
     Example:
@@ -123,7 +130,8 @@ class TrainState(train_state.TrainState):
         _check_fields(f"{call}(**kwargs)", kwargs, {"apply_fn", *self._others()}, hint)
         _check_fields(f"{call}(always_replace=...)", always_replace, kwargs)
         made = BackwardResult(value, None, None, Scaled(grads))
-        return self._step(call, made, always_replace, kwargs, extra_args or {})
+        given = f"{call}(grads=...)"
+        return self._step(call, made, always_replace, kwargs, extra_args or {}, given=given)
 
     def _step(
         self,
@@ -132,22 +140,28 @@ class TrainState(train_state.TrainState):
         always_replace: Collection[str],
         replaced: Mapping[str, Any],
         extra_args: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        given: str = "",
     ) -> Self:
-        """Returns the state after one step, with new values of fields that were checked."""
+        """Returns the state after one step, with new values of fields that were checked.
+
+        Gradients that were `given` by the user are checked, too.
+        """
         optimizer = as_optimizer(call, self.tx)
         opt_state = optimizer.check_state(f"{call}(opt_state=...)", self.opt_state, "")
-        params, opt_state = apply_step(optimizer, opt_state, self.params, made, extra_args)
-        before, after = (find_optimizer_state(call, each) for each in (self.opt_state, opt_state))
+        params, opt_state = apply_step(
+            optimizer, opt_state, self.params, made, extra_args, given=given
+        )
+        verdict = find_optimizer_state(call, opt_state)
         fields = dict(replaced)
         # In the order of the call, which is the same on all hosts: they must trace one program.
         for name, new in replaced.items():
             if name not in always_replace:
-                given, old = f"{call}({name}=...)", getattr(self, name)
-                fields[name] = select_like(given, after.step_applied, new, old)
-        stepped = after.step_applied
-        if isinstance(before.inner_state, MultiStepsState):  # not each micro-batch leads to a step
-            stepped = before.inner_state.gradient_step != after.inner_state.gradient_step
-        step = select(call, stepped, self.step + 1, self.step)
+                argument, old = f"{call}({name}=...)", getattr(self, name)
+                fields[name] = select_like(argument, verdict.step_applied, new, old)
+        step = select_if_stepped(
+            f"{call}(step=...)", optimizer, self.opt_state, opt_state, self.step + 1, self.step
+        )
         return self.replace(step=step, params=params, opt_state=opt_state, **fields)
 
     def _others(self) -> list[str]:
@@ -155,6 +169,11 @@ class TrainState(train_state.TrainState):
         return sorted(set(self.__dataclass_fields__) - _OWN_FIELDS)
 
 
+@refuse_more_arguments(
+    "flax.train_step",
+    "the step takes the optimizer from the `TrainState`: give `tx` to "
+    "`jaxscale.flax.TrainState.create(apply_fn=..., params=..., tx=tx)`",
+)
 def train_step(
     loss_fn: Callable[..., Any],
     *,

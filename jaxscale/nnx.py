@@ -13,14 +13,21 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax import nnx
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "flax":
+        raise
+    message = "`jaxscale.nnx` needs Flax, which is not installed: pip install flax"
+    raise ImportError(message) from error
 
 from ._gradients.scaled import Scaled
 from ._jax import is_called_by_jax
 from ._state.scale import unwrap
 from ._step.apply import select_if_applied, select_if_stepped
 from ._step.optimizer import apply_step, as_optimizer, check_same_optimizer
-from ._step.plan import StepPlan
+from ._step.plan import StepPlan, refuse_more_arguments
 from ._step.retry import BackwardResult, is_traced
 from ._step.train_step import with_name
 from ._trees.tree import OVERWRITE_WITH_GRADIENT, replace_finite
@@ -34,6 +41,11 @@ _STATE = nnx.Not(nnx.Any(nnx.RngState, nnx.Intermediate))
 _MAKE_IT = "Make it from this model, by `nnx.Optimizer(model, tx, wrt=nnx.Param)`."
 
 
+@refuse_more_arguments(
+    "nnx.train_step",
+    "the step takes the optimizer when it is called: `step = "
+    "nnx.jit(jaxscale.nnx.train_step(loss_fn))`, and then `loss = step(model, optimizer, ...)`",
+)
 def train_step(
     loss_fn: Callable[..., Any],
     *,

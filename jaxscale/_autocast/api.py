@@ -34,9 +34,12 @@ def autocast(
     - Matrix products and convolutions run in half precision, forward and backward (dot_general,
       conv_general_dilated, ragged_dot, ragged_dot_general). Products of a matrix with a vector are
       among them. Dots of vectors, also of many at once, outer products, and what else sums over a
-      dimension of 1 are not: they run in float32. A bias, a mask or whatever else is added to a
-      product is added in float32. The sum is rounded for the next product and for what only leads
-      there, such as a ReLU, and stays exact for the rest, such as a loss.
+      dimension of 1 are not: they run in float32. A product belongs to whoever called JAX's
+      product function: those that JAX and Optax need for algorithms of their own, such as a
+      matrix exponential, a step of `jax.experimental.ode` or `optax.ctc_loss`, run in float32. A
+      bias, a mask or whatever else is added to a product is added in float32. The sum is rounded
+      for the next product and for what only leads there, such as a ReLU, and stays exact for the
+      rest, such as a loss.
     - Operations whose results or derivatives may leave the range of float16 run in float32, and
       their results stay in it: powers, quotients and roots (pow, integer_pow, square, sqrt, rsqrt,
       cbrt, div, rem), exponentials and logarithms (exp, exp2, expm1, log, log1p), trigonometry
@@ -49,20 +52,23 @@ def autocast(
       cholesky_update, custom_linear_solve, eig, eigh, fft, geqrf, geqp3, hessenberg,
       householder_product, lu, ormqr, qr, schur, svd, symmetric_product, triangular_solve,
       tridiagonal, tridiagonal_solve). So norms, losses and softmax, which are made of these, run in
-      float32. So do products inside of the functions of `jax.numpy.linalg`, `jax.scipy.linalg`,
-      `jax.scipy.signal` and `jax.image`, such as those of a matrix exponential; but not those that
-      are products or convolutions by name, such as matmul and multi_dot.
+      float32.
     - All others follow their inputs: half precision if all floating-point arrays among them are in
       it, otherwise float32. Constants do not force float32, unless half precision cannot hold them,
       such as the -1e9 of a mask. A value that is multiplied by itself is a power. A subtraction
       runs in float32 if its result goes only to operations of the second group.
 
+    Gradients that meet, because a value has several readers, are added in float32, unless all of
+    them come from products. So what moves such a value, such as indexing, runs in float32, too.
+
     Control flow and calls are entered, `jax.custom_jvp` and `jax.custom_vjp` functions keep their
     rules, and what loops carry keeps its dtype by default. Integers, float64, complex numbers and
     what is written in half precision by hand are left alone, and so are kernels, callbacks and
-    products with an `algorithm` of their own. The `precision` of a product and its
-    `preferred_element_type=float32` do not keep it from half precision: `full_precision` does.
-    Source lines and named scopes stay those of the model.
+    products with an `algorithm` of their own or the `precision` "highest", unless that is set for
+    all products. `preferred_element_type=float32`, which JAX gives any product in a float32
+    program, does not keep one from half precision: `full_precision` does. But the logits of
+    `jax.nn.dot_product_attention`, which asks for them in float32, are not rounded. Source lines
+    and named scopes stay those of the model.
 
     Elementwise operations in float32 between half-precision arrays are computed again in the
     backward pass, as if under `jax.checkpoint`, because their inputs take half the memory.

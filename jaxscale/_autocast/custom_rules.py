@@ -20,25 +20,28 @@ from .. import _jax
 from .._jax import ClosedJaxpr, JaxprEqn, bind, cast, context, jaxpr_as_fun, programs
 from .._trees.tree import blank
 from .frame import Frame
-from .higher_order import inlined, read_inputs, rewrite
+from .higher_order import inlined, place_inside, read_inputs, rewrite
 from .readers import has_products
+from .recompute import Narrow
 from .rules import as_written, chained, is_chained_call
 from .table import BOUNDARY
-from .values import check_cotangent, flushes, has_dtype
+from .values import ToRound, check_cotangent, flushes, has_dtype
 
 
 def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates a `custom_jvp` function, and keeps its rule."""
-    autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
+    autocast, declared = frame.autocast, _jax.callee(eqn)
+    place = place_inside(frame, eqn)
     if is_chained_call(frame, eqn):
         return chained(frame, eqn)
-    if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn):
+    if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn, frame.place.owner):
         is_rounded = any(var in frame.rounded for var in eqn.outvars)  # there may be no outputs
         if is_rounded and _is_relu(declared):
             return [_relu(frame.wide(eqn.invars[0]), frame.dtype)]
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
-    program, out_kinds = rewrite(frame, declared, args, kinds)
+    program, out_kinds, _ = rewrite(frame, eqn, declared, args, kinds)
+    leaves, tree = jax.tree.flatten(args)
 
     @_jax.remember_by_form
     def derived(perturbed: tuple[bool, ...]) -> ClosedJaxpr:
@@ -53,16 +56,17 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         return jax.make_jaxpr(derive)(tuple(declared.in_avals), tuple(tangents))
 
     @jax.custom_jvp
-    def fun(*args: Any) -> Any:
-        return tuple(jaxpr_as_fun(program)(*args))
+    def fun(*leaves: Any) -> Any:
+        return tuple(jaxpr_as_fun(program)(*leaves))
 
     def jvp(primals: Any, tangents: Any) -> Any:
+        tangents = _of_sources(jax.tree.unflatten(tree, tangents))
         perturbed = tuple(not isinstance(each, SymbolicZero) for each in tangents)
-        given = list(itertools.compress(tangents, perturbed))
-        known = [*kinds, *[None] * len(given)]
+        values = [*jax.tree.unflatten(tree, primals), *itertools.compress(tangents, perturbed)]
+        known = [*kinds, *[None] * sum(perturbed)]
         token = _jax.in_forward_rule.set(True)
         try:
-            outputs, _ = autocast.run(derived(perturbed), [*primals, *given], known, in_loop)
+            outputs, _ = autocast.run(derived(perturbed), values, known, place)
         finally:
             _jax.in_forward_rule.reset(token)
         avals = program.out_avals
@@ -74,7 +78,12 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
 
     fun.defjvp(jvp, symbolic_zeros=True)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
-    return fun(*args)
+    return fun(*leaves)
+
+
+def _of_sources(args: Sequence[Any]) -> list[Any]:
+    """Returns what belongs to each input: of two views of a value, the second has the gradient."""
+    return [arg.wide if isinstance(arg, Narrow) else arg for arg in args]
 
 
 def _is_relu(program: ClosedJaxpr) -> bool:
@@ -108,15 +117,17 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     What goes through the boundary of a `scale_backward` does so in float32. It takes no cotangent
     in float16, not even zeros: one that flushed before it was scaled looks the same.
     """
-    autocast, in_loop, declared = frame.autocast, frame.in_loop, _jax.callee(eqn)
-    if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn):
+    autocast, declared = frame.autocast, _jax.callee(eqn)
+    place = place_inside(frame, eqn)
+    if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn, frame.place.owner):
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
     size, at_boundary = len(declared.out_avals), BOUNDARY in _jax.scope_names(eqn)
     if at_boundary:
         args = [frame.wide(atom) for atom in eqn.invars]
     fixed = [False] * size if at_boundary else []
-    program, out_kinds = rewrite(frame, declared, args, kinds, fixed)
+    program, out_kinds, _ = rewrite(frame, eqn, declared, args, kinds, fixed)
+    leaves, views = jax.tree.flatten(args)
 
     # Whatever flags are set: the backward pass needs the program that made its residuals.
     @functools.cache
@@ -138,16 +149,19 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         return jax.make_jaxpr(derive)(*declared.in_avals), trees[0]
 
     @jax.custom_vjp
-    def fun(*args: Any) -> Any:
-        return tuple(jaxpr_as_fun(program)(*args))
+    def fun(*leaves: Any) -> Any:
+        return tuple(jaxpr_as_fun(program)(*leaves))
 
     def fwd(*given: Any) -> Any:
-        perturbed = tuple(each.perturbed and _is_inexact(each.value) for each in given)
+        sources = _of_sources(jax.tree.unflatten(views, given))
+        perturbed = tuple(each.perturbed and _is_inexact(each.value) for each in sources)
         forward, _ = derived(perturbed)
-        outputs, _ = autocast.run(forward, [each.value for each in given], kinds, in_loop)
+        values = jax.tree.unflatten(views, [each.value for each in given])
+        outputs, _ = autocast.run(forward, values, kinds, place)
         primals = tuple(map(_as_aval, outputs, program.out_avals))
         # The second holds no array: its structure says by which inputs something is differentiated.
-        return primals, (outputs[size:], [() if each else None for each in perturbed])
+        kept = [each.wide if isinstance(each, ToRound) else each for each in outputs[size:]]
+        return primals, (kept, [() if each else None for each in perturbed])
 
     def bwd(residuals: Any, cotangents: Any) -> Any:
         for cotangent in cotangents if at_boundary else ():
@@ -164,15 +178,19 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
                 tuple(_zero(aval) if each is None else each for each, aval in pairs)
             )
 
-        gradients = iter(autocast.call_rule(pull, values, cotangents))
-        return tuple(
-            _as_aval(next(gradients), aval) if given else None
-            for given, aval in zip(perturbed, program.in_avals, strict=True)
-        )
+        gradients = iter(autocast.call_rule(pull, place, values, cotangents))
+        avals = jax.tree.unflatten(views, program.in_avals)
+        pulled: list[Any] = []
+        for given, aval in zip(perturbed, avals, strict=True):
+            if isinstance(aval, Narrow):
+                pulled.append(None)
+                aval = aval.wide
+            pulled.append(_as_aval(next(gradients), aval) if given else None)
+        return tuple(pulled)
 
     fun.defvjp(fwd, bwd, symbolic_zeros=True)
     frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
-    return fun(*args)
+    return fun(*leaves)
 
 
 def own_rules(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
@@ -181,7 +199,7 @@ def own_rules(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     Of what it computes without a product nothing is known: that stays in float32.
     """
     _jax.callee(eqn)  # raises if it has another form
-    if not has_products(eqn):
+    if not has_products(eqn, frame.place.owner):
         return as_written(frame, eqn)
     match _jax.differentiated_by(eqn):
         case "jvp":
@@ -230,4 +248,6 @@ def _zero(aval: Any) -> Any:
 
 
 def _as_aval(value: Any, aval: Any) -> Any:
+    if isinstance(value, ToRound):
+        value = value.wide
     return value if has_dtype(value, aval.dtype) else cast(value, aval.dtype)

@@ -1,39 +1,54 @@
-"""The values of a program while it runs."""
+"""The values of a program while it runs.
+
+A narrow value has two views: an array in half precision, and its cast to float32. Where cotangents
+come back to it from several readers, they meet in float32. So all of them read the second; or they
+read the first in a form whose gradient goes to the second. One such form is for all products that
+read the value: what they add to each other is rounded to half precision anyway.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .._jax import Jaxpr, JaxprEqn, Literal, cast, current_scopes
-from .readers import only_float32, readers, rounded_reads
+from .._jax import Jaxpr, JaxprEqn, Literal, cast, current_scopes, stand_in
+from .callers import Place
+from .readers import meeting, only_float32, readers, rounded_reads
 from .recompute import LONGEST, Link, Narrow, compute_chain
-from .values import FLOAT32, Kind, has_dtype, is_float32, literal_kind
+from .values import FLOAT32, Kind, ToRound, has_dtype, is_float32, literal_kind
 
 
 class Frame:
     """The values of one jaxpr while it runs."""
 
-    def __init__(self, autocast: Any, jaxpr: Jaxpr, in_loop: bool, wanted: Sequence[bool]) -> None:
+    def __init__(self, autocast: Any, jaxpr: Jaxpr, place: Place, wanted: Sequence[bool]) -> None:
         self.autocast, self.dtype = autocast, autocast.dtype
-        self.in_loop = in_loop  # part of a body: XLA compiles its backward pass apart
+        self.place = place
         self.scopes = current_scopes()
         self.only_float32 = only_float32(jaxpr)
         # read to be rounded; for nothing else
-        self.rounded, self.only_half = rounded_reads(jaxpr, wanted)
+        self.rounded, self.only_half = rounded_reads(jaxpr, wanted, place.owner)
         self.readers = readers(jaxpr)
         self.links: dict[Any, Link] = {}  # float32 values that are not computed yet
         self.grown: dict[Any, Link] = {}  # how arrays were broadcast, for chains to keep less
         self.repeats = 2 * len(jaxpr.eqns) + LONGEST  # how often their equations may be computed
         self.values: dict[Any, Any] = {}
         self.narrow: set[Any] = set()  # declared as float32, and computed in half precision
+        self.meeting = meeting(
+            jaxpr, place.owner
+        )  # cotangents meet in float32, here or further back
         self.kinds: dict[Any, Kind] = {}
-        self.halves: dict[Any, Any] = {}  # casts of values that are not narrow
-        self.wides: dict[Any, Any] = {}  # casts of values that are
+        self.halves: dict[Any, Any] = {}  # what products read
+        self.wides: dict[Any, Any] = {}  # narrow values and links in float32
+        self.written: dict[Any, Any] = {}  # what the program itself cast to float32, before that
 
     def is_narrow(self, atom: Any) -> bool:
         """Returns whether a value is declared as float32 and computed in half precision."""
         return not isinstance(atom, Literal) and atom in self.narrow
+
+    def meets(self, atom: Any) -> bool:
+        """Returns whether a value is narrow and its cotangents are to meet in float32."""
+        return self.is_narrow(atom) and atom in self.meeting
 
     def kind(self, atom: Any) -> Kind:
         """Returns what else is known of a value."""
@@ -45,36 +60,91 @@ class Frame:
         """Returns the link of a value that is not computed yet."""
         return None if isinstance(atom, Literal) else self.links.get(atom)
 
-    def read(self, atom: Any) -> Any:
-        """Returns a value in the precision it was computed in."""
-        return self.values[atom] if self.is_narrow(atom) else self.wide(atom)
-
     def wide(self, atom: Any) -> Any:
         """Returns a value in the dtype that the program declares."""
         if isinstance(atom, Literal):
             return atom.val
-        if atom in self.narrow or atom in self.links:
-            return self._in(FLOAT32, atom, self.wides)
+        if atom in self.wides:
+            return self.wides[atom]
+        if atom in self.links:
+            self.wides[atom] = self._computed(atom, FLOAT32)
+        elif atom in self.narrow:
+            self.wides[atom] = cast(self.values[atom], FLOAT32, atom.aval.weak_type)
+        else:
+            return self.values[atom]
+        return self.wides[atom]
+
+    def in_half(self, atom: Any) -> Any:
+        """Returns the half-precision array of a narrow value, for what has no gradient."""
+        if atom not in self.values:
+            self.values[atom] = cast(self.wides[atom], self.dtype)
         return self.values[atom]
 
     def half(self, atom: Any) -> Any:
-        """Returns a value in half precision if it is declared as float32."""
+        """Returns what products read of a value: half precision if it is declared as float32."""
         if not is_float32(atom):
             return self.wide(atom)
         if isinstance(atom, Literal):
             is_scalar = np.ndim(atom.val) == 0
             return self.dtype.type(atom.val) if is_scalar else cast(atom.val, self.dtype)
-        return self.values[atom] if atom in self.narrow else self._in(self.dtype, atom, self.halves)
+        if atom in self.narrow and atom not in self.meeting:
+            return self.values[atom]
+        if atom not in self.halves:
+            self.halves[atom] = self._half(atom)
+        return self.halves[atom]
 
-    def _in(self, dtype: Any, atom: Any, known: dict[Any, Any]) -> Any:
-        if atom not in known:
-            if atom in self.links:
-                chain = self.links[atom]
-                known[atom], count = compute_chain(chain, dtype, self.scopes, self.in_loop)
-                self.repeats -= count
-            else:
-                known[atom] = cast(self.values[atom], dtype, atom.aval.weak_type)
-        return known[atom]
+    def own_half(self, atom: Any) -> Any:
+        """Returns a value as `half` does, for one reader that is not a product."""
+        if self.meets(atom):
+            return stand_in(self.in_half(atom), self.wide(atom), self.dtype)
+        is_shared = (
+            not isinstance(atom, Literal) and atom in self.rounded and self.readers[atom] > 1
+        )
+        if is_shared and is_float32(atom) and atom not in self.narrow:
+            return stand_in(self.half(atom), self.wide(atom), self.dtype)
+        return self.half(atom)
+
+    def _half(self, atom: Any) -> Any:
+        if atom in self.links:
+            return self._computed(atom, self.dtype)
+        if atom in self.narrow:
+            return stand_in(self.in_half(atom), self.wide(atom), self.dtype)
+        if atom in self.written:
+            return stand_in(self.written[atom], self.values[atom], self.dtype)
+        return cast(self.values[atom], self.dtype, atom.aval.weak_type)
+
+    def _computed(self, atom: Any, dtype: Any) -> Any:
+        value, count = compute_chain(self.links[atom], dtype, self.scopes, self.place.in_loop)
+        self.repeats -= count
+        return value
+
+    def identity(self, atom: Any) -> int:
+        """Returns what tells the array of a value from others."""
+        if isinstance(atom, Literal):
+            return id(atom)
+        return id(self.values[atom] if atom in self.values else self.wides[atom])
+
+    def passed(self, atom: Any) -> Any:
+        """Returns a value as a call takes it: both views of it, where its cotangents meet."""
+        if self.meets(atom):
+            return self.both(atom)
+        return self.values[atom] if self.is_narrow(atom) else self.wide(atom)
+
+    def only(self, atom: Any) -> Any:
+        """Returns a value as a call takes it whose cotangents JAX cannot compute."""
+        return self.in_half(atom) if self.is_narrow(atom) else self.wide(atom)
+
+    def only_half_of(self, atom: Any) -> Any:
+        """Returns a value in half precision for what has no gradient."""
+        return self.in_half(atom) if self.is_narrow(atom) else self.half(atom)
+
+    def both(self, atom: Any) -> Narrow:
+        """Returns both views of a narrow value."""
+        return Narrow(self.in_half(atom), self.wide(atom))
+
+    def returned(self, atom: Any) -> Any:
+        """Returns a value as a program gives it back."""
+        return ToRound(self.wide(atom)) if self.meets(atom) else self.passed(atom)
 
     def linked(self, eqn: JaxprEqn, index: int = 0) -> Link:
         """Returns an equation with what it reads, to be computed later."""
@@ -84,7 +154,7 @@ class Frame:
         if isinstance(atom, Literal):
             return None
         if atom in self.narrow:
-            return Narrow(self.values[atom], self.wide(atom))
+            return self.both(atom)
         link = self.links.get(atom, self.grown.get(atom))
         return self.values[atom] if link is None else link
 
@@ -95,16 +165,24 @@ class Frame:
         """
         self.links[var] = link
         if var in self.only_half:
-            half = self.half(var)
+            half = self._computed(var, self.dtype)
             del self.links[var]
             self.write(var, half)
 
     def write(self, var: Any, value: Any) -> None:
+        """Keeps the value of a variable, in one view or in both."""
+        if isinstance(value, Narrow | ToRound):
+            self.narrow.add(var)
+            self.meeting.add(var)
+            self.wides[var] = value.wide
+            if isinstance(value, Narrow):
+                self.values[var] = value.half
+            return
         self.values[var] = value
         if has_dtype(value, self.dtype) and is_float32(var):
             self.narrow.add(var)
 
     def forget(self, var: Any) -> None:
         """Lets go of the arrays of a variable that is not read again."""
-        for held in (self.values, self.halves, self.wides, self.links, self.grown):
+        for held in (self.values, self.halves, self.wides, self.written, self.links, self.grown):
             held.pop(var, None)

@@ -17,6 +17,7 @@ import numpy as np
 from .. import _jax
 from .._jax import ClosedJaxpr, UnknownFormError, context, operation, source
 from .._trees.call import Flat
+from .callers import Place
 from .custom_rules import custom_jvp, custom_vjp, own_rules
 from .frame import Frame
 from .higher_order import call, cond, inlined, mapped, remat, scan, while_loop
@@ -60,7 +61,7 @@ class Autocast:
         closed: ClosedJaxpr,
         args: Sequence[Any],
         kinds: Sequence[Kind],
-        in_loop: bool = False,
+        place: Place,
         wanted: Sequence[bool] = (),
     ) -> tuple[list[Any], list[Kind]]:
         """Returns the outputs of a program, some of them narrow, and their kinds.
@@ -69,7 +70,7 @@ class Autocast:
         """
         warn_of_what_is_left(closed, RULES)
         jaxpr = closed.jaxpr
-        frame = Frame(self, jaxpr, in_loop, wanted)
+        frame = Frame(self, jaxpr, place, wanted)
         invars = [*jaxpr.constvars, *jaxpr.invars]
         frame.kinds.update(zip(invars, [*map(parameter, jaxpr.constvars), *kinds], strict=True))
         for var, arg in zip(invars, [*closed.consts, *args], strict=True):
@@ -88,7 +89,7 @@ class Autocast:
             for var in done:
                 frame.forget(var)
         outvars = jaxpr.outvars
-        return [frame.read(atom) for atom in outvars], [frame.kind(atom) for atom in outvars]
+        return [frame.returned(atom) for atom in outvars], [frame.kind(atom) for atom in outvars]
 
     def call(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns what a function that a user wrapped returns, with products in half precision.
@@ -101,7 +102,7 @@ class Autocast:
 
         def run_and_tell() -> list[Any]:
             forget_warnings()
-            outputs = self._run_traced(program, flat.arrays)
+            outputs = self._run_traced(program, flat.arrays, Place())
             if is_outermost:
                 warn_if_unchanged(program, flat.__name__, self.half_carries)
             return outputs
@@ -109,10 +110,10 @@ class Autocast:
         # In a copy of the context, which forgets what was warned of when the call is over.
         return flat.restored(copy_context().run(run_and_tell))
 
-    def call_rule(self, fun: Callable[..., Any], *args: Any) -> Any:
+    def call_rule(self, fun: Callable[..., Any], place: Place, *args: Any) -> Any:
         """Returns what a derivative rule returns: the call of a function is still under way."""
         flat, program = self._trace(fun, args, {})
-        return flat.restored(self._run_traced(program, flat.arrays))
+        return flat.restored(self._run_traced(program, flat.arrays, place))
 
     def _trace(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Flat, ClosedJaxpr]:
         flat = Flat(fun, args, kwargs, getattr(fun, "__name__", "autocast"))
@@ -122,7 +123,7 @@ class Autocast:
         finally:
             under_autocast.reset(token)
 
-    def _run_traced(self, program: ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
+    def _run_traced(self, program: ClosedJaxpr, arrays: Sequence[Any], place: Place) -> list[Any]:
         kinds = [parameter(var) for var in program.jaxpr.invars]
-        outputs, _ = self.run(program, arrays, kinds)
+        outputs, _ = self.run(program, arrays, kinds, place)
         return list(map(as_declared, outputs, program.jaxpr.outvars))

@@ -11,8 +11,8 @@ from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 
 from .. import _jax
@@ -28,6 +28,7 @@ from .._jax import (
     programs,
 )
 from . import table
+from .callers import Owner, owner_of
 from .values import is_float32, is_full_precision
 
 # They mean nothing but the program in them. The backward rule of a `custom_vjp` is not in it.
@@ -37,18 +38,19 @@ _CALLS = CALLS.keys() - {"custom_vjp_call", _jax.OBJECT}
 under_autocast: ContextVar[bool] = ContextVar("under_autocast", default=False)
 
 
-def is_cast(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a product of float32 arrays, without a demand of its own."""
-    if eqn.primitive.name not in table.PRODUCTS:
+def is_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
+    """Returns whether an equation is a product of float32 arrays, without a demand of its own.
+
+    It is not a step of a library's algorithm; `around` is as in `owner_of`.
+    """
+    if eqn.primitive.name not in table.PRODUCTS or not is_float32(eqn.outvars[0]):
         return False
-    precision = _jax.product_precision(eqn)
-    # An algorithm such as `F32_F32_F32` names the precision of each step.
-    named = not isinstance(precision, tuple | jax.lax.Precision | None)
-    atoms: list[Any] = [*eqn.invars, *eqn.outvars]
+    atoms: list[Any] = eqn.invars
     arrays = (atom for atom in atoms if type(atom.aval) is ShapedArray)
     floating = (atom for atom in arrays if jnp.issubdtype(atom.aval.dtype, jnp.inexact))
-    is_typed = is_float32(eqn.outvars[0]) and all(map(is_float32, floating)) and not named
-    return is_typed and _is_of_matrices(eqn) and not _is_of_library(eqn)
+    if not all(map(is_float32, floating)) or _jax.demands_precision(eqn):
+        return False
+    return _is_of_matrices(eqn) and owner_of(eqn, around) is not Owner.LIBRARY
 
 
 def _is_of_matrices(eqn: JaxprEqn) -> bool:
@@ -69,41 +71,64 @@ def _is_of_matrices(eqn: JaxprEqn) -> bool:
     return bool(summed and free)
 
 
-def _is_of_library(eqn: JaxprEqn) -> bool:
-    """Returns whether a product is a step of an algorithm of JAX that is written for float32."""
-    for file, function in _jax.frames_of_jax(eqn):
-        if file in table.LIBRARIES:
-            return function not in table.LIBRARY_PRODUCTS
-    return False
+def why_not_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> str:
+    """Returns why `autocast` leaves a product of float32 arrays alone, or `""` if it does not."""
+    if is_full_precision(eqn):
+        return "marked by `jaxscale.full_precision`"
+    if is_cast(eqn, around):
+        return ""
+    if not _is_of_matrices(eqn):
+        return "of vectors or elements, not of matrices"
+    if owner_of(eqn, around) is Owner.LIBRARY:
+        return "a step of a library that is written for float32"
+    return "it asks for a precision of its own"
 
 
-def reads_half(eqn: JaxprEqn) -> bool:
+def reads_half(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
     """Returns whether an equation casts its inputs to half precision, whatever they are."""
-    return is_cast(eqn) and not is_full_precision(eqn)
+    return is_cast(eqn, around) and not is_full_precision(eqn)
 
 
-_with_products: WeakKeyDictionary[Jaxpr, bool] = WeakKeyDictionary()
+def is_logits(eqn: JaxprEqn, around: Owner) -> bool:
+    """Returns whether a product is that of queries and keys in JAX's attention."""
+    if eqn.primitive.name != "dot_general" or owner_of(eqn, around) is not Owner.ATTENTION:
+        return False
+    operands: list[Any] = eqn.invars
+    pairs = zip(operands, _jax.dot_dimensions(eqn), strict=True)
+    # Of the weights and the values, one is summed over another dimension than its last.
+    return all(tuple(summed) == (atom.aval.ndim - 1,) for atom, (summed, _) in pairs)
 
 
-def has_products(eqn: JaxprEqn) -> bool:
+# For each program, by the owner of what does not say it itself.
+_with_products: WeakKeyDictionary[Jaxpr, dict[Owner, bool]] = WeakKeyDictionary()
+
+
+def has_products(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
     """Returns whether an equation holds programs with anything that `autocast` casts by itself."""
-    return any(map(_has_products, programs(eqn)))
+    held = list(programs(eqn))
+    if not held:
+        return False
+    owner = owner_of(eqn, around)
+    return any(_has_products(program, owner) for program in held)
 
 
 def casts_anything(program: ClosedJaxpr) -> bool:
     """Returns whether a program has anything that `autocast` casts by itself."""
-    return _has_products(program)
+    return _has_products(program, Owner.MODEL)
 
 
-def _has_products(program: Jaxpr | ClosedJaxpr) -> bool:
+def _has_products(program: Jaxpr | ClosedJaxpr, owner: Owner) -> bool:
     jaxpr = _jax.closed(program).jaxpr
-    if jaxpr not in _with_products:
+    known = _with_products.setdefault(jaxpr, {})
+    if owner not in known:
         eqns = [eqn for eqn in jaxpr.eqns if not is_full_precision(eqn)]
-        left = table.KERNELS | table.FLOAT32
-        _with_products[jaxpr] = any(
-            is_cast(eqn) or (eqn.primitive.name not in left and has_products(eqn)) for eqn in eqns
-        )
-    return _with_products[jaxpr]
+        known[owner] = any(is_cast(eqn, owner) or _is_entered(eqn, owner) for eqn in eqns)
+    return known[owner]
+
+
+def _is_entered(eqn: JaxprEqn, owner: Owner) -> bool:
+    is_left = eqn.primitive.name in table.KERNELS | table.FLOAT32
+    return not is_left and has_products(eqn, owner)
 
 
 def equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
@@ -134,6 +159,29 @@ def readers(jaxpr: Jaxpr) -> collections.Counter[Any]:
     return collections.Counter(variables(atoms))
 
 
+def has_gradient(eqn: JaxprEqn) -> bool:
+    """Returns whether cotangents may go through an equation."""
+    if eqn.primitive.name in table.WITHOUT_GRADIENT:
+        return False
+    return any(jnp.issubdtype(_dtype(var), jnp.inexact) for var in eqn.outvars)
+
+
+def _dtype(atom: Any) -> Any:
+    return getattr(atom.aval, "dtype", np.bool_)  # that of a token is none
+
+
+def meeting(jaxpr: Jaxpr, owner: Owner) -> set[Any]:
+    """Returns the variables to which cotangents come from several readers, not all products."""
+    reads: collections.Counter[Any] = collections.Counter(variables(jaxpr.outvars))
+    of_products: collections.Counter[Any] = collections.Counter()
+    for eqn in jaxpr.eqns:
+        if has_gradient(eqn):
+            reads.update(variables(eqn.invars))
+        if reads_half(eqn, owner):
+            of_products.update(variables(eqn.invars))
+    return {var for var, number in reads.items() if number > max(1, of_products[var])}
+
+
 def only_float32(jaxpr: Jaxpr) -> set[Any]:
     """Returns the differences that are read by operations in float32 alone."""
     differences = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "sub"}
@@ -144,7 +192,7 @@ def only_float32(jaxpr: Jaxpr) -> set[Any]:
     return differences.difference(variables(jaxpr.outvars))
 
 
-def rounded_reads(jaxpr: Jaxpr, wanted: Sequence[bool] = ()) -> tuple[set[Any], set[Any]]:
+def rounded_reads(jaxpr: Jaxpr, wanted: Sequence[bool], owner: Owner) -> tuple[set[Any], set[Any]]:
     """Returns the variables that are read to be rounded to half precision, and those only read so.
 
     What commutes with that, and whose result is read only so, counts. Nothing is lost if one that
@@ -162,18 +210,18 @@ def rounded_reads(jaxpr: Jaxpr, wanted: Sequence[bool] = ()) -> tuple[set[Any], 
     for eqn in reversed(jaxpr.eqns):
         kept = [var in rounded and var not in others for var in eqn.outvars]
         alike = operation(eqn) in table.ROUNDED_ALIKE and all(kept) and not any(programs(eqn))
-        halves = [alike or reads_half(eqn)] * len(eqn.invars)
+        halves = [alike or reads_half(eqn, owner)] * len(eqn.invars)
         if operation(eqn) in _CALLS:
             with contextlib.suppress(UnknownFormError):
                 program = callee(eqn).jaxpr
-                _, found = rounded_reads(program, kept)
+                _, found = rounded_reads(program, kept, owner_of(eqn, owner))
                 halves = [var in found for var in program.invars]
         for atom, is_rounded in zip(eqn.invars, halves, strict=True):
             read(atom, is_rounded)
     return rounded, rounded - others
 
 
-def half_carries(loop: _jax.Scan) -> list[bool]:
+def half_carries(loop: _jax.Scan, owner: Owner = Owner.MODEL) -> list[bool]:
     """Returns for each carry of a loop whether it may be in half precision.
 
     It may if its next value is computed from a product that reads it, as the residual stream of a
@@ -182,11 +230,11 @@ def half_carries(loop: _jax.Scan) -> list[bool]:
     body = loop.body.jaxpr
     carried = range(loop.consts, loop.consts + loop.carries)
     given = [{(i, False)} if i in carried else set() for i in range(len(body.invars))]
-    pairs = zip(carried, _sources(body, given), strict=False)
+    pairs = zip(carried, _sources(body, given, owner), strict=False)
     return [is_float32(body.invars[i]) and (i, True) in found for i, found in pairs]
 
 
-def _sources(jaxpr: Jaxpr, given: Sequence[set[Any]]) -> list[set[Any]]:
+def _sources(jaxpr: Jaxpr, given: Sequence[set[Any]], owner: Owner) -> list[set[Any]]:
     """Returns which inputs each output is computed from, and whether through a product."""
     found = dict(zip(jaxpr.invars, given, strict=True))
 
@@ -200,8 +248,8 @@ def _sources(jaxpr: Jaxpr, given: Sequence[set[Any]]) -> list[set[Any]]:
         outputs = [set().union(*inputs)] * len(eqn.outvars)
         if operation(eqn) in _CALLS:
             with contextlib.suppress(UnknownFormError):
-                outputs = _sources(callee(eqn).jaxpr, inputs)
-        elif any(map(reads_half, equations(eqn))):
+                outputs = _sources(callee(eqn).jaxpr, inputs, owner_of(eqn, owner))
+        elif reads_half(eqn, owner) or has_products(eqn, owner):
             outputs = [{(i, True) for i, _ in each} for each in outputs]
         found |= zip(eqn.outvars, outputs, strict=True)
     return [*map(read, jaxpr.outvars)]

@@ -18,7 +18,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from .. import _jax
-from .._jax import JaxprEqn, Literal, bind, cast, context, source
+from .._jax import JaxprEqn, Literal, bind, cast, context, source, stand_in
 from .readers import equations
 from .table import CHAINED_MOVES
 from .values import FLOAT32
@@ -41,17 +41,6 @@ class Narrow(NamedTuple):
 
     half: Any
     wide: Any
-
-
-@jax.custom_jvp
-def _widened(half: Any, wide: Any) -> Any:
-    return cast(half, FLOAT32)
-
-
-@_widened.defjvp
-def _widened_jvp(primals: Any, tangents: Any) -> Any:
-    # Not `_widened` again: with that, the backward pass would keep `wide` for its own derivative.
-    return cast(primals[0], FLOAT32), tangents[1]
 
 
 class Link:
@@ -89,7 +78,8 @@ def compute_chain(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> tuple[A
                 return atom.val
             value = values[_key(given)]
             if isinstance(value, Narrow):
-                value = values[_key(given)] = value.wide if is_linear else _widened(*value)
+                wide = value.wide if is_linear else stand_in(*value, FLOAT32)
+                value = values[_key(given)] = wide
             return value
 
         for link in links:
@@ -113,8 +103,7 @@ def named(last: Link, name: Callable[[Any], Any]) -> Link:
     arrays, links_and_keys = _flatten(last)
     for i, given in enumerate(arrays):
         if isinstance(given, Narrow):
-            half = name(given.half)
-            arrays[i] = Narrow(half, cast(half, FLOAT32))
+            arrays[i] = given._replace(half=name(given.half))
     return _unflatten(links_and_keys, arrays)
 
 

@@ -29,13 +29,37 @@ BOUNDARY = "jaxscale_scale_backward"
 # Half precision: matrix products and convolutions.
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 
-# Modules of JAX, by their files, whose algorithms are written for float32, but for the functions
-# that are products or convolutions by name. They are looked for from the innermost frame.
-LIBRARIES = {
-    *("numpy/linalg.py", "scipy/linalg.py", "lax/linalg.py", "tpu/linalg/qdwh.py"),
-    *("scipy/signal.py", "image/scale.py"),
+# A product belongs to whoever called JAX's product function: to the model, unless that is one of
+# these libraries, whose own algorithms are written for float32. Libraries of layers are the model.
+LIBRARIES = {"jax", "optax"}
+
+# In JAX, these files and functions are products by name, or transform or map what they are given,
+# as all files do that are in no folder of JAX. The caller is outside of them.
+PASSING_ON = (
+    # products
+    *("lax/lax.py", "lax/convolution.py", "lax/other.py", "lax/scaled_dot.py", "lax/utils.py"),
+    *("numpy/tensor_contractions.py", "numpy/einsum.py", "numpy/array_methods.py"),
+    *("numpy/hijax.py", "numpy/util.py", "cudnn/", "third_party/", "experimental/sparse/"),
+    # transformations, maps and models
+    *("interpreters/", "lax/control_flow/", "lax/parallel.py", "lax/eval_jaxpr.py", "state/"),
+    *("numpy/vectorize.py", "numpy/ufunc_api.py", "export/", "extend/", "pallas/"),
+    *("experimental/shard_map.py", "experimental/pjit.py", "experimental/checkify.py"),
+    *("experimental/jet.py", "experimental/jax2tf/", "experimental/custom_partitioning.py"),
+    *("experimental/fused.py", "experimental/hijax.py", "experimental/xla_metadata.py"),
+    *("experimental/compute_on.py", "experimental/rnn.py", "example_libraries/"),
+)
+PASSING_ON_BY_NAME = {
+    # products
+    *("matmul", "multi_dot", "tensordot", "vecdot", "outer", "kron"),
+    *("convolve", "correlate", "_conv", "convolve2d", "correlate2d", "_convolve_nd"),
+    # maps
+    *("apply_along_axis", "apply_over_axes", "piecewise", "_piecewise"),
 }
-LIBRARY_PRODUCTS = {"matmul", "multi_dot", "tensordot", "_convolve_nd"}
+# Algorithms among the files above.
+ALGORITHMS = {"random.py", "experimental/sparse/linalg.py", "experimental/sparse/random.py"}
+
+# JAX's attention asks for its logits in float32, as a mask or a large key needs.
+ATTENTION_FILE, ATTENTION = "nn/functions.py", "_dot_product_attention_core"
 
 # Float32, whatever comes in. The results stay in float32, as float16 may not hold them. First
 # those that treat each element by itself:
@@ -94,6 +118,9 @@ SUMMED_BACKWARD = {
     *("reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min", "scatter"),
     *("sort", "tile", "top_k"),
 }
+
+# Nothing comes back through these in the backward pass, nor through what returns no float.
+WITHOUT_GRADIENT = {"ceil", "floor", "round", "sign", "stop_gradient"}
 
 # To round before these is to round after them: they move or choose elements, or change a sign.
 ROUNDED_ALIKE = (

@@ -32,6 +32,15 @@ class Product(NamedTuple):
     """The result of matrix products or convolutions, their biases added."""
 
 
+class ToRound(NamedTuple):
+    """A float32 array that is narrow: it is rounded where it is read in half precision.
+
+    Its cotangents meet others further back, and are not to be rounded before.
+    """
+
+    wide: Any
+
+
 Kind = Constant | Parameter | Product | None
 
 
@@ -61,10 +70,12 @@ def flushes(dtype: Any) -> bool:
 def check_cotangent(cotangent: Any, name: str = "") -> None:
     """Raises a `TypeError` if what comes back to the output of that name flushed before it."""
     if not isinstance(cotangent, SymbolicZero) and flushes(cotangent.dtype):
+        # What is one number may be the loss itself.
+        hint = ", or let `fun` include the loss" * bool(cotangent.shape)
         raise TypeError(
             f"`scale_backward(fun)`: the output{name and ' '}{name} is {cotangent.dtype} and a "
             "loss depends on it, so that its cotangent has flushed to 0 before it could be scaled. "
-            "Return it `.astype(jnp.float32)`, or let `fun` include the loss."
+            f"Return it `.astype(jnp.float32)`{hint}."
         )
 
 
@@ -75,6 +86,8 @@ def has_dtype(value: Any, dtype: Any) -> bool:
 
 def as_declared(value: Any, atom: Any) -> Any:
     """Returns a value in the dtype that a program declares."""
+    if isinstance(value, ToRound):
+        value = value.wide
     if not is_float32(atom):
         return value
     weak_type = atom.aval.weak_type

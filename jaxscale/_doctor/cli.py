@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -163,8 +164,9 @@ def _examine(
     target: Target, loss_scale: float | None, dtype: str | None, progress: Progress, is_quick: bool
 ) -> Exam:
     try:
-        # The numbers that NumPy warns of while JAX traces are in the report.
-        with np.errstate(over="ignore", under="ignore"):
+        # What NumPy and `autocast` warn of while JAX traces is in the report.
+        with np.errstate(over="ignore", under="ignore"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`autocast` changes nothing")
             return examine(target, loss_scale, dtype, progress, is_quick=is_quick)
     except TargetError:
         raise

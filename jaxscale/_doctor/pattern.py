@@ -75,8 +75,14 @@ class Operations:
         return use
 
     def _is_divided_by(self, quotient: EquationKey, total: EquationKey) -> bool:
-        divisor = self._makers[quotient][1]
-        return total in self._sources(divisor, _SAME_NUMBERS | {"add"})
+        """Returns whether exponentials, maybe times values, are divided by their sum.
+
+        The derivative of a logarithm divides by it, too, but divides no exponentials.
+        """
+        above, below = self._makers[quotient]
+        is_below = total in self._sources(below, _SAME_NUMBERS | {"add"})
+        through = _SAME_NUMBERS | {"mul", "dot_general"}
+        return is_below and self._comes_from(above, _EXPONENTIALS, through)
 
     def _find_totals(self, exponential: EquationKey) -> list[EquationKey]:
         """Returns the sums that an exponential goes into."""
@@ -90,7 +96,7 @@ class Operations:
         return tuple(str(line) for each in found for line in each)
 
     def is_read_by_logarithm(self, key: EquationKey) -> bool:
-        through = _SAME_NUMBERS | _SCALED | {"reduce_prod", "cumprod"}
+        through = _SAME_NUMBERS | _SCALED | {"reduce_prod", "cumprod", "reduce_sum"}
         return self._has_reader(key, {"log", "log1p"}, through)
 
     def find_loss_sums(self, run: Run) -> Iterator[Sum]:

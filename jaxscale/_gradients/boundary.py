@@ -95,6 +95,9 @@ def scale_backward(
     `jit`, `shard_map` and `jax.checkpoint` are entered. A `jax.checkpoint` outside of the wrapped
     function is cheaper than one inside, which is computed again with each retry.
 
+    A backward rule that is not linear, such as `clip_gradient` in JAX's documentation, sees scaled
+    cotangents inside of the function. Apply it outside, to what goes in, or clip in the optimizer.
+
     Args:
       fun: a function, such as a loss, Linen's `model.apply`, a module or a method of NNX, or a
         module of Equinox. Its inputs and outputs may be any trees. Arrays that it closes over
@@ -219,6 +222,7 @@ class _Plan:
         self.tail_by = [var for var in self.tail.inputs if var in by]
         # Where the cotangents of the tail may enter the head.
         self.entries = [var for var in self.head.outputs if var in derived]
+        self.entry_types: list[Any] = []
 
     def forward(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
         """Returns the outputs, and what pulls cotangents back through both parts."""
@@ -229,6 +233,8 @@ class _Plan:
                 self.head, env, self.head_by, self.entries, note_outputs=_note_tangents
             )
         env |= zip(self.head.outputs, crossing, strict=True)
+        # Of a `shard_map` the types are known only now, and are the same in each call.
+        self.entry_types = [jax.typeof(env[var]) for var in self.entries]
         # If none has a tangent, no rule was asked.
         have_tangents = have_tangents or [False] * len(self.entries)
         entries = list(itertools.compress(self.entries, have_tangents))
@@ -279,8 +285,8 @@ class _Plan:
         def pull_scaled(scale: jax.Array) -> list[Any]:
             scaled = iter(zip(multiply(entering, scale), entering, strict=True))
             given = [
-                _zero(var.aval) if each is None else _cast_like(*next(scaled))
-                for var, each in zip(self.entries, cotangents, strict=True)
+                _zero(aval) if each is None else _cast_like(*next(scaled))
+                for aval, each in zip(self.entry_types, cotangents, strict=True)
             ]
             return list(pull(given))
 

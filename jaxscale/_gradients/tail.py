@@ -1,8 +1,8 @@
 """A traced program in two parts: the half-precision part, and what follows it in float32.
 
-The *head* is every equation that a half-precision value comes from, and those that take one. The
-*tail* is the rest. Its backward pass needs no scale, and the cotangents that leave it for the head
-say which scale that needs.
+The *head* is every equation that a half-precision value comes from, and those that take one, if a
+cotangent comes back to that value. The *tail* is the rest. Its backward pass needs no scale, and
+the cotangents that leave it for the head say which scale that needs.
 
 Control flow and functions with derivative rules belong to one part as a whole. Calls that mean
 nothing but their program, such as `jit` and `jax.checkpoint`, and `shard_map` are divided in two.
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _jax
-from .._autocast.readers import reads_half, variables
+from .._autocast.callers import Owner, owner_of
+from .._autocast.readers import has_gradient, has_products, reads_half, variables
 from .._jax import (
     ClosedJaxpr,
     JaxprEqn,
@@ -119,10 +120,11 @@ def split(program: ClosedJaxpr, under_autocast: bool) -> Split:
     Matrix products in float32 count as half precision if an `autocast` may yet make them that:
     if the program was traced for one, or if nothing else in it is in half precision.
     """
-    has_half = _Search(_is_typed_half)
-    if under_autocast or not any(map(has_half, program.jaxpr.eqns)):
-        has_half = _Search(lambda eqn: _is_typed_half(eqn) or reads_half(eqn))
-    splitter = _Splitter(has_half)
+    holds_typed_half = _Search(_is_typed_half)
+    casts = under_autocast or not any(map(holds_typed_half, program.jaxpr.eqns))
+    finder = _HalfFinder(holds_typed_half, casts)
+    finder.search(program, [True] * len(program.jaxpr.outvars), Owner.MODEL)
+    splitter = _Splitter(finder.holds_half)
     return splitter.make_parts(program, *splitter.divide(program, ()), from_head=[])
 
 
@@ -137,13 +139,91 @@ class _Search:
         self._known: dict[Any, bool] = {}
 
     def __call__(self, eqn: JaxprEqn) -> bool:
-        return self._has(eqn) or any(map(self._in_program, programs(eqn)))
+        return self._has(eqn) or self.within(eqn)
+
+    def within(self, eqn: JaxprEqn) -> bool:
+        """Returns whether an equation in the programs that this one holds has the property."""
+        return any(map(self._in_program, programs(eqn)))
 
     def _in_program(self, program: Any) -> bool:
         jaxpr = _jax.closed(program).jaxpr
         if jaxpr not in self._known:
             self._known[jaxpr] = any(map(self, jaxpr.eqns))
         return self._known[jaxpr]
+
+
+class _HalfFinder:
+    """Finds the equations with half-precision values that a cotangent comes back to.
+
+    A value in half precision that is only kept, for what is computed again, has no cotangent that
+    could flush. With `casts`, products in float32 count as half precision.
+
+    An equation of a program that is called many times counts if it does in one of these calls.
+    """
+
+    def __init__(self, holds_typed_half: _Search, casts: bool) -> None:
+        self._holds_typed_half = holds_typed_half
+        self._casts = casts
+        self._found: set[int] = set()  # identities of equations
+        self._known: dict[Any, list[bool]] = {}
+
+    def holds_half(self, eqn: JaxprEqn) -> bool:
+        """Returns whether an equation of a program that was searched was found."""
+        return id(eqn) in self._found
+
+    def search(
+        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], owner: Owner
+    ) -> list[bool]:
+        """Searches a program, and those that its divisible calls hold.
+
+        Args:
+          program: a program.
+          pulled_outputs: for each of its outputs, whether a cotangent comes back to it.
+          owner: whose products these are, as in `owner_of`.
+
+        Returns:
+          For each input of the program, whether a cotangent comes back to it.
+        """
+        key = program.jaxpr, tuple(pulled_outputs), owner
+        if key not in self._known:
+            pulled = self._find_pulled(program, pulled_outputs, owner)
+            for eqn in program.jaxpr.eqns:
+                if self._is_half(eqn, pulled, owner):
+                    self._found.add(id(eqn))
+            self._known[key] = [var in pulled for var in program.jaxpr.invars]
+        return self._known[key]
+
+    def _find_pulled(
+        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], owner: Owner
+    ) -> set[Any]:
+        """Returns the variables that a cotangent comes back to, and searches the calls."""
+        pulled = set(variables(itertools.compress(program.jaxpr.outvars, pulled_outputs)))
+        for eqn in reversed(program.jaxpr.eqns):
+            inner = _divided(eqn)
+            if inner is not None:
+                of_call = [var in pulled for var in eqn.outvars]
+                back = self.search(inner, of_call, owner_of(eqn, owner))
+            elif pulled.isdisjoint(eqn.outvars) or not has_gradient(eqn):
+                continue
+            elif _jax.is_stand_in(eqn):
+                back = [False, True]
+            else:
+                back = [True] * len(eqn.invars)
+            pulled.update(variables(itertools.compress(eqn.invars, back)))
+        return pulled
+
+    def _is_half(self, eqn: JaxprEqn, pulled: set[Any], owner: Owner) -> bool:
+        inner = _divided(eqn)
+        atoms = {*eqn.outvars}
+        if inner is None:
+            atoms.update(variables(eqn.invars))
+        if any(is_half(atom.aval) for atom in atoms & pulled):
+            return True
+        if inner is not None:
+            return any(map(self.holds_half, inner.jaxpr.eqns))
+        if self._holds_typed_half.within(eqn):
+            return True
+        return self._casts and (reads_half(eqn, owner) or has_products(eqn, owner))
 
 
 class _Splitter:
@@ -198,16 +278,13 @@ class _Splitter:
     def _steps(self, eqn: JaxprEqn, in_head: set[Any]) -> list[_Step]:
         """Returns an equation as one step, or as two if it is a call with a head and a tail."""
         whole = _Step(eqn, eqn.invars, eqn.outvars, self._holds_half(eqn))
-        is_mapped = eqn.primitive.name == "shard_map"
-        if not whole.holds_half or not (is_mapped or _jax.is_divisible(eqn)):
+        inner = _divided(eqn)
+        if not whole.holds_half or inner is None:
             return [whole]
+        is_mapped = eqn.primitive.name == "shard_map"
         # What a device returns has another shape than what a `shard_map` does, so that its tail
         # returns all of it, and belongs to the head as a whole if that reads any.
         needed = [not is_mapped and var in in_head for var in eqn.outvars]
-        try:
-            inner = _jax.mapped(eqn).program if is_mapped else _jax.callee(eqn)
-        except UnknownFormError:
-            return [whole]
         parts = self._split_call(inner, needed, is_mapped)
         if parts is None:
             return [whole]
@@ -251,6 +328,17 @@ def is_inexact(aval: Any) -> bool:
     """Returns whether an array, or arrays of a type, are floating-point or complex numbers."""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _divided(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Returns the program of an equation that may be divided in two, such as a call."""
+    is_mapped = eqn.primitive.name == "shard_map"
+    if not is_mapped and not _jax.is_divisible(eqn):
+        return None
+    try:
+        return _jax.mapped(eqn).program if is_mapped else _jax.callee(eqn)
+    except UnknownFormError:
+        return None
 
 
 def _evaluate(step: _Step, values: list[Any]) -> list[Any]:

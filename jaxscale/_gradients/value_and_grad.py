@@ -69,6 +69,10 @@ def value_and_grad(
     of 1. So the loss is exact, and scaling cannot make it overflow. Call this inside the training
     step, with the state of that step.
 
+    A backward rule that is not linear sees scaled cotangents: a `jax.custom_vjp` that clips them,
+    as `clip_gradient` in JAX's documentation does, clips to another number than it says. Clip the
+    gradients that come back instead, or in `on_grads` of `jaxscale.train_step`.
+
     Args:
       fun: a function that returns a floating-point scalar, preferably in float32; with
         `has_aux` a pair of that and anything.
@@ -265,11 +269,19 @@ def _split(call: str, name: str, output: Any, has_aux: bool) -> tuple[jax.Array,
     shape, dtype = getattr(output, "shape", ()), getattr(output, "dtype", type(output))
     is_floating = dtype is float or jnp.issubdtype(dtype, jnp.floating)
     if not is_array_like(output) or shape != () or not is_floating:
-        hint = " With an auxiliary output, pass has_aux=True." * isinstance(output, tuple)
+        got = f"{getattr(dtype, '__name__', dtype)}{list(shape)}"
+        hint = "Reduce the loss to one number, for example with `.mean()`."
+        if output is None:
+            got, hint = "NoneType", f"Does `{name}` end without `return loss`?"
+        elif isinstance(output, tuple):
+            hint += " With an auxiliary output, pass has_aux=True."
+        elif shape == () and not is_floating:
+            hint = (
+                "A number of that kind has no gradient. Return a loss that is computed in floating "
+                "point, not a count or a comparison; of a complex one, the real part."
+            )
         raise TypeError(
-            f"`{call}({name})`: `{name}` must return a floating scalar, got "
-            f"{getattr(dtype, '__name__', dtype)}{list(shape)}. Reduce the loss to one "
-            f"number, for example with `.mean()`.{hint}"
+            f"`{call}({name})`: `{name}` must return a floating scalar, got {got}. {hint}"
         )
     return jnp.asarray(output), aux
 

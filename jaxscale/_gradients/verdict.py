@@ -56,7 +56,20 @@ def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
     """Returns `finite` where it holds on every device along `axis_name`."""
     if axis_name is None:
         return finite
-    return jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+    return _least(finite.astype(jnp.int32), axis_name) == 1
+
+
+def _least(numbers: jax.Array, axis_name: Any) -> jax.Array:
+    """Returns the least of some numbers on all devices along `axis_name`, each for itself."""
+    try:
+        return jax.lax.pmin(numbers, axis_name)
+    except NameError as error:
+        raise NameError(
+            f"`axis_name={axis_name!r}` of `loss_scaled` or `all_finite` names an axis of the "
+            "`shard_map` or `pmap` around this call, and there is none of that name. Under `jit` "
+            "alone leave it out: an array there is whole, on however many devices, and so is the "
+            "verdict."
+        ) from error
 
 
 def axis_names(axis_name: Any) -> tuple[Any, ...]:
@@ -79,7 +92,7 @@ def agree_on_sizes(
         # Negated, as the least number counts. As an integer, since what becomes of NaN in a
         # maximum of floats is up to the library that devices exchange numbers by.
         local = jnp.append(finite.astype(jnp.int32), -jnp.stack(list(bits.values())))
-        least = jax.lax.pmin(local, axis_name)
+        least = _least(local, axis_name)
         finite = least[: -len(bits)] == 1
         bits = dict(zip(bits, -least[-len(bits) :], strict=True))
     return finite, {name: _as_float(each) for name, each in bits.items()}

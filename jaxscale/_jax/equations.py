@@ -22,7 +22,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, batching, mlir
 
 from . import hijax
-from .hijax import OBJECT, operation
+from .hijax import OBJECT, operation, takes_own_types
 
 if TYPE_CHECKING:  # JAX 0.12 has one class for both
     from jax.extend.core import Jaxpr as ClosedJaxpr
@@ -32,7 +32,8 @@ else:
 # The versions of JAX that the tests were run with.
 TESTED = "0.6.2 to 0.12.0"
 
-_Read, _More = TypeVar("_Read"), ParamSpec("_More")
+_Read = TypeVar("_Read")
+_More = ParamSpec("_More")
 
 
 class UnknownFormError(Exception):
@@ -79,7 +80,7 @@ def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
     """Returns the programs that an equation holds, in the order of its parameters."""
     if hijax.holds_program(eqn):
         with contextlib.suppress(UnknownFormError):
-            yield callee(eqn)
+            yield _held(eqn)
     yield from _own_programs(eqn)
 
 
@@ -104,6 +105,9 @@ def with_programs(eqn: JaxprEqn, replaced: Sequence[Jaxpr | ClosedJaxpr]) -> dic
 def bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """Returns the outputs of an equation for other arguments, and maybe other parameters."""
     params = hijax.fitted(eqn, args, eqn.params if params is None else params)
+    if eqn.primitive.name == OBJECT:
+        # The rules of an object get what they are given, and ask numbers of literals for a shape.
+        args = [x if hasattr(x, "shape") else _as_array(x) for x in args]
     given: Any = eqn.primitive.get_bind_params(params)
     # Until 0.7 or so a pair: functions, which come before the arguments, and the other parameters.
     functions, given = given if isinstance(given, tuple) else ((), given)
@@ -111,11 +115,31 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = Non
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
+def _as_array(number: Any) -> Any:
+    """Returns the number of a literal as an array of its type."""
+    aval: Any = jax.typeof(number)
+    return cast(number, aval.dtype, aval.weak_type)
+
+
 def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
     """Returns an array in another dtype. A program keeps this as one equation."""
     return convert_element_type_p.bind(
         array, new_dtype=np.dtype(dtype), weak_type=weak_type, sharding=None
     )
+
+
+def demands_precision(eqn: JaxprEqn) -> bool:
+    """Returns whether a product names how precise it is to be, and not all products do.
+
+    An algorithm such as `F32_F32_F32` names the precision of each step.
+    """
+    precision = product_precision(eqn)
+    if not isinstance(precision, tuple | jax.lax.Precision | None):
+        return True
+    highest = jax.lax.Precision.HIGHEST
+    is_highest = precision is highest or (isinstance(precision, tuple) and highest in precision)
+    # Set for all products, it says nothing of this one.
+    return is_highest and jax.config.jax_default_matmul_precision not in ("highest", "float32")
 
 
 def product_precision(eqn: JaxprEqn) -> Any:
@@ -201,11 +225,19 @@ _DIVISIBLE = (*_JITS, *_INLINED, "remat2")
 def callee(eqn: JaxprEqn) -> ClosedJaxpr:
     """Returns the program that an equation calls with its own inputs."""
     if eqn.primitive.name == OBJECT:
+        if takes_own_types(eqn):
+            raise ValueError("its program takes what these values consist of")
         _check_programs(eqn)
-        return _fitting(hijax.program_of(eqn), eqn.invars, eqn.outvars)
+        return _fitting(_held(eqn), eqn.invars, eqn.outvars)
     program: Any = eqn.params[CALLS[eqn.primitive.name]]
     _check_programs(eqn, program)
     return _fitting(program, eqn.invars, eqn.outvars)
+
+
+@_reader
+def _held(eqn: JaxprEqn) -> ClosedJaxpr:
+    """Returns the program of an object, which takes the arrays that its inputs consist of."""
+    return closed(hijax.program_of(eqn))
 
 
 def is_placed(eqn: JaxprEqn) -> bool:
@@ -384,6 +416,21 @@ def scan(eqn: JaxprEqn) -> Scan:
     return Scan(body, consts, carries, int(params["length"]), bool(params["reverse"]))
 
 
+def scan_again(
+    eqn: JaxprEqn, body: ClosedJaxpr, consts: Sequence[Any], carries: Sequence[Any], xs: Any
+) -> list[Any]:
+    """Returns the outputs of a `scan` with another body, of more constants or slices."""
+
+    def step(carries: Any, sliced: Any) -> Any:
+        outputs = jaxpr_as_fun(body)(*consts, *carries, *sliced)
+        return tuple(outputs[: len(carries)]), outputs[len(carries) :]
+
+    names = ("length", "reverse", "unroll", "_split_transpose")  # the last until JAX 0.10
+    options: Any = {name: eqn.params[name] for name in names if name in eqn.params}
+    carried, stacked = jax.lax.scan(step, tuple(carries), tuple(xs), **options)
+    return [*carried, *stacked]
+
+
 class While(NamedTuple):
     """A `while`: its test and its body, with the numbers of the constants that each takes."""
 
@@ -421,6 +468,7 @@ class Mapped(NamedTuple):
     program: ClosedJaxpr
     map: Callable[..., Callable[..., Any]]
     options: dict[str, Any]  # those of `jax.shard_map` or `jax.pmap`
+    inputs: str  # the option that says for each input how it is mapped
 
 
 @_reader
@@ -438,15 +486,15 @@ def mapped(eqn: JaxprEqn) -> Mapped:
             "mesh": params.pop("mesh"),
             "check_vma": params.pop("check_vma"),
         }
-        transform = jax.shard_map
+        transform, inputs = jax.shard_map, "in_specs"
     else:
         program = params.pop("call_jaxpr")
         names = ("axis_name", "in_axes", "out_axes", "devices", "backend", "axis_size")
         options = {name: params.pop(name) for name in names}
         for name in ("name", "donated_invars", "global_axis_size", "is_explicit_global_axis_size"):
             params.pop(name, None)
-        transform = jax.pmap
+        transform, inputs = jax.pmap, "in_axes"
     if params:
         raise ValueError(f"more parameters: {', '.join(params)}")
     program = _fitting(program, eqn.invars, None)
-    return Mapped(program, lambda fun, **other: transform(fun, **options | other), options)
+    return Mapped(program, lambda fun, **other: transform(fun, **options | other), options, inputs)

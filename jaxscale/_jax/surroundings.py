@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import jax
+import jax.core
 import jax.experimental
 import numpy as np
 from jax.extend import source_info_util
@@ -130,7 +131,8 @@ def keep_lines_of_rules(is_users_file: Callable[[str], bool]) -> Iterator[None]:
     JAX gives all that a rule of a `custom_vjp` function computes the line that calls the function.
     Only functions that are traced in here are affected, and only in their source lines.
     """
-    call = jax.custom_vjp.__call__
+    custom_vjp: Any = jax.custom_vjp
+    call = custom_vjp.__call__
 
     @functools.wraps(call)
     def call_with_lines(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,11 +142,11 @@ def keep_lines_of_rules(is_users_file: Callable[[str], bool]) -> Iterator[None]:
             function.bwd = _with_own_lines(function.bwd)
         return call(function, *args, **kwargs)
 
-    jax.custom_vjp.__call__ = call_with_lines
+    custom_vjp.__call__ = call_with_lines
     try:
         yield
     finally:
-        jax.custom_vjp.__call__ = call
+        custom_vjp.__call__ = call
 
 
 def _with_own_lines(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,6 +195,34 @@ def _is_set(cell: Any) -> bool:
 
 _FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 _SOURCES = os.path.join(_FOLDER, "_src", "")
+
+
+_PACKAGES = os.path.join(os.path.dirname(os.path.dirname(jax.__file__)), "")
+_OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_STANDARD = os.path.join(os.path.dirname(os.__file__), "")
+
+
+def callers(eqn: JaxprEqn) -> Iterator[tuple[str, str, list[str]]]:
+    """Returns who called the function that an equation is from, innermost first.
+
+    For each frame the package, such as `jax`, and the file in it, such as `numpy/linalg.py`, both
+    empty for files that are not installed beside JAX; and the function, after those around it.
+    Frames of Python's own library and of this one are left out.
+    """
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        functions = frame.function_name.split(".")
+        if functions[-1] in _TRACING:
+            return
+        path = frame.file_name
+        if path.startswith(_SOURCES):
+            yield "jax", path.removeprefix(_SOURCES).replace(os.sep, "/"), functions
+        elif path.startswith(_PACKAGES):
+            package, _, file = path.removeprefix(_PACKAGES).partition(os.sep)
+            if not path.startswith(_OWN):
+                yield package, file.replace(os.sep, "/"), functions
+        elif not path.startswith((_OWN, _STANDARD)):
+            yield "", "", functions
 
 
 def frames_of_jax(eqn: JaxprEqn) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ from .adaptive import AdaptiveLossScale
 from .base import LossScale
 from .dynamic import DynamicLossScale
 from .fixed import FixedLossScale, NoOpLossScale
+from .spikes import SpikeRule
 
 
 def as_loss_scale(spec: Any) -> LossScale:
@@ -27,6 +28,11 @@ def as_loss_scale(spec: Any) -> LossScale:
       >>> jaxscale.as_loss_scale(8)
       FixedLossScale(loss_scale=8.0)
     """
+    return read_loss_scale("as_loss_scale", spec)
+
+
+def read_loss_scale(call: str, spec: Any) -> LossScale:
+    """Returns what `as_loss_scale` does, with errors in the name of `call`."""
     if spec is None:
         return NoOpLossScale()
     if isinstance(spec, LossScale):
@@ -38,10 +44,17 @@ def as_loss_scale(spec: Any) -> LossScale:
     if isinstance(spec, numbers.Real) and not isinstance(spec, bool):
         return FixedLossScale(float(spec))
     error = ValueError if isinstance(spec, str) else TypeError
-    instance = f" Did you mean `{spec.__name__}()`?" if isinstance(spec, type) else ""
+    hint = ""
+    if isinstance(spec, SpikeRule):
+        hint = " A rule for spikes is no loss scale: pass it as `spikes=`."
+    elif isinstance(spec, type):
+        hint = f" Did you mean `{spec.__name__}()`?"
+    elif callable(spec):
+        name = getattr(spec, "__name__", repr(spec))
+        hint = f" It is a function: call it, as in `{name}()`, to get the policy that it makes."
     raise error(
-        f"`as_loss_scale` got {spec!r} of type {type(spec).__name__}. A loss scale is "
+        f"`{call}` got {spec!r} of type {type(spec).__name__}. A loss scale is "
         'given as None (no scaling), a number of at least 1 (fixed), "dynamic", "adaptive", or '
         "a `jaxscale.LossScale` such as `jaxscale.DynamicLossScale(growth_interval=500)`."
-        f"{instance}"
+        f"{hint}"
     )

@@ -28,13 +28,13 @@ _TOO_NEW = 4
 
 # A level stands above the past if it exceeds all of these:
 # - its median, by so many standard deviations, of which a normal distribution has 1.349 between its
-#   quartiles. With 3 of them the noise of half of all healthy runs would do, where losses are
-#   correlated.
+#   quartiles;
 _SIGMAS = 10.0
 _QUARTILE_DISTANCE = 1.349
 # - its median, by so many times the distance from there to its fourth highest level, which is far
-#   where losses have a heavy tail;
-_TAILS = 5.0
+#   where losses have a heavy tail. With 5 rather than 6, twice as many healthy runs of that kind
+#   would do so;
+_TAILS = 6.0
 # - its highest level, as losses of a few values, such as rewards, may have no distance elsewhere.
 
 # After so many steps above its past, a level is the new past: four times as long as it takes to

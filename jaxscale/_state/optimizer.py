@@ -146,11 +146,11 @@ class SpikeState(NamedTuple):
       cooldown: `i32[]`, for how many more steps a spike is not the only one of a window.
       level_count: `i32[]`, for how many steps in a row the level of the loss has stood above that
         of its past, skipped steps included; 0 if it does not. The level is the median of the
-        last 8 losses.
+        last 8 losses, as `jaxscale.SpikeRule` explains.
       level_threshold: `f32[]`, what the level must exceed; inf while the past is not known.
       recent_losses: `f32[8]`, the last losses as they were, the newest at the end.
       past_levels: `f32[64]`, the levels of the past, one for each 8 steps, the newest at the end.
-        A level that stands above them does not enter.
+        A level that stands above its past does not enter.
       level_steps: `i32[]`, how many losses there were since a level last could enter, up to 7.
       past_count: `i32[]`, how many entries `past_levels` has, up to 64.
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 
 from .optimizer import SpikeState
@@ -58,6 +59,7 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
         nodes = {name: save(f"{path}/{name}", child) for name, child in children.items()}
         return None if node is None else nodes
 
+    _check_not_optimizer("to_state_dict(tree)", tree)
     tree = unwrap(tree)
     _check_root("to_state_dict(tree)", tree)
     return {"version": _VERSION} | save("", tree)
@@ -154,6 +156,7 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
             "`from_state_dict(target, state_dict)` got what was saved as `target`: pass it second, "
             "after a fresh `tx.init(params)`."
         )
+    _check_not_optimizer("from_state_dict(target)", target)
     arrays = unwrap(target)
     _check_root("from_state_dict(target)", arrays)
     saved, _ = _flatten(state_dict)
@@ -162,7 +165,9 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
             f"`from_state_dict(state_dict)` must be a dict, got {type(state_dict).__name__}."
         )
     version = saved.pop("version", 1)
-    if version not in range(1, _VERSION + 1):
+    # Orbax and NumPy's files make an array of it.
+    is_number = np.shape(version) == () and np.asarray(version).dtype.kind in "iu"
+    if not is_number or int(version) not in range(1, _VERSION + 1):
         raise ValueError(
             f"`from_state_dict(state_dict)` must have a version from 1 to {_VERSION}, got "
             f"{version!r}. If a later jaxscale wrote it, upgrade jaxscale to read it."
@@ -241,6 +246,14 @@ def _is_own(node: Any) -> bool:
 def _at(argument: str, path: str) -> str:
     call = "to_state_dict" if argument == "tree" else "from_state_dict"
     return f"`{call}({argument})` at {path or '/'}"
+
+
+def _check_not_optimizer(given: str, tree: Any) -> None:
+    if isinstance(tree, optax.GradientTransformation):
+        raise TypeError(
+            f"`{given}` must be a state, got the optimizer itself, a {type(tree).__name__}. Pass "
+            "`tx.init(params)`, or the state of the last step."
+        )
 
 
 def _check_root(given: str, tree: Any) -> None:

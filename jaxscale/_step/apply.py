@@ -99,7 +99,9 @@ def apply_gradients(
     opt_state = optimizer.check_state("apply_gradients(opt_state=...)", opt_state, order)
     value = extra_args.pop("value", extra_args.get("loss"))
     made = BackwardResult(value, None, None, Scaled(grads))
-    params, opt_state = apply_step(optimizer, opt_state, params, made, extra_args)
+    params, opt_state = apply_step(
+        optimizer, opt_state, params, made, extra_args, given="apply_gradients(grads=...)"
+    )
     if keep is None:
         return params, opt_state
     kept = select_if_applied("apply_gradients(keep=...)", optimizer, opt_state, *keep)

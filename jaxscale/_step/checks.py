@@ -11,9 +11,9 @@ from .._policies.base import LossScale
 from .._state.find import check_alone, is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._state.scale import is_wrapped, unwrap
-from .._trees.checks import with_article
+from .._trees.checks import and_more, with_article
 from .._trees.leaf import is_array_like
-from .._trees.tree import varying_axes
+from .._trees.tree import leaf_name, varying_axes
 
 
 def as_transformation(given: str, tx: Any) -> optax.GradientTransformationExtraArgs:
@@ -69,6 +69,78 @@ def check_loss(value: Any) -> None:
     shapes = jax.tree.map(jnp.shape, value)
     if shapes != ():
         raise TypeError(f"{given}{shapes}. With has_aux=True, pass only the loss.")
+    if jnp.iscomplexobj(value):
+        raise TypeError(
+            f"{given}a complex one, {value}. A loss is real: pass `value=loss.real`, or leave it "
+            "out."
+        )
+
+
+def check_grads(given: str, grads: Any, params: Any) -> None:
+    """Raises a `ValueError` if a gradient has another shape than its parameter.
+
+    Gradients by example, as differential privacy takes them, have axes of their own in front.
+    Trees of two structures are left to the optimizer: a few take gradients of a part.
+    """
+    leaves, structure = jax.tree.flatten(params, is_leaf=_is_none)
+    if jax.tree.structure(grads, is_leaf=_is_none) != structure:
+        return
+    with_paths = jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_none)
+    for (path, grad), param in zip(with_paths, leaves, strict=True):
+        if not (is_array_like(grad) and is_array_like(param)):
+            continue
+        shape, expected = jnp.shape(grad), jnp.shape(param)
+        by_example = shape[len(shape) - len(expected) :]
+        if len(shape) < len(expected) or by_example != expected:
+            raise ValueError(
+                f"`{given}`: the gradient at {leaf_name(path)} has the shape {shape}, and its "
+                f"parameter {expected}. Pass the gradients with respect to these parameters; "
+                "nothing is broadcast."
+            )
+
+
+def explain_structures(given: str, grads: Any, params: Any) -> str:
+    """Returns how the structure of gradients differs from that of the parameters, if it does.
+
+    Trees of two types, as `optax.lookahead` takes them, are meant to differ.
+    """
+    if type(grads) is not type(params):
+        return ""
+    if jax.tree.structure(grads, is_leaf=_is_none) == jax.tree.structure(params, is_leaf=_is_none):
+        return ""
+    of_grads, of_params = (
+        [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (grads, params)
+    )
+    only_grads = [name for name in of_grads if name not in of_params]
+    only_params = [name for name in of_params if name not in of_grads]
+    return (
+        f"`{given}` must have the structure of the parameters. Only among the gradients: "
+        f"{_join(only_grads)}; only among the parameters: {_join(only_params)}. Pass the gradients "
+        "with respect to these parameters, with None or zeros for those that have none."
+    )
+
+
+def _join(names: list[str], most: int = 5) -> str:
+    return " ".join([", ".join(names[:most]), *and_more(names, most)]) or "none"
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def check_outcome(updates: Any, params: Any) -> None:
+    """Raises a `ValueError` if updates would change the shape of a parameter."""
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        return
+    with_paths = jax.tree_util.tree_leaves_with_path(updates)
+    for (path, update), param in zip(with_paths, jax.tree.leaves(params), strict=True):
+        if is_array_like(update) and is_array_like(param) and jnp.shape(update) != jnp.shape(param):
+            raise ValueError(
+                f"The optimizer made an update of shape {jnp.shape(update)} for the parameter at "
+                f"{leaf_name(path)}, which has {jnp.shape(param)}. Is its gradient that of this "
+                "parameter? Gradients by example need an optimizer that takes their mean."
+            )
 
 
 def check_devices_agree(grads: Any, value: Any, axis_name: Any) -> None:

@@ -24,7 +24,7 @@ from .._trees.tree import (
     tree_where,
     zero_overwrites,
 )
-from .checks import as_transformation
+from .checks import as_transformation, check_grads, check_outcome, explain_structures
 from .retry import BackwardResult
 from .wrapper import NO_ARGS, Wrapper, call_update, types_of, wrapper_of
 
@@ -74,6 +74,7 @@ class Bare:
         new, overwrites = made.grads.divided, holds_overwrites(made.grads.grads)
         seen = zero_overwrites(new) if overwrites else new
         updates, state = call_update(self.tx, seen, state, params, made.loss, extra_args)
+        check_outcome(updates, params)
         outcome = apply_updates(params, updates)
         if overwrites:
             outcome = overwrite(outcome, new, params)
@@ -96,8 +97,21 @@ def apply_step(
     params: Any,
     made: BackwardResult,
     extra_args: Mapping[str, Any] = NO_ARGS,
+    *,
+    given: str = "",
 ) -> tuple[Any, Any]:
-    """Returns the parameters and the state after one step, given a state that was checked."""
+    """Returns the parameters and the state after one step, given a state that was checked.
+
+    Gradients that were `given` by the user are checked, too.
+    """
+    if given:
+        check_grads(given, made.grads.grads, params)
+        try:
+            return apply_step(optimizer, opt_state, params, made, extra_args)
+        except (TypeError, ValueError) as error:
+            if reason := explain_structures(given, made.grads.grads, params):
+                raise ValueError(reason) from error
+            raise
     # Leaves without a gradient go around the step, as only arrays can be selected and compiled.
     trained = trained_params(params, made.grads.grads)
     trained, state = optimizer.apply(made, opt_state, trained, extra_args)

@@ -7,7 +7,7 @@ import operator
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,31 @@ from .optimizer import Optimizer
 from .retry import BackwardResult, repeat_backward, trace_once
 from .skip import store_once
 from .wrapper import Wrapper
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def refuse_more_arguments(call: str, way: str) -> Callable[[_Function], _Function]:
+    """Returns a decorator for a function of the loss, which says where the optimizer goes."""
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def checked(loss_fn: Any, *others: Any, **kwargs: Any) -> Any:
+            if others:
+                raise TypeError(
+                    f"`{call}(loss_fn)` takes the loss alone, got {with_article(_kind(others[0]))} "
+                    f"beside it. Leave that out: {way}."
+                )
+            return function(loss_fn, **kwargs)
+
+        checked_function: Any = checked
+        return checked_function
+
+    return decorate
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
 
 
 @dataclasses.dataclass(frozen=True)

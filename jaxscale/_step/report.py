@@ -67,8 +67,6 @@ def report_skip(on_skip: Callable[[dict[str, Any]], Any], state: LossScaledState
     # Devices that may differ in what they skip are different runs. The others are one.
     alike = [axis for axis in axes_of_devices() if axis not in varying(jax.typeof(skipped))]
     is_first = tuple(jax.lax.axis_index(axis) == 0 for axis in alike)
-    # A derivative of the step has nothing to tell.
-    skipped, numbers = jax.lax.stop_gradient((skipped, numbers))
     never = _reporter(tell)(skipped, is_first, numbers)
     # Before JAX 0.8 a function with a batching rule has no effects that its callers know of. Where
     # no state is returned it would be left out, if nothing with an effect needed its result.

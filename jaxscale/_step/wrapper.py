@@ -54,7 +54,15 @@ from .._trees.tree import (
     widen,
     without_overwrites,
 )
-from .checks import check_devices_agree, check_loss, check_not_nested, check_state, check_state_kept
+from .checks import (
+    check_devices_agree,
+    check_grads,
+    check_loss,
+    check_not_nested,
+    check_outcome,
+    check_state,
+    check_state_kept,
+)
 from .counters import count_step, move_skip_rate, zero_counters
 from .report import report_skip
 from .retry import BackwardResult
@@ -104,6 +112,8 @@ class Wrapper:
     ) -> tuple[Any, LossScaledState]:
         order = "(grads, opt_state, params)"
         state = self.check_state("loss_scaled(...).update(state=...)", state, order)
+        if params is not None:
+            check_grads("loss_scaled(...).update(updates=...)", updates, params)
         value = extra_args.get("loss") if value is None else value
         made = BackwardResult(value, None, None, Scaled(updates))
         return self.apply(made, state, params, extra_args, adds=False)
@@ -198,6 +208,8 @@ class Wrapper:
             updates, opt_state, norm = self._update_inner(
                 seen, trained, norm, value, opt_state, extra_args
             )
+            if trained is not None:
+                check_outcome(updates, trained)
             outcome = (apply_updates if adds else cast_updates)(trained, updates)
             if overwrites:
                 outcome = (overwrite if adds else overwriting_updates)(outcome, grads, params)

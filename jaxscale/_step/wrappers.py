@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from .._policies import as_loss_scale
+from .._policies import read_loss_scale
 from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
 from .._policies.spikes import SpikeRule, check_spikes
@@ -118,11 +118,16 @@ def loss_scaled(
             "`loss_scaled(on_skip=...)` must be a function of a dict of numbers, or None, got "
             f"{on_skip!r}. To print them, pass `on_skip=print`."
         )
+    if isinstance(max_norm, bool):
+        raise ValueError(
+            f"`loss_scaled(max_norm=...)` must be a finite number, got {max_norm}. Pass the "
+            "largest norm that is not clipped, such as 1.0, or None to clip nothing."
+        )
     if max_norm is not None and max_norm != math.inf:
         max_norm = positive("loss_scaled", "max_norm", max_norm)
     wrapper = dataclasses.replace(
         wrapper,
-        policy=as_loss_scale(loss_scale),
+        policy=read_loss_scale("loss_scaled(loss_scale=...)", loss_scale),
         axis_name=wrapper.axis_name if axis_name is None else axis_name,
         max_norm=wrapper.max_norm if max_norm is None else max_norm,
         skips=one_of("loss_scaled", "skip_nonfinite", skip_nonfinite, (False, True)),
@@ -163,6 +168,11 @@ def skip_nonfinite(
     For bfloat16 and float32, where gradients do not underflow but a bad batch may still ruin a run.
     Unlike `optax.apply_if_finite` it never gives up. It is `loss_scaled(inner, None)`, and raises
     its errors.
+
+    A skipped step is an update of 0, which a solver that stops at small updates, such as that of
+    Optimistix, takes for convergence: set its tolerances to 0 and bound its steps, or look at
+    `total_notfinite` before you trust its result. A solver that stops at small gradients, such as
+    `run` of jaxopt, stops at the first one that is NaN, whatever its tolerance is.
 
     Args:
       inner: the transformation to wrap, as in `loss_scaled`.

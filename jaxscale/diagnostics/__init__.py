@@ -5,6 +5,7 @@
 - What would float16 keep of these gradients? `shares` in all, `underflow` by leaf.
 - Which leaves are inf, NaN or lost? `print(table(grads))`; `leaf_counts` in `jit`.
 - Which line did it? `trace`, which runs the backward pass operation by operation.
+- Does it run in float16? `print(products(jaxscale.autocast(loss_fn), params, batch))`.
 - What happened in the run? `History`, to which each step's `jaxscale.metrics` are appended.
 
 >>> import jax.numpy as jnp
@@ -26,6 +27,7 @@ from ._histogram import Histogram, Shares, histogram, leaf_histograms, shares
 from ._history import History
 from ._leaves import LeafCounts, LeafRow, LeafTable, leaf_counts, table
 from ._pictures import plot_histogram, plot_underflow
+from ._products import ProductLine, Products, products
 from ._suggest import Suggestion, suggest_scale
 from ._text import text_histogram, to_json
 from ._trace.backward import trace
@@ -33,9 +35,9 @@ from ._trace.report import TracedConstant, TracedNonfinite, TracedUnderflow, Tra
 from ._underflow import Underflow, underflow
 
 __all__ = [
-    "Calibration", "Histogram", "History", "LeafCounts", "LeafRow", "LeafTable", "Shares",
-    "Suggestion", "TraceReport", "TracedConstant", "TracedNonfinite", "TracedUnderflow",
-    "Underflow", "calibrate", "histogram", "leaf_counts", "leaf_histograms", "plot_histogram",
-    "plot_underflow", "shares", "suggest_scale", "table", "text_histogram", "to_json", "trace",
-    "underflow",
+    "Calibration", "Histogram", "History", "LeafCounts", "LeafRow", "LeafTable", "ProductLine",
+    "Products", "Shares", "Suggestion", "TraceReport", "TracedConstant", "TracedNonfinite",
+    "TracedUnderflow", "Underflow", "calibrate", "histogram", "leaf_counts", "leaf_histograms",
+    "plot_histogram", "plot_underflow", "products", "shares", "suggest_scale", "table",
+    "text_histogram", "to_json", "trace", "underflow",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from .._policies.base import LossScale
 from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._state.scale import LossScaleState
+from .._trees.checks import with_article
 from ._frameworks import flax, jmp, keras, tensorflow, tf_keras
 from ._rule import PresetLossScale, number
 from ._torch import torch
@@ -31,6 +32,7 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
       >>> policy.growth_interval, state.loss_scale
       (500, Array(65536., dtype=float32))
     """
+    _check_mapping("from_torch(state_dict)", state_dict, "`scaler.state_dict()` of PyTorch")
     if not state_dict:
         return _resume(NoOpLossScale())
     if set(state_dict) != set(_TORCH):
@@ -75,6 +77,8 @@ def from_tensorflow(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleStat
     `tf.keras` stores it: `{"class_name": ..., "config": ...}`. The policy is that of `tensorflow`,
     or a `FixedLossScale`; TensorFlow keeps the scale itself in its checkpoints.
     """
+    what = "`get_config()` of a loss scale of TensorFlow"
+    _check_mapping("from_tensorflow(config)", config, what)
     config = config.get("config", config)
     if set(config) == {"loss_scale_value"}:
         return _resume(FixedLossScale(config["loss_scale_value"]))
@@ -94,6 +98,8 @@ def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
     TensorFlow 2.4 (which has `loss_scale`); its entries for the inner optimizer are ignored. The
     policy is that of `keras` or `tf_keras`; Keras keeps the scale itself with the weights.
     """
+    what = "`get_config()` of a `LossScaleOptimizer` of Keras"
+    _check_mapping("from_keras(config)", config, what)
     if isinstance(config.get("loss_scale"), Mapping):
         return from_tensorflow(config["loss_scale"])
     names = ("dynamic_growth_steps", "initial_scale")
@@ -146,12 +152,22 @@ def _resume(policy: LossScale, tracker: Any = 0) -> tuple[LossScale, LossScaleSt
     return policy, state
 
 
+def _check_mapping(given: str, value: Any, what: str) -> None:
+    if isinstance(value, Mapping):
+        return
+    hint = f"Pass what {what} returned."
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        hint += " A state of jaxscale is read by `jaxscale.from_state_dict`."
+    raise TypeError(f"`presets.{given}` must be a dict, got {type(value).__name__}. {hint}")
+
+
 def _read_attributes(call: str, instance: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """Returns attributes of an object as Python numbers, or raises a `TypeError`."""
     missing = [name for name in names if not hasattr(instance, name)]
     if missing:
         raise TypeError(
-            f"`presets.{call}` got {instance!r}, which has no {' and no '.join(missing)}. "
+            f"`presets.{call}` got {with_article(type(instance).__name__)}, which has no "
+            f"{' and no '.join(missing)}. "
             "Pass the scaler of that library, or to `to_torch` the state of a policy."
         )
     values = {name: getattr(instance, name) for name in names}

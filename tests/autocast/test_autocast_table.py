@@ -194,7 +194,7 @@ CALLS = {
 }
 # Those that are products or convolutions, or are made of these and nothing narrower.
 IN_HALF = {"matmul", "multi_dot", "convolve", "convolve2d", "correlate", "correlate2d"}
-IN_HALF |= {"dot_product_attention", "ctc_loss", "ctc_loss_with_forward_probs"}
+IN_HALF |= {"dot_product_attention"}
 
 
 def callable_with(name):

@@ -96,6 +96,19 @@ def spikes(rows):
     return report.markdown(headings, lines)
 
 
+def streams(rows):
+    """Returns what the default rule and OLMo's skip of streams that are made up."""
+
+    def shown(row, rule):
+        if row["asked"] == "steps":
+            return f"{np.mean(row[rule]['skipped']):.3g}"
+        return f"{100 * row[rule]['share']:.3g} % {row['asked']}"
+
+    headings = ["norms", "default", "OLMo"]
+    lines = [[row["stream"], shown(row, "default"), shown(row, "OLMo")] for row in rows]
+    return report.markdown(headings, lines)
+
+
 def _save(figure, result, path):
     figure.suptitle(f"{result['seeds']} seeds, {report.where(result['machine'])}")
     figure.savefig(path, dpi=110)

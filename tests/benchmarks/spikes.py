@@ -1,16 +1,22 @@
-"""Whether skipping spikes helps: small trainings that spike, in float32.
+"""Whether skipping spikes helps: small trainings that spike, in float32; and what is skipped.
 
     python tests/benchmarks/spikes.py [--only NAME ...] [--json FILE] [--plot FILE]
     python tests/benchmarks/spikes.py --redraw FILE --plot FILE
+    python tests/benchmarks/spikes.py --streams [--json FILE]
 
 Each program trains in four ways from the same parameters on the same batches: plainly, with
 gradients clipped by their global norm, with the default `SpikeRule`, and with both. A step that is
 not finite is skipped in all of them. What a program is measured by does not see the bad batches.
 
 The figures of `--json` hold each loss and norm of the plain runs, which the tests replay.
+
+With `--streams` nothing trains. The default rule and OLMo's judge norms that are made up, in
+`tests/support/spike_streams.py`.
 """
 
 import json
+import pathlib
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +32,9 @@ from parity_linen import Transformer
 from parity_setup import digits, distance, held_out_text, some, some_text
 
 import jaxscale
+
+sys.path.append(str(pathlib.Path(__file__).parent.parent / "support"))
+import spike_streams
 
 LENGTH, LETTERS = 32, 64
 CLIP = 1.0
@@ -158,10 +167,68 @@ def _short(numbers):
     return [[[float(f"{x:.4g}") for x in steps] for steps in seed] for seed in lists]
 
 
+@partial(jax.jit, static_argnums=0)
+def judge_streams(rule, norms):
+    """Whether a rule skips each step, [run, step], by its norm alone."""
+
+    def step(state, norm):
+        is_spike, state = rule.judge(state, None, norm, True)
+        return state, is_spike
+
+    return jax.vmap(lambda run: jax.lax.scan(step, rule.init(), run)[1])(norms)
+
+
+def judge_stream(about, asked, stream):
+    """Returns what both rules skip of a stream: steps a run, and the share of those asked about."""
+    row = {"stream": about, "asked": asked}
+    for name, rule in (("default", jaxscale.SpikeRule()), ("OLMo", jaxscale.presets.olmo())):
+        skipped = np.asarray(judge_streams(rule, stream.norms.astype(np.float32)))
+        hits = (skipped & stream.counted).sum()
+        row[name] = {
+            "skipped": skipped.sum(1).tolist(),
+            "share": float(hits / stream.counted.sum()),
+        }
+    return row
+
+
+def judge_all_streams():
+    """Returns a row for each stream of the table."""
+    rows = []
+    for size in (10, 1e6, 1e30):
+        stream = spike_streams.jumps(size, steps=spike_streams.STEPS)
+        rows.append(judge_stream(f"1 ± 0.1, then {size:g} times that", "steps", stream))
+    for start, size in ((0.5, 2), (0.0, 1)):
+        stream = spike_streams.jumps(2, start=0.5, noise=0, runs=1, steps=spike_streams.STEPS)
+        if start == 0:
+            stream = stream._replace(norms=1.0 * stream.counted)
+        rows.append(judge_stream(f"{start:g}, then {start * size or 1:g}", "steps", stream))
+    for name in spike_streams.DRAWN:
+        rows.append(judge_stream(name, "steps", spike_streams.drawn(name)))
+    for share in (0.01, 0.02, 0.03, 0.05):
+        for otherwise in (0.0, 1e-6):
+            stream = spike_streams.rare_gradients(share, otherwise)
+            about = f"about 1 in {share:.0%} of the steps, else {otherwise:g}"
+            rows.append(judge_stream(about, "of these", stream))
+    for share in (0.03, 0.04, 0.05):
+        stream = spike_streams.rare_kind(share, 1000.0)
+        rows.append(judge_stream(f"1 ± 0.1, and 1000 in {share:.0%}", "of these", stream))
+    about = "1 ± 0.01, and 10 in every 50th step"
+    rows.append(judge_stream(about, "of these", spike_streams.every_50th()))
+    about = "1 ± 0.1, 1000 once, and 2 after 30 more steps"
+    rows.append(judge_stream(about, "of the 2", spike_streams.single(600)))
+    return rows
+
+
 def main():
     parser, names = endings.parser(__doc__), list(PROGRAMS)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--streams", action="store_true", help="judge streams that are made up")
     options = parser.parse_args()
+    if options.streams:
+        _, result = report.begin()
+        result["rows"] = judge_all_streams()
+        print(endings.streams(result["rows"]))
+        return report.write(options.json, result, indent=None)
     if options.redraw:
         result = json.loads(options.redraw.read_text())
     else:

@@ -17,7 +17,7 @@ from jaxscale._doctor import cli
 from jaxscale._doctor.exam import examine
 from jaxscale._doctor.finding import Finding
 from jaxscale._doctor.findings import findings
-from jaxscale._doctor.html import page
+from jaxscale._doctor.html import draw_page, find_missing
 from jaxscale._doctor.target import load
 
 pytestmark = pytest.mark.standard_promotion
@@ -46,10 +46,10 @@ LINE = next(i for i, line in enumerate(MODEL.splitlines(), 1) if "60000" in line
 class Page(html.parser.HTMLParser):
     """A page as its elements, with tags and attributes, its text, and the text of each element."""
 
-    def __init__(self, source, missing):
+    def __init__(self, source):
         super().__init__()
         self.tags, self.text, self.texts, self.open = [], "", {}, []
-        self.source, self.missing = source, missing
+        self.source = source
         self.feed(source)
 
     def handle_starttag(self, tag, attrs):
@@ -101,12 +101,11 @@ def with_grads(exam, grads, loss_scale=1.0, shown=None, **others):
         layers=diagnostics.underflow(histograms, loss_scale=shown),
         **others,
     )
-    return Page(*page(exam, []))
+    return Page(draw_page(exam, []))
 
 
 def test_it_holds_everything_and_asks_for_nothing(exam):
-    shown = Page(*page(exam, findings(exam)))
-    assert shown.missing == ""
+    shown = Page(draw_page(exam, findings(exam)))
     assert not {"script", "link", "iframe"} & {tag for tag, _ in shown.tags}
     assert not re.search(r"https?://|@import|url\(", shown.source)
     (picture,) = [attrs for tag, attrs in shown.tags if tag == "img"]
@@ -123,7 +122,7 @@ def test_it_holds_everything_and_asks_for_nothing(exam):
 
 
 def test_the_faulty_line_is_marked_and_not_by_colour_alone(exam, no_matplotlib):
-    shown = Page(*page(exam, findings(exam)))
+    shown = Page(draw_page(exam, findings(exam)))
     (marked,) = shown.texts["mark"]
     assert marked == f" >{LINE:5}      y = y * jnp.float16(60000)  # {EVIL} "
     # The lines around it are there as well, and keep their own indentation.
@@ -138,7 +137,7 @@ def test_whatever_it_is_given_is_escaped(exam, model, no_matplotlib):
     found = [*findings(exam), Finding(True, EVIL, (EVIL, f"`{EVIL}` and an odd `"), EVIL)]
     found.append(Finding(False, EVIL, (EVIL,)))
     exam = exam._replace(loss_as_written=1.0, autocast=EVIL, dtypes=(EVIL,))
-    shown = Page(*page(exam, found))
+    shown = Page(draw_page(exam, found))
     assert "<script" not in shown.source
     assert shown.texts["title"] == [f"jaxscale doctor: {model}:overflow"]
     assert {EVIL, "unused"} <= set(shown.texts["th"])
@@ -198,7 +197,6 @@ def test_a_table_shows_the_rows_that_tell_something(exam, no_matplotlib):
 
 def test_nothing_is_drawn_of_nothing(exam):
     shown = with_grads(exam, {"w": np.full(2, np.nan, np.float32)})
-    assert shown.missing == ""
     assert "img" not in shown.texts
     assert "2 gradients: 0% are exactly 0, 0 inf, 2 NaN. They were computed" in shown.flowing
     assert "None of them is finite and nonzero, so there is nothing to draw." in shown.flowing
@@ -206,9 +204,11 @@ def test_nothing_is_drawn_of_nothing(exam):
 
 
 def test_without_matplotlib_there_is_text(exam, no_matplotlib):
-    shown = Page(*page(exam, []))
-    assert 'pip install "jaxscale[pictures]"' in shown.missing
-    assert shown.missing in shown.text
+    shown = Page(draw_page(exam, []))
+    assert "the picture needs matplotlib, which was not installed" in shown.text
+    assert find_missing().endswith(
+        "it needs matplotlib, which is not installed: pip install matplotlib"
+    )
     assert "img" not in shown.texts
     assert shown.texts["pre"][0] == diagnostics.text_histogram(exam.histogram)
 
@@ -217,9 +217,12 @@ def test_without_jinja2_the_results_are_still_told(model, capsys, monkeypatch, t
     monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["doctor", f"{model}:wide", "--json-file", "results.json"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "Nothing is wrong." in out
-    assert out.count('pip install "jaxscale[doctor]"') == 1
+    missing = "There will be no report: it needs jinja2, which is not installed: pip install jinja2"
+    assert err.splitlines()[0] == f"jaxscale doctor: {missing}"
+    assert err.count("pip install") == 1
+    assert "pip install" not in out
     assert "The report is in" not in out
     results = json.loads(pathlib.Path("results.json").read_text())
     assert not results["found"]

@@ -288,6 +288,7 @@ def test_spikes_trains_in_four_ways(tmp_path):
 TABLES = {
     "parity-cpu": [endings.parity, endings.scalings, endings.costs],
     "spikes-cpu": [endings.spikes],
+    "spike-streams": [endings.streams],
     "programs": [
         functools.partial(programs.markdown, names=programs.OURS),
         functools.partial(programs.markdown, names=programs.OTHERS),

@@ -233,3 +233,44 @@ def test_a_flax_checkpoint_that_lost_the_optimizer_is_seen(name, tmp_path):
         jaxscale.check(state)
     with pytest.warns(UserWarning, match=r"made 3 steps.*only 0.*_replace\(inner_state="):
         jaxscale.check(restored)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("error:`check`")
+@cases("every", [1, 2, 4])
+def test_an_adopted_run_with_a_window_is_not_taken_for_a_lost_one(every):
+    inner = optax.MultiSteps(optax.adam(0.1), every)
+    old = flax_state(inner.gradient_transformation(), train_state.TrainState)
+    for _ in range(2 * every + 1):
+        old = old.apply_gradients(grads=wide(GOOD[0]))
+    fresh = flax_state(jaxscale.loss_scaled(inner), jaxscale.flax.TrainState)
+    adopted = fresh.opt_state._replace(inner_state=old.opt_state)
+    state = fresh.replace(step=old.step, params=old.params, opt_state=adopted)
+    update = jax.jit(lambda state: state.apply_gradients(grads=wide(GOOD[0])))
+    for _ in range(6 * every):
+        jaxscale.check(state)
+        state = update(state)
+    # One that was lost is seen as long as it is certain.
+    lost = fresh.replace(step=old.step)
+    for _ in range(every):
+        with pytest.raises(UserWarning, match="was not restored"):
+            jaxscale.check(lost)
+        lost = update(lost)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("error:`check`")
+def test_a_lost_optimizer_with_our_window_is_seen_and_a_whole_one_is_not():
+    tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.adam(0.1)), 2)
+    fresh = flax_state(tx, jaxscale.flax.TrainState)
+    update = jax.jit(lambda state: state.apply_gradients(grads=wide(GOOD[0])))
+    state = fresh
+    for _ in range(9):
+        state = update(state)
+        jaxscale.check(state)
+    assert state.step == 4
+    lost = fresh.replace(step=state.step)
+    for _ in range(6):
+        with pytest.raises(UserWarning, match=r"made [4-7] steps"):
+            jaxscale.check(lost)
+        lost = update(lost)

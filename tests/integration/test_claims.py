@@ -76,6 +76,12 @@ def first_judged_step():
     return step
 
 
+def steps_to_idle():
+    """The steps in which the default rule gets to the scale of which `check` tells."""
+    growths = math.log(_progress._HIGH / RULE.init_scale, RULE.growth_factor)
+    return max(_progress._LONG, round(growths) * RULE.growth_interval)
+
+
 def default_rule():
     assert (RULE.growth_factor, RULE.backoff_factor) == (2, 0.5)
     ends = power(RULE.init_scale), RULE.growth_interval, power(RULE.max_scale)
@@ -251,7 +257,7 @@ CLAIMS = {
     "float16 has {} bits more than bfloat16, and rounds {:.0f} times less.": (
         lambda: [WORDS[HALF.nmant - BFLOAT.nmant], float(BFLOAT.eps / HALF.eps)],
     ),
-    "or if nothing seems to be scaled, which it knows after {:,} steps": (lambda: _progress._LONG,),
+    "after {:,} steps with the default rule, if nothing seems to be scaled": (steps_to_idle,),
     "by {:.2%} in bfloat16 and by {:.2%} in float16": (mismatch, RMS),
     "at most by {:.0%} and by {:.1%}": (mismatch, LARGEST),
     "(means of {} seeds)": (lambda: WORDS[len(RL["float16"][RMS])],),

@@ -26,11 +26,18 @@ OTHERS = SGD, optax.adam(0.1), optax.lbfgs(), SAM
 SKIPPING, ADAM, LBFGS, SAM = map(jaxscale.skip_nonfinite, OTHERS)
 CHANGING = optax.GradientTransformation(lambda p: (), lambda u, s, p: (u, (1,)))
 CHANGING = jaxscale.loss_scaled(CHANGING)
+NAMED = jaxscale.loss_scaled(SGD, axis_name="d")
+CLIPPED, ADAPTIVE = jaxscale.loss_scaled(SGD, max_norm=1.0), jaxscale.loss_scaled(SGD, "adaptive")
+PAIR = {"w": W, "b": W}
 LINEN, NNX = jaxscale.flax.train_step, jaxscale.nnx.train_step
 
 
 def never_traced(*args):
     raise AssertionError(args)
+
+
+def without_return(params):
+    jax.tree.map(jnp.sum, nnx.state(params) if isinstance(params, nnx.Module) else params)
 
 
 def two(w, x):
@@ -214,6 +221,51 @@ CASES = {
     "nnx: an optimizer of another model": (lambda: NNX(never_traced)(nnx_pair(ADAM)[0], nnx_pair(ADAM, 5)[1], W), ValueError, r"`nnx\.train_step\(\.\.\.\)\(optimizer=.*of another optimizer or of other parameters"),
     "nnx: what is not trained": (lambda: NNX(never_traced, argnums=1)(*nnx_pair(), W), ValueError, r"nnx\.train_step\(argnums=1\).*wrt=<class 'flax.*Param'>.*tx, wrt=nnx\.LoRAParam"),
     "nnx: no batch": (lambda: NNX(lambda model, x: jnp.sum(model(x)))(*nnx_pair()), TypeError, r"nnx\.train_step\(loss_fn\)`: `loss_fn` takes \(model, x\): missing.*with \(Linear\)"),
+    "check of fewer than no steps": (lambda: jaxscale.check(OPT_STATE, max_consecutive=-1), ValueError, r"`check\(max_consecutive=\.\.\.\)` must be an integer, at least 0, got -1"),
+    "check of half a step": (lambda: jaxscale.check(OPT_STATE, max_consecutive=0.5), TypeError, r"`check\(max_consecutive=.*got 0\.5"),
+    "an axis under jit": (lambda: jax.jit(NAMED.update)(W, OPT_STATE, W), NameError, r"`axis_name='d'`.*`shard_map` or `pmap`.*none of that name\. Under `jit` alone leave it out"),
+    "two axes under jit": (lambda: jax.jit(jaxscale.loss_scaled(SGD, axis_name=("d", "e"), max_norm=1.0).update)(W, CLIPPED.init(W), W), NameError, r"`axis_name=\('d', 'e'\)`.*Under `jit` alone leave it out"),
+    "an axis of a largest gradient under jit": (lambda: jax.jit(jaxscale.loss_scaled(SGD, "adaptive", axis_name="d").update)(W, ADAPTIVE.init(W), W), NameError, r"`axis_name='d'`.*leave it out"),
+    "an axis for all_finite": (lambda: jaxscale.all_finite(W, axis_name="d"), NameError, r"`axis_name='d'`.*leave it out"),
+    "a loss without return": (lambda: jaxscale.value_and_grad(without_return, STATE)(W), TypeError, r"`value_and_grad\(fun\)`.*floating scalar, got NoneType\. Does `fun` end without `return loss`"),
+    "step: a loss without return": (lambda: jaxscale.train_step(without_return, TX)(W, OPT_STATE), TypeError, r"`train_step\(loss_fn\)`.*got NoneType\. Does `loss_fn` end without `return loss`"),
+    "nnx: a loss without return": (lambda: NNX(without_return)(*nnx_pair()), TypeError, r"`nnx\.train_step\(loss_fn\)`.*got NoneType\. Does `loss_fn` end without `return loss`"),
+    "linen: a loss without return": (lambda: LINEN(without_return)(flax_state()), TypeError, r"`flax\.train_step\(loss_fn\)`.*got NoneType\. Does `loss_fn` end without `return loss`"),
+    "step: a count as the loss": (lambda: jaxscale.train_step(lambda w: jnp.sum(w > 0), TX)(W, OPT_STATE), TypeError, r"`train_step\(loss_fn\)`.*got int32\[\]\. .*no gradient\. Return a loss.*not a count"),
+    "step: a Python integer as the loss": (lambda: jaxscale.train_step(lambda w: 3, TX)(W, OPT_STATE), TypeError, r"`train_step\(loss_fn\)`.*got int\[\]\. .*no gradient\. Return a loss"),
+    "gradients under other keys": (lambda: jaxscale.apply_gradients(TX, {"w": W, "c": W}, TX.init(PAIR), PAIR), ValueError, r"`apply_gradients\(grads=\.\.\.\)` must have the structure.*gradients: c; .*parameters: b\. Pass"),
+    "gradients of a part": (lambda: jaxscale.apply_gradients(TX, {"w": W}, TX.init(PAIR), PAIR), ValueError, r"`apply_gradients\(grads=.*gradients: none; .*parameters: b\. .*None or zeros"),
+    "gradients of a part of a bare optimizer": (lambda: jaxscale.apply_gradients(SGD, {"w": W}, SGD.init(PAIR), PAIR), ValueError, r"`apply_gradients\(grads=.*only among the parameters: b\."),
+    "a gradient of another shape": (lambda: jaxscale.apply_gradients(TX, {"w": jnp.ones(3), "b": W}, TX.init(PAIR), PAIR), ValueError, r"`apply_gradients\(grads=\.\.\.\)`: the gradient at w has the shape \(3,\), and its parameter \(2,\)\. Pass"),
+    "a scalar gradient": (lambda: jaxscale.apply_gradients(TX, jnp.ones(()), OPT_STATE, W), ValueError, r"`apply_gradients\(grads=.*at the root has the shape \(\), and its parameter \(2,\).*nothing is broadcast"),
+    "a scalar gradient, with moments": (lambda: jaxscale.apply_gradients(ADAM, jnp.ones(()), ADAM.init(W), W), ValueError, r"has the shape \(\), and its parameter \(2,\)"),
+    "a scalar gradient of a bare optimizer": (lambda: jaxscale.apply_gradients(SGD, jnp.ones(()), SGD.init(W), W), ValueError, r"`apply_gradients\(grads=.*has the shape \(\), and its parameter \(2,\)"),
+    "a scalar gradient for update": (lambda: TX.update(jnp.ones(()), OPT_STATE, W), ValueError, r"`loss_scaled\(\.\.\.\)\.update\(updates=\.\.\.\)`.*has the shape \(\), and its parameter \(2,\)"),
+    "a scalar gradient in a TrainState": (lambda: flax_state().apply_gradients(grads={"w": jnp.ones(())}), ValueError, r"`TrainState\.apply_gradients\(grads=\.\.\.\)`: the gradient at w has the shape \(\)"),
+    "other keys in a TrainState": (lambda: flax_state().apply_gradients(grads={"v": W}), ValueError, r"`TrainState\.apply_gradients\(grads=\.\.\.\)` must have the structure.*gradients: v; .*parameters: w\."),
+    "gradients by example of a number": (lambda: jaxscale.apply_gradients(TX, W, TX.init(W[0]), W[0]), ValueError, r"update of shape \(2,\) for the parameter at the root, which has \(\).*by example"),
+    "a rule for spikes as the loss scale": (lambda: jaxscale.loss_scaled(SGD, jaxscale.SpikeRule()), TypeError, r"`loss_scaled\(loss_scale=\.\.\.\)` got SpikeRule\(.*pass it as `spikes=`"),
+    "a preset for spikes as the loss scale": (lambda: jaxscale.loss_scaled(SGD, presets.olmo()), TypeError, r"`loss_scaled\(loss_scale=.*pass it as `spikes=`"),
+    "a preset that was not called": (lambda: jaxscale.loss_scaled(SGD, presets.torch), TypeError, r"`loss_scaled\(loss_scale=\.\.\.\)` got <function torch.*call it, as in `torch\(\)`"),
+    "a class of policies": (lambda: jaxscale.loss_scaled(SGD, DYNAMIC), TypeError, r"`loss_scaled\(loss_scale=.*mean `DynamicLossScale\(\)`"),
+    "a flag as a norm": (lambda: jaxscale.loss_scaled(SGD, max_norm=True), ValueError, r"`loss_scaled\(max_norm=\.\.\.\)` must be a finite number, got True\. .*such as 1\.0, or None"),
+    "linen: the optimizer beside the loss": (lambda: LINEN(never_traced, TX), TypeError, r"`flax\.train_step\(loss_fn\)` takes the loss alone, got a GradientTransformationExtraArgs.*TrainState\.create\(.*tx=tx\)"),
+    "nnx: the optimizer beside the loss": (lambda: NNX(never_traced, nnx_pair()[1]), TypeError, r"`nnx\.train_step\(loss_fn\)` takes the loss alone, got an Optimizer.*`loss = step\(model, optimizer, \.\.\.\)`"),
+    "a state of ours for PyTorch's": (lambda: presets.from_torch(OPT_STATE), TypeError, r"`presets\.from_torch\(state_dict\)` must be a dict, got LossScaledState\. Pass.*state_dict\(\).*from_state_dict"),
+    "a state of ours for Keras'": (lambda: presets.from_keras(OPT_STATE), TypeError, r"`presets\.from_keras\(config\)` must be a dict, got LossScaledState\. Pass what `get_config"),
+    "a state of ours for TensorFlow's": (lambda: presets.from_tensorflow(OPT_STATE), TypeError, r"`presets\.from_tensorflow\(config\)` must be a dict, got LossScaledState"),
+    "a state of ours for Flax'": (lambda: presets.from_flax(OPT_STATE), TypeError, r"`presets\.from_flax` got a LossScaledState, which has no growth_factor.*Pass the scaler"),
+    "a complex loss": (lambda: TX.update(W, OPT_STATE, W, value=1 + 1j), TypeError, r"value=.*one number, got a complex one, \(1\+1j\)\. .*loss\.real"),
+    "a complex array as the loss": (lambda: jax.jit(TX.update)(W, OPT_STATE, W, value=jnp.array(1j)), TypeError, r"value=.*got a complex one.*loss\.real"),
+    "an optimizer as a target": (lambda: jaxscale.from_state_dict(TX, jaxscale.to_state_dict(OPT_STATE)), TypeError, r"`from_state_dict\(target\)` must be a state, got the optimizer itself.*`tx\.init\(params\)`"),
+    "an optimizer to save": (lambda: jaxscale.to_state_dict(TX), TypeError, r"`to_state_dict\(tree\)` must be a state, got the optimizer itself"),
+    "a version that is an array": (lambda: jaxscale.from_state_dict(OPT_STATE, jaxscale.to_state_dict(OPT_STATE) | {"version": np.ones(3)}), ValueError, r"`from_state_dict\(state_dict\)` must have a version from 1 to 1, got array\(\[1\., 1\., 1\.\]\)"),
+    "a version of text": (lambda: jaxscale.from_state_dict(OPT_STATE, jaxscale.to_state_dict(OPT_STATE) | {"version": "1"}), ValueError, r"must have a version from 1 to 1, got '1'"),
+    "a version that is not a whole number": (lambda: jaxscale.from_state_dict(OPT_STATE, jaxscale.to_state_dict(OPT_STATE) | {"version": 1.5}), ValueError, r"must have a version from 1 to 1, got 1\.5"),
+    "scale_backward of a loss in half precision": (lambda: jax.grad(jaxscale.scale_backward(lambda w: jnp.sum(w.astype(jnp.float16))))(W), TypeError, r"`scale_backward\(fun\)`: the output is float16.*Return it `\.astype\(jnp\.float32\)`\.(\n|$)"),
+    "scale_backward of a model in half precision": (lambda: jax.grad(lambda w: jnp.sum(jaxscale.scale_backward(lambda w: w.astype(jnp.float16))(w)))(W), TypeError, r"Return it `\.astype\(jnp\.float32\)`, or let `fun` include the loss\.(\n|$)"),
+    "on_skip is no function": (lambda: jaxscale.loss_scaled(SGD, on_skip=True), TypeError, r"`loss_scaled\(on_skip=\.\.\.\)` must be a function.*got True.*`on_skip=print`"),
+    "on_skip where nothing is skipped": (lambda: jaxscale.loss_scaled(SGD, None, skip_nonfinite=False, on_skip=print), ValueError, r"skip_nonfinite=False\)` with `on_skip`"),
     "nnx: retries without a scale": (lambda: NNX(never_traced, retries=2)(*nnx_pair(SGD), W), ValueError, r"nnx\.train_step\(retries=2\).*loss scale.*loss_scaled\(tx\)"),
 }  # fmt: skip
 
@@ -268,3 +320,30 @@ def test_a_type_error_of_the_loss_itself_is_left_alone():
         with pytest.raises(TypeError, match=r"^two\(\) missing 1|^len\(\) takes exactly one"):
             jaxscale.train_step(loss_fn, TX)(W, OPT_STATE)
     assert jaxscale.train_step(with_data(two), TX)(W, OPT_STATE)[1].step_applied
+
+
+@pytest.mark.standard_promotion
+def test_gradients_that_an_optimizer_takes_otherwise_are_left_to_it():
+    # By example, with an axis in front; and of the fast parameters of two sets.
+    private = jaxscale.loss_scaled(optax.contrib.differentially_private_aggregate(1.0, 0.0, 0))
+    grads = {"w": jnp.ones((4, 2)), "b": jnp.ones((4, 2))}
+    params, _ = jaxscale.apply_gradients(private, grads, private.init(PAIR), PAIR)
+    assert params["w"].shape == (2,)
+    lookahead = jaxscale.loss_scaled(optax.lookahead(SGD, sync_period=2, slow_step_size=0.5))
+    both = optax.LookaheadParams.init_synced(PAIR)
+    after, state = jaxscale.apply_gradients(lookahead, PAIR, lookahead.init(both), both)
+    assert state.step_applied
+    np.testing.assert_allclose(after.fast["w"], W - 0.1)
+
+    # What fails inside of such an optimizer is not said to be the structure.
+    def fail(*args):
+        raise ValueError("no step today")
+
+    failing = jaxscale.loss_scaled(optax.GradientTransformation(lambda params: (), fail))
+    with pytest.raises(ValueError, match="no step today"):
+        jaxscale.apply_gradients(failing, PAIR, failing.init(both), both)
+
+
+def test_a_version_as_a_file_of_arrays_holds_it_is_read():
+    saved = jaxscale.to_state_dict(OPT_STATE) | {"version": np.array(1)}
+    assert jaxscale.from_state_dict(OPT_STATE, saved).total_steps == 0

@@ -432,3 +432,28 @@ def test_a_variable_may_hold_a_tree():
             assert jax.tree.structure(back) == jax.tree.structure(tree)
             assert_same_bits(jax.tree.leaves(back), jax.tree.leaves(written))
         assert jaxscale.to_state_dict(tree)["x"].keys() == held.keys()
+
+
+# The optimizer's window, and the step of the `TrainState` after each of some micro-batches.
+COUNTED = {
+    "none": (lambda tx: jaxscale.loss_scaled(tx), [1, 2, 2, 3, 4, 5]),
+    "ours": (lambda tx: jaxscale.multi_steps(jaxscale.loss_scaled(tx), 2), [0, 1, 1, 2, 2, 3]),
+    "Optax'": (lambda tx: jaxscale.loss_scaled(optax.MultiSteps(tx, 2)), [0, 1, 1, 1, 2, 2]),
+}
+
+
+@pytest.mark.standard_promotion
+@cases("window", COUNTED)
+def test_the_step_counts_steps_of_the_optimizer_with_any_window(window):
+    wrap, expected = COUNTED[window]
+    state = jaxscale.flax.TrainState.create(
+        apply_fn=None, params={"w": jnp.zeros(2)}, tx=wrap(optax.adam(0.1))
+    )
+    update = jax.jit(lambda state, size: state.apply_gradients(grads={"w": jnp.full(2, size)}))
+    steps = []
+    for size in (1.0, 1.0, jnp.inf, 1.0, 1.0, 1.0):
+        state = update(state, size)
+        steps.append(int(state.step))
+        (count,) = [leaf for _, leaf in optax.tree.get_all_with_path(state.opt_state, "count")]
+        assert count == state.step
+    assert steps == expected

@@ -108,8 +108,8 @@ FIELDS = {
     "LossScaleState": "loss_scale growth_tracker hysteresis_tracker",
     "AdaptiveState": "loss_scale peak level crest finite_steps held_steps overflows",
     "LossScaledState": "scaling inner_state step_applied notfinite_count total_notfinite "
-    "total_notfinite_loss total_steps total_retries total_exhausted backoff_count spikes "
-    "nonfinite_leaves grad_norm",
+    "total_notfinite_loss total_steps total_retries total_exhausted backoff_count "
+    "skip_rate row_notfinite_loss spikes nonfinite_leaves grad_norm",
 }
 
 
@@ -239,8 +239,16 @@ importlib.util.find_spec = lambda name, *args: None if name == "flax" else own(n
 sys.modules["flax"] = None
 import jaxscale
 assert not {"flax", "nnx"} & {*jaxscale.__all__, *dir(jaxscale)}
-for statement in ("jaxscale.flax", "from jaxscale import flax", "jaxscale.nnx"):
-    with pytest.raises(ImportError, match=r'pip install "jaxscale\\[flax\\]"'):
+for statement in (
+    "jaxscale.flax",
+    "from jaxscale import flax",
+    "import jaxscale.flax",
+    "jaxscale.nnx",
+    "import jaxscale.nnx",
+):
+    module = statement.split()[-1].removeprefix("jaxscale.")
+    message = f"`jaxscale.{module}` needs Flax, which is not installed: pip install flax$"
+    with pytest.raises(ImportError, match=message):
         exec(statement)
 exec("from jaxscale import *")
 assert "four functions" in pydoc.render_doc(jaxscale)

@@ -16,13 +16,29 @@ ADDITIONS = ("add", "add_any", "sub", "reduce_sum", "cumsum", "scatter-add", "sc
 ADDITIONS += ("reduce_window_sum", "select_and_scatter_add", "psum_invariant", "add_jaxvals")
 # They move numbers, round them, or turn their signs. What they return is from where they have it.
 MOVES = ("convert_element_type", "reshape", "transpose", "broadcast_in_dim", "slice", "squeeze")
-MOVES += ("dynamic_slice", "dynamic_update_slice", "rev", "concatenate", "pad", "gather", "select_n")
+MOVES += (
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "rev",
+    "concatenate",
+    "pad",
+    "gather",
+    "select_n",
+)
 MOVES += ("copy", "copy_p", "scatter", "optimization_barrier", "neg", "name", "expand_dims")
-MOVES += ("split", "sharding_constraint", "pvary", "reduce_precision", "stop_gradient", "pbroadcast")
+MOVES += (
+    "split",
+    "sharding_constraint",
+    "pvary",
+    "reduce_precision",
+    "stop_gradient",
+    "pbroadcast",
+)
 MOVES += ("device_put", "all_gather", "all_to_all", "ppermute", "copy_to_host", "tile", "unstack")
 
-# Where a value comes from. What is nothing is 0, or a number of the program's text.
-NOTHING, PRODUCT, OTHER = range(3)
+# Where a value comes from: it is 0, another number of the program's text, or comes from a product
+# or from elsewhere. What is joined of several is from the last of these.
+ZERO, NUMBER, PRODUCT, OTHER = range(4)
 
 
 def find_foreign_additions(program: Any) -> list[str]:
@@ -39,7 +55,11 @@ def _walk(jaxpr: Any, given: Sequence[int], found: dict[str, None]) -> list[int]
     origins |= zip(jaxpr.invars, given, strict=True)
 
     def read(atom: Any) -> int:
-        return NOTHING if hasattr(atom, "val") and np.ndim(atom.val) == 0 else origins.get(atom, OTHER)
+        if not hasattr(atom, "val"):
+            return origins.get(atom, OTHER)
+        if np.ndim(atom.val):
+            return OTHER
+        return NUMBER if atom.val else ZERO
 
     for eqn in jaxpr.eqns:
         outputs = _origins_of(eqn, [read(atom) for atom in eqn.invars], found)
@@ -57,11 +77,13 @@ def _origins_of(eqn: Any, inputs: list[int], found: dict[str, None]) -> list[int
     is_half = [_is_half(atom) for atom in eqn.outvars]
     # Indices and masks say nothing of where numbers come from.
     floating = [o for o, atom in zip(inputs, eqn.invars, strict=True) if _is_floating(atom)]
-    joined = max(floating, default=NOTHING)
+    joined = max(floating, default=ZERO)
     if name in ADDITIONS and any(is_half):
-        if joined == OTHER:
+        is_with_zero = len(floating) == 2 and ZERO in floating and "scatter" not in name
+        if joined == OTHER and not is_with_zero:  # a sum with 0 is exact
             found[_describe(eqn, inputs)] = None
-        return [PRODUCT] * len(is_half)  # noted once
+            return [PRODUCT] * len(is_half)  # noted once
+        return [joined] * len(is_half)
     if name in MOVES or all(is_half):
         return [joined] * len(is_half)
     return [OTHER] * len(is_half)
@@ -127,8 +149,10 @@ def _is_floating(atom: Any) -> bool:
 
 
 def _describe(eqn: Any, inputs: list[int]) -> str:
-    words = ("nothing", "a product", "elsewhere")
+    words = ("0", "a number", "a product", "elsewhere")
     summands = ", ".join(words[origin] for origin in inputs)
-    user = [f for f in getattr(eqn.source_info.traceback, "frames", ()) if "/programs/" in f.file_name]
+    user = [
+        f for f in getattr(eqn.source_info.traceback, "frames", ()) if "/programs/" in f.file_name
+    ]
     place = f"{user[0].file_name.rsplit('/', 1)[-1]}:{user[0].line_num}" if user else "?"
     return f"{eqn.primitive.name} {eqn.outvars[0].aval.str_short()} at {place}: from {summands}"

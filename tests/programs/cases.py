@@ -28,6 +28,7 @@ class Case(NamedTuple):
     written: Callable[[Any, Any], Any]
     transform: Callable[..., Any]  # what differentiates `written`
     scale: float
+    integrates: bool
 
 
 def make_case(row: corpus.Row) -> Case:
@@ -71,6 +72,7 @@ def make_case(row: corpus.Row) -> Case:
         written=written,
         transform=transform,
         scale=made.scale,
+        integrates=made.integrates,
     )
 
 
@@ -100,4 +102,5 @@ def _case_of_nnx(row: corpus.Row, made: corpus.Program) -> Case:
         written=made.loss,
         transform=nnx.value_and_grad,
         scale=made.scale,
+        integrates=made.integrates,
     )

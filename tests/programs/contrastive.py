@@ -75,13 +75,15 @@ class Tower(eqx.Module):
 def siglip():
     """SigLIP: a sigmoid for each pair, with a learned scale and bias."""
     keys = jax.random.split(jax.random.key(0))
-    model = {"towers": [Tower(key) for key in keys], "scale": jnp.array(2.3), "bias": jnp.array(-8.0)}
+    model = {
+        "towers": [Tower(key) for key in keys],
+        "scale": jnp.array(2.3),
+        "bias": jnp.array(-8.0),
+    }
     batch = normal(8, 12, seed=1), normal(8, 12, seed=2)
 
     def loss(model, batch):
-        one, other = (
-            jax.vmap(tower)(x) for tower, x in zip(model["towers"], batch, strict=True)
-        )
+        one, other = (jax.vmap(tower)(x) for tower, x in zip(model["towers"], batch, strict=True))
         logits = jnp.exp(model["scale"]) * one @ other.T + model["bias"]
         signs = 2 * jnp.eye(8) - 1
         return -jnp.mean(jnp.sum(jax.nn.log_sigmoid(signs * logits), axis=1)), {}

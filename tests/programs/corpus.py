@@ -5,13 +5,13 @@ entered by `program`, with the framework that it is written in. `load` returns t
 """
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 FAMILIES = (
     "vision",
@@ -28,8 +28,9 @@ FAMILIES = (
     "speech",
 )
 
-# Where each framework comes from. JAX is always there.
-MODULES = {"jax": "jax", "linen": "flax", "nnx": "flax", "equinox": "equinox", "haiku": "haiku"}
+FRAMEWORKS = ("jax", "linen", "nnx", "equinox", "haiku")
+
+nnx_list = getattr(nnx, "List", list)  # since Flax 0.12 a list of modules is one itself
 
 
 class Program(NamedTuple):
@@ -44,6 +45,7 @@ class Program(NamedTuple):
     batch: Any
     state: Any = None
     scale: float = 2.0**10  # what the loss is scaled by, where that is fixed
+    integrates: bool = False  # whether its loops are steps of an ODE: not for `half_carries`
 
 
 class Row(NamedTuple):
@@ -59,10 +61,10 @@ _ROWS: dict[str, Row] = {}
 
 
 def program(framework: str, name: str = "") -> Callable[[Any], Any]:
-    """Enters a function that makes a program."""
+    """Enters a function that makes a program, under its own name or another one."""
 
     def enter(make: Callable[[], Program]) -> Callable[[], Program]:
-        family = make.__module__
+        family = getattr(make, "func", make).__module__  # of a partial function, too
         full_name = f"{family}.{name or make.__name__}"
         if full_name in _ROWS:
             raise ValueError(f"there are two programs {full_name}")
@@ -76,15 +78,7 @@ def load() -> dict[str, Row]:
     """Returns all programs, by name, in the order of the families."""
     for family in FAMILIES:
         importlib.import_module(family)
-    return {name: row for name, row in _ROWS.items() if not missing(row)}
-
-
-def missing(row: Row) -> str:
-    """Returns why a program cannot run here, or nothing."""
-    module = MODULES[row.framework]
-    if importlib.util.find_spec(module) is None:
-        return f"the package of {row.framework} is not installed"
-    return ""
+    return dict(_ROWS)
 
 
 def normal(*shape: int, seed: int = 0, size: float = 1.0) -> jax.Array:

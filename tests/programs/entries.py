@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from cases import Case
+from corpus import nnx_list
 from flax import nnx
 
 import jaxscale
@@ -125,17 +126,21 @@ def _trained(case: Case) -> Callable[[Any, Any], Made]:
             case.build(params) if is_equinox else params, tx.init(params), case.state, batch
         )
         same = jax.tree.structure(state) == jax.tree.structure(case.state)
-        moved = jnp.array([jnp.any(a != b) for a, b in _pairs(new, params) if a.size])
-        checks = {"a state of the same structure": same, "the step was made": opt_state.step_applied}
-        checks["parameters that moved"] = jnp.any(moved)
+        checks = {
+            "a state of the same structure": same,
+            "the step was made": opt_state.step_applied,
+            "parameters that moved": _have_moved(new, params),
+        }
         return Made(value, _kept(opt_state), checks)
 
     return make
 
 
-def _pairs(one: Any, other: Any) -> Any:
-    one, other = (jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array)) for tree in (one, other))
-    return zip(one, other, strict=True)
+def _have_moved(new: Any, old: Any) -> Any:
+    """Returns whether any parameter is another one, of those that are trained."""
+    leaves = [leaf for leaf in jax.tree.leaves(new) if eqx.is_inexact_array(leaf)]
+    pairs = zip(leaves, jax.tree.leaves(old), strict=True)
+    return jnp.any(jnp.array([jnp.any(one != other) for one, other in pairs]))
 
 
 def _skipping(case: Case) -> Callable[[Any, Any], Made]:
@@ -155,12 +160,12 @@ def _skipping(case: Case) -> Callable[[Any, Any], Made]:
             value, grads = backward(params, factor)
             updates, opt_state = tx.update(grads, opt_state, params, value=value)
             params = optax.apply_updates(params, updates)
-            return (params, opt_state), (value, params)
+            return (params, opt_state), (value, jax.tree.leaves(params))
 
         factors = jnp.array([1.0, jnp.nan])
         carry = params, tx.init(params)
         (_, opt_state), (values, seen) = jax.lax.scan(step, carry, factors)
-        kept = jnp.array([jnp.all(leaf[0] == leaf[1]) for leaf in jax.tree.leaves(seen)])
+        kept = jnp.array([jnp.all(leaf[0] == leaf[1]) for leaf in seen])
         checks = {
             "parameters that a NaN left alone": jnp.all(kept),
             "one step that was skipped": opt_state.total_notfinite == 1,
@@ -177,13 +182,15 @@ class _State(jaxscale.flax.TrainState):
 def _by_linen(case: Case) -> Callable[[Any, Any], Made]:
     def make(params: Any, batch: Any) -> Made:
         def loss(params: Any, fields: Any, batch: Any) -> Any:
-            value, (extra, aux) = case.loss(params, fields["extra"], batch)
+            value, (extra, aux) = case.loss(params["model"], fields["extra"], batch)
             return value, ({"extra": extra}, aux)
 
         tx = jaxscale.loss_scaled(_keeping_gradients(), case.scale)
         options = {"has_state": True, "has_aux": True}
         step = jaxscale.flax.train_step(jaxscale.autocast(loss), **options)
-        state = _State.create(apply_fn=None, params=params, tx=tx, extra=case.state)
+        # In a dict, as Flax looks for keys in it.
+        fields = {"params": {"model": params}, "extra": case.state}
+        state = _State.create(apply_fn=None, tx=tx, **fields)
         state, (value, _) = step(state, batch)
         return Made(value, _kept(state.opt_state), {"the step was made": state.step == 1})
 
@@ -194,19 +201,20 @@ class _Model(nnx.Module):
     """A model of another framework, as one of NNX."""
 
     def __init__(self, params: Any, state: Any) -> None:
-        self.leaves = nnx.List([nnx.Param(leaf) for leaf in jax.tree.leaves(params)])
-        self.state = nnx.List([nnx.BatchStat(leaf) for leaf in jax.tree.leaves(state)])
+        self.leaves = nnx_list([nnx.Param(leaf) for leaf in jax.tree.leaves(params)])
+        self.state = nnx_list([nnx.BatchStat(leaf) for leaf in jax.tree.leaves(state)])
 
 
 def _by_nnx(case: Case) -> Callable[[Any, Any], Made]:
     treedefs = [jax.tree.structure(tree) for tree in (case.params, case.state)]
+    batch_treedef = jax.tree.structure(case.batch)
 
     def loss_of_leaves(model: Any, batch: Any) -> Any:
         params, state = (
             treedef.unflatten([leaf[...] for leaf in leaves])
             for treedef, leaves in zip(treedefs, (model.leaves, model.state), strict=True)
         )
-        value, (state, aux) = case.loss(params, state, batch)
+        value, (state, aux) = case.loss(params, state, batch_treedef.unflatten(batch))
         for variable, leaf in zip(model.state, jax.tree.leaves(state), strict=True):
             variable[...] = leaf
         return value, aux
@@ -216,20 +224,25 @@ def _by_nnx(case: Case) -> Callable[[Any, Any], Made]:
             model, loss = case.build(params), case.written
         else:
             model, loss = _Model(params, case.state), loss_of_leaves
+            # NNX itself makes trees of what is no array, which some classes refuse.
+            batch = jax.tree.leaves(batch)
         tx = jaxscale.loss_scaled(_keeping_gradients(), case.scale)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         step = jaxscale.nnx.train_step(jaxscale.autocast(loss), has_aux=True)
         value, _ = step(model, optimizer, batch)
-        state = nnx.pure(nnx.state(optimizer))["opt_state"]
-        grads = jax.tree.leaves(_trace_of(state))
-        return Made(value, grads, {"the step was made": state["step_applied"]})
+        return Made(value, _kept_by_nnx(optimizer), {"the step was made": _has_stepped(optimizer)})
 
     return make
 
 
-def _trace_of(state: Any) -> Any:
-    """The gradients in what NNX makes of the state of `_keeping_gradients`."""
-    return state["inner_state"][0]["trace"]
+def _kept_by_nnx(optimizer: nnx.Optimizer) -> list[Any]:
+    """The gradients in the state of `_keeping_gradients`, as NNX holds it."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(optimizer))
+    return [leaf for path, leaf in leaves if "'trace'" in jax.tree_util.keystr(path)]
+
+
+def _has_stepped(optimizer: nnx.Optimizer) -> Any:
+    return jaxscale.metrics(optimizer)["step_applied"]
 
 
 ENTRIES = {

@@ -123,7 +123,9 @@ def flow_matching():
         x = t[:, None] * data + (1 - t[:, None]) * noise
         return jnp.mean((velocity(params, x, t) - (data - noise)) ** 2), {}
 
-    return Program(loss, params, (normal(16, 8, seed=4), normal(16, 8, seed=5), jnp.arange(16) / 16))
+    return Program(
+        loss, params, (normal(16, 8, seed=4), normal(16, 8, seed=5), jnp.arange(16) / 16)
+    )
 
 
 @program("jax")

@@ -95,7 +95,8 @@ def runge_kutta_in_scan():
         x, _ = jax.lax.scan(step, starts, None, length=4)
         return jnp.mean((x - ends) ** 2), {"speed": jnp.linalg.norm(model(x))}
 
-    return Program(loss, Field(nnx.Rngs(0)), (normal(8, 4, seed=1), normal(8, 4, seed=2)))
+    batch = normal(8, 4, seed=1), normal(8, 4, seed=2)
+    return Program(loss, Field(nnx.Rngs(0)), batch, integrates=True)
 
 
 @program("jax")
@@ -126,7 +127,7 @@ def hamiltonian_network():
         return jnp.mean((paths - wanted) ** 2), {}
 
     batch = normal(4, 2, seed=3), normal(4, 2, seed=4), normal(4, 3, 2, seed=5)
-    return Program(loss, params, batch)
+    return Program(loss, params, batch, integrates=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -11,13 +11,14 @@ FAST = {
     "contrastive.clip_by_diagonal": "value_and_grad",
     "reinforcement.deep_q_learning": "train_step",
     "physics.gaussian_process": "scale_backward, bfloat16",
-    "generative.masked_autoregression": "skip_nonfinite",
+    "generative.masked_autoregression": "scale_backward outside",
     "quantization.quantization_aware": "nnx",
     "graphs.graph_convolution": "flax",
     "sequence.conditional_random_field": "scale_backward inside",
-    "sequence.diagonal_state_space": "half_carries",
+    "sequence.recurrent_adder": "half_carries",
     "speech.masked_ctc": "value_and_grad, bfloat16",
     "activations.attention_with_large_logits": "value_and_grad",
+    "scipy_functions.integral_of_a_curve": "skip_nonfinite",
     "losses.log_cosh": DOCTOR,
 }
 

@@ -214,7 +214,9 @@ def prefix_tuning():
 
     def network(x, prefix):
         memory = jnp.concatenate([jnp.broadcast_to(prefix, (len(x), *prefix.shape)), x], axis=1)
-        y = hk.MultiHeadAttention(2, 8, w_init=hk.initializers.VarianceScaling(1.0))(x, memory, memory)
+        y = hk.MultiHeadAttention(2, 8, w_init=hk.initializers.VarianceScaling(1.0))(
+            x, memory, memory
+        )
         return hk.Linear(4)(jax.nn.relu(x + y).mean(1))
 
     model = hk.without_apply_rng(hk.transform(network))

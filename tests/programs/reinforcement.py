@@ -8,7 +8,17 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
-from corpus import Program, apply_dense, confident_head, dense, integers, normal, program, weight
+from corpus import (
+    Program,
+    apply_dense,
+    confident_head,
+    dense,
+    integers,
+    nnx_list,
+    normal,
+    program,
+    weight,
+)
 from flax import nnx
 
 
@@ -190,7 +200,7 @@ def soft_actor_critic():
     class Agent(nnx.Module):
         def __init__(self, rngs):
             self.policy = MLP(6, 4, rngs)
-            self.critics = nnx.List([MLP(8, 1, rngs), MLP(8, 1, rngs)])
+            self.critics = nnx_list([MLP(8, 1, rngs), MLP(8, 1, rngs)])
             self.temperature = nnx.Param(jnp.array(-1.0))
 
     def loss(agent, batch):

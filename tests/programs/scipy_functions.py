@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
+import jax.scipy.spatial.transform  # which `jax.scipy` does not import by itself
 from corpus import Program, apply_dense, dense, normal, program, weight
 
 
@@ -17,7 +18,7 @@ def behind_layers(loss_of: Callable[[Any], Any], outputs: int = 8, rows: int = 8
         hidden = jnp.tanh(apply_dense(params["hidden"], x))
         return jnp.mean(loss_of(apply_dense(params["head"], hidden))), {}
 
-    return Program(loss, params, normal(rows, 6, seed=3))
+    return Program(loss, params, normal(rows, 6, seed=3), scale=2.0**4)
 
 
 def positive(x: jax.Array) -> jax.Array:
@@ -64,7 +65,8 @@ def special_of_entropies():
 def special_of_bessel():
     def loss(x):
         sums = jsp.special.i0(x) + jsp.special.i0e(x) + jsp.special.i1(x) + jsp.special.i1e(x)
-        return sums + jsp.special.betainc(1.5, 2.5, jax.nn.sigmoid(x)) + jsp.special.spence(x**2)
+        sums += jsp.special.betainc(1.5, 2.5, jax.nn.sigmoid(x))
+        return sums + jsp.special.spence(0.3 + 0.5 * jax.nn.sigmoid(x))
 
     return behind_layers(loss)
 
@@ -112,11 +114,11 @@ def stats_of_vectors():
 
 @program("jax")
 def stats_of_kernels():
-    """A kernel density of points that were transformed, which it whitens."""
+    """A kernel density of points that were transformed, far from 0, which it whitens."""
 
     def loss(x):
-        density = jsp.stats.gaussian_kde(x.T)
-        return -density.logpdf(normal(2, 6, seed=8))
+        density = jsp.stats.gaussian_kde(20.0 + x.T)
+        return -density.logpdf(20.0 + normal(2, 6, seed=8))
 
     return behind_layers(loss, outputs=2, rows=16)
 
@@ -138,7 +140,7 @@ def linalg_of_solutions():
 @program("jax")
 def linalg_of_factors():
     def loss(x):
-        values, vectors = jsp.linalg.eigh(definite(x) + jnp.diag(jnp.arange(5.0)))
+        values, _ = jsp.linalg.eigh(definite(x) + jnp.diag(jnp.arange(5.0)))
         q, r = jsp.linalg.qr(x, mode="economic")
         singular = jsp.linalg.svd(x, compute_uv=False)
         return jnp.sum(jnp.log(values)) + jnp.sum(r**2) + jnp.sum(singular) + jnp.sum(q[0] ** 2)

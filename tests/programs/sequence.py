@@ -320,6 +320,28 @@ def sequence_to_sequence():
 
 
 @program("jax")
+def recurrent_adder():
+    """The plainest recurrent network, on the sum of what it saw."""
+    params = {
+        "in": weight(2, 12, seed=1),
+        "turn": dense(12, 12, seed=2),
+        "out": dense(12, 1, seed=3),
+    }
+    xs = normal(6, 8, 2, seed=4)
+
+    def loss(params, batch):
+        xs, sums = batch
+
+        def turn(h, x):
+            return jnp.tanh(x @ params["in"] + apply_dense(params["turn"], h)), None
+
+        h, _ = jax.lax.scan(turn, jnp.zeros((8, 12)), xs)
+        return jnp.mean((apply_dense(params["out"], h)[:, 0] - sums) ** 2), {}
+
+    return Program(loss, params, (xs, xs.sum((0, 2))))
+
+
+@program("jax")
 def diagonal_state_space():
     """A state space with a diagonal matrix, by an associative scan, between two dense layers."""
     width, states = 16, 16

@@ -239,7 +239,11 @@ def conformer():
 @program("jax")
 def separation():
     """Two voices from a mixture: the better of both orders, by the signal to noise ratio."""
-    params = {"in": dense(8, 32, seed=1), "masks": dense(32, 64, seed=2), "out": weight(32, 8, seed=3)}
+    params = {
+        "in": dense(8, 32, seed=1),
+        "masks": dense(32, 64, seed=2),
+        "out": weight(32, 8, seed=3),
+    }
 
     def ratio(found, wanted):
         scale = jnp.sum(found * wanted, -1, keepdims=True) / jnp.sum(wanted**2, -1, keepdims=True)

@@ -32,15 +32,23 @@ class Host:
         return sorted((each["total_steps"], each.get("member")) for each in self.calls)
 
 
-def train(host, wrap=jaxscale.loss_scaled, **options):
+def train(host, wrap=jaxscale.loss_scaled, passes_loss=False, **options):
     """A trainer of one batch after the other, that returns its parameters alone."""
     tx = wrap(SGD, on_skip=host, **options)
 
     def step(carry, grad):
         params, opt_state = carry
-        return jaxscale.apply_gradients(tx, jnp.full(2, grad), opt_state, params), None
+        loss = grad if passes_loss else None
+        carry = jaxscale.apply_gradients(tx, jnp.full(2, grad), opt_state, params, value=loss)
+        return carry, None
 
     return lambda grads: jax.lax.scan(step, (W, tx.init(W)), grads)[0][0]
+
+
+def judged(host):
+    """A trainer whose state shows numbers that depend on the loss and have a derivative."""
+    rule = jaxscale.SpikeRule(window=4, min_history=2)
+    return train(host, jaxscale.skip_nonfinite, passes_loss=True, spikes=rule)
 
 
 def one_step(host, **options):
@@ -92,7 +100,7 @@ RUNS = {
     "scan of vmap": (lambda host: jax.jit(population(host)), MEMBERS),
     "vmap of vmap": (lambda host: jax.jit(jax.vmap(jax.vmap(train(host)))), GRID),
     "vmap, nothing skipped": (lambda host: jax.jit(jax.vmap(train(host))), np.ones((3, 4))),
-    "a derivative": (lambda host: jax.jit(jax.grad(lambda x: jnp.sum(train(host)(x)))), BATCHES),
+    "a derivative": (lambda host: jax.jit(jax.grad(lambda x: jnp.sum(judged(host)(x)))), BATCHES),
 }  # fmt: skip
 
 

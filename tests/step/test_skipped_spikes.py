@@ -90,6 +90,48 @@ def test_only_good_steps_are_made(entry, wrapper):
     assert np.isfinite([seen["norm_threshold"], seen["loss_threshold"], seen["grad_norm"]]).all()
 
 
+WRAPS = {"scaled": jaxscale.loss_scaled, "safe": jaxscale.skip_nonfinite}
+
+
+@pytest.mark.standard_promotion  # Adam raises a float to a power that is an integer
+@cases("one_step", [step, fused_step], fast=[step])
+@cases("wrap", WRAPS, fast=["scaled"])
+def test_gradients_whose_squares_overflow_never_reach_adams_moments(wrap, one_step):
+    tx = WRAPS[wrap](optax.adam(0.01), spikes=RULE)
+    params, opt_state = PARAMS, tx.init(PARAMS)
+    run = jax.jit(partial(one_step, tx))
+    for i, size in enumerate([1e20, 1.0, 1e20, *[1e20] * 20]):
+        grads = {name: leaf * size for name, leaf in PARAMS.items()}
+        before = opt_state
+        new, opt_state = run(params, opt_state, grads, value=jnp.float32(1))
+        assert opt_state.step_applied == (size == 1)
+        if size > 1:
+            assert jnp.isinf(opt_state.grad_norm)
+            assert_same_bits(opt_state.scaling, before.scaling)
+            assert_same_bits((new, opt_state.inner_state), (params, before.inner_state))
+        assert jnp.isfinite(opt_state.spikes.grad_norms).all(), i
+        params = new
+    seen = counters(opt_state)
+    assert (seen["total_spikes"], seen["total_norm_overflows"]) == (22, 22)
+    assert (seen["spike_count"], seen["total_notfinite"]) == (21, 0)
+
+
+@cases("wrapper", JUDGED, fast=["scaled"])
+def test_a_step_without_gradients_is_made_and_not_judged(wrapper):
+    tx = JUDGED[wrapper]
+    params, opt_state = PARAMS, tx.init(PARAMS)
+    run = jax.jit(partial(step, tx))
+    for factor, offset in STREAM[:8]:
+        grads = {name: leaf * factor for name, leaf in PARAMS.items()}
+        params, opt_state = run(params, opt_state, grads, value=jnp.float32(offset))
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    new, after = run(params, opt_state, zeros, value=jnp.float32(1e6))
+    assert after.step_applied
+    assert after.total_steps == opt_state.total_steps + 1
+    assert_same_bits(after.spikes, opt_state.spikes)
+    assert (new["w"] != params["w"]).all()  # by its momentum
+
+
 def test_micro_batches_are_judged_one_by_one():
     tx = jaxscale.multi_steps(JUDGED["safe"], 2)
     train_step, params, opt_state = jax.jit(by_hand(tx)), PARAMS, tx.init(PARAMS)

@@ -1,4 +1,4 @@
-"""What every trainer runs here: one regression in float16, whose loss is too small for it.
+"""What every trainer runs here: a small model in float16, whose loss is too small for it.
 
 `python tests/trainers/runs.py keras_fit` prints a line for each run of a program: its last loss,
 and how many steps were skipped.
@@ -22,14 +22,14 @@ BATCH, WIDTH, FEATURES = 32, 32, 8
 BAD_STEP = 3
 
 # What `train` of each program is called with: a dtype, whether it is scaled, whether bad steps are
-# skipped, and the batch that it meets in step 3. It returns the last loss over all examples, and
-# how many steps were skipped.
+# skipped, and the batch that it meets in step 3: good, bad (with an inf or a NaN in it), or none.
+# It returns the last loss over all examples, and how many steps were skipped.
 RUNS = {
     "float32": ("float32", False, False, "good"),
     "float16": ("float16", False, False, "good"),
     "float16, scaled": ("float16", True, True, "good"),
-    "inf batch": ("float16", True, False, "inf"),
-    "inf batch, skipped": ("float16", True, True, "inf"),
+    "bad batch": ("float16", True, False, "bad"),
+    "bad batch, skipped": ("float16", True, True, "bad"),
     "batch left out": ("float16", True, True, None),
 }
 
@@ -48,16 +48,21 @@ def batches(number, batch):
     for step in range(number):
         part = slice(step * BATCH % len(x), step * BATCH % len(x) + BATCH)
         inputs = x[part].copy()
-        if step == BAD_STEP and batch == "inf":
+        if step == BAD_STEP and batch == "bad":
             inputs[0, 0] = np.inf
         if step != BAD_STEP or batch is not None:
             yield inputs, y[part]
 
 
-def optimizer(skips, factor=FACTOR):
-    """Adam, wrapped or not. Its epsilon follows the loss, so that float32 does not mind it."""
-    tx = optax.adam(1e-2, eps=1e-8 * factor)
-    return jaxscale.skip_nonfinite(tx) if skips else tx
+def optimizer(skips, factor=FACTOR, tx=None, on_skip=None):
+    """Adam, or another optimizer, guarded or not.
+
+    It divides by the factor of the loss first, so that float32 does not mind how small that is.
+    """
+    tx = optax.chain(optax.scale(1 / factor), tx or optax.adam(1e-2))
+    if not skips:
+        return tx
+    return jaxscale.skip_nonfinite(tx, spikes=jaxscale.SpikeRule(), on_skip=on_skip)
 
 
 def skipped(state):

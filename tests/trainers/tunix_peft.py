@@ -9,7 +9,7 @@ import jaxscale
 
 STEPS, WINDOW = 160, 4
 MORE_RUNS = {
-    f"{by} accumulates": (*RUNS["inf batch, skipped"], by) for by in ("trainer", "optimizer")
+    f"{by} accumulates": (*RUNS["bad batch, skipped"], by) for by in ("trainer", "optimizer")
 }
 
 

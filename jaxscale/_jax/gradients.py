@@ -1,0 +1,66 @@
+"""A primitive of our own: an array that stands for another, to which its gradient goes.
+
+An array in half precision and its cast to float32 hold one value. Whoever reads the first has its
+cotangent in half precision. Read by this primitive, the first is what is computed with and kept for
+the backward pass, and the cotangent goes to the second, where cotangents are added in float32.
+Functions with a `jax.custom_jvp` could do the same: each takes JAX as long to trace as a layer.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from .equations import JaxprEqn, cast, tangent_type
+
+
+def stand_in(value: Any, source: Any, dtype: Any) -> Any:
+    """Returns an array in a dtype, whose gradient goes to another array of the same values."""
+    return _STAND_IN.bind(value, source, dtype=np.dtype(dtype))
+
+
+def is_stand_in(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a `stand_in`: its second input has the gradient."""
+    return eqn.primitive is _STAND_IN
+
+
+def _compute(value: Any, source: Any, *, dtype: Any) -> Any:
+    return value if value.dtype == dtype else cast(value, dtype)
+
+
+def _type_of(value: Any, source: Any, *, dtype: Any) -> Any:
+    return value.update(dtype=dtype, weak_type=False)
+
+
+def _jvp(primals: Any, tangents: Any, *, dtype: Any) -> Any:
+    # The value itself, and not another `stand_in`, is then kept for the backward pass: once.
+    output = _compute(*primals, dtype=dtype)
+    _, tangent = tangents
+    if type(tangent) is ad.Zero:
+        return output, ad.Zero(tangent_type(jax.typeof(output)))
+    return output, cast(tangent, dtype)
+
+
+def _transpose(cotangent: Any, value: Any, source: Any, *, dtype: Any) -> Any:
+    if type(cotangent) is ad.Zero:
+        return [None, None]
+    return [None, cast(cotangent, source.aval.dtype)]
+
+
+def _batch(arrays: Any, dims: Any, *, dtype: Any) -> Any:
+    if dims[0] != dims[1]:
+        pairs = list(zip(arrays, dims, strict=True))
+        (size,) = {x.shape[dim] for x, dim in pairs if dim is not None}
+        arrays, dims = [batching.bdim_at_front(x, dim, size) for x, dim in pairs], [0, 0]
+    return _STAND_IN.bind(*arrays, dtype=dtype), dims[0]
+
+
+_STAND_IN = Primitive("jaxscale_stand_in")
+_STAND_IN.def_impl(_compute)
+_STAND_IN.def_abstract_eval(_type_of)
+ad.primitive_jvps[_STAND_IN] = _jvp
+ad.primitive_transposes[_STAND_IN] = _transpose
+batching.primitive_batchers[_STAND_IN] = _batch
+mlir.register_lowering(_STAND_IN, mlir.lower_fun(_compute, multiple_results=False))

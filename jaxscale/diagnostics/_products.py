@@ -1,0 +1,176 @@
+"""How many products a function computes in which precision, and the lines of those."""
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._autocast.callers import Owner, owner_of
+from .._autocast.readers import why_not_cast
+from .._autocast.table import KERNELS, PRODUCTS
+from .._jax import Jaxpr, JaxprEqn, closed, programs
+from .._trees.call import Flat, wrap_call
+from ._trace.places import Line, lines
+
+_HALF = ("float16", "bfloat16")
+_MOST_LINES = 20  # that are printed
+_IN_A_KERNEL = "inside of a kernel"
+
+
+class ProductLine(NamedTuple):
+    """The products of one line in one precision.
+
+    Attributes:
+      dtype: the precision, such as `"float32"`: the widest dtype among their operands.
+      number: how many there are.
+      where: file and line, relative to the working directory, or `""` if no line is the user's.
+      source: the text of that line.
+      reason: why `autocast` leaves a product of float32 as it is, or `""`.
+    """
+
+    dtype: str
+    number: int
+    where: str
+    source: str
+    reason: str
+
+    def __str__(self) -> str:
+        where = f"{self.where}: `{self.source}`" if self.where else "no line of yours"
+        return f"{self.number} at {where}" + (f" ({self.reason})" if self.reason else "")
+
+
+class Products(NamedTuple):
+    """What `products` found; `print` it for a summary and the lines that are not in half precision.
+
+    Attributes:
+      counts: how many products there are in each precision, by the name of the dtype.
+      lines: the same by line, each a `ProductLine`, in the order in which they are first computed.
+    """
+
+    counts: dict[str, int]
+    lines: tuple[ProductLine, ...]
+
+    @property
+    def not_half(self) -> tuple[ProductLine, ...]:
+        """The lines whose products are neither in float16 nor in bfloat16."""
+        return tuple(line for line in self.lines if line.dtype not in _HALF)
+
+    def __str__(self) -> str:
+        total = sum(self.counts.values())
+        if not total:
+            return "No matrix products and no convolutions."
+        parts = [f"{count} in {dtype}" for dtype, count in sorted(self.counts.items())]
+        text = [f"{total} matrix product{'s' * (total > 1)} and convolutions: {', '.join(parts)}."]
+        shown = self.not_half[:_MOST_LINES]
+        text += [f"  {line.dtype}: {line}" for line in shown]
+        if hidden := len(self.not_half) - len(shown):
+            text.append(f"  And {hidden} more lines.")
+        return "\n".join(text)
+
+
+def products(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Products:
+    """Returns how many products a function computes in which precision, and on which lines.
+
+    Use it to see that a model runs in float16. The function is traced and not run. Matrix products,
+    convolutions and ragged products count, wherever they are: in `jit`, loops, `cond`, `remat`,
+    custom derivatives, `shard_map` and kernels. An equation of a loop counts once, however often
+    the loop runs; a function that is called twice counts twice, and so do all branches of a `cond`.
+
+    `fun` itself is the forward pass. For both passes give it as `jax.value_and_grad(fun)`: then the
+    backward pass has about two products for each one, in the precision of that.
+
+    Args:
+      fun: any function, such as `jaxscale.autocast(loss_fn)`.
+      *args: what it is called with, modules of Flax NNX among them.
+      **kwargs: likewise.
+
+    Returns:
+      A `Products`: print it.
+
+    Raises:
+      TypeError: if `fun` is not callable.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> from jaxscale import diagnostics
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean(jnp.tanh(x @ w) @ w)
+      >>> w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+      >>> print(diagnostics.products(jaxscale.autocast(loss_fn), w, x))
+      2 matrix products and convolutions: 2 in float16.
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`products(fun, *args)` must get a function first, got {type(fun).__name__}. Pass the "
+            "function and its arguments: `products(jaxscale.autocast(loss_fn), params, batch)`."
+        )
+    args, kwargs = jax.tree.map(_as_in_jit, (args, kwargs))
+    try:
+        wrap_call(_raise_program, fun)(*args, **kwargs)
+    except _Program as program:
+        return _count(program.jaxpr)
+    raise AssertionError("the function was not traced")
+
+
+class _Program(Exception):
+    """Raised with a traced program. So no module of NNX is given what was only traced."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        super().__init__()
+        self.jaxpr = jaxpr
+
+
+def _raise_program(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    flat = Flat(fun, args, kwargs, "products")
+    raise _Program(jax.make_jaxpr(flat)(*flat.arrays).jaxpr)
+
+
+def _as_in_jit(leaf: Any) -> Any:
+    """Returns an array of NumPy as one of JAX: with the former NumPy would compute."""
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+class _Product(NamedTuple):
+    """What products have in common that are told as one."""
+
+    dtype: str
+    line: Line | None
+    reason: str
+
+
+def _count(program: Jaxpr) -> Products:
+    found = collections.Counter(_find(program, (), Owner.MODEL, is_kernel=False))
+    counts: collections.Counter[str] = collections.Counter()
+    by_line = []
+    for product, count in found.items():
+        counts[product.dtype] += count
+        where, source = "", ""
+        if product.line is not None:
+            where, source = str(product.line), product.line.text
+        by_line.append(ProductLine(product.dtype, count, where, source, product.reason))
+    return Products(dict(counts), tuple(by_line))
+
+
+def _find(
+    program: Jaxpr, around: tuple[JaxprEqn, ...], owner: Owner, is_kernel: bool
+) -> Iterator[_Product]:
+    for eqn in program.eqns:
+        if eqn.primitive.name in PRODUCTS:
+            line = next(iter(lines(eqn, around)), None)
+            dtype = _dtype(eqn)
+            reason = why_not_cast(eqn, owner) if dtype == "float32" else ""
+            yield _Product(dtype, line, _IN_A_KERNEL if is_kernel else reason)
+        is_held = is_kernel or eqn.primitive.name in KERNELS
+        for inner in programs(eqn):
+            inner_owner = owner_of(eqn, owner)
+            yield from _find(closed(inner).jaxpr, (*around, eqn), inner_owner, is_held)
+
+
+def _dtype(eqn: JaxprEqn) -> str:
+    """Returns the widest dtype among the operands: ragged products have integers besides."""
+    operands: list[Any] = eqn.invars[:2]
+    return str(jnp.result_type(*(atom.aval.dtype for atom in operands)))

@@ -1,0 +1,321 @@
+"""The law of cotangents: those that meet, meet in float32, unless all come from products."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from additions import find_foreign_additions
+from half_programs import PROGRAMS, W, X
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from tables import cases
+
+import jaxscale
+from jaxscale import _jax
+
+pytestmark = pytest.mark.standard_promotion
+
+HALVES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
+logsumexp = jax.nn.logsumexp
+
+
+def cross_entropy(logits):
+    labels = jnp.arange(logits.shape[0])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def in_jit(w):
+    @jax.jit
+    def heads(x):
+        logits = x @ w[0]
+        return logits, logsumexp(logits, -1)
+
+    logits, normalizers = heads(X)
+    return jnp.mean(normalizers - jnp.diag(logits))
+
+
+def in_two_jits(w):
+    layer = jax.jit(lambda x, w: jax.nn.relu(x @ w))
+    x = X @ w[0]
+    return jnp.mean(layer(x, w[1]) ** 2 + layer(x, w[2]) * x)
+
+
+def stacked_by_scan(w):
+    def body(carry, x):
+        logits = x @ w[0]
+        return jnp.tanh(carry + logits), (logits, logsumexp(logits))
+
+    carry, (logits, normalizers) = jax.lax.scan(body, X[0], X)
+    return jnp.mean(normalizers - jnp.diag(logits)) + carry.sum()
+
+
+def constant_of_scan(w):
+    keys = X @ w[0]
+
+    def body(carry, x):
+        weights = jax.nn.softmax(x @ keys.T)
+        return carry + jnp.sum(weights @ keys), weights
+
+    carry, weights = jax.lax.scan(body, 0.0, X)
+    return carry + jnp.sum(keys) + jnp.sum(weights)
+
+
+def sliced_by_scan(w):
+    logits = X @ w[0]
+
+    def body(carry, x):
+        return carry + logsumexp(x), x * x
+
+    carry, squares = jax.lax.scan(body, 0.0, logits)
+    return carry - logits[:, 0].sum() + squares.mean()
+
+
+def in_remat(w):
+    @jax.checkpoint
+    def block(x):
+        logits = x @ w[0]
+        return logits, jax.nn.softmax(logits) @ w[1] + logits[:, ::-1] @ w[2]
+
+    logits, outputs = block(X)
+    return cross_entropy(logits) + jnp.sum(outputs**2)
+
+
+def named(w):
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_any_names_but_these())
+    def block(x):
+        logits = checkpoint_name(x @ w[0], "logits")
+        return cross_entropy(logits) + jnp.sum(logits @ w[1])
+
+    return block(X)
+
+
+def in_branches(w):
+    logits = X @ w[0]
+    outputs = jax.lax.cond(
+        logits[0, 0] > 0,
+        lambda x: x @ w[1] - logsumexp(x, -1, keepdims=True),
+        lambda x: x,
+        logits,
+    )
+    return cross_entropy(logits) + jnp.sum(outputs)
+
+
+def in_own_rules(w):
+    by_vjp = jax.custom_vjp(lambda x: jnp.sin(x) + x[::-1])
+    by_vjp.defvjp(lambda x: (by_vjp(x), x), lambda x, ct: (jnp.cos(x) * ct + ct[::-1],))
+    by_jvp = jax.custom_jvp(lambda x: x * jax.nn.sigmoid(x))
+    by_jvp.defjvp(lambda x, dx: (by_jvp(*x), dx[0] * jax.nn.sigmoid(x[0]) + dx[0] * x[0]))
+    logits = X @ w[0]
+    return jnp.sum(by_vjp(logits)) + jnp.sum(by_jvp(logits) @ w[1]) - logits[:, 1].sum()
+
+
+def rotated(w):
+    angles = jnp.arange(8.0)
+
+    def rotate(x):
+        first, second = jnp.split(x, 2, -1)
+        return x * jnp.cos(angles) + jnp.concatenate([-second, first], -1) * jnp.sin(angles)
+
+    return jnp.sum(jax.nn.softmax(rotate(X @ w[0]) @ rotate(X @ w[1]).T) @ (X @ w[2]))
+
+
+def residual(w):
+    x = X @ w[0]
+    for i in range(1, 4):
+        x = x + jax.nn.relu(x @ w[i]) @ w[4]
+    return cross_entropy(x)
+
+
+def gated(w):
+    x, y = X @ w[0], X @ w[1]
+    products = (x * y + jnp.maximum(x, y) + jnp.abs(x)) @ w[2]
+    return jnp.sum(products) + jnp.sum(jnp.clip(x, -1.0, 1.0) * y)
+
+
+def read_by_products(w):
+    x = jax.nn.relu(X @ w[0])
+    twice = jnp.concatenate([x, -x], -1) @ jnp.concatenate([w[3], w[4]])
+    return jnp.sum(jnp.tanh(x @ w[1]) + jnp.tanh(x @ w[2]) + twice)
+
+
+def written_in_half(w):
+    x = (X @ w[0]).astype(jnp.float16).astype(jnp.float32)
+    return jnp.sum(x @ w[1]) + jnp.sum(jnp.exp(x))
+
+
+def cast_by_hand(w):
+    x = X + w[0][:4]
+    return jnp.sum(x @ w[1]) + jnp.sum(x.astype(jnp.float16) * 2).astype(jnp.float32)
+
+
+def over_devices(w):
+    logits, mesh = X @ w[0], Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
+
+    def normalizers(logits, w):
+        return jnp.sum(logsumexp(logits @ w, -1) - logits[:, 0])[None]
+
+    total = 0.0
+    for spec, check_vma in ((P("data"), True), (P(), False)):
+        specs = {"in_specs": (spec, P()), "out_specs": P("data"), "check_vma": check_vma}
+        total += jnp.sum(jax.shard_map(normalizers, mesh=mesh, **specs)(logits, w[1]))
+    return total
+
+
+def gradient_inside(w):
+    def potential(x):
+        return jnp.sum(jnp.tanh(x @ w[0]) @ w[1]) + (x @ w[0])[0, 0]
+
+    return jnp.sum(jax.grad(potential)(X) ** 2)
+
+
+def behind_barrier(w):
+    (logits,) = jax.lax.optimization_barrier((X @ w[0],))
+    return cross_entropy(logits) + jnp.sum(logits @ w[1])
+
+
+def chosen(w):
+    x = X @ w[0]
+    rows = jax.nn.gelu(x[jnp.array([0, 0, 1])]) @ w[1]
+    return jnp.sum(rows) + jnp.sum(jnp.sort(x) * jnp.arange(8.0)) + jnp.sum(jnp.max(x, 0))
+
+
+FUNCTIONS = [in_jit, in_two_jits, stacked_by_scan, constant_of_scan, sliced_by_scan, in_remat]
+FUNCTIONS += [named, in_branches, in_own_rules, rotated, residual, gated, read_by_products]
+FUNCTIONS += [written_in_half, cast_by_hand, over_devices, gradient_inside, behind_barrier, chosen]
+MEETINGS = {fun.__name__: fun for fun in FUNCTIONS}
+MEETINGS["plain"] = lambda w: cross_entropy(X @ w[0])
+MEETINGS["stacked by map"] = lambda w: cross_entropy(jax.lax.map(lambda x: x @ w[0], X))
+AROUND = {
+    "grad": lambda fun, cast: jax.grad(cast(fun)),
+    "jit": lambda fun, cast: jax.grad(jax.jit(cast(fun))),
+    "remat": lambda fun, cast: jax.grad(jax.checkpoint(cast(fun))),
+    "of a gradient": lambda fun, cast: cast(jax.grad(fun)),
+    "scale_backward": lambda fun, cast: jax.grad(jaxscale.scale_backward(cast(fun))),
+    "half_carries": lambda fun, cast: jax.grad(cast(fun, half_carries=True)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*carries nothing in half precision:UserWarning")
+@cases(
+    "name, around",
+    itertools.product(MEETINGS, AROUND),
+    fast=[
+        *(("plain", "grad"), ("in_jit", "grad"), ("sliced_by_scan", "grad"), ("in_remat", "grad")),
+        *(("constant_of_scan", "half_carries"), ("rotated", "scale_backward")),
+    ],
+)
+def test_no_addition_in_half_precision_has_a_summand_that_is_no_product(name, around):
+    gradient = AROUND[around](MEETINGS[name], jaxscale.autocast)
+    assert not find_foreign_additions(jax.make_jaxpr(gradient)(W))
+    expected = jax.grad(MEETINGS[name])(W)
+    actual = jax.jit(gradient)(W)
+    assert np.linalg.norm(actual - expected) <= 0.01 * np.linalg.norm(expected)
+
+
+@cases("name", [name for name in PROGRAMS if name != "own_precision"], fast=["moves"])
+def test_nor_has_any_of_the_programs(name):
+    fun, args = PROGRAMS[name]
+    gradient = jax.grad(lambda *args: jaxscale.autocast(fun)(*args)[0])
+    assert not find_foreign_additions(jax.make_jaxpr(gradient)(*args))
+
+
+def contrast(scores):
+    return jnp.mean(logsumexp(scores, -1) - jnp.diag(scores))
+
+
+def q_learning(scores):
+    taken = jnp.take_along_axis(scores, jnp.arange(scores.shape[0])[:, None], 1)[:, 0]
+    return jnp.mean((taken - logsumexp(scores, 1)) ** 2)
+
+
+LOSSES = {"cross entropy": cross_entropy, "InfoNCE": contrast, "DQN": q_learning}
+# 1 - p of the right class, from 4e-2 to 1e-7. Of 12 rows 1/12 has digits that half lacks.
+MARGINS = {6.0: 16, 9.0: 12, 11.0: 16, 14.0: 12, 18.0: 16}
+
+
+def multiply(x, w):
+    return x @ w
+
+
+def multiply_by_hand(x, w, dtype):
+    return (x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
+
+
+@cases(
+    "name, margin, dtype",
+    itertools.product(LOSSES, MARGINS, HALVES),
+    fast=[("cross entropy", 9.0, "float16"), ("DQN", 11.0, "bfloat16")],
+)
+def test_confident_predictions_have_the_gradients_of_products_in_half_by_hand(name, margin, dtype):
+    size = MARGINS[margin]
+    x = jnp.eye(size) + 0.01 * jax.random.normal(jax.random.key(0), (size, size))
+    w = margin * jnp.eye(size)
+
+    def loss_with(product):
+        return lambda w: LOSSES[name](product(x, w))
+
+    by_hand = loss_with(functools.partial(multiply_by_hand, dtype=HALVES[dtype]))
+    cast = functools.partial(jaxscale.autocast, dtype=HALVES[dtype])
+    scaled = functools.partial(jaxscale.grad, scaling=jaxscale.FixedLossScale(2.0**12).init())
+    expected = jax.jit(jax.grad(loss_with(multiply)))(w)
+
+    def error(gradient):
+        return np.linalg.norm(jax.jit(gradient)(w) - expected)
+
+    plain = loss_with(multiply)
+    assert error(scaled(cast(plain))) <= 1.05 * error(scaled(by_hand))
+    # No cotangent flushes: the scale is that of what enters the product, after all was added.
+    least = error(jax.grad(jaxscale.scale_backward(by_hand)))
+    assert error(jax.grad(jaxscale.scale_backward(cast(plain)))) <= 1.05 * least
+    assert error(jax.grad(cast(jaxscale.scale_backward(plain)))) <= 1.05 * least
+
+
+def test_products_share_the_rounded_copy_of_what_they_read():
+    def fun(w):
+        x = X @ w[0]
+        return jnp.sum(x @ w[1] + x @ w[2] + x @ w[3]) + jnp.sum(x**2)
+
+    eqns = jax.make_jaxpr(jaxscale.autocast(fun))(W).eqns
+    assert sum(map(_jax.is_stand_in, eqns)) == 1
+
+
+HALF, WIDE = jnp.float16([1.0, 2.0]), jnp.float32([1.0, 2.0])
+
+
+def stand_in(half, wide):
+    return _jax.stand_in(half, wide, jnp.float16)
+
+
+def weighted(half, wide):
+    return jnp.sum(stand_in(half, wide) * jnp.float16([3.0, 5.0]))
+
+
+def test_a_stand_in_has_the_value_of_one_and_gives_its_gradient_to_the_other():
+    for fun in (stand_in, jax.jit(stand_in), jax.checkpoint(stand_in)):
+        assert fun(HALF, WIDE).dtype == jnp.float16
+        np.testing.assert_array_equal(fun(HALF, WIDE), HALF)
+    for gradient in (jax.grad(weighted, (0, 1)), jax.jit(jax.grad(weighted, (0, 1)))):
+        of_half, of_wide = gradient(HALF, WIDE)
+        np.testing.assert_array_equal(of_half, [0, 0])
+        np.testing.assert_array_equal(of_wide, [3, 5])
+        assert of_wide.dtype == jnp.float32
+    _, tangent = jax.jvp(stand_in, (HALF, WIDE), (HALF, 2 * WIDE))
+    np.testing.assert_array_equal(tangent, 2 * HALF)
+    second = jax.hessian(lambda x: jnp.sum(stand_in(x.astype(jnp.float16), x) ** 2))(WIDE)
+    np.testing.assert_array_equal(second, 2 * np.eye(2))
+
+
+def test_a_stand_in_is_batched_and_transposed():
+    stacked = jnp.stack([HALF, 2 * HALF])
+    np.testing.assert_array_equal(jax.vmap(stand_in)(stacked, stacked.astype("float32")), stacked)
+    columns = jax.vmap(stand_in, (1, 0), 1)(stacked.T, stacked.astype("float32"))
+    np.testing.assert_array_equal(columns, stacked.T)
+    rows = jax.vmap(stand_in, (None, 0))(HALF, stacked.astype("float32"))
+    np.testing.assert_array_equal(rows, jnp.stack([HALF] * 2))
+    (transposed,) = jax.linear_transpose(lambda x: stand_in(x.astype(jnp.float16), x), WIDE)(HALF)
+    np.testing.assert_array_equal(transposed, WIDE)

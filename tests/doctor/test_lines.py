@@ -1,0 +1,316 @@
+"""The line that the doctor names first: in backward rules, where a number became 0, in positions.
+
+Each model has the fault on lines of its own, which end in `# fault`, and its symptom elsewhere.
+"""
+
+import functools
+import inspect
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tables import cases
+
+from jaxscale._doctor.exam import examine
+from jaxscale._doctor.findings import findings
+from jaxscale._doctor.target import load
+
+pytestmark = pytest.mark.standard_promotion
+
+HALF, FULL = jnp.float16, jnp.float32
+HERE = pathlib.Path(__file__)
+
+
+def normal(seed, *shape, scale=1.0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * scale
+
+
+def layer(activation, scale=1.0, apply=lambda function, x: function(x)):
+    """A loss of one layer in half precision."""
+
+    def loss_fn(params, x):
+        y = apply(activation, x.astype(HALF) @ params["w"].astype(HALF))
+        return jnp.mean(jnp.square(y.astype(FULL) - 1))
+
+    return loss_fn, {"w": normal(0, 4, 4, scale=scale)}, normal(1, 8, 4)
+
+
+def tanh_of(backward):
+    function = jax.custom_vjp(jnp.tanh)
+    function.defvjp(lambda x: (jnp.tanh(x), jnp.tanh(x)), backward)
+    return function
+
+
+def too_large(y, g):
+    d = (1 - y * y) * HALF(50000)
+    d = d * HALF(100)  # fault
+    return (g * d * HALF(2e-7),)
+
+
+def too_small(y, g):
+    d = (1 - y * y) * HALF(2.0**-14)
+    d = d * HALF(2.0**-12)  # fault
+    return (g * (d * HALF(2.0**13) * HALF(2.0**13)),)
+
+
+def helper(y, g):
+    return (too_large(y, g)[0],)
+
+
+def rule_overflows():
+    return layer(tanh_of(too_large))
+
+
+def rule_flushes():
+    return layer(tanh_of(too_small))
+
+
+def rule_calls_another_function():
+    return layer(tanh_of(helper))
+
+
+def rule_in_vmap():
+    return layer(tanh_of(too_large), apply=lambda function, x: jax.vmap(function)(x))
+
+
+def rule_in_jit_and_remat():
+    block = jax.checkpoint(jax.jit(tanh_of(too_large)))
+    return layer(block)
+
+
+def rule_in_scan():
+    function = tanh_of(too_large)
+
+    def repeat(function, x):
+        return jax.lax.scan(lambda x, _: (function(x), None), x, None, 3)[0]
+
+    return layer(function, apply=repeat)
+
+
+def rule_with_static_arguments():
+    function = jax.custom_vjp(lambda x, factor: jnp.tanh(x) * factor, nondiff_argnums=(1,))
+    function.defvjp(
+        lambda x, factor: (jnp.tanh(x) * factor, jnp.tanh(x)),
+        lambda factor, y, g: too_large(y, g * factor),
+    )
+    return layer(lambda x: function(x, 2.0))
+
+
+def rule_as_partial():
+    return layer(tanh_of(functools.partial(lambda factor, y, g: too_large(y, g * factor), 2)))
+
+
+def rule_of_nnx():
+    definition, params = nnx.split(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    function = tanh_of(too_large)
+
+    def loss_fn(params, x):
+        y = function(nnx.merge(definition, params)(x).astype(HALF))
+        return jnp.mean(jnp.square(y.astype(FULL) - 1))
+
+    return loss_fn, params, normal(1, 8, 4)
+
+
+def rule_forward():
+    def forward(x):
+        square = (x * 300) * (x * 300)  # fault
+        return x, (x, square)
+
+    function = jax.custom_vjp(lambda x: x)
+    function.defvjp(forward, lambda saved, g: (g * jnp.abs(saved[0] * 300) / jnp.sqrt(saved[1]),))
+    return layer(function)
+
+
+def classify(logarithm, scale=3.0):
+    """A cross-entropy of logits in half precision."""
+    label = np.random.default_rng(2).integers(0, 16, 16)
+
+    def loss_fn(params, x):
+        logits = x.astype(HALF) @ params["w"].astype(HALF)
+        return -jnp.mean(logarithm(logits, label[:, None]).astype(FULL))
+
+    return loss_fn, {"w": normal(0, 8, 16, scale=scale)}, normal(1, 16, 8)
+
+
+def picked(probability, label):
+    return jnp.log(jnp.take_along_axis(probability, label, 1))
+
+
+def softmax_in_half():
+    def logarithm(logits, label):
+        probability = jax.nn.softmax(logits)  # fault
+        return picked(probability, label)
+
+    return classify(logarithm)
+
+
+def softmax_that_is_cast():
+    def logarithm(logits, label):
+        probability = jax.nn.softmax(logits.astype(FULL))
+        probability = probability.astype(HALF)  # fault
+        return picked(probability, label)
+
+    return classify(logarithm)
+
+
+def softmax_written_out():
+    def logarithm(logits, label):
+        e = jnp.exp(logits - jnp.max(logits, 1, keepdims=True))  # fault
+        return picked(e / jnp.sum(e, 1, keepdims=True), label)  # fault
+
+    return classify(logarithm)
+
+
+def joint(multiply):
+    """The logarithm of a product of 40 probabilities, each about a half."""
+
+    def loss_fn(params, x):
+        probability = jax.nn.sigmoid(x.astype(HALF) @ params["w"].astype(HALF))
+        return -jnp.mean(jnp.log(multiply(probability)).astype(FULL))
+
+    return loss_fn, {"w": normal(0, 8, 40, scale=0.1)}, normal(1, 4, 8)
+
+
+def prod():
+    return joint(lambda p: jnp.prod(p, axis=-1))  # fault
+
+
+def cumprod():
+    return joint(lambda p: jnp.cumprod(p, axis=-1))  # fault
+
+
+def prod_in_a_loop():
+    def multiply(p):
+        return jax.lax.scan(lambda c, q: (c * q, None), jnp.ones(4, HALF), p.T)[0]  # fault
+
+    return joint(multiply)
+
+
+def prod_and_root():
+    def loss_fn(params, x):
+        probability = jax.nn.sigmoid(x.astype(HALF) @ params["w"].astype(HALF))
+        product = jnp.prod(probability, axis=-1)  # fault
+        return -jnp.mean(product.astype(FULL) ** (1 / 40))
+
+    return loss_fn, *joint(None)[1:]
+
+
+def density():
+    def loss_fn(params, x):
+        z = x.astype(HALF) @ params["w"].astype(HALF)
+        p = jnp.exp(-z * z / 2)  # fault
+        return -jnp.mean(jnp.log(p / HALF(2.5)).astype(FULL))
+
+    return loss_fn, {"w": normal(0, 4, 3)}, normal(1, 8, 4, scale=2.0)
+
+
+def rotated(angles):
+    """Scores of queries and keys that are turned by the angles of 24 positions of up to 8192."""
+    position = np.sort(np.random.default_rng(3).integers(0, 8192, 24))
+
+    def loss_fn(params, batch):
+        x, target = batch
+        angle = angles(position)
+        cosine, sine = jnp.cos(angle).astype(HALF), jnp.sin(angle).astype(HALF)
+
+        def turn(z):
+            a, b = jnp.split(z, 2, axis=-1)
+            return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1)
+
+        q, k = (turn(x.astype(HALF) @ params[name].astype(HALF)) for name in "qk")
+        return jnp.mean((q @ k.T).astype(FULL) * target)
+
+    params = {"q": normal(0, 8, 8), "k": normal(1, 8, 8)}
+    return loss_fn, params, (normal(2, 24, 8), normal(3, 24, 24))
+
+
+FREQUENCY = 100.0 ** (-np.arange(4) / 4)
+
+
+def positions_cast():
+    def angles(position):
+        t = jnp.asarray(position).astype(HALF)  # fault
+        return t[:, None].astype(FULL) * FREQUENCY
+
+    return rotated(angles)
+
+
+def positions_in_a_jitted_table():
+    @jax.jit
+    def table():
+        t = jnp.arange(8192, dtype=HALF)  # fault
+        return jnp.outer(t, FREQUENCY.astype(HALF))  # fault
+
+    return rotated(lambda position: table()[position])
+
+
+def angles_cast():
+    def angles(position):
+        angle = jnp.asarray(position)[:, None] * FREQUENCY
+        return angle.astype(HALF)  # fault
+
+    return rotated(angles)
+
+
+RULES = [rule_overflows, rule_flushes, rule_calls_another_function, rule_in_vmap]
+RULES += [rule_in_jit_and_remat, rule_in_scan, rule_with_static_arguments, rule_as_partial]
+RULES += [rule_of_nnx, rule_forward]
+ZEROS = [softmax_in_half, softmax_that_is_cast, softmax_written_out, prod, cumprod]
+ZEROS += [prod_in_a_loop, prod_and_root, density]
+POSITIONS = [positions_cast, positions_in_a_jitted_table, angles_cast]
+MODELS = {model.__name__: model for model in (*RULES, *ZEROS, *POSITIONS)}
+
+
+def faults(model):
+    """The numbers of the lines of a model, and of the rules that it calls, with the fault."""
+    rule = too_small if model is rule_flushes else too_large
+    sources = [model, rule] if model in RULES and model is not rule_forward else [model]
+    return {
+        first + i
+        for lines, first in map(inspect.getsourcelines, sources)
+        for i, line in enumerate(lines)
+        if line.endswith("# fault\n")
+    }
+
+
+@cases("name", MODELS, fast=["rule_overflows", "prod_and_root"])
+def test_the_first_problem_is_at_the_fault(name):
+    found = findings(examine(load(f"{HERE}:{name}"), None))
+    problems = [finding for finding in found if finding.is_problem]
+    assert problems, name
+    assert HERE.name in problems[0].where
+    assert problems[0].line in faults(MODELS[name]), problems[0].title
+
+
+def test_all_else_of_a_rule_stays_as_it_was():
+    """Its name, which the doctor tells, its scopes and its gradients."""
+    from jaxscale._jax import backward_rule, keep_lines_of_rules, scope_names
+
+    @jax.custom_vjp
+    def ruled(x):
+        return jnp.sin(x)
+
+    def backward(x, g):
+        with jax.named_scope("inside"):
+            return (g * jnp.cos(x),)
+
+    ruled.defvjp(lambda x: (jnp.sin(x), x), backward)
+    call = jax.custom_vjp.__call__
+    with keep_lines_of_rules(lambda file: file == __file__):
+        program = jax.make_jaxpr(ruled)(1.0)
+        gradient = jax.make_jaxpr(jax.grad(ruled))(1.0)
+    assert jax.custom_vjp.__call__ is call
+    assert backward_rule(program.jaxpr.eqns[0]) == "backward"
+    assert any("inside" in scope_names(eqn) for eqn in gradient.jaxpr.eqns)
+    assert float(jax.grad(ruled)(1.0)) == float(jnp.cos(1.0))
+
+
+def test_an_error_in_a_rule_is_the_error_of_the_rule():
+    from jaxscale._jax import keep_lines_of_rules
+
+    function = tanh_of(lambda y, g: undefined)  # noqa: F821
+    with keep_lines_of_rules(lambda file: True), pytest.raises(NameError, match="undefined"):
+        jax.grad(lambda x: function(x))(1.0)

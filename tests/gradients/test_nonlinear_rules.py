@@ -1,0 +1,88 @@
+"""A backward rule that is not linear sees scaled cotangents, and what to do about it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxscale
+
+SCALE = 2.0**10
+SLOPE = 2.0**-20  # so that float16 asks for a scale
+ROOM = 2.0**-13  # what gradients are to be clipped at
+
+
+@jax.custom_vjp
+def clip_gradient(bound, x):
+    """As in JAX's documentation."""
+    return x
+
+
+def clip_gradient_fwd(bound, x):
+    return x, bound
+
+
+def clip_gradient_bwd(bound, g):
+    return None, jnp.clip(g, -bound, bound)
+
+
+clip_gradient.defvjp(clip_gradient_fwd, clip_gradient_bwd)
+
+
+def loss_fn(w):
+    """Has gradients of 2**-14 and 2**-10; the second is to be clipped."""
+    slopes = jnp.array([2.0**6, 2.0**10], jnp.float16)
+    return SLOPE * jnp.sum((w.astype(jnp.float16) * slopes).astype(jnp.float32))
+
+
+def clipped_inside(w):
+    return loss_fn(clip_gradient(ROOM, w))
+
+
+W = jnp.array([1.0, 1.0])
+STATE = jaxscale.FixedLossScale(SCALE).init()
+
+
+def by_value_and_grad(fun):
+    return jaxscale.value_and_grad(fun, STATE)(W)[1]
+
+
+def by_scale_backward(fun):
+    return jax.grad(jaxscale.scale_backward(fun))(W)
+
+
+def in_on_grads():
+    """The gradients, as minus the step of a descent with rate 1."""
+    tx = jaxscale.loss_scaled(optax.sgd(1.0), jaxscale.FixedLossScale(SCALE))
+    step = jaxscale.train_step(
+        lambda w, _: loss_fn(w), tx, on_grads=lambda grads: jnp.clip(grads, -ROOM, ROOM)
+    )
+    params, *_ = step(jnp.zeros(2), tx.init(jnp.zeros(2)), None)
+    return -params
+
+
+def in_the_optimizer():
+    tx = jaxscale.skip_nonfinite(optax.chain(optax.clip(ROOM), optax.sgd(1.0)))
+    return -tx.update(by_scale_backward(loss_fn), tx.init(W), W)[0]
+
+
+WAYS_OUT = {
+    "value_and_grad: clip what comes back": lambda: jnp.clip(by_value_and_grad(loss_fn), max=ROOM),
+    "train_step: on_grads": in_on_grads,
+    "scale_backward: the rule outside": lambda: jax.grad(
+        lambda w: jaxscale.scale_backward(loss_fn)(clip_gradient(ROOM, w))
+    )(W),
+    "scale_backward: clip in the optimizer": in_the_optimizer,
+}
+
+
+@pytest.mark.parametrize("differentiate", [by_value_and_grad, by_scale_backward])
+def test_a_rule_that_clips_sees_scaled_cotangents(differentiate):
+    np.testing.assert_array_equal(differentiate(loss_fn), [2.0**-14, 2.0**-10])
+    assert (differentiate(clipped_inside) < 2.0**-14).all()
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_gradients_are_clipped_where_they_are_true(way):
+    np.testing.assert_array_equal(WAYS_OUT[way](), [2.0**-14, ROOM])
