@@ -243,15 +243,18 @@ def _float0(aval: Any) -> Any:
 
 
 def _cotangent(cotangent: Any, aval: Any) -> Any:
-    """Returns a cotangent as the function of `jax.vjp` takes it, `None` for a symbolic zero."""
-    if not _is_inexact(aval):
-        return _float0(aval)
-    return None if isinstance(cotangent, SymbolicZero) else _as_aval(cotangent, aval)
+    """Returns a cotangent in the dtype of its output, `None` for what is zero."""
+    if not _is_inexact(aval) or isinstance(cotangent, SymbolicZero):
+        return None
+    return _as_aval(cotangent, aval)
 
 
 def _zero(aval: Any) -> Any:
+    """Returns a cotangent that is zero, as the function of `jax.vjp` takes it."""
     zero = _jax.zero_cotangent(aval)
-    return blank(aval) if zero is None else zero
+    if zero is not None:
+        return zero
+    return blank(aval) if _is_inexact(aval) else _float0(aval)
 
 
 def _as_aval(value: Any, aval: Any) -> Any:

@@ -21,6 +21,7 @@ from .readers import casts_anything, equations, half_carries, has_products
 from .values import is_float32, is_full_precision
 
 _NO_RULE = "`autocast` has no rule for it"
+_OWN_TYPES = "it takes or makes values of a type that is not an array of JAX"
 _UNKNOWN_FORM = (
     f"JAX {jax.__version__} gives it other parameters than the versions that jaxscale was tested "
     f"with, {_jax.TESTED}"
@@ -83,7 +84,11 @@ def _why_left(eqn: JaxprEqn) -> str | None:
     try:
         read(eqn)
     except _jax.UnknownFormError:
-        return None if any(programs(eqn)) and not has_products(eqn) else _UNKNOWN_FORM
+        if any(programs(eqn)) and not has_products(eqn):
+            return None
+        reason = _OWN_TYPES if _jax.takes_own_types(eqn) else _UNKNOWN_FORM
+        held = _jax.class_of_object(eqn)
+        return f"{reason} (it is a `{held}`)" if held else reason
     is_with_refs = eqn.primitive.name in _LOOPS and any(map(_jax.is_ref, eqn.invars))
     return _NO_RULE if is_with_refs and has_products(eqn) else None
 

@@ -8,6 +8,7 @@ the head, with these cotangents scaled, and again at a lower scale if it overflo
 import contextlib
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -50,8 +51,14 @@ _NO_FORWARD = (
 _NO_SECOND = (
     "`scale_backward(retries={})`: its backward pass was differentiated in reverse mode, such as "
     "for the gradient of a gradient norm. The loop of retries has no such derivative. Pass "
-    "`retries=0`, or differentiate the gradients in forward mode: "
-    "`jax.jvp(jax.grad(...), ...)`."
+    "`retries=0`, and wrap what is made of the gradients by `scale_backward`, too; or "
+    "differentiate the gradients in forward mode: `jax.jvp(jax.grad(...), ...)`."
+)
+_UNSCALED_SECOND = (
+    "`scale_backward(retries=0)`: its backward pass is differentiated in reverse mode, such as for "
+    "the gradient of a gradient norm. That second pass is not scaled, and small values flush to 0 "
+    "in it. Wrap what is made of the gradients by `scale_backward`, too, apart from the loss: "
+    "`loss(p) + scale_backward(lambda p: penalty(jax.grad(loss)(p)))(p)`."
 )
 _HALF_INPUT = (
     "`scale_backward(fun)` was differentiated by its input {}, which is {}: a gradient of that "
@@ -101,7 +108,9 @@ def scale_backward(
         Gradients that become 2**15 times larger on their way repeat it in every step; for these
         `jaxscale doctor` says which number to pass as `scale`. The loop keeps all gradients of
         `fun` in memory at once, where an optimizer might use each as it comes. On a CPU XLA takes
-        many times as long for a convolution in a loop. 0 compiles to no loop.
+        many times as long for a convolution in a loop. 0 compiles to no loop, and the backward
+        pass can be differentiated in reverse mode. That second pass is not scaled: wrap what is
+        made of the gradients, such as a penalty, by `scale_backward`, too.
       axis_name: further axes of `shard_map` or `pmap` along which devices are to use one scale.
         They agree by themselves along those that need it: where gradients are summed, and
         where `fun` itself communicates.
@@ -115,6 +124,9 @@ def scale_backward(
         float16, or through an output in it, as such a cotangent has lost the small values already
         (bfloat16 has not); or twice in reverse mode with retries.
       ValueError: if `scale` is not positive, or not normal in float32, or if `retries` is below 0.
+
+    Warns:
+      UserWarning: if its backward pass is differentiated in reverse mode, outside of another one.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -210,6 +222,7 @@ class _Plan:
         self.tail_by = [var for var in self.tail.inputs if var in by]
         # Where the cotangents of the tail may enter the head.
         self.entries = [var for var in self.head.outputs if var in derived]
+        self.entry_types: list[Any] = []
 
     def forward(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
         """Returns the outputs, and what pulls cotangents back through both parts."""
@@ -220,6 +233,8 @@ class _Plan:
                 self.head, env, self.head_by, self.entries, note_outputs=_note_tangents
             )
         env |= zip(self.head.outputs, crossing, strict=True)
+        # Of a `shard_map` the types are known only now, and are the same in each call.
+        self.entry_types = [jax.typeof(env[var]) for var in self.entries]
         # If none has a tangent, no rule was asked.
         have_tangents = have_tangents or [False] * len(self.entries)
         entries = list(itertools.compress(self.entries, have_tangents))
@@ -249,7 +264,8 @@ class _Plan:
         known = iter([None if is_zero else each for each, is_zero in pairs])
         entering = [None if each is None else next(known) for each in kept]
         if self.head_by and any(each is not None for each in entering):
-            through = self._through_head(pull_head, entering, options)
+            with _noting():
+                through = self._through_head(pull_head, entering, options)
             for var, gradient in zip(self.head_of, through, strict=True):
                 known = gradients.get(var)
                 gradients[var] = gradient if known is None else gradient + widen(known)
@@ -269,8 +285,8 @@ class _Plan:
         def pull_scaled(scale: jax.Array) -> list[Any]:
             scaled = iter(zip(multiply(entering, scale), entering, strict=True))
             given = [
-                _zero(var.aval) if each is None else _cast_like(*next(scaled))
-                for var, each in zip(self.entries, cotangents, strict=True)
+                _zero(aval) if each is None else _cast_like(*next(scaled))
+                for aval, each in zip(self.entry_types, cotangents, strict=True)
             ]
             return list(pull(given))
 
@@ -288,8 +304,10 @@ class _Plan:
             gradients = pull_scaled(scale)
         pairs = zip(gradients, self.head_of, strict=True)
         gradients = divide([cast(each, var.aval.dtype) for each, var in pairs], scale)
+        if not options.retries:
+            return [_jax.note_transposing(each, _warn_unscaled) for each in gradients]
         reason = _NO_SECOND.format(options.retries)
-        return [_jax.refuse_transposing(x, reason) if options.retries else x for x in gradients]
+        return [_jax.refuse_transposing(each, reason) for each in gradients]
 
     def _agreed_axes(self, entering: list[Any], axis_name: Any) -> tuple[Any, ...] | None:
         """Returns the axes along which the devices must use one scale."""
@@ -387,6 +405,12 @@ def _zeros_noted(_: None, cotangents: Any) -> Any:
 _note_zeros.defvjp(
     lambda *values: (tuple(each.value for each in values), None), _zeros_noted, symbolic_zeros=True
 )
+
+
+def _warn_unscaled() -> None:
+    """Warns of a second reverse pass, unless that is the backward pass of a boundary itself."""
+    if _noted.get(None) is None:
+        warnings.warn(_UNSCALED_SECOND, stacklevel=2)
 
 
 def _zero(aval: Any) -> Any:

@@ -22,7 +22,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad, batching, mlir
 
 from . import hijax
-from .hijax import OBJECT, operation
+from .hijax import OBJECT, operation, takes_own_types
 
 if TYPE_CHECKING:  # JAX 0.12 has one class for both
     from jax.extend.core import Jaxpr as ClosedJaxpr
@@ -32,7 +32,8 @@ else:
 # The versions of JAX that the tests were run with.
 TESTED = "0.6.2 to 0.12.0"
 
-_Read, _More = TypeVar("_Read"), ParamSpec("_More")
+_Read = TypeVar("_Read")
+_More = ParamSpec("_More")
 
 
 class UnknownFormError(Exception):
@@ -79,7 +80,7 @@ def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
     """Returns the programs that an equation holds, in the order of its parameters."""
     if hijax.holds_program(eqn):
         with contextlib.suppress(UnknownFormError):
-            yield callee(eqn)
+            yield _held(eqn)
     yield from _own_programs(eqn)
 
 
@@ -104,11 +105,20 @@ def with_programs(eqn: JaxprEqn, replaced: Sequence[Jaxpr | ClosedJaxpr]) -> dic
 def bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """Returns the outputs of an equation for other arguments, and maybe other parameters."""
     params = hijax.fitted(eqn, args, eqn.params if params is None else params)
+    if eqn.primitive.name == OBJECT:
+        # The rules of an object get what they are given, and ask numbers of literals for a shape.
+        args = [x if hasattr(x, "shape") else _as_array(x) for x in args]
     given: Any = eqn.primitive.get_bind_params(params)
     # Until 0.7 or so a pair: functions, which come before the arguments, and the other parameters.
     functions, given = given if isinstance(given, tuple) else ((), given)
     outputs = eqn.primitive.bind(*functions, *args, **given)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def _as_array(number: Any) -> Any:
+    """Returns the number of a literal as an array of its type."""
+    aval: Any = jax.typeof(number)
+    return cast(number, aval.dtype, aval.weak_type)
 
 
 def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
@@ -215,11 +225,19 @@ _DIVISIBLE = (*_JITS, *_INLINED, "remat2")
 def callee(eqn: JaxprEqn) -> ClosedJaxpr:
     """Returns the program that an equation calls with its own inputs."""
     if eqn.primitive.name == OBJECT:
+        if takes_own_types(eqn):
+            raise ValueError("its program takes what these values consist of")
         _check_programs(eqn)
-        return _fitting(hijax.program_of(eqn), eqn.invars, eqn.outvars)
+        return _fitting(_held(eqn), eqn.invars, eqn.outvars)
     program: Any = eqn.params[CALLS[eqn.primitive.name]]
     _check_programs(eqn, program)
     return _fitting(program, eqn.invars, eqn.outvars)
+
+
+@_reader
+def _held(eqn: JaxprEqn) -> ClosedJaxpr:
+    """Returns the program of an object, which takes the arrays that its inputs consist of."""
+    return closed(hijax.program_of(eqn))
 
 
 def is_placed(eqn: JaxprEqn) -> bool:
@@ -343,16 +361,34 @@ def refuse_transposing(array: Any, reason: str) -> Any:
     return _REFUSING.bind(array, reason=reason)
 
 
+def note_transposing(array: Any, note: Callable[[], None]) -> Any:
+    """Returns an array as it is. Tracing a reverse-mode derivative of it calls `note`."""
+    return _NOTING.bind(array, note=note)
+
+
+def _identity(name: str, transpose: Callable[..., Any]) -> Primitive:
+    """Returns a primitive that does nothing, with a rule of its own for reverse mode."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda array, **_: array)
+    primitive.def_abstract_eval(lambda aval, **_: aval)
+    ad.deflinear2(primitive, transpose)
+    batching.defvectorized(primitive)
+    lowering = mlir.lower_fun(lambda array, **_: array, multiple_results=False)
+    mlir.register_lowering(primitive, lowering)
+    return primitive
+
+
 def _raise_reason(*_: Any, reason: str) -> Any:
     raise TypeError(reason)
 
 
-_REFUSING = Primitive("jaxscale_refuse_transposing")
-_REFUSING.def_impl(lambda array, **_: array)
-_REFUSING.def_abstract_eval(lambda aval, **_: aval)
-ad.deflinear2(_REFUSING, _raise_reason)
-batching.defvectorized(_REFUSING)
-mlir.register_lowering(_REFUSING, mlir.lower_fun(lambda array, **_: array, multiple_results=False))
+def _call_note(cotangent: Any, *_: Any, note: Callable[[], None]) -> list[Any]:
+    note()
+    return [cotangent]
+
+
+_REFUSING = _identity("jaxscale_refuse_transposing", _raise_reason)
+_NOTING = _identity("jaxscale_note_transposing", _call_note)
 
 
 class Scan(NamedTuple):

@@ -88,6 +88,26 @@ def program_of(eqn: JaxprEqn) -> Any:
     return _expanded(eqn, held)
 
 
+def takes_own_types(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation takes or makes values of a type that is not JAX's.
+
+    Such a value consists of arrays, which no operation but those of its type can see.
+    """
+    return any(_is_own_type(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
+
+
+def _is_own_type(aval: Any) -> bool:
+    return bool(getattr(aval, "is_high", False)) and hasattr(aval, "lower_val")
+
+
+def _raised(aval: Any, given: Any) -> Any:
+    return aval.raise_val(*given) if _is_own_type(aval) else given
+
+
+def _lowered(aval: Any, value: Any) -> Any:
+    return aval.lower_val(value) if _is_own_type(aval) else value
+
+
 _expansions: dict[Any, Any] = {}
 
 
@@ -98,11 +118,13 @@ def _expanded(eqn: JaxprEqn, held: Any) -> Any:
     if key not in _expansions:
 
         def expand(*args: Any) -> Any:
-            outputs = held.expand(*held.in_tree.unflatten(args))
-            return held.out_tree.flatten_up_to(outputs)
+            values = held.in_tree.unflatten(map(_raised, held.in_avals_flat, args))
+            outputs = held.out_tree.flatten_up_to(held.expand(*values))
+            return [_lowered(aval, x) for aval, x in zip(held.out_avals_flat, outputs, strict=True)]
 
         with eqn.ctx.manager:
-            program = jax.make_jaxpr(expand)(*held.in_avals_flat)
+            types = [aval.lo_ty() if _is_own_type(aval) else aval for aval in held.in_avals_flat]
+            program = jax.make_jaxpr(expand)(*types)
         weakref.finalize(held, _expansions.pop, key, None)
         _expansions[key] = program
     return _expansions[key]
@@ -137,6 +159,12 @@ def differentiated_by(eqn: JaxprEqn) -> str | None:
     if is_own("vjp_fwd") and cls.vjp_fwd.__module__ != base.__module__:
         return "vjp"
     return "jvp" if is_own("jvp") else "vjp" if is_own("vjp_fwd") else None
+
+
+def class_of_object(eqn: JaxprEqn) -> str | None:
+    """Returns the name of the class of the object that an equation is, if it is one."""
+    held = eqn.params.get("_prim")
+    return None if held is None else type(held).__name__
 
 
 def _class_of_jax(eqn: JaxprEqn) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
 from .equations import ClosedJaxpr
@@ -24,7 +25,7 @@ _MOST = 2000  # objects that are looked at: a callback may close over the data o
 # What holds no program, or only that of others.
 _PLAIN = (
     *(str, bytes, int, float, complex, bool, type(None), type, enum.Enum, types.ModuleType),
-    *(np.ndarray, np.generic, np.dtype, jax.Array, jax.core.AbstractValue, Primitive),
+    *(np.ndarray, np.generic, np.dtype, jax.Array, AbstractValue, Primitive),
     *(
         jax.sharding.Sharding,
         jax.sharding.Mesh,

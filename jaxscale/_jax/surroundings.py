@@ -1,7 +1,6 @@
 """What surrounds an equation: refs, mesh axes, source lines, scopes and the frames of JAX."""
 
 import contextlib
-import copy
 import functools
 import os
 import sys
@@ -131,21 +130,29 @@ def keep_lines_of_rules(is_users_file: Callable[[str], bool]) -> Iterator[None]:
     JAX gives all that a rule of a `custom_vjp` function computes the line that calls the function.
     Only functions that are traced in here are affected, and only in their source lines.
     """
-    call = jax.custom_vjp.__call__
+    custom_vjp: Any = jax.custom_vjp
+    call = custom_vjp.__call__
 
     @functools.wraps(call)
     def call_with_lines(function: Any, *args: Any, **kwargs: Any) -> Any:
         # Of a library's rule no line is the user's, so the line of the call says more.
         if _is_written_in(function.bwd, is_users_file):
-            function = copy.copy(function)
+            function = _copy(function)
             function.bwd = _with_own_lines(function.bwd)
         return call(function, *args, **kwargs)
 
-    jax.custom_vjp.__call__ = call_with_lines
+    custom_vjp.__call__ = call_with_lines
     try:
         yield
     finally:
-        jax.custom_vjp.__call__ = call
+        custom_vjp.__call__ = call
+
+
+def _copy(function: Any) -> Any:
+    """Returns another `custom_vjp` function like this one. In JAX 0.10 `copy.copy` cannot."""
+    other = object.__new__(type(function))
+    other.__dict__.update(function.__dict__)
+    return other
 
 
 def _with_own_lines(rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,13 +64,17 @@ def store_once(grads: Any) -> Any:
     into each reader. On a CPU they cost more than to read float32. On other machines the products
     may reduce what they write.
     """
-    arrays = jax.tree.leaves(grads)
-    if not any(isinstance(each, Tracer) for each in arrays):
+    leaves, structure = jax.tree.flatten(grads)
+    traced = [leaf for leaf in leaves if isinstance(leaf, Tracer)]
+    if not traced:
         return grads
-    stored = jax.lax.platform_dependent(
-        arrays, cpu=jax.lax.optimization_barrier, default=lambda arrays: arrays
-    )
-    return jax.tree.unflatten(jax.tree.structure(grads), stored)
+
+    def keep_apart(arrays: list[Any]) -> list[Any]:
+        # Each by itself: JAX 0.10 gives all that share a barrier the mesh axes of all of them.
+        return [jax.lax.optimization_barrier(each) for each in arrays]
+
+    stored = iter(jax.lax.platform_dependent(traced, cpu=keep_apart, default=lambda arrays: arrays))
+    return structure.unflatten(next(stored) if isinstance(x, Tracer) else x for x in leaves)
 
 
 def _zeros(tree: Any) -> Any:

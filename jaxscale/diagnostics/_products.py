@@ -25,21 +25,21 @@ class ProductLine(NamedTuple):
 
     Attributes:
       dtype: the precision, such as `"float32"`: the widest dtype among their operands.
-      count: how many there are.
+      number: how many there are.
       where: file and line, relative to the working directory, or `""` if no line is the user's.
       source: the text of that line.
       reason: why `autocast` leaves a product of float32 as it is, or `""`.
     """
 
     dtype: str
-    count: int
+    number: int
     where: str
     source: str
     reason: str
 
     def __str__(self) -> str:
         where = f"{self.where}: `{self.source}`" if self.where else "no line of yours"
-        return f"{self.count} at {where}" + (f" ({self.reason})" if self.reason else "")
+        return f"{self.number} at {where}" + (f" ({self.reason})" if self.reason else "")
 
 
 class Products(NamedTuple):

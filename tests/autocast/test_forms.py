@@ -140,6 +140,16 @@ def test_what_is_made_has_the_form_that_is_asked_for_now():
     assert found[1] == found[3] == {_jax.OBJECT}
 
 
+def test_a_program_that_was_traced_before_is_rewritten_to_the_form_that_is_asked_for_now():
+    layer = jax.jit(lambda x, w: jax.nn.softmax(x @ w) @ w)
+    traced = jax.jit(lambda w: jnp.sum(layer(X, w))).trace(W[0])
+    cast = jaxscale.autocast(lambda w: traced(w))
+    for is_new in (False, True, False):
+        with form(is_new):
+            names = {e.primitive.name for e in equations(jax.make_jaxpr(cast)(W[0]))}
+        assert names & {"remat2", _jax.OBJECT} == {_jax.OBJECT if is_new else "remat2"}
+
+
 def test_a_program_of_one_form_is_rewritten_under_the_flags_of_the_other():
     programs = []
     for is_new in (False, True):

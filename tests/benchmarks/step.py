@@ -1,9 +1,10 @@
 """What a step between two passes costs: ours beside bare optax and the peers.
 
-    python tests/benchmarks/step.py [--size laptop|gpu] [--json FILE] [--only NAME ...]
+    python tests/benchmarks/step.py [--size laptop|gpu] [--json FILE] [--only NAME ...] [--products]
 
 Checks each method first, then times all of them in turn on a tree like GPT-2: a table for each
-dtype of gradients. What a row includes: `methods.py`. What is counted as a kernel: `hlo.py`.
+dtype of gradients. What a row includes: `methods.py`. What is counted as a kernel: `hlo.py`. With
+`--products` the step makes its gradients itself, each by a product with 8 rows.
 """
 
 import gc
@@ -50,16 +51,27 @@ def prepare(name, shapes, dtype, clip):
     return {"faults": faults} | times | hlo.program(step, trees.size(shapes)), run
 
 
+def prepare_with_products(name, shapes, dtype, clip):
+    """Returns the report of one method's whole step, with its backward pass, and what runs it."""
+    method = methods.make(name, clip, trees.products(dtype))
+    carry, rows = method.init(trees.params(shapes)), trees.rows(shapes, dtype)
+    step, times = compiled(lambda carry, rows: method.step(carry, rows)[0], carry, rows)
+    run = processes.timed(lambda carry: step(carry, rows), carry, jax.block_until_ready)
+    return {"faults": []} | times | hlo.program(step, trees.size(shapes)), run
+
+
 def measure(dtype, options, show):
     """Returns one table's figures, as JSON types."""
     shapes = trees.SIZES[options.size]
-    jobs = {name: (prepare, name, shapes, dtype, options.clip) for name in options.only}
+    make = prepare_with_products if options.products else prepare
+    jobs = {name: (make, name, shapes, dtype, options.clip) for name in options.only}
     reports = processes.measure(jobs, options, show, to_bare=methods.BARE)
     for each in reports.values():
         for key in ("trace_s", "compile_s", "dispatch_s") if "to_bare" in each else ():
             each[f"{key[:-2]}_to_bare"] = each[key] / reports[methods.BARE][key]
     number = {"leaves": len(shapes), "parameters": trees.size(shapes)}
-    return number | {"gradients": dtype, "clipped": options.clip, "methods": reports}
+    form = {"gradients": dtype, "clipped": options.clip, "products": options.products}
+    return number | form | {"methods": reports}
 
 
 def _ratio(key, form):
@@ -84,8 +96,10 @@ def table(row):
     """Returns a table of one row of :func:`measure`."""
     clipped = "global norm clipped" if row["clipped"] else "unclipped"
     size = f"{row['leaves']} leaves, {row['parameters'] / 1e6:.3g}M parameters"
-    title = f"GPT-2: {size}, {row['gradients']} gradients, {clipped}"
-    return report.table(title, COLUMNS, row["methods"])
+    made = "products" if row["products"] else "gradients"
+    title = f"GPT-2: {size}, {row['gradients']} {made}, {clipped}"
+    columns = {name: show for name, show in COLUMNS.items() if name != "checks"}
+    return report.table(title, columns if row["products"] else COLUMNS, row["methods"])
 
 
 def main():
@@ -93,6 +107,7 @@ def main():
     add = parser.add_argument
     add("--gradients", nargs="+", choices=trees.DTYPES, default=list(trees.DTYPES))
     add("--clip", action="store_true", help="clip the global norm")
+    add("--products", action="store_true", help="with a backward pass, of products with 8 rows")
     options = parser.parse_args()
     console, result = report.begin()
     result["checks"] = []

@@ -60,6 +60,28 @@ def gradients(shapes, dtype, scale=1.0, seed=1):
     return _normal(shapes, seed, GRADIENT * scale, dtype)
 
 
+ROWS = 8
+
+
+def rows(shapes, dtype):
+    """What each leaf is multiplied by in `products`: few rows, so that the step costs more."""
+    return _normal({name: (ROWS, shape[0]) for name, shape in shapes.items()}, 2, 1.0, dtype)
+
+
+def products(dtype):
+    """A loss of which the gradient of each leaf is a product of its own, in a dtype."""
+
+    def loss_fn(params, rows):
+        loss = jnp.float32(0)
+        for name, param in params.items():
+            w, x = param.astype(dtype), rows[name]
+            y = x @ w if w.ndim == 2 else x * w
+            loss += GRADIENT * jnp.mean(jnp.square(y.astype(jnp.float32)))
+        return loss
+
+    return loss_fn
+
+
 def _normal(shapes, seed, deviation, dtype):
     # Of one pool of numbers, begun at another place for each leaf: nothing is compiled for it.
     pool = deviation * np.random.default_rng(seed).standard_normal(2**18, np.float32)

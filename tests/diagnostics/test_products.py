@@ -167,7 +167,7 @@ def test_the_report_tells_both_apart():
     assert summary == "3 matrix products and convolutions: 2 in float16, 1 in float32."
     assert others.startswith("  float32: 1 at ")
     assert "return x @ w" in others
-    assert [line.count for line in found.lines] == [1, 1, 1]
+    assert [line.number for line in found.lines] == [1, 1, 1]
     assert to_json(found)["counts"] == {"float16": 2, "float32": 1}
     assert str(products(lambda x: x, X)) == "No matrix products and no convolutions."
     # Without `autocast` there is nothing to explain.

@@ -106,7 +106,7 @@ def not_differentiated(fun):
     return lambda x, *more: with_backward(lambda x: fun(x, *more), lambda ct: ct)(x)
 
 
-backward_times_32 = with_backward(lambda x: x, lambda ct: ct * HALF(32))
+backward_times_32 = with_backward(lambda x: x, lambda ct: ct * HALF(32))  # plant: backward rule
 MASK = np.eye(2) > [1, 0]
 BATCH = {"x": np.float32([1, np.nan]), "mask": np.float32([0, -np.inf])}
 # A trace, what is true of its first inf or NaN or of all of it, and what it says.
@@ -116,7 +116,7 @@ FIRST = {
         half(1, 1), loss_scale=1,
     ), {"cause": "infinities", "primitive": "sub", "causes": {"infinities", "given"}}),
     "backward rule": (lambda: trace(
-        summed(lambda x: backward_times_32(x)),  # plant: backward rule
+        summed(lambda x: backward_times_32(x)),
         EIGHT, loss_scale=2.0**11,
     ), {"direction": "backward", "primitive": "mul", "share": 1}),
     "module": (lambda: trace(

@@ -6,6 +6,7 @@ import itertools
 import re
 
 import equinox as eqx
+import equinox.internal as eqxi
 import flax.linen as nn
 import half_programs
 import hosts
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.custom_derivatives import SymbolicZero
 from tables import assert_same_bits, cases
 from training import x64
 
@@ -312,11 +314,198 @@ def test_second_derivatives():
     wrapped, no_loop = (scale_backward(loss_of(net, 1.0), retries=retries) for retries in (2, 0))
     for order, fun, factor in (
         (lambda loss: lambda p: jax.jvp(jax.grad(loss), (p,), (p,))[1], wrapped, 1),
-        (lambda loss: jax.grad(second(loss)), no_loop, 2),  # rounded in two backward passes
+        # Rounded in two backward passes, of which the boundary around both scales the second.
+        (lambda loss: jax.grad(scale_backward(second(loss))), no_loop, 2),
     ):
         got, expected = (jax.jit(order(loss))(PARAMS) for loss in (fun, loss_of(net32, 1.0)))
         assert error(got, expected) < factor * ACCURACY
     assert not named("while", jax.grad(no_loop), PARAMS)
+
+
+@cases("exponent", [-20, -60], fast=[-20])
+def test_a_second_reverse_pass_is_scaled_by_a_boundary_of_its_own(exponent):
+    """Without one it flushes, and says so."""
+    factor = 2.0**exponent
+    penalty = second(scale_backward(loss_of(net, factor), retries=0))
+    expected = jax.grad(second(loss_of(net32, 1.0)))(PARAMS)
+    got = jax.jit(jax.grad(lambda p: scale_backward(penalty)(p) / factor))(PARAMS)
+    assert error(got, expected, factor) < 2 * ACCURACY
+    with pytest.warns(UserWarning, match=r"retries=0.*second pass is not scaled.*by `scale_backw"):
+        alone = jax.jit(jax.grad(lambda p: penalty(p) / factor))(PARAMS)
+    assert error(alone, expected, factor) > 0.9
+
+
+@jax.custom_jvp
+def without_outputs(x):
+    return ()
+
+
+without_outputs.defjvp(lambda primals, tangents: ((), ()))
+LABELS = jnp.arange(16) % 8
+
+
+def classified(p, x):
+    """A biased layer, and what is computed beside its loss."""
+    return net32(p, x) @ p["w"][0] + p["b"][None]
+
+
+def cast(x):
+    return x.astype(HALF).astype(jnp.float32)
+
+
+# Equations without outputs, or with integers alone: each row uses what a biased layer returns.
+BESIDE = {
+    "integer labels": lambda y: jnp.take_along_axis(y, LABELS[:, None], -1).mean(),
+    "cross-entropy": lambda y: optax.softmax_cross_entropy_with_integer_labels(y, LABELS).mean(),
+    "accuracy": lambda y: jnp.sum(y**2) + 0.0 * jnp.mean(jnp.argmax(y, -1) == LABELS),
+    "signs": lambda y: jnp.sum(jnp.where(jnp.signbit(y), 0.0, y)),
+    "print": lambda y: (jax.debug.print("{}", y.astype(HALF)[0, 0]), jnp.sum(y**2))[1],
+    "callback": lambda y: (jax.debug.callback(lambda _: None, y.astype(HALF)), jnp.sum(y))[1],
+    "custom_jvp": lambda y: (without_outputs(y.astype(HALF)), jnp.sum(y**2))[1],
+    "jit of nothing": lambda y: (jax.jit(lambda y: None)(y.astype(HALF)), jnp.sum(y))[1],
+    "jit of integers": lambda y: jnp.sum(y * jax.jit(lambda y: (y > 0) * 1)(y.astype(HALF))),
+    "print in checkpoint": lambda y: jnp.sum(jax.checkpoint(lambda y: (jax.debug.print("{}", y[0, 0]), y)[1])(cast(y))),
+    "print in a branch": lambda y: (jax.lax.cond(y[0, 0] > 0, lambda y: jax.debug.print("{}", y[0]), lambda y: None, y.astype(HALF)), jnp.sum(y))[1],
+}  # fmt: skip
+AROUND_BOTH = {
+    "scale_backward": scale_backward,
+    "autocast": jaxscale.autocast,
+    "scale_backward of autocast": lambda fun: scale_backward(jaxscale.autocast(fun)),
+    "autocast of scale_backward": lambda fun: jaxscale.autocast(scale_backward(fun)),
+}
+
+
+@pytest.mark.standard_promotion
+@cases(
+    "beside, around",
+    itertools.product(BESIDE, AROUND_BOTH),
+    fast=[
+        ("cross-entropy", "scale_backward of autocast"),
+        ("custom_jvp", "autocast of scale_backward"),
+        ("print", "scale_backward"),
+        ("jit of integers", "scale_backward of autocast"),
+    ],
+)
+def test_an_equation_without_outputs_is_one_like_others(beside, around, capfd):
+    def loss(p):
+        return BESIDE[beside](classified(p, X))
+
+    got, expected = (jax.jit(jax.grad(fun))(PARAMS) for fun in (AROUND_BOTH[around](loss), loss))
+    assert error(got, expected) < 2 * ACCURACY
+
+
+def test_effects_happen_as_often_as_in_the_program_itself():
+    seen = []
+
+    def loss(p):
+        y = classified(p, X)
+        jax.debug.callback(lambda y: seen.append("half"), y.astype(HALF))
+        jax.debug.callback(lambda y: seen.append("float32"), jnp.sum(y**2))
+        return jnp.sum(y**2)
+
+    for fun in (loss, scale_backward(loss), scale_backward(jaxscale.autocast(loss))):
+        seen.clear()
+        jax.block_until_ready(jax.jit(jax.value_and_grad(fun))(PARAMS))
+        jax.effects_barrier()
+        assert sorted(seen) == ["float32", "half"]
+
+
+def block(x, w, b):
+    return x + jnp.tanh(x.astype(HALF) @ w.astype(HALF)).astype(jnp.float32) + b[None]
+
+
+def chain(layer, p, number):
+    x = X
+    for i in range(number):
+        x = layer(x, p["w"][i % 3], p["b"])
+    return jnp.mean(x**2)
+
+
+def side_by_side(layer, p, number):
+    return sum(jnp.mean(layer(X, p["w"][i % 3], p["b"]) ** 2) for i in range(number))
+
+
+OFTEN = {
+    "chain": (scale_backward, chain, jax.jit),
+    "side by side": (scale_backward, side_by_side, jax.jit),
+    "checkpoints": (scale_backward, chain, jax.checkpoint),
+    "checkpoints side by side": (scale_backward, side_by_side, jax.checkpoint),
+    "autocast inside": (AROUND_BOTH["scale_backward of autocast"], chain, jax.jit),
+    "autocast outside": (AROUND_BOTH["autocast of scale_backward"], chain, jax.jit),
+}
+
+
+@pytest.mark.standard_promotion
+@cases("name", OFTEN, fast=["chain", "side by side", "checkpoints side by side"])
+def test_a_block_that_is_called_often_stays_one_function(name):
+    """So the program grows with the number of calls as it does without the boundary."""
+    wrap, model, called = OFTEN[name]
+
+    def sizes(number, wrap):
+        grad = jax.grad(wrap(lambda p: model(called(block), p, number)))
+        lowered = jax.jit(grad).lower(PARAMS).as_text()
+        lines = str(jax.make_jaxpr(grad)(PARAMS)).count("\n"), lowered.count("\n")
+        return np.array([*lines, lowered.count("func.func")])
+
+    few, many = (sizes(number, wrap) for number in (4, 24))
+    plain_few, plain_many = (sizes(number, lambda fun: fun) for number in (4, 24))
+    assert few[2] == many[2]
+    assert all((many - few)[:2] < 3 * (plain_many - plain_few)[:2])
+
+
+def looped(kind):
+    """A loop of Equinox, a `custom_vjp` function that asks what has a derivative, over a batch.
+
+    Its time is one number for the whole batch.
+    """
+
+    def fun(p, x):
+        def body(carry):
+            time, y = carry
+            return time + 1, jnp.tanh(cast(y @ p["w"][0]) + p["b"])
+
+        carry = jnp.float32(0), x
+        return eqxi.while_loop(lambda c: c[0] < 3, body, carry, max_steps=4, kind=kind)
+
+    def loss(p):
+        time, y = jax.vmap(fun, (None, 0), (None, 0))(p, X)
+        return jnp.mean(y**2) + 0 * jax.lax.stop_gradient(time)
+
+    return loss
+
+
+@functools.partial(jax.custom_jvp)
+def shifted(y, shift):
+    return y + shift
+
+
+@functools.partial(shifted.defjvp, symbolic_zeros=True)
+def _(primals, tangents):
+    assert isinstance(tangents[1], SymbolicZero), "a shift has no derivative"
+    return shifted(*primals), tangents[0]
+
+
+def test_a_rule_after_the_boundary_sees_what_has_no_tangent():
+    """Though the call that returns it returns something that has one, too."""
+    layer = jax.jit(lambda p, x: (net(p, x), net(PARAMS, x)))
+
+    def loss(p):
+        return jnp.mean(shifted(*layer(p, X)) ** 2)
+
+    assert error(jax.grad(scale_backward(loss))(PARAMS), jax.grad(loss)(PARAMS)) < ACCURACY
+
+
+@pytest.mark.skipif(
+    getattr(jax.config, "jax_custom_vjp3", False),
+    reason="the loop of Equinox fails without jaxscale, too, under JAX_CUSTOM_VJP3",
+)
+@pytest.mark.standard_promotion
+@cases("around", AROUND_BOTH, fast=["scale_backward", "autocast"])
+def test_what_has_no_derivative_has_none_at_the_boundary_either(around):
+    """JAX refuses a cotangent for what a batch shares, even one of zeros."""
+    loss = looped("checkpointed")
+    got, expected = (jax.jit(jax.grad(fun))(PARAMS) for fun in (AROUND_BOTH[around](loss), loss))
+    assert error(got["w"], expected["w"]) < ACCURACY
 
 
 def test_the_loop_holds_gradients_of_cast_parameters_in_half_precision():

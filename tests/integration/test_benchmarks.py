@@ -169,6 +169,19 @@ def test_steps_are_timed_alone_and_with_their_model(tmp_path):
         assert report["kernels"] == sum(report["kernels_by_kind"].values()) > 0
 
 
+@pytest.mark.slow
+def test_the_whole_step_holds_no_more_than_its_parts_by_hand(tmp_path):
+    """On a CPU, where casts at the end of the backward pass could be computed for each reader."""
+    names = ["jaxscale.train_step", "jaxscale.apply_gradients"]
+    path = tmp_path / "products.json"
+    command = ["--size=tiny", "--products", "--gradients=float16", "--rounds=1", "--seconds=0.1"]
+    run("step.py", *command, f"--json={path}", "--only", *names)
+    (row,) = json.loads(path.read_text())["rows"]
+    whole, by_hand = (row["methods"][name] for name in names)
+    assert whole["kernels"] <= by_hand["kernels"]
+    assert whole["bytes_per_parameter"] <= by_hand["bytes_per_parameter"]
+
+
 def test_products_are_counted_in_programs_inside_of_programs():
     def loss_fn(w):
         once = jax.checkpoint(lambda x, _: (jnp.sin(x @ w), None))

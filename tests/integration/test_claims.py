@@ -11,6 +11,7 @@ import math
 import pathlib
 import re
 import runpy
+import sys
 import tomllib
 
 import jax
@@ -66,6 +67,14 @@ def oldest(*names):
     return [PROJECT["requires-python"].removeprefix(">="), *(versions[name] for name in names)]
 
 
+def newest_of_oldest_python():
+    """The oldest version of Python, and the newest JAX that there is for it."""
+    newest = "0.10"  # JAX 0.11 dropped it
+    if sys.version_info[:2] == (3, 11):
+        assert jax.__version_info__[:2] <= tuple(map(int, newest.split(".")))
+    return *oldest(), newest
+
+
 def first_judged_step():
     rule = jaxscale.SpikeRule()
     judge = jax.jit(rule.judge)
@@ -74,6 +83,12 @@ def first_judged_step():
         _, state = judge(state, None, usual, True)
         step += 1
     return step
+
+
+def steps_to_idle():
+    """The steps in which the default rule gets to the scale of which `check` tells."""
+    growths = math.log(_progress._HIGH / RULE.init_scale, RULE.growth_factor)
+    return max(_progress._LONG, round(growths) * RULE.growth_interval)
 
 
 def default_rule():
@@ -251,7 +266,8 @@ CLAIMS = {
     "float16 has {} bits more than bfloat16, and rounds {:.0f} times less.": (
         lambda: [WORDS[HALF.nmant - BFLOAT.nmant], float(BFLOAT.eps / HALF.eps)],
     ),
-    "or if nothing seems to be scaled, which it knows after {:,} steps": (lambda: _progress._LONG,),
+    "Python {} gets JAX {}, newer ones get today's": (newest_of_oldest_python,),
+    "after {:,} steps with the default rule, if nothing seems to be scaled": (steps_to_idle,),
     "by {:.2%} in bfloat16 and by {:.2%} in float16": (mismatch, RMS),
     "at most by {:.0%} and by {:.1%}": (mismatch, LARGEST),
     "(means of {} seeds)": (lambda: WORDS[len(RL["float16"][RMS])],),

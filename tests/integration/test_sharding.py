@@ -300,3 +300,105 @@ def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags(policy, tracked):
     reduced = all_reduces(run(lambda *args: step(tx, *args[:3], value=args[3])), *args)
     # The gradients', or those of each leaf, and the loss's; of the largest gradient, its bits.
     assert reduced == [1]
+
+
+# Meshes as `jax.make_mesh` makes them since JAX 0.9: their axes are Explicit, and the sharding of
+# an array is part of its type.
+WEIGHTS = {"in": jnp.linspace(-1, 1, 512).reshape(16, 32), "out": jnp.ones((32, 16)) / 32.0}
+REPLICATED = {"in": P(), "out": P()}
+TENSOR_PARALLEL = {"in": P(None, "model"), "out": P("model", None)}
+
+
+def mean_square(y):
+    return jnp.mean(y**2)
+
+
+def mlp(w, x):
+    return mean_square(jax.nn.gelu(x @ w["in"]) @ w["out"])
+
+
+def tensor_parallel(w, x):
+    hidden = jax.nn.gelu(x @ w["in"])
+    outputs = jnp.einsum("bh,ho->bo", hidden, w["out"], out_sharding=P("data", None))
+    return mean_square(outputs)
+
+
+def resharded(w, x):
+    return mean_square(jax.sharding.reshard(x @ w["in"], P("data", None)) @ w["out"])
+
+
+def scan_of_remat(w, x):
+    layer = jax.checkpoint(lambda x, _: (x + jax.nn.gelu(x @ w["in"]) @ w["out"], None))
+    return mean_square(jax.lax.scan(layer, x, None, length=3)[0])
+
+
+def likelihood(w, x):
+    return -jnp.mean(jax.nn.log_softmax(jnp.tanh(x @ w["in"]) @ w["out"])[:, 0])
+
+
+def looked_up(w, x):
+    taken = w["in"].at[jnp.arange(8) % 16].get(out_sharding=P(None, None))
+    return mean_square(taken @ w["out"]) + mlp(w, x)
+
+
+def ruled(w, x):
+    @jax.custom_vjp
+    def product(x, y):
+        return x @ y
+
+    product.defvjp(lambda x, y: (x @ y, (x, y)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+    return mean_square(product(jax.nn.relu(x @ w["in"]), w["out"]))
+
+
+def in_shard_map(w, x):
+    def each(w, x):
+        return jax.lax.pmean(mlp(w, x), "data")
+
+    return jax.shard_map(each, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})(w, x)
+
+
+def remat_in_shard_map(w, x):
+    def each(w, x):
+        return jax.lax.pmean(jax.checkpoint(mlp)(w, x), "data")
+
+    return jax.shard_map(each, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})(w, x)
+
+
+EXPLICIT = {fun.__name__: (fun, REPLICATED) for fun in (mlp, scan_of_remat, likelihood, looked_up)}
+EXPLICIT |= {fun.__name__: (fun, REPLICATED) for fun in (ruled, in_shard_map, remat_in_shard_map)}
+EXPLICIT |= {fun.__name__: (fun, TENSOR_PARALLEL) for fun in (tensor_parallel, resharded)}
+WRAPPERS = {
+    "autocast": jaxscale.autocast,
+    "scale_backward": jaxscale.scale_backward,
+    "scale_backward of autocast": lambda fun: jaxscale.scale_backward(jaxscale.autocast(fun)),
+    "autocast of scale_backward": lambda fun: jaxscale.autocast(jaxscale.scale_backward(fun)),
+}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="axes are not Explicit by default")
+@cases(
+    "name, way",
+    itertools.product(EXPLICIT, WRAPPERS),
+    fast=[
+        ("tensor_parallel", "autocast"),
+        ("remat_in_shard_map", "scale_backward of autocast"),
+        ("looked_up", "autocast of scale_backward"),
+    ],
+)
+def test_meshes_with_explicit_axes(name, way):
+    fun, specs = EXPLICIT[name]
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    assert mesh.axis_types == (AxisType.Explicit,) * 2
+    with jax.set_mesh(mesh):
+        w = {key: jax.device_put(x, NamedSharding(mesh, specs[key])) for key, x in WEIGHTS.items()}
+        x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
+        expected = jax.jit(jax.value_and_grad(fun))(w, x)
+        actual = jax.jit(jax.value_and_grad(WRAPPERS[way](fun)))(w, x)
+        tx = jaxscale.loss_scaled(optax.adam(1e-3))
+        after, _, loss = jax.jit(jaxscale.train_step(WRAPPERS[way](fun), tx))(w, tx.init(w), x)
+    assert float(loss) == float(actual[0])
+    pairs = [*zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)]
+    for a, b in pairs:
+        assert jax.typeof(a) == jax.typeof(b)  # with its sharding
+        np.testing.assert_allclose(a, b, rtol=0.01, atol=0.01 * float(jnp.abs(b).max()))
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, w)

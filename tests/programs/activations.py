@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from corpus import Program, apply_dense, dense, integers, normal, program
+from corpus import Program, apply_dense, dense, integers, normal, program, weight
 
 # Between two layers, as any activation.
 ACTIVATIONS = ("relu", "relu6", "sigmoid", "softplus", "sparse_plus", "sparse_sigmoid", "soft_sign")
@@ -98,15 +98,20 @@ def one_hot():
     return Program(loss, params, (integers(6, 8, seed=3), normal(8, 3, seed=4)))
 
 
+def project(params: Any, x: Any) -> tuple[Any, Any, Any]:
+    """Queries, keys and values. Keys have no bias: softmax drops it, and its gradient is 0."""
+    return apply_dense(params["q"], x), x @ params["k"], apply_dense(params["v"], x)
+
+
 @program("jax")
 def dot_product_attention():
     """Queries of four heads share the keys of two, with a bias and lengths of their own."""
-    params = {"q": dense(8, 32, seed=1), "k": dense(8, 16, seed=2), "v": dense(8, 16, seed=3)}
+    params = {"q": dense(8, 32, seed=1), "k": weight(8, 16, seed=2), "v": dense(8, 16, seed=3)}
     params["bias"] = normal(1, 4, 6, 6, seed=4)
 
     def loss(params, batch):
         x, lengths, wanted = batch
-        q, k, v = (apply_dense(params[name], x).reshape(2, 6, -1, 8) for name in "qkv")
+        q, k, v = (each.reshape(2, 6, -1, 8) for each in project(params, x))
         y = jax.nn.dot_product_attention(
             q, k, v, bias=params["bias"], key_value_seq_lengths=lengths, scale=0.5
         )
@@ -119,11 +124,11 @@ def dot_product_attention():
 @program("jax")
 def attention_with_large_logits():
     """Logits above what float16 holds, which attention asks for in float32 itself."""
-    params = {"q": dense(8, 16, seed=1), "k": dense(8, 16, seed=2), "v": dense(8, 16, seed=3)}
+    params = {"q": dense(8, 16, seed=1), "k": weight(8, 16, seed=2), "v": dense(8, 16, seed=3)}
 
     def loss(params, batch):
         x, wanted = batch
-        q, k, v = (apply_dense(params[name], x).reshape(2, 6, 1, 16) for name in "qkv")
+        q, k, v = (each.reshape(2, 6, 1, 16) for each in project(params, x))
         y = jax.nn.dot_product_attention(128.0 * q, 128.0 * k, v, scale=1.0 / 128.0**2)
         return jnp.mean((y.reshape(2, 6, 16) - wanted) ** 2), {}
 

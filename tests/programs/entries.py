@@ -160,12 +160,12 @@ def _skipping(case: Case) -> Callable[[Any, Any], Made]:
             value, grads = backward(params, factor)
             updates, opt_state = tx.update(grads, opt_state, params, value=value)
             params = optax.apply_updates(params, updates)
-            return (params, opt_state), (value, params)
+            return (params, opt_state), (value, jax.tree.leaves(params))
 
         factors = jnp.array([1.0, jnp.nan])
         carry = params, tx.init(params)
         (_, opt_state), (values, seen) = jax.lax.scan(step, carry, factors)
-        kept = jnp.array([jnp.all(leaf[0] == leaf[1]) for leaf in jax.tree.leaves(seen)])
+        kept = jnp.array([jnp.all(leaf[0] == leaf[1]) for leaf in seen])
         checks = {
             "parameters that a NaN left alone": jnp.all(kept),
             "one step that was skipped": opt_state.total_notfinite == 1,
@@ -207,13 +207,14 @@ class _Model(nnx.Module):
 
 def _by_nnx(case: Case) -> Callable[[Any, Any], Made]:
     treedefs = [jax.tree.structure(tree) for tree in (case.params, case.state)]
+    batch_treedef = jax.tree.structure(case.batch)
 
     def loss_of_leaves(model: Any, batch: Any) -> Any:
         params, state = (
             treedef.unflatten([leaf[...] for leaf in leaves])
             for treedef, leaves in zip(treedefs, (model.leaves, model.state), strict=True)
         )
-        value, (state, aux) = case.loss(params, state, batch)
+        value, (state, aux) = case.loss(params, state, batch_treedef.unflatten(batch))
         for variable, leaf in zip(model.state, jax.tree.leaves(state), strict=True):
             variable[...] = leaf
         return value, aux
@@ -223,6 +224,8 @@ def _by_nnx(case: Case) -> Callable[[Any, Any], Made]:
             model, loss = case.build(params), case.written
         else:
             model, loss = _Model(params, case.state), loss_of_leaves
+            # NNX itself makes trees of what is no array, which some classes refuse.
+            batch = jax.tree.leaves(batch)
         tx = jaxscale.loss_scaled(_keeping_gradients(), case.scale)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         step = jaxscale.nnx.train_step(jaxscale.autocast(loss), has_aux=True)

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from additions import find_foreign_additions
 from cases import Case, make_case
+from doctor_targets import target_of
 from entries import DOCTOR, ENTRIES, Made
 from reference import half_products
-from targets import target_of
 
 from jaxscale._doctor.cli import main as command
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
+import jax.scipy.spatial.transform  # which `jax.scipy` does not import by itself
 from corpus import Program, apply_dense, dense, normal, program, weight
 
 
@@ -17,7 +18,7 @@ def behind_layers(loss_of: Callable[[Any], Any], outputs: int = 8, rows: int = 8
         hidden = jnp.tanh(apply_dense(params["hidden"], x))
         return jnp.mean(loss_of(apply_dense(params["head"], hidden))), {}
 
-    return Program(loss, params, normal(rows, 6, seed=3))
+    return Program(loss, params, normal(rows, 6, seed=3), scale=2.0**4)
 
 
 def positive(x: jax.Array) -> jax.Array:

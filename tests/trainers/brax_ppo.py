@@ -20,6 +20,7 @@ from watch import Journal, in_precision, small
 
 STEPS, UPDATES, ENVS, UNROLL = 40, 2, 32, 16
 BAD_STEPS = UPDATES
+FACTOR = 2.0**-26  # the gradients of 512 examples are large enough for that of the others
 
 
 class Point(envs.Env):
@@ -52,7 +53,7 @@ def make_networks(*args, dtype, scaled, **kwargs):
 
     def replace(network):
         apply = in_precision(network.apply, dtype, scaled)
-        return dataclasses.replace(network, apply=lambda *args: small(apply(*args)))
+        return dataclasses.replace(network, apply=lambda *args: small(apply(*args), FACTOR))
 
     return made.replace(
         policy_network=replace(made.policy_network), value_network=replace(made.value_network)
@@ -71,7 +72,7 @@ def train(dtype, scaled, skips, batch):
     journal, rewards = Journal(), []
 
     def adam(learning_rate):
-        return journal.optimizer(skips, left_out, optax.adam(learning_rate))
+        return journal.optimizer(skips, left_out, optax.adam(learning_rate), FACTOR)
 
     try:
         with (
@@ -89,7 +90,7 @@ def train(dtype, scaled, skips, batch):
                 num_updates_per_batch=UPDATES,
                 unroll_length=UNROLL,
                 episode_length=UNROLL,
-                learning_rate=1e-2,
+                learning_rate=3e-3,
                 normalize_observations=True,
                 num_evals=2,
                 deterministic_eval=True,

@@ -3,10 +3,6 @@
 The Hamiltonian is that much smaller, so the gradients are. In a bad step it is NaN.
 """
 
-import os
-
-os.environ.setdefault("NETKET_SHARDING", "0")
-
 import flax.linen as nn
 import jax.numpy as jnp
 import netket as nk

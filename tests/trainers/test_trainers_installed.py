@@ -35,7 +35,7 @@ PROGRAMS = {
     "tunix_grpo": Program("tunix"),
     "jaxopt_fit": Program("jaxopt", lost=0.3),
     "optimistix_min": Program("optimistix", lost=0.3),
-    "flowjax_fit": Program("flowjax", lost=0.03, near=0.1),
+    "flowjax_fit": Program("flowjax", lost=0.03, near=0.2),
     "gpjax_fit": Program("gpjax", lost=0.1, near=0.05),
     "netket_vmc": Program("netket"),
     "haiku_vae": Program("haiku", lost=0.15),
@@ -55,6 +55,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     # Tunix's GRPO takes statistics of an inf reward.
     pytest.mark.filterwarnings("ignore:(Mean of empty slice|invalid value):RuntimeWarning"),
+    # diffrax checks its solution in one, which has no products.
+    pytest.mark.filterwarnings("ignore:.*inside of the JAX primitive `pure_callback`:UserWarning"),
     # gpjax prefers float64.
     pytest.mark.filterwarnings("ignore:[Xy] is not of type float64:UserWarning"),
 ]
@@ -69,6 +71,7 @@ def program(name):
 def name(request, monkeypatch, tmp_path):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setenv("NETKET_SHARDING", "0")  # there are eight devices
     return request.param
 
 

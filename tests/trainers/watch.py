@@ -19,12 +19,12 @@ def in_precision(fun, dtype, scaled):
     return jaxscale.scale_backward(fun) if scaled else fun
 
 
-def small(outputs):
+def small(outputs, factor=FACTOR):
     """The outputs, whose gradients come back as if the loss were that small.
 
     For a trainer whose loss is its own.
     """
-    return jax.tree.map(lambda x: optax.scale_gradient(x, FACTOR), outputs)
+    return jax.tree.map(lambda x: optax.scale_gradient(x, factor), outputs)
 
 
 class WatchedState(NamedTuple):
@@ -52,9 +52,9 @@ class Journal:
     def _write_skip(self, metrics):
         self.skipped = max(self.skipped, int(np.max(metrics["total_notfinite"])))
 
-    def optimizer(self, skips, left_out=(), tx=None):
+    def optimizer(self, skips, left_out=(), tx=None, factor=FACTOR):
         """The optimizer of `runs`, which tells the journal, and leaves out those steps."""
-        tx = optimizer(skips, tx=tx, on_skip=self._write_skip)
+        tx = optimizer(skips, factor, tx, self._write_skip)
         left_out = jnp.array([-1, *sorted(left_out)])
 
         def init(params):

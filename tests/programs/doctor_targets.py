@@ -1,4 +1,4 @@
-"""Each program as a target of the doctor: `targets:vision__vit` is `vision.vit`."""
+"""Each program as a target of the doctor: `doctor_targets:vision__vit` is `vision.vit`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from cases import make_case
 
 
 def target_of(name: str) -> str:
-    return f"targets:{name.replace('.', '__')}"
+    return f"doctor_targets:{name.replace('.', '__')}"
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
