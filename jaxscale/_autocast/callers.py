@@ -5,7 +5,8 @@ may be a layer, or the product of two polynomials.
 """
 
 import enum
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 from .. import _jax
 from .._jax import JaxprEqn
@@ -33,14 +34,20 @@ def owner_of(eqn: JaxprEqn, around: Owner) -> Owner:
     A cached program, such as that of `jax.numpy.einsum`, does not know who calls it. So what is
     in it belongs to the owner of the equation `around` it.
     """
-    for package, file, functions in _jax.callers(eqn):
+    found = _find_owner(_jax.traceback_of(eqn))
+    return around if found is None else found
+
+
+@functools.lru_cache(maxsize=4096)
+def _find_owner(traceback: Any) -> Owner | None:
+    for package, file, functions in _jax.callers(traceback):
         if package not in table.LIBRARIES:
             return Owner.MODEL
         if package == "jax" and file == table.ATTENTION_FILE:
             return Owner.ATTENTION if table.ATTENTION in functions else Owner.MODEL
         if package != "jax" or not _passes_on(file, functions):
             return Owner.LIBRARY
-    return around
+    return None
 
 
 def _passes_on(file: str, functions: list[str]) -> bool:

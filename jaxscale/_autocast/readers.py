@@ -11,8 +11,6 @@ from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import jax.numpy as jnp
-import numpy as np
 from jax.core import ShapedArray
 
 from .. import _jax
@@ -29,7 +27,7 @@ from .._jax import (
 )
 from . import table
 from .callers import Owner, owner_of
-from .values import is_float32, is_full_precision
+from .values import is_float32, is_full_precision, is_inexact
 
 # They mean nothing but the program in them. The backward rule of a `custom_vjp` is not in it.
 _CALLS = CALLS.keys() - {"custom_vjp_call", _jax.OBJECT}
@@ -45,10 +43,11 @@ def is_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
     """
     if eqn.primitive.name not in table.PRODUCTS or not is_float32(eqn.outvars[0]):
         return False
-    atoms: list[Any] = eqn.invars
-    arrays = (atom for atom in atoms if type(atom.aval) is ShapedArray)
-    floating = (atom for atom in arrays if jnp.issubdtype(atom.aval.dtype, jnp.inexact))
-    if not all(map(is_float32, floating)) or _jax.demands_precision(eqn):
+    for atom in eqn.invars:
+        is_array = type(atom.aval) is ShapedArray
+        if is_array and not is_float32(atom) and is_inexact(atom.aval):
+            return False
+    if _jax.demands_precision(eqn):
         return False
     return _is_of_matrices(eqn) and owner_of(eqn, around) is not Owner.LIBRARY
 
@@ -91,12 +90,14 @@ def reads_half(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
 
 def is_logits(eqn: JaxprEqn, around: Owner) -> bool:
     """Returns whether a product is that of queries and keys in JAX's attention."""
-    if eqn.primitive.name != "dot_general" or owner_of(eqn, around) is not Owner.ATTENTION:
+    if eqn.primitive.name != "dot_general":
         return False
     operands: list[Any] = eqn.invars
-    pairs = zip(operands, _jax.dot_dimensions(eqn), strict=True)
-    # Of the weights and the values, one is summed over another dimension than its last.
-    return all(tuple(summed) == (atom.aval.ndim - 1,) for atom, (summed, _) in pairs)
+    for atom, (summed, _) in zip(operands, _jax.dot_dimensions(eqn), strict=True):
+        # Of the weights and the values, one is summed over another dimension than its last.
+        if tuple(summed) != (atom.aval.ndim - 1,):
+            return False
+    return owner_of(eqn, around) is Owner.ATTENTION
 
 
 # For each program, by the owner of what does not say it itself.
@@ -163,11 +164,7 @@ def has_gradient(eqn: JaxprEqn) -> bool:
     """Returns whether cotangents may go through an equation."""
     if eqn.primitive.name in table.WITHOUT_GRADIENT:
         return False
-    return any(jnp.issubdtype(_dtype(var), jnp.inexact) for var in eqn.outvars)
-
-
-def _dtype(atom: Any) -> Any:
-    return getattr(atom.aval, "dtype", np.bool_)  # that of a token is none
+    return any(is_inexact(var.aval) for var in eqn.outvars)
 
 
 def find_half_readers(jaxpr: Jaxpr, owner: Owner) -> set[int]:

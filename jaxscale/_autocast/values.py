@@ -4,6 +4,7 @@ A value that the program declares as float32 may be computed in half precision: 
 then. What else is known of a value decides what a narrow one does beside it.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -54,6 +55,17 @@ def is_float32(atom: Any) -> bool:
     """Returns whether a variable or a literal is declared as a float32 array."""
     aval = atom.aval
     return type(aval) is ShapedArray and aval.dtype == FLOAT32
+
+
+def is_inexact(aval: Any) -> bool:
+    """Returns whether values of a type are floating-point or complex numbers."""
+    dtype = getattr(aval, "dtype", None)  # a token has none
+    return dtype is not None and _is_inexact(dtype)
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def is_full_precision(eqn: JaxprEqn) -> bool:

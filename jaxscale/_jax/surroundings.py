@@ -208,14 +208,18 @@ _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _STANDARD = os.path.join(os.path.dirname(os.__file__), "")
 
 
-def callers(eqn: JaxprEqn) -> Iterator[tuple[str, str, list[str]]]:
-    """Returns who called the function that an equation is from, innermost first.
+def traceback_of(eqn: JaxprEqn) -> Any:
+    """Returns the traceback of an equation. Those of the same calls are equal."""
+    return eqn.source_info.traceback
+
+
+def callers(traceback: Any) -> Iterator[tuple[str, str, list[str]]]:
+    """Returns who called the function that an equation with a traceback is from, innermost first.
 
     For each frame the package, such as `jax`, and the file in it, such as `numpy/linalg.py`, both
     empty for files that are not installed beside JAX; and the function, after those around it.
     Frames of Python's own library and of this one are left out.
     """
-    traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
         functions = frame.function_name.split(".")
         if functions[-1] in _TRACING:
