@@ -104,4 +104,13 @@ def _copy_all(inputs: Sequence[Any], copies: Sequence[Copy], output: int) -> Jax
         made = [Var(aval) for aval in copy.types]
         eqns.append(copy.eqn.replace(invars=read, outvars=made))
         values += made
-    return Jaxpr(constvars=(), invars=invars, outvars=[values[output]], eqns=eqns)
+    return Jaxpr(
+        constvars=(), invars=invars, outvars=[values[output]], eqns=eqns, debug_info=_names()
+    )
+
+
+@functools.cache
+def _names() -> Any:
+    """Returns what says that inputs and outputs have no names, in a program of any number."""
+    info: Any = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
+    return info.with_unknown_names() if hasattr(info, "with_unknown_names") else info
