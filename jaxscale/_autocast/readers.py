@@ -174,14 +174,16 @@ def find_half_readers(jaxpr: Jaxpr, owner: Owner) -> set[int]:
 
 def meeting(jaxpr: Jaxpr, half_readers: set[int]) -> set[Any]:
     """Returns the variables to which cotangents come from several readers, not all products."""
-    reads: collections.Counter[Any] = collections.Counter(variables(jaxpr.outvars))
-    of_products: collections.Counter[Any] = collections.Counter()
+    reads: list[Any] = list(jaxpr.outvars)
+    of_products: list[Any] = []
     for eqn in jaxpr.eqns:
         if has_gradient(eqn):
-            reads.update(variables(eqn.invars))
+            reads += eqn.invars
         if id(eqn) in half_readers:
-            of_products.update(variables(eqn.invars))
-    return {var for var, number in reads.items() if number > max(1, of_products[var])}
+            of_products += eqn.invars
+    numbers = collections.Counter(variables(reads))
+    numbers_of_products = collections.Counter(variables(of_products))
+    return {var for var, number in numbers.items() if number > max(1, numbers_of_products[var])}
 
 
 def only_float32(jaxpr: Jaxpr) -> set[Any]:

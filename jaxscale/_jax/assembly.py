@@ -104,9 +104,18 @@ def _copy_all(inputs: Sequence[Any], copies: Sequence[Copy], output: int) -> Jax
         made = [Var(aval) for aval in copy.types]
         eqns.append(copy.eqn.replace(invars=read, outvars=made))
         values += made
-    return Jaxpr(
+    jaxpr = Jaxpr(
         constvars=(), invars=invars, outvars=[values[output]], eqns=eqns, debug_info=_names()
     )
+    return jaxpr.replace(is_high=True) if any(map(_is_high, eqns)) else jaxpr
+
+
+def _is_high(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation holds operations that are objects: JAX asks its program."""
+    if jax.__version_info__ < (0, 8):  # there are none, and the question takes other arguments
+        return False
+    primitive: Any = eqn.primitive
+    return bool(primitive.is_high(*(atom.aval for atom in eqn.invars), **eqn.params))
 
 
 @functools.cache
