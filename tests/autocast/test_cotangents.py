@@ -69,7 +69,7 @@ def constant_of_scan_alone(w):
     keys = X @ w[0]
 
     def body(carry, x):
-        return carry + logsumexp(keys * x), None
+        return carry + logsumexp(keys * x) + jnp.sum(x @ w[1]), None
 
     carry, _ = jax.lax.scan(body, 0.0, X)
     return carry
