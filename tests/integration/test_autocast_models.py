@@ -85,7 +85,10 @@ def test_a_transformer_keeps_no_more_than_one_written_in_float16(kind):
     ours = residual_bytes(jaxscale.autocast(plain), params)
     assert ours <= 1.1 * expected
     assert ours < residual_bytes(plain, params)
-    half_carries = residual_bytes(jaxscale.autocast(plain, half_carries=True), params)
+    # Without a scan there is nothing to carry, and a warning says so.
+    nothing_to_carry = pytest.warns(UserWarning, match="carries nothing in half precision")
+    with contextlib.nullcontext() if "scanned" in kind else nothing_to_carry:
+        half_carries = residual_bytes(jaxscale.autocast(plain, half_carries=True), params)
     assert half_carries <= (0.9 * expected if "scanned" in kind else ours)
 
 

@@ -1,5 +1,6 @@
 """Each function of `optax.losses`, behind a layer with a bias that is trained."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -202,7 +203,9 @@ def kl_divergence_with_log_targets():
 @program("jax")
 def convex_kl_divergence():
     def loss(logits, targets):
-        return losses.convex_kl_divergence(jax.nn.log_softmax(logits), targets)
+        with warnings.catch_warnings():  # newer versions have another name for it
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return losses.convex_kl_divergence(jax.nn.log_softmax(logits), targets)
 
     return behind_layers(loss, shares(5), 5)
 
