@@ -170,7 +170,11 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         outputs, _ = autocast.run(forward, values, kinds, place)
         primals = tuple(map(_as_aval, outputs, program.out_avals))
         # The second holds no array: its structure says by which inputs something is differentiated.
-        kept = [each.wide if isinstance(each, ToRound) else each for each in outputs[size:]]
+        # What is kept is narrow where it may be.
+        kept = [
+            cast(each.wide, autocast.dtype) if isinstance(each, ToRound) else each
+            for each in outputs[size:]
+        ]
         return primals, (kept, [() if each else None for each in perturbed])
 
     def bwd(residuals: Any, cotangents: Any) -> Any:

@@ -138,10 +138,12 @@ def _compute_linear(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -
             atom.val if isinstance(atom, Literal) else values[_key(given)] for atom, given in pairs
         ]
         with context(link.eqn), source(link.eqn, scopes):
-            value = values[link] = bind(link.eqn, inputs)[link.index]
-            if link is links[-1] and dtype != FLOAT32:
-                value = cast(value, dtype)
-    return value
+            values[link] = bind(link.eqn, inputs)[link.index]
+    last = links[-1]
+    if dtype == FLOAT32:
+        return values[last]
+    with context(last.eqn), source(last.eqn, scopes):
+        return cast(values[last], dtype)
 
 
 def _assemble(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -> ClosedJaxpr:

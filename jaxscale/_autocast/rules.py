@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
@@ -155,13 +154,12 @@ def _multiply_into_float32(eqn: JaxprEqn, operands: Sequence[Any], dtype: Any) -
         return bind(eqn, operands)[0]
 
     def derive(operands: Any, tangents: Any) -> Any:
-        output = multiply(*operands)
-        derivative = jnp.zeros_like(output)
+        terms = []
         for i, tangent in enumerate(tangents):
             if not isinstance(tangent, SymbolicZero):
                 varied = [*operands[:i], tangent, *operands[i + 1 :]]
-                derivative += cast(bind(eqn, varied, params)[0], FLOAT32)
-        return output, derivative
+                terms.append(cast(bind(eqn, varied, params)[0], FLOAT32))
+        return multiply(*operands), sum(terms[1:], start=terms[0])
 
     multiply.defjvp(derive, symbolic_zeros=True)
     return multiply(*operands)

@@ -161,6 +161,20 @@ def is_pinned(eqn):
     return [options(e)["prevent_cse"] for e in (again, part)] == [(False, True, True), True]
 
 
+def run_again(eqn):
+    """A scan of another body is as long, and runs in the same direction."""
+    outputs = _jax.scan_again(eqn, read(eqn).body, [W], [X[0], X[0]], [X])
+    return (outputs[2] == HOLDING["scan"](X)[1]).all()
+
+
+def is_assembled(eqn):
+    """A copy of an equation is a program that runs, and an equal one is the same object."""
+    aval = jax.typeof(X)
+    one, other = (_jax.assemble([aval], [_jax.copy_of(eqn, [0])], 1) for _ in range(2))
+    is_same = (_jax.jaxpr_as_fun(one)(X)[0] == jnp.sin(X)).all()
+    return is_same and _jax.closed(one).jaxpr is _jax.closed(other).jaxpr
+
+
 HIGHEST = jax.lax.Precision.HIGHEST
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 SCOPED = jax.named_scope("inner")(lambda x: -x)
@@ -170,6 +184,8 @@ ASSUMED = {name: (name, is_called) for name in HOLDING if name not in READERS} |
     "scan": ("scan", lambda e: (len(read(e)[0].jaxpr.outvars), *read(e)[1:]) == (3, 1, 2, 3, True)),
     "while": ("while", lambda e: (names(read(e)[2]), *read(e)[1::2]) == (["dot_general"], 0, 1)),
     "cond": ("cond", lambda e: [*map(names, read(e))] == [[], ["dot_general"]]),
+    "another scan": ("scan", run_again),
+    "copies of equations": (jnp.sin, is_assembled),
     "order of branches": ("cond", lambda e: (swapped(e)[0] == X @ W).all()),
     "shard_map": ("shard_map", lambda e: "dot_general" in names(read(e).program)),
     "map": ("shard_map", lambda e: read(e).map(lambda w, x: (x,))(W, X)[0].shape == X.shape),
