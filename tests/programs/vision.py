@@ -183,7 +183,7 @@ def convnet_with_debug_print():
         jax.debug.print("largest activation {}", jnp.max(x))
         x = hk.Flatten()(x)
         x = hk.Linear(24)(x)
-        jax.debug.callback(lambda x: None, x)
+        jax.debug.callback(lambda x: None, x.astype(jnp.bfloat16))
         return hk.Linear(5)(jax.nn.relu(x))
 
     images, labels = normal(8, 8, 8, 3), integers(5, 8)
