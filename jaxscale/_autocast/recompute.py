@@ -132,7 +132,6 @@ def _compute_linear(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -
     """Returns the value of a chain that keeps nothing for the backward pass."""
     values = {key: x.wide if isinstance(x, Narrow) else x for key, x in arrays.items()}
     scopes = _jax.current_scopes()
-    value: Any = None
     for link in links:
         pairs = zip(link.eqn.invars, link.inputs, strict=True)
         inputs = [
