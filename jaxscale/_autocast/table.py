@@ -110,11 +110,11 @@ CHOICES = {
     *("reduce_window_max", "reduce_window_min", "scatter", "sort", "stack", "top_k"),
 }
 
-# Of those that follow their inputs: the derivatives are sums over elements or quotients. They run
-# in float32 on half-precision arrays and their results come back, which changes no bit of these,
-# so that those sums are in float32.
+# Of those that follow their inputs: the derivatives are sums over elements or quotients, or add
+# what comes from two sides, as that of `abs`. They run in float32 on half-precision arrays and
+# their results come back, which changes no bit of these, so that those sums are in float32.
 SUMMED_BACKWARD = {
-    *("approx_top_k", "broadcast_in_dim", "cummax", "cummin", "gather", "pad", "pvary"),
+    *("abs", "approx_top_k", "broadcast_in_dim", "cummax", "cummin", "gather", "pad", "pvary"),
     *("reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min", "scatter"),
     *("sort", "tile", "top_k"),
 }

@@ -28,19 +28,9 @@ def test_a_program_is_no_worse_than_with_its_products_in_half(name, entry):
     assert Trial.recorded(ROWS[name], entry).judge(entry).wrong == []
 
 
-# Programs in which a law does not hold yet, and why.
-UNSOLVED = {
-    "scipy_functions.signal_of_filters": (
-        "in bfloat16 the cotangents of `abs` behind a convolution are added in half precision"
-    ),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_each_program_through_two_entries(name):
-    if name in UNSOLVED:
-        pytest.xfail(UNSOLVED[name])
     trial = Trial(ROWS[name])
     assert {entry: trial.judge(entry).wrong for entry in SELECTED[name]} == {
         entry: [] for entry in SELECTED[name]
