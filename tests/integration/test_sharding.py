@@ -346,7 +346,12 @@ def ruled(w, x):
     def product(x, y):
         return x @ y
 
-    product.defvjp(lambda x, y: (x @ y, (x, y)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+    def backward(kept, g):
+        x, y = kept
+        # JAX asks where a sum over a sharded dimension is to be.
+        return g @ y.T, jnp.matmul(x.T, g, out_sharding=P(None, None))
+
+    product.defvjp(lambda x, y: (x @ y, (x, y)), backward)
     return mean_square(product(jax.nn.relu(x @ w["in"]), w["out"]))
 
 
