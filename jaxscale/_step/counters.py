@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from .._gradients.verdict import Verdict
 from .._policies.base import CheckedLossScale, LossScale
 from .._state.optimizer import LossScaledState
+from .._trees.numbers import increment, increment_if
 
 # The first steps, in which a scale comes down from its start: their falls do not count.
 _FIRST_STEPS = 25
@@ -66,13 +66,13 @@ def count_step(
         )
     return state._replace(
         step_applied=finite if is_spike is None else finite & ~is_spike,
-        notfinite_count=jnp.where(finite, 0, optax.safe_increment(state.notfinite_count)),
+        notfinite_count=jnp.where(finite, 0, increment(state.notfinite_count)),
         total_notfinite=increment_if(~finite, state.total_notfinite),
         total_notfinite_loss=increment_if(~verdict.loss_finite, state.total_notfinite_loss),
         row_notfinite_loss=jnp.where(
             finite, 0, increment_if(~verdict.loss_finite, state.row_notfinite_loss)
         ),
-        total_steps=jnp.asarray(optax.safe_increment(state.total_steps)),
+        total_steps=increment(state.total_steps),
     )
 
 
@@ -137,7 +137,3 @@ def _skips_per_binade(policy: LossScale) -> float:
     backoff_factor = getattr(policy, "backoff_factor", 0.5)
     hysteresis = getattr(policy, "hysteresis", 1)
     return hysteresis / -math.log2(backoff_factor)
-
-
-def increment_if(event: jax.Array, counter: jax.Array) -> jax.Array:
-    return jnp.where(event, optax.safe_increment(counter), counter)

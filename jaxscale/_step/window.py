@@ -16,8 +16,8 @@ import optax
 from .._gradients.scaled import Scaled
 from .._state.optimizer import MultiStepsState
 from .._trees.leaf import dtype_of, is_inexact
+from .._trees.numbers import increment_if
 from .._trees.tree import cast, is_overwrite, leaf_name, tree_where
-from .counters import increment_if
 
 
 class Ready(NamedTuple):
