@@ -1,4 +1,4 @@
-"""The site: its blocks run, its build is strict, and a browser finds all that its pages refer to."""
+"""The site: its blocks run, its build is strict, and a browser finds what its pages refer to."""
 
 import contextlib
 import http.server
