@@ -203,7 +203,7 @@ def test_help_starts_with_what_most_people_need():
 def test_all_is_what_is_public():
     core = {name for name in PUBLIC if "." not in name}
     assert set(jaxscale.__all__) == core | {"diagnostics", "flax", "nnx", "presets"}
-    assert set(jaxscale.__all__) <= set(dir(jaxscale))
+    assert dir(jaxscale) == sorted(jaxscale.__all__)
     with pytest.raises(AttributeError, match=r"^module 'jaxscale' has no attribute 'nothing'$"):
         _ = jaxscale.nothing
     for module in (jaxscale.diagnostics, jaxscale.presets):
