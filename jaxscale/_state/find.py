@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._trees.checks import and_more
+from .._trees.grammar import and_more
 from .optimizer import LossScaledState, SpikeState
 from .scale import AdaptiveState, LossScaleState, is_policy_state, unwrap
 
@@ -82,7 +82,7 @@ def find_scale(call: str, argument: str, tree: Any) -> Any:
     return state
 
 
-def policy_state(call: str, state: Any, kind: type = object, grads: Any = None) -> Any:
+def check_policy_state(call: str, state: Any, kind: type = object, grads: Any = None) -> Any:
     """Returns the state that a policy was given, as arrays, or says what to pass instead.
 
     The `grads` that came with it tell whether the arguments were swapped.

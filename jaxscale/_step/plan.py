@@ -17,8 +17,9 @@ from .._gradients.value_and_grad import backward_pass
 from .._gradients.verdict import axis_names
 from .._jax import is_told_apart
 from .._state.find import is_loss_scaled
-from .._trees.checks import int32, one_of, with_article
-from .._trees.leaf import dtype_of, is_array_like, is_inexact
+from .._trees.checks import int32, one_of
+from .._trees.grammar import with_article
+from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
 from .._trees.tree import cast, leaf_name, map_gradients, trained_params, widen
 from .optimizer import Optimizer
 from .retry import BackwardResult, repeat_backward, trace_once
@@ -232,10 +233,10 @@ def _like(call: str, grads: Any, old: Any, params: Any) -> Any:
         )
 
     def check(path: Any, grad: Any, new: Any, param: Any) -> Any:
-        if not is_inexact(grad):
+        if not is_inexact_leaf(grad):
             return new
         at, shapes = f"{got}: at {leaf_name(path)} it", (jnp.shape(grad), jnp.shape(param))
-        if not is_inexact(new) or dtype_of(new) != dtype_of(grad):
+        if not is_inexact_leaf(new) or dtype_of(new) != dtype_of(grad):
             kind = dtype_of(new) if is_array_like(new) else type(new).__name__
             raise TypeError(f"{at} got {dtype_of(grad)} and returned {kind}. Cast the result.")
         if jnp.shape(new) not in shapes:

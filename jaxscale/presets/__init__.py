@@ -62,15 +62,10 @@ The functions `from_...` read what a library saved, or its scaler object, or rai
 a `TypeError`. They return a policy and a state, for `opt_state._replace(scaling=state)`.
 """
 
-from .._policies.libraries import (
-    GradualLossScale,
-    GradualState,
-    ToleranceLossScale,
-    ToleranceState,
-    WindowLossScale,
-    WindowState,
-)
+from .._policies.gradual import GradualLossScale, GradualState
 from .._policies.logmax import LogMaxLossScale, LogMaxState
+from .._policies.tolerance import ToleranceLossScale, ToleranceState
+from .._policies.window import WindowLossScale, WindowState
 from ._frameworks import (
     chainer,
     flax,

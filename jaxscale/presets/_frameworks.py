@@ -6,8 +6,9 @@ import jax.numpy as jnp
 
 from .._policies.base import LossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
-from .._policies.libraries import GradualLossScale, WindowLossScale
+from .._policies.gradual import GradualLossScale
 from .._policies.logmax import LogMaxLossScale
+from .._policies.window import WindowLossScale
 from .._trees.checks import int32, normal_float32
 from . import _rule
 from ._rule import NO_MAX, NO_MIN, PresetLossScale, dynamic, factors, number, steps

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._policies.base import new_state
+from .._policies.checks import check_growth_factor
 from .._policies.dynamic import DynamicLossScale
 from .._state.scale import LossScaleState
-from .._trees.checks import growth_factor, int32, normal_float32, one_of
+from .._trees.checks import int32, normal_float32, one_of
 
 # Where a library has no minimum or maximum, the scale stays within float32's normal numbers.
 NO_MIN = float(jnp.finfo(jnp.float32).smallest_normal)
@@ -78,12 +79,17 @@ class PresetLossScale(DynamicLossScale):
         "clamp": functools.partial(one_of, choices=("never", "moves", "steps")),
     }
 
-    def _ascending(self) -> list[tuple[str, ...]]:
-        return super()._ascending() if self.clamp == "never" else [("min_scale", "max_scale")]
+    def _list_ascending(self) -> list[tuple[str, ...]]:
+        return super()._list_ascending() if self.clamp == "never" else [("min_scale", "max_scale")]
 
     def init(self) -> LossScaleState:
         """Returns the initial state."""
-        return new_state(LossScaleState, self.init_scale, -self.growth_delay, self.hysteresis)
+        return new_state(
+            LossScaleState,
+            loss_scale=self.init_scale,
+            growth_tracker=-self.growth_delay,
+            hysteresis_tracker=self.hysteresis,
+        )
 
     def _move(
         self, state: LossScaleState, grads_finite: jax.Array, largest: jax.Array | None
@@ -109,13 +115,13 @@ class PresetLossScale(DynamicLossScale):
         delayed = jnp.full_like(after.growth_tracker, -self.growth_delay)
         return after._replace(growth_tracker=delayed, hysteresis_tracker=left)
 
-    def _grown(self, scale: jax.Array, factor: Any) -> jax.Array:
+    def _grow(self, scale: jax.Array, factor: Any) -> jax.Array:
         grown = scale * factor
         at_bound = self.max_scale if self.clip_growth else scale
         grown = jnp.where(grown > self.max_scale, at_bound, grown)
         return jnp.maximum(scale, grown) if self.clamp == "never" else grown
 
-    def _lowered(self, scale: jax.Array) -> jax.Array:
+    def _back_off(self, scale: jax.Array) -> jax.Array:
         lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
         return jnp.minimum(scale, lowered) if self.clamp == "never" else lowered
 
@@ -158,7 +164,7 @@ def dynamic(call: str, **arguments: Any) -> PresetLossScale:
 
 def factors(call: str, name: str, value: Any) -> dict[str, float]:
     """Returns both factors of a library that multiplies and divides by the same number."""
-    value = growth_factor(call, name, value)
+    value = check_growth_factor(call, name, value)
     # Round the reciprocal down. Rounded up, it would back off from the maximum to a scale whose
     # next growth passes the maximum and is refused, which a division never does.
     reciprocal = np.float32(1 / value)

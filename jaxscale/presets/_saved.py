@@ -10,7 +10,7 @@ from .._policies.base import LossScale
 from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._state.scale import LossScaleState
-from .._trees.checks import with_article
+from .._trees.grammar import with_article
 from ._frameworks import flax, jmp, keras, tensorflow, tf_keras
 from ._rule import PresetLossScale, number
 from ._torch import torch

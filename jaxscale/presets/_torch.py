@@ -5,8 +5,8 @@ from typing import Any
 
 from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
-from .._policies.libraries import ToleranceLossScale
 from .._policies.spikes import OlmoSpikeRule, SpikeRule, check_sigmas
+from .._policies.tolerance import ToleranceLossScale
 from .._trees.checks import finite_number, int32
 from ._rule import NO_MAX, PresetLossScale, dynamic, factors, floor, steps
 
