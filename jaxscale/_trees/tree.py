@@ -210,7 +210,7 @@ def apply_updates(params: Any, updates: optax.Updates) -> Any:
     return jax.tree.map(add, params, updates, is_leaf=_is_none)
 
 
-def cast_updates(params: optax.Params, updates: optax.Updates) -> optax.Updates:
+def cast_updates(params: Any, updates: optax.Updates) -> optax.Updates:
     """Casts updates to dtypes that `optax.apply_updates` can add to the parameters.
 
     JAX does not promote floating-point numbers of 8 bits or less: these need their own dtype.
