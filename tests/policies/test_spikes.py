@@ -806,6 +806,7 @@ def test_states_are_restored_into_another_window(length):
 @cases("length", [2, 5, 8, 11], fast=[5, 11])
 def test_a_population_is_restored_into_another_window(length):
     state = after(SpikeRule(window=8), [1.0, 2.0, 3.0, 2.0, 1.0, 2.5])
+    state = state._replace(loss_count=jnp.int32(3))
     target = SpikeRule(window=length).init()
     alone = jaxscale.from_state_dict(target, jaxscale.to_state_dict(state))
     several = jaxscale.to_state_dict(repeat(state))
