@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from .._jax import varying
 from .._trees.call import Flat, Leaves
 from .._trees.leaf import is_array_like
 from .._trees.tree import cast, map_gradients, tree_where
@@ -65,16 +66,20 @@ def store_once(grads: Any) -> Any:
     may reduce what they write.
     """
     leaves, structure = jax.tree.flatten(grads)
-    traced = [leaf for leaf in leaves if isinstance(leaf, Tracer)]
-    if not traced:
-        return grads
-
-    def keep_apart(arrays: list[Any]) -> list[Any]:
-        # Each by itself: JAX 0.10 gives all that share a barrier the mesh axes of all of them.
-        return [jax.lax.optimization_barrier(each) for each in arrays]
-
-    stored = iter(jax.lax.platform_dependent(traced, cpu=keep_apart, default=lambda arrays: arrays))
-    return structure.unflatten(next(stored) if isinstance(x, Tracer) else x for x in leaves)
+    # JAX 0.10 gives all arrays that share a barrier the mesh axes of all of them. So one barrier
+    # serves those that vary along the same axes, which usually are all.
+    groups: dict[frozenset[Any], list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tracer):
+            groups.setdefault(varying(jax.typeof(leaf)), []).append(index)
+    for indices in groups.values():
+        arrays = [leaves[index] for index in indices]
+        stored = jax.lax.platform_dependent(
+            arrays, cpu=jax.lax.optimization_barrier, default=lambda arrays: arrays
+        )
+        for index, array in zip(indices, stored, strict=True):
+            leaves[index] = array
+    return structure.unflatten(leaves)
 
 
 def _zeros(tree: Any) -> Any:
