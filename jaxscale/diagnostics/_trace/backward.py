@@ -14,7 +14,7 @@ from ..._state.find import find_scale_state
 from ..._state.scale import LossScaleState
 from ..._trees.leaf import is_inexact
 from ..._trees.tree import widen
-from .._formats import is_array, kind
+from .._formats import describe, is_array
 from .findings import Findings, Found, Run
 from .interpreter import NOTHING, EquationKey, Inside, Interpreter, IsWide, Value, Visit
 from .jaxpr import BACKWARD, FORWARD
@@ -105,7 +105,7 @@ def _check_floating(args: tuple[Any, ...], argnums: Any) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(args[i : i + 1 or None]):
             if not is_inexact(leaf):
                 raise TypeError(
-                    f"`trace(fun)` differentiates floating parameters, got {kind(leaf)} at "
+                    f"`trace(fun)` differentiates floating parameters, got {describe(leaf)} at "
                     f"args[{i}]{jax.tree_util.keystr(path[1:])}. Take it out of the parameters, "
                     "or pass allow_int=True or another argnums=...."
                 )
