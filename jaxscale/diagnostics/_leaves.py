@@ -259,12 +259,17 @@ def table(counts: LeafCounts) -> LeafTable:
     counts = jax.device_get(counts)
     rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(counts.leaves):
-        parts = np.asarray(leaf, np.float64).reshape(-1, leaf.shape[-1])
-        sums = [int(total) for total in parts[:, :-1].sum(axis=0)]
-        largest = float(parts[:, -1].max())
-        rows.append(LeafRow(leaf_name(path), *sums, largest=largest))
+        rows.append(_sum_up(leaf_name(path), np.asarray(leaf, np.float64)))
     rows.sort(key=_rank_badness, reverse=True)
     return LeafTable(tuple(rows), float(np.max(counts.loss_scale)))
+
+
+def _sum_up(path: str, counts: np.ndarray) -> LeafRow:
+    """Returns a row from what `_count` gave for a leaf, with any leading axes."""
+    parts = counts.reshape(-1, counts.shape[-1])
+    sums = map(int, parts[:, :-1].sum(axis=0))
+    largest = parts[:, -1].max()
+    return LeafRow(path, *sums, largest=float(largest))
 
 
 def _rank_badness(row: LeafRow) -> tuple[float, ...]:

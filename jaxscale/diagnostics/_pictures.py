@@ -140,12 +140,12 @@ class _Limits(NamedTuple):
 def _find_limits(numbers: HostHistogram, scales: Sequence[int], dtype: str) -> _Limits:
     """Returns the limits between which all gradients are, and the range of a format."""
     first, last = find_filled_rows(numbers)
-    lows = [int(EXPONENTS[first])]
-    highs = [int(EXPONENTS[last])]
-    for exponent in scales:
-        lows.append(FORMAT_BY_NAME[dtype].least_exponent - exponent)
-        highs.append(FORMAT_BY_NAME[dtype].largest_exponent - exponent)
-    return _Limits(min(lows) - 2, max(highs) + 3)
+    number_format = FORMAT_BY_NAME[dtype]
+    low = number_format.least_exponent - max(scales)
+    high = number_format.largest_exponent - min(scales)
+    low = min(low, int(EXPONENTS[first]))
+    high = max(high, int(EXPONENTS[last]))
+    return _Limits(low - 2, high + 3)
 
 
 def _draw_bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
