@@ -455,7 +455,10 @@ def overwriting_updates(
 
 
 def _map_overwrites(
-    fun: Callable[[Any, Any], Any], tree: Any, grads: optax.Updates, params: optax.Params
+    fun: Callable[[Any, Any], Any],
+    tree: Any,
+    grads: optax.Updates,
+    params: optax.Params | None,
 ) -> Any:
     """Replaces the leaves of a tree that are overwritten by `fun(gradient, parameter)`."""
 
