@@ -393,6 +393,15 @@ def test_no_scale_is_restored_where_none_was_saved(name, to):
     assert nested["opt"].scaling.loss_scale == scale
 
 
+def test_a_bad_loss_is_no_overflow_that_a_scale_came_down_by():
+    tx = jaxscale.loss_scaled(optax.sgd(0.5), None)
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.float32(jnp.inf))
+    assert (state.total_notfinite, state.total_notfinite_loss) == (1, 1)
+    fresh = jaxscale.loss_scaled(optax.sgd(0.5), POLICY).init(PARAMS)
+    restored = jaxscale.from_state_dict(fresh, jaxscale.to_state_dict(state))
+    assert restored.scaling.loss_scale == fresh.scaling.loss_scale
+
+
 @cases("to", TO)
 def test_no_scale_is_restored_of_a_policy_alone_that_scaled_nothing(to):
     state = jaxscale.NoOpLossScale().init()
