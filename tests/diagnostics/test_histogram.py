@@ -224,11 +224,10 @@ def test_the_worst_leaves_come_first():
 
 def test_a_table_prints_its_cells():
     table = tabulate(MIXED)
-    heading, _, *lines = str(table).splitlines()
-    assert heading == "Leaves with inf or NaN: 2 of 5. In float16 at loss scale 2**0:"
-    assert len(heading) <= 80
+    lines = str(table).splitlines()
+    assert lines[0] == "Leaves with inf or NaN: 2 of 5. In float16 at loss scale 2**0:"
     assert max(map(len, lines)) <= 80
-    assert [list(cells) for cells in table.cells()[1:]] == [line.split() for line in lines]
+    assert [list(cells) for cells in table.cells()[1:]] == [line.split() for line in lines[2:]]
 
 
 def test_a_share_of_nothing_is_a_dash():
@@ -267,16 +266,26 @@ def test_a_long_table_leaves_out_what_has_nothing_to_tell():
     assert last == "finite, and stored in full by float16 at loss scale 2**0: 35 of 41 leaves"
 
 
+ROWS = jnp.array([[1.0, jnp.inf], [jnp.nan, 8.0], [0.0, 2.0]])
+
+
 def test_population_and_time_are_summed_up():
-    x = jnp.array([[1.0, jnp.inf], [jnp.nan, 8.0], [0.0, 2.0]])
-    expected = row_of(leaf_counts(x))
-    assert row_of(jax.vmap(diagnostics.leaf_counts)(x)) == expected
-    _, stacked = jax.lax.scan(lambda carry, row: (carry, diagnostics.leaf_counts(row)), 0, x)
+    expected = row_of(diagnostics.leaf_counts(ROWS))
+    assert row_of(jax.vmap(diagnostics.leaf_counts)(ROWS)) == expected
+
+    def body(carry, row):
+        return carry, diagnostics.leaf_counts(row)
+
+    _, stacked = jax.lax.scan(body, 0, ROWS)
     assert row_of(stacked) == expected
-    # Carried, it keeps its types.
-    first = diagnostics.leaf_counts(x[0])
-    last, _ = jax.lax.scan(lambda _, row: (diagnostics.leaf_counts(row), None), first, x)
-    assert row_of(last) == row_of(leaf_counts(x[-1]))
+
+
+def test_counts_that_are_carried_keep_their_types():
+    def body(_, row):
+        return diagnostics.leaf_counts(row), None
+
+    last, _ = jax.lax.scan(body, diagnostics.leaf_counts(ROWS[0]), ROWS)
+    assert row_of(last) == row_of(diagnostics.leaf_counts(ROWS[-1]))
 
 
 @cases(
@@ -307,12 +316,14 @@ def on_host(tree):
 
 @pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="JAX has it elsewhere")
 def test_explicit_meshes():
-    types = (jax.sharding.AxisType.Explicit,)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=types, devices=jax.devices("cpu"))
+    explicit = jax.sharding.AxisType.Explicit
+    devices = jax.devices("cpu")
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(explicit,), devices=devices)
     with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec("data")))
-        auto = jax.sharding.auto_axes(diagnostics.histogram, out_sharding=PartitionSpec())
-        assert np.asarray(jax.jit(auto)(x).counts).sum() == 64
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        x = jax.device_put(jnp.ones((8, 8)), sharding)
+        count = jax.sharding.auto_axes(diagnostics.histogram, out_sharding=PartitionSpec())
+        assert np.asarray(jax.jit(count)(x).counts).sum() == 64
         assert row_of(leaf_counts(x))["size"] == 64
 
 
@@ -357,7 +368,8 @@ def test_shares_are_those_of_a_real_cast(dtype, exponent):
     near = np.ldexp(edges.astype(np.float64), -exponent).astype(np.float32)
     leaf = np.concatenate([near, -edges, float32_bits(20_000)])
     shares = diagnostics.shares(histogram(leaf), loss_scale=2.0**exponent)[dtype]
-    counts = [round(share * len(nonzero(leaf))) for share in shares]
+    total = len(nonzero(leaf))
+    counts = [round(share * total) for share in shares]
     assert Casts(*counts) == really_cast(leaf, dtype, 2.0**exponent)
 
 
