@@ -12,7 +12,7 @@ from ..._gradients.value_and_grad import seed_cotangent, unpacked
 from ..._jax import JaxprEqn, Scan, While
 from ..._state.find import find_scale_state
 from ..._state.scale import LossScaleState
-from ..._trees.leaf import is_inexact
+from ..._trees.leaf import is_inexact_leaf
 from ..._trees.tree import widen
 from .._formats import describe, is_array
 from .findings import Findings, OverflowSeen, Run
@@ -107,7 +107,7 @@ def _check_floating(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None
     for i in argnums:
         parameter = args[i : i + 1 or None]  # a tuple of one, or of none if there is no such
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameter):
-            if not is_inexact(leaf):
+            if not is_inexact_leaf(leaf):
                 raise TypeError(
                     f"`trace(fun)` differentiates floating parameters, got {describe(leaf)} at "
                     f"args[{i}]{jax.tree_util.keystr(path[1:])}. Take it out of the parameters, "
@@ -261,6 +261,6 @@ def _name_inexact(name: str, tree: Any) -> dict[str, Any]:
     """Returns the floating-point and complex arrays of a tree, by their paths."""
     arrays = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if is_array(leaf) and is_inexact(leaf):
+        if is_array(leaf) and is_inexact_leaf(leaf):
             arrays[name + jax.tree_util.keystr(path)] = leaf
     return arrays

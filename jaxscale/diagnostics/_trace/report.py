@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from ..._trees.checks import and_more
+from ..._trees.grammar import and_more
 from .._text import number, percent
 
 _MOST_PLACES = 5  # of each kind that are printed
