@@ -24,7 +24,8 @@ from ._state.optimizer import WINDOW_STATES, MultiStepsState
 from ._state.scale import AdaptiveState, LossScaleState, UnitLossScaleState, unwrap
 from ._step.report import counters_of
 from ._step.wrapped_optimizer import wrapped_optimizer
-from ._trees.checks import and_more, int32
+from ._trees.checks import int32
+from ._trees.grammar import and_more
 
 # From which recent share of skipped steps `check` warns, and from which share of spikes.
 _OFTEN = 0.05

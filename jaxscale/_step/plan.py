@@ -18,8 +18,9 @@ from .._gradients.value_and_grad import backward_pass
 from .._gradients.verdict import axis_names
 from .._jax import is_told_apart
 from .._state.find import is_loss_scaled
-from .._trees.checks import int32, one_of, with_article
-from .._trees.leaf import dtype_of, is_array_like, is_inexact
+from .._trees.checks import int32, one_of
+from .._trees.grammar import with_article
+from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
 from .._trees.tree import cast, leaf_name, map_gradients, trained_params, widen
 from .checks import is_pair
 from .optimizer import Optimizer
@@ -298,11 +299,11 @@ def _check_hooked(
         )
 
     def check_leaf(path: Any, old: Any, new: Any, param: Any) -> Any:
-        if not is_inexact(old):
+        if not is_inexact_leaf(old):
             return new
         place = f"{start}: at {leaf_name(path)} it"
         dtype = dtype_of(old)
-        if not is_inexact(new) or dtype_of(new) != dtype:
+        if not is_inexact_leaf(new) or dtype_of(new) != dtype:
             returned = type(new).__name__
             if is_array_like(new):
                 returned = dtype_of(new)

@@ -16,7 +16,7 @@ from .._gradients.scaled import Scaled
 from .._gradients.verdict import Verdict
 from .._jax import collective_axes, varying
 from .._policies.base import LossScale, adjust_scale
-from .._trees.call import Flat
+from .._trees.flat import Flat
 from .._trees.tree import blank, tree_where
 from .counters import Retries
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .._jax import varying
-from .._trees.call import Flat, Leaves
+from .._trees.flat import Flat, Leaves
 from .._trees.leaf import is_array_like
 from .._trees.tree import cast, map_gradients, tree_where
 

@@ -15,7 +15,8 @@ from .._policies import read_loss_scale
 from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
 from .._policies.spikes import SpikeRule, check_spikes
-from .._trees.checks import int32, one_of, positive, with_article
+from .._trees.checks import int32, one_of, positive
+from .._trees.grammar import with_article
 from .checks import as_transformation
 from .window import Window
 from .wrapped_optimizer import WrappedOptimizer, wrapped_optimizer

@@ -15,7 +15,7 @@ import optax
 from .._gradients.scaled import Scaled
 from .._gradients.verdict import Verdict
 from .._state.optimizer import MultiStepsState
-from .._trees.leaf import dtype_of, is_inexact
+from .._trees.leaf import dtype_of, is_inexact_leaf
 from .._trees.numbers import increment, increment_if
 from .._trees.tree import cast, is_overwrite, leaf_name, tree_where
 
@@ -227,7 +227,7 @@ def _empty_sums(tree: Any) -> Any:
     """Returns the sums of no gradients, and maxima of no values, each in a buffer of its own."""
 
     def empty(path: Any, leaf: Any) -> Any:
-        if not is_inexact(leaf):
+        if not is_inexact_leaf(leaf):
             return None
         leaf = cast(leaf, dtype_of(leaf))  # strongly typed, as it is after a step
         if is_overwrite(path):

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._trees.checks import and_more, normal_float32
+from .._trees.checks import normal_float32
+from .._trees.grammar import and_more
 from .._trees.tree import leaf_name, replace_gradients
 from ._formats import FORMAT, INFINITY, check_result, gradient_leaves, is_array, magnitude_bits
 from ._text import aligned, percent, power

@@ -12,7 +12,8 @@ from .._autocast.callers import Owner, owner_of
 from .._autocast.readers import why_not_cast
 from .._autocast.table import KERNELS, PRODUCTS
 from .._jax import Jaxpr, JaxprEqn, closed, programs
-from .._trees.call import Flat, wrap_call
+from .._trees.flat import Flat
+from .._trees.nnx_objects import wrap_call
 from ._trace.places import Line, lines
 
 _HALF = ("float16", "bfloat16")

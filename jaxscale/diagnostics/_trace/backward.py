@@ -12,7 +12,7 @@ from ..._gradients.value_and_grad import seed_cotangent, unpacked
 from ..._jax import JaxprEqn
 from ..._state.find import find_scale_state
 from ..._state.scale import LossScaleState
-from ..._trees.leaf import is_inexact
+from ..._trees.leaf import is_inexact_leaf
 from ..._trees.tree import widen
 from .._formats import is_array, kind
 from .findings import Findings, Found, Run
@@ -103,7 +103,7 @@ def trace(
 def _check_floating(args: tuple[Any, ...], argnums: Any) -> None:
     for i in argnums if isinstance(argnums, Sequence) else [argnums]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(args[i : i + 1 or None]):
-            if not is_inexact(leaf):
+            if not is_inexact_leaf(leaf):
                 raise TypeError(
                     f"`trace(fun)` differentiates floating parameters, got {kind(leaf)} at "
                     f"args[{i}]{jax.tree_util.keystr(path[1:])}. Take it out of the parameters, "
@@ -224,5 +224,5 @@ def _inexact(name: str, tree: Any) -> dict[str, Any]:
     return {
         name + jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if is_array(leaf) and is_inexact(leaf)
+        if is_array(leaf) and is_inexact_leaf(leaf)
     }

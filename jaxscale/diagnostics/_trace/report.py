@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ..._trees.checks import and_more
+from ..._trees.grammar import and_more
 from .._text import number, percent
 
 _MOST_PLACES = 5  # of each kind that are printed
