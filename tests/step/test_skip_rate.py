@@ -244,9 +244,9 @@ UNSCALED_FROM = 18_000  # by then the policy, which grows every 2000 steps, is a
 @pytest.mark.parametrize("period", [1, 7, 2000, 10_000])
 def test_that_nothing_is_scaled_is_told_however_often_it_asks(period):
     states = states_of(Run(TX, np.full(25_000, np.inf)))
-    last_silent = period * (UNSCALED_FROM // period)
-    first_told = period * math.ceil(UNSCALED_FROM / period)
-    for step in (last_silent, first_told, period * (24_000 // period)):
+    last_before = period * (UNSCALED_FROM // period)
+    first_from = period * math.ceil(UNSCALED_FROM / period)
+    for step in (last_before, first_from, period * (24_000 // period)):
         texts = told(after(states, step))
         is_told = ["nothing scales the backward pass" in text for text in texts]
         assert is_told == ([True] if step >= UNSCALED_FROM else []), step
