@@ -425,13 +425,15 @@ def zero_overwrites(grads: optax.Updates) -> optax.Updates:
     return jax.tree_util.tree_map_with_path(zero, grads)
 
 
-def overwrite(outcome: optax.Params, grads: optax.Updates, params: optax.Params) -> optax.Params:
+def overwrite(
+    outcome: optax.Params, grads: optax.Updates, params: optax.Params | None
+) -> optax.Params:
     """Replaces those leaves in the outcome of a step by their gradients, as `replace_finite`."""
     return _map_overwrites(replace_finite, outcome, grads, params)
 
 
 def overwriting_updates(
-    updates: optax.Updates, grads: optax.Updates, params: optax.Params
+    updates: optax.Updates, grads: optax.Updates, params: optax.Params | None
 ) -> optax.Updates:
     """Returns updates which, added to the parameters, replace those leaves by their gradients.
 
@@ -453,7 +455,10 @@ def overwriting_updates(
 
 
 def _map_overwrites(
-    fun: Callable[[Any, Any], Any], tree: Any, grads: optax.Updates, params: optax.Params
+    fun: Callable[[Any, Any], Any],
+    tree: Any,
+    grads: optax.Updates,
+    params: optax.Params | None,
 ) -> Any:
     """Replaces the leaves of a tree that are overwritten by `fun(gradient, parameter)`."""
 
