@@ -1,7 +1,7 @@
 """The largest gradient: its value, that it is also the verdict, and where it goes.
 
 What it costs is counted in `tests/step/test_compiled.py` and `tests/integration/test_sharding.py`;
-what it does to a step with retries is in `tests/step/test_train_step.py`.
+what it does to a step with retries is in `tests/step/test_retry.py`.
 """
 
 import itertools
