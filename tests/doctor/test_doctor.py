@@ -15,8 +15,8 @@ import pytest
 from tables import cases
 
 import jaxscale
-from jaxscale._doctor import cli, compiled, exam
-from jaxscale._doctor.progress import Spoken
+from jaxscale._doctor import cli, compiled, measure
+from jaxscale._doctor.announcer import Announcer
 from jaxscale._doctor.target import load
 
 pytestmark = pytest.mark.standard_promotion
@@ -229,7 +229,7 @@ CASES = {
     "inverted": ([], 1, ["w is flushed to 0. No single operation accounts for it."], ["It begins"]),
     "cancelled": ([], 1, [f"It begins at doctored.py:{line('# the sum')}", "`reduce_sum`, in the forward pass, gives other numbers than in float32."], ["Nothing"]),
     "mapped": ([], 0, ["Nothing is wrong.", "The doctor did not look inside shard_map."], ["Problems"]),
-    "odd": ([], 0, ["Nothing is wrong.", "1 of 2 leaves: unused"], ["Problems"]),
+    "odd": ([], 0, ["Nothing is wrong.", "1 of 2 leaves, as in float32: unused"], ["Problems"]),
     "disconnected": ([], 1, ["exactly 0 everywhere in 2 of 2 leaves"], ["Nothing"]),
     "wide": ([], 0, ["Nothing is wrong.", "computes in float32. It was examined on one batch without a loss scale.", "float32, and needs no loss scale", "`--autocast float16`"], ["float16"]),
     "dense in float16": (
@@ -253,7 +253,7 @@ CASES = {
         ["Nothing", "become 0"],
     ),
     "wide in float16": (["--autocast", "float16"], 0, ["`jaxscale.autocast` changes nothing"], ["Problems", "off by"]),
-    "in_a_pair": ([], 0, ["Nothing is wrong.", "exactly 0 everywhere in 1 of 3 leaves: 1/0, in float32 too"], ["Problems"]),
+    "in_a_pair": ([], 0, ["Nothing is wrong.", "exactly 0 everywhere in 1 of 3 leaves, as in float32: 1/0"], ["Problems"]),
     "confident": (
         [], 0,
         ["Nothing is wrong.", f"What limits it is doctored.py:{line('# the ceiling')}", "overflows there. With that line",
@@ -528,13 +528,13 @@ def test_signs_of_life_go_to_standard_error(models, capsys, monkeypatch):
 @cases("patience", [0.05, 60.0])
 def test_what_takes_long_is_told_again_with_how_far_it_is(capsys, patience):
     told, is_long = threading.Event(), patience < 1
-    with Spoken(patience) as progress:
+    with Announcer(patience) as progress:
         progress("dreaming", lambda: told.set() or "half way")
         assert told.wait(60 if is_long else 0.3) == is_long
     said = capsys.readouterr().err.splitlines()
     assert bool(said) == is_long
     assert all(re.fullmatch(r" *\d+ s: dreaming(, half way)?", line) for line in said)
-    assert progress._pause >= 2 * patience or not is_long  # less and less often
+    assert progress.pause_between >= 2 * patience or not is_long  # less and less often
 
 
 class Terminal(io.StringIO):
@@ -551,13 +551,13 @@ def test_a_terminal_shows_one_line_of_progress_and_none_at_the_end(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "30")
-    with Spoken(-1.0) as progress:
+    with Announcer(-1.0) as progress:
         for words in ("one", "a line that is far longer than the terminal is wide"):
             progress(words)
             (shown,) = terminal.lines()
             assert re.fullmatch(r" *\d+ s: .*", shown)
             assert len(shown) < 30
-        progress.pause()
+        progress.clear()
         print("a warning", file=terminal)
         progress("more")
     assert terminal.lines() == ["a warning", ""]
@@ -620,7 +620,7 @@ def test_what_autocast_raises_is_told_in_a_sentence(models, capsys, monkeypatch)
 
         return raising
 
-    monkeypatch.setattr(exam, "autocast", autocast)
+    monkeypatch.setattr(measure, "autocast", autocast)
     status, out, err = run(capsys, "doctored:wide", "--autocast", "float16", "--quick")
     assert (status, out) == (2, "")
     assert err.startswith(

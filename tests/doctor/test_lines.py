@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 from tables import cases
 
-from jaxscale._doctor.exam import examine
-from jaxscale._doctor.findings import findings
+from jaxscale._doctor.diagnosis import diagnose
+from jaxscale._doctor.measure import examine
 from jaxscale._doctor.target import load
 
 pytestmark = pytest.mark.standard_promotion
@@ -278,7 +278,7 @@ def faults(model):
 
 @cases("name", MODELS, fast=["rule_overflows", "prod_and_root"])
 def test_the_first_problem_is_at_the_fault(name):
-    found = findings(examine(load(f"{HERE}:{name}"), None))
+    found = diagnose(examine(load(f"{HERE}:{name}"), None))
     problems = [finding for finding in found if finding.is_problem]
     assert problems, name
     assert HERE.name in problems[0].where

@@ -14,10 +14,10 @@ import pytest
 
 from jaxscale import diagnostics
 from jaxscale._doctor import cli
-from jaxscale._doctor.exam import examine
+from jaxscale._doctor.diagnosis import diagnose
 from jaxscale._doctor.finding import Finding
-from jaxscale._doctor.findings import findings
-from jaxscale._doctor.html import draw_page, find_missing
+from jaxscale._doctor.measure import examine
+from jaxscale._doctor.page import draw_page, say_missing
 from jaxscale._doctor.target import load
 
 pytestmark = pytest.mark.standard_promotion
@@ -94,9 +94,9 @@ def with_grads(exam, grads, loss_scale=1.0, shown=None, **others):
     leaves = jax.tree.leaves(histograms, is_leaf=lambda node: isinstance(node, tuple))
     shown = shown or loss_scale
     counts = diagnostics.leaf_counts(grads, loss_scale=loss_scale)
-    others |= {"loss_scale": loss_scale, "shown_scale": shown, "is_auto": shown != loss_scale}
+    others |= {"loss_scale": loss_scale, "judged_scale": shown, "is_auto": shown != loss_scale}
     exam = exam._replace(
-        leaves=diagnostics.table(counts),
+        leaf_table=diagnostics.table(counts),
         histogram=jax.tree.map(lambda *counts: sum(counts), *leaves),
         layers=diagnostics.underflow(histograms, loss_scale=shown),
         **others,
@@ -105,7 +105,7 @@ def with_grads(exam, grads, loss_scale=1.0, shown=None, **others):
 
 
 def test_it_holds_everything_and_asks_for_nothing(exam):
-    shown = Page(draw_page(exam, findings(exam)))
+    shown = Page(draw_page(exam, diagnose(exam)))
     assert not {"script", "link", "iframe"} & {tag for tag, _ in shown.tags}
     assert not re.search(r"https?://|@import|url\(", shown.source)
     (picture,) = [attrs for tag, attrs in shown.tags if tag == "img"]
@@ -122,7 +122,7 @@ def test_it_holds_everything_and_asks_for_nothing(exam):
 
 
 def test_the_faulty_line_is_marked_and_not_by_colour_alone(exam, no_matplotlib):
-    shown = Page(draw_page(exam, findings(exam)))
+    shown = Page(draw_page(exam, diagnose(exam)))
     (marked,) = shown.texts["mark"]
     assert marked == f" >{LINE:5}      y = y * jnp.float16(60000)  # {EVIL} "
     # The lines around it are there as well, and keep their own indentation.
@@ -134,7 +134,7 @@ def test_the_faulty_line_is_marked_and_not_by_colour_alone(exam, no_matplotlib):
 
 
 def test_whatever_it_is_given_is_escaped(exam, model, no_matplotlib):
-    found = [*findings(exam), Finding(True, EVIL, (EVIL, f"`{EVIL}` and an odd `"), EVIL)]
+    found = [*diagnose(exam), Finding(True, EVIL, (EVIL, f"`{EVIL}` and an odd `"), EVIL)]
     found.append(Finding(False, EVIL, (EVIL,)))
     exam = exam._replace(loss_as_written=1.0, autocast=EVIL, dtypes=(EVIL,))
     shown = Page(draw_page(exam, found))
@@ -206,7 +206,7 @@ def test_nothing_is_drawn_of_nothing(exam):
 def test_without_matplotlib_there_is_text(exam, no_matplotlib):
     shown = Page(draw_page(exam, []))
     assert "the picture needs matplotlib, which was not installed" in shown.text
-    assert find_missing().endswith(
+    assert say_missing().endswith(
         "it needs matplotlib, which is not installed: pip install matplotlib"
     )
     assert "img" not in shown.texts

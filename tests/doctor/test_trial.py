@@ -31,8 +31,8 @@ import numpy as np
 import pytest
 from tables import cases
 
-from jaxscale._doctor.exam import examine
-from jaxscale._doctor.findings import findings
+from jaxscale._doctor.diagnosis import diagnose
+from jaxscale._doctor.measure import examine
 from jaxscale._doctor.target import load
 
 pytestmark = [
@@ -132,7 +132,7 @@ def test_each_model_is_what_it_says(module):
 def judge(name, model):
     """Whether the doctor's verdict is right, and whether its first problem is at the fault."""
     file, function = name.replace(":", ".py:").split(":")
-    found = findings(examine(load(f"{TRIAL / file}:{function}"), None))
+    found = diagnose(examine(load(f"{TRIAL / file}:{function}"), None))
     problems = [finding for finding in found if finding.is_problem]
     first = [p.line in model.faults and file in p.where for p in problems[:1]]
     return bool(problems) == model.entry.is_faulty, first == [True]
