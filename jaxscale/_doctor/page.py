@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..diagnostics._formats import FORMATS
-from ..diagnostics._histogram import Numbers, Shares, read
+from ..diagnostics._histogram import HostHistogram, Shares, fetch_histogram
 from ..diagnostics._leaves import partition_leaves
 from ..diagnostics._pictures import can_draw, draw_histogram
-from ..diagnostics._text import head, percent, power, text_histogram
+from ..diagnostics._text import percent, power, summarize_counts, text_histogram
 from .diagnosis import say_setting, say_verdict
 from .exam import Exam
 from .finding import Finding
@@ -79,7 +79,7 @@ def draw_page(exam: Exam, findings: Sequence[Finding]) -> str | None:
         import jinja2
     except ImportError:
         return None
-    numbers = read("doctor", exam.histogram)
+    numbers = fetch_histogram("doctor", exam.histogram)
     has_sizes = bool(numbers.counts.sum())
     picture = None
     if has_sizes and can_draw():
@@ -97,7 +97,7 @@ def draw_page(exam: Exam, findings: Sequence[Finding]) -> str | None:
         at_best=_say_scale(exam, exam.largest_scale or exam.loss_scale),
         at_judged=_say_scale(exam, exam.judged_scale),
         at_traced=_say_scale(exam, exam.loss_scale),
-        summary=head(numbers),
+        summary=summarize_counts(numbers),
         has_sizes=has_sizes,
         picture=picture,
         text_picture=text_histogram(exam.histogram, loss_scale=exam.judged_scale),
@@ -114,7 +114,7 @@ def _say_scale(exam: Exam, scale: float) -> str:
     return f"at loss scale {power(scale)}"
 
 
-def _draw_picture(exam: Exam, numbers: Numbers) -> str:
+def _draw_picture(exam: Exam, numbers: HostHistogram) -> str:
     """Returns the histogram as the base64 of a PNG."""
     # First the scale of the table of layers. The suggestion of `plot_histogram` would be one more.
     scales = (exam.judged_scale, exam.loss_scale, exam.largest_scale or exam.loss_scale)

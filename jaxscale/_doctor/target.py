@@ -19,7 +19,7 @@ import optax
 
 from .._trees.leaf import dtype_of, is_array_like
 from .._trees.tree import combine, only_gradients
-from ..diagnostics._formats import is_array, kind
+from ..diagnostics._formats import describe, is_array
 from ..diagnostics._trace.places import Constants, is_users_file
 
 _SHAPE = (
@@ -113,7 +113,7 @@ def _import_file(path: str) -> ModuleType:
 
 def _say_no_function(module: ModuleType, place: str, name: str) -> str:
     if hasattr(module, name):
-        return f"`{name}` in {place} is not a function, but {kind(getattr(module, name))}."
+        return f"`{name}` in {place} is not a function, but {describe(getattr(module, name))}."
     functions = [
         other
         for other, value in vars(module).items()
@@ -127,12 +127,14 @@ def _say_no_function(module: ModuleType, place: str, name: str) -> str:
 def _check_returned(name: str, call: str, returned: Any) -> Target:
     """Returns what a function returned as a target, or raises an error that names the `call`."""
     if not isinstance(returned, tuple):
-        raise TargetError(f"{call} returned {kind(returned)}. {_SHAPE}")
+        raise TargetError(f"{call} returned {describe(returned)}. {_SHAPE}")
     if len(returned) != 3:
         raise TargetError(f"{call} returned {len(returned)} values. {_SHAPE}")
     loss_fn, params, batch = returned
     if not callable(loss_fn):
-        raise TargetError(f"{call} returned {kind(loss_fn)} instead of a loss function. {_SHAPE}")
+        raise TargetError(
+            f"{call} returned {describe(loss_fn)} instead of a loss function. {_SHAPE}"
+        )
     _check_params(call, params)
     # On the device, as in a compiled step. NumPy would compute with NumPy arrays, and nothing could
     # be traced.
@@ -154,7 +156,7 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
         if not _is_loss(loss):
             raise TargetError(
                 f"The loss function of {call} must return one floating number, or a pair that "
-                f"begins with one, got {kind(loss)}. Reduce it, for example with `.mean()`."
+                f"begins with one, got {describe(loss)}. Reduce it, for example with `.mean()`."
             )
         return loss
 
@@ -168,7 +170,7 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
 
 def _check_params(call: str, params: Any) -> None:
     if not jax.tree.leaves(only_gradients(params)):
-        others = sorted({kind(leaf) for leaf in jax.tree.leaves(params)})
+        others = sorted({describe(leaf) for leaf in jax.tree.leaves(params)})
         raise TargetError(
             f"{call} returned parameters without any floating array: "
             f"{', '.join(others) or 'an empty tree'}."
