@@ -104,7 +104,7 @@ def examine(
         leaf_table=table(count_numbers(gradients[scales.traced].tree, scales.traced).counts),
         histogram=histogram,
         shares=shares(histogram, loss_scale=scales.judged),
-        layers=_find_layers(counted.histograms, scales.judged),
+        layers=find_layers(counted.histograms, scales.judged),
         suggestion=suggest_scale(histogram),
     )
 
@@ -293,7 +293,7 @@ def _find_zero_leaves(grads: Mapping[str, np.ndarray]) -> tuple[str, ...]:
     return tuple(name for name, grad in grads.items() if grad.size and not grad.any())
 
 
-def _find_layers(histograms: Any, loss_scale: float) -> Underflow:
+def find_layers(histograms: Any, loss_scale: float) -> Underflow:
     """Returns what formats lose of each leaf, or of the deepest layers that fit in a picture."""
     layers = underflow(histograms, loss_scale=loss_scale)
     deepest = max(name.count("/") for name in layers.layers)
