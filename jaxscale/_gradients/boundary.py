@@ -66,6 +66,12 @@ _HALF_INPUT = (
     "`fun`; or let `fun` include what made the input, such as the whole model or the loss."
 )
 
+_WAY_OUT = (
+    "Call what is at that line outside of the function that `scale_backward` wraps, such as on "
+    "what goes into it."
+)
+_naming_the_line = functools.partial(_jax.naming_the_line, "scale_backward(fun)", _WAY_OUT)
+
 
 class _Options(NamedTuple):
     scale: float | None  # `None` to take it from the cotangents
@@ -183,12 +189,14 @@ def _call(options: _Options, fun: Callable[..., Any], args: Any, kwargs: Any) ->
         for each, is_perturbed, name in zip(inputs, perturbed, input_names, strict=True):
             if is_perturbed and flushes(each.value.dtype):
                 raise TypeError(_HALF_INPUT.format(name, each.value.dtype))
-        return plan(perturbed).forward([each.value for each in inputs])
+        with _naming_the_line():
+            return plan(perturbed).forward([each.value for each in inputs])
 
     def backward(pull: Any, cotangents: Any) -> Any:
         for each, name in zip(cotangents, output_names, strict=True):
             check_cotangent(each, name)
-        return pull(cotangents, options)
+        with _naming_the_line():
+            return pull(cotangents, options)
 
     scaled.defvjp(forward, backward, symbolic_zeros=True)
     try:

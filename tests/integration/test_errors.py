@@ -1,6 +1,7 @@
 """Bad input: an error names the call, the argument, the value and the way out."""
 
 import functools
+import re
 from typing import Any
 
 import equinox as eqx
@@ -12,6 +13,7 @@ import optax.contrib
 import pytest
 from flax import nnx
 from flax.training import train_state
+from forged import forged
 from tables import POLICIES, cases
 
 import jaxscale
@@ -347,3 +349,51 @@ def test_gradients_that_an_optimizer_takes_otherwise_are_left_to_it():
 def test_a_version_as_a_file_of_arrays_holds_it_is_read():
     saved = jaxscale.to_state_dict(OPT_STATE) | {"version": np.array(1)}
     assert jaxscale.from_state_dict(OPT_STATE, saved).total_steps == 0
+
+
+PROGRAM = jax.make_jaxpr(lambda x: jnp.tanh(x @ x))(jnp.ones((2, 2)))
+BOTH = {
+    "autocast": (jaxscale.autocast, "`jaxscale\\.full_precision`"),
+    "scale_backward": (jaxscale.scale_backward, "outside of the function"),
+}
+# Operations in forms that JAX has not given them yet.
+STRANGE = {
+    "autocast: a product without dimensions": ("dot_general", {}, "KeyError: 'dimension_numbers'"),
+    "autocast: a product of no dimensions": ("dot_general", {"dimension_numbers": None}, "TypeError: .*"),
+    "autocast: a sum of one array": ("add", {}, "ValueError: .*"),
+    "scale_backward: a product without dimensions": ("dot_general", {}, "KeyError: 'dimension_numbers'"),
+    "scale_backward: a call that is placed nowhere": ("jit", {"jaxpr": PROGRAM, "in_shardings": None}, "TypeError: .*"),
+    "scale_backward: a checkpoint without options": ("remat2", {"jaxpr": PROGRAM.jaxpr}, "UnknownFormError: remat2"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`autocast`:UserWarning")
+@cases("case", STRANGE)
+def test_an_operation_that_cannot_be_transformed_is_named_with_its_line(case):
+    name, params, reason = STRANGE[case]
+    transform = case.partition(":")[0]
+    wrap, way_out = BOTH[transform]
+    strange = forged(name, params, jnp.tanh)
+    loss = wrap(lambda w: jnp.sum(jax.jit(lambda w: strange(w @ w))(w)))
+    with pytest.raises(TypeError) as raised:
+        jax.make_jaxpr(lambda w: jax.vjp(loss, w)[0])(jnp.ones((2, 2)))
+    line = f"{strange.__code__.co_filename}:{strange.__code__.co_firstlineno} (in `<lambda>`)"
+    expected = (
+        rf"`{transform}\(fun\)` cannot transform the operation `{name}` at {re.escape(line)}, .*"
+        rf"\({reason}\)\. .*{way_out}.*JAX {jax.__version__}\."
+    )
+    assert re.fullmatch(expected, str(raised.value)), str(raised.value)
+
+
+@cases("transform", BOTH)
+@pytest.mark.parametrize("error", [KeyError("key"), IndexError(), ValueError("no"), TypeError()])
+def test_an_error_of_a_rule_of_the_user_is_left_alone(error, transform):
+    def fail(*_):
+        raise error
+
+    product = jax.custom_jvp(lambda w: w @ w)
+    product.defjvp(fail)
+    loss = BOTH[transform][0](lambda w: jnp.sum(jax.jit(product)(w.astype(jnp.float16))) * 1.0)
+    with pytest.raises(type(error)) as raised:
+        jax.grad(lambda w: loss(w).astype(jnp.float32))(jnp.ones((2, 2)))
+    assert raised.value is error
