@@ -27,7 +27,8 @@ except ModuleNotFoundError as error:
 from ._gradients.scaled import Scaled
 from ._state.find import find_optimizer_state
 from ._step.apply import select_if_stepped
-from ._step.optimizer import apply_step, as_optimizer, check_same_optimizer
+from ._step.checks import check_same_optimizer
+from ._step.optimizer import apply_step, as_optimizer
 from ._step.plan import StepPlan, refuse_more_arguments
 from ._step.retry import BackwardResult, is_traced
 from ._step.train_step import with_name

@@ -28,7 +28,7 @@ from .._trees.tree import blank, cast, widen
 from .reduction import read, sizes
 from .scaled import Scaled, divide, multiply
 from .tail import Part, is_inexact, split
-from .verdict import agree, agree_on_sizes, axis_names
+from .verdict import agree, agree_on_sizes, axis_names, no_such_axis
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -327,12 +327,19 @@ class _Plan:
         axes = set(vary_somewhere.difference(frozenset.intersection(*inputs)))
         # Where the devices exchange numbers, none may go round again alone. What does not vary
         # is the same on all of them.
-        axes.update(
-            axis
-            for axis in (*self.axes, *axis_names(axis_name))
-            if axis in vary_somewhere or not _jax.is_told_apart(axis)
-        )
+        for axis in (*self.axes, *axis_names(axis_name)):
+            if axis in vary_somewhere or not _is_told_apart(axis):
+                axes.add(axis)
         return tuple(sorted(axes, key=repr)) or None
+
+
+def _is_told_apart(axis: Any) -> bool:
+    """Returns whether types say what differs along a named axis, which must be there."""
+    try:
+        return _jax.is_told_apart(axis)
+    except NameError as error:
+        given = f"`scale_backward(axis_name={axis!r})`"
+        raise no_such_axis(given, "largest cotangent") from error
 
 
 def _vjp(

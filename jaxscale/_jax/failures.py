@@ -60,8 +60,15 @@ def _is_unexpected(error: BaseException) -> bool:
     file = frame.f_code.co_filename
     if not (is_own(file) or is_of_jax(file)):
         return False
-    # An error that was written for people has a name in backticks, and Python's own have none.
-    return isinstance(error, LookupError) or "`" not in str(error)
+    return isinstance(error, LookupError) or not is_for_people(error)
+
+
+def is_for_people(error: BaseException) -> bool:
+    """Returns whether somebody wrote an error for the user to read, such as one of ours.
+
+    These have a name in backticks, and those of Python itself have none.
+    """
+    return "`" in str(error)
 
 
 def _find_operations(error: BaseException) -> list[JaxprEqn]:

@@ -1,5 +1,7 @@
 """Checks of what a step is given, with the way out in each message."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.verdict import axis_names
+from .._jax import is_for_people
 from .._policies.base import LossScale
 from .._state.find import check_alone, is_loss_scaled
 from .._state.optimizer import LossScaledState
@@ -99,26 +102,128 @@ def check_grads(given: str, grads: Any, params: Any) -> None:
             )
 
 
-def explain_structures(given: str, grads: Any, params: Any) -> str:
+_OF_GRADIENTS = (
+    "Pass the gradients with respect to the parameters that `init` was given, or the state that it "
+    "returned for these. Without `params` the gradients were taken for them."
+)
+
+
+@contextlib.contextmanager
+def explaining_trees(
+    given: str, state_given: str, optimizer: Any, grads: Any, opt_state: Any, params: Any
+) -> Iterator[None]:
+    """Inside of this context, an error of a step says which trees do not belong together.
+
+    An error that explains itself is left alone, and so is any if the trees belong together. Without
+    parameters, as `update` may be called, the gradients stand for them.
+
+    Args:
+      given: the call and its argument for the gradients.
+      state_given: the call and its argument for the state.
+      optimizer: that takes the step, bare or wrapped.
+      grads: the gradients.
+      opt_state: the state of the optimizer.
+      params: the parameters, or `None`.
+
+    Raises:
+      ValueError: in place of the error, if the gradients have another structure than the
+        parameters, or if the state is that of other parameters.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if is_for_people(error):
+            raise
+        reason = "" if params is None else _explain_structures(given, grads, params)
+        if reason:
+            raise ValueError(reason) from error
+        try:
+            if params is None:
+                check_same_optimizer(state_given, optimizer, opt_state, grads, _OF_GRADIENTS)
+            else:
+                check_same_optimizer(state_given, optimizer, opt_state, params)
+        except ValueError as other:
+            raise other from error
+        raise
+
+
+def _explain_structures(given: str, grads: Any, params: Any) -> str:
     """Returns how the structure of gradients differs from that of the parameters, if it does.
 
-    Trees of two types, as `optax.lookahead` takes them, are meant to differ.
+    Trees of two types of one's own, as `optax.lookahead` takes them, are meant to differ.
     """
     if type(grads) is not type(params):
+        kinds = _name_kind(params), _name_kind(grads)
+        if None in kinds or len(set(kinds)) == 1:
+            return ""
+        return (
+            f"`{given}` must have the structure of the parameters, {kinds[0]}, got {kinds[1]}. "
+            "Pass the gradients with respect to these parameters."
+        )
+    of_grads, of_params = (jax.tree.structure(tree, is_leaf=_is_none) for tree in (grads, params))
+    if of_grads == of_params:
         return ""
-    if jax.tree.structure(grads, is_leaf=_is_none) == jax.tree.structure(params, is_leaf=_is_none):
-        return ""
-    of_grads, of_params = (
+    names_of_grads, names_of_params = (
         [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for tree in (grads, params)
     )
-    only_grads = [name for name in of_grads if name not in of_params]
-    only_params = [name for name in of_params if name not in of_grads]
+    only_grads = [name for name in names_of_grads if name not in names_of_params]
+    only_params = [name for name in names_of_params if name not in names_of_grads]
+    differ = (
+        f"Only among the gradients: {_join(only_grads)}; only among the parameters: "
+        f"{_join(only_params)}."
+    )
+    if not only_grads and not only_params:
+        differ = f"That of the gradients is {of_grads}, and that of the parameters {of_params}."
     return (
-        f"`{given}` must have the structure of the parameters. Only among the gradients: "
-        f"{_join(only_grads)}; only among the parameters: {_join(only_params)}. Pass the gradients "
+        f"`{given}` must have the structure of the parameters. {differ} Pass the gradients "
         "with respect to these parameters, with None or zeros for those that have none."
     )
+
+
+def types_of(tree: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """Returns the structure of a tree, and the shape and the dtype of each leaf."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
+
+
+def check_same_optimizer(
+    given: str,
+    optimizer: Any,
+    opt_state: Any,
+    params: Any,
+    way: str = "Pass the state that `init` of this optimizer returned for these parameters.",
+) -> None:
+    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
+    if not all(map(is_array_like, jax.tree.leaves(params))):
+        return  # for such parameters `init` saw only a part of them, and which is not known
+    try:
+        makes, types = optimizer.expected_types(params)
+    except Exception:  # an `init` that needs values cannot be asked here
+        return
+    state = opt_state.inner_state if is_loss_scaled(opt_state) else opt_state
+    got, got_types = types_of(state)
+    if got == makes:
+        leaves = zip(jax.tree_util.tree_leaves_with_path(state), types, got_types, strict=True)
+        # A scalar may have been replaced by numbers of the user's own, such as learning rates.
+        others = [(path, a, b) for (path, _), (a, _), (b, _) in leaves if a and a != b]
+        if not others:
+            return
+        path, expected, shape = others[0]
+        makes = f"an array of shape {expected} at {jax.tree_util.keystr(path)}"
+        got = f"one of shape {shape}"
+    raise ValueError(
+        f"`{given}` is the state of another optimizer or of other parameters. `tx.init(params)` "
+        f"makes {makes}, got {got}. {way}"
+    )
+
+
+def _name_kind(tree: Any) -> str | None:
+    """Returns what a tree is, `None` if that is a class of somebody's own."""
+    if is_array_like(tree):
+        return "an array"
+    known = tree is None or type(tree) in (dict, list, tuple)
+    return with_article(type(tree).__name__) if known else None
 
 
 def _join(names: list[str], most: int = 5) -> str:

@@ -14,7 +14,6 @@ import optax
 
 from .._state.find import find_optimizer_state, find_scale, is_loss_scaled, is_scaling
 from .._state.optimizer import LossScaledState
-from .._trees.leaf import is_array_like
 from .._trees.tree import (
     apply_updates,
     combine,
@@ -24,9 +23,9 @@ from .._trees.tree import (
     tree_where,
     zero_overwrites,
 )
-from .checks import as_transformation, check_grads, check_outcome, explain_structures
+from .checks import as_transformation, check_grads, check_outcome, explaining_trees, types_of
 from .retry import BackwardResult
-from .wrapper import NO_ARGS, Wrapper, call_update, types_of, wrapper_of
+from .wrapper import NO_ARGS, Wrapper, call_update, wrapper_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,44 +105,10 @@ def apply_step(
     """
     if given:
         check_grads(given, made.grads.grads, params)
-        try:
+        state_given = f"{given.partition('(')[0]}(opt_state=...)"
+        with explaining_trees(given, state_given, optimizer, made.grads.grads, opt_state, params):
             return apply_step(optimizer, opt_state, params, made, extra_args)
-        except (TypeError, ValueError) as error:
-            if reason := explain_structures(given, made.grads.grads, params):
-                raise ValueError(reason) from error
-            raise
     # Leaves without a gradient go around the step, as only arrays can be selected and compiled.
     trained = trained_params(params, made.grads.grads)
     trained, state = optimizer.apply(made, opt_state, trained, extra_args)
     return combine(trained, params), state
-
-
-def check_same_optimizer(
-    given: str,
-    optimizer: Optimizer,
-    opt_state: Any,
-    params: Any,
-    way: str = "Pass the state that `init` of this optimizer returned for these parameters.",
-) -> None:
-    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
-    if not all(map(is_array_like, jax.tree.leaves(params))):
-        return  # for such parameters `init` saw only a part of them, and which is not known
-    try:
-        makes, types = optimizer.expected_types(params)
-    except Exception:  # an `init` that needs values cannot be asked here
-        return
-    state = opt_state.inner_state if is_loss_scaled(opt_state) else opt_state
-    got, got_types = types_of(state)
-    if got == makes:
-        leaves = zip(jax.tree_util.tree_leaves_with_path(state), types, got_types, strict=True)
-        # A scalar may have been replaced by numbers of the user's own, such as learning rates.
-        others = [(path, a, b) for (path, _), (a, _), (b, _) in leaves if a and a != b]
-        if not others:
-            return
-        path, expected, shape = others[0]
-        makes = f"an array of shape {expected} at {jax.tree_util.keystr(path)}"
-        got = f"one of shape {shape}"
-    raise ValueError(
-        f"`{given}` is the state of another optimizer or of other parameters. `tx.init(params)` "
-        f"makes {makes}, got {got}. {way}"
-    )

@@ -62,6 +62,8 @@ from .checks import (
     check_outcome,
     check_state,
     check_state_kept,
+    explaining_trees,
+    types_of,
 )
 from .counters import count_step, move_skip_rate, zero_counters
 from .report import report_skip
@@ -112,11 +114,14 @@ class Wrapper:
     ) -> tuple[Any, LossScaledState]:
         order = "(grads, opt_state, params)"
         state = self.check_state("loss_scaled(...).update(state=...)", state, order)
+        given = "loss_scaled(...).update(updates=...)"
         if params is not None:
-            check_grads("loss_scaled(...).update(updates=...)", updates, params)
+            check_grads(given, updates, params)
         value = extra_args.get("loss") if value is None else value
         made = BackwardResult(value, None, None, Scaled(updates))
-        return self.apply(made, state, params, extra_args, adds=False)
+        state_given = "loss_scaled(...).update(state=...)"
+        with explaining_trees(given, state_given, self, updates, state, params):
+            return self.apply(made, state, params, extra_args, adds=False)
 
     @property
     def can_back_off(self) -> bool:
@@ -389,12 +394,6 @@ def call_update(
             "`jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss, ...)` with what "
             "is missing."
         ) from error
-
-
-def types_of(tree: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Returns the structure of a tree, and the shape and the dtype of each leaf."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
 
 
 def wrapper_of(tx: Any) -> Wrapper | None:
