@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .._trees.leaf import dtype_of, is_array_like
-from .._trees.tree import combine, only_gradients
+from .._trees.tree import combine, leaf_name, list_gradients, only_gradients
 from ..diagnostics._formats import is_array, kind
 from ..diagnostics._trace.places import Constants, is_users_file
 
@@ -117,7 +117,7 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
     loss_fn, params, batch = returned
     if not callable(loss_fn):
         raise TargetError(f"{call} returned {kind(loss_fn)} instead of a loss function. {_SHAPE}")
-    if not jax.tree.leaves(only_gradients(params)):
+    if not list_gradients(params):
         others = sorted({kind(leaf) for leaf in jax.tree.leaves(params)})
         raise TargetError(
             f"{call} returned parameters without any floating array: "
@@ -129,11 +129,13 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
         lambda leaf: jnp.asarray(leaf) if is_array(leaf) else leaf, (params, batch)
     )
 
+    trained, restore = _take_gradients(params)
+
     def of_gradients(trained: Any, batch: Any) -> Any:
         # Modules hold functions and counters too, which have no derivative.
-        return loss_fn(combine(trained, params), batch)
+        return loss_fn(restore(trained), batch)
 
-    trained, constants = only_gradients(params), Constants()
+    constants = Constants()
     has_aux = False
 
     def loss_alone(trained: Any) -> Any:
@@ -148,9 +150,13 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
             )
         return loss
 
+    def list_derivatives(trained: Any) -> list[Any]:
+        # A class may look at its children, and would refuse the shapes that stand for them here.
+        return jax.tree.leaves(jax.grad(loss_alone)(trained))
+
     for what, function in (
         (f"The loss function of {call} failed", loss_alone),
-        (f"The loss function of {call} cannot be differentiated", jax.grad(loss_alone)),
+        (f"The loss function of {call} cannot be differentiated", list_derivatives),
     ):
         try:
             with constants.notice():
@@ -160,6 +166,25 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
         except Exception as error:
             raise TargetError(f"{what}: {error_line(error)}") from error
     return Target(name, of_gradients, trained, batch, has_aux, constants)
+
+
+def _take_gradients(params: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Returns the leaves of parameters that have gradients, and what makes parameters of others.
+
+    They come in the tree of the parameters, with `None` for other leaves. If a class in it refuses
+    that, they come in a dict, by their names.
+    """
+    try:
+        return only_gradients(params), lambda trained: combine(trained, params)
+    except Exception:  # whatever the class raises
+        structure = jax.tree.structure(params)
+        pairs = jax.tree_util.tree_leaves_with_path(params)
+        leaves = [(leaf_name(path), leaf) for path, leaf in pairs]
+
+    def restore(trained: Any) -> Any:
+        return structure.unflatten(trained.get(name, leaf) for name, leaf in leaves)
+
+    return {leaf_name(path): leaf for path, leaf in list_gradients(params)}, restore
 
 
 def _is_loss(value: Any) -> bool:
