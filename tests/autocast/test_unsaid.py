@@ -214,6 +214,20 @@ def test_a_callback_that_gets_more_than_another_returned_is_named():
         jaxscale.autocast(fun)(X)
 
 
+def test_what_must_fuse_runs_as_it_is_written_and_is_named():
+    fused = pytest.importorskip("jax.experimental.fused", reason="this JAX cannot fuse by hand")
+    part = fused.fused(out_spaces=(jax.memory.Space.Device,))  # which runs on a GPU alone
+
+    def loss(x):
+        (y,) = part(lambda x, w: [jnp.tanh(x @ w)])(x, W[0])
+        return jnp.sum(y @ W[1])
+
+    grad = jax.grad(jaxscale.scale_backward(jaxscale.autocast(loss)))
+    with pytest.warns(UserWarning, match="`fused_call` run as they are written"):
+        program = jax.make_jaxpr(grad)(X)
+    assert "fused_call" in str(program)
+
+
 def gaussian_process(x):  # whose kernel has no product, and whose linear algebra none to cast
     gram = jnp.exp(-jnp.sum((x[:, None] - x[None]) ** 2, -1)) + jnp.eye(len(x))
     factor = jnp.linalg.cholesky(gram)
