@@ -85,6 +85,9 @@ def check_grads(given: str, grads: Any, params: Any) -> None:
     Gradients by example, as differential privacy takes them, have axes of their own in front.
     Trees of two structures are left to the optimizer: a few take gradients of a part.
     """
+    reason = _explain_structures(given, grads, params) if grads is None else ""
+    if reason:  # not every optimizer would notice that there are none
+        raise ValueError(reason)
     leaves, structure = jax.tree.flatten(params, is_leaf=_is_none)
     if jax.tree.structure(grads, is_leaf=_is_none) != structure:
         return
