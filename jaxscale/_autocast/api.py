@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .._trees.call import wrap_call
+from .._trees.nnx_objects import wrap_call
 from .table import FULL_PRECISION
 
 _Args = ParamSpec("_Args")

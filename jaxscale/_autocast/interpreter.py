@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import _jax
 from .._jax import ClosedJaxpr, UnknownFormError, context, operation, source
-from .._trees.call import Flat
+from .._trees.flat import Flat
 from .callers import Place
 from .custom_rules import custom_jvp, custom_vjp, own_rules
 from .frame import Frame

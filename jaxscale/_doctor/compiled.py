@@ -11,7 +11,7 @@ from .._state.scale import init_state
 from .._trees.tree import combine
 from ..diagnostics._calibrate import Calibration, Search
 from ..diagnostics._formats import is_array
-from ..diagnostics._trace.plan import compile_fast
+from ..diagnostics._trace.program import compile_fast
 from .target import Target, error_line
 
 _LEAST, _LARGEST, _MOST_PASSES = -14, 24, 10  # exponents of the loss scales to try

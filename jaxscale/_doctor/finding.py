@@ -4,7 +4,7 @@ import linecache
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .._trees.checks import and_more
+from .._trees.grammar import and_more
 from ..diagnostics._text import number
 from ..diagnostics._trace.report import Place, TracedConstant
 from .exam import Exam

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..diagnostics._formats import FORMATS
-from ..diagnostics._histogram import Numbers, read
+from ..diagnostics._histogram import HostHistogram, fetch_histogram
 from ..diagnostics._leaves import partition_leaves
 from ..diagnostics._pictures import can_draw, draw_histogram
-from ..diagnostics._text import head, number, percent, power, text_histogram
+from ..diagnostics._text import number, percent, power, summarize_counts, text_histogram
 from .exam import Exam
 from .finding import Finding, list_names
 from .findings import verdict
@@ -46,7 +46,7 @@ def draw_page(exam: Exam, found: Sequence[Finding]) -> str | None:
         import jinja2
     except ImportError:
         return None
-    numbers = read("doctor", exam.histogram)
+    numbers = fetch_histogram("doctor", exam.histogram)
     has_sizes = bool(numbers.counts.sum())
     picture = _draw_picture(exam, numbers) if has_sizes and can_draw() else None
     environment = jinja2.Environment(
@@ -62,7 +62,7 @@ def draw_page(exam: Exam, found: Sequence[Finding]) -> str | None:
         at_seen=_say_scale(exam, exam.fits or exam.loss_scale),
         at_shown=_say_scale(exam, exam.shown_scale),
         at_used=_say_scale(exam, exam.loss_scale),
-        summary=head(numbers),
+        summary=summarize_counts(numbers),
         has_sizes=has_sizes,
         picture=picture,
         text_picture=text_histogram(exam.histogram, loss_scale=exam.shown_scale),
@@ -91,7 +91,7 @@ def _say_scale(exam: Exam, scale: float) -> str:
     return f"at loss scale {power(scale)}{largest}"
 
 
-def _draw_picture(exam: Exam, numbers: Numbers) -> str:
+def _draw_picture(exam: Exam, numbers: HostHistogram) -> str:
     """Returns the histogram as the base64 of a PNG."""
     # First the scale of the table of layers. The suggestion of `plot_histogram` would be one more.
     scales = exam.shown_scale, exam.loss_scale, exam.fits or exam.loss_scale

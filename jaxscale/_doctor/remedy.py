@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..diagnostics._trace.backward import Run, TracedBackward
+from ..diagnostics._trace.evaluate import compute
 from ..diagnostics._trace.interpreter import EquationKey, Visit, key_of
 from ..diagnostics._trace.places import Line, lines
-from ..diagnostics._trace.plan import compute
 from ..diagnostics._trace.report import Place
 from . import pattern
 from .gradients import CLOSE, are_finite

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from .._trees.leaf import dtype_of, is_array_like
 from .._trees.tree import combine, leaf_name, list_gradients, only_gradients
-from ..diagnostics._formats import is_array, kind
+from ..diagnostics._formats import describe, is_array
 from ..diagnostics._trace.places import Constants, is_users_file
 
 _SHAPE = (
@@ -99,7 +99,7 @@ def _import(place: str) -> ModuleType:
 
 def _no_such_function(module: ModuleType, place: str, name: str) -> str:
     if hasattr(module, name):
-        return f"`{name}` in {place} is not a function, but {kind(getattr(module, name))}."
+        return f"`{name}` in {place} is not a function, but {describe(getattr(module, name))}."
     functions = [
         other
         for other, value in vars(module).items()
@@ -112,13 +112,15 @@ def _no_such_function(module: ModuleType, place: str, name: str) -> str:
 
 def _check_returned(name: str, call: str, returned: Any) -> Target:
     if not (isinstance(returned, tuple) and len(returned) == 3):
-        what = f"{len(returned)} values" if isinstance(returned, tuple) else kind(returned)
+        what = f"{len(returned)} values" if isinstance(returned, tuple) else describe(returned)
         raise TargetError(f"{call} returned {what}. {_SHAPE}")
     loss_fn, params, batch = returned
     if not callable(loss_fn):
-        raise TargetError(f"{call} returned {kind(loss_fn)} instead of a loss function. {_SHAPE}")
+        raise TargetError(
+            f"{call} returned {describe(loss_fn)} instead of a loss function. {_SHAPE}"
+        )
     if not list_gradients(params):
-        others = sorted({kind(leaf) for leaf in jax.tree.leaves(params)})
+        others = sorted({describe(leaf) for leaf in jax.tree.leaves(params)})
         raise TargetError(
             f"{call} returned parameters without any floating array: "
             f"{', '.join(others) or 'an empty tree'}."
@@ -146,7 +148,7 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
         if not _is_loss(loss):
             raise TargetError(
                 f"The loss function of {call} must return one floating number, or a pair that "
-                f"begins with one, got {kind(loss)}. Reduce it, for example with `.mean()`."
+                f"begins with one, got {describe(loss)}. Reduce it, for example with `.mean()`."
             )
         return loss
 

@@ -22,8 +22,9 @@ from .. import _jax
 from .._autocast.readers import under_autocast
 from .._autocast.table import BOUNDARY
 from .._autocast.values import check_cotangent, flushes
-from .._trees.call import Flat, array_names, wrap_call
 from .._trees.checks import int32, normal_float32
+from .._trees.flat import Flat, array_names
+from .._trees.nnx_objects import wrap_call
 from .._trees.tree import blank, cast, widen
 from .reduction import read, sizes
 from .scaled import Scaled, divide, multiply

@@ -20,7 +20,7 @@ from tables import assert_same_bits, cases
 import jaxscale
 from jaxscale import diagnostics
 from jaxscale.diagnostics import _history
-from jaxscale.diagnostics._histogram import EXPONENTS, read
+from jaxscale.diagnostics._histogram import EXPONENTS, fetch_histogram
 from jaxscale.diagnostics._pictures import draw_histogram
 
 pytestmark = pytest.mark.standard_promotion
@@ -92,7 +92,9 @@ def test_the_histogram_of_few_different_numbers():
 def test_a_narrow_histogram_shows_what_it_is_asked_for():
     titles = {3: "at 8", 20: "ranges at loss scale 2**20, the largest that does not overflow"}
     formats = ["float16", "bfloat16"]
-    figure = drawn(draw_histogram(read("", HISTOGRAM), titles, formats=formats, is_narrow=True))
+    figure = drawn(
+        draw_histogram(fetch_histogram("", HISTOGRAM), titles, formats=formats, is_narrow=True)
+    )
     bars, *ranges = figure.axes
     assert [ax.get_title(loc="left") for ax in ranges] == list(titles.values())
     for ax in ranges:

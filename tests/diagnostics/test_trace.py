@@ -20,7 +20,7 @@ from tables import assert_same_bits, cases
 import jaxscale
 from jaxscale import diagnostics
 from jaxscale.diagnostics._trace.backward import TracedBackward
-from jaxscale.diagnostics._trace.numbers import lost_values
+from jaxscale.diagnostics._trace.damage import find_lost
 
 pytestmark = pytest.mark.standard_promotion
 line = functools.partial(planted.marked, file=__file__)
@@ -277,7 +277,7 @@ def test_what_a_product_loses_is_what_numpy_counts(x, y):
         subnormals &= rounded != exact  # what was subnormal before did not become so here
     counts = [int(mask.sum()) for mask in (exact != 0, zeros, subnormals)]
 
-    found = lost_values(PRODUCT, [x, y], [rounded], least=0.5)
+    found = find_lost(PRODUCT, [x, y], [rounded], least=0.5)
     assert bool(found) == (counts[1] + counts[2] > counts[0] / 2)
     if found:
         assert [found.nonzero, found.zeros, found.subnormals] == counts
