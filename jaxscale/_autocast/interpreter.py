@@ -42,6 +42,12 @@ RULES: dict[str, Rule] = SIMPLE_RULES | {
 }
 
 
+_WAY_OUT = (
+    "Mark the function around that line with `jaxscale.full_precision`, or leave it outside of the "
+    "function that `autocast` wraps."
+)
+
+
 class Autocast:
     """Runs traced programs with their products in one half-precision dtype.
 
@@ -91,6 +97,16 @@ class Autocast:
         outvars = jaxpr.outvars
         return [frame.returned(atom) for atom in outvars], [frame.kind(atom) for atom in outvars]
 
+    def run_from_outside(
+        self, closed: ClosedJaxpr, args: Sequence[Any], kinds: Sequence[Kind], place: Place
+    ) -> tuple[list[Any], list[Kind]]:
+        """Returns what `run` does, for what is not part of another program that runs.
+
+        What cannot be transformed is an error that names the user's line.
+        """
+        with _jax.naming_the_line("autocast(fun)", _WAY_OUT):
+            return self.run(closed, args, kinds, place)
+
     def call(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns what a function that a user wrapped returns, with products in half precision.
 
@@ -125,5 +141,5 @@ class Autocast:
 
     def _run_traced(self, program: ClosedJaxpr, arrays: Sequence[Any], place: Place) -> list[Any]:
         kinds = [parameter(var) for var in program.jaxpr.invars]
-        outputs, _ = self.run(program, arrays, kinds, place)
+        outputs, _ = self.run_from_outside(program, arrays, kinds, place)
         return list(map(as_declared, outputs, program.jaxpr.outvars))
