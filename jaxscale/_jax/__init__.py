@@ -11,5 +11,6 @@ from .dtypes import *
 from .equations import *
 from .gradients import *
 from .hijax import *
+from .once import *
 from .reach import *
 from .surroundings import *
