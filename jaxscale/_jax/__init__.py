@@ -12,5 +12,6 @@ from .equations import *
 from .failures import *
 from .gradients import *
 from .hijax import *
+from .once import *
 from .reach import *
 from .surroundings import *
