@@ -90,7 +90,7 @@ from ._state.scale import AdaptiveState, LossScaleState
 from ._state.state_dict import from_state_dict, to_state_dict
 from ._step.apply import apply_gradients
 from ._step.train_step import train_step
-from ._step.wrappers import loss_scaled, multi_steps, skip_nonfinite
+from ._step.transformations import loss_scaled, multi_steps, skip_nonfinite
 from ._trees.tree import tree_where
 
 # A group a line, in the order of the docstring, which is that of the API reference, too.

@@ -92,7 +92,7 @@ def test_imports_run_one_way_and_nothing_else_is_imported():
         if ROW[other.split(".")[0]] > ROW[module.split(".")[0]]
     ]
     extras = {"flax": {"flax"}, "nnx": {"flax"}, "diagnostics._pictures": {"matplotlib"}}
-    extras |= {"_doctor.html": {"jinja2"}}
+    extras |= {"_doctor.page": {"jinja2"}}
     for module, (_, others) in IMPORTS.items():
         assert others <= {"jax", "numpy", "optax"} | extras.get(module, set()), module
 
