@@ -47,9 +47,9 @@ def step(state, grad, loss):
 
 
 def drawn(figure):
-    """Draws a figure, and checks that every text is inside it, and over no other of its axes."""
+    """Lays a figure out, and checks that every text is inside it, and over no other of its axes."""
     canvas = FigureCanvasAgg(figure)
-    canvas.print_png(io.BytesIO())
+    figure.draw_without_rendering()
     inside = figure.bbox.padded(1)
     for ax in figure.axes:
         boxes = []
@@ -59,6 +59,13 @@ def drawn(figure):
             assert not any(box.overlaps(other) for other in boxes), text
             boxes.append(box)
     return figure
+
+
+def saved(figure):
+    """The bytes of a figure that is laid out, as a file."""
+    file = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(file)
+    return file.getvalue()
 
 
 def visible_texts(ax):
@@ -128,7 +135,8 @@ def test_the_histogram_of_few_different_numbers(name):
 
 
 def test_shares_that_do_not_add_up_to_one_in_floating_point_are_all():
-    grads = 2.0 ** jnp.arange(-7.0, 7.0)[:, None] * jnp.ones((14, 7))  # 49 equal shares
+    powers = np.exp2(np.arange(-7, 7, dtype=np.float32))
+    grads = np.stack([powers] * 7)
     figure = diagnostics.plot_histogram(histogram(grads))
     first_label = figure.axes[0].get_legend().get_texts()[0]
     assert first_label.get_text() == "kept by float16: 100%"
@@ -270,6 +278,18 @@ def test_a_history_is_what_the_metrics_were(twelve_steps):
     history, metrics = twelve_steps
     jax.tree.map(np.testing.assert_array_equal, history.columns(), metrics)
     assert len(history) == 12
+
+
+KINDS = {
+    "histogram": lambda: picture(SUGGESTED, "float16"),
+    "underflow": lambda: diagnostics.plot_underflow(diagnostics.underflow(LEAVES)),
+    "history": lambda: record(12).history.plot(),
+}
+
+
+@cases("kind", KINDS, fast=["underflow"])
+def test_pictures_are_saved_without_a_window(kind):
+    assert saved(KINDS[kind]()).startswith(b"\x89PNG")
 
 
 def test_the_picture_of_a_history_is_what_the_metrics_were(twelve_steps):
@@ -453,12 +473,9 @@ def report_of_everything():
 def all_results():
     """Results of all functions, with the numbers that JSON lacks among them."""
     w = jnp.array([1e-9, 2e-5, 1.0, jnp.inf, jnp.nan, -0.0], jnp.float32)
-    grads = {"w": w, "b": [PARAMS, None]}
-    counts = diagnostics.leaf_counts(grads)
+    counts = diagnostics.leaf_counts({"w": w, "b": [PARAMS, None]})
     table = diagnostics.table(counts)
-    found = histogram(grads)
-    shares = diagnostics.shares(found)
-    leaves = leaf_histograms(grads)
+    shares = diagnostics.shares(HISTOGRAM)
     history = diagnostics.History()
     for loss in (1.5, jnp.inf, -jnp.inf, jnp.nan, 1 / 3):
         history.append(STATE, loss=loss)
@@ -466,10 +483,10 @@ def all_results():
     products = diagnostics.products(lambda w: w @ w, jnp.ones((2, 2)))
     return [
         *(counts, table, *table.rows),
-        *(found, leaves, shares, *shares.values()),
-        diagnostics.suggest_scale(found),
-        diagnostics.suggest_scale(histogram(jnp.zeros(1))),
-        diagnostics.underflow(leaves),
+        *(HISTOGRAM, LEAVES, shares, *shares.values()),
+        diagnostics.suggest_scale(HISTOGRAM),
+        diagnostics.suggest_scale(histogram(FEW["zeros"])),
+        diagnostics.underflow(LEAVES),
         diagnostics.calibrate(lambda w, x: jnp.sqrt(w * x), 1.0, [jnp.float32(0)]),
         *(report, *report.constants, *report.nonfinite, *report.underflows),
         *(products, *products.lines),
