@@ -84,11 +84,16 @@ class CompiledBackward:
             jax.debug.callback(lambda: passes.append(None))
             return (cotangents,)
 
-        tap = jax.custom_vjp(lambda params: params)
-        tap.defvjp(lambda params: (params, None), count_pass)
+        tap = jax.custom_vjp(lambda leaves: leaves)
+        tap.defvjp(lambda leaves: (leaves, None), count_pass)
+
+        def compute_tapped_loss(params: Any, arrays: Any) -> Any:
+            # JAX rebuilds what a rule takes from types, which a class may refuse.
+            leaves, structure = jax.tree.flatten(params)
+            return self.loss_of(structure.unflatten(tap(leaves)), arrays)
 
         def are_gradients_finite(*args: Any) -> jax.Array:
-            scaled = scale_backward(lambda params, arrays: self.loss_of(tap(params), arrays))
+            scaled = scale_backward(compute_tapped_loss)
             _, grads = value_and_grad(scaled, init_state(1.0))(*args)
             return all_finite(grads)
 

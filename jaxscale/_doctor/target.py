@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from .._trees.leaf import dtype_of, is_array_like
-from .._trees.tree import combine, only_gradients
+from .._trees.tree import combine, leaf_name, list_gradients, only_gradients
 from ..diagnostics._formats import describe, is_array
 from ..diagnostics._trace.places import Constants, is_users_file
 
@@ -141,11 +141,12 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
     params = jax.tree.map(_put_on_device, params)
     batch = jax.tree.map(_put_on_device, batch)
 
+    trained, restore = _take_gradients(params)
+
     def loss_of_gradients(trained: optax.Params, batch: Any) -> Any:
         # Modules hold functions and counters as well, which have no derivative.
-        return loss_fn(combine(trained, params), batch)
+        return loss_fn(restore(trained), batch)
 
-    trained = only_gradients(params)
     has_aux = False
 
     def compute_loss(trained: optax.Params) -> Any:
@@ -160,16 +161,19 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
             )
         return loss
 
+    def list_derivatives(trained: optax.Params) -> list[Any]:
+        # A class may look at its children, and would refuse the shapes that stand for them here.
+        return jax.tree.leaves(jax.grad(compute_loss)(trained))
+
     constants = Constants()
     what = f"The loss function of {call}"
     _trace(compute_loss, trained, constants, failure=f"{what} failed")
-    gradient = jax.grad(compute_loss)
-    _trace(gradient, trained, constants, failure=f"{what} cannot be differentiated")
+    _trace(list_derivatives, trained, constants, failure=f"{what} cannot be differentiated")
     return Target(name, loss_of_gradients, trained, batch, has_aux, constants)
 
 
 def _check_params(call: str, params: Any) -> None:
-    if not jax.tree.leaves(only_gradients(params)):
+    if not list_gradients(params):
         others = sorted({describe(leaf) for leaf in jax.tree.leaves(params)})
         raise TargetError(
             f"{call} returned parameters without any floating array: "
@@ -195,6 +199,25 @@ def _trace(
         raise
     except Exception as error:
         raise TargetError(f"{failure}: {error_line(error)}") from error
+
+
+def _take_gradients(params: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Returns the leaves of parameters that have gradients, and what makes parameters of others.
+
+    They come in the tree of the parameters, with `None` for other leaves. If a class in it refuses
+    that, they come in a dict, by their names.
+    """
+    try:
+        return only_gradients(params), lambda trained: combine(trained, params)
+    except Exception:  # whatever the class raises
+        structure = jax.tree.structure(params)
+        pairs = jax.tree_util.tree_leaves_with_path(params)
+        leaves = [(leaf_name(path), leaf) for path, leaf in pairs]
+
+    def restore(trained: Any) -> Any:
+        return structure.unflatten(trained.get(name, leaf) for name, leaf in leaves)
+
+    return {leaf_name(path): leaf for path, leaf in list_gradients(params)}, restore
 
 
 def _is_loss(value: Any) -> bool:

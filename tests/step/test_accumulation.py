@@ -93,9 +93,11 @@ def scanned(length, drop, unit):
 )
 @given(kinds=st.lists(st.sampled_from(["good", "good", "grads", "loss"]), min_size=24, max_size=24))
 def test_it_does_what_the_rule_says(length, drop, unit, kinds):
-    grads = [i + 1.0 if kind == "good" else jnp.inf for i, kind in enumerate(kinds)]
-    losses = [jnp.nan if kind == "loss" else 1.0 for kind in kinds]
-    batches = {"grad": jnp.array(grads), "loss": jnp.array(losses)}
+    batches = {"grad": [], "loss": []}
+    for i, kind in enumerate(kinds):
+        batches["grad"].append(i + 1.0 if kind == "good" else jnp.inf)
+        batches["loss"].append(jnp.nan if kind == "loss" else 1.0)
+    batches = {name: jnp.array(column) for name, column in batches.items()}
     param, state = scanned(length, drop, unit)(batches)
     expected = reference(kinds, length, drop, unit)
     np.testing.assert_allclose(param, expected.param, rtol=1e-5)  # means of 3 are rounded

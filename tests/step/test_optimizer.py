@@ -426,13 +426,16 @@ def test_a_mean_of_the_largest_numbers_is_finite(length, dtype, num_bad):
     number = complex(largest, -largest) if dtype == "complex64" else -largest
     tx = jaxscale.multi_steps(optax.identity(), length)
     params = jnp.zeros(2, dtype)
+    good, bad = jnp.full(2, number, dtype), jnp.full(2, jnp.nan, dtype)
+    loss = jnp.float32(3e38)
     state = tx.init(params)
     update = jax.jit(tx.update)
-    for factor in [jnp.nan] * num_bad + [number] * (length - num_bad):
-        updates, state = update(jnp.full(2, factor, dtype), state, params, value=jnp.float32(3e38))
+    for grads in [bad] * num_bad + [good] * (length - num_bad):
+        updates, state = update(grads, state, params, value=loss)
     assert state.inner_state.gradient_step == 1
-    wide_updates = np.asarray(updates, np.complex128)  # XLA cannot divide by so large a number
-    np.testing.assert_allclose(wide_updates / largest, np.full(2, number) / largest, rtol=1e-5)
+    # In NumPy, as XLA cannot divide by so large a number.
+    result = np.asarray(updates, np.complex128) / largest
+    np.testing.assert_allclose(result, np.full(2, number) / largest, rtol=1e-5)
 
 
 def test_what_fills_its_state_later_is_told_where_to_go():

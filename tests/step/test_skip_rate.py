@@ -252,14 +252,22 @@ def test_that_nothing_is_scaled_is_told_however_often_it_asks(period):
         assert is_told == ([True] if step >= UNSCALED_FROM else []), step
 
 
-def test_that_nothing_is_scaled_is_told_of_a_scale_that_grew_far():
-    states = states_of(Run(TX, np.full(25_000, np.inf)))
-    steps = [UNSCALED_FROM - 1, UNSCALED_FROM, UNSCALED_FROM + 1]
-    assert [len(told(after(states, step))) for step in steps] == [0, 1, 1]
-    early = states_of(Run(dynamic(init_scale=2.0**24), np.full(9_999, np.inf)))
-    assert told(early) == []
-    fixed = jaxscale.loss_scaled(SGD, 2.0**24)
-    assert told(states_of(Run(fixed, np.full(25_000, np.inf)))) == []
+# The optimizer, the number of steps that never overflow, and whether it is told after them.
+GROWN = {
+    "to 2**24 in as many steps": (TX, UNSCALED_FROM, True),
+    "one step less": (TX, UNSCALED_FROM - 1, False),
+    "one step more": (TX, UNSCALED_FROM + 1, True),
+    "at 2**24 after few steps": (dynamic(init_scale=2.0**24), 9_999, False),
+    "fixed at 2**24": (jaxscale.loss_scaled(SGD, 2.0**24), 25_000, False),
+}
+
+
+@cases("name", GROWN)
+def test_that_nothing_is_scaled_is_told_of_a_scale_that_grew_far(name):
+    tx, steps, is_told = GROWN[name]
+    states = states_of(Run(tx, np.full(steps, np.inf)))
+    assert len(told(states)) == is_told
+    assert len(told(after(states, steps))) == is_told
 
 
 def test_a_window_of_zeros_is_not_blind_before_a_step_is_due():
