@@ -90,7 +90,7 @@ from ._state.scale import AdaptiveState, LossScaleState
 from ._state.state_dict import from_state_dict, to_state_dict
 from ._step.apply import apply_gradients
 from ._step.train_step import train_step
-from ._step.wrappers import loss_scaled, multi_steps, skip_nonfinite
+from ._step.transformations import loss_scaled, multi_steps, skip_nonfinite
 from ._trees.tree import tree_where
 
 # A group a line, in the order of the docstring, which is that of the API reference, too.
@@ -128,5 +128,5 @@ else:  # hidden from type checkers, which would take any name for one that `__ge
         return _importlib.import_module(f".{name}", __name__)
 
     def __dir__():
-        """Returns all names, those of modules that are not imported yet among them."""
-        return sorted({*globals(), *__all__})
+        """Returns the public names, those of modules that are not imported yet among them."""
+        return sorted(__all__)

@@ -23,8 +23,9 @@ from ._state.find import find_optimizer_state, find_scale_state, is_loss_scaled,
 from ._state.optimizer import WINDOW_STATES, MultiStepsState
 from ._state.scale import AdaptiveState, LossScaleState, UnitLossScaleState, unwrap
 from ._step.report import counters_of
-from ._step.wrapper import wrapper_of
-from ._trees.checks import and_more, int32
+from ._step.wrapped_optimizer import wrapped_optimizer
+from ._trees.checks import int32
+from ._trees.grammar import and_more
 
 # From which recent share of skipped steps `check` warns, and from which share of spikes.
 _OFTEN = 0.05
@@ -147,8 +148,8 @@ def check(
     axes = np.shape(state.notfinite_count)  # those of a population
     steps = np.broadcast_to(_count_optimizer_steps(state, inner_state), axes)
     members = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(axes) :]), state)
-    wrapper = wrapper_of(tx or getattr(tree, "tx", None))
-    policy = None if wrapper is None else wrapper.policy
+    optimizer = wrapped_optimizer(tx or getattr(tree, "tx", None))
+    policy = None if optimizer is None else optimizer.policy
 
     worst = int(np.argmax(members.notfinite_count))
     if members.notfinite_count[worst] > most:
@@ -238,9 +239,9 @@ _NORMS = (
 
 # What may make a NaN without any half precision, most likely things first.
 _WITHOUT_HALF = (
-    "The batch comes first: look for NaN and inf in it. Then for 0/0, for the square root or the "
-    "norm of 0, whose derivative is inf, for the logarithm of 0, and for a mask of -inf that "
-    "covers a whole row of a softmax."
+    "The batch comes first: look for NaN and inf in it. Then for 0/0, for the square root of 0 or "
+    "the norm of zeros, whose derivative is inf, for the logarithm of 0, and for a mask of -inf "
+    "that covers a whole row of a softmax."
 )
 _AT_ANY_SCALE = (
     "a division by zero, the square root of 0, a mask of -inf (run one step under `with "

@@ -10,7 +10,6 @@ step of your own, take `jaxscale.value_and_grad(loss_fn, state)` and `TrainState
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, Self
 
 import jax
@@ -27,10 +26,17 @@ except ModuleNotFoundError as error:
 from ._gradients.scaled import Scaled
 from ._state.find import find_optimizer_state
 from ._step.apply import select_if_stepped
-from ._step.optimizer import apply_step, as_optimizer, check_same_optimizer
+from ._step.matching import check_same_optimizer
+from ._step.optimizer import (
+    Optimizer,
+    apply_step,
+    apply_users_gradients,
+    as_optimizer,
+)
 from ._step.plan import StepPlan, refuse_more_arguments
 from ._step.retry import BackwardResult, is_traced
-from ._step.train_step import with_name
+from ._step.train_step import name_step
+from ._step.wrapped_optimizer import NO_ARGS
 from ._trees.tree import OVERWRITE_WITH_GRADIENT, cast_like, select_like
 
 __all__ = ["TrainState", "train_step"]
@@ -89,7 +95,7 @@ class TrainState(train_state.TrainState):
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
             # Flax gives the optimizer `params["params"]` alone. Here it knows what is overwritten,
-            # as windows add that up, too.
+            # as windows also add that up.
             state = state.replace(opt_state=tx.init(params))
         find_optimizer_state("TrainState.create(tx=...)", state.opt_state)
         # Strongly typed, unlike the Python 0 of Flax, or the second step would compile anew.
@@ -105,12 +111,12 @@ class TrainState(train_state.TrainState):
         extra_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Returns the state after one step; a skipped one changes only scale and counters.
+        """Makes one step: returns the next state. A skipped step changes only scale and counters.
 
         Args:
           grads: unscaled gradients with the structure of `params`.
           value: the loss; if it is not finite, the step is skipped and the scale stays.
-          always_replace: names of fields among `kwargs` that a skipped step replaces, too,
+          always_replace: names of fields among `kwargs` that even a skipped step replaces,
             such as a PRNG key.
           extra_args: further arguments for `tx.update`.
           **kwargs: fields to replace: `batch_stats=...` and so on. Each new value has
@@ -125,48 +131,83 @@ class TrainState(train_state.TrainState):
             pass `("key",)`.
         """
         call = "TrainState.apply_gradients"
-        always_replace = _names(call, always_replace)
+        always_replace = _check_names(call, always_replace)
+        known = {"apply_fn", *self._other_fields()}
         hint = "Arguments for the optimizer go into `extra_args`."
-        _check_fields(f"{call}(**kwargs)", kwargs, {"apply_fn", *self._others()}, hint)
+        _check_fields(f"{call}(**kwargs)", kwargs, known, hint)
         _check_fields(f"{call}(always_replace=...)", always_replace, kwargs)
-        made = BackwardResult(value, None, None, Scaled(grads))
-        given = f"{call}(grads=...)"
-        return self._step(call, made, always_replace, kwargs, extra_args or {}, given=given)
+        result = BackwardResult(loss=value, state=None, aux=None, grads=Scaled(grads))
+        return self._apply(
+            call,
+            result,
+            always_replace,
+            kwargs,
+            extra_args or {},
+            grads_argument=f"{call}(grads=...)",
+        )
 
-    def _step(
+    def _apply(
         self,
         call: str,
-        made: BackwardResult,
+        result: BackwardResult,
         always_replace: Collection[str],
         replaced: Mapping[str, Any],
-        extra_args: Mapping[str, Any] = MappingProxyType({}),
+        extra_args: Mapping[str, Any] = NO_ARGS,
         *,
-        given: str = "",
+        grads_argument: str | None = None,
     ) -> Self:
-        """Returns the state after one step, with new values of fields that were checked.
+        """Applies a backward pass: returns the next state, with new values of some fields.
 
-        Gradients that were `given` by the user are checked, too.
+        The names of the fields were checked. Gradients are checked if they are an argument of the
+        call, `grads_argument`.
         """
         optimizer = as_optimizer(call, self.tx)
         opt_state = optimizer.check_state(f"{call}(opt_state=...)", self.opt_state, "")
-        params, opt_state = apply_step(
-            optimizer, opt_state, self.params, made, extra_args, given=given
-        )
-        verdict = find_optimizer_state(call, opt_state)
+        if grads_argument is None:
+            params, opt_state = apply_step(optimizer, opt_state, self.params, result, extra_args)
+        else:
+            params, opt_state = apply_users_gradients(
+                grads_argument, optimizer, opt_state, self.params, result, extra_args
+            )
+        step_applied = find_optimizer_state(call, opt_state).step_applied
         fields = dict(replaced)
         # In the order of the call, which is the same on all hosts: they must trace one program.
         for name, new in replaced.items():
             if name not in always_replace:
-                argument, old = f"{call}({name}=...)", getattr(self, name)
-                fields[name] = select_like(argument, verdict.step_applied, new, old)
+                old = getattr(self, name)
+                fields[name] = select_like(f"{call}({name}=...)", step_applied, new, old)
         step = select_if_stepped(
             f"{call}(step=...)", optimizer, self.opt_state, opt_state, self.step + 1, self.step
         )
         return self.replace(step=step, params=params, opt_state=opt_state, **fields)
 
-    def _others(self) -> list[str]:
-        """Returns the names of the fields that a subclass adds."""
-        return sorted(set(self.__dataclass_fields__) - _OWN_FIELDS)
+    def _apply_after(
+        self, call: str, after: Callable[[Any], Any], optimizer: Optimizer, before: Any
+    ) -> Self:
+        """Returns the state that a hook made of this one, if the optimizer made a step.
+
+        `before` is the state of the optimizer before that.
+        """
+        argument = f"{call}(after=...)"
+        returned = after(self)
+        if type(returned) is not type(self):
+            raise TypeError(
+                f"`{argument}` must return the `TrainState` that it got, with other fields, got "
+                f"{type(returned).__name__}. Return `state.replace(...)`."
+            )
+        old = {}
+        new = {}
+        for name in self.__dataclass_fields__:
+            if getattr(returned, name) is not getattr(self, name):
+                old[name] = getattr(self, name)
+                new[name] = getattr(returned, name)
+        new = select_if_stepped(argument, optimizer, before, self.opt_state, new, old)
+        return self.replace(**new)
+
+    def _other_fields(self) -> dict[str, Any]:
+        """Returns the fields that a subclass adds, in the order of their names."""
+        names = sorted(set(self.__dataclass_fields__) - _OWN_FIELDS)
+        return {name: getattr(self, name) for name in names}
 
 
 @refuse_more_arguments(
@@ -186,7 +227,7 @@ def train_step(
     after: Callable[[Any], Any] | None = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Returns a training step for a `TrainState`.
+    """Makes a training step for a `TrainState`.
 
     The step is not compiled: write `jax.jit(jaxscale.flax.train_step(loss_fn), donate_argnums=0)`.
 
@@ -201,7 +242,7 @@ def train_step(
         as the loss if they may turn NaN is said in `jaxscale.train_step`.
       has_aux: whether `loss_fn` returns `(loss, aux)`; with `has_state`, `(loss, (fields, aux))`.
       retries: as in `jaxscale.train_step`.
-      always_replace: names of fields that a skipped step replaces, too, such as a PRNG key.
+      always_replace: names of fields that even a skipped step replaces, such as a PRNG key.
       on_grads: as in `jaxscale.train_step`.
       after: a function `after(state)` of the `TrainState` after the step, with its new parameters,
         that returns it with other fields, as in `jaxscale.train_step`. It needs no `has_state`.
@@ -239,8 +280,18 @@ def train_step(
       [0.5 0.5] 1
     """
     call = "flax.train_step"
-    plan = StepPlan(call, loss_fn, transform, has_state, has_aux, retries, kwargs, on_grads, after)
-    always_replace = _names(call, always_replace)
+    plan = StepPlan(
+        call=call,
+        loss_fn=loss_fn,
+        transform=transform,
+        has_state=has_state,
+        has_aux=has_aux,
+        retries=retries,
+        kwargs=kwargs,
+        on_grads=on_grads,
+        after=after,
+    )
+    always_replace = _check_names(call, always_replace)
     if always_replace and not has_state:
         raise ValueError(
             f"`{call}(always_replace={always_replace!r})` needs has_state=True, so that `loss_fn` "
@@ -255,65 +306,69 @@ def train_step(
             )
         optimizer = as_optimizer(call, state.tx)
         plan.check_retries(optimizer)
-        fields = {name: getattr(state, name) for name in state._others()}
+        fields = state._other_fields()
 
         def backward(scaling: Any) -> BackwardResult:
-            given = (dict(fields),) if has_state else ()
-            return plan.backward(scaling, state.params, *given, *args, **kwargs)
+            if not has_state:
+                return plan.differentiate(scaling, state.params, *args, **kwargs)
+            # A copy, as the loss function may change it.
+            return plan.differentiate(scaling, state.params, dict(fields), *args, **kwargs)
 
         before = optimizer.check_state(f"{call}(opt_state=...)", state.opt_state, "")
-        given = f"{call}(...)(state.opt_state=...)"
-        check_same_optimizer(given, optimizer, before, state.params)
+        argument = f"{call}(...)(state.opt_state=...)"
+        check_same_optimizer(argument, optimizer, before, state.params)
         traced = is_traced(state, args, kwargs)
-        made = plan.run_backward(optimizer, before, backward, traced, state.params)
-        replaced = made.state if has_state else {}
-        given = f"{call}(loss_fn, has_state=True)"
-        if not isinstance(replaced, Mapping):
-            raise TypeError(
-                f"`{given}`: `loss_fn` must return (loss, fields), with a dict from the names of "
-                f"fields to their new values, got {type(replaced).__name__}. The fields of the "
-                f"`TrainState` are: {', '.join(fields) or 'none'}."
-            )
-        _check_fields(given, replaced, fields)
+        result = plan.find_gradients(optimizer, before, backward, traced, state.params)
+        replaced: Mapping[str, Any] = {}
+        if has_state:
+            replaced = result.state
+            _check_replaced(call, replaced, fields)
         hint = "What is always replaced, `loss_fn` must return."
         _check_fields(f"{call}(always_replace=...)", always_replace, replaced, hint)
-        state = state._step(call, made, always_replace, replaced)
+        state = state._apply(call, result, always_replace, replaced)
         if after is not None:
-            given, returned = f"{call}(after=...)", after(state)
-            if type(returned) is not type(state):
-                raise TypeError(
-                    f"`{given}` must return the `TrainState` that it got, with other fields, got "
-                    f"{type(returned).__name__}. Return `state.replace(...)`."
-                )
-            old = {name: getattr(state, name) for name in state.__dataclass_fields__}
-            new = {n: getattr(returned, n) for n in old if getattr(returned, n) is not old[n]}
-            old = {name: old[name] for name in new}
-            new = select_if_stepped(given, optimizer, before, state.opt_state, new, old)
-            state = state.replace(**new)
-        return state, (made.loss, made.aux) if has_aux else made.loss
+            state = state._apply_after(call, after, optimizer, before)
+        if has_aux:
+            return state, (result.loss, result.aux)
+        return state, result.loss
 
-    return with_name(step)
+    return name_step(step)
 
 
-def _check_fields(given: str, names: Iterable[str], known: Collection[str], hint: str = "") -> None:
+def _check_replaced(call: str, replaced: Any, fields: Mapping[str, Any]) -> None:
+    """Raises an error if a loss function returned something else than fields of a `TrainState`."""
+    argument = f"{call}(loss_fn, has_state=True)"
+    if not isinstance(replaced, Mapping):
+        raise TypeError(
+            f"`{argument}`: `loss_fn` must return (loss, fields), with a dict from the names of "
+            f"fields to their new values, got {type(replaced).__name__}. The fields of the "
+            f"`TrainState` are: {', '.join(fields) or 'none'}."
+        )
+    _check_fields(argument, replaced, fields)
+
+
+def _check_fields(
+    argument: str, names: Iterable[str], known: Collection[str], hint: str = ""
+) -> None:
     """Raises a `ValueError` if a name is not among those of the fields that may be replaced."""
     unknown = sorted(set(map(str, names)) - set(known))
     if unknown:
         raise ValueError(
-            f"`{given}` got {', '.join(unknown)} among the fields, but those that can be replaced "
-            f"are: {', '.join(sorted(known)) or 'none'}. {hint}"
+            f"`{argument}` got {', '.join(unknown)} among the fields, but those that can be "
+            f"replaced are: {', '.join(sorted(known)) or 'none'}. {hint}"
         )
 
 
-def _names(call: str, always_replace: Any) -> tuple[str, ...]:
-    """Returns the names as a tuple, which can be read more than once."""
-    # A string is refused: it is a collection of strings, too, of its letters.
-    if not isinstance(always_replace, str) and isinstance(always_replace, Iterable):
+def _check_names(call: str, always_replace: Any) -> tuple[str, ...]:
+    """Returns the names as a tuple, which can be read more than once, or raises a `TypeError`."""
+    example = "key"
+    if isinstance(always_replace, str):  # which also is a collection of strings, of its letters
+        example = always_replace
+    elif isinstance(always_replace, Iterable):
         names = tuple(always_replace)
         if all(isinstance(name, str) for name in names):
             return names
-    name = always_replace if isinstance(always_replace, str) else "key"
     raise TypeError(
         f"`{call}(always_replace=...)` must be a collection of names of fields, got "
-        f"{always_replace!r}. Pass a tuple, also for one: ({name!r},)."
+        f"{always_replace!r}. Pass a tuple, also for one: ({example!r},)."
     )

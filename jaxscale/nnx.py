@@ -3,14 +3,14 @@
 NNX changes a model in place: a forward pass with an inf leaves it in the batch statistics, whether
 the optimizer skips the step or not. `train_step` runs the passes on a copy of the model, and then
 puts into the model what the verdict chooses. Batch statistics need no mention, and streams of
-random numbers go on. If other variables must go on, too, `keep` is the filter of those that must
-not. `jaxscale.metrics` and `jaxscale.check` take the `nnx.Optimizer`.
+random numbers go on. If other variables must go on as well, `keep` is the filter of those that
+must not. `jaxscale.metrics` and `jaxscale.check` take the `nnx.Optimizer`.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,10 +26,11 @@ from ._gradients.scaled import Scaled
 from ._jax import is_called_by_jax
 from ._state.scale import unwrap
 from ._step.apply import select_if_applied, select_if_stepped
-from ._step.optimizer import apply_step, as_optimizer, check_same_optimizer
+from ._step.matching import check_same_optimizer
+from ._step.optimizer import apply_step, as_optimizer
 from ._step.plan import StepPlan, refuse_more_arguments
 from ._step.retry import BackwardResult, is_traced
-from ._step.train_step import with_name
+from ._step.train_step import name_step
 from ._trees.tree import OVERWRITE_WITH_GRADIENT, replace_finite
 
 __all__ = ["train_step"]
@@ -56,7 +57,7 @@ def train_step(
     after: Callable[[Any], None] | None = None,
     **kwargs: Any,
 ) -> Callable[..., Any]:
-    """Returns a training step that updates a model and its optimizer in place.
+    """Makes a training step that updates a model and its optimizer in place.
 
     A skipped step puts back whatever the forward pass changed: batch statistics, caches and
     counters, in the model and in other NNX objects among the arguments. Streams of random numbers
@@ -83,7 +84,7 @@ def train_step(
       `step(model, optimizer, *args) -> loss`; with `has_aux` it returns `(loss, aux)`. The
       optimizer is an `nnx.Optimizer(model, tx, wrt=...)`; what it trains is differentiated, with
       `wrt=nnx.LoRAParam` only the LoRA weights. If `tx` is not a `jaxscale.loss_scaled` optimizer,
-      every step is applied, bad ones too. Its `step` counts all calls, also those that were
+      every step is applied, even bad ones. Its `step` counts all calls, also those that were
       skipped. Keyword arguments go to `loss_fn`. Changes that `loss_fn` itself makes to trained
       variables are dropped, and so are those of attributes that are not arrays, such as a Python
       number. The verdict is about the loss and the gradients: if statistics may turn NaN while
@@ -115,24 +116,33 @@ def train_step(
     """
     call = "nnx.train_step"
     plan = StepPlan(
-        call, loss_fn, nnx.value_and_grad, False, has_aux, retries, kwargs, on_grads, after
+        call=call,
+        loss_fn=loss_fn,
+        transform=nnx.value_and_grad,
+        has_state=False,
+        has_aux=has_aux,
+        retries=retries,
+        kwargs=kwargs,
+        on_grads=on_grads,
+        after=after,
     )
 
-    # As `nnx.value_and_grad` accepts no keyword-only arguments.
-    def positional(model: Any, args: Any, kwargs: Any) -> Any:
-        return plan.run_loss(model, *args, **kwargs)
+    # `nnx.value_and_grad` accepts no keyword-only arguments.
+    def positional_loss(model: Any, args: Any, kwargs: Any) -> Any:
+        return plan.call_loss(model, *args, **kwargs)
 
     is_kept = nnx.filterlib.to_predicate(keep)
 
-    def step(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(model: nnx.Module, optimizer: nnx.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(optimizer, nnx.Optimizer):
             raise TypeError(
                 f"`{call}(...)(model, optimizer, ...)`: `optimizer` must be an `nnx.Optimizer`, "
                 f"got {type(optimizer).__name__}. {_MAKE_IT}"
             )
-        tx, wrt = as_optimizer(f"{call}(...)", optimizer.tx), optimizer.wrt
-        given, order = f"{call}(...)(opt_state=...)", "(model, optimizer, ...)"
-        start = unwrap(tx.check_state(given, optimizer.opt_state, order))
+        tx = as_optimizer(f"{call}(...)", optimizer.tx)
+        argument = f"{call}(...)(opt_state=...)"
+        order = "(model, optimizer, ...)"
+        before = unwrap(tx.check_state(argument, optimizer.opt_state, order))
         if is_called_by_jax():
             # Nothing else shows it: the step would run, and its changes would be thrown away.
             raise TypeError(
@@ -140,65 +150,95 @@ def train_step(
                 "copy. Use that of NNX: `nnx.jit(step)` for `jax.jit(step)`."
             )
         plan.check_retries(tx)
-        graph, put_together = _taken_apart(model, args, kwargs)
-        graphdef, before = nnx.split(graph)
+        objects = _take_objects(model, args, kwargs)
+        graphdef, state_before = nnx.split(objects.graph)
+        wrt = optimizer.wrt
         params = unwrap(nnx.state(model, wrt))
-        check_same_optimizer(f"{call}(...)(optimizer=...)", tx, start, params, _MAKE_IT)
-        if plan.kwargs.get("argnums", 0) not in (0, nnx.DiffState(0, wrt)):
-            raise ValueError(
-                f"`{call}(argnums={plan.kwargs['argnums']!r})`: what the optimizer trains is "
-                f"differentiated, and this one has wrt={wrt!r}. Leave `argnums` out, and say it "
-                "there: `nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)` trains the LoRA weights "
-                "alone."
-            )
-        # Statistics that travel as gradients are differentiated, too, and no optimizer sees them.
-        overwrites = bool(nnx.to_flat_state(nnx.state(model, _is_overwrite)))
-        trains = nnx.DiffState(0, nnx.Any(wrt, _is_overwrite) if overwrites else wrt)
-        differentiated = dataclasses.replace(
-            plan, loss_fn=positional, kwargs={**plan.kwargs, "argnums": trains}
+        check_same_optimizer(f"{call}(...)(optimizer=...)", tx, before, params, _MAKE_IT)
+        _check_argnums(call, plan.kwargs.get("argnums", 0), wrt)
+        differentiated = wrt
+        if nnx.to_flat_state(nnx.state(model, _is_overwrite)):
+            # Statistics that travel as gradients are also differentiated; no optimizer sees them.
+            differentiated = nnx.Any(wrt, _is_overwrite)
+        argnums = nnx.DiffState(0, differentiated)
+        positional_plan = dataclasses.replace(
+            plan, loss_fn=positional_loss, kwargs={**plan.kwargs, "argnums": argnums}
         )
-        leaves, treedef = jax.tree.flatten(before)
+        leaves, treedef = jax.tree.flatten(state_before)
 
         def backward(scaling: Any) -> BackwardResult:
             # A copy, made where the pass is traced: NNX lets a variable change only there.
             copy = nnx.merge(graphdef, treedef.unflatten(leaves))
-            model, args, kwargs = put_together(copy)
-            made = differentiated.backward(scaling, model, args, kwargs)
-            grads = unwrap(nnx.state(made.grads.grads, wrt))
-            replacing = unwrap(nnx.state(made.grads.grads, _is_overwrite))
-            state = nnx.split(copy)[1], replacing
-            return made._replace(state=state, grads=Scaled(grads, made.grads.divisor))
+            model, args, kwargs = objects.put_back(copy)
+            result = positional_plan.differentiate(scaling, model, args, kwargs)
+            grads = unwrap(nnx.state(result.grads.grads, wrt))
+            overwrites = unwrap(nnx.state(result.grads.grads, _is_overwrite))
+            _, state = nnx.split(copy)
+            return result._replace(
+                state=_PassState(state, overwrites), grads=Scaled(grads, result.grads.divisor)
+            )
 
-        traced = is_traced(leaves, start, args, kwargs)
-        made = plan.run_backward(tx, start, backward, traced, params)
-        params, opt_state = apply_step(tx, start, params, made)
-        keeping = functools.partial(select_if_applied, f"{call}(loss_fn)", tx, opt_state)
-        trained = nnx.filterlib.to_predicate(wrt)
-        state, replaced = made.state
-        new: dict[Any, Any] = dict(nnx.to_flat_state(state))
-        # Of the model, which is the first of the objects.
-        replacing: dict[Any, Any] = {(0, *path): leaf for path, leaf in nnx.to_flat_state(replaced)}
-        for path, old in nnx.to_flat_state(before):
-            if trained(path, old):
-                del new[path]
-            elif path in replacing or is_kept(path, old):
-                name, array = ".".join(map(str, path)), unwrap(old)
-                value = unwrap(new[path])
-                if path in replacing:
-                    value = replace_finite(replacing[path], array)
-                new[path] = keeping({name: value}, {name: array})[name]
-        nnx.update(graph, nnx.from_flat_state(new))
+        traced = is_traced(leaves, before, args, kwargs)
+        result = plan.find_gradients(tx, before, backward, traced, params)
+        params, opt_state = apply_step(tx, before, params, result)
+        select = functools.partial(select_if_applied, f"{call}(loss_fn)", tx, opt_state)
+        is_trained = nnx.filterlib.to_predicate(wrt)
+        state = _choose_state(state_before, result.state, is_trained, is_kept, select)
+        nnx.update(objects.graph, state)
         nnx.update(model, params)
         if after is not None:
-            finish = functools.partial(
-                select_if_stepped, f"{call}(after=...)", tx, start, opt_state
+            select = functools.partial(
+                select_if_stepped, f"{call}(after=...)", tx, before, opt_state
             )
-            _change(model, after, finish)
+            _apply_after(model, after, select)
         nnx.update(optimizer.opt_state, nnx.state(opt_state))
         optimizer.step[...] += 1
-        return (made.loss, made.aux) if has_aux else made.loss
+        if has_aux:
+            return result.loss, result.aux
+        return result.loss
 
-    return with_name(step)
+    return name_step(step)
+
+
+class _PassState(NamedTuple):
+    """What a forward and backward pass made of the variables of its objects."""
+
+    state: nnx.State  # as the forward pass left them
+    overwrites: nnx.State  # the next values of those that travel as gradients, of the model alone
+
+
+class _Objects(NamedTuple):
+    """The NNX objects among the arguments of a step."""
+
+    graph: Any  # the model, and a list of the others
+    put_back: Callable[[Any], Any]  # from a copy of `graph` to `(model, args, kwargs)` with it
+
+
+def _take_objects(model: nnx.Module, args: Any, kwargs: Any) -> _Objects:
+    """Takes the NNX objects out of the arguments of a step, and says how to put copies back."""
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=nnx.graph.is_graph_node)
+    places = [i for i, leaf in enumerate(leaves) if nnx.graph.is_graph_node(leaf)]
+
+    def put_back(graph: Any) -> Any:
+        model, objects = graph
+        copied_leaves = list(leaves)
+        for place, copy in zip(places, objects, strict=True):
+            copied_leaves[place] = copy
+        args, kwargs = treedef.unflatten(copied_leaves)
+        return model, args, kwargs
+
+    return _Objects(graph=(model, [leaves[place] for place in places]), put_back=put_back)
+
+
+def _check_argnums(call: str, argnums: Any, wrt: Any) -> None:
+    """Raises a `ValueError` if something else is to be differentiated than is trained."""
+    if argnums not in (0, nnx.DiffState(0, wrt)):
+        raise ValueError(
+            f"`{call}(argnums={argnums!r})`: what the optimizer trains is "
+            f"differentiated, and this one has wrt={wrt!r}. Leave `argnums` out, and say it "
+            "there: `nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)` trains the LoRA weights "
+            "alone."
+        )
 
 
 def _is_overwrite(path: Any, variable: Any) -> bool:
@@ -206,42 +246,73 @@ def _is_overwrite(path: Any, variable: Any) -> bool:
     return OVERWRITE_WITH_GRADIENT in (base.__name__ for base in type(variable).__mro__)
 
 
-def _change(
-    model: nnx.Module, after: Callable[[Any], Any], finish: Callable[[Any, Any], Any]
+def _choose_state(
+    before: nnx.State,
+    made: _PassState,
+    is_trained: Callable[[Any, Any], bool],
+    is_kept: Callable[[Any, Any], bool],
+    select: Callable[[Any, Any], Any],
+) -> nnx.State:
+    """Returns the next state of the objects of a step, without what the optimizer trains.
+
+    `select` chooses between a new and an old value. It is asked about the variables that a skipped
+    step keeps; the others are new.
+    """
+    new: dict[Any, Any] = dict(nnx.to_flat_state(made.state))
+    # The model is the first of the objects, so 0 is the first part of its paths.
+    overwrites: dict[Any, Any] = {}
+    for path, leaf in nnx.to_flat_state(made.overwrites):
+        overwrites[0, *path] = leaf
+    for path, variable in nnx.to_flat_state(before):
+        if is_trained(path, variable):
+            del new[path]
+            continue
+        if path not in overwrites and not is_kept(path, variable):
+            continue
+        old_value = unwrap(variable)
+        new_value = unwrap(new[path])
+        if path in overwrites:
+            new_value = replace_finite(overwrites[path], old_value)
+        new[path] = _select_named(select, path, new_value, old_value)
+    return nnx.from_flat_state(new)
+
+
+def _apply_after(
+    model: nnx.Module, after: Callable[[Any], Any], select: Callable[[Any, Any], Any]
 ) -> None:
-    """Lets a hook change a model, and puts into it what `finish` chooses of new and old."""
-
-    def variables() -> dict[Any, Any]:
-        return {path: unwrap(leaf) for path, leaf in nnx.to_flat_state(nnx.state(model))}
-
-    call, old = "`nnx.train_step(after=...)`", variables()
+    """Lets a hook change a model, and puts into it what `select` chooses of new and old."""
+    call = "`nnx.train_step(after=...)`"
+    old = _read_variables(model)
     output = after(model)
     if output is not None:
         raise TypeError(
             f"{call} changes the model in place and must return None, got {type(output).__name__}."
         )
-    new = variables()
-    if apart := {".".join(map(str, path)) for path in new.keys() ^ old.keys()}:
+    new = _read_variables(model)
+    only_one_has = new.keys() ^ old.keys()
+    if only_one_has:
+        names = sorted({_join_path(path) for path in only_one_has})
         raise ValueError(
             f"{call} must keep the variables of the model, but it added or removed "
-            f"{', '.join(sorted(apart))}. Make them where the model is made."
+            f"{', '.join(names)}. Make them where the model is made."
         )
-    changed = {path: leaf for path, leaf in new.items() if leaf is not old[path]}
-    for path, leaf in changed.items():
-        name = ".".join(map(str, path))
-        changed[path] = finish({name: leaf}, {name: old[path]})[name]
+    changed = {}
+    for path, value in new.items():
+        if value is not old[path]:
+            changed[path] = _select_named(select, path, value, old[path])
     nnx.update(model, nnx.from_flat_state(changed))
 
 
-def _taken_apart(model: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns the NNX objects among the arguments, and how a copy of them is put back."""
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=nnx.graph.is_graph_node)
-    places = [i for i, leaf in enumerate(leaves) if nnx.graph.is_graph_node(leaf)]
+def _read_variables(model: nnx.Module) -> dict[Any, Any]:
+    """Returns the arrays in the variables of a model, by path."""
+    return {path: unwrap(leaf) for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
-    def put_together(graph: Any) -> Any:
-        model, objects = graph
-        copies = dict(zip(places, objects, strict=True))
-        args, kwargs = treedef.unflatten(copies.get(i, leaf) for i, leaf in enumerate(leaves))
-        return model, args, kwargs
 
-    return (model, [leaves[i] for i in places]), put_together
+def _select_named(select: Callable[[Any, Any], Any], path: Any, new: Any, old: Any) -> Any:
+    """Calls `select` with two values under the name of their variable, for its messages."""
+    name = _join_path(path)
+    return select({name: new}, {name: old})[name]
+
+
+def _join_path(path: Any) -> str:
+    return ".".join(map(str, path))

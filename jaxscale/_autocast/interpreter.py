@@ -25,7 +25,7 @@ from .._jax import (
     operation,
     source,
 )
-from .._trees.call import Flat
+from .._trees.flat import Flat
 from .callers import Place
 from .custom_rules import custom_jvp, custom_vjp, own_rules
 from .frame import Frame
@@ -49,6 +49,12 @@ RULES: dict[str, Rule] = SIMPLE_RULES | {
     "custom_vjp_call": custom_vjp,
     _jax.OBJECT: own_rules,
 }
+
+
+_WAY_OUT = (
+    "Mark the function around that line with `jaxscale.full_precision`, or leave it outside of the "
+    "function that `autocast` wraps."
+)
 
 
 class Autocast:
@@ -90,6 +96,16 @@ class Autocast:
             self._run_in_one_context(frame, list(group))
         outvars = jaxpr.outvars
         return [frame.returned(atom) for atom in outvars], [frame.kind(atom) for atom in outvars]
+
+    def run_from_outside(
+        self, closed: ClosedJaxpr, args: Sequence[Any], kinds: Sequence[Kind], place: Place
+    ) -> tuple[list[Any], list[Kind]]:
+        """Returns what `run` does, for what is not part of another program that runs.
+
+        What cannot be transformed is an error that names the user's line.
+        """
+        with _jax.naming_the_line("autocast(fun)", _WAY_OUT):
+            return self.run(closed, args, kinds, place)
 
     def _run_in_one_context(
         self, frame: Frame, eqns: Sequence[tuple[JaxprEqn, Iterable[Any]]]
@@ -149,5 +165,5 @@ class Autocast:
 
     def _run_traced(self, program: ClosedJaxpr, arrays: Sequence[Any], place: Place) -> list[Any]:
         kinds = [parameter(var) for var in program.jaxpr.invars]
-        outputs, _ = self.run(program, arrays, kinds, place)
+        outputs, _ = self.run_from_outside(program, arrays, kinds, place)
         return list(map(as_declared, outputs, program.jaxpr.outvars))

@@ -16,18 +16,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from .._state.scale import AdaptiveState
 from .._trees.checks import finite_number, int32, power_of_two
+from .._trees.numbers import increment
 from .._trees.tree import tree_where
 from .base import CheckedLossScale, new_state
 
-# In units: a binade of a logarithm, and of a level, which rises in smaller steps.
-_BINADE, _LEVEL = 2**16, 2**20
-_SHIFT = 4  # from units of a level to those of a logarithm
+# How many units a binade has: of a logarithm, and of a level, which rises in smaller steps.
+_BINADE = 2**16
+_LEVEL_BINADE = 2**20
+# How many units of a level are in one of a logarithm.
+_LEVEL_UNITS = _LEVEL_BINADE // _BINADE
 # The logarithm of the usual largest gradient as long as none was seen, and of a rare one.
 UNSEEN = -256
+# No largest gradient has a higher logarithm.
+_HIGHEST = 128 * _BINADE
+# A crest rises by so much above the last one.
+_CREST_ROOM = 3 * _BINADE
 _SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
 
@@ -142,128 +148,175 @@ class AdaptiveLossScale(CheckedLossScale):
         | dict.fromkeys(("memory", "period", "search_period"), int32)
     )
 
-    def _ascending(self) -> list[tuple[str, ...]]:
-        return [*super()._ascending(), ("min_level", "level", "max_level")]
+    def _list_ascending(self) -> list[tuple[str, ...]]:
+        return [*super()._list_ascending(), ("min_level", "level", "max_level")]
 
     def init(self) -> Any:
         """Returns the initial `AdaptiveState`."""
-        level, unseen = _units(self.level) / _LEVEL, float(UNSEEN)
-        return new_state(AdaptiveState, self.init_scale, unseen, level, unseen, self.period, 0, 0)
+        return new_state(
+            AdaptiveState,
+            loss_scale=self.init_scale,
+            peak=float(UNSEEN),
+            level=_to_units(self.level) / _LEVEL_BINADE,
+            crest=float(UNSEEN),
+            finite_steps=self.period,
+            held_steps=0,
+            overflows=0,
+        )
 
     def _move(self, state: Any, grads_finite: jax.Array, largest: jax.Array | None) -> Any:
         """Returns the next state. Without `largest` a scale doubles in `period` finite steps."""
-        now = self._counted(state)
+        now = self._to_integers(state)
         if largest is None:
-            after_finite = self._follow(now, None)
+            after_finite = self._after_finite_step(now, None)
         else:
             # False for 0. XLA may take subnormal numbers for 0, or may not.
             is_seen = largest >= _SMALLEST
-            after_finite = tree_where(is_seen, self._follow(now, _log2(largest)), now)
+            after_finite = tree_where(is_seen, self._after_finite_step(now, _log2(largest)), now)
         after = tree_where(grads_finite, after_finite, self._after_overflow(now))
-        return AdaptiveState(
-            # 2 to the power of the exponent, which is that of a normal number of float32.
-            loss_scale=jax.lax.bitcast_convert_type((after.exponent + 127) << 23, jnp.float32),
-            peak=after.peak.astype(jnp.float32) / _BINADE,
-            level=after.level.astype(jnp.float32) / _LEVEL,
-            crest=after.crest.astype(jnp.float32) / _BINADE,
-            finite_steps=after.finite_steps,
-            held_steps=after.held_steps,
-            overflows=after.overflows,
-        )
+        return _to_floats(after)
 
-    def _counted(self, state: AdaptiveState) -> "_Counted":
+    def _to_integers(self, state: AdaptiveState) -> "_IntegerState":
         """Returns a state in integers. Numbers that no step leaves behind are replaced."""
         level = jnp.where(jnp.isfinite(state.level), state.level, self.level)
         level = jnp.clip(level, self.min_level, self.max_level)
-        peak, crest = (jnp.where(jnp.abs(x) <= 128, x, UNSEEN) for x in (state.peak, state.crest))
-        return _Counted(
-            exponent=jnp.minimum(_log2(state.loss_scale) // _BINADE, _exponent(self.max_scale)),
+        peak = jnp.where(jnp.abs(state.peak) <= 128, state.peak, UNSEEN)
+        crest = jnp.where(jnp.abs(state.crest) <= 128, state.crest, UNSEEN)
+        exponent = _log2(state.loss_scale) // _BINADE
+        return _IntegerState(
+            exponent=jnp.minimum(exponent, _exponent(self.max_scale)),
             peak=(peak * _BINADE).astype(jnp.int32),
-            level=(level * _LEVEL).astype(jnp.int32),
+            level=(level * _LEVEL_BINADE).astype(jnp.int32),
             crest=(crest * _BINADE).astype(jnp.int32),
             finite_steps=jnp.maximum(jnp.asarray(state.finite_steps, jnp.int32), 0),
             held_steps=jnp.maximum(jnp.asarray(state.held_steps, jnp.int32), 0),
             overflows=jnp.maximum(jnp.asarray(state.overflows, jnp.int32), 0),
         )
 
-    def _after_overflow(self, now: "_Counted") -> "_Counted":
-        run, lowest = now.overflows, _exponent(self.min_scale)
+    def _after_overflow(self, now: "_IntegerState") -> "_IntegerState":
+        """Lowers the scale. The first overflow of a row also lowers the level, or raises the crest.
+
+        If the gradients have grown, more overflows follow, and the scale alone falls.
+        """
         top = jnp.maximum(now.peak, now.crest)
         # While the scale is rising, or if `max_scale` holds it, the level lies beyond the levels
         # that it stands for. Then the middle of these is what overflowed.
-        beyond = (now.exponent + 1) * _LEVEL + top * 2**_SHIFT
+        beyond = (now.exponent + 1) * _LEVEL_BINADE + top * _LEVEL_UNITS
         is_ahead = now.level >= beyond
         # Before the first gradients the level is not known to be wrong.
-        is_blamed = (run == 0) & (now.peak > UNSEEN * _BINADE)
+        is_blamed = (now.overflows == 0) & (now.peak > UNSEEN * _BINADE)
         is_repeated = is_blamed & ~is_ahead & (now.finite_steps < self.period // 4)
 
-        level = jnp.where(is_ahead, beyond - _LEVEL // 2, now.level) - _LEVEL
-        short = jnp.maximum(_units(self.min_level) - level, 0)
-        level += short
-        peak = jnp.minimum(now.peak + (short + 2**_SHIFT - 1) // 2**_SHIFT, 128 * _BINADE)
-
-        # The last crest was not enough if nothing finite has come near it. Usual gradients come
-        # near a low one.
-        room = top - now.peak
-        is_guess = (now.held_steps == now.finite_steps) | (room < 3 * _BINADE)
-        higher = top + 3 * _BINADE + jnp.where(is_guess, 3 * room, 0)
-        # Beyond this the scale would not fall any further.
-        last = jnp.maximum(level // 2**_SHIFT - lowest * _BINADE, top)
-        crest = jnp.minimum(jnp.minimum(higher, last), 128 * _BINADE)
-
-        lowered = now.exponent - jnp.where(run == 0, 1, jnp.where(run == 1, 8, 16))
-        fitting = (level // 2**_SHIFT - crest) // _BINADE
-        lowered = jnp.where(is_repeated, jnp.minimum(lowered, fitting), lowered)
-        return _Counted(
-            exponent=jnp.minimum(now.exponent, jnp.maximum(lowered, lowest)),
+        level = jnp.where(is_ahead, beyond - _LEVEL_BINADE // 2, now.level) - _LEVEL_BINADE
+        missing = jnp.maximum(_to_units(self.min_level) - level, 0)
+        level += missing
+        # What the level cannot fall, the peak rises.
+        peak = jnp.minimum(now.peak + _to_logarithm_above(missing), _HIGHEST)
+        crest = self._raise_crest(now, top, level)
+        exponent = self._lower_exponent(now, level, crest, is_repeated)
+        return _IntegerState(
+            exponent=exponent,
             peak=jnp.where(is_blamed, peak, now.peak),
             level=jnp.where(is_blamed, level, now.level),
             crest=jnp.where(is_repeated, crest, now.crest),
             # If the level was ahead, it may have fallen far for one bad batch: a search goes on.
             finite_steps=jnp.where(is_blamed & ~is_ahead, 0, now.finite_steps),
             held_steps=jnp.where(is_repeated, 0, now.held_steps),
-            overflows=jnp.asarray(optax.safe_increment(run)),
+            overflows=increment(now.overflows),
         )
 
-    def _follow(self, now: "_Counted", x: jax.Array | None) -> "_Counted":
-        """Returns what follows a finite step, with `x` the logarithm of its largest gradient."""
-        slow, fast = (max(1, round(_LEVEL / p)) for p in (self.period, self.search_period))
-        rise = jnp.where(now.finite_steps >= self.period, fast, slow)
-        raised, highest = now.level + rise, _units(self.max_level)
-        finite_steps = jnp.asarray(optax.safe_increment(now.finite_steps))
-        held_steps = jnp.asarray(optax.safe_increment(now.held_steps))
-        if x is None:
-            level = jnp.minimum(raised, highest)
-            held = now.level // 2**_SHIFT - now.exponent * _BINADE
-            peak = jnp.where(held - _BINADE >= now.peak, held, now.peak)
-            peak -= (raised - level + 2**_SHIFT - 1) // 2**_SHIFT
-            crest = jnp.full_like(now.crest, UNSEEN * _BINADE)  # the peak holds the scale
-        else:
-            seen = x * 2**_SHIFT + (now.exponent - 2) * _LEVEL
-            level = jnp.minimum(jnp.maximum(raised, seen), highest)
-            faded = self._faded(now.peak, x)
-            peak = jnp.maximum(x, faded)
-            above = now.crest - faded
-            is_reached = (above >= 0) & (4 * (x - faded) >= above)
-            # If the level was lowered far, it may have been for a batch like this one.
-            is_low = (held_steps == finite_steps) & (level < _units(self.level) - 2 * _LEVEL)
-            finite_steps = jnp.where(is_reached & is_low, self.period, finite_steps)
-            is_held = held_steps < self.period // 2
-            waiting = jnp.where(is_held, now.crest, self._faded(now.crest, x))
-            crest = jnp.where(is_reached, jnp.maximum(x, (now.crest + x) // 2), waiting)
-            crest = jnp.where(above >= 0, crest, UNSEEN * _BINADE)
-            held_steps = jnp.where(is_reached, 0, held_steps)
-        target = (level // 2**_SHIFT - jnp.maximum(peak, crest)) // _BINADE
-        bounds = _exponent(self.min_scale), _exponent(self.max_scale)
-        exponent = jnp.clip(jnp.minimum(target, now.exponent + 1), *bounds)
-        overflows = jnp.zeros_like(now.overflows)
-        return _Counted(exponent, peak, level, crest, finite_steps, held_steps, overflows)
+    def _raise_crest(self, now: "_IntegerState", top: jax.Array, level: jax.Array) -> jax.Array:
+        """Returns the crest after an overflow that repeats, given the lowered level."""
+        # The last crest was not enough if nothing finite has come near it. Usual gradients come
+        # near a low one.
+        room = top - now.peak
+        is_guess = (now.held_steps == now.finite_steps) | (room < _CREST_ROOM)
+        higher = top + _CREST_ROOM + jnp.where(is_guess, 3 * room, 0)
+        # Beyond this the scale would not fall any further.
+        lowest_scale = _exponent(self.min_scale) * _BINADE
+        last = jnp.maximum(_to_logarithm(level) - lowest_scale, top)
+        return jnp.minimum(jnp.minimum(higher, last), _HIGHEST)
 
-    def _faded(self, old: jax.Array, x: jax.Array) -> jax.Array:
+    def _lower_exponent(
+        self, now: "_IntegerState", level: jax.Array, crest: jax.Array, is_repeated: jax.Array
+    ) -> jax.Array:
+        """Returns the exponent of the scale after an overflow: lower, but not below the minimum."""
+        is_first = now.overflows == 0
+        is_second = now.overflows == 1
+        fall = jnp.where(is_first, 1, jnp.where(is_second, 8, 16))
+        lowered = now.exponent - fall
+        fitting = (_to_logarithm(level) - crest) // _BINADE
+        lowered = jnp.where(is_repeated, jnp.minimum(lowered, fitting), lowered)
+        # A restored scale may lie below the minimum.
+        return jnp.minimum(now.exponent, jnp.maximum(lowered, _exponent(self.min_scale)))
+
+    def _after_finite_step(self, now: "_IntegerState", x: jax.Array | None) -> "_IntegerState":
+        """Moves on after a finite step, with `x` the logarithm of its largest gradient."""
+        slow = max(1, round(_LEVEL_BINADE / self.period))
+        fast = max(1, round(_LEVEL_BINADE / self.search_period))
+        raised_level = now.level + jnp.where(now.finite_steps >= self.period, fast, slow)
+        now = now._replace(
+            finite_steps=increment(now.finite_steps),
+            held_steps=increment(now.held_steps),
+        )
+        if x is None:
+            after = self._follow_level(now, raised_level)
+        else:
+            after = self._follow_gradient(now, raised_level, x)
+        target = (_to_logarithm(after.level) - jnp.maximum(after.peak, after.crest)) // _BINADE
+        target = jnp.minimum(target, now.exponent + 1)
+        lowest = _exponent(self.min_scale)
+        highest = _exponent(self.max_scale)
+        return after._replace(
+            exponent=jnp.clip(target, lowest, highest),
+            overflows=jnp.zeros_like(now.overflows),
+        )
+
+    def _follow_level(self, now: "_IntegerState", raised_level: jax.Array) -> "_IntegerState":
+        """Returns the level, peak and crest after a finite step of which no gradient is known."""
+        level = jnp.minimum(raised_level, _to_units(self.max_level))
+        # The peak that holds the scale where it has been lowered.
+        holding = _to_logarithm(now.level) - now.exponent * _BINADE
+        peak = jnp.where(holding - _BINADE >= now.peak, holding, now.peak)
+        # What the level cannot rise, the peak falls.
+        peak -= _to_logarithm_above(raised_level - level)
+        crest = jnp.full_like(now.crest, UNSEEN * _BINADE)  # the peak holds the scale
+        return now._replace(peak=peak, level=level, crest=crest)
+
+    def _follow_gradient(
+        self, now: "_IntegerState", raised_level: jax.Array, x: jax.Array
+    ) -> "_IntegerState":
+        """Returns all but the scale after a finite step whose largest gradient is known."""
+        # What this step has shown to fit, but for 2 binades.
+        shown_level = x * _LEVEL_UNITS + (now.exponent - 2) * _LEVEL_BINADE
+        level = jnp.minimum(jnp.maximum(raised_level, shown_level), _to_units(self.max_level))
+        faded = self._fade(now.peak, x)
+        peak = jnp.maximum(x, faded)
+
+        above = now.crest - faded
+        is_reached = (above >= 0) & (4 * (x - faded) >= above)
+        # If the level was lowered far, it may have been for a batch like this one.
+        is_first = now.held_steps == now.finite_steps
+        is_low = is_first & (level < _to_units(self.level) - 2 * _LEVEL_BINADE)
+        finite_steps = jnp.where(is_reached & is_low, self.period, now.finite_steps)
+        is_held = now.held_steps < self.period // 2
+        waiting = jnp.where(is_held, now.crest, self._fade(now.crest, x))
+        reached = jnp.maximum(x, (now.crest + x) // 2)
+        crest = jnp.where(is_reached, reached, waiting)
+        return now._replace(
+            peak=peak,
+            level=level,
+            crest=jnp.where(above >= 0, crest, UNSEEN * _BINADE),
+            finite_steps=finite_steps,
+            held_steps=jnp.where(is_reached, 0, now.held_steps),
+        )
+
+    def _fade(self, old: jax.Array, x: jax.Array) -> jax.Array:
+        """Moves a logarithm towards that of the last step, by one part in `memory`."""
         return old + jax.lax.div(x - old, jnp.asarray(self.memory, jnp.int32))
 
 
-class _Counted(NamedTuple):
+class _IntegerState(NamedTuple):
     """An `AdaptiveState` in integers: the exponent of the scale, and units."""
 
     exponent: jax.Array
@@ -275,8 +328,32 @@ class _Counted(NamedTuple):
     overflows: jax.Array
 
 
-def _units(level: float) -> int:
-    return int(level * _LEVEL)
+def _to_floats(state: _IntegerState) -> AdaptiveState:
+    # 2 to the power of the exponent, which is that of a normal number of float32.
+    bits = (state.exponent + 127) << 23
+    return AdaptiveState(
+        loss_scale=jax.lax.bitcast_convert_type(bits, jnp.float32),
+        peak=state.peak.astype(jnp.float32) / _BINADE,
+        level=state.level.astype(jnp.float32) / _LEVEL_BINADE,
+        crest=state.crest.astype(jnp.float32) / _BINADE,
+        finite_steps=state.finite_steps,
+        held_steps=state.held_steps,
+        overflows=state.overflows,
+    )
+
+
+def _to_units(level: float) -> int:
+    return int(level * _LEVEL_BINADE)
+
+
+def _to_logarithm(level: jax.Array) -> jax.Array:
+    """Returns a level in units of a logarithm, rounded down."""
+    return level // _LEVEL_UNITS
+
+
+def _to_logarithm_above(level: jax.Array) -> jax.Array:
+    """Returns a level in units of a logarithm, rounded up."""
+    return (level + _LEVEL_UNITS - 1) // _LEVEL_UNITS
 
 
 def _exponent(power: float) -> int:

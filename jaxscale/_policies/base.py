@@ -11,17 +11,11 @@ import jax.numpy as jnp
 from .._gradients.scaled import Scaled
 from .._gradients.verdict import all_finite
 from .._gradients.verdict import largest as largest_of
-from .._state.find import policy_state
+from .._state.find import check_policy_state
 from .._state.scale import LossScaleState, sanitize_scale
-from .._trees.checks import (
-    backoff_factor,
-    growth_factor,
-    int32,
-    normal_float32,
-    scalar_bool,
-    scalar_float32,
-)
+from .._trees.checks import int32, normal_float32, scalar_bool
 from .._trees.tree import tree_where
+from .checks import check_backoff_factor, check_growth_factor, check_largest
 
 
 class LossScale(abc.ABC):
@@ -98,8 +92,10 @@ class LossScale(abc.ABC):
           TypeError: if `state` is the state of an optimizer, or was passed second.
           ValueError: if it is the state of a population: call this under `jax.vmap`.
         """
-        state = policy_state(f"{type(self).__name__}.update", state, grads=grads)
-        largest = largest_of(Scaled(grads), axis_name) if self.needs_largest else None
+        state = check_policy_state(f"{type(self).__name__}.update", state, grads=grads)
+        largest = None
+        if self.needs_largest:
+            largest = largest_of(Scaled(grads), axis_name)
         if largest is None:
             grads_finite = all_finite(grads, axis_name=axis_name)
         else:
@@ -123,7 +119,7 @@ class LossScale(abc.ABC):
 def adjust_scale(
     policy: LossScale, state: Any, grads_finite: jax.Array, largest: jax.Array | None
 ) -> Any:
-    """Returns what `policy.adjust` does, given the largest gradient only if it needs that."""
+    """Calls `policy.adjust`, with the largest gradient only if the policy needs that."""
     if policy.needs_largest:
         return policy.adjust(state, grads_finite, largest=largest)
     return policy.adjust(state, grads_finite)
@@ -145,8 +141,8 @@ class CheckedLossScale(LossScale):
         "init_scale": normal_float32,
         "min_scale": normal_float32,
         "max_scale": normal_float32,
-        "growth_factor": growth_factor,
-        "backoff_factor": backoff_factor,
+        "growth_factor": check_growth_factor,
+        "backoff_factor": check_backoff_factor,
         "growth_interval": int32,
         "hysteresis": int32,
     }
@@ -155,26 +151,28 @@ class CheckedLossScale(LossScale):
         call = type(self).__name__
         for name, check in self._checks.items():
             if hasattr(self, name):
-                object.__setattr__(self, name, check(call, name, getattr(self, name)))
-        for names in self._ascending():
+                value = check(call, name, getattr(self, name))
+                # A frozen dataclass does not allow plain assignment.
+                object.__setattr__(self, name, value)
+        for names in self._list_ascending():
             values = [getattr(self, name) for name in names]
             if values != sorted(values):
-                *first, last = map(str, values)
+                first = ", ".join(str(value) for value in values[:-1])
                 raise ValueError(
-                    f"`{call}` needs {' <= '.join(names)}, got {', '.join(first)} and {last}."
+                    f"`{call}` needs {' <= '.join(names)}, got {first} and {values[-1]}."
                 )
 
-    def _grown(self: Any, scale: jax.Array, factor: Any) -> jax.Array:
+    def _list_ascending(self) -> list[tuple[str, ...]]:
+        """Returns rows of arguments, none of which may be above the next in its row."""
+        return [("min_scale", "init_scale", "max_scale")]
+
+    def _grow(self: Any, scale: jax.Array, factor: Any) -> jax.Array:
         grown = jnp.minimum(scale * factor, self.max_scale)
         return jnp.maximum(scale, grown)  # a restored scale may lie above the maximum
 
-    def _lowered(self: Any, scale: jax.Array) -> jax.Array:
+    def _back_off(self: Any, scale: jax.Array) -> jax.Array:
         lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
         return jnp.minimum(scale, lowered)  # a restored scale may lie below the minimum
-
-    def _ascending(self) -> list[tuple[str, ...]]:
-        """Returns chains of arguments, none of which may be above the next."""
-        return [("min_scale", "init_scale", "max_scale")]
 
     def adjust(
         self, state: LossScaleState, grads_finite: jax.Array, largest: jax.Array | None = None
@@ -182,20 +180,25 @@ class CheckedLossScale(LossScale):
         call = f"{type(self).__name__}.adjust"
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
         if largest is not None:
-            largest = scalar_float32(call, "largest", largest)
-        state = policy_state(call, state, self._state_type)
+            largest = check_largest(call, largest)
+        state = check_policy_state(call, state, self._state_type)
         state = state._replace(loss_scale=sanitize_scale(state.loss_scale, self.init_scale))
         return self._move(state, grads_finite, largest)
 
     def _move(self, state: Any, grads_finite: jax.Array, largest: jax.Array | None) -> Any:
         """Returns the next state, given one that is checked and whose scale is usable."""
-        return tree_where(grads_finite, self._after_finite(state), self._after_nonfinite(state))
+        after_finite = self._after_finite(state)
+        after_nonfinite = self._after_nonfinite(state)
+        return tree_where(grads_finite, after_finite, after_nonfinite)
 
 
-def new_state(kind: type, *numbers: float) -> Any:
+def new_state(kind: type, **numbers: float) -> Any:
     """Returns an initial state: floats become `f32[]`, integers `i32[]`.
 
     Each number is in a buffer of its own: a state that holds one twice cannot be donated.
     """
-    dtypes = [jnp.float32 if isinstance(number, float) else jnp.int32 for number in numbers]
-    return kind(*map(jnp.array, numbers, dtypes))
+    fields = {}
+    for name, number in numbers.items():
+        dtype = jnp.float32 if isinstance(number, float) else jnp.int32
+        fields[name] = jnp.array(number, dtype)
+    return kind(**fields)

@@ -3,9 +3,9 @@
 import dataclasses
 
 import jax.numpy as jnp
-import optax
 
 from .._state.scale import LossScaleState
+from .._trees.numbers import increment
 from .base import CheckedLossScale, new_state
 
 
@@ -66,22 +66,27 @@ class DynamicLossScale(CheckedLossScale):
 
     def init(self) -> LossScaleState:
         """Returns the initial state."""
-        return new_state(LossScaleState, self.init_scale, 0, self.hysteresis)
+        return new_state(
+            LossScaleState,
+            loss_scale=self.init_scale,
+            growth_tracker=0,
+            hysteresis_tracker=self.hysteresis,
+        )
 
     def _after_finite(self, state: LossScaleState) -> LossScaleState:
-        streak = jnp.asarray(optax.safe_increment(state.growth_tracker))
-        grow = streak >= self.growth_interval
-        grown = self._grown(state.loss_scale, self.growth_factor)
+        streak = increment(state.growth_tracker)
+        grows = streak >= self.growth_interval
+        grown = self._grow(state.loss_scale, self.growth_factor)
         return LossScaleState(
-            loss_scale=jnp.where(grow, grown, state.loss_scale),
-            growth_tracker=jnp.where(grow, 0, streak),
-            hysteresis_tracker=jnp.where(grow, self.hysteresis, state.hysteresis_tracker),
+            loss_scale=jnp.where(grows, grown, state.loss_scale),
+            growth_tracker=jnp.where(grows, 0, streak),
+            hysteresis_tracker=jnp.where(grows, self.hysteresis, state.hysteresis_tracker),
         )
 
     def _after_nonfinite(self, state: LossScaleState) -> LossScaleState:
         left = jnp.maximum(state.hysteresis_tracker, 1) - 1
         return LossScaleState(
-            loss_scale=jnp.where(left == 0, self._lowered(state.loss_scale), state.loss_scale),
+            loss_scale=jnp.where(left == 0, self._back_off(state.loss_scale), state.loss_scale),
             growth_tracker=jnp.zeros_like(state.growth_tracker),
             hysteresis_tracker=left,
         )

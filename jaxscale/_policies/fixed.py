@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._state.find import policy_state
+from .._state.find import check_policy_state
 from .._state.scale import LossScaleState, UnitLossScaleState, init_state
 from .._trees.checks import normal_float32, scalar_bool
 from .base import LossScale
@@ -55,13 +55,13 @@ class FixedLossScale(LossScale):
         """Returns `state` as it is."""
         call = f"{type(self).__name__}.adjust"
         scalar_bool(call, "grads_finite", grads_finite)
-        return policy_state(call, state, LossScaleState)
+        return check_policy_state(call, state, LossScaleState)
 
     def update(
         self, state: LossScaleState, grads: Any, *, axis_name: Any = None
     ) -> tuple[LossScaleState, jax.Array]:
         """Returns `state` as it is, and `True`: always apply the gradients."""
-        state = policy_state(f"{type(self).__name__}.update", state, LossScaleState, grads)
+        state = check_policy_state(f"{type(self).__name__}.update", state, LossScaleState, grads)
         return state, jnp.array(True)
 
 

@@ -1,8 +1,8 @@
 """Whether the level of the loss stands above that of its past.
 
 A run that is ruined, by a learning rate that was too high for some steps, say, keeps a high loss
-for good. No rule that skips spikes tells, as each of them accepts a new level. So the level of the
-loss is followed beside the spikes. It only tells: new data may lift a loss, too.
+for good. No rule that skips spikes says so, as each of them accepts a new level. So the level of
+the loss is followed beside the spikes. It skips nothing: new data may also lift a loss.
 
 All of it is medians, which a few spikes do not move. The level is the median of the last 8 losses.
 Each 8 steps it enters the past, unless it stands above that already. So the past holds medians of
@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from .._state.optimizer import LossScaledState, SpikeState
+from .._trees.numbers import increment, increment_if
 
 # The level is the median of so many losses.
 BLOCK = 8
@@ -67,7 +67,7 @@ class RaisedLevel(NamedTuple):
 def find_raised_level(state: LossScaledState) -> RaisedLevel | None:
     """Returns what a state says of the level of its loss, `None` without a `SpikeRule`.
 
-    It works on the host and under `jit`, and on the state of a population.
+    Works on the host and under `jit`, and on the state of a population.
     """
     if state.spikes is None:
         return None
@@ -92,7 +92,7 @@ def follow_level(
     recent_losses = jnp.concatenate([state.recent_losses[1:], loss[None]])
     level = _find_middle(_sort(recent_losses))
     stands_above = level > state.level_threshold
-    level_count = jnp.where(stands_above, optax.safe_increment(state.level_count), 0)
+    level_count = jnp.where(stands_above, increment(state.level_count), 0)
 
     num_losses = state.level_steps + 1
     ends_block = num_losses >= BLOCK
@@ -100,7 +100,8 @@ def follow_level(
     enters = ends_block & ~stands_above & jnp.isfinite(level)
     longer_past = jnp.concatenate([state.past_levels[1:], level[None]])
     past_levels = jnp.where(enters, longer_past, state.past_levels)
-    past_count = jnp.where(enters, jnp.minimum(state.past_count, PAST - 1) + 1, state.past_count)
+    longer_count = jnp.minimum(state.past_count, PAST - 1) + 1
+    past_count = jnp.where(enters, longer_count, state.past_count)
 
     forgets = level_count >= _FORGET_AFTER
     past_count = jnp.where(forgets, 0, past_count)
@@ -119,22 +120,23 @@ def follow_level(
 def count_blind_step(state: SpikeState) -> SpikeState:
     """Counts a step that says nothing of the loss: a raised level stays where it is."""
     is_raised = state.level_count > 0
-    level_count = jnp.where(is_raised, optax.safe_increment(state.level_count), state.level_count)
-    return state._replace(level_count=level_count)
+    return state._replace(level_count=increment_if(is_raised, state.level_count))
 
 
 def _find_threshold(levels: jax.Array, min_relative_deviation: float) -> jax.Array:
     """Returns what a level must exceed to stand above the levels of the past."""
     ordered = _sort(levels[:-_TOO_NEW])
-    num_levels = ordered.shape[0]
     middle = _find_middle(ordered)
-    between_quartiles = ordered[num_levels * 3 // 4 - 1] - ordered[num_levels // 4]
+    num_levels = ordered.shape[0]
+    quarter = num_levels // 4
+    third_quartile = ordered[3 * quarter - 1]
+    first_quartile = ordered[quarter]
+    deviation = (third_quartile - first_quartile) / _QUARTILE_DISTANCE
     # Equal losses deviate by rounding, at least.
-    deviation = jnp.maximum(
-        between_quartiles / _QUARTILE_DISTANCE, min_relative_deviation * jnp.abs(middle)
-    )
-    distance = jnp.maximum(_SIGMAS * deviation, _TAILS * (ordered[-4] - middle))
-    return jnp.maximum(middle + distance, ordered[-1])
+    deviation = jnp.maximum(deviation, min_relative_deviation * jnp.abs(middle))
+    of_spread = _SIGMAS * deviation
+    of_tail = _TAILS * (ordered[-4] - middle)
+    return jnp.maximum(middle + jnp.maximum(of_spread, of_tail), ordered[-1])
 
 
 def _find_middle(ordered: jax.Array) -> jax.Array:
@@ -147,7 +149,8 @@ def _find_middle(ordered: jax.Array) -> jax.Array:
 def _sort(numbers: jax.Array) -> jax.Array:
     """Sorts float32 numbers, as integers: XLA does that several times as fast on a CPU."""
     bits = jax.lax.bitcast_convert_type(numbers, jnp.int32)
-    return jax.lax.bitcast_convert_type(_flip_negative(jnp.sort(_flip_negative(bits))), jnp.float32)
+    integers = jnp.sort(_flip_negative(bits))
+    return jax.lax.bitcast_convert_type(_flip_negative(integers), jnp.float32)
 
 
 def _flip_negative(bits: jax.Array) -> jax.Array:

@@ -82,46 +82,64 @@ class LogMaxLossScale(CheckedLossScale):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
+            beta = getattr(self, name)
+            if not 0 <= beta < 1:
                 raise ValueError(
                     f"`{type(self).__name__}({name}=...)` must be at least 0 and below 1, got "
-                    f"{getattr(self, name)}. It is how much a moving average keeps in a "
+                    f"{beta}. It is how much a moving average keeps in a "
                     "step: at 1 it would learn nothing."
                 )
 
-    def _ascending(self) -> list[tuple[str, ...]]:
+    def _list_ascending(self) -> list[tuple[str, ...]]:
         return [("min_scale", "max_scale")]
 
     def init(self) -> Any:
         """Returns the initial `LogMaxState`."""
-        return new_state(LogMaxState, self.init_scale, 0.0, 0.0, 0.0, 1.0, 1.0)
+        return new_state(
+            LogMaxState,
+            loss_scale=self.init_scale,
+            x_hat=0.0,
+            slow_x_hat=0.0,
+            xsquared_hat=0.0,
+            b1_correction=1.0,
+            b2_correction=1.0,
+        )
 
     def _move(
         self, state: LogMaxState, grads_finite: jax.Array, largest: jax.Array | None
     ) -> LogMaxState:
         # Without gradients a finite step says nothing about their size, as if all were 0.
-        amax = jnp.zeros(()) if largest is None else largest
-        x = jnp.log2(jnp.where(amax > 0, amax, 1.0))  # all zeros do not count, see below
+        size = jnp.zeros(()) if largest is None else largest
+        x = jnp.log2(jnp.where(size > 0, size, 1.0))  # all zeros do not count, see below
         x = jnp.where(grads_finite, x, self.log_max)
+        next_state = self._average(state, x)
+        scale = self._predict_scale(next_state)
+        scale = jnp.where(jnp.isnan(scale), state.loss_scale, scale)
+        next_state = next_state._replace(loss_scale=scale)
+        # The logarithm of 0 is -inf: it would stay in the averages for good.
+        return tree_where(~grads_finite | (size > 0), next_state, state)
 
-        def average(old: jax.Array, new: jax.Array | float, beta: float) -> jax.Array:
-            return old * beta + new * (1 - beta)
-
-        new = LogMaxState(
+    def _average(self, state: LogMaxState, x: jax.Array) -> LogMaxState:
+        """Enters the logarithm of a step into the moving averages."""
+        return LogMaxState(
             loss_scale=state.loss_scale,
-            x_hat=average(state.x_hat, x, self.beta1),
-            slow_x_hat=average(state.slow_x_hat, x, self.beta2),
-            xsquared_hat=average(state.xsquared_hat, x * x, self.beta2),
+            x_hat=_average(state.x_hat, x, self.beta1),
+            slow_x_hat=_average(state.slow_x_hat, x, self.beta2),
+            xsquared_hat=_average(state.xsquared_hat, x * x, self.beta2),
             b1_correction=state.b1_correction * self.beta1,
             b2_correction=state.b2_correction * self.beta2,
         )
-        mean = new.x_hat / (1 - new.b1_correction)
-        slow_mean = new.slow_x_hat / (1 - new.b2_correction)
-        variance = new.xsquared_hat / (1 - new.b2_correction) - slow_mean * slow_mean
+
+    def _predict_scale(self, state: LogMaxState) -> jax.Array:
+        """Returns the scale that keeps the largest gradient some deviations below an overflow."""
+        mean = state.x_hat / (1 - state.b1_correction)
+        slow_mean = state.slow_x_hat / (1 - state.b2_correction)
+        variance = state.xsquared_hat / (1 - state.b2_correction) - slow_mean * slow_mean
         # The variance of a constant is 0, and rounding may take it below.
         deviation = jnp.sqrt(jnp.maximum(variance, 0.0))
-        proposed = jnp.exp2(_TARGET - (deviation * self.overflow_std_dev + mean))
-        scale = jnp.clip(proposed, self.min_scale, self.max_scale)
-        new = new._replace(loss_scale=jnp.where(jnp.isnan(scale), state.loss_scale, scale))
-        # The logarithm of 0 is -inf: it would stay in the averages for good.
-        return tree_where(~grads_finite | (amax > 0), new, state)
+        scale = jnp.exp2(_TARGET - (deviation * self.overflow_std_dev + mean))
+        return jnp.clip(scale, self.min_scale, self.max_scale)
+
+
+def _average(old: jax.Array, new: jax.Array, beta: float) -> jax.Array:
+    return old * beta + new * (1 - beta)

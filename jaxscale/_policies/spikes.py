@@ -12,10 +12,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from .._state.optimizer import SpikeState
 from .._trees.checks import int32
+from .._trees.numbers import increment
 from .._trees.tree import tree_where
 from .level import BLOCK, PAST, count_blind_step, follow_level
 
@@ -224,9 +224,9 @@ class SpikeRule:
             # Adam's second moment would be inf for good.
             norm_overflows = ~jnp.isfinite(grad_norm)
             is_spike |= norm_overflows
-        total_spikes = optax.safe_increment(state.total_spikes)
-        spike_count = optax.safe_increment(state.spike_count)
-        overflows = optax.safe_increment(state.total_norm_overflows)
+        total_spikes = increment(state.total_spikes)
+        spike_count = increment(state.spike_count)
+        overflows = increment(state.total_norm_overflows)
         next_state = next_state._replace(
             total_spikes=jnp.where(is_spike, total_spikes, state.total_spikes),
             spike_count=jnp.where(is_spike, spike_count, 0),

@@ -11,9 +11,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._trees.checks import and_more
+from .._trees.grammar import and_more
 from .optimizer import LossScaledState, SpikeState
 from .scale import AdaptiveState, LossScaleState, is_policy_state, unwrap
+
+# Fields by which a mapping is known as what NNX made of a `LossScaledState`. Not all fields: what
+# is empty, such as the inner state of plain SGD, is left out.
+_TELLING_FIELDS = {"scaling", "notfinite_count", "total_steps", "backoff_count"}
+
+# So many of the nodes of a tree are named in a message.
+_MOST_NAMES = 8
 
 
 def is_loss_scaled(node: Any) -> bool:
@@ -21,43 +28,58 @@ def is_loss_scaled(node: Any) -> bool:
     return isinstance(node, LossScaledState)
 
 
-def restore_types(tree: Any) -> Any:
-    """Returns a tree in which a mapping from the fields of a `LossScaledState` is one again.
+def is_scaling(node: Any) -> bool:
+    """Returns whether a node of a tree is, or directly holds, a loss scale state."""
+    return is_loss_scaled(node) or is_policy_state(node)
 
-    `nnx.state(optimizer)` and `nnx.split(optimizer)` make such mappings of named tuples.
+
+def restore_types(tree: Any) -> Any:
+    """Makes states again of the mappings that Flax NNX made of them.
+
+    `nnx.state(optimizer)` and `nnx.split(optimizer)` make mappings of named tuples.
     """
     nodes = jax.tree.leaves(tree, is_leaf=is_scaling)
     if any(map(is_scaling, nodes)):
         return tree
-    return jax.tree.map(
-        lambda node: _with_types(node) if _has_fields(node) else node, tree, is_leaf=_has_fields
-    )
+
+    def restore(node: Any) -> Any:
+        if _is_mapping_of_state(node):
+            return _restore_state(node)
+        return node
+
+    return jax.tree.map(restore, tree, is_leaf=_is_mapping_of_state)
 
 
-def _has_fields(node: Any) -> bool:
-    # Not by all fields: what is empty, such as the inner state of plain SGD, is left out.
-    fields = {"scaling", "notfinite_count", "total_steps", "backoff_count"}
-    return isinstance(node, Mapping) and fields <= set(node)
+def _is_mapping_of_state(node: Any) -> bool:
+    return isinstance(node, Mapping) and set(node) >= _TELLING_FIELDS
 
 
-def _with_types(node: Any) -> LossScaledState:
-    fields: dict[str, Any] = {name: node.get(name) for name in LossScaledState._fields}
-    scaling, inner_state = fields["scaling"], fields["inner_state"]
-    known = {frozenset(kind._fields): kind for kind in (LossScaleState, AdaptiveState)}
-    kind: Any = known.get(frozenset(scaling)) or collections.namedtuple(
-        "LossScaleState", list(scaling)
-    )
-    if isinstance(inner_state, Mapping) and "mini_step" in inner_state:
-        window: Any = optax.MultiStepsState
-        inner_state = window(**{name: inner_state.get(name) for name in window._fields})
+def _restore_state(mapping: Mapping[str, Any]) -> LossScaledState:
+    """Makes a `LossScaledState` of its fields. One that is left out, as it is empty, is `None`."""
+    fields: dict[str, Any] = {name: mapping.get(name) for name in LossScaledState._fields}
+    fields["scaling"] = _restore_scaling(fields["scaling"])
     if fields["spikes"] is not None:
         fields["spikes"] = SpikeState(**fields["spikes"])
-    return LossScaledState(**fields | {"scaling": kind(**scaling), "inner_state": inner_state})
+    window = fields["inner_state"]
+    if isinstance(window, Mapping) and "mini_step" in window:
+        window_fields: dict[str, Any] = {
+            name: window.get(name) for name in optax.MultiStepsState._fields
+        }
+        fields["inner_state"] = optax.MultiStepsState(**window_fields)
+    return LossScaledState(**fields)
 
 
-def is_scaling(node: Any) -> bool:
-    """Returns whether a node of a tree is, or directly holds, a loss scale state."""
-    return is_loss_scaled(node) or is_policy_state(node)
+def _restore_scaling(fields: Mapping[str, Any]) -> Any:
+    """Makes a loss scale state of its fields.
+
+    The types of other policies are not known here. A named tuple with the same fields stands for
+    the state of such a policy.
+    """
+    for known in (LossScaleState, AdaptiveState):
+        if set(known._fields) == set(fields):
+            return known(**fields)
+    stand_in = collections.namedtuple("StateOfAnotherPolicy", list(fields))
+    return stand_in(**fields)
 
 
 def find_scale_state(call: str, tree: Any) -> Any:
@@ -65,14 +87,15 @@ def find_scale_state(call: str, tree: Any) -> Any:
 
     The `scaling` of a `LossScaledState` may be of any type; other states need a mark.
     """
-    state = find(call, restore_types(tree), is_scaling, "loss scale state")
-    scaling = state.scaling if is_loss_scaled(state) else state
-    return jax.tree.map(jnp.asarray, unwrap(scaling))
+    state = find_one(call, restore_types(tree), is_scaling, "loss scale state")
+    if is_loss_scaled(state):
+        state = state.scaling
+    return jax.tree.map(jnp.asarray, unwrap(state))
 
 
 def find_optimizer_state(call: str, tree: Any) -> LossScaledState:
     """Returns the one `LossScaledState` in a tree."""
-    return find(call, tree, is_loss_scaled, "`LossScaledState`")
+    return find_one(call, tree, is_loss_scaled, "`LossScaledState`")
 
 
 def find_scale(call: str, argument: str, tree: Any) -> Any:
@@ -82,56 +105,64 @@ def find_scale(call: str, argument: str, tree: Any) -> Any:
     return state
 
 
-def policy_state(call: str, state: Any, kind: type = object, grads: Any = None) -> Any:
+def check_policy_state(call: str, state: Any, kind: type = object, grads: Any = None) -> Any:
     """Returns the state that a policy was given, as arrays, or says what to pass instead.
 
     The `grads` that came with it tell whether the arguments were swapped.
     """
-    if is_scaling(grads) and not is_scaling(state):
-        hint = "The order of the arguments is (state, grads)."
-    elif is_loss_scaled(state) or hasattr(state, "opt_state"):
-        hint = "Pass `opt_state.scaling`, or call `tx.update`, which moves the scale too."
-    elif isinstance(state, kind):
+    are_swapped = is_scaling(grads) and not is_scaling(state)
+    holds_state = is_loss_scaled(state) or hasattr(state, "opt_state")
+    if isinstance(state, kind) and not are_swapped and not holds_state:
         state = unwrap(state)
         check_alone(f"{call}(state=...)", state)
         return state
+    if are_swapped:
+        hint = "The order of the arguments is (state, grads)."
+    elif holds_state:
+        hint = "Pass `opt_state.scaling`, or call `tx.update`, which moves the scale too."
     else:
         hint = (
             "Pass what the policy's `init`, or its last step, returned. To take over the state of "
             "another policy, use `jaxscale.from_state_dict(policy.init(), "
             "jaxscale.to_state_dict(state))`."
         )
-    what = "the state of a policy" if kind is object else f"a `{kind.__name__}`"
-    raise TypeError(f"`{call}(state=...)` must be {what}, got {type(state).__name__}. {hint}")
+    expected = "the state of a policy" if kind is object else f"a `{kind.__name__}`"
+    raise TypeError(f"`{call}(state=...)` must be {expected}, got {type(state).__name__}. {hint}")
 
 
-def check_alone(given: str, state: Any) -> None:
+def check_alone(argument: str, state: Any) -> None:
     """Raises a `ValueError` if a state is that of several members of a population."""
     shape = jnp.shape(getattr(state, "loss_scale", 0.0))
     if shape != ():
         raise ValueError(
-            f"`{given}` must hold the one scale of one training run, got a `loss_scale` that has "
-            f"shape {shape}: call it under `jax.vmap`, which gives each member its own."
+            f"`{argument}` must hold the one scale of one training run, got a `loss_scale` that "
+            f"has shape {shape}: call it under `jax.vmap`, which gives each member its own."
         )
 
 
-def find(call: str, tree: Any, matches: Callable[[Any], bool], what: str) -> Any:
+def find_one(call: str, tree: Any, matches: Callable[[Any], bool], what: str) -> Any:
     """Returns the one node of a tree that `matches`, or raises a `ValueError` if it is not one."""
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches)
-    found = [(jax.tree_util.keystr(path), node) for path, node in nodes if matches(node)]
-    if len(found) == 1:
-        return found[0][1]
-    got = f"none in {_contents(tree)}. {_way_out(tree)}"
-    if found:
-        places = ", ".join(path for path, _ in found)
-        got = f"{len(found)}, at {places}. Pass the one that belongs to this loss."
-    raise ValueError(f"`{call}` needs a tree with exactly one {what}, got {got}")
+    places = []
+    nodes = []
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches):
+        if matches(node):
+            places.append(jax.tree_util.keystr(path))
+            nodes.append(node)
+    if len(nodes) == 1:
+        return nodes[0]
+    message = f"`{call}` needs a tree with exactly one {what}, got "
+    if not nodes:
+        raise ValueError(f"{message}none in {_describe_contents(tree)}. {_suggest_state(tree)}")
+    raise ValueError(
+        f"{message}{len(nodes)}, at {', '.join(places)}. Pass the one that belongs to this loss."
+    )
 
 
-def _way_out(tree: Any) -> str:
+def _suggest_state(tree: Any) -> str:
+    """Returns what to pass instead of a tree without a state."""
     if hasattr(tree, "init"):
         return "It makes states and is not one itself: pass what its `init` returned."
-    if hasattr(tree, "opt_state") and jax.tree_util.all_leaves([tree]):  # it was not looked into
+    if hasattr(tree, "opt_state") and jax.tree_util.all_leaves([tree]):  # nothing looked inside
         return "Pass its `opt_state`."
     if callable(tree):
         return "The function to differentiate comes first, the state second."
@@ -146,12 +177,17 @@ def _way_out(tree: Any) -> str:
     )
 
 
-def _contents(tree: Any, most: int = 8) -> str:
+def _describe_contents(tree: Any) -> str:
     """Returns the types and places of the outermost named tuples and leaves of a tree."""
-    nodes = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda node: node is None or hasattr(node, "_fields")
-    )
-    if nodes and nodes[0][1] is tree:
-        return f"the {type(tree).__name__}"
-    names = [f"{type(node).__name__} at {jax.tree_util.keystr(path)}" for path, node in nodes]
-    return ", ".join(names[:most] + and_more(names, most)) or "an empty tree"
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_named_tuple_or_none)
+    names = []
+    for path, node in pairs:
+        if node is tree:
+            return f"the {type(tree).__name__}"
+        names.append(f"{type(node).__name__} at {jax.tree_util.keystr(path)}")
+    words = names[:_MOST_NAMES] + and_more(names, _MOST_NAMES)
+    return ", ".join(words) or "an empty tree"
+
+
+def _is_named_tuple_or_none(node: Any) -> bool:
+    return node is None or hasattr(node, "_fields")

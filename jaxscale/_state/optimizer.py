@@ -79,14 +79,14 @@ class LossScaledState(NamedTuple):
     def hyperparams(self) -> dict[str, Any]:
         """The dictionary of the one `optax.inject_hyperparams` inside, to read and to write."""
         nodes = jax.tree.leaves(self.inner_state, is_leaf=_has_hyperparams)
-        found = list(filter(_has_hyperparams, nodes))
-        if len(found) != 1:
+        injected = list(filter(_has_hyperparams, nodes))
+        if len(injected) != 1:
             # An `AttributeError`, as trainers ask by `hasattr` whether there are any.
             raise AttributeError(
                 "`LossScaledState.hyperparams` needs exactly one `optax.inject_hyperparams` inside "
-                f"of `loss_scaled`, got {len(found)}."
+                f"of `loss_scaled`, got {len(injected)}."
             )
-        return found[0].hyperparams
+        return injected[0].hyperparams
 
 
 def _has_hyperparams(node: Any) -> bool:

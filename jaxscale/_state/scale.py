@@ -83,17 +83,17 @@ def sanitize_scale(loss_scale: jax.Array, init_scale: float) -> jax.Array:
 
     A state may come from a checkpoint of another scaler, whose scale had run away.
     """
-    usable = jnp.isfinite(loss_scale) & (loss_scale > 0)
-    return jnp.where(usable, loss_scale, init_scale).astype(jnp.float32)
+    is_usable = jnp.isfinite(loss_scale) & (loss_scale > 0)
+    return jnp.where(is_usable, loss_scale, init_scale).astype(jnp.float32)
 
 
 def is_policy_state(node: Any) -> bool:
     """Returns whether a node of a tree is the state of a policy, by the mark of its type.
 
-    A field called `loss_scale` proves nothing: parameters, carries and logs have them too.
+    A field called `loss_scale` proves nothing: parameters, carries and logs also have them.
     """
-    marked = getattr(type(node), "is_loss_scale_state", False) is True
-    return marked and hasattr(node, "_fields")
+    is_marked = getattr(type(node), "is_loss_scale_state", False) is True
+    return is_marked and hasattr(node, "_fields")
 
 
 def is_wrapped(node: Any) -> bool:
@@ -103,6 +103,8 @@ def is_wrapped(node: Any) -> bool:
 
 def unwrap(tree: Any) -> Any:
     """Returns a tree with arrays in the place of the variables around them."""
-    return jax.tree.map(
-        lambda leaf: leaf.__jax_array__() if is_wrapped(leaf) else leaf, tree, is_leaf=is_wrapped
-    )
+
+    def get_array(leaf: Any) -> Any:
+        return leaf.__jax_array__() if is_wrapped(leaf) else leaf
+
+    return jax.tree.map(get_array, tree, is_leaf=is_wrapped)

@@ -1,4 +1,4 @@
-"""A training state as nested dicts of NumPy arrays, which later versions can read, too.
+"""A training state as nested dicts of NumPy arrays, which later versions can also read.
 
 `to_state_dict` writes any tree by the names of its fields. `from_state_dict` reads it back into
 the structure of a target: fields of jaxscale's own states may come and go between versions, while
@@ -6,7 +6,7 @@ everything else must match, as a default would hide a lost number.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from .._trees.leaf import NumberKind, kind_of
 from .optimizer import SpikeState
 from .scale import UnitLossScaleState, is_policy_state, unwrap
 
@@ -26,7 +27,6 @@ _REQUIRED = ("inner_state", "inner_opt_state", "counted")
 _RENAMED = {"grads_finite": "step_applied"}
 # The windows of a `SpikeState`, and the field that counts the entries of each.
 _WINDOWS = {"losses": "loss_count", "grad_norms": "norm_count"}
-_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 def to_state_dict(tree: Any) -> dict[str, Any]:
@@ -51,18 +51,20 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
       >>> list(jaxscale.to_state_dict(jaxscale.FixedLossScale(8).init()))
       ['version', 'loss_scale', 'growth_tracker', 'hysteresis_tracker']
     """
-
-    def save(path: str, node: Any) -> Any:
-        children, _ = _flatten(node)
-        if children is None:
-            return np.array(_data(_at("tree", path), node))
-        nodes = {name: save(f"{path}/{name}", child) for name, child in children.items()}
-        return None if node is None else nodes
-
     _check_not_optimizer("to_state_dict(tree)", tree)
-    tree = unwrap(tree)
-    _check_root("to_state_dict(tree)", tree)
-    return {"version": _VERSION} | save("", tree)
+    arrays = unwrap(tree)
+    _check_root("to_state_dict(tree)", arrays)
+    return {"version": _VERSION} | _save("", arrays)
+
+
+def _save(path: str, node: Any) -> Any:
+    """Returns a node as nested dicts of NumPy arrays."""
+    if node is None:
+        return None
+    children = _children(node)
+    if children is None:
+        return np.array(_check_number(_place("tree", path), node))
+    return {name: _save(f"{path}/{name}", child) for name, child in children.items()}
 
 
 def from_state_dict(target: Any, state_dict: Any) -> Any:
@@ -108,49 +110,6 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
       >>> jaxscale.from_state_dict(tx.init(jnp.ones(2)), saved).total_steps
       Array(0, dtype=int32)
     """
-    missing: list[str] = []
-    surplus: list[str] = []
-
-    def restore(path: str, node: Any, saved: Any) -> Any:
-        (children, rebuild), (values, _) = _flatten(node), _flatten(saved)
-        if values is not None and values.keys() == {"value"} and "value" not in (children or ()):
-            return restore(path, node, values["value"])  # a variable, as Flax and Orbax write it
-        if children is None and values is None:
-            return _like(path, node, saved)
-        if children is None or values is None:
-            raise TypeError(
-                f"{_at('state_dict', path)} must have what the target has there, "
-                f"{type(node).__name__}, got {type(saved).__name__}."
-            )
-        if isinstance(node, UnitLossScaleState):
-            return node  # its type says that the scale is 1, whatever was saved
-        # Without a field in common it is not another version of this state, but something else.
-        own = _is_own(node) and not (values and values.keys().isdisjoint(children))
-        if own:
-            values = {_RENAMED.get(name, name): value for name, value in values.items()}
-            if "scaling" in children and _scaled_nothing(values.get("scaling"), values):
-                values["scaling"] = None  # so that of the target stays
-            if not path and is_policy_state(node) and _scaled_nothing(values, {}):
-                return node
-        if set(SpikeState._fields) <= children.keys():
-            _resize_windows(children, values)
-
-        def restore_child(name: str, child: Any) -> Any:
-            where, value = f"{path}/{name}", values.pop(name, None)
-            if not (_is_empty(child) or _is_empty(value)):
-                return restore(where, child, value)
-            if not own or name in _REQUIRED:
-                if not _is_empty(child):
-                    missing.append(where)
-                if not _is_empty(value):
-                    surplus.append(where)
-            return child
-
-        restored = rebuild([restore_child(name, child) for name, child in children.items()])
-        if not own:
-            surplus.extend(f"{path}/{name}" for name in values if not _is_empty(values[name]))
-        return restored
-
     if isinstance(target, dict) and "version" in target and not isinstance(state_dict, dict):
         raise TypeError(
             "`from_state_dict(target, state_dict)` got what was saved as `target`: pass it second, "
@@ -159,40 +118,121 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
     _check_not_optimizer("from_state_dict(target)", target)
     arrays = unwrap(target)
     _check_root("from_state_dict(target)", arrays)
-    saved, _ = _flatten(state_dict)
+    saved = _children(state_dict)
     if saved is None:
         raise TypeError(
             f"`from_state_dict(state_dict)` must be a dict, got {type(state_dict).__name__}."
         )
-    version = saved.pop("version", 1)
+    _check_version(saved.pop("version", 1))
+    unmatched = _Unmatched(missing=[], unknown=[])
+    restored = _restore("", arrays, saved, unmatched)
+    _check_all_matched(unmatched)
+    return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(restored))
+
+
+class _Unmatched(NamedTuple):
+    """The paths of what only one side has. `_restore` enters them."""
+
+    missing: list[str]  # only in the target
+    unknown: list[str]  # only in the dictionary
+
+
+def _restore(path: str, node: Any, saved: Any, unmatched: _Unmatched) -> Any:
+    """Returns a node of the target with the numbers that were saved of it."""
+    children = _children(node)
+    values = _children(saved)
+    if values is not None and _is_variable(values, children):
+        return _restore(path, node, values["value"], unmatched)
+    if children is None and values is None:
+        return _restore_leaf(path, node, saved)
+    if children is None or values is None:
+        raise TypeError(
+            f"{_place('state_dict', path)} must have what the target has there, "
+            f"{type(node).__name__}, got {type(saved).__name__}."
+        )
+    if isinstance(node, UnitLossScaleState):
+        return node  # its type says that the scale is 1, whatever was saved
+
+    # Without a field in common it is not another version of this state, but something else.
+    is_other = bool(values) and values.keys().isdisjoint(children)
+    is_own = _is_own(node) and not is_other
+    if is_own:
+        values = {_RENAMED.get(name, name): value for name, value in values.items()}
+        if "scaling" in children and _scaled_nothing(values.get("scaling"), values):
+            values["scaling"] = None  # so that of the target stays
+        if path == "" and is_policy_state(node) and _scaled_nothing(values, {}):
+            return node
+    if children.keys() >= set(SpikeState._fields):
+        _resize_windows(children, values)
+
+    restored = []
+    for name, child in children.items():
+        child_path = f"{path}/{name}"
+        value = values.pop(name, None)
+        if not _is_empty(child) and not _is_empty(value):
+            child = _restore(child_path, child, value, unmatched)
+        elif not is_own or name in _REQUIRED:
+            if not _is_empty(child):
+                unmatched.missing.append(child_path)
+            if not _is_empty(value):
+                unmatched.unknown.append(child_path)
+        restored.append(child)
+    if not is_own:
+        for name, value in values.items():
+            if not _is_empty(value):
+                unmatched.unknown.append(f"{path}/{name}")
+    return _rebuild(node, restored)
+
+
+def _is_variable(values: dict[str, Any], children: dict[str, Any] | None) -> bool:
+    """Returns whether a saved node is a variable around a leaf, as Flax and Orbax write it."""
+    is_named_so = children is not None and "value" in children
+    return values.keys() == {"value"} and not is_named_so
+
+
+def _check_version(version: Any) -> None:
     # Orbax and NumPy's files make an array of it.
-    is_number = np.shape(version) == () and np.asarray(version).dtype.kind in "iu"
-    if not is_number or int(version) not in range(1, _VERSION + 1):
+    is_integer = np.shape(version) == () and np.asarray(version).dtype.kind in "iu"
+    if not is_integer or int(version) not in range(1, _VERSION + 1):
         raise ValueError(
             f"`from_state_dict(state_dict)` must have a version from 1 to {_VERSION}, got "
             f"{version!r}. If a later jaxscale wrote it, upgrade jaxscale to read it."
         )
-    restored = restore("", arrays, saved)
-    if missing or surplus:
-        raise ValueError(
-            "`from_state_dict(target, state_dict)` needs the same keys in both, except for fields "
-            f"of jaxscale's own states. Only in the target: {', '.join(missing) or 'none'}; only "
-            f"in the dictionary: {', '.join(surplus) or 'none'}. Make the target from the model "
-            "and the optimizer that were saved, or rename the keys of the dictionary. If only "
-            "one of the two is the state of a `loss_scaled` optimizer: as the target pass "
-            "`target.inner_state`, and put the result into it by `target._replace(inner_state=...)`"
-            '; or pass what was saved under "inner_state".'
-        )
-    return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(restored))
 
 
-def _flatten(node: Any) -> tuple[dict[str, Any] | None, Any]:
-    """Returns the children of a node by name, `None` for a leaf, and how to rebuild it."""
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(
-        node, is_leaf=lambda child: child is not node
+def _check_all_matched(unmatched: _Unmatched) -> None:
+    if not unmatched.missing and not unmatched.unknown:
+        return
+    missing = ", ".join(unmatched.missing) or "none"
+    unknown = ", ".join(unmatched.unknown) or "none"
+    raise ValueError(
+        "`from_state_dict(target, state_dict)` needs the same keys in both, except for fields "
+        f"of jaxscale's own states. Only in the target: {missing}; only "
+        f"in the dictionary: {unknown}. Make the target from the model "
+        "and the optimizer that were saved, or rename the keys of the dictionary. If only "
+        "one of the two is the state of a `loss_scaled` optimizer: as the target pass "
+        "`target.inner_state`, and put the result into it by `target._replace(inner_state=...)`"
+        '; or pass what was saved under "inner_state".'
     )
-    children = {jax.tree_util.keystr(path, simple=True): child for path, child in pairs}
-    return None if jax.tree_util.all_leaves([node]) else children, treedef.unflatten
+
+
+def _children(node: Any) -> dict[str, Any] | None:
+    """Returns the children of a node by name, `None` for a leaf."""
+    if jax.tree_util.all_leaves([node]):
+        return None
+    pairs, _ = _flatten_once(node)
+    return {jax.tree_util.keystr(path, simple=True): child for path, child in pairs}
+
+
+def _rebuild(node: Any, children: list[Any]) -> Any:
+    """Returns a node with other children."""
+    _, structure = _flatten_once(node)
+    return structure.unflatten(children)
+
+
+def _flatten_once(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Returns the children of a node, each with its path, and the structure around them."""
+    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
 
 
 def _scaled_nothing(scaling: Any, state: dict[str, Any]) -> bool:
@@ -201,21 +241,30 @@ def _scaled_nothing(scaling: Any, state: dict[str, Any]) -> bool:
     One that came down to 1 looks the same after an overflow, and only there: any other step counts
     towards growth. So it is one if the last step of the `state` around it was an overflow.
     """
-    names = ("loss_scale", "growth_tracker", "hysteresis_tracker")
-    saved = _flatten(scaling)[0] or {}
-    numbers = [jax.tree.leaves(saved.get(name)) for name in names]
-    if not all(numbers):
+    fields = _children(scaling) or {}
+    loss_scale = _find_number(fields.get("loss_scale"))
+    growth_tracker = _find_number(fields.get("growth_tracker"))
+    hysteresis_tracker = _find_number(fields.get("hysteresis_tracker"))
+    if loss_scale is None or growth_tracker is None or hysteresis_tracker is None:
         return False
-    scale, *trackers = (each[0] for each in numbers)
-    if np.any(np.asarray(scale) != 1) or np.any(trackers):
+    if np.any(loss_scale != 1) or np.any(growth_tracker) or np.any(hysteresis_tracker):
         return False
+    overflows = _read_number(state.get("total_notfinite"), 0)
+    overflows = overflows - _read_number(state.get("total_notfinite_loss"), 0)
+    is_applied = _read_number(state.get("step_applied"), True)
+    return not np.any((overflows > 0) & ~is_applied)
 
-    def count(name: str, default: Any) -> np.ndarray:
-        leaves = jax.tree.leaves(state.get(name))
-        return np.asarray(leaves[0] if leaves else default)
 
-    overflows = count("total_notfinite", 0) - count("total_notfinite_loss", 0)
-    return not np.any((overflows > 0) & ~count("step_applied", True))
+def _find_number(node: Any) -> np.ndarray | None:
+    """Returns the one number of a saved field, in whatever variable it is, `None` without one."""
+    leaves = jax.tree.leaves(node)
+    return np.asarray(leaves[0]) if leaves else None
+
+
+def _read_number(node: Any, default: int) -> np.ndarray:
+    """Returns the one number of a saved field, or a default without one."""
+    number = _find_number(node)
+    return np.asarray(default) if number is None else number
 
 
 def _is_empty(node: Any) -> bool:
@@ -224,44 +273,52 @@ def _is_empty(node: Any) -> bool:
 
 def _resize_windows(children: dict[str, Any], values: dict[str, Any]) -> None:
     """Gives the saved windows of a `SpikeState`, and their counts, the lengths of a target."""
-    for name, count in _WINDOWS.items():
+    for name, count_name in _WINDOWS.items():
         length = np.shape(children[name])[-1]
-        saved, number = (jax.tree.leaves(values.get(key)) for key in (name, count))
-        if saved and np.ndim(saved[0]) and np.shape(saved[0])[-1] != length:
-            # The newest entries are at the end, and zeros before them.
-            kept = np.asarray(saved[0])[..., -length:]
-            front = [(0, 0)] * (kept.ndim - 1) + [(length - kept.shape[-1], 0)]
-            values[name] = np.pad(kept, front)
-            values[count] = np.minimum(number[0], np.int32(length)) if number else None
+        window = _find_number(values.get(name))
+        if window is None or window.ndim == 0 or window.shape[-1] == length:
+            continue
+        # The newest entries are at the end, and zeros before them.
+        newest = window[..., -length:]
+        num_zeros = length - newest.shape[-1]
+        padding = [(0, 0)] * newest.ndim
+        padding[-1] = (num_zeros, 0)
+        values[name] = np.pad(newest, padding)
+        count = _find_number(values.get(count_name))
+        values[count_name] = None
+        if count is not None:
+            values[count_name] = np.minimum(count, np.int32(length))
 
 
 def _is_own(node: Any) -> bool:
-    # Only named tuples: a `TrainState` is jaxscale's own, too, but its fields have no defaults.
+    """Returns whether a node is a state of jaxscale."""
+    # Only named tuples: a `TrainState` is also jaxscale's own, but its fields have no defaults.
     if hasattr(node, "_fields"):
-        return type(node).__module__.partition(".")[0] == __name__.partition(".")[0]
+        package = type(node).__module__.partition(".")[0]
+        return package == __name__.partition(".")[0]
     # `nnx.state` makes a mapping of a named tuple.
-    return isinstance(node, Mapping) and {"scaling", "total_steps"} <= set(node)
+    return isinstance(node, Mapping) and set(node) >= {"scaling", "total_steps"}
 
 
-def _at(argument: str, path: str) -> str:
+def _place(argument: str, path: str) -> str:
     call = "to_state_dict" if argument == "tree" else "from_state_dict"
     return f"`{call}({argument})` at {path or '/'}"
 
 
-def _check_not_optimizer(given: str, tree: Any) -> None:
+def _check_not_optimizer(argument: str, tree: Any) -> None:
     if isinstance(tree, optax.GradientTransformation):
         raise TypeError(
-            f"`{given}` must be a state, got the optimizer itself, a {type(tree).__name__}. Pass "
-            "`tx.init(params)`, or the state of the last step."
+            f"`{argument}` must be a state, got the optimizer itself, a {type(tree).__name__}. "
+            "Pass `tx.init(params)`, or the state of the last step."
         )
 
 
-def _check_root(given: str, tree: Any) -> None:
-    children, _ = _flatten(tree)
+def _check_root(argument: str, tree: Any) -> None:
+    children = _children(tree)
     if children is None or "version" in children:
         raise ValueError(
-            f"`{given}` must be a container without a child named version, a key that the format "
-            f'needs, got {type(tree).__name__}. Pass {{"state": ...}}.'
+            f"`{argument}` must be a container without a child named version, a key that the "
+            f'format needs, got {type(tree).__name__}. Pass {{"state": ...}}.'
         )
 
 
@@ -269,51 +326,57 @@ def _is_key(array: jax.Array) -> bool:
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
-def _data(given: str, leaf: Any) -> Any:
+def _check_number(place: str, leaf: Any) -> Any:
     """Returns a leaf that is an array or a number; for a typed key its data."""
     accepted = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     if not isinstance(leaf, accepted) or isinstance(leaf, Tracer):
         raise TypeError(
-            f"{given} must be an array or a number, outside of `jit`, got {leaf!r}. If a model "
+            f"{place} must be an array or a number, outside of `jit`, got {leaf!r}. If a model "
             "holds functions, pass only its arrays."
         )
-    return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) and _is_key(leaf) else leaf
+    if isinstance(leaf, jax.Array) and _is_key(leaf):
+        return jax.random.key_data(leaf)
+    return leaf
 
 
-def _like(path: str, target: Any, leaf: Any) -> Any:
+def _restore_leaf(path: str, target: Any, leaf: Any) -> Any:
     """Returns the numbers of a leaf with the type, shape, dtype and sharding of `target`."""
-    given = _at("state_dict", path)
-    like, values = _data(_at("target", path), target), np.array(_data(given, leaf))
+    place = _place("state_dict", path)
+    like = _check_number(_place("target", path), target)
+    values = np.array(_check_number(place, leaf))
     if values.shape != np.shape(like):
-        raise ValueError(f"{given} must be of shape {np.shape(like)}, got {values.shape}.")
-    values = _exactly(given, values, np.dtype(getattr(like, "dtype", type(like))))
+        raise ValueError(f"{place} must be of shape {np.shape(like)}, got {values.shape}.")
+    values = _cast_exactly(place, values, np.dtype(getattr(like, "dtype", type(like))))
     if isinstance(target, np.ndarray):
         return values
     if not isinstance(target, jax.Array):
         return type(target)(values[()])
+    array = values
     if _is_key(target):
         impl = jax.random.key_impl(target)
-        values = jax.random.wrap_key_data(jnp.asarray(values), impl=impl)
+        array = jax.random.wrap_key_data(jnp.asarray(values), impl=impl)
     elif jax.typeof(target).weak_type:
-        values = target.at[...].set(values)  # keeps the weak type, as a copy does not
-    return jax.device_put(values, target.sharding if target.committed else None)
+        array = target.at[...].set(values)  # keeps the weak type, as a copy does not
+    return jax.device_put(array, target.sharding if target.committed else None)
 
 
-def _exactly(given: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns numbers in a dtype of their kind, in which each of them must have an equal."""
+def _cast_exactly(place: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Casts numbers to a dtype of their kind, in which each of them must have an equal."""
     if values.dtype == dtype:
         return values
-    kinds = [[kind for kind in _KINDS if jnp.issubdtype(d, kind)] for d in (values.dtype, dtype)]
-    if kinds[0] != kinds[1] or not kinds[0]:
-        raise TypeError(f"{given} must be {dtype}, got {values.dtype}: {values.ravel()[:1]}.")
+    kind = kind_of(dtype)
+    if kind is NumberKind.NONE or kind_of(values.dtype) is not kind:
+        raise TypeError(f"{place} must be {dtype}, got {values.dtype}: {values.ravel()[:1]}.")
     with np.errstate(all="ignore"):
         cast = values.astype(dtype)
-        exact = (cast.astype(values.dtype) == values) | (values != values)
-    if kinds[0] == [jnp.integer]:  # a wrapped number wraps back, with another sign between
-        exact &= (cast < 0) == (values < 0)
-    if not exact.all():
+        is_equal = cast.astype(values.dtype) == values
+    is_nan = values != values
+    is_exact = is_equal | is_nan
+    if kind is NumberKind.INTEGER:  # a wrapped number wraps back, with another sign between
+        is_exact &= (cast < 0) == (values < 0)
+    if not is_exact.all():
         raise ValueError(
-            f"{given} must be {dtype}, got {values.dtype}: {values[~exact][0]} would become "
-            f"{cast[~exact][0]}. Cast it in the dictionary, if that is meant."
+            f"{place} must be {dtype}, got {values.dtype}: {values[~is_exact][0]} would become "
+            f"{cast[~is_exact][0]}. Cast it in the dictionary, if that is meant."
         )
     return cast

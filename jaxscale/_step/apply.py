@@ -8,12 +8,14 @@ from .._gradients.scaled import Scaled
 from .._state.find import is_loss_scaled
 from .._state.optimizer import WINDOW_STATES
 from .._trees.tree import select_like
-from .optimizer import Optimizer, apply_step, as_optimizer
+from .checks import is_pair
+from .optimizer import Optimizer, apply_users_gradients, as_optimizer
 from .retry import BackwardResult
 
 _Params = TypeVar("_Params")
 _State = TypeVar("_State")
 _Kept = TypeVar("_Kept")
+_Tree = TypeVar("_Tree")
 
 
 @overload
@@ -45,15 +47,15 @@ def apply_gradients(
     keep: tuple[Any, Any] | None = None,
     **extra_args: Any,
 ) -> Any:
-    """Returns the parameters and the optimizer state after one step.
+    """Applies gradients: returns the parameters and the optimizer state after one step.
 
-    The same as `tx.update` followed by `optax.apply_updates`, to rounding. If `tx` is a
+    This is the same as `tx.update` followed by `optax.apply_updates`, to rounding. If `tx` is a
     `loss_scaled` optimizer, both are skipped together, so no updates are stored.
 
     A leaf whose gradient is `None`, as `equinox.filter_grad` returns it for functions, text and
     integers, stays as it is, whatever it is. The optimizer sees `None` for it. Integers and typed
     keys with `float0` gradients stay if the optimizer passes these on, as `optax.masked` does. A
-    leaf whose update is `None` stays, too.
+    leaf whose update is `None` also stays.
 
     Args:
       tx: the optimizer.
@@ -90,7 +92,7 @@ def apply_gradients(
       0.5 1.0
       0.5 1.0
     """
-    if keep is not None and not (isinstance(keep, tuple) and len(keep) == 2):
+    if keep is not None and not is_pair(keep):
         raise TypeError(
             f"`apply_gradients(keep=...)` must be a pair (new, old), got {type(keep).__name__}."
         )
@@ -98,37 +100,53 @@ def apply_gradients(
     order = "(tx, grads, opt_state, params)"
     opt_state = optimizer.check_state("apply_gradients(opt_state=...)", opt_state, order)
     value = extra_args.pop("value", extra_args.get("loss"))
-    made = BackwardResult(value, None, None, Scaled(grads))
-    params, opt_state = apply_step(
-        optimizer, opt_state, params, made, extra_args, given="apply_gradients(grads=...)"
+    result = BackwardResult(loss=value, state=None, aux=None, grads=Scaled(grads))
+    params, opt_state = apply_users_gradients(
+        "apply_gradients(grads=...)", optimizer, opt_state, params, result, extra_args
     )
     if keep is None:
         return params, opt_state
-    kept = select_if_applied("apply_gradients(keep=...)", optimizer, opt_state, *keep)
+    new, old = keep
+    kept = select_if_applied("apply_gradients(keep=...)", optimizer, opt_state, new, old)
     return params, opt_state, kept
 
 
-def select_if_applied(call: str, optimizer: Optimizer, opt_state: Any, new: Any, old: Any) -> Any:
+def select_if_applied(
+    argument: str, optimizer: Optimizer, opt_state: Any, new: _Tree, old: _Tree
+) -> _Tree:
     """Returns `new` if the step that led to `opt_state` was applied, otherwise `old`."""
-    state = optimizer.find_verdict(call, opt_state)
-    # An optimizer without a verdict applies every step.
-    return new if state is None else select_like(call, state.step_applied, new, old)
+    verdict_state = optimizer.find_verdict_state(argument, opt_state)
+    if verdict_state is None:  # every step is applied
+        return new
+    return select_like(argument, verdict_state.step_applied, new, old)
 
 
 def select_if_stepped(
-    call: str, optimizer: Optimizer, before: Any, after: Any, new: Any, old: Any
-) -> Any:
+    argument: str, optimizer: Optimizer, before: Any, after: Any, new: _Tree, old: _Tree
+) -> _Tree:
     """Returns `new` if the optimizer made a step between two of its states, otherwise `old`.
 
     A micro-batch of a window that is not full makes none, though it is not skipped either.
     """
-
-    def window(state: Any) -> Any:
-        state = optimizer.find_verdict(call, state) or state
-        return state.inner_state if is_loss_scaled(state) else state
-
-    if isinstance(window(before), WINDOW_STATES):
-        stepped = window(before).gradient_step != window(after).gradient_step
+    window_before = _find_window(argument, optimizer, before)
+    verdict_state = optimizer.find_verdict_state(argument, after)
+    if window_before is not None:
+        window_after: Any = _find_window(argument, optimizer, after)
+        stepped = window_before.gradient_step != window_after.gradient_step
+    elif verdict_state is not None:
+        stepped = verdict_state.step_applied
     else:
-        stepped = getattr(optimizer.find_verdict(call, after), "step_applied", True)
-    return select_like(call, stepped, new, old)
+        stepped = True
+    return select_like(argument, stepped, new, old)
+
+
+def _find_window(argument: str, optimizer: Optimizer, opt_state: Any) -> Any:
+    """Returns the state of a window of micro-batches, ours or that of Optax, or `None`."""
+    verdict_state = optimizer.find_verdict_state(argument, opt_state)
+    if verdict_state is not None:
+        opt_state = verdict_state
+    if is_loss_scaled(opt_state):
+        opt_state = opt_state.inner_state
+    if not isinstance(opt_state, WINDOW_STATES):
+        return None
+    return opt_state

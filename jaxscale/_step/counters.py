@@ -18,26 +18,29 @@ _MEMORY = 1000.0
 
 
 class Retries(NamedTuple):
-    """What came of repeating a backward pass."""
+    """What came of repeating the backward pass of a step."""
 
     number: jax.Array  # i32[], how many passes came before the last one
     scaling: Any  # the scale state to go on with
 
 
-def zero_counters() -> dict[str, jax.Array]:
-    """Returns the counters of a first state, each in a buffer of its own, for donation."""
-    return {
-        "step_applied": jnp.array(True),
-        "notfinite_count": jnp.array(0, jnp.int32),
-        "total_notfinite": jnp.array(0, jnp.int32),
-        "total_notfinite_loss": jnp.array(0, jnp.int32),
-        "total_steps": jnp.array(0, jnp.int32),
-        "total_retries": jnp.array(0, jnp.int32),
-        "total_exhausted": jnp.array(0, jnp.int32),
-        "backoff_count": jnp.array(0, jnp.int32),
-        "skip_rate": jnp.array(0, jnp.float32),
-        "row_notfinite_loss": jnp.array(0, jnp.int32),
-    }
+def start_state(scaling: Any, inner_state: Any) -> LossScaledState:
+    """Returns a first state: nothing has happened yet."""
+    # Each counter in a buffer of its own, as a donated state may hold none twice.
+    return LossScaledState(
+        scaling=scaling,
+        inner_state=inner_state,
+        step_applied=jnp.array(True),
+        notfinite_count=jnp.array(0, jnp.int32),
+        total_notfinite=jnp.array(0, jnp.int32),
+        total_notfinite_loss=jnp.array(0, jnp.int32),
+        total_steps=jnp.array(0, jnp.int32),
+        total_retries=jnp.array(0, jnp.int32),
+        total_exhausted=jnp.array(0, jnp.int32),
+        backoff_count=jnp.array(0, jnp.int32),
+        skip_rate=jnp.array(0, jnp.float32),
+        row_notfinite_loss=jnp.array(0, jnp.int32),
+    )
 
 
 def count_step(
@@ -48,24 +51,19 @@ def count_step(
     scaling: Any,
     retries: Retries | None,
 ) -> LossScaledState:
-    """Returns a state with the counters after one more step, which led to the state `scaling`.
+    """Counts one more step, after which the scale state is `scaling`.
 
-    The verdict is that on the last pass. `grads_finite` covers the updates, too, if checked.
+    The verdict is that on the last pass. `grads_finite` also covers the updates, if checked.
     """
     finite = grads_finite & verdict.loss_finite
     state = state._replace(backoff_count=_count_backoffs(state, grads_finite, scaling, retries))
     if retries is not None:
-        total = state.total_retries
-        room = jnp.iinfo(total.dtype).max - total
-        exhausted = (retries.number > 0) & ~verdict.grads_finite
-        # In the first steps a row of them counts as one: the scale comes down from its start.
-        exhausted &= state.step_applied | (state.total_steps >= _FIRST_STEPS)
-        state = state._replace(
-            total_retries=total + jnp.minimum(retries.number, room),
-            total_exhausted=increment_if(exhausted, state.total_exhausted),
-        )
+        state = _count_retries(state, verdict, retries)
+    applied = finite
+    if is_spike is not None:
+        applied = finite & ~is_spike
     return state._replace(
-        step_applied=finite if is_spike is None else finite & ~is_spike,
+        step_applied=applied,
         notfinite_count=jnp.where(finite, 0, increment(state.notfinite_count)),
         total_notfinite=increment_if(~finite, state.total_notfinite),
         total_notfinite_loss=increment_if(~verdict.loss_finite, state.total_notfinite_loss),
@@ -76,6 +74,18 @@ def count_step(
     )
 
 
+def _count_retries(state: LossScaledState, verdict: Verdict, retries: Retries) -> LossScaledState:
+    total = state.total_retries
+    room = jnp.iinfo(total.dtype).max - total
+    exhausted = (retries.number > 0) & ~verdict.grads_finite
+    # In the first steps a row of them counts as one: the scale comes down from its start.
+    exhausted &= state.step_applied | (state.total_steps >= _FIRST_STEPS)
+    return state._replace(
+        total_retries=total + jnp.minimum(retries.number, room),
+        total_exhausted=increment_if(exhausted, state.total_exhausted),
+    )
+
+
 def _count_backoffs(
     state: LossScaledState, grads_finite: jax.Array, scaling: Any, retries: Retries | None
 ) -> jax.Array:
@@ -83,14 +93,17 @@ def _count_backoffs(
 
     Falls before anything overflows, by a policy that follows the gradients, do not count.
     """
-    before, new = state.scaling.loss_scale, scaling.loss_scale
-    start = before if retries is None else retries.scaling.loss_scale
-    falls = ~grads_finite & (new < start)
+    before = state.scaling.loss_scale
+    after = scaling.loss_scale
+    last_pass = before
     if retries is not None:
-        falls |= (retries.number > 0) & (start < before)
+        last_pass = retries.scaling.loss_scale
+    falls = ~grads_finite & (after < last_pass)
+    if retries is not None:
+        falls |= (retries.number > 0) & (last_pass < before)
     # Several falls in a row of skipped steps count as one.
     counts = falls & state.step_applied & (state.total_steps >= _FIRST_STEPS)
-    return jnp.where(new > start, 0, increment_if(counts, state.backoff_count))
+    return jnp.where(after > last_pass, 0, increment_if(counts, state.backoff_count))
 
 
 def move_skip_rate(
@@ -103,7 +116,7 @@ def move_skip_rate(
     *,
     retries: bool,
 ) -> jax.Array:
-    """Returns `skip_rate` after one more step, in which the scale moved.
+    """Moves `skip_rate` by one more step, in which the scale may have moved.
 
     A growth that goes too far costs an overflow, and the scale falls back. A run in which that is
     all that happens is healthy, however often its policy grows: each growth takes back as many

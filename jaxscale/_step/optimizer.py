@@ -1,4 +1,4 @@
-"""An optimizer as a training step sees it: a `Wrapper` of `loss_scaled`, or `Bare`.
+"""An optimizer as a training step sees it: wrapped by `loss_scaled`, or bare.
 
 Both answer the same questions: what their state is to be, which scale a backward pass starts with,
 whether a step may be skipped, and what it comes to.
@@ -14,7 +14,6 @@ import optax
 
 from .._state.find import find_optimizer_state, find_scale, is_loss_scaled, is_scaling
 from .._state.optimizer import LossScaledState
-from .._trees.leaf import is_array_like
 from .._trees.tree import (
     apply_updates,
     combine,
@@ -24,27 +23,42 @@ from .._trees.tree import (
     tree_where,
     zero_overwrites,
 )
-from .checks import as_transformation, check_grads, check_outcome, explain_structures
+from .checks import as_transformation, check_outcome
+from .matching import StepTrees, TreeTypes, explaining_mismatch, types_of
 from .retry import BackwardResult
-from .wrapper import NO_ARGS, Wrapper, call_update, types_of, wrapper_of
+from .wrapped_optimizer import (
+    NO_ARGS,
+    WrappedOptimizer,
+    call_update,
+    wrapped_optimizer,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Bare:
-    """An optimizer that `loss_scaled` has not wrapped; it applies every step. See `Wrapper`."""
+class BareOptimizer:
+    """An optimizer that `loss_scaled` has not wrapped. It applies every step.
+
+    It has the attributes and methods of a `WrappedOptimizer` that a training step uses. There may
+    be a `loss_scaled` optimizer further inside, whose state then is part of its own.
+
+    Attributes:
+      tx: the optimizer itself.
+    """
 
     tx: optax.GradientTransformationExtraArgs
 
-    axis_name = policy = None
-    skips = can_back_off = False
+    axis_name = None
+    policy = None
+    skips = False
+    can_back_off = False
 
-    def expected_types(self, params: Any) -> Any:
+    def expected_types(self, params: optax.Params) -> TreeTypes:
         return types_of(jax.eval_shape(self.tx.init, params))
 
-    def check_state(self, given: str, state: Any, order: str) -> Any:
+    def check_state(self, argument: str, state: Any, order: str) -> Any:
         if isinstance(state, LossScaledState):
             raise TypeError(
-                f"`{given}` is a `LossScaledState`, but `tx` is a bare optimizer. Pass the one "
+                f"`{argument}` is a `LossScaledState`, but `tx` is a bare optimizer. Pass the one "
                 "that `loss_scaled` returned, or `opt_state.inner_state` to go on without it."
             )
         return state
@@ -61,89 +75,78 @@ class Bare:
         )
         return scaling
 
-    def find_verdict(self, call: str, state: Any) -> LossScaledState | None:
+    def find_verdict_state(self, call: str, state: Any) -> LossScaledState | None:
         nodes = jax.tree.leaves(state, is_leaf=is_loss_scaled)
-        return find_optimizer_state(call, state) if any(map(is_loss_scaled, nodes)) else None
+        if not any(map(is_loss_scaled, nodes)):
+            return None
+        return find_optimizer_state(call, state)
 
-    def judge(self, *args: Any) -> None:
+    def judge_pass(self, *args: Any) -> None:
         """Returns no verdict: every step is applied."""
 
     def apply(
-        self, made: BackwardResult, state: Any, params: Any, extra_args: Mapping[str, Any]
-    ) -> tuple[Any, Any]:
-        new, overwrites = made.grads.divided, holds_overwrites(made.grads.grads)
-        seen = zero_overwrites(new) if overwrites else new
-        updates, state = call_update(self.tx, seen, state, params, made.loss, extra_args)
+        self,
+        result: BackwardResult,
+        state: Any,
+        params: optax.Params,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[optax.Params, Any]:
+        grads = result.grads.divided
+        overwrites = holds_overwrites(result.grads.grads)
+        optimizer_grads = grads
+        if overwrites:
+            optimizer_grads = zero_overwrites(grads)
+        updates, state = call_update(
+            self.tx, optimizer_grads, state, params, result.loss, extra_args
+        )
         check_outcome(updates, params)
         outcome = apply_updates(params, updates)
         if overwrites:
-            outcome = overwrite(outcome, new, params)
-            if (verdict := self.find_verdict("apply_gradients", state)) is not None:
-                outcome = tree_where(verdict.step_applied, outcome, params)
+            outcome = overwrite(outcome, grads, params)
+            verdict_state = self.find_verdict_state("apply_gradients", state)
+            if verdict_state is not None:
+                outcome = tree_where(verdict_state.step_applied, outcome, params)
         return outcome, state
 
 
-Optimizer = Wrapper | Bare
+Optimizer = WrappedOptimizer | BareOptimizer
 
 
 def as_optimizer(call: str, tx: Any) -> Optimizer:
     """Returns an optimizer, wrapped or bare, or raises a `TypeError` if it is not one."""
-    return wrapper_of(tx) or Bare(as_transformation(f"{call}(tx, ...)", tx))
+    wrapped = wrapped_optimizer(tx)
+    if wrapped is not None:
+        return wrapped
+    return BareOptimizer(as_transformation(f"{call}(tx, ...)", tx))
 
 
 def apply_step(
     optimizer: Optimizer,
     opt_state: Any,
     params: Any,
-    made: BackwardResult,
+    result: BackwardResult,
     extra_args: Mapping[str, Any] = NO_ARGS,
-    *,
-    given: str = "",
 ) -> tuple[Any, Any]:
-    """Returns the parameters and the state after one step, given a state that was checked.
+    """Applies a backward pass: returns the parameters and the state after one step.
 
-    Gradients that were `given` by the user are checked, too.
+    The state was checked.
     """
-    if given:
-        check_grads(given, made.grads.grads, params)
-        try:
-            return apply_step(optimizer, opt_state, params, made, extra_args)
-        except (TypeError, ValueError) as error:
-            if reason := explain_structures(given, made.grads.grads, params):
-                raise ValueError(reason) from error
-            raise
     # Leaves without a gradient go around the step, as only arrays can be selected and compiled.
-    trained = trained_params(params, made.grads.grads)
-    trained, state = optimizer.apply(made, opt_state, trained, extra_args)
+    trained = trained_params(params, result.grads.grads)
+    trained, state = optimizer.apply(result, opt_state, trained, extra_args)
     return combine(trained, params), state
 
 
-def check_same_optimizer(
-    given: str,
+def apply_users_gradients(
+    argument: str,
     optimizer: Optimizer,
     opt_state: Any,
     params: Any,
-    way: str = "Pass the state that `init` of this optimizer returned for these parameters.",
-) -> None:
-    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
-    if not all(map(is_array_like, jax.tree.leaves(params))):
-        return  # for such parameters `init` saw only a part of them, and which is not known
-    try:
-        makes, types = optimizer.expected_types(params)
-    except Exception:  # an `init` that needs values cannot be asked here
-        return
-    state = opt_state.inner_state if is_loss_scaled(opt_state) else opt_state
-    got, got_types = types_of(state)
-    if got == makes:
-        leaves = zip(jax.tree_util.tree_leaves_with_path(state), types, got_types, strict=True)
-        # A scalar may have been replaced by numbers of the user's own, such as learning rates.
-        others = [(path, a, b) for (path, _), (a, _), (b, _) in leaves if a and a != b]
-        if not others:
-            return
-        path, expected, shape = others[0]
-        makes = f"an array of shape {expected} at {jax.tree_util.keystr(path)}"
-        got = f"one of shape {shape}"
-    raise ValueError(
-        f"`{given}` is the state of another optimizer or of other parameters. `tx.init(params)` "
-        f"makes {makes}, got {got}. {way}"
-    )
+    result: BackwardResult,
+    extra_args: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """Does what `apply_step` does, and checks the gradients, which are an `argument` of a call."""
+    call = argument.partition("(")[0]
+    trees = StepTrees(argument, result.grads.grads, params, f"{call}(opt_state=...)", opt_state)
+    with explaining_mismatch(trees, optimizer):
+        return apply_step(optimizer, opt_state, params, result, extra_args)

@@ -6,38 +6,42 @@ import inspect
 import operator
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .._gradients.scaled import Scaled
 from .._gradients.value_and_grad import backward_pass
 from .._gradients.verdict import axis_names
 from .._jax import is_told_apart
 from .._state.find import is_loss_scaled
-from .._trees.checks import int32, one_of, with_article
-from .._trees.leaf import dtype_of, is_array_like, is_inexact
+from .._trees.checks import int32, one_of
+from .._trees.grammar import with_article
+from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
 from .._trees.tree import cast, leaf_name, map_gradients, trained_params, widen
+from .checks import is_pair
 from .optimizer import Optimizer
 from .retry import BackwardResult, repeat_backward, trace_once
 from .skip import store_once
-from .wrapper import Wrapper
+from .wrapped_optimizer import WrappedOptimizer
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def refuse_more_arguments(call: str, way: str) -> Callable[[_Function], _Function]:
+def refuse_more_arguments(call: str, way_out: str) -> Callable[[_Function], _Function]:
     """Returns a decorator for a function of the loss, which says where the optimizer goes."""
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
         def checked(loss_fn: Any, *others: Any, **kwargs: Any) -> Any:
             if others:
+                kind = with_article(type(others[0]).__name__)
                 raise TypeError(
-                    f"`{call}(loss_fn)` takes the loss alone, got {with_article(_kind(others[0]))} "
-                    f"beside it. Leave that out: {way}."
+                    f"`{call}(loss_fn)` takes the loss alone, got {kind} beside it. Leave that "
+                    f"out: {way_out}."
                 )
             return function(loss_fn, **kwargs)
 
@@ -47,12 +51,24 @@ def refuse_more_arguments(call: str, way: str) -> Callable[[_Function], _Functio
     return decorate
 
 
-def _kind(value: Any) -> str:
-    return type(value).__name__
-
-
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
+    """What a training step was asked for: the arguments of a `train_step`, checked.
+
+    Attributes:
+      call: the name of the `train_step`, for messages.
+      loss_fn: the loss, a function of what is trained, of the state that is carried if there is
+        any, and of whatever else the step is called with.
+      transform: the function that differentiates it, such as `jax.value_and_grad`.
+      has_state: whether `loss_fn` takes and returns a state that the step carries.
+      has_aux: whether `loss_fn` returns an auxiliary output.
+      retries: how many times a step may repeat its backward pass.
+      kwargs: the arguments of `transform`.
+      on_grads: the hook for the gradients, or `None`.
+      after: the hook for what a step has made, or `None`. The front end calls it.
+      warnings_given: filled by the first warning of a bare optimizer, so that it is the only one.
+    """
+
     call: str
     loss_fn: Callable[..., Any]
     transform: Callable[..., Any]
@@ -62,7 +78,7 @@ class StepPlan:
     kwargs: Mapping[str, Any]
     on_grads: Callable[[Any], Any] | None = None
     after: Callable[..., Any] | None = None
-    warned: list[bool] = dataclasses.field(default_factory=list)  # of a bare optimizer, once
+    warnings_given: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -71,13 +87,13 @@ class StepPlan:
                 f"{type(self.loss_fn).__name__}."
             )
         for name, hook in {"on_grads": self.on_grads, "after": self.after}.items():
-            if not (hook is None or callable(hook)):
+            if hook is not None and not callable(hook):
                 raise TypeError(
                     f"`{self.call}({name}=...)` must be a function or None, got "
                     f"{type(hook).__name__}."
                 )
-        for name in ("has_state", "has_aux"):
-            one_of(self.call, name, getattr(self, name), (False, True))
+        one_of(self.call, "has_state", self.has_state, (False, True))
+        one_of(self.call, "has_aux", self.has_aux, (False, True))
         int32(self.call, "retries", self.retries, 0, "passes")
         try:
             inspect.signature(self.transform).bind(self.loss_fn, has_aux=True, **self.kwargs)
@@ -92,10 +108,12 @@ class StepPlan:
             pass
 
     def check_retries(self, optimizer: Optimizer) -> None:
+        """Raises a `ValueError` if retries cannot help, as the scale of the optimizer is fixed."""
         if not self.retries or optimizer.can_back_off:
             return
-        policy = with_article(type(optimizer.policy).__name__)
-        got = "another optimizer" if optimizer.policy is None else f"one with {policy}"
+        got = "another optimizer"
+        if optimizer.policy is not None:
+            got = f"one with {with_article(type(optimizer.policy).__name__)}"
         raise ValueError(
             f"`{self.call}(retries={self.retries})` needs a loss scale that can be lowered, got "
             f"{got}. Wrap the optimizer outermost, `tx = jaxscale.loss_scaled(tx)`, or leave "
@@ -104,172 +122,226 @@ class StepPlan:
 
     def warn_if_bare(self, optimizer: Optimizer, opt_state: Any, stacklevel: int) -> None:
         """Warns, once in the life of a step, if nothing in an optimizer skips bad steps."""
-        if self.warned or isinstance(optimizer, Wrapper):
+        if self.warnings_given or isinstance(optimizer, WrappedOptimizer):
             return
         if any(map(is_loss_scaled, jax.tree.leaves(opt_state, is_leaf=is_loss_scaled))):
             return
-        self.warned.append(True)
-        warnings.warn(
+        message = (
             f"`{self.call}`: `tx` is a bare optimizer, so the loss is not scaled, and a step with "
             "an inf or a NaN is applied. Wrap it: `tx = jaxscale.loss_scaled(tx)`, or, for "
-            "bfloat16 and float32, `jaxscale.skip_nonfinite(tx)`. If it is meant so, write "
-            "`jaxscale.loss_scaled(tx, None, skip_nonfinite=False)`.",
-            stacklevel=stacklevel,
+            "bfloat16 and float32, `jaxscale.skip_nonfinite(tx)`. If this is intentional, write "
+            "`jaxscale.loss_scaled(tx, None, skip_nonfinite=False)`."
         )
+        self.warnings_given.append(message)
+        warnings.warn(message, stacklevel=stacklevel)
 
-    def run_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the loss function does, or says how it was called if it does not fit."""
+    def call_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the loss function, and says how it was called if its arguments do not fit."""
         try:
             return self.loss_fn(*args, **kwargs)
         except TypeError as error:
-            reason = _misfit(self.loss_fn, args, kwargs, error)
+            reason = _explain_misfit(self.loss_fn, args, kwargs, error)
             if not reason:
                 raise
-            given = ", ".join([*map(_described, args), *(f"{name}=..." for name in kwargs)])
-            state, hint = "the state, " * self.has_state, ""
-            if not self.has_state and not self.call.startswith("nnx"):
-                hint = " Pass has_state=True if one of them is state that the step carries."
+            arguments = [_describe(arg) for arg in args]
+            arguments += [f"{name}=..." for name in kwargs]
+            parts = "what is trained, and whatever else the step was given."
+            if self.has_state:
+                parts = "what is trained, the state, and whatever else the step was given."
+            elif not self.call.startswith("nnx"):
+                parts += " Pass has_state=True if one of them is state that the step carries."
             raise TypeError(
-                f"`{self.call}(loss_fn)`: `loss_fn` {reason}. The step called it with ({given}): "
-                f"what is trained, {state}and whatever else the step was given.{hint}"
+                f"`{self.call}(loss_fn)`: `loss_fn` {reason}. The step called it with "
+                f"({', '.join(arguments)}): {parts}"
             ) from error
 
-    def backward(self, scaling: Any, *args: Any, **kwargs: Any) -> BackwardResult:
-        """Returns one pass with a loss scale state; `None` is a scale of 1."""
-        loss_fn, has_aux = self._checked_loss_fn(), self.has_state or self.has_aux
-        differentiated = backward_pass(
-            self.call, loss_fn, scaling, has_aux, self.transform, self.kwargs, "loss_fn"
+    def differentiate(self, scaling: Any, *args: Any, **kwargs: Any) -> BackwardResult:
+        """Makes one pass with a loss scale state; `None` is a scale of 1."""
+        value_and_grad = backward_pass(
+            self.call,
+            self._checked_loss_fn(),
+            scaling,
+            self.has_state or self.has_aux,
+            self.transform,
+            self.kwargs,
+            "loss_fn",
         )
-        loss, aux, grads = differentiated(*args, **kwargs)
-        state, aux = aux if self.has_state and self.has_aux else (aux, aux)
-        return BackwardResult(loss, state, aux, grads)
+        loss, output, grads = value_and_grad(*args, **kwargs)
+        state = output
+        aux = output
+        if self.has_state and self.has_aux:
+            state, aux = output
+        return BackwardResult(loss=loss, state=state, aux=aux, grads=grads)
 
-    def run_backward(
+    def find_gradients(
         self,
         optimizer: Optimizer,
         opt_state: Any,
         backward: Callable[[Any], BackwardResult],
         traced: bool,
-        params: Any,
+        params: optax.Params,
     ) -> BackwardResult:
-        """Returns the backward pass whose gradients are to be applied, with its verdict."""
+        """Makes the backward passes of a step, and returns the last one, with its verdict.
 
-        def run(scaling: Any) -> BackwardResult:
-            return self._hooked(backward(scaling), params)
+        `backward` makes one of them, given a scale state.
+        """
+
+        def hooked_pass(scaling: Any) -> BackwardResult:
+            return self._call_hook(backward(scaling), params)
 
         self.warn_if_bare(optimizer, opt_state, stacklevel=4)
-        start, axis_name = optimizer.scale_state(self.call, opt_state), optimizer.axis_name
-        one_pass = run
+        start = optimizer.scale_state(self.call, opt_state)
+        axis_name = optimizer.axis_name
+        one_pass = hooked_pass
         if optimizer.skips and traced and (self.on_grads is not None or self.retries):
-            one_pass, axes = trace_once(run, start)
-            # Devices that part would wait for each other for ever, or go on with other parameters.
-            # Without a hook they cannot part unnoticed where types tell them apart.
-            known = axis_names(axis_name)
-            new = [axis for axis in axes if self.on_grads is not None or not is_told_apart(axis)]
-            axis_name = (*known, *(axis for axis in new if axis not in known)) or None
+            program = trace_once(hooked_pass, start)
+            one_pass = program.run
+            axis_name = self._add_axes(axis_name, program.axes)
 
-        def judged(scaling: Any) -> BackwardResult:
-            made = one_pass(scaling)
+        def judged_pass(scaling: Any) -> BackwardResult:
+            result = one_pass(scaling)
             if optimizer.skips:
-                made = made._replace(grads=Scaled(store_once(made.grads.grads), made.grads.divisor))
-            verdict = optimizer.judge(made, opt_state, axis_name)
-            return made._replace(verdict=verdict, seen=None)
+                grads = Scaled(store_once(result.grads.grads), result.grads.divisor)
+                result = result._replace(grads=grads)
+            verdict = optimizer.judge_pass(result, opt_state, axis_name)
+            return result._replace(verdict=verdict, grads_before_hook=None)
 
         if not self.retries:
-            return judged(start)
+            return judged_pass(start)
         policy: Any = optimizer.policy  # one that moves, as `check_retries` saw
-        return repeat_backward(self.call, policy, judged, start, self.retries, traced=traced)
+        return repeat_backward(self.call, policy, judged_pass, start, self.retries, traced=traced)
+
+    def _add_axes(self, axis_name: Any, axes: Sequence[Any]) -> Any:
+        """Adds axes along which a pass exchanges numbers to those whose devices agree."""
+        # Devices that part would wait for each other for ever, or go on with other parameters.
+        # Without a hook they cannot part unnoticed where types tell them apart.
+        names = list(axis_names(axis_name))
+        for axis in axes:
+            may_part = self.on_grads is not None or not is_told_apart(axis)
+            if may_part and axis not in names:
+                names.append(axis)
+        if not names:
+            return None
+        return tuple(names)
 
     def _checked_loss_fn(self) -> Callable[..., Any]:
         """Returns the loss function with a check of what it returns."""
-        parts = ["state"] * self.has_state + ["aux"] * self.has_aux
-        expected = ["a loss", "(loss, {})", "(loss, ({}, {}))"][len(parts)].format(*parts)
-        flags = "".join(f", has_{part}=True" for part in parts)
 
         @functools.wraps(self.loss_fn)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            output = self.run_loss(*args, **kwargs)
-            fits = _is_pair(output) if parts else not isinstance(output, tuple)
-            if fits and (len(parts) < 2 or _is_pair(output[1])):
-                return output
-            hint = f"Return it so, or leave{flags[1:]} out."
-            if not parts:
-                hint = "Pass has_aux=True if it returns anything beside the loss"
-                state = ", and has_state=True if that is state that a skipped step keeps"
-                hint += "." if self.call.startswith("nnx") else f"{state}."
-            raise TypeError(
-                f"`{self.call}(loss_fn{flags})`: `loss_fn` must return {expected}, got "
-                f"{_described(output)}. {hint}"
-            )
+            output = self.call_loss(*args, **kwargs)
+            self._check_output(output)
+            return output
 
         return checked
 
-    def _hooked(self, made: BackwardResult, params: Any) -> BackwardResult:
-        """Returns a pass with the gradients that `on_grads` made of its own, unscaled."""
+    def _check_output(self, output: Any) -> None:
+        """Raises a `TypeError` if the loss function returned another number of things."""
+        if self.has_state and self.has_aux:
+            fits = is_pair(output) and is_pair(output[1])
+            expected = "(loss, (state, aux))"
+            flags = "has_state=True, has_aux=True"
+        elif self.has_state:
+            fits = is_pair(output)
+            expected = "(loss, state)"
+            flags = "has_state=True"
+        elif self.has_aux:
+            fits = is_pair(output)
+            expected = "(loss, aux)"
+            flags = "has_aux=True"
+        else:
+            fits = not isinstance(output, tuple)
+            expected = "a loss"
+            flags = ""
+        if fits:
+            return
+        arguments = "loss_fn"
+        way_out = "Pass has_aux=True if it returns anything beside the loss"
+        if flags:
+            arguments = f"loss_fn, {flags}"
+            way_out = f"Return it so, or leave {flags} out"
+        elif not self.call.startswith("nnx"):
+            way_out += ", and has_state=True if that is state that a skipped step keeps"
+        raise TypeError(
+            f"`{self.call}({arguments})`: `loss_fn` must return {expected}, got "
+            f"{_describe(output)}. {way_out}."
+        )
+
+    def _call_hook(self, result: BackwardResult, params: optax.Params) -> BackwardResult:
+        """Gives the gradients of a pass to `on_grads`, and goes on with those that it returns."""
         if self.on_grads is None:
-            return made
-        old, structure = jax.tree.flatten(map_gradients(widen, made.grads.divided))
-        grads = self.on_grads(structure.unflatten(old))
-        new = jax.tree.leaves(grads)
-        if jax.tree.structure(grads) == structure and all(map(operator.is_, new, old)):
-            return made  # it only looked at them
+            return result
+        old_leaves, structure = jax.tree.flatten(map_gradients(widen, result.grads.divided))
+        new = self.on_grads(structure.unflatten(old_leaves))
+        new_leaves = jax.tree.leaves(new)
+        same_structure = jax.tree.structure(new) == structure
+        if same_structure and all(map(operator.is_, new_leaves, old_leaves)):
+            return result  # it only looked at them
         call = f"{self.call}(on_grads=...)"
-        grads = _like(call, grads, structure.unflatten(old), params)
-        return made._replace(grads=Scaled(grads), seen=made.grads)
+        grads = _check_hooked(call, new, structure.unflatten(old_leaves), params)
+        return result._replace(grads=Scaled(grads), grads_before_hook=result.grads)
 
 
-def _like(call: str, grads: Any, old: Any, params: Any) -> Any:
+def _check_hooked(
+    call: str, new: optax.Updates, old: optax.Updates, params: optax.Params
+) -> optax.Updates:
     """Returns the gradients of a hook in the dtypes of those that it got, or raises an error.
 
     Their shapes may also be those of the parameters, where it got gradients by example.
     """
-    got = f"`{call}` must return gradients like those that it got"
-    structures = jax.tree.structure(old), jax.tree.structure(grads)
-    if structures[0] != structures[1]:
+    start = f"`{call}` must return gradients like those that it got"
+    structure = jax.tree.structure(old)
+    new_structure = jax.tree.structure(new)
+    if new_structure != structure:
         raise ValueError(
-            f"{got}, {structures[0]}, and returned {structures[1]}. Return all of them, those "
-            "that it does not change, too."
+            f"{start}, {structure}, and returned {new_structure}. Return all of them, those that "
+            "it does not change included."
         )
 
-    def check(path: Any, grad: Any, new: Any, param: Any) -> Any:
-        if not is_inexact(grad):
+    def check_leaf(path: Any, old: Any, new: Any, param: Any) -> Any:
+        if not is_inexact_leaf(old):
             return new
-        at, shapes = f"{got}: at {leaf_name(path)} it", (jnp.shape(grad), jnp.shape(param))
-        if not is_inexact(new) or dtype_of(new) != dtype_of(grad):
-            kind = dtype_of(new) if is_array_like(new) else type(new).__name__
-            raise TypeError(f"{at} got {dtype_of(grad)} and returned {kind}. Cast the result.")
-        if jnp.shape(new) not in shapes:
+        place = f"{start}: at {leaf_name(path)} it"
+        dtype = dtype_of(old)
+        if not is_inexact_leaf(new) or dtype_of(new) != dtype:
+            returned = type(new).__name__
+            if is_array_like(new):
+                returned = dtype_of(new)
+            raise TypeError(f"{place} got {dtype} and returned {returned}. Cast the result.")
+        if jnp.shape(new) not in (jnp.shape(old), jnp.shape(param)):
             raise ValueError(
-                f"{at} got the shape {shapes[0]}, and the parameter has {shapes[1]}, but it "
-                f"returned {jnp.shape(new)}."
+                f"{place} got the shape {jnp.shape(old)}, and the parameter has "
+                f"{jnp.shape(param)}, but it returned {jnp.shape(new)}."
             )
-        return cast(new, dtype_of(grad))
+        return cast(new, dtype)
 
     params = trained_params(params, old)
-    params = params if jax.tree.structure(params) == structures[0] else old
-    return jax.tree_util.tree_map_with_path(check, old, grads, params)
+    if jax.tree.structure(params) != structure:
+        params = old
+    return jax.tree_util.tree_map_with_path(check_leaf, old, new, params)
 
 
-def _misfit(fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error: TypeError) -> str:
-    """Returns why a call of a function failed before the function ran, or nothing if it did run."""
+def _explain_misfit(
+    fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error: TypeError
+) -> str:
+    """Returns why a call of a function failed before the function ran, empty if it did run."""
     fun = inspect.unwrap(fun)  # a decorator, such as `autocast`, may say nothing of what it takes
     entered = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if getattr(fun, "__code__", None) not in entered:
-        try:
-            inspect.signature(fun).bind(*args, **kwargs)
-        except TypeError as reason:
-            return f"takes {inspect.signature(fun)}: {reason}"
-        except ValueError:  # a function that does not say what it takes
-            pass
+    if getattr(fun, "__code__", None) in entered:
+        return ""
+    try:
+        inspect.signature(fun).bind(*args, **kwargs)
+    except TypeError as reason:
+        return f"takes {inspect.signature(fun)}: {reason}"
+    except ValueError:  # a function that does not say what it takes
+        return ""
     return ""
 
 
-def _is_pair(output: Any) -> bool:
-    return isinstance(output, tuple) and len(output) == 2
-
-
-def _described(output: Any) -> str:
+def _describe(output: Any) -> str:
     """Returns the types in an output, as deep as tuples go."""
-    if not isinstance(output, tuple) or hasattr(output, "_fields"):
-        return type(output).__name__ if not is_array_like(output) else "an array"
-    return f"({', '.join(map(_described, output))})"
+    if isinstance(output, tuple) and not hasattr(output, "_fields"):
+        return f"({', '.join(map(_describe, output))})"
+    if is_array_like(output):
+        return "an array"
+    return type(output).__name__

@@ -5,6 +5,7 @@ condition, and would call the host in every step. So the report has a batching r
 which keeps the condition: whether any member of the population skipped.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,18 +28,24 @@ _WINDOWS |= {"recent_losses", "past_levels", "level_steps", "past_count"}
 
 def counters_of(state: LossScaledState) -> dict[str, Any]:
     """Returns what `jaxscale.metrics` shows of a state beside its loss scale, by name."""
-    values = {name: leaf for name, leaf in state._asdict().items() if name not in _PARTS}
+    values = _without(state._asdict(), _PARTS)
     values["grads_finite"] = values["step_applied"]  # its name in 0.1, until 1.0
     if state.spikes is not None:
-        spikes = state.spikes._asdict().items()
-        values |= {name: leaf for name, leaf in spikes if name not in _WINDOWS}
+        values |= _without(state.spikes._asdict(), _WINDOWS)
     if state.grad_norm is not None:
         values["grad_norm"] = state.grad_norm
-    if isinstance(state.inner_state, WINDOW_STATES):
-        window = state.inner_state  # has the same names here and in Optax
-        values |= {name: getattr(window, name) for name in ("mini_step", "gradient_step")}
+    window = state.inner_state
+    if isinstance(window, WINDOW_STATES):  # the names are those of Optax
+        values["mini_step"] = window.mini_step
+        values["gradient_step"] = window.gradient_step
     flags = named_flags(unwrap(state.nonfinite_leaves))
-    return values | {f"nonfinite_leaves/{name}": flag for name, flag in flags.items()}
+    for name, flag in flags.items():
+        values[f"nonfinite_leaves/{name}"] = flag
+    return values
+
+
+def _without(fields: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
 
 
 def report_skip(on_skip: Callable[[dict[str, Any]], Any], state: LossScaledState) -> None:
@@ -51,40 +58,55 @@ def report_skip(on_skip: Callable[[dict[str, Any]], Any], state: LossScaledState
     numbers = jax.tree.map(jnp.asarray, numbers)
     skipped = ~state.step_applied
 
-    def tell(skipped: Any, numbers: Any) -> None:
-        """Calls `on_skip` for each member of a population, or for the one run."""
-        skipped = np.asarray(skipped)
-        for index in np.argwhere(skipped):
-            place = tuple(index)
-            values = {name: np.asarray(leaf)[place].tolist() for name, leaf in numbers.items()}
-            if skipped.ndim:
-                values["member"] = int(np.ravel_multi_index(place, skipped.shape))
-            on_skip(values)
-
-    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((skipped, numbers))):
+    tell = functools.partial(_tell, on_skip)
+    leaves = jax.tree.leaves((skipped, numbers))
+    if not any(isinstance(leaf, Tracer) for leaf in leaves):
         tell(skipped, numbers)  # nothing is compiled, so neither is this
         return
-    # Devices that may differ in what they skip are different runs. The others are one.
-    alike = [axis for axis in axes_of_devices() if axis not in varying(jax.typeof(skipped))]
-    is_first = tuple(jax.lax.axis_index(axis) == 0 for axis in alike)
-    never = _reporter(tell)(skipped, is_first, numbers)
+    is_first = _is_first_device(skipped)
+    never = _make_reporter(tell)(skipped, is_first, numbers)
     # Before JAX 0.8 a function with a batching rule has no effects that its callers know of. Where
     # no state is returned it would be left out, if nothing with an effect needed its result.
-    jax.lax.cond(never, lambda: jax.debug.callback(lambda: None), lambda: None)
+    jax.lax.cond(never, lambda: jax.debug.callback(_do_nothing), _do_nothing)
 
 
-def _reporter(tell: Callable[[Any, Any], None]) -> Callable[[Any, Any, Any], jax.Array]:
-    """Returns a function of whether members skipped, of whether a device is first, and of numbers.
+def _is_first_device(skipped: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns whether this device is the first, along each axis of devices that skip together.
 
-    It calls the host if any member did, and returns a `bool[]` that never holds.
+    Devices that may differ in what they skip are different runs. The others are one.
+    """
+    alike = [axis for axis in axes_of_devices() if axis not in varying(jax.typeof(skipped))]
+    return tuple(jax.lax.axis_index(axis) == 0 for axis in alike)
+
+
+def _tell(on_skip: Callable[[dict[str, Any]], Any], skipped: Any, numbers: dict[str, Any]) -> None:
+    """Calls `on_skip` on the host, for each member of a population that skipped."""
+    skipped = np.asarray(skipped)  # of the one run there is, it has no axes
+    for indices in np.argwhere(skipped):
+        member = tuple(indices)
+        values = {name: np.asarray(leaf)[member].tolist() for name, leaf in numbers.items()}
+        if skipped.ndim:
+            values["member"] = int(np.ravel_multi_index(member, skipped.shape))
+        on_skip(values)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _make_reporter(tell: Callable[[Any, Any], None]) -> Callable[[Any, Any, Any], jax.Array]:
+    """Makes the function that calls the host if any member of a population skipped.
+
+    It takes whether the members skipped, whether the device is the first along each axis, and the
+    numbers. It returns a `bool[]` that never holds.
     """
 
     @jax.custom_batching.custom_vmap
     def report(skipped: Any, is_first: Any, numbers: Any) -> jax.Array:
         calls = jnp.any(skipped)
-        for each in is_first:
-            calls &= each
-        jax.lax.cond(calls, lambda: jax.debug.callback(tell, skipped, numbers), lambda: None)
+        for is_first_along_axis in is_first:
+            calls &= is_first_along_axis
+        jax.lax.cond(calls, lambda: jax.debug.callback(tell, skipped, numbers), _do_nothing)
         return calls & ~calls
 
     @report.def_vmap
@@ -93,15 +115,18 @@ def _reporter(tell: Callable[[Any, Any], None]) -> Callable[[Any, Any, Any], jax
     ) -> tuple[jax.Array, bool]:
         skipped_batched, first_batched, numbers_batched = batched
         # The index along an axis that `vmap` named is batched: its members are no devices.
-        flags = zip(is_first, first_batched, strict=True)
-        is_first = tuple(each for each, is_batched in flags if not is_batched)
+        of_devices = [
+            flag for flag, is_batched in zip(is_first, first_batched, strict=True) if not is_batched
+        ]
 
         def stack(leaf: jax.Array, is_batched: bool) -> jax.Array:
-            return leaf if is_batched else jnp.broadcast_to(leaf, (size, *leaf.shape))
+            if is_batched:
+                return leaf
+            return jnp.broadcast_to(leaf, (size, *leaf.shape))
 
         if any(jax.tree.leaves((skipped_batched, numbers_batched))):
-            are_batched = skipped_batched, numbers_batched
-            skipped, numbers = jax.tree.map(stack, (skipped, numbers), are_batched)
-        return _reporter(tell)(skipped, is_first, numbers), False
+            skipped = stack(skipped, skipped_batched)
+            numbers = jax.tree.map(stack, numbers, numbers_batched)
+        return _make_reporter(tell)(skipped, tuple(of_devices), numbers), False
 
     return report

@@ -16,7 +16,7 @@ from .._gradients.scaled import Scaled
 from .._gradients.verdict import Verdict
 from .._jax import collective_axes, varying
 from .._policies.base import LossScale, adjust_scale
-from .._trees.call import Flat
+from .._trees.flat import Flat
 from .._trees.tree import blank, tree_where
 from .counters import Retries
 
@@ -26,15 +26,30 @@ _MAX_BACKOFFS_PER_OVERFLOW = 100
 
 
 class BackwardResult(NamedTuple):
-    """What one forward and backward pass gave."""
+    """What one forward and backward pass returned, and what was found out about it."""
 
     loss: Any  # f32[], `None` if it is not known
     state: Any  # what the loss function carries beside the parameters, if it does
-    aux: Any
+    aux: Any  # what else the loss function returned, if it does
     grads: Scaled
     verdict: Verdict | None = None
-    seen: Scaled | None = None  # the gradients before `on_grads` changed them, if it did
+    grads_before_hook: Scaled | None = None  # those that `on_grads` got, if it changed them
     retries: Retries | None = None  # if the pass may be repeated
+
+
+class _Attempt(NamedTuple):
+    """A pass, and what is to come after it."""
+
+    result: BackwardResult
+    lower: Any  # the scale state of the next pass
+    again: jax.Array  # bool[], whether to make that
+
+
+class TracedPass(NamedTuple):
+    """A backward pass as a program."""
+
+    run: Callable[[Any], BackwardResult]  # the pass, given a scale state; it is not traced again
+    axes: list[Any]  # the names of the axes along which its devices exchange numbers
 
 
 def repeat_backward(
@@ -46,68 +61,81 @@ def repeat_backward(
     *,
     traced: bool,
 ) -> BackwardResult:
-    """Returns the last pass, with the scale state to go on with and the number of passes before.
+    """Repeats a pass until its gradients are finite, and returns the last one with its `retries`.
 
     A pass is made again if its loss is finite, its gradients are not, and the policy lowers the
     scale. A bad loss says nothing about the scale. Neither does a batch that is bad at every scale
-    that was tried: the scale state is then the first one, and otherwise the last.
+    that was tried: the step then goes on with the scale state of the first pass, and otherwise with
+    that of the last.
     """
 
-    def one_pass(scaling: Any, number: Any) -> tuple[BackwardResult, Any, jax.Array]:
-        """Returns a pass, the scale state of the next one, and whether to make that."""
-        made = backward(scaling)
-        verdict: Any = made.verdict  # known for every optimizer whose scale moves
+    def attempt(scaling: Any, number: Any) -> _Attempt:
+        result = backward(scaling)
+        verdict: Any = result.verdict  # known for every optimizer whose scale moves
         overflow = verdict.loss_finite & ~verdict.grads_finite & (number < retries)
-        lower = _lowered(policy, scaling, overflow, made, traced)
-        return made, lower, overflow & _is_lower(lower, scaling)
+        lower = _lower_scale(policy, scaling, overflow, verdict, traced)
+        return _Attempt(result, lower, overflow & _is_lower(lower, scaling))
 
-    first, number = scaling, jnp.zeros((), jnp.int32)
+    first = scaling
+    number = jnp.zeros((), jnp.int32)
     if not traced:
-        made, lower, again = one_pass(scaling, number)
-        while again:
-            scaling, number = lower, number + 1
-            made, lower, again = one_pass(scaling, number)
-        return _with_retries(made, number, scaling, first)
+        made = attempt(scaling, number)
+        while made.again:
+            scaling = made.lower
+            number = number + 1
+            made = attempt(scaling, number)
+        return _with_retries(made.result, number, scaling, first)
 
     # Traced once, for its types and for the loop.
-    flat = Flat(one_pass, (scaling, number), {}, "arrays_of_pass")
+    flat = Flat(attempt, (scaling, number), {}, "arrays_of_pass")
     arrays_of_pass = jax.jit(flat)
     types = jax.make_jaxpr(arrays_of_pass)(*flat.arrays).out_avals
-    if apart := varying(types[-1]):
-        axes = ", ".join(map(repr, sorted(apart)))
-        raise ValueError(
-            f"`{call}(retries={retries})`: the devices along {axes} may disagree on whether to "
-            f"retry. Pass `axis_name={axes}` to `loss_scaled`."
-        )
+    _check_devices_retry_together(call, retries, varying(types[-1]))
     # The last outputs are a scale state and a flag, as the inputs are a scale state and a number.
-    carried = len(types) - len(flat.arrays)
+    num_results = len(types) - len(flat.arrays)
 
     def body(carry: Any) -> Any:
-        scaling, number, *_ = carry
+        scaling, number, _, _ = carry
         arrays = arrays_of_pass(*jax.tree.leaves((scaling, number)))
-        _, lower, again = flat.restored(arrays)
-        number += again.astype(jnp.int32)  # a bool is not promoted where promotion is strict
-        return tree_where(again, lower, scaling), number, again, arrays[:carried]
+        made = flat.restored(arrays)
+        number += made.again.astype(jnp.int32)  # strict promotion adds no bool to an integer
+        next_scaling = tree_where(made.again, made.lower, scaling)
+        return next_scaling, number, made.again, arrays[:num_results]
 
-    carry = scaling, number, jnp.array(True), [blank(aval) for aval in types[:carried]]
-    scaling, number, again, arrays = jax.lax.while_loop(lambda carry: carry[2], body, carry)
-    made, _, _ = flat.restored([*arrays, *jax.tree.leaves(scaling), again])
-    return _with_retries(made, number, scaling, first)
-
-
-def _with_retries(made: BackwardResult, number: Any, last: Any, first: Any) -> BackwardResult:
-    verdict: Any = made.verdict
-    return made._replace(retries=Retries(number, tree_where(verdict.grads_finite, last, first)))
+    no_results = [blank(aval) for aval in types[:num_results]]
+    start = (scaling, number, jnp.array(True), no_results)
+    scaling, number, again, results = jax.lax.while_loop(lambda carry: carry[2], body, start)
+    made = flat.restored([*results, *jax.tree.leaves(scaling), again])
+    return _with_retries(made.result, number, scaling, first)
 
 
-def trace_once(
-    backward: Callable[[Any], BackwardResult], scaling: Any
-) -> tuple[Callable[[Any], BackwardResult], list[Any]]:
-    """Returns a pass that is traced once, for the types of a scale state, and the axes it uses."""
+def _check_devices_retry_together(call: str, retries: int, axes: frozenset[Any]) -> None:
+    """Raises a `ValueError` if the decision to retry varies along axes of a mesh."""
+    if not axes:
+        return
+    names = ", ".join(map(repr, sorted(axes)))
+    raise ValueError(
+        f"`{call}(retries={retries})`: the devices along {names} may disagree on whether to "
+        f"retry. Pass `axis_name={names}` to `loss_scaled`."
+    )
+
+
+def _with_retries(result: BackwardResult, number: Any, last: Any, first: Any) -> BackwardResult:
+    verdict: Any = result.verdict
+    scaling = tree_where(verdict.grads_finite, last, first)
+    return result._replace(retries=Retries(number, scaling))
+
+
+def trace_once(backward: Callable[[Any], BackwardResult], scaling: Any) -> TracedPass:
+    """Traces a pass for the types of a scale state, so that its program is known."""
     flat = Flat(backward, (scaling,), {}, "arrays_of_pass")
     arrays_of_pass = jax.jit(flat)
     axes = collective_axes(jax.make_jaxpr(arrays_of_pass)(*flat.arrays))
-    return lambda scaling: flat.restored(arrays_of_pass(*jax.tree.leaves(scaling))), axes
+
+    def run(scaling: Any) -> BackwardResult:
+        return flat.restored(arrays_of_pass(*jax.tree.leaves(scaling)))
+
+    return TracedPass(run, axes)
 
 
 def is_traced(*inputs: Any) -> bool:
@@ -117,30 +145,36 @@ def is_traced(*inputs: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
-def _lowered(
-    policy: LossScale, scaling: Any, overflow: jax.Array, made: BackwardResult, traced: bool
+def _lower_scale(
+    policy: LossScale, scaling: Any, overflow: jax.Array, verdict: Verdict, traced: bool
 ) -> Any:
-    """Returns a scale state after an overflow, with a lower scale if the policy ever lowers it."""
-    verdict: Any = made.verdict
+    """Lowers the scale after an overflow, if the policy ever does; otherwise it stays."""
 
     def goes_on(carry: Any) -> jax.Array:
         state, moves, number = carry
-        return overflow & moves & ~_is_lower(state, scaling) & (number < _MAX_BACKOFFS_PER_OVERFLOW)
+        is_due = overflow & moves & ~_is_lower(state, scaling)
+        return is_due & (number < _MAX_BACKOFFS_PER_OVERFLOW)
 
     def back_off(carry: Any) -> Any:
         state, _, number = carry
-        new = adjust_scale(policy, state, jnp.array(False), verdict.largest)
-        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True)
+        next_state = adjust_scale(policy, state, jnp.array(False), verdict.largest)
         # At its floor a scale stays, and so does everything else in its state.
-        moves = functools.reduce(jnp.logical_or, (jnp.any(a != b) for a, b in pairs))
-        return new, moves, number + 1
+        return next_state, _differs(next_state, state), number + 1
 
-    carry = scaling, jnp.array(True), jnp.zeros((), jnp.int32)
+    carry = (scaling, jnp.array(True), jnp.zeros((), jnp.int32))
     if traced:
-        return jax.lax.while_loop(goes_on, back_off, carry)[0]
-    while goes_on(carry):
-        carry = back_off(carry)
-    return carry[0]
+        carry = jax.lax.while_loop(goes_on, back_off, carry)
+    else:
+        while goes_on(carry):
+            carry = back_off(carry)
+    state, _, _ = carry
+    return state
+
+
+def _differs(state: Any, other: Any) -> jax.Array:
+    """Returns whether any array of a state has another value in another state."""
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True)
+    return functools.reduce(jnp.logical_or, (jnp.any(a != b) for a, b in pairs))
 
 
 def _is_lower(state: Any, than: Any) -> jax.Array:

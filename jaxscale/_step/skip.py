@@ -12,18 +12,20 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._trees.call import Flat, Leaves
+from .._jax import varying
+from .._trees.flat import Flat, Leaves
 from .._trees.leaf import is_array_like
 from .._trees.tree import cast, map_gradients, tree_where
 
 
 def step_if(
-    pred: jax.Array, step: Callable[[Any], Any], operand: Any, skipped: Callable[[Any], Any]
+    pred: jax.Array, step: Callable[[Any], Any], operand: Any, skip: Callable[[Any], Any]
 ) -> Any:
-    """Returns `step(operand)` if `pred` holds, and otherwise `skipped` of a tuple like that.
+    """Returns `step(operand)` if `pred` holds, and otherwise what `skip` returns.
 
     The operand may be non-finite if `pred` does not hold. `step` returns a tuple, and is traced
-    once. Each element of the tuple that `skipped` gets is a tree, or `Leaves` with types.
+    once. `skip` gets the parts of such a tuple, each of them a tree, or `Leaves` with the types of
+    one, and returns a tuple of the same type.
     """
 
     def select(branches: jax.Array, step: Callable[[Any], Any]) -> Any:
@@ -32,8 +34,8 @@ def step_if(
         # itself, nothing is left to select: XLA removes both calls of `tree_where`.
         choose = pred | branches
         finite = tree_where(choose, operand, _zeros(operand))
-        taken = step(finite)
-        return tree_where(choose, taken, skipped(taken))
+        result = step(finite)
+        return tree_where(choose, result, skip(result))
 
     # A constant that is known once the platform is: XLA folds the other form away. JAX's idiom,
     # `platform_dependent(pred, operand, cpu=branch, default=select)`, compiles to the same, but
@@ -42,39 +44,46 @@ def step_if(
         cpu=lambda: jnp.array(True), default=lambda: jnp.array(False)
     )
     if not isinstance(branches, Tracer):
-        # Nothing is traced: each operation runs by itself, under `vmap` too. So `step` rounds as
+        # Nothing is traced: each operation runs by itself, even under `vmap`. So `step` rounds as
         # it does when called alone, and nothing is compiled for a single call.
         return select(jnp.array(False), step)
 
     def branch(operand: Any) -> Any:
         flat = Flat(step, (operand,), {}, "step")
         compiled = jax.jit(flat)  # traced once, for its types and for the branch
-        kept = skipped(tuple(flat.parts(jax.make_jaxpr(compiled)(*flat.arrays).out_avals)))
-        return jax.lax.cond(
-            pred | ~branches, lambda: flat.restored(compiled(*flat.arrays)), lambda: kept
-        )
+        types = jax.make_jaxpr(compiled)(*flat.arrays).out_avals
+        skipped = skip(flat.parts(types))
+
+        def take_step() -> Any:
+            return flat.restored(compiled(*flat.arrays))
+
+        return jax.lax.cond(pred | ~branches, take_step, lambda: skipped)
 
     return select(branches, branch)
 
 
 def store_once(grads: Any) -> Any:
-    """Returns gradients that a CPU computes once: for the verdict, and for the step.
+    """Makes a CPU compute gradients once: for the verdict, and for the step.
 
     XLA takes casts for cheap, and would fuse those at the end of a half-precision backward pass
     into each reader. On a CPU they cost more than to read float32. On other machines the products
     may reduce what they write.
     """
     leaves, structure = jax.tree.flatten(grads)
-    traced = [leaf for leaf in leaves if isinstance(leaf, Tracer)]
-    if not traced:
-        return grads
-
-    def keep_apart(arrays: list[Any]) -> list[Any]:
-        # Each by itself: JAX 0.10 gives all that share a barrier the mesh axes of all of them.
-        return [jax.lax.optimization_barrier(each) for each in arrays]
-
-    stored = iter(jax.lax.platform_dependent(traced, cpu=keep_apart, default=lambda arrays: arrays))
-    return structure.unflatten(next(stored) if isinstance(x, Tracer) else x for x in leaves)
+    # JAX 0.10 gives all arrays that share a barrier the mesh axes of all of them. So one barrier
+    # serves those that vary along the same axes, which usually are all.
+    groups: dict[frozenset[Any], list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tracer):
+            groups.setdefault(varying(jax.typeof(leaf)), []).append(index)
+    for indices in groups.values():
+        arrays = [leaves[index] for index in indices]
+        stored = jax.lax.platform_dependent(
+            arrays, cpu=jax.lax.optimization_barrier, default=lambda arrays: arrays
+        )
+        for index, array in zip(indices, stored, strict=True):
+            leaves[index] = array
+    return structure.unflatten(leaves)
 
 
 def _zeros(tree: Any) -> Any:
@@ -93,34 +102,57 @@ def _zeros(tree: Any) -> Any:
 def no_updates(like: Any, grads: Any) -> Any:
     """Returns updates that change nothing, of the types of `like`, on the mesh axes of `grads`."""
     sources = jax.tree.leaves(grads)
-    leaves, structure = like if isinstance(like, Leaves) else jax.tree.flatten(like)
-    pairs = sources if structure == jax.tree.structure(grads) else [None] * len(leaves)
-    made: dict[Any, jax.Array] = {}  # one array for each type
+    if isinstance(like, Leaves):
+        leaves, structure = like
+    else:
+        leaves, structure = jax.tree.flatten(like)
+    own_sources = [None] * len(leaves)
+    if structure == jax.tree.structure(grads):
+        own_sources = sources
 
-    def no_update(leaf: Any, grad: Any) -> jax.Array:
-        own = jax.typeof(leaf) if is_array_like(leaf) else leaf  # a type, in `Leaves`
-        key = own, None if grad is None else jax.typeof(grad)
-        if key not in made:
-            made[key] = _no_update(leaf, grad, sources)
-        return made[key]
+    updates = []
+    by_types: dict[Any, jax.Array] = {}  # one array serves all leaves of one type
+    for leaf, own_source in zip(leaves, own_sources, strict=True):
+        types = (_type_of(leaf), _type_of(own_source))
+        if types not in by_types:
+            by_types[types] = _no_update(leaf, own_source, sources)
+        updates.append(by_types[types])
+    return structure.unflatten(updates)
 
-    return structure.unflatten(map(no_update, leaves, pairs))
+
+def _type_of(leaf: Any) -> Any:
+    """Returns the type of an array; in `Leaves`, a leaf is a type itself."""
+    if is_array_like(leaf):
+        return jax.typeof(leaf)
+    return leaf
 
 
-def _no_update(leaf: Any, grad: Any, grads: list[Any]) -> jax.Array:
+def _no_update(leaf: Any, own_source: Any, sources: list[Any]) -> jax.Array:
     # Minus zero, in both parts of a complex number: adding it keeps the bits of every number,
     # whereas -0.0 + 0.0 is 0.0.
     is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-    zero = complex(-0.0, -0.0) if is_complex else -0.0
+    minus_zero = -0.0
+    if is_complex:
+        minus_zero = complex(-0.0, -0.0)
     if isinstance(leaf, jax.Array):
-        return jax.lax.full_like(leaf, zero)
+        return jax.lax.full_like(leaf, minus_zero)
     # On a mesh the type of an update also says along which axes it varies, and a bare constant
     # varies along none. A selection from a gradient varies as that does, and folds to the
-    # constant. Best is the gradient of the same leaf, then one of its shape, then any.
-    known = [each for each in (grad, *grads) if each is not None]
-    alike = [each for each in known if jnp.shape(each) == leaf.shape]
-    source = alike[0] if alike else jnp.sum(known[0])
-    source = source.real if jnp.iscomplexobj(source) and not is_complex else source
+    # constant.
+    source = _find_source(leaf.shape, own_source, sources)
+    if jnp.iscomplexobj(source) and not is_complex:
+        source = source.real
     source = cast(source, leaf.dtype)
-    zero = jax.lax.select(jnp.zeros((), jnp.bool_), source, jax.lax.full_like(source, zero))
-    return jnp.broadcast_to(zero, leaf.shape)
+    never = jnp.zeros((), jnp.bool_)
+    update = jax.lax.select(never, source, jax.lax.full_like(source, minus_zero))
+    return jnp.broadcast_to(update, leaf.shape)
+
+
+def _find_source(shape: tuple[int, ...], own_source: Any, sources: list[Any]) -> jax.Array:
+    """Returns the gradient of the same leaf, or any of its shape, or a scalar made from one."""
+    if own_source is not None:
+        sources = [own_source, *sources]
+    for source in sources:
+        if jnp.shape(source) == shape:
+            return source
+    return jnp.sum(sources[0])

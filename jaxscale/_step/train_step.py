@@ -1,8 +1,8 @@
 """The whole training step in one function: loss, gradients, retries, skip.
 
 The steps of `jaxscale.flax` and `jaxscale.nnx` are made of the same parts: a `StepPlan` makes the
-backward pass whose gradients count, `apply_step` the step of the optimizer, which divides them, and
-`select_if_applied` and `select_if_stepped` choose between new and old state.
+backward pass whose gradients count, `apply_step` makes the step of the optimizer, which divides
+them, and `select_if_applied` and `select_if_stepped` choose between new and old state.
 """
 
 import contextlib
@@ -15,10 +15,11 @@ import optax
 
 from .._trees.leaf import is_array_like
 from .apply import select_if_applied, select_if_stepped
-from .optimizer import apply_step, as_optimizer, check_same_optimizer
+from .matching import check_same_optimizer
+from .optimizer import apply_step, as_optimizer
 from .plan import StepPlan
 from .retry import BackwardResult, is_traced
-from .wrapper import wrapper_of
+from .wrapped_optimizer import wrapped_optimizer
 
 _Args = ParamSpec("_Args")
 _Params = TypeVar("_Params")
@@ -108,26 +109,26 @@ def train_step(
     after: Any = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Returns a training step: the loop of `value_and_grad` and `apply_gradients` in one function.
+    """Makes a training step: the loop of `value_and_grad` and `apply_gradients` in one function.
 
-    It is not compiled: use it in `jax.jit`, with `donate_argnums=(0, 1)` to update in place, or in
-    `jax.lax.scan`, `jax.vmap`, `jax.shard_map`.
+    The step is not compiled: use it in `jax.jit`, with `donate_argnums=(0, 1)` to update in place,
+    or in `jax.lax.scan`, `jax.vmap`, `jax.shard_map`.
 
     Args:
       loss_fn: the loss, `loss_fn(params, *args)`, a floating-point scalar, preferably in float32.
-      tx: the optimizer: a `jaxscale.loss_scaled` one, or any other, which applies every step, bad
-        ones too. It gets the loss as `value`. If its `update` needs more, write the loop.
+      tx: the optimizer: a `jaxscale.loss_scaled` one, or any other, which applies every step, even
+        bad ones. It gets the loss as `value`. If its `update` needs more, write the loop.
       transform: the function that differentiates: `jax.value_and_grad`,
         `equinox.filter_value_and_grad` or the like.
       has_state: whether `loss_fn` carries state beside the parameters, such as batch statistics
         or an `equinox.nn.State`. It then is `loss_fn(params, state, *args)` and returns
         `(loss, state)`. A skipped step keeps the old state. If the state may turn NaN while loss
         and gradients are finite, let `loss_fn` return
-        `jnp.where(jaxscale.all_finite(state), loss, jnp.nan)`, and such a step is skipped, too.
+        `jnp.where(jaxscale.all_finite(state), loss, jnp.nan)`: then such a step is also skipped.
       has_aux: whether `loss_fn` returns `(loss, aux)`; with `has_state`, `(loss, (state, aux))`.
       retries: how many times a step may repeat the backward pass at a lower scale if its loss is
         finite and its gradients are not, so that no batch is lost to the search for a scale.
-        `total_retries` in the state counts them. If the last pass fails, too, the scale was not
+        `total_retries` in the state counts them. If even the last pass fails, the scale was not
         to blame, and moves as by one overflow. The passes are a loop, so the model is compiled
         once. The loop carries all gradients, which takes temporary memory even if nothing
         overflows, and has no reverse-mode derivative. With 0 there is no loop.
@@ -136,7 +137,7 @@ def train_step(
         float32 or wider, and returns gradients of their structure and dtypes, in their shapes or in
         those of the parameters. If it gets or returns an inf or a NaN, the step is skipped, so that
         no clipping hides an overflow. All devices along the axes that it or `loss_fn` averages over
-        skip and repeat together, also without the `axis_name` of `tx`.
+        skip and repeat together, even without the `axis_name` of `tx`.
       after: a function `after(params, state)` of the new parameters and the state that returns
         the next state, for moving averages of the parameters and target networks. It counts where
         the optimizer made a step: with `jaxscale.multi_steps` that is once in a window. It needs
@@ -178,8 +179,17 @@ def train_step(
             "`train_step(transform=...)` is a function of Flax NNX, whose models change in place. "
             "Use `jaxscale.nnx.train_step`."
         )
+    call = "train_step"
     plan = StepPlan(
-        "train_step", loss_fn, transform, has_state, has_aux, retries, kwargs, on_grads, after
+        call=call,
+        loss_fn=loss_fn,
+        transform=transform,
+        has_state=has_state,
+        has_aux=has_aux,
+        retries=retries,
+        kwargs=kwargs,
+        on_grads=on_grads,
+        after=after,
     )
     if after is not None and not has_state:
         raise ValueError(
@@ -190,42 +200,54 @@ def train_step(
             f"`train_step(argnums={kwargs['argnums']!r})`: the parameters are the first argument. "
             "Put all that is trained into them, as one tree."
         )
-    optimizer = as_optimizer("train_step", tx)
+    optimizer = as_optimizer(call, tx)
     plan.check_retries(optimizer)
-    for state in () if wrapper_of(tx) else _possible_states(tx):
-        plan.warn_if_bare(optimizer, state, stacklevel=3)
-    order = "(params, opt_state, state, ...)" if has_state else "(params, opt_state, ...)"
+    if wrapped_optimizer(tx) is None:
+        for state in _possible_states(tx):
+            plan.warn_if_bare(optimizer, state, stacklevel=3)
+    order = "(params, opt_state, ...)"
+    if has_state:
+        order = "(params, opt_state, state, ...)"
 
     def step(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        given = "train_step(...)(opt_state=...)"
         _check_params(transform, params)
-        before = optimizer.check_state(given, opt_state, order)
-        check_same_optimizer(given, optimizer, before, params)
-        if has_state and not args:
-            raise TypeError(f"`train_step(has_state=True)` returns a step that takes {order}.")
-        state, args = (args[:1], args[1:]) if has_state else ((), args)
+        argument = "train_step(...)(opt_state=...)"
+        before = optimizer.check_state(argument, opt_state, order)
+        check_same_optimizer(argument, optimizer, before, params)
+        carried = ()  # the state that the step carries, if it does
+        if has_state:
+            if not args:
+                raise TypeError(f"`train_step(has_state=True)` returns a step that takes {order}.")
+            carried = args[:1]
+            args = args[1:]
         # Equinox invalidates a state that was replaced, so each reader gets a copy.
-        leaves, treedef = jax.tree.flatten(state)
+        leaves, treedef = jax.tree.flatten(carried)
 
         def backward(scaling: Any) -> BackwardResult:
-            return plan.backward(scaling, params, *treedef.unflatten(leaves), *args, **kwargs)
+            copy = treedef.unflatten(leaves)
+            return plan.differentiate(scaling, params, *copy, *args, **kwargs)
 
         traced = is_traced(params, before, leaves, args, kwargs)
-        made = plan.run_backward(optimizer, before, backward, traced, params)
-        params, opt_state = apply_step(optimizer, before, params, made)
-        if has_state:
-            (old,) = treedef.unflatten(leaves)
-            given = "train_step(has_state=True)"
-            state = (select_if_applied(given, optimizer, opt_state, made.state, old),)
-            if after is not None:
-                leaves, treedef = jax.tree.flatten(state)
-                new = after(params, *treedef.unflatten(leaves))
-                (old,) = treedef.unflatten(leaves)
-                given = "train_step(after=...)"
-                state = (select_if_stepped(given, optimizer, before, opt_state, new, old),)
-        return params, opt_state, *state, (made.loss, made.aux) if has_aux else made.loss
+        result = plan.find_gradients(optimizer, before, backward, traced, params)
+        params, opt_state = apply_step(optimizer, before, params, result)
+        output = result.loss
+        if has_aux:
+            output = (result.loss, result.aux)
+        if not has_state:
+            return params, opt_state, output
 
-    return with_name(step)
+        (old,) = treedef.unflatten(leaves)
+        argument = "train_step(has_state=True)"
+        state = select_if_applied(argument, optimizer, opt_state, result.state, old)
+        if after is not None:
+            leaves, treedef = jax.tree.flatten(state)
+            new = after(params, treedef.unflatten(leaves))
+            old = treedef.unflatten(leaves)
+            argument = "train_step(after=...)"
+            state = select_if_stepped(argument, optimizer, before, opt_state, new, old)
+        return params, opt_state, state, output
+
+    return name_step(step)
 
 
 def _possible_states(tx: Any) -> Iterator[Any]:
@@ -235,9 +257,10 @@ def _possible_states(tx: Any) -> Iterator[Any]:
             yield jax.eval_shape(tx.init, params)
 
 
-def with_name(step: Callable[..., Any]) -> Callable[..., Any]:
-    # For profiles and logs.
-    step.__name__ = step.__qualname__ = "train_step"
+def name_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a step the name by which profiles and logs show it."""
+    step.__name__ = "train_step"
+    step.__qualname__ = "train_step"
     return step
 
 
@@ -246,15 +269,15 @@ def _check_params(transform: Any, params: Any) -> None:
     bases = [f"{base.__module__}.{base.__name__}" for base in type(params).__mro__]
     others = [leaf for leaf in jax.tree.leaves(params) if not is_array_like(leaf)]
     if hasattr(params, "opt_state"):
-        way = ", which holds its optimizer's state. Use `jaxscale.flax.train_step`."
+        way_out = ", which holds its optimizer's state. Use `jaxscale.flax.train_step`."
     elif "flax.nnx.module.Module" in bases:
-        way = ", which changes in place. Use `jaxscale.nnx.train_step`."
+        way_out = ", which changes in place. Use `jaxscale.nnx.train_step`."
     elif others and transform is jax.value_and_grad:
-        way = (
+        way_out = (
             f" with leaves that are not arrays, such as {others[0]!r}. For an Equinox module pass "
             "transform=eqx.filter_value_and_grad."
         )
     else:
         return
     name = type(params).__name__
-    raise TypeError(f"`train_step(...)(params, ...)`: `params` is a {name}{way}")
+    raise TypeError(f"`train_step(...)(params, ...)`: `params` is a {name}{way_out}")

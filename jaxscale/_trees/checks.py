@@ -7,7 +7,6 @@ in a message which argument of which function is wrong.
 import math
 import numbers
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,86 +15,65 @@ import jax.numpy as jnp
 
 def finite_number(call: str, name: str, value: Any) -> float:
     """Returns `value` as a finite Python float, or raises an error that names it."""
-    given = f"`{call}({name}=...)` must be a finite number, got {value!r}"
+    message = f"`{call}({name}=...)` must be a finite number, got {value!r}"
     if isinstance(value, bool):  # a bool is an int to Python, and would pass for 1.0
-        raise ValueError(f"{given}. Pass a number such as 2.0**15.")
+        raise ValueError(f"{message}. Pass a number such as 2.0**15.")
     if not isinstance(value, numbers.Real):
         raise TypeError(
-            f"{given} of type {type(value).__name__}. Pass a Python or NumPy scalar; "
-            "the arguments of a policy are fixed before anything is traced."
+            f"{message} of type {type(value).__name__}. Pass a Python or NumPy scalar: such "
+            "arguments are fixed before anything is traced."
         )
     if not math.isfinite(value):
-        raise ValueError(f"{given}.")
+        raise ValueError(f"{message}.")
     return float(value)
 
 
 def positive(call: str, name: str, value: Any) -> float:
     """Returns `value` as a finite Python float above 0."""
-    value = finite_number(call, name, value)
-    if not value > 0:
-        raise ValueError(f"`{call}({name}=...)` must be above 0, got {value}.")
-    return value
+    number = finite_number(call, name, value)
+    if not number > 0:
+        raise ValueError(f"`{call}({name}=...)` must be above 0, got {number}.")
+    return number
 
 
 def normal_float32(call: str, name: str, value: Any) -> float:
     """Returns `value` as a positive float that float32 holds as a normal number."""
-    value = finite_number(call, name, value)
+    number = finite_number(call, name, value)
     info = jnp.finfo(jnp.float32)
-    low, high = float(info.smallest_normal), float(info.max)
-    if not low <= value <= high:
+    smallest = float(info.smallest_normal)
+    largest = float(info.max)
+    if not smallest <= number <= largest:
         raise ValueError(
-            f"`{call}({name}=...)` must lie in float32's normal range, {low} to {high}, "
-            f"got {value}. Outside of it a scale would turn into 0 or inf."
+            f"`{call}({name}=...)` must lie in float32's normal range, {smallest} to {largest}, "
+            f"got {number}. Outside of it a scale would turn into 0 or inf."
         )
-    return value
+    return number
 
 
 def power_of_two(call: str, name: str, value: Any) -> int:
     """Returns the exponent of `value`, a power of two that float32 holds."""
-    value = normal_float32(call, name, value)
-    mantissa, exponent = math.frexp(value)
+    number = normal_float32(call, name, value)
+    mantissa, exponent = math.frexp(number)
     if mantissa != 0.5:
         raise ValueError(
-            f"`{call}({name}=...)` must be a power of two, got {value}. For other scales it is "
+            f"`{call}({name}=...)` must be a power of two, got {number}. For other scales it is "
             f"not known exactly what is lost: pass 2.0**{exponent - 1}."
         )
     return exponent - 1
 
 
-def growth_factor(call: str, name: str, value: Any) -> float:
-    """Returns `value` as a float above 1."""
-    value = finite_number(call, name, value)
-    if not value > 1:
-        raise ValueError(
-            f"`{call}({name}=...)` must be above 1, got {value}. It multiplies the scale: "
-            "pass 2.0 to double it, or use `FixedLossScale` for a scale that does not grow."
-        )
-    return value
-
-
-def backoff_factor(call: str, name: str, value: Any) -> float:
-    """Returns `value` as a float between 0 and 1."""
-    value = finite_number(call, name, value)
-    if not 0 < value < 1:
-        raise ValueError(
-            f"`{call}({name}=...)` must lie between 0 and 1, got {value}. It multiplies the "
-            "scale: pass 0.5 to halve it."
-        )
-    return value
-
-
 def int32(call: str, name: str, value: Any, least: int = 1, unit: str = "steps") -> int:
     """Returns `value` as a Python int that is at least `least` and fits in an int32."""
-    given = f"`{call}({name}=...)` must be an integer, at least {least}, got {value!r}"
+    message = f"`{call}({name}=...)` must be an integer, at least {least}, got {value!r}"
     if isinstance(value, bool):
-        raise ValueError(f"{given}. It counts {unit}.")
+        raise ValueError(f"{message}. It counts {unit}.")
     try:
-        value = operator.index(value)
+        number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{given}. It counts {unit}: pass an int.") from None
-    if not least <= value <= jnp.iinfo(jnp.int32).max:
-        raise ValueError(f"{given}. It is counted in an int32.")
-    return value
+        raise TypeError(f"{message}. It counts {unit}: pass an int.") from None
+    if not least <= number <= jnp.iinfo(jnp.int32).max:
+        raise ValueError(f"{message}. It is counted in an int32.")
+    return number
 
 
 def one_of(call: str, name: str, value: Any, choices: tuple[Any, ...]) -> Any:
@@ -108,40 +86,19 @@ def one_of(call: str, name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     )
 
 
-def with_article(word: str) -> str:
-    """Returns a word after "a", or after "an" before a vowel."""
-    return f"an {word}" if word[0] in "AEIOaeio" else f"a {word}"
-
-
-def and_more(items: Sequence[Any], most: int) -> list[str]:
-    """Returns the last word of a list that shows only `most` items: "and 3 more", or nothing."""
-    return [f"and {len(items) - most} more"] if len(items) > most else []
-
-
 def scalar_bool(call: str, name: str, value: Any) -> jax.Array:
     """Returns `value` as a `bool[]` array, or raises a `TypeError`."""
     is_bool = getattr(value, "dtype", type(value)) in (bool, jnp.bool_)
     if isinstance(value, type) or not is_bool or jnp.shape(value):
         raise TypeError(
-            f"`{call}({name}=...)` must be a scalar bool, got {_kind(value)}. "
+            f"`{call}({name}=...)` must be a scalar bool, got {describe_value(value)}. "
             "To reduce a tree of gradients to one, use `jaxscale.all_finite(grads)`."
         )
     return jnp.asarray(value, jnp.bool_)
 
 
-def scalar_float32(call: str, name: str, value: Any) -> jax.Array:
-    """Returns `value` as an `f32[]` array, or raises a `TypeError`."""
-    dtype = getattr(value, "dtype", None)
-    is_array = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and value.shape == ()
-    if not is_array and not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"`{call}({name}=...)` must be a floating scalar, the largest absolute value among "
-            f"the gradients, got {_kind(value)}. `update(state, grads)` finds it."
-        )
-    return jnp.asarray(value, jnp.float32)
-
-
-def _kind(value: Any) -> str:
+def describe_value(value: Any) -> str:
+    """Returns the dtype and shape of an array, or the type of anything else, for messages."""
     if hasattr(value, "dtype") and not isinstance(value, type):
         return f"{value.dtype}{list(jnp.shape(value))}"
     return type(value).__name__

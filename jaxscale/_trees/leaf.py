@@ -8,31 +8,58 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# From the lowest to the highest, as JAX promotes them.
-_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+from .._jax import is_inexact
+
+
+class NumberKind(enum.IntEnum):
+    """The kind of numbers that a dtype holds, from the lowest to the highest as JAX promotes."""
+
+    NONE = -1
+    BOOL = 0
+    INTEGER = 1
+    FLOATING = 2
+    COMPLEX = 3
+
+
+_KINDS = {
+    jnp.bool_: NumberKind.BOOL,
+    jnp.integer: NumberKind.INTEGER,
+    jnp.floating: NumberKind.FLOATING,
+    jnp.complexfloating: NumberKind.COMPLEX,
+}
+
+
+def kind_of(dtype: Any) -> NumberKind:
+    """Returns the kind of numbers that a dtype holds, `NONE` for that of keys, text and so on."""
+    for scalar_type, kind in _KINDS.items():
+        if jnp.issubdtype(dtype, scalar_type):
+            return kind
+    return NumberKind.NONE
 
 
 def is_array_like(leaf: Any) -> bool:
     """Returns whether a leaf is an array to JAX, or a number.
 
-    The type decides, as modules and abstract values have a `dtype`, too. A NumPy array of numbers
+    The type decides, as modules and abstract values also have a `dtype`. A NumPy array of numbers
     counts even if JAX does not support its dtype, so that JAX refuses it.
     """
     if isinstance(leaf, jax.Array):
         return True
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        dtype = leaf.dtype
-        # NumPy counts time differences among the integers.
-        return dtype == jax.dtypes.float0 or (kind_of(dtype) >= 0 and dtype.kind != "m")
-    return is_python_number(leaf)
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return is_python_number(leaf)
+    if leaf.dtype == jax.dtypes.float0:
+        return True
+    is_time = leaf.dtype.kind == "m"  # NumPy counts time differences among the integers
+    return kind_of(leaf.dtype) is not NumberKind.NONE and not is_time
 
 
 def is_python_number(leaf: Any) -> bool:
     """Returns whether a leaf is a number without a dtype."""
+    if not isinstance(leaf, (bool, int, float, complex)):
+        return False
     # A member of an enumeration is a choice, even where it is an int to Python. NumPy's float64
     # is a Python float, but it has a dtype.
-    number = isinstance(leaf, (bool, int, float, complex))
-    return number and not isinstance(leaf, (enum.Enum, np.generic))
+    return not isinstance(leaf, (enum.Enum, np.generic))
 
 
 def is_weak(leaf: Any) -> bool:
@@ -40,19 +67,16 @@ def is_weak(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type
 
 
-def kind_of(dtype: Any) -> int:
-    """Returns the rank of a dtype's kind of numbers, or -1 if it does not hold numbers."""
-    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
-
-
-def is_inexact(leaf: Any) -> bool:
+def is_inexact_leaf(leaf: Any) -> bool:
     """Returns whether a leaf is a floating-point or complex array or number."""
-    return is_array_like(leaf) and jnp.issubdtype(dtype_of(leaf), jnp.inexact)
+    return is_array_like(leaf) and is_inexact(dtype_of(leaf))
 
 
 def dtype_of(leaf: Any) -> Any:
     """Returns the dtype that an array or number has in JAX."""
-    return leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf)
+    if isinstance(leaf, jax.Array):
+        return leaf.dtype
+    return jnp.result_type(leaf)
 
 
 def is_equal(a: Any, b: Any) -> bool:
@@ -69,22 +93,38 @@ def is_equal(a: Any, b: Any) -> bool:
         return False
 
 
-def holds(dtype: Any, number: Any) -> bool:
+def dtype_holds(dtype: Any, number: Any) -> bool:
     """Returns whether a dtype holds a Python number: exactly, or rounded if it is inexact."""
     kind = kind_of(dtype)
-    if kind < 0 or (kind < 3 and number.imag != 0):
+    if kind is NumberKind.NONE:
         return False
-    if kind < 2:
-        least, most = (0, 1) if kind == 0 else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-        return least <= number.real <= most and number.real == int(number.real)
-    most, eps = float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).eps)
-    overflow = most + eps / 2 * 2.0 ** (math.frexp(most)[1] - 1)  # from here on it rounds to inf
-    return not any(overflow <= abs(part) < math.inf for part in (number.real, number.imag))
+    if kind is not NumberKind.COMPLEX and number.imag != 0:
+        return False
+    if kind is NumberKind.BOOL:
+        return number.real in (0, 1)
+    if kind is NumberKind.INTEGER:
+        info = jnp.iinfo(dtype)
+        is_in_range = info.min <= number.real <= info.max
+        return is_in_range and number.real == int(number.real)
+    limit = _overflow_limit(dtype)
+    overflows = [limit <= abs(part) < math.inf for part in (number.real, number.imag)]
+    return not any(overflows)
 
 
-def as_array(number: Any, dtype: Any) -> np.ndarray:
+def _overflow_limit(dtype: Any) -> float:
+    """Returns the least number that rounds to inf in an inexact dtype."""
+    info = jnp.finfo(dtype)
+    largest = float(info.max)
+    _, exponent = math.frexp(largest)
+    half_spacing = float(info.eps) / 2 * 2.0 ** (exponent - 1)
+    return largest + half_spacing
+
+
+def make_array(number: Any, dtype: Any) -> np.ndarray:
     """Returns a Python number as an array of a dtype that holds it."""
     # With NumPy, as JAX makes a Python number an int32 or a float32 first.
     kind = kind_of(dtype)
-    number = (bool, int, float, complex)[kind](number if kind == 3 else number.real)
-    return np.asarray(number, dtype)
+    if kind is NumberKind.COMPLEX:
+        return np.asarray(complex(number), dtype)
+    of_kind = {NumberKind.BOOL: bool, NumberKind.INTEGER: int, NumberKind.FLOATING: float}[kind]
+    return np.asarray(of_kind(number.real), dtype)

@@ -11,19 +11,20 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType
+from jax.tree_util import KeyPath
 
 from .._jax import vary, varying
 from .checks import scalar_bool
 from .leaf import (
-    as_array,
+    dtype_holds,
     dtype_of,
-    holds,
     is_array_like,
     is_equal,
-    is_inexact,
+    is_inexact_leaf,
     is_python_number,
     is_weak,
     kind_of,
+    make_array,
 )
 
 # The collection of state that travels as a gradient, where Flax and Transformer Engine keep the
@@ -34,41 +35,48 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 _Tree = TypeVar("_Tree")
 
 
-def _has_dtype(leaf: Any, dtype: Any) -> bool:
-    # Most have theirs already, and a conversion takes longer to trace than a product.
-    return isinstance(leaf, jax.Array) and leaf.dtype == dtype and not is_weak(leaf)
+# Gradients.
 
 
-def is_overwrite(path: tuple[Any, ...]) -> bool:
+def is_overwrite(path: KeyPath) -> bool:
     """Returns whether the path of a leaf says that its gradient replaces it."""
-    names = (getattr(key, "key", getattr(key, "name", None)) for key in path)
-    return OVERWRITE_WITH_GRADIENT in names
+    for key in path:
+        name = getattr(key, "key", getattr(key, "name", None))
+        if name == OVERWRITE_WITH_GRADIENT:
+            return True
+    return False
 
 
-def _is_gradient(path: tuple[Any, ...], leaf: Any) -> bool:
-    return is_inexact(leaf) and not is_overwrite(path)
+def _is_gradient(path: KeyPath, leaf: Any) -> bool:
+    return is_inexact_leaf(leaf) and not is_overwrite(path)
 
 
-def leaf_name(path: tuple[Any, ...]) -> str:
+def leaf_name(path: KeyPath) -> str:
     """Returns the path of a leaf as `params/Dense_0/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/") or "the root"
 
 
 def map_gradients(fun: Callable[[Any], Any], tree: Any) -> Any:
-    """Returns `tree` with `fun` applied to the leaves that are gradients."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: fun(leaf) if _is_gradient(path, leaf) else leaf, tree
-    )
+    """Applies `fun` to the leaves of a tree that are gradients."""
+
+    def apply(path: KeyPath, leaf: Any) -> Any:
+        if _is_gradient(path, leaf):
+            return fun(leaf)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(apply, tree)
 
 
 def only_gradients(tree: Any) -> Any:
     """Returns `tree` with `None` for every leaf that is not a gradient."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf if _is_gradient(path, leaf) else None, tree
-    )
+
+    def keep_gradient(path: KeyPath, leaf: Any) -> Any:
+        return leaf if _is_gradient(path, leaf) else None
+
+    return jax.tree_util.tree_map_with_path(keep_gradient, tree)
 
 
-def list_gradients(tree: Any) -> list[tuple[Any, Any]]:
+def list_gradients(tree: Any) -> list[tuple[KeyPath, Any]]:
     """Returns the gradients in a tree, each with its path."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return [(path, leaf) for path, leaf in pairs if _is_gradient(path, leaf)]
@@ -83,7 +91,7 @@ def replace_gradients(tree: Any, values: Iterable[Any]) -> Any:
     values = list(values)
     remaining = iter(values)
 
-    def replace(path: tuple[Any, ...], leaf: Any) -> Any:
+    def replace(path: KeyPath, leaf: Any) -> Any:
         return next(remaining) if _is_gradient(path, leaf) else None
 
     try:
@@ -93,19 +101,26 @@ def replace_gradients(tree: Any, values: Iterable[Any]) -> Any:
         return dict(zip(names, values, strict=True))
 
 
+# Dtypes.
+
+
 def widen(leaf: Any) -> jax.Array:
-    """Returns an inexact leaf in float32, or in its own dtype if that is as wide or wider."""
-    return leaf if _has_dtype(leaf, jnp.float32) else cast(leaf, widened(leaf))
+    """Casts an inexact leaf to float32, unless its own dtype is as wide or wider."""
+    if _has_dtype(leaf, jnp.float32):
+        return leaf
+    return cast(leaf, widened(leaf))
 
 
 def widened(leaf: Any) -> Any:
     """Returns the dtype that `widen` gives an inexact leaf."""
     dtype = jnp.result_type(leaf)
-    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
+    if jnp.finfo(dtype).bits >= 32:
+        return dtype
+    return jnp.dtype(jnp.float32)
 
 
 def cast(leaf: Any, dtype: Any) -> Any:
-    """Returns a leaf as a strongly typed array of a dtype.
+    """Casts a leaf to a strongly typed array of a dtype.
 
     Typed keys and `float0`, whose dtypes do not hold numbers, stay as they are.
     """
@@ -116,16 +131,26 @@ def cast(leaf: Any, dtype: Any) -> Any:
     return jax.lax.convert_element_type(leaf, dtype)
 
 
-def cast_like(tree: Any, like: Any) -> Any:
-    """Returns a tree with the dtypes of another tree of the same structure."""
+def _has_dtype(leaf: Any, dtype: Any) -> bool:
+    # Most have theirs already, and a conversion takes longer to trace than a product.
+    return isinstance(leaf, jax.Array) and leaf.dtype == dtype and not is_weak(leaf)
+
+
+def cast_like(tree: _Tree, like: Any) -> _Tree:
+    """Casts the leaves of a tree to the dtypes of another tree of the same structure."""
 
     def cast_leaf(leaf: Any, other: Any) -> Any:
-        return cast(leaf, dtype_of(other)) if is_array_like(other) else leaf
+        if not is_array_like(other):
+            return leaf
+        return cast(leaf, dtype_of(other))
 
     return jax.tree.map(cast_leaf, tree, like)
 
 
-def trained_params(params: Any, grads: Any) -> Any:
+# Parameters and updates.
+
+
+def trained_params(params: optax.Params, grads: optax.Updates) -> optax.Params:
     """Returns the parameters that have a gradient, with `None` in the place of the others.
 
     Those may be functions or text, which cannot be selected or compiled. Gradients of another
@@ -142,25 +167,35 @@ def trained_params(params: Any, grads: Any) -> Any:
             "there is no gradient. The order of arguments is (tx, grads, opt_state, params). JAX "
             f"says, and calls `params` the prefix: {error}"
         ) from error
-    pairs = list(zip(leaves, by_leaf, strict=True))
-    if all(leaf is None or grad is not None for leaf, grad in pairs):
+    trained = []
+    is_all = True
+    for leaf, grad in zip(leaves, by_leaf, strict=True):
+        if grad is None and leaf is not None:
+            is_all = False
+            leaf = None
+        trained.append(leaf)
+    if is_all:
         return params  # not rebuilt, as its classes may look at their children
-    return structure.unflatten([None if grad is None else leaf for leaf, grad in pairs])
+    return structure.unflatten(trained)
 
 
-def combine(trained: Any, params: Any) -> Any:
-    """Returns what `trained_params` returned, with the others in the place of `None` again."""
+def combine(trained: optax.Params, params: optax.Params) -> optax.Params:
+    """Merges what `trained_params` returned with the parameters that it left out."""
     if not any(map(_is_none, jax.tree.leaves(trained, is_leaf=_is_none))):
         return trained
-    return jax.tree.map(lambda a, b: b if a is None else a, trained, params, is_leaf=_is_none)
+
+    def fill(leaf: Any, other: Any) -> Any:
+        return other if leaf is None else leaf
+
+    return jax.tree.map(fill, trained, params, is_leaf=_is_none)
 
 
 def _is_none(leaf: Any) -> bool:
     return leaf is None
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
-    """Returns `optax.apply_updates(params, updates)`, for every kind of leaf.
+def apply_updates(params: Any, updates: optax.Updates) -> Any:
+    """Adds updates to parameters as `optax.apply_updates` does, for every kind of leaf.
 
     The sum is taken in float32 or wider and rounded once. A leaf without a gradient stays as it is:
     its update is `None`, or a `float0`, as for integers and typed keys.
@@ -169,38 +204,46 @@ def apply_updates(params: Any, updates: Any) -> Any:
     def add(param: Any, update: Any) -> Any:
         if update is None or not is_array_like(param) or dtype_of(update) == jax.dtypes.float0:
             return param
-        total = (widen(param) if is_inexact(param) else param) + update
-        return cast(total, dtype_of(param))
+        wide_param = widen(param) if is_inexact_leaf(param) else param
+        return cast(wide_param + update, dtype_of(param))
 
     return jax.tree.map(add, params, updates, is_leaf=_is_none)
 
 
-def cast_updates(params: Any, updates: Any) -> Any:
-    """Returns updates in dtypes that `optax.apply_updates` can add to the parameters.
+def cast_updates(params: Any, updates: optax.Updates) -> optax.Updates:
+    """Casts updates to dtypes that `optax.apply_updates` can add to the parameters.
 
     JAX does not promote floating-point numbers of 8 bits or less: these need their own dtype.
     """
-
-    def addable(update: Any, param: Any) -> Any:
-        is_narrow = is_inexact(param) and jnp.finfo(dtype_of(param)).bits <= 8
-        return cast(update, dtype_of(param)) if is_narrow and update is not None else update
-
     if jax.tree.structure(updates) != jax.tree.structure(params):
         return updates
-    return jax.tree.map(addable, updates, params)
+
+    def make_addable(update: Any, param: Any) -> Any:
+        if update is None or not is_inexact_leaf(param) or jnp.finfo(dtype_of(param)).bits > 8:
+            return update
+        return cast(update, dtype_of(param))
+
+    return jax.tree.map(make_addable, updates, params)
 
 
 def varying_axes(tree: Any) -> set[Any]:
     """Returns the mesh axes along which gradients in a tree may differ, as `varying` does."""
-    return set().union(*(varying(jax.typeof(leaf)) for _, leaf in list_gradients(tree)))
+    axes: set[Any] = set()
+    for _, leaf in list_gradients(tree):
+        axes.update(varying(jax.typeof(leaf)))
+    return axes
 
 
 def blank(aval: Any) -> jax.Array:
     """Returns zeros of a type, with its sharding and the mesh axes along which it varies."""
+    sharding = None
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)  # `full` of keys takes no sharding
-    explicit = not is_key and AxisType.Explicit in aval.sharding.mesh.axis_types
-    sharding = {"sharding": aval.sharding} if explicit else {}
-    return vary(jax.lax.full(aval.shape, 0, aval.dtype, **sharding), varying(aval))
+    if not is_key and AxisType.Explicit in aval.sharding.mesh.axis_types:
+        sharding = aval.sharding
+    return vary(jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding), varying(aval))
+
+
+# Selection.
 
 
 def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
@@ -239,86 +282,122 @@ def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
 
 
 def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
-    """Returns what `tree_where` does, with errors in the name of `call`."""
+    """Selects as `tree_where` does, with errors in the name of `call`."""
     pred = scalar_bool(call, "pred", pred)
     _check_same_structure(call, on_true, on_false)
 
-    def select_leaf(path: tuple[Any, ...], a: Any, b: Any) -> Any:
-        are_arrays = isinstance(a, jax.Array) and isinstance(b, jax.Array)
-        if are_arrays and (a.shape, a.dtype, is_weak(a)) == (b.shape, b.dtype, is_weak(b)):
-            return jax.lax.select(pred, a, b)  # the usual case, first because it is fast
-        if not (is_array_like(a) and is_array_like(b)):
-            if is_equal(a, b):
-                return a
-            raise TypeError(_unequal(call, path, "values, as they are not arrays", a, b))
+    def select_leaf(path: KeyPath, a: Any, b: Any) -> Any:
+        if _are_arrays_of_one_type(a, b):  # the usual case, first because it is fast
+            return jax.lax.select(pred, a, b)
+        if not is_array_like(a) or not is_array_like(b):
+            if not is_equal(a, b):
+                raise TypeError(_unequal(call, path, "values, as they are not arrays", a, b))
+            return a
         if jnp.shape(a) != jnp.shape(b):
             raise ValueError(_unequal(call, path, "shapes", jnp.shape(a), jnp.shape(b)))
         dtype = _common_dtype(call, path, a, b)
         if dtype == jax.dtypes.float0:  # holds no values, and XLA knows no such type
             return a
-        numbers = (as_array(leaf, dtype) if is_python_number(leaf) else leaf for leaf in (a, b))
-        return jax.lax.select(pred, *(cast(leaf, dtype) for leaf in numbers))
+        return jax.lax.select(pred, _cast_number(a, dtype), _cast_number(b, dtype))
 
     return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
 
 
-def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
-    """Returns what `select` does, in the types of `old`; another dtype is an error."""
+def _are_arrays_of_one_type(a: Any, b: Any) -> bool:
+    if not isinstance(a, jax.Array) or not isinstance(b, jax.Array):
+        return False
+    return a.shape == b.shape and a.dtype == b.dtype and is_weak(a) == is_weak(b)
 
-    def keep_type(path: tuple[Any, ...], leaf: Any, old: Any) -> Any:
-        if not (is_array_like(leaf) and is_array_like(old)):
+
+def _cast_number(leaf: Any, dtype: Any) -> Any:
+    """Casts an array, or a Python number that the dtype holds."""
+    if is_python_number(leaf):
+        leaf = make_array(leaf, dtype)
+    return cast(leaf, dtype)
+
+
+def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
+    """Selects as `select` does, in the types of `old`; another dtype is an error."""
+
+    def keep_type(path: KeyPath, leaf: Any, old_leaf: Any) -> Any:
+        if not is_array_like(leaf) or not is_array_like(old_leaf):
             return leaf
-        if dtype_of(leaf) != dtype_of(old):
-            raise TypeError(_unequal(call, path, "dtypes", dtype_of(leaf), dtype_of(old)))
-        if isinstance(old, jax.Array) and is_weak(old) and not is_weak(leaf):
+        dtype = dtype_of(leaf)
+        old_dtype = dtype_of(old_leaf)
+        if dtype != old_dtype:
+            raise TypeError(_unequal_dtypes(call, path, dtype, old_dtype))
+        if isinstance(old_leaf, jax.Array) and is_weak(old_leaf) and not is_weak(leaf):
             # A step whose state came back strongly typed would compile anew. No cast makes a weak
             # type, but what is written into a weakly typed array takes it.
-            return old.at[...].set(leaf)
+            return old_leaf.at[...].set(leaf)
         return leaf
 
     return jax.tree_util.tree_map_with_path(keep_type, select(call, pred, new, old), old)
 
 
-def _common_dtype(call: str, path: tuple[Any, ...], a: Any, b: Any) -> Any:
+def _common_dtype(call: str, path: KeyPath, a: Any, b: Any) -> Any:
     """Returns the dtype of a selection from two leaves: that of the more strongly typed one."""
-    numbers = [leaf for leaf in (a, b) if is_python_number(leaf)]
-    weak = [leaf for leaf in (a, b) if is_weak(leaf)]
-    strong = [leaf for leaf in (a, b) if not (is_python_number(leaf) or is_weak(leaf))]
+    numbers = []
+    weak = []
+    strong = []
+    for leaf in (a, b):
+        if is_python_number(leaf):
+            numbers.append(leaf)
+        elif is_weak(leaf):
+            weak.append(leaf)
+        else:
+            strong.append(leaf)
+
     dtype = dtype_of(strong[0]) if strong else jnp.result_type(*(weak or numbers))
-    same = all(dtype_of(leaf) == dtype for leaf in strong)
-    if not same or any(kind_of(dtype) < kind_of(dtype_of(leaf)) for leaf in weak):
-        raise TypeError(_unequal(call, path, "dtypes", dtype_of(a), dtype_of(b)))
-    for leaf in numbers:
-        if not holds(dtype, leaf):
-            where = jax.tree_util.keystr(path) or "the root"
+    is_same = all(dtype_of(leaf) == dtype for leaf in strong)
+    is_lowered = any(kind_of(dtype) < kind_of(dtype_of(leaf)) for leaf in weak)
+    if not is_same or is_lowered:
+        raise TypeError(_unequal_dtypes(call, path, dtype_of(a), dtype_of(b)))
+    for number in numbers:
+        if not dtype_holds(dtype, number):
             raise TypeError(
-                f"`{call}` needs leaves of equal dtypes: that at {where} is {leaf!r} in one tree "
-                f"and {dtype} in the other, which does not hold that number. Pass a number that "
-                f"{dtype} holds, or arrays of one dtype."
+                f"`{call}` needs leaves of equal dtypes: that at {_place(path)} is {number!r} in "
+                f"one tree and {dtype} in the other, which does not hold that number. Pass a "
+                f"number that {dtype} holds, or arrays of one dtype."
             )
     return dtype
 
 
-def _unequal(call: str, path: tuple[Any, ...], what: str, a: Any, b: Any) -> str:
-    where = jax.tree_util.keystr(path) or "the root"
-    hint = " Cast one to the dtype of the other, or the step would compile anew."
-    hint *= what == "dtypes"
-    return f"`{call}` needs leaves of equal {what}: those at {where} have {a} and {b}.{hint}"
+def _unequal(call: str, path: KeyPath, what: str, a: Any, b: Any) -> str:
+    return f"`{call}` needs leaves of equal {what}: those at {_place(path)} have {a} and {b}."
+
+
+def _unequal_dtypes(call: str, path: KeyPath, a: Any, b: Any) -> str:
+    message = _unequal(call, path, "dtypes", a, b)
+    return f"{message} Cast one to the dtype of the other, or the step would compile anew."
+
+
+def _place(path: KeyPath) -> str:
+    return jax.tree_util.keystr(path) or "the root"
 
 
 def _check_same_structure(call: str, first: Any, second: Any) -> None:
     """Raises a `ValueError` that says where two trees differ, if they do."""
-    structures = jax.tree.structure(first), jax.tree.structure(second)
-    if structures[0] == structures[1]:
+    first_structure = jax.tree.structure(first)
+    second_structure = jax.tree.structure(second)
+    if first_structure == second_structure:
         return
-    trees = map(jax.tree_util.tree_leaves_with_path, (first, second))
-    paths = [[jax.tree_util.keystr(path) for path, _ in leaves] for leaves in trees]
-    only_first = ", ".join(path for path in paths[0] if path not in paths[1]) or "none"
-    only_second = ", ".join(path for path in paths[1] if path not in paths[0]) or "none"
+    first_paths = _leaf_paths(first)
+    second_paths = _leaf_paths(second)
+    only_first = [path for path in first_paths if path not in second_paths]
+    only_second = [path for path in second_paths if path not in first_paths]
     raise ValueError(
-        f"`{call}` needs two trees of one structure. Leaves only in the first: {only_first}; "
-        f"only in the second: {only_second}. They are {structures[0]} and {structures[1]}."
+        f"`{call}` needs two trees of one structure. Leaves only in the first: "
+        f"{', '.join(only_first) or 'none'}; only in the second: "
+        f"{', '.join(only_second) or 'none'}. They are {first_structure} and {second_structure}."
     )
+
+
+def _leaf_paths(tree: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+# Leaves that their gradients replace.
 
 
 def holds_overwrites(tree: Any) -> bool:
@@ -328,53 +407,75 @@ def holds_overwrites(tree: Any) -> bool:
 
 def without_overwrites(tree: Any) -> Any:
     """Returns a tree with an empty node in the place of each leaf that its gradient replaces."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: optax.MaskedNode() if is_overwrite(path) else leaf, tree
-    )
+
+    def mask(path: KeyPath, leaf: Any) -> Any:
+        return optax.MaskedNode() if is_overwrite(path) else leaf
+
+    return jax.tree_util.tree_map_with_path(mask, tree)
 
 
-def zero_overwrites(grads: Any) -> Any:
+def zero_overwrites(grads: optax.Updates) -> optax.Updates:
     """Returns gradients with zeros in the place of values that replace a leaf."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, g: jnp.zeros_like(g) if is_overwrite(path) and is_inexact(g) else g, grads
-    )
+
+    def zero(path: KeyPath, grad: Any) -> Any:
+        if is_overwrite(path) and is_inexact_leaf(grad):
+            return jnp.zeros_like(grad)
+        return grad
+
+    return jax.tree_util.tree_map_with_path(zero, grads)
 
 
-def overwrite(outcome: Any, new: Any, old: Any) -> Any:
-    """Returns the outcome of a step, with each leaf that is replaced as `replace_finite` says."""
-    return _map_overwrites(replace_finite, outcome, new, old)
+def overwrite(
+    outcome: optax.Params, grads: optax.Updates, params: optax.Params | None
+) -> optax.Params:
+    """Replaces those leaves in the outcome of a step by their gradients, as `replace_finite`."""
+    return _map_overwrites(replace_finite, outcome, grads, params)
 
 
-def overwriting_updates(updates: Any, new: Any, old: Any) -> Any:
-    """Returns updates which, added to the parameters, replace those leaves by their new values.
+def overwriting_updates(
+    updates: optax.Updates, grads: optax.Updates, params: optax.Params | None
+) -> optax.Updates:
+    """Returns updates which, added to the parameters, replace those leaves by their gradients.
 
     A sum p + u cannot always be exact: it is to the rounding of the larger of both values, and
     never 0 if the new value is not 0.
     """
 
-    def difference(new: Any, old: Any) -> Any:
-        if not is_inexact(old) or not is_inexact(new):
+    def find_difference(new: Any, old: Any) -> Any:
+        if not is_inexact_leaf(old) or not is_inexact_leaf(new):
             return new
-        new, old = widen(replace_finite(new, old)), widen(old)
-        update = new - old
-        vanishes = (old + update == 0) & (new != 0)
-        return jnp.where(vanishes, jnp.nextafter(-old, jnp.sign(new) * jnp.inf), update)
+        wide_new = widen(replace_finite(new, old))
+        wide_old = widen(old)
+        update = wide_new - wide_old
+        vanishes = (wide_old + update == 0) & (wide_new != 0)
+        next_to_old = jnp.nextafter(-wide_old, jnp.sign(wide_new) * jnp.inf)
+        return jnp.where(vanishes, next_to_old, update)
 
-    return _map_overwrites(difference, updates, new, old)
+    return _map_overwrites(find_difference, updates, grads, params)
 
 
-def _map_overwrites(fun: Any, outcome: Any, new: Any, old: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, *pair: fun(*pair) if is_overwrite(path) else leaf,
-        outcome,
-        new,
-        old,
-        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
-    )
+def _map_overwrites(
+    fun: Callable[[Any, Any], Any],
+    tree: Any,
+    grads: optax.Updates,
+    params: optax.Params | None,
+) -> Any:
+    """Replaces the leaves of a tree that are overwritten by `fun(gradient, parameter)`."""
+
+    def replace(path: KeyPath, leaf: Any, grad: Any, param: Any) -> Any:
+        if is_overwrite(path):
+            return fun(grad, param)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(replace, tree, grads, params, is_leaf=_is_masked)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def replace_finite(new: Any, old: Any) -> Any:
     """Returns the next value of a leaf: the new one where it is finite, otherwise the old one."""
-    if not is_inexact(old) or not is_inexact(new):
+    if not is_inexact_leaf(old) or not is_inexact_leaf(new):
         return old  # integers and keys, with `float0` gradients
     return jnp.where(jnp.isfinite(new), cast(new, dtype_of(old)), old)

@@ -104,12 +104,13 @@ def calibrate(
         )
 
     @jit
-    def backward(state: Any, params: Any, batch: Any) -> tuple[Any, Any]:
+    def run_pass(state: Any, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         value, grads = value_and_grad(fun, state, has_aux=has_aux, **kwargs)(params, batch)
-        return (value[0] if has_aux else value), all_finite(grads)
+        loss = value[0] if has_aux else value
+        return loss, all_finite(grads)
 
-    def try_scale(exponent: int, batch: Any) -> tuple[Any, Any]:
-        return backward(init_state(2.0**exponent), params, batch)
+    def try_scale(exponent: int, batch: Any) -> tuple[jax.Array, jax.Array]:
+        return run_pass(init_state(2.0**exponent), params, batch)
 
     search = Search(try_scale, low, high, max_passes)
     for batch in batches:
@@ -120,31 +121,44 @@ def calibrate(
 
 
 class Search:
-    """The search for the largest exponent at which none of the batches so far overflows."""
+    """The search for the largest exponent at which none of the batches so far overflows.
+
+    `try_scale` returns the loss at `2**exponent` on a batch, and whether the gradients are finite.
+    """
 
     def __init__(
-        self, try_scale: Callable[[int, Any], tuple[Any, Any]], low: int, high: int, passes: int
-    ):
+        self,
+        try_scale: Callable[[int, Any], tuple[jax.Array, jax.Array | bool]],
+        low: int,
+        high: int,
+        max_passes: int,
+    ) -> None:
         self.try_scale = try_scale
-        self.low, self.high = low, high
+        self.low = low
+        self.high = high
         self.good = high  # the largest exponent that no batch has ruled out
         self.bad: int | None = None  # the least exponent that overflowed
-        self.passes, self.max_passes = 0, passes
+        self.passes = 0
+        self.max_passes = max_passes
         self.batches = 0  # how many batches `good`, or a larger exponent, was tried on
         self.is_largest = True
 
     @property
     def is_over(self) -> bool:
+        """Whether no pass is left, or no exponent that may fit."""
         return self.passes == self.max_passes or self.good < self.low
 
     def look_at(self, batch: Any) -> None:
-        good, bad = self.low - 1, self.good + 1
+        """Lowers `good` until one more batch does not overflow at it, or no pass is left."""
+        good = self.low - 1
+        bad = self.good + 1
         step = 0
         while bad - good > 1 and self.passes < self.max_passes:
             exponent = (good + bad) // 2
             if self.batches and good < self.low:
                 # It probably fits like the batches before: step down faster and faster.
-                exponent, step = max(bad - 1 - step, self.low), 2 * step + 1
+                exponent = max(bad - 1 - step, self.low)
+                step = 2 * step + 1
             if self._is_finite(exponent, batch):
                 good = exponent
             else:
@@ -178,24 +192,38 @@ class Search:
         return bool(finite)
 
     def result(self) -> Calibration:
+        """Returns what was found, or raises a `ValueError` if there was no batch."""
         if not self.passes:
             raise ValueError("`calibrate(batches=...)` must hold at least one batch, got none.")
-        found = 2.0**self.good if self.good >= self.low else None
-        bad = None if self.bad is None else 2.0**self.bad
-        where = f"(batches: {self.batches}, backward passes: {self.passes})"
-        if found is None:
-            words = (
+        init_scale = None
+        if self.good >= self.low:
+            init_scale = 2.0**self.good
+        overflows_at = None
+        if self.bad is not None:
+            overflows_at = 2.0**self.bad
+        return Calibration(
+            init_scale=init_scale,
+            overflows_at=overflows_at,
+            passes=self.passes,
+            batches=self.batches,
+            is_largest=self.is_largest,
+            sentence=self._say_result(),
+        )
+
+    def _say_result(self) -> str:
+        if self.good < self.low:
+            return (
                 f"Even loss scale {power(2.0**self.low)} overflows on batches[{self.batches - 1}], "
                 "so no larger one does. `jaxscale.diagnostics.trace` finds where; compute that in "
                 "float32."
             )
-        elif not self.is_largest:
-            words = (
-                f"Loss scale {power(found)} does not overflow {where}. These were too few passes "
+        largest = power(2.0**self.good)
+        where = f"(batches: {self.batches}, backward passes: {self.passes})"
+        if not self.is_largest:
+            return (
+                f"Loss scale {largest} does not overflow {where}. These were too few passes "
                 f"to find the largest: pass max_passes={2 * self.max_passes}."
             )
-        elif bad is None:
-            words = f"No loss scale up to {power(found)}, the largest to try, overflows {where}."
-        else:
-            words = f"The largest loss scale that does not overflow is {power(found)} {where}."
-        return Calibration(found, bad, self.passes, self.batches, self.is_largest, words)
+        if self.bad is None:
+            return f"No loss scale up to {largest}, the largest to try, overflows {where}."
+        return f"The largest loss scale that does not overflow is {largest} {where}."

@@ -17,21 +17,22 @@ import numpy as np
 from jax.core import Tracer
 
 from .._trees.leaf import is_array_like, is_python_number
+from .._trees.numbers import INFINITY_BITS
 from .._trees.tree import list_gradients
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-INFINITY = 0x7F800000  # the bits of float32's inf; those of a NaN are larger
 
 
 def is_array(leaf: Any) -> bool:
     """Returns whether a leaf is an array of numbers, and not a Python number."""
-    # A Python number in a batch stays static, and one given as a loss scale is checked first.
+    # A Python number in a batch stays static, and a loss scale that is one is checked first.
     return is_array_like(leaf) and not is_python_number(leaf)
 
 
-def kind(leaf: Any) -> str:
+def describe(leaf: Any) -> str:
     """Returns what an error message calls a leaf: the dtype and shape of an array, or its type."""
-    # By type, because modules and scalar types have a `dtype` too. Arrays of text are arrays here.
+    # The type decides, because modules and scalar types have a `dtype` too. Arrays of text are
+    # arrays here.
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return f"{leaf.dtype}{list(leaf.shape)}"
     return f"`{type(leaf).__name__}`"
@@ -49,36 +50,40 @@ def check_result(call: str, name: str, value: Any, cls: type, function: str) -> 
 
 def gradient_leaves(call: str, name: str, tree: Any) -> list[Any]:
     """Returns the gradients in a tree, or raises a `ValueError` if they cannot be counted."""
-    leaves = list_gradients(tree)
-    if not leaves:
-        others = ", ".join(sorted(set(map(kind, jax.tree.leaves(tree)))))
+    gradients = list_gradients(tree)
+    if not gradients:
+        content = "a tree without any leaf"
+        kinds = set(map(describe, jax.tree.leaves(tree)))
+        if kinds:
+            content = f"only {', '.join(sorted(kinds))}"
         raise ValueError(
-            f"`{call}({name}=...)` must hold floating or complex arrays, got "
-            f"{f'only {others}' if others else 'a tree without any leaf'}. Pass what "
+            f"`{call}({name}=...)` must hold floating or complex arrays, got {content}. Pass what "
             "`jaxscale.grad` returned."
         )
-    for path, leaf in leaves:
+    leaves = []
+    for path, leaf in gradients:
         if jnp.size(leaf) >= 2**31:  # twice as many numbers, if complex
             raise ValueError(
                 f"`{call}({name}=...)` counts up to 2**32 numbers in a leaf, got "
                 f"{jnp.size(leaf)} elements at {jax.tree_util.keystr(path) or 'the root'}. "
                 "Pass the leaf in several parts."
             )
-    return [leaf for _, leaf in leaves]
+        leaves.append(leaf)
+    return leaves
 
 
 def magnitude_bits(leaf: Any) -> jax.Array:
     """Returns the bits of `|leaf|` in float32, as integers in the order of the numbers.
 
     A complex leaf becomes its real and imaginary parts. A float64 number is cut to 24 bits. The
-    last is set if any nonzero bit was cut off, so that it compares with numbers of fewer bits as
-    before. Outside float32's range it becomes the nearest end of the range.
+    last is set if any nonzero bit was cut off, so that the number compares with numbers of fewer
+    bits as before. Outside float32's range it becomes the nearest end of the range.
     """
     leaf = jnp.asarray(leaf)
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag])
     if leaf.dtype == jnp.float64:
-        return _cut(jax.lax.bitcast_convert_type(leaf, jnp.uint64))
+        return _cut_float64_bits(jax.lax.bitcast_convert_type(leaf, jnp.uint64))
     if leaf.dtype == jnp.bfloat16:  # the upper half of a float32
         bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16).astype(jnp.uint32) << 16
     else:  # the subnormal numbers of float16 and FP8 are normal numbers in float32
@@ -86,21 +91,29 @@ def magnitude_bits(leaf: Any) -> jax.Array:
     return bits & jnp.uint32(0x7FFFFFFF)
 
 
-def _cut(bits: jax.Array) -> jax.Array:
-    """Returns the bits of a float64 magnitude as those of a float32."""
-    bits = bits & jnp.uint64(2**63 - 1)
-    exponent = (bits >> 52).astype(jnp.int32) - 1023
-    mantissa = (bits & jnp.uint64(2**52 - 1)) | jnp.uint64(2**52)
-    # Below float32's normal range fewer and fewer bits of the mantissa fit, and in the end none.
-    shift = jnp.clip(29 + jnp.maximum(-126 - exponent, 0), 29, 63).astype(jnp.uint64)
-    kept = mantissa >> shift
-    rest = (kept << shift) != mantissa
-    # The leading one of a normal number adds the missing one to its exponent field.
-    field = jnp.maximum(exponent + 126, 0).astype(jnp.uint64) << 23
-    finite = ((field + kept) | rest.astype(jnp.uint64)).astype(jnp.uint32)
-    finite = jnp.where(exponent > 127, jnp.uint32(INFINITY - 1), finite)
-    special = jnp.uint32(INFINITY) + (mantissa != 2**52).astype(jnp.uint32)
-    return jnp.where(bits == 0, jnp.uint32(0), jnp.where(exponent == 1024, special, finite))
+def _cut_float64_bits(bits: jax.Array) -> jax.Array:
+    """Returns the bits of a float64 number's magnitude as those of a float32."""
+    magnitude = bits & jnp.uint64(2**63 - 1)
+    exponent = (magnitude >> 52).astype(jnp.int32) - 1023
+    mantissa = (magnitude & jnp.uint64(2**52 - 1)) | jnp.uint64(2**52)
+
+    # A float32 has 29 bits less. Below its normal range fewer and fewer fit, and in the end none.
+    bits_below_normal = jnp.maximum(-126 - exponent, 0)
+    shift = jnp.clip(29 + bits_below_normal, 29, 63).astype(jnp.uint64)
+    short_mantissa = mantissa >> shift
+    is_cut = (short_mantissa << shift) != mantissa
+
+    # The leading one of a normal number's mantissa adds the missing one to its exponent field.
+    exponent_field = jnp.maximum(exponent + 126, 0).astype(jnp.uint64) << 23
+    exact = exponent_field + short_mantissa
+    finite = (exact | is_cut.astype(jnp.uint64)).astype(jnp.uint32)
+    finite = jnp.where(exponent > 127, jnp.uint32(INFINITY_BITS - 1), finite)
+
+    is_nan = mantissa != 2**52  # if the exponent is that of inf and NaN
+    infinity_or_nan = jnp.uint32(INFINITY_BITS) + is_nan.astype(jnp.uint32)
+    is_zero = magnitude == 0
+    nonzero = jnp.where(exponent == 1024, infinity_or_nan, finite)
+    return jnp.where(is_zero, jnp.uint32(0), nonzero)
 
 
 class Boundary(NamedTuple):
@@ -117,50 +130,73 @@ class Boundary(NamedTuple):
         """Returns the bits of the least number that is beyond it once it is scaled."""
         # The last bit is left out of the division, so that the quotient by a power of two is
         # exact, and added again.
-        exact = self.mantissa // 2 * 2
-        value = jnp.float32(2.0**self.exponent * (1 + exact / 2**23))
+        exact_mantissa = self.mantissa // 2 * 2
+        value = jnp.float32(2.0**self.exponent * (1 + exact_mantissa / 2**23))
         bits = jax.lax.bitcast_convert_type(value / loss_scale, jnp.uint32)
-        return bits + jnp.uint32(self.mantissa - exact)
+        return bits + jnp.uint32(self.mantissa - exact_mantissa)
 
 
 class Format(NamedTuple):
-    """The least numbers that a format does not make 0, keeps in full, and makes inf or NaN.
+    """Where a format rounds to what."""
 
-    Then the exponents of its smallest subnormal, its smallest normal and its largest number.
-    """
-
-    nonzero: Boundary
-    normal: Boundary
-    overflow: Boundary
-    least_exponent: int
+    nonzero: Boundary  # of the numbers that it does not make 0
+    normal: Boundary  # of those that it keeps in full
+    overflow: Boundary  # of those that it makes inf or NaN
+    least_exponent: int  # that of its smallest subnormal number
     least_normal_exponent: int
-    largest_exponent: int
+    largest_exponent: int  # that of its largest number
+
+    @property
+    def boundaries(self) -> tuple[Boundary, Boundary, Boundary]:
+        """All boundaries, from small numbers to large ones."""
+        return self.nonzero, self.normal, self.overflow
 
 
-def _boundary(value: float, inclusive: bool) -> Boundary:
-    mantissa, exponent = math.frexp(value)
-    return Boundary(exponent - 1, int((2 * mantissa - 1) * 2**23) + (not inclusive))
-
-
-def _format(name: str) -> Format:
+def _find_format(name: str) -> Format:
     info = jnp.finfo(name)
-    largest, normal = float(info.max), float(info.smallest_normal)
+    largest = float(info.max)
+    normal = float(info.smallest_normal)
     subnormal = float(info.smallest_subnormal)
-    exponents = [math.frexp(value)[1] - 1 for value in (subnormal, normal, largest)]
-    spacing = 2.0 ** (exponents[2] - info.nmant)  # of the largest numbers
+    largest_exponent = _exponent(largest)
+    spacing = 2.0 ** (largest_exponent - info.nmant)  # of the largest numbers
     # A tie goes to the even neighbour. Between 0 and the smallest subnormal that is 0. Just below
     # the smallest normal number it is that number. Above the largest number it is the next one,
     # which overflows, if the last bit of the largest is 1. In e4m3fn, where all ones mean NaN, it
     # is 0, and the tie stays finite.
+    is_last_bit_set = largest / spacing % 2 == 1
     return Format(
-        _boundary(subnormal / 2, inclusive=False),
-        _boundary(normal - subnormal / 2, inclusive=True),
-        _boundary(largest + spacing / 2, inclusive=largest / spacing % 2 == 1),
-        *exponents,
+        nonzero=_find_boundary(subnormal / 2, inclusive=False),
+        normal=_find_boundary(normal - subnormal / 2, inclusive=True),
+        overflow=_find_boundary(largest + spacing / 2, inclusive=is_last_bit_set),
+        least_exponent=_exponent(subnormal),
+        least_normal_exponent=_exponent(normal),
+        largest_exponent=largest_exponent,
     )
 
 
-FORMAT = {name: _format(name) for name in FORMATS}
+def _find_boundary(value: float, inclusive: bool) -> Boundary:
+    """Returns a number as a boundary. If it is inclusive, the number itself is beyond it."""
+    fraction, exponent = math.frexp(value)
+    mantissa = int((2 * fraction - 1) * 2**23)
+    if not inclusive:
+        mantissa += 1
+    return Boundary(exponent - 1, mantissa)
+
+
+def _exponent(value: float) -> int:
+    return math.frexp(value)[1] - 1
+
+
+FORMAT_BY_NAME = {name: _find_format(name) for name in FORMATS}
+
+
+def _find_cuts() -> list[int]:
+    mantissas = set()
+    for each_format in FORMAT_BY_NAME.values():
+        for boundary in each_format.boundaries:
+            mantissas.add(boundary.mantissa)
+    return sorted(mantissas - {0})
+
 
 # The mantissas of all boundaries. Class `i` holds the mantissas that are at least `i` of these.
-CUTS = sorted({edge.mantissa for each in FORMAT.values() for edge in each[:3]} - {0})
+CUTS = _find_cuts()

@@ -2,7 +2,7 @@
 
 Rows are powers of two. Columns split them at the few mantissas at which a format rounds differently
 (`CUTS`). A loss scale that is a power of two only moves the rows, so that one histogram tells
-exactly what each format loses at every such scale: see `outcomes`.
+exactly what each format loses at every such scale: see `find_outcomes`.
 """
 
 from typing import Any, NamedTuple
@@ -12,18 +12,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._trees.checks import power_of_two
+from .._trees.numbers import INFINITY_BITS
 from .._trees.tree import replace_gradients
-from ._formats import CUTS, FORMAT, FORMATS, INFINITY, check_result, gradient_leaves, magnitude_bits
+from ._formats import (
+    CUTS,
+    FORMAT_BY_NAME,
+    FORMATS,
+    Boundary,
+    check_result,
+    gradient_leaves,
+    magnitude_bits,
+)
 
 EXPONENTS = np.arange(-149, 128)  # of float32's numbers
-_SHAPE = (len(EXPONENTS), len(CUTS) + 1)
-_CELLS = _SHAPE[0] * _SHAPE[1]
+_LEAST_EXPONENT = -149
+_COLUMNS = len(CUTS) + 1
+_SHAPE = (len(EXPONENTS), _COLUMNS)
+_CELLS = len(EXPONENTS) * _COLUMNS
 
 
 class Histogram(NamedTuple):
     """How many gradients lie between one power of two and the next.
 
-    A `NamedTuple` of arrays. Histograms add up, in `jit` too: `first + second` is the
+    A `NamedTuple` of arrays. Histograms add up, also in `jit`: `first + second` is the
     histogram of both, so a run may carry their sum along.
 
     Attributes:
@@ -50,10 +61,17 @@ class Histogram(NamedTuple):
     def __add__(self, other: Any) -> Any:  # tuples alone would be concatenated
         if not isinstance(other, Histogram):
             return NotImplemented
-        return Histogram(*(a + b for a, b in zip(self, other, strict=True)))
+        return Histogram(
+            counts=self.counts + other.counts,
+            zero=self.zero + other.zero,
+            inf=self.inf + other.inf,
+            nan=self.nan + other.nan,
+        )
 
-    def __radd__(self, other: Any) -> Any:  # `sum` starts with 0
-        return self if isinstance(other, int) and other == 0 else NotImplemented
+    def __radd__(self, other: Any) -> Any:
+        if isinstance(other, int) and other == 0:  # `sum` starts with 0
+            return self
+        return NotImplemented
 
 
 class Shares(NamedTuple):
@@ -94,7 +112,7 @@ def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
         jax.sharding, in newer versions of JAX).
 
     Returns:
-      A `Histogram`. Exponents are exact, those of subnormal numbers too. Counts are exact up to
+      A `Histogram`. Exponents are exact, also those of subnormal numbers. Counts are exact up to
       2**24 and rounded to 24 bits beyond. A complex element counts as two numbers. A float64 number
       outside float32's range counts as the nearest end of the range.
 
@@ -109,8 +127,10 @@ def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
       2.0 1.0
     """
     leaves = gradient_leaves("histogram", "tree", tree)
-    cells = sum((_count_cells(leaf) for leaf in leaves), jnp.zeros(_CELLS + 3, jnp.float32))
-    return _histogram(cells, axis_name)
+    counts = jnp.zeros(_CELLS + 3, jnp.float32)
+    for leaf in leaves:
+        counts = counts + _count_cells(leaf)
+    return _unpack(counts, axis_name)
 
 
 def leaf_histograms(tree: Any, *, axis_name: Any = None) -> Any:
@@ -131,66 +151,109 @@ def leaf_histograms(tree: Any, *, axis_name: Any = None) -> Any:
       Array(3., dtype=float32)
     """
     leaves = gradient_leaves("leaf_histograms", "tree", tree)
-    return replace_gradients(tree, [_histogram(_count_cells(leaf), axis_name) for leaf in leaves])
+    histograms = [_unpack(_count_cells(leaf), axis_name) for leaf in leaves]
+    return replace_gradients(tree, histograms)
 
 
 @jax.jit  # one program for each leaf, even if the caller does not compile
 def _count_cells(leaf: Any) -> jax.Array:
-    """Returns the counts of a leaf: the cells of the histogram, then zeros, infs and NaNs."""
+    """Counts the numbers of a leaf: `f32[_CELLS + 3]`, the cells, then zeros, infs and NaNs."""
     bits = magnitude_bits(leaf).reshape(-1)
     # A subnormal number is an integer times 2**-149. Of that integer float32 knows the exponent.
     is_subnormal = bits < 2**23
     integers = jax.lax.bitcast_convert_type(bits.astype(jnp.float32), jnp.uint32)
     normal = jnp.where(is_subnormal, integers, bits)
-    row = (normal >> 23).astype(jnp.int32) - jnp.where(is_subnormal, 127, 127 - 149)
-    column = sum((normal & (2**23 - 1) >= cut).astype(jnp.int32) for cut in CUTS)
-    cell = row * _SHAPE[1] + column
+    exponent_field = (normal >> 23).astype(jnp.int32)
+    row = exponent_field - jnp.where(is_subnormal, 127, 127 + _LEAST_EXPONENT)
+
+    mantissa = normal & (2**23 - 1)
+    column: Any = 0
+    for cut in CUTS:
+        column = column + (mantissa >= cut).astype(jnp.int32)
+
+    cell = row * _COLUMNS + column
     cell = jnp.where(bits == 0, _CELLS, cell)
-    cell = jnp.where(bits == INFINITY, _CELLS + 1, cell)
-    cell = jnp.where(bits > INFINITY, _CELLS + 2, cell)
+    cell = jnp.where(bits == INFINITY_BITS, _CELLS + 1, cell)
+    cell = jnp.where(bits > INFINITY_BITS, _CELLS + 2, cell)
     counts = jnp.zeros(_CELLS + 3, jnp.uint32).at[cell].add(jnp.uint32(1))
     return counts.astype(jnp.float32)
 
 
-def _histogram(cells: jax.Array, axis_name: Any) -> Histogram:
+def _unpack(counts: jax.Array, axis_name: Any) -> Histogram:
+    """Returns what `_count_cells` counted, summed along axes of devices, as a histogram."""
     if axis_name is not None:
-        cells = jax.lax.psum(cells, axis_name)
-    special = (cells[_CELLS + i] for i in range(3))
-    return Histogram(cells[:_CELLS].reshape(_SHAPE), *special)
+        counts = jax.lax.psum(counts, axis_name)
+    return Histogram(
+        counts=counts[:_CELLS].reshape(_SHAPE),
+        zero=counts[_CELLS],
+        inf=counts[_CELLS + 1],
+        nan=counts[_CELLS + 2],
+    )
 
 
-class Numbers(NamedTuple):
+class HostHistogram(NamedTuple):
     """A histogram on the host, with its leading axes summed up."""
 
-    counts: np.ndarray
+    counts: np.ndarray  # f64[277, 9]
     zero: float
     inf: float
     nan: float
 
     @property
-    def everything(self) -> float:
+    def total(self) -> float:
         """How many numbers there are."""
         return float(self.counts.sum()) + self.zero + self.inf + self.nan
 
 
-def read(call: str, histogram: Any) -> Numbers:
-    """Returns the numbers of a histogram, or raises a `TypeError`."""
+def fetch_histogram(call: str, histogram: Any) -> HostHistogram:
+    """Fetches the numbers of a histogram, or raises a `TypeError` if it is something else."""
     check_result(call, "histogram", histogram, Histogram, "histogram")
-    arrays = [np.asarray(array, np.float64) for array in jax.device_get(histogram)]
-    zero, inf, nan = (float(array.sum()) for array in arrays[1:])
-    return Numbers(arrays[0].reshape(-1, *_SHAPE).sum(axis=0), zero, inf, nan)
+    histogram = jax.device_get(histogram)
+    counts = np.asarray(histogram.counts, np.float64)
+    return HostHistogram(
+        counts=counts.reshape(-1, *_SHAPE).sum(axis=0),
+        zero=_sum(histogram.zero),
+        inf=_sum(histogram.inf),
+        nan=_sum(histogram.nan),
+    )
 
 
-def outcomes(counts: np.ndarray, name: str, exponent: int) -> np.ndarray:
-    """Returns, in the order of `Shares`, what a format makes of each row: `f64[4, 277]`."""
-    beyond = [counts.sum(axis=1)]
-    for boundary in FORMAT[name][:3]:
-        # The cells are in the order of their numbers: first the rows, then the columns.
-        row = boundary.exponent - exponent - EXPONENTS[0]
-        cell = row * _SHAPE[1] + [0, *CUTS].index(boundary.mantissa)
-        is_beyond = np.arange(_CELLS).reshape(_SHAPE) >= cell
-        beyond.append(np.where(is_beyond, counts, 0).sum(axis=1))
-    return np.array([*-np.diff(beyond, axis=0), beyond[-1]])
+def _sum(array: np.ndarray) -> float:
+    return float(np.asarray(array, np.float64).sum())
+
+
+class Outcomes(NamedTuple):
+    """How many numbers of each row a format flushes, keeps and loses: each `f64[277]`."""
+
+    flushed: np.ndarray
+    subnormal: np.ndarray
+    normal: np.ndarray
+    overflowed: np.ndarray
+
+
+def find_outcomes(counts: np.ndarray, name: str, exponent: int) -> Outcomes:
+    """Returns what a format makes of the numbers of a histogram, scaled by `2**exponent`."""
+    nonzero, normal, overflow = FORMAT_BY_NAME[name].boundaries
+    num_all = counts.sum(axis=1)
+    num_nonzero = _count_beyond(counts, nonzero, exponent)
+    num_normal = _count_beyond(counts, normal, exponent)
+    num_overflow = _count_beyond(counts, overflow, exponent)
+    return Outcomes(
+        flushed=num_all - num_nonzero,
+        subnormal=num_nonzero - num_normal,
+        normal=num_normal - num_overflow,
+        overflowed=num_overflow,
+    )
+
+
+def _count_beyond(counts: np.ndarray, boundary: Boundary, exponent: int) -> np.ndarray:
+    """Counts, row by row, the numbers that are beyond a boundary once they are scaled."""
+    # The cells are in the order of their numbers: first the rows, then the columns.
+    row = boundary.exponent - exponent - _LEAST_EXPONENT
+    column = [0, *CUTS].index(boundary.mantissa)
+    first_beyond = row * _COLUMNS + column
+    is_beyond = np.arange(_CELLS).reshape(_SHAPE) >= first_beyond
+    return np.where(is_beyond, counts, 0).sum(axis=1)
 
 
 def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares]:
@@ -217,13 +280,21 @@ def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares
       1.0
     """
     exponent = power_of_two("shares", "loss_scale", loss_scale)
-    return shares_of(read("shares", histogram).counts, exponent)
+    return find_all_shares(fetch_histogram("shares", histogram).counts, exponent)
 
 
-def shares_of(counts: np.ndarray, exponent: int) -> dict[str, Shares]:
+def find_all_shares(counts: np.ndarray, exponent: int) -> dict[str, Shares]:
     """Returns the shares of some counts that each format flushes, keeps and loses."""
+    return {name: find_shares(counts, name, exponent) for name in FORMATS}
+
+
+def find_shares(counts: np.ndarray, name: str, exponent: int) -> Shares:
+    """Returns the shares of some counts that one format flushes, keeps and loses."""
+    outcomes = find_outcomes(counts, name, exponent)
     total = max(counts.sum(), 1.0)
-    return {
-        name: Shares(*(outcomes(counts, name, exponent).sum(axis=1) / total).tolist())
-        for name in FORMATS
-    }
+    return Shares(
+        flushed=float(outcomes.flushed.sum() / total),
+        subnormal=float(outcomes.subnormal.sum() / total),
+        normal=float(outcomes.normal.sum() / total),
+        overflowed=float(outcomes.overflowed.sum() / total),
+    )

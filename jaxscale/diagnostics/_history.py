@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from .._progress import metrics
 from ._pictures import plot_run
-from ._text import aligned, power, span
+from ._text import align_columns, join_ends, power
 
 _CHUNK = 512  # steps that are fetched together, once there are that many later ones
 _ROWS = 20  # of the text form
@@ -25,8 +25,11 @@ _ROWS = 20  # of the text form
 @functools.partial(jax.jit, static_argnames="dtypes")
 def _pack(values: Sequence[Any], dtypes: Sequence[Any]) -> jax.Array:
     """Returns the bits of a step's numbers, copied: those of a donated state are gone soon."""
-    numbers = map(jax.lax.convert_element_type, values, dtypes)
-    return jnp.stack([jax.lax.bitcast_convert_type(number, jnp.uint32) for number in numbers])
+    bits = []
+    for value, dtype in zip(values, dtypes, strict=True):
+        number = jax.lax.convert_element_type(value, dtype)
+        bits.append(jax.lax.bitcast_convert_type(number, jnp.uint32))
+    return jnp.stack(bits)
 
 
 class History:
@@ -75,49 +78,54 @@ class History:
             names are not those of the first step.
           TypeError: if it is called inside `jit`.
         """
-        is_metrics = isinstance(tree, Mapping) and "loss_scale" in tree
-        values = dict(tree) if is_metrics else metrics(tree)
-        if isinstance(values["loss_scale"], Tracer):
-            raise TypeError(
-                "`History.append` keeps arrays, so it cannot run inside `jit`. Call it on the "
-                "state, or on the `jaxscale.metrics`, that the step returns."
-            )
-        given = extra if loss is None else {"loss": loss, **extra}
-        for name, value in {"loss_scale": values["loss_scale"], **given}.items():
+        of_state = _find_metrics(tree)
+        of_user = extra
+        if loss is not None:
+            of_user = {"loss": loss, **extra}
+        _check_scalars({"loss_scale": of_state["loss_scale"], **of_user})
+
+        numbers = {}
+        dtypes = {}
+        for name, value in sorted({**of_state, **of_user}.items()):
             if jnp.shape(value):
-                raise ValueError(
-                    f"`History.append` takes scalars, got `{name}` of shape {jnp.shape(value)}. "
-                    "Keep one `History` for each run or device."
-                )
-        everything = sorted((values | given).items())
-        numbers = {name: value for name, value in everything if jnp.shape(value) == ()}
-        dtypes: dict[str, Any] = dict.fromkeys(numbers, np.float32)
-        for name in numbers.keys() - given.keys():
-            if not jnp.issubdtype(jnp.result_type(numbers[name]), jnp.floating):
-                dtypes[name] = np.int32
-        if some := {name for name, _ in dtypes.items() ^ (self._dtypes or dtypes).items()}:
-            raise ValueError(
-                "`History.append` must be given the same names at each step; only some steps had "
-                f"{', '.join(sorted(some))}."
-            )
+                continue
+            is_floating = jnp.issubdtype(jnp.result_type(value), jnp.floating)
+            is_counter = name not in of_user and not is_floating
+            numbers[name] = value
+            dtypes[name] = np.int32 if is_counter else np.float32
+        self._check_names(dtypes)
         self._dtypes = dtypes
         self._on_device.append(_pack(list(numbers.values()), tuple(dtypes.values())))
         if len(self._on_device) >= 2 * _CHUNK:
             # The oldest: the device is done with them. Thousands of small arrays would pile up.
             self._fetch(_CHUNK)
 
+    def _check_names(self, dtypes: dict[str, Any]) -> None:
+        """Raises a `ValueError` unless a step has the numbers that the steps before have."""
+        if not self._dtypes:
+            return
+        differing = {name for name, _ in dtypes.items() ^ self._dtypes.items()}
+        if differing:
+            raise ValueError(
+                "`History.append` must be given the same names at each step; only some steps had "
+                f"{', '.join(sorted(differing))}."
+            )
+
     def _fetch(self, steps: int) -> None:
-        some, self._on_device = self._on_device[:steps], self._on_device[steps:]
-        self._on_host.append(np.stack(jax.device_get(some)))
+        """Fetches the oldest steps that are still on the device."""
+        oldest = self._on_device[:steps]
+        self._on_device = self._on_device[steps:]
+        self._on_host.append(np.stack(jax.device_get(oldest)))
 
     def columns(self) -> dict[str, np.ndarray]:
         """Returns what was appended: under each name an array over the steps, counters as int32."""
         if self._on_device:
             self._fetch(len(self._on_device))
-        return {
-            name: np.concatenate([part[:, i] for part in self._on_host]).view(dtype)
-            for i, (name, dtype) in enumerate(self._dtypes.items())
-        }
+        columns = {}
+        for index, (name, dtype) in enumerate(self._dtypes.items()):
+            bits = np.concatenate([part[:, index] for part in self._on_host])
+            columns[name] = bits.view(dtype)
+        return columns
 
     def plot(self) -> Any:
         """Returns a `matplotlib.figure.Figure` of loss, loss scale and skipped steps over time.
@@ -129,40 +137,92 @@ class History:
         columns = self.columns()
         if not columns:
             raise ValueError("`History.plot` has nothing to draw: `append` was not called.")
-        steps, skipped = _count(columns)
-        return plot_run(steps, columns.get("loss"), columns["loss_scale"], skipped)
+        return plot_run(
+            steps=_number_steps(columns),
+            loss=columns.get("loss"),
+            loss_scale=columns["loss_scale"],
+            skipped=_count_skipped(columns),
+        )
 
     def __str__(self) -> str:
         columns = self.columns()
         if not columns:
             return "no steps"
-        steps, skipped = _count(columns)
-        scales, rows = columns["loss_scale"], []
-        for part in np.array_split(np.arange(len(steps)), min(_ROWS, len(steps))):
-            first, last = part[0], part[-1]
-            row = {"steps": span(str(steps[first]), str(steps[last]), "-")}
-            if "loss" in columns:
-                finite = columns["loss"][part][np.isfinite(columns["loss"][part])]
-                row["loss"] = f"{finite.mean():.4g}" if finite.size else "not finite"
-            row["loss scale"] = _format_scales(scales[part], "-")
-            if skipped is not None:
-                row["skipped"] = f"{skipped[last] - (skipped[first - 1] if first else 0)}"
-            rows.append(row)
-        known = "" if skipped is None else f"{skipped[-1]} skipped, "
-        head = f"steps {steps[0]} to {steps[-1]}: {known}the loss scale "
-        head += ("" if np.all(scales == scales[0]) else "from ") + _format_scales(scales, " to ")
-        return f"{head}\n{aligned([list(rows[0]), *(list(row.values()) for row in rows)])}"
+        steps = _number_steps(columns)
+        skipped = _count_skipped(columns)
+        scales = columns["loss_scale"]
+        parts = np.array_split(np.arange(len(steps)), min(_ROWS, len(steps)))
+
+        table = {"steps": [_format_steps(steps[part]) for part in parts]}
+        if "loss" in columns:
+            table["loss"] = [_format_losses(columns["loss"][part]) for part in parts]
+        table["loss scale"] = [_format_scales(scales[part], "-") for part in parts]
+        if skipped is not None:
+            totals = [skipped[part[-1]] for part in parts]
+            table["skipped"] = [str(number) for number in np.diff(totals, prepend=0)]
+        rows = zip(*table.values(), strict=True)
+
+        summary = f"steps {steps[0]} to {steps[-1]}: "
+        if skipped is not None:
+            summary += f"{skipped[-1]} skipped, "
+        summary += "the loss scale "
+        if not np.all(scales == scales[0]):
+            summary += "from "
+        summary += _format_scales(scales, " to ")
+        return f"{summary}\n{align_columns([list(table), *rows])}"
 
 
-def _count(columns: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the number of each step, from 1 on, and how many were skipped since the first."""
-    steps = columns.get("total_steps", np.arange(1, len(columns["loss_scale"]) + 1))
+def _find_metrics(tree: Any) -> Mapping[str, Any]:
+    """Returns the metrics in a tree, which may be those that `jaxscale.metrics` returned."""
+    values = tree
+    if not (isinstance(tree, Mapping) and "loss_scale" in tree):
+        values = metrics(tree)
+    if isinstance(values["loss_scale"], Tracer):
+        raise TypeError(
+            "`History.append` keeps arrays, so it cannot run inside `jit`. Call it on the "
+            "state, or on the `jaxscale.metrics`, that the step returns."
+        )
+    return values
+
+
+def _check_scalars(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if jnp.shape(value):
+            raise ValueError(
+                f"`History.append` takes scalars, got `{name}` of shape {jnp.shape(value)}. "
+                "Keep one `History` for each run or device."
+            )
+
+
+def _number_steps(columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Returns the number of each step: that of the run, or from 1 on if it is not known."""
+    if "total_steps" in columns:
+        return columns["total_steps"]
+    return np.arange(1, len(columns["loss_scale"]) + 1)
+
+
+def _count_skipped(columns: Mapping[str, np.ndarray]) -> np.ndarray | None:
+    """Returns how many steps were skipped up to each step, from the first that was appended on."""
     if "step_applied" not in columns:
-        return steps, None
-    bad = 1 - columns["step_applied"]
-    total = columns.get("total_notfinite", np.cumsum(bad))
-    return steps, total - total[0] + bad[0]
+        return None
+    is_skipped = 1 - columns["step_applied"]
+    if "total_notfinite" not in columns:
+        return np.cumsum(is_skipped)
+    total = columns["total_notfinite"]
+    skipped_before = total[0] - is_skipped[0]
+    return total - skipped_before
+
+
+def _format_steps(steps: np.ndarray) -> str:
+    return join_ends(str(steps[0]), str(steps[-1]), "-")
+
+
+def _format_losses(losses: np.ndarray) -> str:
+    finite = losses[np.isfinite(losses)]
+    if not finite.size:
+        return "not finite"
+    return f"{finite.mean():.4g}"
 
 
 def _format_scales(scales: np.ndarray, between: str) -> str:
-    return span(power(float(scales.min())), power(float(scales.max())), between)
+    return join_ends(power(float(scales.min())), power(float(scales.max())), between)

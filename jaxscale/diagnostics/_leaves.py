@@ -4,16 +4,19 @@
 boundaries, divided by the loss scale. (From a histogram the counts would take 16 times as long.)
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._trees.checks import and_more, normal_float32
+from .._trees.checks import normal_float32
+from .._trees.grammar import and_more
+from .._trees.numbers import INFINITY_BITS
 from .._trees.tree import leaf_name, replace_gradients
-from ._formats import FORMAT, INFINITY, check_result, gradient_leaves, is_array, magnitude_bits
-from ._text import aligned, percent, power
+from ._formats import FORMAT_BY_NAME, check_result, gradient_leaves, is_array, magnitude_bits
+from ._text import align_columns, percent, power
 
 _PRINTED_ROWS = 24
 _HEADINGS = ("leaf", "numbers", "NaN", "inf", "zero", "flushed", "subnormal", "overflow", "max |g|")
@@ -24,7 +27,7 @@ class LeafCounts(NamedTuple):
 
     Attributes:
       leaves: a tree with the structure of the gradients: an `f32[8]` for each of them, the
-        numbers of a `LeafRow` from `size` to `largest`, and `None` for other leaves.
+        numbers of a `LeafRow` from `size` to `largest`. Other leaves are `None`.
       loss_scale: `f32[]`, the loss scale that float16 is judged at.
     """
 
@@ -64,8 +67,8 @@ class LeafRow(NamedTuple):
     @property
     def lost(self) -> float:
         """The share of the nonzero finite numbers that float16 would make 0 or inf."""
-        rest = self.size - self.nan - self.inf - self.zero
-        return (self.flushed + self.overflowed) / max(rest, 1)
+        nonzero = self.size - self.nan - self.inf - self.zero
+        return (self.flushed + self.overflowed) / max(nonzero, 1)
 
 
 class LeafTable(NamedTuple):
@@ -93,43 +96,62 @@ class LeafTable(NamedTuple):
         return [_HEADINGS, *map(_format_row, self.rows)]
 
     def __str__(self) -> str:
-        shown, others = self, []
+        shown = self
+        sentences = []
         if len(self.rows) > _PRINTED_ROWS:
-            shown, others = partition_leaves(self, _PRINTED_ROWS)
+            shown, sentences = partition_leaves(self, _PRINTED_ROWS)
             if not shown.rows:
-                return others[0].capitalize()
-        bad, total = len(self.nonfinite_rows), len(self.rows)
-        scale = f"In float16 at loss scale {power(self.loss_scale)}:"
-        head = f"Leaves with inf or NaN: {bad} of {total}. {scale}"
-        return "\n".join([head, aligned(shown.cells()), *others])
+                return sentences[0].capitalize()
+        num_bad = len(self.nonfinite_rows)
+        heading = (
+            f"Leaves with inf or NaN: {num_bad} of {len(self.rows)}. "
+            f"In float16 at loss scale {power(self.loss_scale)}:"
+        )
+        return "\n".join([heading, align_columns(shown.cells()), *sentences])
 
 
 def partition_leaves(table: LeafTable, most: int) -> tuple[LeafTable, list[str]]:
     """Returns up to `most` rows that have something to tell, and sentences on the other rows."""
-    telling = tuple(row for row in table.rows if _tells(row))
-    others = and_more(telling, most)
-    if kept := len(table.rows) - len(telling):
-        others.append(
+    telling = tuple(row for row in table.rows if _has_something_to_tell(row))
+    sentences = and_more(telling, most)
+    num_fine = len(table.rows) - len(telling)
+    if num_fine:
+        sentences.append(
             f"finite, and stored in full by float16 at loss scale {power(table.loss_scale)}: "
-            f"{kept} of {len(table.rows)} leaves"
+            f"{num_fine} of {len(table.rows)} leaves"
         )
-    return LeafTable(telling[:most], table.loss_scale), others
+    return LeafTable(telling[:most], table.loss_scale), sentences
 
 
-def _tells(row: LeafRow) -> bool:
+def _has_something_to_tell(row: LeafRow) -> bool:
     is_zero = 0 < row.size == row.zero
-    return any((row.nan, row.inf, row.flushed, row.subnormal, row.overflowed, is_zero))
+    is_lossy = row.flushed or row.subnormal or row.overflowed
+    return bool(is_zero or is_lossy or not row.is_finite)
 
 
 def _format_row(row: LeafRow) -> tuple[str, ...]:
-    finite = row.size - row.nan - row.inf
-    rest = finite - row.zero
-    counts = [f"{n:,}" for n in (row.size, row.nan, row.inf)]
-    shares = [(row.zero, row.size)] + [
-        (n, rest) for n in (row.flushed, row.subnormal, row.overflowed)
-    ]
-    cells = [percent(number / of) if of else "-" for number, of in shares]
-    return row.path, *counts, *cells, f"{row.largest:.3g}" if finite else "-"
+    num_finite = row.size - row.nan - row.inf
+    num_nonzero = num_finite - row.zero
+    largest = "-"
+    if num_finite:
+        largest = f"{row.largest:.3g}"
+    return (
+        row.path,
+        f"{row.size:,}",
+        f"{row.nan:,}",
+        f"{row.inf:,}",
+        _format_share(row.zero, row.size),
+        _format_share(row.flushed, num_nonzero),
+        _format_share(row.subnormal, num_nonzero),
+        _format_share(row.overflowed, num_nonzero),
+        largest,
+    )
+
+
+def _format_share(number: int, total: int) -> str:
+    if not total:
+        return "-"
+    return percent(number / total)
 
 
 def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> LeafCounts:
@@ -166,36 +188,52 @@ def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> 
             f"`leaf_counts(loss_scale=...)` must be one number, got shape {jnp.shape(loss_scale)}."
         )
     loss_scale = jax.lax.convert_element_type(loss_scale, jnp.float32)
-    counts = jnp.stack([_count(leaf, loss_scale) for leaf in leaves])
-    if axis_name is not None:  # one collective for all leaves, and one for the magnitudes
-        summed = jax.lax.psum(counts[:, :-1], axis_name)
-        counts = jnp.concatenate([summed, jax.lax.pmax(counts[:, -1:], axis_name)], axis=1)
-    return LeafCounts(replace_gradients(grads, counts), loss_scale)
+    rows = jnp.stack([_count(leaf, loss_scale) for leaf in leaves])
+    if axis_name is not None:  # one collective for the counts of all leaves, one for magnitudes
+        counts = jax.lax.psum(rows[:, :-1], axis_name)
+        largest = jax.lax.pmax(rows[:, -1:], axis_name)
+        rows = jnp.concatenate([counts, largest], axis=1)
+    return LeafCounts(replace_gradients(grads, rows), loss_scale)
 
 
 @jax.jit  # one program for each leaf, even if the caller does not compile
 def _count(leaf: Any, loss_scale: jax.Array) -> jax.Array:
+    """Counts the numbers of a leaf: `f32[8]`, a `LeafRow` from `size` to `largest`."""
     bits = magnitude_bits(leaf)
-    nonzero, normal, overflow = (edge.bits(loss_scale) for edge in FORMAT["float16"][:3])
-    is_finite, is_zero = bits < INFINITY, bits == 0
-    masks = [jnp.ones_like(is_zero), bits > INFINITY, bits == INFINITY, is_zero]
-    masks += [~is_zero & (bits < nonzero), (bits >= nonzero) & (bits < normal)]
-    masks += [is_finite & (bits >= overflow)]
+    float16 = FORMAT_BY_NAME["float16"]
+    nonzero = float16.nonzero.bits(loss_scale)
+    normal = float16.normal.bits(loss_scale)
+    overflow = float16.overflow.bits(loss_scale)
+    is_finite = bits < INFINITY_BITS
+    is_zero = bits == 0
+    masks = (
+        jnp.ones_like(is_zero),
+        bits > INFINITY_BITS,  # NaN
+        bits == INFINITY_BITS,
+        is_zero,
+        ~is_zero & (bits < nonzero),
+        (bits >= nonzero) & (bits < normal),
+        is_finite & (bits >= overflow),
+    )
+
     # One reduction for all: with a loop for each, XLA on CPU takes a hundred times as long.
     zero = jnp.uint32(0)
+    ones = [mask.astype(jnp.uint32) for mask in masks]
+    magnitudes = jnp.where(is_finite, bits, zero)
     *counts, largest = jax.lax.reduce(
-        (*(mask.astype(jnp.uint32) for mask in masks), jnp.where(is_finite, bits, zero)),
-        (zero,) * (len(masks) + 1),
-        _add_and_max,
-        tuple(range(bits.ndim)),
+        operands=(*ones, magnitudes),
+        init_values=(zero,) * (len(ones) + 1),
+        computation=_add_and_max,
+        dimensions=tuple(range(bits.ndim)),
     )
     largest = jax.lax.bitcast_convert_type(largest, jnp.float32)
     return jnp.stack([*(count.astype(jnp.float32) for count in counts), largest])
 
 
-def _add_and_max(first: Any, second: Any) -> Any:
-    *sums, largest = zip(first, second, strict=True)
-    return *(a + b for a, b in sums), jnp.maximum(*largest)
+def _add_and_max(first: Sequence[jax.Array], second: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Adds the counts of two parts, and keeps the larger magnitude, which is the last number."""
+    counts = [a + b for a, b in zip(first[:-1], second[:-1], strict=True)]
+    return *counts, jnp.maximum(first[-1], second[-1])
 
 
 def table(counts: LeafCounts) -> LeafTable:
@@ -222,13 +260,20 @@ def table(counts: LeafCounts) -> LeafTable:
     counts = jax.device_get(counts)
     rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(counts.leaves):
-        leaf = np.asarray(leaf, np.float64).reshape(-1, leaf.shape[-1])
-        sums = map(int, leaf[:, :-1].sum(axis=0))
-        rows.append(LeafRow(leaf_name(path), *sums, largest=float(leaf[:, -1].max())))
-
-    def badness(row: LeafRow) -> tuple[float, ...]:
-        size = max(row.size, 1)
-        return (row.nan + row.inf) / size, row.lost, row.subnormal / size, row.largest
-
-    rows.sort(key=badness, reverse=True)
+        rows.append(_sum_up(leaf_name(path), np.asarray(leaf, np.float64)))
+    rows.sort(key=_rank_badness, reverse=True)
     return LeafTable(tuple(rows), float(np.max(counts.loss_scale)))
+
+
+def _sum_up(path: str, counts: np.ndarray) -> LeafRow:
+    """Returns a row from what `_count` gave for a leaf, with any leading axes."""
+    parts = counts.reshape(-1, counts.shape[-1])
+    sums = map(int, parts[:, :-1].sum(axis=0))
+    largest = parts[:, -1].max()
+    return LeafRow(path, *sums, largest=float(largest))
+
+
+def _rank_badness(row: LeafRow) -> tuple[float, ...]:
+    """Returns what sorts rows: the worst has the largest."""
+    size = max(row.size, 1)
+    return (row.nan + row.inf) / size, row.lost, row.subnormal / size, row.largest

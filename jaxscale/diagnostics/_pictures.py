@@ -1,19 +1,29 @@
 """The pictures: figures of matplotlib, of which no window and no global state knows."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .._trees.checks import one_of, power_of_two
-from ._formats import FORMAT, FORMATS, check_result
-from ._histogram import EXPONENTS, Histogram, Numbers, Shares, outcomes, read, shares_of
+from ._formats import FORMAT_BY_NAME, FORMATS, check_result
+from ._histogram import (
+    EXPONENTS,
+    Histogram,
+    HostHistogram,
+    Shares,
+    fetch_histogram,
+    find_outcomes,
+    find_shares,
+)
 from ._suggest import suggest_scale
-from ._text import filled_rows, head, percent, power
+from ._text import find_filled_rows, percent, power, summarize_counts
 from ._underflow import Underflow
 
-# Lost, kept in part, kept: from light to dark, so that they differ in grey too.
-_LOST, _SUBNORMAL, _NORMAL = "#fde0c5", "#eb7f5e", "#3f3b7a"
+# From light to dark, so that they also differ in grey.
+_LOST = "#fde0c5"
+_SUBNORMAL = "#eb7f5e"  # kept in part
+_NORMAL = "#3f3b7a"  # kept in full
 
 
 def can_draw() -> bool:
@@ -61,21 +71,23 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
     """
     exponent = power_of_two("plot_histogram", "loss_scale", loss_scale)
     one_of("plot_histogram", "dtype", dtype, FORMATS)
-    numbers = read("plot_histogram", histogram)
+    numbers = fetch_histogram("plot_histogram", histogram)
     suggestion = suggest_scale(histogram, dtype=dtype)
-    titles = {exponent: "what formats hold at loss scale {}"}
+    titles = {exponent: f"what formats hold at loss scale {power(2.0**exponent)}"}
     if suggestion.suggested is not None:
-        words = "at the suggested loss scale, {}"
-        if not suggestion.needed:
-            words = f"at loss scale {{}}, where {dtype} keeps these as well as anywhere"
         suggested = round(np.log2(suggestion.suggested))
-        titles[suggested] = f"what formats hold {words}" if suggested == exponent else words
-    titles = {k: title.format(power(2.0**k)) for k, title in titles.items()}
+        title = f"at the suggested loss scale, {power(suggestion.suggested)}"
+        if not suggestion.needed:
+            scale = power(suggestion.suggested)
+            title = f"at loss scale {scale}, where {dtype} keeps these as well as anywhere"
+        if suggested == exponent:
+            title = f"what formats hold {title}"
+        titles[suggested] = title
     return draw_histogram(numbers, titles, dtype=dtype)
 
 
 def draw_histogram(
-    numbers: Numbers,
+    numbers: HostHistogram,
     titles: Mapping[int, str],
     *,
     dtype: str = "float16",
@@ -88,50 +100,75 @@ def draw_histogram(
     at the first. A narrow figure is for a page that says itself how many gradients there are.
     """
     scales = list(titles)
-    height = 0.6 + (0.3 if is_narrow else 0.25) * len(formats)
-    figure = _new_figure("plot_histogram", 5.6 if is_narrow else 9, 3.2 + height * len(scales))
-    axes = figure.subplots(
+    width = 9.0
+    height = 0.6 + 0.25 * len(formats)  # of the ranges at one scale
+    if is_narrow:
+        width = 5.6
+        height = 0.6 + 0.3 * len(formats)
+    figure = _new_figure("plot_histogram", width, 3.2 + height * len(scales))
+    all_axes = figure.subplots(
         1 + len(scales), 1, sharex=True, squeeze=False, height_ratios=[3] + [height] * len(scales)
-    )[:, 0]
-    first, last = (int(EXPONENTS[row]) for row in filled_rows(numbers))
-    edges = FORMAT[dtype]
-    ends = [end - k for k in scales for end in (edges.least_exponent, edges.largest_exponent)]
-    limits = min(first, *ends) - 2, max(last, *ends) + 3
-    _draw_bars(axes[0], numbers.counts, scales[0], dtype)
+    )
+    bars, *ranges = all_axes[:, 0]
+    limits = _find_limits(numbers, scales, dtype)
+    _draw_bars(bars, numbers.counts, scales[0], dtype)
     if is_narrow:  # no room for the legend beside the bars, nor for so long a title
-        axes[0].get_legend().set(
+        bars.get_legend().set(
             loc="lower left", bbox_to_anchor=(0, 1), frame_on=False, alignment="left"
         )
     else:
-        axes[0].set_title(head(numbers), loc="left", fontsize=10)
-    axes[0].set_xlim(limits)
-    for ax, (k, title) in zip(axes[1:], titles.items(), strict=True):
-        shares = {name: shares_of(numbers.counts, k)[name] for name in formats}
-        _draw_ranges(ax, k, shares, limits, "\n" if is_narrow else "   ")
-        ax.set_title(title, loc="left", fontsize=10)
-    axes[-1].set_xlabel("|gradient|, unscaled")
-    axes[-1].xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:.0f}}}$")
-    axes[-1].xaxis.get_major_locator().set_params(integer=True)
+        bars.set_title(summarize_counts(numbers), loc="left", fontsize=10)
+    bars.set_xlim(limits.low, limits.high)
+    for ax, exponent in zip(ranges, scales, strict=True):
+        shares = {name: find_shares(numbers.counts, name, exponent) for name in formats}
+        _draw_ranges(ax, exponent, shares, limits, is_narrow)
+        ax.set_title(titles[exponent], loc="left", fontsize=10)
+    lowest = ranges[-1]
+    lowest.set_xlabel("|gradient|, unscaled")
+    lowest.xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:.0f}}}$")
+    lowest.xaxis.get_major_locator().set_params(integer=True)
     return figure
+
+
+class _Limits(NamedTuple):
+    """The exponents at the left and at the right end of a figure."""
+
+    low: int
+    high: int
+
+
+def _find_limits(numbers: HostHistogram, scales: Sequence[int], dtype: str) -> _Limits:
+    """Returns the limits between which all gradients are, and the range of a format."""
+    first, last = find_filled_rows(numbers)
+    number_format = FORMAT_BY_NAME[dtype]
+    low = number_format.least_exponent - max(scales)
+    high = number_format.largest_exponent - min(scales)
+    low = min(low, int(EXPONENTS[first]))
+    high = max(high, int(EXPONENTS[last]))
+    return _Limits(low - 2, high + 3)
 
 
 def _draw_bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
     """Draws the share of each exponent, stacked by what becomes of it."""
     filled = np.flatnonzero(counts.sum(axis=1))
-    flushed, subnormal, normal, overflowed = outcomes(counts, dtype, exponent)[:, filled]
-    whole = shares_of(counts, exponent)[dtype]  # not from the heights, which are rounded
+    outcomes = find_outcomes(counts, dtype, exponent)
+    shares = find_shares(counts, dtype, exponent)  # not from the heights, which are rounded
     bottom = np.zeros(len(filled))
-    for number, share, word, color, hatch in (
-        (normal, whole.normal, f"kept by {dtype}", _NORMAL, ""),
-        (subnormal, whole.subnormal, "kept as subnormal", _SUBNORMAL, ""),
-        (flushed + overflowed, whole.lost, "flushed to 0, or overflow", _LOST, "////"),
-    ):
-        height = 100 * number / max(counts.sum(), 1.0)
+
+    def stack(numbers: np.ndarray, color: str, hatch: str, label: str) -> None:
+        nonlocal bottom
+        height = 100 * numbers[filled] / max(counts.sum(), 1.0)
         ax.bar(
             EXPONENTS[filled] + 0.5, height, width=1, bottom=bottom, color=color, hatch=hatch,
-            edgecolor="black", linewidth=0.4, label=f"{word}: {percent(share)}",
+            edgecolor="black", linewidth=0.4, label=label,
         )  # fmt: skip
         bottom = bottom + height
+
+    kept = f"kept by {dtype}: {percent(shares.normal)}"
+    stack(outcomes.normal, _NORMAL, "", kept)
+    stack(outcomes.subnormal, _SUBNORMAL, "", f"kept as subnormal: {percent(shares.subnormal)}")
+    lost = f"flushed to 0, or overflow: {percent(shares.lost)}"
+    stack(outcomes.flushed + outcomes.overflowed, _LOST, "////", lost)
     ax.set_ylabel("share of the nonzero\ngradients (%)")
     ax.set_ylim(0, 1.1 * bottom.max(initial=0) or 1)
     ax.legend(
@@ -140,19 +177,27 @@ def _draw_bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
 
 
 def _draw_ranges(
-    ax: Any, exponent: int, shares: Mapping[str, Shares], limits: Any, between: str
+    ax: Any, exponent: int, shares: Mapping[str, Shares], limits: _Limits, is_narrow: bool
 ) -> None:
     """Draws, for each format, the range of gradients that it holds once they are scaled."""
-    for row, (name, lost) in enumerate(shares.items()):
-        edges = FORMAT[name]
-        ends = np.array([*edges[3:5], edges.largest_exponent + 1]) - exponent
-        low, normal, high = np.clip(ends, *limits)
+    between = "   "
+    if is_narrow:
+        between = "\n"
+    for row, (name, shares_of_format) in enumerate(shares.items()):
+        number_format = FORMAT_BY_NAME[name]
+        ends = np.array([
+            number_format.least_exponent,
+            number_format.least_normal_exponent,
+            number_format.largest_exponent + 1,
+        ])  # fmt: skip
+        low, normal, high = np.clip(ends - exponent, *limits)
         for left, right, color in ((low, normal, _SUBNORMAL), (normal, high, _NORMAL)):
             width = right - left
             ax.barh(row, width, left=left, height=0.6, color=color, edgecolor="black", lw=0.4)
-        words = (f"to 0: {percent(lost.flushed)}", f"overflow: {percent(lost.overflowed)}")
+        flushed = f"to 0: {percent(shares_of_format.flushed)}"
+        overflowed = f"overflow: {percent(shares_of_format.overflowed)}"
         ax.text(
-            1.01, row, between.join(words),
+            1.01, row, f"{flushed}{between}{overflowed}",
             transform=ax.get_yaxis_transform(), va="center", fontsize=8,
         )  # fmt: skip
     ax.set_yticks(range(len(shares)), shares, fontsize=8)
@@ -175,14 +220,16 @@ def plot_underflow(underflow: Underflow) -> Any:
     """
     check_result("plot_underflow", "underflow", underflow, Underflow, "underflow")
     layers = underflow.layers
-    lost = np.array([[shares[name].lost for name in FORMATS] for shares in layers.values()])
-    texts = [text for _, *row in underflow.rows() for text in row]
+    lost = []
+    for shares in layers.values():
+        lost.append([shares[name].lost for name in FORMATS])
     figure = _new_figure("plot_underflow", 8, 1.5 + 0.26 * len(layers))
     ax = figure.subplots()
     # Everything lost is a middle grey: black would be an alarm, and FP8 loses most of many layers.
-    ax.imshow(100 * lost, cmap="Greys", vmin=0, vmax=200, aspect="auto")
-    for (row, column), text in zip(np.ndindex(*lost.shape), texts, strict=True):
-        ax.text(column, row, text, ha="center", va="center", fontsize=8)
+    ax.imshow(100 * np.array(lost), cmap="Greys", vmin=0, vmax=200, aspect="auto")
+    for row, (_, *texts) in enumerate(underflow.rows()):
+        for column, text in enumerate(texts):
+            ax.text(column, row, text, ha="center", va="center", fontsize=8)
     ax.set_xticks(range(len(FORMATS)), FORMATS, fontsize=8)
     ax.tick_params(axis="x", top=True, labeltop=True)  # the bottom of a large map is far away
     ax.set_yticks(range(len(layers)), layers, fontsize=8)
@@ -198,30 +245,44 @@ def plot_run(
     figure = _new_figure("History.plot", 8, 1 + 1.7 * rows)
     axes = iter(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
     if loss is not None:
-        ax, finite = next(axes), np.isfinite(loss)
-        ax.plot(steps, np.where(finite, loss, np.nan), color=_NORMAL, lw=1)
-        if finite.any() and np.all(loss[finite] > 0):
-            ax.set_yscale("log")
-        ax.set_ylabel("loss")
-        if not finite.all():
-            bad = steps[~finite]
-            place = ax.get_xaxis_transform()  # at the top, because they have no height
-            ax.plot(bad, np.full(bad.shape, 0.93), "kx", ms=5, transform=place, label="inf or NaN")
-            ax.legend(fontsize=8, loc="best")
-    ax = next(axes)
+        _draw_loss(next(axes), steps, loss)
+    _draw_loss_scale(next(axes), steps, loss_scale)
+    if skipped is not None:
+        _draw_skipped(next(axes), steps, skipped)
+    figure.axes[-1].set_xlabel("step")
+    figure.axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def _draw_loss(ax: Any, steps: np.ndarray, loss: np.ndarray) -> None:
+    is_finite = np.isfinite(loss)
+    ax.plot(steps, np.where(is_finite, loss, np.nan), color=_NORMAL, lw=1)
+    if is_finite.any() and np.all(loss[is_finite] > 0):
+        ax.set_yscale("log")
+    ax.set_ylabel("loss")
+    if is_finite.all():
+        return
+    bad = steps[~is_finite]
+    place = ax.get_xaxis_transform()  # at the top, because they have no height
+    ax.plot(bad, np.full(bad.shape, 0.93), "kx", ms=5, transform=place, label="inf or NaN")
+    ax.legend(fontsize=8, loc="best")
+
+
+def _draw_loss_scale(ax: Any, steps: np.ndarray, loss_scale: np.ndarray) -> None:
     ax.step(steps, np.log2(loss_scale), where="post", color=_NORMAL)
     ax.yaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
     ax.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     ax.margins(y=0.15)
     ax.set_ylabel("loss scale")
-    if skipped is not None:
-        ax = next(axes)
-        ax.step(steps, skipped, where="post", color=_NORMAL, lw=1)
-        more = np.diff(skipped, prepend=skipped[0]) > 0
-        ax.plot(steps[more], skipped[more], "o", color=_SUBNORMAL, mec="black", mew=0.4, ms=4)
-        ax.set_ylabel("steps skipped,\nin all")
-        ax.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-        ax.set_ylim(min(skipped[0], 0), 1.1 * skipped.max() + 0.5)
-    figure.axes[-1].set_xlabel("step")
-    figure.axes[-1].xaxis.get_major_locator().set_params(integer=True)
-    return figure
+
+
+def _draw_skipped(ax: Any, steps: np.ndarray, skipped: np.ndarray) -> None:
+    ax.step(steps, skipped, where="post", color=_NORMAL, lw=1)
+    is_skipped = np.diff(skipped, prepend=skipped[0]) > 0
+    ax.plot(
+        steps[is_skipped], skipped[is_skipped], "o",
+        color=_SUBNORMAL, mec="black", mew=0.4, ms=4,
+    )  # fmt: skip
+    ax.set_ylabel("steps skipped,\nin all")
+    ax.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    ax.set_ylim(min(skipped[0], 0), 1.1 * skipped.max() + 0.5)

@@ -12,8 +12,9 @@ from .._autocast.callers import Owner, owner_of
 from .._autocast.readers import why_not_cast
 from .._autocast.table import KERNELS, PRODUCTS
 from .._jax import Jaxpr, JaxprEqn, closed, programs
-from .._trees.call import Flat, wrap_call
-from ._trace.places import Line, lines
+from .._trees.flat import Flat
+from .._trees.nnx_objects import wrap_call
+from ._trace.places import Line, find_line
 
 _HALF = ("float16", "bfloat16")
 _MOST_LINES = 20  # that are printed
@@ -38,8 +39,13 @@ class ProductLine(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        where = f"{self.where}: `{self.source}`" if self.where else "no line of yours"
-        return f"{self.number} at {where}" + (f" ({self.reason})" if self.reason else "")
+        where = "no line of yours"
+        if self.where:
+            where = f"{self.where}: `{self.source}`"
+        text = f"{self.number} at {where}"
+        if self.reason:
+            text += f" ({self.reason})"
+        return text
 
 
 class Products(NamedTuple):
@@ -62,12 +68,16 @@ class Products(NamedTuple):
         total = sum(self.counts.values())
         if not total:
             return "No matrix products and no convolutions."
+        what = "matrix products and convolutions"
+        if total == 1:
+            what = "matrix product and convolutions"
         parts = [f"{count} in {dtype}" for dtype, count in sorted(self.counts.items())]
-        text = [f"{total} matrix product{'s' * (total > 1)} and convolutions: {', '.join(parts)}."]
-        shown = self.not_half[:_MOST_LINES]
-        text += [f"  {line.dtype}: {line}" for line in shown]
-        if hidden := len(self.not_half) - len(shown):
-            text.append(f"  And {hidden} more lines.")
+        text = [f"{total} {what}: {', '.join(parts)}."]
+        for line in self.not_half[:_MOST_LINES]:
+            text.append(f"  {line.dtype}: {line}")
+        num_hidden = len(self.not_half) - _MOST_LINES
+        if num_hidden > 0:
+            text.append(f"  And {num_hidden} more lines.")
         return "\n".join(text)
 
 
@@ -79,8 +89,8 @@ def products(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Products:
     custom derivatives, `shard_map` and kernels. An equation of a loop counts once, however often
     the loop runs; a function that is called twice counts twice, and so do all branches of a `cond`.
 
-    `fun` itself is the forward pass. For both passes give it as `jax.value_and_grad(fun)`: then the
-    backward pass has about two products for each one, in the precision of that.
+    `fun` itself is the forward pass. For both passes pass `jax.value_and_grad(fun)`: for each
+    product the backward pass has about two more, in the same precision.
 
     Args:
       fun: any function, such as `jaxscale.autocast(loss_fn)`.
@@ -117,7 +127,7 @@ def products(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Products:
 
 
 class _Program(Exception):
-    """Raised with a traced program. So no module of NNX is given what was only traced."""
+    """Raised with a traced program, so that no module of NNX keeps what was only traced."""
 
     def __init__(self, jaxpr: Jaxpr) -> None:
         super().__init__()
@@ -130,47 +140,62 @@ def _raise_program(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _as_in_jit(leaf: Any) -> Any:
-    """Returns an array of NumPy as one of JAX: with the former NumPy would compute."""
-    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+    """Returns an array of NumPy as one of JAX, because NumPy would compute with its own."""
+    if isinstance(leaf, np.ndarray):
+        return jnp.asarray(leaf)
+    return leaf
 
 
 class _Product(NamedTuple):
-    """What products have in common that are told as one."""
+    """What products have in common that are listed as one."""
 
     dtype: str
-    line: Line | None
+    line: Line
     reason: str
 
 
 def _count(program: Jaxpr) -> Products:
-    found = collections.Counter(_find(program, (), Owner.MODEL, is_kernel=False))
+    products = collections.Counter(_find(program, (), Owner.MODEL, is_in_kernel=False))
     counts: collections.Counter[str] = collections.Counter()
     by_line = []
-    for product, count in found.items():
-        counts[product.dtype] += count
-        where, source = "", ""
-        if product.line is not None:
-            where, source = str(product.line), product.line.text
-        by_line.append(ProductLine(product.dtype, count, where, source, product.reason))
+    for product, number in products.items():
+        counts[product.dtype] += number
+        product_line = ProductLine(
+            dtype=product.dtype,
+            number=number,
+            where=product.line.where,
+            source=product.line.text,
+            reason=product.reason,
+        )
+        by_line.append(product_line)
     return Products(dict(counts), tuple(by_line))
 
 
 def _find(
-    program: Jaxpr, around: tuple[JaxprEqn, ...], owner: Owner, is_kernel: bool
+    program: Jaxpr, around: tuple[JaxprEqn, ...], owner: Owner, is_in_kernel: bool
 ) -> Iterator[_Product]:
+    """Yields the products of a program, and of the programs that its equations hold."""
     for eqn in program.eqns:
-        if eqn.primitive.name in PRODUCTS:
-            line = next(iter(lines(eqn, around)), None)
-            dtype = _dtype(eqn)
-            reason = why_not_cast(eqn, owner) if dtype == "float32" else ""
-            yield _Product(dtype, line, _IN_A_KERNEL if is_kernel else reason)
-        is_held = is_kernel or eqn.primitive.name in KERNELS
+        name = eqn.primitive.name
+        if name in PRODUCTS:
+            dtype = _find_dtype(eqn)
+            reason = ""
+            if is_in_kernel:
+                reason = _IN_A_KERNEL
+            elif dtype == "float32":
+                reason = why_not_cast(eqn, owner)
+            yield _Product(dtype, find_line(eqn, around), reason)
+        is_kernel = name in KERNELS
         for inner in programs(eqn):
-            inner_owner = owner_of(eqn, owner)
-            yield from _find(closed(inner).jaxpr, (*around, eqn), inner_owner, is_held)
+            yield from _find(
+                closed(inner).jaxpr,
+                (*around, eqn),
+                owner_of(eqn, owner),
+                is_in_kernel=is_in_kernel or is_kernel,
+            )
 
 
-def _dtype(eqn: JaxprEqn) -> str:
+def _find_dtype(eqn: JaxprEqn) -> str:
     """Returns the widest dtype among the operands: ragged products have integers besides."""
     operands: list[Any] = eqn.invars[:2]
     return str(jnp.result_type(*(atom.aval.dtype for atom in operands)))

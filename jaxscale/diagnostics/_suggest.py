@@ -5,10 +5,19 @@ Every power of two is tried: a histogram tells exactly what a format would lose 
 
 from typing import NamedTuple
 
+import numpy as np
+
 from .._trees.checks import finite_number, one_of
 from ._formats import FORMATS
-from ._histogram import Histogram, Numbers, Shares, outcomes, read
-from ._text import percent, power, span
+from ._histogram import (
+    Histogram,
+    HostHistogram,
+    Shares,
+    fetch_histogram,
+    find_outcomes,
+    find_shares,
+)
+from ._text import join_ends, percent, power
 
 _SCALES = range(-126, 127)  # exponents of the loss scales whose reciprocals are normal numbers
 
@@ -79,67 +88,115 @@ zero, and 0% overflow. Scales that lose nothing: 2**6 to 2**15.
             f"`suggest_scale(tolerance=...)` must lie between 0 and 1, got {tolerance}. It is "
             "the share of gradients that may be flushed to zero."
         )
-    numbers = read("suggest_scale", histogram)
-    total = numbers.counts.sum()
-    if not total:
-        none = Shares(0.0, 0.0, 0.0, 0.0)
-        words = "No gradient is finite and nonzero, so no loss scale can be suggested."
-        words += _left_out(numbers)
-        return Suggestion(dtype, None, None, None, None, None, none, none, words)
-    lost = {k: Shares(*outcomes(numbers.counts, dtype, k).sum(axis=1)) for k in _SCALES}
-    fits = [k for k in _SCALES if not lost[k].overflowed]
-    # More scale never flushes more, so the last of them flushes the fewest.
-    most = max(tolerance * total, lost[fits[-1]].flushed)
-    best = [k for k in fits if lost[k].flushed <= most]
-    lossless = [k for k in best if not lost[k].flushed]
-    needed = 0 not in best
-    middle = (best[0] + best[-1]) // 2 if needed else 0
-    unscaled, scaled = (Shares(*(float(number / total) for number in lost[k])) for k in (0, middle))
-    words = _say_need(dtype, needed, unscaled, tolerance)
-    if needed:
-        words += _say_range(best, lossless, lost[best[0]].flushed / total)
+    numbers = fetch_histogram("suggest_scale", histogram)
+    counts = numbers.counts
+    if not counts.sum():
+        return _suggest_nothing(dtype, numbers)
+    scales = _find_best_scales(counts, dtype, tolerance)
+    unscaled = find_shares(counts, dtype, 0)
+    is_needed = 0 not in scales.best
+    middle = 0
+    if is_needed:
+        middle = (scales.best[0] + scales.best[-1]) // 2
+    lossless = None
+    if scales.lossless:
+        lossless = (2.0 ** scales.lossless[0], 2.0 ** scales.lossless[-1])
+
+    sentence = _say_need(dtype, is_needed, unscaled, tolerance)
+    if is_needed:
+        sentence += _say_range(scales, find_shares(counts, dtype, scales.best[0]).flushed)
     return Suggestion(
-        dtype,
-        needed,
-        *(2.0**k for k in (best[0], best[-1], middle)),
-        lossless=(2.0 ** lossless[0], 2.0 ** lossless[-1]) if lossless else None,
+        dtype=dtype,
+        needed=is_needed,
+        lowest=2.0 ** scales.best[0],
+        highest=2.0 ** scales.best[-1],
+        suggested=2.0**middle,
+        lossless=lossless,
         unscaled=unscaled,
-        scaled=scaled,
-        sentence=words + _left_out(numbers),
+        scaled=find_shares(counts, dtype, middle),
+        sentence=sentence + _say_left_out(numbers),
     )
 
 
-def _say_need(dtype: str, needed: bool, unscaled: Shares, tolerance: float) -> str:
-    flushed, overflowed = percent(unscaled.flushed), percent(unscaled.overflowed)
+def _suggest_nothing(dtype: str, numbers: HostHistogram) -> Suggestion:
+    """Returns the suggestion for gradients none of which is finite and nonzero."""
+    nothing = Shares(flushed=0.0, subnormal=0.0, normal=0.0, overflowed=0.0)
+    sentence = "No gradient is finite and nonzero, so no loss scale can be suggested."
+    return Suggestion(
+        dtype=dtype,
+        needed=None,
+        lowest=None,
+        highest=None,
+        suggested=None,
+        lossless=None,
+        unscaled=nothing,
+        scaled=nothing,
+        sentence=sentence + _say_left_out(numbers),
+    )
+
+
+class _BestScales(NamedTuple):
+    """Exponents of loss scales at which nothing overflows, from the least to the largest."""
+
+    best: list[int]  # those that flush as few gradients as may be
+    lossless: list[int]  # those of them that flush none
+
+
+def _find_best_scales(counts: np.ndarray, dtype: str, tolerance: float) -> _BestScales:
+    flushed = {}
+    for exponent in _SCALES:
+        outcomes = find_outcomes(counts, dtype, exponent)
+        if not outcomes.overflowed.any():
+            flushed[exponent] = outcomes.flushed.sum()
+    # More scale never flushes more, so the largest of these scales flushes the fewest.
+    fewest = flushed[max(flushed)]
+    most = max(tolerance * counts.sum(), fewest)
+    best = [exponent for exponent in flushed if flushed[exponent] <= most]
+    lossless = [exponent for exponent in best if not flushed[exponent]]
+    return _BestScales(best, lossless)
+
+
+def _say_need(dtype: str, is_needed: bool, unscaled: Shares, tolerance: float) -> str:
     without = "without one it loses nothing"
     if unscaled.lost:
-        without = f"without one {flushed} of the nonzero gradients are flushed to zero, and "
-        without += f"{overflowed} overflow"
-    if needed or unscaled.lost <= tolerance:
-        return f"{dtype} needs {'a' if needed else 'no'} loss scale: {without}."
+        without = (
+            f"without one {percent(unscaled.flushed)} of the nonzero gradients are flushed to "
+            f"zero, and {percent(unscaled.overflowed)} overflow"
+        )
+    if is_needed:
+        return f"{dtype} needs a loss scale: {without}."
+    if unscaled.lost <= tolerance:
+        return f"{dtype} needs no loss scale: {without}."
     return f"{dtype} gains nothing from a loss scale: {without}, and no scale loses less."
 
 
-def _say_range(best: list[int], lossless: list[int], flushed: float) -> str:
-    words = f" Scales that lose nothing: {_ends(lossless) if lossless else 'none'}."
-    if lossless == best:
+def _say_range(scales: _BestScales, flushed: float) -> str:
+    """Returns which scales are best, of which the least flushes a share `flushed`."""
+    ends = "none"
+    if scales.lossless:
+        ends = _say_ends(scales.lossless)
+    words = f" Scales that lose nothing: {ends}."
+    if scales.lossless == scales.best:
         return words
-    share = "less than 0.1%" if flushed < 0.001 else f"at most {percent(flushed)}"
-    return f" Scales that flush {share} without an overflow: {_ends(best)}.{words}"
+    share = f"at most {percent(flushed)}"
+    if flushed < 0.001:
+        share = "less than 0.1%"
+    return f" Scales that flush {share} without an overflow: {_say_ends(scales.best)}.{words}"
 
 
-def _ends(exponents: list[int]) -> str:
-    return span(power(2.0 ** exponents[0]), power(2.0 ** exponents[-1]))
+def _say_ends(exponents: list[int]) -> str:
+    return join_ends(power(2.0 ** exponents[0]), power(2.0 ** exponents[-1]))
 
 
-def _left_out(numbers: Numbers) -> str:
+def _say_left_out(numbers: HostHistogram) -> str:
     words = ""
     if numbers.zero:
         words += (
-            f" {percent(numbers.zero / numbers.everything)} of all gradients are exactly 0: true "
+            f" {percent(numbers.zero / numbers.total)} of all gradients are exactly 0: true "
             "zeros, or flushed before they were counted. To tell, compute them in float32 or at a "
             "high scale."
         )
-    if numbers.inf + numbers.nan:
-        words += f" Inf or NaN, which are left out: {numbers.inf + numbers.nan:.0f}."
+    num_nonfinite = numbers.inf + numbers.nan
+    if num_nonfinite:
+        words += f" Inf or NaN, which are left out: {num_nonfinite:.0f}."
     return words

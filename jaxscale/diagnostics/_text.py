@@ -10,9 +10,16 @@ import numpy as np
 
 from .._trees.checks import power_of_two
 from ._formats import FORMATS
-from ._histogram import EXPONENTS, Histogram, Numbers, outcomes, read, shares_of
+from ._histogram import (
+    EXPONENTS,
+    Histogram,
+    HostHistogram,
+    fetch_histogram,
+    find_all_shares,
+    find_outcomes,
+)
 
-_SIGNS = "0s.!"  # what a format makes of most of a row, in the order of `Shares`
+_SIGNS = "0s.!"  # what a format makes of most of a row, in the order of `Outcomes`
 _WIDTH = 24  # of the longest bar
 _ROWS = 32  # at most
 
@@ -23,32 +30,43 @@ def percent(share: float) -> str:
         return f"{share:.0%}"
     if share < 0.001:
         return "<0.1%"
-    return ">99.9%" if share >= 0.9995 else f"{share:.1%}"
+    if share >= 0.9995:
+        return ">99.9%"
+    return f"{share:.1%}"
 
 
 def number(value: float, digits: int = 6) -> str:
     """Returns a number with a few significant digits: `NaN`, where Python prints `nan`."""
-    return "NaN" if math.isnan(value) else f"{value:.{digits}g}"
+    if math.isnan(value):
+        return "NaN"
+    return f"{value:.{digits}g}"
 
 
 def power(loss_scale: float) -> str:
     """Returns a loss scale as `2**k`, or as a decimal if it is not a power of two."""
     mantissa, exponent = math.frexp(loss_scale)
-    return f"2**{exponent - 1}" if mantissa == 0.5 else f"{loss_scale:g}"
+    if mantissa == 0.5:
+        return f"2**{exponent - 1}"
+    return f"{loss_scale:g}"
 
 
-def span(first: str, last: str, between: str = " to ") -> str:
-    """Returns both ends of a range, or one if they are the same."""
-    return first if first == last else f"{first}{between}{last}"
+def join_ends(first: str, last: str, between: str = " to ") -> str:
+    """Returns both ends of a range as text, or one of them if they are the same."""
+    if first == last:
+        return first
+    return f"{first}{between}{last}"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
     """Returns a table for a terminal, its first column aligned left and the others right."""
-    columns = [
-        [cell.rjust(max(map(len, each))) for cell in each] for each in zip(*rows, strict=True)
-    ]
-    columns[0] = [row[0].ljust(len(cell)) for row, cell in zip(rows, columns[0], strict=True)]
-    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *cells in rows:
+        line = [name.ljust(widths[0])]
+        for cell, width in zip(cells, widths[1:], strict=True):
+            line.append(cell.rjust(width))
+        lines.append("  ".join(line).rstrip())
+    return "\n".join(lines)
 
 
 def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
@@ -82,45 +100,80 @@ def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
       ! overflowed                                        0%        0%      0%    0%
     """
     exponent = power_of_two("text_histogram", "loss_scale", loss_scale)
-    numbers = read("text_histogram", histogram)
-    names = (name.removeprefix("float8_") for name in FORMATS)
-    rows = [("|gradient|", "share", "".ljust(_WIDTH), *names), *_format_bars(numbers, exponent)]
-    whole = shares_of(numbers.counts, exponent)
-    for sign, outcome in (("0", "flushed"), ("s", "subnormal"), ("!", "overflowed")):
-        cells = (percent(getattr(whole[name], outcome)) for name in FORMATS)
-        rows.append((f"{sign} {outcome}", "", "", *cells))
-    others = "The others, and what formats make of them if stored at loss scale"
-    return f"{head(numbers)}\n{others} {power(loss_scale)}:\n{aligned(rows)}"
+    numbers = fetch_histogram("text_histogram", histogram)
+    names = [name.removeprefix("float8_") for name in FORMATS]
+    headings = ("|gradient|", "share", " " * _WIDTH, *names)
+    table = [headings, *_format_bars(numbers, exponent), *_format_totals(numbers, exponent)]
+    lines = [
+        summarize_counts(numbers),
+        f"The others, and what formats make of them if stored at loss scale {power(loss_scale)}:",
+        align_columns(table),
+    ]
+    return "\n".join(lines)
 
 
-def head(numbers: Numbers) -> str:
+def summarize_counts(numbers: HostHistogram) -> str:
     """Returns how many gradients there are, and how many of them no bar shows."""
-    zero = percent(numbers.zero / max(numbers.everything, 1.0))
-    rest = f"{numbers.inf:,.0f} inf, {numbers.nan:,.0f} NaN."
-    return f"{numbers.everything:,.0f} gradients: {zero} are exactly 0, {rest}"
+    zero = percent(numbers.zero / max(numbers.total, 1.0))
+    return (
+        f"{numbers.total:,.0f} gradients: {zero} are exactly 0, "
+        f"{numbers.inf:,.0f} inf, {numbers.nan:,.0f} NaN."
+    )
 
 
-def filled_rows(numbers: Numbers) -> tuple[int, int]:
+def find_filled_rows(numbers: HostHistogram) -> tuple[int, int]:
     """Returns the first and the last row that is not empty, or the row of 1.0 if all are."""
-    filled = np.flatnonzero(numbers.counts.sum(axis=1)).tolist() or [-int(EXPONENTS[0])]
-    return filled[0], filled[-1]
+    filled = np.flatnonzero(numbers.counts.sum(axis=1))
+    if not filled.size:
+        row_of_one = -int(EXPONENTS[0])
+        return row_of_one, row_of_one
+    return int(filled[0]), int(filled[-1])
 
 
-def _format_bars(numbers: Numbers, exponent: int) -> list[tuple[str, ...]]:
-    first, last = filled_rows(numbers)
-    step = -(-(last - first + 1) // _ROWS)
+def _format_bars(numbers: HostHistogram, exponent: int) -> list[tuple[str, ...]]:
+    """Returns a row of the text for every one or few powers of two, the largest first."""
+    first, last = find_filled_rows(numbers)
+    num_rows = last - first + 1
+    step = math.ceil(num_rows / _ROWS)
     starts = np.arange(first, last + 1, step)
-    # How many numbers there are in each row of text, and what each format makes of them.
-    parts = [outcomes(numbers.counts, name, exponent)[:, : last + 1] for name in FORMATS]
-    parts = [np.add.reduceat(part, starts, axis=1) for part in parts]
-    sums = parts[0].sum(axis=0)
-    rows = []
-    for i in reversed(range(len(starts))):
-        share = percent(sums[i] / max(sums.sum(), 1.0))
-        bar = "#" * max(round(_WIDTH * sums[i] / sums.max()), 1) if sums[i] else ""
-        signs = [_SIGNS[np.argmax(part[:, i])] if sums[i] else "" for part in parts]
-        rows.append((f"2**{EXPONENTS[starts[i]]}", share, bar.ljust(_WIDTH), *signs))
-    return rows
+    sums = _add_neighbors(numbers.counts.sum(axis=1), starts, last)
+    outcomes = []
+    for name in FORMATS:
+        rows_of_format = find_outcomes(numbers.counts, name, exponent)
+        outcomes.append([_add_neighbors(each, starts, last) for each in rows_of_format])
+
+    lines = []
+    for index in reversed(range(len(starts))):
+        bar = ""
+        signs = [""] * len(FORMATS)
+        if sums[index]:
+            bar = "#" * max(round(_WIDTH * sums[index] / sums.max()), 1)
+            signs = [_choose_sign(of_format, index) for of_format in outcomes]
+        least = f"2**{EXPONENTS[starts[index]]}"
+        share = percent(sums[index] / max(sums.sum(), 1.0))
+        lines.append((least, share, bar.ljust(_WIDTH), *signs))
+    return lines
+
+
+def _add_neighbors(values: np.ndarray, starts: np.ndarray, last: int) -> np.ndarray:
+    """Adds up the values of rows from each start to the next one, the last row included."""
+    return np.add.reduceat(values[: last + 1], starts)
+
+
+def _choose_sign(outcomes: Sequence[np.ndarray], index: int) -> str:
+    """Returns the sign of what becomes of most numbers in a row of the text."""
+    counts = [each[index] for each in outcomes]
+    return _SIGNS[np.argmax(counts)]
+
+
+def _format_totals(numbers: HostHistogram, exponent: int) -> list[tuple[str, ...]]:
+    """Returns the last rows of the text: what each format loses of all numbers."""
+    shares = find_all_shares(numbers.counts, exponent).values()
+    return [
+        ("0 flushed", "", "", *(percent(each.flushed) for each in shares)),
+        ("s subnormal", "", "", *(percent(each.subnormal) for each in shares)),
+        ("! overflowed", "", "", *(percent(each.overflowed) for each in shares)),
+    ]
 
 
 def to_json(result: Any) -> Any:
@@ -147,7 +200,8 @@ def to_json(result: Any) -> Any:
     if hasattr(result, "_asdict"):
         result = result._asdict()
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
-        result = {each.name: getattr(result, each.name) for each in dataclasses.fields(result)}
+        names = [field.name for field in dataclasses.fields(result)]
+        result = {name: getattr(result, name) for name in names}
     if isinstance(result, Mapping):
         return {str(key): to_json(value) for key, value in result.items()}
     if isinstance(result, (np.ndarray, np.generic, jax.Array)):
@@ -155,10 +209,18 @@ def to_json(result: Any) -> Any:
     if isinstance(result, (list, tuple)):
         return [to_json(value) for value in result]
     if isinstance(result, float) and not math.isfinite(result):
-        return "NaN" if math.isnan(result) else "Infinity" if result > 0 else "-Infinity"
+        return _name_nonfinite(result)
     if result is None or isinstance(result, (bool, int, float, str)):
         return result
     raise TypeError(
         f"`to_json(result=...)` got a {type(result).__name__}. Pass what `jaxscale.diagnostics` "
         "returns, or numbers, strings, lists and dictionaries."
     )
+
+
+def _name_nonfinite(number: float) -> str:
+    if math.isnan(number):
+        return "NaN"
+    if number > 0:
+        return "Infinity"
+    return "-Infinity"

@@ -8,8 +8,8 @@ import numpy as np
 from .._trees.checks import int32, power_of_two
 from .._trees.tree import leaf_name
 from ._formats import FORMATS
-from ._histogram import Histogram, Shares, read, shares_of
-from ._text import aligned, percent, power
+from ._histogram import Histogram, Shares, fetch_histogram, find_all_shares
+from ._text import align_columns, percent, power
 
 
 class Underflow(NamedTuple):
@@ -24,20 +24,31 @@ class Underflow(NamedTuple):
     loss_scale: float
 
     def __str__(self) -> str:
-        return f"{self.title}\n{aligned([('', *FORMATS), *self.rows()])}"
+        headings = ("", *FORMATS)
+        return f"{self.title}\n{align_columns([headings, *self.rows()])}"
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the name of each layer and what each format loses: a dash if all is 0 or bad."""
-        return [
-            (layer, *(percent(shares[name].lost) if any(shares[name]) else "-" for name in FORMATS))
-            for layer, shares in self.layers.items()
-        ]
+        rows = []
+        for layer, shares in self.layers.items():
+            cells = [_format_lost(shares[name]) for name in FORMATS]
+            rows.append((layer, *cells))
+        return rows
 
     @property
     def title(self) -> str:
         """What the numbers mean, as a heading."""
-        what = "share of the nonzero gradients that becomes 0, inf or NaN if stored"
-        return f"{what} at loss scale {power(self.loss_scale)}"
+        return (
+            "share of the nonzero gradients that becomes 0, inf or NaN if stored "
+            f"at loss scale {power(self.loss_scale)}"
+        )
+
+
+def _format_lost(shares: Shares) -> str:
+    has_numbers = any(shares)
+    if not has_numbers:
+        return "-"
+    return percent(shares.lost)
 
 
 def underflow(histograms: Any, *, loss_scale: float = 1.0, depth: int | None = None) -> Underflow:
@@ -65,17 +76,18 @@ def underflow(histograms: Any, *, loss_scale: float = 1.0, depth: int | None = N
     exponent = power_of_two("underflow", "loss_scale", loss_scale)
     if depth is not None:
         depth = int32("underflow", "depth", depth, unit="keys of a path")
-    layers: dict[str, np.ndarray] = {}
     nodes = jax.tree_util.tree_leaves_with_path(
         histograms, is_leaf=lambda node: isinstance(node, Histogram)
     )
+    layers: dict[str, np.ndarray] = {}
     for path, node in nodes:
         layer = leaf_name(path[:depth])
-        layers[layer] = layers.get(layer, 0) + read("underflow", node).counts
+        counts = fetch_histogram("underflow", node).counts
+        layers[layer] = layers.get(layer, 0) + counts
     if not layers:
         raise ValueError(
             "`underflow(histograms=...)` got a tree without any leaf. Pass what "
             "`jaxscale.diagnostics.leaf_histograms` returned."
         )
-    shares = {layer: shares_of(counts, exponent) for layer, counts in layers.items()}
-    return Underflow(shares, 2.0**exponent)
+    shares = {layer: find_all_shares(counts, exponent) for layer, counts in layers.items()}
+    return Underflow(layers=shares, loss_scale=2.0**exponent)

@@ -4,7 +4,7 @@ If you come from another loss scaler, keep the behaviour with which your run was
 `jaxscale.loss_scaled(optimizer, jaxscale.presets.torch(growth_interval=500))`. Each function takes
 the arguments of one library and returns a policy; its docstring says where the rule comes from and
 what differs. Most return a `PresetLossScale`, a `jaxscale.DynamicLossScale` with switches. All
-raise a `ValueError` if an argument is out of range, and a `TypeError` if it is of a wrong type; the
+raise a `ValueError` if an argument is out of range, and a `TypeError` if its type is wrong; the
 error names the argument as the library does.
 
 >>> from jaxscale import presets
@@ -30,47 +30,45 @@ Arguments have the names and defaults of the library. Docstrings explain those t
   back off;
 - `enable`, `enabled`: if it is `False`, nothing is scaled.
 
-A preset has the rule of its library, but not these defects. Each shows in the traces, or in a test:
+A preset has the rule of its library, but not these defects. The traces in `tests/presets/traces`
+show them, where no test is named:
 
 ===================================  ==================================================
-library                              defect, and where it shows
+library                              defect
 ===================================  ==================================================
 PyTorch, Keras 3, Paddle, jaxamp     no floor: the scale reaches 0 (tag
                                      `subnormal_or_zero`), and NaN is applied
 Keras 3, Megatron-LM, Paddle,        no cap: the scale becomes inf and stays (tag
 MindSpore, MindFormers, jaxamp       `nonfinite_scale`)
-Flax, MPX                            the cap is not a power of two: unscaling rounds for ever
-                                     after (`test_every_scale_is_a_power_of_two...`)
 Flax, PyTorch, Keras 3, Apex         a counter restored beyond the interval never grows
-                                     (`test_a_tracker_restored_beyond_the_interval...`)
-jmp                                  the minimum is lost in any `jit`
-                                     (`test_no_hyperparameter_is_lost_in_a_tree_map`)
-MPX                                  gradients are unscaled by the next scale
-                                     (`test_parameters_after_many_steps_are_those_of_a_scale_of_1`)
+                                     (tag `restored`); here it does at once:
+                                     `test_a_tracker_restored_beyond_the_interval_grows_at_once`
+jmp                                  the minimum is lost in any `jit` (mode `jit`)
+MPX                                  gradients are unscaled by the next scale, not by that
+                                     of their own step
 DeepSpeed, fairseq, MindSpore        raise at the floor or after many skips; here
                                      `jaxscale.check` does, if it is called
 OpenSeq2Seq's LogMax                 the units of a non-finite step, and NaN after an
                                      all-zero gradient (see `openseq2seq_logmax`)
-`optax.apply_if_finite`              applies the NaN in the end
-                                     (`test_a_run_of_bad_steps_never_gives_up`)
+`optax.apply_if_finite`              applies the NaN in the end; here no step does:
+                                     `test_steps_are_skipped_as_in_optax`
 ===================================  ==================================================
 
-`olmo` is not a policy but a rule for spikes, a `jaxscale.SpikeRule` to pass as `spikes=`; its
-docstring says which defects of its library it has not.
+Two presets keep a defect, as it is the rule: the caps of `flax` and `mpx` are not powers of two, so
+that a scale which has reached one rounds what it scales. `jaxscale.DynamicLossScale` ends at a
+power of two.
 
-The functions `from_...` read what a library saved, or its scaler object, or raise a `ValueError` or
-a `TypeError`. They return a policy and a state, for `opt_state._replace(scaling=state)`.
+`olmo` is not a policy but a rule for spikes, a `jaxscale.SpikeRule` to pass as `spikes=`. Its
+docstring says which defects of OLMo-core it leaves out.
+
+The functions `from_...` read what a library saved, or its scaler object. They return a policy and a
+state, for `opt_state._replace(scaling=state)`. Other input raises a `ValueError` or a `TypeError`.
 """
 
-from .._policies.libraries import (
-    GradualLossScale,
-    GradualState,
-    ToleranceLossScale,
-    ToleranceState,
-    WindowLossScale,
-    WindowState,
-)
+from .._policies.gradual import GradualLossScale, GradualState
 from .._policies.logmax import LogMaxLossScale, LogMaxState
+from .._policies.tolerance import ToleranceLossScale, ToleranceState
+from .._policies.window import WindowLossScale, WindowState
 from ._frameworks import (
     chainer,
     flax,

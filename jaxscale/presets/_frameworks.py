@@ -6,11 +6,19 @@ import jax.numpy as jnp
 
 from .._policies.base import LossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
-from .._policies.libraries import GradualLossScale, WindowLossScale
+from .._policies.gradual import GradualLossScale
 from .._policies.logmax import LogMaxLossScale
+from .._policies.window import WindowLossScale
 from .._trees.checks import int32, normal_float32
-from . import _rule
-from ._rule import NO_MAX, NO_MIN, PresetLossScale, dynamic, factors, number, steps
+from ._rule import (
+    NO_MAX,
+    NO_MIN,
+    PresetLossScale,
+    at_least_one,
+    make_preset,
+    split_factor,
+    to_python_number,
+)
 
 
 def tensorflow(
@@ -22,9 +30,14 @@ def tensorflow(
     the product is not finite; a non-finite step divides it, down to 1. Source: TensorFlow 2.21,
     `python/training/experimental/loss_scale.py`, also in `tf.compat.v1`. Behaves identically.
     """
-    growth_interval = steps("presets.tensorflow", "increment_period", increment_period)
-    del increment_period
-    return dynamic("presets.tensorflow", **locals(), min_scale=1.0, clamp="moves")
+    return make_preset(
+        "presets.tensorflow",
+        initial_loss_scale=initial_loss_scale,
+        growth_interval=at_least_one("presets.tensorflow", "increment_period", increment_period),
+        multiplier=multiplier,
+        min_scale=1.0,
+        clamp="moves",
+    )
 
 
 def tensorflow_contrib(
@@ -43,8 +56,17 @@ def tensorflow_contrib(
     documentation says that a backoff below 1 is refused; the code backs off to 1. Behaves
     identically. For its `FixedLossScaleManager`, use `FixedLossScale` in a `loss_scaled` optimizer.
     """
-    call = "presets.tensorflow_contrib"
-    return dynamic(**locals(), refill_on_backoff=True, min_scale=1.0, clamp="moves")
+    return make_preset(
+        "presets.tensorflow_contrib",
+        init_loss_scale=init_loss_scale,
+        incr_every_n_steps=incr_every_n_steps,
+        decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
+        incr_ratio=incr_ratio,
+        decr_ratio=decr_ratio,
+        refill_on_backoff=True,
+        min_scale=1.0,
+        clamp="moves",
+    )
 
 
 def tf_keras(
@@ -64,10 +86,14 @@ def tf_keras(
                 f"and no `dynamic_growth_steps`, got {initial_scale} and {dynamic_growth_steps}."
             )
         return FixedLossScale(initial_scale)
-    return _rule.dynamic(
+    if initial_scale is None:
+        initial_scale = 2.0**15
+    if dynamic_growth_steps is None:
+        dynamic_growth_steps = 2000
+    return make_preset(
         "presets.tf_keras",
-        initial_scale=2.0**15 if initial_scale is None else initial_scale,
-        dynamic_growth_steps=2000 if dynamic_growth_steps is None else dynamic_growth_steps,
+        initial_scale=initial_scale,
+        dynamic_growth_steps=dynamic_growth_steps,
         min_scale=1.0,
         clamp="moves",
     )
@@ -80,7 +106,11 @@ def keras(*, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000) -> 
     it. Source: Keras 3.15, `optimizers/loss_scale_optimizer.py`. What differs: here the scale stays
     within float32's normal numbers.
     """
-    return dynamic("presets.keras", **locals())
+    return make_preset(
+        "presets.keras",
+        initial_scale=initial_scale,
+        dynamic_growth_steps=dynamic_growth_steps,
+    )
 
 
 def openseq2seq_backoff(
@@ -97,7 +127,15 @@ def openseq2seq_backoff(
     NVIDIA/OpenSeq2Seq at 8681d38, `optimizers/automatic_loss_scaler.py`; other revisions start at
     2**24. What differs: in OpenSeq2Seq a growth may come one step late, as reads are not ordered.
     """
-    return dynamic("presets.openseq2seq_backoff", **locals(), max_scale=scale_max, clip_growth=True)
+    return make_preset(
+        "presets.openseq2seq_backoff",
+        scale_min=scale_min,
+        scale_max=scale_max,
+        step_factor=step_factor,
+        step_window=step_window,
+        max_scale=scale_max,
+        clip_growth=True,
+    )
 
 
 def openseq2seq_logmax(
@@ -119,9 +157,14 @@ def openseq2seq_logmax(
     which holds the scale at its minimum for many steps; here it counts as `log_max`. In OpenSeq2Seq
     one all-zero gradient makes the scale NaN for good; here such a step does not count.
     """
-    arguments = locals()
-    bounds = {"min_scale": arguments.pop("scale_min"), "max_scale": arguments.pop("scale_max")}
-    return LogMaxLossScale(**bounds, **arguments)
+    return LogMaxLossScale(
+        min_scale=scale_min,
+        max_scale=scale_max,
+        log_max=log_max,
+        beta1=beta1,
+        beta2=beta2,
+        overflow_std_dev=overflow_std_dev,
+    )
 
 
 def mindspore(*, scale_value: Any, scale_factor: Any, scale_window: int) -> PresetLossScale:
@@ -129,7 +172,14 @@ def mindspore(*, scale_value: Any, scale_factor: Any, scale_window: int) -> Pres
 
     That of `jmp`, with a minimum of 1. Source: MindSpore 2.10, `mindspore/amp.py`. No difference.
     """
-    return dynamic("presets.mindspore", **locals(), min_scale=1.0, clamp="moves")
+    return make_preset(
+        "presets.mindspore",
+        scale_value=scale_value,
+        scale_factor=scale_factor,
+        scale_window=scale_window,
+        min_scale=1.0,
+        clamp="moves",
+    )
 
 
 def mindspore_cell(
@@ -140,7 +190,14 @@ def mindspore_cell(
     The rule of `mindspore`. Source: MindSpore 2.10, `mindspore/nn/wrap/loss_scale.py`. What
     differs: in MindSpore a growth may end at inf for good; here the scale stays.
     """
-    return dynamic("presets.mindspore_cell", **locals(), min_scale=1.0, clamp="moves")
+    return make_preset(
+        "presets.mindspore_cell",
+        loss_scale_value=loss_scale_value,
+        scale_factor=scale_factor,
+        scale_window=scale_window,
+        min_scale=1.0,
+        clamp="moves",
+    )
 
 
 def mindspore_manager(
@@ -152,7 +209,14 @@ def mindspore_manager(
     differs: the manager's scale is a Python float that can leave float32's range, and it raises an
     error after more than 1000 non-finite steps in a row: call `jaxscale.check`.
     """
-    return dynamic("presets.mindspore_manager", **locals(), min_scale=1.0, clamp="moves")
+    return make_preset(
+        "presets.mindspore_manager",
+        init_loss_scale=init_loss_scale,
+        scale_factor=scale_factor,
+        scale_window=scale_window,
+        min_scale=1.0,
+        clamp="moves",
+    )
 
 
 def mindformers(
@@ -181,26 +245,33 @@ def mindformers(
             f"`{call}` needs min_scale_window < max_scale_window, got {shortest} and {longest}. "
             "For one window, use `presets.mindspore_cell`."
         )
-    windows = _windows(longest, shortest)
+    windows = _list_windows(longest, shortest)
+    start = windows.index(scale_window) if scale_window in windows else 0
+    factors = split_factor(call, "scale_factor", scale_factor)
     return WindowLossScale(
         init_scale=normal_float32(call, "loss_scale_value", loss_scale_value),
+        growth_factor=factors.growth_factor,
+        backoff_factor=factors.backoff_factor,
         windows=windows,
-        start=windows.index(scale_window) if scale_window in windows else 0,
+        start=start,
         max_scale=NO_MAX,
-        **factors(call, "scale_factor", scale_factor),
     )
 
 
-def _windows(longest: int, shortest: int) -> tuple[int, ...]:
+def _list_windows(longest: int, shortest: int) -> tuple[int, ...]:
     """Returns the windows, shortest first: halves in hundreds down to 50, then a line."""
-    windows, window = [longest], float(longest)
+    windows = [longest]
+    window = float(longest)
     while window > shortest:
         if window > 100:
             window = float(int(window / 200) * 100)
+        elif window == 100:
+            window = 50.0
         else:
-            window = window / 2 if window == 100 else window - shortest / 2
+            window -= shortest / 2
         windows.append(max(1, int(window)))
-    return tuple(reversed(windows))
+    windows.reverse()
+    return tuple(windows)
 
 
 def paddle(
@@ -220,12 +291,20 @@ def paddle(
     it backs off. Without `use_dynamic_loss_scaling` it stays. Source: PaddlePaddle 3.3,
     `paddle/amp/grad_scaler.py`. What differs: here the scale stays within float32's normal numbers.
     """
-    arguments = locals()
-    if not arguments.pop("enable"):
+    if not enable:
         return NoOpLossScale()
-    if not arguments.pop("use_dynamic_loss_scaling"):
+    if not use_dynamic_loss_scaling:
         return FixedLossScale(init_loss_scaling)
-    return dynamic("presets.paddle", **arguments, refill_on_finite=True, refill_on_backoff=True)
+    return make_preset(
+        "presets.paddle",
+        init_loss_scaling=init_loss_scaling,
+        incr_ratio=incr_ratio,
+        decr_ratio=decr_ratio,
+        incr_every_n_steps=incr_every_n_steps,
+        decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
+        refill_on_finite=True,
+        refill_on_backoff=True,
+    )
 
 
 def paddle_op(
@@ -242,8 +321,18 @@ def paddle_op(
     the CPU kernel of PaddlePaddle 3.3; the defaults are those of `paddle.static.amp.decorate`.
     Behaves identically.
     """
-    call, refill_on_finite, refill_on_backoff = "presets.paddle_op", True, True
-    return dynamic(**locals(), min_scale=1.0, clamp="moves")
+    return make_preset(
+        "presets.paddle_op",
+        init_loss_scaling=init_loss_scaling,
+        incr_every_n_steps=incr_every_n_steps,
+        decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
+        incr_ratio=incr_ratio,
+        decr_ratio=decr_ratio,
+        refill_on_finite=True,
+        refill_on_backoff=True,
+        min_scale=1.0,
+        clamp="moves",
+    )
 
 
 def chainer(*, interval: int = 1000, scale: Any = None) -> LossScale:
@@ -275,8 +364,17 @@ def flax(
     `minimum_scale`. Source: Flax 0.12, `flax/training/dynamic_scale.py`. What differs: without a
     minimum the scale stops at float32's smallest normal number; in Flax it becomes 0.
     """
-    growth_interval = int32("presets.flax", "growth_interval", growth_interval, least=0) + 1
-    return dynamic("presets.flax", **locals(), clip_growth=True, clamp="moves")
+    interval = int32("presets.flax", "growth_interval", growth_interval, least=0) + 1
+    return make_preset(
+        "presets.flax",
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=interval,
+        scale=scale,
+        minimum_scale=minimum_scale,
+        clip_growth=True,
+        clamp="moves",
+    )
 
 
 def jmp(
@@ -289,7 +387,13 @@ def jmp(
     `jmp/_src/loss_scale.py`. What differs: in jmp `jit` and every tree map reset the minimum to 1.
     The scale is a float32 here, and a float16 or bfloat16 `loss_scale` sets its maximum only.
     """
-    return _jmp("presets.jmp", **locals())
+    return _make_jmp(
+        "presets.jmp",
+        loss_scale=loss_scale,
+        period=period,
+        factor=factor,
+        min_loss_scale=min_loss_scale,
+    )
 
 
 def jamp(
@@ -300,18 +404,28 @@ def jamp(
     The rule of `jmp`, of which jamp is a copy that keeps the minimum under `jit`. Source: jamp
     0.0.6, `jmp/loss_scale.py`. Behaves identically; of the dtype of the scale the same holds.
     """
-    return _jmp("presets.jamp", **locals())
+    return _make_jmp(
+        "presets.jamp",
+        loss_scale=loss_scale,
+        period=period,
+        factor=factor,
+        min_loss_scale=min_loss_scale,
+    )
 
 
-def _jmp(call: str, loss_scale: Any, min_loss_scale: Any, **arguments: Any) -> PresetLossScale:
+def _make_jmp(
+    call: str, *, loss_scale: Any, period: int, factor: Any, min_loss_scale: Any
+) -> PresetLossScale:
+    """Makes the policy of `jmp` or `jamp`."""
     dtype = getattr(loss_scale, "dtype", jnp.float32)
-    return dynamic(
+    return make_preset(
         call,
-        loss_scale=number(loss_scale),
-        min_loss_scale=number(min_loss_scale),
+        loss_scale=to_python_number(loss_scale),
+        period=period,
+        factor=factor,
+        min_loss_scale=to_python_number(min_loss_scale),
         max_scale=min(float(jnp.finfo(dtype).max), NO_MAX),
         clamp="moves",
-        **arguments,
     )
 
 
@@ -325,9 +439,13 @@ def jaxamp(
     the scale stays within float32's normal numbers. jaxamp repeats a step that is not finite with
     the next scale, up to 10 times, even if the loss itself is NaN.
     """
-    interval = int32("presets.jaxamp", "patience", number(patience), least=0) + 1
-    factor, scale = number(adjust_factor), number(scaler)
-    return dynamic("presets.jaxamp", scaler=scale, growth_interval=interval, adjust_factor=factor)
+    interval = int32("presets.jaxamp", "patience", to_python_number(patience), least=0) + 1
+    return make_preset(
+        "presets.jaxamp",
+        scaler=to_python_number(scaler),
+        growth_interval=interval,
+        adjust_factor=to_python_number(adjust_factor),
+    )
 
 
 def mpx(
@@ -342,12 +460,12 @@ def mpx(
     stays where a growth would overflow.
     """
     dtype = getattr(loss_scaling, "dtype", jnp.float32)
-    return dynamic(
+    return make_preset(
         "presets.mpx",
-        loss_scaling=number(loss_scaling),
+        loss_scaling=to_python_number(loss_scaling),
         period=period,
         factor=factor,
-        min_loss_scaling=number(min_loss_scaling),
+        min_loss_scaling=to_python_number(min_loss_scaling),
         max_scale=float(jnp.asarray(65504.0, dtype)),
         clip_growth=dtype != jnp.float16,
         clamp="steps",

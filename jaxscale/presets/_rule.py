@@ -6,16 +6,17 @@ are tolerated, and what happens at a bound. Each method of `PresetLossScale` sta
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._policies.base import new_state
+from .._policies.checks import check_growth_factor
 from .._policies.dynamic import DynamicLossScale
 from .._state.scale import LossScaleState
-from .._trees.checks import growth_factor, int32, normal_float32, one_of
+from .._trees.checks import int32, normal_float32, one_of
 
 # Where a library has no minimum or maximum, the scale stays within float32's normal numbers.
 NO_MIN = float(jnp.finfo(jnp.float32).smallest_normal)
@@ -78,12 +79,19 @@ class PresetLossScale(DynamicLossScale):
         "clamp": functools.partial(one_of, choices=("never", "moves", "steps")),
     }
 
-    def _ascending(self) -> list[tuple[str, ...]]:
-        return super()._ascending() if self.clamp == "never" else [("min_scale", "max_scale")]
+    def _list_ascending(self) -> list[tuple[str, ...]]:
+        if self.clamp == "never":
+            return super()._list_ascending()
+        return [("min_scale", "max_scale")]
 
     def init(self) -> LossScaleState:
         """Returns the initial state."""
-        return new_state(LossScaleState, self.init_scale, -self.growth_delay, self.hysteresis)
+        return new_state(
+            LossScaleState,
+            loss_scale=self.init_scale,
+            growth_tracker=-self.growth_delay,
+            hysteresis_tracker=self.hysteresis,
+        )
 
     def _move(
         self, state: LossScaleState, grads_finite: jax.Array, largest: jax.Array | None
@@ -109,74 +117,107 @@ class PresetLossScale(DynamicLossScale):
         delayed = jnp.full_like(after.growth_tracker, -self.growth_delay)
         return after._replace(growth_tracker=delayed, hysteresis_tracker=left)
 
-    def _grown(self, scale: jax.Array, factor: Any) -> jax.Array:
+    def _grow(self, scale: jax.Array, factor: Any) -> jax.Array:
         grown = scale * factor
         at_bound = self.max_scale if self.clip_growth else scale
         grown = jnp.where(grown > self.max_scale, at_bound, grown)
-        return jnp.maximum(scale, grown) if self.clamp == "never" else grown
+        if self.clamp == "never":
+            return jnp.maximum(scale, grown)
+        return grown
 
-    def _lowered(self, scale: jax.Array) -> jax.Array:
+    def _back_off(self, scale: jax.Array) -> jax.Array:
         lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
-        return jnp.minimum(scale, lowered) if self.clamp == "never" else lowered
+        if self.clamp == "never":
+            return jnp.minimum(scale, lowered)
+        return lowered
 
 
-# What libraries call the arguments of `PresetLossScale`; and a factor that grows and backs off, and
-# a minimum that may be `None`.
-_NAMES = {
-    "init_scale": "initial_scale init_loss_scale initial_loss_scale init_loss_scaling loss_scale "
-    "loss_scale_value loss_scaling scale_value scaler scale scale_max",
-    "growth_factor": "incr_ratio",
-    "backoff_factor": "decr_ratio",
-    "growth_interval": "scale_window incr_every_n_steps dynamic_growth_steps period step_window",
-    "hysteresis": "delayed_shift decr_every_n_nan_or_inf",
-    "min_scale": "scale_min min_loss_scaling",
-    "max_scale": "max_loss_scale",
+# What libraries call the arguments of `PresetLossScale`.
+_FIELDS = {
+    "initial_scale": "init_scale",
+    "init_loss_scale": "init_scale",
+    "initial_loss_scale": "init_scale",
+    "init_loss_scaling": "init_scale",
+    "loss_scale": "init_scale",
+    "loss_scale_value": "init_scale",
+    "loss_scaling": "init_scale",
+    "scale_value": "init_scale",
+    "scaler": "init_scale",
+    "scale": "init_scale",
+    "scale_max": "init_scale",
+    "incr_ratio": "growth_factor",
+    "decr_ratio": "backoff_factor",
+    "scale_window": "growth_interval",
+    "incr_every_n_steps": "growth_interval",
+    "dynamic_growth_steps": "growth_interval",
+    "period": "growth_interval",
+    "step_window": "growth_interval",
+    "delayed_shift": "hysteresis",
+    "decr_every_n_nan_or_inf": "hysteresis",
+    "scale_min": "min_scale",
+    "min_loss_scaling": "min_scale",
+    "max_loss_scale": "max_scale",
 }
-_FIELDS = {name: field for field, names in _NAMES.items() for name in names.split()}
+# A factor by which a growth multiplies, and a backoff divides.
 _FACTORS = ("factor", "scale_factor", "step_factor", "multiplier", "adjust_factor")
+# A minimum that may be `None` or 0.
 _FLOORS = ("min_loss_scale", "minimum_scale")
 
 
-def dynamic(call: str, **arguments: Any) -> PresetLossScale:
-    """Returns a policy, or raises an error that names the arguments of the preset.
+def make_preset(call: str, **arguments: Any) -> PresetLossScale:
+    """Makes a policy, or raises an error that names the arguments of the preset.
 
-    These are arguments of `PresetLossScale` under the names of the library; most presets pass on
-    all of theirs, by `**locals()`. The defaults are those of most libraries: no bounds, and a
-    growth that would leave float32 keeps the scale. `call` is the preset, for errors.
+    The arguments are those of `PresetLossScale`, under their own names or those of the library. The
+    defaults are what most libraries have: no bounds, and a growth that would leave float32 keeps
+    the scale. `call` is the preset, for errors.
     """
     fields: dict[str, Any] = {"min_scale": NO_MIN, "max_scale": NO_MAX, "clip_growth": False}
     for name, value in arguments.items():
         if name in _FACTORS:
-            fields |= factors(call, name, value)
+            factors = split_factor(call, name, value)
+            fields["growth_factor"] = factors.growth_factor
+            fields["backoff_factor"] = factors.backoff_factor
         elif name in _FLOORS:
-            fields["min_scale"] = floor(call, name, value)
+            fields["min_scale"] = check_floor(call, name, value)
         else:
             field = _FIELDS.get(name, name)
-            fields[field] = PresetLossScale._checks[field](call, name, value)
+            check = PresetLossScale._checks[field]
+            fields[field] = check(call, name, value)
     return PresetLossScale(**fields)
 
 
-def factors(call: str, name: str, value: Any) -> dict[str, float]:
+class Factors(NamedTuple):
+    """What a scale is multiplied by."""
+
+    growth_factor: float  # above 1
+    backoff_factor: float  # below 1
+
+
+def split_factor(call: str, name: str, value: Any) -> Factors:
     """Returns both factors of a library that multiplies and divides by the same number."""
-    value = growth_factor(call, name, value)
+    factor = check_growth_factor(call, name, value)
     # Round the reciprocal down. Rounded up, it would back off from the maximum to a scale whose
     # next growth passes the maximum and is refused, which a division never does.
-    reciprocal = np.float32(1 / value)
-    if float(reciprocal) * float(np.float32(value)) > 1:
+    reciprocal = np.float32(1 / factor)
+    if float(reciprocal) * float(np.float32(factor)) > 1:
         reciprocal = np.nextafter(reciprocal, np.float32(0))
-    return {"growth_factor": value, "backoff_factor": float(reciprocal)}
+    return Factors(growth_factor=factor, backoff_factor=float(reciprocal))
 
 
-def floor(call: str, name: str, value: Any) -> float:
+def check_floor(call: str, name: str, value: Any) -> float:
     """Returns a minimum of the scale; 0 and `None` mean none but that of float32."""
-    return normal_float32(call, name, value) if value else NO_MIN
+    if not value:
+        return NO_MIN
+    return normal_float32(call, name, value)
 
 
-def steps(call: str, name: str, value: Any) -> int:
+def at_least_one(call: str, name: str, value: Any) -> int:
     """Returns a number of steps; 0 means 1, as in libraries that count before they compare."""
     return max(1, int32(call, name, value, least=0))
 
 
-def number(value: Any) -> Any:
-    """Returns a Python number for an array or a tensor without dimensions, or else `value`."""
-    return value.item() if hasattr(value, "item") else value
+def to_python_number(value: Any) -> Any:
+    """Converts an array or a tensor without dimensions; what has no `item` stays as it is."""
+    if hasattr(value, "item"):
+        return value.item()
+    return value

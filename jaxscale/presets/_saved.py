@@ -1,4 +1,4 @@
-"""Reads what another library saved into a policy and a state, and writes PyTorch's back."""
+"""What another library saved, read into a policy and a state; and PyTorch's, written back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +10,13 @@ from .._policies.base import LossScale
 from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._state.scale import LossScaleState
-from .._trees.checks import with_article
+from .._trees.grammar import with_article
 from ._frameworks import flax, jmp, keras, tensorflow, tf_keras
-from ._rule import PresetLossScale, number
+from ._rule import PresetLossScale, to_python_number
 from ._torch import torch
 
-_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+# The keys of PyTorch's `GradScaler.state_dict()`.
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
@@ -35,14 +36,19 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
     _check_mapping("from_torch(state_dict)", state_dict, "`scaler.state_dict()` of PyTorch")
     if not state_dict:
         return _resume(NoOpLossScale())
-    if set(state_dict) != set(_TORCH):
+    if set(state_dict) != set(_TORCH_KEYS):
         raise ValueError(
             "`presets.from_torch(state_dict)` must have the keys of PyTorch's "
-            f"`GradScaler.state_dict()`, {', '.join(_TORCH)}, got {', '.join(state_dict)}."
+            f"`GradScaler.state_dict()`, {', '.join(_TORCH_KEYS)}, got {', '.join(state_dict)}."
         )
-    scale, *_, tracker = (number(state_dict[name]) for name in _TORCH)
-    arguments = {name: number(state_dict[name]) for name in _TORCH[1:-1]}
-    return _resume(torch(init_scale=scale, **arguments), tracker)
+    saved = {name: to_python_number(value) for name, value in state_dict.items()}
+    policy = torch(
+        init_scale=saved["scale"],
+        growth_factor=saved["growth_factor"],
+        backoff_factor=saved["backoff_factor"],
+        growth_interval=saved["growth_interval"],
+    )
+    return _resume(policy, saved["_growth_tracker"])
 
 
 def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
@@ -58,16 +64,23 @@ def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
             f"`presets.to_torch(policy=...)` must be a `DynamicLossScale`, got {policy!r}. "
             "PyTorch's scaler has no other rule."
         )
-    growth_delay = policy.growth_delay if isinstance(policy, PresetLossScale) else 0
+    growth_delay = 0
+    if isinstance(policy, PresetLossScale):
+        growth_delay = policy.growth_delay
     if policy.hysteresis != 1 or growth_delay:
         raise ValueError(
             "`presets.to_torch(policy=...)` must back off on each non-finite step and count "
             f"each finite one, as PyTorch does, got hysteresis={policy.hysteresis} and "
             f"growth_delay={growth_delay}."
         )
-    values = _read_attributes("to_torch", state, ("loss_scale", "growth_tracker"))
-    arguments = {name: getattr(policy, name) for name in _TORCH[1:-1]}
-    return {"scale": values["loss_scale"], **arguments, "_growth_tracker": values["growth_tracker"]}
+    numbers = _read_attributes("to_torch", state, ("loss_scale", "growth_tracker"))
+    return {
+        "scale": numbers["loss_scale"],
+        "growth_factor": policy.growth_factor,
+        "backoff_factor": policy.backoff_factor,
+        "growth_interval": policy.growth_interval,
+        "_growth_tracker": numbers["growth_tracker"],
+    }
 
 
 def from_tensorflow(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
@@ -108,10 +121,18 @@ def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
             f"`presets.from_keras(config)` must have the keys {' and '.join(names)} of a "
             f"`LossScaleOptimizer`, got {', '.join(config) or 'none'}."
         )
-    arguments = {name: config[name] for name in names}
-    if "dynamic" in config:
-        return _resume(tf_keras(dynamic=config["dynamic"], **arguments))
-    return _resume(keras(**arguments))
+    initial_scale = config["initial_scale"]
+    dynamic_growth_steps = config["dynamic_growth_steps"]
+    if "dynamic" not in config:
+        return _resume(
+            keras(initial_scale=initial_scale, dynamic_growth_steps=dynamic_growth_steps)
+        )
+    policy = tf_keras(
+        dynamic=config["dynamic"],
+        initial_scale=initial_scale,
+        dynamic_growth_steps=dynamic_growth_steps,
+    )
+    return _resume(policy)
 
 
 def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
@@ -121,9 +142,15 @@ def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
     `dynamic_scale`, outside of `jit`. Flax itself is not imported.
     """
     names = ("growth_factor", "backoff_factor", "growth_interval", "scale", "minimum_scale")
-    values = _read_attributes("from_flax", dynamic_scale, (*names, "fin_steps"))
-    tracker = values.pop("fin_steps")
-    return _resume(flax(**values), tracker)
+    numbers = _read_attributes("from_flax", dynamic_scale, (*names, "fin_steps"))
+    policy = flax(
+        growth_factor=numbers["growth_factor"],
+        backoff_factor=numbers["backoff_factor"],
+        growth_interval=numbers["growth_interval"],
+        scale=numbers["scale"],
+        minimum_scale=numbers["minimum_scale"],
+    )
+    return _resume(policy, numbers["fin_steps"])
 
 
 def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
@@ -134,31 +161,38 @@ def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
     `NoOpLossScale` the one of this library. Under `jit` jmp forgets its minimum: what is read is
     the minimum that the object has now. jmp itself is not imported.
     """
-    if type(loss_scale).__name__ == "NoOpLossScale":
+    kind = type(loss_scale).__name__  # jmp is not imported, so its types are known by name
+    if kind == "NoOpLossScale":
         return _resume(NoOpLossScale())
-    if type(loss_scale).__name__ == "StaticLossScale":
-        return _resume(FixedLossScale(**_read_attributes("from_jmp", loss_scale, ("loss_scale",))))
+    if kind == "StaticLossScale":
+        numbers = _read_attributes("from_jmp", loss_scale, ("loss_scale",))
+        return _resume(FixedLossScale(numbers["loss_scale"]))
     names = ("period", "factor", "min_loss_scale", "loss_scale", "counter")
-    values = _read_attributes("from_jmp", loss_scale, names)
-    tracker = values.pop("counter")
-    # The array itself: its dtype says how far the scale grows.
-    return _resume(jmp(**values | {"loss_scale": loss_scale.loss_scale}), tracker)
+    numbers = _read_attributes("from_jmp", loss_scale, names)
+    policy = jmp(
+        loss_scale.loss_scale,  # the array itself: its dtype says how far the scale grows
+        period=numbers["period"],
+        factor=numbers["factor"],
+        min_loss_scale=numbers["min_loss_scale"],
+    )
+    return _resume(policy, numbers["counter"])
 
 
 def _resume(policy: LossScale, tracker: Any = 0) -> tuple[LossScale, LossScaleState]:
+    """Returns a policy, and its first state with a growth tracker that was saved."""
     state = policy.init()
     if tracker:
         state = state._replace(growth_tracker=jnp.asarray(tracker, jnp.int32))
     return policy, state
 
 
-def _check_mapping(given: str, value: Any, what: str) -> None:
+def _check_mapping(argument: str, value: Any, what: str) -> None:
     if isinstance(value, Mapping):
         return
     hint = f"Pass what {what} returned."
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         hint += " A state of jaxscale is read by `jaxscale.from_state_dict`."
-    raise TypeError(f"`presets.{given}` must be a dict, got {type(value).__name__}. {hint}")
+    raise TypeError(f"`presets.{argument}` must be a dict, got {type(value).__name__}. {hint}")
 
 
 def _read_attributes(call: str, instance: Any, names: tuple[str, ...]) -> dict[str, Any]:
@@ -170,11 +204,13 @@ def _read_attributes(call: str, instance: Any, names: tuple[str, ...]) -> dict[s
             f"{' and no '.join(missing)}. "
             "Pass the scaler of that library, or to `to_torch` the state of a policy."
         )
-    values = {name: getattr(instance, name) for name in names}
-    traced = [name for name, value in values.items() if isinstance(value, jax.core.Tracer)]
-    if traced:
-        raise TypeError(
-            f"`presets.{call}` reads values, so it cannot run inside `jit`: {traced[0]} is "
-            "traced. Call it between two steps."
-        )
-    return {name: number(value) for name, value in values.items()}
+    numbers = {}
+    for name in names:
+        value = getattr(instance, name)
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(
+                f"`presets.{call}` reads values, so it cannot run inside `jit`: {name} is "
+                "traced. Call it between two steps."
+            )
+        numbers[name] = to_python_number(value)
+    return numbers

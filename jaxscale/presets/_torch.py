@@ -5,10 +5,17 @@ from typing import Any
 
 from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
-from .._policies.libraries import ToleranceLossScale
 from .._policies.spikes import OlmoSpikeRule, SpikeRule, check_sigmas
+from .._policies.tolerance import ToleranceLossScale
 from .._trees.checks import finite_number, int32
-from ._rule import NO_MAX, PresetLossScale, dynamic, factors, floor, steps
+from ._rule import (
+    NO_MAX,
+    PresetLossScale,
+    at_least_one,
+    check_floor,
+    make_preset,
+    split_factor,
+)
 
 
 def torch(
@@ -27,10 +34,15 @@ def torch(
     float32's smallest normal number. With a tracker restored beyond the interval the scale grows at
     once; in PyTorch it never grows.
     """
-    arguments = locals()
-    if not arguments.pop("enabled"):
+    if not enabled:
         return NoOpLossScale()
-    return dynamic("presets.torch", **arguments)
+    return make_preset(
+        "presets.torch",
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+    )
 
 
 def apex(
@@ -49,7 +61,15 @@ def apex(
     above the maximum is lowered to it.
     """
     del scale_factor
-    policy = dynamic("presets.apex", **locals(), clip_growth=True, clamp="moves")
+    policy = make_preset(
+        "presets.apex",
+        init_scale=init_scale,
+        scale_window=scale_window,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+        clip_growth=True,
+        clamp="moves",
+    )
     return dataclasses.replace(policy, init_scale=min(policy.init_scale, policy.max_scale))
 
 
@@ -62,7 +82,14 @@ def apex_fp16_utils(
     it, down to 1. Its ancestors in Megatron-LM and FP16_Optimizer have the same rule. Source:
     NVIDIA/apex, `apex/fp16_utils/loss_scaler.py`. What differs: Apex's scale can leave float32.
     """
-    return dynamic("presets.apex_fp16_utils", **locals(), min_scale=1.0, clamp="moves")
+    return make_preset(
+        "presets.apex_fp16_utils",
+        init_scale=init_scale,
+        scale_factor=scale_factor,
+        scale_window=scale_window,
+        min_scale=1.0,
+        clamp="moves",
+    )
 
 
 def apex_hysteresis(
@@ -79,7 +106,15 @@ def apex_hysteresis(
     it, backs off. Source: NVIDIA/apex, `csrc/update_scale_hysteresis.cu`, as used in NeMo, whose
     defaults these are. What differs: as in `torch`; and the hysteresis tracker stops at 0.
     """
-    return dynamic("presets.apex_hysteresis", **locals(), refill_on_finite=True)
+    return make_preset(
+        "presets.apex_hysteresis",
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+        refill_on_finite=True,
+    )
 
 
 def megatron(
@@ -99,7 +134,16 @@ def megatron(
     defaults of its command line. What differs: in Megatron a growth may end at inf for good; here
     the scale stays. The hysteresis tracker stops at 0.
     """
-    return dynamic("presets.megatron", **locals(), clamp="moves")
+    return make_preset(
+        "presets.megatron",
+        initial_scale=initial_scale,
+        min_scale=min_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+        clamp="moves",
+    )
 
 
 def deepspeed(
@@ -120,9 +164,17 @@ def deepspeed(
     DeepSpeed's scale is a Python float that can leave float32's range, and by default it raises an
     error at the minimum. Here `raise_error_at_min_scale` is ignored: call `jaxscale.check`.
     """
-    refill_on_finite = bool(consecutive_hysteresis)
-    del raise_error_at_min_scale, consecutive_hysteresis
-    return dynamic("presets.deepspeed", **locals(), growth_delay=1, clamp="moves")
+    del raise_error_at_min_scale
+    return make_preset(
+        "presets.deepspeed",
+        init_scale=init_scale,
+        scale_window=scale_window,
+        min_scale=min_scale,
+        delayed_shift=delayed_shift,
+        refill_on_finite=bool(consecutive_hysteresis),
+        growth_delay=1,
+        clamp="moves",
+    )
 
 
 def colossalai(
@@ -141,11 +193,19 @@ def colossalai(
     `amp/naive_amp/grad_scaler`. What differs: in ColossalAI, without a maximum, a growth may end at
     inf for good; here the scale stays. A `max_scale` of `None` is none, a `hysteresis` of 0 is 1.
     """
-    clip_growth = bool(max_scale)
-    max_scale = max_scale or NO_MAX
-    min_scale = floor("presets.colossalai", "min_scale", min_scale)
-    hysteresis = steps("presets.colossalai", "hysteresis", hysteresis)
-    return dynamic("presets.colossalai", **locals(), clamp="moves")
+    call = "presets.colossalai"
+    return make_preset(
+        call,
+        initial_scale=initial_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=check_floor(call, "min_scale", min_scale),
+        max_scale=max_scale or NO_MAX,
+        hysteresis=at_least_one(call, "hysteresis", hysteresis),
+        clip_growth=bool(max_scale),
+        clamp="moves",
+    )
 
 
 def fairseq(
@@ -166,15 +226,18 @@ def fairseq(
     is a floor, like `threshold`, and the larger of the two counts: call `jaxscale.check`.
     """
     call = "presets.fairseq"
-    for name, value in {"threshold": threshold, "min_loss_scale": min_loss_scale}.items():
-        finite_number(call, name, value or 0.0)
+    finite_number(call, "threshold", threshold or 0.0)
+    finite_number(call, "min_loss_scale", min_loss_scale or 0.0)
+    floor = max(threshold or 0.0, min_loss_scale)
+    factors = split_factor(call, "scale_factor", scale_factor)
     return ToleranceLossScale(
         init_scale=init_scale,
+        growth_factor=factors.growth_factor,
+        backoff_factor=factors.backoff_factor,
         growth_interval=scale_window,
         tolerance=tolerance,
-        min_scale=floor(call, "min_loss_scale", max(threshold or 0.0, min_loss_scale)),
+        min_scale=check_floor(call, "min_loss_scale", floor),
         max_scale=NO_MAX,
-        **factors(call, "scale_factor", scale_factor),
     )
 
 
@@ -198,5 +261,6 @@ def olmo(*, rolling_interval_length: int = 128, sigma_factor: Any = 6) -> SpikeR
     call = "presets.olmo"
     window = int32(call, "rolling_interval_length", rolling_interval_length, least=2)
     sigmas = check_sigmas(call, "sigma_factor", sigma_factor)
-    # One less than one would think: OLMo counts the step that is being judged, too.
-    return OlmoSpikeRule(window=window, sigmas=sigmas, min_history=max(2, max(2, window // 2) - 1))
+    # One less than one would think: OLMo also counts the step that is being judged.
+    min_history = max(2, window // 2 - 1)
+    return OlmoSpikeRule(window=window, sigmas=sigmas, min_history=min_history)

@@ -29,48 +29,96 @@ def calibrate(batches, fun=loss_fn, **options):
     return diagnostics.calibrate(fun, W, batches, jit=lambda fun: fun, **options)
 
 
-@cases("size", range(-24, 16), fast=[-24, 15])
+def largest_for(size):
+    """The exponent of the largest scale, up to 2**24, at which such a gradient is finite."""
+    return min(24, 15 - size)
+
+
+SIZES = range(-24, 16)
+FAST_SIZES = [-24, 15]  # at the one no scale overflows, at the other all but 1
+
+
+@cases("size", SIZES, fast=FAST_SIZES)
 def test_it_is_the_largest_that_does_not_overflow(size):
-    found = calibrate([batch(size)], max_passes=5)  # enough to tell 25 scales and none apart
-    largest = min(24, 15 - size)
-    assert (found.init_scale, found.batches, found.is_largest) == (2.0**largest, 1, True)
-    assert found.overflows_at == (None if largest == 24 else 2.0 ** (largest + 1))
-    # As a training step computes it, and at one power of two more.
-    for k, finite in ((largest, True), (largest + 1, size + largest < 15)):
-        grads = jaxscale.grad(loss_fn, jaxscale.FixedLossScale(2.0**k).init())(W, batch(size))
-        assert jaxscale.all_finite(grads) == finite
+    # Five passes are enough to tell 25 scales and none apart.
+    calibration = calibrate([batch(size)], max_passes=5)
+    exponent = largest_for(size)
+    assert calibration.init_scale == 2.0**exponent
+    assert calibration.overflows_at == (None if exponent == 24 else 2.0 ** (exponent + 1))
+    assert calibration.is_largest
+    assert calibration.batches == 1
+
+
+@cases("size", SIZES, fast=FAST_SIZES)
+def test_a_training_step_overflows_beyond_it(size):
+    exponent = largest_for(size)
+    assert step_is_finite(exponent, size)
+    # One power of two more only fits if the largest scale to try, 2**24, did.
+    assert step_is_finite(exponent + 1, size) == (size + exponent < 15)
+
+
+def step_is_finite(exponent, size):
+    state = jaxscale.FixedLossScale(2.0**exponent).init()
+    grads = jaxscale.grad(loss_fn, state)(W, batch(size))
+    return bool(jaxscale.all_finite(grads))
+
+
+def random_sizes(seed):
+    rng = np.random.default_rng(seed)
+    return rng.integers(-9, 16, rng.integers(1, 12)).tolist()
 
 
 @cases("seed", range(12), fast=[1])
 def test_several_batches_are_all_served(seed):
-    rng = np.random.default_rng(seed)
-    sizes = rng.integers(-9, 16, rng.integers(1, 12)).tolist()
-    found = calibrate(map(batch, sizes), max_passes=60)
-    assert found.init_scale == 2.0 ** min(15 - size for size in sizes)
-    assert (found.batches, found.is_largest) == (len(sizes), True)
-    few = calibrate(map(batch, sizes))
-    assert few.passes <= 10
-    # With fewer passes it says how many batches it knows of, and is right about those.
-    least = min(15 - size for size in sizes[: few.batches])
-    assert few.init_scale == 2.0**least if few.is_largest else few.init_scale <= 2.0**least
-    assert ("too few" in str(few)) == (not few.is_largest)
+    sizes = random_sizes(seed)
+    calibration = calibrate(map(batch, sizes), max_passes=60)
+    assert calibration.init_scale == 2.0 ** min(15 - size for size in sizes)
+    assert calibration.batches == len(sizes)
+    assert calibration.is_largest
+
+
+@cases("seed", range(12), fast=[1])
+def test_with_few_passes_it_is_right_about_the_batches_it_was_tried_on(seed):
+    sizes = random_sizes(seed)
+    calibration = calibrate(map(batch, sizes))
+    assert calibration.passes <= 10
+    largest = 2.0 ** min(15 - size for size in sizes[: calibration.batches])
+    if calibration.is_largest:
+        assert calibration.init_scale == largest
+    else:
+        assert calibration.init_scale <= largest
+    assert ("too few" in str(calibration)) == (not calibration.is_largest)
 
 
 def test_one_program_for_all_passes():
-    traces, batches = [], map(batch, [2, 1, 4, 4, 0, 1, 2, 3])
-    found = diagnostics.calibrate(lambda w, x: traces.append(x) or loss_fn(w, x), W, batches)
-    assert (found.passes, found.batches, len(traces)) == (10, 4, 1)
+    traces = []
+
+    def traced_loss_fn(w, x):
+        traces.append(x)
+        return loss_fn(w, x)
+
+    batches = map(batch, [2, 1, 4, 4, 0, 1, 2, 3])
+    calibration = diagnostics.calibrate(traced_loss_fn, W, batches)
+    assert (calibration.passes, calibration.batches) == (10, 4)
+    assert len(traces) == 1
     assert len(list(batches)) == 3  # each is taken only when its turn comes
 
 
-def test_even_the_least_scale_overflows_or_none():
+def test_even_the_least_scale_overflows():
+    def root(w, x):
+        return jnp.sqrt(w * x).astype(jnp.float32)
+
     batches = list(jnp.float16([1, 0]))  # the gradient of the root is inf where x is 0
-    found = diagnostics.calibrate(lambda w, x: jnp.sqrt(w * x).astype(jnp.float32), W, batches)
-    assert (found.init_scale, found.overflows_at, found.batches) == (None, 1.0, 2)
-    assert "Even loss scale 2**0 overflows on batches[1]" in str(found)
-    assert found.passes <= 10
-    none = calibrate([batch(-24)])
-    assert "No loss scale up to 2**24, the largest to try, overflows (batches: 1, b" in str(none)
+    calibration = diagnostics.calibrate(root, W, batches)
+    assert (calibration.init_scale, calibration.overflows_at) == (None, 1.0)
+    assert calibration.batches == 2
+    assert "Even loss scale 2**0 overflows on batches[1]" in str(calibration)
+    assert calibration.passes <= 10
+
+
+def test_no_scale_overflows():
+    words = "No loss scale up to 2**24, the largest to try, overflows (batches: 1, b"
+    assert words in str(calibrate([batch(-24)]))
 
 
 RANGES = [(0, 24), (20, 30), (-10, 126), (3, 3)]
@@ -80,12 +128,18 @@ CARRIED = itertools.product([-14, -3, 0, 4, 15], RANGES)
 @cases(("size", "ends"), CARRIED, fast=[(-3, (20, 30)), (15, (-10, 126))])
 def test_a_float16_loss_carries_no_more_than_it_holds(size, ends):
     low, high = ends
-    options = {"min_scale": 2.0**low, "max_scale": 2.0**high}
-    found = calibrate([jnp.float16(2.0**size)], lambda w, x: w * x, **options)
-    low, high = min(low, 15), min(high, 15)
-    good = [k for k in range(low, high + 1) if size + k <= 15]
-    assert found.init_scale == (2.0 ** good[-1] if good else None)
-    assert found.passes <= 8
+    calibration = calibrate(
+        [jnp.float16(2.0**size)],
+        lambda w, x: w * x,
+        min_scale=2.0**low,
+        max_scale=2.0**high,
+    )
+    assert calibration.passes <= 8
+    largest = min(high, 15, 15 - size)
+    if largest < min(low, 15):
+        assert calibration.init_scale is None
+    else:
+        assert calibration.init_scale == 2.0**largest
 
 
 ERRORS = {

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -17,11 +18,10 @@ import jaxscale
 from jaxscale import diagnostics
 
 SCALES = [1.0, 2.0**-3, 2.0**15, 2.0**40]
-FIELDS = ("size", "nan", "inf", "zero", "flushed", "subnormal", "overflowed", "largest")
 FORMATS = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
-histogram, leaf_histograms, leaf_counts = map(
-    jax.jit, (diagnostics.histogram, diagnostics.leaf_histograms, diagnostics.leaf_counts)
-)
+histogram = jax.jit(diagnostics.histogram)
+leaf_histograms = jax.jit(diagnostics.leaf_histograms)
+leaf_counts = jax.jit(diagnostics.leaf_counts)
 
 
 def float32_bits(number, seed=0):
@@ -34,11 +34,18 @@ def float32_bits(number, seed=0):
     return np.concatenate([np.array(special, np.float32), bits.view(np.float32)])
 
 
+def neighbors(values):
+    """The float32 numbers next to some numbers, on both sides."""
+    values = np.array(values, np.float32)
+    below = np.nextafter(values, np.float32(0))
+    above = np.nextafter(values, np.float32(np.inf))
+    return np.concatenate([below, above])
+
+
 def around_float16():
-    """The neighbours of numbers at which float16 rounds differently at some scale."""
+    """The neighbors of numbers at which float16 rounds differently at some scale."""
     edges = [2.0**-25, 2.0**-24, 2.0**-14 - 2.0**-25, 2.0**-14, 65504.0, 65520.0, 65536.0]
-    values = np.array([edge / scale for edge in edges for scale in SCALES], np.float32)
-    return np.concatenate([np.nextafter(values, np.float32(end)) for end in (0, np.inf)])
+    return neighbors([edge / scale for edge in edges for scale in SCALES])
 
 
 def every(dtype):
@@ -55,40 +62,66 @@ LEAVES = {
 
 
 def numbers(leaf):
+    """The numbers of a leaf in float64; a complex element holds two."""
     x = np.asarray(leaf)
-    x = np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x
+    if np.iscomplexobj(x):
+        x = np.stack([x.real, x.imag])
     with np.errstate(invalid="ignore"):  # of signaling NaNs
         return x.astype(np.float64)
 
 
 def nonzero(leaf):
+    """The magnitudes of the finite nonzero numbers of a leaf."""
     x = np.abs(numbers(leaf))
     return x[np.isfinite(x) & (x > 0)]
 
 
+class Casts(NamedTuple):
+    """How many numbers a format makes 0, a subnormal or a normal number, or inf or NaN."""
+
+    flushed: int
+    subnormal: int
+    normal: int
+    overflowed: int
+
+
 def really_cast(leaf, dtype, loss_scale):
-    """How many numbers become 0, a subnormal or a normal number, or inf, found by casting them."""
+    """Casts the finite nonzero numbers of a leaf, and counts what becomes of them."""
     # In float64, multiplying by a power of two is exact, so that the cast is the only rounding.
     with np.errstate(all="ignore"):
         x = (nonzero(leaf) * loss_scale).astype(dtype).astype(np.float64)
-    normal = float(ml_dtypes.finfo(dtype).smallest_normal)
-    masks = x == 0, (x > 0) & (x < normal), np.isfinite(x) & (x >= normal), ~np.isfinite(x)
-    return [int(mask.sum()) for mask in masks]
+    is_finite = np.isfinite(x)
+    is_normal = x >= float(ml_dtypes.finfo(dtype).smallest_normal)
+    return Casts(
+        flushed=np.count_nonzero(x == 0),
+        subnormal=np.count_nonzero((x > 0) & ~is_normal),
+        normal=np.count_nonzero(is_finite & is_normal),
+        overflowed=np.count_nonzero(~is_finite),
+    )
 
 
 def reference(leaf, loss_scale):
-    """The same counts, found by casting to float16."""
+    """The numbers of a row of the table, found by casting to float16."""
     x = numbers(leaf)
-    special = [int(mask.sum()) for mask in (np.isnan(x), np.isinf(x), x == 0)]
-    flushed, subnormal, _, overflowed = really_cast(leaf, "float16", loss_scale)
-    largest = float(nonzero(leaf).max(initial=0))
-    counts = [x.size, *special, flushed, subnormal, overflowed, largest]
-    return dict(zip(FIELDS, counts, strict=True))
+    casts = really_cast(leaf, "float16", loss_scale)
+    return {
+        "size": x.size,
+        "nan": np.count_nonzero(np.isnan(x)),
+        "inf": np.count_nonzero(np.isinf(x)),
+        "zero": np.count_nonzero(x == 0),
+        "flushed": casts.flushed,
+        "subnormal": casts.subnormal,
+        "overflowed": casts.overflowed,
+        "largest": nonzero(leaf).max(initial=0),
+    }
 
 
 def row_of(counts):
+    """The numbers in the table of the counts of one leaf."""
     (row,) = diagnostics.table(counts).rows
-    return {name: getattr(row, name) for name in FIELDS}
+    fields = row._asdict()
+    del fields["path"]
+    return fields
 
 
 @cases(
@@ -109,7 +142,8 @@ def test_float64_keeps_its_precision_and_ends_where_float32_does(loss_scale):
     near = around_float16().astype(np.float64)
     ends = [1e300, -1e-300, 5e-324, np.nan, np.inf]
     leaf = np.concatenate([near, ends, np.nextafter(near, 0), np.nextafter(near, np.inf)])
-    expected = reference(leaf, loss_scale) | {"largest": float(np.finfo(np.float32).max)}
+    expected = reference(leaf, loss_scale)
+    expected["largest"] = float(np.finfo(np.float32).max)
     with x64():
         assert row_of(leaf_counts(leaf, loss_scale=loss_scale)) == expected
 
@@ -122,77 +156,140 @@ def test_what_is_not_a_gradient_is_left_out():
     assert seen == {"w": (6, 1), "scalar": (1, 3), "empty": (0, 0)}
 
 
-@pytest.mark.parametrize("odd", [jnp.float16, jax.ShapeDtypeStruct((2,), jnp.float32)])
-def test_what_only_has_a_dtype_is_no_gradient_and_reaches_the_loss_as_it_is(odd):
-    seen = []
+# What has a dtype and no numbers: a scalar type, and the shape of an array.
+ODD = {"scalar type": jnp.float16, "shape": jax.ShapeDtypeStruct((2,), jnp.float32)}
+
+
+@cases("name", ODD)
+def test_what_only_has_a_dtype_is_no_gradient(name):
+    odd = ODD[name]
     grads = {"w": jnp.array([1.0, jnp.inf]), "odd": odd}
     assert avals(diagnostics.leaf_counts(grads).leaves) == {"w": "float32[8]", "odd": None}
     assert diagnostics.leaf_histograms(grads)["odd"] is None
     with pytest.raises(ValueError, match=rf"got only `{type(odd).__name__}`\. Pass"):
         diagnostics.histogram({"odd": odd})
 
-    def fun(params, batch, *, more=None):
-        seen.extend([params["odd"], batch["odd"], *jax.tree.leaves(more)])
+
+@cases("name", ODD, fast=["scalar type"])
+def test_what_only_has_a_dtype_reaches_the_loss_as_it_is(name):
+    odd = ODD[name]
+    seen = []
+
+    def fun(params, batch, *, more=()):
+        seen.extend([params["odd"], batch["odd"], *more])
         return jnp.sum(params["w"] * batch["x"]).astype(jnp.float16), {"odd": odd}
 
-    params, batch = {"w": jnp.ones(2), "odd": odd}, {"x": jnp.array([1.0, 2.0]), "odd": odd}
+    params = {"w": jnp.ones(2), "odd": odd}
+    batch = {"x": jnp.array([1.0, 2.0]), "odd": odd}
     scaling = jaxscale.FixedLossScale(8.0).init()
     options = {"transform": eqx.filter_value_and_grad, "has_aux": True}
     traced = diagnostics.trace(fun, scaling, **options)
     assert not traced(params, batch, more=[odd]).found
-    assert traced(params, batch | {"x": grads["w"]}).nonfinite_arguments == ("args[1]['x']",)
-    found = diagnostics.calibrate(fun, params, [batch], jit=eqx.filter_jit, **options)
-    assert found.init_scale == 2.0**15
+    bad_batch = batch | {"x": jnp.array([1.0, jnp.inf])}
+    assert traced(params, bad_batch).nonfinite_arguments == ("args[1]['x']",)
+    calibration = diagnostics.calibrate(fun, params, [batch], jit=eqx.filter_jit, **options)
+    assert calibration.init_scale == 2.0**15
     assert len(seen) >= 7
-    assert all(each is odd for each in seen)
+    assert all(value is odd for value in seen)
+
+
+@cases("name", ODD)
+def test_what_only_has_a_dtype_is_no_parameter_of_jax(name):
+    params = {"odd": ODD[name]}
+    traced = diagnostics.trace(lambda params: 0.0, jaxscale.FixedLossScale(8.0).init())
     with pytest.raises(TypeError, match=r"floating parameters, got `.*` at args\[0\]\['odd'\]"):
-        diagnostics.trace(fun, scaling, has_aux=True)(params, batch)
+        traced(params)
 
 
-def test_worst_first_and_readable():
-    grads = {"fine": jnp.ones(4), "tiny": jnp.full(4, 1e-9), "small": jnp.full(4, 1e-6)}
-    grads["few"] = {"kernel": jnp.ones(100).at[:3].set(jnp.nan)}
-    grads["many"] = [jnp.array([jnp.inf, -jnp.inf, 1.0])]
-    found = diagnostics.table(leaf_counts(grads))
-    assert [row.path for row in found.rows] == ["many/0", "few/kernel", "tiny", "small", "fine"]
-    assert [row.path for row in found.nonfinite_rows] == ["many/0", "few/kernel"]
-    lines = str(found).splitlines()
+def tabulate(grads, **options):
+    # Not in one program: that of a large tree takes long to compile.
+    return diagnostics.table(diagnostics.leaf_counts(grads, **options))
+
+
+def full(size, value):
+    return np.full(size, value, np.float32)
+
+
+MIXED = {
+    "fine": full(4, 1.0),
+    "tiny": full(4, 1e-9),
+    "small": full(4, 1e-6),
+    "few": {"kernel": np.concatenate([full(3, np.nan), full(97, 1.0)])},
+    "many": [np.float32([np.inf, -np.inf, 1.0])],
+}
+
+
+def test_the_worst_leaves_come_first():
+    table = tabulate(MIXED)
+    paths = [row.path for row in table.rows]
+    assert paths == ["many/0", "few/kernel", "tiny", "small", "fine"]
+    assert [row.path for row in table.nonfinite_rows] == ["many/0", "few/kernel"]
+
+
+def test_a_table_prints_its_cells():
+    table = tabulate(MIXED)
+    lines = str(table).splitlines()
     assert lines[0] == "Leaves with inf or NaN: 2 of 5. In float16 at loss scale 2**0:"
     assert max(map(len, lines)) <= 80
-    assert [list(cells) for cells in found.cells()[1:]] == [line.split() for line in lines[2:]]
-    # A share of nothing is a dash.
-    grads = {"nan": jnp.full(2, jnp.nan), "zero": jnp.zeros(2), "empty": jnp.zeros(0)}
-    cells = {row[0]: row[4:] for row in diagnostics.table(leaf_counts(grads)).cells()[1:]}
-    assert cells == {"nan": ("0%", *"----"), "zero": ("100%", *"---0"), "empty": (*"-----",)}
+    assert [list(cells) for cells in table.cells()[1:]] == [line.split() for line in lines[2:]]
 
 
-def test_a_long_table_prints_what_has_something_to_tell():
-    found = diagnostics.table(leaf_counts([jnp.full(2, 1e-9)] * 40))
-    assert (len(found.rows), len(str(found).splitlines())) == (40, 2 + 24 + 1)
-    assert str(found).endswith("and 16 more")
-    fine, zero, half_zero = jnp.ones(2), jnp.zeros(2), jnp.array([0.0, 1.0])
-    found = diagnostics.table(leaf_counts([fine] * 39 + [half_zero], loss_scale=8.0))
-    assert len(found.rows) == len(found.cells()) - 1 == 40
-    words = "inite, and stored in full by float16 at loss scale"
-    assert str(found) == f"F{words} 2**3: 40 of 40 leaves"
+def test_a_share_of_nothing_is_a_dash():
+    grads = {"nan": full(2, np.nan), "zero": full(2, 0.0), "empty": full(0, 0.0)}
+    shares = {path: cells for path, _, _, _, *cells in tabulate(grads).cells()[1:]}
+    assert shares["nan"] == ["0%", "-", "-", "-", "-"]
+    assert shares["zero"] == ["100%", "-", "-", "-", "0"]
+    assert shares["empty"] == ["-", "-", "-", "-", "-"]
+
+
+FINE = full(2, 1.0)
+
+
+def test_a_long_table_prints_its_first_rows():
+    table = tabulate([full(2, 1e-9)] * 40)
+    assert len(table.rows) == 40
+    assert len(str(table).splitlines()) == 2 + 24 + 1
+    assert str(table).endswith("and 16 more")
+
+
+def test_a_long_table_of_nothing_to_tell_is_one_sentence():
+    table = tabulate([FINE] * 39 + [np.float32([0.0, 1.0])], loss_scale=8.0)
+    sentence = "Finite, and stored in full by float16 at loss scale 2**3: 40 of 40 leaves"
+    assert str(table) == sentence
+    assert len(table.rows) == 40
+    assert len(table.cells()) == 1 + 40
+
+
+def test_a_long_table_leaves_out_what_has_nothing_to_tell():
     # What is not finite, lost, of fewer bits, or 0 everywhere.
-    telling = [jnp.array([1.0, x]) for x in (jnp.nan, jnp.inf, 1e-9, 1e-6, 1e9)]
-    found = diagnostics.table(leaf_counts([*telling, zero, *[fine] * 34, jnp.zeros(0)]))
-    lines = str(found).splitlines()
-    assert {line.split()[0] for line in lines[2:-1]} == set("012345")
-    assert lines[-1] == f"f{words} 2**0: 35 of 41 leaves"
+    telling = [np.float32([1.0, x]) for x in (np.nan, np.inf, 1e-9, 1e-6, 1e9)]
+    telling.append(full(2, 0.0))
+    table = tabulate([*telling, *[FINE] * 34, full(0, 0.0)])
+    _, _, *rows, last = str(table).splitlines()
+    assert {row.split()[0] for row in rows} == {"0", "1", "2", "3", "4", "5"}
+    assert last == "finite, and stored in full by float16 at loss scale 2**0: 35 of 41 leaves"
+
+
+ROWS = jnp.array([[1.0, jnp.inf], [jnp.nan, 8.0], [0.0, 2.0]])
 
 
 def test_population_and_time_are_summed_up():
-    x = jnp.array([[1.0, jnp.inf], [jnp.nan, 8.0], [0.0, 2.0]])
-    expected = row_of(leaf_counts(x))
-    assert row_of(jax.vmap(diagnostics.leaf_counts)(x)) == expected
-    _, stacked = jax.lax.scan(lambda carry, row: (carry, diagnostics.leaf_counts(row)), 0, x)
+    expected = row_of(diagnostics.leaf_counts(ROWS))
+    assert row_of(jax.vmap(diagnostics.leaf_counts)(ROWS)) == expected
+
+    def body(carry, row):
+        return carry, diagnostics.leaf_counts(row)
+
+    _, stacked = jax.lax.scan(body, 0, ROWS)
     assert row_of(stacked) == expected
-    # Carried, it keeps its types.
-    first = diagnostics.leaf_counts(x[0])
-    last, _ = jax.lax.scan(lambda _, row: (diagnostics.leaf_counts(row), None), first, x)
-    assert row_of(last) == row_of(leaf_counts(x[-1]))
+
+
+def test_counts_that_are_carried_keep_their_types():
+    def body(_, row):
+        return diagnostics.leaf_counts(row), None
+
+    last, _ = jax.lax.scan(body, diagnostics.leaf_counts(ROWS[0]), ROWS)
+    assert row_of(last) == row_of(diagnostics.leaf_counts(ROWS[-1]))
 
 
 @cases(
@@ -201,48 +298,64 @@ def test_population_and_time_are_summed_up():
     fast=[("leaf_counts", False, ("data",)), ("histogram", True, "data")],
 )
 def test_devices_are_summed_up(call, check, axis_name):
-    count, spec = getattr(diagnostics, call), PartitionSpec("data")
-    mesh, summed = Mesh(np.array(jax.devices("cpu")), ("data",)), PartitionSpec()
-    options = {"mesh": mesh, "in_specs": spec, "out_specs": summed, "check_vma": check}
-    run = jax.shard_map(lambda x: count(x, axis_name=axis_name), **options)
+    count = getattr(diagnostics, call)
+    mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
+    by_device = jax.shard_map(
+        lambda x: count(x, axis_name=axis_name),
+        mesh=mesh,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec(),
+        check_vma=check,
+    )
     x = jnp.asarray(float32_bits(57))
-    sharded = jax.device_put(x, NamedSharding(mesh, spec))
-    for found in (jax.jit(run)(x), jax.jit(count)(sharded)):
-        assert_same_bits(*(jax.tree.map(np.asarray, each) for each in (found, jax.jit(count)(x))))
+    sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    expected = on_host(jax.jit(count)(x))
+    assert_same_bits(on_host(jax.jit(by_device)(x)), expected)
+    assert_same_bits(on_host(jax.jit(count)(sharded)), expected)
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
 
 
 @pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="JAX has it elsewhere")
 def test_explicit_meshes():
-    types = (jax.sharding.AxisType.Explicit,)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=types, devices=jax.devices("cpu"))
+    explicit = jax.sharding.AxisType.Explicit
+    devices = jax.devices("cpu")
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(explicit,), devices=devices)
     with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, PartitionSpec("data")))
-        auto = jax.sharding.auto_axes(diagnostics.histogram, out_sharding=PartitionSpec())
-        assert np.asarray(jax.jit(auto)(x).counts).sum() == 64
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        x = jax.device_put(jnp.ones((8, 8)), sharding)
+        count = jax.sharding.auto_axes(diagnostics.histogram, out_sharding=PartitionSpec())
+        assert np.asarray(jax.jit(count)(x).counts).sum() == 64
         assert row_of(leaf_counts(x))["size"] == 64
 
 
 def boundaries():
-    """Numbers at which any format rounds differently at scale 1, and their neighbours."""
+    """Numbers at which any format rounds differently at scale 1, and their neighbors."""
     values = []
     for dtype in FORMATS:
         info = ml_dtypes.finfo(dtype)
-        low, normal, most = map(float, (info.smallest_subnormal, info.smallest_normal, info.max))
-        ulp = 2.0 ** (np.floor(np.log2(most)) - info.nmant)
-        values += [low / 2, low, 1.5 * low, normal - low / 2, normal, most, most + ulp / 2]
-    values = np.array(values, np.float32)
-    return np.concatenate([values, np.nextafter(values, np.float32(0)), np.nextafter(values, 3e38)])
+        subnormal = float(info.smallest_subnormal)
+        normal = float(info.smallest_normal)
+        largest = float(info.max)
+        spacing = 2.0 ** (np.floor(np.log2(largest)) - info.nmant)
+        values += [subnormal / 2, subnormal, 1.5 * subnormal, normal - subnormal / 2, normal]
+        values += [largest, largest + spacing / 2]
+    return np.concatenate([np.array(values, np.float32), neighbors(values)])
 
 
 @cases("dtype", LEAVES, fast=["float32", "complex64", "float8_e4m3fn"])
 def test_exponents_are_those_of_numpy(dtype):
     leaf = LEAVES[dtype]()
-    expected, x = np.zeros(277), numbers(leaf)
-    np.add.at(expected, np.frexp(nonzero(leaf))[1] - 1 + 149, 1)
-    others = (np.sum(x == 0), np.sum(np.isinf(x)), np.sum(np.isnan(x)))
+    x = numbers(leaf)
+    _, exponents = np.frexp(nonzero(leaf))
+    expected = np.bincount(exponents - 1 + 149, minlength=277)
     for found in (diagnostics.histogram({"w": leaf}), histogram(leaf)):
         np.testing.assert_array_equal(np.sum(found.counts, axis=1), expected)
-        assert tuple(map(int, (found.zero, found.inf, found.nan))) == others
+        assert float(found.zero) == np.count_nonzero(x == 0)
+        assert float(found.inf) == np.count_nonzero(np.isinf(x))
+        assert float(found.nan) == np.count_nonzero(np.isnan(x))
 
 
 # At -9 not bfloat16: NumPy would round its subnormal numbers twice, first to float32.
@@ -253,39 +366,65 @@ SCALED += [(dtype, -9) for dtype in FORMATS if dtype != "bfloat16"]
 @cases(("dtype", "exponent"), SCALED, fast=[(dtype, 7) for dtype in FORMATS] + [("float16", -9)])
 def test_shares_are_those_of_a_real_cast(dtype, exponent):
     # At the boundaries of that scale, and over the whole range.
-    edges = boundaries()[boundaries() < 1e30] if exponent < 0 else boundaries()
+    edges = boundaries()
+    if exponent < 0:
+        edges = edges[edges < 1e30]
     near = np.ldexp(edges.astype(np.float64), -exponent).astype(np.float32)
     leaf = np.concatenate([near, -edges, float32_bits(20_000)])
     shares = diagnostics.shares(histogram(leaf), loss_scale=2.0**exponent)[dtype]
-    counts = [round(share * len(nonzero(leaf))) for share in shares]
-    assert counts == really_cast(leaf, dtype, 2.0**exponent)
+    total = len(nonzero(leaf))
+    counts = [round(share * total) for share in shares]
+    assert Casts(*counts) == really_cast(leaf, dtype, 2.0**exponent)
+
+
+PARTS = [float32_bits(100, seed) for seed in range(3)]
+WHOLE = np.concatenate(PARTS)
 
 
 def test_histograms_add_up():
-    parts = [float32_bits(100, seed) for seed in range(3)]
-    both = histogram(np.concatenate(parts))
-    assert_same_bits(sum(map(histogram, parts)), both)
-    assert_same_bits(histogram({"a": parts[0], "b": [parts[1], None, parts[2]]}), both)
-    assert_same_bits(sum(leaf_histograms(parts)), both)
-    empty = histogram(np.zeros(0, np.float32))
-    carried = jax.lax.scan(lambda h, x: (h + diagnostics.histogram(x), 0), empty, np.stack(parts))
-    assert_same_bits(carried[0], both)
+    whole = histogram(WHOLE)
+    assert_same_bits(sum(map(histogram, PARTS)), whole)
+    assert_same_bits(sum(diagnostics.leaf_histograms(PARTS)), whole)
+    tree = {"a": PARTS[0], "b": [PARTS[1], None, PARTS[2]]}
+    assert_same_bits(diagnostics.histogram(tree), whole)
     with pytest.raises(TypeError):
-        both + 1
-    # Histograms stacked by `vmap` are summed when they are read.
-    stacked = jax.vmap(diagnostics.histogram)(np.stack(parts))
-    assert diagnostics.shares(stacked) == diagnostics.shares(both)
+        whole + 1
+
+
+def test_a_histogram_is_carried_along():
+    empty = diagnostics.histogram(np.zeros(0, np.float32))
+
+    def body(total, x):
+        return total + diagnostics.histogram(x), None
+
+    total, _ = jax.lax.scan(body, empty, np.stack(PARTS))
+    assert_same_bits(total, histogram(WHOLE))
+
+
+def test_stacked_histograms_are_summed_up_when_they_are_read():
+    stacked = jax.vmap(diagnostics.histogram)(np.stack(PARTS))
+    assert diagnostics.shares(stacked) == diagnostics.shares(histogram(WHOLE))
+
+
+LAYERS = {
+    "a": {"w": full(3, 1e-9), "b": full(1, 1.0)},
+    "c": [np.float32([1.0, 1e6]), None, full(2, 0.0)],
+}
 
 
 def test_layers_are_grouped_by_depth():
-    rows = [jnp.array([1.0, 1e6]), None, jnp.zeros(2)]
-    leaves = leaf_histograms({"a": {"w": jnp.full(3, 1e-9), "b": jnp.ones(1)}, "c": rows})
-    layers = {depth: diagnostics.underflow(leaves, depth=depth).layers for depth in (None, 2, 1)}
-    lost = {
-        k: {name: of["float16"].lost for name, of in each.items()} for k, each in layers.items()
-    }
-    assert lost[None] == lost[2] == {"a/b": 0, "a/w": 1, "c/0": 0.5, "c/2": 0}
-    assert lost[1] == {"a": 0.75, "c": 0.5}
+    leaves = diagnostics.leaf_histograms(LAYERS)
+
+    def lost(depth):
+        layers = diagnostics.underflow(leaves, depth=depth).layers
+        return {name: shares["float16"].lost for name, shares in layers.items()}
+
+    assert lost(None) == lost(2) == {"a/b": 0, "a/w": 1, "c/0": 0.5, "c/2": 0}
+    assert lost(1) == {"a": 0.75, "c": 0.5}
+
+
+def test_layers_are_judged_at_a_loss_scale():
+    leaves = diagnostics.leaf_histograms(LAYERS)
     scaled = diagnostics.underflow(leaves, depth=1, loss_scale=2.0**10)
     assert scaled.layers["a"]["float16"] == (0, 0.75, 0.25, 0)
     assert "at loss scale 2**10" in str(scaled)
@@ -301,41 +440,77 @@ NARROW = ["float16", "float8_e4m3fn", "float8_e5m2"]
 )
 def test_suggestions_are_the_best_of_all_scales(dtype, tolerance, center, spread):
     rng = np.random.default_rng(0)
-    leaf = np.ldexp(rng.standard_normal(500), center + (rng.normal(0, spread, 500)).astype(int))
-    leaf = leaf.astype(np.float32)
-    lost = {k: really_cast(leaf, dtype, 2.0**k) for k in range(-60, 61)}
-    fits = [k for k in lost if not lost[k][3]]
-    most = max(tolerance * len(nonzero(leaf)), min(lost[k][0] for k in fits))
-    best = [k for k in fits if lost[k][0] <= most]
-    lossless = [k for k in best if not lost[k][0]]
-    found = diagnostics.suggest_scale(histogram(leaf), dtype=dtype, tolerance=tolerance)
-    assert (found.lowest, found.highest) == (2.0 ** best[0], 2.0 ** best[-1])
-    assert found.lossless == ((2.0 ** lossless[0], 2.0 ** lossless[-1]) if lossless else None)
-    assert found.needed == (0 not in best)
-    assert found.suggested == (2.0 ** ((best[0] + best[-1]) // 2) if found.needed else 1)
-    assert found.scaled == diagnostics.shares(histogram(leaf), loss_scale=found.suggested)[dtype]
+    mantissas = rng.standard_normal(500)
+    exponents = center + rng.normal(0, spread, 500).astype(int)
+    leaf = np.ldexp(mantissas, exponents).astype(np.float32)
+    suggestion = diagnostics.suggest_scale(histogram(leaf), dtype=dtype, tolerance=tolerance)
+
+    best, lossless = find_best(leaf, dtype, tolerance)
+    assert (suggestion.lowest, suggestion.highest) == ends(best)
+    assert suggestion.lossless == ends(lossless)
+    assert suggestion.needed == (0 not in best)
+    middle = (best[0] + best[-1]) // 2
+    assert suggestion.suggested == (2.0**middle if suggestion.needed else 1)
+    shares = diagnostics.shares(histogram(leaf), loss_scale=suggestion.suggested)
+    assert suggestion.scaled == shares[dtype]
 
 
-LOST = "a loss scale: without one {} of the nonzero gradients are flushed to zero, and 0% overflow"
-FINE = "float16 needs no loss scale: without one it loses nothing."
-ZEROS = "of all gradients are exactly 0: true zeros, or flushed before they were counted. To tell, "
-ZEROS += "compute them in float32 or at a high scale."
-BETTER = (
-    f"float16 needs {LOST}. Scales that flush {{}} without an overflow: {{}}. Scales that lose "
+def find_best(leaf, dtype, tolerance):
+    """Tries all loss scales: exponents of those that lose least, and of those that lose nothing."""
+    flushed = {}
+    for exponent in range(-60, 61):
+        casts = really_cast(leaf, dtype, 2.0**exponent)
+        if not casts.overflowed:
+            flushed[exponent] = casts.flushed
+    most = max(tolerance * len(nonzero(leaf)), min(flushed.values()))
+    best = [exponent for exponent in flushed if flushed[exponent] <= most]
+    lossless = [exponent for exponent in best if not flushed[exponent]]
+    return best, lossless
+
+
+def ends(exponents):
+    """The least and the largest of some loss scales, or `None` if there is none."""
+    return (2.0 ** exponents[0], 2.0 ** exponents[-1]) if exponents else None
+
+
+# Sentences, of which some parts recur.
+
+NOT_NEEDED = "float16 needs no loss scale: without one it loses nothing."
+ZEROS = (
+    "of all gradients are exactly 0: true zeros, or flushed before they were counted. To tell, "
+    "compute them in float32 or at a high scale."
 )
+
+
+def lost(share):
+    return f"without one {share} of the nonzero gradients are flushed to zero, and 0% overflow"
+
+
 SENTENCES = {
-    "not needed": ([1.0, 2.0], FINE),
-    "wide": ([2.0**-40, 2.0**12],
-        f"float16 gains nothing from {LOST}, and no scale loses less.".format("50.0%")),
-    "no scale keeps all": ([2.0**-33, 2.0**-28, 2.0**9, 2.0**9],
-        BETTER.format("50.0%", "at most 25.0%", "2**4 to 2**6") + "nothing: none."),
-    "nearly lossless": ([2.0**-40, *[2.0**-28] * 2000],
-        BETTER.format("100%", "less than 0.1%", "2**4 to 2**43") + "nothing: 2**16 to 2**43."),
-    "zeros": ([0.0, 1.0, np.inf, np.nan],
-        f"{FINE} 25.0% {ZEROS} Inf or NaN, which are left out: 2."),
-    "all zero": ([0.0],
-        f"No gradient is finite and nonzero, so no loss scale can be suggested. 100% {ZEROS}"),
-}  # fmt: skip
+    "not needed": ([1.0, 2.0], NOT_NEEDED),
+    "wide": (
+        [2.0**-40, 2.0**12],
+        f"float16 gains nothing from a loss scale: {lost('50.0%')}, and no scale loses less.",
+    ),
+    "no scale keeps all": (
+        [2.0**-33, 2.0**-28, 2.0**9, 2.0**9],
+        f"float16 needs a loss scale: {lost('50.0%')}. Scales that flush at most 25.0% without an "
+        "overflow: 2**4 to 2**6. Scales that lose nothing: none.",
+    ),
+    "nearly lossless": (
+        [2.0**-40, *[2.0**-28] * 2000],
+        f"float16 needs a loss scale: {lost('100%')}. Scales that flush less than 0.1% without an "
+        "overflow: 2**4 to 2**43. Scales that lose nothing: 2**16 to 2**43.",
+    ),
+    "zeros": (
+        [0.0, 1.0, np.inf, np.nan],
+        f"{NOT_NEEDED} 25.0% {ZEROS} Inf or NaN, which are left out: 2.",
+    ),
+    "all zero": (
+        [0.0],
+        f"No gradient is finite and nonzero, so no loss scale can be suggested. 100% {ZEROS}",
+    ),
+}
 
 
 @cases("name", SENTENCES)
@@ -355,36 +530,57 @@ TREES = {
 def test_errors_of_trees(call, name):
     tree, message = TREES[name]
     function = getattr(diagnostics, call)
+    if name == "huge":
+        function = functools.partial(jax.eval_shape, function)
     with pytest.raises(ValueError, match=rf"`{call}\(.*=\.\.\.\)`.*{message}.*Pass"):
-        jax.eval_shape(function, tree) if name == "huge" else function(tree)
+        function(tree)
 
 
 W = np.ones(2, np.float32)
-H, COUNTED = histogram(W), diagnostics.leaf_counts
-ERRORS = {
-    r"power of two, got 3\.0.*2\.0\*\*1": lambda: diagnostics.shares(H, loss_scale=3.0),
-    r"dtype=.*'float16'.*'float32'": lambda: diagnostics.suggest_scale(H, dtype="float32"),
-    r"tolerance=.*between 0 and 1, got 2": lambda: diagnostics.suggest_scale(H, tolerance=2),
-    r"`text_histogram\(loss_scale": lambda: diagnostics.text_histogram(H, loss_scale=0.3),
+HISTOGRAM = histogram(W)
+
+
+def in_jit(function, argument):
+    """Calls a function with a result that is traced."""
+    return lambda: jax.jit(function)(argument)
+
+
+def table_rows(w):
+    return diagnostics.table(diagnostics.leaf_counts(w)).rows
+
+
+BAD_VALUES = {
+    r"power of two, got 3\.0.*2\.0\*\*1": lambda: diagnostics.shares(HISTOGRAM, loss_scale=3.0),
+    r"dtype=.*'float16'.*'float32'": lambda: diagnostics.suggest_scale(HISTOGRAM, dtype="float32"),
+    r"tolerance=.*between 0 and 1, got 2": lambda: diagnostics.suggest_scale(
+        HISTOGRAM, tolerance=2
+    ),
+    r"`text_histogram\(loss_scale": lambda: diagnostics.text_histogram(HISTOGRAM, loss_scale=0.3),
     r"underflow.*without any leaf.*leaf_histograms": lambda: diagnostics.underflow({}),
-    r"depth=.*at least 1, got 0": lambda: diagnostics.underflow(H, depth=0),
+    r"depth=.*at least 1, got 0": lambda: diagnostics.underflow(HISTOGRAM, depth=0),
     r"`leaf_histograms\(tree=.*without any leaf": lambda: diagnostics.leaf_histograms({}),
-    r"loss_scale=.*got 0\.0": lambda: COUNTED(W, loss_scale=0),
+    r"loss_scale=.*got 0\.0": lambda: diagnostics.leaf_counts(W, loss_scale=0),
 }
-OF_TYPE = {
+BAD_TYPES = {
     r"`shares\(histogram=.*ndarray": lambda: diagnostics.shares(W),
     r"`shares\(histogram=.*Array": lambda: diagnostics.shares(jnp.ones(2)),
     r"underflow.*float": lambda: diagnostics.underflow({"w": 1.0}),
-    r"outside of `jit`, got Hist": lambda: jax.jit(diagnostics.shares)(H),
-    r"one number.*\(2,\)": lambda: COUNTED(W, loss_scale=W),
-    r"loss_scale=.*got <class": lambda: COUNTED(W, loss_scale=jnp.float16),
+    r"outside of `jit`, got Hist": in_jit(diagnostics.shares, HISTOGRAM),
+    r"one number.*\(2,\)": lambda: diagnostics.leaf_counts(W, loss_scale=W),
+    r"loss_scale=.*got <class": lambda: diagnostics.leaf_counts(W, loss_scale=jnp.float16),
     r"`table\(counts=.*leaf_counts.*got ndarray": lambda: diagnostics.table(W),
-    r"outside of `jit`, got Leaf": lambda: jax.jit(lambda w: diagnostics.table(COUNTED(w)).rows)(W),
+    r"outside of `jit`, got Leaf": in_jit(table_rows, W),
     r"to_json.*object": lambda: diagnostics.to_json(object()),
 }
 
 
-@cases("message", [*ERRORS, *OF_TYPE])
-def test_errors(message):
-    with pytest.raises(TypeError if message in OF_TYPE else ValueError, match=message):
-        (ERRORS | OF_TYPE)[message]()
+@cases("message", BAD_VALUES)
+def test_bad_values_are_errors(message):
+    with pytest.raises(ValueError, match=message):
+        BAD_VALUES[message]()
+
+
+@cases("message", BAD_TYPES)
+def test_bad_types_are_errors(message):
+    with pytest.raises(TypeError, match=message):
+        BAD_TYPES[message]()

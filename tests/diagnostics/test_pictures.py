@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,258 +15,434 @@ import numpy as np
 import optax
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from planted import HALF, trace
 from tables import assert_same_bits, cases
+from traced_losses import HALF, trace
 
 import jaxscale
 from jaxscale import diagnostics
 from jaxscale.diagnostics import _history
-from jaxscale.diagnostics._histogram import EXPONENTS, read
+from jaxscale.diagnostics._histogram import EXPONENTS, fetch_histogram
 from jaxscale.diagnostics._pictures import draw_histogram
 
 pytestmark = pytest.mark.standard_promotion
 
-RNG = np.random.default_rng(0)
+KERNEL = np.exp2(np.random.default_rng(0).normal(-22, 4, 4000)).astype(np.float32)
 GRADS = {
-    "dense": {"kernel": np.exp2(RNG.normal(-22, 4, 4000)).astype(np.float32), "bias": np.ones(3)},
+    "dense": {"kernel": KERNEL, "bias": np.ones(3)},
     "out": np.array([0.0, np.inf, 1e-3], np.float32),
 }
-histogram, leaf_histograms = map(jax.jit, (diagnostics.histogram, diagnostics.leaf_histograms))
-HISTOGRAM, LEAVES = histogram(GRADS), leaf_histograms(GRADS)
+histogram = jax.jit(diagnostics.histogram)
+leaf_histograms = jax.jit(diagnostics.leaf_histograms)
+HISTOGRAM = histogram(GRADS)
+LEAVES = leaf_histograms(GRADS)
 SUGGESTED = diagnostics.suggest_scale(HISTOGRAM).suggested
 TX = jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale(growth_interval=3))
 PARAMS = jnp.ones(2)
-STEP = jax.jit(lambda state, grad, loss: TX.update(grad * PARAMS, state, PARAMS, value=loss)[1])
+
+
+@jax.jit
+def step(state, grad, loss):
+    _, state = TX.update(grad * PARAMS, state, PARAMS, value=loss)
+    return state
 
 
 def drawn(figure):
-    """Saves a figure, with every text inside it and none over another in the same axes."""
+    """Lays a figure out, and checks that every text is inside it, and over no other of its axes."""
     canvas = FigureCanvasAgg(figure)
-    canvas.print_png(io.BytesIO())
-    renderer = canvas.get_renderer()
+    figure.draw_without_rendering()
     inside = figure.bbox.padded(1)
     for ax in figure.axes:
-        texts = [*ax.texts, ax.xaxis.label, ax.yaxis.label]
-        for i, labels in enumerate((ax.get_xticklabels(), ax.get_yticklabels())):
-            low, high = sorted(ax.axis()[2 * i : 2 * i + 2])
-            texts += [label for label in labels if low <= label.get_position()[i] <= high]
-        boxes = [text.get_window_extent(renderer) for text in texts if text.get_text()]
-        for i, box in enumerate(boxes):
-            assert all(inside.contains(*corner) for corner in box.corners())
-            assert not any(box.overlaps(other) for other in boxes[:i])
+        boxes = []
+        for text in visible_texts(ax):
+            box = text.get_window_extent(canvas.get_renderer())
+            assert all(inside.contains(*corner) for corner in box.corners()), text
+            assert not any(box.overlaps(other) for other in boxes), text
+            boxes.append(box)
     return figure
 
 
-@cases(
-    ("dtype", "loss_scale"),
-    itertools.product(["float16", "float8_e4m3fn"], [2.0**-10, 1.0, SUGGESTED, 2.0**100]),
-    fast=[("float16", SUGGESTED)],  # and it is not drawn twice
+def saved(figure):
+    """The bytes of a figure that is laid out, as a file."""
+    file = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(file)
+    return file.getvalue()
+
+
+def visible_texts(ax):
+    left, right, bottom, top = ax.axis()
+    texts = [*ax.texts, ax.xaxis.label, ax.yaxis.label]
+    for label in ax.get_xticklabels():
+        if min(left, right) <= label.get_position()[0] <= max(left, right):
+            texts.append(label)
+    for label in ax.get_yticklabels():
+        if min(bottom, top) <= label.get_position()[1] <= max(bottom, top):
+            texts.append(label)
+    return [text for text in texts if text.get_text()]
+
+
+def title_of(ax):
+    return ax.get_title(loc="left")
+
+
+# The histogram as a picture.
+
+
+@functools.cache
+def picture(loss_scale, dtype):
+    return drawn(diagnostics.plot_histogram(HISTOGRAM, loss_scale=loss_scale, dtype=dtype))
+
+
+PICTURES = list(
+    itertools.product(["float16", "float8_e4m3fn"], [2.0**-10, 1.0, SUGGESTED, 2.0**100])
 )
+DRAWN_FAST = [("float16", SUGGESTED)]  # and it is not drawn twice
+
+
+@cases(("dtype", "loss_scale"), PICTURES, fast=DRAWN_FAST)
 def test_the_bars_are_the_shares(loss_scale, dtype):
-    figure = drawn(diagnostics.plot_histogram(HISTOGRAM, loss_scale=loss_scale, dtype=dtype))
+    bars = picture(loss_scale, dtype).axes[0]
     shares = diagnostics.shares(HISTOGRAM, loss_scale=loss_scale)[dtype]
-    sums = [sum(bar.get_height() for bar in bars) for bars in figure.axes[0].containers]
+    heights = [sum(bar.get_height() for bar in stack) for stack in bars.containers]
     expected = 100 * np.array([shares.normal, shares.subnormal, shares.lost])
-    np.testing.assert_allclose(sums, expected, rtol=1e-9, atol=1e-9)
-    assert figure.axes[0].get_title(loc="left").startswith("4,006 gradients: <0.1% are exactly 0")
+    np.testing.assert_allclose(heights, expected, rtol=1e-9, atol=1e-9)
+    assert title_of(bars).startswith("4,006 gradients: <0.1% are exactly 0")
+
+
+@cases(("dtype", "loss_scale"), PICTURES, fast=DRAWN_FAST)
+def test_the_ranges_are_those_of_float16_at_each_loss_scale(loss_scale, dtype):
     suggested = diagnostics.suggest_scale(HISTOGRAM, dtype=dtype).suggested
-    # float16 holds 2**-24 to 2**16, divided by the scale; below, by the suggested scale.
-    for ax, scale in zip(figure.axes[1:], dict.fromkeys((loss_scale, suggested)), strict=True):
-        assert f"2**{np.log2(scale):.0f}" in ax.get_title(loc="left")
-        low, high = ax.containers[0][0], ax.containers[1][0]
-        ends = low.get_x(), high.get_x(), high.get_x() + high.get_width()
-        limits = ax.get_xlim()
-        assert ends == tuple(np.clip(np.array([-24, -14, 16]) - np.log2(scale), *limits).tolist())
+    scales = list(dict.fromkeys([loss_scale, suggested]))  # once if they are the same
+    for ax, scale in zip(picture(loss_scale, dtype).axes[1:], scales, strict=True):
+        exponent = round(np.log2(scale))
+        assert f"2**{exponent}" in title_of(ax)
+        subnormal = ax.containers[0][0]
+        normal = ax.containers[1][0]
+        ends = [subnormal.get_x(), normal.get_x(), normal.get_x() + normal.get_width()]
+        # float16 holds 2**-24 to 2**16, divided by the scale.
+        range_of_float16 = np.array([-24, -14, 16]) - exponent
+        assert ends == np.clip(range_of_float16, *ax.get_xlim()).tolist()
 
 
-def test_the_histogram_of_few_different_numbers():
-    for grads in (jnp.zeros(3), jnp.ones(1)):
-        figure = drawn(diagnostics.plot_histogram(histogram(grads)))
-        assert len(figure.axes) == 2
-        assert len(diagnostics.text_histogram(histogram(grads)).splitlines()) == 7
-    # 49 equal shares, which do not add up to 1 in floating point.
-    grads = 2.0 ** jnp.arange(-7.0, 7.0)[:, None] * jnp.ones((14, 7))
+FEW = {"zeros": jnp.zeros(3), "one number": jnp.ones(1)}
+
+
+@cases("name", FEW)
+def test_the_histogram_of_few_different_numbers(name):
+    grads = FEW[name]
+    figure = drawn(diagnostics.plot_histogram(histogram(grads)))
+    assert len(figure.axes) == 2
+    assert len(diagnostics.text_histogram(histogram(grads)).splitlines()) == 7
+
+
+def test_shares_that_do_not_add_up_to_one_in_floating_point_are_all():
+    powers = np.exp2(np.arange(-7, 7, dtype=np.float32))
+    grads = np.stack([powers] * 7)
     figure = diagnostics.plot_histogram(histogram(grads))
-    assert figure.axes[0].get_legend().get_texts()[0].get_text() == "kept by float16: 100%"
+    first_label = figure.axes[0].get_legend().get_texts()[0]
+    assert first_label.get_text() == "kept by float16: 100%"
 
 
 def test_a_narrow_histogram_shows_what_it_is_asked_for():
     titles = {3: "at 8", 20: "ranges at loss scale 2**20, the largest that does not overflow"}
     formats = ["float16", "bfloat16"]
-    figure = drawn(draw_histogram(read("", HISTOGRAM), titles, formats=formats, is_narrow=True))
+    numbers = fetch_histogram("", HISTOGRAM)
+    figure = drawn(draw_histogram(numbers, titles, formats=formats, is_narrow=True))
     bars, *ranges = figure.axes
-    assert [ax.get_title(loc="left") for ax in ranges] == list(titles.values())
+    assert [title_of(ax) for ax in ranges] == list(titles.values())
     for ax in ranges:
         assert [label.get_text() for label in ax.get_yticklabels()] == formats
-    assert bars.get_legend().get_title().get_text() == "at loss scale 2**3"
+    legend = bars.get_legend()
+    assert legend.get_title().get_text() == "at loss scale 2**3"
     renderer = FigureCanvasAgg(figure).get_renderer()
-    box, of_bars = (each.get_window_extent(renderer) for each in (bars.get_legend(), bars))
-    assert not box.overlaps(of_bars)
+    box = legend.get_window_extent(renderer)
+    assert not box.overlaps(bars.get_window_extent(renderer))
     assert figure.bbox.padded(1).contains(box.x1, box.y1)
 
 
-@cases("loss_scale", [2.0**-9, 1.0, 2.0**10], fast=[2.0**10])
-def test_the_histogram_as_text(loss_scale):
-    exponents = range(10, -22, -1)
-    found = histogram(1.5 * np.exp2(np.array(exponents, np.float32)))
-    lines = diagnostics.text_histogram(found, loss_scale=loss_scale).splitlines()
-    assert max(map(len, lines)) <= 80
-    # Each row says what each format makes of its numbers.
-    for line, exponent in zip(lines[3:-3], exponents, strict=True):
-        one = found._replace(counts=np.where(EXPONENTS[:, None] == exponent, found.counts, 0))
-        shares = diagnostics.shares(one, loss_scale=loss_scale).values()
-        signs = ["0s.!"[list(each).index(1)] for each in shares]
+# The histogram as text.
+
+TEXT_EXPONENTS = range(10, -22, -1)  # from the largest on, as the rows are
+ONE_OF_EACH = histogram(1.5 * np.exp2(np.array(TEXT_EXPONENTS, np.float32)))
+TEXT_SCALES = [2.0**-9, 1.0, 2.0**10]
+
+
+def lines_of(loss_scale):
+    return diagnostics.text_histogram(ONE_OF_EACH, loss_scale=loss_scale).splitlines()
+
+
+@cases("loss_scale", TEXT_SCALES, fast=[2.0**10])
+def test_each_row_of_text_says_what_each_format_makes_of_its_numbers(loss_scale):
+    for line, exponent in zip(lines_of(loss_scale)[3:-3], TEXT_EXPONENTS, strict=True):
+        counts = np.where(EXPONENTS[:, None] == exponent, ONE_OF_EACH.counts, 0)
+        shares = diagnostics.shares(ONE_OF_EACH._replace(counts=counts), loss_scale=loss_scale)
+        signs = [sign_of(of_format) for of_format in shares.values()]
         assert line.split() == [f"2**{exponent}", "3.1%", "#" * 24, *signs]
-    shares = np.array([*diagnostics.shares(found, loss_scale=loss_scale).values()])
-    totals = [[float(word.removesuffix("%")) for word in line.split()[-4:]] for line in lines[-3:]]
-    np.testing.assert_allclose(totals, 100 * shares.T[[0, 1, 3]], atol=0.051)  # not those kept
 
 
-def test_the_histogram_as_text_fits_a_terminal():
+def sign_of(shares):
+    """The sign of what becomes of numbers of which all become the same."""
+    signs = {"flushed": "0", "subnormal": "s", "normal": ".", "overflowed": "!"}
+    (sign,) = [signs[name] for name, share in shares._asdict().items() if share == 1]
+    return sign
+
+
+@cases("loss_scale", TEXT_SCALES, fast=[2.0**10])
+def test_the_last_rows_of_text_are_the_shares(loss_scale):
+    shares = diagnostics.shares(ONE_OF_EACH, loss_scale=loss_scale).values()
+    expected = [
+        [100 * of_format.flushed for of_format in shares],
+        [100 * of_format.subnormal for of_format in shares],
+        [100 * of_format.overflowed for of_format in shares],
+    ]
+    cells = [line.split()[-4:] for line in lines_of(loss_scale)[-3:]]
+    totals = [[float(cell.removesuffix("%")) for cell in row] for row in cells]
+    np.testing.assert_allclose(totals, expected, atol=0.051)
+
+
+@cases("loss_scale", TEXT_SCALES)
+def test_the_text_fits_a_terminal(loss_scale):
+    assert max(map(len, lines_of(loss_scale))) <= 80
+
+
+def test_a_long_text_adds_up_powers_of_two():
     lines = diagnostics.text_histogram(HISTOGRAM).splitlines()
     assert len(lines) <= 38
     assert max(map(len, lines)) <= 80
     shares = [float(line.split()[1].strip("<%")) for line in lines[3:-3]]
-    assert 99 < sum(shares) < 101  # a row adds up several powers of two
+    assert 99 < sum(shares) < 101
 
 
-def test_the_underflow_map():
-    layers = diagnostics.underflow(LEAVES)
-    (ax,) = drawn(diagnostics.plot_underflow(layers)).axes
-    lost = [[s.lost for s in shares.values()] for shares in layers.layers.values()]
-    np.testing.assert_array_equal(ax.images[0].get_array(), 100 * np.array(lost))
-    assert [label.get_text() for label in ax.get_yticklabels()] == list(layers.layers)
-    tick = ax.xaxis.get_major_ticks()[0]  # its name is above and below
-    assert (tick.label1.get_visible(), tick.label2.get_visible()) == (True, True)
+# What each layer loses.
+
+
+def test_the_underflow_map_shows_what_each_layer_loses():
+    underflow = diagnostics.underflow(LEAVES)
+    (ax,) = drawn(diagnostics.plot_underflow(underflow)).axes
+    lost = []
+    for shares in underflow.layers.values():
+        lost.append([100 * of_format.lost for of_format in shares.values()])
+    np.testing.assert_array_equal(ax.images[0].get_array(), lost)
+    assert [label.get_text() for label in ax.get_yticklabels()] == list(underflow.layers)
+    tick = ax.xaxis.get_major_ticks()[0]
+    assert tick.label1.get_visible()  # below
+    assert tick.label2.get_visible()  # above
+
+
+def test_the_map_of_many_layers_is_legible():
     many = diagnostics.underflow({f"layers/{i}": LEAVES["out"] for i in range(20)})
     drawn(diagnostics.plot_underflow(many))
-    # Layers without numbers are not said to lose nothing.
+
+
+def test_layers_without_numbers_are_not_said_to_lose_nothing():
     grads = {"a": jnp.array([1.0, 1e-9]), "b": jnp.full(2, jnp.nan), "c": jnp.zeros(2)}
-    found = diagnostics.underflow(leaf_histograms(grads))
-    assert [line.split()[1:] for line in str(found).splitlines()[3:]] == [["-"] * 4] * 2
-    texts = [text.get_text() for text in drawn(diagnostics.plot_underflow(found)).axes[0].texts]
-    assert (texts[0], texts[4:]) == ("50.0%", ["-"] * 8)
+    underflow = diagnostics.underflow(leaf_histograms(grads))
+    lines = str(underflow).splitlines()
+    assert [line.split()[1:] for line in lines[3:]] == [["-"] * 4] * 2
+    (ax,) = drawn(diagnostics.plot_underflow(underflow)).axes
+    texts = [text.get_text() for text in ax.texts]
+    assert texts[0] == "50.0%"
+    assert texts[4:] == ["-"] * 8
 
 
-def run(steps, bad=(), losses=None):
+# The history of a run.
+
+
+class Recorded(NamedTuple):
     """A history, and the metrics of each step, fetched at once."""
-    history, state, seen = diagnostics.History(), TX.init(PARAMS), []
-    for step in range(steps):
-        loss = jnp.float32((losses or {}).get(step, 2.0 / (step + 1)))
-        state = STEP(state, jnp.float32(np.inf if step in bad else 1), loss)
+
+    history: diagnostics.History
+    metrics: dict[str, np.ndarray]
+
+
+def record(steps, bad=(), losses=None):
+    """Records some steps, of which some are bad, and have losses of their own."""
+    losses = losses or {}
+    history = diagnostics.History()
+    state = TX.init(PARAMS)
+    rows = []
+    for number in range(steps):
+        loss = jnp.float32(losses.get(number, 2.0 / (number + 1)))
+        grad = jnp.float32(np.inf if number in bad else 1)
+        state = step(state, grad, loss)
         history.append(state, loss=loss)
-        seen.append({"loss": loss} | jaxscale.metrics(state))
-    return history, {name: np.array([step[name] for step in seen]) for name in seen[0]}
+        rows.append({"loss": loss, **jaxscale.metrics(state)})
+    return Recorded(history, {name: np.array([row[name] for row in rows]) for name in rows[0]})
 
 
-def test_a_history_is_what_the_metrics_were():
-    history, seen = run(12, bad=(3, 4), losses={7: np.nan, 9: np.inf})
-    columns = history.columns()
-    jax.tree.map(np.testing.assert_array_equal, columns, seen)
+@pytest.fixture(scope="module")
+def twelve_steps():
+    return record(12, bad=(3, 4), losses={7: np.nan, 9: np.inf})
+
+
+def test_a_history_is_what_the_metrics_were(twelve_steps):
+    history, metrics = twelve_steps
+    jax.tree.map(np.testing.assert_array_equal, history.columns(), metrics)
     assert len(history) == 12
-    figure = drawn(history.plot())
-    loss, scale, skipped = figure.axes
-    np.testing.assert_array_equal(scale.lines[0].get_ydata(), np.log2(seen["loss_scale"]))
-    np.testing.assert_array_equal(skipped.lines[0].get_ydata(), seen["total_notfinite"])
+
+
+KINDS = {
+    "histogram": lambda: picture(SUGGESTED, "float16"),
+    "underflow": lambda: diagnostics.plot_underflow(diagnostics.underflow(LEAVES)),
+    "history": lambda: record(12).history.plot(),
+}
+
+
+@cases("kind", KINDS, fast=["underflow"])
+def test_pictures_are_saved_without_a_window(kind):
+    assert saved(KINDS[kind]()).startswith(b"\x89PNG")
+
+
+def test_the_picture_of_a_history_is_what_the_metrics_were(twelve_steps):
+    history, metrics = twelve_steps
+    loss, scale, skipped = drawn(history.plot()).axes
+    np.testing.assert_array_equal(scale.lines[0].get_ydata(), np.log2(metrics["loss_scale"]))
+    np.testing.assert_array_equal(skipped.lines[0].get_ydata(), metrics["total_notfinite"])
     np.testing.assert_array_equal(skipped.lines[1].get_xdata(), [4, 5, 8, 10])
     np.testing.assert_array_equal(loss.lines[1].get_xdata(), [8, 10])
-    lines = str(history).splitlines()
+
+
+def test_the_text_of_a_history_is_what_the_metrics_were(twelve_steps):
+    lines = str(twelve_steps.history).splitlines()
     assert lines[0].startswith("steps 1 to 12: 4 skipped, the loss scale from 2**")
     assert [line.split()[-1] for line in lines[2:]] == list("000110010100")
 
 
-def test_a_long_history_is_fetched_in_parts_and_summed_up(monkeypatch):
+def test_a_long_history_is_fetched_in_parts(monkeypatch):
     monkeypatch.setattr(_history, "_CHUNK", 4)
-    fetched, device_get = [], jax.device_get
-    monkeypatch.setattr(jax, "device_get", lambda x: fetched.append(len(x)) or device_get(x))
-    history, seen = run(47, bad=(0, 20, 21))
+    device_get = jax.device_get
+    fetched = []
+
+    def counted(arrays):
+        fetched.append(len(arrays))
+        return device_get(arrays)
+
+    monkeypatch.setattr(jax, "device_get", counted)
+    history, metrics = record(47, bad=(0, 20, 21))
     assert fetched == [4] * 10  # never the latest
     assert len(history) == 47
-    jax.tree.map(np.testing.assert_array_equal, history.columns(), seen)
+    jax.tree.map(np.testing.assert_array_equal, history.columns(), metrics)
+
+
+def test_a_long_history_is_summed_up():
+    history, _ = record(47, bad=(0, 20, 21))
     lines = str(history).splitlines()
     assert len(lines) == 22
     assert sum(int(line.split()[-1]) for line in lines[2:]) == 3
     drawn(history.plot())
 
 
-def test_append_does_not_wait_for_the_device_and_copies_what_it_is_given():
+def test_append_does_not_wait_for_the_device():
     @jax.jit
-    def slow(state, x):
+    def slow_step(state, x):
         x = jax.lax.fori_loop(0, 300, lambda i, x: jnp.tanh(x @ x), x)
-        return STEP(state, jnp.sum(x) * 0 + 1, jnp.float32(1))
+        return step(state, jnp.sum(x) * 0 + 1, jnp.float32(1))
 
-    history, state, x = diagnostics.History(), TX.init(PARAMS), jnp.ones((300, 300))
-    for ready in (True, False):  # the first run compiles everything; in the second nothing waits
-        state = slow(state, x)
-        if ready:
-            state.total_steps.block_until_ready()
-        history.append(state, loss=state.scaling.loss_scale)
+    history = diagnostics.History()
+    x = jnp.ones((300, 300))
+    # The first step compiles everything.
+    state = slow_step(TX.init(PARAMS), x)
+    state.total_steps.block_until_ready()
+    history.append(state, loss=state.scaling.loss_scale)
+    # In the second nothing waits.
+    state = slow_step(state, x)
+    history.append(state, loss=state.scaling.loss_scale)
     assert not state.total_steps.is_ready()
     assert history.columns()["total_steps"].tolist() == [1, 2]
-    # And the state may be donated to the next step.
-    step = jax.jit(lambda state: TX.update(PARAMS, state, PARAMS)[1], donate_argnums=0)
-    history, state = diagnostics.History(), TX.init(PARAMS)
+
+
+def test_append_copies_what_the_next_step_may_overwrite():
+    @functools.partial(jax.jit, donate_argnums=0)
+    def donating_step(state):
+        return TX.update(PARAMS, state, PARAMS)[1]
+
+    history = diagnostics.History()
+    state = TX.init(PARAMS)
     for _ in range(4):
-        state = step(state)
+        state = donating_step(state)
         history.append(state)
     assert history.columns()["total_steps"].tolist() == [1, 2, 3, 4]
 
 
-def test_metrics_of_the_step_itself_and_other_numbers():
+def test_a_history_of_metrics_and_other_numbers():
     history = diagnostics.History()
-    state = jaxscale.DynamicLossScale().init()
     assert str(history) == "no steps"
+    state = jaxscale.DynamicLossScale().init()
     for i in range(2):
         history.append(jax.jit(jaxscale.metrics)(state), learning_rate=0.5**i, norm=i)
     assert str(history).splitlines()[0] == "steps 1 to 2: the loss scale 2**15"
     assert history.columns()["learning_rate"].tolist() == [1.0, 0.5]
     assert len(drawn(history.plot()).axes) == 1
-    # Recorded from the middle of a run on: steps skipped before do not count.
+
+
+def test_steps_that_were_skipped_before_a_history_began_do_not_count():
     state = TX.init(PARAMS)._replace(total_notfinite=jnp.array(40), total_steps=jnp.array(90))
     history = diagnostics.History()
     for grad in (1.0, jnp.inf):
-        state = STEP(state, jnp.float32(grad), jnp.float32(1))
+        state = step(state, jnp.float32(grad), jnp.float32(1))
         history.append(state)
     assert str(history).startswith("steps 91 to 92: 1 skipped")
-    # And Python numbers.
-    numbers, history = {"loss_scale": 2.0**15, "step_applied": True, "n": 3}, diagnostics.History()
-    for values in (numbers, jax.tree.map(jnp.asarray, numbers), jax.tree.map(np.asarray, numbers)):
-        history.append(values)
-    columns = {"loss_scale": np.float32([2**15] * 3), "n": np.int32([3] * 3)}
-    assert_same_bits(history.columns(), columns | {"step_applied": np.int32([1] * 3)})
+
+
+def test_a_history_takes_numbers_of_python_numpy_and_jax():
+    history = diagnostics.History()
+    numbers = {"loss_scale": 2.0**15, "step_applied": True, "n": 3}
+    history.append(numbers)
+    history.append(jax.tree.map(jnp.asarray, numbers))
+    history.append(jax.tree.map(np.asarray, numbers))
+    expected = {
+        "loss_scale": np.float32([2**15] * 3),
+        "n": np.int32([3] * 3),
+        "step_applied": np.int32([1] * 3),
+    }
+    assert_same_bits(history.columns(), expected)
 
 
 def test_without_matplotlib_there_is_still_text(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    history, _ = run(2)
-    given = {"plot_histogram": HISTOGRAM, "plot_underflow": diagnostics.underflow(LEAVES)}
-    plots = {name: functools.partial(getattr(diagnostics, name), x) for name, x in given.items()}
-    for call, plot in (plots | {"History.plot": history.plot}).items():
+    history = record(2).history
+    underflow = diagnostics.underflow(LEAVES)
+    plots = {
+        "plot_histogram": lambda: diagnostics.plot_histogram(HISTOGRAM),
+        "plot_underflow": lambda: diagnostics.plot_underflow(underflow),
+        "History.plot": history.plot,
+    }
+    for call, plot in plots.items():
         with pytest.raises(ImportError, match=rf"`{call}`.*: pip install matplotlib\."):
             plot()
     assert str(history)
     assert diagnostics.text_histogram(HISTOGRAM)
 
 
-STATE, NEW = TX.init(PARAMS), diagnostics.History()
-ERRORS = {
-    "exactly one loss scale": lambda: NEW.append(PARAMS),
-    r"got `loss_scale` of shape \(2,\)": lambda: NEW.append(jax.vmap(lambda _: STATE)(PARAMS)),
+STATE = TX.init(PARAMS)
+STATES = jax.vmap(lambda _: STATE)(PARAMS)
+HISTORY = diagnostics.History()
+BAD_VALUES = {
+    "exactly one loss scale": lambda: HISTORY.append(PARAMS),
+    r"got `loss_scale` of shape \(2,\)": lambda: HISTORY.append(STATES),
     r"`plot_histogram\(dtype=.*'x'": lambda: diagnostics.plot_histogram(HISTOGRAM, dtype="x"),
-    r"takes scalars, got `loss` of shape \(2,\)": lambda: NEW.append(STATE, loss=PARAMS),
-    r"only some steps had loss, norm": lambda: run(1)[0].append(STATE, norm=1.0),
-    r"nothing to draw": NEW.plot,
+    r"takes scalars, got `loss` of shape \(2,\)": lambda: HISTORY.append(STATE, loss=PARAMS),
+    r"only some steps had loss, norm": lambda: record(1).history.append(STATE, norm=1.0),
+    r"nothing to draw": HISTORY.plot,
 }
-OF_TYPE = {
-    r"cannot run inside `jit`": lambda: jax.jit(NEW.append)(STATE),
+BAD_TYPES = {
+    r"cannot run inside `jit`": lambda: jax.jit(HISTORY.append)(STATE),
     r"`plot_underflow.*dict": lambda: diagnostics.plot_underflow(LEAVES),
 }
 
 
-@cases("message", [*ERRORS, *OF_TYPE])
-def test_errors(message):
-    with pytest.raises(TypeError if message in OF_TYPE else ValueError, match=message):
-        (ERRORS | OF_TYPE)[message]()
+@cases("message", BAD_VALUES)
+def test_bad_values_are_errors(message):
+    with pytest.raises(ValueError, match=message):
+        BAD_VALUES[message]()
+
+
+@cases("message", BAD_TYPES)
+def test_bad_types_are_errors(message):
+    with pytest.raises(TypeError, match=message):
+        BAD_TYPES[message]()
+
+
+# All results as JSON.
 
 
 def plain(value):
@@ -277,35 +454,51 @@ def plain(value):
     if isinstance(value, (jax.Array, np.ndarray)):
         return np.asarray(value).tolist()
     if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    return [*map(plain, value)] if isinstance(value, (tuple, list)) else value
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(part) for part in value]
+    return value
 
 
-def test_all_results_are_the_same_in_json():
-    w = jnp.array([1e-9, 2e-5, 1.0, jnp.inf, jnp.nan, -0.0], jnp.float32)
-    counts = diagnostics.leaf_counts(grads := {"w": w, "b": [PARAMS, None]})
-    found, leaves = histogram(grads), leaf_histograms(grads)
+def report_of_everything():
+    """A report of an overflow, an underflow, and a number that is rounded to 0."""
 
-    def loss_fn(w):  # with an overflow, an underflow, and a number that is rounded to 0
+    def loss_fn(w):
         y = w * HALF(60000) * HALF(60000) + w * HALF(2.0**-11) * HALF(2.0**-11)
         return -jnp.sum((y + 1e-9).astype(jnp.float32))
 
-    report = trace(loss_fn, jnp.ones(3, HALF), loss_scale=1)
-    table, history = diagnostics.table(counts), diagnostics.History()
+    return trace(loss_fn, jnp.ones(3, HALF), loss_scale=1)
+
+
+def all_results():
+    """Results of all functions, with the numbers that JSON lacks among them."""
+    w = jnp.array([1e-9, 2e-5, 1.0, jnp.inf, jnp.nan, -0.0], jnp.float32)
+    counts = diagnostics.leaf_counts({"w": w, "b": [PARAMS, None]})
+    table = diagnostics.table(counts)
+    shares = diagnostics.shares(HISTOGRAM)
+    history = diagnostics.History()
     for loss in (1.5, jnp.inf, -jnp.inf, jnp.nan, 1 / 3):
         history.append(STATE, loss=loss)
-    results = [
-        *(counts, table, *table.rows, found, leaves, history.columns()),
-        *(diagnostics.shares(found), *diagnostics.shares(found).values()),
-        *map(diagnostics.suggest_scale, (found, histogram(jnp.zeros(1)))),
-        *(report, *report.constants, *report.nonfinite, *report.underflows),
-        diagnostics.underflow(leaves),
+    report = report_of_everything()
+    products = diagnostics.products(lambda w: w @ w, jnp.ones((2, 2)))
+    return [
+        *(counts, table, *table.rows),
+        *(HISTOGRAM, LEAVES, shares, *shares.values()),
+        diagnostics.suggest_scale(HISTOGRAM),
+        diagnostics.suggest_scale(histogram(FEW["zeros"])),
+        diagnostics.underflow(LEAVES),
         diagnostics.calibrate(lambda w, x: jnp.sqrt(w * x), 1.0, [jnp.float32(0)]),
-        *(products := diagnostics.products(lambda w: w @ w, jnp.ones((2, 2))), *products.lines),
+        *(report, *report.constants, *report.nonfinite, *report.underflows),
+        *(products, *products.lines),
+        history.columns(),
     ]
-    classes = {of for of in vars(diagnostics).values() if isinstance(of, type)}
+
+
+def test_all_results_are_the_same_in_json():
+    results = all_results()
+    classes = {public for public in vars(diagnostics).values() if isinstance(public, type)}
     assert classes - set(map(type, results)) == {diagnostics.History}
-    assert report.loss == -np.inf
+    assert -np.inf in [getattr(result, "loss", None) for result in results]
     # To the last bit; the numbers that JSON lacks are strings, which `float` reads.
     text = json.dumps(diagnostics.to_json(results), allow_nan=False)
     assert re.sub('"(NaN|-?Infinity)"', r"\1", text) == json.dumps(plain(results))

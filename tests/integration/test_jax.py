@@ -23,14 +23,16 @@ from tables import cases
 
 import jaxscale
 from jaxscale import _jax, diagnostics
-from jaxscale.diagnostics._trace.jaxpr import HOLDERS
+from jaxscale.diagnostics._trace.needs import HOLDERS
 
 pytestmark = pytest.mark.standard_promotion
 
 PROJECT = pathlib.Path(__file__).parent.parent.parent
 INSIDE = re.compile(
     r"jax\._src|jax\.extend|_getframe|f_locals|get_bind_params|source_info|inner_aval|\.vma\b"
-    r"|manual_axis_type|\.ctx\b|to_tangent_aval|call_wrapped|eqn\.params(?:\[|\.get)|primitive\.bind\("
+    r"|manual_axis_type|\.ctx\b|to_tangent_aval|call_wrapped|primitive\.bind\("
+    # Those of an equation, whatever it is called, and not those of a `TrainState`.
+    r"|(?<!\bstate)\.params(?:\[|\.get\b)"
     r"|[\"'](?:call_jaxpr|fun_jaxpr|num_consts|num_carry|preferred_element_type)[\"']"
 )
 SCALING = jaxscale.NoOpLossScale().init()

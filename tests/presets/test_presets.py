@@ -3,7 +3,11 @@
 import inspect
 import itertools
 import json
+import pathlib
+import re
 import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,22 +71,41 @@ def test_the_presets_are_these():
     assert functions == {*DEFAULTS, *saved}
 
 
-# Arguments that are ignored, or whose policy checks them under its own names.
-OTHERS = {"apex": ["scale_factor"], "chainer": ["scale"]}
-OTHERS["fairseq"] = ["init_scale", "scale_window", "tolerance", "threshold", "min_loss_scale"]
-OTHERS["openseq2seq_logmax"] = inspect.signature(presets.openseq2seq_logmax).parameters
+def test_tests_that_the_docstring_names_are_there():
+    named = set(re.findall(r"test_\w+", presets.__doc__))
+    files = pathlib.Path(__file__).parent.parent.rglob("test_*.py")
+    defined = set(re.findall(r"(?<=def )test_\w+", "".join(file.read_text() for file in files)))
+    assert named
+    assert named <= defined
 
 
 @cases("name", DEFAULTS)
-def test_defaults_and_names_in_errors_are_those_of_the_library(name):
+def test_defaults_are_those_of_the_library(name):
     policy = make(name)
-    assert tuple(getattr(policy, field, None) for field in FIELDS.split()) == DEFAULTS[name]
+    defaults = tuple(getattr(policy, field, None) for field in FIELDS.split())
+    assert defaults == DEFAULTS[name]
     assert hash(policy) == hash(make(name))
-    if name == "olmo":
-        assert (policy.window, policy.sigmas, policy.min_history) == (128, 6, 63)
+
+
+def test_the_rule_of_olmo_has_its_defaults():
+    rule = presets.olmo()
+    assert (rule.window, rule.sigmas, rule.min_history) == (128, 6, 63)
+
+
+# Arguments that are ignored, or whose policy checks them under its own names.
+NOT_NAMED = {
+    "apex": ["scale_factor"],
+    "chainer": ["scale"],
+    "fairseq": ["init_scale", "scale_window", "tolerance", "threshold", "min_loss_scale"],
+    "openseq2seq_logmax": list(inspect.signature(presets.openseq2seq_logmax).parameters),
+}
+
+
+@cases("name", DEFAULTS)
+def test_names_in_errors_are_those_of_the_library(name):
     parameters = inspect.signature(getattr(presets, name)).parameters.values()
-    numbers = {p.name for p in parameters if not isinstance(p.default, bool)}
-    for argument in numbers - set(OTHERS.get(name, ())):
+    arguments = {each.name for each in parameters if not isinstance(each.default, bool)}
+    for argument in arguments - set(NOT_NAMED.get(name, ())):
         with pytest.raises(ValueError, match=rf"^`presets\.{name}\({argument}=.* got -1"):
             make(name, **{argument: -1})
 
@@ -105,32 +128,49 @@ OLD = {"optimizer": {}, "loss_scale": {"class_name": "DynamicLossScale", "config
 FIXED = {"dynamic": False, "initial_scale": 8.0, "dynamic_growth_steps": None}
 
 
-def test_a_torch_state_dict_round_trips_and_goes_on():
+def test_a_torch_state_dict_round_trips():
     policy, state = presets.from_torch(json.loads(json.dumps(TORCH)))
     assert policy == presets.torch(init_scale=4096, backoff_factor=0.25, growth_interval=50)
     assert list(presets.to_torch(policy, state).items()) == list(TORCH.items())
-    state = policy.adjust(state, True)
-    assert presets.to_torch(policy, state) == TORCH | {"_growth_tracker": 8}
-    policy = jaxscale.DynamicLossScale(growth_interval=50)
-    written = presets.to_torch(policy, policy.init())
-    assert written == TORCH | {"scale": 2.0**15, "backoff_factor": 0.5, "_growth_tracker": 0}
+
+
+def test_a_disabled_torch_scaler_round_trips():
     assert presets.to_torch(*presets.from_torch({})) == {}
 
 
-READ = {
+def test_a_torch_run_goes_on():
+    policy, state = presets.from_torch(TORCH)
+    state = policy.adjust(state, True)
+    assert presets.to_torch(policy, state) == TORCH | {"_growth_tracker": 8}
+
+
+def test_any_dynamic_policy_is_written_for_torch():
+    policy = jaxscale.DynamicLossScale(growth_interval=50)
+    changes = {"scale": 2.0**15, "backoff_factor": 0.5, "_growth_tracker": 0}
+    assert presets.to_torch(policy, policy.init()) == TORCH | changes
+
+
+KERAS_3 = {"name": "x", "inner_optimizer": {}} | NUMBERS
+TF_KERAS = {"dynamic": True} | NUMBERS
+# How each is read, what was saved, and the policy.
+SAVED = {
     "a disabled torch": (presets.from_torch, {}, jaxscale.NoOpLossScale()),
     "tensorflow": (presets.from_tensorflow, TENSORFLOW, presets.tensorflow(**TENSORFLOW)),
-    "tensorflow, fixed": (presets.from_tensorflow, {"loss_scale_value": 8.0}, jaxscale.FixedLossScale(8)),
-    "keras 3": (presets.from_keras, {"name": "x", "inner_optimizer": {}} | NUMBERS, presets.keras(**NUMBERS)),
-    "tf_keras": (presets.from_keras, {"dynamic": True} | NUMBERS, presets.tf_keras(**NUMBERS)),
+    "tensorflow, fixed": (
+        presets.from_tensorflow,
+        {"loss_scale_value": 8.0},
+        jaxscale.FixedLossScale(8),
+    ),
+    "keras 3": (presets.from_keras, KERAS_3, presets.keras(**NUMBERS)),
+    "tf_keras": (presets.from_keras, TF_KERAS, presets.tf_keras(**NUMBERS)),
     "tf_keras, fixed": (presets.from_keras, FIXED, jaxscale.FixedLossScale(8)),
     "an old keras": (presets.from_keras, OLD, presets.tensorflow(**TENSORFLOW)),
-}  # fmt: skip
+}
 
 
-@cases("name", READ)
+@cases("name", SAVED)
 def test_configurations_are_read(name):
-    read, config, expected = READ[name]
+    read, config, expected = SAVED[name]
     policy, state = read(config)
     assert policy == expected
     assert_same_bits(state, expected.init())
@@ -162,66 +202,119 @@ def test_a_live_jmp_scaler_is_read():
     assert presets.from_jmp(jmp.NoOpLossScale())[0] == jaxscale.NoOpLossScale()
 
 
+class Bad(NamedTuple):
+    """A call that is an error, and what the error says."""
+
+    call: Callable[..., Any]
+    arguments: dict[str, Any]
+    message: str
+    error: type[Exception] = ValueError
+
+
+def write_traced():
+    policy = presets.torch()
+    return jax.eval_shape(lambda state: presets.to_torch(policy, state), policy.init())
+
+
+MINDFORMERS = REQUIRED["mindformers"]
 REJECTED = {
-    "no dynamic": (lambda: presets.tf_keras(dynamic=False), ValueError, r"dynamic=False.*initial_scale"),
-    "a step of 0": (lambda: presets.torch(growth_interval=0), ValueError, r"torch\(growth_interval.*least 1, got 0"),
-    "fairseq threshold": (lambda: presets.fairseq(threshold=np.inf), ValueError, r"fairseq\(threshold=.*finite"),
-    "fairseq tolerance": (lambda: presets.fairseq(tolerance=2), ValueError, r"tolerance.*2\.0.*never"),
-    "logmax beta": (lambda: presets.openseq2seq_logmax(beta1=1), ValueError, r"beta1.*1\.0.*learn nothing"),
-    "logmax bounds": (lambda: presets.openseq2seq_logmax(scale_min=2.0**25), ValueError, r"min_scale <= max_scale"),
-    "mindformers windows": (lambda: make("mindformers", max_scale_window=20), ValueError, r"min_scale_window < max_scale_window, got 20 and 20.*mindspore_cell"),
-    "window of 0": (lambda: presets.WindowLossScale(windows=(0,)), ValueError, r"windows=.*least 1, got 0"),
-    "no window": (lambda: presets.WindowLossScale(start=8), ValueError, r"start=.*has 8, got 8.*Pass 0"),
-    "window before the first": (lambda: presets.WindowLossScale(start=-1), ValueError, r"start=.*least 0, got -1"),
-    "no cooldown": (lambda: presets.GradualLossScale(cooldown=-1), ValueError, r"cooldown=.*least 0, got -1"),
-    "gradual search": (lambda: presets.GradualLossScale(search_factor=1), ValueError, r"search_factor.*above 1"),
-    "bounds": (lambda: presets.openseq2seq_backoff(scale_min=2.0**25), ValueError, r"min_scale <= init_scale"),
-    "no clamp": (lambda: presets.PresetLossScale(clamp="always"), ValueError, r"clamp.*'moves'.*'always'"),
-    "no bool": (lambda: presets.PresetLossScale(clip_growth=1), ValueError, r"clip_growth.*True.*got 1"),
-    "no delay": (lambda: presets.PresetLossScale(growth_delay=-1), ValueError, r"growth_delay.*least 0.*-1"),
-    "torch keys": (lambda: presets.from_torch({"scale": 1.0}), ValueError, r"_growth_tracker"),
-    "torch scale 0": (lambda: presets.from_torch(TORCH | {"scale": 0.0}), ValueError, r"init_scale"),
-    "torch hysteresis": (lambda: presets.to_torch(presets.megatron(), None), ValueError, r"hysteresis=2"),
-    "torch delay": (lambda: presets.to_torch(presets.deepspeed(), None), ValueError, r"growth_delay=1"),
-    "torch logmax": (lambda: presets.to_torch(presets.openseq2seq_logmax(), None), TypeError, r"LogMaxLossScale"),
-    "torch traced": (lambda: jax.eval_shape(lambda s: presets.to_torch(presets.torch(), s), presets.torch().init()), TypeError, r"inside `jit`"),
-    "tensorflow keys": (lambda: presets.from_tensorflow({"period": 3}), ValueError, r"period"),
-    "keras keys": (lambda: presets.from_keras({"dynamic": True}), ValueError, r"initial_scale"),
-    "no flax": (lambda: presets.from_flax(types.SimpleNamespace()), TypeError, r"no growth_factor"),
-    "no jmp": (lambda: presets.from_jmp(3), TypeError, r"no period"),
-}  # fmt: skip
+    "no dynamic": Bad(presets.tf_keras, {"dynamic": False}, "dynamic=False.*initial_scale"),
+    "a step of 0": Bad(
+        presets.torch, {"growth_interval": 0}, r"torch\(growth_interval.*least 1, got 0"
+    ),
+    "fairseq threshold": Bad(
+        presets.fairseq, {"threshold": np.inf}, r"fairseq\(threshold=.*finite"
+    ),
+    "fairseq tolerance": Bad(presets.fairseq, {"tolerance": 2}, r"tolerance.*2\.0.*never"),
+    "logmax beta": Bad(presets.openseq2seq_logmax, {"beta1": 1}, r"beta1.*1\.0.*learn nothing"),
+    "logmax bounds": Bad(
+        presets.openseq2seq_logmax, {"scale_min": 2.0**25}, "min_scale <= max_scale"
+    ),
+    "mindformers windows": Bad(
+        presets.mindformers,
+        MINDFORMERS | {"max_scale_window": 20},
+        "min_scale_window < max_scale_window, got 20 and 20.*mindspore_cell",
+    ),
+    "window of 0": Bad(presets.WindowLossScale, {"windows": (0,)}, "windows=.*least 1, got 0"),
+    "no window": Bad(presets.WindowLossScale, {"start": 8}, "start=.*has 8, got 8.*Pass 0"),
+    "window before the first": Bad(
+        presets.WindowLossScale, {"start": -1}, "start=.*least 0, got -1"
+    ),
+    "no cooldown": Bad(presets.GradualLossScale, {"cooldown": -1}, "cooldown=.*least 0, got -1"),
+    "gradual search": Bad(presets.GradualLossScale, {"search_factor": 1}, "search_factor.*above 1"),
+    "bounds": Bad(presets.openseq2seq_backoff, {"scale_min": 2.0**25}, "min_scale <= init_scale"),
+    "no clamp": Bad(presets.PresetLossScale, {"clamp": "always"}, "clamp.*'moves'.*'always'"),
+    "no bool": Bad(presets.PresetLossScale, {"clip_growth": 1}, "clip_growth.*True.*got 1"),
+    "no delay": Bad(presets.PresetLossScale, {"growth_delay": -1}, "growth_delay.*least 0.*-1"),
+    "torch keys": Bad(presets.from_torch, {"state_dict": {"scale": 1.0}}, "_growth_tracker"),
+    "torch scale 0": Bad(presets.from_torch, {"state_dict": TORCH | {"scale": 0.0}}, "init_scale"),
+    "torch hysteresis": Bad(
+        presets.to_torch, {"policy": presets.megatron(), "state": None}, "hysteresis=2"
+    ),
+    "torch delay": Bad(
+        presets.to_torch, {"policy": presets.deepspeed(), "state": None}, "growth_delay=1"
+    ),
+    "torch logmax": Bad(
+        presets.to_torch,
+        {"policy": presets.openseq2seq_logmax(), "state": None},
+        "LogMaxLossScale",
+        TypeError,
+    ),
+    "torch traced": Bad(write_traced, {}, "inside `jit`", TypeError),
+    "tensorflow keys": Bad(presets.from_tensorflow, {"config": {"period": 3}}, "period"),
+    "keras keys": Bad(presets.from_keras, {"config": {"dynamic": True}}, "initial_scale"),
+    "no flax": Bad(
+        presets.from_flax,
+        {"dynamic_scale": types.SimpleNamespace()},
+        "no growth_factor",
+        TypeError,
+    ),
+    "no jmp": Bad(presets.from_jmp, {"loss_scale": 3}, "no period", TypeError),
+}
 
 
 @cases("name", REJECTED)
 def test_what_cannot_train_or_be_read_is_rejected(name):
-    call, error, message = REJECTED[name]
-    with pytest.raises(error, match=message):
-        call()
+    bad = REJECTED[name]
+    with pytest.raises(bad.error, match=bad.message):
+        bad.call(**bad.arguments)
 
 
 # What no trace has.
 
 
-def test_logmax_keeps_its_state_through_zeros_and_heals():
-    policy = presets.openseq2seq_logmax()
-    learned = policy.adjust(policy.init(), True, 0.5)
-    for state in (policy.init(), learned):
-        assert_same_bits(policy.adjust(state, True, 0.0), state)  # of which there is no logarithm
-        assert_same_bits(policy.adjust(state, True), state)
-    for bad in (0.0, jnp.nan, jnp.inf):
-        ruined = learned._replace(loss_scale=jnp.array(bad, jnp.float32))
-        for largest in (0.0, 1.0, jnp.inf):
-            healed = policy.adjust(ruined, largest < jnp.inf, largest)
-            assert 1 <= healed.loss_scale <= 2.0**24
+LOGMAX = presets.openseq2seq_logmax()
 
 
-def test_a_cooldown_holds_a_scale_after_a_backoff():
+@pytest.mark.parametrize("learned", [False, True])
+def test_logmax_keeps_its_state_through_zeros(learned):
+    state = LOGMAX.init()
+    if learned:
+        state = LOGMAX.adjust(state, True, 0.5)
+    assert_same_bits(LOGMAX.adjust(state, True, 0.0), state)  # of which there is no logarithm
+    assert_same_bits(LOGMAX.adjust(state, True), state)
+
+
+@pytest.mark.parametrize("scale", [0.0, np.nan, np.inf])
+def test_a_ruined_scale_of_logmax_heals(scale):
+    learned = LOGMAX.adjust(LOGMAX.init(), True, 0.5)
+    ruined = learned._replace(loss_scale=jnp.float32(scale))
+    for largest in (0.0, 1.0, np.inf):
+        healed = LOGMAX.adjust(ruined, largest < np.inf, largest)
+        assert 1 <= healed.loss_scale <= 2.0**24, largest
+
+
+COOLDOWNS = {
+    # The first backoff is free; of the next bad steps, every third one backs off.
+    "bad steps alone": ([False] * 5, [32, 32, 32, 16, 16]),
+    # Finite steps count as well, and grow by `search_factor` before the first bad one.
+    "finite steps between": ([True, False, False] * 2, [128, 64, 64, 256, 128, 128]),
+}
+
+
+@cases("name", COOLDOWNS)
+def test_a_cooldown_holds_a_scale_after_a_backoff(name):
     policy = presets.GradualLossScale(init_scale=64.0, growth_factor=4.0, cooldown=3)
-    for verdicts, expected in [
-        # The first backoff is free; of the next bad steps, every third one backs off.
-        ([False] * 5, [32, 32, 32, 16, 16]),
-        # Finite steps count as well, and grow by `search_factor` before the first bad one.
-        ([True, False, False] * 2, [128, 64, 64, 256, 128, 128]),
-    ]:
-        _, *states = itertools.accumulate(verdicts, policy.adjust, initial=policy.init())
-        assert [state.loss_scale for state in states] == expected
+    verdicts, scales = COOLDOWNS[name]
+    _, *states = itertools.accumulate(verdicts, policy.adjust, initial=policy.init())
+    assert [state.loss_scale for state in states] == scales

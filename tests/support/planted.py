@@ -3,44 +3,10 @@
 The `plant` argument names a fault, and its line ends in `# plant: <model>, <fault>`.
 """
 
-import pathlib
-
 import jax
-import jax.experimental
 import jax.numpy as jnp
 from flax import linen as nn
-
-import jaxscale
-from jaxscale import diagnostics
-
-HALF = jnp.float16
-DIFFERENTIATED = hasattr(jax, "new_ref")  # newer versions of JAX differentiate refs
-new_ref = jax.new_ref if DIFFERENTIATED else jax.experimental.mutable_array
-
-
-def marked(name, file=__file__):
-    """The number of the line that is marked with a name."""
-    lines = pathlib.Path(file).read_text().splitlines()
-    (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# plant: {name}")]
-    return number
-
-
-def scaling(loss_scale=2.0**15):
-    return jaxscale.FixedLossScale(loss_scale).init()
-
-
-def trace(fun, *args, loss_scale=2.0**15, **kwargs):
-    return diagnostics.trace(fun, scaling(loss_scale), **kwargs)(*args)
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
-def at(t, step, value):
-    """A value at one step, and 1 at the others."""
-    return jnp.where(t == step, value, 1).astype(HALF)
-
+from traced_losses import HALF, at, normal
 
 _huge = nn.initializers.constant(30000.0)
 

@@ -9,16 +9,16 @@ from jax.core import Tracer
 
 from ..._gradients.scaled import divide
 from ..._gradients.value_and_grad import seed_cotangent, unpacked
-from ..._jax import JaxprEqn
+from ..._jax import JaxprEqn, Scan, While
 from ..._state.find import find_scale_state
 from ..._state.scale import LossScaleState
-from ..._trees.leaf import is_inexact
+from ..._trees.leaf import is_inexact_leaf
 from ..._trees.tree import widen
-from .._formats import is_array, kind
-from .findings import Findings, Found, Run
-from .interpreter import NOTHING, EquationKey, Inside, Interpreter, IsWide, Value, Visit
-from .jaxpr import BACKWARD, FORWARD
-from .places import Constants, lines
+from .._formats import describe, is_array
+from .findings import Findings, OverflowSeen, Run
+from .interpreter import TOP, EquationKey, Interpreter, IsWide, Location, Origins, Value, Visit
+from .needs import BACKWARD, FORWARD, open_equation
+from .places import Constants, find_line
 from .plan import Planner
 from .report import TracedNonfinite, TraceReport
 
@@ -36,7 +36,7 @@ def trace(
     The function runs the operations of `jaxscale.value_and_grad` one equation at a time, also those
     in `jit`, loops, `cond`, `remat` and custom derivatives. It looks at every number, computes
     again in float32 where numbers may have been lost, and gives the lines of the model where that
-    happened. For the host, outside of `jit`, and for one small batch: it is slow.
+    happened. Call it on the host, outside of `jit`, and with one small batch: it is slow.
 
     Only float16 and narrower formats are checked for underflow: bfloat16 has the range of float32.
     A `shard_map`, a `pmap` or a kernel counts as one equation. A ref from outside `fun` keeps what
@@ -45,7 +45,7 @@ def trace(
     unless they stand in a function that was traced before.
 
     Args:
-      fun: a function that returns a floating scalar. The trace sees inside a jitted one, too.
+      fun: a function that returns a floating scalar. It may be jitted.
       scaling: a `jaxscale.LossScaleState` with the scale to trace with, or a tree with one.
       transform: what differentiates, as for `jaxscale.value_and_grad`. Of several losses, under a
         `vmap`, the report has the mean.
@@ -92,20 +92,24 @@ def trace(
             )
         if transform is jax.value_and_grad and not kwargs.get("allow_int"):
             _check_floating(args, kwargs.get("argnums", 0))
-        backward = TracedBackward(
+        traced = TracedBackward(
             fun, args, fun_kwargs, transform=transform, has_aux=has_aux, **kwargs
         )
-        return backward.run(loss_scale).report()
+        return traced.run(loss_scale).report()
 
     return trace_fun
 
 
-def _check_floating(args: tuple[Any, ...], argnums: Any) -> None:
-    for i in argnums if isinstance(argnums, Sequence) else [argnums]:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(args[i : i + 1 or None]):
-            if not is_inexact(leaf):
+def _check_floating(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None:
+    """Raises a `TypeError` unless all leaves of the parameters are floating."""
+    if not isinstance(argnums, Sequence):
+        argnums = [argnums]
+    for i in argnums:
+        parameter = args[i : i + 1 or None]  # a tuple of one, or of none if there is no such
+        for path, leaf in jax.tree_util.tree_leaves_with_path(parameter):
+            if not is_inexact_leaf(leaf):
                 raise TypeError(
-                    f"`trace(fun)` differentiates floating parameters, got {kind(leaf)} at "
+                    f"`trace(fun)` differentiates floating parameters, got {describe(leaf)} at "
                     f"args[{i}]{jax.tree_util.keystr(path[1:])}. Take it out of the parameters, "
                     "or pass allow_int=True or another argnums=...."
                 )
@@ -128,7 +132,8 @@ class TracedBackward:
         has_aux: bool = False,
         **kwargs: Any,
     ) -> None:
-        def backward(loss_scale: jax.Array) -> dict[str, Any]:
+        def compute_named(loss_scale: jax.Array) -> dict[str, Any]:
+            """Returns the loss, the auxiliary output and the gradients, by their names."""
             # Not the state itself: with that of a `NoOpLossScale` no cotangent is scaled, and
             # there would be none to follow.
             state = LossScaleState(loss_scale, jnp.zeros(()), jnp.zeros(()))
@@ -141,24 +146,26 @@ class TracedBackward:
             # In float32: the bounds of the divisor would be 0 and inf in float16, and the trace
             # would report them.
             grads = divide(grads, widen(one_seed(seed)))
-            return {"loss": loss} | _inexact("aux", aux) | _inexact("grads", grads)
+            return {"loss": loss} | _name_inexact("aux", aux) | _name_inexact("grads", grads)
 
-        constants = constants or Constants()
+        if constants is None:
+            constants = Constants()
         # The arguments are constants of the jaxpr, so that a leaf that is not an array is kept.
         with constants.notice():
-            self._closed, shapes = jax.make_jaxpr(backward, return_shape=True)(jnp.float32(1))
+            make_jaxpr = jax.make_jaxpr(compute_named, return_shape=True)
+            self._closed, shapes = make_jaxpr(jnp.float32(1))
         self._names = sorted(shapes)  # in the order in which a dictionary is flattened
-        is_grads = [name.startswith("grads") for name in self._names]
-        self._needs = tuple(BACKWARD if each else FORWARD for each in is_grads)
+        self._needs = tuple(map(_find_need, self._names))
         self._planner = Planner(constants)
-        self._arguments = _inexact("args", args) | _inexact("kwargs", fun_kwargs)
-        # For `how_far`: the equations of the last pass and of this, and where this one is.
-        self._total, self._done = 0, 0
-        self._inside = NOTHING
+        self._arguments = _name_inexact("args", args) | _name_inexact("kwargs", fun_kwargs)
+        # For `how_far`: how many equations the last pass had, and where this one is.
+        self._total = 0
+        self._done = 0
+        self._location = TOP
 
     def run(
         self,
-        loss_scale: Any,
+        loss_scale: float | jax.Array,
         is_wide: IsWide = lambda key: False,
         look: Callable[[Visit], None] | None = None,
         is_brief: bool = False,
@@ -171,58 +178,89 @@ class TracedBackward:
         """
         findings = Findings(look, is_brief)
         outputs = self._interpret(findings, loss_scale, is_wide, is_shaken)
-        values = dict(zip(self._names, outputs, strict=True))
-        return Run(values, findings, self._arguments, self._planner.rounded, float(loss_scale))
+        return Run(
+            values=dict(zip(self._names, outputs, strict=True)),
+            findings=findings,
+            arguments=self._arguments,
+            rounded=self._planner.rounded,
+            loss_scale=float(loss_scale),
+        )
 
     def first_overflow(self, loss_scale: float) -> TracedNonfinite | None:
         """Returns the first place that depends on the loss scale and makes inf or NaN.
 
         The pass stops there, so it is not known whether that reaches the gradients.
         """
-        findings = Findings(None, True, is_hasty=True)
+        findings = Findings(look=None, is_brief=True, is_hasty=True)
         try:
-            self._interpret(findings, loss_scale, lambda key: False, False)
-        except Found:
-            return findings.born({})[-1]
+            self._interpret(findings, loss_scale, is_wide=lambda key: False, is_shaken=False)
+        except OverflowSeen:
+            return findings.list_nonfinite(reached={})[-1]
         return None
 
     def _interpret(
-        self, findings: Findings, loss_scale: Any, is_wide: IsWide, is_shaken: bool
+        self,
+        findings: Findings,
+        loss_scale: float | jax.Array,
+        is_wide: IsWide,
+        is_shaken: bool,
     ) -> list[Value]:
-        def watch(visit: Visit) -> list[frozenset[Any]]:
-            self._inside = Inside(visit.around, visit.iteration)
+        """Runs the program, shows it to the findings, and returns its outputs."""
+
+        def watch(visit: Visit) -> list[Origins]:
+            self._location = Location(visit.around, visit.iteration)
             return findings.watch(visit)
 
         def count(key: EquationKey) -> bool:  # it is asked of each equation
             self._done += 1
             return is_wide(key)
 
-        self._total, self._done, self._inside = self._done, 0, NOTHING
+        self._total = self._done
+        self._done = 0
+        self._location = TOP
         interpreter = Interpreter(self._planner, watch, count, is_shaken)
-        scale = Value(jnp.float32(loss_scale), True)
+        scale = Value(jnp.float32(loss_scale), scaled=True)
         with jax.debug_nans(False), jax.debug_infs(False):
-            return interpreter.run(self._closed, [scale], self._needs)
+            return interpreter.interpret(self._closed, [scale], self._needs)
 
     def how_far(self) -> str:
         """Returns how far the pass that runs now has come, in words. Another thread may ask."""
-        words = f"operation {self._done}" + f" of about {self._total}" * (self._total > 0)
-        around, iteration = self._inside
-        loops = [eqn for eqn in around if eqn.primitive.name in ("scan", "while")]
-        return ", ".join([words, *map(_how_far, loops, iteration)])
+        words = f"operation {self._done}"
+        if self._total > 0:
+            words += f" of about {self._total}"
+        location = self._location
+        loops = [eqn for eqn in location.around if isinstance(open_equation(eqn), Scan | While)]
+        # A loop that is entered has no index before its first operation.
+        for loop, iteration in zip(loops, location.iteration, strict=False):
+            words += f", {_say_iteration(loop, iteration)}"
+        return words
 
 
-def _how_far(loop: JaxprEqn, iteration: int) -> str:
-    words, length = f"iteration {iteration + 1}", loop.params.get("length")
-    if length is not None:  # a `while` has none
-        done = length - iteration if loop.params["reverse"] else iteration + 1
-        words = f"iteration {done} of {length}"
-    return " at ".join([words, *map(str, lines(loop, ())[:1])])
+def _say_iteration(eqn: JaxprEqn, iteration: int) -> str:
+    """Returns how far a loop has come, and its line."""
+    loop = open_equation(eqn)
+    words = f"iteration {iteration + 1}"
+    if isinstance(loop, Scan):  # a `while` has no known length
+        done = iteration + 1
+        if loop.reverse:
+            done = loop.length - iteration
+        words = f"iteration {done} of {loop.length}"
+    line = find_line(eqn, ())
+    if not line.file:
+        return words
+    return f"{words} at {line}"
 
 
-def _inexact(name: str, tree: Any) -> dict[str, Any]:
+def _find_need(name: str) -> int:
+    if name.startswith("grads"):
+        return BACKWARD
+    return FORWARD
+
+
+def _name_inexact(name: str, tree: Any) -> dict[str, Any]:
     """Returns the floating-point and complex arrays of a tree, by their paths."""
-    return {
-        name + jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if is_array(leaf) and is_inexact(leaf)
-    }
+    arrays = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if is_array(leaf) and is_inexact_leaf(leaf):
+            arrays[name + jax.tree_util.keystr(path)] = leaf
+    return arrays

@@ -2,16 +2,18 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from ..._jax import JaxprEqn
-from .interpreter import EquationKey, Value, Visit, key_of
-from .jaxpr import EFFECT, FORWARD, hides_equations
-from .numbers import Birth, IncomparableError, Lost, birth, lost_values, nonfinite_mask
-from .places import Line, layer, lines
+from .damage import Birth, Lost, find_birth, find_lost, nonfinite_mask
+from .evaluate import IncomparableError
+from .interpreter import EquationKey, Origins, Value, Visit, key_of
+from .needs import EFFECT, FORWARD, hides_equations
+from .places import NO_LINE, find_layer, find_line, lines
 from .plan import RoundedAt
 from .report import Place, TracedConstant, TracedNonfinite, TracedUnderflow, TraceReport
 
@@ -19,125 +21,176 @@ from .report import Place, TracedConstant, TracedNonfinite, TracedUnderflow, Tra
 _LOST_SHARE = 0.5
 
 
-class Found(Exception):
-    """Raised to end a pass at the first overflow."""
+class OverflowSeen(Exception):
+    """Raised to end a pass at the first overflow that depends on the loss scale."""
+
+
+class _SeenBirth(NamedTuple):
+    visit: Visit
+    birth: Birth
+
+
+class _SeenLost(NamedTuple):
+    visit: Visit
+    lost: Lost
 
 
 class Findings:
-    """What was seen at each equation, by its key."""
+    """What was seen at each equation, by its key.
+
+    `look` is called with each visit. Findings that are brief leave out what is made of numbers that
+    are inf or NaN already. Hasty ones look for an overflow only, and raise `OverflowSeen` at it.
+    """
 
     def __init__(
         self, look: Callable[[Visit], Any] | None, is_brief: bool, is_hasty: bool = False
     ) -> None:
-        self._look, self._is_brief, self._is_hasty = look, is_brief, is_hasty
-        self.visits: collections.Counter[Any] = collections.Counter()  # in order of execution
-        self.equations: dict[Any, tuple[JaxprEqn, tuple[JaxprEqn, ...]]] = {}
+        self._look = look
+        self._is_brief = is_brief
+        self._is_hasty = is_hasty
+        self.visits: collections.Counter[EquationKey] = collections.Counter()  # as they are run
+        self.equations: dict[EquationKey, tuple[JaxprEqn, tuple[JaxprEqn, ...]]] = {}
         # What made the inputs of each equation, `()` for an argument or a number. In a loop: when
         # it was visited last, so that what is carried comes from the iteration before.
         self.makers: dict[EquationKey, tuple[EquationKey, ...]] = {}
-        self.times: collections.Counter[Any] = collections.Counter()
-        self.births: dict[EquationKey, tuple[Visit, Birth]] = {}
-        self.lost: dict[EquationKey, tuple[Visit, Lost]] = {}
+        self.births: dict[EquationKey, _SeenBirth] = {}  # the first at each equation
         self.not_compared: set[str] = set()
         self.not_entered: set[str] = set()
+        self._losses: dict[EquationKey, _SeenLost] = {}  # the worst at each equation
+        # On how many visits something was made or lost.
+        self._num_births: collections.Counter[EquationKey] = collections.Counter()
+        self._num_losses: collections.Counter[EquationKey] = collections.Counter()
 
-    def watch(self, visit: Visit) -> list[frozenset[Any]]:
-        """Returns where the inf and NaN of each output come from, and notes new ones."""
+    def watch(self, visit: Visit) -> list[Origins]:
+        """Notes what happened at an equation, and returns where the bad numbers come from.
+
+        These are the inf and NaN of each output.
+        """
         key = key_of(visit.eqn, visit.around)
-        if key not in self.visits and hides_equations(visit.eqn):
-            self.not_entered.add(visit.eqn.primitive.name)
-        self.visits[key] += 1
-        self.equations[key] = visit.eqn, visit.around
-        self.makers[key] = tuple(value.maker for value in visit.inputs)
+        self._note_visit(key, visit)
         if self._look:
             self._look(visit)
         if visit.need == EFFECT:  # only printed: it reaches no output
             return [frozenset()] * len(visit.outputs)
         if not self._is_hasty:
             self._note_lost(key, visit)
-        bad = [nonfinite_mask(output) for output in visit.outputs]
-        if not any(mask.any() for mask in bad):
-            return [frozenset()] * len(bad)
+
+        masks = [nonfinite_mask(output) for output in visit.outputs]
+        if not any(mask.any() for mask in masks):
+            return [frozenset()] * len(masks)
         origins = frozenset().union(*(value.origins for value in visit.inputs))
-        explained = any(self.births[origin][1].cause != "given" for origin in origins)
-        born = None
-        if not (explained and self._is_brief):
-            arrays = [value.array for value in visit.inputs]
-            born = birth(visit.eqn, arrays, visit.outputs, explained=explained)
-        if born is None and not origins:
-            output = next(i for i, mask in enumerate(bad) if mask.any())
-            born = Birth(output, int(bad[output].sum()), float(bad[output].mean()), "given")
-        if born is not None:
-            self.times["birth", key] += 1
-            if key not in self.births or self.births[key][1].cause == "given" != born.cause:
-                self.births.pop(key, None)  # so that it moves to the end: order of execution
-                self.births[key] = visit, born
-            if self._is_hasty and born.cause != "given" and any(v.scaled for v in visit.inputs):
-                raise Found
+        birth = self._find_birth(visit, origins, masks)
+        if birth is not None:
+            self._note_birth(key, visit, birth)
             origins |= {key}
-        return [origins if mask.any() else frozenset() for mask in bad]
+        return [origins if mask.any() else frozenset() for mask in masks]
+
+    def _note_visit(self, key: EquationKey, visit: Visit) -> None:
+        if key not in self.visits and hides_equations(visit.eqn):
+            self.not_entered.add(visit.eqn.primitive.name)
+        self.visits[key] += 1
+        self.equations[key] = (visit.eqn, visit.around)
+        self.makers[key] = tuple(value.maker for value in visit.inputs)
 
     def _note_lost(self, key: EquationKey, visit: Visit) -> None:
         try:
-            arrays = [value.array for value in visit.inputs]
-            lost = lost_values(visit.eqn, arrays, visit.outputs, least=_LOST_SHARE)
+            lost = find_lost(visit.eqn, visit.arrays, visit.outputs, least=_LOST_SHARE)
         except IncomparableError:
             self.not_compared.add(visit.eqn.primitive.name)
             return
-        if lost is not None:
-            self.times["lost", key] += 1
-            if key not in self.lost or lost.share > self.lost[key][1].share:
-                self.lost[key] = visit, lost
+        if lost is None:
+            return
+        self._num_losses[key] += 1
+        if key not in self._losses or lost.share > self._losses[key].lost.share:
+            self._losses[key] = _SeenLost(visit, lost)
 
-    def born(self, reached: Mapping[Any, Sequence[str]]) -> list[TracedNonfinite]:
-        """Returns where inf and NaN were made or given, given the outputs that those `reached`."""
-        return [
-            TracedNonfinite(**fields, reaches=tuple(reached.get(key, ())))
-            for key, fields in self._fields("birth", self.births)
-        ]
+    def _find_birth(
+        self, visit: Visit, origins: Origins, masks: Sequence[np.ndarray]
+    ) -> Birth | None:
+        """Returns the inf or NaN that an equation made, or is given first, if any.
 
-    def underflows(self) -> list[TracedUnderflow]:
+        The masks say where its outputs hold one.
+        """
+        is_explained = any(self.births[origin].birth.cause != "given" for origin in origins)
+        if not (is_explained and self._is_brief):
+            birth = find_birth(visit.eqn, visit.arrays, visit.outputs, is_explained=is_explained)
+            if birth is not None:
+                return birth
+        if origins:
+            return None
+        for output, mask in enumerate(masks):
+            if mask.any():
+                return Birth(output, int(mask.sum()), float(mask.mean()), "given")
+        return None
+
+    def _note_birth(self, key: EquationKey, visit: Visit, birth: Birth) -> None:
+        self._num_births[key] += 1
+        is_given = birth.cause == "given"
+        is_new = key not in self.births
+        if is_new or (self.births[key].birth.cause == "given" and not is_given):
+            self.births.pop(key, None)  # so that it moves to the end: order of execution
+            self.births[key] = _SeenBirth(visit, birth)
+        if self._is_hasty and visit.scaled and not is_given:
+            raise OverflowSeen
+
+    def list_nonfinite(self, reached: Mapping[EquationKey, Sequence[str]]) -> list[TracedNonfinite]:
+        """Returns where inf and NaN were made or given, with the outputs that each has reached."""
+        places = []
+        for key, (visit, birth) in self.births.items():
+            place = self._describe(visit, birth.output, birth.share, self._num_births[key])
+            nonfinite = TracedNonfinite(
+                **vars(place),
+                elements=birth.elements,
+                cause=birth.cause,
+                reaches=tuple(reached.get(key, ())),
+                least_input=birth.least_input,
+                largest_input=birth.largest_input,
+                float32_result=birth.float32_result,
+            )
+            places.append(nonfinite)
+        return places
+
+    def list_underflows(self) -> list[TracedUnderflow]:
         """Returns where most nonzero values were lost, in the order of execution."""
-        return [TracedUnderflow(**fields) for _, fields in self._fields("lost", self.lost)]
+        places = []
+        for key, (visit, lost) in self._losses.items():
+            place = self._describe(visit, lost.output, lost.share, self._num_losses[key])
+            underflow = TracedUnderflow(
+                **vars(place),
+                nonzero=lost.nonzero,
+                zeros=lost.zeros,
+                subnormals=lost.subnormals,
+                lost_sum=lost.lost_sum,
+            )
+            places.append(underflow)
+        return places
 
     def place(self, visit: Visit, share: float) -> Place:
         """Returns a visited equation, which lost a share of its numbers, as a place of a report."""
-        return Place(**self._place("", key_of(visit.eqn, visit.around), visit, 0, share))
+        return self._describe(visit, output=0, share=share, times=0)
 
-    def _fields(
-        self, kind: str, found: Mapping[EquationKey, tuple[Visit, Birth | Lost]]
-    ) -> Iterator[tuple[EquationKey, dict[str, Any]]]:
-        for key, (visit, what) in found.items():
-            numbers = what._asdict()
-            output = numbers.pop("output")
-            yield key, self._place(kind, key, visit, output, what.share) | numbers
-
-    def _place(
-        self, kind: str, key: EquationKey, visit: Visit, output: int, share: float
-    ) -> dict[str, Any]:
+    def _describe(self, visit: Visit, output: int, share: float, times: int) -> Place:
         eqn = visit.eqn
-        line, *callers = lines(eqn, visit.around) or [None]
-        return {
-            "primitive": eqn.primitive.name,
-            "dtype": str(visit.outputs[output].dtype),
-            "shape": tuple(map(int, visit.outputs[output].shape)),
-            "inputs": tuple(atom.aval.str_short() for atom in eqn.invars),
-            "direction": "forward" if visit.need & FORWARD else "backward",
-            "scaled": any(value.scaled for value in visit.inputs),
-            **_told(line),
-            "called_from": tuple(map(str, callers)),
-            "layer": layer(eqn, visit.around),
-            "iteration": visit.iteration,
-            "times": self.times[kind, key],
-            "visits": self.visits[key],
-            "share": share,
-        }
-
-
-def _told(line: Line | None) -> dict[str, Any]:
-    line = line or Line("", 0, "")
-    where = str(line) if line.file else ""
-    return {"where": where, "file": line.file, "line": line.number, "source": line.text}
+        line, *callers = lines(eqn, visit.around) or [NO_LINE]
+        array = visit.outputs[output]
+        return Place(
+            primitive=eqn.primitive.name,
+            dtype=str(array.dtype),
+            shape=tuple(map(int, array.shape)),
+            inputs=tuple(atom.aval.str_short() for atom in eqn.invars),
+            direction="forward" if visit.need & FORWARD else "backward",
+            scaled=visit.scaled,
+            where=line.where,
+            file=line.file,
+            line=line.number,
+            source=line.text,
+            called_from=tuple(map(str, callers)),
+            layer=find_layer(eqn, visit.around),
+            iteration=visit.iteration,
+            times=times,
+            visits=self.visits[key_of(eqn, visit.around)],
+            share=share,
+        )
 
 
 class Run(NamedTuple):
@@ -145,65 +198,93 @@ class Run(NamedTuple):
 
     values: dict[str, Value]  # the loss, the gradients and what else is returned, by their names
     findings: Findings  # what was seen on the way
-    arguments: dict[str, Any]  # the floating-point arguments, by their names
-    rounded: Sequence[RoundedAt]  # the numbers that a narrow format rounded to 0 or inf, and where
+    arguments: dict[str, jax.typing.ArrayLike]  # the floating-point arguments, by their names
+    rounded: Sequence[RoundedAt]  # the numbers that a narrow format rounded to 0 or inf
     loss_scale: float
 
     @property
     def grads(self) -> dict[str, np.ndarray]:
         """The gradients, by their names."""
-        values = self.values.items()
-        return {name: np.asarray(v.array) for name, v in values if name.startswith("grads")}
+        grads = {}
+        for name, value in self.values.items():
+            if name.startswith("grads"):
+                grads[name] = np.asarray(value.array)
+        return grads
 
     def report(self) -> TraceReport:
         """Returns all that was seen, as Python values."""
-        reached = collections.defaultdict(list)
-        for name, value in self.values.items():
-            for origin in value.origins:
-                reached[origin].append(name)
-        births = self.findings.born(reached)
-        made = [birth for birth in births if birth.cause != "given"]
-        # A given inf or NaN is of interest if a NaN was made of infinities, or if no place that
-        # made one explains the outputs.
-        explained = any(birth.reaches and birth.cause != "infinities" for birth in made)
-        given = [birth for birth in births if birth.cause == "given" and birth.reaches]
+        outputs = {name: value.array for name, value in self.values.items()}
         return TraceReport(
-            loss=float(np.mean(np.asarray(self.values["loss"].array), dtype=np.float64)),
+            loss=float(np.mean(np.asarray(outputs["loss"]), dtype=np.float64)),
             loss_scale=self.loss_scale,
             equations=self.findings.visits.total(),
-            nonfinite=_without_repeats(made if explained else made + given),
-            underflows=_without_repeats(self.findings.underflows()),
+            nonfinite=_merge_repeats(self._list_nonfinite()),
+            underflows=_merge_repeats(self.findings.list_underflows()),
             nonfinite_arguments=_nonfinite_names(self.arguments),
-            nonfinite_outputs=_nonfinite_names({k: v.array for k, v in self.values.items()}),
+            nonfinite_outputs=_nonfinite_names(outputs),
             not_compared=tuple(sorted(self.findings.not_compared)),
             not_entered=tuple(sorted(self.findings.not_entered)),
-            constants=_traced_constants(self.rounded),
+            constants=_list_constants(self.rounded),
         )
 
+    def _list_nonfinite(self) -> list[TracedNonfinite]:
+        reached: dict[EquationKey, list[str]] = {}
+        for name, value in self.values.items():
+            for origin in value.origins:
+                reached.setdefault(origin, []).append(name)
+        made = []
+        given = []
+        for place in self.findings.list_nonfinite(reached):
+            if place.cause != "given":
+                made.append(place)
+            elif place.reaches:
+                given.append(place)
+        # A given inf or NaN is of interest if a NaN was made of infinities, or if no place that
+        # made one explains the outputs.
+        if any(place.reaches and place.cause != "infinities" for place in made):
+            return made
+        return made + given
 
-def _traced_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...]:
-    found: dict[Any, TracedConstant] = {}
+
+def _list_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...]:
+    """Returns the numbers that were rounded, each once for a line and a dtype."""
+    constants: dict[Any, TracedConstant] = {}
     for eqn, around, number in rounded:
-        line, became = lines(eqn, around)[0], np.asarray(number.literal.val)
-        numbers = number.exact, float(became), str(became.dtype)
-        constant = TracedConstant(*numbers, eqn.primitive.name, **_told(line))
-        found.setdefault((line.file, line.number, constant.value, constant.dtype), constant)
-    return tuple(found.values())
+        line = find_line(eqn, around)
+        became = np.asarray(number.literal.val)
+        constant = TracedConstant(
+            value=number.exact,
+            became=float(became),
+            dtype=str(became.dtype),
+            primitive=eqn.primitive.name,
+            where=line.where,
+            file=line.file,
+            line=line.number,
+            source=line.text,
+        )
+        key = (line.file, line.number, constant.value, constant.dtype)
+        constants.setdefault(key, constant)
+    return tuple(constants.values())
 
 
-def _without_repeats(places: Sequence[Any]) -> tuple[Any, ...]:
+def _merge_repeats(places: Sequence[Any]) -> tuple[Any, ...]:
     """Returns places without the repeats that `remat` runs in the backward pass."""
-    kept: dict[Any, Any] = {}
+    merged: list[Any] = []
+    indices: dict[Any, int] = {}  # of the first of several alike
     for place in places:
-        key = place.primitive, place.dtype, place.shape, place.file, place.line, place.share
-        first = kept.get(key)
-        if first is None or place.scaled or first.direction == place.direction:
-            kept[(*key, len(kept)) if first else key] = place
+        key = (place.primitive, place.dtype, place.shape, place.file, place.line, place.share)
+        index = indices.setdefault(key, len(merged))
+        if index == len(merged):
+            merged.append(place)
+            continue
+        first = merged[index]
+        if place.scaled or first.direction == place.direction:
+            merged.append(place)
         elif isinstance(place, TracedNonfinite):
             reaches = tuple(dict.fromkeys(first.reaches + place.reaches))
-            kept[key] = dataclasses.replace(first, reaches=reaches)
-    return tuple(kept.values())
+            merged[index] = dataclasses.replace(first, reaches=reaches)
+    return tuple(merged)
 
 
-def _nonfinite_names(leaves: dict[str, Any]) -> tuple[str, ...]:
+def _nonfinite_names(leaves: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, leaf in leaves.items() if nonfinite_mask(leaf).any())

@@ -9,8 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jax import ClosedJaxpr, JaxprEqn, Literal, Scan, While, context, is_ref
-from .jaxpr import Needs, opened, results, union
-from .plan import Planner, Read, Rounded, Segment, Step, as_array, compute
+from .evaluate import compute
+from .needs import Needs, open_equation, results, unite
+from .plan import Plan, Planner, Segment, Source, Step
+from .program import Rounded, as_array
+
+# An equation and those that hold it, by their numbers in memory. Keys of several runs may be
+# compared while their `TracedBackward` lives, as it holds these equations.
+EquationKey = tuple[int, ...]
+
+# The equations at which an inf or a NaN was made, or first used.
+Origins = frozenset[EquationKey]
 
 
 class Value(NamedTuple):
@@ -18,8 +27,8 @@ class Value(NamedTuple):
 
     array: Any
     scaled: bool = False
-    origins: frozenset[Any] = frozenset()
-    maker: "EquationKey" = ()  # the equation that made it, or `()`
+    origins: Origins = frozenset()
+    maker: EquationKey = ()  # the equation that made it, or `()`
 
 
 class Cell:
@@ -29,14 +38,18 @@ class Cell:
         self.value = value
 
 
-class Inside(NamedTuple):
+class Location(NamedTuple):
     """What a jaxpr runs inside of."""
 
     around: tuple[JaxprEqn, ...]  # the equations that hold it, outermost first
     iteration: tuple[int, ...]  # the index of each loop among them; of a scan, that of the slice
 
+    def in_iteration(self, index: int) -> "Location":
+        """Returns this location in an iteration of the innermost loop."""
+        return self._replace(iteration=(*self.iteration, index))
 
-NOTHING = Inside((), ())
+
+TOP = Location((), ())  # of the whole program
 
 
 class Visit(NamedTuple):
@@ -45,25 +58,52 @@ class Visit(NamedTuple):
     eqn: JaxprEqn
     inputs: Sequence[Value]  # its input values. For a ref, the value that it held.
     outputs: Sequence[Any]  # its output arrays, followed by what its refs hold now
-    around: tuple[JaxprEqn, ...]  # as in `Inside`
+    around: tuple[JaxprEqn, ...]  # as in `Location`
     iteration: tuple[int, ...]
     need: int  # what it is needed for, as bits
 
+    @property
+    def arrays(self) -> list[Any]:
+        """The arrays of its inputs."""
+        return [value.array for value in self.inputs]
 
-# An equation and those that hold it, by their numbers in memory. Keys of several runs may be
-# compared while their `TracedBackward` lives, as it holds these equations.
-EquationKey = tuple[int, ...]
+    @property
+    def scaled(self) -> bool:
+        """Whether it depends on the loss scale."""
+        return any(value.scaled for value in self.inputs)
+
 
 IsWide = Callable[[EquationKey], bool]  # whether an equation runs in float32
-Watch = Callable[[Visit], Sequence[frozenset[Any]]]  # where the inf and NaN of outputs come from
+Watch = Callable[[Visit], Sequence[Origins]]  # where the inf and NaN of the outputs come from
 
-_NUMBERS = (Literal, Rounded)  # inputs that are no values
 _UNUSED = Value(None)  # stands for a value that nothing needs: what computes it is not run
 
 
 def key_of(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> EquationKey:
     """Returns what tells an equation from all others, and from itself in another call."""
     return tuple(map(id, (*around, eqn)))
+
+
+class _Slots:
+    """The values that are kept while a plan runs. A ref is kept as its cell."""
+
+    def __init__(self, plan: Plan, inputs: Sequence[Value | Cell]) -> None:
+        self._entries: dict[int, Any] = dict(zip(plan.inputs, inputs, strict=True))
+
+    def read(self, source: Source) -> Any:
+        """Returns the value or the cell in a slot, or a number as a value."""
+        if source is None:
+            return _UNUSED
+        if isinstance(source, int):
+            return self._entries[source]
+        return Value(as_array(source, False))
+
+    def write(self, slots: Sequence[int], entries: Sequence[Value | Cell]) -> None:
+        self._entries.update(zip(slots, entries, strict=True))
+
+    def forget(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._entries.pop(slot, None)
 
 
 class Interpreter:
@@ -75,147 +115,195 @@ class Interpreter:
     """
 
     def __init__(self, planner: Planner, watch: Watch, is_wide: IsWide, is_shaken: bool) -> None:
-        self._planner, self._watch, self._is_wide = planner, watch, is_wide
+        self._planner = planner
+        self._watch = watch
+        self._is_wide = is_wide
         self._is_shaken = is_shaken
         self._cells: dict[int, Cell] = {}  # of refs from outside: these are not changed
 
-    def run(
-        self, closed: ClosedJaxpr, inputs: Sequence[Any], needs: Needs, inside: Inside = NOTHING
-    ) -> list[Value]:
+    def interpret(
+        self, closed: ClosedJaxpr, inputs: Sequence[Any], needs: Needs, location: Location = TOP
+    ) -> list[Any]:
         """Returns the outputs of a jaxpr, whose results are needed for `needs`, as bits."""
         plan = self._planner.plan(closed, needs)
-        values: dict[int, Any] = dict(zip(plan.inputs, inputs, strict=True))
+        slots = _Slots(plan, inputs)
         for slot, var, const in plan.consts:
-            if is_ref(var):
-                values[slot] = self._cells.setdefault(id(const), Cell(Value(const[...])))
-            else:
-                values[slot] = Value(const)
-
-        def read(slot: Read) -> Any:
-            if isinstance(slot, int):
-                return values[slot]
-            return _UNUSED if slot is None else Value(as_array(slot, False))
-
+            slots.write([slot], [self._open_const(var, const)])
         for part, forgotten in zip(plan.parts, plan.forgotten, strict=True):
             if isinstance(part, Segment):
-                self._segment(part, values, read, inside)
+                self._run_segment(part, slots, location)
             else:
-                given = list(map(read, part.reads))
+                entries = [slots.read(source) for source in part.reads]
                 with context(part.eqn):  # for what a loop holds
-                    outputs = self._step(part, given, inside)
-                values.update(zip(part.writes, outputs, strict=True))
-            for slot in forgotten:
-                values.pop(slot, None)
-        return list(map(read, plan.outputs))
+                    outputs = self._run_step(part, entries, location)
+                slots.write(part.writes, outputs)
+            slots.forget(forgotten)
+        return [slots.read(source) for source in plan.outputs]
 
-    def _segment(
-        self, segment: Segment, values: dict[int, Any], read: Callable[[Read], Any], inside: Inside
-    ) -> None:
-        inputs, around = [values[slot].array for slot in segment.reads], inside.around
-        wide = tuple(self._is_wide(key_of(s.eqn, (*around, *s.around))) for s in segment.steps)
-        outputs = iter(segment.program.run(inputs, wide, self._is_shaken))
+    def _open_const(self, var: Any, const: Any) -> Value | Cell:
+        if is_ref(var):
+            return self._cells.setdefault(id(const), Cell(Value(const[...])))
+        return Value(const)
+
+    def _run_segment(self, segment: Segment, slots: _Slots, location: Location) -> None:
+        """Runs the program of a segment, and shows its equations one after the other."""
+        inputs = [slots.read(slot).array for slot in segment.reads]
+        wide = []
+        for step in segment.steps:
+            wide.append(self._is_wide(key_of(step.eqn, (*location.around, *step.around))))
+        outputs = iter(segment.program.evaluate(inputs, tuple(wide), self._is_shaken))
         for step in segment.steps:
             arrays = list(itertools.islice(outputs, len(step.writes)))
             if all(wide):
-                made = list(map(Value, arrays))
+                values = [Value(array) for array in arrays]
             else:
-                made = self._show(step, list(map(read, step.reads)), arrays, inside)
-            values.update(zip(step.writes, made, strict=True))
+                step_inputs = [slots.read(source) for source in step.reads]
+                values = self._show(step, step_inputs, arrays, location)
+            slots.write(step.writes, values)
 
-    def _step(self, step: Step, inputs: list[Any], inside: Inside) -> Sequence[Value | Cell]:
-        eqn, needs, around = step.eqn, step.needs, (*inside.around, *step.around)
-        within = Inside((*around, eqn), inside.iteration)
-        match opened(eqn):
+    def _run_step(
+        self, step: Step, entries: list[Any], location: Location
+    ) -> Sequence[Value | Cell]:
+        """Runs an equation that is in no segment: it may be a loop or a `cond`."""
+        inside = Location((*location.around, *step.around, step.eqn), location.iteration)
+        match open_equation(step.eqn):
             case Scan() as loop:
-                return self._scan(inputs, loop, needs, within)
+                return self._run_scan(loop, entries, step.needs, inside)
             case While() as loop:
-                return self._while(inputs, loop, union(eqn, needs), within)
+                return self._run_while(loop, entries, unite(step.eqn, step.needs), inside)
             case list() as branches:
-                index, *inputs = inputs
-                branch = branches[min(max(int(index.array), 0), len(branches) - 1)]
-                return self.run(branch, inputs, needs, within)
-        given = [each.value if isinstance(each, Cell) else each for each in inputs]
-        is_wide, pairs = self._is_wide(key_of(eqn, around)), zip(step.reads, given, strict=True)
-        arrays = [as_array(r, is_wide) if isinstance(r, _NUMBERS) else v.array for r, v in pairs]
-        made = self._show(step, given, compute(eqn, arrays, is_wide), inside)
-        cells = [each for each in inputs if isinstance(each, Cell)]
-        for cell, value in zip(cells, made[len(eqn.outvars) :], strict=True):
+                number, *operands = entries
+                index = min(max(int(number.array), 0), len(branches) - 1)
+                return self.interpret(branches[index], operands, step.needs, inside)
+        return self._run_alone(step, entries, location)
+
+    def _run_alone(
+        self, step: Step, entries: list[Any], location: Location
+    ) -> Sequence[Value | Cell]:
+        """Runs an equation that holds no others by itself, and updates the refs that it takes."""
+        eqn = step.eqn
+        inputs = [entry.value if isinstance(entry, Cell) else entry for entry in entries]
+        is_wide = self._is_wide(key_of(eqn, (*location.around, *step.around)))
+        arrays = []
+        for source, value in zip(step.reads, inputs, strict=True):
+            is_number = isinstance(source, Literal | Rounded)
+            arrays.append(as_array(source, is_wide) if is_number else value.array)
+        values = self._show(step, inputs, compute(eqn, arrays, is_wide), location)
+
+        outputs = values[: len(eqn.outvars)]
+        cells = [entry for entry in entries if isinstance(entry, Cell)]
+        for cell, value in zip(cells, values[len(eqn.outvars) :], strict=True):
             cell.value = value
-        outputs = zip(eqn.outvars, made, strict=False)
-        return [Cell(value) if is_ref(var) else value for var, value in outputs]
+        pairs = zip(eqn.outvars, outputs, strict=True)
+        return [Cell(value) if is_ref(var) else value for var, value in pairs]
 
     def _show(
-        self, step: Step, given: list[Value], arrays: Sequence[Any], inside: Inside
+        self, step: Step, inputs: list[Value], arrays: Sequence[Any], location: Location
     ) -> list[Value]:
-        around, need = (*inside.around, *step.around), union(step.eqn, step.needs)
-        origins = self._watch(Visit(step.eqn, given, arrays, around, inside.iteration, need))
-        scaled, maker = any(value.scaled for value in given), key_of(step.eqn, around)
-        pairs = zip(arrays, origins, strict=True)
-        return [Value(array, scaled, of, maker) for array, of in pairs]
+        """Shows an equation to `watch`, and returns its results as values."""
+        visit = Visit(
+            eqn=step.eqn,
+            inputs=inputs,
+            outputs=arrays,
+            around=(*location.around, *step.around),
+            iteration=location.iteration,
+            need=unite(step.eqn, step.needs),
+        )
+        maker = key_of(visit.eqn, visit.around)
+        values = []
+        for array, origins in zip(arrays, self._watch(visit), strict=True):
+            values.append(Value(array, visit.scaled, origins, maker))
+        return values
 
-    def _while(self, inputs: list[Any], loop: While, need: int, inside: Inside) -> list[Value]:
-        tested, done = loop.test_consts, loop.body_consts
-        carry, index = inputs[tested + done :], 0
+    def _run_while(
+        self, loop: While, entries: list[Any], need: int, inside: Location
+    ) -> list[Value]:
+        test_consts = entries[: loop.test_consts]
+        body_consts = entries[loop.test_consts : loop.test_consts + loop.body_consts]
+        carries = entries[loop.test_consts + loop.body_consts :]
+        test_needs = (need,) * len(results(loop.test.jaxpr))
+        body_needs = (need,) * len(results(loop.body.jaxpr))
+        for index in itertools.count():
+            location = inside.in_iteration(index)
+            test_inputs = [*test_consts, *carries]
+            (is_on,) = self.interpret(loop.test, test_inputs, test_needs, location)
+            if not is_on.array:
+                break
+            body_inputs = [*body_consts, *carries]
+            carries = self.interpret(loop.body, body_inputs, body_needs, location)
+        return carries
 
-        def call(closed: ClosedJaxpr, consts: list[Any]) -> list[Value]:
-            needs = (need,) * len(results(closed.jaxpr))
-            within = inside._replace(iteration=(*inside.iteration, index))
-            return self.run(closed, [*consts, *carry], needs, within)
-
-        while call(loop.test, inputs[:tested])[0].array:
-            carry = call(loop.body, inputs[tested : tested + done])
-            index += 1
-        return carry
-
-    def _scan(self, inputs: list[Any], loop: Scan, needs: Needs, inside: Inside) -> list[Value]:
-        length, consts, size = loop.length, loop.consts, loop.carries
-        needs = self._planner.analysis.scanned(loop, needs)
-        carry, scanned = inputs[consts : consts + size], inputs[consts + size :]
-        stacked: list[Any] = [None] * length
-        for i in reversed(range(length)) if loop.reverse else range(length):
-            slices = [_slice(each, i) for each in scanned]
-            given = [*inputs[:consts], *carry, *slices]
-            within = inside._replace(iteration=(*inside.iteration, i))
-            outputs = self.run(loop.body, given, needs, within)
-            carry, stacked[i] = outputs[:size], outputs[size:]
-            for each, part in zip(scanned, slices, strict=True):
-                if isinstance(each, Cell):
-                    each.value = _with_slice(each.value, i, part.value)
-        if not length:
-            avals: list[Any] = [var.aval for var in inside.around[-1].outvars[size:]]
-            return [*carry, *(Value(jax.lax.full(aval.shape, 0, aval.dtype)) for aval in avals)]
-        return [*carry, *map(_stack, zip(*stacked, strict=True))]
+    def _run_scan(
+        self, loop: Scan, entries: list[Any], needs: Needs, inside: Location
+    ) -> list[Value]:
+        body_needs = self._planner.analysis.find_body_needs(loop, needs)
+        consts = entries[: loop.consts]
+        carries = entries[loop.consts : loop.consts + loop.carries]
+        scanned = entries[loop.consts + loop.carries :]
+        indices = list(range(loop.length))
+        if loop.reverse:
+            indices.reverse()
+        rows = []  # what each iteration adds to the stacked outputs
+        for index in indices:
+            slices = [_slice(entry, index) for entry in scanned]
+            inputs = [*consts, *carries, *slices]
+            outputs = self.interpret(loop.body, inputs, body_needs, inside.in_iteration(index))
+            carries = outputs[: loop.carries]
+            rows.append(outputs[loop.carries :])
+            _write_slices(scanned, slices, index)
+        if not rows:
+            stacked = inside.around[-1].outvars[loop.carries :]
+            return [*carries, *(_make_zeros(var.aval) for var in stacked)]
+        if loop.reverse:
+            rows.reverse()
+        return [*carries, *map(_stack, zip(*rows, strict=True))]
 
 
 def _is_extended(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jax.dtypes.extended)
 
 
-def _slice(value: Any, index: int) -> Any:
-    if isinstance(value, Cell):
-        return Cell(_slice(value.value, index))
-    if value is _UNUSED:
-        return value
-    # NumPy slices what it can: JAX would compile a program for each shape.
-    array = value.array if _is_extended(value.array) else np.asarray(value.array)
-    return value._replace(array=jnp.asarray(array[index]))
+def _slice(entry: Any, index: int) -> Any:
+    """Returns a slice of a value, or a new cell with a slice of what a ref holds."""
+    if isinstance(entry, Cell):
+        return Cell(_slice(entry.value, index))
+    if entry is _UNUSED:
+        return entry
+    array = entry.array
+    if not _is_extended(array):
+        array = np.asarray(array)  # JAX would compile a program for each shape
+    return entry._replace(array=jnp.asarray(array[index]))
 
 
-def _with_slice(value: Value, index: int, part: Value) -> Value:
-    return Value(
-        jnp.asarray(value.array).at[index].set(part.array),
-        value.scaled or part.scaled,
-        value.origins | part.origins,
-    )
+def _write_slices(entries: Sequence[Any], slices: Sequence[Any], index: int) -> None:
+    """Writes what the refs of an iteration hold back into the refs that they are slices of."""
+    for entry, part in zip(entries, slices, strict=True):
+        if not isinstance(entry, Cell):
+            continue
+        whole = entry.value
+        entry.value = Value(
+            array=jnp.asarray(whole.array).at[index].set(part.value.array),
+            scaled=whole.scaled or part.value.scaled,
+            origins=whole.origins | part.value.origins,
+        )
 
 
 def _stack(values: Sequence[Value]) -> Value:
     if values[0] is _UNUSED:
         return _UNUSED
-    arrays = [value.array for value in values]
     return Value(
-        jnp.stack(arrays) if _is_extended(arrays[0]) else jnp.asarray(np.stack(arrays)),
-        any(value.scaled for value in values),
-        frozenset().union(*(value.origins for value in values)),
-        values[0].maker,
+        array=_stack_arrays([value.array for value in values]),
+        scaled=any(value.scaled for value in values),
+        origins=frozenset().union(*(value.origins for value in values)),
+        maker=values[0].maker,
     )
+
+
+def _stack_arrays(arrays: Sequence[Any]) -> jax.Array:
+    if _is_extended(arrays[0]):
+        return jnp.stack(arrays)
+    return jnp.asarray(np.stack(arrays))
+
+
+def _make_zeros(aval: Any) -> Value:
+    return Value(jax.lax.full(aval.shape, 0, aval.dtype))

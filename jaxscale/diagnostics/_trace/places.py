@@ -46,33 +46,60 @@ class Line(NamedTuple):
         """The text of the line, or `""` if there is no such file."""
         return linecache.getline(self.file, self.number).strip()
 
+    @property
+    def where(self) -> str:
+        """File and line, the file relative to the working directory, or `""` for `NO_LINE`."""
+        if not self.file:
+            return ""
+        file = self.file
+        if os.path.abspath(file).startswith(os.getcwd() + os.sep):
+            file = os.path.relpath(file)
+        return f"{file}:{self.number}"
+
     def __str__(self) -> str:
-        inside = os.path.abspath(self.file).startswith(os.getcwd() + os.sep)
-        return f"{os.path.relpath(self.file) if inside else self.file}:{self.number}"
+        return self.where
+
+
+NO_LINE = Line("", 0, "")
 
 
 def lines(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> list[Line]:
     """Returns the user's lines for an equation and the calls around it, innermost first."""
-    equations = (eqn, *reversed(around))
-    return [Line(*frame) for each in equations for frame in frames(each) if is_users_file(frame[0])]
+    users_lines = []
+    for outer in (eqn, *reversed(around)):
+        for file, number, function in frames(outer):
+            if is_users_file(file):
+                users_lines.append(Line(file, number, function))
+    return users_lines
 
 
-def layer(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> str:
+def find_line(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> Line:
+    """Returns the innermost line of the user for an equation, or `NO_LINE`."""
+    for line in lines(eqn, around):
+        return line
+    return NO_LINE
+
+
+def find_layer(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> str:
     """Returns the names of the scopes that an equation is in, as modules of Flax set them."""
-    stacks = [scope_path(outer) for outer in (*around, eqn)]
+    path = "/".join(scope_path(outer) for outer in (*around, eqn))
     # Transformations wrap a name: `transpose(jvp(Net))/Dense_0`.
-    names = re.sub(r"\w+\(|\)", "", "/".join(stacks)).split("/")
+    names = re.sub(r"\w+\(|\)", "", path).split("/")
     return "/".join(name for name in names if name and name != "rematted_computation")
 
 
 @functools.cache
 def is_users_file(file: str) -> bool:
     """Returns whether a file is neither Python's own nor that of JAX or a library of layers."""
-    # Only of imported packages: others have no frames.
-    modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
-    folders = [os.path.join(path, "") for module in modules for path in module.__path__]
-    if file.startswith(("<frozen ", *folders)):
+    if file.startswith("<frozen "):
         return False
+    for name in _LIBRARIES:
+        module = sys.modules.get(name)
+        if module is None:  # a package that is not imported has no frames
+            continue
+        for folder in module.__path__:
+            if file.startswith(os.path.join(folder, "")):
+                return False
     is_installed = "site-packages" in file or "dist-packages" in file
     return is_installed or not file.startswith(os.path.join(sysconfig.get_path("stdlib"), ""))
 
@@ -85,7 +112,7 @@ class Constants:
 
     @contextlib.contextmanager
     def notice(self) -> Iterator[None]:
-        """Inside of this context, numbers that are rounded to 0 or inf are noted.
+        """Notes the numbers that are rounded to 0 or inf inside of this context.
 
         The backward rules of the user's functions keep their lines, where such numbers may stand.
         """
@@ -101,18 +128,21 @@ class Constants:
         # Derivatives compare with 0 and choose it, as that of `abs` does.
         if eqn.primitive.name not in _ARITHMETIC or (value != 0 and not np.isinf(value)):
             return None
-        line = next(iter(lines(eqn, around)), None)
-        for number in self._numbers.get((line.file, line.number), ()) if line else ():
+        line = find_line(eqn, around)
+        for number in self._numbers.get((line.file, line.number), ()):
             with np.errstate(all="ignore"):
                 if np.asarray(number).astype(value.dtype) == value:
                     return number
         return None
 
     def _note(self, kind: str, flag: int) -> None:
+        """Notes the numbers that NumPy rounds now, and the user's line that it is called from."""
         del kind, flag
         numbers, frame = numbers_being_converted()
         while frame is not None and not is_users_file(frame.f_code.co_filename):
             frame = frame.f_back
-        if frame is not None:
-            place = frame.f_code.co_filename, frame.f_lineno
-            self._numbers.setdefault(place, []).extend(n for n in numbers if 0 < abs(n) < np.inf)
+        if frame is None:
+            return
+        place = (frame.f_code.co_filename, frame.f_lineno)
+        of_line = self._numbers.setdefault(place, [])
+        of_line += [number for number in numbers if 0 < abs(number) < np.inf]

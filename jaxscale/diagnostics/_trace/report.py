@@ -1,8 +1,9 @@
 """What a trace found, as plain Python values, and how it prints."""
 
 import dataclasses
+from collections.abc import Sequence
 
-from ..._trees.checks import and_more
+from ..._trees.grammar import and_more
 from .._text import number, percent
 
 _MOST_PLACES = 5  # of each kind that are printed
@@ -29,20 +30,30 @@ class Place:
     visits: int
     share: float
 
-    def _say(self, what: str, *more: str) -> str:
-        """Returns two lines of a report: what happened to which numbers and where, and details."""
+    def _say(self, what: str, advice: Sequence[str]) -> str:
+        """Returns two lines of a report: what happened to which numbers and where, and details.
+
+        Advice comes after the details.
+        """
         shape = ",".join(map(str, self.shape))
         operation = f"{self.direction}, {self.primitive}, {self.dtype}[{shape}]"
-        where = f"{self.where}: `{self.source}`" if self.file else "no line of the model"
-        details = [f"in {self.layer}"] * bool(self.layer)
+        where = "no line of the model"
+        if self.file:
+            where = f"{self.where}: `{self.source}`"
+        details = "; ".join([*self._list_details(), *advice])
+        return f"{operation}, {percent(self.share)} of the {what}, {where}\n    {details}"
+
+    def _list_details(self) -> list[str]:
+        details = []
+        if self.layer:
+            details.append(f"in {self.layer}")
         if self.called_from:
             details.append(f"called from {', '.join(self.called_from[:3])}")
         if self.iteration:
             details.append(f"iteration {', '.join(map(str, self.iteration))}")
         if self.visits > 1:
             details.append(f"{self.times} of {self.visits} times")
-        details = "; ".join([*details, *more])
-        return f"{operation}, {percent(self.share)} of the {what}, {where}\n    {details}"
+        return details
 
 
 # What each cause means.
@@ -100,14 +111,28 @@ class TracedNonfinite(Place):
     float32_result: float
 
     def __str__(self) -> str:
-        more = [_CAUSES[self.cause].format(dtype=self.dtype)]
-        if self.cause == "range":
-            more.append(f"a lower loss scale {'may help' if self.scaled else 'cannot help'}")
-        grads = [name for name in self.reaches if name.startswith("grads")]
-        others = [name for name in self.reaches if name not in grads]
-        named = others + (grads if len(grads) < 4 else [f"{len(grads)} of the gradients"])
-        finite = "became finite before the loss and the gradients: fine for a mask, not for a norm"
-        return self._say("elements", *more, f"reaches {', '.join(named)}" if named else finite)
+        advice = [_CAUSES[self.cause].format(dtype=self.dtype)]
+        if self.cause == "range" and self.scaled:
+            advice.append("a lower loss scale may help")
+        elif self.cause == "range":
+            advice.append("a lower loss scale cannot help")
+        return self._say("elements", [*advice, self._say_reaches()])
+
+    def _say_reaches(self) -> str:
+        if not self.reaches:
+            return (
+                "became finite before the loss and the gradients: fine for a mask, not for a norm"
+            )
+        grads = []
+        others = []
+        for name in self.reaches:
+            if name.startswith("grads"):
+                grads.append(name)
+            else:
+                others.append(name)
+        if len(grads) > 3:
+            grads = [f"{len(grads)} of the gradients"]
+        return f"reaches {', '.join(others + grads)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +160,13 @@ class TracedUnderflow(Place):
     lost_sum: float
 
     def __str__(self) -> str:
-        zeros, subnormals = (percent(n / self.nonzero) for n in (self.zeros, self.subnormals))
+        zeros = percent(self.zeros / self.nonzero)
+        subnormals = percent(self.subnormals / self.nonzero)
         what = f"nonzero values lost ({zeros} zero, {subnormals} subnormal)"
-        advice = "a higher loss scale helps" if self.scaled else "no loss scale can help"
-        return self._say(what, advice)
+        advice = "no loss scale can help"
+        if self.scaled:
+            advice = "a higher loss scale helps"
+        return self._say(what, [advice])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +177,7 @@ class TracedConstant:
       value: the number, such as 1e-9.
       became: what it is in the dtype: 0, inf or -inf.
       dtype: the dtype, such as `"float16"`.
-      primitive: the operation that uses it; its place is told as in `TracedNonfinite`.
+      primitive: the operation that uses it. The other attributes are those of `TracedNonfinite`.
     """
 
     value: float
@@ -200,8 +228,12 @@ class TraceReport:
     @property
     def first_nonfinite(self) -> TracedNonfinite | None:
         """The first place whose inf or NaN reaches an output; if none does, the first."""
-        reaching = [place for place in self.nonfinite if place.reaches]
-        return next(iter(reaching or self.nonfinite), None)
+        if not self.nonfinite:
+            return None
+        for place in self.nonfinite:
+            if place.reaches:
+                return place
+        return self.nonfinite[0]
 
     @property
     def found(self) -> bool:
@@ -209,8 +241,10 @@ class TraceReport:
         return bool(self.nonfinite or self.underflows or self.nonfinite_outputs or self.constants)
 
     def __str__(self) -> str:
-        loss, loss_scale = number(self.loss), number(self.loss_scale)
-        summary = f"{self.equations} equations, loss {loss}, loss scale {loss_scale}"
+        summary = (
+            f"{self.equations} equations, loss {number(self.loss)}, "
+            f"loss scale {number(self.loss_scale)}"
+        )
         if self.not_entered:
             summary += f", looked at as one: {', '.join(self.not_entered)}"
         if not self.found:
@@ -224,9 +258,16 @@ class TraceReport:
             lines.append(f"first {kind}: {first}")
         lines += [f"rounded: {constant}" for constant in self.constants[:_MOST_PLACES]]
         others = [place for place in self.nonfinite if place is not first]
-        for what, places in (("also inf or NaN", others), ("underflow", self.underflows)):
-            lines += [f"{what}: {place}" for place in places[:_MOST_PLACES]]
-            lines += [f"{words} places: {what}" for words in and_more(places, _MOST_PLACES)]
+        lines += _say_places("also inf or NaN", others)
+        lines += _say_places("underflow", self.underflows)
         if self.not_compared:
             lines.append(f"not compared with float32: {', '.join(self.not_compared)}")
         return "\n".join(lines)
+
+
+def _say_places(what: str, places: Sequence[Place]) -> list[str]:
+    """Returns lines on the first places, and on how many more there are."""
+    lines = [f"{what}: {place}" for place in places[:_MOST_PLACES]]
+    for words in and_more(places, _MOST_PLACES):
+        lines.append(f"{words} places: {what}")
+    return lines

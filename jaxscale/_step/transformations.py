@@ -1,4 +1,7 @@
-"""The public wrappers of an optimizer: in any order they put their arguments into one `Wrapper`."""
+"""The public transformations: `loss_scaled`, `skip_nonfinite`, `multi_steps`.
+
+In any order of nesting they put their arguments into one `WrappedOptimizer`.
+"""
 
 import dataclasses
 import math
@@ -12,10 +15,11 @@ from .._policies import read_loss_scale
 from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
 from .._policies.spikes import SpikeRule, check_spikes
-from .._trees.checks import int32, one_of, positive, with_article
+from .._trees.checks import int32, one_of, positive
+from .._trees.grammar import with_article
 from .checks import as_transformation
 from .window import Window
-from .wrapper import Wrapper, wrapper_of
+from .wrapped_optimizer import WrappedOptimizer, wrapped_optimizer
 
 
 def loss_scaled(
@@ -30,7 +34,7 @@ def loss_scaled(
     spikes: SpikeRule | None = None,
     on_skip: Callable[[dict[str, Any]], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation that skips non-finite steps and moves the loss scale.
+    """Wraps an optimizer: its non-finite steps are skipped, and a loss scale moves.
 
     Wrap the whole optimizer: clipping, weight decay, schedules and accumulation go inside. Feed it
     the gradients of `jaxscale.value_and_grad`, which are unscaled. On its own this scales nothing:
@@ -68,11 +72,11 @@ def loss_scaled(
         the state of their optimizer. It should be quick, and return nothing. Without it nothing of
         this is in the program, and as long as nothing is skipped, nothing waits for the host. With
         `train_step(retries=...)` a step counts once; with `multi_steps`, each micro-batch that was
-        skipped does. Under `vmap`, in whatever order with `scan`, it is called for each member of
+        skipped does. Under `vmap`, inside or outside of `scan`, it is called for each member of
         the population that skipped, whose number is added as `"member"`. In `shard_map` and `pmap`
         it is called once, by the first device, or by each one whose type says that it skips by
-        itself. Several calls may arrive in another order than that of the steps, which
-        `total_steps` tells. An exception in it surfaces later, as an error of the step or of
+        itself. Calls may arrive in another order than the steps; `total_steps` says which step a
+        call is about. An exception in it surfaces later, as an error of the step or of
         `jax.effects_barrier()`. `jax.export` cannot serialize such a program.
 
     Returns:
@@ -82,7 +86,7 @@ def loss_scaled(
       skipped without lowering the scale, which is not to blame then. Updates and state keep their
       shapes and dtypes. The updates of a skipped step are -0.0. Adding them keeps the bits of every
       parameter except subnormal numbers, which a CPU flushes to 0 as it adds;
-      `jaxscale.apply_gradients` keeps those, too.
+      `jaxscale.apply_gradients` also keeps those.
 
     Raises:
       TypeError: if `inner` is not a gradient transformation, `loss_scale` is not a policy, or
@@ -104,15 +108,15 @@ def loss_scaled(
       >>> print(optax.apply_updates(params, updates)["w"], state.total_notfinite)
       0.5 1
     """
-    wrapper = _wrapper("loss_scaled", inner)
-    if wrapper.policy != NoOpLossScale():
+    optimizer = _wrap("loss_scaled", inner)
+    if optimizer.policy != NoOpLossScale():
         raise TypeError(
             "`loss_scaled(inner)`: `inner` is wrapped already, with a "
-            f"{type(wrapper.policy).__name__}. Two skips of one step cannot agree: wrap "
+            f"{type(optimizer.policy).__name__}. Two skips of one step cannot agree: wrap "
             "once, outermost."
         )
-    checks = one_of("loss_scaled", "check_updates", check_updates, (False, True))
-    tracks = one_of("loss_scaled", "track_leaves", track_leaves, (False, True))
+    checks_updates = one_of("loss_scaled", "check_updates", check_updates, (False, True))
+    tracks_leaves = one_of("loss_scaled", "track_leaves", track_leaves, (False, True))
     if on_skip is not None and not callable(on_skip):
         raise TypeError(
             "`loss_scaled(on_skip=...)` must be a function of a dict of numbers, or None, got "
@@ -125,32 +129,46 @@ def loss_scaled(
         )
     if max_norm is not None and max_norm != math.inf:
         max_norm = positive("loss_scaled", "max_norm", max_norm)
-    wrapper = dataclasses.replace(
-        wrapper,
+    # What is not given here may have been given to a `skip_nonfinite` inside.
+    if axis_name is None:
+        axis_name = optimizer.axis_name
+    if max_norm is None:
+        max_norm = optimizer.max_norm
+    if on_skip is None:
+        on_skip = optimizer.on_skip
+    optimizer = dataclasses.replace(
+        optimizer,
         policy=read_loss_scale("loss_scaled(loss_scale=...)", loss_scale),
-        axis_name=wrapper.axis_name if axis_name is None else axis_name,
-        max_norm=wrapper.max_norm if max_norm is None else max_norm,
+        axis_name=axis_name,
+        max_norm=max_norm,
         skips=one_of("loss_scaled", "skip_nonfinite", skip_nonfinite, (False, True)),
-        check_updates=checks or wrapper.check_updates,
-        track_leaves=tracks or wrapper.track_leaves,
-        spikes=check_spikes("loss_scaled", spikes) or wrapper.spikes,
-        on_skip=wrapper.on_skip if on_skip is None else on_skip,
+        check_updates=checks_updates or optimizer.check_updates,
+        track_leaves=tracks_leaves or optimizer.track_leaves,
+        spikes=check_spikes("loss_scaled", spikes) or optimizer.spikes,
+        on_skip=on_skip,
     )
-    needed = {
-        with_article(type(wrapper.policy).__name__): wrapper.can_back_off,
-        "check_updates=True": wrapper.check_updates,
-        "track_leaves=True": wrapper.track_leaves,
-        "a `SpikeRule`": wrapper.spikes is not None,
-        "`on_skip`": wrapper.on_skip is not None,
-        "a window of `multi_steps`": wrapper.window.averages,
+    if not optimizer.skips:
+        _check_needs_no_verdict(optimizer)
+    return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+
+
+def _check_needs_no_verdict(optimizer: WrappedOptimizer) -> None:
+    """Raises a `ValueError` if an optimizer that skips nothing has a part that needs a verdict."""
+    parts = {
+        with_article(type(optimizer.policy).__name__): optimizer.can_back_off,
+        "check_updates=True": optimizer.check_updates,
+        "track_leaves=True": optimizer.track_leaves,
+        "a `SpikeRule`": optimizer.spikes is not None,
+        "`on_skip`": optimizer.on_skip is not None,
+        "a window of `multi_steps`": optimizer.window.averages,
     }
-    if not wrapper.skips and (needs := [what for what in needed if needed[what]]):
+    names = [name for name, needs_verdict in parts.items() if needs_verdict]
+    if names:
         raise ValueError(
-            f"`loss_scaled(skip_nonfinite=False)` with {', '.join(needs)}: these need the check "
+            f"`loss_scaled(skip_nonfinite=False)` with {', '.join(names)}: these need the check "
             "for inf and NaN that `skip_nonfinite=False` turns off. It is for scales that never "
             "move: pass None or a number, or leave it out."
         )
-    return optax.GradientTransformationExtraArgs(wrapper.init, wrapper.update)
 
 
 def skip_nonfinite(
@@ -163,7 +181,7 @@ def skip_nonfinite(
     spikes: SpikeRule | None = None,
     on_skip: Callable[[dict[str, Any]], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation that skips non-finite steps, without any scaling.
+    """Wraps an optimizer: its non-finite steps are skipped, without any scaling.
 
     For bfloat16 and float32, where gradients do not underflow but a bad batch may still ruin a run.
     Unlike `optax.apply_if_finite` it never gives up. It is `loss_scaled(inner, None)`, and raises
@@ -211,7 +229,7 @@ def multi_steps(
     drop: Literal["micro_batch", "window"] = "micro_batch",
     growth_unit: Literal["optimizer_step", "micro_batch"] = "optimizer_step",
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation that steps once for several micro-batches.
+    """Makes an optimizer step once for several micro-batches.
 
     It does what `optax.MultiSteps` does, but a non-finite micro-batch cannot ruin the sum:
     gradients are added in float32 or wider, and only if they are finite. Put it inside or outside
@@ -255,25 +273,30 @@ def multi_steps(
       >>> print(params, state.total_notfinite, state.scaling.loss_scale)
       -2.0 1 16384.0
     """
-    wrapper = _wrapper("multi_steps", inner)
-    if wrapper.window.averages:
+    optimizer = _wrap("multi_steps", inner)
+    if optimizer.window.averages:
         raise TypeError(
             "`multi_steps(inner)`: `inner` has a window already. Make that one longer instead."
         )
     if not callable(every_k_schedule):
         every_k_schedule = int32("multi_steps", "every_k_schedule", every_k_schedule)
-    if not wrapper.skips:
+    if not optimizer.skips:
         raise ValueError(
             "`multi_steps(inner)`: `inner` has skip_nonfinite=False, but the verdict decides which "
             "micro-batches count. Leave it out."
         )
     one_of("multi_steps", "drop", drop, ("micro_batch", "window"))
     one_of("multi_steps", "growth_unit", growth_unit, ("optimizer_step", "micro_batch"))
-    wrapper = dataclasses.replace(wrapper, window=Window(every_k_schedule, drop, growth_unit))
-    return optax.GradientTransformationExtraArgs(wrapper.init, wrapper.update)
+    window = Window(length=every_k_schedule, drop=drop, growth_unit=growth_unit)
+    optimizer = dataclasses.replace(optimizer, window=window)
+    return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
 
 
-def _wrapper(call: str, inner: Any) -> Wrapper:
-    """Returns the wrapper that made a transformation, or a new one around it."""
-    made = wrapper_of(inner)
-    return made or Wrapper(as_transformation(f"{call}(inner)", inner), NoOpLossScale())
+def _wrap(call: str, inner: Any) -> WrappedOptimizer:
+    """Returns the optimizer that is wrapped already, or wraps one, without any scaling."""
+    optimizer = wrapped_optimizer(inner)
+    if optimizer is not None:
+        return optimizer
+    return WrappedOptimizer(
+        inner=as_transformation(f"{call}(inner)", inner), policy=NoOpLossScale()
+    )

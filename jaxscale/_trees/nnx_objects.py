@@ -1,0 +1,123 @@
+"""Calls of functions whose arguments hold objects of Flax NNX.
+
+What a traced function writes into a module of NNX, in place, must leave the trace as an output. NNX
+can split its objects into arrays and a description, and later bring the objects up to date. Flax is
+not imported here: if there are such objects, it is loaded already.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+# Names this use of NNX, which keeps track of objects that several arguments share.
+_TAG = "jaxscale"
+
+
+def wrap_call(call: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs in `call`, which takes a function and its arguments."""
+    module = getattr(fun, "__self__", None)
+    method = getattr(fun, "__func__", None)
+    if not holds_objects(module) and holds_objects(fun):
+        module = fun
+        method = _call_module
+
+    @functools.wraps(fun, updated=())  # a module has attributes that are not to be copied
+    def transformed_fun(*args: Any, **kwargs: Any) -> Any:
+        # A module of NNX is an argument of its own methods: they may change it.
+        if method is not None and holds_objects(module):
+            return call_with_objects(call, method, (module, *args), kwargs)
+        if holds_objects((args, kwargs)):
+            return call_with_objects(call, fun, args, kwargs)
+        return call(fun, args, kwargs)
+
+    return transformed_fun
+
+
+def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def holds_objects(tree: Any) -> bool:
+    """Returns whether there are objects of NNX in a tree."""
+    if "flax.nnx" not in sys.modules:
+        return False
+    return any(map(_is_object, jax.tree.leaves(tree, is_leaf=_is_object)))
+
+
+def call_with_objects(
+    call: Callable[..., Any],
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Calls `call(fun, args, kwargs)`, where `call` knows trees of arrays alone.
+
+    Objects of NNX among the arguments are brought up to date.
+    """
+    nnx: Any = sys.modules["flax.nnx"]
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_object)
+    if not all(_may_change(leaf) for leaf in leaves if _is_object(leaf)):
+        return _call_beside_objects(call, fun, args, kwargs)
+
+    def call_pure(nodes: Any) -> Any:
+        inner_args, inner_kwargs = nnx.from_tree(nodes, ctxtag=_TAG, is_inner=True)
+        output = fun(*inner_args, **inner_kwargs)
+        leaves = jax.tree.leaves((inner_args, inner_kwargs), is_leaf=_is_object)
+        objects = [leaf for leaf in leaves if _is_object(leaf)]
+        return nnx.to_tree((objects, output), ctxtag=_TAG)
+
+    with nnx.update_context(_TAG):
+        nodes = nnx.to_tree((args, kwargs), ctxtag=_TAG)
+        returned = call(call_pure, (nodes,), {})
+        _, output = nnx.from_tree(returned, ctxtag=_TAG, is_inner=False)
+    return output
+
+
+def _call_beside_objects(
+    call: Callable[..., Any],
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Calls a function in `call` with all arguments but the objects, which it takes as they are.
+
+    The objects are from outside of a `jit` around this: the function may read them, and NNX says so
+    if it tries to change them.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
+
+    def call_with_leaves(others: list[Any]) -> Any:
+        merged = []
+        for leaf, other in zip(leaves, others, strict=True):
+            merged.append(leaf if _is_object(leaf) else other)
+        inner_args, inner_kwargs = structure.unflatten(merged)
+        return fun(*inner_args, **inner_kwargs)
+
+    others = [None if _is_object(leaf) else leaf for leaf in leaves]
+    return call(call_with_leaves, (others,), {})
+
+
+def _may_change(node: Any) -> bool:
+    """Returns whether all variables of an object are of this level of tracing."""
+    nnx: Any = sys.modules["flax.nnx"]
+    if isinstance(node, nnx.Variable):
+        members = [node]
+    else:
+        members = [member for _, member in nnx.iter_graph(node)]
+    for member in members:
+        # Of the others in a graph, a class such as `kind = nnx.Param` has no such state, and an
+        # `nnx.Rngs` takes any name for that of a stream.
+        if isinstance(member, nnx.Variable):
+            state = getattr(member, "_trace_state", None)
+            if state is not None and not state.is_valid():
+                return False
+    return True
+
+
+def _is_object(node: Any) -> bool:
+    nnx: Any = sys.modules["flax.nnx"]
+    newer_object = getattr(nnx, "Pytree", nnx.Object)
+    return isinstance(node, (nnx.Object, nnx.Variable, newer_object))

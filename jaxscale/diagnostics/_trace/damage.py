@@ -1,0 +1,260 @@
+"""What one equation did to its numbers: whether it made an inf or a NaN, and what it lost.
+
+Each equation is judged by its own inputs. A value that was lost earlier is a zero here, also in
+float32, so it counts once, where it was lost.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ... import _jax
+from ..._jax import JaxprEqn, has_narrow_range, is_inexact
+from .evaluate import ON_REFS, IncomparableError, dtype_of, evaluate, evaluate_in_float32
+
+# These give an exact result or a copy if it is below the smallest normal number: a sum of
+# floating-point numbers is a multiple of the smallest subnormal, so a tiny one is not rounded.
+_NEVER_LOSE = {
+    *("add", "add_any", "sub", "neg", "abs", "max", "min", "select_n", "clamp", "copy", "iota"),
+    *("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "pad"),
+    *("slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "split", "gather"),
+    *("scatter", "scatter-add", "sort", "stop_gradient", "optimization_barrier", "name"),
+    *("reduce_sum", "reduce_max", "reduce_min", "cumsum", "cummax", "cummin"),
+    *("reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "bitcast_convert_type"),
+    *ON_REFS,
+    "empty_ref",
+}
+# These give finite numbers if they are given finite ones.
+_NEVER_MAKE = _NEVER_LOSE - {
+    *("add", "add_any", "sub", "scatter-add", "reduce_sum", "cumsum", "reduce_window_sum"),
+    *("select_and_scatter_add", "gather", "scatter", "bitcast_convert_type", "addupdate"),
+    *("dynamic_slice", "pad", "reduce_max", "reduce_min", "reduce_window_max", "iota"),
+}
+CONTRACTIONS = {"dot_general", "conv_general_dilated"}
+
+
+class Birth(NamedTuple):
+    """An inf or a NaN that an equation made. The fields but `output` are in `TracedNonfinite`."""
+
+    output: int  # the index of the first output that has one
+    elements: int
+    share: float  # of the elements of that output
+    cause: str
+    least_input: float = math.nan
+    largest_input: float = math.nan
+    float32_result: float = math.nan
+
+
+class Lost(NamedTuple):
+    """Nonzero values that an equation flushed to zero, or rounded to a subnormal number.
+
+    The fields but `output` are those of `TracedUnderflow`.
+    """
+
+    output: int  # the index of the output that lost most
+    nonzero: int
+    zeros: int
+    subnormals: int
+    lost_sum: float
+
+    @property
+    def share(self) -> float:
+        return (self.zeros + self.subnormals) / max(self.nonzero, 1)
+
+
+def nonfinite_mask(value: Any) -> np.ndarray:
+    """Returns where a value is inf or NaN: nowhere, unless it is floating-point or complex."""
+    return ~np.isfinite(_inexact_or_zeros(value))
+
+
+def _inexact_or_zeros(value: Any) -> np.ndarray:
+    """Returns a floating-point or complex value on the host, and zeros for any other."""
+    if is_inexact(dtype_of(value)):
+        return np.asarray(value)
+    return np.zeros(np.shape(value), np.float32)
+
+
+def find_birth(
+    eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any], *, is_explained: bool
+) -> Birth | None:
+    """Returns the first output in which an equation made inf or NaN itself, or `None`.
+
+    It is explained if an earlier equation, not the user, made an inf or NaN among the inputs.
+    """
+    masks = [nonfinite_mask(output) for output in outputs]
+    if not any(nonfinite_mask(value).any() for value in inputs):
+        return _describe_birth(eqn, inputs, masks)
+    # An output that stays inf or NaN when these inputs are replaced was made here.
+    repaired = [_repair(value) for value in inputs]
+    masks = _find_remaining(eqn, repaired, masks)
+    if is_explained or any(mask.any() for mask in masks):
+        return _describe_birth(eqn, repaired, masks)
+    if any(_has_nan(value) for value in inputs):
+        return None
+    # Infinities put there on purpose, such as a mask of -inf, and a row of nothing else.
+    nans = [np.isnan(_inexact_or_zeros(output)) for output in outputs]
+    return _describe_birth(eqn, inputs, nans, cause="infinities")
+
+
+def _has_nan(value: Any) -> bool:
+    return bool(np.isnan(_inexact_or_zeros(value)).any())
+
+
+def _find_remaining(
+    eqn: JaxprEqn, repaired: Sequence[Any], masks: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Returns where outputs, inf or NaN at the masks, are so for repaired inputs as well."""
+    if _jax.operation(eqn) in _NEVER_MAKE:
+        return [np.zeros_like(mask) for mask in masks]
+    remaining = []
+    for mask, output in zip(masks, evaluate(eqn, repaired), strict=True):
+        remaining.append(mask & nonfinite_mask(output))
+    return remaining
+
+
+def _describe_birth(
+    eqn: JaxprEqn, inputs: Sequence[Any], masks: Sequence[np.ndarray], cause: str | None = None
+) -> Birth | None:
+    """Returns what is known of the first output that has an inf or a NaN at its mask."""
+    for output, mask in enumerate(masks):
+        if not mask.any():
+            continue
+        float32_result = _find_largest_in_float32(eqn, inputs, output, mask)
+        if cause is None:
+            cause = "range" if math.isfinite(float32_result) else "value"
+        numbers = _finite_numbers(inputs)
+        return Birth(
+            output=output,
+            elements=int(mask.sum()),
+            share=float(mask.mean()),
+            cause=cause,
+            least_input=float(numbers.min()) if numbers.size else math.nan,
+            largest_input=float(numbers.max()) if numbers.size else math.nan,
+            float32_result=float32_result,
+        )
+    return None
+
+
+def _find_largest_in_float32(
+    eqn: JaxprEqn, inputs: Sequence[Any], output: int, mask: np.ndarray
+) -> float:
+    """Returns the largest magnitude of some elements in float32, or NaN if it is not known."""
+    try:
+        exact = np.asarray(evaluate_in_float32(eqn, inputs)[output])
+    except IncomparableError:
+        return math.nan
+    return float(np.abs(exact[mask]).max())
+
+
+def _finite_numbers(values: Sequence[Any]) -> np.ndarray:
+    """Returns all finite numbers among floating-point values, in float64."""
+    parts = [np.zeros(0)]
+    for value in values:
+        if jnp.issubdtype(dtype_of(value), jnp.floating):
+            parts.append(np.asarray(value, np.float64).ravel())
+    numbers = np.concatenate(parts)
+    return numbers[np.isfinite(numbers)]
+
+
+def find_lost(
+    eqn: JaxprEqn, inputs: Sequence[Any], outputs: Sequence[Any], *, least: float
+) -> Lost | None:
+    """Returns what an equation lost in the output that lost most, or `None`.
+
+    A value is lost if the equation gives zero or a subnormal number in the dtype of its output, and
+    another number in float32. The zeros of a mask, a ReLU or a padding are zeros there as well. An
+    exact subnormal number counts only if no input was subnormal: otherwise it may have been so
+    before. A share of up to `least` of the nonzero values is no loss. Raises `IncomparableError`.
+    """
+    if _jax.operation(eqn) in _NEVER_LOSE:
+        return None
+    # Values that are neither zero nor subnormal were not lost, so not more than the others were.
+    suspects = [i for i, output in enumerate(outputs) if _share_of_tiny(output) > least]
+    if not suspects:
+        return None
+    in_float32 = evaluate_in_float32(eqn, inputs)
+    noise = _bound_noise(eqn, inputs)
+    has_subnormal_inputs = any(_is_subnormal(value).any() for value in inputs)
+    losses = []
+    for index in suspects:
+        comparison = _Comparison(outputs[index], in_float32[index], noise, has_subnormal_inputs)
+        losses.append(_count_lost(index, comparison))
+    worst = max(losses, key=lambda lost: lost.zeros + lost.subnormals)
+    if worst.share <= least:
+        return None
+    return worst
+
+
+class _Comparison(NamedTuple):
+    """An output beside what float32 gives in its place."""
+
+    output: Any
+    in_float32: Any
+    noise: Any  # how much of the latter may be rounding
+    has_subnormal_inputs: bool
+
+
+def _count_lost(index: int, comparison: _Comparison) -> Lost:
+    """Counts the values that one output lost."""
+    output = comparison.output
+    actual = np.asarray(output, np.float32)
+    exact = np.asarray(comparison.in_float32, np.float32)
+    size = np.abs(exact)
+    is_nonzero = size > comparison.noise
+    is_tiny = is_nonzero & (size < _smallest_normal(output))
+    is_zero = is_tiny & (actual == 0)
+    is_subnormal = is_tiny & ~is_zero & _is_subnormal(output)
+    if comparison.has_subnormal_inputs:
+        is_subnormal &= actual != exact
+    lost_sum = 0.0
+    if is_zero.any():
+        sizes = np.where(is_nonzero & np.isfinite(size), size, 0).astype(np.float64)
+        lost_sum = float(sizes[is_zero].sum() / sizes.sum())
+    return Lost(
+        output=index,
+        nonzero=int(is_nonzero.sum()),
+        zeros=int(is_zero.sum()),
+        subnormals=int(is_subnormal.sum()),
+        lost_sum=lost_sum,
+    )
+
+
+def _bound_noise(eqn: JaxprEqn, inputs: Sequence[Any]) -> Any:
+    """Returns how much of a float32 sum of products may be rounding, if its terms cancel."""
+    if eqn.primitive.name not in CONTRACTIONS:
+        return 0.0
+    magnitudes = evaluate_in_float32(eqn, [jnp.abs(value) for value in inputs])
+    return np.asarray(magnitudes[0], np.float32) * np.float32(2.0**-20)
+
+
+def _repair(value: Any) -> Any:
+    """Returns a value with a harmless number in the place of inf and NaN."""
+    is_bad = nonfinite_mask(value)
+    if not is_bad.any():
+        return value
+    # One half is in the domain of nearly every function, and a product with it cannot overflow.
+    half = np.asarray(0.5, dtype_of(value))
+    return jnp.asarray(np.where(is_bad, half, value))
+
+
+def _smallest_normal(value: Any) -> float:
+    return float(jnp.finfo(dtype_of(value)).smallest_normal)
+
+
+def _is_subnormal(value: Any) -> np.ndarray:
+    magnitude = np.abs(_inexact_or_zeros(value))
+    smallest_normal = magnitude.dtype.type(_smallest_normal(magnitude))
+    return (magnitude > 0) & (magnitude < smallest_normal)
+
+
+def _share_of_tiny(value: Any) -> float:
+    """Returns the share of numbers below the normal range, if float32 would hold them."""
+    # bfloat16 has the range of float32, so a comparison with float32 would show nothing.
+    if not has_narrow_range(dtype_of(value)) or not value.size:
+        return 0.0
+    array = np.asarray(value)
+    smallest_normal = array.dtype.type(_smallest_normal(value))
+    return float((np.abs(array) < smallest_normal).mean())

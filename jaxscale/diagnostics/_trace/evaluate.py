@@ -1,0 +1,132 @@
+"""One equation run by itself: as it is written, or in float32.
+
+What refs hold is copied first, so that an equation can run again and again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import _jax
+from ..._jax import JaxprEqn, context, is_half, is_ref, new_ref
+from .needs import results
+
+# Primitives that take refs outside of `jit`, under their names in any version of JAX.
+ON_REFS = {"new_ref", "mutable_array", "get", "swap", "addupdate", "freeze", "free_ref"}
+
+_SCATTERS = {
+    "scatter": jax.lax.scatter,
+    "scatter-add": jax.lax.scatter_add,
+    "scatter_add": jax.lax.scatter_add,
+}
+
+
+class IncomparableError(Exception):
+    """Raised for an equation that float32 cannot replace, such as a kernel for one dtype."""
+
+
+def compute(eqn: JaxprEqn, inputs: Sequence[Any], is_wide: bool) -> list[Any]:
+    """Returns the outputs of an equation, in float32 if that is asked for and possible."""
+    with context(eqn):
+        if is_wide:
+            try:
+                return evaluate_in_float32(eqn, inputs)
+            except IncomparableError:  # such as a kernel for one dtype
+                pass
+        return evaluate(eqn, inputs)
+
+
+def evaluate(
+    eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None
+) -> list[Any]:
+    """Returns the results of an equation as arrays: its outputs, then what its refs hold.
+
+    Inputs in float32 are cast to what the equation takes, unless it has new `params`.
+    """
+    if params is None:
+        inputs = [_cast_as_taken(x, atom) for x, atom in zip(inputs, eqn.invars, strict=True)]
+
+    def bind(*inputs: Any) -> list[Any]:
+        return _bind_copies(eqn, inputs, params)
+
+    has_refs = any(map(is_ref, results(eqn)))
+    if has_refs and eqn.primitive.name not in ON_REFS:
+        return jax.jit(bind)(*inputs)  # others, such as a `shard_map`, take refs only in `jit`
+    return bind(*inputs)
+
+
+def _bind_copies(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None) -> list[Any]:
+    """Runs an equation on new refs that hold copies, and returns its results as arrays."""
+    args = []
+    refs = []
+    for atom, value in zip(eqn.invars, inputs, strict=True):
+        if is_ref(atom):
+            value = new_ref(jnp.asarray(value))
+            refs.append(value)
+        args.append(value)
+    outputs = _jax.bind(eqn, args, params)
+    arrays = []
+    for atom, value in zip(results(eqn), [*outputs, *refs], strict=True):
+        if is_ref(atom):
+            value = value[...]
+        arrays.append(value)
+    return arrays
+
+
+def _cast_as_taken(value: Any, atom: Any) -> Any:
+    dtype: Any = getattr(atom.aval, "dtype", None)
+    if is_half(dtype) and getattr(value, "dtype", None) == np.float32:
+        return jax.lax.convert_element_type(value, dtype)
+    return value
+
+
+def evaluate_in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of an equation in float32, or raises an `IncomparableError`."""
+    name = eqn.primitive.name
+    if name == "bitcast_convert_type":  # its bits mean something in one dtype only
+        return evaluate(eqn, inputs)
+    inputs = list(map(_widen, inputs))
+    params = {key: _widen_parameter(value) for key, value in eqn.params.items()}
+    try:
+        if name in _SCATTERS:
+            outputs = [_scatter(name, inputs, params)]
+        else:
+            outputs = evaluate(eqn, inputs, params)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise IncomparableError(name) from error
+    if any(is_half(dtype_of(output)) for output in outputs):
+        raise IncomparableError(name)
+    return outputs
+
+
+def _widen(value: Any) -> Any:
+    if is_half(dtype_of(value)):
+        return jax.lax.convert_element_type(value, jnp.float32)
+    return value
+
+
+def _widen_parameter(value: Any) -> Any:
+    """Returns the parameter of an equation, or float32 in the place of a narrower dtype."""
+    if isinstance(value, np.dtype) and is_half(value):
+        return np.dtype(np.float32)
+    return value
+
+
+def _scatter(name: str, inputs: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Returns the output of a scatter by a function of JAX, which makes the update by itself.
+
+    That among the parameters is made for the narrow dtype.
+    """
+    scatter: Any = _SCATTERS[name]
+    options = {key: value for key, value in params.items() if not key.startswith("update_")}
+    return scatter(*inputs, **options)
+
+
+def dtype_of(value: Any) -> Any:
+    """Returns the dtype of an array, or the one that NumPy gives a number."""
+    if hasattr(value, "dtype"):
+        return value.dtype
+    return np.result_type(value)

@@ -1,0 +1,144 @@
+"""Which equations hold other equations, and what each equation is needed for.
+
+Nothing here looks at values. The jaxpr of `value_and_grad` has the equations of both passes in one
+list, and some that no output needs. Those that the loss needs are the forward pass. Those that only
+the gradients need are the backward pass: it includes what `remat` computes again, and the
+derivatives that JAX computes ahead of time.
+"""
+
+import collections
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ... import _jax
+from ..._autocast.table import OPAQUE
+from ..._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Scan, UnknownFormError, While, is_ref
+
+# What an equation is needed for, as bits. An equation with none of them is dead code.
+FORWARD = 1
+BACKWARD = 2
+EFFECT = 4
+
+# The needs of several values or results, in their order.
+Needs = tuple[int, ...]
+
+_READERS: dict[str, Callable[[JaxprEqn], Any]] = {
+    **dict.fromkeys(_jax.CALLS, _jax.callee),
+    "scan": _jax.scan,
+    "while": _jax.while_loop,
+    "cond": _jax.branches,
+}
+
+# An equation of these runs as one if its parameters are not known, or if it is that of devices.
+HOLDERS = _READERS.keys() | {"shard_map", "pmap", "xla_pmap"}
+
+
+def open_equation(eqn: JaxprEqn) -> ClosedJaxpr | Scan | While | list[ClosedJaxpr] | None:
+    """Returns the jaxpr that an equation calls, its loop, or its branches; `None` for others."""
+    reader = _READERS.get(_jax.operation(eqn))
+    if reader is None:
+        return None
+    try:
+        return reader(eqn)
+    except UnknownFormError:
+        return None
+
+
+def hides_equations(eqn: JaxprEqn) -> bool:
+    """Returns whether there is more than one operation, or may be, in an equation that runs as one.
+
+    The function of a `scatter` or a reduction is one operation.
+    """
+    if _jax.operation(eqn) in HOLDERS | OPAQUE:
+        return True
+    programs = list(_jax.programs(eqn))
+    if not programs:
+        return _jax.reaches_program(eqn)
+    return any(len(program.eqns) > 1 for program in programs)
+
+
+def results(of: Jaxpr | JaxprEqn) -> list[Any]:
+    """Returns the outputs of a jaxpr or an equation, and the refs that it may write to."""
+    return [*of.outvars, *filter(is_ref, of.invars)]
+
+
+def unite(eqn: JaxprEqn, needs: Needs) -> int:
+    """Returns what an equation as a whole is needed for, given the needs of its results."""
+    own = EFFECT if eqn.effects else 0
+    return functools.reduce(operator.or_, needs, own)
+
+
+class Usage(NamedTuple):
+    """What the values in a jaxpr are needed for."""
+
+    equations: list[Needs]  # for each equation, those of its results
+    inputs: Needs
+
+
+class Analysis:
+    """Finds out what the equations of jaxprs are needed for, and remembers it."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Jaxpr, Needs], Usage] = {}
+
+    def analyse(self, jaxpr: Jaxpr, needs: Needs) -> Usage:
+        """Returns what the values in a jaxpr are needed for, given the needs of its results."""
+        key = (jaxpr, needs)
+        if key not in self._known:
+            self._known[key] = self._find_usage(jaxpr, needs)
+        return self._known[key]
+
+    def find_body_needs(self, loop: Scan, needs: Needs) -> Needs:
+        """Returns what the results of a `scan`'s body are needed for, given those of the `scan`."""
+        jaxpr = loop.body.jaxpr
+        while True:
+            # A carry or a ref is also needed for what the next iteration computes from it.
+            inputs = self.analyse(jaxpr, needs).inputs
+            carries = inputs[loop.consts : loop.consts + loop.carries]
+            stacked = (0,) * (len(jaxpr.outvars) - loop.carries)
+            refs = [need for var, need in zip(jaxpr.invars, inputs, strict=True) if is_ref(var)]
+            wider = tuple(map(operator.or_, needs, (*carries, *stacked, *refs)))
+            if wider == needs:
+                return needs
+            needs = wider
+
+    def _find_usage(self, jaxpr: Jaxpr, needs: Needs) -> Usage:
+        needs_by_var: dict[Any, int] = collections.defaultdict(int)
+
+        def add(atoms: Sequence[Any], needs: Needs) -> None:
+            for atom, need in zip(atoms, needs, strict=True):
+                if not isinstance(atom, Literal):
+                    needs_by_var[atom] |= need
+
+        add(results(jaxpr), needs)
+        equations = []
+        for eqn in reversed(jaxpr.eqns):
+            # A value written to a ref is needed for all that later reads of the ref are.
+            eqn_needs = tuple(needs_by_var[var] for var in results(eqn))
+            equations.append(eqn_needs)
+            add(eqn.invars, self._find_input_needs(eqn, eqn_needs))
+        equations.reverse()
+        return Usage(equations, inputs=tuple(needs_by_var[var] for var in jaxpr.invars))
+
+    def _find_input_needs(self, eqn: JaxprEqn, needs: Needs) -> Needs:
+        """Returns what the inputs of an equation are needed for."""
+        whole = unite(eqn, needs)
+        match open_equation(eqn):
+            case ClosedJaxpr() as called:
+                return self.analyse(called.jaxpr, needs).inputs
+            case Scan() as loop:
+                body_needs = self.find_body_needs(loop, needs)
+                inputs = self.analyse(loop.body.jaxpr, body_needs).inputs
+                consts = inputs[: loop.consts]
+                slices = inputs[loop.consts + loop.carries :]
+                return (*consts, *body_needs[: loop.carries], *slices)
+            case list() as branches:
+                inputs = (0,) * (len(eqn.invars) - 1)
+                for branch in branches:
+                    of_branch = self.analyse(branch.jaxpr, needs).inputs
+                    inputs = tuple(map(operator.or_, inputs, of_branch))
+                return whole, *inputs  # the first input is the index of the branch
+        # The carry of a `while` decides how often it runs, so all inputs are needed alike.
+        return (whole,) * len(eqn.invars)

@@ -1,0 +1,160 @@
+"""Passes of one program: as it is written, in float32, shaken, and how far they are."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import planted
+import pytest
+from tables import cases
+from traced_losses import (
+    HALF,
+    assert_computed_eagerly,
+    half,
+    mean_square,
+    normal,
+    summed,
+    with_backward,
+)
+
+from jaxscale.diagnostics._trace.backward import TracedBackward
+
+pytestmark = pytest.mark.standard_promotion
+
+
+def everything(key):
+    """Says of each equation that it is to run in float32."""
+    return True
+
+
+def small(w):
+    return jnp.tanh(jax.jit(lambda w: w @ w)(w))
+
+
+def rewritten(w):  # XLA may give 0
+    return jnp.sum(jnp.abs(1 / (1 / w) - w)) + jnp.sum((w / 3) * 3 - w)
+
+
+COMPUTED = {
+    "rnn": (planted.rnn, *planted.rnn_case()),
+    "small": (summed(small), np.ones((2, 2), HALF)),
+    "rewritten": (rewritten, np.linspace(1, 3, 64, dtype=np.float32)),
+}
+
+
+@cases("name", COMPUTED, fast=["small", "rewritten"])
+def test_what_it_computes_is_what_eager_evaluation_computes(name):
+    assert_computed_eagerly(*COMPUTED[name])
+
+
+# How far a pass is.
+
+
+def looping(x):
+    """A loss with a scan of three iterations, and a loop without a known end."""
+    y, _ = jax.lax.scan(lambda y, _: (jnp.sin(y), None), x, None, length=3)
+    y += jax.lax.stop_gradient(jax.lax.while_loop(lambda y: y[0] < 4, lambda y: y + 1, y))
+    return mean_square(y)
+
+
+@pytest.fixture(scope="module")
+def progress():
+    """What `how_far` says at each operation of two passes of `looping`."""
+    backward = TracedBackward(looping, (half(1, 1),), {})
+    words = []
+    for _ in range(2):
+        backward.run(1.0, look=lambda visit: words.append(backward.how_far()))
+    return words
+
+
+def test_the_operations_are_counted_while_a_pass_runs(progress):
+    number = len(progress) // 2
+    assert "of about" not in progress[0]
+    assert progress[-1] == f"operation {number} of about {number}"
+
+
+def test_the_iterations_are_told_with_the_lines_of_their_loops(progress):
+    in_loops = [words for words in progress if "iteration" in words]
+    assert all("test_trace_passes.py:" in words for words in in_loops)
+    in_scan = [words for words in in_loops if " of 3 at " in words]
+    assert len(in_scan) < len(in_loops)  # a loop without a known end
+    iterations = [words.split("iteration ")[1][:6] for words in in_scan]
+    changes = [iteration for iteration, _ in itertools.groupby(iterations)]
+    assert changes == ["1 of 3", "2 of 3", "3 of 3"] * 4  # also if it runs in reverse
+
+
+# In float32.
+
+
+def with_everything(dtype):
+    """A loss whose narrow parts are in `dtype`, with everything that holds equations."""
+    doubled = with_backward(lambda x: x * 2, lambda ct: ct * 2 + 1e-9)
+
+    @jax.checkpoint
+    def block(x, w):
+        return x + jnp.tanh(x @ w)
+
+    @jax.jit
+    def normalize(x):
+        return x / (jnp.abs(x) + 1e-9)
+
+    def fun(params, x):
+        w = params.astype(dtype)
+        x = x.astype(dtype)
+        x, _ = jax.lax.scan(lambda x, _: (block(x, w), None), x, length=3)
+        x = jax.lax.cond(x[0, 0] > -100, lambda x: jnp.exp(x - 5), lambda x: x, x)
+        x = jax.lax.fori_loop(0, 2, lambda i, x: x * 0.75 + 3e-9, x)
+        return mean_square(doubled(normalize(x) + x))
+
+    return fun
+
+
+@pytest.mark.slow
+@cases("loss_scale", [1.0, 2.0**24])
+def test_a_pass_with_everything_in_float32_has_the_gradients_of_float32(loss_scale):
+    args = normal(0, 4, 4), normal(1, 3, 4)
+    exact = jax.jit(jax.grad(with_everything(jnp.float32)))(*args)
+    backward = TracedBackward(with_everything(HALF), args, {})
+    wide = backward.run(loss_scale, everything).grads["grads"]
+    # Two compiled programs may round differently.
+    np.testing.assert_allclose(wide, exact, rtol=1e-4, atol=1e-6)
+    shaken = backward.run(loss_scale, everything, is_shaken=True).grads["grads"]
+    assert 0 < np.linalg.norm(shaken - wide) / np.linalg.norm(exact) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_pass_as_it_is_written_is_so_whichever_passes_ran_before():
+    args = normal(0, 4, 4), normal(1, 3, 4)
+    written = TracedBackward(with_everything(HALF), args, {}).run(1.0).grads["grads"]
+    backward = TracedBackward(with_everything(HALF), args, {})
+    for loss_scale in (1.0, 2.0**24):
+        backward.run(loss_scale, everything)
+        backward.run(loss_scale, everything, is_shaken=True)
+    np.testing.assert_array_equal(backward.run(1.0).grads["grads"], written)
+
+
+def test_bits_are_those_of_the_narrow_dtype_in_float32_as_well():
+    def fun(w):
+        bits = jax.lax.bitcast_convert_type(w * 2, jnp.uint16)
+        return w * (bits > 0x4400)  # 4 in float16
+
+    backward = TracedBackward(summed(fun), (half(1, 3),), {})
+    assert backward.run(1.0, everything).grads["grads"].tolist() == [0, 1]
+
+
+def test_what_is_only_rounding_changes_when_float32_is_shaken():
+    def fun(params, x):
+        weights = jax.nn.softmax(x @ params["w"] + params["shift"])  # the same for all: no effect
+        return jnp.sum(weights**2)
+
+    params = {"w": normal(0, 4, 4), "shift": np.ones((), np.float32)}
+    backward = TracedBackward(fun, (params, normal(1, 3, 4)), {})
+    exact = backward.run(1.0, everything).grads
+    shaken = backward.run(1.0, everything, is_shaken=True).grads
+
+    def change(name):
+        return np.linalg.norm(shaken[name] - exact[name]) / np.linalg.norm(exact[name])
+
+    assert change("grads['w']") < 1e-4
+    assert change("grads['shift']") > 0.3

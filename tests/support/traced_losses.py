@@ -1,0 +1,88 @@
+"""Losses in float16, what traces them, and how their marked lines are found."""
+
+import pathlib
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import numpy as np
+from tables import assert_same_bits
+
+import jaxscale
+from jaxscale import diagnostics
+from jaxscale.diagnostics._trace.backward import TracedBackward
+
+HALF = jnp.float16
+DIFFERENTIATED = hasattr(jax, "new_ref")  # newer versions of JAX differentiate refs
+new_ref = jax.new_ref if DIFFERENTIATED else jax.experimental.mutable_array
+
+
+def marked(name, file):
+    """The number of the line that ends in `# plant: <name>`."""
+    lines = pathlib.Path(file).read_text().splitlines()
+    (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# plant: {name}")]
+    return number
+
+
+def scaling(loss_scale=2.0**15):
+    return jaxscale.FixedLossScale(loss_scale).init()
+
+
+def trace(fun, *args, loss_scale=2.0**15, **kwargs):
+    return diagnostics.trace(fun, scaling(loss_scale), **kwargs)(*args)
+
+
+def normal(seed, *shape):
+    rng = np.random.default_rng(seed)  # NumPy's: JAX would compile a program for each shape
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+def half(*values):
+    return np.array(values, HALF)
+
+
+EIGHT = half(*np.linspace(1, 3, 8))
+
+
+def at(t, step, value):
+    """A value at one step, and 1 at the others."""
+    return jnp.where(t == step, value, 1).astype(HALF)
+
+
+def summed(fun):
+    """A loss: the sum, in float32, of what a function returns."""
+
+    def loss_fn(*args):
+        return jnp.sum(fun(*args).astype(jnp.float32))
+
+    return loss_fn
+
+
+def mean_square(x):
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def with_backward(fun, rule, forward=None):
+    """A function with a rule of its own for its cotangent, and maybe one for its forward pass."""
+    ruled = jax.custom_vjp(fun)
+    ruled.defvjp(lambda x: ((forward or fun)(x), None), lambda _, cotangent: (rule(cotangent),))
+    return ruled
+
+
+def not_differentiated(fun):
+    """The function of one array with the derivative of the identity."""
+
+    def call(x, *more):
+        return with_backward(lambda x: fun(x, *more), lambda cotangent: cotangent)(x)
+
+    return call
+
+
+def assert_computed_eagerly(fun, *args):
+    """A pass gives, to the last bit, the loss and the gradients of eager evaluation."""
+    args = jax.tree.map(jnp.asarray, args)
+    with jax.disable_jit():
+        expected = jaxscale.value_and_grad(fun, scaling(8))(*args)
+    run = TracedBackward(fun, args, {}).run(8.0)
+    assert_same_bits([run.values["loss"].array, *run.grads.values()], jax.tree.leaves(expected))
+    assert run.report().loss == float(expected[0])
