@@ -191,6 +191,15 @@ def test_an_overflow_is_found_inside_of(name):
     assert "loss" in first.reaches
 
 
+@pytest.mark.slow
+def test_what_is_computed_again_is_the_same_place():
+    report = trace_holder("remat", 30000)
+    unscaled = [place for place in report.nonfinite if not place.scaled]
+    (place,) = [place for place in unscaled if place.line == line("remat")]
+    assert (place.primitive, place.direction) == ("mul", "forward")
+    assert set(place.reaches) == {"loss", "grads"}
+
+
 @cases("name", HOLDERS, fast=["nested_scan"])
 def test_an_underflow_is_found_inside_of(name):
     assert_found_inside(trace_holder(name, 2.0**-17).underflows[0], name)
