@@ -19,14 +19,20 @@ BATCH_SIZE, WIDTH = 64, 32
 
 
 def init_params():
-    """Returns float32 parameters of a perceptron."""
-    weight, last = jax.random.normal(jax.random.key(0), (2, WIDTH))
-    return {"weight": weight, "bias": jnp.zeros(WIDTH), "last": last / WIDTH**0.5}
+    """Returns float32 parameters of a perceptron with two hidden layers."""
+    weight, last, *hidden = jax.random.normal(jax.random.key(0), (2 + WIDTH, WIDTH))
+    return {
+        "weight": weight,
+        "bias": jnp.zeros(WIDTH),
+        "hidden": jnp.stack(hidden) / WIDTH**0.5,
+        "last": last / WIDTH**0.5,
+    }
 
 
 def network(params, x):
     """Returns the output of a perceptron for a number, or for each of several."""
-    return jnp.tanh(x[..., None] * params["weight"] + params["bias"]) @ params["last"]
+    y = jnp.tanh(x[..., None] * params["weight"] + params["bias"])
+    return jnp.tanh(y @ params["hidden"]) @ params["last"]
 
 
 def equation_loss(params, x):

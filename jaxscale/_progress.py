@@ -239,9 +239,9 @@ _NORMS = (
 
 # What may make a NaN without any half precision, most likely things first.
 _WITHOUT_HALF = (
-    "The batch comes first: look for NaN and inf in it. Then for 0/0, for the square root or the "
-    "norm of 0, whose derivative is inf, for the logarithm of 0, and for a mask of -inf that "
-    "covers a whole row of a softmax."
+    "The batch comes first: look for NaN and inf in it. Then for 0/0, for the square root of 0 or "
+    "the norm of zeros, whose derivative is inf, for the logarithm of 0, and for a mask of -inf "
+    "that covers a whole row of a softmax."
 )
 _AT_ANY_SCALE = (
     "a division by zero, the square root of 0, a mask of -inf (run one step under `with "

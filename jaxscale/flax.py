@@ -26,12 +26,12 @@ except ModuleNotFoundError as error:
 from ._gradients.scaled import Scaled
 from ._state.find import find_optimizer_state
 from ._step.apply import select_if_stepped
+from ._step.matching import check_same_optimizer
 from ._step.optimizer import (
     Optimizer,
     apply_step,
     apply_users_gradients,
     as_optimizer,
-    check_same_optimizer,
 )
 from ._step.plan import StepPlan, refuse_more_arguments
 from ._step.retry import BackwardResult, is_traced

@@ -26,7 +26,8 @@ from ._gradients.scaled import Scaled
 from ._jax import is_called_by_jax
 from ._state.scale import unwrap
 from ._step.apply import select_if_applied, select_if_stepped
-from ._step.optimizer import apply_step, as_optimizer, check_same_optimizer
+from ._step.matching import check_same_optimizer
+from ._step.optimizer import apply_step, as_optimizer
 from ._step.plan import StepPlan, refuse_more_arguments
 from ._step.retry import BackwardResult, is_traced
 from ._step.train_step import name_step

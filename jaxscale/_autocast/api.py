@@ -98,8 +98,13 @@ def autocast(
       ValueError: if `dtype` is another dtype.
 
     Warns:
-      UserWarning: if there are products in a primitive that has no rule here. They run as they
-        are written.
+      UserWarning: for each primitive whose products run as they are written, once in a call: as it
+        has no rule here, as this version of JAX gives it other parameters than are known, or as it
+        takes values of a type that is not an array; and for callbacks, exported functions and
+        foreign kernels that get float32 values of the program: nobody can look into them. Or, if
+        nothing else was warned of: if nothing in `fun` is cast, with the reason, or if
+        `half_carries` changes nothing. What `full_precision` marks is never warned of, and an
+        `autocast` inside of another one does not say that it changes nothing.
 
     Source: the autocast op reference of PyTorch and the lists of TensorFlow's auto mixed precision.
 

@@ -68,7 +68,7 @@ def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         known = [*kinds, *[None] * sum(perturbed)]
         token = _jax.in_forward_rule.set(True)
         try:
-            outputs, _ = autocast.run(derived(perturbed), values, known, place)
+            outputs, _ = autocast.run_from_outside(derived(perturbed), values, known, place)
         finally:
             _jax.in_forward_rule.reset(token)
         avals = program.out_avals
@@ -167,7 +167,7 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
         perturbed = tuple(each.perturbed and _is_inexact(each.value) for each in sources)
         forward, _ = derived(perturbed)
         values = jax.tree.unflatten(views, [each.value for each in given])
-        outputs, _ = autocast.run(forward, values, kinds, place)
+        outputs, _ = autocast.run_from_outside(forward, values, kinds, place)
         primals = tuple(map(_as_aval, outputs, program.out_avals))
         # The second holds no array: its structure says by which inputs something is differentiated.
         # What is kept is narrow where it may be.

@@ -14,7 +14,7 @@ import numpy as np
 from .._jax import Jaxpr, JaxprEqn, Literal, cast, current_scopes, stand_in
 from .callers import Place
 from .readers import find_half_readers, meeting, only_float32, readers, rounded_reads
-from .recompute import LONGEST, Link, Narrow, Single, compute_chain
+from .recompute import LONGEST, Link, Narrow, Recomputed, Single, compute_chain
 from .values import FLOAT32, Kind, ToRound, has_dtype, is_float32, literal_kind
 
 
@@ -33,8 +33,7 @@ class Frame:
         self.links: dict[Any, Link] = {}  # float32 values that are not computed yet
         self.grown: dict[Any, Link] = {}  # how arrays were broadcast, for chains to keep less
         self.repeats = 2 * len(jaxpr.eqns) + LONGEST  # how often their equations may be computed
-        # Equal chains share a program, if it is still there: it may be in no equation that lasts.
-        self.programs: list[Any] = []
+        self.recomputed = Recomputed(place.in_loop)
         self.values: dict[Any, Any] = {}
         self.narrow: set[Any] = set()  # declared as float32, and computed in half precision
         # Cotangents meet in float32, here or further back.
@@ -118,9 +117,8 @@ class Frame:
 
     def _computed(self, atom: Any, dtype: Any) -> Any:
         chain = self.links[atom]
-        computed = compute_chain(chain, dtype, self.scopes, self.place.in_loop)
+        computed = compute_chain(chain, dtype, self.scopes, self.recomputed)
         self.repeats -= computed.equations
-        self.programs.append(computed.program)
         return computed.value
 
     def identity(self, atom: Any) -> int:

@@ -6,7 +6,8 @@ program declares as float32 may be *narrow*: computed in half precision. A `Fram
 of one jaxpr, each in the precision it was computed in, and casts each once, on demand.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +16,15 @@ import jax
 import numpy as np
 
 from .. import _jax
-from .._jax import ClosedJaxpr, UnknownFormError, context, operation, source
+from .._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    UnknownFormError,
+    context,
+    context_key,
+    operation,
+    source,
+)
 from .._trees.flat import Flat
 from .callers import Place
 from .custom_rules import custom_jvp, custom_vjp, own_rules
@@ -40,6 +49,12 @@ RULES: dict[str, Rule] = SIMPLE_RULES | {
     "custom_vjp_call": custom_vjp,
     _jax.OBJECT: own_rules,
 }
+
+
+_WAY_OUT = (
+    "Mark the function around that line with `jaxscale.full_precision`, or leave it outside of the "
+    "function that `autocast` wraps."
+)
 
 
 class Autocast:
@@ -75,21 +90,46 @@ class Autocast:
         frame.kinds.update(zip(invars, [*map(parameter, jaxpr.constvars), *kinds], strict=True))
         for var, arg in zip(invars, [*closed.consts, *args], strict=True):
             (frame.defer if isinstance(arg, Link) else frame.write)(var, arg)
-        for eqn, done in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
-            rule = RULES.get(operation(eqn), as_written)
-            rule = as_written if is_full_precision(eqn) else rule
-            with context(eqn), source(eqn, frame.scopes):
-                try:
-                    outputs = rule(frame, eqn)
-                except UnknownFormError:
-                    outputs = as_written(frame, eqn)
-            if outputs:  # otherwise they are left to be computed
-                for var, value in zip(eqn.outvars, outputs, strict=True):
-                    frame.write(var, value)
-            for var in done:
-                frame.forget(var)
+        pairs = zip(jaxpr.eqns, last_uses(jaxpr), strict=True)
+        # To enter a context takes as long as to find a rule, and most programs have one.
+        for _, group in itertools.groupby(pairs, key=lambda pair: context_key(pair[0])):
+            self._run_in_one_context(frame, list(group))
         outvars = jaxpr.outvars
         return [frame.returned(atom) for atom in outvars], [frame.kind(atom) for atom in outvars]
+
+    def run_from_outside(
+        self, closed: ClosedJaxpr, args: Sequence[Any], kinds: Sequence[Kind], place: Place
+    ) -> tuple[list[Any], list[Kind]]:
+        """Returns what `run` does, for what is not part of another program that runs.
+
+        What cannot be transformed is an error that names the user's line.
+        """
+        with _jax.naming_the_line("autocast(fun)", _WAY_OUT):
+            return self.run(closed, args, kinds, place)
+
+    def _run_in_one_context(
+        self, frame: Frame, eqns: Sequence[tuple[JaxprEqn, Iterable[Any]]]
+    ) -> None:
+        """Evaluates equations, and lets go of what is not read after each."""
+        first, _ = eqns[0]
+        with context(first):
+            for eqn, done in eqns:
+                with source(eqn, frame.scopes):
+                    outputs = self._evaluate(frame, eqn)
+                if outputs:  # otherwise they are left to be computed
+                    for var, value in zip(eqn.outvars, outputs, strict=True):
+                        frame.write(var, value)
+                for var in done:
+                    frame.forget(var)
+
+    def _evaluate(self, frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+        """Returns the outputs of an equation by its rule, or none if they are left for later."""
+        if is_full_precision(eqn):
+            return as_written(frame, eqn)
+        try:
+            return RULES.get(operation(eqn), as_written)(frame, eqn)
+        except UnknownFormError:
+            return as_written(frame, eqn)
 
     def call(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns what a function that a user wrapped returns, with products in half precision.
@@ -125,5 +165,5 @@ class Autocast:
 
     def _run_traced(self, program: ClosedJaxpr, arrays: Sequence[Any], place: Place) -> list[Any]:
         kinds = [parameter(var) for var in program.jaxpr.invars]
-        outputs, _ = self.run(program, arrays, kinds, place)
+        outputs, _ = self.run_from_outside(program, arrays, kinds, place)
         return list(map(as_declared, outputs, program.jaxpr.outvars))

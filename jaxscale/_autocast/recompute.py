@@ -99,20 +99,35 @@ class Link:
         self.size = len(list(equations(eqn))) + sum(link.size for link in links)
 
 
+class Recomputed:
+    """The programs that one run computes again in the backward pass: equal chains share one.
+
+    In the body of a loop XLA cannot take what the forward pass computed for what the backward pass
+    computes again, and needs no barrier against it.
+    """
+
+    def __init__(self, in_loop: bool) -> None:
+        self._in_loop = in_loop
+        self._functions: dict[Any, Callable[..., list[Any]]] = {}
+
+    def run(self, program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        """Returns the outputs of a program."""
+        jaxpr = program.jaxpr
+        if jaxpr not in self._functions:
+            fun = _jax.rematerialized(program, prevent_cse=not self._in_loop)
+            self._functions[jaxpr] = fun
+        return self._functions[jaxpr](*args)
+
+
 class Computed(NamedTuple):
     """The value of a chain."""
 
     value: Any
     equations: int  # how many were computed
-    program: ClosedJaxpr | None  # computed again in the backward pass, if it is
 
 
-def compute_chain(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> Computed:
-    """Computes a chain, and casts its value to `dtype` inside of it.
-
-    In the body of a loop XLA cannot take what the forward pass computed for what the backward pass
-    computes again, and needs no barrier against it.
-    """
+def compute_chain(last: Link, dtype: Any, scopes: Any, recomputed: Recomputed) -> Computed:
+    """Computes a chain, and casts its value to `dtype` inside of it."""
     links, arrays = collected(last)
     with source(last.eqn, scopes, own=False):
         is_linear = all(map(_is_linear, links))
@@ -121,11 +136,11 @@ def compute_chain(last: Link, dtype: Any, scopes: Any, in_loop: bool) -> Compute
             if isinstance(given, Single):
                 arrays[key] = Half(given.half) if is_alone else given.both()
         if is_linear:
-            return Computed(_compute_linear(links, arrays, dtype), len(links), None)
+            return Computed(_compute_linear(links, arrays, dtype), len(links))
         program = _assemble(links, arrays, dtype)
-        leaves = jax.tree.leaves(list(arrays.values()))
-        (value,) = _jax.rematerialize(program, leaves, prevent_cse=not in_loop)
-    return Computed(value, len(links), program)
+        views = itertools.chain.from_iterable(map(_views, arrays.values()))
+        (value,) = recomputed.run(program, list(views))
+    return Computed(value, len(links))
 
 
 def _compute_linear(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -> Any:
@@ -151,9 +166,9 @@ def _assemble(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -> Clos
     inputs: list[Any] = []
     numbers: dict[Any, Any] = {}  # of values; of an array in two views, of both
     for key, given in arrays.items():
-        leaves = jax.tree.leaves(given)
-        numbers[key] = tuple(range(len(inputs), len(inputs) + len(leaves)))
-        inputs += map(jax.typeof, leaves)
+        views = _views(given)
+        numbers[key] = tuple(range(len(inputs), len(inputs) + len(views)))
+        inputs += map(jax.typeof, views)
     copies: list[Copy] = []
     widened: set[Any] = set()
     made = len(inputs)
@@ -185,6 +200,11 @@ def _assemble(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -> Clos
         copies.append(copy_of_cast(output, last.outvars[links[-1].index].aval, dtype, last))
         output = made
     return assemble(inputs, copies, output)
+
+
+def _views(given: Any) -> tuple[Any, ...]:
+    """Returns what a chain takes for an array that it starts from."""
+    return tuple(given) if isinstance(given, Narrow | Half) else (given,)
 
 
 def named(last: Link, name: Callable[[Any], Any]) -> Link:

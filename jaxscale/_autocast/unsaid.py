@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .. import _jax
 from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, operation, programs
 from . import table
-from .readers import casts_anything, equations, half_carries, has_products
+from .readers import casts_anything, equations, half_carries, has_products, variables
 from .values import is_float32, is_full_precision
 
 _NO_RULE = "`autocast` has no rule for it"
@@ -62,10 +62,17 @@ def _find_left(program: Jaxpr | ClosedJaxpr, rules: Container[str]) -> dict[str,
     jaxpr = _jax.closed(program).jaxpr
     if jaxpr not in _left:
         found: dict[str, str] = {}
+        from_host: set[Any] = set()  # what callbacks return that nothing in float32 went into
         for eqn in jaxpr.eqns:
             if is_full_precision(eqn):
                 continue
             name = operation(eqn)
+            given = set(filter(is_float32, variables(eqn.invars)))
+            if name in table.OPAQUE and from_host.issuperset(given):
+                # Such as the errors of Equinox: the second of two callbacks gets what the first
+                # returns, to run after it.
+                from_host.update(eqn.outvars)
+                continue
             reason = _why_left(eqn) if name in _READERS or name not in rules else None
             if reason:
                 found[eqn.primitive.name] = reason
@@ -97,10 +104,11 @@ def _may_have_products(eqn: JaxprEqn) -> bool:
     """Returns whether there may be products in an equation that no rule looks into.
 
     There are if it holds programs with products; maybe, if programs can be reached from it in
-    another way, or if its primitive is known to run what nobody can look into.
+    another way, or if its primitive is known to run what nobody can look into, of values in
+    float32 that the program has computed.
     """
     if eqn.primitive.name in table.OPAQUE:
-        return any(map(is_float32, eqn.invars)) and any(map(is_float32, eqn.outvars))
+        return any(map(is_float32, eqn.outvars))
     return has_products(eqn) if any(programs(eqn)) else _jax.reaches_program(eqn)
 
 

@@ -16,11 +16,12 @@ import numpy as np
 
 from .. import __version__
 from .._trees.checks import power_of_two
-from .exam import Exam, examine
+from .announcer import Announce, Announcer
+from .diagnosis import diagnose, say_setting, say_verdict
+from .exam import Exam
 from .finding import Finding
-from .findings import findings, verdict
-from .html import draw_page, find_missing, setting
-from .progress import Progress, Spoken
+from .measure import examine
+from .page import draw_page, say_missing
 from .record import make_record
 from .target import Target, TargetError, error_line, load
 
@@ -34,20 +35,22 @@ class _Results(NamedTuple):
     """What is printed and written."""
 
     exam: Exam
-    found: Sequence[Finding]
+    findings: Sequence[Finding]
     page: str | None  # the report as HTML, or `None` with `--quick` and without Jinja2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status: 0 if nothing is wrong, 1 if something is, 2 for bad use."""
-    options = _parser().parse_args(argv)
+    """Runs the command: returns 0 if nothing is wrong, 1 if something is, 2 for bad use."""
+    options = _make_parser().parse_args(argv)
     stdout = sys.stdout
-    # With --json nothing else may go to standard output, not even what the model prints.
-    quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
+    quiet = contextlib.nullcontext()
+    if options.json:
+        # Nothing else may go to standard output then, not even what the model prints.
+        quiet = contextlib.redirect_stdout(sys.stderr)
     try:
         with quiet:
-            results = _look(options)
-            record = _write(options, results)
+            results = _find_results(options)
+            record = _write_results(options, results)
     except (TargetError, OSError) as error:  # also a full disk, or a name that is a folder
         if options.traceback:
             traceback.print_exception(error)
@@ -58,44 +61,49 @@ def main(argv: Sequence[str]) -> int:
         return _INTERRUPTED
     if options.json:
         stdout.write(record)
-    return int(any(finding.is_problem for finding in results.found))
+    return int(any(finding.is_problem for finding in results.findings))
 
 
-def _look(options: argparse.Namespace) -> _Results:
-    """Returns the results of the exam that the options ask for."""
-    loss_scale = _loss_scale(options.loss_scale)
-    for path in filter(None, (options.output, options.json_file)):  # before the exam
-        if not (folder := pathlib.Path(path).parent).is_dir():
-            raise TargetError(f"Cannot write {path}: the folder {folder} does not exist.")
-    with Spoken(_PATIENCE) as progress:
-        progress("loading the target")
+def _find_results(options: argparse.Namespace) -> _Results:
+    """Makes the exam that the options ask for."""
+    loss_scale = _read_loss_scale(options.loss_scale)
+    _check_folders(options)  # before the exam, which takes a while
+    with Announcer(_PATIENCE) as announcer:
+        announcer("loading the target")
         target = load(options.target)
-        missing = "" if options.quick else find_missing()
-        if missing:  # before the exam, too: it takes a while
-            progress.pause()
+        missing = "" if options.quick else say_missing()
+        if missing:
+            announcer.clear()
             print(f"jaxscale doctor: {missing}", file=sys.stderr)
-        exam = _examine(target, loss_scale, options.autocast, progress, options.quick)
-        found = findings(exam)
+        exam = _examine(target, loss_scale, options.autocast, announcer, options.quick)
+        findings = diagnose(exam)
         if options.quick:
-            return _Results(exam, found, None)
-        progress("drawing the report")
-        return _Results(exam, found, draw_page(exam, found))
+            return _Results(exam, findings, page=None)
+        announcer("drawing the report")
+        return _Results(exam, findings, draw_page(exam, findings))
 
 
-def _write(options: argparse.Namespace, results: _Results) -> str:
+def _check_folders(options: argparse.Namespace) -> None:
+    for path in (options.output, options.json_file):
+        if path and not pathlib.Path(path).parent.is_dir():
+            folder = pathlib.Path(path).parent
+            raise TargetError(f"Cannot write {path}: the folder {folder} does not exist.")
+
+
+def _write_results(options: argparse.Namespace, results: _Results) -> str:
     """Prints the summary, writes the files, and returns the results as JSON."""
-    print(summarize(results.exam, results.found), end="\n\n")
+    print(summarize(results.exam, results.findings), end="\n\n")
     if results.page is not None:
         pathlib.Path(options.output).write_text(results.page, encoding="utf-8")
         print(f"The report is in {options.output}.")
-    record = make_record(results.exam, results.found)
+    record = make_record(results.exam, results.findings)
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     if options.json_file:
         pathlib.Path(options.json_file).write_text(text, encoding="utf-8")
     return text
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxscale", description="Loss scaling for JAX and Optax.")
     parser.add_argument("--version", action="version", version=f"jaxscale {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -146,28 +154,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _loss_scale(given: str) -> float | None:
-    if given == "auto":
+def _read_loss_scale(text: str) -> float | None:
+    if text == "auto":
         return None
     try:
-        exponent = power_of_two("doctor", "loss_scale", float(given))
+        exponent = power_of_two("doctor", "loss_scale", float(text))
     except ValueError:
         exponent = -1
     if exponent < 0:
         raise TargetError(
-            f'--loss-scale must be a power of two, at least 1, or "auto", got {given!r}.'
+            f'--loss-scale must be a power of two, at least 1, or "auto", got {text!r}.'
         )
     return 2.0**exponent
 
 
 def _examine(
-    target: Target, loss_scale: float | None, dtype: str | None, progress: Progress, is_quick: bool
+    target: Target, loss_scale: float | None, dtype: str | None, announce: Announce, is_quick: bool
 ) -> Exam:
     try:
         # What NumPy and `autocast` warn of while JAX traces is in the report.
         with np.errstate(over="ignore", under="ignore"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`autocast` changes nothing")
-            return examine(target, loss_scale, dtype, progress, is_quick=is_quick)
+            return examine(target, loss_scale, dtype, announce, is_quick=is_quick)
     except TargetError:
         raise
     except Exception as error:
@@ -176,19 +184,27 @@ def _examine(
         ) from error
 
 
-def summarize(exam: Exam, found: Sequence[Finding]) -> str:
+def summarize(exam: Exam, findings: Sequence[Finding]) -> str:
     """Returns the findings as text that fits the terminal."""
     # `COLUMNS` counts before the terminal itself does.
     width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDEST)
-    lines = [*_wrap(verdict(exam, found), "", width), *_wrap(setting(exam), "", width)]
-    for finding in found:
-        lines += ["", *_wrap(finding.title, "! " if finding.is_problem else "- ", width)]
-        for number, text in finding.source:
-            if number == finding.line:
-                lines.append(_shorten(f"      {text.strip()}", width))
-        for detail in finding.details:
-            lines += _wrap(detail, "  ", width)
+    lines = _wrap(say_verdict(exam, findings), "", width)
+    lines += _wrap(say_setting(exam), "", width)
+    for finding in findings:
+        lines.append("")
+        lines += _summarize_finding(finding, width)
     return "\n".join(lines)
+
+
+def _summarize_finding(finding: Finding, width: int) -> list[str]:
+    mark = "! " if finding.is_problem else "- "
+    lines = _wrap(finding.title, mark, width)
+    for line in finding.source:
+        if line.number == finding.line:
+            lines.append(_shorten(f"      {line.text.strip()}", width))
+    for detail in finding.details:
+        lines += _wrap(detail, "  ", width)
+    return lines
 
 
 def _wrap(text: str, indent: str, width: int) -> list[str]:
@@ -203,4 +219,6 @@ def _wrap(text: str, indent: str, width: int) -> list[str]:
 
 
 def _shorten(line: str, width: int) -> str:
-    return line if len(line) <= width else f"{line[: width - 4]} ..."
+    if len(line) <= width:
+        return line
+    return f"{line[: width - 4]} ..."

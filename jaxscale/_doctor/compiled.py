@@ -3,18 +3,30 @@
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from .._gradients.boundary import scale_backward
 from .._gradients.value_and_grad import value_and_grad
 from .._gradients.verdict import all_finite
-from .._state.scale import init_state
+from .._state.scale import LossScaleState, init_state
 from .._trees.tree import combine
 from ..diagnostics._calibrate import Calibration, Search
 from ..diagnostics._formats import is_array
 from ..diagnostics._trace.program import compile_fast
 from .target import Target, error_line
 
-_LEAST, _LARGEST, _MOST_PASSES = -14, 24, 10  # exponents of the loss scales to try
+# Exponents of the loss scales to try, and how many to try at most.
+_LEAST_EXPONENT = -14
+_LARGEST_EXPONENT = 24
+_MOST_PASSES = 10
+
+
+class BackwardPass(NamedTuple):
+    """What one pass gives, on the device."""
+
+    loss: jax.Array
+    grads: Any  # the unscaled gradients
+    is_finite: jax.Array  # bool[], of the gradients
 
 
 class BackwardTrial(NamedTuple):
@@ -29,57 +41,70 @@ class CompiledBackward:
     """The backward pass of a target: `loss_of` is its loss as a function of `args`."""
 
     def __init__(self, target: Target) -> None:
-        def loss_of(params: Any, arrays: Any) -> Any:
+        def loss_of(params: Any, arrays: Any) -> jax.Array:
             # Compiled programs take arrays. Everything else in a batch stays as it is.
             output = target.loss_fn(params, combine(arrays, target.batch))
-            return output[0] if target.has_aux else output
+            if target.has_aux:
+                return output[0]
+            return output
 
-        def backward(state: Any, params: Any, arrays: Any) -> tuple[Any, Any, Any]:
+        def backward(state: LossScaleState, params: Any, arrays: Any) -> BackwardPass:
             loss, grads = value_and_grad(loss_of, state)(params, arrays)
-            return loss, grads, all_finite(grads)
+            return BackwardPass(loss, grads, all_finite(grads))
 
         arrays = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, target.batch)
-        self.loss_of, self.args = loss_of, (target.params, arrays)
+        self.loss_of = loss_of
+        self.args = (target.params, arrays)
         # As if each operation ran by itself, which is how the trace runs it.
         self._backward = compile_fast(backward, xla_allow_excess_precision=False)
-        self._tried = 0
+        self._num_tried = 0
 
-    def run(self, loss_scale: float) -> tuple[float, Any]:
-        loss, grads, _ = self._backward(init_state(loss_scale), *self.args)
-        return float(loss), grads
+    def compute_loss(self) -> float:
+        return float(jax.jit(self.loss_of)(*self.args))
+
+    def differentiate(self, loss_scale: float) -> BackwardPass:
+        return self._backward(init_state(loss_scale), *self.args)
 
     def calibrate(self) -> Calibration:
-        def try_scale(exponent: int, batch: None) -> tuple[Any, bool]:
-            self._tried += 1
-            loss, _, finite = self._backward(init_state(2.0**exponent), *self.args)
-            return loss, bool(finite)
+        """Returns the largest loss scale that does not overflow on the batch."""
 
-        search = Search(try_scale, _LEAST, _LARGEST, _MOST_PASSES)
+        def try_scale(exponent: int, batch: None) -> tuple[jax.Array, bool]:
+            self._num_tried += 1
+            backward_pass = self.differentiate(2.0**exponent)
+            return backward_pass.loss, bool(backward_pass.is_finite)
+
+        search = Search(try_scale, _LEAST_EXPONENT, _LARGEST_EXPONENT, _MOST_PASSES)
         search.look_at(None)
         return search.result()
 
     def try_scale_backward(self) -> BackwardTrial:
-        """Returns what `jaxscale.scale_backward` does on the loss. It raises nothing."""
+        """Tries `jaxscale.scale_backward` on the loss, and raises nothing."""
         passes = []
 
-        def count(_: None, cotangents: Any) -> tuple[Any]:
+        def count_pass(_: None, cotangents: Any) -> tuple[Any]:
             jax.debug.callback(lambda: passes.append(None))
             return (cotangents,)
 
-        tap = jax.custom_vjp(lambda params: params)
-        tap.defvjp(lambda params: (params, None), count)
+        tap = jax.custom_vjp(lambda leaves: leaves)
+        tap.defvjp(lambda leaves: (leaves, None), count_pass)
+
+        def tapped_loss(params: optax.Params, arrays: Any) -> Any:
+            # JAX rebuilds what a rule takes from types, which a class may refuse.
+            leaves, structure = jax.tree.flatten(params)
+            return self.loss_of(structure.unflatten(tap(leaves)), arrays)
 
         def are_gradients_finite(*args: Any) -> jax.Array:
-            scaled = scale_backward(lambda params, arrays: self.loss_of(tap(params), arrays))
-            return all_finite(value_and_grad(scaled, init_state(1.0))(*args)[1])
+            scaled = scale_backward(tapped_loss)
+            _, grads = value_and_grad(scaled, init_state(1.0))(*args)
+            return all_finite(grads)
 
         try:
-            run = compile_fast(are_gradients_finite, xla_allow_excess_precision=False)
-            is_enough = bool(run(*self.args))
+            compiled = compile_fast(are_gradients_finite, xla_allow_excess_precision=False)
+            is_enough = bool(compiled(*self.args))
             jax.effects_barrier()
         except Exception as error:  # whatever it is: the exam can do without
             return BackwardTrial(repeats=0, is_enough=False, raised=error_line(error))
         return BackwardTrial(repeats=len(passes) - 1, is_enough=is_enough, raised="")
 
     def how_far(self) -> str:
-        return f"{self._tried} tried"
+        return f"{self._num_tried} tried"

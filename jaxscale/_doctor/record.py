@@ -7,29 +7,33 @@ import numpy as np
 
 from ..diagnostics._histogram import EXPONENTS, Histogram
 from ..diagnostics._text import to_json
+from .compiled import BackwardTrial
+from .diagnosis import say_verdict
 from .exam import Exam
 from .finding import Finding
-from .findings import verdict
 from .gradients import Comparison
+from .origins import Sum
 from .remedy import Culprit, Relief, Remedy
 from .scales import Start, find_start
 
 _VERSION = 2
 
 
-def make_record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:
+def make_record(exam: Exam, findings: Sequence[Finding]) -> dict[str, Any]:
     """Returns the results as what `json.dumps` accepts.
 
     Names of files, lines and leaves are as in the text. Infinities and NaN are strings. What
-    `jaxscale.diagnostics` returns has the fields that it has there.
+    `jaxscale.diagnostics` returns has the fields that it has there: `calibration`, `ceiling`,
+    `trace`, `leaves`, `shares`, `layers` and `suggestion`.
     """
-    against = exam.against
+    trial = exam.backward_trial
+    check = exam.float32
     return to_json(
         {
             "version": _VERSION,
-            "found": any(finding.is_problem for finding in found),
-            "verdict": verdict(exam, found),
-            "findings": [_finding(each) for each in found],
+            "found": any(finding.is_problem for finding in findings),
+            "verdict": say_verdict(exam, findings),
+            "findings": [_record_finding(finding) for finding in findings],
             # What was examined, and how.
             "target": exam.target,
             "autocast": exam.autocast,
@@ -41,32 +45,29 @@ def make_record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:
             "backward_rules": exam.backward_rules,
             # The loss scale.
             "loss_scale": exam.loss_scale,
-            "shown_scale": exam.shown_scale,
+            "shown_scale": exam.judged_scale,
             "calibration": exam.calibration,
-            "start": _start(find_start(exam)),
-            "repeats": _repeats(exam),
-            "scale_backward_raised": exam.backward_trial.raised if exam.backward_trial else None,
-            "largest": exam.largest,
+            "start": _record_start(find_start(exam)),
+            "repeats": _record_repeats(trial),
+            "scale_backward_raised": None if trial is None else trial.raised,
+            "largest": exam.largest_gradient,
             "is_limited": exam.is_limited,
             "ceiling": exam.ceiling,
-            "relief": _relief(exam.relief),
-            "comparison": _comparison(exam.comparison),
+            "relief": _record_relief(exam.relief),
+            "comparison": _record_comparison(exam.scale_comparison),
             # Where numbers get lost.
             "trace": exam.trace,
-            "is_finite_in_float32": against.is_finite,
-            "float32": _comparison(against.comparison),
-            "wrong": against.wrong,
-            "culprit": _culprit(against.culprit),
-            "remedy": _remedy(against.remedy),
+            "is_finite_in_float32": check.is_finite,
+            "float32": _record_comparison(check.comparison),
+            "wrong": check.wrong_leaves,
+            "culprit": _record_culprit(check.culprit),
+            "remedy": _record_remedy(check.remedy),
             "unshifted": exam.unshifted,
-            "loss_sums": [
-                {"where": each.where, "size": each.size, "weight": each.weight}
-                for each in exam.loss_sums
-            ],
-            "zero": exam.zero,
+            "loss_sums": [_record_sum(total) for total in exam.loss_sums],
+            "zero": exam.zero_leaves,
             # The finished gradients, and what storing them would lose.
-            "leaves": exam.leaves,
-            "histogram": _histogram(exam.histogram),
+            "leaves": exam.leaf_table,
+            "histogram": _record_histogram(exam.histogram),
             "shares": exam.shares,
             "layers": exam.layers,
             "suggestion": exam.suggestion,
@@ -74,42 +75,43 @@ def make_record(exam: Exam, found: Sequence[Finding]) -> dict[str, Any]:
     )
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _record_finding(finding: Finding) -> dict[str, Any]:
     return {
         "is_problem": finding.is_problem,
         "title": finding.title,
         "details": finding.details,
         "where": finding.where,
-        "source": finding.source,
+        "source": [[line.number, line.text] for line in finding.source],
         "line": finding.line,
     }
 
 
-def _start(start: Start | None) -> dict[str, Any] | None:
+def _record_start(start: Start | None) -> dict[str, Any] | None:
     if start is None:
         return None
     return {"skipped": start.skipped, "retries": start.retries, "code": start.code}
 
 
-def _repeats(exam: Exam) -> tuple[int, bool] | None:
+def _record_repeats(trial: BackwardTrial | None) -> list[Any] | None:
     """Returns how often `scale_backward` repeats its pass, and whether that is enough."""
-    trial = exam.backward_trial
-    return None if trial is None or trial.raised else (trial.repeats, trial.is_enough)
+    if trial is None or trial.raised:
+        return None
+    return [trial.repeats, trial.is_enough]
 
 
-def _relief(relief: Relief | None) -> dict[str, Any] | None:
+def _record_relief(relief: Relief | None) -> dict[str, Any] | None:
     if relief is None:
         return None
     return {"loss_scale": relief.loss_scale, "lines": relief.lines}
 
 
-def _remedy(remedy: Remedy | None) -> dict[str, Any] | None:
+def _record_remedy(remedy: Remedy | None) -> dict[str, Any] | None:
     if remedy is None:
         return None
     return {"lines": remedy.lines, "works": remedy.works, "error": remedy.error}
 
 
-def _culprit(culprit: Culprit | None) -> dict[str, Any] | None:
+def _record_culprit(culprit: Culprit | None) -> dict[str, Any] | None:
     if culprit is None:
         return None
     return {
@@ -121,7 +123,7 @@ def _culprit(culprit: Culprit | None) -> dict[str, Any] | None:
     }
 
 
-def _comparison(comparison: Comparison | None) -> dict[str, Any] | None:
+def _record_comparison(comparison: Comparison | None) -> dict[str, Any] | None:
     if comparison is None:
         return None
     return {
@@ -136,8 +138,16 @@ def _comparison(comparison: Comparison | None) -> dict[str, Any] | None:
     }
 
 
-def _histogram(histogram: Histogram) -> dict[str, Any]:
+def _record_sum(total: Sum) -> dict[str, Any]:
+    return {"where": total.where, "size": total.size, "weight": total.weight}
+
+
+def _record_histogram(histogram: Histogram) -> dict[str, Any]:
     """Returns the histogram with its counts by their exponents, those that are not 0."""
     counts = np.asarray(histogram.counts, np.float64).sum(axis=1)
-    by_exponent = {str(k): n for k, n in zip(EXPONENTS, counts, strict=True) if n}
-    return histogram._asdict() | {"counts": by_exponent}
+    return {
+        "counts": {str(k): n for k, n in zip(EXPONENTS, counts, strict=True) if n},
+        "zero": histogram.zero,
+        "inf": histogram.inf,
+        "nan": histogram.nan,
+    }

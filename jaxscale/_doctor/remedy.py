@@ -8,7 +8,7 @@ and backwards, and adds the next line at which something goes wrong until nothin
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,12 +16,12 @@ from ..diagnostics._trace.backward import Run, TracedBackward
 from ..diagnostics._trace.evaluate import compute
 from ..diagnostics._trace.interpreter import EquationKey, Visit, key_of
 from ..diagnostics._trace.places import Line, lines
-from ..diagnostics._trace.report import Place
-from . import pattern
+from ..diagnostics._trace.report import Place, TraceReport
+from . import origins
 from .gradients import CLOSE, are_finite
 
 _MOST_LINES = 6  # in float32: beyond that it is not a line that is at fault
-_MOST_RELIEVED = 4  # lines in float32 for a higher loss scale
+_MOST_LINES_OF_RELIEF = 4  # in float32, for a higher loss scale
 _BLAME = 0.5  # one equation is to blame if it makes this share of the error
 _FLUSHED = 0.5  # it flushes if it makes this share of its nonzero numbers 0
 
@@ -35,7 +35,7 @@ class Culprit(NamedTuple):
     kind: str
     largest: float  # the largest finite magnitude among its results
     error: float  # the error of the gradients from there on
-    # What made its numbers, as a softmax, where that has a cure of its own: see `pattern`. Or `""`.
+    # What made its numbers, as a softmax, where that has a cure of its own: see `origins`. Or `""`.
     made_by: str
 
 
@@ -54,39 +54,61 @@ class Relief(NamedTuple):
     lines: tuple[str, ...]
 
 
+class SourcePlace(NamedTuple):
+    """A line of the model."""
+
+    file: str  # or `""`
+    line: int
+
+    def __str__(self) -> str:
+        return str(Line(self.file, self.line, function=""))
+
+
 def find_relief(
     backward: TracedBackward, run: Run, first: Place, loss_scale: float
 ) -> Relief | None:
-    trials = Trials(backward, run, lambda grads: 0.0 if are_finite(grads) else math.inf, loss_scale)
-    found = trials.find_remedy(first, _MOST_RELIEVED)
-    return Relief(loss_scale, found.lines) if found.works else None
+    """Returns the lines with which a loss scale fits, if few lines are enough.
+
+    `run` is a pass as it is written, and `first` where the loss scale overflows.
+    """
+
+    def error_of(grads: Mapping[str, np.ndarray]) -> float:
+        return 0.0 if are_finite(grads) else math.inf
+
+    search = FaultSearch(backward, run, error_of, loss_scale)
+    remedy = search.find_remedy(first, _MOST_LINES_OF_RELIEF)
+    if not remedy.works:
+        return None
+    return Relief(loss_scale, remedy.lines)
 
 
-class Trials:
+class FaultSearch:
     """Passes in which some lines, and the end of the program, are computed in float32.
 
-    `first` is a pass as it is written. `error_of` gives the error of gradients, inf if they are not
-    finite; up to `CLOSE` they are right. Lines are pairs of a file and a number.
+    `as_written` is a pass as it is written. `error_of` gives the error of gradients, inf if they
+    are not finite; up to `CLOSE` they are right.
     """
 
     def __init__(
         self,
         backward: TracedBackward,
-        first: Run,
-        error_of: Callable[[Mapping[str, Any]], float],
+        as_written: Run,
+        error_of: Callable[[Mapping[str, np.ndarray]], float],
         loss_scale: float,
     ) -> None:
-        self._backward, self._error_of, self._loss_scale = backward, error_of, loss_scale
-        self._first = first
-        self._keys = list(first.findings.visits)  # in the order of execution, in all passes
-        self._order = {key: i for i, key in enumerate(self._keys)}
-        self._lines = {
-            key: (line.file, line.number)
-            for key, (eqn, around) in first.findings.equations.items()
-            for line in lines(eqn, around)[:1]
-        }
+        self._backward = backward
+        self._as_written = as_written
+        self._error_of = error_of
+        self._loss_scale = loss_scale
+        findings = as_written.findings
+        self._keys: list[EquationKey] = list(findings.visits)  # in the order of execution
+        self._positions = {key: i for i, key in enumerate(self._keys)}
+        self._lines: dict[EquationKey, SourcePlace] = {}
+        for key, (eqn, around) in findings.equations.items():
+            for line in lines(eqn, around)[:1]:
+                self._lines[key] = SourcePlace(line.file, line.number)
 
-    def find_culprit(self, wide: Sequence[tuple[str, int]] = ()) -> Culprit | None:
+    def find_culprit(self, wide: Sequence[SourcePlace] = ()) -> Culprit | None:
         """Returns the one equation, if there is one, at which gradients go wrong."""
         error = self._error_of(self._run(wide).grads)
         errors = {0: 0.0, len(self._keys): error}  # with so many equations as written
@@ -97,95 +119,116 @@ class Trials:
             return errors[number] > middle_error
 
         wrong = _bisect(len(self._keys), is_wrong)
-        above, below = errors[wrong], errors[wrong - 1]
-        if above - below < _BLAME * min(2 * middle_error, above):
+        error_with = errors[wrong]
+        error_without = errors[wrong - 1]
+        if error_with - error_without < _BLAME * min(2 * middle_error, error_with):
             return None
-        return self._culprit(self._keys[wrong - 1], wide, above, _FLUSHED)
+        return self._describe_culprit(self._keys[wrong - 1], wide, error_with, _FLUSHED)
 
-    def find_flush(self, wide: Sequence[tuple[str, int]] = ()) -> Culprit | None:
+    def find_flush(self, wide: Sequence[SourcePlace] = ()) -> Culprit | None:
         """Returns the equation that makes the zeros, if any, of which inf or NaN comes later.
 
         They are not zero in float32: with all up to this equation as written, and all after it in
         float32, the outputs are not finite.
         """
-        bad = self._first.report().nonfinite_outputs
+        names = self._as_written.report().nonfinite_outputs
 
-        def is_bad(number: int) -> bool:
+        def is_nonfinite(number: int) -> bool:
             values = self._run(wide, number).values
-            return not are_finite({name: np.asarray(values[name].array) for name in bad})
+            return not are_finite({name: np.asarray(values[name].array) for name in names})
 
-        if is_bad(0):
+        if is_nonfinite(0):
             return None
-        key = self._keys[_bisect(len(self._keys), is_bad) - 1]
-        culprit = self._culprit(key, wide, math.inf, 0.0)
+        last = self._keys[_bisect(len(self._keys), is_nonfinite) - 1]
+        culprit = self._describe_culprit(last, wide, math.inf, 0.0)
         return culprit if culprit.kind == "underflow" else None
 
     def find_remedy(self, first: Place, most: int = _MOST_LINES) -> Remedy:
         """Returns at most so many lines, that of `first` among them, and how well they do."""
-        wide: list[tuple[str, int]] = []
-        following = first.file, first.line
-        error = math.inf
-        while following:
-            wide.append(following)
+        wide = [SourcePlace(first.file, first.line)]
+        while True:
             run = self._run(wide)
             error = self._error_of(run.grads)
-            is_over = error <= CLOSE or len(wide) == most
-            following = None if is_over else self._find_next(run, wide)
-        return Remedy(tuple(str(Line(*line, "")) for line in wide), error <= CLOSE, error)
+            if error <= CLOSE or len(wide) == most:
+                break
+            following = self._find_next(run, wide)
+            if following is None:
+                break
+            wide.append(following)
+        return Remedy(lines=tuple(map(str, wide)), works=error <= CLOSE, error=error)
 
-    def _find_next(self, run: Run, wide: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
+    def _find_next(self, run: Run, wide: Sequence[SourcePlace]) -> SourcePlace | None:
         """Returns the next line at fault with some lines in float32, if there is another one."""
         report = run.report()
         if report.nonfinite_outputs:
-            # The forward pass first: what goes wrong there explains the backward pass.
-            reaching = [place for place in report.nonfinite if place.reaches]
-            reaching.sort(key=lambda place: place.direction != "forward")
-            places = [(place.file, place.line) for place in reaching]
-            if set(places) <= set(wide):  # zeros come from a line between them
-                flush = self.find_flush(wide)
-                places = [(flush.place.file, flush.place.line)] if flush else []
+            places = self._find_nonfinite(report, wide)
         else:
-            culprit = self.find_culprit(wide)
-            places = [(culprit.place.file, culprit.place.line)] if culprit else []
-        return next((line for line in places if line[0] and line not in wide), None)
+            places = _place_culprit(self.find_culprit(wide))
+        for place in places:
+            if place.file and place not in wide:
+                return place
+        return None
+
+    def _find_nonfinite(
+        self, report: TraceReport, wide: Sequence[SourcePlace]
+    ) -> list[SourcePlace]:
+        """Returns the lines that make the outputs inf or NaN, the first to look at first."""
+        reaching = [place for place in report.nonfinite if place.reaches]
+        # The forward pass first: what goes wrong there explains the backward pass.
+        reaching.sort(key=lambda place: place.direction != "forward")
+        places = [SourcePlace(place.file, place.line) for place in reaching]
+        if set(places) <= set(wide):  # zeros come from a line between them
+            return _place_culprit(self.find_flush(wide))
+        return places
 
     def _run(
         self,
-        wide: Sequence[tuple[str, int]],
+        wide: Sequence[SourcePlace],
         start: float = math.inf,
         look: Callable[[Visit], None] | None = None,
     ) -> Run:
         """Returns a pass with some lines, and all equations from one on, in float32."""
 
         def is_wide(key: EquationKey) -> bool:
-            return self._order.get(key, -1) >= start or self._lines.get(key) in wide
+            return self._positions.get(key, -1) >= start or self._lines.get(key) in wide
 
         return self._backward.run(self._loss_scale, is_wide, look=look, is_brief=True)
 
-    def _culprit(
-        self, key: EquationKey, wide: Sequence[tuple[str, int]], error: float, flushed: float
+    def _describe_culprit(
+        self, key: EquationKey, wide: Sequence[SourcePlace], error: float, flushed: float
     ) -> Culprit:
         """Returns an equation as a culprit: it flushes if more than a share `flushed` becomes 0."""
-        found: list[tuple[_Loss, Visit]] = []  # of each iteration, if it is in a loop
+        visits: list[_MeasuredVisit] = []  # one for each iteration, if it is in a loop
 
         def look(visit: Visit) -> None:
             if key_of(visit.eqn, visit.around) == key:
-                found.append((_compare_with_float32(visit), visit))
+                visits.append(_MeasuredVisit(visit, _measure_loss(visit)))
 
         run = self._run(wide, look=look)
         # The first of those that do the worst.
-        loss, visit = max(found, key=lambda pair: (pair[0].is_infinite, pair[0].share))
+        visit, loss = max(visits, key=lambda pair: (pair.loss.is_infinite, pair.loss.share))
         kind = "rounding"
         if loss.is_infinite:
             kind = "overflow"
         elif loss.share > flushed:
             kind = "underflow"
-        place = run.findings.place(visit, share=loss.share)
-        operations = pattern.Operations(self._first.findings)
-        made_by = operations.find_origin(key) if kind != "overflow" else ""
-        if made_by != pattern.PRODUCT and not operations.is_read_by_logarithm(key):
-            made_by = ""
-        return Culprit(place, kind, loss.largest, error, made_by)
+        return Culprit(
+            place=run.findings.place(visit, share=loss.share),
+            kind=kind,
+            largest=loss.largest,
+            error=error,
+            made_by=self._find_maker(key, kind),
+        )
+
+    def _find_maker(self, key: EquationKey, kind: str) -> str:
+        """Returns what made the numbers of an equation, if that has a cure of its own, or `""`."""
+        if kind == "overflow":
+            return ""
+        operations = origins.Operations(self._as_written.findings)
+        origin = operations.find_origin(key)
+        if origin == origins.PRODUCT or operations.is_read_by_logarithm(key):
+            return origin
+        return ""
 
 
 class _Loss(NamedTuple):
@@ -196,23 +239,47 @@ class _Loss(NamedTuple):
     largest: float  # the largest magnitude in float32
 
 
-def _compare_with_float32(visit: Visit) -> _Loss:
-    outputs = [np.asarray(output) for output in visit.outputs]
+class _MeasuredVisit(NamedTuple):
+    """One run of an equation, and what it lost."""
+
+    visit: Visit
+    loss: _Loss
+
+
+def _measure_loss(visit: Visit) -> _Loss:
     inputs = [value.array for value in visit.inputs]
-    exact = [np.asarray(each) for each in compute(visit.eqn, inputs, True)]
-    numbers = [(a, b) for a, b in zip(outputs, exact, strict=True) if a.dtype.kind in "fV"]
-    nonzero = sum(np.count_nonzero(b) for _, b in numbers)
-    zeros = sum(np.count_nonzero((a == 0) & (b != 0)) for a, b in numbers)
+    exact_outputs = compute(visit.eqn, inputs, True)
+    is_infinite = False
+    num_nonzero = 0
+    num_flushed = 0
+    magnitudes = []
+    for output, exact in zip(visit.outputs, exact_outputs, strict=True):
+        numbers = np.asarray(output)
+        exact_numbers = np.asarray(exact)
+        if numbers.dtype.kind not in "fV":
+            continue
+        if not np.isfinite(numbers).all():
+            is_infinite = True
+        num_nonzero += np.count_nonzero(exact_numbers)
+        num_flushed += np.count_nonzero((numbers == 0) & (exact_numbers != 0))
+        magnitudes.append(float(np.abs(exact_numbers).max(initial=0)))
     return _Loss(
-        is_infinite=not all(np.isfinite(a).all() for a, _ in numbers),
-        share=zeros / max(nonzero, 1),
-        largest=max((float(np.abs(b).max(initial=0)) for _, b in numbers), default=0.0),
+        is_infinite=is_infinite,
+        share=num_flushed / max(num_nonzero, 1),
+        largest=max(magnitudes, default=0.0),
     )
+
+
+def _place_culprit(culprit: Culprit | None) -> list[SourcePlace]:
+    if culprit is None:
+        return []
+    return [SourcePlace(culprit.place.file, culprit.place.line)]
 
 
 def _bisect(number: int, is_bad: Callable[[int], bool]) -> int:
     """Returns a number that is bad while the one before is not; 0 is not, and the last is."""
-    good, bad = 0, number
+    good = 0
+    bad = number
     while bad - good > 1:
         middle = (good + bad) // 2
         if is_bad(middle):

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .._trees.leaf import dtype_of, is_array_like
-from .._trees.tree import combine, only_gradients
+from .._trees.tree import combine, leaf_name, list_gradients, only_gradients
 from ..diagnostics._formats import describe, is_array
 from ..diagnostics._trace.places import Constants, is_users_file
 
@@ -32,10 +33,13 @@ class TargetError(ValueError):
 
 
 class Target(NamedTuple):
-    name: str  # the target, as named on the command line
+    """A loss, and what it is examined on."""
+
+    name: str  # as named on the command line
     # Takes `params` and `batch`, and returns the loss, or a pair that begins with it.
-    loss_fn: Callable[[Any, Any], Any]
-    params: Any  # the floating and complex arrays, on the device, with `None` for other leaves
+    loss_fn: Callable[[optax.Params, Any], Any]
+    # The floating and complex arrays, on the device, with `None` for other leaves.
+    params: optax.Params
     batch: Any  # arrays on the device, and other leaves as they are
     has_aux: bool  # whether `loss_fn` returns a pair
     # The numbers of the source that were rounded when `loss_fn` was first traced.
@@ -43,52 +47,50 @@ class Target(NamedTuple):
 
 
 def load(name: str) -> Target:
-    """Returns what the function at `module:function` or `file.py:function` returned."""
+    """Calls the function at `module:function` or `file.py:function`, and checks what it returns."""
     place, colon, function_name = name.rpartition(":")
     if not (place and colon and function_name.isidentifier()):
         raise TargetError(
             f"The target must be module:function or path/to/file.py:function, got {name!r}."
         )
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as error:  # such as JAX_PLATFORMS=cuda without a GPU
-        wanted = getattr(jax.config, "jax_platforms", None) or "what JAX looks for"
-        raise TargetError(f"JAX has no device to run on: {wanted} is not there.") from error
+    _check_device()
     module = _import(place)
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise TargetError(_no_such_function(module, place, function_name))
+        raise TargetError(_say_no_function(module, place, function_name))
     try:
         inspect.signature(function).bind()
     except TypeError:
         raise TargetError(
             f"`{function_name}` in {place} must be callable without arguments. {_SHAPE}"
         ) from None
+    call = f"`{function_name}()`"
     try:
         returned = function()
     except Exception as error:
-        raise TargetError(f"`{function_name}()` failed: {error_line(error)}") from error
-    return _check_returned(name, f"`{function_name}()`", returned)
+        raise TargetError(f"{call} failed: {error_line(error)}") from error
+    return _check_returned(name, call, returned)
+
+
+def _check_device() -> None:
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # such as JAX_PLATFORMS=cuda without a GPU
+        wanted = getattr(jax.config, "jax_platforms", None) or "what JAX looks for"
+        raise TargetError(f"JAX has no device to run on: {wanted} is not there.") from error
 
 
 def _import(place: str) -> ModuleType:
     is_file = place.endswith(".py")
     if is_file and not os.path.isfile(place):
         raise TargetError(f"The file {place} does not exist.")
-    path = os.path.abspath(place)
-    # The folder of a file comes first, as when Python runs a script.
-    sys.path.insert(0, os.path.dirname(path) if is_file else os.getcwd())
     try:
-        if not is_file:
-            return importlib.import_module(place)
-        name = os.path.basename(place).removesuffix(".py")
-        spec: Any = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(name, module)  # for classes that look for their module
-        spec.loader.exec_module(module)
-        return module
+        if is_file:
+            return _import_file(place)
+        sys.path.insert(0, os.getcwd())
+        return importlib.import_module(place)
     except (Exception, SystemExit) as error:
-        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (place == missing or place.startswith(f"{missing}.")):
             raise TargetError(
                 f"There is no module {missing} in {os.getcwd()} or among the installed packages. "
@@ -97,7 +99,19 @@ def _import(place: str) -> ModuleType:
         raise TargetError(f"{place} does not import: {error_line(error)}") from error
 
 
-def _no_such_function(module: ModuleType, place: str, name: str) -> str:
+def _import_file(path: str) -> ModuleType:
+    path = os.path.abspath(path)
+    # The folder of a file comes first, as when Python runs a script.
+    sys.path.insert(0, os.path.dirname(path))
+    name = os.path.basename(path).removesuffix(".py")
+    spec: Any = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(name, module)  # for classes that look for their module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _say_no_function(module: ModuleType, place: str, name: str) -> str:
     if hasattr(module, name):
         return f"`{name}` in {place} is not a function, but {describe(getattr(module, name))}."
     functions = [
@@ -111,36 +125,33 @@ def _no_such_function(module: ModuleType, place: str, name: str) -> str:
 
 
 def _check_returned(name: str, call: str, returned: Any) -> Target:
-    if not (isinstance(returned, tuple) and len(returned) == 3):
-        what = f"{len(returned)} values" if isinstance(returned, tuple) else describe(returned)
-        raise TargetError(f"{call} returned {what}. {_SHAPE}")
+    """Returns what a function returned as a target, or raises an error that names the `call`."""
+    if not isinstance(returned, tuple):
+        raise TargetError(f"{call} returned {describe(returned)}. {_SHAPE}")
+    if len(returned) != 3:
+        raise TargetError(f"{call} returned {len(returned)} values. {_SHAPE}")
     loss_fn, params, batch = returned
     if not callable(loss_fn):
         raise TargetError(
             f"{call} returned {describe(loss_fn)} instead of a loss function. {_SHAPE}"
         )
-    if not jax.tree.leaves(only_gradients(params)):
-        others = sorted({describe(leaf) for leaf in jax.tree.leaves(params)})
-        raise TargetError(
-            f"{call} returned parameters without any floating array: "
-            f"{', '.join(others) or 'an empty tree'}."
-        )
+    _check_params(call, params)
     # On the device, as in a compiled step. NumPy would compute with NumPy arrays, and nothing could
     # be traced.
-    params, batch = jax.tree.map(
-        lambda leaf: jnp.asarray(leaf) if is_array(leaf) else leaf, (params, batch)
-    )
+    params = jax.tree.map(_put_on_device, params)
+    batch = jax.tree.map(_put_on_device, batch)
 
-    def of_gradients(trained: Any, batch: Any) -> Any:
-        # Modules hold functions and counters too, which have no derivative.
-        return loss_fn(combine(trained, params), batch)
+    trained, restore = _take_gradients(params)
 
-    trained, constants = only_gradients(params), Constants()
+    def loss_of_gradients(trained: optax.Params, batch: Any) -> Any:
+        # Modules hold functions and counters as well, which have no derivative.
+        return loss_fn(restore(trained), batch)
+
     has_aux = False
 
-    def loss_alone(trained: Any) -> Any:
+    def compute_loss(trained: optax.Params) -> Any:
         nonlocal has_aux
-        output = of_gradients(trained, batch)
+        output = loss_of_gradients(trained, batch)
         has_aux = isinstance(output, tuple) and len(output) == 2 and _is_loss(output[0])
         loss = output[0] if has_aux else output
         if not _is_loss(loss):
@@ -150,18 +161,66 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
             )
         return loss
 
-    for what, function in (
-        (f"The loss function of {call} failed", loss_alone),
-        (f"The loss function of {call} cannot be differentiated", jax.grad(loss_alone)),
-    ):
-        try:
-            with constants.notice():
-                jax.eval_shape(function, trained)
-        except TargetError:
-            raise
-        except Exception as error:
-            raise TargetError(f"{what}: {error_line(error)}") from error
-    return Target(name, of_gradients, trained, batch, has_aux, constants)
+    constants = Constants()
+    what = f"The loss function of {call}"
+    _trace(compute_loss, trained, constants, failure=f"{what} failed")
+
+    def list_derivatives(trained: optax.Params) -> list[Any]:
+        # A class may look at its children, and would refuse the shapes that stand for them here.
+        return jax.tree.leaves(jax.grad(compute_loss)(trained))
+
+    _trace(list_derivatives, trained, constants, failure=f"{what} cannot be differentiated")
+    return Target(name, loss_of_gradients, trained, batch, has_aux, constants)
+
+
+def _check_params(call: str, params: Any) -> None:
+    if not list_gradients(params):
+        others = sorted({describe(leaf) for leaf in jax.tree.leaves(params)})
+        raise TargetError(
+            f"{call} returned parameters without any floating array: "
+            f"{', '.join(others) or 'an empty tree'}."
+        )
+
+
+def _take_gradients(
+    params: optax.Params,
+) -> tuple[optax.Params, Callable[[optax.Params], optax.Params]]:
+    """Returns the leaves of parameters that have gradients, and what makes parameters of others.
+
+    They come in the tree of the parameters, with `None` for other leaves. If a class in it refuses
+    that, they come in a dict, by their names.
+    """
+    try:
+        return only_gradients(params), lambda trained: combine(trained, params)
+    except Exception:  # whatever the class raises
+        structure = jax.tree.structure(params)
+        pairs = jax.tree_util.tree_leaves_with_path(params)
+        leaves = [(leaf_name(path), leaf) for path, leaf in pairs]
+
+    def restore(trained: Any) -> optax.Params:
+        return structure.unflatten(trained.get(name, leaf) for name, leaf in leaves)
+
+    return {leaf_name(path): leaf for path, leaf in list_gradients(params)}, restore
+
+
+def _put_on_device(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if is_array(leaf) else leaf
+
+
+def _trace(
+    function: Callable[[optax.Params], Any],
+    params: optax.Params,
+    constants: Constants,
+    failure: str,
+) -> None:
+    """Traces a function and notes its constants, or raises an error that begins with `failure`."""
+    try:
+        with constants.notice():
+            jax.eval_shape(function, params)
+    except TargetError:
+        raise
+    except Exception as error:
+        raise TargetError(f"{failure}: {error_line(error)}") from error
 
 
 def _is_loss(value: Any) -> bool:
@@ -171,8 +230,10 @@ def _is_loss(value: Any) -> bool:
 
 def error_line(error: BaseException) -> str:
     """Returns an error in one line, with the innermost place in the user's own source."""
-    first = next(iter(str(error).strip().splitlines()), "")
-    what = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    what = type(error).__name__
+    message = str(error).strip()
+    if message:
+        what += f": {message.splitlines()[0]}"
     if isinstance(error, SyntaxError):  # its message names the place
         return what
     frames = [
@@ -180,4 +241,6 @@ def error_line(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if is_users_file(frame.filename) and "site-packages" not in frame.filename
     ]
-    return f"{what} ({frames[-1].filename}:{frames[-1].lineno})" if frames else what
+    if not frames:
+        return what
+    return f"{what} ({frames[-1].filename}:{frames[-1].lineno})"

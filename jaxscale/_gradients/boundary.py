@@ -29,7 +29,7 @@ from .._trees.tree import blank, cast, widen
 from .reduction import read, sizes
 from .scaled import Scaled, divide, multiply
 from .tail import Part, is_inexact, split
-from .verdict import agree, agree_on_sizes, axis_names
+from .verdict import agree, agree_on_sizes, axis_names, no_such_axis
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -66,6 +66,12 @@ _HALF_INPUT = (
     "dtype flushes to 0 as it is unscaled. Keep parameters in float32 and cast them inside of "
     "`fun`; or let `fun` include what made the input, such as the whole model or the loss."
 )
+
+_WAY_OUT = (
+    "Call what is at that line outside of the function that `scale_backward` wraps, such as on "
+    "what goes into it."
+)
+_naming_the_line = functools.partial(_jax.naming_the_line, "scale_backward(fun)", _WAY_OUT)
 
 
 class _Options(NamedTuple):
@@ -184,12 +190,14 @@ def _call(options: _Options, fun: Callable[..., Any], args: Any, kwargs: Any) ->
         for each, is_perturbed, name in zip(inputs, perturbed, input_names, strict=True):
             if is_perturbed and flushes(each.value.dtype):
                 raise TypeError(_HALF_INPUT.format(name, each.value.dtype))
-        return plan(perturbed).forward([each.value for each in inputs])
+        with _naming_the_line():
+            return plan(perturbed).forward([each.value for each in inputs])
 
     def backward(pull: Any, cotangents: Any) -> Any:
         for each, name in zip(cotangents, output_names, strict=True):
             check_cotangent(each, name)
-        return pull(cotangents, options)
+        with _naming_the_line():
+            return pull(cotangents, options)
 
     scaled.defvjp(forward, backward, symbolic_zeros=True)
     try:
@@ -320,12 +328,19 @@ class _Plan:
         axes = set(vary_somewhere.difference(frozenset.intersection(*inputs)))
         # Where the devices exchange numbers, none may go round again alone. What does not vary
         # is the same on all of them.
-        axes.update(
-            axis
-            for axis in (*self.axes, *axis_names(axis_name))
-            if axis in vary_somewhere or not _jax.is_told_apart(axis)
-        )
+        for axis in (*self.axes, *axis_names(axis_name)):
+            if axis in vary_somewhere or not _is_told_apart(axis):
+                axes.add(axis)
         return tuple(sorted(axes, key=repr)) or None
+
+
+def _is_told_apart(axis: Any) -> bool:
+    """Returns whether types say what differs along a named axis, which must be there."""
+    try:
+        return _jax.is_told_apart(axis)
+    except NameError as error:
+        given = f"`scale_backward(axis_name={axis!r})`"
+        raise no_such_axis(given, "largest cotangent") from error
 
 
 def _vjp(

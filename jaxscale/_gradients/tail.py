@@ -10,7 +10,7 @@ nothing but their program, such as `jit` and `jax.checkpoint`, and `shard_map` a
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -100,7 +100,8 @@ class Part:
         for step in self.steps:
             is_stopped = step.eqn.primitive.name == "stop_gradient"
             if not is_stopped and not found.isdisjoint(variables(step.invars)):
-                found.update(var for var in step.outvars if is_inexact(var.aval))
+                written = (*step.outvars, *_refs(step))
+                found.update(var for var in written if is_inexact(var.aval))
         return found
 
 
@@ -203,6 +204,8 @@ class _HalfFinder:
             if inner is not None:
                 of_call = [var in pulled for var in eqn.outvars]
                 back = self.search(inner, of_call, owner_of(eqn, owner))
+            elif not pulled.isdisjoint(_refs(eqn)):
+                back = [True] * len(eqn.invars)  # what it writes is read later
             elif pulled.isdisjoint(eqn.outvars) or not has_gradient(eqn):
                 continue
             elif _jax.is_stand_in(eqn):
@@ -243,14 +246,26 @@ class _Splitter:
         """Returns the steps of the head and of the tail.
 
         The head computes all that is in half precision, what that is computed from, and what is
-        `needed` besides.
+        `needed` besides. All that reads or writes one ref belongs to one part: the head runs before
+        the tail, and must not read what that writes.
         """
-        in_head = set(variables(needed))
+        of_head = set(variables(needed))
+        while True:
+            head, tail = self._divide(program, of_head)
+            refs = {ref for step in head for ref in _refs(step)}
+            if refs <= of_head:
+                return head, tail
+            of_head |= refs
+
+    def _divide(self, program: ClosedJaxpr, of_head: set[Any]) -> tuple[list[_Step], list[_Step]]:
+        """Returns the steps of the head and of the tail, given variables of the head."""
+        in_head = set(of_head)
         head: list[_Step] = []
         tail: list[_Step] = []
         for eqn in reversed(program.jaxpr.eqns):
             for step in reversed(self._steps(eqn, in_head)):
-                if step.holds_half or not in_head.isdisjoint(step.outvars):
+                made = (*step.outvars, *_refs(step))
+                if step.holds_half or not in_head.isdisjoint(made):
                     head.append(step)
                     in_head.update(variables(step.invars))
                 else:
@@ -330,10 +345,20 @@ def is_inexact(aval: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
+def _refs(eqn: JaxprEqn | _Step) -> Iterator[Any]:
+    """Yields the refs that an equation reads or writes: mutable arrays."""
+    return filter(_jax.is_ref, (*eqn.invars, *eqn.outvars))
+
+
 def _divided(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns the program of an equation that may be divided in two, such as a call."""
+    """Returns the program of an equation that may be divided in two, such as a call.
+
+    One that takes a ref belongs to one part as a whole.
+    """
     is_mapped = eqn.primitive.name == "shard_map"
     if not is_mapped and not _jax.is_divisible(eqn):
+        return None
+    if any(_refs(eqn)):
         return None
     try:
         return _jax.mapped(eqn).program if is_mapped else _jax.callee(eqn)

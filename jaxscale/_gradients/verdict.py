@@ -64,12 +64,21 @@ def _least(numbers: jax.Array, axis_name: Any) -> jax.Array:
     try:
         return jax.lax.pmin(numbers, axis_name)
     except NameError as error:
-        raise NameError(
-            f"`axis_name={axis_name!r}` of `loss_scaled` or `all_finite` names an axis of the "
-            "`shard_map` or `pmap` around this call, and there is none of that name. Under `jit` "
-            "alone leave it out: an array there is whole, on however many devices, and so is the "
-            "verdict."
+        raise no_such_axis(
+            f"`axis_name={axis_name!r}` of `loss_scaled` or `all_finite`", "verdict"
         ) from error
+
+
+def no_such_axis(given: str, what: str) -> NameError:
+    """Returns the error for an `axis_name` that was given where there is no such axis.
+
+    `what` is what the devices along it were to agree on.
+    """
+    return NameError(
+        f"{given} names an axis of the `shard_map` or `pmap` around this call, and there is none "
+        "of that name. Under `jit` alone leave it out: an array there is whole, on however many "
+        f"devices, and so is the {what}."
+    )
 
 
 def axis_names(axis_name: Any) -> tuple[Any, ...]:

@@ -9,7 +9,9 @@ version of JAX which breaks one is told from a fault of jaxscale.
 from .assembly import *
 from .dtypes import *
 from .equations import *
+from .failures import *
 from .gradients import *
 from .hijax import *
+from .once import *
 from .reach import *
 from .surroundings import *

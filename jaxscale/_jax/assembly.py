@@ -26,27 +26,27 @@ class Copy(NamedTuple):
     eqn: JaxprEqn
     inputs: tuple[int | None, ...]  # the numbers of what it reads, `None` for its literals
     types: tuple[Any, ...]  # of its outputs
+    like: JaxprEqn  # has the line and the scopes of the copy
 
 
 def copy_of(eqn: JaxprEqn, inputs: Sequence[int | None]) -> Copy:
     """Returns the copy of an equation of a traced program."""
-    return Copy(eqn, tuple(inputs), tuple(var.aval for var in eqn.outvars))
+    return Copy(eqn, tuple(inputs), tuple(var.aval for var in eqn.outvars), eqn)
 
 
 def copy_of_cast(value: int, aval: Any, dtype: Any, like: JaxprEqn) -> Copy:
     """Returns the cast of a value of a type, in the line and the scopes of another equation."""
-    eqn = _as_if_from(like, _cast_to(np.dtype(dtype)))
-    return Copy(eqn, (value,), (aval.update(dtype=np.dtype(dtype), weak_type=False),))
+    return Copy(_cast_to(np.dtype(dtype)), (value,), (_typed(aval, dtype),), like)
 
 
 def copy_of_stand_in(value: int, source: int, aval: Any, dtype: Any, like: JaxprEqn) -> Copy:
     """Returns a `stand_in` for a value of a type, in the line and scopes of another equation."""
-    eqn = _as_if_from(like, _stand_in_as(np.dtype(dtype)))
-    return Copy(eqn, (value, source), (aval.update(dtype=np.dtype(dtype), weak_type=False),))
+    return Copy(_stand_in_as(np.dtype(dtype)), (value, source), (_typed(aval, dtype),), like)
 
 
-def _as_if_from(like: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
-    return eqn.replace(source_info=like.source_info, ctx=like.ctx)
+@functools.lru_cache(maxsize=4096)
+def _typed(aval: Any, dtype: Any) -> Any:
+    return aval.update(dtype=np.dtype(dtype), weak_type=False)
 
 
 @functools.cache
@@ -82,10 +82,10 @@ def assemble(inputs: Sequence[Any], copies: Sequence[Copy], output: int) -> Clos
 def _key(copy: Copy) -> Any:
     """Returns what is equal for copies that are the same."""
     eqn = copy.eqn
-    info: Any = eqn.source_info
+    info: Any = copy.like.source_info
     literals = [_literal_key(atom) for atom in eqn.invars if isinstance(atom, Literal)]
-    place = info.traceback, info.name_stack, eqn.ctx
-    params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    place = info.traceback, info.name_stack, copy.like.ctx
+    params = tuple(eqn.params.items())  # in the order in which JAX made them, which is one
     return eqn.primitive, params, copy.inputs, copy.types, tuple(literals), place
 
 
@@ -102,7 +102,8 @@ def _copy_all(inputs: Sequence[Any], copies: Sequence[Copy], output: int) -> Jax
         pairs = zip(copy.inputs, copy.eqn.invars, strict=True)
         read = [atom if number is None else values[number] for number, atom in pairs]
         made = [Var(aval) for aval in copy.types]
-        eqns.append(copy.eqn.replace(invars=read, outvars=made))
+        place = {"source_info": copy.like.source_info, "ctx": copy.like.ctx}
+        eqns.append(copy.eqn.replace(invars=read, outvars=made, **place))
         values += made
     jaxpr = Jaxpr(
         constvars=(), invars=invars, outvars=[values[output]], eqns=eqns, debug_info=_names()

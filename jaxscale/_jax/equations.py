@@ -23,6 +23,7 @@ from jax.interpreters import ad, batching, mlir
 
 from . import hijax
 from .hijax import OBJECT, operation, takes_own_types
+from .once import bind_once, differentiated_once, is_differentiated
 
 if TYPE_CHECKING:  # JAX 0.12 has one class for both
     from jax.extend.core import Jaxpr as ClosedJaxpr
@@ -87,7 +88,10 @@ def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
 def _own_programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
     """Returns the programs among the parameters themselves."""
     for value in eqn.params.values():
-        yield from filter(_is_program, value if isinstance(value, tuple | list) else (value,))
+        if isinstance(value, _PROGRAMS):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from filter(_is_program, value)
 
 
 def with_programs(eqn: JaxprEqn, replaced: Sequence[Jaxpr | ClosedJaxpr]) -> dict[str, Any]:
@@ -105,6 +109,9 @@ def with_programs(eqn: JaxprEqn, replaced: Sequence[Jaxpr | ClosedJaxpr]) -> dic
 def bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """Returns the outputs of an equation for other arguments, and maybe other parameters."""
     params = hijax.fitted(eqn, args, eqn.params if params is None else params)
+    if is_differentiated(args) and not eqn.effects and not any(programs(eqn)):
+        outputs = bind_once(eqn.primitive, args, params)
+        return list(outputs) if eqn.primitive.multiple_results else [outputs]
     if eqn.primitive.name == OBJECT:
         # The rules of an object get what they are given, and ask numbers of literals for a shape.
         args = [x if hasattr(x, "shape") else _as_array(x) for x in args]
@@ -123,9 +130,10 @@ def _as_array(number: Any) -> Any:
 
 def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
     """Returns an array in another dtype. A program keeps this as one equation."""
-    return convert_element_type_p.bind(
-        array, new_dtype=np.dtype(dtype), weak_type=weak_type, sharding=None
-    )
+    params = {"new_dtype": np.dtype(dtype), "weak_type": weak_type, "sharding": None}
+    if is_differentiated((array,)):
+        return bind_once(convert_element_type_p, (array,), params)
+    return convert_element_type_p.bind(array, **params)
 
 
 def demands_precision(eqn: JaxprEqn) -> bool:
@@ -185,8 +193,11 @@ def _takes_zeros() -> bool:
     return True
 
 
+_PROGRAMS = (Jaxpr, ClosedJaxpr)  # asked of each parameter of each equation: a union takes longer
+
+
 def _is_program(value: Any) -> bool:
-    return isinstance(value, Jaxpr | ClosedJaxpr)
+    return isinstance(value, _PROGRAMS)
 
 
 def _check_programs(eqn: JaxprEqn, *known: Any) -> None:
@@ -290,21 +301,20 @@ def _spread(of_inputs: Sequence[bool], numbers: Sequence[int], size: int) -> tup
     return (*[False] * (size - len(of_arrays)), *of_arrays)
 
 
-def rematerialize(program: ClosedJaxpr, args: Sequence[Any], *, prevent_cse: bool) -> list[Any]:
-    """Returns the outputs of a program, which the backward pass computes again.
+def rematerialized(program: ClosedJaxpr, *, prevent_cse: bool) -> Callable[..., list[Any]]:
+    """Returns a function that runs a program, which the backward pass computes again.
 
     With `prevent_cse` a barrier keeps XLA from taking what the forward pass computed.
     """
     eqn, (jaxpr, consts) = _remat(prevent_cse), without_constants(program)
     if eqn.primitive.name == OBJECT and hijax.in_forward_rule.get():
-        return _recompute_transposed(program, args, prevent_cse)
-    return bind(eqn, [*consts, *args], with_rematted(eqn, jaxpr))
+        return _recomputed_transposed(program, prevent_cse)
+    params = with_rematted(eqn, jaxpr)
+    return differentiated_once(lambda *args: bind(eqn, [*consts, *args], params))
 
 
-def _recompute_transposed(
-    program: ClosedJaxpr, args: Sequence[Any], prevent_cse: bool
-) -> list[Any]:
-    """Returns the outputs of a program, which the transposed program computes again.
+def _recomputed_transposed(program: ClosedJaxpr, prevent_cse: bool) -> Callable[..., list[Any]]:
+    """Returns a function that runs a program, which the transposed program computes again.
 
     JAX's new `jax.checkpoint` cannot be transposed where it stands. A `custom_jvp` function can,
     and all that is kept for that are its arguments.
@@ -317,7 +327,7 @@ def _recompute_transposed(
 
     recomputed = jax.custom_jvp(run)
     recomputed.defjvp(functools.partial(jax.jvp, run))
-    return list(recomputed(*args))
+    return recomputed
 
 
 @hijax.remember_by_form

@@ -208,6 +208,33 @@ _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _STANDARD = os.path.join(os.path.dirname(os.__file__), "")
 
 
+def is_own(file: str) -> bool:
+    """Returns whether a file is one of this package."""
+    return file.startswith(_OWN)
+
+
+def is_of_jax(file: str) -> bool:
+    """Returns whether a file is one of JAX."""
+    return file.startswith(_FOLDER)
+
+
+def users_line(eqn: JaxprEqn) -> str:
+    """Returns the file, the line and the function that an equation is from, for messages.
+
+    It is the user's line, or where only libraries are known, the innermost one of these. Where
+    only JAX is known, it is `""`.
+    """
+    lines = []
+    for file, line, function in frames(eqn):
+        if is_own(file) or is_of_jax(file) or file.startswith("<frozen"):
+            continue
+        text = f"{file}:{line} (in `{function}`)"
+        if not file.startswith((_PACKAGES, _STANDARD)):
+            return text
+        lines.append(text)
+    return lines[0] if lines else ""
+
+
 def traceback_of(eqn: JaxprEqn) -> Any:
     """Returns the traceback of an equation. Those of the same calls are equal."""
     return eqn.source_info.traceback

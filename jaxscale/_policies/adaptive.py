@@ -241,7 +241,9 @@ class AdaptiveLossScale(CheckedLossScale):
         self, now: "_IntegerState", level: jax.Array, crest: jax.Array, is_repeated: jax.Array
     ) -> jax.Array:
         """Returns the exponent of the scale after an overflow: lower, but not below the minimum."""
-        fall = jnp.where(now.overflows == 0, 1, jnp.where(now.overflows == 1, 8, 16))
+        is_first = now.overflows == 0
+        is_second = now.overflows == 1
+        fall = jnp.where(is_first, 1, jnp.where(is_second, 8, 16))
         lowered = now.exponent - fall
         fitting = (_to_logarithm(level) - crest) // _BINADE
         lowered = jnp.where(is_repeated, jnp.minimum(lowered, fitting), lowered)

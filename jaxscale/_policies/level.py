@@ -128,8 +128,9 @@ def _find_threshold(levels: jax.Array, min_relative_deviation: float) -> jax.Arr
     ordered = _sort(levels[:-_TOO_NEW])
     middle = _find_middle(ordered)
     num_levels = ordered.shape[0]
-    third_quartile = ordered[num_levels * 3 // 4 - 1]
-    first_quartile = ordered[num_levels // 4]
+    quarter = num_levels // 4
+    third_quartile = ordered[3 * quarter - 1]
+    first_quartile = ordered[quarter]
     deviation = (third_quartile - first_quartile) / _QUARTILE_DISTANCE
     # Equal losses deviate by rounding, at least.
     deviation = jnp.maximum(deviation, min_relative_deviation * jnp.abs(middle))

@@ -281,7 +281,8 @@ def _resize_windows(children: dict[str, Any], values: dict[str, Any]) -> None:
         # The newest entries are at the end, and zeros before them.
         newest = window[..., -length:]
         num_zeros = length - newest.shape[-1]
-        padding = [(0, 0)] * (newest.ndim - 1) + [(num_zeros, 0)]
+        padding = [(0, 0)] * newest.ndim
+        padding[-1] = (num_zeros, 0)
         values[name] = np.pad(newest, padding)
         count = _find_number(values.get(count_name))
         values[count_name] = None

@@ -11,7 +11,7 @@ from .._policies.base import LossScale
 from .._state.find import check_alone, is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._state.scale import is_wrapped, unwrap
-from .._trees.grammar import and_more, with_article
+from .._trees.grammar import with_article
 from .._trees.leaf import is_array_like
 from .._trees.tree import leaf_name, varying_axes
 
@@ -91,65 +91,6 @@ def check_loss(value: Any) -> None:
             f"{start} a complex one, {value}. A loss is real: pass `value=loss.real`, or leave it "
             "out."
         )
-
-
-def check_grads(argument: str, grads: optax.Updates, params: optax.Params) -> None:
-    """Raises a `ValueError` if a gradient has another shape than its parameter.
-
-    Gradients by example, as differential privacy takes them, have axes of their own in front.
-    Trees of two structures are left to the optimizer: a few take gradients of a part.
-    """
-    leaves, structure = jax.tree.flatten(params, is_leaf=_is_none)
-    if jax.tree.structure(grads, is_leaf=_is_none) != structure:
-        return
-    with_paths = jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_none)
-    for (path, grad), param in zip(with_paths, leaves, strict=True):
-        if not (is_array_like(grad) and is_array_like(param)):
-            continue
-        shape = jnp.shape(grad)
-        expected = jnp.shape(param)
-        own_axes = shape[len(shape) - len(expected) :]
-        if len(shape) < len(expected) or own_axes != expected:
-            raise ValueError(
-                f"`{argument}`: the gradient at {leaf_name(path)} has the shape {shape}, and its "
-                f"parameter {expected}. Pass the gradients with respect to these parameters; "
-                "nothing is broadcast."
-            )
-
-
-def explain_structures(argument: str, grads: optax.Updates, params: optax.Params) -> str:
-    """Returns how the structure of gradients differs from that of the parameters, if it does.
-
-    Trees of two types, as `optax.lookahead` takes them, are meant to differ.
-    """
-    if type(grads) is not type(params):
-        return ""
-    if jax.tree.structure(grads, is_leaf=_is_none) == jax.tree.structure(params, is_leaf=_is_none):
-        return ""
-    grad_names = _leaf_names(grads)
-    param_names = _leaf_names(params)
-    only_grads = [name for name in grad_names if name not in param_names]
-    only_params = [name for name in param_names if name not in grad_names]
-    return (
-        f"`{argument}` must have the structure of the parameters. Only among the gradients: "
-        f"{_list_names(only_grads)}; only among the parameters: {_list_names(only_params)}. Pass "
-        "the gradients with respect to these parameters, with None or zeros for those that have "
-        "none."
-    )
-
-
-def _leaf_names(tree: Any) -> list[str]:
-    return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _list_names(names: list[str], most: int = 5) -> str:
-    if not names:
-        return "none"
-    return " ".join([", ".join(names[:most]), *and_more(names, most)])
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
 
 
 def check_outcome(updates: optax.Updates, params: optax.Params) -> None:

@@ -14,7 +14,6 @@ import optax
 
 from .._state.find import find_optimizer_state, find_scale, is_loss_scaled, is_scaling
 from .._state.optimizer import LossScaledState
-from .._trees.leaf import is_array_like
 from .._trees.tree import (
     apply_updates,
     combine,
@@ -24,14 +23,13 @@ from .._trees.tree import (
     tree_where,
     zero_overwrites,
 )
-from .checks import as_transformation, check_grads, check_outcome, explain_structures
+from .checks import as_transformation, check_outcome
+from .matching import StepTrees, TreeTypes, explaining_mismatch, types_of
 from .retry import BackwardResult
 from .wrapped_optimizer import (
     NO_ARGS,
-    TreeTypes,
     WrappedOptimizer,
     call_update,
-    types_of,
     wrapped_optimizer,
 )
 
@@ -148,53 +146,7 @@ def apply_users_gradients(
     extra_args: Mapping[str, Any],
 ) -> tuple[Any, Any]:
     """Does what `apply_step` does, and checks the gradients, which are an `argument` of a call."""
-    grads = result.grads.grads
-    check_grads(argument, grads, params)
-    try:
+    call = argument.partition("(")[0]
+    trees = StepTrees(argument, result.grads.grads, params, f"{call}(opt_state=...)", opt_state)
+    with explaining_mismatch(trees, optimizer):
         return apply_step(optimizer, opt_state, params, result, extra_args)
-    except (TypeError, ValueError) as error:
-        # Some optimizers do take gradients of another structure. So ask only if one has failed.
-        reason = explain_structures(argument, grads, params)
-        if not reason:
-            raise
-        raise ValueError(reason) from error
-
-
-def check_same_optimizer(
-    argument: str,
-    optimizer: Optimizer,
-    opt_state: Any,
-    params: Any,
-    way_out: str = "Pass the state that `init` of this optimizer returned for these parameters.",
-) -> None:
-    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
-    if not all(map(is_array_like, jax.tree.leaves(params))):
-        return  # for such parameters `init` saw only a part of them, and which is not known
-    try:
-        expected = optimizer.expected_types(params)
-    except Exception:  # an `init` that needs values cannot be asked here
-        return
-    state = opt_state
-    if is_loss_scaled(opt_state):
-        state = opt_state.inner_state
-    difference = _explain_difference(state, expected)
-    if difference:
-        raise ValueError(
-            f"`{argument}` is the state of another optimizer or of other parameters. "
-            f"`tx.init(params)` {difference}. {way_out}"
-        )
-
-
-def _explain_difference(state: Any, expected: TreeTypes) -> str:
-    """Returns what `init` makes and what a state has instead, empty if they are alike."""
-    types = types_of(state)
-    if types.structure != expected.structure:
-        return f"makes {expected.structure}, got {types.structure}"
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    triples = zip(leaves, types.leaves, expected.leaves, strict=True)
-    for (path, _), (shape, _), (expected_shape, _) in triples:
-        # A scalar may have been replaced by numbers of the user's own, such as learning rates.
-        if expected_shape and shape != expected_shape:
-            place = jax.tree_util.keystr(path)
-            return f"makes an array of shape {expected_shape} at {place}, got one of shape {shape}"
-    return ""

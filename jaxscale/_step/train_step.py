@@ -15,7 +15,8 @@ import optax
 
 from .._trees.leaf import is_array_like
 from .apply import select_if_applied, select_if_stepped
-from .optimizer import apply_step, as_optimizer, check_same_optimizer
+from .matching import check_same_optimizer
+from .optimizer import apply_step, as_optimizer
 from .plan import StepPlan
 from .retry import BackwardResult, is_traced
 from .wrapped_optimizer import wrapped_optimizer

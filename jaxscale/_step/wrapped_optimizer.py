@@ -59,7 +59,6 @@ from .._trees.tree import (
 )
 from .checks import (
     check_devices_agree,
-    check_grads,
     check_loss,
     check_not_nested,
     check_outcome,
@@ -67,6 +66,7 @@ from .checks import (
     check_state_kept,
 )
 from .counters import count_step, move_skip_rate, start_state
+from .matching import StepTrees, TreeTypes, explaining_mismatch, types_of
 from .report import report_skip
 from .retry import BackwardResult
 from .skip import no_updates, step_if
@@ -77,13 +77,6 @@ NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 # How Python and Optax say that a function needs an argument which it did not get. Neither has a
 # type of error for it: optimizers raise the `TypeError` of a call, or a `ValueError` of their own.
 _MISSING_ARGUMENT = re.compile(r"required keyword-only argument|must be provided")
-
-
-class TreeTypes(NamedTuple):
-    """What two trees have in common if one may take the place of the other."""
-
-    structure: Any
-    leaves: list[tuple[Any, Any]]  # shape and dtype of each, `None` for what has none
 
 
 class _InitTypes(NamedTuple):
@@ -176,12 +169,18 @@ class WrappedOptimizer:
     ) -> tuple[optax.Updates, LossScaledState]:
         order = "(grads, opt_state, params)"
         state = self.check_state("loss_scaled(...).update(state=...)", state, order)
-        if params is not None:
-            check_grads("loss_scaled(...).update(updates=...)", updates, params)
         if value is None:
             value = extra_args.get("loss")
         result = BackwardResult(loss=value, state=None, aux=None, grads=Scaled(updates))
-        return self.apply(result, state, params, extra_args, adds=False)
+        trees = StepTrees(
+            "loss_scaled(...).update(updates=...)",
+            updates,
+            params,
+            "loss_scaled(...).update(state=...)",
+            state,
+        )
+        with explaining_mismatch(trees, self):
+            return self.apply(result, state, params, extra_args, adds=False)
 
     @property
     def can_back_off(self) -> bool:
@@ -532,13 +531,6 @@ def _with_loss(
     if "loss" in parameters or ("loss" in extra_args and takes_any):
         arguments["loss"] = value
     return arguments
-
-
-def types_of(tree: Any) -> TreeTypes:
-    """Returns the structure of a tree, and the shape and the dtype of each leaf."""
-    leaves, structure = jax.tree.flatten(tree)
-    types = [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves]
-    return TreeTypes(structure, types)
 
 
 def wrapped_optimizer(tx: Any) -> WrappedOptimizer | None:

@@ -3,6 +3,7 @@
 import functools
 import types
 
+import equinox as eqx
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -169,6 +170,11 @@ def on_host(x):
     return jax.pure_callback(lambda x: np.asarray(x) @ np.asarray(W[0]), jax.typeof(x), x)
 
 
+def on_host_twice(x):
+    made = jax.pure_callback(lambda x: np.float32(x), jax.typeof(x), x > 0)
+    return jax.pure_callback(lambda x, made: np.asarray(x), jax.typeof(x), x, made)
+
+
 OPAQUE = {
     "call_exported": exported.call,
     "pure_callback": on_host,
@@ -185,6 +191,8 @@ TRANSPARENT = {
     "data from the host": lambda x: (
         x + jax.pure_callback(lambda x: np.float32(x), jax.typeof(x), x > 0)
     ),
+    # Two callbacks, the second of which runs after the first as it gets what that returned.
+    "an error of Equinox": lambda x: eqx.error_if(x, x[0, 0] == 5, "five"),
 }
 
 
@@ -198,6 +206,26 @@ def test_what_cannot_be_looked_into_is_named(name, capsys):
     if name in OPAQUE:
         loss = lambda w: w * jax.lax.stop_gradient(fun(X))  # noqa: E731
         assert name in diagnostics.trace(loss, SCALING)(jnp.float32(2)).not_entered
+
+
+def test_a_callback_that_gets_more_than_another_returned_is_named():
+    fun = lambda x: jnp.sum(on_host_twice(x) @ W[1])  # noqa: E731
+    with pytest.warns(UserWarning, match="`pure_callback` run as they are written"):
+        jaxscale.autocast(fun)(X)
+
+
+def test_what_must_fuse_runs_as_it_is_written_and_is_named():
+    fused = pytest.importorskip("jax.experimental.fused", reason="this JAX cannot fuse by hand")
+    part = fused.fused(out_spaces=(jax.memory.Space.Device,))  # which runs on a GPU alone
+
+    def loss(x):
+        (y,) = part(lambda x, w: [jnp.tanh(x @ w)])(x, W[0])
+        return jnp.sum(y @ W[1])
+
+    grad = jax.grad(jaxscale.scale_backward(jaxscale.autocast(loss)))
+    with pytest.warns(UserWarning, match="`fused_call` run as they are written"):
+        program = jax.make_jaxpr(grad)(X)
+    assert "fused_call" in str(program)
 
 
 def gaussian_process(x):  # whose kernel has no product, and whose linear algebra none to cast

@@ -652,3 +652,12 @@ def test_devices_agree_by_themselves(form, scale):
     """Otherwise one would wait for the other for ever, or sum what was scaled differently."""
     axis_name = "d" if form == "by_pmap local" else None
     assert hosts.compared(form, hosts.mesh_of(form), scale, axis_name=axis_name)[0] < ACCURACY
+
+
+def test_a_healthy_run_under_jaxs_check_for_inf_is_the_same():
+    grad = jax.grad(scale_backward(jaxscale.autocast(loss_of(net32))))
+    expected = jax.jit(grad)(PARAMS)
+    with jax.debug_infs(True):
+        jax.make_jaxpr(grad)(PARAMS)
+        got = jax.jit(grad)(PARAMS)
+    assert_same_bits(*map(jax.tree.leaves, (got, expected)))

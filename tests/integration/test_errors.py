@@ -1,6 +1,7 @@
 """Bad input: an error names the call, the argument, the value and the way out."""
 
 import functools
+import re
 from typing import Any
 
 import equinox as eqx
@@ -12,6 +13,7 @@ import optax.contrib
 import pytest
 from flax import nnx
 from flax.training import train_state
+from forged import forged
 from tables import POLICIES, cases
 
 import jaxscale
@@ -67,6 +69,14 @@ def nnx_pair(tx=TX, size=2):
     model = nnx.Linear(2, size, rngs=nnx.Rngs(0))
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
+
+def half_loss(w):
+    return jnp.sum(w.astype(jnp.float16).astype(jnp.float32))
+
+
+BARE = optax.adam(0.1)
+MOMENTS = jaxscale.loss_scaled(BARE)
+PAIRED = jaxscale.multi_steps(MOMENTS, 2)
 
 CASES = {
     "growth is 1": (lambda: DYNAMIC(growth_factor=1), ValueError, r"growth_factor=.*above 1.*1\.0.*2\.0"),
@@ -267,6 +277,20 @@ CASES = {
     "on_skip is no function": (lambda: jaxscale.loss_scaled(SGD, on_skip=True), TypeError, r"`loss_scaled\(on_skip=\.\.\.\)` must be a function.*got True.*`on_skip=print`"),
     "on_skip where nothing is skipped": (lambda: jaxscale.loss_scaled(SGD, None, skip_nonfinite=False, on_skip=print), ValueError, r"skip_nonfinite=False\)` with `on_skip`"),
     "nnx: retries without a scale": (lambda: NNX(never_traced, retries=2)(*nnx_pair(SGD), W), ValueError, r"nnx\.train_step\(retries=2\).*loss scale.*loss_scaled\(tx\)"),
+    "update: other keys": (lambda: MOMENTS.update({"w": W, "c": W}, MOMENTS.init(PAIR), PAIR), ValueError, r"`loss_scaled\(\.\.\.\)\.update\(updates=\.\.\.\)` must have the structure.*gradients: c; .*parameters: b\. Pass"),
+    "update: a part": (lambda: MOMENTS.update({"w": W}, MOMENTS.init(PAIR), PAIR), ValueError, r"update\(updates=.*gradients: none; .*parameters: b\. .*None or zeros"),
+    "update: another shape": (lambda: MOMENTS.update({"w": jnp.ones(3), "b": W}, MOMENTS.init(PAIR), PAIR), ValueError, r"update\(updates=\.\.\.\)`: the gradient at w has the shape \(3,\), and its parameter \(2,\)\. Pass"),
+    "update: other keys in a window": (lambda: PAIRED.update({"w": W, "c": W}, PAIRED.init(PAIR), PAIR), ValueError, r"update\(updates=.*gradients: c; .*parameters: b\."),
+    "update: a list for a tuple": (lambda: MOMENTS.update([W, W], MOMENTS.init((W, W)), (W, W)), ValueError, r"update\(updates=.*structure of the parameters, a tuple, got a list\. Pass"),
+    "update: a list in place of a tuple further in": (lambda: MOMENTS.update({"w": [W]}, MOMENTS.init({"w": (W,)}), {"w": (W,)}), ValueError, r"update\(updates=.*That of the gradients is .*, and that of the parameters .*Pass"),
+    "update: other keys, without parameters": (lambda: MOMENTS.update({"w": W, "c": W}, MOMENTS.init(PAIR)), ValueError, r"update\(state=\.\.\.\)` is the state .*of other parameters.*'c'.*got.*'b'.*Pass the gradients with respect to the parameters that `init` was given"),
+    "update: another shape, without parameters": (lambda: MOMENTS.update(jnp.ones(3), MOMENTS.init(W)), ValueError, r"update\(state=\.\.\.\)`.*an array of shape \(3,\) at .*, got one of shape \(2,\)\. Pass the gradients"),
+    "update: the state of other parameters": (lambda: MOMENTS.update(PAIR, MOMENTS.init({"w": W}), PAIR), ValueError, r"update\(state=\.\.\.\)` is the state of another optimizer or of other parameters.*'b'.*Pass the state that `init`"),
+    "the state of other parameters": (lambda: jaxscale.apply_gradients(MOMENTS, PAIR, MOMENTS.init({"w": W}), PAIR), ValueError, r"`apply_gradients\(opt_state=\.\.\.\)` is the state of another optimizer or of other parameters"),
+    "the state of other shapes, bare": (lambda: jaxscale.apply_gradients(BARE, jnp.ones(3), BARE.init(W), jnp.ones(3)), ValueError, r"`apply_gradients\(opt_state=\.\.\.\)`.*shape \(3,\) at .*mu, got one of shape \(2,\)"),
+    "no gradients": (lambda: jaxscale.apply_gradients(MOMENTS, None, MOMENTS.init(W), W), ValueError, r"`apply_gradients\(grads=\.\.\.\)` must have the structure of the parameters, an array, got a NoneType"),
+    "scale_backward: an axis under jit": (lambda: jax.jit(jax.grad(jaxscale.scale_backward(half_loss, axis_name="d")))(W), NameError, r"`scale_backward\(axis_name='d'\)`.*`shard_map` or `pmap`.*none of that name\. Under `jit` alone leave it out"),
+    "scale_backward: an axis under jit, no retries": (lambda: jax.jit(jax.grad(jaxscale.scale_backward(half_loss, 8.0, retries=0, axis_name=("d",))))(W), NameError, r"`scale_backward\(axis_name='d'\)`.*leave it out"),
 }  # fmt: skip
 
 
@@ -347,3 +371,51 @@ def test_gradients_that_an_optimizer_takes_otherwise_are_left_to_it():
 def test_a_version_as_a_file_of_arrays_holds_it_is_read():
     saved = jaxscale.to_state_dict(OPT_STATE) | {"version": np.array(1)}
     assert jaxscale.from_state_dict(OPT_STATE, saved).total_steps == 0
+
+
+PROGRAM = jax.make_jaxpr(lambda x: jnp.tanh(x @ x))(jnp.ones((2, 2)))
+BOTH = {
+    "autocast": (jaxscale.autocast, "`jaxscale\\.full_precision`"),
+    "scale_backward": (jaxscale.scale_backward, "outside of the function"),
+}
+# Operations in forms that JAX has not given them yet.
+STRANGE = {
+    "autocast: a product without dimensions": ("dot_general", {}, "KeyError: 'dimension_numbers'"),
+    "autocast: a product of no dimensions": ("dot_general", {"dimension_numbers": None}, "TypeError: .*"),
+    "autocast: a sum of one array": ("add", {}, "ValueError: .*"),
+    "scale_backward: a product without dimensions": ("dot_general", {}, "KeyError: 'dimension_numbers'"),
+    "scale_backward: a call that is placed nowhere": ("jit", {"jaxpr": PROGRAM, "in_shardings": None}, "TypeError: .*"),
+    "scale_backward: a checkpoint without options": ("remat2", {"jaxpr": PROGRAM.jaxpr}, "UnknownFormError: remat2"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`autocast`:UserWarning")
+@cases("case", STRANGE)
+def test_an_operation_that_cannot_be_transformed_is_named_with_its_line(case):
+    name, params, reason = STRANGE[case]
+    transform = case.partition(":")[0]
+    wrap, way_out = BOTH[transform]
+    strange = forged(name, params, jnp.tanh)
+    loss = wrap(lambda w: jnp.sum(jax.jit(lambda w: strange(w @ w))(w)))
+    with pytest.raises(TypeError) as raised:
+        jax.make_jaxpr(lambda w: jax.vjp(loss, w)[0])(jnp.ones((2, 2)))
+    line = f"{strange.__code__.co_filename}:{strange.__code__.co_firstlineno} (in `<lambda>`)"
+    expected = (
+        rf"`{transform}\(fun\)` cannot transform the operation `{name}` at {re.escape(line)}, .*"
+        rf"\({reason}\)\. .*{way_out}.*JAX {jax.__version__}\."
+    )
+    assert re.fullmatch(expected, str(raised.value)), str(raised.value)
+
+
+@cases("transform", BOTH)
+@pytest.mark.parametrize("error", [KeyError("key"), IndexError(), ValueError("no"), TypeError()])
+def test_an_error_of_a_rule_of_the_user_is_left_alone(error, transform):
+    def fail(*_):
+        raise error
+
+    product = jax.custom_jvp(lambda w: w @ w)
+    product.defjvp(fail)
+    loss = BOTH[transform][0](lambda w: jnp.sum(jax.jit(product)(w.astype(jnp.float16))) * 1.0)
+    with pytest.raises(type(error)) as raised:
+        jax.grad(lambda w: loss(w).astype(jnp.float32))(jnp.ones((2, 2)))
+    assert raised.value is error

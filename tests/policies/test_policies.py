@@ -37,12 +37,14 @@ def scanned(policy, state, sizes):
     return jax.lax.scan(body, state, sizes)[1]
 
 
-def followed(policy, start, steps):
+def follow(policy, start, steps):
     """The states after each step from a first one, which are those of the reference."""
-    leaves = [jnp.asarray(x, leaf.dtype) for x, leaf in zip(start, policy.init(), strict=True)]
-    states = scanned(policy, type(policy.init())(*leaves), np.float32(steps))
-    expected = trajectory(policy, start, [(x < BAD, x if x >= 0 else None) for x in steps])
-    assert list(zip(*(leaf.tolist() for leaf in states), strict=True)) == expected
+    first = policy.init()
+    leaves = [jnp.asarray(x, leaf.dtype) for x, leaf in zip(start, first, strict=True)]
+    states = scanned(policy, type(first)(*leaves), np.float32(steps))
+    verdicts = [(size < BAD, size if size >= 0 else None) for size in steps]
+    rows = [leaf.tolist() for leaf in states]
+    assert list(zip(*rows, strict=True)) == trajectory(policy, start, verdicts)
     return states
 
 
@@ -88,9 +90,10 @@ def dynamic_policies(draw):
     st.lists(st.sampled_from([BAD, NO_GRADIENTS]), min_size=24, max_size=24),
 )
 def test_it_follows_the_reference_from_its_first_state_and_any_restored_one(policy, start, steps):
-    first = policy.init_scale, -getattr(policy, "growth_delay", 0), policy.hysteresis
+    growth_delay = getattr(policy, "growth_delay", 0)
+    first = (policy.init_scale, -growth_delay, policy.hysteresis)
     assert tuple(leaf.item() for leaf in policy.init()) == first
-    followed(policy, start or first, steps)
+    follow(policy, start or first, steps)
 
 
 def test_moves_at_the_bounds_are_those_of_the_reference():
@@ -99,7 +102,7 @@ def test_moves_at_the_bounds_are_those_of_the_reference():
     for clip, clamp in itertools.product([True, False], ["never", "moves", "steps"]):
         policies.append(presets.PresetLossScale(**numbers, clip_growth=clip, clamp=clamp))
     for policy, scale, step in itertools.product(policies, [1.0, 8.0, 64.0], [1.0, BAD]):
-        followed(policy, (scale, 0, 1), [step])
+        follow(policy, (scale, 0, 1), [step])
 
 
 @pytest.mark.parametrize("step", [1.0, BAD])
@@ -114,18 +117,27 @@ def test_no_scale_is_zero_inf_or_nan(step):
 
 def test_an_unusable_restored_scale_heals():
     policy = jaxscale.DynamicLossScale(growth_interval=1)
-    for scale, finite in itertools.product([0.0, -1.0, np.inf, np.nan], [True, False]):
-        healed = policy.adjust(replaced(policy.init(), loss_scale=scale), finite).loss_scale
-        assert healed == policy.init_scale * (policy.growth_factor if finite else 0.5)
+    for scale in (0.0, -1.0, np.inf, np.nan):
+        state = replaced(policy.init(), loss_scale=scale)
+        after_finite = policy.adjust(state, True)
+        after_overflow = policy.adjust(state, False)
+        assert after_finite.loss_scale == policy.init_scale * policy.growth_factor, scale
+        assert after_overflow.loss_scale == policy.init_scale / 2, scale
 
 
 def test_a_tracker_restored_beyond_the_interval_grows_at_once():
-    policy, most = jaxscale.DynamicLossScale(growth_interval=5), jnp.iinfo(jnp.int32)
-    for tracker in (10, most.max):  # where it does not wrap
-        counters = jnp.array(tracker), jnp.array(most.min)
-        state = jaxscale.LossScaleState(jnp.array(8.0, jnp.float32), *counters)
-        assert policy.adjust(state, True)[:2] == (16, 0)
-        assert policy.adjust(state, False)[0::2] == (4, 0)
+    policy = jaxscale.DynamicLossScale(growth_interval=5)
+    info = jnp.iinfo(jnp.int32)
+    for tracker in (10, info.max):  # where it does not wrap
+        state = jaxscale.LossScaleState(
+            loss_scale=jnp.float32(8),
+            growth_tracker=jnp.array(tracker),
+            hysteresis_tracker=jnp.array(info.min),
+        )
+        grown = policy.adjust(state, True)
+        assert (grown.loss_scale, grown.growth_tracker) == (16, 0), tracker
+        lowered = policy.adjust(state, False)
+        assert (lowered.loss_scale, lowered.hysteresis_tracker) == (4, 0), tracker
 
 
 # The rule that follows the largest gradient.
@@ -133,13 +145,19 @@ def test_a_tracker_restored_beyond_the_interval_grows_at_once():
 
 @st.composite
 def adaptive_policies(draw):
-    levels = sorted(draw(st.integers(-14 * 4, 63)) / 4 for _ in range(3))
-    scales = sorted(2.0 ** draw(st.integers(-20, 60)) for _ in range(3))
+    min_level, level, max_level = sorted(draw(st.integers(-14 * 4, 63)) / 4 for _ in range(3))
+    min_scale, init_scale, max_scale = sorted(draw(powers(-20, 60)) for _ in range(3))
     counts = st.integers(1, 9) | st.integers(1, 2**31 - 1)
     return jaxscale.AdaptiveLossScale(
-        **dict(zip(("min_level", "level", "max_level"), levels, strict=True)),
-        **dict(zip(("min_scale", "init_scale", "max_scale"), scales, strict=True)),
-        **{name: draw(counts) for name in ("memory", "period", "search_period")},
+        min_level=min_level,
+        level=level,
+        max_level=max_level,
+        min_scale=min_scale,
+        init_scale=init_scale,
+        max_scale=max_scale,
+        memory=draw(counts),
+        period=draw(counts),
+        search_period=draw(counts),
     )
 
 
@@ -157,7 +175,7 @@ FEW = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples 
 @FEW
 @hypothesis.given(adaptive_policies(), SIZES)
 def test_the_adaptive_rule_follows_the_reference(policy, sizes):
-    states = followed(policy, tuple(leaf.item() for leaf in policy.init()), sizes)
+    states = follow(policy, tuple(leaf.item() for leaf in policy.init()), sizes)
     assert set(np.frexp(states.loss_scale)[0].tolist()) == {0.5}  # powers of two
     assert policy.min_scale <= states.loss_scale.min()
     assert states.loss_scale.max() <= policy.max_scale
@@ -185,38 +203,57 @@ UNITS = st.integers(-128 * 2**16, 128 * 2**16) | st.just(-256 * 2**16)
 def test_the_adaptive_rule_follows_the_reference_from_any_state(
     exponent, peak, level, crest, finite_steps, held_steps, overflows, sizes
 ):
-    held_steps = finite_steps if held_steps is None else held_steps
-    floats = 2.0**exponent, peak / 2**16, level / 2**20, crest / 2**16
+    if held_steps is None:
+        held_steps = finite_steps
+    floats = (2.0**exponent, peak / 2**16, level / 2**20, crest / 2**16)
     floats = [float(np.float32(x)) for x in floats]
-    followed(ADAPTIVE, (*floats, finite_steps, held_steps, overflows), sizes)
+    follow(ADAPTIVE, (*floats, finite_steps, held_steps, overflows), sizes)
 
 
 adjust = jax.jit(ADAPTIVE.adjust)
 
 
-def test_a_tree_without_gradients_is_no_gradients_and_no_size_leaves_every_bit():
-    state, update = ADAPTIVE.init(), jax.jit(ADAPTIVE.update)
-    for grads in (None, {}, {"n": jnp.arange(3)}, [None]):
-        assert_same_bits(update(state, grads)[0], adjust(state, True))
-    for start in (state, adjust(adjust(state, True, jnp.float32(1)), False)):
-        for size in (0.0, 2.0**-140, -0.0, -jnp.nan):  # `adjust` believes that they were finite
-            assert_same_bits(adjust(start, True, jnp.float32(size)), start)
+@pytest.mark.parametrize("grads", [None, {}, {"n": np.arange(3)}, [None]])
+def test_a_tree_without_gradients_is_no_gradients(grads):
+    after, _ = ADAPTIVE.update(ADAPTIVE.init(), grads)
+    assert_same_bits(after, adjust(ADAPTIVE.init(), True))
 
 
-def test_a_restored_adaptive_state_heals_or_starts_anew_or_from_the_power_of_two_below():
+@cases("size", [0.0, 2.0**-140, -0.0, -math.nan])
+def test_no_size_leaves_every_bit(size):
+    # `adjust` believes that the gradients were finite.
     first = ADAPTIVE.init()
-    fields = jaxscale.AdaptiveState._fields[:4]
-    for name, bad, finite in itertools.product(fields, (0.0, -1.0, np.inf, np.nan, 3e38), (1, 0)):
-        ruined = replaced(first, **{name: bad})
+    later = adjust(adjust(first, True, jnp.float32(1)), False)
+    for state in (first, later):
+        assert_same_bits(adjust(state, True, jnp.float32(size)), state)
+
+
+def assert_adaptive_is_sound(state):
+    assert ADAPTIVE.min_scale <= state.loss_scale <= ADAPTIVE.max_scale
+    assert math.frexp(state.loss_scale)[0] == 0.5
+    assert ADAPTIVE.min_level <= state.level <= ADAPTIVE.max_level
+    assert -256 <= state.peak <= 128
+    assert -256 <= state.crest <= 128
+
+
+@cases("name", jaxscale.AdaptiveState._fields[:4])
+@cases("finite", [True, False])
+def test_a_restored_adaptive_state_heals(name, finite):
+    for bad in (0.0, -1.0, np.inf, np.nan, 3e38):
+        state = replaced(ADAPTIVE.init(), **{name: bad})
         for _ in range(3):
-            ruined = adjust(ruined, bool(finite), jnp.float32(1))
-            assert ADAPTIVE.min_scale <= ruined.loss_scale <= ADAPTIVE.max_scale
-            assert math.frexp(ruined.loss_scale)[0] == 0.5
-            assert ADAPTIVE.min_level <= ruined.level <= ADAPTIVE.max_level
-            assert -256 <= min(ruined.peak, ruined.crest) <= max(ruined.peak, ruined.crest) <= 128
-    for bad in (np.inf, -np.inf, np.nan):
-        assert_same_bits(adjust(replaced(first, level=bad), True), adjust(first, True))
-    state = replaced(first, loss_scale=65504)
+            state = adjust(state, finite, jnp.float32(1))
+            assert_adaptive_is_sound(state)
+
+
+@cases("level", [math.inf, -math.inf, math.nan])
+def test_a_ruined_level_starts_anew(level):
+    first = ADAPTIVE.init()
+    assert_same_bits(adjust(replaced(first, level=level), True), adjust(first, True))
+
+
+def test_a_restored_scale_moves_from_the_power_of_two_below():
+    state = replaced(ADAPTIVE.init(), loss_scale=65504)
     assert adjust(state, False).loss_scale == 2.0**14
     assert adjust(state, True, jnp.float32(0)).loss_scale == 2.0**15
 
@@ -262,24 +299,50 @@ ALL = POLICIES | {
 policies = cases("policy", ALL, fast=["noop", "dynamic", "adaptive"])
 
 
+def always_applies(policy):
+    return isinstance(policy, jaxscale.NoOpLossScale | jaxscale.FixedLossScale)
+
+
+GRADS = {
+    "finite": {"w": jnp.ones(2)},
+    "a NaN": {"w": jnp.array([1.0, jnp.nan])},
+}
+
+
 @policies
-def test_policies_keep_avals_and_follow_the_verdict(policy):
+@cases("grads", GRADS)
+def test_policies_keep_avals_and_follow_the_verdict(policy, grads):
     policy = ALL[policy]
+    grads = GRADS[grads]
     state = policy.init()
-    always = isinstance(policy, jaxscale.NoOpLossScale | jaxscale.FixedLossScale)
-    for grads in ({"w": jnp.ones(2)}, {"w": jnp.array([1.0, jnp.nan])}):
-        for update in (policy.update, jax.jit(policy.update)):
-            new_state, should_apply = update(state, grads)
-            verdict = jaxscale.all_finite(grads)
-            assert avals(new_state) == avals(state)
-            assert avals(should_apply) == avals(verdict)
-            assert should_apply == (verdict | always)
-            size = jnp.max(jnp.abs(grads["w"]))  # which those that do not need it ignore
-            assert_same_bits(new_state, policy.adjust(state, verdict, size))
+    verdict = jaxscale.all_finite(grads)
+    size = jnp.max(jnp.abs(grads["w"]))  # which those that do not need it ignore
+    expected = policy.adjust(state, verdict, size)
+    for update in (policy.update, jax.jit(policy.update)):
+        next_state, should_apply = update(state, grads)
+        assert avals(next_state) == avals(state)
+        assert avals(should_apply) == avals(verdict)
+        assert should_apply == (verdict | always_applies(policy))
+        assert_same_bits(next_state, expected)
+
+
+@policies
+def test_a_state_can_be_donated(policy):
     # No buffer is in a state twice, which could not be donated.
-    assert avals(jax.jit(policy.update, donate_argnums=0)(policy.init(), grads)[0]) == avals(state)
-    python = state._replace(loss_scale=state.loss_scale.item())  # strongly typed again
-    assert always or avals(policy.adjust(python, True, jnp.float32(1))) == avals(state)
+    policy = ALL[policy]
+    donating = jax.jit(policy.update, donate_argnums=0)
+    next_state, _ = donating(policy.init(), GRADS["a NaN"])
+    assert avals(next_state) == avals(policy.init())
+
+
+@policies
+def test_a_scale_of_python_is_strongly_typed_again(policy):
+    policy = ALL[policy]
+    if always_applies(policy):
+        return  # whose state stays as it is
+    state = policy.init()
+    python = state._replace(loss_scale=state.loss_scale.item())
+    assert avals(policy.adjust(python, True, jnp.float32(1))) == avals(state)
 
 
 @policies
@@ -293,28 +356,42 @@ def test_devices_agree_on_the_next_state(policy):
         assert_same_bits(after, jax.tree.map(lambda x: jnp.stack([x, x]), alone))
 
 
-def test_no_gradients_and_every_kind_of_scalar_bool_are_taken():
+def test_no_gradients_are_finite():
     policy = jaxscale.DynamicLossScale(growth_interval=1)
     state, should_apply = policy.update(policy.init(), [None, {}])
     assert (state.loss_scale, should_apply) == (2.0**16, True)
+
+
+def test_every_kind_of_scalar_bool_is_taken():
+    policy = jaxscale.DynamicLossScale(growth_interval=1)
     for verdict in (True, np.bool_(True), np.array(True)):
-        assert policy.adjust(policy.init(), verdict).loss_scale == 2.0**16
+        assert policy.adjust(policy.init(), verdict).loss_scale == 2.0**16, type(verdict)
 
 
 def test_policies_are_plain_values():
-    for policy in ALL.values():
-        again = type(policy).from_config(json.loads(json.dumps(policy.get_config())))
-        assert (again, hash(again)) == (policy, hash(policy))
-        assert jax.tree.leaves(policy) == [policy]
-        assert pickle.loads(pickle.dumps((policy, policy.init()))) == (policy, policy.init())
+    for name, policy in ALL.items():
+        config = json.loads(json.dumps(policy.get_config()))
+        again = type(policy).from_config(config)
+        assert (again, hash(again)) == (policy, hash(policy)), name
+        assert jax.tree.leaves(policy) == [policy], name
+        pair = (policy, policy.init())
+        assert pickle.loads(pickle.dumps(pair)) == pair, name
+
+
+def test_a_policy_is_frozen():
+    policy = jaxscale.DynamicLossScale()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.init_scale = 1.0
+
+
+def test_numbers_of_numpy_become_those_of_python():
     numbers = {"init_scale": np.float16(8), "min_scale": np.float32(4)}
     dynamic = jaxscale.DynamicLossScale(**numbers, growth_interval=np.int64(3))
     adaptive = jaxscale.AdaptiveLossScale(**numbers, period=np.int64(3))
     for policy in (dynamic, adaptive, presets.PresetLossScale(**numbers)):
-        assert {type(value) for value in policy.get_config().values()} <= {float, int, bool, str}
+        types = {type(value) for value in policy.get_config().values()}
+        assert types <= {float, int, bool, str}, policy
     assert dynamic == jaxscale.DynamicLossScale(init_scale=8, min_scale=4, growth_interval=3)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        dynamic.init_scale = 1.0
 
 
 def test_as_loss_scale():

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import pathlib
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,13 +60,15 @@ WAYS |= {"five at a time": ({"burst": 5}, SHARES[2:])}
 @cases("way, seed", itertools.product(WAYS, range(8)), fast=[("alike", 0)])
 def test_rare_large_batches_are_learned_and_not_lost(way, seed):
     options, shares = WAYS[way]
-    runs = {
-        (sizes, share): simulator.rare(*sizes, share, seed=seed, **options)
-        for sizes, share in itertools.product(SIZES, shares)
-    }
-    traces = {run: trace for run, (trace, _) in runs.items()}
-    once, again = (simulator.replay(ADAPTIVE, traces, retries) for retries in (0, 20))
-    for run, (trace, is_large) in runs.items():
+    traces = {}
+    large = {}
+    for sizes, share in itertools.product(SIZES, shares):
+        run = (sizes, share)
+        traces[run], large[run] = simulator.rare(*sizes, share, seed=seed, **options)
+    once = simulator.replay(ADAPTIVE, traces)
+    again = simulator.replay(ADAPTIVE, traces, retries=20)
+    for run, trace in traces.items():
+        is_large = large[run]
         # A quarter, or a handful where there are fewer than two dozen.
         assert once[run].skipped[is_large].sum() <= max(is_large.sum() / 4, 6), run
         assert once[run].skipped.sum() <= 25, run
@@ -101,35 +104,47 @@ def batches():
     return jnp.asarray(np.where(rng.random(words.shape) < 0.05, noise, words).astype(np.int32))
 
 
-def trained(policy, retries=0):
-    """The state after all steps; the mean exponent of the scale, and the loss, of the last ones."""
+class Trained(NamedTuple):
+    """A live run: its last state, and means over its last steps."""
+
+    state: Any
+    exponent: float  # of the scale, over the second half
+    loss: float  # over the last 100 steps
+
+
+def train(policy, retries=0):
+    """Trains a small transformer in float16."""
     tx = jaxscale.loss_scaled(optax.adam(3e-3), policy)
     train_step = jaxscale.train_step(transformer.loss_fn, tx, retries=retries)
 
     def step(carry, words):
-        *after, loss = train_step(*carry, words)
-        return tuple(after), (carry[1].scaling.loss_scale, loss)
+        params, state = carry
+        scale = state.scaling.loss_scale
+        params, state, loss = train_step(params, state, words)
+        return (params, state), (scale, loss)
 
     params = transformer.init_params(np.random.default_rng(1), WIDTH, 1, LENGTH)
     params["tokens"] = params["tokens"][:WORDS]
     scan = jax.jit(functools.partial(jax.lax.scan, step))
-    (_, state), (scale, loss) = scan((params, tx.init(params)), batches())
-    assert loss[-100:].mean() < loss[:100].mean() / 2
-    return state, float(jnp.log2(scale)[STEPS // 2 :].mean()), float(loss[-100:].mean())
+    (_, state), (scales, losses) = scan((params, tx.init(params)), batches())
+    last_loss = float(losses[-100:].mean())
+    assert last_loss < losses[:100].mean() / 2
+    exponents = jnp.log2(scales)[STEPS // 2 :]
+    return Trained(state, float(exponents.mean()), last_loss)
 
 
 @pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_live_training_skips_little_and_keeps_its_scale():
+    ours = train(ADAPTIVE)
+    theirs = train(TORCH)
     # PyTorch's rule probes once in 2,000 steps; with an interval of 200 it probes as a long run.
-    policies = ADAPTIVE, TORCH, presets.torch(growth_interval=200)
-    (ours, scale, loss), (_, their_scale, their_loss), (probing, *_) = runs = [
-        *map(trained, policies)
-    ]
-    print(*((int(state.total_notfinite), *numbers) for state, *numbers in runs), sep="\n")
-    assert ours.total_notfinite <= probing.total_notfinite / 4
-    assert scale >= their_scale - 2
-    assert abs(loss - their_loss) < 0.05
+    probing = train(presets.torch(growth_interval=200))
+    for run in (ours, theirs, probing):
+        print(int(run.state.total_notfinite), run.exponent, run.loss)
+    assert ours.state.total_notfinite <= probing.state.total_notfinite / 4
+    assert ours.exponent >= theirs.exponent - 2
+    assert abs(ours.loss - theirs.loss) < 0.05
 
 
 @pytest.mark.slow
@@ -137,6 +152,6 @@ def test_live_training_skips_little_and_keeps_its_scale():
 @pytest.mark.parametrize("scale", [2.0**8, 2.0**24])
 def test_with_retries_no_batch_of_live_training_is_lost(scale):
     # From 2**8, and from where every batch overflows.
-    state, *_ = trained(jaxscale.AdaptiveLossScale(init_scale=scale), retries=10)
+    state = train(jaxscale.AdaptiveLossScale(init_scale=scale), retries=10).state
     assert (state.total_steps, state.total_notfinite) == (STEPS, 0)
     assert state.total_retries <= 2 + 2 * (scale > 2.0**8)

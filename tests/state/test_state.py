@@ -1,4 +1,4 @@
-"""The state of a loss scale: arithmetic with it, how it is found in a tree, and how it is saved."""
+"""The state of a loss scale: how it is found in a tree, and how it is saved."""
 
 import collections
 import copy
@@ -14,55 +14,13 @@ import optax
 import pytest
 from flax import serialization
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tables import PASSIVE, assert_same_bits, avals, cases
-from training import x64
+from tables import assert_same_bits, avals, cases
 
 import jaxscale
 import jaxscale.flax
 from jaxscale import presets
 
 STATE = jaxscale.FixedLossScale(2.0**10).init()
-WIDENED = {name: name for name in ("float32", "complex64", "float64", "complex128")}
-WIDENED |= dict.fromkeys(("float16", "bfloat16", "float8_e5m2"), "float32")
-
-
-def test_results_are_float32_or_wider_and_exact():
-    for function, factor in ((jaxscale.scale, 2.0**10), (jaxscale.unscale, 2.0**-10)):
-        for state, times in ((STATE, factor), (jaxscale.NoOpLossScale().init(), 1)):
-            with x64():
-                leaves = {dtype: jnp.array([1.5, -2.0, 0.25], dtype) for dtype in WIDENED}
-                results = jax.jit(function)(state, leaves)
-            for dtype, leaf in leaves.items():
-                expected = np.asarray(leaf, WIDENED[dtype]) * times
-                assert_same_bits(results[dtype], expected.astype(WIDENED[dtype]))
-    # Other factors to rounding, twice: XLA divides by multiplying with the reciprocal.
-    leaf = jnp.linspace(-1, 1, 999)
-    result = jaxscale.unscale(jaxscale.FixedLossScale(3).init(), leaf)
-    np.testing.assert_allclose(result, np.asarray(leaf) / np.float32(3), rtol=2**-23)
-    # An overflow in one part of a complex number stays there.
-    result = jaxscale.unscale(STATE, jax.lax.complex(jnp.array(jnp.inf), jnp.array(2.0**10)))
-    assert (result.real, result.imag) == (jnp.inf, 1.0)
-
-
-def test_no_scale_is_so_extreme_that_gradients_vanish():
-    # The reciprocal of 2**127 is subnormal: XLA makes it 0, and 0 is finite (jmp's fate).
-    @jax.jit
-    def there_and_back(state, leaf):
-        gradient = jaxscale.grad(lambda x: x * 3.0, state)(leaf)
-        return jaxscale.unscale(state, jaxscale.scale(state, leaf)), gradient
-
-    for exponent in (-126, 126, 127):
-        state = STATE._replace(loss_scale=jnp.array(2.0**exponent, jnp.float32))
-        leaf = jnp.array(1.5 * 2.0 ** (-exponent // 2), jnp.float32)
-        assert there_and_back(state, leaf) == (leaf, 3.0)
-
-
-@cases("function", [jaxscale.scale, jaxscale.unscale])
-def test_other_leaves_and_overwrites_pass_through(function):
-    tree = PASSIVE | {"_overwrite_with_gradient": {"amax": jnp.array(0.5)}}
-    result = function(STATE, tree)
-    assert jax.tree.structure(result) == jax.tree.structure(tree)
-    assert all(a is b for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(tree), strict=True))
 
 
 # What a loss scale is looked for in: by type, as a name says nothing. Parameters have that name,
@@ -195,25 +153,36 @@ def saved(**changes):
 
 @functools.cache
 def trained():
-    state, inf = FRESH, jnp.inf
-    for value, w, b in ((1, [2.0, 4], 1), (1, [inf, 0], 1), (1, [1.0, 1], -2), (inf, [1.0, 1], 1)):
+    state = FRESH
+    steps = [(1, [2.0, 4], 1), (1, [np.inf, 0], 1), (1, [1.0, 1], -2), (np.inf, [1.0, 1], 1)]
+    for value, w, b in steps:
         grads = {"w": jnp.array(w), "b": jnp.array(b, jnp.bfloat16)}
         _, state = TX.update(grads, state, PARAMS, value=jnp.float32(value))
     return state
 
 
-def test_version_1_is_written_and_read():
+def test_version_1_is_written():
     state_dict = jaxscale.to_state_dict(trained())
     np.testing.assert_allclose(state_dict["skip_rate"], WRITTEN["skip_rate"], rtol=1e-6)
     assert_same_bits(state_dict | {"skip_rate": WRITTEN["skip_rate"]}, WRITTEN)
-    arrays = jax.tree.leaves({name: node for name, node in state_dict.items() if name != "version"})
-    assert {type(leaf) for leaf in arrays} == {np.ndarray}
-    by_jaxscale_0_1 = saved(grads_finite=VERSION_1["step_applied"])
-    del by_jaxscale_0_1["step_applied"], by_jaxscale_0_1["version"]
-    for state_dict in (VERSION_1, by_jaxscale_0_1):
-        restored = jaxscale.from_state_dict(FRESH, state_dict)
-        assert_same_bits(restored, trained()._replace(**LATER))
-        assert avals(restored) == avals(FRESH)
+    del state_dict["version"]
+    assert {type(leaf) for leaf in jax.tree.leaves(state_dict)} == {np.ndarray}
+
+
+def rename_as_in_version_0_1():
+    state_dict = saved(grads_finite=VERSION_1["step_applied"])
+    del state_dict["step_applied"]
+    del state_dict["version"]
+    return state_dict
+
+
+@pytest.mark.parametrize(
+    "state_dict", [VERSION_1, rename_as_in_version_0_1()], ids=["version 1", "jaxscale 0.1"]
+)
+def test_earlier_versions_are_read(state_dict):
+    restored = jaxscale.from_state_dict(FRESH, state_dict)
+    assert_same_bits(restored, trained()._replace(**LATER))
+    assert avals(restored) == avals(FRESH)
 
 
 # The names of their fields are those in checkpoints: for good.
@@ -235,8 +204,9 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policys_state_is_written_by_the_names_of_version_1(name):
-    policy, names = POLICIES[name]
-    state, names = policy.init(), ["loss_scale", *names.split()]
+    policy, others = POLICIES[name]
+    state = policy.init()
+    names = ["loss_scale", *others.split()]
     assert list(jaxscale.to_state_dict(state)) == ["version", *names]
     numbers = [np.full((), i, leaf.dtype) for i, leaf in enumerate(state, 1)]
     restored = jaxscale.from_state_dict(state, dict(zip(names, numbers, strict=True)))
@@ -244,21 +214,43 @@ def test_a_policys_state_is_written_by_the_names_of_version_1(name):
     assert list(map(float, restored)) == ([1, 0, 0] if name == "noop" else numbers)
 
 
-def test_containers_by_key_and_index():
-    tree = {"l": [jnp.ones(1), (None, 2.5)], "none": None, "empty": optax.EmptyState(), "t": ()}
-    tree |= {"ints": {3: jnp.ones(1, jnp.bfloat16)}, "key": jax.random.key(7)}
-    expected = {
-        "version": 1,
-        "l": {"0": np.ones(1, f32), "1": {"0": None, "1": np.float64(2.5)}},
-        **{"none": None, "empty": {}, "t": {}, "ints": {"3": np.ones(1, jnp.bfloat16)}},
-        "key": np.array([0, 7], np.uint32),
-    }
-    assert_same_bits(jaxscale.to_state_dict(tree), expected)
-    fresh = jax.tree.map(lambda x: x * 0, tree | {"key": None}) | {"key": jax.random.key(0)}
-    # Orbax has lists where there were lists and tuples, and None for what is empty.
-    as_orbax = expected | {"l": [np.ones(1, f32), [None, 2.5]], "empty": None, "key": tree["key"]}
-    for state_dict in (expected, as_orbax):
-        assert_same_bits(jaxscale.from_state_dict(fresh, state_dict), tree)
+# A tree of every kind of container, and what is saved of it.
+CONTAINERS = {
+    "l": [jnp.ones(1), (None, 2.5)],
+    "none": None,
+    "empty": optax.EmptyState(),
+    "t": (),
+    "ints": {3: jnp.ones(1, jnp.bfloat16)},
+    "key": jax.random.key(7),
+}
+SAVED_CONTAINERS = {
+    "version": 1,
+    "l": {"0": np.ones(1, f32), "1": {"0": None, "1": np.float64(2.5)}},
+    "none": None,
+    "empty": {},
+    "t": {},
+    "ints": {"3": np.ones(1, jnp.bfloat16)},
+    "key": np.array([0, 7], np.uint32),
+}
+# Orbax has lists where there were lists and tuples, and None for what is empty.
+ORBAX_CONTAINERS = SAVED_CONTAINERS | {
+    "l": [np.ones(1, f32), [None, 2.5]],
+    "empty": None,
+    "key": CONTAINERS["key"],
+}
+
+
+def test_containers_are_written_by_key_and_index():
+    assert_same_bits(jaxscale.to_state_dict(CONTAINERS), SAVED_CONTAINERS)
+
+
+@pytest.mark.parametrize(
+    "state_dict", [SAVED_CONTAINERS, ORBAX_CONTAINERS], ids=["as written", "by Orbax"]
+)
+def test_containers_are_read(state_dict):
+    zeros = jax.tree.map(lambda x: x * 0, CONTAINERS | {"key": None})
+    fresh = zeros | {"key": jax.random.key(0)}
+    assert_same_bits(jaxscale.from_state_dict(fresh, state_dict), CONTAINERS)
 
 
 # States of earlier and later versions.
@@ -288,13 +280,15 @@ def test_what_is_missing_takes_its_default_and_nothing_else_is_lost():
     fast=[("dynamic", "adaptive"), ("fairseq", "dynamic"), ("logmax", "noop")],
 )
 def test_a_run_can_change_its_policy(origin, to):
-    before, expected = POLICIES[origin][0].init(), POLICIES[to][0].init()
-    before = jax.tree.map(lambda leaf: leaf + 1, before)
-    after = jaxscale.from_state_dict(expected, jaxscale.to_state_dict(before))
+    old_policy, _ = POLICIES[origin]
+    new_policy, _ = POLICIES[to]
+    old = jax.tree.map(lambda leaf: leaf + 1, old_policy.init())
+    expected = new_policy.init()
+    restored = jaxscale.from_state_dict(expected, jaxscale.to_state_dict(old))
     if to != "noop":
-        kept = set(before._fields) & set(expected._fields)
-        expected = expected._replace(**{name: getattr(before, name) for name in kept})
-    assert_same_bits(after, expected)
+        common = set(old._fields) & set(expected._fields)
+        expected = expected._replace(**{name: getattr(old, name) for name in common})
+    assert_same_bits(restored, expected)
 
 
 def state_after(tx, *grads):
@@ -332,48 +326,75 @@ def test_no_scale_is_restored_where_none_was_saved(name, to):
     fresh = jaxscale.loss_scaled(optax.sgd(0.5), TO[to]).init(PARAMS)
     if scale is None:
         scale = fresh.scaling.loss_scale
-    saved = jaxscale.to_state_dict(state)
-    by_flax = serialization.to_state_dict(state)
-    for state_dict in (saved, by_flax, {name: saved[name] for name in saved if name != "version"}):
+    by_jaxscale = jaxscale.to_state_dict(state)
+    without_version = {key: value for key, value in by_jaxscale.items() if key != "version"}
+    for state_dict in (by_jaxscale, serialization.to_state_dict(state), without_version):
         restored = jaxscale.from_state_dict(fresh, state_dict)
         assert restored.scaling.loss_scale == scale
         assert restored.total_steps == len(grads)
     nested = jaxscale.from_state_dict({"opt": fresh}, jaxscale.to_state_dict({"opt": state}))
     assert nested["opt"].scaling.loss_scale == scale
-    if policy is None and not grads:  # the state of a policy alone
-        alone = jaxscale.from_state_dict(fresh.scaling, jaxscale.to_state_dict(state.scaling))
-        assert_same_bits(alone, fresh.scaling)
 
 
-def test_a_scale_above_the_largest_of_a_policy_is_lowered_to_it():
+def test_a_bad_loss_is_no_overflow_that_a_scale_came_down_by():
+    tx = jaxscale.loss_scaled(optax.sgd(0.5), None)
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.float32(jnp.inf))
+    assert (state.total_notfinite, state.total_notfinite_loss) == (1, 1)
+    fresh = jaxscale.loss_scaled(optax.sgd(0.5), POLICY).init(PARAMS)
+    restored = jaxscale.from_state_dict(fresh, jaxscale.to_state_dict(state))
+    assert restored.scaling.loss_scale == fresh.scaling.loss_scale
+
+
+@cases("to", TO)
+def test_no_scale_is_restored_of_a_policy_alone_that_scaled_nothing(to):
+    state = jaxscale.NoOpLossScale().init()
+    fresh = TO[to].init()
+    assert_same_bits(jaxscale.from_state_dict(fresh, jaxscale.to_state_dict(state)), fresh)
+
+
+# The restored scale, whether the step is good, and the scale after it.
+HIGH = {
+    "far above, good": (2.0**40, True, 2.0**24),
+    "far above, bad": (2.0**40, False, 2.0**23),
+    "inf": (jnp.inf, True, 2.0**24),
+    "the largest": (2.0**24, True, 2.0**24),
+    "below": (2.0**23, True, 2.0**24),
+}
+
+
+def with_scale(state, scale):
+    return state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(scale)))
+
+
+@cases("name", HIGH)
+def test_a_scale_above_the_largest_of_a_policy_is_lowered_to_it(name):
+    scale, is_good, expected = HIGH[name]
     tx = jaxscale.loss_scaled(optax.sgd(0.5), jaxscale.DynamicLossScale(growth_interval=1))
-    for scale, good, after in (
-        (2.0**40, True, 2.0**24),
-        (2.0**40, False, 2.0**23),
-        (jnp.inf, True, 2.0**24),
-        (2.0**24, True, 2.0**24),
-        (2.0**23, True, 2.0**24),
-    ):
-        state = tx.init(PARAMS)
-        high = state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(scale)))
-        grads = jax.tree.map(lambda p, good=good: p if good else p * jnp.inf, PARAMS)
-        _, new = jax.jit(tx.update)(grads, high, PARAMS)
-        assert new.scaling.loss_scale == after, scale
-        assert avals(new) == avals(state)
+    state = with_scale(tx.init(PARAMS), scale)
+    grads = PARAMS
+    if not is_good:
+        grads = jax.tree.map(lambda leaf: leaf * jnp.inf, PARAMS)
+    _, next_state = jax.jit(tx.update)(grads, state, PARAMS)
+    assert next_state.scaling.loss_scale == expected
+    assert avals(next_state) == avals(state)
 
-    # A whole step begins with it, so that no batch is lost on the way down.
+
+def test_a_whole_step_lowers_the_scale_first_so_that_no_batch_is_lost():
     def loss_fn(params):
         return jnp.sum(params["w"].astype(jnp.float16).astype(jnp.float32) * 1e-4)
 
-    step = jaxscale.train_step(loss_fn, tx)
-    params, high = {"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)})
-    high = high._replace(scaling=high.scaling._replace(loss_scale=jnp.float32(2.0**40)))
-    assert jax.jit(step)(params, high)[1].step_applied
-    # One that may start above its largest scale is left there.
+    tx = jaxscale.loss_scaled(optax.sgd(0.5), jaxscale.DynamicLossScale(growth_interval=1))
+    step = jax.jit(jaxscale.train_step(loss_fn, tx))
+    params = {"w": jnp.ones(2)}
+    _, state, _ = step(params, with_scale(tx.init(params), 2.0**40))
+    assert state.step_applied
+
+
+def test_a_policy_that_may_start_above_its_largest_scale_is_left_there():
     above = presets.PresetLossScale(init_scale=2.0**30, max_scale=2.0**20, clamp="moves")
     tx = jaxscale.loss_scaled(optax.sgd(0.5), above)
-    _, new = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    assert new.scaling.loss_scale == 2.0**30
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    assert state.scaling.loss_scale == 2.0**30
 
 
 Foreign = collections.namedtuple("Foreign", "scaling extra")

@@ -3,6 +3,7 @@
 import functools
 import math
 from itertools import product
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,30 +31,48 @@ def windowed(inner, length, policy=POLICY, **options):
     return jaxscale.multi_steps(jaxscale.loss_scaled(inner, policy), length, **options)
 
 
+class Expected(NamedTuple):
+    """The parameter, and what the metrics say, under its names there."""
+
+    param: float
+    loss_scale: float
+    growth_tracker: int
+    gradient_step: int
+    mini_step: int
+    total_notfinite: int
+
+
 def reference(kinds, length, drop, unit):
-    """Plain Python: the parameter, the loss scale and the counters after some micro-batches.
+    """Plain Python: what is expected after some micro-batches.
 
     A kind is "good", "grads" (an overflow on the way back) or "loss" (a bad forward pass);
     the i-th gradient is i + 1, the optimizer is SGD with a learning rate of 1.
     """
-    param, scale, streak, steps, window = 0.0, POLICY.init_scale, 0, 0, []
+    param = 0.0
+    scale = POLICY.init_scale
+    streak = num_steps = 0
+    window = []
     for i, kind in enumerate(kinds):
         window.append(i + 1.0 if kind == "good" else None)
-        counted = [grad for grad in window if grad is not None]
         stepped = False
         if len(window) == length:
-            stepped = bool(counted) and (drop == "micro_batch" or len(counted) == length)
+            counted = [grad for grad in window if grad is not None]
+            is_whole = len(counted) == length
+            stepped = is_whole if drop == "window" else len(counted) > 0
             if stepped:
                 param -= math.fsum(counted) / len(counted)
-                steps += 1
+                num_steps += 1
             window = []
         if kind == "grads":
-            scale, streak = max(scale / 2, POLICY.min_scale), 0
+            scale = max(scale / 2, POLICY.min_scale)
+            streak = 0
         elif kind == "good" and (stepped or unit == "micro_batch"):
             streak += 1
             if streak == POLICY.growth_interval:
-                scale, streak = min(scale * 2, POLICY.max_scale), 0
-    return param, scale, streak, steps, len(window), sum(kind != "good" for kind in kinds)
+                scale = min(scale * 2, POLICY.max_scale)
+                streak = 0
+    num_bad = sum(kind != "good" for kind in kinds)
+    return Expected(param, scale, streak, num_steps, len(window), num_bad)
 
 
 @functools.cache
@@ -74,16 +93,19 @@ def scanned(length, drop, unit):
 )
 @given(kinds=st.lists(st.sampled_from(["good", "good", "grads", "loss"]), min_size=24, max_size=24))
 def test_it_does_what_the_rule_says(length, drop, unit, kinds):
-    grads = [i + 1.0 if kind == "good" else jnp.inf for i, kind in enumerate(kinds)]
-    losses = [jnp.nan if kind == "loss" else 1.0 for kind in kinds]
-    batches = {"grad": jnp.array(grads), "loss": jnp.array(losses)}
+    batches = {"grad": [], "loss": []}
+    for i, kind in enumerate(kinds):
+        batches["grad"].append(i + 1.0 if kind == "good" else jnp.inf)
+        batches["loss"].append(jnp.nan if kind == "loss" else 1.0)
+    batches = {name: jnp.array(column) for name, column in batches.items()}
     param, state = scanned(length, drop, unit)(batches)
-    got = jaxscale.metrics(state)
     expected = reference(kinds, length, drop, unit)
-    np.testing.assert_allclose(param, expected[0], rtol=1e-5)  # means of 3 are rounded
-    names = ("loss_scale", "growth_tracker", "gradient_step", "mini_step", "total_notfinite")
-    assert tuple(got[name] for name in names) == expected[1:]
-    assert (got["total_steps"], got["total_notfinite_loss"]) == (24, kinds.count("loss"))
+    np.testing.assert_allclose(param, expected.param, rtol=1e-5)  # means of 3 are rounded
+    metrics = jaxscale.metrics(state)
+    for name in Expected._fields[1:]:
+        assert metrics[name] == getattr(expected, name), name
+    assert metrics["total_steps"] == 24
+    assert metrics["total_notfinite_loss"] == kinds.count("loss")
 
 
 VALUES = [jnp.nan, jnp.inf, -jnp.inf, jnp.nan]
@@ -101,26 +123,46 @@ WINDOW = jaxscale.multi_steps
 NESTINGS = [(SCALED, WINDOW), (WINDOW, SCALED), (WINDOW,), (SAFE, WINDOW), (WINDOW, SAFE)]
 
 
+def nest(inner, wraps, length, drop):
+    """An optimizer in some wrappers, the innermost first."""
+    tx = inner
+    for wrap in wraps:
+        arguments = {"every_k_schedule": length, "drop": drop} if wrap is WINDOW else {}
+        tx = wrap(tx, **arguments)
+    return tx
+
+
+def train_and_check(tx, sequence, length, compiled):
+    """The parameters and the state after some micro-batches; checks what holds after each."""
+    step = functools.partial(jaxscale.apply_gradients, tx)
+    if compiled:
+        step = jax.jit(step, donate_argnums=(1, 2))
+    params, state = jax.tree.map(jnp.copy, (PARAMS, tx.init(PARAMS)))
+    types = avals(state)
+    for i, grads in enumerate(sequence, 1):
+        before = jax.tree.map(jnp.copy, params)
+        params, state = step(grads, state, params)
+        assert avals(state) == types
+        if i % length:  # the window is not full
+            assert_same_bits(params, before)
+    return params, state
+
+
 @cases("inner, drop", product(INNERS, DROPS), fast=[("adamw_clipped", "window")])
 def test_bad_micro_batches_leave_no_trace_in_any_nesting(inner, drop):
-    outcomes = []
-    for nest, (length, sequence, bad) in product(NESTINGS, ((*MIXED[drop], 4), (2, GOOD[:4], 0))):
-        tx = INNERS[inner]
-        for wrap in nest:
-            tx = wrap(tx, length, drop=drop) if wrap is jaxscale.multi_steps else wrap(tx)
-        step = functools.partial(jaxscale.apply_gradients, tx)
-        if drop == "window":  # windows of two and of four are two programs, which may differ
-            step = jax.jit(step, donate_argnums=(1, 2))
-        params, state = jax.tree.map(jnp.copy, (PARAMS, tx.init(PARAMS)))
-        for i, grads in enumerate(sequence, 1):
-            before = jax.tree.map(jnp.copy, params)
-            params, state = step(grads, state, params)
-            assert avals(state) == avals(tx.init(PARAMS))
-            if i % length:  # the window is not full
-                assert_same_bits(params, before)
-        outcomes.append((params, state.inner_state))
-        assert (state.total_notfinite, state.total_steps) == (bad, len(sequence))
-        assert_same_bits(outcomes[-1], outcomes[0])
+    length, mixed = MIXED[drop]
+    # Windows of two and of four are two programs, which may differ.
+    compiled = drop == "window"
+    expected = None
+    for wraps in NESTINGS:
+        for window_length, sequence, num_bad in ((length, mixed, 4), (2, GOOD[:4], 0)):
+            tx = nest(INNERS[inner], wraps, window_length, drop)
+            params, state = train_and_check(tx, sequence, window_length, compiled)
+            assert (state.total_notfinite, state.total_steps) == (num_bad, len(sequence))
+            end = params, state.inner_state
+            if expected is None:
+                expected = end
+            assert_same_bits(end, expected)
 
 
 def test_the_accumulator_is_float32_or_wider_and_holds_only_gradients_and_overwrites():
@@ -144,45 +186,63 @@ def test_the_accumulator_is_float32_or_wider_and_holds_only_gradients_and_overwr
     assert updates[owg].tolist() == [0, 0]  # 1, the largest, as it was
 
 
+class Run(NamedTuple):
+    """An optimizer and its gradients, and what they come to."""
+
+    tx: Any
+    grads: list[Any]
+    expected: list[float]  # the parameter after each
+    bad: list[int]  # which of them are skipped
+    num_steps: int  # how many steps the optimizer makes
+
+
 ONE_BAD = [1.0, jnp.inf, *[1.0] * 8]
 BY_TWO = [0, 0, -1, -1, -2, -2, -3, -3, -4, -4]  # the nine good ones make four windows
+BY_FOUR = [0, 0, 0, -1, -1, -1, -1, -2, -2, -2]
 INF_AT_ONE = optax.stateless(lambda updates, _: jax.tree.map(lambda u: 1 / (u - 1), updates))
 OF_OPTAX = optax.MultiSteps(optax.sgd(1.0), 2)
 SKIPS_TOO = optax.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=optax.skip_not_finite)
-# An optimizer, its gradients, the parameter after each, which are bad, and how many steps it made.
+SCHEDULED = windowed(optax.sgd(1.0), lambda step: jnp.where(step < 2, 1, 3))
+CHECKED = jaxscale.multi_steps(jaxscale.loss_scaled(INF_AT_ONE, 8, check_updates=True), 2)
 RUNS = {
-    "no share underflows": (
-        *(windowed(optax.sgd(1.0), 4), [jnp.float16(2.0**-24)] * 4),
-        *([0, 0, 0, -(2.0**-24)], [], 1),
+    "no share underflows": Run(
+        tx=windowed(optax.sgd(1.0), 4),
+        grads=[jnp.float16(2.0**-24)] * 4,
+        expected=[0, 0, 0, -(2.0**-24)],
+        bad=[],
+        num_steps=1,
     ),
-    "the length may follow a schedule": (
-        *(windowed(optax.sgd(1.0), lambda step: jnp.where(step < 2, 1, 3)), [1.0] * 8),
-        *([-1, -2, -2, -2, -3, -3, -3, -4], [], 4),
+    "the length may follow a schedule": Run(
+        tx=SCHEDULED,
+        grads=[1.0] * 8,
+        expected=[-1, -2, -2, -2, -3, -3, -3, -4],
+        bad=[],
+        num_steps=4,
     ),
-    "checked updates cost a window its step and no more": (
-        jaxscale.multi_steps(jaxscale.loss_scaled(INF_AT_ONE, 8, check_updates=True), 2),
-        *([1.0, 1.0, 3.0, 3.0], [0, 0, 0, 0.5], [1], 1),
+    "checked updates cost a window its step and no more": Run(
+        tx=CHECKED, grads=[1.0, 1.0, 3.0, 3.0], expected=[0, 0, 0, 0.5], bad=[1], num_steps=1
     ),
     # What happens in the nestings that optax's own accumulator allows.
-    "inside": (jaxscale.loss_scaled(OF_OPTAX), ONE_BAD, BY_TWO, [1], 4),
-    "skips": (jaxscale.loss_scaled(SKIPS_TOO), ONE_BAD, BY_TWO, [1], 4),
-    "windows": (windowed(OF_OPTAX, 2), ONE_BAD, [0, 0, 0, -1, -1, -1, -1, -2, -2, -2], [1], 5),
+    "inside": Run(jaxscale.loss_scaled(OF_OPTAX), ONE_BAD, BY_TWO, bad=[1], num_steps=4),
+    "skips": Run(jaxscale.loss_scaled(SKIPS_TOO), ONE_BAD, BY_TWO, bad=[1], num_steps=4),
+    "windows": Run(windowed(OF_OPTAX, 2), ONE_BAD, BY_FOUR, bad=[1], num_steps=5),
 }
 
 
 @cases("name", RUNS, fast=[name for name in RUNS if name != "skips"])
 def test_a_step_is_made_when_the_window_is_full(name):
-    tx, grads, expected, bad, made = RUNS[name]
-    params, start = [], {"w": jnp.zeros_like(grads[0])}
-    state = jaxscale.flax.TrainState.create(apply_fn=None, params=start, tx=tx)
+    run = RUNS[name]
+    start = {"w": jnp.zeros_like(run.grads[0])}
+    state = jaxscale.flax.TrainState.create(apply_fn=None, params=start, tx=run.tx)
     step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-    for i, grad in enumerate(grads):
+    history = []
+    for i, grad in enumerate(run.grads):
         state = step(state, {"w": jnp.asarray(grad)})
-        params.append(float(state.params["w"]))
-        assert state.opt_state.step_applied == (i not in bad)
+        history.append(float(state.params["w"]))
+        assert state.opt_state.step_applied == (i not in run.bad)
         assert state.step == counters(state)["gradient_step"]
-    assert (params, counters(state)["gradient_step"]) == (expected, made)
-    assert state.step == made
+    assert history == run.expected
+    assert state.step == run.num_steps
 
 
 def test_inner_is_given_the_mean_loss_of_what_counted():
@@ -214,8 +274,10 @@ def test_a_schedule_below_1_acts_as_1_and_drops_no_gradient(length):
 def test_a_schedule_is_rounded_down_and_may_go_through_0():
     lengths = jnp.array([2.9, 0.0, 3.0])
     tx = jaxscale.multi_steps(optax.sgd(1.0), lambda step: lengths[jnp.minimum(step, 2)])
-    params, state, made = jnp.zeros(()), tx.init(jnp.zeros(())), []
+    params = jnp.zeros(())
+    state = tx.init(params)
+    history = []
     for grad in (1.0, 3.0, 5.0, 1.0, 2.0, 6.0):
         params, state = jaxscale.apply_gradients(tx, jnp.array(grad), state, params)
-        made.append(float(params))
-    assert made == [0, -2, -7, -7, -7, -10]
+        history.append(float(params))
+    assert history == [0, -2, -7, -7, -7, -10]

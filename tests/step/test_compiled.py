@@ -21,22 +21,29 @@ PARAMS = {f"w{i}": jnp.ones((64, 64)) for i in range(6)}
 TX = jaxscale.loss_scaled(optax.adamw(1e-3))
 
 
-def test_nothing_is_transferred_and_donated_parameters_are_updated_in_place():
-    def loss_fn(params, x):
-        for w in params.values():
-            x = jnp.tanh(x @ w.astype(jnp.float16))
-        return jnp.mean(x.astype(jnp.float32))
+def loss_fn(params, x):
+    for w in params.values():
+        x = jnp.tanh(x @ w.astype(jnp.float16))
+    return jnp.mean(x.astype(jnp.float32))
 
-    def by_hand(params, opt_state, x):
-        loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, x)
-        return *jaxscale.apply_gradients(TX, grads, opt_state, params, value=loss), loss
 
-    for fun in (by_hand, jaxscale.train_step(loss_fn, TX)):
-        step = jax.jit(fun, donate_argnums=(0, 1))
-        compiled = step.lower(PARAMS, TX.init(PARAMS), jnp.ones((8, 64), jnp.float16)).compile()
-        assert not re.search(r"custom-call.*callback|infeed|outfeed|\bsend\b", compiled.as_text())
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves((PARAMS, TX.init(PARAMS).inner_state)))
-        assert compiled.memory_analysis().alias_size_in_bytes >= size
+def by_hand(params, opt_state, x):
+    loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, x)
+    params, opt_state = jaxscale.apply_gradients(TX, grads, opt_state, params, value=loss)
+    return params, opt_state, loss
+
+
+STEPS = {"by hand": by_hand, "whole": jaxscale.train_step(loss_fn, TX)}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_nothing_is_transferred_and_donated_parameters_are_updated_in_place(name):
+    opt_state = TX.init(PARAMS)
+    step = jax.jit(STEPS[name], donate_argnums=(0, 1))
+    compiled = step.lower(PARAMS, opt_state, jnp.ones((8, 64), jnp.float16)).compile()
+    assert not re.search(r"custom-call.*callback|infeed|outfeed|\bsend\b", compiled.as_text())
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves((PARAMS, opt_state.inner_state)))
+    assert compiled.memory_analysis().alias_size_in_bytes >= size
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +56,19 @@ def count():
     )
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
-    return lambda what, name, *row: counts[", ".join(map(str, (name, *row)))][what]
+
+    def read(what, name, *row):
+        return counts[", ".join(map(str, (name, *row)))][what]
+
+    return read
 
 
 BARE, WHOLE, APPLY, WRAPPER = counted.NAMES
 FEW, MANY = (len(counted.shapes(layers)) for layers in (1, 3))
 # How many kernels and, at the most, equations a leaf takes. Gradients that are unscaled before the
 # branch are stored, each by a kernel; an update of the wrapper is applied outside of it. The
-# equations unscale, judge (twice: CPUs split large leaves), and select four times.
+# equations unscale, judge (twice: CPUs split large leaves), and select four times. What a CPU
+# stores of a whole step is one equation for all leaves.
 EACH = {WHOLE: (0, 8), APPLY: (1, 7), WRAPPER: (2, 7)}
 
 
@@ -74,22 +86,45 @@ def test_a_leaf_takes_few_kernels_and_equations_more_than_without_a_scale(count,
     assert more("equations", 3) - more("equations", 1) <= equations * (MANY - FEW)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_no_byte_is_moved_but_for_the_verdict(count, dtype):
-    row, moved = (1, dtype, False), "bytes_per_parameter"
-    bare, whole, apply, wrapper = (count(moved, name, *row) for name in counted.NAMES)
+@pytest.fixture(params=["float32", "float16", "bfloat16"])
+def of_dtype(count, request):
+    """What the steps with gradients of a dtype hold, of one layer."""
+
+    def read(what, name):
+        return count(what, name, 1, request.param, False)
+
+    read.dtype = request.param
+    return read
+
+
+MOVED = "bytes_per_parameter"
+STORED = "temporary_bytes_per_parameter"
+
+
+def test_a_whole_step_moves_and_stores_no_byte_but_for_the_verdict(count, of_dtype):
     # XLA stores what it reduces, or not: that depends on dtype and version, and is the same for
     # one leaf alone. The scalars of the state are some bytes in a thousand.
-    assert whole <= bare + count(moved, "verdict", dtype) + 0.1
-    stored = count("temporary_bytes_per_parameter", WHOLE, *row)
-    assert stored <= count("temporary_bytes_per_parameter", "verdict", dtype) + 0.1
-    # Unscaled before the branch, gradients are written in float32, and read. Those of half
-    # precision are read in float32 by the verdict, too, and no longer by the step.
-    assert whole + 7.9 <= apply <= whole + (8.1 if dtype == "float32" else 12.1)
-    # And the updates, in float32, are written, and read to apply them to parameters, which are
-    # read and written once more.
-    assert wrapper <= apply + 12.1
-    assert [count("conditionals", name, *row) for name in counted.NAMES] == [0, 1, 1, 1]
+    moved_by_verdict = count(MOVED, "verdict", of_dtype.dtype)
+    assert of_dtype(MOVED, WHOLE) <= of_dtype(MOVED, BARE) + moved_by_verdict + 0.1
+    assert of_dtype(STORED, WHOLE) <= count(STORED, "verdict", of_dtype.dtype) + 0.1
+
+
+def test_gradients_that_are_unscaled_before_the_branch_are_moved_once(of_dtype):
+    # They are written in float32, and read. Those of half precision are also read in float32 by
+    # the verdict, and no longer by the step.
+    more = of_dtype(MOVED, APPLY) - of_dtype(MOVED, WHOLE)
+    assert 7.9 <= more <= (8.1 if of_dtype.dtype == "float32" else 12.1)
+
+
+def test_updates_are_moved_once_and_parameters_once_more(of_dtype):
+    # The updates, in float32, are written, and read to apply them to parameters, which are read
+    # and written once more.
+    assert of_dtype(MOVED, WRAPPER) <= of_dtype(MOVED, APPLY) + 12.1
+
+
+def test_a_step_branches_once(of_dtype):
+    branches = [of_dtype("conditionals", name) for name in counted.NAMES]
+    assert branches == [0, 1, 1, 1]
 
 
 def test_norm_and_verdict_are_one_pass(count):

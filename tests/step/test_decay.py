@@ -22,7 +22,7 @@ from jaxscale import presets
 pytestmark = pytest.mark.standard_promotion
 
 DECAYS = r"`check`: the loss scale fell again and again .*`jaxscale doctor` names"
-TOLD = r"`check`: (the loss scale fell|in 6 steps or more no retry helped)"
+DECAYS_OR_EXHAUSTS = r"`check`: (the loss scale fell|in 6 steps or more no retry helped)"
 FREE = 25  # steps whose falls do not count
 
 
@@ -56,9 +56,11 @@ def runner(policy, retries):
 
 def histories(policy, traces, retries=0):
     """The states after each step of some runs of one length, by name."""
-    ceiling, largest = (np.stack(each) for each in zip(*traces.values(), strict=True))
-    columns = np.ldexp(1.0, ceiling), np.exp2(np.float64(largest))
-    states = jax.device_get(runner(policy, retries)(*map(np.float32, columns)))
+    ceilings, sizes = zip(*traces.values(), strict=True)
+    highest = np.ldexp(1.0, np.stack(ceilings))
+    largest = np.exp2(np.float64(np.stack(sizes)))
+    run = runner(policy, retries)
+    states = jax.device_get(run(np.float32(highest), np.float32(largest)))
     return {name: jax.tree.map(operator.itemgetter(i), states) for i, name in enumerate(traces)}
 
 
@@ -67,21 +69,25 @@ def warned(states):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         jaxscale.check(states, max_consecutive=10**9)
-    return any(re.match(TOLD, str(each.message)) for each in found)
+    return any(re.match(DECAYS_OR_EXHAUSTS, str(each.message)) for each in found)
 
 
-def counted(policy, states):
+def count_falls(policy, states):
     """`backoff_count` after each step, from what the scale and the other counters did."""
-    scale, passes, was_applied, count, counts = policy.init().loss_scale, 0, True, 0, []
-    for i, (new, retries, applied) in enumerate(
-        zip(states.scaling.loss_scale, states.total_retries, states.step_applied, strict=True)
-    ):
-        if new > scale:
+    scale = policy.init().loss_scale
+    passes = 0
+    was_applied = True
+    count = 0
+    counts = []
+    columns = (states.scaling.loss_scale, states.total_retries, states.step_applied)
+    for i, (new_scale, new_passes, is_applied) in enumerate(zip(*columns, strict=True)):
+        overflows = not is_applied or new_passes > passes
+        if new_scale > scale:
             count = 0
-        elif new < scale and (not applied or retries > passes):
-            count += was_applied and i >= FREE
-        scale, passes, was_applied = new, retries, applied
-        counts.append(int(count))
+        elif new_scale < scale and overflows and was_applied and i >= FREE:
+            count += 1
+        scale, passes, was_applied = new_scale, new_passes, is_applied
+        counts.append(count)
     return counts
 
 
@@ -101,18 +107,27 @@ def at_any_scale(rate, steps=4000):
     return of_ceiling(np.where(bad, simulator.BAD, 18))
 
 
-RECORDED = {name: trace[:2] for name, trace in simulator.recorded().items()}
-# What moves once and stays.
-MADE_UP = {name: trace[:2] for name, trace in simulator.made_up().items()}
-MADE_UP = {n: MADE_UP[n] for n in MADE_UP if not re.search("drift up|heavy tails|spikes|bad", n)}
+def shift(run, binades):
+    """The same run of a model whose gradients are 2**binades times larger."""
+    ceiling, largest = run
+    return ceiling - binades, largest + binades
+
+
+RECORDED = {
+    name: (trace.ceiling[:16_000], trace.largest[:16_000])
+    for name, trace in simulator.recorded().items()
+}
+# Of the runs that are made up, those that move once and stay.
+MOVES_ON = re.compile("drift up|heavy tails|spikes|bad")
+MADE_UP = {
+    name: (trace.ceiling, trace.largest)
+    for name, trace in simulator.made_up().items()
+    if not MOVES_ON.search(name)
+}
 DECAYING = {
     **{f"a binade in {every} steps": falling(every) for every in (50, 500)},
     **{f"{rate:.1%} of batches bad": at_any_scale(rate) for rate in (0.005, 0.02)},
 }
-# A vision transformer whose loss takes a logarithm in half precision: of wrong labels it decays.
-# The other one learns its labels by heart, and its scale rests at 2**9 after 150 steps.
-VIT = {path.stem: np.load(path) for path in (simulator.FOLDER / "decays").glob("vit*.npz")}
-VIT = {name: (run["ceiling"].astype(np.int32), run["largest"] / 256) for name, run in VIT.items()}
 STARTS = {
     f"from 2**{start}": jaxscale.DynamicLossScale(init_scale=2.0**start, max_scale=2.0**40)
     for start in (24, 40)
@@ -121,39 +136,65 @@ POLICIES = replay_tables.POLICIES | STARTS
 NAMES = ["`DynamicLossScale()`", "from 2**24", "**`AdaptiveLossScale()`**"]
 
 
-@cases("name, retries", product(POLICIES, [0, 8]), fast=[(name, 0) for name in NAMES])
-def test_a_healthy_run_is_never_warned_of(name, retries):
-    # The floor of DALL-E's rule is too high for the larger gradients: retries lose batches there.
-    for by in (0, 8)[: 1 if retries and "dalle" in name else 2]:
-        # As of a model whose gradients are 2**by times larger.
-        healthy = {run: (c[:16_000] - by, s[:16_000] + by) for run, (c, s) in RECORDED.items()}
-        for run, states in histories(POLICIES[name], healthy, retries).items():
-            assert not warned(states), run
-            # Far from it: half of what it takes.
-            assert states.backoff_count.max() <= 3, run
-    if not retries and name not in STARTS:
-        assert not any(map(warned, histories(POLICIES[name], MADE_UP).values()))
+@cases(
+    "name, retries, binades",
+    product(POLICIES, [0, 8], [0, 8]),
+    fast=[(name, 0, binades) for name, binades in product(NAMES, [0, 8])],
+)
+def test_a_healthy_run_is_never_warned_of(name, retries, binades):
+    healthy = {run: shift(trace, binades) for run, trace in RECORDED.items()}
+    for run, states in histories(POLICIES[name], healthy, retries).items():
+        assert not warned(states), run
+        # Far from it: half of what it takes.
+        assert states.backoff_count.max() <= 3, run
+
+
+@cases("name", replay_tables.POLICIES, fast=["`DynamicLossScale()`", "**`AdaptiveLossScale()`**"])
+def test_a_run_that_moves_once_and_stays_is_never_warned_of(name):
+    for run, states in histories(POLICIES[name], MADE_UP).items():
+        assert not warned(states), run
 
 
 # Their scale grows in almost every finite step, so that no two falls are without a growth.
 GROWING = ["`presets.chainer()`", "`presets.openseq2seq_logmax(scale_max=2**24)`"]
 # Some of the decays are too slow for these: they grow after 1 or 200 finite steps, or tolerate
 # one overflow in 20.
-LATE = r"fairseq\(tolerance=0.05|mindformers\(2\*\*16, 2, 20|torch\(growth_interval=200\)"
-RUNS = [(name, 0) for name in POLICIES if not re.search(LATE, name)]
-RUNS += [(name, 8) for name, _ in RUNS if name not in GROWING]
+TOO_SLOW = re.compile(
+    r"fairseq\(tolerance=0.05|mindformers\(2\*\*16, 2, 20|torch\(growth_interval=200\)"
+)
+DECAYED = [name for name in POLICIES if name not in GROWING and not TOO_SLOW.search(name)]
 
 
-@cases("name, retries", RUNS, fast=[(name, 0) for name in NAMES])
+@cases("name, retries", product(DECAYED, [0, 8]), fast=[(name, 0) for name in NAMES])
 def test_a_scale_that_decays_is_warned_of(name, retries):
-    for run, states in histories(POLICIES[name], DECAYING, retries).items():
-        if retries and "Adaptive" in name and "bad" not in run:
-            continue  # it grows again between two falls
-        assert warned(states) == (name not in GROWING), run
-    if name == "`DynamicLossScale()`":
-        states = histories(POLICIES[name], VIT, retries)
-        assert warned(states["vit_wrong_labels"])
-        assert states["vit_memorised"].backoff_count.max() >= 5
+    decaying = DECAYING
+    if retries and "Adaptive" in name:  # between two slow falls it grows again
+        decaying = {run: trace for run, trace in DECAYING.items() if "bad" in run}
+    for run, states in histories(POLICIES[name], decaying, retries).items():
+        assert warned(states), run
+
+
+@cases("name", GROWING)
+@pytest.mark.slow
+def test_a_scale_that_always_grows_is_not_warned_of(name):
+    for run, states in histories(POLICIES[name], DECAYING).items():
+        assert not warned(states), run
+
+
+@cases("retries", [0, 8], fast=[0])
+def test_a_vision_transformer_with_wrong_labels_is_warned_of(retries):
+    """Its loss takes a logarithm in half precision.
+
+    The other one learns its labels by heart, and its scale rests at 2**9 after 150 steps.
+    """
+    paths = (simulator.FOLDER / "decays").glob("vit*.npz")
+    runs = {path.stem: np.load(path) for path in paths}
+    traces = {
+        name: (run["ceiling"].astype(np.int32), run["largest"] / 256) for name, run in runs.items()
+    }
+    states = histories(jaxscale.DynamicLossScale(), traces, retries)
+    assert warned(states["vit_wrong_labels"])
+    assert states["vit_memorised"].backoff_count.max() >= 5
 
 
 COUNTED = {
@@ -188,14 +229,16 @@ def test_falls_are_counted(name, retries):
         "all": of_ceiling([simulator.BAD] * 600),
     }
     for run, states in histories(COUNTED[name], traces, retries).items():
-        assert states.backoff_count.tolist() == counted(COUNTED[name], states)
-        assert (states.notfinite_count[-1] == 600) == (run == "all")  # it never gives up
+        assert states.backoff_count.tolist() == count_falls(COUNTED[name], states), run
+        assert (states.notfinite_count[-1] == 600) == (run == "all"), run  # it never gives up
 
 
 GOOD, BAD = jnp.ones(3), jnp.full(3, jnp.inf)
 TX = jaxscale.loss_scaled(optax.sgd(0.1))
+WINDOW = jaxscale.multi_steps(TX, 4)
 
 
+@functools.cache
 def decayed(tx=TX, falls=6):
     """The state after falls with a finite step before each."""
     update, state = jax.jit(tx.update), tx.init(GOOD)
@@ -204,25 +247,55 @@ def decayed(tx=TX, falls=6):
     return state
 
 
-def test_it_takes_six_falls_below_two_to_the_fifteen_in_any_form_of_a_state():
-    high, low = (
-        decayed(jaxscale.loss_scaled(optax.sgd(0.1), presets.torch(init_scale=2.0**exponent)))
-        for exponent in (21, 20)
-    )
-    assert (high.scaling.loss_scale, low.scaling.loss_scale) == (2**15, 2**14)
-    state, fine = decayed(falls=6), decayed(falls=0)
+@functools.cache
+def decayed_from(exponent):
+    """The state after six falls from a scale."""
+    return decayed(jaxscale.loss_scaled(optax.sgd(0.1), presets.torch(init_scale=2.0**exponent)))
+
+
+def population(fine, bad):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), fine, bad)
+
+
+def population_of_low_scales_and_falls():
+    """Two members: the scale of the one is low, and that of the other fell often."""
+    states = population(decayed(falls=0), decayed())
+    scales = states.scaling.loss_scale
+    return states._replace(scaling=states.scaling._replace(loss_scale=scales[::-1]))
+
+
+def optimizer_of_nnx(state):
+    """An optimizer with the counters and the scale of a state, in variables."""
     optimizer = nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
-    population = jax.tree.map(lambda *leaves: jnp.stack(leaves), fine, state)
-    # A low scale is another member's than many falls.
-    swapped = population.scaling._replace(loss_scale=population.scaling.loss_scale[::-1])
-    swapped = population._replace(scaling=swapped)
-    quiet = [warned(each) for each in (decayed(falls=5), high, optimizer, swapped)]
     optimizer.opt_state.backoff_count[...] = state.backoff_count
     optimizer.opt_state.scaling.loss_scale[...] = state.scaling.loss_scale
-    window = decayed(jaxscale.multi_steps(TX, 4))  # whose micro-batches count as steps
-    in_a_tree = {"opt": (state,), "params": GOOD}
-    told = [warned(each) for each in (state, low, in_a_tree, window, optimizer, population)]
-    assert (quiet, told) == ([False] * 4, [True] * 6)
+    return optimizer
+
+
+# By name: how a state is made, and whether `check` warns of it.
+FORMS = {
+    "five falls": (lambda: decayed(falls=5), False),
+    "six falls to 2**15": (lambda: decayed_from(21), False),
+    "six falls to 2**14": (lambda: decayed_from(20), True),
+    "six falls": (decayed, True),
+    "a tree": (lambda: {"opt": (decayed(),), "params": GOOD}, True),
+    "micro-batches, which count as steps": (lambda: decayed(WINDOW), True),
+    "NNX": (lambda: optimizer_of_nnx(decayed()), True),
+    "NNX, no fall": (lambda: optimizer_of_nnx(decayed(falls=0)), False),
+    "a population": (lambda: population(decayed(falls=0), decayed()), True),
+    "a low scale of another member": (population_of_low_scales_and_falls, False),
+}
+
+
+@cases("form", FORMS)
+def test_it_takes_six_falls_below_two_to_the_fifteen_in_any_form_of_a_state(form):
+    make_state, is_warned_of = FORMS[form]
+    assert warned(make_state()) == is_warned_of
+
+
+def test_the_scales_of_these_forms_are_at_the_limit():
+    assert decayed_from(21).scaling.loss_scale == 2.0**15
+    assert decayed_from(20).scaling.loss_scale == 2.0**14
 
 
 def test_updates_that_are_not_finite_after_retries_are_one_fall():
@@ -233,16 +306,19 @@ def test_updates_that_are_not_finite_after_retries_are_one_fall():
     assert (state.backoff_count, state.scaling.loss_scale) == (1, 2.0**11)
 
 
-@cases("policy", ["dynamic", "hysteresis", "adaptive"], fast=["dynamic"])
-def test_retries_that_do_not_help_are_warned_of(policy):
-    for number, told in ((10, False), (12, True)):
-        trace = of_ceiling([30, simulator.BAD] * (number // 2))
-        (states,) = histories(COUNTED[policy], {"bad": trace}, retries=3).values()
-        # At its floor, to which so many failures drive an adaptive scale, no pass is repeated.
-        scales = np.concatenate([[2.0**8], np.asarray(states.scaling.loss_scale)[:-1]])
-        assert states.total_exhausted[-1] == np.sum(scales[1::2] > 1)
-        # At 10, it is told that it decays.
-        assert warned(states) == (told or policy == "adaptive")
+@cases(
+    "policy, steps",
+    product(["dynamic", "hysteresis", "adaptive"], [10, 12]),
+    fast=[("dynamic", 10), ("dynamic", 12)],
+)
+def test_retries_that_do_not_help_are_warned_of_from_the_sixth_on(policy, steps):
+    """Every second step is bad. At 10, an adaptive scale is warned of as one that decays."""
+    trace = of_ceiling([30, simulator.BAD] * (steps // 2))
+    states = histories(COUNTED[policy], {"bad": trace}, retries=3)["bad"]
+    # At its floor, to which so many failures drive an adaptive scale, no pass is repeated.
+    scales = np.concatenate([[2.0**8], np.asarray(states.scaling.loss_scale)[:-1]])
+    assert states.total_exhausted[-1] == np.sum(scales[1::2] > 1)
+    assert warned(states) == (steps == 12 or policy == "adaptive")
 
 
 def test_it_is_shown_once_and_at_the_line_that_calls_check():

@@ -29,6 +29,8 @@ SGD, W = optax.sgd(0.0), jnp.zeros(())
 
 
 class Run(NamedTuple):
+    """An optimizer and what each step brings it; one number serves all steps."""
+
     tx: Any
     highest: Any  # f32[n], up to which scale the gradients of each step are finite
     loss: Any = 0.0  # f32[n], the loss of each step
@@ -97,8 +99,16 @@ def dynamic(**options):
     return jaxscale.loss_scaled(SGD, jaxscale.DynamicLossScale(**options))
 
 
-TX, SAFE, ADAPTIVE = dynamic(), jaxscale.skip_nonfinite(SGD), jaxscale.loss_scaled(SGD, "adaptive")
+def nan_where(bad):
+    """The loss of each step: NaN in the bad ones."""
+    return np.where(bad, np.nan, 0.0)
+
+
+TX = dynamic()
+SAFE = jaxscale.skip_nonfinite(SGD)
+ADAPTIVE = jaxscale.loss_scaled(SGD, "adaptive")
 FIXED = jaxscale.loss_scaled(SGD, 2.0**10)
+HIGH = dynamic(init_scale=2.0**40, max_scale=2.0**40)
 HASTY = dynamic(growth_interval=3, max_scale=2.0**40)
 PATIENT = dynamic(growth_interval=3, max_scale=2.0**40, hysteresis=2)
 WIDE = dynamic(growth_interval=3, max_scale=2.0**40, growth_factor=4.0, backoff_factor=0.25)
@@ -109,28 +119,29 @@ HASTY_WINDOW = jaxscale.multi_steps(HASTY, 2)
 HEALTHY = {
     "nothing ever": Run(TX, np.full(STEPS, FINE)),
     "3 % of gradients": Run(SAFE, overflowing(some(0.03))),
-    "3 % of losses": Run(SAFE, FINE, np.where(some(0.03, 1), np.nan, 0.0)),
+    "3 % of losses": Run(SAFE, FINE, nan_where(some(0.03, 1))),
     "3 %, evenly": Run(FIXED, overflowing(every(0.03))),
-    "down from 2**40": Run(dynamic(init_scale=2.0**40, max_scale=2.0**40), FINE, np.where(every(0.03), np.nan, 0.0)),
+    "down from 2**40": Run(HIGH, FINE, nan_where(every(0.03))),
     "50 in a row": Run(SAFE, overflowing(rows(50, [300, 6000]))),
     "grows every 3 steps": Run(HASTY, np.full(STEPS, FINE)),
     "grows every 3 steps, noise": Run(HASTY, noisy(1.5)),
     "grows every 3 steps, and falls in two": Run(PATIENT, noisy(0.5)),
     "grows by 4": Run(WIDE, noisy(1.0)),
-    "grows every 3 steps, and 2 % of losses": Run(HASTY, noisy(0.3), np.where(some(0.02), np.nan, 0)),
-    "adaptive, heavy tails": Run(ADAPTIVE, noisy(1.5) / 4, 0.0, noisy(1.5) / 2.0**22),
-    "3 % of micro-batches": Run(WINDOW, FINE, np.where(some(0.03), np.nan, 0.0)),
+    "grows every 3 steps, and 2 % of losses": Run(HASTY, noisy(0.3), nan_where(some(0.02))),
+    "adaptive, heavy tails": Run(ADAPTIVE, noisy(1.5) / 4, size=noisy(1.5) / 2.0**22),
+    "3 % of micro-batches": Run(WINDOW, FINE, nan_where(some(0.03))),
     "micro-batches, grows every 3 steps": Run(HASTY_WINDOW, noisy(0.3)),
-    "few windows lost": Run(STRICT, FINE, np.where(every(0.0005), np.nan, 0.0)),
-}  # fmt: skip
+    "few windows lost": Run(STRICT, FINE, nan_where(every(0.0005))),
+}
+# Far from 0.05, so that it is no luck; these alone come close.
+CLOSE = {"50 in a row", "down from 2**40"}
 
 
 @cases("name", HEALTHY, fast=["3 % of gradients", "grows every 3 steps, noise", "50 in a row"])
 def test_a_healthy_run_hears_nothing_however_often_it_asks(name):
     states = states_of(HEALTHY[name])
     assert told(states) == []
-    # Far from it, so that it is no luck; 50 in a row alone come close.
-    assert states.skip_rate.max() < (0.049 if "row" in name or "2**40" in name else 0.045)
+    assert states.skip_rate.max() < (0.049 if name in CLOSE else 0.045)
 
 
 def test_where_gradients_are_lost_at_any_scale_three_in_a_hundred_are_told_as_a_decay():
@@ -138,26 +149,53 @@ def test_where_gradients_are_lost_at_any_scale_three_in_a_hundred_are_told_as_a_
     assert "fell again and again" in text
 
 
-LOSS, GRADS = r"Mostly the loss itself was not finite", r"Mostly the gradients were not finite"
-SCALED, UNSCALED = r"(no loss scale|floor or fixed)", r"The batch comes first"
-NAN = np.where(some(0.1, 3), np.nan, 0.0)
+LOSS = r"Mostly the loss itself was not finite"
+GRADS = r"Mostly the gradients were not finite"
+SCALED = r"(no loss scale|floor or fixed)"
+UNSCALED = r"The batch comes first"
+NOT_FINITE = ["0/0", "square root", "-inf"]  # where bad numbers come from
+NAN = nan_where(some(0.1, 3))
+INF = np.where(every(0.5), np.inf, 0.0)
+
+
+class Broken(NamedTuple):
+    """A run that loses too many steps, and what is said of it."""
+
+    run: Run
+    within: int  # after so many steps at the latest
+    says: list[str]
+    says_not: list[str]
+
+
 BROKEN = {
-    # name: (run, told within so many steps, what is said, what is not)
-    "6 % of gradients": (Run(TX, overflowing(every(0.06))), 2500, [GRADS, SCALED], [LOSS, UNSCALED]),
-    "6 % of losses": (Run(TX, FINE, np.where(every(0.06), np.nan, 0.0)), 2500, [LOSS, "no loss scale can help"], [GRADS]),
-    "10 % of gradients, drawn": (Run(TX, overflowing(some(0.1, 1))), 1000, [GRADS], [LOSS]),
-    "10 % of losses": (Run(TX, FINE, NAN), 1000, [LOSS], [GRADS]),
-    "10 %, adaptive": (Run(ADAPTIVE, overflowing(every(0.1))), 1000, [GRADS], [LOSS]),
-    "10 %, fixed": (Run(FIXED, overflowing(every(0.1))), 1000, [GRADS, "floor or fixed"], [LOSS]),
-    "10 % in bfloat16": (Run(SAFE, overflowing(every(0.1))), 1000, [GRADS, UNSCALED, "0/0", "square root", "-inf", "On a CPU"], [LOSS, "scale"]),
-    "10 % of losses in bfloat16": (Run(SAFE, FINE, NAN), 1000, [LOSS, UNSCALED], [GRADS, "scale", "On a CPU"]),
-    "50 % of gradients": (Run(TX, overflowing(every(0.5))), 150, [GRADS], [LOSS]),
-    "50 % of losses": (Run(TX, FINE, np.where(every(0.5), np.inf, 0.0)), 150, [LOSS], [GRADS]),
-    "98 %": (Run(SAFE, overflowing(every(0.98))), 150, [GRADS, UNSCALED], [LOSS]),
-    "10 % of losses, grows every 3 steps": (Run(HASTY, FINE, NAN), 1000, [LOSS], [GRADS]),
-    "10 % of micro-batches": (Run(WINDOW, overflowing(every(0.1))), 4000, [GRADS], [LOSS]),
-    "most windows lost": (Run(STRICT, overflowing(every(0.02))), 150 * 32, [GRADS], [LOSS]),
-}  # fmt: skip
+    "6 % of gradients": Broken(
+        Run(TX, overflowing(every(0.06))), 2500, [GRADS, SCALED], [LOSS, UNSCALED]
+    ),
+    "6 % of losses": Broken(
+        Run(TX, FINE, nan_where(every(0.06))), 2500, [LOSS, "no loss scale can help"], [GRADS]
+    ),
+    "10 % of gradients, drawn": Broken(Run(TX, overflowing(some(0.1, 1))), 1000, [GRADS], [LOSS]),
+    "10 % of losses": Broken(Run(TX, FINE, NAN), 1000, [LOSS], [GRADS]),
+    "10 %, adaptive": Broken(Run(ADAPTIVE, overflowing(every(0.1))), 1000, [GRADS], [LOSS]),
+    "10 %, fixed": Broken(
+        Run(FIXED, overflowing(every(0.1))), 1000, [GRADS, "floor or fixed"], [LOSS]
+    ),
+    "10 % in bfloat16": Broken(
+        Run(SAFE, overflowing(every(0.1))),
+        1000,
+        [GRADS, UNSCALED, *NOT_FINITE, "On a CPU"],
+        [LOSS, "scale"],
+    ),
+    "10 % of losses in bfloat16": Broken(
+        Run(SAFE, FINE, NAN), 1000, [LOSS, UNSCALED], [GRADS, "scale", "On a CPU"]
+    ),
+    "50 % of gradients": Broken(Run(TX, overflowing(every(0.5))), 150, [GRADS], [LOSS]),
+    "50 % of losses": Broken(Run(TX, FINE, INF), 150, [LOSS], [GRADS]),
+    "98 %": Broken(Run(SAFE, overflowing(every(0.98))), 150, [GRADS, UNSCALED], [LOSS]),
+    "10 % of losses, grows every 3 steps": Broken(Run(HASTY, FINE, NAN), 1000, [LOSS], [GRADS]),
+    "10 % of micro-batches": Broken(Run(WINDOW, overflowing(every(0.1))), 4000, [GRADS], [LOSS]),
+    "most windows lost": Broken(Run(STRICT, overflowing(every(0.02))), 150 * 32, [GRADS], [LOSS]),
+}
 
 
 @cases("name", BROKEN, fast=["6 % of gradients", "10 % in bfloat16", "most windows lost"])
@@ -168,11 +206,14 @@ def test_a_broken_run_is_told_in_time_however_often_it_asks(name):
     assert (states.skip_rate[within - 1 :] >= 0.05).all()
     for period in (1, 7, 100, 2500, STEPS):
         first = period * math.ceil(within / period)
-        (text,) = [text for text in told(after(states, first), run.tx) if "skipped lately" in text]
-        assert [words for words in says if not re.search(words, text)] == [], period
+        texts = told(after(states, first), run.tx)
+        (text,) = [text for text in texts if "skipped lately" in text]
+        for words in says:
+            assert re.search(words, text), period
         # `skip_rate` is the name of a counter.
         advice = text.replace("`skip_rate`", "").replace("jaxscale", "")
-        assert [words for words in says_not if words in advice] == [], period
+        for words in says_not:
+            assert words not in advice, period
 
 
 # A run that was healthy before and one that was not, in which the present row is another.
@@ -197,20 +238,42 @@ def test_the_cause_is_that_of_the_present_row(name):
     assert row == ([300, 0, 0] if begins_with_loss else [0, 0, 60])
 
 
-def test_that_nothing_is_scaled_is_told_however_often_it_asks():
-    states = states_of(Run(TX, np.full(25_000, np.inf)))
-    for period in (1, 7, 2000, 10_000):  # the policy grows every 2000 steps
-        asked = [period * n for n in (18_000 // period, -(-18_000 // period), 24_000 // period)]
-        for step in asked:
-            texts = told(after(states, step))
-            assert ["nothing scales the backward pass" in text for text in texts] == [True] * (
-                step >= 18_000
-            ), (period, step)
-    steps = [18_000 - 1, 18_000, 18_000 + 1]
-    assert [len(told(after(states, step))) for step in steps] == [0, 1, 1]
-    assert told(states_of(Run(dynamic(init_scale=2.0**24), np.full(9_999, np.inf)))) == []
-    fixed = jaxscale.loss_scaled(SGD, 2.0**24)
-    assert told(states_of(Run(fixed, np.full(25_000, np.inf)))) == []
+UNSCALED_FROM = 18_000  # by then the policy, which grows every 2000 steps, is at 2**24
+
+
+@functools.cache
+def states_without_overflow(tx):
+    return states_of(Run(tx, np.full(25_000, np.inf)))
+
+
+@pytest.mark.parametrize("period", [1, 7, 2000, 10_000])
+def test_that_nothing_is_scaled_is_told_however_often_it_asks(period):
+    states = states_without_overflow(TX)
+    last_before = period * (UNSCALED_FROM // period)
+    first_from = period * math.ceil(UNSCALED_FROM / period)
+    for step in (last_before, first_from, period * (24_000 // period)):
+        texts = told(after(states, step))
+        is_told = ["nothing scales the backward pass" in text for text in texts]
+        assert is_told == ([True] if step >= UNSCALED_FROM else []), step
+
+
+# The optimizer, the number of steps that never overflow, and whether it is told after them.
+GROWN = {
+    "to 2**24 in as many steps": (TX, UNSCALED_FROM, True),
+    "one step less": (TX, UNSCALED_FROM - 1, False),
+    "one step more": (TX, UNSCALED_FROM + 1, True),
+    "at 2**24 after few steps": (dynamic(init_scale=2.0**24), 9_999, False),
+    "fixed at 2**24": (jaxscale.loss_scaled(SGD, 2.0**24), 25_000, False),
+}
+
+
+@cases("name", GROWN)
+def test_that_nothing_is_scaled_is_told_of_a_scale_that_grew_far(name):
+    tx, steps, is_told = GROWN[name]
+    states = states_without_overflow(tx)
+    assert len(told(after(states, steps))) == is_told
+    if not is_told:  # nor in any step before
+        assert told(jax.tree.map(lambda leaf: leaf[:steps], states)) == []
 
 
 def test_a_window_of_zeros_is_not_blind_before_a_step_is_due():
@@ -251,17 +314,24 @@ def test_each_member_of_a_population_is_judged_in_its_own_right():
 )
 def test_the_rate_is_that_of_the_reference(name):
     run = HEALTHY[name]
-    states, rate, scale = states_of(run), 0.0, run.tx.init(W).scaling.loss_scale
-    length = 32 if "windows" in name else 1
-    counted = 0
+    length = 32 if name == "few windows lost" else 1
+    binades_per_skip = 2 if name == "grows by 4" else 1
+    states = states_of(run)
+    rate = 0.0
+    scale = run.tx.init(W).scaling.loss_scale
+    num_good = 0  # in this window
     for step in range(STEPS):
         now = after(states, step + 1)
-        grown = max(0.0, math.log2(now.scaling.loss_scale / scale)) / (2 if "4" in name else 1)
-        scale, lost = now.scaling.loss_scale, not now.step_applied
-        counted += not lost
+        binades = max(0.0, math.log2(now.scaling.loss_scale / scale))
+        scale = now.scaling.loss_scale
+        lost = 0 if now.step_applied else 1
+        num_good += 1 - lost
         if length > 1 and (step + 1) % length == 0:
-            lost, counted = lost + (counted if counted < length else 0), 0
-        rate = min(1, max(0, rate + (lost - grown - rate) / (1000 * length)))
+            if num_good < length:  # the window leads to no step
+                lost += num_good
+            num_good = 0
+        net = lost - binades / binades_per_skip
+        rate = min(1, max(0, rate + (net - rate) / (1000 * length)))
         np.testing.assert_allclose(now.skip_rate, rate, rtol=1e-3, atol=1e-7)
 
 

@@ -3,6 +3,10 @@
 Their constructors refuse what is not an array of the shape that they know: `None`, numbers, flags.
 """
 
+import contextlib
+import io
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +16,7 @@ from tables import assert_same_bits, cases
 
 import jaxscale
 from jaxscale import diagnostics, scale_backward
+from jaxscale._doctor import cli
 
 HALF = jnp.float16
 
@@ -115,6 +120,37 @@ def counted(grads):
     assert "layer/w" in str(diagnostics.underflow(histograms))
 
 
+@register
+class Counting(Checked):
+    """Has a counter, which has no gradient, in the place of a bias."""
+
+    def __init__(self, w, b):
+        if not (hasattr(b, "dtype") and b.dtype == jnp.int32):
+            raise TypeError(f"not a counter: {b}")
+        super().__init__(w, np.zeros(4, np.float32))
+        self.b = b
+
+
+def checked():
+    return loss, PARAMS, BATCH
+
+
+def counting():
+    return lambda p, x: loss(Checked(p.w, x.b), x), Counting(PARAMS.w, jnp.int32(3)), BATCH
+
+
+def examined(name):
+    """What the doctor says of a loss, which names its leaves and has tried `scale_backward`."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+        status = cli.main(["doctor", f"{__name__}:{name}", "--json"])
+    results = json.loads(said.getvalue())
+    assert status == 0
+    compared = {leaf["path"] for leaf in results["comparison"]["leaves"]}
+    assert compared == ({"w", "b"} if name == "checked" else {"w"})
+    assert results["scale_backward_raised"] == ""
+
+
 def scaled(**options):
     return jaxscale.loss_scaled(optax.adam(0.1), **options)
 
@@ -136,6 +172,8 @@ ALL_OPTIONS = {"track_leaves": True, "check_updates": True, "max_norm": 1.0}
 STATE = {"fun": both, "has_aux": True, "state": (PARAMS,)}
 SCALING = jaxscale.DynamicLossScale().init()
 ENTRIES = {
+    "doctor": lambda: examined("checked"),
+    "doctor, a counter beside": lambda: examined("counting"),
     "scale_backward": lambda: jax.grad(scale_backward(loss))(PARAMS, BATCH),
     "scale_backward, output": lambda: jax.grad(loss_of_output(scale_backward))(PARAMS, BATCH),
     "both orders": in_both_orders,

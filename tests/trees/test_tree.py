@@ -39,7 +39,14 @@ class Awkward:
         return self.compare()
 
 
-RAISING, BY_ELEMENT = (lambda: 1 / 0), (lambda: np.array([True, True]))
+def raise_error():
+    raise ZeroDivisionError
+
+
+def compare_elements():
+    return np.array([True, True])
+
+
 Choice = enum.IntEnum("Choice", "FIRST SECOND")
 # Leaves that are not arrays, in twos: whatever they have by the name of a dtype.
 NOT_ARRAYS = {
@@ -51,14 +58,15 @@ NOT_ARRAYS = {
     "array of objects": (np.array([None, print]), np.array([None])),
     "differences in time": (np.array([1, 2], "m8[s]"), np.array([1000, 2000], "m8[ms]")),
     "choice": (Choice.FIRST, Choice.SECOND),
-    "awkward": (Awkward(RAISING), Awkward(RAISING)),
-    "elementwise": (Awkward(BY_ELEMENT), Awkward(BY_ELEMENT)),
+    "awkward": (Awkward(raise_error), Awkward(raise_error)),
+    "elementwise": (Awkward(compare_elements), Awkward(compare_elements)),
 }
 # What is one: with a NaN in it, a verdict sees it.
 NAN = float("nan")
 NUMBERS = [NAN, complex(0, NAN), np.full(2, NAN, np.float16), np.float64(NAN)]
 NUMBERS += [ml_dtypes.bfloat16(NAN), jnp.asarray(NAN)]
-EIGHT, NOOP = jaxscale.FixedLossScale(8).init(), jaxscale.NoOpLossScale().init()
+EIGHT = jaxscale.FixedLossScale(8).init()
+NOOP = jaxscale.NoOpLossScale().init()
 NONE = functools.partial(jax.tree.map, lambda _: None)
 # All that leave alone what is not a gradient: a tree as each gives it back.
 FUNCTIONS = {
@@ -100,19 +108,26 @@ STEPS = {
 }
 
 
+FIRST_NOT_ARRAYS = {name: first for name, (first, _) in NOT_ARRAYS.items()}
+
+
 @cases("name", STEPS, fast=["tracking"])
 def test_a_step_leaves_alone_what_has_no_gradient(name):
     """As in a module of Equinox, whose gradients hold None there."""
-    rest = PASSIVE | {leaf: first for leaf, (first, _) in NOT_ARRAYS.items()} | {"rate": 0.5}
-    tx, none = STEPS[name](optax.sgd(0.5)), NONE(rest)
-    params, state = rest | {"w": jnp.ones(2)}, tx.init(none | {"w": jnp.ones(2)})
-    kept = -jnp.inf if name in ("bare", "unskipped") else 0.5
-    for number, moved in ((1.0, 0.5), (jnp.inf, kept)):
-        grads = none | {"w": jnp.full(2, number)}
+    rest = PASSIVE | FIRST_NOT_ARRAYS | {"rate": 0.5}
+    no_grads = NONE(rest)
+    skips = name not in ("bare", "unskipped")
+    tx = STEPS[name](optax.sgd(0.5))
+    params = rest | {"w": jnp.ones(2)}
+    state = tx.init(no_grads | {"w": jnp.ones(2)})
+    after_bad = 0.5 if skips else -jnp.inf
+    for grad, expected in ((1.0, 0.5), (jnp.inf, after_bad)):
+        grads = no_grads | {"w": jnp.full(2, grad)}
         params, state = jaxscale.apply_gradients(tx, grads, state, params)
-        assert params["w"].tolist() == [moved, moved]
-        leaves = (jax.tree.leaves(tree | {"w": None}) for tree in (params, rest))
-        assert all(new is old for new, old in zip(*leaves, strict=True))
+        assert params["w"].tolist() == [expected, expected]
+        for key, node in rest.items():
+            pairs = zip(jax.tree.leaves(params[key]), jax.tree.leaves(node), strict=True)
+            assert all(new is old for new, old in pairs), key
 
 
 def test_numbers_of_every_type_are_gradients_and_nothing_else_is():
@@ -156,18 +171,31 @@ PYTHON += [-65520.0, 3.4028235e38, 1e39, -1e300, float("-inf"), float("nan"), 1 
 PYTHON += [complex(0, float("nan")), complex(1e39, 0)]
 
 
-def converted(number, dtype):
+def convert(number, dtype):
     """What NumPy makes of a Python number, or `None` where that is another number."""
-    inexact, is_complex = jnp.issubdtype(dtype, jnp.inexact), dtype.kind == "c"
-    given = number if is_complex else number.real
+    is_complex = dtype.kind == "c"
+    if not is_complex:
+        if number.imag != 0:
+            return None
+        number = number.real
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return convert_exactly(number, dtype)
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
-            there = np.asarray(given * 1.0 if inexact else given).astype(dtype)
+            array = np.asarray(number * 1.0).astype(dtype)
     except OverflowError:
         return None
-    # Integers and bools are exact, and what rounds stays as finite as it was.
-    same = np.isfinite(there) == np.isfinite(given) if inexact else there.item() == given
-    return there if same and (is_complex or number.imag == 0) else None
+    # What rounds stays as finite as it was.
+    return array if np.isfinite(array) == np.isfinite(number) else None
+
+
+def convert_exactly(number, dtype):
+    try:
+        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
+            array = np.asarray(number).astype(dtype)
+    except OverflowError:
+        return None
+    return array if array.item() == number else None
 
 
 def assert_meets(leaf, array, expected, message="", tree_where=jaxscale.tree_where):
@@ -189,7 +217,7 @@ def assert_meets(leaf, array, expected, message="", tree_where=jaxscale.tree_whe
 @cases("dtype", MEETING, fast=["bool", "uint8", "float16"])
 def test_a_python_number_takes_the_dtype_of_the_array_it_meets(dtype):
     for number, array in itertools.product(PYTHON, (jnp.ones((), dtype), np.ones((), dtype))):
-        assert_meets(number, array, converted(number, jnp.dtype(dtype)), "does not hold")
+        assert_meets(number, array, convert(number, jnp.dtype(dtype)), "does not hold")
 
 
 @cases("compiled", [False, True], fast=[False])
@@ -227,34 +255,43 @@ def test_what_holds_no_numbers_meets_none():
 
 @cases("dtype", ["float32", "complex64", "float64", "complex128"], fast=["complex128"])
 def test_no_finite_gradient_ruins_logmax_for_good(dtype):
-    policy, info = presets.openseq2seq_logmax(beta1=0.0, beta2=0.0), np.finfo(dtype)
-    extremes = np.array([info.max, info.max, info.smallest_normal, info.smallest_subnormal, 0, 1])
-    numbers = [*(extremes * (1 + 1j) if "complex" in dtype else extremes)]
+    policy = presets.openseq2seq_logmax(beta1=0.0, beta2=0.0)
+    info = np.finfo(dtype)
+    numbers = [info.max, info.max, info.smallest_normal, info.smallest_subnormal, 0, 1]
+    if "complex" in dtype:
+        numbers = [number * (1 + 1j) for number in numbers]
     with x64():
-        update, state = jax.jit(policy.update), policy.init()
-        for number in [*numbers, np.inf, *numbers, *[0.25] * 3]:
+        update = jax.jit(policy.update)
+        state = policy.init()
+        for number in (*numbers, np.inf, *numbers, 0.25, 0.25, 0.25):
             state, _ = update(state, {"w": jnp.asarray([0.125, number], dtype)})
-            assert all(jnp.isfinite(field) for field in state)
-            assert avals(state) == avals(policy.init())
+            assert all(jnp.isfinite(field) for field in state), number
+            assert avals(state) == avals(policy.init()), number
+
+
+def make_leaves(make, n, m):
+    """Leaves of two sizes. The second may be empty; the last is large, and has no symbol."""
+    return [
+        make((n, m), jnp.float16),
+        make((n - 1, m), jnp.float16),
+        make((2 * n, 2), jnp.float32),
+        make((2**17,), jnp.float32),
+    ]
 
 
 def test_shapes_may_be_symbols():
-    n, m = export.symbolic_shape("n, m")
-
     def step(params, grads):
         moved = apply_updates(params, jaxscale.unscale(EIGHT, grads))
-        return cast_like(jaxscale.tree_where(jaxscale.all_finite(grads), moved, params), params)
+        is_good = jaxscale.all_finite(grads)
+        return cast_like(jaxscale.tree_where(is_good, moved, params), params)
 
-    def typed(of, n, m):  # the second may be empty; the last is large, and has no symbol
-        halves = of((n, m), jnp.float16), of((n - 1, m), jnp.float16)
-        return [*halves, of((2 * n, 2), jnp.float32), of((2**17,), jnp.float32)]
-
-    shapes = typed(jax.ShapeDtypeStruct, n, m)
+    shapes = make_leaves(jax.ShapeDtypeStruct, *export.symbolic_shape("n, m"))
     exported = export.export(jax.jit(step))(shapes, shapes)
     for number in (1, 3):
-        params = typed(jnp.ones, number, 2)
-        good = [-16 * leaf for leaf in params]
-        assert all((leaf == -1).all() for leaf in exported.call(params, good))
-        for i in (0, 2, 3):
-            bad = [*good[:i], good[i].at[..., -1].set(jnp.inf), *good[i + 1 :]]
+        params = make_leaves(jnp.ones, number, 2)
+        grads = [-16 * leaf for leaf in params]
+        assert all((leaf == -1).all() for leaf in exported.call(params, grads)), number
+        for index in (0, 2, 3):
+            bad = list(grads)
+            bad[index] = grads[index].at[..., -1].set(jnp.inf)
             assert_same_bits(exported.call(params, bad), params)

@@ -152,7 +152,8 @@ def codebook_distances(half):
             d = jnp.sqrt(square)  # fault
             return jnp.mean((jax.nn.softmax(-d) * d).astype(jnp.float32))
 
-    (definition, params), x = nnx.split(Quantizer()), 12 + normal(3, 5, 4, scale=0.05)
+    definition, params = nnx.split(Quantizer())
+    x = 12 + normal(3, 5, 4, scale=0.05)
     return lambda params, x: nnx.merge(definition, params)(x.astype(half)), params, x
 
 
@@ -194,7 +195,8 @@ def adam_inside_of_a_loss(
         return jnp.mean(jnp.square(x @ w - y))
 
     g = jax.lax.stop_gradient(jax.grad(inner)(w))
-    moment, square = 0.1 * g, 0.001 * g * g
+    moment = 0.1 * g
+    square = 0.001 * g * g
     update = (moment / 0.1) / (jnp.sqrt(square / 0.001) + 1e-8)  # fault
     return inner(w - rate * update).astype(jnp.float32)
 
@@ -475,7 +477,8 @@ def affine_coupling(half):
     def loss_fn(layers, x):
         return jnp.mean(jax.vmap(likelihood, (None, 0))(cast(layers, half), x.astype(half)))
 
-    x, row = jnp.asarray(normal(14, 4, 4)), first.weight[3]
+    x = jnp.asarray(normal(14, 4, 4))
+    row = first.weight[3]
     x = x.at[1, :2].set(row * 12 / jnp.sum(jnp.square(row)))
     return loss_fn, [first, jax.tree.map(lambda w: w * 1e-6, last)], x
 
@@ -513,7 +516,10 @@ def noise_schedule(
     half, x=normal(19, 4, 2), noise=normal(20, 4, 2), step=STEPS, *, w=normal(18, 2, 2), b=zeros(2)
 ):
     """The last cumulative product of a schedule of zero terminal SNR, 4.9e-8 or less, is 0."""
-    x, noise, w, b = (leaf.astype(half) for leaf in (x, noise, w, b))
+    x = x.astype(half)
+    noise = noise.astype(half)
+    w = w.astype(half)
+    b = b.astype(half)
     alpha = jnp.asarray(PRODUCT).astype(half)[step][:, None]  # fault
     sigma = jnp.sqrt((1 - alpha) / alpha)  # fault
     x = x + 1e-3 * sigma * noise

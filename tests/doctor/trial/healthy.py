@@ -72,12 +72,15 @@ def padded_tokens(half, tokens=np.array([[5, 17, 0, 0], [299, 8, 8, 0]])):
 
 @healthy("large activations, normalized in float32")
 def layer_norm_in_float32(half):
-    @nnx.eval_shape
-    def net():
-        layers = (nnx.Linear, 3, 8), (nnx.LayerNorm, 8), (nnx.Linear, 8, 1)
-        return nnx.Sequential(*(of(*n, dtype=half, rngs=nnx.Rngs(0)) for of, *n in layers))
+    def make_net():
+        rngs = nnx.Rngs(0)
+        return nnx.Sequential(
+            nnx.Linear(3, 8, dtype=half, rngs=rngs),
+            nnx.LayerNorm(8, dtype=half, rngs=rngs),
+            nnx.Linear(8, 1, dtype=half, rngs=rngs),
+        )
 
-    definition, shapes = nnx.split(net)
+    definition, shapes = nnx.split(nnx.eval_shape(make_net))
 
     def loss_fn(params, x):
         return mean_square(nnx.merge(definition, params)(x) - 1)
@@ -178,12 +181,14 @@ def online_softmax(x=normal(58, 6, 4), *, qkv=projections(55)):
         k, v = keys_and_values
         scores = q @ k.T / 2
         new = jax.lax.stop_gradient(jnp.maximum(largest, jnp.max(scores, axis=-1)))
-        weights, decay = jnp.exp(scores - new[:, None]), jnp.exp(largest - new)
+        weights = jnp.exp(scores - new[:, None])
+        decay = jnp.exp(largest - new)
         total = total * decay + jnp.sum(weights, axis=-1)
         return (new, total, y * decay[:, None] + weights @ v), None
 
-    start = (jnp.full(6, -jnp.inf, x.dtype), *(jnp.zeros(n, x.dtype) for n in (6, (6, 4))))
-    (_, total, y), _ = jax.lax.scan(block, start, (k.reshape(3, 2, 4), v.reshape(3, 2, 4)))
+    start = (jnp.full(6, -jnp.inf, x.dtype), jnp.zeros(6, x.dtype), jnp.zeros((6, 4), x.dtype))
+    blocks = (k.reshape(3, 2, 4), v.reshape(3, 2, 4))
+    (_, total, y), _ = jax.lax.scan(block, start, blocks)
     return mean_square(y / total[:, None])
 
 

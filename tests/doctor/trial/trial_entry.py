@@ -27,7 +27,7 @@ KINDS = {
     "accumulation": "a sum that stops growing",
     "backward": "a backward pass that overflows or divides by 0 after a good forward pass",
     "flushed": "a gradient that becomes 0 at every loss scale that fits",
-    "input": "masks, labels or indices that fail in float32, too",
+    "input": "masks, labels or indices that fail in float32 as well",
 }
 
 
@@ -37,7 +37,9 @@ class Entry(NamedTuple):
     kind: str  # one of `KINDS`, or `""` if the model is healthy
     source: str  # the public report of this fault, or what looks suspicious in a healthy model
     tuned: bool = False  # whether the doctor may be tuned on it; the others only count
-    noise: str = ""  # in the paths of leaves whose gradients are 0 but for rounding in float32, too
+    noise: str = (
+        ""  # in the paths of leaves whose gradients are 0 but for rounding, in float32 as well
+    )
     linen: bool = False  # whether the loss is the body of a Flax module,
     scale: float = 1.0  # and the scale of its parameters
 
@@ -85,8 +87,10 @@ def _in_a_module(body, batch, scale):
     params = jax.tree.map(lambda w: w * scale, others.pop("params"))
 
     def loss_fn(params, batch):
-        given, rngs = {"params": params} | others, {"dropout": jax.random.key(2)}
-        return Net().apply(given, *batch, rngs=rngs, mutable=list(others))[0]
+        variables = {"params": params} | others
+        rngs = {"dropout": jax.random.key(2)}
+        loss, _ = Net().apply(variables, *batch, rngs=rngs, mutable=list(others))
+        return loss
 
     return loss_fn, params, batch
 

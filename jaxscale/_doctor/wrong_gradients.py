@@ -5,44 +5,71 @@ from collections.abc import Iterator
 
 from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import TracedUnderflow
-from .cures import cure_of
+from .cures import say_cure
 from .exam import Exam
-from .finding import Finding, join_lines, line_of, lines_of, list_names, note, rounded_at, rule_at
-from .gradients import CLOSE
+from .finding import Finding, make_finding
+from .gradients import CLOSE, LeafError
 from .remedy import Culprit, Remedy
+from .wording import (
+    join_lines,
+    list_names,
+    name_line,
+    name_lines,
+    say_backward_rule,
+    say_rounded_at,
+)
 
 _FLUSHED = 0.5  # an underflow may matter if at least this share of the nonzero values becomes 0,
 _LOST_SUM = 0.01  # and these values had at least this share of the sum of all magnitudes
-_BITS = {"float16": 10, "bfloat16": 7}  # of the mantissas
+_MANTISSA_BITS = {"float16": 10, "bfloat16": 7}
 
 
-def find_wrong(exam: Exam) -> Iterator[Finding]:
-    against = exam.against
-    if not against.wrong or against.comparison is None:
+def find_wrong_gradients(exam: Exam) -> Iterator[Finding]:
+    """Notes gradients that are finite, but far from those in float32."""
+    check = exam.float32
+    if not check.wrong_leaves or check.comparison is None:
         return
-    worst = next(leaf for leaf in against.comparison.leaves if leaf.path == against.wrong[0])
-    count = f"{len(against.wrong)} of {len(exam.leaves.rows)}"
-    at = f" at loss scale {power(exam.fits)}, the largest that fits" if exam.fits else ""
+    title = _say_wrong_gradients(exam, check.comparison.leaves)
+    of_leaves = [f"Wrong gradients, worst first: {list_names(check.wrong_leaves)}."]
+    of_leaves += _say_losses(exam)
+    if check.culprit is None:
+        details = _say_no_culprit(exam)
+        yield make_finding(title, *details, *of_leaves, is_problem=True)
+        return
+    place = check.culprit.place
+    details = say_rounded_at(place, exam)
+    if not details:
+        details = [explain_culprit(check.culprit)]
+    details += say_backward_rule(place, exam)
+    cures = say_cure(check.culprit)
+    details += cures
+    if check.remedy is not None:
+        details.append(say_remedy(check.remedy, exam, place.where, is_first=not cures))
+    title = f"{title} It begins at {name_line(place)}."
+    yield make_finding(title, *details, *of_leaves, is_problem=True, place=place)
+
+
+def _say_wrong_gradients(exam: Exam, leaves: tuple[LeafError, ...]) -> str:
+    """Returns how many gradients are wrong, and how far the worst one is off."""
+    wrong_leaves = exam.float32.wrong_leaves
+    worst = next(leaf for leaf in leaves if leaf.path == wrong_leaves[0])
+    count = f"{len(wrong_leaves)} of {len(exam.leaf_table.rows)}"
+    scale = ""
+    if exam.largest_scale:
+        scale = f" at loss scale {power(exam.largest_scale)}, the largest that fits"
     off = f"off by {percent(min(worst.error, 1.0))}, compared with float32"
     if worst.flushed == 1:
         off = "flushed to 0"
-    title = f"Everything is finite, but {count} gradients are wrong{at}: {worst.path} is {off}."
-    of_leaves = [f"Wrong gradients, worst first: {list_names(against.wrong)}.", *_say_losses(exam)]
-    if against.culprit is None:
-        places = [place for place in exam.trace.underflows if _may_matter(place)]
-        where = [f"Most of the numbers become 0 at {lines_of(places)}."] if places else []
-        where.append("No single operation accounts for it.")
-        yield note(title, *where, *of_leaves, is_problem=True)
-        return
-    place = against.culprit.place
-    details = rounded_at(place, exam) or [explain_culprit(against.culprit)]
-    details += rule_at(place, exam)
-    cures = cure_of(against.culprit)
-    details += cures
-    if against.remedy is not None:
-        details.append(say_remedy(against.remedy, exam, place.where, is_first=not cures))
-    title = f"{title} It begins at {line_of(place)}."
-    yield note(title, *details, *of_leaves, is_problem=True, place=place)
+    return f"Everything is finite, but {count} gradients are wrong{scale}: {worst.path} is {off}."
+
+
+def _say_no_culprit(exam: Exam) -> list[str]:
+    sentences = []
+    places = [place for place in exam.trace.underflows if _may_matter(place)]
+    if places:
+        sentences.append(f"Most of the numbers become 0 at {name_lines(places)}.")
+    sentences.append("No single operation accounts for it.")
+    return sentences
 
 
 def explain_culprit(culprit: Culprit) -> str:
@@ -55,11 +82,14 @@ def explain_culprit(culprit: Culprit) -> str:
             "again before it reaches the loss, as 1/inf is 0."
         )
     if culprit.kind == "underflow":
-        scaled = "" if place.scaled else ", and no loss scale helps"
-        return f"{what} flushes {percent(place.share)} of its nonzero numbers to 0{scaled}."
+        flushes = f"{what} flushes {percent(place.share)} of its nonzero numbers to 0"
+        if place.scaled:
+            return f"{flushes}."
+        return f"{flushes}, and no loss scale helps."
     if not culprit.largest:
         return f"{what} gives other numbers than in float32."
-    spacing = 2.0 ** (math.frexp(culprit.largest)[1] - 1 - _BITS.get(place.dtype, 10))
+    exponent = math.frexp(culprit.largest)[1] - 1
+    spacing = 2.0 ** (exponent - _MANTISSA_BITS.get(place.dtype, 10))
     return (
         f"{what} rounds: its numbers are as large as {number(culprit.largest, 4)}, where "
         f"{place.dtype} only holds multiples of {number(spacing, 3)}."
@@ -96,31 +126,31 @@ def find_effect_of_autocast(exam: Exam) -> Iterator[Finding]:
     if not exam.autocast:
         return
     if exam.autocast not in exam.dtypes:
-        yield note(
+        yield make_finding(
             "`jaxscale.autocast` changes nothing: this model has no float32 matrix product or "
             "convolution to cast.",
         )
     elif exam.is_right:
         error = _say_error(exam)
         title = f"The gradients in {exam.autocast} are those in float32, off by {error}."
-        yield note(title, *_say_losses(exam))
+        yield make_finding(title, *_say_losses(exam))
 
 
 def find_underflows(exam: Exam) -> Iterator[Finding]:
     """Notes where small numbers become 0, unless a problem explains it."""
     places = [place for place in exam.trace.underflows if place.zeros]
-    if exam.trace.nonfinite_outputs or exam.against.wrong or not places:
+    if exam.trace.nonfinite_outputs or exam.float32.wrong_leaves or not places:
         return
     worst = max(places, key=lambda place: (_may_matter(place), place.lost_sum))
     words = "They are the smallest values there."
-    compared = exam.against.comparison
-    if exam.is_right and compared and compared.error <= CLOSE:
+    comparison = exam.float32.comparison
+    if exam.is_right and comparison is not None and comparison.error <= CLOSE:
         words = f"This does no harm: float32 gives the same gradients within {_say_error(exam)}."
     elif exam.is_right:
         words = "The gradients are not stable: rounding in float32 changes them as much."
     places.sort(key=lambda place: -place.lost_sum)
-    title = f"Most of the nonzero numbers become 0 at {lines_of(places)}."
-    yield note(title, words, place=worst)
+    title = f"Most of the nonzero numbers become 0 at {name_lines(places)}."
+    yield make_finding(title, words, place=worst)
 
 
 def _may_matter(place: TracedUnderflow) -> bool:
@@ -129,25 +159,32 @@ def _may_matter(place: TracedUnderflow) -> bool:
 
 
 def find_zeros(exam: Exam) -> Iterator[Finding]:
-    zero, rows = exam.zero, exam.leaves.rows
-    if not zero or exam.trace.nonfinite_outputs:
+    """Notes leaves whose gradient is 0 everywhere."""
+    num_zero = len(exam.zero_leaves)
+    num_leaves = len(exam.leaf_table.rows)
+    if not num_zero or exam.trace.nonfinite_outputs:
         return
-    title = f"The gradient is exactly 0 everywhere in {len(zero)} of {len(rows)} leaves: "
-    title += list_names(zero)
-    if exam.against.comparison is None:
+    count = f"The gradient is exactly 0 everywhere in {num_zero} of {num_leaves} leaves"
+    names = list_names(exam.zero_leaves)
+    if exam.float32.comparison is None:
         words = "Either the loss does not depend on them, or they were flushed on the way."
-        yield note(f"{title}.", words, is_problem=exam.is_all_zero)
+        yield make_finding(f"{count}: {names}.", words, is_problem=exam.is_all_zero)
     else:
+        title = f"{count}, as in float32: {names}."
         words = "The loss does not depend on them."
-        yield note(f"{title}, in float32 too.", words, is_problem=len(zero) == len(rows))
+        yield make_finding(title, words, is_problem=num_zero == num_leaves)
 
 
 def _say_error(exam: Exam) -> str:
-    return percent(min(exam.against.comparison.error, 1.0)) if exam.against.comparison else ""
+    if exam.float32.comparison is None:
+        return ""
+    return percent(min(exam.float32.comparison.error, 1.0))
 
 
 def _say_losses(exam: Exam) -> list[str]:
+    """Returns what autocast makes of the loss."""
     if exam.loss_as_written is None:
         return []
-    losses = number(exam.loss, 4), number(exam.loss_as_written, 4)
-    return [f"The loss is {losses[0]} in {exam.autocast}, and as written {losses[1]}."]
+    loss = number(exam.loss, 4)
+    loss_as_written = number(exam.loss_as_written, 4)
+    return [f"The loss is {loss} in {exam.autocast}, and as written {loss_as_written}."]

@@ -1,0 +1,125 @@
+"""What the results of an exam mean, in plain sentences.
+
+Here the doctor decides what is a problem and what is only worth knowing. A problem is
+
+- inf or NaN in the loss, the auxiliary output or the gradients (`find_nonfinite`);
+- gradients that are finite, but far from those in float32 (`find_wrong_gradients`);
+- a loss scale that was asked for and loses too much of the gradients, or that must be below 1,
+  where the default rule skips every step (`find_scale`);
+- gradients that are all exactly 0 (`find_zeros`).
+
+Each line of the model is named once: what follows from the first fault is listed under it.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from ..diagnostics._text import number, power
+from ..diagnostics._trace.report import TracedConstant
+from .exam import Exam
+from .finding import Finding, make_finding
+from .nonfinite import find_harmless_nonfinite, find_nonfinite
+from .remedy import SourcePlace
+from .scales import find_inward_growth, find_refusal, find_scale, needs_scale
+from .wording import list_names, say_rounded
+from .wrong_gradients import (
+    find_effect_of_autocast,
+    find_underflows,
+    find_wrong_gradients,
+    find_zeros,
+)
+
+
+def diagnose(exam: Exam) -> list[Finding]:
+    """Returns all findings: the problems first."""
+    named = _find_first_faults(exam)
+    findings = [
+        *find_nonfinite(exam),
+        *find_wrong_gradients(exam),
+        *find_effect_of_autocast(exam),
+        *find_scale(exam),
+        *find_inward_growth(exam),
+        *find_refusal(exam),
+        *_find_constants(exam, named),
+        *find_harmless_nonfinite(exam, named),
+        *find_underflows(exam),
+        *find_zeros(exam),
+        *_find_gaps(exam),
+    ]
+    return sorted(findings, key=lambda finding: not finding.is_problem)
+
+
+def say_verdict(exam: Exam, findings: Sequence[Finding]) -> str:
+    num_problems = sum(finding.is_problem for finding in findings)
+    if num_problems:
+        return f"Problems found: {num_problems}."
+    verdict = "Nothing is wrong"
+    if exam.is_quick:
+        verdict = "Nothing overflows"
+    if exam.autocast:
+        verdict += f" in {exam.autocast}"
+    if needs_scale(exam) and exam.is_auto:
+        verdict += ", with a loss scale: it needs one"
+    return f"{verdict}."
+
+
+def say_setting(exam: Exam) -> str:
+    """Returns what the model computes in, and how it was examined."""
+    computes = " and ".join(exam.dtypes)
+    if exam.autocast:
+        computes += ", by `jaxscale.autocast`"
+    if not exam.is_auto:
+        scale = f"at loss scale {power(exam.loss_scale)}, as given"
+    elif exam.largest_scale is not None:
+        scale = f"at loss scale {power(exam.loss_scale)}, the largest that does not overflow"
+    else:
+        scale = "without a loss scale"
+    return (
+        f"The loss is {number(exam.loss, 4)}. The model computes in {computes}. It was examined on "
+        f"one batch {scale}."
+    )
+
+
+def _find_first_faults(exam: Exam) -> set[SourcePlace]:
+    """Returns the lines that a finding on inf, NaN or wrong gradients begins at."""
+    lines = set()
+    first = exam.trace.first_nonfinite
+    if first is not None and first.reaches:
+        lines.add(SourcePlace(first.file, first.line))
+    culprit = exam.float32.culprit
+    if culprit is not None:
+        lines.add(SourcePlace(culprit.place.file, culprit.place.line))
+    return lines
+
+
+def _find_constants(exam: Exam, named: set[SourcePlace]) -> Iterator[Finding]:
+    """Notes numbers that a format rounds to 0 or inf, on lines not yet named."""
+    for constant in exam.trace.constants:
+        if SourcePlace(constant.file, constant.line) in named:
+            continue
+        words = "It does no harm on this batch."
+        if not exam.is_right:
+            words = _advise_on_constant(constant)
+        title = f"{say_rounded(constant)}, at {constant.where}."
+        yield make_finding(title, words, place=constant)
+
+
+def _advise_on_constant(constant: TracedConstant) -> str:
+    if constant.became:
+        return f"Use a number that {constant.dtype} holds, or compute this line in float32."
+    if "log" in constant.source:  # most probabilities are far below 1e-3
+        return "Compute this line in float32."
+    return "Use a larger number, such as 1e-3, or compute this line in float32."
+
+
+def _find_gaps(exam: Exam) -> Iterator[Finding]:
+    """Notes what was not looked at."""
+    if exam.trace.not_entered:
+        yield make_finding(
+            f"The doctor did not look inside {list_names(exam.trace.not_entered)}.",
+            "Each ran as one operation: its lines are not named, and its numbers not compared.",
+        )
+    if exam.is_quick:
+        yield make_finding(
+            "Gradients that are finite and wrong were not looked for.",
+            "Without `--quick` the doctor also compares the gradients with those in float32.",
+        )

@@ -1,0 +1,179 @@
+"""The gradients against those in float32: what is wrong with them, where, and what helps."""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from .._trees.tree import leaf_name
+from ..diagnostics._trace.backward import Run, TracedBackward
+from ..diagnostics._trace.report import Place, TraceReport
+from .announcer import Announce
+from .gradients import CLOSE, Comparison, are_finite, compare_gradients
+from .remedy import Culprit, FaultSearch, Remedy
+
+# What changes by a larger share, or by a larger part of its error, when float32 is shaken by as
+# much as it rounds, is nothing but the rounding of float32, as the gradient of a bias before a
+# normalization is. It says nothing about narrower formats.
+_STABLE = 0.3
+
+
+class Float32Check(NamedTuple):
+    """The gradients against those in float32. Nothing is known if the arguments are not finite."""
+
+    # The gradients in float32, by their names, if they are finite. What cannot be computed in
+    # float32, as a kernel for one dtype, is as written.
+    grads: Mapping[str, np.ndarray] = {}
+    is_finite: bool | None = None  # whether loss and gradients are finite in float32
+    comparison: Comparison | None = None  # what is lost, if both gradients are finite
+    wrong_leaves: tuple[str, ...] = ()  # of the gradients: those that are far from float32
+    culprit: Culprit | None = None  # where they go wrong, if it is one equation
+    remedy: Remedy | None = None  # the lines that make them right in float32, or were tried in vain
+
+
+def check_against_float32(
+    backward: TracedBackward,
+    run: Run,
+    fused: Mapping[str, np.ndarray],
+    params: optax.Params,
+    best: float,
+    announce: Announce,
+) -> Float32Check:
+    """Finds out what is wrong with the gradients of `run`, where, and what helps.
+
+    `fused` has the gradients of the same pass compiled as one program. `best` is the largest loss
+    scale that fits, or that of the run if none is known.
+    """
+    report = run.report()
+    if report.nonfinite_arguments:
+        return Float32Check()
+    announce("comparing with float32", backward.how_far)
+    reference = _Reference(backward, run.loss_scale, params)
+    if not reference.is_finite:
+        return Float32Check(is_finite=False)
+    check = Float32Check(reference.grads, is_finite=True)
+    if report.nonfinite_outputs:
+        suspects = reference.find_stable_leaves()
+        search = _LineSearch(backward, run, reference, suspects, announce)
+        return search.explain_nonfinite(check, report, best)
+
+    comparison = reference.compare(run.grads)
+    wrong_leaves = reference.find_wrong_leaves(comparison)
+    check = check._replace(comparison=comparison, wrong_leaves=wrong_leaves)
+    if wrong_leaves:
+        search = _LineSearch(backward, run, reference, set(wrong_leaves), announce)
+        return search.explain_wrong(check)
+    if are_finite(fused):
+        # XLA may put two operations together, and lose what each by itself would keep.
+        comparison = compare_gradients(fused, reference.grads)
+        wrong_leaves = reference.find_wrong_leaves(comparison)
+        if wrong_leaves:
+            return check._replace(comparison=comparison, wrong_leaves=wrong_leaves)
+    return check
+
+
+class _Reference:
+    """The gradients in float32, and how far others are from them."""
+
+    def __init__(self, backward: TracedBackward, loss_scale: float, params: optax.Params) -> None:
+        self._run_in_float32 = functools.partial(backward.run, loss_scale, lambda key: True)
+        pairs = jax.tree_util.tree_leaves_with_path(params)
+        # By their names in a trace.
+        self._names = {f"grads{jax.tree_util.keystr(path)}": leaf_name(path) for path, _ in pairs}
+        run = self._run_in_float32()
+        self.is_finite = all(np.isfinite(np.asarray(v.array)).all() for v in run.values.values())
+        self.grads = self._rename(run.grads)
+
+    def _rename(self, grads: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {self._names[name]: grad for name, grad in grads.items()}
+
+    def compare(self, grads: Mapping[str, np.ndarray]) -> Comparison:
+        """Compares gradients by their names in a trace."""
+        return compare_gradients(self._rename(grads), self.grads)
+
+    @functools.cached_property
+    def _changes(self) -> dict[str, float]:
+        """By how much each leaf changes when float32 is shaken."""
+        shaken = self.compare(self._run_in_float32(is_shaken=True).grads)
+        return {leaf.path: leaf.error for leaf in shaken.leaves}
+
+    def find_stable_leaves(self) -> set[str]:
+        return {path for path in self.grads if self._changes[path] <= _STABLE}
+
+    def find_wrong_leaves(self, comparison: Comparison) -> tuple[str, ...]:
+        """Returns the leaves that are far from float32, and not because of rounding in float32."""
+        return tuple(
+            leaf.path
+            for leaf in comparison.leaves
+            if leaf.error > CLOSE and self._changes[leaf.path] <= _STABLE * min(leaf.error, 1.0)
+        )
+
+
+class _LineSearch:
+    """The search for the line at fault. `suspects` are the leaves whose error counts."""
+
+    def __init__(
+        self,
+        backward: TracedBackward,
+        run: Run,
+        reference: _Reference,
+        suspects: set[str],
+        announce: Announce,
+    ) -> None:
+        self._backward = backward
+        self._run = run
+        self._reference = reference
+        self._suspects = suspects
+        self._announce = announce
+        announce("looking for the line at fault", backward.how_far)
+        self._search = FaultSearch(backward, run, self._error_of, run.loss_scale)
+
+    def explain_wrong(self, check: Float32Check) -> Float32Check:
+        """Adds where finite gradients go wrong, and what helps."""
+        culprit = self._search.find_culprit()
+        return check._replace(culprit=culprit, remedy=self._try_culprit(culprit))
+
+    def explain_nonfinite(
+        self, check: Float32Check, report: TraceReport, best: float
+    ) -> Float32Check:
+        """Adds what keeps the outputs finite, and the culprit if numbers go wrong before."""
+        first = report.first_nonfinite
+        if first is None:
+            return check
+        if first.scaled and best < self._run.loss_scale:  # a lower loss scale helps first
+            return check
+        if first.cause == "value":
+            # In float32 this operation makes none: what came to it was lost before.
+            flush = self._search.find_flush()
+            if flush is not None:
+                return check._replace(culprit=flush, remedy=self._try_culprit(flush))
+        remedy = self._try_in_float32(first)
+        if remedy is not None and remedy.works:
+            return check._replace(remedy=remedy)
+        # The first line may be right, and what came to it rounded.
+        culprit = self._search.find_culprit()
+        remedy_before = self._try_culprit(culprit)
+        if remedy_before is not None and remedy_before.works:
+            return check._replace(culprit=culprit, remedy=remedy_before)
+        return check._replace(remedy=remedy)
+
+    def _try_culprit(self, culprit: Culprit | None) -> Remedy | None:
+        if culprit is None:
+            return None
+        return self._try_in_float32(culprit.place)
+
+    def _try_in_float32(self, place: Place) -> Remedy | None:
+        if not place.file:
+            return None
+        self._announce(f"trying {place.where} in float32", self._backward.how_far)
+        return self._search.find_remedy(place)
+
+    def _error_of(self, grads: Mapping[str, np.ndarray]) -> float:
+        if not are_finite(grads):
+            return math.inf
+        leaves = self._reference.compare(grads).leaves
+        return max((leaf.error for leaf in leaves if leaf.path in self._suspects), default=0.0)

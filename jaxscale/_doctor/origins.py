@@ -1,0 +1,253 @@
+"""What a number was computed from: a softmax, a product of many numbers, a sum that is the loss.
+
+Some faults have a cure that is better than a cast: the logarithm of a softmax is `log_softmax`.
+Which one fits shows in the operations around the faulty one, so that it does not matter whether
+the model calls a function of JAX or writes it out.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._jax import JaxprEqn, Literal
+from ..diagnostics._trace.findings import Findings, Run
+from ..diagnostics._trace.interpreter import EquationKey
+from ..diagnostics._trace.places import lines
+
+# What a number may have been made by, as `Culprit.made_by` names it.
+SOFTMAX = "softmax"
+SIGMOID = "sigmoid"
+PRODUCT = "product"
+EXPONENTIAL = "exponential"
+LOG_OF_SUM = "logarithm of a sum of exponentials"
+
+# Operations by their names in JAX. The first ones return some of the numbers that they take.
+_MOVES = {
+    *("convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze", "rev"),
+    *("expand_dims", "slice", "dynamic_slice", "gather", "copy", "copy_p", "stop_gradient"),
+    *("concatenate", "split", "select_n", "max", "min", "clamp", "reduce_precision", "pad"),
+    *("optimization_barrier", "sharding_constraint", "name", "abs", "reduce_max", "reduce_min"),
+}
+_MOVES_AND_ADD = _MOVES | {"add"}
+_SUMS = {"add", "add_any", "sub", "neg"}
+_ARITHMETIC = _SUMS | {"mul", "div"}
+_EXPONENTIALS = {"exp", "exp2"}
+_LOGARITHMS = {"log", "log1p"}
+_REDUCTIONS_BEFORE_A_LOGARITHM = {"reduce_prod", "cumprod", "reduce_sum"}
+
+_MANY_FACTORS = 4  # products in a row: more than a formula has
+_MOST_MOVES = 12  # operations in which that many are looked for
+
+
+class Sum(NamedTuple):
+    """A sum over many numbers that is the loss, or a part of it."""
+
+    where: str  # file and line, or `""`
+    file: str
+    line: int
+    size: int  # how many numbers are added up
+    weight: float  # the loss is this times the sum: of a mean, one over the size
+
+
+class Operations:
+    """The operations of a pass, and which of them made the numbers of which."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._equations = findings.equations
+        self._makers = findings.makers
+        self._overflowing = list(findings.births)
+
+    # What the numbers of one operation were made by.
+
+    def find_origin(self, key: EquationKey) -> str:
+        """Returns what made the numbers of an operation, as one of the names above, or `""`."""
+        for source in self._walk_back(key, _MOVES):
+            name = self._name(source)
+            if name in ("reduce_prod", "cumprod") or self._is_long_product(source):
+                return PRODUCT
+            if name == "logistic" or (name == "div" and self._is_sigmoid(source)):
+                return SIGMOID
+            if name == "div" and self._is_softmax(source):
+                return SOFTMAX
+            if name in _EXPONENTIALS:
+                return self._find_use(source)
+        return ""
+
+    def _find_use(self, exponential: EquationKey) -> str:
+        """Returns what an exponential is a part of: a softmax, a `logsumexp` or neither."""
+        use = EXPONENTIAL
+        for total in self._find_totals(exponential):
+            for reader in self._walk_on(total, _MOVES_AND_ADD):
+                if self._name(reader) == "div" and self._is_divided_by(reader, total):
+                    return SOFTMAX
+                if self._name(reader) == "log":
+                    use = LOG_OF_SUM
+        return use
+
+    def _find_totals(self, exponential: EquationKey) -> list[EquationKey]:
+        """Returns the sums that an exponential goes into."""
+        readers = self._walk_on(exponential, _MOVES)
+        return [reader for reader in readers if self._name(reader) in ("reduce_sum", "dot_general")]
+
+    def _is_divided_by(self, quotient: EquationKey, total: EquationKey) -> bool:
+        """Returns whether exponentials, maybe times values, are divided by their sum.
+
+        The derivative of a logarithm also divides by that sum, but divides no exponentials.
+        """
+        dividend, divisor = self._makers[quotient]
+        is_divisor = total in self._walk_back(divisor, _MOVES_AND_ADD)
+        through = _MOVES | {"mul", "dot_general"}
+        return is_divisor and self._comes_from(dividend, _EXPONENTIALS, through)
+
+    def _is_softmax(self, quotient: EquationKey) -> bool:
+        """Returns whether exponentials are divided by a sum."""
+        dividend, divisor = self._makers[quotient]
+        is_of_exponentials = self._comes_from(dividend, _EXPONENTIALS, _MOVES)
+        return is_of_exponentials and self._comes_from(divisor, {"reduce_sum"}, _MOVES_AND_ADD)
+
+    def _is_sigmoid(self, quotient: EquationKey) -> bool:
+        """Returns whether a quotient is 1 / (1 + exp(x)), or exp(x) / (1 + exp(x))."""
+        _, divisor = self._makers[quotient]
+        has_exponential = self._comes_from(divisor, _EXPONENTIALS, _MOVES_AND_ADD)
+        return has_exponential and not self._comes_from(divisor, {"reduce_sum"}, _MOVES_AND_ADD)
+
+    def _is_long_product(self, key: EquationKey) -> bool:
+        """Returns whether a product is of many factors, or of what a loop carries."""
+        if self._name(key) != "mul":
+            return False
+        return self._has_factors(key, _MANY_FACTORS, _MOST_MOVES)
+
+    def _has_factors(self, key: EquationKey, num_factors: int, num_moves: int) -> bool:
+        """Returns whether so many products follow each other up to here, with few moves between.
+
+        In a loop the product that is carried follows itself.
+        """
+        if key not in self._equations or not num_moves:
+            return False
+        if self._name(key) == "mul":
+            if not self._has_literal(key):
+                num_factors -= 1
+        elif self._name(key) not in _MOVES - {"max", "min", "clamp"}:
+            return False
+        if not num_factors:
+            return True
+        makers = self._makers[key]
+        return any(self._has_factors(maker, num_factors, num_moves - 1) for maker in makers)
+
+    # Exponentials and logarithms.
+
+    def find_unshifted(self) -> tuple[str, ...]:
+        """Returns the lines of exponentials that overflow, of a softmax or a `logsumexp`."""
+        unshifted = []
+        for key in self._overflowing:
+            if self._name(key) in _EXPONENTIALS and self._find_use(key) != EXPONENTIAL:
+                innermost = lines(*self._equations[key])[:1]
+                unshifted += map(str, innermost)
+        return tuple(unshifted)
+
+    def is_read_by_logarithm(self, key: EquationKey) -> bool:
+        through = _MOVES | _ARITHMETIC | _REDUCTIONS_BEFORE_A_LOGARITHM
+        return any(self._name(reader) in _LOGARITHMS for reader in self._walk_on(key, through))
+
+    # The sums that the loss is made of.
+
+    def find_loss_sums(self, run: Run) -> Iterator[Sum]:
+        """Returns the sums that the loss is made of, if it is linear in them."""
+        yield from self._find_sums(run.values["loss"].maker, 1.0, frozenset())
+
+    def _find_sums(
+        self, key: EquationKey, weight: float, visited: frozenset[EquationKey]
+    ) -> Iterator[Sum]:
+        """Returns the sums in the numbers of an operation, which count `weight` times."""
+        if key not in self._equations or key in visited:
+            return
+        find_before = functools.partial(self._find_sums, visited=visited | {key})
+        eqn, _ = self._equations[key]
+        makers = self._makers[key]
+        name = self._name(key)
+        if name == "reduce_sum":
+            yield self._describe_sum(key, weight)
+            yield from find_before(makers[0], weight)
+        elif name in _MOVES or name in _SUMS:
+            for maker in makers:
+                yield from find_before(maker, weight)
+        elif name == "div" and _is_number(eqn.invars[1]):
+            yield from find_before(makers[0], weight / _read_number(eqn.invars[1]))
+        elif name == "mul" and _is_number(eqn.invars[1]):
+            yield from find_before(makers[0], weight * _read_number(eqn.invars[1]))
+        elif name == "mul" and _is_number(eqn.invars[0]):
+            yield from find_before(makers[1], weight * _read_number(eqn.invars[0]))
+
+    def _describe_sum(self, key: EquationKey, weight: float) -> Sum:
+        eqn, around = self._equations[key]
+        size = _count_numbers(eqn.invars[0]) // max(_count_numbers(eqn.outvars[0]), 1)
+        innermost = next(iter(lines(eqn, around)), None)
+        if innermost is None:
+            return Sum(where="", file="", line=0, size=size, weight=weight)
+        return Sum(str(innermost), innermost.file, innermost.number, size, weight)
+
+    # Walks from one operation to others.
+
+    def _walk_back(self, key: EquationKey, through: set[str]) -> Iterator[EquationKey]:
+        """Returns an operation and those before it, as long as they are among `through`."""
+        waiting = [key]
+        visited = set()
+        while waiting:
+            source = waiting.pop(0)
+            if source in visited or source not in self._equations:
+                continue
+            visited.add(source)
+            yield source
+            if self._name(source) in through:
+                waiting += self._makers[source]
+
+    def _walk_on(self, key: EquationKey, through: set[str]) -> Iterator[EquationKey]:
+        """Returns the operations that read what one makes, and what those among `through` make."""
+        waiting = [key]
+        visited = {key}
+        while waiting:
+            maker = waiting.pop(0)
+            for reader in self._readers.get(maker, ()):
+                if reader in visited:
+                    continue
+                visited.add(reader)
+                yield reader
+                if self._name(reader) in through:
+                    waiting.append(reader)
+
+    @functools.cached_property
+    def _readers(self) -> dict[EquationKey, list[EquationKey]]:
+        """What reads the numbers of each operation."""
+        readers: dict[EquationKey, list[EquationKey]] = {}
+        for reader, makers in self._makers.items():
+            for maker in makers:
+                readers.setdefault(maker, []).append(reader)
+        return readers
+
+    def _comes_from(self, key: EquationKey, names: set[str], through: set[str]) -> bool:
+        return any(self._name(source) in names for source in self._walk_back(key, through))
+
+    def _name(self, key: EquationKey) -> str:
+        return self._equation(key).primitive.name
+
+    def _has_literal(self, key: EquationKey) -> bool:
+        return any(isinstance(atom, Literal) for atom in self._equation(key).invars)
+
+    def _equation(self, key: EquationKey) -> JaxprEqn:
+        eqn, _ = self._equations[key]
+        return eqn
+
+
+def _count_numbers(atom: Any) -> int:
+    return atom.aval.size
+
+
+def _is_number(atom: Any) -> bool:
+    """Returns whether an input is a number other than 0 that stands in the program."""
+    return isinstance(atom, Literal) and not np.shape(atom.val) and bool(atom.val)
+
+
+def _read_number(atom: Any) -> float:
+    return float(atom.val)

@@ -1,0 +1,186 @@
+"""The report as one HTML page, with its picture inside: it needs no script and no network.
+
+The layout and most of the words are in `page.html.jinja`, which escapes whatever it is given.
+"""
+
+import base64
+import importlib.resources
+import io
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..diagnostics._formats import FORMATS
+from ..diagnostics._histogram import HostHistogram, Shares, fetch_histogram
+from ..diagnostics._leaves import partition_leaves
+from ..diagnostics._pictures import can_draw, draw_histogram
+from ..diagnostics._text import percent, power, summarize_counts, text_histogram
+from .diagnosis import say_setting, say_verdict
+from .exam import Exam
+from .finding import Finding
+from .wording import list_names
+
+_MOST_LEAVES = 30  # in its table
+_MOST_LAYERS = 40  # in theirs
+_JUDGED = ("float16", "bfloat16")  # besides the formats that the model computes in
+_NOTHING = {"0", "0%", "-"}  # cells that have nothing to tell
+_NO_PAGE = "There will be no report: it needs jinja2, which is not installed: pip install jinja2"
+_NO_PICTURE = (
+    "The report will have no picture: it needs matplotlib, which is not installed: pip install "
+    "matplotlib"
+)
+
+
+class _Cell(NamedTuple):
+    """What a format would lose of a layer."""
+
+    text: str  # the share in percent, as words
+    percentage: float
+
+
+class _LayerRow(NamedTuple):
+    """One layer in the table of layers."""
+
+    name: str
+    cells: list[_Cell]  # one for each format
+
+
+class _LayerTable(NamedTuple):
+    """What each layer loses in each format."""
+
+    headings: list[str]  # the formats
+    rows: list[_LayerRow]  # the layers that lose something
+    others: list[str]  # sentences on the other layers
+
+
+class _LeafTable(NamedTuple):
+    """The leaves that have something to tell."""
+
+    headings: list[str]
+    rows: list[list[str]]  # the name of a leaf and its numbers
+    others: list[str]  # sentences on the other leaves
+
+
+def say_missing() -> str:
+    """Returns a sentence on what the report needs and is not installed, or `""`."""
+    try:
+        import jinja2  # noqa: F401
+    except ImportError:
+        return _NO_PAGE
+    if not can_draw():
+        return _NO_PICTURE
+    return ""
+
+
+def draw_page(exam: Exam, findings: Sequence[Finding]) -> str | None:
+    """Returns the report as HTML, or `None` without Jinja2."""
+    try:
+        import jinja2
+    except ImportError:
+        return None
+    numbers = fetch_histogram("doctor", exam.histogram)
+    has_sizes = bool(numbers.counts.sum())
+    picture = None
+    if has_sizes and can_draw():
+        picture = _draw_picture(exam, numbers)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = importlib.resources.files("jaxscale._doctor") / "page.html.jinja"
+    return environment.from_string(template.read_text(encoding="utf-8")).render(
+        target=exam.target,
+        findings=findings,
+        verdict=say_verdict(exam, findings),
+        setting=say_setting(exam),
+        dedent=textwrap.dedent,
+        at_best=_say_scale(exam, exam.largest_scale or exam.loss_scale),
+        at_judged=_say_scale(exam, exam.judged_scale),
+        at_traced=_say_scale(exam, exam.loss_scale),
+        summary=summarize_counts(numbers),
+        has_sizes=has_sizes,
+        picture=picture,
+        text_picture=text_histogram(exam.histogram, loss_scale=exam.judged_scale),
+        layers=_tabulate_layers(exam),
+        leaves=_tabulate_leaves(exam),
+    )
+
+
+def _say_scale(exam: Exam, scale: float) -> str:
+    if scale == 1:
+        return "without a loss scale"
+    if scale == exam.largest_scale:
+        return f"at loss scale {power(scale)}, the largest that does not overflow"
+    return f"at loss scale {power(scale)}"
+
+
+def _draw_picture(exam: Exam, numbers: HostHistogram) -> str:
+    """Returns the histogram as the base64 of a PNG."""
+    # First the scale of the table of layers. The suggestion of `plot_histogram` would be one more.
+    scales = (exam.judged_scale, exam.loss_scale, exam.largest_scale or exam.loss_scale)
+    titles = {round(math.log2(scale)): f"ranges {_say_scale(exam, scale)}" for scale in scales}
+    figure = draw_histogram(numbers, titles, formats=_list_formats(exam), is_narrow=True)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _list_formats(exam: Exam) -> list[str]:
+    """Returns the formats that layers are judged by."""
+    return [name for name in FORMATS if name in _JUDGED or name in exam.dtypes]
+
+
+def _tabulate_layers(exam: Exam) -> _LayerTable:
+    formats = _list_formats(exam)
+    layers = exam.layers.layers
+    # The shares of a layer without finite nonzero gradients are all 0.
+    blank = [name for name, shares in layers.items() if not any(shares["float16"])]
+    lost = {
+        name: _find_largest_loss(shares, formats)
+        for name, shares in layers.items()
+        if name not in blank
+    }
+    losing = [name for name, share in lost.items() if share]
+    worst = sorted(losing, key=lambda name: -lost[name])[:_MOST_LAYERS]
+    rows = [_LayerRow(name, _make_cells(layers[name], formats)) for name in lost if name in worst]
+
+    others = []
+    if blank:
+        count = f"{len(blank)} of {len(layers)}"
+        names = list_names(blank)
+        others.append(f"Layers without a finite, nonzero gradient to judge: {count}: {names}.")
+    num_others = len(lost) - len(rows)
+    if num_others:
+        what = "less or nothing" if len(worst) < len(losing) else "nothing"
+        where = " or ".join(formats)
+        others.append(f"Layers that lose {what} in {where}: {num_others} of {len(layers)}.")
+    return _LayerTable(formats, rows, others)
+
+
+def _find_largest_loss(shares: Mapping[str, Shares], formats: Sequence[str]) -> float:
+    return max(shares[name].lost for name in formats)
+
+
+def _make_cells(shares: Mapping[str, Shares], formats: Sequence[str]) -> list[_Cell]:
+    cells = []
+    for name in formats:
+        lost = shares[name].lost
+        cells.append(_Cell(percent(lost), 100 * lost))
+    return cells
+
+
+def _tabulate_leaves(exam: Exam) -> _LeafTable:
+    """Returns the leaves that have something to tell, without the columns that have nothing."""
+    table, others = partition_leaves(exam.leaf_table, _MOST_LEAVES)
+    headings, *rows = table.cells()
+    last = len(headings) - 1
+    shown = []  # the numbers of the columns
+    for i in range(len(headings)):
+        is_always_shown = i in (0, 1, last)  # the path, how many numbers, and the largest
+        if is_always_shown or any(row[i] not in _NOTHING for row in rows):
+            shown.append(i)
+    return _LeafTable(
+        headings=[headings[i] for i in shown],
+        rows=[[row[i] for i in shown] for row in rows],
+        others=others,
+    )

@@ -1,0 +1,63 @@
+"""Words that several findings need: for lines of the model, lists of names, and constants."""
+
+from collections.abc import Iterable, Sequence
+
+from .._trees.grammar import and_more
+from ..diagnostics._text import number
+from ..diagnostics._trace.report import Place, TracedConstant
+from .exam import Exam
+
+_MOST_NAMES = 5  # in a list
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Returns the first few names, and how many more there are."""
+    return " ".join([", ".join(names[:_MOST_NAMES]), *and_more(names, _MOST_NAMES)])
+
+
+def name_line(place: Place) -> str:
+    """Returns the file and the line of an equation."""
+    return place.where or "no line of the model"
+
+
+def name_lines(places: Iterable[Place]) -> str:
+    """Returns the files and lines of equations, each once."""
+    names = dict.fromkeys(name_line(place) for place in places)
+    return list_names(list(names))
+
+
+def join_lines(lines: Sequence[str], where: str, here: str) -> str:
+    """Returns files and lines in words, with the word `here` for the one just named, `where`."""
+    names = [here if line == where else line for line in lines]
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def say_rounded(constant: TracedConstant) -> str:
+    """Returns what a number of the source became, as `1e-09 is 0 in float16`."""
+    return f"{number(constant.value)} is {number(constant.became)} in {constant.dtype}"
+
+
+def say_rounded_at(place: Place, exam: Exam) -> list[str]:
+    """Returns what numbers of the source became that stand in the line of an equation."""
+    line = (place.file, place.line)
+    return [
+        f"{say_rounded(constant)}."
+        for constant in exam.trace.constants
+        if (constant.file, constant.line) == line
+    ]
+
+
+def say_backward_rule(place: Place, exam: Exam) -> list[str]:
+    """Returns that a backward rule may be at fault, if the line of an equation calls one.
+
+    The lines of a rule itself are known, unless a library wrote it or it was traced before.
+    """
+    rule = exam.backward_rules.get(place.where)
+    if rule is None or place.direction != "backward":
+        return []
+    return [
+        f"This line calls a function with a backward rule of its own, `{rule}`: the fault may be "
+        "there."
+    ]

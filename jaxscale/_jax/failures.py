@@ -1,0 +1,93 @@
+"""An operation of a program that cannot be transformed: an error which names the user's line."""
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from .equations import TESTED, UnknownFormError
+from .surroundings import is_of_jax, is_own, users_line
+
+# What Python raises where a program has another form than the code that reads it expects. Errors
+# of classes of their own, such as those of JAX, say what they are about.
+_OF_PYTHON = (
+    *(AssertionError, AttributeError, IndexError, KeyError, StopIteration),
+    *(TypeError, UnknownFormError, ValueError),
+)
+
+
+@contextlib.contextmanager
+def naming_the_line(call: str, way_out: str) -> Iterator[None]:
+    """Inside of this context, what goes wrong with an operation is an error that names its line.
+
+    Errors of the user's functions, and those that explain themselves, are left alone.
+
+    Args:
+      call: what transforms a program, such as `autocast(fun)`.
+      way_out: what the user can do about it, a sentence.
+
+    Raises:
+      TypeError: in place of what Python raises where an operation has a form that nobody expected.
+    """
+    try:
+        yield
+    except _OF_PYTHON as error:
+        operations = _find_operations(error)
+        if not operations or not _is_unexpected(error):
+            raise
+        name = operations[-1].primitive.name
+        # A program that JAX has cached, such as that of `jax.numpy.einsum`, does not know its
+        # caller. The equation around it does.
+        lines = filter(None, map(users_line, reversed(operations)))
+        line = next(lines, "a line that JAX does not know")
+        reason = type(error).__name__ + (f": {error}" if str(error) else "")
+        raise TypeError(
+            f"`{call}` cannot transform the operation `{name}` at {line}, as it has a form that "
+            f"is not known ({reason}). {way_out} jaxscale was tested with JAX {TESTED}; this is "
+            f"JAX {jax.__version__}."
+        ) from error
+
+
+def _is_unexpected(error: BaseException) -> bool:
+    """Returns whether an error is one that nobody wrote for the user to read."""
+    if type(error) not in _OF_PYTHON:  # such as a class of JAX that derives from `TypeError`
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    file = frame.f_code.co_filename
+    if not (is_own(file) or is_of_jax(file)):
+        return False
+    return isinstance(error, LookupError) or not is_for_people(error)
+
+
+def is_for_people(error: BaseException) -> bool:
+    """Returns whether somebody wrote an error for the user to read, such as one of ours.
+
+    These have a name in backticks, and those of Python itself have none.
+    """
+    return "`" in str(error)
+
+
+def _find_operations(error: BaseException) -> list[JaxprEqn]:
+    """Returns what was being read or evaluated when an error was raised, outermost first."""
+    found = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        eqn = _operation_in(frame)
+        if eqn is not None:
+            found.append(eqn)
+    return found
+
+
+def _operation_in(frame: FrameType) -> JaxprEqn | None:
+    """Returns the operation that a function of ours works on."""
+    if not is_own(frame.f_code.co_filename):
+        return None
+    for name in ("eqn", "step", "link", "last"):
+        value: Any = frame.f_locals.get(name)
+        eqn = getattr(value, "eqn", value)
+        if isinstance(eqn, JaxprEqn):
+            return eqn
+    return None

@@ -1,0 +1,70 @@
+"""Operations that JAX differentiates once, however often they are in a program.
+
+Differentiating an equation takes JAX several times as long as copying it. What a jitted function
+does, JAX differentiates once for inputs of equal types, and remembers. Such a function may be
+inlined: then the program, and its derivative, are the same as without it.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+
+# Into the program around, while that is traced. Since JAX 0.12 `True` means later.
+_AT_ONCE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
+
+def differentiated_once(fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Returns a function that JAX differentiates in reverse once for inputs of equal types.
+
+    It must not depend on anything but its arguments and what JAX itself keeps traces apart by.
+    """
+    inlined = jax.jit(fun, inline=_AT_ONCE)
+
+    @functools.wraps(fun)
+    def run(*args: Any) -> list[Any]:
+        return (inlined if is_differentiated(args) else fun)(*args)
+
+    return run
+
+
+def is_differentiated(args: Sequence[Any]) -> bool:
+    """Returns whether a function of some arguments is being differentiated in reverse."""
+    return _tracer_of_vjp() in map(type, args)
+
+
+@functools.cache
+def _tracer_of_vjp() -> type:
+    """Returns the class of what a function is given by `jax.vjp`."""
+    found: list[type] = []
+
+    def note(x: Any) -> Any:
+        found.append(type(x))
+        return x
+
+    with jax.ensure_compile_time_eval():
+        jax.vjp(note, np.float32(1))
+    return found[0]
+
+
+def bind_once(primitive: Primitive, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Returns what a primitive returns that is differentiated, by a derivative that is shared.
+
+    It must hold no program, and have no effects.
+    """
+    if not all(type(jax.typeof(arg)) is ShapedArray for arg in args):
+        return primitive.bind(*args, **params)
+    try:
+        bound = _bound(primitive, tuple(params.items()))
+    except TypeError:  # a parameter that has no hash
+        return primitive.bind(*args, **params)
+    return bound(*args)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **dict(params)), inline=_AT_ONCE)

@@ -1,0 +1,212 @@
+"""Whether the trees of a step belong together: gradients, parameters and the optimizer's state."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._jax import is_for_people
+from .._state.find import is_loss_scaled
+from .._trees.grammar import and_more, with_article
+from .._trees.leaf import is_array_like
+from .._trees.tree import leaf_name
+
+_OF_GRADIENTS = (
+    "Pass the gradients with respect to the parameters that `init` was given, or the state that it "
+    "returned for these. Without `params` the gradients were taken for them."
+)
+
+
+class TreeTypes(NamedTuple):
+    """What two trees have in common if one may take the place of the other."""
+
+    structure: Any
+    leaves: list[tuple[Any, Any]]  # shape and dtype of each, `None` for what has none
+
+
+class StepTrees(NamedTuple):
+    """What a user gives a step, and the call and the argument by which two of it are named."""
+
+    grads_argument: str
+    grads: optax.Updates
+    params: optax.Params | None
+    state_argument: str
+    opt_state: Any
+
+
+def types_of(tree: Any) -> TreeTypes:
+    """Returns the structure of a tree, and the shape and the dtype of each leaf."""
+    leaves, structure = jax.tree.flatten(tree)
+    types = [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves]
+    return TreeTypes(structure, types)
+
+
+@contextlib.contextmanager
+def explaining_mismatch(trees: StepTrees, optimizer: Any) -> Iterator[None]:
+    """Inside of this context, an error of a step says which trees do not belong together.
+
+    An error that explains itself is left alone, and so is any if the trees belong together. Some
+    optimizers do take gradients of another structure: so that is asked only if one has failed.
+    Without parameters, as `update` may be called, the gradients stand for them.
+
+    Args:
+      trees: what the step was given.
+      optimizer: that takes it, bare or wrapped.
+
+    Raises:
+      ValueError: if a gradient has another shape than its parameter; and in place of an error, if
+        the gradients have another structure than the parameters, or if the state is that of other
+        parameters.
+    """
+    if trees.params is not None:
+        _check_grads(trees.grads_argument, trees.grads, trees.params)
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if is_for_people(error):
+            raise
+        try:
+            _check_match(trees, optimizer)
+        except ValueError as mismatch:
+            raise mismatch from error
+        raise
+
+
+def _check_match(trees: StepTrees, optimizer: Any) -> None:
+    """Raises a `ValueError` if the trees of a step do not belong together."""
+    if trees.params is None:
+        check_same_optimizer(
+            trees.state_argument, optimizer, trees.opt_state, trees.grads, _OF_GRADIENTS
+        )
+        return
+    reason = _explain_structures(trees.grads_argument, trees.grads, trees.params)
+    if reason:
+        raise ValueError(reason)
+    check_same_optimizer(trees.state_argument, optimizer, trees.opt_state, trees.params)
+
+
+def _check_grads(argument: str, grads: optax.Updates, params: optax.Params) -> None:
+    """Raises a `ValueError` if a gradient has another shape than its parameter.
+
+    Gradients by example, as differential privacy takes them, have axes of their own in front.
+    Trees of two structures are left to the optimizer: a few take gradients of a part.
+    """
+    reason = _explain_structures(argument, grads, params) if grads is None else ""
+    if reason:  # not every optimizer would notice that there are none
+        raise ValueError(reason)
+    leaves, structure = jax.tree.flatten(params, is_leaf=_is_none)
+    if jax.tree.structure(grads, is_leaf=_is_none) != structure:
+        return
+    with_paths = jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_none)
+    for (path, grad), param in zip(with_paths, leaves, strict=True):
+        if not (is_array_like(grad) and is_array_like(param)):
+            continue
+        shape = jnp.shape(grad)
+        expected = jnp.shape(param)
+        own_axes = shape[len(shape) - len(expected) :]
+        if len(shape) < len(expected) or own_axes != expected:
+            raise ValueError(
+                f"`{argument}`: the gradient at {leaf_name(path)} has the shape {shape}, and its "
+                f"parameter {expected}. Pass the gradients with respect to these parameters; "
+                "nothing is broadcast."
+            )
+
+
+def _explain_structures(argument: str, grads: optax.Updates, params: optax.Params) -> str:
+    """Returns how the structure of gradients differs from that of the parameters, if it does.
+
+    Trees of two types of one's own, as `optax.lookahead` takes them, are meant to differ.
+    """
+    if type(grads) is not type(params):
+        kind = _name_kind(grads)
+        expected = _name_kind(params)
+        if kind is None or expected is None or kind == expected:
+            return ""
+        return (
+            f"`{argument}` must have the structure of the parameters, {expected}, got {kind}. Pass "
+            "the gradients with respect to these parameters."
+        )
+    of_grads = jax.tree.structure(grads, is_leaf=_is_none)
+    of_params = jax.tree.structure(params, is_leaf=_is_none)
+    if of_grads == of_params:
+        return ""
+    grad_names = _leaf_names(grads)
+    param_names = _leaf_names(params)
+    only_grads = [name for name in grad_names if name not in param_names]
+    only_params = [name for name in param_names if name not in grad_names]
+    difference = f"That of the gradients is {of_grads}, and that of the parameters {of_params}."
+    if only_grads or only_params:
+        difference = (
+            f"Only among the gradients: {_list_names(only_grads)}; only among the parameters: "
+            f"{_list_names(only_params)}."
+        )
+    return (
+        f"`{argument}` must have the structure of the parameters. {difference} Pass the gradients "
+        "with respect to these parameters, with None or zeros for those that have none."
+    )
+
+
+def _name_kind(tree: Any) -> str | None:
+    """Returns what a tree is, `None` if that is a class of somebody's own."""
+    if is_array_like(tree):
+        return "an array"
+    if tree is None or type(tree) in (dict, list, tuple):
+        return with_article(type(tree).__name__)
+    return None
+
+
+def _leaf_names(tree: Any) -> list[str]:
+    return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _list_names(names: list[str], most: int = 5) -> str:
+    if not names:
+        return "none"
+    return " ".join([", ".join(names[:most]), *and_more(names, most)])
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def check_same_optimizer(
+    argument: str,
+    optimizer: Any,
+    opt_state: Any,
+    params: Any,
+    way_out: str = "Pass the state that `init` of this optimizer returned for these parameters.",
+) -> None:
+    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
+    if not all(map(is_array_like, jax.tree.leaves(params))):
+        return  # for such parameters `init` saw only a part of them, and which is not known
+    try:
+        expected = optimizer.expected_types(params)
+    except Exception:  # an `init` that needs values cannot be asked here
+        return
+    state = opt_state
+    if is_loss_scaled(opt_state):
+        state = opt_state.inner_state
+    difference = _explain_difference(state, expected)
+    if difference:
+        raise ValueError(
+            f"`{argument}` is the state of another optimizer or of other parameters. "
+            f"`tx.init(params)` {difference}. {way_out}"
+        )
+
+
+def _explain_difference(state: Any, expected: TreeTypes) -> str:
+    """Returns what `init` makes and what a state has instead, empty if they are alike."""
+    types = types_of(state)
+    if types.structure != expected.structure:
+        return f"makes {expected.structure}, got {types.structure}"
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    triples = zip(leaves, types.leaves, expected.leaves, strict=True)
+    for (path, _), (shape, _), (expected_shape, _) in triples:
+        # A scalar may have been replaced by numbers of the user's own, such as learning rates.
+        if expected_shape and shape != expected_shape:
+            place = jax.tree_util.keystr(path)
+            return f"makes an array of shape {expected_shape} at {place}, got one of shape {shape}"
+    return ""

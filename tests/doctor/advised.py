@@ -1,0 +1,314 @@
+"""Faulty lines, and what the doctor's advice makes of them: pairs of models that differ in that.
+
+`ADVICE` has the pairs by name. `A_PAIR__faulty` and `A_PAIR__cured` are targets of the doctor.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+HALF = jnp.float16
+FULL = jnp.float32
+ROWS = jnp.array([[1.0, 2.0, 3.0], [0.5, -1.0, 2.0]])
+MANY_ROWS = jnp.linspace(-1, 1, 150).reshape(50, 3)
+
+
+class Pair(NamedTuple):
+    """A model with a fault, and the same after the doctor's advice."""
+
+    said: str  # the advice
+    batch: Any
+    faulty: Callable[[Any, Any], Any]  # of the batch and parameters in half precision
+    cured: Callable[[Any, Any], Any]
+
+
+ADVICE: dict[str, Pair] = {}
+
+
+def advice(said, batch):
+    """Enters the pair of functions that a function makes, under its name."""
+
+    def enter(make):
+        faulty, cured = make()
+        ADVICE[make.__name__] = Pair(said, batch, faulty, cured)
+        return make
+
+    return enter
+
+
+def __getattr__(name):
+    row, _, which = name.partition("__")
+    if row not in ADVICE:
+        raise AttributeError(name)
+    pair = ADVICE[row]
+    compute = getattr(pair, which)
+
+    def loss_fn(params, x):
+        return jnp.mean(compute(x, params["w"].astype(HALF)).astype(FULL))
+
+    return lambda: (loss_fn, {"w": jnp.array([1.0, 0.5, 2.0])}, pair.batch)
+
+
+# Logarithms of probabilities and exponentials.
+
+
+@advice("Write `jax.nn.log_softmax(logits)` instead", 5 * ROWS)
+def log_of_softmax():
+    def faulty(x, w):
+        return jnp.log(jax.nn.softmax(x.astype(HALF) * w))  # fault
+
+    def cured(x, w):
+        return jax.nn.log_softmax(x.astype(HALF) * w)
+
+    return faulty, cured
+
+
+@advice("Write `jax.nn.log_softmax(logits)` instead", 5 * ROWS)
+def log_of_softmax_written_out():
+    def faulty(x, w):
+        z = x.astype(HALF) * w
+        e = jnp.exp(z - jnp.max(z, 1, keepdims=True))  # fault
+        return jnp.log(e / jnp.sum(e, 1, keepdims=True))  # fault
+
+    def cured(x, w):
+        return jax.nn.log_softmax(x.astype(HALF) * w)
+
+    return faulty, cured
+
+
+@advice("Write `jax.nn.log_softmax(logits)` instead", 5 * ROWS)
+def log_of_probability_that_is_cast():
+    def faulty(x, w):
+        return jnp.log(jax.nn.softmax((x * w).astype(FULL)).astype(HALF))  # fault
+
+    def cured(x, w):
+        return jax.nn.log_softmax((x * w).astype(HALF))
+
+    return faulty, cured
+
+
+@advice("Write `jax.nn.log_sigmoid(logits)` instead", -5 * jnp.abs(ROWS))
+def log_of_sigmoid():
+    def faulty(x, w):
+        return jnp.log(jax.nn.sigmoid(x.astype(HALF) * w))  # fault
+
+    def cured(x, w):
+        return jax.nn.log_sigmoid(x.astype(HALF) * w)
+
+    return faulty, cured
+
+
+@advice("Add up their logarithms instead", MANY_ROWS)
+def product_of_probabilities():
+    def faulty(x, w):
+        p = jax.nn.sigmoid(x.astype(HALF) * w)
+        return jnp.log(jnp.prod(p, 0))  # fault
+
+    def cured(x, w):
+        p = jax.nn.sigmoid(x.astype(HALF) * w)
+        return jnp.sum(jnp.log(p), 0)
+
+    return faulty, cured
+
+
+@advice("Add up their logarithms instead", MANY_ROWS)
+def product_in_a_loop():
+    def faulty(x, w):
+        p = jax.nn.sigmoid(x.astype(HALF) * w)
+        product, _ = jax.lax.scan(lambda c, q: (c * q, None), jnp.ones(3, HALF), p)  # fault
+        return jnp.log(product)
+
+    def cured(x, w):
+        p = jax.nn.sigmoid(x.astype(HALF) * w)
+        total, _ = jax.lax.scan(lambda c, q: (c + q, None), jnp.zeros(3, HALF), jnp.log(p))
+        return total
+
+    return faulty, cured
+
+
+@advice("the logarithm of `exp(x)` is `x`", ROWS)
+def log_of_density():
+    def faulty(x, w):
+        z = x.astype(HALF) * w
+        return jnp.log(jnp.exp(-z * z / 2) / 2.5)  # fault
+
+    def cured(x, w):
+        z = x.astype(HALF) * w
+        return -z * z / 2 - 0.92
+
+    return faulty, cured
+
+
+@advice("Write `jax.nn.logsumexp(x)` instead", -10 * jnp.abs(ROWS))
+def log_of_sum_of_exponentials():
+    def faulty(x, w):
+        z = x.astype(HALF) * w - 20
+        return jnp.log(jnp.sum(jnp.exp(z), 1))  # fault
+
+    def cured(x, w):
+        z = x.astype(HALF) * w - 20
+        return jax.nn.logsumexp(z, 1)
+
+    return faulty, cured
+
+
+# Exponentials and sums that are too large.
+
+
+@advice("Subtract the maximum of each row before the exponential", 6 * ROWS)
+def softmax_without_its_maximum():
+    def faulty(x, w):
+        e = jnp.exp(x.astype(HALF) * w)  # fault
+        return e / jnp.sum(e, 1, keepdims=True) * x.astype(HALF)
+
+    def cured(x, w):
+        z = x.astype(HALF) * w
+        e = jnp.exp(z - jnp.max(z, 1, keepdims=True))
+        return e / jnp.sum(e, 1, keepdims=True) * x.astype(HALF)
+
+    return faulty, cured
+
+
+@advice("clip the exponent", jnp.array([[90.0, 2.0, 3.0], [1.0, 2.0, -1.0]]))
+def exponential():
+    def faulty(x, w):
+        return jnp.exp((x.astype(HALF) * w).astype(FULL))  # fault
+
+    def cured(x, w):
+        return jnp.exp(jnp.minimum((x.astype(HALF) * w).astype(FULL), 5.0))
+
+    return faulty, cured
+
+
+@advice("The loss is a sum over 12,000 numbers. Take a mean instead", jnp.ones((4000, 3)) * 9)
+def sum_over_many_numbers():
+    def faulty(x, w):
+        return jnp.sum((x.astype(HALF) * w) ** 2)  # fault
+
+    def cured(x, w):
+        return jnp.mean((x.astype(HALF) * w) ** 2)
+
+    return faulty, cured
+
+
+@advice("The loss is a sum over 90,000 numbers, at advised.py:", jnp.ones((30000, 3)) * 60)
+def sum_whose_gradients_are_too_large():
+    def faulty(x, w):
+        return jnp.sum(jnp.square((x.astype(HALF) * w).astype(FULL)))  # fault
+
+    def cured(x, w):
+        return jnp.mean(jnp.square((x.astype(HALF) * w).astype(FULL)))
+
+    return faulty, cured
+
+
+@advice("70000 is inf in float16.", jnp.ones((1000, 3)))
+def number_of_elements():
+    def faulty(x, w):
+        return (x.astype(HALF) * w).sum(0) / 70000  # fault
+
+    def cured(x, w):
+        return (x.astype(HALF) * w).sum(0).astype(FULL) / 70000
+
+    return faulty, cured
+
+
+# Masks, epsilons and points without a derivative.
+
+
+@advice("For a mask, use -1e4 instead of -1e9", ROWS)
+def mask():
+    def faulty(x, w):
+        return jax.nn.softmax(jnp.where(x > 5, x * w, -1e9).astype(HALF)) * w  # fault
+
+    def cured(x, w):
+        return jax.nn.softmax(jnp.where(x > 5, x * w, -1e4).astype(HALF)) * w
+
+    return faulty, cured
+
+
+@advice("Compute this line in float32", jnp.array([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]))
+def epsilon():
+    def faulty(x, w):
+        z = x.astype(HALF) * w
+        return x * z / (jnp.sum(jnp.abs(z), 1, keepdims=True) + 1e-9)  # fault
+
+    def cured(x, w):
+        z = (x.astype(HALF) * w).astype(FULL)
+        return x * z / (jnp.sum(jnp.abs(z), 1, keepdims=True) + 1e-9)
+
+    return faulty, cured
+
+
+@advice("Keep the operand away: clip it", jnp.ones((2, 3)))
+def arc():
+    def faulty(x, w):
+        return jnp.arccos(jnp.clip(x.astype(HALF) * w, -1, 1))  # fault
+
+    def cured(x, w):
+        return jnp.arccos(jnp.clip(x.astype(HALF) * w, -0.999, 0.999))
+
+    return faulty, cured
+
+
+@advice("An epsilon does not help", jnp.zeros((2, 3)))
+def negative_variance():
+    def faulty(x, w):
+        z = x.astype(HALF) - w
+        return jnp.sqrt(jnp.sum(z * z, 1) - jnp.sum(z, 1) ** 2 - 1)  # fault
+
+    def cured(x, w):
+        z = x.astype(HALF) - w
+        return jnp.sqrt(jnp.mean((z - jnp.mean(z, 1, keepdims=True)) ** 2, 1))
+
+    return faulty, cured
+
+
+# Positions, indices and rules of one's own.
+
+
+@advice("Compute this line in float32", jnp.arange(5000)[::7, None])
+def positions():
+    def faulty(x, w):
+        return jnp.sin(x.astype(HALF) * w)  # fault
+
+    def cured(x, w):
+        return jnp.sin(x.astype(FULL) * w.astype(FULL))
+
+    return faulty, cured
+
+
+@advice("An index is out of range", jnp.arange(4))
+def index():
+    def faulty(x, w):
+        return jnp.take(w, x)  # fault
+
+    def cured(x, w):
+        return jnp.take(w, jnp.minimum(x, 2))
+
+    return faulty, cured
+
+
+@jax.custom_vjp
+def scaled(x):
+    return x
+
+
+def scaled_backward(_, cotangent):
+    return (cotangent * HALF(60000) * HALF(60000),)  # fault
+
+
+scaled.defvjp(lambda x: (x, None), scaled_backward)
+
+
+@advice("`mul`, in the backward pass, makes inf or NaN", ROWS)
+def rule_of_ones_own():
+    def faulty(x, w):
+        return scaled(x.astype(HALF) * w)
+
+    def cured(x, w):
+        return x * w
+
+    return faulty, cured

@@ -1,0 +1,51 @@
+"""The doctor as a command, in a folder of its own with copies of the programs beside this file."""
+
+import pathlib
+import re
+import shutil
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from jaxscale._doctor import cli
+
+HERE = pathlib.Path(__file__).parent
+PROGRAMS = ("doctored", "advised", "misused")
+
+
+class Answer(NamedTuple):
+    """What the command wrote, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def flowing(self):
+        """The text without its line breaks."""
+        return re.sub(r"\s+", " ", self.out)
+
+
+@pytest.fixture
+def doctor(tmp_path, monkeypatch, capsys):
+    """Returns a function that runs the command in a temporary folder."""
+    monkeypatch.setattr(cli, "_PATIENCE", float("inf"))  # no signs of life on a slow machine
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in PROGRAMS:
+        shutil.copy(HERE / f"{name}.py", tmp_path)
+
+    def run_command(target, *options):
+        status = cli.main(["doctor", str(target), *options])
+        out, err = capsys.readouterr()
+        return Answer(status, out, err)
+
+    yield run_command
+    for name in (*PROGRAMS, "f"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # they take time

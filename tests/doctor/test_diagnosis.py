@@ -1,0 +1,401 @@
+"""What the doctor says of small models: what is wrong, and at which line."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+from tables import cases
+
+pytestmark = pytest.mark.standard_promotion
+
+SOURCE = (pathlib.Path(__file__).parent / "doctored.py").read_text().splitlines()
+NO_PICTURE = (
+    "jaxscale doctor: The report will have no picture: it needs matplotlib, which is not "
+    "installed: pip install matplotlib\n"
+)
+
+
+def line_of(comment):
+    """Returns the place of the line of `doctored.py` with a comment."""
+    (number,) = [i for i, text in enumerate(SOURCE, 1) if text.endswith(f"# {comment}")]
+    return f"doctored.py:{number}"
+
+
+class Case(NamedTuple):
+    """What the doctor says of a model."""
+
+    status: int
+    says: Sequence[str]
+    never: Sequence[str] = ()
+    options: Sequence[str] = ()
+
+
+# The first word of a name is the model in `doctored.py`.
+HEALTHY = {
+    "fine": Case(
+        0, ["Nothing is wrong.", "the largest that does not overflow"], never=["Problems"]
+    ),
+    "pair": Case(0, ["Nothing is wrong."], never=["Problems"]),
+    "odd": Case(
+        0, ["Nothing is wrong.", "1 of 2 leaves, as in float32: unused"], never=["Problems"]
+    ),
+    "in_a_pair": Case(
+        0,
+        ["Nothing is wrong.", "exactly 0 everywhere in 1 of 3 leaves, as in float32: 1/0"],
+        never=["Problems"],
+    ),
+    "mapped": Case(
+        0,
+        ["Nothing is wrong.", "The doctor did not look inside shard_map."],
+        never=["Problems"],
+    ),
+    "sure": Case(
+        0,
+        [
+            "Nothing is wrong.",
+            f"Most of the nonzero numbers become 0 at {line_of('the softmax')}",
+            "no harm",
+        ],
+        never=["Problems"],
+    ),
+    "cancels": Case(0, ["Nothing is wrong."], never=["Problems"]),
+    "masked": Case(
+        0,
+        ["Nothing is wrong.", "inf or NaN in batch, but none in the loss or the gradients"],
+        never=["Problems"],
+    ),
+    "harmless": Case(
+        0,
+        [
+            "Nothing is wrong.",
+            "1e-09 is 0 in float16, at doctored.py",
+            "It does no harm on this batch.",
+        ],
+        never=["Problems"],
+    ),
+}
+
+NONFINITE = {
+    "overflow": Case(
+        1,
+        [
+            f"It begins at {line_of('the line')}",
+            "y = y * by * by",
+            "Problems found: 1.",
+            "The loss is inf",
+        ],
+        never=["needs no", "lower"],
+    ),
+    "fine at 2**20": Case(
+        1,
+        [
+            "inf or NaN is in 1 of 2 gradients, at loss scale 2**20",
+            "Loss scale 2**16 is the largest",
+            "worst first: w.",
+        ],
+        never=["even", "Even"],
+        options=["--loss-scale", str(2**20)],
+    ),
+    "no_scale_fits": Case(
+        1, ["The loss is finite, 0, but", "even without a loss scale"], never=["Nothing"]
+    ),
+    "epsilon": Case(
+        1,
+        [
+            "Problems found: 1.",
+            f"It begins at {line_of('divides')}",
+            "`div`, in the forward pass",
+            "Its operands are between 0 and 4.",
+            "1e-09 is 0 in float16.",
+            "Compute this line in float32: that was tried",
+        ],
+    ),
+    "given": Case(
+        1,
+        [
+            "The loss is NaN",
+            "it was there before, in a constant or an input",
+            "Look where this number comes from.",
+            "Use a number that float16 holds, or",
+        ],
+        never=["Nothing"],
+    ),
+    "bad_batch": Case(
+        1,
+        [
+            "Problems found: 1.",
+            "inf or NaN in batch['x'], before anything is computed",
+            "The loss is NaN",
+        ],
+        never=["Nothing", "nan"],
+    ),
+    "bad_pair": Case(
+        1,
+        ["The loss and the gradients are finite, but aux['ratio'] is not"],
+        never=["Nothing"],
+    ),
+    "best": Case(
+        1,
+        [
+            "The loss and the gradients are finite, but aux['best'] is not, and no line explains "
+            "why."
+        ],
+        never=["Nothing"],
+    ),
+    "rewritten": Case(
+        1,
+        ["Compiled as one program, the model gives gradients with inf or NaN."],
+        never=["It begins"],
+    ),
+}
+
+WRONG = {
+    "underflow": Case(
+        1,
+        [
+            "Problems found: 1.",
+            "1 of 2 gradients are wrong",
+            f": w is flushed to 0. It begins at {line_of('the line')}",
+        ],
+        never=["nan"],
+    ),
+    "repeated": Case(
+        1,
+        [
+            "w is flushed to 0.",
+            "Most of the numbers become 0 at doctored.py:",
+            f"{line_of('the line')}. No single operation accounts for it.",
+        ],
+        never=["It begins"],
+    ),
+    "mostly_one": Case(
+        1,
+        [
+            f"It begins at {line_of('the worst')}",
+            "With this line and doctored.py:",
+            "in float32, the gradients are still wrong",
+        ],
+        never=["No single"],
+    ),
+    "inverted": Case(
+        1, ["w is flushed to 0. No single operation accounts for it."], never=["It begins"]
+    ),
+    "cancelled": Case(
+        1,
+        [
+            f"It begins at {line_of('the sum')}",
+            "`reduce_sum`, in the forward pass, gives other numbers than in float32.",
+        ],
+        never=["Nothing"],
+    ),
+    "disconnected": Case(1, ["exactly 0 everywhere in 2 of 2 leaves"], never=["Nothing"]),
+}
+
+SCALES = {
+    "tiny": Case(
+        0,
+        [
+            "Nothing is wrong, with a loss scale: it needs one.",
+            "without one 100% of the nonzero",
+        ],
+        never=["Problems"],
+    ),
+    "tiny at 1": Case(
+        1,
+        ["It needs a loss scale: without one 100%"],
+        never=["Nothing"],
+        options=["--loss-scale", "1"],
+    ),
+    "tiny at 2**20": Case(
+        0,
+        ["Loss scale 2**20 is high enough", "to the last bit"],
+        options=["--loss-scale", str(2**20)],
+    ),
+    "uneven at 8": Case(
+        1,
+        [
+            "Loss scale 2**3 is too low: there 50.0% of the nonzero gradients become 0 (100% in w)",
+        ],
+        never=["Nothing"],
+        options=["--loss-scale", "8"],
+    ),
+    "on_the_way": Case(
+        0,
+        ["it needs one", "without one 100% of the nonzero gradients become 0"],
+        never=["Problems"],
+    ),
+    "summed": Case(
+        0,
+        [
+            "This batch needs no loss scale",
+            "is not low for gradients as large as these, up to 768",
+            "From 2**15, the default rule skips steps first, 8 in all: write",
+            "(init_scale=2**7))`, or use `retries=10` or",
+        ],
+        never=["low:", "shrink", "costs next to nothing"],
+    ),
+    "below": Case(
+        1,
+        [
+            "! The largest loss scale that does not overflow on this batch is 2**-4: the default "
+            "rule, which never goes below 1, will skip every step.",
+            "a mean and not a sum, or write",
+            "jaxscale.DynamicLossScale(init_scale=2**-4, min_scale=2**-14)",
+        ],
+        never=["Nothing"],
+    ),
+    "below at 1": Case(
+        1,
+        [
+            "Problems found: 1. ",
+            "even without a loss scale",
+            "2**-4 is the largest",
+            "min_scale=2**-14",
+        ],
+        never=["Nothing"],
+        options=["--loss-scale", "1"],
+    ),
+    "confident": Case(
+        0,
+        [
+            "Nothing is wrong.",
+            f"What limits it is {line_of('the ceiling')}",
+            "overflows there. With that line",
+            "fits, as was tried.",
+            "That is low: gradients shrink",
+        ],
+        never=["Problems", "costs next to nothing"],
+    ),
+    "inward": Case(
+        0,
+        [
+            "repeats the backward pass of this batch once.",
+            "jaxscale.scale_backward(loss_fn, scale=2**6)",
+            "# the line",
+        ],
+        never=["not enough"],
+    ),
+    "far_inward": Case(
+        0, ["twice, which is not enough.", "jaxscale.scale_backward(loss_fn, scale=2**10)"]
+    ),
+    "wide": Case(
+        0,
+        [
+            "Nothing is wrong.",
+            "computes in float32. It was examined on one batch without a loss scale.",
+            "float32, and needs no loss scale",
+            "`--autocast float16`",
+        ],
+        never=["float16"],
+    ),
+}
+
+IN_FLOAT16 = ["--autocast", "float16"]
+AUTOCAST = {
+    "dense in float16": Case(
+        0,
+        [
+            "Nothing is wrong in float16, with a loss scale: it needs one.",
+            "without one 100% of the nonzero",
+            "float16 and float32, by `jaxscale.autocast`",
+            "The gradients in float16 are those in float32, off by",
+        ],
+        never=["Problems", "changes nothing"],
+        options=IN_FLOAT16,
+    ),
+    "dense in bfloat16": Case(
+        0,
+        ["Nothing is wrong in bfloat16.", "bfloat16 and float32, by", "needs no loss"],
+        never=["Problems"],
+        options=["--autocast", "bfloat16"],
+    ),
+    "scores in float16": Case(
+        1,
+        [
+            f"It begins at {line_of('more than float16 holds')}",
+            "float16 cannot hold these numbers, but float32 could",
+            "or a function of this line, through `jaxscale.full_precision`",
+        ],
+        never=["preferred_element_type", "Nothing"],
+        options=IN_FLOAT16,
+    ),
+    "rounded in float16": Case(
+        1,
+        [
+            "1 of 1 gradients are wrong at loss scale 2**0",
+            "w is off by 60.0%, compared with float32",
+            f"It begins at {line_of('float16 holds every fourth number near it')}",
+            "as large as 4098, where float16 only holds multiples of 4",
+            "that was tried, and the gradients then are those of float32 to the last bit",
+            "The loss is 16 in float16, and as written 6.25.",
+        ],
+        never=["Nothing", "become 0"],
+        options=IN_FLOAT16,
+    ),
+    "wide in float16": Case(
+        0,
+        ["`jaxscale.autocast` changes nothing"],
+        never=["Problems", "off by"],
+        options=IN_FLOAT16,
+    ),
+}
+
+QUICK = {
+    "tiny": Case(0, ["Nothing overflows, with a loss scale: it needs one."]),
+    "confident": Case(
+        0,
+        [
+            "is 2**9.",
+            f"What limits it is {line_of('the ceiling')}",
+            "skips steps first, 6 in all",
+        ],
+    ),
+    "below": Case(1, ["Problems found: 1.", "What limits it is doctored.py:"]),
+    "overflow": Case(
+        1,
+        [
+            "Problems found: 1.",
+            f"It begins at {line_of('the line')}",
+            "float16 cannot hold these numbers",
+        ],
+    ),
+    "bad_pair": Case(1, ["The loss and the gradients are finite, but aux['ratio'] is not"]),
+    "disconnected": Case(1, ["exactly 0 everywhere in 2 of 2 leaves"]),
+}
+
+CASES = HEALTHY | NONFINITE | WRONG | SCALES | AUTOCAST
+
+
+def assert_said(answer, case):
+    assert answer.status == case.status
+    for words in case.says:
+        assert words in answer.flowing
+    for words in case.never:
+        assert words not in answer.flowing.replace("look again with `--autocast float16`", "")
+    # Problems come first.
+    marks = [line[0] for line in answer.out.splitlines() if line.startswith(("! ", "- "))]
+    num_problems = marks.count("!")
+    assert "!" not in marks[num_problems:]
+    assert bool(num_problems) == (case.status == 1)
+
+
+@cases("name", CASES, fast=["rounded in float16", "uneven at 8"])
+def test_it_says_what_is_wrong_and_where(name, doctor, no_pictures):
+    case = CASES[name]
+    answer = doctor(f"doctored:{name.split()[0]}", *case.options)
+    assert_said(answer, case)
+    assert answer.err == NO_PICTURE
+    assert "The report is in jaxscale-doctor.html." in answer.out
+    assert pathlib.Path("jaxscale-doctor.html").stat().st_size
+
+
+@cases("name", QUICK, fast=["overflow", "confident"])
+def test_a_quick_look_says_what_overflows_and_what_it_left_out(name, doctor):
+    answer = doctor(f"doctored:{name}", "--quick")
+    assert_said(answer, QUICK[name])
+    assert answer.err == ""
+    assert "finite and wrong were not looked for" in answer.flowing
+    assert "Nothing is wrong" not in answer.flowing
+    assert "report is in" not in answer.flowing
+    assert not pathlib.Path("jaxscale-doctor.html").exists()

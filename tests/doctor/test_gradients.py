@@ -1,0 +1,60 @@
+"""Gradients on the host: counted as `jaxscale.diagnostics` counts them, and by layer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tables import assert_same_bits
+
+from jaxscale import diagnostics
+from jaxscale._doctor.gradients import Gradients, compare_gradients, count_numbers
+from jaxscale._doctor.measure import find_layers
+
+pytestmark = pytest.mark.standard_promotion
+
+
+@pytest.mark.slow
+def test_numbers_are_counted_as_on_the_device():
+    numbers = np.float32([0, 1e-9, 3e-6, -2, 70000, np.inf, np.nan])
+    parts = np.stack([numbers, numbers[::-1]], axis=1)
+    grads = {
+        "full": numbers,
+        "complex": parts.view(np.complex64),
+        "two rows": np.resize(numbers, 2**15 + 3),
+        "empty": np.zeros(0, np.float32),
+        "none": None,
+    }
+    counted = count_numbers(grads, 4.0)
+    histograms = diagnostics.leaf_histograms(grads)
+    counts = diagnostics.leaf_counts(grads, loss_scale=4.0)
+    assert diagnostics.table(counted.counts) == diagnostics.table(counts)
+    assert_same_bits(counted.histograms, jax.device_get(histograms))
+    total = sum(node for name, node in histograms.items() if name != "none")
+    assert_same_bits(counted.whole, jax.device_get(total))
+
+
+def test_a_comparison_says_what_is_lost_and_where():
+    exact = {"a": np.float32([3, 4]), "b": np.float32([2, 0, 1e-30, 2]), "c": np.zeros(2)}
+    grads = {"a": np.float32([3, 4]), "b": np.float32([2, 0, 0, 1]), "c": np.zeros(2)}
+    comparison = compare_gradients(grads, exact)
+    assert comparison.flushed == 1 / 5
+    assert (comparison.worst, comparison.worst_flushed) == ("b", 1 / 3)
+    assert [leaf.path for leaf in comparison.leaves] == ["b", "a", "c"]
+    errors = [leaf.error for leaf in comparison.leaves]
+    np.testing.assert_allclose(errors, [8**-0.5, 0, 0])
+    np.testing.assert_allclose(comparison.error, (25 + 8) ** -0.5)
+
+
+def test_the_largest_gradient_may_be_complex_or_negative():
+    tree = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([3 + 4j]), "c": jnp.zeros(0)}
+    assert Gradients.from_tree(tree).largest == 5
+
+
+def test_too_many_leaves_are_shown_by_layer():
+    """Of 42 leaves there are 21 rows, each of a pair."""
+    pair = (np.float32(1), np.complex64(1))
+    counted = count_numbers([pair] * 21, 1.0)
+    assert counted.whole.zero == 21  # the imaginary parts
+    assert len(find_layers(counted.histograms, 1.0).layers) == 21
+    few = count_numbers([pair] * 20, 1.0)
+    assert len(find_layers(few.histograms, 1.0).layers) == 40

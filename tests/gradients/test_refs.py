@@ -1,0 +1,168 @@
+"""`scale_backward` of functions that make or take refs: mutable arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tables import cases
+from traced_losses import DIFFERENTIATED, new_ref
+
+import jaxscale
+
+pytestmark = pytest.mark.skipif(not DIFFERENTIATED, reason="this JAX does not differentiate refs")
+
+rng = np.random.default_rng(0)
+X = jnp.asarray(rng.standard_normal((8, 4)), jnp.float32)
+W = jnp.asarray(rng.standard_normal((4, 4)) * 0.5, jnp.float32)
+SMALL = 2.0**-30  # a loss that float16 flushes all gradients of
+
+
+def layer(w, x, dtype):
+    return jnp.tanh((x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32))
+
+
+def overwritten(w, dtype):
+    """A ref between the layers."""
+    ref = new_ref(X)
+    for _ in range(2):
+        ref[...] = layer(w, ref[...], dtype)
+    return jnp.mean(ref[...] ** 2)
+
+
+def total(w, dtype):
+    """A ref that only the loss is added to, in float32."""
+    ref = new_ref(jnp.float32(0))
+    ref[...] += jnp.mean(layer(w, X, dtype) ** 2)
+    ref[...] += jnp.mean(layer(w, -X, dtype) ** 4)
+    return ref[...]
+
+
+def back_and_forth(w, dtype):
+    """A ref that a loss is written to, which a product in half precision then reads."""
+    ref = new_ref(jnp.float32(0))
+    ref[...] = jnp.mean(layer(w, X, dtype))
+    shifted = layer(w, X + ref[...], dtype)
+    ref[...] += jnp.mean(shifted**2)
+    return ref[...]
+
+
+def counted(w, dtype):
+    """A ref without a derivative, that is read and written on both sides."""
+    ref = new_ref(jnp.int32(0))
+    y = X
+    for _ in range(2):
+        ref[...] += 1
+        y = layer(w, y, dtype) * ref[...].astype(jnp.float32)
+    ref[...] += 1
+    return jnp.mean(y**2) * ref[...].astype(jnp.float32)
+
+
+def in_a_jit(w, dtype):
+    ref = new_ref(X)
+
+    @jax.jit
+    def apply(w):
+        ref[...] = layer(w, ref[...], dtype)
+
+    apply(w)
+    apply(w)
+    return jnp.mean(ref[...] ** 2)
+
+
+def in_a_scan(w, dtype):
+    ref = new_ref(X)
+
+    def body(carry, _):
+        ref[...] = layer(w, ref[...], dtype)
+        return carry, jnp.sum(ref[...])
+
+    _, sums = jax.lax.scan(body, 0, length=2)
+    return jnp.mean(ref[...] ** 2) + jnp.mean(sums**2)
+
+
+def inside_a_checkpoint(w, dtype):
+    @jax.checkpoint
+    def apply(w, x):
+        ref = new_ref(x)
+        ref[...] = layer(w, ref[...], dtype)
+        return jnp.sin(ref[...])
+
+    return jnp.mean(apply(w, apply(w, X)) ** 2)
+
+
+def inside_a_called_function(w, dtype):
+    @jax.jit
+    def apply(w, x):
+        ref = new_ref(x)
+        ref[...] = layer(w, ref[...], dtype)
+        return jnp.sin(ref[...])
+
+    return jnp.mean(apply(w, apply(w, X)) ** 2)
+
+
+MODELS = [
+    *(overwritten, total, back_and_forth, counted, in_a_jit, in_a_scan),
+    *(inside_a_checkpoint, inside_a_called_function),
+]
+FORMS = {
+    "alone": lambda fun: jaxscale.scale_backward(fun),
+    "checkpoint inside": lambda fun: jaxscale.scale_backward(jax.checkpoint(fun)),
+    "checkpoint outside": lambda fun: jax.checkpoint(jaxscale.scale_backward(fun)),
+    "jit inside": lambda fun: jaxscale.scale_backward(jax.jit(fun)),
+    "under autocast": lambda fun: jaxscale.autocast(jaxscale.scale_backward(fun)),
+    "without retries": lambda fun: jaxscale.scale_backward(fun, retries=0),
+}
+
+
+UNCHECKED = {inside_a_checkpoint: inside_a_called_function}  # the same, for any JAX
+
+
+def as_it_is(fun):
+    return fun
+
+
+def outcome(wrap, model, dtype):
+    """The value and the gradient of a model, or the error that it raises."""
+    loss = wrap(lambda w: SMALL * model(w, dtype))
+    try:
+        return jax.jit(jax.value_and_grad(loss))(W)
+    except (NotImplementedError, LookupError, TypeError) as error:
+        return error
+
+
+@pytest.mark.filterwarnings("ignore:`autocast`:UserWarning")
+@cases(
+    "model, form",
+    [(model, form) for form in FORMS for model in MODELS],
+    fast=[(m, "alone") for m in (overwritten, back_and_forth, inside_a_checkpoint)],
+)
+def test_gradients_are_those_of_float32_and_values_those_of_the_function(model, form):
+    got = outcome(FORMS[form], model, jnp.float16)
+    if isinstance(got, Exception):  # JAX itself cannot
+        assert isinstance(outcome(jax.checkpoint, model, jnp.float32), Exception)
+        assert not isinstance(got, LookupError)
+        return
+    value, gradient = got
+    _, expected = outcome(as_it_is, UNCHECKED.get(model, model), jnp.float32)
+    np.testing.assert_allclose(value, SMALL * model(W, jnp.float16), rtol=1e-6)
+    assert jnp.linalg.norm(gradient - expected) < 2e-3 * jnp.linalg.norm(expected)
+
+
+def test_a_ref_from_outside_is_written_once():
+    ref = new_ref(jnp.zeros(()))
+
+    def loss(w, ref):
+        y = layer(w, X, jnp.float16)
+        ref[...] += jax.lax.stop_gradient(jnp.max(jnp.abs(y)))
+        return SMALL * jnp.mean(y**2)
+
+    largest = jnp.max(jnp.abs(layer(W, X, jnp.float16)))
+    gradients = [
+        jax.grad(jaxscale.scale_backward(loss)),
+        lambda w, ref: jax.grad(jaxscale.scale_backward(lambda w: loss(w, ref)))(w),
+    ]
+    expected = jax.grad(lambda w: SMALL * jnp.mean(layer(w, X, jnp.float32) ** 2))(W)
+    for number, make_gradient in enumerate(gradients, 1):
+        gradient = jax.jit(make_gradient)(W, ref)
+        np.testing.assert_allclose(ref[...], number * largest, rtol=1e-6)
+        assert jnp.linalg.norm(gradient - expected) < 2e-3 * jnp.linalg.norm(expected)

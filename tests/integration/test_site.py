@@ -1,0 +1,289 @@
+"""The site: its blocks run, its build is strict, and a browser finds what its pages refer to."""
+
+import contextlib
+import http.server
+import importlib.util
+import inspect
+import json
+import os
+import pathlib
+import pkgutil
+import queue
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+from tables import cases
+
+import jaxscale
+
+pytestmark = pytest.mark.standard_promotion  # as users have it
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+SITE = ROOT / ".github" / "site"
+PAGES = {
+    page.relative_to(SITE / "pages").with_suffix("").as_posix(): page
+    for page in sorted((SITE / "pages").rglob("*.md"))
+}
+
+
+def load_hooks():
+    """What the build does beside what mkdocs does by itself."""
+    spec = importlib.util.spec_from_file_location("hooks", SITE / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    return hooks
+
+
+HOOKS = load_hooks()
+# The test's own flags are for speed. The pages are what a user runs.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+OPTIONS = {"env": ENVIRONMENT, "cwd": ROOT, "capture_output": True, "text": True}
+
+
+# The build runs those of all pages.
+@cases("page", ["index"])
+def test_the_blocks_of_a_page_run(page):
+    HOOKS.run_blocks(PAGES[page].read_text(), page)
+
+
+WRONG_BLOCKS = {
+    "error": ("```python\n1 / 0\n```\n", ZeroDivisionError, "division by zero"),
+    "syntax": ("```python\nx =\n```\n", SyntaxError, r"invalid syntax \(page, line 2\)"),
+    "output": ("```python\nprint(1)\n```\n\n```text\n2\n```\n", ValueError, r"printed\n1\n.*\n2\n"),
+    "second": ("```python\nx = 1\n```\n\n```python\nx / 0\n```\n", ZeroDivisionError, "by zero"),
+}
+
+
+@cases("name", WRONG_BLOCKS)
+def test_a_wrong_block_is_an_error(name):
+    markdown, error, message = WRONG_BLOCKS[name]
+    with pytest.raises(error, match=message):
+        HOOKS.run_blocks(markdown, "page")
+
+
+def test_blocks_go_on_from_each_other_and_text_is_output_only_right_after_a_block():
+    page = "```text\nno output\n```\n```python\nx = 1\n```\nwords\n```python\nprint(x)\n```\n"
+    assert HOOKS.run_blocks(page + "```text\n1\n```\nwords\n```text\n2\n```\n", "page")["x"] == 1
+
+
+def test_each_block_is_one_that_runs():
+    # Of another language, or of none, nobody would notice that a program is broken.
+    languages = {"python", "text", "diff", "console"}
+    for name, page in PAGES.items():
+        fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)
+        assert set(fences[::2]) <= languages, name
+        assert set(fences[1::2]) <= {""}, name
+
+
+def has_own_docstring(cls, method):
+    """Whether a class writes this method itself, with what it does."""
+    function = inspect.unwrap(getattr(cls, method))
+    is_written_here = getattr(function, "__qualname__", "") == f"{cls.__name__}.{method}"
+    return is_written_here and function.__module__.startswith("jaxscale") and function.__doc__
+
+
+def public_names():
+    """Yields all public names, and the methods that have a docstring of their own."""
+    names = {"jaxscale": set(jaxscale.__all__) - {"diagnostics", "flax", "nnx", "presets"}}
+    names |= {"jaxscale.diagnostics": jaxscale.diagnostics.__all__, "jaxscale.nnx": ["train_step"]}
+    names |= {"jaxscale.flax": jaxscale.flax.__all__, "jaxscale.presets": jaxscale.presets.__all__}
+    for module, within in names.items():
+        for name in within:
+            yield f"{module}.{name}"
+            value = pkgutil.resolve_name(f"{module}.{name}")
+            for method in vars(value) if inspect.isclass(value) else ():
+                if not method.startswith("_") and has_own_docstring(value, method):
+                    yield f"{module}.{name}.{method}"
+
+
+PUBLIC = set(public_names())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder of the site, built as CONTRIBUTING.md says."""
+    guide = (ROOT / ".github" / "CONTRIBUTING.md").read_text()
+    (command,) = re.findall(r"^python (-m mkdocs build .*)$", guide, re.MULTILINE)
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, *shlex.split(command), "--site-dir", str(folder)]
+    result = subprocess.run(command, **OPTIONS)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_has_all_pages_and_the_reference_all_names(built):
+    pages = {str(page.relative_to(built).with_suffix("")) for page in built.rglob("*.html")}
+    assert pages - {"404"} == set(PAGES)
+    anchors = set()
+    for page in (built / "reference").glob("*.html"):
+        anchors |= set(re.findall(r'<h\d id="(jaxscale[\w.]+)"', page.read_text()))
+    assert not PUBLIC - anchors
+    # Backticks in a docstring lead on to other names.
+    assert 'href="core.html#jaxscale.loss_scaled"' in (built / "reference/flax.html").read_text()
+    # An example is a program, not a quotation.
+    assert "&gt;&gt;&gt; import jaxscale" not in (built / "reference/core.html").read_text()
+
+
+WRONG_PAGE = """# Wrong
+
+[a page](nothing.md), [a place](index.md#nothing), ![a picture](nothing.png), `jaxscale.nothing`,
+`examples/nothing.py`, [a name][jaxscale.nothing_at_all]
+
+```python
+1 / 0
+```
+"""
+
+
+@pytest.mark.slow
+def test_a_build_fails_on_whatever_is_broken(tmp_path):
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "index.md").write_text(WRONG_PAGE)
+    changed = {"site_dir": str(tmp_path / "site"), "docs_dir": str(tmp_path / "pages")}
+    changed |= {"strict": True, "nav": [{"Start": "index.md"}, {"Other": "missing.md"}]}
+    program = (
+        "import logging\nfrom mkdocs.commands.build import build\n"
+        "from mkdocs.config import load_config\nlogging.basicConfig()\n"
+        f"build(load_config({str(SITE / 'mkdocs.yml')!r}, **{changed!r}))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], **OPTIONS)
+    assert result.returncode != 0
+    said = result.stdout + result.stderr
+    expected = ["nothing.md", "#nothing", "nothing.png", "no jaxscale.nothing", "missing.md"]
+    expected += ["no examples/nothing.py", "'jaxscale.nothing_at_all'", "ZeroDivisionError"]
+    assert not [words for words in expected if words not in said]
+
+
+# What the browser runs on each page: it waits for pictures and for the results of a search.
+LOOK = """
+addEventListener("load", async () => {
+  const wait = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
+  const broken = [...document.images].filter((image) => image.naturalWidth === 0);
+  const report = {
+    page: location.pathname,
+    links: [...document.querySelectorAll("a[href]")].map((link) => link.href),
+    broken: broken.map((image) => image.src),
+    pictures: document.images.length,
+    found: [],
+  };
+  const wanted = new URLSearchParams(location.search).get("find");
+  if (wanted) {
+    document.querySelector("[data-md-toggle=search]").click();
+    const field = document.querySelector("[data-md-component=search-query]");
+    field.focus();
+    field.value = wanted;
+    for (let i = 0; i < 100 && report.found.length === 0; i++) {
+      field.dispatchEvent(new KeyboardEvent("keyup", { bubbles: true }));
+      await wait(100);
+      const results = document.querySelectorAll(".md-search-result__link");
+      report.found = [...results].map((result) => result.href);
+    }
+  }
+  const answer = await fetch("/report", { method: "POST", body: JSON.stringify(report) });
+  const next = await answer.text();
+  if (next) location = next;
+});
+"""
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves the site, and leads the browser from one address to the next."""
+
+    def __init__(self, folder, addresses):
+        self.folder, self.addresses = folder, addresses
+        self.reports, self.missing = queue.Queue(), []
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    def __init__(self, request, address, server):
+        super().__init__(request, address, server, directory=str(server.folder))
+
+    def answer(self, body, kind):
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        path = pathlib.Path(self.translate_path(self.path))
+        if path.suffix == ".html" and path.is_file():
+            page = path.read_text().replace("</body>", f"<script>{LOOK}</script></body>")
+            self.answer(page.encode(), "text/html; charset=utf-8")
+        else:
+            super().do_GET()
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.reports.put(json.loads(body))
+        next_one = self.server.addresses.pop(0) if self.server.addresses else ""
+        self.answer(next_one.encode(), "text/plain")
+
+    def send_error(self, code, *args, **kwargs):
+        self.server.missing.append(self.path)
+        super().send_error(code, *args, **kwargs)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def browser(address, folder):
+    """A headless Chromium at an address."""
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
+    flags += " --disable-background-networking --disable-component-update"
+    # Without a port for a debugger it would end at once.
+    flags += f" --user-data-dir={folder} --remote-debugging-port=0"
+    command = [shutil.which("chromium"), *flags.split(), address]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, **quiet)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="there is no Chromium to open pages in")
+def test_a_browser_finds_all_that_pages_refer_to(built, tmp_path):
+    paths = [str(page.relative_to(built)) for page in built.rglob("*.html")]
+    addresses = [f"/{path}" for path in paths] + ["/index.html?find=skip_nonfinite"]
+    server = Server(built, addresses[1:])
+    root = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        with browser(root + addresses[0], tmp_path):
+            reports = [server.reports.get(timeout=60) for _ in addresses]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+    assert [report["page"] for report in reports[:-1]] == addresses[:-1]
+    assert not [broken for report in reports for broken in report["broken"]]
+    assert server.missing in ([], ["/favicon.ico"])
+    assert sum(report["pictures"] for report in reports) >= 2  # those of `examples`
+    assert f"{root}/reference/core.html#jaxscale.skip_nonfinite" in [
+        address.partition("?")[0] + "#" + address.partition("#")[2]
+        for address in reports[-1]["found"]
+    ]
+
+    pages = {f"{root}/{path}": (built / path).read_text() for path in paths}
+    links = {link for report in reports for link in report["links"] if link.startswith(root)}
+    broken = []
+    for link in links:
+        page, _, place = link.replace("?find=skip_nonfinite", "").partition("#")
+        page = f"{root}/index.html" if page == f"{root}/" else page
+        is_there = page in pages and (not place or f'id="{place}"' in pages[page])
+        if not is_there and not (built / page.removeprefix(root).lstrip("/")).is_file():
+            broken.append(link)
+    assert not broken

@@ -1,0 +1,254 @@
+"""Retries: no batch is lost to a scale that is too high, and the model is compiled once."""
+
+import dataclasses
+import functools
+import operator
+from itertools import product
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from overflowing import BAD_LOSS, FINITE, GOOD, OVERFLOW, WINDOWS, hot, loss_fn, run
+from tables import INNERS, PARAMS, POLICIES, assert_same_bits, avals, cases
+
+import jaxscale
+
+pytestmark = pytest.mark.standard_promotion
+
+POISON = jnp.full(3, jnp.inf)
+
+
+def poisoned(params, x):
+    """A loss that is finite with this batch, and whose gradients are NaN at every scale."""
+    gates = jnp.tanh(params["w"] * x)
+    return loss_fn(params, jnp.where(jnp.isinf(x), 1.0, x)) + jnp.sum(gates)
+
+
+@jax.jit
+def largest_and_loss(scaling, x):
+    grads = jax.tree.leaves(jaxscale.grad(poisoned, scaling)(PARAMS, x))
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(g.astype(jnp.float32))) for g in grads]))
+    return largest, poisoned(PARAMS, x)
+
+
+def back_off(policy, scaling, largest):
+    """A policy is told of an overflow until it lowers its scale, up to a limit."""
+    lower = scaling
+    for _ in range(100):
+        if lower.loss_scale < scaling.loss_scale:
+            break
+        lower = policy.adjust(lower, jnp.array(False), largest)
+    return lower
+
+
+def by_the_book(policy, retries, batches):
+    """The states of a policy and the counts after each step with retries, in plain Python."""
+    scaling = policy.init()
+    passes = exhausted = 0
+    applied = True
+    for x in batches:
+        first = scaling
+        number = 0
+        largest, loss = largest_and_loss(scaling, x)
+        while not jnp.isfinite(largest) and jnp.isfinite(loss) and number < retries:
+            lower = back_off(policy, scaling, largest)
+            if lower.loss_scale >= scaling.loss_scale:
+                break
+            scaling = lower
+            number += 1
+            largest, loss = largest_and_loss(scaling, x)
+        passes += number
+        fits = bool(jnp.isfinite(largest))
+        # A row of the first 25 steps counts once.
+        if number > 0 and not fits and applied:
+            exhausted += 1
+        if not fits:
+            scaling = first
+        if jnp.isfinite(loss):
+            scaling = policy.adjust(scaling, jnp.array(fits), largest)
+        applied = fits
+        yield scaling, jnp.int32(passes), jnp.int32(exhausted)
+
+
+MIXED = [OVERFLOW, POISON, GOOD, POISON, POISON, BAD_LOSS, OVERFLOW, GOOD, GOOD * 2, POISON]
+MOVING = [name for name in POLICIES if name not in ("noop", "fixed")]
+RULES = {name: dataclasses.replace(POLICIES[name], init_scale=2.0**16) for name in MOVING} | {
+    "low": jaxscale.DynamicLossScale(init_scale=4.0),
+    "at its floor": jaxscale.DynamicLossScale(init_scale=1.0),
+    # Hysteresis that is left does not spare the scale: the same scale would overflow again.
+    "patient": jaxscale.DynamicLossScale(init_scale=4.0, hysteresis=7),
+    # A policy that tolerates this and more is left alone.
+    "left alone": jaxscale.DynamicLossScale(init_scale=4.0, hysteresis=1000),
+}
+
+
+def states_in(mode, step, opt_state):
+    """The states after each of the mixed batches, and with `vmap` also of the reversed ones."""
+
+    def advance(state, batch):
+        _, state, _ = step(PARAMS, state, batch)
+        return state, state
+
+    if mode == "vmap":
+        batches = jnp.stack([jnp.stack(MIXED), jnp.stack(MIXED[::-1])])
+        scan = functools.partial(jax.lax.scan, advance, opt_state)
+        return jax.jit(jax.vmap(scan))(batches)[1]
+    states = []
+    for batch in MIXED:
+        opt_state, _ = advance(opt_state, batch)
+        states.append(opt_state)
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves)[None], *states)
+
+
+@cases(
+    "policy, retries, mode",
+    product(RULES, [3, 1, 30], ["eager", "vmap"]),
+    fast=[("hysteresis", 3, "eager"), ("adaptive", 1, "vmap")]
+    + [(name, 30, "vmap") for name in RULES if name not in ("hysteresis", "adaptive")],
+)
+def test_a_batch_that_no_scale_helps_costs_one_overflow(policy, retries, mode):
+    """In strict promotion, for which Optax's Adam is not made."""
+    rule = RULES[policy]
+    tx = jaxscale.loss_scaled(optax.sgd(0.0), rule)
+    step = jaxscale.train_step(poisoned, tx, retries=retries)
+    runs = [MIXED, MIXED[::-1]] if mode == "vmap" else [MIXED]
+    with jax.numpy_dtype_promotion("strict"):
+        states = states_in(mode, step, tx.init(PARAMS))
+    for i, batches in enumerate(runs):
+        got = jax.tree.map(operator.itemgetter(i), states)
+        expected = by_the_book(rule, retries, batches)
+        assert_same_bits(
+            (got.scaling, got.total_retries, got.total_exhausted),
+            jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected),
+        )
+        never_repeats = policy in ("at its floor", "left alone")
+        assert (got.total_exhausted[-1] == 0) == never_repeats
+        assert got.total_notfinite_loss[-1] == 1
+
+
+@cases("window", [None, "inside", "outside"], fast=[None, "outside"])
+def test_it_counts_the_passes_compiles_the_model_once_and_loses_no_batch(window):
+    traces, passes = [], []
+    tx = hot()
+    if window is not None:
+        tx = WINDOWS[window](INNERS["adam"], jaxscale.DynamicLossScale(init_scale=2.0**24))
+
+    def counted(params, x):
+        traces.append(None)
+        jax.debug.callback(lambda: passes.append(None))
+        return loss_fn(params, x)
+
+    step = jax.jit(jaxscale.train_step(counted, tx, retries=30))
+    _, opt_state, _ = run(step, tx.init(PARAMS), FINITE)
+    jax.effects_barrier()
+    assert len(traces) == step._cache_size() == 1
+    assert len(passes) == len(FINITE) + opt_state.total_retries > len(FINITE)
+    assert opt_state.total_notfinite == 0
+    if window is not None:
+        assert opt_state.inner_state.gradient_step == len(FINITE) // 2
+
+
+def test_the_model_is_in_the_program_once():
+    def program(**retries):
+        step = jaxscale.train_step(lambda w, x: jnp.sum(jnp.tanh(w @ x) ** 2), hot(), **retries)
+        w = jnp.ones((4, 3))
+        return jax.jit(step).lower(w, hot().init(w), jnp.ones((3, 2))).as_text()
+
+    without, with_them = program(retries=0), program(retries=5)
+    assert without == program()
+    assert "stablehlo.while" not in without
+    assert "stablehlo.while" in with_them
+    for operation in ("dot_general", "tanh"):
+        assert with_them.count(f"stablehlo.{operation}") == without.count(f"stablehlo.{operation}")
+
+
+REST = {"n": jnp.arange(3), "flag": jnp.array(True), "key": jax.random.key(7), "none": None}
+OF_ANY_TYPE = PARAMS | REST
+
+
+def loss_of_any_type(params, x):
+    """A loss of parameters that are not all trained, with outputs of any type."""
+    noise = jax.random.normal(params["key"]) * params["n"][0] * params["flag"]
+    trained = {name: params[name] for name in PARAMS}
+    aux = {
+        "key": jax.random.key(1),
+        "int": x.astype(jnp.int8),
+        "complex": x * 1j,
+        "empty": jnp.zeros((0, 2)),
+        "none": None,
+        "text": "t",
+        "number": 3,
+        "function": jnp.sin,
+    }
+    return loss_fn(trained, x + noise), aux
+
+
+def step_of_any_type(mode, scale, retries, batch=GOOD):
+    """What one step returns that starts from a scale."""
+    is_trained = {name: name in PARAMS for name in OF_ANY_TYPE}
+    inner = optax.masked(optax.sgd(0.1), is_trained)
+    tx = jaxscale.loss_scaled(inner, jaxscale.DynamicLossScale(init_scale=scale))
+    step = jaxscale.train_step(loss_of_any_type, tx, has_aux=True, retries=retries, allow_int=True)
+    if mode == "jit":
+        step = eqx.filter_jit(step)
+    return step(OF_ANY_TYPE, tx.init(OF_ANY_TYPE), batch)
+
+
+@functools.cache
+def repeated_step(mode):
+    """What a step returns that starts from a scale that is too high."""
+    return step_of_any_type(mode, 2.0**24, retries=30)
+
+
+each_mode = cases("mode", ["jit", "eager"], fast=["jit"])
+
+
+@each_mode
+def test_parameters_of_any_type_go_round(mode):
+    params, opt_state, _ = repeated_step(mode)
+    assert opt_state.total_retries > opt_state.total_notfinite == 0
+    assert_same_bits({name: params[name] for name in REST}, REST)
+    assert not np.array_equal(params["w"], PARAMS["w"])
+    kept, _, _ = step_of_any_type(mode, 2.0**24, retries=30, batch=BAD_LOSS)
+    assert_same_bits(kept, OF_ANY_TYPE)
+
+
+@each_mode
+def test_outputs_of_any_type_go_round(mode):
+    _, _, (_, aux) = repeated_step(mode)
+    repeated = dict(aux)
+    _, _, (_, once) = step_of_any_type("eager", 2.0**4, retries=0)
+    for name in ("text", "function", "number"):
+        assert repeated.pop(name) == once.pop(name)
+    assert_same_bits(repeated, once)
+
+
+def test_counters_stay_at_their_largest_value():
+    most = jnp.array(np.iinfo(np.int32).max)
+    state = hot().init(PARAMS)
+    names = {name: most for name, leaf in state._asdict().items() if avals(leaf) == "int32[]"}
+    state = state._replace(**names | {"total_retries": most - 1})
+    step = jax.jit(jaxscale.train_step(poisoned, hot(), retries=3))
+    for batch in (POISON, BAD_LOSS):
+        _, state, _ = step(PARAMS, state, batch)
+        assert_same_bits({name: getattr(state, name) for name in names}, names)
+
+
+def test_a_hook_gets_true_gradients_in_every_pass():
+    passes = []
+
+    def hook(grads):
+        passes.append(grads)
+        return grads
+
+    step = jaxscale.train_step(loss_fn, hot(), on_grads=hook, retries=9)
+    _, opt_state, _ = run(step, hot(2.0**15).init(PARAMS), [OVERFLOW])
+    assert len(passes) == 1 + opt_state.total_retries > 1
+    assert not jaxscale.all_finite(passes[0])
+    expected = jaxscale.grad(loss_fn, opt_state)(PARAMS, OVERFLOW)
+    assert_same_bits(passes[-1], expected)
+    for leaf in jax.tree.leaves(passes):
+        assert leaf.dtype == jnp.float32
