@@ -294,6 +294,14 @@ def test_the_text_says_what_happened(name):
         assert words in str(first_report(name))
 
 
+def test_the_text_counts_many_gradients():
+    def fun(params):
+        return jnp.sum(jnp.stack(params) * half(1) * 60000) ** 2
+
+    text = str(trace(summed(fun), [half(2)] * 4, loss_scale=1))
+    assert text.endswith("reaches loss, 4 of the gradients")
+
+
 @cases("name", [name for name, case in FIRST.items() if case.causes is not None])
 def test_the_causes_of_all_places_are_told_apart(name):
     assert {place.cause for place in first_report(name).nonfinite} == FIRST[name].causes
