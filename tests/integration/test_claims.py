@@ -32,15 +32,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def without_code(path):
     """The words of a page, without programs and without where links lead."""
-    words = re.sub(r"(?ms)^```.*?^```$", "", path.read_text())
+    words = re.sub(r"(?ms)^```.*?^```$", "", path.read_text()).replace("\\*", "*")
     return " ".join(re.sub(r"\]\([^)]*\)", "]", words).split())
 
 
 SITE = ROOT / ".github" / "site" / "pages"
-PAGES = {
-    path.relative_to(SITE).as_posix(): without_code(path) for path in sorted(SITE.rglob("*.md"))
-}
-PAGES |= {"README": without_code(ROOT / "README.md")}
+FILES = {path.relative_to(SITE).as_posix(): path for path in sorted(SITE.rglob("*.md"))}
+FILES |= {"README": ROOT / "README.md"}
+PAGES = {name: without_code(path) for name, path in FILES.items()}
 # Not in a word, such as float16, H100 or GPT-2. 2**15 is one number, and 0 alone is no figure.
 NUMBER = r"(?<![\w.*-])(?!0(?![\w.]))\d+(?:[.,]\d+)*(?:\*\*\d+|e-\d+)?"
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
