@@ -371,7 +371,8 @@ def test_shares_are_those_of_a_real_cast(dtype, exponent):
         edges = edges[edges < 1e30]
     near = np.ldexp(edges.astype(np.float64), -exponent).astype(np.float32)
     leaf = np.concatenate([near, -edges, float32_bits(20_000)])
-    shares = diagnostics.shares(histogram(leaf), loss_scale=2.0**exponent)[dtype]
+    all_shares = diagnostics.shares(histogram(leaf), loss_scale=2.0**exponent)
+    shares = all_shares[dtype]
     total = len(nonzero(leaf))
     counts = [round(share * total) for share in shares]
     assert Casts(*counts) == really_cast(leaf, dtype, 2.0**exponent)
@@ -448,9 +449,12 @@ def test_suggestions_are_the_best_of_all_scales(dtype, tolerance, center, spread
     best, lossless = find_best(leaf, dtype, tolerance)
     assert (suggestion.lowest, suggestion.highest) == ends(best)
     assert suggestion.lossless == ends(lossless)
-    assert suggestion.needed == (0 not in best)
-    middle = (best[0] + best[-1]) // 2
-    assert suggestion.suggested == (2.0**middle if suggestion.needed else 1)
+    is_needed = 0 not in best
+    assert suggestion.needed == is_needed
+    exponent = 0
+    if is_needed:
+        exponent = (best[0] + best[-1]) // 2
+    assert suggestion.suggested == 2.0**exponent
     shares = diagnostics.shares(histogram(leaf), loss_scale=suggestion.suggested)
     assert suggestion.scaled == shares[dtype]
 

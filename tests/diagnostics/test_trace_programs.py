@@ -214,9 +214,11 @@ def test_an_underflow_is_found_inside_of(name):
 def test_a_pass_in_a_hurry_stops_at_the_first_overflow_of_a_full_one(name):
     def fun(x):
         # Neither is what is looked for: an inf on purpose, and one that no loss scale changes.
-        nonfinite = jnp.log(jax.lax.stop_gradient(x) * 0)
-        masked = jnp.where(x > 2, x, jnp.where(x > 1.5, -jnp.inf, nonfinite))
-        return mean_square(HOLDERS[name].multiply(x, HALF(256)) + jnp.exp(masked))
+        unscaled = jnp.log(jax.lax.stop_gradient(x) * 0)
+        masked = jnp.where(x > 1.5, -jnp.inf, unscaled)
+        masked = jnp.where(x > 2, x, masked)
+        multiplied = HOLDERS[name].multiply(x, HALF(256))
+        return mean_square(multiplied + jnp.exp(masked))
 
     backward = TracedBackward(fun, (EIGHT,), {})
     for loss_scale in (2.0**-10, 2.0**3, 2.0**20):

@@ -146,7 +146,11 @@ class TracedBackward:
             # In float32: the bounds of the divisor would be 0 and inf in float16, and the trace
             # would report them.
             grads = divide(grads, widen(one_seed(seed)))
-            return {"loss": loss} | _name_inexact("aux", aux) | _name_inexact("grads", grads)
+            return {
+                "loss": loss,
+                **_name_inexact("aux", aux),
+                **_name_inexact("grads", grads),
+            }
 
         if constants is None:
             constants = Constants()

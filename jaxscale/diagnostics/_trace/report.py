@@ -36,12 +36,18 @@ class Place:
         Advice comes after the details.
         """
         shape = ",".join(map(str, self.shape))
-        operation = f"{self.direction}, {self.primitive}, {self.dtype}[{shape}]"
         where = "no line of the model"
         if self.file:
             where = f"{self.where}: `{self.source}`"
-        details = "; ".join([*self._list_details(), *advice])
-        return f"{operation}, {percent(self.share)} of the {what}, {where}\n    {details}"
+        parts = [
+            self.direction,
+            self.primitive,
+            f"{self.dtype}[{shape}]",
+            f"{percent(self.share)} of the {what}",
+            where,
+        ]
+        details = [*self._list_details(), *advice]
+        return ", ".join(parts) + "\n    " + "; ".join(details)
 
     def _list_details(self) -> list[str]:
         details = []
