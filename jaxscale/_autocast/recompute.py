@@ -114,7 +114,7 @@ class Recomputed:
         """Returns the outputs of a program."""
         jaxpr = program.jaxpr
         if jaxpr not in self._functions:
-            fun = _jax.rematerialize(program, prevent_cse=not self._in_loop)
+            fun = _jax.rematerialized(program, prevent_cse=not self._in_loop)
             self._functions[jaxpr] = fun
         return self._functions[jaxpr](*args)
 

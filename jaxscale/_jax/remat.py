@@ -50,8 +50,8 @@ def repeat_each(entries: Sequence[Any], numbers: Sequence[int]) -> tuple[Any, ..
     return tuple(repeated)
 
 
-def rematerialize(program: ClosedJaxpr, *, prevent_cse: bool) -> Callable[..., list[Any]]:
-    """Makes a program one that the backward pass computes again.
+def rematerialized(program: ClosedJaxpr, *, prevent_cse: bool) -> Callable[..., list[Any]]:
+    """Returns a function that runs a program, which the backward pass computes again.
 
     With `prevent_cse` a barrier keeps XLA from taking what the forward pass computed.
     """

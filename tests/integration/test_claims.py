@@ -37,7 +37,9 @@ def without_code(path):
 
 
 SITE = ROOT / ".github" / "site" / "pages"
-PAGES = {path.relative_to(SITE).as_posix(): without_code(path) for path in sorted(SITE.rglob("*.md"))}
+PAGES = {
+    path.relative_to(SITE).as_posix(): without_code(path) for path in sorted(SITE.rglob("*.md"))
+}
 PAGES |= {"README": without_code(ROOT / "README.md")}
 # Not in a word, such as float16, H100 or GPT-2. 2**15 is one number, and 0 alone is no figure.
 NUMBER = r"(?<![\w.*-])(?!0(?![\w.]))\d+(?:[.,]\d+)*(?:\*\*\d+|e-\d+)?"

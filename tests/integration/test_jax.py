@@ -253,7 +253,7 @@ def test_programs_give_their_constants_and_are_called_again_backward(kind):
     assert len(jaxpr.invars) == 1 + len(constants)
     for barrier in (False, True):
         with form(AUTODIFF[kind]):
-            fun = _jax.rematerialize(program, prevent_cse=barrier)
+            fun = _jax.rematerialized(program, prevent_cse=barrier)
             assert options(equation(fun, X))["prevent_cse"] is barrier
             np.testing.assert_array_equal(fun(X)[0], X * np.arange(4.0))
 
