@@ -22,12 +22,13 @@ class Frame:
     """The values of one jaxpr while it runs."""
 
     def __init__(self, autocast: Any, jaxpr: Jaxpr, place: Place, wanted: Sequence[bool]) -> None:
-        self.autocast, self.dtype = autocast, autocast.dtype
+        self.autocast = autocast
+        self.dtype = autocast.dtype
         self.place = place
         self.scopes = current_scopes()
         self.only_float32 = only_float32(jaxpr)
-        # read to be rounded; for nothing else
         self.half_readers = find_half_readers(jaxpr, place.owner)
+        # read to be rounded; for nothing else
         self.rounded, self.only_half = rounded_reads(jaxpr, wanted, place.owner, self.half_readers)
         self.readers = readers(jaxpr)
         self.links: dict[Any, Link] = {}  # float32 values that are not computed yet
@@ -87,8 +88,9 @@ class Frame:
         if not is_float32(atom):
             return self.wide(atom)
         if isinstance(atom, Literal):
-            is_scalar = np.ndim(atom.val) == 0
-            return self.dtype.type(atom.val) if is_scalar else cast(atom.val, self.dtype)
+            if np.ndim(atom.val) == 0:
+                return self.dtype.type(atom.val)
+            return cast(atom.val, self.dtype)
         if atom in self.narrow and atom not in self.meeting:
             return self.values[atom]
         if atom not in self.halves:
@@ -99,12 +101,15 @@ class Frame:
         """Returns a value as `half` does, for one reader that is not a product."""
         if self.meets(atom):
             return stand_in(self.in_half(atom), self.wide(atom), self.dtype)
-        is_shared = (
-            not isinstance(atom, Literal) and atom in self.rounded and self.readers[atom] > 1
-        )
-        if is_shared and is_float32(atom) and atom not in self.narrow:
+        if self._is_shared_wide(atom):
             return stand_in(self.half(atom), self.wide(atom), self.dtype)
         return self.half(atom)
+
+    def _is_shared_wide(self, atom: Any) -> bool:
+        """Returns whether a float32 value is rounded for one of several readers."""
+        if isinstance(atom, Literal) or atom not in self.rounded or self.readers[atom] <= 1:
+            return False
+        return is_float32(atom) and atom not in self.narrow
 
     def _half(self, atom: Any) -> Any:
         if atom in self.links:
@@ -125,21 +130,29 @@ class Frame:
         """Returns what tells the array of a value from others."""
         if isinstance(atom, Literal):
             return id(atom)
-        return id(self.values[atom] if atom in self.values else self.wides[atom])
+        if atom in self.values:
+            return id(self.values[atom])
+        return id(self.wides[atom])
 
     def passed(self, atom: Any) -> Any:
         """Returns a value as a call takes it: both views of it, where its cotangents meet."""
         if self.meets(atom):
             return self.both(atom)
-        return self.values[atom] if self.is_narrow(atom) else self.wide(atom)
+        if self.is_narrow(atom):
+            return self.values[atom]
+        return self.wide(atom)
 
-    def only(self, atom: Any) -> Any:
+    def without_gradient(self, atom: Any) -> Any:
         """Returns a value as a call takes it whose cotangents JAX cannot compute."""
-        return self.in_half(atom) if self.is_narrow(atom) else self.wide(atom)
+        if self.is_narrow(atom):
+            return self.in_half(atom)
+        return self.wide(atom)
 
-    def only_half_of(self, atom: Any) -> Any:
+    def half_without_gradient(self, atom: Any) -> Any:
         """Returns a value in half precision for what has no gradient."""
-        return self.in_half(atom) if self.is_narrow(atom) else self.half(atom)
+        if self.is_narrow(atom):
+            return self.in_half(atom)
+        return self.half(atom)
 
     def both(self, atom: Any) -> Narrow:
         """Returns both views of a narrow value."""
@@ -147,25 +160,32 @@ class Frame:
 
     def returned(self, atom: Any) -> Any:
         """Returns a value as a program gives it back."""
-        return ToRound(self.wide(atom)) if self.meets(atom) else self.passed(atom)
+        if self.meets(atom):
+            return ToRound(self.wide(atom))
+        return self.passed(atom)
 
     def linked(self, eqn: JaxprEqn, index: int = 0) -> Link:
         """Returns an equation with what it reads, to be computed later."""
-        return Link(eqn, [self._held(atom, self._single) for atom in eqn.invars], index)
+        return Link(eqn, [self._linked_input(atom, self._single) for atom in eqn.invars], index)
 
     def linked_besides(self, eqn: JaxprEqn) -> Link:
         """Returns an equation with what it reads, to be computed later as well as now."""
-        link = Link(eqn, [self._held(atom, self.both) for atom in eqn.invars])
+        link = Link(eqn, [self._linked_input(atom, self.both) for atom in eqn.invars])
         link.is_shared = True
         return link
 
-    def _held(self, atom: Any, hold_narrow: Callable[[Any], Any]) -> Any:
+    def _linked_input(self, atom: Any, view_narrow: Callable[[Any], Any]) -> Any:
+        """Returns what a link holds of a value that its equation reads."""
         if isinstance(atom, Literal):
             return None
+        if self.meets(atom):
+            return self.both(atom)
         if atom in self.narrow:
-            return self.both(atom) if self.meets(atom) else hold_narrow(atom)
+            return view_narrow(atom)
         link = self.links.get(atom, self.grown.get(atom))
-        return self.values[atom] if link is None else link
+        if link is None:
+            return self.values[atom]
+        return link
 
     def _single(self, atom: Any) -> Single:
         if atom not in self.singles:
@@ -199,7 +219,7 @@ class Frame:
 
     def forget(self, var: Any) -> None:
         """Lets go of the arrays of a variable that is not read again."""
-        for held in (self.values, self.halves, self.wides, self.written, self.singles):
-            held.pop(var, None)
+        for arrays in (self.values, self.halves, self.wides, self.written, self.singles):
+            arrays.pop(var, None)
         for links in (self.links, self.grown):
             links.pop(var, None)

@@ -8,7 +8,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from jax.core import ShapedArray
@@ -60,14 +60,19 @@ def _is_of_matrices(eqn: JaxprEqn) -> bool:
     """
     if eqn.primitive.name != "dot_general":
         return True
-    summed, free = [], []
+    has_sum = False
+    has_free = False
     operands: list[Any] = eqn.invars
     for atom, (contracted, batch) in zip(operands, _jax.dot_dimensions(eqn), strict=True):
         for i, size in enumerate(atom.aval.shape):
             is_one = type(size) is int and size == 1  # it is not a number if it is not known yet
-            if i not in batch and not is_one:
-                (summed if i in contracted else free).append(size)
-    return bool(summed and free)
+            if i in batch or is_one:
+                continue
+            if i in contracted:
+                has_sum = True
+            else:
+                has_free = True
+    return has_sum and has_free
 
 
 def why_not_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> str:
@@ -106,11 +111,11 @@ _with_products: WeakKeyDictionary[Jaxpr, dict[Owner, bool]] = WeakKeyDictionary(
 
 def has_products(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
     """Returns whether an equation holds programs with anything that `autocast` casts by itself."""
-    held = list(programs(eqn))
-    if not held:
+    inner_programs = list(programs(eqn))
+    if not inner_programs:
         return False
     owner = owner_of(eqn, around)
-    return any(_has_products(program, owner) for program in held)
+    return any(_has_products(program, owner) for program in inner_programs)
 
 
 def casts_anything(program: ClosedJaxpr) -> bool:
@@ -133,7 +138,7 @@ def _is_entered(eqn: JaxprEqn, owner: Owner) -> bool:
 
 
 def equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """Returns an equation, and all equations of the programs that it holds."""
+    """Yields an equation, and all equations of the programs that it holds."""
     yield eqn
     for program in programs(eqn):
         for inner in program.eqns:
@@ -147,11 +152,14 @@ def variables(atoms: Iterable[Any]) -> Iterator[Any]:
 
 def last_uses(jaxpr: Jaxpr) -> list[set[Any]]:
     """Returns for each equation the variables that can be forgotten after it."""
-    read, forgotten = {*variables(jaxpr.outvars)}, []
+    read_later = set(variables(jaxpr.outvars))
+    forgotten = []
     for eqn in reversed(jaxpr.eqns):
-        forgotten.append({*variables((*eqn.invars, *eqn.outvars))} - read)
-        read |= forgotten[-1]
-    return forgotten[::-1]
+        last_used = set(variables((*eqn.invars, *eqn.outvars))) - read_later
+        forgotten.append(last_used)
+        read_later |= last_used
+    forgotten.reverse()
+    return forgotten
 
 
 def readers(jaxpr: Jaxpr) -> collections.Counter[Any]:
@@ -189,7 +197,9 @@ def meeting(jaxpr: Jaxpr, half_readers: set[int]) -> set[Any]:
 def only_float32(jaxpr: Jaxpr) -> set[Any]:
     """Returns the differences that are read by operations in float32 alone."""
     differences = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "sub"}
-    for eqn in jaxpr.eqns if differences else ():
+    if not differences:
+        return differences
+    for eqn in jaxpr.eqns:
         is_power = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
         if eqn.primitive.name not in table.FLOAT32 and not is_power:
             differences.difference_update(variables(eqn.invars))
@@ -208,26 +218,36 @@ def rounded_reads(
     rounded: set[Any] = set()
     others: set[Any] = set()
 
-    def read(atom: Any, is_rounded: bool) -> None:
-        if not isinstance(atom, Literal):
-            (rounded if is_rounded else others).add(atom)
+    def note_read(atom: Any, is_rounded: bool) -> None:
+        if isinstance(atom, Literal):
+            return
+        if is_rounded:
+            rounded.add(atom)
+        else:
+            others.add(atom)
 
     for atom, is_wanted in itertools.zip_longest(jaxpr.outvars, wanted, fillvalue=False):
-        read(atom, is_wanted)
+        note_read(atom, is_wanted)
     for eqn in reversed(jaxpr.eqns):
-        kept = [var in rounded and var not in others for var in eqn.outvars]
-        alike = operation(eqn) in table.ROUNDED_ALIKE and all(kept) and not any(programs(eqn))
-        halves = [alike or id(eqn) in half_readers] * len(eqn.invars)
+        only_rounded = [var in rounded and var not in others for var in eqn.outvars]
+        commutes = operation(eqn) in table.ROUNDED_ALIKE and not any(programs(eqn))
+        rounds_all = (commutes and all(only_rounded)) or id(eqn) in half_readers
+        inputs_rounded = [rounds_all] * len(eqn.invars)
         if operation(eqn) in _CALLS:
             with contextlib.suppress(UnknownFormError):
-                program = callee(eqn).jaxpr
-                inner = owner_of(eqn, owner)
-                readers_inside = find_half_readers(program, inner)
-                _, found = rounded_reads(program, kept, inner, readers_inside)
-                halves = [var in found for var in program.invars]
-        for atom, is_rounded in zip(eqn.invars, halves, strict=True):
-            read(atom, is_rounded)
+                inputs_rounded = _rounded_by_call(eqn, only_rounded, owner)
+        for atom, is_rounded in zip(eqn.invars, inputs_rounded, strict=True):
+            note_read(atom, is_rounded)
     return rounded, rounded - others
+
+
+def _rounded_by_call(eqn: JaxprEqn, wanted: Sequence[bool], owner: Owner) -> list[bool]:
+    """Returns for each input of a call whether it is only read to be rounded."""
+    program = callee(eqn).jaxpr
+    inner_owner = owner_of(eqn, owner)
+    half_readers = find_half_readers(program, inner_owner)
+    _, only_rounded = rounded_reads(program, wanted, inner_owner, half_readers)
+    return [var in only_rounded for var in program.invars]
 
 
 def half_carries(loop: _jax.Scan, owner: Owner = Owner.MODEL) -> list[bool]:
@@ -237,28 +257,46 @@ def half_carries(loop: _jax.Scan, owner: Owner = Owner.MODEL) -> list[bool]:
     scan over layers and the state of an RNN are; not so a counter, a time or a sum of losses.
     """
     body = loop.body.jaxpr
+    inputs: list[set[_Source]] = [set() for _ in body.invars]
     carried = range(loop.consts, loop.consts + loop.carries)
-    given = [{(i, False)} if i in carried else set() for i in range(len(body.invars))]
-    pairs = zip(carried, _sources(body, given, owner), strict=False)
-    return [is_float32(body.invars[i]) and (i, True) in found for i, found in pairs]
+    for i in carried:
+        inputs[i] = {_Source(i, through_product=False)}
+    may_be_half = []
+    for i, sources in zip(carried, _trace_sources(body, inputs, owner), strict=False):
+        is_multiplied = _Source(i, through_product=True) in sources
+        may_be_half.append(is_multiplied and is_float32(body.invars[i]))
+    return may_be_half
 
 
-def _sources(jaxpr: Jaxpr, given: Sequence[set[Any]], owner: Owner) -> list[set[Any]]:
-    """Returns which inputs each output is computed from, and whether through a product."""
-    found = dict(zip(jaxpr.invars, given, strict=True))
+class _Source(NamedTuple):
+    """An input of a program that a value is computed from."""
 
-    def read(atom: Any) -> set[Any]:
-        return set() if isinstance(atom, Literal) else found.get(atom, set())
+    number: int
+    through_product: bool
+
+
+def _trace_sources(
+    jaxpr: Jaxpr, inputs: Sequence[set[_Source]], owner: Owner
+) -> list[set[_Source]]:
+    """Returns what each output is computed from, given that of each input."""
+    sources = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def sources_of(atom: Any) -> set[_Source]:
+        if isinstance(atom, Literal):
+            return set()
+        return sources.get(atom, set())
 
     for eqn in jaxpr.eqns:
         if is_full_precision(eqn):
             continue
-        inputs = [*map(read, eqn.invars)]
-        outputs = [set().union(*inputs)] * len(eqn.outvars)
+        read = list(map(sources_of, eqn.invars))
+        of_all_inputs = set().union(*read)
+        outputs = [of_all_inputs] * len(eqn.outvars)
         if operation(eqn) in _CALLS:
             with contextlib.suppress(UnknownFormError):
-                outputs = _sources(callee(eqn).jaxpr, inputs, owner_of(eqn, owner))
+                outputs = _trace_sources(callee(eqn).jaxpr, read, owner_of(eqn, owner))
         elif reads_half(eqn, owner) or has_products(eqn, owner):
-            outputs = [{(i, True) for i, _ in each} for each in outputs]
-        found |= zip(eqn.outvars, outputs, strict=True)
-    return [*map(read, jaxpr.outvars)]
+            multiplied = {_Source(source.number, True) for source in of_all_inputs}
+            outputs = [multiplied] * len(eqn.outvars)
+        sources |= zip(eqn.outvars, outputs, strict=True)
+    return list(map(sources_of, jaxpr.outvars))

@@ -92,11 +92,15 @@ class Link:
     __slots__ = ("eqn", "index", "inputs", "is_shared", "order", "size")
 
     def __init__(self, eqn: JaxprEqn, inputs: Sequence[Any], index: int = 0) -> None:
-        self.eqn, self.inputs, self.index = eqn, inputs, index
+        self.eqn = eqn
+        self.inputs = inputs
+        self.index = index
         self.is_shared = len(eqn.outvars) > 1
         self.order = next(_order)
-        links = [each for each in inputs if isinstance(each, Link)]
-        self.size = len(list(equations(eqn))) + sum(link.size for link in links)
+        self.size = len(list(equations(eqn)))
+        for value in inputs:
+            if isinstance(value, Link):
+                self.size += value.size
 
 
 class Recomputed:
@@ -132,9 +136,9 @@ def compute_chain(last: Link, dtype: Any, scopes: Any, recomputed: Recomputed) -
     with source(last.eqn, scopes, own=False):
         is_linear = all(map(_is_linear, links))
         is_alone = not is_linear and not any(link.is_shared for link in links)
-        for key, given in arrays.items():
-            if isinstance(given, Single):
-                arrays[key] = Half(given.half) if is_alone else given.both()
+        for key, array in arrays.items():
+            if isinstance(array, Single):
+                arrays[key] = Half(array.half) if is_alone else array.both()
         if is_linear:
             return Computed(_compute_linear(links, arrays, dtype), len(links))
         program = _assemble(links, arrays, dtype)
@@ -145,13 +149,17 @@ def compute_chain(last: Link, dtype: Any, scopes: Any, recomputed: Recomputed) -
 
 def _compute_linear(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -> Any:
     """Returns the value of a chain that keeps nothing for the backward pass."""
-    values = {key: x.wide if isinstance(x, Narrow) else x for key, x in arrays.items()}
+    values: dict[Any, Any] = {}
+    for key, array in arrays.items():
+        values[key] = array.wide if isinstance(array, Narrow) else array
     scopes = _jax.current_scopes()
     for link in links:
-        pairs = zip(link.eqn.invars, link.inputs, strict=True)
-        inputs = [
-            atom.val if isinstance(atom, Literal) else values[_key(given)] for atom, given in pairs
-        ]
+        inputs = []
+        for atom, source_of_atom in zip(link.eqn.invars, link.inputs, strict=True):
+            if isinstance(atom, Literal):
+                inputs.append(atom.val)
+            else:
+                inputs.append(values[_key(source_of_atom)])
         with context(link.eqn), source(link.eqn, scopes):
             values[link] = bind(link.eqn, inputs)[link.index]
     last = links[-1]
@@ -165,20 +173,20 @@ def _assemble(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -> Clos
     """Returns the program of a chain, of the arrays that it starts from."""
     inputs: list[Any] = []
     numbers: dict[Any, Any] = {}  # of values; of an array in two views, of both
-    for key, given in arrays.items():
-        views = _views(given)
+    for key, start in arrays.items():
+        views = _views(start)
         numbers[key] = tuple(range(len(inputs), len(inputs) + len(views)))
         inputs += map(jax.typeof, views)
     copies: list[Copy] = []
     widened: set[Any] = set()
-    made = len(inputs)
+    number_of_values = len(inputs)
     for link in links:
         read: list[int | None] = []
-        for given in link.inputs:
-            if given is None:
+        for value in link.inputs:
+            if value is None:
                 read.append(None)
                 continue
-            key = _key(given)
+            key = _key(value)
             start = arrays.get(key)
             if isinstance(start, Narrow | Half) and key not in widened:
                 half, *wide = numbers[key]
@@ -188,82 +196,98 @@ def _assemble(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -> Clos
                 else:
                     copies.append(copy_of_cast(half, inputs[half], FLOAT32, link.eqn))
                 widened.add(key)
-                numbers[key] = (made,)
-                made += 1
+                numbers[key] = (number_of_values,)
+                number_of_values += 1
             read += numbers[key]
         copies.append(copy_of(link.eqn, read))
-        numbers[link] = (made + link.index,)
-        made += len(link.eqn.outvars)
+        numbers[link] = (number_of_values + link.index,)
+        number_of_values += len(link.eqn.outvars)
     (output,) = numbers[links[-1]]
     if dtype != FLOAT32:
         last = links[-1].eqn
         copies.append(copy_of_cast(output, last.outvars[links[-1].index].aval, dtype, last))
-        output = made
+        output = number_of_values
     return assemble(inputs, copies, output)
 
 
-def _views(given: Any) -> tuple[Any, ...]:
+def _views(start: Any) -> tuple[Any, ...]:
     """Returns what a chain takes for an array that it starts from."""
-    return tuple(given) if isinstance(given, Narrow | Half) else (given,)
+    if isinstance(start, Narrow | Half):
+        return tuple(start)
+    return (start,)
 
 
 def named(last: Link, name: Callable[[Any], Any]) -> Link:
     """Returns a chain whose half-precision arrays, which the backward pass keeps, have a name."""
     links, starts = collected(last)
-    arrays, links_and_keys = list(starts.values()), (links, list(starts))
-    for i, given in enumerate(arrays):
-        if isinstance(given, Narrow):
-            arrays[i] = given._replace(half=name(given.half))
-        elif isinstance(given, Single):
-            arrays[i] = Single(name(given.half))
-    return _unflatten(links_and_keys, arrays)
+    arrays = []
+    for array in starts.values():
+        if isinstance(array, Narrow):
+            array = array._replace(half=name(array.half))
+        elif isinstance(array, Single):
+            array = Single(name(array.half))
+        arrays.append(array)
+    return _unflatten((links, list(starts)), arrays)
 
 
 def collected(last: Link) -> tuple[list[Link], dict[Any, Any]]:
     """Returns the links of a chain in the order of the program, and the arrays they start from."""
-    found, arrays, waiting = {last}, {}, [last]
+    links = {last}
+    arrays = {}
+    waiting = [last]
     while waiting:
-        for given in waiting.pop().inputs:
-            if isinstance(given, Link):
-                if given not in found:
-                    found.add(given)
-                    waiting.append(given)
-            elif given is not None:
-                arrays[_key(given)] = given
-    return sorted(found, key=lambda link: link.order), arrays
+        for value in waiting.pop().inputs:
+            if isinstance(value, Link):
+                if value not in links:
+                    links.add(value)
+                    waiting.append(value)
+            elif value is not None:
+                arrays[_key(value)] = value
+    return sorted(links, key=lambda link: link.order), arrays
 
 
 def _flatten(last: Link) -> tuple[list[Any], Any]:
     links, arrays = collected(last)
-    views = [each.both() if isinstance(each, Single) else each for each in arrays.values()]
+    views = []
+    for array in arrays.values():
+        views.append(array.both() if isinstance(array, Single) else array)
     return views, (links, list(arrays))
 
 
 def _unflatten(links_and_keys: Any, arrays: Sequence[Any]) -> Link:
     links, keys = links_and_keys
-    found = dict(zip(keys, arrays, strict=True))
+    values = dict(zip(keys, arrays, strict=True))
     for link in links:
-        inputs = [None if each is None else found[_key(each)] for each in link.inputs]
-        found[link] = Link(link.eqn, inputs, link.index)
-        found[link].is_shared = link.is_shared
-    return found[links[-1]]
+        inputs = []
+        for value in link.inputs:
+            inputs.append(None if value is None else values[_key(value)])
+        copy = Link(link.eqn, inputs, link.index)
+        copy.is_shared = link.is_shared
+        values[link] = copy
+    return values[links[-1]]
 
 
 jax.tree_util.register_pytree_node(Link, _flatten, _unflatten)
 
 
-def _key(given: Any) -> Any:
+def _key(value: Any) -> Any:
     """Returns what tells a link or an array from others: variables are those of one jaxpr."""
-    if isinstance(given, Link):
-        return given
-    return id(given.half if isinstance(given, Narrow | Single) else given)
+    if isinstance(value, Link):
+        return value
+    if isinstance(value, Narrow | Single):
+        return id(value.half)
+    return id(value)
 
 
 def _is_linear(link: Link) -> bool:
-    name, atoms = link.eqn.primitive.name, link.eqn.invars
-    scaled = name == "mul" and any(isinstance(atom, Literal) for atom in atoms)
-    divided = name == "div" and isinstance(atoms[1], Literal)
-    return scaled or divided or name in _LINEAR
+    """Returns whether the derivative of an equation does not depend on what it reads."""
+    name = link.eqn.primitive.name
+    atoms = link.eqn.invars
+    if name == "mul":
+        return any(isinstance(atom, Literal) for atom in atoms)
+    if name == "div":
+        return isinstance(atoms[1], Literal)
+    return name in _LINEAR
 
 
 @jax.custom_jvp

@@ -179,7 +179,7 @@ def follow(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     if holds_programs or not _reads_narrow(frame, eqn):
         return as_written(frame, eqn)
     if not has_gradient(eqn):
-        return bind(eqn, [frame.only_half_of(atom) for atom in eqn.invars])
+        return bind(eqn, [frame.half_without_gradient(atom) for atom in eqn.invars])
     is_summed = eqn.primitive.name in table.SUMMED_BACKWARD
     if any(map(frame.meets, eqn.invars)) and (is_summed or not _is_only_rounded(frame, eqn)):
         return _follow_in_float32(frame, eqn)
@@ -203,8 +203,12 @@ def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates an equation in float32, or leaves it to a chain. What it returns is narrow."""
     if _fits_chain(frame, eqn):
         return chained(frame, eqn)
-    pairs = zip(as_written(frame, eqn), eqn.outvars, strict=True)
-    return [ToRound(value) if is_float32(var) else value for value, var in pairs]
+    outputs = []
+    for value, var in zip(as_written(frame, eqn), eqn.outvars, strict=True):
+        if is_float32(var):
+            value = ToRound(value)
+        outputs.append(value)
+    return outputs
 
 
 def elementwise(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
@@ -311,7 +315,10 @@ def barrier(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     """Evaluates an `optimization_barrier`, whose outputs are its inputs, each in its precision."""
     inputs = []
     for atom in eqn.invars:
-        inputs.append(frame.own_half(atom) if frame.is_narrow(atom) else frame.wide(atom))
+        if frame.is_narrow(atom):
+            inputs.append(frame.own_half(atom))
+        else:
+            inputs.append(frame.wide(atom))
     return bind(eqn, inputs)
 
 

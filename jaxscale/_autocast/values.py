@@ -48,7 +48,10 @@ Kind = Constant | Parameter | Product | None
 def elements(atom: Any) -> float:
     """Returns how many elements an array has, or infinity if its shape is not known yet."""
     shape = atom.aval.shape
-    return math.prod(shape) if all(type(size) is int for size in shape) else math.inf
+    for size in shape:
+        if type(size) is not int:
+            return math.inf
+    return math.prod(shape)
 
 
 def is_float32(atom: Any) -> bool:
@@ -96,20 +99,29 @@ def has_dtype(value: Any, dtype: Any) -> bool:
     return getattr(value, "dtype", None) == dtype
 
 
+def without_mark(value: Any) -> Any:
+    """Returns an array, also of a value that is marked `ToRound`."""
+    if isinstance(value, ToRound):
+        return value.wide
+    return value
+
+
 def as_declared(value: Any, atom: Any) -> Any:
     """Returns a value in the dtype that a program declares."""
-    if isinstance(value, ToRound):
-        value = value.wide
+    array = without_mark(value)
     if not is_float32(atom):
-        return value
+        return array
     weak_type = atom.aval.weak_type
-    is_same = has_dtype(value, FLOAT32) and getattr(value, "weak_type", False) == weak_type
-    return value if is_same else cast(value, FLOAT32, weak_type)
+    if has_dtype(array, FLOAT32) and getattr(array, "weak_type", False) == weak_type:
+        return array
+    return cast(array, FLOAT32, weak_type)
 
 
 def parameter(var: Any) -> Kind:
     """Returns the kind of an array that a program is given."""
-    return Parameter(elements(var)) if is_float32(var) else None
+    if not is_float32(var):
+        return None
+    return Parameter(elements(var))
 
 
 def literal_kind(literal: Literal, dtype: Any) -> Kind:
@@ -118,9 +130,13 @@ def literal_kind(literal: Literal, dtype: Any) -> Kind:
     A mask of -1e9 or an epsilon of 1e-8 would become -inf or 0. They stay in float32, and the
     operation with them.
     """
-    value, limits = np.asarray(literal.val, np.float64), jnp.finfo(dtype)
+    value = np.asarray(literal.val, np.float64)
     if value.ndim:
         return Parameter(value.size)
+    limits = jnp.finfo(dtype)
     magnitude = abs(float(value))
-    special = magnitude == 0 or not np.isfinite(magnitude)
-    return Constant() if special or float(limits.tiny) <= magnitude <= float(limits.max) else None
+    is_special = magnitude == 0 or not np.isfinite(magnitude)
+    is_normal = float(limits.tiny) <= magnitude <= float(limits.max)
+    if is_special or is_normal:
+        return Constant()
+    return None

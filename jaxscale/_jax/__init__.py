@@ -7,11 +7,22 @@ version of JAX which breaks one is told from a fault of jaxscale.
 """
 
 from .assembly import *
+from .binding import *
+from .calls import *
+from .control_flow import *
+from .derivatives import *
 from .dtypes import *
-from .equations import *
 from .failures import *
-from .gradients import *
+from .forms import *
 from .hijax import *
+from .inner_programs import *
+from .lines_of_rules import *
+from .mesh_axes import *
 from .once import *
+from .products import *
+from .python_frames import *
 from .reach import *
-from .surroundings import *
+from .refs import *
+from .remat import *
+from .source_lines import *
+from .stand_ins import *

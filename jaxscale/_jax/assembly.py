@@ -13,8 +13,9 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from .equations import ClosedJaxpr, cast, closed
-from .gradients import stand_in
+from .binding import cast
+from .inner_programs import ClosedJaxpr, closed
+from .stand_ins import stand_in
 
 
 class Copy(NamedTuple):
@@ -66,8 +67,8 @@ _assembled: WeakValueDictionary[Any, Jaxpr] = WeakValueDictionary()
 def assemble(inputs: Sequence[Any], copies: Sequence[Copy], output: int) -> ClosedJaxpr:
     """Returns a program of inputs of some types, which returns one of its values.
 
-    It is the one that was returned before, if that is still there and is the same in all: in the
-    lines and scopes of its equations, too.
+    It is the one that was returned before, if that is still there and is the same in all, also in
+    the lines and scopes of its equations.
     """
     key = (tuple(inputs), tuple(map(_key, copies)), output)
     try:
@@ -84,9 +85,9 @@ def _key(copy: Copy) -> Any:
     eqn = copy.eqn
     info: Any = copy.like.source_info
     literals = [_literal_key(atom) for atom in eqn.invars if isinstance(atom, Literal)]
-    place = info.traceback, info.name_stack, copy.like.ctx
+    place = (info.traceback, info.name_stack, copy.like.ctx)
     params = tuple(eqn.params.items())  # in the order in which JAX made them, which is one
-    return eqn.primitive, params, copy.inputs, copy.types, tuple(literals), place
+    return (eqn.primitive, params, copy.inputs, copy.types, tuple(literals), place)
 
 
 def _literal_key(literal: Any) -> Any:
@@ -99,16 +100,24 @@ def _copy_all(inputs: Sequence[Any], copies: Sequence[Copy], output: int) -> Jax
     invars = list(values)
     eqns = []
     for copy in copies:
-        pairs = zip(copy.inputs, copy.eqn.invars, strict=True)
-        read = [atom if number is None else values[number] for number, atom in pairs]
-        made = [Var(aval) for aval in copy.types]
-        place = {"source_info": copy.like.source_info, "ctx": copy.like.ctx}
-        eqns.append(copy.eqn.replace(invars=read, outvars=made, **place))
-        values += made
+        copied_inputs: list[Any] = []
+        for number, atom in zip(copy.inputs, copy.eqn.invars, strict=True):
+            copied_inputs.append(atom if number is None else values[number])
+        outputs = [Var(aval) for aval in copy.types]
+        eqn = copy.eqn.replace(
+            invars=copied_inputs,
+            outvars=outputs,
+            source_info=copy.like.source_info,
+            ctx=copy.like.ctx,
+        )
+        eqns.append(eqn)
+        values += outputs
     jaxpr = Jaxpr(
         constvars=(), invars=invars, outvars=[values[output]], eqns=eqns, debug_info=_names()
     )
-    return jaxpr.replace(is_high=True) if any(map(_is_high, eqns)) else jaxpr
+    if any(map(_is_high, eqns)):
+        return jaxpr.replace(is_high=True)
+    return jaxpr
 
 
 def _is_high(eqn: JaxprEqn) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
-from .equations import TESTED, UnknownFormError
-from .surroundings import is_of_jax, is_own, users_line
+from .forms import TESTED, UnknownFormError
+from .source_lines import is_of_jax, is_own, users_line
 
 # What Python raises where a program has another form than the code that reads it expects. Errors
 # of classes of their own, such as those of JAX, say what they are about.

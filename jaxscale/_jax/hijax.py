@@ -66,7 +66,9 @@ def operation(eqn: JaxprEqn) -> str:
     So it is `remat2` for `jax.checkpoint` in either form.
     """
     name = eqn.primitive.name
-    return _OLD_NAMES.get(_class_of_jax(eqn), name) if name == OBJECT else name
+    if name != OBJECT:
+        return name
+    return _OLD_NAMES.get(_class_of_jax(eqn), name)
 
 
 def holds_program(eqn: JaxprEqn) -> bool:
@@ -76,16 +78,16 @@ def holds_program(eqn: JaxprEqn) -> bool:
 
 def program_of(eqn: JaxprEqn) -> Any:
     """Returns the program that an object runs, of all inputs of its equation."""
-    held = eqn.params["_prim"]
+    hi_prim = eqn.params["_prim"]
     match _class_of_jax(eqn):
         case "RematTraced":
-            return held.jaxpr
+            return hi_prim.jaxpr
         case "CustomJVPTraced" | "CustomVJPTraced":
-            program = held.traced.jaxpr
+            program = hi_prim.traced.jaxpr
             # Others of its inputs are for the rules alone.
             if len(program.in_avals) == len(eqn.invars):
                 return program
-    return _expanded(eqn, held)
+    return _expanded(eqn, hi_prim)
 
 
 def takes_own_types(eqn: JaxprEqn) -> bool:
@@ -100,32 +102,45 @@ def _is_own_type(aval: Any) -> bool:
     return bool(getattr(aval, "is_high", False)) and hasattr(aval, "lower_val")
 
 
-def _raised(aval: Any, given: Any) -> Any:
-    return aval.raise_val(*given) if _is_own_type(aval) else given
+def _raised(aval: Any, value: Any) -> Any:
+    """Makes a value of its own type of the arrays that it consists of."""
+    if _is_own_type(aval):
+        return aval.raise_val(*value)
+    return value
 
 
 def _lowered(aval: Any, value: Any) -> Any:
-    return aval.lower_val(value) if _is_own_type(aval) else value
+    """Returns the arrays that a value of its own type consists of."""
+    if _is_own_type(aval):
+        return aval.lower_val(value)
+    return value
+
+
+def _lowered_type(aval: Any) -> Any:
+    """Returns the types of the arrays that a value of its own type consists of."""
+    if _is_own_type(aval):
+        return aval.lo_ty()
+    return aval
 
 
 _expansions: dict[Any, Any] = {}
 
 
-def _expanded(eqn: JaxprEqn, held: Any) -> Any:
+def _expanded(eqn: JaxprEqn, hi_prim: Any) -> Any:
     """Returns what an object runs, traced once for as long as it lives."""
     # By its identity: objects that are equal may take other arrays.
-    key = id(held), form_asked_for()
+    key = (id(hi_prim), form_asked_for())
     if key not in _expansions:
 
         def expand(*args: Any) -> Any:
-            values = held.in_tree.unflatten(map(_raised, held.in_avals_flat, args))
-            outputs = held.out_tree.flatten_up_to(held.expand(*values))
-            return [_lowered(aval, x) for aval, x in zip(held.out_avals_flat, outputs, strict=True)]
+            values = hi_prim.in_tree.unflatten(map(_raised, hi_prim.in_avals_flat, args))
+            outputs = hi_prim.out_tree.flatten_up_to(hi_prim.expand(*values))
+            return list(map(_lowered, hi_prim.out_avals_flat, outputs))
 
         with eqn.ctx.manager:
-            types = [aval.lo_ty() if _is_own_type(aval) else aval for aval in held.in_avals_flat]
+            types = map(_lowered_type, hi_prim.in_avals_flat)
             program = jax.make_jaxpr(expand)(*types)
-        weakref.finalize(held, _expansions.pop, key, None)
+        weakref.finalize(hi_prim, _expansions.pop, key, None)
         _expansions[key] = program
     return _expansions[key]
 
@@ -137,14 +152,15 @@ def fitted(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any]) -> dict[s
     """
     if eqn.primitive.name != OBJECT or _class_of_jax(eqn) not in _NAMES:
         return params
-    held, (named,) = params["_prim"], args
-    return {"_prim": type(held)(held.name, jax.typeof(named))}
+    (named,) = args
+    hi_prim = params["_prim"]
+    return {"_prim": type(hi_prim)(hi_prim.name, jax.typeof(named))}
 
 
 def differentiated_by(eqn: JaxprEqn) -> str | None:
     """Returns by which kind of rule an object is differentiated: `jvp`, `vjp`, or by its program.
 
-    One with a rule for `jvp` has it in reverse mode, too, unless there is a `vjp` of its own. One
+    A rule for `jvp` is also that of reverse mode, unless there is a `vjp` of its own. An object
     with a rule to transpose it is linear: so are then the operations in it.
     """
     cls = type(eqn.params["_prim"])
@@ -158,16 +174,23 @@ def differentiated_by(eqn: JaxprEqn) -> str | None:
         return None
     if is_own("vjp_fwd") and cls.vjp_fwd.__module__ != base.__module__:
         return "vjp"
-    return "jvp" if is_own("jvp") else "vjp" if is_own("vjp_fwd") else None
+    for kind, name in (("jvp", "jvp"), ("vjp", "vjp_fwd")):
+        if is_own(name):
+            return kind
+    return None
 
 
 def class_of_object(eqn: JaxprEqn) -> str | None:
     """Returns the name of the class of the object that an equation is, if it is one."""
-    held = eqn.params.get("_prim")
-    return None if held is None else type(held).__name__
+    hi_prim = eqn.params.get("_prim")
+    if hi_prim is None:
+        return None
+    return type(hi_prim).__name__
 
 
 def _class_of_jax(eqn: JaxprEqn) -> str:
     """Returns the name of the class of an object if that is JAX's own, and otherwise `""`."""
     cls = type(eqn.params.get("_prim"))
-    return cls.__name__ if cls.__module__.startswith("jax.") else ""
+    if not cls.__module__.startswith("jax."):
+        return ""
+    return cls.__name__

@@ -27,7 +27,9 @@ def differentiated_once(fun: Callable[..., list[Any]]) -> Callable[..., list[Any
 
     @functools.wraps(fun)
     def run(*args: Any) -> list[Any]:
-        return (inlined if is_differentiated(args) else fun)(*args)
+        if is_differentiated(args):
+            return inlined(*args)
+        return fun(*args)
 
     return run
 

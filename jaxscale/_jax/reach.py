@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
-from .equations import ClosedJaxpr
+from .inner_programs import ClosedJaxpr
 
 _STEPS = 6  # from a parameter to a program
 _MOST = 2000  # objects that are looked at: a callback may close over the data of a run
@@ -44,24 +44,24 @@ def reaches_program(eqn: JaxprEqn) -> bool:
     The way goes through attributes, slots, containers and closures, in at most six steps.
     """
     level = [value for value in eqn.params.values() if not isinstance(value, _PLAIN)]
-    seen = {id(value) for value in level}
+    reached = {id(value) for value in level}
     for _ in range(_STEPS + 1):
         if any(isinstance(value, Jaxpr | ClosedJaxpr) for value in level):
             return True
         following = []
-        for each in level:
-            for part in _parts(each):
-                if not isinstance(part, _PLAIN) and id(part) not in seen:
-                    seen.add(id(part))
+        for value in level:
+            for part in _parts(value):
+                if not isinstance(part, _PLAIN) and id(part) not in reached:
+                    reached.add(id(part))
                     following.append(part)
-            if len(seen) > _MOST:
+            if len(reached) > _MOST:
                 return False
         level = following
     return False
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Returns what an object consists of. No code of the object runs for that."""
+    """Yields what an object consists of. No code of the object runs for that."""
     if isinstance(value, _MAPPINGS):
         yield from value.keys()
         yield from value.values()
@@ -85,10 +85,10 @@ def _parts(value: Any) -> Iterator[Any]:
 @functools.lru_cache(maxsize=1024)
 def _slots(cls: type) -> tuple[types.MemberDescriptorType, ...]:
     """Returns the slots of a class that was written in Python."""
-    return tuple(
-        member
-        for each in cls.__mro__
-        if "__slots__" in each.__dict__
-        for member in each.__dict__.values()
-        if isinstance(member, types.MemberDescriptorType)
-    )
+    slots = []
+    for base in cls.__mro__:
+        if "__slots__" in base.__dict__:
+            for member in base.__dict__.values():
+                if isinstance(member, types.MemberDescriptorType):
+                    slots.append(member)
+    return tuple(slots)

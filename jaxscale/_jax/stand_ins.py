@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
+from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .equations import JaxprEqn, cast, tangent_type
+from .binding import cast
+from .derivatives import tangent_type
 from .once import bind_once, is_differentiated
 
 
@@ -54,11 +55,14 @@ def _transpose(cotangent: Any, value: Any, source: Any, *, dtype: Any) -> Any:
 
 
 def _batch(arrays: Any, dims: Any, *, dtype: Any) -> Any:
-    if dims[0] != dims[1]:
-        pairs = list(zip(arrays, dims, strict=True))
-        (size,) = {x.shape[dim] for x, dim in pairs if dim is not None}
-        arrays, dims = [batching.bdim_at_front(x, dim, size) for x, dim in pairs], [0, 0]
-    return _STAND_IN.bind(*arrays, dtype=dtype), dims[0]
+    value, source = arrays
+    dim, source_dim = dims
+    if dim != source_dim:
+        size = source.shape[source_dim] if dim is None else value.shape[dim]
+        value = batching.bdim_at_front(value, dim, size)
+        source = batching.bdim_at_front(source, source_dim, size)
+        dim = 0
+    return _STAND_IN.bind(value, source, dtype=dtype), dim
 
 
 _STAND_IN = Primitive("jaxscale_stand_in")

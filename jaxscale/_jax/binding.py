@@ -1,0 +1,59 @@
+"""How an equation is evaluated for other inputs than its own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import convert_element_type_p
+
+from . import hijax
+from .hijax import OBJECT
+from .inner_programs import programs
+from .once import bind_once, is_differentiated
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Returns the outputs of an equation for other arguments, and maybe other parameters."""
+    if params is None:
+        params = eqn.params
+    params = hijax.fitted(eqn, args, params)
+    if is_differentiated(args) and not eqn.effects and not any(programs(eqn)):
+        outputs = bind_once(eqn.primitive, args, params)
+    else:
+        outputs = _bind(eqn, args, params)
+    if eqn.primitive.multiple_results:
+        return list(outputs)
+    return [outputs]
+
+
+def _bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Returns what the primitive of an equation returns, in the form that it returns it."""
+    if eqn.primitive.name == OBJECT:
+        args = list(map(_as_array, args))
+    bind_params: Any = eqn.primitive.get_bind_params(params)
+    if isinstance(bind_params, tuple):
+        # Until 0.7 or so: functions, which come before the arguments, and the other parameters.
+        functions, options = bind_params
+        return eqn.primitive.bind(*functions, *args, **options)
+    return eqn.primitive.bind(*args, **bind_params)
+
+
+def _as_array(value: Any) -> Any:
+    """Returns the number of a literal as an array of its type, and an array as it is.
+
+    The rules of an object get what they are passed, and ask it for a shape.
+    """
+    if hasattr(value, "shape"):
+        return value
+    aval: Any = jax.typeof(value)
+    return cast(value, aval.dtype, aval.weak_type)
+
+
+def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
+    """Returns an array in another dtype. A program keeps this as one equation."""
+    params = {"new_dtype": np.dtype(dtype), "weak_type": weak_type, "sharding": None}
+    if is_differentiated((array,)):
+        return bind_once(convert_element_type_p, (array,), params)
+    return convert_element_type_p.bind(array, **params)

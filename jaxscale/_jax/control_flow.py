@@ -1,0 +1,135 @@
+"""Loops, branches and maps over devices."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
+
+from .forms import reads_form
+from .inner_programs import ClosedJaxpr, check_programs, fit
+
+
+class Scan(NamedTuple):
+    """A `scan`: the numbers of its constants and carries, which come first, and its body."""
+
+    body: ClosedJaxpr
+    consts: int
+    carries: int
+    length: int
+    reverse: bool
+
+
+@reads_form
+def scan(eqn: JaxprEqn) -> Scan:
+    """Reads the equation of a `scan`."""
+    params = eqn.params
+    if "ft_in" in params:  # since JAX 0.11: https://github.com/jax-ml/jax/pull/39005
+        consts, carries, _ = map(len, params["ft_in"].unpack())
+        carried, _ = map(len, params["ft_out"].unpack())
+        if carried != carries:
+            raise ValueError("other carries come out than go in")
+    else:
+        consts = params["num_consts"]
+        carries = params["num_carry"]
+    check_programs(eqn, params["jaxpr"])
+    body = fit(params["jaxpr"], eqn.invars, eqn.outvars)
+    return Scan(body, consts, carries, int(params["length"]), bool(params["reverse"]))
+
+
+def scan_again(
+    eqn: JaxprEqn, body: ClosedJaxpr, consts: Sequence[Any], carries: Sequence[Any], xs: Any
+) -> list[Any]:
+    """Returns the outputs of a `scan` with another body, of more constants or slices."""
+    size = len(carries)
+
+    def step(carries: Any, sliced: Any) -> Any:
+        outputs = jaxpr_as_fun(body)(*consts, *carries, *sliced)
+        return tuple(outputs[:size]), outputs[size:]
+
+    options: dict[str, Any] = {}
+    for name in ("length", "reverse", "unroll", "_split_transpose"):  # the last until JAX 0.10
+        if name in eqn.params:
+            options[name] = eqn.params[name]
+    carried, stacked = jax.lax.scan(step, tuple(carries), tuple(xs), **options)
+    return [*carried, *stacked]
+
+
+class While(NamedTuple):
+    """A `while`: its test and its body, with the numbers of the constants that each takes."""
+
+    test: ClosedJaxpr
+    test_consts: int
+    body: ClosedJaxpr
+    body_consts: int
+
+
+@reads_form
+def while_loop(eqn: JaxprEqn) -> While:
+    """Reads the equation of a `while`."""
+    params = eqn.params
+    test = params["cond_jaxpr"]
+    body = params["body_jaxpr"]
+    check_programs(eqn, test, body)
+    test_consts = params["cond_nconsts"]
+    return While(
+        test=fit(test, [*eqn.invars[:test_consts], *eqn.outvars], None),
+        test_consts=test_consts,
+        body=fit(body, eqn.invars[test_consts:], eqn.outvars),
+        body_consts=params["body_nconsts"],
+    )
+
+
+@reads_form
+def branches(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """Returns the branches of a `cond`, whose first input is the index."""
+    programs = eqn.params["branches"]
+    check_programs(eqn, *programs)
+    return [fit(branch, eqn.invars[1:], eqn.outvars) for branch in programs]
+
+
+class Mapped(NamedTuple):
+    """A `shard_map` or a `pmap`: its program, and what maps another function alike.
+
+    `map` makes a new one, so that a parameter more would be lost. It takes other specs than its
+    own by their names in `jax.shard_map`.
+    """
+
+    program: ClosedJaxpr
+    map: Callable[..., Callable[..., Any]]
+    options: dict[str, Any]  # those of `jax.shard_map` or `jax.pmap`
+    inputs: str  # the option that says for each input how it is mapped
+
+
+@reads_form
+def mapped(eqn: JaxprEqn) -> Mapped:
+    """Returns what a `shard_map` does, or a `pmap` where that is an equation: before JAX 0.8."""
+    params = dict(eqn.params)
+    if eqn.primitive.name == "shard_map":
+        # Of JAX 0.6: `manual_axes`.
+        axes = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
+        program = params.pop("jaxpr")
+        options = {
+            "axis_names": set(params.pop(axes)),
+            "in_specs": tuple(params.pop("in_specs")),
+            "out_specs": tuple(params.pop("out_specs")),
+            "mesh": params.pop("mesh"),
+            "check_vma": params.pop("check_vma"),
+        }
+        transform: Callable[..., Any] = jax.shard_map
+        inputs = "in_specs"
+    else:
+        program = params.pop("call_jaxpr")
+        names = ("axis_name", "in_axes", "out_axes", "devices", "backend", "axis_size")
+        options = {name: params.pop(name) for name in names}
+        for name in ("name", "donated_invars", "global_axis_size", "is_explicit_global_axis_size"):
+            params.pop(name, None)
+        transform = jax.pmap
+        inputs = "in_axes"
+    if params:
+        raise ValueError(f"more parameters: {', '.join(params)}")
+
+    def map_alike(fun: Callable[..., Any], **other_options: Any) -> Callable[..., Any]:
+        return transform(fun, **options | other_options)
+
+    return Mapped(fit(program, eqn.invars, None), map_alike, options, inputs)

@@ -1,0 +1,56 @@
+"""Named axes: along which ones arrays may differ, and devices exchange numbers."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.core
+
+from .inner_programs import ClosedJaxpr, Jaxpr
+
+
+def varying(aval: Any) -> frozenset[Any]:
+    """Returns the mesh axes along which arrays of a type may differ, inside `shard_map`.
+
+    The set is empty where JAX does not know: in `pmap`, and with `check_vma=False`.
+    """
+    manual = getattr(aval, "manual_axis_type", None)  # since JAX 0.10, before it `vma`
+    return getattr(aval, "vma", None) or getattr(manual, "varying", frozenset())
+
+
+def vary(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
+    """Returns an array as one that may differ along more axes."""
+    missing = frozenset(axes) - varying(jax.typeof(array))
+    if not missing:
+        return array
+    in_order = tuple(sorted(missing, key=repr))
+    lax: Any = jax.lax
+    if hasattr(lax, "pcast"):
+        return lax.pcast(array, in_order, to="varying")
+    return lax.pvary(array, in_order)  # JAX 0.6
+
+
+def axes_of_devices() -> tuple[Any, ...]:
+    """Returns the named axes along which this code runs on several devices, each for itself.
+
+    These are the manual axes of `shard_map`, and the axis of `pmap`. Before JAX 0.8 those of
+    `vmap(axis_name=...)` are among them: there the index along an axis is batched.
+    """
+    if jax.__version_info__ < (0, 8):  # since then a `pmap` is a `shard_map`
+        core: Any = jax.core
+        return tuple(core.unsafe_get_axis_names_DO_NOT_USE())
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
+    """Returns the named axes along which the devices that run a program exchange numbers."""
+    effects: Any = jaxpr.effects  # one for each such axis
+    axes = [effect.name for effect in effects if type(effect).__name__ == "NamedAxisEffect"]
+    # Sorted, as all hosts must trace one program, and the order of a set is up to the process.
+    return sorted(axes, key=repr)
+
+
+def is_told_apart(axis: Any) -> bool:
+    """Returns whether types say what differs along a named axis, as in a checked `shard_map`."""
+    (index,) = jax.make_jaxpr(lambda: jax.lax.axis_index(axis))().out_avals
+    return bool(varying(index))

@@ -1,0 +1,19 @@
+"""Refs: mutable arrays.
+
+`Ref` and `new_ref` are public since JAX 0.8, and were called `mutable_array` before
+(https://github.com/jax-ml/jax/pull/32107).
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental
+
+# What a function may be given that is traced. A ref is not a `jax.Array`.
+TRACED: Any = (jax.Array, *([jax.Ref] if hasattr(jax, "Ref") else []))
+new_ref: Any = getattr(jax, "new_ref", None) or getattr(jax.experimental, "mutable_array", None)
+
+
+def is_ref(atom: Any) -> bool:
+    """Returns whether a variable is a ref, a mutable array such as `jax.new_ref` makes."""
+    return hasattr(atom.aval, "inner_aval")
