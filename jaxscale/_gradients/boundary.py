@@ -20,8 +20,7 @@ from jax.tree_util import Partial
 
 from .. import _jax
 from .._autocast.readers import under_autocast
-from .._autocast.table import BOUNDARY
-from .._autocast.values import check_cotangent, flushes
+from .._boundary import check_cotangent, mark_boundary
 from .._trees.checks import int32, normal_float32
 from .._trees.flat import Flat, array_names
 from .._trees.nnx_objects import wrap_call
@@ -188,7 +187,7 @@ def _call(options: _Options, fun: Callable[..., Any], args: Any, kwargs: Any) ->
     def forward(*inputs: Any) -> Any:
         perturbed = tuple(each.perturbed and is_inexact(each.value) for each in inputs)
         for each, is_perturbed, name in zip(inputs, perturbed, input_names, strict=True):
-            if is_perturbed and flushes(each.value.dtype):
+            if is_perturbed and _jax.has_narrow_range(each.value.dtype):
                 raise TypeError(_HALF_INPUT.format(name, each.value.dtype))
         with _naming_the_line():
             return plan(perturbed).forward([each.value for each in inputs])
@@ -201,7 +200,7 @@ def _call(options: _Options, fun: Callable[..., Any], args: Any, kwargs: Any) ->
 
     scaled.defvjp(forward, backward, symbolic_zeros=True)
     try:
-        with jax.named_scope(BOUNDARY):
+        with mark_boundary():
             outputs = scaled(*consts, *flat.arrays)
     except TypeError as error:
         if "forward-mode" not in str(error):
