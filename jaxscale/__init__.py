@@ -128,5 +128,5 @@ else:  # hidden from type checkers, which would take any name for one that `__ge
         return _importlib.import_module(f".{name}", __name__)
 
     def __dir__():
-        """Returns all names, those of modules that are not imported yet among them."""
-        return sorted({*globals(), *__all__})
+        """Returns the public names, those of modules that are not imported yet among them."""
+        return sorted(__all__)

@@ -68,9 +68,9 @@ def is_chained_call(frame: Frame, eqn: JaxprEqn) -> bool:
 
 def _fits_chain(frame: Frame, eqn: JaxprEqn) -> bool:
     """Returns whether an equation may be part of a chain, as its start or further on."""
-    if not all(map(is_float32, eqn.outvars)):
+    if operation(eqn) not in table.CHAINED or not all(map(is_float32, eqn.outvars)):
         return False
-    if not table.CHAINED.issuperset(_primitives(eqn)):
+    if any(programs(eqn)) and not table.CHAINED.issuperset(_primitives(eqn)):
         return False
     if eqn.primitive.name == "add":
         return _sum_fits_chain(frame, eqn)

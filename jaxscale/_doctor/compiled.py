@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from .._gradients.boundary import scale_backward
 from .._gradients.value_and_grad import value_and_grad
@@ -87,13 +88,13 @@ class CompiledBackward:
         tap = jax.custom_vjp(lambda leaves: leaves)
         tap.defvjp(lambda leaves: (leaves, None), count_pass)
 
-        def compute_tapped_loss(params: Any, arrays: Any) -> Any:
+        def tapped_loss(params: optax.Params, arrays: Any) -> Any:
             # JAX rebuilds what a rule takes from types, which a class may refuse.
             leaves, structure = jax.tree.flatten(params)
             return self.loss_of(structure.unflatten(tap(leaves)), arrays)
 
         def are_gradients_finite(*args: Any) -> jax.Array:
-            scaled = scale_backward(compute_tapped_loss)
+            scaled = scale_backward(tapped_loss)
             _, grads = value_and_grad(scaled, init_state(1.0))(*args)
             return all_finite(grads)
 

@@ -59,7 +59,7 @@ def examine(
 
     announce("compiling the backward pass")
     loss = float(compiled.differentiate(1.0).loss)
-    is_narrow = any(has_narrow_range(dtype) for dtype in dtypes)
+    is_narrow = any(map(has_narrow_range, dtypes))
     can_scale = is_narrow and math.isfinite(loss)
     scales = _find_scales(compiled, loss_scale, can_scale, is_quick, announce)
     gradients = {

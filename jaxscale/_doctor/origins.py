@@ -1,7 +1,7 @@
 """What a number was computed from: a softmax, a product of many numbers, a sum that is the loss.
 
 Some faults have a cure that is better than a cast: the logarithm of a softmax is `log_softmax`.
-Which one fits is seen from the operations around the faulty one, so that it does not matter whether
+Which one fits shows in the operations around the faulty one, so that it does not matter whether
 the model calls a function of JAX or writes it out.
 """
 
@@ -140,12 +140,12 @@ class Operations:
 
     def find_unshifted(self) -> tuple[str, ...]:
         """Returns the lines of exponentials that overflow, of a softmax or a `logsumexp`."""
-        found = []
+        unshifted = []
         for key in self._overflowing:
             if self._name(key) in _EXPONENTIALS and self._find_use(key) != EXPONENTIAL:
                 innermost = lines(*self._equations[key])[:1]
-                found += map(str, innermost)
-        return tuple(found)
+                unshifted += map(str, innermost)
+        return tuple(unshifted)
 
     def is_read_by_logarithm(self, key: EquationKey) -> bool:
         through = _MOVES | _ARITHMETIC | _REDUCTIONS_BEFORE_A_LOGARITHM
@@ -158,12 +158,12 @@ class Operations:
         yield from self._find_sums(run.values["loss"].maker, 1.0, frozenset())
 
     def _find_sums(
-        self, key: EquationKey, weight: float, seen: frozenset[EquationKey]
+        self, key: EquationKey, weight: float, visited: frozenset[EquationKey]
     ) -> Iterator[Sum]:
         """Returns the sums in the numbers of an operation, which count `weight` times."""
-        if key not in self._equations or key in seen:
+        if key not in self._equations or key in visited:
             return
-        find_before = functools.partial(self._find_sums, seen=seen | {key})
+        find_before = functools.partial(self._find_sums, visited=visited | {key})
         eqn, _ = self._equations[key]
         makers = self._makers[key]
         name = self._name(key)
@@ -193,12 +193,12 @@ class Operations:
     def _walk_back(self, key: EquationKey, through: set[str]) -> Iterator[EquationKey]:
         """Returns an operation and those before it, as long as they are among `through`."""
         waiting = [key]
-        seen = set()
+        visited = set()
         while waiting:
             source = waiting.pop(0)
-            if source in seen or source not in self._equations:
+            if source in visited or source not in self._equations:
                 continue
-            seen.add(source)
+            visited.add(source)
             yield source
             if self._name(source) in through:
                 waiting += self._makers[source]
@@ -206,13 +206,13 @@ class Operations:
     def _walk_on(self, key: EquationKey, through: set[str]) -> Iterator[EquationKey]:
         """Returns the operations that read what one makes, and what those among `through` make."""
         waiting = [key]
-        seen = {key}
+        visited = {key}
         while waiting:
             maker = waiting.pop(0)
             for reader in self._readers.get(maker, ()):
-                if reader in seen:
+                if reader in visited:
                     continue
-                seen.add(reader)
+                visited.add(reader)
                 yield reader
                 if self._name(reader) in through:
                     waiting.append(reader)

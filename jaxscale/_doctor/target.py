@@ -161,13 +161,14 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
             )
         return loss
 
+    constants = Constants()
+    what = f"The loss function of {call}"
+    _trace(compute_loss, trained, constants, failure=f"{what} failed")
+
     def list_derivatives(trained: optax.Params) -> list[Any]:
         # A class may look at its children, and would refuse the shapes that stand for them here.
         return jax.tree.leaves(jax.grad(compute_loss)(trained))
 
-    constants = Constants()
-    what = f"The loss function of {call}"
-    _trace(compute_loss, trained, constants, failure=f"{what} failed")
     _trace(list_derivatives, trained, constants, failure=f"{what} cannot be differentiated")
     return Target(name, loss_of_gradients, trained, batch, has_aux, constants)
 
@@ -179,6 +180,27 @@ def _check_params(call: str, params: Any) -> None:
             f"{call} returned parameters without any floating array: "
             f"{', '.join(others) or 'an empty tree'}."
         )
+
+
+def _take_gradients(
+    params: optax.Params,
+) -> tuple[optax.Params, Callable[[optax.Params], optax.Params]]:
+    """Returns the leaves of parameters that have gradients, and what makes parameters of others.
+
+    They come in the tree of the parameters, with `None` for other leaves. If a class in it refuses
+    that, they come in a dict, by their names.
+    """
+    try:
+        return only_gradients(params), lambda trained: combine(trained, params)
+    except Exception:  # whatever the class raises
+        structure = jax.tree.structure(params)
+        pairs = jax.tree_util.tree_leaves_with_path(params)
+        leaves = [(leaf_name(path), leaf) for path, leaf in pairs]
+
+    def restore(trained: Any) -> optax.Params:
+        return structure.unflatten(trained.get(name, leaf) for name, leaf in leaves)
+
+    return {leaf_name(path): leaf for path, leaf in list_gradients(params)}, restore
 
 
 def _put_on_device(leaf: Any) -> Any:
@@ -199,25 +221,6 @@ def _trace(
         raise
     except Exception as error:
         raise TargetError(f"{failure}: {error_line(error)}") from error
-
-
-def _take_gradients(params: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns the leaves of parameters that have gradients, and what makes parameters of others.
-
-    They come in the tree of the parameters, with `None` for other leaves. If a class in it refuses
-    that, they come in a dict, by their names.
-    """
-    try:
-        return only_gradients(params), lambda trained: combine(trained, params)
-    except Exception:  # whatever the class raises
-        structure = jax.tree.structure(params)
-        pairs = jax.tree_util.tree_leaves_with_path(params)
-        leaves = [(leaf_name(path), leaf) for path, leaf in pairs]
-
-    def restore(trained: Any) -> Any:
-        return structure.unflatten(trained.get(name, leaf) for name, leaf in leaves)
-
-    return {leaf_name(path): leaf for path, leaf in list_gradients(params)}, restore
 
 
 def _is_loss(value: Any) -> bool:

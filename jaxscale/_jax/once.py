@@ -34,8 +34,7 @@ def differentiated_once(fun: Callable[..., list[Any]]) -> Callable[..., list[Any
 
 def is_differentiated(args: Sequence[Any]) -> bool:
     """Returns whether a function of some arguments is being differentiated in reverse."""
-    tracer = _tracer_of_vjp()
-    return any(isinstance(arg, tracer) for arg in args)
+    return _tracer_of_vjp() in map(type, args)
 
 
 @functools.cache
@@ -57,13 +56,23 @@ def bind_once(primitive: Primitive, args: Sequence[Any], params: dict[str, Any])
 
     It must hold no program, and have no effects.
     """
-    if not all(type(jax.typeof(arg)) is ShapedArray for arg in args):
+    if not all(map(_is_plain, args)):
         return primitive.bind(*args, **params)
     try:
         bound = _bound(primitive, tuple(params.items()))
     except TypeError:  # a parameter that has no hash
         return primitive.bind(*args, **params)
     return bound(*args)
+
+
+def _is_plain(array: Any) -> bool:
+    """Returns whether the type of an array says nothing of a mesh with Explicit axes.
+
+    A jitted function is traced with the mesh around it, which need not be that of its arguments.
+    """
+    aval = jax.typeof(array)
+    sharding = getattr(aval, "sharding", None)
+    return type(aval) is ShapedArray and (sharding is None or sharding.mesh.empty)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -136,11 +136,11 @@ def _format_bars(numbers: HostHistogram, exponent: int) -> list[tuple[str, ...]]
     num_rows = last - first + 1
     step = math.ceil(num_rows / _ROWS)
     starts = np.arange(first, last + 1, step)
-    sums = _add_neighbors(numbers.counts.sum(axis=1), starts, last)
+    sums = np.add.reduceat(numbers.counts.sum(axis=1), starts)
     outcomes = []
     for name in FORMATS:
         rows_of_format = find_outcomes(numbers.counts, name, exponent)
-        outcomes.append([_add_neighbors(each, starts, last) for each in rows_of_format])
+        outcomes.append([np.add.reduceat(counts, starts) for counts in rows_of_format])
 
     lines = []
     for index in reversed(range(len(starts))):
@@ -153,11 +153,6 @@ def _format_bars(numbers: HostHistogram, exponent: int) -> list[tuple[str, ...]]
         share = percent(sums[index] / max(sums.sum(), 1.0))
         lines.append((least, share, bar.ljust(_WIDTH), *signs))
     return lines
-
-
-def _add_neighbors(values: np.ndarray, starts: np.ndarray, last: int) -> np.ndarray:
-    """Adds up the values of rows from each start to the next one, the last row included."""
-    return np.add.reduceat(values[: last + 1], starts)
 
 
 def _choose_sign(outcomes: Sequence[np.ndarray], index: int) -> str:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from half_programs import W, X
+from jax.extend.core.primitives import dot_general_p
+from jax.interpreters import ad
 from tables import cases
 
 import jaxscale
@@ -42,6 +44,27 @@ def test_equal_chains_share_a_program_that_is_differentiated_once(activation):
     assert len({id(program) for program in programs}) <= 5
     actual, expected = jax.grad(cast)(X), jax.grad(layers(activation))(X)
     assert np.linalg.norm(actual - expected) <= 0.01 * np.linalg.norm(expected)
+
+
+def test_equal_equations_are_differentiated_once(monkeypatch):
+    seen = []
+
+    def count(*args, **kwargs):
+        seen.append(kwargs)
+        return rule(*args, **kwargs)
+
+    rule = ad.primitive_jvps[dot_general_p]
+    monkeypatch.setitem(ad.primitive_jvps, dot_general_p, count)
+    w = jnp.ones((7, 7))  # of a size that no other program has: JAX remembers derivatives
+
+    def network(x):
+        for _ in range(LAYERS):
+            x = x + jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    eqns = jax.make_jaxpr(jax.grad(jaxscale.autocast(network)))(jnp.ones((3, 7))).eqns
+    assert 1 <= len(seen) <= 2
+    assert not {"jit", "pjit"} & set(map(_jax.operation, eqns))  # nothing stands around them
 
 
 def test_chains_of_other_scopes_do_not():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import pallas
 from jax.sharding import Mesh, PartitionSpec
 from tables import cases
 
@@ -153,6 +154,17 @@ def test_what_is_not_in_half_precision_is_told_with_its_line_and_why(name):
             f"{line_of(product if fun is marked else fun).rpartition('/')[2]}"
         )
         assert f"{line.where}: `{line.source}` ({line.reason})" in str(found)
+
+
+@pytest.mark.slow
+def test_products_inside_of_a_kernel_are_told_as_such():
+    def kernel(w, x, out):
+        out[...] = jax.jit(product)(w[...], x[...])
+
+    shape = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+    multiply = pallas.pallas_call(kernel, shape, interpret=True)
+    (line,) = products(multiply, W, X).lines
+    assert (line.dtype, line.number, line.reason) == ("float32", 1, "inside of a kernel")
 
 
 def test_the_report_tells_both_apart():

@@ -294,6 +294,14 @@ def test_the_text_says_what_happened(name):
         assert words in str(first_report(name))
 
 
+def test_the_text_counts_many_gradients():
+    def fun(params):
+        return jnp.sum(jnp.stack(params) * half(1) * 60000) ** 2
+
+    text = str(trace(summed(fun), [half(2)] * 4, loss_scale=1))
+    assert text.endswith("reaches loss, 4 of the gradients")
+
+
 @cases("name", [name for name, case in FIRST.items() if case.causes is not None])
 def test_the_causes_of_all_places_are_told_apart(name):
     assert {place.cause for place in first_report(name).nonfinite} == FIRST[name].causes
@@ -408,6 +416,15 @@ def test_what_a_product_loses_is_what_numpy_counts(x, y):
         assert lost.lost_sum == pytest.approx(lost_sum, rel=1e-12)  # sums, in some order
 
 
+def test_what_was_subnormal_before_is_not_lost_again():
+    subnormal = half(*[2.0**-20] * 8)
+    ones = half(*[1.0] * 8)
+    assert find_lost(PRODUCT, [subnormal, ones], [subnormal], least=0.5) is None
+    # The same numbers, made of others that were not.
+    normal = half(*[2.0**-10] * 8)
+    assert find_lost(PRODUCT, [normal, normal], [subnormal], least=0.5).subnormals == 8
+
+
 def test_a_value_is_lost_once_where_it_is_lost():
     def fun(w):
         tiny = w * 1e-4  # plant: lost
@@ -496,6 +513,18 @@ def test_nothing_is_found_of_a_mask_among_the_arguments():
 def test_nothing_is_found_of_the_division_by_the_loss_scale():
     # The bounds of the divisor would be 0 and inf in float16.
     assert not trace(jnp.sum, half(1, 1, 1)).found
+
+
+def test_effects_of_a_program_happen():
+    seen = []
+
+    def fun(w):
+        jax.debug.callback(seen.append, w[0])
+        return w
+
+    trace(summed(fun), half(3, 1))
+    jax.effects_barrier()
+    assert seen == [3]
 
 
 # Numbers of the source that are rounded before anything runs.

@@ -9,6 +9,7 @@ import planted
 import pytest
 from tables import cases
 from traced_losses import (
+    EIGHT,
     HALF,
     assert_computed_eagerly,
     half,
@@ -36,14 +37,20 @@ def rewritten(w):  # XLA may give 0
     return jnp.sum(jnp.abs(1 / (1 / w) - w)) + jnp.sum((w / 3) * 3 - w)
 
 
+def stacked(w):
+    _, products = jax.lax.scan(lambda c, x: (c * x, c * x), HALF(1), w, reverse=True)
+    return products * half(*range(1, 9))
+
+
 COMPUTED = {
     "rnn": (planted.rnn, *planted.rnn_case()),
     "small": (summed(small), np.ones((2, 2), HALF)),
+    "stacked": (summed(stacked), EIGHT),
     "rewritten": (rewritten, np.linspace(1, 3, 64, dtype=np.float32)),
 }
 
 
-@cases("name", COMPUTED, fast=["small", "rewritten"])
+@cases("name", COMPUTED, fast=["stacked", "rewritten"])
 def test_what_it_computes_is_what_eager_evaluation_computes(name):
     assert_computed_eagerly(*COMPUTED[name])
 
@@ -141,6 +148,12 @@ def test_bits_are_those_of_the_narrow_dtype_in_float32_as_well():
 
     backward = TracedBackward(summed(fun), (half(1, 3),), {})
     assert backward.run(1.0, everything).grads["grads"].tolist() == [0, 1]
+
+
+def test_numbers_of_the_source_are_exact_in_float32():
+    backward = TracedBackward(summed(lambda w: w * 1e-9), (half(1, 1),), {})
+    assert backward.run(1.0).report().loss == 0
+    assert backward.run(1.0, everything).report().loss == np.float32(1e-9) * 2
 
 
 def test_what_is_only_rounding_changes_when_float32_is_shaken():

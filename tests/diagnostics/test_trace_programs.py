@@ -23,6 +23,7 @@ from traced_losses import (
     new_ref,
     not_differentiated,
     scaling,
+    summed,
     trace,
     with_backward,
 )
@@ -189,6 +190,16 @@ def test_an_overflow_is_found_inside_of(name):
     assert_found_inside(first, name)
     assert first.primitive == "mul"
     assert "loss" in first.reaches
+
+
+@pytest.mark.slow
+def test_what_is_computed_again_is_the_same_place():
+    # The forward pass makes the loss NaN, and what is computed again makes the gradients NaN.
+    report = trace(summed(remat), EIGHT, HALF(30000))
+    unscaled = [place for place in report.nonfinite if not place.scaled]
+    (place,) = [place for place in unscaled if place.line == line("remat")]
+    assert (place.primitive, place.direction) == ("mul", "forward")
+    assert set(place.reaches) == {"loss", "grads"}
 
 
 @cases("name", HOLDERS, fast=["nested_scan"])
@@ -450,7 +461,7 @@ def square_kernel():
         out[...] = x[...] * x[...]
 
     kernel = pallas.pallas_call(square, jax.ShapeDtypeStruct((8,), HALF), interpret=True)
-    return traced_losses.summed(not_differentiated(kernel)), (half(*[1e-4] * 7, 6e4),)
+    return summed(not_differentiated(kernel)), (half(*[1e-4] * 7, 6e4),)
 
 
 def test_a_kernel_is_an_equation_that_float32_cannot_run():

@@ -140,7 +140,8 @@ BAD_USE = {
         "doctored", "The target must be module:function or path/to/file.py:function, got"
     ),
     "no file": Misuse("nowhere.py:f", "The file nowhere.py does not exist."),
-    "no module": Misuse("nowhere.at.all:f", "There is no module nowhere"),
+    "no module": Misuse("nowhere:f", "There is no module nowhere in"),
+    "no package": Misuse("nowhere.at.all:f", "There is no module nowhere in"),
     "no function": Misuse(
         "doctored:typo", "no function `typo` in doctored; it has model, half, fine"
     ),

@@ -373,6 +373,11 @@ def assert_said(answer, case):
         assert words in answer.flowing
     for words in case.never:
         assert words not in answer.flowing.replace("look again with `--autocast float16`", "")
+    # Problems come first.
+    marks = [line[0] for line in answer.out.splitlines() if line.startswith(("! ", "- "))]
+    num_problems = marks.count("!")
+    assert "!" not in marks[num_problems:]
+    assert bool(num_problems) == (case.status == 1)
 
 
 @cases("name", CASES, fast=["rounded in float16", "uneven at 8"])

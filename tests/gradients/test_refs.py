@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from planted import DIFFERENTIATED, new_ref
 from tables import cases
+from traced_losses import DIFFERENTIATED, new_ref
 
 import jaxscale
 

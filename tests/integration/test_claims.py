@@ -1,8 +1,8 @@
-"""Each number of the README comes from something in the repository that computes it.
+"""Each number of the README and of the site comes from something that computes it.
 
-`CLAIMS` has pieces of the README with a field for each number, and functions that compute them:
+`CLAIMS` has pieces of these pages with a field for each number, and functions that compute them:
 from a file of results, from what an example prints, from the package, from pyproject.toml. A new
-number is a new row. Code is left out: `test_package.py` runs it.
+number is a new row. Code is left out: `test_package.py` and `test_site.py` run it.
 """
 
 import inspect
@@ -28,8 +28,18 @@ pytestmark = pytest.mark.standard_promotion
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-README = re.sub(r"(?ms)^```.*?^```$", "", (ROOT / "README.md").read_text())
-README = " ".join(re.sub(r"\]\([^)]*\)", "]", README).split())  # without where links lead
+
+
+def without_code(path):
+    """The words of a page, without programs and without where links lead."""
+    words = re.sub(r"(?ms)^```.*?^```$", "", path.read_text()).replace("\\*", "*")
+    return " ".join(re.sub(r"\]\([^)]*\)", "]", words).split())
+
+
+SITE = ROOT / ".github" / "site" / "pages"
+FILES = {path.relative_to(SITE).as_posix(): path for path in sorted(SITE.rglob("*.md"))}
+FILES |= {"README": ROOT / "README.md"}
+PAGES = {name: without_code(path) for name, path in FILES.items()}
 # Not in a word, such as float16, H100 or GPT-2. 2**15 is one number, and 0 alone is no figure.
 NUMBER = r"(?<![\w.*-])(?!0(?![\w.]))\d+(?:[.,]\d+)*(?:\*\*\d+|e-\d+)?"
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -255,7 +265,7 @@ STEP, APPLY, LINES = "jaxscale.train_step", "jaxscale.apply_gradients", "jaxscal
 
 FLUSHED = "float16 flushes {:.1%} of these gradients"
 
-# Pieces of the README; a function, and its arguments. What it computes, one number or several, is
+# Pieces of the pages; a function, and its arguments. What it computes, one number or several, is
 # formatted into the fields.
 CLAIMS = {
     "from the {}th step on neither": (first_judged_step,),
@@ -267,6 +277,9 @@ CLAIMS = {
         lambda: [WORDS[HALF.nmant - BFLOAT.nmant], float(BFLOAT.eps / HALF.eps)],
     ),
     "Python {} gets JAX {}, newer ones get today's": (newest_of_oldest_python,),
+    "with the likely cause after {} skips in a row": (
+        lambda: inspect.signature(jaxscale.check).parameters["max_consecutive"].default,
+    ),
     "after {:,} steps with the default rule, if nothing seems to be scaled": (steps_to_idle,),
     "by {:.2%} in bfloat16 and by {:.2%} in float16": (mismatch, RMS),
     "at most by {:.0%} and by {:.1%}": (mismatch, LARGEST),
@@ -337,23 +350,32 @@ CLAIMS = {
     "nothing | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "jaxscale.autocast"),
     "casts around the model | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "jmp"),
     "every layer | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "Flax dtype"),
+    "keeps {:.2f} times as much for its backward pass as in float32": (
+        lambda: autocast("jaxscale.autocast")[0],
+    ),
     "as it does in Flax with `dtype=`: {:.2f}.": (memory, 1, "jaxscale.autocast, half_carries"),
 }
 
 
 def spans(claim):
-    """Where the README has the numbers of a claim. It must have the claim once."""
+    """Where pages have the numbers of a claim, by page. At least one has it, and none twice."""
     assert not re.search(NUMBER, FIELD.sub("", claim)), f"a number that nothing computes: {claim}"
     literals = [re.escape(literal) for literal in FIELD.split(claim)]
-    found = list(re.finditer(r"([A-Za-z]+|[\d.,*e%-]*\d%?)".join(literals), README))
-    assert len(found) == 1, f"{len(found)} times in the README: {claim}"
-    return [found[0].span(i + 1) for i in range(len(literals) - 1)]
+    pattern = re.compile(r"([A-Za-z]+|[\d.,*e%-]*\d%?)".join(literals))
+    found = {name: list(pattern.finditer(page)) for name, page in PAGES.items()}
+    found = {name: matches for name, matches in found.items() if matches}
+    assert found, f"on no page: {claim}"
+    for name, matches in found.items():
+        assert len(matches) == 1, f"{len(matches)} times in {name}: {claim}"
+    fields = range(1, len(literals))
+    return {name: [match.span(i) for i in fields] for name, (match,) in found.items()}
 
 
-def test_every_number_comes_from_somewhere():
-    covered = [span for claim in CLAIMS for span in spans(claim)]
+@cases("page", PAGES)
+def test_every_number_comes_from_somewhere(page):
+    covered = [span for claim in CLAIMS for span in spans(claim).get(page, [])]
     # Code as long as these, so that all stays where it is.
-    plain = re.sub(r"`[^`]*`", lambda code: "`" * len(code.group()), README)
+    plain = re.sub(r"`[^`]*`", lambda code: "`" * len(code.group()), PAGES[page])
     assert not [
         plain[max(0, number.start() - 40) : number.end() + 20]
         for number in re.finditer(NUMBER, plain)
@@ -367,4 +389,5 @@ def test_a_number_is_what_its_source_says(claim):
     source, *args = CLAIMS[claim]
     figures = source(*args)
     figures = figures if isinstance(figures, list | tuple) else [figures]
-    assert claim.format(*figures) in README
+    pages = spans(claim)
+    assert not [name for name in pages if claim.format(*figures) not in PAGES[name]]

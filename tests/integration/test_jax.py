@@ -252,10 +252,10 @@ def test_programs_give_their_constants_and_are_called_again_backward(kind):
     assert not jaxpr.constvars
     assert len(jaxpr.invars) == 1 + len(constants)
     for barrier in (False, True):
-        fun = functools.partial(_jax.rematerialize, program, prevent_cse=barrier)
         with form(AUTODIFF[kind]):
-            assert options(equation(fun, [X]))["prevent_cse"] is barrier
-            np.testing.assert_array_equal(fun([X])[0], X * np.arange(4.0))
+            fun = _jax.rematerialized(program, prevent_cse=barrier)
+            assert options(equation(fun, X))["prevent_cse"] is barrier
+            np.testing.assert_array_equal(fun(X)[0], X * np.arange(4.0))
 
 
 def test_callers_in_jax_and_the_numbers_that_it_casts_are_seen():

@@ -16,6 +16,10 @@ import subprocess
 import sys
 import threading
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from tables import cases
 
@@ -51,6 +55,21 @@ def test_the_blocks_of_a_page_run(page):
     HOOKS.run_blocks(PAGES[page].read_text(), page)
 
 
+@pytest.mark.slow
+def test_the_loop_of_the_page_makes_a_step():
+    names = HOOKS.run_blocks(PAGES["plain_jax"].read_text(), "plain_jax")
+    tx = jaxscale.loss_scaled(optax.adamw(1e-3))
+    start = {"w": jnp.ones((4, 1))}
+    batch = {"x": jnp.full((8, 4), 0.125), "y": jnp.zeros((8, 1))}
+    names["tx"] = tx
+    for name in ("my_step", "faster_step"):
+        step = names[name].__wrapped__
+        params, opt_state, loss = jax.jit(step)(start, tx.init(start), batch)
+        assert opt_state.step_applied
+        assert np.all(params["w"] < start["w"])
+        assert loss == 0.25
+
+
 WRONG_BLOCKS = {
     "error": ("```python\n1 / 0\n```\n", ZeroDivisionError, "division by zero"),
     "syntax": ("```python\nx =\n```\n", SyntaxError, r"invalid syntax \(page, line 2\)"),
@@ -78,6 +97,13 @@ def test_each_block_is_one_that_runs():
         fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)
         assert set(fences[::2]) <= languages, name
         assert set(fences[1::2]) <= {""}, name
+
+
+def test_a_power_is_not_bold():
+    # Markdown takes what stands between two `2**15` for bold: write `2\*\*15`, or code.
+    for page in [ROOT / "README.md", *PAGES.values()]:
+        words = re.sub(r"(?ms)^```.*?^```$|`[^`]*`", "", page.read_text())
+        assert not re.findall(r".{0,20}\d\*\*\d.*", words), page.name
 
 
 def has_own_docstring(cls, method):

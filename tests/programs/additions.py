@@ -74,6 +74,8 @@ def _origins_of(eqn: Any, inputs: list[int], found: dict[str, None]) -> list[int
         return _origins_of_call(eqn, programs, inputs, found)
     if name in PRODUCTS:
         return [PRODUCT]
+    if name == "optimization_barrier":  # each output is one of the inputs
+        return inputs
     is_half = [_is_half(atom) for atom in eqn.outvars]
     # Indices and masks say nothing of where numbers come from.
     floating = [o for o, atom in zip(inputs, eqn.invars, strict=True) if _is_floating(atom)]

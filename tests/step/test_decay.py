@@ -247,6 +247,7 @@ def decayed(tx=TX, falls=6):
     return state
 
 
+@functools.cache
 def decayed_from(exponent):
     """The state after six falls from a scale."""
     return decayed(jaxscale.loss_scaled(optax.sgd(0.1), presets.torch(init_scale=2.0**exponent)))

@@ -181,7 +181,7 @@ def test_a_skipped_step_is_no_update_of_what_the_inner_returns(name, mode, monke
     assert not state_after.step_applied
 
 
-@cases("mode", ["eager", "jit", "accelerator"], fast=["accelerator"])
+@cases("mode", ["eager", "jit", "accelerator"], fast=["eager"])
 def test_a_leaf_without_an_update_stays(mode, monkeypatch):
     inner, params, grads = OTHER_UPDATES["no update for a leaf"]
     tx = jaxscale.loss_scaled(inner)

@@ -33,7 +33,8 @@ def trace(fun, *args, loss_scale=2.0**15, **kwargs):
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    rng = np.random.default_rng(seed)  # NumPy's: JAX would compile a program for each shape
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
 
 def half(*values):
