@@ -1,6 +1,6 @@
 """`scale_backward`: a function whose backward pass is scaled, and nothing outside of it is.
 
-The function is traced and split in two (see `tail`). Its backward pass, the rule of one
+The function is traced and split in two (see `head_and_tail`). Its backward pass, the rule of one
 `jax.custom_vjp`, has four steps: the tail, unscaled; the scale, from the cotangents that leave it;
 the head, with these cotangents scaled, and again at a lower scale if it overflows; the division.
 """
@@ -25,9 +25,9 @@ from .._trees.checks import int32, normal_float32
 from .._trees.flat import Flat, array_names
 from .._trees.nnx_objects import wrap_call
 from .._trees.tree import blank, cast, widen
+from .head_and_tail import Part, is_inexact, split
 from .reduction import read, sizes
 from .scaled import Scaled, divide, multiply
-from .tail import Part, is_inexact, split
 from .verdict import agree, agree_on_sizes, axis_names, no_such_axis
 
 _Args = ParamSpec("_Args")
