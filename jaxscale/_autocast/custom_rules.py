@@ -17,15 +17,24 @@ from jax.custom_derivatives import SymbolicZero
 from jax.lax import stop_gradient
 
 from .. import _jax
-from .._jax import ClosedJaxpr, JaxprEqn, bind, cast, context, jaxpr_as_fun, programs
+from .._boundary import check_cotangent, is_boundary
+from .._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    bind,
+    cast,
+    context,
+    has_narrow_range,
+    jaxpr_as_fun,
+    programs,
+)
 from .._trees.tree import blank
 from .frame import Frame
 from .higher_order import inlined, place_inside, read_inputs, rewrite
 from .readers import has_products
 from .recompute import Narrow
 from .rules import as_written, chained, is_chained_call
-from .table import BOUNDARY
-from .values import ToRound, check_cotangent, flushes, has_dtype
+from .values import ToRound, has_dtype
 
 
 def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
@@ -132,7 +141,7 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
     if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn, frame.place.owner):
         return as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
-    size, at_boundary = len(declared.out_avals), BOUNDARY in _jax.scope_names(eqn)
+    size, at_boundary = len(declared.out_avals), is_boundary(eqn)
     if at_boundary:
         args = [frame.wide(atom) for atom in eqn.invars]
     fixed = [False] * size if at_boundary else []
@@ -149,7 +158,9 @@ def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
             fun, given = _of_perturbed(eqn, values, perturbed)
 
             def stopped(*given: Any) -> Any:
-                return tuple(stop_gradient(y) if flushes(y.dtype) else y for y in fun(*given))
+                return tuple(
+                    stop_gradient(y) if has_narrow_range(y.dtype) else y for y in fun(*given)
+                )
 
             outputs, pullback = jax.vjp(stopped if at_boundary else fun, *given)
             residuals, tree = jax.tree.flatten(pullback)

@@ -23,9 +23,6 @@ products of elements do: see `is_cast`. A primitive in no table runs as it is wr
 # The named scope of what runs as it is written. It stays through `grad` and `vmap`.
 FULL_PRECISION = "jaxscale_full_precision"
 
-# That of a function that `scale_backward` has wrapped.
-BOUNDARY = "jaxscale_scale_backward"
-
 # Half precision: matrix products and convolutions.
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 

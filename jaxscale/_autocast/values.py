@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.custom_derivatives import SymbolicZero
 
 from .._jax import JaxprEqn, Literal, cast, scope_names
 from .table import FULL_PRECISION
@@ -74,24 +73,6 @@ def _is_inexact(dtype: Any) -> bool:
 def is_full_precision(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is part of what `full_precision` has marked."""
     return FULL_PRECISION in scope_names(eqn)
-
-
-def flushes(dtype: Any) -> bool:
-    """Returns whether a dtype is floating-point with a smaller range than float32, as float16."""
-    known = jnp.issubdtype(dtype, jnp.inexact)
-    return known and jnp.finfo(dtype).maxexp < jnp.finfo(FLOAT32).maxexp
-
-
-def check_cotangent(cotangent: Any, name: str = "") -> None:
-    """Raises a `TypeError` if what comes back to the output of that name flushed before it."""
-    if not isinstance(cotangent, SymbolicZero) and flushes(cotangent.dtype):
-        # What is one number may be the loss itself.
-        hint = ", or let `fun` include the loss" * bool(cotangent.shape)
-        raise TypeError(
-            f"`scale_backward(fun)`: the output{name and ' '}{name} is {cotangent.dtype} and a "
-            "loss depends on it, so that its cotangent has flushed to 0 before it could be scaled. "
-            f"Return it `.astype(jnp.float32)`{hint}."
-        )
 
 
 def has_dtype(value: Any, dtype: Any) -> bool:

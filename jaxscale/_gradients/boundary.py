@@ -1,6 +1,6 @@
 """`scale_backward`: a function whose backward pass is scaled, and nothing outside of it is.
 
-The function is traced and split in two (see `tail`). Its backward pass, the rule of one
+The function is traced and split in two (see `head_and_tail`). Its backward pass, the rule of one
 `jax.custom_vjp`, has four steps: the tail, unscaled; the scale, from the cotangents that leave it;
 the head, with these cotangents scaled, and again at a lower scale if it overflows; the division.
 """
@@ -20,15 +20,14 @@ from jax.tree_util import Partial
 
 from .. import _jax
 from .._autocast.readers import under_autocast
-from .._autocast.table import BOUNDARY
-from .._autocast.values import check_cotangent, flushes
+from .._boundary import check_cotangent, mark_boundary
 from .._trees.checks import int32, normal_float32
 from .._trees.flat import Flat, array_names
 from .._trees.nnx_objects import wrap_call
 from .._trees.tree import blank, cast, widen
+from .head_and_tail import Part, is_inexact, split
 from .reduction import read, sizes
 from .scaled import Scaled, divide, multiply
-from .tail import Part, is_inexact, split
 from .verdict import agree, agree_on_sizes, axis_names, no_such_axis
 
 _Args = ParamSpec("_Args")
@@ -188,7 +187,7 @@ def _call(options: _Options, fun: Callable[..., Any], args: Any, kwargs: Any) ->
     def forward(*inputs: Any) -> Any:
         perturbed = tuple(each.perturbed and is_inexact(each.value) for each in inputs)
         for each, is_perturbed, name in zip(inputs, perturbed, input_names, strict=True):
-            if is_perturbed and flushes(each.value.dtype):
+            if is_perturbed and _jax.has_narrow_range(each.value.dtype):
                 raise TypeError(_HALF_INPUT.format(name, each.value.dtype))
         with _naming_the_line():
             return plan(perturbed).forward([each.value for each in inputs])
@@ -201,7 +200,7 @@ def _call(options: _Options, fun: Callable[..., Any], args: Any, kwargs: Any) ->
 
     scaled.defvjp(forward, backward, symbolic_zeros=True)
     try:
-        with jax.named_scope(BOUNDARY):
+        with mark_boundary():
             outputs = scaled(*consts, *flat.arrays)
     except TypeError as error:
         if "forward-mode" not in str(error):

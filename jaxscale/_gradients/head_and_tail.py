@@ -80,7 +80,7 @@ class Part:
     def without_casts(self, by: Iterable[Any]) -> tuple["Part", dict[Any, Any]]:
         """Returns the part without the casts of some inputs to half precision.
 
-        What each is cast to becomes an input: returned, too, with what it is a cast of.
+        What each is cast to becomes an input. The second result says of what it is a cast.
         """
         wide = {var for var in by if not is_half(var.aval)}
         sources: dict[Any, Any] = {
@@ -309,11 +309,23 @@ class _Splitter:
         crossing = [outside[var] for var in parts.crossing]
         returned = [eqn.outvars[i] for i in parts.from_head]
         others = [var for i, var in enumerate(eqn.outvars) if i not in parts.from_head]
-        before, after = ([outside[var] for var in part.inputs] for part in (parts.head, parts.tail))
-        return [
-            _Step(eqn, before, [*crossing, *returned], True, parts, parts.head),
-            _Step(eqn, after, others, False, parts, parts.tail),
-        ]
+        head = _Step(
+            eqn,
+            invars=[outside[var] for var in parts.head.inputs],
+            outvars=[*crossing, *returned],
+            holds_half=True,
+            of=parts,
+            part=parts.head,
+        )
+        tail = _Step(
+            eqn,
+            invars=[outside[var] for var in parts.tail.inputs],
+            outvars=others,
+            holds_half=False,
+            of=parts,
+            part=parts.tail,
+        )
+        return [head, tail]
 
     def _split_call(
         self, program: ClosedJaxpr, needed: Sequence[bool], is_mapped: bool
@@ -336,13 +348,16 @@ class _Splitter:
 
 def is_half(aval: Any) -> bool:
     """Returns whether arrays of a type are floating-point numbers of 16 bits or fewer."""
-    return is_inexact(aval) and jnp.finfo(aval.dtype).bits < 32
+    return _jax.is_half(_dtype_of(aval))
 
 
 def is_inexact(aval: Any) -> bool:
     """Returns whether an array, or arrays of a type, are floating-point or complex numbers."""
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    return _jax.is_inexact(_dtype_of(aval))
+
+
+def _dtype_of(aval: Any) -> Any:
+    return getattr(aval, "dtype", None)  # a token has none
 
 
 def _refs(eqn: JaxprEqn | _Step) -> Iterator[Any]:
@@ -381,24 +396,30 @@ def _call_mapped(eqn: JaxprEqn, parts: Split, part: Part, values: list[Any]) -> 
     What goes from one to the other gets an axis in front, along which devices that may differ hold
     a piece each.
     """
-    each, crossing = _jax.mapped(eqn), set(parts.crossing)
-    specs = dict(zip(parts.inputs, each.options["in_specs"], strict=True))
+    mapping = _jax.mapped(eqn)
+    is_head = part is parts.head
+    crossing = set(parts.crossing)
+    specs = dict(zip(parts.inputs, mapping.options["in_specs"], strict=True))
     for var in crossing:
-        is_checked, axes = each.options["check_vma"], each.options["axis_names"]
-        along = _jax.varying(var.aval) if is_checked else axes
+        along = mapping.options["axis_names"]
+        if mapping.options["check_vma"]:
+            along = _jax.varying(var.aval)
         specs[var] = PartitionSpec(tuple(sorted(along, key=repr)) or None)
 
-    def call(*args: Any) -> tuple[Any, ...]:
-        pairs = zip(args, part.inputs, strict=True)
-        outputs = part(*(x[0] if var in crossing else x for x, var in pairs))
-        if part is parts.head:
+    def call_part(*args: Any) -> tuple[Any, ...]:
+        inputs = []
+        for arg, var in zip(args, part.inputs, strict=True):
+            inputs.append(arg[0] if var in crossing else arg)
+        outputs = part(*inputs)
+        if is_head:
             return tuple(jnp.expand_dims(output, 0) for output in outputs)
         return tuple(outputs)
 
     options = {"in_specs": tuple(specs[var] for var in part.inputs)}
-    if part is parts.head:
+    if is_head:
         options["out_specs"] = tuple(specs[var] for var in part.outputs)
-    return list(each.map(call, **options)(*values))
+    mapped_part = mapping.map(call_part, **options)
+    return list(mapped_part(*values))
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:
