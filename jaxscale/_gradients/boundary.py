@@ -19,8 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
 from .. import _jax
-from .._autocast.readers import under_autocast
-from .._boundary import check_cotangent, mark_boundary
+from .._boundary import check_cotangent, mark_boundary, under_autocast
 from .._trees.checks import int32, normal_float32
 from .._trees.flat import Flat, array_names
 from .._trees.nnx_objects import wrap_call

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec
 
 from .. import _jax
 from .._autocast.callers import Owner, owner_of
-from .._autocast.readers import has_gradient, has_products, reads_half, variables
+from .._autocast.casts import has_products, reads_half
+from .._autocast.readers import has_gradient
 from .._jax import (
     ClosedJaxpr,
     JaxprEqn,
@@ -28,6 +29,7 @@ from .._jax import (
     context,
     programs,
     source,
+    variables,
 )
 
 
