@@ -26,8 +26,8 @@ class Precision(NamedTuple):
 
     Attributes:
       operand: that in which products read their operands.
-      narrow: that of narrow values: what products return, what follows it, and what the backward
-        pass keeps.
+      narrow: that of narrow values: what products return, what follows it, and what chains keep
+        for the backward pass.
     """
 
     operand: np.dtype
