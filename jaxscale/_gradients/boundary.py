@@ -25,7 +25,7 @@ from .._trees.flat import Flat, array_names
 from .._trees.nnx_objects import wrap_call
 from .._trees.tree import blank, cast, widen
 from .head_and_tail import Part, split
-from .reduction import read, sizes
+from .reduction import reduce_gradients, reduce_sizes
 from .scaled import Scaled, divide, multiply
 from .verdict import agree, agree_on_sizes, axis_names, no_such_axis
 
@@ -299,7 +299,7 @@ class _Plan:
 
         scale, is_finite = jnp.float32(options.scale or 1), jnp.array(True)
         if options.scale is None or options.retries:
-            bits = sizes(Scaled(entering), by_leaf=True).numbers
+            bits = reduce_sizes(Scaled(entering), by_leaf=True).numbers
             _, agreed = agree_on_sizes(jnp.zeros(0, jnp.bool_), dict(enumerate(bits)), axes)
             found = jnp.stack(list(agreed.values()))
             is_finite = jnp.all(jnp.isfinite(found))
@@ -449,7 +449,7 @@ def _repeated(
     @jax.jit  # traced once, for its types and for the loop
     def one_pass(scale: jax.Array, number: jax.Array) -> tuple[list[Any], jax.Array]:
         gradients = pull(scale)
-        again = ~agree(read(gradients).finite(), axes) & may_repeat & (number < retries)
+        again = ~agree(reduce_gradients(gradients).finite(), axes) & may_repeat & (number < retries)
         return gradients, again
 
     def body(carry: Any) -> Any:
