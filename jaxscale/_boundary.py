@@ -5,6 +5,7 @@ passes float32 through the boundary: a cotangent in float16 would have flushed b
 """
 
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ from ._jax import JaxprEqn, has_narrow_range, scope_names
 
 # It stays through `grad` and `vmap`, as all named scopes do.
 _SCOPE = "jaxscale_scale_backward"
+
+# Whether what is traced now is traced for an `autocast`.
+under_autocast: ContextVar[bool] = ContextVar("under_autocast", default=False)
 
 
 def mark_boundary() -> AbstractContextManager[Any]:

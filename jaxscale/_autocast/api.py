@@ -2,24 +2,30 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._trees.nnx_objects import wrap_call
 from .table import FULL_PRECISION
+
+if TYPE_CHECKING:
+    from .interpreter import Autocast
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
 @functools.cache
-def _autocast(dtype: str, half_carries: bool) -> Any:
+def _make_autocast(dtype: str, half_carries: bool) -> "Autocast":
     # Not imported before it is used: most programs do without.
     from .interpreter import Autocast
+    from .values import Precision
 
-    return Autocast(dtype, half_carries)
+    precision = Precision(operand=np.dtype(dtype), narrow=np.dtype(dtype))
+    return Autocast(precision, half_carries)
 
 
 def autocast(
@@ -59,7 +65,7 @@ def autocast(
       runs in float32 if its result goes only to operations of the second group.
 
     Gradients that meet, because a value has several readers, are added in float32, unless all of
-    them come from products. So what moves such a value, such as indexing, runs in float32, too.
+    them come from products. So whatever moves such a value also runs in float32, as does indexing.
 
     Control flow and calls are entered, `jax.custom_jvp` and `jax.custom_vjp` functions keep their
     rules, and what loops carry keeps its dtype by default. Integers, float64, complex numbers and
@@ -118,9 +124,8 @@ def autocast(
       >>> jax.value_and_grad(jaxscale.autocast(loss_fn))(w, x)[0]  # float16 ends at 65504
       Array(320000., dtype=float32)
     """
-    # `jnp.float16` can be called, but is not a function to compute with.
-    is_dtype = isinstance(fun, str | jnp.dtype) or (isinstance(fun, type) and hasattr(fun, "dtype"))
-    if not callable(fun) or is_dtype:
+    is_dtype = _is_dtype(fun)
+    if is_dtype or not callable(fun):
         got = repr(fun) if is_dtype else type(fun).__name__
         raise TypeError(
             f"`autocast(fun)` must be a function, got {got}. Pass the function first, such as the "
@@ -136,7 +141,16 @@ def autocast(
             "`autocast(dtype)` must be float16 or bfloat16, or float32 to switch it off, got "
             f"{dtype!r}."
         )
-    return fun if name == "float32" else wrap_call(_autocast(name, half_carries).call, fun)
+    if name == "float32":
+        return fun
+    return wrap_call(_make_autocast(name, half_carries).call, fun)
+
+
+def _is_dtype(fun: Any) -> bool:
+    """Returns whether a function is a dtype: `jnp.float16` can be called, as a function can."""
+    if isinstance(fun, str | jnp.dtype):
+        return True
+    return isinstance(fun, type) and hasattr(fun, "dtype")
 
 
 def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:

@@ -8,10 +8,9 @@ the frame, whose arrays would live as long as they do.
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.lax import stop_gradient
@@ -25,254 +24,294 @@ from .._jax import (
     cast,
     context,
     has_narrow_range,
+    holds_inexact,
     jaxpr_as_fun,
-    programs,
 )
 from .._trees.tree import blank
+from .casts import has_products
 from .frame import Frame
-from .higher_order import inlined, place_inside, read_inputs, rewrite
-from .readers import has_products
+from .higher_order import Way, place_inside, read_inputs, rewrite, run_inline
 from .recompute import Narrow
-from .rules import as_written, chained, is_chained_call
-from .values import ToRound, has_dtype
+from .relu import is_relu, run_narrow_relu, run_rounded_relu
+from .rules import Outputs, is_call_for_chain, leave_to_chain, run_as_written
+from .values import ToRound, has_dtype, without_mark
 
 
-def custom_jvp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
-    """Evaluates a `custom_jvp` function, and keeps its rule."""
-    autocast, declared = frame.autocast, _jax.callee(eqn)
-    place = place_inside(frame, eqn)
-    if is_chained_call(frame, eqn):
-        return chained(frame, eqn)
-    if any(map(frame.is_narrow, eqn.invars)) and _is_relu(declared):
-        return _narrow_relu(frame, eqn)
-    if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn, frame.place.owner):
-        is_rounded = any(var in frame.rounded for var in eqn.outvars)  # there may be no outputs
-        if is_rounded and _is_relu(declared):
-            return [_relu(frame.wide(eqn.invars[0]), frame.dtype)]
-        return as_written(frame, eqn)
-    args, kinds = read_inputs(frame, eqn)
-    program, out_kinds, _ = rewrite(frame, eqn, declared, args, kinds)
-    leaves, tree = jax.tree.flatten(args)
-
-    @_jax.remember_by_form
-    def derived(perturbed: tuple[bool, ...]) -> ClosedJaxpr:
-        """Returns a program of values and tangents, given which inputs have a tangent."""
-
-        def derive(values: Any, tangents: Any) -> Any:
-            fun, given = _of_perturbed(eqn, values, perturbed)
-            outputs, derivatives = jax.jvp(fun, given, tangents)
-            return outputs, [each for each in derivatives if _is_inexact(each)]
-
-        tangents = itertools.compress(map(_jax.tangent_type, declared.in_avals), perturbed)
-        return jax.make_jaxpr(derive)(tuple(declared.in_avals), tuple(tangents))
-
-    @jax.custom_jvp
-    def fun(*leaves: Any) -> Any:
-        return tuple(jaxpr_as_fun(program)(*leaves))
-
-    def jvp(primals: Any, tangents: Any) -> Any:
-        tangents = _of_sources(jax.tree.unflatten(tree, tangents))
-        perturbed = tuple(not isinstance(each, SymbolicZero) for each in tangents)
-        values = [*jax.tree.unflatten(tree, primals), *itertools.compress(tangents, perturbed)]
-        known = [*kinds, *[None] * sum(perturbed)]
-        token = _jax.in_forward_rule.set(True)
-        try:
-            outputs, _ = autocast.run_from_outside(derived(perturbed), values, known, place)
-        finally:
-            _jax.in_forward_rule.reset(token)
-        avals = program.out_avals
-        derivatives = iter(outputs[len(avals) :])
-        return tuple(map(_as_aval, outputs, avals)), tuple(
-            _as_aval(next(derivatives), aval) if _is_inexact(aval) else _float0(aval)
-            for aval in avals
-        )
-
-    fun.defjvp(jvp, symbolic_zeros=True)
-    frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
-    return fun(*leaves)
-
-
-def _of_sources(args: Sequence[Any]) -> list[Any]:
-    """Returns what belongs to each input: of two views of a value, the second has the gradient."""
-    return [arg.wide if isinstance(arg, Narrow) else arg for arg in args]
-
-
-def _narrow_relu(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
-    """Evaluates a ReLU by JAX's own, which takes any dtype, instead of a rule made of its rule."""
-    var, read = eqn.outvars[0], eqn.invars[0]
-    if frame.meets(read) and var not in frame.only_half:
-        return [ToRound(jax.nn.relu(frame.wide(read)))]
-    return [jax.nn.relu(frame.own_half(read))]
-
-
-def _is_relu(program: ClosedJaxpr) -> bool:
-    """Returns whether a program is that of `jax.nn.relu`, whose derivative rule is known."""
-    eqns = program.jaxpr.eqns
-    inner = [each for eqn in eqns for called in programs(eqn) for each in called.eqns]
-    is_single = len(eqns) == len(inner) == 1
-    return is_single and ("nn/functions.py", "relu") in _jax.frames_of_jax(inner[0])
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _relu(x: Any, dtype: Any) -> Any:
-    """Computes a ReLU in float32 that a product in half precision reads.
-
-    Its derivative is 0 where what the product reads is 0. XLA keeps the rounded output for the
-    product anyway. Of the sum before it, such as that of a residual connection, it would keep all
-    of the float32 array, only to compare it with 0.
-    """
-    return jax.nn.relu(x)
-
-
-@_relu.defjvp
-def _relu_jvp(dtype: Any, primals: Any, tangents: Any) -> Any:
-    output, (tangent,) = _relu(*primals, dtype), tangents
-    return output, jnp.where(cast(output, dtype) > 0, tangent, 0)
-
-
-def custom_vjp(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
-    """Evaluates a `custom_vjp` function, and keeps its rule.
-
-    What goes through the boundary of a `scale_backward` does so in float32. It takes no cotangent
-    in float16, not even zeros: one that flushed before it was scaled looks the same.
-    """
-    autocast, declared = frame.autocast, _jax.callee(eqn)
-    place = place_inside(frame, eqn)
-    if not any(map(frame.is_narrow, eqn.invars)) and not has_products(eqn, frame.place.owner):
-        return as_written(frame, eqn)
-    args, kinds = read_inputs(frame, eqn)
-    size, at_boundary = len(declared.out_avals), is_boundary(eqn)
-    if at_boundary:
-        args = [frame.wide(atom) for atom in eqn.invars]
-    fixed = [False] * size if at_boundary else []
-    program, out_kinds, _ = rewrite(frame, eqn, declared, args, kinds, fixed)
-    leaves, views = jax.tree.flatten(args)
-
-    # Whatever flags are set: the backward pass needs the program that made its residuals.
-    @functools.cache
-    def derived(perturbed: tuple[bool, ...]) -> tuple[ClosedJaxpr, Any]:
-        """Returns a program that gives outputs and residuals, and the tree of the residuals."""
-        trees = []
-
-        def derive(*values: Any) -> Any:
-            fun, given = _of_perturbed(eqn, values, perturbed)
-
-            def stopped(*given: Any) -> Any:
-                return tuple(
-                    stop_gradient(y) if has_narrow_range(y.dtype) else y for y in fun(*given)
-                )
-
-            outputs, pullback = jax.vjp(stopped if at_boundary else fun, *given)
-            residuals, tree = jax.tree.flatten(pullback)
-            trees.append(tree)
-            return [*outputs, *residuals]
-
-        return jax.make_jaxpr(derive)(*declared.in_avals), trees[0]
-
-    @jax.custom_vjp
-    def fun(*leaves: Any) -> Any:
-        return tuple(jaxpr_as_fun(program)(*leaves))
-
-    def fwd(*given: Any) -> Any:
-        sources = _of_sources(jax.tree.unflatten(views, given))
-        perturbed = tuple(each.perturbed and _is_inexact(each.value) for each in sources)
-        forward, _ = derived(perturbed)
-        values = jax.tree.unflatten(views, [each.value for each in given])
-        outputs, _ = autocast.run_from_outside(forward, values, kinds, place)
-        primals = tuple(map(_as_aval, outputs, program.out_avals))
-        # The second holds no array: its structure says by which inputs something is differentiated.
-        # What is kept is narrow where it may be.
-        kept = [
-            cast(each.wide, autocast.dtype) if isinstance(each, ToRound) else each
-            for each in outputs[size:]
-        ]
-        return primals, (kept, [() if each else None for each in perturbed])
-
-    def bwd(residuals: Any, cotangents: Any) -> Any:
-        for cotangent in cotangents if at_boundary else ():
-            check_cotangent(cotangent)
-        kept, perturbed = residuals[0], tuple(each is not None for each in residuals[1])
-        forward, tree = derived(perturbed)
-        values = list(map(_as_aval, kept, forward.out_avals[size:]))
-        cotangents = tuple(map(_cotangent, cotangents, declared.out_avals))
-
-        def pull(values: Any, cotangents: Any) -> Any:
-            # The rule may ask which cotangents are zeros, so these are not made arrays.
-            pairs = zip(cotangents, declared.out_avals, strict=True)
-            return tree.unflatten(values)(
-                tuple(_zero(aval) if each is None else each for each, aval in pairs)
-            )
-
-        gradients = iter(autocast.call_rule(pull, place, values, cotangents))
-        avals = jax.tree.unflatten(views, program.in_avals)
-        pulled: list[Any] = []
-        for given, aval in zip(perturbed, avals, strict=True):
-            if isinstance(aval, Narrow):
-                pulled.append(None)
-                aval = aval.wide
-            pulled.append(_as_aval(next(gradients), aval) if given else None)
-        return tuple(pulled)
-
-    fun.defvjp(fwd, bwd, symbolic_zeros=True)
-    frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
-    return fun(*leaves)
-
-
-def own_rules(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def rewrite_object(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an operation with rules of its own that is an object, such as a `custom_root`.
 
     Of what it computes without a product nothing is known: that stays in float32.
     """
     _jax.callee(eqn)  # raises if it has another form
     if not has_products(eqn, frame.place.owner):
-        return as_written(frame, eqn)
+        return run_as_written(frame, eqn)
     match _jax.differentiated_by(eqn):
         case "jvp":
-            return custom_jvp(frame, eqn)
+            return rewrite_custom_jvp(frame, eqn)
         case "vjp":
-            return custom_vjp(frame, eqn)
-    return inlined(frame, eqn)
+            return rewrite_custom_vjp(frame, eqn)
+    return run_inline(frame, eqn)
 
 
-def _of_perturbed(
+def rewrite_custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates a `custom_jvp` function, and keeps its rule."""
+    declared = _jax.callee(eqn)
+    if is_call_for_chain(frame, eqn):
+        return leave_to_chain(frame, eqn)
+    if frame.reads_narrow(eqn):
+        if is_relu(declared):
+            return run_narrow_relu(frame, eqn)
+    elif not has_products(eqn, frame.place.owner):
+        is_rounded = any(var in frame.readers.rounded for var in eqn.outvars)
+        if is_rounded and is_relu(declared):
+            return run_rounded_relu(frame, eqn)
+        return run_as_written(frame, eqn)
+    autocast = frame.autocast
+    place = place_inside(frame, eqn)
+    inputs = read_inputs(frame, eqn)
+    rewritten = rewrite(frame, eqn, declared, inputs)
+    frame.write_kinds(eqn, rewritten.kinds)
+    kinds = inputs.kinds
+    program = rewritten.program
+    leaves, views = jax.tree.flatten(inputs.args)
+    trace = _jax.remember_by_form(functools.partial(_trace_jvp, eqn, declared))
+
+    @jax.custom_jvp
+    def fun(*leaves: Any) -> Any:
+        return tuple(jaxpr_as_fun(program)(*leaves))
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        tangents = _select_sources(jax.tree.unflatten(views, tangents))
+        perturbed = tuple(not isinstance(tangent, SymbolicZero) for tangent in tangents)
+        values = jax.tree.unflatten(views, primals)
+        values += itertools.compress(tangents, perturbed)
+        kinds_of_values = [*kinds, *[None] * sum(perturbed)]
+        with _jax.making_forward_rule():
+            outputs = autocast.run_from_outside(trace(perturbed), values, kinds_of_values, place)
+        types = program.out_avals
+        derivatives = _fill_in(outputs[len(types) :], types)
+        return tuple(map(_cast_as, outputs, types)), derivatives
+
+    fun.defjvp(jvp, symbolic_zeros=True)
+    return fun(*leaves)
+
+
+def _trace_jvp(eqn: JaxprEqn, declared: ClosedJaxpr, perturbed: tuple[bool, ...]) -> ClosedJaxpr:
+    """Traces an equation and its derivative by the inputs that have a tangent.
+
+    The program takes values and tangents. It returns no derivatives of integers.
+    """
+
+    def derive(values: Any, tangents: Any) -> Any:
+        fun = _vary(eqn, values, perturbed)
+        varied = tuple(itertools.compress(values, perturbed))
+        outputs, derivatives = jax.jvp(fun, varied, tangents)
+        return outputs, list(filter(holds_inexact, derivatives))
+
+    types = tuple(declared.in_avals)
+    tangent_types = map(_jax.tangent_type, itertools.compress(types, perturbed))
+    return jax.make_jaxpr(derive)(types, tuple(tangent_types))
+
+
+def _fill_in(derivatives: Sequence[Any], types: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns a derivative of each output, given those of outputs that are not integers."""
+    remaining = iter(derivatives)
+    filled = []
+    for aval in types:
+        if holds_inexact(aval):
+            filled.append(_cast_as(next(remaining), aval))
+        else:
+            filled.append(_float0(aval))
+    return tuple(filled)
+
+
+class _Forward(NamedTuple):
+    """The forward pass of a function with a backward rule.
+
+    Attributes:
+      program: gives the outputs, and then the residuals, which the backward pass reads.
+      pullback: the tree of the residuals, which makes the backward pass of them.
+    """
+
+    program: ClosedJaxpr
+    pullback: Any
+
+
+def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates a `custom_vjp` function, and keeps its rule.
+
+    What goes through the boundary of a `scale_backward` does so in float32. It takes no cotangent
+    in float16, not even zeros: one that flushed before it was scaled looks the same.
+    """
+    declared = _jax.callee(eqn)
+    if not frame.reads_narrow(eqn) and not has_products(eqn, frame.place.owner):
+        return run_as_written(frame, eqn)
+    autocast = frame.autocast
+    place = place_inside(frame, eqn)
+    inputs = read_inputs(frame, eqn)
+    way = Way()
+    at_boundary = is_boundary(eqn)
+    if at_boundary:
+        inputs = inputs._replace(args=frame.read_inputs_wide(eqn))
+        way = Way(fixed=(False,) * len(declared.out_avals))
+    rewritten = rewrite(frame, eqn, declared, inputs, way)
+    frame.write_kinds(eqn, rewritten.kinds)
+    kinds = inputs.kinds
+    program = rewritten.program
+    leaves, views = jax.tree.flatten(inputs.args)
+    # Whatever flags are set: the backward pass needs the program that made its residuals.
+    trace = functools.cache(functools.partial(_trace_vjp, eqn, declared, at_boundary))
+
+    @jax.custom_vjp
+    def fun(*leaves: Any) -> Any:
+        return tuple(jaxpr_as_fun(program)(*leaves))
+
+    def fwd(*primals: Any) -> Any:
+        sources = _select_sources(jax.tree.unflatten(views, primals))
+        perturbed = tuple(source.perturbed and holds_inexact(source.value) for source in sources)
+        values = jax.tree.unflatten(views, [primal.value for primal in primals])
+        outputs = autocast.run_from_outside(trace(perturbed).program, values, kinds, place)
+        types = program.out_avals
+        residuals = []
+        for value in outputs[len(types) :]:
+            if isinstance(value, ToRound):
+                value = cast(value.wide, autocast.precision.narrow)  # what is kept may be narrow
+            residuals.append(value)
+        return tuple(map(_cast_as, outputs, types)), (residuals, _flags_as_tree(perturbed))
+
+    def bwd(kept: Any, cotangents: Any) -> Any:
+        if at_boundary:
+            for cotangent in cotangents:
+                check_cotangent(cotangent)
+        residuals, flags = kept
+        perturbed = _flags_of_tree(flags)
+        forward = trace(perturbed)
+        types = declared.out_avals
+        values = list(map(_cast_as, residuals, forward.program.out_avals[len(types) :]))
+        cotangents = tuple(map(_cast_cotangent, cotangents, types))
+
+        def pull(values: Any, cotangents: Any) -> Any:
+            # The rule may ask which cotangents are zeros, so these are not made arrays.
+            return forward.pullback.unflatten(values)(tuple(map(_fill_zero, cotangents, types)))
+
+        gradients = autocast.call_rule(pull, place, values, cotangents)
+        in_types = jax.tree.unflatten(views, program.in_avals)
+        return _give_to_sources(gradients, perturbed, in_types)
+
+    fun.defvjp(fwd, bwd, symbolic_zeros=True)
+    return fun(*leaves)
+
+
+def _trace_vjp(
+    eqn: JaxprEqn, declared: ClosedJaxpr, at_boundary: bool, perturbed: tuple[bool, ...]
+) -> _Forward:
+    """Traces the forward pass of an equation, for its derivative by some of its inputs."""
+    pullbacks = []
+
+    def derive(*values: Any) -> Any:
+        fun = _vary(eqn, values, perturbed)
+        if at_boundary:
+            fun = _stop_narrow_outputs(fun)
+        outputs, pullback = jax.vjp(fun, *itertools.compress(values, perturbed))
+        residuals, tree = jax.tree.flatten(pullback)
+        pullbacks.append(tree)
+        return [*outputs, *residuals]
+
+    program = jax.make_jaxpr(derive)(*declared.in_avals)
+    return _Forward(program, pullbacks[0])
+
+
+def _stop_narrow_outputs(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that nothing is differentiated through in float16."""
+
+    def stopped(*args: Any) -> Any:
+        outputs = []
+        for output in fun(*args):
+            if has_narrow_range(output.dtype):
+                output = stop_gradient(output)
+            outputs.append(output)
+        return tuple(outputs)
+
+    return stopped
+
+
+def _vary(
     eqn: JaxprEqn, values: Sequence[Any], perturbed: tuple[bool, ...]
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns an equation as a function of some of its inputs, and the values of these."""
+) -> Callable[..., tuple[Any, ...]]:
+    """Returns an equation as a function of those of its inputs that are perturbed."""
 
-    def fun(*given: Any) -> Any:
-        of = iter(given)
-        inputs = [next(of) if given else x for x, given in zip(values, perturbed, strict=True)]
+    def fun(*varied: Any) -> tuple[Any, ...]:
+        remaining = iter(varied)
+        inputs = []
+        for value, is_perturbed in zip(values, perturbed, strict=True):
+            inputs.append(next(remaining) if is_perturbed else value)
         with context(eqn):
             return tuple(bind(eqn, inputs))
 
-    return fun, tuple(itertools.compress(values, perturbed))
+    return fun
 
 
-def _is_inexact(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, np.inexact)
+def _flags_as_tree(flags: Sequence[bool]) -> list[tuple[()] | None]:
+    """Returns flags as the structure of a tree that holds no array."""
+    tree: list[tuple[()] | None] = []
+    for flag in flags:
+        tree.append(() if flag else None)
+    return tree
 
 
-def _float0(aval: Any) -> Any:
+def _flags_of_tree(tree: Sequence[tuple[()] | None]) -> tuple[bool, ...]:
+    return tuple(entry is not None for entry in tree)
+
+
+def _select_sources(args: Sequence[Any]) -> list[Any]:
+    """Returns what has the gradient of each input: of two views of a value, the second."""
+    return [arg.wide if isinstance(arg, Narrow) else arg for arg in args]
+
+
+def _give_to_sources(
+    gradients: Sequence[Any], perturbed: Sequence[bool], types: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Returns a cotangent of each array that a function takes, `None` for those without.
+
+    `types` has those of each input, of two views of a value both.
+    """
+    remaining = iter(gradients)
+    cotangents: list[Any] = []
+    for is_perturbed, aval in zip(perturbed, types, strict=True):
+        if isinstance(aval, Narrow):
+            cotangents.append(None)
+            (aval,) = _select_sources([aval])
+        cotangents.append(_cast_as(next(remaining), aval) if is_perturbed else None)
+    return tuple(cotangents)
+
+
+def _cast_cotangent(cotangent: Any, aval: Any) -> Any:
+    """Returns a cotangent in the dtype of its output, `None` for what is zero."""
+    if isinstance(cotangent, SymbolicZero) or not holds_inexact(aval):
+        return None
+    return _cast_as(cotangent, aval)
+
+
+def _fill_zero(cotangent: Any, aval: Any) -> Any:
+    """Returns a cotangent as the function of `jax.vjp` takes it, also for what is zero."""
+    if cotangent is not None:
+        return cotangent
+    zero = _jax.zero_cotangent(aval)
+    if zero is not None:
+        return zero
+    if holds_inexact(aval):
+        return blank(aval)
+    return _float0(aval)
+
+
+def _float0(aval: Any) -> np.ndarray:
     """Returns the derivative of what has none: integers, bools, keys."""
     return np.zeros(aval.shape, jax.dtypes.float0)
 
 
-def _cotangent(cotangent: Any, aval: Any) -> Any:
-    """Returns a cotangent in the dtype of its output, `None` for what is zero."""
-    if not _is_inexact(aval) or isinstance(cotangent, SymbolicZero):
-        return None
-    return _as_aval(cotangent, aval)
-
-
-def _zero(aval: Any) -> Any:
-    """Returns a cotangent that is zero, as the function of `jax.vjp` takes it."""
-    zero = _jax.zero_cotangent(aval)
-    if zero is not None:
-        return zero
-    return blank(aval) if _is_inexact(aval) else _float0(aval)
-
-
-def _as_aval(value: Any, aval: Any) -> Any:
-    if isinstance(value, ToRound):
-        value = value.wide
-    return value if has_dtype(value, aval.dtype) else cast(value, aval.dtype)
+def _cast_as(value: Any, aval: Any) -> Any:
+    """Returns a value in the dtype of a type."""
+    array = without_mark(value)
+    if has_dtype(array, aval.dtype):
+        return array
+    return cast(array, aval.dtype)

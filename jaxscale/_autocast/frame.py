@@ -9,41 +9,63 @@ read the value: what they add to each other is rounded to half precision anyway.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._jax import Jaxpr, JaxprEqn, Literal, cast, current_scopes, stand_in
 from .callers import Place
-from .readers import find_half_readers, meeting, only_float32, readers, rounded_reads
+from .readers import find_readers
 from .recompute import LONGEST, Link, Narrow, Recomputed, Single, compute_chain
-from .values import FLOAT32, Kind, ToRound, has_dtype, is_float32, literal_kind
+from .values import FLOAT32, Kind, ToRound, has_dtype, is_float32, kind_of_literal
 
 
 class Frame:
-    """The values of one jaxpr while it runs."""
+    """The values of one jaxpr while it runs.
 
-    def __init__(self, autocast: Any, jaxpr: Jaxpr, place: Place, wanted: Sequence[bool]) -> None:
+    Attributes:
+      autocast: the `Autocast` that runs it.
+      precision: that of `autocast`.
+      place: what is known of the jaxpr from where it is called.
+      scopes: the named scopes around the jaxpr.
+      readers: who reads its variables.
+      kinds: what else is known of its variables.
+      values: the arrays of its variables, half-precision ones of those in `narrow`.
+      narrow: the variables that are declared as float32 and computed in half precision.
+      meeting: the variables whose cotangents meet in float32, here or further back.
+      wides: narrow values and links in float32.
+      halves: what products read.
+      written: what the program itself cast to float32, before that.
+      links: how float32 values are computed that are not computed yet.
+      grown: how arrays were broadcast, for chains to keep less.
+      singles: narrow values from which chains start.
+      recomputed: what the chains run as.
+      repeats: how many more equations of chains may be computed.
+    """
+
+    def __init__(
+        self, autocast: Any, jaxpr: Jaxpr, place: Place, rounded_outputs: Sequence[bool]
+    ) -> None:
         self.autocast = autocast
-        self.dtype = autocast.dtype
+        self.precision = autocast.precision
         self.place = place
         self.scopes = current_scopes()
-        self.only_float32 = only_float32(jaxpr)
-        self.half_readers = find_half_readers(jaxpr, place.owner)
-        # read to be rounded; for nothing else
-        self.rounded, self.only_half = rounded_reads(jaxpr, wanted, place.owner, self.half_readers)
-        self.readers = readers(jaxpr)
-        self.links: dict[Any, Link] = {}  # float32 values that are not computed yet
-        self.grown: dict[Any, Link] = {}  # how arrays were broadcast, for chains to keep less
-        self.repeats = 2 * len(jaxpr.eqns) + LONGEST  # how often their equations may be computed
-        self.recomputed = Recomputed(place.in_loop)
-        self.values: dict[Any, Any] = {}
-        self.narrow: set[Any] = set()  # declared as float32, and computed in half precision
-        # Cotangents meet in float32, here or further back.
-        self.meeting = meeting(jaxpr, self.half_readers)
+        self.readers = find_readers(jaxpr, rounded_outputs, place.owner)
         self.kinds: dict[Any, Kind] = {}
-        self.singles: dict[Any, Single] = {}  # narrow values from which chains start
-        self.halves: dict[Any, Any] = {}  # what products read
-        self.wides: dict[Any, Any] = {}  # narrow values and links in float32
-        self.written: dict[Any, Any] = {}  # what the program itself cast to float32, before that
+
+        self.values: dict[Any, Any] = {}
+        self.narrow: set[Any] = set()
+        self.meeting = set(self.readers.meeting)
+        self.wides: dict[Any, Any] = {}
+        self.halves: dict[Any, Any] = {}
+        self.written: dict[Any, Any] = {}
+
+        self.links: dict[Any, Link] = {}
+        self.grown: dict[Any, Link] = {}
+        self.singles: dict[Any, Single] = {}
+        self.recomputed = Recomputed(place.in_loop)
+        self.repeats = 2 * len(jaxpr.eqns) + LONGEST
+
+    # What is known of a value, and of what an equation reads.
 
     def is_narrow(self, atom: Any) -> bool:
         """Returns whether a value is declared as float32 and computed in half precision."""
@@ -53,80 +75,21 @@ class Frame:
         """Returns whether a value is narrow and its cotangents are to meet in float32."""
         return self.is_narrow(atom) and atom in self.meeting
 
-    def kind(self, atom: Any) -> Kind:
+    def kind_of(self, atom: Any) -> Kind:
         """Returns what else is known of a value."""
+        if not isinstance(atom, Literal):
+            return self.kinds.get(atom)
+        if is_float32(atom):
+            return kind_of_literal(atom, self.precision.narrow)
+        return None
+
+    def link_of(self, atom: Any) -> Link | None:
+        """Returns the link of a value that is not computed yet, and `None` for others."""
         if isinstance(atom, Literal):
-            return literal_kind(atom, self.dtype) if is_float32(atom) else None
-        return self.kinds.get(atom)
+            return None
+        return self.links.get(atom)
 
-    def link(self, atom: Any) -> Link | None:
-        """Returns the link of a value that is not computed yet."""
-        return None if isinstance(atom, Literal) else self.links.get(atom)
-
-    def wide(self, atom: Any) -> Any:
-        """Returns a value in the dtype that the program declares."""
-        if isinstance(atom, Literal):
-            return atom.val
-        if atom in self.wides:
-            return self.wides[atom]
-        if atom in self.links:
-            self.wides[atom] = self._computed(atom, FLOAT32)
-        elif atom in self.narrow:
-            self.wides[atom] = cast(self.values[atom], FLOAT32, atom.aval.weak_type)
-        else:
-            return self.values[atom]
-        return self.wides[atom]
-
-    def in_half(self, atom: Any) -> Any:
-        """Returns the half-precision array of a narrow value, for what has no gradient."""
-        if atom not in self.values:
-            self.values[atom] = cast(self.wides[atom], self.dtype)
-        return self.values[atom]
-
-    def half(self, atom: Any) -> Any:
-        """Returns what products read of a value: half precision if it is declared as float32."""
-        if not is_float32(atom):
-            return self.wide(atom)
-        if isinstance(atom, Literal):
-            if np.ndim(atom.val) == 0:
-                return self.dtype.type(atom.val)
-            return cast(atom.val, self.dtype)
-        if atom in self.narrow and atom not in self.meeting:
-            return self.values[atom]
-        if atom not in self.halves:
-            self.halves[atom] = self._half(atom)
-        return self.halves[atom]
-
-    def own_half(self, atom: Any) -> Any:
-        """Returns a value as `half` does, for one reader that is not a product."""
-        if self.meets(atom):
-            return stand_in(self.in_half(atom), self.wide(atom), self.dtype)
-        if self._is_shared_wide(atom):
-            return stand_in(self.half(atom), self.wide(atom), self.dtype)
-        return self.half(atom)
-
-    def _is_shared_wide(self, atom: Any) -> bool:
-        """Returns whether a float32 value is rounded for one of several readers."""
-        if isinstance(atom, Literal) or atom not in self.rounded or self.readers[atom] <= 1:
-            return False
-        return is_float32(atom) and atom not in self.narrow
-
-    def _half(self, atom: Any) -> Any:
-        if atom in self.links:
-            return self._computed(atom, self.dtype)
-        if atom in self.narrow:
-            return stand_in(self.in_half(atom), self.wide(atom), self.dtype)
-        if atom in self.written:
-            return stand_in(self.written[atom], self.values[atom], self.dtype)
-        return cast(self.values[atom], self.dtype, atom.aval.weak_type)
-
-    def _computed(self, atom: Any, dtype: Any) -> Any:
-        chain = self.links[atom]
-        computed = compute_chain(chain, dtype, self.scopes, self.recomputed)
-        self.repeats -= computed.equations
-        return computed.value
-
-    def identity(self, atom: Any) -> int:
+    def identity_of(self, atom: Any) -> int:
         """Returns what tells the array of a value from others."""
         if isinstance(atom, Literal):
             return id(atom)
@@ -134,63 +97,161 @@ class Frame:
             return id(self.values[atom])
         return id(self.wides[atom])
 
-    def passed(self, atom: Any) -> Any:
-        """Returns a value as a call takes it: both views of it, where its cotangents meet."""
-        if self.meets(atom):
-            return self.both(atom)
-        if self.is_narrow(atom):
+    def reads_narrow(self, eqn: JaxprEqn) -> bool:
+        """Returns whether an equation reads a narrow value."""
+        return any(map(self.is_narrow, eqn.invars))
+
+    def reads_link(self, eqn: JaxprEqn) -> bool:
+        """Returns whether an equation reads a value that is not computed yet."""
+        return any(map(self.link_of, eqn.invars))
+
+    def reads_meeting(self, eqn: JaxprEqn) -> bool:
+        """Returns whether an equation reads a narrow value whose cotangents are to meet."""
+        return any(map(self.meets, eqn.invars))
+
+    def is_only_rounded(self, var: Any) -> bool:
+        """Returns whether a value is only read to be rounded, as by a product."""
+        return var in self.readers.only_rounded
+
+    # A value, as its reader takes it.
+
+    def read_wide(self, atom: Any) -> Any:
+        """Returns a value in the dtype that the program declares."""
+        if isinstance(atom, Literal):
+            return atom.val
+        if atom in self.wides:
+            return self.wides[atom]
+        if atom in self.links:
+            self.wides[atom] = self._compute(atom, FLOAT32)
+        elif atom in self.narrow:
+            self.wides[atom] = cast(self.values[atom], FLOAT32, atom.aval.weak_type)
+        else:
             return self.values[atom]
-        return self.wide(atom)
+        return self.wides[atom]
 
-    def without_gradient(self, atom: Any) -> Any:
-        """Returns a value as a call takes it whose cotangents JAX cannot compute."""
-        if self.is_narrow(atom):
-            return self.in_half(atom)
-        return self.wide(atom)
+    def read_inputs_wide(self, eqn: JaxprEqn) -> list[Any]:
+        """Returns what an equation reads, in the dtypes that the program declares."""
+        return list(map(self.read_wide, eqn.invars))
 
-    def half_without_gradient(self, atom: Any) -> Any:
+    def read_half(self, atom: Any) -> Any:
+        """Returns what products read of a value: half precision if it is declared as float32."""
+        if not is_float32(atom):
+            return self.read_wide(atom)
+        if isinstance(atom, Literal):
+            return self._round_literal(atom)
+        if atom in self.narrow and atom not in self.meeting:
+            return self.values[atom]
+        if atom not in self.halves:
+            self.halves[atom] = self._round(atom)
+        return self.halves[atom]
+
+    def _round_literal(self, literal: Literal) -> Any:
+        if np.ndim(literal.val) == 0:
+            return self.precision.narrow.type(literal.val)
+        return cast(literal.val, self.precision.narrow)
+
+    def _round(self, var: Any) -> jax.Array:
+        """Returns a float32 value in half precision, for all products that read it."""
+        if var in self.links:
+            return self._compute(var, self.precision.narrow)
+        if var in self.narrow:
+            return self._stand_in(self.read_narrow(var), self.read_wide(var))
+        if var in self.written:
+            return self._stand_in(self.written[var], self.values[var])
+        return cast(self.values[var], self.precision.narrow, var.aval.weak_type)
+
+    def _stand_in(self, half: Any, wide: Any) -> jax.Array:
+        """Returns a half-precision array whose gradient goes to its cast to float32."""
+        return stand_in(half, wide, self.precision.narrow)
+
+    def read_own_half(self, atom: Any) -> Any:
+        """Returns a value as `read_half` does, for one reader that is not a product."""
+        if self.meets(atom):
+            return self._stand_in(self.read_narrow(atom), self.read_wide(atom))
+        if self._is_shared_wide(atom):
+            return self._stand_in(self.read_half(atom), self.read_wide(atom))
+        return self.read_half(atom)
+
+    def _is_shared_wide(self, atom: Any) -> bool:
+        """Returns whether a float32 value is rounded for one of several readers."""
+        if isinstance(atom, Literal) or not is_float32(atom) or atom in self.narrow:
+            return False
+        return atom in self.readers.rounded and self.readers.numbers[atom] > 1
+
+    def read_narrow(self, var: Any) -> jax.Array:
+        """Returns the half-precision array of a narrow value, for what has no gradient."""
+        if var not in self.values:
+            self.values[var] = cast(self.wides[var], self.precision.narrow)
+        return self.values[var]
+
+    def read_half_without_gradient(self, atom: Any) -> Any:
         """Returns a value in half precision for what has no gradient."""
         if self.is_narrow(atom):
-            return self.in_half(atom)
-        return self.half(atom)
+            return self.read_narrow(atom)
+        return self.read_half(atom)
 
-    def both(self, atom: Any) -> Narrow:
+    def read_without_gradient(self, atom: Any) -> Any:
+        """Returns a value as a call takes it whose cotangents JAX cannot compute."""
+        if self.is_narrow(atom):
+            return self.read_narrow(atom)
+        return self.read_wide(atom)
+
+    def read_views(self, var: Any) -> Narrow:
         """Returns both views of a narrow value."""
-        return Narrow(self.in_half(atom), self.wide(atom))
+        return Narrow(self.read_narrow(var), self.read_wide(var))
 
-    def returned(self, atom: Any) -> Any:
+    def read_for_call(self, atom: Any) -> Any:
+        """Returns a value as a call takes it: both views of it, where its cotangents meet."""
+        if self.meets(atom):
+            return self.read_views(atom)
+        if self.is_narrow(atom):
+            return self.values[atom]
+        return self.read_wide(atom)
+
+    def read_output(self, atom: Any) -> Any:
         """Returns a value as a program gives it back."""
         if self.meets(atom):
-            return ToRound(self.wide(atom))
-        return self.passed(atom)
+            return ToRound(self.read_wide(atom))
+        return self.read_for_call(atom)
 
-    def linked(self, eqn: JaxprEqn, index: int = 0) -> Link:
+    # Values that are not computed yet.
+
+    def _compute(self, var: Any, dtype: np.dtype) -> jax.Array:
+        """Computes a value that is not computed yet."""
+        computed = compute_chain(self.links[var], dtype, self.scopes, self.recomputed)
+        self.repeats -= computed.equations
+        return computed.value
+
+    def link(self, eqn: JaxprEqn, index: int = 0) -> Link:
         """Returns an equation with what it reads, to be computed later."""
-        return Link(eqn, [self._linked_input(atom, self._single) for atom in eqn.invars], index)
+        inputs = [self._read_for_link(atom, self._read_single) for atom in eqn.invars]
+        return Link(eqn, inputs, index)
 
-    def linked_besides(self, eqn: JaxprEqn) -> Link:
+    def link_besides(self, eqn: JaxprEqn) -> Link:
         """Returns an equation with what it reads, to be computed later as well as now."""
-        link = Link(eqn, [self._linked_input(atom, self.both) for atom in eqn.invars])
+        inputs = [self._read_for_link(atom, self.read_views) for atom in eqn.invars]
+        link = Link(eqn, inputs)
         link.is_shared = True
         return link
 
-    def _linked_input(self, atom: Any, view_narrow: Callable[[Any], Any]) -> Any:
+    def _read_for_link(self, atom: Any, read_narrow: Callable[[Any], Any]) -> Any:
         """Returns what a link holds of a value that its equation reads."""
         if isinstance(atom, Literal):
             return None
         if self.meets(atom):
-            return self.both(atom)
+            return self.read_views(atom)
         if atom in self.narrow:
-            return view_narrow(atom)
-        link = self.links.get(atom, self.grown.get(atom))
-        if link is None:
-            return self.values[atom]
-        return link
+            return read_narrow(atom)
+        if atom in self.links:
+            return self.links[atom]
+        if atom in self.grown:
+            return self.grown[atom]
+        return self.values[atom]
 
-    def _single(self, atom: Any) -> Single:
-        if atom not in self.singles:
-            self.singles[atom] = Single(self.values[atom])
-        return self.singles[atom]
+    def _read_single(self, var: Any) -> Single:
+        if var not in self.singles:
+            self.singles[var] = Single(self.values[var])
+        return self.singles[var]
 
     def defer(self, var: Any, link: Link) -> None:
         """Leaves a value to be computed when it is read, or as it will be read, if that is known.
@@ -198,11 +259,21 @@ class Frame:
         Rounded at once, it is narrow. So is then what follows, such as a ReLU.
         """
         self.links[var] = link
-        link.is_shared |= self.readers[var] > 1
-        if var in self.only_half:
-            half = self._computed(var, self.dtype)
+        if self.readers.numbers[var] > 1:
+            link.is_shared = True
+        if self.is_only_rounded(var):
+            half = self._compute(var, self.precision.narrow)
             del self.links[var]
             self.write(var, half)
+
+    def compute_links(self, eqn: JaxprEqn) -> None:
+        """Computes what an equation reads, so that no longer chain comes of it."""
+        for atom in eqn.invars:
+            if self.link_of(atom) is not None:
+                self.values[atom] = self.read_wide(atom)
+                del self.links[atom]
+
+    # What equations return.
 
     def write(self, var: Any, value: Any) -> None:
         """Keeps the value of a variable, in one view or in both."""
@@ -214,8 +285,12 @@ class Frame:
                 self.values[var] = value.half
             return
         self.values[var] = value
-        if has_dtype(value, self.dtype) and is_float32(var):
+        if is_float32(var) and has_dtype(value, self.precision.narrow):
             self.narrow.add(var)
+
+    def write_kinds(self, eqn: JaxprEqn, kinds: Sequence[Kind]) -> None:
+        """Keeps what else is known of the values that an equation returns."""
+        self.kinds.update(zip(eqn.outvars, kinds, strict=True))
 
     def forget(self, var: Any) -> None:
         """Lets go of the arrays of a variable that is not read again."""

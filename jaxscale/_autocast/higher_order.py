@@ -10,23 +10,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from .. import _jax
-from .._jax import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    bind,
-    cast,
-    closed,
-    programs,
-    with_programs,
-)
+from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, bind, cast, closed, programs, with_programs
 from .callers import Place, owner_of
+from .carries import find_half_carries
+from .casts import has_products
 from .frame import Frame
-from .readers import half_carries, has_products
 from .recompute import Link, Narrow
-from .rules import as_written, chained, is_chained_call
+from .rules import Outputs, is_call_for_chain, leave_to_chain, run_as_written
 from .values import (
     Kind,
     Parameter,
@@ -34,136 +27,179 @@ from .values import (
     as_declared,
     has_dtype,
     is_float32,
-    parameter,
+    kind_of_input,
     without_mark,
 )
 
 
+class Inputs(NamedTuple):
+    """What a program is given.
+
+    Attributes:
+      args: the values, narrow ones in one view or in both, and links.
+      kinds: what else is known of them.
+    """
+
+    args: list[Any]
+    kinds: list[Kind]
+
+
 class Rewritten(NamedTuple):
-    """A program, rewritten, with what is known of its outputs."""
+    """A program, rewritten, with what is known of its outputs.
+
+    Attributes:
+      program: the program.
+      kinds: what else is known of its outputs.
+      to_round: which of them are narrow, and given back in float32: see `ToRound`.
+    """
 
     program: ClosedJaxpr
     kinds: list[Kind]
-    to_round: list[bool]  # narrow, and given back in float32: see `ToRound`
+    to_round: list[bool]
 
-    def outputs(self, values: Sequence[Any]) -> list[Any]:
+    def mark(self, values: Sequence[Any]) -> Outputs:
         """Returns what an equation with this program gave back as its rule returns it."""
-        pairs = zip(values, self.to_round, strict=True)
-        return [ToRound(value) if is_to_round else value for value, is_to_round in pairs]
+        outputs = []
+        for value, is_to_round in zip(values, self.to_round, strict=True):
+            outputs.append(ToRound(value) if is_to_round else value)
+        return outputs
+
+
+class Way(NamedTuple):
+    """How a program is rewritten, besides for its inputs.
+
+    Attributes:
+      fixed: the dtypes of the first outputs: whether each is half precision or what the program
+        declares. The others come in the precision that they were computed in.
+      rounded_outputs: as in `find_readers`.
+      in_loop: whether the program is the body of a loop.
+    """
+
+    fixed: tuple[bool, ...] = ()
+    rounded_outputs: tuple[bool, ...] = ()
+    in_loop: bool = False
+
+
+_AS_IT_COMES = Way()
 
 
 def rewrite(
     frame: Frame,
     eqn: JaxprEqn,
     program: Jaxpr | ClosedJaxpr,
-    args: Sequence[Any],
-    kinds: Sequence[Kind],
-    fixed: Sequence[bool] = (),
-    in_loop: bool = False,
-    wanted: Sequence[bool] = (),
+    inputs: Inputs,
+    way: Way = _AS_IT_COMES,
 ) -> Rewritten:
-    """Returns a program that an equation holds, rewritten for its place in the program around.
+    """Rewrites a program that an equation holds for its place in the program around.
 
     It takes the arrays that a link starts from in the place of the link, and both views of a narrow
-    value whose cotangents meet. The dtypes of its first outputs are fixed: `fixed` says for each of
-    them whether it is half precision or what the program declares. The others come in the precision
-    that they were computed in. `wanted` is as in `rounded_reads`.
+    value whose cotangents meet.
     """
     autocast = frame.autocast
-    place = place_inside(frame, eqn, in_loop)
-    jaxpr = closed(program).jaxpr
-    # A link belongs to one place of one program.
-    has_links = any(isinstance(arg, Link) for arg in args)
-    known = {} if has_links else autocast.rewritten.setdefault(program, {})
+    place = place_inside(frame, eqn, way.in_loop)
+    variables = closed(program).jaxpr.invars
     views = []
-    for var, arg in zip(jaxpr.invars, args, strict=True):
-        views.append(_view_of(var, arg, autocast.dtype))
-    how = (place, tuple(wanted), tuple(fixed), _jax.form_asked_for())
-    key = (tuple(views), tuple(kinds), how)
-    if key in known:
-        return known[key]
-    out_kinds: list[Kind] = []
-    to_round: list[bool] = []
-    tree = jax.tree.structure(list(args))
-
-    def run(*leaves: Any) -> list[Any]:
-        inputs = jax.tree.unflatten(tree, leaves)
-        outputs, out_kinds[:] = autocast.run(closed(program), inputs, kinds, place, wanted)
-        for i, is_half in enumerate(fixed):
-            if is_half:
-                outputs[i] = cast(without_mark(outputs[i]), autocast.dtype)
-            else:
-                outputs[i] = as_declared(outputs[i], jaxpr.outvars[i])
-        to_round[:] = [isinstance(output, ToRound) for output in outputs]
-        return list(map(without_mark, outputs))
-
-    types: list[Any] = []
-    for var, arg, view in zip(jaxpr.invars, args, views, strict=True):
-        types += _types_of(var, arg, view, autocast.dtype)
-    rewritten = jax.make_jaxpr(run)(*types)
-    known[key] = Rewritten(rewritten, out_kinds, to_round)
+    for var, arg in zip(variables, inputs.args, strict=True):
+        views.append(_view_of(var, arg, autocast.precision.narrow))
+    key = (tuple(views), tuple(inputs.kinds), place, way, _jax.form_asked_for())
+    known: dict[Any, Rewritten] = {}
+    if "link" not in views:  # which belongs to one place of one program
+        known = autocast.rewritten.setdefault(program, known)
+    if key not in known:
+        types: list[Any] = []
+        for var, arg, view in zip(variables, inputs.args, views, strict=True):
+            types += _types_of(var, arg, view, autocast.precision.narrow)
+        known[key] = _rewrite(autocast, program, inputs, place, way, types)
     return known[key]
 
 
-def _view_of(var: Any, arg: Any, dtype: Any) -> str:
+def _rewrite(
+    autocast: Any,
+    program: Jaxpr | ClosedJaxpr,
+    inputs: Inputs,
+    place: Place,
+    way: Way,
+    types: Sequence[Any],
+) -> Rewritten:
+    """Rewrites a program that takes arrays of some types for its inputs."""
+    kinds: list[Kind] = []
+    to_round: list[bool] = []
+    declared = closed(program).jaxpr.outvars
+    narrow = autocast.precision.narrow
+    tree = jax.tree.structure(inputs.args)
+
+    def run(*leaves: Any) -> list[Any]:
+        args = jax.tree.unflatten(tree, leaves)
+        result = autocast.run(closed(program), args, inputs.kinds, place, way.rounded_outputs)
+        outputs = list(result.outputs)
+        for i, is_half in enumerate(way.fixed):
+            if is_half:
+                outputs[i] = cast(without_mark(outputs[i]), narrow)
+            else:
+                outputs[i] = as_declared(outputs[i], declared[i])
+        kinds[:] = result.kinds
+        to_round[:] = [isinstance(output, ToRound) for output in outputs]
+        return list(map(without_mark, outputs))
+
+    return Rewritten(jax.make_jaxpr(run)(*types), kinds, to_round)
+
+
+def _view_of(var: Any, arg: Any, narrow: np.dtype) -> str:
     """Returns in which form a program is passed the value of a variable."""
     if isinstance(arg, Link):
         return "link"
     if isinstance(arg, Narrow):
         return "both"
-    if is_float32(var) and has_dtype(arg, dtype):
+    if is_float32(var) and has_dtype(arg, narrow):
         return "half"
     return "declared"
 
 
-def _types_of(var: Any, arg: Any, view: str, dtype: Any) -> list[Any]:
+def _types_of(var: Any, arg: Any, view: str, narrow: np.dtype) -> list[Any]:
     """Returns the types of the arrays that a program takes for a variable in a view."""
     match view:
         case "link":
             return list(map(jax.typeof, jax.tree.leaves(arg)))
         case "both":
-            return [var.aval.update(dtype=dtype), var.aval]
+            return [var.aval.update(dtype=narrow), var.aval]
         case "half":
-            return [var.aval.update(dtype=dtype)]
+            return [var.aval.update(dtype=narrow)]
     return [var.aval]
 
 
 def place_inside(frame: Frame, eqn: JaxprEqn, in_loop: bool = False) -> Place:
     """Returns what programs that an equation holds know of where they are."""
-    return Place(in_loop or frame.place.in_loop, owner_of(eqn, frame.place.owner))
+    owner = owner_of(eqn, frame.place.owner)
+    return Place(in_loop or frame.place.in_loop, owner)
 
 
-def read_inputs(
-    frame: Frame, eqn: JaxprEqn, with_links: bool = False
-) -> tuple[list[Any], list[Kind]]:
-    """Returns the inputs of an equation as calls take them, maybe with links, and their kinds."""
+def read_inputs(frame: Frame, eqn: JaxprEqn, with_links: bool = False) -> Inputs:
+    """Returns the inputs of an equation as calls take them, maybe with links."""
     args = []
     for atom in eqn.invars:
-        link = frame.link(atom)
+        link = frame.link_of(atom)
         if with_links and link is not None:
             args.append(link)
         else:
-            args.append(frame.passed(atom))
-    return args, list(map(frame.kind, eqn.invars))
+            args.append(frame.read_for_call(atom))
+    return Inputs(args, list(map(frame.kind_of, eqn.invars)))
 
 
-def _number_of_leaves(args: Sequence[Any]) -> list[int]:
+def _count_leaves(args: Sequence[Any]) -> list[int]:
     """Returns of how many arrays each argument consists."""
     return [len(jax.tree.leaves(arg)) for arg in args]
 
 
-def _wanted(frame: Frame, eqn: JaxprEqn) -> list[bool]:
+def _find_rounded_outputs(frame: Frame, eqn: JaxprEqn) -> tuple[bool, ...]:
     """Returns for each output of an equation whether it is only read to be rounded."""
-    return [var in frame.only_half for var in eqn.outvars]
+    return tuple(map(frame.is_only_rounded, eqn.outvars))
 
 
-def _is_as_written(frame: Frame, eqn: JaxprEqn) -> bool:
+def _changes_nothing(frame: Frame, eqn: JaxprEqn) -> bool:
     """Returns whether nothing changes in a call: neither a product nor what it reads."""
     if has_products(eqn, frame.place.owner):
         return False
-    reads_narrow = any(map(frame.is_narrow, eqn.invars))
-    reads_link = any(map(frame.link, eqn.invars))
-    return not reads_narrow and not reads_link
+    return not frame.reads_narrow(eqn) and not frame.reads_link(eqn)
 
 
 def _is_left(frame: Frame, eqn: JaxprEqn) -> bool:
@@ -171,151 +207,177 @@ def _is_left(frame: Frame, eqn: JaxprEqn) -> bool:
     return any(map(_jax.is_ref, eqn.invars)) or not has_products(eqn, frame.place.owner)
 
 
-def call(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def rewrite_jit(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `jit`: it calls a rewritten program."""
     called = _jax.callee(eqn)
-    if is_chained_call(frame, eqn):
-        return chained(frame, eqn)
-    if _is_as_written(frame, eqn):
-        return as_written(frame, eqn)
+    if is_call_for_chain(frame, eqn):
+        return leave_to_chain(frame, eqn)
+    if _changes_nothing(frame, eqn):
+        return run_as_written(frame, eqn)
     # What a chain starts from has no sharding or layout of its own.
-    args, kinds = read_inputs(frame, eqn, with_links=not _jax.is_placed(eqn))
-    rewritten = rewrite(frame, eqn, called, args, kinds)
-    frame.kinds.update(zip(eqn.outvars, rewritten.kinds, strict=True))
+    inputs = read_inputs(frame, eqn, with_links=not _jax.is_placed(eqn))
+    rewritten = rewrite(frame, eqn, called, inputs)
+    frame.write_kinds(eqn, rewritten.kinds)
     params = with_programs(eqn, [rewritten.program])
-    params = _jax.with_inputs(params, _number_of_leaves(args))
-    return rewritten.outputs(bind(eqn, jax.tree.leaves(args), params))
+    params = _jax.with_inputs(params, _count_leaves(inputs.args))
+    return rewritten.mark(bind(eqn, jax.tree.leaves(inputs.args), params))
 
 
-def inlined(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def run_inline(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a call that means nothing but its program."""
-    args, kinds = read_inputs(frame, eqn, with_links=True)
-    place = place_inside(frame, eqn)
-    wanted = _wanted(frame, eqn)
-    outputs, out_kinds = frame.autocast.run(_jax.callee(eqn), args, kinds, place, wanted)
-    frame.kinds.update(zip(eqn.outvars, out_kinds, strict=True))
-    return outputs
+    inputs = read_inputs(frame, eqn, with_links=True)
+    result = frame.autocast.run(
+        _jax.callee(eqn),
+        inputs.args,
+        inputs.kinds,
+        place_inside(frame, eqn),
+        _find_rounded_outputs(frame, eqn),
+    )
+    frame.write_kinds(eqn, result.kinds)
+    return result.outputs
 
 
-def remat(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def rewrite_remat(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `jax.checkpoint`, with its policy."""
     called = _jax.callee(eqn)
-    if _is_as_written(frame, eqn):
-        return as_written(frame, eqn)
-    args, kinds = read_inputs(frame, eqn, with_links=True)
-    rewritten = rewrite(frame, eqn, called, args, kinds, wanted=_wanted(frame, eqn))
+    if _changes_nothing(frame, eqn):
+        return run_as_written(frame, eqn)
+    inputs = read_inputs(frame, eqn, with_links=True)
+    way = Way(rounded_outputs=_find_rounded_outputs(frame, eqn))
+    rewritten = rewrite(frame, eqn, called, inputs, way)
     jaxpr, consts = _jax.without_constants(rewritten.program)
-    params = _jax.with_rematted(eqn, jaxpr, _number_of_leaves(args))
-    return rewritten.outputs(bind(eqn, [*consts, *jax.tree.leaves(args)], params))
+    leaves = jax.tree.leaves(inputs.args)
+    params = _jax.with_rematted(eqn, jaxpr, _count_leaves(inputs.args))
+    return rewritten.mark(bind(eqn, [*consts, *leaves], params))
 
 
-def scan(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def rewrite_scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `scan`. What it carries keeps its dtype by default; what it stacks need not."""
     loop = _jax.scan(eqn)
     if _is_left(frame, eqn):
-        return as_written(frame, eqn)
-    halved = [False] * loop.carries
+        return run_as_written(frame, eqn)
+    half_carries = [False] * loop.carries
     if frame.autocast.half_carries:
-        halved = half_carries(loop, owner_of(eqn, frame.place.owner))
-    args, kinds = read_inputs(frame, eqn)
+        half_carries = find_half_carries(loop, owner_of(eqn, frame.place.owner))
+    inputs = _read_scan_inputs(frame, eqn, loop, half_carries)
+    rounded_stacks = _find_rounded_outputs(frame, eqn)[loop.carries :]
+    way = Way(
+        fixed=tuple(half_carries),
+        rounded_outputs=(*half_carries, *rounded_stacks),
+        in_loop=True,
+    )
+    rewritten = rewrite(frame, eqn, loop.body, inputs, way)
+    args = inputs.args
+    if not any(isinstance(arg, Narrow) for arg in args):
+        params = with_programs(eqn, [rewritten.program])
+        return rewritten.mark(bind(eqn, args, params))
     last = loop.consts + loop.carries
-    for i, (atom, var) in enumerate(zip(eqn.invars, loop.body.jaxpr.invars, strict=True)):
-        if i < loop.consts and frame.is_narrow(atom):
-            args[i] = frame.both(atom)  # the cotangents of all turns are added
-        elif loop.consts <= i < last:
-            if halved[i - loop.consts]:
-                args[i] = frame.own_half(atom)
-            else:
-                args[i] = as_declared(frame.wide(atom), var)
+    outputs = _jax.scan_again(
+        eqn,
+        rewritten.program,
+        consts=jax.tree.leaves(args[: loop.consts]),
+        carries=jax.tree.leaves(args[loop.consts : last]),
+        xs=jax.tree.leaves(args[last:]),
+    )
+    return rewritten.mark(outputs)
+
+
+def _read_scan_inputs(
+    frame: Frame, eqn: JaxprEqn, loop: _jax.Scan, half_carries: Sequence[bool]
+) -> Inputs:
+    """Returns the inputs of a `scan`, and what is known of them in its body."""
+    args, kinds = read_inputs(frame, eqn)
+    variables = loop.body.jaxpr.invars
+    first_x = loop.consts + loop.carries
+    for i, atom in enumerate(eqn.invars):
+        if i < loop.consts:
+            if frame.is_narrow(atom):
+                args[i] = frame.read_views(atom)  # the cotangents of all turns are added
+        elif i < first_x:
             kinds[i] = None
-        elif i >= last and isinstance(kinds[i], Parameter):
-            kinds[i] = parameter(var)  # a slice of it
-    wanted = [*halved, *_wanted(frame, eqn)[loop.carries :]]
-    rewritten = rewrite(frame, eqn, loop.body, args, kinds, halved, in_loop=True, wanted=wanted)
-    if any(isinstance(arg, Narrow) for arg in args):
-        outputs = _jax.scan_again(
-            eqn,
-            rewritten.program,
-            consts=jax.tree.leaves(args[: loop.consts]),
-            carries=jax.tree.leaves(args[loop.consts : last]),
-            xs=jax.tree.leaves(args[last:]),
-        )
-    else:
-        outputs = bind(eqn, args, with_programs(eqn, [rewritten.program]))
-    return rewritten.outputs(outputs)
+            if half_carries[i - loop.consts]:
+                args[i] = frame.read_own_half(atom)
+            else:
+                args[i] = as_declared(frame.read_wide(atom), variables[i])
+        elif isinstance(kinds[i], Parameter):
+            kinds[i] = kind_of_input(variables[i])  # a slice of it
+    return Inputs(args, kinds)
 
 
-def while_loop(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def rewrite_while(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `while`. What it carries keeps its dtype."""
     loop = _jax.while_loop(eqn)
     if _is_left(frame, eqn):
-        return as_written(frame, eqn)
-    args = list(map(frame.without_gradient, eqn.invars))
-    kinds = list(map(frame.kind, eqn.invars))
-    first_of_body = loop.test_consts
-    first_carry = loop.test_consts + loop.body_consts
+        return run_as_written(frame, eqn)
+    # The constants of the test come first, then those of the body, then what is carried.
+    end_of_test = loop.test_consts
+    end_of_body = loop.test_consts + loop.body_consts
+    consts = eqn.invars[:end_of_body]
+    args = list(map(frame.read_without_gradient, consts))
+    kinds = list(map(frame.kind_of, consts))
     carries = []
-    for atom, var in zip(
-        eqn.invars[first_carry:], loop.body.jaxpr.invars[loop.body_consts :], strict=True
-    ):
-        carries.append(as_declared(frame.wide(atom), var))
-    args[first_carry:] = carries
-    kinds[first_carry:] = [None] * len(carries)
+    declared = loop.body.jaxpr.invars[loop.body_consts :]
+    for atom, var in zip(eqn.invars[end_of_body:], declared, strict=True):
+        carries.append(as_declared(frame.read_wide(atom), var))
+    unknown: list[Kind] = [None] * len(carries)
     test = rewrite(
         frame,
         eqn,
         loop.test,
-        args[:first_of_body] + carries,
-        kinds[:first_of_body] + kinds[first_carry:],
-        fixed=[False],
+        Inputs(args[:end_of_test] + carries, kinds[:end_of_test] + unknown),
+        Way(fixed=(False,)),
     )
     body = rewrite(
         frame,
         eqn,
         loop.body,
-        args[first_of_body:],
-        kinds[first_of_body:],
-        fixed=[False] * len(carries),
-        in_loop=True,
+        Inputs(args[end_of_test:] + carries, kinds[end_of_test:] + unknown),
+        Way(fixed=(False,) * len(carries), in_loop=True),
     )
     in_order = []
     for program in programs(eqn):
         is_test = closed(program) is loop.test
         in_order.append(test.program if is_test else body.program)
-    return bind(eqn, args, with_programs(eqn, in_order))
+    return bind(eqn, args + carries, with_programs(eqn, in_order))
 
 
-def cond(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def rewrite_branches(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `cond` and `switch`. The branches return the dtypes that they declare."""
     branches = _jax.branches(eqn)
     if _is_left(frame, eqn):
-        return as_written(frame, eqn)
+        return run_as_written(frame, eqn)
     args, kinds = read_inputs(frame, eqn)
-    fixed = [False] * len(eqn.outvars)
+    inputs = Inputs(args[1:], kinds[1:])  # the first says which branch it is
+    way = Way(fixed=(False,) * len(eqn.outvars))
     rewritten = []
     for branch in branches:
-        rewritten.append(rewrite(frame, eqn, branch, args[1:], kinds[1:], fixed).program)
+        rewritten.append(rewrite(frame, eqn, branch, inputs, way).program)
     return bind(eqn, jax.tree.leaves(args), with_programs(eqn, rewritten))
 
 
-def mapped(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def rewrite_mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `shard_map` and `pmap`: the program of each device is rewritten."""
     mapping = _jax.mapped(eqn)
     if not has_products(eqn, frame.place.owner):
-        return as_written(frame, eqn)
+        return run_as_written(frame, eqn)
     args: list[Any] = []
     specs: list[Any] = []
     for atom, spec in zip(eqn.invars, mapping.options[mapping.inputs], strict=True):
-        # Where devices share an input, what comes back to it is added.
-        arg = frame.both(atom) if frame.is_narrow(atom) else frame.wide(atom)
-        args.append(arg)
-        specs += [spec] * len(jax.tree.leaves(arg))
-    kinds = list(map(frame.kind, eqn.invars))
+        if frame.is_narrow(atom):
+            # Where devices share an input, what comes back to it is added.
+            args.append(frame.read_views(atom))
+            specs += [spec, spec]
+        else:
+            args.append(frame.read_wide(atom))
+            specs.append(spec)
+    kinds = list(map(frame.kind_of, eqn.invars))
     leaves, tree = jax.tree.flatten(args)
 
-    def run(*leaves: Any) -> Any:
+    def run(*leaves: Any) -> tuple[Any, ...]:
         args = jax.tree.unflatten(tree, leaves)
-        outputs, _ = frame.autocast.run(mapping.program, args, kinds, place_inside(frame, eqn))
-        return tuple(map(without_mark, outputs))
+        place = place_inside(frame, eqn)
+        result = frame.autocast.run(mapping.program, args, kinds, place)
+        return tuple(map(without_mark, result.outputs))
 
-    return mapping.map(run, **{mapping.inputs: tuple(specs)})(*leaves)
+    run_on_devices = mapping.map(run, **{mapping.inputs: tuple(specs)})
+    return run_on_devices(*leaves)

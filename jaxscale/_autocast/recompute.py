@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from .. import _jax
@@ -31,8 +32,8 @@ from .._jax import (
     copy_of_cast,
     copy_of_stand_in,
     source,
+    walk_equation,
 )
-from .readers import equations
 from .table import CHAINED_MOVES
 from .values import FLOAT32
 
@@ -52,14 +53,14 @@ class Narrow(NamedTuple):
     so that those of several chains are added in float32: in a softmax they nearly cancel.
     """
 
-    half: Any
-    wide: Any
+    half: jax.Array
+    wide: jax.Array
 
 
 class Half(NamedTuple):
     """A half-precision array from which one chain starts, and nothing else."""
 
-    half: Any
+    half: jax.Array
 
 
 class Single:
@@ -70,15 +71,16 @@ class Single:
 
     __slots__ = ("_wide", "half")
 
-    def __init__(self, half: Any) -> None:
+    def __init__(self, half: jax.Array) -> None:
         self.half = half
-        self._wide: Any = None
+        self._wide: jax.Array | None = None
 
     def both(self) -> Narrow:
         """Returns both views, of which there are two at most however often they are asked for."""
-        if self._wide is None:
-            self._wide = cast(self.half, FLOAT32)
-        return Narrow(self.half, self._wide)
+        wide = self._wide
+        if wide is None:
+            wide = self._wide = cast(self.half, FLOAT32)
+        return Narrow(self.half, wide)
 
 
 class Link:
@@ -97,7 +99,7 @@ class Link:
         self.index = index
         self.is_shared = len(eqn.outvars) > 1
         self.order = next(_order)
-        self.size = len(list(equations(eqn)))
+        self.size = len(list(walk_equation(eqn)))
         for value in inputs:
             if isinstance(value, Link):
                 self.size += value.size
@@ -124,159 +126,83 @@ class Recomputed:
 
 
 class Computed(NamedTuple):
-    """The value of a chain."""
+    """The value of a chain.
 
-    value: Any
-    equations: int  # how many were computed
+    Attributes:
+      value: the array.
+      equations: how many equations were computed for it.
+    """
 
-
-def compute_chain(last: Link, dtype: Any, scopes: Any, recomputed: Recomputed) -> Computed:
-    """Computes a chain, and casts its value to `dtype` inside of it."""
-    links, arrays = collected(last)
-    with source(last.eqn, scopes, own=False):
-        is_linear = all(map(_is_linear, links))
-        is_alone = not is_linear and not any(link.is_shared for link in links)
-        for key, array in arrays.items():
-            if isinstance(array, Single):
-                arrays[key] = Half(array.half) if is_alone else array.both()
-        if is_linear:
-            return Computed(_compute_linear(links, arrays, dtype), len(links))
-        program = _assemble(links, arrays, dtype)
-        views = itertools.chain.from_iterable(map(_views, arrays.values()))
-        (value,) = recomputed.run(program, list(views))
-    return Computed(value, len(links))
+    value: jax.Array
+    equations: int
 
 
-def _compute_linear(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -> Any:
-    """Returns the value of a chain that keeps nothing for the backward pass."""
-    values: dict[Any, Any] = {}
-    for key, array in arrays.items():
-        values[key] = array.wide if isinstance(array, Narrow) else array
-    scopes = _jax.current_scopes()
-    for link in links:
-        inputs = []
-        for atom, source_of_atom in zip(link.eqn.invars, link.inputs, strict=True):
-            if isinstance(atom, Literal):
-                inputs.append(atom.val)
-            else:
-                inputs.append(values[_key(source_of_atom)])
-        with context(link.eqn), source(link.eqn, scopes):
-            values[link] = bind(link.eqn, inputs)[link.index]
-    last = links[-1]
-    if dtype == FLOAT32:
-        return values[last]
-    with context(last.eqn), source(last.eqn, scopes):
-        return cast(values[last], dtype)
+class Chain(NamedTuple):
+    """What a value that is not computed yet is computed from.
+
+    Attributes:
+      links: the equations, in the order of the program.
+      starts: the arrays from which they start, by their keys (see `_key_of`): in half precision
+        as `Narrow`, `Single` or `Half`, others as they are.
+    """
+
+    links: list[Link]
+    starts: dict[Any, Any]
 
 
-def _assemble(links: Sequence[Link], arrays: dict[Any, Any], dtype: Any) -> ClosedJaxpr:
-    """Returns the program of a chain, of the arrays that it starts from."""
-    inputs: list[Any] = []
-    numbers: dict[Any, Any] = {}  # of values; of an array in two views, of both
-    for key, start in arrays.items():
-        views = _views(start)
-        numbers[key] = tuple(range(len(inputs), len(inputs) + len(views)))
-        inputs += map(jax.typeof, views)
-    copies: list[Copy] = []
-    widened: set[Any] = set()
-    number_of_values = len(inputs)
-    for link in links:
-        read: list[int | None] = []
-        for value in link.inputs:
-            if value is None:
-                read.append(None)
-                continue
-            key = _key(value)
-            start = arrays.get(key)
-            if isinstance(start, Narrow | Half) and key not in widened:
-                half, *wide = numbers[key]
-                if wide:
-                    (source,) = wide
-                    copies.append(copy_of_stand_in(half, source, inputs[half], FLOAT32, link.eqn))
-                else:
-                    copies.append(copy_of_cast(half, inputs[half], FLOAT32, link.eqn))
-                widened.add(key)
-                numbers[key] = (number_of_values,)
-                number_of_values += 1
-            read += numbers[key]
-        copies.append(copy_of(link.eqn, read))
-        numbers[link] = (number_of_values + link.index,)
-        number_of_values += len(link.eqn.outvars)
-    (output,) = numbers[links[-1]]
-    if dtype != FLOAT32:
-        last = links[-1].eqn
-        copies.append(copy_of_cast(output, last.outvars[links[-1].index].aval, dtype, last))
-        output = number_of_values
-    return assemble(inputs, copies, output)
-
-
-def _views(start: Any) -> tuple[Any, ...]:
-    """Returns what a chain takes for an array that it starts from."""
-    if isinstance(start, Narrow | Half):
-        return tuple(start)
-    return (start,)
-
-
-def named(last: Link, name: Callable[[Any], Any]) -> Link:
-    """Returns a chain whose half-precision arrays, which the backward pass keeps, have a name."""
-    links, starts = collected(last)
-    arrays = []
-    for array in starts.values():
-        if isinstance(array, Narrow):
-            array = array._replace(half=name(array.half))
-        elif isinstance(array, Single):
-            array = Single(name(array.half))
-        arrays.append(array)
-    return _unflatten((links, list(starts)), arrays)
-
-
-def collected(last: Link) -> tuple[list[Link], dict[Any, Any]]:
-    """Returns the links of a chain in the order of the program, and the arrays they start from."""
+def collect(last: Link) -> Chain:
+    """Returns the chain that ends in a link."""
     links = {last}
-    arrays = {}
+    starts = {}
     waiting = [last]
     while waiting:
         for value in waiting.pop().inputs:
-            if isinstance(value, Link):
-                if value not in links:
-                    links.add(value)
-                    waiting.append(value)
-            elif value is not None:
-                arrays[_key(value)] = value
-    return sorted(links, key=lambda link: link.order), arrays
+            if value is None:
+                continue
+            if not isinstance(value, Link):
+                starts[_key_of(value)] = value
+            elif value not in links:
+                links.add(value)
+                waiting.append(value)
+    return Chain(sorted(links, key=lambda link: link.order), starts)
 
 
-def _flatten(last: Link) -> tuple[list[Any], Any]:
-    links, arrays = collected(last)
-    views = []
-    for array in arrays.values():
-        views.append(array.both() if isinstance(array, Single) else array)
-    return views, (links, list(arrays))
-
-
-def _unflatten(links_and_keys: Any, arrays: Sequence[Any]) -> Link:
-    links, keys = links_and_keys
-    values = dict(zip(keys, arrays, strict=True))
-    for link in links:
-        inputs = []
-        for value in link.inputs:
-            inputs.append(None if value is None else values[_key(value)])
-        copy = Link(link.eqn, inputs, link.index)
-        copy.is_shared = link.is_shared
-        values[link] = copy
-    return values[links[-1]]
-
-
-jax.tree_util.register_pytree_node(Link, _flatten, _unflatten)
-
-
-def _key(value: Any) -> Any:
+def _key_of(value: Any) -> Any:
     """Returns what tells a link or an array from others: variables are those of one jaxpr."""
     if isinstance(value, Link):
         return value
     if isinstance(value, Narrow | Single):
         return id(value.half)
     return id(value)
+
+
+def compute_chain(last: Link, dtype: np.dtype, scopes: Any, recomputed: Recomputed) -> Computed:
+    """Computes the chain that ends in a link, and casts its value to `dtype` inside of it."""
+    chain = collect(last)
+    with source(last.eqn, scopes, own=False):
+        if all(map(_is_linear, chain.links)):
+            value = _compute_linear(_open_singles(chain, is_alone=False), dtype)
+        else:
+            is_alone = not any(link.is_shared for link in chain.links)
+            chain = _open_singles(chain, is_alone)
+            (value,) = recomputed.run(_assemble(chain, dtype), _views_of_starts(chain))
+    return Computed(value, len(chain.links))
+
+
+def _open_singles(chain: Chain, is_alone: bool) -> Chain:
+    """Returns a chain that starts from one or from both views of each `Single`.
+
+    A chain that is alone with its equations needs only one.
+    """
+    starts = {}
+    for key, start in chain.starts.items():
+        if not isinstance(start, Single):
+            starts[key] = start
+        elif is_alone:
+            starts[key] = Half(start.half)
+        else:
+            starts[key] = start.both()
+    return chain._replace(starts=starts)
 
 
 def _is_linear(link: Link) -> bool:
@@ -290,8 +216,157 @@ def _is_linear(link: Link) -> bool:
     return name in _LINEAR
 
 
+def _compute_linear(chain: Chain, dtype: np.dtype) -> jax.Array:
+    """Returns the value of a chain that keeps nothing for the backward pass."""
+    values: dict[Any, Any] = {}
+    for key, start in chain.starts.items():
+        values[key] = start.wide if isinstance(start, Narrow) else start
+    scopes = _jax.current_scopes()
+    for link in chain.links:
+        inputs = []
+        for atom, value in zip(link.eqn.invars, link.inputs, strict=True):
+            if isinstance(atom, Literal):
+                inputs.append(atom.val)
+            else:
+                inputs.append(values[_key_of(value)])
+        with context(link.eqn), source(link.eqn, scopes):
+            values[link] = bind(link.eqn, inputs)[link.index]
+    last = chain.links[-1]
+    if dtype == FLOAT32:
+        return values[last]
+    with context(last.eqn), source(last.eqn, scopes):
+        return cast(values[last], dtype)
+
+
+class _Assembler:
+    """Puts the program of a chain together from copies of its equations.
+
+    Attributes:
+      types: those of the inputs of the program: the views of what the chain starts from.
+      copies: the equations of the program.
+      numbers: which value of the program each link, or each array that the chain starts from, is.
+      half_numbers: of such an array in half precision, until it is read: the numbers of its views.
+      number_of_values: how many the program has, its inputs among them.
+    """
+
+    def __init__(self, starts: dict[Any, Any]) -> None:
+        self.types: list[Any] = []
+        self.copies: list[Copy] = []
+        self.numbers: dict[Any, int] = {}
+        self.half_numbers: dict[Any, range] = {}
+        for key, start in starts.items():
+            first = len(self.types)
+            self.types += map(jax.typeof, _views_of(start))
+            if isinstance(start, Narrow | Half):
+                self.half_numbers[key] = range(first, len(self.types))
+            else:
+                self.numbers[key] = first
+        self.number_of_values = len(self.types)
+
+    def add_link(self, link: Link) -> None:
+        """Adds the equation of a link."""
+        inputs: list[int | None] = []
+        for value in link.inputs:
+            if value is None:
+                inputs.append(None)
+            else:
+                inputs.append(self._number_of(_key_of(value), link.eqn))
+        first = self._add(copy_of(link.eqn, inputs))
+        self.numbers[link] = first + link.index
+
+    def add_cast(self, link: Link, dtype: np.dtype) -> int:
+        """Adds a cast of the value of a link, and returns its number."""
+        aval = link.eqn.outvars[link.index].aval
+        return self._add(copy_of_cast(self.numbers[link], aval, dtype, link.eqn))
+
+    def _number_of(self, key: Any, reader: JaxprEqn) -> int:
+        """Returns the number of a value in float32. The first equation that reads it casts it."""
+        if key not in self.numbers:
+            self.numbers[key] = self._add(self._widen(self.half_numbers[key], reader))
+        return self.numbers[key]
+
+    def _widen(self, views: range, reader: JaxprEqn) -> Copy:
+        half = views[0]
+        aval = self.types[half]
+        if len(views) == 1:
+            return copy_of_cast(half, aval, FLOAT32, reader)
+        return copy_of_stand_in(half, views[1], aval, FLOAT32, reader)
+
+    def _add(self, copy: Copy) -> int:
+        """Adds an equation, and returns the number of its first output."""
+        first = self.number_of_values
+        self.copies.append(copy)
+        self.number_of_values += len(copy.types)
+        return first
+
+
+def _assemble(chain: Chain, dtype: np.dtype) -> ClosedJaxpr:
+    """Returns the program of a chain, of the views of the arrays that it starts from."""
+    assembler = _Assembler(chain.starts)
+    for link in chain.links:
+        assembler.add_link(link)
+    last = chain.links[-1]
+    output = assembler.numbers[last]
+    if dtype != FLOAT32:
+        output = assembler.add_cast(last, dtype)
+    return assemble(assembler.types, assembler.copies, output)
+
+
+def _views_of(start: Any) -> tuple[jax.Array, ...]:
+    """Returns what a chain takes for an array that it starts from."""
+    if isinstance(start, Narrow | Half):
+        return tuple(start)
+    return (start,)
+
+
+def _views_of_starts(chain: Chain) -> list[jax.Array]:
+    views: list[jax.Array] = []
+    for start in chain.starts.values():
+        views += _views_of(start)
+    return views
+
+
+def name_starts(last: Link, name: Callable[[jax.Array], jax.Array]) -> Link:
+    """Names the half-precision arrays of a chain, which the backward pass keeps."""
+    chain = collect(last)
+    starts = {}
+    for key, start in chain.starts.items():
+        if isinstance(start, Narrow):
+            start = start._replace(half=name(start.half))
+        elif isinstance(start, Single):
+            start = Single(name(start.half))
+        starts[key] = start
+    return _link_again(chain.links, starts)
+
+
+def _link_again(links: Sequence[Link], starts: dict[Any, Any]) -> Link:
+    """Returns a chain of the same equations that starts from other arrays."""
+    values = dict(starts)
+    for link in links:
+        inputs: list[Any] = []
+        for value in link.inputs:
+            inputs.append(None if value is None else values[_key_of(value)])
+        other = Link(link.eqn, inputs, link.index)
+        other.is_shared = link.is_shared
+        values[link] = other
+    return values[links[-1]]
+
+
+def _flatten(last: Link) -> tuple[list[Any], tuple[list[Link], list[Any]]]:
+    chain = _open_singles(collect(last), is_alone=False)
+    return list(chain.starts.values()), (chain.links, list(chain.starts))
+
+
+def _unflatten(links_and_keys: tuple[list[Link], list[Any]], starts: Sequence[Any]) -> Link:
+    links, keys = links_and_keys
+    return _link_again(links, dict(zip(keys, starts, strict=True)))
+
+
+jax.tree_util.register_pytree_node(Link, _flatten, _unflatten)
+
+
 @jax.custom_jvp
-def joined(*operands: Any) -> Any:
+def join_operands(*operands: Any) -> Any:
     """Returns the operands of a product of activations, whose gradients are read together.
 
     Both operands of a product with batch dimensions are large, as in attention. Its gradients need
@@ -303,9 +378,9 @@ def joined(*operands: Any) -> Any:
 
 def _joined_jvp(operands: Any, tangents: Any) -> Any:
     # The gradient of an operand that is a constant is not computed for this.
-    if not any(isinstance(each, SymbolicZero) for each in tangents):
+    if not any(isinstance(tangent, SymbolicZero) for tangent in tangents):
         tangents = jax.lax.optimization_barrier(tangents)
     return tuple(operands), tuple(tangents)
 
 
-joined.defjvp(_joined_jvp, symbolic_zeros=True)
+join_operands.defjvp(_joined_jvp, symbolic_zeros=True)

@@ -12,56 +12,69 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from .._jax import JaxprEqn, bind, cast, dot_dimensions, operation, programs, with_preferred_type
+from .._jax import (
+    JaxprEqn,
+    bind,
+    cast,
+    dot_dimensions,
+    operation,
+    programs,
+    walk_equation,
+    with_preferred_type,
+    with_result_type,
+)
 from . import table
+from .casts import is_logits
 from .frame import Frame
-from .readers import equations, has_gradient, is_logits
-from .recompute import LONGEST, collected, joined, named
-from .values import FLOAT32, Constant, Kind, Parameter, Product, ToRound, elements, is_float32
+from .readers import has_gradient
+from .recompute import LONGEST, collect, join_operands, name_starts
+from .values import (
+    FLOAT32,
+    Constant,
+    Kind,
+    Parameter,
+    Product,
+    ToRound,
+    count_elements,
+    is_float32,
+)
 
-Rule = Callable[[Frame, JaxprEqn], Sequence[Any]]
+Outputs = Sequence[Any]
+Rule = Callable[[Frame, JaxprEqn], Outputs]
 
 
-def as_written(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def run_as_written(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation in the dtypes that the program declares."""
-    return bind(eqn, [frame.wide(atom) for atom in eqn.invars])
+    return bind(eqn, frame.read_inputs_wide(eqn))
 
 
-def in_float32(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def run_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation in float32, or leaves it to a chain."""
     if _fits_chain(frame, eqn):
-        return chained(frame, eqn)
-    return as_written(frame, eqn)
+        return leave_to_chain(frame, eqn)
+    return run_as_written(frame, eqn)
 
 
-def chained(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def leave_to_chain(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Leaves an equation to the chain of what it reads, or to a new one if that is too long."""
     length = 1
     for atom in eqn.invars:
-        link = frame.link(atom)
+        link = frame.link_of(atom)
         if link is not None:
             length += link.size
     if length > LONGEST or frame.repeats < 0:
-        _end_chains(frame, eqn)
-        if not _reads_narrow(frame, eqn):
-            return as_written(frame, eqn)
+        frame.compute_links(eqn)
+        if not frame.reads_narrow(eqn):
+            return run_as_written(frame, eqn)
     for index, var in enumerate(eqn.outvars):
-        frame.defer(var, frame.linked(eqn, index))
+        frame.defer(var, frame.link(eqn, index))
     return ()
 
 
-def _end_chains(frame: Frame, eqn: JaxprEqn) -> None:
-    """Computes what an equation reads, so that no longer chain comes of it."""
-    for atom in eqn.invars:
-        if frame.link(atom) is not None:
-            frame.values[atom] = frame.wide(atom)
-            del frame.links[atom]
-
-
-def is_chained_call(frame: Frame, eqn: JaxprEqn) -> bool:
+def is_call_for_chain(frame: Frame, eqn: JaxprEqn) -> bool:
     """Returns whether a call is of elementwise operations in float32, and may be in a chain."""
-    has_float32 = not table.FLOAT32_ELEMENTWISE.isdisjoint(_primitives(eqn))
-    if not has_float32 and not _reads_link(frame, eqn):
+    has_float32 = not table.FLOAT32_ELEMENTWISE.isdisjoint(_walk_operations(eqn))
+    if not has_float32 and not frame.reads_link(eqn):
         return False
     return _fits_chain(frame, eqn)
 
@@ -70,20 +83,25 @@ def _fits_chain(frame: Frame, eqn: JaxprEqn) -> bool:
     """Returns whether an equation may be part of a chain, as its start or further on."""
     if operation(eqn) not in table.CHAINED or not all(map(is_float32, eqn.outvars)):
         return False
-    if any(programs(eqn)) and not table.CHAINED.issuperset(_primitives(eqn)):
+    if any(programs(eqn)) and not table.CHAINED.issuperset(_walk_operations(eqn)):
         return False
     if eqn.primitive.name == "add":
         return _sum_fits_chain(frame, eqn)
-    return _reads_link(frame, eqn) or _reads_narrow(frame, eqn)
+    return frame.reads_link(eqn) or frame.reads_narrow(eqn)
+
+
+def _walk_operations(eqn: JaxprEqn) -> Iterator[str]:
+    """Yields the names of the operations of an equation and of the programs that it holds."""
+    return map(operation, walk_equation(eqn))
 
 
 def _sum_fits_chain(frame: Frame, eqn: JaxprEqn) -> bool:
     """Returns whether a sum may be part of a chain: it goes on with one, but never starts it."""
-    if not _reads_link(frame, eqn) or _is_residual(frame, eqn):
+    if not frame.reads_link(eqn) or _is_residual(frame, eqn):
         return False
     for atom in eqn.invars:
-        is_constant = isinstance(frame.kind(atom), Constant | Parameter)
-        if not (is_constant or frame.is_narrow(atom) or frame.link(atom)):
+        is_constant = isinstance(frame.kind_of(atom), Constant | Parameter)
+        if not (is_constant or frame.is_narrow(atom) or frame.link_of(atom)):
             return False
     return True
 
@@ -95,53 +113,57 @@ def _is_residual(frame: Frame, eqn: JaxprEqn) -> bool:
     """
     is_shared = False
     for atom in eqn.invars:
-        if frame.link(atom) is not None and frame.readers[atom] > 1:
+        if frame.link_of(atom) is not None and frame.readers.numbers[atom] > 1:
             is_shared = True
     first, second = eqn.invars
-    return is_shared and _sources(frame, first) != _sources(frame, second)
+    return is_shared and _find_starts(frame, first) != _find_starts(frame, second)
 
 
-def _sources(frame: Frame, atom: Any) -> set[Any]:
+def _find_starts(frame: Frame, atom: Any) -> set[Any]:
     """Returns the identities of the arrays that a value is computed from."""
-    link = frame.link(atom)
+    link = frame.link_of(atom)
     if link is None:
-        return {frame.identity(atom)}
-    _, arrays = collected(link)
-    return set(arrays)
+        return {frame.identity_of(atom)}
+    return set(collect(link).starts)
 
 
-def _reads_link(frame: Frame, eqn: JaxprEqn) -> bool:
-    """Returns whether an equation reads a value that is not computed yet."""
-    return any(map(frame.link, eqn.invars))
-
-
-def _reads_narrow(frame: Frame, eqn: JaxprEqn) -> bool:
-    return any(map(frame.is_narrow, eqn.invars))
-
-
-def _primitives(eqn: JaxprEqn) -> Iterator[str]:
-    """Yields the names of the primitives of an equation and of the programs that it holds."""
-    for inner in equations(eqn):
-        yield operation(inner)
-
-
-def product(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def multiply_matrices(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a matrix product or a convolution in half precision, and others as written."""
-    if id(eqn) not in frame.half_readers:
-        return as_written(frame, eqn)
-    operands = [frame.half(atom) for atom in eqn.invars]
-    if eqn.primitive.name == "dot_general" and any(batch for _, batch in dot_dimensions(eqn)):
-        operands = joined(*operands)
+    if id(eqn) not in frame.readers.products:
+        return run_as_written(frame, eqn)
+    operands = _read_operands(frame, eqn)
+    precision = frame.precision
     if is_logits(eqn, frame.place.owner):
-        return [_multiply_into_float32(eqn, operands, frame.dtype)]
+        return [_multiply_into_float32(eqn, operands, precision.narrow)]
     frame.kinds[eqn.outvars[0]] = Product()
+    if precision.operand != precision.narrow:
+        return bind(eqn, operands, with_result_type(eqn, precision.narrow))
     # JAX asks for float32 outputs in any float32 program. In half precision nothing is lost, as
     # hardware accumulates in float32 anyway.
-    params = with_preferred_type(eqn, FLOAT32, frame.dtype)
-    return bind(eqn, operands, params)
+    return bind(eqn, operands, with_preferred_type(eqn, FLOAT32, precision.narrow))
 
 
-def _multiply_into_float32(eqn: JaxprEqn, operands: Sequence[Any], dtype: Any) -> Any:
+def _read_operands(frame: Frame, eqn: JaxprEqn) -> list[Any]:
+    """Returns what a product in half precision reads."""
+    arrays = list(map(frame.read_half, eqn.invars))
+    if _is_of_activations(eqn):
+        arrays = join_operands(*arrays)
+    operands = []
+    for atom, array in zip(eqn.invars, arrays, strict=True):
+        if is_float32(atom):
+            array = frame.precision.as_operand(array)
+        operands.append(array)
+    return operands
+
+
+def _is_of_activations(eqn: JaxprEqn) -> bool:
+    """Returns whether a product has batch dimensions, such as those of attention."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    return any(batch for _, batch in dot_dimensions(eqn))
+
+
+def _multiply_into_float32(eqn: JaxprEqn, operands: Sequence[Any], dtype: np.dtype) -> jax.Array:
     """Returns a product of half-precision arrays in float32. Its derivative is in half precision.
 
     JAX's own derivative would multiply float32 cotangents by half-precision operands, for which
@@ -150,188 +172,228 @@ def _multiply_into_float32(eqn: JaxprEqn, operands: Sequence[Any], dtype: Any) -
     params = with_preferred_type(eqn, FLOAT32, dtype)
 
     @jax.custom_jvp
-    def multiply(*operands: Any) -> Any:
+    def multiply(*operands: Any) -> jax.Array:
         return bind(eqn, operands)[0]
 
-    def derive(operands: Any, tangents: Any) -> Any:
+    def derive(operands: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         terms = []
         for i, tangent in enumerate(tangents):
-            if not isinstance(tangent, SymbolicZero):
-                varied = [*operands[:i], tangent, *operands[i + 1 :]]
-                terms.append(cast(bind(eqn, varied, params)[0], FLOAT32))
+            if isinstance(tangent, SymbolicZero):
+                continue
+            varied = list(operands)
+            varied[i] = tangent
+            (term,) = bind(eqn, varied, params)
+            terms.append(cast(term, FLOAT32))
         return multiply(*operands), sum(terms[1:], start=terms[0])
 
     multiply.defjvp(derive, symbolic_zeros=True)
     return multiply(*operands)
 
 
-def follow(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def follow_inputs(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation in half precision if all its floating-point arrays are in it.
 
     What it reads may have other readers, whose cotangents its own are to meet in float32. It runs
     in float32 then, unless its own come from products, and are rounded already.
     """
+    if _reads_wide(frame, eqn):
+        return run_in_float32(frame, eqn)
+    holds_programs = any(programs(eqn))  # such as a comparator, which is typed in float32
+    if holds_programs or not frame.reads_narrow(eqn):
+        return run_as_written(frame, eqn)
+    if not has_gradient(eqn):
+        return bind(eqn, list(map(frame.read_half_without_gradient, eqn.invars)))
+    is_summed = eqn.primitive.name in table.SUMMED_BACKWARD
+    gives_rounded = not is_summed and _is_only_rounded(frame, eqn)
+    if frame.reads_meeting(eqn) and not gives_rounded:
+        return _follow_in_float32(frame, eqn)
+    if is_summed:
+        return _run_wide_and_round(frame, eqn)
+    return bind(eqn, list(map(frame.read_own_half, eqn.invars)))
+
+
+def _reads_wide(frame: Frame, eqn: JaxprEqn) -> bool:
+    """Returns whether an equation reads a float32 value that is neither narrow nor a constant."""
     for atom in eqn.invars:
         is_wide = is_float32(atom) and not frame.is_narrow(atom)
-        if is_wide and not isinstance(frame.kind(atom), Constant):
-            return in_float32(frame, eqn)
-    holds_programs = any(programs(eqn))  # such as a comparator, which is typed in float32
-    if holds_programs or not _reads_narrow(frame, eqn):
-        return as_written(frame, eqn)
-    if not has_gradient(eqn):
-        return bind(eqn, [frame.half_without_gradient(atom) for atom in eqn.invars])
-    is_summed = eqn.primitive.name in table.SUMMED_BACKWARD
-    if any(map(frame.meets, eqn.invars)) and (is_summed or not _is_only_rounded(frame, eqn)):
-        return _follow_in_float32(frame, eqn)
-    if not is_summed:
-        return bind(eqn, [frame.own_half(atom) for atom in eqn.invars])
-    outputs = []
-    for value, var in zip(as_written(frame, eqn), eqn.outvars, strict=True):
-        if is_float32(var):
-            frame.wides[var] = value
-            value = cast(value, frame.dtype)
-        outputs.append(value)
-    return outputs
+        if is_wide and not isinstance(frame.kind_of(atom), Constant):
+            return True
+    return False
 
 
 def _is_only_rounded(frame: Frame, eqn: JaxprEqn) -> bool:
     """Returns whether what an equation returns is only read to be rounded, as by a product."""
-    return all(var in frame.only_half for var in eqn.outvars if is_float32(var))
+    return all(map(frame.is_only_rounded, filter(is_float32, eqn.outvars)))
 
 
-def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def _run_wide_and_round(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates an equation in float32. What it returns is in half precision."""
+    outputs = []
+    for value, var in zip(run_as_written(frame, eqn), eqn.outvars, strict=True):
+        if is_float32(var):
+            frame.wides[var] = value
+            value = cast(value, frame.precision.narrow)
+        outputs.append(value)
+    return outputs
+
+
+def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation in float32, or leaves it to a chain. What it returns is narrow."""
     if _fits_chain(frame, eqn):
-        return chained(frame, eqn)
+        return leave_to_chain(frame, eqn)
     outputs = []
-    for value, var in zip(as_written(frame, eqn), eqn.outvars, strict=True):
+    for value, var in zip(run_as_written(frame, eqn), eqn.outvars, strict=True):
         if is_float32(var):
             value = ToRound(value)
         outputs.append(value)
     return outputs
 
 
-def elementwise(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def follow_elementwise(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an elementwise equation that follows its inputs."""
-    var: Any = eqn.outvars[0]
-    narrow: list[Any] = [atom for atom in eqn.invars if frame.is_narrow(atom)]
-    broadcasts = any(atom.aval.shape != var.aval.shape for atom in narrow)
-    if broadcasts and is_float32(var):
+    output: Any = eqn.outvars[0]
+    if is_float32(output) and _broadcasts_narrow(frame, eqn, output.aval.shape):
         # The derivative of broadcasting is a sum, which is to be computed in float32.
-        return chained(frame, eqn)
-    return follow(frame, eqn)
+        return leave_to_chain(frame, eqn)
+    return follow_inputs(frame, eqn)
 
 
-def move(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def _broadcasts_narrow(frame: Frame, eqn: JaxprEqn, shape: Any) -> bool:
+    """Returns whether a narrow value that an equation reads has another shape than its output."""
+    inputs: list[Any] = eqn.invars
+    return any(frame.is_narrow(atom) and atom.aval.shape != shape for atom in inputs)
+
+
+def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation that moves the elements of its first input."""
     moved = eqn.invars[0]
-    kind = frame.kind(moved)
-    for var in eqn.outvars:
-        size = elements(var)
-        if isinstance(kind, Parameter) and size < kind.size:
-            frame.kinds[var] = Parameter(size)
-        else:
-            frame.kinds[var] = kind
+    _keep_kind(frame, eqn)
     if eqn.primitive.name == "broadcast_in_dim" and is_float32(moved):
-        frame.grown[eqn.outvars[0]] = frame.linked_besides(eqn)
-    link = frame.link(moved)
-    if operation(eqn) == "name" and link is not None:
-        # Name what the backward pass keeps: the arrays that the chain starts from.
-        link = named(link, lambda half: bind(eqn, [half])[0])
-        frame.defer(eqn.outvars[0], link)
+        frame.grown[eqn.outvars[0]] = frame.link_besides(eqn)
+    if operation(eqn) != "name":
+        return follow_inputs(frame, eqn)
+
+    def name(half: jax.Array) -> jax.Array:
+        return bind(eqn, [half])[0]
+
+    # Name what the backward pass keeps: the arrays that a chain starts from, and of two views of a
+    # value the half-precision one.
+    link = frame.link_of(moved)
+    if link is not None:
+        frame.defer(eqn.outvars[0], name_starts(link, name))
         return ()
-    if operation(eqn) == "name" and frame.meets(moved):
-        # The named array is what the backward pass keeps, and that is the half-precision one.
-        views = frame.both(moved)
-        return [views._replace(half=bind(eqn, [views.half])[0])]
-    return follow(frame, eqn)
+    if frame.meets(moved):
+        views = frame.read_views(moved)
+        return [views._replace(half=name(views.half))]
+    return follow_inputs(frame, eqn)
 
 
-def add(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def _keep_kind(frame: Frame, eqn: JaxprEqn) -> None:
+    """Gives what an equation returns the kind of what it moves. Fewer elements may be left."""
+    kind = frame.kind_of(eqn.invars[0])
+    for var in eqn.outvars:
+        frame.kinds[var] = kind
+        if isinstance(kind, Parameter):
+            size = min(kind.size, count_elements(var))
+            frame.kinds[var] = Parameter(size)
+
+
+def add(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a sum. What is added to a product, such as a bias, is added in float32.
 
     The sum is rounded for what reads it in half precision, and for nothing else.
     """
     first, second = eqn.invars
-    var = eqn.outvars[0]
-    for atom, added in ((first, second), (second, first)):
-        if not isinstance(frame.kind(atom), Product):
+    total = eqn.outvars[0]
+    for term, added in ((first, second), (second, first)):
+        if not isinstance(frame.kind_of(term), Product):
             continue
-        added_kind = frame.kind(added)
-        is_bias = _is_bias(added_kind, var)
+        added_kind = frame.kind_of(added)
+        is_bias = _is_bias(added_kind, total)
         if is_bias or isinstance(added_kind, Product):
-            frame.kinds[var] = Product()
-        if is_bias and (frame.is_narrow(atom) or frame.link(atom) is not None):
-            return chained(frame, eqn)
-    return elementwise(frame, eqn)
+            frame.kinds[total] = Product()
+        if is_bias and (frame.is_narrow(term) or frame.link_of(term) is not None):
+            return leave_to_chain(frame, eqn)
+    return follow_elementwise(frame, eqn)
 
 
 def _is_bias(kind: Kind, total: Any) -> bool:
     """Returns whether what is added is a parameter, and smaller than the sum if that has rows."""
     if not isinstance(kind, Parameter):
         return False
-    return total.aval.ndim <= 1 or kind.size < elements(total)
+    return total.aval.ndim <= 1 or kind.size < count_elements(total)
 
 
-def multiply(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def multiply(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a product of elements. That of a value with itself is a power."""
     first, second = eqn.invars
     if first is second:
-        return in_float32(frame, eqn)
-    return elementwise(frame, eqn)
+        return run_in_float32(frame, eqn)
+    return follow_elementwise(frame, eqn)
 
 
-def subtract(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def subtract(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a difference. It cancels digits, so it is rounded only if something needs that.
 
     Before an exponential or a power, as in softmax, a variance or a loss, nothing does.
     """
-    if eqn.outvars[0] in frame.only_float32:
-        return in_float32(frame, eqn)
-    return elementwise(frame, eqn)
+    if eqn.outvars[0] in frame.readers.only_float32:
+        return run_in_float32(frame, eqn)
+    return follow_elementwise(frame, eqn)
 
 
-def convert(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def convert(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a cast that the program itself makes."""
     atom: Any = eqn.invars[0]
     var: Any = eqn.outvars[0]
     dtype = np.dtype(var.aval.dtype)
-    if is_float32(atom) and dtype == frame.dtype:
-        return [frame.own_half(atom)]
-    if frame.is_narrow(atom) and dtype == FLOAT32:
-        frame.kinds[var] = frame.kind(atom)
-        return [frame.passed(atom)]
     if frame.is_narrow(atom):
-        # Cast from half precision: a cast to float32 first would restore no digits.
-        return bind(eqn, [frame.own_half(atom)])
+        return [_convert_narrow(frame, eqn, dtype)]
+    if is_float32(atom) and dtype == frame.precision.narrow:
+        return [frame.read_own_half(atom)]
     if is_float32(atom) and dtype == FLOAT32:
         return move(frame, eqn)
-    if atom.aval.dtype == frame.dtype and dtype == FLOAT32:
-        frame.written[var] = frame.wide(atom)  # what casting it back would give, exactly
-    return as_written(frame, eqn)
+    if atom.aval.dtype == frame.precision.narrow and dtype == FLOAT32:
+        frame.written[var] = frame.read_wide(atom)  # what casting it back would give, exactly
+    return run_as_written(frame, eqn)
 
 
-def barrier(frame: Frame, eqn: JaxprEqn) -> Sequence[Any]:
+def _convert_narrow(frame: Frame, eqn: JaxprEqn, dtype: np.dtype) -> Any:
+    """Returns a narrow value in a dtype.
+
+    It is cast from half precision: a cast to float32 first would restore no digits.
+    """
+    atom = eqn.invars[0]
+    if dtype == FLOAT32:
+        frame.kinds[eqn.outvars[0]] = frame.kind_of(atom)
+        return frame.read_for_call(atom)
+    half = frame.read_own_half(atom)
+    if dtype == frame.precision.narrow:
+        return half
+    return bind(eqn, [half])[0]
+
+
+def pass_barrier(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an `optimization_barrier`, whose outputs are its inputs, each in its precision."""
     inputs = []
     for atom in eqn.invars:
         if frame.is_narrow(atom):
-            inputs.append(frame.own_half(atom))
+            inputs.append(frame.read_own_half(atom))
         else:
-            inputs.append(frame.wide(atom))
+            inputs.append(frame.read_wide(atom))
     return bind(eqn, inputs)
 
 
 SIMPLE_RULES: dict[str, Rule] = {
-    **dict.fromkeys(table.FLOAT32, in_float32),
-    **dict.fromkeys(table.PRODUCTS, product),
-    **dict.fromkeys(table.ELEMENTWISE, elementwise),
+    **dict.fromkeys(table.FLOAT32, run_in_float32),
+    **dict.fromkeys(table.PRODUCTS, multiply_matrices),
+    **dict.fromkeys(table.ELEMENTWISE, follow_elementwise),
     **dict.fromkeys(table.MOVES, move),
-    **dict.fromkeys(table.CHOICES, follow),
+    **dict.fromkeys(table.CHOICES, follow_inputs),
     # Some of the operations above, by rules of their own.
     "add": add,
     "mul": multiply,
     "sub": subtract,
     "convert_element_type": convert,
-    "optimization_barrier": barrier,
+    "optimization_barrier": pass_barrier,
 }

@@ -4,20 +4,28 @@ A call of `autocast` warns of each primitive once. If it has nothing else to war
 it changed nothing at all.
 """
 
-import itertools
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
-import jax.numpy as jnp
 
 from .. import _jax
-from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, operation, programs
+from .._jax import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    holds_inexact,
+    operation,
+    programs,
+    variables,
+    walk_program,
+)
 from . import table
-from .readers import casts_anything, equations, half_carries, has_products, variables
+from .carries import find_half_carries
+from .casts import casts_anything, has_products
 from .values import is_float32, is_full_precision
 
 _NO_RULE = "`autocast` has no rule for it"
@@ -35,7 +43,7 @@ _READERS = {
 _LOOPS = {"scan", "while", "cond"}
 
 # The primitives that the call under way has warned of.
-_named: ContextVar[frozenset[str]] = ContextVar("named", default=frozenset())
+_warned_of: ContextVar[frozenset[str]] = ContextVar("warned_of", default=frozenset())
 
 # For each program that was searched: what is left in it, and why.
 _left: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
@@ -43,44 +51,56 @@ _left: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
 
 def forget_warnings() -> None:
     """Begins a call, which warns of each primitive once."""
-    _named.set(frozenset())
+    _warned_of.set(frozenset())
 
 
 def warn_of_what_is_left(program: ClosedJaxpr, rules: Container[str]) -> None:
     """Warns of the primitives in a program whose products, if any, run as they are written."""
     for name, reason in _find_left(program, rules).items():
-        if name not in _named.get():
-            _named.set(_named.get() | {name})
-            _warn(
-                f"`autocast`: the products inside of the JAX primitive `{name}` run as they are "
-                f"written, because {reason}. If that is what you want, mark it with "
-                "`jaxscale.full_precision`."
-            )
+        if name in _warned_of.get():
+            continue
+        _warned_of.set(_warned_of.get() | {name})
+        _warn(
+            f"`autocast`: the products inside of the JAX primitive `{name}` run as they are "
+            f"written, because {reason}. If that is what you want, mark it with "
+            "`jaxscale.full_precision`."
+        )
 
 
 def _find_left(program: Jaxpr | ClosedJaxpr, rules: Container[str]) -> dict[str, str]:
+    """Returns for each primitive whose products run as they are written, why they do."""
     jaxpr = _jax.closed(program).jaxpr
     if jaxpr not in _left:
-        found: dict[str, str] = {}
-        from_host: set[Any] = set()  # what callbacks return that nothing in float32 went into
-        for eqn in jaxpr.eqns:
-            if is_full_precision(eqn):
-                continue
-            name = operation(eqn)
-            given = set(filter(is_float32, variables(eqn.invars)))
-            if name in table.OPAQUE and from_host.issuperset(given):
-                # Such as the errors of Equinox: the second of two callbacks gets what the first
-                # returns, to run after it.
-                from_host.update(eqn.outvars)
-                continue
-            reason = _why_left(eqn) if name in _READERS or name not in rules else None
-            if reason:
-                found[eqn.primitive.name] = reason
-            elif name in _READERS:
-                for inner in programs(eqn):
-                    found |= _find_left(inner, rules)
-        _left[jaxpr] = found
+        _left[jaxpr] = _search_left(jaxpr, rules)
     return _left[jaxpr]
+
+
+def _search_left(jaxpr: Jaxpr, rules: Container[str]) -> dict[str, str]:
+    left: dict[str, str] = {}
+    from_host: set[Any] = set()  # what callbacks return that nothing in float32 went into
+    for eqn in jaxpr.eqns:
+        if is_full_precision(eqn):
+            continue
+        name = operation(eqn)
+        if name in table.OPAQUE and _reads_nothing_but(from_host, eqn):
+            # Such as the errors of Equinox: the second of two callbacks gets what the first
+            # returns, to run after it.
+            from_host.update(eqn.outvars)
+            continue
+        reason = None
+        if name in _READERS or name not in rules:
+            reason = _why_left(eqn)
+        if reason:
+            left[eqn.primitive.name] = reason
+        elif name in _READERS:
+            for inner in programs(eqn):
+                left |= _find_left(inner, rules)
+    return left
+
+
+def _reads_nothing_but(known: set[Any], eqn: JaxprEqn) -> bool:
+    """Returns whether an equation reads no float32 values besides those that are known."""
+    return known.issuperset(filter(is_float32, variables(eqn.invars)))
 
 
 def _why_left(eqn: JaxprEqn) -> str | None:
@@ -91,13 +111,22 @@ def _why_left(eqn: JaxprEqn) -> str | None:
     try:
         read(eqn)
     except _jax.UnknownFormError:
-        if any(programs(eqn)) and not has_products(eqn):
-            return None
-        reason = _OWN_TYPES if _jax.takes_own_types(eqn) else _UNKNOWN_FORM
-        held = _jax.class_of_object(eqn)
-        return f"{reason} (it is a `{held}`)" if held else reason
+        return _why_not_read(eqn)
     is_with_refs = eqn.primitive.name in _LOOPS and any(map(_jax.is_ref, eqn.invars))
-    return _NO_RULE if is_with_refs and has_products(eqn) else None
+    if is_with_refs and has_products(eqn):
+        return _NO_RULE
+    return None
+
+
+def _why_not_read(eqn: JaxprEqn) -> str | None:
+    """Returns why an equation has another form than is known, `None` if no product is in it."""
+    if any(programs(eqn)) and not has_products(eqn):
+        return None
+    reason = _OWN_TYPES if _jax.takes_own_types(eqn) else _UNKNOWN_FORM
+    class_name = _jax.class_of_object(eqn)
+    if class_name is None:
+        return reason
+    return f"{reason} (it is a `{class_name}`)"
 
 
 def _may_have_products(eqn: JaxprEqn) -> bool:
@@ -109,7 +138,9 @@ def _may_have_products(eqn: JaxprEqn) -> bool:
     """
     if eqn.primitive.name in table.OPAQUE:
         return any(map(is_float32, eqn.outvars))
-    return has_products(eqn) if any(programs(eqn)) else _jax.reaches_program(eqn)
+    if any(programs(eqn)):
+        return has_products(eqn)
+    return _jax.reaches_program(eqn)
 
 
 def warn_if_unchanged(program: ClosedJaxpr, name: str, carries_may_be_half: bool) -> None:
@@ -117,7 +148,7 @@ def warn_if_unchanged(program: ClosedJaxpr, name: str, carries_may_be_half: bool
 
     Not if something in it was warned of, is marked, or is in half precision already.
     """
-    if _named.get():
+    if _warned_of.get():
         return
     if not casts_anything(program):
         reason = _why_nothing_is_cast(program)
@@ -126,7 +157,7 @@ def warn_if_unchanged(program: ClosedJaxpr, name: str, carries_may_be_half: bool
                 f"`autocast` changes nothing in `{name}`: {reason}. Wrap the function that has the "
                 "products, such as the loss or the model, or leave `autocast` out."
             )
-    elif carries_may_be_half and not any(map(_has_half_carries, _equations(program))):
+    elif carries_may_be_half and not any(map(_has_half_carries, walk_program(program))):
         _warn(
             f"`autocast(half_carries=True)` carries nothing in half precision in `{name}`: it has "
             "no `jax.lax.scan` with a carry that is computed from a product of itself. Leave "
@@ -136,36 +167,37 @@ def warn_if_unchanged(program: ClosedJaxpr, name: str, carries_may_be_half: bool
 
 def _why_nothing_is_cast(program: ClosedJaxpr) -> str:
     """Returns why a program without products to cast has none, or `""` if that is as it should."""
-    eqns = list(_equations(program))
-    if any(map(is_full_precision, eqns)):
-        return ""
-    products = [eqn for eqn in eqns if eqn.primitive.name in table.PRODUCTS]
-    dtypes = {dtype.name for eqn in products for dtype in _floating(*eqn.invars, *eqn.outvars)}
+    has_floats = False
+    dtypes: set[str] = set()  # of products
+    for eqn in walk_program(program):
+        if is_full_precision(eqn):
+            return ""
+        if any(holds_inexact(var.aval) for var in eqn.outvars):
+            has_floats = True
+        if eqn.primitive.name in table.PRODUCTS:
+            dtypes.update(_name_inexact([*eqn.invars, *eqn.outvars]))
     if not dtypes.isdisjoint(("float16", "bfloat16")):
         return ""
     others = sorted(dtypes - {"float32"})
     if others:
         return f"its products are in {', '.join(others)}, and only those in float32 are cast"
-    if not any(_floating(*eqn.outvars) for eqn in eqns):
+    if not has_floats:
         return ""
     return "there is no product of float32 matrices in it, and no convolution"
 
 
-def _floating(*atoms: Any) -> list[Any]:
-    """Returns the dtypes of those of some variables that are floating-point or complex."""
-    dtypes = (getattr(atom.aval, "dtype", None) for atom in atoms)
-    return [each for each in dtypes if each is not None and jnp.issubdtype(each, jnp.inexact)]
+def _name_inexact(atoms: Iterable[Any]) -> set[str]:
+    """Returns the names of the floating-point and complex dtypes of some variables."""
+    return {atom.aval.dtype.name for atom in atoms if holds_inexact(atom.aval)}
 
 
 def _has_half_carries(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name != "scan":
+        return False
     try:
-        return eqn.primitive.name == "scan" and any(half_carries(_jax.scan(eqn)))
+        return any(find_half_carries(_jax.scan(eqn)))
     except _jax.UnknownFormError:
         return False
-
-
-def _equations(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
-    return itertools.chain.from_iterable(map(equations, program.jaxpr.eqns))
 
 
 def _warn(message: str) -> None:

@@ -4,10 +4,10 @@ A value that the program declares as float32 may be computed in half precision: 
 then. What else is known of a value decides what a narrow one does beside it.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
@@ -16,6 +16,28 @@ from .._jax import JaxprEqn, Literal, cast, scope_names
 from .table import FULL_PRECISION
 
 FLOAT32 = np.dtype("float32")
+
+
+class Precision(NamedTuple):
+    """The precisions of a program that is rewritten, besides float32.
+
+    Today both are the dtype that the user asks for. Another kind of operand, such as float8, is
+    made of a narrow value in `as_operand`, and only products see it.
+
+    Attributes:
+      operand: that in which products read their operands.
+      narrow: that of narrow values: what products return, what follows it, and what chains keep
+        for the backward pass.
+    """
+
+    operand: np.dtype
+    narrow: np.dtype
+
+    def as_operand(self, array: jax.Array) -> jax.Array:
+        """Returns the operand of a product that a narrow array is."""
+        if self.operand == self.narrow:
+            return array
+        return cast(array, self.operand)
 
 
 class Constant(NamedTuple):
@@ -38,13 +60,13 @@ class ToRound(NamedTuple):
     Its cotangents meet others further back, and are not to be rounded before.
     """
 
-    wide: Any
+    wide: jax.Array
 
 
 Kind = Constant | Parameter | Product | None
 
 
-def elements(atom: Any) -> float:
+def count_elements(atom: Any) -> float:
     """Returns how many elements an array has, or infinity if its shape is not known yet."""
     shape = atom.aval.shape
     for size in shape:
@@ -57,17 +79,6 @@ def is_float32(atom: Any) -> bool:
     """Returns whether a variable or a literal is declared as a float32 array."""
     aval = atom.aval
     return type(aval) is ShapedArray and aval.dtype == FLOAT32
-
-
-def is_inexact(aval: Any) -> bool:
-    """Returns whether values of a type are floating-point or complex numbers."""
-    dtype = getattr(aval, "dtype", None)  # a token has none
-    return dtype is not None and _is_inexact(dtype)
-
-
-@functools.cache
-def _is_inexact(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def is_full_precision(eqn: JaxprEqn) -> bool:
@@ -98,14 +109,14 @@ def as_declared(value: Any, atom: Any) -> Any:
     return cast(array, FLOAT32, weak_type)
 
 
-def parameter(var: Any) -> Kind:
+def kind_of_input(var: Any) -> Kind:
     """Returns the kind of an array that a program is given."""
     if not is_float32(var):
         return None
-    return Parameter(elements(var))
+    return Parameter(count_elements(var))
 
 
-def literal_kind(literal: Literal, dtype: Any) -> Kind:
+def kind_of_literal(literal: Literal, dtype: np.dtype) -> Kind:
     """Returns `Constant` if a half-precision dtype holds a number: it is 0, normal, inf or NaN.
 
     A mask of -1e9 or an epsilon of 1e-8 would become -inf or 0. They stay in float32, and the

@@ -19,14 +19,13 @@ from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
 from .. import _jax
-from .._autocast.readers import under_autocast
-from .._boundary import check_cotangent, mark_boundary
+from .._boundary import check_cotangent, mark_boundary, under_autocast
 from .._trees.checks import int32, normal_float32
 from .._trees.flat import Flat, array_names
 from .._trees.nnx_objects import wrap_call
 from .._trees.tree import blank, cast, widen
-from .head_and_tail import Part, is_inexact, split
-from .reduction import read, sizes
+from .head_and_tail import Part, split
+from .reduction import reduce_gradients, reduce_sizes
 from .scaled import Scaled, divide, multiply
 from .verdict import agree, agree_on_sizes, axis_names, no_such_axis
 
@@ -185,7 +184,7 @@ def _call(options: _Options, fun: Callable[..., Any], args: Any, kwargs: Any) ->
         return tuple(_jax.jaxpr_as_fun(program)(*inputs))
 
     def forward(*inputs: Any) -> Any:
-        perturbed = tuple(each.perturbed and is_inexact(each.value) for each in inputs)
+        perturbed = tuple(each.perturbed and _jax.holds_inexact(each.value) for each in inputs)
         for each, is_perturbed, name in zip(inputs, perturbed, input_names, strict=True):
             if is_perturbed and _jax.has_narrow_range(each.value.dtype):
                 raise TypeError(_HALF_INPUT.format(name, each.value.dtype))
@@ -203,7 +202,7 @@ def _call(options: _Options, fun: Callable[..., Any], args: Any, kwargs: Any) ->
         with mark_boundary():
             outputs = scaled(*consts, *flat.arrays)
     except TypeError as error:
-        if "forward-mode" not in str(error):
+        if not _jax.is_of_forward_mode(error):
             raise
         raise TypeError(_NO_FORWARD) from error
     return flat.restored(outputs)
@@ -246,7 +245,7 @@ class _Plan:
         # If none has a tangent, no rule was asked.
         have_tangents = have_tangents or [False] * len(self.entries)
         entries = list(itertools.compress(self.entries, have_tangents))
-        inexact = [atom for atom in self.tail.outputs if is_inexact(atom.aval)]
+        inexact = [atom for atom in self.tail.outputs if _jax.holds_inexact(atom.aval)]
 
         def note_entries(*given: Any) -> Any:
             return *_note_zeros(*given[: len(entries)]), *given[len(entries) :]
@@ -261,7 +260,7 @@ class _Plan:
         self, kept: Any, pull_head: Any, pull_tail: Any, cotangents: Any, options: _Options
     ) -> tuple[Any, ...]:
         """Returns the gradients for all inputs, `None` for those that have none."""
-        given = [each for each in cotangents if is_inexact(each)]
+        given = [each for each in cotangents if _jax.holds_inexact(each)]
         with _noting() as are_zeros:
             pulled = pull_tail([_zero(x.aval) if isinstance(x, SymbolicZero) else x for x in given])
         number = len(pulled) - len(self.tail_by)
@@ -300,7 +299,7 @@ class _Plan:
 
         scale, is_finite = jnp.float32(options.scale or 1), jnp.array(True)
         if options.scale is None or options.retries:
-            bits = sizes(Scaled(entering), by_leaf=True).numbers
+            bits = reduce_sizes(Scaled(entering), by_leaf=True).numbers
             _, agreed = agree_on_sizes(jnp.zeros(0, jnp.bool_), dict(enumerate(bits)), axes)
             found = jnp.stack(list(agreed.values()))
             is_finite = jnp.all(jnp.isfinite(found))
@@ -450,7 +449,7 @@ def _repeated(
     @jax.jit  # traced once, for its types and for the loop
     def one_pass(scale: jax.Array, number: jax.Array) -> tuple[list[Any], jax.Array]:
         gradients = pull(scale)
-        again = ~agree(read(gradients).finite(), axes) & may_repeat & (number < retries)
+        again = ~agree(reduce_gradients(gradients).finite(), axes) & may_repeat & (number < retries)
         return gradients, again
 
     def body(carry: Any) -> Any:

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec
 
 from .. import _jax
 from .._autocast.callers import Owner, owner_of
-from .._autocast.readers import has_gradient, has_products, reads_half, variables
+from .._autocast.casts import has_products, reads_half
+from .._autocast.readers import has_gradient
 from .._jax import (
     ClosedJaxpr,
     JaxprEqn,
@@ -28,6 +29,7 @@ from .._jax import (
     context,
     programs,
     source,
+    variables,
 )
 
 
@@ -82,12 +84,12 @@ class Part:
 
         What each is cast to becomes an input. The second result says of what it is a cast.
         """
-        wide = {var for var in by if not is_half(var.aval)}
+        wide = {var for var in by if not _jax.holds_half(var.aval)}
         sources: dict[Any, Any] = {
             step.outvars[0]: step.invars[0]
             for step in self.steps
             if step.eqn.primitive.name == "convert_element_type"
-            and is_half(step.outvars[0].aval)
+            and _jax.holds_half(step.outvars[0].aval)
             and not wide.isdisjoint(variables(step.invars))
         }
         steps = [step for step in self.steps if sources.keys().isdisjoint(step.outvars)]
@@ -101,7 +103,7 @@ class Part:
             is_stopped = step.eqn.primitive.name == "stop_gradient"
             if not is_stopped and not found.isdisjoint(variables(step.invars)):
                 written = (*step.outvars, *_refs(step))
-                found.update(var for var in written if is_inexact(var.aval))
+                found.update(var for var in written if _jax.holds_inexact(var.aval))
         return found
 
 
@@ -220,7 +222,7 @@ class _HalfFinder:
         atoms = {*eqn.outvars}
         if inner is None:
             atoms.update(variables(eqn.invars))
-        if any(is_half(atom.aval) for atom in atoms & pulled):
+        if any(_jax.holds_half(atom.aval) for atom in atoms & pulled):
             return True
         if inner is not None:
             return any(map(self.holds_half, inner.jaxpr.eqns))
@@ -346,20 +348,6 @@ class _Splitter:
         return self._known[key]
 
 
-def is_half(aval: Any) -> bool:
-    """Returns whether arrays of a type are floating-point numbers of 16 bits or fewer."""
-    return _jax.is_half(_dtype_of(aval))
-
-
-def is_inexact(aval: Any) -> bool:
-    """Returns whether an array, or arrays of a type, are floating-point or complex numbers."""
-    return _jax.is_inexact(_dtype_of(aval))
-
-
-def _dtype_of(aval: Any) -> Any:
-    return getattr(aval, "dtype", None)  # a token has none
-
-
 def _refs(eqn: JaxprEqn | _Step) -> Iterator[Any]:
     """Yields the refs that an equation reads or writes: mutable arrays."""
     return filter(_jax.is_ref, (*eqn.invars, *eqn.outvars))
@@ -427,4 +415,4 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
 
 
 def _is_typed_half(eqn: JaxprEqn) -> bool:
-    return any(is_half(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
+    return any(_jax.holds_half(atom.aval) for atom in (*eqn.invars, *eqn.outvars))

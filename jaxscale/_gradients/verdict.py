@@ -5,15 +5,22 @@ last overflow was in, for `track_leaves=True`.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from .._trees.tree import cast, leaf_name, list_gradients, map_gradients, replace_gradients
-from .reduction import read, sizes
+from .reduction import (
+    Reduction,
+    float_bits,
+    float_of_bits,
+    reduce_gradients,
+    reduce_sizes,
+)
 from .scaled import Scaled
 
 
@@ -39,7 +46,7 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
       >>> jaxscale.all_finite({"w": jnp.array([3e38, 3e38]), "b": None})
       Array(True, dtype=bool)
     """
-    return agree(read(tree).finite(), axis_name)
+    return agree(reduce_gradients(tree).finite(), axis_name)
 
 
 def largest(grads: Scaled, axis_name: Any = None) -> jax.Array | None:
@@ -48,86 +55,94 @@ def largest(grads: Scaled, axis_name: Any = None) -> jax.Array | None:
     Of complex gradients, real and imaginary parts count. It is inf or NaN exactly if one of them
     is, or becomes so as it is unscaled, and at most float32's largest number if none is.
     """
-    evidence = sizes(grads)
-    return agree_on_size(evidence.bits(), axis_name) if evidence.holds_sizes else None
+    reduction = reduce_sizes(grads)
+    if not reduction.holds_sizes:
+        return None  # there are no gradients
+    return agree_on_size(reduction.largest_bits(), axis_name)
 
 
 def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
     """Returns `finite` where it holds on every device along `axis_name`."""
     if axis_name is None:
         return finite
-    return _least(finite.astype(jnp.int32), axis_name) == 1
+    return _find_least(finite.astype(jnp.int32), axis_name) == 1
 
 
-def _least(numbers: jax.Array, axis_name: Any) -> jax.Array:
+def _find_least(numbers: jax.Array, axis_name: Any) -> jax.Array:
     """Returns the least of some numbers on all devices along `axis_name`, each for itself."""
     try:
         return jax.lax.pmin(numbers, axis_name)
     except NameError as error:
-        raise no_such_axis(
-            f"`axis_name={axis_name!r}` of `loss_scaled` or `all_finite`", "verdict"
-        ) from error
+        call = f"`axis_name={axis_name!r}` of `loss_scaled` or `all_finite`"
+        raise no_such_axis(call, "verdict") from error
 
 
-def no_such_axis(given: str, what: str) -> NameError:
-    """Returns the error for an `axis_name` that was given where there is no such axis.
+def no_such_axis(call: str, what: str) -> NameError:
+    """Returns the error for an `axis_name` that was passed where there is no such axis.
 
     `what` is what the devices along it were to agree on.
     """
     return NameError(
-        f"{given} names an axis of the `shard_map` or `pmap` around this call, and there is none "
+        f"{call} names an axis of the `shard_map` or `pmap` around this call, and there is none "
         "of that name. Under `jit` alone leave it out: an array there is whole, on however many "
         f"devices, and so is the {what}."
     )
 
 
-def axis_names(axis_name: Any) -> tuple[Any, ...]:
+def axis_names(axis_name: Any) -> tuple[Hashable, ...]:
     """Returns the names in an `axis_name`, which is one, a tuple of several, or `None`."""
+    if axis_name is None:
+        return ()
     if isinstance(axis_name, tuple | list):
         return tuple(axis_name)
-    return () if axis_name is None else (axis_name,)
+    return (axis_name,)
 
 
 def agree_on_sizes(
-    finite: jax.Array, bits: dict[Any, jax.Array], axis_name: Any
+    finite: jax.Array, sizes: dict[Any, jax.Array], axis_name: Any
 ) -> tuple[jax.Array, dict[Any, jax.Array]]:
     """Returns what `agree` does for a `bool[n]`, and the largest of some sizes, in one message.
 
-    The sizes of this device are given as the bits of an `f32[]`, which is what is returned.
+    The sizes of this device are the bits of an `f32[]` each. An `f32[]` each is returned.
     """
-    if not bits:
+    if not sizes:
         return agree(finite, axis_name), {}
     if axis_name is not None:
         # Negated, as the least number counts. As an integer, since what becomes of NaN in a
         # maximum of floats is up to the library that devices exchange numbers by.
-        local = jnp.append(finite.astype(jnp.int32), -jnp.stack(list(bits.values())))
-        least = _least(local, axis_name)
-        finite = least[: -len(bits)] == 1
-        bits = dict(zip(bits, -least[-len(bits) :], strict=True))
-    return finite, {name: _as_float(each) for name, each in bits.items()}
+        flags = finite.astype(jnp.int32)
+        negated = -jnp.stack(list(sizes.values()))
+        least = _find_least(jnp.append(flags, negated), axis_name)
+        finite = least[: -len(sizes)] == 1
+        largest = -least[-len(sizes) :]
+        sizes = dict(zip(sizes, largest, strict=True))
+    return finite, {name: float_of_bits(bits) for name, bits in sizes.items()}
 
 
 def agree_on_size(bits: jax.Array, axis_name: Any) -> jax.Array:
     """Returns the largest of a size on all devices along `axis_name`, as `agree_on_sizes` does."""
-    return agree_on_sizes(jnp.zeros(0, jnp.bool_), {"size": bits}, axis_name)[1]["size"]
+    _, sizes = agree_on_sizes(jnp.zeros(0, jnp.bool_), {"size": bits}, axis_name)
+    return sizes["size"]
 
 
 def norm_bits(norm: jax.Array) -> jax.Array:
     """Returns the bits of a norm in float32, of inf if the gradients were not finite."""
-    return _bits(cast(jnp.where(norm >= 0, norm, jnp.inf), jnp.float32))
+    return float_bits(cast(jnp.where(norm >= 0, norm, jnp.inf), jnp.float32))
 
 
-def _bits(number: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(number, jnp.int32)
-
-
-def _as_float(bits: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _ordered(bits: jax.Array) -> jax.Array:
-    """Returns integers in the order of floats, negative ones too, given their bits, and back."""
+def _in_order(bits: jax.Array) -> jax.Array:
+    """Returns the bits of floats as integers in the order of the floats, or turns these back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+class Questions(NamedTuple):
+    """What a verdict answers, besides whether the gradients and the loss are finite."""
+
+    by_leaf: bool  # which gradients are finite
+    largest: bool  # how large the largest gradient is
+    squares: bool  # the sum of all squares
+    agreed_norm: bool  # if there are squares, a norm that all devices agree on
+    agreed_loss: bool  # if there is a loss, one that all devices agree on
 
 
 class Verdict(NamedTuple):
@@ -143,49 +158,91 @@ class Verdict(NamedTuple):
     largest: jax.Array | None = None  # the largest gradient, an f32[], if the policy needs it
 
 
-def judge(
+class _Passes(NamedTuple):
+    """The passes over the gradients of a step that its verdict rests on."""
+
+    decisive: list[Reduction]  # the gradients are finite if each of these says so
+    largest: Reduction  # holds the largest gradient, if that is asked for
+    squares: Reduction  # holds the sum of squares, if that is asked for
+
+
+def judge_gradients(
     grads: Scaled,
     loss: Any,
     axis_name: Any,
     *,
-    seen: Scaled | None,
-    by_leaf: bool,
-    wants_largest: bool,
-    wants_squares: bool,
-    agrees_on_norm: bool,
-    agrees_on_loss: bool,
+    before_hook: Scaled | None,
+    questions: Questions,
 ) -> Verdict:
-    """Returns the verdict on the gradients and the loss of one step.
+    """Judges the gradients and the loss of one step.
 
-    `seen` are the gradients before a hook changed them, if one did. The verdict covers both, as a
-    clip hides an inf; the largest is that of `seen`, and the norm that of `grads`. The flags say
-    what else to find (`by_leaf` is which gradients are finite), and on what devices agree, too.
+    `before_hook` are the gradients before a hook changed them, if one did. The verdict covers both,
+    as a clip hides an inf; the largest is that before the hook, and the norm that of `grads`.
     """
-    first = grads if seen is None else seen
-    if wants_largest:
-        found = sizes(first, by_leaf=by_leaf)
+    passes = _make_passes(grads, before_hook, questions)
+    flags = _find_flags(passes.decisive, loss, questions.by_leaf)
+    squares = None
+    if questions.squares:
+        squares = passes.squares.squares()
+    sizes = {}
+    if passes.largest.holds_sizes:
+        sizes["largest"] = passes.largest.largest_bits()
+    if squares is not None and questions.agreed_norm:
+        sizes["norm"] = norm_bits(jnp.sqrt(squares))
+    if loss is not None and questions.agreed_loss:
+        sizes["loss"] = _in_order(float_bits(cast(loss, jnp.float32)))
+    flags, agreed = agree_on_sizes(flags, sizes, axis_name)
+    grads_finite, loss_finite, *leaves_finite = flags
+    agreed_loss = agreed.get("loss")
+    if agreed_loss is not None:
+        agreed_loss = float_of_bits(_in_order(float_bits(agreed_loss)))
+        # In its own dtype: how far a loss is rounded matters to whoever judges it.
+        agreed_loss = cast(agreed_loss, jnp.result_type(loss))
+    return Verdict(
+        axis_name=axis_name,
+        grads_finite=grads_finite,
+        loss_finite=loss_finite,
+        leaves_finite=leaves_finite,
+        squares=squares,
+        norm=agreed.get("norm"),
+        loss=agreed_loss,
+        largest=agreed.get("largest"),
+    )
+
+
+def _make_passes(grads: Scaled, before_hook: Scaled | None, questions: Questions) -> _Passes:
+    """Makes the passes that answer the questions of `judge_gradients`: one, or two."""
+    original = grads
+    if before_hook is not None:
+        original = before_hook
+    if questions.largest:
+        first = reduce_sizes(original, by_leaf=questions.by_leaf)
     else:
-        found = read(first.divided, by_leaf=by_leaf, squares=wants_squares and seen is None)
-    passes, with_squares = [found], found
-    if seen is not None:
-        with_squares = read(grads.divided, by_leaf=by_leaf, squares=wants_squares)
-        passes.append(with_squares)
-    elif wants_largest and wants_squares:
-        with_squares = read(grads.divided, squares=True)
-    leaves = zip(*(each.finite_groups() for each in passes), strict=True) if by_leaf else ()
-    held = [[each.finite() for each in passes], [all_finite(loss)], *leaves]
-    local = jnp.stack([functools.reduce(jnp.bitwise_and, each) for each in held])
-    squares = with_squares.squares() if wants_squares else None
-    bits = {"largest": found.bits()} if found.holds_sizes else {}
-    if squares is not None and agrees_on_norm:
-        bits["norm"] = norm_bits(jnp.sqrt(squares))
-    if loss is not None and agrees_on_loss:
-        bits["loss"] = _ordered(_bits(cast(loss, jnp.float32)))
-    (grads_finite, loss_finite, *leaves_finite), known = agree_on_sizes(local, bits, axis_name)
-    if "loss" in known:
-        # In its own dtype: how far a loss is rounded matters to who judges it.
-        known["loss"] = cast(_as_float(_ordered(_bits(known["loss"]))), jnp.result_type(loss))
-    return Verdict(axis_name, grads_finite, loss_finite, leaves_finite, squares, **known)
+        needs_squares = questions.squares and before_hook is None
+        first = reduce_gradients(original.divided, by_leaf=questions.by_leaf, squares=needs_squares)
+    if before_hook is not None:
+        second = reduce_gradients(
+            grads.divided, by_leaf=questions.by_leaf, squares=questions.squares
+        )
+        return _Passes(decisive=[first, second], largest=first, squares=second)
+    if questions.largest and questions.squares:
+        second = reduce_gradients(grads.divided, squares=True)
+        return _Passes(decisive=[first], largest=first, squares=second)
+    return _Passes(decisive=[first], largest=first, squares=first)
+
+
+def _find_flags(passes: Sequence[Reduction], loss: Any, by_leaf: bool) -> jax.Array:
+    """Returns a `bool[n]`: if the gradients are finite, the loss, and with `by_leaf` each leaf."""
+    leaves = []
+    if by_leaf:
+        leaves = [reduction.finite_groups() for reduction in passes]
+    finite = [reduction.finite() for reduction in passes]
+    parts = [finite, [all_finite(loss)], *zip(*leaves, strict=True)]
+    return jnp.stack([_all_hold(flags) for flags in parts])
+
+
+def _all_hold(flags: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.bitwise_and, flags)
 
 
 def flags_by_leaf(tree: Any, finite: Sequence[jax.Array] | None = None) -> Any:
@@ -199,9 +256,10 @@ def flags_by_leaf(tree: Any, finite: Sequence[jax.Array] | None = None) -> Any:
         # One flag that is never set. `optax.tree_map_params` finds the parameters in a state by
         # calling `init` with placeholders, and would take an empty tree of flags for parameters.
         return jnp.array(False)
-    if finite is None:  # each in a buffer of its own, as a donated state may hold none twice
+    if finite is None:
+        # Each in a buffer of its own, as a donated state may hold none twice.
         return replace_gradients(tree, [jnp.array(False) for _ in gradients])
-    return replace_gradients(tree, [~each for each in finite])
+    return replace_gradients(tree, [~flag for flag in finite])
 
 
 def last_flags(flags: Any, new: Any, grads_finite: jax.Array) -> Any:
@@ -210,15 +268,17 @@ def last_flags(flags: Any, new: Any, grads_finite: jax.Array) -> Any:
     def choose(flag: Any, new: Any) -> Any:
         if flag is None:
             return None
-        # A parameter without a gradient has no gradient that could overflow.
-        return jnp.where(grads_finite, flag, jnp.array(False) if new is None else new)
+        if new is None:
+            new = jnp.array(False)  # without a gradient, nothing could overflow
+        return jnp.where(grads_finite, flag, new)
 
     return jax.tree.map(choose, flags, new, is_leaf=lambda flag: flag is None)
 
 
 def named_flags(flags: Any) -> dict[str, Any]:
     """Returns the flags under the paths of their leaves: `params/Dense_0/kernel`."""
-    return {leaf_name(path): flag for path, flag in jax.tree_util.tree_leaves_with_path(flags)}
+    pairs = jax.tree_util.tree_leaves_with_path(flags)
+    return {leaf_name(path): flag for path, flag in pairs}
 
 
 def flagged_paths(flags: Any) -> list[str]:
@@ -227,13 +287,13 @@ def flagged_paths(flags: Any) -> list[str]:
     return [name for name, flag in named.items() if np.any(flag)]
 
 
-def global_norm(grads: Any) -> jax.Array:
+def global_norm(grads: optax.Updates) -> jax.Array:
     """Returns the square root of the sum of all squares, an `f32[]` or wider."""
-    return jnp.sqrt(read(grads, squares=True).squares())
+    return jnp.sqrt(reduce_gradients(grads, squares=True).squares())
 
 
-def clip_by_global_norm(grads: Any, norm: jax.Array, max_norm: float) -> Any:
-    """Returns gradients of a known norm, scaled down to `max_norm` if that is less.
+def clip_by_global_norm(grads: optax.Updates, norm: jax.Array, max_norm: float) -> optax.Updates:
+    """Scales gradients of a known norm down to `max_norm` if that is less.
 
     The rule is that of `optax.clip_by_global_norm`, but with one factor, as XLA treats a division
     as expensive and would store a gradient that an optimizer uses twice.
@@ -243,4 +303,8 @@ def clip_by_global_norm(grads: Any, norm: jax.Array, max_norm: float) -> Any:
         return grads  # nothing is clipped; in the norm's dtype the number would be inf
     max_norm = max(max_norm, float(info.smallest_normal))  # below it, 0 / 0
     factor = max_norm / jnp.maximum(norm, max_norm)  # exactly 1 if the norm is less
-    return map_gradients(lambda leaf: leaf * cast(factor, jnp.finfo(leaf.dtype).dtype), grads)
+
+    def clip(leaf: jax.Array) -> jax.Array:
+        return leaf * cast(factor, jnp.finfo(leaf.dtype).dtype)
+
+    return map_gradients(clip, grads)

@@ -1,11 +1,11 @@
-"""What a dtype can hold. A token or an abstract value without a dtype is no number: pass `None`."""
+"""What a dtype can hold. `holds_*` ask that of an array or a type, which need not have a dtype."""
 
 import functools
 from typing import Any
 
 import jax.numpy as jnp
 
-__all__ = ["has_narrow_range", "is_half", "is_inexact"]
+__all__ = ["has_narrow_range", "holds_half", "holds_inexact", "is_half", "is_inexact"]
 
 _FLOAT32 = jnp.finfo(jnp.float32)
 
@@ -29,3 +29,16 @@ def has_narrow_range(dtype: Any) -> bool:
     What float32 holds may overflow or flush to 0 in it. bfloat16 has the range of float32.
     """
     return is_inexact(dtype) and jnp.finfo(dtype).maxexp < _FLOAT32.maxexp
+
+
+def holds_inexact(typed: Any) -> bool:
+    """Returns whether an array, or a type, is of floating-point or complex numbers.
+
+    The type of a token has no dtype, and holds none.
+    """
+    return is_inexact(getattr(typed, "dtype", None))
+
+
+def holds_half(typed: Any) -> bool:
+    """Returns whether an array, or a type, is floating-point with fewer bits than float32."""
+    return is_half(getattr(typed, "dtype", None))

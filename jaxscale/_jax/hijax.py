@@ -9,9 +9,10 @@ Without any flag, `jax.lax.custom_root` and a few functions of `jax.numpy` have 
 write such operations themselves (`jax.experimental.hijax`).
 """
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -38,6 +39,16 @@ _FLAGS = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
 # Whether what is made now is the derivative part of a forward-mode rule. Reverse mode transposes
 # that as it stands.
 in_forward_rule: ContextVar[bool] = ContextVar("in_forward_rule", default=False)
+
+
+@contextlib.contextmanager
+def making_forward_rule() -> Iterator[None]:
+    """Inside of this context, what is made is the derivative part of a forward-mode rule."""
+    token = in_forward_rule.set(True)
+    try:
+        yield
+    finally:
+        in_forward_rule.reset(token)
 
 
 def form_asked_for() -> tuple[bool, ...]:

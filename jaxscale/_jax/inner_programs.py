@@ -1,7 +1,7 @@
 """Programs, and the programs that equations hold."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import Jaxpr as Jaxpr
@@ -53,6 +53,26 @@ def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
         with contextlib.suppress(UnknownFormError):
             yield program_of_object(eqn)
     yield from _own_programs(eqn)
+
+
+def walk_program(program: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
+    """Yields all equations of a program, and of the programs that these hold."""
+    for eqn in program.eqns:
+        yield from walk_equation(eqn)
+
+
+def walk_equation(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """Yields an equation, and all equations of the programs that it holds."""
+    yield eqn
+    for program in programs(eqn):
+        yield from walk_program(program)
+
+
+def variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    """Yields those of some variables and literals that are variables."""
+    for atom in atoms:
+        if not isinstance(atom, Literal):
+            yield atom
 
 
 def _own_programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:

@@ -37,3 +37,8 @@ def with_preferred_type(eqn: JaxprEqn, old: Any, new: Any) -> dict[str, Any]:
     if eqn.params.get("preferred_element_type") != old:
         return eqn.params
     return eqn.params | {"preferred_element_type": new}
+
+
+def with_result_type(eqn: JaxprEqn, dtype: Any) -> dict[str, Any]:
+    """Returns the parameters of a product whose result is of a dtype, whatever it multiplies."""
+    return eqn.params | {"preferred_element_type": dtype}

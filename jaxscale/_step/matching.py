@@ -198,15 +198,38 @@ def check_same_optimizer(
 
 
 def _explain_difference(state: Any, expected: TreeTypes) -> str:
-    """Returns what `init` makes and what a state has instead, empty if they are alike."""
-    types = types_of(state)
-    if types.structure != expected.structure:
-        return f"makes {expected.structure}, got {types.structure}"
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    triples = zip(leaves, types.leaves, expected.leaves, strict=True)
-    for (path, _), (shape, _), (expected_shape, _) in triples:
+    """Returns what `init` makes and what a state has instead, empty if they are alike.
+
+    A state may hold None in place of an array. It was made for a part of the parameters then, such
+    as those that `eqx.filter` leaves of a module with a dropout rate.
+    """
+    entries = _entries_at(expected.structure, state)
+    if entries is None:
+        return f"makes {expected.structure}, got {jax.tree.structure(state)}"
+    paths = iter(jax.tree_util.tree_leaves_with_path(state))
+    for entry, (expected_shape, _) in zip(entries, expected.leaves, strict=True):
+        if entry is None:
+            continue
+        path, _ = next(paths)
+        shape = getattr(entry, "shape", None)
         # A scalar may have been replaced by numbers of the user's own, such as learning rates.
         if expected_shape and shape != expected_shape:
             place = jax.tree_util.keystr(path)
             return f"makes an array of shape {expected_shape} at {place}, got one of shape {shape}"
     return ""
+
+
+def _entries_at(structure: Any, tree: Any) -> list[Any] | None:
+    """Returns what a tree has at each leaf of a structure: a leaf, or None.
+
+    It is `None` as a whole if the tree has another structure.
+    """
+    try:
+        entries = structure.flatten_up_to(tree)
+    except (TypeError, ValueError):
+        return None
+    for entry in entries:
+        is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(entry))
+        if entry is not None and not is_leaf:
+            return None
+    return entries

@@ -23,11 +23,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._gradients.reduction import nans_are_errors
-from .._gradients.reduction import read as reduce_gradients
+from .._gradients.reduction import nans_are_errors, reduce_gradients
 from .._gradients.scaled import Scaled
-from .._gradients.verdict import Verdict, agree_on_size, flags_by_leaf, last_flags, norm_bits
-from .._gradients.verdict import judge as judge_gradients
+from .._gradients.verdict import (
+    Questions,
+    Verdict,
+    agree_on_size,
+    flags_by_leaf,
+    judge_gradients,
+    last_flags,
+    norm_bits,
+)
 from .._policies.base import CheckedLossScale, LossScale, adjust_scale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.spikes import SpikeRule
@@ -186,17 +192,20 @@ class WrappedOptimizer:
         # The optimizer clips the mean of a window, so the norm of a micro-batch is of no use to it.
         clips_these = self.max_norm is not None and not self.window.averages
         needs_squares = judges_spikes or clips_these
+        questions = Questions(
+            # The state decides, not `track_leaves`: its structure must not change.
+            by_leaf=state.nonfinite_leaves is not None,
+            largest=self.policy.needs_largest,
+            squares=needs_squares and not nans_are_errors(),
+            agreed_norm=judges_spikes or state.grad_norm is not None,
+            agreed_loss=judges_spikes,
+        )
         verdict = judge_gradients(
             result.grads,
             result.loss,
             axis_name,
-            seen=result.grads_before_hook,
-            # The state decides, not `track_leaves`: its structure must not change.
-            by_leaf=state.nonfinite_leaves is not None,
-            wants_largest=self.policy.needs_largest,
-            wants_squares=needs_squares and not nans_are_errors(),
-            agrees_on_norm=judges_spikes or state.grad_norm is not None,
-            agrees_on_loss=judges_spikes,
+            before_hook=result.grads_before_hook,
+            questions=questions,
         )
         if needs_squares and verdict.squares is None:
             return _add_squares(verdict, result.grads)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._autocast.callers import Owner, owner_of
-from .._autocast.readers import why_not_cast
+from .._autocast.casts import why_not_cast
 from .._autocast.table import KERNELS, PRODUCTS
 from .._jax import Jaxpr, JaxprEqn, closed, programs
 from .._trees.flat import Flat

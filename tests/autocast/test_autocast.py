@@ -21,7 +21,7 @@ from training import x64
 
 import jaxscale
 from jaxscale._autocast import table
-from jaxscale._autocast.api import _autocast
+from jaxscale._autocast.api import _make_autocast
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -549,7 +549,7 @@ def test_what_is_rewritten_is_forgotten_with_its_program():
             once(n)
         jax.clear_caches()
         gc.collect()
-        return len(_autocast("float16", False).rewritten)
+        return len(_make_autocast("float16", False).rewritten)
 
     assert remembered_after([0]) >= remembered_after(range(5))
 

@@ -17,8 +17,8 @@ from tables import cases
 from training import x64
 
 import jaxscale
+from jaxscale._gradients.reduction import reduce_gradients, reduce_sizes
 from jaxscale._gradients.scaled import Scaled
-from jaxscale._gradients.verdict import read, sizes
 
 DTYPES = ["float32", "float16", "bfloat16", "complex64", "float64", "complex128"]
 DTYPES += ["float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2fnuz"]
@@ -28,11 +28,11 @@ SHAPES = {f"{i:02}": (3,) for i in range(66)} | {"a": (2, 2), "b": (2, 2), "c": 
 
 
 def finite(tree, **how):
-    return read(tree, **how).finite()
+    return reduce_gradients(tree, **how).finite()
 
 
 def of_sizes(tree, divisor=None, **how):
-    return sizes(Scaled(tree, divisor), **how).finite()
+    return reduce_sizes(Scaled(tree, divisor), **how).finite()
 
 
 def of_a_step(make, **options):
@@ -141,19 +141,24 @@ def test_the_sum_of_squares_is_that_of_all(one_device):
         tree = filled(dtype)
         tree = {k: rng.standard_normal(v.shape).astype(v.dtype) for k, v in tree.items()}
         expected = sum(np.sum(np.abs(leaf.astype(np.complex128)) ** 2) for leaf in tree.values())
-        total = read(tree, squares=True).squares()
+        total = reduce_gradients(tree, squares=True).squares()
         assert total.dtype == jnp.float32
         np.testing.assert_allclose(total, expected, rtol=1e-6)  # a float32 sum of 110 numbers
-    evidence = read({"w": jnp.full(4, 3e38)}, squares=True)
+    evidence = reduce_gradients({"w": jnp.full(4, 3e38)}, squares=True)
     assert (bool(evidence.finite()), float(evidence.squares())) == (True, np.inf)
     with x64():
-        total = read({"a": jnp.full(2, 1e100), "b": np.float32(1)}, squares=True).squares()
+        total = reduce_gradients(
+            {"a": jnp.full(2, 1e100), "b": np.float32(1)}, squares=True
+        ).squares()
         np.testing.assert_allclose(total, 2e200, rtol=1e-15)
 
 
 def test_by_leaf_says_which(one_device):
     tree = filled("float32") | {"a": np.array([[1, np.nan], [1, 1]], np.float32)}
-    for evidence in (read(tree, by_leaf=True), sizes(Scaled(tree), by_leaf=True)):
+    for evidence in (
+        reduce_gradients(tree, by_leaf=True),
+        reduce_sizes(Scaled(tree), by_leaf=True),
+    ):
         assert list(map(bool, evidence.finite_groups())) == [name != "a" for name in sorted(tree)]
 
 

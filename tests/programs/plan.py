@@ -22,6 +22,12 @@ FAST = {
     "losses.log_cosh": DOCTOR,
 }
 
+# Modules with numbers among their leaves: a step has to take the state of a part of them.
+BESIDES = {
+    "reinforcement.decision_transformer": "train_step",
+    "quantization.adapter_on_frozen_attention": "train_step",
+}
+
 
 def two_entries(rows: dict[str, corpus.Row]) -> dict[str, tuple[str, str]]:
     """Returns two entries for each program, so that every family meets every entry."""
@@ -31,5 +37,5 @@ def two_entries(rows: dict[str, corpus.Row]) -> dict[str, tuple[str, str]]:
         for i, name in enumerate(names):
             first = (2 * i + number) % len(ALL_ENTRIES)
             second = (2 * i + number + 1) % len(ALL_ENTRIES)
-            chosen[name] = ALL_ENTRIES[first], ALL_ENTRIES[second]
+            chosen[name] = ALL_ENTRIES[first], BESIDES.get(name, ALL_ENTRIES[second])
     return chosen

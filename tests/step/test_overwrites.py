@@ -21,27 +21,34 @@ OWG = "_overwrite_with_gradient"
 PARAMS = {"params": {"w": jnp.array([1.0, -2.0])}, OWG: {"amax": jnp.array([5.0, 0.0])}}
 
 
-def grads(w, *amax):
+def gradients(w, *amax):
     return {"params": {"w": jnp.full(2, w)}, OWG: {"amax": jnp.array(amax)}}
 
 
-WRAPPERS = {
-    "scaled": lambda tx: jaxscale.loss_scaled(tx, max_norm=1e9),
-    "safe": jaxscale.skip_nonfinite,
-    "checked": lambda tx: jaxscale.skip_nonfinite(tx, check_updates=True, track_leaves=True),
-    "inside": lambda tx: optax.chain(jaxscale.loss_scaled(tx), optax.scale(1.0)),
-}
+def clipped(tx):
+    return jaxscale.loss_scaled(tx, max_norm=1e9)
+
+
+def checked(tx):
+    return jaxscale.skip_nonfinite(tx, check_updates=True, track_leaves=True)
+
+
+def inside_of_a_chain(tx):
+    return optax.chain(jaxscale.loss_scaled(tx), optax.scale(1.0))
+
+
+WHOLE_OPTIMIZERS = [clipped, jaxscale.skip_nonfinite, checked]
 
 
 @cases(
-    "entry, wrap",
-    # Not "inside" with `tx.update`: what comes after would see a difference for a gradient.
-    [*product([step, fused_step], list(WRAPPERS)[:3]), (fused_step, "inside")],
-    fast=[(step, "scaled"), (fused_step, "inside")],
+    "one_step, wrap",
+    # No chain with `tx.update`: what comes after would see a difference for a gradient.
+    [*product([step, fused_step], WHOLE_OPTIMIZERS), (fused_step, inside_of_a_chain)],
+    fast=[(step, clipped), (fused_step, inside_of_a_chain)],
 )
-def test_a_good_step_writes_and_a_bad_one_keeps(entry, wrap):
-    inner = optax.sgd(0.1, momentum=0.9)
-    tx, one_step = WRAPPERS[wrap](inner), jax.jit(entry, static_argnums=0)
+def test_a_good_step_writes_and_a_bad_one_keeps(one_step, wrap):
+    tx = wrap(optax.sgd(0.1, momentum=0.9))
+    compiled_step = jax.jit(one_step, static_argnums=0)
     params, state = PARAMS, tx.init(PARAMS)
     # By hand, and what a bad step must keep.
     for w, amax, expected in (
@@ -49,37 +56,41 @@ def test_a_good_step_writes_and_a_bad_one_keeps(entry, wrap):
         (jnp.inf, (9.0, 9.0), [0.95, -2.05]),
         (0.25, (jnp.inf, 0.0), [0.88, -2.12]),
     ):
-        params, state = one_step(tx, params, state, grads(w, *amax))
+        params, state = compiled_step(tx, params, state, gradients(w, *amax))
         np.testing.assert_allclose(params["params"]["w"], expected, rtol=1e-6)
     # The inf was not written, and the step that held it was not skipped.
     assert params[OWG]["amax"].tolist() == [7, 0]
-    if wrap != "inside":  # the optimizer does not see them
+    if wrap is not inside_of_a_chain:  # the optimizer does not see them
         assert len(jax.tree.leaves(state.inner_state)) == 1
 
 
-def test_a_window_writes_the_largest_and_a_bare_optimizer_what_it_does_not_see():
+def test_a_bare_optimizer_writes_what_it_does_not_see():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    params, _ = fused_step(tx, PARAMS, tx.init(PARAMS), grads(0.5, 7.0, 3.0))
+    params, _ = fused_step(tx, PARAMS, tx.init(PARAMS), gradients(0.5, 7.0, 3.0))
     assert params[OWG]["amax"].tolist() == [7, 3]
     assert params["params"]["w"].tolist() == [0.5, -2.5]
+
+
+def test_a_window_writes_the_largest():
     tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.sgd(1.0)), 3)
-    for entry in (step, fused_step):
+    for one_step in (step, fused_step):
         params, state = PARAMS, tx.init(PARAMS)
         for amax in ((7.0, 1.0), (3.0, jnp.inf), (4.0, 2.0)):
             assert_same_bits(params, PARAMS)
-            params, state = entry(tx, params, state, grads(0.5, *amax))
+            params, state = one_step(tx, params, state, gradients(0.5, *amax))
         assert params[OWG]["amax"].tolist() == [7, 2]
 
 
 def test_sums_are_right_to_the_rounding_of_the_larger_value_and_never_0():
     """p + u cannot always be exact. Statistics of 0 would stop FP8 training for good."""
     rng = np.random.default_rng(0)
-    old, new = (jnp.array(10.0 ** rng.uniform(-6, 6, 4000), jnp.float32) for _ in range(2))
+    old = jnp.array(10.0 ** rng.uniform(-6, 6, 4000), jnp.float32)
+    new = jnp.array(10.0 ** rng.uniform(-6, 6, 4000), jnp.float32)
     tx = jaxscale.loss_scaled(optax.sgd(1.0))
     params = {"w": jnp.ones(()), OWG: old}
-    changed = {"w": jnp.ones(()), OWG: new}
-    moved, _ = jax.jit(step, static_argnums=0)(tx, params, tx.init(params), changed)
-    result = moved[OWG]
+    grads = {"w": jnp.ones(()), OWG: new}
+    params, _ = jax.jit(step, static_argnums=0)(tx, params, tx.init(params), grads)
+    result = params[OWG]
     error = np.abs(np.asarray(result, np.float64) - new)
     assert (error <= np.spacing(np.maximum(old, new))).all()
     assert (result != 0).all()
@@ -125,14 +136,17 @@ def test_flaxs_fp8_statistics(windowed):
     assert state.opt_state.total_notfinite == 1
 
 
+MATRIX_PRODUCT = (((1,), (0,)), ((), ()))  # dimensions that are contracted, and batches
+
+
 class Product(nnx.Module):
     def __init__(self):
         self.w = nnx.Param(jnp.eye(16))
         self.product = nnx.bridge.ToNNX(Fp8DirectDotGeneralOp(), nnx.Rngs(0))
-        self.product.lazy_init(X, self.w[...], (((1,), (0,)), ((), ())))
+        self.product.lazy_init(X, self.w[...], MATRIX_PRODUCT)
 
     def __call__(self, x):
-        return self.product(x, self.w[...], (((1,), (0,)), ((), ())))
+        return self.product(x, self.w[...], MATRIX_PRODUCT)
 
 
 def test_flaxs_fp8_statistics_in_nnx():

@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +15,41 @@ from tables import assert_same_bits, avals, cases, counters, fused_step, step
 import jaxscale
 
 RULE = jaxscale.SpikeRule(window=8, min_history=4)
-# For each step, what its gradients are multiplied by, and what is added to its loss.
+
+
+class Batch(NamedTuple):
+    """What the gradients of a step are multiplied by, and what is added to its loss."""
+
+    factor: float
+    offset: float
+
+
+HEALTHY = [Batch(1.0 + 0.1 * (i % 3), 0.01 * (i % 2)) for i in range(8)]
 STREAM = [
-    *((1.0 + 0.1 * (i % 3), 0.01 * (i % 2)) for i in range(8)),
-    (1000.0, 0.0),  # a spike of the norm
-    (1.1, 0.0),
-    (1.0, 300.0),  # one of the loss
-    (jnp.nan, 0.0),
-    (1.0, jnp.inf),
-    (1.2, 0.01),
+    *HEALTHY,
+    Batch(1000.0, 0.0),  # a spike of the norm
+    Batch(1.1, 0.0),
+    Batch(1.0, 300.0),  # one of the loss
+    Batch(jnp.nan, 0.0),
+    Batch(1.0, jnp.inf),
+    Batch(1.2, 0.01),
 ]
-SPIKES, BAD = {8, 10}, {11, 12}
+SPIKES = {8, 10}
+BAD = {11, 12}
 PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.25)}
 MOMENTUM = optax.sgd(0.01, momentum=0.9)
 
 
 def loss_fn(params, batch):
-    factor, offset = batch
     loss = jnp.sum(params["w"] ** 2) * 0.01 + params["b"]
     # The factor reaches the gradients alone, and the offset the loss alone.
-    return factor * loss - jax.lax.stop_gradient((factor - 1) * loss) + offset
+    excess = jax.lax.stop_gradient((batch.factor - 1) * loss)
+    return batch.factor * loss - excess + batch.offset
+
+
+def params_times(factor):
+    """The parameters times a number, as gradients."""
+    return {name: leaf * factor for name, leaf in PARAMS.items()}
 
 
 def by_hand(tx, one_step=step):
@@ -50,94 +66,111 @@ ENTRIES = {
     "train_step": partial(jaxscale.train_step, loss_fn),
     "retries": partial(jaxscale.train_step, loss_fn, retries=2),
 }
-JUDGED = {
+OPTIMIZERS = {
     "scaled": jaxscale.loss_scaled(MOMENTUM, spikes=RULE),
     "safe": jaxscale.skip_nonfinite(MOMENTUM, spikes=RULE),
     "clipped": jaxscale.skip_nonfinite(MOMENTUM, spikes=RULE, max_norm=1e9),
     "adaptive": jaxscale.loss_scaled(MOMENTUM, "adaptive", spikes=RULE),
 }
-SCALED = [("retries", "scaled"), ("retries", "adaptive")]  # whose scale can fall
+EVERY_PAIR = [
+    *product(["update", "apply_gradients", "train_step"], OPTIMIZERS),
+    # Retries need a scale that can fall.
+    ("retries", "scaled"),
+    ("retries", "adaptive"),
+]
 
 
 @cases(
-    "entry, wrapper",
-    [*product(list(ENTRIES)[:3], JUDGED), *SCALED],
+    "entry, optimizer",
+    EVERY_PAIR,
     fast=[("update", "safe"), ("train_step", "scaled"), ("retries", "adaptive")],
 )
-def test_only_good_steps_are_made(entry, wrapper):
+def test_only_good_steps_are_made(entry, optimizer):
     """The reference makes the good steps by hand, in any order of arithmetic: to rounding."""
-    tx = JUDGED[wrapper]
-    train_step, params, opt_state = jax.jit(ENTRIES[entry](tx)), PARAMS, tx.init(PARAMS)
-    expected, inner_state, types = PARAMS, MOMENTUM.init(PARAMS), avals(opt_state)
+    tx = OPTIMIZERS[optimizer]
+    train_step = jax.jit(ENTRIES[entry](tx))
+    params, opt_state = PARAMS, tx.init(PARAMS)
+    expected, inner_state = PARAMS, MOMENTUM.init(PARAMS)
+    types = avals(opt_state)
     for i, batch in enumerate(STREAM):
+        params_before = params
         before = opt_state
-        new, opt_state, *_ = train_step(params, opt_state, batch)
-        assert avals(opt_state) == types
+        params, opt_state, *_ = train_step(params, opt_state, batch)
+        assert avals(opt_state) == types, i
         assert opt_state.step_applied == (i not in SPIKES | BAD), i
         if opt_state.step_applied:
             grads = jax.grad(loss_fn)(expected, batch)
             expected, inner_state = step(MOMENTUM, expected, inner_state, grads)
         else:
-            assert_same_bits((new, opt_state.inner_state), (params, before.inner_state))
+            assert_same_bits(params, params_before)
+            assert_same_bits(opt_state.inner_state, before.inner_state)
         if i in SPIKES:  # says nothing about the scale, and its growth waits, too
             assert_same_bits(opt_state.scaling, before.scaling)
         if i in BAD:  # enters no window
             assert_same_bits(opt_state.spikes, before.spikes)
-        params = new
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), params, expected)
-    seen = counters(opt_state)
-    assert (seen["total_spikes"], seen["total_notfinite"]) == (len(SPIKES), len(BAD))
-    assert np.isfinite([seen["norm_threshold"], seen["loss_threshold"], seen["grad_norm"]]).all()
+    metrics = counters(opt_state)
+    assert metrics["total_spikes"] == len(SPIKES)
+    assert metrics["total_notfinite"] == len(BAD)
+    for name in ("norm_threshold", "loss_threshold", "grad_norm"):
+        assert np.isfinite(metrics[name]), name
 
 
-WRAPS = {"scaled": jaxscale.loss_scaled, "safe": jaxscale.skip_nonfinite}
+WRAPPERS = {"scaled": jaxscale.loss_scaled, "safe": jaxscale.skip_nonfinite}
+OVERFLOWING = 1e20  # its square is not finite
+SIZES = [OVERFLOWING, 1.0, *[OVERFLOWING] * 21]
 
 
 @pytest.mark.standard_promotion  # Adam raises a float to a power that is an integer
 @cases("one_step", [step, fused_step], fast=[step])
-@cases("wrap", WRAPS, fast=["scaled"])
-def test_gradients_whose_squares_overflow_never_reach_adams_moments(wrap, one_step):
-    tx = WRAPS[wrap](optax.adam(0.01), spikes=RULE)
+@cases("wrapper", WRAPPERS, fast=["scaled"])
+def test_gradients_whose_squares_overflow_never_reach_adams_moments(wrapper, one_step):
+    tx = WRAPPERS[wrapper](optax.adam(0.01), spikes=RULE)
+    compiled_step = jax.jit(partial(one_step, tx))
     params, opt_state = PARAMS, tx.init(PARAMS)
-    run = jax.jit(partial(one_step, tx))
-    for i, size in enumerate([1e20, 1.0, 1e20, *[1e20] * 20]):
-        grads = {name: leaf * size for name, leaf in PARAMS.items()}
+    for i, size in enumerate(SIZES):
+        params_before = params
         before = opt_state
-        new, opt_state = run(params, opt_state, grads, value=jnp.float32(1))
-        assert opt_state.step_applied == (size == 1)
-        if size > 1:
-            assert jnp.isinf(opt_state.grad_norm)
+        params, opt_state = compiled_step(
+            params, opt_state, params_times(size), value=jnp.float32(1)
+        )
+        assert opt_state.step_applied == (size != OVERFLOWING), i
+        if size == OVERFLOWING:
+            assert jnp.isinf(opt_state.grad_norm), i
             assert_same_bits(opt_state.scaling, before.scaling)
-            assert_same_bits((new, opt_state.inner_state), (params, before.inner_state))
+            assert_same_bits(params, params_before)
+            assert_same_bits(opt_state.inner_state, before.inner_state)
         assert jnp.isfinite(opt_state.spikes.grad_norms).all(), i
-        params = new
-    seen = counters(opt_state)
-    assert (seen["total_spikes"], seen["total_norm_overflows"]) == (22, 22)
-    assert (seen["spike_count"], seen["total_notfinite"]) == (21, 0)
+    metrics = counters(opt_state)
+    assert metrics["total_spikes"] == 22
+    assert metrics["total_norm_overflows"] == 22
+    assert metrics["spike_count"] == 21
+    assert metrics["total_notfinite"] == 0
 
 
-@cases("wrapper", JUDGED, fast=["scaled"])
-def test_a_step_without_gradients_is_made_and_not_judged(wrapper):
-    tx = JUDGED[wrapper]
+@cases("optimizer", OPTIMIZERS, fast=["scaled"])
+def test_a_step_without_gradients_is_made_and_not_judged(optimizer):
+    tx = OPTIMIZERS[optimizer]
+    compiled_step = jax.jit(partial(step, tx))
     params, opt_state = PARAMS, tx.init(PARAMS)
-    run = jax.jit(partial(step, tx))
-    for factor, offset in STREAM[:8]:
-        grads = {name: leaf * factor for name, leaf in PARAMS.items()}
-        params, opt_state = run(params, opt_state, grads, value=jnp.float32(offset))
+    for factor, offset in HEALTHY:
+        value = jnp.float32(offset)
+        params, opt_state = compiled_step(params, opt_state, params_times(factor), value=value)
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-    new, after = run(params, opt_state, zeros, value=jnp.float32(1e6))
+    params_after, after = compiled_step(params, opt_state, zeros, value=jnp.float32(1e6))
     assert after.step_applied
     assert after.total_steps == opt_state.total_steps + 1
     assert_same_bits(after.spikes, opt_state.spikes)
-    assert (new["w"] != params["w"]).all()  # by its momentum
+    assert (params_after["w"] != params["w"]).all()  # by its momentum
 
 
 def test_micro_batches_are_judged_one_by_one():
-    tx = jaxscale.multi_steps(JUDGED["safe"], 2)
-    train_step, params, opt_state = jax.jit(by_hand(tx)), PARAMS, tx.init(PARAMS)
+    tx = jaxscale.multi_steps(OPTIMIZERS["safe"], 2)
+    train_step = jax.jit(by_hand(tx))
+    params, opt_state = PARAMS, tx.init(PARAMS)
     for i, batch in enumerate(STREAM[:10]):
         params, opt_state = train_step(params, opt_state, batch)
-        assert opt_state.step_applied == (i not in SPIKES)
+        assert opt_state.step_applied == (i not in SPIKES), i
     assert opt_state.inner_state.gradient_step == 5
     assert counters(opt_state)["total_spikes"] == 1
 
@@ -145,38 +178,45 @@ def test_micro_batches_are_judged_one_by_one():
 def test_a_loss_is_judged_by_the_largest_of_all_devices():
     tx = jaxscale.skip_nonfinite(MOMENTUM, spikes=RULE, axis_name="d")
 
-    def one(last):
+    def train(last_loss):
+        """Six steps, in the last of which the second device has another loss than -1."""
         state = tx.init(PARAMS)
-        for i, size in enumerate((1.0, 1.1, 0.9, 1.0, 1.1, 1.0)):
-            grads = {name: leaf * size for name, leaf in PARAMS.items()}
-            value = jnp.where(jax.lax.axis_index("d") == 1, last if i == 5 else -1.0, -1.0)
-            _, state = tx.update(grads, state, PARAMS, value=value)
+        for size in (1.0, 1.1, 0.9, 1.0, 1.1):
+            _, state = tx.update(params_times(size), state, PARAMS, value=jnp.float32(-1))
+        loss = jnp.where(jax.lax.axis_index("d") == 1, last_loss, -1.0)
+        _, state = tx.update(params_times(1.0), state, PARAMS, value=loss)
         return state.step_applied, state.spikes.loss_threshold
 
-    run = jax.jit(jax.vmap(one, axis_name="d", in_axes=None, axis_size=2))
-    assert run(-1.0)[0].tolist() == [True, True]
+    run = jax.jit(jax.vmap(train, axis_name="d", in_axes=None, axis_size=2))
+    applied, _ = run(-1.0)
+    assert applied.tolist() == [True, True]
     applied, threshold = run(5.0)
     assert applied.tolist() == [False, False]
-    assert -1 <= threshold[0] == threshold[1] < 0
+    assert threshold[0] == threshold[1]
+    assert -1 <= threshold[0] < 0
 
 
-def test_nans_that_are_errors_are_not_made():
-    tx, norm = JUDGED["safe"], np.sqrt(1 + 4 + 0.25 + 0.0625)
+@cases("scale, shown", [(1.0, np.sqrt(1 + 4 + 0.25 + 0.0625)), (jnp.inf, jnp.inf)])
+def test_nans_that_are_errors_are_not_made(scale, shown):
+    tx = OPTIMIZERS["safe"]
     state = tx.init(PARAMS)
     with jax.debug_nans(True):
-        for scale, shown in [*[(1.0, norm)] * 5, (jnp.inf, jnp.inf)]:
-            grads = {name: leaf * scale for name, leaf in PARAMS.items()}
-            _, state = jax.jit(tx.update)(grads, state, PARAMS)
-            np.testing.assert_allclose(state.grad_norm, shown, rtol=1e-6)
+        for _ in range(4):
+            _, state = jax.jit(tx.update)(params_times(1.0), state, PARAMS)
+        _, state = jax.jit(tx.update)(params_times(scale), state, PARAMS)
+    np.testing.assert_allclose(state.grad_norm, shown, rtol=1e-6)
 
 
-def test_check_tells_of_spikes_without_end():
-    tx = JUDGED["safe"]
-    state = tx.init(PARAMS)
+@cases("counter, value", [("spike_count", 20), ("total_spikes", 51)])
+def test_check_warns_of_spikes_without_end(counter, value):
+    state = OPTIMIZERS["safe"].init(PARAMS)
     jaxscale.check(state)
-    in_variables = nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)
-    assert jaxscale.metrics(nnx.state(in_variables))["total_spikes"] == 0
-    for fields in ({"spike_count": 20}, {"total_spikes": 51}):
-        spikes = state.spikes._replace(**{k: jnp.array(v) for k, v in fields.items()})
-        with pytest.warns(UserWarning, match="again and again"):
-            jaxscale.check(state._replace(spikes=spikes, total_steps=jnp.array(1000)))
+    spikes = state.spikes._replace(**{counter: jnp.array(value)})
+    with pytest.warns(UserWarning, match="again and again"):
+        jaxscale.check(state._replace(spikes=spikes, total_steps=jnp.array(1000)))
+
+
+def test_metrics_find_spikes_in_variables():
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, OPTIMIZERS["safe"], wrt=nnx.Param)
+    assert jaxscale.metrics(nnx.state(optimizer))["total_spikes"] == 0

@@ -389,3 +389,38 @@ def test_a_weakly_typed_state_compiles_once(name, after):
         ends.append(state)
     assert step._cache_size() == 2  # once for each of the two
     jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+WRAPPERS = {"scaled": jaxscale.loss_scaled, "skip": jaxscale.skip_nonfinite}
+STATEFUL = {
+    "adam": optax.adam(1e-3),
+    "momentum": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
+}
+
+
+@cases("wrapper, inner", product(WRAPPERS, STATEFUL))
+def test_a_module_with_numbers_among_its_leaves_trains(wrapper, inner):
+    """The state has None in their places: a dropout holds its rate, and whether it is off."""
+    model = eqx.nn.MultiheadAttention(2, 4, key=jax.random.key(0))
+    assert any(isinstance(leaf, bool) for leaf in jax.tree.leaves(model))
+
+    def loss_fn(model, x):
+        return jnp.mean(model(x, x, x) ** 2)
+
+    tx = WRAPPERS[wrapper](STATEFUL[inner])
+    train = jaxscale.train_step(loss_fn, tx, transform=eqx.filter_value_and_grad)
+    step = eqx.filter_jit(train)
+    x = jax.random.normal(jax.random.key(1), (3, 4))
+    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    for _ in range(2):
+        before = model
+        model, opt_state, _ = step(model, opt_state, x)
+    moved = jax.tree.map(
+        lambda new, old: jnp.any(new != old),
+        eqx.filter(model, eqx.is_inexact_array),
+        eqx.filter(before, eqx.is_inexact_array),
+    )
+    assert all(jax.tree.leaves(moved))
+    of_others = tx.init(eqx.filter(model.query_proj, eqx.is_inexact_array))
+    with pytest.raises(ValueError, match="the state of another optimizer or of other parameters"):
+        step(model, of_others, x)

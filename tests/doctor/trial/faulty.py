@@ -18,6 +18,7 @@ from trial_entry import (
     mean_square,
     normal,
     ones,
+    project,
     projections,
     zeros,
 )
@@ -29,7 +30,10 @@ POINTS = array([[0.5, 1.0], [2e-3, 2e-3], [-1.0, 0.4]])
 SAMPLES = array([[1.0, 0.5], [-1.0, 0.2], [3.0, 3.5]])
 PIXELS = (512, 512)
 COUNTS = array([[1.0, 0.0], [3.0, 1.0]])
-OFTEN = np.where(np.arange(6000) % 90, np.where(np.arange(6000) % 100, 0, 1), 2)
+# Mostly one token, each hundredth another, and each ninetieth a third.
+OFTEN = np.zeros(6000, int)
+OFTEN[::100] = 1
+OFTEN[::90] = 2
 LARGE_KEYS = [0.02 * eye(4), 40 * eye(4), normal(2, 4, 4, scale=0.01)]
 AS_THEY_ARE = [eye(4), eye(4), normal(2, 4, 4)]
 POSITIONS = np.array([1, 1030, 2051, 2555, 3001, 3997])
@@ -42,19 +46,22 @@ PRODUCT = array([0.99, 0.6, 0.1, 2.9e-8])
 @faulty("overflow", "google/flax/issues/982", tuned=True)
 def minus_1e9(x=normal(3, 5, 4), *, qkv=projections(0)):
     """A causal mask of 0 and 1 times -1e9, which is -inf: 0 times that is NaN."""
-    q, k, v = (x @ w for w in qkv)
-    scores = q @ k.T / 2 + (1 - jnp.tril(jnp.ones((5, 5), x.dtype))) * -1e9  # fault
-    return mean_square(jax.nn.softmax(scores) @ v)
+    q, k, v = project(x, qkv)
+    mask = jnp.tril(jnp.ones((5, 5), x.dtype))
+    bias = (1 - mask) * -1e9  # fault
+    weights = jax.nn.softmax(q @ k.T / 2 + bias)
+    return mean_square(weights @ v)
 
 
 @faulty("input", "pytorch/pytorch/issues/41508", tuned=True)
 def packed_padding(x=normal(3, 5, 4), segment=np.array([1, 1, 2, 2, 0]), *, qkv=projections(0)):
     """Packed sequences: the padding belongs to none, so that its row of the mask is empty."""
-    q, k, v = (x @ w for w in qkv)
-    seen = (segment[:, None] == segment) & (segment > 0)
-    scores = jnp.where(seen, q @ k.T / 2, -jnp.inf)  # fault
+    q, k, v = project(x, qkv)
+    is_token = segment > 0
+    is_seen = (segment[:, None] == segment) & is_token
+    scores = jnp.where(is_seen, q @ k.T / 2, -jnp.inf)  # fault
     y = jax.nn.softmax(scores) @ v  # fault
-    return mean_square(y * (segment > 0)[:, None])
+    return mean_square(y * is_token[:, None])
 
 
 @faulty("overflow", "huggingface/diffusers/pull/1590")
@@ -67,19 +74,25 @@ def scores_before_scaling(half):
         value: eqx.nn.Linear
 
         def __call__(self, x):
-            q, k, v = (jax.vmap(layer)(x) for layer in (self.query, self.key, self.value))
+            q = jax.vmap(self.query)(x)
+            k = jax.vmap(self.key)(x)
+            v = jax.vmap(self.value)(x)
             scores = q @ k.T  # fault
-            return jax.nn.softmax(scores * 16**-0.5) @ v
+            weights = jax.nn.softmax(scores * 16**-0.5)
+            return weights @ v
+
+    def loss_fn(model, x):
+        y = cast(model, half)(x.astype(half))
+        return mean_square(y)
 
     keys = jax.random.split(jax.random.key(0), 3)
     model = Attention(*(eqx.nn.Linear(4, 16, key=key) for key in keys))
-    x = normal(5, 6, 4, scale=250.0)
-    return lambda model, x: mean_square(cast(model, half)(x.astype(half))), model, x
+    return loss_fn, model, normal(5, 6, 4, scale=250.0)
 
 
 @faulty("overflow", "uTensor/uTensor/issues/175")
 def softmax_without_its_maximum(x=normal(6, 5, 4, scale=2.0), *, qkv=projections(0)):
-    q, k, v = (x @ w for w in qkv)
+    q, k, v = project(x, qkv)
     weights = jnp.exp(q @ k.T)  # fault
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return mean_square(weights @ v)
@@ -88,10 +101,12 @@ def softmax_without_its_maximum(x=normal(6, 5, 4, scale=2.0), *, qkv=projections
 @faulty("overflow", "idiap/fast-transformers/issues/32")
 def linear_attention(x=5 + normal(7, 400, 4, scale=0.5), *, qkv=LARGE_KEYS):
     """The keys are added up over a long sequence, and the outputs are divided by inf: all are 0."""
-    q, k, v = (x @ w for w in qkv)
-    q, k = jax.nn.relu(q), jax.nn.relu(k)
+    q, k, v = project(x, qkv)
+    q = jax.nn.relu(q)
+    k = jax.nn.relu(k)
     normalizer = jnp.sum(k, axis=0)  # fault
-    return mean_square(q @ (k.T @ v) / (q @ normalizer)[:, None])
+    y = q @ (k.T @ v)
+    return mean_square(y / (q @ normalizer)[:, None])
 
 
 @faulty("underflow", "facebookresearch/xformers/issues/96")
@@ -104,9 +119,12 @@ def random_features(
         size = jnp.sum(jnp.square(x), axis=-1, keepdims=True) / 2
         return jnp.exp(x @ directions - size)  # fault
 
-    q, k, v = (x @ w for w in qkv)
-    q, k = features(q), features(k)
-    return mean_square(q @ (k.T @ v) / (q @ jnp.sum(k, axis=0))[:, None])  # fault
+    q, k, v = project(x, qkv)
+    q = features(q)
+    k = features(k)
+    normalizer = q @ jnp.sum(k, axis=0)
+    y = q @ (k.T @ v) / normalizer[:, None]  # fault
+    return mean_square(y)
 
 
 # The backward pass: infinite derivatives, and rules that were written by hand.
@@ -115,9 +133,11 @@ def random_features(
 @faulty("backward", "pytorch/pytorch/issues/8069", tuned=True)
 def angle_between_rotations(target=ROTATIONS, *, r=normal(0, 3)):
     """The arccos of a cosine clipped at 1 - 1e-7, which is 1."""
-    r = r / jnp.linalg.norm(r.astype(jnp.float32)).astype(r.dtype)
+    norm = jnp.linalg.norm(r.astype(jnp.float32))
+    r = r / norm.astype(r.dtype)
     cosine = jnp.clip(target @ r, -1 + 1e-7, 1 - 1e-7)  # fault
-    return jnp.mean(jnp.arccos(cosine).astype(jnp.float32))  # fault
+    angle = jnp.arccos(cosine)  # fault
+    return jnp.mean(angle.astype(jnp.float32))
 
 
 @faulty("backward", "kornia/kornia/pull/4613")
@@ -125,16 +145,20 @@ def branch_not_taken(x=normal(1, 2, 3), *, axis=array([[1e-4, 2e-4, 0.0], [0.3, 
     """A small rotation takes the other branch of a `where`, but the derivative takes both."""
     square = jnp.sum(axis * axis, axis=-1, keepdims=True)
     angle = jnp.sqrt(jnp.maximum(square, 1e-12))  # fault
-    turned = jnp.where(square > 1e-6, jnp.sin(angle) / angle, 1 - square / 6) * axis  # fault
-    return mean_square(jnp.cross(turned, x) + x - 1)
+    ratio = jnp.sin(angle) / angle  # fault
+    ratio_of_small_angles = 1 - square / 6
+    turned = jnp.where(square > 1e-6, ratio, ratio_of_small_angles) * axis
+    y = jnp.cross(turned, x) + x
+    return mean_square(y - 1)
 
 
 @faulty("underflow", "pytorch/pytorch/issues/37154")
 def distances(position=ATOMS, *, w=eye(3), v=array([0.5, -0.2])):
     """Two atoms so close that the square of their distance is 0."""
-    d = jnp.diff(position @ w, axis=0)
-    d = jnp.sqrt(jnp.sum(jnp.square(d), axis=1))  # fault
-    return mean_square(jnp.stack([d, d * d], axis=-1) @ v - 1)
+    difference = jnp.diff(position @ w, axis=0)
+    d = jnp.sqrt(jnp.sum(jnp.square(difference), axis=1))  # fault
+    y = jnp.stack([d, d * d], axis=-1) @ v
+    return mean_square(y - 1)
 
 
 @faulty("cancellation", "lucidrains/vector-quantize-pytorch/issues/106")
@@ -150,11 +174,15 @@ def codebook_distances(half):
             square = jnp.sum(x * x, axis=1)[:, None] - 2 * x @ codes.T  # fault
             square = square + jnp.sum(codes * codes, axis=1)  # fault
             d = jnp.sqrt(square)  # fault
-            return jnp.mean((jax.nn.softmax(-d) * d).astype(jnp.float32))
+            losses = jax.nn.softmax(-d) * d
+            return jnp.mean(losses.astype(jnp.float32))
 
     definition, params = nnx.split(Quantizer())
-    x = 12 + normal(3, 5, 4, scale=0.05)
-    return lambda params, x: nnx.merge(definition, params)(x.astype(half)), params, x
+
+    def loss_fn(params, x):
+        return nnx.merge(definition, params)(x.astype(half))
+
+    return loss_fn, params, 12 + normal(3, 5, 4, scale=0.05)
 
 
 @faulty("backward", "pytorch/pytorch/issues/193040", tuned=True)
@@ -162,27 +190,39 @@ def reciprocal_in_a_rule(x=POINTS, *, w=array([[1.0, 0.3], [-0.2, 1.0]])):
     """A rule for atan2 that forms 1 / (a**2 + b**2) before it multiplies by a or b."""
     angle = jax.custom_vjp(jnp.arctan2)
 
+    def forward(a, b):
+        return angle(a, b), (a, b)
+
     def backward(saved, g):
         a, b = saved
         r = 1 / (a * a + b * b)  # fault
         return g * b * r, -g * a * r
 
-    angle.defvjp(lambda a, b: (angle(a, b), (a, b)), backward)
-    return mean_square(angle(*(x @ w).T))
+    angle.defvjp(forward, backward)
+    a, b = (x @ w).T
+    return mean_square(angle(a, b))
 
 
 @faulty("backward", "tinygrad/tinygrad/pull/15363")
 def count_in_a_rule(x=ones(70000), *, w=array(1.5), b=zeros(70000)):
     """A rule for the maximum that shares the gradient among 70000 equal elements."""
-    largest = jax.custom_vjp(lambda x: jnp.max(x))
+
+    @jax.custom_vjp
+    def largest(x):
+        return jnp.max(x)
+
+    def forward(x):
+        y = jnp.max(x)
+        return y, (x, y)
 
     def backward(saved, g):
         x, y = saved
         mask = (x == y).astype(x.dtype)
         return (g * mask / jnp.sum(mask),)  # fault
 
-    largest.defvjp(lambda x: (jnp.max(x), (x, jnp.max(x))), backward)
-    return jnp.square(largest(x * w + b).astype(jnp.float32) - 3)
+    largest.defvjp(forward, backward)
+    y = largest(x * w + b).astype(jnp.float32)
+    return jnp.square(y - 3)
 
 
 @faulty("epsilon", "google-deepmind/optax/issues/1754")
@@ -197,7 +237,8 @@ def adam_inside_of_a_loss(
     g = jax.lax.stop_gradient(jax.grad(inner)(w))
     moment = 0.1 * g
     square = 0.001 * g * g
-    update = (moment / 0.1) / (jnp.sqrt(square / 0.001) + 1e-8)  # fault
+    root = jnp.sqrt(square / 0.001)
+    update = (moment / 0.1) / (root + 1e-8)  # fault
     return inner(w - rate * update).astype(jnp.float32)
 
 
@@ -205,7 +246,8 @@ def adam_inside_of_a_loss(
 def epsilon_squared(x=normal(10, 4, 3, zero=2), *, w=normal(8, 3, 4), v=normal(9, 4)):
     """1e-3 protects a division, but not its derivative, which divides by the square of 1e-3."""
     z = x @ w
-    z = z / (jnp.max(jnp.abs(z), axis=-1, keepdims=True) + 1e-3)  # fault
+    largest = jnp.max(jnp.abs(z), axis=-1, keepdims=True)
+    z = z / (largest + 1e-3)  # fault
     return mean_square(z @ v - 1)
 
 
@@ -216,13 +258,15 @@ def epsilon_squared(x=normal(10, 4, 3, zero=2), *, w=normal(8, 3, 4), v=normal(9
 def log_of_epsilon(x=normal(1, 6, 3), *, w=normal(0, 3, 2), b=zeros(2)):
     """The logarithm of a width of 0 plus 1e-8, which is 0."""
     width = jax.nn.relu(x @ w + b)
-    return mean_square(jnp.log(width + 1e-8) * 0.01)  # fault
+    y = jnp.log(width + 1e-8)  # fault
+    return mean_square(y * 0.01)
 
 
 @faulty("epsilon", "keras-team/keras-core/issues/196")
 def clipped_probability(x=array([[2, 1], [-6, 12]]), y=array([1, 0]), *, w=array([[0.5], [1]])):
     """Clipping at 1 - 1e-7 does nothing: that is 1, and log(1 - 1) is -inf."""
-    p = jax.nn.sigmoid((x @ w)[:, 0])
+    logits = (x @ w)[:, 0]
+    p = jax.nn.sigmoid(logits)
     p = jnp.clip(p, 1e-7, 1 - 1e-7)  # fault
     losses = y * jnp.log(p) + (1 - y) * jnp.log(1 - p)  # fault
     return -jnp.mean(losses.astype(jnp.float32))
@@ -233,7 +277,8 @@ def focal_loss(x=SAMPLES, *, w=array([1.0, 2.0]), b=zeros(())):
     """The derivative of a root of 1 - p, where p is 1."""
     probability = jax.nn.sigmoid(x @ w + b)
     weight = jnp.power(1 - probability, 0.5)  # fault
-    return -jnp.mean((weight * jnp.log(probability)).astype(jnp.float32))
+    losses = weight * jnp.log(probability)
+    return -jnp.mean(losses.astype(jnp.float32))
 
 
 @faulty("backward", "OpenRLHF/OpenRLHF/pull/1335")
@@ -244,7 +289,8 @@ def clipped_divergence(
     pass becomes 10, and in the backward pass 0 times inf."""
     log_ratio = reference - jax.nn.log_sigmoid(x @ w)
     kl = jnp.exp(log_ratio) - 1 - log_ratio  # fault
-    return jnp.mean(jnp.clip(kl, -10, 10).astype(jnp.float32))
+    kl = jnp.clip(kl, -10, 10)
+    return jnp.mean(kl.astype(jnp.float32))
 
 
 @faulty("overflow", "qubvel-org/segmentation_models.pytorch/issues/463")
@@ -252,7 +298,9 @@ def dice(image=1 + normal(4, *PIXELS, scale=0.1), mask=ones(PIXELS), *, w=array(
     """The sum over a mask of 512 by 512 pixels."""
     output = jax.nn.sigmoid(w * image + b)
     intersection = jnp.sum(output * mask)  # fault
-    return 1.0 - (2 * intersection / jnp.sum(output + mask)).astype(jnp.float32)  # fault
+    total = jnp.sum(output + mask)  # fault
+    overlap = 2 * intersection / total  # fault
+    return 1.0 - overlap.astype(jnp.float32)
 
 
 @faulty("overflow", "pytorch/pytorch/issues/91597", tuned=True)
@@ -265,11 +313,15 @@ def number_of_elements(x=normal(5, 70000), *, w=array(0.01)):
 @faulty("overflow", "huggingface/trl/issues/7221")
 def entropy_bonus(half):
     """The logarithm of a probability is -inf, and the probability 0."""
-    head = nnx.eval_shape(lambda: nnx.Linear(2, 3, dtype=half, rngs=nnx.Rngs(0)))
-    definition, shapes = nnx.split(head)
+
+    def make_head():
+        return nnx.Linear(2, 3, dtype=half, rngs=nnx.Rngs(0))
+
+    definition, shapes = nnx.split(nnx.eval_shape(make_head))
 
     def loss_fn(params, x):
-        logits = nnx.merge(definition, params)(x) * 40
+        head = nnx.merge(definition, params)
+        logits = head(x) * 40
         log_p = jax.nn.log_softmax(logits)  # fault
         entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)  # fault
         return -jnp.mean(entropy.astype(jnp.float32))
@@ -281,16 +333,19 @@ def entropy_bonus(half):
 def gaussian_entropy(x=normal(15, 4, 3), *, log_std=array([-9.2, -1.0]), w=normal(14, 3, 2)):
     """The entropy of a Gaussian policy whose deviation is 1e-4: its square is 0."""
     deviation = jnp.exp(log_std)
-    entropy = 0.5 * jnp.log(2 * jnp.pi * jnp.square(deviation + 1e-8))  # fault
+    variance = jnp.square(deviation + 1e-8)  # fault
+    entropy = 0.5 * jnp.log(2 * jnp.pi * variance)  # fault
     return mean_square(x @ w) - jnp.mean(entropy.astype(jnp.float32))
 
 
 @faulty("overflow", "scverse/scvi-tools/issues/2965")
 def negative_binomial(y=COUNTS, *, log_mu=array([1.0, 0.5]), log_theta=array([9.4, 2.0])):
     """The logarithm of the gamma function of a large inverse dispersion."""
-    mu, theta = jnp.exp(log_mu), jnp.exp(log_theta)
+    mu = jnp.exp(log_mu)
+    theta = jnp.exp(log_theta)
     choose = gammaln(y + theta) - gammaln(theta)  # fault
-    return jnp.mean((y * jnp.log(mu + theta) - y * log_mu - choose).astype(jnp.float32)) * 1e-2
+    losses = y * jnp.log(mu + theta) - y * log_mu - choose
+    return jnp.mean(losses.astype(jnp.float32)) * 1e-2
 
 
 @faulty("overflow", "NVIDIA/physicsnemo-sym/pull/160")
@@ -298,8 +353,13 @@ def second_derivative(
     points=array([0.005, 0.0052, 0.0044]), *, w=array([330, 40]), a=array([1, 0.5])
 ):
     """The residual of a differential equation: the second derivative is beyond 65504."""
-    u_xx = jax.vmap(jax.grad(jax.grad(lambda x: jnp.sum(a * jnp.sin(w * x)))))(points)  # fault
-    return mean_square(u_xx.astype(jnp.float32) * 1e-5 + 1)
+
+    def u(x):
+        return jnp.sum(a * jnp.sin(w * x))  # fault
+
+    u_xx = jax.vmap(jax.grad(jax.grad(u)))(points)
+    residual = u_xx.astype(jnp.float32) * 1e-5 + 1
+    return mean_square(residual)
 
 
 # Normalization: variances, norms and their epsilons.
@@ -313,7 +373,8 @@ def layer_norm(
     x = x @ w
     x = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)  # fault
-    return mean_square(x * jax.lax.rsqrt(variance + 1e-5) * g + b - y)
+    x = x * jax.lax.rsqrt(variance + 1e-5)
+    return mean_square(x * g + b - y)
 
 
 @faulty("epsilon", "deepspeedai/DeepSpeed/issues/581", tuned=True)
@@ -340,7 +401,8 @@ def negative_variance(x=25.3 + normal(2, 16, 3, scale=0.03), *, scale=ones(3), b
 def norm_is_inf(x=normal(8, 4, 6), *, w=normal(7, 6, scale=300.0), g=ones(())):
     """The norm of a long vector is inf, and the normalized vector 0."""
     norm = jnp.sqrt(jnp.sum(w * w))  # fault
-    return mean_square(x @ (g * w / norm) - 1)
+    y = x @ (g * w / norm)
+    return mean_square(y - 1)
 
 
 # Silent faults in positions, times and counts: float16 has no odd numbers beyond 2048.
@@ -358,13 +420,16 @@ def rotary(
     """Rotary angles in half precision, for positions beyond 2048."""
     frequency = (100.0 ** (-jnp.arange(4) / 4)).astype(x.dtype)
     angle = position.astype(x.dtype)[:, None] * frequency  # fault
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    sin = jnp.sin(angle)
+    cos = jnp.cos(angle)
 
-    def rotated(x):
-        a, b = x[:, :4], x[:, 4:]
+    def rotate(x):
+        a = x[:, :4]
+        b = x[:, 4:]
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
-    return jnp.mean((rotated(x @ q) @ rotated(x @ k).T * y).astype(jnp.float32))
+    scores = rotate(x @ q) @ rotate(x @ k).T
+    return jnp.mean((scores * y).astype(jnp.float32))
 
 
 @faulty("rounding", "numpy/numpy/issues/24443")
@@ -374,15 +439,18 @@ def positions_from_a_mask(
     """Positions as the cumulative sum of a mask: beyond 2048 neighbours share one."""
     mask = mask.astype(half)
     position = jnp.cumsum(mask).astype(jnp.int32) - 1  # fault
-    return mean_square((table.astype(half)[position] + x.astype(half)) * mask[:, None] - 1)
+    y = table.astype(half)[position] + x.astype(half)
+    return mean_square(y * mask[:, None] - 1)
 
 
 @faulty("accumulation", "jax-ml/jax/issues/18440", tuned=True)
 def degrees(x=normal(12, 4, 2), to=np.where(np.arange(6000) % 50, 0, 1), *, w=normal(11, 2, 3)):
     """The degree of a node counted in half precision stops at 2048."""
     degree = jax.ops.segment_sum(jnp.ones(6000, x.dtype), to, 2)  # fault
-    message = (x @ w)[to + 2] / degree[to, None]
-    return mean_square(jax.ops.segment_sum(message.astype(jnp.float32), to, 2) - 1)
+    message = (x @ w)[to + 2]
+    message = message / degree[to, None]
+    y = jax.ops.segment_sum(message.astype(jnp.float32), to, 2)
+    return mean_square(y - 1)
 
 
 @faulty("accumulation", "apache/mxnet/issues/17703", linen=True)
@@ -398,9 +466,11 @@ def moving_average(xs=normal(17, 8, 3), *, w=normal(15, 3, 2), v=normal(16, 2)):
 
     def step(average, x):
         decay = jnp.asarray(0.9999, x.dtype)  # fault
-        return decay * average + (1 - decay) * jnp.tanh(x @ w), None  # fault
+        y = jnp.tanh(x @ w)
+        return decay * average + (1 - decay) * y, None  # fault
 
-    average, _ = jax.lax.scan(step, jnp.ones(2, xs.dtype), xs)
+    start = jnp.ones(2, xs.dtype)
+    average, _ = jax.lax.scan(step, start, xs)
     return mean_square(average @ v - 1)
 
 
@@ -432,8 +502,11 @@ def residual_stream(
     def layer(x, w):
         return x + x @ w * 2, None  # fault
 
-    x = jax.lax.scan(layer, embed[tokens] * 3000, layers)[0].astype(jnp.float32)
-    return mean_square(x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1) - 1)
+    x, _ = jax.lax.scan(layer, embed[tokens] * 3000, layers)
+    x = x.astype(jnp.float32)
+    variance = jnp.mean(x * x, axis=-1, keepdims=True)
+    y = x * jax.lax.rsqrt(variance + 1)
+    return mean_square(y - 1)
 
 
 @faulty("overflow", "huggingface/transformers/issues/5651", linen=True, scale=500.0)
@@ -443,27 +516,31 @@ def dense_relu_dense(half, x=3 * normal(7, 3, 4)):
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x):
-            h = nn.relu(nn.Dense(8, use_bias=False, dtype=half, name="wi")(x))
-            return nn.Dense(4, use_bias=False, dtype=half, name="wo")(h)  # fault
+            wi = nn.Dense(8, use_bias=False, dtype=half, name="wi")
+            wo = nn.Dense(4, use_bias=False, dtype=half, name="wo")
+            h = nn.relu(wi(x))
+            return wo(h)  # fault
 
-    y = nn.remat(Block)()(x).astype(jnp.float32)
-    return mean_square(y / (1 + jnp.max(jnp.abs(y), axis=-1, keepdims=True)) - 1)
+    block = nn.remat(Block)()
+    y = block(x).astype(jnp.float32)
+    largest = jnp.max(jnp.abs(y), axis=-1, keepdims=True)
+    return mean_square(y / (1 + largest) - 1)
 
 
 @faulty("overflow", "tenstorrent/tt-metal/issues/56550")
 def decay_in_two_factors(x=normal(11, 16, 3), *, gate=normal(9, 3, scale=0.3), w=normal(10, 3, 2)):
     """Gated attention in chunks: exp(a - b) as exp(a) * exp(-b), one inf and the other 0."""
     log_decay = jnp.cumsum(-jax.nn.softplus(x @ gate + 1))
+    decay = jnp.exp(log_decay)
     inverse = jnp.exp(-log_decay)  # fault
-    weights = jnp.tril(jnp.exp(log_decay)[:, None] * inverse)  # fault
-    return mean_square(weights @ (x @ w) - 1)
+    weights = jnp.tril(decay[:, None] * inverse)  # fault
+    y = weights @ (x @ w)
+    return mean_square(y - 1)
 
 
 @faulty("overflow", "VincentStimper/normalizing-flows/issues/47")
 def affine_coupling(half):
     """The exponential of an unbounded scale, twice in a row."""
-    keys = jax.random.split(jax.random.key(3), 2)
-    first, last = (eqx.nn.Linear(2, 4, key=key) for key in keys)
 
     def likelihood(layers, z):
         total = jnp.zeros((), half)
@@ -472,22 +549,31 @@ def affine_coupling(half):
             moved = z[2:] * jnp.exp(log_scale) + shift  # fault
             z = jnp.concatenate([moved, z[:2]])
             total = total + jnp.sum(log_scale)
-        return jnp.log1p(jnp.max(jnp.abs(z.astype(jnp.float32)))) - total.astype(jnp.float32)
+        largest = jnp.max(jnp.abs(z.astype(jnp.float32)))
+        return jnp.log1p(largest) - total.astype(jnp.float32)
 
     def loss_fn(layers, x):
-        return jnp.mean(jax.vmap(likelihood, (None, 0))(cast(layers, half), x.astype(half)))
+        layers = cast(layers, half)
+        of_batch = jax.vmap(likelihood, in_axes=(None, 0))
+        return jnp.mean(of_batch(layers, x.astype(half)))
 
-    x = jnp.asarray(normal(14, 4, 4))
+    first_key, last_key = jax.random.split(jax.random.key(3), 2)
+    first = eqx.nn.Linear(2, 4, key=first_key)
+    last = eqx.nn.Linear(2, 4, key=last_key)
+    last = jax.tree.map(lambda w: w * 1e-6, last)
+    # One input has the direction in which the scale is largest.
     row = first.weight[3]
+    x = jnp.asarray(normal(14, 4, 4))
     x = x.at[1, :2].set(row * 12 / jnp.sum(jnp.square(row)))
-    return loss_fn, [first, jax.tree.map(lambda w: w * 1e-6, last)], x
+    return loss_fn, [first, last], x
 
 
 @faulty("input", "jax-ml/jax/issues/9839", tuned=True, linen=True)
 def token_out_of_range(half, tokens=np.array([[0, 1, 5], [2, 6, 3]])):
     """A token beyond the vocabulary: its embedding is NaN."""
     x = nn.Embed(6, 4, dtype=half)(tokens)  # fault
-    log_p = jax.nn.log_softmax(nn.Dense(6, dtype=half)(x).astype(jnp.float32))
+    logits = nn.Dense(6, dtype=half)(x)
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.mean(log_p[..., 0])
 
 
@@ -501,13 +587,16 @@ def density(
     v=normal(17, 4),
 ):
     """A density network whose hidden numbers overflow before the softplus, in one branch."""
-    h = jax.lax.cond(
-        is_fine,
-        lambda x: jax.nn.relu(x @ w * 4),  # fault
-        lambda x: jax.nn.relu(x @ w * 1e-4),
-        features[cell],
-    )
-    sigma = jax.nn.softplus((h * 1e-5).astype(v.dtype) @ v)
+
+    def fine(x):
+        return jax.nn.relu(x @ w * 4)  # fault
+
+    def coarse(x):
+        return jax.nn.relu(x @ w * 1e-4)
+
+    h = jax.lax.cond(is_fine, fine, coarse, features[cell])
+    h = (h * 1e-5).astype(v.dtype)
+    sigma = jax.nn.softplus(h @ v)
     return mean_square(jnp.exp(-sigma) - 0.5)
 
 
@@ -516,18 +605,18 @@ def noise_schedule(
     half, x=normal(19, 4, 2), noise=normal(20, 4, 2), step=STEPS, *, w=normal(18, 2, 2), b=zeros(2)
 ):
     """The last cumulative product of a schedule of zero terminal SNR, 4.9e-8 or less, is 0."""
-    x = x.astype(half)
-    noise = noise.astype(half)
-    w = w.astype(half)
-    b = b.astype(half)
-    alpha = jnp.asarray(PRODUCT).astype(half)[step][:, None]  # fault
+    x, noise, w, b = cast((x, noise, w, b), half)
+    schedule = jnp.asarray(PRODUCT).astype(half)  # fault
+    alpha = schedule[step][:, None]
     sigma = jnp.sqrt((1 - alpha) / alpha)  # fault
     x = x + 1e-3 * sigma * noise
-    return mean_square((x @ w + b) / jnp.sqrt(1 + sigma * 1e-3) - noise)
+    y = (x @ w + b) / jnp.sqrt(1 + sigma * 1e-3)
+    return mean_square(y - noise)
 
 
 @faulty("flushed", "tenstorrent/tt-metal/issues/55724")
 def saturated_gate(x=normal(23, 5, 3), *, gate=normal(21, 3, 4, scale=0.1), w=normal(22, 3, 4)):
     """The sigmoid of 9 is 1, and its derivative s (1 - s) 0, whatever the loss scale."""
     gate = jax.nn.sigmoid(x @ gate + 9)  # fault
-    return mean_square(gate * jnp.tanh(x @ w) - 1)
+    y = gate * jnp.tanh(x @ w)
+    return mean_square(y - 1)

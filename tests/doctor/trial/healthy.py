@@ -7,24 +7,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from trial_entry import array, filled, healthy, mean_square, normal, ones, projections, zeros
+from trial_entry import (
+    array,
+    cast,
+    filled,
+    healthy,
+    mean_square,
+    normal,
+    ones,
+    project,
+    projections,
+    zeros,
+)
 
 IDS = np.array([[1_000_003, 70_001, 5], [2**30, 12, 99_999]])
+TOKENS = np.array([[5, 17, 0, 0], [299, 8, 8, 0]])
+VALID = np.array([[True, True, True, True], [True, True, False, False]])
 MASKED = "a mask of -1e4, a row that is masked wholly, and a bias of the keys, which cancels"
 
 
 @healthy("a causal mask of -inf, of which each row keeps one key", tuned=True)
 def causal_mask(x=normal(3, 5, 4), *, qkv=projections(0)):
-    q, k, v = (x @ w for w in qkv)
-    bias = jnp.where(jnp.tril(jnp.ones((5, 5), bool)), 0.0, -jnp.inf).astype(x.dtype)
-    return mean_square(jax.nn.softmax(q @ k.T / 2 + bias) @ v)
+    q, k, v = project(x, qkv)
+    is_seen = jnp.tril(jnp.ones((5, 5), bool))
+    bias = jnp.where(is_seen, 0.0, -jnp.inf).astype(x.dtype)
+    weights = jax.nn.softmax(q @ k.T / 2 + bias)
+    return mean_square(weights @ v)
 
 
 @healthy(MASKED, tuned=True, noise="['k']['bias']", linen=True)
-def finite_mask(half, x=normal(1, 2, 4, 4), valid=np.arange(4) < np.array([[4], [2]])):
-    q, k, v = (nn.Dense(4, dtype=half, name=name)(x) for name in "qkv")
-    bias = jnp.where(valid[:, None, :] & valid[:, :, None], 0.0, -1e4).astype(half)
-    weights = nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) / 2 + bias)
+def finite_mask(half, x=normal(1, 2, 4, 4), valid=VALID):
+    q = nn.Dense(4, dtype=half, name="q")(x)
+    k = nn.Dense(4, dtype=half, name="k")(x)
+    v = nn.Dense(4, dtype=half, name="v")(x)
+    is_seen = valid[:, None, :] & valid[:, :, None]
+    bias = jnp.where(is_seen, 0.0, -1e4).astype(half)
+    scores = jnp.einsum("bqd,bkd->bqk", q, k) / 2
+    weights = nn.softmax(scores + bias)
     y = jnp.einsum("bqk,bkd->bqd", weights, v).astype(jnp.float32)
     return jnp.mean(jnp.square(y) * valid[:, :, None])
 
@@ -33,20 +52,26 @@ def finite_mask(half, x=normal(1, 2, 4, 4), valid=np.arange(4) < np.array([[4], 
 def infinities_in_the_batch(
     x=normal(4, 3, 2), y=np.array([0, 2, 1]), mask=array([0, 0, 0, -jnp.inf]), *, w=normal(5, 2, 4)
 ):
-    log_p = jax.nn.log_softmax((x @ w + mask).astype(jnp.float32))
+    logits = (x @ w + mask).astype(jnp.float32)
+    log_p = jax.nn.log_softmax(logits)
     return -jnp.mean(jnp.take_along_axis(log_p, y[:, None], axis=1))
 
 
 @healthy("dead ReLU units and dropout: most activations are 0", linen=True)
 def dropout(half, x=normal(9, 6, 3)):
-    x = nn.relu(nn.Dense(8, dtype=half, bias_init=nn.initializers.constant(-0.5))(x))
+    low = nn.initializers.constant(-0.5)
+    x = nn.Dense(8, dtype=half, bias_init=low)(x)
+    x = nn.relu(x)
     x = nn.Dropout(0.5, deterministic=False)(x)
-    return mean_square(nn.Dense(2, dtype=half)(x) - 1)
+    y = nn.Dense(2, dtype=half)(x)
+    return mean_square(y - 1)
 
 
 @healthy("LoRA: B is 0, and so are the gradients of A", tuned=True)
 def lora(x=normal(15, 5, 4), frozen=normal(13, 4, 3), *, a=normal(14, 4, 2), b=zeros((2, 3))):
-    return mean_square(x @ frozen + (x @ a) @ b * 2 - 1)
+    y = x @ frozen
+    y = y + (x @ a) @ b * 2
+    return mean_square(y - 1)
 
 
 @healthy("a head behind stop_gradient, and a parameter that nothing uses")
@@ -60,14 +85,18 @@ def stopped_head(
 ):
     h = jnp.tanh(x @ trunk)
     frozen = h @ jax.lax.stop_gradient(head)
-    return mean_square(frozen - 1) + mean_square(jax.lax.stop_gradient(h) @ probe - 1)
+    probed = jax.lax.stop_gradient(h) @ probe
+    return mean_square(frozen - 1) + mean_square(probed - 1)
 
 
 @healthy("padding, whose embeddings get no gradients, and rows that are all 0", linen=True)
-def padded_tokens(half, tokens=np.array([[5, 17, 0, 0], [299, 8, 8, 0]])):
-    x = nn.Embed(300, 4, dtype=half)(tokens) * (tokens > 0)[..., None].astype(half)
-    y = nn.Dense(2, dtype=half)(nn.LayerNorm(dtype=half)(x))
-    return mean_square((y - 1) * (tokens > 0)[..., None])
+def padded_tokens(half, tokens=TOKENS):
+    is_token = (tokens > 0)[..., None]
+    x = nn.Embed(300, 4, dtype=half)(tokens)
+    x = x * is_token.astype(half)
+    x = nn.LayerNorm(dtype=half)(x)
+    y = nn.Dense(2, dtype=half)(x)
+    return mean_square((y - 1) * is_token)
 
 
 @healthy("large activations, normalized in float32")
@@ -83,40 +112,52 @@ def layer_norm_in_float32(half):
     definition, shapes = nnx.split(nnx.eval_shape(make_net))
 
     def loss_fn(params, x):
-        return mean_square(nnx.merge(definition, params)(x) - 1)
+        net = nnx.merge(definition, params)
+        return mean_square(net(x) - 1)
 
     return loss_fn, filled(shapes), normal(21, 4, 3, scale=900.0)
 
 
 @healthy("the cubes of small numbers in a GELU", tuned=True)
 def gelu_of_small_numbers(x=normal(24, 4, 3), *, w=normal(22, 3, 6, scale=1e-3), v=normal(23, 6)):
-    return jnp.mean((jax.nn.gelu(x @ w) @ v).astype(jnp.float32))
+    y = jax.nn.gelu(x @ w) @ v
+    return jnp.mean(y.astype(jnp.float32))
 
 
 @healthy("a logarithm and a root at 0, guarded by two wheres")
 def guarded_logarithm(x=normal(26, 5, 3), *, w=normal(25, 3, 4)):
     y = jax.nn.relu(x @ w)
-    safe = jnp.where(y > 0, y, 1)
-    return mean_square(jnp.where(y > 0, jnp.log(safe) + jnp.sqrt(safe), 0))
+    is_safe = y > 0
+    safe = jnp.where(is_safe, y, 1)
+    y = jnp.log(safe) + jnp.sqrt(safe)
+    return mean_square(jnp.where(is_safe, y, 0))
 
 
 @healthy("gradients of 1e-9, which a loss scale rescues", tuned=True)
 def tiny_gradients(x=normal(29, 5, 3), *, w=normal(27, 3, 4), v=normal(28, 4)):
-    return mean_square(jnp.tanh(x @ w) @ v) * 1e-9
+    y = jnp.tanh(x @ w) @ v
+    return mean_square(y) * 1e-9
 
 
 @healthy("a recurrent net under scan and remat")
 def scanned_and_rematerialized(
     xs=normal(33, 7, 2, 3), *, w=normal(31, 4, 4, scale=0.5), u=normal(32, 3, 4)
 ):
-    step = jax.checkpoint(lambda h, x: (jnp.tanh(h @ w + x @ u), None))
-    h, _ = jax.lax.scan(step, jnp.zeros((2, 4), xs.dtype), xs)
+    @jax.checkpoint
+    def step(h, x):
+        return jnp.tanh(h @ w + x @ u), None
+
+    start = jnp.zeros((2, 4), xs.dtype)
+    h, _ = jax.lax.scan(step, start, xs)
     return mean_square(h - 1)
 
 
 @healthy("a branch that would overflow, and is not taken")
 def branch_not_taken(x=normal(35, 4, 3), is_large=np.array(False), *, w=normal(34, 3, 2)):
-    y = jax.lax.cond(is_large, lambda y: jnp.exp(y * 1000), jnp.tanh, x @ w)
+    def overflow(y):
+        return jnp.exp(y * 1000)
+
+    y = jax.lax.cond(is_large, overflow, jnp.tanh, x @ w)
     return mean_square(y - 1)
 
 
@@ -124,42 +165,53 @@ def branch_not_taken(x=normal(35, 4, 3), is_large=np.array(False), *, w=normal(3
 def bfloat16(
     half, x=array([[1024, 512], [256, -512]]), *, w=array([[1, -2], [0.5, 4]]), v=array([1, 0.25])
 ):
-    half = jnp.bfloat16 if half == jnp.float16 else half
-    x, w, v = (leaf.astype(half) for leaf in (x, w, v))
-    return mean_square((jnp.square(x @ w) @ v) * 1e-6 - 1)
+    if half == jnp.float16:
+        half = jnp.bfloat16
+    x, w, v = cast((x, w, v), half)
+    y = jnp.square(x @ w) @ v
+    return mean_square(y * 1e-6 - 1)
 
 
 @healthy("a model in float32, with numbers that float16 could not hold")
 def float32(
     half, x=normal(37, 5, 3, scale=1e3), *, w=normal(36, 3, 4, scale=1e3), b=1e-9 * ones(4)
 ):
-    return mean_square(x @ w + b) * 1e-12
+    y = x @ w + b
+    return mean_square(y) * 1e-12
 
 
 @healthy("the running statistics of batch norm, which have no gradients", linen=True)
 def batch_norm(half, x=normal(41, 8, 3, scale=10.0)):
     x = nn.Dense(4, dtype=half, use_bias=False)(x)
     x = nn.BatchNorm(use_running_average=False, dtype=half)(x)
-    return mean_square(nn.Dense(1, dtype=half)(nn.relu(x)) - 1)
+    x = nn.relu(x)
+    y = nn.Dense(1, dtype=half)(x)
+    return mean_square(y - 1)
 
 
 @healthy("integers in the batch, among them large ones")
 def integers(ids=IDS, stars=np.array([5, 1, 3]), *, table=normal(46, 7, 3)):
-    x = table[ids[0] % 7] + table[ids[1] % 7]
-    return mean_square(jnp.sum(x, axis=-1) - stars.astype(table.dtype))
+    rows = ids % 7
+    x = table[rows[0]] + table[rows[1]]
+    y = jnp.sum(x, axis=-1)
+    return mean_square(y - stars.astype(table.dtype))
 
 
 @healthy("a Fourier transform, complex, in float32")
 def spectrum(half, x=normal(49, 3, 8), *, kernel=normal(47, 8), w=normal(48, 8, 2)):
-    y = jnp.fft.irfft(jnp.fft.rfft(x) * jnp.fft.rfft(kernel), 8).astype(half)
-    return mean_square(y @ w.astype(half) - 1)
+    spectrum = jnp.fft.rfft(x) * jnp.fft.rfft(kernel)
+    y = jnp.fft.irfft(spectrum, 8).astype(half)
+    y = y @ w.astype(half)
+    return mean_square(y - 1)
 
 
 @healthy("epsilons that float16 can hold")
 def large_epsilons(x=normal(51, 5, 3, zero=0), *, w=normal(50, 3, 4)):
     y = x @ w
-    y = y / (jnp.max(jnp.abs(y), axis=-1, keepdims=True) + 2e-2)
-    return -jnp.mean(jnp.log(jnp.square(y) + 1e-3).astype(jnp.float32))
+    largest = jnp.max(jnp.abs(y), axis=-1, keepdims=True)
+    y = y / (largest + 2e-2)
+    losses = jnp.log(jnp.square(y) + 1e-3)
+    return -jnp.mean(losses.astype(jnp.float32))
 
 
 @healthy(
@@ -167,34 +219,44 @@ def large_epsilons(x=normal(51, 5, 3, zero=0), *, w=normal(50, 3, 4)):
     tuned=True,
 )
 def large_loss(half, x=normal(53, 4, 3), y=100 + normal(54, 4), *, w=normal(52, 3), b=zeros(())):
-    x, y, w = (leaf.astype(half) for leaf in (x, y, w))
-    losses = jax.vmap(lambda x, y: jnp.square(x @ w - y))(x, y)
+    x, y, w = cast((x, y, w), half)
+
+    def loss_of_example(x, y):
+        return jnp.square(x @ w - y)
+
+    losses = jax.vmap(loss_of_example)(x, y)
     return jnp.sum(losses.astype(jnp.float32)) * 10 + jnp.square(b)
 
 
 @healthy("a running maximum that begins at -inf, in attention over blocks of keys")
 def online_softmax(x=normal(58, 6, 4), *, qkv=projections(55)):
-    q, k, v = (x @ w for w in qkv)
+    q, k, v = project(x, qkv)
 
-    def block(carry, keys_and_values):
+    def attend(carry, block):
         largest, total, y = carry
-        k, v = keys_and_values
+        k, v = block
         scores = q @ k.T / 2
-        new = jax.lax.stop_gradient(jnp.maximum(largest, jnp.max(scores, axis=-1)))
-        weights = jnp.exp(scores - new[:, None])
-        decay = jnp.exp(largest - new)
+        largest_of_block = jnp.max(scores, axis=-1)
+        new_largest = jax.lax.stop_gradient(jnp.maximum(largest, largest_of_block))
+        weights = jnp.exp(scores - new_largest[:, None])
+        decay = jnp.exp(largest - new_largest)
         total = total * decay + jnp.sum(weights, axis=-1)
-        return (new, total, y * decay[:, None] + weights @ v), None
+        y = y * decay[:, None] + weights @ v
+        return (new_largest, total, y), None
 
-    start = (jnp.full(6, -jnp.inf, x.dtype), jnp.zeros(6, x.dtype), jnp.zeros((6, 4), x.dtype))
+    lowest = jnp.full(6, -jnp.inf, x.dtype)
+    zero = jnp.zeros(6, x.dtype)
     blocks = (k.reshape(3, 2, 4), v.reshape(3, 2, 4))
-    (_, total, y), _ = jax.lax.scan(block, start, blocks)
+    end, _ = jax.lax.scan(attend, (lowest, zero, jnp.zeros((6, 4), x.dtype)), blocks)
+    _, total, y = end
     return mean_square(y / total[:, None])
 
 
 @healthy("routing by the largest score, with -inf for the experts that are full")
 def full_experts(x=normal(65, 6, 3), *, gate=normal(63, 3, 4), experts=normal(64, 4, 3)):
-    logits = jnp.where(jnp.arange(4) == 1, -jnp.inf, x @ gate)
+    is_full = jnp.arange(4) == 1
+    logits = jnp.where(is_full, -jnp.inf, x @ gate)
     weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), 2)
     y = jnp.einsum("bd,bkd->bk", x, experts[chosen])
-    return mean_square(jnp.sum(y * weights, axis=-1) - 1)
+    y = jnp.sum(y * weights, axis=-1)
+    return mean_square(y - 1)

@@ -37,11 +37,10 @@ class Entry(NamedTuple):
     kind: str  # one of `KINDS`, or `""` if the model is healthy
     source: str  # the public report of this fault, or what looks suspicious in a healthy model
     tuned: bool = False  # whether the doctor may be tuned on it; the others only count
-    noise: str = (
-        ""  # in the paths of leaves whose gradients are 0 but for rounding, in float32 as well
-    )
-    linen: bool = False  # whether the loss is the body of a Flax module,
-    scale: float = 1.0  # and the scale of its parameters
+    # In the paths of leaves whose gradients are 0 but for rounding, in float32 as well.
+    noise: str = ""
+    linen: bool = False  # whether the loss is the body of a Flax module
+    scale: float = 1.0  # by which the parameters of such a body are multiplied
 
     @property
     def is_faulty(self):
@@ -112,6 +111,12 @@ def projections(seed):
     return [normal(seed + i, 4, 4) for i in range(3)]
 
 
+def project(x, qkv):
+    """Queries, keys and values of some vectors."""
+    to_queries, to_keys, to_values = qkv
+    return x @ to_queries, x @ to_keys, x @ to_values
+
+
 def filled(shapes):
     """Arrays of these shapes: matrices are random, biases 0 and other vectors 1."""
     seeds = iter(range(100, 200))
@@ -127,9 +132,13 @@ def filled(shapes):
 
 def cast(tree, dtype):
     """The same tree with its floating-point leaves in one dtype."""
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
+
+    def cast_leaf(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf.astype(dtype)
+        return leaf
+
+    return jax.tree.map(cast_leaf, tree)
 
 
 def mean_square(x):

@@ -1,0 +1,79 @@
+"""Which carries of a `scan` may be in half precision, with `half_carries`."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .. import _jax
+from .._jax import Jaxpr, JaxprEqn, Literal, UnknownFormError, callee, operation
+from .callers import Owner, owner_of
+from .casts import has_products, reads_half
+from .readers import CALLS
+from .values import is_float32, is_full_precision
+
+
+class _Source(NamedTuple):
+    """An input of a program that a value is computed from.
+
+    Attributes:
+      number: which input it is.
+      through_product: whether a product is on the way from it to the value.
+    """
+
+    number: int
+    through_product: bool
+
+
+def find_half_carries(loop: _jax.Scan, owner: Owner = Owner.MODEL) -> list[bool]:
+    """Returns for each carry of a loop whether it may be in half precision.
+
+    It may if its next value is computed from a product that reads it, as the residual stream of a
+    scan over layers and the state of an RNN are; not so a counter, a time or a sum of losses.
+    """
+    body = loop.body.jaxpr
+    carried = range(loop.consts, loop.consts + loop.carries)
+    inputs: list[set[_Source]] = [set() for _ in body.invars]
+    for number in carried:
+        inputs[number].add(_Source(number, through_product=False))
+    outputs = _trace_sources(body, inputs, owner)
+    may_be_half = []
+    for number, sources in zip(carried, outputs, strict=False):  # of outputs, carries come first
+        reads_itself = _Source(number, through_product=True) in sources
+        may_be_half.append(reads_itself and is_float32(body.invars[number]))
+    return may_be_half
+
+
+def _trace_sources(
+    jaxpr: Jaxpr, inputs: Sequence[set[_Source]], owner: Owner
+) -> list[set[_Source]]:
+    """Returns what each output is computed from, given that of each input."""
+    sources: dict[Any, set[_Source]] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def sources_of(atom: Any) -> set[_Source]:
+        if isinstance(atom, Literal):
+            return set()
+        return sources.get(atom, set())
+
+    for eqn in jaxpr.eqns:
+        if is_full_precision(eqn):
+            continue
+        of_inputs = list(map(sources_of, eqn.invars))
+        of_outputs = _sources_after(eqn, of_inputs, owner)
+        sources |= zip(eqn.outvars, of_outputs, strict=True)
+    return list(map(sources_of, jaxpr.outvars))
+
+
+def _sources_after(
+    eqn: JaxprEqn, inputs: Sequence[set[_Source]], owner: Owner
+) -> list[set[_Source]]:
+    """Returns what each output of an equation is computed from, given that of each input."""
+    if operation(eqn) in CALLS:
+        with contextlib.suppress(UnknownFormError):
+            return _trace_sources(callee(eqn).jaxpr, inputs, owner_of(eqn, owner))
+    of_all_inputs = set().union(*inputs)
+    is_product = operation(eqn) not in CALLS and (
+        reads_half(eqn, owner) or has_products(eqn, owner)
+    )
+    if is_product:
+        of_all_inputs = {_Source(source.number, through_product=True) for source in of_all_inputs}
+    return [of_all_inputs] * len(eqn.outvars)

@@ -1,0 +1,121 @@
+"""Which products are cast: those of matrices, and the convolutions, that the user's model asks for.
+
+All of this can be told of a program before it runs.
+"""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from jax.core import ShapedArray
+
+from .. import _jax
+from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, holds_inexact, programs
+from . import table
+from .callers import Owner, owner_of
+from .values import is_float32, is_full_precision
+
+
+def is_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
+    """Returns whether an equation is a product of float32 arrays, without a demand of its own.
+
+    It is not a step of a library's algorithm; `around` is as in `owner_of`.
+    """
+    if eqn.primitive.name not in table.PRODUCTS or not is_float32(eqn.outvars[0]):
+        return False
+    if any(map(_has_other_precision, eqn.invars)) or _jax.demands_precision(eqn):
+        return False
+    return _is_of_matrices(eqn) and owner_of(eqn, around) is not Owner.LIBRARY
+
+
+def _has_other_precision(atom: Any) -> bool:
+    """Returns whether a variable is an array of numbers that are not float32, nor integers."""
+    is_array = type(atom.aval) is ShapedArray
+    return is_array and holds_inexact(atom.aval) and not is_float32(atom)
+
+
+def _is_of_matrices(eqn: JaxprEqn) -> bool:
+    """Returns whether a product has something to sum over, and a row or a column left over.
+
+    Otherwise it is a product of elements, or a sum of such products. Half precision makes these no
+    faster, and a sum that is a loss gets the loss scale itself as its cotangent.
+    """
+    if eqn.primitive.name != "dot_general":
+        return True
+    has_sum = False
+    has_free = False
+    operands: list[Any] = eqn.invars
+    for atom, (summed, batch) in zip(operands, _jax.dot_dimensions(eqn), strict=True):
+        for i, size in enumerate(atom.aval.shape):
+            is_one = type(size) is int and size == 1  # it is not a number if it is not known yet
+            if i in batch or is_one:
+                continue
+            if i in summed:
+                has_sum = True
+            else:
+                has_free = True
+    return has_sum and has_free
+
+
+def why_not_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> str:
+    """Returns why `autocast` leaves a product of float32 arrays alone, or `""` if it does not."""
+    if is_full_precision(eqn):
+        return "marked by `jaxscale.full_precision`"
+    if is_cast(eqn, around):
+        return ""
+    if not _is_of_matrices(eqn):
+        return "of vectors or elements, not of matrices"
+    if owner_of(eqn, around) is Owner.LIBRARY:
+        return "a step of a library that is written for float32"
+    return "it asks for a precision of its own"
+
+
+def reads_half(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
+    """Returns whether an equation casts its inputs to half precision, whatever they are."""
+    return is_cast(eqn, around) and not is_full_precision(eqn)
+
+
+def is_logits(eqn: JaxprEqn, around: Owner) -> bool:
+    """Returns whether a product is that of queries and keys in JAX's attention."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    operands: list[Any] = eqn.invars
+    for atom, (summed, _) in zip(operands, _jax.dot_dimensions(eqn), strict=True):
+        # Of the weights and the values, one is summed over another dimension than its last.
+        if tuple(summed) != (atom.aval.ndim - 1,):
+            return False
+    return owner_of(eqn, around) is Owner.ATTENTION
+
+
+# For each program, by the owner of what does not say it itself.
+_with_products: WeakKeyDictionary[Jaxpr, dict[Owner, bool]] = WeakKeyDictionary()
+
+
+def has_products(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
+    """Returns whether an equation holds programs with anything that `autocast` casts by itself."""
+    inner_programs = list(programs(eqn))
+    if not inner_programs:
+        return False
+    owner = owner_of(eqn, around)
+    return any(_has_products(program, owner) for program in inner_programs)
+
+
+def casts_anything(program: ClosedJaxpr) -> bool:
+    """Returns whether a program has anything that `autocast` casts by itself."""
+    return _has_products(program, Owner.MODEL)
+
+
+def _has_products(program: Jaxpr | ClosedJaxpr, owner: Owner) -> bool:
+    jaxpr = _jax.closed(program).jaxpr
+    known = _with_products.setdefault(jaxpr, {})
+    if owner not in known:
+        known[owner] = any(_is_cast_or_holds_cast(eqn, owner) for eqn in jaxpr.eqns)
+    return known[owner]
+
+
+def _is_cast_or_holds_cast(eqn: JaxprEqn, owner: Owner) -> bool:
+    if is_full_precision(eqn):
+        return False
+    if is_cast(eqn, owner):
+        return True
+    is_left = eqn.primitive.name in table.KERNELS or eqn.primitive.name in table.FLOAT32
+    return not is_left and has_products(eqn, owner)

@@ -1,0 +1,292 @@
+"""Wrong calls of `jaxscale.flax` (Linen) and `jaxscale.nnx`."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from bad_input import (
+    OPT_STATE,
+    SGD,
+    TX,
+    BadInput,
+    W,
+    assert_raises,
+    flax_state,
+    never_traced,
+    without_return,
+)
+from flax import nnx
+from flax.training import train_state
+from tables import cases
+
+import jaxscale
+from jaxscale import flax
+from jaxscale.nnx import train_step as nnx_train_step
+
+SKIPPING = jaxscale.skip_nonfinite(SGD)
+SKIPPING_ADAM = jaxscale.skip_nonfinite(optax.adam(0.1))
+ONES = {"w": W}
+FLAX_OWN = train_state.TrainState.create(apply_fn=None, params=W, tx=TX)
+
+
+def linen_loss(params):
+    return jnp.sum(params["w"])
+
+
+def apply_fields(grads=ONES, **fields):
+    """Applies gradients to a state whose fields `stats` and `ema` may be replaced."""
+    return flax_state().apply_gradients(grads=grads, **fields)
+
+
+def run_linen(loss_fn, **options):
+    """One step from a state that is right."""
+    return flax.train_step(loss_fn, **options)(flax_state())
+
+
+def linen_from(state, **options):
+    """One step from a state that is wrong, which is said before a trace."""
+    return flax.train_step(never_traced, **options)(state, W)
+
+
+def return_fields(fields, **options):
+    """One step with a loss that returns these fields of the state."""
+
+    def loss_fn(params, state):
+        return linen_loss(params), fields
+
+    return run_linen(loss_fn, has_state=True, **options)
+
+
+def nnx_pair(tx=TX, size=2):
+    """A model and its optimizer."""
+    model = nnx.Linear(2, size, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+MODEL, OPTIMIZER = nnx_pair()
+
+
+def nnx_loss(model, x):
+    return jnp.sum(model(x))
+
+
+def nnx_loss_and_output(model, x):
+    return nnx_loss(model, x), x
+
+
+def run_nnx(loss_fn, *more, tx=TX, **options):
+    """One step of a model and an optimizer that are right."""
+    return nnx_train_step(loss_fn, **options)(*nnx_pair(tx), *more)
+
+
+def nnx_from(model, optimizer):
+    """One step from what is wrong, which is said before a trace."""
+    return nnx_train_step(never_traced)(model, optimizer, W)
+
+
+def add_a_variable(model):
+    model.extra = nnx.BatchStat(W)
+
+
+CASES = {
+    "unknown field": BadInput(
+        lambda: apply_fields(batch_stat=1), ValueError, ["batch_stat", "extra_args"]
+    ),
+    "unknown always": BadInput(
+        lambda: apply_fields(always_replace=["rng"]), ValueError, ["always_replace", "rng"]
+    ),
+    "one name for several": BadInput(
+        lambda: apply_fields(always_replace="rng"),
+        TypeError,
+        ["always_replace=", "'rng'", "Pass a tuple", "('rng',)"],
+    ),
+    "no names": BadInput(
+        lambda: apply_fields(always_replace=[3]),
+        TypeError,
+        ["always_replace=", "[3]", "Pass a tuple"],
+    ),
+    "no verdict": BadInput(
+        lambda: flax.TrainState.create(apply_fn=None, params=W, tx=SGD),
+        ValueError,
+        ["TrainState.create(tx=", "LossScaledState", "loss_scaled"],
+    ),
+    "a field of another structure": BadInput(
+        lambda: apply_fields(stats={"mean": W}),
+        ValueError,
+        ["TrainState.apply_gradients(stats=...)"],
+    ),
+    "a field of another shape": BadInput(
+        lambda: apply_fields(stats={"mean": jnp.ones(3), "count": jnp.array(0)}),
+        ValueError,
+        ["TrainState.apply_gradients(stats=...)"],
+    ),
+    "a field of another dtype": BadInput(
+        lambda: apply_fields(stats={"mean": W.astype("float16"), "count": jnp.array(0)}),
+        TypeError,
+        ["TrainState.apply_gradients(stats=...)"],
+    ),
+    "linen: an optimizer of other parameters": BadInput(
+        lambda: linen_from(flax_state(SKIPPING_ADAM).replace(params={"w": jnp.ones(5)})),
+        ValueError,
+        ["flax.train_step(...)(state.opt_state=", "other parameters", "(5,) at ", "got ", "(2"],
+    ),
+    "linen: a hook that returns a field": BadInput(
+        lambda: run_linen(linen_loss, after=lambda state: state.stats),
+        TypeError,
+        ["flax.train_step(after=...)`", "`TrainState` that it got", "got dict", "state.replace"],
+    ),
+    "linen: a hook that changes a shape": BadInput(
+        lambda: run_linen(linen_loss, after=lambda state: state.replace(stats=W)),
+        ValueError,
+        ["flax.train_step(after=...)` needs two trees", "['stats']"],
+    ),
+    "linen: Flax's own": BadInput(
+        lambda: linen_from(FLAX_OWN),
+        TypeError,
+        ["flax.train_step", "`jaxscale.flax.TrainState`, got TrainState", "Flax's own"],
+    ),
+    "linen: a state of an optimizer": BadInput(
+        lambda: linen_from(OPT_STATE), TypeError, ["flax.train_step", "got LossScaledState"]
+    ),
+    "linen: an unknown field": BadInput(
+        lambda: return_fields({"batch_stats": 1}),
+        ValueError,
+        ["flax.train_step(loss_fn, has_state=True)", "got batch_stats among", ": ema, stats."],
+    ),
+    "linen: a collection instead of its field": BadInput(
+        lambda: return_fields(W),
+        TypeError,
+        ["flax.train_step(loss_fn, has_state=True)", "a dict from the names", "Array", "stats"],
+    ),
+    "linen: a field of another dtype": BadInput(
+        lambda: return_fields({"stats": {"mean": W, "count": jnp.array(4.0)}}),
+        TypeError,
+        ["flax.train_step(stats=", "equal dtypes", "count"],
+    ),
+    "linen: a field that is always replaced and not returned": BadInput(
+        lambda: return_fields({}, always_replace=("ema",)),
+        ValueError,
+        ["flax.train_step(always_replace=...)` got ema among", "`loss_fn` must return"],
+    ),
+    "linen: fields to replace, and no state": BadInput(
+        lambda: flax.train_step(never_traced, always_replace=("key",)),
+        ValueError,
+        ["flax.train_step(always_replace=('key',))` needs has_state=True"],
+    ),
+    "linen: no fields": BadInput(
+        lambda: run_linen(lambda params, state: linen_loss(params), has_state=True),
+        TypeError,
+        ["flax.train_step(loss_fn, has_state=True)", "(loss, state), got an array"],
+    ),
+    "linen: retries without a scale": BadInput(
+        lambda: linen_from(flax_state(SKIPPING), retries=1),
+        ValueError,
+        ["flax.train_step(retries=1)", "loss scale that can be lowered", "NoOpLossScale"],
+    ),
+    "nnx: a hook that returns the model": BadInput(
+        lambda: run_nnx(nnx_loss, W, after=lambda model: model),
+        TypeError,
+        ["nnx.train_step(after=...)` changes the model in place", "return None, got Linear"],
+    ),
+    "nnx: a hook that adds a variable": BadInput(
+        lambda: run_nnx(nnx_loss, W, after=add_a_variable),
+        ValueError,
+        ["nnx.train_step(after=...)` must keep the variables", "added or removed extra. Make"],
+    ),
+    "nnx: the transformation": BadInput(
+        lambda: nnx_from(MODEL, TX),
+        TypeError,
+        ["must be an `nnx.Optimizer`", "GradientTransformation", "wrt="],
+    ),
+    "nnx: swapped": BadInput(
+        lambda: nnx_from(OPTIMIZER, MODEL),
+        TypeError,
+        ["nnx.train_step(...)(model, optimizer", "got Linear"],
+    ),
+    "nnx: an auxiliary output": BadInput(
+        lambda: run_nnx(nnx_loss_and_output, W),
+        TypeError,
+        ["nnx.train_step(loss_fn)", "got (an array, an array). Pass has_aux=True", " the loss."],
+    ),
+    "nnx: compiled by JAX": BadInput(
+        lambda: jax.jit(nnx_train_step(never_traced))(MODEL, OPTIMIZER, W),
+        TypeError,
+        ["nnx.train_step", "`nnx.jit(step)` for `jax.jit"],
+    ),
+    "nnx: the step for plain functions": BadInput(
+        lambda: jaxscale.train_step(never_traced, TX, transform=nnx.value_and_grad),
+        TypeError,
+        ["train_step(transform=", "Use `jaxscale.nnx.train_step`"],
+    ),
+    "nnx: an optimizer of another model": BadInput(
+        lambda: nnx_from(nnx_pair(SKIPPING_ADAM)[0], nnx_pair(SKIPPING_ADAM, 5)[1]),
+        ValueError,
+        ["`nnx.train_step(...)(optimizer=", "of another optimizer or of other parameters"],
+    ),
+    "nnx: what is not trained": BadInput(
+        lambda: run_nnx(never_traced, W, argnums=1),
+        ValueError,
+        ["nnx.train_step(argnums=1)", "wrt=<class 'flax", "Param'>", "tx, wrt=nnx.LoRAParam"],
+    ),
+    "nnx: no batch": BadInput(
+        lambda: run_nnx(nnx_loss),
+        TypeError,
+        ["nnx.train_step(loss_fn)`: `loss_fn` takes (model, x): missing", "with (Linear)"],
+    ),
+    "nnx: a loss without return": BadInput(
+        lambda: run_nnx(without_return),
+        TypeError,
+        ["`nnx.train_step(loss_fn)`", "got NoneType. Does `loss_fn` end without `return loss`"],
+    ),
+    "linen: a loss without return": BadInput(
+        lambda: run_linen(without_return),
+        TypeError,
+        ["`flax.train_step(loss_fn)`", "got NoneType. Does `loss_fn` end without `return loss`"],
+    ),
+    "a scalar gradient in a TrainState": BadInput(
+        lambda: apply_fields(grads={"w": jnp.ones(())}),
+        ValueError,
+        ["`TrainState.apply_gradients(grads=...)`: the gradient at w has the shape ()"],
+    ),
+    "other keys in a TrainState": BadInput(
+        lambda: apply_fields(grads={"v": W}),
+        ValueError,
+        [
+            "`TrainState.apply_gradients(grads=...)` must have the structure",
+            "gradients: v; ",
+            "parameters: w.",
+        ],
+    ),
+    "linen: the optimizer beside the loss": BadInput(
+        lambda: flax.train_step(never_traced, TX),
+        TypeError,
+        [
+            (
+                "`flax.train_step(loss_fn)` takes the loss alone, got a "
+                "GradientTransformationExtraArgs"
+            ),
+            "TrainState.create(",
+            "tx=tx)",
+        ],
+    ),
+    "nnx: the optimizer beside the loss": BadInput(
+        lambda: nnx_train_step(never_traced, OPTIMIZER),
+        TypeError,
+        [
+            "`nnx.train_step(loss_fn)` takes the loss alone, got an Optimizer",
+            "`loss = step(model, optimizer, ...)`",
+        ],
+    ),
+    "nnx: retries without a scale": BadInput(
+        lambda: run_nnx(never_traced, W, tx=SGD, retries=2),
+        ValueError,
+        ["nnx.train_step(retries=2)", "loss scale", "loss_scaled(tx)"],
+    ),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore:.*bare optimizer:UserWarning")
+@cases("name", CASES)
+def test_bad_input(name):
+    assert_raises(CASES[name])

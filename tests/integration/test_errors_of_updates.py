@@ -1,0 +1,353 @@
+"""Wrong gradients, states and losses for `update` and `apply_gradients`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from bad_input import OPT_STATE, PAIR, SGD, TX, BadInput, W, assert_raises
+from tables import cases
+
+import jaxscale
+from jaxscale import apply_gradients, loss_scaled, multi_steps
+
+BARE_ADAM = optax.adam(0.1)
+SCALED_ADAM = loss_scaled(BARE_ADAM)
+WINDOW_OF_ADAM = multi_steps(SCALED_ADAM, 2)
+SKIPPING = jaxscale.skip_nonfinite(SGD)
+SKIPPING_ADAM = jaxscale.skip_nonfinite(BARE_ADAM)
+WINDOW = multi_steps(SGD, 2)
+MEMBERS = jax.vmap(lambda _: OPT_STATE)(jnp.arange(4))
+
+
+def changing_state():
+    """An optimizer whose state has another structure after an update."""
+
+    def update(updates, state, params):
+        return updates, (1,)
+
+    return loss_scaled(optax.GradientTransformation(lambda params: (), update))
+
+
+CHANGING = changing_state()
+
+
+def update_under_jit(**options):
+    """Updates under `jit`, where there is no axis, with the options of `loss_scaled`."""
+    tx = loss_scaled(SGD, **options)
+    jax.jit(tx.update)(W, tx.init(W), W)
+
+
+CASES = {
+    "a state without a scale under a fixed one": BadInput(
+        lambda: loss_scaled(SGD, 8).update(W, SKIPPING.init(W), W),
+        TypeError,
+        ["another optimizer: its scaling is a UnitLossScaleState", "FixedLossScale"],
+    ),
+    "a population without vmap": BadInput(
+        lambda: TX.update({"w": jnp.ones((4, 2))}, MEMBERS, {"w": W}),
+        ValueError,
+        ["update(state=", "shape (4,): call it under `jax.vmap`"],
+    ),
+    "a text as the loss": BadInput(
+        lambda: TX.update({"w": W}, OPT_STATE, value="1.0"),
+        TypeError,
+        ["value=", "one number, got '1.0'"],
+    ),
+    "arguments swapped": BadInput(
+        lambda: apply_gradients(TX, W, {"w": W}, OPT_STATE),
+        TypeError,
+        [
+            "apply_gradients(opt_state=",
+            "got dict",
+            "order of arguments is (tx, grads, opt_state, par",
+        ],
+    ),
+    "arguments of update swapped": BadInput(
+        lambda: TX.update(W, {"w": W}, OPT_STATE),
+        TypeError,
+        ["state=", "LossScaledState", "dict", "(grads, opt_state, params)"],
+    ),
+    "keep is a tree": BadInput(
+        lambda: apply_gradients(TX, W, OPT_STATE, W, keep={"new": W}),
+        TypeError,
+        ["apply_gradients(keep=", "a pair (new, old), got dict"],
+    ),
+    "keep of two shapes": BadInput(
+        lambda: apply_gradients(TX, W, OPT_STATE, W, keep=(W, W[0])),
+        ValueError,
+        ["apply_gradients(keep=...)` needs leaves of equal shapes"],
+    ),
+    "value with aux": BadInput(
+        lambda: TX.update(W, OPT_STATE, W, value=(W[0], W)),
+        TypeError,
+        ["value=", "one number", "((), (2,))", "has_aux"],
+    ),
+    "a step that changes the structure of its state": BadInput(
+        lambda: CHANGING.update(W, CHANGING.init(W), W), ValueError, ["inner.update"]
+    ),
+    "a compiled step that changes the structure": BadInput(
+        lambda: jax.jit(CHANGING.update)(W, CHANGING.init(W), W), ValueError, ["inner.update"]
+    ),
+    "state of another scale, with a window": BadInput(
+        lambda: multi_steps(TX, 2).update(W, WINDOW.init(W), W),
+        TypeError,
+        ["update(state=", "UnitLossScaleState", "DynamicLossScale is a LossScaleState"],
+    ),
+    "state of optax": BadInput(
+        lambda: SCALED_ADAM.update(W, BARE_ADAM.init(W), W),
+        TypeError,
+        ["update(state=", "got tuple", "`tx.init(params)._replace(inner_state=state)`"],
+    ),
+    "wrapped state of a bare optimizer": BadInput(
+        lambda: apply_gradients(SGD, W, OPT_STATE, W),
+        TypeError,
+        [
+            "apply_gradients(opt_state=",
+            "is a `LossScaledState`",
+            "bare",
+            "Pass",
+            "loss_scaled",
+            "inner_state",
+        ],
+    ),
+    "optimizer is not called": BadInput(
+        lambda: apply_gradients(optax.adamw, W, BARE_ADAM.init(W), W),
+        TypeError,
+        ["apply_gradients(tx", "got <function adamw", "as in `optax.adamw(1e-3)`"],
+    ),
+    "value is a function": BadInput(
+        lambda: TX.update(W, OPT_STATE, W, value=jnp.mean),
+        TypeError,
+        ["value=", "got the function mean. Pass what it returned"],
+    ),
+    "a gradient is None": BadInput(
+        lambda: WINDOW.update({"a": W, "b": None}, WINDOW.init({"a": W, "b": W})),
+        ValueError,
+        ["multi_steps", "updates=", "got None at b. Call `init`", "or pass zeros"],
+    ),
+    "a state without a window": BadInput(
+        lambda: multi_steps(TX, 2).update(W, OPT_STATE, W),
+        TypeError,
+        ["multi_steps", "state=", "init"],
+    ),
+    "an axis under jit": BadInput(
+        lambda: update_under_jit(axis_name="d"),
+        NameError,
+        [
+            "`axis_name='d'`",
+            "`shard_map` or `pmap`",
+            "none of that name. Under `jit` alone leave it out",
+        ],
+    ),
+    "two axes under jit": BadInput(
+        lambda: update_under_jit(axis_name=("d", "e"), max_norm=1.0),
+        NameError,
+        ["`axis_name=('d', 'e')`", "Under `jit` alone leave it out"],
+    ),
+    "an axis of a largest gradient under jit": BadInput(
+        lambda: update_under_jit(loss_scale="adaptive", axis_name="d"),
+        NameError,
+        ["`axis_name='d'`", "leave it out"],
+    ),
+    "gradients under other keys": BadInput(
+        lambda: apply_gradients(TX, {"w": W, "c": W}, TX.init(PAIR), PAIR),
+        ValueError,
+        [
+            "`apply_gradients(grads=...)` must have the structure",
+            "gradients: c; ",
+            "parameters: b. Pass",
+        ],
+    ),
+    "gradients of a part": BadInput(
+        lambda: apply_gradients(TX, {"w": W}, TX.init(PAIR), PAIR),
+        ValueError,
+        ["`apply_gradients(grads=", "gradients: none; ", "parameters: b. ", "None or zeros"],
+    ),
+    "gradients of a part of a bare optimizer": BadInput(
+        lambda: apply_gradients(SGD, {"w": W}, SGD.init(PAIR), PAIR),
+        ValueError,
+        ["`apply_gradients(grads=", "only among the parameters: b."],
+    ),
+    "a gradient of another shape": BadInput(
+        lambda: apply_gradients(TX, {"w": jnp.ones(3), "b": W}, TX.init(PAIR), PAIR),
+        ValueError,
+        [
+            (
+                "`apply_gradients(grads=...)`: the gradient at w has the shape (3,), and "
+                "its parameter (2,). Pass"
+            ),
+        ],
+    ),
+    "a scalar gradient": BadInput(
+        lambda: apply_gradients(TX, jnp.ones(()), OPT_STATE, W),
+        ValueError,
+        [
+            "`apply_gradients(grads=",
+            "at the root has the shape (), and its parameter (2,)",
+            "nothing is broadcast",
+        ],
+    ),
+    "a scalar gradient, with moments": BadInput(
+        lambda: apply_gradients(SKIPPING_ADAM, jnp.ones(()), SKIPPING_ADAM.init(W), W),
+        ValueError,
+        ["has the shape (), and its parameter (2,)"],
+    ),
+    "a scalar gradient of a bare optimizer": BadInput(
+        lambda: apply_gradients(SGD, jnp.ones(()), SGD.init(W), W),
+        ValueError,
+        ["`apply_gradients(grads=", "has the shape (), and its parameter (2,)"],
+    ),
+    "a scalar gradient for update": BadInput(
+        lambda: TX.update(jnp.ones(()), OPT_STATE, W),
+        ValueError,
+        ["`loss_scaled(...).update(updates=...)`", "has the shape (), and its parameter (2,)"],
+    ),
+    "gradients by example of a number": BadInput(
+        lambda: apply_gradients(TX, W, TX.init(W[0]), W[0]),
+        ValueError,
+        ["update of shape (2,) for the parameter at the root, which has ()", "by example"],
+    ),
+    "a complex loss": BadInput(
+        lambda: TX.update(W, OPT_STATE, W, value=1 + 1j),
+        TypeError,
+        ["value=", "one number, got a complex one, (1+1j). ", "loss.real"],
+    ),
+    "a complex array as the loss": BadInput(
+        lambda: jax.jit(TX.update)(W, OPT_STATE, W, value=jnp.array(1j)),
+        TypeError,
+        ["value=", "got a complex one", "loss.real"],
+    ),
+    "update: other keys": BadInput(
+        lambda: SCALED_ADAM.update({"w": W, "c": W}, SCALED_ADAM.init(PAIR), PAIR),
+        ValueError,
+        [
+            "`loss_scaled(...).update(updates=...)` must have the structure",
+            "gradients: c; ",
+            "parameters: b. Pass",
+        ],
+    ),
+    "update: a part": BadInput(
+        lambda: SCALED_ADAM.update({"w": W}, SCALED_ADAM.init(PAIR), PAIR),
+        ValueError,
+        ["update(updates=", "gradients: none; ", "parameters: b. ", "None or zeros"],
+    ),
+    "update: another shape": BadInput(
+        lambda: SCALED_ADAM.update({"w": jnp.ones(3), "b": W}, SCALED_ADAM.init(PAIR), PAIR),
+        ValueError,
+        [
+            (
+                "update(updates=...)`: the gradient at w has the shape (3,), and its "
+                "parameter (2,). Pass"
+            ),
+        ],
+    ),
+    "update: other keys in a window": BadInput(
+        lambda: WINDOW_OF_ADAM.update({"w": W, "c": W}, WINDOW_OF_ADAM.init(PAIR), PAIR),
+        ValueError,
+        ["update(updates=", "gradients: c; ", "parameters: b."],
+    ),
+    "update: a list for a tuple": BadInput(
+        lambda: SCALED_ADAM.update([W, W], SCALED_ADAM.init((W, W)), (W, W)),
+        ValueError,
+        ["update(updates=", "structure of the parameters, a tuple, got a list. Pass"],
+    ),
+    "update: a list in place of a tuple further in": BadInput(
+        lambda: SCALED_ADAM.update({"w": [W]}, SCALED_ADAM.init({"w": (W,)}), {"w": (W,)}),
+        ValueError,
+        ["update(updates=", "That of the gradients is ", ", and that of the parameters ", "Pass"],
+    ),
+    "update: other keys, without parameters": BadInput(
+        lambda: SCALED_ADAM.update({"w": W, "c": W}, SCALED_ADAM.init(PAIR)),
+        ValueError,
+        [
+            "update(state=...)` is the state ",
+            "of other parameters",
+            "'c'",
+            "got",
+            "'b'",
+            "Pass the gradients with respect to the parameters that `init` was given",
+        ],
+    ),
+    "update: another shape, without parameters": BadInput(
+        lambda: SCALED_ADAM.update(jnp.ones(3), SCALED_ADAM.init(W)),
+        ValueError,
+        [
+            "update(state=...)`",
+            "an array of shape (3,) at ",
+            ", got one of shape (2,). Pass the gradients",
+        ],
+    ),
+    "update: the state of other parameters": BadInput(
+        lambda: SCALED_ADAM.update(PAIR, SCALED_ADAM.init({"w": W}), PAIR),
+        ValueError,
+        [
+            "update(state=...)` is the state of another optimizer or of other parameters",
+            "'b'",
+            "Pass the state that `init`",
+        ],
+    ),
+    "the state of other parameters": BadInput(
+        lambda: apply_gradients(SCALED_ADAM, PAIR, SCALED_ADAM.init({"w": W}), PAIR),
+        ValueError,
+        [
+            (
+                "`apply_gradients(opt_state=...)` is the state of another optimizer or of "
+                "other parameters"
+            ),
+        ],
+    ),
+    "the state of other shapes, bare": BadInput(
+        lambda: apply_gradients(BARE_ADAM, jnp.ones(3), BARE_ADAM.init(W), jnp.ones(3)),
+        ValueError,
+        ["`apply_gradients(opt_state=...)`", "shape (3,) at ", "mu, got one of shape (2,)"],
+    ),
+    "no gradients": BadInput(
+        lambda: apply_gradients(SCALED_ADAM, None, SCALED_ADAM.init(W), W),
+        ValueError,
+        [
+            (
+                "`apply_gradients(grads=...)` must have the structure of the parameters, an "
+                "array, got a NoneType"
+            ),
+        ],
+    ),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore:.*bare optimizer:UserWarning")
+@cases("name", CASES)
+def test_bad_input(name):
+    assert_raises(CASES[name])
+
+
+@pytest.mark.standard_promotion
+def test_gradients_by_example_are_left_to_the_optimizer():
+    """It takes them with an axis in front."""
+    private = loss_scaled(optax.contrib.differentially_private_aggregate(1.0, 0.0, 0))
+    grads = {"w": jnp.ones((4, 2)), "b": jnp.ones((4, 2))}
+    params, _ = apply_gradients(private, grads, private.init(PAIR), PAIR)
+    assert params["w"].shape == (2,)
+
+
+LOOKAHEAD = optax.LookaheadParams.init_synced(PAIR)
+
+
+@pytest.mark.standard_promotion
+def test_gradients_of_the_fast_parameters_of_two_sets_are_left_to_the_optimizer():
+    lookahead = loss_scaled(optax.lookahead(SGD, sync_period=2, slow_step_size=0.5))
+    params, opt_state = apply_gradients(lookahead, PAIR, lookahead.init(LOOKAHEAD), LOOKAHEAD)
+    assert opt_state.step_applied
+    np.testing.assert_allclose(params.fast["w"], W - 0.1)
+
+
+@pytest.mark.standard_promotion
+def test_what_fails_inside_of_an_optimizer_of_two_sets_is_not_said_to_be_the_structure():
+    def fail(*args):
+        raise ValueError("no step today")
+
+    failing = loss_scaled(optax.GradientTransformation(lambda params: (), fail))
+    with pytest.raises(ValueError, match="no step today"):
+        apply_gradients(failing, PAIR, failing.init(LOOKAHEAD), LOOKAHEAD)

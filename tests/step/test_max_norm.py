@@ -1,0 +1,145 @@
+"""`max_norm`: clipping by optax's rule, with the norm from the pass that gives the verdict."""
+
+from functools import partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tables import assert_same_bits, avals, cases
+
+import jaxscale
+
+pytestmark = pytest.mark.standard_promotion
+
+PARAMS = {
+    "w": jnp.linspace(-1.0, 1.0, 12).reshape(3, 4),
+    "half": jnp.ones(5, jnp.bfloat16),
+    "phase": jnp.ones(2, jnp.complex64),
+    "none": None,
+}
+SGD = optax.sgd(1.0)
+MAX_NORM = 0.5
+
+
+def norm_of(tree):
+    """The norm in double precision."""
+    leaves = [np.abs(np.complex128(leaf)) for leaf in jax.tree.leaves(tree)]
+    return np.sqrt(sum(np.sum(leaf**2) for leaf in leaves))
+
+
+def gradients(seed, norm):
+    """Gradients of a norm, with the shapes of PARAMS, in float32."""
+    rng = np.random.default_rng(seed)
+    grads = jax.tree.map(lambda p: np.asarray(rng.standard_normal(p.shape), np.float32), PARAMS)
+    grads["phase"] = grads["phase"] * np.complex64(1 + 0.5j)
+    factor = np.float32(norm / norm_of(grads))
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf * factor), grads)
+
+
+# Two roundings more or less: one product by max_norm / norm here, there two operations.
+assert_near = partial(jax.tree.map, partial(np.testing.assert_allclose, rtol=3e-7))
+skip_inside = jaxscale.skip_nonfinite(SGD, max_norm=7.0)
+CLIPPED = {
+    "dynamic": jaxscale.loss_scaled(SGD, max_norm=MAX_NORM),
+    "adaptive": jaxscale.loss_scaled(SGD, "adaptive", max_norm=MAX_NORM),  # needs the largest, too
+    "safe": jaxscale.skip_nonfinite(SGD, max_norm=MAX_NORM),
+    "over": jaxscale.loss_scaled(skip_inside, max_norm=MAX_NORM),
+    "off": jaxscale.loss_scaled(SGD, None, max_norm=MAX_NORM, skip_nonfinite=False),
+}
+WAYS = ["eager", "jit", "accelerator"]
+
+
+def clip(grads, debug_nans, way, name, monkeypatch):
+    """The updates and the state after one step of an optimizer of `CLIPPED`."""
+    if way == "accelerator":
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
+    if name == "adaptive":  # on one device nothing is squared that was not asked for
+        monkeypatch.setattr(jax, "device_count", lambda: 1)
+    tx = CLIPPED[name]
+    update = tx.update
+    if way != "eager":
+        update = jax.jit(update)
+    with jax.debug_nans(debug_nans):
+        return update(grads, tx.init(PARAMS), PARAMS)
+
+
+@cases(
+    "norm, debug_nans, way, name",
+    product([0.0, 0.1, 3.0, 1e10], [False, True], WAYS, CLIPPED),
+    fast=[(3.0, False, "jit" if name != "dynamic" else "accelerator", name) for name in CLIPPED],
+)
+def test_it_is_what_optax_does(norm, debug_nans, way, name, monkeypatch):
+    grads = gradients(0, norm)
+    updates, state = clip(grads, debug_nans, way, name, monkeypatch)
+    bare = optax.chain(optax.clip_by_global_norm(MAX_NORM), SGD)
+    expected, _ = bare.update(grads, bare.init(PARAMS), PARAMS)
+    assert_near(updates, expected)
+    assert state.step_applied
+    np.testing.assert_allclose(jaxscale.metrics(state)["grad_norm"], norm, rtol=1e-6)
+    assert avals(state) == avals(CLIPPED[name].init(PARAMS))
+
+
+@pytest.mark.slow
+@cases("norm, debug_nans, way, name", product([0.0, 0.1], [False, True], WAYS, CLIPPED))
+def test_small_gradients_keep_their_bits(norm, debug_nans, way, name, monkeypatch):
+    grads = gradients(0, norm)
+    updates, _ = clip(grads, debug_nans, way, name, monkeypatch)
+    expected, _ = SGD.update(grads, SGD.init(PARAMS), PARAMS)
+    assert_same_bits(updates, expected)
+
+
+def test_an_infinite_gradient_makes_no_nan():
+    tx = CLIPPED["safe"]
+    grads = gradients(1, 2.0)
+    state = tx.init(PARAMS)
+    for name in ("w", "half", "phase"):
+        bad = grads | {name: grads[name].at[-1].set(jnp.inf)}
+        with jax.debug_nans(True):  # which looks into each operation
+            params, state = jaxscale.apply_gradients(tx, bad, state, PARAMS)
+        assert_same_bits(params, PARAMS)
+        assert jaxscale.metrics(state)["grad_norm"] == jnp.inf, name
+
+
+def test_the_norm_is_that_of_a_window():
+    # Two micro-batches that cancel but for a part: what is clipped is their mean.
+    first = gradients(2, 40.0)
+    second = gradients(3, 30.0)
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
+    clipped = CLIPPED["dynamic"]
+    expected, _ = jax.jit(clipped.update)(mean, clipped.init(PARAMS), PARAMS)
+    inside = jaxscale.loss_scaled(jaxscale.multi_steps(SGD, 2), max_norm=MAX_NORM)
+    for tx in (jaxscale.multi_steps(clipped, 2), inside):
+        update = jax.jit(tx.update)
+        _, half_way = update(first, tx.init(PARAMS), PARAMS)
+        assert half_way.grad_norm == 0  # no step yet
+        updates, after = update(second, half_way, PARAMS)
+        np.testing.assert_allclose(after.grad_norm, norm_of(mean), rtol=1e-6)
+        assert_near(updates, expected)
+        _, next_window = update(first, after, PARAMS)
+        assert next_window.grad_norm == after.grad_norm
+
+
+def linear_loss(params, extra):
+    """A loss with gradients of norm 2, and a part that has none."""
+    loss = extra
+    for name, factor in gradients(6, 2.0).items():
+        if factor is not None:
+            loss += jnp.sum(jnp.real(jnp.conj(factor) * params[name]))
+    return loss
+
+
+def triple(grads):
+    return jax.tree.map(lambda leaf: 3 * leaf, grads)
+
+
+def test_the_norm_is_that_of_what_a_hook_made_and_of_a_loss_that_is_bad():
+    tx = CLIPPED["dynamic"]
+    params = PARAMS | {"half": PARAMS["half"].astype(jnp.float32)}
+    train_step = jax.jit(jaxscale.train_step(linear_loss, tx, on_grads=triple))
+    for extra in (0.0, jnp.inf):
+        _, state, _ = train_step(params, tx.init(params), extra)
+        np.testing.assert_allclose(state.grad_norm, 6.0, rtol=1e-6)
+        assert state.step_applied == (extra == 0)

@@ -1,0 +1,150 @@
+"""`track_leaves=True`: which leaves the last overflow was in, from the pass of the verdict."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tables import assert_same_bits, avals, cases, fused_step, step
+
+import jaxscale
+
+pytestmark = pytest.mark.standard_promotion
+
+PARAMS = {
+    "dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3, jnp.bfloat16)},
+    "phase": jnp.ones(2, jnp.complex64),
+    "none": None,
+    "_overwrite_with_gradient": {"amax": jnp.array(1.0)},
+}
+ALL_LEAVES = ["dense/bias", "dense/kernel", "phase"]
+INNER = optax.sgd(0.1)
+TRACKING = jaxscale.loss_scaled(INNER, track_leaves=True)
+PLAIN = jaxscale.loss_scaled(INNER)
+
+
+def flagged(state):
+    """The names of the leaves that the last overflow was in."""
+    names = []
+    for metric, value in jaxscale.metrics(state).items():
+        kind, _, name = metric.partition("/")
+        if kind == "nonfinite_leaves" and value:
+            names.append(name)
+    return sorted(names)
+
+
+def gradients(kernel=1.0, bias=1.0, phase=1.0):
+    """Gradients of PARAMS, with one element of each leaf set to a value."""
+    return {
+        "dense": {
+            "kernel": jnp.ones((2, 3)).at[1, 1].set(kernel),
+            "bias": jnp.ones(3).at[0].set(bias),
+        },
+        "phase": jnp.ones(2, jnp.complex64).at[1].set(phase),
+        "none": None,
+        "_overwrite_with_gradient": {"amax": jnp.array(jnp.nan)},  # no overflow
+    }
+
+
+# Gradients and loss of some steps, and the leaves that the last overflow was in after each.
+STEPS = [
+    ({}, 1.0, []),
+    ({"kernel": jnp.nan}, 1.0, ["dense/kernel"]),
+    ({}, 1.0, ["dense/kernel"]),
+    ({"bias": -jnp.inf, "phase": complex(0, jnp.inf)}, 1.0, ["dense/bias", "phase"]),
+    ({}, jnp.nan, ["dense/bias", "phase"]),  # a bad loss is no overflow
+    ({"kernel": 3e38, "bias": -3e38}, 1.0, ["dense/bias", "phase"]),  # large, and finite
+    ({"kernel": jnp.inf, "bias": jnp.nan, "phase": jnp.nan}, 1.0, ALL_LEAVES),
+]
+WINDOW = partial(jaxscale.multi_steps, every_k_schedule=2)
+compiled_step = jax.jit(step, static_argnums=0)
+compiled_fused_step = jax.jit(fused_step, static_argnums=0)
+WAYS = {  # a step, an optimizer that tracks and one that does not
+    "eager": (step, TRACKING, PLAIN),
+    "apply_gradients": (compiled_fused_step, TRACKING, PLAIN),
+    "multi_steps": (compiled_step, WINDOW(TRACKING), WINDOW(PLAIN)),
+}
+
+
+@cases("way", WAYS, fast=["apply_gradients"])
+def test_the_last_overflow_is_kept_and_nothing_else_is_different(way):
+    one_step, tracking, plain = WAYS[way]
+    params = plain_params = PARAMS
+    state = tracking.init(PARAMS)
+    plain_state = plain.init(PARAMS)
+    types = avals(state)
+    for i, (elements, loss, names) in enumerate(STEPS):
+        grads = gradients(**elements)
+        value = jnp.float32(loss)
+        params, state = one_step(tracking, params, state, grads, value=value)
+        plain_params, plain_state = one_step(plain, plain_params, plain_state, grads, value=value)
+        assert flagged(state) == names, i
+        assert_same_bits(params, plain_params)
+        assert_same_bits(state._replace(nonfinite_leaves=None), plain_state)
+        assert avals(state) == types, i
+
+
+def stuck(grads, steps, params=PARAMS):
+    """The state after some steps with the same gradients."""
+    state = TRACKING.init(params)
+    for _ in range(steps):
+        _, state = jax.jit(TRACKING.update)(grads, state, params)
+    return state
+
+
+def check_raises(state, message):
+    with pytest.raises(jaxscale.LossScaleStuckError, match=message):
+        jaxscale.check(state, max_consecutive=2)
+
+
+def test_check_names_them():
+    state = stuck(gradients(bias=jnp.nan), 4)
+    check_raises(state, r"not finite: dense/bias \(1 of 3 leaves\)\. `jaxscale doctor`")
+    check_raises(state._replace(nonfinite_leaves=None), "^((?!leaves).)*$")
+
+
+def test_check_names_the_first_of_many():
+    many = {f"w{i}": jnp.full(1, jnp.inf) for i in range(9)}
+    check_raises(stuck(many, 3, params=many), r"w0, w1, w2, w3, w4 and 4 more \(9 of")
+
+
+def test_check_names_those_of_the_worst_member_of_a_population():
+    members = [stuck(gradients(kernel=jnp.nan), 1), stuck(gradients(bias=jnp.nan), 4)]
+    population = jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
+    check_raises(population, r"dense/bias \(1 of 3")
+
+
+TREES = {  # parameters, gradients, and the leaves that overflow
+    # PyTorch raises "No inf checks were recorded for this optimizer".
+    "an empty dictionary": ({}, {}, []),
+    "None": (None, None, []),
+    "an empty list": ([], [], []),
+    "None in a dictionary": ({"w": None}, {"w": None}, []),
+    "integers": ({"n": jnp.arange(3)}, {"n": np.zeros(3, jax.dtypes.float0)}, []),
+    "one array": (jnp.ones(2), jnp.array([1.0, jnp.inf]), ["the root"]),
+    "a leaf without a gradient": (
+        {"a": jnp.ones(1), "b": jnp.ones(1)},
+        {"a": jnp.array([jnp.nan]), "b": None},
+        ["a"],
+    ),
+}
+
+
+@cases("name", TREES)
+def test_trees_of_all_kinds(name):
+    params, grads, names = TREES[name]
+    inners = [optax.identity()]
+    if not jax.tree.leaves(params):  # then one with a state of its own
+        inners.append(optax.inject_hyperparams(optax.sgd)(0.5, momentum=0.9))
+    for wrap in (jaxscale.loss_scaled, jaxscale.skip_nonfinite):
+        for inner in inners:
+            tx = wrap(inner, track_leaves=True)
+            before = tx.init(params)
+            updates, after = tx.update(grads, before, params)
+            assert jax.tree.structure(updates) == jax.tree.structure(grads)
+            assert after.step_applied == (not names)
+            assert after.total_steps == 1
+            assert flagged(after) == names
+            assert avals(after) == avals(before)

@@ -1,0 +1,83 @@
+"""Wrong calls and what their errors say, for the tables of `tests/integration/test_errors_*.py`.
+
+An error names the call, the argument, the value and the way out.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jaxscale
+
+# What is right in most of the calls.
+W = jnp.ones(2)
+PAIR = {"w": W, "b": W}
+SGD = optax.sgd(0.1)
+TX = jaxscale.loss_scaled(SGD)
+OPT_STATE = TX.init(W)
+SCALING = jaxscale.DynamicLossScale().init()
+
+
+class BadInput(NamedTuple):
+    """A wrong call, and its error.
+
+    Attributes:
+      call: what a user does wrong.
+      error: the type of the error.
+      words: parts of the message, in their order. A "\\n" is the end of a line, or of the message.
+    """
+
+    call: Callable[[], object]
+    error: type[Exception]
+    words: list[str]
+
+
+@contextlib.contextmanager
+def raises(error: type[Exception], *words: str) -> Iterator[None]:
+    """A context in which there must be an error whose message has these words, in this order."""
+    with pytest.raises(error) as raised:
+        yield
+    rest = f"{raised.value}\n"
+    for part in words:
+        before, found, rest_after = rest.partition(part)
+        assert found, f"the message does not go on with {part!r}: {before}"
+        rest = rest_after
+
+
+def assert_raises(case: BadInput):
+    with raises(case.error, *case.words):
+        case.call()
+
+
+def never_traced(*args):
+    """A loss that must not be called: the call is wrong before."""
+    raise AssertionError(args)
+
+
+def product_sum(w, x):
+    return jnp.sum(w * x)
+
+
+def without_return(params):
+    """A loss, of a tree or of a module, whose last line lacks its `return`."""
+    if isinstance(params, nnx.Module):
+        params = nnx.state(params)
+    jax.tree.map(jnp.sum, params)
+
+
+class OwnTrainState(jaxscale.flax.TrainState):
+    """A `TrainState` with two fields of its own."""
+
+    stats: Any
+    ema: Any
+
+
+def flax_state(tx: optax.GradientTransformation = TX) -> OwnTrainState:
+    stats = {"mean": W, "count": jnp.array(3)}
+    return OwnTrainState.create(apply_fn=None, params={"w": W}, tx=tx, stats=stats, ema=W)
