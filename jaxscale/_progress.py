@@ -23,7 +23,7 @@ from ._state.find import find_optimizer_state, find_scale_state, is_loss_scaled,
 from ._state.optimizer import WINDOW_STATES, MultiStepsState
 from ._state.scale import AdaptiveState, LossScaleState, UnitLossScaleState, unwrap
 from ._step.report import counters_of
-from ._step.wrapped_optimizer import wrapped_optimizer
+from ._step.wrapped_optimizer import find_wrapped_optimizer
 from ._trees.checks import int32
 from ._trees.grammar import and_more
 
@@ -148,7 +148,7 @@ def check(
     axes = np.shape(state.notfinite_count)  # those of a population
     steps = np.broadcast_to(_count_optimizer_steps(state, inner_state), axes)
     members = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(axes) :]), state)
-    optimizer = wrapped_optimizer(tx or getattr(tree, "tx", None))
+    optimizer = find_wrapped_optimizer(tx or getattr(tree, "tx", None))
     policy = None if optimizer is None else optimizer.policy
 
     worst = int(np.argmax(members.notfinite_count))

@@ -26,6 +26,7 @@ except ModuleNotFoundError as error:
 from ._gradients.scaled import Scaled
 from ._state.find import find_optimizer_state
 from ._step.apply import select_if_stepped
+from ._step.call_update import NO_ARGS
 from ._step.matching import check_same_optimizer
 from ._step.optimizer import (
     Optimizer,
@@ -36,7 +37,6 @@ from ._step.optimizer import (
 from ._step.plan import StepPlan, refuse_more_arguments
 from ._step.retry import BackwardResult, is_traced
 from ._step.train_step import name_step
-from ._step.wrapped_optimizer import NO_ARGS
 from ._trees.tree import OVERWRITE_WITH_GRADIENT, cast_like, select_like
 
 __all__ = ["TrainState", "train_step"]

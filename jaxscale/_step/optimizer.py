@@ -23,15 +23,11 @@ from .._trees.tree import (
     tree_where,
     zero_overwrites,
 )
+from .call_update import NO_ARGS, call_update
 from .checks import as_transformation, check_outcome
 from .matching import StepTrees, TreeTypes, explaining_mismatch, types_of
 from .retry import BackwardResult
-from .wrapped_optimizer import (
-    NO_ARGS,
-    WrappedOptimizer,
-    call_update,
-    wrapped_optimizer,
-)
+from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +110,7 @@ Optimizer = WrappedOptimizer | BareOptimizer
 
 def as_optimizer(call: str, tx: Any) -> Optimizer:
     """Returns an optimizer, wrapped or bare, or raises a `TypeError` if it is not one."""
-    wrapped = wrapped_optimizer(tx)
+    wrapped = find_wrapped_optimizer(tx)
     if wrapped is not None:
         return wrapped
     return BareOptimizer(as_transformation(f"{call}(tx, ...)", tx))

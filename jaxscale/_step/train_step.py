@@ -19,7 +19,7 @@ from .matching import check_same_optimizer
 from .optimizer import apply_step, as_optimizer
 from .plan import StepPlan
 from .retry import BackwardResult, is_traced
-from .wrapped_optimizer import wrapped_optimizer
+from .wrapped_optimizer import find_wrapped_optimizer
 
 _Args = ParamSpec("_Args")
 _Params = TypeVar("_Params")
@@ -202,7 +202,7 @@ def train_step(
         )
     optimizer = as_optimizer(call, tx)
     plan.check_retries(optimizer)
-    if wrapped_optimizer(tx) is None:
+    if find_wrapped_optimizer(tx) is None:
         for state in _possible_states(tx):
             plan.warn_if_bare(optimizer, state, stacklevel=3)
     order = "(params, opt_state, ...)"

@@ -19,7 +19,7 @@ from .._trees.checks import int32, one_of, positive
 from .._trees.grammar import with_article
 from .checks import as_transformation
 from .window import Window
-from .wrapped_optimizer import WrappedOptimizer, wrapped_optimizer
+from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
 
 
 def loss_scaled(
@@ -294,7 +294,7 @@ def multi_steps(
 
 def _wrap(call: str, inner: Any) -> WrappedOptimizer:
     """Returns the optimizer that is wrapped already, or wraps one, without any scaling."""
-    optimizer = wrapped_optimizer(inner)
+    optimizer = find_wrapped_optimizer(inner)
     if optimizer is not None:
         return optimizer
     return WrappedOptimizer(

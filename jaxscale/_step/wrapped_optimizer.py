@@ -16,11 +16,7 @@ With `skip_nonfinite=False` none of this happens: the step is that of the wrappe
 """
 
 import dataclasses
-import functools
-import inspect
-import re
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -33,10 +29,7 @@ from .._gradients.verdict import (
     Questions,
     Verdict,
     agree_on_size,
-    all_finite,
-    clip_by_global_norm,
     flags_by_leaf,
-    global_norm,
     judge_gradients,
     last_flags,
     norm_bits,
@@ -46,37 +39,21 @@ from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.spikes import SpikeRule
 from .._state.optimizer import LossScaledState
 from .._trees.tree import (
-    apply_updates,
     cast_like,
-    cast_updates,
     holds_overwrites,
     map_gradients,
-    overwrite,
-    overwriting_updates,
     tree_where,
     widen,
     without_overwrites,
 )
-from .checks import (
-    check_devices_agree,
-    check_loss,
-    check_not_nested,
-    check_outcome,
-    check_state,
-    check_state_kept,
-)
+from .call_update import NO_ARGS
+from .checks import check_devices_agree, check_loss, check_not_nested, check_state
 from .counters import count_step, move_skip_rate, start_state
+from .inner_step import InnerStep, make_or_skip, show_norm
 from .matching import StepTrees, TreeTypes, explaining_mismatch, types_of
 from .report import report_skip
 from .retry import BackwardResult
-from .skip import no_updates, step_if
-from .window import EachStep, Ready, Window
-
-NO_ARGS: Mapping[str, Any] = MappingProxyType({})
-
-# How Python and Optax say that a function needs an argument which it did not get. Neither has a
-# type of error for it: optimizers raise the `TypeError` of a call, or a `ValueError` of their own.
-_MISSING_ARGUMENT = re.compile(r"required keyword-only argument|must be provided")
+from .window import EachStep, Window
 
 
 class _InitTypes(NamedTuple):
@@ -84,23 +61,6 @@ class _InitTypes(NamedTuple):
 
     params: TreeTypes
     inner_state: TreeTypes
-
-
-class _InnerUpdate(NamedTuple):
-    """What the wrapped optimizer made of some gradients."""
-
-    updates: optax.Updates
-    opt_state: Any
-    norm: jax.Array | None  # that of the gradients before they were clipped, if it is known
-
-
-class _StepOrSkip(NamedTuple):
-    """A step that was made if it was due, and otherwise skipped."""
-
-    outcome: Any  # the new parameters, or only the updates
-    opt_state: Any
-    updates_finite: jax.Array | None  # bool[], `None` if the updates are not checked
-    grad_norm: jax.Array | None  # f32[], what the state shows, `None` if it shows no norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,26 +232,21 @@ class WrappedOptimizer:
                 "under a key `_overwrite_with_gradient`, which a step replaces, got None."
             )
 
-        make_step = functools.partial(
-            self._make_step, params=params, extra_args=extra_args, adds=adds
+        inner_step = InnerStep(
+            tx=self.inner,
+            params=params,
+            extra_args=extra_args,
+            adds=adds,
+            max_norm=self.max_norm,
+            may_be_skipped=self.skips,
         )
-
-        def keep_outcome(like: Any) -> Any:
-            """Returns the outcome of a skipped step, given that of another or its types."""
-            if adds:
-                return params
-            return no_updates(like, grads.divided)
 
         # 1. Verdict.
         verdict = result.verdict
         if verdict is None:
             verdict = self.judge_pass(result, state)
         if verdict is None:
-            outcome, update = make_step(
-                grads.divided, state.inner_state, norm=None, value=result.loss
-            )
-            grad_norm = _shown_norm(state, update.norm, self.axis_name)
-            return outcome, state._replace(inner_state=update.opt_state, grad_norm=grad_norm)
+            return self._apply_unjudged(inner_step, result, state)
         is_good = verdict.grads_finite & verdict.loss_finite
         is_spike = None
         spikes = state.spikes
@@ -304,7 +259,15 @@ class WrappedOptimizer:
         window, ready = self.window.add(state.inner_state, grads, result.loss, is_good)
 
         # 3. Skip.
-        step = self._step_or_skip(ready, verdict, state, make_step, keep_outcome)
+        step = make_or_skip(
+            inner_step,
+            ready,
+            verdict,
+            grads,
+            state.grad_norm,
+            averages=self.window.averages,
+            check_updates=self.check_updates,
+        )
         stepped = ready.due
         grads_finite = verdict.grads_finite
         if step.updates_finite is not None:
@@ -348,122 +311,24 @@ class WrappedOptimizer:
             report_skip(self.on_skip, next_state)
         return step.outcome, next_state
 
+    def _apply_unjudged(
+        self, inner_step: InnerStep, result: BackwardResult, state: LossScaledState
+    ) -> tuple[Any, LossScaledState]:
+        """Makes a step of the optimizer inside, whatever the gradients are."""
+        made = inner_step.make(
+            result.grads.divided, state.inner_state, norm=None, value=result.loss
+        )
+        next_state = state._replace(
+            inner_state=made.update.opt_state,
+            grad_norm=show_norm(state.grad_norm, made.update.norm, self.axis_name),
+        )
+        return made.outcome, next_state
+
     def _spike_rule(self, state: LossScaledState) -> SpikeRule | None:
         # A state without windows keeps its structure: it comes from a run without the rule.
         if state.spikes is None:
             return None
         return self.spikes
-
-    def _make_step(
-        self,
-        grads: optax.Updates,
-        opt_state: Any,
-        *,
-        norm: jax.Array | None,
-        value: Any,
-        params: optax.Params | None,
-        extra_args: Mapping[str, Any],
-        adds: bool,
-    ) -> tuple[Any, _InnerUpdate]:
-        """Makes a step: returns its outcome, and the update that it comes from."""
-        trained_grads = grads
-        trained_params = params
-        overwrites = holds_overwrites(grads)
-        if overwrites:
-            trained_grads = without_overwrites(grads)
-            trained_params = without_overwrites(params)
-        update = self._update_inner(
-            trained_grads, opt_state, trained_params, norm, value, extra_args
-        )
-        if trained_params is not None:
-            check_outcome(update.updates, trained_params)
-        if adds:
-            outcome = apply_updates(trained_params, update.updates)
-        else:
-            outcome = cast_updates(trained_params, update.updates)
-        if overwrites and adds:
-            outcome = overwrite(outcome, grads, params)
-        elif overwrites:
-            outcome = overwriting_updates(outcome, grads, params)
-        return outcome, update
-
-    def _update_inner(
-        self,
-        grads: optax.Updates,
-        opt_state: Any,
-        params: optax.Params | None,
-        norm: jax.Array | None,
-        value: Any,
-        extra_args: Mapping[str, Any],
-    ) -> _InnerUpdate:
-        """Calls the wrapped optimizer with gradients and parameters in float32 or wider."""
-        grads = map_gradients(widen, grads)
-        if self.max_norm is not None:
-            if norm is None:
-                norm = global_norm(grads)
-            grads = clip_by_global_norm(grads, norm, self.max_norm)
-        params = map_gradients(widen, params)
-        updates, new_state = call_update(self.inner, grads, opt_state, params, value, extra_args)
-        if self.skips:
-            check_state_kept(new_state, opt_state)
-        # Where no step is skipped, the state may change its structure.
-        if jax.tree.structure(new_state) == jax.tree.structure(opt_state):
-            new_state = cast_like(new_state, opt_state)
-        return _InnerUpdate(updates, new_state, norm)
-
-    def _step_or_skip(
-        self,
-        ready: Ready,
-        verdict: Verdict,
-        state: LossScaledState,
-        make_step: Callable[..., tuple[Any, _InnerUpdate]],
-        keep_outcome: Callable[[Any], Any],
-    ) -> _StepOrSkip:
-        """Makes a step if it is due, and otherwise keeps everything as it was."""
-        clips = self.max_norm is not None
-        # The norm of a mean of micro-batches is only known in the step that is made from them.
-        clips_mean = clips and self.window.averages
-        finds_norm = clips_mean and state.grad_norm is not None
-        norm = None
-        if clips and not clips_mean and verdict.squares is not None:
-            norm = jnp.sqrt(verdict.squares)
-
-        def step(operand: Any) -> _StepOrSkip:
-            stored, norm = operand
-            grads = ready.gradients_of(stored)
-            outcome, update = make_step(grads, ready.opt_state, norm=norm, value=ready.value)
-            opt_state = update.opt_state
-            grad_norm = None
-            if finds_norm:
-                grad_norm = _shown_norm(state, update.norm, verdict.axis_name)
-            updates_finite = None
-            if self.check_updates:
-                updates_finite = all_finite(update.updates, axis_name=verdict.axis_name)
-                outcome = tree_where(updates_finite, outcome, keep_outcome(outcome))
-                opt_state = tree_where(updates_finite, opt_state, ready.opt_state)
-            return _StepOrSkip(outcome, opt_state, updates_finite, grad_norm)
-
-        def skip(parts: Any) -> _StepOrSkip:
-            like = _StepOrSkip(*parts)
-            # These are constants, but made from values that vary along the axes of a mesh as those
-            # of a step do: a branch needs equal types.
-            grad_norm = None
-            if finds_norm:
-                grad_norm = jax.lax.select(ready.due, state.grad_norm, state.grad_norm)
-            updates_finite = None
-            if self.check_updates:
-                updates_finite = ready.due | ~ready.due
-            outcome = keep_outcome(like.outcome)
-            return _StepOrSkip(outcome, ready.opt_state, updates_finite, grad_norm)
-
-        result = step_if(ready.due, step, (ready.stored, norm), skip)
-        if finds_norm:
-            return result
-        # Otherwise the pass of the verdict has found the norm, if any.
-        grad_norm = state.grad_norm
-        if grad_norm is not None and verdict.norm is not None and not clips_mean:
-            grad_norm = verdict.norm
-        return result._replace(grad_norm=grad_norm)
 
 
 def _cap_scale(policy: CheckedLossScale, scaling: Any) -> Any:
@@ -486,57 +351,7 @@ def _add_squares(verdict: Verdict, grads: Scaled) -> Verdict:
     return verdict._replace(squares=squares, norm=norm)
 
 
-def _shown_norm(state: LossScaledState, norm: jax.Array | None, axis_name: Any) -> jax.Array | None:
-    """Returns the norm that a state shows after a step that may have found a new one."""
-    if norm is None or state.grad_norm is None:
-        return state.grad_norm
-    return agree_on_size(norm_bits(norm), axis_name)
-
-
-def call_update(
-    tx: optax.GradientTransformationExtraArgs,
-    grads: optax.Updates,
-    opt_state: Any,
-    params: optax.Params | None,
-    value: Any,
-    extra_args: Mapping[str, Any],
-) -> tuple[optax.Updates, Any]:
-    """Calls `tx.update`, with the loss under each name that it takes: `value` or `loss`."""
-    if value is not None:
-        extra_args = _with_loss(tx, value, extra_args)
-    try:
-        return tx.update(grads, opt_state, params, **extra_args)
-    except (TypeError, ValueError) as error:
-        if not _MISSING_ARGUMENT.search(str(error)):
-            raise
-        message = (
-            f"`tx.update` needs arguments that it was not given, and says: {error} A `train_step` "
-            "gives it the loss, as `value`, and no more. If it needs more, write the loop: `loss, "
-            "grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, ...)`, and then "
-            "`jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss, ...)` with what "
-            "is missing."
-        )
-        if isinstance(error, TypeError):
-            raise TypeError(message) from error
-        raise ValueError(message) from error
-
-
-def _with_loss(
-    tx: optax.GradientTransformationExtraArgs, value: Any, extra_args: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Adds the loss to arguments, but only where `tx.update` takes it: others would raise."""
-    parameters = inspect.signature(tx.update).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    arguments = dict(extra_args)
-    arguments.pop("loss", None)
-    if "value" in parameters or takes_any:
-        arguments["value"] = value
-    if "loss" in parameters or ("loss" in extra_args and takes_any):
-        arguments["loss"] = value
-    return arguments
-
-
-def wrapped_optimizer(tx: Any) -> WrappedOptimizer | None:
+def find_wrapped_optimizer(tx: Any) -> WrappedOptimizer | None:
     """Returns the `WrappedOptimizer` behind a transformation, or `None` for any other."""
     # Its method is the `update` of the transformation, and of each copy of that named tuple.
     update = getattr(tx, "update", None)

@@ -1,0 +1,214 @@
+"""A step of the optimizer inside of `loss_scaled`: made if it is due, and otherwise skipped."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._gradients.scaled import Scaled
+from .._gradients.verdict import (
+    Verdict,
+    agree_on_size,
+    all_finite,
+    clip_by_global_norm,
+    global_norm,
+    norm_bits,
+)
+from .._trees.tree import (
+    apply_updates,
+    cast_like,
+    cast_updates,
+    holds_overwrites,
+    map_gradients,
+    overwrite,
+    overwriting_updates,
+    tree_where,
+    widen,
+    without_overwrites,
+)
+from .call_update import call_update
+from .checks import check_outcome, check_state_kept
+from .skip import no_updates, step_if
+from .window import Ready
+
+
+class InnerUpdate(NamedTuple):
+    """What the optimizer returned for some gradients."""
+
+    updates: optax.Updates
+    opt_state: Any
+    norm: jax.Array | None  # that of the gradients before they were clipped, if it is known
+
+
+class MadeStep(NamedTuple):
+    """A step that was made."""
+
+    outcome: Any  # the new parameters, or only the updates
+    update: InnerUpdate  # what it comes from
+
+
+class StepOrSkip(NamedTuple):
+    """A step that was made if it was due, and otherwise skipped."""
+
+    outcome: Any  # the new parameters, or only the updates
+    opt_state: Any
+    updates_finite: jax.Array | None  # bool[], `None` if the updates are not checked
+    grad_norm: jax.Array | None  # f32[], what the state shows, `None` if it shows no norm
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerStep:
+    """A step of an optimizer, except for the gradients and the state that it is made from.
+
+    Attributes:
+      tx: the optimizer.
+      params: the parameters, `None` if the call came without them.
+      extra_args: further arguments of `tx.update`.
+      adds: whether the outcome is the new parameters. If not, it is the updates.
+      max_norm: the global norm to clip gradients to, or `None`.
+      may_be_skipped: whether steps may be skipped, so that the state has to keep its structure.
+    """
+
+    tx: optax.GradientTransformationExtraArgs
+    params: optax.Params | None
+    extra_args: Mapping[str, Any]
+    adds: bool
+    max_norm: float | None
+    may_be_skipped: bool
+
+    def make(
+        self, grads: optax.Updates, opt_state: Any, *, norm: jax.Array | None, value: Any
+    ) -> MadeStep:
+        """Makes the step. The optimizer does not see leaves that their gradients replace.
+
+        The norm of the gradients is passed if it is known, and `value` is the loss.
+        """
+        params = self.params
+        trained_grads = grads
+        trained_params = params
+        overwrites = holds_overwrites(grads)
+        if overwrites:
+            trained_grads = without_overwrites(grads)
+            trained_params = without_overwrites(params)
+        update = self._update(trained_grads, opt_state, trained_params, norm, value)
+        if trained_params is not None:
+            check_outcome(update.updates, trained_params)
+        if self.adds:
+            outcome = apply_updates(trained_params, update.updates)
+        else:
+            outcome = cast_updates(trained_params, update.updates)
+        if overwrites and self.adds:
+            outcome = overwrite(outcome, grads, params)
+        elif overwrites:
+            outcome = overwriting_updates(outcome, grads, params)
+        return MadeStep(outcome, update)
+
+    def keep_outcome(self, like: Any, grads: Scaled) -> Any:
+        """Returns the outcome of a skipped step, given that of another or its types."""
+        if self.adds:
+            return self.params
+        return no_updates(like, grads.divided)
+
+    def _update(
+        self,
+        grads: optax.Updates,
+        opt_state: Any,
+        params: optax.Params | None,
+        norm: jax.Array | None,
+        value: Any,
+    ) -> InnerUpdate:
+        """Calls the optimizer with gradients and parameters in float32 or wider."""
+        grads = map_gradients(widen, grads)
+        if self.max_norm is not None:
+            if norm is None:
+                norm = global_norm(grads)
+            grads = clip_by_global_norm(grads, norm, self.max_norm)
+        params = map_gradients(widen, params)
+        updates, new_state = call_update(self.tx, grads, opt_state, params, value, self.extra_args)
+        if self.may_be_skipped:
+            check_state_kept(new_state, opt_state)
+        # Where no step is skipped, the state may change its structure.
+        if jax.tree.structure(new_state) == jax.tree.structure(opt_state):
+            new_state = cast_like(new_state, opt_state)
+        return InnerUpdate(updates, new_state, norm)
+
+
+def make_or_skip(
+    inner_step: InnerStep,
+    ready: Ready,
+    verdict: Verdict,
+    grads: Scaled,
+    last_norm: jax.Array | None,
+    *,
+    averages: bool,
+    check_updates: bool,
+) -> StepOrSkip:
+    """Makes a step if it is due, and otherwise keeps everything as it was.
+
+    Args:
+      inner_step: the step.
+      ready: what it is made from, and whether it is due.
+      verdict: that of the backward pass.
+      grads: the gradients of that pass. Updates that change nothing vary along their mesh axes.
+      last_norm: the norm that the state showed before, `None` if it shows none.
+      averages: whether the step is made from the mean of several passes.
+      check_updates: whether a step whose updates are not finite is taken back.
+    """
+    clips = inner_step.max_norm is not None
+    # The norm of a mean of micro-batches is only known in the step that is made from them.
+    clips_mean = clips and averages
+    finds_norm = clips_mean and last_norm is not None
+    norm = None
+    if clips and not clips_mean and verdict.squares is not None:
+        norm = jnp.sqrt(verdict.squares)
+
+    def step(operand: Any) -> StepOrSkip:
+        stored, norm = operand
+        step_grads = ready.gradients_of(stored)
+        made = inner_step.make(step_grads, ready.opt_state, norm=norm, value=ready.value)
+        outcome = made.outcome
+        opt_state = made.update.opt_state
+        grad_norm = None
+        if finds_norm:
+            grad_norm = show_norm(last_norm, made.update.norm, verdict.axis_name)
+        updates_finite = None
+        if check_updates:
+            updates_finite = all_finite(made.update.updates, axis_name=verdict.axis_name)
+            kept = inner_step.keep_outcome(outcome, grads)
+            outcome = tree_where(updates_finite, outcome, kept)
+            opt_state = tree_where(updates_finite, opt_state, ready.opt_state)
+        return StepOrSkip(outcome, opt_state, updates_finite, grad_norm)
+
+    def skip(parts: Any) -> StepOrSkip:
+        like = StepOrSkip(*parts)
+        # These are constants, but made from values that vary along the axes of a mesh as those
+        # of a step do: a branch needs equal types.
+        grad_norm = None
+        if finds_norm and last_norm is not None:
+            grad_norm = jax.lax.select(ready.due, last_norm, last_norm)
+        updates_finite = None
+        if check_updates:
+            updates_finite = ready.due | ~ready.due
+        outcome = inner_step.keep_outcome(like.outcome, grads)
+        return StepOrSkip(outcome, ready.opt_state, updates_finite, grad_norm)
+
+    result = step_if(ready.due, step, (ready.stored, norm), skip)
+    if finds_norm:
+        return result
+    # Otherwise the pass of the verdict has found the norm, if any.
+    grad_norm = last_norm
+    if last_norm is not None and verdict.norm is not None and not clips_mean:
+        grad_norm = verdict.norm
+    return result._replace(grad_norm=grad_norm)
+
+
+def show_norm(
+    last_norm: jax.Array | None, norm: jax.Array | None, axis_name: Any
+) -> jax.Array | None:
+    """Returns the norm that a state shows after a step which may have found a new one."""
+    if norm is None or last_norm is None:
+        return last_norm
+    return agree_on_size(norm_bits(norm), axis_name)
