@@ -22,6 +22,10 @@ def half_loss(w):
     return jnp.sum(w.astype(jnp.float16))
 
 
+def half_loss_of_product(w):
+    return half_loss(jnp.stack([w, w]) @ jnp.stack([w, w], axis=1))
+
+
 def half_model(w):
     return w.astype(jnp.float16)
 
@@ -158,6 +162,11 @@ CASES = {
         lambda: jax.grad(model_of_half_loss)(W),
         TypeError,
         ["Return it `.astype(jnp.float32)`, or let `fun` include the loss.\n"],
+    ),
+    "autocast of scale_backward of a loss in half precision": BadInput(
+        lambda: jax.grad(jaxscale.autocast(scale_backward(half_loss_of_product)))(W),
+        TypeError,
+        ["`scale_backward(fun)`: the output is float16", "Return it `.astype(jnp.float32)`.\n"],
     ),
     "scale_backward: an axis under jit": BadInput(
         lambda: jax.jit(jax.grad(scale_backward(loss_from_half, axis_name="d")))(W),
