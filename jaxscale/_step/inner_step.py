@@ -200,7 +200,7 @@ def make_or_skip(
         return result
     # Otherwise the pass of the verdict has found the norm, if any.
     grad_norm = last_norm
-    if last_norm is not None and verdict.norm is not None and not clips_mean:
+    if last_norm is not None and verdict.norm is not None:
         grad_norm = verdict.norm
     return result._replace(grad_norm=grad_norm)
 

@@ -103,15 +103,22 @@ def test_an_infinite_gradient_makes_no_nan():
         assert jaxscale.metrics(state)["grad_norm"] == jnp.inf, name
 
 
-def test_the_norm_is_that_of_a_window():
+@cases("judged", [False, True])
+def test_the_norm_is_that_of_a_window(judged):
+    """Also where spikes are looked for, which asks for the norm of each micro-batch."""
     # Two micro-batches that cancel but for a part: what is clipped is their mean.
     first = gradients(2, 40.0)
     second = gradients(3, 30.0)
     mean = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
     clipped = CLIPPED["dynamic"]
     expected, _ = jax.jit(clipped.update)(mean, clipped.init(PARAMS), PARAMS)
-    inside = jaxscale.loss_scaled(jaxscale.multi_steps(SGD, 2), max_norm=MAX_NORM)
-    for tx in (jaxscale.multi_steps(clipped, 2), inside):
+    spikes = None
+    if judged:
+        spikes = jaxscale.SpikeRule()
+    options = {"max_norm": MAX_NORM, "spikes": spikes}
+    inside = jaxscale.loss_scaled(jaxscale.multi_steps(SGD, 2), **options)
+    outside = jaxscale.multi_steps(jaxscale.loss_scaled(SGD, **options), 2)
+    for tx in (outside, inside):
         update = jax.jit(tx.update)
         _, half_way = update(first, tx.init(PARAMS), PARAMS)
         assert half_way.grad_norm == 0  # no step yet

@@ -376,6 +376,18 @@ def test_a_step_whose_updates_pass_the_check_is_made(mode, monkeypatch):
     assert not jnp.array_equal(params["w"], TWO["w"])
 
 
+@cases("wrap", [jaxscale.loss_scaled, jaxscale.skip_nonfinite])
+def test_the_state_is_kept_where_updates_are_not_finite(wrap):
+    """The gradients are finite: Adam's moments take them, and then the rate is not."""
+    inner = optax.chain(optax.scale_by_adam(), optax.scale(np.inf))
+    tx = wrap(inner, check_updates=True)
+    before = tx.init(TWO)
+    params, after = jax.jit(functools.partial(jaxscale.apply_gradients, tx))(GRADS, before, TWO)
+    assert not after.step_applied
+    assert_same_bits(params, TWO)
+    assert_same_bits(after.inner_state, before.inner_state)
+
+
 @cases("wrap", [jaxscale.loss_scaled, lambda tx: jaxscale.multi_steps(tx, 1)])
 def test_no_loss_in_is_no_loss_out(wrap):
     """What `multi_steps` must not make up: with a loss of 0 the optimizer stands still."""
