@@ -17,8 +17,9 @@ from jax.tree_util import Partial
 from .. import _jax
 from .._trees.tree import blank, cast, widen
 from .cotangent_scale import MOST_RAISED, choose_power, pull_with_retries
-from .head_and_tail import Part, split
+from .head_and_tail import split
 from .known_zeros import is_noting, note_tangents, note_zeros, noting
+from .parts import Part
 from .reduction import reduce_sizes
 from .scaled import Scaled, divide, multiply
 from .verdict import agree_on_sizes, axis_names, no_such_axis
@@ -74,7 +75,7 @@ class BackwardPlan:
         # of retries all of them are in memory at once, and take half of it.
         self.head, self.sources = parts.head.without_casts(by)
         by |= set(self.sources)
-        derived = self.head.derived(by)
+        derived = self.head.find_derived(by)
         self.head_by = [var for var in self.head.inputs if var in by]
         self.head_of = [self.sources.get(var, var) for var in self.head_by]
         self.tail_by = [var for var in self.tail.inputs if var in by]
