@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
-from .._gradients.value_and_grad import backward_pass
+from .._gradients.value_and_grad import scale_transform
 from .._gradients.verdict import axis_names
 from .._jax import is_told_apart
 from .._state.find import is_loss_scaled
@@ -157,7 +157,7 @@ class StepPlan:
 
     def differentiate(self, scaling: Any, *args: Any, **kwargs: Any) -> BackwardResult:
         """Makes one pass with a loss scale state; `None` is a scale of 1."""
-        value_and_grad = backward_pass(
+        run_backward = scale_transform(
             self.call,
             self._checked_loss_fn(),
             scaling,
@@ -166,12 +166,12 @@ class StepPlan:
             self.kwargs,
             "loss_fn",
         )
-        loss, output, grads = value_and_grad(*args, **kwargs)
-        state = output
-        aux = output
+        result = run_backward(*args, **kwargs)
+        state = result.aux
+        aux = result.aux
         if self.has_state and self.has_aux:
-            state, aux = output
-        return BackwardResult(loss=loss, state=state, aux=aux, grads=grads)
+            state, aux = result.aux
+        return BackwardResult(loss=result.loss, state=state, aux=aux, grads=result.grads)
 
     def find_gradients(
         self,
