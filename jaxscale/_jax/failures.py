@@ -81,16 +81,20 @@ def is_of_forward_mode(error: TypeError) -> bool:
 
 def _find_operations(error: BaseException) -> list[JaxprEqn]:
     """Returns what was being read or evaluated when an error was raised, outermost first."""
-    found = []
+    operations = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         eqn = _operation_in(frame)
         if eqn is not None:
-            found.append(eqn)
-    return found
+            operations.append(eqn)
+    return operations
 
 
 def _operation_in(frame: FrameType) -> JaxprEqn | None:
-    """Returns the operation that a function of ours works on."""
+    """Returns the operation that a function of ours works on.
+
+    It is read from the function's local variables, by their names: an error that JAX raises on the
+    way knows no operation, and to note each one in advance would make every trace slower.
+    """
     if not is_own(frame.f_code.co_filename):
         return None
     for name in ("eqn", "step", "link", "last"):
