@@ -92,8 +92,8 @@ def _find_operations(error: BaseException) -> list[JaxprEqn]:
 def _operation_in(frame: FrameType) -> JaxprEqn | None:
     """Returns the operation that a function of ours works on.
 
-    It is read from the function's local variables, by their names: an error that JAX raises on the
-    way knows no operation, and to note each one in advance would make every trace slower.
+    It is read from the function's local variables, by their names, because an error that JAX raises
+    does not say which operation it is about.
     """
     if not is_own(frame.f_code.co_filename):
         return None
