@@ -73,7 +73,9 @@ def find_relief(
     """
 
     def error_of(grads: Mapping[str, np.ndarray]) -> float:
-        return 0.0 if are_finite(grads) else math.inf
+        if are_finite(grads):
+            return 0.0
+        return math.inf
 
     search = FaultSearch(backward, run, error_of, loss_scale)
     remedy = search.find_remedy(first, _MOST_LINES_OF_RELIEF)
