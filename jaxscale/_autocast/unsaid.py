@@ -105,11 +105,11 @@ def _reads_nothing_but(known: set[Any], eqn: JaxprEqn) -> bool:
 
 def _why_left(eqn: JaxprEqn) -> str | None:
     """Returns why what is in an equation runs as it is written, or `None` if it does not."""
-    read: Any = _READERS.get(operation(eqn))
-    if read is None:
+    reader: Any = _READERS.get(operation(eqn))
+    if reader is None:
         return _NO_RULE if _may_have_products(eqn) else None
     try:
-        read(eqn)
+        reader(eqn)
     except _jax.UnknownFormError:
         return _why_not_read(eqn)
     is_with_refs = eqn.primitive.name in _LOOPS and any(map(_jax.is_ref, eqn.invars))

@@ -44,7 +44,9 @@ def naming_the_line(call: str, way_out: str) -> Iterator[None]:
         # caller. The equation around it does.
         lines = filter(None, map(users_line, reversed(operations)))
         line = next(lines, "a line that JAX does not know")
-        reason = type(error).__name__ + (f": {error}" if str(error) else "")
+        reason = type(error).__name__
+        if str(error):
+            reason += f": {error}"
         raise TypeError(
             f"`{call}` cannot transform the operation `{name}` at {line}, as it has a form that "
             f"is not known ({reason}). {way_out} jaxscale was tested with JAX {TESTED}; this is "
