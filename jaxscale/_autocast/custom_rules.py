@@ -277,7 +277,13 @@ def _flags_of_tree(tree: Sequence[tuple[()] | None]) -> tuple[bool, ...]:
 
 def _select_sources(args: Sequence[Any]) -> list[Any]:
     """Returns what has the gradient of each input: of two views of a value, the second."""
-    return [arg.wide if isinstance(arg, Narrow) else arg for arg in args]
+    sources = []
+    for arg in args:
+        if isinstance(arg, Narrow):
+            sources.append(arg.wide)
+        else:
+            sources.append(arg)
+    return sources
 
 
 def _give_to_sources(
