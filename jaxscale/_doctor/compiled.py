@@ -52,7 +52,12 @@ class CompiledBackward:
             loss, grads = value_and_grad(loss_of, state)(params, arrays)
             return BackwardPass(loss, grads, all_finite(grads))
 
-        arrays = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, target.batch)
+        def keep_array(leaf: Any) -> Any:
+            if is_array(leaf):
+                return leaf
+            return None
+
+        arrays = jax.tree.map(keep_array, target.batch)
         self.loss_of = loss_of
         self.args = (target.params, arrays)
         # As if each operation ran by itself, which is how the trace runs it.

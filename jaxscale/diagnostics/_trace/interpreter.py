@@ -182,20 +182,33 @@ class Interpreter:
     ) -> Sequence[Value | Cell]:
         """Runs an equation that holds no others by itself, and updates the refs that it takes."""
         eqn = step.eqn
-        inputs = [entry.value if isinstance(entry, Cell) else entry for entry in entries]
+        inputs = []
+        cells = []
+        for entry in entries:
+            if isinstance(entry, Cell):
+                cells.append(entry)
+                inputs.append(entry.value)
+            else:
+                inputs.append(entry)
         is_wide = self._is_wide(key_of(eqn, (*location.around, *step.around)))
         arrays = []
         for source, value in zip(step.reads, inputs, strict=True):
-            is_number = isinstance(source, Literal | Rounded)
-            arrays.append(as_array(source, is_wide) if is_number else value.array)
+            if isinstance(source, Literal | Rounded):
+                arrays.append(as_array(source, is_wide))
+            else:
+                arrays.append(value.array)
         values = self._show(step, inputs, compute(eqn, arrays, is_wide), location)
 
-        outputs = values[: len(eqn.outvars)]
-        cells = [entry for entry in entries if isinstance(entry, Cell)]
-        for cell, value in zip(cells, values[len(eqn.outvars) :], strict=True):
+        num_outputs = len(eqn.outvars)
+        for cell, value in zip(cells, values[num_outputs:], strict=True):
             cell.value = value
-        pairs = zip(eqn.outvars, outputs, strict=True)
-        return [Cell(value) if is_ref(var) else value for var, value in pairs]
+        outputs: list[Value | Cell] = []
+        for var, value in zip(eqn.outvars, values[:num_outputs], strict=True):
+            if is_ref(var):
+                outputs.append(Cell(value))
+            else:
+                outputs.append(value)
+        return outputs
 
     def _show(
         self, step: Step, inputs: list[Value], arrays: Sequence[Any], location: Location

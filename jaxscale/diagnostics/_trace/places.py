@@ -67,9 +67,9 @@ def lines(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> list[Line]:
     """Returns the user's lines for an equation and the calls around it, innermost first."""
     users_lines = []
     for outer in (eqn, *reversed(around)):
-        for file, number, function in frames(outer):
-            if is_users_file(file):
-                users_lines.append(Line(file, number, function))
+        for frame in frames(outer):
+            if is_users_file(frame.file):
+                users_lines.append(Line(frame.file, frame.line, frame.function))
     return users_lines
 
 
