@@ -91,7 +91,7 @@ from ._state.state_dict import from_state_dict, to_state_dict
 from ._step.apply import apply_gradients
 from ._step.train_step import train_step
 from ._step.transformations import loss_scaled, multi_steps, skip_nonfinite
-from ._trees.tree import tree_where
+from ._trees.selection import tree_where
 
 # A group a line, in the order of the docstring, which is that of the API reference, too.
 __all__ = [  # noqa: RUF022

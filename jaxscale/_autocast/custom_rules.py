@@ -27,7 +27,7 @@ from .._jax import (
     holds_inexact,
     jaxpr_as_fun,
 )
-from .._trees.tree import blank
+from .._trees.casts import blank
 from .casts import has_products
 from .frame import Frame
 from .higher_order import Way, place_inside, read_inputs, rewrite, run_inline

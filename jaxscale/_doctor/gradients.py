@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._trees.tree import leaf_name, replace_gradients
+from .._trees.gradient_leaves import leaf_name, replace_gradients
 from ..diagnostics._histogram import Histogram, histogram
 from ..diagnostics._leaves import LeafCounts, leaf_counts
 

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._trees.gradient_leaves import leaf_name, list_gradients, only_gradients
 from .._trees.leaf import dtype_of, is_array_like
-from .._trees.tree import combine, leaf_name, list_gradients, only_gradients
+from .._trees.params import combine
 from ..diagnostics._formats import describe, is_array
 from ..diagnostics._trace.places import Constants, is_users_file
 

@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
 from .. import _jax
-from .._trees.tree import blank, cast, widen
+from .._trees.casts import blank, cast, widen
 from .cotangent_scale import MOST_RAISED, choose_power, pull_with_retries
 from .head_and_tail import split
 from .known_zeros import is_noting, note_tangents, note_zeros, noting

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
-from .._trees.tree import blank
+from .._trees.casts import blank
 from .reduction import reduce_gradients
 from .verdict import agree
 

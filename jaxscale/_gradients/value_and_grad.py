@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from .._state.find import find_scale
 from .._state.scale import UnitLossScaleState
+from .._trees.casts import widen
+from .._trees.gradient_leaves import map_gradients
 from .._trees.leaf import is_array_like
-from .._trees.tree import map_gradients, widen
 from .scaled import Scaled, representable
 
 _Args = ParamSpec("_Args")

@@ -18,10 +18,12 @@ from .._gradients.value_and_grad import scale_transform
 from .._gradients.verdict import axis_names
 from .._jax import is_told_apart
 from .._state.find import is_loss_scaled
+from .._trees.casts import cast, widen
 from .._trees.checks import int32, one_of
+from .._trees.gradient_leaves import leaf_name, map_gradients
 from .._trees.grammar import with_article
 from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
-from .._trees.tree import cast, leaf_name, map_gradients, trained_params, widen
+from .._trees.params import trained_params
 from .checks import is_pair
 from .optimizer import Optimizer
 from .retry import BackwardResult, repeat_backward, trace_once

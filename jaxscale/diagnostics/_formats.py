@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._trees.gradient_leaves import list_gradients
 from .._trees.leaf import is_array_like, is_python_number
 from .._trees.numbers import INFINITY_BITS
-from .._trees.tree import list_gradients
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 

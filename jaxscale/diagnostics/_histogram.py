@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._trees.checks import power_of_two
+from .._trees.gradient_leaves import replace_gradients
 from .._trees.numbers import INFINITY_BITS
-from .._trees.tree import replace_gradients
 from ._formats import (
     CUTS,
     FORMAT_BY_NAME,

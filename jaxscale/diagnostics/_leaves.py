@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._trees.checks import normal_float32
+from .._trees.gradient_leaves import leaf_name, replace_gradients
 from .._trees.grammar import and_more
 from .._trees.numbers import INFINITY_BITS
-from .._trees.tree import leaf_name, replace_gradients
 from ._formats import FORMAT_BY_NAME, check_result, gradient_leaves, is_array, magnitude_bits
 from ._text import align_columns, percent, power
 

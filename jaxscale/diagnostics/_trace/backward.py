@@ -12,8 +12,8 @@ from ..._gradients.value_and_grad import seed_cotangent, unpack_output
 from ..._jax import JaxprEqn, Scan, While
 from ..._state.find import find_scale_state
 from ..._state.scale import LossScaleState
+from ..._trees.casts import widen
 from ..._trees.leaf import is_inexact_leaf
-from ..._trees.tree import widen
 from .._formats import describe, is_array
 from .findings import Findings, OverflowSeen, Run
 from .interpreter import TOP, EquationKey, Interpreter, IsWide, Location, Origins, Value, Visit
