@@ -138,7 +138,8 @@ def _format_bars(numbers: HostHistogram, exponent: int) -> list[tuple[str, ...]]
     num_powers = last - first + 1
     powers_in_row = math.ceil(num_powers / _ROWS)
     starts = np.arange(first, last + 1, powers_in_row)
-    sums = np.add.reduceat(numbers.counts.sum(axis=1), starts)
+    counts_of_powers = numbers.counts.sum(axis=1)
+    sums = np.add.reduceat(counts_of_powers, starts)
     total = max(sums.sum(), 1.0)
     signs_by_format = [_choose_signs(numbers, name, exponent, starts) for name in FORMATS]
 
