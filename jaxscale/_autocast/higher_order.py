@@ -17,9 +17,10 @@ from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, bind, cast, closed, programs, w
 from .callers import Place, owner_of
 from .carries import find_half_carries
 from .casts import has_products
+from .chains import is_call_for_chain
 from .frame import Frame
 from .recompute import Link, Narrow
-from .rules import Outputs, is_call_for_chain, leave_to_chain, run_as_written
+from .rules import Outputs, leave_to_chain, run_as_written
 from .values import (
     Kind,
     Parameter,

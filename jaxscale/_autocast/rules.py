@@ -5,7 +5,7 @@ float32 may be narrow. A rule returns no outputs if it leaves the equation to be
 together with what follows it: as a link of a chain (see `recompute.py`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,15 +19,15 @@ from .._jax import (
     dot_dimensions,
     operation,
     programs,
-    walk_equation,
     with_preferred_type,
     with_result_type,
 )
 from . import table
 from .casts import is_logits
+from .chains import fits_chain
 from .frame import Frame
 from .readers import has_gradient
-from .recompute import LONGEST, collect, join_operands, name_starts
+from .recompute import LONGEST, join_operands, name_starts
 from .values import (
     FLOAT32,
     Constant,
@@ -50,7 +50,7 @@ def run_as_written(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 def run_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation in float32, or leaves it to a chain."""
-    if _fits_chain(frame, eqn):
+    if fits_chain(frame, eqn):
         return leave_to_chain(frame, eqn)
     return run_as_written(frame, eqn)
 
@@ -69,65 +69,6 @@ def leave_to_chain(frame: Frame, eqn: JaxprEqn) -> Outputs:
     for index, var in enumerate(eqn.outvars):
         frame.defer(var, frame.link(eqn, index))
     return ()
-
-
-def is_call_for_chain(frame: Frame, eqn: JaxprEqn) -> bool:
-    """Returns whether a call is of elementwise operations in float32, and may be in a chain."""
-    has_float32 = not table.FLOAT32_ELEMENTWISE.isdisjoint(_walk_operations(eqn))
-    if not has_float32 and not frame.reads_link(eqn):
-        return False
-    return _fits_chain(frame, eqn)
-
-
-def _fits_chain(frame: Frame, eqn: JaxprEqn) -> bool:
-    """Returns whether an equation may be part of a chain, as its start or further on."""
-    if operation(eqn) not in table.CHAINED:
-        return False
-    if not all(map(is_float32, eqn.outvars)):
-        return False
-    is_call = any(programs(eqn))
-    if is_call and not table.CHAINED.issuperset(_walk_operations(eqn)):
-        return False
-    if eqn.primitive.name == "add":
-        return _sum_fits_chain(frame, eqn)
-    return frame.reads_link(eqn) or frame.reads_narrow(eqn)
-
-
-def _walk_operations(eqn: JaxprEqn) -> Iterator[str]:
-    """Yields the names of the operations of an equation and of the programs that it holds."""
-    return map(operation, walk_equation(eqn))
-
-
-def _sum_fits_chain(frame: Frame, eqn: JaxprEqn) -> bool:
-    """Returns whether a sum may be part of a chain: it goes on with one, but never starts it."""
-    if not frame.reads_link(eqn) or _is_residual(frame, eqn):
-        return False
-    for atom in eqn.invars:
-        is_constant = isinstance(frame.kind_of(atom), Constant | Parameter)
-        if not (is_constant or frame.is_narrow(atom) or frame.link_of(atom)):
-            return False
-    return True
-
-
-def _is_residual(frame: Frame, eqn: JaxprEqn) -> bool:
-    """Returns whether a sum is that of a residual connection, from which the next layer starts.
-
-    One of its inputs is also read elsewhere, and they are computed from different arrays.
-    """
-    is_shared = False
-    for atom in eqn.invars:
-        if frame.link_of(atom) is not None and frame.readers.numbers[atom] > 1:
-            is_shared = True
-    first, second = eqn.invars
-    return is_shared and _find_starts(frame, first) != _find_starts(frame, second)
-
-
-def _find_starts(frame: Frame, atom: Any) -> set[Any]:
-    """Returns the identities of the arrays that a value is computed from."""
-    link = frame.link_of(atom)
-    if link is None:
-        return {frame.identity_of(atom)}
-    return set(collect(link).starts)
 
 
 def multiply_matrices(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -242,7 +183,7 @@ def _run_wide_and_round(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation in float32, or leaves it to a chain. What it returns is narrow."""
-    if _fits_chain(frame, eqn):
+    if fits_chain(frame, eqn):
         return leave_to_chain(frame, eqn)
     outputs = []
     for value, var in zip(run_as_written(frame, eqn), eqn.outvars, strict=True):
