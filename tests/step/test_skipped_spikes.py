@@ -216,6 +216,28 @@ def test_check_warns_of_spikes_without_end(counter, value):
         jaxscale.check(state._replace(spikes=spikes, total_steps=jnp.array(1000)))
 
 
+@cases(
+    "total_spikes, total_notfinite, warning",
+    [
+        (40, 10, "spikes are skipped again and again"),
+        (10, 40, "gradients were not finite"),
+        (40, 40, "gradients were not finite"),
+    ],
+)
+def test_check_warns_of_what_most_of_the_skipped_steps_were(total_spikes, total_notfinite, warning):
+    state = OPTIMIZERS["safe"].init(PARAMS)
+    spikes = state.spikes._replace(total_spikes=jnp.array(total_spikes))
+    state = state._replace(
+        spikes=spikes,
+        total_notfinite=jnp.array(total_notfinite),
+        total_steps=jnp.array(1000),
+        skip_rate=jnp.array(0.05),
+    )
+    with pytest.warns(UserWarning, match=warning) as warned:
+        jaxscale.check(state)
+    assert len(warned) == 1
+
+
 def test_metrics_find_spikes_in_variables():
     model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, OPTIMIZERS["safe"], wrt=nnx.Param)
